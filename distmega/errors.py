@@ -1,0 +1,67 @@
+"""Every error a user can meet, one class per kind of mistake.
+
+A message names the value, what was expected and the remedy, in that order. Errors in what was asked derive from
+ValueError, faults of a running job from RuntimeError; the command line prints either in one line.
+"""
+
+
+class DistmegaError(Exception):
+    """Base of all errors raised on purpose; `distmega` exits with code 2 on a ValueError, 1 on a RuntimeError."""
+
+    def __init__(self, found: str, *, expected: str, remedy: str) -> None:
+        self.found, self.expected, self.remedy = found, expected, remedy
+        super().__init__(found, expected, remedy)
+
+    def __str__(self) -> str:
+        return f"{self.found}; expected {self.expected}; {self.remedy}"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild, (type(self), self.found, self.expected, self.remedy)
+
+
+def _rebuild(kind: type[DistmegaError], found: str, expected: str, remedy: str) -> DistmegaError:
+    return kind(found, expected=expected, remedy=remedy)
+
+
+class ProgramError(DistmegaError, ValueError):
+    """A tensor program is malformed: shapes, names, specs or expressions that do not fit."""
+
+
+class ParseError(DistmegaError, ValueError):
+    """A printed program or host program cannot be read back."""
+
+
+class MeshError(DistmegaError, ValueError):
+    """A device mesh is malformed, or does not fit the number of ranks."""
+
+
+class PlanError(DistmegaError, ValueError):
+    """No sharding plan satisfies the request (degree, memory limit, annotations)."""
+
+
+class VerifyError(DistmegaError, ValueError):
+    """An IR breaks one of its rules; raised by the verifiers after a pass."""
+
+
+class CheckError(DistmegaError, ValueError):
+    """The task graph or host program has a race, a deadlock or a wait nobody satisfies."""
+
+
+class ModelError(DistmegaError, ValueError):
+    """A model, its configuration or its weights are missing, damaged or unknown."""
+
+
+class RequestError(DistmegaError, ValueError):
+    """A prompt or an option is outside what the model or the machine allows."""
+
+
+class LaunchError(DistmegaError, RuntimeError):
+    """Ranks could not be started, or do not agree on what to run."""
+
+
+class RankFailure(DistmegaError, RuntimeError):
+    """A rank died or failed while a request was running."""
+
+
+class HangError(DistmegaError, RuntimeError):
+    """A bounded wait expired; names the waiting task, the event and who owes it."""

@@ -1,0 +1,1 @@
+"""See README.md, "the walk through the code"."""

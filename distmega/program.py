@@ -1,0 +1,179 @@
+"""The tensor program: frozen value types in which every op is stated once, as iteration axes and access maps.
+
+An op is an iteration space. Its `axes` name the loop nest; each `Access` says which axes index which dim of which
+tensor. Sharding, streams, tiles, dependencies, bytes and flops are all derived from this one statement; nothing else
+describes an op. Programs come from builder.py (or text.py, which prints and parses them) and go to sharding/planner.py.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from distmega.dtypes import ITEM_BYTES, item_bytes
+from distmega.errors import ProgramError
+
+Attr = str | int | float | bool | tuple["Attr", ...]
+Role = Literal["input", "weight", "state", "temp"]
+AxisRole = Literal["parallel", "reduce", "scatter"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axis:
+    """One iteration axis of an op.
+
+    role `parallel`: every value writes its own output elements. `reduce`: values are combined into one output element
+    by `combine` ("sum", "max", "min", "argmax"; "" means the op needs all of them at once, as softmax does, so the
+    axis can't be split across ranks). `scatter`: indexes an output dim at positions known only at run time.
+    lookup: only one value per output element is touched, chosen at run time (a row of an embedding table).
+    """
+
+    name: str
+    extent: int
+    role: AxisRole = "parallel"
+    combine: str = ""
+    lookup: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Index:
+    """How a tensor dim is indexed: offset + stride * (axes composed as mixed-radix digits, outer first).
+
+    No axes means the constant `offset`. Positions outside the dim are not accessed (concat and slices use this).
+    """
+
+    axes: tuple[str, ...] = ()
+    offset: int = 0
+    stride: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Access:
+    """One operand of an op: a tensor and one Index per dim of it."""
+
+    tensor: str
+    dims: tuple[Index, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tensor:
+    """A named tensor. `input`s come with each call, `weight`s once, `state` lives across calls and is updated in place."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    role: Role = "temp"
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_elements * item_bytes(self.dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """An operation: `kind` of ops.KINDS, iteration axes, accesses, and attributes sorted by name."""
+
+    name: str
+    kind: str
+    axes: tuple[Axis, ...]
+    reads: tuple[Access, ...]
+    writes: tuple[Access, ...]
+    attrs: tuple[tuple[str, Attr], ...] = ()
+
+    def axis(self, name: str) -> Axis:
+        """The axis of that name; KeyError is a bug of the caller."""
+        for axis in self.axes:
+            if axis.name == name:
+                return axis
+        raise KeyError(name)
+
+    def attr(self, name: str) -> Attr:
+        """The attribute of that name; KeyError is a bug of the caller."""
+        for key, value in self.attrs:
+            if key == name:
+                return value
+        raise KeyError(name)
+
+    def get(self, name: str, default: Attr) -> Attr:
+        """The attribute of that name, or `default`."""
+        return next((value for key, value in self.attrs if key == name), default)
+
+    @property
+    def num_points(self) -> int:
+        """Points of the iteration space that do work: lookup axes count once."""
+        return math.prod(a.extent for a in self.axes if not a.lookup)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """Tensors by name, ops in execution order, and which tensors leave as outputs. Build with ProgramBuilder."""
+
+    name: str
+    tensors: tuple[Tensor, ...]
+    ops: tuple[Op, ...]
+    outputs: tuple[str, ...]
+
+    def tensor_map(self) -> dict[str, Tensor]:
+        """Tensors by name."""
+        return {tensor.name: tensor for tensor in self.tensors}
+
+    def with_role(self, role: Role) -> tuple[Tensor, ...]:
+        """Tensors of one role, in order of declaration."""
+        return tuple(tensor for tensor in self.tensors if tensor.role == role)
+
+
+def accesses(op: Op) -> Iterator[Access]:
+    """All accesses of an op, reads first."""
+    yield from op.reads
+    yield from op.writes
+
+
+def verify_program(program: Program) -> Program:
+    """Checks names, ranks, extents and definition before use; returns the program. Raises ProgramError."""
+    tensors = program.tensor_map()
+    if len(tensors) != len(program.tensors):
+        raise _broken(program, "two tensors share a name", "unique tensor names")
+    for tensor in program.tensors:
+        if tensor.dtype not in ITEM_BYTES or any(extent < 1 for extent in tensor.shape):
+            raise _broken(program, f"tensor {tensor}", f"dims of at least 1 and a dtype of {', '.join(ITEM_BYTES)}")
+    if len({op.name for op in program.ops}) != len(program.ops):
+        raise _broken(program, "two ops share a name", "unique op names")
+    defined = {tensor.name for tensor in program.tensors if tensor.role != "temp"}
+    for op in program.ops:
+        _verify_op(program, op, tensors, defined)
+        defined.update(access.tensor for access in op.writes)
+    for name in program.outputs:
+        if name not in defined:
+            raise _broken(program, f"output {name!r} is never written", "outputs that an op writes")
+    return program
+
+
+def _verify_op(program: Program, op: Op, tensors: dict[str, Tensor], defined: set[str]) -> None:
+    extents = {axis.name: axis.extent for axis in op.axes}
+    for access in accesses(op):
+        if access.tensor not in tensors:
+            raise _broken(program, f"op {op.name!r} accesses unknown tensor {access.tensor!r}", "a declared tensor")
+        shape = tensors[access.tensor].shape
+        if len(access.dims) != len(shape):
+            raise _broken(program, f"op {op.name!r} indexes {access.tensor!r} by {len(access.dims)} dims", f"{len(shape)}")
+        for index, extent in zip(access.dims, shape, strict=True):
+            unknown = [name for name in index.axes if name not in extents]
+            if unknown:
+                raise _broken(program, f"op {op.name!r} uses unknown axes {unknown}", f"axes of {list(extents)}")
+            span = math.prod(extents[name] for name in index.axes)
+            if index.axes and index.offset >= 0 and index.offset + index.stride * (span - 1) >= extent and op.kind != "concat":
+                raise _broken(program, f"op {op.name!r} reaches past dim of {extent} of {access.tensor!r}", "an index inside")
+    for access in op.reads:
+        if access.tensor not in defined:
+            raise _broken(program, f"op {op.name!r} reads {access.tensor!r} before it is written", "a producer above")
+    for access in op.writes:
+        if tensors[access.tensor].role in ("input", "weight"):
+            raise _broken(program, f"op {op.name!r} writes {access.tensor!r}", "inputs and weights are only read")
+
+
+def _broken(program: Program, found: str, expected: str) -> ProgramError:
+    return ProgramError(f"program {program.name!r}: {found}", expected=expected, remedy="build it with ProgramBuilder")

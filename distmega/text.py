@@ -1,0 +1,133 @@
+"""Printed form of programs, and its parser: `parse_program(print_program(p)) == p`.
+
+    program mlp
+      input x: f32[8, 64]
+      weight w: f32[256, 64]
+      h = linear[m:8 n:256 k:64:reduce:sum] x(m, k) w(n, k) -> temp h: f32[8, 256](m, n)
+      return h
+
+An index prints as its axes joined by `.`, with `*stride` and `+offset` when they are not 1 and 0; a constant as `#offset`.
+"""
+
+import ast
+import re
+
+from distmega.errors import ParseError
+from distmega.program import Access, Attr, Axis, Index, Op, Program, Tensor, verify_program
+
+
+def print_program(program: Program) -> str:
+    """The readable form; one line per declared tensor and per op."""
+    tensors = program.tensor_map()
+    lines = [f"program {program.name}"]
+    lines += [f"  {t.role} {_tensor(t)}" for t in program.tensors]
+    for op in program.ops:
+        assert all(access.tensor in tensors for access in (*op.reads, *op.writes))
+        lines.append(f"  {_op(op)}")
+    lines.append(f"  return {', '.join(program.outputs)}".rstrip())
+    return "\n".join(lines) + "\n"
+
+
+def _tensor(tensor: Tensor) -> str:
+    return f"{tensor.name}: {tensor.dtype}[{', '.join(map(str, tensor.shape))}]"
+
+
+def _op(op: Op) -> str:
+    axes = " ".join(_axis(axis) for axis in op.axes)
+    attrs = "".join(f" {key}={value!r}" for key, value in op.attrs)
+    reads = "".join(f" {_access(access)}" for access in op.reads)
+    writes = "".join(f" {_access(access)}" for access in op.writes)
+    return f"{op.name} = {op.kind}[{axes}]{reads} ->{writes}{' |' + attrs if attrs else ''}"
+
+
+def _axis(axis: Axis) -> str:
+    text = f"{axis.name}:{axis.extent}"
+    if axis.role != "parallel":
+        text += f":{axis.role}"
+    if axis.combine:
+        text += f":{axis.combine}"
+    return text + (":lookup" if axis.lookup else "")
+
+
+def _access(access: Access) -> str:
+    return f"{access.tensor}({', '.join(map(_index, access.dims))})"
+
+
+def _index(index: Index) -> str:
+    if not index.axes:
+        return f"#{index.offset}"
+    text = ".".join(index.axes)
+    if index.stride != 1:
+        text += f"*{index.stride}"
+    return text + (f"{index.offset:+d}" if index.offset else "")
+
+
+_TENSOR = re.compile(r"(input|weight|state|temp) (\S+): (\w+)\[([\d, ]*)\]$")
+_OP = re.compile(r"(\S+) = (\w+)\[([^\]]*)\](.*?) ->(.*?)(?: \|(.*))?$")
+_ACCESS = re.compile(r"(\S+?)\(([^)]*)\)")
+_INDEX = re.compile(r"([\w.]+)(?:\*(\d+))?([+-]\d+)?$")
+_ATTR = re.compile(r" (\w+)=(.*?)(?= \w+=|$)")
+
+
+def parse_program(text: str) -> Program:
+    """Reads the printed form back; ParseError names the line that does not fit."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    name, tensors, ops, outputs = "", [], [], ()
+    for line in lines:
+        if line.startswith("program "):
+            name = line.removeprefix("program ")
+        elif line == "return" or line.startswith("return "):
+            outputs = tuple(part for part in line.removeprefix("return").strip().split(", ") if part)
+        elif match := _TENSOR.match(line):
+            role, tensor, dtype, shape = match.groups()
+            dims = tuple(int(extent) for extent in shape.split(",") if extent.strip())
+            tensors.append(Tensor(name=tensor, shape=dims, dtype=dtype, role=role))  # type: ignore[arg-type]
+        elif match := _OP.match(line):
+            ops.append(_parse_op(*match.groups(default="")))
+        else:
+            raise _unreadable(line)
+    return verify_program(Program(name=name, tensors=tuple(tensors), ops=tuple(ops), outputs=outputs))
+
+
+def _parse_op(name: str, kind: str, axes: str, reads: str, writes: str, attrs: str) -> Op:
+    return Op(
+        name=name,
+        kind=kind,
+        axes=tuple(map(_parse_axis, axes.split())),
+        reads=tuple(_parse_access(*match) for match in _ACCESS.findall(reads)),
+        writes=tuple(_parse_access(*match) for match in _ACCESS.findall(writes)),
+        attrs=tuple((key, _parse_attr(value)) for key, value in _ATTR.findall(attrs)),
+    )
+
+
+def _parse_axis(text: str) -> Axis:
+    name, extent, *flags = text.split(":")
+    lookup = "lookup" in flags
+    words = [flag for flag in flags if flag != "lookup"]
+    role = words[0] if words else "parallel"
+    return Axis(name=name, extent=int(extent), role=role, combine=words[1] if words[1:] else "", lookup=lookup)  # type: ignore[arg-type]
+
+
+def _parse_access(tensor: str, dims: str) -> Access:
+    return Access(tensor=tensor, dims=tuple(_parse_index(dim) for dim in dims.split(", ") if dim))
+
+
+def _parse_index(text: str) -> Index:
+    if text.startswith("#"):
+        return Index(offset=int(text[1:]))
+    match = _INDEX.match(text)
+    if not match:
+        raise _unreadable(text)
+    axes, stride, offset = match.groups()
+    return Index(axes=tuple(axes.split(".")), stride=int(stride or 1), offset=int(offset or 0))
+
+
+def _parse_attr(text: str) -> Attr:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError) as error:
+        raise _unreadable(text) from error
+
+
+def _unreadable(text: str) -> ParseError:
+    return ParseError(f"cannot read {text!r}", expected="a line as print_program writes it", remedy="see distmega/text.py")

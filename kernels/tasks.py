@@ -1,0 +1,107 @@
+"""Value types of the task level: tasks as tiles of an op, events between them, and the static schedule.
+
+A segment (a Program of ops that become one megakernel) is cut by tiling.py into TaskGroups, one an op. task_graph.py
+derives EventTensors from region overlap; schedule.py orders tasks on SMs; encoding.py turns that into device words.
+All ranks of a mesh run the same graph; a group with `all_ranks` writes and signals on every rank of its team.
+"""
+
+import math
+from dataclasses import dataclass
+
+from distmega.program import Op, Program
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """Consecutive half-open ranges over `axes` composed row-major (outer first): range i is bounds[i] to bounds[i + 1]."""
+
+    axes: tuple[str, ...]
+    bounds: tuple[int, ...]
+
+    @property
+    def num_tiles(self) -> int:
+        return len(self.bounds) - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskGroup:
+    """The tasks of one op: the grid of its splits, row-major; axes in no split run whole inside each task."""
+
+    op: Op
+    splits: tuple[Split, ...] = ()
+    all_ranks: bool = False
+
+    @property
+    def num_tasks(self) -> int:
+        return math.prod(split.num_tiles for split in self.splits)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventTensor:
+    """Events triggered by one group: event e is complete once counts[e] of its tasks have signalled, per rank and epoch.
+
+    counts: triggers per event within one rank; times the team size where the producer group is `all_ranks`.
+    notify: for each producer task, the events it signals. consumers: (group, for each of its tasks the events it waits for).
+    """
+
+    producer: int
+    counts: tuple[int, ...]
+    notify: tuple[tuple[int, ...], ...]
+    consumers: tuple[tuple[int, tuple[tuple[int, ...], ...]], ...]
+
+    @property
+    def num_events(self) -> int:
+        return len(self.counts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskGraph:
+    """Groups in program order and the events between them. `team_size`: ranks that run this graph together."""
+
+    segment: Program
+    groups: tuple[TaskGroup, ...]
+    events: tuple[EventTensor, ...]
+    team_size: int = 1
+
+    @property
+    def num_tasks(self) -> int:
+        return sum(group.num_tasks for group in self.groups)
+
+    @property
+    def num_events(self) -> int:
+        return sum(event.num_events for event in self.events)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wait:
+    """Block until event `event` of this rank has `count` triggers more than in the epochs before."""
+
+    event: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signal:
+    """One trigger of event `event`, on this rank or on every rank of the team (this one included)."""
+
+    event: int
+    all_ranks: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduledTask:
+    """A task in a queue: task `task` of group `group`, with the waits that remain needed and its signals."""
+
+    group: int
+    task: int
+    waits: tuple[Wait, ...]
+    signals: tuple[Signal, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """One queue per SM, each a linear extension of the task graph of all ranks; the same on every rank."""
+
+    graph: TaskGraph
+    queues: tuple[tuple[ScheduledTask, ...], ...]
+    num_events: int
