@@ -1,0 +1,44 @@
+"""What tests need of the machine (gpu, multigpu(n), ray), and how many were skipped for what."""
+
+import importlib.util
+from collections import Counter
+
+import pytest
+
+
+def _gpu_problem(num_gpus: int) -> str:
+    """Why this machine can't run a test on `num_gpus` GPUs; empty if it can."""
+    import torch  # noqa: PLC0415  only when a collected test carries a GPU marker
+
+    if not torch.cuda.is_available():
+        return "no CUDA GPU on this machine"
+    if torch.cuda.device_count() < num_gpus:
+        return f"needs {num_gpus} CUDA GPUs, this machine has {torch.cuda.device_count()}"
+    if torch.cuda.get_device_capability() < (9, 0):
+        return f"needs compute capability 9.0, this GPU has {torch.cuda.get_device_capability()}"
+    return ""
+
+
+def _problem(item: pytest.Item) -> str:
+    if marker := item.get_closest_marker("multigpu"):
+        return _gpu_problem(marker.args[0])
+    if item.get_closest_marker("gpu"):
+        return _gpu_problem(1)
+    if item.get_closest_marker("ray") and importlib.util.find_spec("ray") is None:
+        return "ray is not installed (pip install 'distmega[ray]')"
+    return ""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if problem := _problem(item):
+            item.add_marker(pytest.mark.skip(reason=problem))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    reports = terminalreporter.getreports("skipped")
+    reasons = Counter(str(report.longrepr[2]).removeprefix("Skipped: ") for report in reports)
+    if reasons:
+        terminalreporter.section(f"{reasons.total()} tests skipped, by reason")
+        for reason, num_tests in reasons.most_common():
+            terminalreporter.line(f"{num_tests:5d}  {reason}")
