@@ -1,0 +1,42 @@
+"""Element types as torch sees them: short names of distmega/dtypes.py to torch dtypes and back.
+
+The bottom half never imports torch, so the mapping lives here, with the first code that runs tensors.
+"""
+
+import torch
+from torch import Tensor
+
+from distmega import program
+
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    "f64": torch.float64,
+    "f32": torch.float32,
+    "bf16": torch.bfloat16,
+    "f16": torch.float16,
+    "i64": torch.int64,
+    "i32": torch.int32,
+    "bool": torch.bool,
+}
+
+_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+_HALF = (torch.bfloat16, torch.float16)
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype of a short name; KeyError is a bug of the caller, programs validate theirs."""
+    return TORCH_DTYPES[name]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The short name of a torch dtype, or torch's own name for one that programs cannot hold."""
+    return _NAMES.get(dtype, str(dtype))
+
+
+def empty_tensor(buffer: program.Tensor) -> Tensor:
+    """Uninitialised row-major storage for a buffer, on the CPU."""
+    return torch.empty(buffer.shape, dtype=torch_dtype(buffer.dtype))
+
+
+def widen(x: Tensor) -> Tensor:
+    """x in the type its sums are taken in: fp32 for the half types, otherwise x itself."""
+    return x.float() if x.dtype in _HALF else x
