@@ -1,4 +1,6 @@
-"""distmega: a tensor program in, a plan over device and stream axes, one persistent megakernel per GPU out."""
+"""distmega: a tensor program in, a plan over device and stream axes, one persistent megakernel per
+GPU out.
+"""
 
 from distmega.builder import ProgramBuilder
 

@@ -1,16 +1,18 @@
-"""ProgramBuilder: write a tensor program a line an op; handles carry names and arithmetic operators.
+"""ProgramBuilder: write a tensor program a line an op; handles carry names and arithmetic
+operators.
 
-    p = ProgramBuilder("mlp")
-    x = p.input("x", (8, 64))
-    h = p.linear(x, p.weight("w1", (256, 64))).map("silu(a0)")
-    program = p.build(p.linear(h, p.weight("w2", (64, 256))))
+p = ProgramBuilder("mlp")
+x = p.input("x", (8, 64))
+h = p.linear(x, p.weight("w1", (256, 64))).map("silu(a0)")
+program = p.build(p.linear(h, p.weight("w2", (64, 256))))
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from distmega import ops
+from distmega import moves, ops
 from distmega.errors import ProgramError
+from distmega.op_parts import Built
 from distmega.program import Op, Program, Role, Tensor, verify_program
 
 
@@ -52,7 +54,9 @@ class Handle:
 
 
 class ProgramBuilder:
-    """Collects tensors and ops; `build` checks and freezes them. Names are unique; ops without one get kind and number."""
+    """Collects tensors and ops; `build` checks and freezes them. Names are unique; ops without one
+    get kind and number.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -64,21 +68,29 @@ class ProgramBuilder:
         return self._declare(name, shape, dtype, "input")
 
     def weight(self, name: str, shape: Sequence[int], dtype: str = "f32") -> Handle:
-        """A tensor given once, before the first call. Declaring the same weight again gives the same handle (tying)."""
+        """A tensor given once, before the first call. Declaring the same weight again gives the
+        same handle (tying).
+        """
         return self._declare(name, shape, dtype, "weight")
 
     def state(self, name: str, shape: Sequence[int], dtype: str = "f32") -> Handle:
         """A tensor that lives across calls, zero at first, updated in place."""
         return self._declare(name, shape, dtype, "state")
 
-    def linear(self, x: Handle, w: Handle, bias: Handle | None = None, spec: str = "", name: str = "") -> Handle:
-        """See ops.linear: contraction by named axes, "m k, n k -> m n"; by default over the last dims."""
+    def linear(
+        self, x: Handle, w: Handle, bias: Handle | None = None, spec: str = "", name: str = ""
+    ) -> Handle:
+        """See ops.linear: contraction by named axes, "m k, n k -> m n"; by default over the last
+        dims.
+        """
         operand = bias.tensor if bias else None
         return self._add(ops.linear(self._name(name, "linear"), x.tensor, w.tensor, operand, spec))
 
     def pointwise(self, text: str, *args: Handle, name: str = "") -> Handle:
         """See ops.pointwise: an expression such as "silu(a0) * a1"."""
-        return self._add(ops.pointwise(self._name(name, "pointwise"), text, *(a.tensor for a in args)))
+        return self._add(
+            ops.pointwise(self._name(name, "pointwise"), text, *(a.tensor for a in args))
+        )
 
     def reduce(self, x: Handle, dim: int, combine: str = "sum", name: str = "") -> Handle:
         """See ops.reduce: "sum", "max" or "min" over one dim."""
@@ -90,15 +102,26 @@ class ProgramBuilder:
 
     def rope(self, x: Handle, positions: Handle, table: Handle, name: str = "") -> Handle:
         """See ops.rope: half-split rotary embedding."""
-        return self._add(ops.rope(self._name(name, "rope"), x.tensor, positions.tensor, table.tensor))
+        return self._add(
+            ops.rope(self._name(name, "rope"), x.tensor, positions.tensor, table.tensor)
+        )
 
     def kv_append(self, cache: Handle, x: Handle, positions: Handle, name: str = "") -> None:
         """See ops.kv_append: in place."""
-        op, _ = ops.kv_append(self._name(name, "kv_append"), cache.tensor, x.tensor, positions.tensor)
+        op, _ = ops.kv_append(
+            self._name(name, "kv_append"), cache.tensor, x.tensor, positions.tensor
+        )
         self._ops.append(op)
 
     def attention(
-        self, q: Handle, k: Handle, v: Handle, positions: Handle, scale: float, window: int = 0, name: str = ""
+        self,
+        q: Handle,
+        k: Handle,
+        v: Handle,
+        positions: Handle,
+        scale: float,
+        window: int = 0,
+        name: str = "",
     ) -> Handle:
         """See ops.attention: causal, over caches."""
         operands = (q.tensor, k.tensor, v.tensor, positions.tensor)
@@ -113,49 +136,78 @@ class ProgramBuilder:
         return self._add(ops.argmax(self._name(name, "argmax"), x.tensor))
 
     def set(self, x: Handle, into: Handle | None = None, name: str = "") -> Handle:
-        """See ops.copy: a copy, or an overwrite of `into`."""
-        built = ops.copy(self._name(name, "set"), x.tensor, into.tensor if into else None)
+        """See moves.copy: a copy, or an overwrite of `into`."""
+        built = moves.copy(self._name(name, "set"), x.tensor, into.tensor if into else None)
         return self._add(built) if into is None else self._overwrite(built[0], into)
 
-    def slice(self, x: Handle, dim: int, start: int, stop: int, step: int = 1, *, view: bool = False, name: str = "") -> Handle:
-        """See ops.slice_dim; view=True shares storage."""
+    def slice(
+        self,
+        x: Handle,
+        dim: int,
+        start: int,
+        stop: int,
+        step: int = 1,
+        *,
+        view: bool = False,
+        name: str = "",
+    ) -> Handle:
+        """See moves.slice_dim; view=True shares storage."""
         kind = "view" if view else "slice"
-        return self._add(ops.slice_dim(self._name(name, kind), x.tensor, dim, start, stop, step, kind))
+        return self._add(
+            moves.slice_dim(self._name(name, kind), x.tensor, dim, start, stop, step, kind)
+        )
 
     def concat(self, xs: Sequence[Handle], dim: int, name: str = "") -> Handle:
-        """See ops.concat."""
-        return self._add(ops.concat(self._name(name, "concat"), [x.tensor for x in xs], dim))
+        """See moves.concat."""
+        return self._add(moves.concat(self._name(name, "concat"), [x.tensor for x in xs], dim))
 
-    def transpose(self, x: Handle, order: Sequence[int], *, view: bool = False, name: str = "") -> Handle:
-        """See ops.transpose; view=True shares storage."""
+    def transpose(
+        self, x: Handle, order: Sequence[int], *, view: bool = False, name: str = ""
+    ) -> Handle:
+        """See moves.transpose; view=True shares storage."""
         kind = "view" if view else "transpose"
-        return self._add(ops.transpose(self._name(name, kind), x.tensor, order, kind))
+        return self._add(moves.transpose(self._name(name, kind), x.tensor, order, kind))
 
-    def reshape(self, x: Handle, shape: Sequence[int], *, view: bool = False, name: str = "") -> Handle:
-        """See ops.reshape; view=True shares storage."""
+    def reshape(
+        self, x: Handle, shape: Sequence[int], *, view: bool = False, name: str = ""
+    ) -> Handle:
+        """See moves.reshape; view=True shares storage."""
         kind = "view" if view else "reshape"
-        return self._add(ops.reshape(self._name(name, kind), x.tensor, shape, kind))
+        return self._add(moves.reshape(self._name(name, kind), x.tensor, shape, kind))
 
     def build(self, *outputs: Handle) -> Program:
-        """The finished program; `outputs` leave it, in this order. Raises ProgramError if it is malformed."""
+        """The finished program; `outputs` leave it, in this order. Raises ProgramError if it is
+        malformed.
+        """
         names = tuple(handle.name for handle in outputs)
-        program = Program(name=self.name, tensors=tuple(self._tensors.values()), ops=tuple(self._ops), outputs=names)
+        program = Program(
+            name=self.name,
+            tensors=tuple(self._tensors.values()),
+            ops=tuple(self._ops),
+            outputs=names,
+        )
         return verify_program(program)
 
     def _declare(self, name: str, shape: Sequence[int], dtype: str, role: Role) -> Handle:
         tensor = Tensor(name=name, shape=tuple(shape), dtype=dtype, role=role)
         known = self._tensors.setdefault(name, tensor)
         if known != tensor or (role != "weight" and known is not tensor):
-            raise ProgramError(f"{role} {name!r} of shape {tuple(shape)} declared as {known}", expected="one declaration", remedy="rename it")
+            raise ProgramError(
+                f"{role} {name!r} of shape {tuple(shape)} declared as {known}",
+                expected="one declaration",
+                remedy="rename it",
+            )
         return Handle(self, known)
 
     def _name(self, name: str, kind: str) -> str:
         name = name or f"{kind}_{len(self._ops)}"
         if name in self._tensors or any(op.name == name for op in self._ops):
-            raise ProgramError(f"name {name!r} is taken", expected="a new name", remedy="pass name=...")
+            raise ProgramError(
+                f"name {name!r} is taken", expected="a new name", remedy="pass name=..."
+            )
         return name
 
-    def _add(self, built: ops.Built) -> Handle:
+    def _add(self, built: Built) -> Handle:
         op, tensors = built
         self._ops.append(op)
         self._tensors.update({tensor.name: tensor for tensor in tensors})

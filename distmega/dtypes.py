@@ -1,4 +1,6 @@
-"""Element types by short name, without importing torch; `torch_dtype` lives with the code that runs."""
+"""Element types by short name, without importing torch; `torch_dtype` lives with the code that
+runs.
+"""
 
 ITEM_BYTES: dict[str, int] = {
     "f64": 8, "f32": 4, "bf16": 2, "f16": 2, "i64": 8, "i32": 4, "bool": 1,
@@ -6,5 +8,7 @@ ITEM_BYTES: dict[str, int] = {
 
 
 def item_bytes(dtype: str) -> int:
-    """Bytes of one element; KeyError is a bug of the caller, since programs validate dtypes when built."""
+    """Bytes of one element; KeyError is a bug of the caller, since programs validate dtypes when
+    built.
+    """
     return ITEM_BYTES[dtype]

@@ -1,12 +1,15 @@
 """Every error a user can meet, one class per kind of mistake.
 
-A message names the value, what was expected and the remedy, in that order. Errors in what was asked derive from
-ValueError, faults of a running job from RuntimeError; the command line prints either in one line.
+A message names the value, what was expected and the remedy, in that order. Errors in what was asked
+derive from ValueError, faults of a running job from RuntimeError; the command line prints either in
+one line.
 """
 
 
 class DistmegaError(Exception):
-    """Base of all errors raised on purpose; `distmega` exits with code 2 on a ValueError, 1 on a RuntimeError."""
+    """Base of all errors raised on purpose; `distmega` exits with code 2 on a ValueError, 1 on a
+    RuntimeError.
+    """
 
     def __init__(self, found: str, *, expected: str, remedy: str) -> None:
         self.found, self.expected, self.remedy = found, expected, remedy

@@ -1,7 +1,8 @@
-"""Pointwise expressions: a closed set of functions over arguments a0, a1, ..., printed and parsed as Python arithmetic.
+"""Pointwise expressions: a closed set of functions over arguments a0, a1, ..., printed and parsed
+as Python arithmetic.
 
-`parse("silu(a0) * a1")` gives a tree; `evaluate` runs it over any values whose functions the caller supplies
-(torch tensors on the CPU path). Next on the walk: ops.py.
+`parse("silu(a0) * a1")` gives a tree; `evaluate` runs it over any values whose functions the caller
+supplies (torch tensors on the CPU path). Next on the walk: ops.py.
 """
 
 import ast
@@ -18,7 +19,9 @@ FUNCTIONS: dict[str, int] = {
     "tanh": 1, "sigmoid": 1, "sin": 1, "cos": 1,
     "add": 2, "sub": 2, "mul": 2, "div": 2, "maximum": 2, "minimum": 2, "pow": 2,
 }  # fmt: skip
-"""Function name -> number of arguments. Infix + - * / ** are add, sub, mul, div, pow; gelu is the exact one (erf)."""
+"""Function name -> number of arguments. Infix + - * / ** are add, sub, mul, div, pow; gelu is the
+exact one (erf).
+"""
 
 _INFIX: dict[type[ast.operator], str] = {
     ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div", ast.Pow: "pow",
@@ -82,7 +85,9 @@ def _convert(node: ast.expr, text: str) -> Expr:
             return Const(-inner.value) if isinstance(inner, Const) else Call("neg", (inner,))
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _INFIX:
             return Call(_INFIX[type(op)], (_convert(left, text), _convert(right, text)))
-        case ast.Call(func=ast.Name(id=fn), args=args, keywords=[]) if FUNCTIONS.get(fn) == len(args):
+        case ast.Call(func=ast.Name(id=fn), args=args, keywords=[]) if FUNCTIONS.get(fn) == len(
+            args
+        ):
             return Call(fn, tuple(_convert(a, text) for a in args))
     raise _unreadable(text, ast.unparse(node))
 
@@ -95,8 +100,15 @@ def _unreadable(text: str, part: str) -> ProgramError:
     )
 
 
-def evaluate(expr: Expr, args: Sequence[T], functions: Mapping[str, Callable[..., T]], lift: Callable[[float], T]) -> T:
-    """Value of `expr` over `args`; `functions` maps names of FUNCTIONS, `lift` turns a constant into a value."""
+def evaluate(
+    expr: Expr,
+    args: Sequence[T],
+    functions: Mapping[str, Callable[..., T]],
+    lift: Callable[[float], T],
+) -> T:
+    """Value of `expr` over `args`; `functions` maps names of FUNCTIONS, `lift` turns a constant
+    into a value.
+    """
     match expr:
         case Arg(index):
             return args[index]
@@ -126,7 +138,8 @@ _ZERO_AT_ZERO = {"sqrt", "abs", "neg", "relu", "silu", "gelu", "tanh", "sin"}
 
 
 def is_zero(expr: Expr, zero_args: frozenset[int]) -> bool:
-    """Whether `expr` is provably exactly zero when the named arguments are zero and the others any finite numbers.
+    """Whether `expr` is provably exactly zero when the named arguments are zero and the others any
+    finite numbers.
 
     This is what lets zero padding pass through a pointwise op: padded elements stay zero.
     """

@@ -1,8 +1,10 @@
-"""The tensor program: frozen value types in which every op is stated once, as iteration axes and access maps.
+"""The tensor program: frozen value types in which every op is stated once, as iteration axes and
+access maps.
 
-An op is an iteration space. Its `axes` name the loop nest; each `Access` says which axes index which dim of which
-tensor. Sharding, streams, tiles, dependencies, bytes and flops are all derived from this one statement; nothing else
-describes an op. Programs come from builder.py (or text.py, which prints and parses them) and go to sharding/planner.py.
+An op is an iteration space. Its `axes` name the loop nest; each `Access` says which axes index
+which dim of which tensor. Sharding, streams, tiles, dependencies, bytes and flops are all derived
+from this one statement; nothing else describes an op. Programs come from builder.py (or text.py,
+which prints and parses them) and go to sharding/planner.py.
 """
 
 import math
@@ -22,10 +24,11 @@ AxisRole = Literal["parallel", "reduce", "scatter"]
 class Axis:
     """One iteration axis of an op.
 
-    role `parallel`: every value writes its own output elements. `reduce`: values are combined into one output element
-    by `combine` ("sum", "max", "min", "argmax"; "" means the op needs all of them at once, as softmax does, so the
-    axis can't be split across ranks). `scatter`: indexes an output dim at positions known only at run time.
-    lookup: only one value per output element is touched, chosen at run time (a row of an embedding table).
+    role `parallel`: every value writes its own output elements. `reduce`: values are combined into
+    one output element by `combine` ("sum", "max", "min", "argmax"; "" means the op needs all of
+    them at once, as softmax does, so the axis can't be split across ranks). `scatter`: indexes an
+    output dim at positions known only at run time. lookup: only one value per output element is
+    touched, chosen at run time (a row of an embedding table).
     """
 
     name: str
@@ -37,9 +40,11 @@ class Axis:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Index:
-    """How a tensor dim is indexed: offset + stride * (axes composed as mixed-radix digits, outer first).
+    """How a tensor dim is indexed: offset + stride * (axes composed as mixed-radix digits, outer
+    first).
 
-    No axes means the constant `offset`. Positions outside the dim are not accessed (concat and slices use this).
+    No axes means the constant `offset`. Positions outside the dim are not accessed (concat and
+    slices use this).
     """
 
     axes: tuple[str, ...] = ()
@@ -57,7 +62,9 @@ class Access:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensor:
-    """A named tensor. `input`s come with each call, `weight`s once, `state` lives across calls and is updated in place."""
+    """A named tensor. `input`s come with each call, `weight`s once, `state` lives across calls and
+    is updated in place.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -110,7 +117,9 @@ class Op:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """Tensors by name, ops in execution order, and which tensors leave as outputs. Build with ProgramBuilder."""
+    """Tensors by name, ops in execution order, and which tensors leave as outputs. Build with
+    ProgramBuilder.
+    """
 
     name: str
     tensors: tuple[Tensor, ...]
@@ -133,13 +142,19 @@ def accesses(op: Op) -> Iterator[Access]:
 
 
 def verify_program(program: Program) -> Program:
-    """Checks names, ranks, extents and definition before use; returns the program. Raises ProgramError."""
+    """Checks names, ranks, extents and definition before use; returns the program. Raises
+    ProgramError.
+    """
     tensors = program.tensor_map()
     if len(tensors) != len(program.tensors):
         raise _broken(program, "two tensors share a name", "unique tensor names")
     for tensor in program.tensors:
         if tensor.dtype not in ITEM_BYTES or any(extent < 1 for extent in tensor.shape):
-            raise _broken(program, f"tensor {tensor}", f"dims of at least 1 and a dtype of {', '.join(ITEM_BYTES)}")
+            raise _broken(
+                program,
+                f"tensor {tensor}",
+                f"dims of at least 1 and a dtype of {', '.join(ITEM_BYTES)}",
+            )
     if len({op.name for op in program.ops}) != len(program.ops):
         raise _broken(program, "two ops share a name", "unique op names")
     defined = {tensor.name for tensor in program.tensors if tensor.role != "temp"}
@@ -156,24 +171,57 @@ def _verify_op(program: Program, op: Op, tensors: dict[str, Tensor], defined: se
     extents = {axis.name: axis.extent for axis in op.axes}
     for access in accesses(op):
         if access.tensor not in tensors:
-            raise _broken(program, f"op {op.name!r} accesses unknown tensor {access.tensor!r}", "a declared tensor")
+            raise _broken(
+                program,
+                f"op {op.name!r} accesses unknown tensor {access.tensor!r}",
+                "a declared tensor",
+            )
         shape = tensors[access.tensor].shape
         if len(access.dims) != len(shape):
-            raise _broken(program, f"op {op.name!r} indexes {access.tensor!r} by {len(access.dims)} dims", f"{len(shape)}")
+            raise _broken(
+                program,
+                f"op {op.name!r} indexes {access.tensor!r} by {len(access.dims)} dims",
+                f"{len(shape)}",
+            )
         for index, extent in zip(access.dims, shape, strict=True):
             unknown = [name for name in index.axes if name not in extents]
             if unknown:
-                raise _broken(program, f"op {op.name!r} uses unknown axes {unknown}", f"axes of {list(extents)}")
+                raise _broken(
+                    program,
+                    f"op {op.name!r} uses unknown axes {unknown}",
+                    f"axes of {list(extents)}",
+                )
             span = math.prod(extents[name] for name in index.axes)
-            if index.axes and index.offset >= 0 and index.offset + index.stride * (span - 1) >= extent and op.kind != "concat":
-                raise _broken(program, f"op {op.name!r} reaches past dim of {extent} of {access.tensor!r}", "an index inside")
+            if (
+                index.axes
+                and index.offset >= 0
+                and index.offset + index.stride * (span - 1) >= extent
+                and op.kind != "concat"
+            ):
+                raise _broken(
+                    program,
+                    f"op {op.name!r} reaches past dim of {extent} of {access.tensor!r}",
+                    "an index inside",
+                )
     for access in op.reads:
         if access.tensor not in defined:
-            raise _broken(program, f"op {op.name!r} reads {access.tensor!r} before it is written", "a producer above")
+            raise _broken(
+                program,
+                f"op {op.name!r} reads {access.tensor!r} before it is written",
+                "a producer above",
+            )
     for access in op.writes:
         if tensors[access.tensor].role in ("input", "weight"):
-            raise _broken(program, f"op {op.name!r} writes {access.tensor!r}", "inputs and weights are only read")
+            raise _broken(
+                program,
+                f"op {op.name!r} writes {access.tensor!r}",
+                "inputs and weights are only read",
+            )
 
 
 def _broken(program: Program, found: str, expected: str) -> ProgramError:
-    return ProgramError(f"program {program.name!r}: {found}", expected=expected, remedy="build it with ProgramBuilder")
+    return ProgramError(
+        f"program {program.name!r}: {found}",
+        expected=expected,
+        remedy="build it with ProgramBuilder",
+    )

@@ -6,7 +6,8 @@
       h = linear[m:8 n:256 k:64:reduce:sum] x(m, k) w(n, k) -> temp h: f32[8, 256](m, n)
       return h
 
-An index prints as its axes joined by `.`, with `*stride` and `+offset` when they are not 1 and 0; a constant as `#offset`.
+An index prints as its axes joined by `.`, with `*stride` and `+offset` when they are not 1 and 0; a
+constant as `#offset`.
 """
 
 import ast
@@ -20,24 +21,30 @@ def print_program(program: Program) -> str:
     """The readable form; one line per declared tensor and per op."""
     tensors = program.tensor_map()
     lines = [f"program {program.name}"]
-    lines += [f"  {t.role} {_tensor(t)}" for t in program.tensors]
+    lines += [f"  {print_tensor(t)}" for t in program.tensors]
     for op in program.ops:
         assert all(access.tensor in tensors for access in (*op.reads, *op.writes))
-        lines.append(f"  {_op(op)}")
+        lines.append(f"  {print_op(op)}")
     lines.append(f"  return {', '.join(program.outputs)}".rstrip())
     return "\n".join(lines) + "\n"
 
 
-def _tensor(tensor: Tensor) -> str:
-    return f"{tensor.name}: {tensor.dtype}[{', '.join(map(str, tensor.shape))}]"
+def print_tensor(tensor: Tensor) -> str:
+    """A declaration: role, name, dtype and shape."""
+    return f"{tensor.role} {tensor.name}: {tensor.dtype}[{', '.join(map(str, tensor.shape))}]"
 
 
-def _op(op: Op) -> str:
+def print_op(op: Op) -> str:
+    """An op on one line."""
     axes = " ".join(_axis(axis) for axis in op.axes)
-    attrs = "".join(f" {key}={value!r}" for key, value in op.attrs)
     reads = "".join(f" {_access(access)}" for access in op.reads)
     writes = "".join(f" {_access(access)}" for access in op.writes)
-    return f"{op.name} = {op.kind}[{axes}]{reads} ->{writes}{' |' + attrs if attrs else ''}"
+    return f"{op.name} = {op.kind}[{axes}]{reads} ->{writes}{print_attrs(op.attrs)}"
+
+
+def print_attrs(attrs: tuple[tuple[str, Attr], ...]) -> str:
+    """Attributes as a line's tail, " | key=value ..."; empty without any."""
+    return " |" + "".join(f" {key}={value!r}" for key, value in attrs) if attrs else ""
 
 
 def _axis(axis: Axis) -> str:
@@ -77,27 +84,49 @@ def parse_program(text: str) -> Program:
         if line.startswith("program "):
             name = line.removeprefix("program ")
         elif line == "return" or line.startswith("return "):
-            outputs = tuple(part for part in line.removeprefix("return").strip().split(", ") if part)
-        elif match := _TENSOR.match(line):
-            role, tensor, dtype, shape = match.groups()
-            dims = tuple(int(extent) for extent in shape.split(",") if extent.strip())
-            tensors.append(Tensor(name=tensor, shape=dims, dtype=dtype, role=role))  # type: ignore[arg-type]
-        elif match := _OP.match(line):
-            ops.append(_parse_op(*match.groups(default="")))
+            outputs = parse_names(line.removeprefix("return"))
+        elif tensor := parse_tensor(line):
+            tensors.append(tensor)
         else:
-            raise _unreadable(line)
-    return verify_program(Program(name=name, tensors=tuple(tensors), ops=tuple(ops), outputs=outputs))
+            ops.append(parse_op(line))
+    program = Program(name=name, tensors=tuple(tensors), ops=tuple(ops), outputs=outputs)
+    return verify_program(program)
 
 
-def _parse_op(name: str, kind: str, axes: str, reads: str, writes: str, attrs: str) -> Op:
+def parse_names(text: str) -> tuple[str, ...]:
+    """Names separated by commas."""
+    return tuple(part for part in text.strip().split(", ") if part)
+
+
+def parse_tensor(line: str) -> Tensor | None:
+    """Reads `print_tensor` back; None if the line is no declaration."""
+    match = _TENSOR.match(line)
+    if not match:
+        return None
+    role, name, dtype, shape = match.groups()
+    dims = tuple(int(extent) for extent in shape.split(",") if extent.strip())
+    return Tensor(name=name, shape=dims, dtype=dtype, role=role)  # type: ignore[arg-type]
+
+
+def parse_op(line: str) -> Op:
+    """Reads `print_op` back; ParseError if the line is no op."""
+    match = _OP.match(line)
+    if not match:
+        raise unreadable(line)
+    name, kind, axes, reads, writes, attrs = match.groups(default="")
     return Op(
         name=name,
         kind=kind,
         axes=tuple(map(_parse_axis, axes.split())),
-        reads=tuple(_parse_access(*match) for match in _ACCESS.findall(reads)),
-        writes=tuple(_parse_access(*match) for match in _ACCESS.findall(writes)),
-        attrs=tuple((key, _parse_attr(value)) for key, value in _ATTR.findall(attrs)),
+        reads=tuple(_parse_access(*found) for found in _ACCESS.findall(reads)),
+        writes=tuple(_parse_access(*found) for found in _ACCESS.findall(writes)),
+        attrs=parse_attrs(attrs),
     )
+
+
+def parse_attrs(text: str) -> tuple[tuple[str, Attr], ...]:
+    """Reads the part of `print_attrs` after its bar."""
+    return tuple((key, _parse_attr(value)) for key, value in _ATTR.findall(text))
 
 
 def _parse_axis(text: str) -> Axis:
@@ -105,7 +134,13 @@ def _parse_axis(text: str) -> Axis:
     lookup = "lookup" in flags
     words = [flag for flag in flags if flag != "lookup"]
     role = words[0] if words else "parallel"
-    return Axis(name=name, extent=int(extent), role=role, combine=words[1] if words[1:] else "", lookup=lookup)  # type: ignore[arg-type]
+    return Axis(
+        name=name,
+        extent=int(extent),
+        role=role,
+        combine=words[1] if words[1:] else "",
+        lookup=lookup,
+    )  # type: ignore[arg-type]
 
 
 def _parse_access(tensor: str, dims: str) -> Access:
@@ -117,7 +152,7 @@ def _parse_index(text: str) -> Index:
         return Index(offset=int(text[1:]))
     match = _INDEX.match(text)
     if not match:
-        raise _unreadable(text)
+        raise unreadable(text)
     axes, stride, offset = match.groups()
     return Index(axes=tuple(axes.split(".")), stride=int(stride or 1), offset=int(offset or 0))
 
@@ -126,8 +161,13 @@ def _parse_attr(text: str) -> Attr:
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError) as error:
-        raise _unreadable(text) from error
+        raise unreadable(text) from error
 
 
-def _unreadable(text: str) -> ParseError:
-    return ParseError(f"cannot read {text!r}", expected="a line as print_program writes it", remedy="see distmega/text.py")
+def unreadable(text: str) -> ParseError:
+    """The error for a line that cannot be read."""
+    return ParseError(
+        f"cannot read {text!r}",
+        expected="a line as print_program writes it",
+        remedy="see distmega/text.py",
+    )

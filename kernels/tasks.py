@@ -1,8 +1,10 @@
-"""Value types of the task level: tasks as tiles of an op, events between them, and the static schedule.
+"""Value types of the task level: tasks as tiles of an op, events between them, and the static
+schedule.
 
-A segment (a Program of ops that become one megakernel) is cut by tiling.py into TaskGroups, one an op. task_graph.py
-derives EventTensors from region overlap; schedule.py orders tasks on SMs; encoding.py turns that into device words.
-All ranks of a mesh run the same graph; a group with `all_ranks` writes and signals on every rank of its team.
+A segment (a Program of ops that become one megakernel) is cut by tiling.py into TaskGroups, one an
+op. task_graph.py derives EventTensors from region overlap; schedule.py orders tasks on SMs;
+encoding.py turns that into device words. All ranks of a mesh run the same graph; a group with
+`all_ranks` writes and signals on every rank of its team.
 """
 
 import math
@@ -13,7 +15,9 @@ from distmega.program import Op, Program
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """Consecutive half-open ranges over `axes` composed row-major (outer first): range i is bounds[i] to bounds[i + 1]."""
+    """Consecutive half-open ranges over `axes` composed row-major (outer first): range i is
+    bounds[i] to bounds[i + 1].
+    """
 
     axes: tuple[str, ...]
     bounds: tuple[int, ...]
@@ -25,7 +29,9 @@ class Split:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskGroup:
-    """The tasks of one op: the grid of its splits, row-major; axes in no split run whole inside each task."""
+    """The tasks of one op: the grid of its splits, row-major; axes in no split run whole inside
+    each task.
+    """
 
     op: Op
     splits: tuple[Split, ...] = ()
@@ -38,10 +44,12 @@ class TaskGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventTensor:
-    """Events triggered by one group: event e is complete once counts[e] of its tasks have signalled, per rank and epoch.
+    """Events triggered by one group: event e is complete once counts[e] of its tasks have
+    signalled, per rank and epoch.
 
-    counts: triggers per event within one rank; times the team size where the producer group is `all_ranks`.
-    notify: for each producer task, the events it signals. consumers: (group, for each of its tasks the events it waits for).
+    counts: triggers per event within one rank; times the team size where the producer group is
+    `all_ranks`. notify: for each producer task, the events it signals. consumers: (group, for each
+    of its tasks the events it waits for).
     """
 
     producer: int
@@ -56,7 +64,9 @@ class EventTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskGraph:
-    """Groups in program order and the events between them. `team_size`: ranks that run this graph together."""
+    """Groups in program order and the events between them. `team_size`: ranks that run this graph
+    together.
+    """
 
     segment: Program
     groups: tuple[TaskGroup, ...]
@@ -90,7 +100,9 @@ class Signal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduledTask:
-    """A task in a queue: task `task` of group `group`, with the waits that remain needed and its signals."""
+    """A task in a queue: task `task` of group `group`, with the waits that remain needed and its
+    signals.
+    """
 
     group: int
     task: int
@@ -100,7 +112,9 @@ class ScheduledTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """One queue per SM, each a linear extension of the task graph of all ranks; the same on every rank."""
+    """One queue per SM, each a linear extension of the task graph of all ranks; the same on every
+    rank.
+    """
 
     graph: TaskGraph
     queues: tuple[tuple[ScheduledTask, ...], ...]
