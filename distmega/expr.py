@@ -66,7 +66,7 @@ Expr = Arg | Const | Call
 
 
 def parse(text: str) -> Expr:
-    """Reads an expression such as "silu(a0) * a1 + 0.5"; ProgramError names what it could not read."""
+    """Reads an expression such as "silu(a0) * a1 + 0.5"; ProgramError names the part it can't read."""
     try:
         tree = ast.parse(text, mode="eval").body
     except SyntaxError as error:

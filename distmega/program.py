@@ -82,7 +82,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
-    """An operation: `kind` of ops.KINDS, iteration axes, accesses, and attributes sorted by name."""
+    """An operation: `kind` of ops.KINDS, iteration axes, accesses, attributes sorted by name."""
 
     name: str
     kind: str

@@ -84,7 +84,7 @@ class TaskGraph:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wait:
-    """Block until event `event` of this rank has `count` triggers more than in the epochs before."""
+    """Block until event `event` of this rank has `count` triggers more than before this epoch."""
 
     event: int
     count: int
@@ -92,7 +92,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signal:
-    """One trigger of event `event`, on this rank or on every rank of the team (this one included)."""
+    """One trigger of event `event`, on this rank or on every rank of the team, itself included."""
 
     event: int
     all_ranks: bool = False

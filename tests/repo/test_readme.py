@@ -1,0 +1,104 @@
+"""The README's commands, walk, variables and tables agree with the code."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from bench import tables
+from tests.repo.source import ROOT
+
+README = (ROOT / "README.md").read_text()
+
+
+def section(title: str) -> str:
+    """The text under a heading of level two."""
+    pattern = rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)"
+    match = re.search(pattern, README, re.DOTALL | re.MULTILINE)
+    assert match, f"README.md has no section {title!r}"
+    return match[1]
+
+
+def files_of_the_walk() -> list[str]:
+    """Paths of the numbered list, in order."""
+    walk = section("The walk through the code")
+    return re.findall(r"^\d+\. `([\w/]+\.py)`", walk, re.MULTILINE)
+
+
+def test_the_two_commands_come_first():
+    block = re.search(r"```\w*\n(.*?)```", README, re.DOTALL)
+    assert block
+    assert [line.split("#")[0].strip() for line in block[1].splitlines()] == [
+        "make demo",
+        "make test",
+    ]
+
+
+def test_the_files_of_the_walk_exist():
+    walk = files_of_the_walk()
+    assert walk[0] == "examples/mlp.py"
+    assert walk[-1] == "launch/worker.py"
+    assert len(walk) >= 9
+    missing = [path for path in walk if not (ROOT / path).exists()]
+    assert not missing
+
+
+def test_a_file_of_the_walk_names_the_next_one():
+    walk = files_of_the_walk()
+    for path, following in pairwise(walk):
+        docstring = (ROOT / path).read_text().split('"""')[1]
+        assert following.rpartition("/")[2] in docstring, f"{path} does not name {following}"
+
+
+def test_every_environment_variable_is_listed():
+    named = set(re.findall(r"^\| `(DISTMEGA_\w+)`", section("Environment variables"), re.MULTILINE))
+    read = set(re.findall(r'"(DISTMEGA_[A-Z_]+)"', (ROOT / "distmega/env.py").read_text()))
+    assert named == read
+    assert len(named) <= 10
+
+
+def test_the_example_in_the_readme_is_the_file():
+    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    example = (ROOT / "examples/mlp.py").read_text()
+    assert any(block.strip() in example for block in blocks)
+
+
+@pytest.mark.slow
+def test_the_example_runs():
+    command = [sys.executable, "examples/mlp.py"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_tables_are_what_the_results_give():
+    assert tables.fill(README, tables.RESULTS) == README, "run `make tables`"
+    assert not tables.unused(README, tables.RESULTS)
+
+
+def test_a_table_is_written_from_its_result_file(tmp_path: Path):
+    result = {"columns": ["model", "us"], "rows": [["a", 1.5], ["b", 2]], "note": "One H200."}
+    (tmp_path / "decode.json").write_text(json.dumps(result))
+    text = "x\n<!-- table:decode -->\nold\n<!-- end -->\n<!-- table:other -->\n<!-- end -->\n"
+    assert tables.fill(text, tmp_path) == (
+        "x\n<!-- table:decode -->\n| model | us |\n| --- | --- |\n| a | 1.5 |\n| b | 2 |\n"
+        "\nOne H200.\n<!-- end -->\n<!-- table:other -->\nno results yet\n<!-- end -->\n"
+    )
+
+
+def test_a_ragged_result_file_is_refused(tmp_path: Path):
+    (tmp_path / "decode.json").write_text(json.dumps({"columns": ["a", "b"], "rows": [["x"]]}))
+    with pytest.raises(ValueError, match=r"decode\.json: a row has not 2 cells"):
+        tables.table(tmp_path / "decode.json")
+
+
+def test_an_unnamed_result_file_is_reported(tmp_path: Path):
+    (tmp_path / "stray.json").write_text("{}")
+    assert tables.unused("no sections", tmp_path) == ["stray"]
