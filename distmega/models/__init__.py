@@ -1,1 +1,3 @@
-"""See README.md, "the walk through the code"."""
+"""Models: configurations, weights and tokenizers in; a decoder's tensor program out. Start at
+load.py and decoder.py.
+"""

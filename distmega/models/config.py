@@ -1,0 +1,161 @@
+"""ModelConfig: what a decoder of the Llama family is, as one frozen value; a config.json or GGUF
+metadata comes in.
+
+hf_config.py and gguf_config.py read it from files, presets.py holds known ones. Nothing here
+imports torch, so that `explain` works from a configuration alone. Next on the walk: decoder.py,
+which turns it into a Program.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from distmega.errors import ModelError
+
+RopeKind = Literal["none", "linear", "llama3", "yarn", "factors"]
+
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+"""The decoder families that decoder.py can build."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeScaling:
+    """How rotary frequencies are stretched for long contexts; rope.py computes them.
+
+    `linear` divides all by factor. `llama3` divides the low ones, judged by original_max_positions
+    / low_freq_factor and / high_freq_factor. `yarn` ramps between beta_fast and beta_slow and
+    scales cos and sin by attention_factor. `factors` divides frequency i by factors[i] (GGUF files
+    give Llama 3's scaling in this form).
+    """
+
+    kind: RopeKind = "none"
+    factor: float = 1.0
+    original_max_positions: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 1.0
+    truncate: bool = True
+    factors: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Extents and constants of a decoder. `windows`: attention window of each layer, 0 for full; ()
+    when all are full.
+
+    dtype is the type the weights were published in; every reader gives float32.
+    """
+
+    architecture: str
+    hidden: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    max_positions: int
+    norm_eps: float = 1e-5
+    rope_base: float = 10000.0
+    rope_scaling: RopeScaling = RopeScaling()
+    tied: bool = False
+    windows: tuple[int, ...] = ()
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    bos_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
+    dtype: str = "f32"
+
+    def __post_init__(self) -> None:
+        if self.architecture not in ARCHITECTURES:
+            raise unknown_architecture(self.architecture, "configuration")
+        for name in (
+            "hidden",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "ffn",
+            "vocab",
+            "max_positions",
+        ):
+            if getattr(self, name) < 1:
+                raise _bad(f"{name} {getattr(self, name)}", f"{name} of at least 1")
+        if self.num_heads % self.num_kv_heads:
+            found = f"{self.num_heads} query heads over {self.num_kv_heads} kv heads"
+            raise _bad(found, "num_heads a multiple of num_kv_heads")
+        if self.head_dim % 2:
+            raise _bad(f"head_dim {self.head_dim}", "an even head_dim, for rotary pairs")
+        for name in ("norm_eps", "rope_base"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise _bad(f"{name} {value}", f"a finite {name} above 0")
+        if self.windows and len(self.windows) != self.num_layers:
+            raise _bad(
+                f"{len(self.windows)} attention windows",
+                f"one for each of {self.num_layers} layers",
+            )
+        _check_scaling(self.rope_scaling, self.head_dim, self.rope_base)
+
+    @property
+    def group(self) -> int:
+        """Query heads per kv head."""
+        return self.num_heads // self.num_kv_heads
+
+    def window(self, layer: int) -> int:
+        """Attention window of a layer, 0 when it sees everything before it."""
+        return self.windows[layer] if self.windows else 0
+
+    def extents(self) -> dict[str, int]:
+        """Extents by the letters of weights.py: v vocab, k hidden, f ffn, h kv heads, g group, d
+        head dim.
+        """
+        return {
+            "v": self.vocab, "k": self.hidden, "f": self.ffn,
+            "h": self.num_kv_heads, "g": self.group, "d": self.head_dim,
+        }  # fmt: skip
+
+
+def _check_scaling(scaling: RopeScaling, head_dim: int, base: float) -> None:
+    if not (math.isfinite(scaling.factor) and scaling.factor >= 1):
+        raise _bad(f"rope scaling factor {scaling.factor}", "a finite factor of at least 1")
+    if scaling.kind in ("llama3", "yarn") and scaling.original_max_positions < 1:
+        found = (
+            f"{scaling.kind} rope scaling of {scaling.original_max_positions} original positions"
+        )
+        raise _bad(found, "the number of positions the model was first trained on")
+    if scaling.kind == "llama3" and not 0 < scaling.low_freq_factor < scaling.high_freq_factor:
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        found = f"low_freq_factor {low} and high_freq_factor {high}"
+        raise _bad(found, "0 < low_freq_factor < high_freq_factor")
+    if scaling.kind == "yarn" and not (0 < scaling.beta_slow < scaling.beta_fast and base > 1):
+        found = (
+            f"yarn with beta_slow {scaling.beta_slow}, beta_fast {scaling.beta_fast}, base {base}"
+        )
+        raise _bad(found, "0 < beta_slow < beta_fast and a base above 1")
+    if scaling.kind == "factors":
+        if len(scaling.factors) != head_dim // 2:
+            raise _bad(
+                f"{len(scaling.factors)} rope factors", f"{head_dim // 2}, one a rotary pair"
+            )
+        if not all(math.isfinite(factor) and factor > 0 for factor in scaling.factors):
+            raise _bad(
+                "a rope factor that is not a finite number above 0", "finite factors above 0"
+            )
+
+
+def unknown_architecture(name: str, where: str) -> ModelError:
+    """The error for a model family that decoder.py does not know."""
+    return ModelError(
+        f"unknown architecture {name!r} in {where}",
+        expected=f"one of {', '.join(ARCHITECTURES)}",
+        remedy="use a model of one of these families",
+    )
+
+
+def _bad(found: str, expected: str) -> ModelError:
+    return ModelError(
+        f"model configuration: {found}", expected=expected, remedy="correct the configuration"
+    )

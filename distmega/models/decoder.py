@@ -1,0 +1,134 @@
+"""build_decoder: a ModelConfig in, the tensor program of one forward step out.
+
+The same program serves prefill (num_tokens tokens at once) and decode (one), for every family of
+config.py. Weight names and shapes are those of weights.py. Next on the walk: sharding/planner.py.
+"""
+
+from typing import Literal
+
+from distmega.builder import Handle, ProgramBuilder
+from distmega.errors import RequestError
+from distmega.models.config import ModelConfig
+from distmega.models.weights import weight_specs
+from distmega.program import Program
+
+Logits = Literal["none", "last", "all"]
+
+
+def build_decoder(
+    config: ModelConfig,
+    num_tokens: int,
+    max_context: int,
+    *,
+    logits: Logits = "none",
+    dtype: str = "f32",
+) -> Program:
+    """The program that appends num_tokens tokens to caches of max_context positions and predicts
+    the next.
+
+    Inputs `tokens` and `positions`, i64 [m]. Outputs: `logits`, of all tokens or the last, unless
+    "none"; and `next`, i64 [1], the most likely token after the last one. RequestError when the
+    context does not fit the model.
+    """
+    if not 1 <= num_tokens <= max_context <= config.max_positions:
+        found = f"{num_tokens} tokens in a context of {max_context}"
+        expected = (
+            f"1 <= tokens <= context <= {config.max_positions}, what the model was trained for"
+        )
+        raise RequestError(found, expected=expected, remedy="choose a shorter prompt or context")
+    return _Decoder(config, num_tokens, max_context, dtype).build(logits)
+
+
+class _Decoder:
+    """The builder with what every layer needs at hand."""
+
+    def __init__(self, config: ModelConfig, num_tokens: int, max_context: int, dtype: str) -> None:
+        self.config = config
+        self.dtype = dtype
+        self.num_tokens = num_tokens
+        self.specs = weight_specs(config)
+        self.p = ProgramBuilder(f"decoder_{num_tokens}")
+        self.positions = self.p.input("positions", (num_tokens,), "i64")
+        self.rope_table = self.p.weight("rope_table", (max_context, config.head_dim), "f32")
+        self.cache_shape = (config.num_kv_heads, max_context, config.head_dim)
+
+    def build(self, logits: Logits) -> Program:
+        """Embedding, layers, head, in this order."""
+        tokens = self.p.input("tokens", (self.num_tokens,), "i64")
+        embed = self.weight("embed")
+        x = self.p.embedding(tokens, embed, name="embedded")
+        for layer in range(self.config.num_layers):
+            x = self.attention_block(layer, x)
+            x = self.ffn_block(layer, x)
+        if logits != "all":
+            x = self.last_row(x, "last")
+        x = self.p.rms_norm(x, self.weight("norm"), self.config.norm_eps, name="normed")
+        head = embed if self.config.tied else self.weight("head")
+        scores = self.p.linear(x, head, spec="m k, v k -> m v", name="logits")
+        chosen = self.p.argmax(self.last_row(scores, "last_logits"), name="next")
+        return self.p.build(chosen) if logits == "none" else self.p.build(scores, chosen)
+
+    def attention_block(self, layer: int, x: Handle) -> Handle:
+        """x + attention(norm(x)), with the new keys and values appended to the layer's caches
+        first.
+        """
+        p, config, at = self.p, self.config, f"layers.{layer}"
+        normed = p.rms_norm(
+            x, self.weight(f"{at}.attn_norm"), config.norm_eps, name=f"{at}.attn_in"
+        )
+        q = self.rotated(at, "q", self.project(at, "q", normed, "h g d"))
+        k = self.rotated(at, "k", self.project(at, "k", normed, "h d"))
+        v = self.project(at, "v", normed, "h d")
+        k_cache = p.state(f"{at}.k_cache", self.cache_shape, self.dtype)
+        v_cache = p.state(f"{at}.v_cache", self.cache_shape, self.dtype)
+        p.kv_append(k_cache, k, self.positions, name=f"{at}.k_append")
+        p.kv_append(v_cache, v, self.positions, name=f"{at}.v_append")
+        scale, window = config.head_dim**-0.5, config.window(layer)
+        mixed = p.attention(
+            q, k_cache, v_cache, self.positions, scale, window, name=f"{at}.attention"
+        )
+        wo = self.weight(f"{at}.wo")
+        out = p.linear(mixed, wo, spec="m h g d, n h g d -> m n", name=f"{at}.attn_out")
+        return p.pointwise("a0 + a1", x, out, name=f"{at}.attn_sum")
+
+    def ffn_block(self, layer: int, x: Handle) -> Handle:
+        """x + down(silu(gate(norm(x))) * up(norm(x)))."""
+        p, at = self.p, f"layers.{layer}"
+        ffn_norm = self.weight(f"{at}.ffn_norm")
+        normed = p.rms_norm(x, ffn_norm, self.config.norm_eps, name=f"{at}.ffn_in")
+        gate = p.linear(
+            normed, self.weight(f"{at}.w_gate"), spec="m k, f k -> m f", name=f"{at}.gate"
+        )
+        up = p.linear(normed, self.weight(f"{at}.w_up"), spec="m k, f k -> m f", name=f"{at}.up")
+        mixed = p.pointwise("silu(a0) * a1", gate, up, name=f"{at}.ffn_mixed")
+        out = p.linear(
+            mixed, self.weight(f"{at}.w_down"), spec="m f, k f -> m k", name=f"{at}.ffn_out"
+        )
+        return p.pointwise("a0 + a1", x, out, name=f"{at}.ffn_sum")
+
+    def project(self, at: str, letter: str, x: Handle, heads: str) -> Handle:
+        """Queries, keys or values of x: [m, heads], with a bias in the families that have one."""
+        weight = self.weight(f"{at}.w{letter}")
+        if not self.config.qkv_bias:
+            return self.p.linear(
+                x, weight, spec=f"m k, {heads} k -> m {heads}", name=f"{at}.{letter}"
+            )
+        bias = self.weight(f"{at}.b{letter}")
+        spec = f"m k, {heads} k, {heads} -> m {heads}"
+        return self.p.linear(x, weight, bias, spec=spec, name=f"{at}.{letter}")
+
+    def rotated(self, at: str, letter: str, x: Handle) -> Handle:
+        """Rotary embedding of queries or keys, after their norm in the families that have one."""
+        if self.config.qk_norm:
+            weight = self.weight(f"{at}.{letter}_norm")
+            x = self.p.rms_norm(x, weight, self.config.norm_eps, name=f"{at}.{letter}_normed")
+        return self.p.rope(x, self.positions, self.rope_table, name=f"{at}.{letter}_rotated")
+
+    def last_row(self, x: Handle, name: str) -> Handle:
+        """The last token's row, [1, n]."""
+        rows = x.shape[0]
+        return x if rows == 1 else self.p.slice(x, 0, rows - 1, rows, name=name)
+
+    def weight(self, name: str) -> Handle:
+        """Declares a weight in the shape that weights.py gives it."""
+        return self.p.weight(name, self.specs[name].shape, self.dtype)

@@ -1,0 +1,125 @@
+"""Typed access to the loose mappings that models come with: config.json and GGUF metadata in,
+checked values out.
+
+Every complaint names the file, the key and the value. Used by hf_config.py, gguf_config.py and the
+tokenizers.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from distmega.errors import ModelError
+
+T = TypeVar("T")
+
+
+class Fields:
+    """A mapping read from `where`; each method gives a value of its type, `default` where absent or
+    null.
+    """
+
+    def __init__(self, data: Mapping[str, object], where: str) -> None:
+        self.data = data
+        self.where = where
+
+    def __contains__(self, key: str) -> bool:
+        return self.data.get(key) is not None
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """A whole number; ModelError when it is absent without default, or something else."""
+        value = self._value(key, default, "a whole number")
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self.bad(key, "a whole number")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A finite number."""
+        value = self._value(key, default, "a number")
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not math.isfinite(value)
+        ):
+            raise self.bad(key, "a finite number")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        """True or false."""
+        value = self._value(key, default, "true or false")
+        if not isinstance(value, bool):
+            raise self.bad(key, "true or false")
+        return value
+
+    def text(self, key: str, default: str | None = None) -> str:
+        """A string."""
+        value = self._value(key, default, "a string")
+        if not isinstance(value, str):
+            raise self.bad(key, "a string")
+        return value
+
+    def mapping(self, key: str) -> "Fields":
+        """A nested mapping, empty when absent."""
+        value = self.data.get(key)
+        if value is None:
+            return Fields({}, f"{self.where}, {key}")
+        if not isinstance(value, dict):
+            raise self.bad(key, "an object")
+        return Fields(value, f"{self.where}, {key}")
+
+    def sequence(self, key: str, kind: type[T]) -> list[T]:
+        """A list whose elements are all of `kind`; ModelError when absent."""
+        value = self._value(key, None, f"a list of {kind.__name__}")
+        if not isinstance(value, Sequence) or not all(type(item) is kind for item in value):
+            raise self.bad(key, f"a list of {kind.__name__}")
+        return list(value)
+
+    def token_ids(self, *keys: str) -> tuple[int, ...]:
+        """Token ids under these keys, each one number or a list, without repeats and in order;
+        absent keys give none.
+        """
+        ids: list[int] = []
+        for key in keys:
+            value = self.data.get(key)
+            if value is not None:
+                ids += self.sequence(key, int) if isinstance(value, list) else [self.integer(key)]
+        return tuple(dict.fromkeys(ids))
+
+    def bad(self, key: str, expected: str) -> ModelError:
+        """The error for a value that does not fit."""
+        found = f"{key} is {str(self.data.get(key))[:80]!r} in {self.where}"
+        return ModelError(found, expected=expected, remedy="correct the file or download it again")
+
+    def _value(self, key: str, default: object, expected: str) -> object:
+        value = self.data.get(key)
+        if value is not None:
+            return value
+        if default is None:
+            remedy = "add it, or download the file again"
+            raise ModelError(
+                f"{key!r} is missing in {self.where}", expected=expected, remedy=remedy
+            )
+        return default
+
+
+def read_json(path: Path) -> Fields:
+    """The object that a JSON file holds; ModelError when it can't be read."""
+    remedy = "download the file again"
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        reason = error.strerror or "unreadable"
+        raise ModelError(
+            f"{path}: {reason}", expected="a readable JSON file", remedy="check the path"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise ModelError(
+            f"{path} is not JSON ({error})", expected="a JSON object", remedy=remedy
+        ) from error
+    if not isinstance(data, dict):
+        raise ModelError(
+            f"{path} holds a {type(data).__name__}", expected="a JSON object", remedy=remedy
+        )
+    return Fields(data, str(path))

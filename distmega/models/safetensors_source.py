@@ -1,0 +1,138 @@
+"""Weights of a Hugging Face folder: one or several safetensors files in, slices of their arrays as
+float32 out.
+
+A slice reads only its own bytes. Next: load.py.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from distmega.errors import ModelError
+from distmega.models.config import ModelConfig
+from distmega.models.fields import read_json
+from distmega.models.weights import Array, Range, StoredReader, check_stored, weight_specs
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_DTYPES = ("F32", "F16", "BF16")
+
+
+class _Slice(Protocol):
+    """What the library knows of an array before it reads it."""
+
+    def get_shape(self) -> list[int]:
+        """Extents."""
+
+    def get_dtype(self) -> str:
+        """The file's name of the element type."""
+
+    def __getitem__(self, box: tuple[slice, ...]) -> torch.Tensor:
+        """Reads a box."""
+
+
+class _File(Protocol):
+    """An open safetensors file."""
+
+    def keys(self) -> list[str]:
+        """Names of its arrays."""
+
+    def get_slice(self, name: str) -> _Slice:
+        """An array to be read in part."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SafetensorsArray:
+    """One array of an open file."""
+
+    file: _File
+    name: str
+
+    def read(self, ranges: tuple[Range, ...]) -> Array:
+        """The box of these ranges, widened to float32."""
+        part = self.file.get_slice(self.name)[tuple(slice(*bounds) for bounds in ranges)]
+        array: Array = part.to(torch.float32).numpy()
+        return array
+
+
+def read_safetensors(folder: Path, config: ModelConfig) -> dict[str, StoredReader]:
+    """A reader for each weight of the configuration; ModelError when files or weights do not fit
+    it.
+    """
+    arrays = _open_arrays(folder)
+    wanted = {spec.hf_name: spec for spec in weight_specs(config).values()}
+
+    def ignored(name: str) -> bool:
+        return name.endswith("rotary_emb.inv_freq") or (config.tied and name == "lm_head.weight")
+
+    shapes = {name: tuple(a.file.get_slice(name).get_shape()) for name, a in arrays.items()}
+    check_stored(wanted, shapes, ignored, str(folder))
+    for name in wanted:
+        dtype = arrays[name].file.get_slice(name).get_dtype()
+        if dtype not in _DTYPES:
+            found = f"{name} in {folder} is of type {dtype}"
+            remedy = "convert the weights to bfloat16"
+            raise ModelError(found, expected=f"one of {', '.join(_DTYPES)}", remedy=remedy)
+    return {
+        spec.name: StoredReader(spec=spec, stored=arrays[name]) for name, spec in wanted.items()
+    }
+
+
+def _open_arrays(folder: Path) -> dict[str, SafetensorsArray]:
+    """All arrays of the folder by name: through the index, or of the single file, or of whatever
+    files there are.
+    """
+    if (folder / _INDEX).is_file():
+        return _open_indexed(folder)
+    paths = (
+        [folder / _SINGLE] if (folder / _SINGLE).is_file() else sorted(folder.glob("*.safetensors"))
+    )
+    if not paths:
+        raise ModelError(
+            f"{folder} has no *.safetensors file",
+            expected=f"{_SINGLE}, or shards with {_INDEX}",
+            remedy="download the weights, or name its config.json itself for random weights",
+        )
+    arrays: dict[str, SafetensorsArray] = {}
+    for path in paths:
+        file = _open_file(path)
+        for name in file.keys():  # noqa: SIM118  (not a mapping)
+            if name in arrays:
+                found = f"{name} is in {path.name} and in another file of {folder}"
+                raise ModelError(
+                    found, expected="each weight once", remedy=f"remove one, or add {_INDEX}"
+                )
+            arrays[name] = SafetensorsArray(file=file, name=name)
+    return arrays
+
+
+def _open_indexed(folder: Path) -> dict[str, SafetensorsArray]:
+    index = read_json(folder / _INDEX).mapping("weight_map")
+    places = {name: index.text(name) for name in index.data}
+    missing = sorted({shard for shard in places.values() if not (folder / shard).is_file()})
+    if missing:
+        found = f"{folder / _INDEX} names {missing[0]!r}, which is not there"
+        remedy = f"download the missing files ({len(missing)} in all)"
+        raise ModelError(found, expected="every shard of the index in the folder", remedy=remedy)
+    files = {shard: _open_file(folder / shard) for shard in sorted(set(places.values()))}
+    held = {shard: set(file.keys()) for shard, file in files.items()}
+    for name, shard in places.items():
+        if name not in held[shard]:
+            found = f"{folder / shard} does not hold {name!r}"
+            remedy = "download the shard again"
+            raise ModelError(found, expected=f"what {_INDEX} says", remedy=remedy)
+    return {name: SafetensorsArray(file=files[shard], name=name) for name, shard in places.items()}
+
+
+def _open_file(path: Path) -> _File:
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ModelError(
+            f"{path} is truncated or damaged ({error})",
+            expected="a complete safetensors file",
+            remedy="download it again",
+        ) from error
