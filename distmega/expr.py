@@ -6,6 +6,7 @@ supplies (torch tensors on the CPU path). Next on the walk: ops.py.
 """
 
 import ast
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -26,6 +27,7 @@ exact one (erf).
 _INFIX: dict[type[ast.operator], str] = {
     ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div", ast.Pow: "pow",
 }  # fmt: skip
+_LARGEST = sys.float_info.max
 _SYMBOL = {"add": "+", "sub": "-", "mul": "*", "div": "/", "pow": "**"}
 
 
@@ -41,12 +43,13 @@ class Arg:
 
 @dataclass(frozen=True, slots=True)
 class Const:
-    """A scalar constant."""
+    """A finite scalar constant."""
 
     value: float
 
     def __str__(self) -> str:
-        return repr(self.value)
+        text = repr(self.value)
+        return f"({text})" if text.startswith("-") else text
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +69,10 @@ Expr = Arg | Const | Call
 
 
 def parse(text: str) -> Expr:
-    """Reads an expression such as "silu(a0) * a1 + 0.5"; ProgramError names the part it can't read."""
+    """Reads an expression such as "silu(a0) * a1 + 0.5"; ProgramError names what can't be read."""
     try:
         tree = ast.parse(text, mode="eval").body
-    except SyntaxError as error:
+    except (SyntaxError, ValueError) as error:
         raise _unreadable(text, text) from error
     return _convert(tree, text)
 
@@ -78,7 +81,7 @@ def _convert(node: ast.expr, text: str) -> Expr:
     match node:
         case ast.Name(id=name) if name[:1] == "a" and name[1:].isdigit():
             return Arg(int(name[1:]))
-        case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
+        case ast.Constant(value=int() | float() as value) if _is_finite_number(value):
             return Const(float(value))
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             inner = _convert(operand, text)
@@ -90,6 +93,10 @@ def _convert(node: ast.expr, text: str) -> Expr:
         ):
             return Call(fn, tuple(_convert(a, text) for a in args))
     raise _unreadable(text, ast.unparse(node))
+
+
+def _is_finite_number(value: int | float) -> bool:
+    return not isinstance(value, bool) and -_LARGEST <= value <= _LARGEST
 
 
 def _unreadable(text: str, part: str) -> ProgramError:
@@ -135,6 +142,10 @@ def num_flops(expr: Expr) -> int:
 
 
 _ZERO_AT_ZERO = {"sqrt", "abs", "neg", "relu", "silu", "gelu", "tanh", "sin"}
+_FINITE_AT_FINITE = {
+    "abs", "neg", "relu", "silu", "gelu", "tanh", "sigmoid", "sin", "cos",
+    "add", "sub", "mul", "maximum", "minimum",
+}  # fmt: skip
 
 
 def is_zero(expr: Expr, zero_args: frozenset[int]) -> bool:
@@ -149,7 +160,9 @@ def is_zero(expr: Expr, zero_args: frozenset[int]) -> bool:
         case Const(value):
             return value == 0.0
         case Call("mul", (left, right)):
-            return is_zero(left, zero_args) or is_zero(right, zero_args)
+            return (is_zero(left, zero_args) and _is_finite(right)) or (
+                is_zero(right, zero_args) and _is_finite(left)
+            )
         case Call("add" | "sub" | "maximum" | "minimum", (left, right)):
             return is_zero(left, zero_args) and is_zero(right, zero_args)
         case Call("div", (left, Const(value))):
@@ -157,3 +170,14 @@ def is_zero(expr: Expr, zero_args: frozenset[int]) -> bool:
         case Call(fn, (inner,)):
             return fn in _ZERO_AT_ZERO and is_zero(inner, zero_args)
     return False
+
+
+def _is_finite(expr: Expr) -> bool:
+    """Whether finite arguments give a finite value, short of overflow in sums and products."""
+    match expr:
+        case Arg() | Const():
+            return True
+        case Call("div", (left, Const(value))):
+            return value != 0.0 and _is_finite(left)
+        case Call(fn, parts):
+            return fn in _FINITE_AT_FINITE and all(map(_is_finite, parts))

@@ -1,0 +1,142 @@
+"""Expressions print and parse back, and a claimed zero is zero."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distmega.errors import ProgramError
+from distmega.expr import (
+    FUNCTIONS,
+    Arg,
+    Call,
+    Const,
+    Expr,
+    evaluate,
+    is_zero,
+    num_args,
+    num_flops,
+    parse,
+)
+
+MATH = {
+    "exp": math.exp, "log": math.log, "sqrt": math.sqrt, "abs": abs, "tanh": math.tanh,
+    "sin": math.sin, "cos": math.cos, "pow": math.pow, "maximum": max, "minimum": min,
+    "rsqrt": lambda x: 1 / math.sqrt(x),
+    "neg": lambda x: -x,
+    "relu": lambda x: max(x, 0.0),
+    "sigmoid": lambda x: 0.5 + 0.5 * math.tanh(x / 2),
+    "silu": lambda x: x * (0.5 + 0.5 * math.tanh(x / 2)),
+    "gelu": lambda x: x * 0.5 * (1 + math.erf(x / math.sqrt(2))),
+    "add": lambda x, y: x + y,
+    "sub": lambda x, y: x - y,
+    "mul": lambda x, y: x * y,
+    "div": lambda x, y: x / y,
+}  # fmt: skip
+
+leaves = st.builds(Arg, st.integers(0, 3)) | st.builds(
+    Const, st.floats(allow_nan=False, allow_infinity=False)
+)
+
+
+def calls(inner: st.SearchStrategy[Expr]) -> st.SearchStrategy[Expr]:
+    one = st.sampled_from([fn for fn, n in FUNCTIONS.items() if n == 1])
+    two = st.sampled_from([fn for fn, n in FUNCTIONS.items() if n == 2])
+    return st.builds(Call, one, st.tuples(inner)) | st.builds(Call, two, st.tuples(inner, inner))
+
+
+exprs = st.recursive(leaves, calls, max_leaves=8)
+
+
+def value(expr: Expr, args: list[float]) -> float:
+    return evaluate(expr, args, MATH, lambda constant: constant)
+
+
+def test_every_function_has_a_meaning_here():
+    assert MATH.keys() == FUNCTIONS.keys()
+
+
+@given(exprs)
+def test_printed_expressions_parse_back(expr: Expr):
+    assert parse(str(expr)) == expr
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("silu(a0) * a1", "(silu(a0) * a1)"),
+        ("a0 + a1 * 2", "(a0 + (a1 * 2.0))"),
+        ("-a0 ** 2", "neg((a0 ** 2.0))"),
+        ("(-1) ** a0", "((-1.0) ** a0)"),
+        ("a0 - -1", "(a0 - (-1.0))"),
+        ("maximum(a0, 1e-6)", "maximum(a0, 1e-06)"),
+    ],
+)
+def test_python_precedence_holds(text: str, expected: str):
+    assert str(parse(text)) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("a0 +", "'a0 +'"),
+        ("", "''"),
+        ("x0", "'x0'"),
+        ("foo(a0)", "'foo(a0)'"),
+        ("exp(a0, a1)", "'exp(a0, a1)'"),
+        ("exp(a0, x=1)", "'exp(a0, x=1)'"),
+        ("exp(*a0)", "'*a0'"),
+        ("a0 % a1", "'a0 % a1'"),
+        ("a0 if a1 else a2", "'a0 if a1 else a2'"),
+        ("True", "'True'"),
+        ("1j * a0", "'1j'"),
+        ("a0 * 1e999", "'1e309'"),
+        ("a0 * " + "9" * 400, "'" + "9" * 400),
+        ("a0\0", "'a0\\x00'"),
+    ],
+)
+def test_what_is_no_expression_is_named(text: str, part: str):
+    with pytest.raises(ProgramError) as caught:
+        parse(text)
+    assert part in caught.value.found
+    assert "a0, a1" in caught.value.expected
+
+
+def test_counts():
+    expr = parse("silu(a0) * a2 + 1")
+    assert num_args(expr) == 3
+    assert num_flops(expr) == 3
+    assert num_args(parse("1.5")) == 0
+    assert num_flops(parse("a0")) == 0
+
+
+def test_evaluate_applies_the_given_functions():
+    assert value(parse("maximum(a0, a1) / 4 - 1"), [6.0, 8.0]) == 1.0
+
+
+@pytest.mark.parametrize(
+    "text", ["a0", "silu(a0) * a1", "a1 * gelu(a0)", "a0 + a0 * a1", "a0 / 8", "0 * a1", "tanh(a0)"]
+)
+def test_padding_stays_zero_through(text: str):
+    assert is_zero(parse(text), frozenset({0}))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("a1", "a0 + a1", "a0 + 1", "exp(a0)", "cos(a0)", "sigmoid(a0)", "a0 / a0", "a0 / 0"),
+        *("a0 * rsqrt(a0)", "a0 * (1 / a1)", "a0 * log(a1)"),
+    ],
+)
+def test_padding_is_not_taken_for_zero_through(text: str):
+    assert not is_zero(parse(text), frozenset({0}))
+
+
+small = st.integers(-100, 100).map(float)
+
+
+@given(st.recursive(st.builds(Arg, st.integers(0, 3)) | st.builds(Const, small), calls), small)
+def test_a_claimed_zero_is_zero(expr: Expr, other: float):
+    if is_zero(expr, frozenset({0, 1})):
+        assert value(expr, [0.0, 0.0, other, -other]) == 0.0
