@@ -79,7 +79,8 @@ _ATTR = re.compile(r" (\w+)=(.*?)(?= \w+=|$)")
 def parse_program(text: str) -> Program:
     """Reads the printed form back; ParseError names the line that does not fit."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    name, tensors, ops, outputs = "", [], [], ()
+    name, tensors, ops = "", [], []
+    outputs: tuple[str, ...] = ()
     for line in lines:
         if line.startswith("program "):
             name = line.removeprefix("program ")
@@ -137,10 +138,10 @@ def _parse_axis(text: str) -> Axis:
     return Axis(
         name=name,
         extent=int(extent),
-        role=role,
+        role=role,  # type: ignore[arg-type]
         combine=words[1] if words[1:] else "",
         lookup=lookup,
-    )  # type: ignore[arg-type]
+    )
 
 
 def _parse_access(tensor: str, dims: str) -> Access:
@@ -159,9 +160,10 @@ def _parse_index(text: str) -> Index:
 
 def _parse_attr(text: str) -> Attr:
     try:
-        return ast.literal_eval(text)
+        value: Attr = ast.literal_eval(text)
     except (ValueError, SyntaxError) as error:
         raise unreadable(text) from error
+    return value
 
 
 def unreadable(text: str) -> ParseError:

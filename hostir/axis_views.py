@@ -1,12 +1,15 @@
-"""Access maps as torch views: an operand seen with one dim per iteration axis, and results put back in tensor dims.
+"""Access maps as torch views: an operand seen with one dim per iteration axis, and results put back
+in tensor dims.
 
-Comes in: a tensor and its Access. Goes out: strided views, no data is copied. library.py uses them for every op whose
-meaning is "the same point of the iteration space", whatever the order and grouping of the dims.
+Comes in: a tensor and its Access. Goes out: strided views, no data is copied. library.py uses them
+for every op whose meaning is "the same point of the iteration space", whatever the order and
+grouping of the dims.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from distmega.program import Access, Op
@@ -28,7 +31,9 @@ def is_plain(access: Access) -> bool:
 
 
 def unfold_axes(x: Tensor, access: Access, extents: Mapping[str, int]) -> Tensor:
-    """View of x with one dim per axis of `access_axes(access)`: slices, selects and splits, never copies."""
+    """View of x with one dim per axis of `access_axes(access)`: slices, selects and splits, never
+    copies.
+    """
     for dim in reversed(range(len(access.dims))):
         index = access.dims[dim]
         if not index.axes:
@@ -40,7 +45,7 @@ def unfold_axes(x: Tensor, access: Access, extents: Mapping[str, int]) -> Tensor
             stop = index.offset + index.stride * (span - 1) + 1
             x = x[(slice(None),) * dim + (slice(index.offset, stop, index.stride),)]
         if len(shape) > 1:
-            x = x.unflatten(dim, shape)
+            x = torch.unflatten(x, dim, shape)
     return x
 
 
@@ -55,7 +60,9 @@ def order_axes(x: Tensor, have: Sequence[str], want: Sequence[str]) -> Tensor:
 
 
 def fold_axes(x: Tensor, have: Sequence[str], write: Access, extents: Mapping[str, int]) -> Tensor:
-    """x, whose dims are the axes `have`, in the dims of the written tensor; a view where torch allows it."""
+    """x, whose dims are the axes `have`, in the dims of the written tensor; a view where torch
+    allows it.
+    """
     ordered = order_axes(x, have, access_axes(write))
     if is_plain(write):
         return ordered

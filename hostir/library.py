@@ -1,8 +1,9 @@
 """Library ops: what each op kind computes, one torch function a kind.
 
-The plain functions take tensors in the order of the op's reads, of any extents, so that kernels can run them on tiles.
-`compile_op` binds an Op once to a function of its operands; `run_op` is the same by tensor names. Sums are taken in fp32
-or wider, results have the operand's type and own their storage (kind `view` excepted). Used by evaluator.py.
+The plain functions take tensors in the order of the op's reads, of any extents, so that kernels can
+run them on tiles. `compile_op` binds an Op once to a function of its operands; `run_op` is the same
+by tensor names. Sums are taken in fp32 or wider, results have the operand's type and own their
+storage (kind `view` excepted). Used by evaluator.py.
 """
 
 import math
@@ -12,10 +13,6 @@ from functools import cache
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-
-from distmega import expr
-from distmega.errors import ProgramError
 from distmega.hostir.axis_views import (
     access_axes,
     axis_extents,
@@ -25,13 +22,20 @@ from distmega.hostir.axis_views import (
     unfold_axes,
 )
 from distmega.hostir.torch_types import widen
+from torch import Tensor
+
+from distmega import expr
+from distmega.errors import ProgramError
 from distmega.program import Op
 
 OpFunction = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
-"""An op bound to its attributes: operands in the order of `op_operands`, results in the order of the op's writes."""
+"""An op bound to its attributes: operands in the order of `op_operands`, results in the order of
+the op's writes.
+"""
 
 IN_PLACE = frozenset({"kv_append"})
-"""Kinds that update the tensor they write; it comes as the last operand and goes out as the result."""
+"""Kinds that update the tensor they write; it comes as the last operand and goes out as the result.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +49,8 @@ class LinearSpec:
 
     @property
     def num_rows(self) -> int:
-        """Leading dims of x that are rows of a plain matrix product, -1 where the axes are not so grouped.
+        """Leading dims of x that are rows of a plain matrix product, -1 where the axes are not so
+        grouped.
 
         Grouped means x = rows + sums, w = columns + sums, out = rows + columns, bias = columns.
         """
@@ -63,7 +68,9 @@ def linear_spec(op: Op) -> LinearSpec:
 
 
 def linear(x: Tensor, w: Tensor, bias: Tensor | None, spec: LinearSpec, num_rows: int) -> Tensor:
-    """Sum of x * w over the axes missing from the output, plus bias; `num_rows` is spec.num_rows, asked once."""
+    """Sum of x * w over the axes missing from the output, plus bias; `num_rows` is spec.num_rows,
+    asked once.
+    """
     dtype = widen(x).dtype
     wide = x.to(dtype), w.to(dtype), None if bias is None else bias.to(dtype)
     out = _einsum(*wide, spec) if num_rows < 0 else _matmul(*wide, num_rows)
@@ -85,15 +92,12 @@ def _einsum(x: Tensor, w: Tensor, bias: Tensor | None, spec: LinearSpec) -> Tens
     return out if bias is None else out + order_axes(bias, spec.bias, spec.out)
 
 
-def _gelu(x: Tensor) -> Tensor:
-    return F.gelu(x)
-
-
 FUNCTIONS: dict[str, Callable[..., Tensor]] = {
-    "exp": torch.exp, "log": torch.log, "sqrt": torch.sqrt, "rsqrt": torch.rsqrt, "abs": torch.abs, "neg": torch.neg,
-    "relu": torch.relu, "silu": F.silu, "gelu": _gelu, "tanh": torch.tanh, "sigmoid": torch.sigmoid, "sin": torch.sin,
-    "cos": torch.cos, "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div,
-    "maximum": torch.maximum, "minimum": torch.minimum, "pow": torch.pow,
+    "exp": torch.exp, "log": torch.log, "sqrt": torch.sqrt, "rsqrt": torch.rsqrt,
+    "abs": torch.abs, "neg": torch.neg, "relu": torch.relu, "silu": F.silu, "gelu": F.gelu,
+    "tanh": torch.tanh, "sigmoid": torch.sigmoid, "sin": torch.sin, "cos": torch.cos,
+    "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div, "pow": torch.pow,
+    "maximum": torch.maximum, "minimum": torch.minimum,
 }  # fmt: skip
 """expr.FUNCTIONS on tensors."""
 
@@ -105,7 +109,9 @@ def _lift(value: float) -> Tensor:
 
 
 def pointwise(tree: expr.Expr, args: Sequence[Tensor]) -> Tensor:
-    """Value of an expression over operands that broadcast; computed in fp32 for half types, in the type of args[0]."""
+    """Value of an expression over operands that broadcast; computed in fp32 for half types, in the
+    type of args[0].
+    """
     out = expr.evaluate(tree, [widen(a) for a in args], FUNCTIONS, _lift).to(args[0].dtype)
     return out.clone() if any(out is a for a in args) else out
 
@@ -125,11 +131,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rope(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
-    """Rotates pairs (i, i + d/2) of x [m, ..., d]; table [t, d] holds cosines, then sines, of the d/2 angles."""
+    """Rotates pairs (i, i + d/2) of x [m, ..., d]; table [t, d] holds cosines, then sines, of the
+    d/2 angles.
+    """
     half = x.shape[-1] // 2
     rows = table.index_select(0, positions).view(x.shape[0], *[1] * (x.dim() - 2), 2 * half)
     cos, sin = rows[..., :half], rows[..., half:]
-    left, right = widen(x).split(half, -1)
+    left, right = torch.split(widen(x), half, -1)
     return torch.cat((left * cos - right * sin, right * cos + left * sin), -1).to(x.dtype)
 
 
@@ -141,9 +149,11 @@ def kv_append(cache: Tensor, x: Tensor, positions: Tensor) -> Tensor:
 def attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, positions: Tensor, scale: float, window: int = 0
 ) -> Tensor:
-    """Causal attention of q [m, h, g, d] over caches [h, t, d] and [h, t, e]; only the rows some query sees are read.
+    """Causal attention of q [m, h, g, d] over caches [h, t, d] and [h, t, e]; only the rows some
+    query sees are read.
 
-    Query i sees t <= positions[i], and t > positions[i] - window where window > 0. Softmax in fp32 or wider.
+    Query i sees t <= positions[i], and t > positions[i] - window where window > 0. Softmax in fp32
+    or wider.
     """
     num_rows, _, group, _ = q.shape
     stop = int(positions.max()) + 1
@@ -169,7 +179,7 @@ def embedding(ids: Tensor, table: Tensor) -> Tensor:
 
 
 def embedding_shard(ids: Tensor, table: Tensor, base: int) -> Tensor:
-    """Rows of a table that holds the ids from `base` on; zero rows for ids that other ranks hold."""
+    """Rows of a table that holds the ids from `base` on; zero rows for other ids."""
     local = ids - base
     mine = (local >= 0) & (local < table.shape[0])
     rows = table.index_select(0, local.clamp(0, table.shape[0] - 1))
@@ -179,7 +189,8 @@ def embedding_shard(ids: Tensor, table: Tensor, base: int) -> Tensor:
 def argmax(x: Tensor, base: int = 0, extent: int | None = None) -> tuple[Tensor, Tensor]:
     """Largest element of the last dim and its index plus `base`, the lowest on ties.
 
-    x holds indices from `base` on; those not below `extent` are padding. With nothing but padding: least value, `base`.
+    x holds indices from `base` on; those not below `extent` are padding. With nothing but padding:
+    least value, `base`.
     """
     num_valid = x.shape[-1] if extent is None else max(0, min(x.shape[-1], extent - base))
     if num_valid:
@@ -269,7 +280,9 @@ def _compile_reduce(op: Op, coordinate: Coordinate) -> OpFunction:
 
 
 def _compile_move(op: Op, coordinate: Coordinate) -> OpFunction:
-    """set, slice, transpose and reshape: the same elements at the indices of the access maps, copied."""
+    """set, slice, transpose and reshape: the same elements at the indices of the access maps,
+    copied.
+    """
     extents, read, write = axis_extents(op), op.reads[0], op.writes[0]
     axes = access_axes(read)
 
@@ -354,7 +367,9 @@ def op_operands(op: Op) -> tuple[str, ...]:
 
 
 def compile_op(op: Op, coordinate: Coordinate) -> OpFunction:
-    """The op bound to its attributes and to a rank's mesh coordinate; ProgramError for a kind that is no library op."""
+    """The op bound to its attributes and to a rank's mesh coordinate; ProgramError for a kind that
+    is no library op.
+    """
     if op.kind not in COMPILERS:
         raise _unfit(op, f"kind {op.kind!r}", f"one of {', '.join(COMPILERS)}")
     return COMPILERS[op.kind](op, coordinate)

@@ -1,40 +1,64 @@
 """Nodes of the host program: what one rank's host does, in order, with the rank symbolic.
 
-A HostProgram declares buffers and a body of nodes. Each node is enqueued on the current stream of its rank; streams
-run side by side and are ordered by events, handles and cross-GPU signals only. The same program runs on every rank of
-the mesh; a rank is named relative to the one that runs it. lower.py makes these, text.py prints and parses them,
-verify.py states the rules, evaluator.py runs them.
+A HostProgram declares buffers and a body of nodes. Each node is enqueued on the current stream of
+its rank; streams run side by side and are ordered by events, handles and cross-GPU signals only.
+The same program runs on every rank of the mesh; a rank is named relative to the one that runs it.
+lower.py makes these, text.py prints and parses them, verify.py states the rules, evaluator.py runs
+them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from distmega.program import Attr, Op, Program, Tensor
 from distmega.sharding.mesh import DeviceMesh
+
+from distmega.errors import VerifyError
+from distmega.program import Attr, Op, Program, Tensor
 
 CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """A stream or an event of a bounded ring: `base`, or `base + index % count` for the value of a loop index."""
+    """A stream or an event of a bounded ring: `base`, or `base + index % count` for the value of a
+    loop index.
+    """
 
     base: int
     index: str = ""
     count: int = 1
+
+    def __post_init__(self) -> None:
+        if self.base < 0 or self.count < 1 or (self.count > 1 and not self.index):
+            raise VerifyError(
+                f"slot base={self.base}, index={self.index!r}, count={self.count}",
+                expected="base >= 0, and count > 1 only with an index",
+                remedy="name the loop index, or leave count at 1",
+            )
+
+    def at(self, indices: Mapping[str, int]) -> int:
+        """The stream or event number for these values of the loop indices."""
+        return self.base + indices[self.index] % self.count if self.index else self.base
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
     """Another rank of this rank's team over `mesh_axis`.
 
-    ring: the rank `offset` further on, modulo the team. Otherwise the rank whose coordinate is `offset`.
+    ring: the rank `offset` further on, modulo the team. Otherwise the rank whose coordinate is
+    `offset`.
     """
 
     mesh_axis: str
     offset: int
     ring: bool = False
+
+    def of(self, coordinate: Mapping[str, int], mesh: DeviceMesh) -> int:
+        """The peer's coordinate on `mesh_axis`, for the rank at `coordinate`."""
+        if self.ring:
+            return (coordinate[self.mesh_axis] + self.offset) % mesh.size(self.mesh_axis)
+        return self.offset
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +77,9 @@ class Deallocate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForLoop:
-    """Runs `body` for `index` = 0 to `extent` - 1; the host issues it, streams may overlap the iterations."""
+    """Runs `body` for `index` = 0 to `extent` - 1; the host issues it, streams may overlap the
+    iterations.
+    """
 
     index: str
     extent: int
@@ -62,7 +88,9 @@ class ForLoop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetStream:
-    """The nodes that follow are enqueued on this stream. A program starts on stream 0 and ends joined to it."""
+    """The nodes that follow are enqueued on this stream. A program starts on stream 0 and ends
+    joined to it.
+    """
 
     stream: Slot
 
@@ -76,7 +104,7 @@ class RecordEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitEvent:
-    """Work that follows on the current stream starts after the event's latest record has completed."""
+    """What follows on the current stream starts after the event's latest record has completed."""
 
     event: Slot
 
@@ -91,7 +119,9 @@ class Arg:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchMegakernel:
-    """One launch of the megakernel of the segment of that name; args are the segment's `segment_args`, in that order."""
+    """One launch of the megakernel of the segment of that name; args are the segment's
+    `segment_args`, in that order.
+    """
 
     kernel: str
     args: tuple[Arg, ...]
@@ -99,18 +129,21 @@ class LaunchMegakernel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LibraryOp:
-    """One op of the tensor program by library kernels; its tensors are buffers. Kind `view` names existing storage."""
+    """One op of the tensor program by library kernels; its tensors are buffers. Kind `view` names
+    existing storage.
+    """
 
     op: Op
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
-    """Starts a collective over the teams of a mesh axis; `ins` and `outs` belong to it until Wait(handle).
+    """Starts a collective over the teams of a mesh axis; `ins` and `outs` belong to it until
+    Wait(handle).
 
-    attrs as on the ops of ops.COLLECTIVES: `combine` ("argmax" reduces the pair value, index), `dim` (the dim that is
-    gathered or scattered), `dst_dim` (all_to_all: the dim that is scattered, while `dim` is gathered); broadcast has
-    `source`, the coordinate that sends.
+    attrs as on the ops of ops.COLLECTIVES: `combine` ("argmax" reduces the pair value, index),
+    `dim` (the dim that is gathered or scattered), `dst_dim` (all_to_all: the dim that is scattered,
+    while `dim` is gathered); broadcast has `source`, the coordinate that sends.
     """
 
     kind: CollectiveKind
@@ -127,7 +160,9 @@ class Collective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Send:
-    """Starts to send a buffer to a peer. `handle` is empty inside a coalescing group, which has one for all."""
+    """Starts to send a buffer to a peer. `handle` is empty inside a coalescing group, which has one
+    for all.
+    """
 
     buffer: str
     peer: Peer
@@ -136,7 +171,9 @@ class Send:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recv:
-    """Starts to receive a buffer from a peer, in the order of that peer's sends. `handle` as for Send."""
+    """Starts to receive a buffer from a peer, in the order of that peer's sends. `handle` as for
+    Send.
+    """
 
     buffer: str
     peer: Peer
@@ -157,14 +194,18 @@ class EndCoalescing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wait:
-    """Work that follows on the current stream starts after the communication of that handle has completed."""
+    """Work that follows on the current stream starts after the communication of that handle has
+    completed.
+    """
 
     handle: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signal:
-    """Adds one to a peer's counter of the cross-GPU event `name` when work so far on this stream has completed."""
+    """Adds one to a peer's counter of the cross-GPU event `name` when work so far on this stream
+    has completed.
+    """
 
     name: str
     peer: Peer
@@ -172,7 +213,9 @@ class Signal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitSignal:
-    """Work that follows on the current stream starts after one more signal of `name` has come from the peer."""
+    """Work that follows on the current stream starts after one more signal of `name` has come from
+    the peer.
+    """
 
     name: str
     peer: Peer
@@ -180,7 +223,8 @@ class WaitSignal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SliceView:
-    """Names chunk `index` of a dim of a buffer: slice-by-stream. The chunk extent is `view`'s extent of that dim.
+    """Names chunk `index` of a dim of a buffer: slice-by-stream. The chunk extent is `view`'s
+    extent of that dim.
 
     swizzle: a mesh axis, for ring order: chunk (index + coordinate) modulo the number of chunks.
     """
@@ -193,8 +237,9 @@ class SliceView:
 
 
 Node = (
-    Allocate | Deallocate | ForLoop | SetStream | RecordEvent | WaitEvent | LaunchMegakernel | LibraryOp | Collective
-    | Send | Recv | StartCoalescing | EndCoalescing | Wait | Signal | WaitSignal | SliceView
+    Allocate | Deallocate | ForLoop | SetStream | RecordEvent | WaitEvent | LaunchMegakernel
+    | LibraryOp | Collective | Send | Recv | StartCoalescing | EndCoalescing | Wait | Signal
+    | WaitSignal | SliceView
 )  # fmt: skip
 
 
@@ -202,8 +247,9 @@ Node = (
 class HostProgram:
     """One rank's host program, the same text for all ranks of the mesh.
 
-    buffers: everything the nodes name. Inputs, weights and states are given by the caller, temps come from Allocate,
-    SliceView or a library op of kind view. segments: the programs of the megakernels. outputs: buffers the caller gets.
+    buffers: everything the nodes name. Inputs, weights and states are given by the caller, temps
+    come from Allocate, SliceView or a library op of kind view. segments: the programs of the
+    megakernels. outputs: buffers the caller gets.
     """
 
     name: str
@@ -225,14 +271,16 @@ class HostProgram:
 
 
 def segment_args(segment: Program) -> tuple[Tensor, ...]:
-    """Tensors that cross the edge of a segment: its inputs, weights and states, then its outputs."""
+    """Tensors that cross a segment's edge: its inputs, weights and states, then its outputs."""
     tensors = segment.tensor_map()
     given = tuple(tensor for tensor in segment.tensors if tensor.role != "temp")
     return given + tuple(tensors[o] for o in segment.outputs if tensors[o].role == "temp")
 
 
 def walk_nodes(body: Sequence[Node]) -> Iterator[Node]:
-    """All nodes in printed order, loops before their bodies. The position in it is a node's index in messages."""
+    """All nodes in printed order, loops before their bodies. The position in it is a node's index
+    in messages.
+    """
     for node in body:
         yield node
         if isinstance(node, ForLoop):

@@ -1,6 +1,7 @@
 """Element types as torch sees them: short names of distmega/dtypes.py to torch dtypes and back.
 
-The bottom half never imports torch, so the mapping lives here, with the first code that runs tensors.
+The bottom half never imports torch, so the mapping lives here, with the first code that runs
+tensors.
 """
 
 import torch
@@ -23,7 +24,7 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a short name; KeyError is a bug of the caller, programs validate theirs."""
+    """The torch dtype of a short name; KeyError is a bug of the caller."""
     return TORCH_DTYPES[name]
 
 
