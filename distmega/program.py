@@ -8,9 +8,10 @@ which prints and parses them) and go to sharding/planner.py.
 """
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from distmega.dtypes import ITEM_BYTES, item_bytes
 from distmega.errors import ProgramError
@@ -18,6 +19,8 @@ from distmega.errors import ProgramError
 Attr = str | int | float | bool | tuple["Attr", ...]
 Role = Literal["input", "weight", "state", "temp"]
 AxisRole = Literal["parallel", "reduce", "scatter"]
+COMBINES = ("", "sum", "max", "min", "argmax")
+"""How values of a reduce axis are combined; "" where the op needs all of them at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,25 +144,36 @@ def accesses(op: Op) -> Iterator[Access]:
     yield from op.writes
 
 
+_NAME = re.compile(r"\w[\w./@#-]*")
+"""Names print as one word; "return" and "program" begin other lines of the printed form."""
+
+
 def verify_program(program: Program) -> Program:
-    """Checks names, ranks, extents and definition before use; returns the program. Raises
-    ProgramError.
+    """Checks names, ranks, extents and definition before use, and returns the program.
+
+    Raises ProgramError.
     """
+    if program.name != " ".join(program.name.split()) or not program.name:
+        raise _broken(program, "its name", "one line of text, without spaces at its ends")
     tensors = program.tensor_map()
     if len(tensors) != len(program.tensors):
         raise _broken(program, "two tensors share a name", "unique tensor names")
     for tensor in program.tensors:
+        _verify_name(program, tensor.name)
         if tensor.dtype not in ITEM_BYTES or any(extent < 1 for extent in tensor.shape):
-            raise _broken(
-                program,
-                f"tensor {tensor}",
-                f"dims of at least 1 and a dtype of {', '.join(ITEM_BYTES)}",
-            )
+            dtypes = ", ".join(ITEM_BYTES)
+            raise _broken(program, f"{tensor}", f"dims of at least 1 and a dtype of {dtypes}")
     if len({op.name for op in program.ops}) != len(program.ops):
         raise _broken(program, "two ops share a name", "unique op names")
     defined = {tensor.name for tensor in program.tensors if tensor.role != "temp"}
     for op in program.ops:
-        _verify_op(program, op, tensors, defined)
+        _verify_name(program, op.name)
+        _verify_axes(program, op)
+        _verify_accesses(program, op, tensors)
+        for access in op.reads:
+            if access.tensor not in defined:
+                found = f"op {op.name!r} reads {access.tensor!r} before it is written"
+                raise _broken(program, found, "a producer above")
         defined.update(access.tensor for access in op.writes)
     for name in program.outputs:
         if name not in defined:
@@ -167,61 +181,56 @@ def verify_program(program: Program) -> Program:
     return program
 
 
-def _verify_op(program: Program, op: Op, tensors: dict[str, Tensor], defined: set[str]) -> None:
-    extents = {axis.name: axis.extent for axis in op.axes}
+def _verify_name(program: Program, name: str) -> None:
+    if not _NAME.fullmatch(name) or name in ("return", "program"):
+        raise _broken(program, f"name {name!r}", "letters, digits, _ . / @ # - and no keyword")
+
+
+def _verify_axes(program: Program, op: Op) -> None:
+    if len({axis.name for axis in op.axes}) != len(op.axes):
+        raise _broken(program, f"op {op.name!r}: two axes share a name", "unique axis names")
+    for axis in op.axes:
+        known = axis.role in get_args(AxisRole) and axis.combine in COMBINES
+        known = known and (axis.role == "reduce" or not axis.combine)
+        if not axis.name.isidentifier() or axis.extent < 1 or not known:
+            expected = "an identifier, an extent of at least 1, a known role and combine"
+            raise _broken(program, f"op {op.name!r} has {axis}", expected)
+
+
+def _verify_accesses(program: Program, op: Op, tensors: dict[str, Tensor]) -> None:
     for access in accesses(op):
         if access.tensor not in tensors:
-            raise _broken(
-                program,
-                f"op {op.name!r} accesses unknown tensor {access.tensor!r}",
-                "a declared tensor",
-            )
+            found = f"op {op.name!r} accesses unknown tensor {access.tensor!r}"
+            raise _broken(program, found, "a declared tensor")
         shape = tensors[access.tensor].shape
         if len(access.dims) != len(shape):
-            raise _broken(
-                program,
-                f"op {op.name!r} indexes {access.tensor!r} by {len(access.dims)} dims",
-                f"{len(shape)}",
-            )
+            found = f"op {op.name!r} indexes {access.tensor!r} by {len(access.dims)} dims"
+            raise _broken(program, found, f"one index for each of its {len(shape)} dims")
         for index, extent in zip(access.dims, shape, strict=True):
-            unknown = [name for name in index.axes if name not in extents]
-            if unknown:
-                raise _broken(
-                    program,
-                    f"op {op.name!r} uses unknown axes {unknown}",
-                    f"axes of {list(extents)}",
-                )
-            span = math.prod(extents[name] for name in index.axes)
-            if (
-                index.axes
-                and index.offset >= 0
-                and index.offset + index.stride * (span - 1) >= extent
-                and op.kind != "concat"
-            ):
-                raise _broken(
-                    program,
-                    f"op {op.name!r} reaches past dim of {extent} of {access.tensor!r}",
-                    "an index inside",
-                )
-    for access in op.reads:
-        if access.tensor not in defined:
-            raise _broken(
-                program,
-                f"op {op.name!r} reads {access.tensor!r} before it is written",
-                "a producer above",
-            )
+            _verify_index(program, op, access, index, extent)
     for access in op.writes:
         if tensors[access.tensor].role in ("input", "weight"):
-            raise _broken(
-                program,
-                f"op {op.name!r} writes {access.tensor!r}",
-                "inputs and weights are only read",
-            )
+            found = f"op {op.name!r} writes {access.tensor!r}"
+            raise _broken(program, found, "inputs and weights are only read")
+
+
+def _verify_index(program: Program, op: Op, access: Access, index: Index, extent: int) -> None:
+    extents = {axis.name: axis.extent for axis in op.axes}
+    unknown = [name for name in index.axes if name not in extents]
+    if unknown:
+        found = f"op {op.name!r} uses unknown axes {unknown}"
+        raise _broken(program, found, f"axes of {list(extents)}")
+    if index.stride < 1 or (index.stride > 1 and not index.axes):
+        found = f"op {op.name!r} indexes {access.tensor!r} with stride {index.stride}"
+        raise _broken(program, found, "a stride of at least 1, and 1 where there are no axes")
+    if op.kind == "concat":  # an operand covers only its part of the output
+        return
+    last = index.offset + index.stride * (math.prod(extents[name] for name in index.axes) - 1)
+    if last >= extent or (not index.axes and index.offset < 0):
+        found = f"op {op.name!r} reaches past a dim of {extent} of {access.tensor!r}"
+        raise _broken(program, found, "an index inside")
 
 
 def _broken(program: Program, found: str, expected: str) -> ProgramError:
-    return ProgramError(
-        f"program {program.name!r}: {found}",
-        expected=expected,
-        remedy="build it with ProgramBuilder",
-    )
+    found = f"program {program.name!r}: {found}"
+    return ProgramError(found, expected=expected, remedy="build it with ProgramBuilder")

@@ -3,7 +3,8 @@
     program mlp
       input x: f32[8, 64]
       weight w: f32[256, 64]
-      h = linear[m:8 n:256 k:64:reduce:sum] x(m, k) w(n, k) -> temp h: f32[8, 256](m, n)
+      temp h: f32[8, 256]
+      h = linear[m:8 n:256 k:64:reduce:sum] x(m, k) w(n, k) -> h(m, n)
       return h
 
 An index prints as its axes joined by `.`, with `*stride` and `+offset` when they are not 1 and 0; a
@@ -12,9 +13,21 @@ constant as `#offset`.
 
 import ast
 import re
+from typing import cast
 
 from distmega.errors import ParseError
-from distmega.program import Access, Attr, Axis, Index, Op, Program, Tensor, verify_program
+from distmega.program import (
+    Access,
+    Attr,
+    Axis,
+    AxisRole,
+    Index,
+    Op,
+    Program,
+    Role,
+    Tensor,
+    verify_program,
+)
 
 
 def print_program(program: Program) -> str:
@@ -69,22 +82,28 @@ def _index(index: Index) -> str:
     return text + (f"{index.offset:+d}" if index.offset else "")
 
 
-_TENSOR = re.compile(r"(input|weight|state|temp) (\S+): (\w+)\[([\d, ]*)\]$")
-_OP = re.compile(r"(\S+) = (\w+)\[([^\]]*)\](.*?) ->(.*?)(?: \|(.*))?$")
-_ACCESS = re.compile(r"(\S+?)\(([^)]*)\)")
-_INDEX = re.compile(r"([\w.]+)(?:\*(\d+))?([+-]\d+)?$")
-_ATTR = re.compile(r" (\w+)=(.*?)(?= \w+=|$)")
+_NAME = r"[\w./@#-]+"
+_ACCESSES = rf"(?: {_NAME}\([^()]*\))*"
+_QUOTED = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
+_TENSOR = re.compile(rf"(input|weight|state|temp) ({_NAME}): (\w+)\[((?:\d+(?:, \d+)*)?)\]")
+_OP = re.compile(rf"({_NAME}) = (\w+)\[([^\]]*)\]({_ACCESSES}) ->({_ACCESSES})(?: \|(.*))?")
+_ACCESS = re.compile(rf" ({_NAME})\(([^()]*)\)")
+_AXIS = re.compile(r"(\w+):(\d+)(?::(reduce|scatter))?(?::(sum|max|min|argmax))?(:lookup)?")
+_INDEX = re.compile(r"([\w.]+)(?:\*(\d+))?([+-]\d+)?")
+_CONSTANT = re.compile(r"#(-?\d+)")
+_ATTR = re.compile(rf" (\w+)=((?:{_QUOTED}|[^'\"])*?)(?= \w+=|$)")
 
 
 def parse_program(text: str) -> Program:
     """Reads the printed form back; ParseError names the line that does not fit."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    name, tensors, ops = "", [], []
+    if not lines or not lines[0].startswith("program "):
+        raise unreadable(lines[0] if lines else text)
+    name = lines[0].removeprefix("program ")
+    tensors, ops = [], []
     outputs: tuple[str, ...] = ()
-    for line in lines:
-        if line.startswith("program "):
-            name = line.removeprefix("program ")
-        elif line == "return" or line.startswith("return "):
+    for line in lines[1:]:
+        if line == "return" or line.startswith("return "):
             outputs = parse_names(line.removeprefix("return"))
         elif tensor := parse_tensor(line):
             tensors.append(tensor)
@@ -101,17 +120,17 @@ def parse_names(text: str) -> tuple[str, ...]:
 
 def parse_tensor(line: str) -> Tensor | None:
     """Reads `print_tensor` back; None if the line is no declaration."""
-    match = _TENSOR.match(line)
+    match = _TENSOR.fullmatch(line)
     if not match:
         return None
     role, name, dtype, shape = match.groups()
-    dims = tuple(int(extent) for extent in shape.split(",") if extent.strip())
-    return Tensor(name=name, shape=dims, dtype=dtype, role=role)  # type: ignore[arg-type]
+    dims = tuple(int(extent) for extent in shape.split(", ") if extent)
+    return Tensor(name=name, shape=dims, dtype=dtype, role=cast(Role, role))
 
 
 def parse_op(line: str) -> Op:
     """Reads `print_op` back; ParseError if the line is no op."""
-    match = _OP.match(line)
+    match = _OP.fullmatch(line)
     if not match:
         raise unreadable(line)
     name, kind, axes, reads, writes, attrs = match.groups(default="")
@@ -127,20 +146,23 @@ def parse_op(line: str) -> Op:
 
 def parse_attrs(text: str) -> tuple[tuple[str, Attr], ...]:
     """Reads the part of `print_attrs` after its bar."""
-    return tuple((key, _parse_attr(value)) for key, value in _ATTR.findall(text))
+    found = list(_ATTR.finditer(text))
+    if "".join(match[0] for match in found) != text:
+        raise unreadable(text)
+    return tuple((match[1], _parse_attr(match[2])) for match in found)
 
 
 def _parse_axis(text: str) -> Axis:
-    name, extent, *flags = text.split(":")
-    lookup = "lookup" in flags
-    words = [flag for flag in flags if flag != "lookup"]
-    role = words[0] if words else "parallel"
+    match = _AXIS.fullmatch(text)
+    if not match:
+        raise unreadable(text)
+    name, extent, role, combine, lookup = match.groups()
     return Axis(
         name=name,
         extent=int(extent),
-        role=role,  # type: ignore[arg-type]
-        combine=words[1] if words[1:] else "",
-        lookup=lookup,
+        role=cast(AxisRole, role or "parallel"),
+        combine=combine or "",
+        lookup=bool(lookup),
     )
 
 
@@ -149,21 +171,28 @@ def _parse_access(tensor: str, dims: str) -> Access:
 
 
 def _parse_index(text: str) -> Index:
-    if text.startswith("#"):
-        return Index(offset=int(text[1:]))
-    match = _INDEX.match(text)
-    if not match:
-        raise unreadable(text)
-    axes, stride, offset = match.groups()
-    return Index(axes=tuple(axes.split(".")), stride=int(stride or 1), offset=int(offset or 0))
+    if match := _CONSTANT.fullmatch(text):
+        return Index(offset=int(match[1]))
+    if match := _INDEX.fullmatch(text):
+        axes, stride, offset = match.groups()
+        return Index(axes=tuple(axes.split(".")), stride=int(stride or 1), offset=int(offset or 0))
+    raise unreadable(text)
 
 
 def _parse_attr(text: str) -> Attr:
     try:
-        value: Attr = ast.literal_eval(text)
+        value: object = ast.literal_eval(text)
     except (ValueError, SyntaxError) as error:
         raise unreadable(text) from error
-    return value
+    if not _is_attr(value):
+        raise unreadable(text)
+    return cast(Attr, value)
+
+
+def _is_attr(value: object) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_attr, value))
+    return isinstance(value, str | int | float)
 
 
 def unreadable(text: str) -> ParseError:

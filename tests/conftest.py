@@ -1,9 +1,14 @@
 """What tests need of the machine (gpu, multigpu(n), ray), and how many were skipped for what."""
 
 import importlib.util
+import os
 from collections import Counter
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("distmega", deadline=None, derandomize="CI" in os.environ)
+settings.load_profile("distmega")
 
 
 def _gpu_problem(num_gpus: int) -> str:
