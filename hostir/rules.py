@@ -1,0 +1,199 @@
+"""Rules on what nodes name: declared buffers, fitting shapes, loop indices in scope, roles
+respected.
+
+Each rule is a generator of violations over a host program; verify.py runs them with the rules on
+order and lifetime.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from distmega.hostir.nodes import (
+    Allocate,
+    Collective,
+    Deallocate,
+    ForLoop,
+    HostProgram,
+    LaunchMegakernel,
+    LibraryOp,
+    Node,
+    RecordEvent,
+    Recv,
+    Send,
+    SetStream,
+    Signal,
+    SliceView,
+    WaitEvent,
+    WaitSignal,
+    node_reads,
+    node_writes,
+    segment_args,
+    storage_of,
+    view_sources,
+    walk_nodes,
+)
+
+from distmega.program import Tensor, accesses
+
+Violation = tuple[int, str, str]
+"""Node index (-1: the program as a whole), what was found, what was expected."""
+
+Step = tuple[int, Node | None]
+"""A node with its index, or None at the end of a loop's body."""
+
+
+def steps(body: Sequence[Node]) -> Iterator[Step]:
+    """Nodes in printed order with their index, and the ends of loop bodies."""
+    index = -1
+
+    def visit(nodes: Sequence[Node]) -> Iterator[Step]:
+        nonlocal index
+        for node in nodes:
+            index += 1
+            yield index, node
+            if isinstance(node, ForLoop):
+                yield from visit(node.body)
+                yield index, None
+
+    yield from visit(body)
+
+
+def known_names(host: HostProgram) -> Iterator[Violation]:
+    """Buffers, segments and mesh axes are declared, once."""
+    buffers, segments, axes = host.buffer_map(), host.segment_map(), host.mesh.names
+    if len(buffers) != len(host.buffers) or len(segments) != len(host.segments):
+        yield -1, "two buffers or two segments share a name", "unique names"
+    for name in host.outputs:
+        if name not in buffers:
+            yield -1, f"output {name!r} is no buffer", "a declared buffer"
+    for index, node in enumerate(walk_nodes(host.body)):
+        if isinstance(node, LaunchMegakernel) and node.kernel not in segments:
+            yield index, f"kernel {node.kernel!r} has no segment", f"one of {list(segments)}"
+            return
+        for name in named_buffers(node, host):
+            if name not in buffers:
+                yield index, f"{name!r} is no buffer", "a declared buffer"
+        for axis in _named_axes(node):
+            if axis not in axes:
+                yield index, f"mesh axis {axis!r}", f"one of {list(axes)}"
+
+
+def named_buffers(node: Node, host: HostProgram) -> tuple[str, ...]:
+    """Buffers that a node names, of a loop none: its body's nodes come by themselves."""
+    match node:
+        case Allocate(buffer=buffer) | Deallocate(buffer=buffer):
+            return (buffer,)
+        case SliceView(view=view, buffer=buffer):
+            return view, buffer
+        case LibraryOp(op=op):
+            return tuple(access.tensor for access in accesses(op))
+        case LaunchMegakernel(args=args):
+            return tuple(arg.buffer for arg in args)
+        case ForLoop():
+            return ()
+    segments = host.segment_map()
+    return node_reads(node, segments) + node_writes(node, segments)
+
+
+def _named_axes(node: Node) -> tuple[str, ...]:
+    match node:
+        case Collective(mesh_axis=axis):
+            return (axis,)
+        case Send(peer=peer) | Recv(peer=peer) | Signal(peer=peer) | WaitSignal(peer=peer):
+            return (peer.mesh_axis,)
+        case SliceView(swizzle=axis) if axis:
+            return (axis,)
+    return ()
+
+
+def fitting_operands(host: HostProgram) -> Iterator[Violation]:
+    """Kernel arguments equal the segment's declarations, ops index all dims, peers are in the team."""
+    buffers, segments = host.buffer_map(), host.segment_map()
+    for index, node in enumerate(walk_nodes(host.body)):
+        match node:
+            case LaunchMegakernel(kernel=kernel, args=args):
+                wanted = [(t.name, t.shape, t.dtype) for t in segment_args(segments[kernel])]
+                given = [(a.name, buffers[a.buffer].shape, buffers[a.buffer].dtype) for a in args]
+                wrong = [pair for pair in zip(given, wanted, strict=False) if pair[0] != pair[1]]
+                if wrong or len(given) != len(wanted):
+                    found = str(wrong[0][0]) if wrong else f"{len(given)} arguments"
+                    yield index, found, str(wrong[0][1]) if wrong else f"{len(wanted)} arguments"
+            case LibraryOp(op=op):
+                for access in accesses(op):
+                    num_dims = len(buffers[access.tensor].shape)
+                    if len(access.dims) != num_dims:
+                        found = f"{access.tensor!r} indexed by {len(access.dims)} dims"
+                        yield index, found, f"{num_dims} dims"
+            case Send(peer=peer) | Recv(peer=peer) | Signal(peer=peer) | WaitSignal(peer=peer):
+                size = host.mesh.size(peer.mesh_axis)
+                if not peer.ring and not 0 <= peer.offset < size:
+                    yield index, f"peer {peer.offset} of {size}", f"0 to {size - 1}"
+
+
+def loop_indices(host: HostProgram) -> Iterator[Violation]:
+    """Loops run, their indices differ from enclosing ones, and what uses an index stands inside."""
+    loops: dict[str, int] = {}
+    for index, node in steps(host.body):
+        match node:
+            case None:
+                loops.popitem()
+            case ForLoop(index=name, extent=extent):
+                if name in loops or extent < 1:
+                    yield index, f"index {name!r} of extent {extent}", "a new name, extent >= 1"
+                loops[name] = extent
+            case SliceView(index=name):
+                if name not in loops:
+                    yield index, f"index {name!r}", f"one of the loops around it, {list(loops)}"
+                    return
+                yield from _bad_slice(index, node, host.buffer_map(), loops[name])
+            case SetStream(stream=slot) | RecordEvent(event=slot) | WaitEvent(event=slot):
+                if slot.index and slot.index not in loops:
+                    yield index, f"index {slot.index!r}", f"one of the loops, {list(loops)}"
+
+
+def _bad_slice(
+    index: int, node: SliceView, buffers: Mapping[str, Tensor], extent: int
+) -> Iterator[Violation]:
+    view, whole = buffers[node.view], buffers[node.buffer]
+    shape = [e * extent if dim == node.dim else e for dim, e in enumerate(view.shape)]
+    if tuple(shape) != whole.shape or view.dtype != whole.dtype or node.dim >= len(shape):
+        found = f"{extent} chunks {view.dtype}{list(view.shape)} along dim {node.dim}"
+        yield index, found, f"chunks that make up {whole.dtype}{list(whole.shape)}"
+
+
+def fitting_collectives(host: HostProgram) -> Iterator[Violation]:
+    """Operand counts and shapes of collectives agree with their kind and the size of the team."""
+    buffers = host.buffer_map()
+    for index, node in enumerate(walk_nodes(host.body)):
+        if not isinstance(node, Collective):
+            continue
+        num = 2 if node.get("combine", "") == "argmax" else 1
+        if (len(node.ins), len(node.outs)) != (num, num):
+            yield index, f"{len(node.ins)} ins, {len(node.outs)} outs", f"{num} of each"
+            return
+        for name, out in zip(node.ins, node.outs, strict=True):
+            given, shape = buffers[name].shape, list(buffers[name].shape)
+            size, dim = host.mesh.size(node.mesh_axis), int(str(node.get("dim", 0)))
+            if node.kind in ("all_gather", "all_to_all"):
+                shape[dim] *= size
+            scattered = int(str(node.get("dst_dim", dim)))
+            if node.kind in ("reduce_scatter", "all_to_all"):
+                if shape[scattered] % size:
+                    yield index, f"dim {scattered} of {list(given)}", f"a multiple of {size}"
+                shape[scattered] //= size
+            got = buffers[out]
+            if (tuple(shape), buffers[name].dtype) != (got.shape, got.dtype):
+                yield index, f"{list(given)} to {got.dtype}{list(got.shape)}", f"{shape}"
+
+
+def written_roles(host: HostProgram) -> Iterator[Violation]:
+    """Inputs and weights are only read; only temps are allocated and freed."""
+    buffers, segments = host.buffer_map(), host.segment_map()
+    sources = view_sources(host.body)
+    for index, node in enumerate(walk_nodes(host.body)):
+        if isinstance(node, Allocate | Deallocate):
+            if buffers[node.buffer].role != "temp" or node.buffer in sources:
+                yield index, f"{node.buffer!r} is a view or the caller's", "a temp with storage"
+        elif not isinstance(node, ForLoop):
+            for name in node_writes(node, segments):
+                if buffers[storage_of(name, sources)].role in ("input", "weight"):
+                    yield index, f"{name!r} is written", "inputs and weights are only read"

@@ -1,0 +1,262 @@
+"""The rules of a host program: `verify_host` returns it or raises VerifyError naming the node.
+
+RULES lists them; each is a generator of violations, and the first one found is raised. A node's
+index in a message is its place in printed order. passes.py verifies after every pass; check.py
+proves the order of reads and writes, which these rules do not look at.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from distmega.hostir.nodes import (
+    Allocate,
+    Collective,
+    Deallocate,
+    EndCoalescing,
+    ForLoop,
+    HostProgram,
+    LibraryOp,
+    Node,
+    RecordEvent,
+    Recv,
+    Send,
+    SetStream,
+    SliceView,
+    Slot,
+    StartCoalescing,
+    Wait,
+    WaitEvent,
+    node_writes,
+    storage_of,
+    view_sources,
+    walk_nodes,
+)
+from distmega.hostir.rules import (
+    Violation,
+    fitting_collectives,
+    fitting_operands,
+    known_names,
+    loop_indices,
+    named_buffers,
+    steps,
+    written_roles,
+)
+from distmega.hostir.text import print_node
+
+from distmega.errors import VerifyError
+from distmega.program import Tensor
+
+
+def verify_host(
+    host: HostProgram, *, freed: bool = True, finalized: Sequence[Tensor] = ()
+) -> HostProgram:
+    """Checks every rule and returns the program; VerifyError names the first node that breaks one.
+
+    freed: temps that are no outputs must be deallocated, as after insert_deallocations. finalized:
+    buffers whose declarations are final and must stand in the program as they are.
+    """
+    for rule in RULES:
+        _raise_first(host, rule.__name__, rule(host))
+    if freed:
+        _raise_first(host, no_leak.__name__, no_leak(host))
+    _raise_first(host, "final_allocations", final_allocations(host, finalized))
+    return host
+
+
+def _raise_first(host: HostProgram, rule: str, violations: Iterator[Violation]) -> None:
+    for index, found, expected in violations:
+        nodes = list(walk_nodes(host.body))
+        place = f", node {index} ({print_node(nodes[index])})" if index >= 0 else ""
+        raise VerifyError(
+            f"host program {host.name!r}{place}: {found} [rule {rule}]",
+            expected=expected,
+            remedy="fix the pass that made this program",
+        )
+
+
+def buffer_lifetimes(host: HostProgram) -> Iterator[Violation]:
+    """Temps are allocated before use, once, and neither used nor freed after they are freed."""
+    given = {b.name for b in host.buffers if b.role != "temp"}
+    scopes: list[set[str]] = [given]
+    sources = view_sources(host.body)
+    for index, node in steps(host.body):
+        alive = set().union(*scopes)
+        match node:
+            case None:
+                scopes.pop()
+            case ForLoop():
+                scopes.append(set())
+            case Allocate(buffer=buffer):
+                if buffer in alive:
+                    yield index, f"{buffer!r} is allocated already", "one allocation"
+                scopes[-1].add(buffer)
+            case Deallocate(buffer=buffer):
+                if buffer not in scopes[-1]:
+                    where = "in an outer body" if buffer in alive else "nowhere before, or freed"
+                    yield index, f"{buffer!r} is allocated {where}", "a free where it was allocated"
+                if buffer in {storage_of(name, sources) for name in host.outputs}:
+                    yield index, f"output {buffer!r} is freed", "outputs stay"
+                gone = {name for name in alive if storage_of(name, sources) == buffer}
+                scopes = [scope - gone for scope in scopes]
+            case _:
+                views = {name for name in named_buffers(node, host) if _defines(node, name)}
+                for name in named_buffers(node, host):
+                    if name not in alive | views:
+                        yield index, f"{name!r} has no storage here", "an allocation above"
+                scopes[-1] |= views
+
+
+def _defines(node: Node, name: str) -> bool:
+    match node:
+        case SliceView(view=view):
+            return view == name
+        case LibraryOp(op=op) if op.kind == "view":
+            return op.writes[0].tensor == name
+    return False
+
+
+def no_leak(host: HostProgram) -> Iterator[Violation]:
+    """Every temp that is no output is freed in the body that allocates it."""
+    sources = view_sources(host.body)
+    outputs = {storage_of(name, sources) for name in host.outputs}
+    scopes: list[dict[str, int]] = [{}]
+    for index, node in steps(host.body):
+        match node:
+            case ForLoop():
+                scopes.append({})
+            case Allocate(buffer=buffer):
+                scopes[-1][buffer] = index
+            case Deallocate(buffer=buffer):
+                scopes[-1].pop(buffer, None)
+            case None:
+                yield from _leaks(scopes.pop(), frozenset())
+    yield from _leaks(scopes[0], outputs)
+
+
+def _leaks(allocated: Mapping[str, int], kept: set[str] | frozenset[str]) -> Iterator[Violation]:
+    for name, index in allocated.items():
+        if name not in kept:
+            yield index, f"{name!r} is never freed", "a free after its last use"
+
+
+def waited_communication(host: HostProgram) -> Iterator[Violation]:
+    """Every collective, send and receive is waited for, once, in the body that starts it."""
+    scopes: list[dict[str, int]] = [{}]
+    for index, node in steps(host.body):
+        match node:
+            case ForLoop():
+                scopes.append({})
+            case None:
+                yield from _unwaited(scopes.pop())
+            case Wait(handle=handle):
+                if scopes[-1].pop(handle, None) is None:
+                    yield index, f"nothing pending is called {handle!r}", "a handle started above"
+            case Collective() | Send() | Recv() | EndCoalescing() if node.handle:
+                if any(node.handle in scope for scope in scopes):
+                    yield index, f"handle {node.handle!r} is pending already", "a wait before reuse"
+                scopes[-1][node.handle] = index
+    yield from _unwaited(scopes[0])
+
+
+def _unwaited(pending: Mapping[str, int]) -> Iterator[Violation]:
+    for handle, index in pending.items():
+        yield index, f"{handle!r} is never waited for", "a wait in the same body"
+
+
+def bounded_rings(host: HostProgram) -> Iterator[Violation]:
+    """Streams and events lie within the program's counts; a waited event was recorded before."""
+    loops: list[ForLoop] = []
+    numbers: set[int] = set()
+    symbolic: list[set[Slot]] = [set()]
+    for index, node in steps(host.body):
+        match node:
+            case ForLoop():
+                loops.append(node)
+                symbolic.append(set())
+            case None:
+                loop = loops.pop()
+                for slot in symbolic.pop():
+                    if slot.index == loop.index:
+                        numbers |= _slot_values(slot, loop.extent)
+                    else:
+                        symbolic[-1].add(slot)
+            case SetStream(stream=slot):
+                yield from _outside(index, slot, "stream", host.num_streams)
+            case RecordEvent(event=slot):
+                yield from _outside(index, slot, "event", host.num_events)
+                if slot.index:
+                    symbolic[-1].add(slot)
+                else:
+                    numbers.add(slot.base)
+            case WaitEvent(event=slot):
+                yield from _outside(index, slot, "event", host.num_events)
+                extent = next((x.extent for x in loops if x.index == slot.index), 1)
+                known = any(slot in scope for scope in symbolic)
+                if not known and not _slot_values(slot, extent) <= numbers:
+                    yield index, "the event was not recorded before", "a record above"
+
+
+def _slot_values(slot: Slot, extent: int) -> set[int]:
+    return set(range(slot.base, slot.base + min(slot.count, extent)))
+
+
+def _outside(index: int, slot: Slot, what: str, num: int) -> Iterator[Violation]:
+    last = slot.base + slot.count - 1
+    if last >= num:
+        yield index, f"{what} {last} of {num}", f"{what}s 0 to {num - 1}"
+
+
+def closed_groups(host: HostProgram) -> Iterator[Violation]:
+    """Coalescing groups hold transfers only, and are closed in the body that opens them."""
+    start, num_members = -1, 0
+    for index, node in steps(host.body):
+        match node:
+            case StartCoalescing():
+                if start >= 0:
+                    yield index, "a group inside a group", "the end of the open group"
+                start, num_members = index, 0
+            case EndCoalescing():
+                if start < 0 or not num_members:
+                    yield index, "the end of no group or an empty one", "coalesce, then transfers"
+                start = -1
+            case Send(handle=handle) | Recv(handle=handle):
+                if bool(handle) == (start >= 0):
+                    yield index, f"handle {handle!r}", "a handle outside of groups, none inside"
+                num_members += 1
+            case _ if start >= 0:
+                yield index, "not a transfer, inside a coalescing group", "sends and receives"
+    if start >= 0:
+        yield start, "the coalescing group is never closed", "an end in the same body"
+
+
+def written_outputs(host: HostProgram) -> Iterator[Violation]:
+    """Outputs are written, or given by the caller."""
+    sources, segments = view_sources(host.body), host.segment_map()
+    written = {storage_of(n, sources) for x in host.body for n in node_writes(x, segments)}
+    buffers = host.buffer_map()
+    for name in host.outputs:
+        root = storage_of(name, sources)
+        if buffers[root].role == "temp" and root not in written:
+            yield -1, f"output {name!r} is never written", "a node that writes it"
+
+
+def final_allocations(host: HostProgram, finalized: Sequence[Tensor]) -> Iterator[Violation]:
+    """Buffers whose allocation was final before still have it."""
+    buffers = host.buffer_map()
+    for buffer in finalized:
+        if buffers.get(buffer.name) != buffer:
+            yield -1, f"buffer {buffer.name!r} became {buffers.get(buffer.name)}", f"{buffer}"
+
+
+RULES: tuple[Callable[[HostProgram], Iterator[Violation]], ...] = (
+    known_names,
+    loop_indices,
+    fitting_operands,
+    fitting_collectives,
+    written_roles,
+    buffer_lifetimes,
+    closed_groups,
+    waited_communication,
+    bounded_rings,
+    written_outputs,
+)
+"""All rules but no_leak and final_allocations, which need to be asked for."""
