@@ -1,0 +1,231 @@
+"""Static schedule: which SM runs which tasks in which order, and the waits that are left.
+
+In: a TaskGraph. Out: a Schedule. Tasks are placed in program order, each on the SM where it starts
+earliest, costs counted in bytes. A task only ever waits for tasks of earlier groups, on its own
+rank or on others, so program order is a linear extension of the graph of all ranks, every queue is
+a part of it, and no set of queues can wait in a circle.
+
+Then waits are pruned. A task knows what has completed before it: its queue's tasks so far and all
+that they and its waits know (vector clocks). A wait stays only if some task it waits for is not
+known already, so each remaining wait is needed. All ranks have equal queues, hence two clocks
+describe a task's knowledge: of its own rank's queues, and of any peer's. Events that nobody waits
+for any more are dropped. checker.py proves the result by other means. Next on the walk:
+encoding.py.
+"""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from distmega.kernels.tasks import Schedule, ScheduledTask, Signal, TaskGraph, Wait
+from distmega.kernels.tiling import task_bytes
+
+from distmega.errors import VerifyError
+
+TASK_BYTES = 16 * 1024
+"""What starting a task costs, in bytes one SM could have read meanwhile."""
+
+HOP_BYTES = 64 * 1024
+"""What a dependency between two SMs costs, likewise: 2 us at 31 KB/us of an H200's SM."""
+
+Clock = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlatGraph:
+    """A graph's tasks and events numbered through, in program order."""
+
+    first_task: tuple[int, ...]
+    groups: tuple[int, ...]
+    waits: tuple[tuple[int, ...], ...]
+    triggers: tuple[tuple[int, ...], ...]
+    counts: tuple[int, ...]
+    all_ranks: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """SM and place in its queue of each task."""
+
+    sm: tuple[int, ...]
+    position: tuple[int, ...]
+    num_sms: int
+
+
+def schedule_graph(graph: TaskGraph, num_sms: int, *, hop_bytes: int = HOP_BYTES) -> Schedule:
+    """Queues for `num_sms` SMs, the same on every rank."""
+    flat = flatten_graph(graph)
+    placement = _place_tasks(graph, flat, num_sms, hop_bytes)
+    waits = _prune_waits(flat, placement, graph.team_size)
+    return _assemble(graph, flat, placement, waits)
+
+
+def flatten_graph(graph: TaskGraph) -> FlatGraph:
+    """Numbers tasks and events; raises VerifyError if a group waits for a later one."""
+    first_task = [0]
+    for group in graph.groups:
+        first_task.append(first_task[-1] + group.num_tasks)
+    owners = [place for place, group in enumerate(graph.groups) for _ in range(group.num_tasks)]
+    waits: list[list[int]] = [[] for _ in owners]
+    triggers: list[tuple[int, ...]] = [()] * len(owners)
+    counts: list[int] = []
+    remote: list[bool] = []
+    for event in graph.events:
+        base = len(counts)
+        start = first_task[event.producer]
+        for task, notify in enumerate(event.notify):
+            triggers[start + task] += tuple(base + one for one in notify)
+        for consumer, needed in event.consumers:
+            if consumer <= event.producer:
+                raise VerifyError(
+                    f"group {consumer} waits for group {event.producer}",
+                    expected="waits for earlier groups only",
+                    remedy="list groups in program order",
+                )
+            for task, events in enumerate(needed, start=first_task[consumer]):
+                waits[task] += [base + one for one in events]
+        counts += event.counts
+        remote += [graph.groups[event.producer].all_ranks] * event.num_events
+    return FlatGraph(
+        first_task=tuple(first_task),
+        groups=tuple(owners),
+        waits=tuple(map(tuple, waits)),
+        triggers=tuple(triggers),
+        counts=tuple(counts),
+        all_ranks=tuple(remote),
+    )
+
+
+def _place_tasks(graph: TaskGraph, flat: FlatGraph, num_sms: int, hop_bytes: int) -> Placement:
+    """Earliest start first: on the SM that is free first, or on one that spares a hop."""
+    tensors = graph.segment.tensor_map()
+    costs = np.concatenate([task_bytes(group, tensors) for group in graph.groups] or [np.zeros(0)])
+    free = [0.0] * num_sms
+    heap = [(0.0, sm) for sm in range(num_sms)]
+    done = [0.0] * len(flat.counts)
+    last_sm = [-1] * len(flat.counts)
+    num_queued = [0] * num_sms
+    sms, positions = [], []
+    for task, cost in enumerate(costs.tolist()):
+        while heap[0][0] != free[heap[0][1]]:
+            heapq.heappop(heap)
+        candidates = {heap[0][1]: None}
+        events = [(done[event], last_sm[event], event) for event in flat.waits[task]]
+        if events:
+            candidates[max(events)[1]] = None
+        best, start = -1, float("inf")
+        for sm in candidates:
+            ready = free[sm]
+            for finish, producer, event in events:
+                hop = 0 if producer == sm and not flat.all_ranks[event] else hop_bytes
+                ready = max(ready, finish + hop)
+            if ready < start:
+                best, start = sm, ready
+        free[best] = finish = start + cost + TASK_BYTES
+        heapq.heappush(heap, (finish, best))
+        sms.append(best)
+        positions.append(num_queued[best])
+        num_queued[best] += 1
+        for event in flat.triggers[task]:
+            if finish > done[event]:
+                done[event], last_sm[event] = finish, best
+    return Placement(sm=tuple(sms), position=tuple(positions), num_sms=num_sms)
+
+
+class _Knowledge:
+    """What a wait for an event tells: which tasks it waits for, and what these knew."""
+
+    __slots__ = ("needed", "own", "peer")
+
+    def __init__(self, num_sms: int) -> None:
+        self.needed: Clock = np.zeros(num_sms, dtype=np.int32)
+        self.own: Clock = np.zeros(num_sms, dtype=np.int32)
+        self.peer: Clock = np.zeros(num_sms, dtype=np.int32)
+
+
+def _prune_waits(flat: FlatGraph, placement: Placement, team_size: int) -> list[tuple[int, ...]]:
+    """For each task the events it still has to wait for.
+
+    A clock holds, for each queue, the number of its tasks known to be complete.
+    """
+    shape = (placement.num_sms, placement.num_sms)
+    own, peer = np.zeros(shape, dtype=np.int32), np.zeros(shape, dtype=np.int32)
+    events: dict[int, _Knowledge] = {}
+    kept = []
+    for task, sm in enumerate(placement.sm):
+        known = own[sm], peer[sm]
+        waits = _needed_waits(flat, task, known, events, team_size)
+        for event in waits:
+            _learn(known, events[event])
+        kept.append(waits)
+        own[sm, sm] = placement.position[task] + 1
+        for event in flat.triggers[task]:
+            heard = events.get(event)
+            if heard is None:
+                heard = events[event] = _Knowledge(placement.num_sms)
+            heard.needed[sm] = own[sm, sm]
+            np.maximum(heard.own, own[sm], out=heard.own)
+            told = own[sm] if flat.all_ranks[event] and team_size > 1 else peer[sm]
+            np.maximum(heard.peer, told, out=heard.peer)
+    return kept
+
+
+def _needed_waits(
+    flat: FlatGraph,
+    task: int,
+    known: tuple[Clock, Clock],
+    events: dict[int, _Knowledge],
+    team_size: int,
+) -> tuple[int, ...]:
+    """The waits of a task that neither its queue nor its other waits make superfluous."""
+
+    def implied(event: int, own: Clock, peer: Clock) -> bool:
+        needed = events[event].needed
+        remote = flat.all_ranks[event] and team_size > 1
+        return bool((own >= needed).all()) and not (remote and bool((peer < needed).any()))
+
+    kept: list[int] = []
+    clocks = known[0].copy(), known[1].copy()
+    for event in sorted(set(flat.waits[task]), reverse=True):
+        if not implied(event, *clocks):
+            kept.append(event)
+            _learn(clocks, events[event])
+    for event in tuple(kept) if len(kept) > 1 else ():
+        rest = known[0].copy(), known[1].copy()
+        for other in kept:
+            if other != event:
+                _learn(rest, events[other])
+        if implied(event, *rest):
+            kept.remove(event)
+    return tuple(sorted(kept))
+
+
+def _learn(clocks: tuple[Clock, Clock], heard: _Knowledge) -> None:
+    np.maximum(clocks[0], heard.own, out=clocks[0])
+    np.maximum(clocks[1], heard.peer, out=clocks[1])
+
+
+def _assemble(
+    graph: TaskGraph, flat: FlatGraph, placement: Placement, waits: Sequence[tuple[int, ...]]
+) -> Schedule:
+    """Queues with dense event numbers; signals nobody waits for are dropped."""
+    used = sorted({event for events in waits for event in events})
+    number = {event: i for i, event in enumerate(used)}
+    targets = [
+        flat.counts[event] * (graph.team_size if flat.all_ranks[event] else 1) for event in used
+    ]
+    all_waits = [Wait(event=i, count=count) for i, count in enumerate(targets)]
+    signals = [Signal(event=i, all_ranks=flat.all_ranks[event]) for i, event in enumerate(used)]
+    queues: list[list[ScheduledTask]] = [[] for _ in range(placement.num_sms)]
+    for task, (group, sm) in enumerate(zip(flat.groups, placement.sm, strict=True)):
+        queues[sm].append(
+            ScheduledTask(
+                group=group,
+                task=task - flat.first_task[group],
+                waits=tuple(all_waits[number[event]] for event in waits[task]),
+                signals=tuple(signals[number[e]] for e in flat.triggers[task] if e in number),
+            )
+        )
+    return Schedule(graph=graph, queues=tuple(map(tuple, queues)), num_events=len(used))

@@ -1,0 +1,169 @@
+"""Tiling: how each op of a segment is cut into tasks.
+
+In: a segment, the number of workers (SMs), and the machine. Out: one TaskGroup an op, views
+excepted, in program order. A linear is cut into ranges of weight rows that give every worker the
+same bytes. Everything else is small in decoding: it is cut only into as many tasks as are worth
+starting, each one box of the iteration space. Reduced, scattered and looked-up axes stay whole
+inside a task. Next on the walk: task_graph.py.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+from distmega.kernels.collectives import REMOTE_KINDS
+from distmega.kernels.footprints import Footprints
+from distmega.kernels.tasks import Split, TaskGroup
+
+from distmega.dtypes import item_bytes
+from distmega.errors import VerifyError
+from distmega.program import Access, Op, Program, Tensor, accesses
+
+ROW_MULTIPLE = 8
+"""Boundaries between tasks fall on multiples of this along the cut axes."""
+
+MIN_TASK_BYTES = 16 * 1024
+"""Tasks that touch less than this are merged: half a microsecond of one SM of an H200, where a
+dependency between SMs costs two."""
+
+_WHOLE_HEADS = {"rms_norm": ("d",), "rope": ("d",), "kv_append": ("d",), "attention": ("g", "e")}
+"""Kind -> parallel axes that stay whole, since cutting them repeats work of the other tile."""
+
+
+def tile_segment(
+    segment: Program,
+    num_sms: int,
+    *,
+    min_task_bytes: int = MIN_TASK_BYTES,
+    row_multiple: int = ROW_MULTIPLE,
+) -> tuple[TaskGroup, ...]:
+    """Task groups of all ops but views, at most about `num_sms` tasks each."""
+    tensors = segment.tensor_map()
+    footprints = Footprints(segment)
+    groups = []
+    for op in segment.ops:
+        if op.kind == "view":
+            continue
+        wanted = min(num_sms, max(1, op_bytes(op, tensors) // min_task_bytes))
+        if _in_place(op, footprints):
+            wanted = 1
+        splits = _splits(op, wanted, row_multiple)
+        groups.append(TaskGroup(op=op, splits=splits, all_ranks=op.kind in REMOTE_KINDS))
+    return tuple(groups)
+
+
+def verify_groups(segment: Program, groups: Sequence[TaskGroup]) -> None:
+    """Raises VerifyError unless tasks of each group are independent of each other and together
+    write what the op writes, each element once.
+    """
+    footprints = Footprints(segment)
+    for group in groups:
+        _verify_splits(group)
+        whole = TaskGroup(op=group.op)
+        for write in group.op.writes:
+            ours = footprints.footprint(group, write)
+            num_elements = footprints.num_elements(footprints.footprint(whole, write))
+            if not footprints.covers_once(ours, num_elements):
+                raise _illegal(
+                    group, f"tasks that write {write.tensor!r} unevenly", "one task an element"
+                )
+            for read in group.op.reads:
+                if footprints.base(read.tensor) != footprints.base(write.tensor):
+                    continue
+                meet = footprints.overlap(footprints.footprint(group, read), ours)
+                if meet[~np.eye(len(meet), dtype=np.bool_)].any():
+                    raise _illegal(
+                        group, f"tasks that read {read.tensor!r} of others", "independent tasks"
+                    )
+
+
+def op_bytes(op: Op, tensors: dict[str, Tensor]) -> int:
+    """Bytes that an op touches; of a looked-up axis only one value."""
+    return sum(_access_bytes(op, access, tensors) for access in accesses(op))
+
+
+def task_bytes(group: TaskGroup, tensors: dict[str, Tensor]) -> npt.NDArray[np.float64]:
+    """Bytes that each task touches: of every operand, the part its splits cut out."""
+    total = np.zeros(group.num_tasks)
+    for access in accesses(group.op):
+        used = {name for index in access.dims for name in index.axes}
+        part = np.array([float(_access_bytes(group.op, access, tensors))])
+        for split in group.splits:
+            share = np.diff(split.bounds) / split.bounds[-1]
+            if not used.intersection(split.axes):
+                share = np.ones(split.num_tiles)
+            part = (part[:, None] * share[None, :]).ravel()
+        total += part
+    return total
+
+
+def _access_bytes(op: Op, access: Access, tensors: dict[str, Tensor]) -> int:
+    tensor = tensors[access.tensor]
+    used = {name for index in access.dims for name in index.axes}
+    points = math.prod(a.extent for a in op.axes if a.name in used and not a.lookup)
+    return min(points, tensor.num_elements) * item_bytes(tensor.dtype)
+
+
+def _in_place(op: Op, footprints: Footprints) -> bool:
+    """Whether an op writes storage that it reads; its tasks might disturb each other."""
+    written = {footprints.base(access.tensor) for access in op.writes}
+    return any(footprints.base(access.tensor) in written for access in op.reads)
+
+
+def _splits(op: Op, wanted: int, row_multiple: int) -> tuple[Split, ...]:
+    parallel = [axis for axis in op.axes if axis.role == "parallel" and not axis.lookup]
+    extents = {axis.name: axis.extent for axis in parallel}
+    if op.kind == "linear":
+        rows = tuple(n for index in op.reads[1].dims for n in index.axes if n in extents)
+        if rows:
+            return _cut(rows, math.prod(extents[n] for n in rows), wanted, row_multiple)
+    free = [n for n in extents if n not in _WHOLE_HEADS.get(op.kind, ())]
+    for name in free:
+        if extents[name] >= wanted:
+            return _cut((name,), extents[name], wanted, _multiple(name, free, row_multiple))
+    splits: tuple[Split, ...] = ()
+    for name in free:
+        cut = _cut((name,), extents[name], wanted, _multiple(name, free, row_multiple))
+        splits += cut
+        wanted = math.ceil(wanted / math.prod(split.num_tiles for split in cut))
+    return splits
+
+
+def _multiple(name: str, free: Sequence[str], row_multiple: int) -> int:
+    """Only the innermost axis has contiguous elements worth keeping together."""
+    return row_multiple if name == free[-1] else 1
+
+
+def _cut(axes: tuple[str, ...], extent: int, wanted: int, multiple: int) -> tuple[Split, ...]:
+    """At most `wanted` ranges whose sizes differ by one multiple at most."""
+    units = math.ceil(extent / multiple)
+    num = min(units, wanted)
+    if num == 1:
+        return ()
+    bounds = [min(extent, units * i // num * multiple) for i in range(num + 1)]
+    return (Split(axes=axes, bounds=tuple(bounds)),)
+
+
+def _verify_splits(group: TaskGroup) -> None:
+    seen: set[str] = set()
+    for split in group.splits:
+        for name in split.axes:
+            axis = group.op.axis(name)
+            if axis.role != "parallel" or axis.lookup or name in seen:
+                raise _illegal(
+                    group, f"a split of axis {name!r} ({axis.role})", "parallel axes, each once"
+                )
+            seen.add(name)
+        extent = math.prod(group.op.axis(name).extent for name in split.axes)
+        rising = all(a < b for a, b in zip(split.bounds, split.bounds[1:], strict=False))
+        if not rising or split.bounds[0] != 0 or split.bounds[-1] != extent:
+            raise _illegal(group, f"bounds {split.bounds}", f"rising bounds from 0 to {extent}")
+
+
+def _illegal(group: TaskGroup, found: str, expected: str) -> VerifyError:
+    return VerifyError(
+        f"op {group.op.name!r} ({group.op.kind}) has {found}",
+        expected=expected,
+        remedy="cut other axes, or leave the op one task",
+    )
