@@ -1,0 +1,34 @@
+"""What a function that runs on every rank is given: its place in the job, and a way to send values
+to the caller.
+
+Such a function is named "module:function" and called as `function(context, payload, emit)` by
+launch/worker.py. It may use torch.distributed at once. Its return value on rank 0 is the result.
+Next: launch/worker.py.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Backend = Literal["gloo", "nccl"]
+DeviceKind = Literal["cpu", "cuda"]
+
+Emit = Callable[[object], None]
+"""Sends one value to the caller at once when called on rank 0; does nothing on the other ranks."""
+
+RankFunction = Callable[["RankContext", Any, Emit], object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankContext:
+    """One rank's place in a job. `local_rank` counts the ranks of one node; `device` is "cpu" or
+    "cuda:i".
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node: str
+    backend: Backend
+    device: str

@@ -1,0 +1,116 @@
+"""What a launcher is asked and what it answers: a Job in, Emitted values and one Result out.
+
+A job is a target function named "module:function", called on every rank (distmega/ranks.py states
+how). This file needs neither torch nor Ray, so that a caller can be quick. Next:
+launch/launchers.py.
+"""
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from distmega.env import PREFIX
+from distmega.errors import LaunchError
+from distmega.ranks import DeviceKind
+
+MULTICAST_OFF = {
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+}
+"""Variables that keep NVLink multicast off; every rank gets them, with the caller's values where
+set.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayOptions:
+    """How Ray places the ranks. A CPU rank may ask for a fraction of a core; a GPU rank also gets
+    one whole GPU.
+    """
+
+    strategy: Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"] = "PACK"
+    cpus_per_rank: float = 0.25
+    placement_timeout_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LauncherOptions:
+    """Who starts the ranks and how many. `timeout_s` is the longest silence allowed from the ranks,
+    by default DISTMEGA_TIMEOUT_S.
+
+    After a RankFailure the ranks are started again up to `max_restarts` times. Values that were
+    already yielded are then left out, so the target must emit the same values again.
+    """
+
+    launcher: str = "local"
+    num_ranks: int = 1
+    device: DeviceKind = "cpu"
+    timeout_s: float | None = None
+    max_restarts: int = 0
+    ray: RayOptions = RayOptions()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One request to a group of ranks. `payload` is pickled; `timeout_s` bounds the silence between
+    two reports.
+    """
+
+    target: str
+    payload: bytes
+    num_ranks: int
+    device: DeviceKind
+    timeout_s: float
+    ray: RayOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Emitted:
+    """A value that the target emitted on rank 0, in order and while it runs."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What the target returned on rank 0; comes last, once every rank has returned."""
+
+    value: Any
+
+
+Event = Emitted | Result
+
+
+def load_function(name: str) -> Callable[..., Any]:
+    """The function called `name`, "module:function"; raises LaunchError if there is none."""
+    module_name, _, function_name = name.partition(":")
+    if not module_name or not function_name:
+        raise _bad_target(name, "it is not of the form module:function")
+    try:
+        function = getattr(importlib.import_module(module_name), function_name, None)
+    except ImportError as error:
+        raise _bad_target(name, f"{type(error).__name__}: {error}") from error
+    if not callable(function):
+        raise _bad_target(name, f"module {module_name} has no such function")
+    return function  # type: ignore[no-any-return]
+
+
+def rank_environment(environment: dict[str, str]) -> dict[str, str]:
+    """The variables that a rank must have beyond its machine's own: imports as here, no multicast,
+    our settings.
+    """
+    settings = {name: value for name, value in environment.items() if name.startswith(PREFIX)}
+    multicast = {name: environment.get(name, off) for name, off in MULTICAST_OFF.items()}
+    return {"PYTHONPATH": os.pathsep.join(sys.path), **multicast, **settings}
+
+
+def _bad_target(name: str, reason: str) -> LaunchError:
+    return LaunchError(
+        f"target {name!r} can't be loaded ({reason})",
+        expected="module:function, importable on every rank",
+        remedy="correct the name, or install the module where the ranks run",
+    )

@@ -1,0 +1,163 @@
+"""The one entrance to the launchers: a target, a payload and a number of ranks in, emitted values
+and a result out.
+
+A launcher's module is loaded when it is chosen, so that a command which starts no ranks needs
+neither torch nor Ray. Next: launch/local.py, launch/torchrun.py or launch/ray.py.
+"""
+
+import logging
+import math
+import os
+import pickle
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
+
+from distmega.launch.contract import Emitted, Event, Job, LauncherOptions, load_function
+
+from distmega.env import read_settings
+from distmega.errors import LaunchError, RankFailure, RequestError
+
+logger = logging.getLogger(__name__)
+
+LAUNCHERS = {
+    "local": "distmega.launch.local:run_local",
+    "torchrun": "distmega.launch.torchrun:run_torchrun",
+    "ray": "distmega.launch.ray:run_ray",
+}
+
+LAST_WORDS_S = 2.0
+"""How long a silent rank stays, so that the one that explains the failure isn't ended by torchrun
+before it has.
+"""
+
+
+def launch(target: str, payload: object, options: LauncherOptions) -> Iterator[Event]:
+    """Call `target` ("module:function") on every rank with (RankContext, payload, emit); see
+    distmega/ranks.py.
+
+    Yields Emitted for each value emitted on rank 0, as it comes, then one Result once all ranks
+    have returned. Under torchrun, where every rank runs this, ranks other than 0 yield nothing.
+    Closing the iterator, or any error, ends all ranks.
+
+    Raises RequestError for bad options, LaunchError if ranks can't be started, RankFailure naming
+    the rank if one dies, raises or hangs, and any DistmegaError that a rank raises.
+    """
+    timeout_s = read_settings().timeout_s if options.timeout_s is None else options.timeout_s
+    _check_options(options, timeout_s)
+    job = Job(
+        target=target,
+        payload=_pickle_payload(payload),
+        num_ranks=options.num_ranks,
+        device=options.device,
+        timeout_s=timeout_s,
+        ray=options.ray,
+    )
+    return _run_with_restarts(_load_launcher(options.launcher), job, options.max_restarts)
+
+
+def choose_launcher(name: str) -> str:
+    """The launcher meant by `name`; "auto" is torchrun in a process that torchrun started, else
+    local.
+    """
+    if name == "auto":
+        return "torchrun" if _is_under_torchrun() else "local"
+    return name
+
+
+def choose_num_ranks(launcher: str, requested: int) -> int:
+    """`requested` ranks, or for 0 as many as there are: torchrun's WORLD_SIZE, else 1."""
+    if requested == 0 and launcher == "torchrun":
+        return int(os.environ.get("WORLD_SIZE", "1"))
+    return requested or 1
+
+
+def should_report() -> bool:
+    """Whether this process is to print the error that ends it: under torchrun, the first rank to
+    ask; else always.
+
+    The other ranks should end silently; they are kept here until the message is surely out.
+    """
+    if not _is_under_torchrun() or load_function("distmega.launch.torchrun:claim_report")():
+        return True
+    time.sleep(LAST_WORDS_S)
+    return False
+
+
+def _is_under_torchrun() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def _check_options(options: LauncherOptions, timeout_s: float) -> None:
+    launcher, num_restarts = options.launcher, options.max_restarts
+    if launcher not in LAUNCHERS:
+        raise RequestError(
+            f"launcher {launcher!r}",
+            expected=f"one of {', '.join(LAUNCHERS)}",
+            remedy="choose one of these with --launcher",
+        )
+    if options.num_ranks < 1:
+        raise RequestError(
+            f"{options.num_ranks} ranks",
+            expected="at least 1",
+            remedy="raise the number of ranks",
+        )
+    if not 0 < timeout_s < math.inf:
+        raise RequestError(
+            f"a timeout of {timeout_s} s",
+            expected="a positive number of seconds",
+            remedy="correct the timeout",
+        )
+    if num_restarts < 0 or (num_restarts and launcher == "torchrun"):
+        raise RequestError(
+            f"{num_restarts} restarts with launcher {launcher}",
+            expected="0 or more, and 0 under torchrun",
+            remedy="under torchrun, give --max-restarts to torchrun itself",
+        )
+
+
+def _pickle_payload(payload: object) -> bytes:
+    try:
+        return pickle.dumps(payload)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise RequestError(
+            f"a payload of type {type(payload).__name__} ({error})",
+            expected="a payload that can be pickled",
+            remedy="send plain values, and open files and devices on the ranks",
+        ) from error
+
+
+def _load_launcher(launcher: str) -> Callable[[Job], Generator[Event]]:
+    try:
+        return load_function(LAUNCHERS[launcher])
+    except LaunchError as error:
+        cause = error.__cause__
+        if launcher == "ray" and isinstance(cause, ModuleNotFoundError) and cause.name == "ray":
+            raise LaunchError(
+                "launcher 'ray', but Ray is not installed here",
+                expected="the package ray",
+                remedy="run: pip install 'distmega[ray]'",
+            ) from cause
+        raise
+
+
+def _run_with_restarts(
+    start: Callable[[Job], Generator[Event]], job: Job, max_restarts: int
+) -> Iterator[Event]:
+    num_yielded = 0
+    for num_left in range(max_restarts, -1, -1):
+        num_seen = 0
+        try:
+            with closing(start(job)) as events:
+                for event in events:
+                    if isinstance(event, Emitted):
+                        num_seen += 1
+                        if num_seen <= num_yielded:
+                            continue
+                        num_yielded = num_seen
+                    yield event
+            return
+        except RankFailure as failure:
+            if num_left == 0:
+                raise
+            logger.warning("starting all ranks again (%d restarts left): %s", num_left, failure)

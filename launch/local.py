@@ -1,0 +1,153 @@
+"""Starts the ranks as processes of this machine: a Job in, Emitted values and the Result out.
+
+Each rank is a fresh interpreter that runs launch/local_rank.py, with one socket pair to this
+process and a session of its own. The socket carries orders down and reports up, and its end tells
+either side at once that the other is gone. Rank 0 opens the rendezvous store on a port of the
+system's choice and says which; nobody has to guess a free one.
+"""
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, Pipe, wait
+
+from distmega.launch.contract import Event, Job, rank_environment
+from distmega.launch.reports import (
+    AskPosition,
+    Command,
+    Died,
+    Finish,
+    Position,
+    Report,
+    StoreOpened,
+    describe_exit,
+)
+from distmega.launch.supervise import supervise
+
+EXIT_S = 5.0
+"""How long a rank may take to leave in good order, and a killed process to disappear."""
+
+POSITION_S = 1.0
+
+
+def run_local(job: Job) -> Generator[Event]:
+    """Run `job` on processes of this machine; see launchers.run for what is yielded and raised."""
+    return supervise(LocalTeam(job), job)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Rank:
+    process: subprocess.Popen[bytes]
+    connection: Connection
+
+
+@dataclass(slots=True)
+class LocalTeam:
+    """The processes of one job, and the connections on which they still may report."""
+
+    job: Job
+    ranks: list[_Rank] = field(default_factory=list)
+    open: dict[Connection, int] = field(default_factory=dict)
+
+    def start(self) -> None:
+        for rank in range(self.job.num_ranks):
+            self.ranks.append(_start_process())
+            self.open[self.ranks[rank].connection] = rank
+        for rank in range(self.job.num_ranks):
+            _send(self.ranks[rank].connection, (rank, self.job))
+
+    def poll(self, timeout_s: float) -> Sequence[Report]:
+        reports = []
+        ready = set(wait(list(self.open), max(0.0, timeout_s)))
+        for connection in [connection for connection in self.open if connection in ready]:
+            report = self._receive(connection)
+            if isinstance(report, StoreOpened):
+                self._command(report, to=range(1, self.job.num_ranks))
+            reports.append(report)
+        return reports
+
+    def ask_positions(self) -> Mapping[int, str]:
+        self._command(AskPosition(), to=range(self.job.num_ranks))
+        positions: dict[int, str] = {}
+        deadline = time.monotonic() + POSITION_S
+        while len(positions) < len(self.open) and (left_s := deadline - time.monotonic()) > 0:
+            reports = self.poll(left_s)
+            positions |= {r.rank: r.place for r in reports if isinstance(r, Position)}
+        return positions
+
+    def finish(self) -> None:
+        self._command(Finish(), to=range(self.job.num_ranks))
+        deadline = time.monotonic() + EXIT_S
+        while self.open and (left_s := deadline - time.monotonic()) > 0:
+            self.poll(left_s)
+
+    def kill(self) -> None:
+        for rank in self.ranks:
+            _kill_session(rank.process)
+        for rank in self.ranks:
+            rank.process.wait(EXIT_S)
+            rank.connection.close()
+        self.ranks.clear()
+        self.open.clear()
+
+    def _receive(self, connection: Connection) -> Report:
+        rank = self.open[connection]
+        try:
+            report: Report = pickle.loads(connection.recv_bytes())
+        except (EOFError, ConnectionError):
+            del self.open[connection]
+            return Died(rank=rank, how=_await_exit(self.ranks[rank].process))
+        return report
+
+    def _command(self, command: Command, *, to: range) -> None:
+        for connection, rank in self.open.items():
+            if rank in to:
+                _send(connection, command)
+
+
+def _start_process() -> _Rank:
+    """Start an interpreter with this one's imports; -P keeps the working directory out of them."""
+    ours, theirs = Pipe()
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "distmega.launch.local_rank", str(theirs.fileno())],
+            env=os.environ | rank_environment(dict(os.environ)),
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=sys.__stderr__.fileno() if sys.__stderr__ else None,
+            start_new_session=True,
+        )
+    except BaseException:
+        ours.close()
+        raise
+    finally:
+        theirs.close()
+    return _Rank(process=process, connection=ours)
+
+
+def _send(connection: Connection, message: object) -> None:
+    """Send to a rank; if it is gone, poll will report how it ended."""
+    try:
+        connection.send_bytes(pickle.dumps(message))
+    except ConnectionError:
+        return
+
+
+def _await_exit(process: subprocess.Popen[bytes]) -> str:
+    try:
+        return describe_exit(process.wait(EXIT_S))
+    except subprocess.TimeoutExpired:
+        return "closed its connection to the launcher"
+
+
+def _kill_session(process: subprocess.Popen[bytes]) -> None:
+    """Kill the process and what it started; a reaped process has no session that could be mistaken
+    for another's.
+    """
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)

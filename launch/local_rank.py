@@ -1,0 +1,107 @@
+"""The process of one local rank, `python -m distmega.launch.local_rank FD`: orders in, reports out,
+on socket FD.
+
+The first message is (rank, Job). When the socket ends, the launcher is gone and the process ends at
+once, even if its target hangs in a collective. Next: launch/worker.py does the work.
+"""
+
+import os
+import pickle
+import queue
+import signal
+import socket
+import sys
+import threading
+from multiprocessing.connection import Connection
+from typing import Any
+
+from distmega.launch.contract import Job
+from distmega.launch.reports import AskPosition, Failed, Finish, Position, Report, StoreOpened
+from distmega.launch.stores import Store, reach_store, serve_store
+from distmega.launch.worker import (
+    RankRun,
+    close_group,
+    make_context,
+    start_logging,
+)
+
+HOST = "127.0.0.1"
+
+
+class LocalRank:
+    """A rank's end of the socket. Reports come from two threads, hence the lock."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()
+        self._store_address: queue.SimpleQueue[StoreOpened] = queue.SimpleQueue()
+        self._finish = threading.Event()
+        self._rank, self._job = self._receive_order()
+        context = make_context(
+            rank=self._rank,
+            world_size=self._job.num_ranks,
+            local=(self._rank, self._job.num_ranks),
+            node=socket.gethostname(),
+            kind=self._job.device,
+            index=self._rank,
+        )
+        # long after the launcher has given up, which can tell better what went wrong
+        timeout_s = 2 * self._job.timeout_s + 60
+        self._run = RankRun(
+            context, self._job, join=self._join_store, collective_timeout_s=timeout_s
+        )
+
+    def work(self) -> None:
+        """Run the job; return when the launcher says that every rank is done."""
+        start_logging(self._rank)
+        threading.Thread(target=self._obey, name="orders", daemon=True).start()
+        for report in self._run.reports():
+            self._report(report)
+        if isinstance(report, Failed):
+            signal.pause()  # until killed: an open group keeps the peers from failing as well
+        self._finish.wait()
+        close_group()
+
+    def _join_store(self) -> Store:
+        if self._rank > 0:
+            address = self._store_address.get()
+            return reach_store(address.host, address.port, self._job.timeout_s)
+        store = serve_store(HOST, self._job.timeout_s)
+        self._report(StoreOpened(rank=0, host=HOST, port=store.port))
+        return store
+
+    def _obey(self) -> None:
+        while True:
+            match self._receive():
+                case StoreOpened() as address:
+                    self._store_address.put(address)
+                case AskPosition():
+                    self._report(Position(rank=self._rank, place=self._run.position()))
+                case Finish():
+                    self._finish.set()
+
+    def _receive_order(self) -> tuple[int, Job]:
+        order: tuple[int, Job] = self._receive()
+        return order
+
+    def _receive(self) -> Any:
+        try:
+            return pickle.loads(self._connection.recv_bytes())
+        except (EOFError, ConnectionError):
+            os._exit(1)
+
+    def _report(self, report: Report) -> None:
+        with self._lock:
+            self._connection.send_bytes(pickle.dumps(report))
+
+
+def main() -> None:
+    file_descriptor = int(sys.argv[1])
+    os.set_inheritable(file_descriptor, False)
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # whatever the host's name resolves to
+    LocalRank(Connection(file_descriptor)).work()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,322 @@
+"""Runs the ranks as Ray actors: a Job in, Emitted values and the Result out. The one file that
+imports Ray.
+
+Every rank is one actor in a placement group; ranks are numbered by node and device, whatever order
+the bundles came in. Rank 0's actor opens the rendezvous store and keeps it. The job is one
+streaming call to each actor, whose items are the rank's reports; heartbeats run beside it in a
+concurrency group of their own. Next: launch/worker.py.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from distmega.launch.contract import Event, Job, rank_environment
+from distmega.launch.reports import Died, Report
+from distmega.launch.stores import TCPStore, reach_store, serve_store
+from distmega.launch.supervise import supervise
+from distmega.launch.worker import (
+    RankRun,
+    close_group,
+    make_context,
+    start_logging,
+)
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from distmega.errors import LaunchError
+from distmega.ranks import RankContext
+
+logger = logging.getLogger(__name__)
+
+OBJECT_STORE_BYTES = 80_000_000
+HEARTBEAT_S = 1.0
+HEARTBEAT_LIMIT_S = 30.0
+"""A rank that doesn't answer for this long is as good as dead, though its process may exist."""
+
+PLACEMENT_POLL_S = 1.0
+FINISH_S = 5.0
+POSITION_S = 2.0
+HEARTBEAT_GROUP = "heartbeat"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Seat:
+    """Where Ray put an actor. Seats sort by node, then device; `index` is the actor's place in the
+    group.
+    """
+
+    address: str
+    node: str
+    device: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heartbeat:
+    """A question to an actor that it hasn't answered when last looked at."""
+
+    answer: Any
+    asked_s: float
+
+
+class RankActor:
+    """One rank. Its methods run one at a time, but for `position`, which is also the heartbeat."""
+
+    def __init__(self) -> None:
+        self._store: TCPStore | None = None
+        self._run: RankRun | None = None
+
+    def take_seat(self, index: int) -> Seat:
+        devices = [int(name) for name in ray.get_runtime_context().get_accelerator_ids()["GPU"]]
+        return Seat(
+            address=ray.util.get_node_ip_address(),  # type: ignore[no-untyped-call]
+            node=ray.get_runtime_context().get_node_id(),
+            device=devices[0] if devices else 0,
+            index=index,
+        )
+
+    def open_store(self, host: str, timeout_s: float) -> int:
+        self._store = serve_store(host, timeout_s)
+        port: int = self._store.port
+        return port
+
+    def run(self, context: RankContext, job: Job, address: tuple[str, int]) -> Iterator[Report]:
+        start_logging(context.rank)
+        self._run = RankRun(
+            context,
+            job,
+            join=lambda: self._store or reach_store(*address, job.timeout_s),
+            collective_timeout_s=2 * job.timeout_s + 60,
+        )
+        yield from self._run.reports()
+
+    def position(self) -> str:
+        return self._run.position() if self._run else "not in the target"
+
+    def finish(self) -> None:
+        close_group()
+
+
+def run_ray(job: Job) -> Generator[Event]:
+    """Run `job` on Ray actors; see launchers.launch for what is yielded and raised.
+
+    Uses the Ray that this process is connected to, else the cluster at RAY_ADDRESS, else a Ray of
+    its own for as long as the job lasts.
+    """
+    return supervise(RayTeam(job), job)
+
+
+@dataclass(slots=True)
+class RayTeam:
+    """The actors of one job by rank, their report streams, and their unanswered heartbeats."""
+
+    job: Job
+    owns_ray: bool = False
+    group: PlacementGroup | None = None
+    actors: list[Any] = field(default_factory=list)
+    streams: dict[Any, int] = field(default_factory=dict)
+    heartbeats: dict[int, Heartbeat] = field(default_factory=dict)
+    next_check_s: float = 0.0
+
+    def start(self) -> None:
+        self.owns_ray = _connect()
+        self.group = _place(self.job)
+        try:
+            self._start_ranks(self.group)
+        except ray.exceptions.RayError as error:
+            raise LaunchError(
+                f"{self.job.num_ranks} Ray actors did not start: {_first_line(error)}",
+                expected="all of them to answer",
+                remedy="see that distmega is installed on every node of the cluster",
+            ) from error
+
+    def poll(self, timeout_s: float) -> Sequence[Report]:
+        deadline = time.monotonic() + timeout_s
+        while self.streams:
+            left_s = max(0.0, deadline - time.monotonic())
+            ready, _ = ray.wait([*self.streams], num_returns=1, timeout=min(left_s, HEARTBEAT_S))
+            reports = [report for stream in ready for report in self._take(stream)]
+            reports += self._check_heartbeats()
+            if reports or left_s == 0:
+                return reports
+        return []
+
+    def ask_positions(self) -> Mapping[int, str]:
+        asked = {
+            actor.position.options(concurrency_group=HEARTBEAT_GROUP).remote(): rank
+            for rank, actor in enumerate(self.actors)
+        }
+        ready, _ = ray.wait([*asked], num_returns=len(asked), timeout=POSITION_S)
+        return {asked[answer]: place for answer in ready if (place := _try_get(answer)) is not None}
+
+    def finish(self) -> None:
+        ray.wait(
+            [actor.finish.remote() for actor in self.actors],
+            num_returns=len(self.actors),
+            timeout=FINISH_S,
+        )
+
+    def kill(self) -> None:
+        for actor in self.actors:
+            ray.kill(actor)
+        if self.group is not None:
+            remove_placement_group(self.group)
+        if self.owns_ray:
+            ray.shutdown()
+        self.actors, self.group, self.owns_ray = [], None, False
+
+    def _start_ranks(self, group: PlacementGroup) -> None:
+        actor_class = ray.remote(RankActor)
+        for index in range(self.job.num_ranks):
+            options = _actor_options(self.job, group, index)
+            self.actors.append(actor_class.options(**options).remote())
+        timeout_s = self.job.timeout_s
+        asked = [actor.take_seat.remote(index) for index, actor in enumerate(self.actors)]
+        seats: list[Seat] = sorted(ray.get(asked, timeout=timeout_s))
+        self.actors = [self.actors[seat.index] for seat in seats]
+        opened = self.actors[0].open_store.remote(seats[0].address, timeout_s)
+        address = (seats[0].address, ray.get(opened, timeout=timeout_s))
+        for rank, (actor, context) in enumerate(
+            zip(self.actors, _make_contexts(seats, self.job), strict=True)
+        ):
+            run = actor.run.options(num_returns="streaming")
+            self.streams[run.remote(context, self.job, address)] = rank
+
+    def _take(self, stream: Any) -> list[Report]:
+        """The next report of a stream that has one; nothing if the stream has ended."""
+        rank = self.streams[stream]
+        try:
+            return [ray.get(next(stream))]
+        except StopIteration:
+            del self.streams[stream]
+            return []
+        except ray.exceptions.RayError as error:
+            del self.streams[stream]
+            return [Died(rank=rank, how=f"lost its actor: {_first_line(error)}")]
+
+    def _check_heartbeats(self) -> list[Report]:
+        """Report ranks that stopped answering; take the answers that came, and ask again."""
+        now_s = time.monotonic()
+        if now_s < self.next_check_s:
+            return []
+        self.next_check_s = now_s + HEARTBEAT_S
+        pending = {beat.answer: rank for rank, beat in self.heartbeats.items()}
+        answered, _ = (
+            ray.wait([*pending], num_returns=len(pending), timeout=0) if pending else ([], [])
+        )
+        for answer in answered:
+            del self.heartbeats[pending[answer]]
+        for rank, actor in enumerate(self.actors):
+            if rank not in self.heartbeats:
+                answer = actor.position.options(concurrency_group=HEARTBEAT_GROUP).remote()
+                self.heartbeats[rank] = Heartbeat(answer=answer, asked_s=now_s)
+        how = f"has not answered a heartbeat for {HEARTBEAT_LIMIT_S:g} s"
+        return [
+            Died(rank=rank, how=how)
+            for rank, beat in self.heartbeats.items()
+            if now_s - beat.asked_s > HEARTBEAT_LIMIT_S
+        ]
+
+
+def _connect() -> bool:
+    """Make sure that this process is connected to Ray; whether that was done here."""
+    if ray.is_initialized():
+        return False
+    address = os.environ.get("RAY_ADDRESS")
+    try:
+        ray.init(
+            address=address or "local",
+            object_store_memory=None if address else OBJECT_STORE_BYTES,
+            include_dashboard=None if address else False,
+            logging_level=logging.WARNING,
+            log_to_driver=logger.isEnabledFor(logging.INFO),
+        )
+    except ConnectionError as error:
+        raise LaunchError(
+            f"no Ray cluster answers at RAY_ADDRESS={address}",
+            expected="the address of a running cluster",
+            remedy="correct RAY_ADDRESS, or unset it to start Ray on this machine",
+        ) from error
+    return True
+
+
+def _place(job: Job) -> PlacementGroup:
+    """Reserve one bundle for each rank; raises LaunchError saying what is missing."""
+    bundle = {"CPU": job.ray.cpus_per_rank} | ({"GPU": 1.0} if job.device == "cuda" else {})
+    group: PlacementGroup = placement_group([bundle] * job.num_ranks, strategy=job.ray.strategy)
+    deadline = time.monotonic() + job.ray.placement_timeout_s
+    try:
+        while not group.wait(timeout_seconds=PLACEMENT_POLL_S):
+            logger.info("waiting for Ray to place %d ranks of %s", job.num_ranks, bundle)
+            if time.monotonic() > deadline:
+                raise _describe_shortage(job, bundle)
+    except BaseException:
+        remove_placement_group(group)
+        raise
+    return group
+
+
+def _describe_shortage(job: Job, bundle: Mapping[str, float]) -> LaunchError:
+    free = ray.available_resources()  # type: ignore[no-untyped-call]
+    total = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    needs = ", ".join(
+        f"{amount * job.num_ranks:g} {name} ({free.get(name, 0):g} of {total.get(name, 0):g} free)"
+        for name, amount in bundle.items()
+    )
+    num_nodes = sum(node["Alive"] for node in ray.nodes())  # type: ignore[no-untyped-call]
+    return LaunchError(
+        f"Ray could not place {job.num_ranks} ranks ({job.ray.strategy}, {num_nodes} nodes) within "
+        f"{job.ray.placement_timeout_s:g} s: they need {needs}",
+        expected="that much to be free, on one node under STRICT_PACK",
+        remedy="ask for fewer ranks, free the cluster, or add nodes to it",
+    )
+
+
+def _actor_options(job: Job, group: PlacementGroup, index: int) -> dict[str, Any]:
+    variables = rank_environment(dict(os.environ))
+    # every rank must see all GPUs of its node, or peer memory can't tell them apart
+    variables["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
+    return {
+        "num_cpus": job.ray.cpus_per_rank,
+        "num_gpus": 1 if job.device == "cuda" else 0,
+        "concurrency_groups": {HEARTBEAT_GROUP: 1},
+        "runtime_env": {"env_vars": variables},
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(
+            placement_group=group, placement_group_bundle_index=index
+        ),
+    }
+
+
+def _make_contexts(seats: Sequence[Seat], job: Job) -> list[RankContext]:
+    nodes = [seat.node for seat in seats]
+    return [
+        make_context(
+            rank=rank,
+            world_size=len(seats),
+            local=(nodes[:rank].count(seat.node), nodes.count(seat.node)),
+            node=seat.address,
+            kind=job.device,
+            index=seat.device,
+        )
+        for rank, seat in enumerate(seats)
+    ]
+
+
+def _try_get(answer: Any) -> str | None:
+    try:
+        place: str = ray.get(answer)
+    except ray.exceptions.RayError:
+        return None
+    return place
+
+
+def _first_line(error: Exception) -> str:
+    """The telling line of Ray's long message: why the actor is dead, if it says so."""
+    lines = str(error).splitlines()
+    telling = next((line for line in lines if line.startswith("The actor is dead")), lines[0])
+    return telling.partition(" Some common causes")[0].strip()

@@ -1,0 +1,198 @@
+"""Runs a job inside the ranks that torchrun has started: a Job in, values and result out on rank 0.
+
+Every rank calls this with the same job. Rendezvous is the store that torchrun's agent serves. A
+rank that fails claims the right to explain before its peers can notice, so the job ends with one
+message, of the rank that knows most; the agent then ends the other ranks and names the failed one
+in its summary as well. Next: launch/worker.py.
+"""
+
+import functools
+import os
+import pickle
+import socket
+import time
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+from distmega.launch.contract import MULTICAST_OFF, Emitted, Event, Job, Result
+from distmega.launch.reports import Done, Failed, Value
+from distmega.launch.stores import DistError, PrefixStore, Store, reach_store, serve_store
+from distmega.launch.supervise import describe_failure
+from distmega.launch.worker import RankRun, close_group, make_context, start_logging
+
+from distmega.env import read_settings
+from distmega.errors import DistmegaError, LaunchError, RankFailure
+from distmega.ranks import RankContext
+
+DEATH_S = 0.5
+"""How long a peer may take from closing its connections to being seen dead."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """What torchrun's environment says of this process."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    address: str
+    port: int
+    restart: str
+    has_agent_store: bool
+
+
+def read_place(environment: Mapping[str, str] = os.environ) -> Place:
+    """Read torchrun's variables; raises LaunchError if this process wasn't started by torchrun."""
+    try:
+        return Place(
+            rank=int(environment["RANK"]),
+            world_size=int(environment["WORLD_SIZE"]),
+            local_rank=int(environment["LOCAL_RANK"]),
+            local_world_size=int(environment["LOCAL_WORLD_SIZE"]),
+            address=environment["MASTER_ADDR"],
+            port=int(environment["MASTER_PORT"]),
+            restart=environment.get("TORCHELASTIC_RESTART_COUNT", "0"),
+            has_agent_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        )
+    except (KeyError, ValueError) as error:
+        raise LaunchError(
+            f"launcher torchrun, but its environment variables do not fit: {error}",
+            expected="RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT",
+            remedy="start with: torchrun --nproc-per-node N -m distmega ...",
+        ) from error
+
+
+def run_torchrun(job: Job) -> Generator[Event]:
+    """Run this rank's part of `job`; see launchers.launch for what is yielded and raised."""
+    place = read_place()
+    if place.world_size != job.num_ranks:
+        raise LaunchError(
+            f"{job.num_ranks} ranks are asked for, torchrun started {place.world_size}",
+            expected="both to be the same",
+            remedy=f"give torchrun {job.num_ranks} processes, or ask for {place.world_size} ranks",
+        )
+    for name, off in MULTICAST_OFF.items():
+        os.environ.setdefault(name, off)
+    start_logging(place.rank)
+    store = _reach_store()
+    run = RankRun(
+        _make_context(place, job),
+        job,
+        join=lambda: _sign_in(store, place),
+        collective_timeout_s=job.timeout_s,
+    )
+    for report in run.reports():
+        match report:
+            case Value(data=data):
+                yield Emitted(value=pickle.loads(data))
+            case Failed():
+                claim_report()
+                raise _explain_failure(report, store, place)
+            case Done(data=data):
+                _leave_together(store, place, job.timeout_s)
+                if place.rank == 0:
+                    yield Result(value=pickle.loads(data))
+
+
+@functools.cache
+def claim_report() -> bool:
+    """Whether this rank is the first of its job to ask, and so the one to explain the failure."""
+    place = read_place()
+    if not place.has_agent_store:
+        return place.rank == 0
+    try:
+        num_reporters: int = _reach_store().add("reporters", 1)
+    except DistError:
+        return True
+    return num_reporters == 1
+
+
+@functools.cache
+def _reach_store() -> Store:
+    place = read_place()
+    timeout_s = read_settings().timeout_s
+    if place.rank == 0 and not place.has_agent_store:
+        store = serve_store(place.address, timeout_s, port=place.port)
+    else:
+        store = reach_store(place.address, place.port, timeout_s)
+    return PrefixStore(f"distmega/{place.restart}", store)
+
+
+def _sign_in(store: Store, place: Place) -> Store:
+    """Leave word which process this rank is, for peers that lose it."""
+    store.set(f"process/{place.rank}", f"{os.getpid()} {socket.gethostname()}")
+    return store
+
+
+def _make_context(place: Place, job: Job) -> RankContext:
+    return make_context(
+        rank=place.rank,
+        world_size=place.world_size,
+        local=(place.local_rank, place.local_world_size),
+        node=socket.gethostname(),
+        kind=job.device,
+        index=place.local_rank,
+    )
+
+
+def _leave_together(store: Store, place: Place, timeout_s: float) -> None:
+    """Close the process group once every rank is through."""
+    store.set(f"done/{place.rank}", "")
+    keys = {f"done/{rank}": rank for rank in range(place.world_size)}
+    try:
+        store.wait(list(keys), timedelta(seconds=timeout_s))
+    except DistError as error:
+        late = [str(rank) for key, rank in keys.items() if not store.check([key])]
+        claim_report()
+        raise RankFailure(
+            f"no news for {timeout_s:g} s from rank {', '.join(late)}",
+            expected="every rank to return from its target within that time of the first",
+            remedy="look for what holds them up; if only slow, raise DISTMEGA_TIMEOUT_S",
+        ) from error
+    close_group()
+
+
+def _explain_failure(report: Failed, store: Store, place: Place) -> DistmegaError:
+    if not report.lost_peer:
+        return describe_failure(report, place.world_size)
+    dead = _find_dead_peers(store, place)
+    if dead:
+        found = f"rank {', '.join(map(str, dead))} of {place.world_size} died"
+    else:
+        found = (
+            f"rank {place.rank} of {place.world_size} lost a peer, none of them dead on its node"
+        )
+    return RankFailure(
+        f"{found} (seen by rank {place.rank}: {report.summary})",
+        expected="every rank to run until its target returns",
+        remedy="see torchrun's summary for the first rank that failed, and that rank's output",
+    )
+
+
+def _find_dead_peers(store: Store, place: Place) -> list[int]:
+    """Ranks of this node whose process is gone; none if it is another node's."""
+    pids = {}
+    for rank in range(place.world_size):
+        if rank != place.rank and store.check([f"process/{rank}"]):
+            pid, node = store.get(f"process/{rank}").decode().split(" ", 1)
+            if node == socket.gethostname():
+                pids[rank] = int(pid)
+    deadline = time.monotonic() + DEATH_S
+    while time.monotonic() < deadline:
+        if dead := [rank for rank, pid in pids.items() if not _is_running(pid)]:
+            return dead
+        time.sleep(0.01)
+    return []
+
+
+def _is_running(pid: int) -> bool:
+    """Whether the process exists and is no zombie, as a killed rank is until the agent looks."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    stat = Path(f"/proc/{pid}/stat")
+    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] != "Z"

@@ -1,0 +1,175 @@
+"""One rank's work, the same under every launcher: a RankContext, a Job and a store in, a stream of
+reports out.
+
+`RankRun` loads the target, sets torch's threads, opens the process group, calls the target and
+turns whatever happens into reports. It runs the target in a thread of its own, so that values
+stream out while the target computes. The way back up: launch/supervise.py, and for torchrun
+launch/torchrun.py.
+"""
+
+import logging
+import os
+import pickle
+import queue
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from distmega.launch.contract import Job, load_function
+from distmega.launch.reports import Done, Failed, Ready, Report, Value
+from distmega.launch.stores import DistError, PrefixStore, Store
+
+from distmega.env import read_settings
+from distmega.errors import DistmegaError, LaunchError
+from distmega.ranks import DeviceKind, RankContext
+
+TORCH_FOLDER = str(Path(torch.__file__).parent)
+
+
+class RankRun:
+    """One run of a job's target on this rank."""
+
+    def __init__(
+        self,
+        context: RankContext,
+        job: Job,
+        *,
+        join: Callable[[], Store],
+        collective_timeout_s: float,
+    ) -> None:
+        """`join` opens or connects to the rendezvous store. Collectives that take longer than the
+        limit raise.
+        """
+        self._context, self._job, self._join = context, job, join
+        self._collective_timeout_s = collective_timeout_s
+        self._reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="target", daemon=True)
+
+    def reports(self) -> Iterator[Report]:
+        """Start the target and yield reports up to and including Done or Failed; the group stays
+        open after either.
+        """
+        self._thread.start()
+        while True:
+            report = self._reports.get()
+            yield report
+            if isinstance(report, Done | Failed):
+                return
+
+    def position(self) -> str:
+        """The innermost line outside of torch at which the target stands now."""
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        while frame is not None and frame.f_code.co_filename.startswith(TORCH_FOLDER):
+            frame = frame.f_back
+        if frame is None:
+            return "not in the target"
+        return f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
+
+    def _run(self) -> None:
+        rank = self._context.rank
+        try:
+            value = self._call_target()
+            data = pickle.dumps(value) if rank == 0 else b""
+        except BaseException as error:  # whatever ends the target must reach the launcher
+            self._reports.put(_describe_failure(rank, error))
+        else:
+            self._reports.put(Done(rank=rank, data=data))
+
+    def _call_target(self) -> object:
+        function = load_function(self._job.target)
+        payload = pickle.loads(self._job.payload)
+        torch.set_num_threads(_choose_num_threads(self._context.local_world_size))
+        open_group(self._context, self._join(), self._collective_timeout_s)
+        self._reports.put(Ready(rank=self._context.rank))
+        return function(self._context, payload, self._emit)
+
+    def _emit(self, value: object) -> None:
+        if self._context.rank == 0:
+            self._reports.put(Value(rank=0, data=pickle.dumps(value)))
+
+
+def open_group(context: RankContext, store: Store, timeout_s: float) -> None:
+    """Initialise torch.distributed over `store`: gloo on CPU, NCCL on CUDA with the rank's device
+    made current.
+    """
+    device_id = None
+    if context.backend == "nccl":
+        device_id = torch.device(context.device)
+        if device_id.index >= torch.cuda.device_count():
+            raise LaunchError(
+                f"rank {context.rank} is to run on {context.device}, node {context.node} has "
+                f"{torch.cuda.device_count()} CUDA devices",
+                expected="one device for every rank",
+                remedy="ask for fewer ranks, or for CPU ranks",
+            )
+        torch.cuda.set_device(device_id)
+    dist.init_process_group(
+        context.backend,
+        store=PrefixStore("group", store),
+        rank=context.rank,
+        world_size=context.world_size,
+        timeout=timedelta(seconds=timeout_s),
+        device_id=device_id,
+    )
+
+
+def close_group() -> None:
+    """Leave torch.distributed; only once every rank is through, since peers may still read what
+    this rank sent.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def make_context(
+    *, rank: int, world_size: int, local: tuple[int, int], node: str, kind: DeviceKind, index: int
+) -> RankContext:
+    """The context of a rank; `local` is its number among the node's ranks and their count, `index`
+    its CUDA device.
+    """
+    return RankContext(
+        rank=rank,
+        world_size=world_size,
+        local_rank=local[0],
+        local_world_size=local[1],
+        node=node,
+        backend="nccl" if kind == "cuda" else "gloo",
+        device=f"cuda:{index}" if kind == "cuda" else "cpu",
+    )
+
+
+def start_logging(rank: int) -> None:
+    """Log to stderr from DISTMEGA_LOG upwards, each line with its rank."""
+    logging.basicConfig(
+        level=read_settings().log.upper(),
+        format=f"%(levelname)s rank {rank} %(name)s: %(message)s",
+    )
+
+
+def _choose_num_threads(local_world_size: int) -> int:
+    num_cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    return read_settings().num_threads or max(1, num_cores // local_world_size)
+
+
+def _describe_failure(rank: int, error: BaseException) -> Failed:
+    return Failed(
+        rank=rank,
+        error=error if isinstance(error, DistmegaError) else None,
+        summary=f"{type(error).__name__}: {error}",
+        traceback="".join(traceback.format_exception(error)),
+        lost_peer=_is_lost_peer(error),
+    )
+
+
+def _is_lost_peer(error: BaseException) -> bool:
+    """Whether this is how a collective or the store fails when another rank is gone (gloo raises
+    RuntimeError).
+    """
+    if isinstance(error, RuntimeError) and "gloo" in str(error).lower():
+        return True
+    return isinstance(error, DistError | ConnectionError)
