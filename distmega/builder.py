@@ -83,33 +83,37 @@ class ProgramBuilder:
         """See ops.linear: contraction by named axes, "m k, n k -> m n"; by default over the last
         dims.
         """
-        operand = bias.tensor if bias else None
-        return self._add(ops.linear(self._name(name, "linear"), x.tensor, w.tensor, operand, spec))
+        operand = self._own(bias) if bias else None
+        return self._add(
+            ops.linear(self._name(name, "linear"), self._own(x), self._own(w), operand, spec)
+        )
 
     def pointwise(self, text: str, *args: Handle, name: str = "") -> Handle:
         """See ops.pointwise: an expression such as "silu(a0) * a1"."""
         return self._add(
-            ops.pointwise(self._name(name, "pointwise"), text, *(a.tensor for a in args))
+            ops.pointwise(self._name(name, "pointwise"), text, *(self._own(a) for a in args))
         )
 
     def reduce(self, x: Handle, dim: int, combine: str = "sum", name: str = "") -> Handle:
         """See ops.reduce: "sum", "max" or "min" over one dim."""
-        return self._add(ops.reduce(self._name(name, "reduce"), x.tensor, dim, combine))
+        return self._add(ops.reduce(self._name(name, "reduce"), self._own(x), dim, combine))
 
     def rms_norm(self, x: Handle, weight: Handle, eps: float, name: str = "") -> Handle:
         """See ops.rms_norm, over the last dim."""
-        return self._add(ops.rms_norm(self._name(name, "rms_norm"), x.tensor, weight.tensor, eps))
+        return self._add(
+            ops.rms_norm(self._name(name, "rms_norm"), self._own(x), self._own(weight), eps)
+        )
 
     def rope(self, x: Handle, positions: Handle, table: Handle, name: str = "") -> Handle:
         """See ops.rope: half-split rotary embedding."""
         return self._add(
-            ops.rope(self._name(name, "rope"), x.tensor, positions.tensor, table.tensor)
+            ops.rope(self._name(name, "rope"), self._own(x), self._own(positions), self._own(table))
         )
 
     def kv_append(self, cache: Handle, x: Handle, positions: Handle, name: str = "") -> None:
         """See ops.kv_append: in place."""
         op, _ = ops.kv_append(
-            self._name(name, "kv_append"), cache.tensor, x.tensor, positions.tensor
+            self._name(name, "kv_append"), self._own(cache), self._own(x), self._own(positions)
         )
         self._ops.append(op)
 
@@ -124,20 +128,22 @@ class ProgramBuilder:
         name: str = "",
     ) -> Handle:
         """See ops.attention: causal, over caches."""
-        operands = (q.tensor, k.tensor, v.tensor, positions.tensor)
+        operands = (self._own(q), self._own(k), self._own(v), self._own(positions))
         return self._add(ops.attention(self._name(name, "attention"), *operands, scale, window))
 
     def embedding(self, ids: Handle, table: Handle, name: str = "") -> Handle:
         """See ops.embedding."""
-        return self._add(ops.embedding(self._name(name, "embedding"), ids.tensor, table.tensor))
+        return self._add(
+            ops.embedding(self._name(name, "embedding"), self._own(ids), self._own(table))
+        )
 
     def argmax(self, x: Handle, name: str = "") -> Handle:
         """See ops.argmax; the handle is the index, i64."""
-        return self._add(ops.argmax(self._name(name, "argmax"), x.tensor))
+        return self._add(ops.argmax(self._name(name, "argmax"), self._own(x)))
 
     def set(self, x: Handle, into: Handle | None = None, name: str = "") -> Handle:
         """See moves.copy: a copy, or an overwrite of `into`."""
-        built = moves.copy(self._name(name, "set"), x.tensor, into.tensor if into else None)
+        built = moves.copy(self._name(name, "set"), self._own(x), self._own(into) if into else None)
         return self._add(built) if into is None else self._overwrite(built[0], into)
 
     def slice(
@@ -154,32 +160,32 @@ class ProgramBuilder:
         """See moves.slice_dim; view=True shares storage."""
         kind = "view" if view else "slice"
         return self._add(
-            moves.slice_dim(self._name(name, kind), x.tensor, dim, start, stop, step, kind)
+            moves.slice_dim(self._name(name, kind), self._own(x), dim, start, stop, step, kind)
         )
 
     def concat(self, xs: Sequence[Handle], dim: int, name: str = "") -> Handle:
         """See moves.concat."""
-        return self._add(moves.concat(self._name(name, "concat"), [x.tensor for x in xs], dim))
+        return self._add(moves.concat(self._name(name, "concat"), [self._own(x) for x in xs], dim))
 
     def transpose(
         self, x: Handle, order: Sequence[int], *, view: bool = False, name: str = ""
     ) -> Handle:
         """See moves.transpose; view=True shares storage."""
         kind = "view" if view else "transpose"
-        return self._add(moves.transpose(self._name(name, kind), x.tensor, order, kind))
+        return self._add(moves.transpose(self._name(name, kind), self._own(x), order, kind))
 
     def reshape(
         self, x: Handle, shape: Sequence[int], *, view: bool = False, name: str = ""
     ) -> Handle:
         """See moves.reshape; view=True shares storage."""
         kind = "view" if view else "reshape"
-        return self._add(moves.reshape(self._name(name, kind), x.tensor, shape, kind))
+        return self._add(moves.reshape(self._name(name, kind), self._own(x), shape, kind))
 
     def build(self, *outputs: Handle) -> Program:
         """The finished program; `outputs` leave it, in this order. Raises ProgramError if it is
         malformed.
         """
-        names = tuple(handle.name for handle in outputs)
+        names = tuple(self._own(handle).name for handle in outputs)
         program = Program(
             name=self.name,
             tensors=tuple(self._tensors.values()),
@@ -202,13 +208,28 @@ class ProgramBuilder:
     def _name(self, name: str, kind: str) -> str:
         name = name or f"{kind}_{len(self._ops)}"
         if name in self._tensors or any(op.name == name for op in self._ops):
-            raise ProgramError(
-                f"name {name!r} is taken", expected="a new name", remedy="pass name=..."
-            )
+            raise self._taken(name)
         return name
+
+    def _taken(self, name: str) -> ProgramError:
+        return ProgramError(
+            f"name {name!r} is taken", expected="a new name", remedy="pass name=..."
+        )
+
+    def _own(self, handle: Handle) -> Tensor:
+        if handle.builder is not self:
+            raise ProgramError(
+                f"tensor {handle.name!r} of program {handle.builder.name!r} used in {self.name!r}",
+                expected="tensors of one program",
+                remedy="declare it with this builder",
+            )
+        return handle.tensor
 
     def _add(self, built: Built) -> Handle:
         op, tensors = built
+        for tensor in tensors:
+            if tensor.name in self._tensors:
+                raise self._taken(tensor.name)
         self._ops.append(op)
         self._tensors.update({tensor.name: tensor for tensor in tensors})
         return Handle(self, tensors[-1])

@@ -49,6 +49,8 @@ def slice_dim(
 
 def concat(name: str, xs: Sequence[Tensor], dim: int) -> Built:
     """Joins tensors along one dim; positions outside an operand are simply not read from it."""
+    if not xs:
+        raise bad_op(name, "concat of no tensors", "at least one")
     dim = normal_dim(name, xs[0], dim)
     for x in xs:
         if len(x.shape) != len(xs[0].shape) or any(
@@ -90,7 +92,7 @@ def transpose(name: str, x: Tensor, order: Sequence[int], kind: str = "transpose
 
 def reshape(name: str, x: Tensor, shape: Sequence[int], kind: str = "reshape") -> Built:
     """Same elements in row-major order under another shape. kind "view" shares x's storage."""
-    if math.prod(shape) != x.num_elements:
+    if math.prod(shape) != x.num_elements or min(shape, default=1) < 1:
         raise bad_op(
             name, f"reshape of {x.shape} to {tuple(shape)}", f"a shape of {x.num_elements} elements"
         )

@@ -56,9 +56,12 @@ def axis_names(prefix: str, num: int) -> list[str]:
 def normal_dim(name: str, x: Tensor, dim: int) -> int:
     """`dim` counted from the front; negative ones count from the back."""
     if not -len(x.shape) <= dim < len(x.shape):
-        raise bad_op(
-            name,
-            f"dim {dim} of a tensor with {len(x.shape)} dims",
-            f"-{len(x.shape)} to {len(x.shape) - 1}",
-        )
+        found = f"dim {dim} of a tensor with {len(x.shape)} dims"
+        raise bad_op(name, found, f"at least {-len(x.shape)} and below {len(x.shape)}")
     return dim % len(x.shape)
+
+
+def require_integers(name: str, x: Tensor) -> None:
+    """Raises ProgramError unless x holds integers, as token ids and positions do."""
+    if x.dtype not in ("i32", "i64"):
+        raise bad_op(name, f"{x.name!r} of dtype {x.dtype}", "dtype i32 or i64")

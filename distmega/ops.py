@@ -7,8 +7,20 @@ data are in moves.py. The meaning of each kind (what is computed at each point) 
 `hostir/library.py`, one function a kind.
 """
 
+import math
+
 from distmega import expr
-from distmega.op_parts import Built, access, axis_names, bad_op, index, make_op, normal_dim
+from distmega.errors import ProgramError
+from distmega.op_parts import (
+    Built,
+    access,
+    axis_names,
+    bad_op,
+    index,
+    make_op,
+    normal_dim,
+    require_integers,
+)
 from distmega.program import Access, Axis, Index, Tensor
 
 KINDS = (
@@ -29,44 +41,40 @@ def linear(name: str, x: Tensor, w: Tensor, bias: Tensor | None = None, spec: st
     spec: like "m k, n k -> m n", or "m k, n k, n -> m n" with a bias. By default the last dims of x
     and w contract. Sums in fp32 or wider; output dtype is x's.
     """
-    spec = spec or _default_spec(x, w, bias)
-    left, arrow, right = spec.partition("->")
-    operands = [part.split() for part in left.split(",")]
     tensors = [x, w] if bias is None else [x, w, bias]
-    out_axes = right.split()
-    if not arrow or len(operands) != len(tensors):
-        raise bad_op(
-            name,
-            f"spec {spec!r} for {len(tensors)} operands",
-            "one comma-separated group an operand and '->'",
-        )
+    operands, out_axes = _parse_spec(name, spec or _default_spec(x, w, bias), len(tensors))
     extents: dict[str, int] = {}
-    for tensor, axes in zip(tensors, operands, strict=True):
-        if len(axes) != len(tensor.shape) or len(set(axes)) != len(axes):
-            raise bad_op(
-                name,
-                f"spec group {axes} for {tensor.name!r} of shape {tensor.shape}",
-                "one new axis name a dim",
-            )
-        for axis, extent in zip(axes, tensor.shape, strict=True):
+    for tensor, group in zip(tensors, operands, strict=True):
+        if len(group) != len(tensor.shape):
+            found = f"spec group {group} for {tensor.name!r} of shape {tensor.shape}"
+            raise bad_op(name, found, "one axis name a dim")
+        for axis, extent in zip(group, tensor.shape, strict=True):
             if extents.setdefault(axis, extent) != extent:
-                raise bad_op(
-                    name,
-                    f"axis {axis!r} is {extents[axis]} and {extent} ({tensor.name!r})",
-                    "equal extents",
-                )
-    unknown = [axis for axis in out_axes if axis not in extents]
-    stray = [axis for axis in (operands[2] if bias else []) if axis not in out_axes]
-    if unknown or stray:
-        raise bad_op(
-            name, f"spec {spec!r}", "output axes among x and w, bias axes among the output"
-        )
+                found = f"axis {axis!r} is {extents[axis]} and {extent} ({tensor.name!r})"
+                raise bad_op(name, found, "equal extents")
     reduced = [axis for axis in extents if axis not in out_axes]
     axes = [Axis(name=a, extent=extents[a]) for a in out_axes]
     axes += [Axis(name=a, extent=extents[a], role="reduce", combine="sum") for a in reduced]
     out = Tensor(name=name, shape=tuple(extents[a] for a in out_axes), dtype=x.dtype)
-    reads = [access(tensor, *names) for tensor, names in zip(tensors, operands, strict=True)]
+    reads = [access(tensor, *group) for tensor, group in zip(tensors, operands, strict=True)]
     return make_op(name, "linear", axes, reads, [access(out, *out_axes)]), (out,)
+
+
+def _parse_spec(name: str, spec: str, num_operands: int) -> tuple[list[list[str]], list[str]]:
+    """Axis names of each operand, and of the output."""
+    left, arrow, right = spec.partition("->")
+    operands, out_axes = [part.split() for part in left.split(",")], right.split()
+    if not arrow or len(operands) != num_operands:
+        found = f"spec {spec!r} for {num_operands} operands"
+        raise bad_op(name, found, "one comma-separated group an operand and '->'")
+    for group in (*operands, out_axes):
+        if len(set(group)) != len(group) or not all(axis.isidentifier() for axis in group):
+            raise bad_op(name, f"group {group} of spec {spec!r}", "names, each once in a group")
+    if not {*out_axes} <= {*operands[0], *operands[1]}:
+        raise bad_op(name, f"output {out_axes} of spec {spec!r}", "axes of x and w")
+    if not {axis for group in operands[2:] for axis in group} <= {*out_axes}:
+        raise bad_op(name, f"bias {operands[2]} of spec {spec!r}", "axes of the output")
+    return operands, out_axes
 
 
 def _default_spec(x: Tensor, w: Tensor, bias: Tensor | None) -> str:
@@ -79,22 +87,16 @@ def pointwise(name: str, text: str, *args: Tensor) -> Built:
     extent is 1.
     """
     tree = expr.parse(text)
-    if expr.num_args(tree) != len(args):
-        raise bad_op(
-            name,
-            f"expression {text!r} over {len(args)} operands",
-            f"{expr.num_args(tree)} operands",
-        )
+    if not args or expr.num_args(tree) != len(args):
+        found = f"expression {text!r} over {len(args)} operands"
+        raise bad_op(name, found, f"{max(expr.num_args(tree), 1)} operands")
     rank = max(len(a.shape) for a in args)
     shape = [1] * rank
     for a in args:
         for i, extent in enumerate(a.shape, start=rank - len(a.shape)):
             if extent != 1 and shape[i] not in (1, extent):
-                raise bad_op(
-                    name,
-                    f"shapes {[a.shape for a in args]}",
-                    "shapes that broadcast from the right",
-                )
+                found = f"shapes {[a.shape for a in args]}"
+                raise bad_op(name, found, "shapes that broadcast from the right")
             shape[i] = max(shape[i], extent)
     axes = [Axis(name=n, extent=e) for n, e in zip(axis_names("i", rank), shape, strict=True)]
     reads = []
@@ -131,12 +133,11 @@ def rms_norm(name: str, x: Tensor, weight: Tensor, eps: float) -> Built:
     """x / sqrt(mean(x^2 over the last dim) + eps) * weight, in fp32; weight has the extent of the
     last dim.
     """
-    if weight.shape != x.shape[-1:]:
-        raise bad_op(
-            name,
-            f"weight of shape {weight.shape} for x of shape {x.shape}",
-            f"weight of shape {x.shape[-1:]}",
-        )
+    if not x.shape or weight.shape != x.shape[-1:]:
+        found = f"weight of shape {weight.shape} for x of shape {x.shape}"
+        raise bad_op(name, found, "x [..., d] and weight [d]")
+    if not 0 <= eps < math.inf:
+        raise bad_op(name, f"eps {eps}", "a finite number of at least 0", "change eps")
     rows = axis_names("m", len(x.shape) - 1)
     axes = [Axis(name=n, extent=e) for n, e in zip([*rows, "d"], x.shape, strict=True)]
     axes.append(Axis(name="r", extent=x.shape[-1], role="reduce"))
@@ -150,12 +151,11 @@ def rope(name: str, x: Tensor, positions: Tensor, table: Tensor) -> Built:
 
     table: [max positions, d], fp32, cosines of the d/2 angles and then their sines.
     """
-    if positions.shape != x.shape[:1] or table.shape[1:] != x.shape[-1:] or x.shape[-1] % 2:
-        raise bad_op(
-            name,
-            f"x {x.shape}, positions {positions.shape}, table {table.shape}",
-            "[m, ..., d], [m], [t, d], d even",
-        )
+    fits = positions.shape == x.shape[:1] and table.shape[1:] == x.shape[-1:]
+    if not fits or len(x.shape) < 2 or len(table.shape) != 2 or x.shape[-1] % 2:
+        found = f"x {x.shape}, positions {positions.shape}, table {table.shape}"
+        raise bad_op(name, found, "[m, ..., d], [m], [t, d], d even")
+    require_integers(name, positions)
     middle = axis_names("h", len(x.shape) - 2)
     axes = [Axis(name=n, extent=e) for n, e in zip(["m", *middle, "d"], x.shape, strict=True)]
     axes.append(Axis(name="r", extent=x.shape[-1], role="reduce"))
@@ -172,12 +172,11 @@ def rope(name: str, x: Tensor, positions: Tensor, table: Tensor) -> Built:
 
 def kv_append(name: str, cache: Tensor, x: Tensor, positions: Tensor) -> Built:
     """Writes x [m, h, d] into cache [h, t, d] at t = positions[m], in place; no new tensor."""
-    if cache.role != "state" or cache.shape[::2] != x.shape[1:] or positions.shape != x.shape[:1]:
-        raise bad_op(
-            name,
-            f"cache {cache.shape} ({cache.role}), x {x.shape}",
-            "state [h, t, d] and x [m, h, d]",
-        )
+    fits = cache.shape[::2] == x.shape[1:] and positions.shape == x.shape[:1]
+    if not fits or cache.role != "state" or len(cache.shape) != 3 or len(x.shape) != 3:
+        found = f"cache {cache.shape} ({cache.role}), x {x.shape}, positions {positions.shape}"
+        raise bad_op(name, found, "state [h, t, d], x [m, h, d] and positions [m]")
+    require_integers(name, positions)
     axes = [Axis(name=n, extent=e) for n, e in (("h", x.shape[1]), ("d", x.shape[2]))]
     axes.append(Axis(name="m", extent=x.shape[0], role="reduce"))
     axes.append(Axis(name="t", extent=cache.shape[1], role="scatter", lookup=True))
@@ -200,28 +199,21 @@ def attention(
     h is the kv head, g the query head within its group. window > 0 also requires t > positions[i] -
     window. Output [m, h, g, e]. Softmax in fp32.
     """
-    m, h, g, d = q.shape if len(q.shape) == 4 else (0, 0, 0, 0)
-    t, e = k_cache.shape[1:2], v_cache.shape[2:]
-    if (
-        not m
-        or k_cache.shape != (h, *t, d)
-        or v_cache.shape != (h, *t, *e)
-        or positions.shape != (m,)
-    ):
-        raise bad_op(
-            name,
-            f"q {q.shape}, k {k_cache.shape}, v {v_cache.shape}",
-            "[m, h, g, d], [h, t, d], [h, t, e]",
-        )
-    axes = [Axis(name=n, extent=x) for n, x in (("m", m), ("h", h), ("g", g), ("e", e[0]))]
-    axes += [Axis(name="d", extent=d, role="reduce"), Axis(name="t", extent=t[0], role="reduce")]
-    out = Tensor(name=name, shape=(m, h, g, e[0]), dtype=q.dtype)
-    reads = [
-        access(q, "m", "h", "g", "d"),
-        access(k_cache, "h", "t", "d"),
-        access(v_cache, "h", "t", "e"),
-    ]
-    reads.append(access(positions, "m"))
+    shapes = (q.shape, k_cache.shape, v_cache.shape, positions.shape)
+    if tuple(map(len, shapes)) != (4, 3, 3, 1):
+        raise _bad_attention(name, shapes)
+    (m, h, g, d), (_, t, e) = q.shape, v_cache.shape
+    if k_cache.shape != (h, t, d) or v_cache.shape[0] != h or positions.shape != (m,):
+        raise _bad_attention(name, shapes)
+    if window < 0 or not math.isfinite(scale):
+        found = f"scale {scale}, window {window}"
+        raise bad_op(name, found, "a finite scale, a window of at least 0", "change these")
+    require_integers(name, positions)
+    axes = [Axis(name=n, extent=x) for n, x in (("m", m), ("h", h), ("g", g), ("e", e))]
+    axes += [Axis(name="d", extent=d, role="reduce"), Axis(name="t", extent=t, role="reduce")]
+    out = Tensor(name=name, shape=(m, h, g, e), dtype=q.dtype)
+    caches = access(k_cache, "h", "t", "d"), access(v_cache, "h", "t", "e")
+    reads = [access(q, "m", "h", "g", "d"), *caches, access(positions, "m")]
     return make_op(
         name,
         "attention",
@@ -233,10 +225,16 @@ def attention(
     ), (out,)
 
 
+def _bad_attention(name: str, shapes: tuple[tuple[int, ...], ...]) -> ProgramError:
+    expected = "q [m, h, g, d], k [h, t, d], v [h, t, e], positions [m]"
+    return bad_op(name, f"shapes {', '.join(map(str, shapes))}", expected)
+
+
 def embedding(name: str, ids: Tensor, table: Tensor) -> Built:
     """Rows of table [v, d] at ids [m]: a one-hot contraction over v, one row touched."""
     if len(ids.shape) != 1 or len(table.shape) != 2:
         raise bad_op(name, f"ids {ids.shape}, table {table.shape}", "[m] and [v, d]")
+    require_integers(name, ids)
     axes = [Axis(name="m", extent=ids.shape[0]), Axis(name="d", extent=table.shape[1])]
     axes.append(Axis(name="v", extent=table.shape[0], role="reduce", combine="sum", lookup=True))
     out = Tensor(name=name, shape=(ids.shape[0], table.shape[1]), dtype=table.dtype)
@@ -253,8 +251,10 @@ def argmax(name: str, x: Tensor) -> Built:
     """Index of the largest element of the last dim, the lowest on ties: outputs [name].value and
     [name] (i64).
     """
+    if not x.shape:
+        raise bad_op(name, "x without dims", "[..., v]")
     rows = axis_names("m", len(x.shape) - 1)
-    axes = [Axis(name=n, extent=e) for n, e in zip(rows, x.shape, strict=False)]
+    axes = [Axis(name=n, extent=e) for n, e in zip(rows, x.shape[:-1], strict=True)]
     axes.append(Axis(name="v", extent=x.shape[-1], role="reduce", combine="argmax"))
     value = Tensor(name=f"{name}.value", shape=x.shape[:-1], dtype=x.dtype)
     index = Tensor(name=name, shape=x.shape[:-1], dtype="i64")
