@@ -106,7 +106,7 @@ def _named_axes(node: Node) -> tuple[str, ...]:
 
 
 def fitting_operands(host: HostProgram) -> Iterator[Violation]:
-    """Kernel arguments equal the segment's declarations, ops index all dims, peers are in the team."""
+    """Kernel arguments are as the segment declares them, ops index all dims, peers exist."""
     buffers, segments = host.buffer_map(), host.segment_map()
     for index, node in enumerate(walk_nodes(host.body)):
         match node:

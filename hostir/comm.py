@@ -1,0 +1,365 @@
+"""Communication between the ranks of a mesh: one team a mesh axis and coordinate, results bitwise
+equal on all ranks.
+
+The Communicator protocol is what the evaluator asks for. Every call starts an exchange and gives a
+Handle; operands belong to it until `wait`. Sums are taken in rank order, in fp32 or wider, so each
+rank gets the same bits whatever the team's network does. GlooCommunicator moves bytes over
+torch.distributed between CPU processes; SingleCommunicator is a mesh of one rank. A peer that fails
+raises RankFailure.
+"""
+
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from distmega.hostir.torch_types import widen
+from distmega.sharding.mesh import DeviceMesh
+from torch import Tensor
+
+from distmega.errors import RankFailure
+
+T = TypeVar("T")
+
+DATA_TAG = 0
+"""Tag of sent tensors; signals have tags from 1 on."""
+
+
+class Handle:
+    """An exchange under way; `wait` returns once its results are in place, and may be called again."""
+
+    def __init__(self, finish: Callable[[], None]) -> None:
+        self._finish: Callable[[], None] | None = finish
+
+    def wait(self) -> None:
+        """Blocks until done. RankFailure if a peer is gone."""
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+
+
+class Communicator(Protocol):
+    """Exchanges of one rank with its teams. `axis` is a mesh axis; peers are coordinates on it.
+
+    Tensors are on the CPU, of any dtype; `out` has the shape that hostir/rules.py states for the
+    kind.
+    """
+
+    mesh: DeviceMesh
+    rank: int
+
+    def all_reduce(
+        self, axis: str, xs: Sequence[Tensor], outs: Sequence[Tensor], combine: str
+    ) -> Handle:
+        """Combines elementwise over the team: "sum", "max", "min" of one tensor, or "argmax" of
+        value and index.
+        """
+        ...
+
+    def all_gather(self, axis: str, x: Tensor, out: Tensor, dim: int) -> Handle:
+        """Joins the team's tensors along `dim`, in rank order."""
+        ...
+
+    def reduce_scatter(self, axis: str, x: Tensor, out: Tensor, dim: int, combine: str) -> Handle:
+        """Combines over the team; this rank keeps its part of `dim`."""
+        ...
+
+    def all_to_all(self, axis: str, x: Tensor, out: Tensor, dim: int, dst_dim: int) -> Handle:
+        """Scatters `dst_dim` and gathers `dim`: each rank keeps its part of dst_dim, of all of dim."""
+        ...
+
+    def broadcast(self, axis: str, x: Tensor, out: Tensor, source: int) -> Handle:
+        """`out` becomes the source's `x`."""
+        ...
+
+    def send(self, axis: str, x: Tensor, peer: int) -> Handle:
+        """Sends to a peer, whose receives match in order."""
+        ...
+
+    def recv(self, axis: str, out: Tensor, peer: int) -> Handle:
+        """Receives from a peer."""
+        ...
+
+    def signal(self, axis: str, name: str, peer: int) -> None:
+        """Adds one to the peer's counter `name`."""
+        ...
+
+    def wait_signal(self, axis: str, name: str, peer: int) -> None:
+        """Blocks until one more signal `name` has come from the peer."""
+        ...
+
+    def barrier(self) -> None:
+        """Returns when every rank of the mesh has called it."""
+        ...
+
+    def all_gather_object(self, value: T) -> list[T]:
+        """The picklable values of all ranks of the mesh, in mesh order."""
+        ...
+
+
+def combine_parts(parts: Sequence[Sequence[Tensor]], combine: str) -> tuple[Tensor, ...]:
+    """One result of each rank's operands, in rank order: (x,) for sum, max and min, (value, index)
+    for argmax.
+
+    argmax takes the largest value, and the lowest index where values tie.
+    """
+    if combine == "argmax":
+        value, index = parts[0]
+        for other, at in parts[1:]:
+            better = (other > value) | ((other == value) & (at < index))
+            value, index = torch.where(better, other, value), torch.where(better, at, index)
+        return value, index
+    merge = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[combine]
+    total = widen(parts[0][0])
+    for (part,) in parts[1:]:
+        total = merge(total, widen(part))
+    return (total.to(parts[0][0].dtype),)
+
+
+class _Collectives(ABC):
+    """Collectives on top of two exchanges of bytes, which a transport supplies."""
+
+    def __init__(self, mesh: DeviceMesh, rank: int) -> None:
+        self.mesh, self.rank = mesh, rank
+        self._coordinate = mesh.coordinate(rank)
+
+    @abstractmethod
+    def _gather(self, axis: str, x: Tensor) -> Callable[[], list[Tensor]]:
+        """Starts to gather the team's bytes; the result blocks and gives one tensor like x a rank."""
+
+    @abstractmethod
+    def _exchange(self, axis: str, parts: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        """Starts to give part i to rank i of the team; the result gives the parts for this rank."""
+
+    def all_reduce(
+        self, axis: str, xs: Sequence[Tensor], outs: Sequence[Tensor], combine: str
+    ) -> Handle:
+        gathers = [self._gather(axis, x) for x in xs]
+
+        def finish() -> None:
+            parts = list(zip(*(gather() for gather in gathers), strict=True))
+            for out, result in zip(outs, combine_parts(parts, combine), strict=True):
+                out.copy_(result)
+
+        return Handle(finish)
+
+    def all_gather(self, axis: str, x: Tensor, out: Tensor, dim: int) -> Handle:
+        gather = self._gather(axis, x)
+        return Handle(lambda: _discard(out.copy_(torch.cat(gather(), dim))))
+
+    def reduce_scatter(self, axis: str, x: Tensor, out: Tensor, dim: int, combine: str) -> Handle:
+        exchange = self._exchange(axis, x.chunk(self.mesh.size(axis), dim))
+
+        def finish() -> None:
+            (result,) = combine_parts([(part,) for part in exchange()], combine)
+            out.copy_(result)
+
+        return Handle(finish)
+
+    def all_to_all(self, axis: str, x: Tensor, out: Tensor, dim: int, dst_dim: int) -> Handle:
+        exchange = self._exchange(axis, x.chunk(self.mesh.size(axis), dst_dim))
+        return Handle(lambda: _discard(out.copy_(torch.cat(exchange(), dim))))
+
+
+def _discard(_: Tensor) -> None:
+    """Lets an in-place call stand where nothing is returned."""
+
+
+class SingleCommunicator(_Collectives):
+    """A mesh of one rank: collectives copy, and there is nobody to send to."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        if mesh.num_ranks != 1:
+            raise RankFailure(
+                f"one process for {mesh}",
+                expected="a mesh of one rank",
+                remedy="start one process a rank, with a GlooCommunicator each",
+            )
+        super().__init__(mesh, mesh.ranks[0])
+        self._mail: dict[tuple[str, str], list[Tensor]] = {}
+
+    def _gather(self, axis: str, x: Tensor) -> Callable[[], list[Tensor]]:
+        return lambda: [x]
+
+    def _exchange(self, axis: str, parts: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        return lambda: list(parts)
+
+    def broadcast(self, axis: str, x: Tensor, out: Tensor, source: int) -> Handle:
+        return Handle(lambda: _discard(out.copy_(x)))
+
+    def send(self, axis: str, x: Tensor, peer: int) -> Handle:
+        self._mail.setdefault((axis, ""), []).append(x.clone())
+        return Handle(lambda: None)
+
+    def recv(self, axis: str, out: Tensor, peer: int) -> Handle:
+        return Handle(lambda: _discard(out.copy_(self._mail[axis, ""].pop(0))))
+
+    def signal(self, axis: str, name: str, peer: int) -> None:
+        self._mail.setdefault((axis, name), []).append(torch.empty(0))
+
+    def wait_signal(self, axis: str, name: str, peer: int) -> None:
+        self._mail[axis, name].pop(0)
+
+    def barrier(self) -> None:
+        """Nobody to wait for."""
+
+    def all_gather_object(self, value: T) -> list[T]:
+        return [value]
+
+
+class GlooCommunicator(_Collectives):
+    """Teams of CPU processes over gloo. Every rank of the mesh makes one, at the same point of its
+    program.
+
+    Needs an initialised default process group that holds the mesh's ranks. Groups are made for each
+    team of each axis in the same order everywhere. timeout_s bounds every exchange.
+    """
+
+    def __init__(self, mesh: DeviceMesh, rank: int, timeout_s: float = 300.0) -> None:
+        super().__init__(mesh, rank)
+        self._teams = {axis: mesh.team(axis, rank) for axis in mesh.names}
+        self._groups: dict[str, dist.ProcessGroup | None] = {}
+        self._signals: list[dist.Work] = []
+        timeout = timedelta(seconds=timeout_s)
+        with self._guard("set-up", ""):
+            self._world = _new_group(mesh.ranks, timeout)
+            for axis in mesh.names:
+                for team in dict.fromkeys(mesh.team(axis, each) for each in mesh.ranks):
+                    group = _new_group(team, timeout) if len(team) > 1 else None
+                    if rank in team:
+                        self._groups[axis] = group
+
+    @contextmanager
+    def _guard(self, what: str, axis: str) -> Iterator[None]:
+        """Turns a fault of the network into RankFailure, naming the exchange and the team."""
+        try:
+            yield
+        except RuntimeError as error:
+            team = self._teams[axis] if axis else self.mesh.ranks
+            reason = str(error).partition("\n")[0]
+            where = f"over mesh axis {axis!r}, ranks {list(team)}," if axis else f"of {list(team)}"
+            raise RankFailure(
+                f"{what} {where} failed on rank {self.rank}: {reason}",
+                expected="every rank of the team alive",
+                remedy="look for the rank that ended first, and start the job again",
+            ) from error
+
+    def _gather(self, axis: str, x: Tensor) -> Callable[[], list[Tensor]]:
+        group = self._groups[axis]
+        if group is None:
+            return lambda: [x]
+        mine = _bytes(x)
+        found = [torch.empty_like(mine) for _ in self._teams[axis]]
+        with self._guard("gather", axis):
+            work = dist.all_gather(found, mine, group=group, async_op=True)
+
+        def finish() -> list[Tensor]:
+            with self._guard("gather", axis):
+                work.wait()
+            return [part.view(x.dtype).view(x.shape) for part in found]
+
+        return finish
+
+    def _exchange(self, axis: str, parts: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        group = self._groups[axis]
+        if group is None:
+            return lambda: list(parts)
+        given = torch.stack([_bytes(part) for part in parts])
+        found = torch.empty_like(given)
+        with self._guard("all-to-all", axis):
+            work = dist.all_to_all_single(found, given, group=group, async_op=True)
+
+        def finish() -> list[Tensor]:
+            with self._guard("all-to-all", axis):
+                work.wait()
+            return [part.view(parts[0].dtype).view(parts[0].shape) for part in found]
+
+        return finish
+
+    def broadcast(self, axis: str, x: Tensor, out: Tensor, source: int) -> Handle:
+        group = self._groups[axis]
+        if group is None:
+            return Handle(lambda: _discard(out.copy_(x)))
+        data = _bytes(x).clone()
+        with self._guard("broadcast", axis):
+            work = dist.broadcast(data, self._teams[axis][source], group=group, async_op=True)
+
+        def finish() -> None:
+            with self._guard("broadcast", axis):
+                work.wait()
+            out.copy_(data.view(out.dtype).view(out.shape))
+
+        return Handle(finish)
+
+    def send(self, axis: str, x: Tensor, peer: int) -> Handle:
+        work = self._post_send(axis, _bytes(x), peer, DATA_TAG)
+
+        def finish() -> None:
+            with self._guard("send", axis):
+                work.wait()
+
+        return Handle(finish)
+
+    def recv(self, axis: str, out: Tensor, peer: int) -> Handle:
+        data = torch.empty(out.numel() * out.element_size(), dtype=torch.uint8)
+        work = self._post_recv(axis, data, peer, DATA_TAG)
+
+        def finish() -> None:
+            with self._guard("receive", axis):
+                work.wait()
+            out.copy_(data.view(out.dtype).view(out.shape))
+
+        return Handle(finish)
+
+    def signal(self, axis: str, name: str, peer: int) -> None:
+        self._signals = [work for work in self._signals if not work.is_completed()]
+        token = torch.ones(1, dtype=torch.uint8)
+        self._signals.append(self._post_send(axis, token, peer, _signal_tag(name)))
+
+    def wait_signal(self, axis: str, name: str, peer: int) -> None:
+        token = torch.empty(1, dtype=torch.uint8)
+        work = self._post_recv(axis, token, peer, _signal_tag(name))
+        with self._guard(f"wait for signal {name!r}", axis):
+            work.wait()
+
+    def _post_send(self, axis: str, data: Tensor, peer: int, tag: int) -> dist.Work:
+        with self._guard("send", axis):
+            group, to = self._groups[axis], self._teams[axis][peer]
+            work = dist.isend(data, to, group=group, tag=tag)
+        assert work is not None, "this rank is in the team"
+        return work
+
+    def _post_recv(self, axis: str, data: Tensor, peer: int, tag: int) -> dist.Work:
+        with self._guard("receive", axis):
+            group, source = self._groups[axis], self._teams[axis][peer]
+            work = dist.irecv(data, source, group=group, tag=tag)
+        assert work is not None, "this rank is in the team"
+        return work
+
+    def barrier(self) -> None:
+        with self._guard("barrier", ""):
+            dist.barrier(group=self._world)
+
+    def all_gather_object(self, value: T) -> list[T]:
+        found: list[T] = [value] * self.mesh.num_ranks
+        with self._guard("exchange of objects", ""):
+            dist.all_gather_object(found, value, group=self._world)
+        return found
+
+
+def _new_group(ranks: Sequence[int], timeout: timedelta) -> dist.ProcessGroup:
+    group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=timeout, backend="gloo")
+    return group
+
+
+def _bytes(x: Tensor) -> Tensor:
+    """x's elements, row-major, as bytes; gloo then needs to know no dtype."""
+    return x.contiguous().view(-1).view(torch.uint8)
+
+
+def _signal_tag(name: str) -> int:
+    return 1 + zlib.crc32(name.encode()) % (1 << 30)
