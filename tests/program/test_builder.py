@@ -1,0 +1,134 @@
+"""Handles, names and declarations of ProgramBuilder."""
+
+import pytest
+
+from distmega import ProgramBuilder
+from distmega.errors import ProgramError
+from distmega.text import print_program
+
+
+def test_an_mlp_takes_a_few_lines():
+    p = ProgramBuilder("mlp")
+    x = p.input("x", (8, 64))
+    h = p.linear(x, p.weight("w1", (256, 64))).map("silu(a0)")
+    program = p.build(p.linear(h, p.weight("w2", (64, 256))) + x)
+    assert [op.kind for op in program.ops] == ["linear", "pointwise", "linear", "pointwise"]
+    assert [t.name for t in program.with_role("weight")] == ["w1", "w2"]
+    assert [t.name for t in program.with_role("input")] == ["x"]
+    (out,) = program.outputs
+    assert program.tensor_map()[out].shape == (8, 64)
+
+
+def test_operators_are_pointwise_expressions():
+    p = ProgramBuilder("p")
+    x, y = p.input("x", (4,)), p.input("y", (4,))
+    program = p.build(((x + y) * 2 - y) / -0.5)
+    assert [op.attr("expr") for op in program.ops] == [
+        "(a0 + a1)",
+        "(a0 * 2.0)",
+        "(a0 - a1)",
+        "(a0 / (-0.5))",
+    ]
+
+
+def test_ops_without_a_name_get_kind_and_number():
+    p = ProgramBuilder("p")
+    x = p.input("x", (4, 6))
+    handles = [p.set(x), p.slice(x, 0, 0, 2), p.slice(x, 0, 0, 2, view=True), p.reshape(x, (24,))]
+    assert [handle.name for handle in handles] == ["set_0", "slice_1", "view_2", "reshape_3"]
+
+
+def test_views_and_copies_differ_in_kind_only():
+    p = ProgramBuilder("p")
+    x = p.input("x", (4, 6))
+    copied, viewed = p.transpose(x, (1, 0)), p.transpose(x, (1, 0), view=True)
+    assert copied.shape == viewed.shape == (6, 4)
+    one, other = p.build(copied, viewed).ops
+    assert (one.kind, other.kind) == ("transpose", "view")
+    assert one.reads == other.reads
+
+
+def test_a_weight_declared_twice_is_one_tensor():
+    p = ProgramBuilder("p")
+    embed = p.weight("embed", (10, 4))
+    assert p.weight("embed", (10, 4)).tensor is embed.tensor
+    assert len(p.build().tensors) == 1
+
+
+@pytest.mark.parametrize("role", ["input", "state"])
+def test_an_input_or_state_is_declared_once(role: str):
+    p = ProgramBuilder("p")
+    getattr(p, role)("x", (4,))
+    with pytest.raises(ProgramError, match="declared as"):
+        getattr(p, role)("x", (4,))
+
+
+def test_a_weight_of_another_shape_is_another_weight():
+    p = ProgramBuilder("p")
+    p.weight("w", (4,))
+    with pytest.raises(ProgramError, match=r"weight 'w' of shape \(5,\) declared as"):
+        p.weight("w", (5,))
+
+
+def test_a_taken_name_is_refused():
+    p = ProgramBuilder("p")
+    x = p.input("x", (4,))
+    for name in ("x", p.set(x).name):
+        with pytest.raises(ProgramError, match=f"{name!r} is taken"):
+            p.set(x, name=name)
+
+
+def test_the_second_output_of_argmax_takes_no_name_of_another_tensor():
+    p = ProgramBuilder("p")
+    x = p.input("best.value", (4,))
+    with pytest.raises(ProgramError, match=r"'best.value' is taken"):
+        p.argmax(x, name="best")
+
+
+def test_argmax_gives_the_index():
+    p = ProgramBuilder("p")
+    best = p.argmax(p.input("x", (3, 4)), name="best")
+    assert (best.name, best.shape, best.tensor.dtype) == ("best", (3,), "i64")
+
+
+def test_kv_append_and_set_write_in_place():
+    p = ProgramBuilder("p")
+    cache = p.state("cache", (2, 9, 4))
+    p.kv_append(cache, p.input("x", (1, 2, 4)), p.input("at", (1,), "i64"))
+    assert p.set(cache * 2.0, into=cache) is cache
+    append, _, overwrite = p.build(cache).ops
+    assert append.writes[0].tensor == overwrite.writes[0].tensor == "cache"
+
+
+@pytest.mark.parametrize("role", ["input", "weight"])
+def test_inputs_and_weights_are_not_overwritten(role: str):
+    p = ProgramBuilder("p")
+    x = getattr(p, role)("x", (4,))
+    p.set(x * 2.0, into=x)
+    with pytest.raises(ProgramError, match="writes 'x'"):
+        p.build(x)
+
+
+def test_a_tensor_of_another_program_is_refused():
+    p, other = ProgramBuilder("p"), ProgramBuilder("other")
+    x, stranger = p.input("x", (4,)), other.input("x", (4,))
+    with pytest.raises(ProgramError, match="tensor 'x' of program 'other' used in 'p'"):
+        p.pointwise("a0 + a1", x, stranger)
+    with pytest.raises(ProgramError, match="of program 'other'"):
+        p.build(stranger)
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [((4, 0), "f32"), ((-1,), "f32"), ((4,), "float32")])
+def test_a_malformed_declaration_is_named_when_built(shape: tuple[int, ...], dtype: str):
+    p = ProgramBuilder("p")
+    p.input("x", shape, dtype)
+    with pytest.raises(ProgramError, match="name='x'"):
+        p.build()
+
+
+def test_a_failed_op_leaves_the_program_as_it_was():
+    p = ProgramBuilder("p")
+    x = p.input("x", (4,))
+    with pytest.raises(ProgramError):
+        p.reshape(x, (5,))
+    assert print_program(p.build(p.set(x, name="y"))).count("\n") == 5

@@ -1,0 +1,166 @@
+"""verify_program finds every mutation of a sound program; value types answer what they hold."""
+
+from collections.abc import Callable
+from dataclasses import FrozenInstanceError, replace
+
+import pytest
+from hypothesis import given
+
+from distmega.builder import ProgramBuilder
+from distmega.errors import ProgramError
+from distmega.program import Access, Axis, Index, Op, Program, Tensor, accesses, verify_program
+from tests.program.programs import programs
+
+
+def sound() -> Program:
+    """x -> linear h -> pointwise y; y is the output, s a state, c a concat."""
+    p = ProgramBuilder("sound")
+    x = p.input("x", (8, 6))
+    h = p.linear(x, p.weight("w", (4, 6)), name="h")
+    y = h.map("silu(a0)", name="y")
+    p.set(y, into=p.state("s", (8, 4)), name="keep")
+    return p.build(y, p.concat([h, y], 0, name="c"))
+
+
+def with_tensor(index: int, **changes: object) -> Program:
+    tensors = list(sound().tensors)
+    tensors[index] = replace(tensors[index], **changes)
+    return replace(sound(), tensors=tuple(tensors))
+
+
+def with_op(index: int, **changes: object) -> Program:
+    ops = list(sound().ops)
+    ops[index] = replace(ops[index], **changes)
+    return replace(sound(), ops=tuple(ops))
+
+
+def with_axis(**changes: object) -> Program:
+    """Changes the reduced axis of h."""
+    axes = sound().ops[0].axes
+    return with_op(0, axes=(*axes[:-1], replace(axes[-1], **changes)))
+
+
+def with_write(**changes: object) -> Program:
+    """Changes the index of the first dim that y's op writes."""
+    (write,) = sound().ops[1].writes
+    first = replace(write.dims[0], **changes)
+    return with_op(1, writes=(replace(write, dims=(first, *write.dims[1:])),))
+
+
+def with_read(tensor: str) -> Program:
+    """Makes y's op read another tensor of the same shape."""
+    (read,) = sound().ops[1].reads
+    return with_op(1, reads=(replace(read, tensor=tensor),))
+
+
+MUTATIONS: dict[str, tuple[Callable[[], Program], str]] = {
+    "program without a name": (lambda: replace(sound(), name=""), "its name"),
+    "program name of two lines": (lambda: replace(sound(), name="a\nb"), "its name"),
+    "tensor twice": (
+        lambda: replace(sound(), tensors=(*sound().tensors, sound().tensors[0])),
+        "two tensors",
+    ),
+    "tensor renamed": (lambda: with_tensor(0, name="z"), "unknown tensor 'x'"),
+    "tensor name with a space": (lambda: with_tensor(0, name="x y"), "'x y'"),
+    "tensor dtype": (lambda: with_tensor(0, dtype="f31"), "f31"),
+    "tensor without elements": (lambda: with_tensor(0, shape=(8, 0)), "(8, 0)"),
+    "tensor smaller than read": (lambda: with_tensor(0, shape=(7, 6)), "a dim of 7 of 'x'"),
+    "tensor of more dims": (lambda: with_tensor(0, shape=(8, 6, 1)), "'x' by 2 dims"),
+    "input becomes temporary": (lambda: with_tensor(0, role="temp"), "'x' before it is written"),
+    "temporary becomes input": (lambda: with_tensor(2, role="input"), "writes 'h'"),
+    "state becomes weight": (lambda: with_tensor(4, role="weight"), "writes 's'"),
+    "op twice": (lambda: replace(sound(), ops=(*sound().ops, sound().ops[0])), "two ops"),
+    "op name": (lambda: with_op(0, name="return"), "'return'"),
+    "ops swapped": (
+        lambda: replace(sound(), ops=(sound().ops[1], sound().ops[0], *sound().ops[2:])),
+        "'h' before it is written",
+    ),
+    "op dropped": (lambda: replace(sound(), ops=sound().ops[1:]), "'h' before it is written"),
+    "last op dropped": (lambda: replace(sound(), ops=sound().ops[:-1]), "output 'c'"),
+    "axis dropped": (lambda: with_op(0, axes=sound().ops[0].axes[:-1]), "unknown axes ['k']"),
+    "axis twice": (
+        lambda: with_op(0, axes=(*sound().ops[0].axes, sound().ops[0].axes[0])),
+        "two axes",
+    ),
+    "axis longer": (lambda: with_axis(extent=7), "a dim of 6 of 'x'"),
+    "axis empty": (lambda: with_axis(extent=0), "extent=0"),
+    "axis name": (lambda: with_axis(name="k.2"), "k.2"),
+    "axis role": (lambda: with_axis(role="serial"), "serial"),
+    "axis combine": (lambda: with_axis(combine="product"), "product"),
+    "combined parallel axis": (lambda: with_axis(role="parallel"), "role='parallel'"),
+    "index shifted": (lambda: with_write(offset=1), "a dim of 8 of 'y'"),
+    "index stretched": (lambda: with_write(stride=2), "a dim of 8 of 'y'"),
+    "index reversed": (lambda: with_write(stride=-1), "stride -1"),
+    "index of all axes": (lambda: with_write(axes=("i0", "i1")), "a dim of 8 of 'y'"),
+    "index of an unknown axis": (lambda: with_write(axes=("q",)), "['q']"),
+    "constant index past the end": (lambda: with_write(axes=(), offset=8), "a dim of 8 of 'y'"),
+    "constant index before the start": (lambda: with_write(axes=(), offset=-1), "a dim of 8"),
+    "constant index with a stride": (lambda: with_write(axes=(), stride=2), "stride 2"),
+    "read of an unknown tensor": (lambda: with_read("z"), "unknown tensor 'z'"),
+    "read of a later tensor": (lambda: with_read("y"), "'y' before it is written"),
+    "output unknown": (lambda: replace(sound(), outputs=("z",)), "output 'z'"),
+}
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_a_mutation_is_found_and_named(mutation: str):
+    mutate, value = MUTATIONS[mutation]
+    with pytest.raises(ProgramError) as caught:
+        verify_program(mutate())
+    assert value in caught.value.found
+    assert caught.value.expected
+    assert caught.value.remedy
+
+
+def test_a_sound_program_passes_unchanged():
+    program = sound()
+    assert verify_program(program) is program
+
+
+@given(programs())
+def test_built_programs_are_sound(program: Program):
+    assert verify_program(program) == program
+
+
+@given(programs())
+def test_an_op_removed_is_missed_by_who_reads_it(program: Program):
+    for index, op in enumerate(program.ops):
+        others = (*program.ops[:index], *program.ops[index + 1 :])
+        needed = {access.tensor for other in others for access in other.reads} | {*program.outputs}
+        elsewhere = {access.tensor for other in others for access in other.writes}
+        if {access.tensor for access in op.writes} & needed - elsewhere:
+            with pytest.raises(ProgramError):
+                verify_program(replace(program, ops=others))
+
+
+def test_values_are_frozen_and_hashable():
+    program = sound()
+    assert hash(program) == hash(sound())
+    assert program == sound()
+    with pytest.raises(FrozenInstanceError):
+        program.name = "other"  # type: ignore[misc]
+
+
+def test_tensor_sizes():
+    tensor = Tensor(name="x", shape=(3, 5), dtype="bf16")
+    assert (tensor.num_elements, tensor.num_bytes) == (15, 30)
+    assert Tensor(name="c", shape=(), dtype="i64").num_bytes == 8
+
+
+def test_an_op_answers_by_name():
+    op = Op(
+        name="y",
+        kind="embedding",
+        axes=(Axis(name="m", extent=5), Axis(name="v", extent=100, role="reduce", lookup=True)),
+        reads=(Access(tensor="x", dims=(Index(axes=("m",)),)),),
+        writes=(Access(tensor="y", dims=(Index(axes=("m",)),)),),
+        attrs=(("a", 1), ("b", "c")),
+    )
+    assert op.axis("v").extent == 100
+    assert (op.attr("a"), op.get("b", ""), op.get("z", 3)) == (1, "c", 3)
+    assert op.num_points == 5
+    assert [access.tensor for access in accesses(op)] == ["x", "y"]
+    with pytest.raises(KeyError):
+        op.axis("q")
+    with pytest.raises(KeyError):
+        op.attr("q")
