@@ -148,6 +148,12 @@ _NAME = re.compile(r"\w[\w./@#-]*")
 """Names print as one word; "return" and "program" begin other lines of the printed form."""
 
 
+CLIPPED = ("concat", "all_gather", "reduce_scatter", "all_to_all", "take_shard")
+"""Kinds whose access maps may reach past a dim: an operand of a concat covers only its part of the
+output, and of a dim divided unevenly over ranks the positions past its end are padding.
+"""
+
+
 def verify_program(program: Program) -> Program:
     """Checks names, ranks, extents and definition before use, and returns the program.
 
@@ -223,7 +229,7 @@ def _verify_index(program: Program, op: Op, access: Access, index: Index, extent
     if index.stride < 1 or (index.stride > 1 and not index.axes):
         found = f"op {op.name!r} indexes {access.tensor!r} with stride {index.stride}"
         raise _broken(program, found, "a stride of at least 1, and 1 where there are no axes")
-    if op.kind == "concat":  # an operand covers only its part of the output
+    if op.kind in CLIPPED:
         return
     last = index.offset + index.stride * (math.prod(extents[name] for name in index.axes) - 1)
     if last >= extent or (not index.axes and index.offset < 0):
