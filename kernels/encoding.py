@@ -1,0 +1,290 @@
+"""Device words: the only file that knows how an instruction, a wait or a signal lies in memory.
+
+In: instructions (opcodes.py) and a Header. Out: records of WORDS int32
+words (one 128-byte line), and back. A record is
+
+    word 0      opcode | number of waits << 8 | number of signals << 20
+    words 1, 2  group and task (for traces and hang reports)
+    words 3, 4  first row in the wait table, first row in the signal table
+    word 5      types: 6 bits an operand in field order, 0 = absent, else 1 + space * 8 + dtype
+    from 6 on   the fields of the instruction in order: a Ref takes two words (base, first), an int
+                one, a float one (fp32 bits), a tuple of ints one each; unused words are 0
+
+Waits are rows (event, count, axis): block until the counter of every rank that differs from this
+one only in mesh axis `axis` (-1: this rank alone) has reached epoch * count. Signals are rows
+(event, axis): add one to this rank's counter on every such rank. The constant table holds pointwise
+expressions as postfix programs (pack_expression). Next on the walk: lowering.py, which chooses the
+instructions of a task, then encoder.py.
+"""
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import cache
+from types import UnionType
+from typing import NamedTuple, get_args, get_origin, get_type_hints
+
+import numpy as np
+import numpy.typing as npt
+
+from distmega.dtypes import ITEM_BYTES
+from distmega.errors import ProgramError
+from distmega.expr import FUNCTIONS, Arg, Call, Const, Expr
+from distmega.kernels.arena import Space
+from distmega.kernels.opcodes import OPCODES, Instruction, Ref
+
+Words = npt.NDArray[np.int32]
+
+WORDS = 32
+HEADER_WORDS = 5
+WAIT_COLUMNS = ("event", "count", "axis")
+SIGNAL_COLUMNS = ("event", "axis")
+MAX_WAITS, MAX_SIGNALS = 2**12 - 1, 2**11 - 1
+DTYPES = tuple(ITEM_BYTES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+    """What every record starts with; waits and signals are rows of the tables from `wait` and
+    `signal` on.
+    """
+
+    group: int
+    task: int
+    wait: int = 0
+    num_waits: int = 0
+    signal: int = 0
+    num_signals: int = 0
+
+
+class Field(NamedTuple):
+    """Where a field lies in a record. kind: "ref", "int" or "float"; types are bits of the types
+    word from `bit` on.
+    """
+
+    name: str
+    kind: str
+    start: int
+    num_words: int
+    bit: int
+    is_tuple: bool
+
+
+TYPES_WORD = HEADER_WORDS
+TYPE_BITS = 6
+
+
+@cache
+def record_fields(opcode: int) -> tuple[Field, ...]:
+    """Places of the fields of one instruction class, from its annotations."""
+    kind = OPCODES[opcode]
+    hints = get_type_hints(kind)
+    places: list[Field] = []
+    start, num_refs = TYPES_WORD + 1, 0
+    for field in fields(kind):
+        hint = hints[field.name]
+        is_tuple = get_origin(hint) is tuple
+        if hint is Ref or isinstance(hint, UnionType):
+            place = Field(field.name, "ref", start, 2, TYPE_BITS * num_refs, False)
+            num_refs += 1
+        else:
+            name = "float" if hint is float else "int"
+            place = Field(field.name, name, start, len(get_args(hint)) or 1, 0, is_tuple)
+        places.append(place)
+        start += place.num_words
+    assert start <= WORDS, f"{kind.__name__} takes {start} words"
+    assert num_refs * TYPE_BITS < 32, f"{kind.__name__} has {num_refs} operands"
+    return tuple(places)
+
+
+@cache
+def base_columns(opcode: int) -> tuple[int, ...]:
+    """Words of a record that hold the base of an operand."""
+    return tuple(field.start for field in record_fields(opcode) if field.kind == "ref")
+
+
+def pack(instruction: Instruction, header: Header) -> Words:
+    """The record of an instruction; ProgramError if a value does not fit its word."""
+    words = [0] * WORDS
+    words[:HEADER_WORDS] = header_words(OPCODES.index(type(instruction)), header)
+    for field in record_fields(OPCODES.index(type(instruction))):
+        value = getattr(instruction, field.name)
+        if field.kind == "ref":
+            if value is not None:
+                words[TYPES_WORD] |= (1 + value.space * 8 + DTYPES.index(value.dtype)) << field.bit
+                words[field.start : field.start + 2] = value.base, value.first
+        elif field.kind == "float":
+            words[field.start] = _float_bits(value)
+        else:
+            values = value if field.is_tuple else (value,)
+            words[field.start : field.start + field.num_words] = values
+    try:
+        return np.array(words, dtype=np.int32)
+    except OverflowError as error:
+        raise ProgramError(
+            f"{type(instruction).__name__} with a size or stride beyond int32",
+            expected="less than 2**31 elements in a tensor of one rank",
+            remedy="use more ranks",
+        ) from error
+
+
+def header_words(opcode: int, header: Header) -> tuple[int, ...]:
+    """The first HEADER_WORDS words of a record."""
+    if header.num_waits > MAX_WAITS or header.num_signals > MAX_SIGNALS:
+        raise ProgramError(
+            f"task with {header.num_waits} waits and {header.num_signals} signals",
+            expected=f"at most {MAX_WAITS} and {MAX_SIGNALS}",
+            remedy="use fewer, larger tasks, or one event an op",
+        )
+    first = opcode | header.num_waits << 8 | header.num_signals << 20
+    return first, header.group, header.task, header.wait, header.signal
+
+
+def write_headers(records: Words, headers: Sequence[Header]) -> None:
+    """Puts one header into each of the records [n, WORDS], which keep their opcodes."""
+    opcodes = (records[:, 0] & 0xFF).tolist()
+    records[:, :HEADER_WORDS] = [header_words(o, h) for o, h in zip(opcodes, headers, strict=True)]
+
+
+def patch_bases(records: Words, bases: Sequence[int]) -> Words:
+    """Copy of records of one group in which base i of an operand became bases[i]; absent operands
+    have base 0.
+    """
+    patched = records.copy()
+    table = np.array(bases, dtype=np.int32)
+    opcodes = records[:, 0] & 0xFF
+    for opcode in np.unique(opcodes).tolist():
+        rows = np.flatnonzero(opcodes == opcode)
+        for column in base_columns(opcode):
+            patched[rows, column] = table[patched[rows, column]]
+    return patched
+
+
+def unpack(record: Words) -> tuple[Header, Instruction]:
+    """Header and instruction of a record; inverse of pack."""
+    words = record.tolist()
+    kind = OPCODES[words[0] & 0xFF]
+    header = Header(
+        group=words[1],
+        task=words[2],
+        wait=words[3],
+        num_waits=words[0] >> 8 & MAX_WAITS,
+        signal=words[4],
+        num_signals=words[0] >> 20,
+    )
+    return header, kind(
+        **{field.name: _unpack_field(field, words) for field in record_fields(words[0] & 0xFF)}
+    )
+
+
+def _unpack_field(field: Field, words: list[int]) -> Ref | int | float | tuple[int, ...] | None:
+    values = words[field.start : field.start + field.num_words]
+    if field.kind == "float":
+        return _bits_float(values[0])
+    if field.kind == "int":
+        return tuple(values) if field.is_tuple else values[0]
+    code = (words[TYPES_WORD] >> field.bit & 2**TYPE_BITS - 1) - 1
+    if code < 0:
+        return None
+    return Ref(space=Space(code // 8), dtype=DTYPES[code % 8], base=values[0], first=values[1])
+
+
+def describe(record: Words, names: tuple[str, ...] = ()) -> str:
+    """One readable line for a record; `names` are the op names of the groups."""
+    header, instruction = unpack(record)
+    name = names[header.group] if names else f"group {header.group}"
+    parts = [f"{name}[{header.task}] {type(instruction).__name__}"]
+    for field in record_fields(OPCODES.index(type(instruction))):
+        value = getattr(instruction, field.name)
+        if value is not None:
+            parts.append(f"{field.name}={value}".replace(", ", ","))
+    if header.num_waits:
+        parts.append(f"| waits {header.wait}..{header.wait + header.num_waits - 1}")
+    if header.num_signals:
+        parts.append(f"| signals {header.signal}..{header.signal + header.num_signals - 1}")
+    return " ".join(parts)
+
+
+def _float_bits(value: float) -> int:
+    return int(struct.unpack("<i", struct.pack("<f", value))[0])
+
+
+def _bits_float(bits: int) -> float:
+    return float(struct.unpack("<f", struct.pack("<i", bits))[0])
+
+
+_CODES = (None, "arg", "const", *FUNCTIONS)
+"""Words of a pointwise program: 0 ends it, 1 is followed by an argument index, 2 by the two halves
+of an fp64 constant (low first), the others apply a function to the values on the stack."""
+
+
+def pack_expression(expr: Expr) -> list[int]:
+    """Postfix program of a pointwise expression, as words of the constant table."""
+    return [*_postfix(expr), 0]
+
+
+def _postfix(expr: Expr) -> list[int]:
+    match expr:
+        case Arg(index):
+            return [1, index]
+        case Const(value):
+            return [2, *struct.unpack("<2i", struct.pack("<d", value))]
+        case Call(fn, args):
+            return [word for arg in args for word in _postfix(arg)] + [_CODES.index(fn)]
+
+
+def unpack_expression(constants: Words, start: int) -> Expr:
+    """The expression whose program starts at word `start` of the constant table; inverse of
+    pack_expression.
+    """
+    words = iter(constants[start:].tolist())
+    stack: list[Expr] = []
+    while code := next(words):
+        if code == 1:
+            stack.append(Arg(next(words)))
+        elif code == 2:
+            low, high = next(words), next(words)
+            stack.append(Const(float(struct.unpack("<d", struct.pack("<2i", low, high))[0])))
+        else:
+            fn = str(_CODES[code])
+            num_args = FUNCTIONS[fn]
+            stack[-num_args:] = [Call(fn, tuple(stack[-num_args:]))]
+    assert len(stack) == 1
+    return stack[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Encoded:
+    """A schedule in device words, the same for every rank.
+
+    queues: [num_sms, longest queue, WORDS]; lengths: [num_sms]; waits, signals: rows of
+    WAIT_COLUMNS and SIGNAL_COLUMNS; constants: pointwise programs. `names` (op name of each group)
+    serve messages only.
+    """
+
+    queues: Words
+    lengths: Words
+    waits: Words
+    signals: Words
+    constants: Words
+    num_events: int
+    mesh_axes: tuple[str, ...]
+    names: tuple[str, ...]
+
+    def disassemble(self) -> str:
+        """All queues as text, a line a record."""
+        lines = []
+        for sm, (queue, length) in enumerate(zip(self.queues, self.lengths, strict=True)):
+            lines.append(f"SM {sm}")
+            lines += [f"  {describe(record, self.names)}" for record in queue[:length]]
+        return "\n".join(lines) + "\n"
+
+    def fingerprint(self) -> str:
+        """Stable hash of everything a kernel reads; ranks compare it before they launch
+        together.
+        """
+        digest = hashlib.sha256(repr((self.num_events, self.mesh_axes, self.queues.shape)).encode())
+        for table in (self.queues, self.lengths, self.waits, self.signals, self.constants):
+            digest.update(np.ascontiguousarray(table, dtype="<i4").tobytes())
+        return digest.hexdigest()[:16]

@@ -1,0 +1,287 @@
+"""Interpreter: runs the encoded queues of a rank on virtual SMs, in any order that the events
+allow.
+
+In: encoded words, the rank's memory, and peers. Out: the effect of a launch. Virtual SMs share one
+thread; a step executes the next instruction of an SM whose waits are met. `Order` decides which SM:
+round robin, or a seeded choice that lets SMs race ahead of each other. Events are int32 counters
+that only grow: in launch (epoch) e an event is met at e * count. When no SM can go on, the counters
+are polled, since peers may be running, and after `timeout_s` a HangError says who waits for what
+and who owes it. `interpret_ranks` runs all ranks of a mesh in one thread, and so finds hangs that
+depend on their speeds. Next on the walk: megakernel.py.
+"""
+
+import os
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from distmega.errors import HangError
+from distmega.kernels.encoding import Encoded, Words, unpack
+from distmega.kernels.memory import RankMemory
+from distmega.kernels.opcodes import touches_peers
+from distmega.kernels.peer import Peers
+from distmega.kernels.reference import Run, bind
+
+SPIN_POLLS = 100
+SLEEP_S = 50e-6
+"""Polls of the counters that only yield the CPU, before each further one sleeps this long."""
+
+MAX_REPORTED = 8
+"""Blocked SMs and owing tasks that a HangError lists."""
+
+
+class WaitFor(NamedTuple):
+    """A wait, resolved: every counter at `places` has to reach epoch * count; `sources` are the
+    ranks that count there.
+    """
+
+    event: int
+    triggers: int
+    places: tuple[int, ...]
+    sources: tuple[int, ...]
+
+
+class Step(NamedTuple):
+    """An instruction of a queue, bound: what runs in launches of each parity, and the counters it
+    adds to.
+    """
+
+    waits: tuple[WaitFor, ...]
+    runs: tuple[Run, ...]
+    signals: tuple[tuple[memoryview, int], ...]
+    group: int
+    task: int
+
+
+class Order:
+    """Chooses SMs, or ranks: in turn without a seed, else at random, with a bias that also draws
+    from the seed.
+    """
+
+    def __init__(self, seed: int | None) -> None:
+        self._random = None if seed is None else random.Random(seed)
+        self._stickiness = self._random.choice((0.0, 0.5, 0.95)) if self._random else 1.0
+        self._last = 0
+
+    def candidates(self, num: int) -> Sequence[int]:
+        """Numbers below `num` in the order to try: the first that can go on does."""
+        if self._random is None:
+            return [*range(self._last, num), *range(min(self._last, num))]
+        order = self._random.sample(range(num), num)
+        if self._last < num and self._random.random() < self._stickiness:
+            order.insert(0, self._last)
+        return order
+
+    def chose(self, choice: int) -> None:
+        """Tells what went on."""
+        self._last = choice
+
+
+class RankInterpreter:
+    """One rank's queues, bound to its memory. `memories`: one for each copy of the peer arena, used
+    in turn by launches.
+    """
+
+    def __init__(
+        self,
+        encoded: Encoded,
+        *,
+        rank: int,
+        teams: Sequence[Sequence[int]],
+        memories: Sequence[RankMemory],
+        peers: Peers,
+        seed: int | None = None,
+    ) -> None:
+        """teams: for each mesh axis, the ranks of this rank's team, in order."""
+        self.rank = rank
+        self.epoch = 0
+        self._encoded = encoded
+        self._teams = teams
+        self._peers = peers
+        self._counters = peers.counters[rank]
+        self._order = Order(seed)
+        self._queues = [
+            [self._bind(record, memories) for record in queue[:length]]
+            for queue, length in zip(encoded.queues, encoded.lengths.tolist(), strict=True)
+        ]
+        self._next = list(map(len, self._queues))
+        self._num_left = 0
+
+    @property
+    def done(self) -> bool:
+        """Whether the current launch has run to its end."""
+        return self._num_left == 0
+
+    def start(self) -> None:
+        """Begins the next launch."""
+        assert self.done, "the launch before has not ended"
+        self.epoch += 1
+        self._next = [0] * len(self._queues)
+        self._num_left = sum(map(len, self._queues))
+
+    def step(self) -> bool:
+        """Executes one instruction, if some SM can go on; says whether one could."""
+        for sm in self._order.candidates(len(self._queues)):
+            at = self._next[sm]
+            if at < len(self._queues[sm]) and self._met(self._queues[sm][at]):
+                self._execute(sm)
+                self._order.chose(sm)
+                return True
+        return False
+
+    def run(self, timeout_s: float) -> None:
+        """Runs the started launch to its end; HangError if nothing can go on for `timeout_s`."""
+        while not self.done:
+            if not self.step():
+                self._await_progress(timeout_s)
+
+    def blocked(self) -> HangError:
+        """What every SM waits for, and who owes it."""
+        lines = []
+        for sm, (at, queue) in enumerate(zip(self._next, self._queues, strict=True)):
+            if at < len(queue):
+                lines.append(self._describe(sm, queue[at]))
+        more = f" and {len(lines) - MAX_REPORTED} more" if len(lines) > MAX_REPORTED else ""
+        return HangError(
+            "; ".join(lines[:MAX_REPORTED]) + more,
+            expected="every wait to be met by the tasks that owe it",
+            remedy="look at the ranks and tasks that owe; a dead rank stops its whole team",
+        )
+
+    def _bind(self, record: Words, memories: Sequence[RankMemory]) -> Step:
+        header, instruction = unpack(record)
+        used = memories if touches_peers(instruction) else memories[:1]
+        return Step(
+            waits=tuple(
+                map(self._wait, self._rows(self._encoded.waits, header.wait, header.num_waits))
+            ),
+            runs=tuple(bind(instruction, memory) for memory in used),
+            signals=tuple(
+                place
+                for row in self._rows(self._encoded.signals, header.signal, header.num_signals)
+                for place in self._signal(row)
+            ),
+            group=header.group,
+            task=header.task,
+        )
+
+    def _rows(self, table: Words, start: int, num: int) -> list[list[int]]:
+        rows: list[list[int]] = table[start : start + num].tolist()
+        return rows
+
+    def _ranks(self, axis: int) -> Sequence[int]:
+        return (self.rank,) if axis < 0 else self._teams[axis]
+
+    def _place(self, event: int, source: int) -> int:
+        return event * len(self._peers.lanes) + self._peers.lanes[source]
+
+    def _wait(self, row: Sequence[int]) -> WaitFor:
+        event, count, axis = row
+        sources = tuple(self._ranks(axis))
+        places = tuple(self._place(event, source) for source in sources)
+        return WaitFor(event, count, places, sources)
+
+    def _signal(self, row: Sequence[int]) -> list[tuple[memoryview, int]]:
+        event, axis = row
+        place = self._place(event, self.rank)
+        return [(self._peers.counters[rank], place) for rank in self._ranks(axis)]
+
+    def _met(self, step: Step) -> bool:
+        counters, epoch = self._counters, self.epoch
+        for wait in step.waits:
+            target = epoch * wait.triggers
+            for place in wait.places:
+                if counters[place] < target:
+                    return False
+        return True
+
+    def _execute(self, sm: int) -> None:
+        step = self._queues[sm][self._next[sm]]
+        step.runs[self.epoch % len(step.runs)]()
+        for counters, place in step.signals:
+            counters[place] += 1
+        self._next[sm] += 1
+        self._num_left -= 1
+
+    def _await_progress(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        num_polls = 0
+        while not any(self._met(step) for step in self._heads()):
+            num_polls += 1
+            if num_polls <= SPIN_POLLS:
+                os.sched_yield()
+                continue
+            if time.monotonic() > deadline:
+                raise self.blocked()
+            time.sleep(SLEEP_S)
+
+    def _heads(self) -> list[Step]:
+        return [
+            queue[at] for at, queue in zip(self._next, self._queues, strict=True) if at < len(queue)
+        ]
+
+    def _describe(self, sm: int, step: Step) -> str:
+        names, parts = self._encoded.names, []
+        for wait in step.waits:
+            target = self.epoch * wait.triggers
+            for place, source in zip(wait.places, wait.sources, strict=True):
+                if (count := self._counters[place]) < target:
+                    parts.append(
+                        f"event {wait.event}, at {count} of {target} from rank {source}, "
+                        f"owed by {self._owing(wait.event, source)}"
+                    )
+        task = f"{names[step.group]}[{step.task}]"
+        return f"rank {self.rank} SM {sm}: {task} waits for {', '.join(parts)}"
+
+    def _owing(self, event: int, source: int) -> str:
+        """Tasks that signal the event; on this rank, those that have not run. All ranks have the
+        same queues.
+        """
+        owing = [
+            f"{self._encoded.names[step.group]}[{step.task}] on SM {sm}"
+            for sm, (at, queue) in enumerate(zip(self._next, self._queues, strict=True))
+            for step in (queue[at:] if source == self.rank else queue)
+            if any(place // len(self._peers.lanes) == event for _, place in step.signals)
+        ]
+        more = f" and {len(owing) - MAX_REPORTED} more" if len(owing) > MAX_REPORTED else ""
+        return f"rank {source}: {', '.join(owing[:MAX_REPORTED]) or 'no task that is left'}{more}"
+
+
+def interpret_ranks(
+    ranks: Sequence[RankInterpreter],
+    *,
+    num_launches: int = 1,
+    seed: int | None = None,
+    before: Callable[[int, int], None] = lambda rank, launch: None,
+    after: Callable[[int, int], None] = lambda rank, launch: None,
+) -> None:
+    """Runs `num_launches` launches on all ranks in this thread, each rank as far ahead of the
+    others as events allow.
+
+    before, after: called with (place in `ranks`, launch from 0) around each launch of a rank.
+    Raises HangError once no rank can go on.
+    """
+    order = Order(seed)
+    launched = [0] * len(ranks)
+
+    def advance(place: int) -> bool:
+        rank = ranks[place]
+        if not rank.done:
+            moved = rank.step()
+        elif moved := launched[place] < num_launches:
+            before(place, launched[place])
+            rank.start()
+            launched[place] += 1
+        if moved and rank.done:
+            after(place, launched[place] - 1)
+        return moved
+
+    while True:
+        moved = next((place for place in order.candidates(len(ranks)) if advance(place)), None)
+        if moved is None:
+            break
+        order.chose(moved)
+    for rank in ranks:
+        if not rank.done:
+            raise rank.blocked()

@@ -1,0 +1,75 @@
+"""Instructions of tasks, from the geometry of each task and the rule of its op's kind.
+
+In: a task group and where its operands lie. Out: for each task a list of instructions, in which the
+`base` of a Ref is the number of the access (reads first, from 1) instead of an address: equal
+layers share these lists, and encoder.py puts the addresses in. `is_encodable` tells whether an op
+has instructions at all; hostir keeps the others as library ops. Next on the walk: encoder.py.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from distmega.errors import ProgramError
+from distmega.kernels.arena import Operand, Space, row_major
+from distmega.kernels.geometry import make_geometry, unfit
+from distmega.kernels.opcodes import Instruction, Nop
+from distmega.kernels.rules import COMPUTE_RULES, Context, Rule
+from distmega.kernels.rules_move import MOVE_RULES, concat_instructions
+from distmega.kernels.tasks import TaskGroup
+from distmega.program import Op, Tensor, accesses
+
+RULES: Mapping[str, Rule] = {**COMPUTE_RULES, **MOVE_RULES}
+
+MAX_INSTRUCTIONS = 16
+"""An op that takes more than this for its whole iteration space is not worth a place in a
+megakernel.
+"""
+
+
+def lower_group(
+    group: TaskGroup, operands: Sequence[Operand], mesh_axes: tuple[str, ...], expression: int
+) -> list[list[Instruction]]:
+    """Instructions of each task of a group; `operands` in access order. Raises ProgramError where
+    there are none.
+
+    mesh_axes: names of the mesh axes, in order. expression: place of the op's pointwise program in
+    the constant table.
+    """
+    op = group.op
+    if op.kind == "view":
+        return [[Nop()] for _ in range(group.num_tasks)]
+    if op.kind not in RULES:
+        raise unfit(op, "no instruction computes this kind")
+    rule = RULES[op.kind]
+    classes = rule.classes(op)
+    geometry = make_geometry(group, operands, classes.__getitem__, rule.limits)
+    context = Context(geometry, operands, mesh_axes, expression)
+    if op.kind == "concat":
+        return [list(concat_instructions(context, task)) for task in range(group.num_tasks)]
+    return [
+        [rule.emit(context, part) for part in geometry.parts(task)]
+        for task in range(group.num_tasks)
+    ]
+
+
+def is_encodable(op: Op, tensors: Mapping[str, Tensor]) -> bool:
+    """Whether an op on row-major tensors has instructions, and few enough to be worth a place in a
+    megakernel.
+    """
+    operands = [_plain_operand(tensors[access.tensor]) for access in accesses(op)]
+    mesh_axes = tuple(str(op.get(name, "")) for name in ("mesh_axis", "base_axis"))
+    try:
+        (instructions,) = lower_group(TaskGroup(op=op), operands, mesh_axes, 0)
+    except ProgramError:
+        return False
+    return len(instructions) <= MAX_INSTRUCTIONS
+
+
+def _plain_operand(tensor: Tensor) -> Operand:
+    return Operand(
+        space=Space.ACT,
+        dtype=tensor.dtype,
+        offset_bytes=0,
+        first=0,
+        shape=tensor.shape,
+        strides=row_major(tensor.shape),
+    )

@@ -1,0 +1,89 @@
+"""Arenas as torch memory: one flat byte tensor a space, and views into it.
+
+In: layouts and operands of arena.py. Out: tensors that share the arena's storage. Whoever allocates
+an arena loads weights straight into its views; library ops and megakernels then work on the same
+memory. Next on the walk: reference.py.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from distmega.dtypes import item_bytes
+from distmega.hostir.torch_types import torch_dtype
+from distmega.kernels.arena import ALIGNMENT_BYTES, UNIT_BYTES, ArenaLayout, Operand, row_major
+from distmega.kernels.encoding import Words
+from distmega.kernels.opcodes import Ref
+
+
+def allocate_arena(layout: ArenaLayout, copies: int = 1) -> Tensor:
+    """Zeroed CPU memory for an arena, a flat uint8 tensor aligned as its tensors need; never
+    empty.
+    """
+    num_bytes = max(layout.num_bytes * copies, ALIGNMENT_BYTES)
+    raw = torch.zeros(num_bytes + ALIGNMENT_BYTES, dtype=torch.uint8)
+    start = -raw.data_ptr() % ALIGNMENT_BYTES
+    return raw[start : start + num_bytes]
+
+
+def arena_views(layout: ArenaLayout, arena: Tensor) -> dict[str, Tensor]:
+    """The tensors of an arena by name, as views of its memory."""
+    return {
+        name: _typed(
+            arena, tensor.dtype, layout.offset(name), 0, tensor.shape, row_major(tensor.shape)
+        )
+        for name, tensor in layout.tensors.items()
+    }
+
+
+def operand_view(arenas: Sequence[Tensor], operand: Operand) -> Tensor:
+    """A tensor of a segment, views included, as a view of the arena it lies in; arenas in the order
+    of Space.
+    """
+    arena = arenas[operand.space]
+    return _typed(
+        arena, operand.dtype, operand.offset_bytes, operand.first, operand.shape, operand.strides
+    )
+
+
+def _typed(
+    arena: Tensor,
+    dtype: str,
+    offset_bytes: int,
+    first: int,
+    shape: Sequence[int],
+    strides: Sequence[int],
+) -> Tensor:
+    flat = arena.view(torch_dtype(dtype))
+    offset = offset_bytes // item_bytes(dtype) + first + flat.storage_offset()
+    return flat.as_strided(tuple(shape), tuple(strides), offset)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMemory:
+    """What the instructions of one rank reach.
+
+    arenas: weight, state, activation and peer arena of this rank, in the order of Space. teams: for
+    each mesh axis the peer arenas of this rank's team, in rank order. coordinate: this rank's index
+    along each mesh axis, which is its place in that team. constants: the constant table.
+    """
+
+    arenas: tuple[Tensor, ...]
+    teams: tuple[tuple[Tensor, ...], ...]
+    coordinate: tuple[int, ...]
+    constants: Words
+
+    def view(
+        self, ref: Ref, shape: Sequence[int], strides: Sequence[int], first: int = 0
+    ) -> Tensor:
+        """An operand of an instruction, `first` elements further on."""
+        return peer_view(self.arenas[ref.space], ref, shape, strides, first)
+
+
+def peer_view(
+    arena: Tensor, ref: Ref, shape: Sequence[int], strides: Sequence[int], first: int = 0
+) -> Tensor:
+    """An operand in a given arena of its space: that of another rank, say."""
+    return _typed(arena, ref.dtype, ref.base * UNIT_BYTES, ref.first + first, shape, strides)

@@ -1,0 +1,176 @@
+"""Peer memory on CPUs: what ranks of one host write into each other, data and event counters.
+
+In: the sizes a kernel needs, and a way to exchange small objects between ranks. Out: `Peers`, for
+each rank of the team its peer arena and its counters as memory of this process. Every rank maps an
+anonymous file of each other rank, which has no name in any file system: the kernel of the operating
+system frees it with the last process that maps it, however that ends. `local_peers` gives the same
+to ranks that live in one process.
+
+Ordering. Counters have one lane for each source rank, so each word has a single writer and needs no
+atomic add. A rank stores data, then adds to its lane of the receiver; the receiver reads the lane,
+then the data. That order holds without fences on x86 alone, where stores become visible in program
+order and loads are not reordered with loads: elsewhere `share_peers` refuses, and the host IR
+communicates instead. Next on the walk: interpreter.py.
+"""
+
+import mmap
+import os
+import platform
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from distmega.errors import LaunchError
+from distmega.kernels.arena import ALIGNMENT_BYTES
+
+Exchange = Callable[[object], Sequence[object]]
+"""Gathers one object from each rank, in rank order, on all of them."""
+
+COUNTER_BYTES = 4
+TOKEN_BYTES = ALIGNMENT_BYTES
+"""Room at the start of a mapping for the token that tells it from any other file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerSizes:
+    """Memory that peers write on one rank: bytes of the arena, all copies, and counters, one a lane
+    and event.
+    """
+
+    arena_bytes: int
+    num_events: int
+    num_lanes: int
+
+    @property
+    def counter_bytes(self) -> int:
+        """Bytes of the counters, [events, lanes] int32, rounded up to a line."""
+        return _round_up(self.num_events * self.num_lanes * COUNTER_BYTES)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of a mapping: token, counters, arena."""
+        return TOKEN_BYTES + self.counter_bytes + max(_round_up(self.arena_bytes), ALIGNMENT_BYTES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Peers:
+    """Peer arenas (uint8) and counters (int32, [events * lanes]) by rank; `lanes` is the lane of
+    each source rank.
+    """
+
+    arenas: Mapping[int, Tensor]
+    counters: Mapping[int, memoryview]
+    lanes: Mapping[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Offer:
+    """What a rank tells the others: where its file is, and the token at the start of it."""
+
+    rank: int
+    path: str
+    token: bytes
+    sizes: PeerSizes
+    problem: str = ""
+
+
+def peer_memory_problem() -> str:
+    """Why ranks on this machine can't share memory in the way needed here; empty if they can."""
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return f"a {platform.machine()} CPU reorders stores"
+    if not hasattr(os, "memfd_create"):
+        return f"{platform.system()} has no anonymous shared files"
+    return ""
+
+
+def local_peers(ranks: Sequence[int], sizes: PeerSizes) -> Peers:
+    """Peer memory of ranks that run in this process."""
+    buffers = {rank: mmap.mmap(-1, sizes.total_bytes) for rank in ranks}
+    return _peers(buffers, sizes)
+
+
+def share_peers(rank: int, ranks: Sequence[int], sizes: PeerSizes, exchange: Exchange) -> Peers:
+    """Peer memory of ranks that are processes of one host. Collective: all of `ranks` call it
+    together.
+
+    Raises LaunchError, on all ranks, if one of them can't create or reach the memory.
+    """
+    token = secrets.token_bytes(16)
+    descriptor, problem = _create(sizes, token)
+    try:
+        path = f"/proc/{os.getpid()}/fd/{descriptor}"
+        offers = exchange(_Offer(rank=rank, path=path, token=token, sizes=sizes, problem=problem))
+        offered = [offer for offer in offers if isinstance(offer, _Offer)]
+        assert [offer.rank for offer in offered] == list(ranks), f"exchange gave {offers}"
+        _raise_first({offer.rank: offer.problem for offer in offered}, "create peer memory")
+        buffers, problem = _map_all(offered, sizes)
+        _raise_first(dict(zip(ranks, map(str, exchange(problem)), strict=True)), "map peer memory")
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)
+    return _peers(buffers, sizes)
+
+
+def _create(sizes: PeerSizes, token: bytes) -> tuple[int, str]:
+    """A new anonymous file with the token in it, or -1 and what is wrong."""
+    if problem := peer_memory_problem():
+        return -1, problem
+    descriptor = -1
+    try:
+        descriptor = os.memfd_create("distmega-peer")
+        os.posix_fallocate(descriptor, 0, sizes.total_bytes)
+        os.pwrite(descriptor, token, 0)
+    except OSError as error:
+        if descriptor >= 0:
+            os.close(descriptor)
+        return -1, f"{sizes.total_bytes} bytes of shared memory: {error.strerror}"
+    return descriptor, ""
+
+
+def _map_all(offers: Sequence[_Offer], sizes: PeerSizes) -> tuple[dict[int, mmap.mmap], str]:
+    """Mappings by rank, and what is wrong if one is missing."""
+    buffers: dict[int, mmap.mmap] = {}
+    for offer in offers:
+        if offer.sizes != sizes:
+            return buffers, f"rank {offer.rank} wants {offer.sizes}, this rank {sizes}"
+        try:
+            with open(offer.path, "r+b") as file:
+                buffer = mmap.mmap(file.fileno(), sizes.total_bytes)
+        except (OSError, ValueError) as error:
+            return buffers, f"memory of rank {offer.rank} is out of reach: {error}"
+        if buffer[: len(offer.token)] != offer.token:
+            return buffers, f"memory of rank {offer.rank} is out of reach: it is on another host"
+        buffers[offer.rank] = buffer
+    return buffers, ""
+
+
+def _raise_first(problems: Mapping[int, str], what: str) -> None:
+    for rank, problem in problems.items():
+        if problem:
+            raise LaunchError(
+                f"rank {rank} can't {what}: {problem}",
+                expected="processes of one user on one x86 Linux host, in one container",
+                remedy="run these ranks on one host, or compile without peer memory",
+            )
+
+
+def _peers(buffers: Mapping[int, mmap.mmap], sizes: PeerSizes) -> Peers:
+    start = TOKEN_BYTES + sizes.counter_bytes
+    return Peers(
+        arenas={
+            rank: torch.frombuffer(buffer, dtype=torch.uint8, offset=start)
+            for rank, buffer in buffers.items()
+        },
+        counters={
+            rank: memoryview(buffer)[TOKEN_BYTES:start].cast("i")
+            for rank, buffer in buffers.items()
+        },
+        lanes={rank: lane for lane, rank in enumerate(buffers)},
+    )
+
+
+def _round_up(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

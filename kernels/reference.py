@@ -1,0 +1,247 @@
+"""Reference of the opcodes: one function each, on the torch memory of one rank.
+
+In: an instruction and the rank's memory. Out: a function without arguments that executes it. Views
+are made once, when an instruction is bound; what runs a task is the bound function alone. The maths
+is that of hostir/library.py, on tiles. GPU kernels are compared with these. Next on the walk:
+interpreter.py.
+"""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from distmega.hostir import library
+from distmega.hostir.torch_types import widen
+from distmega.kernels import opcodes
+from distmega.kernels.encoding import unpack_expression
+from distmega.kernels.memory import RankMemory, peer_view
+from distmega.kernels.opcodes import COMBINES, Instruction
+
+Run = Callable[[], None]
+
+_SPEC = library.LinearSpec(x=("m", "k"), w=("n", "k"), bias=(), out=("m", "n"))
+_BIASED = library.LinearSpec(x=("m", "k"), w=("n", "k"), bias=("n",), out=("m", "n"))
+_PAIRWISE: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
+
+
+def bind(instruction: Instruction, memory: RankMemory) -> Run:
+    """The function that executes an instruction on this memory, any number of times."""
+    return _BINDERS[type(instruction)](instruction, memory)
+
+
+def _nop(i: opcodes.Nop, memory: RankMemory) -> Run:
+    return lambda: None
+
+
+def _linear(i: opcodes.Linear, memory: RankMemory) -> Run:
+    x = memory.view(i.x, (i.m, i.k), i.x_strides)
+    w = memory.view(i.w, (i.n, i.k), i.w_strides)
+    bias = memory.view(i.bias, (i.n,), (i.bias_stride,)) if i.bias else None
+    out = memory.view(i.out, (i.m, i.n), i.out_strides)
+    spec = _BIASED if i.bias else _SPEC
+
+    def run() -> None:
+        out.copy_(library.linear(x, w, bias, spec, 1))
+
+    return run
+
+
+def _pointwise(i: opcodes.Pointwise, memory: RankMemory) -> Run:
+    refs = (i.a0, i.a1, i.a2, i.a3)
+    strides = (i.a0_strides, i.a1_strides, i.a2_strides, i.a3_strides)
+    pairs = zip(refs, strides, strict=True)
+    args = [memory.view(ref, i.extents, steps) for ref, steps in pairs if ref is not None]
+    out = memory.view(i.out, i.extents, i.out_strides)
+    tree = unpack_expression(memory.constants, i.expr)
+
+    def run() -> None:
+        out.copy_(library.pointwise(tree, args))
+
+    return run
+
+
+def _reduce(i: opcodes.Reduce, memory: RankMemory) -> Run:
+    x = memory.view(i.x, i.extents, i.x_strides)
+    out = memory.view(i.out, i.extents[::2], i.out_strides)
+    combine = COMBINES[i.combine]
+
+    def run() -> None:
+        out.copy_(library.reduce(x, (1,), combine))
+
+    return run
+
+
+def _rms_norm(i: opcodes.RmsNorm, memory: RankMemory) -> Run:
+    x = memory.view(i.x, (i.rows, i.dim), (i.x_stride, 1))
+    weight = memory.view(i.weight, (i.dim,), (1,))
+    out = memory.view(i.out, (i.rows, i.count), (i.out_stride, 1))
+    columns = slice(i.start, i.start + i.count)
+
+    def run() -> None:
+        out.copy_(library.rms_norm(x, weight, i.eps)[:, columns])
+
+    return run
+
+
+def _rope(i: opcodes.Rope, memory: RankMemory) -> Run:
+    x = memory.view(i.x, (i.rows, i.heads, i.dim), (*i.x_strides, 1))
+    positions = memory.view(i.positions, (i.rows,), (1,))
+    table = memory.view(i.table, (i.table_rows, i.dim), (i.table_stride, 1))
+    out = memory.view(i.out, (i.rows, i.heads, i.count), (*i.out_strides, 1))
+    columns = slice(i.start, i.start + i.count)
+
+    def run() -> None:
+        out.copy_(library.rope(x, positions, table)[:, :, columns])
+
+    return run
+
+
+def _kv_append(i: opcodes.KvAppend, memory: RankMemory) -> Run:
+    x = memory.view(i.x, (i.rows, i.heads, i.dim), (*i.x_strides, 1))
+    positions = memory.view(i.positions, (i.rows,), (1,))
+    cache = memory.view(i.cache, (i.heads, i.slots, i.dim), (*i.cache_strides, 1))
+
+    def run() -> None:
+        library.kv_append(cache, x, positions)
+
+    return run
+
+
+def _attention(i: opcodes.Attention, memory: RankMemory) -> Run:
+    q = memory.view(i.q, (i.m, i.h, i.g, i.d), (*i.q_strides, 1))
+    k = memory.view(i.k, (i.h, i.t, i.d), (i.k_stride, i.d, 1))
+    v = memory.view(i.v, (i.h, i.t, i.e), (i.v_stride, i.e, 1))
+    positions = memory.view(i.positions, (i.m,), (1,))
+    out = memory.view(i.out, (i.m, i.h, i.g, i.e), (*i.out_strides, 1))
+
+    def run() -> None:
+        out.copy_(library.attention(q, k, v, positions, i.scale, i.window))
+
+    return run
+
+
+def _embedding(i: opcodes.Embedding, memory: RankMemory) -> Run:
+    ids = memory.view(i.ids, (i.rows,), (1,))
+    table = memory.view(i.table, (i.vocab, i.dim), (i.table_stride, 1))
+    out = memory.view(i.out, (i.rows, i.dim), (i.out_stride, 1))
+    base = _base(i.axis, i.stride, memory)
+
+    def run() -> None:
+        whole = i.axis < 0
+        rows = library.embedding(ids, table) if whole else library.embedding_shard(ids, table, base)
+        out.copy_(rows)
+
+    return run
+
+
+def _copy(i: opcodes.Copy, memory: RankMemory) -> Run:
+    src = memory.view(i.src, i.extents, i.src_strides).squeeze()
+    dst = memory.view(i.dst, i.extents, i.dst_strides).squeeze()
+
+    def run() -> None:
+        dst.copy_(src)
+
+    return run
+
+
+def _take_shard(i: opcodes.TakeShard, memory: RankMemory) -> Run:
+    start = memory.coordinate[i.axis] * i.shard
+    num_valid = max(0, min(i.extents[0], i.bound - start))
+    shape = (num_valid, *i.extents[1:])
+    dst = memory.view(i.dst, i.extents, i.dst_strides)
+    src = memory.view(i.src, shape, i.src_strides, start * i.src_strides[0] if num_valid else 0)
+
+    def run() -> None:
+        dst[:num_valid].copy_(src)
+        dst[num_valid:].zero_()
+
+    return run
+
+
+def _argmax(i: opcodes.Argmax, memory: RankMemory) -> Run:
+    x = memory.view(i.x, (i.rows, i.vocab), (i.x_stride, 1))
+    value = memory.view(i.value, (i.rows,), (1,))
+    index = memory.view(i.index, (i.rows,), (1,))
+    base = _base(i.axis, i.stride, memory)
+
+    def run() -> None:
+        best, place = library.argmax(x, base, i.extent)
+        value.copy_(best)
+        index.copy_(place)
+
+    return run
+
+
+def _push(i: opcodes.Push, memory: RankMemory) -> Run:
+    x = memory.view(i.x, i.extents, i.x_strides)
+    slot = memory.coordinate[i.axis] * i.slot_stride
+    slots = [
+        peer_view(arena, i.recv, i.extents, i.recv_strides, slot) for arena in memory.teams[i.axis]
+    ]
+
+    def run() -> None:
+        for received in slots:
+            received.copy_(x)
+
+    return run
+
+
+def _sum_ranks(i: opcodes.SumRanks, memory: RankMemory) -> Run:
+    slots = [
+        memory.view(i.recv, i.extents, i.recv_strides, slot * i.slot_stride)
+        for slot in range(i.num_ranks)
+    ]
+    out = memory.view(i.out, i.extents, i.out_strides)
+    combine = _PAIRWISE[COMBINES[i.combine]]
+
+    def run() -> None:
+        total = widen(slots[0])
+        for slot in slots[1:]:
+            total = combine(total, widen(slot))
+        out.copy_(total)
+
+    return run
+
+
+def _argmax_ranks(i: opcodes.ArgmaxRanks, memory: RankMemory) -> Run:
+    values = memory.view(i.values, (i.rows, i.num_ranks), (1, i.value_slot_stride))
+    indices = memory.view(i.indices, (i.rows, i.num_ranks), (1, i.index_slot_stride))
+    value = memory.view(i.value, (i.rows,), (1,))
+    index = memory.view(i.index, (i.rows,), (1,))
+
+    def run() -> None:
+        best, slot = library.argmax(values)
+        value.copy_(best)
+        index.copy_(indices.gather(1, slot.unsqueeze(1)).squeeze(1))
+
+    return run
+
+
+def _base(axis: int, stride: int, memory: RankMemory) -> int:
+    """First global index of this rank's part of a sharded index space."""
+    return memory.coordinate[axis] * stride if axis >= 0 else 0
+
+
+_BINDERS: Mapping[type, Callable[..., Run]] = {
+    opcodes.Nop: _nop,
+    opcodes.Linear: _linear,
+    opcodes.Pointwise: _pointwise,
+    opcodes.Reduce: _reduce,
+    opcodes.RmsNorm: _rms_norm,
+    opcodes.Rope: _rope,
+    opcodes.KvAppend: _kv_append,
+    opcodes.Attention: _attention,
+    opcodes.Embedding: _embedding,
+    opcodes.Copy: _copy,
+    opcodes.TakeShard: _take_shard,
+    opcodes.Argmax: _argmax,
+    opcodes.Push: _push,
+    opcodes.SumRanks: _sum_ranks,
+    opcodes.ArgmaxRanks: _argmax_ranks,
+}
+assert set(_BINDERS) == set(opcodes.OPCODES)

@@ -1,0 +1,127 @@
+"""Instructions of ops that move data: copies, shards, pushes to peers, and what reads their
+buffers.
+
+Used by lowering.py through MOVE_RULES; see rules.py for the ops that compute.
+"""
+
+from collections.abc import Iterator, Mapping
+
+from distmega.kernels import opcodes
+from distmega.kernels.geometry import Part, inside
+from distmega.kernels.opcodes import Instruction
+from distmega.kernels.rules import Context, Rule, all_axes
+from distmega.program import Op
+
+
+def copy_instruction(context: Context, part: Part, source: int) -> Instruction:
+    """The copy of one part from read number `source` into the result."""
+    out = len(context.op.reads)
+    return opcodes.Copy(
+        src=context.ref(part, source),
+        dst=context.ref(part, out),
+        extents=opcodes.six(part.lengths("i")),
+        src_strides=opcodes.six(part.strides("i", source)),
+        dst_strides=opcodes.six(part.strides("i", out)),
+    )
+
+
+def _copy(context: Context, part: Part) -> Instruction:
+    return copy_instruction(context, part, 0)
+
+
+def concat_instructions(context: Context, task: int) -> Iterator[Instruction]:
+    """Copies from each operand that reaches into the tile of the task."""
+    for source, read in enumerate(context.op.reads):
+        clip = inside(read, context.operands[source].shape, context.op)
+        for part in context.geometry.parts(task, clip):
+            yield copy_instruction(context, part, source)
+
+
+def _rank_axis(op: Op) -> str:
+    """The axis of an op that stands for the ranks of its team."""
+    (name,) = (axis.name for axis in op.axes if axis.lookup)
+    return name
+
+
+def _take_shard_classes(op: Op) -> dict[str, str]:
+    ranks = _rank_axis(op)
+    (sharded,) = (index.axes for index in op.reads[0].dims if ranks in index.axes)
+    return {a.name: "" if a.name == ranks else "s" if a.name in sharded else "i" for a in op.axes}
+
+
+def _take_shard(context: Context, part: Part) -> Instruction:
+    ranks = _rank_axis(context.op)
+    (dim,) = (d for d, index in enumerate(context.op.reads[0].dims) if ranks in index.axes)
+    (inner,) = (name for name in context.op.reads[0].dims[dim].axes if name != ranks)
+    (shard,) = part.dims["s"]
+    return opcodes.TakeShard(
+        src=context.ref(part, 0),
+        dst=context.ref(part, 1),
+        extents=opcodes.quad((shard.length, *part.lengths("i"))),
+        src_strides=opcodes.quad((shard.strides[0], *part.strides("i", 0))),
+        dst_strides=opcodes.quad((shard.strides[1], *part.strides("i", 1))),
+        axis=context.axis_number("mesh_axis"),
+        shard=context.op.axis(inner).extent,
+        bound=context.operands[0].shape[dim] - shard.start,
+    )
+
+
+def _slot_classes(op: Op) -> dict[str, str]:
+    """Every axis in one class, but for the slots of receive buffers, which instructions walk
+    themselves.
+    """
+    buffers = op.writes if op.kind == "push" else op.reads
+    (slot,) = buffers[0].dims[0].axes
+    return {axis.name: "" if axis.name == slot else "i" for axis in op.axes}
+
+
+def _push(context: Context, part: Part) -> Instruction:
+    return opcodes.Push(
+        x=context.ref(part, 0),
+        recv=context.ref(part, 1),
+        extents=opcodes.quad(part.lengths("i")),
+        x_strides=opcodes.quad(part.strides("i", 0)),
+        recv_strides=opcodes.quad(part.strides("i", 1)),
+        slot_stride=context.operands[1].strides[0],
+        axis=context.axis_number("mesh_axis"),
+    )
+
+
+def _sum_ranks(context: Context, part: Part) -> Instruction:
+    return opcodes.SumRanks(
+        recv=context.ref(part, 0),
+        out=context.ref(part, 1),
+        combine=context.combine(),
+        num_ranks=context.operands[0].shape[0],
+        extents=opcodes.quad(part.lengths("i")),
+        recv_strides=opcodes.quad(part.strides("i", 0)),
+        out_strides=opcodes.quad(part.strides("i", 1)),
+        slot_stride=context.operands[0].strides[0],
+    )
+
+
+def _argmax_ranks(context: Context, part: Part) -> Instruction:
+    (row,) = part.dims["i"]
+    for operand in range(4):
+        context.require_rows(row, operand)
+    return opcodes.ArgmaxRanks(
+        values=context.ref(part, 0),
+        indices=context.ref(part, 1),
+        value=context.ref(part, 2),
+        index=context.ref(part, 3),
+        rows=row.length,
+        num_ranks=context.operands[0].shape[0],
+        value_slot_stride=context.operands[0].strides[0],
+        index_slot_stride=context.operands[1].strides[0],
+    )
+
+
+_COPY = Rule({"i": 6}, all_axes, _copy)
+
+MOVE_RULES: Mapping[str, Rule] = {
+    **dict.fromkeys(("slice", "concat", "reshape", "transpose", "set"), _COPY),
+    "take_shard": Rule({"s": 1, "i": 3}, _take_shard_classes, _take_shard),
+    "push": Rule({"i": 4}, _slot_classes, _push),
+    "sum_ranks": Rule({"i": 4}, _slot_classes, _sum_ranks),
+    "argmax_ranks": Rule({"i": 1}, _slot_classes, _argmax_ranks),
+}
