@@ -1,0 +1,366 @@
+"""Iteration domains: axes under split, merge, reorder and swizzle, each with a parallel type.
+
+Comes in: the iteration axes of an op (a loop domain). Goes out: for every parallel coordinate, the
+exact positions that an access touches; two shardings are equal when these maps are equal, whatever
+their axes are called. Next: placements.py, the tensor's side.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from distmega.errors import VerifyError
+from distmega.program import Index
+from distmega.sharding.mesh import DeviceMesh
+
+Array = npt.NDArray[np.int64]
+Ranges = tuple[tuple[int, int], ...]
+"""Positions as sorted, disjoint, half-open ranges."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Values run on different ranks, along one mesh axis."""
+
+    axis: str
+
+    def __str__(self) -> str:
+        return f"Device({self.axis})"
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """Values run as iterations of a host loop, on CUDA streams."""
+
+    def __str__(self) -> str:
+        return "Stream"
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Values run as tasks of a persistent megakernel."""
+
+    def __str__(self) -> str:
+        return "Task"
+
+
+@dataclass(frozen=True, slots=True)
+class Serial:
+    """Values run one after the other inside whatever holds them."""
+
+    def __str__(self) -> str:
+        return "Serial"
+
+
+Parallel = Device | Stream | Task | Serial
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopAxis:
+    """One axis of a domain after its transforms."""
+
+    name: str
+    extent: int
+    parallel: Parallel = Serial()
+
+    def __str__(self) -> str:
+        mark = "" if isinstance(self.parallel, Serial) else f" {self.parallel}"
+        return f"{self.name}:{self.extent}{mark}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """source = outer * inner_extent + inner, for values below `extent`; the rest is padding."""
+
+    source: str
+    extent: int
+    outer: str
+    inner: str
+    inner_extent: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Merge:
+    """result = outer * inner_extent + inner."""
+
+    outer: str
+    inner: str
+    inner_extent: int
+    result: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Swizzle:
+    """source = (result + coordinate along the mesh axis) mod extent: the ring."""
+
+    source: str
+    result: str
+    extent: int
+    axis: str
+
+
+Transform = Split | Merge | Swizzle
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopDomain:
+    """Root axes (name, extent), the transforms applied to them in order, and the axes that result.
+
+    `axes` is the loop nest, outermost first. Every method gives a new domain.
+    """
+
+    roots: tuple[tuple[str, int], ...]
+    transforms: tuple[Transform, ...] = ()
+    axes: tuple[LoopAxis, ...]
+
+    @staticmethod
+    def of(roots: Sequence[tuple[str, int]]) -> "LoopDomain":
+        """A domain without transforms: every root a serial axis."""
+        axes = tuple(LoopAxis(name=name, extent=extent) for name, extent in roots)
+        return LoopDomain(roots=tuple(roots), axes=axes)
+
+    def __str__(self) -> str:
+        return f"[{', '.join(map(str, self.axes))}]"
+
+    def axis(self, name: str) -> LoopAxis:
+        """The loop axis of that name. VerifyError if it is not (or no longer) one."""
+        for axis in self.axes:
+            if axis.name == name:
+                return axis
+        raise _bad(f"axis {name!r} of loop domain {self}", "one of its axes")
+
+    def split(self, name: str, factor: int, *, outer: bool = False) -> "LoopDomain":
+        """Splits an axis into name.o and name.i. `factor` is the extent of name.i, or of name.o.
+
+        The other extent is rounded up; values past the axis' extent are padding.
+        """
+        source = self.axis(name)
+        if factor < 1:
+            raise _bad(f"split of {name!r} by {factor}", "a factor of at least 1")
+        other = -(-source.extent // factor)
+        outer_extent, inner_extent = (factor, other) if outer else (other, factor)
+        transform = Split(
+            source=name,
+            extent=source.extent,
+            outer=f"{name}.o",
+            inner=f"{name}.i",
+            inner_extent=inner_extent,
+        )
+        new = (
+            LoopAxis(name=transform.outer, extent=outer_extent),
+            LoopAxis(name=transform.inner, extent=inner_extent),
+        )
+        return self._replaced((name,), new, transform)
+
+    def merge(self, outer: str, inner: str) -> "LoopDomain":
+        """Joins two axes into one named outer&inner, placed where the outer one was."""
+        first, second = self.axis(outer), self.axis(inner)
+        result = f"{outer}&{inner}"
+        transform = Merge(outer=outer, inner=inner, inner_extent=second.extent, result=result)
+        new = (LoopAxis(name=result, extent=first.extent * second.extent),)
+        return self._replaced((outer, inner), new, transform)
+
+    def swizzle(self, name: str, axis: str) -> "LoopDomain":
+        """Rotates an axis by the coordinate along a mesh axis: name.r runs the ring."""
+        source, result = self.axis(name), f"{name}.r"
+        transform = Swizzle(source=name, result=result, extent=source.extent, axis=axis)
+        return self._replaced((name,), (replace(source, name=result),), transform)
+
+    def parallelize(self, name: str, parallel: Parallel) -> "LoopDomain":
+        """Gives an axis a parallel type. VerifyError if a mesh axis is already in use."""
+        taken = [axis.parallel for axis in self.axes if axis.name != name]
+        if isinstance(parallel, Device | Stream) and parallel in taken:
+            raise _bad(f"second axis {name!r} marked {parallel} in {self}", "one axis a type")
+        self.axis(name)
+        axes = (replace(a, parallel=parallel) if a.name == name else a for a in self.axes)
+        return replace(self, axes=tuple(axes))
+
+    def reorder(self, front: Sequence[str]) -> "LoopDomain":
+        """Moves the named axes to the front, in that order."""
+        first = tuple(self.axis(name) for name in front)
+        rest = tuple(axis for axis in self.axes if axis.name not in front)
+        return replace(self, axes=first + rest)
+
+    def shard(self, name: str, axis: str, size: int) -> "LoopDomain":
+        """Divides an axis over a mesh axis and moves the device axis to the front."""
+        domain = self.split(name, size, outer=True).parallelize(f"{name}.o", Device(axis))
+        return domain.reorder([f"{name}.o"])
+
+    def extent_of(self, parallel: Parallel) -> int:
+        """Extent of the axis with this parallel type; 1 without one."""
+        return next((axis.extent for axis in self.axes if axis.parallel == parallel), 1)
+
+    def positions(self, root: str, place: Mapping[Parallel, int]) -> Ranges:
+        """Values of a root axis that run at a parallel coordinate.
+
+        place: coordinate by parallel type; axes of a type not in it run whole.
+        """
+        extent, needed = dict(self.roots)[root], _ancestors(self.transforms, root)
+        relevant = [t for t in self.transforms if needed.intersection(_sources(t))]
+        if not relevant:
+            return _clip(self.axis(root), place, extent)
+        if len(relevant) == 1 and isinstance(split := relevant[0], Split):
+            outer, inner = self.axis(split.outer), self.axis(split.inner)
+            if outer.parallel in place and inner.parallel not in place:
+                start = place[outer.parallel] * split.inner_extent
+                return ((start, min(start + split.inner_extent, extent)),) * (start < extent)
+        return _ranges(self._enumerate(root, place))
+
+    def _enumerate(self, root: str, place: Mapping[Parallel, int]) -> Array:
+        """All values of a root at a parallel coordinate, by running the transforms backwards."""
+        needed = _ancestors(self.transforms, root)
+        grids = [
+            np.array([place[axis.parallel]]) if axis.parallel in place else np.arange(axis.extent)
+            for axis in self.axes
+            if axis.name in needed
+        ]
+        names = [axis.name for axis in self.axes if axis.name in needed]
+        mesh = np.meshgrid(*grids, indexing="ij")
+        values: dict[str, Array] = {n: g.reshape(-1) for n, g in zip(names, mesh, strict=True)}
+        valid = np.ones(next(iter(values.values())).shape, dtype=bool)
+        for transform in reversed(self.transforms):
+            match transform:
+                case Split(source=source, outer=outer, inner=inner) if outer in values:
+                    values[source] = values[outer] * transform.inner_extent + values[inner]
+                    valid &= values[source] < transform.extent
+                case Merge(result=result) if result in values:
+                    values[transform.outer] = values[result] // transform.inner_extent
+                    values[transform.inner] = values[result] % transform.inner_extent
+                case Swizzle(result=result) if result in values:
+                    shift = place.get(Device(transform.axis), 0)
+                    values[transform.source] = (values[result] + shift) % transform.extent
+        return np.unique(values[root][valid])
+
+    def _replaced(
+        self, old: Sequence[str], new: Sequence[LoopAxis], transform: Transform
+    ) -> "LoopDomain":
+        at = next(i for i, axis in enumerate(self.axes) if axis.name == old[0])
+        axes = list(self.axes)
+        axes[at : at + 1] = new
+        kept = tuple(axis for axis in axes if axis.name not in old or axis in new)
+        return replace(self, axes=kept, transforms=(*self.transforms, transform))
+
+
+def _sources(transform: Transform) -> tuple[str, ...]:
+    """Names that a transform replaced."""
+    if isinstance(transform, Merge):
+        return (transform.outer, transform.inner)
+    return (transform.source,)
+
+
+def _ancestors(transforms: Sequence[Transform], root: str) -> set[str]:
+    """Names whose values decide the root's value: the root and all that it was turned into."""
+    names = {root}
+    for transform in transforms:
+        match transform:
+            case Split(source=source, outer=outer, inner=inner) if source in names:
+                names |= {outer, inner}
+            case Merge(outer=outer, inner=inner, result=result) if {outer, inner} & names:
+                names.add(result)
+            case Swizzle(source=source, result=result) if source in names:
+                names.add(result)
+    return names
+
+
+def _clip(axis: LoopAxis, place: Mapping[Parallel, int], extent: int) -> Ranges:
+    if axis.parallel in place:
+        start = place[axis.parallel]
+        return ((start, start + 1),) * (start < extent)
+    return ((0, extent),)
+
+
+def _ranges(values: Array) -> Ranges:
+    if not len(values):
+        return ()
+    cuts = np.flatnonzero(np.diff(values) != 1)
+    starts = values[np.concatenate(([0], cuts + 1))]
+    stops = values[np.concatenate((cuts, [len(values) - 1]))] + 1
+    return tuple(zip(starts.tolist(), stops.tolist(), strict=True))
+
+
+def dim_positions(
+    domain: LoopDomain, index: Index, extent: int, place: Mapping[Parallel, int]
+) -> Ranges:
+    """Positions of a tensor dim of `extent` that an access touches at a parallel coordinate."""
+    sizes = dict(domain.roots)
+    if not index.axes:
+        return ((index.offset, index.offset + 1),)
+    parts = [domain.positions(name, place) for name in index.axes]
+    inner = int(np.prod([sizes[name] for name in index.axes[1:]], dtype=np.int64))
+    whole = all(p == ((0, sizes[n]),) for n, p in zip(index.axes[1:], parts[1:], strict=True))
+    if whole and index.stride == 1:
+        moved = ((a * inner + index.offset, b * inner + index.offset) for a, b in parts[0])
+        kept = ((max(a, 0), min(b, extent)) for a, b in moved)
+        return tuple((a, b) for a, b in kept if a < b)
+    values = np.zeros(1, dtype=np.int64)
+    for name, part in zip(index.axes, parts, strict=True):
+        digits = np.concatenate([np.arange(a, b) for a, b in part] or [np.zeros(0, np.int64)])
+        values = (values[:, None] * sizes[name] + digits[None, :]).reshape(-1)
+    found = np.unique(values * index.stride + index.offset)
+    return _ranges(found[(found >= 0) & (found < extent)])
+
+
+Access = tuple[LoopDomain, Sequence[Index]]
+"""One side of a dependency: a loop domain and how it indexes the tensor's dims."""
+
+
+def shardings_differ(
+    shape: Sequence[int], producer: Access, consumer: Access, parallel: Parallel, mesh: DeviceMesh
+) -> bool:
+    """Whether a tensor must be resharded between two ops, as seen by one parallel type.
+
+    Along Device(axis) they agree when each coordinate writes exactly the positions it reads. Along
+    Stream they agree when, on every rank, either neither side's positions depend on the stream
+    index or every iteration touches the same positions.
+    """
+    return any(
+        _dim_differs(extent, producer, consumer, dim, parallel, mesh)
+        for dim, extent in enumerate(shape)
+    )
+
+
+def _dim_differs(
+    extent: int, producer: Access, consumer: Access, dim: int, parallel: Parallel, mesh: DeviceMesh
+) -> bool:
+    def positions(side: Access, place: Mapping[Parallel, int]) -> Ranges:
+        domain, dims = side
+        return dim_positions(domain, dims[dim], extent, place)
+
+    if isinstance(parallel, Device):
+        places = _device_places(mesh, parallel.axis)
+        return any(
+            _union(positions(producer, place) for place in group)
+            != _union(positions(consumer, place) for place in group)
+            for group in places
+        )
+    for coordinate in mesh.coordinates():
+        ranks: dict[Parallel, int] = {Device(axis): c for axis, c in coordinate.items()}
+        count = max(side[0].extent_of(parallel) for side in (producer, consumer))
+        made = [positions(producer, {**ranks, parallel: i}) for i in range(count)]
+        used = [positions(consumer, {**ranks, parallel: i}) for i in range(count)]
+        if (len(set(made)) > 1 or len(set(used)) > 1) and made != used:
+            return True
+    return False
+
+
+def _device_places(mesh: DeviceMesh, axis: str) -> Iterator[list[dict[Parallel, int]]]:
+    """For each coordinate along `axis`: the places that share it."""
+    everywhere = list(mesh.coordinates())
+    for i in range(mesh.size(axis)):
+        yield [{Device(a): c for a, c in p.items()} for p in everywhere if p[axis] == i]
+
+
+def _union(parts: Iterator[Ranges]) -> Ranges:
+    joined: list[tuple[int, int]] = []
+    for start, stop in sorted({r for part in parts for r in part}):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(stop, joined[-1][1]))
+        else:
+            joined.append((start, stop))
+    return tuple(joined)
+
+
+def _bad(found: str, expected: str) -> VerifyError:
+    return VerifyError(found, expected=expected, remedy="check the transforms of the domain")

@@ -1,0 +1,124 @@
+"""The device mesh: which ranks run a program and how they are named by coordinates.
+
+Comes in: the user's axis sizes, or a nested list of ranks. Goes out: an immutable DeviceMesh that
+placements, collectives and launchers refer to by axis name. Next: domains.py.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from distmega.errors import MeshError
+
+Nested = int | Sequence["Nested"]
+
+_TEXT = re.compile(r"mesh\(([^)]*)\)(?: on ([\d,]+))?$")
+_AXIS = re.compile(r"([A-Za-z_]\w*)=(\d+)$")
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class DeviceMesh:
+    """Named mesh axes over ranks, row-major: the last axis varies fastest in `ranks`."""
+
+    axes: tuple[tuple[str, int], ...]
+    ranks: tuple[int, ...]
+
+    def __init__(self, **sizes: int) -> None:
+        """A mesh over ranks 0 to n - 1: DeviceMesh(dp=2, tp=4). MeshError for a size below 1."""
+        count = math.prod(size for size in sizes.values() if isinstance(size, int))
+        self._fill(tuple(sizes.items()), tuple(range(max(count, 0))))
+
+    @classmethod
+    def from_ranks(cls, ranks: Sequence[Nested], names: Sequence[str]) -> "DeviceMesh":
+        """A mesh over given ranks, one nesting level an axis: [[3, 4, 1], [0, 8, 2]], (dp, tp)."""
+        shape, flat = _flatten(ranks)
+        if len(shape) != len(names):
+            raise _bad(f"{len(names)} axis names {list(names)} for ranks {ranks}", f"{len(shape)}")
+        mesh = cls.__new__(cls)
+        mesh._fill(tuple(zip(names, shape, strict=True)), flat)
+        return mesh
+
+    @classmethod
+    def parse(cls, text: str) -> "DeviceMesh":
+        """Reads str(mesh) back; MeshError if it does not fit."""
+        match = _TEXT.match(text)
+        parts = [part.strip() for part in match[1].split(",")] if match and match[1] else []
+        found = [_AXIS.match(part) for part in parts]
+        if match is None or not all(found):
+            raise _bad(f"mesh text {text!r}", "text such as 'mesh(dp=2, tp=4)'")
+        axes = tuple((axis[1], int(axis[2])) for axis in found if axis)
+        mesh = cls.__new__(cls)
+        count = math.prod(size for _, size in axes)
+        mesh._fill(axes, tuple(map(int, match[2].split(","))) if match[2] else tuple(range(count)))
+        return mesh
+
+    def _fill(self, axes: tuple[tuple[str, int], ...], ranks: tuple[int, ...]) -> None:
+        for name, size in axes:
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise _bad(f"size {size!r} of mesh axis {name!r}", "a whole number of at least 1")
+        if len({name for name, _ in axes}) != len(axes):
+            raise _bad(f"axis names {[name for name, _ in axes]}", "different names")
+        if len(ranks) != math.prod(size for _, size in axes):
+            raise _bad(f"{len(ranks)} ranks for axes {dict(axes)}", "one rank a coordinate")
+        repeated = sorted({rank for rank in ranks if ranks.count(rank) > 1 or rank < 0})
+        if repeated:
+            raise _bad(f"ranks {repeated} in {list(ranks)}", "each rank once and none negative")
+        object.__setattr__(self, "axes", axes)
+        object.__setattr__(self, "ranks", ranks)
+
+    def __str__(self) -> str:
+        text = f"mesh({', '.join(f'{name}={size}' for name, size in self.axes)})"
+        plain = self.ranks == tuple(range(self.num_ranks))
+        return text if plain else f"{text} on {','.join(map(str, self.ranks))}"
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.axes)
+
+    def size(self, axis: str) -> int:
+        """Ranks along one axis."""
+        sizes = dict(self.axes)
+        if axis not in sizes:
+            raise _bad(f"mesh axis {axis!r}", f"one of {list(sizes)}")
+        return sizes[axis]
+
+    def coordinate(self, rank: int) -> dict[str, int]:
+        """Position of a rank by axis name."""
+        if rank not in self.ranks:
+            raise _bad(f"rank {rank}", f"one of {list(self.ranks)}")
+        place, found = self.ranks.index(rank), {}
+        for name, size in reversed(self.axes):
+            place, found[name] = divmod(place, size)
+        return {name: found[name] for name, _ in self.axes}
+
+    def coordinates(self) -> Iterator[dict[str, int]]:
+        """All coordinates, in the order of `ranks`."""
+        for place in product(*(range(size) for _, size in self.axes)):
+            yield dict(zip(self.names, place, strict=True))
+
+    def team(self, axis: str, rank: int) -> tuple[int, ...]:
+        """Ranks that differ from `rank` only in their coordinate along `axis`, in its order."""
+        size, here = self.size(axis), self.coordinate(rank)
+        stride = math.prod(self.size(name) for name in self.names[self.names.index(axis) + 1 :])
+        first = self.ranks.index(rank) - here[axis] * stride
+        return tuple(self.ranks[first + i * stride] for i in range(size))
+
+
+def _flatten(ranks: Nested) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and row-major elements of a nested list."""
+    if isinstance(ranks, int):
+        return (), (ranks,)
+    parts = [_flatten(part) for part in ranks]
+    if not parts or any(shape != parts[0][0] for shape, _ in parts):
+        raise _bad(f"ranks {ranks}", "a rectangular nested list of ranks")
+    return (len(parts), *parts[0][0]), tuple(rank for _, flat in parts for rank in flat)
+
+
+def _bad(found: str, expected: str) -> MeshError:
+    return MeshError(found, expected=expected, remedy="name the mesh as DeviceMesh(dp=2, tp=4)")

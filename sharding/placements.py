@@ -1,0 +1,175 @@
+"""Where a tensor lives on a mesh: one placement per mesh axis, in the words users know.
+
+Comes in: `shard(0, "tp")`, `replicate()`, or what planner.py chooses. Goes out: Layouts, whose
+equality is equality of index maps, because a resolved Shard holds the extent each coordinate owns
+(coordinate c owns positions c * chunk up to (c + 1) * chunk, clipped). Next: options.py.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from distmega.errors import PlanError
+from distmega.program import Tensor
+from distmega.sharding.mesh import DeviceMesh
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate:
+    """Every coordinate holds the whole tensor."""
+
+    def __str__(self) -> str:
+        return "R"
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Coordinate c holds positions [c * chunk, (c + 1) * chunk) of `dim`, zero-padded past its end.
+
+    chunk 0 stands for the even division, ceil(extent / size); `resolve_layout` fills it in.
+    """
+
+    dim: int
+    chunk: int = 0
+
+    def __str__(self) -> str:
+        return f"S{self.dim}:{self.chunk}" if self.chunk else f"S{self.dim}"
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """Every coordinate holds a part; the tensor is their combination by `combine`."""
+
+    combine: str
+
+    def __str__(self) -> str:
+        return f"P({self.combine})"
+
+
+Placement = Replicate | Shard | Partial
+REPLICATE = Replicate()
+
+_PLACEMENT = re.compile(r"(\w+)=(?:(R)|S(\d+)(?::(\d+))?|P\((\w+)\))$")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Placements by mesh axis, sorted by axis name; axes not listed replicate."""
+
+    placements: tuple[tuple[str, Placement], ...] = ()
+
+    @staticmethod
+    def of(placements: Mapping[str, Placement]) -> "Layout":
+        """The layout of a mapping from mesh axis to placement."""
+        kept = sorted((a, p) for a, p in placements.items() if not isinstance(p, Replicate))
+        return Layout(tuple(kept)) if kept else REPLICATED
+
+    @staticmethod
+    def parse(text: str) -> "Layout":
+        """Reads str(layout) back; PlanError if it does not fit."""
+        words = text.split() if text != "R" else []
+        found = [(word, _PLACEMENT.match(word)) for word in words]
+        placements: dict[str, Placement] = {}
+        for word, match in found:
+            if match is None:
+                raise PlanError(
+                    f"layout {text!r} holds {word!r}",
+                    expected="words such as tp=S0 or dp=R",
+                    remedy="write one word a mesh axis",
+                )
+            axis, whole, dim, chunk, combine = match.groups()
+            if not whole:
+                placements[axis] = Partial(combine) if combine else Shard(int(dim), int(chunk or 0))
+        return Layout.of(placements)
+
+    def __str__(self) -> str:
+        return " ".join(f"{axis}={placement}" for axis, placement in self.placements) or "R"
+
+    def __or__(self, other: "Layout") -> "Layout":
+        """Both layouts' placements; those of `other` win."""
+        return Layout.of({**dict(self.placements), **dict(other.placements)})
+
+    def at(self, axis: str) -> Placement:
+        """Placement along one mesh axis."""
+        for name, placement in self.placements:
+            if name == axis:
+                return placement
+        return REPLICATE
+
+    def moved(self, axis: str, placement: Placement) -> "Layout":
+        """This layout with another placement along one mesh axis."""
+        return Layout.of({**dict(self.placements), axis: placement})
+
+    def shard_of(self, dim: int) -> tuple[str, Shard] | None:
+        """The mesh axis that shards `dim`, with its Shard."""
+        for axis, placement in self.placements:
+            if isinstance(placement, Shard) and placement.dim == dim:
+                return axis, placement
+        return None
+
+    @property
+    def partial_axes(self) -> tuple[str, ...]:
+        """Mesh axes along which parts are still to be combined."""
+        return tuple(axis for axis, p in self.placements if isinstance(p, Partial))
+
+
+REPLICATED = Layout()
+
+
+def shard(dim: int, axis: str) -> Layout:
+    """The layout that divides tensor dim `dim` over mesh axis `axis`; join several with `|`."""
+    return Layout(((axis, Shard(dim)),))
+
+
+def replicate() -> Layout:
+    """The layout in which every rank holds the whole tensor."""
+    return REPLICATED
+
+
+def local_shape(shape: Sequence[int], layout: Layout) -> tuple[int, ...]:
+    """Extents one rank holds, padding included."""
+    extents = list(shape)
+    for _, placement in layout.placements:
+        if isinstance(placement, Shard):
+            extents[placement.dim] = placement.chunk
+    return tuple(extents)
+
+
+def fits(extent: int, size: int) -> bool:
+    """Whether `extent` may be divided over `size` ranks: less than half of the whole is padding."""
+    return size * -(-extent // size) < 2 * extent or size == 1
+
+
+def resolve_layout(tensor: Tensor, layout: Layout, mesh: DeviceMesh) -> Layout:
+    """A user's layout with chunks filled in. PlanError if it does not fit the tensor and mesh."""
+    resolved: dict[str, Placement] = {}
+    dims: set[int] = set()
+    for axis, placement in layout.placements:
+        if axis not in mesh.names:
+            raise _bad(tensor, layout, f"mesh axes of {mesh}", "name an axis of the mesh")
+        if not isinstance(placement, Shard):
+            resolved[axis] = placement
+            continue
+        rank, size = len(tensor.shape), mesh.size(axis)
+        if not -rank <= placement.dim < rank:
+            raise _bad(tensor, layout, f"a dim below {rank}", "shard a dim that the tensor has")
+        dim = placement.dim % rank
+        if dim in dims:
+            raise _bad(tensor, layout, "one mesh axis a dim", "shard another dim, or one mesh axis")
+        dims.add(dim)
+        extent = tensor.shape[dim]
+        if not placement.chunk and not fits(extent, size):
+            largest = max(n for n in range(1, size) if fits(extent, n))
+            remedy = "use fewer ranks on that mesh axis or shard another dim"
+            raise _bad(tensor, layout, f"at most {largest} ranks for dim {dim}", remedy)
+        chunk = placement.chunk or -(-extent // size)
+        if chunk * size < extent:
+            raise _bad(tensor, layout, f"chunks that cover {extent}", "leave the chunk out")
+        if size > 1:
+            resolved[axis] = Shard(dim, chunk)
+    return Layout.of(resolved)
+
+
+def _bad(tensor: Tensor, layout: Layout, expected: str, remedy: str) -> PlanError:
+    found = f"layout [{layout}] for {tensor.name!r} of shape {tensor.shape}"
+    return PlanError(found, expected=expected, remedy=remedy)

@@ -1,0 +1,279 @@
+"""Plans a program on a mesh: `plan_program` is the door to this folder.
+
+Comes in: a program, a mesh, a machine, layouts a user fixed, a memory limit. Goes out: a Plan,
+which says for every op how its loop is divided, for every tensor where it lives, and which
+collectives run. Annotations are propagated first, the rest is searched, one mesh axis after the
+other. Next: finalize.py.
+"""
+
+import hashlib
+import logging
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from distmega.errors import PlanError
+from distmega.program import Op, Program
+from distmega.sharding.allocation import AllocationDomain
+from distmega.sharding.cost import Machine, residency_us_per_byte
+from distmega.sharding.domains import LoopDomain
+from distmega.sharding.finalize import (
+    Memory,
+    finalize_allocations,
+    finalize_loops,
+    measure_memory,
+)
+from distmega.sharding.mesh import DeviceMesh
+from distmega.sharding.options import SplitOption
+from distmega.sharding.placements import REPLICATED, Layout, Shard, fits, resolve_layout
+from distmega.sharding.propagate import Hints, propagate_annotations
+from distmega.sharding.resolve import (
+    InexactSplitError,
+    PlacedOp,
+    Reshard,
+    Resolver,
+    Schedule,
+    Splits,
+)
+from distmega.sharding.search import AxisSearch, Problem
+from distmega.sharding.signatures import OptionTable
+from distmega.sharding.steps import Situation
+from distmega.sharding.verify import verify_plan_parts
+
+logger = logging.getLogger(__name__)
+
+RESIDENCY_FACTORS = (1.0, 8.0, 64.0, 512.0)
+"""Prices of a resident byte tried in turn until the plan fits a memory limit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How a program runs on a mesh.
+
+    steps: ops and collectives in execution order, on local tensors. locals: local tensor -> (tensor
+    of the program, layout). layouts: tensor -> the layout it has under its own name. allocations:
+    by local tensor, final. loops: by op. annotations: what the user fixed. residency_us_per_byte:
+    the price of a resident byte that the choice was made with.
+    """
+
+    program: Program
+    mesh: DeviceMesh
+    machine: Machine
+    steps: tuple[PlacedOp | Reshard, ...]
+    locals: Mapping[str, tuple[str, Layout]]
+    layouts: Mapping[str, Layout]
+    allocations: Mapping[str, AllocationDomain]
+    loops: Mapping[str, LoopDomain]
+    memory: Memory
+    annotations: Mapping[str, Layout]
+    residency_us_per_byte: float
+
+    @property
+    def decisions(self) -> tuple[PlacedOp, ...]:
+        """The ops with their divisions, operands and costs."""
+        return tuple(step for step in self.steps if isinstance(step, PlacedOp))
+
+    @property
+    def reshards(self) -> tuple[Reshard, ...]:
+        """The collectives and local slices that change a layout, in execution order."""
+        return tuple(step for step in self.steps if isinstance(step, Reshard))
+
+    @property
+    def time_us(self) -> float:
+        """Predicted time of one run on each rank, nothing overlapped."""
+        ops = math.fsum(step.cost.time_us for step in self.decisions)
+        return ops + math.fsum(step.move.time_us for step in self.reshards)
+
+    def persistent_layouts(self) -> dict[str, Layout]:
+        """Layouts of weights and states: annotations for another program that shares them."""
+        kept = ("weight", "state")
+        return {t.name: self.layouts[t.name] for t in self.program.tensors if t.role in kept}
+
+    def fingerprint(self) -> str:
+        """A stable hash of everything ranks must agree on."""
+        digest = hashlib.sha256(f"{self.program.name} {self.mesh}".encode())
+        for name, allocation in self.allocations.items():
+            digest.update(f"{name} {allocation}\n".encode())
+        for step in self.steps:
+            if isinstance(step, PlacedOp):
+                splits = [(axis, str(option)) for axis, option in step.splits]
+                text = f"{step.op.name} {step.op.kind} {step.op.attrs} {splits}"
+            else:
+                text = f"{step.move.kind} {step.move.axis} {step.combine}"
+            digest.update(f"{text} {step.reads} {step.writes}\n".encode())
+        digest.update(" ".join(self.program.outputs).encode())
+        return digest.hexdigest()
+
+
+class _Planner:
+    """One call of plan_program."""
+
+    def __init__(
+        self,
+        program: Program,
+        mesh: DeviceMesh,
+        machine: Machine,
+        annotations: Mapping[str, Layout],
+    ) -> None:
+        self.program, self.mesh, self.machine = program, mesh, machine
+        self.tensors = program.tensor_map()
+        self.table = OptionTable.of(program)
+        self.pins = self.resolve_pins(annotations)
+        self.hints: Hints = propagate_annotations(program, mesh, self.table, self.pins)
+        self.given = self.given_layouts()
+        self.residency = residency_us_per_byte(program, machine)
+        for axis, size in mesh.axes:
+            for op in program.ops if size > 1 else ():
+                self.require_division(op, axis, size)
+
+    def resolve_pins(self, annotations: Mapping[str, Layout]) -> dict[str, Layout]:
+        """Annotations with chunks filled in. PlanError for a tensor that the program lacks."""
+        for name in annotations:
+            if name not in self.tensors:
+                raise PlanError(
+                    f"annotation of tensor {name!r}",
+                    expected=f"a tensor of program {self.program.name!r}",
+                    remedy="name one of its tensors",
+                )
+        return {
+            name: resolve_layout(self.tensors[name], layout, self.mesh)
+            for name, layout in annotations.items()
+        }
+
+    def given_layouts(self) -> dict[str, Layout]:
+        """Layouts not to be searched: annotated; inputs and outputs are whole by default."""
+        given = {t.name: REPLICATED for t in self.program.tensors if t.role == "input"}
+        given |= dict.fromkeys(self.program.outputs, REPLICATED)
+        return given | self.pins
+
+    def require_division(self, op: Op, axis: str, size: int) -> None:
+        """PlanError if an op over states can't use a mesh axis that no annotation gives a use.
+
+        Such an op (attention over a cache) must divide by an axis of both its first operand and
+        its result: kv heads, query heads per kv head, or query rows. Anything else would have
+        every rank hold and read the whole state.
+        """
+        states = [a.tensor for a in op.reads if self.tensors[a.tensor].role == "state"]
+        annotated = any(isinstance(layout.at(axis), Shard) for layout in self.pins.values())
+        if not states or annotated:
+            return
+        shared = [
+            {name for index in access.dims for name in index.axes}
+            for access in (op.reads[0], *op.writes)
+        ]
+        names = [
+            a.name for a in op.axes if a.role == "parallel" and all(a.name in s for s in shared)
+        ]
+        options = self.table.options(op, size)
+        if not names or any(options.by_axis(name) for name in names):
+            return
+        extents = {name: op.axis(name).extent for name in names}
+        largest = max(n for n in range(1, size) if any(fits(e, n) for e in extents.values()))
+        words = {"h": "kv heads", "g": "query heads per kv head", "m": "rows"}
+        have = ", ".join(f"{extent} {words.get(n, n)}" for n, extent in extents.items())
+        raise PlanError(
+            f"{axis}={size} can't divide {op.kind} {op.name!r} over {states[0]!r} of {have}",
+            expected=f"at most {axis}={largest}, where less than half of the heads is padding",
+            remedy=f"use {axis}={largest} or less",
+        )
+
+    def plan(self, factor: float, banned: Mapping[str, tuple[str, ...]]) -> Plan:
+        """A plan with a multiple of the usual residency price; some (op, axis) excluded."""
+        chosen: dict[str, Splits] = {op.name: () for op in self.program.ops}
+        for axis, size in self.mesh.axes:
+            if size > 1:
+                found = self.search(axis, size, factor, chosen, banned)
+                for name, option in found.items():
+                    if option.axis:
+                        chosen[name] = (*chosen[name], (axis, option))
+        try:
+            resolver = Resolver(
+                self.program, self.mesh, self.machine, self.table, chosen, self.given
+            )
+            return self.finish(resolver.run(), factor)
+        except InexactSplitError as error:
+            logger.info("op %s not divided by %s: %s", error.op, error.axis, error.reason)
+            more = {**banned, error.op: (*banned.get(error.op, ()), error.axis)}
+            return self.plan(factor, more)
+
+    def search(
+        self,
+        axis: str,
+        size: int,
+        factor: float,
+        chosen: Mapping[str, Splits],
+        banned: Mapping[str, tuple[str, ...]],
+    ) -> dict[str, SplitOption]:
+        """Options of all ops along one mesh axis, given those along the axes before it."""
+        closed, taken = {}, {}
+        for op in self.program.ops:
+            others = [name for other, name in self.hints[op.name].items() if other != axis]
+            used = [option.axis for _, option in chosen[op.name]]
+            closed[op.name] = tuple(dict.fromkeys((*others, *used, *banned.get(op.name, ()))))
+            taken[op.name] = tuple((o.axis, o.chunk) for _, o in chosen[op.name])
+        fixed = {
+            name: layout.at(axis)
+            for name, layout in self.given.items()
+            if name in self.pins or self.tensors[name].role != "temp"
+        }
+        wanted = {op.name: self.hints[op.name].get(axis, "") for op in self.program.ops}
+        situation = Situation(pins=fixed, taken=taken, closed=closed, wanted=wanted)
+        problem = Problem(
+            program=self.program,
+            axis=axis,
+            num_ranks=size,
+            machine=self.machine,
+            situation=situation,
+            residency_ns_per_byte=1000 * factor * self.residency,
+        )
+        return AxisSearch(problem, self.table).run()
+
+    def finish(self, schedule: Schedule, factor: float) -> Plan:
+        plan = Plan(
+            program=self.program,
+            mesh=self.mesh,
+            machine=self.machine,
+            steps=schedule.steps,
+            locals=schedule.locals,
+            layouts=schedule.homes,
+            allocations=finalize_allocations(self.program, self.mesh, schedule),
+            loops=finalize_loops(self.mesh, schedule, self.table),
+            memory=measure_memory(self.program, schedule),
+            annotations=self.pins,
+            residency_us_per_byte=factor * self.residency,
+        )
+        verify_plan_parts(schedule, plan.loops, plan.allocations, self.mesh, self.table)
+        return plan
+
+
+def plan_program(
+    program: Program,
+    mesh: DeviceMesh,
+    machine: Machine,
+    annotations: Mapping[str, Layout] | None = None,
+    memory_limit_bytes: int | None = None,
+) -> Plan:
+    """The cheapest plan found. Inputs and outputs are whole on every rank unless annotated.
+
+    memory_limit_bytes: what one rank may hold (inputs, weights, states, temporaries at their peak).
+    PlanError: an annotation or the limit can't be met, or a mesh axis has more ranks than the heads
+    of the program's attention allow.
+    """
+    start = time.perf_counter()
+    planner = _Planner(program, mesh, machine, annotations or {})
+    smallest: Plan | None = None
+    for factor in RESIDENCY_FACTORS:
+        plan = planner.plan(factor, {})
+        if memory_limit_bytes is None or plan.memory.total_bytes <= memory_limit_bytes:
+            took = 1000 * (time.perf_counter() - start)
+            logger.info("planned %s on %s in %.0f ms", program.name, mesh, took)
+            return plan
+        if smallest is None or plan.memory.total_bytes < smallest.memory.total_bytes:
+            smallest = plan
+    assert smallest is not None
+    raise PlanError(
+        f"program {program.name!r} needs {smallest.memory.total_bytes} bytes per rank on {mesh}",
+        expected=f"at most {memory_limit_bytes} bytes per rank",
+        remedy="use more ranks, a shorter context or a smaller model",
+    )

@@ -1,0 +1,90 @@
+"""From annotated tensors to the loops of the ops around them, forwards and then backwards.
+
+Comes in: the user's layouts. Goes out: for each op, which iteration axis runs on which mesh axis as
+far as annotations decide it. A decision is never overwritten, neither the user's nor an earlier
+one: of two operands that disagree the first wins, and the other is resharded. Next: search.py.
+"""
+
+from collections.abc import Mapping
+
+from distmega.program import Access, Op, Program
+from distmega.sharding.mesh import DeviceMesh
+from distmega.sharding.options import SplitOption
+from distmega.sharding.placements import (
+    REPLICATE,
+    REPLICATED,
+    Layout,
+    Partial,
+    Placement,
+    Shard,
+)
+from distmega.sharding.signatures import OptionTable
+
+Hints = dict[str, dict[str, str]]
+"""Op name -> mesh axis -> iteration axis."""
+
+
+class _Propagation:
+    def __init__(
+        self, program: Program, mesh: DeviceMesh, table: OptionTable, pins: Mapping[str, Layout]
+    ) -> None:
+        self.program, self.mesh, self.table, self.pins = program, mesh, table, pins
+        self.known = dict(pins)
+        self.hints: Hints = {op.name: {} for op in program.ops}
+        self.changed = True
+
+    def run(self) -> Hints:
+        while self.changed:
+            self.changed = False
+            for op in self.program.ops:
+                self.visit(op, op.reads, is_write=False)
+            for op in reversed(self.program.ops):
+                self.visit(op, op.writes, is_write=True)
+        return self.hints
+
+    def visit(self, op: Op, operands: tuple[Access, ...], *, is_write: bool) -> None:
+        """Takes over what is known of one side of an op."""
+        for place, access in enumerate(operands):
+            for axis, placement in self.known.get(access.tensor, REPLICATED).placements:
+                if isinstance(placement, Shard) and axis not in self.hints[op.name]:
+                    self.take(op, axis, placement, place, is_write=is_write)
+
+    def take(self, op: Op, axis: str, placement: Placement, place: int, *, is_write: bool) -> None:
+        """Divides the op as an operand is divided, if that is exact and contradicts no pin."""
+        for option in self.table.options(op, self.mesh.size(axis)).options:
+            mine = (option.writes if is_write else option.reads)[place]
+            if mine != placement or option.axis in self.hints[op.name].values():
+                continue
+            if not self.contradicts(op, axis, option):
+                self.hints[op.name][axis] = option.axis
+                self.learn(op, axis, option)
+                self.changed = True
+                return
+
+    def contradicts(self, op: Op, axis: str, option: SplitOption) -> bool:
+        """Whether a result would not come out as its annotation says."""
+        return any(
+            access.tensor in self.pins
+            and not isinstance(made, Partial)
+            and self.pins[access.tensor].at(axis) != made
+            for access, made in zip(op.writes, option.writes, strict=True)
+        )
+
+    def learn(self, op: Op, axis: str, option: SplitOption) -> None:
+        """Notes what an op's division says of its other operands, unless they are annotated."""
+        placed = (*option.reads, *option.writes)
+        for access, placement in zip((*op.reads, *op.writes), placed, strict=True):
+            if access.tensor in self.pins or not isinstance(placement, Shard):
+                continue
+            before = self.known.get(access.tensor, REPLICATED)
+            if before.at(axis) == REPLICATE and before.shard_of(placement.dim) is None:
+                self.known[access.tensor] = before.moved(axis, placement)
+
+
+def propagate_annotations(
+    program: Program, mesh: DeviceMesh, table: OptionTable, pins: Mapping[str, Layout]
+) -> Hints:
+    """Iteration axes decided by annotations; `pins` are resolved layouts."""
+    if not any(layout.placements for layout in pins.values()):
+        return {op.name: {} for op in program.ops}
+    return _Propagation(program, mesh, table, pins).run()

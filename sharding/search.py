@@ -1,0 +1,311 @@
+"""The search for one mesh axis: which iteration axis of each op to divide, at the least total time.
+
+Comes in: a program's Steps and Options. Goes out: one SplitOption an op. A state is the set of
+placements in which every live tensor is available; it moves from op to op, paying the op's time on
+its local extents, collectives for operands held otherwise, and residency of weights and states.
+The frontier of states is kept relative and nameless: when it comes back to what it was a layer
+ago, so do its successors, and a layer costs a dictionary lookup. Next: resolve.py.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from distmega.dtypes import item_bytes
+from distmega.errors import PlanError
+from distmega.program import Op, Program, Tensor
+from distmega.sharding.cost import Machine, op_time_us
+from distmega.sharding.options import Options, SplitOption
+from distmega.sharding.padding import Pad, inexact_reason, result_pads
+from distmega.sharding.placements import REPLICATE, Layout, Partial, Placement, Shard, local_shape
+from distmega.sharding.reshard import step_cost, table
+from distmega.sharding.signatures import OptionTable
+from distmega.sharding.steps import CONSTANT, Operand, Situation, Step, StepBuilder
+
+Held = tuple[int, ...]
+"""Ways in which one tensor is available: 4 * placement number + padding, sorted."""
+State = tuple[Held, ...]
+Frontier = tuple[tuple[State, int], ...]
+"""States with their cost in ns above the best, best first."""
+
+MAX_STATES = 96
+_WHOLE = 0
+"""Number of Replicate."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advance:
+    """One step taken by a whole frontier: the next one, its best cost, and where states came from.
+
+    origins: for each next state, the index of the state before and of the option taken.
+    """
+
+    frontier: int
+    cost: int
+    origins: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One mesh axis to plan. residency_ns_per_byte: price of a resident byte per rank."""
+
+    program: Program
+    axis: str
+    num_ranks: int
+    machine: Machine
+    situation: Situation
+    residency_ns_per_byte: float
+
+
+class AxisSearch:
+    """Dynamic programming over the ops of a Problem."""
+
+    def __init__(self, problem: Problem, options: OptionTable) -> None:
+        self.problem, self.options = problem, options
+        self.tensors: Mapping[str, Tensor] = options.tensors
+        self.numbers: dict[Placement, int] = {REPLICATE: _WHOLE}
+        self.placements: list[Placement] = [REPLICATE]
+        self.moves: dict[tuple[tuple[int, ...], int, int, int], int | None] = {}
+        self.times: dict[tuple[int, tuple[tuple[str, int], ...], str], int] = {}
+        self.residents: dict[tuple[tuple[int, ...], int, int], int] = {}
+        self.pads: dict[tuple[int, str, tuple[int, ...]], Pad | None] = {}
+        self.frontiers: list[Frontier] = []
+        self.frontier_numbers: dict[Frontier, int] = {}
+
+    def run(self) -> dict[str, SplitOption]:
+        """The chosen option of every op. PlanError where an op fits in no way."""
+        ops = self.problem.program.ops
+        classes = {op.name: self.options.class_of(op) for op in ops}
+        builder = StepBuilder(self.problem.program, self.problem.situation, classes)
+        here = self.number_frontier((((), 0),))
+        memo: dict[tuple[Step, int], Advance] = {}
+        trail: list[Advance] = []
+        for op, step in zip(ops, builder.run(), strict=True):
+            key = step, here
+            if key not in memo:
+                memo[key] = self.advance(op, step, self.frontiers[here])
+            trail.append(memo[key])
+            here = memo[key].frontier
+        best = self.best_end(builder.live, self.frontiers[here])
+        chosen: dict[str, SplitOption] = {}
+        for op, advance in zip(reversed(ops), reversed(trail), strict=True):
+            best, number = advance.origins[best]
+            chosen[op.name] = self.options.options(op, self.problem.num_ranks).options[number]
+        return chosen
+
+    def number_frontier(self, frontier: Frontier) -> int:
+        number = self.frontier_numbers.setdefault(frontier, len(self.frontiers))
+        if number == len(self.frontiers):
+            self.frontiers.append(frontier)
+        return number
+
+    def number(self, placement: Placement) -> int:
+        found = self.numbers.get(placement)
+        if found is None:
+            found = self.numbers[placement] = len(self.placements)
+            self.placements.append(placement)
+        return found
+
+    def best_end(self, live: Sequence[str], frontier: Frontier) -> int:
+        """Index of the state that is cheapest once outputs are in the layout they leave in."""
+        pins = self.problem.situation.pins
+
+        def final(state: State) -> int:
+            total = 0
+            for name, held in zip(live, state, strict=True):
+                tensor, target = self.tensors[name], self.number(pins.get(name, REPLICATE))
+                item = item_bytes(tensor.dtype)
+                prices = (self.move(tensor.shape, item, way // 4, target) for way in held)
+                total += min(price for price in prices if price is not None)
+            return total
+
+        costs = [cost + final(state) for state, cost in frontier]
+        return costs.index(min(costs))
+
+    def advance(self, op: Op, step: Step, frontier: Frontier) -> Advance:
+        """All states after an op; of all its options where the wanted one fits nowhere."""
+        found = self.options.options(op, self.problem.num_ranks)
+        usable = [n for n, o in enumerate(found.options) if o.axis not in step.closed]
+        wanted = [n for n in usable if found.options[n].axis == step.wanted]
+        reached: dict[State, tuple[int, int, int]] = {}
+        for numbers in (wanted, usable) if step.wanted else (usable,):
+            prepared = [(n, *self.prepare(op, step, found.options[n])) for n in numbers]
+            for place, (state, cost) in enumerate(frontier):
+                for number, time, reads, writes in prepared:
+                    option = found.options[number]
+                    after = self.apply(op, step, found, option, state, reads, writes)
+                    if after is None:
+                        continue
+                    total = cost + time + after[1]
+                    known = reached.get(after[0])
+                    if known is None or total < known[0]:
+                        reached[after[0]] = (total, place, number)
+            if reached:
+                break
+        if not reached:
+            raise _no_option(op, self.problem, found)
+        ordered = sorted(reached.items(), key=lambda item: item[1][0])[:MAX_STATES]
+        best = ordered[0][1][0]
+        return Advance(
+            frontier=self.number_frontier(tuple((s, how[0] - best) for s, how in ordered)),
+            cost=best,
+            origins=tuple((place, number) for _, (_, place, number) in ordered),
+        )
+
+    def prepare(
+        self, op: Op, step: Step, option: SplitOption
+    ) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+        """Time of an op under an option, and the numbers of the placements it needs and gives."""
+        key = step.op_class, step.taken, option.axis
+        if key not in self.times:
+            extents = dict(step.taken)
+            if option.axis:
+                extents[option.axis] = option.chunk
+            time = op_time_us(op, self.tensors, self.problem.machine, extents)
+            self.times[key] = round(1000 * time)
+        reads = tuple(map(self.number, option.reads))
+        return self.times[key], reads, tuple(map(self.number, option.writes))
+
+    def apply(
+        self,
+        op: Op,
+        step: Step,
+        found: Options,
+        option: SplitOption,
+        state: State,
+        reads: tuple[int, ...],
+        writes: tuple[int, ...],
+    ) -> tuple[State, int] | None:
+        """The state after an op under an option and what operands cost; None where it can't be."""
+        held: list[Held] = [*state, *((),) * step.num_new]
+        cost = 0
+        pads: list[int] = []
+        for operand, need in zip(step.reads, reads, strict=True):
+            way = self.read(operand, need, held)
+            if way is None:
+                return None
+            cost += way[0]
+            pads.append(way[1])
+        pad: Pad | None = Pad.ZERO
+        if option.uneven:
+            pad = self.padding(op, step, found, option, tuple(pads))
+            if pad is None:
+                return None
+        for operand, made in zip(step.writes, writes, strict=True):
+            price = self.write(operand, made, pad, held)
+            if price is None:
+                return None
+            cost += price
+        return tuple([held[slot] for slot in step.keep]), cost
+
+    def read(self, operand: Operand, need: int, held: list[Held]) -> tuple[int, int] | None:
+        """Cost of having an operand as needed, and its padding; notes a kept copy in `held`."""
+        if operand.slot == CONSTANT:
+            assert operand.fixed is not None
+            ways: Held = (4 * self.number(operand.fixed),)
+        else:
+            ways = held[operand.slot]
+        if not ways:
+            return self.choose(operand, need, held)
+        for way in ways:
+            if way // 4 == need:
+                return 0, way % 4
+        if operand.exact:
+            return None
+        prices = [self.move(operand.shape, operand.item_bytes, way // 4, need) for way in ways]
+        possible = [price for price in prices if price is not None]
+        if not possible:
+            return None
+        if operand.keeps:
+            kept = [w for w in ways if not isinstance(self.placements[w // 4], Partial)]
+            held[operand.slot] = tuple(sorted([*kept, 4 * need]))
+        return min(possible), Pad.ZERO
+
+    def choose(self, operand: Operand, need: int, held: list[Held]) -> tuple[int, int] | None:
+        """First use of a weight or state: it will live as it is needed here."""
+        placement = self.placements[need]
+        if isinstance(placement, Partial) and operand.is_state:
+            return None
+        held[operand.slot] = (4 * need,)
+        key = operand.shape, operand.item_bytes, need
+        if key not in self.residents:
+            layout = Layout.of({"": placement})
+            count = operand.item_bytes
+            for extent in local_shape(operand.shape, layout):
+                count *= extent
+            self.residents[key] = round(count * self.problem.residency_ns_per_byte)
+        return self.residents[key], Pad.ZERO
+
+    def write(self, operand: Operand, made: int, pad: Pad | None, held: list[Held]) -> int | None:
+        """Cost of having a result where it must be; notes in `held` how it is available."""
+        cost = 0
+        if self.placements[made] == Partial("argmax"):
+            cost, made = self.move(operand.shape, operand.item_bytes, made, _WHOLE) or 0, _WHOLE
+        padding = int(pad or 0) if isinstance(self.placements[made], Shard) else 0
+        fixed = None if operand.fixed is None else self.number(operand.fixed)
+        if operand.exact:
+            ways = (4 * fixed,) if fixed is not None else (held[operand.slot] or ())
+            partial = isinstance(self.placements[made], Partial)
+            if partial or padding or (ways and ways != (4 * made,)):
+                return None
+            if operand.slot != CONSTANT and not held[operand.slot]:
+                if operand.residency:
+                    return cost + (self.choose(operand, made, held) or (0, 0))[0]
+                held[operand.slot] = (4 * made,)
+            return cost
+        if fixed is not None and fixed != made:
+            price = self.move(operand.shape, operand.item_bytes, made, fixed)
+            if price is None:
+                return None
+            cost, made, padding = cost + price, fixed, 0
+        held[operand.slot] = (4 * made + padding,)
+        return cost
+
+    def padding(
+        self, op: Op, step: Step, found: Options, option: SplitOption, pads: tuple[int, ...]
+    ) -> Pad | None:
+        """Padding of the results of an uneven option; None if it isn't exact."""
+        key = step.op_class, option.axis, pads
+        if key not in self.pads:
+            reads = [
+                {option.axis: Pad(pad)} if isinstance(need, Shard) else {}
+                for need, pad in zip(option.reads, pads, strict=True)
+            ]
+            uneven = (option.axis,)
+            inexact = inexact_reason(op, uneven, reads, found.index_reads)
+            results = result_pads(op, uneven, reads)
+            self.pads[key] = None if inexact else results.get(option.axis, Pad.ZERO)
+        return self.pads[key]
+
+    def move(self, shape: tuple[int, ...], item_bytes: int, source: int, target: int) -> int | None:
+        """Nanoseconds from one placement to another; None if there is no way."""
+        key = shape, item_bytes, source, target
+        if key not in self.moves:
+            self.moves[key] = self.move_time(shape, item_bytes, source, target)
+        return self.moves[key]
+
+    def move_time(
+        self, shape: tuple[int, ...], item_bytes: int, source: int, target: int
+    ) -> int | None:
+        here = self.placements[source]
+        steps = table(here, self.placements[target])
+        if steps is None:
+            return None
+        total = 0.0
+        for kind, after in steps:
+            problem = self.problem
+            cost = step_cost(
+                kind, here, after, shape, item_bytes, problem.num_ranks, problem.machine
+            )
+            total += cost[1]
+            here = after
+        return round(1000 * total)
+
+
+def _no_option(op: Op, problem: Problem, found: Options) -> PlanError:
+    reasons = "; ".join(f"{axis}: {why}" for axis, why in found.rejected)
+    return PlanError(
+        f"op {op.name!r} fits mesh axis {problem.axis!r} of {problem.num_ranks} in no way"
+        f" ({reasons or 'every axis contradicts the layouts around it'})",
+        expected="annotations that the op can read and write",
+        remedy=f"leave out the annotation of one of {[a.tensor for a in (*op.reads, *op.writes)]}",
+    )

@@ -1,0 +1,81 @@
+"""The rules that a finished plan obeys, checked on index maps.
+
+Comes in: schedule, loops, allocations. Raises VerifyError, which would be a bug of the planner,
+if a loop isn't device axes first, if an allocation isn't divided exactly where the loops that touch
+it are, or if an op works on a tensor of which parts are still to be combined.
+"""
+
+from collections.abc import Mapping
+
+from distmega.errors import VerifyError
+from distmega.program import Access
+from distmega.sharding.allocation import AllocationDomain
+from distmega.sharding.domains import Device, LoopDomain, Parallel, dim_positions
+from distmega.sharding.mesh import DeviceMesh
+from distmega.sharding.resolve import PlacedOp, Reshard, Schedule
+from distmega.sharding.signatures import OptionTable
+
+
+def verify_plan_parts(
+    schedule: Schedule,
+    loops: Mapping[str, LoopDomain],
+    allocations: Mapping[str, AllocationDomain],
+    mesh: DeviceMesh,
+    table: OptionTable,
+) -> None:
+    """Checks every step; ops of one class on equal allocations are checked once."""
+    checked: set[tuple[object, ...]] = set()
+    written: set[str] = set()
+    for step in schedule.steps:
+        written.update(step.writes)
+        if isinstance(step, Reshard):
+            continue
+        operands = tuple(allocations[name] for name in (*step.reads, *step.writes))
+        key = table.class_of(step.op), step.splits, operands
+        if key not in checked:
+            checked.add(key)
+            _verify_op(step, loops[step.op.name], operands, mesh)
+    missing = [name for name in schedule.locals if name not in allocations]
+    if missing:
+        raise _broken(f"local tensors {missing}", "an allocation for each")
+
+
+def _verify_op(
+    step: PlacedOp, loop: LoopDomain, operands: tuple[AllocationDomain, ...], mesh: DeviceMesh
+) -> None:
+    kinds = [isinstance(axis.parallel, Device) for axis in loop.axes]
+    if kinds != sorted(kinds, reverse=True):
+        raise _broken(f"loop {loop} of {step.op.name!r}", "device axes in front")
+    accesses = (*step.op.reads, *step.op.writes)
+    for access, allocation in zip(accesses, operands, strict=True):
+        for coordinate in mesh.coordinates():
+            _verify_access(step, loop, access, allocation, coordinate)
+
+
+def _verify_access(
+    step: PlacedOp,
+    loop: LoopDomain,
+    access: Access,
+    allocation: AllocationDomain,
+    coordinate: Mapping[str, int],
+) -> None:
+    """What a rank touches of a divided dim must be exactly what it stores of it."""
+    place: dict[Parallel, int] = {Device(axis): c for axis, c in coordinate.items()}
+    divided = {axis for axis, option in step.splits}
+    for index, dim in zip(access.dims, sorted(allocation.dims, key=lambda d: d.dim), strict=True):
+        touched = dim_positions(loop, index, dim.extent, place)
+        begin = min(coordinate[dim.axis] * dim.local_extent, dim.extent) if dim.axis else 0
+        end = min(begin + dim.local_extent, dim.extent)
+        stored = ((begin, end),) if begin < end else ()
+        if dim.axis and (dim.axis not in divided or touched != stored):
+            raise _broken(
+                f"{step.op.name!r} touches {touched} of dim {dim.dim} of {access.tensor!r}"
+                f" at {dict(coordinate)}",
+                f"{stored}, which that rank stores",
+            )
+        if any(a < begin or b > end for a, b in touched):
+            raise _broken(f"{step.op.name!r} reaches past {stored} of {access.tensor!r}", "less")
+
+
+def _broken(found: str, expected: str) -> VerifyError:
+    return VerifyError(found, expected=expected, remedy="this is a bug of the planner; report it")
