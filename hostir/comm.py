@@ -9,7 +9,6 @@ raises RankFailure.
 """
 
 import zlib
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -17,29 +16,16 @@ from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-from distmega.hostir.torch_types import widen
-from distmega.sharding.mesh import DeviceMesh
 from torch import Tensor
 
 from distmega.errors import RankFailure
+from distmega.hostir.collectives import Collectives, Handle, Mailbox, copy_into, token
+from distmega.sharding.mesh import DeviceMesh
 
 T = TypeVar("T")
 
 DATA_TAG = 0
 """Tag of sent tensors; signals have tags from 1 on."""
-
-
-class Handle:
-    """An exchange under way; `wait` returns once its results are in place, and may be called again."""
-
-    def __init__(self, finish: Callable[[], None]) -> None:
-        self._finish: Callable[[], None] | None = finish
-
-    def wait(self) -> None:
-        """Blocks until done. RankFailure if a peer is gone."""
-        finish, self._finish = self._finish, None
-        if finish is not None:
-            finish()
 
 
 class Communicator(Protocol):
@@ -101,75 +87,7 @@ class Communicator(Protocol):
         ...
 
 
-def combine_parts(parts: Sequence[Sequence[Tensor]], combine: str) -> tuple[Tensor, ...]:
-    """One result of each rank's operands, in rank order: (x,) for sum, max and min, (value, index)
-    for argmax.
-
-    argmax takes the largest value, and the lowest index where values tie.
-    """
-    if combine == "argmax":
-        value, index = parts[0]
-        for other, at in parts[1:]:
-            better = (other > value) | ((other == value) & (at < index))
-            value, index = torch.where(better, other, value), torch.where(better, at, index)
-        return value, index
-    merge = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[combine]
-    total = widen(parts[0][0])
-    for (part,) in parts[1:]:
-        total = merge(total, widen(part))
-    return (total.to(parts[0][0].dtype),)
-
-
-class _Collectives(ABC):
-    """Collectives on top of two exchanges of bytes, which a transport supplies."""
-
-    def __init__(self, mesh: DeviceMesh, rank: int) -> None:
-        self.mesh, self.rank = mesh, rank
-        self._coordinate = mesh.coordinate(rank)
-
-    @abstractmethod
-    def _gather(self, axis: str, x: Tensor) -> Callable[[], list[Tensor]]:
-        """Starts to gather the team's bytes; the result blocks and gives one tensor like x a rank."""
-
-    @abstractmethod
-    def _exchange(self, axis: str, parts: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        """Starts to give part i to rank i of the team; the result gives the parts for this rank."""
-
-    def all_reduce(
-        self, axis: str, xs: Sequence[Tensor], outs: Sequence[Tensor], combine: str
-    ) -> Handle:
-        gathers = [self._gather(axis, x) for x in xs]
-
-        def finish() -> None:
-            parts = list(zip(*(gather() for gather in gathers), strict=True))
-            for out, result in zip(outs, combine_parts(parts, combine), strict=True):
-                out.copy_(result)
-
-        return Handle(finish)
-
-    def all_gather(self, axis: str, x: Tensor, out: Tensor, dim: int) -> Handle:
-        gather = self._gather(axis, x)
-        return Handle(lambda: _discard(out.copy_(torch.cat(gather(), dim))))
-
-    def reduce_scatter(self, axis: str, x: Tensor, out: Tensor, dim: int, combine: str) -> Handle:
-        exchange = self._exchange(axis, x.chunk(self.mesh.size(axis), dim))
-
-        def finish() -> None:
-            (result,) = combine_parts([(part,) for part in exchange()], combine)
-            out.copy_(result)
-
-        return Handle(finish)
-
-    def all_to_all(self, axis: str, x: Tensor, out: Tensor, dim: int, dst_dim: int) -> Handle:
-        exchange = self._exchange(axis, x.chunk(self.mesh.size(axis), dst_dim))
-        return Handle(lambda: _discard(out.copy_(torch.cat(exchange(), dim))))
-
-
-def _discard(_: Tensor) -> None:
-    """Lets an in-place call stand where nothing is returned."""
-
-
-class SingleCommunicator(_Collectives):
+class SingleCommunicator(Collectives):
     """A mesh of one rank: collectives copy, and there is nobody to send to."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -180,7 +98,7 @@ class SingleCommunicator(_Collectives):
                 remedy="start one process a rank, with a GlooCommunicator each",
             )
         super().__init__(mesh, mesh.ranks[0])
-        self._mail: dict[tuple[str, str], list[Tensor]] = {}
+        self._mail = Mailbox()
 
     def _gather(self, axis: str, x: Tensor) -> Callable[[], list[Tensor]]:
         return lambda: [x]
@@ -189,20 +107,19 @@ class SingleCommunicator(_Collectives):
         return lambda: list(parts)
 
     def broadcast(self, axis: str, x: Tensor, out: Tensor, source: int) -> Handle:
-        return Handle(lambda: _discard(out.copy_(x)))
+        return Handle(lambda: copy_into(out, x))
 
     def send(self, axis: str, x: Tensor, peer: int) -> Handle:
-        self._mail.setdefault((axis, ""), []).append(x.clone())
-        return Handle(lambda: None)
+        return self._mail.send(axis, x)
 
     def recv(self, axis: str, out: Tensor, peer: int) -> Handle:
-        return Handle(lambda: _discard(out.copy_(self._mail[axis, ""].pop(0))))
+        return self._mail.recv(axis, out)
 
     def signal(self, axis: str, name: str, peer: int) -> None:
-        self._mail.setdefault((axis, name), []).append(torch.empty(0))
+        self._mail.send(axis, token(), name)
 
     def wait_signal(self, axis: str, name: str, peer: int) -> None:
-        self._mail[axis, name].pop(0)
+        self._mail.recv(axis, token(), name).wait()
 
     def barrier(self) -> None:
         """Nobody to wait for."""
@@ -211,7 +128,7 @@ class SingleCommunicator(_Collectives):
         return [value]
 
 
-class GlooCommunicator(_Collectives):
+class GlooCommunicator(Collectives):
     """Teams of CPU processes over gloo. Every rank of the mesh makes one, at the same point of its
     program.
 
@@ -224,6 +141,7 @@ class GlooCommunicator(_Collectives):
         self._teams = {axis: mesh.team(axis, rank) for axis in mesh.names}
         self._groups: dict[str, dist.ProcessGroup | None] = {}
         self._signals: list[dist.Work] = []
+        self._mail = Mailbox()
         timeout = timedelta(seconds=timeout_s)
         with self._guard("set-up", ""):
             self._world = _new_group(mesh.ranks, timeout)
@@ -283,7 +201,7 @@ class GlooCommunicator(_Collectives):
     def broadcast(self, axis: str, x: Tensor, out: Tensor, source: int) -> Handle:
         group = self._groups[axis]
         if group is None:
-            return Handle(lambda: _discard(out.copy_(x)))
+            return Handle(lambda: copy_into(out, x))
         data = _bytes(x).clone()
         with self._guard("broadcast", axis):
             work = dist.broadcast(data, self._teams[axis][source], group=group, async_op=True)
@@ -296,6 +214,8 @@ class GlooCommunicator(_Collectives):
         return Handle(finish)
 
     def send(self, axis: str, x: Tensor, peer: int) -> Handle:
+        if self._groups[axis] is None:
+            return self._mail.send(axis, x)
         work = self._post_send(axis, _bytes(x), peer, DATA_TAG)
 
         def finish() -> None:
@@ -305,6 +225,8 @@ class GlooCommunicator(_Collectives):
         return Handle(finish)
 
     def recv(self, axis: str, out: Tensor, peer: int) -> Handle:
+        if self._groups[axis] is None:
+            return self._mail.recv(axis, out)
         data = torch.empty(out.numel() * out.element_size(), dtype=torch.uint8)
         work = self._post_recv(axis, data, peer, DATA_TAG)
 
@@ -316,13 +238,17 @@ class GlooCommunicator(_Collectives):
         return Handle(finish)
 
     def signal(self, axis: str, name: str, peer: int) -> None:
+        if self._groups[axis] is None:
+            self._mail.send(axis, token(), name)
+            return
         self._signals = [work for work in self._signals if not work.is_completed()]
-        token = torch.ones(1, dtype=torch.uint8)
-        self._signals.append(self._post_send(axis, token, peer, _signal_tag(name)))
+        self._signals.append(self._post_send(axis, token(), peer, _signal_tag(name)))
 
     def wait_signal(self, axis: str, name: str, peer: int) -> None:
-        token = torch.empty(1, dtype=torch.uint8)
-        work = self._post_recv(axis, token, peer, _signal_tag(name))
+        if self._groups[axis] is None:
+            self._mail.recv(axis, token(), name).wait()
+            return
+        work = self._post_recv(axis, token(), peer, _signal_tag(name))
         with self._guard(f"wait for signal {name!r}", axis):
             work.wait()
 

@@ -13,6 +13,10 @@ from functools import cache
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+
+from distmega import expr
+from distmega.errors import ProgramError
 from distmega.hostir.axis_views import (
     access_axes,
     axis_extents,
@@ -22,10 +26,6 @@ from distmega.hostir.axis_views import (
     unfold_axes,
 )
 from distmega.hostir.torch_types import widen
-from torch import Tensor
-
-from distmega import expr
-from distmega.errors import ProgramError
 from distmega.program import Op
 
 OpFunction = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]

@@ -22,10 +22,9 @@ from distmega.hostir.nodes import (
     Wait,
     segment_args,
 )
-from distmega.sharding.mesh import DeviceMesh
-
 from distmega.ops import COLLECTIVES
 from distmega.program import Op, Program, Role, Tensor, accesses
+from distmega.sharding.mesh import DeviceMesh
 
 KERNEL_KINDS = frozenset({
     "linear", "pointwise", "reduce", "rms_norm", "rope", "attention", "kv_append", "embedding",
@@ -84,12 +83,13 @@ def lower_program(
 
     views = {op.writes[0].tensor: op for op in program.ops if op.kind == "view"}
     runs = _split_runs(program, mesh, fits)
+    last_use = _last_uses(program, runs, views)
     segments: list[Program] = []
     body: list[Node] = []
     placed = {tensor.name for tensor in program.tensors if tensor.role != "temp"}
     for position, run in enumerate(runs):
         if run.segment:
-            needed = _needed_after(program, runs[position + 1 :], views)
+            needed = {each for each, last in last_use.items() if last > position}
             name = f"{program.name}.{len(segments)}"
             segment = _make_segment(name, run.ops, tensors, views, needed, placed)
             segments.append(segment)
@@ -169,10 +169,13 @@ def _storage(name: str, views: Mapping[str, Op]) -> str:
     return name
 
 
-def _needed_after(program: Program, runs: Sequence[_Run], views: Mapping[str, Op]) -> set[str]:
-    """Storage that ops of later runs, or the caller, still read or write."""
-    names = {access.tensor for run in runs for op in run.ops for access in accesses(op)}
-    return {_storage(name, views) for name in names | set(program.outputs)}
+def _last_uses(program: Program, runs: Sequence[_Run], views: Mapping[str, Op]) -> dict[str, int]:
+    """Storage -> the last run that reads or writes it, one past the end for the caller."""
+    last: dict[str, int] = {}
+    for position, run in enumerate(runs):
+        for op in run.ops:
+            last |= {_storage(access.tensor, views): position for access in accesses(op)}
+    return last | {_storage(name, views): len(runs) for name in program.outputs}
 
 
 def _make_segment(

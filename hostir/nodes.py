@@ -11,10 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from distmega.sharding.mesh import DeviceMesh
-
 from distmega.errors import VerifyError
 from distmega.program import Attr, Op, Program, Tensor
+from distmega.sharding.mesh import DeviceMesh
 
 CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
 

@@ -36,7 +36,6 @@ from distmega.hostir.nodes import (
 )
 from distmega.hostir.text import print_host
 from distmega.hostir.verify import verify_host
-
 from distmega.program import Program
 
 logger = logging.getLogger(__name__)

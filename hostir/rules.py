@@ -31,7 +31,6 @@ from distmega.hostir.nodes import (
     view_sources,
     walk_nodes,
 )
-
 from distmega.program import Tensor, accesses
 
 Violation = tuple[int, str, str]
@@ -170,19 +169,36 @@ def fitting_collectives(host: HostProgram) -> Iterator[Violation]:
         if (len(node.ins), len(node.outs)) != (num, num):
             yield index, f"{len(node.ins)} ins, {len(node.outs)} outs", f"{num} of each"
             return
+        size = host.mesh.size(node.mesh_axis)
         for name, out in zip(node.ins, node.outs, strict=True):
-            given, shape = buffers[name].shape, list(buffers[name].shape)
-            size, dim = host.mesh.size(node.mesh_axis), int(str(node.get("dim", 0)))
-            if node.kind in ("all_gather", "all_to_all"):
-                shape[dim] *= size
-            scattered = int(str(node.get("dst_dim", dim)))
-            if node.kind in ("reduce_scatter", "all_to_all"):
-                if shape[scattered] % size:
-                    yield index, f"dim {scattered} of {list(given)}", f"a multiple of {size}"
-                shape[scattered] //= size
-            got = buffers[out]
-            if (tuple(shape), buffers[name].dtype) != (got.shape, got.dtype):
-                yield index, f"{list(given)} to {got.dtype}{list(got.shape)}", f"{shape}"
+            given, got = buffers[name], buffers[out]
+            if given.dtype != got.dtype or not _fits(node, given.shape, got.shape, size):
+                found = f"{given.dtype}{list(given.shape)} to {got.dtype}{list(got.shape)}"
+                yield index, found, f"shapes as {node.kind} over {size} ranks makes them"
+
+
+def _fits(node: Collective, given: Sequence[int], got: Sequence[int], size: int) -> bool:
+    """Equal extents, but along the gathered dim at most `size` times as much, and along the
+    scattered one at least a part in `size`: the last ranks may be padded.
+    """
+    dim, dst_dim = (_as_dim(node, key) for key in ("dim", "dst_dim"))
+    gathered = dim if node.kind in ("all_gather", "all_to_all") else -1
+    scattered = {"reduce_scatter": dim, "all_to_all": dst_dim}.get(node.kind, -1)
+    if len(given) != len(got):
+        return False
+    for at, (x, y) in enumerate(zip(given, got, strict=True)):
+        few, many = (x, y) if at == gathered else (y, x)
+        if at in (gathered, scattered):
+            if not few <= many <= few * size:
+                return False
+        elif x != y:
+            return False
+    return True
+
+
+def _as_dim(node: Collective, key: str) -> int:
+    value = node.get(key, -1)
+    return value if isinstance(value, int) else -1
 
 
 def written_roles(host: HostProgram) -> Iterator[Violation]:

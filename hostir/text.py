@@ -19,6 +19,7 @@ distmega/text.py. Next: verify.py.
 import re
 from collections.abc import Callable, Sequence
 
+from distmega.errors import ParseError
 from distmega.hostir.nodes import (
     Allocate,
     Arg,
@@ -44,8 +45,6 @@ from distmega.hostir.nodes import (
     WaitSignal,
 )
 from distmega.sharding.mesh import DeviceMesh
-
-from distmega.errors import ParseError
 from distmega.text import (
     parse_attrs,
     parse_names,

@@ -7,6 +7,7 @@ proves the order of reads and writes, which these rules do not look at.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from distmega.errors import VerifyError
 from distmega.hostir.nodes import (
     Allocate,
     Collective,
@@ -41,8 +42,6 @@ from distmega.hostir.rules import (
     written_roles,
 )
 from distmega.hostir.text import print_node
-
-from distmega.errors import VerifyError
 from distmega.program import Tensor
 
 

@@ -1,0 +1,323 @@
+"""Runs a host program on the CPU: torch for library ops, a Communicator for the rest of the mesh,
+runners for kernels.
+
+Comes in: a HostProgram and, with each call, tensors by name. Goes out: its outputs; states are
+updated in place. Nodes become closures once, so that a call costs little more than its ops. Streams
+and events order nothing here, since the host runs nodes in program order, which any verified
+program allows; check.py proves that for the device as well. Next: kernels/megakernel.py.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from distmega import program
+from distmega.errors import DistmegaError, ProgramError, RankFailure
+from distmega.hostir.collectives import Handle, join_handles
+from distmega.hostir.comm import Communicator
+from distmega.hostir.library import IN_PLACE, compile_op, op_operands
+from distmega.hostir.nodes import (
+    Allocate,
+    Collective,
+    Deallocate,
+    EndCoalescing,
+    ForLoop,
+    HostProgram,
+    LaunchMegakernel,
+    LibraryOp,
+    Node,
+    RecordEvent,
+    Recv,
+    Send,
+    SetStream,
+    Signal,
+    SliceView,
+    StartCoalescing,
+    Wait,
+    WaitEvent,
+    WaitSignal,
+    node_writes,
+    storage_of,
+    view_sources,
+    walk_nodes,
+)
+from distmega.hostir.text import print_node
+from distmega.hostir.torch_types import dtype_name, empty_tensor
+
+
+class KernelRunner(Protocol):
+    """A compiled segment on one rank."""
+
+    def launch(self, tensors: Mapping[str, Tensor]) -> None:
+        """Runs once. Tensors by their names in the segment; outputs are allocated, states updated
+        in place.
+        """
+        ...
+
+
+class _Frame:
+    """What one call of a program holds."""
+
+    __slots__ = ("group", "handles", "indices", "tensors")
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self.tensors = tensors
+        self.handles: dict[str, Handle] = {}
+        self.group: list[Handle] = []
+        self.indices: dict[str, int] = {}
+
+
+_Step = Callable[[_Frame], object]
+
+
+class Evaluator:
+    """A host program bound to one rank: `run` it any number of times."""
+
+    def __init__(
+        self, host: HostProgram, comm: Communicator, kernels: Mapping[str, KernelRunner]
+    ) -> None:
+        """kernels: a runner for each segment, by name. ProgramError if one is missing."""
+        self.host, self.comm = host, comm
+        missing = [segment.name for segment in host.segments if segment.name not in kernels]
+        if missing:
+            raise ProgramError(
+                f"no kernels for segments {missing} of host program {host.name!r}",
+                expected="a runner for every segment",
+                remedy="compile each of host.segments, or lower with megakernel=False",
+            )
+        self._given = [buffer for buffer in host.buffers if buffer.role != "temp"]
+        self._run = _Compiler(host, comm, kernels).block(host.body, 0)
+
+    def run(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Outputs by name. tensors: the inputs, weights and states of this rank, of their local
+        shapes.
+
+        Raises ProgramError for a tensor that is missing or does not fit, RankFailure if a node or a
+        peer fails.
+        """
+        frame = _Frame({buffer.name: _fitting(buffer, tensors) for buffer in self._given})
+        with torch.no_grad():
+            self._run(frame)
+        return {name: frame.tensors[name] for name in self.host.outputs}
+
+
+def _fitting(buffer: program.Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
+    found = tensors.get(buffer.name)
+    if (
+        found is not None
+        and found.shape == buffer.shape
+        and dtype_name(found.dtype) == buffer.dtype
+    ):
+        return found
+    what = "no tensor" if found is None else f"{dtype_name(found.dtype)}{list(found.shape)}"
+    raise ProgramError(
+        f"{what} for {buffer.role} {buffer.name!r}",
+        expected=f"{buffer.dtype}{list(buffer.shape)}",
+        remedy="pass every input, weight and state of this rank by name",
+    )
+
+
+class _Compiler:
+    """Turns nodes into closures over a frame. One method a group of nodes; streams and events need
+    none.
+    """
+
+    def __init__(
+        self, host: HostProgram, comm: Communicator, kernels: Mapping[str, KernelRunner]
+    ) -> None:
+        self.host, self.comm, self.kernels = host, comm, kernels
+        self.buffers = host.buffer_map()
+        self.coordinate = host.mesh.coordinate(comm.rank)
+        self.sources = view_sources(host.body)
+        viewed = {storage_of(name, self.sources) for name in self.sources}
+        given = {buffer.name for buffer in host.buffers if buffer.role != "temp"}
+        self.shared = viewed | given | set(self.sources)
+        """Buffers whose storage has another name or owner: an op must write into it, not replace
+        it.
+        """
+        segments = host.segment_map()
+        self.filled = {
+            name
+            for node in walk_nodes(host.body)
+            if not isinstance(node, LibraryOp | ForLoop)
+            for name in node_writes(node, segments)
+        }
+        """Buffers that kernels and communication write: they must exist before."""
+
+    def block(self, body: Sequence[Node], first: int) -> _Step:
+        """The nodes of a body, the first of which has index `first` in printed order."""
+        steps: list[_Step] = []
+        places: list[tuple[int, Node]] = []
+        index = first
+        for node in body:
+            step = self.step(node, index)
+            if step is not None:
+                steps.append(step)
+                places.append((index, node))
+            index += sum(1 for _ in walk_nodes([node]))
+        name, rank = self.host.name, self.comm.rank
+
+        def run(frame: _Frame) -> None:
+            at = 0
+            try:
+                for at, step in enumerate(steps):  # noqa: B007  `at` tells where a step failed
+                    step(frame)
+            except Exception as error:
+                if getattr(error, "__notes__", None):
+                    raise
+                number, node = places[at]
+                place = f"node {number} ({print_node(node)}) of host program {name!r}, rank {rank}"
+                if isinstance(error, DistmegaError):
+                    error.add_note(f"at {place}")
+                    raise
+                failure = RankFailure(
+                    f"{place} failed: {type(error).__name__}: {error}",
+                    expected="every node to complete",
+                    remedy="check the values given to the program",
+                )
+                failure.add_note(f"at {place}")
+                raise failure from error
+
+        return run
+
+    def step(self, node: Node, index: int) -> _Step | None:
+        """The closure of a node; None for what needs no work."""
+        match node:
+            case LibraryOp():
+                return self.library_op(node)
+            case LaunchMegakernel(kernel=kernel, args=args):
+                launch = self.kernels[kernel].launch
+                pairs = [(arg.name, arg.buffer) for arg in args]
+                return lambda f: launch({name: f.tensors[buffer] for name, buffer in pairs})
+            case Allocate() | Deallocate() | SliceView():
+                return self.storage(node)
+            case ForLoop(index=name, extent=extent, body=body):
+                return self.loop(name, extent, self.block(body, index + 1))
+            case SetStream() | RecordEvent() | WaitEvent():
+                return None
+            case Collective():
+                return self.collective(node)
+            case _:
+                return self.point_to_point(node)
+
+    def loop(self, name: str, extent: int, block: _Step) -> _Step:
+        def run(frame: _Frame) -> None:
+            for value in range(extent):
+                frame.indices[name] = value
+                block(frame)
+
+        return run
+
+    def storage(self, node: Allocate | Deallocate | SliceView) -> _Step | None:
+        match node:
+            case Allocate(buffer=name):
+                if name not in self.filled | self.shared:
+                    return None
+                buffer = self.buffers[name]
+                return lambda f: f.tensors.update({name: empty_tensor(buffer)})
+            case Deallocate(buffer=name):
+                views = [each for each in self.sources if storage_of(each, self.sources) == name]
+                return lambda f: [f.tensors.pop(each, None) for each in (name, *views)]
+            case SliceView(view=view, buffer=buffer, dim=dim, index=index, swizzle=axis):
+                extent = self.buffers[view].shape[dim]
+                num, shift = self.buffers[buffer].shape[dim] // extent, self.coordinate.get(axis, 0)
+
+                def slice_view(f: _Frame) -> None:
+                    start = (f.indices[index] + shift) % num * extent
+                    f.tensors[view] = f.tensors[buffer].narrow(dim, start, extent)
+
+                return slice_view
+
+    def library_op(self, node: LibraryOp) -> _Step:
+        op = node.op
+        function, names = compile_op(op, self.coordinate), op_operands(op)
+        outs = [access.tensor for access in op.writes]
+        if op.kind in IN_PLACE:
+            return lambda f: function([f.tensors[name] for name in names])
+        if op.kind == "view" or (len(outs) == 1 and outs[0] not in self.shared):
+            out = outs[0]
+
+            def replace(f: _Frame) -> None:
+                tensors = f.tensors
+                (tensors[out],) = function([tensors[name] for name in names])
+
+            return replace
+        shared = [out in self.shared for out in outs]
+
+        def write(f: _Frame) -> None:
+            results = function([f.tensors[name] for name in names])
+            for out, keep, result in zip(outs, shared, results, strict=True):
+                if keep:
+                    f.tensors[out].copy_(result)
+                else:
+                    f.tensors[out] = result
+
+        return write
+
+    def collective(self, node: Collective) -> _Step:
+        start = self.starter(node)
+
+        def run(f: _Frame) -> None:
+            ins = [f.tensors[name] for name in node.ins]
+            f.handles[node.handle] = start(ins, [f.tensors[name] for name in node.outs])
+
+        return run
+
+    def starter(self, node: Collective) -> Callable[[list[Tensor], list[Tensor]], Handle]:
+        comm, axis = self.comm, node.mesh_axis
+        dim, dst_dim, source = (_number(node, key) for key in ("dim", "dst_dim", "source"))
+        combine = str(node.get("combine", "sum"))
+        match node.kind:
+            case "all_reduce":
+                return lambda xs, outs: comm.all_reduce(axis, xs, outs, combine)
+            case "all_gather":
+                return lambda xs, outs: comm.all_gather(axis, xs[0], outs[0], dim)
+            case "reduce_scatter":
+                return lambda xs, outs: comm.reduce_scatter(axis, xs[0], outs[0], dim, combine)
+            case "all_to_all":
+                return lambda xs, outs: comm.all_to_all(axis, xs[0], outs[0], dim, dst_dim)
+            case "broadcast":
+                return lambda xs, outs: comm.broadcast(axis, xs[0], outs[0], source)
+
+    def point_to_point(
+        self, node: Send | Recv | StartCoalescing | EndCoalescing | Wait | Signal | WaitSignal
+    ) -> _Step:
+        match node:
+            case Send() | Recv():
+                return self.transfer(node)
+            case StartCoalescing():
+                return lambda f: f.group.clear()
+            case EndCoalescing(handle=handle):
+
+                def close(f: _Frame) -> None:
+                    members = tuple(f.group)
+                    f.handles[handle] = join_handles(members)
+
+                return close
+            case Wait(handle=handle):
+                return lambda f: f.handles.pop(handle).wait()
+            case Signal(name=name, peer=peer) | WaitSignal(name=name, peer=peer):
+                to = peer.of(self.coordinate, self.host.mesh)
+                call = self.comm.signal if isinstance(node, Signal) else self.comm.wait_signal
+                return lambda f: call(peer.mesh_axis, name, to)
+
+    def transfer(self, node: Send | Recv) -> _Step:
+        axis, peer = node.peer.mesh_axis, node.peer.of(self.coordinate, self.host.mesh)
+        call = self.comm.send if isinstance(node, Send) else self.comm.recv
+
+        def run(f: _Frame) -> None:
+            handle = call(axis, f.tensors[node.buffer], peer)
+            if node.handle:
+                f.handles[node.handle] = handle
+            else:
+                f.group.append(handle)
+
+        return run
+
+
+def _number(node: Collective, key: str) -> int:
+    value = node.get(key, 0)
+    assert isinstance(value, int), f"{key}={value!r} of a verified collective"
+    return value
