@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
 from distmega.kernels.arena import PEER_BUFFERS
 from distmega.kernels.collectives import SOURCE
 from distmega.kernels.footprints import Footprints

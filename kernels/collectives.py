@@ -32,12 +32,11 @@ rank come in launch order. checker.py proves both for a given schedule.
 from collections.abc import Iterator
 from dataclasses import replace
 
-from distmega.kernels.arena import PEER_SUFFIX
-from distmega.sharding.mesh import DeviceMesh
-
 from distmega.errors import VerifyError
+from distmega.kernels.arena import PEER_SUFFIX
 from distmega.ops import COLLECTIVES
 from distmega.program import Access, Axis, Index, Op, Program, Tensor, verify_program
+from distmega.sharding.mesh import DeviceMesh
 
 SOURCE = "src"
 """Axis of receive buffers: the rank a slot belongs to, by its place in the team."""

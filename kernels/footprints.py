@@ -13,6 +13,7 @@ from itertools import product
 
 import numpy as np
 import numpy.typing as npt
+
 from distmega.kernels.regions import (
     Box,
     Region,
@@ -23,7 +24,6 @@ from distmega.kernels.regions import (
     view_source,
 )
 from distmega.kernels.tasks import TaskGroup
-
 from distmega.program import Access, Op, Program
 
 Ints = npt.NDArray[np.int64]

@@ -22,9 +22,9 @@ from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
-from distmega.kernels.regions import Region, regions_meet
 
 from distmega.errors import CheckError
+from distmega.kernels.regions import Region, regions_meet
 
 Ints = npt.NDArray[np.int64]
 Clock = npt.NDArray[np.int32]

@@ -11,9 +11,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 
-from distmega.kernels.tasks import TaskGroup
-
 from distmega.errors import ProgramError
+from distmega.kernels.tasks import TaskGroup
 from distmega.program import Access, Index, Op
 
 Box = tuple[range, ...]

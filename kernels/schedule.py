@@ -19,10 +19,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from distmega.kernels.tasks import Schedule, ScheduledTask, Signal, TaskGraph, Wait
-from distmega.kernels.tiling import task_bytes
 
 from distmega.errors import VerifyError
+from distmega.kernels.tasks import Schedule, ScheduledTask, Signal, TaskGraph, Wait
+from distmega.kernels.tiling import task_bytes
 
 TASK_BYTES = 16 * 1024
 """What starting a task costs, in bytes one SM could have read meanwhile."""

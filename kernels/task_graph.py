@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
-from distmega.kernels.footprints import Bools, Footprints
-from distmega.kernels.tasks import EventTensor, TaskGraph, TaskGroup
 
 from distmega.errors import VerifyError
+from distmega.kernels.footprints import Bools, Footprints
+from distmega.kernels.tasks import EventTensor, TaskGraph, TaskGroup
 from distmega.program import Program
 
 Mode = Literal["overlap", "op"]
