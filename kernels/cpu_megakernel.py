@@ -1,0 +1,146 @@
+"""Runs a compiled megakernel on the CPU, as one rank of its team.
+
+In: a Megakernel, this rank's weight and state arenas, and its peers. Out: a KernelRunner for
+hostir/evaluator.py: `launch` copies inputs in, interprets the queues, copies outputs out; weights
+and states are used where they lie.
+"""
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from distmega.errors import LaunchError
+from distmega.hostir.nodes import segment_args
+from distmega.hostir.torch_types import dtype_name
+from distmega.kernels.arena import PEER_BUFFERS
+from distmega.kernels.interpreter import RankInterpreter
+from distmega.kernels.megakernel import Megakernel
+from distmega.kernels.memory import RankMemory, allocate_arena, operand_view
+from distmega.kernels.peer import Exchange, Peers, PeerSizes, local_peers, share_peers
+
+POISON = 0xFF
+"""Byte that makes every float a NaN and every index negative."""
+
+
+def peer_sizes(kernel: Megakernel) -> PeerSizes:
+    """What peers write on one rank that runs this kernel."""
+    num_lanes = len(kernel.team(kernel.mesh.ranks[0]))
+    return PeerSizes(
+        arena_bytes=kernel.peer_bytes, num_events=kernel.encoded.num_events, num_lanes=num_lanes
+    )
+
+
+def open_peers(kernel: Megakernel, rank: int, exchange: Exchange) -> Peers:
+    """Peer memory of a rank that runs in a process of its own; collective over the kernel's team.
+
+    exchange gathers one object from each rank of `kernel.team(rank)`. A kernel without a team needs
+    no exchange.
+    """
+    team, sizes = kernel.team(rank), peer_sizes(kernel)
+    return share_peers(rank, team, sizes, exchange) if len(team) > 1 else local_peers(team, sizes)
+
+
+class CpuMegakernel:
+    """A megakernel bound to the memory of one rank."""
+
+    def __init__(
+        self,
+        kernel: Megakernel,
+        *,
+        rank: int,
+        weights_arena: Tensor,
+        state_arena: Tensor,
+        peers: Peers,
+        seed: int | None = None,
+        timeout_s: float = 60.0,
+        poison: bool = False,
+    ) -> None:
+        """weights_arena, state_arena: uint8, as allocate_arena makes them for kernel.layout.weights
+        and .states.
+
+        seed: interleave SMs at random; None runs them in turn. timeout_s: longest wait for peers
+        before a HangError. poison: fill activations with NaN before each launch, so that reading
+        what was never written shows.
+        """
+        self.kernel = kernel
+        self._timeout_s = timeout_s
+        self._poison = poison
+        self._activations = allocate_arena(kernel.layout.activations)
+        arenas = (weights_arena, state_arena, self._activations)
+        self._check_arenas(weights_arena, state_arena)
+        teams = [kernel.mesh.team(name, rank) for name, _ in kernel.mesh.axes]
+        memories = [
+            RankMemory(
+                arenas=(*arenas, self._peer_arena(peers, rank, copy)),
+                teams=tuple(
+                    tuple(self._peer_arena(peers, r, copy) for r in team if r in peers.arenas)
+                    for team in teams
+                ),
+                coordinate=tuple(kernel.mesh.coordinate(rank).values()),
+                constants=kernel.encoded.constants,
+            )
+            for copy in range(PEER_BUFFERS)
+        ]
+        self.interpreter = RankInterpreter(
+            kernel.encoded, rank=rank, teams=teams, memories=memories, peers=peers, seed=seed
+        )
+        operands, args = kernel.layout.operands, segment_args(kernel.segment)
+        places = {t.name: operand_view(arenas, operands[t.name]) for t in args}
+        self._inputs = {t.name: places[t.name] for t in args if t.role == "input"}
+        self._outputs = {t.name: places[t.name] for t in args if t.role == "temp"}
+        self._shared = {t.name: places[t.name] for t in args if t.role in ("weight", "state")}
+
+    def launch(self, tensors: Mapping[str, Tensor]) -> None:
+        """Runs the kernel once. `tensors`: segment_args of the segment by name; outputs are
+        written.
+
+        Raises LaunchError for tensors that do not fit, and HangError if a peer does not do its
+        part.
+        """
+        self.load(tensors)
+        self.interpreter.start()
+        self.interpreter.run(self._timeout_s)
+        self.store(tensors)
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """What a launch begins with: checks all tensors, and copies the inputs in."""
+        for name, place in self._shared.items():
+            given = tensors[name]
+            if given.data_ptr() != place.data_ptr() or given.stride() != place.stride():
+                raise LaunchError(
+                    f"{name!r} lies outside the arenas of kernel {self.kernel.name!r}",
+                    expected="the view that arena_views gives",
+                    remedy="load weights and states into the views of the arenas",
+                )
+        for name, place in (*self._inputs.items(), *self._outputs.items()):
+            given = tensors[name]
+            if given.shape != place.shape or given.dtype != place.dtype:
+                raise LaunchError(
+                    f"{name!r} is {dtype_name(given.dtype)}{list(given.shape)}",
+                    expected=f"{dtype_name(place.dtype)}{list(place.shape)}",
+                    remedy="pass tensors as the segment declares them",
+                )
+        if self._poison:
+            self._activations.fill_(POISON)
+        for name, place in self._inputs.items():
+            place.copy_(tensors[name])
+
+    def store(self, tensors: Mapping[str, Tensor]) -> None:
+        """What a launch ends with: copies the outputs out."""
+        for name, place in self._outputs.items():
+            tensors[name].copy_(place)
+
+    def _peer_arena(self, peers: Peers, rank: int, copy: int) -> Tensor:
+        """One copy of a rank's peer arena."""
+        num_bytes = self.kernel.layout.peers.num_bytes
+        return peers.arenas[rank][copy * num_bytes : (copy + 1) * num_bytes]
+
+    def _check_arenas(self, weights: Tensor, states: Tensor) -> None:
+        layout = self.kernel.layout
+        for arena, given in ((layout.weights, weights), (layout.states, states)):
+            if given.numel() < arena.num_bytes:
+                raise LaunchError(
+                    f"{arena.space.name.lower()} arena of {given.numel()} bytes",
+                    expected=f"{arena.num_bytes} bytes",
+                    remedy="allocate it with allocate_arena for the kernel's layout",
+                )
