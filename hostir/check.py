@@ -13,7 +13,8 @@ from collections.abc import Sequence
 
 from distmega.errors import CheckError
 from distmega.hostir.nodes import HostProgram
-from distmega.hostir.orders import Access, OrderGraph, build_orders
+from distmega.hostir.order_graph import Access, OrderGraph
+from distmega.hostir.orders import build_orders
 
 
 def check_host(programs: HostProgram | Sequence[HostProgram]) -> None:

@@ -7,7 +7,7 @@ matched.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from distmega.errors import CheckError
 from distmega.hostir.nodes import (
@@ -35,75 +35,9 @@ from distmega.hostir.nodes import (
     node_writes,
     walk_nodes,
 )
+from distmega.hostir.order_graph import Access, Box, Exchange, Exchanges, Meeting, OrderGraph
 from distmega.hostir.text import print_node
 from distmega.ops import COLLECTIVES
-
-Box = tuple[tuple[int, int], ...]
-"""Half-open range per dim of a buffer."""
-
-Meeting = tuple[object, ...]
-"""What exchanges must agree on to match, and between whom: ("team", ...) or ("pair", ...)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Access:
-    """One use of part of a buffer, from vertex `start` until vertex `done` has completed.
-
-    writes: excludes others, as frees do too. fills: gives contents. needs_contents: reads them.
-    """
-
-    buffer: str
-    box: Box
-    start: int
-    done: int
-    writes: bool
-    fills: bool
-    needs_contents: bool
-
-    def overlaps(self, other: "Access") -> bool:
-        """Whether both use a common element."""
-        pairs = zip(self.box, other.box, strict=True)
-        return all(max(a, c) < min(b, d) for (a, b), (c, d) in pairs)
-
-
-@dataclass(slots=True)
-class OrderGraph:
-    """Vertices by number. follows: what has completed before a vertex starts, on every device.
-    issued: what the host or a communicator has started or completed before, which bounds progress
-    but orders no memory.
-    """
-
-    labels: list[str] = field(default_factory=list)
-    follows: list[list[int]] = field(default_factory=list)
-    issued: list[list[int]] = field(default_factory=list)
-    accesses: dict[tuple[int, str, int], list[Access]] = field(default_factory=dict)
-
-    def add(self, label: str, follows: Sequence[int], issued: Sequence[int]) -> int:
-        """A new vertex."""
-        self.labels.append(label)
-        self.follows.append(list(follows))
-        self.issued.append(list(issued))
-        return len(self.labels) - 1
-
-
-@dataclass(frozen=True, slots=True)
-class _Exchange:
-    """One side of an exchange: the vertices at which it starts and has completed, and what both
-    sides must agree on.
-    """
-
-    start: int
-    done: int
-    terms: tuple[object, ...]
-
-
-@dataclass(slots=True)
-class _Exchanges:
-    """Exchanges of one rank, in the order of their start, by whom they meet."""
-
-    teams: dict[Meeting, list[_Exchange]] = field(default_factory=dict)
-    sends: dict[Meeting, list[_Exchange]] = field(default_factory=dict)
-    recvs: dict[Meeting, list[_Exchange]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,14 +56,14 @@ class _RankWalk:
         self.graph, self.host, self.rank = graph, host, rank
         self.buffers, self.segments = host.buffer_map(), host.segment_map()
         self.coordinate = host.mesh.coordinate(rank)
-        self.exchanges = _Exchanges()
+        self.exchanges = Exchanges()
         self.places: dict[str, _Place] = {}
         self.indices: dict[str, int] = {}
         self.streams: dict[int, int] = {}
         self.stream = 0
         self.events: dict[int, int] = {}
         self.handles: dict[str, list[int]] = {}
-        self.group: list[Send | Recv] | None = None
+        self.group: list[tuple[str, Send | Recv]] | None = None
         self.busy: dict[str, list[int]] = {}
         self.last_issued: list[int] = []
         self.label = f"rank {rank}: the start of {host.name!r}"
@@ -274,7 +208,7 @@ class _RankWalk:
                 self.handles[node.handle] = [done]
             case Send() | Recv():
                 if self.group is not None:
-                    self.group.append(node)
+                    self.group.append((self.label, node))
                 else:
                     self.handles[node.handle] = [
                         self.transfer(node, *self.exchange(node.peer.mesh_axis))
@@ -290,11 +224,11 @@ class _RankWalk:
             case Signal(name=name, peer=peer):
                 vertex = self.vertex()
                 meeting = self.pair(peer, name, outward=True)
-                self.exchanges.sends.setdefault(meeting, []).append(_Exchange(vertex, vertex, ()))
+                self.exchanges.sends.setdefault(meeting, []).append(Exchange(vertex, vertex, ()))
             case WaitSignal(name=name, peer=peer):
                 vertex = self.vertex()
                 meeting = self.pair(peer, name, outward=False)
-                self.exchanges.recvs.setdefault(meeting, []).append(_Exchange(vertex, vertex, ()))
+                self.exchanges.recvs.setdefault(meeting, []).append(Exchange(vertex, vertex, ()))
 
     def exchange(self, axis: str) -> tuple[int, int]:
         """Start and end of an exchange beside the stream; one communicator does one after the
@@ -310,7 +244,7 @@ class _RankWalk:
     def end_group(self, handle: str) -> None:
         members, self.group = self.group or [], None
         busy, ends = dict(self.busy), []
-        for member in members:
+        for self.label, member in members:
             self.busy = dict(busy)
             start, done = self.exchange(member.peer.mesh_axis)
             ends.append((member.peer.mesh_axis, self.transfer(member, start, done)))
@@ -321,13 +255,13 @@ class _RankWalk:
         sides = self.exchanges.sends if isinstance(node, Send) else self.exchanges.recvs
         meeting = self.pair(node.peer, "", outward=isinstance(node, Send))
         buffer = self.buffers[node.buffer]
-        sides.setdefault(meeting, []).append(_Exchange(start, done, (buffer.shape, buffer.dtype)))
+        sides.setdefault(meeting, []).append(Exchange(start, done, (buffer.shape, buffer.dtype)))
         self.uses(node, start, done)
         return done
 
     def meet_team(self, axis: str, start: int, done: int, terms: tuple[object, ...]) -> None:
         meeting = "team", axis, self.host.mesh.team(axis, self.rank)
-        self.exchanges.teams.setdefault(meeting, []).append(_Exchange(start, done, terms))
+        self.exchanges.teams.setdefault(meeting, []).append(Exchange(start, done, terms))
 
     def pair(self, peer: Peer, name: str, *, outward: bool) -> Meeting:
         team = self.host.mesh.team(peer.mesh_axis, self.rank)
@@ -349,7 +283,7 @@ def build_orders(programs: Sequence[HostProgram]) -> OrderGraph:
     return graph
 
 
-def _join_teams(graph: OrderGraph, by_rank: Mapping[int, _Exchanges]) -> None:
+def _join_teams(graph: OrderGraph, by_rank: Mapping[int, Exchanges]) -> None:
     """The n-th exchanges of a team's ranks are one: none has completed before all have started."""
     meetings = dict.fromkeys(m for exchanges in by_rank.values() for m in exchanges.teams)
     for meeting in meetings:
@@ -366,7 +300,7 @@ def _join_teams(graph: OrderGraph, by_rank: Mapping[int, _Exchanges]) -> None:
 
 
 def _difference(
-    graph: OrderGraph, team: tuple[int, ...], one: Sequence[_Exchange], two: Sequence[_Exchange]
+    graph: OrderGraph, team: tuple[int, ...], one: Sequence[Exchange], two: Sequence[Exchange]
 ) -> str:
     for a, b in zip(one, two, strict=False):
         if a.terms != b.terms:
@@ -375,7 +309,7 @@ def _difference(
     return f"{graph.labels[extra.start]} is not met by the other ranks of {team}"
 
 
-def _join_pairs(graph: OrderGraph, by_rank: Mapping[int, _Exchanges]) -> None:
+def _join_pairs(graph: OrderGraph, by_rank: Mapping[int, Exchanges]) -> None:
     """The n-th receive from a rank is of its n-th send; neither ends before the other has started."""
     sends = {m: x for exchanges in by_rank.values() for m, x in exchanges.sends.items()}
     recvs = {m: x for exchanges in by_rank.values() for m, x in exchanges.recvs.items()}
