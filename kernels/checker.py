@@ -16,6 +16,7 @@ buffer when they are a multiple of `peer_buffers` apart. If a task is ordered wi
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +24,14 @@ import numpy.typing as npt
 from distmega.kernels.arena import PEER_BUFFERS
 from distmega.kernels.collectives import SOURCE
 from distmega.kernels.footprints import Footprints
-from distmega.kernels.queue_checker import Queues, Run, Task, check_ordered, run_queues
+from distmega.kernels.queue_checker import (
+    Queues,
+    Run,
+    Task,
+    check_before,
+    check_ordered,
+    run_queues,
+)
 from distmega.kernels.tasks import Schedule, ScheduledTask, TaskGroup
 
 MAX_RANKS = 3
@@ -45,7 +53,8 @@ class Use:
 def check_schedule(
     schedule: Schedule, num_epochs: int | None = None, peer_buffers: int = PEER_BUFFERS
 ) -> None:
-    """Raises CheckError unless `num_epochs` launches on all ranks can neither deadlock nor race.
+    """Raises CheckError unless `num_epochs` launches on all ranks can't deadlock, and tasks that
+    conflict always come in program order, a launch after the one before.
 
     num_epochs: by default one more than `peer_buffers`, the copies of each receive buffer.
     """
@@ -98,22 +107,20 @@ def _check_races(
     footprints = Footprints(schedule.graph.segment)
     numbers = _numbers(schedule, num_epochs, num_ranks)
     for tensor, uses in _uses(groups, footprints, num_ranks).items():
-        copies = peer_buffers if any(use.by_all and use.write for use in uses) else 1
-        for place, one in enumerate(uses):
-            for other in uses[: place + 1]:
-                if not (one.write or other.write):
-                    continue
-                i, j = np.nonzero(footprints.overlap(one.footprint, other.footprint))
-                for apart in range(-num_epochs + 1, num_epochs):
-                    if apart % copies:
-                        continue
-                    launches = range(max(0, -apart), min(num_epochs, num_epochs - apart))
-                    a = np.concatenate([numbers[e, one.rank][one.group][i] for e in launches])
-                    b = np.concatenate(
-                        [numbers[e + apart, other.rank][other.group][j] for e in launches]
-                    )
-                    different = a != b
-                    check_ordered(run, a[different], b[different], f"{tensor!r} of rank 0")
+        copies = peer_buffers if any(use.by_all for use in uses) else 1
+        what = f"{tensor!r} of rank 0"
+        for one, other in product(uses, repeat=2):
+            if not (one.write or other.write):
+                continue
+            i, j = np.nonzero(footprints.overlap(one.footprint, other.footprint))
+            for apart in range(0, num_epochs, copies):
+                first = [numbers[e, one.rank][one.group][i] for e in range(num_epochs - apart)]
+                then = [numbers[e, other.rank][other.group][j] for e in range(apart, num_epochs)]
+                a, b = np.concatenate(first), np.concatenate(then)
+                if apart > 0 or one.group < other.group:
+                    check_before(run, a, b, what)
+                elif one.group == other.group:
+                    check_ordered(run, a[a != b], b[a != b], what)
 
 
 def _uses(

@@ -10,7 +10,8 @@ CheckError that names tasks and ranks.
    of that counter comes after all of these, or after the wait, which is checked. (Take the first
    wait of a real execution that some later signal let through too early: all waits before it kept
    what they guarantee, so the later signal came after the ones it stood in for.)
-3. Races: two tasks that touch an element, one of them writing, must be ordered by the clocks.
+3. Races: two tasks that touch an element, one of them writing, must be ordered by the clocks;
+   which comes first is for the caller to demand (checker.py does).
 
 checker.py lays out a Schedule for it.
 """
@@ -104,14 +105,26 @@ def run_queues(launches: Sequence[Sequence[Queues]]) -> Run:
 
 def check_ordered(run: Run, one: Ints, other: Ints, what: str) -> None:
     """Raises CheckError unless each task of `one` is ordered with its partner in `other`."""
-    forward = run.clocks[other, run.queue[one]] > run.position[one]
-    backward = run.clocks[one, run.queue[other]] > run.position[other]
-    unordered = np.flatnonzero(~(forward | backward))
-    if len(unordered):
-        a, b = int(one[unordered[0]]), int(other[unordered[0]])
+    _require(run, one, other, _precedes(run, one, other) | _precedes(run, other, one), what)
+
+
+def check_before(run: Run, first: Ints, then: Ints, what: str) -> None:
+    """Raises CheckError unless each task of `first` completes before its partner in `then`."""
+    _require(run, first, then, _precedes(run, first, then), what)
+
+
+def _precedes(run: Run, first: Ints, then: Ints) -> npt.NDArray[np.bool_]:
+    known: npt.NDArray[np.bool_] = run.clocks[then, run.queue[first]] > run.position[first]
+    return known
+
+
+def _require(run: Run, one: Ints, other: Ints, holds: npt.NDArray[np.bool_], what: str) -> None:
+    if not holds.all():
+        at = int(np.argmin(holds))
         raise CheckError(
-            f"race on {what}: {run.place(a)} and {run.place(b)} are not ordered",
-            expected="a chain of queues, signals and waits between them",
+            f"race on {what}: {run.place(int(one[at]))} need not come before "
+            f"{run.place(int(other[at]))}",
+            expected="a chain of queues, signals and waits from the one to the other",
             remedy="make the later task wait for an event of the earlier",
         )
 

@@ -1,6 +1,6 @@
 """Static schedule: which SM runs which tasks in which order, and the waits that are left.
 
-In: a TaskGraph. Out: a Schedule. Tasks are placed in program order, each on the SM where it starts
+In: a TaskGraph. Out: a Schedule. Tasks are placed in program order, each on the SM where it ends
 earliest, costs counted in bytes. A task only ever waits for tasks of earlier groups, on its own
 rank or on others, so program order is a linear extension of the graph of all ranks, every queue is
 a part of it, and no set of queues can wait in a circle.
@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from distmega.errors import VerifyError
-from distmega.kernels.tasks import Schedule, ScheduledTask, Signal, TaskGraph, Wait
+from distmega.kernels.tasks import EventTensor, Schedule, ScheduledTask, Signal, TaskGraph, Wait
 from distmega.kernels.tiling import task_bytes
 
 TASK_BYTES = 16 * 1024
@@ -73,17 +73,12 @@ def flatten_graph(graph: TaskGraph) -> FlatGraph:
     counts: list[int] = []
     remote: list[bool] = []
     for event in graph.events:
+        _verify_order(event)
         base = len(counts)
         start = first_task[event.producer]
         for task, notify in enumerate(event.notify):
             triggers[start + task] += tuple(base + one for one in notify)
         for consumer, needed in event.consumers:
-            if consumer <= event.producer:
-                raise VerifyError(
-                    f"group {consumer} waits for group {event.producer}",
-                    expected="waits for earlier groups only",
-                    remedy="list groups in program order",
-                )
             for task, events in enumerate(needed, start=first_task[consumer]):
                 waits[task] += [base + one for one in events]
         counts += event.counts
@@ -98,17 +93,30 @@ def flatten_graph(graph: TaskGraph) -> FlatGraph:
     )
 
 
+def _verify_order(event: EventTensor) -> None:
+    for consumer, _ in event.consumers:
+        if consumer <= event.producer:
+            raise VerifyError(
+                f"group {consumer} waits for group {event.producer}",
+                expected="waits for earlier groups only",
+                remedy="list groups in program order",
+            )
+
+
 def _place_tasks(graph: TaskGraph, flat: FlatGraph, num_sms: int, hop_bytes: int) -> Placement:
-    """Earliest start first: on the SM that is free first, or on one that spares a hop."""
+    """Each task goes where it ends first: the SM that is free first, or the one of its latest
+    producer, which spares a hop. Weights load while the task still waits.
+    """
     tensors = graph.segment.tensor_map()
-    costs = np.concatenate([task_bytes(group, tensors) for group in graph.groups] or [np.zeros(0)])
+    weights = _stack([task_bytes(group, tensors, ("weight",)) for group in graph.groups])
+    costs = _stack([task_bytes(group, tensors) for group in graph.groups])
     free = [0.0] * num_sms
     heap = [(0.0, sm) for sm in range(num_sms)]
     done = [0.0] * len(flat.counts)
     last_sm = [-1] * len(flat.counts)
     num_queued = [0] * num_sms
     sms, positions = [], []
-    for task, cost in enumerate(costs.tolist()):
+    for task, (cost, weight) in enumerate(zip(costs, weights, strict=True)):
         while heap[0][0] != free[heap[0][1]]:
             heapq.heappop(heap)
         candidates = {heap[0][1]: None}
@@ -117,13 +125,13 @@ def _place_tasks(graph: TaskGraph, flat: FlatGraph, num_sms: int, hop_bytes: int
             candidates[max(events)[1]] = None
         best, start = -1, float("inf")
         for sm in candidates:
-            ready = free[sm]
+            ready = free[sm] + weight
             for finish, producer, event in events:
                 hop = 0 if producer == sm and not flat.all_ranks[event] else hop_bytes
                 ready = max(ready, finish + hop)
             if ready < start:
                 best, start = sm, ready
-        free[best] = finish = start + cost + TASK_BYTES
+        free[best] = finish = start + cost - weight + TASK_BYTES
         heapq.heappush(heap, (finish, best))
         sms.append(best)
         positions.append(num_queued[best])
@@ -132,6 +140,10 @@ def _place_tasks(graph: TaskGraph, flat: FlatGraph, num_sms: int, hop_bytes: int
             if finish > done[event]:
                 done[event], last_sm[event] = finish, best
     return Placement(sm=tuple(sms), position=tuple(positions), num_sms=num_sms)
+
+
+def _stack(parts: Sequence[npt.NDArray[np.float64]]) -> list[float]:
+    return [value for part in parts for value in part.tolist()]
 
 
 class _Knowledge:

@@ -18,7 +18,7 @@ from distmega.errors import VerifyError
 from distmega.kernels.collectives import REMOTE_KINDS
 from distmega.kernels.footprints import Footprints
 from distmega.kernels.tasks import Split, TaskGroup
-from distmega.program import Access, Op, Program, Tensor, accesses
+from distmega.program import Access, Op, Program, Role, Tensor, accesses
 
 ROW_MULTIPLE = 8
 """Boundaries between tasks fall on multiples of this along the cut axes."""
@@ -26,6 +26,8 @@ ROW_MULTIPLE = 8
 MIN_TASK_BYTES = 16 * 1024
 """Tasks that touch less than this are merged: half a microsecond of one SM of an H200, where a
 dependency between SMs costs two."""
+
+ROLES: tuple[Role, ...] = ("input", "weight", "state", "temp")
 
 _WHOLE_HEADS = {"rms_norm": ("d",), "rope": ("d",), "kv_append": ("d",), "attention": ("g", "e")}
 """Kind -> parallel axes that stay whole, since cutting them repeats work of the other tile."""
@@ -83,10 +85,16 @@ def op_bytes(op: Op, tensors: dict[str, Tensor]) -> int:
     return sum(_access_bytes(op, access, tensors) for access in accesses(op))
 
 
-def task_bytes(group: TaskGroup, tensors: dict[str, Tensor]) -> npt.NDArray[np.float64]:
-    """Bytes that each task touches: of every operand, the part its splits cut out."""
+def task_bytes(
+    group: TaskGroup, tensors: dict[str, Tensor], roles: Sequence[Role] = ROLES
+) -> npt.NDArray[np.float64]:
+    """Bytes that each task touches of tensors of some roles: of every operand, the part its splits
+    cut out.
+    """
     total = np.zeros(group.num_tasks)
     for access in accesses(group.op):
+        if tensors[access.tensor].role not in roles:
+            continue
         used = {name for index in access.dims for name in index.axes}
         part = np.array([float(_access_bytes(group.op, access, tensors))])
         for split in group.splits:
@@ -119,20 +127,25 @@ def _splits(op: Op, wanted: int, row_multiple: int) -> tuple[Split, ...]:
         if rows:
             return _cut(rows, math.prod(extents[n] for n in rows), wanted, row_multiple)
     free = [n for n in extents if n not in _WHOLE_HEADS.get(op.kind, ())]
+    multiples = dict.fromkeys(free, 1) | dict.fromkeys(_contiguous(op), row_multiple)
     for name in free:
-        if extents[name] >= wanted:
-            return _cut((name,), extents[name], wanted, _multiple(name, free, row_multiple))
+        if math.ceil(extents[name] / multiples[name]) >= wanted:
+            return _cut((name,), extents[name], wanted, multiples[name])
     splits: tuple[Split, ...] = ()
     for name in free:
-        cut = _cut((name,), extents[name], wanted, _multiple(name, free, row_multiple))
+        cut = _cut((name,), extents[name], wanted, multiples[name])
         splits += cut
         wanted = math.ceil(wanted / math.prod(split.num_tiles for split in cut))
     return splits
 
 
-def _multiple(name: str, free: Sequence[str], row_multiple: int) -> int:
-    """Only the innermost axis has contiguous elements worth keeping together."""
-    return row_multiple if name == free[-1] else 1
+def _contiguous(op: Op) -> set[str]:
+    """The axis along which elements lie side by side, both read and written; at most one."""
+    ends = [
+        set(access.dims[-1].axes[-1:]) if access.dims else set()
+        for access in (*op.reads[:1], *op.writes[:1])
+    ]
+    return set.intersection(*ends)
 
 
 def _cut(axes: tuple[str, ...], extent: int, wanted: int, multiple: int) -> tuple[Split, ...]:
