@@ -1,0 +1,110 @@
+"""From a configuration to everything that is decided before weights are read, without torch.
+
+Comes in: a ModelConfig, a mesh, a Machine, options. Goes out: plans, host programs and compiled
+megakernels, the same on every rank. engine.py runs them, explain.py prints them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from distmega.hostir.lower import lower_program
+from distmega.hostir.nodes import HostProgram
+from distmega.hostir.passes import run_passes
+from distmega.kernels.arena import ArenaLayout, Space, layout_arena, tensor_space
+from distmega.kernels.megakernel import Megakernel, compile_megakernel
+from distmega.models.config import ModelConfig
+from distmega.models.decoder import Logits, build_decoder
+from distmega.requests import DEFAULT_CONTEXT, EngineOptions
+from distmega.sharding.cost import Machine
+from distmega.sharding.localize import LocalProgram, localize
+from distmega.sharding.mesh import DeviceMesh
+from distmega.sharding.planner import Plan, plan_program
+
+
+def context_limit(config: ModelConfig, options: EngineOptions) -> int:
+    """Positions of the KV cache under these options."""
+    return options.max_context or min(config.max_positions, DEFAULT_CONTEXT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeBlueprint:
+    """One decode step: the plan, one rank's program, its host program, and arenas for what lives
+    across calls. Prefill is planned on top of it, with the same weights and caches.
+    """
+
+    config: ModelConfig
+    machine: Machine
+    options: EngineOptions
+    plan: Plan
+    local: LocalProgram
+    host: HostProgram
+    weights: ArenaLayout
+    states: ArenaLayout
+
+    @property
+    def max_context(self) -> int:
+        return context_limit(self.config, self.options)
+
+
+def plan_decode(
+    config: ModelConfig,
+    mesh: DeviceMesh,
+    machine: Machine,
+    options: EngineOptions,
+    logits: Logits = "none",
+    memory_limit_bytes: int | None = None,
+) -> Plan:
+    """The plan of one decode step. Raises PlanError where `mesh` or the limit can't be used."""
+    program = build_decoder(config, 1, context_limit(config, options), logits=logits)
+    return plan_program(program, mesh, machine, memory_limit_bytes=memory_limit_bytes)
+
+
+def draw_decode(
+    config: ModelConfig, plan: Plan, options: EngineOptions, *, peer_memory: bool
+) -> DecodeBlueprint:
+    """Lowers a decode plan. With peer memory the layer stack is one megakernel launch, otherwise
+    it is split where ranks communicate.
+    """
+    local = localize(plan)
+    host = run_passes(lower_program(local, megakernel=True, peer_memory=peer_memory))
+    persistent = [*local.program.with_role("weight"), *local.program.with_role("state")]
+    arenas = {
+        space: layout_arena(space, (t for t in persistent if tensor_space(t) is space))
+        for space in (Space.WEIGHT, Space.STATE)
+    }
+    return DecodeBlueprint(
+        config=config,
+        machine=plan.machine,
+        options=options,
+        plan=plan,
+        local=local,
+        host=host,
+        weights=arenas[Space.WEIGHT],
+        states=arenas[Space.STATE],
+    )
+
+
+def compile_kernels(blueprint: DecodeBlueprint, num_sms: int) -> Mapping[str, Megakernel]:
+    """Task graph, schedule, proof and device words of each segment of the host program."""
+    return {
+        segment.name: compile_megakernel(
+            segment,
+            blueprint.plan.mesh,
+            num_sms=num_sms,
+            weights=blueprint.weights,
+            states=blueprint.states,
+        )
+        for segment in blueprint.host.segments
+    }
+
+
+def draw_prefill(blueprint: DecodeBlueprint, num_tokens: int, logits: Logits) -> HostProgram:
+    """Host program of `num_tokens` tokens at once by library ops, on the decode plan's layouts."""
+    program = build_decoder(blueprint.config, num_tokens, blueprint.max_context, logits=logits)
+    plan = plan_program(
+        program,
+        blueprint.plan.mesh,
+        blueprint.machine,
+        annotations=blueprint.plan.persistent_layouts(),
+    )
+    return run_passes(lower_program(localize(plan), megakernel=False, peer_memory=False))

@@ -1,0 +1,212 @@
+"""The `distmega` command: `generate`, `explain` and `perplexity`; the only module that prints.
+
+An error ends in one line on stderr: exit code 2 for a wrong request, 1 for a fault while running.
+Next on the walk: launch/launchers.py for what runs, explain.py for what only plans.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+from rich.console import Console
+
+from distmega.blueprint import plan_decode
+from distmega.errors import DistmegaError, RequestError
+from distmega.explain import explain_decode
+from distmega.launch.contract import LauncherOptions
+from distmega.launch.launchers import choose_launcher, choose_num_ranks, launch, should_report
+from distmega.models.locate import read_config
+from distmega.requests import (
+    EngineOptions,
+    GenerateRequest,
+    GenerateResult,
+    ScoreRequest,
+    ScoreResult,
+    Token,
+)
+from distmega.sharding.cost import CPU, MACHINES
+from distmega.sharding.mesh import DeviceMesh
+
+Options = Annotated[EngineOptions, tyro.conf.arg(name="", prefix_name=False)]
+Model = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """Who runs."""
+
+    tp: int = 0
+    """Tensor-parallel ranks; 0 is WORLD_SIZE under torchrun, else 1."""
+    launcher: Literal["auto", "local", "torchrun", "ray"] = "auto"
+    """Who starts them; auto is torchrun in a process that torchrun started, else local."""
+    max_restarts: int = 0
+    """Start all ranks again this often after one has failed (local and ray)."""
+
+
+Place = Annotated[Ranks, tyro.conf.arg(name="", prefix_name=False)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generate:
+    """Continue a prompt greedily, token by token."""
+
+    model: Model
+    """Preset, GGUF file, Hugging Face folder, or config.json (random weights)."""
+    prompt: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PROMPT")]
+    """Text to continue."""
+    max_new_tokens: int = 64
+    """Stop after this many tokens, or at the model's end token."""
+    chat: bool = False
+    """Put the prompt into the model's chat template."""
+    ranks: Place = Ranks()
+    engine: Options = EngineOptions()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explain:
+    """Print plan, host program and task graph of a decode step; reads no weights."""
+
+    model: Model
+    """Preset, GGUF file, Hugging Face folder, or config.json."""
+    tp: int = 1
+    """Tensor-parallel ranks."""
+    machine: Literal["cpu", "h200"] = "cpu"
+    """Whose cost model plans."""
+    memory_limit_gb: float = 0.0
+    """Memory of a rank that weights and KV cache may take, 10^9 bytes; 0 is the machine's."""
+    full: bool = False
+    """Print the segments op by op."""
+    engine: Options = EngineOptions()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Perplexity:
+    """Perplexity of a text file under a model."""
+
+    model: Model
+    """Preset, GGUF file, Hugging Face folder, or config.json (random weights)."""
+    file: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
+    """UTF-8 text that fits the context."""
+    ranks: Place = Ranks()
+    engine: Options = EngineOptions()
+
+
+Command = Generate | Explain | Perplexity
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code."""
+    command = tyro.cli(Command, prog="distmega", args=arguments, description=__doc__)  # type: ignore[call-overload]
+    console = Console(soft_wrap=True, highlight=False)
+    try:
+        run_command(command, console)
+    except DistmegaError as error:
+        if should_report():
+            Console(stderr=True, soft_wrap=True, highlight=False).print(
+                f"distmega: error: {error}", markup=False
+            )
+        return 2 if isinstance(error, ValueError) else 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def run_command(command: Command, console: Console) -> None:
+    """Does what the command says; raises DistmegaError."""
+    match command:
+        case Generate():
+            _generate(command, console)
+        case Explain():
+            _explain(command, console)
+        case Perplexity():
+            _perplexity(command, console)
+
+
+def _generate(command: Generate, console: Console) -> None:
+    options = _launcher_options(command.ranks)
+    request = GenerateRequest(
+        model=command.model,
+        prompt=command.prompt,
+        tp=options.num_ranks,
+        max_new_tokens=command.max_new_tokens,
+        chat=command.chat,
+        options=command.engine,
+    )
+    _check_model(request.model, request.tp, request.options)
+    for value in _run("distmega.jobs:generate", request, options):
+        match value:
+            case Token(text=text):
+                console.file.write(text)
+                console.file.flush()
+            case GenerateResult() as result:
+                console.file.write(result.tail + "\n")
+                console.print(_summary(result, request.tp), markup=False)
+
+
+def _summary(result: GenerateResult, num_ranks: int) -> str:
+    return (
+        f"[{len(result.ids)} tokens after {result.num_prompt_tokens} on {num_ranks} ranks: "
+        f"{result.tokens_per_s:.1f} tokens/s, first token after {result.first_token_s:.2f} s, "
+        f"loading {result.load_s:.1f} s]"
+    )
+
+
+def _explain(command: Explain, console: Console) -> None:
+    limit = round(command.memory_limit_gb * 1e9) or None
+    sections = explain_decode(
+        read_config(command.model),
+        DeviceMesh(tp=command.tp),
+        MACHINES[command.machine],
+        command.engine,
+        memory_limit_bytes=limit,
+        full=command.full,
+    )
+    for title, text in sections:
+        console.rule(title, align="left")
+        console.print(text, markup=False)
+
+
+def _perplexity(command: Perplexity, console: Console) -> None:
+    options = _launcher_options(command.ranks)
+    request = ScoreRequest(
+        model=command.model,
+        text=_read_text(command.file),
+        tp=options.num_ranks,
+        options=command.engine,
+    )
+    _check_model(request.model, request.tp, request.options)
+    for value in _run("distmega.jobs:score", request, options):
+        if isinstance(value, ScoreResult):
+            console.print(f"perplexity {value.perplexity:.3f} over {value.num_tokens} tokens")
+
+
+def _launcher_options(ranks: Ranks) -> LauncherOptions:
+    launcher = choose_launcher(ranks.launcher)
+    return LauncherOptions(
+        launcher=launcher,
+        num_ranks=choose_num_ranks(launcher, ranks.tp),
+        max_restarts=ranks.max_restarts,
+    )
+
+
+def _check_model(model: str, num_ranks: int, options: EngineOptions) -> None:
+    """Finds a wrong model or degree before any rank starts."""
+    plan_decode(read_config(model), DeviceMesh(tp=num_ranks), CPU, options)
+
+
+def _run(target: str, request: object, options: LauncherOptions) -> Iterator[object]:
+    for event in launch(target, request, options):
+        yield event.value
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(
+            f"text file {str(path)!r} can't be read ({error})",
+            expected="a UTF-8 text file",
+            remedy="check the path and the encoding",
+        ) from error

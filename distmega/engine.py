@@ -1,0 +1,193 @@
+"""One rank of a running model: reads its part of the weights, then runs prefill and decode.
+
+Comes in: a ModelSource and a blueprint (blueprint.py). Goes out: logits and tokens. Prefill runs
+library ops, one program a prompt length; decode launches one megakernel a token. Both share one
+weights arena and one KV cache. Next on the walk: hostir/evaluator.py.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from distmega.blueprint import (
+    compile_kernels,
+    draw_decode,
+    draw_prefill,
+    plan_decode,
+)
+from distmega.errors import LaunchError, RequestError
+from distmega.hostir.comm import Communicator
+from distmega.hostir.evaluator import Evaluator
+from distmega.kernels.cpu_megakernel import CpuMegakernel, open_peers
+from distmega.kernels.megakernel import Megakernel
+from distmega.kernels.memory import allocate_arena, arena_views
+from distmega.kernels.peer import peer_memory_problem
+from distmega.models.decoder import Logits
+from distmega.models.load import ModelSource
+from distmega.requests import EngineOptions
+from distmega.sharding.allocation import AllocationDomain
+from distmega.sharding.cost import CPU
+from distmega.sharding.mesh import DeviceMesh
+
+
+class Engine:
+    """A model on one rank. All ranks of the mesh must make the same calls in the same order."""
+
+    def __init__(
+        self,
+        source: ModelSource,
+        mesh: DeviceMesh,
+        comm: Communicator,
+        options: EngineOptions,
+        *,
+        node: str = "",
+        logits: Logits = "none",
+    ) -> None:
+        """Plans, compiles and loads weights. node: the host of this rank. logits: what a decode
+        step gives besides the token.
+
+        Raises PlanError where the mesh can't be used, LaunchError where ranks disagree.
+        """
+        self.mesh, self.comm = mesh, comm
+        plan = plan_decode(source.config, mesh, CPU, options, logits)
+        peer_memory = _share_memory(comm, options, node)
+        self.blueprint = draw_decode(source.config, plan, options, peer_memory=peer_memory)
+        kernels = compile_kernels(self.blueprint, options.num_sms)
+        _require_agreement(comm, [plan.fingerprint(), *(k.fingerprint() for k in kernels.values())])
+        self._weights = allocate_arena(self.blueprint.weights)
+        self._states = allocate_arena(self.blueprint.states)
+        self._persistent = {
+            **arena_views(self.blueprint.weights, self._weights),
+            **arena_views(self.blueprint.states, self._states),
+        }
+        self._load(source)
+        self._runners = {name: self._runner(kernel, options) for name, kernel in kernels.items()}
+        self._decode = Evaluator(self.blueprint.host, comm, self._runners)
+        self._prefills: dict[tuple[int, Logits], Evaluator] = {}
+        self.num_cached = 0
+
+    def generate(self, prompt: Sequence[int]) -> Iterator[int]:
+        """Greedy tokens after `prompt`, until the cache is full; starts a new sequence."""
+        token = self.prefill(prompt)
+        yield token
+        while self.num_cached < self.blueprint.max_context:
+            token = self.decode(token)
+            yield token
+
+    def reseed(self, seed: int) -> None:
+        """From now on, decode steps interleave tasks as `seed` says; 0 takes SMs in turn."""
+        for runner in self._runners.values():
+            runner.interpreter.reseed(seed or None)
+
+    def logits(self, ids: Sequence[int]) -> Tensor:
+        """Logits of every position of a new sequence, [len(ids), vocab]."""
+        return self._run_prefill(ids, "all")["logits"]
+
+    def prefill(self, ids: Sequence[int]) -> int:
+        """Starts a new sequence; the most likely next token."""
+        return int(self._run_prefill(ids, "none")["next"])
+
+    def decode(self, token: int) -> int:
+        """Appends one token to the sequence; the most likely next one."""
+        return int(self.decode_step(token)["next"])
+
+    def decode_step(self, token: int) -> Mapping[str, Tensor]:
+        """As decode, but all outputs: `next` [1], and `logits` [1, vocab] if asked for."""
+        self._require_room(1, self.num_cached)
+        outputs = self._decode.run(
+            {
+                "tokens": torch.tensor([token]),
+                "positions": torch.tensor([self.num_cached]),
+                **self._persistent,
+            }
+        )
+        self.num_cached += 1
+        return outputs
+
+    def _run_prefill(self, ids: Sequence[int], logits: Logits) -> Mapping[str, Tensor]:
+        self._require_room(len(ids), 0)
+        key = len(ids), logits
+        if key not in self._prefills:
+            host = draw_prefill(self.blueprint, len(ids), logits)
+            self._prefills[key] = Evaluator(host, self.comm, {})
+        inputs = {"tokens": torch.tensor(ids), "positions": torch.arange(len(ids))}
+        outputs = self._prefills[key].run({**inputs, **self._persistent})
+        self.num_cached = len(ids)
+        return outputs
+
+    def _require_room(self, num_tokens: int, num_cached: int) -> None:
+        limit = self.blueprint.max_context
+        if num_tokens < 1 or num_cached + num_tokens > limit:
+            raise RequestError(
+                f"{num_tokens} tokens after {num_cached}",
+                expected=f"at least 1, and at most {limit} positions together",
+                remedy="shorten the text or raise --max-context",
+            )
+
+    def _runner(self, kernel: Megakernel, options: EngineOptions) -> CpuMegakernel:
+        rank = self.comm.rank
+
+        def exchange(value: object) -> list[object]:
+            found = dict(zip(self.mesh.ranks, self.comm.all_gather_object(value), strict=True))
+            return [found[member] for member in kernel.team(rank)]
+
+        return CpuMegakernel(
+            kernel,
+            rank=rank,
+            weights_arena=self._weights,
+            state_arena=self._states,
+            peers=open_peers(kernel, rank, exchange),
+            seed=options.interleave_seed or None,
+            timeout_s=options.timeout_s,
+        )
+
+    def _load(self, source: ModelSource) -> None:
+        coordinate = self.mesh.coordinate(self.comm.rank)
+        for name in self.blueprint.weights.tensors:
+            domain = self.blueprint.local.allocations[name]
+            load_shard(source, name, domain, coordinate, self._persistent[name])
+
+
+def load_shard(
+    source: ModelSource,
+    name: str,
+    domain: AllocationDomain,
+    coordinate: Mapping[str, int],
+    into: Tensor,
+) -> None:
+    """Reads the part of a weight that `coordinate` stores; the rest of `into` becomes zeros."""
+    ranges = [domain.local_range(dim, coordinate) for dim in range(into.dim())]
+    extents = [stop - start for start, stop in ranges]
+    if list(into.shape) != extents:
+        into.zero_()
+    if all(extents):
+        part = source.weight(name).read(tuple(slice(*bounds) for bounds in ranges))
+        into[tuple(slice(extent) for extent in extents)] = torch.from_numpy(part)
+
+
+def _share_memory(comm: Communicator, options: EngineOptions, node: str) -> bool:
+    """Whether collectives run inside the megakernel; the same answer on every rank."""
+    found = comm.all_gather_object((node, peer_memory_problem()))
+    nodes = {name for name, _ in found}
+    problems = {problem for _, problem in found if problem}
+    if len(nodes) > 1:
+        problems.add(f"ranks are on {len(nodes)} hosts ({', '.join(sorted(nodes))})")
+    if options.collectives == "kernel" and problems:
+        raise LaunchError(
+            f"--collectives kernel, but {'; '.join(sorted(problems))}",
+            expected="ranks that share memory",
+            remedy="use --collectives host or auto",
+        )
+    return options.collectives != "host" and not problems
+
+
+def _require_agreement(comm: Communicator, fingerprints: list[str]) -> None:
+    found = comm.all_gather_object(fingerprints)
+    differing = [rank for rank, theirs in enumerate(found) if theirs != found[0]]
+    if differing:
+        raise LaunchError(
+            f"ranks {differing} made another plan than rank 0",
+            expected="the same plan and kernels on every rank",
+            remedy="run the same version of distmega, model and options on every rank",
+        )

@@ -1,0 +1,116 @@
+"""What a user can ask for, as frozen values that travel to every rank.
+
+Comes in: command-line options. Goes out: to jobs.py on each rank, and to engine.py as
+EngineOptions. What can be judged from the values alone is checked on construction.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from distmega.errors import RequestError
+
+DEFAULT_CONTEXT = 2048
+"""Positions of the KV cache unless asked otherwise, where the model allows as many."""
+
+
+def _require(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise RequestError(
+            f"{name} {value}", expected=f"at least {least}", remedy=f"raise it to {least} or more"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """How a model is run. Any interleave_seed gives the same result.
+
+    max_context: positions of the KV cache; 0 is the model's limit, at most DEFAULT_CONTEXT.
+    num_sms: task queues of the CPU interpreter. interleave_seed: the order in which they take
+    turns. timeout_s: bound on a wait for another rank. collectives: done by the megakernel over
+    memory that ranks share, or by the host program; auto: the kernel where they can share.
+    """
+
+    max_context: int = 0
+    num_sms: int = 2
+    interleave_seed: int = 0
+    timeout_s: float = 60.0
+    collectives: Literal["auto", "kernel", "host"] = "auto"
+
+    def __post_init__(self) -> None:
+        _require("--max-context", self.max_context, 0)
+        _require("--num-sms", self.num_sms, 1)
+        _require("--interleave-seed", self.interleave_seed, 0)
+        if not self.timeout_s > 0:
+            raise RequestError(
+                f"--timeout-s {self.timeout_s}", expected="more than 0", remedy="raise it"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRequest:
+    """Continue `prompt` greedily; `chat` puts it into the model's chat template first."""
+
+    model: str
+    prompt: str
+    tp: int = 1
+    max_new_tokens: int = 64
+    chat: bool = False
+    options: EngineOptions = EngineOptions()
+
+    def __post_init__(self) -> None:
+        _require("--tp", self.tp, 1)
+        _require("--max-new-tokens", self.max_new_tokens, 1)
+        if not self.prompt.strip():
+            raise RequestError(
+                f"prompt {self.prompt!r} is empty", expected="some text", remedy="give a prompt"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreRequest:
+    """Perplexity of `text`: every token but the first predicted from those before it."""
+
+    model: str
+    text: str
+    tp: int = 1
+    options: EngineOptions = EngineOptions()
+
+    def __post_init__(self) -> None:
+        _require("--tp", self.tp, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Token:
+    """A generated token; `text` is what it adds to the answer, empty within a character."""
+
+    id: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateResult:
+    """An answer, and the seconds that loading, the first token and the other tokens took.
+
+    tail: the end of `text` that no Token carried, of a character that was never completed.
+    """
+
+    ids: tuple[int, ...]
+    text: str
+    tail: str
+    num_prompt_tokens: int
+    load_s: float
+    first_token_s: float
+    decode_s: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Rate of the tokens after the first; 0 when there are none."""
+        return (len(self.ids) - 1) / self.decode_s if len(self.ids) > 1 else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreResult:
+    """Perplexity over the predicted tokens: exp of their mean negative log-likelihood."""
+
+    perplexity: float
+    num_tokens: int

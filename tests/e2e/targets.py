@@ -1,0 +1,56 @@
+"""What the end-to-end tests run on every rank; launchers call it "tests.e2e.targets:measure"."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distmega.jobs import open_engine
+from distmega.models.load import open_model
+from distmega.ranks import Emit, RankContext
+from distmega.requests import EngineOptions
+
+Logits = NDArray[np.float32]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measure:
+    """Prefill all of `ids`; then, for each seed, prefill the first `num_prefilled` and decode the
+    next `num_decoded` one by one; then continue `prompt` greedily by `num_greedy` tokens.
+    """
+
+    model: str
+    ids: Sequence[int]
+    num_prefilled: int = 1
+    num_decoded: int
+    seeds: Sequence[int] = (0,)
+    prompt: Sequence[int] = ()
+    num_greedy: int = 0
+    options: EngineOptions = EngineOptions(max_context=512)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Logits [len(ids), vocab] of prefill; for each seed, [num_decoded, vocab] of decode."""
+
+    prefill: Logits
+    decode: list[Logits]
+    greedy: list[int]
+
+
+def measure(context: RankContext, request: Measure, emit: Emit) -> Measured:
+    """Does what the request says with one engine."""
+    source = open_model(request.model)
+    engine = open_engine(context, source, context.world_size, request.options, logits="last")
+    prefill = engine.logits(request.ids).numpy()
+    decode = []
+    start, stop = request.num_prefilled, request.num_prefilled + request.num_decoded
+    for seed in request.seeds:
+        engine.reseed(seed)
+        engine.prefill(request.ids[:start])
+        rows = [engine.decode_step(token)["logits"] for token in request.ids[start:stop]]
+        decode.append(np.concatenate([row.numpy() for row in rows]))
+    greedy = list(itertools.islice(engine.generate(request.prompt), request.num_greedy))
+    return Measured(prefill=prefill, decode=decode, greedy=greedy)
