@@ -16,11 +16,9 @@ from itertools import pairwise
 from distmega.errors import PlanError, ProgramError
 from distmega.program import Access, Op, Program, Tensor
 
-UNIT_BYTES = 16
-"""Device words hold byte offsets in this unit, so that int32 reaches 32 GB of one space."""
-
 ALIGNMENT_BYTES = 128
-"""Every tensor starts on a multiple of this: one memory transaction, one TMA row."""
+"""Every tensor starts on a multiple of this: one memory transaction, one TMA row. Device words hold
+offsets in this unit, so that an int32 reaches 256 GB of one space."""
 
 PEER_BUFFERS = 2
 """Copies of the peer arena; a launch uses copy `epoch % 2`. A rank that is one launch ahead pushes
@@ -119,10 +117,10 @@ def layout_arena(space: Space, tensors: Iterable[Tensor]) -> ArenaLayout:
         if tensor.name not in offsets:
             offsets[tensor.name] = end
             end += -(-tensor.num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-    if end // UNIT_BYTES >= 2**31:
+    if end // ALIGNMENT_BYTES >= 2**31:
         raise PlanError(
             f"{space.name.lower()} arena of {end} bytes",
-            expected=f"less than {2**31 * UNIT_BYTES} bytes on one rank",
+            expected=f"less than {2**31 * ALIGNMENT_BYTES} bytes on one rank",
             remedy="use more ranks",
         )
     return ArenaLayout(space=space, tensors=known, offsets=offsets, num_bytes=end)

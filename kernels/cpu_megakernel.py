@@ -12,7 +12,7 @@ from torch import Tensor
 from distmega.errors import LaunchError
 from distmega.hostir.nodes import segment_args
 from distmega.hostir.torch_types import dtype_name
-from distmega.kernels.arena import PEER_BUFFERS
+from distmega.kernels.arena import PEER_BUFFERS, Space, tensor_space
 from distmega.kernels.interpreter import RankInterpreter
 from distmega.kernels.megakernel import Megakernel
 from distmega.kernels.memory import RankMemory, allocate_arena, operand_view
@@ -84,7 +84,8 @@ class CpuMegakernel:
         self.interpreter = RankInterpreter(
             kernel.encoded, rank=rank, teams=teams, memories=memories, peers=peers, seed=seed
         )
-        operands, args = kernel.layout.operands, segment_args(kernel.segment)
+        operands = kernel.layout.operands
+        args = [t for t in segment_args(kernel.segment) if tensor_space(t) is not Space.PEER]
         places = {t.name: operand_view(arenas, operands[t.name]) for t in args}
         self._inputs = {t.name: places[t.name] for t in args if t.role == "input"}
         self._outputs = {t.name: places[t.name] for t in args if t.role == "temp"}

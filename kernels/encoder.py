@@ -12,7 +12,7 @@ import numpy as np
 
 from distmega import expr
 from distmega.errors import CheckError
-from distmega.kernels.arena import UNIT_BYTES, Operand, SegmentLayout
+from distmega.kernels.arena import ALIGNMENT_BYTES, Operand, SegmentLayout
 from distmega.kernels.encoding import (
     SIGNAL_COLUMNS,
     WAIT_COLUMNS,
@@ -157,7 +157,7 @@ def _encode_groups(
                 constants.place(str(group.op.attr("expr"))) if group.op.kind == "pointwise" else 0
             )
             known[key] = _pack_group(group, places, names, place)
-        bases = [0, *(place.offset_bytes // UNIT_BYTES for place in places)]
+        bases = [0, *(place.offset_bytes // ALIGNMENT_BYTES for place in places)]
         shared = known[key]
         records.append(Records(patch_bases(shared.words, bases), shared.starts))
     return records

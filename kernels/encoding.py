@@ -144,7 +144,8 @@ def header_words(opcode: int, header: Header) -> tuple[int, ...]:
 def write_headers(records: Words, headers: Sequence[Header]) -> None:
     """Puts one header into each of the records [n, WORDS], which keep their opcodes."""
     opcodes = (records[:, 0] & 0xFF).tolist()
-    records[:, :HEADER_WORDS] = [header_words(o, h) for o, h in zip(opcodes, headers, strict=True)]
+    words = [header_words(o, h) for o, h in zip(opcodes, headers, strict=True)]
+    records[:, :HEADER_WORDS] = np.array(words, dtype=np.int32).reshape(-1, HEADER_WORDS)
 
 
 def patch_bases(records: Words, bases: Sequence[int]) -> Words:

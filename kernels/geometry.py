@@ -6,6 +6,7 @@ instruction has. Axes of one class (rows, columns, sums ...) merge wherever all 
 through them evenly. Next on the walk: lowering.py, one rule an op kind.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
@@ -61,6 +62,11 @@ class _Axes:
 Box = Mapping[tuple[str, ...], range]
 """Range of each axis, or of several axes composed row-major."""
 
+Clip = Mapping[str, range]
+"""Ranges that narrow some axes."""
+
+NO_CLIP: Clip = {}
+
 Classify = Callable[[str], str]
 """Class of an axis by its name; "" leaves the axis out of the box (the instruction treats it
 whole).
@@ -84,11 +90,11 @@ class Geometry:
         """Elements that one operand steps with an axis."""
         return self.axes[axis].strides[operand]
 
-    def parts(self, task: int, clip: Mapping[str, range] | None = None) -> Iterator[Part]:
+    def parts(self, task: int, clip: Clip = NO_CLIP) -> Iterator[Part]:
         """Parts of a task, in which `clip` narrows axes. Dims beyond a class's limit are walked,
         outermost first.
         """
-        for box in self._boxes(task, fuse=clip is None):
+        for box in self._boxes(task, fuse=not clip):
             if clip:
                 box = {axes: _narrow(values, clip.get(axes[-1])) for axes, values in box.items()}
             if all(box.values()):
@@ -160,17 +166,30 @@ def make_geometry(
     )
 
 
-def inside(access: Access, shape: Sequence[int], op: Op) -> dict[str, range]:
-    """For each axis that alone indexes a dim: the range of it that stays inside the tensor (concat,
-    slices).
+def inside(op: Op, access: Access, shape: Sequence[int]) -> list[Clip]:
+    """Boxes of axis ranges that together are the iterations whose position lies inside the tensor.
+    [{}] if all do.
+
+    Concat reads and uneven gathers write past the ends of a dim; such positions are not accessed.
     """
-    clip: dict[str, range] = {}
+    choices: list[list[Clip]] = []
     for index, extent in zip(access.dims, shape, strict=True):
-        if len(index.axes) == 1:
-            start = max(0, -(index.offset // index.stride))
-            stop = max(start, -((index.offset - extent) // index.stride))
-            clip[index.axes[0]] = range(start, min(stop, op.axis(index.axes[0]).extent))
-    return clip
+        sizes = [op.axis(name).extent for name in index.axes]
+        span = math.prod(sizes)
+        start = max(0, -(index.offset // index.stride))
+        stop = min(span, -((index.offset - extent) // index.stride))
+        if index.axes and (start, stop) != (0, span):
+            boxes = split_digits(range(start, max(start, stop)), sizes)
+            choices.append([dict(zip(index.axes, box, strict=True)) for box in boxes])
+    return [
+        {name: values for part in choice for name, values in part.items()}
+        for choice in product(*choices)
+    ]
+
+
+def both(one: Clip, other: Clip) -> Clip:
+    """The ranges that satisfy two clips."""
+    return dict(one) | {name: _narrow(values, one.get(name)) for name, values in other.items()}
 
 
 def unfit(op: Op, found: str) -> ProgramError:

@@ -113,6 +113,10 @@ class RankInterpreter:
         """Whether the current launch has run to its end."""
         return self._num_left == 0
 
+    def reseed(self, seed: int | None) -> None:
+        """From the next step on, interleave SMs at random as `seed` says, or in turn."""
+        self._order = Order(seed)
+
     def start(self) -> None:
         """Begins the next launch."""
         assert self.done, "the launch before has not ended"

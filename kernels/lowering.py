@@ -12,8 +12,8 @@ from distmega.errors import ProgramError
 from distmega.kernels.arena import Operand, Space, row_major
 from distmega.kernels.geometry import make_geometry, unfit
 from distmega.kernels.opcodes import Instruction, Nop
-from distmega.kernels.rules import COMPUTE_RULES, Context, Rule
-from distmega.kernels.rules_move import MOVE_RULES, concat_instructions
+from distmega.kernels.rules import COMPUTE_RULES, Context, Rule, all_axes
+from distmega.kernels.rules_move import COPY_DIMS, COPY_KINDS, MOVE_RULES, copy_instructions
 from distmega.kernels.tasks import TaskGroup
 from distmega.program import Op, Tensor, accesses
 
@@ -37,16 +37,17 @@ def lower_group(
     op = group.op
     if op.kind == "view":
         return [[Nop()] for _ in range(group.num_tasks)]
+    if op.kind in COPY_KINDS:
+        context = _context(group, operands, all_axes(op), COPY_DIMS, mesh_axes, expression)
+        return [
+            list(copy_instructions(context, task)) or [Nop()] for task in range(group.num_tasks)
+        ]
     if op.kind not in RULES:
         raise unfit(op, "no instruction computes this kind")
     rule = RULES[op.kind]
-    classes = rule.classes(op)
-    geometry = make_geometry(group, operands, classes.__getitem__, rule.limits)
-    context = Context(geometry, operands, mesh_axes, expression)
-    if op.kind == "concat":
-        return [list(concat_instructions(context, task)) for task in range(group.num_tasks)]
+    context = _context(group, operands, rule.classes(op), rule.limits, mesh_axes, expression)
     return [
-        [rule.emit(context, part) for part in geometry.parts(task)]
+        [rule.emit(context, part) for part in context.geometry.parts(task)]
         for task in range(group.num_tasks)
     ]
 
@@ -62,6 +63,18 @@ def is_encodable(op: Op, tensors: Mapping[str, Tensor]) -> bool:
     except ProgramError:
         return False
     return len(instructions) <= MAX_INSTRUCTIONS
+
+
+def _context(
+    group: TaskGroup,
+    operands: Sequence[Operand],
+    classes: Mapping[str, str],
+    limits: Mapping[str, int],
+    mesh_axes: tuple[str, ...],
+    expression: int,
+) -> Context:
+    geometry = make_geometry(group, operands, classes.__getitem__, limits)
+    return Context(geometry, operands, mesh_axes, expression)
 
 
 def _plain_operand(tensor: Tensor) -> Operand:

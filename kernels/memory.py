@@ -13,7 +13,7 @@ from torch import Tensor
 
 from distmega.dtypes import item_bytes
 from distmega.hostir.torch_types import torch_dtype
-from distmega.kernels.arena import ALIGNMENT_BYTES, UNIT_BYTES, ArenaLayout, Operand, row_major
+from distmega.kernels.arena import ALIGNMENT_BYTES, ArenaLayout, Operand, row_major
 from distmega.kernels.encoding import Words
 from distmega.kernels.opcodes import Ref
 
@@ -86,4 +86,4 @@ def peer_view(
     arena: Tensor, ref: Ref, shape: Sequence[int], strides: Sequence[int], first: int = 0
 ) -> Tensor:
     """An operand in a given arena of its space: that of another rank, say."""
-    return _typed(arena, ref.dtype, ref.base * UNIT_BYTES, ref.first + first, shape, strides)
+    return _typed(arena, ref.dtype, ref.base * ALIGNMENT_BYTES, ref.first + first, shape, strides)

@@ -1,7 +1,7 @@
 """Opcodes: what a record of a megakernel means, one frozen dataclass an opcode.
 
-A `Ref` names an operand; element i (one index per dim) of it is at space + base * 16 bytes + (first
-+ sum of i * strides) items. `axis` is an index into the mesh axes, or -1 where the rank's
+A `Ref` names an operand; element i (one index per dim) of it is at space + base * 128 bytes +
+(first + sum of i * strides) items. `axis` is an index into the mesh axes, or -1 where the rank's
 coordinate plays no part. reference.py has one function an opcode; encoding.py lays the fields out
 in words. Next on the walk: encoding.py.
 """
@@ -9,7 +9,7 @@ in words. Next on the walk: encoding.py.
 from dataclasses import dataclass, fields
 from typing import get_args
 
-from distmega.kernels.arena import UNIT_BYTES, Space
+from distmega.kernels.arena import ALIGNMENT_BYTES, Space
 
 Pair = tuple[int, int]
 Triple = tuple[int, int, int]
@@ -35,7 +35,9 @@ COMBINES = ("sum", "max", "min")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ref:
-    """An operand: space, element type, base in units of 16 bytes, first element from there."""
+    """An operand: space, element type, base in units of ALIGNMENT_BYTES, first element from
+    there.
+    """
 
     space: Space
     dtype: str
@@ -43,7 +45,7 @@ class Ref:
     first: int
 
     def __str__(self) -> str:
-        place = f"{self.space.name.lower()}+{self.base * UNIT_BYTES:#x}"
+        place = f"{self.space.name.lower()}+{self.base * ALIGNMENT_BYTES:#x}"
         return f"{place}[{self.first}]:{self.dtype}" if self.first else f"{place}:{self.dtype}"
 
 
@@ -240,7 +242,7 @@ class Argmax:
     index: Ref
     rows: int
     vocab: int
-    x_stride: int
+    row_strides: Triple
     axis: int
     stride: int
     extent: int
@@ -285,8 +287,8 @@ class ArgmaxRanks:
     index: Ref
     rows: int
     num_ranks: int
-    value_slot_stride: int
-    index_slot_stride: int
+    slot_strides: Pair
+    row_strides: Quad
 
 
 Instruction = (

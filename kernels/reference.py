@@ -164,9 +164,9 @@ def _take_shard(i: opcodes.TakeShard, memory: RankMemory) -> Run:
 
 
 def _argmax(i: opcodes.Argmax, memory: RankMemory) -> Run:
-    x = memory.view(i.x, (i.rows, i.vocab), (i.x_stride, 1))
-    value = memory.view(i.value, (i.rows,), (1,))
-    index = memory.view(i.index, (i.rows,), (1,))
+    x = memory.view(i.x, (i.rows, i.vocab), (i.row_strides[0], 1))
+    value = memory.view(i.value, (i.rows,), i.row_strides[1:2])
+    index = memory.view(i.index, (i.rows,), i.row_strides[2:])
     base = _base(i.axis, i.stride, memory)
 
     def run() -> None:
@@ -209,10 +209,11 @@ def _sum_ranks(i: opcodes.SumRanks, memory: RankMemory) -> Run:
 
 
 def _argmax_ranks(i: opcodes.ArgmaxRanks, memory: RankMemory) -> Run:
-    values = memory.view(i.values, (i.rows, i.num_ranks), (1, i.value_slot_stride))
-    indices = memory.view(i.indices, (i.rows, i.num_ranks), (1, i.index_slot_stride))
-    value = memory.view(i.value, (i.rows,), (1,))
-    index = memory.view(i.index, (i.rows,), (1,))
+    shape, rows, slots = (i.rows, i.num_ranks), i.row_strides, i.slot_strides
+    values = memory.view(i.values, shape, (rows[0], slots[0]))
+    indices = memory.view(i.indices, shape, (rows[1], slots[1]))
+    value = memory.view(i.value, (i.rows,), rows[2:3])
+    index = memory.view(i.index, (i.rows,), rows[3:])
 
     def run() -> None:
         best, slot = library.argmax(values)

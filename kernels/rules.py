@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from distmega.kernels import opcodes
 from distmega.kernels.arena import Operand
-from distmega.kernels.geometry import Dim, Geometry, Part, unfit
+from distmega.kernels.geometry import Geometry, Part, unfit
 from distmega.kernels.opcodes import COMBINES, Instruction, Ref
 from distmega.program import Op, accesses
 
@@ -55,11 +55,6 @@ class Context(NamedTuple):
         for operand in operands:
             if self.geometry.stride(axis, operand) != 1 and self.op.axis(axis).extent > 1:
                 raise unfit(self.op, f"operand {operand} steps {axis!r} unevenly")
-
-    def require_rows(self, row: Dim, operand: int) -> None:
-        """Neighbouring rows must be neighbouring elements of an operand."""
-        if row.length > 1 and row.strides[operand] != 1:
-            raise unfit(self.op, f"operand {operand} steps its rows unevenly")
 
 
 class Rule(NamedTuple):
@@ -293,8 +288,6 @@ def _argmax_classes(op: Op) -> dict[str, str]:
 def _argmax(context: Context, part: Part) -> Instruction:
     context.require_step_one("v", (0,))
     (m,) = part.dims["m"]
-    context.require_rows(m, 1)
-    context.require_rows(m, 2)
     vocab = context.op.axis("v").extent
     return opcodes.Argmax(
         x=context.ref(part, 0),
@@ -302,7 +295,7 @@ def _argmax(context: Context, part: Part) -> Instruction:
         index=context.ref(part, 2),
         rows=m.length,
         vocab=vocab,
-        x_stride=m.strides[0],
+        row_strides=(m.strides[0], m.strides[1], m.strides[2]),
         axis=context.axis_number("base_axis"),
         stride=int(context.number("base_stride", 0)),
         extent=int(context.number("extent", vocab)),

@@ -7,14 +7,26 @@ Used by lowering.py through MOVE_RULES; see rules.py for the ops that compute.
 from collections.abc import Iterator, Mapping
 
 from distmega.kernels import opcodes
-from distmega.kernels.geometry import Part, inside
+from distmega.kernels.geometry import Part, both, inside
 from distmega.kernels.opcodes import Instruction
-from distmega.kernels.rules import Context, Rule, all_axes
+from distmega.kernels.rules import Context, Rule
 from distmega.program import Op
 
 
-def copy_instruction(context: Context, part: Part, source: int) -> Instruction:
-    """The copy of one part from read number `source` into the result."""
+def copy_instructions(context: Context, task: int) -> Iterator[Instruction]:
+    """Copies of a task: from each operand that reaches into its tile, what lies inside both
+    tensors.
+    """
+    op, out = context.op, len(context.op.reads)
+    written = inside(op, op.writes[0], context.operands[out].shape)
+    for source, read in enumerate(op.reads):
+        for clip in inside(op, read, context.operands[source].shape):
+            for other in written:
+                for part in context.geometry.parts(task, both(clip, other)):
+                    yield _copy(context, part, source)
+
+
+def _copy(context: Context, part: Part, source: int) -> Instruction:
     out = len(context.op.reads)
     return opcodes.Copy(
         src=context.ref(part, source),
@@ -23,18 +35,6 @@ def copy_instruction(context: Context, part: Part, source: int) -> Instruction:
         src_strides=opcodes.six(part.strides("i", source)),
         dst_strides=opcodes.six(part.strides("i", out)),
     )
-
-
-def _copy(context: Context, part: Part) -> Instruction:
-    return copy_instruction(context, part, 0)
-
-
-def concat_instructions(context: Context, task: int) -> Iterator[Instruction]:
-    """Copies from each operand that reaches into the tile of the task."""
-    for source, read in enumerate(context.op.reads):
-        clip = inside(read, context.operands[source].shape, context.op)
-        for part in context.geometry.parts(task, clip):
-            yield copy_instruction(context, part, source)
 
 
 def _rank_axis(op: Op) -> str:
@@ -102,8 +102,6 @@ def _sum_ranks(context: Context, part: Part) -> Instruction:
 
 def _argmax_ranks(context: Context, part: Part) -> Instruction:
     (row,) = part.dims["i"]
-    for operand in range(4):
-        context.require_rows(row, operand)
     return opcodes.ArgmaxRanks(
         values=context.ref(part, 0),
         indices=context.ref(part, 1),
@@ -111,15 +109,16 @@ def _argmax_ranks(context: Context, part: Part) -> Instruction:
         index=context.ref(part, 3),
         rows=row.length,
         num_ranks=context.operands[0].shape[0],
-        value_slot_stride=context.operands[0].strides[0],
-        index_slot_stride=context.operands[1].strides[0],
+        slot_strides=(context.operands[0].strides[0], context.operands[1].strides[0]),
+        row_strides=opcodes.quad(row.strides),
     )
 
 
-_COPY = Rule({"i": 6}, all_axes, _copy)
+COPY_KINDS = ("slice", "concat", "reshape", "transpose", "set")
+COPY_DIMS = {"i": 6}
+"""Dims of a copy. Copies have no rule in the table: they walk operands, see copy_instructions."""
 
 MOVE_RULES: Mapping[str, Rule] = {
-    **dict.fromkeys(("slice", "concat", "reshape", "transpose", "set"), _COPY),
     "take_shard": Rule({"s": 1, "i": 3}, _take_shard_classes, _take_shard),
     "push": Rule({"i": 4}, _slot_classes, _push),
     "sum_ranks": Rule({"i": 4}, _slot_classes, _sum_ranks),

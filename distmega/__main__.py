@@ -1,0 +1,8 @@
+"""`python -m distmega` and `torchrun ... -m distmega`: the command line. Next: distmega/cli.py."""
+
+import sys
+
+from distmega.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())
