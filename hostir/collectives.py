@@ -18,7 +18,7 @@ from distmega.sharding.mesh import DeviceMesh
 
 
 class Handle:
-    """An exchange under way; `wait` returns once its results are in place, and may be called again."""
+    """An exchange under way; `wait` returns once its results are there, more than once."""
 
     def __init__(self, finish: Callable[[], None]) -> None:
         self._finish: Callable[[], None] | None = finish
@@ -75,7 +75,7 @@ class Collectives(ABC):
 
     @abstractmethod
     def _gather(self, axis: str, x: Tensor) -> Callable[[], list[Tensor]]:
-        """Starts to gather the team's bytes; the result blocks and gives one tensor like x a rank."""
+        """Starts to gather; the result blocks and gives one tensor like x a rank."""
 
     @abstractmethod
     def _exchange(self, axis: str, parts: Sequence[Tensor]) -> Callable[[], list[Tensor]]:

@@ -55,7 +55,7 @@ class Communicator(Protocol):
         ...
 
     def all_to_all(self, axis: str, x: Tensor, out: Tensor, dim: int, dst_dim: int) -> Handle:
-        """Scatters `dst_dim` and gathers `dim`: each rank keeps its part of dst_dim, of all of dim."""
+        """Scatters `dst_dim` and gathers `dim`: part of the one, all of the other."""
         ...
 
     def broadcast(self, axis: str, x: Tensor, out: Tensor, source: int) -> Handle:

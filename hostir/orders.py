@@ -310,7 +310,7 @@ def _difference(
 
 
 def _join_pairs(graph: OrderGraph, by_rank: Mapping[int, Exchanges]) -> None:
-    """The n-th receive from a rank is of its n-th send; neither ends before the other has started."""
+    """A rank's n-th receive is of the n-th send; neither ends before the other has started."""
     sends = {m: x for exchanges in by_rank.values() for m, x in exchanges.sends.items()}
     recvs = {m: x for exchanges in by_rank.values() for m, x in exchanges.recvs.items()}
     for meeting in dict.fromkeys((*sends, *recvs)):

@@ -68,7 +68,7 @@ def known_names(host: HostProgram) -> Iterator[Violation]:
         if isinstance(node, LaunchMegakernel) and node.kernel not in segments:
             yield index, f"kernel {node.kernel!r} has no segment", f"one of {list(segments)}"
             return
-        for name in named_buffers(node, host):
+        for name in named_buffers(node):
             if name not in buffers:
                 yield index, f"{name!r} is no buffer", "a declared buffer"
         for axis in _named_axes(node):
@@ -76,7 +76,7 @@ def known_names(host: HostProgram) -> Iterator[Violation]:
                 yield index, f"mesh axis {axis!r}", f"one of {list(axes)}"
 
 
-def named_buffers(node: Node, host: HostProgram) -> tuple[str, ...]:
+def named_buffers(node: Node) -> tuple[str, ...]:
     """Buffers that a node names, of a loop none: its body's nodes come by themselves."""
     match node:
         case Allocate(buffer=buffer) | Deallocate(buffer=buffer):
@@ -89,8 +89,7 @@ def named_buffers(node: Node, host: HostProgram) -> tuple[str, ...]:
             return tuple(arg.buffer for arg in args)
         case ForLoop():
             return ()
-    segments = host.segment_map()
-    return node_reads(node, segments) + node_writes(node, segments)
+    return node_reads(node, {}) + node_writes(node, {})
 
 
 def _named_axes(node: Node) -> tuple[str, ...]:

@@ -74,34 +74,40 @@ def _raise_first(host: HostProgram, rule: str, violations: Iterator[Violation]) 
 
 def buffer_lifetimes(host: HostProgram) -> Iterator[Violation]:
     """Temps are allocated before use, once, and neither used nor freed after they are freed."""
-    given = {b.name for b in host.buffers if b.role != "temp"}
-    scopes: list[set[str]] = [given]
+    scopes: list[set[str]] = [{b.name for b in host.buffers if b.role != "temp"}]
     sources = view_sources(host.body)
+    kept = {storage_of(name, sources) for name in host.outputs}
+    named: dict[str, set[str]] = {}
+    for view in sources:
+        named.setdefault(storage_of(view, sources), set()).add(view)
     for index, node in steps(host.body):
-        alive = set().union(*scopes)
         match node:
             case None:
                 scopes.pop()
             case ForLoop():
                 scopes.append(set())
             case Allocate(buffer=buffer):
-                if buffer in alive:
+                if _is_alive(buffer, scopes):
                     yield index, f"{buffer!r} is allocated already", "one allocation"
                 scopes[-1].add(buffer)
             case Deallocate(buffer=buffer):
                 if buffer not in scopes[-1]:
-                    where = "in an outer body" if buffer in alive else "nowhere before, or freed"
+                    where = "outside of this body" if _is_alive(buffer, scopes) else "not here"
                     yield index, f"{buffer!r} is allocated {where}", "a free where it was allocated"
-                if buffer in {storage_of(name, sources) for name in host.outputs}:
+                if buffer in kept:
                     yield index, f"output {buffer!r} is freed", "outputs stay"
-                gone = {name for name in alive if storage_of(name, sources) == buffer}
-                scopes = [scope - gone for scope in scopes]
+                for scope in scopes:
+                    scope -= {buffer} | named.get(buffer, set())
             case _:
-                views = {name for name in named_buffers(node, host) if _defines(node, name)}
-                for name in named_buffers(node, host):
-                    if name not in alive | views:
+                for name in named_buffers(node):
+                    if _defines(node, name):
+                        scopes[-1].add(name)
+                    elif not _is_alive(name, scopes):
                         yield index, f"{name!r} has no storage here", "an allocation above"
-                scopes[-1] |= views
+
+
+def _is_alive(name: str, scopes: Sequence[set[str]]) -> bool:
+    return any(name in scope for scope in scopes)
 
 
 def _defines(node: Node, name: str) -> bool:

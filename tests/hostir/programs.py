@@ -1,0 +1,143 @@
+"""Small programs for the tests of the host IR, and a runner for segments."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from distmega.builder import ProgramBuilder
+from distmega.hostir.library import run_op
+from distmega.hostir.nodes import ForLoop, HostProgram, Node
+from distmega.hostir.text import parse_host
+from distmega.hostir.torch_types import torch_dtype
+from distmega.program import Program
+from distmega.sharding.localize import LocalProgram
+from distmega.sharding.mesh import DeviceMesh
+
+
+def local(program: Program, mesh: DeviceMesh | None = None) -> LocalProgram:
+    """A program that is already one rank's."""
+    return LocalProgram(program=program, mesh=mesh or DeviceMesh(tp=1), allocations={})
+
+
+def mlp() -> Program:
+    """Two linears with a gate between."""
+    p = ProgramBuilder("mlp")
+    x = p.input("x", (4, 8))
+    h = p.linear(x, p.weight("w1", (16, 8)), name="h").map("silu(a0)", name="act")
+    return p.build(p.linear(h, p.weight("w2", (8, 16)), name="y"))
+
+
+def chain() -> Program:
+    """Case N21: three ops in a row, f64 [8, 8]."""
+    p = ProgramBuilder("chain")
+    x = p.input("x", (8, 8), "f64")
+    a = x.map("a0 + 1", name="a")
+    b = a.map("a0 * 2", name="b")
+    return p.build(b.map("a0 - 3", name="c"))
+
+
+STREAMED = """
+host streamed on mesh(tp=2)
+  streams 3, events 3
+  input x: f32[6, 4]
+  weight w: f32[4, 4]
+  temp y: f32[6, 4]
+  temp x_i: f32[2, 4]
+  temp y_i: f32[2, 4]
+  temp p_i: f32[2, 4]
+  body
+    allocate y
+    record event 0
+    for i in 3:
+      stream 1 + i % 2
+      wait event 0
+      slice x_i of x dim 0 by i
+      slice y_i of y dim 0 by i
+      allocate p_i
+      p_i = linear[m:2 n:4 k:4:reduce:sum] x_i(m, k) w(n, k) -> p_i(m, n)
+      all_reduce tp (p_i) -> (y_i) as sum | combine='sum'
+      wait sum
+      free p_i
+      record event 1 + i % 2
+    stream 0
+    wait event 1
+    wait event 2
+  return y
+"""
+"""Case N6 with a ring of two streams: row chunks, each a linear and an all-reduce."""
+
+RING = """
+host ring on mesh(pp=3)
+  streams 1, events 0
+  input x: f32[4]
+  temp from_left: f32[4]
+  body
+    allocate from_left
+    send x to pp[+1] as out
+    recv from_left from pp[-1] as in
+    wait out
+    wait in
+    signal done to pp[+1]
+    wait signal done from pp[-1]
+  return from_left
+"""
+
+
+def streamed() -> HostProgram:
+    """See STREAMED."""
+    return parse_host(STREAMED)
+
+
+def without(host: HostProgram, number: int) -> HostProgram:
+    """The program without the node of that index in printed order."""
+    count = -1
+
+    def keep(body: tuple[Node, ...]) -> tuple[Node, ...]:
+        nonlocal count
+        kept: list[Node] = []
+        for node in body:
+            count += 1
+            mine = count
+            if isinstance(node, ForLoop):
+                node = replace(node, body=keep(node.body))
+            if mine != number:
+                kept.append(node)
+        return tuple(kept)
+
+    return replace(host, body=keep(host.body))
+
+
+def random_tensors(host: HostProgram, seed: int = 0) -> dict[str, Tensor]:
+    """A tensor for each buffer that the caller gives."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        b.name: torch.randn(b.shape, generator=generator).to(torch_dtype(b.dtype))
+        for b in host.buffers
+        if b.role != "temp"
+    }
+
+
+def run_program(program: Program, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """All tensors of a program, one op after the other at coordinate 0: the reference."""
+    env = dict(tensors)
+    for op in program.ops:
+        env.update(run_op(op, env, {"tp": 0}))
+    return env
+
+
+class SegmentRunner:
+    """Runs a segment op by op, as a megakernel would."""
+
+    def __init__(self, segment: Program) -> None:
+        self.segment, self.num_launches = segment, 0
+
+    def launch(self, tensors: Mapping[str, Tensor]) -> None:
+        self.num_launches += 1
+        given = {t.name: tensors[t.name] for t in self.segment.tensors if t.role != "temp"}
+        env = run_program(self.segment, given)
+        for name in self.segment.outputs:
+            tensors[name].copy_(env[name])
+        for tensor in self.segment.with_role("state"):
+            tensors[tensor.name].copy_(env[tensor.name])

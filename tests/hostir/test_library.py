@@ -1,0 +1,262 @@
+"""Every op kind against its formula in float64, and the forms it takes on one rank of several."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distmega import ops
+from distmega.builder import ProgramBuilder
+from distmega.errors import ProgramError
+from distmega.hostir import library
+from distmega.hostir.library import linear_spec, run_op
+from distmega.program import Access, Axis, Index, Op, Tensor
+from tests.hostir.programs import run_program
+
+
+def declared(name: str, x: torch.Tensor, role: str = "input") -> Tensor:
+    """A program tensor of x's shape."""
+    dtype = "i64" if x.dtype == torch.int64 else "f32"
+    return Tensor(name=name, shape=tuple(x.shape), dtype=dtype, role=role)
+
+
+def test_every_kind_has_a_function():
+    assert {*ops.KINDS, "take_shard"} == set(library.COMPILERS)
+
+
+def test_an_unknown_kind_is_named():
+    op = Op(name="y", kind="fft", axes=(), reads=(), writes=())
+    with pytest.raises(ProgramError, match=r"'y': kind 'fft'; expected one of linear"):
+        library.compile_op(op, {})
+
+
+@pytest.mark.parametrize(
+    ("spec", "shapes", "grouped"),
+    [
+        ("m k, n k -> m n", [(3, 5), (4, 5)], True),
+        ("m k, h g d k -> m h g d", [(3, 5), (2, 2, 3, 5)], True),
+        ("m h g d, k h g d -> m k", [(3, 2, 2, 3), (5, 2, 2, 3)], True),
+        ("a b k, n k -> a b n", [(2, 3, 5), (4, 5)], True),
+        ("k m, n k -> m n", [(5, 3), (4, 5)], False),
+        ("b m k, b n k -> b m n", [(2, 3, 5), (2, 4, 5)], False),
+        ("m k, n k -> n m", [(3, 5), (4, 5)], False),
+        ("m j k, n k -> m n", [(3, 2, 5), (4, 5)], False),
+    ],
+)
+@pytest.mark.parametrize("bias", [False, True])
+def test_linear(spec: str, shapes: list[tuple[int, ...]], grouped: bool, bias: bool):
+    x, w = (torch.randn(shape) for shape in shapes)
+    left, out = spec.split(" -> ")
+    tensors, operands = [declared("x", x), declared("w", w)], {"x": x, "w": w}
+    axes = sorted(set(out.split()) & set(left.split(",")[1].split()), key=out.split().index)
+    if bias:
+        extents = dict(zip(left.split(",")[1].split(), w.shape, strict=True))
+        operands["b"] = torch.randn([extents[axis] for axis in axes])
+        tensors.append(declared("b", operands["b"]))
+        spec = f"{left}, {' '.join(axes)} -> {out}"
+    op, _ = ops.linear("y", *tensors, spec=spec)
+    assert (linear_spec(op).num_rows >= 0) == grouped
+    # The axes are single letters, so the spec without spaces is an einsum.
+    code = f"{left}->{out}".replace(" ", "")
+    expected = torch.einsum(code, x.double(), w.double())
+    if bias:
+        shape = [dict(zip(axes, operands["b"].shape, strict=True)).get(a, 1) for a in out.split()]
+        expected += operands["b"].double().reshape(shape)
+    result = run_op(op, operands, {})["y"]
+    torch.testing.assert_close(result.double(), expected, rtol=1.3e-6, atol=1e-5)
+
+
+def test_linear_sums_half_types_in_fp32():
+    x, w = torch.ones(1, 4096, dtype=torch.bfloat16), torch.ones(1, 4096, dtype=torch.bfloat16)
+    op, _ = ops.linear("y", declared("x", x), declared("w", w))
+    assert run_op(op, {"x": x, "w": w}, {})["y"].item() == 4096
+
+
+def test_linear_on_split_dims():
+    x, w = torch.randn(3, 6), torch.randn(4, 6)
+    split = declared("x", x.view(3, 2, 3)), declared("w", w.view(4, 2, 3))
+    op, _ = ops.linear("y", *split, spec="m h d, n h d -> m n")
+    joined = tuple(
+        Access(tensor=access.tensor, dims=(access.dims[0], Index(axes=("h", "d"))))
+        for access in op.reads
+    )
+    op = replace(op, reads=joined)
+    torch.testing.assert_close(run_op(op, {"x": x, "w": w}, {})["y"], x @ w.T)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("silu(a0) * a1", lambda a, b: F.silu(a) * b),
+        ("a0 * 0.5 + a1 ** 2", lambda a, b: a * 0.5 + b**2),
+        ("maximum(a0, 0.25) - minimum(a1, -1)", lambda a, b: a.clamp(min=0.25) - b.clamp(max=-1)),
+        ("gelu(a0) / (1 + exp(-a1))", lambda a, b: F.gelu(a) / (1 + torch.exp(-b))),
+        ("a1", lambda a, b: b.expand(2, 3, 4)),
+    ],
+)
+def test_pointwise_broadcasts(text: str, expected):
+    a, b = torch.randn(2, 3, 4), torch.randn(3, 1)
+    p = ProgramBuilder("p")
+    x, y = p.input("a", a.shape), p.input("b", b.shape)
+    program = p.build(p.pointwise(text, x, y, name="y"))
+    result = run_program(program, {"a": a, "b": b})["y"]
+    torch.testing.assert_close(result, expected(a, b))
+    assert result.data_ptr() not in (a.data_ptr(), b.data_ptr())
+
+
+def test_pointwise_computes_half_types_in_fp32():
+    a = torch.tensor([256.0], dtype=torch.bfloat16)
+    p = ProgramBuilder("p")
+    program = p.build(p.input("a", (1,), "bf16").map("(a0 + 1) - a0", name="y"))
+    assert run_program(program, {"a": a})["y"].item() == 1
+
+
+@pytest.mark.parametrize("combine", ["sum", "max", "min"])
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_reduce(combine: str, dim: int):
+    x = torch.randn(2, 3, 4)
+    op, _ = ops.reduce("y", declared("x", x), dim, combine)
+    expected = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}[combine](x, dim)
+    torch.testing.assert_close(run_op(op, {"x": x}, {})["y"], expected)
+
+
+def test_rms_norm():
+    x, weight = torch.randn(5, 16), torch.randn(16)
+    op, _ = ops.rms_norm("y", declared("x", x), declared("w", weight), 1e-5)
+    result = run_op(op, {"x": x, "w": weight}, {})["y"]
+    torch.testing.assert_close(result, F.rms_norm(x, (16,), weight, 1e-5))
+
+
+def test_rope_rotates_pairs_half_a_head_apart():
+    x, positions = torch.randn(3, 2, 8), torch.tensor([0, 4, 2])
+    angles = torch.arange(6).unsqueeze(1) * torch.tensor([1.0, 0.5, 0.25, 0.125])
+    table = torch.cat((angles.cos(), angles.sin()), 1)
+    op, _ = ops.rope("y", declared("x", x), declared("p", positions), declared("t", table))
+    result = run_op(op, {"x": x, "p": positions, "t": table}, {})["y"]
+    turns = torch.polar(torch.ones(()), angles)[positions].unsqueeze(1)
+    turned = torch.complex(x[..., :4], x[..., 4:]) * turns
+    torch.testing.assert_close(result, torch.cat((turned.real, turned.imag), -1))
+
+
+def naive_attention(q, k, v, positions, scale, window):
+    """Row by row in float64."""
+    m, h, g, _ = q.shape
+    out = torch.zeros(m, h, g, v.shape[-1], dtype=torch.float64)
+    for i in range(m):
+        stop = int(positions[i]) + 1
+        start = max(0, stop - window) if window else 0
+        for head in range(h):
+            keys, values = (c[head, start:stop].double() for c in (k, v))
+            scores = torch.softmax(q[i, head].double() @ keys.T * scale, -1)
+            out[i, head] = scores @ values
+    return out
+
+
+@pytest.mark.parametrize("window", [0, 3])
+@pytest.mark.parametrize("positions", [[5], [0], [0, 1, 2], [4, 5, 6, 7], [7, 2]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention(positions: list[int], window: int, dtype: torch.dtype):
+    at, m = torch.tensor(positions), len(positions)
+    q, k, v = torch.randn(m, 2, 3, 4), torch.randn(2, 9, 4), torch.randn(2, 9, 5)
+    q, k, v = (t.to(dtype) for t in (q, k, v))
+    # Rows that no query sees must not count, whatever they hold.
+    k[:, max(positions) + 1 :], v[:, max(positions) + 1 :] = math.nan, math.nan
+    tensors = [declared(n, t) for n, t in zip("qkvp", (q, k, v, at), strict=True)]
+    op, _ = ops.attention("y", *tensors, scale=0.3, window=window)
+    result = run_op(op, dict(zip("qkvp", (q, k, v, at), strict=True)), {})["y"]
+    expected = naive_attention(q, k, v, at, 0.3, window)
+    tolerance = 1e-5 if dtype == torch.float32 else 1.6e-2
+    torch.testing.assert_close(result.double(), expected, rtol=tolerance, atol=tolerance)
+    assert result.dtype == dtype
+    assert result.is_contiguous()
+
+
+def test_kv_append_writes_in_place():
+    cache, x, at = torch.zeros(2, 6, 3), torch.randn(2, 2, 3), torch.tensor([4, 1])
+    op, _ = ops.kv_append("a", declared("c", cache, "state"), declared("x", x), declared("p", at))
+    assert run_op(op, {"c": cache, "x": x, "p": at}, {})["c"] is cache
+    torch.testing.assert_close(cache[:, [4, 1]], x.transpose(0, 1))
+    assert cache[:, [0, 2, 3, 5]].count_nonzero() == 0
+    with pytest.raises(IndexError):
+        run_op(op, {"c": cache, "x": x, "p": torch.tensor([6, 0])}, {})
+
+
+def with_attrs(op: Op, **attrs: int | str) -> Op:
+    """The op with the attributes that localize gives."""
+    return replace(op, attrs=tuple(sorted(attrs.items())))
+
+
+def test_embedding_by_shards_sums_to_the_whole():
+    table, ids = torch.randn(10, 4), torch.tensor([9, 0, 3, 4])
+    op, _ = ops.embedding("y", declared("i", ids), declared("t", torch.empty(4, 4)))
+    padded = F.pad(table, (0, 0, 0, 2))
+    local = with_attrs(op, base_axis="tp", base_stride=4, extent=10)
+    parts = [
+        run_op(local, {"i": ids, "t": padded[4 * rank : 4 * rank + 4]}, {"tp": rank})["y"]
+        for rank in range(3)
+    ]
+    assert torch.equal(sum(parts), table[ids])
+    whole, _ = ops.embedding("y", declared("i", ids), declared("t", table))
+    assert torch.equal(run_op(whole, {"i": ids, "t": table}, {})["y"], table[ids])
+
+
+def test_argmax_takes_the_lowest_index_and_masks_padding():
+    x = torch.tensor([[1.0, 3.0, 3.0, 0.0], [-5.0, -6.0, -5.0, -7.0]])
+    op, _ = ops.argmax("y", declared("x", x))
+    result = run_op(op, {"x": x}, {})
+    assert result["y"].tolist() == [1, 0]
+    assert result["y.value"].tolist() == [3.0, -5.0]
+    local = with_attrs(op, base_axis="tp", base_stride=4, extent=6)
+    negative = torch.tensor([[-3.0, -2.0, 0.0, 0.0]] * 2)
+    assert run_op(local, {"x": negative}, {"tp": 1})["y"].tolist() == [5, 5]
+    nothing = run_op(local, {"x": negative}, {"tp": 2})
+    assert nothing["y.value"].tolist() == [-math.inf, -math.inf]
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_moves(view: bool):
+    x = torch.randn(4, 6)
+    p = ProgramBuilder("p")
+    a = p.input("x", x.shape)
+    outs = [
+        p.slice(a, 1, 1, 6, 2, view=view, name="sliced"),
+        p.transpose(a, (1, 0), view=view, name="transposed"),
+        p.reshape(a, (2, 2, 3, 2), view=view, name="reshaped"),
+    ]
+    found = run_program(p.build(*outs), {"x": x})
+    assert torch.equal(found["sliced"], x[:, 1:6:2])
+    assert torch.equal(found["transposed"], x.T)
+    assert torch.equal(found["reshaped"], x.reshape(2, 2, 3, 2))
+    for out in outs:
+        shared = found[out.name].untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+        assert shared == view
+        assert view or found[out.name].is_contiguous()
+
+
+def test_concat_and_set():
+    x, y = torch.randn(2, 3), torch.randn(2, 4)
+    p = ProgramBuilder("p")
+    a, b = p.input("x", x.shape), p.input("y", y.shape)
+    joined = p.concat([a, b], 1, name="joined")
+    copy = p.set(joined, name="copy")
+    assert torch.equal(run_program(p.build(copy), {"x": x, "y": y})["copy"], torch.cat((x, y), 1))
+
+
+@given(extent=st.integers(1, 12), num_ranks=st.integers(1, 4))
+@settings(max_examples=30, deadline=None)
+def test_take_shard_pads_with_zeros(extent: int, num_ranks: int):
+    local = -(-extent // num_ranks)
+    rank = Axis(name="r", extent=num_ranks, role="reduce", lookup=True)
+    op = Op(
+        name="y", kind="take_shard", axes=(Axis(name="n", extent=local), rank),
+        reads=(Access(tensor="x", dims=(Index(axes=("r", "n")),)),),
+        writes=(Access(tensor="y", dims=(Index(axes=("n",)),)),),
+        attrs=(("dim", 0), ("mesh_axis", "tp"), ("num_ranks", num_ranks)),
+    )  # fmt: skip
+    x = torch.arange(1.0, extent + 1)
+    parts = [run_op(op, {"x": x}, {"tp": rank})["y"] for rank in range(num_ranks)]
+    assert torch.equal(torch.cat(parts), F.pad(x, (0, num_ranks * local - extent)))
