@@ -46,7 +46,8 @@ def run_rank(context: RankContext, values: Values, emit: Emit) -> torch.Tensor:
 
 def main() -> None:
     """Prints the plan and the largest difference to torch."""
-    values = {t.name: torch.randn(t.shape) for t in build_mlp().tensors if t.role != "temp"}
+    given = [t for t in build_mlp().tensors if t.role != "temp"]
+    values = {t.name: torch.randn(t.shape) / t.shape[-1] ** 0.5 for t in given}
     x, w1, w2 = values["x"], values["w1"], values["w2"]
     expected = torch.nn.functional.silu(x @ w1.T) @ w2.T + x
     for event in launch("mlp:run_rank", values, LauncherOptions(num_ranks=2)):

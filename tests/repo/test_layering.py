@@ -92,3 +92,19 @@ def test_every_source_folder_is_a_known_package():
         for path in (ROOT / top).rglob("*.py")
     }
     assert folders == set(PACKAGES.values())
+
+
+def test_explaining_a_plan_needs_no_torch():
+    graph, seen, left = import_graph(), {"distmega"}, ["distmega.cli", "distmega.explain"]
+    while left:
+        module = left.pop()
+        if module not in seen:
+            seen.add(module)
+            left += graph[module]
+    heavy = [
+        f"{module} imports {found.target}"
+        for module in sorted(seen)
+        for found in imports(modules()[module])
+        if found.target.split(".")[0] in ("torch", "ray", "triton")
+    ]
+    assert not heavy
