@@ -84,17 +84,17 @@ def _split(op: Op, axis: Axis, tensors: Mapping[str, Tensor], num_ranks: int) ->
     if num_ranks == 1:
         return "the mesh axis has one rank"
     if not fits(axis.extent, num_ranks):
-        return f"extent {axis.extent} padded to {num_ranks} ranks would be half padding or more"
+        return f"{axis.extent} over {num_ranks} ranks would be half padding or more"
     uneven = axis.extent % num_ranks != 0
     if uneven and axis.combine in ("max", "min"):
         return f"{axis.extent} is uneven, and a {axis.combine} over padding isn't exact"
     chunk = -(-axis.extent // num_ranks)
     extents = {other.name: other.extent for other in op.axes}
     placed: list[Placement] = []
-    for access in accesses(op):
+    for place, access in enumerate(accesses(op)):
         found = _operand(access.dims, tensors[access.tensor].shape, axis.name, chunk, extents)
         if isinstance(found, str):
-            return f"{access.tensor}: {found}"
+            return f"operand {place}: {found}"
         placed.append(found)
     reads, writes = placed[: len(op.reads)], placed[len(op.reads) :]
     if axis.role == "reduce":
@@ -106,9 +106,9 @@ def _split(op: Op, axis: Axis, tensors: Mapping[str, Tensor], num_ranks: int) ->
     elif REPLICATE in writes:
         return "it doesn't index every result"
     seen: dict[str, Placement] = {}
-    for access, placement in zip(op.reads, reads, strict=True):
+    for place, (access, placement) in enumerate(zip(op.reads, reads, strict=True)):
         if seen.setdefault(access.tensor, placement) != placement:
-            return f"{access.tensor} is needed both divided and otherwise"
+            return f"operand {place} is read twice, divided and otherwise"
     return SplitOption(
         axis=axis.name, chunk=chunk, reads=tuple(reads), writes=tuple(writes), uneven=uneven
     )

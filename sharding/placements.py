@@ -48,6 +48,8 @@ class Partial:
 
 Placement = Replicate | Shard | Partial
 REPLICATE = Replicate()
+PAIR = Partial("argmax")
+"""Parts of an argmax: value and index, combined at once by one collective."""
 
 _PLACEMENT = re.compile(r"(\w+)=(?:(R)|S(\d+)(?::(\d+))?|P\((\w+)\))$")
 

@@ -6,20 +6,16 @@ collectives run. Annotations are propagated first, the rest is searched, one mes
 other. Next: finalize.py.
 """
 
-import hashlib
 import logging
-import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from distmega.errors import PlanError
 from distmega.program import Op, Program
-from distmega.sharding.allocation import AllocationDomain
 from distmega.sharding.cost import Machine, residency_us_per_byte
-from distmega.sharding.domains import LoopDomain
+from distmega.sharding.explain import explain_plan
 from distmega.sharding.finalize import (
-    Memory,
     finalize_allocations,
     finalize_loops,
     measure_memory,
@@ -27,13 +23,11 @@ from distmega.sharding.finalize import (
 from distmega.sharding.mesh import DeviceMesh
 from distmega.sharding.options import SplitOption
 from distmega.sharding.placements import REPLICATED, Layout, Shard, fits, resolve_layout
+from distmega.sharding.plan import PlanFacts
 from distmega.sharding.propagate import Hints, propagate_annotations
 from distmega.sharding.resolve import (
     InexactSplitError,
-    PlacedOp,
-    Reshard,
     Resolver,
-    Schedule,
     Splits,
 )
 from distmega.sharding.search import AxisSearch, Problem
@@ -48,62 +42,14 @@ RESIDENCY_FACTORS = (1.0, 8.0, 64.0, 512.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """How a program runs on a mesh.
+class Plan(PlanFacts):
+    """A PlanFacts that explains itself."""
 
-    steps: ops and collectives in execution order, on local tensors. locals: local tensor -> (tensor
-    of the program, layout). layouts: tensor -> the layout it has under its own name. allocations:
-    by local tensor, final. loops: by op. annotations: what the user fixed. residency_us_per_byte:
-    the price of a resident byte that the choice was made with.
-    """
-
-    program: Program
-    mesh: DeviceMesh
-    machine: Machine
-    steps: tuple[PlacedOp | Reshard, ...]
-    locals: Mapping[str, tuple[str, Layout]]
-    layouts: Mapping[str, Layout]
-    allocations: Mapping[str, AllocationDomain]
-    loops: Mapping[str, LoopDomain]
-    memory: Memory
-    annotations: Mapping[str, Layout]
-    residency_us_per_byte: float
-
-    @property
-    def decisions(self) -> tuple[PlacedOp, ...]:
-        """The ops with their divisions, operands and costs."""
-        return tuple(step for step in self.steps if isinstance(step, PlacedOp))
-
-    @property
-    def reshards(self) -> tuple[Reshard, ...]:
-        """The collectives and local slices that change a layout, in execution order."""
-        return tuple(step for step in self.steps if isinstance(step, Reshard))
-
-    @property
-    def time_us(self) -> float:
-        """Predicted time of one run on each rank, nothing overlapped."""
-        ops = math.fsum(step.cost.time_us for step in self.decisions)
-        return ops + math.fsum(step.move.time_us for step in self.reshards)
-
-    def persistent_layouts(self) -> dict[str, Layout]:
-        """Layouts of weights and states: annotations for another program that shares them."""
-        kept = ("weight", "state")
-        return {t.name: self.layouts[t.name] for t in self.program.tensors if t.role in kept}
-
-    def fingerprint(self) -> str:
-        """A stable hash of everything ranks must agree on."""
-        digest = hashlib.sha256(f"{self.program.name} {self.mesh}".encode())
-        for name, allocation in self.allocations.items():
-            digest.update(f"{name} {allocation}\n".encode())
-        for step in self.steps:
-            if isinstance(step, PlacedOp):
-                splits = [(axis, str(option)) for axis, option in step.splits]
-                text = f"{step.op.name} {step.op.kind} {step.op.attrs} {splits}"
-            else:
-                text = f"{step.move.kind} {step.move.axis} {step.combine}"
-            digest.update(f"{text} {step.reads} {step.writes}\n".encode())
-        digest.update(" ".join(self.program.outputs).encode())
-        return digest.hexdigest()
+    def explain(self) -> str:
+        """Every tensor and op, axis by axis: what was chosen, what it costs, and what else was
+        possible; ops of equal layers once.
+        """
+        return explain_plan(self)
 
 
 class _Planner:
@@ -188,10 +134,16 @@ class _Planner:
                     if option.axis:
                         chosen[name] = (*chosen[name], (axis, option))
         try:
-            resolver = Resolver(
-                self.program, self.mesh, self.machine, self.table, chosen, self.given
+            return build_plan(
+                self.program,
+                self.mesh,
+                self.machine,
+                chosen,
+                self.given,
+                annotations=self.pins,
+                residency_us_per_byte=factor * self.residency,
+                table=self.table,
             )
-            return self.finish(resolver.run(), factor)
         except InexactSplitError as error:
             logger.info("op %s not divided by %s: %s", error.op, error.axis, error.reason)
             more = {**banned, error.op: (*banned.get(error.op, ()), error.axis)}
@@ -229,22 +181,39 @@ class _Planner:
         )
         return AxisSearch(problem, self.table).run()
 
-    def finish(self, schedule: Schedule, factor: float) -> Plan:
-        plan = Plan(
-            program=self.program,
-            mesh=self.mesh,
-            machine=self.machine,
-            steps=schedule.steps,
-            locals=schedule.locals,
-            layouts=schedule.homes,
-            allocations=finalize_allocations(self.program, self.mesh, schedule),
-            loops=finalize_loops(self.mesh, schedule, self.table),
-            memory=measure_memory(self.program, schedule),
-            annotations=self.pins,
-            residency_us_per_byte=factor * self.residency,
-        )
-        verify_plan_parts(schedule, plan.loops, plan.allocations, self.mesh, self.table)
-        return plan
+
+def build_plan(
+    program: Program,
+    mesh: DeviceMesh,
+    machine: Machine,
+    chosen: Mapping[str, Splits],
+    given: Mapping[str, Layout],
+    *,
+    annotations: Mapping[str, Layout],
+    residency_us_per_byte: float,
+    table: OptionTable,
+) -> Plan:
+    """The plan that follows from how each op is divided: collectives, allocations, loops, memory.
+
+    given: layouts of inputs, outputs and other tensors that are fixed. Raises InexactSplitError if
+    padding of a division would reach a result.
+    """
+    schedule = Resolver(program, mesh, machine, table, chosen, given).run()
+    plan = Plan(
+        program=program,
+        mesh=mesh,
+        machine=machine,
+        steps=schedule.steps,
+        locals=schedule.locals,
+        layouts=schedule.homes,
+        allocations=finalize_allocations(program, mesh, schedule),
+        loops=finalize_loops(mesh, schedule, table),
+        memory=measure_memory(program, schedule),
+        annotations=annotations,
+        residency_us_per_byte=residency_us_per_byte,
+    )
+    verify_plan_parts(schedule, plan.loops, plan.allocations, mesh, table)
+    return plan
 
 
 def plan_program(

@@ -17,6 +17,7 @@ from distmega.sharding.mesh import DeviceMesh
 from distmega.sharding.options import SplitOption
 from distmega.sharding.padding import AxisPads, Pad, inexact_reason, result_pads
 from distmega.sharding.placements import (
+    PAIR,
     REPLICATE,
     REPLICATED,
     Layout,
@@ -246,7 +247,7 @@ class Resolver:
 
     def settle(self, op: Op, writes: Sequence[str], layouts: Sequence[Layout]) -> None:
         """Brings results home: outputs and annotated tensors, and the pair of a divided argmax."""
-        pairs = [a for a, p in layouts[0].placements if p == Partial("argmax")]
+        pairs = [a for a, p in layouts[0].placements if p == PAIR]
         names, here = tuple(writes), layouts[0]
         for axis in pairs:
             there = here.moved(axis, REPLICATE)

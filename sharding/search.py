@@ -16,7 +16,15 @@ from distmega.program import Op, Program, Tensor
 from distmega.sharding.cost import Machine, op_time_us
 from distmega.sharding.options import Options, SplitOption
 from distmega.sharding.padding import Pad, inexact_reason, result_pads
-from distmega.sharding.placements import REPLICATE, Layout, Partial, Placement, Shard, local_shape
+from distmega.sharding.placements import (
+    PAIR,
+    REPLICATE,
+    Layout,
+    Partial,
+    Placement,
+    Shard,
+    local_shape,
+)
 from distmega.sharding.reshard import step_cost, table
 from distmega.sharding.signatures import OptionTable
 from distmega.sharding.steps import CONSTANT, Operand, Situation, Step, StepBuilder
@@ -190,11 +198,11 @@ class AxisSearch:
             pad = self.padding(op, step, found, option, tuple(pads))
             if pad is None:
                 return None
-        for operand, made in zip(step.writes, writes, strict=True):
+        for place, (operand, made) in enumerate(zip(step.writes, writes, strict=True)):
             price = self.write(operand, made, pad, held)
             if price is None:
                 return None
-            cost += price
+            cost += price * (place == 0 or option.writes[place] != PAIR)
         return tuple([held[slot] for slot in step.keep]), cost
 
     def read(self, operand: Operand, need: int, held: list[Held]) -> tuple[int, int] | None:
@@ -238,7 +246,7 @@ class AxisSearch:
     def write(self, operand: Operand, made: int, pad: Pad | None, held: list[Held]) -> int | None:
         """Cost of having a result where it must be; notes in `held` how it is available."""
         cost = 0
-        if self.placements[made] == Partial("argmax"):
+        if self.placements[made] == PAIR:
             cost, made = self.move(operand.shape, operand.item_bytes, made, _WHOLE) or 0, _WHOLE
         padding = int(pad or 0) if isinstance(self.placements[made], Shard) else 0
         fixed = None if operand.fixed is None else self.number(operand.fixed)

@@ -1,0 +1,289 @@
+"""The plan in words: every tensor and op, axis by axis, its cost and what was rejected and why.
+
+Comes in: a plan. Goes out: plain text. Ops and tensors whose names differ in a number only and that
+are treated alike are told once, so a deep model reads like a shallow one.
+"""
+
+import re
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from distmega.program import Tensor
+from distmega.sharding.placements import REPLICATE, Partial, Placement, Shard, local_shape
+from distmega.sharding.plan import PlanFacts
+from distmega.sharding.resolve import PlacedOp, Reshard, Splits
+from distmega.sharding.whatif import Alternative, Bill, WhatIf
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+_NOTE = "  (not ...: what that alone would change, with everything around it as planned)"
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Group(Generic[T]):
+    """Things told once: the first of them, and the numbers in the names of all."""
+
+    first: T
+    pattern: str
+    numbers: list[int]
+
+    @property
+    def name(self) -> str:
+        """The common name, numbers as ranges: layers.{0-29}.wq."""
+        if not self.numbers:
+            return self.pattern
+        return self.pattern.replace("#", f"{{{_ranges(self.numbers)}}}", 1)
+
+    @property
+    def times(self) -> int:
+        return max(1, len(self.numbers))
+
+
+class _Groups(Generic[T]):
+    """Collects things by name pattern and treatment, in order of first appearance."""
+
+    def __init__(self) -> None:
+        self.groups: dict[Hashable, Group[T]] = {}
+
+    def add(self, name: str, treatment: Hashable, thing: T) -> None:
+        number = _NUMBER.search(name)
+        pattern = _pattern(name)
+        group = self.groups.setdefault((pattern, treatment), Group(thing, pattern, []))
+        if number:
+            group.numbers.append(int(number[0]))
+
+    def __iter__(self) -> Iterator[Group[T]]:
+        return iter(self.groups.values())
+
+
+def _pattern(name: str) -> str:
+    """A name with the number of its layer left open."""
+    return _NUMBER.sub("#", name, count=1)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """1, 2, 3, 5 as 1-3,5."""
+    parts: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if parts and number == parts[-1][1] + 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
+
+
+def format_bytes(count: float) -> str:
+    """Bytes with a decimal unit."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000 or unit == "GB":
+            break
+        count /= 1000
+    return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
+
+
+def format_us(time: float) -> str:
+    """Microseconds to three digits."""
+    return f"{time:.0f} us" if time >= 100 else f"{time:.3g} us"
+
+
+def explain_plan(plan: PlanFacts) -> str:
+    """The whole text, a trailing newline included."""
+    what_if = WhatIf(plan)
+    lines = [*_summary(plan), "", "ops", _NOTE, *_ops(plan, what_if)]
+    lines += ["", "collectives", *(_collectives(plan) or ["  none"])]
+    lines += ["", "tensors", *_tensors(plan, what_if)]
+    return "\n".join(lines) + "\n"
+
+
+def _summary(plan: PlanFacts) -> list[str]:
+    memory = plan.memory
+    used = {axis for step in plan.decisions for axis, _ in step.splits}
+    idle = [f"{axis}={size}" for axis, size in plan.mesh.axes if size > 1 and axis not in used]
+    lines = [
+        f"plan of {plan.program.name} on {plan.mesh}, machine {plan.machine.name}",
+        f"  one run on each rank: {format_us(plan.time_us)},"
+        f" {format_bytes(plan.num_sent_bytes)} sent in {plan.num_collectives} collectives",
+        f"  memory of a rank: {format_bytes(memory.total_bytes)}"
+        f" = weights {format_bytes(memory.weight_bytes)}"
+        f" + states {format_bytes(memory.state_bytes)}"
+        f" + inputs {format_bytes(memory.input_bytes)}"
+        f" + temporaries {format_bytes(memory.temp_peak_bytes)} at their peak",
+        f"  a resident kB is priced at {1000 * plan.residency_us_per_byte:.3g} us",
+    ]
+    if idle:
+        lines.append(f"  idle: {', '.join(idle)} divides no op; each alternative below costs more")
+    return (
+        lines
+        + [
+            f"  fixed: {name} [{layout}]"
+            for name, layout in plan.annotations.items()
+            if layout.placements
+        ][:20]
+    )
+
+
+def _ops(plan: PlanFacts, what_if: WhatIf) -> list[str]:
+    groups: _Groups[PlacedOp] = _Groups()
+    for step in plan.decisions:
+        around = tuple(plan.layouts[access.tensor] for access in (*step.op.reads, *step.op.writes))
+        groups.add(step.op.name, (what_if.table.class_of(step.op), step.splits, around), step)
+    lines: list[str] = []
+    for group in groups:
+        step = group.first
+        times = f"{group.times} x " if group.times > 1 else ""
+        lines.append(
+            f"  {group.name} = {step.op.kind} {plan.loops[step.op.name]}"
+            f"  {times}{format_bytes(step.cost.num_bytes)}, {format_us(step.cost.time_us)}"
+        )
+        for axis, size in plan.mesh.axes:
+            if size > 1:
+                lines += _op_axis(plan, what_if, step, axis, size)
+    return lines
+
+
+def _op_axis(plan: PlanFacts, what_if: WhatIf, step: PlacedOp, axis: str, size: int) -> list[str]:
+    """One mesh axis of one op: the choice, then the alternatives, cheapest first."""
+    now = dict(step.splits).get(axis)
+    chosen = what_if.chosen(step)
+    word = "whole on every rank"
+    if now is not None:
+        extent = step.op.axis(now.axis).extent
+        word = f"{now.axis} {extent} -> {now.chunk}"
+        if now.uneven:
+            word += f" ({size * now.chunk - extent} of padding)"
+    lines = [f"    {axis}: {word}{_with(chosen)}"]
+    found = what_if.alternatives(step, axis)
+    priced = [(alt.bill.total_us, alt) for alt in found if alt.bill]
+    for _, alt in sorted(priced, key=lambda pair: pair[0]):
+        assert alt.bill is not None
+        lines.append(f"      not {alt.axis or 'whole'}: {_compare(alt.bill, chosen)}")
+    reasons: dict[str, list[str]] = {}
+    for alt in found:
+        if alt.bill is None:
+            reasons.setdefault(alt.reason, []).append(alt.axis or "whole")
+    return lines + [f"      not {', '.join(names)}: {why}" for why, names in reasons.items()]
+
+
+def _with(bill: Bill) -> str:
+    return f", with {', '.join(bill.moves)}" if bill.moves else ""
+
+
+def _compare(other: Bill, chosen: Bill) -> str:
+    """How another option's costs differ from the chosen one's."""
+    parts = [
+        ("op", other.op_us - chosen.op_us),
+        ("collectives", other.moves_us - chosen.moves_us),
+        ("residency", other.residency_us - chosen.residency_us),
+    ]
+    told = ", ".join(f"{name} {_signed(diff)}" for name, diff in parts if abs(diff) >= 0.005)
+    total = other.total_us - chosen.total_us
+    return f"{_signed(total)}{f' ({told})' if told else ''}{_with(other)}"
+
+
+def _signed(time: float) -> str:
+    return f"{'+' if time >= 0 else '-'}{format_us(abs(time))}"
+
+
+def _collectives(plan: PlanFacts) -> list[str]:
+    groups: _Groups[Reshard] = _Groups()
+    for step in plan.reshards:
+        move = step.move
+        treatment = (move, step.combine, tuple(map(_pattern, step.reads)))
+        groups.add(step.writes[0], treatment, step)
+    lines = []
+    for group in groups:
+        step = group.first
+        move = step.move
+        combine = f" {step.combine}" if step.combine else ""
+        copy = ", through a layout copy" if move.layout_copy else ""
+        sent = f"{format_bytes(move.num_bytes)} sent, {format_us(move.time_us)}"
+        what = f"{move.kind}{combine} over {move.axis}"
+        lines.append(f"  {group.name} = {what}  {group.times} x {sent}{copy}")
+    return lines
+
+
+def _tensors(plan: PlanFacts, what_if: WhatIf) -> list[str]:
+    users: dict[str, dict[tuple[str, Splits], PlacedOp]] = {}
+    for step in plan.decisions:
+        for access in (*step.op.reads, *step.op.writes):
+            alike = _pattern(step.op.name), step.splits
+            users.setdefault(access.tensor, {}).setdefault(alike, step)
+    groups: _Groups[Tensor] = _Groups()
+    for tensor in plan.program.tensors:
+        layout = plan.layouts[tensor.name]
+        uses = tuple(users.get(tensor.name, {}))
+        treatment = tensor.role, tensor.shape, tensor.dtype, layout, uses
+        groups.add(tensor.name, treatment, tensor)
+    lines: list[str] = []
+    for group in groups:
+        tensor = group.first
+        layout = plan.layouts[tensor.name]
+        local = local_shape(tensor.shape, layout)
+        part = tensor.num_bytes // max(tensor.num_elements, 1)
+        for extent in local:
+            part *= extent
+        times = f"{group.times} x " if group.times > 1 else ""
+        fixed = ", as annotated" if tensor.name in plan.annotations else ""
+        lines.append(
+            f"  {tensor.role} {group.name}: {tensor.dtype}{list(tensor.shape)} -> {list(local)}"
+            f" [{layout}]{fixed}  {times}{format_bytes(part)} of {format_bytes(tensor.num_bytes)}"
+        )
+        for axis, size in plan.mesh.axes:
+            if size > 1:
+                steps = tuple(users.get(tensor.name, {}).values())
+                lines += _tensor_axis(plan, what_if, tensor, steps, axis)
+    return lines
+
+
+def _tensor_axis(
+    plan: PlanFacts, what_if: WhatIf, tensor: Tensor, users: Sequence[PlacedOp], axis: str
+) -> list[str]:
+    """Other placements of a tensor along a mesh axis: what its users say of each."""
+    now = plan.layouts[tensor.name].at(axis)
+    lines = [f"    {axis}: {now}"]
+    for dim in range(-1, len(tensor.shape)):
+        if not (dim < 0 and now == REPLICATE) and not (isinstance(now, Shard) and now.dim == dim):
+            verdicts = [_verdict(what_if, tensor, step, axis, dim) for step in users]
+            told = "; ".join(dict.fromkeys(v for v in verdicts if v))
+            lines.append(f"      not {'R' if dim < 0 else f'S{dim}'}: {told or 'nothing uses it'}")
+    return lines
+
+
+def _verdict(what_if: WhatIf, tensor: Tensor, step: PlacedOp, axis: str, dim: int) -> str:
+    """What one op says of a tensor divided along `dim` (-1: whole)."""
+    op, name = step.op, _pattern(step.op.name)
+    places = [i for i, a in enumerate((*op.reads, *op.writes)) if a.tensor == tensor.name]
+    found = what_if.alternatives(step, axis)
+    now = dict(step.splits).get(axis)
+    if now is not None and _wants((*now.reads, *now.writes)[places[0]], dim):
+        return f"{op.kind} {name} would take it"
+    fitting = [alt for alt in found if alt.option is not None and _fits(alt, places, dim)]
+    priced = [alt.bill for alt in fitting if alt.bill is not None]
+    if priced:
+        best = min(priced, key=lambda bill: bill.total_us)
+        change = best.total_us - what_if.chosen(step).total_us
+        return f"{op.kind} {name} {_signed(change)}"
+    names = {
+        index.axes[0]
+        for place in places
+        for index in ((*op.reads, *op.writes)[place].dims[dim],)
+        if index.axes and dim >= 0
+    }
+    reasons = [f"{alt.axis}: {alt.reason}" for alt in found if alt.axis in names and alt.reason]
+    return f"{op.kind} {name}: {reasons[0]}" if reasons else ""
+
+
+def _fits(alt: Alternative, places: Sequence[int], dim: int) -> bool:
+    assert alt.option is not None
+    placed = (*alt.option.reads, *alt.option.writes)
+    return _wants(placed[places[0]], dim)
+
+
+def _wants(placement: Placement, dim: int) -> bool:
+    if dim < 0:
+        return placement == REPLICATE or isinstance(placement, Partial)
+    return isinstance(placement, Shard) and placement.dim == dim

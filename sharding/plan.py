@@ -1,0 +1,88 @@
+"""What a plan states: divisions, layouts, collectives, allocations, loops, memory and time.
+
+Comes in: what resolve.py and finalize.py made. Goes out: PlanFacts, read by explain.py and
+localize.py; planner.py gives it out as a Plan.
+"""
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from distmega.program import Program
+from distmega.sharding.allocation import AllocationDomain
+from distmega.sharding.cost import Machine
+from distmega.sharding.domains import LoopDomain
+from distmega.sharding.finalize import Memory
+from distmega.sharding.mesh import DeviceMesh
+from distmega.sharding.placements import Layout
+from distmega.sharding.resolve import PlacedOp, Reshard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanFacts:
+    """How a program runs on a mesh.
+
+    steps: ops and collectives in execution order, on local tensors. locals: local tensor -> (tensor
+    of the program, layout). layouts: tensor -> the layout it has under its own name. allocations:
+    by local tensor, final. loops: by op. annotations: what the user fixed. residency_us_per_byte:
+    the price of a resident byte that the choice was made with.
+    """
+
+    program: Program
+    mesh: DeviceMesh
+    machine: Machine
+    steps: tuple[PlacedOp | Reshard, ...]
+    locals: Mapping[str, tuple[str, Layout]]
+    layouts: Mapping[str, Layout]
+    allocations: Mapping[str, AllocationDomain]
+    loops: Mapping[str, LoopDomain]
+    memory: Memory
+    annotations: Mapping[str, Layout]
+    residency_us_per_byte: float
+
+    @property
+    def decisions(self) -> tuple[PlacedOp, ...]:
+        """The ops with their divisions, operands and costs."""
+        return tuple(step for step in self.steps if isinstance(step, PlacedOp))
+
+    @property
+    def reshards(self) -> tuple[Reshard, ...]:
+        """The collectives and local slices that change a layout, in execution order."""
+        return tuple(step for step in self.steps if isinstance(step, Reshard))
+
+    @property
+    def time_us(self) -> float:
+        """Predicted time of one run on each rank, nothing overlapped."""
+        ops = math.fsum(step.cost.time_us for step in self.decisions)
+        return ops + math.fsum(step.move.time_us for step in self.reshards)
+
+    @property
+    def num_sent_bytes(self) -> int:
+        """Bytes each rank sends in one run."""
+        return sum(step.move.num_bytes for step in self.reshards)
+
+    @property
+    def num_collectives(self) -> int:
+        """Collectives of one run; a local slice isn't one."""
+        return sum(step.move.kind != "take_shard" for step in self.reshards)
+
+    def persistent_layouts(self) -> dict[str, Layout]:
+        """Layouts of weights and states: annotations for another program that shares them."""
+        kept = ("weight", "state")
+        return {t.name: self.layouts[t.name] for t in self.program.tensors if t.role in kept}
+
+    def fingerprint(self) -> str:
+        """A stable hash of everything ranks must agree on."""
+        digest = hashlib.sha256(f"{self.program.name} {self.mesh}".encode())
+        for name, allocation in self.allocations.items():
+            digest.update(f"{name} {allocation}\n".encode())
+        for step in self.steps:
+            if isinstance(step, PlacedOp):
+                splits = [(axis, str(option)) for axis, option in step.splits]
+                text = f"{step.op.name} {step.op.kind} {step.op.attrs} {splits}"
+            else:
+                text = f"{step.move.kind} {step.move.axis} {step.combine}"
+            digest.update(f"{text} {step.reads} {step.writes}\n".encode())
+        digest.update(" ".join(self.program.outputs).encode())
+        return digest.hexdigest()

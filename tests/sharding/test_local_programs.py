@@ -1,0 +1,137 @@
+"""Every plan computes what the whole program does: random graphs, random divisions, all ranks."""
+
+import random
+
+import numpy as np
+import pytest
+
+from distmega.errors import PlanError
+from distmega.program import Program
+from distmega.sharding.cost import CPU, H200, Machine
+from distmega.sharding.mesh import DeviceMesh
+from distmega.sharding.placements import REPLICATED, Layout, Partial, Shard, resolve_layout
+from distmega.sharding.planner import Plan, build_plan, plan_program
+from distmega.sharding.resolve import InexactSplitError, Splits
+from distmega.sharding.signatures import OptionTable
+from tests.sharding.programs import decoder, random_program
+from tests.sharding.simulate import check_plan, random_arrays, run_whole
+
+MESHES = (DeviceMesh(tp=2), DeviceMesh(tp=3), DeviceMesh(tp=4), DeviceMesh(dp=2, tp=2))
+FREE_LINKS = Machine(
+    name="free links",
+    memory_bandwidth_bytes_per_us=1.0,
+    flops_per_us=(("f32", 1.0),),
+    num_sms=4,
+    memory_bytes=2**30,
+    link_bandwidth_bytes_per_us=1e9,
+    collective_us=0.0,
+    launch_us=0.0,
+)
+"""Collectives cost nothing, so that everything is divided that can be."""
+
+
+def is_exact(program: Program, arrays: dict) -> bool:
+    """Whether all values stay integers that f64 holds exactly."""
+    return all(np.abs(x).max() < 2**45 for x in run_whole(program, arrays).values())
+
+
+def random_division(program: Program, mesh: DeviceMesh, rng: random.Random) -> Plan:
+    """A plan in which every op is divided at random, whatever it costs."""
+    table, chosen = OptionTable.of(program), {}
+    weights = {tensor.name for tensor in program.with_role("weight")}
+    for op in program.ops:
+        splits: Splits = ()
+        for axis, size in mesh.axes:
+            used = [option.axis for _, option in splits]
+            options = [
+                o
+                for o in table.options(op, size).options
+                if o.axis not in used
+                and all(
+                    not isinstance(need, Partial) or access.tensor in weights
+                    for access, need in zip(op.reads, o.reads, strict=True)
+                )
+            ]
+            option = rng.choice(options)
+            splits += ((axis, option),) * bool(option.axis)
+        chosen[op.name] = splits
+    given = {t.name: REPLICATED for t in program.with_role("input")}
+    given |= dict.fromkeys(program.outputs, REPLICATED)
+    return build_plan(
+        program,
+        mesh,
+        CPU,
+        chosen,
+        given,
+        annotations={},
+        residency_us_per_byte=0.0,
+        table=table,
+    )
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_any_exact_division_gives_the_whole_result(mesh):
+    num_divided = num_inexact = 0
+    for seed in range(120):
+        program = random_program(seed)
+        arrays = random_arrays(program, seed)
+        if not is_exact(program, arrays):
+            continue
+        try:
+            plan = random_division(program, mesh, random.Random(seed))
+        except InexactSplitError:
+            num_inexact += 1
+            continue
+        check_plan(plan, arrays)
+        num_divided += sum(bool(step.splits) for step in plan.decisions)
+    assert num_divided > 150
+    assert num_inexact < 60
+
+
+@pytest.mark.parametrize("machine", [FREE_LINKS, CPU, H200], ids=lambda m: m.name)
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_planned_programs_give_the_whole_result(mesh, machine):
+    for seed in range(1000, 1030):
+        program = random_program(seed, overwrite=seed % 2 == 0)
+        arrays = random_arrays(program, seed)
+        if is_exact(program, arrays):
+            check_plan(plan_program(program, mesh, machine), arrays)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_annotated_programs_keep_every_annotation(mesh):
+    num_kept = 0
+    for seed in range(2000, 2040):
+        program = random_program(seed)
+        rng, annotations = random.Random(seed), {}
+        for tensor in rng.sample(program.tensors, min(3, len(program.tensors))):
+            layout = random_layout(tensor, mesh, rng)
+            if layout is not None:
+                annotations[tensor.name] = layout
+        arrays = random_arrays(program, seed)
+        if not is_exact(program, arrays):
+            continue
+        plan = plan_program(program, mesh, FREE_LINKS, annotations)
+        for name, layout in annotations.items():
+            assert plan.layouts[name] == resolve_layout(program.tensor_map()[name], layout, mesh)
+            num_kept += 1
+        check_plan(plan, arrays)
+    assert num_kept > 20
+
+
+def random_layout(tensor, mesh: DeviceMesh, rng: random.Random) -> Layout | None:
+    layout = Layout.of({rng.choice(mesh.names): Shard(rng.randrange(len(tensor.shape)))})
+    try:
+        resolve_layout(tensor, layout, mesh)
+    except PlanError:
+        return None
+    return layout
+
+
+@pytest.mark.parametrize("mesh", [*MESHES, DeviceMesh(tp=1), DeviceMesh(dp=3, tp=2)], ids=str)
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("options", [{}, {"tied": False, "logits": False, "bias": True}])
+def test_decoders_give_the_whole_result(mesh, rows, options):
+    program = decoder(layers=2, rows=rows, **options)
+    for machine in (CPU, H200):
+        check_plan(plan_program(program, mesh, machine), random_arrays(program, 7), exact=False)
