@@ -75,7 +75,7 @@ def test_decoded_logits_equal_transformers(num_ranks: int) -> None:
 
 
 def test_perplexity() -> None:
-    assert perplexity(measured(1).prefill) < 10.0
+    assert perplexity(measured(1).prefill) < 6.0
 
 
 def test_the_perplexity_gate_sees_wrong_rotary_pairs() -> None:
