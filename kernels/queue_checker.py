@@ -28,7 +28,7 @@ from distmega.errors import CheckError
 from distmega.kernels.regions import Region, regions_meet
 
 Ints = npt.NDArray[np.int64]
-Clock = npt.NDArray[np.int32]
+Clock = npt.NDArray[np.int16] | npt.NDArray[np.int32]
 EventKey = tuple[int, int]
 """(rank, event): a counter in that rank's memory."""
 
@@ -142,8 +142,9 @@ class _Runner:
         self.position: list[int] = []
         self.lists = [self._number(ranks) for ranks in launches]
         self.num_done = 0
-        self.clocks: Clock = np.zeros((len(self.tasks), self.num_queues), dtype=np.int32)
-        self.known: Clock = np.zeros((self.num_queues, self.num_queues), dtype=np.int32)
+        self.short = max(self.position, default=0) + 1 < 2**15
+        self.clocks: Clock = self._zeros(len(self.tasks), self.num_queues)
+        self.known: Clock = self._zeros(self.num_queues, self.num_queues)
         self.heads = [0] * self.num_queues
         self.launch = [0] * self.num_ranks
         self.left = [self._size(rank) for rank in range(self.num_ranks)]
@@ -161,7 +162,7 @@ class _Runner:
     def _number(self, ranks: Sequence[Queues]) -> list[list[int]]:
         """Numbers the tasks of one launch; gives the numbers in each queue of all ranks."""
         lists: list[list[int]] = [[] for _ in range(self.num_queues)]
-        lengths = defaultdict(int)
+        lengths: dict[int, int] = defaultdict(int)
         for queue in self.queue:
             lengths[queue] += 1
         for rank, queues in enumerate(ranks):
@@ -172,6 +173,10 @@ class _Runner:
                 self.queue += [queue] * len(tasks)
                 self.position += range(lengths[queue], lengths[queue] + len(tasks))
         return lists
+
+    def _zeros(self, *shape: int) -> Clock:
+        """Clocks in half the memory where queues are short enough."""
+        return np.zeros(shape, dtype=np.int16) if self.short else np.zeros(shape, dtype=np.int32)
 
     def finish(self) -> Run:
         """Runs all there is; checks counters against waits."""
@@ -250,7 +255,7 @@ class _Runner:
         for key in task.signals:
             self.counter[key] += 1
             self.triggers[key].append(number)
-            heard = self.heard.setdefault(key, np.zeros(self.num_queues, dtype=np.int32))
+            heard = self.heard.setdefault(key, self._zeros(self.num_queues))
             np.maximum(heard, known, out=heard)
             if self.counter[key] in self.waiters[key]:
                 self.snapshot[key, self.counter[key]] = heard.copy()
@@ -288,7 +293,7 @@ class _Runner:
             for count, waiters in self.waiters[key].items():
                 if count == len(triggers):
                     continue
-                needed = np.zeros(self.num_queues, dtype=np.int32)
+                needed = self._zeros(self.num_queues)
                 for number in triggers[:count]:
                     queue = self.queue[number]
                     needed[queue] = max(needed[queue], self.position[number] + 1)
@@ -324,13 +329,12 @@ class _Runner:
         cycle = [*path[path.index(number) :], number]
         parts = []
         for waiting, head in pairwise(cycle):
-            key = self._missing(waiting)
-            assert key is not None, "only blocked tasks are followed"
-            owing = owed[key]
+            missing = self._missing(waiting)
+            assert missing is not None, "only blocked tasks are followed"
+            owing = owed[missing]
             behind = "" if owing == head else f", which stands behind {self._place(head)}"
-            parts.append(
-                f"{self._place(waiting)} waits for event {key[1]} of {self._place(owing)}{behind}"
-            )
+            waits = f"{self._place(waiting)} waits for event {missing[1]}"
+            parts.append(f"{waits} of {self._place(owing)}{behind}")
         return CheckError(
             f"deadlock: {'; '.join(parts)}",
             expected="queues in an order that the tasks of all ranks can follow",
