@@ -2,12 +2,11 @@
 
 A result file `NAME.json` holds {"columns": [...], "rows": [[...], ...], "note": "..."}, as the
 benchmark that measured it wrote them. Its table stands in README.md between `<!-- table:NAME -->`
-and `<!-- end -->`; a name without a result file reads "no results yet". `--check` only compares.
+and `<!-- end -->`; a name without a result file reads "no results yet".
 """
 
 import json
 import re
-import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -44,15 +43,10 @@ def unused(text: str, results: Path) -> list[str]:
     return sorted(path.stem for path in results.glob("*.json") if path.stem not in named)
 
 
-def main(arguments: list[str]) -> int:
-    """Rewrites README.md, or with --check returns 1 if that would change it."""
-    old = README.read_text()
-    new = fill(old, RESULTS)
-    if arguments == ["--check"]:
-        return int(old != new)
-    README.write_text(new)
-    return 0
+def main() -> None:
+    """Rewrites README.md."""
+    README.write_text(fill(README.read_text(), RESULTS))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main()
