@@ -181,17 +181,3 @@ def ranges_meet(a: range, b: range) -> bool:
 def regions_meet(a: Region, b: Region) -> bool:
     """Whether two regions of one tensor share an element."""
     return any(all(map(ranges_meet, one, other)) for one in a for other in b)
-
-
-def num_elements(region: Region) -> int:
-    """Elements of a region whose boxes are disjoint."""
-    return sum(math.prod(map(len, box)) for box in region)
-
-
-def cover_exactly_once(regions: Iterable[Region], shape: Sequence[int]) -> bool:
-    """Whether every element of a tensor of `shape` lies in exactly one box of `regions`."""
-    boxes = [box for region in regions for box in region]
-    disjoint = not any(
-        all(map(ranges_meet, one, other)) for i, one in enumerate(boxes) for other in boxes[:i]
-    )
-    return disjoint and num_elements(tuple(boxes)) == math.prod(shape)

@@ -1,5 +1,6 @@
 """Regions against brute-force enumeration, and against what numpy's views say."""
 
+from collections.abc import Sequence
 from itertools import product
 from math import prod
 
@@ -14,9 +15,7 @@ from distmega.kernels.footprints import Footprints
 from distmega.kernels.regions import (
     Region,
     access_boxes,
-    cover_exactly_once,
     index_ranges,
-    num_elements,
     ranges_meet,
     regions_meet,
     split_digits,
@@ -38,6 +37,16 @@ def ranges(draw: st.DrawFn, stop: int) -> range:
 
 def elements(region: Region) -> list[tuple[int, ...]]:
     return [point for box in region for point in product(*box)]
+
+
+def num_elements(region: Region) -> int:
+    return len(elements(region))
+
+
+def cover_exactly_once(regions: list[Region], shape: Sequence[int]) -> bool:
+    """Whether every element of a tensor of `shape` lies in exactly one box of `regions`."""
+    found = [element for region in regions for element in elements(region)]
+    return sorted(found) == sorted(product(*map(range, shape)))
 
 
 @given(st.data(), extents)
@@ -89,13 +98,18 @@ def test_interleaved_ranges_do_not_meet():
     assert not ranges_meet(range(0), range(5))
 
 
-def test_coverage_needs_every_element_and_none_twice():
-    left, right, middle = ((range(3),),), ((range(3, 6),),), ((range(2, 4),),)
-    assert cover_exactly_once([left, right], (6,))
-    assert not cover_exactly_once([left], (6,))
-    assert not cover_exactly_once([left, right, middle], (6,))
-    evens, odds = ((range(0, 6, 2),),), ((range(1, 6, 2),),)
-    assert cover_exactly_once([evens, odds], (6,))
+@given(random_programs())
+def test_tasks_write_every_element_of_their_op_once(made: tuple):
+    program, groups = made
+    footprints = Footprints(program)
+    for group in groups:
+        for write in group.op.writes:
+            footprint = footprints.footprint(group, write)
+            regions = [footprints.region(write, group, t) for t in range(group.num_tasks)]
+            found = [element for region in regions for element in elements(region)]
+            assert footprints.num_elements(footprint) == len(found) == len(set(found))
+            assert footprints.covers_once(footprint, len(found))
+            assert not footprints.covers_once(footprint, len(found) + 1)
 
 
 @st.composite
