@@ -1,0 +1,219 @@
+"""The happens-before checker: sound programs pass, and every wait of them is needed."""
+
+import pytest
+
+from distmega.errors import CheckError
+from distmega.hostir.check import check_host
+from distmega.hostir.lower import lower_program
+from distmega.hostir.nodes import HostProgram, Wait, WaitEvent, WaitSignal, walk_nodes
+from distmega.hostir.passes import coalesce_send_recv, run_passes
+from distmega.hostir.text import parse_host, print_node
+from tests.hostir.programs import RING, STREAMED, chain, local, streamed, without
+from tests.hostir.test_lower import sharded_mlp
+
+PIPELINED = """
+host pipelined on mesh(tp=2)
+  streams 3, events 6
+  input x: f32[4]
+  temp a: f32[4]
+  temp b: f32[4]
+  temp c: f32[4]
+  temp y: f32[4]
+  body
+    allocate a
+    allocate b
+    allocate c
+    allocate y
+    record event 0
+    stream 1
+    wait event 0
+    a = pointwise[i:4] x(i) -> a(i) | expr='a0 + 1.0'
+    record event 1
+    all_reduce tp (a) -> (b) as sum | combine='sum'
+    stream 2
+    wait event 1
+    c = pointwise[i:4] a(i) -> c(i) | expr='a0 * 2.0'
+    record event 2
+    stream 1
+    wait event 2
+    wait sum
+    a = pointwise[i:4] b(i) -> a(i) | expr='a0 - 1.0'
+    record event 3
+    stream 0
+    wait event 3
+    y = pointwise[i:4] a(i) c(i) -> y(i) | expr='a0 + a1'
+    free a
+    free b
+    free c
+  return y
+"""
+"""Two streams beside the main one: write-after-read, a collective under way, a join, frees."""
+
+PUSHED = """
+host pushed on mesh(tp=2)
+  streams 1, events 0
+  input x: f32[4]
+  temp y: f32[4]
+  body
+    allocate y
+    signal ready to tp[+1]
+    wait signal ready from tp[-1]
+    coalesce
+    send x to tp[+1]
+    recv y from tp[-1]
+    end coalesce as swap
+    wait swap
+  return y
+"""
+
+
+def wait_numbers(host: HostProgram) -> list[int]:
+    """Indices of the nodes that wait."""
+    return [
+        number
+        for number, node in enumerate(walk_nodes(host.body))
+        if isinstance(node, Wait | WaitEvent | WaitSignal)
+    ]
+
+
+SOUND = [STREAMED, PIPELINED, PUSHED]
+
+
+@pytest.mark.parametrize("text", SOUND)
+def test_sound_programs_pass(text: str):
+    check_host(parse_host(text))
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [(text, number) for text in SOUND for number in wait_numbers(parse_host(text))],
+)
+def test_every_wait_is_needed(text: str, number: int):
+    host = parse_host(text)
+    with pytest.raises(CheckError):
+        check_host(without(host, number))
+
+
+@pytest.mark.parametrize("megakernel", [False, True])
+@pytest.mark.parametrize("peer_memory", [False, True])
+def test_lowered_programs_pass(megakernel: bool, peer_memory: bool):
+    for program in (local(chain()), sharded_mlp()):
+        host = lower_program(program, megakernel=megakernel, peer_memory=peer_memory)
+        check_host(host)
+        check_host(run_passes(host))
+
+
+def test_the_order_of_chunks_is_free():
+    check_host(parse_host(STREAMED.replace("by i\n", "by i ring tp\n")))
+
+
+def test_chunks_that_overlap_race():
+    text = STREAMED.replace("slice y_i of y dim 0 by i", "y_i = view[m:2 n:4] y(m, n) -> y_i(m, n)")
+    with pytest.raises(CheckError, match=r"buffer 'y_i': rank 0 node 9 i=1 .*is not ordered after"):
+        check_host(parse_host(text))
+
+
+def test_a_free_before_the_last_use_on_another_stream_is_caught():
+    early = "    free c\n    stream 1\n    wait event 2"
+    text = PIPELINED.replace("    free c\n", "").replace("    stream 1\n    wait event 2", early)
+    with pytest.raises(CheckError, match=r"buffer 'c'.*is not ordered after .*free c"):
+        check_host(parse_host(text))
+
+
+def test_reading_what_nobody_wrote_is_caught():
+    text = PIPELINED.replace("a(i) c(i) -> y(i)", "a(i) y(i) -> y(i)")
+    with pytest.raises(CheckError, match=r"buffer 'y'.* reads what nobody wrote"):
+        check_host(parse_host(text))
+
+
+def on_two_ranks(*bodies: list[str]) -> list[HostProgram]:
+    """A program a rank, with an input x and a temp a."""
+    head = "host p on mesh(tp=2)\n  streams 1, events 0\n  input x: f32[4]\n  temp a: f32[4]\n"
+    return [
+        parse_host(head + "  body\n" + "".join(f"    {n}\n" for n in body) + "  return\n")
+        for body in bodies
+    ]
+
+
+def test_case_t22_a_cycle_of_signals_is_named():
+    """Rank 0 waits e1 then signals e0 while rank 1 waits e0 then signals e1."""
+    waits = [f"wait signal {name} from tp[+1]" for name in ("e1", "e0")]
+    signals = [f"signal {name} to tp[+1]" for name in ("e0", "e1")]
+    with pytest.raises(CheckError, match=r"rank 0 node 0 .*e1.* <- .*rank 1 node"):
+        check_host(on_two_ranks([waits[0], signals[0]], [waits[1], signals[1]]))
+    check_host(on_two_ranks([signals[0], waits[0]], [waits[1], signals[1]]))
+
+
+def test_a_ring_must_be_coalesced():
+    host = parse_host(RING)
+    with pytest.raises(CheckError, match="wait for each other"):
+        check_host(host)
+    check_host(coalesce_send_recv(host))
+
+
+EXCHANGE = """
+host p on mesh(tp=2)
+  streams 1, events 0
+  input x: f32[4]
+  input z: f32[2]
+  temp a: f32[4]
+  temp b: f32[2]
+  body
+    allocate a
+    allocate b
+    all_reduce tp (x) -> (a) as one | combine='sum'
+    wait one
+    all_reduce tp (z) -> (b) as two | combine='sum'
+    wait two
+  return a, b
+"""
+
+
+def test_ranks_must_start_the_same_exchanges_in_order():
+    turned = EXCHANGE.replace("(x) -> (a)", "(?)").replace("(z) -> (b)", "(x) -> (a)")
+    turned = turned.replace("(?)", "(z) -> (b)")
+    with pytest.raises(CheckError, match=r"rank 0 node 2 .* meets rank 1 node 2"):
+        check_host([parse_host(EXCHANGE), parse_host(turned)])
+    shorter = "\n".join(line for line in EXCHANGE.splitlines() if "two" not in line)
+    with pytest.raises(CheckError, match=r"rank 0 node 4 .*not met by the other ranks of \(0, 1\)"):
+        check_host([parse_host(EXCHANGE), parse_host(shorter.replace("return a, b", "return a"))])
+
+
+def test_a_collective_that_waits_for_a_later_one_elsewhere_is_a_cycle():
+    """One rank signals after the exchange, the other waits for that before it takes part."""
+    exchange = ["all_reduce tp (x) -> (a) as one | combine='sum'", "wait one"]
+    first = ["allocate a", *exchange, "signal s to tp[+1]"]
+    second = ["allocate a", "wait signal s from tp[+1]", *exchange]
+    with pytest.raises(CheckError, match="wait for each other"):
+        check_host(on_two_ranks(first, second))
+
+
+def test_a_send_without_a_receive_finds_no_counterpart():
+    text = RING.replace("    recv from_left from pp[-1] as in\n", "").replace("    wait in\n", "")
+    with pytest.raises(CheckError, match=r"send x to pp\[\+1\] as out\) finds no counterpart"):
+        check_host(parse_host(text.replace("return from_left", "return x")))
+
+
+def test_pipelines_have_a_program_a_rank():
+    head = (
+        "host p on mesh(pp=2)\n  streams 1, events 0\n  {} x: f32[4]\n  body\n    {}\n  return x\n"
+    )
+    first = head.format("input", "send x to pp[1] as s\n    wait s")
+    second = head.format("temp", "allocate x\n    recv x from pp[0] as r\n    wait r")
+    check_host([parse_host(first), parse_host(second)])
+    with pytest.raises(CheckError, match="never waits for"):
+        check_host([parse_host(first), without(parse_host(second), 2)])
+
+
+def test_kernels_that_communicate_meet_like_collectives():
+    host = lower_program(sharded_mlp(), megakernel=True, peer_memory=True)
+    other = parse_host("host p on mesh(tp=2)\n  streams 1, events 0\n  body\n  return\n")
+    with pytest.raises(CheckError, match=r"launch mlp.0.* is not met by the other ranks"):
+        check_host([host, other])
+
+
+def test_waits_are_only_removed_from_where_they_stand():
+    host = streamed()
+    texts = [print_node(node) for node in walk_nodes(without(host, 10).body)]
+    assert len(texts) == len(list(walk_nodes(host.body))) - 1
+    assert "wait sum" not in texts

@@ -1,0 +1,144 @@
+"""The evaluator on one rank: equal to plain torch, and errors that name the node."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from distmega.builder import ProgramBuilder
+from distmega.errors import ProgramError, RankFailure
+from distmega.hostir.comm import SingleCommunicator
+from distmega.hostir.evaluator import Evaluator
+from distmega.hostir.lower import KERNEL_KINDS, lower_program
+from distmega.hostir.nodes import HostProgram
+from distmega.hostir.passes import run_passes
+from distmega.hostir.text import parse_host
+from distmega.program import Program
+from tests.hostir.programs import RING, STREAMED, SegmentRunner, local, mlp, random_tensors
+from tests.hostir.test_lower import with_views
+
+
+def lowered(program: Program, *, megakernel: bool, **options: frozenset[str]) -> HostProgram:
+    """The program of one rank, through all passes."""
+    host = lower_program(local(program), megakernel=megakernel, peer_memory=True, **options)
+    return run_passes(host)
+
+
+def evaluator(host: HostProgram) -> Evaluator:
+    """On a mesh of one rank, kernels as plain Python."""
+    runners = {segment.name: SegmentRunner(segment) for segment in host.segments}
+    return Evaluator(host, SingleCommunicator(host.mesh), runners)
+
+
+@pytest.mark.parametrize("megakernel", [False, True])
+def test_mlp_equals_torch(megakernel: bool):
+    host = lowered(mlp(), megakernel=megakernel)
+    tensors, run = random_tensors(host), evaluator(host)
+    expected = F.silu(tensors["x"] @ tensors["w1"].T) @ tensors["w2"].T
+    for _ in range(2):
+        torch.testing.assert_close(run.run(tensors)["y"], expected)
+
+
+@pytest.mark.parametrize("kernel_kinds", [None, KERNEL_KINDS, KERNEL_KINDS - {"reduce"}])
+def test_views_share_storage(kernel_kinds: frozenset[str] | None):
+    options = {} if kernel_kinds is None else {"kernel_kinds": kernel_kinds}
+    host = lowered(with_views(), megakernel=kernel_kinds is not None, **options)
+    tensors = random_tensors(host)
+    found = evaluator(host).run(tensors)
+    a = tensors["x"] + 1
+    half = a.flatten()[:12]
+    assert torch.equal(found["top"], (half * 2).amax(0))
+    assert torch.equal(found["c"], torch.cat((half * 2, half)))
+    assert torch.equal(found["turned"], a.T)
+
+
+@pytest.mark.parametrize("megakernel", [False, True])
+def test_states_live_across_calls(megakernel: bool):
+    p = ProgramBuilder("counter")
+    total = p.state("total", (3,))
+    x = p.input("x", (3,))
+    doubled = total.map("a0 * 2", name="doubled")
+    p.set(p.pointwise("a0 + a1", total, x), into=total)
+    host = lowered(p.build(doubled, total), megakernel=megakernel)
+    run, state = evaluator(host), torch.zeros(3)
+    for step in range(1, 4):
+        found = run.run({"total": state, "x": torch.ones(3)})
+        assert found["total"] is state
+        assert found["doubled"].tolist() == [2.0 * (step - 1)] * 3
+        assert state.tolist() == [float(step)] * 3
+
+
+def test_an_overwritten_temp_is_seen_through_its_view():
+    p = ProgramBuilder("aliased")
+    x = p.input("x", (4,))
+    a = x.map("a0 + 1", name="a")
+    head = p.slice(a, 0, 0, 2, view=True, name="head")
+    p.set(x, into=a)
+    host = lowered(p.build(head.map("a0 * 10", name="y")), megakernel=False)
+    assert evaluator(host).run({"x": torch.arange(4.0)})["y"].tolist() == [0.0, 10.0]
+
+
+def test_a_streamed_loop_equals_the_whole():
+    host = parse_host(STREAMED.replace("tp=2", "tp=1"))
+    tensors = random_tensors(host)
+    found = evaluator(host).run(tensors)["y"]
+    torch.testing.assert_close(found, tensors["x"] @ tensors["w"].T)
+
+
+def test_ring_order_visits_every_chunk():
+    host = parse_host(STREAMED.replace("tp=2", "tp=1").replace("by i\n", "by i ring tp\n"))
+    tensors = random_tensors(host)
+    found = evaluator(host).run(tensors)["y"]
+    torch.testing.assert_close(found, tensors["x"] @ tensors["w"].T)
+
+
+def test_a_rank_alone_sends_to_itself():
+    host = parse_host(RING.replace("pp=3", "pp=1"))
+    tensors = random_tensors(host)
+    assert torch.equal(evaluator(host).run(tensors)["from_left"], tensors["x"])
+
+
+def test_a_missing_kernel_is_named():
+    host = lowered(mlp(), megakernel=True)
+    with pytest.raises(ProgramError, match=r"no kernels for segments \['mlp.0'\]"):
+        Evaluator(host, SingleCommunicator(host.mesh), {})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        (None, r"no tensor for weight 'w1'; expected f32\[16, 8\]"),
+        (torch.zeros(8, 16), r"f32\[8, 16\] for weight 'w1'"),
+        (torch.zeros(16, 8, dtype=torch.float64), r"f64\[16, 8\] for weight 'w1'"),
+        (torch.zeros(16, 8, dtype=torch.uint8), r"torch.uint8\[16, 8\] for weight 'w1'"),
+    ],
+)
+def test_tensors_are_checked(wrong: torch.Tensor | None, named: str):
+    host = lowered(mlp(), megakernel=False)
+    tensors = random_tensors(host)
+    del tensors["w1"]
+    if wrong is not None:
+        tensors["w1"] = wrong
+    with pytest.raises(ProgramError, match=named):
+        evaluator(host).run(tensors)
+
+
+def test_a_failing_node_is_named():
+    p = ProgramBuilder("lookup")
+    ids, table = p.input("ids", (1,), "i64"), p.weight("table", (4, 2))
+    host = lowered(p.build(p.embedding(ids, table, name="row")), megakernel=False)
+    with pytest.raises(RankFailure, match=r"node 1 \(row = embedding.*rank 0 failed: IndexError"):
+        evaluator(host).run({"ids": torch.tensor([7]), "table": torch.zeros(4, 2)})
+
+
+def test_a_failure_in_a_loop_names_the_inner_node():
+    text = STREAMED.replace("tp=2", "tp=1")
+    host = parse_host(text)
+
+    class Broken(SingleCommunicator):
+        def all_reduce(self, *args: object) -> None:
+            raise RankFailure("link is down", expected="a link", remedy="mend it")
+
+    with pytest.raises(RankFailure, match="link is down") as caught:
+        Evaluator(host, Broken(host.mesh), {}).run(random_tensors(host))
+    (note,) = caught.value.__notes__
+    assert note.startswith("at node 9 (all_reduce tp (p_i) -> (y_i)")

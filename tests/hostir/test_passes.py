@@ -1,0 +1,240 @@
+"""Each pass: the text it makes, and the result equal before and after."""
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from distmega.errors import VerifyError
+from distmega.hostir.comm import SingleCommunicator
+from distmega.hostir.evaluator import Evaluator
+from distmega.hostir.lower import lower_program
+from distmega.hostir.nodes import Deallocate, HostProgram, LaunchMegakernel, walk_nodes
+from distmega.hostir.passes import (
+    PASSES,
+    coalesce_send_recv,
+    insert_deallocations,
+    peak_memory,
+    prune_event_waits,
+    run_passes,
+    sink_waits,
+)
+from distmega.hostir.text import parse_host, print_host, print_node
+from tests.hostir.programs import (
+    RING,
+    STREAMED,
+    SegmentRunner,
+    chain,
+    local,
+    random_tensors,
+    streamed,
+    without,
+)
+
+
+def evaluate(host: HostProgram) -> dict[str, torch.Tensor]:
+    """Outputs on a mesh of one rank."""
+    runners = {segment.name: SegmentRunner(segment) for segment in host.segments}
+    return Evaluator(host, SingleCommunicator(host.mesh), runners).run(random_tensors(host))
+
+
+def assert_same_results(before: HostProgram, after: HostProgram) -> None:
+    one, two = evaluate(before), evaluate(after)
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def lines(host: HostProgram) -> list[str]:
+    """The body, a line a node, ops by their name."""
+    return [print_node(node).partition(" = ")[0] for node in walk_nodes(host.body)]
+
+
+def body(text: str, *nodes: str) -> HostProgram:
+    """A program over one rank: declarations, then nodes."""
+    head = f"host p on mesh(tp=1)\n  streams 3, events 4\n{text}\n  body\n"
+    return parse_host(head + "".join(f"    {node}\n" for node in nodes) + "  return y\n")
+
+
+DECLARED = "  input x: f32[4]\n  temp a: f32[4]\n  temp b: f32[4]\n  temp y: f32[4]"
+
+
+def op(out: str, *reads: str) -> str:
+    """A line of a pointwise op."""
+    operands = " ".join(f"{name}(i)" for name in reads)
+    text = " + ".join(f"a{n}" for n in range(len(reads)))
+    return f"{out} = pointwise[i:4] {operands} -> {out}(i) | expr='{text} + 1.0'"
+
+
+def test_case_n21_frees_two_and_peaks_at_1536_bytes():
+    host = lower_program(local(chain()), megakernel=False, peer_memory=False)
+    freed = run_passes(host)
+    assert [n.buffer for n in freed.body if isinstance(n, Deallocate)] == ["a", "b"]
+    assert peak_memory(freed) == 1536
+    assert peak_memory(host) == 4 * 512
+    assert_same_results(host, freed)
+
+
+def test_case_n21_as_three_segments():
+    host = lower_program(
+        local(chain()),
+        megakernel=True,
+        peer_memory=True,
+        is_encodable=lambda op, tensors: op.name != "b",
+    )
+    freed = run_passes(host)
+    assert sum(isinstance(n, LaunchMegakernel) for n in freed.body) == 2
+    assert peak_memory(freed) == 1536
+    assert_same_results(host, freed)
+
+
+def test_deallocations_wait_for_views_handles_and_joins():
+    text = STREAMED.replace("      free p_i\n", "").replace("return y", "return x")
+    freed = insert_deallocations(parse_host(text))
+    found = lines(freed)
+    assert found[found.index("wait sum") + 1] == "record event 1 + i % 2"
+    assert found[-4:] == ["stream 0", "wait event 1", "wait event 2", "free y"]
+    assert found[found.index("record event 1 + i % 2") + 1] == "free p_i"
+
+
+def test_a_temp_never_used_is_freed_at_once():
+    host = body(DECLARED, "allocate a", "allocate y", op("y", "x"))
+    assert lines(insert_deallocations(host)) == ["allocate a", "free a", "allocate y", "y"]
+
+
+def test_outputs_are_never_freed_even_through_a_view():
+    view = "y = view[i:4] a(i) -> y(i)"
+    host = body(DECLARED, "allocate a", op("a", "x"), view)
+    assert insert_deallocations(host) == host
+
+
+def test_waits_sink_to_the_first_use():
+    host = body(
+        DECLARED,
+        "allocate a",
+        "allocate b",
+        "allocate y",
+        "all_reduce tp (x) -> (a) as one | combine='sum'",
+        "wait one",
+        op("b", "x"),
+        "all_reduce tp (b) -> (y) as two | combine='sum'",
+        "wait two",
+        op("b", "a", "b"),
+        op("y", "y", "b"),
+    )
+    sunk = sink_waits(host)
+    assert [line.partition(" tp")[0] for line in lines(sunk)[3:]] == [
+        "all_reduce", "b", "all_reduce", "wait one", "wait two", "b", "y",
+    ]  # fmt: skip
+    assert_same_results(host, sunk)
+
+
+@pytest.mark.parametrize("fence", ["record event 0", "stream 1", "signal s to tp[0]", "coalesce"])
+def test_waits_do_not_sink_past_what_hands_progress_on(fence: str):
+    host = body(
+        DECLARED, "allocate y", "all_reduce tp (x) -> (y) as one | combine='sum'", "wait one", fence
+    )
+    assert lines(sink_waits(host))[-2:] == ["wait one", fence]
+
+
+def test_waits_stay_above_the_free_of_an_operand():
+    host = body(
+        DECLARED,
+        "allocate a",
+        "allocate y",
+        op("a", "x"),
+        "all_reduce tp (a) -> (y) as one | combine='sum'",
+        "wait one",
+        "free a",
+    )
+    assert sink_waits(host) == host
+
+
+def test_sends_and_receives_coalesce():
+    host = parse_host(RING)
+    coalesced = coalesce_send_recv(host)
+    assert lines(coalesced) == [
+        "allocate from_left",
+        "coalesce",
+        "send x to pp[+1]",
+        "recv from_left from pp[-1]",
+        "end coalesce as out",
+        "wait out",
+        "signal done to pp[+1]",
+        "wait signal done from pp[-1]",
+    ]
+    assert coalesce_send_recv(coalesced) == coalesced
+    alone = parse_host(RING.replace("mesh(pp=3)", "mesh(pp=1)"))
+    assert_same_results(alone, coalesce_send_recv(alone))
+
+
+def test_a_send_alone_needs_no_group():
+    host = body(DECLARED, "send x to tp[+1] as out", "wait out")
+    assert coalesce_send_recv(host) == host
+
+
+def test_implied_event_waits_are_pruned():
+    host = body(
+        DECLARED,
+        "allocate a",
+        "allocate b",
+        "allocate y",
+        "record event 0",
+        "stream 1",
+        "wait event 0",
+        op("a", "x"),
+        "record event 1",
+        "stream 2",
+        "wait event 1",
+        "wait event 0",
+        op("b", "a"),
+        "record event 2",
+        "stream 0",
+        "wait event 2",
+        "wait event 1",
+        "record event 3",
+        "wait event 3",
+        op("y", "a", "b"),
+    )
+    pruned = prune_event_waits(host)
+    waits = [line for line in lines(pruned) if line.startswith("wait")]
+    assert waits == ["wait event 0", "wait event 1", "wait event 2"]
+    assert_same_results(host, pruned)
+
+
+def test_needed_event_waits_stay():
+    assert prune_event_waits(streamed()) == streamed()
+    late = body(
+        DECLARED,
+        "record event 0",
+        "stream 1",
+        "wait event 0",
+        "stream 0",
+        op("y", "x"),
+        "record event 0",
+        "stream 1",
+        "wait event 0",
+    )
+    assert prune_event_waits(late) == late
+
+
+def test_the_runner_verifies_and_logs(caplog: pytest.LogCaptureFixture):
+    host = lower_program(local(chain()), megakernel=False, peer_memory=False)
+    with caplog.at_level(logging.DEBUG, "distmega.hostir.passes"):
+        run_passes(host)
+    assert [record.args[1] for record in caplog.records] == [each.__name__ for each in PASSES]
+
+    def break_it(host: HostProgram) -> HostProgram:
+        return without(host, 0)
+
+    with pytest.raises(VerifyError, match=r"node 0 .*rule buffer_lifetimes"):
+        run_passes(host, passes=[break_it])
+
+
+def test_the_runner_dumps_numbered_files(tmp_path: Path):
+    host = lower_program(local(chain()), megakernel=False, peer_memory=False)
+    last = run_passes(host, dump=tmp_path / "dump")
+    files = sorted(path.name for path in (tmp_path / "dump").iterdir())
+    names = ["lowered", *(each.__name__ for each in PASSES)]
+    assert files == [f"{n:02}_{name}.hostir" for n, name in enumerate(names)]
+    assert (tmp_path / "dump" / files[-1]).read_text() == print_host(last)

@@ -1,0 +1,113 @@
+"""Each rule of the verifier, broken by one change to the text of a sound program."""
+
+from dataclasses import replace
+
+import pytest
+
+from distmega.errors import VerifyError
+from distmega.hostir.lower import lower_program
+from distmega.hostir.passes import run_passes
+from distmega.hostir.text import parse_host, print_host
+from distmega.hostir.verify import verify_host
+from tests.hostir.programs import RING, STREAMED, local, mlp
+
+KERNEL = print_host(run_passes(lower_program(local(mlp()), megakernel=True, peer_memory=True)))
+
+COALESCED = """
+host exchange on mesh(tp=2)
+  streams 1, events 0
+  input x: f32[4]
+  temp y: f32[4]
+  temp z: f32[4]
+  body
+    allocate y
+    coalesce
+    send x to tp[+1]
+    recv y from tp[-1]
+    end coalesce as swap
+    wait swap
+  return y
+"""
+
+MUTATIONS = [
+    # program, rule, what is replaced, by what, node named
+    (STREAMED, "known_names", "free p_i", "free q_i", "free q_i"),
+    (STREAMED, "known_names", "return y", "return z", "'z' is no buffer"),
+    (STREAMED, "known_names", "all_reduce tp", "all_reduce dp", "mesh axis 'dp'"),
+    (STREAMED, "known_names", "temp x_i:", "temp y:", "share a name"),
+    (KERNEL, "known_names", "launch mlp.0(", "launch mlp.9(", "kernel 'mlp.9'"),
+    (KERNEL, "fitting_operands", "launch mlp.0(x, ", "launch mlp.0(", "node 1"),
+    (KERNEL, "fitting_operands", "w1, w2", "w1=w2, w2", "'w1'"),
+    (RING, "fitting_operands", "pp[+1] as out", "pp[3] as out", "peer 3 of 3"),
+    (STREAMED, "fitting_collectives", "(p_i) -> (y_i)", "(p_i) -> (y)", "node 9"),
+    (STREAMED, "fitting_collectives", "(p_i) -> (y_i)", "(p_i, w) -> (y_i)", "2 ins, 1 outs"),
+    (STREAMED, "fitting_collectives", "temp p_i: f32", "temp p_i: bf16", "bf16[2, 4]"),
+    (STREAMED, "written_roles", "-> (y_i)", "-> (x_i)", "'x_i' is written"),
+    (STREAMED, "written_roles", "allocate p_i", "allocate x_i", "allocate x_i"),
+    (STREAMED, "written_roles", "allocate y\n", "allocate w\n", "allocate w"),
+    (STREAMED, "buffer_lifetimes", "      allocate p_i\n", "", "'p_i' has no storage here"),
+    (STREAMED, "buffer_lifetimes", "allocate y\n", "allocate y\n    allocate y\n", "already"),
+    (STREAMED, "buffer_lifetimes", "free p_i", "free y", "'y' is allocated outside of this body"),
+    (STREAMED, "buffer_lifetimes", "free p_i\n", "free p_i\n      free p_i\n", "not here"),
+    (STREAMED, "buffer_lifetimes", "  return y", "    free y\n  return y", "output 'y' is freed"),
+    (
+        STREAMED,
+        "buffer_lifetimes",
+        "      allocate p_i",
+        "      allocate p_i\n      free p_i",
+        "p_i",
+    ),
+    (STREAMED, "no_leak", "      free p_i\n", "", "'p_i' is never freed"),
+    (COALESCED, "no_leak", "return y", "return x", "'y' is never freed"),
+    (STREAMED, "waited_communication", "      wait sum\n", "", "'sum' is never waited for"),
+    (STREAMED, "waited_communication", "wait sum", "wait other", "called 'other'"),
+    (STREAMED, "waited_communication", "wait sum\n", "wait sum\n      wait sum\n", "called 'sum'"),
+    (RING, "waited_communication", "as in", "as out", "pending already"),
+    (STREAMED, "bounded_rings", "stream 1 + i % 2", "stream 1 + i % 3", "stream 3 of 3"),
+    (STREAMED, "bounded_rings", "events 3", "events 2", "event 2 of 2"),
+    (STREAMED, "bounded_rings", "    record event 0\n", "", "not recorded before"),
+    (STREAMED, "bounded_rings", "record event 1 + i % 2", "record event 1", "wait event 2"),
+    (COALESCED, "closed_groups", "    end coalesce as swap\n    wait swap\n", "", "never closed"),
+    (COALESCED, "closed_groups", "    coalesce\n", "", "outside of groups"),
+    (COALESCED, "closed_groups", "send x to tp[+1]", "send x to tp[+1] as out", "none inside"),
+    (
+        COALESCED,
+        "closed_groups",
+        "    coalesce\n",
+        "    coalesce\n    coalesce\n",
+        "inside a group",
+    ),
+    (COALESCED, "closed_groups", "    recv", "    stream 0\n    recv", "not a transfer"),
+    (STREAMED, "loop_indices", "x dim 0 by i", "x dim 0 by j", "index 'j'"),
+    (STREAMED, "loop_indices", "for i in 3", "for i in 0", "extent 0"),
+    (STREAMED, "loop_indices", "for i in 3", "for i in 2", "2 chunks f32[2, 4]"),
+    (STREAMED, "loop_indices", "    stream 0\n", "    stream 0 + i % 2\n", "index 'i'"),
+    (COALESCED, "written_outputs", "return y", "return x, z", "'z' is never written"),
+]
+
+
+@pytest.mark.parametrize("text", [STREAMED, RING, KERNEL, COALESCED])
+def test_sound_programs_pass(text: str):
+    host = parse_host(text)
+    assert verify_host(host, finalized=host.buffers) is host
+
+
+@pytest.mark.parametrize(("text", "rule", "old", "new", "named"), MUTATIONS)
+def test_a_broken_rule_is_named(text: str, rule: str, old: str, new: str, named: str):
+    assert old in text
+    with pytest.raises(VerifyError) as caught:
+        verify_host(parse_host(text.replace(old, new, 1)))
+    assert f"[rule {rule}]" in str(caught.value)
+    assert named in str(caught.value)
+
+
+def test_final_allocations_may_not_change():
+    host = parse_host(STREAMED)
+    smaller = tuple(replace(b, dtype="f64") if b.name == "w" else b for b in host.buffers)
+    with pytest.raises(VerifyError, match=r"buffer 'w' became .*f64.*\[rule final_allocations\]"):
+        verify_host(replace(host, buffers=smaller), finalized=host.buffers)
+
+
+def test_leaks_are_allowed_before_deallocations_are_inserted():
+    host = parse_host(STREAMED.replace("      free p_i\n", ""))
+    assert verify_host(host, freed=False) is host
