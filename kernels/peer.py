@@ -158,6 +158,7 @@ def _raise_first(problems: Mapping[int, str], what: str) -> None:
 
 
 def _peers(buffers: Mapping[int, mmap.mmap], sizes: PeerSizes) -> Peers:
+    assert len(buffers) == sizes.num_lanes, f"{len(buffers)} ranks, {sizes.num_lanes} lanes"
     start = TOKEN_BYTES + sizes.counter_bytes
     return Peers(
         arenas={

@@ -1,0 +1,114 @@
+"""Parts of tasks: what merges, what is walked, what is clipped, and what no instruction can say."""
+
+import pytest
+
+from distmega.builder import ProgramBuilder
+from distmega.errors import ProgramError
+from distmega.kernels.arena import layout_segment
+from distmega.kernels.lowering import is_encodable, lower_group
+from distmega.kernels.opcodes import Copy, Instruction, Linear, Nop, Pointwise
+from distmega.kernels.tasks import Split, TaskGroup
+from distmega.program import Op, Program, accesses
+from tests.kernels.programs import decoder
+
+
+def lowered(program: Program, op: Op, *splits: Split) -> list[list[Instruction]]:
+    """Instructions of each task of one op."""
+    layout = layout_segment(program)
+    operands = [layout.operands[access.tensor] for access in accesses(op)]
+    return lower_group(TaskGroup(op=op, splits=splits), operands, ("tp",), 0)
+
+
+def test_a_linear_over_heads_is_one_flat_range_a_task():
+    """Cuts inside a head do not matter: weight rows and outputs are neighbours."""
+    p = ProgramBuilder("heads")
+    x, w = p.input("x", (2, 16)), p.weight("w", (3, 2, 8, 16))
+    program = p.build(p.linear(x, w, spec="m k, h g d k -> m h g d"))
+    tasks = lowered(program, program.ops[0], Split(axes=("h", "g", "d"), bounds=(0, 5, 27, 48)))
+    found = [
+        (i.n, i.w.first, i.out.first, i.out_strides) for (i,) in tasks if isinstance(i, Linear)
+    ]
+    assert found == [(5, 0, 0, (48, 1)), (22, 80, 5, (48, 1)), (21, 432, 27, (48, 1))]
+
+
+def test_sums_over_heads_merge():
+    p = ProgramBuilder("heads")
+    x, w = p.input("x", (2, 3, 2, 8)), p.weight("w", (16, 3, 2, 8))
+    program = p.build(p.linear(x, w, spec="m h g d, k h g d -> m k"))
+    ((linear,),) = lowered(program, program.ops[0])
+    assert isinstance(linear, Linear)
+    assert (linear.m, linear.n, linear.k) == (2, 16, 48)
+
+
+def test_a_flat_range_that_is_no_box_becomes_several_parts():
+    """Columns of a transposed copy: the range 3..9 of 4 by 4 is a piece of a row, a row, a
+    piece.
+    """
+    p = ProgramBuilder("copy")
+    program = p.build(p.transpose(p.input("x", (4, 4)), (1, 0)))
+    (head, middle, tail), rest = lowered(
+        program, program.ops[0], Split(axes=("i1", "i0"), bounds=(3, 9, 16))
+    )
+    assert all(isinstance(i, Copy) for i in (head, middle, tail))
+    assert [i.extents for i in (head, middle, tail)] == [
+        (1, 1, 1, 1, 1, 1), (1, 1, 1, 1, 1, 4), (1, 1, 1, 1, 1, 1)
+    ]  # fmt: skip
+    assert [i.dst.first for i in (head, middle, tail)] == [3, 4, 8]
+    assert [i.src.first for i in (head, middle, tail)] == [12, 1, 2]
+    assert len(rest) == 2
+
+
+def test_broadcast_dims_beyond_two_are_walked():
+    p = ProgramBuilder("walk")
+    x, y = p.input("x", (3, 4, 5)), p.input("y", (4, 1))
+    program = p.build(p.pointwise("a0 * a1", x, y))
+    ((first, second, third),) = lowered(program, program.ops[0])
+    assert isinstance(first, Pointwise)
+    assert first.extents == (4, 5)
+    assert [i.a0.first for i in (first, second, third) if i.a0] == [0, 20, 40]
+    assert [i.a1.first for i in (first, second, third) if i.a1] == [0, 0, 0]
+
+
+def test_a_concat_task_copies_from_the_operands_it_meets():
+    p = ProgramBuilder("join")
+    program = p.build(p.concat([p.input("x", (2, 3)), p.input("y", (2, 5))], 1))
+    left, right = lowered(program, program.ops[0], Split(axes=("i1",), bounds=(0, 4, 8)))
+    assert [(i.extents[-2:], i.src.base, i.src.first, i.dst.first) for i in left] == [
+        ((2, 3), 1, 0, 0), ((1, 2), 2, 0, 3)
+    ]  # fmt: skip
+    assert [(i.extents[-2:], i.src.base, i.src.first, i.dst.first) for i in right] == [
+        ((2, 4), 2, 1, 4)
+    ]  # fmt: skip
+
+
+def test_views_need_no_instruction():
+    p = ProgramBuilder("view")
+    view = p.reshape(p.input("x", (4, 4)), (16,), view=True)
+    program = p.build(p.set(view))
+    assert lowered(program, program.ops[0]) == [[Nop()]]
+
+
+@pytest.mark.parametrize(
+    "spec", ["b m k, b n k -> b m n", "m k, n k -> k n", "a m b k, n k a b -> m n"]
+)
+def test_contractions_of_other_forms_stay_library_ops(spec):
+    sizes = {name: 2 + i for i, name in enumerate("abmnk")}
+    shapes = [tuple(sizes[n] for n in part.split()) for part in spec.partition("->")[0].split(",")]
+    p = ProgramBuilder("linear")
+    x, w = (p.input(n, shape) for n, shape in zip("xw", shapes, strict=True))
+    program = p.build(p.linear(x, w, spec=spec))
+    assert not is_encodable(program.ops[0], program.tensor_map())
+    with pytest.raises(ProgramError, match="keep it outside megakernels"):
+        lowered(program, program.ops[0])
+
+
+def test_a_pointwise_op_of_many_operands_stays_a_library_op():
+    p = ProgramBuilder("many")
+    xs = [p.input(f"x{i}", (4,)) for i in range(5)]
+    program = p.build(p.pointwise("a0 + a1 + a2 + a3 + a4", *xs))
+    assert not is_encodable(program.ops[0], program.tensor_map())
+
+
+def test_ops_of_a_decoder_are_encodable():
+    program = decoder(1, tp=2)
+    assert all(is_encodable(op, program.tensor_map()) for op in program.ops)

@@ -1,0 +1,239 @@
+"""Each opcode on random shapes and tilings equals a formula in numpy, in float64."""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distmega.builder import ProgramBuilder
+from distmega.kernels.tasks import Split, TaskGroup
+from distmega.program import Op, Program
+from tests.kernels.running import launch_all, make_ranks, random_values, tiled_kernel
+
+Array = np.ndarray
+SMALL = st.integers(1, 5)
+WHOLE = {"attention": ("e",)}
+"""Parallel axes that tasks may not cut, by kind."""
+
+many = settings(max_examples=30, deadline=None, derandomize=True)
+
+
+@st.composite
+def cuts(draw: st.DrawFn, op: Op) -> tuple[Split, ...]:
+    """Random tilings: composed axes or separate ones, uneven."""
+    whole = WHOLE.get(op.kind, ())
+    names = [a.name for a in op.axes if a.role == "parallel" and a.name not in whole]
+    groups: list[tuple[str, ...]] = [(name,) for name in names]
+    if len(names) > 1 and draw(st.booleans()):
+        at = draw(st.integers(0, len(names) - 2))
+        groups[at : at + 2] = [tuple(names[at : at + 2])]
+    splits = []
+    for axes in groups:
+        extent = math.prod(op.axis(name).extent for name in axes)
+        inner = draw(st.sets(st.integers(1, max(1, extent - 1)), max_size=2))
+        bounds = sorted({0, extent, *(cut for cut in inner if cut < extent)})
+        splits.append(Split(axes=axes, bounds=tuple(bounds)))
+    return tuple(splits)
+
+
+def run(
+    draw: st.DataObject, program: Program, values: dict[str, torch.Tensor] | None = None
+) -> tuple[dict[str, Array], list[Array]]:
+    """Inputs as numpy float64 (indices as int64), and the outputs, of a program cut at random."""
+    cut = [op for op in program.ops if op.kind != "view"]
+    groups = [TaskGroup(op=op, splits=draw.draw(cuts(op), label=op.name)) for op in cut]
+    (rank,) = make_ranks(tiled_kernel(program, groups), seed=draw.draw(st.integers(0, 99)))
+    given_values = random_values(program, draw.draw(st.integers(0, 9))) | (values or {})
+    rank.fill(given_values)
+    launch_all([rank])
+    states = [tensor.name for tensor in program.with_role("state")]
+    outputs = [exact(rank.tensors[name]) for name in (*program.outputs, *states)]
+    return {name: exact(value) for name, value in given_values.items()}, outputs
+
+
+def exact(x: torch.Tensor) -> Array:
+    """As numpy; floats in float64."""
+    return x.numpy() if x.dtype == torch.int64 else x.double().numpy()
+
+
+def close(actual: Array, expected: Array, tolerance: float = 2e-5) -> None:
+    assert actual.shape == expected.shape
+    np.testing.assert_allclose(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+LINEARS = [
+    ("m k, n k -> m n", False),
+    ("m k, n k, n -> m n", True),
+    ("m k, h g d k -> m h g d", False),
+    ("m k, h d k, h d -> m h d", True),
+    ("m h g d, k h g d -> m k", False),
+    ("m k, k n -> m n", False),
+    ("a m k, n k -> a m n", False),
+    ("k, n k -> n", False),
+]
+
+
+@pytest.mark.parametrize(("spec", "biased"), LINEARS)
+@given(data=st.data())
+@many
+def test_linear(data, spec, biased):
+    left, _, _ = spec.partition("->")
+    names = {n: data.draw(SMALL, label=n) for n in left.replace(",", " ").split()}
+    shapes = [tuple(names[n] for n in part.split()) for part in left.split(",")]
+    p = ProgramBuilder("linear")
+    x, w = p.input("x", shapes[0]), p.weight("w", shapes[1])
+    bias = p.weight("bias", shapes[2]) if biased else None
+    arrays, (out,) = run(data, p.build(p.linear(x, w, bias, spec=spec)))
+    product = spec.replace(" ", "") if not biased else ",".join(spec.split("->")[0].split(",")[:2])
+    product = product if "->" in product else f"{product}->{spec.split('->')[1]}"
+    expected = np.einsum(product.replace(" ", ""), arrays["x"], arrays["w"])
+    close(out, expected + arrays["bias"] if biased else expected)
+
+
+POINTWISE: list[tuple[str, int, Callable[..., Array]]] = [
+    ("silu(a0) * a1", 2, lambda a, b: a / (1 + np.exp(-a)) * b),
+    ("a0 + 0.1", 1, lambda a: a + 0.1),
+    ("maximum(a0, a1) - a2 / 3.0", 3, lambda a, b, c: np.maximum(a, b) - c / 3),
+    ("exp(-a0) * a1 + a2 * a3", 4, lambda a, b, c, d: np.exp(-a) * b + c * d),
+]
+
+
+@pytest.mark.parametrize(("text", "num_args", "formula"), POINTWISE)
+@given(data=st.data())
+@many
+def test_pointwise(data, text, num_args, formula):
+    """Operands broadcast: each dim of each operand is full, or 1, or missing in front."""
+    shape = data.draw(st.lists(SMALL, min_size=1, max_size=4))
+    p = ProgramBuilder("pointwise")
+    args = []
+    for i in range(num_args):
+        own = [data.draw(st.sampled_from((1, extent))) for extent in shape] if i else shape
+        args.append(p.input(f"x{i}", own[data.draw(st.integers(0, len(own) - 1)) if i else 0 :]))
+    arrays, (out,) = run(data, p.build(p.pointwise(text, *args)))
+    close(out, np.broadcast_to(formula(*(arrays[f"x{i}"] for i in range(num_args))), shape))
+
+
+@pytest.mark.parametrize("combine", ["sum", "max", "min"])
+@given(data=st.data())
+@many
+def test_reduce(data, combine):
+    shape = data.draw(st.lists(SMALL, min_size=2, max_size=4))
+    dim = data.draw(st.integers(0, len(shape) - 1))
+    p = ProgramBuilder("reduce")
+    arrays, (out,) = run(data, p.build(p.reduce(p.input("x", shape), dim, combine)))
+    close(out, getattr(np, combine)(arrays["x"], axis=dim))
+
+
+@given(data=st.data())
+@many
+def test_rms_norm(data):
+    shape = data.draw(st.lists(SMALL, min_size=2, max_size=3))
+    p = ProgramBuilder("rms_norm")
+    x, w = p.input("x", shape), p.weight("w", shape[-1:])
+    arrays, (out,) = run(data, p.build(p.rms_norm(x, w, 1e-5)))
+    x64 = arrays["x"]
+    close(out, x64 / np.sqrt((x64**2).mean(-1, keepdims=True) + 1e-5) * arrays["w"])
+
+
+def positions_of(data: st.DataObject, num: int, context: int) -> torch.Tensor:
+    """Distinct positions, in any order."""
+    order = data.draw(st.permutations(range(context)), label="positions")
+    return torch.tensor(order[:num])
+
+
+@given(data=st.data())
+@many
+def test_rope(data):
+    m, *heads = data.draw(st.lists(SMALL, min_size=1, max_size=3))
+    half, context = data.draw(SMALL), m + 3
+    p = ProgramBuilder("rope")
+    x, positions = p.input("x", (m, *heads, 2 * half)), p.input("positions", (m,), "i64")
+    program = p.build(p.rope(x, positions, p.weight("table", (context, 2 * half))))
+    arrays, (out,) = run(data, program, {"positions": positions_of(data, m, context)})
+    rows = arrays["table"][arrays["positions"]].reshape(m, *[1] * len(heads), 2 * half)
+    (cos, sin), (left, right) = (np.split(both, 2, -1) for both in (rows, arrays["x"]))
+    close(out, np.concatenate([left * cos - right * sin, right * cos + left * sin], -1))
+
+
+@given(data=st.data())
+@many
+def test_kv_append(data):
+    m, h, d = (data.draw(SMALL) for _ in range(3))
+    context = m + 3
+    p = ProgramBuilder("kv_append")
+    cache, positions = p.state("cache", (h, context, d)), p.input("positions", (m,), "i64")
+    p.kv_append(cache, p.input("x", (m, h, d)), positions)
+    arrays, (out,) = run(data, p.build(), {"positions": positions_of(data, m, context)})
+    expected = arrays["cache"].copy()
+    expected[:, arrays["positions"]] = arrays["x"].transpose(1, 0, 2)
+    close(out, expected)
+
+
+@given(data=st.data())
+@many
+def test_attention(data):
+    m, h, g, d, e = (data.draw(SMALL) for _ in range(5))
+    context, window = m + 3, data.draw(st.integers(0, 3))
+    p = ProgramBuilder("attention")
+    q, positions = p.input("q", (m, h, g, d)), p.input("positions", (m,), "i64")
+    k, v = p.state("k", (h, context, d)), p.state("v", (h, context, e))
+    program = p.build(p.attention(q, k, v, positions, 0.3, window))
+    arrays, (out, *_) = run(data, program, {"positions": positions_of(data, m, context)})
+    expected = np.zeros((m, h, g, e))
+    for i, position in enumerate(arrays["positions"]):
+        seen = slice(max(0, position + 1 - window) if window else 0, position + 1)
+        keys, values = arrays["k"][:, seen], arrays["v"][:, seen]
+        weights = np.exp(0.3 * np.einsum("hgd,htd->hgt", arrays["q"][i], keys))
+        expected[i] = np.einsum("hgt,hte->hge", weights / weights.sum(-1, keepdims=True), values)
+    close(out, expected)
+
+
+@given(data=st.data())
+@many
+def test_embedding(data):
+    m, d, vocab = (data.draw(SMALL) for _ in range(3))
+    ids = torch.tensor(data.draw(st.lists(st.integers(0, vocab - 1), min_size=m, max_size=m)))
+    p = ProgramBuilder("embedding")
+    program = p.build(p.embedding(p.input("ids", (m,), "i64"), p.weight("table", (vocab, d))))
+    arrays, (out,) = run(data, program, {"ids": ids})
+    close(out, arrays["table"][arrays["ids"]], 0)
+
+
+@given(data=st.data())
+@many
+def test_argmax(data):
+    shape = data.draw(st.lists(SMALL, min_size=1, max_size=3))
+    values = torch.randint(0, 3, shape).float()
+    p = ProgramBuilder("argmax")
+    index = p.argmax(p.input("x", shape), name="best")
+    program = p.build(index)
+    arrays, (out,) = run(data, program, {"x": values})
+    assert (out == arrays["x"].argmax(-1)).all()
+
+
+@given(data=st.data())
+@many
+def test_copies(data):
+    """slice, concat, transpose, reshape, set and views of them, cut at random."""
+    shape = data.draw(st.lists(st.integers(1, 4), min_size=2, max_size=3))
+    dim = data.draw(st.integers(0, len(shape) - 1))
+    order = data.draw(st.permutations(range(len(shape))))
+    start = data.draw(st.integers(0, shape[dim] - 1))
+    step = data.draw(st.integers(1, 2))
+    p = ProgramBuilder("copies")
+    x, y = p.input("x", shape), p.input("y", shape)
+    joined = p.concat([x, y, x], dim)
+    turned = p.transpose(joined, order, view=data.draw(st.booleans()))
+    flat = p.reshape(p.set(turned), (math.prod(turned.shape),), view=data.draw(st.booleans()))
+    part = p.slice(joined, dim, start, 3 * shape[dim], step, view=data.draw(st.booleans()))
+    state = p.state("state", part.shape)
+    p.set(part, into=state)
+    arrays, (first, second, last) = run(data, p.build(p.set(flat), p.set(turned)))
+    expected = np.concatenate([arrays["x"], arrays["y"], arrays["x"]], dim)
+    close(second, expected.transpose(order), 0)
+    close(first, expected.transpose(order).ravel(), 0)
+    close(last, np.take(expected, range(start, 3 * shape[dim], step), dim), 0)
