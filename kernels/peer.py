@@ -80,7 +80,7 @@ class _Offer:
 def peer_memory_problem() -> str:
     """Why ranks on this machine can't share memory in the way needed here; empty if they can."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
-        return f"a {platform.machine()} CPU reorders stores"
+        return f"{platform.machine()} CPUs reorder stores"
     if not hasattr(os, "memfd_create"):
         return f"{platform.system()} has no anonymous shared files"
     return ""
