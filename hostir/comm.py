@@ -139,6 +139,7 @@ class GlooCommunicator(Collectives):
     def __init__(self, mesh: DeviceMesh, rank: int, timeout_s: float = 300.0) -> None:
         super().__init__(mesh, rank)
         self._teams = {axis: mesh.team(axis, rank) for axis in mesh.names}
+        self._places = {axis: _group_places(team) for axis, team in self._teams.items()}
         self._groups: dict[str, dist.ProcessGroup | None] = {}
         self._signals: list[dist.Work] = []
         self._mail = Mailbox()
@@ -171,14 +172,14 @@ class GlooCommunicator(Collectives):
         if group is None:
             return lambda: [x]
         mine = _bytes(x)
-        found = [torch.empty_like(mine) for _ in self._teams[axis]]
+        found, places = [torch.empty_like(mine) for _ in self._teams[axis]], self._places[axis]
         with self._guard("gather", axis):
             work = dist.all_gather(found, mine, group=group, async_op=True)
 
         def finish() -> list[Tensor]:
             with self._guard("gather", axis):
                 work.wait()
-            return [part.view(x.dtype).view(x.shape) for part in found]
+            return [found[place].view(x.dtype).view(x.shape) for place in places]
 
         return finish
 
@@ -186,7 +187,8 @@ class GlooCommunicator(Collectives):
         group = self._groups[axis]
         if group is None:
             return lambda: list(parts)
-        given = torch.stack([_bytes(part) for part in parts])
+        places = self._places[axis]
+        given = torch.stack([_bytes(parts[places.index(i)]) for i in range(len(places))])
         found = torch.empty_like(given)
         with self._guard("all-to-all", axis):
             work = dist.all_to_all_single(found, given, group=group, async_op=True)
@@ -194,7 +196,7 @@ class GlooCommunicator(Collectives):
         def finish() -> list[Tensor]:
             with self._guard("all-to-all", axis):
                 work.wait()
-            return [part.view(parts[0].dtype).view(parts[0].shape) for part in found]
+            return [found[place].view(parts[0].dtype).view(parts[0].shape) for place in places]
 
         return finish
 
@@ -274,7 +276,12 @@ class GlooCommunicator(Collectives):
         found: list[T] = [value] * self.mesh.num_ranks
         with self._guard("exchange of objects", ""):
             dist.all_gather_object(found, value, group=self._world)
-        return found
+        return [found[place] for place in _group_places(self.mesh.ranks)]
+
+
+def _group_places(team: Sequence[int]) -> list[int]:
+    """Where each rank of a team stands in its process group: torch sorts the ranks of a group."""
+    return [sorted(team).index(rank) for rank in team]
 
 
 def _new_group(ranks: Sequence[int], timeout: timedelta) -> dist.ProcessGroup:

@@ -119,25 +119,74 @@ def random_tensors(host: HostProgram, seed: int = 0) -> dict[str, Tensor]:
     }
 
 
-def run_program(program: Program, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """All tensors of a program, one op after the other at coordinate 0: the reference."""
+def run_program(
+    program: Program, tensors: Mapping[str, Tensor], coordinate: Mapping[str, int] | None = None
+) -> dict[str, Tensor]:
+    """All tensors of a program, one op after the other: the reference. States change in place."""
     env = dict(tensors)
     for op in program.ops:
-        env.update(run_op(op, env, {"tp": 0}))
+        for name, result in run_op(op, env, coordinate or {"tp": 0}).items():
+            written_before = name in env and op.kind != "kv_append"
+            env[name] = env[name].copy_(result) if written_before else result
     return env
 
 
 class SegmentRunner:
     """Runs a segment op by op, as a megakernel would."""
 
-    def __init__(self, segment: Program) -> None:
-        self.segment, self.num_launches = segment, 0
+    def __init__(self, segment: Program, coordinate: Mapping[str, int] | None = None) -> None:
+        self.segment, self.coordinate = segment, coordinate
 
     def launch(self, tensors: Mapping[str, Tensor]) -> None:
-        self.num_launches += 1
         given = {t.name: tensors[t.name] for t in self.segment.tensors if t.role != "temp"}
-        env = run_program(self.segment, given)
+        found = run_program(self.segment, given, self.coordinate)
         for name in self.segment.outputs:
-            tensors[name].copy_(env[name])
-        for tensor in self.segment.with_role("state"):
-            tensors[tensor.name].copy_(env[tensor.name])
+            tensors[name].copy_(found[name])
+
+
+def attention_block(num_tokens: int) -> Program:
+    """Embedding, one attention layer with 3 kv heads of 2 query heads, and the next token."""
+    p = ProgramBuilder("block")
+    tokens, positions = (p.input(name, (num_tokens,), "i64") for name in ("tokens", "positions"))
+    table = p.weight("rope_table", (16, 4))
+    embed = p.weight("embed", (22, 12))
+    x = p.embedding(tokens, embed, name="x")
+    normed = p.rms_norm(x, p.weight("norm", (12,)), 1e-5)
+    q = p.linear(normed, p.weight("wq", (3, 2, 4, 12)), spec="m k, h g d k -> m h g d")
+    k = p.linear(normed, p.weight("wk", (3, 4, 12)), spec="m k, h d k -> m h d")
+    v = p.linear(normed, p.weight("wv", (3, 4, 12)), spec="m k, h d k -> m h d")
+    k_cache, v_cache = p.state("k_cache", (3, 16, 4)), p.state("v_cache", (3, 16, 4))
+    p.kv_append(k_cache, p.rope(k, positions, table), positions)
+    p.kv_append(v_cache, v, positions)
+    rotated = p.rope(q, positions, table)
+    mixed = p.attention(rotated, k_cache, v_cache, positions, scale=0.5)
+    out = p.linear(mixed, p.weight("wo", (12, 3, 2, 4)), spec="m h g d, k h g d -> m k")
+    logits = p.linear(x + out, embed, name="logits")
+    return p.build(logits, p.argmax(logits, name="next"))
+
+
+def block_tensors(num_tokens: int) -> dict[str, Tensor]:
+    """Tensors of the whole block, the same in every process."""
+    generator = torch.Generator().manual_seed(7)
+    tensors = {
+        t.name: torch.randn(t.shape, generator=generator)
+        for t in attention_block(num_tokens).tensors
+        if t.role in ("weight", "state")
+    }
+    tokens = torch.randint(22, (num_tokens,), generator=generator)
+    return {**tensors, "tokens": tokens, "positions": torch.arange(num_tokens)}
+
+
+def shard_tensors(
+    tensors: Mapping[str, Tensor], local: LocalProgram, rank: int
+) -> dict[str, Tensor]:
+    """Each tensor's part on one rank, zeros where it is padded."""
+    coordinate = local.mesh.coordinate(rank)
+    parts = {}
+    for name, whole in tensors.items():
+        domain = local.allocations[name]
+        parts[name] = torch.zeros(domain.local_shape, dtype=whole.dtype)
+        bounds = [domain.local_range(dim, coordinate) for dim in range(whole.dim())]
+        part = whole[tuple(slice(*each) for each in bounds)]
+        parts[name][tuple(slice(extent) for extent in part.shape)] = part
+    return parts

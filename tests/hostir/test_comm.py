@@ -1,0 +1,57 @@
+"""Exchanges between real processes, and of a rank with itself."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from distmega.errors import RankFailure
+from distmega.hostir.collectives import combine_parts
+from distmega.hostir.comm import SingleCommunicator
+from distmega.sharding.mesh import DeviceMesh
+from tests.hostir.ranks import spawn
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_exchanges_and_programs(num_ranks: int, tmp_path: Path):
+    spawn("run_all_checks", num_ranks, tmp_path)
+
+
+def test_a_lost_peer_is_reported(tmp_path: Path):
+    spawn("lose_a_peer", 2, tmp_path)
+
+
+def test_a_rank_alone_copies():
+    comm = SingleCommunicator(DeviceMesh(tp=1))
+    x, out = torch.randn(2, 3), torch.empty(2, 3)
+    for handle in (
+        comm.all_reduce("tp", [x], [out], "sum"),
+        comm.all_gather("tp", x, out, 1),
+        comm.reduce_scatter("tp", x, out, 0, "max"),
+        comm.all_to_all("tp", x, out, 0, 1),
+        comm.broadcast("tp", x, out, 0),
+    ):
+        out.zero_()
+        handle.wait()
+        assert torch.equal(out, x)
+    comm.signal("tp", "s", 0)
+    comm.wait_signal("tp", "s", 0)
+    comm.barrier()
+    assert comm.all_gather_object("me") == ["me"]
+
+
+def test_a_rank_alone_cannot_wait_for_what_it_never_sent():
+    comm = SingleCommunicator(DeviceMesh(tp=1))
+    with pytest.raises(RankFailure, match=r"from the rank itself; expected a send or signal"):
+        comm.wait_signal("tp", "s", 0)
+
+
+def test_a_single_communicator_is_for_one_rank():
+    with pytest.raises(RankFailure, match=r"one process for mesh\(tp=2\)"):
+        SingleCommunicator(DeviceMesh(tp=2))
+
+
+def test_sums_are_taken_in_rank_order():
+    parts = [(torch.tensor([value]),) for value in (1e8, 1.0, -1e8)]
+    assert combine_parts(parts, "sum")[0].item() == 0.0
+    assert combine_parts([parts[0], parts[2], parts[1]], "sum")[0].item() == 1.0
