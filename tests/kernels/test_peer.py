@@ -94,9 +94,10 @@ def exchange_over(pipes: Sequence[Connection], rank: int) -> Callable[[object], 
     return exchange
 
 
-def bind(
-    kernel: Megakernel, rank: int, pipes: Sequence[Connection], timeout_s: float
-) -> CpuMegakernel:
+Pipes = Sequence[Connection]
+
+
+def bind(kernel: Megakernel, rank: int, pipes: Pipes, timeout_s: float) -> CpuMegakernel:
     arenas = [allocate_arena(layout) for layout in kernel.layout.arenas[:2]]
     peers = open_peers(kernel, rank, exchange_over(pipes, rank))
     return CpuMegakernel(
@@ -112,9 +113,7 @@ def bind(
 
 
 def work(rank: int, pipes: Pipes, result: Connection) -> None:
-    """One rank in a process of its own; the ranks take turns in being slow, and at times none
-    is.
-    """
+    """One rank in a process of its own. The ranks take turns in being slow; at times none is."""
     torch.set_num_threads(1)
     runner = bind(compiled(2, 2), rank, pipes, 30)
     tensors = {"x": torch.empty(64), "y": torch.empty(64)}
@@ -147,12 +146,8 @@ def spawn(target: Callable[..., None]) -> list[str]:
     context = multiprocessing.get_context("spawn")
     ends = context.Pipe()
     results = [context.Pipe(duplex=False) for _ in range(2)]
-    ranks = [
-        context.Process(
-            target=target, args=(rank, [ends[rank]], slow, results[rank][1]), daemon=True
-        )
-        for rank in range(2)
-    ]
+    args = [(rank, [ends[rank]], results[rank][1]) for rank in range(2)]
+    ranks = [context.Process(target=target, args=own, daemon=True) for own in args]
     for process in ranks:
         process.start()
     found = [receiver.recv() if receiver.poll(60) else "no answer" for receiver, _ in results]
