@@ -7,6 +7,7 @@ megakernels, the same on every rank. engine.py runs them, explain.py prints them
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from distmega.errors import RequestError
 from distmega.hostir.lower import lower_program
 from distmega.hostir.nodes import HostProgram
 from distmega.hostir.passes import run_passes
@@ -22,7 +23,13 @@ from distmega.sharding.planner import Plan, plan_program
 
 
 def context_limit(config: ModelConfig, options: EngineOptions) -> int:
-    """Positions of the KV cache under these options."""
+    """Positions of the KV cache under these options; RequestError for more than the model's."""
+    if options.max_context > config.max_positions:
+        raise RequestError(
+            f"--max-context {options.max_context}",
+            expected=f"at most {config.max_positions}, what the model was trained for",
+            remedy="lower it",
+        )
     return options.max_context or min(config.max_positions, DEFAULT_CONTEXT)
 
 

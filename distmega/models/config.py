@@ -17,6 +17,9 @@ RopeKind = Literal["none", "linear", "llama3", "yarn", "factors"]
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 """The decoder families that decoder.py can build."""
 
+MAX_LAYERS = 10_000
+"""More than this is a damaged file, not a model."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeScaling:

@@ -6,8 +6,7 @@ tokenizers.
 """
 
 import json
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -28,22 +27,18 @@ class Fields:
     def __contains__(self, key: str) -> bool:
         return self.data.get(key) is not None
 
-    def integer(self, key: str, default: int | None = None) -> int:
-        """A whole number; ModelError when it is absent without default, or something else."""
+    def integer(self, key: str, default: int | None = None, *, most: int = 2**40) -> int:
+        """A whole number up to `most`; ModelError when absent without default, or another value."""
         value = self._value(key, default, "a whole number")
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise self.bad(key, "a whole number")
+        if isinstance(value, bool) or not isinstance(value, int) or abs(value) > most:
+            raise self.bad(key, f"a whole number of at most {most}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A finite number."""
+        """A number, neither infinite nor NaN."""
         value = self._value(key, default, "a number")
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not math.isfinite(value)
-        ):
-            raise self.bad(key, "a finite number")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e30:
+            raise self.bad(key, "a number below 1e30")
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
@@ -72,9 +67,9 @@ class Fields:
     def sequence(self, key: str, kind: type[T]) -> list[T]:
         """A list whose elements are all of `kind`; ModelError when absent."""
         value = self._value(key, None, f"a list of {kind.__name__}")
-        if not isinstance(value, Sequence) or not all(type(item) is kind for item in value):
+        if not isinstance(value, list) or not all(type(item) is kind for item in value):
             raise self.bad(key, f"a list of {kind.__name__}")
-        return list(value)
+        return value
 
     def token_ids(self, *keys: str) -> tuple[int, ...]:
         """Token ids under these keys, each one number or a list, without repeats and in order;

@@ -6,7 +6,7 @@ there.
 """
 
 from distmega.errors import ModelError
-from distmega.models.config import ModelConfig, RopeScaling, unknown_architecture
+from distmega.models.config import MAX_LAYERS, ModelConfig, RopeScaling, unknown_architecture
 from distmega.models.fields import Fields
 from distmega.models.gguf_file import GgufFile
 from distmega.models.hf_config import yarn_mscale
@@ -26,7 +26,7 @@ def config_from_gguf(file: GgufFile) -> ModelConfig:
         raise unknown_architecture(name, fields.where)
     hidden = fields.integer(f"{name}.embedding_length")
     num_heads = fields.integer(f"{name}.attention.head_count")
-    num_layers = fields.integer(f"{name}.block_count")
+    num_layers = fields.integer(f"{name}.block_count", most=MAX_LAYERS)
     head_dim = fields.integer(f"{name}.attention.key_length", hidden // max(num_heads, 1))
     _refuse_unsupported(fields, name, head_dim)
     window = fields.integer(f"{name}.attention.sliding_window", 0)

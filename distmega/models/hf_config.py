@@ -9,7 +9,13 @@ import math
 from dataclasses import dataclass
 
 from distmega.errors import ModelError
-from distmega.models.config import ARCHITECTURES, ModelConfig, RopeScaling, unknown_architecture
+from distmega.models.config import (
+    ARCHITECTURES,
+    MAX_LAYERS,
+    ModelConfig,
+    RopeScaling,
+    unknown_architecture,
+)
 from distmega.models.fields import Fields
 
 _DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
@@ -47,7 +53,7 @@ def config_from_hf(fields: Fields) -> ModelConfig:
     family = _FAMILIES[architecture]
     _refuse_unsupported(fields)
     hidden, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
-    num_layers = fields.integer("num_hidden_layers")
+    num_layers = fields.integer("num_hidden_layers", most=MAX_LAYERS)
     head_dim = fields.integer("head_dim", family.head_dim or hidden // max(num_heads, 1))
     max_positions = fields.integer("max_position_embeddings", family.max_positions)
     rope = _rope_fields(fields)

@@ -17,6 +17,9 @@ from distmega.errors import ModelError, RequestError
 _REPLACEMENT = "\ufffd"
 _STREAM_CONTEXT = 16
 
+_TEMPLATE_ERRORS = (TemplateError, ArithmeticError, LookupError, TypeError, ValueError)
+"""What the expressions of a chat template can raise."""
+
 
 class Tokenizer:
     """Encodes and decodes; special tokens written in the text, such as <|im_start|>, are
@@ -83,7 +86,7 @@ class Tokenizer:
                 add_generation_prompt=True,
                 **self._special_tokens,
             )
-        except TemplateError as error:
+        except _TEMPLATE_ERRORS as error:
             found = f"the chat template of the model fails: {error}"
             remedy = "give a plain prompt, or other messages"
             raise RequestError(found, expected="messages that it accepts", remedy=remedy) from error

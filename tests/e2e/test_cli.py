@@ -1,0 +1,144 @@
+"""The command line as a user runs it: answers, launchers, errors and exit codes."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import psutil
+import pytest
+
+from distmega.cli import main
+
+PROMPT = "The capital of France is"
+NUM_TOKENS = "8"
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled"}
+GENERATE = ("generate", "smollm2", PROMPT, "--max-new-tokens", NUM_TOKENS, "--max-context", "64")
+TORCHRUN = ("torch.distributed.run", "--nproc-per-node", "2", "-m", "distmega")
+
+
+def run(
+    *arguments: str, module: Sequence[str] = ("distmega",), timeout_s: float = 120
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", *module, *arguments],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+
+
+def answer(done: subprocess.CompletedProcess[str]) -> str:
+    """The generated text, without the line of figures."""
+    assert done.returncode == 0, done.stderr
+    text, found, _ = done.stdout.partition("\n[")
+    assert found, done.stdout
+    return text
+
+
+@cache
+def local_answer() -> str:
+    return answer(run(*GENERATE, "--tp", "2"))
+
+
+def test_a_local_run_answers_and_gives_its_rate() -> None:
+    done = run(*GENERATE)
+    assert answer(done).startswith(" Paris")
+    figures = re.search(r"\[8 tokens after 5 on 1 ranks: ([\d.]+) tokens/s", done.stdout)
+    assert figures
+    assert float(figures[1]) > 0
+
+
+def test_torchrun_gives_the_same_answer() -> None:
+    assert answer(run(*GENERATE, module=TORCHRUN)) == local_answer()
+
+
+@pytest.mark.ray
+def test_ray_gives_the_same_answer() -> None:
+    assert answer(run(*GENERATE, "--tp", "2", "--launcher", "ray")) == local_answer()
+
+
+def test_torchrun_and_tp_that_disagree() -> None:
+    done = run(*GENERATE, "--tp", "3", module=TORCHRUN)
+    assert done.returncode != 0
+    assert done.stderr.count("distmega: error: 3 ranks are asked for, torchrun started 2") == 1
+
+
+def test_a_rank_that_dies_ends_the_others_and_is_named() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "distmega", "generate", "smollm2", PROMPT, "--tp", "2",
+         "--max-new-tokens", "1000"],
+        env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout
+    assert process.stdout.read(6) == " Paris"
+    parent = psutil.Process(process.pid)
+    ranks = [child for child in parent.children() if "python" in child.name()]
+    assert len(ranks) == 2
+    ranks[1].send_signal(signal.SIGKILL)
+    start = time.monotonic()
+    _, stderr = process.communicate(timeout=30)
+    assert time.monotonic() - start < 10
+    assert process.returncode == 1
+    assert re.search(r"distmega: error: rank [01] of 2", stderr), stderr
+    assert not psutil.pid_exists(ranks[0].pid)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nosuch", "x"], "no such model: 'nosuch'; expected a path"),
+        (["smollm2", " "], "prompt ' ' is empty"),
+        (["smollm2", "x", "--tp", "6"], "tp=6 can't divide attention .* use tp=5 or less"),
+        (["smollm2", "x", "--tp", "-1"], "--tp -1; expected at least 1"),
+        (["smollm2", "x", "--max-new-tokens", "0"], "--max-new-tokens 0; expected at least 1"),
+        (["smollm2", "x", "--max-context", "9000"], "--max-context 9000; expected at most 8192"),
+        (["smollm2", "word " * 60, "--max-context", "64"], "a prompt of .* positions together"),
+    ],
+)
+def test_wrong_requests(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert re.match(f"distmega: error: {message}", captured.err), captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+def test_perplexity(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("The sun is the star at the center of the solar system.")
+    assert main(["perplexity", "smollm2", str(text)]) == 0
+    match = re.match(r"perplexity ([\d.]+) over (\d+) tokens", capsys.readouterr().out)
+    assert match
+    assert 1 < float(match[1]) < 20
+    assert main(["perplexity", "smollm2", str(tmp_path / "none.txt")]) == 2
+
+
+@pytest.mark.parametrize(
+    "arguments", [("smollm2", "--tp", "2"), ("llama-3-70b", "--tp", "8", "--machine", "h200")]
+)
+def test_explain_is_quick_and_complete(arguments: tuple[str, ...]) -> None:
+    start = time.monotonic()
+    done = run("explain", *arguments)
+    assert time.monotonic() - start < 5
+    assert done.returncode == 0, done.stderr
+    for part in ("all_reduce", "launch", "tasks", "events", "weights:", "us a token"):
+        assert part in done.stdout
+    assert "torch" not in done.stderr
+
+
+def test_explain_does_not_import_torch() -> None:
+    code = (
+        "import sys; from distmega.cli import main; "
+        "assert main(['explain', 'smollm2', '--tp', '2']) == 0; assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
