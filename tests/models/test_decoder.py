@@ -1,0 +1,82 @@
+"""The decoder's program: names, shapes and structure for every family, and its printed form."""
+
+import time
+
+import pytest
+
+from distmega.errors import RequestError
+from distmega.models.decoder import Logits, build_decoder
+from distmega.models.presets import PRESETS
+from distmega.models.weights import RopeTableReader, weight_specs
+from distmega.text import parse_program, print_program
+
+TINY = [name for name in PRESETS if name.startswith("tiny")]
+
+
+@pytest.mark.parametrize("logits", ["none", "last", "all"])
+@pytest.mark.parametrize("num_tokens", [1, 5])
+@pytest.mark.parametrize("name", TINY)
+def test_interface(name: str, num_tokens: int, logits: Logits):
+    config = PRESETS[name]
+    program = build_decoder(config, num_tokens, 32, logits=logits)
+    tensors = program.tensor_map()
+    inputs = {t.name: (t.shape, t.dtype) for t in program.with_role("input")}
+    assert inputs == {"tokens": ((num_tokens,), "i64"), "positions": ((num_tokens,), "i64")}
+    weights = {t.name: t.shape for t in program.with_role("weight")}
+    expected = {spec.name: spec.shape for spec in weight_specs(config).values()}
+    assert weights == expected | {"rope_table": (32, config.head_dim)}
+    states = {t.name: t.shape for t in program.with_role("state")}
+    shape = (config.num_kv_heads, 32, config.head_dim)
+    assert states == {f"layers.{i}.{c}_cache": shape for i in range(2) for c in "kv"}
+    assert program.outputs == (("next",) if logits == "none" else ("logits", "next"))
+    rows = num_tokens if logits == "all" else 1
+    assert tensors["logits"].shape == (rows, config.vocab)
+    assert (tensors["next"].shape, tensors["next"].dtype) == ((1,), "i64")
+    assert parse_program(print_program(program)) == program
+
+
+def test_only_the_last_row_reaches_the_head():
+    program = build_decoder(PRESETS["tiny-llama"], 7, 32, logits="last")
+    ops = {op.name: op for op in program.ops}
+    assert ops["last"].kind == "slice"
+    assert ops["last"].reads[0].dims[0].offset == 6
+    assert program.tensor_map()["normed"].shape == (1, 48)
+    assert all(op.kind != "slice" for op in build_decoder(PRESETS["tiny-llama"], 1, 32).ops)
+
+
+def test_families_differ_where_they_should():
+    programs = {name: build_decoder(PRESETS[name], 2, 32) for name in TINY}
+    ops = {name: {op.name: op for op in program.ops} for name, program in programs.items()}
+    assert ops["tiny-mistral"]["layers.1.attention"].attr("window") == 8
+    assert ops["tiny-llama"]["layers.1.attention"].attr("window") == 0
+    assert len(ops["tiny-qwen2"]["layers.0.q"].reads) == 3
+    assert ops["tiny-qwen3"]["layers.0.k_normed"].reads[-1].tensor == "layers.0.k_norm"
+    assert ops["tiny-qwen2"]["logits"].reads[1].tensor == "embed"
+    assert ops["tiny-llama"]["logits"].reads[1].tensor == "head"
+    assert ops["tiny-llama"]["layers.0.attention"].attr("scale") == 16**-0.5
+
+
+def test_dtype_of_weights_and_caches():
+    program = build_decoder(PRESETS["tiny-qwen3"], 1, 32, dtype="bf16")
+    tensors = program.tensor_map()
+    assert {tensors[name].dtype for name in ("embed", "layers.0.k_cache", "logits")} == {"bf16"}
+    assert tensors["rope_table"].dtype == "f32"
+
+
+def test_rope_table_of_a_shorter_context_is_part_of_the_readers():
+    config = PRESETS["tiny-llama"]
+    table = build_decoder(config, 1, 32).tensor_map()["rope_table"]
+    assert RopeTableReader(config=config).read((slice(0, 32),)).shape == table.shape
+
+
+def test_a_large_model_builds_fast():
+    start = time.process_time()
+    program = build_decoder(PRESETS["llama-3-70b"], 1, 8192)
+    assert time.process_time() - start < 0.3
+    assert len(program.with_role("state")) == 160
+
+
+@pytest.mark.parametrize(("num_tokens", "max_context"), [(0, 8), (9, 8), (1, 513)])
+def test_context_that_does_not_fit(num_tokens: int, max_context: int):
+    with pytest.raises(RequestError, match=f"{num_tokens} tokens in a context of {max_context}"):
+        build_decoder(PRESETS["tiny-llama"], num_tokens, max_context)

@@ -1,0 +1,162 @@
+"""GGUF: container, weights in half-split order, quantised slices, and damaged files."""
+
+import random
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+
+from distmega.errors import ModelError
+from distmega.models.config import RopeScaling
+from distmega.models.gguf_file import open_gguf
+from distmega.models.load import ModelSource, open_model
+from distmega.models.locate import locate_model
+from distmega.models.presets import PRESETS
+from distmega.models.weights import weight_specs
+from tests.models.files import write_gguf
+
+KINDS = gguf.GGMLQuantizationType
+QUANTISABLE = replace(PRESETS["tiny-llama"], hidden=64, ffn=96, rope_scaling=RopeScaling())
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
+    write_gguf(path, PRESETS["tiny-llama"])
+    return path
+
+
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-mistral", "tiny-qwen2", "tiny-qwen3"])
+def test_families_round_trip(tmp_path: Path, name: str):
+    config = replace(PRESETS[name], rope_scaling=RopeScaling(), windows=())
+    written = write_gguf(tmp_path / "m.gguf", config)
+    source = open_model(str(tmp_path / "m.gguf"))
+    architecture = "llama" if name == "tiny-mistral" else config.architecture
+    assert source.config == replace(config, architecture=architecture, eos_ids=(258,))
+    for weight, values in written.items():
+        np.testing.assert_array_equal(source.weight(weight).read(), values, err_msg=weight)
+
+
+@pytest.mark.parametrize("kind", [KINDS.F16, KINDS.BF16, KINDS.Q8_0, KINDS.Q4_0, KINDS.Q4_1])
+def test_slices_of_quantised_weights(tmp_path: Path, kind: gguf.GGMLQuantizationType):
+    written = write_gguf(tmp_path / "m.gguf", QUANTISABLE, kind=kind)
+    source = open_model(str(tmp_path / "m.gguf"))
+    rng = np.random.default_rng(0)
+    for name in ("embed", "norm", "layers.1.wq", "layers.0.wk", "layers.0.wo", "layers.1.w_down"):
+        reader, values = source.weight(name), written[name]
+        np.testing.assert_array_equal(reader.read(), values, err_msg=name)
+        for _ in range(10):
+            ends = [sorted(rng.integers(0, extent + 1, 2).tolist()) for extent in reader.shape]
+            part = tuple(slice(*bounds) for bounds in ends)
+            np.testing.assert_array_equal(reader.read(part), values[part], err_msg=f"{name} {part}")
+
+
+def test_container_agrees_with_the_package(tiny: Path):
+    ours, theirs = open_gguf(tiny), gguf.GGUFReader(tiny)
+    for key, value in ours.metadata.data.items():
+        field = theirs.get_field(key)
+        assert field is not None
+        expected = field.contents()
+        assert value == (pytest.approx(expected) if isinstance(value, float) else expected)
+    assert len(ours.tensors) == len(theirs.tensors)
+    for tensor in theirs.tensors:
+        mine = ours.tensors[tensor.name]
+        assert (mine.offset, mine.stop) == (tensor.data_offset, tensor.data_offset + tensor.n_bytes)
+        assert mine.shape == tuple(tensor.shape[::-1].tolist())
+
+
+def test_rope_factors(tmp_path: Path):
+    config, factors = PRESETS["tiny-qwen3"], (1.0,) * 4 + (8.0,) * 4
+    write_gguf(tmp_path / "m.gguf", config, rope_factors=factors)
+    source = open_model(str(tmp_path / "m.gguf"))
+    assert source.config.rope_scaling == RopeScaling(kind="factors", factors=factors)
+
+
+def test_smollm2_weights_have_logical_shapes(smollm2: ModelSource):
+    for spec in weight_specs(smollm2.config).values():
+        assert smollm2.weight(spec.name).shape == spec.shape
+    wq = smollm2.weight("layers.3.wq")
+    assert wq.shape == (3, 3, 64, 576)
+    np.testing.assert_array_equal(wq.read((slice(1, 2),)), wq.read()[1:2])
+    down = smollm2.weight("layers.3.w_down")
+    half = (slice(None), slice(768, 1536))
+    np.testing.assert_array_equal(down.read(half), down.read()[half])
+
+
+def test_cut_anywhere(tiny: Path, tmp_path: Path):
+    data = tiny.read_bytes()
+    end = max(tensor.stop for tensor in open_gguf(tiny).tensors.values())
+    rng = random.Random(0)
+    for cut in [0, 3, *(rng.randrange(end) for _ in range(20))]:
+        path = tmp_path / f"{cut}.gguf"
+        path.write_bytes(data[:cut])
+        with pytest.raises(ModelError, match=rf"{cut}\.gguf"):
+            open_model(str(path))
+
+
+def test_cut_of_the_real_file(tmp_path: Path):
+    source, path = locate_model("smollm2").path, tmp_path / "cut.gguf"
+    shutil.copyfile(source, path)
+    rng = random.Random(1)
+    cuts = [path.stat().st_size - 1000, *(rng.randrange(path.stat().st_size) for _ in range(4))]
+    for cut in sorted([*cuts, 900_000, 100], reverse=True):
+        with path.open("r+b") as file:
+            file.truncate(cut)
+        with pytest.raises(ModelError, match=r"cut\.gguf ends at byte"):
+            open_model(str(path))
+
+
+def test_damaged_bytes_never_escape_as_other_errors(tiny: Path, tmp_path: Path):
+    data = tiny.read_bytes()
+    start = min(tensor.offset for tensor in open_gguf(tiny).tensors.values())
+    rng = random.Random(2)
+    num_refused = 0
+    path = tmp_path / "damaged.gguf"
+    for _ in range(300):
+        damaged = bytearray(data)
+        for _ in range(rng.randint(1, 4)):
+            damaged[rng.randrange(start)] = rng.randrange(256)
+        path.write_bytes(damaged)
+        try:
+            open_model(str(path)).tokenizer()
+        except ModelError:
+            num_refused += 1
+    assert num_refused > 50
+
+
+def test_missing_tensor(tmp_path: Path):
+    write_gguf(tmp_path / "m.gguf", PRESETS["tiny-qwen2"], drop="layers.1.wk")
+    with pytest.raises(ModelError, match=r"lacks 1 of 26 weights: blk\.1\.attn_k\.weight"):
+        open_model(str(tmp_path / "m.gguf"))
+
+
+def test_unexpected_shape(tmp_path: Path):
+    path = tmp_path / "m.gguf"
+    write_gguf(path, PRESETS["tiny-qwen3"])
+    data, key = path.read_bytes(), b"qwen3.feed_forward_length"
+    at = data.index(key) + len(key) + 4
+    assert data[at] == 80
+    path.write_bytes(data[:at] + bytes([81]) + data[at + 1 :])
+    with pytest.raises(
+        ModelError, match=r"ffn_\w+\.weight .* has shape \[80, 48\]; expected \[81, 48\]"
+    ):
+        open_model(str(path))
+
+
+def test_unknown_architecture(tmp_path: Path):
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "mamba")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ModelError, match="unknown architecture 'mamba'"):
+        open_model(str(tmp_path / "m.gguf"))
+
+
+def test_not_gguf(tmp_path: Path):
+    (tmp_path / "m.gguf").write_bytes(b"not a model at all")
+    with pytest.raises(ModelError, match="does not start with GGUF"):
+        open_model(str(tmp_path / "m.gguf"))

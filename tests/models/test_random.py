@@ -1,0 +1,54 @@
+"""Random weights: every slice is a part of the same full weight."""
+
+import numpy as np
+import pytest
+
+from distmega.errors import ModelError
+from distmega.models.load import open_model
+from distmega.models.presets import PRESETS
+from distmega.models.random_source import RandomReader
+from distmega.models.weights import weight_specs
+
+
+@pytest.mark.parametrize("name", ["layers.1.wq", "layers.0.wo", "embed", "norm", "layers.1.wk"])
+def test_slices_are_parts(name: str):
+    reader = open_model("tiny-llama").weight(name)
+    full = reader.read()
+    assert full.shape == reader.shape
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        ends = [sorted(rng.integers(0, extent + 1, 2).tolist()) for extent in reader.shape]
+        part = tuple(slice(*bounds) for bounds in ends)
+        np.testing.assert_array_equal(reader.read(part), full[part])
+
+
+def test_deterministic_and_distinct():
+    one, again, other = (open_model("tiny-llama", seed=seed) for seed in (1, 1, 2))
+    full = one.weight("layers.0.w_up").read()
+    np.testing.assert_array_equal(full, again.weight("layers.0.w_up").read())
+    assert not np.array_equal(full, other.weight("layers.0.w_up").read())
+    assert not np.array_equal(full, one.weight("layers.1.w_up").read())
+
+
+def test_scale():
+    specs = weight_specs(PRESETS["qwen3-0.6b"])
+    for name, mean, deviation in (
+        ("layers.0.wq", 0.0, 1024**-0.5),
+        ("layers.0.w_down", 0.0, 3072**-0.5),
+        ("layers.0.attn_norm", 1.0, 0.25 / 3**0.5),
+    ):
+        values = RandomReader(spec=specs[name]).read()
+        assert values.mean() == pytest.approx(mean, abs=4 * deviation / values.size**0.5)
+        assert values.std() == pytest.approx(deviation, rel=0.05)
+
+
+def test_neighbours_do_not_correlate():
+    values = RandomReader(spec=weight_specs(PRESETS["qwen3-0.6b"])["layers.0.w_up"]).read()
+    for shifted in (values[1:, :], values[:, 1:]):
+        base = values[: shifted.shape[0], : shifted.shape[1]]
+        assert abs(np.corrcoef(base.ravel(), shifted.ravel())[0, 1]) < 0.003
+
+
+def test_unknown_weight():
+    with pytest.raises(ModelError, match="bq"):
+        open_model("tiny-llama").weight("layers.0.bq")

@@ -1,0 +1,175 @@
+"""Hugging Face folders: every family, sharded or not, in three dtypes; slices; damaged and
+incomplete folders.
+"""
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from distmega.errors import ModelError
+from distmega.models.load import ModelSource, open_model
+from distmega.models.weights import weight_specs
+from tests.models.files import FAMILIES
+
+Family = tuple[transformers.PreTrainedModel, Path]
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def assert_same(source: ModelSource, model: transformers.PreTrainedModel) -> None:
+    state = model.state_dict()
+    specs = weight_specs(source.config)
+    assert set(source.readers) == {*specs, "rope_table"}
+    for spec in specs.values():
+        expected = state[spec.hf_name].float().numpy().reshape(spec.shape)
+        np.testing.assert_array_equal(source.weight(spec.name).read(), expected, err_msg=spec.name)
+
+
+def test_weights_equal(family: Family):
+    model, folder = family
+    assert_same(open_model(str(folder)), model)
+
+
+def test_slices_are_parts(family: Family):
+    source = open_model(str(family[1]))
+    rng = np.random.default_rng(0)
+    for name in weight_specs(source.config):
+        reader = source.weight(name)
+        full = reader.read()
+        for _ in range(3):
+            ends = [sorted(rng.integers(0, extent + 1, 2).tolist()) for extent in reader.shape]
+            part = tuple(slice(*bounds) for bounds in ends)
+            np.testing.assert_array_equal(reader.read(part), full[part], err_msg=f"{name} {part}")
+
+
+def test_sharded(family: Family, tmp_path: Path):
+    model, _ = family
+    model.save_pretrained(tmp_path, max_shard_size="30KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    assert_same(open_model(str(tmp_path)), model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_narrow_types(dtype: torch.dtype, tmp_path: Path):
+    model = FAMILIES["qwen2"].build().to(dtype)
+    model.save_pretrained(tmp_path)
+    source = open_model(str(tmp_path))
+    assert source.config.dtype == {torch.float16: "f16", torch.bfloat16: "bf16"}[dtype]
+    assert_same(source, model)
+
+
+@pytest.fixture
+def copied(family: Family, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(family[1], tmp_path / "model"))
+
+
+def test_cut_anywhere(copied: Path):
+    path = copied / SINGLE
+    data = path.read_bytes()
+    rng = random.Random(0)
+    for cut in [0, 7, len(data) - 1, *(rng.randrange(len(data)) for _ in range(20))]:
+        path.write_bytes(data[:cut])
+        with pytest.raises(ModelError, match=r"model\.safetensors is truncated or damaged"):
+            open_model(str(copied))
+
+
+def test_missing_tensors(copied: Path):
+    weights = load_file(copied / SINGLE)
+    for name in ("model.norm.weight", "model.layers.0.mlp.up_proj.weight"):
+        del weights[name]
+    save_file(weights, copied / SINGLE)
+    with pytest.raises(
+        ModelError, match=r"lacks 2 of \d+ weights: model\.norm\.weight, model\.layers"
+    ):
+        open_model(str(copied))
+
+
+def test_unexpected_shape(copied: Path):
+    weights = load_file(copied / SINGLE)
+    weights["model.layers.1.self_attn.k_proj.weight"] = torch.zeros(24, 48)
+    save_file(weights, copied / SINGLE)
+    with pytest.raises(
+        ModelError, match=r"k_proj\.weight .* has shape \[24, 48\]; expected \[48, 48\]"
+    ):
+        open_model(str(copied))
+
+
+def test_unused_weight(copied: Path):
+    weights = load_file(copied / SINGLE)
+    weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)
+    save_file(weights, copied / SINGLE)
+    open_model(str(copied))
+    weights["model.layers.0.self_attn.o_proj.bias"] = torch.zeros(48)
+    save_file(weights, copied / SINGLE)
+    with pytest.raises(
+        ModelError, match=r"does not use: model\.layers\.0\.self_attn\.o_proj\.bias"
+    ):
+        open_model(str(copied))
+
+
+def test_unknown_type(copied: Path):
+    weights = load_file(copied / SINGLE)
+    weights["model.norm.weight"] = torch.zeros(48, dtype=torch.int8)
+    save_file(weights, copied / SINGLE)
+    with pytest.raises(ModelError, match=r"model\.norm\.weight .* is of type I8"):
+        open_model(str(copied))
+
+
+@pytest.fixture(scope="module")
+def sharded_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sharded")
+    FAMILIES["qwen3"].build().save_pretrained(folder, max_shard_size="60KB")
+    return folder
+
+
+@pytest.fixture
+def sharded(sharded_once: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(sharded_once, tmp_path / "model"))
+
+
+def test_missing_shard(sharded: Path):
+    shard = min(sharded.glob("*.safetensors"))
+    shard.unlink()
+    with pytest.raises(ModelError, match=rf"index\.json names '{shard.name}', which is not there"):
+        open_model(str(sharded))
+
+
+def test_damaged_index(sharded: Path):
+    (sharded / INDEX).write_text("{")
+    with pytest.raises(ModelError, match=r"index\.json is not JSON"):
+        open_model(str(sharded))
+
+
+def test_index_that_names_the_wrong_shard(sharded: Path):
+    index = json.loads((sharded / INDEX).read_text())
+    places = index["weight_map"]
+    places["model.norm.weight"] = next(
+        p for p in places.values() if p != places["model.norm.weight"]
+    )
+    (sharded / INDEX).write_text(json.dumps(index))
+    with pytest.raises(ModelError, match=r"does not hold 'model\.norm\.weight'"):
+        open_model(str(sharded))
+
+
+def test_shards_without_index(sharded: Path):
+    whole = open_model(str(sharded))
+    (sharded / INDEX).unlink()
+    again = open_model(str(sharded))
+    assert set(again.readers) == set(whole.readers)
+    first = min(sharded.glob("*.safetensors"))
+    shutil.copyfile(first, sharded / "again.safetensors")
+    with pytest.raises(ModelError, match="and in another file"):
+        open_model(str(sharded))
+
+
+def test_no_weights(copied: Path):
+    (copied / SINGLE).unlink()
+    with pytest.raises(ModelError, match=r"has no \*\.safetensors file"):
+        open_model(str(copied))
+    assert open_model(str(copied / "config.json")).random
