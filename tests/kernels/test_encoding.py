@@ -196,3 +196,11 @@ def test_a_wait_that_ranks_can_not_share_evenly_is_refused():
     broken = Schedule(graph=graph, queues=(queue,), num_events=1)
     with pytest.raises(CheckError, match="3 triggers of event 0 from 2 ranks"):
         encode(broken, layout_segment(graph.segment), [("tp", 2)])
+
+
+def test_queues_read_as_text():
+    schedule, words = encoded(decoder(1))
+    lines = words.disassemble().splitlines()
+    assert [line for line in lines if line.startswith("SM")] == ["SM 0", "SM 1", "SM 2"]
+    assert len(lines) == 3 + sum(map(len, schedule.queues))
+    assert any(line.startswith("  next[0] Argmax x=act+") for line in lines)
