@@ -39,8 +39,8 @@ class RayOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LauncherOptions:
-    """Who starts the ranks and how many. `timeout_s` is the longest silence allowed from the ranks,
-    by default DISTMEGA_TIMEOUT_S.
+    """Who starts the ranks and how many. `timeout_s` is the longest silence allowed from running
+    ranks, by default DISTMEGA_TIMEOUT_S; `start_timeout_s` is the longest until all of them run.
 
     After a RankFailure the ranks are started again up to `max_restarts` times. Values that were
     already yielded are then left out, so the target must emit the same values again.
@@ -50,6 +50,7 @@ class LauncherOptions:
     num_ranks: int = 1
     device: DeviceKind = "cpu"
     timeout_s: float | None = None
+    start_timeout_s: float = 120.0
     max_restarts: int = 0
     ray: RayOptions = RayOptions()
 
@@ -65,6 +66,7 @@ class Job:
     num_ranks: int
     device: DeviceKind
     timeout_s: float
+    start_timeout_s: float
     ray: RayOptions
 
 

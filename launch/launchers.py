@@ -13,10 +13,9 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 
-from distmega.launch.contract import Emitted, Event, Job, LauncherOptions, load_function
-
 from distmega.env import read_settings
 from distmega.errors import LaunchError, RankFailure, RequestError
+from distmega.launch.contract import Emitted, Event, Job, LauncherOptions, load_function
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +50,7 @@ def launch(target: str, payload: object, options: LauncherOptions) -> Iterator[E
         num_ranks=options.num_ranks,
         device=options.device,
         timeout_s=timeout_s,
+        start_timeout_s=options.start_timeout_s,
         ray=options.ray,
     )
     return _run_with_restarts(_load_launcher(options.launcher), job, options.max_restarts)
@@ -102,9 +102,10 @@ def _check_options(options: LauncherOptions, timeout_s: float) -> None:
             expected="at least 1",
             remedy="raise the number of ranks",
         )
-    if not 0 < timeout_s < math.inf:
+    bad_timeouts = [s for s in (timeout_s, options.start_timeout_s) if not 0 < s < math.inf]
+    if bad_timeouts:
         raise RequestError(
-            f"a timeout of {timeout_s} s",
+            f"a timeout of {bad_timeouts[0]} s",
             expected="a positive number of seconds",
             remedy="correct the timeout",
         )

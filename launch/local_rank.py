@@ -8,7 +8,6 @@ once, even if its target hangs in a collective. Next: launch/worker.py does the 
 import os
 import pickle
 import queue
-import signal
 import socket
 import sys
 import threading
@@ -16,13 +15,14 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from distmega.launch.contract import Job
-from distmega.launch.reports import AskPosition, Failed, Finish, Position, Report, StoreOpened
+from distmega.launch.reports import AskPosition, Finish, Position, Report, StoreOpened
 from distmega.launch.stores import Store, reach_store, serve_store
 from distmega.launch.worker import (
     RankRun,
     close_group,
     make_context,
     start_logging,
+    supervised_timeout_s,
 )
 
 HOST = "127.0.0.1"
@@ -45,28 +45,26 @@ class LocalRank:
             kind=self._job.device,
             index=self._rank,
         )
-        # long after the launcher has given up, which can tell better what went wrong
-        timeout_s = 2 * self._job.timeout_s + 60
         self._run = RankRun(
-            context, self._job, join=self._join_store, collective_timeout_s=timeout_s
+            context,
+            self._job,
+            join=self._join_store,
+            collective_timeout_s=supervised_timeout_s(self._job),
         )
 
     def work(self) -> None:
         """Run the job; return when the launcher says that every rank is done."""
         start_logging(self._rank)
         threading.Thread(target=self._obey, name="orders", daemon=True).start()
-        for report in self._run.reports():
-            self._report(report)
-        if isinstance(report, Failed):
-            signal.pause()  # until killed: an open group keeps the peers from failing as well
-        self._finish.wait()
+        self._run.run(self._report)
+        self._finish.wait()  # never comes if a rank failed: an open group spares its peers errors
         close_group()
 
     def _join_store(self) -> Store:
         if self._rank > 0:
             address = self._store_address.get()
-            return reach_store(address.host, address.port, self._job.timeout_s)
-        store = serve_store(HOST, self._job.timeout_s)
+            return reach_store(address.host, address.port, self._job.start_timeout_s)
+        store = serve_store(HOST, self._job.start_timeout_s)
         self._report(StoreOpened(rank=0, host=HOST, port=store.port))
         return store
 

@@ -9,12 +9,17 @@ concurrency group of their own. Next: launch/worker.py.
 
 import logging
 import os
+import socket
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from distmega.errors import LaunchError
 from distmega.launch.contract import Event, Job, rank_environment
 from distmega.launch.reports import Died, Report
 from distmega.launch.stores import TCPStore, reach_store, serve_store
@@ -24,12 +29,9 @@ from distmega.launch.worker import (
     close_group,
     make_context,
     start_logging,
+    supervised_timeout_s,
 )
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-from distmega.errors import LaunchError
-from distmega.ranks import RankContext
+from distmega.ranks import DeviceKind, RankContext
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +40,7 @@ HEARTBEAT_S = 1.0
 HEARTBEAT_LIMIT_S = 30.0
 """A rank that doesn't answer for this long is as good as dead, though its process may exist."""
 
+PROBE_S = 5.0
 PLACEMENT_POLL_S = 1.0
 FINISH_S = 5.0
 POSITION_S = 2.0
@@ -90,10 +93,10 @@ class RankActor:
         self._run = RankRun(
             context,
             job,
-            join=lambda: self._store or reach_store(*address, job.timeout_s),
-            collective_timeout_s=2 * job.timeout_s + 60,
+            join=lambda: self._store or reach_store(*address, job.start_timeout_s),
+            collective_timeout_s=supervised_timeout_s(job),
         )
-        yield from self._run.reports()
+        yield from self._run.stream()
 
     def position(self) -> str:
         return self._run.position() if self._run else "not in the target"
@@ -130,9 +133,9 @@ class RayTeam:
             self._start_ranks(self.group)
         except ray.exceptions.RayError as error:
             raise LaunchError(
-                f"{self.job.num_ranks} Ray actors did not start: {_first_line(error)}",
-                expected="all of them to answer",
-                remedy="see that distmega is installed on every node of the cluster",
+                f"of {self.job.num_ranks} Ray actors, not all started: {_first_line(error)}",
+                expected=f"all of them to answer within {self.job.start_timeout_s:g} s",
+                remedy="install distmega on every node; if it is only slow, raise start_timeout_s",
             ) from error
 
     def poll(self, timeout_s: float) -> Sequence[Report]:
@@ -171,18 +174,19 @@ class RayTeam:
         self.actors, self.group, self.owns_ray = [], None, False
 
     def _start_ranks(self, group: PlacementGroup) -> None:
-        actor_class = ray.remote(RankActor)
+        groups = {HEARTBEAT_GROUP: 1}
+        actor_class = ray.remote(concurrency_groups=groups)(RankActor)  # type: ignore[call-overload]
         for index in range(self.job.num_ranks):
             options = _actor_options(self.job, group, index)
             self.actors.append(actor_class.options(**options).remote())
-        timeout_s = self.job.timeout_s
+        timeout_s = self.job.start_timeout_s
         asked = [actor.take_seat.remote(index) for index, actor in enumerate(self.actors)]
         seats: list[Seat] = sorted(ray.get(asked, timeout=timeout_s))
         self.actors = [self.actors[seat.index] for seat in seats]
         opened = self.actors[0].open_store.remote(seats[0].address, timeout_s)
         address = (seats[0].address, ray.get(opened, timeout=timeout_s))
         for rank, (actor, context) in enumerate(
-            zip(self.actors, _make_contexts(seats, self.job), strict=True)
+            zip(self.actors, make_contexts(seats, self.job.device), strict=True)
         ):
             run = actor.run.options(num_returns="streaming")
             self.streams[run.remote(context, self.job, address)] = rank
@@ -229,6 +233,8 @@ def _connect() -> bool:
         return False
     address = os.environ.get("RAY_ADDRESS")
     try:
+        if address and address not in ("auto", "local"):
+            _probe(address)
         ray.init(
             address=address or "local",
             object_store_memory=None if address else OBJECT_STORE_BYTES,
@@ -236,13 +242,19 @@ def _connect() -> bool:
             logging_level=logging.WARNING,
             log_to_driver=logger.isEnabledFor(logging.INFO),
         )
-    except ConnectionError as error:
+    except (OSError, ValueError) as error:
         raise LaunchError(
-            f"no Ray cluster answers at RAY_ADDRESS={address}",
-            expected="the address of a running cluster",
+            f"can't connect to Ray at RAY_ADDRESS={address or 'local'} ({error})",
+            expected="host:port of a running cluster",
             remedy="correct RAY_ADDRESS, or unset it to start Ray on this machine",
         ) from error
     return True
+
+
+def _probe(address: str) -> None:
+    """Fail within seconds if nothing listens there; Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    socket.create_connection((host, int(port)), timeout=PROBE_S).close()
 
 
 def _place(job: Job) -> PlacementGroup:
@@ -284,7 +296,6 @@ def _actor_options(job: Job, group: PlacementGroup, index: int) -> dict[str, Any
     return {
         "num_cpus": job.ray.cpus_per_rank,
         "num_gpus": 1 if job.device == "cuda" else 0,
-        "concurrency_groups": {HEARTBEAT_GROUP: 1},
         "runtime_env": {"env_vars": variables},
         "scheduling_strategy": PlacementGroupSchedulingStrategy(
             placement_group=group, placement_group_bundle_index=index
@@ -292,7 +303,8 @@ def _actor_options(job: Job, group: PlacementGroup, index: int) -> dict[str, Any
     }
 
 
-def _make_contexts(seats: Sequence[Seat], job: Job) -> list[RankContext]:
+def make_contexts(seats: Sequence[Seat], kind: DeviceKind) -> list[RankContext]:
+    """The ranks of the seats, in their order."""
     nodes = [seat.node for seat in seats]
     return [
         make_context(
@@ -300,7 +312,7 @@ def _make_contexts(seats: Sequence[Seat], job: Job) -> list[RankContext]:
             world_size=len(seats),
             local=(nodes[:rank].count(seat.node), nodes.count(seat.node)),
             node=seat.address,
-            kind=job.device,
+            kind=kind,
             index=seat.device,
         )
         for rank, seat in enumerate(seats)

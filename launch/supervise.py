@@ -12,10 +12,9 @@ import time
 from collections.abc import Generator, Mapping, Sequence
 from typing import Protocol
 
+from distmega.errors import DistmegaError, RankFailure
 from distmega.launch.contract import Emitted, Event, Job, Result
 from distmega.launch.reports import Died, Done, Failed, Ready, Report, Value
-
-from distmega.errors import DistmegaError, RankFailure
 
 logger = logging.getLogger(__name__)
 
@@ -57,10 +56,12 @@ def supervise(team: Team, job: Job) -> Generator[Event]:
 def _follow(team: Team, job: Job) -> Generator[Event]:
     states = dict.fromkeys(range(job.num_ranks), "starting")  # then "running", then "done"
     result = b""
-    while any(state != "done" for state in states.values()):
-        reports = team.poll(job.timeout_s)
+    while set(states.values()) != {"done"}:
+        is_starting = "starting" in states.values()
+        limit_s = job.start_timeout_s if is_starting else job.timeout_s
+        reports = team.poll(limit_s)
         if not reports:
-            raise _describe_silence(states, team.ask_positions(), job.timeout_s)
+            raise _describe_silence(states, team.ask_positions(), limit_s)
         for report in reports:
             match report:
                 case Ready(rank=rank):
@@ -105,7 +106,7 @@ def describe_failure(report: Failed | Died, num_ranks: int) -> DistmegaError:
         return RankFailure(
             f"{name} {report.how}",
             expected="every rank to run until its target returns",
-            remedy="look at its output above; after a SIGKILL, check whether memory ran out",
+            remedy="look at its output (under Ray: DISTMEGA_LOG=info), and whether memory ran out",
         )
     logger.debug("%s failed:\n%s", name, report.traceback)
     error = report.error or RankFailure(

@@ -11,20 +11,21 @@ import os
 import pickle
 import socket
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
+from distmega.errors import DistmegaError, LaunchError, RankFailure
 from distmega.launch.contract import MULTICAST_OFF, Emitted, Event, Job, Result
 from distmega.launch.reports import Done, Failed, Value
 from distmega.launch.stores import DistError, PrefixStore, Store, reach_store, serve_store
 from distmega.launch.supervise import describe_failure
 from distmega.launch.worker import RankRun, close_group, make_context, start_logging
-
-from distmega.env import read_settings
-from distmega.errors import DistmegaError, LaunchError, RankFailure
 from distmega.ranks import RankContext
+
+REACH_S = 60.0
+"""How long to try to reach the store that torchrun's agent serves."""
 
 DEATH_S = 0.5
 """How long a peer may take from closing its connections to being seen dead."""
@@ -84,7 +85,7 @@ def run_torchrun(job: Job) -> Generator[Event]:
         join=lambda: _sign_in(store, place),
         collective_timeout_s=job.timeout_s,
     )
-    for report in run.reports():
+    for report in run.stream():
         match report:
             case Value(data=data):
                 yield Emitted(value=pickle.loads(data))
@@ -113,11 +114,10 @@ def claim_report() -> bool:
 @functools.cache
 def _reach_store() -> Store:
     place = read_place()
-    timeout_s = read_settings().timeout_s
     if place.rank == 0 and not place.has_agent_store:
-        store = serve_store(place.address, timeout_s, port=place.port)
+        store = serve_store(place.address, REACH_S, port=place.port)
     else:
-        store = reach_store(place.address, place.port, timeout_s)
+        store = reach_store(place.address, place.port, REACH_S)
     return PrefixStore(f"distmega/{place.restart}", store)
 
 
@@ -145,10 +145,10 @@ def _leave_together(store: Store, place: Place, timeout_s: float) -> None:
     try:
         store.wait(list(keys), timedelta(seconds=timeout_s))
     except DistError as error:
-        late = [str(rank) for key, rank in keys.items() if not store.check([key])]
+        late = [rank for key, rank in keys.items() if not store.check([key])]
         claim_report()
         raise RankFailure(
-            f"no news for {timeout_s:g} s from rank {', '.join(late)}",
+            f"no news for {timeout_s:g} s from rank {_join(late)}",
             expected="every rank to return from its target within that time of the first",
             remedy="look for what holds them up; if only slow, raise DISTMEGA_TIMEOUT_S",
         ) from error
@@ -158,18 +158,21 @@ def _leave_together(store: Store, place: Place, timeout_s: float) -> None:
 def _explain_failure(report: Failed, store: Store, place: Place) -> DistmegaError:
     if not report.lost_peer:
         return describe_failure(report, place.world_size)
-    dead = _find_dead_peers(store, place)
-    if dead:
-        found = f"rank {', '.join(map(str, dead))} of {place.world_size} died"
+    name = f"rank {place.rank} of {place.world_size}"
+    if dead := _find_dead_peers(store, place):
+        found = f"rank {_join(dead)} of {place.world_size} died, as {name} noticed"
     else:
-        found = (
-            f"rank {place.rank} of {place.world_size} lost a peer, none of them dead on its node"
-        )
+        peers = [rank for rank in range(place.world_size) if rank != place.rank]
+        found = f"{name} lost contact with rank {_join(peers)}, and saw no process of them dead"
     return RankFailure(
-        f"{found} (seen by rank {place.rank}: {report.summary})",
+        f"{found} ({report.summary.partition('. ')[0]})",
         expected="every rank to run until its target returns",
         remedy="see torchrun's summary for the first rank that failed, and that rank's output",
     )
+
+
+def _join(ranks: Iterable[int]) -> str:
+    return ", ".join(map(str, ranks))
 
 
 def _find_dead_peers(store: Store, place: Place) -> list[int]:

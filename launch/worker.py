@@ -2,8 +2,7 @@
 reports out.
 
 `RankRun` loads the target, sets torch's threads, opens the process group, calls the target and
-turns whatever happens into reports. It runs the target in a thread of its own, so that values
-stream out while the target computes. The way back up: launch/supervise.py, and for torchrun
+turns whatever happens into reports. The way back up: launch/supervise.py, and for torchrun
 launch/torchrun.py.
 """
 
@@ -20,19 +19,19 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from distmega.launch.contract import Job, load_function
-from distmega.launch.reports import Done, Failed, Ready, Report, Value
-from distmega.launch.stores import DistError, PrefixStore, Store
 
 from distmega.env import read_settings
 from distmega.errors import DistmegaError, LaunchError
+from distmega.launch.contract import Job, load_function
+from distmega.launch.reports import Done, Failed, Ready, Report, Value
+from distmega.launch.stores import DistError, PrefixStore, Store
 from distmega.ranks import DeviceKind, RankContext
 
 TORCH_FOLDER = str(Path(torch.__file__).parent)
 
 
 class RankRun:
-    """One run of a job's target on this rank."""
+    """One run of a job's target on this rank. The group stays open after it, see close_group."""
 
     def __init__(
         self,
@@ -47,50 +46,51 @@ class RankRun:
         """
         self._context, self._job, self._join = context, job, join
         self._collective_timeout_s = collective_timeout_s
-        self._reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="target", daemon=True)
+        self._thread_id = 0
 
-    def reports(self) -> Iterator[Report]:
-        """Start the target and yield reports up to and including Done or Failed; the group stays
-        open after either.
-        """
-        self._thread.start()
+    def run(self, report: Callable[[Report], None]) -> None:
+        """Call the target in this thread. Reports are given at once; Done or Failed is the last."""
+        self._thread_id = threading.get_ident()
+        rank = self._context.rank
+        try:
+            value = self._call_target(report)
+            data = pickle.dumps(value) if rank == 0 else b""
+        except BaseException as error:  # whatever ends the target must reach the launcher
+            report(_describe_failure(rank, error))
+        else:
+            report(Done(rank=rank, data=data))
+
+    def stream(self) -> Iterator[Report]:
+        """Call the target in a thread of its own and yield its reports as they come."""
+        reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
+        threading.Thread(target=self.run, args=(reports.put,), name="target", daemon=True).start()
         while True:
-            report = self._reports.get()
+            report = reports.get()
             yield report
             if isinstance(report, Done | Failed):
                 return
 
     def position(self) -> str:
         """The innermost line outside of torch at which the target stands now."""
-        frame = sys._current_frames().get(self._thread.ident or 0)
+        frame = sys._current_frames().get(self._thread_id)
         while frame is not None and frame.f_code.co_filename.startswith(TORCH_FOLDER):
             frame = frame.f_back
         if frame is None:
             return "not in the target"
         return f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
 
-    def _run(self) -> None:
-        rank = self._context.rank
-        try:
-            value = self._call_target()
-            data = pickle.dumps(value) if rank == 0 else b""
-        except BaseException as error:  # whatever ends the target must reach the launcher
-            self._reports.put(_describe_failure(rank, error))
-        else:
-            self._reports.put(Done(rank=rank, data=data))
-
-    def _call_target(self) -> object:
+    def _call_target(self, report: Callable[[Report], None]) -> object:
         function = load_function(self._job.target)
         payload = pickle.loads(self._job.payload)
         torch.set_num_threads(_choose_num_threads(self._context.local_world_size))
         open_group(self._context, self._join(), self._collective_timeout_s)
-        self._reports.put(Ready(rank=self._context.rank))
-        return function(self._context, payload, self._emit)
+        report(Ready(rank=self._context.rank))
 
-    def _emit(self, value: object) -> None:
-        if self._context.rank == 0:
-            self._reports.put(Value(rank=0, data=pickle.dumps(value)))
+        def emit(value: object) -> None:
+            if self._context.rank == 0:
+                report(Value(rank=0, data=pickle.dumps(value)))
+
+        return function(self._context, payload, emit)
 
 
 def open_group(context: RankContext, store: Store, timeout_s: float) -> None:
@@ -116,6 +116,11 @@ def open_group(context: RankContext, store: Store, timeout_s: float) -> None:
         timeout=timedelta(seconds=timeout_s),
         device_id=device_id,
     )
+
+
+def supervised_timeout_s(job: Job) -> float:
+    """Limit of a collective where a launcher watches: it gives up before, and explains better."""
+    return 2 * max(job.timeout_s, job.start_timeout_s)
 
 
 def close_group() -> None:

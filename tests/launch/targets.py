@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -11,63 +12,103 @@ import torch.distributed as dist
 from distmega.errors import RequestError
 from distmega.ranks import Emit, RankContext
 
+MULTICAST = ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS")
 
-def sum_ranks(context: RankContext, payload: int, emit: Emit) -> dict[str, object]:
-    """Emits 0 .. payload - 1, one all-reduce a value; returns what every rank saw."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What one rank saw."""
+
+    context: RankContext
+    total: int
+    num_threads: int
+    multicast: tuple[str | None, ...]
+    pid: int
+
+
+def sum_ranks(context: RankContext, payload: int, emit: Emit) -> list[Seen]:
+    """Emits 0 .. payload - 1, one all-reduce of rank + 1 after each."""
+    total = torch.tensor([0])
     for step in range(payload):
         emit(step)
-        total = torch.tensor([context.rank + 1])
+        total[0] = context.rank + 1
         dist.all_reduce(total)
-    seen: list[object] = [None] * context.world_size
-    dist.all_gather_object(seen, (context, torch.get_num_threads(), int(total), os.getpid()))
-    names = ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS")
-    return {"seen": seen, "multicast": [os.environ[name] for name in names]}
+    seen = Seen(
+        context=context,
+        total=int(total),
+        num_threads=torch.get_num_threads(),
+        multicast=tuple(map(os.environ.get, MULTICAST)),
+        pid=os.getpid(),
+    )
+    everything: list[Seen] = [seen] * context.world_size
+    dist.all_gather_object(everything, seen)
+    return everything
 
 
-def die(context: RankContext, payload: dict[str, object], emit: Emit) -> str:
-    """Rank 1 kills itself at step 2, the others are in a collective then; `once` names a file that
-    stops it.
+def kill_last(context: RankContext, payload: signal.Signals | None, emit: Emit) -> None:
+    """Emits rank 0's process id; then the last rank ends itself while the others are in a
+    collective.
     """
-    once = payload.get("once")
-    for step in range(5):
-        emit((step, os.getpid()))
-        if context.rank == 1 and step == 2 and not (once and Path(str(once)).exists()):
-            if once:
-                Path(str(once)).touch()
-            end = payload["signal"]
-            os.kill(os.getpid(), int(str(end))) if end else os._exit(7)
-        dist.barrier()
-    return "alive"
-
-
-def refuse(context: RankContext, payload: object, emit: Emit) -> None:
-    """Rank 1 raises one of ours; the others wait for it."""
-    if context.rank == context.world_size - 1:
-        raise RequestError(f"payload {payload!r}", expected="a better one", remedy="send it")
+    emit(os.getpid())
+    dist.barrier()
+    if _is_last(context):
+        os.kill(os.getpid(), payload) if payload else os._exit(7)
     dist.barrier()
 
 
-def stumble(context: RankContext, payload: object, emit: Emit) -> None:
-    """Rank 1 raises something else; the others wait for it."""
-    if context.rank == context.world_size - 1:
+def kill_last_once(context: RankContext, payload: Path, emit: Emit) -> str:
+    """Emits 0 .. 4; the last rank ends itself at 2, unless the file says that it did so before."""
+    for step in range(5):
+        emit(step)
+        dist.barrier()
+        if _is_last(context) and step == 2 and not payload.exists():
+            payload.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.barrier()
+    return "survived"
+
+
+def refuse(context: RankContext, payload: str, emit: Emit) -> None:
+    """The last rank raises one of ours; the others wait for it."""
+    if _is_last(context):
+        raise RequestError(f"payload {payload}", expected="a better one", remedy="send that")
+    dist.barrier()
+
+
+def stumble(context: RankContext, payload: str, emit: Emit) -> None:
+    """The last rank raises something else; the others wait for it."""
+    if _is_last(context):
         raise KeyError(payload)
     dist.barrier()
 
 
-def hang(context: RankContext, payload: object, emit: Emit) -> None:
-    """Emits its process id, then rank 1 sleeps and the others wait for it in a collective."""
+def hang(context: RankContext, payload: None, emit: Emit) -> None:
+    """Emits rank 0's process id; then the last rank sleeps and the others wait for it."""
     emit(os.getpid())
-    if context.rank == context.world_size - 1:
+    if _is_last(context):
         time.sleep(300)
     dist.barrier()
 
 
-def stop(context: RankContext, payload: object, emit: Emit) -> None:
-    """The last rank is frozen, so that its process exists but answers nothing."""
-    if context.rank == context.world_size - 1:
-        os.kill(os.getpid(), signal.SIGSTOP)
-    dist.barrier()
-
-
-def return_unpicklable(context: RankContext, payload: object, emit: Emit) -> object:
+def return_function(context: RankContext, payload: None, emit: Emit) -> object:
+    """Returns what can't be pickled."""
     return lambda: None
+
+
+@dataclass(frozen=True)
+class Trap:
+    """A payload that does not let set-up finish: when unpickled it raises, or it sleeps."""
+
+    sleep_s: float
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _spring, (self.sleep_s,)
+
+
+def _spring(sleep_s: float) -> None:
+    time.sleep(sleep_s)
+    raise OSError("trapped")
+
+
+def _is_last(context: RankContext) -> bool:
+    return context.rank == context.world_size - 1

@@ -1,0 +1,146 @@
+"""Ranks as local processes: values, results, and every way in which a rank can fail."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from distmega.errors import LaunchError, RankFailure, RequestError
+from distmega.launch.contract import Emitted, Event, LauncherOptions, Result
+from distmega.launch.launchers import launch
+from distmega.ranks import RankContext
+from tests.launch.conftest import is_gone, wait_until
+from tests.launch.targets import Trap
+
+KILL_LIMIT_S = 10.0
+
+
+def start(target: str, payload: object, *, num_ranks: int = 2, **options) -> list[Event]:
+    chosen = LauncherOptions(num_ranks=num_ranks, **options)
+    return list(launch(f"tests.launch.targets:{target}", payload, chosen))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_values_come_in_order_and_the_result_last(num_ranks: int):
+    *values, result = start("sum_ranks", 3, num_ranks=num_ranks)
+    assert values == [Emitted(value=step) for step in range(3)]
+    assert isinstance(result, Result)
+    assert [seen.context for seen in result.value] == [
+        RankContext(
+            rank=rank,
+            world_size=num_ranks,
+            local_rank=rank,
+            local_world_size=num_ranks,
+            node=result.value[0].context.node,
+            backend="gloo",
+            device="cpu",
+        )
+        for rank in range(num_ranks)
+    ]
+    num_cores = len(os.sched_getaffinity(0))
+    for seen in result.value:
+        assert seen.total == num_ranks * (num_ranks + 1) // 2
+        assert seen.num_threads == max(1, num_cores // num_ranks)
+        assert seen.multicast == ("0", "1", "1")
+        assert is_gone(seen.pid)
+
+
+@pytest.mark.parametrize(
+    ("payload", "how"),
+    [(signal.SIGKILL, "was killed by SIGKILL (signal 9)"), (None, "exited with code 7")],
+)
+def test_a_rank_that_dies_is_named_and_ends_the_others_at_once(payload, how: str):
+    options = LauncherOptions(num_ranks=3)
+    events = launch("tests.launch.targets:kill_last", payload, options)
+    survivor = next(events).value
+    died = time.monotonic()
+    with pytest.raises(RankFailure, match="rank 2 of 3") as failure:
+        next(events)
+    assert how in str(failure.value)
+    assert is_gone(survivor)
+    assert time.monotonic() - died < KILL_LIMIT_S
+
+
+def test_an_error_of_ours_comes_back_as_it_was_raised():
+    with pytest.raises(RequestError) as refusal:
+        start("refuse", "bad")
+    assert str(refusal.value) == "payload bad; expected a better one; send that"
+    assert "rank 1 of 2:\nTraceback" in refusal.value.__notes__[0]
+
+
+def test_any_other_error_becomes_a_rank_failure_that_names_the_rank():
+    with pytest.raises(RankFailure, match=r"rank 1 of 2 raised KeyError: 'x'; .* DISTMEGA_LOG"):
+        start("stumble", "x")
+
+
+def test_a_rank_that_raises_in_set_up_is_named():
+    with pytest.raises(RankFailure, match="rank 0 of 1 raised OSError: trapped"):
+        start("sum_ranks", Trap(0.0), num_ranks=1)
+
+
+def test_ranks_that_hang_in_set_up_are_named():
+    with pytest.raises(RankFailure, match=r"no news for 5 s from rank 0 \(starting, at "):
+        start("sum_ranks", Trap(300.0), num_ranks=1, start_timeout_s=5)
+
+
+def test_ranks_that_hang_are_named_with_their_place():
+    with pytest.raises(RankFailure) as failure:
+        start("hang", None, timeout_s=2)
+    message = str(failure.value)
+    assert "no news for 2 s from rank 0 (running, at hang (targets.py:" in message
+    assert "rank 1 (running, at hang (targets.py:" in message
+
+
+def test_a_frozen_rank_is_told_from_one_that_answers():
+    with pytest.raises(RankFailure, match=r"rank 1 \(running, at an unknown place: it does not"):
+        start("kill_last", signal.SIGSTOP, timeout_s=2)
+
+
+def test_a_result_that_cannot_be_pickled_is_the_ranks_failure():
+    with pytest.raises(RankFailure, match=r"rank 0 of 1 raised .*pickle"):
+        start("return_function", None, num_ranks=1)
+
+
+@pytest.mark.parametrize("target", ["nowhere:run", "tests.launch.targets:missing", "targets"])
+def test_a_target_that_cannot_be_imported_is_refused(target: str):
+    with pytest.raises(LaunchError, match=f"target '{target}' can't be loaded"):
+        list(launch(target, None, LauncherOptions()))
+
+
+def test_closing_the_iterator_ends_the_ranks():
+    events = launch("tests.launch.targets:hang", None, LauncherOptions(num_ranks=2))
+    pid = next(events).value
+    assert not is_gone(pid)
+    events.close()
+    assert is_gone(pid)
+
+
+def test_a_restart_repeats_the_job_but_no_value(tmp_path: Path):
+    events = start("kill_last_once", tmp_path / "died", max_restarts=1)
+    assert events == [*(Emitted(value=step) for step in range(5)), Result(value="survived")]
+
+
+CALLER = """
+from distmega.launch.contract import LauncherOptions
+from distmega.launch.launchers import launch
+
+for event in launch("tests.launch.targets:hang", None, LauncherOptions(num_ranks=2)):
+    print(event.value, flush=True)
+"""
+
+
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
+def test_the_ranks_end_with_their_caller(end: signal.Signals):
+    # a script without a main guard, which the start method spawn of multiprocessing would not take
+    with subprocess.Popen(
+        [sys.executable, "-c", CALLER], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as caller:
+        assert caller.stdout is not None
+        pid = int(caller.stdout.readline())
+        caller.send_signal(end)
+        assert caller.wait(10) == -end
+    assert wait_until(lambda: is_gone(pid))

@@ -1,0 +1,106 @@
+"""Ranks as Ray actors, on one Ray that these tests share."""
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from distmega.errors import LaunchError, RankFailure, RequestError
+from distmega.launch.contract import Emitted, LauncherOptions, RayOptions, Result
+from distmega.launch.launchers import launch
+from tests.launch.conftest import is_gone, wait_until
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
+
+NUM_CPUS = 2
+
+
+@pytest.fixture(scope="module")
+def ray_cluster() -> Iterator[None]:
+    ray = pytest.importorskip("ray", reason="ray is not installed (pip install 'distmega[ray]')")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        ray.init(
+            address="local",
+            num_cpus=NUM_CPUS,
+            object_store_memory=80_000_000,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="error",
+        )
+        yield
+        ray.shutdown()
+
+
+def start(target: str, payload: object, *, num_ranks: int = 2, **options):
+    chosen = LauncherOptions(launcher="ray", num_ranks=num_ranks, **options)
+    return launch(f"tests.launch.targets:{target}", payload, chosen)
+
+
+def test_values_come_in_order_and_the_result_last():
+    *values, result = start("sum_ranks", 3, num_ranks=4)
+    assert values == [Emitted(value=step) for step in range(3)]
+    assert isinstance(result, Result)
+    assert [seen.context.rank for seen in result.value] == [0, 1, 2, 3]
+    assert [seen.context.local_rank for seen in result.value] == [0, 1, 2, 3]
+    assert {seen.total for seen in result.value} == {10}
+    assert {seen.multicast for seen in result.value} == {("0", "1", "1")}
+    assert wait_until(lambda: all(is_gone(seen.pid) for seen in result.value))
+
+
+def test_a_killed_actor_is_named_and_ends_the_others():
+    events = start("kill_last", signal.SIGKILL)
+    survivor = next(events).value
+    with pytest.raises(RankFailure, match="rank 1 of 2 lost its actor: The actor is dead"):
+        next(events)
+    assert wait_until(lambda: is_gone(survivor))
+
+
+def test_a_frozen_actor_misses_its_heartbeat(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("distmega.launch.ray.HEARTBEAT_LIMIT_S", 2.0)
+    with pytest.raises(RankFailure, match="rank 1 of 2 has not answered a heartbeat for 2 s"):
+        list(start("kill_last", signal.SIGSTOP))
+
+
+def test_a_restart_repeats_the_job_but_no_value(tmp_path: Path):
+    events = list(start("kill_last_once", tmp_path / "died", max_restarts=1))
+    assert events == [*(Emitted(value=step) for step in range(5)), Result(value="survived")]
+
+
+def test_an_error_of_ours_comes_back_as_it_was_raised():
+    with pytest.raises(RequestError, match="payload bad; expected a better one; send that"):
+        list(start("refuse", "bad"))
+
+
+def test_what_the_cluster_lacks_is_said():
+    options = RayOptions(cpus_per_rank=3, strategy="STRICT_PACK", placement_timeout_s=0.5)
+    with pytest.raises(LaunchError, match=r"could not place 2 ranks.*6 CPU \(2 of 2 free\)"):
+        list(start("sum_ranks", 1, ray=options))
+
+
+def test_an_address_where_no_cluster_listens_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    for address in ("127.0.0.1:9", "nonsense"):
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        with pytest.raises(LaunchError, match=f"can't connect to Ray at RAY_ADDRESS={address}"):
+            list(start("sum_ranks", 1))
+
+
+def test_ranks_are_numbered_by_node_then_device():
+    launcher = pytest.importorskip("distmega.launch.ray")
+    places = [
+        ("10.0.0.2", "b", 1),
+        ("10.0.0.1", "a", 1),
+        ("10.0.0.2", "b", 0),
+        ("10.0.0.1", "a", 0),
+    ]
+    seats = sorted(
+        launcher.Seat(address=address, node=node, device=device, index=index)
+        for index, (address, node, device) in enumerate(places)
+    )
+    assert [seat.index for seat in seats] == [3, 1, 2, 0]
+    contexts = launcher.make_contexts(seats, "cuda")
+    assert [context.local_rank for context in contexts] == [0, 1, 0, 1]
+    assert [context.device for context in contexts] == ["cuda:0", "cuda:1", "cuda:0", "cuda:1"]
+    assert {context.local_world_size for context in contexts} == {2}

@@ -1,0 +1,97 @@
+"""Ranks that torchrun starts: the same values, and one message whoever fails."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from distmega.errors import LaunchError
+from distmega.launch.contract import LauncherOptions
+from distmega.launch.launchers import choose_launcher, choose_num_ranks, launch
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def torchrun(*arguments: object, num_ranks: int = 2) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks)]
+    return subprocess.run(
+        [*command, "-m", "tests.launch.command", *map(str, arguments)],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def errors(done: subprocess.CompletedProcess[str]) -> list[str]:
+    return re.findall("error by rank .*", done.stderr)
+
+
+def test_rank_0_alone_yields_values_and_the_result():
+    done = torchrun("sum_ranks", 2, 0, 60)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[:2] == ["rank 0: Emitted(value=0)", "rank 0: Emitted(value=1)"]
+    assert len(lines) == 3
+    assert lines[2].startswith(
+        "rank 0: Result(value=[Seen(context=RankContext(rank=0, world_size=2"
+    )
+    assert lines[2].count("total=3") == 2
+
+
+def test_a_world_size_that_disagrees_is_reported_once():
+    done = torchrun("sum_ranks", 2, 4, 60)
+    assert done.returncode != 0
+    (message,) = errors(done)
+    assert "LaunchError: 4 ranks are asked for, torchrun started 2; expected both" in message
+
+
+def test_a_killed_rank_is_named_and_ends_the_others():
+    start = time.monotonic()
+    done = torchrun("kill_last", 9, 2, 60)
+    assert time.monotonic() - start < 30  # most of it to start; a lost rank would take its 60 s
+    assert done.returncode != 0
+    # torchrun may end rank 0 before it can speak; its summary names the rank in any case
+    assert all("rank 1 of 2 died, as rank 0 of 2 noticed" in message for message in errors(done))
+    assert re.search(
+        r"Root Cause.*rank +: 1 \(local_rank: 1\)\n *exitcode +: -9", done.stderr, re.S
+    )
+
+
+def test_a_rank_that_raises_explains_itself_and_nobody_else_does():
+    done = torchrun("stumble", 5, 2, 60)
+    assert done.returncode != 0
+    (message,) = errors(done)
+    assert message.startswith("error by rank 1: RankFailure: rank 1 of 2 raised KeyError: 5")
+
+
+def test_a_rank_that_hangs_is_named_after_the_timeout():
+    done = torchrun("hang", 0, 2, 4)
+    assert done.returncode != 0
+    (message,) = errors(done)
+    assert "rank 0 of 2 lost contact with rank 1" in message
+    assert "Timed out" in message
+
+
+def test_outside_of_torchrun_the_launcher_says_how_to_start(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(LaunchError, match=r"'RANK'.*start with: torchrun --nproc-per-node N"):
+        list(launch("m:f", None, LauncherOptions(launcher="torchrun")))
+
+
+def test_auto_means_torchrun_inside_of_it_and_local_outside(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    assert choose_launcher("auto") == "local"
+    assert choose_num_ranks("local", 0) == 1
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert choose_launcher("auto") == "torchrun"
+    assert choose_launcher("ray") == "ray"
+    assert choose_num_ranks("torchrun", 0) == 4
+    assert choose_num_ranks("torchrun", 3) == 3
