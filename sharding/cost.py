@@ -170,18 +170,26 @@ def copy_time_us(num_bytes: int, machine: Machine) -> float:
     return 2 * num_bytes / machine.memory_bandwidth_bytes_per_us
 
 
-RESIDENCY_REDUCTIONS = 2
+RESIDENCY_REDUCTIONS = 3
 
 
-def residency_us_per_byte(program: Program, machine: Machine) -> float:
-    """What a resident byte (weight or state) costs per rank, in the currency of time.
+def residency_prices_us(program: Program, machine: Machine) -> dict[str, float]:
+    """What holding a weight or state whole on every rank costs, in the currency of time.
 
-    Ranks are asked for so that each holds its share: dividing all weights and states of a program
-    is worth two all-reduces of the result of every op. So a matrix is divided even where a
-    collective takes longer than reading it whole, and a small vector is not.
+    Ranks are asked for so that each holds its share: a matrix or state is priced at three
+    all-reduces of the largest value beside it for every op that uses it, a share of it at that
+    share. So a matrix is divided even where a collective takes longer than reading it whole, but
+    not at the price of a collective more where its heads come out uneven. Vectors are free.
     """
-    kept = ("weight", "state")
-    resident = sum(tensor.num_bytes for tensor in program.tensors if tensor.role in kept)
-    results = [tensor.num_bytes for tensor in program.tensors if tensor.role == "temp"]
-    worth = sum(collective_time_us("all_reduce", size, 2, machine) for size in results)
-    return RESIDENCY_REDUCTIONS * (worth + machine.collective_us) / max(resident, 1)
+    tensors = program.tensor_map()
+    prices: dict[str, float] = {}
+    for op in program.ops:
+        operands = {access.tensor: tensors[access.tensor] for access in accesses(op)}
+        beside = [t.num_bytes for t in operands.values() if t.role in ("temp", "input")]
+        for tensor in operands.values():
+            matrix = tensor.role == "weight" and len(tensor.shape) > 1
+            if matrix or tensor.role == "state":
+                time = collective_time_us("all_reduce", max(beside, default=0), 2, machine)
+                price = prices.get(tensor.name, 0.0)
+                prices[tensor.name] = price + RESIDENCY_REDUCTIONS * time
+    return prices

@@ -5,7 +5,7 @@ exact positions that an access touches; two shardings are equal when these maps 
 their axes are called. Next: placements.py, the tensor's side.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,7 +13,6 @@ import numpy.typing as npt
 
 from distmega.errors import VerifyError
 from distmega.program import Index
-from distmega.sharding.mesh import DeviceMesh
 
 Array = npt.NDArray[np.int64]
 Ranges = tuple[tuple[int, int], ...]
@@ -209,8 +208,15 @@ class LoopDomain:
         return _ranges(self._enumerate(root, place))
 
     def _enumerate(self, root: str, place: Mapping[Parallel, int]) -> Array:
-        """All values of a root at a parallel coordinate, by running the transforms backwards."""
-        needed = _ancestors(self.transforms, root)
+        """All values of one root at a parallel coordinate."""
+        return np.unique(self.enumerate((root,), place)[root])
+
+    def enumerate(self, roots: Sequence[str], place: Mapping[Parallel, int]) -> dict[str, Array]:
+        """Values that the roots take together at a parallel coordinate, padding left out.
+
+        Runs the transforms backwards over all values of the axes that the roots became.
+        """
+        needed = {name for root in roots for name in _ancestors(self.transforms, root)}
         grids = [
             np.array([place[axis.parallel]]) if axis.parallel in place else np.arange(axis.extent)
             for axis in self.axes
@@ -231,7 +237,7 @@ class LoopDomain:
                 case Swizzle(result=result) if result in values:
                     shift = place.get(Device(transform.axis), 0)
                     values[transform.source] = (values[result] + shift) % transform.extent
-        return np.unique(values[root][valid])
+        return {root: values[root][valid] for root in roots}
 
     def _replaced(
         self, old: Sequence[str], new: Sequence[LoopAxis], transform: Transform
@@ -300,66 +306,6 @@ def dim_positions(
         values = (values[:, None] * sizes[name] + digits[None, :]).reshape(-1)
     found = np.unique(values * index.stride + index.offset)
     return _ranges(found[(found >= 0) & (found < extent)])
-
-
-Access = tuple[LoopDomain, Sequence[Index]]
-"""One side of a dependency: a loop domain and how it indexes the tensor's dims."""
-
-
-def shardings_differ(
-    shape: Sequence[int], producer: Access, consumer: Access, parallel: Parallel, mesh: DeviceMesh
-) -> bool:
-    """Whether a tensor must be resharded between two ops, as seen by one parallel type.
-
-    Along Device(axis) they agree when each coordinate writes exactly the positions it reads. Along
-    Stream they agree when, on every rank, either neither side's positions depend on the stream
-    index or every iteration touches the same positions.
-    """
-    return any(
-        _dim_differs(extent, producer, consumer, dim, parallel, mesh)
-        for dim, extent in enumerate(shape)
-    )
-
-
-def _dim_differs(
-    extent: int, producer: Access, consumer: Access, dim: int, parallel: Parallel, mesh: DeviceMesh
-) -> bool:
-    def positions(side: Access, place: Mapping[Parallel, int]) -> Ranges:
-        domain, dims = side
-        return dim_positions(domain, dims[dim], extent, place)
-
-    if isinstance(parallel, Device):
-        places = _device_places(mesh, parallel.axis)
-        return any(
-            _union(positions(producer, place) for place in group)
-            != _union(positions(consumer, place) for place in group)
-            for group in places
-        )
-    for coordinate in mesh.coordinates():
-        ranks: dict[Parallel, int] = {Device(axis): c for axis, c in coordinate.items()}
-        count = max(side[0].extent_of(parallel) for side in (producer, consumer))
-        made = [positions(producer, {**ranks, parallel: i}) for i in range(count)]
-        used = [positions(consumer, {**ranks, parallel: i}) for i in range(count)]
-        if (len(set(made)) > 1 or len(set(used)) > 1) and made != used:
-            return True
-    return False
-
-
-def _device_places(mesh: DeviceMesh, axis: str) -> Iterator[list[dict[Parallel, int]]]:
-    """For each coordinate along `axis`: the places that share it."""
-    everywhere = list(mesh.coordinates())
-    for i in range(mesh.size(axis)):
-        yield [{Device(a): c for a, c in p.items()} for p in everywhere if p[axis] == i]
-
-
-def _union(parts: Iterator[Ranges]) -> Ranges:
-    joined: list[tuple[int, int]] = []
-    for start, stop in sorted({r for part in parts for r in part}):
-        if joined and start <= joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(stop, joined[-1][1]))
-        else:
-            joined.append((start, stop))
-    return tuple(joined)
 
 
 def _bad(found: str, expected: str) -> VerifyError:

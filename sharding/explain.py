@@ -112,7 +112,7 @@ def _summary(plan: PlanFacts) -> list[str]:
         f" + states {format_bytes(memory.state_bytes)}"
         f" + inputs {format_bytes(memory.input_bytes)}"
         f" + temporaries {format_bytes(memory.temp_peak_bytes)} at their peak",
-        f"  a resident kB is priced at {1000 * plan.residency_us_per_byte:.3g} us",
+        "  residency: a matrix or state held whole is priced at three all-reduces a use",
     ]
     if idle:
         lines.append(f"  idle: {', '.join(idle)} divides no op; each alternative below costs more")

@@ -25,8 +25,8 @@ class PlanFacts:
 
     steps: ops and collectives in execution order, on local tensors. locals: local tensor -> (tensor
     of the program, layout). layouts: tensor -> the layout it has under its own name. allocations:
-    by local tensor, final. loops: by op. annotations: what the user fixed. residency_us_per_byte:
-    the price of a resident byte that the choice was made with.
+    by local tensor, final. loops: by op. annotations: what the user fixed. prices_us: what holding
+    a weight or state whole was priced at.
     """
 
     program: Program
@@ -39,7 +39,7 @@ class PlanFacts:
     loops: Mapping[str, LoopDomain]
     memory: Memory
     annotations: Mapping[str, Layout]
-    residency_us_per_byte: float
+    prices_us: Mapping[str, float]
 
     @property
     def decisions(self) -> tuple[PlacedOp, ...]:

@@ -8,12 +8,12 @@ other. Next: finalize.py.
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from distmega.errors import PlanError
-from distmega.program import Op, Program
-from distmega.sharding.cost import Machine, residency_us_per_byte
+from distmega.program import Access, Op, Program
+from distmega.sharding.cost import Machine, residency_prices_us
 from distmega.sharding.explain import explain_plan
 from distmega.sharding.finalize import (
     finalize_allocations,
@@ -38,7 +38,7 @@ from distmega.sharding.verify import verify_plan_parts
 logger = logging.getLogger(__name__)
 
 RESIDENCY_FACTORS = (1.0, 8.0, 64.0, 512.0)
-"""Prices of a resident byte tried in turn until the plan fits a memory limit."""
+"""Multiples of the usual price of residency, tried in turn until a plan fits a memory limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,10 +68,13 @@ class _Planner:
         self.pins = self.resolve_pins(annotations)
         self.hints: Hints = propagate_annotations(program, mesh, self.table, self.pins)
         self.given = self.given_layouts()
-        self.residency = residency_us_per_byte(program, machine)
-        for axis, size in mesh.axes:
-            for op in program.ops if size > 1 else ():
-                self.require_division(op, axis, size)
+        self.prices = residency_prices_us(program, machine)
+        self.demands: dict[tuple[str, str], tuple[str, ...]] = {
+            (op.name, axis): self.demanded_axes(op, axis, size)
+            for axis, size in mesh.axes
+            for op in program.ops
+            if size > 1
+        }
 
     def resolve_pins(self, annotations: Mapping[str, Layout]) -> dict[str, Layout]:
         """Annotations with chunks filled in. PlanError for a tensor that the program lacks."""
@@ -93,33 +96,32 @@ class _Planner:
         given |= dict.fromkeys(self.program.outputs, REPLICATED)
         return given | self.pins
 
-    def require_division(self, op: Op, axis: str, size: int) -> None:
-        """PlanError if an op over states can't use a mesh axis that no annotation gives a use.
+    def demanded_axes(self, op: Op, axis: str, size: int) -> tuple[str, ...]:
+        """Iteration axes of which an op over states must use one, unless annotations say more.
 
-        Such an op (attention over a cache) must divide by an axis of both its first operand and
-        its result: kv heads, query heads per kv head, or query rows. Anything else would have
-        every rank hold and read the whole state.
+        Attention over a cache must divide by an axis of the states it reads (kv heads), or else by
+        one of both its first operand and its result (query heads per kv head, query rows): any
+        other way has every rank hold and read the whole state. PlanError if there is none.
         """
-        states = [a.tensor for a in op.reads if self.tensors[a.tensor].role == "state"]
+        states = [a for a in op.reads if self.tensors[a.tensor].role == "state"]
         annotated = any(isinstance(layout.at(axis), Shard) for layout in self.pins.values())
         if not states or annotated:
-            return
-        shared = [
-            {name for index in access.dims for name in index.axes}
-            for access in (op.reads[0], *op.writes)
-        ]
-        names = [
-            a.name for a in op.axes if a.role == "parallel" and all(a.name in s for s in shared)
-        ]
-        options = self.table.options(op, size)
-        if not names or any(options.by_axis(name) for name in names):
-            return
+            return ()
+        names = _shared_parallel_axes(op, (op.reads[0], *op.writes))
+        possible = {option.axis for option in self.table.options(op, size).options}
+        first = _shared_parallel_axes(op, (op.reads[0], *states, *op.writes))
+        for group in (first, names):
+            if usable := tuple(name for name in group if name in possible):
+                return usable
+        if not names:
+            return ()
         extents = {name: op.axis(name).extent for name in names}
         largest = max(n for n in range(1, size) if any(fits(e, n) for e in extents.values()))
-        words = {"h": "kv heads", "g": "query heads per kv head", "m": "rows"}
-        have = ", ".join(f"{extent} {words.get(n, n)}" for n, extent in extents.items())
+        words = {"h": "kv heads", "g": "query heads per kv head", "m": "query rows"}
+        told = [f"{extent} {words.get(n, n)}" for n, extent in extents.items() if extent > 1]
+        have = ", ".join(told) or "one head"
         raise PlanError(
-            f"{axis}={size} can't divide {op.kind} {op.name!r} over {states[0]!r} of {have}",
+            f"{axis}={size} can't divide {op.kind} {op.name!r} over {states[0].tensor!r} of {have}",
             expected=f"at most {axis}={largest}, where less than half of the heads is padding",
             remedy=f"use {axis}={largest} or less",
         )
@@ -141,7 +143,7 @@ class _Planner:
                 chosen,
                 self.given,
                 annotations=self.pins,
-                residency_us_per_byte=factor * self.residency,
+                prices_us={name: factor * price for name, price in self.prices.items()},
                 table=self.table,
             )
         except InexactSplitError as error:
@@ -158,7 +160,8 @@ class _Planner:
         banned: Mapping[str, tuple[str, ...]],
     ) -> dict[str, SplitOption]:
         """Options of all ops along one mesh axis, given those along the axes before it."""
-        closed, taken = {}, {}
+        closed: dict[str, tuple[str, ...]] = {}
+        taken: dict[str, tuple[tuple[str, int], ...]] = {}
         for op in self.program.ops:
             others = [name for other, name in self.hints[op.name].items() if other != axis]
             used = [option.axis for _, option in chosen[op.name]]
@@ -169,17 +172,28 @@ class _Planner:
             for name, layout in self.given.items()
             if name in self.pins or self.tensors[name].role != "temp"
         }
-        wanted = {op.name: self.hints[op.name].get(axis, "") for op in self.program.ops}
-        situation = Situation(pins=fixed, taken=taken, closed=closed, wanted=wanted)
+        wanted: dict[str, tuple[str, ...]] = {}
+        for op in self.program.ops:
+            hint = self.hints[op.name].get(axis)
+            wanted[op.name] = (hint,) if hint else self.demands[op.name, axis]
+        prices = {name: round(1000 * factor * price) for name, price in self.prices.items()}
+        situation = Situation(
+            pins=fixed, taken=taken, closed=closed, wanted=wanted, prices_ns=prices
+        )
         problem = Problem(
             program=self.program,
             axis=axis,
             num_ranks=size,
             machine=self.machine,
             situation=situation,
-            residency_ns_per_byte=1000 * factor * self.residency,
         )
         return AxisSearch(problem, self.table).run()
+
+
+def _shared_parallel_axes(op: Op, operands: Iterable[Access]) -> list[str]:
+    """Parallel axes that index every one of the operands."""
+    used = [{name for index in access.dims for name in index.axes} for access in operands]
+    return [a.name for a in op.axes if a.role == "parallel" and all(a.name in u for u in used)]
 
 
 def build_plan(
@@ -190,7 +204,7 @@ def build_plan(
     given: Mapping[str, Layout],
     *,
     annotations: Mapping[str, Layout],
-    residency_us_per_byte: float,
+    prices_us: Mapping[str, float],
     table: OptionTable,
 ) -> Plan:
     """The plan that follows from how each op is divided: collectives, allocations, loops, memory.
@@ -210,7 +224,7 @@ def build_plan(
         loops=finalize_loops(mesh, schedule, table),
         memory=measure_memory(program, schedule),
         annotations=annotations,
-        residency_us_per_byte=residency_us_per_byte,
+        prices_us=prices_us,
     )
     verify_plan_parts(schedule, plan.loops, plan.allocations, mesh, table)
     return plan

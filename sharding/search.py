@@ -19,11 +19,9 @@ from distmega.sharding.padding import Pad, inexact_reason, result_pads
 from distmega.sharding.placements import (
     PAIR,
     REPLICATE,
-    Layout,
     Partial,
     Placement,
     Shard,
-    local_shape,
 )
 from distmega.sharding.reshard import step_cost, table
 from distmega.sharding.signatures import OptionTable
@@ -54,14 +52,13 @@ class Advance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """One mesh axis to plan. residency_ns_per_byte: price of a resident byte per rank."""
+    """One mesh axis to plan."""
 
     program: Program
     axis: str
     num_ranks: int
     machine: Machine
     situation: Situation
-    residency_ns_per_byte: float
 
 
 class AxisSearch:
@@ -74,7 +71,6 @@ class AxisSearch:
         self.placements: list[Placement] = [REPLICATE]
         self.moves: dict[tuple[tuple[int, ...], int, int, int], int | None] = {}
         self.times: dict[tuple[int, tuple[tuple[str, int], ...], str], int] = {}
-        self.residents: dict[tuple[tuple[int, ...], int, int], int] = {}
         self.pads: dict[tuple[int, str, tuple[int, ...]], Pad | None] = {}
         self.frontiers: list[Frontier] = []
         self.frontier_numbers: dict[Frontier, int] = {}
@@ -133,7 +129,7 @@ class AxisSearch:
         """All states after an op; of all its options where the wanted one fits nowhere."""
         found = self.options.options(op, self.problem.num_ranks)
         usable = [n for n, o in enumerate(found.options) if o.axis not in step.closed]
-        wanted = [n for n in usable if found.options[n].axis == step.wanted]
+        wanted = [n for n in usable if found.options[n].axis in step.wanted]
         reached: dict[State, tuple[int, int, int]] = {}
         for numbers in (wanted, usable) if step.wanted else (usable,):
             prepared = [(n, *self.prepare(op, step, found.options[n])) for n in numbers]
@@ -234,14 +230,10 @@ class AxisSearch:
         if isinstance(placement, Partial) and operand.is_state:
             return None
         held[operand.slot] = (4 * need,)
-        key = operand.shape, operand.item_bytes, need
-        if key not in self.residents:
-            layout = Layout.of({"": placement})
-            count = operand.item_bytes
-            for extent in local_shape(operand.shape, layout):
-                count *= extent
-            self.residents[key] = round(count * self.problem.residency_ns_per_byte)
-        return self.residents[key], Pad.ZERO
+        share = 1.0
+        if isinstance(placement, Shard):
+            share = placement.chunk / operand.shape[placement.dim]
+        return round(share * operand.price_ns), Pad.ZERO
 
     def write(self, operand: Operand, made: int, pad: Pad | None, held: list[Held]) -> int | None:
         """Cost of having a result where it must be; notes in `held` how it is available."""
@@ -256,7 +248,7 @@ class AxisSearch:
             if partial or padding or (ways and ways != (4 * made,)):
                 return None
             if operand.slot != CONSTANT and not held[operand.slot]:
-                if operand.residency:
+                if operand.is_free:
                     return cost + (self.choose(operand, made, held) or (0, 0))[0]
                 held[operand.slot] = (4 * made,)
             return cost

@@ -23,15 +23,17 @@ class Operand:
     """One access of a step.
 
     slot: index among the live tensors. fixed: its placement where given. exact: it must be held
-    as the op needs it. keeps: a resharded copy stays usable. residency: its bytes count as
-    resident when its layout is chosen. shape: extents as if whole along this mesh axis.
+    as the op needs it. keeps: a resharded copy stays usable. is_free: a weight or state whose
+    layout is chosen at its first use. price_ns: of holding it whole. shape: extents as if whole
+    along this mesh axis.
     """
 
     slot: int
     fixed: Placement | None
     exact: bool
     keeps: bool
-    residency: bool
+    is_free: bool
+    price_ns: int
     is_state: bool
     shape: tuple[int, ...]
     item_bytes: int
@@ -44,7 +46,7 @@ class Step:
     op_class: int
     taken: tuple[tuple[str, int], ...]
     closed: tuple[str, ...]
-    wanted: str
+    wanted: tuple[str, ...]
     reads: tuple[Operand, ...]
     writes: tuple[Operand, ...]
     num_new: int
@@ -57,13 +59,15 @@ class Situation:
 
     pins: placement of tensors along this axis where given (inputs, annotated tensors, outputs that
     are no temporaries). taken: op -> chunks of iteration axes that other mesh axes divide.
-    closed: op -> iteration axes that may not be used. wanted: op -> iteration axis to use.
+    closed: op -> iteration axes that may not be used. wanted: op -> iteration axes to use
+    if any of them fits. prices_ns: of holding a weight or state whole.
     """
 
     pins: Mapping[str, Placement]
     taken: Mapping[str, tuple[tuple[str, int], ...]]
     closed: Mapping[str, tuple[str, ...]]
-    wanted: Mapping[str, str]
+    wanted: Mapping[str, tuple[str, ...]]
+    prices_ns: Mapping[str, int]
 
 
 def seen_shape(
@@ -114,7 +118,7 @@ class StepBuilder:
             op_class=self.classes[op.name],
             taken=taken,
             closed=self.situation.closed.get(op.name, ()),
-            wanted=self.situation.wanted.get(op.name, ""),
+            wanted=self.situation.wanted.get(op.name, ()),
             reads=reads,
             writes=writes,
             num_new=len(slots) - num_before,
@@ -149,7 +153,8 @@ class StepBuilder:
             fixed=fixed,
             exact=exact,
             keeps=temp and not volatile,
-            residency=not temp and not constant,
+            is_free=not temp and not constant,
+            price_ns=self.situation.prices_ns.get(tensor.name, 0),
             is_state=tensor.role == "state",
             shape=seen_shape(access, tensor, op, taken),
             item_bytes=item_bytes(tensor.dtype),

@@ -70,8 +70,8 @@ class WhatIf:
             tensor = self.tensors[name]
             if tensor.role in ("weight", "state"):
                 kept = target if name in {a.tensor for a in step.op.reads} else source
-                count = math.prod(local_shape(tensor.shape, kept)) * item_bytes(tensor.dtype)
-                residency_us += count * self.plan.residency_us_per_byte
+                share = math.prod(local_shape(tensor.shape, kept)) / tensor.num_elements
+                residency_us += share * self.plan.prices_us.get(name, 0.0)
                 continue
             try:
                 path = find_moves(

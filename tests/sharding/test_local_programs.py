@@ -64,7 +64,7 @@ def random_division(program: Program, mesh: DeviceMesh, rng: random.Random) -> P
         chosen,
         given,
         annotations={},
-        residency_us_per_byte=0.0,
+        prices_us={},
         table=table,
     )
 
@@ -72,7 +72,7 @@ def random_division(program: Program, mesh: DeviceMesh, rng: random.Random) -> P
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_any_exact_division_gives_the_whole_result(mesh):
     num_divided = num_inexact = 0
-    for seed in range(120):
+    for seed in range(60):
         program = random_program(seed)
         arrays = random_arrays(program, seed)
         if not is_exact(program, arrays):
@@ -84,14 +84,14 @@ def test_any_exact_division_gives_the_whole_result(mesh):
             continue
         check_plan(plan, arrays)
         num_divided += sum(bool(step.splits) for step in plan.decisions)
-    assert num_divided > 150
-    assert num_inexact < 60
+    assert num_divided > 80
+    assert num_inexact < 30
 
 
 @pytest.mark.parametrize("machine", [FREE_LINKS, CPU, H200], ids=lambda m: m.name)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_planned_programs_give_the_whole_result(mesh, machine):
-    for seed in range(1000, 1030):
+    for seed in range(1000, 1012):
         program = random_program(seed, overwrite=seed % 2 == 0)
         arrays = random_arrays(program, seed)
         if is_exact(program, arrays):
@@ -101,7 +101,7 @@ def test_planned_programs_give_the_whole_result(mesh, machine):
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_annotated_programs_keep_every_annotation(mesh):
     num_kept = 0
-    for seed in range(2000, 2040):
+    for seed in range(2000, 2024):
         program = random_program(seed)
         rng, annotations = random.Random(seed), {}
         for tensor in rng.sample(program.tensors, min(3, len(program.tensors))):
@@ -116,7 +116,7 @@ def test_annotated_programs_keep_every_annotation(mesh):
             assert plan.layouts[name] == resolve_layout(program.tensor_map()[name], layout, mesh)
             num_kept += 1
         check_plan(plan, arrays)
-    assert num_kept > 20
+    assert num_kept > 12
 
 
 def random_layout(tensor, mesh: DeviceMesh, rng: random.Random) -> Layout | None:
@@ -133,5 +133,5 @@ def random_layout(tensor, mesh: DeviceMesh, rng: random.Random) -> Layout | None
 @pytest.mark.parametrize("options", [{}, {"tied": False, "logits": False, "bias": True}])
 def test_decoders_give_the_whole_result(mesh, rows, options):
     program = decoder(layers=2, rows=rows, **options)
-    for machine in (CPU, H200):
-        check_plan(plan_program(program, mesh, machine), random_arrays(program, 7), exact=False)
+    machine = H200 if rows > 1 else CPU
+    check_plan(plan_program(program, mesh, machine), random_arrays(program, 7), exact=False)
