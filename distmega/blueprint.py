@@ -12,6 +12,7 @@ from distmega.hostir.lower import lower_program
 from distmega.hostir.nodes import HostProgram
 from distmega.hostir.passes import run_passes
 from distmega.kernels.arena import ArenaLayout, Space, layout_arena, tensor_space
+from distmega.kernels.lowering import is_encodable
 from distmega.kernels.megakernel import Megakernel, compile_megakernel
 from distmega.models.config import ModelConfig
 from distmega.models.decoder import Logits, build_decoder
@@ -73,7 +74,9 @@ def draw_decode(
     it is split where ranks communicate.
     """
     local = localize(plan)
-    host = run_passes(lower_program(local, megakernel=True, peer_memory=peer_memory))
+    host = run_passes(
+        lower_program(local, megakernel=True, peer_memory=peer_memory, is_encodable=is_encodable)
+    )
     persistent = [*local.program.with_role("weight"), *local.program.with_role("state")]
     arenas = {
         space: layout_arena(space, (t for t in persistent if tensor_space(t) is space))

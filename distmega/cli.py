@@ -98,7 +98,7 @@ Command = Generate | Explain | Perplexity
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit code."""
-    command = tyro.cli(Command, prog="distmega", args=arguments, description=__doc__)  # type: ignore[call-overload]
+    command = tyro.cli(Command, prog="distmega", args=arguments, description=__doc__)
     console = Console(soft_wrap=True, highlight=False)
     try:
         run_command(command, console)

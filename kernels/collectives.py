@@ -5,7 +5,7 @@ which copies tiles into a receive buffer of every rank, and an op that reads the
 
     all_reduce sum, max, min  push x; then sum_ranks: y = combine of recv[s], s in rank order
     all_reduce argmax         push value, push index; then argmax_ranks: the largest value's pair
-    all_gather                push x; then set: y(.., s.n, ..) = recv(s, .., n, ..)
+    all_gather                push x; then concat: y(.., s.n, ..) = recv(s, .., n, ..), cut to fit
 
 A receive buffer `<y>.recv` has one slot a rank: shape [ranks, *x.shape]. The instance of a push on
 rank s writes slot s of every rank, itself included; as a rank's own buffer sees it, the instances
@@ -140,7 +140,7 @@ def _combine(op: Op, received: list[Tensor]) -> Op:
         gathered -= {name for index in op.reads[0].dims for name in index.axes}
         (source,) = gathered
         read = _slots(received[0], source, op.reads[0])
-        return replace(op, kind="set", reads=(read,), attrs=())
+        return replace(op, kind="concat", reads=(read,), attrs=_kept(op, "dim"))
     combine = str(op.attr("combine"))
     kind = "argmax_ranks" if combine == "argmax" else "sum_ranks"
     source_axis = Axis(name=SOURCE, extent=received[0].shape[0], role="reduce", combine=combine)

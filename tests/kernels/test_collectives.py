@@ -88,7 +88,7 @@ def test_all_reduce_becomes_a_push_and_a_sum_in_rank_order():
 @pytest.mark.parametrize("dim", [0, 1])
 def test_all_gather_becomes_a_push_and_a_copy(dim: int):
     program = expand_collectives(gather_program((4, 6), dim, 3), DeviceMesh(tp=3))
-    assert [op.kind for op in program.ops] == ["push", "set"]
+    assert [op.kind for op in program.ops] == ["push", "concat"]
     copy = program.ops[1]
     assert copy.reads[0].tensor == "y.recv"
     assert [index.axes for index in copy.reads[0].dims] == [("r",), ("i0",), ("i1",)]

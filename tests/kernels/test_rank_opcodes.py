@@ -61,19 +61,21 @@ def test_all_reduce(tp, combine):
 
 
 @pytest.mark.parametrize("tp", TEAM)
-def test_all_gather(tp):
+@pytest.mark.parametrize("padding", [0, 1, 5])
+def test_all_gather(tp, padding):
+    """`padding`: elements of the last shard that are no part of the whole."""
     x = Tensor(name="x", shape=(2, 6), dtype="f32", role="input")
-    y = Tensor(name="y", shape=(2, 6 * tp), dtype="f32")
+    y = Tensor(name="y", shape=(2, 6 * tp - padding), dtype="f32")
     op = Op(
         name="y",
         kind="all_gather",
         axes=(Axis(name="r", extent=tp), Axis(name="i0", extent=2), Axis(name="i1", extent=6)),
         reads=(Access(tensor="x", dims=(index("i0"), index("i1"))),),
         writes=(Access(tensor="y", dims=(index("i0"), index("r", "i1"))),),
-        attrs=attrs(tp, dim=1, extent=6 * tp),
+        attrs=attrs(tp, dim=1, extent=6 * tp - padding),
     )
     values = [{"x": torch.randn(2, 6)} for _ in range(tp)]
-    expected = np.concatenate([v["x"].numpy() for v in values], axis=1)
+    expected = np.concatenate([v["x"].numpy() for v in values], axis=1)[:, : 6 * tp - padding]
     for rank in run_team(one_op(op, [x], [y]), tp, values):
         np.testing.assert_array_equal(rank.tensors["y"].numpy(), expected)
 
