@@ -8,7 +8,7 @@ other. Next: finalize.py.
 
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from distmega.errors import PlanError
@@ -69,7 +69,7 @@ class _Planner:
         self.hints: Hints = propagate_annotations(program, mesh, self.table, self.pins)
         self.given = self.given_layouts()
         self.prices = residency_prices_us(program, machine)
-        self.demands: dict[tuple[str, str], tuple[str, ...]] = {
+        self.demands: dict[tuple[str, str], tuple[list[str], ...]] = {
             (op.name, axis): self.demanded_axes(op, axis, size)
             for axis, size in mesh.axes
             for op in program.ops
@@ -96,25 +96,23 @@ class _Planner:
         given |= dict.fromkeys(self.program.outputs, REPLICATED)
         return given | self.pins
 
-    def demanded_axes(self, op: Op, axis: str, size: int) -> tuple[str, ...]:
-        """Iteration axes of which an op over states must use one, unless annotations say more.
+    def demanded_axes(self, op: Op, axis: str, size: int) -> tuple[list[str], ...]:
+        """Iteration axes of which an op over states must use one, in groups, best first.
 
         Attention over a cache must divide by an axis of the states it reads (kv heads), or else by
         one of both its first operand and its result (query heads per kv head, query rows): any
-        other way has every rank hold and read the whole state. PlanError if there is none.
+        other way has every rank do the same work on the whole state. PlanError if there is none;
+        annotations along the mesh axis leave it to them.
         """
         states = [a for a in op.reads if self.tensors[a.tensor].role == "state"]
         annotated = any(isinstance(layout.at(axis), Shard) for layout in self.pins.values())
         if not states or annotated:
             return ()
         names = _shared_parallel_axes(op, (op.reads[0], *op.writes))
-        possible = {option.axis for option in self.table.options(op, size).options}
+        options = self.table.options(op, size)
         first = _shared_parallel_axes(op, (op.reads[0], *states, *op.writes))
-        for group in (first, names):
-            if usable := tuple(name for name in group if name in possible):
-                return usable
-        if not names:
-            return ()
+        if not names or any(options.by_axis(name) for name in names):
+            return first, names
         extents = {name: op.axis(name).extent for name in names}
         largest = max(n for n in range(1, size) if any(fits(e, n) for e in extents.values()))
         words = {"h": "kv heads", "g": "query heads per kv head", "m": "query rows"}
@@ -175,7 +173,7 @@ class _Planner:
         wanted: dict[str, tuple[str, ...]] = {}
         for op in self.program.ops:
             hint = self.hints[op.name].get(axis)
-            wanted[op.name] = (hint,) if hint else self.demands[op.name, axis]
+            wanted[op.name] = (hint,) if hint else self.usable(op, axis, size, closed[op.name])
         prices = {name: round(1000 * factor * price) for name, price in self.prices.items()}
         situation = Situation(
             pins=fixed, taken=taken, closed=closed, wanted=wanted, prices_ns=prices
@@ -188,6 +186,15 @@ class _Planner:
             situation=situation,
         )
         return AxisSearch(problem, self.table).run()
+
+    def usable(self, op: Op, axis: str, size: int, closed: Sequence[str]) -> tuple[str, ...]:
+        """The first demanded group of which something is left to use along a mesh axis."""
+        options = self.table.options(op, size)
+        for group in self.demands[op.name, axis]:
+            left = [name for name in group if name not in closed and options.by_axis(name)]
+            if left:
+                return tuple(left)
+        return ()
 
 
 def _shared_parallel_axes(op: Op, operands: Iterable[Access]) -> list[str]:

@@ -7,8 +7,9 @@ The frontier of states is kept relative and nameless: when it comes back to what
 ago, so do its successors, and a layer costs a dictionary lookup. Next: resolve.py.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from distmega.dtypes import item_bytes
 from distmega.errors import PlanError
@@ -78,8 +79,8 @@ class AxisSearch:
     def run(self) -> dict[str, SplitOption]:
         """The chosen option of every op. PlanError where an op fits in no way."""
         ops = self.problem.program.ops
-        classes = {op.name: self.options.class_of(op) for op in ops}
-        builder = StepBuilder(self.problem.program, self.problem.situation, classes)
+        problem = self.problem
+        builder = StepBuilder(problem.program, problem.situation, self.options, problem.num_ranks)
         here = self.number_frontier((((), 0),))
         memo: dict[tuple[Step, int], Advance] = {}
         trail: list[Advance] = []
@@ -136,13 +137,11 @@ class AxisSearch:
             for place, (state, cost) in enumerate(frontier):
                 for number, time, reads, writes in prepared:
                     option = found.options[number]
-                    after = self.apply(op, step, found, option, state, reads, writes)
-                    if after is None:
-                        continue
-                    total = cost + time + after[1]
-                    known = reached.get(after[0])
-                    if known is None or total < known[0]:
-                        reached[after[0]] = (total, place, number)
+                    for after, price in self.apply(op, step, found, option, state, reads, writes):
+                        total = cost + time + price
+                        known = reached.get(after)
+                        if known is None or total < known[0]:
+                            reached[after] = (total, place, number)
             if reached:
                 break
         if not reached:
@@ -178,28 +177,32 @@ class AxisSearch:
         state: State,
         reads: tuple[int, ...],
         writes: tuple[int, ...],
-    ) -> tuple[State, int] | None:
-        """The state after an op under an option and what operands cost; None where it can't be."""
+    ) -> Iterator[tuple[State, int]]:
+        """States after an op under an option with what operands cost; none where it can't be."""
         held: list[Held] = [*state, *((),) * step.num_new]
         cost = 0
         pads: list[int] = []
         for operand, need in zip(step.reads, reads, strict=True):
             way = self.read(operand, need, held)
             if way is None:
-                return None
+                return
             cost += way[0]
             pads.append(way[1])
-        pad: Pad | None = Pad.ZERO
-        if option.uneven:
-            pad = self.padding(op, step, found, option, tuple(pads))
-            if pad is None:
-                return None
-        for place, (operand, made) in enumerate(zip(step.writes, writes, strict=True)):
-            price = self.write(operand, made, pad, held)
-            if price is None:
-                return None
-            cost += price * (place == 0 or option.writes[place] != PAIR)
-        return tuple([held[slot] for slot in step.keep]), cost
+        pad = self.padding(op, step, found, option, tuple(pads)) if option.uneven else Pad.ZERO
+        if pad is None:
+            return
+        results = [
+            self.write(operand, made, pad, held)
+            for operand, made in zip(step.writes, writes, strict=True)
+        ]
+        slots = [operand.slot for operand in step.writes]
+        for ways in product(*results):
+            for slot, (_, result) in zip(slots, ways, strict=True):
+                if slot != CONSTANT:
+                    held[slot] = result
+            prices = [price for price, _ in ways]
+            paid = prices[:1] if option.writes[0] == PAIR else prices
+            yield tuple([held[slot] for slot in step.keep]), cost + sum(paid)
 
     def read(self, operand: Operand, need: int, held: list[Held]) -> tuple[int, int] | None:
         """Cost of having an operand as needed, and its padding; notes a kept copy in `held`."""
@@ -235,30 +238,41 @@ class AxisSearch:
             share = placement.chunk / operand.shape[placement.dim]
         return round(share * operand.price_ns), Pad.ZERO
 
-    def write(self, operand: Operand, made: int, pad: Pad | None, held: list[Held]) -> int | None:
-        """Cost of having a result where it must be; notes in `held` how it is available."""
+    def write(
+        self, operand: Operand, made: int, pad: Pad, held: list[Held]
+    ) -> list[tuple[int, Held]]:
+        """Ways to have a result, with their cost: as made, or at once as something can use it."""
         cost = 0
         if self.placements[made] == PAIR:
             cost, made = self.move(operand.shape, operand.item_bytes, made, _WHOLE) or 0, _WHOLE
-        padding = int(pad or 0) if isinstance(self.placements[made], Shard) else 0
-        fixed = None if operand.fixed is None else self.number(operand.fixed)
+        padding = int(pad) if isinstance(self.placements[made], Shard) else 0
         if operand.exact:
-            ways = (4 * fixed,) if fixed is not None else (held[operand.slot] or ())
-            partial = isinstance(self.placements[made], Partial)
-            if partial or padding or (ways and ways != (4 * made,)):
-                return None
-            if operand.slot != CONSTANT and not held[operand.slot]:
-                if operand.is_free:
-                    return cost + (self.choose(operand, made, held) or (0, 0))[0]
-                held[operand.slot] = (4 * made,)
-            return cost
-        if fixed is not None and fixed != made:
-            price = self.move(operand.shape, operand.item_bytes, made, fixed)
-            if price is None:
-                return None
-            cost, made, padding = cost + price, fixed, 0
-        held[operand.slot] = (4 * made + padding,)
-        return cost
+            return self.overwrite(operand, made, padding, cost, held)
+        useful = operand.useful if operand.fixed is None else (operand.fixed,)
+        targets = tuple(map(self.number, useful))
+        if not targets or made in targets:
+            return [(cost, (4 * made + padding,))]
+        prices = [
+            (self.move(operand.shape, operand.item_bytes, made, target), target)
+            for target in targets
+        ]
+        return [(cost + price, (4 * target,)) for price, target in prices if price is not None]
+
+    def overwrite(
+        self, operand: Operand, made: int, padding: int, cost: int, held: list[Held]
+    ) -> list[tuple[int, Held]]:
+        """A result that goes to where a tensor already lives, or will from here on."""
+        ways = held[operand.slot] if operand.slot != CONSTANT else ()
+        if operand.fixed is not None:
+            ways = (4 * self.number(operand.fixed),)
+        if isinstance(self.placements[made], Partial) or padding:
+            return []
+        if ways:
+            return [(cost, ways)] if ways == (4 * made,) else []
+        if operand.is_free:
+            chosen = self.choose(operand, made, held)
+            return [(cost + chosen[0], (4 * made,))] if chosen else []
+        return [(cost, (4 * made,))]
 
     def padding(
         self, op: Op, step: Step, found: Options, option: SplitOption, pads: tuple[int, ...]

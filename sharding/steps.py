@@ -13,6 +13,7 @@ from distmega.dtypes import item_bytes
 from distmega.program import Access, Op, Program, Tensor
 from distmega.sharding.aliases import volatile_tensors
 from distmega.sharding.placements import REPLICATE, Placement
+from distmega.sharding.signatures import OptionTable
 
 CONSTANT = -1
 """Slot of an operand whose layout is given and isn't part of the search's state."""
@@ -24,8 +25,8 @@ class Operand:
 
     slot: index among the live tensors. fixed: its placement where given. exact: it must be held
     as the op needs it. keeps: a resharded copy stays usable. is_free: a weight or state whose
-    layout is chosen at its first use. price_ns: of holding it whole. shape: extents as if whole
-    along this mesh axis.
+    layout is chosen at its first use. price_ns: of holding it whole. useful: of a result, the
+    placements that later ops can use. shape: extents as if whole along this mesh axis.
     """
 
     slot: int
@@ -34,6 +35,7 @@ class Operand:
     keeps: bool
     is_free: bool
     price_ns: int
+    useful: tuple[Placement, ...]
     is_state: bool
     shape: tuple[int, ...]
     item_bytes: int
@@ -89,19 +91,38 @@ def seen_shape(
 class StepBuilder:
     """Walks a program once and gives its Steps, and the live tensors at the end."""
 
-    def __init__(self, program: Program, situation: Situation, classes: Mapping[str, int]) -> None:
-        self.program, self.situation, self.classes = program, situation, classes
+    def __init__(
+        self, program: Program, situation: Situation, table: OptionTable, num_ranks: int
+    ) -> None:
+        self.program, self.situation, self.table = program, situation, table
+        self.num_ranks = num_ranks
         self.tensors = program.tensor_map()
         self.volatile = volatile_tensors(program)
         self.last_use = {name: len(program.ops) for name in program.outputs}
         for i, op in reversed(list(enumerate(program.ops))):
             for access in (*op.reads, *op.writes):
                 self.last_use.setdefault(access.tensor, i)
+        self.useful = self.useful_placements()
         self.live: list[str] = []
 
     def run(self) -> list[Step]:
         """The steps, in program order."""
         return [self.step(i, op) for i, op in enumerate(self.program.ops)]
+
+    def useful_placements(self) -> dict[str, tuple[Placement, ...]]:
+        """Placements in which ops can read each tensor, and the one in which it leaves."""
+        found: dict[str, dict[Placement, None]] = {}
+        for name in self.program.outputs:
+            found[name] = {self.situation.pins.get(name, REPLICATE): None}
+        for op in self.program.ops:
+            options = self.table.options(op, self.num_ranks).options
+            closed = self.situation.closed.get(op.name, ())
+            wanted = self.situation.wanted.get(op.name, ())
+            for option in options:
+                if option.axis in wanted or (not wanted and option.axis not in closed):
+                    for access, need in zip(op.reads, option.reads, strict=True):
+                        found.setdefault(access.tensor, {REPLICATE: None})[need] = None
+        return {name: tuple(placements) for name, placements in found.items()}
 
     def step(self, place: int, op: Op) -> Step:
         slots = {name: slot for slot, name in enumerate(self.live)}
@@ -115,7 +136,7 @@ class StepBuilder:
         keep = [name for name in slots if self.last_use[name] > place]
         self.live = keep
         return Step(
-            op_class=self.classes[op.name],
+            op_class=self.table.class_of(op),
             taken=taken,
             closed=self.situation.closed.get(op.name, ()),
             wanted=self.situation.wanted.get(op.name, ()),
@@ -156,6 +177,7 @@ class StepBuilder:
             is_free=not temp and not constant,
             price_ns=self.situation.prices_ns.get(tensor.name, 0),
             is_state=tensor.role == "state",
+            useful=() if is_read else self.useful.get(tensor.name, ()),
             shape=seen_shape(access, tensor, op, taken),
             item_bytes=item_bytes(tensor.dtype),
         )

@@ -24,10 +24,12 @@ def verify_plan_parts(
     table: OptionTable,
 ) -> None:
     """Checks every step; ops of one class on equal allocations are checked once."""
+    for name, (whole, _) in schedule.locals.items():
+        shape = table.tensors[whole].shape
+        if name not in allocations or allocations[name].shape != shape:
+            raise _broken(f"allocation {allocations.get(name)} of {name!r}", f"one of {shape}")
     checked: set[tuple[object, ...]] = set()
-    written: set[str] = set()
     for step in schedule.steps:
-        written.update(step.writes)
         if isinstance(step, Reshard):
             continue
         operands = tuple(allocations[name] for name in (*step.reads, *step.writes))
@@ -35,9 +37,6 @@ def verify_plan_parts(
         if key not in checked:
             checked.add(key)
             _verify_op(step, loops[step.op.name], operands, mesh)
-    missing = [name for name in schedule.locals if name not in allocations]
-    if missing:
-        raise _broken(f"local tensors {missing}", "an allocation for each")
 
 
 def _verify_op(

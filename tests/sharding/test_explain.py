@@ -1,0 +1,69 @@
+"""The explanation: golden text of a small plan, and deep models told once."""
+
+import os
+from pathlib import Path
+
+from distmega.builder import ProgramBuilder
+from distmega.sharding.cost import CPU, H200
+from distmega.sharding.explain import format_bytes, format_us
+from distmega.sharding.mesh import DeviceMesh
+from distmega.sharding.placements import shard
+from distmega.sharding.planner import plan_program
+from tests.sharding.programs import decoder, mlp
+
+GOLDEN = Path(__file__).parent / "golden" / "mlp_plan.txt"
+
+
+def test_a_small_plan_in_words():
+    """EXPECTTEST_ACCEPT=1 writes the file anew."""
+    text = plan_program(mlp(), DeviceMesh(tp=2), CPU).explain()
+    if os.environ.get("EXPECTTEST_ACCEPT") == "1":
+        GOLDEN.write_text(text)
+    assert text == GOLDEN.read_text()
+
+
+def test_equal_layers_are_told_once():
+    texts = [
+        plan_program(decoder(layers=n, tied=False), DeviceMesh(tp=2), CPU).explain()
+        for n in (4, 20)
+    ]
+    assert texts[0].count("\n") == texts[1].count("\n")
+    assert "layers.{0-19}.q = linear" in texts[1]
+    assert "20 x" in texts[1]
+
+
+def test_every_tensor_and_op_is_told_on_every_axis():
+    program = decoder(layers=1)
+    text = plan_program(program, DeviceMesh(dp=2, tp=2), H200).explain()
+    for tensor in program.tensors:
+        assert f" {tensor.name.replace('.0.', '.{0}.')}: {tensor.dtype}" in text
+    for op in program.ops:
+        assert f"{op.name.replace('.0.', '.{0}.')} = {op.kind}" in text
+    assert text.count("    tp:") == len(program.tensors) + len(program.ops)
+    assert text.count("    dp:") == len(program.tensors) + len(program.ops)
+
+
+def test_annotations_and_their_conflicts_are_told():
+    p = ProgramBuilder("p")
+    t0, t1 = p.input("t0", (6,)), p.input("t1", (6,))
+    program = p.build(p.pointwise("a0 + a1", t0, p.set(t1, name="t2"), name="t3"))
+    annotations = {"t0": shard(0, "tp"), "t1": shard(0, "dp")}
+    text = plan_program(program, DeviceMesh(dp=2, tp=3), CPU, annotations).explain()
+    assert "fixed: t0 [tp=S0:2]" in text
+    assert "fixed: t1 [dp=S0:3]" in text
+    assert "t2.tp0 = take_shard over tp" in text
+    assert "not i0: tp divides it" in text
+
+
+def test_an_axis_that_divides_nothing_is_called_idle():
+    p = ProgramBuilder("p")
+    program = p.build(p.set(p.input("x", (8, 8))))
+    text = plan_program(program, DeviceMesh(tp=2), CPU).explain()
+    assert "idle: tp=2 divides no op" in text
+
+
+def test_numbers_are_short():
+    assert [format_bytes(n) for n in (0, 999, 1000, 15_700_000, 2.5e9)] == [
+        "0 B", "999 B", "1 kB", "15.7 MB", "2.5 GB",
+    ]  # fmt: skip
+    assert [format_us(t) for t in (0.1234, 12.345, 1234.5)] == ["0.123 us", "12.3 us", "1234 us"]

@@ -1,0 +1,109 @@
+"""Layouts as values, users' words, allocations and who loads what."""
+
+import pytest
+
+from distmega.errors import PlanError, VerifyError
+from distmega.program import Program, Tensor
+from distmega.sharding.allocation import AllocationDomain
+from distmega.sharding.finalize import verify_allocations
+from distmega.sharding.mesh import DeviceMesh
+from distmega.sharding.placements import (
+    REPLICATED,
+    Layout,
+    Partial,
+    Shard,
+    fits,
+    local_shape,
+    replicate,
+    resolve_layout,
+    shard,
+)
+
+MESH = DeviceMesh(dp=2, tp=4)
+TENSOR = Tensor(name="w", shape=(9, 64), dtype="f32")
+
+
+def test_users_words_join():
+    layout = shard(0, "dp") | shard(1, "tp")
+    assert layout.at("tp") == Shard(1) and layout.at("other") == replicate().at("tp")  # noqa: PT018
+    assert layout.moved("dp", replicate().at("dp")) == shard(1, "tp")
+    assert shard(0, "tp") | replicate() == shard(0, "tp")
+    assert layout.shard_of(1) == ("tp", Shard(1))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        REPLICATED,
+        shard(0, "tp"),
+        Layout.of({"tp": Shard(1, 16), "dp": Partial("sum")}),
+        Layout.of({"dp": Partial("argmax")}),
+    ],
+)
+def test_layouts_print_and_parse(layout):
+    assert Layout.parse(str(layout)) == layout
+
+
+def test_resolving_fills_in_what_a_rank_holds():
+    layout = resolve_layout(TENSOR, shard(0, "tp") | shard(-1, "dp"), MESH)
+    assert layout == Layout.of({"tp": Shard(0, 3), "dp": Shard(1, 32)})
+    assert local_shape(TENSOR.shape, layout) == (3, 32)
+    assert resolve_layout(TENSOR, layout, MESH) == layout
+    assert resolve_layout(TENSOR, shard(0, "one"), DeviceMesh(one=1)) == REPLICATED
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        (shard(2, "tp"), "a dim below 2"),
+        (shard(0, "pp"), "mesh axes of mesh(dp=2, tp=4)"),
+        (shard(0, "tp") | shard(-2, "dp"), "one mesh axis a dim"),
+        (Layout.of({"tp": Shard(0, 2)}), "chunks that cover 9"),
+    ],
+)
+def test_layouts_that_do_not_fit_are_refused(layout, expected):
+    with pytest.raises(PlanError) as caught:
+        resolve_layout(TENSOR, layout, MESH)
+    assert caught.value.expected == expected
+    assert "'w' of shape (9, 64)" in caught.value.found
+
+
+def test_too_many_ranks_for_a_dim_name_the_most_that_fit():
+    narrow = Tensor(name="kv", shape=(3, 64), dtype="f32")
+    with pytest.raises(PlanError, match="at most 5 ranks for dim 0"):
+        resolve_layout(narrow, shard(0, "tp"), DeviceMesh(tp=8))
+
+
+def test_less_than_half_of_a_division_is_padding():
+    assert [n for n in range(1, 12) if fits(3, n)] == [1, 2, 3, 4, 5]
+    assert [n for n in range(1, 12) if fits(1, n)] == [1]
+    assert all(fits(64, n) for n in range(1, 65))
+
+
+def test_ranges_cover_a_tensor_once_and_the_rest_is_padding():
+    layout = resolve_layout(TENSOR, shard(0, "tp") | shard(1, "dp"), MESH)
+    domain = AllocationDomain.of(TENSOR, layout, MESH)
+    assert str(domain) == "[0:3/9@tp, 1:32/64@dp]"
+    assert domain.local_shape == (3, 32)
+    ranges = [domain.local_range(0, at) for at in MESH.coordinates()]
+    assert ranges[:4] == [(0, 3), (3, 6), (6, 9), (9, 9)]
+    assert domain.local_range(1, {"dp": 1, "tp": 0}) == (32, 64)
+
+
+def test_of_a_partial_weight_coordinate_0_holds_the_value():
+    layout = Layout.of({"tp": Partial("sum")})
+    domain = AllocationDomain.of(TENSOR, layout, MESH)
+    assert str(domain) == "[0:9, 1:64] partial@tp"
+    assert domain.local_range(0, {"dp": 1, "tp": 0}) == (0, 9)
+    assert domain.local_range(0, {"dp": 0, "tp": 1}) == (0, 0)
+
+
+def test_nothing_may_change_a_final_allocation():
+    domain = AllocationDomain.of(TENSOR, REPLICATED, MESH)
+    program = Program(name="p", tensors=(TENSOR,), ops=(), outputs=())
+    assert verify_allocations(program, {"w": domain}) is program
+    smaller = Program(
+        name="p", tensors=(Tensor(name="w", shape=(9, 32), dtype="f32"),), ops=(), outputs=()
+    )
+    with pytest.raises(VerifyError, match=r"'w' of shape \(9, 32\)"):
+        verify_allocations(smaller, {"w": domain})

@@ -1,0 +1,252 @@
+"""What a one-line request becomes: tensor parallelism from costs, shared layouts, limits, speed."""
+
+import math
+import time
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from distmega.builder import ProgramBuilder
+from distmega.errors import PlanError, VerifyError
+from distmega.program import Program
+from distmega.sharding.cost import CPU, H200
+from distmega.sharding.localize import localize
+from distmega.sharding.mesh import DeviceMesh
+from distmega.sharding.placements import REPLICATED, Layout, Partial, Shard, shard
+from distmega.sharding.planner import Plan, build_plan, plan_program
+from distmega.sharding.resolve import InexactSplitError, Schedule
+from distmega.sharding.signatures import OptionTable
+from distmega.sharding.verify import verify_plan_parts
+from distmega.text import parse_program, print_program
+from tests.sharding.programs import decoder, mlp, random_program
+from tests.sharding.simulate import check_plan, random_arrays
+
+SMOL = {"hidden": 576, "heads": 3, "group": 3, "head": 64, "ffn": 1536, "vocab": 49152}
+LARGE = {"hidden": 8192, "heads": 8, "group": 8, "head": 128, "ffn": 28672, "vocab": 128256}
+LARGE |= {"dtype": "bf16", "tied": False, "context": 4096}
+
+
+def divisions(plan: Plan) -> dict[str, list[str]]:
+    """For each op the iteration axes it is divided by."""
+    return {step.op.name: [o.axis for _, o in step.splits] for step in plan.decisions}
+
+
+def collectives(plan: Plan) -> list[str]:
+    return [f"{step.move.kind} {step.writes[0]}" for step in plan.reshards]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("machine", [CPU, H200], ids=lambda m: m.name)
+@pytest.mark.parametrize("sizes", [SMOL, {}], ids=["smol", "tiny"])
+def test_a_decoder_comes_out_tensor_parallel(ranks, machine, sizes):
+    """Heads and ffn divided, two all-reduces a layer, the vocabulary divided: nothing named it."""
+    program = decoder(layers=2, logits=False, **sizes)
+    plan = plan_program(program, DeviceMesh(tp=ranks), machine)
+    found = divisions(plan)
+    for i in range(2):
+        layer = {name.removeprefix(f"layers.{i}."): axes for name, axes in found.items()}
+        heads = {"q", "k", "v", "k_append", "v_append", "attn", "o"}
+        assert {name for name, axes in layer.items() if axes == ["h"]} >= heads
+        assert layer["q_rope"] == layer["k_rope"] == ["h0"]
+        assert layer["gate"] == layer["up"] == ["n"]
+        assert layer["act"] == ["i1"]
+        assert layer["down"] == ["k"]
+        assert [layer[name] for name in ("a", "mid", "b", "out")] == [[]] * 4
+    layers = [f"all_reduce layers.{i}.{name}" for i in range(2) for name in ("o", "down")]
+    assert [text for text in collectives(plan) if "layers" in text] == layers
+    if sizes:
+        assert found["x"] == found["next"] == ["v"]
+        assert found["logits"] == ["n"]
+        assert collectives(plan) == ["all_reduce x", *layers, "all_reduce next.value"]
+    else:
+        check_plan(plan, random_arrays(program, 0), exact=False)
+
+
+def test_prefill_shares_what_decode_keeps():
+    mesh = DeviceMesh(tp=2)
+    decode = plan_program(decoder(layers=2, **SMOL), mesh, CPU)
+    kept = decode.persistent_layouts()
+    assert {name for name in kept if name.endswith("cache")} == {
+        f"layers.{i}.{part}_cache" for i in range(2) for part in "kv"
+    }
+    for rows in (3, 64):
+        prefill = plan_program(decoder(layers=2, rows=rows, **SMOL), mesh, CPU, kept)
+        assert prefill.persistent_layouts() == kept
+        for name in kept:
+            assert prefill.allocations[name] == decode.allocations[name]
+    small = decoder(layers=2, rows=3)
+    kept = plan_program(decoder(layers=2), mesh, CPU).persistent_layouts()
+    check_plan(plan_program(small, mesh, CPU, kept), random_arrays(small, 0), exact=False)
+
+
+def test_tied_weights_have_one_allocation():
+    for ranks in (2, 3):
+        program = decoder(logits=False, vocab=4001)
+        plan = plan_program(program, DeviceMesh(tp=ranks), CPU)
+        assert plan.layouts["embed"] == Layout.of({"tp": Shard(0, -(-4001 // ranks))})
+        assert [name for name, (whole, _) in plan.locals.items() if whole == "embed"] == ["embed"]
+
+
+def test_an_mlp_is_divided_by_its_inner_dim():
+    plan = plan_program(mlp(), DeviceMesh(tp=4), CPU)
+    assert divisions(plan) == {"h": ["n"], "a": ["i1"], "y": ["k"]}
+    assert collectives(plan) == ["all_reduce y"]
+    assert plan.memory.weight_bytes * 4 == 2 * 64 * 256 * 4
+
+
+def total_us(plan: Plan) -> float:
+    """What the search minimises: time, and residency of what is kept."""
+    share = {
+        name: math.prod(plan.allocations[name].local_shape)
+        / math.prod(plan.allocations[name].shape)
+        for name in plan.prices_us
+    }
+    return plan.time_us + sum(price * share[name] for name, price in plan.prices_us.items())
+
+
+@pytest.mark.parametrize("machine", [CPU, H200], ids=lambda m: m.name)
+def test_no_division_is_cheaper_than_the_planned_one(machine):
+    """Against every combination of divisions of small programs."""
+    mesh, num_programs = DeviceMesh(tp=2), 0
+    for seed in range(60):
+        program = random_program(seed, num_ops=2)
+        table = OptionTable.of(program)
+        ways = [table.options(op, 2).options for op in program.ops]
+        if math.prod(map(len, ways)) > 120:
+            continue
+        planned = plan_program(program, mesh, machine)
+        best = total_us(planned)
+        given = {t.name: REPLICATED for t in program.with_role("input")}
+        given |= dict.fromkeys(program.outputs, REPLICATED)
+        for combination in product(*ways):
+            pairs = zip(program.ops, combination, strict=True)
+            chosen = {op.name: (("tp", o),) if o.axis else () for op, o in pairs}
+            options = {"annotations": {}, "prices_us": planned.prices_us, "table": table}
+            try:
+                other = build_plan(program, mesh, machine, chosen, given, **options)
+            except (InexactSplitError, PlanError):
+                continue
+            assert best <= total_us(other) * 1.0001, (seed, planned.explain(), other.explain())
+        num_programs += 1
+    assert num_programs > 15
+
+
+def test_one_rank_changes_nothing_but_names_nothing_either():
+    program = decoder()
+    plan = plan_program(program, DeviceMesh(tp=1), CPU)
+    assert localize(plan).program == program
+    assert not plan.reshards
+
+
+def test_two_mesh_axes_divide_different_axes():
+    program = decoder(layers=2, heads=2, group=2, hidden=16, ffn=16, vocab=16)
+    plan = plan_program(program, DeviceMesh(a=2, b=2), CPU)
+    attention = next(step for step in plan.decisions if step.op.kind == "attention")
+    assert sorted(option.axis for _, option in attention.splits) == ["g", "h"]
+    assert all(axis.parallel is not None for axis in plan.loops["layers.0.attn"].axes[:2])
+    check_plan(plan, random_arrays(program, 0), exact=False)
+
+
+def test_rows_stay_on_the_mesh_axis_they_are_annotated_with():
+    program = mlp(rows=8)
+    mesh = DeviceMesh(dp=2, tp=2)
+    annotations = {"x": shard(0, "dp"), "y": shard(0, "dp")}
+    plan = plan_program(program, mesh, CPU, annotations)
+    assert divisions(plan) == {"h": ["m0", "n"], "a": ["i0", "i1"], "y": ["m0", "k"]}
+    assert plan.allocations["x"].local_shape == (4, 64)
+    assert {step.move.axis for step in plan.reshards} == {"tp"}
+    check_plan(plan, random_arrays(program, 0))
+
+
+def test_a_divided_sum_adds_its_bias_once():
+    p = ProgramBuilder("p")
+    x = p.input("x", (2, 6))
+    program = p.build(p.linear(x, p.weight("w", (4, 6)), p.weight("b", (4,)), name="y"))
+    plan = plan_program(program, DeviceMesh(tp=2), CPU, {"w": shard(1, "tp")})
+    assert plan.layouts["b"] == Layout.of({"tp": Partial("sum")})
+    check_plan(plan, random_arrays(program, 0))
+    again = plan_program(program, DeviceMesh(tp=2), CPU, plan.persistent_layouts())
+    assert again.fingerprint() == plan.fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("heads", "group", "ranks", "most"), [(3, 3, 8, 5), (2, 2, 4, 3), (1, 1, 2, 1)]
+)
+def test_more_ranks_than_padded_heads_is_an_error(heads, group, ranks, most):
+    with pytest.raises(PlanError) as caught:
+        plan_program(decoder(heads=heads, group=group), DeviceMesh(tp=ranks), CPU)
+    message = str(caught.value)
+    assert f"tp={ranks}" in message
+    assert f"at most tp={most}" in message
+    assert "heads" in message
+
+
+def test_a_memory_limit_is_kept_or_refused():
+    program, mesh = decoder(layers=2, **SMOL), DeviceMesh(tp=2)
+    free = plan_program(program, mesh, CPU)
+    need = free.memory.total_bytes
+    assert plan_program(program, mesh, CPU, memory_limit_bytes=need).memory.total_bytes <= need
+    tight = plan_program(program, mesh, CPU, memory_limit_bytes=need - 1)
+    assert tight.memory.total_bytes < need
+    with pytest.raises(PlanError) as caught:
+        plan_program(program, mesh, CPU, memory_limit_bytes=10**6)
+    assert "needs" in caught.value.found
+    assert "at most 1000000 bytes" in caught.value.expected
+
+
+def test_a_state_that_an_op_can_not_write_is_named():
+    annotations = {"layers.0.k_cache": shard(1, "tp")}
+    with pytest.raises(PlanError) as caught:
+        plan_program(decoder(), DeviceMesh(tp=2), CPU, annotations)
+    assert "layers.0.k_append" in caught.value.found
+    assert "layers.0.k_cache" in caught.value.remedy
+
+
+def test_plans_are_reproducible_and_tell_apart():
+    program = decoder(layers=2)
+    prints = [plan_program(program, DeviceMesh(tp=2), CPU).fingerprint() for _ in range(2)]
+    assert prints[0] == prints[1]
+    assert prints[0] != plan_program(program, DeviceMesh(tp=3), CPU).fingerprint()
+    other = plan_program(program, DeviceMesh(tp=2), CPU, {"layers.0.w_up": REPLICATED})
+    assert prints[0] != other.fingerprint()
+
+
+@pytest.mark.parametrize("mesh", [DeviceMesh(tp=2), DeviceMesh(dp=2, tp=2)], ids=str)
+def test_local_programs_print_and_parse(mesh):
+    local = localize(plan_program(decoder(layers=1, rows=5), mesh, H200))
+    assert parse_program(print_program(local.program)) == local.program
+    assert set(local.allocations) == set(local.program.tensor_map())
+
+
+def seconds(program: Program) -> float:
+    """The best of three times to plan and localize on 8 ranks."""
+    best = float("inf")
+    for _ in range(3):
+        start = time.process_time()
+        localize(plan_program(program, DeviceMesh(tp=8), H200))
+        best = min(best, time.process_time() - start)
+    return best
+
+
+def test_planning_is_fast_and_linear_in_layers():
+    times = [seconds(decoder(layers=n, **LARGE)) for n in (10, 20, 40, 80)]
+    assert times[-1] < 1.5
+    assert times[3] < 3 * times[2] + 0.1
+    assert times[2] < 3 * times[1] + 0.1
+
+
+def test_the_verifier_refuses_allocations_that_loops_do_not_match():
+    program, mesh = mlp(), DeviceMesh(tp=2)
+    plan = plan_program(program, mesh, CPU)
+    schedule = Schedule(steps=plan.steps, locals=plan.locals, homes=plan.layouts)
+    table = OptionTable.of(program)
+    verify_plan_parts(schedule, plan.loops, plan.allocations, mesh, table)
+    for name, wrong in (("w1", "w2"), ("h", "y"), ("x", "h")):
+        broken = {**plan.allocations, name: plan.allocations[wrong]}
+        with pytest.raises(VerifyError):
+            verify_plan_parts(schedule, plan.loops, broken, mesh, table)
+    loop = plan.loops["h"]
+    swapped = replace(loop, axes=(*loop.axes[1:], loop.axes[0]))
+    with pytest.raises(VerifyError, match="device axes in front"):
+        verify_plan_parts(schedule, {**plan.loops, "h": swapped}, plan.allocations, mesh, table)
