@@ -1,6 +1,7 @@
 """What the end-to-end tests run on every rank; launchers call it "tests.e2e.targets:measure"."""
 
 import itertools
+import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -33,11 +34,15 @@ class Measure:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Logits [len(ids), vocab] of prefill; for each seed, [num_decoded, vocab] of decode."""
+    """Logits [len(ids), vocab] of prefill; for each seed, [num_decoded, vocab] of decode.
+
+    peak_bytes: the most memory that rank 0 ever held.
+    """
 
     prefill: Logits
     decode: list[Logits]
     greedy: list[int]
+    peak_bytes: int
 
 
 def measure(context: RankContext, request: Measure, emit: Emit) -> Measured:
@@ -53,4 +58,5 @@ def measure(context: RankContext, request: Measure, emit: Emit) -> Measured:
         rows = [engine.decode_step(token)["logits"] for token in request.ids[start:stop]]
         decode.append(np.concatenate([row.numpy() for row in rows]))
     greedy = list(itertools.islice(engine.generate(request.prompt), request.num_greedy))
-    return Measured(prefill=prefill, decode=decode, greedy=greedy)
+    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return Measured(prefill=prefill, decode=decode, greedy=greedy, peak_bytes=peak_bytes)

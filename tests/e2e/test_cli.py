@@ -17,6 +17,9 @@ from distmega.cli import main
 
 PROMPT = "The capital of France is"
 NUM_TOKENS = "8"
+MIN_TOKENS_PER_S = 5.0
+"""One rank on two cores; an idle machine gives four times this."""
+
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled"}
 GENERATE = ("generate", "smollm2", PROMPT, "--max-new-tokens", NUM_TOKENS, "--max-context", "64")
 TORCHRUN = ("torch.distributed.run", "--nproc-per-node", "2", "-m", "distmega")
@@ -53,7 +56,7 @@ def test_a_local_run_answers_and_gives_its_rate() -> None:
     assert answer(done).startswith(" Paris")
     figures = re.search(r"\[8 tokens after 5 on 1 ranks: ([\d.]+) tokens/s", done.stdout)
     assert figures
-    assert float(figures[1]) > 0
+    assert float(figures[1]) >= MIN_TOKENS_PER_S
 
 
 def test_torchrun_gives_the_same_answer() -> None:

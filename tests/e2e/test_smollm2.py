@@ -91,6 +91,12 @@ def test_the_perplexity_gate_sees_wrong_rotary_pairs() -> None:
     assert perplexity(logits) > 20.0
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_rank_stays_within_its_memory(num_ranks: int) -> None:
+    """Weights, caches, logits of all positions, torch: one rank holds less than 2.5 GB."""
+    assert measured(num_ranks).peak_bytes < 2.5e9
+
+
 def test_paris() -> None:
     text = open_model(MODEL).tokenizer().decode(measured(1).greedy)
     assert text.startswith(" Paris")
