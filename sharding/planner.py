@@ -30,7 +30,7 @@ from distmega.sharding.resolve import (
     Resolver,
     Splits,
 )
-from distmega.sharding.search import AxisSearch, Problem
+from distmega.sharding.search import AxisSearch, NoOptionError, Problem
 from distmega.sharding.signatures import OptionTable
 from distmega.sharding.steps import Situation
 from distmega.sharding.verify import verify_plan_parts
@@ -129,7 +129,7 @@ class _Planner:
         chosen: dict[str, Splits] = {op.name: () for op in self.program.ops}
         for axis, size in self.mesh.axes:
             if size > 1:
-                found = self.search(axis, size, factor, chosen, banned)
+                found = self.search(axis, factor, chosen, banned)
                 for name, option in found.items():
                     if option.axis:
                         chosen[name] = (*chosen[name], (axis, option))
@@ -152,7 +152,6 @@ class _Planner:
     def search(
         self,
         axis: str,
-        size: int,
         factor: float,
         chosen: Mapping[str, Splits],
         banned: Mapping[str, tuple[str, ...]],
@@ -170,31 +169,59 @@ class _Planner:
             for name, layout in self.given.items()
             if name in self.pins or self.tensors[name].role != "temp"
         }
-        wanted: dict[str, tuple[str, ...]] = {}
-        for op in self.program.ops:
-            hint = self.hints[op.name].get(axis)
-            wanted[op.name] = (hint,) if hint else self.usable(op, axis, size, closed[op.name])
+        wanted = {op.name: self.wanted(op, axis, closed[op.name]) for op in self.program.ops}
         prices = {name: round(1000 * factor * price) for name, price in self.prices.items()}
-        situation = Situation(
-            pins=fixed, taken=taken, closed=closed, wanted=wanted, prices_ns=prices
-        )
-        problem = Problem(
-            program=self.program,
-            axis=axis,
-            num_ranks=size,
-            machine=self.machine,
-            situation=situation,
-        )
-        return AxisSearch(problem, self.table).run()
+        while True:
+            situation = Situation(
+                pins=fixed, taken=taken, closed=closed, wanted=wanted, prices_ns=prices
+            )
+            problem = Problem(
+                program=self.program,
+                axis=axis,
+                num_ranks=self.mesh.size(axis),
+                machine=self.machine,
+                situation=situation,
+            )
+            try:
+                return AxisSearch(problem, self.table).run()
+            except NoOptionError as error:
+                wanted = self.relaxed(error, axis, wanted)
 
-    def usable(self, op: Op, axis: str, size: int, closed: Sequence[str]) -> tuple[str, ...]:
-        """The first demanded group of which something is left to use along a mesh axis."""
-        options = self.table.options(op, size)
+    def wanted(self, op: Op, axis: str, closed: Sequence[str]) -> tuple[str, ...]:
+        """Iteration axes that an op should be divided by: as annotated around it, or demanded."""
+        if axis in self.hints[op.name]:
+            return (self.hints[op.name][axis],)
+        options = self.table.options(op, self.mesh.size(axis))
         for group in self.demands[op.name, axis]:
             left = [name for name in group if name not in closed and options.by_axis(name)]
             if left:
                 return tuple(left)
         return ()
+
+    def relaxed(
+        self, error: NoOptionError, axis: str, wanted: Mapping[str, tuple[str, ...]]
+    ) -> dict[str, tuple[str, ...]]:
+        """Leaves the producers of an op's operands free, since with what they gave it fits nowhere.
+
+        PlanError if they are free already.
+        """
+        op = error.op
+        reads = {access.tensor for access in op.reads}
+        producers = {
+            other.name
+            for other in self.program.ops
+            if reads.intersection(access.tensor for access in other.writes)
+        }
+        if not any(wanted[name] for name in producers):
+            reasons = "; ".join(f"{name}: {why}" for name, why in error.options.rejected)
+            touched = [access.tensor for access in (*op.reads, *op.writes)]
+            raise PlanError(
+                f"op {op.name!r} fits mesh axis {axis!r} of {self.mesh.size(axis)} in no way"
+                f" ({reasons or 'every axis contradicts the layouts around it'})",
+                expected="annotations that the op can read and write",
+                remedy=f"leave out the annotation of one of {touched}",
+            ) from error
+        return {name: () if name in producers else axes for name, axes in wanted.items()}
 
 
 def _shared_parallel_axes(op: Op, operands: Iterable[Access]) -> list[str]:

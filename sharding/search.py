@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from itertools import product
 
 from distmega.dtypes import item_bytes
-from distmega.errors import PlanError
 from distmega.program import Op, Program, Tensor
 from distmega.sharding.cost import Machine, op_time_us
 from distmega.sharding.options import Options, SplitOption
@@ -37,6 +36,14 @@ Frontier = tuple[tuple[State, int], ...]
 MAX_STATES = 96
 _WHOLE = 0
 """Number of Replicate."""
+
+
+class NoOptionError(Exception):
+    """No option of an op fits what is held of its operands; the planner tries another way."""
+
+    def __init__(self, op: Op, options: Options) -> None:
+        super().__init__(op.name)
+        self.op, self.options = op, options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +84,7 @@ class AxisSearch:
         self.frontier_numbers: dict[Frontier, int] = {}
 
     def run(self) -> dict[str, SplitOption]:
-        """The chosen option of every op. PlanError where an op fits in no way."""
+        """The chosen option of every op. NoOptionError where an op fits in no way."""
         ops = self.problem.program.ops
         problem = self.problem
         builder = StepBuilder(problem.program, problem.situation, self.options, problem.num_ranks)
@@ -145,7 +152,7 @@ class AxisSearch:
             if reached:
                 break
         if not reached:
-            raise _no_option(op, self.problem, found)
+            raise NoOptionError(op, found)
         ordered = sorted(reached.items(), key=lambda item: item[1][0])[:MAX_STATES]
         best = ordered[0][1][0]
         return Advance(
@@ -313,13 +320,3 @@ class AxisSearch:
             total += cost[1]
             here = after
         return round(1000 * total)
-
-
-def _no_option(op: Op, problem: Problem, found: Options) -> PlanError:
-    reasons = "; ".join(f"{axis}: {why}" for axis, why in found.rejected)
-    return PlanError(
-        f"op {op.name!r} fits mesh axis {problem.axis!r} of {problem.num_ranks} in no way"
-        f" ({reasons or 'every axis contradicts the layouts around it'})",
-        expected="annotations that the op can read and write",
-        remedy=f"leave out the annotation of one of {[a.tensor for a in (*op.reads, *op.writes)]}",
-    )

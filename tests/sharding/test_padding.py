@@ -105,6 +105,21 @@ def test_a_sum_over_undefined_padding_is_refused():
     check_plan(plan_program(program, mesh, CPU, {"q": shard(1, "tp")}), arrays, exact=False)
 
 
+def test_padding_of_a_state_stays_zero():
+    """What is written to an unevenly divided state must be zero where it is padded."""
+    p = ProgramBuilder("p")
+    y = p.input("x", (3, 2)).map("a0 + 1.0", name="y")
+    state = p.state("s", (3, 2))
+    p.set(y, into=state, name="write")
+    program = p.build(p.set(state, name="out"))
+    table, mesh = OptionTable.of(program), DeviceMesh(tp=2)
+    rows = {op.name: (("tp", table.options(op, 2).options[1]),) for op in program.ops}
+    given = dict.fromkeys(("x", "out"), REPLICATED)
+    with pytest.raises(InexactSplitError, match="must stay zero"):
+        build_plan(program, mesh, CPU, rows, given, annotations={}, prices_us={}, table=table)
+    check_plan(plan_program(program, mesh, CPU, {"s": shard(0, "tp")}), random_arrays(program, 0))
+
+
 @pytest.mark.parametrize("ranks", [2, 4, 5])
 def test_nine_heads_of_three_kv_heads_are_exact(ranks):
     """Padded heads hold zeros in weights and caches, and the result is that of nine heads."""

@@ -117,6 +117,8 @@ def test_annotations_reach_backwards_and_stop_at_others():
     plan = plan_program(program, TP, CPU, {"c": shard(1, "tp"), "a": shard(0, "tp")})
     assert plan.layouts["a"] == Layout.of({"tp": Shard(0, 4)})
     assert plan.layouts["c"] == Layout.of({"tp": Shard(1, 3)})
+    divided = {s.op.name: [option.axis for _, option in s.splits] for s in plan.decisions}
+    assert divided == {"a": ["i0"], "b": ["i0"], "c": ["i1"]}
     check_plan(plan, random_arrays(program, 0))
 
 
