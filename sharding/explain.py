@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from distmega.program import Tensor
-from distmega.sharding.placements import REPLICATE, Partial, Placement, Shard, local_shape
+from distmega.sharding.placements import REPLICATE, Layout, Partial, Placement, Shard, local_shape
 from distmega.sharding.plan import PlanFacts
 from distmega.sharding.resolve import PlacedOp, Reshard, Splits
 from distmega.sharding.whatif import Alternative, Bill, WhatIf
@@ -115,15 +115,11 @@ def _summary(plan: PlanFacts) -> list[str]:
         "  residency: a matrix or state held whole is priced at three all-reduces a use",
     ]
     if idle:
-        lines.append(f"  idle: {', '.join(idle)} divides no op; each alternative below costs more")
-    return (
-        lines
-        + [
-            f"  fixed: {name} [{layout}]"
-            for name, layout in plan.annotations.items()
-            if layout.placements
-        ][:20]
-    )
+        lines.append(f"  idle: {', '.join(idle)} divides no op; below stands why")
+    fixed: _Groups[Layout] = _Groups()
+    for name, layout in plan.annotations.items():
+        fixed.add(name, layout, layout)
+    return lines + [f"  fixed: {group.name} [{group.first}]" for group in fixed]
 
 
 def _ops(plan: PlanFacts, what_if: WhatIf) -> list[str]:
