@@ -76,9 +76,16 @@ class Evaluator:
     """A host program bound to one rank: `run` it any number of times."""
 
     def __init__(
-        self, host: HostProgram, comm: Communicator, kernels: Mapping[str, KernelRunner]
+        self,
+        host: HostProgram,
+        comm: Communicator,
+        kernels: Mapping[str, KernelRunner],
+        device: str = "cpu",
     ) -> None:
-        """kernels: a runner for each segment, by name. ProgramError if one is missing."""
+        """kernels: a runner for each segment, by name. device: where tensors given to `run` are.
+
+        ProgramError if a runner is missing.
+        """
         self.host, self.comm = host, comm
         missing = [segment.name for segment in host.segments if segment.name not in kernels]
         if missing:
@@ -88,7 +95,7 @@ class Evaluator:
                 remedy="compile each of host.segments, or lower with megakernel=False",
             )
         self._given = [buffer for buffer in host.buffers if buffer.role != "temp"]
-        self._run = _Compiler(host, comm, kernels).block(host.body, 0)
+        self._run = _Compiler(host, comm, kernels, torch.device(device)).block(host.body, 0)
 
     def run(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Outputs by name. tensors: the inputs, weights and states of this rank, of their local
@@ -125,9 +132,13 @@ class _Compiler:
     """
 
     def __init__(
-        self, host: HostProgram, comm: Communicator, kernels: Mapping[str, KernelRunner]
+        self,
+        host: HostProgram,
+        comm: Communicator,
+        kernels: Mapping[str, KernelRunner],
+        device: torch.device,
     ) -> None:
-        self.host, self.comm, self.kernels = host, comm, kernels
+        self.host, self.comm, self.kernels, self.device = host, comm, kernels, device
         self.buffers = host.buffer_map()
         self.coordinate = host.mesh.coordinate(comm.rank)
         self.sources = view_sources(host.body)
@@ -216,7 +227,7 @@ class _Compiler:
                 if name not in self.filled | self.shared:
                     return None
                 buffer = self.buffers[name]
-                return lambda f: f.tensors.update({name: empty_tensor(buffer)})
+                return lambda f: f.tensors.update({name: empty_tensor(buffer, self.device)})
             case Deallocate(buffer=name):
                 views = [each for each in self.sources if storage_of(each, self.sources) == name]
                 return lambda f: [f.tensors.pop(each, None) for each in (name, *views)]

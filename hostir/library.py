@@ -25,7 +25,7 @@ from distmega.hostir.axis_views import (
     order_axes,
     unfold_axes,
 )
-from distmega.hostir.torch_types import widen
+from distmega.hostir.torch_types import operand_dtype, widen
 from distmega.program import Op
 
 OpFunction = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
@@ -71,7 +71,7 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None, spec: LinearSpec, num_rows
     """Sum of x * w over the axes missing from the output, plus bias; `num_rows` is spec.num_rows,
     asked once.
     """
-    dtype = widen(x).dtype
+    dtype = operand_dtype(x)
     wide = x.to(dtype), w.to(dtype), None if bias is None else bias.to(dtype)
     out = _einsum(*wide, spec) if num_rows < 0 else _matmul(*wide, num_rows)
     return out.to(x.dtype)
@@ -158,17 +158,19 @@ def attention(
     num_rows, _, group, _ = q.shape
     stop = int(positions.max()) + 1
     start = max(0, int(positions.min()) + 1 - window) if window else 0
+    dtype = operand_dtype(q)
     keys, values = (
-        widen(cache[:, start:stop]).unsqueeze(1).expand(-1, group, -1, -1)
+        cache[:, start:stop].to(dtype).unsqueeze(1).expand(-1, group, -1, -1)
         for cache in (k_cache, v_cache)
     )
     mask = None
     if num_rows > 1:
-        seen, here = torch.arange(start, stop), positions.unsqueeze(1)
+        seen = torch.arange(start, stop, device=positions.device)
+        here = positions.unsqueeze(1)
         mask = seen <= here
         if window:
             mask &= seen > here - window
-    rows = widen(q).permute(1, 2, 0, 3)
+    rows = q.to(dtype).permute(1, 2, 0, 3)
     out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scale)
     return out.permute(2, 0, 1, 3).contiguous().to(q.dtype)
 
@@ -197,8 +199,8 @@ def argmax(x: Tensor, base: int = 0, extent: int | None = None) -> tuple[Tensor,
         value, index = x[..., :num_valid].max(-1)
         return value, index + base
     least = -math.inf if x.dtype.is_floating_point else torch.iinfo(x.dtype).min
-    index = torch.full(x.shape[:-1], base, dtype=torch.int64)
-    return torch.full(x.shape[:-1], least, dtype=x.dtype), index
+    index = torch.full(x.shape[:-1], base, dtype=torch.int64, device=x.device)
+    return torch.full(x.shape[:-1], least, dtype=x.dtype, device=x.device), index
 
 
 def concat(xs: Sequence[Tensor], dim: int) -> Tensor:

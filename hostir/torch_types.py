@@ -33,11 +33,19 @@ def dtype_name(dtype: torch.dtype) -> str:
     return _NAMES.get(dtype, str(dtype))
 
 
-def empty_tensor(buffer: program.Tensor) -> Tensor:
-    """Uninitialised row-major storage for a buffer, on the CPU."""
-    return torch.empty(buffer.shape, dtype=torch_dtype(buffer.dtype))
+def empty_tensor(buffer: program.Tensor, device: torch.device) -> Tensor:
+    """Uninitialised row-major storage for a buffer."""
+    return torch.empty(buffer.shape, dtype=torch_dtype(buffer.dtype), device=device)
 
 
 def widen(x: Tensor) -> Tensor:
     """x in the type its sums are taken in: fp32 for the half types, otherwise x itself."""
     return x.float() if x.dtype in _HALF else x
+
+
+def operand_dtype(x: Tensor) -> torch.dtype:
+    """The type in which products of x are formed so that their sums are taken in fp32 or wider.
+
+    A GPU sums products of half types in fp32 by itself; the CPU does not, so they are widened.
+    """
+    return x.dtype if x.is_cuda else widen(x).dtype
