@@ -32,7 +32,7 @@ lint: $(FULL)
 	$(PY) -m pytest -q tests/repo/test_lint.py
 
 tables: $(BASE)
-	$(PY) bench/tables.py
+	$(PY) -m bench.tables
 
 $(BASE):
 	@test -n "$(PYTHON)" || { echo "no Python 3.11 or 3.12 with the venv module found;" \

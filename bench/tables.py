@@ -1,35 +1,51 @@
-"""Writes the README's tables from bench/results/*.json: one file a table, nothing typed by hand.
+"""Writes the README's tables from bench/results/*.json, one file a table, nothing typed by hand.
 
-A result file `NAME.json` holds {"columns": [...], "rows": [[...], ...], "note": "..."}, as the
-benchmark that measured it wrote them. Its table stands in README.md between `<!-- table:NAME -->`
-and `<!-- end -->`; a name without a result file reads "no results yet".
+A table stands in README.md between `<!-- table:NAME -->` and `<!-- end -->`, NAME being the file's
+stem. A name without a file reads "no results yet".
 """
 
-import json
 import re
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from bench.records import RESULTS, ROOT, Record, read_records
+
 README = ROOT / "README.md"
-RESULTS = ROOT / "bench" / "results"
 
 _SECTION = re.compile(r"(<!-- table:([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def table(path: Path) -> str:
-    """The Markdown table of one result file, its note below it; "no results yet" without one."""
-    if not path.exists():
+    """The Markdown table of one result file; microseconds, and how much faster than each peer."""
+    records = read_records(path)
+    if not records:
         return "no results yet\n"
-    result = json.loads(path.read_text())
-    columns, rows = result["columns"], result["rows"]
-    if any(len(row) != len(columns) for row in rows):
-        raise ValueError(f"{path}: a row has not {len(columns)} cells; run the benchmark again")
-    lines = [_line(columns), _line(["---"] * len(columns)), *map(_line, rows)]
-    return "\n".join(lines) + "\n" + (f"\n{result['note']}\n" if result.get("note") else "")
+    peers = list(dict.fromkeys(peer for record in records for peer in record.peers))
+    columns = ["case", "distmega us", *(f"{peer} us (x)" for peer in peers), "floor us", "of floor"]
+    lines = [_line(columns), _line(["---"] * len(columns))]
+    lines += [_line(_cells(record, peers)) for record in records]
+    devices = sorted({f"{record.num_gpus} x {record.device}" for record in records})
+    commits = sorted({record.commit for record in records})
+    return "\n".join(lines) + f"\n\n{', '.join(devices)}; commit {', '.join(commits)}.\n"
 
 
-def _line(cells: list[str | int | float]) -> str:
-    return "| " + " | ".join(str(cell) for cell in cells) + " |"
+def _cells(record: Record, peers: list[str]) -> list[str]:
+    times = [_peer(record, peer) for peer in peers]
+    share = f"{100 * record.floor_us / record.ours_us:.0f}%"
+    return [record.case, _us(record.ours_us), *times, _us(record.floor_us), share]
+
+
+def _peer(record: Record, peer: str) -> str:
+    if peer not in record.peers:
+        return "-"
+    return f"{_us(record.peers[peer])} ({record.peers[peer] / record.ours_us:.2f})"
+
+
+def _us(time_us: float) -> str:
+    return f"{time_us:.0f}" if time_us >= 100 else f"{time_us:.3g}"
+
+
+def _line(cells: list[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
 
 
 def fill(text: str, results: Path) -> str:

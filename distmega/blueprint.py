@@ -63,7 +63,8 @@ def plan_decode(
     memory_limit_bytes: int | None = None,
 ) -> Plan:
     """The plan of one decode step. Raises PlanError where `mesh` or the limit can't be used."""
-    program = build_decoder(config, 1, context_limit(config, options), logits=logits)
+    context = context_limit(config, options)
+    program = build_decoder(config, 1, context, logits=logits, dtype=machine.dtype)
     return plan_program(program, mesh, machine, memory_limit_bytes=memory_limit_bytes)
 
 
@@ -110,7 +111,13 @@ def compile_kernels(blueprint: DecodeBlueprint, num_sms: int) -> Mapping[str, Me
 
 def draw_prefill(blueprint: DecodeBlueprint, num_tokens: int, logits: Logits) -> HostProgram:
     """Host program of `num_tokens` tokens at once by library ops, on the decode plan's layouts."""
-    program = build_decoder(blueprint.config, num_tokens, blueprint.max_context, logits=logits)
+    program = build_decoder(
+        blueprint.config,
+        num_tokens,
+        blueprint.max_context,
+        logits=logits,
+        dtype=blueprint.machine.dtype,
+    )
     plan = plan_program(
         program,
         blueprint.plan.mesh,

@@ -18,12 +18,10 @@ from distmega.kernels.encoding import Words
 from distmega.kernels.opcodes import Ref
 
 
-def allocate_arena(layout: ArenaLayout, copies: int = 1) -> Tensor:
-    """Zeroed CPU memory for an arena, a flat uint8 tensor aligned as its tensors need; never
-    empty.
-    """
+def allocate_arena(layout: ArenaLayout, copies: int = 1, device: str = "cpu") -> Tensor:
+    """Zeroed memory for an arena, a flat uint8 tensor aligned as its tensors need; never empty."""
     num_bytes = max(layout.num_bytes * copies, ALIGNMENT_BYTES)
-    raw = torch.zeros(num_bytes + ALIGNMENT_BYTES, dtype=torch.uint8)
+    raw = torch.zeros(num_bytes + ALIGNMENT_BYTES, dtype=torch.uint8, device=device)
     start = -raw.data_ptr() % ALIGNMENT_BYTES
     return raw[start : start + num_bytes]
 

@@ -17,11 +17,12 @@ from distmega.program import Access, Op, Program, Tensor, accesses
 class Machine:
     """Rates of one rank's device and of the link between ranks; bytes and flops per microsecond.
 
-    flops_per_us: rate by dtype. collective_us: fixed time of one collective. launch_us: fixed time
-    of one op. num_sms: workers of a persistent kernel.
+    dtype: what models run in there. flops_per_us: rate by dtype. collective_us: fixed time of one
+    collective. launch_us: fixed time of one op. num_sms: workers of a persistent kernel.
     """
 
     name: str
+    dtype: str
     memory_bandwidth_bytes_per_us: float
     flops_per_us: tuple[tuple[str, float], ...]
     num_sms: int
@@ -38,6 +39,7 @@ class Machine:
 
 CPU = Machine(
     name="cpu",
+    dtype="f32",
     memory_bandwidth_bytes_per_us=1.0e4,
     flops_per_us=(("f32", 5.0e4), ("bf16", 2.5e4), ("f64", 2.5e4)),
     num_sms=8,
@@ -50,6 +52,7 @@ CPU = Machine(
 
 H200 = Machine(
     name="h200",
+    dtype="bf16",
     memory_bandwidth_bytes_per_us=4.12e6,
     flops_per_us=(("bf16", 6.8e8), ("f16", 6.8e8), ("f32", 6.0e7), ("f64", 3.0e7)),
     num_sms=132,

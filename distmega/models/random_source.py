@@ -41,18 +41,24 @@ class RandomReader:
         rows = rows * np.uint32(self.shape[-1])
         columns = np.arange(*ranges[-1], dtype=np.uint32)
         out = np.empty((len(rows), len(columns)), np.float32)
-        key, center, scale = self._key(), *self._center_and_scale()
+        key, (slope, least) = np.uint32(self.key), self.line
         step = max(_CHUNK // max(len(columns), 1), 1)
         for first in range(0, len(rows), step):
             bits = _hash(rows[first : first + step, None] + columns, key)
-            out[first : first + step] = bits * np.float32(scale / 2**31) + np.float32(
-                center - scale
-            )
+            out[first : first + step] = bits * np.float64(slope) + least
         return out.reshape(shape)
 
-    def _key(self) -> np.uint32:
+    @property
+    def key(self) -> int:
+        """What the hash of this weight starts from, 32 bits."""
         digest = hashlib.blake2b(f"{self.seed} {self.spec.name}".encode(), digest_size=4).digest()
-        return np.uint32(int.from_bytes(digest, "little"))
+        return int.from_bytes(digest, "little")
+
+    @property
+    def line(self) -> tuple[float, float]:
+        """Slope and least value: a hash of 32 bits times the slope plus the least is an element."""
+        center, scale = self._center_and_scale()
+        return float(np.float32(scale / 2**31)), float(np.float32(center - scale))
 
     def _center_and_scale(self) -> tuple[float, float]:
         """Values are uniform in center +- scale, which is sqrt(3) times the deviation."""

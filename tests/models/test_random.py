@@ -2,10 +2,12 @@
 
 import numpy as np
 import pytest
+import torch
 
 from distmega.errors import ModelError
 from distmega.models.load import open_model
 from distmega.models.presets import PRESETS
+from distmega.models.random_device import random_values
 from distmega.models.random_source import RandomReader
 from distmega.models.weights import weight_specs
 
@@ -52,3 +54,12 @@ def test_neighbours_do_not_correlate():
 def test_unknown_weight():
     with pytest.raises(ModelError, match="bq"):
         open_model("tiny-llama").weight("layers.0.bq")
+
+
+@pytest.mark.parametrize("slices", [(), (slice(3, 9), slice(5, 60))])
+def test_a_device_makes_the_same_values(slices):
+    for spec in list(weight_specs(PRESETS["tiny-qwen2"]).values())[:12]:
+        reader = RandomReader(spec=spec, seed=5)
+        wanted = slices[: len(reader.shape)]
+        made = random_values(reader, wanted, torch.device("cpu"))
+        np.testing.assert_array_equal(made.numpy(), reader.read(wanted))

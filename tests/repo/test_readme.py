@@ -1,6 +1,5 @@
 """The README's commands, walk, variables and tables agree with the code."""
 
-import json
 import os
 import re
 import subprocess
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from bench import tables
+from bench.records import Record, read_records, write_records
 from tests.repo.source import ROOT
 
 README = (ROOT / "README.md").read_text()
@@ -83,20 +83,33 @@ def test_tables_are_what_the_results_give():
     assert not tables.unused(README, tables.RESULTS)
 
 
+def record(case: str, ours_us: float, peers: dict[str, float]) -> Record:
+    return Record(
+        case=case, device="NVIDIA H200", num_gpus=1, ours_us=ours_us, peers=peers, floor_us=50.0,
+        commit="abc",
+    )  # fmt: skip
+
+
 def test_a_table_is_written_from_its_result_file(tmp_path: Path):
-    result = {"columns": ["model", "us"], "rows": [["a", 1.5], ["b", 2]], "note": "One H200."}
-    (tmp_path / "decode.json").write_text(json.dumps(result))
-    text = "x\n<!-- table:decode -->\nold\n<!-- end -->\n<!-- table:other -->\n<!-- end -->\n"
+    path = tmp_path / "decode.json"
+    write_records(path, [record("a", 100.0, {"torch": 200.0}), record("b", 62.5, {"other": 50.0})])
+    text = "x\n<!-- table:decode -->\nold\n<!-- end -->\n<!-- table:gone -->\n<!-- end -->\n"
     assert tables.fill(text, tmp_path) == (
-        "x\n<!-- table:decode -->\n| model | us |\n| --- | --- |\n| a | 1.5 |\n| b | 2 |\n"
-        "\nOne H200.\n<!-- end -->\n<!-- table:other -->\nno results yet\n<!-- end -->\n"
+        "x\n<!-- table:decode -->\n"
+        "| case | distmega us | torch us (x) | other us (x) | floor us | of floor |\n"
+        "| --- | --- | --- | --- | --- | --- |\n"
+        "| a | 100 | 200 (2.00) | - | 50 | 50% |\n"
+        "| b | 62.5 | - | 50 (0.80) | 50 | 80% |\n"
+        "\n1 x NVIDIA H200; commit abc.\n<!-- end -->\n"
+        "<!-- table:gone -->\nno results yet\n<!-- end -->\n"
     )
 
 
-def test_a_ragged_result_file_is_refused(tmp_path: Path):
-    (tmp_path / "decode.json").write_text(json.dumps({"columns": ["a", "b"], "rows": [["x"]]}))
-    with pytest.raises(ValueError, match=r"decode\.json: a row has not 2 cells"):
-        tables.table(tmp_path / "decode.json")
+def test_a_case_measured_again_replaces_the_old_one(tmp_path: Path):
+    path = tmp_path / "decode.json"
+    write_records(path, [record("a", 100.0, {}), record("b", 62.5, {})])
+    write_records(path, [record("b", 60.0, {})])
+    assert [(found.case, found.ours_us) for found in read_records(path)] == [("a", 100), ("b", 60)]
 
 
 def test_an_unnamed_result_file_is_reported(tmp_path: Path):

@@ -19,6 +19,7 @@ from tests.sharding.simulate import check_plan, random_arrays, run_whole
 MESHES = (DeviceMesh(tp=2), DeviceMesh(tp=3), DeviceMesh(tp=4), DeviceMesh(dp=2, tp=2))
 FREE_LINKS = Machine(
     name="free links",
+    dtype="f32",
     memory_bandwidth_bytes_per_us=1.0,
     flops_per_us=(("f32", 1.0),),
     num_sms=4,

@@ -1,0 +1,40 @@
+"""RandomReader's values made on a GPU: the same hash of the same flat indices, bit for bit.
+
+Comes in: a RandomReader and a slice. Goes out: float32 on the device. A model of several GB takes
+a second instead of a minute.
+"""
+
+import torch
+
+from distmega.models.random_source import RandomReader
+from distmega.models.weights import Slices, resolve_slices
+
+_ROWS = 1 << 24
+"""Elements hashed at a time, for the memory of intermediate values."""
+_MASK = 0xFFFFFFFF
+
+
+def random_values(reader: RandomReader, slices: Slices, device: torch.device) -> torch.Tensor:
+    """What reader.read(slices) gives, on `device`."""
+    ranges = resolve_slices(reader.shape, slices)
+    shape = [max(stop - start, 0) for start, stop in ranges]
+    flat = torch.zeros(1, dtype=torch.int64, device=device)
+    for (start, stop), extent in zip(ranges[:-1], reader.shape[:-1], strict=True):
+        steps = torch.arange(start, stop, device=device)
+        flat = (flat[:, None] * extent + steps).flatten()
+    columns = torch.arange(*ranges[-1], device=device)
+    out = torch.empty(len(flat), len(columns), device=device)
+    slope, least = reader.line
+    rows = max(_ROWS // max(len(columns), 1), 1)
+    for first in range(0, len(flat), rows):
+        index = flat[first : first + rows, None] * reader.shape[-1] + columns
+        out[first : first + rows] = _hash(index & _MASK, reader.key).double() * slope + least
+    return out.reshape(shape)
+
+
+def _hash(values: torch.Tensor, key: int) -> torch.Tensor:
+    """random_source's mix of 32 bits, in 64-bit integers."""
+    values = values ^ key
+    for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
+        values = ((values ^ (values >> shift)) * factor) & _MASK
+    return values ^ (values >> 15)
