@@ -55,3 +55,12 @@ def test_bare_kernels_is_empty_where_there_is_no_other_package():
 
 def test_module_runs_from_the_repository_root():
     assert "generate" in run_python("-m", "distmega", "--help", cwd=ROOT)
+
+
+def test_module_runs_from_the_repository_root_beside_an_installed_wheel(installed: Path):
+    """-S leaves out an editable install; the packages that the command needs are named."""
+    site = os.pathsep.join([str(installed), *(p for p in sys.path if p.endswith("-packages"))])
+    env = {**os.environ, "PYTHONPATH": site}
+    command = [sys.executable, "-S", "-m", "distmega", "explain", "tiny-llama"]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
