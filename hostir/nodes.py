@@ -7,12 +7,12 @@ lower.py makes these, text.py prints and parses them, verify.py states the rules
 them.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from distmega.errors import VerifyError
-from distmega.program import Attr, Op, Program, Tensor
+from distmega.program import Access, Attr, Op, Program, Tensor
 from distmega.sharding.mesh import DeviceMesh
 
 CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
@@ -287,12 +287,15 @@ def walk_nodes(body: Sequence[Node]) -> Iterator[Node]:
 
 
 def node_reads(node: Node, segments: dict[str, Program]) -> tuple[str, ...]:
-    """Buffers whose contents a node reads, its body's for a loop; views are named as they are."""
+    """Buffers whose contents a node reads, its body's for a loop; views are named as they are. What
+    a kernel gives is not among them, even if it reads that again.
+    """
     match node:
         case LibraryOp(op=op) if op.kind != "view":
             return tuple(access.tensor for access in op.reads)
         case LaunchMegakernel(kernel=kernel, args=args):
-            read = {access.tensor for op in segments[kernel].ops for access in op.reads}
+            given = {t.name for t in segments[kernel].tensors if t.role != "temp"}
+            read = given & _stored_names(segments[kernel], lambda op: op.reads)
             return tuple(arg.buffer for arg in args if arg.name in read)
         case Collective(ins=ins):
             return ins
@@ -309,7 +312,7 @@ def node_writes(node: Node, segments: dict[str, Program]) -> tuple[str, ...]:
         case LibraryOp(op=op) if op.kind != "view":
             return tuple(access.tensor for access in op.writes)
         case LaunchMegakernel(kernel=kernel, args=args):
-            written = {access.tensor for op in segments[kernel].ops for access in op.writes}
+            written = _stored_names(segments[kernel], lambda op: op.writes)
             return tuple(arg.buffer for arg in args if arg.name in written)
         case Collective(outs=outs):
             return outs
@@ -318,6 +321,13 @@ def node_writes(node: Node, segments: dict[str, Program]) -> tuple[str, ...]:
         case ForLoop(body=body):
             return tuple(name for inner in body for name in node_writes(inner, segments))
     return ()
+
+
+def _stored_names(segment: Program, operands: Callable[[Op], tuple[Access, ...]]) -> set[str]:
+    """The tensors that own the storage of some operands of a segment's ops."""
+    views = {op.writes[0].tensor: op.reads[0].tensor for op in segment.ops if op.kind == "view"}
+    used = {a.tensor for op in segment.ops if op.kind != "view" for a in operands(op)}
+    return {storage_of(name, views) for name in used}
 
 
 def view_sources(body: Sequence[Node]) -> dict[str, str]:

@@ -2,10 +2,20 @@
 
 import pytest
 
+from distmega.builder import ProgramBuilder
 from distmega.errors import CheckError
 from distmega.hostir.check import check_host
 from distmega.hostir.lower import lower_program
-from distmega.hostir.nodes import HostProgram, Wait, WaitEvent, WaitSignal, walk_nodes
+from distmega.hostir.nodes import (
+    HostProgram,
+    LaunchMegakernel,
+    Wait,
+    WaitEvent,
+    WaitSignal,
+    node_reads,
+    node_writes,
+    walk_nodes,
+)
 from distmega.hostir.passes import coalesce_send_recv, run_passes
 from distmega.hostir.text import parse_host, print_node
 from tests.hostir.programs import RING, STREAMED, chain, local, streamed, without
@@ -210,6 +220,27 @@ def test_kernels_that_communicate_meet_like_collectives():
     other = parse_host("host p on mesh(tp=2)\n  streams 1, events 0\n  body\n  return\n")
     with pytest.raises(CheckError, match=r"launch mlp.0.* is not met by the other ranks"):
         check_host([host, other])
+
+
+def test_what_a_kernel_gives_and_reads_itself_needs_no_earlier_write():
+    p = ProgramBuilder("both")
+    h = p.input("x", (8,)).map("a0 + 1", name="h")
+    host = lower_program(
+        local(p.build(h, h.map("a0 * 2", name="y"))), megakernel=True, peer_memory=False
+    )
+    assert host.segments[0].outputs == ("h", "y")
+    check_host(host)
+
+
+def test_kernels_use_what_they_see_through_views():
+    p = ProgramBuilder("through_views")
+    state = p.state("s", (8,))
+    p.set(p.input("x", (4,)), into=p.slice(state, 0, 4, 8, view=True))
+    read = p.slice(p.state("r", (8,)), 0, 0, 4, view=True).map("a0 + 1", name="y")
+    host = lower_program(local(p.build(read)), megakernel=True, peer_memory=False)
+    (node,) = (node for node in host.body if isinstance(node, LaunchMegakernel))
+    assert node_reads(node, host.segment_map()) == ("x", "r")
+    assert node_writes(node, host.segment_map()) == ("s", "y")
 
 
 def test_waits_are_only_removed_from_where_they_stand():
