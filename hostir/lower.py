@@ -82,7 +82,7 @@ def lower_program(
         return op.kind in kernel_kinds and (is_encodable is None or is_encodable(op, tensors))
 
     views = {op.writes[0].tensor: op for op in program.ops if op.kind == "view"}
-    runs = _split_runs(program, mesh, fits)
+    runs = _split_runs(program, mesh, views, fits)
     last_use = _last_uses(program, runs, views)
     segments: list[Program] = []
     body: list[Node] = []
@@ -124,27 +124,37 @@ def _names_of(node: Node) -> tuple[str, ...]:
     return ()
 
 
-def _split_runs(program: Program, mesh: DeviceMesh, fits: Callable[[Op], bool]) -> list[_Run]:
+def _split_runs(
+    program: Program, mesh: DeviceMesh, views: Mapping[str, Op], fits: Callable[[Op], bool]
+) -> list[_Run]:
     """Ops but views, in order: maximal runs that fit a kernel, over one mesh axis each, and the
-    rest one by one.
+    rest one by one. An op that overwrites a temp of an earlier run is among the rest: a kernel
+    changes nothing outside of its arenas.
     """
     runs: list[_Run] = []
     pending: list[Op] = []
     axis = ""
+    temps = {tensor.name for tensor in program.tensors if tensor.role == "temp"}
+    made: set[str] = set()
 
     def close() -> None:
         nonlocal axis
         if pending:
             runs.append(_Run(ops=tuple(pending), segment=True))
+            made.update(name for op in pending for name in stored_writes(op))
         pending.clear()
         axis = ""
+
+    def stored_writes(op: Op) -> set[str]:
+        return {_storage(access.tensor, views) for access in op.writes} & temps
 
     for op in program.ops:
         if op.kind == "view":
             continue
-        if not fits(op):
+        if not fits(op) or stored_writes(op) & made:
             close()
             runs.append(_Run(ops=(op,), segment=False))
+            made.update(stored_writes(op))
             continue
         over = str(op.attr("mesh_axis")) if op.kind in PEER_KINDS else ""
         if over and mesh.size(over) > 1:
@@ -186,9 +196,7 @@ def _make_segment(
     needed: set[str],
     placed: set[str],
 ) -> Program:
-    """The program of a run. Temps that exist before it become inputs, or states where the run
-    writes them.
-    """
+    """The program of a run. Temps that exist before it become inputs."""
     stated: dict[str, Op] = {}
     for op in ops:
         for access in accesses(op):
@@ -198,11 +206,8 @@ def _make_segment(
     written = {_storage(a.tensor, views) for op in ops for a in op.writes}
 
     def role(tensor: Tensor) -> Role:
-        if tensor.name in views or tensor.name not in placed:
-            return tensor.role
-        if tensor.role != "temp":
-            return tensor.role
-        return "state" if tensor.name in written else "input"
+        is_given = tensor.role == "temp" and tensor.name in placed and tensor.name not in views
+        return "input" if is_given else tensor.role
 
     declared = tuple(replace(t, role=role(t)) for t in tensors.values() if t.name in used)
     leaving = (t.name for t in declared if t.role == "temp" and t.name not in views)
