@@ -97,16 +97,16 @@ class _Planner:
         return given | self.pins
 
     def demanded_axes(self, op: Op, axis: str, size: int) -> tuple[list[str], ...]:
-        """Iteration axes of which an op over states must use one, in groups, best first.
+        """Iteration axes of which an attention over states must use one, in groups, best first.
 
-        Attention over a cache must divide by an axis of the states it reads (kv heads), or else by
-        one of both its first operand and its result (query heads per kv head, query rows): any
-        other way has every rank do the same work on the whole state. PlanError if there is none;
-        annotations along the mesh axis leave it to them.
+        It must divide by an axis of the states it reads (kv heads), or else by one of both its
+        first operand and its result (query heads per kv head, query rows): any other way has every
+        rank do the same work on the whole state. PlanError if there is none; annotations along the
+        mesh axis leave it to them.
         """
         states = [a for a in op.reads if self.tensors[a.tensor].role == "state"]
         annotated = any(isinstance(layout.at(axis), Shard) for layout in self.pins.values())
-        if not states or annotated:
+        if op.kind != "attention" or not states or annotated:
             return ()
         names = _shared_parallel_axes(op, (op.reads[0], *op.writes))
         options = self.table.options(op, size)

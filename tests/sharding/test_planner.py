@@ -250,3 +250,11 @@ def test_the_verifier_refuses_allocations_that_loops_do_not_match():
     swapped = replace(loop, axes=(*loop.axes[1:], loop.axes[0]))
     with pytest.raises(VerifyError, match="device axes in front"):
         verify_plan_parts(schedule, {**plan.loops, "h": swapped}, plan.allocations, mesh, table)
+
+
+def test_only_attention_must_divide_what_it_reads_of_states():
+    p = ProgramBuilder("small_state")
+    read = p.rms_norm(p.state("s", (1, 6)), p.weight("w", (6,)), 1e-5)
+    program = p.build(read.map("a0 * 2"))
+    plan = plan_program(program, DeviceMesh(tp=2), CPU)
+    check_plan(plan, random_arrays(program, 0), exact=False)
