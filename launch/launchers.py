@@ -58,18 +58,33 @@ def launch(target: str, payload: object, options: LauncherOptions) -> Iterator[E
 
 def choose_launcher(name: str) -> str:
     """The launcher meant by `name`; "auto" is torchrun in a process that torchrun started, else
-    local.
+    local. RequestError for another launcher in there, where every rank would start all ranks.
     """
     if name == "auto":
         return "torchrun" if _is_under_torchrun() else "local"
+    if name != "torchrun" and _is_under_torchrun():
+        raise RequestError(
+            f"--launcher {name} in a process that torchrun started",
+            expected="--launcher torchrun or auto there",
+            remedy="leave --launcher out, or start without torchrun",
+        )
     return name
 
 
 def choose_num_ranks(launcher: str, requested: int) -> int:
-    """`requested` ranks, or for 0 as many as there are: torchrun's WORLD_SIZE, else 1."""
-    if requested == 0 and launcher == "torchrun":
-        return int(os.environ.get("WORLD_SIZE", "1"))
-    return requested or 1
+    """`requested` ranks, or for 0 as many as there are: torchrun's WORLD_SIZE, else 1.
+
+    RequestError if WORLD_SIZE is set, by torchrun or by hand, and isn't that number.
+    """
+    text = os.environ.get("WORLD_SIZE", "")
+    num_ranks = requested or (int(text) if launcher == "torchrun" and text.isdecimal() else 1)
+    if text and text != str(num_ranks):
+        raise RequestError(
+            f"{num_ranks} ranks are asked for, and WORLD_SIZE={text}",
+            expected="both to be the same",
+            remedy="correct --tp or what starts the ranks, or unset WORLD_SIZE",
+        )
+    return num_ranks
 
 
 def should_report() -> bool:

@@ -36,7 +36,7 @@ POSITION_S = 1.0
 
 
 def run_local(job: Job) -> Generator[Event]:
-    """Run `job` on processes of this machine; see launchers.run for what is yielded and raised."""
+    """Run `job` on processes of this machine; see launchers.launch for what comes out."""
     return supervise(LocalTeam(job), job)
 
 

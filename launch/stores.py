@@ -7,12 +7,21 @@ from datetime import timedelta
 
 from torch.distributed import (  # type: ignore[attr-defined]
     DistError,
+    DistNetworkError,
     PrefixStore,
     Store,
     TCPStore,
 )
 
-__all__ = ["DistError", "PrefixStore", "Store", "TCPStore", "reach_store", "serve_store"]
+__all__ = [
+    "DistError",
+    "DistNetworkError",
+    "PrefixStore",
+    "Store",
+    "TCPStore",
+    "reach_store",
+    "serve_store",
+]
 
 
 def serve_store(host: str, timeout_s: float, *, port: int = 0) -> TCPStore:

@@ -19,7 +19,14 @@ from pathlib import Path
 from distmega.errors import DistmegaError, LaunchError, RankFailure
 from distmega.launch.contract import MULTICAST_OFF, Emitted, Event, Job, Result
 from distmega.launch.reports import Done, Failed, Value
-from distmega.launch.stores import DistError, PrefixStore, Store, reach_store, serve_store
+from distmega.launch.stores import (
+    DistError,
+    DistNetworkError,
+    PrefixStore,
+    Store,
+    reach_store,
+    serve_store,
+)
 from distmega.launch.supervise import describe_failure
 from distmega.launch.worker import RankRun, close_group, make_context, start_logging
 from distmega.ranks import RankContext
@@ -140,10 +147,16 @@ def _make_context(place: Place, job: Job) -> RankContext:
 
 def _leave_together(store: Store, place: Place, timeout_s: float) -> None:
     """Close the process group once every rank is through."""
-    store.set(f"done/{place.rank}", "")
     keys = {f"done/{rank}": rank for rank in range(place.world_size)}
     try:
+        store.set(f"done/{place.rank}", "")
         store.wait(list(keys), timedelta(seconds=timeout_s))
+    except DistNetworkError as error:
+        raise LaunchError(
+            f"rank {place.rank} of {place.world_size} lost torchrun's store ({error})",
+            expected="torchrun to stay until every rank has ended",
+            remedy="look for what ended torchrun, and start again",
+        ) from error
     except DistError as error:
         late = [rank for key, rank in keys.items() if not store.check([key])]
         claim_report()

@@ -12,13 +12,13 @@ from distmega.launch.launchers import choose_launcher, choose_num_ranks, launch,
 
 def main(target: str, payload: str, num_ranks: str, timeout_s: str) -> int:
     launcher = choose_launcher("auto")
-    options = LauncherOptions(
-        launcher=launcher,
-        num_ranks=choose_num_ranks(launcher, int(num_ranks)),
-        timeout_s=float(timeout_s),
-    )
     rank = os.environ.get("RANK", "none")
     try:
+        options = LauncherOptions(
+            launcher=launcher,
+            num_ranks=choose_num_ranks(launcher, int(num_ranks)),
+            timeout_s=float(timeout_s),
+        )
         for event in launch(f"tests.launch.targets:{target}", int(payload), options):
             print(f"rank {rank}: {event}", flush=True)
     except DistmegaError as error:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from distmega.errors import LaunchError
+from distmega.errors import LaunchError, RequestError
 from distmega.launch.contract import LauncherOptions
 from distmega.launch.launchers import choose_launcher, choose_num_ranks, launch
 
@@ -49,7 +49,7 @@ def test_a_world_size_that_disagrees_is_reported_once():
     done = torchrun("sum_ranks", 2, 4, 60)
     assert done.returncode != 0
     (message,) = errors(done)
-    assert "LaunchError: 4 ranks are asked for, torchrun started 2; expected both" in message
+    assert "RequestError: 4 ranks are asked for, and WORLD_SIZE=2; expected both" in message
 
 
 def test_a_killed_rank_is_named_and_ends_the_others():
@@ -87,11 +87,25 @@ def test_outside_of_torchrun_the_launcher_says_how_to_start(monkeypatch: pytest.
 
 def test_auto_means_torchrun_inside_of_it_and_local_outside(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert choose_launcher("auto") == "local"
     assert choose_num_ranks("local", 0) == 1
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert choose_launcher("auto") == "torchrun"
-    assert choose_launcher("ray") == "ray"
-    assert choose_num_ranks("torchrun", 0) == 4
-    assert choose_num_ranks("torchrun", 3) == 3
+    assert choose_num_ranks("torchrun", 0) == choose_num_ranks("torchrun", 4) == 4
+    with pytest.raises(RequestError, match="--launcher ray in a process that torchrun started"):
+        choose_launcher("ray")
+
+
+@pytest.mark.parametrize(
+    ("launcher", "requested", "text"),
+    [("torchrun", 3, "4"), ("local", 2, "4"), ("local", 0, "2"), ("torchrun", 0, "two")],
+)
+def test_a_world_size_set_by_hand_must_agree(
+    launcher: str, requested: int, text: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("WORLD_SIZE", text)
+    message = f"{requested or 1} ranks are asked for, and WORLD_SIZE={text}; expected both"
+    with pytest.raises(RequestError, match=message):
+        choose_num_ranks(launcher, requested)
