@@ -4,6 +4,8 @@ An error ends in one line on stderr: exit code 2 for a wrong request, 1 for a fa
 Next on the walk: launch/launchers.py for what runs, explain.py for what only plans.
 """
 
+import os
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,10 +100,14 @@ Command = Generate | Explain | Perplexity
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit code."""
-    command = tyro.cli(Command, prog="distmega", args=arguments, description=__doc__)
-    console = Console(soft_wrap=True, highlight=False)
     try:
-        run_command(command, console)
+        command = tyro.cli(Command, prog="distmega", args=arguments, description=__doc__)
+        run_command(command, Console(soft_wrap=True, highlight=False))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # nobody reads on; what is left to write must not fail again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except DistmegaError as error:
         if should_report():
             Console(stderr=True, soft_wrap=True, highlight=False).print(

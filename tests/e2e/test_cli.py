@@ -145,3 +145,16 @@ def test_explain_does_not_import_torch() -> None:
         "assert main(['explain', 'smollm2', '--tp', '2']) == 0; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+
+
+@pytest.mark.parametrize("command", [("explain", "tiny-llama"), GENERATE], ids=lambda c: c[0])
+def test_a_reader_that_leaves_ends_the_command_quietly(command: Sequence[str]) -> None:
+    arguments = [sys.executable, "-m", "distmega", *command]
+    with subprocess.Popen(
+        arguments, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout
+        assert process.stderr
+        process.stdout.close()
+        assert process.stderr.read() == ""
+        assert process.wait(60) == 1
