@@ -231,13 +231,12 @@ class _Compiler:
             case Deallocate(buffer=name):
                 views = [each for each in self.sources if storage_of(each, self.sources) == name]
                 return lambda f: [f.tensors.pop(each, None) for each in (name, *views)]
-            case SliceView(view=view, buffer=buffer, dim=dim, index=index, swizzle=axis):
-                extent = self.buffers[view].shape[dim]
-                num, shift = self.buffers[buffer].shape[dim] // extent, self.coordinate.get(axis, 0)
+            case SliceView(view=view, buffer=buffer, dim=dim):
+                shapes = self.buffers[buffer].shape, self.buffers[view].shape
 
                 def slice_view(f: _Frame) -> None:
-                    start = (f.indices[index] + shift) % num * extent
-                    f.tensors[view] = f.tensors[buffer].narrow(dim, start, extent)
+                    start = node.start(f.indices, self.coordinate, *shapes)
+                    f.tensors[view] = f.tensors[buffer].narrow(dim, start, shapes[1][dim])
 
                 return slice_view
 

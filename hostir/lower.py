@@ -1,29 +1,49 @@
 """From one rank's tensor program to a host program: megakernel launches, library ops, collectives.
 
-Comes in: a LocalProgram of sharding/localize.py. Goes out: a HostProgram on one stream whose temps
-are allocated before their first write; passes.py frees them and moves waits. With `megakernel`,
+Comes in: a LocalProgram of sharding/localize.py. Goes out: a HostProgram whose temps are allocated
+before their first write; passes.py frees them and moves waits. It runs on one stream but for host
+loops, whose iterations take turns on several. With `megakernel`,
 maximal runs of ops that kernels can do become segments. A view costs nothing, so it is stated again
 wherever it is used and never crosses a segment's edge. Next: passes.py, then kernels/task_graph.py
 for the segments.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Protocol
 
+from distmega.hostir.chunks import ChunkBody, GatherRing, chunk_bodies
 from distmega.hostir.nodes import (
-    Allocate,
     Arg,
     Collective,
+    EndCoalescing,
+    ForLoop,
     HostProgram,
     LaunchMegakernel,
     LibraryOp,
     Node,
+    Peer,
+    RecordEvent,
+    Recv,
+    Send,
+    SetStream,
+    Slot,
+    StartCoalescing,
     Wait,
+    WaitEvent,
     segment_args,
+    storage_of,
+    walk_nodes,
 )
+from distmega.hostir.rules import named_buffers
+from distmega.hostir.scope import Scope
+from distmega.moves import copy
 from distmega.ops import COLLECTIVES
 from distmega.program import Op, Program, Role, Tensor, accesses
+from distmega.sharding.allocation import AllocationDomain
+from distmega.sharding.finalize import verify_storage
+from distmega.sharding.host_loops import HostLoop
 from distmega.sharding.mesh import DeviceMesh
 
 KERNEL_KINDS = frozenset({
@@ -35,12 +55,17 @@ KERNEL_KINDS = frozenset({
 PEER_KINDS = frozenset({"all_reduce", "all_gather"})
 """Collectives that stay inside a megakernel where ranks can write into each other's memory."""
 
+MAX_STREAMS = 4
+"""Streams besides the main one that a host loop uses, unless the caller knows better."""
+
 LOCAL_KINDS = frozenset({"take_shard"})
 """Kinds of ops.COLLECTIVES that move no bytes between ranks."""
 
 
 class Localized(Protocol):
-    """What is needed of a LocalProgram: one rank's program, the rank symbolic, and its mesh."""
+    """What is needed of a LocalProgram: one rank's program, the rank symbolic, its mesh, its final
+    allocations and its host loops.
+    """
 
     @property
     def program(self) -> Program: ...
@@ -48,13 +73,181 @@ class Localized(Protocol):
     @property
     def mesh(self) -> DeviceMesh: ...
 
+    @property
+    def allocations(self) -> Mapping[str, AllocationDomain]: ...
+
+    @property
+    def host_loops(self) -> tuple[HostLoop, ...]: ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
-    """Consecutive ops of one segment, or (segment False) a single op for the host."""
+    """Consecutive ops of one segment or one host loop, or else a single op for the host."""
 
     ops: tuple[Op, ...]
     segment: bool
+    loop: HostLoop | None = None
+
+
+class _Lowering:
+    """Makes the nodes of one program."""
+
+    def __init__(
+        self,
+        local: Localized,
+        fits: Callable[[Op], bool],
+        max_streams: int,
+    ) -> None:
+        self.local, self.program, self.mesh = local, local.program, local.mesh
+        self.fits, self.max_streams = fits, max_streams
+        self.chunked = {
+            name: domain.chunk for name, domain in local.allocations.items() if domain.chunk
+        }
+        self.loops = {name: loop for loop in local.host_loops for name, _ in loop.splits}
+        self.segments: list[Program] = []
+        self.chunks: dict[str, Tensor] = {}
+        self.num_streams = 1
+        self.num_events = 0
+
+    def run(self) -> HostProgram:
+        program = self.program
+        tensors = program.tensor_map()
+        given = {tensor.name for tensor in program.tensors if tensor.role != "temp"}
+        views = {op.writes[0].tensor: op for op in program.ops if op.kind == "view"}
+        scope = Scope(tensors=tensors, views=views, slices={}, placed=given)
+        body = list(self.body(program.ops, scope, program.outputs))
+        for name in program.outputs:
+            body += scope.named(name)
+        used = {name for node in walk_nodes(body) for name in named_buffers(node)}
+        used |= set(program.outputs)
+        whole = [t for t in program.tensors if t.role != "temp" or t.name in used]
+        parts = [t for t in self.chunks.values() if t.name not in tensors]
+        host = HostProgram(
+            name=program.name,
+            mesh=self.mesh,
+            buffers=(*(self.stored(t) for t in whole), *parts),
+            body=tuple(body),
+            outputs=program.outputs,
+            segments=tuple(self.segments),
+            num_streams=self.num_streams,
+            num_events=self.num_events,
+        )
+        verify_storage(host.buffers, self.local.allocations)
+        return host
+
+    def stored(self, tensor: Tensor) -> Tensor:
+        return self.chunks[tensor.name] if tensor.name in self.chunked else tensor
+
+    def body(self, ops: Sequence[Op], scope: Scope, kept: Sequence[str]) -> Iterator[Node]:
+        """Nodes of ops in order. kept: what must outlive them."""
+        runs = self.split_runs(ops, in_loop=scope.outer is not None)
+        last_use = self.last_uses(runs, scope, kept)
+        for position, run in enumerate(runs):
+            if run.loop is not None:
+                yield from self.loop(run.loop, run.ops, scope)
+            elif run.segment:
+                needed = {each for each, last in last_use.items() if last > position}
+                yield from self.segment(run.ops, scope, needed)
+            else:
+                yield from _host_nodes(run.ops[0], scope)
+
+    def segment(self, ops: Sequence[Op], scope: Scope, needed: set[str]) -> Iterator[Node]:
+        names = dict.fromkeys(scope.storage(a.tensor) for op in ops for a in accesses(op))
+        for name in names:
+            if name in scope.slices:
+                yield from scope.named(name)
+        name = f"{self.program.name}.{len(self.segments)}"
+        segment = _make_segment(name, ops, scope, needed)
+        self.segments.append(segment)
+        given = segment_args(segment)
+        yield from scope.allocated([tensor.name for tensor in given])
+        args = tuple(Arg(name=tensor.name, buffer=tensor.name) for tensor in given)
+        yield LaunchMegakernel(kernel=name, args=args)
+
+    def loop(self, loop: HostLoop, ops: Sequence[Op], scope: Scope) -> Iterator[Node]:
+        """A host loop on a ring of streams, joined afterwards; around a ring of ranks it stays on
+        the main stream, where sends and receives run beside the work.
+        """
+        by_name = {op.name: op for op in ops}
+        bodies = chunk_bodies(loop, by_name, scope.tensors, scope.views, self.chunked)
+        made = dict.fromkeys(scope.storage(a.tensor) for op in ops for a in op.writes)
+        yield from scope.allocated(name for name in made if name not in self.chunked)
+        inner = [list(self.chunk_nodes(body, scope)) for body in bodies]
+        if bodies[0].gathers:
+            for ring in bodies[0].gathers:
+                self.chunks[ring.own.view] = bodies[0].tensors[ring.own.view]
+                yield from scope.named(ring.source)
+                yield from _own_part(ring, self.chunks[ring.own.view])
+            for body, nodes in zip(bodies, inner, strict=True):
+                yield ForLoop(index=body.index, extent=body.extent, body=tuple(nodes))
+            return
+        count = min(self.max_streams, loop.num_chunks)
+        self.num_streams = max(self.num_streams, 1 + count)
+        self.num_events = max(self.num_events, 1 + count)
+        yield RecordEvent(event=Slot(base=0))
+        for body, nodes in zip(bodies, inner, strict=True):
+            slot = Slot(base=1 + body.shift % count)
+            if body.extent > 1 and count > 1:
+                slot = Slot(base=1, index=body.index, count=count)
+            begin: list[Node] = [SetStream(stream=slot)]
+            if body.shift < count:
+                begin.append(WaitEvent(event=Slot(base=0)))
+            nodes = [*begin, *nodes, RecordEvent(event=slot)]
+            yield ForLoop(index=body.index, extent=body.extent, body=tuple(nodes))
+        yield SetStream(stream=Slot(base=0))
+        for number in range(count):
+            yield WaitEvent(event=Slot(base=1 + number))
+
+    def chunk_nodes(self, body: ChunkBody, scope: Scope) -> Iterator[Node]:
+        """One iteration's nodes, on whatever stream is current."""
+        self.chunks |= body.tensors
+        inner = Scope(
+            tensors={**scope.tensors, **body.tensors},
+            views={**scope.views, **body.views},
+            slices=body.slices,
+            placed=set(),
+            outer=scope,
+        )
+        for ring in body.gathers:
+            yield from inner.named(ring.here)
+            yield ring.following
+            back, ahead = (Peer(mesh_axis=ring.mesh_axis, offset=n, ring=True) for n in (-1, 1))
+            yield StartCoalescing()
+            yield Send(buffer=ring.here, peer=back)
+            yield Recv(buffer=ring.following.view, peer=ahead)
+            yield EndCoalescing(handle=ring.name)
+        yield from self.body(body.ops, inner, ())
+        for ring in body.gathers:
+            yield Wait(handle=ring.name)
+
+    def split_runs(self, ops: Sequence[Op], *, in_loop: bool) -> list[_Run]:
+        """Ops but views, in order: host loops, maximal runs that fit a kernel, over one mesh axis
+        each, and the rest one by one.
+        """
+        runs: list[_Run] = []
+        loops = {} if in_loop else self.loops
+        computing = (op for op in ops if op.kind != "view")
+        for loop, group in groupby(computing, key=lambda op: loops.get(op.name)):
+            if loop is not None:
+                runs.append(_Run(ops=tuple(group), segment=False, loop=loop))
+            else:
+                runs += _kernel_runs(group, self.mesh, self.fits)
+        return runs
+
+    def last_uses(self, runs: Sequence[_Run], scope: Scope, kept: Sequence[str]) -> dict[str, int]:
+        """Storage -> the last run that reads or writes it, one past the end for what is kept."""
+        last: dict[str, int] = {}
+        for position, run in enumerate(runs):
+            for op in run.ops:
+                last |= {scope.storage(access.tensor): position for access in accesses(op)}
+        return last | {scope.storage(name): len(runs) for name in kept}
+
+
+def _own_part(ring: GatherRing, part: Tensor) -> Iterator[Node]:
+    """A rank's own part of what a ring gathers, copied to where the others come."""
+    built, _ = copy(f"{ring.name}.own", replace(part, name=ring.source), part)
+    yield ring.own
+    yield LibraryOp(op=built)
 
 
 def lower_program(
@@ -64,97 +257,60 @@ def lower_program(
     peer_memory: bool,
     kernel_kinds: frozenset[str] = KERNEL_KINDS,
     is_encodable: Callable[[Op, Mapping[str, Tensor]], bool] | None = None,
+    max_streams: int = MAX_STREAMS,
 ) -> HostProgram:
     """One rank's host program, not yet freed: run passes.run_passes on it.
 
     kernel_kinds, is_encodable: which ops a megakernel can do; the others become library ops between
     segments. peer_memory: all_reduce and all_gather stay in the kernel, over one mesh axis a
-    segment.
+    segment. max_streams: of how many streams the iterations of a host loop take turns.
     """
-    program, mesh = local.program, local.mesh
-    tensors = program.tensor_map()
+    tensors = local.program.tensor_map()
+
+    overwriting = _overwriting_ops(program)
 
     def fits(op: Op) -> bool:
-        if not megakernel:
+        if not megakernel or op.name in overwriting:
             return False
         if op.kind in PEER_KINDS:
             return peer_memory
         return op.kind in kernel_kinds and (is_encodable is None or is_encodable(op, tensors))
 
-    views = {op.writes[0].tensor: op for op in program.ops if op.kind == "view"}
-    runs = _split_runs(program, mesh, views, fits)
-    last_use = _last_uses(program, runs, views)
-    segments: list[Program] = []
-    body: list[Node] = []
-    placed = {tensor.name for tensor in program.tensors if tensor.role != "temp"}
-    for position, run in enumerate(runs):
-        if run.segment:
-            needed = {each for each, last in last_use.items() if last > position}
-            name = f"{program.name}.{len(segments)}"
-            segment = _make_segment(name, run.ops, tensors, views, needed, placed)
-            segments.append(segment)
-            outs = segment_args(segment)
-            body += _allocations([t.name for t in outs if t.name not in placed], placed)
-            args = tuple(Arg(name=tensor.name, buffer=tensor.name) for tensor in outs)
-            body.append(LaunchMegakernel(kernel=name, args=args))
-        else:
-            body += _host_nodes(run.ops[0], views, placed)
-    for name in program.outputs:
-        body += _view_nodes(name, views, placed)
-    used = {name for node in body for name in _names_of(node)} | set(program.outputs)
-    kept = [t for t in program.tensors if t.role != "temp" or t.name in used]
-    return HostProgram(
-        name=program.name,
-        mesh=mesh,
-        buffers=tuple(kept),
-        body=tuple(body),
-        outputs=program.outputs,
-        segments=tuple(segments),
-    )
+    return _Lowering(local, fits, max_streams).run()
 
 
-def _names_of(node: Node) -> tuple[str, ...]:
-    match node:
-        case Allocate(buffer=buffer):
-            return (buffer,)
-        case LibraryOp(op=op):
-            return tuple(access.tensor for access in accesses(op))
-        case LaunchMegakernel(args=args):
-            return tuple(arg.buffer for arg in args)
-    return ()
-
-
-def _split_runs(
-    program: Program, mesh: DeviceMesh, views: Mapping[str, Op], fits: Callable[[Op], bool]
-) -> list[_Run]:
-    """Ops but views, in order: maximal runs that fit a kernel, over one mesh axis each, and the
-    rest one by one. An op that overwrites a temp of an earlier run is among the rest: a kernel
+def _overwriting_ops(program: Program) -> set[str]:
+    """Ops that write a temp which an earlier op wrote: maybe one of an earlier kernel, and a kernel
     changes nothing outside of its arenas.
     """
+    views = {op.writes[0].tensor: op.reads[0].tensor for op in program.ops if op.kind == "view"}
+    temps = {tensor.name for tensor in program.tensors if tensor.role == "temp"}
+    found: set[str] = set()
+    made: set[str] = set()
+    for op in program.ops:
+        if op.kind != "view":
+            written = {storage_of(access.tensor, views) for access in op.writes} & temps
+            found |= {op.name} if written & made else set()
+            made |= written
+    return found
+
+
+def _kernel_runs(ops: Iterable[Op], mesh: DeviceMesh, fits: Callable[[Op], bool]) -> list[_Run]:
     runs: list[_Run] = []
     pending: list[Op] = []
     axis = ""
-    temps = {tensor.name for tensor in program.tensors if tensor.role == "temp"}
-    made: set[str] = set()
 
     def close() -> None:
         nonlocal axis
         if pending:
             runs.append(_Run(ops=tuple(pending), segment=True))
-            made.update(name for op in pending for name in stored_writes(op))
         pending.clear()
         axis = ""
 
-    def stored_writes(op: Op) -> set[str]:
-        return {_storage(access.tensor, views) for access in op.writes} & temps
-
-    for op in program.ops:
-        if op.kind == "view":
-            continue
-        if not fits(op) or stored_writes(op) & made:
+    for op in ops:
+        if not fits(op):
             close()
             runs.append(_Run(ops=(op,), segment=False))
-            made.update(stored_writes(op))
             continue
         over = str(op.attr("mesh_axis")) if op.kind in PEER_KINDS else ""
         if over and mesh.size(over) > 1:
@@ -166,77 +322,42 @@ def _split_runs(
     return runs
 
 
-def _sources(name: str, views: Mapping[str, Op]) -> Iterator[Op]:
+def _view_chain(name: str, views: Mapping[str, Op]) -> Iterator[Op]:
     """The view ops that lead to a tensor, from its storage on; none if it is no view."""
     if name in views:
-        yield from _sources(views[name].reads[0].tensor, views)
+        yield from _view_chain(views[name].reads[0].tensor, views)
         yield views[name]
 
 
-def _storage(name: str, views: Mapping[str, Op]) -> str:
-    while name in views:
-        name = views[name].reads[0].tensor
-    return name
-
-
-def _last_uses(program: Program, runs: Sequence[_Run], views: Mapping[str, Op]) -> dict[str, int]:
-    """Storage -> the last run that reads or writes it, one past the end for the caller."""
-    last: dict[str, int] = {}
-    for position, run in enumerate(runs):
-        for op in run.ops:
-            last |= {_storage(access.tensor, views): position for access in accesses(op)}
-    return last | {_storage(name, views): len(runs) for name in program.outputs}
-
-
-def _make_segment(
-    name: str,
-    ops: Sequence[Op],
-    tensors: Mapping[str, Tensor],
-    views: Mapping[str, Op],
-    needed: set[str],
-    placed: set[str],
-) -> Program:
+def _make_segment(name: str, ops: Sequence[Op], scope: Scope, needed: set[str]) -> Program:
     """The program of a run. Temps that exist before it become inputs."""
     stated: dict[str, Op] = {}
     for op in ops:
         for access in accesses(op):
-            stated |= {view.name: view for view in _sources(access.tensor, views)}
+            stated |= {view.name: view for view in _view_chain(access.tensor, scope.views)}
         stated[op.name] = op
     used = dict.fromkeys(a.tensor for op in stated.values() for a in accesses(op))
-    written = {_storage(a.tensor, views) for op in ops for a in op.writes}
+    written = {scope.storage(a.tensor) for op in ops for a in op.writes}
 
     def role(tensor: Tensor) -> Role:
-        is_given = tensor.role == "temp" and tensor.name in placed and tensor.name not in views
-        return "input" if is_given else tensor.role
+        given = scope.is_placed(tensor.name) and tensor.name not in scope.views
+        return "input" if given and tensor.role == "temp" else tensor.role
 
-    declared = tuple(replace(t, role=role(t)) for t in tensors.values() if t.name in used)
-    leaving = (t.name for t in declared if t.role == "temp" and t.name not in views)
+    declared = tuple(replace(t, role=role(t)) for t in scope.tensors.values() if t.name in used)
+    leaving = (t.name for t in declared if t.role == "temp" and t.name not in scope.views)
     outputs = tuple(each for each in leaving if each in written and each in needed)
     return Program(name=name, tensors=declared, ops=tuple(stated.values()), outputs=outputs)
 
 
-def _allocations(names: Sequence[str], placed: set[str]) -> Iterator[Node]:
-    for name in names:
-        placed.add(name)
-        yield Allocate(buffer=name)
-
-
-def _view_nodes(name: str, views: Mapping[str, Op], placed: set[str]) -> Iterator[Node]:
-    for op in _sources(name, views):
-        if op.writes[0].tensor not in placed:
-            placed.add(op.writes[0].tensor)
-            yield LibraryOp(op=op)
-
-
-def _host_nodes(op: Op, views: Mapping[str, Op], placed: set[str]) -> Iterator[Node]:
-    """An op outside of segments: the views it needs, allocations of what it writes, itself, and a
-    wait.
+def _host_nodes(op: Op, scope: Scope) -> Iterator[Node]:
+    """An op outside of segments: what its operands stand for, allocations of what it writes,
+    itself, and a wait.
     """
-    fresh = [a.tensor for a in op.writes if a.tensor not in placed and a.tensor not in views]
-    for access in accesses(op):
-        if access.tensor not in fresh:
-            yield from _view_nodes(access.tensor, views, placed)
-    yield from _allocations(fresh, placed)
+    for access in op.reads:
+        yield from scope.named(access.tensor)
+    yield from scope.allocated(access.tensor for access in op.writes)
+    for access in op.writes:
+        yield from scope.named(access.tensor)
     if op.kind not in COLLECTIVES or op.kind in LOCAL_KINDS:
         yield LibraryOp(op=op)
         return

@@ -222,17 +222,35 @@ class WaitSignal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SliceView:
-    """Names chunk `index` of a dim of a buffer: slice-by-stream. The chunk extent is `view`'s
-    extent of that dim.
+    """Names chunk number index + shift of a dim of a buffer: slice-by-stream.
 
-    swizzle: a mesh axis, for ring order: chunk (index + coordinate) modulo the number of chunks.
+    index: a loop's, or "" for 0. step: distance between chunks, 0 where it is `view`'s extent of
+    that dim and the loop's chunks make up the buffer; the shorter chunk at the end of an uneven
+    split needs it. swizzle: a mesh axis, for ring order: the rank's coordinate is added to the
+    number, modulo the number of chunks.
     """
 
     view: str
     buffer: str
     dim: int
     index: str
+    shift: int = 0
+    step: int = 0
     swizzle: str = ""
+
+    def start(
+        self,
+        indices: Mapping[str, int],
+        coordinate: Mapping[str, int],
+        whole: Sequence[int],
+        part: Sequence[int],
+    ) -> int:
+        """First position of the chunk. whole, part: shapes of the buffer and of the view."""
+        step = self.step or part[self.dim]
+        number = (indices[self.index] if self.index else 0) + self.shift
+        if self.swizzle:
+            number = (number + coordinate[self.swizzle]) % (whole[self.dim] // step)
+        return number * step
 
 
 Node = (

@@ -7,7 +7,7 @@ matched.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from distmega.errors import CheckError
 from distmega.hostir.nodes import (
@@ -42,11 +42,15 @@ from distmega.ops import COLLECTIVES
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a name's storage is: allocation number `instance` of `buffer`, and the part of it."""
+    """Where a name's storage is: allocation number `instance` of `buffer`, and the part of it.
+
+    viewed: the name has other dims than the buffer, so a chunk of it may be anywhere in the box.
+    """
 
     buffer: str
     instance: int
     box: Box
+    viewed: bool = False
 
 
 class _RankWalk:
@@ -164,7 +168,8 @@ class _RankWalk:
             case SliceView():
                 self.slice_view(node)
             case LibraryOp(op=op) if op.kind == "view":
-                self.places[op.writes[0].tensor] = self.places[op.reads[0].tensor]
+                source = self.places[op.reads[0].tensor]
+                self.places[op.writes[0].tensor] = replace(source, viewed=True)
             case LibraryOp():
                 vertex = self.vertex()
                 self.uses(node, vertex, vertex)
@@ -175,12 +180,13 @@ class _RankWalk:
 
     def slice_view(self, node: SliceView) -> None:
         whole = self.places[node.buffer]
-        extent = self.buffers[node.view].shape[node.dim]
-        num = self.buffers[node.buffer].shape[node.dim] // extent
-        chunk = (self.indices[node.index] + self.coordinate.get(node.swizzle, 0)) % num
-        start = whole.box[node.dim][0] + chunk * extent
+        if whole.viewed:
+            self.places[node.view] = whole
+            return
+        shapes = self.buffers[node.buffer].shape, self.buffers[node.view].shape
+        start = whole.box[node.dim][0] + node.start(self.indices, self.coordinate, *shapes)
         box = [*whole.box]
-        box[node.dim] = (start, start + extent)
+        box[node.dim] = (start, start + shapes[1][node.dim])
         self.places[node.view] = _Place(whole.buffer, whole.instance, tuple(box))
 
     def launch(self, node: LaunchMegakernel) -> None:

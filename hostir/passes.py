@@ -81,7 +81,8 @@ def sink_waits(host: HostProgram) -> HostProgram:
     """Moves each wait for a communication down to just before the first node that needs it.
 
     That is a node which touches what it writes or overwrites what it reads, one of _HANDS_ON, or
-    the end of the body.
+    the end of the body. The node's allocations and slices come after the wait, so that what the
+    wait lets go can be freed before.
     """
     sources, segments = view_sources(host.body), host.segment_map()
 
@@ -92,10 +93,14 @@ def sink_waits(host: HostProgram) -> HostProgram:
         pinned: dict[str, tuple[set[str], set[str]]] = {}
         group: tuple[set[str], set[str]] = set(), set()
         waiting: list[Wait] = []
+        named: list[Node] = []
         out: list[Node] = []
         for node in body:
             if isinstance(node, Wait):
                 waiting.append(node)
+                continue
+            if isinstance(node, Allocate | SliceView):
+                named.append(node)
                 continue
             reads, writes = roots(node_reads(node, segments)), roots(node_writes(node, segments))
             if isinstance(node, Deallocate):
@@ -108,7 +113,8 @@ def sink_waits(host: HostProgram) -> HostProgram:
                     waiting.remove(wait)
             if isinstance(node, ForLoop):
                 node = replace(node, body=sink(node.body))
-            out.append(node)
+            out += [*named, node]
+            named.clear()
             match node:
                 case StartCoalescing():
                     group = set(), set()
@@ -118,7 +124,7 @@ def sink_waits(host: HostProgram) -> HostProgram:
                     pinned[node.handle] = reads, writes
                 case Send() | Recv():
                     group = group[0] | reads, group[1] | writes
-        return (*out, *waiting)
+        return (*out, *named, *waiting)
 
     return replace(host, body=sink(host.body))
 

@@ -5,6 +5,7 @@ Each rule is a generator of violations over a host program; verify.py runs them 
 order and lifetime.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from distmega.hostir.nodes import (
@@ -31,7 +32,7 @@ from distmega.hostir.nodes import (
     view_sources,
     walk_nodes,
 )
-from distmega.program import Tensor, accesses
+from distmega.program import CLIPPED, Access, Op, Tensor, accesses
 
 Violation = tuple[int, str, str]
 """Node index (-1: the program as a whole), what was found, what was expected."""
@@ -121,15 +122,28 @@ def fitting_operands(host: HostProgram) -> Iterator[Violation]:
                     if len(access.dims) != num_dims:
                         found = f"{access.tensor!r} indexed by {len(access.dims)} dims"
                         yield index, found, f"{num_dims} dims"
+                    elif op.kind not in CLIPPED and not _reaches(op, access, buffers):
+                        shape = list(buffers[access.tensor].shape)
+                        yield index, f"{access.tensor!r} of {shape} is too small", "all it indexes"
             case Send(peer=peer) | Recv(peer=peer) | Signal(peer=peer) | WaitSignal(peer=peer):
                 size = host.mesh.size(peer.mesh_axis)
                 if not peer.ring and not 0 <= peer.offset < size:
                     yield index, f"peer {peer.offset} of {size}", f"0 to {size - 1}"
 
 
+def _reaches(op: Op, access: Access, buffers: Mapping[str, Tensor]) -> bool:
+    """Whether a buffer is as large as an op indexes it."""
+    extents = {axis.name: axis.extent for axis in op.axes}
+    return all(
+        index.offset + index.stride * (math.prod(extents[n] for n in index.axes) - 1) < extent
+        for index, extent in zip(access.dims, buffers[access.tensor].shape, strict=True)
+    )
+
+
 def loop_indices(host: HostProgram) -> Iterator[Violation]:
     """Loops run, their indices differ from enclosing ones, and what uses an index stands inside."""
     loops: dict[str, int] = {}
+    buffers = host.buffer_map()
     for index, node in steps(host.body):
         match node:
             case None:
@@ -139,10 +153,10 @@ def loop_indices(host: HostProgram) -> Iterator[Violation]:
                     yield index, f"index {name!r} of extent {extent}", "a new name, extent >= 1"
                 loops[name] = extent
             case SliceView(index=name):
-                if name not in loops:
+                if name and name not in loops:
                     yield index, f"index {name!r}", f"one of the loops around it, {list(loops)}"
                     return
-                yield from _bad_slice(index, node, host.buffer_map(), loops[name])
+                yield from _bad_slice(index, node, buffers, loops.get(name, 1))
             case SetStream(stream=slot) | RecordEvent(event=slot) | WaitEvent(event=slot):
                 if slot.index and slot.index not in loops:
                     yield index, f"index {slot.index!r}", f"one of the loops, {list(loops)}"
@@ -152,10 +166,26 @@ def _bad_slice(
     index: int, node: SliceView, buffers: Mapping[str, Tensor], extent: int
 ) -> Iterator[Violation]:
     view, whole = buffers[node.view], buffers[node.buffer]
-    shape = [e * extent if dim == node.dim else e for dim, e in enumerate(view.shape)]
-    if tuple(shape) != whole.shape or view.dtype != whole.dtype or node.dim >= len(shape):
-        found = f"{extent} chunks {view.dtype}{list(view.shape)} along dim {node.dim}"
-        yield index, found, f"chunks that make up {whole.dtype}{list(whole.shape)}"
+    found = f"{extent} chunks {view.dtype}{list(view.shape)} along dim {node.dim}"
+    expected = f"chunks that make up {whole.dtype}{list(whole.shape)}"
+    if len(view.shape) != len(whole.shape) or node.dim >= len(view.shape):
+        yield index, found, expected
+        return
+    others = [
+        a == b
+        for d, (a, b) in enumerate(zip(view.shape, whole.shape, strict=True))
+        if d != node.dim
+    ]
+    part, total = view.shape[node.dim], whole.shape[node.dim]
+    step, last = node.step or part, extent - 1 + node.shift
+    if node.swizzle:
+        fits = part == step and total % step == 0 and extent <= total // step
+    elif node.step:
+        fits = part <= step and last * step + part <= total
+    else:
+        fits = extent * part == total and not node.shift
+    if not fits or not all(others) or view.dtype != whole.dtype:
+        yield index, found, expected
 
 
 def fitting_collectives(host: HostProgram) -> Iterator[Violation]:

@@ -95,13 +95,19 @@ def print_node(node: Node) -> str:
             return f"launch {kernel}({', '.join(map(_arg, args))})"
         case LibraryOp(op=op):
             return print_op(op)
-        case SliceView(view=view, buffer=buffer, dim=dim, index=index, swizzle=swizzle):
-            ring = f" ring {swizzle}" if swizzle else ""
-            return f"slice {view} of {buffer} dim {dim} by {index}{ring}"
+        case SliceView():
+            return _print_slice(node)
         case SetStream() | RecordEvent() | WaitEvent() | Signal() | WaitSignal():
             return _print_order(node)
         case _:
             return _print_communication(node)
+
+
+def _print_slice(node: SliceView) -> str:
+    text = f"slice {node.view} of {node.buffer} dim {node.dim} by {node.index or 0}"
+    text += f" + {node.shift}" if node.shift else ""
+    text += f" step {node.step}" if node.step else ""
+    return text + (f" ring {node.swizzle}" if node.swizzle else "")
 
 
 def _print_order(node: SetStream | RecordEvent | WaitEvent | Signal | WaitSignal) -> str:
@@ -221,6 +227,20 @@ def _parse_arg(text: str) -> Arg:
     return Arg(name=name, buffer=buffer or name)
 
 
+def _parse_slice(
+    view: str, buffer: str, dim: str, index: str, shift: str, step: str, ring: str
+) -> Node:
+    return SliceView(
+        view=view,
+        buffer=buffer,
+        dim=int(dim),
+        index=index,
+        shift=int(shift or 0),
+        step=int(step or 0),
+        swizzle=ring,
+    )
+
+
 def _parse_collective(kind: str, axis: str, ins: str, outs: str, handle: str, attrs: str) -> Node:
     return Collective(
         kind=kind,  # type: ignore[arg-type]
@@ -246,8 +266,9 @@ _FORMS: tuple[tuple[str, Callable[..., Node]], ...] = (
         lambda k, a: LaunchMegakernel(kernel=k, args=tuple(map(_parse_arg, parse_names(a)))),
     ),
     (
-        r"slice (\S+) of (\S+) dim (\d+) by (\S+)(?: ring (\S+))?",
-        lambda v, b, d, i, r: SliceView(view=v, buffer=b, dim=int(d), index=i, swizzle=r),
+        r"slice (\S+) of (\S+) dim (\d+) by (?:0|(\S+))(?: \+ (\d+))?"
+        r"(?: step (\d+))?(?: ring (\S+))?",
+        _parse_slice,
     ),
     (
         r"send (\S+) to (\S+)(?: as (\S+))?",

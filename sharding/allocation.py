@@ -5,7 +5,7 @@ made it. Loaders ask `local_range` what to load; everything outside of it is zer
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from distmega.program import Tensor
 from distmega.sharding.mesh import DeviceMesh
@@ -16,22 +16,30 @@ from distmega.sharding.placements import Layout
 class AllocatedDim:
     """One dim of an allocation: extent of the whole tensor, extent stored per rank, and how.
 
-    axis: mesh axis that divides it, "" if none does. stream: allocated per iteration of a host
-    loop. contiguous: the next inner dim follows without a gap.
+    axis: mesh axis that divides it, "" if none does. chunk: extent that is allocated in each
+    iteration of a host loop, 0 where a rank's whole part is allocated once. contiguous: the next
+    inner dim follows without a gap.
     """
 
     dim: int
     extent: int
     local_extent: int
     axis: str = ""
-    stream: bool = False
+    chunk: int = 0
     contiguous: bool = True
 
     def __str__(self) -> str:
         text = f"{self.dim}:{self.local_extent}"
         if self.axis:
             text += f"/{self.extent}@{self.axis}"
-        return text + " stream" * self.stream + " gap" * (not self.contiguous)
+        if self.chunk:
+            text += f" stream {self.chunk}"
+        return text + " gap" * (not self.contiguous)
+
+    @property
+    def stored_extent(self) -> int:
+        """Extent of one allocation."""
+        return self.chunk or self.local_extent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +70,25 @@ class AllocationDomain:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Extents one rank stores, in the tensor's dim order, padding included."""
+        """Extents of one rank's part, in the tensor's dim order, padding included."""
         return tuple(d.local_extent for d in sorted(self.dims, key=lambda d: d.dim))
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Extents of one allocation: a chunk where it is made per iteration of a host loop."""
+        return tuple(d.stored_extent for d in sorted(self.dims, key=lambda d: d.dim))
+
+    @property
+    def chunk(self) -> tuple[int, int] | None:
+        """Dim and extent that are allocated per iteration of a host loop, if it is."""
+        return next(((d.dim, d.chunk) for d in self.dims if d.chunk), None)
+
+    def chunked(self, dim: int, chunk: int) -> "AllocationDomain":
+        """This allocation, made anew for each chunk of a dim; where it isn't the outermost, what
+        lies in front of it follows at a shorter stride.
+        """
+        dims = (replace(d, chunk=chunk) if d.dim == dim else d for d in self.dims)
+        return replace(self, dims=tuple(dims))
 
     @property
     def shape(self) -> tuple[int, ...]:

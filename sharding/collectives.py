@@ -29,9 +29,7 @@ def _plain(tensor: str, num_dims: int, joined: int = -1) -> Access:
     return Access(tensor=tensor, dims=tuple(dims))
 
 
-def collective_op(
-    name: str, step: Reshard, shape: Sequence[int], local: Sequence[int], num_ranks: int
-) -> Op:
+def collective_op(step: Reshard, shape: Sequence[int], local: Sequence[int], num_ranks: int) -> Op:
     """The op of a Reshard. shape: extents of the whole tensor; local: the smaller side's extents.
 
     local is, dim by dim, the lesser of the two sides' extents on one rank.
@@ -60,7 +58,7 @@ def collective_op(
             attrs |= {"dim": writes_at, "extent": shape[writes_at]}
             attrs |= {"dst_dim": reads_at, "dst_extent": shape[reads_at]}
     return Op(
-        name=name,
+        name=step.name,
         kind=move.kind,
         axes=tuple(axes),
         reads=tuple(_plain(tensor, len(local), reads_at) for tensor in step.reads),

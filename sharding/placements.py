@@ -46,6 +46,22 @@ class Partial:
         return f"P({self.combine})"
 
 
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """A rank's part of `dim` runs as `num` iterations of a host loop, each ceil(extent / num) long.
+
+    The last may be shorter. num 1: never in a loop. ring: a mesh axis; iteration i runs chunk
+    (i + coordinate) modulo num.
+    """
+
+    dim: int
+    num: int
+    ring: str = ""
+
+    def __str__(self) -> str:
+        return f"C{self.dim}:{self.num}" + (f"@{self.ring}" if self.ring else "")
+
+
 Placement = Replicate | Shard | Partial
 REPLICATE = Replicate()
 PAIR = Partial("argmax")
@@ -56,9 +72,15 @@ _PLACEMENT = re.compile(r"(\w+)=(?:(R)|S(\d+)(?::(\d+))?|P\((\w+)\))$")
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Placements by mesh axis, sorted by axis name; axes not listed replicate."""
+    """Placements by mesh axis, sorted by axis name; axes not listed replicate.
+
+    Of an annotation also: chunks, how host loops run over the tensor, and is_open, that the planner
+    may place it as it likes. Neither is set in a plan.
+    """
 
     placements: tuple[tuple[str, Placement], ...] = ()
+    chunks: Chunks | None = None
+    is_open: bool = False
 
     @staticmethod
     def of(placements: Mapping[str, Placement]) -> "Layout":
@@ -85,11 +107,15 @@ class Layout:
         return Layout.of(placements)
 
     def __str__(self) -> str:
-        return " ".join(f"{axis}={placement}" for axis, placement in self.placements) or "R"
+        words = [f"{axis}={placement}" for axis, placement in self.placements]
+        words += [f"stream={self.chunks}"] if self.chunks else []
+        return " ".join(words) or "R"
 
     def __or__(self, other: "Layout") -> "Layout":
-        """Both layouts' placements; those of `other` win."""
-        return Layout.of({**dict(self.placements), **dict(other.placements)})
+        """Both layouts' placements and chunks; those of `other` win."""
+        joined = Layout.of({**dict(self.placements), **dict(other.placements)})
+        chunks, is_open = other.chunks or self.chunks, self.is_open and other.is_open
+        return Layout(joined.placements, chunks, is_open)
 
     def at(self, axis: str) -> Placement:
         """Placement along one mesh axis."""
@@ -126,6 +152,17 @@ def shard(dim: int, axis: str) -> Layout:
 def replicate() -> Layout:
     """The layout in which every rank holds the whole tensor."""
     return REPLICATED
+
+
+def stream(dim: int, num: int, *, ring: str = "") -> Layout:
+    """Ops around the tensor run in a host loop over `num` chunks of a rank's part of `dim`.
+
+    Iterations overlap on several streams. Join it with `shard` or `replicate` by `|`; alone it
+    leaves the devices to the planner. num=1 keeps the op that makes the tensor out of loops. ring:
+    a mesh axis; each rank starts with the chunk of its own coordinate, so that a gather of that dim
+    becomes a ring of sends and receives beside the work on each part.
+    """
+    return Layout(chunks=Chunks(dim, num, ring), is_open=True)
 
 
 def local_shape(shape: Sequence[int], layout: Layout) -> tuple[int, ...]:

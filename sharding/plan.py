@@ -14,8 +14,9 @@ from distmega.sharding.allocation import AllocationDomain
 from distmega.sharding.cost import Machine
 from distmega.sharding.domains import LoopDomain
 from distmega.sharding.finalize import Memory
+from distmega.sharding.host_loops import HostLoop
 from distmega.sharding.mesh import DeviceMesh
-from distmega.sharding.placements import Layout
+from distmega.sharding.placements import Chunks, Layout
 from distmega.sharding.resolve import PlacedOp, Reshard
 
 
@@ -25,8 +26,9 @@ class PlanFacts:
 
     steps: ops and collectives in execution order, on local tensors. locals: local tensor -> (tensor
     of the program, layout). layouts: tensor -> the layout it has under its own name. allocations:
-    by local tensor, final. loops: by op. annotations: what the user fixed. prices_us: what holding
-    a weight or state whole was priced at.
+    by local tensor, final. loops: by op. host_loops: which steps run together in chunks.
+    annotations: what the user fixed; streams: the chunks that the user asked for. prices_us: what
+    holding a weight or state whole was priced at.
     """
 
     program: Program
@@ -37,8 +39,10 @@ class PlanFacts:
     layouts: Mapping[str, Layout]
     allocations: Mapping[str, AllocationDomain]
     loops: Mapping[str, LoopDomain]
+    host_loops: tuple[HostLoop, ...]
     memory: Memory
     annotations: Mapping[str, Layout]
+    streams: Mapping[str, Chunks]
     prices_us: Mapping[str, float]
 
     @property
@@ -84,5 +88,7 @@ class PlanFacts:
             else:
                 text = f"{step.move.kind} {step.move.axis} {step.combine}"
             digest.update(f"{text} {step.reads} {step.writes}\n".encode())
+        for loop in self.host_loops:
+            digest.update(f"{loop}\n".encode())
         digest.update(" ".join(self.program.outputs).encode())
         return digest.hexdigest()

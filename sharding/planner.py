@@ -22,7 +22,14 @@ from distmega.sharding.finalize import (
 )
 from distmega.sharding.mesh import DeviceMesh
 from distmega.sharding.options import SplitOption
-from distmega.sharding.placements import REPLICATED, Layout, Shard, fits, resolve_layout
+from distmega.sharding.placements import (
+    REPLICATED,
+    Chunks,
+    Layout,
+    Shard,
+    fits,
+    resolve_layout,
+)
 from distmega.sharding.plan import PlanFacts
 from distmega.sharding.propagate import Hints, propagate_annotations
 from distmega.sharding.resolve import (
@@ -33,7 +40,9 @@ from distmega.sharding.resolve import (
 from distmega.sharding.search import AxisSearch, NoOptionError, Problem
 from distmega.sharding.signatures import OptionTable
 from distmega.sharding.steps import Situation
+from distmega.sharding.stream_plan import plan_streams, resolve_chunks
 from distmega.sharding.verify import verify_plan_parts
+from distmega.sharding.verify_chunks import verify_chunks
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +75,7 @@ class _Planner:
         self.tensors = program.tensor_map()
         self.table = OptionTable.of(program)
         self.pins = self.resolve_pins(annotations)
+        self.streams = self.resolve_streams(annotations)
         self.hints: Hints = propagate_annotations(program, mesh, self.table, self.pins)
         self.given = self.given_layouts()
         self.prices = residency_prices_us(program, machine)
@@ -88,7 +98,16 @@ class _Planner:
         return {
             name: resolve_layout(self.tensors[name], layout, self.mesh)
             for name, layout in annotations.items()
+            if not layout.is_open
         }
+
+    def resolve_streams(self, annotations: Mapping[str, Layout]) -> dict[str, Chunks]:
+        """The chunks that annotations ask for."""
+        found = {
+            name: resolve_chunks(self.tensors[name], layout, self.mesh)
+            for name, layout in annotations.items()
+        }
+        return {name: chunks for name, chunks in found.items() if chunks is not None}
 
     def given_layouts(self) -> dict[str, Layout]:
         """Layouts not to be searched: annotated; inputs and outputs are whole by default."""
@@ -141,6 +160,7 @@ class _Planner:
                 chosen,
                 self.given,
                 annotations=self.pins,
+                streams=self.streams,
                 prices_us={name: factor * price for name, price in self.prices.items()},
                 table=self.table,
             )
@@ -240,13 +260,18 @@ def build_plan(
     annotations: Mapping[str, Layout],
     prices_us: Mapping[str, float],
     table: OptionTable,
+    streams: Mapping[str, Chunks] | None = None,
 ) -> Plan:
     """The plan that follows from how each op is divided: collectives, allocations, loops, memory.
 
-    given: layouts of inputs, outputs and other tensors that are fixed. Raises InexactSplitError if
-    padding of a division would reach a result.
+    given: layouts of inputs, outputs and other tensors that are fixed. streams: chunks asked for.
+    Host loops come first, then allocations, which nothing changes afterwards. Raises
+    InexactSplitError if padding of a division would reach a result.
     """
     schedule = Resolver(program, mesh, machine, table, chosen, given).run()
+    schedule, stream_plan = plan_streams(program, mesh, schedule, streams or {})
+    loops = stream_plan.loops
+    allocations = finalize_allocations(program, mesh, schedule, stream_plan.chunks)
     plan = Plan(
         program=program,
         mesh=mesh,
@@ -254,13 +279,16 @@ def build_plan(
         steps=schedule.steps,
         locals=schedule.locals,
         layouts=schedule.homes,
-        allocations=finalize_allocations(program, mesh, schedule),
-        loops=finalize_loops(mesh, schedule, table),
-        memory=measure_memory(program, schedule),
+        allocations=allocations,
+        loops=finalize_loops(mesh, schedule, table, loops),
+        host_loops=loops,
+        memory=measure_memory(program, schedule, allocations, loops),
         annotations=annotations,
+        streams=streams or {},
         prices_us=prices_us,
     )
-    verify_plan_parts(schedule, plan.loops, plan.allocations, mesh, table)
+    verify_plan_parts(schedule, plan.loops, allocations, mesh, table)
+    verify_chunks(program, mesh, schedule, allocations, loops)
     return plan
 
 

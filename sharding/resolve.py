@@ -56,6 +56,7 @@ class PlacedOp:
 class Reshard:
     """One collective on local tensors; two of them for the pair of an argmax."""
 
+    name: str
     move: Move
     reads: tuple[str, ...]
     writes: tuple[str, ...]
@@ -102,6 +103,7 @@ class Resolver:
         self.pads: dict[str, dict[int, Pad]] = {}
         self.locals: dict[str, tuple[str, Layout]] = {}
         self.names = {tensor.name for tensor in program.tensors}
+        self.op_names = {op.name for op in program.ops}
         self.steps: list[PlacedOp | Reshard] = []
         self.roots = alias_roots(program)
         self.aliases: dict[str, list[str]] = {}
@@ -182,10 +184,20 @@ class Resolver:
             name = self.new_form(tensor, move.target)
             source = move.source.at(move.axis)
             combine = source.combine if isinstance(source, Partial) else ""
-            self.steps.append(Reshard(move=move, reads=(here,), writes=(name,), combine=combine))
+            self.steps.append(self.reshard(move, (here,), (name,), combine))
             fresh = {p.dim for p in _changed(move) if isinstance(p, Shard)}
             self.pads[name] = {d: p for d, p in self.pads.get(here, {}).items() if d not in fresh}
             here = name
+
+    def reshard(
+        self, move: Move, reads: tuple[str, ...], writes: tuple[str, ...], combine: str
+    ) -> Reshard:
+        """A collective, under a name that no op has."""
+        name = f"{writes[0]}.{move.kind}"
+        while name in self.op_names:
+            name += "_"
+        self.op_names.add(name)
+        return Reshard(name=name, move=move, reads=reads, writes=writes, combine=combine)
 
     def new_form(self, tensor: str, layout: Layout) -> str:
         """Name under which a tensor comes to be in a layout: its own, where that is its home."""
@@ -253,7 +265,7 @@ class Resolver:
             there = here.moved(axis, REPLICATE)
             after = tuple(self.new_form(access.tensor, there) for access in op.writes)
             move = self.path(op.writes[0].tensor, here, there)[0]
-            self.steps.append(Reshard(move=move, reads=names, writes=after, combine="argmax"))
+            self.steps.append(self.reshard(move, names, after, "argmax"))
             for before, name in zip(names, after, strict=True):
                 self.pads[name] = dict(self.pads.get(before, {}))
             names, here = after, there

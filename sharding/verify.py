@@ -1,7 +1,7 @@
 """The rules that a finished plan obeys, checked on index maps.
 
 Comes in: schedule, loops, allocations. Raises VerifyError, which would be a bug of the planner,
-if a loop isn't device axes first, if an allocation isn't divided exactly where the loops that touch
+if a loop isn't in order, if an allocation isn't divided exactly where the loops that touch
 it are, or if an op works on a tensor of which parts are still to be combined.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from distmega.errors import VerifyError
 from distmega.program import Access
 from distmega.sharding.allocation import AllocationDomain
-from distmega.sharding.domains import Device, LoopDomain, Parallel, dim_positions
+from distmega.sharding.domains import Device, LoopDomain, Parallel, Stream, dim_positions
 from distmega.sharding.mesh import DeviceMesh
 from distmega.sharding.resolve import PlacedOp, Reshard, Schedule
 from distmega.sharding.signatures import OptionTable
@@ -33,22 +33,28 @@ def verify_plan_parts(
         if isinstance(step, Reshard):
             continue
         operands = tuple(allocations[name] for name in (*step.reads, *step.writes))
-        key = table.class_of(step.op), step.splits, operands
+        loop = loops[step.op.name]
+        key = table.class_of(step.op), step.splits, operands, loop.extent_of(Stream())
         if key not in checked:
             checked.add(key)
-            _verify_op(step, loops[step.op.name], operands, mesh)
+            _verify_op(step, loop, operands, mesh)
 
 
 def _verify_op(
     step: PlacedOp, loop: LoopDomain, operands: tuple[AllocationDomain, ...], mesh: DeviceMesh
 ) -> None:
-    kinds = [isinstance(axis.parallel, Device) for axis in loop.axes]
-    if kinds != sorted(kinds, reverse=True):
-        raise _broken(f"loop {loop} of {step.op.name!r}", "device axes in front")
+    kinds = [_depth(axis.parallel) for axis in loop.axes]
+    if kinds != sorted(kinds):
+        raise _broken(f"loop {loop} of {step.op.name!r}", "the stream axis, then device axes")
     accesses = (*step.op.reads, *step.op.writes)
     for access, allocation in zip(accesses, operands, strict=True):
         for coordinate in mesh.coordinates():
             _verify_access(step, loop, access, allocation, coordinate)
+
+
+def _depth(parallel: Parallel) -> int:
+    """Host loops are outermost, then ranks, then what runs on one of them."""
+    return 0 if isinstance(parallel, Stream) else 1 if isinstance(parallel, Device) else 2
 
 
 def _verify_access(

@@ -248,7 +248,7 @@ def test_the_verifier_refuses_allocations_that_loops_do_not_match():
             verify_plan_parts(schedule, plan.loops, broken, mesh, table)
     loop = plan.loops["h"]
     swapped = replace(loop, axes=(*loop.axes[1:], loop.axes[0]))
-    with pytest.raises(VerifyError, match="device axes in front"):
+    with pytest.raises(VerifyError, match="then device axes"):
         verify_plan_parts(schedule, {**plan.loops, "h": swapped}, plan.allocations, mesh, table)
 
 

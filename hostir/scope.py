@@ -1,0 +1,54 @@
+"""What names stand for while the nodes of one body are made: storage, views, chunks of buffers.
+
+Used by lower.py. A view or a slice costs nothing, so it is stated where it is first needed, and
+again in another body.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from distmega.hostir.nodes import Allocate, LibraryOp, Node, SliceView
+from distmega.program import Op, Tensor
+
+
+@dataclass(slots=True, kw_only=True)
+class Scope:
+    """What names stand for in one body. placed: those that got storage in it so far; outer: the
+    body around it.
+    """
+
+    tensors: Mapping[str, Tensor]
+    views: Mapping[str, Op]
+    slices: Mapping[str, SliceView]
+    placed: set[str]
+    outer: "Scope | None" = None
+
+    def is_placed(self, name: str) -> bool:
+        """Whether a name has storage here."""
+        return name in self.placed or (self.outer is not None and self.outer.is_placed(name))
+
+    def named(self, name: str) -> Iterator[Node]:
+        """The nodes that make a view or a slice stand for its part, if that isn't stated yet."""
+        if self.is_placed(name):
+            return
+        if name in self.slices:
+            yield from self.named(self.slices[name].buffer)
+            yield self.slices[name]
+            self.placed.add(name)
+        elif name in self.views:
+            yield from self.named(self.views[name].reads[0].tensor)
+            yield LibraryOp(op=self.views[name])
+            self.placed.add(name)
+
+    def allocated(self, names: Iterable[str]) -> Iterator[Node]:
+        """Allocations of those that have no storage yet."""
+        for name in names:
+            if not (self.is_placed(name) or name in self.views or name in self.slices):
+                self.placed.add(name)
+                yield Allocate(buffer=name)
+
+    def storage(self, name: str) -> str:
+        """What a view is a view of, at last."""
+        while name in self.views:
+            name = self.views[name].reads[0].tensor
+        return name

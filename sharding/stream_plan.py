@@ -1,0 +1,85 @@
+"""From `stream` annotations to host loops: the last change of a schedule before allocations.
+
+Comes in: a Schedule and the chunks that a user asked for, by tensor. Goes out: the schedule in an
+order in which ops that share a loop stand together, and its StreamPlan. PlanError if an annotation
+has no effect anywhere. Next: finalize.py.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from distmega.errors import PlanError
+from distmega.program import Op, Program, Tensor, accesses
+from distmega.sharding.host_loops import StreamPlan, form_loops
+from distmega.sharding.local_ops import LocalOps
+from distmega.sharding.mesh import DeviceMesh
+from distmega.sharding.placements import Chunks, Layout
+from distmega.sharding.resolve import Schedule
+from distmega.sharding.streams import WHOLE, Part, StreamSpread
+
+
+def resolve_chunks(tensor: Tensor, layout: Layout, mesh: DeviceMesh) -> Chunks | None:
+    """A user's chunks with the dim counted from the front. PlanError if they don't fit."""
+    chunks = layout.chunks
+    if chunks is None:
+        return None
+    rank = len(tensor.shape)
+    found = f"stream({chunks.dim}, {chunks.num}) of {tensor.name!r} of shape {tensor.shape}"
+    if not -rank <= chunks.dim < rank:
+        raise PlanError(found, expected=f"a dim below {rank}", remedy="cut a dim that it has")
+    if chunks.num < 1:
+        raise PlanError(found, expected="at least one chunk", remedy="ask for 1 to stay whole")
+    if chunks.ring and chunks.ring not in mesh.names:
+        remedy = "name an axis of the mesh, or leave ring out"
+        raise PlanError(f"ring {chunks.ring!r}: {found}", expected=f"axes of {mesh}", remedy=remedy)
+    return replace(chunks, dim=chunks.dim % rank)
+
+
+def plan_streams(
+    program: Program, mesh: DeviceMesh, schedule: Schedule, streams: Mapping[str, Chunks]
+) -> tuple[Schedule, StreamPlan]:
+    """The schedule in its final order, with its loops."""
+    if not streams:
+        return schedule, StreamPlan(order=tuple(range(len(schedule.steps))))
+    local = LocalOps(program.tensor_map(), mesh, schedule.locals)
+    ops = [local.op(step) for step in schedule.steps]
+    tensors: dict[str, Tensor] = {}
+    pins: dict[str, Part] = {}
+    for name, (whole, _) in schedule.locals.items():
+        shape, given = local.shape(name), local.tensors[whole]
+        role = given.role if name == whole else "temp"
+        tensors[name] = Tensor(name=name, shape=shape, dtype=given.dtype, role=role)
+        if whole in streams:
+            pins[name] = _part(streams[whole], shape)
+    spread = StreamSpread(ops, tensors, pins)
+    plan = form_loops(ops, tensors, spread.run(), program.outputs)
+    for whole in streams:
+        _require_effect(whole, [n for n in pins if schedule.locals[n][0] == whole], ops, spread)
+    steps = tuple(schedule.steps[at] for at in plan.order)
+    return replace(schedule, steps=steps), plan
+
+
+def _part(chunks: Chunks, shape: Sequence[int]) -> Part:
+    extent = shape[chunks.dim]
+    if min(chunks.num, extent) == 1:
+        return WHOLE
+    return Part(chunks.dim, -(-extent // chunks.num), chunks.ring)
+
+
+def _require_effect(
+    whole: str, forms: Sequence[str], ops: Sequence[Op], spread: StreamSpread
+) -> None:
+    """PlanError if chunks were asked for and no op around any form of the tensor runs in them."""
+    wanted = {name: spread.pins[name] for name in forms if spread.pins[name] != WHOLE}
+    if not wanted:
+        return
+    for op in ops:
+        for access, part in zip(accesses(op), spread.parts.get(op.name, ()), strict=False):
+            if part is not None and wanted.get(access.tensor) == part:
+                return
+    reasons = [f"{op}: {why}" for (name, op), why in spread.refused.items() if name in wanted]
+    raise PlanError(
+        f"no op can run in the chunks asked for {whole!r} ({'; '.join(reasons) or 'nothing does'})",
+        expected="a dim that an op around it runs over, chunk by chunk",
+        remedy="cut another dim, or leave the annotation out",
+    )

@@ -1,0 +1,377 @@
+"""Stream parallelism: the cases by name, as node sequences, bytes and results."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+import torch
+
+from distmega.builder import ProgramBuilder
+from distmega.errors import CheckError, PlanError, VerifyError
+from distmega.hostir.check import check_host
+from distmega.hostir.lower import lower_program
+from distmega.hostir.nodes import Allocate, ForLoop, HostProgram, Node, walk_nodes
+from distmega.hostir.passes import peak_memory, run_passes
+from distmega.hostir.text import parse_host, print_host, print_node
+from distmega.program import Program
+from distmega.sharding.cost import CPU
+from distmega.sharding.localize import LocalProgram, localize
+from distmega.sharding.mesh import DeviceMesh
+from distmega.sharding.placements import Layout, replicate, shard, stream
+from distmega.sharding.planner import Plan, plan_program
+from tests.hostir.programs import run_program, without
+from tests.hostir.test_check import wait_numbers
+from tests.hostir.threads import HeldBytes, join, run_mesh
+
+ONE = DeviceMesh(tp=1)
+TP = DeviceMesh(tp=2)
+
+
+def small_integers(program: Program, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Values that any order of additions leaves exact."""
+    generator = torch.Generator().manual_seed(seed)
+    types = {"f32": torch.float32, "bf16": torch.bfloat16, "f64": torch.float64}
+    return {
+        t.name: torch.randint(-3, 4, t.shape, generator=generator).to(types[t.dtype])
+        for t in program.tensors
+        if t.role != "temp"
+    }
+
+
+def lowered(
+    program: Program, mesh: DeviceMesh, annotations: Mapping[str, Layout], **options: bool | int
+) -> tuple[Plan, LocalProgram, HostProgram]:
+    """A checked host program; what it prints reads back."""
+    plan = plan_program(program, mesh, CPU, annotations)
+    local = localize(plan)
+    settings = {"megakernel": False, "peer_memory": False, **options}
+    raw = lower_program(local, **settings)
+    host = run_passes(raw)
+    check_host(raw)
+    check_host(host)
+    assert parse_host(print_host(host)) == host
+    return plan, local, host
+
+
+def assert_exact(program: Program, local: LocalProgram, host: HostProgram) -> None:
+    """All ranks together give what the program does on one, bit by bit."""
+    tensors = small_integers(program)
+    expected = run_program(program, {k: v.clone() for k, v in tensors.items()})
+    found = join(run_mesh(host, local, tensors), local, program.outputs)
+    for name in program.outputs:
+        assert torch.equal(found[name], expected[name]), name
+
+
+def words(body: tuple[Node, ...]) -> list[str]:
+    """A word or two a node, ops and collectives by kind."""
+    found = []
+    for node in walk_nodes(body):
+        line = print_node(node)
+        found.append(line.partition(" = ")[2].partition("[")[0] if " = " in line else line)
+    return found
+
+
+def loops(host: HostProgram) -> list[ForLoop]:
+    return [node for node in host.body if isinstance(node, ForLoop)]
+
+
+def allocated_bytes(host: HostProgram, name: str, *, in_loop: bool) -> int:
+    """Bytes of the one allocation of a buffer."""
+    outside = [n for n in host.body if isinstance(n, Allocate) and n.buffer == name]
+    inside = [
+        n for loop in loops(host) for n in loop.body if isinstance(n, Allocate) and n.buffer == name
+    ]
+    assert (len(outside), len(inside)) == (not in_loop, in_loop)
+    return host.buffer_map()[name].num_bytes
+
+
+def sums() -> Program:
+    """Case N1: a from x, and from it a sum and a half."""
+    p = ProgramBuilder("sums")
+    x = p.input("x", (4, 6, 8))
+    a = x.map("a0 + 1", name="a")
+    b = p.reduce(a, 2, name="b")
+    return p.build(b, a.map("a0 / 2", name="c"))
+
+
+def test_case_n1_one_loop_with_the_intermediate_by_chunk():
+    plan, local, host = lowered(sums(), ONE, {"x": stream(0, 2)})
+    (loop,) = loops(host)
+    assert words(loop.body) == [
+        "stream 1 + i0 % 2", "wait event 0", "slice x@i0 of x dim 0 by i0", "allocate a",
+        "pointwise", "slice b@i0 of b dim 0 by i0", "reduce", "slice c@i0 of c dim 0 by i0",
+        "pointwise", "record event 1 + i0 % 2", "free a",
+    ]  # fmt: skip
+    around = [word for word in words(host.body) if word not in words(loop.body)]
+    assert around == [
+        "allocate b", "allocate c", "record event 0", "for i0 in 2:", "stream 0",
+        "wait event 1", "wait event 2",
+    ]  # fmt: skip
+    assert allocated_bytes(host, "a", in_loop=True) == 384
+    assert plan.allocations["a"].stored_shape == (2, 6, 8)
+    assert all(not plan.allocations[name].chunk for name in "xbc")
+    assert str(plan.loops["a"]) == "[i0.o:2 Stream, i0.i:2, i1:6, i2:8]"
+    assert_exact(sums(), local, host)
+
+
+def test_case_n2_other_dims_are_other_loops():
+    _, local, host = lowered(sums(), ONE, {"x": stream(0, 2), "b": stream(1, 2)})
+    first, second = loops(host)
+    assert [w for w in words(first.body) if "slice" not in w and "event" not in w] == [
+        "stream 1 + i0 % 2", "pointwise", "pointwise",
+    ]  # fmt: skip
+    assert words(second.body)[2:5] == [
+        "slice a@i1 of a dim 1 by i1", "slice b@i1 of b dim 1 by i1", "reduce",
+    ]  # fmt: skip
+    assert allocated_bytes(host, "a", in_loop=False) == 768
+    assert_exact(sums(), local, host)
+
+
+def two_linears(hidden: int, rows: int = 6) -> Program:
+    p = ProgramBuilder("two")
+    x, w1, w2 = p.input("x", (rows, 3)), p.weight("w1", (3, hidden)), p.weight("w2", (hidden, 3))
+    h = p.linear(x, w1, spec="m k, k n -> m n", name="h")
+    return p.build(p.linear(h, w2, spec="m k, k n -> m n", name="y"))
+
+
+def test_case_n3_columns_then_rows_are_two_loops():
+    program = two_linears(15)
+    _, local, host = lowered(program, ONE, {"h": stream(1, 3), "y": stream(0, 3)})
+    assert [loop.extent for loop in loops(host)] == [3, 3]
+    assert allocated_bytes(host, "h", in_loop=False) == 360
+    assert_exact(program, local, host)
+
+
+def test_case_n4_rows_are_one_loop():
+    program = two_linears(5)
+    _, local, host = lowered(program, ONE, {"x": stream(0, 3)})
+    (loop,) = loops(host)
+    assert words(loop.body).count("linear") * loop.extent == 6
+    assert allocated_bytes(host, "h", in_loop=True) == 40
+    assert allocated_bytes(host, "y", in_loop=False) == 72
+    assert host.body.index(Allocate(buffer="y")) < host.body.index(loop)
+    assert_exact(program, local, host)
+
+
+def row_parallel(dtype: str = "bf16") -> Program:
+    p = ProgramBuilder("row_parallel")
+    x, w = p.input("x", (6, 4), dtype), p.weight("w", (2, 4), dtype)
+    return p.build(p.linear(x, w, name="y"))
+
+
+SPLIT_SUM = {"x": shard(1, "tp"), "w": shard(1, "tp")}
+
+
+def test_case_n6_a_linear_and_its_all_reduce_by_chunk():
+    _, local, host = lowered(row_parallel(), TP, {**SPLIT_SUM, "y": stream(0, 3)})
+    (loop,) = loops(host)
+    assert words(loop.body) == [
+        "stream 1 + i0 % 3", "wait event 0", "slice x@i0 of x dim 0 by i0",
+        "allocate y.partial", "linear", "slice y@i0 of y dim 0 by i0",
+        "all_reduce tp (y.partial) -> (y@i0) as y.all_reduce | combine='sum' num_ranks=2",
+        "wait y.all_reduce", "record event 1 + i0 % 3", "free y.partial",
+    ]  # fmt: skip
+    assert allocated_bytes(host, "y.partial", in_loop=True) == 8
+    assert words(host.body)[-4:] == ["stream 0", "wait event 1", "wait event 2", "wait event 3"]
+    assert_exact(row_parallel(), local, host)
+
+
+def test_case_n26_an_unrelated_op_between_does_not_break_a_loop():
+    p = ProgramBuilder("between")
+    x, z = p.input("x", (4, 6)), p.input("z", (5,))
+    a = x.map("a0 * 2", name="a")
+    u = z.map("a0 + 1", name="u")
+    program = p.build(a.map("a0 - 1", name="c"), u)
+    _, local, host = lowered(program, ONE, {"a": stream(0, 2), "c": stream(0, 2)})
+    (loop,) = loops(host)
+    assert words(loop.body).count("pointwise") == 2
+    assert allocated_bytes(host, "a", in_loop=True) == 48
+    assert_exact(program, local, host)
+
+
+def test_case_n26_an_op_between_that_is_needed_breaks_it_and_nothing_is_by_chunk():
+    p = ProgramBuilder("needed")
+    x = p.input("x", (4, 6))
+    a = x.map("a0 * 2", name="a")
+    top = p.reduce(a, 0, "max", name="top")
+    program = p.build(p.pointwise("a0 - a1", a, top, name="c"))
+    _, local, host = lowered(program, ONE, {"a": stream(0, 2), "c": stream(0, 2)})
+    assert len(loops(host)) == 2
+    assert allocated_bytes(host, "a", in_loop=False) == 96
+    assert_exact(program, local, host)
+
+
+def test_an_uneven_split_ends_in_a_shorter_chunk():
+    program = two_linears(5, rows=7)
+    plan, local, host = lowered(program, ONE, {"x": stream(0, 3)})
+    main, tail = loops(host)
+    assert (main.extent, tail.extent) == (2, 1)
+    assert host.buffer_map()["h"].shape == (3, 5)
+    assert host.buffer_map()["h.tail"].shape == (1, 5)
+    assert len(plan.host_loops) == 1
+    assert words(tail.body)[0] == "stream 3"
+    assert_exact(program, local, host)
+
+
+def test_streams_are_a_bounded_ring():
+    program = two_linears(5, rows=12)
+    _, local, host = lowered(program, ONE, {"x": stream(0, 12)}, max_streams=2)
+    assert (host.num_streams, host.num_events) == (3, 3)
+    assert_exact(program, local, host)
+    assert lowered(program, ONE, {"x": stream(0, 12)})[2].num_streams == 5
+
+
+def test_a_stream_inside_a_shard():
+    program = two_linears(5, rows=8)
+    marks = {"x": shard(0, "tp") | stream(0, 2), "y": shard(0, "tp")}
+    plan, local, host = lowered(program, TP, marks)
+    assert host.buffer_map()["h"].shape == (2, 5)
+    assert str(plan.loops["h"]).startswith("[m.i.o:2 Stream, m.o:2 Device(tp), m.i.i:2")
+    assert_exact(program, local, host)
+
+
+def gathered(size: int) -> tuple[Program, dict[str, Layout]]:
+    """An all-gather of rows and two ops on them, column-parallel, in ring order."""
+    p = ProgramBuilder("gathered")
+    x, w = p.input("x", (12, 4)), p.weight("w", (4, 4))
+    program = p.build(p.linear(x, w, name="h").map("relu(a0)", name="y"))
+    ring = shard(1, "tp") | stream(0, size, ring="tp")
+    return program, {"x": shard(0, "tp"), "w": shard(0, "tp"), "h": shard(1, "tp"), "y": ring}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_gather_in_ring_order_is_sends_and_receives_beside_matmuls(size: int):
+    program, marks = gathered(size)
+    plan, local, host = lowered(program, DeviceMesh(tp=size), marks)
+    main, tail = loops(host)
+    assert (main.extent, tail.extent) == (size - 1, 1)
+    assert words(main.body) == [
+        "slice x.whole@i0 of x.whole dim 0 by i0 ring tp",
+        "slice x.whole@i0.next of x.whole dim 0 by i0 + 1 ring tp",
+        "coalesce", "send x.whole@i0 to tp[-1]", "recv x.whole@i0.next from tp[+1]",
+        "end coalesce as x.whole.all_gather", "allocate h", "linear",
+        "slice y@i0 of y dim 0 by i0 ring tp", "pointwise", "free h",
+        "wait x.whole.all_gather",
+    ]  # fmt: skip
+    assert not any("all_gather tp" in word for word in words(host.body))
+    assert plan.allocations["h"].chunk == (0, 12 // size)
+    assert plan.allocations["x.whole"].chunk is None
+    assert f"m0.o.r:{size} Stream" in str(plan.loops["h"])
+    assert_exact(program, local, host)
+
+
+def test_a_ring_without_a_gather_only_turns_the_order():
+    program = two_linears(5)
+    _, local, host = lowered(program, TP, {"y": replicate() | stream(0, 3, ring="tp")})
+    (loop,) = loops(host)
+    assert "slice x@i0 of x dim 0 by i0 ring tp" in words(loop.body)
+    assert not any("all_reduce" in word for word in words(loop.body))
+    assert_exact(program, local, host)
+
+
+def test_views_of_a_chunk_are_chunks():
+    p = ProgramBuilder("viewed")
+    x = p.input("x", (6, 4))
+    a = x.map("a0 + 1", name="a")
+    flat = p.reshape(a, (24,), view=True, name="flat")
+    program = p.build(flat.map("a0 * 2", name="y"))
+    _, local, host = lowered(program, ONE, {"x": stream(0, 3)})
+    assert host.buffer_map()["flat"].shape == (8,)
+    assert allocated_bytes(host, "a", in_loop=True) == 32
+    assert_exact(program, local, host)
+
+
+def test_a_view_that_leaves_keeps_its_storage_whole():
+    p = ProgramBuilder("leaves")
+    a = p.input("x", (6, 4)).map("a0 + 1", name="a")
+    flat = p.reshape(a, (24,), view=True, name="flat")
+    program = p.build(a.map("a0 * 2", name="y"), flat)
+    _, local, host = lowered(program, ONE, {"x": stream(0, 3)})
+    assert allocated_bytes(host, "a", in_loop=False) == 96
+    assert_exact(program, local, host)
+
+
+def test_states_are_updated_by_chunk():
+    p = ProgramBuilder("counted")
+    total, x = p.state("total", (6, 4)), p.input("x", (6, 4))
+    p.set(p.pointwise("a0 + a1", total, x, name="next"), into=total, name="again")
+    program = p.build(total)
+    _, local, host = lowered(program, ONE, {"next": stream(0, 2)})
+    (loop,) = loops(host)
+    assert "slice total@i0 of total dim 0 by i0" in words(loop.body)
+    assert host.buffer_map()["next"].shape == (3, 4)
+    assert_exact(program, local, host)
+
+
+def test_megakernels_run_in_stream_loops():
+    program = two_linears(5, rows=7)
+    _, local, host = lowered(program, ONE, {"x": stream(0, 3)}, megakernel=True)
+    assert len(host.segments) == 2
+    assert host.segments[0].tensor_map()["y@i0"].shape == (3, 3)
+    assert_exact(program, local, host)
+    _, local, host = lowered(row_parallel(), TP, {**SPLIT_SUM, "y": stream(0, 3)}, megakernel=True)
+    assert_exact(row_parallel(), local, host)
+
+
+@pytest.mark.parametrize(
+    ("marks", "message"),
+    [
+        ({"a": stream(3, 2)}, "a dim below 3"),
+        ({"a": stream(0, 0)}, "at least one chunk"),
+        ({"a": stream(0, 2, ring="pp")}, "axes of mesh"),
+        ({"nothing": stream(0, 2)}, "tensor 'nothing'"),
+        ({"x": stream(2, 3, ring="tp")}, "a ring needs equal chunks, and 8 is cut by 3"),
+    ],
+)
+def test_annotations_that_cannot_be_followed_are_refused(marks: dict[str, Layout], message: str):
+    with pytest.raises(PlanError, match=message):
+        plan_program(sums(), ONE, CPU, marks)
+
+
+def test_one_chunk_keeps_an_op_out_of_loops():
+    _, local, host = lowered(sums(), ONE, {"x": stream(0, 2), "b": stream(0, 1)})
+    (loop,) = loops(host)
+    assert "reduce" not in words(loop.body)
+    assert allocated_bytes(host, "a", in_loop=False) == 768
+    assert_exact(sums(), local, host)
+
+
+CASES = {
+    "n1": (sums(), ONE, {"x": stream(0, 2)}),
+    "n2": (sums(), ONE, {"x": stream(0, 2), "b": stream(1, 2)}),
+    "n3": (two_linears(15), ONE, {"h": stream(1, 3), "y": stream(0, 3)}),
+    "n6": (row_parallel(), TP, {**SPLIT_SUM, "y": stream(0, 3)}),
+    "uneven": (two_linears(5, rows=7), ONE, {"x": stream(0, 3)}),
+    "ring": (gathered(2)[0], TP, gathered(2)[1]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_wait_is_needed(case: str):
+    host = lowered(*CASES[case])[2]
+    for number in wait_numbers(host):
+        with pytest.raises(CheckError):
+            check_host(without(host, number))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_reported_peak_is_what_is_held(case: str, monkeypatch: pytest.MonkeyPatch):
+    program, mesh, marks = CASES[case]
+    if mesh.num_ranks > 1:
+        mesh, marks = ONE, {k: v for k, v in marks.items() if v.chunks and not v.chunks.ring}
+    plan, local, host = lowered(program, mesh, marks)
+    held = HeldBytes(monkeypatch)
+    run_mesh(host, local, small_integers(program))
+    assert held.peak == peak_memory(host) == plan.memory.total_bytes
+
+
+def test_a_full_allocation_turned_into_a_chunk_is_caught():
+    program, mesh, marks = CASES["n2"]
+    _, local, host = lowered(program, mesh, marks)
+    broken = {**local.allocations, "a": local.allocations["a"].chunked(0, 2)}
+    with pytest.raises(VerifyError):
+        run_passes(lower_program(replace(local, allocations=broken), megakernel=False,
+                                 peer_memory=False))  # fmt: skip
+    text = print_host(host).replace("  temp a: f32[4, 6, 8]", "  temp a: f32[2, 6, 8]")
+    with pytest.raises(VerifyError):
+        run_passes(parse_host(text))

@@ -1,0 +1,118 @@
+"""Ranks as threads of one process: a host program on a whole mesh, fast enough for random ones."""
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
+
+import torch
+from torch import Tensor
+
+from distmega.hostir import evaluator
+from distmega.hostir.collectives import Collectives, Handle, copy_into
+from distmega.hostir.evaluator import Evaluator
+from distmega.hostir.nodes import HostProgram
+from distmega.sharding.localize import LocalProgram
+from distmega.sharding.mesh import DeviceMesh
+from tests.hostir.programs import SegmentRunner, shard_tensors
+
+
+class Wires:
+    """What ranks have sent to each other, in order: (axis, what, from, to) -> queue."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        ranks = mesh.ranks
+        self.queues: dict[tuple[str, str, int, int], SimpleQueue[Tensor]] = {
+            (axis, what, a, b): SimpleQueue()
+            for axis in mesh.names
+            for what in ("team", "pair")
+            for a in ranks
+            for b in ranks
+        }
+
+
+class ThreadCommunicator(Collectives):
+    """One rank of a mesh whose ranks are threads."""
+
+    def __init__(self, mesh: DeviceMesh, rank: int, wires: Wires) -> None:
+        super().__init__(mesh, rank)
+        self.wires = wires
+
+    def _put(self, axis: str, what: str, peer: int, x: Tensor) -> None:
+        self.wires.queues[axis, what, self.rank, peer].put(x.clone())
+
+    def _take(self, axis: str, what: str, peer: int) -> Tensor:
+        return self.wires.queues[axis, what, peer, self.rank].get(timeout=20)
+
+    def _gather(self, axis: str, x: Tensor) -> Callable[[], list[Tensor]]:
+        return self._exchange(axis, [x] * self.mesh.size(axis))
+
+    def _exchange(self, axis: str, parts: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        team = self.mesh.team(axis, self.rank)
+        for peer, part in zip(team, parts, strict=True):
+            self._put(axis, "team", peer, part)
+        return lambda: [self._take(axis, "team", peer) for peer in team]
+
+    def send(self, axis: str, x: Tensor, peer: int) -> Handle:
+        self._put(axis, "pair", self.mesh.team(axis, self.rank)[peer], x)
+        return Handle(lambda: None)
+
+    def recv(self, axis: str, out: Tensor, peer: int) -> Handle:
+        source = self.mesh.team(axis, self.rank)[peer]
+        return Handle(lambda: copy_into(out, self._take(axis, "pair", source)))
+
+
+def run_mesh(
+    host: HostProgram, local: LocalProgram, tensors: Mapping[str, Tensor]
+) -> list[dict[str, Tensor]]:
+    """Outputs and states of each rank, in mesh order. tensors: those of the whole program."""
+    wires = Wires(local.mesh)
+
+    def run(rank: int) -> dict[str, Tensor]:
+        given = shard_tensors(tensors, local, rank)
+        at = local.mesh.coordinate(rank)
+        runners = {segment.name: SegmentRunner(segment, at) for segment in host.segments}
+        comm = ThreadCommunicator(local.mesh, rank, wires)
+        return {**given, **Evaluator(host, comm, runners).run(given)}
+
+    if local.mesh.num_ranks == 1:
+        return [run(local.mesh.ranks[0])]
+    with ThreadPoolExecutor(local.mesh.num_ranks) as pool:
+        return list(pool.map(run, local.mesh.ranks))
+
+
+def join(
+    found: Sequence[Mapping[str, Tensor]], local: LocalProgram, names: Sequence[str]
+) -> dict[str, Tensor]:
+    """Whole tensors from the parts of all ranks."""
+    whole = {}
+    for name in names:
+        domain = local.allocations[name]
+        whole[name] = torch.full(domain.shape, 10**6, dtype=found[0][name].dtype)
+        for part, at in zip(found, local.mesh.coordinates(), strict=True):
+            ranges = [domain.local_range(dim, at) for dim in range(len(domain.shape))]
+            here = tuple(slice(a, b) for a, b in ranges)
+            whole[name][here] = part[name][tuple(slice(b - a) for a, b in ranges)]
+    return whole
+
+
+class HeldBytes:
+    """Counts what the evaluator holds after each node; `peak` is the most, of any rank."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.peak = 0
+        step = evaluator._Compiler.step
+
+        def counted(compiler, node, index):
+            inner = step(compiler, node, index)
+            if inner is None:
+                return None
+
+            def run(frame) -> None:
+                inner(frame)
+                kept = {x.untyped_storage().data_ptr(): x for x in frame.tensors.values()}
+                held = sum(x.untyped_storage().nbytes() for x in kept.values())
+                self.peak = max(self.peak, held)
+
+            return run
+
+        monkeypatch.setattr(evaluator._Compiler, "step", counted)
