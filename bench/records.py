@@ -1,8 +1,8 @@
 """What a benchmark writes: a list of records in bench/results/NAME-<device>.json, one a case.
 
-A record is {case, device, num_gpus, ours_us, peers: {name: us}, floor_us, commit}. Times are medians
-in microseconds, taken side by side in one run; floor_us is what the bytes or flops alone take at
-rates measured in that run. tables.py turns the files into the README's tables.
+A record is {case, device, num_gpus, ours_us, peers: {name: us}, floor_us, commit}. Times are
+medians in microseconds, taken side by side in one run; floor_us is what the bytes or flops alone
+take at rates measured in that run. tables.py turns the files into the README's tables.
 """
 
 import json

@@ -12,6 +12,7 @@ from distmega.hostir.lower import lower_program
 from distmega.hostir.nodes import HostProgram
 from distmega.hostir.passes import run_passes
 from distmega.kernels.arena import ArenaLayout, Space, layout_arena, tensor_space
+from distmega.kernels.hopper.weight_order import order_weights
 from distmega.kernels.lowering import is_encodable
 from distmega.kernels.megakernel import Megakernel, compile_megakernel
 from distmega.models.config import ModelConfig
@@ -78,7 +79,7 @@ def draw_decode(
     host = run_passes(
         lower_program(local, megakernel=True, peer_memory=peer_memory, is_encodable=is_encodable)
     )
-    persistent = [*local.program.with_role("weight"), *local.program.with_role("state")]
+    persistent = [*order_weights(local.program), *local.program.with_role("state")]
     arenas = {
         space: layout_arena(space, (t for t in persistent if tensor_space(t) is space))
         for space in (Space.WEIGHT, Space.STATE)
@@ -107,6 +108,11 @@ def compile_kernels(blueprint: DecodeBlueprint, num_sms: int) -> Mapping[str, Me
         )
         for segment in blueprint.host.segments
     }
+
+
+def draw_library_decode(blueprint: DecodeBlueprint) -> HostProgram:
+    """The same decode step with every op a library op."""
+    return run_passes(lower_program(blueprint.local, megakernel=False, peer_memory=False))
 
 
 def draw_prefill(blueprint: DecodeBlueprint, num_tokens: int, logits: Logits) -> HostProgram:

@@ -18,7 +18,13 @@ from distmega.blueprint import plan_decode
 from distmega.errors import DistmegaError, RequestError
 from distmega.explain import explain_decode
 from distmega.launch.contract import LauncherOptions
-from distmega.launch.launchers import choose_launcher, choose_num_ranks, launch, should_report
+from distmega.launch.launchers import (
+    choose_device,
+    choose_launcher,
+    choose_num_ranks,
+    launch,
+    should_report,
+)
 from distmega.models.locate import read_config
 from distmega.requests import (
     EngineOptions,
@@ -43,6 +49,8 @@ class Ranks:
     """Tensor-parallel ranks; 0 is WORLD_SIZE under torchrun, else 1."""
     launcher: Literal["auto", "local", "torchrun", "ray"] = "auto"
     """Who starts them; auto is torchrun in a process that torchrun started, else local."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where ranks run; auto is cuda on a machine with an NVIDIA GPU, else cpu."""
     max_restarts: int = 0
     """Start all ranks again this often after one has failed (local and ray)."""
 
@@ -193,6 +201,7 @@ def _launcher_options(ranks: Ranks) -> LauncherOptions:
     return LauncherOptions(
         launcher=launcher,
         num_ranks=choose_num_ranks(launcher, ranks.tp),
+        device=choose_device(ranks.device),
         max_restarts=ranks.max_restarts,
     )
 

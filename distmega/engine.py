@@ -5,6 +5,7 @@ library ops, one program a prompt length; decode launches one megakernel a token
 weights arena and one KV cache. Next on the walk: hostir/evaluator.py.
 """
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -13,22 +14,31 @@ from torch import Tensor
 from distmega.blueprint import (
     compile_kernels,
     draw_decode,
+    draw_library_decode,
     draw_prefill,
     plan_decode,
 )
-from distmega.errors import LaunchError, RequestError
+from distmega.errors import LaunchError, RequestError, VerifyError
 from distmega.hostir.comm import Communicator
 from distmega.hostir.evaluator import Evaluator
 from distmega.kernels.cpu_megakernel import CpuMegakernel, open_peers
 from distmega.kernels.megakernel import Megakernel
 from distmega.kernels.memory import allocate_arena, arena_views
 from distmega.kernels.peer import peer_memory_problem
+from distmega.kernels.runners import SteppingRunner, open_hopper
 from distmega.models.decoder import Logits
 from distmega.models.load import ModelSource
+from distmega.models.random_device import random_values
+from distmega.models.random_source import RandomReader
 from distmega.requests import EngineOptions
 from distmega.sharding.allocation import AllocationDomain
-from distmega.sharding.cost import CPU
+from distmega.sharding.cost import CPU, H200
 from distmega.sharding.mesh import DeviceMesh
+
+logger = logging.getLogger(__name__)
+
+MAX_STEPS = 16
+"""Decode steps of one launch, at most, before their tokens are given out."""
 
 
 class Engine:
@@ -42,6 +52,7 @@ class Engine:
         options: EngineOptions,
         *,
         node: str = "",
+        device: str = "cpu",
         logits: Logits = "none",
     ) -> None:
         """Plans, compiles and loads weights. node: the host of this rank. logits: what a decode
@@ -49,31 +60,57 @@ class Engine:
 
         Raises PlanError where the mesh can't be used, LaunchError where ranks disagree.
         """
-        self.mesh, self.comm = mesh, comm
-        plan = plan_decode(source.config, mesh, CPU, options, logits)
+        self.mesh, self.comm, self.device = mesh, comm, torch.device(device)
+        on_gpu = self.device.type == "cuda"
+        plan = plan_decode(source.config, mesh, H200 if on_gpu else CPU, options, logits)
         peer_memory = _share_memory(comm, options, node)
         self.blueprint = draw_decode(source.config, plan, options, peer_memory=peer_memory)
-        kernels = compile_kernels(self.blueprint, options.num_sms)
-        _require_agreement(comm, [plan.fingerprint(), *(k.fingerprint() for k in kernels.values())])
-        self._weights = allocate_arena(self.blueprint.weights)
-        self._states = allocate_arena(self.blueprint.states)
+        self._weights = allocate_arena(self.blueprint.weights, device=device)
+        self._states = allocate_arena(self.blueprint.states, device=device)
         self._persistent = {
             **arena_views(self.blueprint.weights, self._weights),
             **arena_views(self.blueprint.states, self._states),
         }
+        self._runners: dict[str, CpuMegakernel] = {}
+        self.stepping: SteppingRunner | None = None
+        """The decode kernel of a GPU, for callers that time or trace it."""
         self._load(source)
-        self._runners = {name: self._runner(kernel, options) for name, kernel in kernels.items()}
-        self._decode = Evaluator(self.blueprint.host, comm, self._runners)
+        self._decode = self._open_gpu() if on_gpu else self._open_cpu(options)
+        fingerprints = [plan.fingerprint()]
+        fingerprints += [runner.kernel.fingerprint() for runner in self._runners.values()]
+        _require_agreement(comm, fingerprints)
         self._prefills: dict[tuple[int, Logits], Evaluator] = {}
         self.num_cached = 0
 
     def generate(self, prompt: Sequence[int]) -> Iterator[int]:
-        """Greedy tokens after `prompt`, until the cache is full; starts a new sequence."""
+        """Greedy tokens after `prompt`, until the cache is full; starts a new sequence.
+
+        On a GPU later tokens come several at a time, so a caller that stops early has caused a few
+        steps too many.
+        """
         token = self.prefill(prompt)
         yield token
-        while self.num_cached < self.blueprint.max_context:
-            token = self.decode(token)
-            yield token
+        num_steps = 1
+        while room := self.blueprint.max_context - self.num_cached:
+            if self.stepping is None:
+                token = self.decode(token)
+                yield token
+                continue
+            if num_steps == 1:
+                self.stepping.start(token, self.num_cached)
+            num_steps = min(2 * num_steps, MAX_STEPS, room)
+            chosen = self.stepping.decode(num_steps)
+            self.num_cached += num_steps
+            yield from chosen.tolist()
+
+    @property
+    def uses_megakernel(self) -> bool:
+        """Whether decode steps run as megakernels rather than library ops."""
+        return bool(self._decode.host.segments)
+
+    def tensor(self, name: str) -> Tensor:
+        """A weight or state as this rank holds it; KeyError is a bug of the caller."""
+        return self._persistent[name]
 
     def reseed(self, seed: int) -> None:
         """From now on, decode steps interleave tasks as `seed` says; 0 takes SMs in turn."""
@@ -97,8 +134,8 @@ class Engine:
         self._require_room(1, self.num_cached)
         outputs = self._decode.run(
             {
-                "tokens": torch.tensor([token]),
-                "positions": torch.tensor([self.num_cached]),
+                "tokens": torch.tensor([token], device=self.device),
+                "positions": torch.tensor([self.num_cached], device=self.device),
                 **self._persistent,
             }
         )
@@ -110,8 +147,11 @@ class Engine:
         key = len(ids), logits
         if key not in self._prefills:
             host = draw_prefill(self.blueprint, len(ids), logits)
-            self._prefills[key] = Evaluator(host, self.comm, {})
-        inputs = {"tokens": torch.tensor(ids), "positions": torch.arange(len(ids))}
+            self._prefills[key] = Evaluator(host, self.comm, {}, str(self.device))
+        inputs = {
+            "tokens": torch.tensor(ids, device=self.device),
+            "positions": torch.arange(len(ids), device=self.device),
+        }
         outputs = self._prefills[key].run({**inputs, **self._persistent})
         self.num_cached = len(ids)
         return outputs
@@ -124,6 +164,28 @@ class Engine:
                 expected=f"at least 1, and at most {limit} positions together",
                 remedy="shorten the text or raise --max-context",
             )
+
+    def _open_cpu(self, options: EngineOptions) -> Evaluator:
+        kernels = compile_kernels(self.blueprint, options.num_sms)
+        self._runners = {name: self._runner(kernel, options) for name, kernel in kernels.items()}
+        return Evaluator(self.blueprint.host, self.comm, self._runners)
+
+    def _open_gpu(self) -> Evaluator:
+        """The decode kernel, or library ops for a model that it can't do."""
+        device, (segment,) = str(self.device), self.blueprint.host.segments
+        try:
+            self.stepping = open_hopper(
+                segment,
+                weights=self.blueprint.weights,
+                weights_arena=self._weights,
+                states=self.blueprint.states,
+                state_arena=self._states,
+            )
+        except VerifyError as error:
+            logger.warning("decoding by library ops: %s", error)
+            host = draw_library_decode(self.blueprint)
+            return Evaluator(host, self.comm, {}, device)
+        return Evaluator(self.blueprint.host, self.comm, {segment.name: self.stepping}, device)
 
     def _runner(self, kernel: Megakernel, options: EngineOptions) -> CpuMegakernel:
         rank = self.comm.rank
@@ -161,9 +223,14 @@ def load_shard(
     extents = [stop - start for start, stop in ranges]
     if list(into.shape) != extents:
         into.zero_()
-    if all(extents):
-        part = source.weight(name).read(tuple(slice(*bounds) for bounds in ranges))
-        into[tuple(slice(extent) for extent in extents)] = torch.from_numpy(part)
+    if not all(extents):
+        return
+    reader, slices = source.weight(name), tuple(slice(*bounds) for bounds in ranges)
+    if isinstance(reader, RandomReader) and into.is_cuda:
+        part = random_values(reader, slices, into.device)
+    else:
+        part = torch.from_numpy(reader.read(slices))
+    into[tuple(slice(extent) for extent in extents)] = part
 
 
 def _share_memory(comm: Communicator, options: EngineOptions, node: str) -> bool:

@@ -69,7 +69,7 @@ def score(context: RankContext, request: ScoreRequest, emit: Emit) -> ScoreResul
             f"a text of {len(ids)} tokens", expected="at least 2", remedy="give a longer text"
         )
     engine = open_engine(context, source, request.tp, request.options)
-    losses = F.cross_entropy(engine.logits(ids)[:-1].float(), torch.tensor(ids[1:]))
+    losses = F.cross_entropy(engine.logits(ids)[:-1].float().cpu(), torch.tensor(ids[1:]))
     return ScoreResult(perplexity=math.exp(losses.item()), num_tokens=len(ids) - 1)
 
 
@@ -87,9 +87,17 @@ def open_engine(
             expected="as many as ranks",
             remedy=f"use --tp {context.world_size}",
         )
+    if tp > 1 and context.device != "cpu":
+        raise RequestError(
+            f"{tp} ranks on GPUs",
+            expected="one rank, or ranks on CPUs",
+            remedy="use --tp 1 or --device cpu: several GPUs are not supported yet",
+        )
     mesh = DeviceMesh(tp=tp)
     comm = GlooCommunicator(mesh, context.rank) if tp > 1 else SingleCommunicator(mesh)
-    return Engine(source, mesh, comm, options, node=context.node, logits=logits)
+    return Engine(
+        source, mesh, comm, options, node=context.node, device=context.device, logits=logits
+    )
 
 
 def encode_prompt(source: ModelSource, tokenizer: Tokenizer, request: GenerateRequest) -> list[int]:

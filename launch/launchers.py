@@ -12,10 +12,13 @@ import pickle
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
+from pathlib import Path
+from typing import Literal
 
 from distmega.env import read_settings
 from distmega.errors import LaunchError, RankFailure, RequestError
 from distmega.launch.contract import Emitted, Event, Job, LauncherOptions, load_function
+from distmega.ranks import DeviceKind
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +88,13 @@ def choose_num_ranks(launcher: str, requested: int) -> int:
             remedy="correct --tp or what starts the ranks, or unset WORLD_SIZE",
         )
     return num_ranks
+
+
+def choose_device(name: Literal["auto", "cpu", "cuda"]) -> DeviceKind:
+    """The device meant by `name`; "auto" is cuda on a machine with an NVIDIA GPU, else cpu."""
+    if name == "auto":
+        return "cuda" if Path("/dev/nvidia0").exists() else "cpu"
+    return name
 
 
 def should_report() -> bool:

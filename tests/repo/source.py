@@ -13,6 +13,7 @@ PACKAGES: dict[str, Path] = {
     "distmega.sharding": ROOT / "sharding",
     "distmega.hostir": ROOT / "hostir",
     "distmega.kernels": ROOT / "kernels",
+    "distmega.kernels.hopper": ROOT / "kernels/hopper",
     "distmega.launch": ROOT / "launch",
 }
 """Package name -> its folder; a folder's own files only."""

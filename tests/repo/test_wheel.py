@@ -1,4 +1,4 @@
-"""The wheel holds the six packages, the licence and metadata, and nothing else."""
+"""The wheel holds the packages, the licence and metadata, and nothing else."""
 
 import email
 import os

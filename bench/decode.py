@@ -1,0 +1,171 @@
+"""Time of one decode step: distmega, torch.compile and the floor, alternating in one run on a GPU.
+
+    python -m bench.decode "llama-3.2-1b batch=1 ctx=512" ... [--rounds 20] [--no-peer]
+
+A case names a preset, a batch and a position of the KV cache; weights are random, bf16. The floor
+is the bytes of all weights a step reads over the rate of a device copy, measured in the same run.
+Writes bench/results/decode-<device>.json; `make tables` turns it into the README's table.
+"""
+
+import argparse
+import gc
+import re
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from bench.records import RESULTS, Record, current_commit, result_name, write_records
+from bench.torch_decoder import make_peer
+from distmega.engine import Engine
+from distmega.hostir.comm import SingleCommunicator
+from distmega.models.config import ModelConfig
+from distmega.models.load import open_model
+from distmega.models.weights import weight_specs
+from distmega.requests import EngineOptions
+from distmega.sharding.mesh import DeviceMesh
+
+CASES = tuple(
+    f"{name} batch=1 ctx=512" for name in ("llama-3.2-1b", "qwen3-0.6b", "qwen3-1.7b", "qwen3-8b")
+)
+STEPS = 16
+"""Decode steps between two events: a launch of ours, so many calls of the peer."""
+
+Timed = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What a case's name says."""
+
+    text: str
+    model: str
+    batch: int
+    context: int
+
+
+def parse_case(text: str) -> Case:
+    """Reads "MODEL batch=N ctx=N"."""
+    match = re.fullmatch(r"(\S+) batch=(\d+) ctx=(\d+)", text)
+    if not match:
+        raise SystemExit(f"case {text!r}; expected 'MODEL batch=N ctx=N'; correct it")
+    return Case(text, match[1], int(match[2]), int(match[3]))
+
+
+def step_bytes(config: ModelConfig) -> int:
+    """Bytes of the weights that a step reads: all but the embedding, unless it is also the head."""
+    skipped = set() if config.tied else {"embed"}
+    specs = weight_specs(config)
+    return sum(2 * _size(specs[name].shape) for name in specs if name not in skipped)
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    size = 1
+    for extent in shape:
+        size *= extent
+    return size
+
+
+def elapsed_us(run: Timed, num: int) -> float:
+    """Time of `run` on the GPU divided by `num`."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    run()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) * 1e3 / num
+
+
+def copy_bytes_per_us() -> float:
+    """Rate of a device copy of 1 GiB, reads and writes counted."""
+    source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    times = [elapsed_us(lambda: target.copy_(source), 1) for _ in range(20)]
+    return 2 * source.numel() / statistics.median(times)
+
+
+def our_step(case: Case) -> Timed:
+    """STEPS steps in one launch, always from the same position."""
+    mesh = DeviceMesh(tp=1)
+    options = EngineOptions(max_context=case.context + STEPS)
+    source = open_model(case.model)
+    engine = Engine(source, mesh, SingleCommunicator(mesh), options, device="cuda:0")
+    stepping = engine.stepping
+    if stepping is None:
+        raise SystemExit(
+            f"{case.model} does not run on the decode kernel; expected a GPU and triton"
+        )
+
+    def run() -> None:
+        stepping.start(1, case.context - 1)
+        stepping.decode(STEPS)
+
+    return run
+
+
+def peer_step(case: Case, config: ModelConfig) -> Timed:
+    """STEPS calls of the compiled peer at the same position."""
+    torch._dynamo.reset()
+    model = make_peer(config, case.batch, case.context + STEPS)
+    step = torch.compile(model, mode="max-autotune", fullgraph=True)
+    tokens = torch.zeros(case.batch, 1, dtype=torch.long, device="cuda")
+    position = torch.tensor([case.context - 1], device="cuda")
+
+    def run() -> None:
+        with torch.inference_mode():
+            for _ in range(STEPS):
+                step(tokens, position)
+
+    return run
+
+
+def measure(case: Case, rounds: int, with_peer: bool) -> Record:
+    """Medians over `rounds` rounds in which each is timed once."""
+    config = open_model(case.model).config
+    ours = our_step(case)
+    runs = {"ours": ours}
+    if with_peer:
+        runs["torch.compile"] = peer_step(case, config)
+    for run in runs.values():
+        for _ in range(3):
+            run()
+    torch.cuda.synchronize()
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            times[name].append(elapsed_us(run, STEPS))
+    medians = {name: round(statistics.median(found), 1) for name, found in times.items()}
+    ours_us = medians.pop("ours")
+    floor_us = step_bytes(config) / copy_bytes_per_us()
+    return Record(
+        case=case.text,
+        device=torch.cuda.get_device_name(),
+        num_gpus=1,
+        ours_us=ours_us,
+        peers=medians,
+        floor_us=round(floor_us, 1),
+        commit=current_commit(),
+    )
+
+
+def main() -> None:
+    """Measures the cases named, or all, and writes their records as they come."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("cases", nargs="*", default=CASES)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--no-peer", action="store_true")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    for text in arguments.cases:
+        record = measure(parse_case(text), arguments.rounds, not arguments.no_peer)
+        path = arguments.out / f"{result_name('decode', record.device)}.json"
+        write_records(path, [record])
+        print(record, flush=True)
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

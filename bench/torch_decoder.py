@@ -1,0 +1,106 @@
+"""The peer of bench/decode.py: a decode step as a user of plain torch writes it, for torch.compile.
+
+In: a ModelConfig, a batch and a context. Out: a module that appends one token a sequence to static
+KV caches and gives the next tokens; weights are random bf16. Compiled with mode "max-autotune",
+which also captures CUDA graphs.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from distmega.models.config import ModelConfig
+
+
+class Attention(nn.Module):
+    """Queries, keys and values in one matrix; caches [batch, kv heads, context, d]."""
+
+    def __init__(self, config: ModelConfig, batch: int, context: int) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.d = config.num_heads, config.num_kv_heads, config.head_dim
+        rows = (self.heads + 2 * self.kv_heads) * self.d
+        self.norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
+        self.qkv = nn.Linear(config.hidden, rows, bias=config.qkv_bias)
+        self.out = nn.Linear(self.heads * self.d, config.hidden, bias=False)
+        self.head_norms = nn.ModuleList(
+            nn.RMSNorm(self.d, eps=config.norm_eps) if config.qk_norm else nn.Identity()
+            for _ in range(2)
+        )
+        for name in ("keys", "values"):
+            self.register_buffer(name, torch.zeros(batch, self.kv_heads, context, self.d))
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, position: Tensor, mask: Tensor
+    ) -> Tensor:
+        batch = x.shape[0]
+        parts = [self.heads, self.kv_heads, self.kv_heads]
+        q, k, v = self.qkv(self.norm(x)).view(batch, 1, -1, self.d).split(parts, 2)
+        q, k = (rotate(norm(t), cos, sin) for norm, t in zip(self.head_norms, (q, k), strict=True))
+        self.keys[:, :, position] = k.transpose(1, 2)
+        self.values[:, :, position] = v.transpose(1, 2)
+        mixed = F.scaled_dot_product_attention(
+            q.transpose(1, 2), self.keys, self.values, attn_mask=mask, enable_gqa=True
+        )
+        return x + self.out(mixed.transpose(1, 2).reshape(batch, 1, -1))
+
+
+class Mlp(nn.Module):
+    """x + down(silu(gate) * up) of the norm of x."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
+        self.gate_up = nn.Linear(config.hidden, 2 * config.ffn, bias=False)
+        self.down = nn.Linear(config.ffn, config.hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(self.norm(x)).chunk(2, -1)
+        return x + self.down(F.silu(gate) * up)
+
+
+class TorchDecoder(nn.Module):
+    """tokens [batch, 1] at position [1] -> next tokens [batch, 1]."""
+
+    def __init__(self, config: ModelConfig, batch: int, context: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(config.vocab, config.hidden)
+        self.layers = nn.ModuleList()
+        for _ in range(config.num_layers):
+            self.layers += [Attention(config, batch, context), Mlp(config)]
+        self.norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
+        self.head = nn.Linear(config.hidden, config.vocab, bias=False)
+        self.register_buffer("seen", torch.ones(context, context, dtype=torch.bool).tril())
+        steps = torch.arange(0, config.head_dim, 2).float() / config.head_dim
+        angles = torch.outer(torch.arange(context).float(), config.rope_base**-steps)
+        self.register_buffer("cos", angles.cos())
+        self.register_buffer("sin", angles.sin())
+
+    def forward(self, tokens: Tensor, position: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        cos, sin = self.cos[position][:, None], self.sin[position][:, None]
+        mask = self.seen[position][None, None]
+        for layer in self.layers:
+            x = layer(x, cos, sin, position, mask) if isinstance(layer, Attention) else layer(x)
+        return self.head(self.norm(x))[:, -1].argmax(-1, keepdim=True)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Half-split rotary embedding."""
+    left, right = x.chunk(2, -1)
+    return torch.cat((left * cos - right * sin, right * cos + left * sin), -1).to(x.dtype)
+
+
+def make_peer(config: ModelConfig, batch: int, context: int) -> TorchDecoder:
+    """A decoder with random bf16 weights on the current GPU."""
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("cuda"):
+            model = TorchDecoder(config, batch, context)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for name in ("cos", "sin"):
+        setattr(model, name, getattr(model, name).float())
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=0.02)
+    return model.requires_grad_(False).eval()

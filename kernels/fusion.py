@@ -1,0 +1,266 @@
+"""Fusion: the ops of a decode segment as the few kinds of work that the GPU megakernel does.
+
+In: a segment (a Program) of one token. Out: fused ops in program order; each names the tensors it
+reads and writes, nothing of the hardware. The rules look at ops and at who uses their results,
+never at names, so any program with these shapes fuses. What no rule takes is an error that names
+the op.
+"""
+
+from dataclasses import dataclass
+
+from distmega import expr
+from distmega.errors import VerifyError
+from distmega.program import Op, Program
+
+SUM = expr.parse("a0 + a1")
+GATED = expr.parse("silu(a0) * a1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Norm:
+    """An rms norm applied on the way in: its weight and eps."""
+
+    weight: str
+    eps: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FusedEmbedding:
+    """out = the row of `table` at `ids`."""
+
+    ids: str
+    table: str
+    out: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FusedLinear:
+    """Products of one vector x, normalised first if `norm`, with several weights, plus biases.
+
+    One output for each weight; biases are aligned with weights, "" where there is none.
+    """
+
+    x: str
+    norm: Norm | None
+    weights: tuple[str, ...]
+    biases: tuple[str, ...]
+    outs: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FusedResidual:
+    """out = residual + weight x."""
+
+    x: str
+    weight: str
+    residual: str
+    out: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FusedGated:
+    """out = silu(gate x) * (up x), x normalised first."""
+
+    x: str
+    norm: Norm | None
+    gate: str
+    up: str
+    out: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FusedAttention:
+    """Rotates q and k after their norms, appends k and v to the caches, attends.
+
+    q [1, h, g, d], k and v [1, h, d]: before norm and rotation.
+    """
+
+    q: str
+    k: str
+    v: str
+    q_norm: Norm | None
+    k_norm: Norm | None
+    positions: str
+    table: str
+    k_cache: str
+    v_cache: str
+    scale: float
+    window: int
+    out: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FusedHead:
+    """token = argmax of weight x, x normalised first; `logits` is the product."""
+
+    x: str
+    norm: Norm | None
+    weight: str
+    logits: str
+    token: str
+
+
+Fused = FusedEmbedding | FusedLinear | FusedResidual | FusedGated | FusedAttention | FusedHead
+
+
+def fuse_segment(segment: Program) -> tuple[Fused, ...]:
+    """The fused ops of a segment. Raises VerifyError naming the first op that no rule takes."""
+    return _Fusion(segment).run()
+
+
+class _Fusion:
+    """One pass over a segment. `taken`: ops that a fused op already contains."""
+
+    def __init__(self, segment: Program) -> None:
+        self.segment = segment
+        self.producers = {w.tensor: op for op in segment.ops for w in op.writes}
+        self.users: dict[str, list[Op]] = {}
+        for op in segment.ops:
+            for name in dict.fromkeys(read.tensor for read in op.reads):
+                self.users.setdefault(name, []).append(op)
+        self.taken: set[str] = set()
+
+    def run(self) -> tuple[Fused, ...]:
+        """Fused ops, each at the place of the first linear, attention or embedding in it."""
+        rules = {
+            "embedding": self.fuse_embedding,
+            "linear": self.fuse_linear,
+            "attention": self.fuse_attention,
+        }
+        fused = [
+            rules[op.kind](op) for op in self.segment.ops if op.kind in rules and self.is_free(op)
+        ]
+        for op in self.segment.ops:
+            if op.name not in self.taken:
+                raise _unfit(op)
+        return tuple(fused)
+
+    def is_free(self, op: Op) -> bool:
+        """Whether no fused op has taken it yet; asked in order, while fused ops are made."""
+        return op.name not in self.taken
+
+    def fuse_embedding(self, op: Op) -> Fused:
+        if op.get("base_axis", ""):
+            raise _unfit(op)
+        self.taken.add(op.name)
+        return FusedEmbedding(ids=_read(op, 0), table=_read(op, 1), out=_out(op))
+
+    def fuse_linear(self, op: Op) -> Fused:
+        """A linear with what surrounds it: gated pair, residual, head, or all linears of its x."""
+        x, norm = self.normed(_read(op, 0))
+        user = self.only_user(_out(op))
+        if user is not None and _is_pointwise(user, GATED):
+            gate, up = (self.producers[read.tensor] for read in user.reads)
+            if gate.kind == up.kind == "linear" and _read(gate, 0) == _read(up, 0):
+                self.take(gate, up, user)
+                weights = _read(gate, 1), _read(up, 1)
+                return FusedGated(x=x, norm=norm, gate=weights[0], up=weights[1], out=_out(user))
+        if user is not None and _is_pointwise(user, SUM) and norm is None and not _bias(op):
+            (residual,) = (read.tensor for read in user.reads if read.tensor != _out(op))
+            self.take(op, user)
+            return FusedResidual(x=x, weight=_read(op, 1), residual=residual, out=_out(user))
+        chosen = [one for one in self.users.get(_out(op), []) if one.kind == "argmax"]
+        if chosen and not chosen[0].get("base_axis", "") and not _bias(op):
+            self.take(op, chosen[0])
+            token = chosen[0].writes[1].tensor
+            return FusedHead(x=x, norm=norm, weight=_read(op, 1), logits=_out(op), token=token)
+        together = [one for one in self.users[_read(op, 0)] if one.kind == "linear"]
+        self.take(*together)
+        return FusedLinear(
+            x=x,
+            norm=norm,
+            weights=tuple(_read(one, 1) for one in together),
+            biases=tuple(map(_bias, together)),
+            outs=tuple(map(_out, together)),
+        )
+
+    def fuse_attention(self, op: Op) -> Fused:
+        """Attention with the rotations, norms and appends in front of it."""
+        appends = [self.append_to(op, _read(op, place)) for place in (1, 2)]
+        q, q_norm, q_rope = self.rotated(op, _read(op, 0))
+        k, k_norm, k_rope = self.rotated(op, _read(appends[0], 0))
+        if _read(q_rope, 3) != _read(k_rope, 3):
+            raise _unfit(k_rope)
+        self.take(op, *appends)
+        scale, window = op.attr("scale"), op.attr("window")
+        assert isinstance(scale, float)
+        assert isinstance(window, int)
+        return FusedAttention(
+            q=q,
+            k=k,
+            v=_read(appends[1], 0),
+            q_norm=q_norm,
+            k_norm=k_norm,
+            positions=_read(op, 3),
+            table=_read(q_rope, 3),
+            k_cache=_read(op, 1),
+            v_cache=_read(op, 2),
+            scale=scale,
+            window=window,
+            out=_out(op),
+        )
+
+    def normed(self, name: str) -> tuple[str, Norm | None]:
+        """What `name` is the norm of, if it is one that only linears read."""
+        op = self.producers.get(name)
+        if op is None or op.kind != "rms_norm" or any(u.kind != "linear" for u in self.users[name]):
+            return name, None
+        self.take(op)
+        return _read(op, 0), _norm(op)
+
+    def rotated(self, attention: Op, name: str) -> tuple[str, Norm | None, Op]:
+        """What `name` is the rotation of, the norm before it, and the rope op."""
+        rope = self.producers.get(name)
+        if rope is None or rope.kind != "rope" or _read(rope, 2) != _read(attention, 3):
+            raise _unfit(attention)
+        self.take(rope)
+        norm = self.producers.get(_read(rope, 0))
+        if norm is None or norm.kind != "rms_norm" or self.only_user(_out(norm)) is not rope:
+            return _read(rope, 0), None, rope
+        self.take(norm)
+        return _read(norm, 0), _norm(norm), rope
+
+    def append_to(self, attention: Op, cache: str) -> Op:
+        """The op that appends to a cache at the positions of `attention`."""
+        op = self.producers.get(cache)
+        if op is None or op.kind != "kv_append" or _read(op, 1) != _read(attention, 3):
+            raise _unfit(attention)
+        return op
+
+    def only_user(self, name: str) -> Op | None:
+        """The op that reads `name`, if there is one alone and it is no output."""
+        users = self.users.get(name, [])
+        return users[0] if len(users) == 1 and name not in self.segment.outputs else None
+
+    def take(self, *ops: Op) -> None:
+        self.taken.update(op.name for op in ops)
+
+
+def _read(op: Op, place: int) -> str:
+    return op.reads[place].tensor
+
+
+def _out(op: Op) -> str:
+    return op.writes[0].tensor
+
+
+def _bias(op: Op) -> str:
+    return _read(op, 2) if len(op.reads) == 3 else ""
+
+
+def _norm(op: Op) -> Norm:
+    eps = op.attr("eps")
+    assert isinstance(eps, float)
+    return Norm(weight=_read(op, 2), eps=eps)
+
+
+def _is_pointwise(op: Op, tree: expr.Expr) -> bool:
+    return op.kind == "pointwise" and expr.parse(str(op.attr("expr"))) == tree
+
+
+def _unfit(op: Op) -> VerifyError:
+    return VerifyError(
+        f"op {op.name!r} of kind {op.kind} does not fuse",
+        expected="a decode step of the Llama family on one rank",
+        remedy="run the segment by library ops",
+    )

@@ -1,0 +1,385 @@
+"""Attention tasks on the compute warps: one kv head's query group over one split of the context,
+and the sum over the splits.
+
+In: tagged words of the qkv output, cached keys and values in the ring. Out: tagged words of the
+attention output (bf16 pairs), and the new position in the cache. Next on the walk: kernel.py.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from distmega.kernels.hopper.device import (
+    as_float,
+    bf16_pair,
+    clock,
+    fence_all,
+    spin2,
+    spin4,
+    tagged,
+    tagged_float,
+)
+from distmega.kernels.hopper.fields import (
+    ATT_K_NORM,
+    ATT_K_ROW,
+    ATT_Q_NORM,
+    ATT_SPLIT,
+    ATT_V_ROW,
+    DST,
+    HEAD,
+    MAX_SPLITS,
+    PARTIAL,
+    SRC,
+)
+from distmega.kernels.hopper.linear import store_pairs
+from distmega.kernels.hopper.loader import num_active_splits
+from distmega.kernels.hopper.shapes import (
+    GROUP_LIMIT,
+    KV_DOT,
+    MAX_SPLITS_LIMIT,
+    MMA3,
+    MMA_M,
+    NUM_WARPS,
+    PAIR_OUT,
+    PARTIAL_EXTRA,
+    PER_THREAD,
+    POSITIONS,
+    Q_DOT,
+    QUERY,
+    TILE_ROWS,
+    TWOS,
+    WARP_SUM,
+    head_rows,
+)
+
+
+@gluon.jit
+def four_words(pointers, tag, wanted, ROWS_: gl.constexpr, COLUMNS: gl.constexpr):
+    """[ROWS_, COLUMNS] float32 from tagged words, four consecutive ones a pointer."""
+    w0, w1, w2, w3 = spin4(pointers, tag, wanted)
+    joined = gl.join(gl.join(w0, w2), gl.join(w1, w3))
+    return as_float(gl.reshape(joined, [ROWS_, COLUMNS]))
+
+
+@gluon.jit
+def rotated_rows(
+    words,
+    exchange,
+    vectors,
+    rope,
+    position,
+    tag,
+    eps,
+    D: gl.constexpr,
+    G: gl.constexpr,
+    H: gl.constexpr,
+    KVH: gl.constexpr,
+    QK_NORM: gl.constexpr,
+):
+    """Both halves [16, d / 2] of G queries and the new key, normed and rotated, and the value."""
+    half: gl.constexpr = D // 2
+    QUAD: gl.constexpr = head_rows(half // 4, 1)
+    PAIR: gl.constexpr = head_rows(half, 4)
+    r = gl.arange(0, MMA_M, layout=gl.SliceLayout(1, QUAD))
+    c = gl.arange(0, half // 4, layout=gl.SliceLayout(0, QUAD))
+    head = words[HEAD]
+    source = gl.where(r < G, head * G + r, gl.where(r == G, H + head, H + KVH + head))
+    at = exchange + words[SRC] + gl.expand_dims(source * D, 1) + gl.expand_dims(c * 4, 0)
+    wanted = gl.expand_dims(r < G + 2, 1) & gl.expand_dims(c >= 0, 0)
+    columns = gl.arange(0, half, layout=gl.SliceLayout(0, PAIR))
+    cos = gl.expand_dims(gl.load(rope + position * D + columns), 0)
+    sin = gl.expand_dims(gl.load(rope + position * D + half + columns), 0)
+    rows = gl.expand_dims(gl.arange(0, MMA_M, layout=gl.SliceLayout(1, PAIR)), 1)
+    if QK_NORM:
+        weight = gl.where(rows < G, words[ATT_Q_NORM], words[ATT_K_NORM])
+        weight1 = gl.load(vectors + weight + gl.expand_dims(columns, 0)).to(gl.float32)
+        weight2 = gl.load(vectors + weight + half + gl.expand_dims(columns, 0)).to(gl.float32)
+    a = gl.convert_layout(four_words(at, tag, wanted, MMA_M, half), PAIR)
+    b = gl.convert_layout(four_words(at + half, tag, wanted, MMA_M, half), PAIR)
+    is_value = rows > G
+    if QK_NORM:
+        inv = gl.rsqrt(gl.expand_dims(gl.sum(a * a + b * b, axis=1), 1) / D + eps)
+        a = gl.where(is_value, a, a * inv * weight1)
+        b = gl.where(is_value, b, b * inv * weight2)
+    return gl.where(is_value, a, a * cos - b * sin), gl.where(is_value, b, b * cos + a * sin)
+
+
+@gluon.jit
+def attend_block(
+    q0,
+    q1,
+    bufs,
+    ready,
+    free,
+    it,
+    block,
+    position,
+    scale,
+    m,
+    l,
+    o0,
+    o1,
+    HALVES: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Online softmax over the 128 cached positions of one block, 16 a warp, each warp on its own;
+    positions from `position` on are stale and masked.
+    """
+    view: gl.constexpr = [NUM_WARPS, POSITIONS, 64]
+    s = gl.zeros([NUM_WARPS, MMA_M, POSITIONS], gl.float32, layout=MMA3)
+    for h in gl.static_range(HALVES):
+        slot = (it + h) % STAGES
+        mbarrier.wait(ready.index(slot), ((it + h) // STAGES) & 1)
+        k = bufs.index(slot).reshape(view).permute([0, 2, 1]).load(KV_DOT)
+        mbarrier.arrive(free.index(slot), count=1)
+        s = mma_v2(q0 if h == 0 else q1, k, s)
+    it += HALVES
+    warp = gl.arange(0, NUM_WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(1, MMA3)))
+    column = gl.arange(0, POSITIONS, layout=gl.SliceLayout(0, gl.SliceLayout(1, MMA3)))
+    t = gl.expand_dims(warp * POSITIONS, 1) + gl.expand_dims(column, 0) + block * TILE_ROWS
+    s = gl.where(gl.expand_dims(t < position, 1), s * scale, float("-inf"))
+    m_new = gl.maximum(m, gl.max(s, axis=2))
+    m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
+    alpha = gl.exp2(m - m_safe)
+    p = gl.exp2(s - gl.expand_dims(m_safe, 2))
+    l = l * alpha + gl.sum(p, axis=2)
+    p = gl.convert_layout(p.to(gl.bfloat16), Q_DOT)
+    alpha = gl.expand_dims(alpha, 2)
+    slot = it % STAGES
+    mbarrier.wait(ready.index(slot), (it // STAGES) & 1)
+    v = bufs.index(slot).reshape(view).load(KV_DOT)
+    mbarrier.arrive(free.index(slot), count=1)
+    o0 = mma_v2(p, v, o0 * alpha)
+    if HALVES == 2:
+        slot = (it + 1) % STAGES
+        mbarrier.wait(ready.index(slot), ((it + 1) // STAGES) & 1)
+        v = bufs.index(slot).reshape(view).load(KV_DOT)
+        mbarrier.arrive(free.index(slot), count=1)
+        o1 = mma_v2(p, v, o1 * alpha)
+    it += HALVES
+    return it, m_new, l, o0, o1
+
+
+@gluon.jit
+def append_position(words, cache, position, a, b, D: gl.constexpr, G: gl.constexpr):
+    """Rows G (key) and G + 1 (value) of both halves into the cache at `position`."""
+    half: gl.constexpr = D // 2
+    PAIR: gl.constexpr = head_rows(half, 4)
+    row = gl.expand_dims(gl.arange(0, MMA_M, layout=gl.SliceLayout(1, PAIR)), 1)
+    columns = gl.expand_dims(gl.arange(0, half, layout=gl.SliceLayout(0, PAIR)), 0)
+    first = gl.where(row == G, words[ATT_K_ROW], words[ATT_V_ROW]) + position
+    at = cache + first.to(gl.int64) * D + columns
+    new = (row >= G) & (row < G + 2) & (columns >= 0)
+    gl.store(at, a, mask=new)
+    gl.store(at + half, b, mask=new)
+
+
+@gluon.jit
+def begin_new(qs, scale, G: gl.constexpr, HALVES: gl.constexpr):
+    """State of the online softmax after the new position alone, held by the first warp."""
+    ROWS: gl.constexpr = head_rows(64, 4)
+    warp = gl.arange(0, NUM_WARPS, layout=gl.SliceLayout(1, QUERY))
+    mine = gl.expand_dims(warp, 1) == 0
+    s = gl.zeros([MMA_M], gl.float32, layout=gl.SliceLayout(1, ROWS))
+    for h in gl.static_range(HALVES):
+        q = qs.index(h).load(ROWS).to(gl.float32)
+        k = qs.index(h).slice(G, 1, dim=0).load(ROWS).to(gl.float32)
+        s += gl.sum(q * k, axis=1)
+    s = gl.expand_dims(gl.convert_layout(s * scale, gl.SliceLayout(0, QUERY)), 0)
+    m = gl.where(mine, s, float("-inf"))
+    l = gl.where(mine & (s == s), 1.0, 0.0)
+    return m, l
+
+
+@gluon.jit
+def new_value(qs, h: gl.constexpr, G: gl.constexpr):
+    """Half h of the new value for the first warp, zeros for the others: [8, 16, 64]."""
+    columns: gl.constexpr = gl.SliceLayout(0, MMA3)
+    v = gl.expand_dims(qs.index(h).slice(G + 1, 1, dim=0).load(columns).to(gl.float32), 0)
+    warp = gl.arange(0, NUM_WARPS, layout=gl.SliceLayout(1, QUERY))
+    mine = gl.expand_dims(gl.expand_dims(warp, 1), 2) == 0
+    zeros = gl.zeros([NUM_WARPS, MMA_M, 64], gl.float32, layout=MMA3)
+    return gl.where(mine, v + zeros, 0.0)
+
+
+@gluon.jit
+def write_half(
+    words,
+    exchange,
+    o,
+    ml,
+    scratch,
+    tag,
+    active,
+    split,
+    h: gl.constexpr,
+    D: gl.constexpr,
+    G: gl.constexpr,
+):
+    """Sums 64 columns over the warps; final bf16 pairs when one split is active, else a partial."""
+    low, _ = gl.split(gl.permute(gl.reshape(o, [NUM_WARPS, 2, GROUP_LIMIT, 64]), [0, 2, 3, 1]))
+    scratch.store(low)
+    slim: gl.constexpr = gl.SliceLayout(2, WARP_SUM)
+    m = ml.index(0).slice(0, GROUP_LIMIT, dim=1).load(slim)
+    highest = gl.max(m, axis=0)
+    weight = gl.exp2(m - gl.expand_dims(highest, 0))
+    sums = gl.sum(weight * ml.index(1).slice(0, GROUP_LIMIT, dim=1).load(slim), axis=0)
+    y = gl.sum(scratch.load(WARP_SUM) * gl.expand_dims(weight, 2), axis=0)
+    OUT: gl.constexpr = gl.SliceLayout(0, WARP_SUM)
+    sums = gl.convert_layout(sums, gl.SliceLayout(1, OUT))
+    highest = gl.convert_layout(highest, gl.SliceLayout(1, OUT))
+    r = gl.arange(0, GROUP_LIMIT, layout=gl.SliceLayout(1, OUT))
+    query = words[HEAD] * G + r
+    if active == 1:
+        y = y / gl.expand_dims(sums, 1)
+        a, b = gl.split(gl.reshape(y, [GROUP_LIMIT, 32, 2]))
+        payload = gl.convert_layout(bf16_pair(a, b), PAIR_OUT)
+        own = gl.arange(0, GROUP_LIMIT, layout=gl.SliceLayout(1, PAIR_OUT))
+        pair = gl.expand_dims(gl.arange(0, 32, layout=gl.SliceLayout(0, PAIR_OUT)), 0)
+        final = words[DST] + h * 32 + gl.expand_dims((words[HEAD] * G + own) * (D // 2), 1)
+        inside = (gl.expand_dims(own, 1) < G) & (pair >= 0)
+        gl.store(exchange + final + pair, tagged(payload, tag), mask=inside)
+    else:
+        stride: gl.constexpr = D + PARTIAL_EXTRA
+        row = exchange + words[PARTIAL] + (query * words[MAX_SPLITS] + split) * stride
+        c = gl.arange(0, 64, layout=gl.SliceLayout(0, OUT))
+        mask = gl.expand_dims(r < G, 1) & gl.expand_dims(c >= 0, 0)
+        at = gl.expand_dims(row, 1) + gl.expand_dims(c, 0) + h * 64
+        gl.store(at, tagged_float(y, tag), mask=mask)
+        if h == 0:
+            gl.store(row + D, tagged_float(highest, tag), mask=r < G)
+            gl.store(row + D + 1, tagged_float(sums, tag), mask=r < G)
+
+
+@gluon.jit
+def attention_task(
+    words,
+    exchange,
+    vectors,
+    cache,
+    rope,
+    position,
+    tag,
+    eps,
+    scale,
+    min_blocks,
+    qs,
+    ml,
+    scratch,
+    bufs,
+    ready,
+    free,
+    it,
+    stamps,
+    D: gl.constexpr,
+    G: gl.constexpr,
+    H: gl.constexpr,
+    KVH: gl.constexpr,
+    QK_NORM: gl.constexpr,
+    STAGES: gl.constexpr,
+    TRACE: gl.constexpr,
+):
+    """One split of one kv head. `scale` includes log2(e)."""
+    half: gl.constexpr = D // 2
+    HALVES: gl.constexpr = D // 64
+    active = num_active_splits(position, words[MAX_SPLITS], min_blocks)
+    split = words[ATT_SPLIT]
+    if split < active:
+        a, b = rotated_rows(
+            words, exchange, vectors, rope, position, tag, eps, D, G, H, KVH, QK_NORM
+        )
+        if TRACE:
+            gl.store(stamps + 1, clock())
+        a = a.to(gl.bfloat16)
+        b = b.to(gl.bfloat16)
+        if HALVES == 2:
+            qs.index(0).store(a)
+            qs.index(1).store(b)
+        else:
+            qs.index(0).slice(0, half, dim=1).store(a)
+            qs.index(0).slice(half, half, dim=1).store(b)
+        q0 = queries(qs, 0)
+        q1 = queries(qs, HALVES - 1)
+        m = gl.full([NUM_WARPS, MMA_M], float("-inf"), gl.float32, layout=QUERY)
+        l = gl.zeros([NUM_WARPS, MMA_M], gl.float32, layout=QUERY)
+        o0 = gl.zeros([NUM_WARPS, MMA_M, 64], gl.float32, layout=MMA3)
+        o1 = o0
+        if split == 0:
+            append_position(words, cache, position, a, b, D, G)
+            m, l = begin_new(qs, scale, G, HALVES)
+            o0 = new_value(qs, 0, G)
+            o1 = new_value(qs, HALVES - 1, G)
+        num_blocks = (position + TILE_ROWS - 1) // TILE_ROWS
+        for block in range(split, num_blocks, active):
+            it, m, l, o0, o1 = attend_block(
+                q0,
+                q1,
+                bufs,
+                ready,
+                free,
+                it,
+                block,
+                position,
+                scale,
+                m,
+                l,
+                o0,
+                o1,
+                HALVES,
+                STAGES,
+            )
+        if TRACE:
+            gl.store(stamps + 2, clock())
+        ml.index(0).store(m)
+        ml.index(1).store(l)
+        write_half(words, exchange, o0, ml, scratch, tag, active, split, 0, D, G)
+        if HALVES == 2:
+            write_half(words, exchange, o1, ml, scratch, tag, active, split, 1, D, G)
+        if split == 0:
+            fence_all()
+    return it
+
+
+@gluon.jit
+def queries(qs, h: gl.constexpr):
+    """Half h of the queries as an operand of every warp's product."""
+    q = gl.expand_dims(qs.index(h).load(gl.SliceLayout(0, Q_DOT)), 0)
+    return gl.convert_layout(q.broadcast_to([NUM_WARPS, MMA_M, 64]), Q_DOT)
+
+
+@gluon.jit
+def combine_task(
+    words,
+    exchange,
+    position,
+    tag,
+    min_blocks,
+    D: gl.constexpr,
+):
+    """Output of one query head from the partials of its splits, in split order."""
+    active = num_active_splits(position, words[MAX_SPLITS], min_blocks)
+    if active > 1:
+        combine_splits(words, exchange, active, tag, D)
+
+
+@gluon.jit
+def combine_splits(words, exchange, active, tag, D: gl.constexpr):
+    """The sum itself."""
+    stride: gl.constexpr = D + PARTIAL_EXTRA
+    QUAD: gl.constexpr = head_rows(D // 4, 1)
+    VALUE: gl.constexpr = head_rows(D, 4)
+    base = exchange + words[PARTIAL] + words[HEAD] * words[MAX_SPLITS] * stride
+    s = gl.arange(0, MAX_SPLITS_LIMIT, layout=gl.SliceLayout(1, QUAD))
+    c = gl.arange(0, D // 4, layout=gl.SliceLayout(0, QUAD))
+    at = base + gl.expand_dims(s * stride, 1) + gl.expand_dims(c * 4, 0)
+    wanted = gl.expand_dims(s < active, 1) & gl.expand_dims(c >= 0, 0)
+    o = gl.convert_layout(four_words(at, tag, wanted, MAX_SPLITS_LIMIT, D), VALUE)
+    s = gl.arange(0, MAX_SPLITS_LIMIT, layout=gl.SliceLayout(1, VALUE))
+    m_bits, l_bits = spin2(base + s * stride + D, tag, s < active)
+    m = gl.where(s < active, as_float(m_bits), float("-inf"))
+    weight = gl.exp2(m - gl.max(m, axis=0))
+    weight = weight / gl.sum(weight * as_float(l_bits), axis=0)
+    y = gl.sum(o * gl.expand_dims(weight, 1), axis=0)
+    y = gl.convert_layout(y, TWOS)
+    store_pairs(exchange, words[DST] + words[HEAD] * (D // 2), y, tag, D // 2, D, PER_THREAD)

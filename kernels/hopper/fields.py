@@ -1,0 +1,49 @@
+"""The places of words.py as constants that kernels can read. Next on the walk: shapes.py."""
+
+from triton.experimental.gluon import language as gl
+
+from distmega.kernels.hopper import words
+from distmega.kernels.hopper.words import PLACES, Attention, Combine, Linear, Opcode
+
+
+def _place(kind: type[Linear] | type[Attention] | type[Combine], name: str) -> gl.constexpr:
+    return gl.constexpr(PLACES[kind][name])
+
+
+WORDS = gl.constexpr(words.WORDS)
+STATE_POSITION = gl.constexpr(words.STATE_POSITION)
+STATE_EPOCH = gl.constexpr(words.STATE_EPOCH)
+STATE_TOKEN = gl.constexpr(words.STATE_TOKEN)
+FROM_EMBEDDING = gl.constexpr(words.FROM_EMBEDDING)
+
+OP_QKV = gl.constexpr(int(Opcode.QKV))
+OP_RESIDUAL = gl.constexpr(int(Opcode.RESIDUAL))
+OP_GATED = gl.constexpr(int(Opcode.GATED))
+OP_HEAD = gl.constexpr(int(Opcode.HEAD))
+OP_ATTENTION = gl.constexpr(int(Opcode.ATTENTION))
+OP_COMBINE = gl.constexpr(int(Opcode.COMBINE))
+
+OPCODE = _place(Linear, "opcode")
+LAYER = _place(Linear, "layer")
+SRC = _place(Linear, "src")
+DST = _place(Linear, "dst")
+NUM_UNITS = _place(Linear, "num_units")
+LIN_MATRIX = _place(Linear, "matrix")
+LIN_WEIGHT_ROW = _place(Linear, "weight_row")
+LIN_PAIR_ROW = _place(Linear, "pair_row")
+LIN_NUM_TILES_K = _place(Linear, "num_tiles_k")
+LIN_NUM_SRC_WORDS = _place(Linear, "num_src_words")
+LIN_TAG_DELTA = _place(Linear, "tag_delta")
+LIN_NORM = _place(Linear, "norm")
+LIN_BIAS = _place(Linear, "bias")
+LIN_ROW0 = _place(Linear, "row0")
+LIN_NUM_ROWS = _place(Linear, "num_rows")
+LIN_FLAGS = _place(Linear, "flags")
+ATT_K_ROW = _place(Attention, "k_row")
+ATT_V_ROW = _place(Attention, "v_row")
+ATT_SPLIT = _place(Attention, "split")
+ATT_Q_NORM = _place(Attention, "q_norm")
+ATT_K_NORM = _place(Attention, "k_norm")
+HEAD = _place(Attention, "head")
+PARTIAL = _place(Attention, "partial")
+MAX_SPLITS = _place(Attention, "max_splits")

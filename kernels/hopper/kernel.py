@@ -1,0 +1,159 @@
+"""The decode kernel: one persistent program an SM, a loader warp and eight compute warps, several
+tokens a launch.
+
+In: queues (words.py), the weight arena, the KV cache, the exchange of tagged words, the state. Out:
+tokens, logits of the last step, the state advanced. Its size does not depend on the number of
+layers, nor on the context. Next on the walk: the end.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from distmega.kernels.hopper.attention import attention_task, combine_task
+from distmega.kernels.hopper.device import clock, fence_all, fetch
+from distmega.kernels.hopper.fields import (
+    LAYER,
+    OP_ATTENTION,
+    OP_COMBINE,
+    OPCODE,
+    STATE_EPOCH,
+    STATE_POSITION,
+    STATE_TOKEN,
+    WORDS,
+)
+from distmega.kernels.hopper.linear import linear_task, most_likely
+from distmega.kernels.hopper.loader import loader
+from distmega.kernels.hopper.shapes import (
+    MMA_M,
+    NUM_WARPS,
+    PLAIN2,
+    PLAIN3,
+    SLICE_K,
+    SLICES,
+    TILE_ROWS,
+    TILE_SHARED,
+    UNIT_ROWS,
+    X_SHARED,
+)
+
+
+@gluon.jit
+def compute(
+    queue, num_instructions, num_instructions_max, num_steps, num_layers, state, tokens, exchange,
+    vectors, embed, cache, rope, residual, logits, best_words, num_sms, min_blocks, eps, inv_hidden,
+    scale, trace, xs, red, qs, ml, scratch, bufs, ready, free, step_bar, D: gl.constexpr, G:
+    gl.constexpr, H: gl.constexpr, KVH: gl.constexpr, QK_NORM: gl.constexpr, STAGES: gl.constexpr,
+    TRACE: gl.constexpr,
+):
+    """Partition of eight warps. A datum of layer l and step s is tagged s * num_layers + l + 1."""
+    sm = gl.program_id(0)
+    position0 = gl.load(state + STATE_POSITION)
+    epoch0 = gl.load(state + STATE_EPOCH)
+    token = gl.load(state + STATE_TOKEN)
+    it = 0
+    words = fetch(queue, 0)
+    for step in range(num_steps):
+        base = (epoch0 + step) * num_layers + 1
+        if step > 0:
+            token = most_likely(exchange, best_words, num_sms, base - 1)
+            fence_all()
+            if sm == 0:
+                gl.store(tokens + step - 1, token)
+        mbarrier.arrive(step_bar.index(0), count=1)
+        for i in range(num_instructions):
+            ahead = fetch(queue, gl.where(i + 1 == num_instructions, 0, i + 1))
+            tag = base + words[LAYER]
+            at = trace
+            if TRACE:
+                at = trace + (sm * num_instructions_max + i) * 4
+                gl.store(at, clock())
+            if words[OPCODE] == OP_ATTENTION:
+                it = attention_task(
+                    words, exchange, vectors, cache, rope, position0 + step, tag, eps, scale,
+                    min_blocks, qs, ml, scratch, bufs, ready, free, it, at, D, G, H, KVH, QK_NORM,
+                    STAGES, TRACE,
+                )
+            elif words[OPCODE] == OP_COMBINE:
+                combine_task(words, exchange, position0 + step, tag, min_blocks, D)
+            else:
+                it = linear_task(
+                    words, exchange, vectors, embed, token, residual, logits, tag, sm, best_words,
+                    eps, inv_hidden, xs, red, bufs, ready, free, it, at, STAGES, TRACE,
+                )
+            if TRACE:
+                gl.store(at + 3, clock())
+            words = ahead
+    if sm == 0:
+        last = (epoch0 + num_steps) * num_layers
+        token = most_likely(exchange, best_words, num_sms, last)
+        gl.store(tokens + num_steps - 1, token)
+        gl.store(state + STATE_TOKEN, token)
+        gl.store(state + STATE_POSITION, position0 + num_steps)
+        gl.store(state + STATE_EPOCH, epoch0 + num_steps)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "max_instructions",
+        "num_steps",
+        "num_layers",
+        "best_words",
+        "num_sms",
+        "min_blocks",
+    ]
+)
+def decode(
+    weights0, weights1, weights2, cache_tiles, queues, counts, max_instructions, num_steps,
+    num_layers, state, tokens, exchange, vectors, embed, cache, rope, residual, logits, best_words,
+    num_sms, min_blocks, eps, inv_hidden, scale, trace, D: gl.constexpr, G: gl.constexpr, H:
+    gl.constexpr, KVH: gl.constexpr, QK_NORM: gl.constexpr, MAX_TILES_K: gl.constexpr, STAGES:
+    gl.constexpr, TRACE: gl.constexpr,
+):
+    """num_steps decode steps at batch 1; one program an SM, all resident.
+
+    weights0 to 2: descriptors of row-major matrices, one a row length k: bf16 [k / 64, rows, 64].
+    cache_tiles: descriptor of cache, bf16 [rows, d]. vectors: norm weights and biases, bf16.
+    embed: bf16 [vocab, hidden]. queues: int32 [num_sms, max_instructions, 16].
+    exchange: int64 tagged words, zeroed once when allocated. residual: f32 [hidden], each row used
+    by one SM. rope: f32 [t, d], cosines then sines. logits: f32 [vocab].
+    """
+    sm = gl.program_id(0)
+    queue = queues + sm * max_instructions * WORDS
+    num_instructions = gl.load(counts + sm)
+    bufs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TILE_ROWS, SLICE_K], TILE_SHARED)
+    xs = gl.allocate_shared_memory(gl.bfloat16, [MAX_TILES_K, SLICES, SLICE_K], X_SHARED)
+    red = gl.allocate_shared_memory(gl.float32, [4 * NUM_WARPS, UNIT_ROWS, UNIT_ROWS], PLAIN3)
+    qs = gl.allocate_shared_memory(gl.bfloat16, [D // 64, MMA_M, 64], PLAIN2)
+    ml = gl.allocate_shared_memory(gl.float32, [2, NUM_WARPS, MMA_M], PLAIN2)
+    scratch = xs._reinterpret(gl.float32, [NUM_WARPS, 8, 64], PLAIN3)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    step_bar = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(ready.index(s), count=1)
+        mbarrier.init(free.index(s), count=1)
+    mbarrier.init(step_bar.index(0), count=1)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (
+                compute,
+                (
+                    queue, num_instructions, max_instructions, num_steps, num_layers, state, tokens,
+                    exchange, vectors, embed, cache, rope, residual, logits, best_words, num_sms,
+                    min_blocks, eps, inv_hidden, scale, trace, xs, red, qs, ml, scratch, bufs,
+                    ready, free, step_bar, D, G, H, KVH, QK_NORM, STAGES, TRACE,
+                ),
+            ),
+            (
+                loader,
+                (
+                    weights0, weights1, weights2, cache_tiles, queue, num_instructions, num_steps,
+                    state, min_blocks, bufs, ready, free, step_bar, D // 64, STAGES,
+                ),
+            ),
+        ],
+        [1],
+        [40],
+    )

@@ -1,0 +1,147 @@
+"""The loader warp: walks the SM's queue and keeps the ring full, ahead of every dependency.
+
+In: the queue, descriptors of the weight arena and of the KV cache. Out: ring slots, in the order in
+which compute.py takes them. The only wait besides free slots is for the start of a step, before its
+first cached keys are read. Next on the walk: linear.py.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from distmega.kernels.gluon_compat import tma_load
+from distmega.kernels.hopper.device import fetch, keep
+from distmega.kernels.hopper.fields import (
+    ATT_K_ROW,
+    ATT_SPLIT,
+    ATT_V_ROW,
+    LIN_MATRIX,
+    LIN_NUM_TILES_K,
+    LIN_PAIR_ROW,
+    LIN_WEIGHT_ROW,
+    MAX_SPLITS,
+    NUM_UNITS,
+    OP_ATTENTION,
+    OP_COMBINE,
+    OP_GATED,
+    OPCODE,
+    STATE_POSITION,
+)
+from distmega.kernels.hopper.shapes import SLICE_K, SLICES, TILE_BYTES, TILE_ROWS, UNIT_ROWS
+
+
+@gluon.jit
+def num_active_splits(position, max_splits, min_blocks):
+    """Splits of `position` cached positions that have work: at least one, at most max_splits, each
+    of at least min_blocks blocks where there are several.
+    """
+    blocks = (position + TILE_ROWS - 1) // TILE_ROWS
+    return gl.maximum(gl.minimum(blocks // min_blocks, max_splits), 1)
+
+
+@gluon.jit
+def next_slot(ready, free, it, STAGES: gl.constexpr):
+    """The ring slot that `it` means, once it is free, its barrier set for a tile."""
+    slot = it % STAGES
+    mbarrier.wait(free.index(slot), ((it // STAGES) & 1) ^ 1)
+    mbarrier.expect(ready.index(slot), TILE_BYTES)
+    return slot
+
+
+@gluon.jit
+def load_unit(
+    weights0,
+    weights1,
+    weights2,
+    matrix,
+    row,
+    num_tiles_k,
+    bufs,
+    ready,
+    free,
+    it,
+    STAGES: gl.constexpr,
+):
+    """UNIT_ROWS rows of a weight matrix, a tile of TILE_K columns a slot; zeros past the last."""
+    for k in range(keep(num_tiles_k)):
+        slot = next_slot(ready, free, it, STAGES)
+        tile = bufs.index(slot).reshape([SLICES, UNIT_ROWS, SLICE_K])
+        if matrix == 0:
+            tma_load(weights0, [k * SLICES, row, 0], ready.index(slot), tile)
+        elif matrix == 1:
+            tma_load(weights1, [k * SLICES, row, 0], ready.index(slot), tile)
+        else:
+            tma_load(weights2, [k * SLICES, row, 0], ready.index(slot), tile)
+        it += 1
+    return it
+
+
+@gluon.jit
+def load_block(cache, row, bufs, ready, free, it, HALVES: gl.constexpr, STAGES: gl.constexpr):
+    """TILE_ROWS cached positions, 64 columns a slot."""
+    for half in gl.static_range(HALVES):
+        slot = next_slot(ready, free, it, STAGES)
+        tma_load(cache, [row, half * SLICE_K], ready.index(slot), bufs.index(slot))
+        it += 1
+    return it
+
+
+@gluon.jit
+def loader(
+    weights0,
+    weights1,
+    weights2,
+    cache,
+    queue,
+    num_instructions,
+    num_steps,
+    state,
+    min_blocks,
+    bufs,
+    ready,
+    free,
+    step_bar,
+    HALVES: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Partition of one warp. HALVES: ring slots a block of keys takes (head dim / 64)."""
+    it = 0
+    position0 = gl.load(state + STATE_POSITION)
+    words = fetch(queue, 0)
+    for step in range(num_steps):
+        position = position0 + step
+        for i in range(num_instructions):
+            ahead = fetch(queue, gl.where(i + 1 == num_instructions, 0, i + 1))
+            if words[OPCODE] == OP_ATTENTION:
+                mbarrier.wait(step_bar.index(0), step & 1)
+                active = num_active_splits(position, words[MAX_SPLITS], min_blocks)
+                num_blocks = (position + TILE_ROWS - 1) // TILE_ROWS
+                if words[ATT_SPLIT] < active:
+                    for block in range(keep(words[ATT_SPLIT]), num_blocks, active):
+                        row = block * TILE_ROWS
+                        it = load_block(
+                            cache, words[ATT_K_ROW] + row, bufs, ready, free, it, HALVES, STAGES
+                        )
+                        it = load_block(
+                            cache, words[ATT_V_ROW] + row, bufs, ready, free, it, HALVES, STAGES
+                        )
+            elif words[OPCODE] != OP_COMBINE:
+                for unit in range(keep(words[NUM_UNITS])):
+                    row = words[LIN_WEIGHT_ROW] + unit * UNIT_ROWS
+                    if words[OPCODE] == OP_GATED:
+                        first = gl.where(unit % 2 == 0, words[LIN_WEIGHT_ROW], words[LIN_PAIR_ROW])
+                        row = first + unit // 2 * UNIT_ROWS
+                    it = load_unit(
+                        weights0,
+                        weights1,
+                        weights2,
+                        words[LIN_MATRIX],
+                        row,
+                        words[LIN_NUM_TILES_K],
+                        bufs,
+                        ready,
+                        free,
+                        it,
+                        STAGES,
+                    )
+            words = ahead

@@ -1,0 +1,169 @@
+"""Runs the decode kernel on a GPU: the queues, buffers and launches of one segment.
+
+In: a segment, the arenas of weights and states on the GPU. Out: a KernelRunner for
+hostir/evaluator.py, one step a launch, and `decode`, several steps a launch. Weights and states are
+used where they lie, so library ops of the same model share them. Next on the walk: kernel.py.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from distmega.errors import RequestError
+from distmega.kernels.arena import ArenaLayout
+from distmega.kernels.hopper import kernel
+from distmega.kernels.hopper.queues import DecodeQueues, Matrix, build_queues
+from distmega.kernels.hopper.shapes import TILE_SHARED, WEIGHT_SHARED
+from distmega.kernels.hopper.words import (
+    STATE_POSITION,
+    STATE_TOKEN,
+    STATE_WORDS,
+    WORDS,
+    pack,
+)
+from distmega.kernels.memory import arena_views
+from distmega.program import Program
+
+SHARED_BYTES = 227 * 1024
+TILE_BYTES = 16 * 1024
+LOG2_E = 1.4426950408889634
+MAX_STEPS = 4096
+MIN_BLOCKS = 1
+"""Blocks of 128 cached positions that a split has at least, where a context is split."""
+
+
+def num_stages(max_tiles_k: int) -> int:
+    """Ring slots that fit beside x, the reduction buffers and what the compiler needs."""
+    return (SHARED_BYTES - 2048 * max_tiles_k - 16384) // TILE_BYTES
+
+
+class DecodeRunner:
+    """The decode kernel bound to the memory of one GPU."""
+
+    def __init__(
+        self,
+        segment: Program,
+        *,
+        weights: ArenaLayout,
+        weights_arena: Tensor,
+        states: ArenaLayout,
+        state_arena: Tensor,
+        num_sms: int = 0,
+        trace: bool = False,
+    ) -> None:
+        """The arenas are uint8 tensors on the GPU that the layouts describe, weights in the order
+        of queues.order_weights. num_sms: 0 for all of the GPU. trace: stamp every instruction.
+
+        Raises VerifyError for a segment that the kernel can't do.
+        """
+        device = weights_arena.device
+        properties = torch.cuda.get_device_properties(device)
+        queues = build_queues(segment, weights, states, num_sms or properties.multi_processor_count)
+        self.segment, self.queues, shape = segment, queues, queues.shape
+        self._words, self._counts = _encode(queues, device)
+        views = arena_views(weights, weights_arena)
+        self._embed, self._rope = views[queues.embed], views[queues.rope_table]
+        self._vectors = weights_arena.view(torch.bfloat16)
+        self._cache = state_arena.view(torch.bfloat16)
+        descriptors = [_describe(weights_arena, matrix) for matrix in queues.matrices]
+        self._weights = [descriptors[min(i, len(descriptors) - 1)] for i in range(3)]
+        rows = self._cache.numel() // shape.head_dim
+        self._cache_tiles = TensorDescriptor.from_tensor(
+            self._cache[: rows * shape.head_dim].view(rows, shape.head_dim),
+            [128, 64],
+            TILE_SHARED.value,
+        )
+        self._exchange = torch.zeros(queues.num_words, dtype=torch.int64, device=device)
+        self._residual = torch.zeros(shape.hidden, device=device)
+        self.logits = torch.zeros(shape.vocab, device=device)
+        self._state = torch.zeros(STATE_WORDS, dtype=torch.int32, device=device)
+        self._tokens = torch.zeros(MAX_STEPS, dtype=torch.int32, device=device)
+        num_stamps = self._words.shape[0] * self._words.shape[1] * 4 if trace else 1
+        self.stamps = torch.zeros(num_stamps, dtype=torch.int64, device=device)
+        self._tracing = trace
+
+    def launch(self, tensors: Mapping[str, Tensor]) -> None:
+        """One step; `tensors` are segment_args of the segment by name, outputs are written."""
+        self._state[STATE_TOKEN].copy_(tensors[self.queues.tokens][0])
+        self._state[STATE_POSITION].copy_(tensors[self.queues.positions][0])
+        self._run(1)
+        tensors[self.queues.token].copy_(self._tokens[:1])
+        if self.queues.logits in self.segment.outputs:
+            tensors[self.queues.logits][0].copy_(self.logits)
+
+    def start(self, token: int, position: int) -> None:
+        """The next step appends `token` at `position`."""
+        self._state[STATE_TOKEN] = token
+        self._state[STATE_POSITION] = position
+
+    def decode(self, num_steps: int) -> Tensor:
+        """Runs steps after those before; their tokens, int32 [num_steps], on the GPU until the
+        next call. The caller sees to it that the cache has room.
+        """
+        if not 1 <= num_steps <= MAX_STEPS:
+            raise RequestError(
+                f"{num_steps} steps in one launch",
+                expected=f"1 to {MAX_STEPS}",
+                remedy="launch more often",
+            )
+        self._run(num_steps)
+        return self._tokens[:num_steps]
+
+    def _run(self, num_steps: int) -> None:
+        queues, shape = self.queues, self.queues.shape
+        kernel.decode[(len(queues.queues),)](
+            *self._weights,
+            self._cache_tiles,
+            self._words,
+            self._counts,
+            self._words.shape[1],
+            num_steps,
+            shape.num_layers,
+            self._state,
+            self._tokens,
+            self._exchange,
+            self._vectors,
+            self._embed,
+            self._cache,
+            self._rope,
+            self._residual,
+            self.logits,
+            queues.best,
+            len(queues.queues),
+            MIN_BLOCKS,
+            shape.eps,
+            1.0 / shape.hidden,
+            shape.scale * LOG2_E,
+            self.stamps,
+            D=shape.head_dim,
+            G=shape.group,
+            H=shape.num_heads,
+            KVH=shape.num_kv_heads,
+            QK_NORM=shape.qk_norm,
+            MAX_TILES_K=max(shape.max_tiles_k, 8),
+            STAGES=num_stages(max(shape.max_tiles_k, 8)),
+            TRACE=self._tracing,
+            num_warps=8,
+            launch_cooperative_grid=True,
+        )
+
+
+def _encode(queues: DecodeQueues, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Words [num_sms, longest queue, WORDS] and queue lengths [num_sms], int32."""
+    longest = max(map(len, queues.queues))
+    words = torch.zeros(len(queues.queues), longest, WORDS, dtype=torch.int32)
+    for sm, queue in enumerate(queues.queues):
+        words[sm, : len(queue)] = torch.tensor(list(map(pack, queue)), dtype=torch.int32)
+    counts = torch.tensor(list(map(len, queues.queues)), dtype=torch.int32)
+    return words.to(device), counts.to(device)
+
+
+def _describe(arena: Tensor, matrix: Matrix) -> TensorDescriptor:
+    """Rows of one length as [columns / 64, rows, 64], a tile being 16 slices of 8 rows."""
+    columns, num_rows = matrix.columns, matrix.num_rows
+    flat = arena[matrix.offset : matrix.offset + 2 * num_rows * columns].view(torch.bfloat16)
+    return TensorDescriptor(
+        flat, [columns // 64, num_rows, 64], [64, columns, 1], [16, 8, 64], WEIGHT_SHARED.value
+    )

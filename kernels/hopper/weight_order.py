@@ -1,0 +1,31 @@
+"""The order of weights in an arena that the decode kernel reads in place.
+
+In: a segment, or a whole local program. Out: its weights in order; the CPU path does not mind. Next
+on the walk: queues.py.
+"""
+
+from distmega.program import Program, Tensor
+
+
+def matrix_columns(segment: Program) -> dict[str, int]:
+    """Row length of each weight matrix of a segment: the extent that its products sum over."""
+    columns: dict[str, int] = {}
+    for op in segment.ops:
+        if op.kind == "linear":
+            length = 1
+            for axis in op.axes:
+                length *= axis.extent if axis.role == "reduce" else 1
+            columns[op.reads[1].tensor] = length
+    return columns
+
+
+def order_weights(segment: Program) -> list[Tensor]:
+    """Weights in the order in which the kernel wants them in the arena: vectors first, which it
+    finds by 32-bit offsets, then matrices, those of one row length together, then a table that is
+    only looked up.
+    """
+    columns = matrix_columns(segment)
+    tables = {op.reads[1].tensor for op in segment.ops if op.kind == "embedding"}
+    last = max(columns.values(), default=0) + 1
+    order = {**dict.fromkeys(tables, last), **columns}
+    return sorted(segment.with_role("weight"), key=lambda weight: order.get(weight.name, 0))

@@ -1,0 +1,120 @@
+"""Device words of the decode kernel: the only file that knows where a field of an instruction lies.
+
+An instruction is WORDS int32 words. One dataclass an opcode names its fields, and PLACES says where
+each lies; fields.py gives kernels the same places. Buffers that tasks exchange hold 64-bit *tagged
+words*: payload in the low half, the tag of its (step, layer) in the high half, so that a reader
+polls the datum itself and needs no event. Next on the walk: queues.py.
+"""
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+WORDS = 16
+
+STATE_POSITION, STATE_EPOCH, STATE_TOKEN = 0, 1, 2
+"""Words of the device state: position of the next token, steps run so far, the next token."""
+STATE_WORDS = 8
+
+FROM_EMBEDDING = 1
+"""Linear.flags: x (or the residual) is the embedding row of the current token."""
+
+
+class Opcode(IntEnum):
+    """What an instruction does; the first four are linears with different epilogues."""
+
+    QKV = 0
+    RESIDUAL = 1
+    GATED = 2
+    HEAD = 3
+    ATTENTION = 4
+    COMBINE = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Linear:
+    """8 * num_units rows of a matrix times x, then the epilogue of the opcode.
+
+    matrix: which of the weight descriptors; weight_row: row there of the first unit. GATED takes
+    units in turn from there and from pair_row on, 8 gate rows and 8 up rows, and counts rows of
+    both. num_tiles_k: tiles of 1024 columns. src: first tagged word of x (bf16 pairs),
+    num_src_words of them, tagged `tag_delta` layers ago. norm, bias: offsets in the vectors, or -1.
+    dst: first tagged word of the whole output; row0: first row there; num_rows: of the output.
+    """
+
+    opcode: Opcode
+    layer: int
+    matrix: int
+    weight_row: int
+    pair_row: int
+    num_units: int
+    num_tiles_k: int
+    src: int
+    num_src_words: int
+    tag_delta: int
+    norm: int
+    bias: int
+    dst: int
+    row0: int
+    num_rows: int
+    flags: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attention:
+    """One kv head's query group over one split of the context; split 0 appends the new position.
+
+    k_row, v_row: first row of this layer and head in the cache matrix [rows, d]. src: tagged words
+    of the qkv output; partial, dst: tagged words of partial and of final outputs.
+    """
+
+    layer: int
+    k_row: int
+    v_row: int
+    head: int
+    split: int
+    max_splits: int
+    src: int
+    partial: int
+    dst: int
+    q_norm: int
+    k_norm: int
+    opcode: Opcode = Opcode.ATTENTION
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Combine:
+    """Sum of the splits' partials of one query head; nothing to do when there was one split."""
+
+    layer: int
+    head: int
+    max_splits: int
+    partial: int
+    dst: int
+    opcode: Opcode = Opcode.COMBINE
+
+
+Instruction = Linear | Attention | Combine
+
+PLACES: dict[type[Instruction], dict[str, int]] = {
+    Linear: {
+        "opcode": 0, "layer": 1, "weight_row": 2, "num_units": 3, "num_tiles_k": 4, "src": 5,
+        "num_src_words": 6, "tag_delta": 7, "norm": 8, "bias": 9, "dst": 10, "row0": 11,
+        "flags": 12, "num_rows": 13, "matrix": 14, "pair_row": 15,
+    },
+    Attention: {
+        "opcode": 0, "layer": 1, "k_row": 2, "v_row": 4, "src": 5, "head": 6, "split": 7,
+        "q_norm": 8, "k_norm": 9, "dst": 10, "partial": 11, "max_splits": 12,
+    },
+    Combine: {
+        "opcode": 0, "layer": 1, "head": 6, "dst": 10, "partial": 11, "max_splits": 12,
+    },
+}  # fmt: skip
+"""Word of each field. Fields that kernels read before they look at the opcode share a place."""
+
+
+def pack(instruction: Instruction) -> list[int]:
+    """The WORDS words of an instruction."""
+    words = [0] * WORDS
+    for name, place in PLACES[type(instruction)].items():
+        words[place] = int(getattr(instruction, name))
+    return words

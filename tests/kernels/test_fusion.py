@@ -1,0 +1,100 @@
+"""Fusion: every family becomes five fused ops a layer; what can't fuse is named."""
+
+from collections import Counter
+
+import pytest
+
+from distmega.builder import ProgramBuilder
+from distmega.errors import VerifyError
+from distmega.kernels.fusion import (
+    FusedAttention,
+    FusedEmbedding,
+    FusedGated,
+    FusedHead,
+    FusedLinear,
+    FusedResidual,
+    Norm,
+    fuse_segment,
+)
+from distmega.models.decoder import build_decoder
+from distmega.models.presets import PRESETS
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+@pytest.mark.parametrize("logits", ["none", "last"])
+def test_every_family_fuses(name, logits):
+    config = PRESETS[name]
+    fused = fuse_segment(build_decoder(config, 1, 64, logits=logits))
+    layers = config.num_layers
+    assert Counter(map(type, fused)) == {
+        FusedEmbedding: 1,
+        FusedLinear: layers,
+        FusedAttention: layers,
+        FusedResidual: 2 * layers,
+        FusedGated: layers,
+        FusedHead: 1,
+    }
+
+
+def test_what_a_layer_fuses_to():
+    config = PRESETS["tiny-qwen3"]
+    _, qkv, attention, out, gated, down, *_ = fuse_segment(build_decoder(config, 1, 64))
+    at = "layers.0"
+    assert qkv == FusedLinear(
+        x="embedded",
+        norm=Norm(weight=f"{at}.attn_norm", eps=config.norm_eps),
+        weights=(f"{at}.wq", f"{at}.wk", f"{at}.wv"),
+        biases=("", "", ""),
+        outs=(f"{at}.q", f"{at}.k", f"{at}.v"),
+    )
+    assert attention == FusedAttention(
+        q=f"{at}.q",
+        k=f"{at}.k",
+        v=f"{at}.v",
+        q_norm=Norm(weight=f"{at}.q_norm", eps=config.norm_eps),
+        k_norm=Norm(weight=f"{at}.k_norm", eps=config.norm_eps),
+        positions="positions",
+        table="rope_table",
+        k_cache=f"{at}.k_cache",
+        v_cache=f"{at}.v_cache",
+        scale=config.head_dim**-0.5,
+        window=0,
+        out=f"{at}.attention",
+    )
+    assert out == FusedResidual(
+        x=f"{at}.attention", weight=f"{at}.wo", residual="embedded", out=f"{at}.attn_sum"
+    )
+    assert gated == FusedGated(
+        x=f"{at}.attn_sum",
+        norm=Norm(weight=f"{at}.ffn_norm", eps=config.norm_eps),
+        gate=f"{at}.w_gate",
+        up=f"{at}.w_up",
+        out=f"{at}.ffn_mixed",
+    )
+    assert down == FusedResidual(
+        x=f"{at}.ffn_mixed", weight=f"{at}.w_down", residual=f"{at}.attn_sum", out=f"{at}.ffn_sum"
+    )
+
+
+def test_biases_are_kept():
+    config = PRESETS["tiny-qwen2"]
+    qkv = fuse_segment(build_decoder(config, 1, 64))[1]
+    assert isinstance(qkv, FusedLinear)
+    assert qkv.biases == ("layers.0.bq", "layers.0.bk", "layers.0.bv")
+
+
+def test_an_op_that_no_rule_takes_is_named():
+    p = ProgramBuilder("odd")
+    h = p.linear(p.input("x", (1, 64)), p.weight("w", (64, 64)), name="h")
+    program = p.build(h.map("tanh(a0)", name="odd_one"))
+    with pytest.raises(VerifyError, match="'odd_one' of kind pointwise does not fuse"):
+        fuse_segment(program)
+
+
+def test_a_norm_with_another_reader_stays_and_is_refused():
+    p = ProgramBuilder("shared")
+    x = p.input("x", (1, 64))
+    normed = p.rms_norm(x, p.weight("g", (64,)), 1e-5, name="normed")
+    program = p.build(p.linear(normed, p.weight("w", (64, 64))), normed.map("abs(a0)"))
+    with pytest.raises(VerifyError, match="'normed'"):
+        fuse_segment(program)

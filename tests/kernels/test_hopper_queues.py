@@ -1,0 +1,142 @@
+"""Queues of the decode kernel: every row of every matrix once, the same bytes on every SM."""
+
+from dataclasses import replace
+
+import pytest
+
+from distmega.errors import VerifyError
+from distmega.kernels.arena import Space, layout_arena
+from distmega.kernels.hopper.queues import UNIT_ROWS, DecodeQueues, build_queues
+from distmega.kernels.hopper.weight_order import matrix_columns, order_weights
+from distmega.kernels.hopper.words import (
+    PLACES,
+    WORDS,
+    Attention,
+    Combine,
+    Instruction,
+    Linear,
+    Opcode,
+    pack,
+)
+from distmega.models.config import ModelConfig
+from distmega.models.decoder import build_decoder
+from distmega.models.presets import PRESETS
+
+SUPPORTED = ("smollm2-135m", "llama-3.2-1b", "qwen3-0.6b", "qwen3-8b")
+
+
+def queues_of(config: ModelConfig, num_sms: int = 132) -> DecodeQueues:
+    program = build_decoder(config, 1, 256, dtype="bf16")
+    weights = layout_arena(Space.WEIGHT, order_weights(program))
+    states = layout_arena(Space.STATE, program.with_role("state"))
+    return build_queues(program, weights, states, num_sms)
+
+
+def linears(queues: DecodeQueues, opcode: Opcode, layer: int) -> list[Linear]:
+    return [
+        one
+        for queue in queues.queues
+        for one in queue
+        if isinstance(one, Linear) and (one.opcode, one.layer) == (opcode, layer)
+    ]
+
+
+def rows_read(task: Linear) -> list[int]:
+    """Rows of its matrix in the order in which the loader brings them."""
+    rows = []
+    for unit in range(task.num_units):
+        first = task.weight_row + unit * UNIT_ROWS
+        if task.opcode is Opcode.GATED:
+            first = (task.pair_row if unit % 2 else task.weight_row) + unit // 2 * UNIT_ROWS
+        rows += range(first, first + UNIT_ROWS)
+    return rows
+
+
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_every_weight_row_is_read_once(name):
+    config = PRESETS[name]
+    program = build_decoder(config, 1, 256, dtype="bf16")
+    columns = matrix_columns(program)
+    queues = queues_of(config)
+    tensors = program.tensor_map()
+    tasks = [one for queue in queues.queues for one in queue if isinstance(one, Linear)]
+    for matrix, place in enumerate(queues.matrices):
+        rows = sorted(row for task in tasks if task.matrix == matrix for row in rows_read(task))
+        names = [n for n, length in columns.items() if length == place.columns]
+        assert len(rows) == sum(tensors[n].num_elements // place.columns for n in names)
+        assert len(set(rows)) == len(rows)
+        assert rows[-1] < place.num_rows
+
+
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_sms_share_each_op_evenly(name):
+    queues = queues_of(PRESETS[name])
+    for opcode in (Opcode.QKV, Opcode.RESIDUAL, Opcode.GATED):
+        units = [task.num_units for task in linears(queues, opcode, 0)]
+        step = 2 if opcode is Opcode.GATED else 1
+        by_matrix = max(units) - min(units)
+        assert by_matrix <= step or opcode is Opcode.RESIDUAL
+    head = linears(queues, Opcode.HEAD, PRESETS[name].num_layers - 1)
+    assert max(t.num_units for t in head) - min(t.num_units for t in head) <= 1
+    assert len(head) == len(queues.queues)
+
+
+def test_every_head_has_its_splits_and_one_combine():
+    queues = queues_of(PRESETS["qwen3-0.6b"])
+    found = [one for queue in queues.queues for one in queue]
+    splits = [(o.layer, o.head, o.split) for o in found if isinstance(o, Attention)]
+    shape = queues.shape
+    max_splits = next(o.max_splits for o in found if isinstance(o, Attention))
+    assert sorted(splits) == [
+        (layer, head, split)
+        for layer in range(shape.num_layers)
+        for head in range(shape.num_kv_heads)
+        for split in range(max_splits)
+    ]
+    combined = sorted((o.layer, o.head) for o in found if isinstance(o, Combine))
+    assert combined == [
+        (layer, head) for layer in range(shape.num_layers) for head in range(shape.num_heads)
+    ]
+
+
+def test_queues_are_in_program_order():
+    order = {Opcode.QKV: 0, Opcode.ATTENTION: 1, Opcode.COMBINE: 2, Opcode.GATED: 4}
+
+    def place(one: Instruction, seen: set[Opcode]) -> tuple[int, int]:
+        residual = 5 if Opcode.GATED in seen else 3
+        return one.layer, order.get(one.opcode, 6 if one.opcode is Opcode.HEAD else residual)
+
+    for queue in queues_of(PRESETS["llama-3.2-1b"]).queues:
+        last, layer, seen = (-1, -1), -1, set[Opcode]()
+        for one in queue:
+            if one.layer != layer:
+                layer, seen = one.layer, set()
+            seen.add(one.opcode)
+            assert place(one, seen) >= last
+            last = place(one, seen)
+
+
+def test_words_of_an_instruction():
+    task = linears(queues_of(PRESETS["llama-3.2-1b"]), Opcode.GATED, 3)[7]
+    words = pack(task)
+    assert len(words) == WORDS
+    assert {name: words[place] for name, place in PLACES[Linear].items()} == {
+        name: int(getattr(task, name)) for name in PLACES[Linear]
+    }
+    for places in PLACES.values():
+        assert len(set(places.values())) == len(places)
+        assert max(places.values()) < WORDS
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"head_dim": 32}, "heads of 32"),
+        ({"num_heads": 36, "num_kv_heads": 4}, "groups of 9"),
+        ({"windows": (64,) * 16}, "a window"),
+        ({"ffn": 8200}, "rows of"),
+    ],
+)
+def test_what_the_kernel_cannot_do_is_refused(changes, found):
+    with pytest.raises(VerifyError, match=found):
+        queues_of(replace(PRESETS["llama-3.2-1b"], **changes))
