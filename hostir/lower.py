@@ -33,7 +33,6 @@ from distmega.hostir.nodes import (
     Wait,
     WaitEvent,
     segment_args,
-    storage_of,
     walk_nodes,
 )
 from distmega.hostir.rules import named_buffers
@@ -140,7 +139,7 @@ class _Lowering:
 
     def body(self, ops: Sequence[Op], scope: Scope, kept: Sequence[str]) -> Iterator[Node]:
         """Nodes of ops in order. kept: what must outlive them."""
-        runs = self.split_runs(ops, in_loop=scope.outer is not None)
+        runs = self.split_runs(ops, scope)
         last_use = self.last_uses(runs, scope, kept)
         for position, run in enumerate(runs):
             if run.loop is not None:
@@ -220,18 +219,19 @@ class _Lowering:
         for ring in body.gathers:
             yield Wait(handle=ring.name)
 
-    def split_runs(self, ops: Sequence[Op], *, in_loop: bool) -> list[_Run]:
+    def split_runs(self, ops: Sequence[Op], scope: Scope) -> list[_Run]:
         """Ops but views, in order: host loops, maximal runs that fit a kernel, over one mesh axis
         each, and the rest one by one.
         """
         runs: list[_Run] = []
-        loops = {} if in_loop else self.loops
+        loops = {} if scope.outer is not None else self.loops
+        made: set[str] = set()
         computing = (op for op in ops if op.kind != "view")
         for loop, group in groupby(computing, key=lambda op: loops.get(op.name)):
             if loop is not None:
                 runs.append(_Run(ops=tuple(group), segment=False, loop=loop))
             else:
-                runs += _kernel_runs(group, self.mesh, self.fits)
+                runs += _kernel_runs(group, self.mesh, self.fits, scope, made)
         return runs
 
     def last_uses(self, runs: Sequence[_Run], scope: Scope, kept: Sequence[str]) -> dict[str, int]:
@@ -267,10 +267,8 @@ def lower_program(
     """
     tensors = local.program.tensor_map()
 
-    overwriting = _overwriting_ops(program)
-
     def fits(op: Op) -> bool:
-        if not megakernel or op.name in overwriting:
+        if not megakernel:
             return False
         if op.kind in PEER_KINDS:
             return peer_memory
@@ -279,23 +277,17 @@ def lower_program(
     return _Lowering(local, fits, max_streams).run()
 
 
-def _overwriting_ops(program: Program) -> set[str]:
-    """Ops that write a temp which an earlier op wrote: maybe one of an earlier kernel, and a kernel
-    changes nothing outside of its arenas.
+def _kernel_runs(
+    ops: Iterable[Op],
+    mesh: DeviceMesh,
+    fits: Callable[[Op], bool],
+    scope: Scope,
+    made: set[str],
+) -> list[_Run]:
+    """Runs of ops outside of loops. An op that overwrites a temp of an earlier run, or part of what
+    isn't the run's own, is no part of a kernel, which changes nothing outside of its arenas; made:
+    temps of earlier runs.
     """
-    views = {op.writes[0].tensor: op.reads[0].tensor for op in program.ops if op.kind == "view"}
-    temps = {tensor.name for tensor in program.tensors if tensor.role == "temp"}
-    found: set[str] = set()
-    made: set[str] = set()
-    for op in program.ops:
-        if op.kind != "view":
-            written = {storage_of(access.tensor, views) for access in op.writes} & temps
-            found |= {op.name} if written & made else set()
-            made |= written
-    return found
-
-
-def _kernel_runs(ops: Iterable[Op], mesh: DeviceMesh, fits: Callable[[Op], bool]) -> list[_Run]:
     runs: list[_Run] = []
     pending: list[Op] = []
     axis = ""
@@ -304,13 +296,20 @@ def _kernel_runs(ops: Iterable[Op], mesh: DeviceMesh, fits: Callable[[Op], bool]
         nonlocal axis
         if pending:
             runs.append(_Run(ops=tuple(pending), segment=True))
+            made.update(name for op in pending for name in stored_writes(op))
         pending.clear()
         axis = ""
 
+    def stored_writes(op: Op) -> set[str]:
+        names = {scope.storage(access.tensor) for access in op.writes}
+        return {name for name in names if scope.tensors[name].role == "temp"}
+
     for op in ops:
-        if not fits(op):
+        written = stored_writes(op)
+        if not fits(op) or written & made or any(map(scope.is_part_of_given, written)):
             close()
             runs.append(_Run(ops=(op,), segment=False))
+            made.update(written)
             continue
         over = str(op.attr("mesh_axis")) if op.kind in PEER_KINDS else ""
         if over and mesh.size(over) > 1:
@@ -318,6 +317,7 @@ def _kernel_runs(ops: Iterable[Op], mesh: DeviceMesh, fits: Callable[[Op], bool]
                 close()
             axis = over
         pending.append(op)
+        made.update(scope.slices.keys() & {scope.storage(a.tensor) for a in accesses(op)})
     close()
     return runs
 
@@ -330,7 +330,9 @@ def _view_chain(name: str, views: Mapping[str, Op]) -> Iterator[Op]:
 
 
 def _make_segment(name: str, ops: Sequence[Op], scope: Scope, needed: set[str]) -> Program:
-    """The program of a run. Temps that exist before it become inputs."""
+    """The program of a run. Temps that exist before it become inputs, but for chunks of buffers
+    that it writes: those are outputs.
+    """
     stated: dict[str, Op] = {}
     for op in ops:
         for access in accesses(op):
@@ -341,11 +343,13 @@ def _make_segment(name: str, ops: Sequence[Op], scope: Scope, needed: set[str]) 
 
     def role(tensor: Tensor) -> Role:
         given = scope.is_placed(tensor.name) and tensor.name not in scope.views
+        given = given and not (tensor.name in scope.slices and tensor.name in written)
         return "input" if given and tensor.role == "temp" else tensor.role
 
     declared = tuple(replace(t, role=role(t)) for t in scope.tensors.values() if t.name in used)
     leaving = (t.name for t in declared if t.role == "temp" and t.name not in scope.views)
-    outputs = tuple(each for each in leaving if each in written and each in needed)
+    kept = needed | scope.slices.keys()
+    outputs = tuple(each for each in leaving if each in written and each in kept)
     return Program(name=name, tensors=declared, ops=tuple(stated.values()), outputs=outputs)
 
 

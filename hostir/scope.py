@@ -52,3 +52,9 @@ class Scope:
         while name in self.views:
             name = self.views[name].reads[0].tensor
         return name
+
+    def is_part_of_given(self, name: str) -> bool:
+        """Whether a name is a slice of what the caller gives: a state."""
+        while name in self.slices:
+            name = self.storage(self.slices[name].buffer)
+        return self.tensors[name].role != "temp"
