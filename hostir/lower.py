@@ -8,6 +8,7 @@ wherever it is used and never crosses a segment's edge. Next: passes.py, then ke
 for the segments.
 """
 
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -201,8 +202,8 @@ class _Lowering:
         """One iteration's nodes, on whatever stream is current."""
         self.chunks |= body.tensors
         inner = Scope(
-            tensors={**scope.tensors, **body.tensors},
-            views={**scope.views, **body.views},
+            tensors=ChainMap(body.tensors, scope.tensors),
+            views=ChainMap(body.views, scope.views),
             slices=body.slices,
             placed=set(),
             outer=scope,
@@ -306,7 +307,7 @@ def _kernel_runs(
 
     for op in ops:
         written = stored_writes(op)
-        if not fits(op) or written & made or any(map(scope.is_part_of_given, written)):
+        if not fits(op) or written & made or scope.changes_part(op):
             close()
             runs.append(_Run(ops=(op,), segment=False))
             made.update(written)

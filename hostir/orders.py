@@ -141,6 +141,7 @@ class _RankWalk:
                 for value in range(node.extent):
                     self.indices[node.index] = value
                     self.body(node.body)
+                del self.indices[node.index]
                 continue
             at = "".join(f" {name}={value}" for name, value in self.indices.items())
             number = self.numbers[id(node)]

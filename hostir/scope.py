@@ -4,7 +4,7 @@ Used by lower.py. A view or a slice costs nothing, so it is stated where it is f
 again in another body.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 
 from distmega.hostir.nodes import Allocate, LibraryOp, Node, SliceView
@@ -17,8 +17,8 @@ class Scope:
     body around it.
     """
 
-    tensors: Mapping[str, Tensor]
-    views: Mapping[str, Op]
+    tensors: MutableMapping[str, Tensor]
+    views: MutableMapping[str, Op]
     slices: Mapping[str, SliceView]
     placed: set[str]
     outer: "Scope | None" = None
@@ -53,8 +53,14 @@ class Scope:
             name = self.views[name].reads[0].tensor
         return name
 
-    def is_part_of_given(self, name: str) -> bool:
-        """Whether a name is a slice of what the caller gives: a state."""
-        while name in self.slices:
-            name = self.storage(self.slices[name].buffer)
-        return self.tensors[name].role != "temp"
+    def changes_part(self, op: Op) -> bool:
+        """Whether an op writes into a chunk of a state, or through a view into any chunk."""
+        for access in op.writes:
+            name = self.storage(access.tensor)
+            if name in self.slices and access.tensor != name:
+                return True
+            while name in self.slices:
+                name = self.storage(self.slices[name].buffer)
+                if self.tensors[name].role != "temp":
+                    return True
+        return False

@@ -85,7 +85,14 @@ class _Former:
         self.edges: list[tuple[int, int]] = []
 
     def is_cut(self, op: Op, splits: Mapping[str, StreamSplit]) -> bool:
-        return op.kind != "view" and op.name in splits and splits[op.name].num_chunks > 1
+        """Whether an op runs in a loop: it has chunks, and each writes its own part of storage."""
+        if op.kind == "view" or op.name not in splits or splits[op.name].num_chunks < 2:
+            return False
+        if not any(access.tensor in self.views for access in op.writes):
+            return True
+        parts = operand_parts(op, splits[op.name], self.tensors)[len(op.reads) :]
+        made = zip(op.writes, parts, strict=True)
+        return all(isinstance(p, Part) and self.to_root(a, p)[1] is not None for a, p in made)
 
     def root(self, name: str) -> str:
         while name in self.views:

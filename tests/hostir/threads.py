@@ -1,5 +1,6 @@
 """Ranks as threads of one process: a host program on a whole mesh, fast enough for random ones."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
@@ -36,12 +37,25 @@ class ThreadCommunicator(Collectives):
     def __init__(self, mesh: DeviceMesh, rank: int, wires: Wires) -> None:
         super().__init__(mesh, rank)
         self.wires = wires
+        self.num_asked: Counter[tuple[str, str, int]] = Counter()
+        self.arrived: dict[tuple[str, str, int], list[Tensor]] = {}
 
     def _put(self, axis: str, what: str, peer: int, x: Tensor) -> None:
         self.wires.queues[axis, what, self.rank, peer].put(x.clone())
 
-    def _take(self, axis: str, what: str, peer: int) -> Tensor:
-        return self.wires.queues[axis, what, peer, self.rank].get(timeout=20)
+    def _ask(self, axis: str, what: str, peer: int) -> Callable[[], Tensor]:
+        """The peer's next message; exchanges may end in another order than they start."""
+        key = axis, what, peer
+        number = self.num_asked[key]
+        self.num_asked[key] += 1
+
+        def take() -> Tensor:
+            arrived = self.arrived.setdefault(key, [])
+            while len(arrived) <= number:
+                arrived.append(self.wires.queues[axis, what, peer, self.rank].get(timeout=20))
+            return arrived[number]
+
+        return take
 
     def _gather(self, axis: str, x: Tensor) -> Callable[[], list[Tensor]]:
         return self._exchange(axis, [x] * self.mesh.size(axis))
@@ -50,7 +64,8 @@ class ThreadCommunicator(Collectives):
         team = self.mesh.team(axis, self.rank)
         for peer, part in zip(team, parts, strict=True):
             self._put(axis, "team", peer, part)
-        return lambda: [self._take(axis, "team", peer) for peer in team]
+        asked = [self._ask(axis, "team", peer) for peer in team]
+        return lambda: [take() for take in asked]
 
     def send(self, axis: str, x: Tensor, peer: int) -> Handle:
         self._put(axis, "pair", self.mesh.team(axis, self.rank)[peer], x)
@@ -58,7 +73,8 @@ class ThreadCommunicator(Collectives):
 
     def recv(self, axis: str, out: Tensor, peer: int) -> Handle:
         source = self.mesh.team(axis, self.rank)[peer]
-        return Handle(lambda: copy_into(out, self._take(axis, "pair", source)))
+        take = self._ask(axis, "pair", source)
+        return Handle(lambda: copy_into(out, take()))
 
 
 def run_mesh(

@@ -1,0 +1,152 @@
+"""Random programs under random device and stream annotations: exact, checked, peaks as reported."""
+
+import random
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from distmega.errors import CheckError, PlanError, VerifyError
+from distmega.hostir.check import check_host
+from distmega.hostir.lower import lower_program
+from distmega.hostir.nodes import ForLoop, HostProgram
+from distmega.hostir.passes import peak_memory, run_passes
+from distmega.hostir.text import parse_host, print_host
+from distmega.program import Program, accesses
+from distmega.sharding.aliases import alias_roots
+from distmega.sharding.cost import CPU
+from distmega.sharding.localize import LocalProgram, localize
+from distmega.sharding.mesh import DeviceMesh
+from distmega.sharding.placements import Layout, fits, replicate, shard, stream
+from distmega.sharding.planner import Plan, plan_program
+from tests.hostir.programs import run_program, without
+from tests.hostir.test_check import wait_numbers
+from tests.hostir.threads import HeldBytes, join, run_mesh
+from tests.sharding.programs import decoder, random_program
+from tests.sharding.simulate import check_plan, random_arrays
+
+MESHES = [DeviceMesh(tp=1), DeviceMesh(tp=2), DeviceMesh(dp=2, tp=2)]
+
+
+def random_marks(program: Program, mesh: DeviceMesh, seed: int) -> dict[str, Layout]:
+    """Annotations of some tensors: chunks of a dim, in ring order at times, or a shard, or both."""
+    rng = random.Random(seed)
+    marks: dict[str, Layout] = {}
+    for tensor in program.tensors:
+        if not tensor.shape or tensor.dtype == "i64" or rng.random() > 0.4:
+            continue
+        layout = replicate()
+        axis, size = rng.choice(mesh.axes)
+        dim = rng.randrange(len(tensor.shape))
+        if rng.random() < 0.4 and fits(tensor.shape[dim], size):
+            layout = shard(dim, axis)
+        if rng.random() < 0.7:
+            ring = axis if rng.random() < 0.2 else ""
+            num = size if ring else rng.choice((1, 2, 3, 4))
+            chunks = stream(rng.randrange(len(tensor.shape)), num, ring=ring)
+            layout = layout | chunks if rng.random() < 0.5 else chunks
+        marks[tensor.name] = layout
+    return marks
+
+
+def without_dead_ops(program: Program) -> Program:
+    """The program without ops whose results nobody sees: nothing has to wait for those."""
+    roots, needed, kept = alias_roots(program), set(program.outputs), []
+    needed |= {roots[name] for name in needed}
+    for op in reversed(program.ops):
+        if {roots[access.tensor] for access in op.writes} & needed:
+            kept.append(op)
+            needed |= {roots[access.tensor] for access in op.reads}
+    used = {a.tensor for op in kept for a in accesses(op)} | set(program.outputs)
+    tensors = tuple(t for t in program.tensors if t.name in used)
+    return replace(program, name="random", ops=tuple(reversed(kept)), tensors=tensors)
+
+
+def plan_marked(program: Program, mesh: DeviceMesh, seed: int) -> Plan:
+    """A plan under random annotations; those that can't be followed are left out one by one."""
+    marks = random_marks(program, mesh, seed)
+    while True:
+        try:
+            return plan_program(program, mesh, CPU, marks)
+        except PlanError:
+            marks.popitem()
+
+
+def planned(
+    seed: int, mesh: DeviceMesh, *, megakernel: bool = False
+) -> tuple[Plan, LocalProgram, HostProgram]:
+    program = random_program(seed, num_ops=7, overwrite=seed % 3 == 0)
+    plan = plan_marked(without_dead_ops(program), mesh, seed)
+    local = localize(plan)
+    raw = lower_program(local, megakernel=megakernel, peer_memory=False, max_streams=1 + seed % 4)
+    host = run_passes(raw)
+    check_host(raw)
+    check_host(host)
+    assert parse_host(print_host(host)) == host
+    return plan, local, host
+
+
+def tensors_of(program: Program, seed: int) -> dict[str, torch.Tensor]:
+    types = {"f32": torch.float32, "i64": torch.int64}
+    dtypes = {t.name: types[t.dtype] for t in program.tensors}
+    arrays = random_arrays(program, seed)
+    return {name: torch.from_numpy(x).to(dtypes[name]) for name, x in arrays.items()}
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from(MESHES), st.booleans())
+def test_random_programs_are_exact(seed: int, mesh: DeviceMesh, megakernel: bool):
+    plan, local, host = planned(seed, mesh, megakernel=megakernel)
+    program, tensors = plan.program, tensors_of(plan.program, seed)
+    try:
+        expected = run_program(program, {k: v.clone() for k, v in tensors.items()})
+    except RuntimeError:
+        assume(condition=False)  # a view that torch can't have: a reshape of turned storage
+    found = join(run_mesh(host, local, tensors), local, program.outputs)
+    for name in program.outputs:
+        assert torch.equal(found[name], expected[name]), name
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from(MESHES))
+def test_the_local_program_is_exact_in_its_new_order(seed: int, mesh: DeviceMesh):
+    plan = plan_marked(random_program(seed, num_ops=7), mesh, seed)
+    check_plan(plan, random_arrays(plan.program, seed))
+
+
+def test_reported_peaks_are_what_is_held(monkeypatch: pytest.MonkeyPatch):
+    for seed in range(40):
+        _, local, host = planned(seed, MESHES[0])
+        with monkeypatch.context() as patched:
+            held = HeldBytes(patched)
+            run_mesh(host, local, tensors_of(local.program, seed))
+        assert held.peak <= peak_memory(host), seed
+
+
+def test_deleted_waits_are_caught():
+    """With several loops on the same streams the join of a later one may cover an earlier one."""
+    num = 0
+    for seed in range(80):
+        plan, _, host = planned(seed, MESHES[seed % 3])
+        for number in wait_numbers(host) if len(plan.host_loops) == 1 else ():
+            num += 1
+            with pytest.raises((CheckError, VerifyError)):
+                check_host(without(host, number))
+    assert num > 60
+
+
+def test_planning_and_lowering_take_time_linear_in_layers():
+    mesh, seconds = DeviceMesh(tp=2), {}
+    for layers in (10, 80):
+        program = decoder(layers=layers, rows=8, hidden=16, heads=2, ffn=16)
+        marks = {"x": stream(0, 2)} | {f"layers.{i}.w_down": shard(1, "tp") for i in range(layers)}
+        start = time.perf_counter()
+        plan = plan_program(program, mesh, CPU, marks)
+        host = run_passes(lower_program(localize(plan), megakernel=False, peer_memory=False))
+        seconds[layers] = time.perf_counter() - start
+        assert len(plan.host_loops) == layers + 1
+        assert sum(isinstance(node, ForLoop) for node in host.body) == layers + 1
+    assert seconds[80] < 16 * seconds[10]
