@@ -82,7 +82,7 @@ def flatten_graph(graph: TaskGraph) -> FlatGraph:
             for task, events in enumerate(needed, start=first_task[consumer]):
                 waits[task] += [base + one for one in events]
         counts += event.counts
-        remote += [graph.groups[event.producer].all_ranks] * event.num_events
+        remote += [event.all_ranks] * event.num_events
     return FlatGraph(
         first_task=tuple(first_task),
         groups=tuple(owners),

@@ -65,18 +65,19 @@ def build_task_graph(
     """
     footprints = Footprints(segment)
     memo = EventMemo()
-    consumers: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    for (earlier, later), pairs in _conflicts(segment, groups, footprints).items():
+    consumers: dict[tuple[int, bool], list[tuple[int, int]]] = defaultdict(list)
+    for (earlier, later, remote), pairs in _conflicts(segment, groups, footprints).items():
         pattern = _pattern(memo, footprints, tuple(sorted(pairs)), mode)
         if any(memo.needed[pattern]):
-            consumers[earlier].append((later, pattern))
+            consumers[earlier, remote].append((later, pattern))
     events = []
-    for producer in sorted(consumers):
-        found = consumers[producer]
+    for producer, remote in sorted(consumers):
+        found = consumers[producer, remote]
         fused = _fuse(memo, groups[producer].num_tasks, tuple(pattern for _, pattern in found))
         events.append(
             EventTensor(
                 producer=producer,
+                all_ranks=remote,
                 counts=fused.counts,
                 notify=fused.notify,
                 consumers=tuple(zip((later for later, _ in found), fused.waits, strict=True)),
@@ -107,9 +108,12 @@ def touches(
 
 def _conflicts(
     segment: Program, groups: Sequence[TaskGroup], footprints: Footprints
-) -> dict[tuple[int, int], set[tuple[int, int]]]:
-    """(Earlier group, later group) -> pairs of footprints on one tensor, one of them a write."""
-    conflicts: dict[tuple[int, int], set[tuple[int, int]]] = defaultdict(set)
+) -> dict[tuple[int, int, bool], set[tuple[int, int]]]:
+    """(Earlier group, later group, remote) -> pairs of footprints on one tensor, one of them a
+    write. remote: the earlier one writes on every rank, so peers' instances count too; what an
+    all_ranks group reads is its own rank's.
+    """
+    conflicts: dict[tuple[int, int, bool], set[tuple[int, int]]] = defaultdict(set)
     for tensor, found in touches(segment, groups, footprints).items():
         for earlier, later in _ordered_pairs(found):
             remote = groups[later.group].all_ranks and later.write
@@ -120,7 +124,9 @@ def _conflicts(
                     expected="a receive buffer that one op fills in a launch",
                     remedy="give every collective a buffer of its own",
                 )
-            conflicts[earlier.group, later.group].add((earlier.footprint, later.footprint))
+            spread = groups[earlier.group].all_ranks and earlier.write
+            edge = earlier.group, later.group, spread
+            conflicts[edge].add((earlier.footprint, later.footprint))
     return dict(sorted(conflicts.items()))
 
 

@@ -47,12 +47,13 @@ class EventTensor:
     """Events triggered by one group: event e is complete once counts[e] of its tasks have
     signalled, per rank and epoch.
 
-    counts: triggers per event within one rank; times the team size where the producer group is
-    `all_ranks`. notify: for each producer task, the events it signals. consumers: (group, for each
-    of its tasks the events it waits for).
+    all_ranks: the instances on every rank of the team trigger it, since its waiters need what they
+    write. counts: triggers per event from one rank. notify: for each producer task, the events it
+    signals. consumers: (group, for each of its tasks the events it waits for).
     """
 
     producer: int
+    all_ranks: bool = False
     counts: tuple[int, ...]
     notify: tuple[tuple[int, ...], ...]
     consumers: tuple[tuple[int, tuple[tuple[int, ...], ...]], ...]

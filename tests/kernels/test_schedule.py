@@ -9,13 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from distmega.builder import ProgramBuilder
 from distmega.errors import CheckError, VerifyError
 from distmega.kernels.checker import check_schedule
+from distmega.kernels.collectives import expand_collectives
 from distmega.kernels.schedule import schedule_graph
 from distmega.kernels.task_graph import build_task_graph
 from distmega.kernels.tasks import Schedule, ScheduledTask
 from distmega.kernels.tiling import tile_segment
-from tests.kernels.programs import decoder, edges, graph_of, random_programs
+from distmega.sharding.mesh import DeviceMesh
+from tests.kernels.programs import decoder, edges, graph_of, random_programs, with_collectives
 
 
 def all_tasks(schedule: Schedule) -> list[tuple[int, int, ScheduledTask]]:
@@ -58,6 +61,27 @@ def test_removing_any_wait_of_a_transformer_block_is_caught(tp: int):
     schedule = schedule_graph(graph_of(decoder(1, tp), 4, tp), 4, hop_bytes=0)
     check_schedule(schedule)
     assert assert_every_wait_is_needed(schedule) > 20
+
+
+@pytest.mark.parametrize("num_sms", [1, 2])
+def test_who_overwrites_what_a_push_read_waits_for_no_peer(num_sms: int):
+    p = ProgramBuilder("overwrite")
+    x = p.state("x", (12,))
+    total = p.set(x, name="all_reduce_0")
+    p.set(p.state("y", (12,)), into=x)
+    program = with_collectives(p.build(p.pointwise("a0 + a1", x, total)), 2)
+    expanded = expand_collectives(program, DeviceMesh(tp=2))
+    graph = graph_of(expanded, num_sms, 2)
+    schedule = schedule_graph(graph, num_sms, hop_bytes=0)
+    check_schedule(schedule)
+    assert_every_wait_is_needed(schedule)
+    (overwrite,) = (
+        task
+        for _, _, task in all_tasks(schedule)
+        if [w.tensor for w in graph.groups[task.group].op.writes] == ["x"]
+    )
+    local = {s.event for _, _, t in all_tasks(schedule) for s in t.signals if not s.all_ranks}
+    assert {wait.event for wait in overwrite.waits} <= local
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
