@@ -95,6 +95,8 @@ def explain_plan(plan: PlanFacts) -> str:
     what_if = WhatIf(plan)
     lines = [*_summary(plan), "", "ops", _NOTE, *_ops(plan, what_if)]
     lines += ["", "collectives", *(_collectives(plan) or ["  none"])]
+    if plan.host_loops:
+        lines += ["", "host loops", *_host_loops(plan)]
     lines += ["", "tensors", *_tensors(plan, what_if)]
     return "\n".join(lines) + "\n"
 
@@ -199,6 +201,15 @@ def _collectives(plan: PlanFacts) -> list[str]:
         sent = f"{format_bytes(move.num_bytes)} sent, {format_us(move.time_us)}"
         what = f"{move.kind}{combine} over {move.axis}"
         lines.append(f"  {group.name} = {what}  {group.times} x {sent}{copy}")
+    return lines
+
+
+def _host_loops(plan: PlanFacts) -> list[str]:
+    """The loops, and what is allocated anew in each of their iterations."""
+    lines = [f"  {loop}" for loop in plan.host_loops]
+    for name, allocation in plan.allocations.items():
+        if allocation.chunk:
+            lines.append(f"  {name} by chunk: {list(allocation.stored_shape)}")
     return lines
 
 

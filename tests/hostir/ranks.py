@@ -20,6 +20,7 @@ from distmega.hostir.text import parse_host
 from distmega.sharding.cost import CPU
 from distmega.sharding.localize import localize
 from distmega.sharding.mesh import DeviceMesh
+from distmega.sharding.placements import stream
 from distmega.sharding.planner import plan_program
 from tests.hostir.programs import (
     RING,
@@ -31,6 +32,7 @@ from tests.hostir.programs import (
     run_program,
     shard_tensors,
 )
+from tests.hostir.test_streams import SPLIT_SUM, gathered, lowered, row_parallel, small_integers
 
 
 def spawn(function: str, num_ranks: int, folder: Path) -> None:
@@ -192,6 +194,7 @@ def check_programs(comm: GlooCommunicator) -> None:
         torch.testing.assert_close(given["k_cache"], states["k_cache"])
         assert_equal_on_all_ranks(comm, found["next"])
     check_streams_and_rings(comm)
+    check_streamed_plans(comm)
 
 
 def check_streams_and_rings(comm: GlooCommunicator) -> None:
@@ -208,6 +211,19 @@ def check_streams_and_rings(comm: GlooCommunicator) -> None:
     for host in (ring, run_passes(ring)):
         found = Evaluator(host, comm, {}).run({"x": values(rank, 4)})["from_left"]
         assert torch.equal(found, values((rank - 1) % size, 4))
+
+
+def check_streamed_plans(comm: GlooCommunicator) -> None:
+    """Chunks of a linear and its all-reduce, and a gather in ring order, over real ranks."""
+    ring, marks = gathered(comm.mesh.num_ranks)
+    chunks = {**SPLIT_SUM, "y": stream(0, 3)}
+    for program, given in ((row_parallel("f32"), chunks), (ring, marks)):
+        _, local, host = lowered(program, comm.mesh, given)
+        tensors = small_integers(program)
+        mine = shard_tensors(tensors, local, comm.rank)
+        found = Evaluator(host, comm, {}).run(mine)["y"]
+        expected = {"y": run_program(program, tensors)["y"]}
+        assert torch.equal(found, shard_tensors(expected, local, comm.rank)["y"])
 
 
 def lose_a_peer(rank: int, num_ranks: int) -> None:

@@ -375,3 +375,11 @@ def test_a_full_allocation_turned_into_a_chunk_is_caught():
     text = print_host(host).replace("  temp a: f32[4, 6, 8]", "  temp a: f32[2, 6, 8]")
     with pytest.raises(VerifyError):
         run_passes(parse_host(text))
+
+
+def test_a_plan_explains_its_host_loops_and_ranks_agree_on_them():
+    program, mesh, marks = CASES["n1"]
+    plan = plan_program(program, mesh, CPU, marks)
+    assert "host loops\n  i0 in 2: a(i0 4 by 2), b(i0 4 by 2), c(i0 4 by 2)\n" in plan.explain()
+    assert "  a by chunk: [2, 6, 8]\n" in plan.explain()
+    assert plan.fingerprint() != plan_program(program, mesh, CPU).fingerprint()
