@@ -1,0 +1,220 @@
+"""Pipelined pointwise and norm kernels beside the same kernel with one stage, torch eager and
+torch.compile, alternating in one run: `python bench/pipelined.py`, on a GPU of compute capability
+9.0.
+
+Writes bench/results/pipelined-<device>.json, a record a case (records.py); floor_us is the case's
+bytes at the rate of a copy of one of its tensors in the same run. Inputs are out of the cache.
+"""
+
+import argparse
+import dataclasses
+import math
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bench.records import RESULTS, Record, current_commit, result_name, write_records
+from distmega import expr
+from distmega.kernels.pipelined import norms, pointwise
+from distmega.kernels.pipelined.choices import Choice, Traffic, fits
+from distmega.kernels.pipelined.tuning import known_choice, tuning
+
+MB = 2**20
+ROUNDS = 15
+FLUSH_BYTES = 512 * MB
+"""Written before each timed call: more than the L2 holds, and time for the host to run ahead."""
+Call = Callable[[], object]
+
+
+def silu_mul(a: Tensor, b: Tensor) -> Tensor:
+    return F.silu(a) * b
+
+
+def four_in(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
+    return a * b + c * torch.sigmoid(d)
+
+
+def rms_residual(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return rms(total, weight), total
+
+
+def rms(x: Tensor, weight: Tensor) -> Tensor:
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype) * weight
+
+
+def layer(x: Tensor, weight: Tensor) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], weight)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """An op at one size. op: a pointwise expression, or rms, layer with or without residual."""
+
+    name: str
+    op: str
+    peer: Callable[..., object]
+    num_inputs: int
+    num_outputs: int
+    size_mb: int
+    columns: int
+
+    @property
+    def moved_bytes(self) -> int:
+        return (self.num_inputs + self.num_outputs) * self.size_mb * MB
+
+
+def all_cases(sizes_mb: list[int]) -> list[Case]:
+    """Pointwise does not depend on row lengths; norms do."""
+    ops: list[tuple[str, str, Callable[..., object], int, int, tuple[int, ...]]] = [
+        ("silu(a)*b", "silu(a0) * a1", silu_mul, 2, 1, (4096,)),
+        ("4 in 1 out", "a0 * a1 + a2 * sigmoid(a3)", four_in, 4, 1, (4096,)),
+        ("rms norm + residual", "rms", rms_residual, 2, 2, (1024, 4096, 16384)),
+        ("rms norm", "rms", rms, 1, 1, (4096,)),
+        ("layer norm", "layer", layer, 1, 1, (4096,)),
+    ]
+    return [
+        Case(
+            name=name, op=op, peer=peer, num_inputs=ins, num_outputs=outs, size_mb=size,
+            columns=columns,
+        )
+        for name, op, peer, ins, outs, lengths in ops
+        for size in sizes_mb
+        for columns in lengths
+    ]  # fmt: skip
+
+
+def calls_of(case: Case, data: list[Tensor]) -> dict[str, Call]:
+    """The variants of a case over bf16 tensors of its size, compiled and tuned."""
+    count = case.size_mb * MB // 2
+    tensors = [x[:count].view(-1, case.columns) for x in data[: case.num_inputs]]
+    weight = torch.randn(case.columns, device="cuda", dtype=torch.bfloat16)
+    args = [*tensors] if case.op not in ("rms", "layer") else [*tensors, weight]
+    torch._dynamo.reset()
+    compiled = torch.compile(case.peer, dynamic=False)
+    if case.op in ("rms", "layer"):
+        ours, one_stage = _norm_calls(case, tensors, weight)
+    else:
+        ours, one_stage = _pointwise_calls(case, tensors)
+    return {
+        "ours": ours,
+        "one stage": one_stage,
+        "torch eager": lambda: case.peer(*args),
+        "torch.compile": lambda: compiled(*args),
+    }
+
+
+def _norm_calls(case: Case, tensors: list[Tensor], weight: Tensor) -> tuple[Call, Call]:
+    residual = tensors[1] if len(tensors) == 2 else None
+
+    def make() -> norms.Rows:
+        return norms.make_rows(case.op, tensors[0], residual, weight, None, 1e-6)
+
+    norms.launch_norm(make())
+    chosen = known_choice(norms.shape_class(make()), norms.norm_choices(make()))
+    single = one_stage_of(chosen, case, lambda choice: norms.run_tma(make(), choice))
+    return lambda: norms.run_tma(make(), chosen), lambda: norms.run_tma(make(), single)
+
+
+def _pointwise_calls(case: Case, tensors: list[Tensor]) -> tuple[Call, Call]:
+    trees = (expr.parse(case.op),)
+
+    def run(choice: Choice) -> None:
+        pointwise.run_tma(trees, tensors, [torch.empty_like(tensors[0])], choice)
+
+    results = [torch.empty_like(tensors[0])]
+    pointwise.launch_pointwise(trees, tensors, results)
+    choices = pointwise.pointwise_choices(tensors, results)
+    chosen = known_choice(pointwise.shape_class(trees, tensors, results), choices)
+    single = one_stage_of(chosen, case, run)
+    return lambda: run(chosen), lambda: run(single)
+
+
+def one_stage_of(chosen: Choice, case: Case, run: Callable[[Choice], object]) -> Choice:
+    """The same kernel without loads ahead: with as many programs, or as fit; the faster of both."""
+    traffic = Traffic(in_bytes=2 * case.num_inputs, out_bytes=2 * case.num_outputs, num_elements=1)
+    single = dataclasses.replace(chosen, stages=1, buffers=1, run=0)
+    dense = (dataclasses.replace(single, programs_per_sm=n) for n in range(8, 0, -1))
+    options = {single, next(choice for choice in dense if fits(choice, traffic))}
+    times = {choice: median_us({"": lambda c=choice: run(c)}, 5)[""] for choice in options}  # type: ignore[misc]
+    return min(times, key=times.__getitem__)
+
+
+_flush: list[Tensor] = []
+
+
+def median_us(calls: dict[str, Call], rounds: int) -> dict[str, float]:
+    """Time on the GPU of each call, all of them in turn in every round."""
+    if not _flush:
+        _flush.append(torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda"))
+    spans: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {n: [] for n in calls}
+    for _ in range(2):
+        for call in calls.values():
+            call()
+    for _ in range(rounds):
+        for name, call in calls.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            _flush[0].zero_()
+            start.record()
+            call()
+            end.record()
+            spans[name].append((start, end))
+    torch.cuda.synchronize()
+    times = {name: sorted(s.elapsed_time(e) for s, e in pairs) for name, pairs in spans.items()}
+    return {name: sorted_ms[len(sorted_ms) // 2] * 1e3 for name, sorted_ms in times.items()}
+
+
+def measure(case: Case, data: list[Tensor], commit: str) -> Record:
+    """One case, its copy included, in alternation."""
+    calls = calls_of(case, data)
+    count = case.size_mb * MB // 2
+    calls["copy"] = lambda: data[-1][:count].copy_(data[0][:count])
+    times = median_us(calls, ROUNDS if case.size_mb < 2048 else 7)
+    torch.cuda.empty_cache()
+    rate = 2 * case.size_mb * MB / times.pop("copy")
+    ours = times.pop("ours")
+    floor = case.moved_bytes / rate
+    tb = case.moved_bytes / 1e6
+    rates = ", ".join(f"{name} {us:.1f} us {tb / us:.2f}" for name, us in times.items())
+    title = f"{case.name} {case.size_mb} MB rows of {case.columns}"
+    print(
+        f"{title}: {ours:.1f} us {tb / ours:.2f} TB/s, {rates}, copy {rate / 1e6:.2f}", flush=True
+    )
+    return Record(
+        case=title,
+        device=torch.cuda.get_device_name(),
+        num_gpus=1,
+        ours_us=round(ours, 2),
+        peers={name: round(us, 2) for name, us in times.items()},
+        floor_us=round(floor, 2),
+        commit=commit,
+    )
+
+
+def main() -> None:
+    """Measures all cases and writes the records."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--sizes-mb", type=int, nargs="+", default=[1, 16, 256, 4096])
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
+    parser.add_argument("--commit", default=current_commit(), help="what the records say")
+    options = parser.parse_args()
+    largest = max(options.sizes_mb) * MB // 2
+    data = [torch.randn(largest, device="cuda", dtype=torch.bfloat16) for _ in range(5)]
+    path = options.results / f"{result_name('pipelined', torch.cuda.get_device_name())}.json"
+    worst = math.inf
+    with tempfile.TemporaryDirectory() as folder, tuning(Path(folder) / "choices.json"):
+        for case in all_cases(options.sizes_mb):
+            record = measure(case, data, options.commit)
+            write_records(path, [record])
+            worst = min(worst, record.peers["torch.compile"] / record.ours_us)
+    print(f"least against torch.compile: {worst:.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""Stages, tiles and programs of a pipelined kernel: a small model of an SM's memory traffic.
+
+In: a shape class and the device's facts, the same on every rank. Out: candidates, best first; the
+first is what runs unless tuning.py measured another one. Next: pointwise.py, norms.py.
+"""
+
+import math
+from dataclasses import dataclass
+
+SHARED_BYTES = 232448
+"""Largest shared memory of a CTA on sm_90; an SM has 1 KB more for each CTA's own use."""
+RESERVED_BYTES = 1024
+REGISTERS = 65536
+LATENCY_US = 1.0
+"""From a load's start to its data, in a busy memory system."""
+START_US = 3.0
+TILE_US = 0.6
+PROGRAM_US = 1.5
+"""What barriers and reductions of a tile, and starting a CTA, cost it besides the traffic."""
+DRIFT = 0.05
+DRIFT_TILES = 32
+SERIAL = 0.03
+CROWDING = 0.005
+ENOUGH_BYTES = 65536
+"""Loads in flight on an SM beyond which more only crowd the memory system."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """What the model knows of a GPU."""
+
+    num_sms: int
+    bandwidth_bytes_per_us: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """How a kernel runs. tile: elements, (rows, columns) or, for norms, (rows, padded columns).
+
+    run: neighbouring tiles that a program takes; 0 for programs that stay and take every n-th tile.
+    """
+
+    tile: tuple[int, ...]
+    num_warps: int
+    stages: int
+    buffers: int
+    programs_per_sm: int
+    run: int
+
+    @property
+    def max_registers(self) -> int:
+        """Registers of a thread with which all programs of an SM are resident; at most 255."""
+        return min(255, REGISTERS // (32 * self.num_warps * self.programs_per_sm) // 8 * 8)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """Bytes of one element that arrive and leave by TMA, and elements in all."""
+
+    in_bytes: int
+    out_bytes: int
+    num_elements: int
+
+
+def shared_bytes(choice: Choice, traffic: Traffic) -> int:
+    """Shared memory of one CTA; barriers and reductions take less than 2 KB."""
+    elements = math.prod(choice.tile)
+    return 2048 + elements * (choice.stages * traffic.in_bytes + choice.buffers * traffic.out_bytes)
+
+
+def fits(choice: Choice, traffic: Traffic) -> bool:
+    """Whether all programs of an SM are resident at once."""
+    per_program = shared_bytes(choice, traffic) + RESERVED_BYTES
+    threads = 32 * choice.num_warps * choice.programs_per_sm
+    return (
+        per_program * choice.programs_per_sm <= SHARED_BYTES + RESERVED_BYTES
+        and threads <= 1024
+        and math.prod(choice.tile) <= 64 * 32 * choice.num_warps
+    )
+
+
+def time_us(choice: Choice, num_tiles: int, traffic: Traffic, device: Device) -> float:
+    """Predicted duration: the traffic at the rate that the loads in flight allow, the last round,
+    where some SMs idle, and what each tile and program costs besides.
+
+    A program with one load at a time has it in flight half the time, and overlaps nothing itself.
+    Programs that stay drift apart, and the memory's open rows with them: measured, a long run of
+    them loses about 5% against short runs of neighbouring tiles, which start in order.
+    """
+    tile_in = math.prod(choice.tile) * traffic.in_bytes
+    tile_bytes = math.prod(choice.tile) * (traffic.in_bytes + traffic.out_bytes)
+    slots = device.num_sms * choice.programs_per_sm
+    length = choice.run or -(-num_tiles // slots)
+    num_programs = -(-num_tiles // length)
+    rounds = -(-num_programs // slots)
+    ahead = min(choice.stages, length)
+    in_flight = choice.programs_per_sm * (ahead if ahead > 1 else 0.5) * tile_in
+    full_rate = device.bandwidth_bytes_per_us / device.num_sms
+    rate = min(full_rate, in_flight / LATENCY_US * tile_bytes / tile_in) if tile_in else full_rate
+    streaming = num_tiles * tile_bytes / (rate * device.num_sms)
+    drift = 0.0 if choice.run else DRIFT * min(1.0, length / DRIFT_TILES)
+    serial = SERIAL if ahead == 1 else 0.0
+    crowding = CROWDING * max(0.0, math.log2(max(1, in_flight) / ENOUGH_BYTES))
+    last = tile_bytes * choice.programs_per_sm / full_rate
+    idle = (rounds * slots - num_programs) / slots * last * min(length, choice.stages)
+    alone = rounds * (PROGRAM_US + length * (TILE_US + last / 8))
+    return START_US + max(streaming * (1 + drift + crowding + serial) + idle / 2, alone)
+
+
+def rank(
+    candidates: list[tuple[Choice, int]], traffic: Traffic, device: Device
+) -> tuple[Choice, ...]:
+    """Those (choice, number of tiles) that fit, fastest by the model first; ties in given order."""
+    fitting = [(choice, tiles) for choice, tiles in candidates if fits(choice, traffic)]
+    fitting.sort(key=lambda pair: time_us(pair[0], pair[1], traffic, device))
+    return tuple(choice for choice, _ in fitting)
+
+
+def flat_choices(traffic: Traffic, device: Device, width: int) -> tuple[Choice, ...]:
+    """For operands that are one row: tiles [rows, width] of it, or [elements] if width is 0."""
+    candidates = []
+    for elements in (2048, 4096, 1024, 8192):
+        tile = (elements // width, width) if width else (elements,)
+        num_tiles = -(-traffic.num_elements // elements)
+        for per_warp in (1024, 512):
+            candidates += _variants(tile, max(1, elements // per_warp), num_tiles)
+    return rank(candidates, traffic, device)
+
+
+def matrix_choices(rows: int, columns: int, traffic: Traffic, device: Device) -> tuple[Choice, ...]:
+    """For strided or broadcast operands: tiles of [rows, columns]."""
+    candidates = []
+    for tile in ((16, 256), (32, 128), (8, 256), (64, 64), (8, 128), (128, 32)):
+        num_tiles = -(-rows // tile[0]) * -(-columns // tile[1])
+        candidates += _variants(tile, max(1, math.prod(tile) // 1024), num_tiles)
+    return rank(candidates, traffic, device)
+
+
+def row_choices(rows: int, padded: int, traffic: Traffic, device: Device) -> tuple[Choice, ...]:
+    """For whole rows of `padded` columns, a power of two; none if a row does not fit."""
+    candidates = []
+    for per_tile in (1, 2, 4, 8, 16, 32):
+        elements = per_tile * padded
+        if not 1024 <= elements <= max(8192, padded):
+            continue
+        for per_thread in (32, 16, 64):
+            num_warps = elements // (32 * per_thread)
+            if num_warps in (1, 2, 4, 8, 16):
+                candidates += _variants((per_tile, padded), num_warps, -(-rows // per_tile))
+    return rank(candidates, traffic, device)
+
+
+def chunk_choices(rows: int, columns: int, traffic: Traffic, device: Device) -> tuple[Choice, ...]:
+    """For rows in chunks, tiles to the model. Programs stay and take whole rows."""
+    candidates = []
+    for chunk in (8192, 4096):
+        tiles = rows * -(-columns // chunk)
+        candidates += _variants((1, chunk), chunk // 512, tiles)
+    return rank([pair for pair in candidates if not pair[0].run], traffic, device)
+
+
+def _variants(tile: tuple[int, ...], num_warps: int, num_tiles: int) -> list[tuple[Choice, int]]:
+    return [
+        (
+            Choice(
+                tile=tile,
+                num_warps=num_warps,
+                stages=stages,
+                buffers=buffers,
+                programs_per_sm=programs,
+                run=run,
+            ),
+            num_tiles,
+        )
+        for stages, run in ((2, 2), (3, 3), (3, 0), (2, 0), (4, 0), (4, 4), (1, 1))
+        for buffers in (1, 2)
+        for programs in (4, 3, 2, 8, 6, 1)
+    ]

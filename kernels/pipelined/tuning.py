@@ -1,0 +1,133 @@
+"""Measured choices: inside `tuning()` each new shape class times its best few candidates; the
+winner is kept on disk for the machine's GPU, and rank 0's winners hold on every rank.
+
+In: candidates of choices.py and a way to run one. Out: the choice to run. Next: pointwise.py.
+"""
+
+import json
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from distmega.kernels.pipelined.choices import Choice
+
+CHOICES = Path.home() / ".cache" / "distmega" / "choices.json"
+NUM_CANDIDATES = 8
+NUM_RUNS = 9
+FLUSH_BYTES = 2**28
+"""Written before each run: more than the L2 holds, and time for the host to run ahead."""
+
+_log = logging.getLogger(__name__)
+
+
+class _Table:
+    """Shape class -> choice; read from disk at the first look-up."""
+
+    def __init__(self) -> None:
+        self.measuring = False
+        self.entries: dict[str, Choice] | None = None
+
+    def known(self) -> dict[str, Choice]:
+        if self.entries is None:
+            self.entries = read_choices(CHOICES)
+        return self.entries
+
+
+_table = _Table()
+
+
+def pick(key: str, candidates: Sequence[Choice], run: Callable[[Choice], object]) -> Choice:
+    """The measured choice of a shape class on this GPU; else the model's, or inside `tuning()` the
+    fastest of its best few. A measured choice that is no candidate any more is measured again.
+    """
+    known = _table.known()
+    if not _table.measuring or known.get(_on_this_gpu(key)) in candidates:
+        return known_choice(key, candidates)
+    times = {choice: _median_us(choice, run) for choice in _spread(candidates)}
+    best = known[_on_this_gpu(key)] = min(times, key=times.__getitem__)
+    _log.info("%s: %s, %.1f us", key, best, times[best])
+    return best
+
+
+def _on_this_gpu(key: str) -> str:
+    return f"{torch.cuda.get_device_name()}: {key}"
+
+
+def known_choice(key: str, candidates: Sequence[Choice]) -> Choice:
+    """What `pick` gives outside `tuning()`."""
+    found = _table.known().get(_on_this_gpu(key))
+    return found if found is not None and found in candidates else candidates[0]
+
+
+def _spread(candidates: Sequence[Choice]) -> Sequence[Choice]:
+    """The best few of the model, no two of the same tile, warps and run."""
+    first: dict[tuple[object, ...], Choice] = {}
+    for choice in candidates:
+        first.setdefault((choice.tile, choice.num_warps, choice.run), choice)
+    return list(first.values())[:NUM_CANDIDATES]
+
+
+def _median_us(choice: Choice, run: Callable[[Choice], object]) -> float:
+    """Time on the GPU of a run whose inputs have left the cache."""
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+    run(choice)
+    starts, ends = _events(), _events()
+    for start, end in zip(starts, ends, strict=True):
+        flush.zero_()
+        start.record()
+        run(choice)
+        end.record()
+    torch.cuda.synchronize()
+    spans = (float(start.elapsed_time(end)) for start, end in zip(starts, ends, strict=True))
+    return sorted(spans)[NUM_RUNS // 2] * 1e3
+
+
+def _events() -> list[torch.cuda.Event]:
+    return [torch.cuda.Event(enable_timing=True) for _ in range(NUM_RUNS)]  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def tuning(path: Path = CHOICES) -> Iterator[None]:
+    """Calls of kernels in the block measure what is not known yet; at its end the table is written,
+    and ranks of a process group, all of which must be in the block, take over rank 0's.
+    """
+    _table.measuring = True
+    try:
+        yield
+    finally:
+        _table.measuring = False
+    many = dist.is_initialized() and dist.get_world_size() > 1
+    if many:
+        shared = [_table.known()]
+        dist.broadcast_object_list(shared, src=0)
+        _table.entries = shared[0]
+    if not many or dist.get_rank() == 0:
+        write_choices(path, _table.known())
+
+
+def read_choices(path: Path) -> dict[str, Choice]:
+    """The table of a file; empty if there is none or it is damaged: it can be measured anew."""
+    try:
+        stored = json.loads(path.read_text())
+        return {
+            key: Choice(**{**fields, "tile": tuple(fields["tile"])})
+            for key, fields in stored.items()
+        }
+    except FileNotFoundError:
+        return {}
+    except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
+        _log.warning("choices of kernels in %s can't be read (%s); measuring anew", path, error)
+        return {}
+
+
+def write_choices(path: Path, entries: dict[str, Choice]) -> None:
+    """Replaces the file in one step, so that no reader sees half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps({key: asdict(choice) for key, choice in entries.items()}, indent=1))
+    part.replace(path)

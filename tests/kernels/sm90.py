@@ -1,0 +1,67 @@
+"""Kernels compiled for sm_90a on a machine without a GPU, and what their machine code holds."""
+
+import re
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+
+GLUON_TYPES = MappingProxyType({"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32})
+_OBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """A compiled kernel: PTX, and per thread registers and bytes of local memory (spills)."""
+
+    ptx: str
+    registers: int
+    stack_bytes: int
+    shared_bytes: int
+
+
+def descriptor(dtype: str, block: tuple[int, ...]) -> str:
+    """Signature of a TMA descriptor, in the default layout of its block."""
+    layout = gl.NVMMASharedLayout.get_default_for(list(block), GLUON_TYPES[dtype])
+    return f"tensordesc<{dtype}[{', '.join(map(str, block))}],{layout!r}>"
+
+
+def compile_kernel(
+    kernel: triton.JITFunction,
+    types: dict[str, object],
+    constants: dict[str, object],
+    num_warps: int,
+    max_registers: int,
+    folder: Path,
+) -> Machine:
+    """Compiles with the given types of arguments; arguments without one are constants or None."""
+    names = kernel.arg_names
+    signature = {name: types.get(name, "constexpr") for name in names}
+    fixed = {(names.index(n),): constants.get(n) for n in names if n not in types}
+    aligned = {
+        (n,): [["tt.divisibility", 16]]
+        for n, name in enumerate(names)
+        if str(signature[name]).startswith("*")
+    }
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, fixed, aligned)
+    options = {"num_warps": num_warps, "maxnreg": max_registers}
+    target = GPUTarget("cuda", 90, 32)
+    compiled = triton.compile(source, target=target, options=options)
+    cubin = folder / "kernel.cubin"
+    cubin.write_bytes(compiled.asm["cubin"])
+    command = [str(_OBJDUMP), "--dump-resource-usage", str(cubin)]
+    usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert found, usage
+    return Machine(
+        ptx=compiled.asm["ptx"],
+        registers=int(found[1]),
+        stack_bytes=int(found[2]),
+        shared_bytes=compiled.metadata.shared,
+    )

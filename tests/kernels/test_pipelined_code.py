@@ -1,0 +1,189 @@
+"""The pipelined kernels' machine code, compiled for sm_90a without a GPU: loads and stores by TMA,
+one mbarrier a stage and input, nothing spilled, registers and shared memory as the choices assume.
+"""
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed (pip install 'distmega[gpu]')")
+
+from distmega import expr
+from distmega.kernels.pipelined.blocks import common_width, padded_to
+from distmega.kernels.pipelined.choices import (
+    REGISTERS,
+    Choice,
+    Device,
+    Traffic,
+    chunk_choices,
+    flat_choices,
+    matrix_choices,
+    row_choices,
+    shared_bytes,
+)
+from distmega.kernels.pipelined.long_norm_kernel import long_norm_kernel
+from distmega.kernels.pipelined.norm_kernel import NormSpec, norm_kernel
+from distmega.kernels.pipelined.pointwise_kernel import PointwiseSpec, pointwise_kernel
+from distmega.kernels.pipelined.triton_path import Exprs, norm_any, pointwise_any
+from tests.kernels.sm90 import Machine, compile_kernel, descriptor
+
+H200 = Device(num_sms=132, bandwidth_bytes_per_us=4.3e6)
+BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+LOAD = "cp.async.bulk.tensor"
+WAIT = "mbarrier.try_wait"
+
+
+def loads(code: str) -> int:
+    """TMA loads in PTX."""
+    return sum(LOAD in line and "mbarrier::complete_tx" in line for line in code.splitlines())
+
+
+def stores(code: str) -> int:
+    """TMA stores in PTX."""
+    return sum(LOAD in line and ".bulk_group" in line for line in code.splitlines())
+
+
+def check_resources(code: Machine, choice: Choice, traffic: Traffic) -> None:
+    """Nothing spills, and the programs that the choice puts on an SM find room there."""
+    assert code.stack_bytes == 0
+    assert code.shared_bytes <= shared_bytes(choice, traffic)
+    assert code.registers * 32 * choice.num_warps * choice.programs_per_sm <= REGISTERS
+
+
+def pointwise_code(
+    texts: list[str], kinds: str, ins: list[str], outs: list[str], choice: Choice, folder: Path
+) -> Machine:
+    """kinds: a letter an input, of tile, row, column, scalar."""
+    words = {"t": "tile", "r": "row", "c": "column", "s": "scalar"}
+    types: dict[str, object] = {
+        f"x{n}": descriptor(dtype, choice.tile) if kind == "t" else f"*{dtype}"
+        for n, (kind, dtype) in enumerate(zip(kinds, ins, strict=True))
+    }
+    types |= {f"y{n}": descriptor(dtype, choice.tile) for n, dtype in enumerate(outs)}
+    types |= dict.fromkeys(("num_rows", "num_columns", "num_tiles", "run", "column_tiles"), "i32")
+    spec = PointwiseSpec(
+        exprs=tuple(map(expr.parse, texts)),
+        kinds=tuple(words[kind] for kind in kinds),
+        tile=choice.tile,
+        stages=choice.stages,
+        buffers=choice.buffers,
+    )
+    return compile_kernel(
+        pointwise_kernel, types, {"spec": spec}, choice.num_warps, choice.max_registers, folder
+    )
+
+
+@pytest.mark.parametrize(
+    ("texts", "ins", "outs"),
+    [
+        (["silu(a0) * a1"], ["bf16"] * 2, ["bf16"]),
+        (["a0 * a1 + a2 * sigmoid(a3)"], ["bf16"] * 4, ["bf16"]),
+        (["gelu(a0)"], ["fp32"], ["fp32"]),
+        (["+".join(f"a{n}" for n in range(8)), "a0", "a1", "a2"], ["fp16"] * 8, ["fp32"] * 4),
+    ],
+)
+@pytest.mark.parametrize("num_elements", [2**19, 2**27])
+def test_pointwise(texts, ins, outs, num_elements, tmp_path):
+    traffic = Traffic(
+        in_bytes=sum(map(BYTES.get, ins)),
+        out_bytes=sum(map(BYTES.get, outs)),
+        num_elements=num_elements,
+    )
+    choice = flat_choices(traffic, H200, 128 // max(map(BYTES.get, ins + outs)))[0]
+    code = pointwise_code(texts, "t" * len(ins), ins, outs, choice, tmp_path)
+    check_resources(code, choice, traffic)
+    assert choice.stages > 1
+    assert code.ptx.count("mbarrier.init") == choice.stages * len(ins)
+    assert loads(code.ptx) == (choice.stages + 1) * len(ins)
+    assert code.ptx.count(WAIT) == len(ins)
+    assert stores(code.ptx) == len(outs)
+    assert "ld.global" not in code.ptx
+    assert "st.global" not in code.ptx
+
+
+def test_inputs_are_consumed_as_they_land(tmp_path):
+    choice = Choice(tile=(64, 64), num_warps=4, stages=3, buffers=1, programs_per_sm=2, run=0)
+    code = pointwise_code(["exp(a0) * a1"], "tt", ["bf16"] * 2, ["bf16"], choice, tmp_path)
+    parts = code.ptx.split(WAIT)
+    assert "ld.shared" in parts[1], "a0 is read before a1 is waited for"
+    assert loads(parts[-1]) == 2, "the loads of a later tile start when this one is read"
+
+
+def test_broadcast_vectors_are_plain_loads(tmp_path):
+    traffic = Traffic(in_bytes=2, out_bytes=6, num_elements=2**26)
+    choice = matrix_choices(2**14, 2**12, traffic, H200)[0]
+    types = ["bf16", "fp32", "fp16", "fp32"]
+    texts = ["a0 * a1 + a2 * a3", "a1"]
+    code = pointwise_code(texts, "trcs", types, ["bf16", "fp32"], choice, tmp_path)
+    check_resources(code, choice, traffic)
+    assert code.ptx.count(WAIT) == 1
+    assert "ld.global" in code.ptx
+    assert "st.global" not in code.ptx
+
+
+def test_tails_that_no_run_divides(tmp_path):
+    choice = flat_choices(Traffic(in_bytes=4, out_bytes=2, num_elements=10**6 + 1), H200, 0)[0]
+    assert len(choice.tile) == 1
+    code = pointwise_code(["a0 * a1"], "tt", ["bf16"] * 2, ["bf16"], choice, tmp_path)
+    assert code.stack_bytes == 0
+    assert ".tensor.1d." in code.ptx
+
+
+def norm_code(op: str, dtype: str, columns: int, residual: bool, folder: Path) -> None:
+    """Compiles the first choice of a norm over 4096 rows and checks it."""
+    size = BYTES[dtype] * (2 if residual else 1)
+    traffic = Traffic(in_bytes=size, out_bytes=size, num_elements=4096 * columns)
+    whole = row_choices(4096, max(128, padded_to(columns)), traffic, H200) * (columns <= 16384)
+    choice = (whole or chunk_choices(4096, columns, traffic, H200))[0]
+    width = common_width([BYTES[dtype]], columns)
+    block = (choice.tile[0], choice.tile[1] // width, width)
+    names = ["x", "y", "residual", "total"] if residual else ["x", "y"]
+    types: dict[str, object] = dict.fromkeys(names, descriptor(dtype, block))
+    types |= {"num_columns": "i32", "eps": "fp32"}
+    types |= {} if op == "softmax" else {"weight": f"*{dtype}"}
+    types |= {"bias": f"*{dtype}"} if op == "layer" else {}
+    types |= (
+        {"num_tiles": "i32", "run": "i32"} if whole else {"num_chunks": "i32", "num_rows": "i32"}
+    )
+    spec = NormSpec(
+        op=op, has_residual=residual, has_weight=op != "softmax", has_bias=op == "layer",
+        rows=block[0], groups=block[1], width=width, exact=choice.tile[1] == columns,
+        stages=choice.stages, buffers=choice.buffers,
+    )  # fmt: skip
+    kernel = norm_kernel if whole else long_norm_kernel
+    code = compile_kernel(
+        kernel, types, {"spec": spec}, choice.num_warps, choice.max_registers, folder
+    )
+    check_resources(code, choice, traffic)
+    count = 1 + residual
+    assert code.ptx.count("mbarrier.init") == choice.stages * count
+    assert loads(code.ptx) >= (choice.stages + 1) * count
+    assert code.ptx.count(WAIT) == (count if whole else 2 * count)
+    assert stores(code.ptx) >= count
+    assert "st.global" not in code.ptx
+
+
+@pytest.mark.parametrize("columns", [128, 1024, 4096, 5000, 16384, 65536])
+@pytest.mark.parametrize("op", ["rms", "layer", "softmax"])
+def test_norms(op, columns, tmp_path):
+    norm_code(op, "bf16", columns, op == "rms", tmp_path)
+
+
+@pytest.mark.parametrize("columns", [1024, 16384])
+def test_norms_in_fp32(columns, tmp_path):
+    norm_code("layer", "fp32", columns, True, tmp_path)
+
+
+@pytest.mark.parametrize("op", ["rms", "layer", "softmax"])
+def test_the_fallbacks_compile(op, tmp_path):
+    strides = ("x_row", "x_step", "residual_row", "residual_step")
+    names = ("x", "residual", "weight", "y", "total")
+    types: dict[str, object] = dict.fromkeys(names, "*bf16") | dict.fromkeys(strides, "i64")
+    types |= {"num_columns": "i32", "eps": "fp32"}
+    fixed = {"op": op, "has_residual": True, "has_weight": True, "has_bias": False, "block": 1024}
+    assert compile_kernel(norm_any, types, fixed, 4, 255, tmp_path).stack_bytes == 0
+    types = {"x0": "*bf16", "x1": "*fp32", "y0": "*bf16", "num_columns": "i64"}
+    types |= {"row_strides": ("i64", "i64"), "column_strides": ("i64", "i64")}
+    types |= {"num_elements": "i64"}
+    fixed = {"spec": Exprs(exprs=(expr.parse("a0 * a1"),)), "num_inputs": 2, "block": 1024}
+    assert compile_kernel(pointwise_any, types, fixed, 4, 255, tmp_path).stack_bytes == 0
