@@ -7,6 +7,7 @@ chunk-sized tensors, with the slices and views that name those. lower.py makes t
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from distmega.errors import VerifyError
 from distmega.hostir.nodes import SliceView
 from distmega.program import Access, Op, Tensor, accesses
 from distmega.sharding.host_loops import HostLoop
@@ -78,6 +79,10 @@ class _Chunker:
         """An op of the loop, cut to one chunk."""
         parts = operand_parts(op, split, self.tensors)
         assert not isinstance(parts, str), (op.name, parts)
+        for access, part in zip(accesses(op), parts, strict=True):
+            chunk = self.chunked.get(access.tensor)
+            if chunk and (part is None or (part.dim, part.chunk) != chunk):
+                raise _not_a_chunk(access.tensor, op)
         if is_gather_ring(op, split):
             part = parts[-1]
             assert part is not None, op
@@ -168,6 +173,27 @@ class _Chunker:
             here=here,
             following=self.slice(following, target, part, 1),
         )
+
+
+def verify_homes(
+    ops: Sequence[Op], loops: Mapping[str, HostLoop], chunked: Mapping[str, tuple[int, int]]
+) -> None:
+    """VerifyError unless what is allocated by chunk is used by the ops of one loop alone."""
+    homes: dict[str, HostLoop | None] = {}
+    for op in ops:
+        for access in accesses(op) if chunked and op.kind != "view" else ():
+            if access.tensor in chunked:
+                loop = loops.get(op.name)
+                if loop is None or homes.setdefault(access.tensor, loop) != loop:
+                    raise _not_a_chunk(access.tensor, op)
+
+
+def _not_a_chunk(tensor: str, op: Op) -> VerifyError:
+    return VerifyError(
+        f"{tensor!r} is allocated by chunk, and {op.name!r} uses it otherwise",
+        expected="ops of one host loop that use the same chunk in each iteration",
+        remedy="leave allocations as finalize_allocations made them",
+    )
 
 
 def chunk_bodies(

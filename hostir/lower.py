@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Protocol
 
-from distmega.hostir.chunks import ChunkBody, GatherRing, chunk_bodies
+from distmega.hostir.chunks import ChunkBody, GatherRing, chunk_bodies, verify_homes
 from distmega.hostir.nodes import (
     Arg,
     Collective,
@@ -111,6 +111,7 @@ class _Lowering:
 
     def run(self) -> HostProgram:
         program = self.program
+        verify_homes(program.ops, self.loops, self.chunked)
         tensors = program.tensor_map()
         given = {tensor.name for tensor in program.tensors if tensor.role != "temp"}
         views = {op.writes[0].tensor: op for op in program.ops if op.kind == "view"}
@@ -136,7 +137,7 @@ class _Lowering:
         return host
 
     def stored(self, tensor: Tensor) -> Tensor:
-        return self.chunks[tensor.name] if tensor.name in self.chunked else tensor
+        return self.chunks.get(tensor.name, tensor) if tensor.name in self.chunked else tensor
 
     def body(self, ops: Sequence[Op], scope: Scope, kept: Sequence[str]) -> Iterator[Node]:
         """Nodes of ops in order. kept: what must outlive them."""

@@ -2,6 +2,7 @@
 
 import random
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from distmega.errors import CheckError, PlanError, VerifyError
 from distmega.hostir.check import check_host
 from distmega.hostir.lower import lower_program
-from distmega.hostir.nodes import ForLoop, HostProgram
+from distmega.hostir.nodes import Allocate, ForLoop, HostProgram
 from distmega.hostir.passes import peak_memory, run_passes
 from distmega.hostir.text import parse_host, print_host
 from distmega.program import Program, accesses
@@ -136,6 +137,22 @@ def test_deleted_waits_are_caught():
             with pytest.raises((CheckError, VerifyError)):
                 check_host(without(host, number))
     assert num > 60
+
+
+def test_full_allocations_turned_into_chunks_are_caught():
+    num = 0
+    for seed in range(60):
+        _, local, host = planned(seed, MESHES[seed % 3])
+        for name in [node.buffer for node in host.body if isinstance(node, Allocate)]:
+            domain = local.allocations[name]
+            for dim, extent in enumerate(domain.local_shape):
+                broken = {**local.allocations, name: domain.chunked(dim, -(-extent // 2))}
+                changed = replace(local, allocations=broken)
+                with pytest.raises((VerifyError, CheckError)) if extent > 1 else nullcontext():
+                    raw = lower_program(changed, megakernel=False, peer_memory=False)
+                    check_host(run_passes(raw))
+                num += extent > 1
+    assert num > 300
 
 
 def test_planning_and_lowering_take_time_linear_in_layers():
