@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from distmega.errors import RequestError
+from distmega.errors import RequestError, VerifyError
 from distmega.kernels.arena import ArenaLayout
 from distmega.kernels.hopper import kernel
 from distmega.kernels.hopper.queues import DecodeQueues, Matrix, build_queues
@@ -26,6 +26,7 @@ from distmega.kernels.hopper.words import (
 from distmega.kernels.memory import arena_views
 from distmega.program import Program
 
+CAPABILITY = (9, 0)
 SHARED_BYTES = 227 * 1024
 TILE_BYTES = 16 * 1024
 LOG2_E = 1.4426950408889634
@@ -56,10 +57,16 @@ class DecodeRunner:
         """The arenas are uint8 tensors on the GPU that the layouts describe, weights in the order
         of queues.order_weights. num_sms: 0 for all of the GPU. trace: stamp every instruction.
 
-        Raises VerifyError for a segment that the kernel can't do.
+        Raises VerifyError for a GPU or a segment that the kernel can't do.
         """
         device = weights_arena.device
         properties = torch.cuda.get_device_properties(device)
+        if (properties.major, properties.minor) != CAPABILITY:
+            raise VerifyError(
+                f"{properties.name} of compute capability {properties.major}.{properties.minor}",
+                expected="a Hopper GPU, 9.0",
+                remedy="run the segment by library ops",
+            )
         queues = build_queues(segment, weights, states, num_sms or properties.multi_processor_count)
         self.segment, self.queues, shape = segment, queues, queues.shape
         self._words, self._counts = _encode(queues, device)
