@@ -71,7 +71,7 @@ def test_ray_gives_the_same_answer() -> None:
 def test_torchrun_and_tp_that_disagree() -> None:
     done = run(*GENERATE, "--tp", "3", module=TORCHRUN)
     assert done.returncode != 0
-    assert done.stderr.count("distmega: error: 3 ranks are asked for, torchrun started 2") == 1
+    assert done.stderr.count("distmega: error: 3 ranks are asked for, and WORLD_SIZE=2") == 1
 
 
 def test_a_rank_that_dies_ends_the_others_and_is_named() -> None:
