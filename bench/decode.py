@@ -9,6 +9,7 @@ Writes bench/results/decode-<device>.json; `make tables` turns it into the READM
 
 import argparse
 import gc
+import math
 import re
 import statistics
 from collections.abc import Callable
@@ -58,14 +59,7 @@ def step_bytes(config: ModelConfig) -> int:
     """Bytes of the weights that a step reads: all but the embedding, unless it is also the head."""
     skipped = set() if config.tied else {"embed"}
     specs = weight_specs(config)
-    return sum(2 * _size(specs[name].shape) for name in specs if name not in skipped)
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    size = 1
-    for extent in shape:
-        size *= extent
-    return size
+    return sum(2 * math.prod(specs[name].shape) for name in specs if name not in skipped)
 
 
 def elapsed_us(run: Timed, num: int) -> float:

@@ -31,6 +31,10 @@ from distmega.kernels.fusion import (
 from distmega.kernels.hopper.weight_order import matrix_columns
 from distmega.kernels.hopper.words import (
     FROM_EMBEDDING,
+    MAX_SPLITS,
+    PARTIAL_EXTRA,
+    TILE_K,
+    UNIT_ROWS,
     Attention,
     Combine,
     Instruction,
@@ -39,10 +43,6 @@ from distmega.kernels.hopper.words import (
 )
 from distmega.program import Program
 
-UNIT_ROWS, TILE_K, BLOCK_ROWS = 8, 1024, 128
-MAX_SPLITS = 16
-PARTIAL_EXTRA = 4
-"""Tagged words after the outputs of a partial: maximum, sum, two unused."""
 HEAD_DIMS = (64, 128)
 MAX_GROUP = 8
 MAX_MATRICES = 3
@@ -108,7 +108,7 @@ def build_queues(
 
 @dataclass(slots=True)
 class _Builder:
-    """Fills the queues op by op; `shape` and `matrices` are known from the start of `build` on."""
+    """Fills the queues op by op; `columns`, `shape` and `matrices` are known once `build` began."""
 
     segment: Program
     fused: tuple[Fused, ...]
@@ -118,10 +118,12 @@ class _Builder:
     exchange: dict[str, int] = field(default_factory=dict)
     num_words: int = 0
     queues: list[list[Instruction]] = field(default_factory=list)
+    columns: dict[str, int] = field(init=False)
     shape: DecodeShape = field(init=False)
     matrices: tuple[Matrix, ...] = field(init=False)
 
     def build(self) -> DecodeQueues:
+        self.columns = matrix_columns(self.segment)
         first, *layers, head = self.fused
         if not isinstance(first, FusedEmbedding) or not isinstance(head, FusedHead):
             raise _unfit("a segment without embedding or head")
@@ -163,7 +165,7 @@ class _Builder:
         attention = blocks[0][1]
         assert isinstance(attention, FusedAttention)
         rows, num_kv_heads, group, head_dim = tensors[attention.q].shape
-        columns = matrix_columns(self.segment)
+        columns = self.columns
         hidden = columns[head.weight]
         if rows != 1 or head_dim not in HEAD_DIMS or group > MAX_GROUP or attention.window:
             raise _unfit(f"{rows} tokens, heads of {head_dim}, groups of {group} queries, a window")
@@ -187,7 +189,7 @@ class _Builder:
         )
 
     def find_matrices(self) -> tuple[Matrix, ...]:
-        columns = matrix_columns(self.segment)
+        columns = self.columns
         found: dict[int, list[int]] = {}
         for name, length in columns.items():
             offset = self.weights.offset(name)
@@ -272,7 +274,7 @@ class _Builder:
         self, opcode: Opcode, names: tuple[str, ...], rows: int, *, src: str, dst: str, layer: int,
         norm: Norm | None = None, biases: tuple[str, ...] = (), tag_delta: int = 0, flags: int = 0,
     ) -> None:  # fmt: skip
-        columns = matrix_columns(self.segment)[names[0]]
+        columns = self.columns[names[0]]
         matrix = [m.columns for m in self.matrices].index(columns)
         starts = [self.row_in(self.matrices[matrix], name) for name in names]
         bias = self.vector(biases[0]) if any(biases) else -1
@@ -341,7 +343,7 @@ class _Builder:
 
     def rows_of(self, weight: str) -> int:
         tensor = self.weights.tensors[weight]
-        return tensor.num_elements // matrix_columns(self.segment)[weight]
+        return tensor.num_elements // self.columns[weight]
 
     def row_in(self, matrix: Matrix, name: str) -> int:
         row, rest = divmod(self.weights.offset(name) - matrix.offset, matrix.columns * ITEM_BYTES)

@@ -20,6 +20,7 @@ from distmega.kernels.hopper.words import (
     STATE_POSITION,
     STATE_TOKEN,
     STATE_WORDS,
+    TILE_BYTES,
     WORDS,
     pack,
 )
@@ -28,7 +29,6 @@ from distmega.program import Program
 
 CAPABILITY = (9, 0)
 SHARED_BYTES = 227 * 1024
-TILE_BYTES = 16 * 1024
 LOG2_E = 1.4426950408889634
 MAX_STEPS = 4096
 MIN_BLOCKS = 1

@@ -8,16 +8,17 @@ m16n8k16 product. Next on the walk: device.py.
 from triton.experimental.gluon import language as gl
 from triton.runtime.jit import constexpr_function
 
+from distmega.kernels.hopper import words
+
 NUM_WARPS = gl.constexpr(8)
 THREADS = gl.constexpr(256)
-UNIT_ROWS = gl.constexpr(8)
+UNIT_ROWS = gl.constexpr(words.UNIT_ROWS)
 SLICES = gl.constexpr(16)
 SLICE_K = gl.constexpr(64)
-TILE_K = gl.constexpr(1024)
-TILE_ELEMENTS = gl.constexpr(8192)
+TILE_K = gl.constexpr(words.TILE_K)
 TILE_ROWS = gl.constexpr(128)
 """Rows of 64 elements in a ring slot: 16 slices of 8 weight rows, or 128 cached positions."""
-TILE_BYTES = gl.constexpr(16384)
+TILE_BYTES = gl.constexpr(words.TILE_BYTES)
 MMA_M = gl.constexpr(16)
 """Rows of x in one product: the batch, or the queries of a group."""
 
@@ -25,9 +26,9 @@ WORDS_A_CHUNK = gl.constexpr(512)
 """Tagged words (bf16 pairs) in TILE_K elements of x."""
 STAGE_CHUNKS = gl.constexpr(4)
 """Chunks of TILE_K elements that one poll of spin_packed covers."""
-MAX_SPLITS_LIMIT = gl.constexpr(16)
+MAX_SPLITS_LIMIT = gl.constexpr(words.MAX_SPLITS)
 """Splits of the context of one kv head, at most: what one combine task holds."""
-PARTIAL_EXTRA = gl.constexpr(4)
+PARTIAL_EXTRA = gl.constexpr(words.PARTIAL_EXTRA)
 """Words after the d outputs of a partial: maximum, sum, two unused."""
 
 TILE_SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
@@ -54,7 +55,6 @@ X_SHARED = gl.constexpr(
     )
 )
 """x in shared memory, ordered so that what a thread needs of 32 columns is one 16-byte load."""
-PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 PLAIN2 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 PLAIN3 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
 

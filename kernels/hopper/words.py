@@ -11,6 +11,16 @@ from enum import IntEnum
 
 WORDS = 16
 
+UNIT_ROWS = 8
+"""Weight rows of a tile; work is shared out in units of so many rows."""
+TILE_K = 1024
+"""Columns of a tile."""
+TILE_BYTES = 2 * UNIT_ROWS * TILE_K
+MAX_SPLITS = 16
+"""Splits of the context of one kv head, at most: what one combine task holds."""
+PARTIAL_EXTRA = 4
+"""Tagged words after the outputs of a partial: maximum, sum, two unused."""
+
 STATE_POSITION, STATE_EPOCH, STATE_TOKEN = 0, 1, 2
 """Words of the device state: position of the next token, steps run so far, the next token."""
 STATE_WORDS = 8

@@ -6,10 +6,11 @@ import pytest
 
 from distmega.errors import VerifyError
 from distmega.kernels.arena import Space, layout_arena
-from distmega.kernels.hopper.queues import UNIT_ROWS, DecodeQueues, build_queues
+from distmega.kernels.hopper.queues import DecodeQueues, build_queues
 from distmega.kernels.hopper.weight_order import matrix_columns, order_weights
 from distmega.kernels.hopper.words import (
     PLACES,
+    UNIT_ROWS,
     WORDS,
     Attention,
     Combine,
