@@ -172,7 +172,10 @@ class Engine:
 
     def _open_gpu(self) -> Evaluator:
         """The decode kernel, or library ops for a model that it can't do."""
-        device, (segment,) = str(self.device), self.blueprint.host.segments
+        device = str(self.device)
+        if self.mesh.num_ranks > 1:
+            return Evaluator(draw_library_decode(self.blueprint), self.comm, {}, device)
+        (segment,) = self.blueprint.host.segments
         try:
             self.stepping = open_hopper(
                 segment,

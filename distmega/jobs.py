@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from distmega.blueprint import context_limit
 from distmega.engine import Engine
 from distmega.errors import RequestError
-from distmega.hostir.comm import GlooCommunicator, SingleCommunicator
+from distmega.hostir.comm import Communicator, GlooCommunicator, SingleCommunicator
+from distmega.hostir.nccl import NcclCommunicator
 from distmega.models.decoder import Logits
 from distmega.models.load import ModelSource, open_model
 from distmega.models.tokenizer import Tokenizer
@@ -87,17 +88,19 @@ def open_engine(
             expected="as many as ranks",
             remedy=f"use --tp {context.world_size}",
         )
-    if tp > 1 and context.device != "cpu":
-        raise RequestError(
-            f"{tp} ranks on GPUs",
-            expected="one rank, or ranks on CPUs",
-            remedy="use --tp 1 or --device cpu: several GPUs are not supported yet",
-        )
     mesh = DeviceMesh(tp=tp)
-    comm = GlooCommunicator(mesh, context.rank) if tp > 1 else SingleCommunicator(mesh)
+    comm = open_communicator(context, mesh)
     return Engine(
         source, mesh, comm, options, node=context.node, device=context.device, logits=logits
     )
+
+
+def open_communicator(context: RankContext, mesh: DeviceMesh) -> Communicator:
+    """How this rank reaches the others of the mesh: NCCL between GPUs, gloo between CPUs."""
+    if mesh.num_ranks == 1:
+        return SingleCommunicator(mesh)
+    kind = NcclCommunicator if context.backend == "nccl" else GlooCommunicator
+    return kind(mesh, context.rank)
 
 
 def encode_prompt(source: ModelSource, tokenizer: Tokenizer, request: GenerateRequest) -> list[int]:

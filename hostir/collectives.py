@@ -77,6 +77,13 @@ class Collectives(ABC):
     def _gather(self, axis: str, x: Tensor) -> Callable[[], list[Tensor]]:
         """Starts to gather; the result blocks and gives one tensor like x a rank."""
 
+    def begin_group(self) -> None:  # noqa: B027  a transport may need nothing
+        """Sends and receives need no grouping where each is under way at once."""
+
+    def end_group(self, members: Sequence[Handle]) -> Handle:
+        """One handle for the sends and receives since begin_group."""
+        return join_handles(members)
+
     @abstractmethod
     def _exchange(self, axis: str, parts: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
         """Starts to give part i to rank i of the team; the result gives the parts for this rank."""
@@ -152,4 +159,4 @@ def copy_into(out: Tensor, x: Tensor) -> None:
 
 def token() -> Tensor:
     """What a signal sends: its arrival is the message."""
-    return torch.ones(1, dtype=torch.uint8)
+    return torch.ones(1, dtype=torch.uint8, device="cpu")

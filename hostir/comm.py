@@ -31,8 +31,9 @@ DATA_TAG = 0
 class Communicator(Protocol):
     """Exchanges of one rank with its teams. `axis` is a mesh axis; peers are coordinates on it.
 
-    Tensors are on the CPU, of any dtype; `out` has the shape that hostir/rules.py states for the
-    kind.
+    Tensors are on the rank's device, of any dtype; `out` has the shape that hostir/rules.py states
+    for the kind. On a GPU exchanges follow the current stream: what was queued on it before the
+    call is done before, and `wait` orders the result before what is queued on it after.
     """
 
     mesh: DeviceMesh
@@ -68,6 +69,14 @@ class Communicator(Protocol):
 
     def recv(self, axis: str, out: Tensor, peer: int) -> Handle:
         """Receives from a peer."""
+        ...
+
+    def begin_group(self) -> None:
+        """Sends and receives up to `end_group` are one exchange, whatever order peers name them."""
+        ...
+
+    def end_group(self, members: Sequence[Handle]) -> Handle:
+        """Starts the group; one handle for its members, the handles of its sends and receives."""
         ...
 
     def signal(self, axis: str, name: str, peer: int) -> None:
@@ -128,27 +137,23 @@ class SingleCommunicator(Collectives):
         return [value]
 
 
-class GlooCommunicator(Collectives):
-    """Teams of CPU processes over gloo. Every rank of the mesh makes one, at the same point of its
-    program.
+class TeamCommunicator(Collectives):
+    """What communicators over torch.distributed share: a process group for each team of this rank.
 
     Needs an initialised default process group that holds the mesh's ranks. Groups are made for each
     team of each axis in the same order everywhere. timeout_s bounds every exchange.
     """
 
-    def __init__(self, mesh: DeviceMesh, rank: int, timeout_s: float = 300.0) -> None:
+    def __init__(self, mesh: DeviceMesh, rank: int, backend: str, timeout_s: float) -> None:
         super().__init__(mesh, rank)
         self._teams = {axis: mesh.team(axis, rank) for axis in mesh.names}
         self._places = {axis: _group_places(team) for axis, team in self._teams.items()}
         self._groups: dict[str, dist.ProcessGroup | None] = {}
-        self._signals: list[dist.Work] = []
         self._mail = Mailbox()
-        timeout = timedelta(seconds=timeout_s)
         with self._guard("set-up", ""):
-            self._world = _new_group(mesh.ranks, timeout)
             for axis in mesh.names:
                 for team in dict.fromkeys(mesh.team(axis, each) for each in mesh.ranks):
-                    group = _new_group(team, timeout) if len(team) > 1 else None
+                    group = _new_group(team, backend, timeout_s) if len(team) > 1 else None
                     if rank in team:
                         self._groups[axis] = group
 
@@ -168,13 +173,13 @@ class GlooCommunicator(Collectives):
             ) from error
 
     def _gather(self, axis: str, x: Tensor) -> Callable[[], list[Tensor]]:
-        group = self._groups[axis]
+        group, places = self._groups[axis], self._places[axis]
         if group is None:
             return lambda: [x]
-        mine = _bytes(x)
-        found, places = [torch.empty_like(mine) for _ in self._teams[axis]], self._places[axis]
+        mine = flat_bytes(x)
+        found = mine.new_empty(len(places), mine.numel())
         with self._guard("gather", axis):
-            work = dist.all_gather(found, mine, group=group, async_op=True)
+            work = dist.all_gather_into_tensor(found.view(-1), mine, group=group, async_op=True)
 
         def finish() -> list[Tensor]:
             with self._guard("gather", axis):
@@ -184,11 +189,10 @@ class GlooCommunicator(Collectives):
         return finish
 
     def _exchange(self, axis: str, parts: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        group = self._groups[axis]
+        group, places = self._groups[axis], self._places[axis]
         if group is None:
             return lambda: list(parts)
-        places = self._places[axis]
-        given = torch.stack([_bytes(parts[places.index(i)]) for i in range(len(places))])
+        given = torch.stack([flat_bytes(parts[places.index(i)]) for i in range(len(places))])
         found = torch.empty_like(given)
         with self._guard("all-to-all", axis):
             work = dist.all_to_all_single(found, given, group=group, async_op=True)
@@ -204,7 +208,7 @@ class GlooCommunicator(Collectives):
         group = self._groups[axis]
         if group is None:
             return Handle(lambda: copy_into(out, x))
-        data = _bytes(x).clone()
+        data = flat_bytes(x).clone()
         with self._guard("broadcast", axis):
             work = dist.broadcast(data, self._teams[axis][source], group=group, async_op=True)
 
@@ -215,10 +219,22 @@ class GlooCommunicator(Collectives):
 
         return Handle(finish)
 
+
+class GlooCommunicator(TeamCommunicator):
+    """Teams of CPU processes over gloo. Every rank of the mesh makes one, at the same point of its
+    program.
+    """
+
+    def __init__(self, mesh: DeviceMesh, rank: int, timeout_s: float = 300.0) -> None:
+        super().__init__(mesh, rank, "gloo", timeout_s)
+        self._signals: list[dist.Work] = []
+        with self._guard("set-up", ""):
+            self._world = _new_group(mesh.ranks, "gloo", timeout_s)
+
     def send(self, axis: str, x: Tensor, peer: int) -> Handle:
         if self._groups[axis] is None:
             return self._mail.send(axis, x)
-        work = self._post_send(axis, _bytes(x), peer, DATA_TAG)
+        work = self._post_send(axis, flat_bytes(x), peer, DATA_TAG)
 
         def finish() -> None:
             with self._guard("send", axis):
@@ -284,13 +300,14 @@ def _group_places(team: Sequence[int]) -> list[int]:
     return [sorted(team).index(rank) for rank in team]
 
 
-def _new_group(ranks: Sequence[int], timeout: timedelta) -> dist.ProcessGroup:
-    group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=timeout, backend="gloo")
+def _new_group(ranks: Sequence[int], backend: str, timeout_s: float) -> dist.ProcessGroup:
+    timeout = timedelta(seconds=timeout_s)
+    group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=timeout, backend=backend)
     return group
 
 
-def _bytes(x: Tensor) -> Tensor:
-    """x's elements, row-major, as bytes; gloo then needs to know no dtype."""
+def flat_bytes(x: Tensor) -> Tensor:
+    """x's elements, row-major, as bytes; the network then needs to know no dtype."""
     return x.contiguous().view(-1).view(torch.uint8)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from distmega import program
 from distmega.errors import DistmegaError, ProgramError, RankFailure
-from distmega.hostir.collectives import Handle, join_handles
+from distmega.hostir.collectives import Handle
 from distmega.hostir.comm import Communicator
 from distmega.hostir.library import IN_PLACE, compile_op, op_operands
 from distmega.hostir.nodes import (
@@ -298,12 +298,17 @@ class _Compiler:
             case Send() | Recv():
                 return self.transfer(node)
             case StartCoalescing():
-                return lambda f: f.group.clear()
+
+                def open_group(f: _Frame) -> None:
+                    f.group.clear()
+                    self.comm.begin_group()
+
+                return open_group
             case EndCoalescing(handle=handle):
 
                 def close(f: _Frame) -> None:
                     members = tuple(f.group)
-                    f.handles[handle] = join_handles(members)
+                    f.handles[handle] = self.comm.end_group(members)
 
                 return close
             case Wait(handle=handle):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from distmega.errors import RankFailure
 from distmega.hostir.check import check_host
-from distmega.hostir.comm import GlooCommunicator
+from distmega.hostir.comm import Communicator, GlooCommunicator
 from distmega.hostir.evaluator import Evaluator
 from distmega.hostir.lower import KERNEL_KINDS, lower_program
 from distmega.hostir.passes import run_passes
@@ -53,7 +53,7 @@ def _enter(rank: int, function: str, num_ranks: int, store: str) -> None:
     dist.destroy_process_group()
 
 
-def assert_equal_on_all_ranks(comm: GlooCommunicator, x: Tensor) -> None:
+def assert_equal_on_all_ranks(comm: Communicator, x: Tensor) -> None:
     """Bit by bit."""
     found = comm.all_gather_object(bytes(x.flatten().view(torch.uint8).tolist()))
     assert len(set(found)) == 1
@@ -61,7 +61,8 @@ def assert_equal_on_all_ranks(comm: GlooCommunicator, x: Tensor) -> None:
 
 def values(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """What a rank contributes; any rank can tell what another has."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(rank)).to(dtype)
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(rank), device="cpu")
+    return x.to(torch.get_default_device(), dtype)
 
 
 def run_all_checks(rank: int, num_ranks: int) -> None:
@@ -76,7 +77,7 @@ def run_all_checks(rank: int, num_ranks: int) -> None:
     comm.barrier()
 
 
-def check_reductions(comm: GlooCommunicator) -> None:
+def check_reductions(comm: Communicator) -> None:
     size = comm.mesh.num_ranks
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         parts = [values(r, 3, 5, dtype=dtype) for r in range(size)]
@@ -108,7 +109,7 @@ def check_reductions(comm: GlooCommunicator) -> None:
     assert (first[0].item(), second[0].item()) == (size, 2 * size)
 
 
-def check_moves(comm: GlooCommunicator) -> None:
+def check_moves(comm: Communicator) -> None:
     size, rank = comm.mesh.num_ranks, comm.rank
     parts = [values(r, 2, 3, dtype=torch.bfloat16) for r in range(size)]
     for dim in (0, 1):
@@ -137,7 +138,7 @@ def check_moves(comm: GlooCommunicator) -> None:
     assert torch.equal(out, parts[-1])
 
 
-def check_point_to_point(comm: GlooCommunicator) -> None:
+def check_point_to_point(comm: Communicator) -> None:
     size, rank = comm.mesh.num_ranks, comm.rank
     right, left = (rank + 1) % size, (rank - 1) % size
     outs = [torch.empty(3), torch.empty(3)]

@@ -1,0 +1,157 @@
+"""Peer memory on GPUs: memory of each rank that kernels of its whole team read and write directly.
+
+In: the NCCL team of a mesh axis, a size. Out: a SymmetricMemory: this rank's part as a tensor, and
+every member's part as an address for kernels and as a tensor for copies. Torch's symmetric memory
+allocates it, through CUDA handles or NCCL windows, whichever works on the machine: each opening
+proves that every rank reads what every other wrote. Opening is collective, and nothing collective
+may run beside a persistent kernel, so a rank takes all that it needs as one arena at the start.
+NVLink multicast stays off unless the environment turns it on. Next: hopper/runner.py.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed._symmetric_memory as symm_mem
+from torch import Tensor
+
+from distmega.errors import LaunchError
+from distmega.hostir.nccl import NcclCommunicator
+
+Backend = Literal["CUDA", "NCCL"]
+
+BACKENDS: tuple[Backend, ...] = ("CUDA", "NCCL")
+"""In the order in which they are tried. A process can use only one of them."""
+
+DISABLE_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+ALIGNMENT_BYTES = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SymmetricMemory:
+    """The same number of bytes on every rank of a team, zeroed; `place` is this rank's in the team.
+
+    local: this rank's bytes, uint8. pointers: the address of each member's bytes as this rank's GPU
+    sees it, in team order. Whoever writes a peer's memory sees to it that its owner knows.
+    """
+
+    place: int
+    backend: Backend
+    local: Tensor
+    pointers: tuple[int, ...]
+    _handle: Any = field(repr=False)
+    _places: tuple[int, ...] = field(repr=False)
+
+    @property
+    def num_ranks(self) -> int:
+        """Members of the team."""
+        return len(self.pointers)
+
+    def tensor(
+        self, place: int, shape: Sequence[int], dtype: torch.dtype, offset_bytes: int = 0
+    ) -> Tensor:
+        """A member's bytes from `offset_bytes` on, as a tensor that this rank's kernels use."""
+        first = (self._handle.offset + offset_bytes) // dtype.itemsize
+        found: Tensor = self._handle.get_buffer(self._places[place], tuple(shape), dtype, first)
+        return found
+
+
+def open_symmetric(
+    comm: NcclCommunicator, axis: str, num_bytes: int, backends: Sequence[Backend] = BACKENDS
+) -> SymmetricMemory:
+    """Memory of this rank's team along `axis`, which must have two ranks or more. Collective.
+
+    Raises LaunchError, on all ranks, that says for each backend why it did not work.
+    """
+    os.environ.setdefault(DISABLE_MULTICAST, "1")
+    size = -(-max(num_bytes, 1) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    problems = [_agree(comm, _reach_problem())]
+    if not problems[0]:
+        problems.clear()
+        for backend in backends:
+            memory = _allocate(comm, axis, size, backend)
+            if isinstance(memory, SymmetricMemory):
+                return memory
+            problems.append(f"{backend}: {memory}")
+    raise LaunchError(
+        f"GPUs of mesh axis {axis!r} can't reach each other's memory: {'; '.join(problems)}",
+        expected="GPUs of one host with peer access, all visible to every rank",
+        remedy="use --collectives host, which goes over NCCL",
+    )
+
+
+def _agree(comm: NcclCommunicator, problem: str) -> str:
+    """The first problem that any rank has, on all ranks alike; empty if none has one."""
+    found = zip(comm.mesh.ranks, comm.all_gather_object(problem), strict=True)
+    return next((f"rank {rank}: {theirs}" for rank, theirs in found if theirs), "")
+
+
+def _reach_problem() -> str:
+    """Why this GPU can't reach the others that it sees; empty if it can."""
+    here = torch.cuda.current_device()
+    others = [i for i in range(torch.cuda.device_count()) if i != here]
+    if not others:
+        return "it sees no GPU but its own"
+    far = [i for i in others if not torch.cuda.can_device_access_peer(here, i)]
+    return f"no peer access from GPU {here} to {far}" if far else ""
+
+
+def _allocate(
+    comm: NcclCommunicator, axis: str, size: int, backend: Backend
+) -> SymmetricMemory | str:
+    """Memory of one backend, or what is wrong with it; the same on all ranks."""
+    group, places = comm.group(axis)
+    problem = ""
+    handle: Any = None
+    device = torch.device("cuda", torch.cuda.current_device())
+    try:
+        if symm_mem.get_backend(device) != backend:
+            symm_mem.set_backend(backend)
+        local = symm_mem.empty(size, dtype=torch.uint8, device=device)
+    except RuntimeError as error:
+        problem = str(error).partition("\n")[0]
+    if problem := _agree(comm, problem):
+        return problem
+    try:
+        handle = symm_mem.rendezvous(local, group.group_name)
+        if handle.multicast_ptr and os.environ[DISABLE_MULTICAST] != "0":
+            problem = f"torch made a multicast address in spite of {DISABLE_MULTICAST}"
+    except RuntimeError as error:
+        problem = str(error).partition("\n")[0]
+    if problem := _agree(comm, problem):
+        return problem
+    place = comm.mesh.team(axis, comm.rank).index(comm.rank)
+    memory = SymmetricMemory(
+        place=place,
+        backend=backend,
+        local=local,
+        pointers=tuple(handle.buffer_ptrs[one] + handle.offset for one in places),
+        _handle=handle,
+        _places=tuple(places),
+    )
+    return _prove(comm, memory) or memory
+
+
+def _prove(comm: NcclCommunicator, memory: SymmetricMemory) -> str:
+    """Whether each rank reads what the others wrote, in both directions; zeroes the memory."""
+    place, num_ranks = memory.place, memory.num_ranks
+    memory.local.zero_()
+    torch.cuda.synchronize()
+    comm.barrier()
+    for other in range(num_ranks):
+        memory.tensor(other, (1,), torch.uint8, place).fill_(1 + place)
+    torch.cuda.synchronize()
+    comm.barrier()
+    wanted = list(range(1, 1 + num_ranks))
+    wrong = [
+        other
+        for other in range(num_ranks)
+        if memory.tensor(other, (num_ranks,), torch.uint8).tolist() != wanted
+    ]
+    problem = _agree(comm, f"wrong data in the memory of members {wrong}" if wrong else "")
+    memory.local.zero_()
+    torch.cuda.synchronize()
+    comm.barrier()
+    return problem

@@ -1,0 +1,40 @@
+"""Collectives, sends and signals between ranks give the same on GPUs over NCCL as over gloo."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from distmega.hostir.comm import Communicator
+from tests.hostir.ranks import check_moves, check_point_to_point, check_reductions, values
+from tests.multigpu.ranks import ON_EITHER, run_ranks
+
+HERE = "tests.multigpu.test_exchanges"
+
+
+def exchange_all(comm: Communicator) -> None:
+    check_reductions(comm)
+    check_moves(comm)
+    check_point_to_point(comm)
+
+
+def exchange_both_ways(comm: Communicator) -> None:
+    """Messages larger than what the network keeps, to the right and to the left at once."""
+    size, rank = comm.mesh.num_ranks, comm.rank
+    x, from_left, from_right = values(rank, 1 << 22), torch.empty(1 << 22), torch.empty(1 << 22)
+    comm.begin_group()
+    members = [
+        comm.send("tp", x, (rank + 1) % size),
+        comm.send("tp", x + 1, (rank - 1) % size),
+        comm.recv("tp", from_left, (rank - 1) % size),
+        comm.recv("tp", from_right, (rank + 1) % size),
+    ]
+    comm.end_group(members).wait()
+    assert torch.equal(from_left, values((rank - 1) % size, 1 << 22))
+    assert torch.equal(from_right, values((rank + 1) % size, 1 << 22) + 1)
+
+
+@pytest.mark.parametrize("body", ["exchange_all", "exchange_both_ways"])
+@pytest.mark.parametrize(("device", "num_ranks"), ON_EITHER)
+def test_exchanges(body: str, device: str, num_ranks: int, tmp_path: Path):
+    run_ranks(f"{HERE}:{body}", device, num_ranks, tmp_path)
