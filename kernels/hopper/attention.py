@@ -43,7 +43,6 @@ from distmega.kernels.hopper.shapes import (
     NUM_WARPS,
     PAIR_OUT,
     PARTIAL_EXTRA,
-    PER_THREAD,
     POSITIONS,
     Q_DOT,
     QUERY,
@@ -382,4 +381,4 @@ def combine_splits(words, exchange, active, tag, D: gl.constexpr):
     weight = weight / gl.sum(weight * as_float(l_bits), axis=0)
     y = gl.sum(o * gl.expand_dims(weight, 1), axis=0)
     y = gl.convert_layout(y, TWOS)
-    store_pairs(exchange, words[DST] + words[HEAD] * (D // 2), y, tag, D // 2, D, PER_THREAD)
+    store_pairs(exchange, words[DST] + words[HEAD] * (D // 2), y, tag, D // 2, D)

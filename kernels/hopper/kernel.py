@@ -25,15 +25,19 @@ from distmega.kernels.hopper.fields import (
 from distmega.kernels.hopper.linear import linear_task, most_likely
 from distmega.kernels.hopper.loader import loader
 from distmega.kernels.hopper.shapes import (
+    GROUP_UNITS,
     MMA_M,
     NUM_WARPS,
+    PLAIN,
     PLAIN2,
     PLAIN3,
     SLICE_K,
     SLICES,
+    STAGE_CHUNKS,
     TILE_ROWS,
     TILE_SHARED,
     UNIT_ROWS,
+    X_PAIRS_SHARED,
     X_SHARED,
 )
 
@@ -42,9 +46,9 @@ from distmega.kernels.hopper.shapes import (
 def compute(
     queue, num_instructions, num_instructions_max, num_steps, num_layers, state, tokens, exchange,
     vectors, embed, cache, rope, residual, logits, best_words, num_sms, min_blocks, eps, inv_hidden,
-    scale, trace, xs, red, qs, ml, scratch, bufs, ready, free, step_bar, D: gl.constexpr, G:
-    gl.constexpr, H: gl.constexpr, KVH: gl.constexpr, QK_NORM: gl.constexpr, STAGES: gl.constexpr,
-    TRACE: gl.constexpr,
+    scale, trace, xs, x_pairs, squares, red, red_rows, qs, ml, scratch, bufs, ready, free, step_bar,
+    D: gl.constexpr, G: gl.constexpr, H: gl.constexpr, KVH: gl.constexpr, QK_NORM: gl.constexpr,
+    STAGES: gl.constexpr, TRACE: gl.constexpr,
 ):
     """Partition of eight warps. A datum of layer l and step s is tagged s * num_layers + l + 1."""
     sm = gl.program_id(0)
@@ -79,7 +83,8 @@ def compute(
             else:
                 it = linear_task(
                     words, exchange, vectors, embed, token, residual, logits, tag, sm, best_words,
-                    eps, inv_hidden, xs, red, bufs, ready, free, it, at, STAGES, TRACE,
+                    eps, inv_hidden, xs, x_pairs, squares, red, red_rows, bufs, ready, free, it, at,
+                    STAGES, TRACE,
                 )
             if TRACE:
                 gl.store(at + 3, clock())
@@ -123,7 +128,15 @@ def decode(
     num_instructions = gl.load(counts + sm)
     bufs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TILE_ROWS, SLICE_K], TILE_SHARED)
     xs = gl.allocate_shared_memory(gl.bfloat16, [MAX_TILES_K, SLICES, SLICE_K], X_SHARED)
-    red = gl.allocate_shared_memory(gl.float32, [4 * NUM_WARPS, UNIT_ROWS, UNIT_ROWS], PLAIN3)
+    x_pairs = xs._reinterpret(
+        gl.int32, [MAX_TILES_K // STAGE_CHUNKS, STAGE_CHUNKS, SLICES, SLICE_K // 2], X_PAIRS_SHARED
+    )
+    sums: gl.constexpr = [GROUP_UNITS, NUM_WARPS, UNIT_ROWS, UNIT_ROWS]
+    red = gl.allocate_shared_memory(gl.float32, sums, PLAIN3)
+    red_rows = red._reinterpret(
+        gl.float32, [GROUP_UNITS * NUM_WARPS, UNIT_ROWS, UNIT_ROWS], PLAIN3
+    )
+    squares = gl.allocate_shared_memory(gl.float32, [NUM_WARPS], PLAIN)
     qs = gl.allocate_shared_memory(gl.bfloat16, [D // 64, MMA_M, 64], PLAIN2)
     ml = gl.allocate_shared_memory(gl.float32, [2, NUM_WARPS, MMA_M], PLAIN2)
     scratch = xs._reinterpret(gl.float32, [NUM_WARPS, 8, 64], PLAIN3)
@@ -142,8 +155,9 @@ def decode(
                 (
                     queue, num_instructions, max_instructions, num_steps, num_layers, state, tokens,
                     exchange, vectors, embed, cache, rope, residual, logits, best_words, num_sms,
-                    min_blocks, eps, inv_hidden, scale, trace, xs, red, qs, ml, scratch, bufs,
-                    ready, free, step_bar, D, G, H, KVH, QK_NORM, STAGES, TRACE,
+                    min_blocks, eps, inv_hidden, scale, trace, xs, x_pairs, squares, red, red_rows,
+                    qs, ml, scratch, bufs, ready, free, step_bar, D, G, H, KVH, QK_NORM, STAGES,
+                    TRACE,
                 ),
             ),
             (

@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from distmega.kernels.gluon_compat import cta_barrier
 from distmega.kernels.hopper.device import (
     as_float,
     bf16_pair,
@@ -42,6 +43,7 @@ from distmega.kernels.hopper.fields import (
     SRC,
 )
 from distmega.kernels.hopper.shapes import (
+    EVERY_WARP,
     GATE_UP,
     GROUP_ROWS,
     GROUP_UNITS,
@@ -66,50 +68,60 @@ from distmega.kernels.hopper.shapes import (
 
 
 @gluon.jit
-def norm_weights(vectors, norm, chunk, num_columns):
-    """Norm weights of 1024 columns, ones without a norm; asked for before x is waited for."""
-    columns = chunk * TILE_K + gl.arange(0, TILE_K, layout=QUADS)
-    wanted = (norm >= 0) & (columns < num_columns)
-    at = vectors + gl.multiple_of(norm, 8) + columns
-    return gl.load(at, mask=wanted, other=1.0)
+def norm_weights(vectors, norm, chunk, num_words):
+    """Norm weights of 1024 columns as pairs [256, 2], asked for before x is waited for."""
+    words = chunk * WORDS_A_CHUNK + gl.arange(0, WORDS_A_CHUNK, layout=TWOS)
+    wanted = (norm >= 0) & (words < gl.multiple_of(num_words, 32))
+    pairs = (vectors + gl.multiple_of(norm, 8)).to(gl.pointer_type(gl.int32), bitcast=True)
+    w = gl.load(pairs + words, mask=wanted, other=0)
+    low, high = gl.split(gl.reshape(w, [THREADS, 2]))
+    return gl.convert_layout(low, PER_THREAD), gl.convert_layout(high, PER_THREAD)
 
 
 @gluon.jit
-def stage_chunk(w0, w1, weights, xs, chunk, ss):
-    """1024 columns of x, as 256 x 2 bf16 pairs, times the norm weights into shared memory."""
-    a = low_half(w0)
-    b = high_half(w0)
-    c = low_half(w1)
-    d = high_half(w1)
-    ss += a * a + b * b + c * c + d * d
-    x = gl.convert_layout(gl.reshape(gl.join(gl.join(a, c), gl.join(b, d)), [TILE_K]), QUADS)
-    x = (x * weights.to(gl.float32)).to(gl.bfloat16)
-    xs.index(chunk).store(gl.reshape(x, [SLICES, SLICE_K]))
-    return ss
+def scale_pair(word, weight, ss):
+    """A pair of x times its norm weights, and its squares added to ss."""
+    a = low_half(word)
+    b = high_half(word)
+    return bf16_pair(a * low_half(weight), b * high_half(weight)), ss + a * a + b * b
 
 
 @gluon.jit
-def stage_tagged(words, exchange, vectors, tag, xs):
-    """x from tagged words into shared memory; returns each thread's part of its sum of squares."""
+def stage_tagged(words, exchange, vectors, tag, x_pairs):
+    """x from tagged words into shared memory; returns each thread's part of its sum of squares.
+
+    Four chunks at a time; those past the last hold zeros.
+    """
     threads = gl.arange(0, THREADS, layout=PER_THREAD)
     ss = gl.zeros([THREADS], gl.float32, layout=PER_THREAD)
     norm = words[LIN_NORM]
-    num_chunks = words[LIN_NUM_TILES_K]
-    num_columns = words[LIN_NUM_SRC_WORDS] * 2
-    for group in range(0, keep(num_chunks), STAGE_CHUNKS):
+    num_chunks = keep(words[LIN_NUM_TILES_K])
+    num_words = words[LIN_NUM_SRC_WORDS]
+    for group in range(0, num_chunks, STAGE_CHUNKS):
         first = group * WORDS_A_CHUNK + threads * 2
-        n0 = norm_weights(vectors, norm, group, num_columns)
-        n1 = norm_weights(vectors, norm, group + 1, num_columns)
-        n2 = norm_weights(vectors, norm, group + 2, num_columns)
-        n3 = norm_weights(vectors, norm, group + 3, num_columns)
-        w = spin_packed(exchange + words[SRC] + first, tag, words[LIN_NUM_SRC_WORDS] - first)
-        ss = stage_chunk(w[0], w[1], n0, xs, group, ss)
-        if group + 1 < num_chunks:
-            ss = stage_chunk(w[2], w[3], n1, xs, group + 1, ss)
-        if group + 2 < num_chunks:
-            ss = stage_chunk(w[4], w[5], n2, xs, group + 2, ss)
-        if group + 3 < num_chunks:
-            ss = stage_chunk(w[6], w[7], n3, xs, group + 3, ss)
+        n0, n1 = norm_weights(vectors, norm, group, num_words)
+        n2, n3 = norm_weights(vectors, norm, group + 1, num_words)
+        n4, n5 = norm_weights(vectors, norm, group + 2, num_words)
+        n6, n7 = norm_weights(vectors, norm, group + 3, num_words)
+        w0, w1, w2, w3, w4, w5, w6, w7 = spin_packed(
+            exchange + words[SRC] + first, tag, num_words - first
+        )
+        if norm >= 0:
+            w0, ss = scale_pair(w0, n0, ss)
+            w1, ss = scale_pair(w1, n1, ss)
+            w2, ss = scale_pair(w2, n2, ss)
+            w3, ss = scale_pair(w3, n3, ss)
+            if group + 2 < num_chunks:
+                w4, ss = scale_pair(w4, n4, ss)
+                w5, ss = scale_pair(w5, n5, ss)
+                w6, ss = scale_pair(w6, n6, ss)
+                w7, ss = scale_pair(w7, n7, ss)
+        even = gl.join(gl.join(w0, w4), gl.join(w2, w6))
+        odd = gl.join(gl.join(w1, w5), gl.join(w3, w7))
+        chunks = gl.permute(gl.join(even, odd), [1, 2, 0, 3])
+        x_pairs.index(group // STAGE_CHUNKS).store(
+            gl.reshape(chunks, [STAGE_CHUNKS, SLICES, SLICE_K // 2])
+        )
     return ss
 
 
@@ -123,7 +135,8 @@ def stage_embedding(words, embed, token, vectors, xs):
         columns = chunk * TILE_K + gl.arange(0, TILE_K, layout=QUADS)
         x = gl.load(row + columns, mask=columns < num_columns, other=0.0).to(gl.float32)
         squares += x * x
-        x *= norm_weights(vectors, words[LIN_NORM], chunk, num_columns).to(gl.float32)
+        norm = vectors + gl.multiple_of(words[LIN_NORM], 8) + columns
+        x *= gl.load(norm, mask=columns < num_columns, other=0.0).to(gl.float32)
         xs.index(chunk).store(gl.reshape(x.to(gl.bfloat16), [SLICES, SLICE_K]))
     ss = gl.sum(gl.reshape(squares, [THREADS, 4]), axis=1)
     return gl.convert_layout(ss, PER_THREAD)
@@ -160,22 +173,22 @@ def sum_warps(red):
     """[32] row sums of a group, from red [4 units * 8 warps, 8, 8 rows]; its second dim repeats."""
     parts = red.slice(0, 1, dim=1).load(REDUCE)
     parts = gl.reshape(parts, [GROUP_UNITS, NUM_WARPS, UNIT_ROWS])
-    return gl.convert_layout(gl.reshape(gl.sum(parts, axis=1), [GROUP_ROWS]), QUADS)
+    return gl.convert_layout(gl.reshape(gl.sum(parts, axis=1), [GROUP_ROWS]), TWOS)
 
 
 @gluon.jit
-def store_pairs(exchange, first, y, tag, num_words, N: gl.constexpr, LAYOUT: gl.constexpr):
+def store_pairs(exchange, first, y, tag, num_words, N: gl.constexpr):
     """The first num_words of N / 2 tagged words of bf16 pairs, from word `first` on."""
     low, high = gl.split(gl.reshape(y, [N // 2, 2]))
-    payload = gl.convert_layout(bf16_pair(low, high), LAYOUT)
-    at = gl.arange(0, N // 2, layout=LAYOUT)
+    payload = gl.convert_layout(bf16_pair(low, high), PER_THREAD)
+    at = gl.arange(0, N // 2, layout=PER_THREAD)
     gl.store(exchange + first + at, tagged(payload, tag), mask=at < num_words)
 
 
 @gluon.jit
 def addend(words, vectors, embed, token, residual, row, wanted):
     """What is added to the rows: residual, embedding or bias, or nothing; asked for early."""
-    add = gl.zeros([GROUP_ROWS], gl.float32, layout=QUADS)
+    add = gl.zeros([GROUP_ROWS], gl.float32, layout=TWOS)
     if words[OPCODE] == OP_RESIDUAL:
         if words[LIN_FLAGS] == FROM_EMBEDDING:
             at = embed + token.to(gl.int64) * words[LIN_NUM_ROWS] + row
@@ -203,7 +216,10 @@ def linear_task(
     eps,
     inv_hidden,
     xs,
+    x_pairs,
+    squares,
     red,
+    red_rows,
     bufs,
     ready,
     free,
@@ -218,34 +234,35 @@ def linear_task(
     if (opcode == OP_QKV) & (words[LIN_FLAGS] == FROM_EMBEDDING):
         ss = stage_embedding(words, embed, token, vectors, xs)
     else:
-        ss = stage_tagged(words, exchange, vectors, tag - words[LIN_TAG_DELTA], xs)
+        ss = stage_tagged(words, exchange, vectors, tag - words[LIN_TAG_DELTA], x_pairs)
     if TRACE:
         gl.store(stamps + 1, clock())
-    scale = 1.0
-    if words[LIN_NORM] >= 0:
-        scale = gl.rsqrt(gl.sum(ss, axis=0) * inv_hidden + eps)
-    best = gl.full([GROUP_ROWS], float("-inf"), gl.float32, layout=QUADS)
-    best_row = gl.full([GROUP_ROWS], 0, gl.int32, layout=QUADS)
+    squares.store(gl.convert_layout(gl.sum(gl.reshape(ss, [NUM_WARPS, 32]), axis=1), EVERY_WARP))
+    cta_barrier()
+    best = gl.full([GROUP_ROWS], float("-inf"), gl.float32, layout=TWOS)
+    best_row = gl.full([GROUP_ROWS], 0, gl.int32, layout=TWOS)
     num_units = keep(words[NUM_UNITS])
     limit = gl.minimum(words[LIN_ROW0] + num_units * UNIT_ROWS, words[LIN_NUM_ROWS])
     for group in range(0, num_units, GROUP_UNITS):
         row0 = words[LIN_ROW0] + group * UNIT_ROWS
-        row = row0 + gl.arange(0, GROUP_ROWS, layout=QUADS)
+        row = row0 + gl.arange(0, GROUP_ROWS, layout=TWOS)
         wanted = row < limit
         add = addend(words, vectors, embed, token, residual, row, wanted)
-        for j in gl.static_range(GROUP_UNITS):
-            if group + j < num_units:
-                acc, it = multiply_unit(num_tiles_k, xs, bufs, ready, free, it, STAGES)
-                store_slices(acc, red.slice(j * NUM_WARPS, NUM_WARPS, dim=0))
+        for unit in range(0, keep(gl.minimum(num_units - group, GROUP_UNITS))):
+            acc, it = multiply_unit(num_tiles_k, xs, bufs, ready, free, it, STAGES)
+            store_slices(acc, red.index(unit))
         if TRACE and group == 0:
             gl.store(stamps + 2, clock())
-        y = sum_warps(red) * scale + add
+        y = sum_warps(red_rows)
+        if words[LIN_NORM] >= 0:
+            y *= gl.rsqrt(gl.sum(squares.load(EVERY_WARP), axis=0) * inv_hidden + eps)
+        y += add
         if opcode == OP_QKV:
             gl.store(exchange + words[DST] + row, tagged_float(y, tag), mask=wanted)
         elif opcode == OP_RESIDUAL:
             gl.store(residual + row, y, mask=wanted)
             num_words = (limit - row0) // 2
-            store_pairs(exchange, words[DST] + row0 // 2, y, tag, num_words, GROUP_ROWS, TWOS)
+            store_pairs(exchange, words[DST] + row0 // 2, y, tag, num_words, GROUP_ROWS)
         elif opcode == OP_GATED:
             pairs = gl.reshape(y, [GROUP_UNITS // 2, 2, UNIT_ROWS])
             gate, up = gl.split(gl.convert_layout(gl.permute(pairs, [0, 2, 1]), GATE_UP))
@@ -253,7 +270,7 @@ def linear_task(
             mixed = gl.convert_layout(mixed, TWOS)
             first = words[DST] + row0 // 4
             num_words = (limit - row0) // 4
-            store_pairs(exchange, first, mixed, tag, num_words, GROUP_ROWS // 2, PER_THREAD)
+            store_pairs(exchange, first, mixed, tag, num_words, GROUP_ROWS // 2)
         else:
             gl.store(logits + row, y, mask=wanted)
             better = wanted & (y > best)

@@ -28,6 +28,7 @@ from distmega.kernels.fusion import (
     Norm,
     fuse_segment,
 )
+from distmega.kernels.hopper.plan import DecodeQueues, DecodeShape, Matrix
 from distmega.kernels.hopper.weight_order import matrix_columns
 from distmega.kernels.hopper.words import (
     FROM_EMBEDDING,
@@ -42,61 +43,15 @@ from distmega.kernels.hopper.words import (
     Opcode,
 )
 from distmega.program import Program
+from distmega.sharding.cost import H200
 
 HEAD_DIMS = (64, 128)
 MAX_GROUP = 8
 MAX_MATRICES = 3
 ITEM_BYTES = 2
+HOPS_US = 11.0
+"""Time of the six dependent tasks of a layer when no weight has to be waited for."""
 _LAYER = (FusedLinear, FusedAttention, FusedResidual, FusedGated, FusedResidual)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Matrix:
-    """All weights of one row length: num_rows rows of `columns` elements from byte `offset` on."""
-
-    columns: int
-    offset: int
-    num_rows: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeShape:
-    """Extents that the kernel is specialised for or asks for."""
-
-    num_layers: int
-    hidden: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab: int
-    max_context: int
-    qk_norm: bool
-    eps: float
-    scale: float
-    max_tiles_k: int
-
-    @property
-    def group(self) -> int:
-        return self.num_heads // self.num_kv_heads
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeQueues:
-    """Instructions of every SM. exchange: first tagged word of each buffer. Names: tensors that the
-    runner binds.
-    """
-
-    shape: DecodeShape
-    matrices: tuple[Matrix, ...]
-    queues: tuple[tuple[Instruction, ...], ...]
-    best: int
-    num_words: int
-    embed: str
-    rope_table: str
-    tokens: str
-    positions: str
-    token: str
-    logits: str
 
 
 def build_queues(
@@ -121,6 +76,7 @@ class _Builder:
     columns: dict[str, int] = field(init=False)
     shape: DecodeShape = field(init=False)
     matrices: tuple[Matrix, ...] = field(init=False)
+    lightest: list[int] = field(init=False)
 
     def build(self) -> DecodeQueues:
         self.columns = matrix_columns(self.segment)
@@ -134,6 +90,7 @@ class _Builder:
         self.matrices = self.find_matrices()
         self.num_sms = self.count_sms(blocks, head)
         self.queues = [[] for _ in range(self.num_sms)]
+        self.lightest = self.find_lightest(blocks[0])
         self.reserve(blocks)
         x = first.out
         for number, block in enumerate(blocks):
@@ -150,6 +107,7 @@ class _Builder:
             shape=self.shape,
             matrices=self.matrices,
             queues=tuple(map(tuple, self.queues)),
+            min_blocks=self.min_blocks(blocks[0]),
             best=self.exchange["best"],
             num_words=self.num_words,
             embed=first.table,
@@ -282,10 +240,8 @@ class _Builder:
         if opcode is Opcode.QKV:
             self.require_adjacent(names, starts)
             self.require_biases(biases)
-        units = _units(rows)
         for sm, queue in enumerate(self.queues):
-            first = units // step * sm // self.num_sms * step
-            last = units // step * (sm + 1) // self.num_sms * step
+            first, last = self.share(rows, step, sm)
             if first == last:
                 continue
             queue.append(
@@ -309,11 +265,38 @@ class _Builder:
                 )
             )
 
+    def share(self, rows: int, step: int, sm: int) -> tuple[int, int]:
+        """First unit of an SM and of the next one; multiples of `step` units."""
+        parts = _units(rows) // step
+        return parts * sm // self.num_sms * step, parts * (sm + 1) // self.num_sms * step
+
+    def find_lightest(self, block: tuple[Fused, ...]) -> list[int]:
+        """SMs in the order of the tiles that a layer's linears give them: cached keys and values,
+        and the work on them, go to those with the fewest.
+        """
+        matrices = _matrices(block)
+        load = [0] * self.num_sms
+        for names, step in matrices:
+            rows = sum(map(self.rows_of, names))
+            for sm in range(self.num_sms):
+                first, last = self.share(rows, step, sm)
+                load[sm] += (last - first) * _tiles_k(self.columns[names[0]])
+        return sorted(range(self.num_sms), key=lambda sm: (load[sm], sm))
+
+    def min_blocks(self, block: tuple[Fused, ...]) -> int:
+        """Splits of one block where a layer's hops take longer than its weights: all that counts is
+        the way through the layer. Otherwise the ring hides the hops, and splits are of four, since
+        each of them and of the sums over them keeps an SM from its weights.
+        """
+        names = [name for names, _ in _matrices(block) for name in names]
+        num_bytes = sum(self.weights.tensors[name].num_bytes for name in names)
+        return 1 if num_bytes / H200.memory_bandwidth_bytes_per_us < HOPS_US else 4
+
     def add_attention(self, layer: int, op: FusedAttention) -> None:
-        s, shift = self.shape, layer * 37
+        s = self.shape
         for split in range(self.max_splits):
             for head in range(s.num_kv_heads):
-                sm = (split * s.num_kv_heads + head + shift) % self.num_sms
+                sm = self.lightest[(split * s.num_kv_heads + head) % self.num_sms]
                 self.queues[sm].append(
                     Attention(
                         layer=layer,
@@ -330,7 +313,7 @@ class _Builder:
                     )
                 )
         for head in range(s.num_heads):
-            sm = (head * self.num_sms // s.num_heads + shift) % self.num_sms
+            sm = self.lightest[-1 - head % self.num_sms]
             self.queues[sm].append(
                 Combine(
                     layer=layer,
@@ -370,6 +353,16 @@ class _Builder:
             size = self.weights.tensors[one].num_bytes
             if self.weights.offset(one) + size != self.weights.offset(following):
                 raise _unfit(f"biases {biases} apart from each other")
+
+
+def _matrices(block: tuple[Fused, ...]) -> list[tuple[tuple[str, ...], int]]:
+    """Weights of a layer's linears, and the units that an SM takes together."""
+    qkv, _, out, gated, down = block
+    assert isinstance(qkv, FusedLinear)
+    assert isinstance(out, FusedResidual)
+    assert isinstance(gated, FusedGated)
+    assert isinstance(down, FusedResidual)
+    return [(qkv.weights, 1), ((out.weight,), 1), ((gated.gate, gated.up), 2), ((down.weight,), 1)]
 
 
 def _norms(op: Fused) -> list[Norm]:

@@ -14,8 +14,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from distmega.errors import RequestError, VerifyError
 from distmega.kernels.arena import ArenaLayout
 from distmega.kernels.hopper import kernel
-from distmega.kernels.hopper.queues import DecodeQueues, Matrix, build_queues
-from distmega.kernels.hopper.shapes import TILE_SHARED, WEIGHT_SHARED
+from distmega.kernels.hopper.plan import DecodeQueues, Matrix
+from distmega.kernels.hopper.queues import build_queues
+from distmega.kernels.hopper.shapes import STAGE_CHUNKS, TILE_SHARED, WEIGHT_SHARED
 from distmega.kernels.hopper.words import (
     STATE_POSITION,
     STATE_TOKEN,
@@ -31,8 +32,11 @@ CAPABILITY = (9, 0)
 SHARED_BYTES = 227 * 1024
 LOG2_E = 1.4426950408889634
 MAX_STEPS = 4096
-MIN_BLOCKS = 1
-"""Blocks of 128 cached positions that a split has at least, where a context is split."""
+
+
+def padded_tiles_k(max_tiles_k: int) -> int:
+    """Chunks of x that shared memory has room for: what attention needs at least, whole polls."""
+    return max(8, -(-max_tiles_k // STAGE_CHUNKS.value) * STAGE_CHUNKS.value)
 
 
 def num_stages(max_tiles_k: int) -> int:
@@ -120,6 +124,7 @@ class DecodeRunner:
 
     def _run(self, num_steps: int) -> None:
         queues, shape = self.queues, self.queues.shape
+        tiles_k = padded_tiles_k(shape.max_tiles_k)
         kernel.decode[(len(queues.queues),)](
             *self._weights,
             self._cache_tiles,
@@ -139,7 +144,7 @@ class DecodeRunner:
             self.logits,
             queues.best,
             len(queues.queues),
-            MIN_BLOCKS,
+            queues.min_blocks,
             shape.eps,
             1.0 / shape.hidden,
             shape.scale * LOG2_E,
@@ -149,8 +154,8 @@ class DecodeRunner:
             H=shape.num_heads,
             KVH=shape.num_kv_heads,
             QK_NORM=shape.qk_norm,
-            MAX_TILES_K=max(shape.max_tiles_k, 8),
-            STAGES=num_stages(max(shape.max_tiles_k, 8)),
+            MAX_TILES_K=tiles_k,
+            STAGES=num_stages(tiles_k),
             TRACE=self._tracing,
             num_warps=8,
             launch_cooperative_grid=True,

@@ -55,6 +55,25 @@ X_SHARED = gl.constexpr(
     )
 )
 """x in shared memory, ordered so that what a thread needs of 32 columns is one 16-byte load."""
+X_PAIRS_SHARED = gl.constexpr(
+    gl.SharedLinearLayout(
+        offset_bases=[
+            [0, 0, 4],
+            [0, 0, 8],
+            [0, 0, 1],
+            [0, 0, 2],
+            [0, 0, 16],
+            [0, 1, 0],
+            [0, 2, 0],
+            [0, 4, 0],
+            [0, 8, 0],
+            [1, 0, 0],
+            [2, 0, 0],
+        ]
+    )
+)
+"""The same memory as int32 pairs of columns, four chunks at a time: [4, 16, 32]."""
+PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 PLAIN2 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 PLAIN3 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
 
@@ -63,8 +82,10 @@ PER_THREAD = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
 TWOS = gl.constexpr(gl.BlockedLayout([2], [32], [8], [0]))
 QUADS = gl.constexpr(gl.BlockedLayout([4], [32], [8], [0]))
 """[1024]: four consecutive elements a thread, a chunk of x."""
-REDUCE = gl.constexpr(gl.BlockedLayout([8, 1, 4], [4, 4, 2], [1, 8, 1], [2, 0, 1]))
-"""[4 units * 8 warps, 1, 8 rows]: each thread sums four rows over all warps, QUADS then."""
+REDUCE = gl.constexpr(gl.BlockedLayout([8, 1, 2], [4, 2, 4], [1, 8, 1], [2, 0, 1]))
+"""[4 units * 8 warps, 1, 8 rows]: each thread sums two rows over all warps; they are TWOS then."""
+EVERY_WARP = gl.constexpr(gl.BlockedLayout([8], [32], [8], [0]))
+"""[8]: one number a warp, all of them in every thread."""
 GROUP_UNITS = gl.constexpr(4)
 """Units whose rows are summed and written together."""
 GROUP_ROWS = gl.constexpr(32)

@@ -1,0 +1,59 @@
+"""What a decode kernel is asked to do: its shape, where its matrices lie, the queue of every SM.
+
+Made by queues.py, read by runner.py, which is next on the walk.
+"""
+
+from dataclasses import dataclass
+
+from distmega.kernels.hopper.words import Instruction
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Matrix:
+    """All weights of one row length: num_rows rows of `columns` elements from byte `offset` on."""
+
+    columns: int
+    offset: int
+    num_rows: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeShape:
+    """Extents that the kernel is specialised for or asks for."""
+
+    num_layers: int
+    hidden: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab: int
+    max_context: int
+    qk_norm: bool
+    eps: float
+    scale: float
+    max_tiles_k: int
+
+    @property
+    def group(self) -> int:
+        return self.num_heads // self.num_kv_heads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeQueues:
+    """Instructions of every SM. min_blocks: blocks of cached positions that a split has at least.
+    best, num_words: first tagged word of the heads' maxima and count of all. Names: tensors that
+    the runner binds.
+    """
+
+    shape: DecodeShape
+    matrices: tuple[Matrix, ...]
+    queues: tuple[tuple[Instruction, ...], ...]
+    min_blocks: int
+    best: int
+    num_words: int
+    embed: str
+    rope_table: str
+    tokens: str
+    positions: str
+    token: str
+    logits: str
