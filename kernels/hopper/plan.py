@@ -40,15 +40,13 @@ class DecodeShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeQueues:
-    """Instructions of every SM. min_blocks: blocks of cached positions that a split has at least.
-    best, num_words: first tagged word of the heads' maxima and count of all. Names: tensors that
-    the runner binds.
+    """Instructions of every SM. best, num_words: first tagged word of the heads' maxima, count of
+    all words. Names: tensors that the runner binds.
     """
 
     shape: DecodeShape
     matrices: tuple[Matrix, ...]
     queues: tuple[tuple[Instruction, ...], ...]
-    min_blocks: int
     best: int
     num_words: int
     embed: str

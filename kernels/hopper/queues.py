@@ -43,14 +43,11 @@ from distmega.kernels.hopper.words import (
     Opcode,
 )
 from distmega.program import Program
-from distmega.sharding.cost import H200
 
 HEAD_DIMS = (64, 128)
 MAX_GROUP = 8
 MAX_MATRICES = 3
 ITEM_BYTES = 2
-HOPS_US = 11.0
-"""Time of the six dependent tasks of a layer when no weight has to be waited for."""
 _LAYER = (FusedLinear, FusedAttention, FusedResidual, FusedGated, FusedResidual)
 
 
@@ -107,7 +104,6 @@ class _Builder:
             shape=self.shape,
             matrices=self.matrices,
             queues=tuple(map(tuple, self.queues)),
-            min_blocks=self.min_blocks(blocks[0]),
             best=self.exchange["best"],
             num_words=self.num_words,
             embed=first.table,
@@ -274,7 +270,13 @@ class _Builder:
         """SMs in the order of the tiles that a layer's linears give them: cached keys and values,
         and the work on them, go to those with the fewest.
         """
-        matrices = _matrices(block)
+        qkv, _, out, gated, down = block
+        assert isinstance(qkv, FusedLinear)
+        assert isinstance(out, FusedResidual)
+        assert isinstance(gated, FusedGated)
+        assert isinstance(down, FusedResidual)
+        gate_up = (gated.gate, gated.up)
+        matrices = ((qkv.weights, 1), ((out.weight,), 1), (gate_up, 2), ((down.weight,), 1))
         load = [0] * self.num_sms
         for names, step in matrices:
             rows = sum(map(self.rows_of, names))
@@ -282,15 +284,6 @@ class _Builder:
                 first, last = self.share(rows, step, sm)
                 load[sm] += (last - first) * _tiles_k(self.columns[names[0]])
         return sorted(range(self.num_sms), key=lambda sm: (load[sm], sm))
-
-    def min_blocks(self, block: tuple[Fused, ...]) -> int:
-        """Splits of one block where a layer's hops take longer than its weights: all that counts is
-        the way through the layer. Otherwise the ring hides the hops, and splits are of four, since
-        each of them and of the sums over them keeps an SM from its weights.
-        """
-        names = [name for names, _ in _matrices(block) for name in names]
-        num_bytes = sum(self.weights.tensors[name].num_bytes for name in names)
-        return 1 if num_bytes / H200.memory_bandwidth_bytes_per_us < HOPS_US else 4
 
     def add_attention(self, layer: int, op: FusedAttention) -> None:
         s = self.shape
@@ -353,16 +346,6 @@ class _Builder:
             size = self.weights.tensors[one].num_bytes
             if self.weights.offset(one) + size != self.weights.offset(following):
                 raise _unfit(f"biases {biases} apart from each other")
-
-
-def _matrices(block: tuple[Fused, ...]) -> list[tuple[tuple[str, ...], int]]:
-    """Weights of a layer's linears, and the units that an SM takes together."""
-    qkv, _, out, gated, down = block
-    assert isinstance(qkv, FusedLinear)
-    assert isinstance(out, FusedResidual)
-    assert isinstance(gated, FusedGated)
-    assert isinstance(down, FusedResidual)
-    return [(qkv.weights, 1), ((out.weight,), 1), ((gated.gate, gated.up), 2), ((down.weight,), 1)]
 
 
 def _norms(op: Fused) -> list[Norm]:

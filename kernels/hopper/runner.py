@@ -32,6 +32,8 @@ CAPABILITY = (9, 0)
 SHARED_BYTES = 227 * 1024
 LOG2_E = 1.4426950408889634
 MAX_STEPS = 4096
+MIN_BLOCKS = 1
+"""Blocks of 128 cached positions that a split has at least, where a context is split."""
 
 
 def padded_tiles_k(max_tiles_k: int) -> int:
@@ -144,7 +146,7 @@ class DecodeRunner:
             self.logits,
             queues.best,
             len(queues.queues),
-            queues.min_blocks,
+            MIN_BLOCKS,
             shape.eps,
             1.0 / shape.hidden,
             shape.scale * LOG2_E,
