@@ -16,8 +16,9 @@ from distmega.kernels.arena import ArenaLayout
 from distmega.kernels.hopper import kernel
 from distmega.kernels.hopper.plan import DecodeQueues, Matrix
 from distmega.kernels.hopper.queues import build_queues
-from distmega.kernels.hopper.shapes import STAGE_CHUNKS, TILE_SHARED, WEIGHT_SHARED
+from distmega.kernels.hopper.shapes import TILE_SHARED, WEIGHT_SHARED
 from distmega.kernels.hopper.words import (
+    STAGE_CHUNKS,
     STATE_POSITION,
     STATE_TOKEN,
     STATE_WORDS,
@@ -38,7 +39,7 @@ MIN_BLOCKS = 1
 
 def padded_tiles_k(max_tiles_k: int) -> int:
     """Chunks of x that shared memory has room for: what attention needs at least, whole polls."""
-    return max(8, -(-max_tiles_k // STAGE_CHUNKS.value) * STAGE_CHUNKS.value)
+    return max(8, -(-max_tiles_k // STAGE_CHUNKS) * STAGE_CHUNKS)
 
 
 def num_stages(max_tiles_k: int) -> int:

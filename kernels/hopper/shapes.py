@@ -24,8 +24,7 @@ MMA_M = gl.constexpr(16)
 
 WORDS_A_CHUNK = gl.constexpr(512)
 """Tagged words (bf16 pairs) in TILE_K elements of x."""
-STAGE_CHUNKS = gl.constexpr(4)
-"""Chunks of TILE_K elements that one poll of spin_packed covers."""
+STAGE_CHUNKS = gl.constexpr(words.STAGE_CHUNKS)
 MAX_SPLITS_LIMIT = gl.constexpr(words.MAX_SPLITS)
 """Splits of the context of one kv head, at most: what one combine task holds."""
 PARTIAL_EXTRA = gl.constexpr(words.PARTIAL_EXTRA)

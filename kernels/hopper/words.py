@@ -16,6 +16,8 @@ UNIT_ROWS = 8
 TILE_K = 1024
 """Columns of a tile."""
 TILE_BYTES = 2 * UNIT_ROWS * TILE_K
+STAGE_CHUNKS = 4
+"""Chunks of TILE_K columns of x that are polled and staged together."""
 MAX_SPLITS = 16
 """Splits of the context of one kv head, at most: what one combine task holds."""
 PARTIAL_EXTRA = 4
