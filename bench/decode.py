@@ -93,7 +93,7 @@ def our_step(case: Case) -> Timed:
         )
 
     def run() -> None:
-        stepping.start(1, case.context - 1)
+        stepping.start([1], [case.context - 1])
         stepping.decode(STEPS)
 
     return run

@@ -21,6 +21,7 @@ from distmega.requests import DEFAULT_CONTEXT, EngineOptions
 from distmega.sharding.cost import Machine
 from distmega.sharding.localize import LocalProgram, localize
 from distmega.sharding.mesh import DeviceMesh
+from distmega.sharding.placements import fits, layout_of_part, shard
 from distmega.sharding.planner import Plan, plan_program
 
 
@@ -33,6 +34,10 @@ def context_limit(config: ModelConfig, options: EngineOptions) -> int:
             remedy="lower it",
         )
     return options.max_context or min(config.max_positions, DEFAULT_CONTEXT)
+
+
+SEQUENCE_DIM = 0
+"""Dim of a cache of several sequences that tells them apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,10 +68,23 @@ def plan_decode(
     logits: Logits = "none",
     memory_limit_bytes: int | None = None,
 ) -> Plan:
-    """The plan of one decode step. Raises PlanError where `mesh` or the limit can't be used."""
-    context = context_limit(config, options)
-    program = build_decoder(config, 1, context, logits=logits, dtype=machine.dtype)
-    return plan_program(program, mesh, machine, memory_limit_bytes=memory_limit_bytes)
+    """The plan of one decode step. Raises PlanError where `mesh` or the limit can't be used.
+
+    Caches of several sequences are divided by heads, as those of one are, since a prefill writes
+    all of a sequence's.
+    """
+    context, batch = context_limit(config, options), options.batch
+    program = build_decoder(config, 1, context, batch=batch, logits=logits, dtype=machine.dtype)
+    caches = program.with_role("state") if batch > 1 else ()
+    by_heads = {
+        cache.name: shard(SEQUENCE_DIM + 1, axis)
+        for cache in caches
+        for axis, size in mesh.axes
+        if size > 1 and fits(config.num_kv_heads, size)
+    }
+    return plan_program(
+        program, mesh, machine, annotations=by_heads, memory_limit_bytes=memory_limit_bytes
+    )
 
 
 def draw_decode(
@@ -116,7 +134,13 @@ def draw_library_decode(blueprint: DecodeBlueprint) -> HostProgram:
 
 
 def draw_prefill(blueprint: DecodeBlueprint, num_tokens: int, logits: Logits) -> HostProgram:
-    """Host program of `num_tokens` tokens at once by library ops, on the decode plan's layouts."""
+    """Host program of `num_tokens` tokens of one sequence at once by library ops, on the decode
+    plan's layouts; its caches are those of one sequence, [h, t, d].
+    """
+    layouts = blueprint.plan.persistent_layouts()
+    if blueprint.options.batch > 1:
+        for cache in blueprint.local.program.with_role("state"):
+            layouts[cache.name] = layout_of_part(layouts[cache.name], SEQUENCE_DIM)
     program = build_decoder(
         blueprint.config,
         num_tokens,
@@ -128,6 +152,6 @@ def draw_prefill(blueprint: DecodeBlueprint, num_tokens: int, logits: Logits) ->
         program,
         blueprint.plan.mesh,
         blueprint.machine,
-        annotations=blueprint.plan.persistent_layouts(),
+        annotations=layouts,
     )
     return run_passes(lower_program(localize(plan), megakernel=False, peer_memory=False))

@@ -7,12 +7,13 @@ Next on the walk: launch/launchers.py for what runs, explain.py for what only pl
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 from rich.console import Console
+from rich.text import Text
 
 from distmega.blueprint import plan_decode
 from distmega.errors import DistmegaError, RequestError
@@ -39,6 +40,7 @@ from distmega.sharding.mesh import DeviceMesh
 
 Options = Annotated[EngineOptions, tyro.conf.arg(name="", prefix_name=False)]
 Model = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+Prompts = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[PROMPT ...]")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,12 +62,14 @@ Place = Annotated[Ranks, tyro.conf.arg(name="", prefix_name=False)]
 
 @dataclass(frozen=True, kw_only=True)
 class Generate:
-    """Continue a prompt greedily, token by token."""
+    """Continue prompts greedily, token by token; several are decoded together."""
 
     model: Model
     """Preset, GGUF file, Hugging Face folder, or config.json (random weights)."""
-    prompt: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PROMPT")]
-    """Text to continue."""
+    prompts: Prompts = ()
+    """Texts to continue."""
+    prompts_file: Path | None = None
+    """A UTF-8 file with a prompt on each line, besides those given."""
     max_new_tokens: int = 64
     """Stop after this many tokens, or at the model's end token."""
     chat: bool = False
@@ -140,28 +144,43 @@ def run_command(command: Command, console: Console) -> None:
 
 def _generate(command: Generate, console: Console) -> None:
     options = _launcher_options(command.ranks)
+    prompts = command.prompts
+    if command.prompts_file:
+        prompts += tuple(filter(str.strip, _read_text(command.prompts_file).splitlines()))
     request = GenerateRequest(
         model=command.model,
-        prompt=command.prompt,
+        prompts=prompts,
         tp=options.num_ranks,
         max_new_tokens=command.max_new_tokens,
         chat=command.chat,
-        options=command.engine,
+        options=replace(command.engine, batch=max(command.engine.batch, len(prompts))),
     )
     _check_model(request.model, request.tp, request.options)
     for value in _run("distmega.jobs:generate", request, options):
         match value:
-            case Token(text=text):
+            case Token(text=text) if len(prompts) == 1:
                 console.file.write(text)
                 console.file.flush()
-            case GenerateResult() as result:
-                console.file.write(result.tail + "\n")
+            case GenerateResult(answers=answers) as result:
+                if len(prompts) == 1:
+                    console.file.write(answers[0].tail + "\n")
+                else:
+                    _print_answers(prompts, result, console)
                 console.print(_summary(result, request.tp), markup=False)
 
 
+def _print_answers(prompts: Sequence[str], result: GenerateResult, console: Console) -> None:
+    """Each prompt as a heading, its answer below."""
+    for prompt, answer in zip(prompts, result.answers, strict=True):
+        console.rule(Text(" ".join(prompt.split())), align="left")
+        console.file.write(answer.text + "\n")
+
+
 def _summary(result: GenerateResult, num_ranks: int) -> str:
+    num_tokens = sum(len(answer.ids) for answer in result.answers)
+    num_prompt_tokens = sum(answer.num_prompt_tokens for answer in result.answers)
     return (
-        f"[{len(result.ids)} tokens after {result.num_prompt_tokens} on {num_ranks} ranks: "
+        f"[{num_tokens} tokens after {num_prompt_tokens} on {num_ranks} ranks: "
         f"{result.tokens_per_s:.1f} tokens/s, first token after {result.first_token_s:.2f} s, "
         f"loading {result.load_s:.1f} s]"
     )

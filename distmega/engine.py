@@ -71,6 +71,10 @@ class Engine:
             **arena_views(self.blueprint.weights, self._weights),
             **arena_views(self.blueprint.states, self._states),
         }
+        caches = arena_views(self.blueprint.states, self._states) if options.batch > 1 else {}
+        self._slots = [
+            {name: cache[slot] for name, cache in caches.items()} for slot in range(options.batch)
+        ]
         self._runners: dict[str, CpuMegakernel] = {}
         self.stepping: SteppingRunner | None = None
         """The decode kernel of a GPU, for callers that time or trace it."""
@@ -80,28 +84,40 @@ class Engine:
         fingerprints += [runner.kernel.fingerprint() for runner in self._runners.values()]
         _require_agreement(comm, fingerprints)
         self._prefills: dict[tuple[int, Logits], Evaluator] = {}
-        self.num_cached = 0
+        self._num_cached = [0] * options.batch
 
     def generate(self, prompt: Sequence[int]) -> Iterator[int]:
-        """Greedy tokens after `prompt`, until the cache is full; starts a new sequence.
+        """As generate_all, of one prompt."""
+        for (token,) in self.generate_all([prompt]):
+            yield token
+
+    def generate_all(self, prompts: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:
+        """Greedy tokens after each prompt, a step at a time, until a cache is full; starts new
+        sequences.
 
         On a GPU later tokens come several at a time, so a caller that stops early has caused a few
-        steps too many.
+        steps too many. RequestError for more prompts than the engine's batch.
         """
-        token = self.prefill(prompt)
-        yield token
+        tokens = tuple(self.prefill(prompt, slot) for slot, prompt in enumerate(prompts))
+        self._num_cached[len(prompts) :] = [0] * (self.batch - len(prompts))
+        yield tokens
         num_steps = 1
-        while room := self.blueprint.max_context - self.num_cached:
+        while room := self.blueprint.max_context - max(self._num_cached):
             if self.stepping is None:
-                token = self.decode(token)
-                yield token
+                tokens = tuple(self.decode_step(tokens)["next"].tolist()[: len(prompts)])
+                yield tokens
                 continue
             if num_steps == 1:
-                self.stepping.start(token, self.num_cached)
+                self.stepping.start(tokens, self._num_cached[: len(prompts)])
             num_steps = min(2 * num_steps, MAX_STEPS, room)
             chosen = self.stepping.decode(num_steps)
-            self.num_cached += num_steps
-            yield from chosen.tolist()
+            self._grow(len(prompts), num_steps)
+            yield from map(tuple, chosen.tolist())
+
+    @property
+    def batch(self) -> int:
+        """Sequences that a decode step takes, at most."""
+        return len(self._num_cached)
 
     @property
     def uses_megakernel(self) -> bool:
@@ -118,31 +134,49 @@ class Engine:
             runner.interpreter.reseed(seed or None)
 
     def logits(self, ids: Sequence[int]) -> Tensor:
-        """Logits of every position of a new sequence, [len(ids), vocab]."""
-        return self._run_prefill(ids, "all")["logits"]
+        """Logits of every position of a new sequence in slot 0, [len(ids), vocab]."""
+        return self._run_prefill(ids, 0, "all")["logits"]
 
-    def prefill(self, ids: Sequence[int]) -> int:
-        """Starts a new sequence; the most likely next token."""
-        return int(self._run_prefill(ids, "none")["next"])
+    def prefill(self, ids: Sequence[int], slot: int = 0) -> int:
+        """Starts a new sequence in one of the batch's slots; the most likely next token."""
+        return int(self._run_prefill(ids, slot, "none")["next"])
 
     def decode(self, token: int) -> int:
-        """Appends one token to the sequence; the most likely next one."""
-        return int(self.decode_step(token)["next"])
+        """Appends one token to the sequence in slot 0; the most likely next one."""
+        return int(self.decode_step([token])["next"][0])
 
-    def decode_step(self, token: int) -> Mapping[str, Tensor]:
-        """As decode, but all outputs: `next` [1], and `logits` [1, vocab] if asked for."""
-        self._require_room(1, self.num_cached)
+    def decode_step(self, tokens: Sequence[int]) -> Mapping[str, Tensor]:
+        """Appends a token to each of the first sequences.
+
+        Outputs: `next` [batch], and `logits` [batch, vocab] if asked for; rows of slots that got no
+        token mean nothing.
+        """
+        num = len(tokens)
+        for num_cached in self._num_cached[:num]:
+            self._require_room(1, num_cached)
+        last = self.blueprint.max_context - 1
+        positions = [min(num_cached, last) for num_cached in self._num_cached]
         outputs = self._decode.run(
             {
-                "tokens": torch.tensor([token], device=self.device),
-                "positions": torch.tensor([self.num_cached], device=self.device),
+                "tokens": torch.tensor([*tokens, *[0] * (self.batch - num)], device=self.device),
+                "positions": torch.tensor(positions, device=self.device),
                 **self._persistent,
             }
         )
-        self.num_cached += 1
+        self._grow(num, 1)
         return outputs
 
-    def _run_prefill(self, ids: Sequence[int], logits: Logits) -> Mapping[str, Tensor]:
+    def _grow(self, num: int, num_steps: int) -> None:
+        """Notes num_steps more positions in the first `num` slots."""
+        self._num_cached[:num] = [cached + num_steps for cached in self._num_cached[:num]]
+
+    def _run_prefill(self, ids: Sequence[int], slot: int, logits: Logits) -> Mapping[str, Tensor]:
+        if not 0 <= slot < self.batch:
+            raise RequestError(
+                f"a sequence for slot {slot}",
+                expected=f"slots below the batch of {self.batch}",
+                remedy="raise --batch",
+            )
         self._require_room(len(ids), 0)
         key = len(ids), logits
         if key not in self._prefills:
@@ -152,8 +186,8 @@ class Engine:
             "tokens": torch.tensor(ids, device=self.device),
             "positions": torch.arange(len(ids), device=self.device),
         }
-        outputs = self._prefills[key].run({**inputs, **self._persistent})
-        self.num_cached = len(ids)
+        outputs = self._prefills[key].run({**inputs, **self._persistent, **self._slots[slot]})
+        self._num_cached[slot] = len(ids)
         return outputs
 
     def _require_room(self, num_tokens: int, num_cached: int) -> None:

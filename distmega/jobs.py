@@ -21,6 +21,7 @@ from distmega.models.load import ModelSource, open_model
 from distmega.models.tokenizer import Tokenizer
 from distmega.ranks import Emit, RankContext
 from distmega.requests import (
+    Answer,
     EngineOptions,
     GenerateRequest,
     GenerateResult,
@@ -32,33 +33,59 @@ from distmega.sharding.mesh import DeviceMesh
 
 
 def generate(context: RankContext, request: GenerateRequest, emit: Emit) -> GenerateResult:
-    """Emits a Token as soon as it is known, up to max_new_tokens or an end token."""
+    """Emits a Token as soon as it is known; each answer has up to max_new_tokens tokens or ends
+    with an end token.
+    """
     start = time.perf_counter()
     source = open_model(request.model)
     tokenizer = source.tokenizer()
-    prompt = encode_prompt(source, tokenizer, request)
+    prompts = [encode_prompt(source, tokenizer, prompt, request) for prompt in request.prompts]
     engine = open_engine(context, source, request.tp, request.options)
     loaded = first = time.perf_counter()
-    stream, ids, text = tokenizer.stream(prompt), list[int](), ""
-    for token in itertools.islice(engine.generate(prompt), request.max_new_tokens):
-        if not ids:
+    answers = [_GrowingAnswer(tokenizer, prompt) for prompt in prompts]
+    steps = itertools.islice(engine.generate_all(prompts), request.max_new_tokens)
+    for number, tokens in enumerate(steps):
+        if number == 0:
             first = time.perf_counter()
-        ids.append(token)
-        if token in tokenizer.eos_ids:
+        for place, (answer, token) in enumerate(zip(answers, tokens, strict=True)):
+            if not answer.ended:
+                piece = answer.push(token)
+                emit(Token(id=token, text=piece, prompt=place))
+        if all(answer.ended for answer in answers):
             break
-        piece = stream.push(token)
-        text += piece
-        emit(Token(id=token, text=piece))
-    tail = stream.finish()
     return GenerateResult(
-        ids=tuple(ids),
-        text=text + tail,
-        tail=tail,
-        num_prompt_tokens=len(prompt),
+        answers=tuple(answer.finish() for answer in answers),
         load_s=loaded - start,
         first_token_s=first - loaded,
         decode_s=time.perf_counter() - first,
     )
+
+
+class _GrowingAnswer:
+    """The tokens that continue a prompt so far. ended: an end token came."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: list[int]) -> None:
+        self.ended = False
+        self._stream, self._eos_ids = tokenizer.stream(prompt), tokenizer.eos_ids
+        self._ids, self._text, self._num_prompt_tokens = list[int](), "", len(prompt)
+
+    def push(self, token: int) -> str:
+        """Adds a token; the text that it adds."""
+        self._ids.append(token)
+        self.ended = token in self._eos_ids
+        piece = "" if self.ended else self._stream.push(token)
+        self._text += piece
+        return piece
+
+    def finish(self) -> Answer:
+        """The whole answer."""
+        tail = self._stream.finish()
+        return Answer(
+            ids=tuple(self._ids),
+            text=self._text + tail,
+            tail=tail,
+            num_prompt_tokens=self._num_prompt_tokens,
+        )
 
 
 def score(context: RankContext, request: ScoreRequest, emit: Emit) -> ScoreResult:
@@ -103,13 +130,15 @@ def open_communicator(context: RankContext, mesh: DeviceMesh) -> Communicator:
     return kind(mesh, context.rank)
 
 
-def encode_prompt(source: ModelSource, tokenizer: Tokenizer, request: GenerateRequest) -> list[int]:
-    """Token ids of the prompt; RequestError when it and the answer do not fit the context."""
+def encode_prompt(
+    source: ModelSource, tokenizer: Tokenizer, prompt: str, request: GenerateRequest
+) -> list[int]:
+    """Token ids of a prompt; RequestError when it and the answer do not fit the context."""
     if request.chat:
-        text = tokenizer.chat_prompt([{"role": "user", "content": request.prompt}])
+        text = tokenizer.chat_prompt([{"role": "user", "content": prompt}])
         ids = tokenizer.encode(text, add_special_tokens=False)
     else:
-        ids = tokenizer.encode(request.prompt)
+        ids = tokenizer.encode(prompt)
     limit = context_limit(source.config, request.options)
     if len(ids) + request.max_new_tokens > limit:
         raise RequestError(

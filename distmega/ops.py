@@ -171,17 +171,27 @@ def rope(name: str, x: Tensor, positions: Tensor, table: Tensor) -> Built:
 
 
 def kv_append(name: str, cache: Tensor, x: Tensor, positions: Tensor) -> Built:
-    """Writes x [m, h, d] into cache [h, t, d] at t = positions[m], in place; no new tensor."""
-    fits = cache.shape[::2] == x.shape[1:] and positions.shape == x.shape[:1]
-    if not fits or cache.role != "state" or len(cache.shape) != 3 or len(x.shape) != 3:
+    """Writes x [m, h, d] into cache [h, t, d] at t = positions[m], in place; no new tensor.
+
+    With caches [m, h, t, d] each row goes into its own: rows are sequences, not tokens of one.
+    """
+    own = cache_rows(cache)
+    fits = (*cache.shape[:-2], cache.shape[-1]) == x.shape[1 - len(own) :]
+    if not fits or cache.role != "state" or len(x.shape) != 3 or positions.shape != x.shape[:1]:
         found = f"cache {cache.shape} ({cache.role}), x {x.shape}, positions {positions.shape}"
-        raise bad_op(name, found, "state [h, t, d], x [m, h, d] and positions [m]")
+        expected = "state [h, t, d] or [m, h, t, d], x [m, h, d] and positions [m]"
+        raise bad_op(name, found, expected)
     require_integers(name, positions)
     axes = [Axis(name=n, extent=e) for n, e in (("h", x.shape[1]), ("d", x.shape[2]))]
-    axes.append(Axis(name="m", extent=x.shape[0], role="reduce"))
-    axes.append(Axis(name="t", extent=cache.shape[1], role="scatter", lookup=True))
+    axes.append(Axis(name="m", extent=x.shape[0], role="parallel" if own else "reduce"))
+    axes.append(Axis(name="t", extent=cache.shape[-2], role="scatter", lookup=True))
     reads = [access(x, "m", "h", "d"), access(positions, "m")]
-    return make_op(name, "kv_append", axes, reads, [access(cache, "h", "t", "d")]), ()
+    return make_op(name, "kv_append", axes, reads, [access(cache, *own, "h", "t", "d")]), ()
+
+
+def cache_rows(cache: Tensor) -> tuple[str, ...]:
+    """The row axis of a cache where each row has its own, [m, h, t, d]; empty where all share."""
+    return ("m",) if len(cache.shape) == 4 else ()
 
 
 def attention(
@@ -197,13 +207,17 @@ def attention(
     positions[i].
 
     h is the kv head, g the query head within its group. window > 0 also requires t > positions[i] -
-    window. Output [m, h, g, e]. Softmax in fp32.
+    window. Output [m, h, g, e]. Softmax in fp32. With caches [m, h, t, d] and [m, h, t, e] each row
+    sees its own: rows are sequences, not tokens of one.
     """
     shapes = (q.shape, k_cache.shape, v_cache.shape, positions.shape)
-    if tuple(map(len, shapes)) != (4, 3, 3, 1):
+    own = cache_rows(k_cache)
+    if tuple(map(len, shapes)) != (4, 3 + len(own), 3 + len(own), 1):
         raise _bad_attention(name, shapes)
-    (m, h, g, d), (_, t, e) = q.shape, v_cache.shape
-    if k_cache.shape != (h, t, d) or v_cache.shape[0] != h or positions.shape != (m,):
+    (m, h, g, d), (t, e) = q.shape, v_cache.shape[-2:]
+    rows = (m, h) if own else (h,)
+    caches_fit = k_cache.shape == (*rows, t, d) and v_cache.shape == (*rows, t, e)
+    if not caches_fit or positions.shape != (m,):
         raise _bad_attention(name, shapes)
     if window < 0 or not math.isfinite(scale):
         found = f"scale {scale}, window {window}"
@@ -212,7 +226,7 @@ def attention(
     axes = [Axis(name=n, extent=x) for n, x in (("m", m), ("h", h), ("g", g), ("e", e))]
     axes += [Axis(name="d", extent=d, role="reduce"), Axis(name="t", extent=t, role="reduce")]
     out = Tensor(name=name, shape=(m, h, g, e), dtype=q.dtype)
-    caches = access(k_cache, "h", "t", "d"), access(v_cache, "h", "t", "e")
+    caches = access(k_cache, *own, "h", "t", "d"), access(v_cache, *own, "h", "t", "e")
     reads = [access(q, "m", "h", "g", "d"), *caches, access(positions, "m")]
     return make_op(
         name,
@@ -226,7 +240,7 @@ def attention(
 
 
 def _bad_attention(name: str, shapes: tuple[tuple[int, ...], ...]) -> ProgramError:
-    expected = "q [m, h, g, d], k [h, t, d], v [h, t, e], positions [m]"
+    expected = "q [m, h, g, d], k [h, t, d], v [h, t, e] (or both [m, h, t, ...]), positions [m]"
     return bad_op(name, f"shapes {', '.join(map(str, shapes))}", expected)
 
 

@@ -25,12 +25,14 @@ class EngineOptions:
     """How a model is run. Any interleave_seed gives the same result.
 
     max_context: positions of the KV cache; 0 is the model's limit, at most DEFAULT_CONTEXT.
+    batch: sequences that are decoded together, each with a cache of its own.
     num_sms: task queues of the CPU interpreter. interleave_seed: the order in which they take
     turns. timeout_s: bound on a wait for another rank. collectives: done by the megakernel over
     memory that ranks share, or by the host program; auto: the kernel where they can share.
     """
 
     max_context: int = 0
+    batch: int = 1
     num_sms: int = 2
     interleave_seed: int = 0
     timeout_s: float = 60.0
@@ -38,6 +40,7 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         _require("--max-context", self.max_context, 0)
+        _require("--batch", self.batch, 1)
         _require("--num-sms", self.num_sms, 1)
         _require("--interleave-seed", self.interleave_seed, 0)
         if not self.timeout_s > 0:
@@ -48,10 +51,13 @@ class EngineOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
-    """Continue `prompt` greedily; `chat` puts it into the model's chat template first."""
+    """Continue each of `prompts` greedily; `chat` puts them into the model's chat template first.
+
+    options.batch is at least their number.
+    """
 
     model: str
-    prompt: str
+    prompts: tuple[str, ...]
     tp: int = 1
     max_new_tokens: int = 64
     chat: bool = False
@@ -60,9 +66,16 @@ class GenerateRequest:
     def __post_init__(self) -> None:
         _require("--tp", self.tp, 1)
         _require("--max-new-tokens", self.max_new_tokens, 1)
-        if not self.prompt.strip():
+        for prompt in self.prompts:
+            if not prompt.strip():
+                raise RequestError(
+                    f"prompt {prompt!r} is empty", expected="some text", remedy="give a prompt"
+                )
+        if not 1 <= len(self.prompts) <= self.options.batch:
             raise RequestError(
-                f"prompt {self.prompt!r} is empty", expected="some text", remedy="give a prompt"
+                f"{len(self.prompts)} prompts in a batch of {self.options.batch}",
+                expected="at least one, and at most the batch",
+                remedy="give a prompt, or raise --batch",
             )
 
 
@@ -81,15 +94,18 @@ class ScoreRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Token:
-    """A generated token; `text` is what it adds to the answer, empty within a character."""
+    """A generated token of the answer to prompt number `prompt`; `text` is what it adds, empty
+    within a character.
+    """
 
     id: int
     text: str
+    prompt: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateResult:
-    """An answer, and the seconds that loading, the first token and the other tokens took.
+class Answer:
+    """What continues a prompt.
 
     tail: the end of `text` that no Token carried, of a character that was never completed.
     """
@@ -98,14 +114,24 @@ class GenerateResult:
     text: str
     tail: str
     num_prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateResult:
+    """Answers in the order of the prompts, and the seconds that loading, the first token (prefill
+    of all prompts) and the other tokens took.
+    """
+
+    answers: tuple[Answer, ...]
     load_s: float
     first_token_s: float
     decode_s: float
 
     @property
     def tokens_per_s(self) -> float:
-        """Rate of the tokens after the first; 0 when there are none."""
-        return (len(self.ids) - 1) / self.decode_s if len(self.ids) > 1 else 0.0
+        """Rate of the tokens after the first of each answer; 0 when there are none."""
+        later = sum(len(answer.ids) - 1 for answer in self.answers)
+        return later / self.decode_s if later else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -142,15 +142,20 @@ def rope(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
 
 
 def kv_append(cache: Tensor, x: Tensor, positions: Tensor) -> Tensor:
-    """Writes x [m, h, d] into cache [h, t, d] at t = positions[m], in place; gives the cache."""
+    """Writes x [m, h, d] into cache [h, t, d], or row m into cache[m] of [m, h, t, d], at t =
+    positions[m], in place; gives the cache.
+    """
+    if cache.dim() == 4:
+        cache[torch.arange(len(x), device=x.device), :, positions] = x.to(cache.dtype)
+        return cache
     return cache.index_copy_(1, positions, x.transpose(0, 1).to(cache.dtype))
 
 
 def attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, positions: Tensor, scale: float, window: int = 0
 ) -> Tensor:
-    """Causal attention of q [m, h, g, d] over caches [h, t, d] and [h, t, e]; only the rows some
-    query sees are read.
+    """Causal attention of q [m, h, g, d] over caches [h, t, d] and [h, t, e], or over [m, h, t, d]
+    and [m, h, t, e], a cache a row; only what some query sees is read.
 
     Query i sees t <= positions[i], and t > positions[i] - window where window > 0. Softmax in fp32
     or wider.
@@ -159,10 +164,7 @@ def attention(
     stop = int(positions.max()) + 1
     start = max(0, int(positions.min()) + 1 - window) if window else 0
     dtype = operand_dtype(q)
-    keys, values = (
-        cache[:, start:stop].to(dtype).unsqueeze(1).expand(-1, group, -1, -1)
-        for cache in (k_cache, v_cache)
-    )
+    keys, values = (cache[..., start:stop, :].to(dtype) for cache in (k_cache, v_cache))
     mask = None
     if num_rows > 1:
         seen = torch.arange(start, stop, device=positions.device)
@@ -170,7 +172,13 @@ def attention(
         mask = seen <= here
         if window:
             mask &= seen > here - window
-    rows = q.to(dtype).permute(1, 2, 0, 3)
+    rows = q.to(dtype)
+    if k_cache.dim() == 4:
+        mask = None if mask is None else mask[:, None, None]
+        out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scale)
+        return out.contiguous().to(q.dtype)
+    keys, values = (x.unsqueeze(1).expand(-1, group, -1, -1) for x in (keys, values))
+    rows = rows.permute(1, 2, 0, 3)
     out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scale)
     return out.permute(2, 0, 1, 3).contiguous().to(q.dtype)
 

@@ -146,8 +146,8 @@ class Rope:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvAppend:
-    """cache[h, positions[m], d] = x[m, h, d]; strides of x over (m, h), of cache over (h, t); d is
-    contiguous.
+    """cache[m, h, positions[m], d] = x[m, h, d]; strides of x over (m, h), of cache over (m, h, t),
+    0 over m where all rows share one cache; d is contiguous.
     """
 
     x: Ref
@@ -158,13 +158,14 @@ class KvAppend:
     dim: int
     slots: int
     x_strides: Pair
-    cache_strides: Pair
+    cache_strides: Triple
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
-    """Causal attention over caches: q and out over (m, h, g), caches k [h, t, d] and v [h, t, e]
-    with contiguous heads.
+    """Causal attention over caches: q and out over (m, h, g), caches k [h, t, d] and v [h, t, e],
+    row-major. heads: 0 where all rows share these; else row m has caches of its own, m * heads * t
+    positions on.
     """
 
     q: Ref
@@ -180,8 +181,7 @@ class Attention:
     t: int
     q_strides: Triple
     out_strides: Triple
-    k_stride: int
-    v_stride: int
+    heads: int
     scale: float
     window: int
 

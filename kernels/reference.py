@@ -16,7 +16,7 @@ from distmega.hostir.torch_types import widen
 from distmega.kernels import opcodes
 from distmega.kernels.encoding import unpack_expression
 from distmega.kernels.memory import RankMemory, peer_view
-from distmega.kernels.opcodes import COMBINES, Instruction
+from distmega.kernels.opcodes import COMBINES, Instruction, Ref
 
 Run = Callable[[], None]
 
@@ -104,7 +104,9 @@ def _rope(i: opcodes.Rope, memory: RankMemory) -> Run:
 def _kv_append(i: opcodes.KvAppend, memory: RankMemory) -> Run:
     x = memory.view(i.x, (i.rows, i.heads, i.dim), (*i.x_strides, 1))
     positions = memory.view(i.positions, (i.rows,), (1,))
-    cache = memory.view(i.cache, (i.heads, i.slots, i.dim), (*i.cache_strides, 1))
+    own = i.cache_strides[0] > 0
+    shape, strides = (i.rows, i.heads, i.slots, i.dim), (*i.cache_strides, 1)
+    cache = memory.view(i.cache, shape if own else shape[1:], strides if own else strides[1:])
 
     def run() -> None:
         library.kv_append(cache, x, positions)
@@ -114,8 +116,7 @@ def _kv_append(i: opcodes.KvAppend, memory: RankMemory) -> Run:
 
 def _attention(i: opcodes.Attention, memory: RankMemory) -> Run:
     q = memory.view(i.q, (i.m, i.h, i.g, i.d), (*i.q_strides, 1))
-    k = memory.view(i.k, (i.h, i.t, i.d), (i.k_stride, i.d, 1))
-    v = memory.view(i.v, (i.h, i.t, i.e), (i.v_stride, i.e, 1))
+    k, v = _caches(i, i.k, i.d, memory), _caches(i, i.v, i.e, memory)
     positions = memory.view(i.positions, (i.m,), (1,))
     out = memory.view(i.out, (i.m, i.h, i.g, i.e), (*i.out_strides, 1))
 
@@ -123,6 +124,14 @@ def _attention(i: opcodes.Attention, memory: RankMemory) -> Run:
         out.copy_(library.attention(q, k, v, positions, i.scale, i.window))
 
     return run
+
+
+def _caches(i: opcodes.Attention, ref: Ref, dim: int, memory: RankMemory) -> Tensor:
+    """Keys or values, [h, t, dim], or [m, h, t, dim] where each row has its own."""
+    shape, strides = (i.h, i.t, dim), (i.t * dim, dim, 1)
+    if not i.heads:
+        return memory.view(ref, shape, strides)
+    return memory.view(ref, (i.m, *shape), (i.heads * i.t * dim, *strides))
 
 
 def _embedding(i: opcodes.Embedding, memory: RankMemory) -> Run:

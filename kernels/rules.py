@@ -219,7 +219,7 @@ def _kv_append(context: Context, part: Part) -> Instruction:
         dim=d.length,
         slots=context.op.axis("t").extent,
         x_strides=(m.strides[0], h.strides[0]),
-        cache_strides=(h.strides[2], context.geometry.stride("t", 2)),
+        cache_strides=(m.strides[2], h.strides[2], context.geometry.stride("t", 2)),
     )
 
 
@@ -233,8 +233,15 @@ def _attention(context: Context, part: Part) -> Instruction:
     context.require_step_one("e", (2, 4))
     context.require_step_one("m", (3,))
     d, e, t = (op.axis(name).extent for name in "det")
-    if (geometry.stride("t", 1), geometry.stride("t", 2)) != (d, e):
-        raise unfit(op, "rows of the caches are not neighbours")
+    steps = [(geometry.stride("t", i), geometry.stride("h", i)) for i in (1, 2)]
+    if op.axis("h").extent == 1:
+        steps = [(row, t * row) for row, _ in steps]
+    if steps != [(d, t * d), (e, t * e)]:
+        raise unfit(op, "rows or heads of the caches are not neighbours")
+    sequences = [geometry.stride("m", i) for i in (1, 2)]
+    heads = sequences[0] // (t * d)
+    if sequences != [heads * t * d, heads * t * e]:
+        raise unfit(op, "caches of sequences lie unevenly")
     if any(axis in split.axes for split in geometry.group.splits for axis in "edt"):
         raise unfit(op, "tasks split within a head or the context")
     (m,), (h,), (g,) = part.dims["m"], part.dims["h"], part.dims["g"]
@@ -252,8 +259,7 @@ def _attention(context: Context, part: Part) -> Instruction:
         t=t,
         q_strides=(m.strides[0], h.strides[0], g.strides[0]),
         out_strides=(m.strides[4], h.strides[4], g.strides[4]),
-        k_stride=h.strides[1],
-        v_stride=h.strides[2],
+        heads=heads,
         scale=context.number("scale"),
         window=int(context.number("window", 0)),
     )

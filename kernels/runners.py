@@ -5,6 +5,7 @@ that the CPU path needs no triton. Next on the walk: hopper/runner.py.
 """
 
 import importlib
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -19,12 +20,12 @@ HOPPER = "distmega.kernels.hopper.runner"
 class SteppingRunner(KernelRunner, Protocol):
     """A runner that also takes several decode steps in one launch."""
 
-    def start(self, token: int, position: int) -> None:
-        """The next step appends `token` at `position`."""
+    def start(self, tokens: Sequence[int], positions: Sequence[int]) -> None:
+        """The next step appends a token to each sequence, at its position."""
         ...
 
     def decode(self, num_steps: int) -> Tensor:
-        """Runs steps after those before; the tokens they chose, [num_steps]."""
+        """Runs steps after those before; the tokens they chose, [num_steps, sequences]."""
         ...
 
 

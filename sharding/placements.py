@@ -165,6 +165,24 @@ def stream(dim: int, num: int, *, ring: str = "") -> Layout:
     return Layout(chunks=Chunks(dim, num, ring), is_open=True)
 
 
+def layout_of_part(layout: Layout, dim: int) -> Layout:
+    """The layout of one index of `dim`, as a tensor without that dim. PlanError where ranks share
+    the dim out.
+    """
+    moved: dict[str, Placement] = {}
+    for axis, placement in layout.placements:
+        if isinstance(placement, Shard) and placement.dim >= dim:
+            if placement.dim == dim:
+                raise PlanError(
+                    f"layout {layout} of which every rank should use one index of dim {dim}",
+                    expected="a layout that does not divide that dim",
+                    remedy="annotate the tensor with another dim",
+                )
+            placement = Shard(placement.dim - 1, placement.chunk)
+        moved[axis] = placement
+    return Layout.of(moved)
+
+
 def local_shape(shape: Sequence[int], layout: Layout) -> tuple[int, ...]:
     """Extents one rank holds, padding included."""
     extents = list(shape)

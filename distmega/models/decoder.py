@@ -1,7 +1,8 @@
 """build_decoder: a ModelConfig in, the tensor program of one forward step out.
 
-The same program serves prefill (num_tokens tokens at once) and decode (one), for every family of
-config.py. Weight names and shapes are those of weights.py. Next on the walk: sharding/planner.py.
+The same program serves prefill (num_tokens tokens at once), decode (one) and decode of a batch of
+sequences (one each), for every family of config.py. Weight names and shapes are those of
+weights.py. Next on the walk: sharding/planner.py.
 """
 
 from typing import Literal
@@ -20,6 +21,7 @@ def build_decoder(
     num_tokens: int,
     max_context: int,
     *,
+    batch: int = 1,
     logits: Logits = "none",
     dtype: str = "f32",
 ) -> Program:
@@ -27,34 +29,45 @@ def build_decoder(
     the next.
 
     Inputs `tokens` and `positions`, i64 [m]. Outputs: `logits`, of all tokens or the last, unless
-    "none"; and `next`, i64 [1], the most likely token after the last one. RequestError when the
-    context does not fit the model.
+    "none"; and `next`, i64 [1], the most likely token after the last one. batch > 1: one token of
+    each of so many sequences, which have caches of their own, [batch, h, t, d]; m, the rows of
+    logits and `next` are the sequences. RequestError when the context does not fit the model.
     """
+    if batch < 1 or (batch > 1 and num_tokens > 1):
+        raise RequestError(
+            f"{num_tokens} tokens of each of {batch} sequences",
+            expected="at least one sequence, and one token of each where there are several",
+            remedy="prefill one sequence at a time",
+        )
     if not 1 <= num_tokens <= max_context <= config.max_positions:
         found = f"{num_tokens} tokens in a context of {max_context}"
         expected = (
             f"1 <= tokens <= context <= {config.max_positions}, what the model was trained for"
         )
         raise RequestError(found, expected=expected, remedy="choose a shorter prompt or context")
-    return _Decoder(config, num_tokens, max_context, dtype).build(logits)
+    return _Decoder(config, num_tokens, max_context, batch, dtype).build(logits)
 
 
 class _Decoder:
     """The builder with what every layer needs at hand."""
 
-    def __init__(self, config: ModelConfig, num_tokens: int, max_context: int, dtype: str) -> None:
+    def __init__(
+        self, config: ModelConfig, num_tokens: int, max_context: int, batch: int, dtype: str
+    ) -> None:
         self.config = config
         self.dtype = dtype
-        self.num_tokens = num_tokens
+        self.batch = batch
+        self.num_rows = num_tokens * batch
         self.specs = weight_specs(config)
-        self.p = ProgramBuilder(f"decoder_{num_tokens}")
-        self.positions = self.p.input("positions", (num_tokens,), "i64")
+        self.p = ProgramBuilder(f"decoder_{num_tokens}" + (f"x{batch}" if batch > 1 else ""))
+        self.positions = self.p.input("positions", (self.num_rows,), "i64")
         self.rope_table = self.p.weight("rope_table", (max_context, config.head_dim), "f32")
-        self.cache_shape = (config.num_kv_heads, max_context, config.head_dim)
+        caches = (batch,) if batch > 1 else ()
+        self.cache_shape = (*caches, config.num_kv_heads, max_context, config.head_dim)
 
     def build(self, logits: Logits) -> Program:
         """Embedding, layers, head, in this order."""
-        tokens = self.p.input("tokens", (self.num_tokens,), "i64")
+        tokens = self.p.input("tokens", (self.num_rows,), "i64")
         embed = self.weight("embed")
         x = self.p.embedding(tokens, embed, name="embedded")
         for layer in range(self.config.num_layers):
@@ -125,9 +138,9 @@ class _Decoder:
         return self.p.rope(x, self.positions, self.rope_table, name=f"{at}.{letter}_rotated")
 
     def last_row(self, x: Handle, name: str) -> Handle:
-        """The last token's row, [1, n]."""
+        """The last token's row of each sequence, [batch, n]."""
         rows = x.shape[0]
-        return x if rows == 1 else self.p.slice(x, 0, rows - 1, rows, name=name)
+        return x if rows == self.batch else self.p.slice(x, 0, rows - 1, rows, name=name)
 
     def weight(self, name: str) -> Handle:
         """Declares a weight in the shape that weights.py gives it."""

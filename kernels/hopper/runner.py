@@ -5,7 +5,7 @@ hostir/evaluator.py, one step a launch, and `decode`, several steps a launch. We
 used where they lie, so library ops of the same model share them. Next on the walk: kernel.py.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -107,13 +107,12 @@ class DecodeRunner:
         if self.queues.logits in self.segment.outputs:
             tensors[self.queues.logits][0].copy_(self.logits)
 
-    def start(self, token: int, position: int) -> None:
-        """The next step appends `token` at `position`."""
-        self._state[STATE_TOKEN] = token
-        self._state[STATE_POSITION] = position
+    def start(self, tokens: Sequence[int], positions: Sequence[int]) -> None:
+        """The next step appends the token to the one sequence, at its position."""
+        self._state[STATE_TOKEN], self._state[STATE_POSITION] = tokens[0], positions[0]
 
     def decode(self, num_steps: int) -> Tensor:
-        """Runs steps after those before; their tokens, int32 [num_steps], on the GPU until the
+        """Runs steps after those before; their tokens, int32 [num_steps, 1], on the GPU until the
         next call. The caller sees to it that the cache has room.
         """
         if not 1 <= num_steps <= MAX_STEPS:
@@ -123,7 +122,7 @@ class DecodeRunner:
                 remedy="launch more often",
             )
         self._run(num_steps)
-        return self._tokens[:num_steps]
+        return self._tokens[:num_steps, None]
 
     def _run(self, num_steps: int) -> None:
         queues, shape = self.queues, self.queues.shape

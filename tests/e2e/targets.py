@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from distmega.jobs import open_engine
@@ -45,6 +46,28 @@ class Measured:
     peak_bytes: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class MeasureBatch:
+    """Prefill all but the last `num_decoded` of each sequence, then decode these together."""
+
+    model: str
+    sequences: Sequence[Sequence[int]]
+    num_decoded: int
+    options: EngineOptions
+
+
+def measure_batch(context: RankContext, request: MeasureBatch, emit: Emit) -> list[Logits]:
+    """Logits [num_decoded, vocab] of each sequence."""
+    source = open_model(request.model)
+    engine = open_engine(context, source, context.world_size, request.options, logits="last")
+    for slot, ids in enumerate(request.sequences):
+        engine.prefill(ids[: -request.num_decoded], slot)
+    steps = zip(*(ids[-request.num_decoded :] for ids in request.sequences), strict=True)
+    rows = [engine.decode_step(tokens)["logits"].clone() for tokens in steps]
+    together = torch.stack(rows, 1)[: len(request.sequences)]
+    return [rows.float().numpy() for rows in together]
+
+
 def measure(context: RankContext, request: Measure, emit: Emit) -> Measured:
     """Does what the request says with one engine."""
     source = open_model(request.model)
@@ -55,7 +78,7 @@ def measure(context: RankContext, request: Measure, emit: Emit) -> Measured:
     for seed in request.seeds:
         engine.reseed(seed)
         engine.prefill(request.ids[:start])
-        rows = [engine.decode_step(token)["logits"] for token in request.ids[start:stop]]
+        rows = [engine.decode_step([token])["logits"] for token in request.ids[start:stop]]
         decode.append(np.concatenate([row.numpy() for row in rows]))
     greedy = list(itertools.islice(engine.generate(request.prompt), request.num_greedy))
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

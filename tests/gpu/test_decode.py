@@ -54,7 +54,7 @@ def test_logits_are_as_exact_as_transformers_in_bf16(name, num_prefilled, num_de
     rounded = relative_error(reference_logits(engine, ids, torch.bfloat16), exact)
     assert relative_error(engine.logits(ids).float(), exact) < 1.5 * rounded
     engine.prefill(ids[:num_prefilled])
-    rows = [engine.decode_step(token)["logits"].clone() for token in ids[num_prefilled:]]
+    rows = [engine.decode_step([token])["logits"].clone() for token in ids[num_prefilled:]]
     decoded = relative_error(torch.cat(rows).float(), exact[num_prefilled:])
     print(f"{name} {num_prefilled}+{num_decoded}: decode {decoded:.2e}, bf16 {rounded:.2e}")
     assert decoded < 1.5 * rounded

@@ -175,6 +175,21 @@ def test_attention(positions: list[int], window: int, dtype: torch.dtype):
     assert result.is_contiguous()
 
 
+@pytest.mark.parametrize("window", [0, 3])
+def test_rows_with_caches_of_their_own_are_sequences_on_their_own(window: int):
+    at, caches = torch.tensor([6, 0, 3]), torch.randn(2, 3, 2, 8, 4)
+    q, x = torch.randn(3, 2, 3, 4), torch.randn(3, 2, 4)
+    alone = caches.clone()
+    library.kv_append(caches[0], x, at)
+    found = library.attention(q, caches[0], caches[1], at, 0.3, window)
+    for row in range(3):
+        here, (keys, values) = at[row : row + 1], alone[:, row]
+        library.kv_append(keys, x[row : row + 1], here)
+        one = library.attention(q[row : row + 1], keys, values, here, 0.3, window)
+        torch.testing.assert_close(found[row : row + 1], one)
+    assert torch.equal(caches, alone)
+
+
 def test_kv_append_writes_in_place():
     cache, x, at = torch.zeros(2, 6, 3), torch.randn(2, 2, 3), torch.tensor([4, 1])
     op, _ = ops.kv_append("a", declared("c", cache, "state"), declared("x", x), declared("p", at))

@@ -162,14 +162,16 @@ def test_rope(data):
 @given(data=st.data())
 @many
 def test_kv_append(data):
+    """All rows into one cache, or each into its own."""
     m, h, d = (data.draw(SMALL) for _ in range(3))
-    context = m + 3
+    context, own = m + 3, data.draw(st.booleans())
     p = ProgramBuilder("kv_append")
-    cache, positions = p.state("cache", (h, context, d)), p.input("positions", (m,), "i64")
-    p.kv_append(cache, p.input("x", (m, h, d)), positions)
+    cache = p.state("cache", (m, h, context, d) if own else (h, context, d))
+    p.kv_append(cache, p.input("x", (m, h, d)), p.input("positions", (m,), "i64"))
     arrays, (out,) = run(data, p.build(), {"positions": positions_of(data, m, context)})
     expected = arrays["cache"].copy()
-    expected[:, arrays["positions"]] = arrays["x"].transpose(1, 0, 2)
+    for row, position in enumerate(arrays["positions"]):
+        (expected[row] if own else expected)[:, position] = arrays["x"][row]
     close(out, expected)
 
 
@@ -178,15 +180,17 @@ def test_kv_append(data):
 def test_attention(data):
     m, h, g, d, e = (data.draw(SMALL) for _ in range(5))
     context, window = m + 3, data.draw(st.integers(0, 3))
+    own = (m,) if data.draw(st.booleans()) else ()
     p = ProgramBuilder("attention")
     q, positions = p.input("q", (m, h, g, d)), p.input("positions", (m,), "i64")
-    k, v = p.state("k", (h, context, d)), p.state("v", (h, context, e))
+    k, v = p.state("k", (*own, h, context, d)), p.state("v", (*own, h, context, e))
     program = p.build(p.attention(q, k, v, positions, 0.3, window))
     arrays, (out, *_) = run(data, program, {"positions": positions_of(data, m, context)})
     expected = np.zeros((m, h, g, e))
     for i, position in enumerate(arrays["positions"]):
         seen = slice(max(0, position + 1 - window) if window else 0, position + 1)
-        keys, values = arrays["k"][:, seen], arrays["v"][:, seen]
+        keys, values = (arrays[n][i] if own else arrays[n] for n in "kv")
+        keys, values = keys[:, seen], values[:, seen]
         weights = np.exp(0.3 * np.einsum("hgd,htd->hgt", arrays["q"][i], keys))
         expected[i] = np.einsum("hgt,hte->hge", weights / weights.sum(-1, keepdims=True), values)
     close(out, expected)

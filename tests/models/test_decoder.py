@@ -35,6 +35,24 @@ def test_interface(name: str, num_tokens: int, logits: Logits):
     assert parse_program(print_program(program)) == program
 
 
+@pytest.mark.parametrize("logits", ["none", "last", "all"])
+def test_a_batch_has_a_cache_and_a_row_for_each_sequence(logits: Logits):
+    program = build_decoder(PRESETS["tiny-qwen3"], 1, 32, batch=5, logits=logits)
+    tensors = program.tensor_map()
+    assert tensors["tokens"].shape == tensors["positions"].shape == tensors["next"].shape == (5,)
+    assert tensors["logits"].shape == (5, PRESETS["tiny-qwen3"].vocab)
+    one = build_decoder(PRESETS["tiny-qwen3"], 1, 32).with_role("state")
+    assert [t.shape for t in program.with_role("state")] == [(5, *t.shape) for t in one]
+    assert all(op.kind != "slice" for op in program.ops)
+    assert parse_program(print_program(program)) == program
+
+
+@pytest.mark.parametrize(("num_tokens", "batch"), [(2, 3), (1, 0)])
+def test_a_batch_takes_one_token_of_each_sequence(num_tokens: int, batch: int):
+    with pytest.raises(RequestError, match=f"{num_tokens} tokens of each of {batch} sequences"):
+        build_decoder(PRESETS["tiny-llama"], num_tokens, 32, batch=batch)
+
+
 def test_only_the_last_row_reaches_the_head():
     program = build_decoder(PRESETS["tiny-llama"], 7, 32, logits="last")
     ops = {op.name: op for op in program.ops}

@@ -73,6 +73,15 @@ STATEMENTS: list[tuple[Built, str]] = [
         "kv_append[h:3 d:16 m:5:reduce t:100:scatter:lookup] x(m, h, d) p(m) -> cache(h, t, d)",
     ),
     (
+        ops.kv_append("y", t("c", 5, 3, 100, 16, role="state"), t("x", 5, 3, 16), POSITIONS),
+        "kv_append[h:3 d:16 m:5 t:100:scatter:lookup] x(m, h, d) p(m) -> c(m, h, t, d)",
+    ),
+    (
+        ops.attention("y", Q, t("k", 5, 3, 9, 16), t("v", 5, 3, 9, 24), POSITIONS, 0.25),
+        "attention[m:5 h:3 g:2 e:24 d:16:reduce t:9:reduce]"
+        " q(m, h, g, d) k(m, h, t, d) v(m, h, t, e) p(m) -> y(m, h, g, e) | scale=0.25 window=0",
+    ),
+    (
         ops.attention("y", Q, K, V, POSITIONS, 0.25, window=7),
         "attention[m:5 h:3 g:2 e:24 d:16:reduce t:100:reduce]"
         " q(m, h, g, d) k(h, t, d) v(h, t, e) p(m) -> y(m, h, g, e) | scale=0.25 window=7",

@@ -10,6 +10,7 @@ def decoder(
     *,
     layers: int = 1,
     rows: int = 1,
+    sequences: bool = False,
     hidden: int = 12,
     heads: int = 3,
     group: int = 3,
@@ -22,16 +23,21 @@ def decoder(
     bias: bool = False,
     dtype: str = "f32",
 ) -> Program:
-    """A decoder with the names and shapes that models/decoder.py uses."""
+    """A decoder with the names and shapes that models/decoder.py uses.
+
+    sequences: rows are sequences with caches of their own, not tokens of one.
+    """
+    own = (rows,) if sequences else ()
     p = ProgramBuilder("decoder")
     tokens, ids = p.input("tokens", (rows,), "i64"), p.input("positions", (rows,), "i64")
     embed = p.weight("embed", (vocab, hidden), dtype)
     table = p.weight("rope_table", (context, head), "f32")
     x = p.embedding(tokens, embed, name="x")
     for i in range(layers):
-        x = _block(p, f"layers.{i}", x, ids, table, heads, group, head, ffn, context, bias, dtype)
+        caches = (*own, heads, context, head)
+        x = _block(p, f"layers.{i}", x, ids, table, heads, group, head, ffn, caches, bias, dtype)
     x = p.rms_norm(x, p.weight("norm", (hidden,), dtype), 1e-5, name="final")
-    if rows > 1:
+    if rows > 1 and not sequences:
         x = p.slice(x, 0, rows - 1, rows, name="last")
     out = p.linear(x, embed if tied else p.weight("head", (vocab, hidden), dtype), name="logits")
     best = p.argmax(out, name="next")
@@ -48,12 +54,12 @@ def _block(
     g: int,
     d: int,
     f: int,
-    t: int,
+    cache: tuple[int, ...],
     bias: bool,
     dtype: str,
 ) -> Handle:
     k = x.shape[1]
-    caches = [p.state(f"{name}.{part}_cache", (h, t, d), dtype) for part in "kv"]
+    caches = [p.state(f"{name}.{part}_cache", cache, dtype) for part in "kv"]
     a = p.rms_norm(x, p.weight(f"{name}.attn_norm", (k,), dtype), 1e-5, name=f"{name}.a")
     shapes = {"q": ("h g d", (h, g, d)), "k": ("h d", (h, d)), "v": ("h d", (h, d))}
     parts = {}

@@ -95,7 +95,11 @@ def run_op(op: Op, tensors: Mapping[str, Tensor], here: Arrays, at: Mapping[str,
     xs = [here[access.tensor] for access in op.reads]
     base = at[op.attr("base_axis")] * op.attr("base_stride") if op.get("base_axis", "") else 0
     if op.kind == "kv_append":
-        here[op.writes[0].tensor][:, xs[1]] = xs[0].swapaxes(0, 1)
+        cache = here[op.writes[0].tensor]
+        if cache.ndim == 4:
+            cache[np.arange(len(xs[0])), :, xs[1]] = xs[0]
+        else:
+            cache[:, xs[1]] = xs[0].swapaxes(0, 1)
         return
     if op.kind == "argmax":
         extent = op.get("extent", base + xs[0].shape[-1])
@@ -151,15 +155,16 @@ def rope(op: Op, xs: Sequence[np.ndarray], base: int) -> np.ndarray:
 
 def attention(op: Op, xs: Sequence[np.ndarray], base: int) -> np.ndarray:
     q, k, v, ids = xs
-    scores = np.einsum("mhgd,htd->mhgt", q, k) * op.attr("scale")
-    keys = np.arange(k.shape[1])
+    own = "m" * (k.ndim == 4)
+    scores = np.einsum(f"mhgd,{own}htd->mhgt", q, k) * op.attr("scale")
+    keys = np.arange(k.shape[-2])
     mask = keys[None] <= ids[:, None]
     if op.attr("window"):
         mask &= keys[None] > ids[:, None] - op.attr("window")
     scores = np.where(mask[:, None, None], scores, -np.inf)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights = weights / weights.sum(-1, keepdims=True)
-    return np.einsum("mhgt,hte->mhge", weights, v)
+    return np.einsum(f"mhgt,{own}hte->mhge", weights, v)
 
 
 def embedding(op: Op, xs: Sequence[np.ndarray], base: int) -> np.ndarray:
