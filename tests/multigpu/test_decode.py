@@ -55,7 +55,7 @@ def decode_as_exactly(comm: Communicator, model: str, collectives: str) -> None:
         runs = []
         for engine in (team, team, lone):
             engine.prefill(ids[:NUM_PREFILLED])
-            steps = [engine.decode_step(token) for token in ids[NUM_PREFILLED:]]
+            steps = [engine.decode_step([token]) for token in ids[NUM_PREFILLED:]]
             runs.append(torch.cat([step["logits"] for step in steps]).float())
     expected = exact[NUM_PREFILLED:]
     errors = [float(relative_errors(run, expected).max()) for run in runs]
