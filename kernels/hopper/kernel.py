@@ -113,7 +113,7 @@ def decode(
     num_layers, state, tokens, exchange, vectors, embed, cache, rope, residual, logits, best_words,
     num_sms, min_blocks, eps, inv_hidden, scale, trace, D: gl.constexpr, G: gl.constexpr, H:
     gl.constexpr, KVH: gl.constexpr, QK_NORM: gl.constexpr, MAX_TILES_K: gl.constexpr, STAGES:
-    gl.constexpr, TRACE: gl.constexpr,
+    gl.constexpr, AHEAD: gl.constexpr, TRACE: gl.constexpr,
 ):
     """num_steps decode steps at batch 1; one program an SM, all resident.
 
@@ -164,7 +164,7 @@ def decode(
                 loader,
                 (
                     weights0, weights1, weights2, cache_tiles, queue, num_instructions, num_steps,
-                    state, min_blocks, bufs, ready, free, step_bar, D // 64, STAGES,
+                    state, min_blocks, bufs, ready, free, step_bar, D // 64, STAGES, AHEAD,
                 ),
             ),
         ],

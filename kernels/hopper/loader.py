@@ -40,10 +40,18 @@ def num_active_splits(position, max_splits, min_blocks):
 
 
 @gluon.jit
-def next_slot(ready, free, it, STAGES: gl.constexpr):
-    """The ring slot that `it` means, once it is free, its barrier set for a tile."""
+def next_slot(ready, free, it, STAGES: gl.constexpr, AHEAD: gl.constexpr):
+    """The ring slot that `it` means, once it is free, its barrier set for a tile.
+
+    No more than AHEAD loads are under way at a time: that many fill the memory's pipe, and more
+    would only stand in a queue that every poll of a tagged word has to pass.
+    """
     slot = it % STAGES
     mbarrier.wait(free.index(slot), ((it // STAGES) & 1) ^ 1)
+    if AHEAD < STAGES:
+        before = gl.maximum(it - AHEAD, 0)
+        landed = ready.index(before % STAGES)
+        mbarrier.wait(landed, (before // STAGES) & 1, pred=it >= AHEAD)
     mbarrier.expect(ready.index(slot), TILE_BYTES)
     return slot
 
@@ -61,10 +69,11 @@ def load_unit(
     free,
     it,
     STAGES: gl.constexpr,
+    AHEAD: gl.constexpr,
 ):
     """UNIT_ROWS rows of a weight matrix, a tile of TILE_K columns a slot; zeros past the last."""
     for k in range(keep(num_tiles_k)):
-        slot = next_slot(ready, free, it, STAGES)
+        slot = next_slot(ready, free, it, STAGES, AHEAD)
         tile = bufs.index(slot).reshape([SLICES, UNIT_ROWS, SLICE_K])
         if matrix == 0:
             tma_load(weights0, [k * SLICES, row, 0], ready.index(slot), tile)
@@ -77,10 +86,20 @@ def load_unit(
 
 
 @gluon.jit
-def load_block(cache, row, bufs, ready, free, it, HALVES: gl.constexpr, STAGES: gl.constexpr):
+def load_block(
+    cache,
+    row,
+    bufs,
+    ready,
+    free,
+    it,
+    HALVES: gl.constexpr,
+    STAGES: gl.constexpr,
+    AHEAD: gl.constexpr,
+):
     """TILE_ROWS cached positions, 64 columns a slot."""
     for half in gl.static_range(HALVES):
-        slot = next_slot(ready, free, it, STAGES)
+        slot = next_slot(ready, free, it, STAGES, AHEAD)
         tma_load(cache, [row, half * SLICE_K], ready.index(slot), bufs.index(slot))
         it += 1
     return it
@@ -103,6 +122,7 @@ def loader(
     step_bar,
     HALVES: gl.constexpr,
     STAGES: gl.constexpr,
+    AHEAD: gl.constexpr,
 ):
     """Partition of one warp. HALVES: ring slots a block of keys takes (head dim / 64)."""
     it = 0
@@ -120,10 +140,26 @@ def loader(
                     for block in range(keep(words[ATT_SPLIT]), num_blocks, active):
                         row = block * TILE_ROWS
                         it = load_block(
-                            cache, words[ATT_K_ROW] + row, bufs, ready, free, it, HALVES, STAGES
+                            cache,
+                            words[ATT_K_ROW] + row,
+                            bufs,
+                            ready,
+                            free,
+                            it,
+                            HALVES,
+                            STAGES,
+                            AHEAD,
                         )
                         it = load_block(
-                            cache, words[ATT_V_ROW] + row, bufs, ready, free, it, HALVES, STAGES
+                            cache,
+                            words[ATT_V_ROW] + row,
+                            bufs,
+                            ready,
+                            free,
+                            it,
+                            HALVES,
+                            STAGES,
+                            AHEAD,
                         )
             elif words[OPCODE] != OP_COMBINE:
                 for unit in range(keep(words[NUM_UNITS])):
@@ -143,5 +179,6 @@ def loader(
                         free,
                         it,
                         STAGES,
+                        AHEAD,
                     )
             words = ahead

@@ -33,6 +33,8 @@ CAPABILITY = (9, 0)
 SHARED_BYTES = 227 * 1024
 LOG2_E = 1.4426950408889634
 MAX_STEPS = 4096
+LOADS_AHEAD = 3
+"""Tiles of 16 KB that an SM asks memory for at a time: more do not come sooner."""
 MIN_BLOCKS = 1
 """Blocks of 128 cached positions that a split has at least, where a context is split."""
 
@@ -158,6 +160,7 @@ class DecodeRunner:
             QK_NORM=shape.qk_norm,
             MAX_TILES_K=tiles_k,
             STAGES=num_stages(tiles_k),
+            AHEAD=LOADS_AHEAD,
             TRACE=self._tracing,
             num_warps=8,
             launch_cooperative_grid=True,
