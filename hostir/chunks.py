@@ -9,12 +9,18 @@ from dataclasses import dataclass, field, replace
 
 from distmega.errors import VerifyError
 from distmega.hostir.nodes import SliceView
+from distmega.moves import copy
+from distmega.ops import pointwise
 from distmega.program import Access, Op, Tensor, accesses
 from distmega.sharding.host_loops import HostLoop
+from distmega.sharding.padding import additive_reads
 from distmega.sharding.streams import (
+    SUMS,
     Part,
     StreamSplit,
     is_gather_ring,
+    is_scatter_ring,
+    is_sum,
     operand_parts,
     through_view,
 )
@@ -35,12 +41,26 @@ class GatherRing:
     following: SliceView
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScatterRing:
+    """A reduce-scatter whose sums travel: `target` has the sum of the iteration before, which the
+    next rank goes on with, `incoming` receives the other neighbour's; op `add` needs it.
+    """
+
+    name: str
+    mesh_axis: str
+    target: str
+    incoming: str
+    add: str
+
+
 @dataclass(slots=True, kw_only=True)
 class ChunkBody:
     """What runs in iterations `shift` and on of a loop.
 
     index: of the for-loop that runs them. tensors, views, slices: what the ops name beyond the
-    program's own.
+    program's own. sums: op that writes what iterations add to -> its number in the loop; the first
+    iteration's only writes it. whole: ops that write all of a buffer from outside.
     """
 
     index: str
@@ -48,6 +68,9 @@ class ChunkBody:
     extent: int
     ops: list[Op] = field(default_factory=list)
     gathers: list[GatherRing] = field(default_factory=list)
+    scatters: list[ScatterRing] = field(default_factory=list)
+    sums: dict[str, int] = field(default_factory=dict)
+    whole: set[str] = field(default_factory=set)
     tensors: dict[str, Tensor] = field(default_factory=dict)
     views: dict[str, Op] = field(default_factory=dict)
     slices: dict[str, SliceView] = field(default_factory=dict)
@@ -64,13 +87,17 @@ class _Chunker:
         loop: HostLoop,
         body: ChunkBody,
         *,
-        is_tail: bool,
+        part: str,
     ) -> None:
+        """part: "head" or "tail" where the body is not that of most iterations."""
         self.tensors, self.views, self.chunked = tensors, views, chunked
         self.loop, self.body = loop, body
-        self.short = is_tail and loop.has_tail
-        self.suffix = ".tail" if is_tail else ""
+        self.short = part == "tail" and loop.has_tail
+        self.is_head = part == "head"
+        self.suffix = f".{part}" if part else ""
         self.names: dict[tuple[str, Part], str] = {}
+        self.homes: set[str] = set()
+        """Buffers from outside that a chunk's ops write as if they were a chunk."""
 
     def chunk(self, extent: int, chunk: int) -> int:
         return extent % chunk if self.short else chunk
@@ -89,11 +116,83 @@ class _Chunker:
             if not self.body.shift:
                 self.body.gathers.append(self.ring(op, part))
             return
+        if is_scatter_ring(op, split):
+            part = parts[0]
+            assert part is not None, op
+            self.scatter(op, part)
+            return
         named = [
             replace(access, tensor=self.name(access.tensor, part) if part else access.tensor)
             for access, part in zip(accesses(op), parts, strict=True)
         ]
-        self.body.ops.append(self.cut(op, split.axis, split.chunk, named))
+        made = self.cut(op, split.axis, split.chunk, named)
+        if is_sum(op, split):
+            self.add_up(made, op.axis(split.axis).combine)
+            return
+        self.body.ops.append(made)
+        if any(access.tensor in self.homes for access in made.writes):
+            self.body.whole.add(made.name)
+
+    def start_scatter(self, op: Op, split: StreamSplit) -> None:
+        """The part of a scatter ring's first iteration is made where the sums will be."""
+        part = operand_parts(op, split, self.tensors)[0]
+        source, target = op.reads[0].tensor, op.writes[0].tensor
+        if isinstance(part, Part) and source in self.chunked and source not in self.views:
+            self.names[source, part] = target
+            self.homes.add(target)
+
+    def scatter(self, op: Op, part: Part) -> None:
+        """A reduce-scatter's iteration: what came in is added to this rank's part."""
+        target = op.writes[0].tensor
+        here, whole = self.name(op.reads[0].tensor, part), self.tensors[target]
+        if self.is_head:
+            if here != target:
+                built, _ = copy(op.name + self.suffix, replace(whole, name=here), whole)
+                self.body.ops.append(built)
+                self.body.whole.add(built.name)
+            return
+        ring = ScatterRing(
+            name=op.name,
+            mesh_axis=str(op.attr("mesh_axis")),
+            target=target,
+            incoming=self.beside(target, "in"),
+            add=f"{op.name}.add",
+        )
+        self.body.scatters.append(ring)
+        self.combine(ring.add, str(op.attr("combine")), target, here, ring.incoming)
+
+    def add_up(self, op: Op, combine: str) -> None:
+        """An op of which iterations give parts of one result; a bias is in the first only."""
+        (write,) = op.writes
+        number = len(self.body.sums)
+        if self.is_head:
+            self.body.ops.append(op)
+            self.body.sums[op.name] = number
+            self.body.whole.add(op.name)
+            return
+        part = self.beside(write.tensor, "part")
+        bias = additive_reads(op)
+        reads = tuple(read for place, read in enumerate(op.reads) if place not in bias)
+        self.body.ops.append(replace(op, reads=reads, writes=(replace(write, tensor=part),)))
+        name = f"{op.name}.add"
+        self.combine(name, combine, write.tensor, write.tensor, part)
+        self.body.sums[name] = number
+
+    def beside(self, tensor: str, what: str) -> str:
+        """A temp of an iteration, shaped as a whole tensor is."""
+        name = f"{tensor}.{what}{self.suffix}"
+        while name in self.tensors:
+            name += "_"
+        self.body.tensors[name] = replace(self.tensors[tensor], name=name, role="temp")
+        return name
+
+    def combine(self, name: str, combine: str, target: str, *parts: str) -> None:
+        whole = self.tensors[target]
+        operands = (replace(whole, name=part) for part in parts)
+        built, _ = pointwise(name, SUMS[combine], *operands)
+        (write,) = built.writes
+        self.body.ops.append(replace(built, writes=(replace(write, tensor=target),)))
+        self.body.whole.add(name)
 
     def cut(self, op: Op, axis: str, chunk: int, named: Sequence[Access]) -> Op:
         axes = tuple(
@@ -126,7 +225,8 @@ class _Chunker:
                 whole = self.cut(view, cut, chunk, named)
                 self.body.views[name] = replace(whole, name=name)
             elif tensor not in self.chunked:
-                self.body.slices[name] = self.slice(name, tensor, part, self.body.shift)
+                shift = self.body.shift + part.shift
+                self.body.slices[name] = self.slice(name, tensor, part, shift)
         return name
 
     def cut_chunk(self, view: Op, part: Part) -> int:
@@ -153,7 +253,7 @@ class _Chunker:
             dim=part.dim,
             index=self.body.index,
             shift=shift,
-            step=part.chunk if self.loop.has_tail else 0,
+            step=0 if part.ring or self.body.extent == self.loop.num_chunks else part.chunk,
             swizzle=part.ring,
         )
 
@@ -203,19 +303,28 @@ def chunk_bodies(
     views: Mapping[str, Op],
     chunked: Mapping[str, tuple[int, int]],
 ) -> list[ChunkBody]:
-    """The body of a loop, and apart from it that of its last chunk where it is shorter or where a
-    ring has nothing left to send.
+    """The body of a loop; apart from it that of the first chunk where later ones add to what it
+    writes, and that of the last where it is shorter or where a ring has nothing left to send.
 
     ops: those of the loop by name; tensors: the program's, whole; chunked: what is allocated by
     chunk.
     """
-    gathers = any(is_gather_ring(ops[name], split) for name, split in loop.splits)
-    num = loop.num_chunks - (gathers or loop.has_tail)
-    bodies = [ChunkBody(index=loop.index, shift=0, extent=num)]
-    if num < loop.num_chunks:
-        bodies.append(ChunkBody(index=f"{loop.index}.tail", shift=num, extent=1))
-    for body in bodies:
-        chunker = _Chunker(tensors, views, chunked, loop, body, is_tail=body is not bodies[0])
-        for name, split in loop.splits:
-            chunker.add(ops[name], split)
+    steps = [(ops[name], split) for name, split in loop.splits]
+    head = any(is_sum(op, split) or is_scatter_ring(op, split) for op, split in steps)
+    tail = loop.has_tail or any(is_gather_ring(op, split) for op, split in steps)
+    extents = {"head": int(head), "": loop.num_chunks - head - tail, "tail": int(tail)}
+    bodies: list[ChunkBody] = []
+    shift = 0
+    for part, extent in extents.items():
+        if extent:
+            index = f"{loop.index}.{part}" if part else loop.index
+            body = ChunkBody(index=index, shift=shift, extent=extent)
+            chunker = _Chunker(tensors, views, chunked, loop, body, part=part)
+            for op, split in steps if part == "head" else ():
+                if is_scatter_ring(op, split):
+                    chunker.start_scatter(op, split)
+            for op, split in steps:
+                chunker.add(op, split)
+            bodies.append(body)
+        shift += extent
     return bodies

@@ -8,39 +8,29 @@ wherever it is used and never crosses a segment's edge. Next: passes.py, then ke
 for the segments.
 """
 
-from collections import ChainMap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Protocol
 
-from distmega.hostir.chunks import ChunkBody, GatherRing, chunk_bodies, verify_homes
+from distmega.hostir.chunks import verify_homes
+from distmega.hostir.host_streams import Touched
+from distmega.hostir.lower_loops import Around, LoopLowering, touched
 from distmega.hostir.nodes import (
     Arg,
     Collective,
-    EndCoalescing,
-    ForLoop,
     HostProgram,
     LaunchMegakernel,
     LibraryOp,
     Node,
-    Peer,
-    RecordEvent,
-    Recv,
-    Send,
-    SetStream,
-    Slot,
-    StartCoalescing,
     Wait,
-    WaitEvent,
     segment_args,
     walk_nodes,
 )
 from distmega.hostir.rules import named_buffers
 from distmega.hostir.scope import Scope
-from distmega.moves import copy
+from distmega.hostir.segments import PEER_KINDS, Run, kernel_runs, make_segment
 from distmega.ops import COLLECTIVES
-from distmega.program import Op, Program, Role, Tensor, accesses
+from distmega.program import Op, Program, Tensor, accesses
 from distmega.sharding.allocation import AllocationDomain
 from distmega.sharding.finalize import verify_storage
 from distmega.sharding.host_loops import HostLoop
@@ -51,9 +41,6 @@ KERNEL_KINDS = frozenset({
     "slice", "concat", "reshape", "transpose", "set", "argmax", "take_shard",
 })  # fmt: skip
 """Op kinds that a megakernel does, unless the caller knows better."""
-
-PEER_KINDS = frozenset({"all_reduce", "all_gather"})
-"""Collectives that stay inside a megakernel where ranks can write into each other's memory."""
 
 MAX_STREAMS = 4
 """Streams besides the main one that a host loop uses, unless the caller knows better."""
@@ -80,15 +67,6 @@ class Localized(Protocol):
     def host_loops(self) -> tuple[HostLoop, ...]: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Run:
-    """Consecutive ops of one segment or one host loop, or else a single op for the host."""
-
-    ops: tuple[Op, ...]
-    segment: bool
-    loop: HostLoop | None = None
-
-
 class _Lowering:
     """Makes the nodes of one program."""
 
@@ -99,15 +77,14 @@ class _Lowering:
         max_streams: int,
     ) -> None:
         self.local, self.program, self.mesh = local, local.program, local.mesh
-        self.fits, self.max_streams = fits, max_streams
+        self.fits = fits
         self.chunked = {
             name: domain.chunk for name, domain in local.allocations.items() if domain.chunk
         }
         self.loops = {name: loop for loop in local.host_loops for name, _ in loop.splits}
         self.segments: list[Program] = []
-        self.chunks: dict[str, Tensor] = {}
-        self.num_streams = 1
-        self.num_events = 0
+        self.lowered = LoopLowering(self.chunked, max_streams, self.iteration)
+        self.order = self.lowered.order
 
     def run(self) -> HostProgram:
         program = self.program
@@ -116,13 +93,13 @@ class _Lowering:
         given = {tensor.name for tensor in program.tensors if tensor.role != "temp"}
         views = {op.writes[0].tensor: op for op in program.ops if op.kind == "view"}
         scope = Scope(tensors=tensors, views=views, slices={}, placed=given)
-        body = list(self.body(program.ops, scope, program.outputs))
+        body = [*self.body(program.ops, scope, program.outputs), *self.order.join()]
         for name in program.outputs:
             body += scope.named(name)
         used = {name for node in walk_nodes(body) for name in named_buffers(node)}
         used |= set(program.outputs)
         whole = [t for t in program.tensors if t.role != "temp" or t.name in used]
-        parts = [t for t in self.chunks.values() if t.name not in tensors]
+        parts = [t for t in self.lowered.chunks.values() if t.name not in tensors]
         host = HostProgram(
             name=program.name,
             mesh=self.mesh,
@@ -130,27 +107,50 @@ class _Lowering:
             body=tuple(body),
             outputs=program.outputs,
             segments=tuple(self.segments),
-            num_streams=self.num_streams,
-            num_events=self.num_events,
+            num_streams=self.lowered.num_streams,
+            num_events=self.lowered.num_events,
         )
         verify_storage(host.buffers, self.local.allocations)
         return host
 
     def stored(self, tensor: Tensor) -> Tensor:
-        return self.chunks.get(tensor.name, tensor) if tensor.name in self.chunked else tensor
+        return (
+            self.lowered.chunks.get(tensor.name, tensor) if tensor.name in self.chunked else tensor
+        )
 
     def body(self, ops: Sequence[Op], scope: Scope, kept: Sequence[str]) -> Iterator[Node]:
-        """Nodes of ops in order. kept: what must outlive them."""
+        """Nodes of a program's ops in order. kept: what must outlive them."""
         runs = self.split_runs(ops, scope)
         last_use = self.last_uses(runs, scope, kept)
+        temps = {name for name in last_use if scope.tensors[name].role == "temp"}
         for position, run in enumerate(runs):
+            ending = {each for each in temps if last_use[each] == position}
             if run.loop is not None:
-                yield from self.loop(run.loop, run.ops, scope)
-            elif run.segment:
+                yield from self.lowered.loop(run.loop, run.ops, scope, ending)
+                continue
+            work = touched(run.ops, scope)
+            work = Touched(work.reads, work.writes | ending)
+            yield from self.order.before(work)
+            if run.segment:
                 needed = {each for each, last in last_use.items() if last > position}
                 yield from self.segment(run.ops, scope, needed)
             else:
                 yield from _host_nodes(run.ops[0], scope)
+            self.order.note(work)
+
+    def iteration(self, ops: Sequence[Op], scope: Scope, around: Around) -> Iterator[Node]:
+        """Nodes of the ops of one iteration of a loop."""
+        runs = self.split_runs(ops, scope, around)
+        last_use = self.last_uses(runs, scope, ())
+        for position, run in enumerate(runs):
+            before, after = around.get(run.ops[0].name, ((), ()))
+            yield from before
+            if run.segment:
+                needed = {each for each, last in last_use.items() if last > position}
+                yield from self.segment(run.ops, scope, needed)
+            else:
+                yield from _host_nodes(run.ops[0], scope)
+            yield from after
 
     def segment(self, ops: Sequence[Op], scope: Scope, needed: set[str]) -> Iterator[Node]:
         names = dict.fromkeys(scope.storage(a.tensor) for op in ops for a in accesses(op))
@@ -158,98 +158,39 @@ class _Lowering:
             if name in scope.slices:
                 yield from scope.named(name)
         name = f"{self.program.name}.{len(self.segments)}"
-        segment = _make_segment(name, ops, scope, needed)
+        segment = make_segment(name, ops, scope, needed)
         self.segments.append(segment)
         given = segment_args(segment)
         yield from scope.allocated([tensor.name for tensor in given])
         args = tuple(Arg(name=tensor.name, buffer=tensor.name) for tensor in given)
         yield LaunchMegakernel(kernel=name, args=args)
 
-    def loop(self, loop: HostLoop, ops: Sequence[Op], scope: Scope) -> Iterator[Node]:
-        """A host loop on a ring of streams, joined afterwards; around a ring of ranks it stays on
-        the main stream, where sends and receives run beside the work.
-        """
-        by_name = {op.name: op for op in ops}
-        bodies = chunk_bodies(loop, by_name, scope.tensors, scope.views, self.chunked)
-        made = dict.fromkeys(scope.storage(a.tensor) for op in ops for a in op.writes)
-        yield from scope.allocated(name for name in made if name not in self.chunked)
-        inner = [list(self.chunk_nodes(body, scope)) for body in bodies]
-        if bodies[0].gathers:
-            for ring in bodies[0].gathers:
-                self.chunks[ring.own.view] = bodies[0].tensors[ring.own.view]
-                yield from scope.named(ring.source)
-                yield from _own_part(ring, self.chunks[ring.own.view])
-            for body, nodes in zip(bodies, inner, strict=True):
-                yield ForLoop(index=body.index, extent=body.extent, body=tuple(nodes))
-            return
-        count = min(self.max_streams, loop.num_chunks)
-        self.num_streams = max(self.num_streams, 1 + count)
-        self.num_events = max(self.num_events, 1 + count)
-        yield RecordEvent(event=Slot(base=0))
-        for body, nodes in zip(bodies, inner, strict=True):
-            slot = Slot(base=1 + body.shift % count)
-            if body.extent > 1 and count > 1:
-                slot = Slot(base=1, index=body.index, count=count)
-            begin: list[Node] = [SetStream(stream=slot)]
-            if body.shift < count:
-                begin.append(WaitEvent(event=Slot(base=0)))
-            nodes = [*begin, *nodes, RecordEvent(event=slot)]
-            yield ForLoop(index=body.index, extent=body.extent, body=tuple(nodes))
-        yield SetStream(stream=Slot(base=0))
-        for number in range(count):
-            yield WaitEvent(event=Slot(base=1 + number))
-
-    def chunk_nodes(self, body: ChunkBody, scope: Scope) -> Iterator[Node]:
-        """One iteration's nodes, on whatever stream is current."""
-        self.chunks |= body.tensors
-        inner = Scope(
-            tensors=ChainMap(body.tensors, scope.tensors),
-            views=ChainMap(body.views, scope.views),
-            slices=body.slices,
-            placed=set(),
-            outer=scope,
-        )
-        for ring in body.gathers:
-            yield from inner.named(ring.here)
-            yield ring.following
-            back, ahead = (Peer(mesh_axis=ring.mesh_axis, offset=n, ring=True) for n in (-1, 1))
-            yield StartCoalescing()
-            yield Send(buffer=ring.here, peer=back)
-            yield Recv(buffer=ring.following.view, peer=ahead)
-            yield EndCoalescing(handle=ring.name)
-        yield from self.body(body.ops, inner, ())
-        for ring in body.gathers:
-            yield Wait(handle=ring.name)
-
-    def split_runs(self, ops: Sequence[Op], scope: Scope) -> list[_Run]:
+    def split_runs(self, ops: Sequence[Op], scope: Scope, alone: Container[str] = ()) -> list[Run]:
         """Ops but views, in order: host loops, maximal runs that fit a kernel, over one mesh axis
-        each, and the rest one by one.
+        each, and the rest one by one. alone: ops that are in no kernel.
         """
-        runs: list[_Run] = []
+
+        def fits(op: Op) -> bool:
+            return op.name not in alone and self.fits(op)
+
+        runs: list[Run] = []
         loops = {} if scope.outer is not None else self.loops
         made: set[str] = set()
         computing = (op for op in ops if op.kind != "view")
         for loop, group in groupby(computing, key=lambda op: loops.get(op.name)):
             if loop is not None:
-                runs.append(_Run(ops=tuple(group), segment=False, loop=loop))
+                runs.append(Run(ops=tuple(group), segment=False, loop=loop))
             else:
-                runs += _kernel_runs(group, self.mesh, self.fits, scope, made)
+                runs += kernel_runs(group, self.mesh, fits, scope, made)
         return runs
 
-    def last_uses(self, runs: Sequence[_Run], scope: Scope, kept: Sequence[str]) -> dict[str, int]:
+    def last_uses(self, runs: Sequence[Run], scope: Scope, kept: Sequence[str]) -> dict[str, int]:
         """Storage -> the last run that reads or writes it, one past the end for what is kept."""
         last: dict[str, int] = {}
         for position, run in enumerate(runs):
             for op in run.ops:
                 last |= {scope.storage(access.tensor): position for access in accesses(op)}
         return last | {scope.storage(name): len(runs) for name in kept}
-
-
-def _own_part(ring: GatherRing, part: Tensor) -> Iterator[Node]:
-    """A rank's own part of what a ring gathers, copied to where the others come."""
-    built, _ = copy(f"{ring.name}.own", replace(part, name=ring.source), part)
-    yield ring.own
-    yield LibraryOp(op=built)
 
 
 def lower_program(
@@ -277,82 +218,6 @@ def lower_program(
         return op.kind in kernel_kinds and (is_encodable is None or is_encodable(op, tensors))
 
     return _Lowering(local, fits, max_streams).run()
-
-
-def _kernel_runs(
-    ops: Iterable[Op],
-    mesh: DeviceMesh,
-    fits: Callable[[Op], bool],
-    scope: Scope,
-    made: set[str],
-) -> list[_Run]:
-    """Runs of ops outside of loops. An op that overwrites a temp of an earlier run, or part of what
-    isn't the run's own, is no part of a kernel, which changes nothing outside of its arenas; made:
-    temps of earlier runs.
-    """
-    runs: list[_Run] = []
-    pending: list[Op] = []
-    axis = ""
-
-    def close() -> None:
-        nonlocal axis
-        if pending:
-            runs.append(_Run(ops=tuple(pending), segment=True))
-            made.update(name for op in pending for name in stored_writes(op))
-        pending.clear()
-        axis = ""
-
-    def stored_writes(op: Op) -> set[str]:
-        names = {scope.storage(access.tensor) for access in op.writes}
-        return {name for name in names if scope.tensors[name].role == "temp"}
-
-    for op in ops:
-        written = stored_writes(op)
-        if not fits(op) or written & made or scope.changes_part(op):
-            close()
-            runs.append(_Run(ops=(op,), segment=False))
-            made.update(written)
-            continue
-        over = str(op.attr("mesh_axis")) if op.kind in PEER_KINDS else ""
-        if over and mesh.size(over) > 1:
-            if axis not in ("", over):
-                close()
-            axis = over
-        pending.append(op)
-        made.update(scope.slices.keys() & {scope.storage(a.tensor) for a in accesses(op)})
-    close()
-    return runs
-
-
-def _view_chain(name: str, views: Mapping[str, Op]) -> Iterator[Op]:
-    """The view ops that lead to a tensor, from its storage on; none if it is no view."""
-    if name in views:
-        yield from _view_chain(views[name].reads[0].tensor, views)
-        yield views[name]
-
-
-def _make_segment(name: str, ops: Sequence[Op], scope: Scope, needed: set[str]) -> Program:
-    """The program of a run. Temps that exist before it become inputs, but for chunks of buffers
-    that it writes: those are outputs.
-    """
-    stated: dict[str, Op] = {}
-    for op in ops:
-        for access in accesses(op):
-            stated |= {view.name: view for view in _view_chain(access.tensor, scope.views)}
-        stated[op.name] = op
-    used = dict.fromkeys(a.tensor for op in stated.values() for a in accesses(op))
-    written = {scope.storage(a.tensor) for op in ops for a in op.writes}
-
-    def role(tensor: Tensor) -> Role:
-        given = scope.is_placed(tensor.name) and tensor.name not in scope.views
-        given = given and not (tensor.name in scope.slices and tensor.name in written)
-        return "input" if given and tensor.role == "temp" else tensor.role
-
-    declared = tuple(replace(t, role=role(t)) for t in scope.tensors.values() if t.name in used)
-    leaving = (t.name for t in declared if t.role == "temp" and t.name not in scope.views)
-    kept = needed | scope.slices.keys()
-    outputs = tuple(each for each in leaving if each in written and each in kept)
-    return Program(name=name, tensors=declared, ops=tuple(stated.values()), outputs=outputs)
 
 
 def _host_nodes(op: Op, scope: Scope) -> Iterator[Node]:

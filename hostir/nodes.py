@@ -20,25 +20,34 @@ CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_a
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """A stream or an event of a bounded ring: `base`, or `base + index % count` for the value of a
-    loop index.
+    """A stream or an event of a bounded ring: `base`, or `base + (index + shift) % count` for the
+    value of a loop index.
     """
 
     base: int
     index: str = ""
     count: int = 1
+    shift: int = 0
 
     def __post_init__(self) -> None:
-        if self.base < 0 or self.count < 1 or (self.count > 1 and not self.index):
+        indexed = self.count > 1 or self.shift
+        if min(self.base, self.count - 1, self.shift) < 0 or (indexed and not self.index):
             raise VerifyError(
-                f"slot base={self.base}, index={self.index!r}, count={self.count}",
-                expected="base >= 0, and count > 1 only with an index",
+                f"slot base={self.base}, index={self.index!r}, count={self.count}, "
+                f"shift={self.shift}",
+                expected="base and shift >= 0, and count > 1 or a shift only with an index",
                 remedy="name the loop index, or leave count at 1",
             )
 
     def at(self, indices: Mapping[str, int]) -> int:
         """The stream or event number for these values of the loop indices."""
-        return self.base + indices[self.index] % self.count if self.index else self.base
+        if not self.index:
+            return self.base
+        return self.base + (indices[self.index] + self.shift) % self.count
+
+    def numbers(self, extent: int) -> set[int]:
+        """All of them that a loop of that extent names."""
+        return {self.base + (i + self.shift) % self.count for i in range(min(self.count, extent))}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,7 +40,7 @@ class Scope:
             yield LibraryOp(op=self.views[name])
             self.placed.add(name)
 
-    def allocated(self, names: Iterable[str]) -> Iterator[Node]:
+    def allocated(self, names: Iterable[str]) -> Iterator[Allocate]:
         """Allocations of those that have no storage yet."""
         for name in names:
             if not (self.is_placed(name) or name in self.views or name in self.slices):

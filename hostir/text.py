@@ -148,7 +148,10 @@ def _arg(arg: Arg) -> str:
 
 
 def _slot(slot: Slot) -> str:
-    return f"{slot.base} + {slot.index} % {slot.count}" if slot.index else str(slot.base)
+    if not slot.index:
+        return str(slot.base)
+    index = f"({slot.index} + {slot.shift})" if slot.shift else slot.index
+    return f"{slot.base} + {index} % {slot.count}"
 
 
 def _peer(peer: Peer) -> str:
@@ -213,8 +216,9 @@ def _parse_body(lines: Sequence[str]) -> tuple[Node, ...]:
 
 
 def _parse_slot(text: str) -> Slot:
-    base, index, count = _fields(r"(\d+)(?: \+ (\S+) % (\d+))?", text)
-    return Slot(base=int(base), index=index, count=int(count or 1))
+    pattern = r"(\d+)(?: \+ \(?([^\s()]+)(?: \+ (\d+)\))? % (\d+))?"
+    base, index, shift, count = _fields(pattern, text)
+    return Slot(base=int(base), index=index, count=int(count or 1), shift=int(shift or 0))
 
 
 def _parse_peer(text: str) -> Peer:

@@ -181,7 +181,7 @@ def bounded_rings(host: HostProgram) -> Iterator[Violation]:
                 loop = loops.pop()
                 for slot in symbolic.pop():
                     if slot.index == loop.index:
-                        numbers |= _slot_values(slot, loop.extent)
+                        numbers |= slot.numbers(loop.extent)
                     else:
                         symbolic[-1].add(slot)
             case SetStream(stream=slot):
@@ -196,12 +196,8 @@ def bounded_rings(host: HostProgram) -> Iterator[Violation]:
                 yield from _outside(index, slot, "event", host.num_events)
                 extent = next((x.extent for x in loops if x.index == slot.index), 1)
                 known = any(slot in scope for scope in symbolic)
-                if not known and not _slot_values(slot, extent) <= numbers:
+                if not known and not slot.numbers(extent) <= numbers:
                     yield index, "the event was not recorded before", "a record above"
-
-
-def _slot_values(slot: Slot, extent: int) -> set[int]:
-    return set(range(slot.base, slot.base + min(slot.count, extent)))
 
 
 def _outside(index: int, slot: Slot, what: str, num: int) -> Iterator[Violation]:

@@ -92,12 +92,13 @@ class Merge:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Swizzle:
-    """source = (result + coordinate along the mesh axis) mod extent: the ring."""
+    """source = (result + coordinate along the mesh axis + shift) mod extent: the ring."""
 
     source: str
     result: str
     extent: int
     axis: str
+    shift: int = 0
 
 
 Transform = Split | Merge | Swizzle
@@ -161,10 +162,12 @@ class LoopDomain:
         new = (LoopAxis(name=result, extent=first.extent * second.extent),)
         return self._replaced((outer, inner), new, transform)
 
-    def swizzle(self, name: str, axis: str) -> "LoopDomain":
+    def swizzle(self, name: str, axis: str, shift: int = 0) -> "LoopDomain":
         """Rotates an axis by the coordinate along a mesh axis: name.r runs the ring."""
         source, result = self.axis(name), f"{name}.r"
-        transform = Swizzle(source=name, result=result, extent=source.extent, axis=axis)
+        transform = Swizzle(
+            source=name, result=result, extent=source.extent, axis=axis, shift=shift
+        )
         return self._replaced((name,), (replace(source, name=result),), transform)
 
     def parallelize(self, name: str, parallel: Parallel) -> "LoopDomain":
@@ -235,7 +238,7 @@ class LoopDomain:
                     values[transform.outer] = values[result] // transform.inner_extent
                     values[transform.inner] = values[result] % transform.inner_extent
                 case Swizzle(result=result) if result in values:
-                    shift = place.get(Device(transform.axis), 0)
+                    shift = transform.shift + place.get(Device(transform.axis), 0)
                     values[transform.source] = (values[result] + shift) % transform.extent
         return {root: values[root][valid] for root in roots}
 

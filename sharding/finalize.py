@@ -14,12 +14,13 @@ from distmega.dtypes import item_bytes
 from distmega.errors import VerifyError
 from distmega.program import Program, Tensor
 from distmega.sharding.allocation import AllocationDomain
+from distmega.sharding.collectives import RANK_AXIS
 from distmega.sharding.domains import Device, LoopDomain
 from distmega.sharding.host_loops import HostLoop
 from distmega.sharding.mesh import DeviceMesh
-from distmega.sharding.resolve import PlacedOp, Schedule
+from distmega.sharding.resolve import PlacedOp, Reshard, Schedule
 from distmega.sharding.signatures import OptionTable
-from distmega.sharding.streams import Part, StreamSplit, stream_axis
+from distmega.sharding.streams import Part, StreamSplit, is_sum, stream_axis
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +98,8 @@ def measure_memory(
     """Bytes of one rank; temporaries are freed after their last use, outputs are not.
 
     What is allocated by chunk lives within an iteration; all else that a loop touches lives until
-    the loop has ended.
+    the loop has ended. What an iteration adds to a result lives while it is made, and what comes in
+    around a scatter ring throughout the loop.
     """
     tensors = program.tensor_map()
     sizes = {
@@ -119,26 +121,49 @@ def measure_memory(
     for place, (_, used) in enumerate(uses):
         last.update(dict.fromkeys(used, place))
     last.update({views.get(name, name): len(uses) for name in program.outputs})
+    parts, incoming = _sums_bytes(schedule, host_loops, sizes)
     live, peak, seen = 0, 0, set(homes)
-    for _, group in groupby(enumerate(uses), key=lambda u: loop_of.get(u[1][0], str(u[0]))):
+    for loop, group in groupby(enumerate(uses), key=lambda u: loop_of.get(u[1][0], str(u[0]))):
         members = list(group)
         touched = {name for _, (_, used) in members for name in used}
-        live += sum(sizes[name] for name in touched - seen - chunked)
+        live += sum(sizes[name] for name in touched - seen - chunked) + incoming.get(loop, 0)
         peak = max(peak, live)
-        for place, (_, used) in members:
-            live += sum(sizes[name] for name in (used & chunked) - seen)
-            peak = max(peak, live)
-            live -= sum(sizes[name] for name in used & chunked if last[name] == place)
+        for place, (name, used) in members:
+            live += sum(sizes[each] for each in (used & chunked) - seen)
+            peak = max(peak, live + parts.get(name, 0))
+            live -= sum(sizes[each] for each in used & chunked if last[each] == place)
             seen |= used
         end = members[-1][0]
         ended = {name for name in touched - chunked - set(homes) if last[name] <= end}
-        live -= sum(sizes[name] for name in ended)
+        live -= sum(sizes[name] for name in ended) + incoming.get(loop, 0)
     return Memory(
         input_bytes=by_role["input"],
         weight_bytes=by_role["weight"],
         state_bytes=by_role["state"],
         temp_peak_bytes=peak,
     )
+
+
+def _sums_bytes(
+    schedule: Schedule, host_loops: Sequence[HostLoop], sizes: Mapping[str, int]
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes beside a result that iterations add to, by op; and of parts that come in around a
+    scatter ring, by loop.
+    """
+    splits = {name: (loop.index, split) for loop in host_loops for name, split in loop.splits}
+    parts: dict[str, int] = {}
+    incoming: dict[str, int] = {}
+    for step in schedule.steps if splits else ():
+        name = step.op.name if isinstance(step, PlacedOp) else step.name
+        if name not in splits:
+            continue
+        loop, split = splits[name]
+        if isinstance(step, PlacedOp) and is_sum(step.op, split):
+            parts[name] = sizes[step.writes[0]]
+        if isinstance(step, Reshard) and step.move.kind == "reduce_scatter":
+            ring = sizes[step.writes[0]] * (split.axis == RANK_AXIS)
+            incoming[loop] = incoming.get(loop, 0) + ring
+    return parts, incoming
 
 
 def _storage_uses(schedule: Schedule, views: Mapping[str, str]) -> Iterator[tuple[str, set[str]]]:

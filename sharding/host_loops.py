@@ -38,12 +38,9 @@ class HostLoop:
         """Whether the last chunk is shorter than the others."""
         return self.splits[0][1].tail > 0
 
-    @property
-    def ring(self) -> str:
-        return self.splits[0][1].ring
-
     def __str__(self) -> str:
-        ring = f" in ring order of {self.ring}" if self.ring else ""
+        split = self.splits[0][1]
+        ring = f" in ring order of {split.ring}" if split.ring else ""
         ops = ", ".join(f"{op}({s.axis} {s.extent} by {s.chunk})" for op, s in self.splits)
         return f"{self.index} in {self.num_chunks}{ring}: {ops}"
 

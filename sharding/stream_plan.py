@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from distmega.errors import PlanError
-from distmega.program import Op, Program, Tensor, accesses
+from distmega.program import Attr, Op, Program, Tensor, accesses
 from distmega.sharding.host_loops import StreamPlan, form_loops
 from distmega.sharding.local_ops import LocalOps
 from distmega.sharding.mesh import DeviceMesh
@@ -45,12 +45,19 @@ def plan_streams(
     ops = [local.op(step) for step in schedule.steps]
     tensors: dict[str, Tensor] = {}
     pins: dict[str, Part] = {}
-    for name, (whole, _) in schedule.locals.items():
+    scattered = {
+        op.reads[0].tensor: (op.attr("mesh_axis"), op.attr("dim"))
+        for op in ops
+        if op.kind == "reduce_scatter"
+    }
+    for name, (whole, layout) in schedule.locals.items():
         shape, given = local.shape(name), local.tensors[whole]
         role = given.role if name == whole else "temp"
         tensors[name] = Tensor(name=name, shape=shape, dtype=given.dtype, role=role)
         if whole in streams:
-            pins[name] = _part(streams[whole], shape)
+            part = _part(streams[whole], shape, layout, scattered.get(name))
+            if part is not None:
+                pins[name] = part
     spread = StreamSpread(ops, tensors, pins)
     plan = form_loops(ops, tensors, spread.run(), program.outputs)
     for whole in streams:
@@ -59,11 +66,22 @@ def plan_streams(
     return replace(schedule, steps=steps), plan
 
 
-def _part(chunks: Chunks, shape: Sequence[int]) -> Part:
-    extent = shape[chunks.dim]
+def _part(
+    chunks: Chunks, shape: Sequence[int], layout: Layout, scattered: tuple[Attr, Attr] | None
+) -> Part | None:
+    """How a form of a tensor comes in the chunks asked for. None where a ring's own mesh axis
+    divides the dim already: such a part is one chunk of the ring.
+
+    scattered: mesh axis and dim of the reduce-scatter that a form goes to. Around its ring each
+    rank ends with its own part, around others it begins with it.
+    """
+    extent, held = shape[chunks.dim], layout.shard_of(chunks.dim)
     if min(chunks.num, extent) == 1:
         return WHOLE
-    return Part(chunks.dim, -(-extent // chunks.num), chunks.ring)
+    if chunks.ring and held and held[0] == chunks.ring:
+        return None
+    ends_at_home = scattered == (chunks.ring, chunks.dim)
+    return Part(chunks.dim, -(-extent // chunks.num), chunks.ring, int(ends_at_home))
 
 
 def _require_effect(
@@ -71,7 +89,7 @@ def _require_effect(
 ) -> None:
     """PlanError if chunks were asked for and no op around any form of the tensor runs in them."""
     wanted = {name: spread.pins[name] for name in forms if spread.pins[name] != WHOLE}
-    if not wanted:
+    if forms and not wanted:
         return
     for op in ops:
         for access, part in zip(accesses(op), spread.parts.get(op.name, ()), strict=False):

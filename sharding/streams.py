@@ -20,13 +20,15 @@ from distmega.sharding.domains import LoopDomain, Stream
 class StreamSplit:
     """One iteration axis of a local op in chunks, the last maybe shorter.
 
-    extent: of the whole axis. ring: mesh axis whose coordinate is added to the chunk's number.
+    extent: of the whole axis. ring: mesh axis whose coordinate is added to the chunk's number, and
+    `shift` with it.
     """
 
     axis: str
     chunk: int
     extent: int
     ring: str = ""
+    shift: int = 0
 
     @property
     def num_chunks(self) -> int:
@@ -38,9 +40,9 @@ class StreamSplit:
         return self.extent % self.chunk
 
     @property
-    def shape(self) -> tuple[int, bool, str]:
+    def shape(self) -> tuple[int, bool, str, int]:
         """Ops share a loop only if these are equal: chunks, a short one, ring."""
-        return self.num_chunks, self.tail > 0, self.ring
+        return self.num_chunks, self.tail > 0, self.ring, self.shift
 
     def domain(self, op: Op) -> LoopDomain:
         """The op's loop domain on one rank, stream axis in front."""
@@ -55,18 +57,24 @@ def stream_axis(domain: LoopDomain, name: str, split: StreamSplit) -> LoopDomain
     """Cuts an axis of a loop domain into chunks, for a loop in front of all others."""
     domain, outer = domain.split(name, split.chunk), f"{name}.o"
     if split.ring:
-        domain, outer = domain.swizzle(outer, split.ring), f"{outer}.r"
+        domain, outer = domain.swizzle(outer, split.ring, split.shift), f"{outer}.r"
     return domain.parallelize(outer, Stream()).reorder([outer])
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A tensor's dim in chunks, in ring order of a mesh axis if one is named."""
+    """A tensor's dim in chunks, in ring order of a mesh axis if one is named: `shift` and the
+    coordinate are added to the number of a chunk.
+    """
 
     dim: int
     chunk: int
     ring: str = ""
+    shift: int = 0
 
+
+SUMS = {"sum": "a0 + a1", "max": "maximum(a0, a1)", "min": "minimum(a0, a1)"}
+"""How parts of a result come together, by what an axis combines by."""
 
 WHOLE = Part(-1, 0)
 """What an annotation of one chunk asks for: no loop."""
@@ -81,9 +89,31 @@ def cut_axis(op: Op, access: Access, part: Part) -> tuple[str, int] | None:
     return None if part.chunk % inner else (index.axes[0], part.chunk // inner)
 
 
+def split_as(op: Op, access: Access, part: Part) -> StreamSplit | None:
+    """The chunks of an op in which an operand comes as `part` says, if an axis runs so."""
+    cut = cut_axis(op, access, part)
+    if cut is None:
+        return None
+    axis, chunk = cut
+    extent = op.axis(axis).extent
+    return StreamSplit(axis=axis, chunk=chunk, extent=extent, ring=part.ring, shift=part.shift)
+
+
 def is_gather_ring(op: Op, split: StreamSplit) -> bool:
     """Whether the op is an all-gather whose parts come one by one, around the ring."""
     return op.kind == "all_gather" and split.axis == RANK_AXIS
+
+
+def is_scatter_ring(op: Op, split: StreamSplit) -> bool:
+    """Whether the op is a reduce-scatter whose sums travel around the ring, a part an iteration;
+    each rank ends with its own.
+    """
+    return op.kind == "reduce_scatter" and split.axis == RANK_AXIS
+
+
+def is_sum(op: Op, split: StreamSplit) -> bool:
+    """Whether iterations combine into one result, one after the other."""
+    return op.kind not in COLLECTIVES and op.axis(split.axis).role == "reduce"
 
 
 def operand_parts(
@@ -102,7 +132,8 @@ def operand_parts(
         if isinstance(part, str):
             return f"operand {place}: {part}"
         found.append(part)
-    if None in found[len(op.reads) :]:
+    whole = is_sum(op, split) or is_scatter_ring(op, split)
+    if None in found[len(op.reads) :] and not whole:
         return "it doesn't index every result"
     seen: dict[str, Part | None] = {}
     for access, part in zip(op.reads, found, strict=False):
@@ -113,18 +144,31 @@ def operand_parts(
 
 def _refuse(op: Op, axis: Axis, split: StreamSplit) -> str:
     """Why the axis itself can't run in such chunks; "" if it can."""
-    if axis.role != "parallel":
-        return "its iterations would add to one result"
     if split.ring and split.tail:
         return f"a ring needs equal chunks, and {split.extent} is cut by {split.chunk}"
-    if op.kind not in COLLECTIVES or op.kind == "take_shard":
+    if op.kind in COLLECTIVES and op.kind != "take_shard":
+        return _refuse_collective(op, axis, split)
+    if axis.role == "parallel":
         return ""
+    if axis.role == "scatter" or axis.lookup:
+        return "its positions are known only at run time"
+    if axis.combine not in SUMS:
+        return "the op needs all of it at once"
+    if split.ring:
+        return "ranks in ring order would add up in different orders"
+    return ""
+
+
+def _refuse_collective(op: Op, axis: Axis, split: StreamSplit) -> str:
     over = str(op.attr("mesh_axis"))
     if axis.name != RANK_AXIS:
         return "ranks in ring order would meet with different chunks" if split.ring else ""
-    if op.kind == "all_gather" and split.ring == over and split.chunk == 1:
+    around = split.ring == over and split.chunk == 1
+    if op.kind == "all_gather" and around and not split.shift:
         return ""
-    return f"ranks bring their parts of it at once; only a gather over {over} in ring order can"
+    if op.kind == "reduce_scatter" and around and split.shift and op.attr("combine") in SUMS:
+        return ""
+    return f"ranks bring their parts of it at once; only a ring over {over} can"
 
 
 def _operand(
@@ -143,7 +187,7 @@ def _operand(
             return f"it indexes dim {dim} with a stride or an offset"
         if split.extent * inner != extent:
             return f"it covers {split.extent * inner} of the {extent} of dim {dim}"
-        found = Part(dim, split.chunk * inner, split.ring)
+        found = Part(dim, split.chunk * inner, split.ring, split.shift)
     return found
 
 
@@ -160,10 +204,9 @@ def onto_view(view: Op, part: Part, tensors: Mapping[str, Tensor]) -> Part | Non
 def _across(
     view: Op, here: Access, part: Part, tensors: Mapping[str, Tensor], place: int
 ) -> Part | None:
-    cut = cut_axis(view, here, part)
-    if cut is None:
+    split = split_as(view, here, part)
+    if split is None:
         return None
-    split = StreamSplit(axis=cut[0], chunk=cut[1], extent=view.axis(cut[0]).extent, ring=part.ring)
     parts = operand_parts(view, split, tensors)
     return None if isinstance(parts, str) else parts[place]
 
@@ -208,16 +251,20 @@ class StreamSpread:
     def take(self, op: Op, access: Access, part: Part) -> None:
         """Runs an op in chunks, as an operand comes, if that can be and contradicts no pin."""
         where = access.tensor, op.name
-        cut = cut_axis(op, access, part)
-        if cut is None:
+        split = split_as(op, access, part)
+        if split is None:
             self.refused[where] = f"{op.kind} has no axis that runs over such chunks"
             return
-        split = StreamSplit(
-            axis=cut[0], chunk=cut[1], extent=op.axis(cut[0]).extent, ring=part.ring
-        )
+        given = access.tensor in self.pins and self.tensors[access.tensor].role != "temp"
+        if is_sum(op, split) and not given:
+            self.refused[where] = (
+                f"{op.kind} over {split.axis} would combine its iterations, which it does only "
+                f"where an input, weight or state is annotated"
+            )
+            return
         parts = operand_parts(op, split, self.tensors)
         if isinstance(parts, str):
-            self.refused[where] = f"{op.kind} over {cut[0]}: {parts}"
+            self.refused[where] = f"{op.kind} over {split.axis}: {parts}"
             return
         made = zip(op.writes, parts[len(op.reads) :], strict=True)
         if any(self.pins.get(write.tensor, got) != got for write, got in made):

@@ -7,6 +7,7 @@ are called).
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from distmega.errors import VerifyError
 from distmega.program import Access, Index, Op, Program, accesses
@@ -81,7 +82,7 @@ def _verify_use(
     mesh: DeviceMesh,
 ) -> None:
     sides = [_side(each) for each in (first, use)]
-    stored: tuple[LoopDomain, Sequence[Index]] = _stored(shape, chunk, use[2].ring)
+    stored: tuple[LoopDomain, Sequence[Index]] = _stored(shape, chunk, use[2])
     for side in sides:
         if shardings_differ(shape, stored, side, Stream(), mesh):
             raise _broken(f"{use[0].name!r} and {first[0].name!r} use other parts of {name!r}")
@@ -96,11 +97,12 @@ def _side(use: _Use) -> tuple[LoopDomain, Sequence[Index]]:
 
 
 def _stored(
-    shape: Sequence[int], chunk: tuple[int, int], ring: str
+    shape: Sequence[int], chunk: tuple[int, int], order: StreamSplit
 ) -> tuple[LoopDomain, Sequence[Index]]:
-    """The allocation as a loop domain over the tensor itself."""
+    """The allocation as a loop domain over the tensor itself, in the ring order of a use."""
     names = [f"d{dim}" for dim in range(len(shape))]
-    split = StreamSplit(axis=names[chunk[0]], chunk=chunk[1], extent=shape[chunk[0]], ring=ring)
+    dim, size = chunk
+    split = replace(order, axis=names[dim], chunk=size, extent=shape[dim])
     domain = LoopDomain.of(list(zip(names, shape, strict=True)))
     return split.cut(domain), [Index(axes=(name,)) for name in names]
 

@@ -45,9 +45,10 @@ def random_marks(program: Program, mesh: DeviceMesh, seed: int) -> dict[str, Lay
         if rng.random() < 0.4 and fits(tensor.shape[dim], size):
             layout = shard(dim, axis)
         if rng.random() < 0.7:
-            ring = axis if rng.random() < 0.2 else ""
+            ring = axis if rng.random() < 0.3 else ""
             num = size if ring else rng.choice((1, 2, 3, 4))
-            chunks = stream(rng.randrange(len(tensor.shape)), num, ring=ring)
+            along = dim if ring and rng.random() < 0.7 else rng.randrange(len(tensor.shape))
+            chunks = stream(along, num, ring=ring)
             layout = layout | chunks if rng.random() < 0.5 else chunks
         marks[tensor.name] = layout
     return marks
@@ -120,23 +121,28 @@ def test_the_local_program_is_exact_in_its_new_order(seed: int, mesh: DeviceMesh
 
 def test_reported_peaks_are_what_is_held(monkeypatch: pytest.MonkeyPatch):
     for seed in range(40):
-        _, local, host = planned(seed, MESHES[0])
+        plan, local, host = planned(seed, MESHES[0])
         with monkeypatch.context() as patched:
             held = HeldBytes(patched)
             run_mesh(host, local, tensors_of(local.program, seed))
         assert held.peak == peak_memory(host), seed
+        assert peak_memory(host) == plan.memory.total_bytes, seed
 
 
 def test_deleted_waits_are_caught():
-    """With several loops on the same streams the join of a later one may cover an earlier one."""
-    num = 0
-    for seed in range(80):
-        plan, _, host = planned(seed, MESHES[seed % 3])
-        for number in wait_numbers(host) if len(plan.host_loops) == 1 else ():
+    """But for a few where chunks of two loops happen to meet on one stream."""
+    num = missed = 0
+    for seed in range(100):
+        _, _, host = planned(seed, MESHES[seed % 3])
+        for number in wait_numbers(host):
             num += 1
-            with pytest.raises((CheckError, VerifyError)):
+            try:
                 check_host(without(host, number))
-    assert num > 60
+                missed += 1
+            except (CheckError, VerifyError):
+                continue
+    assert num > 300
+    assert missed <= num // 100
 
 
 def test_full_allocations_turned_into_chunks_are_caught():
