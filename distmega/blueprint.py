@@ -17,6 +17,7 @@ from distmega.kernels.lowering import is_encodable
 from distmega.kernels.megakernel import Megakernel, compile_megakernel
 from distmega.models.config import ModelConfig
 from distmega.models.decoder import Logits, build_decoder
+from distmega.models.sampling import GREEDY, Method
 from distmega.requests import DEFAULT_CONTEXT, EngineOptions
 from distmega.sharding.cost import Machine
 from distmega.sharding.localize import LocalProgram, localize
@@ -49,6 +50,7 @@ class DecodeBlueprint:
     config: ModelConfig
     machine: Machine
     options: EngineOptions
+    method: Method
     plan: Plan
     local: LocalProgram
     host: HostProgram
@@ -67,6 +69,7 @@ def plan_decode(
     options: EngineOptions,
     logits: Logits = "none",
     memory_limit_bytes: int | None = None,
+    method: Method = GREEDY,
 ) -> Plan:
     """The plan of one decode step. Raises PlanError where `mesh` or the limit can't be used.
 
@@ -74,7 +77,15 @@ def plan_decode(
     all of a sequence's.
     """
     context, batch = context_limit(config, options), options.batch
-    program = build_decoder(config, 1, context, batch=batch, logits=logits, dtype=machine.dtype)
+    program = build_decoder(
+        config,
+        1,
+        context,
+        batch=batch,
+        logits=logits,
+        dtype=machine.dtype,
+        method=method,
+    )
     caches = program.with_role("state") if batch > 1 else ()
     by_heads = {
         cache.name: shard(SEQUENCE_DIM + 1, axis)
@@ -88,10 +99,15 @@ def plan_decode(
 
 
 def draw_decode(
-    config: ModelConfig, plan: Plan, options: EngineOptions, *, peer_memory: bool
+    config: ModelConfig,
+    plan: Plan,
+    options: EngineOptions,
+    *,
+    peer_memory: bool,
+    method: Method = GREEDY,
 ) -> DecodeBlueprint:
-    """Lowers a decode plan. With peer memory the layer stack is one megakernel launch, otherwise
-    it is split where ranks communicate.
+    """Lowers a decode plan made for `method`. With peer memory the layer stack is one megakernel
+    launch, otherwise it is split where ranks communicate.
     """
     local = localize(plan)
     host = run_passes(
@@ -106,6 +122,7 @@ def draw_decode(
         config=config,
         machine=plan.machine,
         options=options,
+        method=method,
         plan=plan,
         local=local,
         host=host,
@@ -147,6 +164,7 @@ def draw_prefill(blueprint: DecodeBlueprint, num_tokens: int, logits: Logits) ->
         blueprint.max_context,
         logits=logits,
         dtype=blueprint.machine.dtype,
+        method=blueprint.method,
     )
     plan = plan_program(
         program,

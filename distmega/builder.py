@@ -141,6 +141,22 @@ class ProgramBuilder:
         """See ops.argmax; the handle is the index, i64."""
         return self._add(ops.argmax(self._name(name, "argmax"), self._own(x)))
 
+    def top(self, x: Handle, num_top: int, name: str = "") -> Handle:
+        """See ops.top: the largest elements of each part of a row."""
+        return self._add(ops.top(self._name(name, "top"), self._own(x), num_top))
+
+    def cutoff(self, x: Handle, settings: Handle, name: str = "") -> Handle:
+        """See ops.cutoff: temperature and the least logit that may be sampled."""
+        built = ops.cutoff(self._name(name, "cutoff"), self._own(x), self._own(settings))
+        return self._add(built)
+
+    def sample(
+        self, x: Handle, limits: Handle, seeds: Handle, positions: Handle, name: str = ""
+    ) -> Handle:
+        """See ops.sample; the handle is the index, i64."""
+        operands = (self._own(x), self._own(limits), self._own(seeds), self._own(positions))
+        return self._add(ops.sample(self._name(name, "sample"), *operands))
+
     def set(self, x: Handle, into: Handle | None = None, name: str = "") -> Handle:
         """See moves.copy: a copy, or an overwrite of `into`."""
         built = moves.copy(self._name(name, "set"), self._own(x), self._own(into) if into else None)

@@ -27,6 +27,7 @@ from distmega.launch.launchers import (
     should_report,
 )
 from distmega.models.locate import read_config
+from distmega.models.sampling import Sampling
 from distmega.requests import (
     EngineOptions,
     GenerateRequest,
@@ -39,6 +40,7 @@ from distmega.sharding.cost import CPU, MACHINES
 from distmega.sharding.mesh import DeviceMesh
 
 Options = Annotated[EngineOptions, tyro.conf.arg(name="", prefix_name=False)]
+Choice = Annotated[Sampling, tyro.conf.arg(name="", prefix_name=False)]
 Model = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
 Prompts = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[PROMPT ...]")]
 
@@ -62,7 +64,7 @@ Place = Annotated[Ranks, tyro.conf.arg(name="", prefix_name=False)]
 
 @dataclass(frozen=True, kw_only=True)
 class Generate:
-    """Continue prompts greedily, token by token; several are decoded together."""
+    """Continue prompts, token by token; several are decoded together."""
 
     model: Model
     """Preset, GGUF file, Hugging Face folder, or config.json (random weights)."""
@@ -74,6 +76,7 @@ class Generate:
     """Stop after this many tokens, or at the model's end token."""
     chat: bool = False
     """Put the prompt into the model's chat template."""
+    sampling: Choice = Sampling()
     ranks: Place = Ranks()
     engine: Options = EngineOptions()
 
@@ -153,6 +156,7 @@ def _generate(command: Generate, console: Console) -> None:
         tp=options.num_ranks,
         max_new_tokens=command.max_new_tokens,
         chat=command.chat,
+        sampling=command.sampling,
         options=replace(command.engine, batch=max(command.engine.batch, len(prompts))),
     )
     _check_model(request.model, request.tp, request.options)

@@ -30,6 +30,7 @@ from distmega.models.decoder import Logits
 from distmega.models.load import ModelSource
 from distmega.models.random_device import random_values
 from distmega.models.random_source import RandomReader
+from distmega.models.sampling import MOST_LIKELY, Sampling
 from distmega.requests import EngineOptions
 from distmega.sharding.allocation import AllocationDomain
 from distmega.sharding.cost import CPU, H200
@@ -54,17 +55,21 @@ class Engine:
         node: str = "",
         device: str = "cpu",
         logits: Logits = "none",
+        sampling: Sampling = MOST_LIKELY,
     ) -> None:
         """Plans, compiles and loads weights. node: the host of this rank. logits: what a decode
-        step gives besides the token.
+        step gives besides the token. sampling: how tokens are chosen.
 
         Raises PlanError where the mesh can't be used, LaunchError where ranks disagree.
         """
         self.mesh, self.comm, self.device = mesh, comm, torch.device(device)
         on_gpu = self.device.type == "cuda"
-        plan = plan_decode(source.config, mesh, H200 if on_gpu else CPU, options, logits)
+        machine, method = H200 if on_gpu else CPU, sampling.method
+        plan = plan_decode(source.config, mesh, machine, options, logits, method=method)
         peer_memory = _share_memory(comm, options, node)
-        self.blueprint = draw_decode(source.config, plan, options, peer_memory=peer_memory)
+        self.blueprint = draw_decode(
+            source.config, plan, options, peer_memory=peer_memory, method=method
+        )
         self._weights = allocate_arena(self.blueprint.weights, device=device)
         self._states = allocate_arena(self.blueprint.states, device=device)
         self._persistent = {
@@ -75,6 +80,7 @@ class Engine:
         self._slots = [
             {name: cache[slot] for name, cache in caches.items()} for slot in range(options.batch)
         ]
+        self._draws = _draw_inputs(sampling, options.batch, self.device)
         self._runners: dict[str, CpuMegakernel] = {}
         self.stepping: SteppingRunner | None = None
         """The decode kernel of a GPU, for callers that time or trace it."""
@@ -92,8 +98,7 @@ class Engine:
             yield token
 
     def generate_all(self, prompts: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:
-        """Greedy tokens after each prompt, a step at a time, until a cache is full; starts new
-        sequences.
+        """Tokens after each prompt, a step at a time, until a cache is full; starts new sequences.
 
         On a GPU later tokens come several at a time, so a caller that stops early has caused a few
         steps too many. RequestError for more prompts than the engine's batch.
@@ -138,11 +143,11 @@ class Engine:
         return self._run_prefill(ids, 0, "all")["logits"]
 
     def prefill(self, ids: Sequence[int], slot: int = 0) -> int:
-        """Starts a new sequence in one of the batch's slots; the most likely next token."""
+        """Starts a new sequence in one of the batch's slots; the next token."""
         return int(self._run_prefill(ids, slot, "none")["next"])
 
     def decode(self, token: int) -> int:
-        """Appends one token to the sequence in slot 0; the most likely next one."""
+        """Appends one token to the sequence in slot 0; the next one."""
         return int(self.decode_step([token])["next"][0])
 
     def decode_step(self, tokens: Sequence[int]) -> Mapping[str, Tensor]:
@@ -160,6 +165,7 @@ class Engine:
             {
                 "tokens": torch.tensor([*tokens, *[0] * (self.batch - num)], device=self.device),
                 "positions": torch.tensor(positions, device=self.device),
+                **self._draws,
                 **self._persistent,
             }
         )
@@ -186,7 +192,10 @@ class Engine:
             "tokens": torch.tensor(ids, device=self.device),
             "positions": torch.arange(len(ids), device=self.device),
         }
-        outputs = self._prefills[key].run({**inputs, **self._persistent, **self._slots[slot]})
+        draws = {name: rows[slot : slot + 1] for name, rows in self._draws.items()}
+        outputs = self._prefills[key].run(
+            {**inputs, **draws, **self._persistent, **self._slots[slot]}
+        )
         self._num_cached[slot] = len(ids)
         return outputs
 
@@ -246,6 +255,15 @@ class Engine:
         for name in self.blueprint.weights.tensors:
             domain = self.blueprint.local.allocations[name]
             load_shard(source, name, domain, coordinate, self._persistent[name])
+
+
+def _draw_inputs(sampling: Sampling, batch: int, device: torch.device) -> dict[str, Tensor]:
+    """What a program takes that draws tokens, a row a sequence; see decoder.py."""
+    if not sampling.method.draws:
+        return {}
+    settings = torch.tensor([sampling.settings] * batch, dtype=torch.float32, device=device)
+    seeds = [sampling.seed_of(sequence) for sequence in range(batch)]
+    return {"sampling": settings, "seeds": torch.tensor(seeds, device=device)}
 
 
 def load_shard(

@@ -18,6 +18,7 @@ from distmega.hostir.comm import Communicator, GlooCommunicator, SingleCommunica
 from distmega.hostir.nccl import NcclCommunicator
 from distmega.models.decoder import Logits
 from distmega.models.load import ModelSource, open_model
+from distmega.models.sampling import MOST_LIKELY, Sampling
 from distmega.models.tokenizer import Tokenizer
 from distmega.ranks import Emit, RankContext
 from distmega.requests import (
@@ -40,7 +41,7 @@ def generate(context: RankContext, request: GenerateRequest, emit: Emit) -> Gene
     source = open_model(request.model)
     tokenizer = source.tokenizer()
     prompts = [encode_prompt(source, tokenizer, prompt, request) for prompt in request.prompts]
-    engine = open_engine(context, source, request.tp, request.options)
+    engine = open_engine(context, source, request.tp, request.options, sampling=request.sampling)
     loaded = first = time.perf_counter()
     answers = [_GrowingAnswer(tokenizer, prompt) for prompt in prompts]
     steps = itertools.islice(engine.generate_all(prompts), request.max_new_tokens)
@@ -107,6 +108,7 @@ def open_engine(
     tp: int,
     options: EngineOptions,
     logits: Logits = "none",
+    sampling: Sampling = MOST_LIKELY,
 ) -> Engine:
     """This rank's engine on a mesh of `tp` ranks, which must be all there are."""
     if tp != context.world_size:
@@ -118,7 +120,14 @@ def open_engine(
     mesh = DeviceMesh(tp=tp)
     comm = open_communicator(context, mesh)
     return Engine(
-        source, mesh, comm, options, node=context.node, device=context.device, logits=logits
+        source,
+        mesh,
+        comm,
+        options,
+        node=context.node,
+        device=context.device,
+        logits=logits,
+        sampling=sampling,
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from distmega.errors import RequestError
+from distmega.models.sampling import Sampling
 
 DEFAULT_CONTEXT = 2048
 """Positions of the KV cache unless asked otherwise, where the model allows as many."""
@@ -51,7 +52,7 @@ class EngineOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
-    """Continue each of `prompts` greedily; `chat` puts them into the model's chat template first.
+    """Continue each of `prompts`; `chat` puts them into the model's chat template first.
 
     options.batch is at least their number.
     """
@@ -61,6 +62,7 @@ class GenerateRequest:
     tp: int = 1
     max_new_tokens: int = 64
     chat: bool = False
+    sampling: Sampling = Sampling()
     options: EngineOptions = EngineOptions()
 
     def __post_init__(self) -> None:

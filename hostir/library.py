@@ -17,6 +17,7 @@ from torch import Tensor
 
 from distmega import expr
 from distmega.errors import ProgramError
+from distmega.hostir import choice
 from distmega.hostir.axis_views import (
     access_axes,
     axis_extents,
@@ -196,21 +197,6 @@ def embedding_shard(ids: Tensor, table: Tensor, base: int) -> Tensor:
     return torch.where(mine.unsqueeze(1), rows, torch.zeros((), dtype=table.dtype))
 
 
-def argmax(x: Tensor, base: int = 0, extent: int | None = None) -> tuple[Tensor, Tensor]:
-    """Largest element of the last dim and its index plus `base`, the lowest on ties.
-
-    x holds indices from `base` on; those not below `extent` are padding. With nothing but padding:
-    least value, `base`.
-    """
-    num_valid = x.shape[-1] if extent is None else max(0, min(x.shape[-1], extent - base))
-    if num_valid:
-        value, index = x[..., :num_valid].max(-1)
-        return value, index + base
-    least = -math.inf if x.dtype.is_floating_point else torch.iinfo(x.dtype).min
-    index = torch.full(x.shape[:-1], base, dtype=torch.int64, device=x.device)
-    return torch.full(x.shape[:-1], least, dtype=x.dtype, device=x.device), index
-
-
 def concat(xs: Sequence[Tensor], dim: int) -> Tensor:
     """Joins tensors along one dim."""
     return torch.cat(tuple(xs), dim)
@@ -334,7 +320,18 @@ def _compile_embedding(op: Op, coordinate: Coordinate) -> OpFunction:
 def _compile_argmax(op: Op, coordinate: Coordinate) -> OpFunction:
     base = _base(op, coordinate) if op.get("base_axis", "") else 0
     extent = int(_number(op, "extent", -1))
-    return lambda xs: argmax(xs[0], base, None if extent < 0 else extent)
+    return lambda xs: choice.argmax(xs[0], base, None if extent < 0 else extent)
+
+
+def _compile_top(op: Op, coordinate: Coordinate) -> OpFunction:
+    num_parts, num_top = op.axis("s").extent, op.axis("c").extent
+    return lambda xs: (choice.top(xs[0], num_parts, num_top),)
+
+
+def _compile_sample(op: Op, coordinate: Coordinate) -> OpFunction:
+    base = _base(op, coordinate) if op.get("base_axis", "") else 0
+    extent = int(_number(op, "extent", op.axis("v").extent))
+    return lambda xs: choice.sample(xs[0], xs[1], xs[2], xs[3], base, extent)
 
 
 def _compile_concat(op: Op, coordinate: Coordinate) -> OpFunction:
@@ -365,6 +362,9 @@ COMPILERS: dict[str, Callable[[Op, Coordinate], OpFunction]] = {
     "view": _compile_view,
     "set": _compile_move,
     "argmax": _compile_argmax,
+    "top": _compile_top,
+    "cutoff": lambda op, coordinate: lambda xs: (choice.cutoff(xs[0], xs[1]),),
+    "sample": _compile_sample,
     "take_shard": _compile_take_shard,
 }
 """Op kind -> binds an op at a rank's mesh coordinate."""

@@ -39,6 +39,7 @@ from distmega.sharding.mesh import DeviceMesh
 KERNEL_KINDS = frozenset({
     "linear", "pointwise", "reduce", "rms_norm", "rope", "attention", "kv_append", "embedding",
     "slice", "concat", "reshape", "transpose", "set", "argmax", "take_shard",
+    "top", "cutoff", "sample",
 })  # fmt: skip
 """Op kinds that a megakernel does, unless the caller knows better."""
 

@@ -7,6 +7,7 @@ words (one 128-byte line), and back. A record is
     words 1, 2  group and task (for traces and hang reports)
     words 3, 4  first row in the wait table, first row in the signal table
     word 5      types: 6 bits an operand in field order, 0 = absent, else 1 + space * 8 + dtype
+    word 31     types of the operands after the fifth, or the last field
     from 6 on   the fields of the instruction in order: a Ref takes two words (base, first), an int
                 one, a float one (fp32 bits), a tuple of ints one each; unused words are 0
 
@@ -59,20 +60,23 @@ class Header:
 
 
 class Field(NamedTuple):
-    """Where a field lies in a record. kind: "ref", "int" or "float"; types are bits of the types
-    word from `bit` on.
+    """Where a field lies in a record. kind: "ref", "int" or "float"; the type of an operand is the
+    TYPE_BITS of word `types` from `bit` on.
     """
 
     name: str
     kind: str
     start: int
     num_words: int
-    bit: int
     is_tuple: bool
+    types: int = 0
+    bit: int = 0
 
 
 TYPES_WORD = HEADER_WORDS
+MORE_TYPES_WORD = WORDS - 1
 TYPE_BITS = 6
+TYPES_A_WORD = 5
 
 
 @cache
@@ -86,15 +90,17 @@ def record_fields(opcode: int) -> tuple[Field, ...]:
         hint = hints[field.name]
         is_tuple = get_origin(hint) is tuple
         if hint is Ref or isinstance(hint, UnionType):
-            place = Field(field.name, "ref", start, 2, TYPE_BITS * num_refs, False)
+            word, at = divmod(num_refs, TYPES_A_WORD)
+            types = (TYPES_WORD, MORE_TYPES_WORD)[word]
+            place = Field(field.name, "ref", start, 2, False, types, TYPE_BITS * at)
             num_refs += 1
         else:
             name = "float" if hint is float else "int"
-            place = Field(field.name, name, start, len(get_args(hint)) or 1, 0, is_tuple)
+            place = Field(field.name, name, start, len(get_args(hint)) or 1, is_tuple)
         places.append(place)
         start += place.num_words
-    assert start <= WORDS, f"{kind.__name__} takes {start} words"
-    assert num_refs * TYPE_BITS < 32, f"{kind.__name__} has {num_refs} operands"
+    limit = WORDS if num_refs <= TYPES_A_WORD else MORE_TYPES_WORD
+    assert start <= limit, f"{kind.__name__} takes {start} words"
     return tuple(places)
 
 
@@ -112,7 +118,7 @@ def pack(instruction: Instruction, header: Header) -> Words:
         value = getattr(instruction, field.name)
         if field.kind == "ref":
             if value is not None:
-                words[TYPES_WORD] |= (1 + value.space * 8 + DTYPES.index(value.dtype)) << field.bit
+                words[field.types] |= (1 + value.space * 8 + DTYPES.index(value.dtype)) << field.bit
                 words[field.start : field.start + 2] = value.base, value.first
         elif field.kind == "float":
             words[field.start] = _float_bits(value)
@@ -185,7 +191,7 @@ def _unpack_field(field: Field, words: list[int]) -> Ref | int | float | tuple[i
         return _bits_float(values[0])
     if field.kind == "int":
         return tuple(values) if field.is_tuple else values[0]
-    code = (words[TYPES_WORD] >> field.bit & 2**TYPE_BITS - 1) - 1
+    code = (words[field.types] >> field.bit & 2**TYPE_BITS - 1) - 1
     if code < 0:
         return None
     return Ref(space=Space(code // 8), dtype=DTYPES[code % 8], base=values[0], first=values[1])

@@ -249,6 +249,52 @@ class Argmax:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Top:
+    """out[m, :] = the num_top largest of x[m, :extent], largest first; strides of x and out over
+    m.
+    """
+
+    x: Ref
+    out: Ref
+    rows: int
+    extent: int
+    num_top: int
+    strides: Pair
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cutoff:
+    """limits[m, :] of x[m, :extent] under settings[m, :], as ops.cutoff says; strides over m."""
+
+    x: Ref
+    settings: Ref
+    limits: Ref
+    rows: int
+    extent: int
+    strides: Triple
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """value[m], index[m] drawn from x[m, v] as ops.sample says; indices as those of Argmax.
+    Strides over m of the operands in their order.
+    """
+
+    x: Ref
+    limits: Ref
+    seeds: Ref
+    positions: Ref
+    value: Ref
+    index: Ref
+    rows: int
+    vocab: int
+    axis: int
+    stride: int
+    extent: int
+    strides: Six
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Push:
     """recv[my slot, i...] = x[i...] on every rank of the team along `axis`; slot s starts s *
     slot_stride elements on.
@@ -293,7 +339,7 @@ class ArgmaxRanks:
 
 Instruction = (
     Nop | Linear | Pointwise | Reduce | RmsNorm | Rope | KvAppend | Attention
-    | Embedding | Copy | TakeShard | Argmax | Push | SumRanks | ArgmaxRanks
+    | Embedding | Copy | TakeShard | Argmax | Top | Cutoff | Sample | Push | SumRanks | ArgmaxRanks
 )  # fmt: skip
 OPCODES: tuple[type[Instruction], ...] = get_args(Instruction)
 """The opcode of an instruction is its place here."""

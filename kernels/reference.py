@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from distmega.hostir import library
+from distmega.hostir import choice, library
 from distmega.hostir.torch_types import widen
 from distmega.kernels import opcodes
 from distmega.kernels.encoding import unpack_expression
@@ -179,7 +179,45 @@ def _argmax(i: opcodes.Argmax, memory: RankMemory) -> Run:
     base = _base(i.axis, i.stride, memory)
 
     def run() -> None:
-        best, place = library.argmax(x, base, i.extent)
+        best, place = choice.argmax(x, base, i.extent)
+        value.copy_(best)
+        index.copy_(place)
+
+    return run
+
+
+def _top(i: opcodes.Top, memory: RankMemory) -> Run:
+    x = memory.view(i.x, (i.rows, i.extent), (i.strides[0], 1))
+    out = memory.view(i.out, (i.rows, i.num_top), (i.strides[1], 1))
+
+    def run() -> None:
+        out.copy_(choice.top(x, 1, i.num_top).squeeze(1))
+
+    return run
+
+
+def _cutoff(i: opcodes.Cutoff, memory: RankMemory) -> Run:
+    x = memory.view(i.x, (i.rows, i.extent), (i.strides[0], 1))
+    settings = memory.view(i.settings, (i.rows, 3), (i.strides[1], 1))
+    limits = memory.view(i.limits, (i.rows, 2), (i.strides[2], 1))
+
+    def run() -> None:
+        limits.copy_(choice.cutoff(x, settings))
+
+    return run
+
+
+def _sample(i: opcodes.Sample, memory: RankMemory) -> Run:
+    x = memory.view(i.x, (i.rows, i.vocab), (i.strides[0], 1))
+    limits = memory.view(i.limits, (i.rows, 2), (i.strides[1], 1))
+    seeds, positions, value, index = (
+        memory.view(ref, (i.rows,), (stride,))
+        for ref, stride in zip((i.seeds, i.positions, i.value, i.index), i.strides[2:], strict=True)
+    )
+    base = _base(i.axis, i.stride, memory)
+
+    def run() -> None:
+        best, place = choice.sample(x, limits, seeds, positions, base, i.extent)
         value.copy_(best)
         index.copy_(place)
 
@@ -225,7 +263,7 @@ def _argmax_ranks(i: opcodes.ArgmaxRanks, memory: RankMemory) -> Run:
     index = memory.view(i.index, (i.rows,), rows[3:])
 
     def run() -> None:
-        best, slot = library.argmax(values)
+        best, slot = choice.argmax(values)
         value.copy_(best)
         index.copy_(indices.gather(1, slot.unsqueeze(1)).squeeze(1))
 
@@ -250,6 +288,9 @@ _BINDERS: Mapping[type, Callable[..., Run]] = {
     opcodes.Copy: _copy,
     opcodes.TakeShard: _take_shard,
     opcodes.Argmax: _argmax,
+    opcodes.Top: _top,
+    opcodes.Cutoff: _cutoff,
+    opcodes.Sample: _sample,
     opcodes.Push: _push,
     opcodes.SumRanks: _sum_ranks,
     opcodes.ArgmaxRanks: _argmax_ranks,

@@ -308,6 +308,61 @@ def _argmax(context: Context, part: Part) -> Instruction:
     )
 
 
+def _top(context: Context, part: Part) -> Instruction:
+    context.require_step_one("u", (0,))
+    context.require_step_one("c", (1,))
+    (m,) = part.dims["m"]
+    return opcodes.Top(
+        x=context.ref(part, 0),
+        out=context.ref(part, 1),
+        rows=m.length,
+        extent=context.op.axis("u").extent,
+        num_top=context.op.axis("c").extent,
+        strides=(m.strides[0], m.strides[1]),
+    )
+
+
+def _cutoff(context: Context, part: Part) -> Instruction:
+    context.require_step_one("i", (1,))
+    context.require_step_one("j", (2,))
+    (m,), candidates = part.dims["m"], part.dims["v"]
+    if len(candidates) != 1 or candidates[0].strides[0] != 1:
+        raise unfit(context.op, "candidates of a row are not neighbours")
+    return opcodes.Cutoff(
+        x=context.ref(part, 0),
+        settings=context.ref(part, 1),
+        limits=context.ref(part, 2),
+        rows=m.length,
+        extent=candidates[0].length,
+        strides=(m.strides[0], m.strides[1], m.strides[2]),
+    )
+
+
+def _cutoff_classes(op: Op) -> dict[str, str]:
+    return {axis.name: {"m": "m", "i": "", "j": ""}.get(axis.name, "v") for axis in op.axes}
+
+
+def _sample(context: Context, part: Part) -> Instruction:
+    context.require_step_one("v", (0,))
+    context.require_step_one("j", (1,))
+    (m,) = part.dims["m"]
+    vocab = context.op.axis("v").extent
+    return opcodes.Sample(
+        x=context.ref(part, 0),
+        limits=context.ref(part, 1),
+        seeds=context.ref(part, 2),
+        positions=context.ref(part, 3),
+        value=context.ref(part, 4),
+        index=context.ref(part, 5),
+        rows=m.length,
+        vocab=vocab,
+        axis=context.axis_number("base_axis"),
+        stride=int(context.number("base_stride", 0)),
+        extent=int(context.number("extent", vocab)),
+        strides=opcodes.six(m.strides),
+    )
+
+
 COMPUTE_RULES: Mapping[str, Rule] = {
     "linear": Rule({"m": 1, "n": 1, "k": 1}, _linear_classes, _linear),
     "pointwise": Rule({"i": 2}, all_axes, _pointwise),
@@ -318,4 +373,7 @@ COMPUTE_RULES: Mapping[str, Rule] = {
     "attention": Rule({"m": 1, "h": 1, "g": 1}, _attention_classes, _attention),
     "embedding": Rule({"m": 1, "d": 1}, _embedding_classes, _embedding),
     "argmax": Rule({"m": 1}, _argmax_classes, _argmax),
+    "top": Rule({"m": 1}, lambda op: {"m": "m", "s": "m", "u": "", "c": ""}, _top),
+    "cutoff": Rule({"m": 1, "v": 1}, _cutoff_classes, _cutoff),
+    "sample": Rule({"m": 1}, lambda op: {"m": "m", "v": "", "j": ""}, _sample),
 }

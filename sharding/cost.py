@@ -123,7 +123,7 @@ def op_flops(op: Op, extents: Mapping[str, int] | None = None) -> int:
         return rows * (2 * sizes["d"] + 2 * sizes["e"] + 4)
     if op.kind == "pointwise":
         return points * expr.num_flops(expr.parse(str(op.attr("expr"))))
-    if op.kind in ("reduce", "argmax"):
+    if op.kind in ("reduce", "argmax", "sample"):
         return points
     written = math.prod(sizes[a.name] for a in op.axes if a.role == "parallel")
     return 4 * written if op.kind in ("rms_norm", "rope") else 0

@@ -26,7 +26,7 @@ class Pad(IntEnum):
 AxisPads = Mapping[str, Pad]
 """Padding by iteration axis, of one operand; axes that are not padded are absent."""
 
-MASKED = frozenset({"embedding", "argmax"})
+MASKED = frozenset({"embedding", "argmax", "sample"})
 """Kinds that compare indices with the true extent, so that padding is never chosen."""
 
 _MOVES = frozenset({"slice", "concat", "reshape", "transpose", "view", "set", "reduce"})

@@ -10,6 +10,7 @@ from typing import Literal
 from distmega.builder import Handle, ProgramBuilder
 from distmega.errors import RequestError
 from distmega.models.config import ModelConfig
+from distmega.models.sampling import GREEDY, Method
 from distmega.models.weights import weight_specs
 from distmega.program import Program
 
@@ -24,14 +25,16 @@ def build_decoder(
     batch: int = 1,
     logits: Logits = "none",
     dtype: str = "f32",
+    method: Method = GREEDY,
 ) -> Program:
     """The program that appends num_tokens tokens to caches of max_context positions and predicts
     the next.
 
-    Inputs `tokens` and `positions`, i64 [m]. Outputs: `logits`, of all tokens or the last, unless
-    "none"; and `next`, i64 [1], the most likely token after the last one. batch > 1: one token of
-    each of so many sequences, which have caches of their own, [batch, h, t, d]; m, the rows of
-    logits and `next` are the sequences. RequestError when the context does not fit the model.
+    Inputs `tokens` and `positions`, i64 [m]; where `method` draws, also `sampling`, f32 [r, n], and
+    `seeds`, i64 [r]: Sampling.settings and .seed_of. Outputs: `logits`, of all tokens or the last,
+    unless "none"; and `next`, i64 [r], the token after the last one; r is 1. batch > 1: one token
+    of each of so many sequences, which have caches of their own, [batch, h, t, d]; m, r and the
+    rows of logits are the sequences. RequestError when the context does not fit the model.
     """
     if batch < 1 or (batch > 1 and num_tokens > 1):
         raise RequestError(
@@ -45,7 +48,7 @@ def build_decoder(
             f"1 <= tokens <= context <= {config.max_positions}, what the model was trained for"
         )
         raise RequestError(found, expected=expected, remedy="choose a shorter prompt or context")
-    return _Decoder(config, num_tokens, max_context, batch, dtype).build(logits)
+    return _Decoder(config, num_tokens, max_context, batch, dtype).build(logits, method)
 
 
 class _Decoder:
@@ -65,7 +68,7 @@ class _Decoder:
         caches = (batch,) if batch > 1 else ()
         self.cache_shape = (*caches, config.num_kv_heads, max_context, config.head_dim)
 
-    def build(self, logits: Logits) -> Program:
+    def build(self, logits: Logits, method: Method) -> Program:
         """Embedding, layers, head, in this order."""
         tokens = self.p.input("tokens", (self.num_rows,), "i64")
         embed = self.weight("embed")
@@ -78,8 +81,23 @@ class _Decoder:
         x = self.p.rms_norm(x, self.weight("norm"), self.config.norm_eps, name="normed")
         head = embed if self.config.tied else self.weight("head")
         scores = self.p.linear(x, head, spec="m k, v k -> m v", name="logits")
-        chosen = self.p.argmax(self.last_row(scores, "last_logits"), name="next")
+        chosen = self.choose(self.last_row(scores, "last_logits"), method)
         return self.p.build(chosen) if logits == "none" else self.p.build(scores, chosen)
+
+    def choose(self, scores: Handle, method: Method) -> Handle:
+        """The next token of each row of logits, [rows]."""
+        p, rows, vocab = self.p, scores.shape[0], self.config.vocab
+        if not method.draws:
+            return p.argmax(scores, name="next")
+        at = self.last_row(self.positions, "last_position")
+        limited = method.kind == "limited"
+        limits = p.input("sampling", (rows, 3 if limited else 2), "f32")
+        if limited:
+            num = method.num_candidates
+            candidates = p.top(scores, num, name="candidates") if 0 < num < vocab else scores
+            limits = p.cutoff(candidates, limits, name="limits")
+        seeds = p.input("seeds", (rows,), "i64")
+        return p.sample(scores, limits, seeds, at, name="next")
 
     def attention_block(self, layer: int, x: Handle) -> Handle:
         """x + attention(norm(x)), with the new keys and values appended to the layer's caches
@@ -138,7 +156,7 @@ class _Decoder:
         return self.p.rope(x, self.positions, self.rope_table, name=f"{at}.{letter}_rotated")
 
     def last_row(self, x: Handle, name: str) -> Handle:
-        """The last token's row of each sequence, [batch, n]."""
+        """The last token's row of each sequence, [batch, ...]."""
         rows = x.shape[0]
         return x if rows == self.batch else self.p.slice(x, 0, rows - 1, rows, name=name)
 

@@ -1,5 +1,6 @@
 """Sequences of different lengths decoded together, each as transformers has it alone."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from distmega.hostir.comm import SingleCommunicator
 from distmega.launch.contract import LauncherOptions, Result
 from distmega.launch.launchers import launch
 from distmega.models.load import open_model
+from distmega.models.sampling import MOST_LIKELY, Sampling
 from distmega.requests import EngineOptions
 from distmega.sharding.mesh import DeviceMesh
 from tests.e2e.running import relative_error
@@ -51,10 +53,11 @@ def test_each_sequence_is_as_alone(name: str, num_ranks: int, tmp_path: Path) ->
         assert relative_error(found, expected) < TOLERANCE
 
 
-def open_tiny(batch: int) -> Engine:
+def open_tiny(batch: int, sampling: Sampling = MOST_LIKELY) -> Engine:
     mesh = DeviceMesh(tp=1)
     options = EngineOptions(max_context=32, num_sms=3, batch=batch)
-    return Engine(open_model("tiny-llama"), mesh, SingleCommunicator(mesh), options)
+    comm = SingleCommunicator(mesh)
+    return Engine(open_model("tiny-llama"), mesh, comm, options, sampling=sampling)
 
 
 def test_generating_together_equals_generating_alone() -> None:
@@ -68,6 +71,17 @@ def test_generating_together_equals_generating_alone() -> None:
         assert tokens == list(alone.generate(prompt))[: len(tokens)]
         assert other == tokens
         assert len(tokens) == 32 - max(map(len, prompts)) + 1
+
+
+def test_each_sequence_draws_with_a_seed_of_its_own() -> None:
+    """The same prompt thrice: different answers, each that of its seed alone."""
+    sampling = Sampling(temperature=1.0, top_k=20, seed=7)
+    steps = open_tiny(3, sampling).generate_all([[5, 6, 7]] * 3)
+    found = [list(tokens) for tokens in zip(*steps, strict=True)]
+    assert len(set(map(tuple, found))) == 3
+    for number, tokens in enumerate(found):
+        alone = open_tiny(1, replace(sampling, seed=7 + number))
+        assert list(alone.generate([5, 6, 7])) == tokens
 
 
 def test_more_sequences_than_slots() -> None:

@@ -59,6 +59,15 @@ def test_a_local_run_answers_and_gives_its_rate() -> None:
     assert float(figures[1]) >= MIN_TOKENS_PER_S
 
 
+def test_draws_are_the_same_on_every_launcher_and_number_of_ranks() -> None:
+    options = ("--temperature", "1.5", "--top-k", "50", "--top-p", "0.9", "--seed", "7")
+    drawn = answer(run(*GENERATE, *options))
+    assert drawn != local_answer()
+    assert answer(run(*GENERATE, *options, "--tp", "2")) == drawn
+    assert answer(run(*GENERATE, *options, module=TORCHRUN)) == drawn
+    assert answer(run(*GENERATE, *options[:-1], "8")) != drawn
+
+
 def test_torchrun_gives_the_same_answer() -> None:
     assert answer(run(*GENERATE, module=TORCHRUN)) == local_answer()
 
@@ -102,6 +111,8 @@ def test_a_rank_that_dies_ends_the_others_and_is_named() -> None:
         (["smollm2", "x", "--tp", "6"], "tp=6 can't divide attention .* use tp=5 or less"),
         (["smollm2", "x", "--tp", "-1"], "--tp -1; expected at least 1"),
         (["smollm2", "x", "--max-new-tokens", "0"], "--max-new-tokens 0; expected at least 1"),
+        (["smollm2", "x", "--temperature", "-1"], "--temperature -1.0; expected at least 0"),
+        (["smollm2", "x", "--top-k", "5"], "--top-k with temperature 0.* add --temperature 1"),
         (["smollm2", "x", "--max-context", "9000"], "--max-context 9000; expected at most 8192"),
         (["smollm2", "word " * 60, "--max-context", "64"], "a prompt of .* positions together"),
     ],

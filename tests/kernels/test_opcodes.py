@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distmega.builder import ProgramBuilder
+from distmega.hostir import choice
 from distmega.kernels.tasks import Split, TaskGroup
 from distmega.program import Op, Program
 from tests.kernels.running import launch_all, make_ranks, random_values, tiled_kernel
@@ -217,6 +218,30 @@ def test_argmax(data):
     program = p.build(index)
     arrays, (out,) = run(data, program, {"x": values})
     assert (out == arrays["x"].argmax(-1)).all()
+
+
+@given(data=st.data())
+@many
+def test_sampling_equals_the_library(data):
+    """top, cutoff and sample together, cut at random."""
+    rows, vocab = data.draw(SMALL), data.draw(st.integers(4, 40))
+    p = ProgramBuilder("sampling")
+    x, settings = p.input("x", (rows, vocab)), p.input("settings", (rows, 3))
+    seeds, positions = p.input("seeds", (rows,), "i64"), p.input("positions", (rows,), "i64")
+    candidates = p.top(x, min(vocab, 3)) if data.draw(st.booleans()) else x
+    limits = p.cutoff(candidates, settings, name="limits")
+    program = p.build(limits, p.sample(x, limits, seeds, positions, name="next"))
+    values = {
+        "settings": torch.tensor([[0.7, 3.0, 0.8]] * rows),
+        "seeds": torch.arange(rows) + 2**40,
+        "positions": torch.arange(rows) * 9,
+    }
+    arrays, (least, chosen) = run(data, program, values)
+    logits = torch.from_numpy(arrays["x"]).float()
+    expected = choice.cutoff(logits, values["settings"])
+    np.testing.assert_array_equal(least, expected.double().numpy())
+    drawn = choice.sample(logits, expected, values["seeds"], values["positions"], 0, vocab)[1]
+    assert (chosen == drawn.numpy()).all()
 
 
 @given(data=st.data())

@@ -7,6 +7,7 @@ import pytest
 from distmega.errors import RequestError
 from distmega.models.decoder import Logits, build_decoder
 from distmega.models.presets import PRESETS
+from distmega.models.sampling import Method
 from distmega.models.weights import RopeTableReader, weight_specs
 from distmega.text import parse_program, print_program
 
@@ -51,6 +52,27 @@ def test_a_batch_has_a_cache_and_a_row_for_each_sequence(logits: Logits):
 def test_a_batch_takes_one_token_of_each_sequence(num_tokens: int, batch: int):
     with pytest.raises(RequestError, match=f"{num_tokens} tokens of each of {batch} sequences"):
         build_decoder(PRESETS["tiny-llama"], num_tokens, 32, batch=batch)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5])
+@pytest.mark.parametrize(
+    ("method", "kinds", "num_settings"),
+    [
+        (Method(kind="plain"), ["sample"], 2),
+        (Method(kind="limited"), ["cutoff", "sample"], 3),
+        (Method(kind="limited", num_candidates=8), ["top", "cutoff", "sample"], 3),
+        (Method(kind="limited", num_candidates=1024), ["cutoff", "sample"], 3),
+    ],
+)
+def test_methods_of_choice(num_tokens: int, method: Method, kinds: list[str], num_settings: int):
+    """Candidates are looked for only where the vocabulary has more."""
+    program = build_decoder(PRESETS["tiny-llama"], num_tokens, 32, method=method)
+    inputs = {t.name: (t.shape, t.dtype) for t in program.with_role("input")}
+    assert inputs["sampling"] == ((1, num_settings), "f32")
+    assert inputs["seeds"] == ((1,), "i64")
+    assert [op.kind for op in program.ops][-len(kinds) :] == kinds
+    assert "argmax" not in {op.kind for op in program.ops}
+    assert parse_program(print_program(program)) == program
 
 
 def test_only_the_last_row_reaches_the_head():

@@ -94,6 +94,20 @@ STATEMENTS: list[tuple[Built, str]] = [
         ops.argmax("y", X),
         "argmax[m0:8 v:64:reduce:argmax] x(m0, v) -> y.value(m0) y(m0)",
     ),
+    (
+        ops.top("y", t("x", 2, 64), 9),
+        "top[m:2 s:4 u:16:reduce c:9:scatter] x(m, s.u) -> y(m, s, c)",
+    ),
+    (
+        ops.cutoff("y", t("x", 2, 4, 9), t("settings", 2, 3)),
+        "cutoff[m:2 i:3:reduce v0:4:reduce v1:9:reduce j:2:scatter]"
+        " x(m, v0, v1) settings(m, i) -> y(m, j)",
+    ),
+    (
+        ops.sample("y", t("x", 2, 64), t("limits", 2, 2), ids("seeds", 2), ids("p", 2)),
+        "sample[m:2 v:64:reduce:argmax j:2:reduce]"
+        " x(m, v) limits(m, j) seeds(m) p(m) -> y.value(m) y(m)",
+    ),
     (moves.copy("y", X), "set[i0:8 i1:64] x(i0, i1) -> y(i0, i1)"),
     (moves.copy("y", CACHE, t("z", 3, 100, 16)), "set[i0:3 i1:100 i2:16]"
         " cache(i0, i1, i2) -> z(i0, i1, i2)"),
@@ -245,6 +259,23 @@ MISUSES: dict[str, tuple[Callable[[], Built], str]] = {
     "embedding: ids of two dims": (lambda: ops.embedding("y", ids("i", 2, 3), W), "(2, 3)"),
     "embedding: float ids": (lambda: ops.embedding("y", t("i", 5), W), "'i' of dtype f32"),
     "argmax: scalar": (lambda: ops.argmax("y", t("x")), "without dims"),
+    "top: more than there are": (lambda: ops.top("y", X, 65), "the 65 largest of rows of (8, 64)"),
+    "top: none": (lambda: ops.top("y", X, 0), "the 0 largest"),
+    "top: one dim": (lambda: ops.top("y", B, 1), "(32,)"),
+    "cutoff: settings": (lambda: ops.cutoff("y", X, t("s", 8, 2)), "settings (8, 2)"),
+    "cutoff: scalar": (lambda: ops.cutoff("y", t("x"), t("s", 0, 3)), "x ()"),
+    "sample: limits": (
+        lambda: ops.sample("y", X, t("l", 8, 3), ids("s", 8), ids("p", 8)),
+        "limits (8, 3)",
+    ),
+    "sample: a seed too few": (
+        lambda: ops.sample("y", X, t("l", 8, 2), ids("s", 7), ids("p", 8)),
+        "seeds (7,)",
+    ),
+    "sample: float seeds": (
+        lambda: ops.sample("y", X, t("l", 8, 2), t("s", 8), ids("p", 8)),
+        "'s' of dtype f32",
+    ),
     "set: shape": (lambda: moves.copy("y", X, B), "(32,)"),
     "slice: empty": (lambda: moves.slice_dim("y", X, 0, 3, 3), "3:3:1"),
     "slice: past the end": (lambda: moves.slice_dim("y", X, 0, 0, 9), "0:9:1"),

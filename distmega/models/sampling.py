@@ -1,0 +1,103 @@
+"""How the next token is chosen: what a user asks for, and what of it programs are built for.
+
+Comes in: options of a request. Goes out: a Method, by which decoder.py builds its last ops, and the
+values that these take as inputs. Neither torch nor a device is involved.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from distmega.errors import RequestError
+
+MIN_CANDIDATES = 64
+MAX_CANDIDATES = 1024
+"""A top_k of at most this many is found among the largest of each part of the vocabulary."""
+
+MAX_SEED = 2**63
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Method:
+    """What a program is built for; one program serves all values of Sampling with its method.
+
+    greedy: the most likely token. plain: drawn at some temperature. limited: drawn among the most
+    likely, the limits looked for among num_candidates of each part of the vocabulary, or among
+    all tokens where that is 0.
+    """
+
+    kind: Literal["greedy", "plain", "limited"] = "greedy"
+    num_candidates: int = 0
+
+    @property
+    def draws(self) -> bool:
+        return self.kind != "greedy"
+
+
+GREEDY = Method()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How tokens are chosen, in the terms of Hugging Face transformers and in that order.
+
+    Temperature 0 takes the most likely token. Otherwise tokens are drawn by the softmax of logits
+    over the temperature: of the top_k most likely (0: of all), and of these only of the most likely
+    that make up top_p of their probability. Tokens as likely as the last of either are kept too.
+    seed: draws depend on it, on logits and on positions alone, not on ranks. Of several sequences
+    decoded together, number i draws with seed + i.
+    """
+
+    temperature: float = 0.0
+    """0 takes the most likely token; above, tokens are drawn."""
+    top_k: int = 0
+    """Draw among this many most likely tokens; 0 is all."""
+    top_p: float = 1.0
+    """Draw among the most likely tokens that make up this probability."""
+    seed: int = 0
+    """Equal seeds draw equal tokens, on any number of ranks."""
+
+    def __post_init__(self) -> None:
+        for option, value, fits, expected in (
+            ("--temperature", self.temperature, 0 <= self.temperature < math.inf, "at least 0"),
+            ("--top-k", self.top_k, self.top_k >= 0, "at least 0"),
+            ("--top-p", self.top_p, 0 < self.top_p <= 1, "more than 0, at most 1"),
+            ("--seed", self.seed, 0 <= self.seed < MAX_SEED, "at least 0, below 2^63"),
+        ):
+            if not fits:
+                raise RequestError(
+                    f"{option} {value}", expected=expected, remedy="choose a value in that range"
+                )
+        unused = {"--top-k": self.top_k, "--top-p": self.top_p % 1, "--seed": self.seed}
+        for option in (name for name, value in unused.items() if value and not self.temperature):
+            raise RequestError(
+                f"{option} with temperature 0, where nothing is drawn",
+                expected="--temperature above 0",
+                remedy=f"add --temperature 1, or leave out {option}",
+            )
+
+    @property
+    def method(self) -> Method:
+        """What a program must be built for."""
+        if not self.temperature:
+            return GREEDY
+        if self.top_k == 0 and self.top_p == 1:
+            return Method(kind="plain")
+        num = 1 << max(MIN_CANDIDATES, self.top_k).bit_length() - 1
+        num = num if num >= self.top_k else 2 * num
+        return Method(kind="limited", num_candidates=num if 0 < self.top_k <= MAX_CANDIDATES else 0)
+
+    def seed_of(self, sequence: int) -> int:
+        """The seed of one of the sequences that are decoded together."""
+        return (self.seed + sequence) % MAX_SEED
+
+    @property
+    def settings(self) -> tuple[float, ...]:
+        """A row of the program's input `sampling`: see ops.cutoff, or ops.sample's limits."""
+        if self.method.kind == "plain":
+            return self.temperature, -math.inf
+        return self.temperature, float(self.top_k), self.top_p
+
+
+MOST_LIKELY = Sampling()
+"""Nothing is drawn."""

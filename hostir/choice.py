@@ -1,0 +1,98 @@
+"""How one element of a row is chosen: the largest, or one drawn at random among the most likely.
+
+Torch functions of the kinds argmax, top, cutoff and sample, for library.py and for the CPU
+megakernel's instructions. A draw is the argmax of logit + temperature * Gumbel noise, and the noise
+comes from a counter-based generator (Philox4x32-10) keyed by the seed and counted by position and
+index: the same on any number of ranks, whoever computes it.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+MASK = 0xFFFFFFFF
+ROUNDS = 10
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+WEYL = (0x9E3779B9, 0xBB67AE85)
+
+
+def argmax(x: Tensor, base: int = 0, extent: int | None = None) -> tuple[Tensor, Tensor]:
+    """Largest element of the last dim and its index plus `base`, the lowest on ties.
+
+    x holds indices from `base` on; those not below `extent` are padding. With nothing but padding:
+    least value, `base`.
+    """
+    num_valid = x.shape[-1] if extent is None else max(0, min(x.shape[-1], extent - base))
+    if num_valid:
+        value, index = x[..., :num_valid].max(-1)
+        return value, index + base
+    least = -math.inf if x.dtype.is_floating_point else torch.iinfo(x.dtype).min
+    index = torch.full(x.shape[:-1], base, dtype=torch.int64, device=x.device)
+    return torch.full(x.shape[:-1], least, dtype=x.dtype, device=x.device), index
+
+
+def top(x: Tensor, num_parts: int, num_top: int) -> Tensor:
+    """The num_top largest of each of num_parts equal parts of rows [m, v], largest first."""
+    parts = x.reshape(x.shape[0], num_parts, -1)
+    return parts.topk(num_top, -1).values
+
+
+def cutoff(x: Tensor, settings: Tensor) -> Tensor:
+    """limits [m, 2] f32 of candidates x [m, ...] under settings [m, 3]; see ops.cutoff.
+
+    A temperature of 0 leaves the largest alone. Probabilities are summed in float64, largest first.
+    """
+    ordered = x.flatten(1).float().sort(-1, descending=True).values
+    wide, places = ordered.double(), torch.arange(ordered.shape[1], device=x.device)
+    temperature, top_k, top_p = settings.double().unsqueeze(-1).unbind(1)
+    last = torch.where(top_k > 0, top_k, ordered.shape[1]).clamp(max=ordered.shape[1]).long() - 1
+    likely = wide >= wide.gather(1, last)
+    heat = temperature.clamp(min=torch.finfo(torch.float32).tiny)
+    weights = torch.where(likely, torch.exp((wide - wide[:, :1]) / heat), 0.0)
+    above = weights.cumsum(-1) - weights
+    within = above < top_p * weights.sum(-1, keepdim=True)
+    kept = likely & (within | (top_p >= 1) | (places == 0))
+    least = ordered.gather(1, kept.sum(-1, keepdim=True) - 1)
+    return torch.cat((settings[:, :1], least), 1)
+
+
+def sample(
+    x: Tensor, limits: Tensor, seeds: Tensor, positions: Tensor, base: int, extent: int
+) -> tuple[Tensor, Tensor]:
+    """Drawn index of rows x [m, v] and its value f32, logit + temperature * noise, [m]; see
+    ops.sample. base, extent: as of argmax.
+    """
+    rows, columns = (x.float() >= limits[:, 1:]).nonzero(as_tuple=True)
+    noise = gumbel(seeds[rows], positions[rows], columns + base)
+    drawn = x[rows, columns].double() + limits[rows, 0].double() * noise
+    values = torch.full(x.shape, -math.inf, device=x.device)
+    values[rows, columns] = drawn.float()
+    return argmax(values, base, extent)
+
+
+def gumbel(seeds: Tensor, positions: Tensor, indices: Tensor) -> Tensor:
+    """Standard Gumbel noise, float64, of i64 tensors that broadcast: -log(-log(1 - u)).
+
+    u = (r + 1/2) / 2^32, r being the first Philox word of counter (index, position, 0, 0) and key
+    seed. Small u are exact in fp32 too, so a kernel in fp32 has the same large values.
+    """
+    u = (philox(seeds, positions, indices).double() + 0.5) * 2.0**-32
+    return -torch.log(-torch.log1p(-u))
+
+
+def philox(seeds: Tensor, positions: Tensor, indices: Tensor) -> Tensor:
+    """First word, as i64, of Philox4x32-10 at counter (index, position, 0, 0) with key seed.
+
+    Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (SC 2011).
+    """
+    c0, c1 = indices & MASK, positions & MASK
+    c2 = c3 = torch.zeros_like(c0)
+    k0, k1 = seeds & MASK, (seeds >> 32) & MASK
+    for _ in range(ROUNDS):
+        # products wrap to 64 bits, which keeps all of them
+        first, second = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
+        c0, c1 = ((second >> 32) & MASK) ^ c1 ^ k0, second & MASK
+        c2, c3 = ((first >> 32) & MASK) ^ c3 ^ k1, first & MASK
+        k0, k1 = (k0 + WEYL[0]) & MASK, (k1 + WEYL[1]) & MASK
+    return c0

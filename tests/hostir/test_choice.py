@@ -1,0 +1,167 @@
+"""Drawing tokens: the generator, the limits against transformers, the distribution, and ranks."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from distmega.builder import ProgramBuilder
+from distmega.hostir import choice
+from distmega.hostir.library import run_op
+from distmega.hostir.lower import lower_program
+from distmega.hostir.passes import run_passes
+from distmega.program import Program
+from distmega.sharding.cost import CPU
+from distmega.sharding.localize import localize
+from distmega.sharding.mesh import DeviceMesh
+from distmega.sharding.placements import shard
+from distmega.sharding.planner import plan_program
+from tests.hostir.threads import join, run_mesh
+
+CHI2_999 = {9: 27.88, 19: 43.82, 99: 148.23}
+"""Quantile 0.999 of chi-square by degrees of freedom."""
+
+
+def philox_by_hand(seed: int, position: int, index: int) -> int:
+    """Philox4x32-10 with Python's integers, as the paper has it."""
+    counter, key = [index, position, 0, 0], [seed & 0xFFFFFFFF, seed >> 32]
+    for _ in range(10):
+        high0, low0 = divmod(0xD2511F53 * counter[0], 2**32)
+        high1, low1 = divmod(0xCD9E8D57 * counter[2], 2**32)
+        counter = [high1 ^ counter[1] ^ key[0], low1, high0 ^ counter[3] ^ key[1], low0]
+        key = [(key[0] + 0x9E3779B9) % 2**32, (key[1] + 0xBB67AE85) % 2**32]
+    return counter[0]
+
+
+def test_the_generator_gives_the_published_value():
+    zero = torch.zeros(1, dtype=torch.int64)
+    assert choice.philox(zero, zero, zero).item() == 0x6627E8D5
+
+
+@pytest.mark.parametrize("seed", [1, 2**31, 2**32 - 1, 2**40 + 5, 2**63 - 1])
+def test_the_generator_is_philox(seed: int):
+    indices = torch.tensor([0, 1, 77, 151935, 2**31 - 1])
+    positions = torch.tensor([0, 3, 2**20, 1, 2**31 - 1])
+    found = choice.philox(torch.full_like(indices, seed), positions, indices)
+    pairs = zip(positions.tolist(), indices.tolist(), strict=True)
+    assert found.tolist() == [philox_by_hand(seed, *pair) for pair in pairs]
+
+
+def test_noise_is_gumbel():
+    indices = torch.arange(200_000)
+    noise = choice.gumbel(torch.tensor(5), torch.tensor(9), indices)
+    assert noise.mean().item() == pytest.approx(0.57722, abs=0.01)
+    assert noise.std().item() == pytest.approx(math.pi / math.sqrt(6), abs=0.01)
+    assert noise.isfinite().all()
+
+
+def warped(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
+    """Probabilities by transformers."""
+    ids = torch.zeros(1, 1, dtype=torch.int64)
+    scores = TemperatureLogitsWarper(temperature)(ids, logits)
+    scores = TopKLogitsWarper(top_k)(ids, scores) if top_k else scores
+    return (TopPLogitsWarper(top_p)(ids, scores) if top_p < 1 else scores).softmax(-1)
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
+@pytest.mark.parametrize("top_k", [0, 1, 5, 50, 5000])
+@pytest.mark.parametrize("top_p", [0.01, 0.5, 0.9, 1.0])
+def test_limits_are_those_of_transformers(temperature: float, top_k: int, top_p: float):
+    logits = torch.randn(4, 1000, generator=torch.Generator().manual_seed(1)) * 3
+    settings = torch.tensor([[temperature, top_k, top_p]] * 4)
+    limits = choice.cutoff(logits, settings)
+    expected = warped(logits, temperature, top_k, top_p) > 0
+    assert ((logits >= limits[:, 1:]) == expected).all()
+    assert (limits[:, 0] == settings[:, 0]).all()
+    if 0 < top_k <= 50:
+        candidates = choice.top(logits, 4, 50)
+        assert (choice.cutoff(candidates, settings) == limits).all()
+
+
+def test_what_equals_the_last_is_kept():
+    logits = torch.tensor([[3.0, 2.0, 2.0, 2.0, 1.0]])
+    for top_k, top_p, least in ((2, 1.0, 2.0), (5, 0.6, 2.0), (0, 0.4, 3.0), (0, 1.0, 1.0)):
+        assert choice.cutoff(logits, torch.tensor([[1.0, top_k, top_p]]))[0, 1] == least
+
+
+def draw(logits: Tensor, settings: Tensor, seed: int, positions: Tensor) -> Tensor:
+    rows = logits.expand(len(positions), -1)
+    limits = choice.cutoff(logits, settings).expand(len(positions), -1)
+    seeds = torch.full_like(positions, seed)
+    return choice.sample(rows, limits, seeds, positions, 0, logits.shape[1])[1]
+
+
+@pytest.mark.parametrize(
+    ("vocab", "temperature", "top_k", "top_p"),
+    [(10, 1.0, 0, 1.0), (100, 0.7, 0, 1.0), (100, 1.3, 20, 1.0), (1000, 2.0, 20, 1.0)],
+)
+def test_draws_have_the_distribution(vocab: int, temperature: float, top_k: int, top_p: float):
+    """Chi-square over the positions of three seeds."""
+    logits = torch.randn(1, vocab, generator=torch.Generator().manual_seed(2))
+    expected = warped(logits, temperature, top_k, top_p)[0]
+    settings, num_draws = torch.tensor([[temperature, top_k, top_p]]), 20_000
+    for seed in (0, 1, 2**40):
+        drawn = draw(logits, settings, seed, torch.arange(num_draws))
+        counts = drawn.bincount(minlength=vocab)
+        possible = expected > 0
+        assert counts[~possible].sum() == 0
+        wanted = expected[possible] * num_draws
+        statistic = ((counts[possible] - wanted) ** 2 / wanted).sum().item()
+        assert statistic < CHI2_999[int(possible.sum()) - 1]
+
+
+def test_the_chi_square_test_sees_a_wrong_temperature():
+    logits = torch.randn(1, 100, generator=torch.Generator().manual_seed(2))
+    drawn = draw(logits, torch.tensor([[0.8, 0, 1.0]]), 0, torch.arange(20_000))
+    wanted = warped(logits, 0.7, 0, 1.0)[0] * 20_000
+    assert ((drawn.bincount(minlength=100) - wanted) ** 2 / wanted).sum() > CHI2_999[99]
+
+
+def test_temperature_zero_takes_the_largest():
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(3))
+    limits = choice.cutoff(logits, torch.tensor([[0.0, 0.0, 1.0]] * 3))
+    zero = torch.zeros(3, dtype=torch.int64)
+    _, found = choice.sample(logits, limits, zero, zero, 0, 50)
+    assert (found == logits.argmax(-1)).all()
+
+
+def sampling_program(rows: int, vocab: int, num_top: int) -> Program:
+    p = ProgramBuilder("sampling")
+    x, w = p.input("x", (rows, 16)), p.weight("w", (vocab, 16))
+    settings = p.input("settings", (rows, 3))
+    seeds, positions = p.input("seeds", (rows,), "i64"), p.input("positions", (rows,), "i64")
+    logits = p.linear(x, w, name="logits")
+    candidates = p.top(logits, num_top, name="candidates") if num_top else logits
+    limits = p.cutoff(candidates, settings, name="limits")
+    return p.build(p.sample(logits, limits, seeds, positions, name="next"))
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@pytest.mark.parametrize("num_top", [0, 4])
+def test_ranks_draw_together(tp: int, num_top: int):
+    """Logits and candidates divided over ranks: the tokens of one rank, by exchanging candidates
+    and one pair a rank alone.
+    """
+    rows, vocab = 5, 64
+    program = sampling_program(rows, vocab, num_top)
+    generator = torch.Generator().manual_seed(4)
+    tensors = {
+        "x": torch.randn(rows, 16, generator=generator),
+        "w": torch.randn(vocab, 16, generator=generator),
+        "settings": torch.tensor([[1.0, 3.0, 0.9]] * rows),
+        "seeds": torch.arange(rows),
+        "positions": torch.arange(rows),
+    }
+    expected = dict(tensors)
+    for op in program.ops:
+        expected |= run_op(op, expected, {})
+    pins = {"logits": shard(1, "tp")} | ({"candidates": shard(1, "tp")} if num_top else {})
+    local = localize(plan_program(program, DeviceMesh(tp=tp), CPU, pins))
+    host = run_passes(lower_program(local, megakernel=False, peer_memory=False))
+    found = join(run_mesh(host, local, tensors), local, ["next"])["next"]
+    assert (found == expected["next"]).all()
+    if num_top and tp > 1:
+        moved = {op.reads[0].tensor for op in local.program.ops if op.kind == "all_gather"}
+        assert moved == {"candidates"}
