@@ -1,16 +1,19 @@
 """From a configuration to everything that is decided before weights are read, without torch.
 
 Comes in: a ModelConfig, a mesh, a Machine, options. Goes out: plans, host programs and compiled
-megakernels, the same on every rank. engine.py runs them, explain.py prints them.
+megakernels, the same on every rank of a stage. On a mesh with an axis `pp` the layers are cut into
+stages (sharding/stages.py), each planned on its own ranks; on any other there is one stage.
+engine.py runs them, explain.py prints them.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from distmega.errors import RequestError
 from distmega.hostir.lower import lower_program
 from distmega.hostir.nodes import HostProgram
 from distmega.hostir.passes import run_passes
+from distmega.hostir.pipeline import Part, link_stage
 from distmega.kernels.arena import ArenaLayout, Space, layout_arena, tensor_space
 from distmega.kernels.hopper.weight_order import order_weights
 from distmega.kernels.lowering import is_encodable
@@ -24,6 +27,10 @@ from distmega.sharding.localize import LocalProgram, localize
 from distmega.sharding.mesh import DeviceMesh
 from distmega.sharding.placements import fits, layout_of_part, shard
 from distmega.sharding.planner import Plan, plan_program
+from distmega.sharding.stages import AXIS, Stage, cut_places, split_stages
+
+MICRO_BATCHES = 4
+"""Parts in which a pipeline prefills a prompt unless asked otherwise."""
 
 
 def context_limit(config: ModelConfig, options: EngineOptions) -> int:
@@ -42,6 +49,29 @@ SEQUENCE_DIM = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StagePlan:
+    """The plan of one stage on its own ranks. mesh: of all ranks; cuts: where stages begin."""
+
+    plan: Plan
+    mesh: DeviceMesh
+    stage: Stage
+    cuts: tuple[str, ...]
+
+    def fingerprint(self) -> str:
+        """A stable hash of everything the ranks of this stage must agree on."""
+        return f"{self.plan.fingerprint()} {self.mesh} {self.stage.transfers}"
+
+    def lower(self, local: LocalProgram, *, megakernel: bool, peer_memory: bool) -> HostProgram:
+        """One rank's host program, its peers named on the mesh of all ranks."""
+        return lower_program(
+            replace(local, mesh=self.mesh),
+            megakernel=megakernel,
+            peer_memory=peer_memory,
+            is_encodable=is_encodable,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeBlueprint:
     """One decode step: the plan, one rank's program, its host program, and arenas for what lives
     across calls. Prefill is planned on top of it, with the same weights and caches.
@@ -51,7 +81,7 @@ class DecodeBlueprint:
     machine: Machine
     options: EngineOptions
     method: Method
-    plan: Plan
+    staged: StagePlan
     local: LocalProgram
     host: HostProgram
     weights: ArenaLayout
@@ -62,6 +92,16 @@ class DecodeBlueprint:
         return context_limit(self.config, self.options)
 
 
+def model_mesh(tp: int, pp: int) -> DeviceMesh:
+    """Stages of `tp` ranks each, one stage's ranks after the other's."""
+    return DeviceMesh(pp=pp, tp=tp) if pp > 1 else DeviceMesh(tp=tp)
+
+
+def num_stages_of(mesh: DeviceMesh) -> int:
+    """Stages of the pipeline that runs on a mesh."""
+    return mesh.size(AXIS) if AXIS in mesh.names else 1
+
+
 def plan_decode(
     config: ModelConfig,
     mesh: DeviceMesh,
@@ -70,8 +110,10 @@ def plan_decode(
     logits: Logits = "none",
     memory_limit_bytes: int | None = None,
     method: Method = GREEDY,
-) -> Plan:
-    """The plan of one decode step. Raises PlanError where `mesh` or the limit can't be used.
+    index: int = 0,
+) -> StagePlan:
+    """The plan of one decode step, of stage `index`. Raises PlanError where `mesh` or the limit
+    can't be used.
 
     Caches of several sequences are divided by heads, as those of one are, since a prefill writes
     all of a sequence's.
@@ -86,33 +128,39 @@ def plan_decode(
         dtype=machine.dtype,
         method=method,
     )
-    caches = program.with_role("state") if batch > 1 else ()
+    cuts = cut_places(program, num_stages_of(mesh))
+    stage = split_stages(program, cuts)[index]
+    ranks = mesh.part(AXIS, index) if AXIS in mesh.names else mesh
+    caches = stage.program.with_role("state") if batch > 1 else ()
     by_heads = {
         cache.name: shard(SEQUENCE_DIM + 1, axis)
         for cache in caches
-        for axis, size in mesh.axes
+        for axis, size in ranks.axes
         if size > 1 and fits(config.num_kv_heads, size)
     }
-    return plan_program(
-        program, mesh, machine, annotations=by_heads, memory_limit_bytes=memory_limit_bytes
+    plan = plan_program(
+        stage.program,
+        ranks,
+        machine,
+        annotations=by_heads,
+        memory_limit_bytes=memory_limit_bytes,
     )
+    return StagePlan(plan=plan, mesh=mesh, stage=stage, cuts=cuts)
 
 
 def draw_decode(
     config: ModelConfig,
-    plan: Plan,
+    staged: StagePlan,
     options: EngineOptions,
     *,
     peer_memory: bool,
     method: Method = GREEDY,
 ) -> DecodeBlueprint:
-    """Lowers a decode plan made for `method`. With peer memory the layer stack is one megakernel
-    launch, otherwise it is split where ranks communicate.
+    """Lowers a decode plan made for `method`. With peer memory the stage's layers are one
+    megakernel launch, otherwise it is split where ranks communicate.
     """
-    local = localize(plan)
-    host = run_passes(
-        lower_program(local, megakernel=True, peer_memory=peer_memory, is_encodable=is_encodable)
-    )
+    local = localize(staged.plan)
+    host = staged.lower(local, megakernel=True, peer_memory=peer_memory)
     persistent = [*order_weights(local.program), *local.program.with_role("state")]
     arenas = {
         space: layout_arena(space, (t for t in persistent if tensor_space(t) is space))
@@ -120,12 +168,12 @@ def draw_decode(
     }
     return DecodeBlueprint(
         config=config,
-        machine=plan.machine,
+        machine=staged.plan.machine,
         options=options,
         method=method,
-        plan=plan,
+        staged=staged,
         local=local,
-        host=host,
+        host=run_passes(link_stage([Part(stage=staged.stage, host=host)])),
         weights=arenas[Space.WEIGHT],
         states=arenas[Space.STATE],
     )
@@ -136,7 +184,7 @@ def compile_kernels(blueprint: DecodeBlueprint, num_sms: int) -> Mapping[str, Me
     return {
         segment.name: compile_megakernel(
             segment,
-            blueprint.plan.mesh,
+            blueprint.staged.mesh,
             num_sms=num_sms,
             weights=blueprint.weights,
             states=blueprint.states,
@@ -147,14 +195,30 @@ def compile_kernels(blueprint: DecodeBlueprint, num_sms: int) -> Mapping[str, Me
 
 def draw_library_decode(blueprint: DecodeBlueprint) -> HostProgram:
     """The same decode step with every op a library op."""
-    return run_passes(lower_program(blueprint.local, megakernel=False, peer_memory=False))
+    staged = blueprint.staged
+    host = staged.lower(blueprint.local, megakernel=False, peer_memory=False)
+    return run_passes(link_stage([Part(stage=staged.stage, host=host)]))
 
 
 def draw_prefill(blueprint: DecodeBlueprint, num_tokens: int, logits: Logits) -> HostProgram:
     """Host program of `num_tokens` tokens of one sequence at once by library ops, on the decode
-    plan's layouts; its caches are those of one sequence, [h, t, d].
+    plan's layouts; in micro-batches where there are several stages. Its caches are those of one
+    sequence, [h, t, d].
     """
-    layouts = blueprint.plan.persistent_layouts()
+    wanted = blueprint.options.micro_batches
+    wanted = wanted or (MICRO_BATCHES if blueprint.staged.stage.num_stages > 1 else 1)
+    size = -(-num_tokens // wanted)
+    count, rest = divmod(num_tokens, size)
+    parts = [_prefill_part(blueprint, size, count, logits)]
+    if rest:
+        parts.append(_prefill_part(blueprint, rest, 1, logits))
+    by_rows = ("tokens", "positions", *(["logits"] if logits == "all" else []))
+    return run_passes(link_stage(parts, dict.fromkeys(by_rows, 0)))
+
+
+def _prefill_part(blueprint: DecodeBlueprint, num_tokens: int, count: int, logits: Logits) -> Part:
+    """Micro-batches of `num_tokens` tokens, on this stage."""
+    layouts = blueprint.staged.plan.persistent_layouts()
     if blueprint.options.batch > 1:
         for cache in blueprint.local.program.with_role("state"):
             layouts[cache.name] = layout_of_part(layouts[cache.name], SEQUENCE_DIM)
@@ -166,10 +230,13 @@ def draw_prefill(blueprint: DecodeBlueprint, num_tokens: int, logits: Logits) ->
         dtype=blueprint.machine.dtype,
         method=blueprint.method,
     )
+    staged = blueprint.staged
+    stage = split_stages(program, staged.cuts)[staged.stage.index]
     plan = plan_program(
-        program,
-        blueprint.plan.mesh,
+        stage.program,
+        staged.plan.mesh,
         blueprint.machine,
         annotations=layouts,
     )
-    return run_passes(lower_program(localize(plan), megakernel=False, peer_memory=False))
+    host = staged.lower(localize(plan), megakernel=False, peer_memory=False)
+    return Part(stage=stage, host=host, count=count)

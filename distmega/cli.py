@@ -15,10 +15,10 @@ import tyro
 from rich.console import Console
 from rich.text import Text
 
-from distmega.blueprint import plan_decode
+from distmega.blueprint import model_mesh, num_stages_of, plan_decode
 from distmega.errors import DistmegaError, RequestError
 from distmega.explain import explain_decode
-from distmega.launch.contract import LauncherOptions
+from distmega.launch.contract import LauncherOptions, RayOptions
 from distmega.launch.launchers import (
     choose_device,
     choose_launcher,
@@ -50,7 +50,9 @@ class Ranks:
     """Who runs."""
 
     tp: int = 0
-    """Tensor-parallel ranks; 0 is WORLD_SIZE under torchrun, else 1."""
+    """Tensor-parallel ranks of each stage; 0 is WORLD_SIZE / pp under torchrun, else 1."""
+    pp: int = 1
+    """Pipeline stages; layers are cut into as many groups, each on tp ranks."""
     launcher: Literal["auto", "local", "torchrun", "ray"] = "auto"
     """Who starts them; auto is torchrun in a process that torchrun started, else local."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -88,7 +90,9 @@ class Explain:
     model: Model
     """Preset, GGUF file, Hugging Face folder, or config.json."""
     tp: int = 1
-    """Tensor-parallel ranks."""
+    """Tensor-parallel ranks of each stage."""
+    pp: int = 1
+    """Pipeline stages."""
     machine: Literal["cpu", "h200"] = "cpu"
     """Whose cost model plans."""
     memory_limit_gb: float = 0.0
@@ -146,20 +150,21 @@ def run_command(command: Command, console: Console) -> None:
 
 
 def _generate(command: Generate, console: Console) -> None:
-    options = _launcher_options(command.ranks)
+    options, tp = _launcher_options(command.ranks)
     prompts = command.prompts
     if command.prompts_file:
         prompts += tuple(filter(str.strip, _read_text(command.prompts_file).splitlines()))
     request = GenerateRequest(
         model=command.model,
         prompts=prompts,
-        tp=options.num_ranks,
+        tp=tp,
+        pp=command.ranks.pp,
         max_new_tokens=command.max_new_tokens,
         chat=command.chat,
         sampling=command.sampling,
         options=replace(command.engine, batch=max(command.engine.batch, len(prompts))),
     )
-    _check_model(request.model, request.tp, request.options)
+    _check_model(request.model, model_mesh(request.tp, request.pp), request.options)
     for value in _run("distmega.jobs:generate", request, options):
         match value:
             case Token(text=text) if len(prompts) == 1:
@@ -170,7 +175,7 @@ def _generate(command: Generate, console: Console) -> None:
                     console.file.write(answers[0].tail + "\n")
                 else:
                     _print_answers(prompts, result, console)
-                console.print(_summary(result, request.tp), markup=False)
+                console.print(_summary(result, request.tp * request.pp), markup=False)
 
 
 def _print_answers(prompts: Sequence[str], result: GenerateResult, console: Console) -> None:
@@ -183,8 +188,9 @@ def _print_answers(prompts: Sequence[str], result: GenerateResult, console: Cons
 def _summary(result: GenerateResult, num_ranks: int) -> str:
     num_tokens = sum(len(answer.ids) for answer in result.answers)
     num_prompt_tokens = sum(answer.num_prompt_tokens for answer in result.answers)
+    ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
     return (
-        f"[{num_tokens} tokens after {num_prompt_tokens} on {num_ranks} ranks: "
+        f"[{num_tokens} tokens after {num_prompt_tokens} on {ranks}: "
         f"{result.tokens_per_s:.1f} tokens/s, first token after {result.first_token_s:.2f} s, "
         f"loading {result.load_s:.1f} s]"
     )
@@ -194,7 +200,7 @@ def _explain(command: Explain, console: Console) -> None:
     limit = round(command.memory_limit_gb * 1e9) or None
     sections = explain_decode(
         read_config(command.model),
-        DeviceMesh(tp=command.tp),
+        model_mesh(command.tp, command.pp),
         MACHINES[command.machine],
         command.engine,
         memory_limit_bytes=limit,
@@ -206,32 +212,46 @@ def _explain(command: Explain, console: Console) -> None:
 
 
 def _perplexity(command: Perplexity, console: Console) -> None:
-    options = _launcher_options(command.ranks)
+    options, tp = _launcher_options(command.ranks)
     request = ScoreRequest(
         model=command.model,
         text=_read_text(command.file),
-        tp=options.num_ranks,
+        tp=tp,
+        pp=command.ranks.pp,
         options=command.engine,
     )
-    _check_model(request.model, request.tp, request.options)
+    _check_model(request.model, model_mesh(request.tp, request.pp), request.options)
     for value in _run("distmega.jobs:score", request, options):
         if isinstance(value, ScoreResult):
             console.print(f"perplexity {value.perplexity:.3f} over {value.num_tokens} tokens")
 
 
-def _launcher_options(ranks: Ranks) -> LauncherOptions:
+def _launcher_options(ranks: Ranks) -> tuple[LauncherOptions, int]:
+    """What the launcher is asked, and the ranks of each stage; the ranks of a stage go together."""
     launcher = choose_launcher(ranks.launcher)
-    return LauncherOptions(
+    least = 0 if launcher == "torchrun" else ranks.pp
+    num_ranks = choose_num_ranks(launcher, ranks.tp * ranks.pp or least)
+    if ranks.pp < 1 or num_ranks % ranks.pp:
+        raise RequestError(
+            f"{num_ranks} ranks in {ranks.pp} stages",
+            expected="at least one stage, and as many ranks in each",
+            remedy="correct --pp or the number of ranks",
+        )
+    tp = num_ranks // ranks.pp
+    options = LauncherOptions(
         launcher=launcher,
-        num_ranks=choose_num_ranks(launcher, ranks.tp),
+        num_ranks=num_ranks,
         device=choose_device(ranks.device),
         max_restarts=ranks.max_restarts,
+        ray=RayOptions(ranks_per_bundle=max(tp, 1) if ranks.pp > 1 else 1),
     )
+    return options, tp
 
 
-def _check_model(model: str, num_ranks: int, options: EngineOptions) -> None:
+def _check_model(model: str, mesh: DeviceMesh, options: EngineOptions) -> None:
     """Finds a wrong model or degree before any rank starts."""
-    plan_decode(read_config(model), DeviceMesh(tp=num_ranks), CPU, options)
+    for stage in range(num_stages_of(mesh)):
+        plan_decode(read_config(model), mesh, CPU, options, index=stage)
 
 
 def _run(target: str, request: object, options: LauncherOptions) -> Iterator[object]:

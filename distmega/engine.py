@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from distmega.blueprint import (
+    StagePlan,
     compile_kernels,
     draw_decode,
     draw_library_decode,
@@ -35,6 +36,7 @@ from distmega.requests import EngineOptions
 from distmega.sharding.allocation import AllocationDomain
 from distmega.sharding.cost import CPU, H200
 from distmega.sharding.mesh import DeviceMesh
+from distmega.sharding.stages import AXIS
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +67,13 @@ class Engine:
         self.mesh, self.comm, self.device = mesh, comm, torch.device(device)
         on_gpu = self.device.type == "cuda"
         machine, method = H200 if on_gpu else CPU, sampling.method
-        plan = plan_decode(source.config, mesh, machine, options, logits, method=method)
-        peer_memory = _share_memory(comm, options, node)
+        stage = mesh.coordinate(comm.rank).get(AXIS, 0)
+        plan = plan_decode(
+            source.config, mesh, machine, options, logits, method=method, index=stage
+        )
+        found = comm.all_gather_object((node, peer_memory_problem()))
+        mates = dict(zip(mesh.ranks, found, strict=True))
+        peer_memory = _share_memory([mates[rank] for rank in plan.plan.mesh.ranks], options)
         self.blueprint = draw_decode(
             source.config, plan, options, peer_memory=peer_memory, method=method
         )
@@ -88,7 +95,7 @@ class Engine:
         self._decode = self._open_gpu() if on_gpu else self._open_cpu(options)
         fingerprints = [plan.fingerprint()]
         fingerprints += [runner.kernel.fingerprint() for runner in self._runners.values()]
-        _require_agreement(comm, fingerprints)
+        _require_agreement(comm, plan, fingerprints)
         self._prefills: dict[tuple[int, Logits], Evaluator] = {}
         self._num_cached = [0] * options.batch
 
@@ -237,8 +244,7 @@ class Engine:
         rank = self.comm.rank
 
         def exchange(value: object) -> list[object]:
-            found = dict(zip(self.mesh.ranks, self.comm.all_gather_object(value), strict=True))
-            return [found[member] for member in kernel.team(rank)]
+            return self.comm.all_gather_object(value, kernel.team_axis)
 
         return CpuMegakernel(
             kernel,
@@ -288,11 +294,13 @@ def load_shard(
     into[tuple(slice(extent) for extent in extents)] = part
 
 
-def _share_memory(comm: Communicator, options: EngineOptions, node: str) -> bool:
-    """Whether collectives run inside the megakernel; the same answer on every rank."""
-    found = comm.all_gather_object((node, peer_memory_problem()))
-    nodes = {name for name, _ in found}
-    problems = {problem for _, problem in found if problem}
+def _share_memory(mates: Sequence[tuple[str, str]], options: EngineOptions) -> bool:
+    """Whether collectives run inside the megakernel; the same answer on every rank of a stage.
+
+    mates: host and problem with shared memory of each of them.
+    """
+    nodes = {name for name, _ in mates}
+    problems = {problem for _, problem in mates if problem}
     if len(nodes) > 1:
         problems.add(f"ranks are on {len(nodes)} hosts ({', '.join(sorted(nodes))})")
     if options.collectives == "kernel" and problems:
@@ -304,12 +312,21 @@ def _share_memory(comm: Communicator, options: EngineOptions, node: str) -> bool
     return options.collectives != "host" and not problems
 
 
-def _require_agreement(comm: Communicator, fingerprints: list[str]) -> None:
-    found = comm.all_gather_object(fingerprints)
-    differing = [rank for rank, theirs in enumerate(found) if theirs != found[0]]
+def _require_agreement(comm: Communicator, plan: StagePlan, fingerprints: list[str]) -> None:
+    """All ranks must have cut the program at the same places, those of a stage have planned the
+    same.
+    """
+    mine = plan.cuts, plan.stage.index, fingerprints
+    found = dict(zip(comm.mesh.ranks, comm.all_gather_object(mine), strict=True))
+    first = {index: theirs for _, index, theirs in reversed(found.values())}
+    differing = [
+        rank
+        for rank, (cuts, index, theirs) in found.items()
+        if cuts != plan.cuts or theirs != first[index]
+    ]
     if differing:
         raise LaunchError(
-            f"ranks {differing} made another plan than rank 0",
-            expected="the same plan and kernels on every rank",
+            f"ranks {differing} made another plan than rank {comm.mesh.ranks[0]}",
+            expected="the same plan and kernels on every rank of a stage",
             remedy="run the same version of distmega, model and options on every rank",
         )

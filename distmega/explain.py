@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from distmega.blueprint import DecodeBlueprint, draw_decode, plan_decode
+from distmega.blueprint import DecodeBlueprint, draw_decode, num_stages_of, plan_decode
 from distmega.hostir.nodes import HostProgram
 from distmega.hostir.text import print_host
 from distmega.kernels.collectives import expand_collectives, team_size
@@ -45,13 +45,18 @@ def explain_decode(
     full: bool = False,
 ) -> Iterator[Section]:
     """Sections as they become known. `full` prints the segments op by op."""
-    plan = plan_decode(config, mesh, machine, options, memory_limit_bytes=memory_limit_bytes)
-    yield "plan", plan.explain()
-    peer_memory = options.collectives != "host"
-    blueprint = draw_decode(config, plan, options, peer_memory=peer_memory)
-    yield "host program", _host_text(blueprint.host, full)
-    yield "task graph", "\n".join(_graph_lines(blueprint, machine.num_sms))
-    yield "one rank", "\n".join(_rank_lines(blueprint))
+    num_stages = num_stages_of(mesh)
+    for index in range(num_stages):
+        title = f"stage {index} of {num_stages}: " if num_stages > 1 else ""
+        plan = plan_decode(
+            config, mesh, machine, options, memory_limit_bytes=memory_limit_bytes, index=index
+        )
+        yield f"{title}plan", plan.plan.explain()
+        peer_memory = options.collectives != "host"
+        blueprint = draw_decode(config, plan, options, peer_memory=peer_memory)
+        yield f"{title}host program", _host_text(blueprint.host, full)
+        yield f"{title}task graph", "\n".join(_graph_lines(blueprint, machine.num_sms))
+        yield f"{title}one rank", "\n".join(_rank_lines(blueprint))
 
 
 def _host_text(host: HostProgram, full: bool) -> str:
@@ -64,7 +69,7 @@ def _host_text(host: HostProgram, full: bool) -> str:
 
 
 def _graph_lines(blueprint: DecodeBlueprint, num_sms: int) -> Iterator[str]:
-    mesh = blueprint.plan.mesh
+    mesh = blueprint.staged.mesh
     for segment in blueprint.host.segments:
         expanded = expand_collectives(segment, mesh)
         groups = tile_segment(expanded, num_sms)
@@ -87,7 +92,7 @@ def _rank_lines(blueprint: DecodeBlueprint) -> Iterator[str]:
         yield f"{name}: {arena.num_bytes / 2**20:,.1f} MiB"
     for traffic in count_collectives(program):
         yield f"{traffic.kind}: {traffic.count} a token, {traffic.num_bytes:,} bytes"
-    yield f"predicted: {predict_us(program, blueprint.plan.mesh, machine):,.0f} us a token"
+    yield f"predicted: {predict_us(program, blueprint.staged.mesh, machine):,.0f} us a token"
     yield f"  if every op were a library call on {machine.name}, one after another"
 
 

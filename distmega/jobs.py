@@ -11,7 +11,7 @@ import time
 import torch
 import torch.nn.functional as F
 
-from distmega.blueprint import context_limit
+from distmega.blueprint import context_limit, model_mesh
 from distmega.engine import Engine
 from distmega.errors import RequestError
 from distmega.hostir.comm import Communicator, GlooCommunicator, SingleCommunicator
@@ -41,7 +41,14 @@ def generate(context: RankContext, request: GenerateRequest, emit: Emit) -> Gene
     source = open_model(request.model)
     tokenizer = source.tokenizer()
     prompts = [encode_prompt(source, tokenizer, prompt, request) for prompt in request.prompts]
-    engine = open_engine(context, source, request.tp, request.options, sampling=request.sampling)
+    engine = open_engine(
+        context,
+        source,
+        request.tp,
+        request.options,
+        sampling=request.sampling,
+        pp=request.pp,
+    )
     loaded = first = time.perf_counter()
     answers = [_GrowingAnswer(tokenizer, prompt) for prompt in prompts]
     steps = itertools.islice(engine.generate_all(prompts), request.max_new_tokens)
@@ -97,7 +104,7 @@ def score(context: RankContext, request: ScoreRequest, emit: Emit) -> ScoreResul
         raise RequestError(
             f"a text of {len(ids)} tokens", expected="at least 2", remedy="give a longer text"
         )
-    engine = open_engine(context, source, request.tp, request.options)
+    engine = open_engine(context, source, request.tp, request.options, pp=request.pp)
     losses = F.cross_entropy(engine.logits(ids)[:-1].float().cpu(), torch.tensor(ids[1:]))
     return ScoreResult(perplexity=math.exp(losses.item()), num_tokens=len(ids) - 1)
 
@@ -109,15 +116,17 @@ def open_engine(
     options: EngineOptions,
     logits: Logits = "none",
     sampling: Sampling = MOST_LIKELY,
+    *,
+    pp: int = 1,
 ) -> Engine:
-    """This rank's engine on a mesh of `tp` ranks, which must be all there are."""
-    if tp != context.world_size:
+    """This rank's engine on a mesh of `pp` stages of `tp` ranks, which must be all there are."""
+    if tp * pp != context.world_size:
         raise RequestError(
-            f"{tp} tensor-parallel ranks in a job of {context.world_size}",
+            f"{pp} stages of {tp} tensor-parallel ranks in a job of {context.world_size}",
             expected="as many as ranks",
             remedy=f"use --tp {context.world_size}",
         )
-    mesh = DeviceMesh(tp=tp)
+    mesh = model_mesh(tp, pp)
     comm = open_communicator(context, mesh)
     return Engine(
         source,

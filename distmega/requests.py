@@ -26,14 +26,17 @@ class EngineOptions:
     """How a model is run. Any interleave_seed gives the same result.
 
     max_context: positions of the KV cache; 0 is the model's limit, at most DEFAULT_CONTEXT.
-    batch: sequences that are decoded together, each with a cache of its own.
-    num_sms: task queues of the CPU interpreter. interleave_seed: the order in which they take
-    turns. timeout_s: bound on a wait for another rank. collectives: done by the megakernel over
-    memory that ranks share, or by the host program; auto: the kernel where they can share.
+    batch: sequences that are decoded together, each with a cache of its own. micro_batches: parts
+    in which a prompt is prefilled, so that the stages of a pipeline work at the same time; 0 is 4
+    in a pipeline, else 1. num_sms: task queues of the CPU interpreter. interleave_seed: the order
+    in which they take turns. timeout_s: bound on a wait for another rank. collectives: done by the
+    megakernel over memory that ranks share, or by the host program; auto: the kernel where they
+    can share.
     """
 
     max_context: int = 0
     batch: int = 1
+    micro_batches: int = 0
     num_sms: int = 2
     interleave_seed: int = 0
     timeout_s: float = 60.0
@@ -42,6 +45,7 @@ class EngineOptions:
     def __post_init__(self) -> None:
         _require("--max-context", self.max_context, 0)
         _require("--batch", self.batch, 1)
+        _require("--micro-batches", self.micro_batches, 0)
         _require("--num-sms", self.num_sms, 1)
         _require("--interleave-seed", self.interleave_seed, 0)
         if not self.timeout_s > 0:
@@ -60,6 +64,7 @@ class GenerateRequest:
     model: str
     prompts: tuple[str, ...]
     tp: int = 1
+    pp: int = 1
     max_new_tokens: int = 64
     chat: bool = False
     sampling: Sampling = Sampling()
@@ -67,6 +72,7 @@ class GenerateRequest:
 
     def __post_init__(self) -> None:
         _require("--tp", self.tp, 1)
+        _require("--pp", self.pp, 1)
         _require("--max-new-tokens", self.max_new_tokens, 1)
         for prompt in self.prompts:
             if not prompt.strip():
@@ -88,10 +94,12 @@ class ScoreRequest:
     model: str
     text: str
     tp: int = 1
+    pp: int = 1
     options: EngineOptions = EngineOptions()
 
     def __post_init__(self) -> None:
         _require("--tp", self.tp, 1)
+        _require("--pp", self.pp, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

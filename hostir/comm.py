@@ -91,8 +91,10 @@ class Communicator(Protocol):
         """Returns when every rank of the mesh has called it."""
         ...
 
-    def all_gather_object(self, value: T) -> list[T]:
-        """The picklable values of all ranks of the mesh, in mesh order."""
+    def all_gather_object(self, value: T, axis: str = "") -> list[T]:
+        """The picklable values of all ranks of the mesh, or of this rank's team along an axis, in
+        mesh order.
+        """
         ...
 
 
@@ -133,7 +135,7 @@ class SingleCommunicator(Collectives):
     def barrier(self) -> None:
         """Nobody to wait for."""
 
-    def all_gather_object(self, value: T) -> list[T]:
+    def all_gather_object(self, value: T, axis: str = "") -> list[T]:
         return [value]
 
 
@@ -179,7 +181,7 @@ class TeamCommunicator(Collectives):
         mine = flat_bytes(x)
         found = mine.new_empty(len(places), mine.numel())
         with self._guard("gather", axis):
-            work = dist.all_gather_into_tensor(found.view(-1), mine, group=group, async_op=True)
+            work = dist.all_gather([*found], mine, group=group, async_op=True)
 
         def finish() -> list[Tensor]:
             with self._guard("gather", axis):
@@ -288,11 +290,15 @@ class GlooCommunicator(TeamCommunicator):
         with self._guard("barrier", ""):
             dist.barrier(group=self._world)
 
-    def all_gather_object(self, value: T) -> list[T]:
-        found: list[T] = [value] * self.mesh.num_ranks
-        with self._guard("exchange of objects", ""):
-            dist.all_gather_object(found, value, group=self._world)
-        return [found[place] for place in _group_places(self.mesh.ranks)]
+    def all_gather_object(self, value: T, axis: str = "") -> list[T]:
+        team = self._teams[axis] if axis else self.mesh.ranks
+        group = self._groups[axis] if axis else self._world
+        if len(team) == 1:
+            return [value]
+        found: list[T] = [value] * len(team)
+        with self._guard("exchange of objects", axis):
+            dist.all_gather_object(found, value, group=group)
+        return [found[place] for place in _group_places(team)]
 
 
 def _group_places(team: Sequence[int]) -> list[int]:

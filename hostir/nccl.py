@@ -111,5 +111,5 @@ class NcclCommunicator(TeamCommunicator):
     def barrier(self) -> None:
         self._control.barrier()
 
-    def all_gather_object(self, value: T) -> list[T]:
-        return self._control.all_gather_object(value)
+    def all_gather_object(self, value: T, axis: str = "") -> list[T]:
+        return self._control.all_gather_object(value, axis)

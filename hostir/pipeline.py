@@ -41,10 +41,7 @@ from distmega.hostir.nodes import (
 )
 from distmega.hostir.rename import Names, rename_node
 from distmega.program import Tensor
-from distmega.sharding.stages import Stage, Transfer
-
-AXIS = "pp"
-"""The mesh axis of stages."""
+from distmega.sharding.stages import AXIS, Stage, Transfer
 
 IN_FLIGHT = 2
 """Micro-batches that a stage may have sent and the next one not yet have done."""
@@ -55,21 +52,22 @@ CHUNK = "chunk"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A stage and its host program for micro-batches of one size, and how many of them there are."""
+    """A stage, its host program for micro-batches of one size, and how many there are."""
 
     stage: Stage
     host: HostProgram
     count: int = 1
 
 
-def link_stage(
-    parts: Sequence[Part], chunk_dims: Mapping[str, int] | None = None
-) -> HostProgram:
+def link_stage(parts: Sequence[Part], chunk_dims: Mapping[str, int] | None = None) -> HostProgram:
     """One program for the micro-batches of all parts, one after the other.
 
     chunk_dims: inputs and results that are cut into micro-batches, and the dim; of other results
     the last micro-batch's stays. All parts but the last have one size, the last may be smaller.
+    One micro-batch of the only stage stays as it is.
     """
+    if parts[0].stage.num_stages == len(parts) == parts[0].count == 1:
+        return parts[0].host
     return _Link(parts, chunk_dims or {}).run()
 
 
@@ -114,7 +112,7 @@ class _Link:
         )
 
     def declare_whole(self, part: Part) -> None:
-        """Buffers that all micro-batches share: what is cut into them, in full, and the caller's."""
+        """Buffers of all micro-batches: what is cut into them, in full, and the caller's."""
         mine = part.stage.index
         finals = [t.tensor for t in part.stage.transfers if t.target == mine and t.final]
         here = part.host.buffer_map() | {tensor.name: tensor for tensor in finals}

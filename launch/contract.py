@@ -29,11 +29,13 @@ set.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayOptions:
     """How Ray places the ranks. A CPU rank may ask for a fraction of a core; a GPU rank also gets
-    one whole GPU.
+    one whole GPU. ranks_per_bundle: consecutive ranks that must share a node, as the ranks of a
+    pipeline's stage should.
     """
 
     strategy: Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"] = "PACK"
     cpus_per_rank: float = 0.25
+    ranks_per_bundle: int = 1
     placement_timeout_s: float = 60.0
 
 

@@ -258,9 +258,12 @@ def _probe(address: str) -> None:
 
 
 def _place(job: Job) -> PlacementGroup:
-    """Reserve one bundle for each rank; raises LaunchError saying what is missing."""
-    bundle = {"CPU": job.ray.cpus_per_rank} | ({"GPU": 1.0} if job.device == "cuda" else {})
-    group: PlacementGroup = placement_group([bundle] * job.num_ranks, strategy=job.ray.strategy)
+    """Reserve a bundle for each group of ranks; raises LaunchError saying what is missing."""
+    size = job.ray.ranks_per_bundle
+    bundle = {"CPU": size * job.ray.cpus_per_rank}
+    bundle |= {"GPU": float(size)} if job.device == "cuda" else {}
+    num_bundles = job.num_ranks // size
+    group: PlacementGroup = placement_group([bundle] * num_bundles, strategy=job.ray.strategy)
     deadline = time.monotonic() + job.ray.placement_timeout_s
     try:
         while not group.wait(timeout_seconds=PLACEMENT_POLL_S):
@@ -276,8 +279,9 @@ def _place(job: Job) -> PlacementGroup:
 def _describe_shortage(job: Job, bundle: Mapping[str, float]) -> LaunchError:
     free = ray.available_resources()  # type: ignore[no-untyped-call]
     total = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    num_bundles = job.num_ranks // job.ray.ranks_per_bundle
     needs = ", ".join(
-        f"{amount * job.num_ranks:g} {name} ({free.get(name, 0):g} of {total.get(name, 0):g} free)"
+        f"{amount * num_bundles:g} {name} ({free.get(name, 0):g} of {total.get(name, 0):g} free)"
         for name, amount in bundle.items()
     )
     num_nodes = sum(node["Alive"] for node in ray.nodes())  # type: ignore[no-untyped-call]
@@ -298,7 +302,8 @@ def _actor_options(job: Job, group: PlacementGroup, index: int) -> dict[str, Any
         "num_gpus": 1 if job.device == "cuda" else 0,
         "runtime_env": {"env_vars": variables},
         "scheduling_strategy": PlacementGroupSchedulingStrategy(
-            placement_group=group, placement_group_bundle_index=index
+            placement_group=group,
+            placement_group_bundle_index=index // job.ray.ranks_per_bundle,
         ),
     }
 

@@ -102,6 +102,22 @@ class DeviceMesh:
         for place in product(*(range(size) for _, size in self.axes)):
             yield dict(zip(self.names, place, strict=True))
 
+    def part(self, axis: str, index: int) -> "DeviceMesh":
+        """The mesh without one axis: the ranks whose coordinate along it is `index`."""
+        size = self.size(axis)
+        if not 0 <= index < size:
+            raise _bad(f"coordinate {index} along mesh axis {axis!r}", f"0 to {size - 1}")
+        mesh = DeviceMesh.__new__(DeviceMesh)
+        mesh._fill(
+            tuple((name, size) for name, size in self.axes if name != axis),
+            tuple(
+                rank
+                for rank, at in zip(self.ranks, self.coordinates(), strict=True)
+                if at[axis] == index
+            ),
+        )
+        return mesh
+
     def team(self, axis: str, rank: int) -> tuple[int, ...]:
         """Ranks that differ from `rank` only in their coordinate along `axis`, in its order."""
         size, here = self.size(axis), self.coordinate(rank)

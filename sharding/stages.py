@@ -19,6 +19,8 @@ from distmega.errors import PlanError
 from distmega.program import Program, Tensor, accesses, verify_program
 from distmega.sharding.cost import op_bytes
 
+AXIS = "pp"
+"""The mesh axis of stages."""
 
 BALANCE = 1.5
 """How much larger than it need be the largest stage may be before more places are tried."""
@@ -67,7 +69,8 @@ def cut_places(
     found: list[tuple[int, list[int]]] = []
     for limit in sorted({num_bytes for num_bytes in crossing if num_bytes is not None}):
         allowed = [at for at, num in enumerate(crossing) if num is not None and num <= limit]
-        found += _balance(running, allowed, low, high)
+        if len(allowed) >= num_stages - 1:
+            found += _balance(running, allowed, low, high)
         if found and min(found)[0] <= BALANCE * ideal:
             break
     if not found:

@@ -30,6 +30,7 @@ class Measure:
     seeds: Sequence[int] = (0,)
     prompt: Sequence[int] = ()
     num_greedy: int = 0
+    pp: int = 1
     options: EngineOptions = EngineOptions(max_context=512)
 
 
@@ -71,7 +72,8 @@ def measure_batch(context: RankContext, request: MeasureBatch, emit: Emit) -> li
 def measure(context: RankContext, request: Measure, emit: Emit) -> Measured:
     """Does what the request says with one engine."""
     source = open_model(request.model)
-    engine = open_engine(context, source, context.world_size, request.options, logits="last")
+    tp = context.world_size // request.pp
+    engine = open_engine(context, source, tp, request.options, logits="last", pp=request.pp)
     prefill = engine.logits(request.ids).numpy()
     decode = []
     start, stop = request.num_prefilled, request.num_prefilled + request.num_decoded

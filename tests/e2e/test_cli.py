@@ -54,7 +54,7 @@ def local_answer() -> str:
 def test_a_local_run_answers_and_gives_its_rate() -> None:
     done = run(*GENERATE)
     assert answer(done).startswith(" Paris")
-    figures = re.search(r"\[8 tokens after 5 on 1 ranks: ([\d.]+) tokens/s", done.stdout)
+    figures = re.search(r"\[8 tokens after 5 on 1 rank: ([\d.]+) tokens/s", done.stdout)
     assert figures
     assert float(figures[1]) >= MIN_TOKENS_PER_S
 
@@ -70,6 +70,10 @@ def test_draws_are_the_same_on_every_launcher_and_number_of_ranks() -> None:
 
 def test_torchrun_gives_the_same_answer() -> None:
     assert answer(run(*GENERATE, module=TORCHRUN)) == local_answer()
+
+
+def test_a_pipeline_gives_the_same_answer_under_torchrun() -> None:
+    assert answer(run(*GENERATE, "--pp", "2", module=TORCHRUN)) == local_answer()
 
 
 @pytest.mark.ray
@@ -110,6 +114,9 @@ def test_a_rank_that_dies_ends_the_others_and_is_named() -> None:
         (["smollm2", " "], "prompt ' ' is empty"),
         (["smollm2", "x", "--tp", "6"], "tp=6 can't divide attention .* use tp=5 or less"),
         (["smollm2", "x", "--tp", "-1"], "--tp -1; expected at least 1"),
+        (["smollm2", "x", "--pp", "0"], "1 ranks in 0 stages; expected at least one stage"),
+        (["smollm2", "x", "--pp", "9", "--tp", "6"], "tp=6 can't divide attention"),
+        (["smollm2", "x", "--pp", "999"], "999 stages of program .* use a smaller --pp"),
         (["smollm2", "x", "--max-new-tokens", "0"], "--max-new-tokens 0; expected at least 1"),
         (["smollm2", "x", "--temperature", "-1"], "--temperature -1.0; expected at least 0"),
         (["smollm2", "x", "--top-k", "5"], "--top-k with temperature 0.* add --temperature 1"),

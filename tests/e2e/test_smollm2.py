@@ -107,6 +107,15 @@ def test_greedy_tokens_are_those_of_one_rank(num_ranks: int) -> None:
     assert measured(num_ranks).greedy == measured(1).greedy
 
 
+@pytest.mark.parametrize(("num_ranks", "pp"), [(4, 2), (3, 3)])
+def test_a_pipeline_gives_the_same_tokens_and_logits(num_ranks: int, pp: int) -> None:
+    """Prefill in four micro-batches, decode from stage to stage."""
+    found = run_measure(request(pp=pp, num_decoded=3), num_ranks)
+    assert found.greedy == measured(1).greedy
+    assert relative_error(found.prefill, expected_logits()) < TOLERANCE
+    assert relative_error(found.decode[0], expected_logits()[100:103]) < TOLERANCE
+
+
 def test_host_collectives_give_the_same_tokens() -> None:
     options = EngineOptions(max_context=512, collectives="host")
     found = run_measure(request(options=options, ids=paragraph_ids()[:110], num_decoded=2), 2)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from distmega.hostir import evaluator
-from distmega.hostir.collectives import Collectives, Handle, copy_into
+from distmega.hostir.collectives import Collectives, Handle, copy_into, token
 from distmega.hostir.evaluator import Evaluator
 from distmega.hostir.nodes import HostProgram
 from distmega.sharding.localize import LocalProgram
@@ -25,7 +25,7 @@ class Wires:
         self.queues: dict[tuple[str, str, int, int], SimpleQueue[Tensor]] = {
             (axis, what, a, b): SimpleQueue()
             for axis in mesh.names
-            for what in ("team", "pair")
+            for what in ("team", "pair", "signal")
             for a in ranks
             for b in ranks
         }
@@ -75,6 +75,12 @@ class ThreadCommunicator(Collectives):
         source = self.mesh.team(axis, self.rank)[peer]
         take = self._ask(axis, "pair", source)
         return Handle(lambda: copy_into(out, take()))
+
+    def signal(self, axis: str, name: str, peer: int) -> None:
+        self._put(axis, "signal", self.mesh.team(axis, self.rank)[peer], token())
+
+    def wait_signal(self, axis: str, name: str, peer: int) -> None:
+        self._ask(axis, "signal", self.mesh.team(axis, self.rank)[peer])()
 
 
 def run_mesh(

@@ -57,3 +57,12 @@ def test_bad_meshes_name_what_is_wrong(make, found):
     with pytest.raises(MeshError) as caught:
         make()
     assert found in caught.value.found
+
+
+def test_a_part_is_the_ranks_at_one_coordinate():
+    mesh = DeviceMesh(pp=2, tp=3)
+    assert str(mesh.part("pp", 0)) == "mesh(tp=3)"
+    assert mesh.part("pp", 1).ranks == (3, 4, 5)
+    assert mesh.part("tp", 2).ranks == (2, 5)
+    with pytest.raises(MeshError, match="coordinate 2 along mesh axis 'pp'; expected 0 to 1"):
+        mesh.part("pp", 2)
