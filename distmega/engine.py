@@ -22,16 +22,19 @@ from distmega.blueprint import (
 from distmega.errors import LaunchError, RequestError, VerifyError
 from distmega.hostir.comm import Communicator
 from distmega.hostir.evaluator import Evaluator
+from distmega.hostir.nccl import NcclCommunicator
 from distmega.kernels.cpu_megakernel import CpuMegakernel, open_peers
 from distmega.kernels.megakernel import Megakernel
 from distmega.kernels.memory import allocate_arena, arena_views
 from distmega.kernels.peer import peer_memory_problem
 from distmega.kernels.runners import SteppingRunner, open_hopper
+from distmega.kernels.symmetric import Team
 from distmega.models.decoder import Logits
 from distmega.models.load import ModelSource
 from distmega.models.random_device import random_values
 from distmega.models.random_source import RandomReader
 from distmega.models.sampling import MOST_LIKELY, Sampling
+from distmega.program import Program
 from distmega.requests import EngineOptions
 from distmega.sharding.allocation import AllocationDomain
 from distmega.sharding.cost import CPU, H200
@@ -71,7 +74,7 @@ class Engine:
         plan = plan_decode(
             source.config, mesh, machine, options, logits, method=method, index=stage
         )
-        found = comm.all_gather_object((node, peer_memory_problem()))
+        found = comm.all_gather_object((node, "" if on_gpu else peer_memory_problem()))
         mates = dict(zip(mesh.ranks, found, strict=True))
         peer_memory = _share_memory([mates[rank] for rank in plan.plan.mesh.ranks], options)
         self.blueprint = draw_decode(
@@ -92,7 +95,7 @@ class Engine:
         self.stepping: SteppingRunner | None = None
         """The decode kernel of a GPU, for callers that time or trace it."""
         self._load(source)
-        self._decode = self._open_gpu() if on_gpu else self._open_cpu(options)
+        self._decode = self._open_gpu(options) if on_gpu else self._open_cpu(options)
         fingerprints = [plan.fingerprint()]
         fingerprints += [runner.kernel.fingerprint() for runner in self._runners.values()]
         _require_agreement(comm, plan, fingerprints)
@@ -220,25 +223,37 @@ class Engine:
         self._runners = {name: self._runner(kernel, options) for name, kernel in kernels.items()}
         return Evaluator(self.blueprint.host, self.comm, self._runners)
 
-    def _open_gpu(self) -> Evaluator:
-        """The decode kernel, or library ops for a model that it can't do."""
-        device = str(self.device)
-        if self.mesh.num_ranks > 1:
-            return Evaluator(draw_library_decode(self.blueprint), self.comm, {}, device)
-        (segment,) = self.blueprint.host.segments
+    def _open_gpu(self, options: EngineOptions) -> Evaluator:
+        """The decode kernel, or library ops for a model or GPUs that it can't do."""
+        device, host = str(self.device), self.blueprint.host
         try:
-            self.stepping = open_hopper(
-                segment,
-                weights=self.blueprint.weights,
-                weights_arena=self._weights,
-                states=self.blueprint.states,
-                state_arena=self._states,
-            )
-        except VerifyError as error:
+            self.stepping = self._open_stepping(host.segments)
+        except (VerifyError, LaunchError) as error:
+            if options.collectives == "kernel":
+                raise
             logger.warning("decoding by library ops: %s", error)
-            host = draw_library_decode(self.blueprint)
-            return Evaluator(host, self.comm, {}, device)
-        return Evaluator(self.blueprint.host, self.comm, {segment.name: self.stepping}, device)
+        if self.stepping is None:
+            return Evaluator(draw_library_decode(self.blueprint), self.comm, {}, device)
+        return Evaluator(host, self.comm, {host.segments[0].name: self.stepping}, device)
+
+    def _open_stepping(self, segments: Sequence[Program]) -> SteppingRunner | None:
+        """The decode kernel; None where the host program communicates between segments."""
+        if len(segments) > 1:
+            return None
+        mesh = self.blueprint.staged.plan.mesh
+        axes = [axis for axis in mesh.names if mesh.size(axis) > 1]
+        team = None
+        if axes:
+            assert isinstance(self.comm, NcclCommunicator), "GPUs communicate over NCCL"
+            team = Team(comm=self.comm, axis=axes[0])
+        return open_hopper(
+            segments[0],
+            weights=self.blueprint.weights,
+            weights_arena=self._weights,
+            states=self.blueprint.states,
+            state_arena=self._states,
+            team=team,
+        )
 
     def _runner(self, kernel: Megakernel, options: EngineOptions) -> CpuMegakernel:
         rank = self.comm.rank
@@ -297,7 +312,8 @@ def load_shard(
 def _share_memory(mates: Sequence[tuple[str, str]], options: EngineOptions) -> bool:
     """Whether collectives run inside the megakernel; the same answer on every rank of a stage.
 
-    mates: host and problem with shared memory of each of them.
+    mates: host and problem with shared memory of each of them; GPUs of one host show only when
+    memory is opened whether they reach each other.
     """
     nodes = {name for name, _ in mates}
     problems = {problem for _, problem in mates if problem}

@@ -1,9 +1,9 @@
 """Fusion: the ops of a decode segment as the few kinds of work that the GPU megakernel does.
 
-In: a segment (a Program) of one token. Out: fused ops in program order; each names the tensors it
-reads and writes, nothing of the hardware. The rules look at ops and at who uses their results,
-never at names, so any program with these shapes fuses. What no rule takes is an error that names
-the op.
+In: a segment (a Program) of one token, its collectives included. Out: fused ops in program order;
+each names the tensors it reads and writes, nothing of the hardware. The rules look at ops and at
+who uses their results, never at names, so any program with these shapes fuses. What no rule takes
+is an error that names the op.
 """
 
 from dataclasses import dataclass
@@ -26,11 +26,12 @@ class Norm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FusedEmbedding:
-    """out = the row of `table` at `ids`."""
+    """out = the row of `table` at `ids`; one of num_ranks ranks has it, or each has a part."""
 
     ids: str
     table: str
     out: str
+    num_ranks: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,12 +50,13 @@ class FusedLinear:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FusedResidual:
-    """out = residual + weight x."""
+    """out = residual + weight x, the product summed over num_ranks ranks."""
 
     x: str
     weight: str
     residual: str
     out: str
+    num_ranks: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,13 +93,19 @@ class FusedAttention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FusedHead:
-    """token = argmax of weight x, x normalised first; `logits` is the product."""
+    """token = argmax of weight x, x normalised first; `logits` is the product.
+
+    Over num_ranks ranks, each has as many rows of all `vocab` ones, in rank order, and `logits` is
+    what all ranks have or, not gathered, the rank's own.
+    """
 
     x: str
     norm: Norm | None
     weight: str
     logits: str
     token: str
+    vocab: int
+    num_ranks: int = 1
 
 
 Fused = FusedEmbedding | FusedLinear | FusedResidual | FusedGated | FusedAttention | FusedHead
@@ -140,10 +148,14 @@ class _Fusion:
         return op.name not in self.taken
 
     def fuse_embedding(self, op: Op) -> Fused:
-        if op.get("base_axis", ""):
+        out, num_ranks, ops = self.summed(op)
+        if bool(op.get("base_axis", "")) != (num_ranks > 1):
             raise _unfit(op)
-        self.taken.add(op.name)
-        return FusedEmbedding(ids=_read(op, 0), table=_read(op, 1), out=_out(op))
+        gather = self.only_user(out)
+        if gather is not None and gather.kind == "all_gather" and num_ranks == 1:
+            out, num_ranks, ops = _out(gather), _num_ranks(gather), (op, gather)
+        self.take(*ops)
+        return FusedEmbedding(ids=_read(op, 0), table=_read(op, 1), out=out, num_ranks=num_ranks)
 
     def fuse_linear(self, op: Op) -> Fused:
         """A linear with what surrounds it: gated pair, residual, head, or all linears of its x."""
@@ -155,15 +167,17 @@ class _Fusion:
                 self.take(gate, up, user)
                 weights = _read(gate, 1), _read(up, 1)
                 return FusedGated(x=x, norm=norm, gate=weights[0], up=weights[1], out=_out(user))
+        total, num_ranks, ops = self.summed(op)
+        user = self.only_user(total)
         if user is not None and _is_pointwise(user, SUM) and norm is None and not _bias(op):
-            (residual,) = (read.tensor for read in user.reads if read.tensor != _out(op))
-            self.take(op, user)
-            return FusedResidual(x=x, weight=_read(op, 1), residual=residual, out=_out(user))
-        chosen = [one for one in self.users.get(_out(op), []) if one.kind == "argmax"]
-        if chosen and not chosen[0].get("base_axis", "") and not _bias(op):
-            self.take(op, chosen[0])
-            token = chosen[0].writes[1].tensor
-            return FusedHead(x=x, norm=norm, weight=_read(op, 1), logits=_out(op), token=token)
+            (residual,) = (read.tensor for read in user.reads if read.tensor != total)
+            self.take(*ops, user)
+            return FusedResidual(
+                x=x, weight=_read(op, 1), residual=residual, out=_out(user), num_ranks=num_ranks
+            )
+        head = None if _bias(op) else self.fuse_head(op, x, norm)
+        if head is not None:
+            return head
         together = [one for one in self.users[_read(op, 0)] if one.kind == "linear"]
         self.take(*together)
         return FusedLinear(
@@ -173,6 +187,33 @@ class _Fusion:
             biases=tuple(map(_bias, together)),
             outs=tuple(map(_out, together)),
         )
+
+    def fuse_head(self, op: Op, x: str, norm: Norm | None) -> FusedHead | None:
+        """A linear and the argmax over its result, gathered before or compared afterwards where
+        several ranks have parts of it.
+        """
+        logits, num_ranks, ops = _out(op), 1, [op]
+        for gather in self.users.get(logits, []):
+            if gather.kind == "all_gather":
+                logits, num_ranks = _out(gather), _num_ranks(gather)
+                ops.append(gather)
+        chosen = next((one for one in self.users.get(logits, []) if one.kind == "argmax"), None)
+        if chosen is None:
+            return None
+        token = chosen.writes[1].tensor
+        if chosen.get("base_axis", ""):
+            compare = self.only_user(token)
+            if compare is None or compare.kind != "all_reduce":
+                raise _unfit(chosen)
+            token, num_ranks = compare.writes[1].tensor, _num_ranks(compare)
+            ops.append(compare)
+        self.take(*ops, chosen)
+        vocab = chosen.get("extent", 0) or self.segment.tensor_map()[logits].shape[-1]
+        assert isinstance(vocab, int)
+        return FusedHead(
+            x=x, norm=norm, weight=_read(op, 1), logits=logits, token=token, vocab=vocab,
+            num_ranks=num_ranks,
+        )  # fmt: skip
 
     def fuse_attention(self, op: Op) -> Fused:
         """Attention with the rotations, norms and appends in front of it."""
@@ -227,6 +268,13 @@ class _Fusion:
             raise _unfit(attention)
         return op
 
+    def summed(self, op: Op) -> tuple[str, int, tuple[Op, ...]]:
+        """The result of an op summed over ranks, their number, and the ops that make it."""
+        user = self.only_user(_out(op))
+        if user is None or user.kind != "all_reduce" or user.get("combine", "") != "sum":
+            return _out(op), 1, (op,)
+        return _out(user), _num_ranks(user), (op, user)
+
     def only_user(self, name: str) -> Op | None:
         """The op that reads `name`, if there is one alone and it is no output."""
         users = self.users.get(name, [])
@@ -242,6 +290,12 @@ def _read(op: Op, place: int) -> str:
 
 def _out(op: Op) -> str:
     return op.writes[0].tensor
+
+
+def _num_ranks(collective: Op) -> int:
+    found = collective.attr("num_ranks")
+    assert isinstance(found, int)
+    return found
 
 
 def _bias(op: Op) -> str:
@@ -261,6 +315,6 @@ def _is_pointwise(op: Op, tree: expr.Expr) -> bool:
 def _unfit(op: Op) -> VerifyError:
     return VerifyError(
         f"op {op.name!r} of kind {op.kind} does not fuse",
-        expected="a decode step of the Llama family on one rank",
+        expected="a decode step of the Llama family, tensor-parallel or on one rank",
         remedy="run the segment by library ops",
     )

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from distmega.hostir.evaluator import KernelRunner
 from distmega.kernels.arena import ArenaLayout
+from distmega.kernels.symmetric import Team
 from distmega.program import Program
 
 HOPPER = "distmega.kernels.hopper.runner"
@@ -36,13 +37,17 @@ def open_hopper(
     weights_arena: Tensor,
     states: ArenaLayout,
     state_arena: Tensor,
+    team: Team | None = None,
 ) -> SteppingRunner:
-    """The decode kernel for Hopper GPUs; VerifyError for a segment that it can't do."""
+    """The decode kernel for Hopper GPUs; VerifyError for a segment that it can't do. team: the
+    ranks that share it, all of which make this call; LaunchError where they share no memory.
+    """
     runner: SteppingRunner = importlib.import_module(HOPPER).DecodeRunner(
         segment,
         weights=weights,
         weights_arena=weights_arena,
         states=states,
         state_arena=state_arena,
+        team=team,
     )
     return runner

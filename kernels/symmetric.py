@@ -52,10 +52,38 @@ class SymmetricMemory:
     def tensor(
         self, place: int, shape: Sequence[int], dtype: torch.dtype, offset_bytes: int = 0
     ) -> Tensor:
-        """A member's bytes from `offset_bytes` on, as a tensor that this rank's kernels use."""
+        """A member's bytes from `offset_bytes` on, as a tensor that this rank's kernels use; it
+        does not keep the memory.
+        """
         first = (self._handle.offset + offset_bytes) // dtype.itemsize
         found: Tensor = self._handle.get_buffer(self._places[place], tuple(shape), dtype, first)
         return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Team:
+    """The ranks along a mesh axis, as a kernel that they run together needs them."""
+
+    comm: NcclCommunicator
+    axis: str
+
+    @property
+    def place(self) -> int:
+        """This rank's number in the team."""
+        return self.comm.mesh.team(self.axis, self.comm.rank).index(self.comm.rank)
+
+    @property
+    def size(self) -> int:
+        """Members of the team."""
+        return self.comm.mesh.size(self.axis)
+
+    def open(self, num_bytes: int) -> SymmetricMemory:
+        """Memory that the members share; see open_symmetric."""
+        return open_symmetric(self.comm, self.axis, num_bytes)
+
+    def gather(self, x: Tensor, out: Tensor) -> None:
+        """The members' [1, n] parts side by side, cut to fit. Collective."""
+        self.comm.all_gather(self.axis, x, out, 1).wait()
 
 
 def open_symmetric(
@@ -122,9 +150,8 @@ def _allocate(
         problem = str(error).partition("\n")[0]
     if problem := _agree(comm, problem):
         return problem
-    place = comm.mesh.team(axis, comm.rank).index(comm.rank)
     memory = SymmetricMemory(
-        place=place,
+        place=comm.mesh.team(axis, comm.rank).index(comm.rank),
         backend=backend,
         local=local,
         pointers=tuple(handle.buffer_ptrs[one] + handle.offset for one in places),

@@ -3,10 +3,10 @@
 from triton.experimental.gluon import language as gl
 
 from distmega.kernels.hopper import words
-from distmega.kernels.hopper.words import PLACES, Attention, Combine, Linear, Opcode
+from distmega.kernels.hopper.words import PLACES, Attention, Embed, Instruction, Linear, Opcode
 
 
-def _place(kind: type[Linear] | type[Attention] | type[Combine], name: str) -> gl.constexpr:
+def _place(kind: type[Instruction], name: str) -> gl.constexpr:
     return gl.constexpr(PLACES[kind][name])
 
 
@@ -15,6 +15,7 @@ STATE_POSITION = gl.constexpr(words.STATE_POSITION)
 STATE_EPOCH = gl.constexpr(words.STATE_EPOCH)
 STATE_TOKEN = gl.constexpr(words.STATE_TOKEN)
 FROM_EMBEDDING = gl.constexpr(words.FROM_EMBEDDING)
+EMBEDDED = gl.constexpr(words.EMBEDDED)
 
 OP_QKV = gl.constexpr(int(Opcode.QKV))
 OP_RESIDUAL = gl.constexpr(int(Opcode.RESIDUAL))
@@ -22,6 +23,8 @@ OP_GATED = gl.constexpr(int(Opcode.GATED))
 OP_HEAD = gl.constexpr(int(Opcode.HEAD))
 OP_ATTENTION = gl.constexpr(int(Opcode.ATTENTION))
 OP_COMBINE = gl.constexpr(int(Opcode.COMBINE))
+OP_EMBED = gl.constexpr(int(Opcode.EMBED))
+OP_PARTIAL = gl.constexpr(int(Opcode.PARTIAL))
 
 OPCODE = _place(Linear, "opcode")
 LAYER = _place(Linear, "layer")
@@ -44,6 +47,10 @@ ATT_V_ROW = _place(Attention, "v_row")
 ATT_SPLIT = _place(Attention, "split")
 ATT_Q_NORM = _place(Attention, "q_norm")
 ATT_K_NORM = _place(Attention, "k_norm")
+EMB_ROW0 = _place(Embed, "row0")
+EMB_NUM_ROWS = _place(Embed, "num_rows")
+EMB_COLUMN = _place(Embed, "column")
+EMB_NUM_WORDS = _place(Embed, "num_words")
 HEAD = _place(Attention, "head")
 PARTIAL = _place(Attention, "partial")
 MAX_SPLITS = _place(Attention, "max_splits")

@@ -16,13 +16,14 @@ from distmega.kernels.hopper.fields import (
     LAYER,
     OP_ATTENTION,
     OP_COMBINE,
+    OP_EMBED,
     OPCODE,
     STATE_EPOCH,
     STATE_POSITION,
     STATE_TOKEN,
     WORDS,
 )
-from distmega.kernels.hopper.linear import linear_task, most_likely
+from distmega.kernels.hopper.linear import linear_task
 from distmega.kernels.hopper.loader import loader
 from distmega.kernels.hopper.shapes import (
     GROUP_UNITS,
@@ -40,15 +41,17 @@ from distmega.kernels.hopper.shapes import (
     X_PAIRS_SHARED,
     X_SHARED,
 )
+from distmega.kernels.hopper.team import embed_task, most_likely
 
 
 @gluon.jit
 def compute(
     queue, num_instructions, num_instructions_max, num_steps, num_layers, state, tokens, exchange,
-    vectors, embed, cache, rope, residual, logits, best_words, num_sms, min_blocks, eps, inv_hidden,
-    scale, trace, xs, x_pairs, squares, red, red_rows, qs, ml, scratch, bufs, ready, free, step_bar,
-    D: gl.constexpr, G: gl.constexpr, H: gl.constexpr, KVH: gl.constexpr, QK_NORM: gl.constexpr,
-    STAGES: gl.constexpr, TRACE: gl.constexpr,
+    vectors, embed, cache, rope, residual, logits, best_words, num_sms, peers, place, first_id,
+    min_blocks, eps, inv_hidden, scale, trace, xs, x_pairs, squares, red, red_rows, qs, ml, scratch,
+    bufs, ready, free, step_bar, D: gl.constexpr, G: gl.constexpr, H: gl.constexpr, KVH:
+    gl.constexpr, QK_NORM: gl.constexpr, RANKS: gl.constexpr, STAGES: gl.constexpr, TRACE:
+    gl.constexpr,
 ):
     """Partition of eight warps. A datum of layer l and step s is tagged s * num_layers + l + 1."""
     sm = gl.program_id(0)
@@ -60,7 +63,7 @@ def compute(
     for step in range(num_steps):
         base = (epoch0 + step) * num_layers + 1
         if step > 0:
-            token = most_likely(exchange, best_words, num_sms, base - 1)
+            token = most_likely(exchange, best_words, num_sms, base - 1, RANKS)
             fence_all()
             if sm == 0:
                 gl.store(tokens + step - 1, token)
@@ -80,18 +83,21 @@ def compute(
                 )
             elif words[OPCODE] == OP_COMBINE:
                 combine_task(words, exchange, position0 + step, tag, min_blocks, D)
+            elif words[OPCODE] == OP_EMBED:
+                if RANKS > 1:
+                    embed_task(words, peers, embed, token, tag, RANKS)
             else:
                 it = linear_task(
                     words, exchange, vectors, embed, token, residual, logits, tag, sm, best_words,
-                    eps, inv_hidden, xs, x_pairs, squares, red, red_rows, bufs, ready, free, it, at,
-                    STAGES, TRACE,
+                    num_sms, peers, place, first_id, eps, inv_hidden, xs, x_pairs, squares, red,
+                    red_rows, bufs, ready, free, it, at, RANKS, STAGES, TRACE,
                 )
             if TRACE:
                 gl.store(at + 3, clock())
             words = ahead
     if sm == 0:
         last = (epoch0 + num_steps) * num_layers
-        token = most_likely(exchange, best_words, num_sms, last)
+        token = most_likely(exchange, best_words, num_sms, last, RANKS)
         gl.store(tokens + num_steps - 1, token)
         gl.store(state + STATE_TOKEN, token)
         gl.store(state + STATE_POSITION, position0 + num_steps)
@@ -105,23 +111,28 @@ def compute(
         "num_layers",
         "best_words",
         "num_sms",
+        "place",
+        "first_id",
         "min_blocks",
     ]
 )
 def decode(
     weights0, weights1, weights2, cache_tiles, queues, counts, max_instructions, num_steps,
     num_layers, state, tokens, exchange, vectors, embed, cache, rope, residual, logits, best_words,
-    num_sms, min_blocks, eps, inv_hidden, scale, trace, D: gl.constexpr, G: gl.constexpr, H:
-    gl.constexpr, KVH: gl.constexpr, QK_NORM: gl.constexpr, MAX_TILES_K: gl.constexpr, STAGES:
-    gl.constexpr, AHEAD: gl.constexpr, TRACE: gl.constexpr,
+    num_sms, peers, place, first_id, min_blocks, eps, inv_hidden, scale, trace, D: gl.constexpr, G:
+    gl.constexpr, H: gl.constexpr, KVH: gl.constexpr, QK_NORM: gl.constexpr, MAX_TILES_K:
+    gl.constexpr, RANKS: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
+    TRACE: gl.constexpr,
 ):
     """num_steps decode steps at batch 1; one program an SM, all resident.
 
     weights0 to 2: descriptors of row-major matrices, one a row length k: bf16 [k / 64, rows, 64].
     cache_tiles: descriptor of cache, bf16 [rows, d]. vectors: norm weights and biases, bf16.
-    embed: bf16 [vocab, hidden]. queues: int32 [num_sms, max_instructions, 16].
+    embed: bf16, this rank's part of [vocab, hidden]. queues: int32 [num_sms, max_instructions, 16].
     exchange: int64 tagged words, zeroed once when allocated. residual: f32 [hidden], each row used
-    by one SM. rope: f32 [t, d], cosines then sines. logits: f32 [vocab].
+    by one SM. rope: f32 [t, d], cosines then sines. logits: f32, those of this rank's tokens, the
+    first of which is first_id. peers: int64 [RANKS], addresses of all ranks' exchanges; this rank
+    is number `place` of them.
     """
     sm = gl.program_id(0)
     queue = queues + sm * max_instructions * WORDS
@@ -155,9 +166,9 @@ def decode(
                 (
                     queue, num_instructions, max_instructions, num_steps, num_layers, state, tokens,
                     exchange, vectors, embed, cache, rope, residual, logits, best_words, num_sms,
-                    min_blocks, eps, inv_hidden, scale, trace, xs, x_pairs, squares, red, red_rows,
-                    qs, ml, scratch, bufs, ready, free, step_bar, D, G, H, KVH, QK_NORM, STAGES,
-                    TRACE,
+                    peers, place, first_id, min_blocks, eps, inv_hidden, scale, trace, xs, x_pairs,
+                    squares, red, red_rows, qs, ml, scratch, bufs, ready, free, step_bar, D, G, H,
+                    KVH, QK_NORM, RANKS, STAGES, TRACE,
                 ),
             ),
             (

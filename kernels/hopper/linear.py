@@ -12,13 +12,11 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from distmega.kernels.gluon_compat import cta_barrier
 from distmega.kernels.hopper.device import (
-    as_float,
     bf16_pair,
     clock,
     high_half,
     keep,
     low_half,
-    spin2,
     spin_packed,
     tagged,
     tagged_float,
@@ -26,6 +24,7 @@ from distmega.kernels.hopper.device import (
 from distmega.kernels.hopper.fields import (
     DST,
     FROM_EMBEDDING,
+    LAYER,
     LIN_BIAS,
     LIN_FLAGS,
     LIN_NORM,
@@ -37,6 +36,7 @@ from distmega.kernels.hopper.fields import (
     NUM_UNITS,
     OP_GATED,
     OP_HEAD,
+    OP_PARTIAL,
     OP_QKV,
     OP_RESIDUAL,
     OPCODE,
@@ -65,6 +65,7 @@ from distmega.kernels.hopper.shapes import (
     X_DOT,
     X_SLICE,
 )
+from distmega.kernels.hopper.team import push_best, push_partial, sum_partials
 
 
 @gluon.jit
@@ -213,6 +214,10 @@ def linear_task(
     tag,
     sm,
     best_words,
+    num_sms,
+    peers,
+    place,
+    first_id,
     eps,
     inv_hidden,
     xs,
@@ -225,6 +230,7 @@ def linear_task(
     free,
     it,
     stamps,
+    RANKS: gl.constexpr,
     STAGES: gl.constexpr,
     TRACE: gl.constexpr,
 ):
@@ -263,6 +269,9 @@ def linear_task(
             gl.store(residual + row, y, mask=wanted)
             num_words = (limit - row0) // 2
             store_pairs(exchange, words[DST] + row0 // 2, y, tag, num_words, GROUP_ROWS)
+        elif opcode == OP_PARTIAL:
+            if RANKS > 1:
+                push_partial(words, peers, place, row0, limit, y, tag, RANKS)
         elif opcode == OP_GATED:
             pairs = gl.reshape(y, [GROUP_UNITS // 2, 2, UNIT_ROWS])
             gate, up = gl.split(gl.convert_layout(gl.permute(pairs, [0, 2, 1]), GATE_UP))
@@ -279,16 +288,10 @@ def linear_task(
     if opcode == OP_HEAD:
         value = gl.max(best, axis=0)
         index = gl.min(gl.where(best == value, best_row, 0x7FFFFFFF), axis=0)
-        gl.store(exchange + best_words + 2 * sm, tagged_float(value, tag))
-        gl.store(exchange + best_words + 2 * sm + 1, tagged(index, tag))
+        push_best(
+            exchange, peers, place, best_words, num_sms, sm, value, first_id + index, tag, RANKS
+        )
+    if RANKS > 1:  # noqa: SIM102  a constant, so that the rest is compiled only then
+        if opcode == OP_PARTIAL:
+            sum_partials(words, exchange, residual, tag, tag - words[LAYER], RANKS)
     return it
-
-
-@gluon.jit
-def most_likely(exchange, best_words, num_sms, tag):
-    """Token with the highest logit over all SMs' parts; the lowest id among equals."""
-    sms = gl.arange(0, THREADS, layout=PER_THREAD)
-    bits, rows = spin2(exchange + best_words + 2 * sms, tag, sms < num_sms)
-    values = gl.where(sms < num_sms, as_float(bits), float("-inf"))
-    highest = gl.max(values, axis=0)
-    return gl.min(gl.where(values == highest, rows, 0x7FFFFFFF), axis=0)

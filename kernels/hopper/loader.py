@@ -23,6 +23,7 @@ from distmega.kernels.hopper.fields import (
     NUM_UNITS,
     OP_ATTENTION,
     OP_COMBINE,
+    OP_EMBED,
     OP_GATED,
     OPCODE,
     STATE_POSITION,
@@ -161,7 +162,7 @@ def loader(
                             STAGES,
                             AHEAD,
                         )
-            elif words[OPCODE] != OP_COMBINE:
+            elif (words[OPCODE] != OP_COMBINE) & (words[OPCODE] != OP_EMBED):
                 for unit in range(keep(words[NUM_UNITS])):
                     row = words[LIN_WEIGHT_ROW] + unit * UNIT_ROWS
                     if words[OPCODE] == OP_GATED:

@@ -5,7 +5,13 @@ Made by queues.py, read by runner.py, which is next on the walk.
 
 from dataclasses import dataclass
 
+from distmega.errors import VerifyError
 from distmega.kernels.hopper.words import Instruction
+
+HEAD_DIMS = (64, 128)
+MAX_GROUP = 8
+MAX_MATRICES = 3
+ITEM_BYTES = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +25,7 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeShape:
-    """Extents that the kernel is specialised for or asks for."""
+    """Extents of one of num_ranks ranks that the kernel is specialised for or asks for."""
 
     num_layers: int
     hidden: int
@@ -32,6 +38,7 @@ class DecodeShape:
     eps: float
     scale: float
     max_tiles_k: int
+    num_ranks: int
 
     @property
     def group(self) -> int:
@@ -49,9 +56,20 @@ class DecodeQueues:
     queues: tuple[tuple[Instruction, ...], ...]
     best: int
     num_words: int
+    first_id: int
     embed: str
     rope_table: str
     tokens: str
     positions: str
     token: str
     logits: str
+
+
+def unfit(found: str) -> VerifyError:
+    """The error for a segment that the kernel can't do."""
+    return VerifyError(
+        f"the decode kernel can't do {found}",
+        expected=f"one token, rows of a multiple of 64 elements, heads of {HEAD_DIMS}, "
+        f"at most {MAX_GROUP} queries a group, no window",
+        remedy="run the segment by library ops",
+    )

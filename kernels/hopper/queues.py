@@ -9,13 +9,18 @@ words it needs until they carry the tag of their layer and step. A buffer may be
 next layer because nobody can be a layer ahead: each op of a layer needs words from all SMs that
 have work in it, and those have read what they needed before. SMs without work in some op could miss
 a tag, so no more SMs take part than have rows in every gated op and in the head.
+
+Where ranks share the model, all have the same queues, so an SM owns the same rows on each. It
+pushes its part of the sums over ranks into the buffers of its likes, and each adds them up. No rank
+can overwrite what another has not read: an SM's next push into the same buffer comes a layer later,
+after it has read what its like pushed in the other sum of that layer, which its like did after
+reading this one. The embedded token and the heads' maxima, once a step, come after all SMs of all
+ranks have passed the whole layers between.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 
-from distmega.errors import VerifyError
 from distmega.kernels.arena import ArenaLayout
 from distmega.kernels.fusion import (
     Fused,
@@ -28,84 +33,94 @@ from distmega.kernels.fusion import (
     Norm,
     fuse_segment,
 )
-from distmega.kernels.hopper.plan import DecodeQueues, DecodeShape, Matrix
-from distmega.kernels.hopper.weight_order import matrix_columns
+from distmega.kernels.hopper.matrices import Weights, tiles_k
+from distmega.kernels.hopper.plan import (
+    HEAD_DIMS,
+    ITEM_BYTES,
+    MAX_GROUP,
+    DecodeQueues,
+    DecodeShape,
+    unfit,
+)
 from distmega.kernels.hopper.words import (
+    EMBEDDED,
     FROM_EMBEDDING,
     MAX_SPLITS,
     PARTIAL_EXTRA,
-    TILE_K,
     UNIT_ROWS,
     Attention,
     Combine,
+    Embed,
     Instruction,
     Linear,
     Opcode,
 )
 from distmega.program import Program
 
-HEAD_DIMS = (64, 128)
-MAX_GROUP = 8
-MAX_MATRICES = 3
-ITEM_BYTES = 2
+EMBED_WORDS = 256
+"""Tagged words of the embedded token that one SM pushes: one a thread."""
 _LAYER = (FusedLinear, FusedAttention, FusedResidual, FusedGated, FusedResidual)
 
 
 def build_queues(
-    segment: Program, weights: ArenaLayout, states: ArenaLayout, num_sms: int
+    segment: Program, weights: ArenaLayout, states: ArenaLayout, num_sms: int, place: int = 0
 ) -> DecodeQueues:
-    """Queues for at most `num_sms` SMs. VerifyError where the kernel can't do the segment."""
-    return _Builder(segment, fuse_segment(segment), weights, states, num_sms).build()
+    """Queues for at most `num_sms` SMs of rank number `place` of its team. VerifyError where the
+    kernel can't do the segment.
+    """
+    return _Builder(segment, fuse_segment(segment), weights, states, num_sms, place).build()
 
 
 @dataclass(slots=True)
 class _Builder:
-    """Fills the queues op by op; `columns`, `shape` and `matrices` are known once `build` began."""
+    """Fills the queues op by op; `placed` and `shape` are known once `build` began."""
 
     segment: Program
     fused: tuple[Fused, ...]
     weights: ArenaLayout
     states: ArenaLayout
     num_sms: int
+    place: int
     exchange: dict[str, int] = field(default_factory=dict)
     num_words: int = 0
     queues: list[list[Instruction]] = field(default_factory=list)
-    columns: dict[str, int] = field(init=False)
+    placed: Weights = field(init=False)
     shape: DecodeShape = field(init=False)
-    matrices: tuple[Matrix, ...] = field(init=False)
     lightest: list[int] = field(init=False)
 
     def build(self) -> DecodeQueues:
-        self.columns = matrix_columns(self.segment)
+        self.placed = Weights(self.segment, self.weights)
         first, *layers, head = self.fused
         if not isinstance(first, FusedEmbedding) or not isinstance(head, FusedHead):
-            raise _unfit("a segment without embedding or head")
+            raise unfit("a segment without embedding or head")
         blocks = [tuple(layers[i : i + 5]) for i in range(0, len(layers), 5)]
         if any(tuple(map(type, block)) != _LAYER for block in blocks):
-            raise _unfit("layers other than attention and gated feed-forward")
+            raise unfit("layers other than attention and gated feed-forward")
         self.shape = self.find_shape(blocks, head)
-        self.matrices = self.find_matrices()
         self.num_sms = self.count_sms(blocks, head)
         self.queues = [[] for _ in range(self.num_sms)]
         self.lightest = self.find_lightest(blocks[0])
         self.reserve(blocks)
+        self.add_embedding(first)
         x = first.out
         for number, block in enumerate(blocks):
             x = self.add_layer(number, block, x)
         if head.x != x:
-            raise _unfit(f"a head of {head.x!r} instead of {x!r}")
+            raise unfit(f"a head of {head.x!r} instead of {x!r}")
+        first_id = self.place * self.shape.vocab
         self.add_linear(
-            Opcode.HEAD, (head.weight,), self.shape.vocab, src="x", dst="best",
-            norm=head.norm, layer=len(blocks) - 1,
+            Opcode.HEAD, (head.weight,), self.shape.vocab, src="x", dst="best", norm=head.norm,
+            layer=len(blocks) - 1, limit=max(0, head.vocab - first_id),
         )  # fmt: skip
         attention = blocks[0][1]
         assert isinstance(attention, FusedAttention)
         return DecodeQueues(
             shape=self.shape,
-            matrices=self.matrices,
+            matrices=self.placed.matrices,
             queues=tuple(map(tuple, self.queues)),
             best=self.exchange["best"],
             num_words=self.num_words,
+            first_id=first_id,
             embed=first.table,
             rope_table=attention.table,
             tokens=first.ids,
@@ -119,72 +134,80 @@ class _Builder:
         attention = blocks[0][1]
         assert isinstance(attention, FusedAttention)
         rows, num_kv_heads, group, head_dim = tensors[attention.q].shape
-        columns = self.columns
+        columns = self.placed.columns
         hidden = columns[head.weight]
         if rows != 1 or head_dim not in HEAD_DIMS or group > MAX_GROUP or attention.window:
-            raise _unfit(f"{rows} tokens, heads of {head_dim}, groups of {group} queries, a window")
+            raise unfit(f"{rows} tokens, heads of {head_dim}, groups of {group} queries, a window")
         if any(length % 64 for length in columns.values()):
-            raise _unfit(f"rows of {sorted(set(columns.values()))} elements")
+            raise unfit(f"rows of {sorted(set(columns.values()))} elements")
         norms = [norm.eps for op in self.fused for norm in _norms(op)]
         if len(set(norms)) != 1:
-            raise _unfit(f"norms with eps {sorted(set(norms))}")
+            raise unfit(f"norms with eps {sorted(set(norms))}")
+        teams = {getattr(op, "num_ranks", head.num_ranks) for op in self.fused}
+        if len(teams) != 1:
+            raise unfit(f"parts that {sorted(teams)} ranks share")
         return DecodeShape(
             num_layers=len(blocks),
             hidden=hidden,
             num_heads=num_kv_heads * group,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            vocab=tensors[head.logits].shape[-1],
+            vocab=self.placed.rows_of(head.weight),
             max_context=tensors[attention.k_cache].shape[1],
             qk_norm=attention.q_norm is not None,
             eps=norms[0],
             scale=attention.scale,
-            max_tiles_k=max(map(_tiles_k, columns.values())),
+            max_tiles_k=max(map(tiles_k, columns.values())),
+            num_ranks=head.num_ranks,
         )
-
-    def find_matrices(self) -> tuple[Matrix, ...]:
-        columns = self.columns
-        found: dict[int, list[int]] = {}
-        for name, length in columns.items():
-            offset = self.weights.offset(name)
-            end = offset + self.weights.tensors[name].num_bytes
-            first, last = found.setdefault(length, [offset, end])
-            found[length] = [min(first, offset), max(last, end)]
-        matrices = tuple(
-            Matrix(columns=n, offset=first, num_rows=(last - first) // (n * ITEM_BYTES))
-            for n, (first, last) in sorted(found.items())
-        )
-        overlap = any(
-            a.offset + a.num_rows * a.columns * ITEM_BYTES > b.offset
-            for a, b in pairwise(sorted(matrices, key=lambda m: m.offset))
-        )
-        if len(matrices) > MAX_MATRICES or overlap:
-            raise _unfit(f"an arena with matrices of {[m.columns for m in matrices]} columns")
-        return matrices
 
     def count_sms(self, blocks: Sequence[tuple[Fused, ...]], head: FusedHead) -> int:
         gated = blocks[0][3]
         assert isinstance(gated, FusedGated)
-        pairs = _units(self.rows_of(gated.gate))
+        pairs = _units(self.placed.rows_of(gated.gate))
         return min(self.num_sms, pairs, _units(self.shape.vocab))
 
     def reserve(self, blocks: Sequence[tuple[Fused, ...]]) -> None:
-        """Room in the exchange, in tagged words; bf16 pairs but for qkv, partials and best."""
+        """Room in the exchange, in tagged words; bf16 pairs but for qkv, partials and best.
+
+        With several ranks the embedded token is first, and x and h are followed by all ranks' parts
+        of the sums that they come from.
+        """
         s, gated = self.shape, blocks[0][3]
         assert isinstance(gated, FusedGated)
         heads = s.num_heads + 2 * s.num_kv_heads
+        parts = s.num_ranks * s.hidden if s.num_ranks > 1 else 0
         sizes = {
-            "x": s.hidden // 2,
-            "h": s.hidden // 2,
+            "embedded": s.hidden // 2 if s.num_ranks > 1 else 0,
+            "x": s.hidden // 2 + parts,
+            "h": s.hidden // 2 + parts,
             "qkv": heads * s.head_dim,
             "partial": s.num_heads * self.max_splits * (s.head_dim + PARTIAL_EXTRA),
             "attended": s.num_heads * s.head_dim // 2,
-            "ffn": self.rows_of(gated.gate) // 2,
-            "best": 2 * self.num_sms,
+            "ffn": self.placed.rows_of(gated.gate) // 2,
+            "best": 2 * self.num_sms * s.num_ranks,
         }
         for name, size in sizes.items():
             self.exchange[name] = self.num_words
             self.num_words += -(-size // 16) * 16
+        assert self.exchange["embedded"] == EMBEDDED
+
+    def add_embedding(self, op: FusedEmbedding) -> None:
+        """Where ranks share the matrix, those with a part of the token's row push it to all."""
+        if op.num_ranks == 1:
+            return
+        rows, columns = self.weights.tensors[op.table].shape
+        is_whole = columns == self.shape.hidden
+        for number, column in enumerate(range(0, columns // 2, EMBED_WORDS)):
+            self.queues[self.lightest[number % self.num_sms]].append(
+                Embed(
+                    row0=self.place * rows if is_whole else 0,
+                    num_rows=rows,
+                    column=column,
+                    num_words=columns // 2,
+                    dst=self.exchange["embedded"] + (0 if is_whole else self.place * columns // 2),
+                )
+            )
 
     @property
     def max_splits(self) -> int:
@@ -203,39 +226,42 @@ class _Builder:
             (down.residual, out.out),
         )  # fmt: skip
         if any(found != wanted for found, wanted in edges) or not qkv.norm or not gated.norm:
-            raise _unfit(f"layer {layer}, whose ops are joined in another way")
+            raise unfit(f"layer {layer}, whose ops are joined in another way")
         first = FROM_EMBEDDING if layer == 0 else 0
-        rows = sum(self.rows_of(weight) for weight in qkv.weights)
+        pushed = layer == 0 and self.shape.num_ranks > 1
+        summed = Opcode.PARTIAL if self.shape.num_ranks > 1 else Opcode.RESIDUAL
+        rows = sum(self.placed.rows_of(weight) for weight in qkv.weights)
         self.add_linear(
-            Opcode.QKV, qkv.weights, rows, src="x", dst="qkv", tag_delta=1, norm=qkv.norm,
-            biases=qkv.biases, layer=layer, flags=first,
+            Opcode.QKV, qkv.weights, rows, src="embedded" if pushed else "x", dst="qkv",
+            tag_delta=0 if pushed else 1, norm=qkv.norm, biases=qkv.biases, layer=layer,
+            flags=0 if pushed else first,
         )  # fmt: skip
         self.add_attention(layer, attention)
         self.add_linear(
-            Opcode.RESIDUAL, (out.weight,), self.shape.hidden, src="attended", dst="h",
-            layer=layer, flags=first,
+            summed, (out.weight,), self.shape.hidden, src="attended", dst="h", layer=layer,
+            flags=first,
         )  # fmt: skip
         self.add_linear(
-            Opcode.GATED, (gated.gate, gated.up), 2 * self.rows_of(gated.gate), src="h", dst="ffn",
-            norm=gated.norm, layer=layer,
+            Opcode.GATED, (gated.gate, gated.up), 2 * self.placed.rows_of(gated.gate), src="h",
+            dst="ffn", norm=gated.norm, layer=layer,
         )  # fmt: skip
-        self.add_linear(
-            Opcode.RESIDUAL, (down.weight,), self.shape.hidden, src="ffn", dst="x", layer=layer
-        )
+        self.add_linear(summed, (down.weight,), self.shape.hidden, src="ffn", dst="x", layer=layer)
         return down.out
 
     def add_linear(
         self, opcode: Opcode, names: tuple[str, ...], rows: int, *, src: str, dst: str, layer: int,
         norm: Norm | None = None, biases: tuple[str, ...] = (), tag_delta: int = 0, flags: int = 0,
+        limit: int | None = None,
     ) -> None:  # fmt: skip
-        columns = self.columns[names[0]]
-        matrix = [m.columns for m in self.matrices].index(columns)
-        starts = [self.row_in(self.matrices[matrix], name) for name in names]
-        bias = self.vector(biases[0]) if any(biases) else -1
+        """A matrix, its rows shared out. limit: of the last row that counts, `rows` if None."""
+        columns = self.placed.columns[names[0]]
+        matrix = [m.columns for m in self.placed.matrices].index(columns)
+        starts = [self.placed.row_in(self.placed.matrices[matrix], name) for name in names]
+        bias = self.placed.vector(biases[0]) if any(biases) else -1
         step = 2 if opcode is Opcode.GATED else 1
         if opcode is Opcode.QKV:
-            self.require_adjacent(names, starts)
-            self.require_biases(biases)
+            self.placed.require_adjacent(names, starts)
+            self.placed.require_biases(biases)
         for sm, queue in enumerate(self.queues):
             first, last = self.share(rows, step, sm)
             if first == last:
@@ -248,15 +274,15 @@ class _Builder:
                     weight_row=starts[0] + first // step * UNIT_ROWS,
                     pair_row=starts[1] + first // 2 * UNIT_ROWS if step == 2 else 0,
                     num_units=last - first,
-                    num_tiles_k=_tiles_k(columns),
+                    num_tiles_k=tiles_k(columns),
                     src=self.exchange[src],
                     num_src_words=columns // 2,
                     tag_delta=tag_delta,
-                    norm=self.vector(norm.weight) if norm else -1,
+                    norm=self.placed.vector(norm.weight) if norm else -1,
                     bias=bias,
                     dst=self.exchange[dst],
                     row0=first * UNIT_ROWS,
-                    num_rows=rows,
+                    num_rows=rows if limit is None else min(rows, limit),
                     flags=flags,
                 )
             )
@@ -279,10 +305,10 @@ class _Builder:
         matrices = ((qkv.weights, 1), ((out.weight,), 1), (gate_up, 2), ((down.weight,), 1))
         load = [0] * self.num_sms
         for names, step in matrices:
-            rows = sum(map(self.rows_of, names))
+            rows = sum(map(self.placed.rows_of, names))
             for sm in range(self.num_sms):
                 first, last = self.share(rows, step, sm)
-                load[sm] += (last - first) * _tiles_k(self.columns[names[0]])
+                load[sm] += (last - first) * tiles_k(self.placed.columns[names[0]])
         return sorted(range(self.num_sms), key=lambda sm: (load[sm], sm))
 
     def add_attention(self, layer: int, op: FusedAttention) -> None:
@@ -301,8 +327,8 @@ class _Builder:
                         src=self.exchange["qkv"],
                         partial=self.exchange["partial"],
                         dst=self.exchange["attended"],
-                        q_norm=self.vector(op.q_norm.weight) if op.q_norm else -1,
-                        k_norm=self.vector(op.k_norm.weight) if op.k_norm else -1,
+                        q_norm=self.placed.vector(op.q_norm.weight) if op.q_norm else -1,
+                        k_norm=self.placed.vector(op.k_norm.weight) if op.k_norm else -1,
                     )
                 )
         for head in range(s.num_heads):
@@ -317,35 +343,9 @@ class _Builder:
                 )
             )
 
-    def rows_of(self, weight: str) -> int:
-        tensor = self.weights.tensors[weight]
-        return tensor.num_elements // self.columns[weight]
-
-    def row_in(self, matrix: Matrix, name: str) -> int:
-        row, rest = divmod(self.weights.offset(name) - matrix.offset, matrix.columns * ITEM_BYTES)
-        if rest:
-            raise _unfit(f"weight {name!r} between rows of its matrix")
-        return row
-
     def cache_row(self, name: str, head: int) -> int:
         row_bytes = self.shape.head_dim * ITEM_BYTES
         return self.states.offset(name) // row_bytes + head * self.shape.max_context
-
-    def vector(self, name: str) -> int:
-        return self.weights.offset(name) // ITEM_BYTES
-
-    def require_adjacent(self, names: tuple[str, ...], starts: list[int]) -> None:
-        ends = [start + self.rows_of(name) for name, start in zip(names, starts, strict=True)]
-        if starts[1:] != ends[:-1]:
-            raise _unfit(f"weights {names} apart from each other")
-
-    def require_biases(self, biases: tuple[str, ...]) -> None:
-        if any(biases) and not all(biases):
-            raise _unfit(f"biases {biases}")
-        for one, following in pairwise(biases if all(biases) else ()):
-            size = self.weights.tensors[one].num_bytes
-            if self.weights.offset(one) + size != self.weights.offset(following):
-                raise _unfit(f"biases {biases} apart from each other")
 
 
 def _norms(op: Fused) -> list[Norm]:
@@ -357,16 +357,3 @@ def _norms(op: Fused) -> list[Norm]:
 
 def _units(rows: int) -> int:
     return -(-rows // UNIT_ROWS)
-
-
-def _tiles_k(columns: int) -> int:
-    return -(-columns // TILE_K)
-
-
-def _unfit(found: str) -> VerifyError:
-    return VerifyError(
-        f"the decode kernel can't do {found}",
-        expected=f"one token, rows of a multiple of 64 elements, heads of {HEAD_DIMS}, "
-        f"at most {MAX_GROUP} queries a group, no window",
-        remedy="run the segment by library ops",
-    )

@@ -27,6 +27,7 @@ from distmega.kernels.hopper.words import (
     pack,
 )
 from distmega.kernels.memory import arena_views
+from distmega.kernels.symmetric import SymmetricMemory, Team
 from distmega.program import Program
 
 CAPABILITY = (9, 0)
@@ -60,11 +61,13 @@ class DecodeRunner:
         weights_arena: Tensor,
         states: ArenaLayout,
         state_arena: Tensor,
+        team: Team | None = None,
         num_sms: int = 0,
         trace: bool = False,
     ) -> None:
         """The arenas are uint8 tensors on the GPU that the layouts describe, weights in the order
-        of queues.order_weights. num_sms: 0 for all of the GPU. trace: stamp every instruction.
+        of queues.order_weights. team: the ranks that share the segment, which must all make their
+        runner together. num_sms: 0 for all of the GPU. trace: stamp every instruction.
 
         Raises VerifyError for a GPU or a segment that the kernel can't do.
         """
@@ -76,7 +79,8 @@ class DecodeRunner:
                 expected="a Hopper GPU, 9.0",
                 remedy="run the segment by library ops",
             )
-        queues = build_queues(segment, weights, states, num_sms or properties.multi_processor_count)
+        num_sms = num_sms or properties.multi_processor_count
+        queues = build_queues(segment, weights, states, num_sms, team.place if team else 0)
         self.segment, self.queues, shape = segment, queues, queues.shape
         self._words, self._counts = _encode(queues, device)
         views = arena_views(weights, weights_arena)
@@ -91,7 +95,9 @@ class DecodeRunner:
             [128, 64],
             TILE_SHARED.value,
         )
-        self._exchange = torch.zeros(queues.num_words, dtype=torch.int64, device=device)
+        self._team = team
+        self._memory, self._exchange, pointers = _open_exchange(queues, team, device)
+        self._peers = torch.tensor(pointers, dtype=torch.int64, device=device)
         self._residual = torch.zeros(shape.hidden, device=device)
         self.logits = torch.zeros(shape.vocab, device=device)
         self._state = torch.zeros(STATE_WORDS, dtype=torch.int32, device=device)
@@ -107,7 +113,14 @@ class DecodeRunner:
         self._run(1)
         tensors[self.queues.token].copy_(self._tokens[:1])
         if self.queues.logits in self.segment.outputs:
-            tensors[self.queues.logits][0].copy_(self.logits)
+            self._write_logits(tensors[self.queues.logits])
+
+    def _write_logits(self, out: Tensor) -> None:
+        """[1, vocab] of all ranks, or of this one alone where they are not gathered."""
+        if self._team is None or out.shape[1] == self.logits.numel():
+            out[0].copy_(self.logits)
+        else:
+            self._team.gather(self.logits.to(out.dtype)[None], out)
 
     def start(self, tokens: Sequence[int], positions: Sequence[int]) -> None:
         """The next step appends the token to the one sequence, at its position."""
@@ -148,6 +161,9 @@ class DecodeRunner:
             self.logits,
             queues.best,
             len(queues.queues),
+            self._peers,
+            self._team.place if self._team else 0,
+            queues.first_id,
             MIN_BLOCKS,
             shape.eps,
             1.0 / shape.hidden,
@@ -159,12 +175,34 @@ class DecodeRunner:
             KVH=shape.num_kv_heads,
             QK_NORM=shape.qk_norm,
             MAX_TILES_K=tiles_k,
+            RANKS=shape.num_ranks,
             STAGES=num_stages(tiles_k),
             AHEAD=LOADS_AHEAD,
             TRACE=self._tracing,
             num_warps=8,
             launch_cooperative_grid=True,
         )
+
+
+def _open_exchange(
+    queues: DecodeQueues, team: Team | None, device: torch.device
+) -> tuple[SymmetricMemory | None, Tensor, tuple[int, ...]]:
+    """Tagged words, zeroed: the memory they lie in where ranks share it, this rank's, and the
+    addresses of all ranks'.
+    """
+    num_ranks = team.size if team else 1
+    if num_ranks != queues.shape.num_ranks:
+        raise VerifyError(
+            f"a segment of {queues.shape.num_ranks} ranks on {num_ranks}",
+            expected="as many ranks as the segment was planned for",
+            remedy="plan and run with the same mesh",
+        )
+    if team is None:
+        words = torch.zeros(queues.num_words, dtype=torch.int64, device=device)
+        return None, words, (words.data_ptr(),)
+    memory = team.open(8 * queues.num_words)
+    words = memory.tensor(team.place, (queues.num_words,), torch.int64)
+    return memory, words, memory.pointers
 
 
 def _encode(queues: DecodeQueues, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -29,6 +29,8 @@ STATE_WORDS = 8
 
 FROM_EMBEDDING = 1
 """Linear.flags: x (or the residual) is the embedding row of the current token."""
+EMBEDDED = 0
+"""First tagged word of that row where ranks share the embedding matrix."""
 
 
 class Opcode(IntEnum):
@@ -40,6 +42,8 @@ class Opcode(IntEnum):
     HEAD = 3
     ATTENTION = 4
     COMBINE = 5
+    EMBED = 6
+    PARTIAL = 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,9 +52,11 @@ class Linear:
 
     matrix: which of the weight descriptors; weight_row: row there of the first unit. GATED takes
     units in turn from there and from pair_row on, 8 gate rows and 8 up rows, and counts rows of
-    both. num_tiles_k: tiles of 1024 columns. src: first tagged word of x (bf16 pairs),
-    num_src_words of them, tagged `tag_delta` layers ago. norm, bias: offsets in the vectors, or -1.
-    dst: first tagged word of the whole output; row0: first row there; num_rows: of the output.
+    both. PARTIAL is RESIDUAL with a product that is summed over ranks: behind the dst words follow
+    num_rows words of each rank's part. num_tiles_k: tiles of 1024 columns. src: first tagged word
+    of x (bf16 pairs), num_src_words of them, tagged `tag_delta` layers ago. norm, bias: offsets in
+    the vectors, or -1. dst: first tagged word of the whole output; row0: first row there; num_rows:
+    of the output.
     """
 
     opcode: Opcode
@@ -105,7 +111,22 @@ class Combine:
     opcode: Opcode = Opcode.COMBINE
 
 
-Instruction = Linear | Attention | Combine
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Embed:
+    """Words (bf16 pairs) from `column` on of the token's row, to every rank, where this rank's part
+    of the embedding matrix has it: token row0 is the first of num_rows, num_words words each.
+    """
+
+    row0: int
+    num_rows: int
+    column: int
+    num_words: int
+    dst: int
+    layer: int = 0
+    opcode: Opcode = Opcode.EMBED
+
+
+Instruction = Linear | Attention | Combine | Embed
 
 PLACES: dict[type[Instruction], dict[str, int]] = {
     Linear: {
@@ -119,6 +140,9 @@ PLACES: dict[type[Instruction], dict[str, int]] = {
     },
     Combine: {
         "opcode": 0, "layer": 1, "head": 6, "dst": 10, "partial": 11, "max_splits": 12,
+    },
+    Embed: {
+        "opcode": 0, "layer": 1, "num_words": 6, "column": 7, "dst": 10, "row0": 11, "num_rows": 13,
     },
 }  # fmt: skip
 """Word of each field. Fields that kernels read before they look at the opcode share a place."""

@@ -81,7 +81,7 @@ def greedy_tokens(engine: Engine, ids: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("collectives", ["host"])
+@pytest.mark.parametrize("collectives", ["host", "kernel"])
 @pytest.mark.parametrize(("device", "num_ranks"), ON_GPUS)
 def test_decode(model: str, collectives: str, device: str, num_ranks: int, tmp_path: Path):
     run_ranks(f"{HERE}:decode_as_exactly", device, num_ranks, tmp_path, model, collectives)

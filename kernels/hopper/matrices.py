@@ -1,0 +1,75 @@
+"""Where the weights of a segment lie in their arena, as the decode kernel addresses them.
+
+In: a segment, the layout of its weights. Out: `Weights`: matrices of one row length as one block of
+rows, a weight as rows of its block, a vector as an offset. Next on the walk: queues.py.
+"""
+
+from itertools import pairwise
+
+from distmega.kernels.arena import ArenaLayout
+from distmega.kernels.hopper.plan import ITEM_BYTES, MAX_MATRICES, Matrix, unfit
+from distmega.kernels.hopper.weight_order import matrix_columns
+from distmega.kernels.hopper.words import TILE_K
+from distmega.program import Program
+
+
+class Weights:
+    """Addresses of weights. columns: the row length of each matrix by name.
+
+    VerifyError where matrices of one length do not lie together.
+    """
+
+    def __init__(self, segment: Program, layout: ArenaLayout) -> None:
+        self.layout = layout
+        self.columns = matrix_columns(segment)
+        self.matrices = self._find_matrices()
+
+    def _find_matrices(self) -> tuple[Matrix, ...]:
+        columns = self.columns
+        found: dict[int, list[int]] = {}
+        for name, length in columns.items():
+            offset = self.layout.offset(name)
+            end = offset + self.layout.tensors[name].num_bytes
+            first, last = found.setdefault(length, [offset, end])
+            found[length] = [min(first, offset), max(last, end)]
+        matrices = tuple(
+            Matrix(columns=n, offset=first, num_rows=(last - first) // (n * ITEM_BYTES))
+            for n, (first, last) in sorted(found.items())
+        )
+        overlap = any(
+            a.offset + a.num_rows * a.columns * ITEM_BYTES > b.offset
+            for a, b in pairwise(sorted(matrices, key=lambda m: m.offset))
+        )
+        if len(matrices) > MAX_MATRICES or overlap:
+            raise unfit(f"an arena with matrices of {[m.columns for m in matrices]} columns")
+        return matrices
+
+    def rows_of(self, weight: str) -> int:
+        tensor = self.layout.tensors[weight]
+        return tensor.num_elements // self.columns[weight]
+
+    def row_in(self, matrix: Matrix, name: str) -> int:
+        row, rest = divmod(self.layout.offset(name) - matrix.offset, matrix.columns * ITEM_BYTES)
+        if rest:
+            raise unfit(f"weight {name!r} between rows of its matrix")
+        return row
+
+    def vector(self, name: str) -> int:
+        return self.layout.offset(name) // ITEM_BYTES
+
+    def require_adjacent(self, names: tuple[str, ...], starts: list[int]) -> None:
+        ends = [start + self.rows_of(name) for name, start in zip(names, starts, strict=True)]
+        if starts[1:] != ends[:-1]:
+            raise unfit(f"weights {names} apart from each other")
+
+    def require_biases(self, biases: tuple[str, ...]) -> None:
+        if any(biases) and not all(biases):
+            raise unfit(f"biases {biases}")
+        for one, following in pairwise(biases if all(biases) else ()):
+            size = self.layout.tensors[one].num_bytes
+            if self.layout.offset(one) + size != self.layout.offset(following):
+                raise unfit(f"biases {biases} apart from each other")
+
+
+def tiles_k(columns: int) -> int:
+    return -(-columns // TILE_K)

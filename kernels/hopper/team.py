@@ -1,0 +1,179 @@
+"""What the ranks of a team do together in the kernel: the embedding, sums over ranks, the token.
+
+In: `peers`, the address of every rank's exchange, in team order; memory that peers write is polled
+at home. Out: the same bits on every rank, since sums are taken in rank order everywhere. A pushed
+datum carries its tag, so a push is one store to each rank and needs no fence; it costs one way over
+NVLink. With RANKS = 1 only the local exchange is touched. Next on the walk: linear.py.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.runtime.jit import constexpr_function
+
+from distmega.kernels.hopper.device import (
+    as_float,
+    bf16_pair,
+    high_half,
+    low_half,
+    spin2,
+    tagged,
+    tagged_float,
+)
+from distmega.kernels.hopper.fields import (
+    DST,
+    EMB_COLUMN,
+    EMB_NUM_ROWS,
+    EMB_NUM_WORDS,
+    EMB_ROW0,
+    EMBEDDED,
+    FROM_EMBEDDING,
+    LIN_FLAGS,
+    LIN_NUM_ROWS,
+    LIN_ROW0,
+    NUM_UNITS,
+)
+from distmega.kernels.hopper.shapes import GROUP_ROWS, PER_THREAD, THREADS, TWOS, UNIT_ROWS
+
+
+@constexpr_function
+def polling_asm(num_ranks: int) -> str:
+    """Two consecutive words of each rank's part until all carry the tag; zeros where not wanted.
+
+    Operands: pointer to rank 0's, bytes from one rank's to the next, tag, wanted.
+    """
+    pointer, stride, tag, wanted = (f"${2 * num_ranks + i}" for i in range(4))
+    lines = ["{", ".reg .pred want, again;"]
+    for r in range(num_ranks):
+        lines.append(f".reg .b64 a{r}, b{r}, p{r};")
+        lines.append(f".reg .b32 ta{r}, tb{r};")
+        lines.append(f"mov.b32 ${2 * r}, 0;")
+        lines.append(f"mov.b32 ${2 * r + 1}, 0;")
+    lines += [f"setp.ne.s32 want, {wanted}, 0;", "@!want bra DONE;", f"mov.b64 p0, {pointer};"]
+    lines += [f"add.s64 p{r}, p{r - 1}, {stride};" for r in range(1, num_ranks)]
+    lines.append("SPIN:")
+    lines += [f"ld.relaxed.sys.global.v2.b64 {{a{r}, b{r}}}, [p{r}];" for r in range(num_ranks)]
+    for r in range(num_ranks):
+        lines.append(f"mov.b64 {{${2 * r}, ta{r}}}, a{r};")
+        lines.append(f"mov.b64 {{${2 * r + 1}, tb{r}}}, b{r};")
+    lines.append(f"setp.ne.s32 again, ta0, {tag};")
+    lines.append(f"setp.ne.or.s32 again, tb0, {tag}, again;")
+    for r in range(1, num_ranks):
+        lines.append(f"setp.ne.or.s32 again, ta{r}, {tag}, again;")
+        lines.append(f"setp.ne.or.s32 again, tb{r}, {tag}, again;")
+    lines += ["@again bra SPIN;", "DONE:", "}"]
+    return "\n".join(lines)
+
+
+@constexpr_function
+def polling_operands(num_ranks: int) -> str:
+    """Constraints of polling_asm."""
+    return "=&r," * (2 * num_ranks) + "l,l,r,r"
+
+
+@constexpr_function
+def polling_types(num_ranks: int) -> tuple[gl.dtype, ...]:
+    """Results of polling_asm."""
+    return (gl.int32,) * (2 * num_ranks)
+
+
+@gluon.jit
+def exchange_of(peers, rank):
+    """The exchange of a rank, as this GPU sees it."""
+    return gl.multiple_of(gl.load(peers + rank).to(gl.pointer_type(gl.int64)), 16)
+
+
+@gluon.jit
+def embed_task(words, peers, embed, token, tag, RANKS: gl.constexpr):
+    """Pushes a part of the token's row, if this rank holds it, to every rank: bf16 pairs."""
+    local = token - words[EMB_ROW0]
+    if (local >= 0) & (local < words[EMB_NUM_ROWS]):
+        at = words[EMB_COLUMN] + gl.arange(0, THREADS, layout=PER_THREAD)
+        wanted = at < words[EMB_NUM_WORDS]
+        pairs = embed.to(gl.pointer_type(gl.int32), bitcast=True)
+        pair = gl.load(pairs + local.to(gl.int64) * words[EMB_NUM_WORDS] + at, wanted, 0)
+        for rank in gl.static_range(RANKS):
+            gl.store(exchange_of(peers, rank) + words[DST] + at, tagged(pair, tag), mask=wanted)
+
+
+@gluon.jit
+def push_partial(words, peers, place, row0, limit, y, tag, RANKS: gl.constexpr):
+    """Rows of this rank's product into its part of every rank's partial sums, behind the result."""
+    num_rows = words[LIN_NUM_ROWS]
+    first = gl.multiple_of(words[DST] + num_rows // 2 + place * num_rows + row0, 8)
+    at = gl.arange(0, GROUP_ROWS, layout=TWOS)
+    word = tagged_float(y, tag)
+    wanted = at < gl.multiple_of(limit - row0, 8)
+    for rank in gl.static_range(RANKS):
+        gl.store(exchange_of(peers, rank) + first + at, word, mask=wanted)
+
+
+@gluon.jit
+def sum_partials(words, exchange, residual, tag, tag0, RANKS: gl.constexpr):
+    """All rows of this SM: the ranks' products in rank order, plus the residual, published here.
+
+    tag0: the tag of the embedded token, the residual of layer 0.
+    """
+    num_rows = words[LIN_NUM_ROWS]
+    row = words[LIN_ROW0] + 2 * gl.arange(0, THREADS, layout=PER_THREAD)
+    limit = gl.minimum(words[LIN_ROW0] + words[NUM_UNITS] * UNIT_ROWS, num_rows)
+    wanted = row < limit
+    low = gl.load(residual + row, mask=wanted, other=0.0)
+    high = gl.load(residual + row + 1, mask=wanted, other=0.0)
+    if words[LIN_FLAGS] == FROM_EMBEDDING:
+        four = exchange + EMBEDDED + row // 4 * 2
+        even, odd = spin2(four, tag0, wanted)
+        pair = gl.where(row % 4 == 0, even, odd)
+        low = low_half(pair)
+        high = high_half(pair)
+    parts = gl.inline_asm_elementwise(
+        polling_asm(RANKS),
+        polling_operands(RANKS),
+        [exchange + words[DST] + num_rows // 2 + row, num_rows.to(gl.int64) * 8, tag,
+         wanted.to(gl.int32)],
+        dtype=polling_types(RANKS),
+        is_pure=False,
+        pack=1,
+    )  # fmt: skip
+    total_low = as_float(parts[0])
+    total_high = as_float(parts[1])
+    for rank in gl.static_range(1, RANKS):
+        total_low += as_float(parts[2 * rank])
+        total_high += as_float(parts[2 * rank + 1])
+    low += total_low
+    high += total_high
+    gl.store(residual + row, low, mask=wanted)
+    gl.store(residual + row + 1, high, mask=wanted)
+    pair = tagged(bf16_pair(low, high), tag)
+    gl.store(exchange + words[DST] + row // 2, pair, mask=wanted)
+
+
+@gluon.jit
+def push_best(
+    exchange, peers, place, best_words, num_sms, sm, value, index, tag, RANKS: gl.constexpr
+):
+    """This SM's highest logit and its token, to every rank."""
+    at = best_words + 2 * (place * num_sms + sm)
+    for rank in gl.static_range(RANKS):
+        to = exchange
+        if RANKS > 1:
+            to = exchange_of(peers, rank)
+        gl.store(to + at, tagged_float(value, tag))
+        gl.store(to + at + 1, tagged(index, tag))
+
+
+@gluon.jit
+def most_likely(exchange, best_words, num_sms, tag, RANKS: gl.constexpr):
+    """Token with the highest logit over all SMs of all ranks; the lowest id among equals."""
+    sms = gl.arange(0, THREADS, layout=PER_THREAD)
+    wanted = sms < num_sms
+    values = gl.full([THREADS], float("-inf"), gl.float32, layout=PER_THREAD)
+    tokens = gl.full([THREADS], 0x7FFFFFFF, gl.int32, layout=PER_THREAD)
+    for rank in gl.static_range(RANKS):
+        at = exchange + best_words + 2 * (rank * num_sms + sms)
+        bits, token = spin2(at, tag, wanted)
+        value = gl.where(wanted, as_float(bits), float("-inf"))
+        better = value > values  # tokens grow with the rank
+        values = gl.where(better, value, values)
+        tokens = gl.where(better, token, tokens)
+    highest = gl.max(values, axis=0)
+    return gl.min(gl.where(values == highest, tokens, 0x7FFFFFFF), axis=0)

@@ -1,0 +1,106 @@
+"""Queues of ranks that share a model: alike on every rank, every part of the token's row pushed."""
+
+from dataclasses import replace
+
+import pytest
+
+from distmega.blueprint import DecodeBlueprint, draw_decode, plan_decode
+from distmega.kernels.fusion import FusedEmbedding, FusedHead, FusedResidual, fuse_segment
+from distmega.kernels.hopper.plan import DecodeQueues
+from distmega.kernels.hopper.queues import build_queues
+from distmega.kernels.hopper.words import EMBEDDED, Embed, Instruction, Linear, Opcode
+from distmega.models.presets import PRESETS
+from distmega.requests import EngineOptions
+from distmega.sharding.cost import H200
+from distmega.sharding.mesh import DeviceMesh
+
+CASES = [("smollm2-135m", 2), ("llama-3.2-1b", 4), ("qwen3-8b", 2), ("llama-3-70b", 8)]
+
+
+def blueprint(name: str, tp: int, logits: str = "none") -> DecodeBlueprint:
+    options = EngineOptions(max_context=256)
+    plan = plan_decode(PRESETS[name], DeviceMesh(tp=tp), H200, options, logits)
+    return draw_decode(PRESETS[name], plan, options, peer_memory=True)
+
+
+def team_queues(name: str, tp: int) -> list[DecodeQueues]:
+    drawn = blueprint(name, tp)
+    (segment,) = drawn.host.segments
+    return [build_queues(segment, drawn.weights, drawn.states, 132, place) for place in range(tp)]
+
+
+def tasks(queues: DecodeQueues, opcode: Opcode) -> list[Instruction]:
+    return [one for queue in queues.queues for one in queue if one.opcode is opcode]
+
+
+@pytest.mark.parametrize(("name", "tp"), CASES)
+@pytest.mark.parametrize("logits", ["none", "last"])
+def test_collectives_become_part_of_what_they_follow(name, tp, logits):
+    drawn = blueprint(name, tp, logits)
+    (segment,) = drawn.host.segments
+    first, *rest, head = fuse_segment(segment)
+    config = PRESETS[name]
+    sums = [op for op in rest if isinstance(op, FusedResidual)]
+    assert isinstance(first, FusedEmbedding)
+    assert isinstance(head, FusedHead)
+    assert len(sums) == 2 * config.num_layers
+    assert {op.num_ranks for op in (first, head, *sums)} == {tp}
+    assert head.vocab == config.vocab
+    whole = logits == "last"
+    assert segment.tensor_map()[head.logits].shape[1] == config.vocab // (1 if whole else tp)
+
+
+@pytest.mark.parametrize(("name", "tp"), CASES)
+def test_ranks_have_the_same_queues_but_for_their_vocabulary(name, tp):
+    def common(one: Instruction) -> Instruction:
+        if isinstance(one, Embed):
+            return replace(one, row0=0, dst=0)
+        return replace(one, num_rows=0) if one.opcode is Opcode.HEAD else one
+
+    first, *others = team_queues(name, tp)
+    shape = first.shape
+    assert shape.num_ranks == tp
+    for place, queues in enumerate(others, start=1):
+        assert queues.shape == shape
+        assert queues.num_words == first.num_words
+        assert queues.first_id == place * shape.vocab
+        for mine, theirs in zip(queues.queues, first.queues, strict=True):
+            assert list(map(common, mine)) == list(map(common, theirs))
+
+
+@pytest.mark.parametrize(("name", "tp"), CASES)
+def test_every_token_has_its_row_pushed_whole_and_once(name, tp):
+    teams = team_queues(name, tp)
+    config = PRESETS[name]
+    for token in (0, config.vocab // 2 - 1, config.vocab // 2, config.vocab - 1):
+        pushed: list[int] = []
+        for queues in teams:
+            for one in tasks(queues, Opcode.EMBED):
+                assert isinstance(one, Embed)
+                if 0 <= token - one.row0 < one.num_rows:
+                    last = min(one.column + 256, one.num_words)
+                    pushed += [one.dst + word for word in range(one.column, last)]
+        assert sorted(pushed) == [EMBEDDED + word for word in range(config.hidden // 2)]
+
+
+@pytest.mark.parametrize(("name", "tp"), CASES)
+def test_both_sums_of_a_layer_give_an_sm_the_same_rows(name, tp):
+    """Without it an SM could be a layer ahead of its like on another rank."""
+    queues = team_queues(name, tp)[0]
+    assert not tasks(queues, Opcode.RESIDUAL)
+    for queue in queues.queues:
+        sums = [one for one in queue if one.opcode is Opcode.PARTIAL]
+        assert all(isinstance(one, Linear) for one in sums)
+        assert len({(one.row0, one.num_units) for one in sums}) <= 1
+        assert len(sums) in (0, 2 * queues.shape.num_layers)
+
+
+@pytest.mark.parametrize(("name", "tp"), CASES)
+def test_parts_of_sums_have_room_behind_their_results(name, tp):
+    queues = team_queues(name, tp)[0]
+    hidden = queues.shape.hidden
+    rooms = sorted({one.dst for one in tasks(queues, Opcode.PARTIAL)})
+    starts = sorted({one.dst for one in tasks(queues, Opcode.QKV)} | set(rooms))
+    for room in rooms:
+        following = min((start for start in starts if start > room), default=queues.num_words)
+        assert following - room >= hidden // 2 + tp * hidden
