@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -39,18 +40,22 @@ def compile_kernel(
     num_warps: int,
     max_registers: int,
     folder: Path,
+    multiples: Sequence[str] = (),
 ) -> Machine:
-    """Compiles with the given types of arguments; arguments without one are constants or None."""
+    """Compiles with the given types of arguments; arguments without one are constants or None.
+
+    multiples: numbers that are multiples of 16, as all pointers are.
+    """
     names = kernel.arg_names
     signature = {name: types.get(name, "constexpr") for name in names}
     fixed = {(names.index(n),): constants.get(n) for n in names if n not in types}
     aligned = {
         (n,): [["tt.divisibility", 16]]
         for n, name in enumerate(names)
-        if str(signature[name]).startswith("*")
+        if str(signature[name]).startswith("*") or name in multiples
     }
     source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, fixed, aligned)
-    options = {"num_warps": num_warps, "maxnreg": max_registers}
+    options = {"num_warps": num_warps, "maxnreg": max_registers, "enable_fp_fusion": True}
     target = GPUTarget("cuda", 90, 32)
     compiled = triton.compile(source, target=target, options=options)
     cubin = folder / "kernel.cubin"
