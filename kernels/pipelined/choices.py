@@ -23,8 +23,14 @@ DRIFT = 0.05
 DRIFT_TILES = 32
 SERIAL = 0.03
 PLAIN_START_US = 2.0
-PLAIN = 0.03
-"""Of the plain kernel: start, and what programs that overlap nothing themselves lose."""
+PLAIN_PROGRAM_US = 6.2e-4
+PLAIN_THREAD_US = 0.04
+PLAIN_ROWS = 0.01
+"""Of plain kernels: start; time to start one more program; what each element of a thread takes when
+all run at once; what norms lose, whose programs load nothing while they reduce.
+"""
+PLAIN_PER_THREAD = {8: 0.03, 16: 0.0, 32: 0.01}
+"""Elements of a thread -> what norms lose by them."""
 CROWDING = 0.005
 ENOUGH_BYTES = 65536
 """Loads in flight on an SM beyond which more only crowd the memory system."""
@@ -119,13 +125,16 @@ def time_us(choice: Choice, num_tiles: int, traffic: Traffic, device: Device) ->
 
 
 def _plain_time_us(choice: Choice, num_tiles: int, traffic: Traffic, device: Device) -> float:
-    tile_bytes = math.prod(choice.tile) * (traffic.in_bytes + traffic.out_bytes)
+    elements = math.prod(choice.tile)
+    per_thread = elements // (32 * choice.num_warps)
     slots = device.num_sms * choice.programs_per_sm
     rounds = -(-num_tiles // slots)
-    streaming = num_tiles * tile_bytes / device.bandwidth_bytes_per_us
-    idle = (rounds * slots - num_tiles) / slots * tile_bytes * slots / device.bandwidth_bytes_per_us
-    latency = LATENCY_US * (1 + math.prod(choice.tile) / (32 * choice.num_warps) / 32)
-    return PLAIN_START_US + max(streaming * (1 + PLAIN) + idle / 4, rounds * latency)
+    tile_us = elements * (traffic.in_bytes + traffic.out_bytes) / device.bandwidth_bytes_per_us
+    idle = (rounds * slots - num_tiles) * tile_us
+    lost = PLAIN_ROWS + PLAIN_PER_THREAD[per_thread] if len(choice.tile) == 2 else 0.0
+    alone = rounds * (LATENCY_US + PLAIN_THREAD_US * per_thread)
+    streaming = num_tiles * tile_us * (1 + lost) + idle / 4
+    return PLAIN_START_US + max(streaming + alone / rounds, alone, num_tiles * PLAIN_PROGRAM_US)
 
 
 def rank(
@@ -145,7 +154,7 @@ def plain_choices(traffic: Traffic, device: Device) -> tuple[Choice, ...]:
 def _plain_blocks(traffic: Traffic) -> list[tuple[Choice, int]]:
     return [
         (_plain((elements,), elements // (32 * per_thread)), -(-traffic.num_elements // elements))
-        for elements in (1024, 512, 2048)
+        for elements in (2048, 1024, 512)
         for per_thread in (8, 16)
     ]
 
@@ -163,8 +172,8 @@ def _plain_rows(rows: int, columns: int) -> list[tuple[Choice, int]]:
         return [(_plain((1, 1024), 4), 3 * rows * -(-columns // 1024))]
     return [
         (_plain((per_tile, padded), per_tile * padded // (32 * per_thread)), -(-rows // per_tile))
-        for per_tile in (1, 2, 4, 8, 16)
-        for per_thread in (16, 8, 32)
+        for per_tile in (2, 1, 4, 8, 16)
+        for per_thread in PLAIN_PER_THREAD
         if 32 <= per_tile * padded // per_thread <= 1024
         and (per_tile == 1 or per_tile * padded <= 8192)
     ]
