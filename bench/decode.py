@@ -2,8 +2,9 @@
 
     python -m bench.decode "llama-3.2-1b batch=1 ctx=512" ... [--rounds 20] [--no-peer]
 
-A case names a preset, a batch and a position of the KV cache; weights are random, bf16. The floor
-is the bytes of all weights a step reads over the rate of a device copy, measured in the same run.
+A case names a preset, a batch and a position of the KV cache, the same for all sequences; weights
+and the cache are random, bf16, and both sides use one cache. The floor is the bytes of all weights,
+cached keys and values that a step reads over the rate of a device copy, measured in the same run.
 Writes bench/results/decode-<device>.json; `make tables` turns it into the README's table.
 """
 
@@ -28,8 +29,14 @@ from distmega.models.weights import weight_specs
 from distmega.requests import EngineOptions
 from distmega.sharding.mesh import DeviceMesh
 
-CASES = tuple(
-    f"{name} batch=1 ctx=512" for name in ("llama-3.2-1b", "qwen3-0.6b", "qwen3-1.7b", "qwen3-8b")
+CASES = (
+    *(f"{n} batch=1 ctx=512" for n in ("llama-3.2-1b", "qwen3-0.6b", "qwen3-1.7b", "qwen3-8b")),
+    *(
+        f"{name} batch={batch} ctx={context}"
+        for name in ("llama-3.2-1b", "qwen3-8b")
+        for batch in (1, 16)
+        for context in (4096, 32768)
+    ),
 )
 STEPS = 16
 """Decode steps between two events: a launch of ours, so many calls of the peer."""
@@ -55,11 +62,15 @@ def parse_case(text: str) -> Case:
     return Case(text, match[1], int(match[2]), int(match[3]))
 
 
-def step_bytes(config: ModelConfig) -> int:
-    """Bytes of the weights that a step reads: all but the embedding, unless it is also the head."""
+def step_bytes(config: ModelConfig, case: Case) -> int:
+    """Bytes that a step reads: all weights but the embedding, unless it is also the head, and the
+    cached keys and values.
+    """
     skipped = set() if config.tied else {"embed"}
     specs = weight_specs(config)
-    return sum(2 * math.prod(specs[name].shape) for name in specs if name not in skipped)
+    weights = sum(2 * math.prod(specs[name].shape) for name in specs if name not in skipped)
+    position = 2 * 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    return weights + case.batch * (case.context - 1) * position
 
 
 def elapsed_us(run: Timed, num: int) -> float:
@@ -80,12 +91,19 @@ def copy_bytes_per_us() -> float:
     return 2 * source.numel() / statistics.median(times)
 
 
-def our_step(case: Case) -> Timed:
-    """STEPS steps in one launch, always from the same position."""
+def open_engine(case: Case) -> Engine:
+    """Our side of a case, its cache random."""
     mesh = DeviceMesh(tp=1)
-    options = EngineOptions(max_context=case.context + STEPS)
+    options = EngineOptions(max_context=case.context + STEPS, batch=case.batch)
     source = open_model(case.model)
     engine = Engine(source, mesh, SingleCommunicator(mesh), options, device="cuda:0")
+    for cache in engine.blueprint.states.tensors:
+        engine.tensor(cache).normal_()
+    return engine
+
+
+def our_step(case: Case, engine: Engine) -> Timed:
+    """STEPS steps in one launch, always from the same position."""
     stepping = engine.stepping
     if stepping is None:
         raise SystemExit(
@@ -93,16 +111,25 @@ def our_step(case: Case) -> Timed:
         )
 
     def run() -> None:
-        stepping.start([1], [case.context - 1])
+        stepping.start([1] * case.batch, [case.context - 1] * case.batch)
         stepping.decode(STEPS)
 
     return run
 
 
-def peer_step(case: Case, config: ModelConfig) -> Timed:
-    """STEPS calls of the compiled peer at the same position."""
+def peer_step(case: Case, config: ModelConfig, engine: Engine) -> Timed:
+    """STEPS calls of the compiled peer at the same position, on the engine's caches."""
     torch._dynamo.reset()
-    model = make_peer(config, case.batch, case.context + STEPS)
+    caches = [
+        tuple(
+            engine.tensor(f"layers.{layer}.{letter}_cache").view(
+                case.batch, config.num_kv_heads, -1, config.head_dim
+            )
+            for letter in "kv"
+        )
+        for layer in range(config.num_layers)
+    ]
+    model = make_peer(config, caches)
     step = torch.compile(model, mode="max-autotune", fullgraph=True)
     tokens = torch.zeros(case.batch, 1, dtype=torch.long, device="cuda")
     position = torch.tensor([case.context - 1], device="cuda")
@@ -118,10 +145,10 @@ def peer_step(case: Case, config: ModelConfig) -> Timed:
 def measure(case: Case, rounds: int, with_peer: bool) -> Record:
     """Medians over `rounds` rounds in which each is timed once."""
     config = open_model(case.model).config
-    ours = our_step(case)
-    runs = {"ours": ours}
+    engine = open_engine(case)
+    runs = {"ours": our_step(case, engine)}
     if with_peer:
-        runs["torch.compile"] = peer_step(case, config)
+        runs["torch.compile"] = peer_step(case, config, engine)
     for run in runs.values():
         for _ in range(3):
             run()
@@ -132,7 +159,7 @@ def measure(case: Case, rounds: int, with_peer: bool) -> Record:
             times[name].append(elapsed_us(run, STEPS))
     medians = {name: round(statistics.median(found), 1) for name, found in times.items()}
     ours_us = medians.pop("ours")
-    floor_us = step_bytes(config) / copy_bytes_per_us()
+    floor_us = step_bytes(config, case) / copy_bytes_per_us()
     return Record(
         case=case.text,
         device=torch.cuda.get_device_name(),

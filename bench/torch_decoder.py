@@ -1,9 +1,11 @@
 """The peer of bench/decode.py: a decode step as a user of plain torch writes it, for torch.compile.
 
-In: a ModelConfig, a batch and a context. Out: a module that appends one token a sequence to static
-KV caches and gives the next tokens; weights are random bf16. Compiled with mode "max-autotune",
+In: a ModelConfig and static KV caches. Out: a module that appends one token a sequence to the
+caches and gives the next tokens; weights are random bf16. Compiled with mode "max-autotune",
 which also captures CUDA graphs.
 """
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +17,7 @@ from distmega.models.config import ModelConfig
 class Attention(nn.Module):
     """Queries, keys and values in one matrix; caches [batch, kv heads, context, d]."""
 
-    def __init__(self, config: ModelConfig, batch: int, context: int) -> None:
+    def __init__(self, config: ModelConfig, keys: Tensor, values: Tensor) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.d = config.num_heads, config.num_kv_heads, config.head_dim
         rows = (self.heads + 2 * self.kv_heads) * self.d
@@ -26,8 +28,8 @@ class Attention(nn.Module):
             nn.RMSNorm(self.d, eps=config.norm_eps) if config.qk_norm else nn.Identity()
             for _ in range(2)
         )
-        for name in ("keys", "values"):
-            self.register_buffer(name, torch.zeros(batch, self.kv_heads, context, self.d))
+        self.register_buffer("keys", keys)
+        self.register_buffer("values", values)
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, position: Tensor, mask: Tensor
@@ -61,15 +63,16 @@ class Mlp(nn.Module):
 class TorchDecoder(nn.Module):
     """tokens [batch, 1] at position [1] -> next tokens [batch, 1]."""
 
-    def __init__(self, config: ModelConfig, batch: int, context: int) -> None:
+    def __init__(self, config: ModelConfig, caches: Sequence[tuple[Tensor, Tensor]]) -> None:
         super().__init__()
+        context = caches[0][0].shape[2]
         self.embed = nn.Embedding(config.vocab, config.hidden)
         self.layers = nn.ModuleList()
-        for _ in range(config.num_layers):
-            self.layers += [Attention(config, batch, context), Mlp(config)]
+        for keys, values in caches:
+            self.layers += [Attention(config, keys, values), Mlp(config)]
         self.norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
         self.head = nn.Linear(config.hidden, config.vocab, bias=False)
-        self.register_buffer("seen", torch.ones(context, context, dtype=torch.bool).tril())
+        self.register_buffer("all_positions", torch.arange(context))
         steps = torch.arange(0, config.head_dim, 2).float() / config.head_dim
         angles = torch.outer(torch.arange(context).float(), config.rope_base**-steps)
         self.register_buffer("cos", angles.cos())
@@ -78,7 +81,7 @@ class TorchDecoder(nn.Module):
     def forward(self, tokens: Tensor, position: Tensor) -> Tensor:
         x = self.embed(tokens)
         cos, sin = self.cos[position][:, None], self.sin[position][:, None]
-        mask = self.seen[position][None, None]
+        mask = (self.all_positions <= position)[None, None, None]
         for layer in self.layers:
             x = layer(x, cos, sin, position, mask) if isinstance(layer, Attention) else layer(x)
         return self.head(self.norm(x))[:, -1].argmax(-1, keepdim=True)
@@ -90,12 +93,14 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((left * cos - right * sin, right * cos + left * sin), -1).to(x.dtype)
 
 
-def make_peer(config: ModelConfig, batch: int, context: int) -> TorchDecoder:
-    """A decoder with random bf16 weights on the current GPU."""
+def make_peer(config: ModelConfig, caches: Sequence[tuple[Tensor, Tensor]]) -> TorchDecoder:
+    """A decoder with random bf16 weights on the current GPU; caches: keys and values of each layer,
+    [batch, kv heads, context, d].
+    """
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device("cuda"):
-            model = TorchDecoder(config, batch, context)
+            model = TorchDecoder(config, caches)
     finally:
         torch.set_default_dtype(torch.float32)
     for name in ("cos", "sin"):

@@ -253,6 +253,7 @@ class Engine:
             states=self.blueprint.states,
             state_arena=self._states,
             team=team,
+            batch=self.batch,
         )
 
     def _runner(self, kernel: Megakernel, options: EngineOptions) -> CpuMegakernel:

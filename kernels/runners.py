@@ -15,7 +15,8 @@ from distmega.kernels.arena import ArenaLayout
 from distmega.kernels.symmetric import Team
 from distmega.program import Program
 
-HOPPER = "distmega.kernels.hopper.runner"
+HOPPER = "distmega.kernels.hopper.runner", "DecodeRunner"
+HOPPER_BATCH = "distmega.kernels.hopper.batch_runner", "BatchRunner"
 
 
 class SteppingRunner(KernelRunner, Protocol):
@@ -38,11 +39,14 @@ def open_hopper(
     states: ArenaLayout,
     state_arena: Tensor,
     team: Team | None = None,
+    batch: int = 1,
 ) -> SteppingRunner:
-    """The decode kernel for Hopper GPUs; VerifyError for a segment that it can't do. team: the
-    ranks that share it, all of which make this call; LaunchError where they share no memory.
+    """The decode kernel for Hopper GPUs, of one sequence or of a batch; VerifyError for a segment
+    that it can't do. team: the ranks that share it, all of which make this call; LaunchError where
+    they share no memory.
     """
-    runner: SteppingRunner = importlib.import_module(HOPPER).DecodeRunner(
+    module, name = HOPPER_BATCH if batch > 1 else HOPPER
+    runner: SteppingRunner = getattr(importlib.import_module(module), name)(
         segment,
         weights=weights,
         weights_arena=weights_arena,

@@ -72,14 +72,8 @@ class DecodeRunner:
         Raises VerifyError for a GPU or a segment that the kernel can't do.
         """
         device = weights_arena.device
-        properties = torch.cuda.get_device_properties(device)
-        if (properties.major, properties.minor) != CAPABILITY:
-            raise VerifyError(
-                f"{properties.name} of compute capability {properties.major}.{properties.minor}",
-                expected="a Hopper GPU, 9.0",
-                remedy="run the segment by library ops",
-            )
-        num_sms = num_sms or properties.multi_processor_count
+        all_sms = require_hopper(device)
+        num_sms = num_sms or all_sms
         queues = build_queues(segment, weights, states, num_sms, team.place if team else 0)
         self.segment, self.queues, shape = segment, queues, queues.shape
         self._words, self._counts = _encode(queues, device)
@@ -87,7 +81,7 @@ class DecodeRunner:
         self._embed, self._rope = views[queues.embed], views[queues.rope_table]
         self._vectors = weights_arena.view(torch.bfloat16)
         self._cache = state_arena.view(torch.bfloat16)
-        descriptors = [_describe(weights_arena, matrix) for matrix in queues.matrices]
+        descriptors = [describe(weights_arena, matrix) for matrix in queues.matrices]
         self._weights = [descriptors[min(i, len(descriptors) - 1)] for i in range(3)]
         rows = self._cache.numel() // shape.head_dim
         self._cache_tiles = TensorDescriptor.from_tensor(
@@ -215,7 +209,19 @@ def _encode(queues: DecodeQueues, device: torch.device) -> tuple[Tensor, Tensor]
     return words.to(device), counts.to(device)
 
 
-def _describe(arena: Tensor, matrix: Matrix) -> TensorDescriptor:
+def require_hopper(device: torch.device) -> int:
+    """Number of SMs of a GPU that the kernels run on; VerifyError for another one."""
+    properties = torch.cuda.get_device_properties(device)
+    if (properties.major, properties.minor) != CAPABILITY:
+        raise VerifyError(
+            f"{properties.name} of compute capability {properties.major}.{properties.minor}",
+            expected="a Hopper GPU, 9.0",
+            remedy="run the segment by library ops",
+        )
+    return int(properties.multi_processor_count)
+
+
+def describe(arena: Tensor, matrix: Matrix) -> TensorDescriptor:
     """Rows of one length as [columns / 64, rows, 64], a tile being 16 slices of 8 rows."""
     columns, num_rows = matrix.columns, matrix.num_rows
     flat = arena[matrix.offset : matrix.offset + 2 * num_rows * columns].view(torch.bfloat16)
