@@ -4,7 +4,7 @@
 In: a [M, K] and b [N, K] of one type on one device, b as a linear layer holds its weight. Out: new
 tensors A B^T. On Hopper GPUs in bf16 the kernel of this package runs where the model of choices.py
 expects it to win, alone (launch.py) or with the collective beside it (overlap.py); else torch's
-matmul and the process group's collective, one after the other. All ranks of a group make the same
+matmul and the communicator's collective, one after the other. All ranks of a team make the same
 calls in the same order. Next: choices.py.
 """
 
@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distmega.errors import ProgramError
+from distmega.hostir.comm import Communicator
+from distmega.hostir.nccl import NcclCommunicator
 from distmega.kernels.gemm.choices import (
     H200,
     Extents,
@@ -50,98 +52,94 @@ def matmul(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
 
 
 def all_gather_matmul(
-    own: Tensor,
-    b: Tensor,
-    group: dist.ProcessGroup | None = None,
-    *,
-    overlap: bool | None = None,
+    own: Tensor, b: Tensor, comm: Communicator, axis: str = "tp", *, overlap: bool | None = None
 ) -> Tensor:
-    """A B^T, [M, N], where rank r of the group (default: all ranks) has rows r M / ranks to
-    (r + 1) M / ranks of A in `own`, and b [N, K] is its own.
+    """A B^T, [M, N], where member r of the mesh axis has rows r M / ranks to (r + 1) M / ranks of A
+    in `own`, and b [N, K] is its own.
 
     overlap: True or False to force or forbid it, by default what is expected to be faster.
     ProgramError if shapes do not fit, or can't overlap when forced.
     """
     _check(own, b)
-    extents = _extents(own, b, group, rows=own.shape[0] * dist.get_world_size(group))
-    if _overlaps("gather", own, extents, overlap):
-        workspace = _workspace(group, 2 * extents.rows * extents.depth)
+    num_ranks = comm.mesh.size(axis)
+    extents = _extents(own, b, num_ranks, rows=own.shape[0] * num_ranks)
+    if _overlaps("gather", own, comm, extents, overlap):
+        workspace = _workspace(comm, axis, 2 * extents.rows * extents.depth)
         launch = _kernels("launch")
         return _kernels("overlap").all_gather_matmul(  # type: ignore[no-any-return]
             launch.aligned(own), launch.aligned(b), workspace, best_tiles(extents, H200)
         )
     full = own.new_empty(extents.rows, extents.depth)
-    dist.all_gather_into_tensor(full, own.contiguous(), group=group)
+    if group := _nccl(comm, axis):
+        dist.all_gather_into_tensor(full, own.contiguous(), group=group)
+    else:
+        comm.all_gather(axis, own, full, 0).wait()
     return matmul(full, b)
 
 
 def matmul_reduce_scatter(
-    a: Tensor,
-    b: Tensor,
-    group: dist.ProcessGroup | None = None,
-    *,
-    overlap: bool | None = None,
+    a: Tensor, b: Tensor, comm: Communicator, axis: str = "tp", *, overlap: bool | None = None
 ) -> Tensor:
     """This rank's rows [M / ranks, N] of the sum over ranks of A B^T; a [M, K], b [N, K] are each
     rank's own. overlap, ProgramError: as all_gather_matmul.
     """
-    extents = _checked_rows(a, b, group)
-    if _overlaps("scatter", a, extents, overlap):
-        return _sending("matmul_reduce_scatter", a, b, group, extents)
-    partial = matmul(a, b)
-    if a.is_cuda:
-        result = partial.new_empty(extents.rows // extents.num_ranks, extents.columns)
-        dist.reduce_scatter_tensor(result, partial, group=group)
-        return result
-    dist.all_reduce(partial, group=group)
-    return partial.chunk(extents.num_ranks)[dist.get_rank(group)].clone()
-
-
-def matmul_all_reduce(
-    a: Tensor,
-    b: Tensor,
-    group: dist.ProcessGroup | None = None,
-    *,
-    overlap: bool | None = None,
-    borrow: bool = False,
-) -> Tensor:
-    """The sum over ranks of A B^T, [M, N]; a [M, K], b [N, K] are each rank's own.
-
-    borrow: the result may lie in memory that the second next overlapped call on the group
-    overwrites, which saves copying it. overlap, ProgramError: as all_gather_matmul.
-    """
     _check(a, b)
-    extents = _extents(a, b, group)
-    if _overlaps("reduce", a, extents, overlap):
-        result = _sending("matmul_all_reduce", a, b, group, extents)
-        return result if borrow else result.clone()
-    partial = matmul(a, b)
-    dist.all_reduce(partial, group=group)
-    return partial
-
-
-def _sending(
-    name: str, a: Tensor, b: Tensor, group: dist.ProcessGroup | None, extents: Extents
-) -> Tensor:
-    launch = _kernels("launch")
-    workspace = _workspace(group, 4 * extents.rows * extents.columns)
-    result = getattr(_kernels("overlap"), name)(
-        launch.aligned(a), launch.aligned(b), workspace, best_tiles(extents, H200)
-    )
-    assert isinstance(result, Tensor)
-    return result
-
-
-def _checked_rows(a: Tensor, b: Tensor, group: dist.ProcessGroup | None) -> Extents:
-    _check(a, b)
-    extents = _extents(a, b, group)
+    extents = _extents(a, b, comm.mesh.size(axis))
     if extents.rows % extents.num_ranks:
         raise ProgramError(
             f"{extents.rows} rows to scatter over {extents.num_ranks} ranks",
             expected="a multiple of the ranks",
             remedy="pad A",
         )
-    return extents
+    if _overlaps("scatter", a, comm, extents, overlap):
+        return _sending("matmul_reduce_scatter", a, b, comm, axis, extents)
+    partial = matmul(a, b)
+    result = partial.new_empty(extents.rows // extents.num_ranks, extents.columns)
+    if group := _nccl(comm, axis):
+        dist.reduce_scatter_tensor(result, partial, group=group)
+    else:
+        comm.reduce_scatter(axis, partial, result, 0, "sum").wait()
+    return result
+
+
+def matmul_all_reduce(
+    a: Tensor,
+    b: Tensor,
+    comm: Communicator,
+    axis: str = "tp",
+    *,
+    overlap: bool | None = None,
+    borrow: bool = False,
+) -> Tensor:
+    """The sum over ranks of A B^T, [M, N]; a [M, K], b [N, K] are each rank's own.
+
+    borrow: the result may lie in memory that the second next overlapped call on the axis
+    overwrites, which saves copying it. overlap, ProgramError: as all_gather_matmul.
+    """
+    _check(a, b)
+    extents = _extents(a, b, comm.mesh.size(axis))
+    if _overlaps("reduce", a, comm, extents, overlap):
+        result = _sending("matmul_all_reduce", a, b, comm, axis, extents)
+        return result if borrow else result.clone()
+    partial = matmul(a, b)
+    if group := _nccl(comm, axis):
+        dist.all_reduce(partial, group=group)
+        return partial
+    result = torch.empty_like(partial)
+    comm.all_reduce(axis, [partial], [result], "sum").wait()
+    return result
+
+
+def _sending(
+    name: str, a: Tensor, b: Tensor, comm: Communicator, axis: str, extents: Extents
+) -> Tensor:
+    launch = _kernels("launch")
+    workspace = _workspace(comm, axis, 4 * extents.rows * extents.columns)
+    result = getattr(_kernels("overlap"), name)(
+        launch.aligned(a), launch.aligned(b), workspace, best_tiles(extents, H200)
+    )
+    assert isinstance(result, Tensor)
+    return result
 
 
 def _check(a: Tensor, b: Tensor) -> None:
@@ -159,22 +157,30 @@ def _check(a: Tensor, b: Tensor) -> None:
         )
 
 
-def _extents(
-    a: Tensor, b: Tensor, group: dist.ProcessGroup | None = None, rows: int = 0
-) -> Extents:
-    num_ranks = dist.get_world_size(group) if dist.is_initialized() else 1
+def _extents(a: Tensor, b: Tensor, num_ranks: int = 1, rows: int = 0) -> Extents:
     return Extents(
         rows=rows or a.shape[0], columns=b.shape[0], depth=a.shape[1], num_ranks=num_ranks
     )
 
 
-def _overlaps(kind: str, x: Tensor, extents: Extents, forced: bool | None) -> bool:
+def _nccl(comm: Communicator, axis: str) -> dist.ProcessGroup | None:
+    """The NCCL group of an axis, if its order is the team's."""
+    if not isinstance(comm, NcclCommunicator) or comm.mesh.size(axis) == 1:
+        return None
+    group, places = comm.group(axis)
+    return group if list(places) == list(range(len(places))) else None
+
+
+def _overlaps(
+    kind: str, x: Tensor, comm: Communicator, extents: Extents, forced: bool | None
+) -> bool:
     """Decided by what is equal on all ranks."""
-    possible = _on_hopper(x) and extents.num_ranks > 1 and can_overlap(kind, extents)
+    on_gpus = _on_hopper(x) and isinstance(comm, NcclCommunicator)
+    possible = on_gpus and can_overlap(kind, extents)
     if forced and not possible:
         raise ProgramError(
             f"overlap forced for {extents} of {x.dtype} on {x.device}",
-            expected="bf16 on 2 to 8 Hopper GPUs, rows a multiple of 128 a rank, columns of 64",
+            expected="bf16 on 2 to 8 Hopper GPUs, rows a multiple of 128 a rank, columns of 128",
             remedy="pad the rows, or leave overlap out",
         )
     return possible and (choose_overlap(kind, extents, H200) if forced is None else forced)
@@ -190,8 +196,8 @@ def _on_hopper(x: Tensor) -> bool:
     )
 
 
-def _workspace(group: dist.ProcessGroup | None, room_bytes: int) -> object:
-    return _kernels("workspace").workspace_of(group, room_bytes)
+def _workspace(comm: Communicator, axis: str, room_bytes: int) -> object:
+    return _kernels("workspace").workspace_of(comm, axis, room_bytes)
 
 
 def _kernels(name: str) -> ModuleType:

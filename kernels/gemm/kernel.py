@@ -19,11 +19,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from distmega.kernels.gluon_compat import cta_barrier, tma_load, tma_store, tma_store_wait
 from distmega.kernels.gemm.events import before_tma_reads, finish_stores, wait_event
 from distmega.kernels.gemm.mover import move_tiles
 from distmega.kernels.gemm.order import first_chunk, place_tile
-from distmega.kernels.gemm.spec import BUFFERS, HALF_M, PART_N, TILE_K, TILE_M, MatmulSpec
+from distmega.kernels.gemm.spec import BUFFERS, HALF_M, PART_N, TILE_K, TILE_M
+from distmega.kernels.gluon_compat import cta_barrier, tma_load, tma_store, tma_store_wait
 
 EXTENTS = (
     "column_blocks", "k_tiles", "chunk_rows", "columns", "rank", "arrival_rows", "epoch",
@@ -124,7 +124,8 @@ def store_tile(part, out, top, left, leaving):
 def add_partials(part, partials, slot_rows, top, left, column_blocks, rank, spec: gl.constexpr):
     """Columns of a half tile plus the other ranks' partial results of them, in the order of ranks.
 
-    partials: bf16 [num_ranks * slot_rows, N] of local memory, written by peers. N is a multiple of 128; columns behind the last are summed from elsewhere and never stored.
+    partials: bf16 [num_ranks * slot_rows, N] of local memory, written by peers. N is a multiple of
+    128; columns behind the last are summed from elsewhere and never stored.
     """
     layout: gl.constexpr = part.type.layout
     others: gl.constexpr = spec.num_ranks - 1

@@ -109,7 +109,7 @@ def move_tiles(column_blocks, chunk_rows, columns, rank, source, events, rooms, 
             send_half(chunk, row, column, half, chunk_rows, columns, column_blocks, rank, source,
                       rooms, peers, epoch, spec)  # fmt: skip
             mbarrier.arrive(sentbox.index(half), count=1)
-        tiles_done += 1
+        tiles_done += 1  # noqa: SIM113
     if spec.sends == "all":
         for number in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
             chunk, row, column = place_tile(

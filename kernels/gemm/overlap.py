@@ -12,8 +12,8 @@ from torch import Tensor
 
 from distmega.errors import HangError
 from distmega.kernels.gemm.choices import Extents, Tiles, event_rows
-from distmega.kernels.gemm.spec import MatmulSpec
 from distmega.kernels.gemm.launch import Peering, launch_matmul
+from distmega.kernels.gemm.spec import MatmulSpec
 from distmega.kernels.gemm.workspace import Workspace
 
 
@@ -48,7 +48,7 @@ def gather_rows(own: Tensor, workspace: Workspace, rows: int) -> None:
         for step in range(1, workspace.num_ranks):
             peer = (workspace.rank - step) % workspace.num_ranks
             room = workspace.room(peer, shape, own.dtype)
-            words = workspace.arrivals(peer).view(torch.uint32)
+            words = workspace.arrivals(peer)
             for start in range(0, count, rows):
                 room[first + start : first + start + rows].copy_(own[start : start + rows])
                 word = (first + start) // rows
@@ -74,10 +74,10 @@ def all_gather_matmul(
         rank=workspace.rank,
         epoch=workspace.epoch,
         own=own,
-        arrivals=workspace.arrivals(workspace.rank),
+        arrivals=workspace.arrivals(workspace.rank).view(torch.int32),
         arrival_rows=rows,
         events=workspace.events(workspace.rank),
-        rooms=workspace.rooms(),
+        rooms=workspace.rooms,
         peers=workspace.peers,
     )
     room = workspace.room(workspace.rank, (extents.rows, extents.depth), own.dtype)
@@ -92,9 +92,7 @@ def matmul_reduce_scatter(
     a: Tensor, b: Tensor, workspace: Workspace, tiles: Tiles, *, debug: bool = False
 ) -> Tensor:
     """This rank's rows [M / num_ranks, N] of the sum over ranks of A B^T; a [M, K], b [N, K]."""
-    out = torch.empty(
-        a.shape[0] // workspace.num_ranks, b.shape[0], dtype=a.dtype, device=a.device
-    )
+    out = torch.empty(a.shape[0] // workspace.num_ranks, b.shape[0], dtype=a.dtype, device=a.device)
     _send(a, b, out, workspace, tiles, "scatter", debug)
     return out
 
@@ -127,10 +125,10 @@ def _send(
     peering = Peering(
         rank=workspace.rank,
         epoch=workspace.epoch,
-        arrivals=workspace.arrivals(workspace.rank),
+        arrivals=workspace.arrivals(workspace.rank).view(torch.int32),
         home=home,
         events=workspace.events(workspace.rank),
-        rooms=workspace.rooms(),
+        rooms=workspace.rooms,
         peers=workspace.peers,
     )
     launch_matmul(a, b, result, spec, peering, stuck.words)

@@ -1,4 +1,4 @@
-"""What the matmul kernel is specialised for, and the sizes that its parts share. Next: kernel.py."""
+"""What the matmul kernel is specialised for, and sizes that its parts share. Next: kernel.py."""
 
 from dataclasses import dataclass
 
