@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from distmega.kernels.gemm.events import before_tma_reads, finish_stores, wait_event
 from distmega.kernels.gemm.mover import move_tiles
 from distmega.kernels.gemm.order import first_chunk, place_tile
-from distmega.kernels.gemm.spec import BUFFERS, HALF_M, PART_N, TILE_K, TILE_M
+from distmega.kernels.gemm.spec import BUFFERS, EARLY, HALF_M, TILE_K, TILE_M
 from distmega.kernels.gluon_compat import cta_barrier, tma_load, tma_store, tma_store_wait
 
 EXTENTS = (
@@ -121,36 +121,56 @@ def store_tile(part, out, top, left, leaving):
 
 
 @gluon.jit
-def add_partials(part, partials, slot_rows, top, left, column_blocks, rank, spec: gl.constexpr):
-    """Columns of a half tile plus the other ranks' partial results of them, in the order of ranks.
+def load_partial(other, wanted, partials, slot_rows, top, left, column_blocks, rank,
+                 layout: gl.constexpr, spec: gl.constexpr):  # fmt: skip
+    """A half tile of the partial result of the other ranks' number `other`; zeros if not wanted.
 
-    partials: bf16 [num_ranks * slot_rows, N] of local memory, written by peers. N is a multiple of
-    128; columns behind the last are summed from elsewhere and never stored.
+    partials: bf16 [num_ranks * slot_rows, N] of local memory, written by peers.
     """
-    layout: gl.constexpr = part.type.layout
-    others: gl.constexpr = spec.num_ranks - 1
+    tile_n: gl.constexpr = spec.tile_n
     num_columns = column_blocks * HALF_M
     rows = gl.arange(0, HALF_M, layout=gl.SliceLayout(1, layout))
-    columns = gl.arange(0, PART_N, layout=gl.SliceLayout(0, layout))
+    columns = gl.arange(0, tile_n, layout=gl.SliceLayout(0, layout))
     places = gl.expand_dims(rows.to(gl.int64) * num_columns, 1) + gl.expand_dims(columns, 0)
-    left = gl.minimum(left, num_columns - PART_N)
-    for other in range(others):
-        source = other + (other >= rank).to(gl.int32)
-        start = partials + (source * slot_rows + top).to(gl.int64) * num_columns + left
-        part += gl.load(start + places, cache_modifier=".cg").to(gl.float32)
-    return part
+    inside = gl.expand_dims((left + columns < num_columns) & wanted, 0)
+    source = other + (other >= rank).to(gl.int32)
+    start = partials + (source * slot_rows + top).to(gl.int64) * num_columns + left
+    return gl.load(start + places, mask=inside, other=0.0, cache_modifier=".cg")
+
+
+@gluon.jit
+def multiply(acc, it, start, end, ring, half: gl.constexpr, spec: gl.constexpr):
+    """Steps of a tile along K; the last one may still run."""
+    a_ring, b_ring, ready, free = ring
+    for k in range(start, end):
+        slot = it % spec.stages
+        mbarrier.wait(ready.index(slot), (it // spec.stages) & 1)
+        a_slice, b_slice = a_ring.index(2 * slot + half), b_ring.index(slot).permute((1, 0))
+        acc = warpgroup_mma(a_slice, b_slice, acc, use_acc=k > 0, is_async=True)
+        acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
+        mbarrier.arrive(free.index((it + spec.stages - 1) % spec.stages), count=1, pred=k > 0)
+        it += 1
+    return acc, it
+
+
+@gluon.jit
+def hand_over(tiles_done, boxes, half: gl.constexpr):
+    """Tells the mover that all that this warp group has stored is written."""
+    _, outbox, sentbox = boxes
+    if tiles_done > 0:
+        finish_stores()
+        mbarrier.wait(sentbox.index(half), tiles_done & 1)
+        mbarrier.arrive(outbox.index(half), count=1)
 
 
 @gluon.jit
 def compute_tiles(out, home, column_blocks, k_tiles, chunk_rows, columns, rank, partials, ring,
                   boxes, leaving, half: gl.constexpr, spec: gl.constexpr):  # fmt: skip
     """A warp group's partition: rows half * 64 to half * 64 + 63 of each tile."""
-    a_ring, b_ring, ready, free = ring
-    inbox, outbox, sentbox = boxes
     tile_n: gl.constexpr = spec.tile_n
-    parts: gl.constexpr = spec.tile_n // PART_N
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tile_n, 16])
     num_tiles = chunk_rows * columns * spec.num_ranks
+    slot_rows = chunk_rows * TILE_M
     first = first_chunk(rank, spec)
     it = 0
     tiles_done = 0
@@ -160,42 +180,42 @@ def compute_tiles(out, home, column_blocks, k_tiles, chunk_rows, columns, rank, 
         chunk, row, column = place_tile(
             number, chunk_rows, columns, first, spec.num_ranks, spec.group
         )
-        for k in range(k_tiles):
-            slot = it % spec.stages
-            mbarrier.wait(ready.index(slot), (it // spec.stages) & 1)
-            a_slice, b_slice = a_ring.index(2 * slot + half), b_ring.index(slot).permute((1, 0))
-            acc = warpgroup_mma(a_slice, b_slice, acc, use_acc=k > 0, is_async=True)
-            acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
-            mbarrier.arrive(free.index((it + spec.stages - 1) % spec.stages), count=1, pred=k > 0)
-            it += 1
-        acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-        mbarrier.arrive(free.index((it + spec.stages - 1) % spec.stages), count=1)
         top, left = row * TILE_M + half * HALF_M, column * tile_n
-        slot_rows = chunk_rows * TILE_M
         below = chunk * slot_rows + top
+        if spec.sends == "":
+            acc, it = multiply(acc, it, 0, k_tiles, ring, half, spec)
+        else:
+            early = gl.minimum(EARLY, k_tiles)
+            acc, it = multiply(acc, it, 0, early, ring, half, spec)
+            hand_over(tiles_done, boxes, half)
+            tiles_done += 1
+            acc, it = multiply(acc, it, early, k_tiles, ring, half, spec)
+            if chunk == rank:
+                mbarrier.wait(boxes[0].index(0), own_done & 1)
+                own_done += 1
+            partial = load_partial(
+                0, chunk == rank, partials, slot_rows, top, left, column_blocks, rank, layout, spec
+            )
+        acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+        mbarrier.arrive(ring[3].index((it + spec.stages - 1) % spec.stages), count=1)
         if spec.sends == "":
             store_tile(acc, out, below, left, leaving)
         else:
-            if chunk == rank:
-                mbarrier.wait(inbox.index(0), own_done & 1)
-                own_done += 1
-                at = top
-                if spec.sends == "all":
-                    at = below
-                for i in gl.static_range(parts):
-                    part = block_of(acc, i, parts)
-                    part = add_partials(
-                        part, partials, slot_rows, top, left + i * PART_N, column_blocks, rank, spec
-                    )
-                    store_tile(part, out, at, left + i * PART_N, leaving)
+            acc += partial.to(gl.float32)
+            others: gl.constexpr = spec.num_ranks - 1
+            for other in range(1, others):
+                acc += load_partial(
+                    other, chunk == rank, partials, slot_rows, top, left, column_blocks, rank,
+                    layout, spec,
+                ).to(gl.float32)  # fmt: skip
+            if (chunk == rank) & (spec.sends == "scatter"):
+                store_tile(acc, out, top, left, leaving)
             else:
                 store_tile(acc, home, spec.num_ranks * slot_rows + below, left, leaving)
-            if (chunk != rank) | (spec.sends == "all"):
-                finish_stores()
-            mbarrier.wait(sentbox.index(half), (tiles_done & 1) ^ 1)
-            mbarrier.arrive(outbox.index(half), count=1)
-            tiles_done += 1
-    tma_store_wait(0)
+    if spec.sends == "":
+        tma_store_wait(0)
+    else:
+        hand_over(tiles_done, boxes, half)
 
 
 @gluon.jit(do_not_specialize=EXTENTS)

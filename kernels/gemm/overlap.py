@@ -7,8 +7,8 @@ kernel stores partial results and sums into the peers' rooms itself. Next: kerne
 """
 
 import torch
-import torch.distributed._symmetric_memory as symmetric
 from torch import Tensor
+from torch._C._distributed_c10d import _SymmetricMemory
 
 from distmega.errors import HangError
 from distmega.kernels.gemm.choices import Extents, Tiles, event_rows
@@ -52,7 +52,7 @@ def gather_rows(own: Tensor, workspace: Workspace, rows: int) -> None:
             for start in range(0, count, rows):
                 room[first + start : first + start + rows].copy_(own[start : start + rows])
                 word = (first + start) // rows
-                symmetric._SymmetricMemory.stream_write_value32(words, word, workspace.epoch)
+                _SymmetricMemory.stream_write_value32(words, word, workspace.epoch)
 
 
 def all_gather_matmul(

@@ -7,9 +7,9 @@ from triton.experimental.gluon import language as gl
 TILE_M = gl.constexpr(128)
 HALF_M = gl.constexpr(64)
 """Rows of a tile that one warp group computes; rows and columns of what is stored at a time."""
-PART_N = gl.constexpr(128)
-"""Columns of a half tile whose partial results are loaded at once."""
 TILE_K = gl.constexpr(64)
+EARLY = gl.constexpr(2)
+"""Steps along K after which the stores of the tile before are taken to be written."""
 BUFFERS = gl.constexpr(2)
 """Blocks of a warp group's result that may wait to leave."""
 

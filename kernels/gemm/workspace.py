@@ -34,7 +34,7 @@ class Workspace:
         num_bytes = self._at_words + 2 * NUM_WORDS * WORD_BYTES
         self._memory = open_symmetric(comm, axis, num_bytes)
         self.rank, self.num_ranks = self._memory.place, self._memory.num_ranks
-        self.stream = torch.cuda.Stream(priority=-1)
+        self.stream = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
         starts = (0, self.room_bytes, self._at_words)
         *self._rooms, self.peers = (self._addresses(start) for start in starts)
 

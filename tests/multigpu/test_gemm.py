@@ -2,7 +2,9 @@
 small integers: chosen, forced, call after call, and what is refused.
 """
 
+import importlib
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -30,6 +32,11 @@ def operands(rank: int, rows: int, columns: int, depth: int, seed: int) -> tuple
         integers(rows, depth, seed=seed * 100 + rank),
         integers(columns, depth, seed=seed * 100 + 50 + rank),
     )
+
+
+def kernels(name: str) -> ModuleType:
+    """A module that needs Triton, which a machine without a GPU need not have."""
+    return importlib.import_module(f"distmega.kernels.gemm.{name}")
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
@@ -66,8 +73,7 @@ def keep_bits_on_all_ranks(comm: Communicator) -> None:
 
 def use_every_tile(comm: NcclCommunicator) -> None:
     """Both widths in debug builds, whose waits are bounded; a small shape after a large one."""
-    from distmega.kernels.gemm import overlap, workspace  # noqa: PLC0415
-
+    overlap, workspace = kernels("overlap"), kernels("workspace")
     size, rank = comm.mesh.num_ranks, comm.rank
     shared = workspace.workspace_of(comm, "tp", 2**28)
     for tile_n, stages in STAGES.items():
@@ -87,8 +93,7 @@ def use_every_tile(comm: NcclCommunicator) -> None:
 
 def name_a_missing_rank(comm: NcclCommunicator) -> None:
     """Rank 0 calls, the others do not: its debug build gives up and says what it waited for."""
-    from distmega.kernels.gemm import overlap, workspace  # noqa: PLC0415
-
+    overlap, workspace = kernels("overlap"), kernels("workspace")
     shared = workspace.workspace_of(comm, "tp", 2**24)
     if comm.rank == 0:
         own, b = operands(0, 128, 128, 64, 0)
