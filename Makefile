@@ -8,7 +8,9 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 	then command -v $$p; break; fi; done)
 VENV := .venv
 PY := $(VENV)/bin/python
-PIP := $(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints/cpu.txt
+UNPINNED := $(PY) -m pip install --quiet --disable-pip-version-check
+PIP := $(UNPINNED) --constraint constraints/cpu.txt
+NEWEST := $(VENV)/triton-newest
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 KEY := $(shell { cat pyproject.toml constraints/cpu.txt Makefile; pwd; } | cksum | cut -d ' ' -f 1)
 BASE := $(VENV)/.base-$(KEY)
@@ -51,9 +53,10 @@ $(BASE):
 	@touch $@
 
 $(FULL): $(BASE)
-	@rm -f $(VENV)/.full-*
-	@echo "installing what the tests need: about 250 MB"
+	@rm -rf $(VENV)/.full-* $(NEWEST)
+	@echo "installing what the tests need: about 750 MB, with two releases of triton that compile for GPUs"
 	@$(PIP) --no-build-isolation --editable '.[test,ray]'
+	@$(UNPINNED) --no-deps --target $(NEWEST) triton
 	@touch $@
 
 clean:

@@ -1,16 +1,18 @@
 """Pipelined pointwise and norm kernels beside the same kernel with one stage, torch eager and
-torch.compile, alternating in one run: `python bench/pipelined.py`, on a GPU of compute capability
+torch.compile, alternating in one run: `python -m bench.pipelined`, on a GPU of compute capability
 9.0.
 
 Writes bench/results/pipelined-<device>.json, a record a case (records.py); floor_us is the case's
-bytes at the rate of a copy of one of its tensors in the same run. Inputs are out of the cache.
+bytes at the rate of a copy of one of its tensors in the same run. Inputs are out of the cache. With
+--host also pipelined-host-<device>.json.
 """
 
 import argparse
 import dataclasses
 import math
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,16 +21,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.records import RESULTS, Record, current_commit, result_name, write_records
-from distmega import expr
+from distmega import kernels
 from distmega.kernels.pipelined import norms, pointwise
-from distmega.kernels.pipelined.choices import Choice, Traffic, fits
+from distmega.kernels.pipelined.choices import Traffic, fits
+from distmega.kernels.pipelined.exprs import formula_of
+from distmega.kernels.pipelined.launches import Family, Launch
 from distmega.kernels.pipelined.tuning import known_choice, tuning
 
 MB = 2**20
-ROUNDS = 15
 FLUSH_BYTES = 512 * MB
 """Written before each timed call: more than the L2 holds, and time for the host to run ahead."""
 Call = Callable[[], object]
+Operands = Callable[[], Sequence[Tensor | None]]
+"""The kernels' tensors, results among them new."""
 
 
 def silu_mul(a: Tensor, b: Tensor) -> Tensor:
@@ -98,52 +103,53 @@ def calls_of(case: Case, data: list[Tensor]) -> dict[str, Call]:
     args = [*tensors] if case.op not in ("rms", "layer") else [*tensors, weight]
     torch._dynamo.reset()
     compiled = torch.compile(case.peer, dynamic=False)
-    if case.op in ("rms", "layer"):
-        ours, one_stage = _norm_calls(case, tensors, weight)
-    else:
-        ours, one_stage = _pointwise_calls(case, tensors)
+    family, operands = _family(case, tensors, weight)
+    family.run(operands())
+    single = one_stage_of(family, case, operands)
     return {
-        "ours": ours,
-        "one stage": one_stage,
+        "ours": lambda: family.run(operands()),
+        "one stage": lambda: single(operands()),
         "torch eager": lambda: case.peer(*args),
         "torch.compile": lambda: compiled(*args),
     }
 
 
-def _norm_calls(case: Case, tensors: list[Tensor], weight: Tensor) -> tuple[Call, Call]:
-    residual = tensors[1] if len(tensors) == 2 else None
+def _family(case: Case, tensors: list[Tensor], weight: Tensor) -> tuple[Family, Operands]:
+    """The case's launches, and its operands with new results."""
+    if case.op in ("rms", "layer"):
+        residual = tensors[1] if len(tensors) == 2 else None
 
-    def make() -> norms.Rows:
-        return norms.make_rows(case.op, tensors[0], residual, weight, None, 1e-6)
+        def operands() -> Sequence[Tensor | None]:
+            total = None if residual is None else torch.empty_like(residual)
+            return tensors[0], residual, weight, None, torch.empty_like(tensors[0]), total
 
-    norms.launch_norm(make())
-    chosen = known_choice(norms.shape_class(make()), norms.norm_choices(make()))
-    single = one_stage_of(chosen, case, lambda choice: norms.run_tma(make(), choice))
-    return lambda: norms.run_tma(make(), chosen), lambda: norms.run_tma(make(), single)
+        found = norms.family_of(case.op, 1e-6, operands())  # type: ignore[arg-type]
+    else:
 
+        def operands() -> Sequence[Tensor | None]:
+            return pointwise.in_places(tensors, [torch.empty_like(tensors[0])])
 
-def _pointwise_calls(case: Case, tensors: list[Tensor]) -> tuple[Call, Call]:
-    trees = (expr.parse(case.op),)
-
-    def run(choice: Choice) -> None:
-        pointwise.run_tma(trees, tensors, [torch.empty_like(tensors[0])], choice)
-
-    results = [torch.empty_like(tensors[0])]
-    pointwise.launch_pointwise(trees, tensors, results)
-    choices = pointwise.pointwise_choices(tensors, results)
-    chosen = known_choice(pointwise.shape_class(trees, tensors, results), choices)
-    single = one_stage_of(chosen, case, run)
-    return lambda: run(chosen), lambda: run(single)
+        formula = formula_of((case.op,))
+        found = pointwise.family_of(formula, tensors, [torch.empty_like(tensors[0])])
+    assert found is not None, "contiguous tensors have launches"
+    return found, operands
 
 
-def one_stage_of(chosen: Choice, case: Case, run: Callable[[Choice], object]) -> Choice:
-    """The same kernel without loads ahead: with as many programs, or as fit; the faster of both."""
+def one_stage_of(family: Family, case: Case, operands: Operands) -> Launch:
+    """The chosen kernel without loads ahead (the model's best where that is no TMA kernel): with as
+    many programs, or as fit; the faster of both.
+    """
+    chosen = known_choice(family.name, family.choices)
+    if not chosen.stages:
+        chosen = next(choice for choice in family.choices if choice.stages)
     traffic = Traffic(in_bytes=2 * case.num_inputs, out_bytes=2 * case.num_outputs, num_elements=1)
     single = dataclasses.replace(chosen, stages=1, buffers=1, run=0)
     dense = (dataclasses.replace(single, programs_per_sm=n) for n in range(8, 0, -1))
-    options = {single, next(choice for choice in dense if fits(choice, traffic))}
-    times = {choice: median_us({"": lambda c=choice: run(c)}, 5)[""] for choice in options}  # type: ignore[misc]
-    return min(times, key=times.__getitem__)
+    options = [single, next(choice for choice in dense if fits(choice, traffic))]
+    family.prepare(options, operands())
+    launches = [family.launch(choice) for choice in dict.fromkeys(options)]
+    times = median_us({str(n): lambda k=k: k(operands()) for n, k in enumerate(launches)}, 9)  # type: ignore[misc]
+    return launches[int(min(times, key=times.__getitem__))]
 
 
 _flush: list[Tensor] = []
@@ -170,12 +176,71 @@ def median_us(calls: dict[str, Call], rounds: int) -> dict[str, float]:
     return {name: sorted_ms[len(sorted_ms) // 2] * 1e3 for name, sorted_ms in times.items()}
 
 
+def rounds(size_mb: int) -> int:
+    """More for what is short."""
+    return max(7, min(61, 4096 // size_mb))
+
+
+def host_us(call: Call) -> float:
+    """Time on the host of a call that the GPU keeps up with."""
+    spans = []
+    for _ in range(30):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(20):
+            call()
+        spans.append((time.perf_counter() - start) / 20 * 1e6)
+    return sorted(spans)[len(spans) // 2]
+
+
+def measure_host(commit: str) -> list[Record]:
+    """Time on the host of one call, through the functions that users call; the floor is that of one
+    torch op.
+    """
+    a, b = (torch.randn(64, 1024, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    weight = torch.randn(1024, device="cuda", dtype=torch.bfloat16)
+    add = host_us(lambda: torch.add(a, b))
+    cases: list[tuple[str, Call, Callable[..., object], list[Tensor]]] = [
+        ("silu(a)*b", lambda: kernels.pointwise("silu(a0) * a1", a, b), silu_mul, [a, b]),
+        ("rms norm + residual", lambda: kernels.rms_norm(a, weight, residual=b), rms_residual,
+         [a, b, weight]),
+        ("layer norm", lambda: kernels.layer_norm(a, weight), layer, [a, weight]),
+    ]  # fmt: skip
+    records = []
+    for name, ours, peer, args in cases:
+        torch._dynamo.reset()
+        compiled = torch.compile(peer, dynamic=False)
+        calls: dict[str, Call] = {
+            "torch eager": lambda p=peer, x=args: p(*x),  # type: ignore[misc]
+            "torch.compile": lambda p=compiled, x=args: p(*x),  # type: ignore[misc]
+        }
+        ours()
+        compiled(*args)
+        times = {peer_name: round(host_us(call), 2) for peer_name, call in calls.items()}
+        found = host_us(ours)
+        print(f"host time of {name}: {found:.1f} us, {times}, one torch op {add:.1f}", flush=True)
+        records.append(_record(f"host time of {name}", found, times, add, commit))
+    return records
+
+
+def _record(case: str, ours: float, peers: dict[str, float], floor: float, commit: str) -> Record:
+    return Record(
+        case=case,
+        device=torch.cuda.get_device_name(),
+        num_gpus=1,
+        ours_us=round(ours, 2),
+        peers={name: round(us, 2) for name, us in peers.items()},
+        floor_us=round(floor, 2),
+        commit=commit,
+    )
+
+
 def measure(case: Case, data: list[Tensor], commit: str) -> Record:
     """One case, its copy included, in alternation."""
     calls = calls_of(case, data)
     count = case.size_mb * MB // 2
     calls["copy"] = lambda: data[-1][:count].copy_(data[0][:count])
-    times = median_us(calls, ROUNDS if case.size_mb < 2048 else 7)
+    times = median_us(calls, rounds(case.size_mb))
     torch.cuda.empty_cache()
     rate = 2 * case.size_mb * MB / times.pop("copy")
     ours = times.pop("ours")
@@ -186,27 +251,23 @@ def measure(case: Case, data: list[Tensor], commit: str) -> Record:
     print(
         f"{title}: {ours:.1f} us {tb / ours:.2f} TB/s, {rates}, copy {rate / 1e6:.2f}", flush=True
     )
-    return Record(
-        case=title,
-        device=torch.cuda.get_device_name(),
-        num_gpus=1,
-        ours_us=round(ours, 2),
-        peers={name: round(us, 2) for name, us in times.items()},
-        floor_us=round(floor, 2),
-        commit=commit,
-    )
+    return _record(title, ours, times, floor, commit)
 
 
 def main() -> None:
     """Measures all cases and writes the records."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--sizes-mb", type=int, nargs="+", default=[1, 16, 256, 4096])
+    parser.add_argument("--sizes-mb", type=int, nargs="+", default=[1, 16, 256, 1024, 4096])
+    parser.add_argument("--host", action="store_true", help="also the time on the host of a call")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
     parser.add_argument("--commit", default=current_commit(), help="what the records say")
     options = parser.parse_args()
     largest = max(options.sizes_mb) * MB // 2
     data = [torch.randn(largest, device="cuda", dtype=torch.bfloat16) for _ in range(5)]
     path = options.results / f"{result_name('pipelined', torch.cuda.get_device_name())}.json"
+    if options.host:
+        host_path = path.with_name(path.name.replace("pipelined", "pipelined-host"))
+        write_records(host_path, measure_host(options.commit))
     worst = math.inf
     with tempfile.TemporaryDirectory() as folder, tuning(Path(folder) / "choices.json"):
         for case in all_cases(options.sizes_mb):

@@ -10,6 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from distmega.kernels.gluon_compat import reinterpret
 from distmega.kernels.hopper.attention import attention_task, combine_task
 from distmega.kernels.hopper.device import clock, fence_all, fetch
 from distmega.kernels.hopper.fields import (
@@ -139,18 +140,19 @@ def decode(
     num_instructions = gl.load(counts + sm)
     bufs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TILE_ROWS, SLICE_K], TILE_SHARED)
     xs = gl.allocate_shared_memory(gl.bfloat16, [MAX_TILES_K, SLICES, SLICE_K], X_SHARED)
-    x_pairs = xs._reinterpret(
-        gl.int32, [MAX_TILES_K // STAGE_CHUNKS, STAGE_CHUNKS, SLICES, SLICE_K // 2], X_PAIRS_SHARED
+    x_pairs = reinterpret(
+        xs, gl.int32, [MAX_TILES_K // STAGE_CHUNKS, STAGE_CHUNKS, SLICES, SLICE_K // 2],
+        X_PAIRS_SHARED,
     )
     sums: gl.constexpr = [GROUP_UNITS, NUM_WARPS, UNIT_ROWS, UNIT_ROWS]
     red = gl.allocate_shared_memory(gl.float32, sums, PLAIN3)
-    red_rows = red._reinterpret(
-        gl.float32, [GROUP_UNITS * NUM_WARPS, UNIT_ROWS, UNIT_ROWS], PLAIN3
+    red_rows = reinterpret(
+        red, gl.float32, [GROUP_UNITS * NUM_WARPS, UNIT_ROWS, UNIT_ROWS], PLAIN3
     )
     squares = gl.allocate_shared_memory(gl.float32, [NUM_WARPS], PLAIN)
     qs = gl.allocate_shared_memory(gl.bfloat16, [D // 64, MMA_M, 64], PLAIN2)
     ml = gl.allocate_shared_memory(gl.float32, [2, NUM_WARPS, MMA_M], PLAIN2)
-    scratch = xs._reinterpret(gl.float32, [NUM_WARPS, 8, 64], PLAIN3)
+    scratch = reinterpret(xs, gl.float32, [NUM_WARPS, 8, 64], PLAIN3)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     step_bar = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())

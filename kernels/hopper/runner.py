@@ -175,6 +175,7 @@ class DecodeRunner:
             TRACE=self._tracing,
             num_warps=8,
             launch_cooperative_grid=True,
+            enable_fp_fusion=True,
         )
 
 

@@ -6,6 +6,8 @@ types the kernels run (norms.py, pointwise.py), else plain torch (torch_path.py)
 
 import importlib.util
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache, lru_cache
 from types import ModuleType
 
 import torch
@@ -14,11 +16,12 @@ from torch import Tensor
 from distmega import expr
 from distmega.errors import ProgramError
 from distmega.kernels.pipelined import torch_path
+from distmega.kernels.pipelined.exprs import Formula, formula_of
 from distmega.kernels.pipelined.views import broadcast_shapes
 
 MAX_INPUTS = 8
 MAX_OUTPUTS = 4
-FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+FLOATS = frozenset({torch.bfloat16, torch.float16, torch.float32})
 
 
 def rms_norm(
@@ -61,52 +64,58 @@ def pointwise(
     """
     single = isinstance(exprs, str | expr.Arg | expr.Const | expr.Call)
     listed: Sequence[str | expr.Expr] = [exprs] if single else exprs  # type: ignore[list-item,assignment]
-    trees = tuple(expr.parse(tree) if isinstance(tree, str) else tree for tree in listed)
-    _check_pointwise(trees, tensors, dtypes)
-    types = tuple(dtypes) if dtypes else (tensors[0].dtype,) * len(trees)
-    shape = broadcast_shapes([x.shape for x in tensors])
-    if _on_gpu(*tensors) and set(types) <= set(FLOATS):
-        results = tuple(torch.empty(shape, dtype=d, device=tensors[0].device) for d in types)
-        with torch.cuda.device(tensors[0].device):
-            _kernels("pointwise").launch_pointwise(trees, tensors, results)
+    formula = formula_of(tuple(listed))
+    num_dtypes = len(listed if dtypes is None else dtypes)
+    shape = _check_pointwise(formula, tuple([x.shape for x in tensors]), num_dtypes)
+    device = _common_device(tensors)
+    types = tuple(dtypes) if dtypes else (tensors[0].dtype,) * len(listed)
+    if _on_gpu(tensors) and FLOATS.issuperset(types):
+        results = tuple([torch.empty(shape, dtype=dtype, device=device) for dtype in types])
+        with _current(device):
+            _kernels("pointwise").run_pointwise(formula, tensors, results)
     else:
-        results = torch_path.pointwise(trees, tensors, types)
+        results = torch_path.pointwise(formula.exprs, tensors, types)
     return results[0] if single else results
 
 
+@lru_cache(maxsize=4096)
 def _check_pointwise(
-    trees: Sequence[expr.Expr], tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype] | None
-) -> None:
-    if not 1 <= len(trees) <= MAX_OUTPUTS or not 1 <= len(tensors) <= MAX_INPUTS:
+    formula: Formula, shapes: tuple[torch.Size, ...], num_dtypes: int
+) -> tuple[int, ...]:
+    """The results' shape."""
+    num_exprs = len(formula.exprs)
+    if not 1 <= num_exprs <= MAX_OUTPUTS or not 1 <= len(shapes) <= MAX_INPUTS:
         raise ProgramError(
-            f"pointwise op with {len(tensors)} tensors and {len(trees)} expressions",
+            f"pointwise op with {len(shapes)} tensors and {num_exprs} expressions",
             expected=f"1 to {MAX_INPUTS} tensors and 1 to {MAX_OUTPUTS} expressions",
             remedy="split it into several calls",
         )
-    used = max(map(expr.num_args, trees))
-    if used > len(tensors):
+    used = max(map(expr.num_args, formula.exprs))
+    if used > len(shapes):
         raise ProgramError(
-            f"expression with argument a{used - 1} over {len(tensors)} tensors",
-            expected=f"arguments a0 to a{len(tensors) - 1}",
+            f"expression with argument a{used - 1} over {len(shapes)} tensors",
+            expected=f"arguments a0 to a{len(shapes) - 1}",
             remedy="pass a tensor for each argument",
         )
-    if dtypes is not None and len(dtypes) != len(trees):
+    if num_dtypes != num_exprs:
         raise ProgramError(
-            f"{len(dtypes)} dtypes for {len(trees)} expressions",
+            f"{num_dtypes} dtypes for {num_exprs} expressions",
             expected="one an expression",
             remedy="leave dtypes out to get the first tensor's",
         )
-    _check_devices(tensors)
+    return broadcast_shapes(shapes)
 
 
-def _check_devices(tensors: Sequence[Tensor]) -> None:
-    devices = {str(x.device) for x in tensors}
-    if len(devices) > 1:
+def _common_device(tensors: Sequence[Tensor]) -> torch.device:
+    device = tensors[0].device
+    if any(x.device != device for x in tensors):
+        devices = {str(x.device) for x in tensors}
         raise ProgramError(
             f"tensors on {', '.join(sorted(devices))}",
             expected="tensors on one device",
             remedy="move them first",
         )
+    return device
 
 
 def _normalise(
@@ -123,41 +132,48 @@ def _normalise(
             expected="a last dim of at least one element",
             remedy="pass a tensor with rows",
         )
-    vectors = [v for v in (weight, bias) if v is not None]
-    _check_shape("weight or bias", vectors, x.shape[-1:])
-    summands = [] if residual is None else [residual]
-    _check_shape("residual", summands, x.shape)
-    _check_devices([x, *summands, *vectors])
-    if _on_gpu(x, *summands, *vectors):
-        norms = _kernels("norms")
-        rows = norms.make_rows(op, x, residual, weight, bias, eps)
-        with torch.cuda.device(x.device):
-            norms.launch_norm(rows)
-        result = rows.y.view(x.shape)
-        return result if residual is None else (result, rows.total.view(x.shape))
-    result, total = torch_path.normalise(op, x, residual, weight, bias, eps)
-    return result if residual is None else (result, total)
+    for vector in (weight, bias):
+        _check_shape("weight or bias", vector, x.shape[-1:])
+    _check_shape("residual", residual, x.shape)
+    given = [t for t in (x, residual, weight, bias) if t is not None]
+    device = _common_device(given)
+    if _on_gpu(given):
+        y = torch.empty(x.shape, dtype=x.dtype, device=device)
+        total = None if residual is None else torch.empty(x.shape, dtype=x.dtype, device=device)
+        with _current(device):
+            _kernels("norms").run_norm(op, eps, (x, residual, weight, bias, y, total))
+        return y if total is None else (y, total)
+    result, summed = torch_path.normalise(op, x, residual, weight, bias, eps)
+    return result if residual is None else (result, summed)
 
 
-def _check_shape(name: str, tensors: Sequence[Tensor], shape: torch.Size) -> None:
-    for found in tensors:
-        if found.shape != shape:
-            raise ProgramError(
-                f"{name} of shape {list(found.shape)}",
-                expected=f"{list(shape)}",
-                remedy="reshape or expand it",
-            )
+def _check_shape(name: str, found: Tensor | None, shape: torch.Size) -> None:
+    if found is not None and found.shape != shape:
+        raise ProgramError(
+            f"{name} of shape {list(found.shape)}",
+            expected=f"{list(shape)}",
+            remedy="reshape or expand it",
+        )
 
 
-def _on_gpu(*tensors: Tensor) -> bool:
+def _on_gpu(tensors: Sequence[Tensor]) -> bool:
     """Whether the kernels take these tensors."""
-    return (
-        tensors[0].is_cuda
-        and all(x.dtype in FLOATS for x in tensors)
-        and importlib.util.find_spec("triton") is not None
-    )
+    return tensors[0].is_cuda and FLOATS.issuperset([x.dtype for x in tensors]) and _has_triton()
 
 
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _current(device: torch.device) -> AbstractContextManager[object]:
+    """Makes a device the current one, at no cost if it is."""
+    if device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
+
+
+@cache
 def _kernels(name: str) -> ModuleType:
     """A module that needs Triton, which a machine without a GPU need not have."""
     return importlib.import_module(f"distmega.kernels.pipelined.{name}")

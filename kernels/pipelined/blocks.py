@@ -1,14 +1,14 @@
-"""Shared-memory layouts of TMA tiles, and descriptors over them.
+"""Shared-memory layouts of TMA tiles, and the extents that they take.
 
-In: a tensor as a kernel views it and a tile's shape. Out: a TensorDescriptor. Next: pointwise.py.
+In: element types, extents, tile shapes. Out: `tile_layout_of`, `common_width`, `padded_to`. Next:
+launches.py.
 """
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
-from torch import Tensor
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 GLUON_TYPES = {
     torch.bfloat16: gl.bfloat16,
@@ -19,12 +19,10 @@ SWIZZLE_BYTES = 128
 """Widest run of a tile that one TMA message takes without splitting it."""
 
 
-def describe(
-    x: Tensor, shape: Sequence[int], strides: Sequence[int], tile: Sequence[int]
-) -> TensorDescriptor:
-    """Descriptor of x seen with `shape` and `strides` in elements, in blocks of `tile`."""
-    layout = gl.NVMMASharedLayout.get_default_for(list(tile), GLUON_TYPES[x.dtype])
-    return TensorDescriptor(x, list(shape), list(strides), list(tile), layout)
+@cache
+def tile_layout_of(tile: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    """Layout of a tile that TMA writes or reads."""
+    return gl.NVMMASharedLayout.get_default_for(list(tile), GLUON_TYPES[dtype])
 
 
 def common_width(itemsizes: Sequence[int], extent: int) -> int:

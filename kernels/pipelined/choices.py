@@ -11,6 +11,8 @@ SHARED_BYTES = 232448
 """Largest shared memory of a CTA on sm_90; an SM has 1 KB more for each CTA's own use."""
 RESERVED_BYTES = 1024
 REGISTERS = 65536
+MAX_ROW = 16384
+"""Longest row, padded, that one tile holds."""
 LATENCY_US = 1.0
 """From a load's start to its data, in a busy memory system."""
 START_US = 3.0
@@ -20,6 +22,15 @@ PROGRAM_US = 1.5
 DRIFT = 0.05
 DRIFT_TILES = 32
 SERIAL = 0.03
+PLAIN_START_US = 2.0
+PLAIN_PROGRAM_US = 6.2e-4
+PLAIN_THREAD_US = 0.04
+PLAIN_ROWS = 0.01
+"""Of plain kernels: start; time to start one more program; what each element of a thread takes when
+all run at once; what norms lose, whose programs load nothing while they reduce.
+"""
+PLAIN_PER_THREAD = {8: 0.03, 16: 0.0, 32: 0.01}
+"""Elements of a thread -> what norms lose by them."""
 CROWDING = 0.005
 ENOUGH_BYTES = 65536
 """Loads in flight on an SM beyond which more only crowd the memory system."""
@@ -37,7 +48,9 @@ class Device:
 class Choice:
     """How a kernel runs. tile: elements, (rows, columns) or, for norms, (rows, padded columns).
 
-    run: neighbouring tiles that a program takes; 0 for programs that stay and take every n-th tile.
+    stages: loads in flight, 1 for none ahead, 0 for the plain kernel without TMA, one tile a
+    program. run: neighbouring tiles that a program takes; 0 for programs that stay and take every
+    n-th tile.
     """
 
     tile: tuple[int, ...]
@@ -70,6 +83,8 @@ def shared_bytes(choice: Choice, traffic: Traffic) -> int:
 
 def fits(choice: Choice, traffic: Traffic) -> bool:
     """Whether all programs of an SM are resident at once."""
+    if not choice.stages:
+        return True
     per_program = shared_bytes(choice, traffic) + RESERVED_BYTES
     threads = 32 * choice.num_warps * choice.programs_per_sm
     return (
@@ -87,6 +102,8 @@ def time_us(choice: Choice, num_tiles: int, traffic: Traffic, device: Device) ->
     Programs that stay drift apart, and the memory's open rows with them: measured, a long run of
     them loses about 5% against short runs of neighbouring tiles, which start in order.
     """
+    if not choice.stages:
+        return _plain_time_us(choice, num_tiles, traffic, device)
     tile_in = math.prod(choice.tile) * traffic.in_bytes
     tile_bytes = math.prod(choice.tile) * (traffic.in_bytes + traffic.out_bytes)
     slots = device.num_sms * choice.programs_per_sm
@@ -107,6 +124,19 @@ def time_us(choice: Choice, num_tiles: int, traffic: Traffic, device: Device) ->
     return START_US + max(streaming * (1 + drift + crowding + serial) + idle / 2, alone)
 
 
+def _plain_time_us(choice: Choice, num_tiles: int, traffic: Traffic, device: Device) -> float:
+    elements = math.prod(choice.tile)
+    per_thread = elements // (32 * choice.num_warps)
+    slots = device.num_sms * choice.programs_per_sm
+    rounds = -(-num_tiles // slots)
+    tile_us = elements * (traffic.in_bytes + traffic.out_bytes) / device.bandwidth_bytes_per_us
+    idle = (rounds * slots - num_tiles) * tile_us
+    lost = PLAIN_ROWS + PLAIN_PER_THREAD[per_thread] if len(choice.tile) == 2 else 0.0
+    alone = rounds * (LATENCY_US + PLAIN_THREAD_US * per_thread)
+    streaming = num_tiles * tile_us * (1 + lost) + idle / 4
+    return PLAIN_START_US + max(streaming + alone / rounds, alone, num_tiles * PLAIN_PROGRAM_US)
+
+
 def rank(
     candidates: list[tuple[Choice, int]], traffic: Traffic, device: Device
 ) -> tuple[Choice, ...]:
@@ -116,9 +146,53 @@ def rank(
     return tuple(choice for choice, _ in fitting)
 
 
+def plain_choices(traffic: Traffic, device: Device) -> tuple[Choice, ...]:
+    """Plain pointwise kernels, by elements in memory order."""
+    return rank(_plain_blocks(traffic), traffic, device)
+
+
+def _plain_blocks(traffic: Traffic) -> list[tuple[Choice, int]]:
+    return [
+        (_plain((elements,), elements // (32 * per_thread)), -(-traffic.num_elements // elements))
+        for elements in (2048, 1024, 512)
+        for per_thread in (8, 16)
+    ]
+
+
+def plain_row_choices(
+    rows: int, columns: int, traffic: Traffic, device: Device
+) -> tuple[Choice, ...]:
+    """Plain norm kernels: whole rows, padded to a power of two, or parts of longer ones."""
+    return rank(_plain_rows(rows, columns), traffic, device)
+
+
+def _plain_rows(rows: int, columns: int) -> list[tuple[Choice, int]]:
+    padded = padded_row(columns)
+    if padded > MAX_ROW:
+        return [(_plain((1, 1024), 4), 3 * rows * -(-columns // 1024))]
+    return [
+        (_plain((per_tile, padded), per_tile * padded // (32 * per_thread)), -(-rows // per_tile))
+        for per_tile in (2, 1, 4, 8, 16)
+        for per_thread in PLAIN_PER_THREAD
+        if 32 <= per_tile * padded // per_thread <= 1024
+        and (per_tile == 1 or per_tile * padded <= 8192)
+    ]
+
+
+def padded_row(columns: int) -> int:
+    """Columns of a tile of whole rows: a power of two, 128 at least."""
+    return max(128, 1 << (columns - 1).bit_length())
+
+
+def _plain(tile: tuple[int, ...], num_warps: int) -> Choice:
+    resident = min(32, 2048 // (32 * num_warps), REGISTERS // (32 * num_warps * 40))
+    return Choice(tile=tile, num_warps=num_warps, stages=0, buffers=0,
+                  programs_per_sm=resident, run=1)  # fmt: skip
+
+
 def flat_choices(traffic: Traffic, device: Device, width: int) -> tuple[Choice, ...]:
     """For operands that are one row: tiles [rows, width] of it, or [elements] if width is 0."""
-    candidates = []
+    candidates = _plain_blocks(traffic)
     for elements in (2048, 4096, 1024, 8192):
         tile = (elements // width, width) if width else (elements,)
         num_tiles = -(-traffic.num_elements // elements)
@@ -129,34 +203,33 @@ def flat_choices(traffic: Traffic, device: Device, width: int) -> tuple[Choice, 
 
 def matrix_choices(rows: int, columns: int, traffic: Traffic, device: Device) -> tuple[Choice, ...]:
     """For strided or broadcast operands: tiles of [rows, columns]."""
-    candidates = []
+    candidates = _plain_blocks(traffic)
     for tile in ((16, 256), (32, 128), (8, 256), (64, 64), (8, 128), (128, 32)):
         num_tiles = -(-rows // tile[0]) * -(-columns // tile[1])
         candidates += _variants(tile, max(1, math.prod(tile) // 1024), num_tiles)
     return rank(candidates, traffic, device)
 
 
-def row_choices(rows: int, padded: int, traffic: Traffic, device: Device) -> tuple[Choice, ...]:
-    """For whole rows of `padded` columns, a power of two; none if a row does not fit."""
+def row_choices(rows: int, columns: int, traffic: Traffic, device: Device) -> tuple[Choice, ...]:
+    """For norms over rows: whole rows, padded to a power of two, or in chunks where no stages of
+    them fit. Programs that take chunks stay and take whole rows.
+    """
+    padded = padded_row(columns)
     candidates = []
     for per_tile in (1, 2, 4, 8, 16, 32):
         elements = per_tile * padded
-        if not 1024 <= elements <= max(8192, padded):
+        if not 1024 <= elements <= max(8192, padded) or padded > MAX_ROW:
             continue
         for per_thread in (32, 16, 64):
             num_warps = elements // (32 * per_thread)
             if num_warps in (1, 2, 4, 8, 16):
                 candidates += _variants((per_tile, padded), num_warps, -(-rows // per_tile))
-    return rank(candidates, traffic, device)
-
-
-def chunk_choices(rows: int, columns: int, traffic: Traffic, device: Device) -> tuple[Choice, ...]:
-    """For rows in chunks, tiles to the model. Programs stay and take whole rows."""
-    candidates = []
-    for chunk in (8192, 4096):
-        tiles = rows * -(-columns // chunk)
-        candidates += _variants((1, chunk), chunk // 512, tiles)
-    return rank([pair for pair in candidates if not pair[0].run], traffic, device)
+    if not any(fits(choice, traffic) for choice, _ in candidates):
+        for chunk in (8192, 4096):
+            tiles = rows * -(-columns // chunk)
+            variants = _variants((1, chunk), chunk // 512, tiles)
+            candidates += [pair for pair in variants if not pair[0].run]
+    return rank([*candidates, *_plain_rows(rows, columns)], traffic, device)
 
 
 def _variants(tile: tuple[int, ...], num_warps: int, num_tiles: int) -> list[tuple[Choice, int]]:

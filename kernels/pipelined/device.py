@@ -1,18 +1,16 @@
 """What a GPU can do, asked once: whether the TMA kernels run there, and facts for the cost model.
 
-In: a torch device. Out: `has_tma`, `device_facts`, `can_load`. Next: pointwise.py.
+In: a CUDA device's index. Out: `has_tma`, `device_facts`, `num_programs`. Next: pointwise.py.
 """
 
 from functools import cache
 
 import torch
-from torch import Tensor
 
 from distmega.kernels.pipelined.choices import Choice, Device
 
 INT32 = 2**31
 """Coordinates of a descriptor stay below."""
-FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _BANDWIDTH = {"H200": 4.3e6, "H100": 3.0e6, "GH200": 3.6e6}
 """Bytes per us that a device copy moves, by a word of the GPU's name; others as an H100."""
 
@@ -34,13 +32,8 @@ def device_facts(index: int) -> Device:
     )
 
 
-def can_load(x: Tensor, row_stride: int) -> bool:
-    """Whether a TMA descriptor can address rows of x: 16-byte aligned start and row stride."""
-    return x.data_ptr() % 16 == 0 and row_stride * x.element_size() % 16 == 0
-
-
-def num_programs(choice: Choice, num_tiles: int, on: Tensor) -> int:
+def num_programs(choice: Choice, num_tiles: int, index: int) -> int:
     """Programs of a launch over tiles: one a run, or as many as the device takes at once."""
     if choice.run:
         return -(-num_tiles // choice.run)
-    return min(num_tiles, choice.programs_per_sm * device_facts(on.device.index).num_sms)
+    return min(num_tiles, choice.programs_per_sm * device_facts(index).num_sms)

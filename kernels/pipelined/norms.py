@@ -6,169 +6,191 @@ Next: api.py.
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from distmega.kernels.pipelined.blocks import common_width, describe, padded_to
-from distmega.kernels.pipelined.choices import Choice, Traffic, chunk_choices, row_choices
-from distmega.kernels.pipelined.device import INT32, can_load, device_facts, has_tma, num_programs
+from distmega.kernels.pipelined.blocks import common_width, padded_to
+from distmega.kernels.pipelined.choices import (
+    Choice,
+    Traffic,
+    plain_row_choices,
+    row_choices,
+)
+from distmega.kernels.pipelined.device import INT32, device_facts, has_tma, num_programs
+from distmega.kernels.pipelined.launches import Block, Family, Launch, Vector, pointer
 from distmega.kernels.pipelined.long_norm_kernel import long_norm_kernel
 from distmega.kernels.pipelined.norm_kernel import NormSpec, norm_kernel
-from distmega.kernels.pipelined.triton_path import BLOCK, norm_any
-from distmega.kernels.pipelined.tuning import pick
+from distmega.kernels.pipelined.triton_path import long_norm_plain, norm_plain
+from distmega.kernels.pipelined.views import as_rows, is_aligned, layout_key
 
-MAX_TILE = 16384
-"""Longest row, padded, that one tile holds; longer ones come in chunks."""
+Operands = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor, Tensor | None]
+"""x, residual, weight, bias, results and sums; x, residual, results and sums of one shape, the last
+two contiguous; sums where there is a residual.
+"""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Rows:
-    """Operands of one call as matrices: x, residual, results [rows, columns], vectors contiguous.
-
-    total is None without a residual.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Class:
+    """What calls have in common that share launches: rows of x and residual by (row, element)
+    strides, vectors by their steps, None where there is none; types of what comes and leaves.
     """
 
     op: str
-    x: Tensor
-    residual: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
-    y: Tensor
-    total: Tensor | None
     eps: float
+    count: int
+    columns: int
+    x: tuple[int, int]
+    residual: tuple[int, int] | None
+    weight: int | None
+    bias: int | None
+    types: tuple[torch.dtype, ...]
+    index: int
 
     @property
-    def moved(self) -> tuple[Tensor, ...]:
-        """What comes or leaves by TMA."""
-        return tuple(t for t in (self.x, self.residual, self.y, self.total) if t is not None)
+    def sizes(self) -> list[int]:
+        return [dtype.itemsize for dtype in self.types]
+
+    @property
+    def traffic(self) -> Traffic:
+        arriving = 1 if self.residual is None else 2
+        return Traffic(
+            in_bytes=sum(self.sizes[:arriving]),
+            out_bytes=sum(self.sizes[arriving:]),
+            num_elements=self.count * self.columns,
+        )
+
+    @property
+    def name(self) -> str:
+        """The shape class: number of rows up to the next power of two."""
+        parts = " weight" * (self.weight is not None) + " bias" * (self.bias is not None)
+        types = " ".join(str(dtype).removeprefix("torch.") for dtype in self.types)
+        return f"{self.op}{parts}, {types}, {padded_to(self.count)}x{self.columns}"
+
+    @property
+    def vectors(self) -> list[Vector]:
+        steps = (self.weight, self.bias)
+        return [Vector(length=self.columns, step=1 if step is None else step) for step in steps]
+
+    def launch(self, choice: Choice) -> Launch:
+        return self.tma_launch(choice) if choice.stages else self.plain_launch(choice)
+
+    def tma_launch(self, choice: Choice) -> Launch:
+        """The Gluon kernel for whole rows, or in chunks where the choice's tile is shorter."""
+        width = common_width(self.sizes, self.columns)
+        tile = (choice.tile[0], choice.tile[1] // width, width)
+        spec = NormSpec(
+            op=self.op,
+            has_residual=self.residual is not None,
+            has_weight=self.weight is not None,
+            has_bias=self.bias is not None,
+            rows=tile[0],
+            groups=tile[1],
+            width=width,
+            exact=choice.tile[1] == self.columns,
+            stages=choice.stages,
+            buffers=choice.buffers,
+        )
+
+        def block(row: int) -> Block:
+            shape = (self.count, self.columns // width, width)
+            return Block(shape=shape, strides=(row, width, 1), tile=tile)
+
+        leaving = block(self.columns)
+        num_tiles = -(-self.count // tile[0])
+        tail: tuple[int, ...] = (num_tiles, choice.run)
+        if choice.tile[1] < self.columns:
+            tail = (-(-self.columns // choice.tile[1]), self.count)
+        return Launch(
+            kernel=norm_kernel if choice.tile[1] >= self.columns else long_norm_kernel,
+            arguments=(
+                block(self.x[0]), block((self.residual or self.x)[0]), *self.vectors,
+                leaving, leaving,
+            ),
+            rest=(self.columns, *tail, self.eps, spec),
+            grid=num_programs(choice, num_tiles, self.index),
+            options={"num_warps": choice.num_warps, "maxnreg": choice.max_registers},
+        )  # fmt: skip
+
+    def plain_launch(self, choice: Choice) -> Launch:
+        """The plain Triton kernel for whole rows, or parts where the choice's tile is shorter."""
+        rows, tile = choice.tile
+        strides = (*self.x, *(self.residual or (0, 0)))
+        rest: tuple[object, ...] = (
+            *strides,
+            self.count,
+            self.columns,
+            self.eps,
+            self.op,
+            rows,
+            tile,
+        )
+        if tile < self.columns:
+            rest = (*strides, self.columns, self.eps, self.op, tile)
+        return Launch(
+            kernel=norm_plain if tile >= self.columns else long_norm_plain,
+            arguments=(pointer, pointer, *self.vectors, pointer, pointer),
+            rest=rest,
+            grid=-(-self.count // rows),
+            options={"num_warps": choice.num_warps},
+        )
 
 
-def as_rows(x: Tensor) -> Tensor:
-    """x as [rows, columns] with its last dim as columns: a view where its strides allow."""
-    return x.reshape(-1, x.shape[-1])
+_families: dict[object, Family | None] = {}
 
 
-def launch_norm(rows: Rows) -> None:
-    """Writes y, and total where there is a residual."""
-    if not rows.x.numel():
+def run_norm(op: str, eps: float, operands: Operands) -> None:
+    """Writes the results, and sums where there is a residual. op: rms, layer or softmax."""
+    if not operands[0].numel():
         return
-    choices = norm_choices(rows)
-    if not choices:
-        run_any(rows)
-        return
-
-    def run(choice: Choice) -> None:
-        run_tma(rows, choice)
-
-    run(pick(shape_class(rows), choices, run))
-
-
-def shape_class(rows: Rows) -> str:
-    """Calls of one class share a measured choice: number of rows up to the next power of two."""
-    vectors = {"weight": rows.weight, "bias": rows.bias}
-    parts = "".join(f" {name}" for name, vector in vectors.items() if vector is not None)
-    types = " ".join(str(t.dtype).removeprefix("torch.") for t in rows.moved)
-    return f"{rows.op}{parts}, {types}, {padded_to(rows.x.shape[0])}x{rows.x.shape[1]}"
+    family = family_of(op, eps, operands)
+    if family is None:
+        x, residual, *rest = operands
+        residual = None if residual is None else residual.contiguous()
+        operands = (x.contiguous(), residual, *rest)  # type: ignore[assignment]
+        family = family_of(op, eps, operands)
+        assert family is not None, "contiguous tensors are rows"
+    family.run(operands)
 
 
-def norm_choices(rows: Rows) -> tuple[Choice, ...]:
-    """Choices for the Gluon kernels, best first; none where they can't run."""
-    count, columns = rows.x.shape
-    if not has_tma(rows.x.device.index) or not common_width(_sizes(rows), columns):
-        return ()
-    if any(t.stride(1) != 1 or not can_load(t, t.stride(0)) for t in rows.moved):
-        return ()
-    return _choices(count, columns, _traffic(rows), rows.x.device.index)
+def family_of(op: str, eps: float, operands: Operands) -> Family | None:
+    """The launches for such operands; None where x or the residual is no matrix of rows."""
+    key = (op, eps, operands[0].device.index, *map(layout_key, operands))
+    if key not in _families:
+        _families[key] = _make_family(op, eps, operands)
+    return _families[key]
 
 
-def _sizes(rows: Rows) -> list[int]:
-    return [t.element_size() for t in rows.moved]
-
-
-def _traffic(rows: Rows) -> Traffic:
-    arriving = [t.element_size() for t in (rows.x, rows.residual) if t is not None]
-    return Traffic(
-        in_bytes=sum(arriving),
-        out_bytes=sum(_sizes(rows)) - sum(arriving),
-        num_elements=rows.x.numel(),
-    )
-
-
-@lru_cache(maxsize=4096)
-def _choices(count: int, columns: int, traffic: Traffic, index: int) -> tuple[Choice, ...]:
-    padded = max(128, padded_to(columns))
-    if count >= INT32:
-        return ()
-    facts = device_facts(index)
-    whole = row_choices(count, padded, traffic, facts) if padded <= MAX_TILE else ()
-    return whole or chunk_choices(count, columns, traffic, facts)
-
-
-def run_tma(rows: Rows, choice: Choice) -> None:
-    """The Gluon kernel for whole rows, or for rows in chunks where the choice's tile is shorter."""
-    count, columns = rows.x.shape
-    width = common_width(_sizes(rows), columns)
-    tile = (choice.tile[0], choice.tile[1] // width, width)
-    spec = NormSpec(
-        op=rows.op,
-        has_residual=rows.residual is not None,
-        has_weight=rows.weight is not None,
-        has_bias=rows.bias is not None,
-        rows=tile[0],
-        groups=tile[1],
-        width=width,
-        exact=choice.tile[1] == columns,
-        stages=choice.stages,
-        buffers=choice.buffers,
-    )
-    x, residual, y, total = (
-        None if t is None
-        else describe(t, (count, columns // width, width), (t.stride(0), width, 1), tile)
-        for t in (rows.x, rows.residual, rows.y, rows.total)
-    )  # fmt: skip
-    operands = (x, residual, rows.weight, rows.bias, y, total, columns)
-    options = {"num_warps": choice.num_warps, "maxnreg": choice.max_registers}
-    if choice.tile[1] >= columns:
-        num_tiles = -(-count // tile[0])
-        grid = (num_programs(choice, num_tiles, rows.x),)
-        norm_kernel[grid](*operands, num_tiles, choice.run, rows.eps, spec, **options)
-    else:
-        chunks = -(-columns // choice.tile[1])
-        grid = (num_programs(choice, count, rows.x),)
-        long_norm_kernel[grid](*operands, chunks, count, rows.eps, spec, **options)
-
-
-def run_any(rows: Rows) -> None:
-    """The plain Triton kernel."""
-    count, columns = rows.x.shape
-    residual_strides = (0, 0) if rows.residual is None else rows.residual.stride()
-    norm_any[(count,)](
-        rows.x, rows.residual, rows.weight, rows.bias, rows.y, rows.total, *rows.x.stride(),
-        *residual_strides, columns, rows.eps, rows.op, rows.residual is not None,
-        rows.weight is not None, rows.bias is not None, BLOCK,
-    )  # fmt: skip
-
-
-def make_rows(
-    op: str,
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-) -> Rows:
-    """Operands of a call with results allocated."""
-    flat = as_rows(x)
-    y = torch.empty(flat.shape, dtype=x.dtype, device=x.device)
-    return Rows(
+def _make_family(op: str, eps: float, operands: Operands) -> Family | None:
+    x, residual, weight, bias, y, total = operands
+    moved: list[tuple[Tensor, tuple[int, int]]] = []
+    for given in (x, residual, y, total):
+        if given is not None:
+            strides = as_rows(given.shape, given.stride())
+            if strides is None:
+                return None
+            moved.append((given, strides))
+    made = _Class(
         op=op,
-        x=flat,
-        residual=None if residual is None else as_rows(residual),
-        weight=None if weight is None else weight.contiguous(),
-        bias=None if bias is None else bias.contiguous(),
-        y=y,
-        total=None if residual is None else torch.empty_like(y),
         eps=eps,
+        count=x.numel() // x.shape[-1],
+        columns=x.shape[-1],
+        x=moved[0][1],
+        residual=None if residual is None else moved[1][1],
+        weight=None if weight is None else weight.stride(0),
+        bias=None if bias is None else bias.stride(0),
+        types=tuple(given.dtype for given, _ in moved),
+        index=x.device.index,
     )
+    sizes = made.count, made.columns, made.traffic, device_facts(made.index)
+    if _takes_tma(made) and all(step == 1 and is_aligned(t, row) for t, (row, step) in moved):
+        choices = row_choices(*sizes)
+    else:
+        choices = plain_row_choices(*sizes)[:1]
+    return Family(made.name, choices, made.launch)
+
+
+def _takes_tma(made: _Class) -> bool:
+    """Whether the Gluon kernels run there for rows of such types and lengths."""
+    width = common_width(made.sizes, made.columns)
+    return has_tma(made.index) and width > 0 and made.count < INT32

@@ -7,115 +7,175 @@ In: expressions and CUDA tensors of float types. Out: results, contiguous. Next:
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from distmega.expr import Expr
-from distmega.kernels.pipelined.blocks import SWIZZLE_BYTES, describe, padded_to
+from distmega.kernels.pipelined.blocks import SWIZZLE_BYTES, padded_to
 from distmega.kernels.pipelined.choices import (
     Choice,
     Traffic,
     flat_choices,
     matrix_choices,
+    plain_choices,
 )
-from distmega.kernels.pipelined.device import INT32, can_load, device_facts, has_tma, num_programs
+from distmega.kernels.pipelined.device import INT32, device_facts, has_tma, num_programs
+from distmega.kernels.pipelined.exprs import Formula
+from distmega.kernels.pipelined.launches import Argument, Block, Family, Launch, Vector, pointer
 from distmega.kernels.pipelined.pointwise_kernel import PointwiseSpec, pointwise_kernel
-from distmega.kernels.pipelined.triton_path import BLOCK, Exprs, pointwise_any
-from distmega.kernels.pipelined.tuning import pick
-from distmega.kernels.pipelined.views import Matrix, as_matrix
+from distmega.kernels.pipelined.triton_path import pointwise_plain
+from distmega.kernels.pipelined.views import Matrix, as_matrix, is_aligned, layout_key
 
 MAX_INPUTS = 8
 MAX_OUTPUTS = 4
-Dtypes = tuple[torch.dtype, ...]
-Layout = tuple[tuple[int, ...], tuple[int, ...]]
-"""Shape and strides of an operand."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Plan:
-    """A matrix, the kind of each operand in it, and choices, best first; none without TMA.
+class _Class:
+    """What calls have in common that share launches. kinds: each operand's part in the matrix.
 
-    width: a single row is seen as [columns / width, width], or as it is where width is 0.
+    width: a single row is seen as [columns / width, width], or as it is where width is 0. types: of
+    the operands, then of the results.
     """
 
+    formula: Formula
     matrix: Matrix
     kinds: tuple[str, ...]
+    types: tuple[torch.dtype, ...]
     width: int
-    choices: tuple[Choice, ...]
+    index: int
+
+    @property
+    def num_elements(self) -> int:
+        return self.matrix.rows * self.matrix.columns
+
+    @property
+    def name(self) -> str:
+        """The shape class: extents up to the next power of two."""
+        types = " ".join(str(dtype).removeprefix("torch.") for dtype in self.types)
+        size = f"{padded_to(self.matrix.rows)}x{padded_to(self.matrix.columns)}"
+        return f"pointwise {self.formula.text}, {' '.join(self.kinds)}, {types}, {size}"
+
+    def launch(self, choice: Choice) -> Launch:
+        return self.tma_launch(choice) if choice.stages else self.plain_launch(choice)
+
+    def tma_launch(self, choice: Choice) -> Launch:
+        """The Gluon kernel."""
+        rows, columns = self.matrix.rows, self.matrix.columns
+        shape: tuple[int, ...] = (rows, columns)
+        if rows == 1:
+            shape = (columns // self.width, self.width) if self.width else (columns,)
+        packed = (shape[1], 1) if len(shape) == 2 else (1,)
+        arguments: list[Argument] = []
+        for kind, (row, column) in zip(self.kinds, self.matrix.strides, strict=True):
+            if kind == "tile":
+                strides = (row, 1) if rows > 1 else packed
+                arguments.append(Block(shape=shape, strides=strides, tile=choice.tile))
+            elif kind == "scalar":
+                arguments.append(pointer)
+            else:
+                length, step = (columns, column) if kind == "row" else (rows, row)
+                arguments.append(Vector(length=length, step=step))
+        leaving = Block(shape=shape, strides=packed, tile=choice.tile)
+        tiles = [-(-extent // size) for extent, size in zip(shape, choice.tile, strict=True)]
+        num_tiles = math.prod(tiles)
+        spec = PointwiseSpec(
+            exprs=self.formula.exprs,
+            kinds=self.kinds,
+            tile=choice.tile,
+            stages=choice.stages,
+            buffers=choice.buffers,
+        )
+        return Launch(
+            kernel=pointwise_kernel,
+            arguments=[*_filled(arguments, MAX_INPUTS), *[leaving] * MAX_OUTPUTS],
+            rest=(rows, columns, num_tiles, choice.run, tiles[-1], spec),
+            grid=num_programs(choice, num_tiles, self.index),
+            options={"num_warps": choice.num_warps, "maxnreg": choice.max_registers},
+        )
+
+    def plain_launch(self, choice: Choice) -> Launch:
+        """The plain Triton kernel."""
+        matrix, block = self.matrix, choice.tile[0]
+        row_strides, column_strides = zip(*matrix.strides, strict=True)
+        reach = max(matrix.rows * row + matrix.columns * step for row, step in matrix.strides)
+        wide = max(reach, self.num_elements + block) >= INT32
+        return Launch(
+            kernel=pointwise_plain,
+            arguments=[pointer] * (MAX_INPUTS + MAX_OUTPUTS),
+            rest=(
+                row_strides, column_strides, matrix.columns, self.num_elements, self.formula,
+                len(self.kinds), matrix.rows == 1, wide, block,
+            ),
+            grid=-(-self.num_elements // block),
+            options={"num_warps": choice.num_warps},
+        )  # fmt: skip
 
 
-def launch_pointwise(
-    exprs: tuple[Expr, ...], tensors: Sequence[Tensor], results: Sequence[Tensor]
-) -> None:
+def _filled(items: Sequence[Argument], count: int) -> list[Argument]:
+    return [*items, *[pointer] * (count - len(items))]
+
+
+_families: dict[object, Family | None] = {}
+
+
+def run_pointwise(formula: Formula, tensors: Sequence[Tensor], results: Sequence[Tensor]) -> None:
     """Writes one result an expression, contiguous; tensors: 1 to 8 that broadcast to its shape."""
-    shape = tuple(results[0].shape)
-    if 0 in shape:
+    if not results[0].numel():
         return
-    plan = _plan_of(tensors, results)
-    if plan is None:
-        tensors = [torch.broadcast_to(x, shape).contiguous() for x in tensors]
-        plan = _plan_of(tensors, results)
-        assert plan is not None, "contiguous tensors are one row"
-    choices = pointwise_choices(tensors, results)
-    if not choices:
-        run_any(exprs, tensors, results, plan.matrix)
-        return
-
-    def run(choice: Choice) -> None:
-        run_tma(exprs, tensors, results, choice)
-
-    run(pick(shape_class(exprs, tensors, results), choices, run))
+    family = family_of(formula, tensors, results)
+    if family is None:
+        tensors = [torch.broadcast_to(x, results[0].shape).contiguous() for x in tensors]
+        family = family_of(formula, tensors, results)
+        assert family is not None, "contiguous tensors are one row"
+    family.run(in_places(tensors, results))
 
 
-def pointwise_choices(tensors: Sequence[Tensor], results: Sequence[Tensor]) -> tuple[Choice, ...]:
-    """Choices for the Gluon kernel, best first; none where it can't run."""
-    plan = _plan_of(tensors, results)
-    return plan.choices if plan and _is_aligned(tensors, results, plan) else ()
+def in_places(tensors: Sequence[Tensor], results: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    """The kernels' tensors, with None for the operands and results that are not there."""
+    inputs = (*tensors, *(None,) * (MAX_INPUTS - len(tensors)))
+    return (*inputs, *results, *(None,) * (MAX_OUTPUTS - len(results)))
 
 
-def shape_class(exprs: Sequence[Expr], tensors: Sequence[Tensor], results: Sequence[Tensor]) -> str:
-    """Calls of one class share a measured choice: extents up to the next power of two."""
-    plan = _plan_of(tensors, results)
-    assert plan is not None, "shape classes are of operands that have choices"
-    types = " ".join(str(x.dtype).removeprefix("torch.") for x in (*tensors, *results))
-    size = f"{padded_to(plan.matrix.rows)}x{padded_to(plan.matrix.columns)}"
-    return f"pointwise {'; '.join(map(str, exprs))}, {' '.join(plan.kinds)}, {types}, {size}"
+def family_of(
+    formula: Formula, tensors: Sequence[Tensor], results: Sequence[Tensor]
+) -> Family | None:
+    """The launches for such operands; None where they do not fit a matrix."""
+    index = results[0].device.index
+    key = (formula.text, index, *map(layout_key, tensors), *map(layout_key, results))
+    if key not in _families:
+        _families[key] = _make_family(formula, tensors, results)
+    return _families[key]
 
 
-def _plan_of(tensors: Sequence[Tensor], results: Sequence[Tensor]) -> _Plan | None:
-    layouts = tuple((tuple(x.shape), x.stride()) for x in tensors)
-    types = tuple(x.dtype for x in tensors), tuple(x.dtype for x in results)
-    return _plan(tuple(results[0].shape), layouts, *types, results[0].device.index)
-
-
-@lru_cache(maxsize=4096)
-def _plan(
-    shape: tuple[int, ...], layouts: tuple[Layout, ...], ins: Dtypes, outs: Dtypes, index: int
-) -> _Plan | None:
-    """None if the operands do not fit a matrix."""
-    matrix = as_matrix(shape, layouts)
+def _make_family(
+    formula: Formula, tensors: Sequence[Tensor], results: Sequence[Tensor]
+) -> Family | None:
+    shape, index = results[0].shape, results[0].device.index
+    matrix = as_matrix(shape, [(x.shape, x.stride()) for x in tensors])
     if matrix is None:
         return None
     kinds = tuple(_kind(matrix, strides) for strides in matrix.strides)
-    tiles = [dtype.itemsize for dtype, kind in zip(ins, kinds, strict=True) if kind == "tile"]
-    leaving = [dtype.itemsize for dtype in outs]
-    extents = (matrix.rows, matrix.columns)
-    traffic = Traffic(in_bytes=sum(tiles), out_bytes=sum(leaving), num_elements=math.prod(extents))
-    width = 0
-    choices: tuple[Choice, ...] = ()
-    if "" in kinds or not has_tma(index):
-        pass
-    elif matrix.rows > 1:
-        if max(extents) < INT32 and not any(matrix.columns * size % 16 for size in leaving):
-            choices = matrix_choices(*extents, traffic, device_facts(index))
+    tiles = [x.element_size() for x, kind in zip(tensors, kinds, strict=True) if kind == "tile"]
+    leaving = [y.element_size() for y in results]
+    width = SWIZZLE_BYTES // max(tiles + leaving)
+    made = _Class(
+        formula=formula,
+        matrix=matrix,
+        kinds=kinds,
+        types=tuple(x.dtype for x in (*tensors, *results)),
+        width=width if matrix.rows == 1 and not matrix.columns % width else 0,
+        index=index,
+    )
+    traffic = Traffic(in_bytes=sum(tiles), out_bytes=sum(leaving), num_elements=made.num_elements)
+    facts = device_facts(index)
+    if not _takes_tma(made, tensors, results):
+        return Family(made.name, plain_choices(traffic, facts)[:1], made.launch)
+    if matrix.rows > 1:
+        choices = matrix_choices(matrix.rows, matrix.columns, traffic, facts)
     else:
-        width = SWIZZLE_BYTES // max(tiles + leaving)
-        width = 0 if matrix.columns % width else width
-        if matrix.columns // max(1, width) < INT32:
-            choices = flat_choices(traffic, device_facts(index), width)
-    return _Plan(matrix=matrix, kinds=kinds, width=width, choices=choices)
+        choices = flat_choices(traffic, facts, made.width)
+    return Family(made.name, choices, made.launch)
 
 
 def _kind(matrix: Matrix, strides: tuple[int, int]) -> str:
@@ -130,68 +190,17 @@ def _kind(matrix: Matrix, strides: tuple[int, int]) -> str:
     return "tile" if column == 1 else ""
 
 
-def _is_aligned(tensors: Sequence[Tensor], results: Sequence[Tensor], plan: _Plan) -> bool:
-    """Whether descriptors can address all operands that come or leave by TMA."""
-    rows = (
-        can_load(x, strides[0])
-        for x, kind, strides in zip(tensors, plan.kinds, plan.matrix.strides, strict=True)
+def _takes_tma(made: _Class, tensors: Sequence[Tensor], results: Sequence[Tensor]) -> bool:
+    """Whether the Gluon kernel runs there and descriptors can address what comes or leaves."""
+    if "" in made.kinds or not has_tma(made.index):
+        return False
+    rows, columns = made.matrix.rows, made.matrix.columns
+    extent = columns // max(1, made.width) if rows == 1 else max(rows, columns)
+    if extent >= INT32 or (rows > 1 and any(columns * y.element_size() % 16 for y in results)):
+        return False
+    arriving = (
+        is_aligned(x, strides[0])
+        for x, kind, strides in zip(tensors, made.kinds, made.matrix.strides, strict=True)
         if kind == "tile"
     )
-    return all(rows) and all(can_load(y, 0) for y in results)
-
-
-def run_tma(
-    exprs: tuple[Expr, ...], tensors: Sequence[Tensor], results: Sequence[Tensor], choice: Choice
-) -> None:
-    """The Gluon kernel with a given choice."""
-    plan = _plan_of(tensors, results)
-    assert plan is not None, "run_tma is for operands that have choices"
-    matrix = plan.matrix
-    if matrix.rows > 1:
-        shape = [matrix.rows, matrix.columns]
-    else:
-        shape = [matrix.columns // plan.width, plan.width] if plan.width else [matrix.columns]
-    operands: list[object] = [None] * (MAX_INPUTS + MAX_OUTPUTS)
-    for i, (x, kind) in enumerate(zip(tensors, plan.kinds, strict=True)):
-        row, column = matrix.strides[i]
-        if kind == "tile":
-            strides = [row, 1] if matrix.rows > 1 else _packed(shape)
-            operands[i] = describe(x, shape, strides, choice.tile)
-        else:
-            length, step = (matrix.columns, column) if kind == "row" else (matrix.rows, row)
-            vector = x.as_strided((1 if kind == "scalar" else length,), (step,))
-            operands[i] = vector.contiguous()
-    for i, y in enumerate(results):
-        operands[MAX_INPUTS + i] = describe(y, shape, _packed(shape), choice.tile)
-    tiles = [-(-extent // size) for extent, size in zip(shape, choice.tile, strict=True)]
-    spec = PointwiseSpec(
-        exprs=exprs,
-        kinds=plan.kinds,
-        tile=choice.tile,
-        stages=choice.stages,
-        buffers=choice.buffers,
-    )
-    grid = num_programs(choice, math.prod(tiles), results[0])
-    pointwise_kernel[(grid,)](
-        *operands, matrix.rows, matrix.columns, math.prod(tiles), choice.run, tiles[-1], spec,
-        num_warps=choice.num_warps, maxnreg=choice.max_registers,
-    )  # fmt: skip
-
-
-def _packed(shape: Sequence[int]) -> list[int]:
-    """Row-major strides of one or two dims."""
-    return [shape[1], 1] if len(shape) == 2 else [1]
-
-
-def run_any(
-    exprs: tuple[Expr, ...], tensors: Sequence[Tensor], results: Sequence[Tensor], matrix: Matrix
-) -> None:
-    """The plain Triton kernel."""
-    num_elements = matrix.rows * matrix.columns
-    inputs = [*tensors, *[None] * (MAX_INPUTS - len(tensors))]
-    outputs = [*results, *[None] * (MAX_OUTPUTS - len(results))]
-    row_strides, column_strides = zip(*matrix.strides, strict=True)
-    pointwise_any[(-(-num_elements // BLOCK),)](
-        *inputs, *outputs, row_strides, column_strides, matrix.columns, num_elements,
-        Exprs(exprs=exprs), len(tensors), BLOCK,
-    )  # fmt: skip
+    return all(arriving) and all(is_aligned(y, 0) for y in results)

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from distmega.kernels.pipelined.choices import Choice
 
 CHOICES = Path.home() / ".cache" / "distmega" / "choices.json"
-NUM_CANDIDATES = 8
-NUM_RUNS = 9
+NUM_CANDIDATES = 6
+NUM_RUNS = 15
 FLUSH_BYTES = 2**28
 """Written before each run: more than the L2 holds, and time for the host to run ahead."""
 
@@ -31,6 +31,7 @@ class _Table:
     def __init__(self) -> None:
         self.measuring = False
         self.entries: dict[str, Choice] | None = None
+        self.version = 0
 
     def known(self) -> dict[str, Choice]:
         if self.entries is None:
@@ -41,14 +42,29 @@ class _Table:
 _table = _Table()
 
 
-def pick(key: str, candidates: Sequence[Choice], run: Callable[[Choice], object]) -> Choice:
+def version() -> int:
+    """Changes when what `pick` gives may have changed."""
+    return _table.version
+
+
+def pick(
+    key: str,
+    candidates: Sequence[Choice],
+    *,
+    prepare: Callable[[Sequence[Choice]], object],
+    run: Callable[[Choice], object],
+) -> Choice:
     """The measured choice of a shape class on this GPU; else the model's, or inside `tuning()` the
     fastest of its best few. A measured choice that is no candidate any more is measured again.
+
+    prepare: compiles choices before they run.
     """
     known = _table.known()
     if not _table.measuring or known.get(_on_this_gpu(key)) in candidates:
         return known_choice(key, candidates)
-    times = {choice: _median_us(choice, run) for choice in _spread(candidates)}
+    tried = few_candidates(candidates)
+    prepare(tried)
+    times = {choice: _median_us(choice, run) for choice in tried}
     best = known[_on_this_gpu(key)] = min(times, key=times.__getitem__)
     _log.info("%s: %s, %.1f us", key, best, times[best])
     return best
@@ -64,12 +80,13 @@ def known_choice(key: str, candidates: Sequence[Choice]) -> Choice:
     return found if found is not None and found in candidates else candidates[0]
 
 
-def _spread(candidates: Sequence[Choice]) -> Sequence[Choice]:
-    """The best few of the model, no two of the same tile, warps and run."""
+def few_candidates(candidates: Sequence[Choice]) -> list[Choice]:
+    """The model's best few with TMA and without, no two of the same tile, warps and run."""
     first: dict[tuple[object, ...], Choice] = {}
     for choice in candidates:
-        first.setdefault((choice.tile, choice.num_warps, choice.run), choice)
-    return list(first.values())[:NUM_CANDIDATES]
+        first.setdefault((choice.tile, choice.num_warps, choice.run, choice.stages == 0), choice)
+    by_kernel = ([c for c in first.values() if bool(c.stages) == tma] for tma in (True, False))
+    return [choice for kind in by_kernel for choice in kind[:NUM_CANDIDATES]]
 
 
 def _median_us(choice: Choice, run: Callable[[Choice], object]) -> float:
@@ -97,10 +114,12 @@ def tuning(path: Path = CHOICES) -> Iterator[None]:
     and ranks of a process group, all of which must be in the block, take over rank 0's.
     """
     _table.measuring = True
+    _table.version += 1
     try:
         yield
     finally:
         _table.measuring = False
+        _table.version += 1
     many = dist.is_initialized() and dist.get_world_size() > 1
     if many:
         shared = [_table.known()]

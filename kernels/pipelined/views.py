@@ -1,13 +1,18 @@
 """Operands of a pointwise op as parts of one matrix: dims that lie behind each other are merged.
 
-In: shapes and strides. Out: a Matrix, or None if two dims are not enough. Next: choices.py.
+In: shapes and strides. Out: a Matrix, or None if two dims are not enough; what calls must share to
+share launches. Next: choices.py.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from distmega.errors import ProgramError
+
+ALIGNMENT_BYTES = 16
+"""Of a tensor's start and rows for TMA, and for the widest plain loads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +79,34 @@ def _expanded(
     return (0,) * missing + tuple(own)
 
 
-def num_elements(shape: Sequence[int]) -> int:
-    """Product of extents."""
-    return math.prod(shape)
+def layout_key(x: Tensor | None) -> object:
+    """What two tensors have in common that a launch treats alike, on one device."""
+    if x is None:
+        return None
+    return (x.shape, x.stride(), x.dtype, x.data_ptr() % ALIGNMENT_BYTES == 0)
+
+
+def is_aligned(x: Tensor, row_stride: int) -> bool:
+    """Whether a TMA descriptor can address rows of x: start and row stride are aligned."""
+    return (
+        x.data_ptr() % ALIGNMENT_BYTES == 0 and row_stride * x.element_size() % ALIGNMENT_BYTES == 0
+    )
+
+
+def as_rows(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, int] | None:
+    """(Row, element) strides of a tensor as rows of its last dim; None if they have no one stride.
+
+    A row stride of what has one row is the row's length.
+    """
+    *outer, columns = shape
+    outer_strides, step = list(strides[:-1]), strides[-1] if columns > 1 else 1
+    stride, num_rows = 0, 1
+    for extent, own in reversed(list(zip(outer, outer_strides, strict=True))):
+        if extent == 1:
+            continue
+        if num_rows == 1:
+            stride = own
+        elif own != stride * num_rows:
+            return None
+        num_rows *= extent
+    return (stride if num_rows > 1 else columns, step)

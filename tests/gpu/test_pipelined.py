@@ -3,6 +3,7 @@ element of poisoned outputs is written; what TMA can't take runs in plain Triton
 """
 
 import random
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -10,13 +11,13 @@ from torch import Tensor
 
 from distmega import expr
 from distmega.hostir import library
-from distmega.kernels.pipelined import api
+from distmega.kernels.pipelined import api, norms
+from distmega.kernels.pipelined import pointwise as launches
+from distmega.kernels.pipelined.choices import Choice
+from distmega.kernels.pipelined.exprs import formula_of
+from distmega.kernels.pipelined.launches import Family
 
 pytestmark = pytest.mark.gpu
-pytest.importorskip("triton", reason="triton is not installed (pip install 'distmega[gpu]')")
-
-norms = pytest.importorskip("distmega.kernels.pipelined.norms")
-launches = pytest.importorskip("distmega.kernels.pipelined.pointwise")
 
 TOLERANCE = {torch.bfloat16: 1.6e-2, torch.float16: 2e-3, torch.float32: 1e-5}
 """Relative; absolute is 1e-5, as torch.testing has it for these types (fp32 is wider: fast exp)."""
@@ -43,20 +44,27 @@ def expected_pointwise(text: str, tensors: list[Tensor], shape: torch.Size) -> T
 
 
 def check_pointwise(texts: list[str], tensors: list[Tensor], dtypes: list[torch.dtype]) -> None:
-    """Into poisoned results, and through the API."""
+    """Into poisoned results by a few choices, and through the API."""
     shape = torch.broadcast_shapes(*(x.shape for x in tensors))
-    results = [torch.full(shape, float("nan"), dtype=d, device="cuda") for d in dtypes]
-    trees = tuple(map(expr.parse, texts))
-    launches.launch_pointwise(trees, tensors, results)
-    for found, again, text in zip(
-        results, api.pointwise(texts, *tensors, dtypes=dtypes), texts, strict=True
-    ):
-        assert_close(found, expected_pointwise(text, tensors, shape))
-        assert torch.equal(found, again)
+    expected = [expected_pointwise(text, tensors, shape) for text in texts]
+    formula = formula_of(tuple(texts))
+    results = [torch.empty(shape, dtype=d, device="cuda") for d in dtypes]
+    family = launches.family_of(formula, tensors, results)
+    operands = launches.in_places(tensors, results)
+    for choice in tried(family, operands):
+        for y in results:
+            y.fill_(float("nan"))
+        family.launch(choice)(operands)
+        for found, value in zip(results, expected, strict=True):
+            assert_close(found, value)
+    for found, value in zip(api.pointwise(texts, *tensors, dtypes=dtypes), expected, strict=True):
+        assert_close(found, value)
 
 
 def uses_tma(tensors: list[Tensor], results: list[Tensor]) -> bool:
-    return bool(launches.pointwise_choices(tensors, results))
+    """Whether TMA can take them; every choice is run."""
+    family = launches.family_of(formula_of(("a0",)), tensors, results)
+    return family is not None and any(choice.stages for choice in family.choices)
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
@@ -124,25 +132,47 @@ def check_norm(op: str, x: Tensor, residual: Tensor | None, tma: bool) -> None:
     columns = x.shape[-1]
     weight = make(columns, dtype=x.dtype, seed=7) if op != "softmax" else None
     bias = make(columns, dtype=x.dtype, seed=8) if op == "layer" else None
-    rows = norms.make_rows(op, x, residual, weight, bias, 1e-5)
-    for result in (rows.y, rows.total):
-        if result is not None:
-            result.fill_(float("nan"))
-    assert bool(norms.norm_choices(rows)) == tma
-    norms.launch_norm(rows)
-    total = x.reshape(rows.y.shape).double()
+    y = torch.empty(x.shape, dtype=x.dtype, device="cuda")
+    total = torch.empty_like(y) if residual is not None else None
+    operands = (x, residual, weight, bias, y, total)
+    summed = x.double()
+    family = norms.family_of(op, 1e-5, operands)
     if residual is not None:
-        assert_close(rows.total, total + residual.reshape(rows.y.shape).double())
-        total = rows.total.double()
+        summed = (summed + residual.double()).to(x.dtype).double()
+    expected = expected_norm(op, summed, weight, bias)
+    assert family is None or tma == any(choice.stages for choice in family.choices)
+    norms.run_norm(op, 1e-5, operands)
+    assert_close(y, expected)
+    for choice in tried(family, operands):
+        y.fill_(float("nan"))
+        if total is not None:
+            total.fill_(float("nan"))
+        family.launch(choice)(operands)
+        assert_close(y, expected)
+        if total is not None:
+            assert torch.equal(total.double(), summed)
+
+
+def tried(family: Family | None, operands: Sequence[Tensor | None]) -> list[Choice]:
+    """A few choices of each kernel, compiled."""
+    if family is None:
+        return []
+    tma = [choice for choice in family.choices if choice.stages]
+    plain = [choice for choice in family.choices if not choice.stages]
+    found = tma[:2] + tma[-1:] + plain[:1]
+    family.prepare(found, operands)
+    return found
+
+
+def expected_norm(op: str, total: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     if op == "rms":
         expected = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + 1e-5)
     elif op == "layer":
-        expected = torch.nn.functional.layer_norm(total, [columns], eps=1e-5)
+        expected = torch.nn.functional.layer_norm(total, total.shape[-1:], eps=1e-5)
     else:
         expected = torch.softmax(total, -1)
     expected = expected * weight.double() if weight is not None else expected
-    expected = expected + bias.double() if bias is not None else expected
-    assert_close(rows.y, expected)
+    return expected + bias.double() if bias is not None else expected
 
 
 @pytest.mark.parametrize("op", ["rms", "layer", "softmax"])

@@ -1,7 +1,9 @@
 """Kernels compiled for sm_90a on a machine without a GPU, and what their machine code holds."""
 
+import json
 import re
 import subprocess
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -13,6 +15,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 GLUON_TYPES = MappingProxyType({"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32})
+SHARED_BYTES = 232448
+"""Most that a program of sm_90 may have."""
+REGISTERS = 65536
+"""Of an SM."""
 _OBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
@@ -38,30 +44,36 @@ def compile_kernel(
     constants: dict[str, object],
     num_warps: int,
     max_registers: int,
-    folder: Path,
+    multiples: Sequence[str] = (),
 ) -> Machine:
-    """Compiles with the given types of arguments; arguments without one are constants or None."""
+    """Compiles with the given types of arguments; arguments without one are constants or None.
+
+    multiples: numbers that are multiples of 16, as all pointers are.
+    """
     names = kernel.arg_names
     signature = {name: types.get(name, "constexpr") for name in names}
     fixed = {(names.index(n),): constants.get(n) for n in names if n not in types}
     aligned = {
         (n,): [["tt.divisibility", 16]]
         for n, name in enumerate(names)
-        if str(signature[name]).startswith("*")
+        if str(signature[name]).startswith("*") or name in multiples
     }
     source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, fixed, aligned)
-    options = {"num_warps": num_warps, "maxnreg": max_registers}
+    options = {"num_warps": num_warps, "maxnreg": max_registers, "enable_fp_fusion": True}
     target = GPUTarget("cuda", 90, 32)
-    compiled = triton.compile(source, target=target, options=options)
-    cubin = folder / "kernel.cubin"
-    cubin.write_bytes(compiled.asm["cubin"])
-    command = [str(_OBJDUMP), "--dump-resource-usage", str(cubin)]
+    return read_machine(triton.compile(source, target=target, options=options).metadata_group)
+
+
+def read_machine(files: Mapping[str, str]) -> Machine:
+    """A compiled kernel from Triton's files of it, by name."""
+    paths = {Path(path).suffix: Path(path) for path in files.values()}
+    command = [str(_OBJDUMP), "--dump-resource-usage", str(paths[".cubin"])]
     usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found, usage
     return Machine(
-        ptx=compiled.asm["ptx"],
+        ptx=paths[".ptx"].read_text(),
         registers=int(found[1]),
         stack_bytes=int(found[2]),
-        shared_bytes=compiled.metadata.shared,
+        shared_bytes=json.loads(paths[".json"].read_text())["shared"],
     )

@@ -17,9 +17,10 @@ from distmega.kernels.pipelined.choices import (
     Choice,
     Device,
     Traffic,
-    chunk_choices,
     flat_choices,
     matrix_choices,
+    plain_choices,
+    plain_row_choices,
     row_choices,
     shared_bytes,
 )
@@ -117,15 +118,28 @@ def test_choices_fit_an_sm(num_elements, in_bytes, out_bytes):
         flat_choices(traffic, H200, 0),
         matrix_choices(rows, 4096, traffic, H200),
     ]
-    if in_bytes <= 8:
-        lists.append(chunk_choices(rows, 65536, traffic, H200))
-        lists += [row_choices(rows, 2**k, traffic, H200) for k in range(7, 13)]
+    lists += [row_choices(rows, 2**k, traffic, H200) for k in (7, 10, 12, 14, 16)]
     for choices in lists:
         assert choices
         for choice in choices:
+            if not choice.stages:
+                continue
             bytes_taken = shared_bytes(choice, traffic) + RESERVED_BYTES
             assert bytes_taken * choice.programs_per_sm <= SHARED_BYTES + RESERVED_BYTES
             assert choice.num_warps * choice.programs_per_sm <= 32
+
+
+def test_every_shape_has_plain_choices():
+    for num_elements in (1, 1000, 2**31):
+        traffic = Traffic(in_bytes=2, out_bytes=2, num_elements=num_elements)
+        for choice in plain_choices(traffic, H200):
+            assert choice.stages == 0
+            assert choice.tile[0] in (256 * choice.num_warps, 512 * choice.num_warps)
+    for columns in (1, 100, 1024, 5000, 16384, 16385, 10**6):
+        traffic = Traffic(in_bytes=2, out_bytes=2, num_elements=3 * columns)
+        choices = plain_row_choices(3, columns, traffic, H200)
+        assert choices
+        assert all(c.tile[1] >= columns for c in choices) == (columns <= 16384)
 
 
 def test_choices_are_kept_in_a_file(tmp_path, caplog):

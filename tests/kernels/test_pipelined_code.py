@@ -2,45 +2,36 @@
 one mbarrier a stage and input, nothing spilled, registers and shared memory as the choices assume.
 """
 
-from pathlib import Path
-
 import pytest
 
-pytest.importorskip("triton", reason="triton is not installed (pip install 'distmega[gpu]')")
-
 from distmega import expr
-from distmega.kernels.pipelined.blocks import common_width, padded_to
+from distmega.kernels.pipelined.blocks import common_width
 from distmega.kernels.pipelined.choices import (
     REGISTERS,
     Choice,
     Device,
     Traffic,
-    chunk_choices,
     flat_choices,
     matrix_choices,
+    plain_row_choices,
     row_choices,
     shared_bytes,
 )
+from distmega.kernels.pipelined.exprs import formula_of
 from distmega.kernels.pipelined.long_norm_kernel import long_norm_kernel
 from distmega.kernels.pipelined.norm_kernel import NormSpec, norm_kernel
 from distmega.kernels.pipelined.pointwise_kernel import PointwiseSpec, pointwise_kernel
-from distmega.kernels.pipelined.triton_path import Exprs, norm_any, pointwise_any
+from distmega.kernels.pipelined.triton_path import long_norm_plain, norm_plain, pointwise_plain
+from tests.kernels.ptx import WAIT, loads, stores, vector_accesses
 from tests.kernels.sm90 import Machine, compile_kernel, descriptor
 
 H200 = Device(num_sms=132, bandwidth_bytes_per_us=4.3e6)
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-LOAD = "cp.async.bulk.tensor"
-WAIT = "mbarrier.try_wait"
 
 
-def loads(code: str) -> int:
-    """TMA loads in PTX."""
-    return sum(LOAD in line and "mbarrier::complete_tx" in line for line in code.splitlines())
-
-
-def stores(code: str) -> int:
-    """TMA stores in PTX."""
-    return sum(LOAD in line and ".bulk_group" in line for line in code.splitlines())
+def with_tma(choices: tuple[Choice, ...]) -> Choice:
+    """The best choice of a Gluon kernel."""
+    return next(choice for choice in choices if choice.stages)
 
 
 def check_resources(code: Machine, choice: Choice, traffic: Traffic) -> None:
@@ -51,7 +42,7 @@ def check_resources(code: Machine, choice: Choice, traffic: Traffic) -> None:
 
 
 def pointwise_code(
-    texts: list[str], kinds: str, ins: list[str], outs: list[str], choice: Choice, folder: Path
+    texts: list[str], kinds: str, ins: list[str], outs: list[str], choice: Choice
 ) -> Machine:
     """kinds: a letter an input, of tile, row, column, scalar."""
     words = {"t": "tile", "r": "row", "c": "column", "s": "scalar"}
@@ -69,7 +60,7 @@ def pointwise_code(
         buffers=choice.buffers,
     )
     return compile_kernel(
-        pointwise_kernel, types, {"spec": spec}, choice.num_warps, choice.max_registers, folder
+        pointwise_kernel, types, {"spec": spec}, choice.num_warps, choice.max_registers
     )
 
 
@@ -83,14 +74,14 @@ def pointwise_code(
     ],
 )
 @pytest.mark.parametrize("num_elements", [2**19, 2**27])
-def test_pointwise(texts, ins, outs, num_elements, tmp_path):
+def test_pointwise(texts, ins, outs, num_elements):
     traffic = Traffic(
         in_bytes=sum(map(BYTES.get, ins)),
         out_bytes=sum(map(BYTES.get, outs)),
         num_elements=num_elements,
     )
-    choice = flat_choices(traffic, H200, 128 // max(map(BYTES.get, ins + outs)))[0]
-    code = pointwise_code(texts, "t" * len(ins), ins, outs, choice, tmp_path)
+    choice = with_tma(flat_choices(traffic, H200, 128 // max(map(BYTES.get, ins + outs))))
+    code = pointwise_code(texts, "t" * len(ins), ins, outs, choice)
     check_resources(code, choice, traffic)
     assert choice.stages > 1
     assert code.ptx.count("mbarrier.init") == choice.stages * len(ins)
@@ -101,40 +92,41 @@ def test_pointwise(texts, ins, outs, num_elements, tmp_path):
     assert "st.global" not in code.ptx
 
 
-def test_inputs_are_consumed_as_they_land(tmp_path):
+def test_inputs_are_consumed_as_they_land():
     choice = Choice(tile=(64, 64), num_warps=4, stages=3, buffers=1, programs_per_sm=2, run=0)
-    code = pointwise_code(["exp(a0) * a1"], "tt", ["bf16"] * 2, ["bf16"], choice, tmp_path)
+    code = pointwise_code(["exp(a0) * a1"], "tt", ["bf16"] * 2, ["bf16"], choice)
     parts = code.ptx.split(WAIT)
     assert "ld.shared" in parts[1], "a0 is read before a1 is waited for"
     assert loads(parts[-1]) == 2, "the loads of a later tile start when this one is read"
 
 
-def test_broadcast_vectors_are_plain_loads(tmp_path):
+def test_broadcast_vectors_are_plain_loads():
     traffic = Traffic(in_bytes=2, out_bytes=6, num_elements=2**26)
-    choice = matrix_choices(2**14, 2**12, traffic, H200)[0]
+    choice = with_tma(matrix_choices(2**14, 2**12, traffic, H200))
     types = ["bf16", "fp32", "fp16", "fp32"]
     texts = ["a0 * a1 + a2 * a3", "a1"]
-    code = pointwise_code(texts, "trcs", types, ["bf16", "fp32"], choice, tmp_path)
+    code = pointwise_code(texts, "trcs", types, ["bf16", "fp32"], choice)
     check_resources(code, choice, traffic)
     assert code.ptx.count(WAIT) == 1
     assert "ld.global" in code.ptx
     assert "st.global" not in code.ptx
 
 
-def test_tails_that_no_run_divides(tmp_path):
-    choice = flat_choices(Traffic(in_bytes=4, out_bytes=2, num_elements=10**6 + 1), H200, 0)[0]
+def test_tails_that_no_run_divides():
+    traffic = Traffic(in_bytes=4, out_bytes=2, num_elements=10**6 + 1)
+    choice = with_tma(flat_choices(traffic, H200, 0))
     assert len(choice.tile) == 1
-    code = pointwise_code(["a0 * a1"], "tt", ["bf16"] * 2, ["bf16"], choice, tmp_path)
+    code = pointwise_code(["a0 * a1"], "tt", ["bf16"] * 2, ["bf16"], choice)
     assert code.stack_bytes == 0
     assert ".tensor.1d." in code.ptx
 
 
-def norm_code(op: str, dtype: str, columns: int, residual: bool, folder: Path) -> None:
+def norm_code(op: str, dtype: str, columns: int, residual: bool) -> None:
     """Compiles the first choice of a norm over 4096 rows and checks it."""
     size = BYTES[dtype] * (2 if residual else 1)
     traffic = Traffic(in_bytes=size, out_bytes=size, num_elements=4096 * columns)
-    whole = row_choices(4096, max(128, padded_to(columns)), traffic, H200) * (columns <= 16384)
-    choice = (whole or chunk_choices(4096, columns, traffic, H200))[0]
+    choice = with_tma(row_choices(4096, columns, traffic, H200))
+    whole = choice.tile[1] >= columns
     width = common_width([BYTES[dtype]], columns)
     block = (choice.tile[0], choice.tile[1] // width, width)
     names = ["x", "y", "residual", "total"] if residual else ["x", "y"]
@@ -151,9 +143,7 @@ def norm_code(op: str, dtype: str, columns: int, residual: bool, folder: Path) -
         stages=choice.stages, buffers=choice.buffers,
     )  # fmt: skip
     kernel = norm_kernel if whole else long_norm_kernel
-    code = compile_kernel(
-        kernel, types, {"spec": spec}, choice.num_warps, choice.max_registers, folder
-    )
+    code = compile_kernel(kernel, types, {"spec": spec}, choice.num_warps, choice.max_registers)
     check_resources(code, choice, traffic)
     count = 1 + residual
     assert code.ptx.count("mbarrier.init") == choice.stages * count
@@ -165,25 +155,58 @@ def norm_code(op: str, dtype: str, columns: int, residual: bool, folder: Path) -
 
 @pytest.mark.parametrize("columns", [128, 1024, 4096, 5000, 16384, 65536])
 @pytest.mark.parametrize("op", ["rms", "layer", "softmax"])
-def test_norms(op, columns, tmp_path):
-    norm_code(op, "bf16", columns, op == "rms", tmp_path)
+def test_norms(op, columns):
+    norm_code(op, "bf16", columns, op == "rms")
 
 
 @pytest.mark.parametrize("columns", [1024, 16384])
-def test_norms_in_fp32(columns, tmp_path):
-    norm_code("layer", "fp32", columns, True, tmp_path)
+def test_norms_in_fp32(columns):
+    norm_code("layer", "fp32", columns, True)
+
+
+NORM_TENSORS = ("x", "residual", "weight", "y", "total")
+STRIDES = ("x_row", "x_step", "residual_row", "residual_step")
 
 
 @pytest.mark.parametrize("op", ["rms", "layer", "softmax"])
-def test_the_fallbacks_compile(op, tmp_path):
-    strides = ("x_row", "x_step", "residual_row", "residual_step")
-    names = ("x", "residual", "weight", "y", "total")
-    types: dict[str, object] = dict.fromkeys(names, "*bf16") | dict.fromkeys(strides, "i64")
+@pytest.mark.parametrize("columns", [4096, 16384])
+def test_plain_norms(op, columns):
+    traffic = Traffic(in_bytes=4, out_bytes=4, num_elements=128 * columns)
+    choice = plain_row_choices(128, columns, traffic, H200)[0]
+    types: dict[str, object] = dict.fromkeys(NORM_TENSORS, "*bf16") | {"eps": "fp32"}
+    multiples = ("x_row", "residual_row", "num_columns")
+    types |= dict.fromkeys((*multiples, "num_rows"), "i32")
+    fixed = {"x_step": 1, "residual_step": 1, "op": op, "rows": choice.tile[0],
+             "padded": choice.tile[1]}  # fmt: skip
+    code = compile_kernel(norm_plain, types, fixed, choice.num_warps, 255, multiples)
+    assert code.stack_bytes == 0
+    assert code.registers * 32 * choice.num_warps <= REGISTERS
+    assert vector_accesses(code.ptx)
+
+
+def test_plain_pointwise():
+    types: dict[str, object] = {"x0": "*bf16", "x1": "*bf16", "y0": "*bf16"}
+    multiples = ("num_columns", "num_elements")
+    types |= dict.fromkeys(multiples, "i32")
+    fixed = {"row_strides": (0, 0), "column_strides": (1, 1), "num_inputs": 2, "block": 1024,
+             "formula": formula_of(("a0 * a1",)), "flat": True, "wide": False}  # fmt: skip
+    code = compile_kernel(pointwise_plain, types, fixed, 4, 255, multiples)
+    assert code.stack_bytes == 0
+    assert vector_accesses(code.ptx)
+
+
+@pytest.mark.parametrize("op", ["rms", "layer", "softmax"])
+def test_any_strides(op):
+    types: dict[str, object] = dict.fromkeys(NORM_TENSORS, "*bf16") | dict.fromkeys(STRIDES, "i64")
     types |= {"num_columns": "i32", "eps": "fp32"}
-    fixed = {"op": op, "has_residual": True, "has_weight": True, "has_bias": False, "block": 1024}
-    assert compile_kernel(norm_any, types, fixed, 4, 255, tmp_path).stack_bytes == 0
-    types = {"x0": "*bf16", "x1": "*fp32", "y0": "*bf16", "num_columns": "i64"}
+    fixed = {"op": op, "block": 1024}
+    assert compile_kernel(long_norm_plain, types, fixed, 4, 255).stack_bytes == 0
+
+
+def test_any_operands():
+    types: dict[str, object] = {"x0": "*bf16", "x1": "*fp32", "y0": "*bf16", "num_columns": "i64"}
     types |= {"row_strides": ("i64", "i64"), "column_strides": ("i64", "i64")}
     types |= {"num_elements": "i64"}
-    fixed = {"spec": Exprs(exprs=(expr.parse("a0 * a1"),)), "num_inputs": 2, "block": 1024}
-    assert compile_kernel(pointwise_any, types, fixed, 4, 255, tmp_path).stack_bytes == 0
+    fixed = {"formula": formula_of(("a0 * a1",)), "num_inputs": 2, "flat": False, "wide": True,
+             "block": 1024}  # fmt: skip
+    assert compile_kernel(pointwise_plain, types, fixed, 4, 255).stack_bytes == 0

@@ -1,0 +1,159 @@
+"""Kernels compiled once for a class of operands, then launched with little work on the host.
+
+In: a kernel, how each tensor becomes an argument, the other arguments. Out: `Launch`, a call over
+tensors, and `Family`, the launches among which a class of operands chooses. Next: tuning.py.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton
+from torch import Tensor
+from triton.compiler import CompiledKernel
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from distmega.kernels.pipelined.blocks import tile_layout_of
+from distmega.kernels.pipelined.choices import Choice
+from distmega.kernels.pipelined.tuning import pick, version
+
+NUM_DESCRIPTORS = 8192
+"""Addresses and tiles whose descriptors are kept; each takes less than 1 KB."""
+
+
+class _Address:
+    """Start of a tensor as a descriptor takes it; keeps no memory alive."""
+
+    __slots__ = ("dtype", "place")
+
+    def __init__(self, place: int, dtype: torch.dtype) -> None:
+        self.place, self.dtype = place, dtype
+
+    def data_ptr(self) -> int:
+        return self.place
+
+
+@lru_cache(maxsize=NUM_DESCRIPTORS)
+def _describe(place: int, dtype: torch.dtype, block: "Block") -> TensorDescriptor:
+    layout = tile_layout_of(block.tile, dtype)
+    sizes = list(block.shape), list(block.strides), list(block.tile)
+    return TensorDescriptor(_Address(place, dtype), *sizes, layout)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Block:
+    """A tensor that tiles come from or leave to by TMA, seen with shape and strides in elements."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    tile: tuple[int, ...]
+
+    def __call__(self, x: Tensor) -> TensorDescriptor:
+        return _describe(x.data_ptr(), x.dtype, self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vector:
+    """A tensor as `length` neighbouring elements; copied where it has another step."""
+
+    length: int
+    step: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x if self.step == 1 else x.as_strided((self.length,), (self.step,)).contiguous()
+
+
+def pointer(x: Tensor) -> Tensor:
+    """A tensor by its address."""
+    return x
+
+
+Argument = Callable[[Tensor], object]
+
+
+@dataclass(slots=True, kw_only=True)
+class Launch:
+    """A kernel for tensors of one class: the same shapes, strides, types, alignments and device.
+
+    arguments: how each tensor becomes an argument, in the kernel's order. rest: the arguments after
+    them. grid: programs. options: of the compiler.
+    """
+
+    kernel: triton.JITFunction
+    arguments: Sequence[Argument]
+    rest: tuple[object, ...]
+    grid: int
+    options: dict[str, object]
+    _compiled: CompiledKernel | triton.FutureKernel | None = None
+    _run: Callable[..., object] | None = None
+
+    def prepare(self, tensors: Sequence[Tensor | None]) -> None:
+        """Compiles, or starts to within a triton.AsyncCompileMode."""
+        args = (*self._arguments(tensors), *self.rest)
+        options = {"enable_fp_fusion": True, **self.options}
+        self._compiled = self.kernel.warmup(*args, grid=(self.grid,), **options)
+
+    def __call__(self, tensors: Sequence[Tensor | None]) -> None:
+        if self._run is None:
+            self._run = self._loaded(tensors)
+        self._run(*self._arguments(tensors), *self.rest)
+
+    def _arguments(self, tensors: Sequence[Tensor | None]) -> list[object]:
+        return [
+            None if x is None else argument(x)
+            for argument, x in zip(self.arguments, tensors, strict=True)
+        ]
+
+    def _loaded(self, tensors: Sequence[Tensor | None]) -> Callable[..., object]:
+        if self._compiled is None:
+            self.prepare(tensors)
+        found = self._compiled
+        kernel = found.result() if isinstance(found, triton.FutureKernel) else found
+        run: Callable[..., object] = kernel[(self.grid, 1, 1)]
+        return run
+
+
+class Family:
+    """Launches for one class of operands: `choices`, best first by the model; `run` takes the one
+    that was measured best, or the first.
+    """
+
+    __slots__ = ("_chosen", "_launches", "_make", "_version", "choices", "name")
+
+    def __init__(
+        self, name: str, choices: Sequence[Choice], make: Callable[[Choice], Launch]
+    ) -> None:
+        """name: the shape class, under which tuning.py keeps the choice."""
+        self.name, self.choices, self._make = name, choices, make
+        self._launches: dict[Choice, Launch] = {}
+        self._chosen: Launch | None = None
+        self._version = -1
+
+    def launch(self, choice: Choice) -> Launch:
+        """The launch of one choice, compiled when first called."""
+        if choice not in self._launches:
+            self._launches[choice] = self._make(choice)
+        return self._launches[choice]
+
+    def prepare(self, choices: Sequence[Choice], tensors: Sequence[Tensor | None]) -> None:
+        """Compiles launches of several choices at once."""
+        threads = min(len(choices), os.cpu_count() or 1)
+        with ThreadPoolExecutor(threads) as pool, triton.AsyncCompileMode(pool):
+            for choice in choices:
+                self.launch(choice).prepare(tensors)
+
+    def run(self, tensors: Sequence[Tensor | None]) -> None:
+        """Launches on the tensors' device, which the caller has made the current one."""
+        if self._version != version():
+            choice = pick(
+                self.name,
+                self.choices,
+                prepare=lambda choices: self.prepare(choices, tensors),
+                run=lambda choice: self.launch(choice)(tensors),
+            )
+            self._chosen, self._version = self.launch(choice), version()
+        assert self._chosen is not None, "chosen with the version"
+        self._chosen(tensors)

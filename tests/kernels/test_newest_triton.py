@@ -1,0 +1,30 @@
+"""Every kernel compiles, with the same checks, under the newest release of Triton as well, which
+`make venv` puts into a folder of its own.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.repo.source import ROOT
+
+FOLDER = Path(sys.prefix) / "triton-newest"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not FOLDER.is_dir(), reason="no newest Triton beside this one (make venv)")
+def test_kernels_compile_under_the_newest_triton(tmp_path):
+    env = os.environ | {"PYTHONPATH": f"{FOLDER}{os.pathsep}{ROOT}"}
+    asked = [sys.executable, "-c", "import triton; print(triton.__version__, triton.__file__)"]
+    found = subprocess.run(asked, env=env, capture_output=True, text=True, check=True).stdout
+    version, place = found.split(maxsplit=1)
+    assert Path(place.strip()).is_relative_to(FOLDER)
+    files = sorted(map(str, Path(__file__).parent.glob("test_*_code.py")))
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"Triton {version}\n{done.stdout[-6000:]}{done.stderr[-2000:]}"
+    assert "skipped" not in done.stdout
+    print(f"Triton {version}: {done.stdout.strip().splitlines()[-1]}")
