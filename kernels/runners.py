@@ -5,7 +5,8 @@ that the CPU path needs no triton. Next on the walk: hopper/runner.py.
 """
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol
 
 from torch import Tensor
@@ -17,13 +18,22 @@ from distmega.program import Program
 
 HOPPER = "distmega.kernels.hopper.runner", "DecodeRunner"
 HOPPER_BATCH = "distmega.kernels.hopper.batch_runner", "BatchRunner"
+NO_DRAWS: Mapping[str, Tensor] = MappingProxyType({})
+"""For a segment that takes the likeliest token."""
 
 
 class SteppingRunner(KernelRunner, Protocol):
     """A runner that also takes several decode steps in one launch."""
 
-    def start(self, tokens: Sequence[int], positions: Sequence[int]) -> None:
-        """The next step appends a token to each sequence, at its position."""
+    def start(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        draws: Mapping[str, Tensor] = NO_DRAWS,
+    ) -> None:
+        """The next step appends a token to each sequence, at its position. draws: the segment's
+        inputs that say how tokens are drawn, if it draws.
+        """
         ...
 
     def decode(self, num_steps: int) -> Tensor:

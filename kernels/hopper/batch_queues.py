@@ -87,6 +87,8 @@ class _BatchBuilder:
         self.queues = [[] for _ in range(self.num_sms)]
         if head.norm is None:
             raise unfit("a head without a norm")
+        if head.draw:
+            raise unfit("drawing the tokens of several sequences")
         norms = [block[0].norm for block in blocks] + [head.norm]
         self.add(Opcode.EMBED, shape.hidden, dst="x", next_norm=norms[0])
         for block, following in zip(blocks, norms[1:], strict=True):

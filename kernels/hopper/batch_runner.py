@@ -28,6 +28,7 @@ from distmega.kernels.hopper.batch_words import (
 from distmega.kernels.hopper.runner import LOG2_E, MAX_STEPS, describe, require_hopper
 from distmega.kernels.hopper.shapes import TILE_SHARED
 from distmega.kernels.memory import arena_views
+from distmega.kernels.runners import NO_DRAWS
 from distmega.kernels.symmetric import Team
 from distmega.program import Program
 
@@ -106,8 +107,15 @@ class BatchRunner:
         if queues.logits in self.segment.outputs:
             tensors[queues.logits].copy_(self.logits[: queues.batch])
 
-    def start(self, tokens: Sequence[int], positions: Sequence[int]) -> None:
-        """The next step appends a token to each of the first sequences, at its position."""
+    def start(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        draws: Mapping[str, Tensor] = NO_DRAWS,
+    ) -> None:
+        """The next step appends a token to each of the first sequences, at its position. draws:
+        none, since build_batch_queues refuses segments that draw.
+        """
         device = self._state.device
         self._begin(torch.tensor(tokens, device=device), torch.tensor(positions, device=device))
 

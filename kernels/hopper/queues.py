@@ -36,12 +36,15 @@ from distmega.kernels.hopper.plan import (
     ITEM_BYTES,
     DecodeQueues,
     DecodeShape,
+    unfit,
 )
 from distmega.kernels.hopper.words import (
     EMBEDDED,
     FROM_EMBEDDING,
+    MAX_SMS,
     MAX_SPLITS,
     PARTIAL_EXTRA,
+    SAMPLE_CHUNK,
     UNIT_ROWS,
     Attention,
     Combine,
@@ -89,7 +92,7 @@ class _Builder:
         self.num_sms = self.count_sms(blocks, head)
         self.queues = [[] for _ in range(self.num_sms)]
         self.lightest = self.find_lightest(blocks[0])
-        self.reserve(blocks)
+        self.reserve(blocks, head)
         self.add_embedding(first)
         for number, block in enumerate(blocks):
             self.add_layer(number, block)
@@ -99,11 +102,16 @@ class _Builder:
             layer=len(blocks) - 1, limit=max(0, head.vocab - first_id),
         )  # fmt: skip
         attention = blocks[0][1]
+        if head.draw and head.draw.positions != attention.positions:
+            raise unfit(f"draws at {head.draw.positions!r} instead of {attention.positions!r}")
         return DecodeQueues(
             shape=self.shape,
             matrices=self.placed.matrices,
             queues=tuple(map(tuple, self.queues)),
+            draw=head.draw,
+            head_rows=UNIT_ROWS * self.head_units,
             best=self.exchange["best"],
+            sample=self.exchange["sample"],
             num_words=self.num_words,
             first_id=first_id,
             embed=first.table,
@@ -119,11 +127,13 @@ class _Builder:
         pairs = num_units(self.placed.rows_of(gated.gate))
         return min(self.num_sms, pairs, num_units(self.shape.vocab))
 
-    def reserve(self, blocks: Sequence[Block]) -> None:
-        """Room in the exchange, in tagged words; bf16 pairs but for qkv, partials and best.
+    def reserve(self, blocks: Sequence[Block], head: FusedHead) -> None:
+        """Room in the exchange, in tagged words; bf16 pairs but for qkv, partials and what follows.
 
         With several ranks the embedded token is first, and x and h are followed by all ranks' parts
-        of the sums that they come from.
+        of the sums that they come from. best: twice where tokens are drawn, since the head's own
+        are not those. sample: as sample.py has it, a chunk of maxima, then as many as the logits of
+        an SM may fill.
         """
         s, gated = self.shape, blocks[0][3]
         heads = s.num_heads + 2 * s.num_kv_heads
@@ -136,8 +146,13 @@ class _Builder:
             "partial": s.num_heads * self.max_splits * (s.head_dim + PARTIAL_EXTRA),
             "attended": s.num_heads * s.head_dim // 2,
             "ffn": self.placed.rows_of(gated.gate) // 2,
-            "best": 2 * self.num_sms * s.num_ranks,
+            "best": 2 * self.num_sms * (2 if head.draw else s.num_ranks),
+            "sample": 0,
         }
+        if head.draw and head.draw.num_candidates:
+            num_chunks = UNIT_ROWS * self.head_units // SAMPLE_CHUNK + 1
+            sizes["sample"] = (1 + num_chunks) * SAMPLE_CHUNK * MAX_SMS
+
         for name, size in sizes.items():
             self.exchange[name] = self.num_words
             self.num_words += -(-size // 16) * 16
@@ -159,6 +174,11 @@ class _Builder:
                     dst=self.exchange["embedded"] + (0 if is_whole else self.place * columns // 2),
                 )
             )
+
+    @property
+    def head_units(self) -> int:
+        """Units of the head of one SM, at most."""
+        return -(-num_units(self.shape.vocab) // self.num_sms)
 
     @property
     def max_splits(self) -> int:
