@@ -38,7 +38,7 @@ class CapturedHost:
             )
         self._given = dict(tensors)
         self._inputs = [b.name for b in host.buffers if b.role == "input"]
-        side = torch.cuda.Stream()
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(NUM_WARM_UPS):

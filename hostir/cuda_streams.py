@@ -21,8 +21,8 @@ class CudaStreams:
     def __init__(self, device: torch.device, num_streams: int, num_events: int) -> None:
         self.device = device
         self._main = torch.cuda.current_stream(device)
-        self._ring = [torch.cuda.Stream(device) for _ in range(num_streams - 1)]
-        self._events = [torch.cuda.Event() for _ in range(num_events)]
+        self._ring = [torch.cuda.Stream(device) for _ in range(num_streams - 1)]  # type: ignore[no-untyped-call]
+        self._events = [torch.cuda.Event() for _ in range(num_events)]  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
         """The stream that is current now is stream 0."""

@@ -78,8 +78,8 @@ class Timeline:
         self.process = process
         self._marks: list[_Mark] = []
         self._stream = 0
-        self._beside = torch.cuda.Stream()
-        self._base = torch.cuda.Event(enable_timing=True)
+        self._beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._base = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         self._issued: list[tuple[str, float, float]] = []
         self._origin = 0.0
 
@@ -97,7 +97,7 @@ class Timeline:
         word = node_word(node)
 
         def marked(frame: Frame) -> None:
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             begin.record()
             issued = time.perf_counter()
             step(frame)

@@ -187,16 +187,16 @@ def sequence_parallel(layers: int) -> dict[str, Layout]:
 
 
 def test_planning_and_lowering_take_time_linear_in_layers():
-    """An 80-layer transformer, tensor- and sequence-parallel, in less than 2 s."""
+    """An 80-layer transformer, tensor- and sequence-parallel, in less than 2 s of a core."""
     mesh, seconds = DeviceMesh(tp=8), {}
     for layers in (10, 20, 40, 80):
         program = decoder(
             layers=layers, rows=512, hidden=1024, heads=8, group=8, head=128, ffn=4096
         )
-        start = time.perf_counter()
+        start = time.process_time()
         plan = plan_program(program, mesh, H200, sequence_parallel(layers))
         host = run_passes(lower_program(localize(plan), megakernel=False, peer_memory=False))
-        seconds[layers] = time.perf_counter() - start
+        seconds[layers] = time.process_time() - start
         assert len(plan.host_loops) == 2 * layers
         kinds = [node.kind for node in walk_nodes(host.body) if isinstance(node, Collective)]
         assert kinds.count("reduce_scatter") == layers
