@@ -1,9 +1,10 @@
-"""Time of one decode step: distmega, torch.compile and the floor, alternating in one run on a GPU.
+"""Time of one decode step: distmega, torch.compile and the floor, alternating in one run.
 
-    python -m bench.decode "llama-3.2-1b batch=1 ctx=512" ... [--rounds 20] [--no-peer]
+    python -m bench.decode "llama-3.2-1b batch=1 ctx=512 tp=2" ... [--rounds 20] [--no-peer]
 
-A case names a preset, a batch and a position of the KV cache; weights are random, bf16. The floor
-is the bytes of all weights a step reads over the rate of a device copy, measured in the same run.
+A case names a preset, a batch, a position of the KV cache and how many GPUs share the model, 1
+unless said; weights are random, bf16. The floor is the bytes of all weights that a GPU reads in a
+step over the rate of a device copy, measured in the same run.
 Writes bench/results/decode-<device>.json; `make tables` turns it into the README's table.
 """
 
@@ -18,19 +19,18 @@ from pathlib import Path
 
 import torch
 
+from bench.ranks import run_on_ranks
 from bench.records import RESULTS, Record, current_commit, result_name, write_records
 from bench.torch_decoder import make_peer
 from distmega.engine import Engine
-from distmega.hostir.comm import SingleCommunicator
+from distmega.hostir.comm import Communicator
 from distmega.models.config import ModelConfig
 from distmega.models.load import open_model
 from distmega.models.weights import weight_specs
 from distmega.requests import EngineOptions
-from distmega.sharding.mesh import DeviceMesh
 
-CASES = tuple(
-    f"{name} batch=1 ctx=512" for name in ("llama-3.2-1b", "qwen3-0.6b", "qwen3-1.7b", "qwen3-8b")
-)
+MODELS = ("llama-3.2-1b", "qwen3-0.6b", "qwen3-1.7b", "qwen3-8b")
+CASES = tuple(f"{name} batch=1 ctx=512" for name in MODELS)
 STEPS = 16
 """Decode steps between two events: a launch of ours, so many calls of the peer."""
 
@@ -45,14 +45,15 @@ class Case:
     model: str
     batch: int
     context: int
+    num_ranks: int
 
 
 def parse_case(text: str) -> Case:
-    """Reads "MODEL batch=N ctx=N"."""
-    match = re.fullmatch(r"(\S+) batch=(\d+) ctx=(\d+)", text)
+    """Reads "MODEL batch=N ctx=N", with " tp=N" behind it for several GPUs."""
+    match = re.fullmatch(r"(\S+) batch=(\d+) ctx=(\d+)(?: tp=(\d+))?", text)
     if not match:
-        raise SystemExit(f"case {text!r}; expected 'MODEL batch=N ctx=N'; correct it")
-    return Case(text, match[1], int(match[2]), int(match[3]))
+        raise SystemExit(f"case {text!r}; expected 'MODEL batch=N ctx=N tp=N'; correct it")
+    return Case(text, match[1], int(match[2]), int(match[3]), int(match[4] or 1))
 
 
 def step_bytes(config: ModelConfig) -> int:
@@ -80,12 +81,11 @@ def copy_bytes_per_us() -> float:
     return 2 * source.numel() / statistics.median(times)
 
 
-def our_step(case: Case) -> Timed:
+def our_step(case: Case, comm: Communicator) -> Timed:
     """STEPS steps in one launch, always from the same position."""
-    mesh = DeviceMesh(tp=1)
     options = EngineOptions(max_context=case.context + STEPS)
-    source = open_model(case.model)
-    engine = Engine(source, mesh, SingleCommunicator(mesh), options, device="cuda:0")
+    device = f"cuda:{torch.cuda.current_device()}"
+    engine = Engine(open_model(case.model), comm.mesh, comm, options, device=device)
     stepping = engine.stepping
     if stepping is None:
         raise SystemExit(
@@ -102,7 +102,7 @@ def our_step(case: Case) -> Timed:
 def peer_step(case: Case, config: ModelConfig) -> Timed:
     """STEPS calls of the compiled peer at the same position."""
     torch._dynamo.reset()
-    model = make_peer(config, case.batch, case.context + STEPS)
+    model = make_peer(config, case.batch, case.context + STEPS, case.num_ranks)
     step = torch.compile(model, mode="max-autotune", fullgraph=True)
     tokens = torch.zeros(case.batch, 1, dtype=torch.long, device="cuda")
     position = torch.tensor([case.context - 1], device="cuda")
@@ -115,10 +115,10 @@ def peer_step(case: Case, config: ModelConfig) -> Timed:
     return run
 
 
-def measure(case: Case, rounds: int, with_peer: bool) -> Record:
-    """Medians over `rounds` rounds in which each is timed once."""
+def measure(case: Case, comm: Communicator, rounds: int, with_peer: bool) -> Record:
+    """Medians over `rounds` rounds in which each is timed once, all ranks at the same time."""
     config = open_model(case.model).config
-    ours = our_step(case)
+    ours = our_step(case, comm)
     runs = {"ours": ours}
     if with_peer:
         runs["torch.compile"] = peer_step(case, config)
@@ -129,19 +129,30 @@ def measure(case: Case, rounds: int, with_peer: bool) -> Record:
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():
+            comm.barrier()
             times[name].append(elapsed_us(run, STEPS))
     medians = {name: round(statistics.median(found), 1) for name, found in times.items()}
     ours_us = medians.pop("ours")
-    floor_us = step_bytes(config) / copy_bytes_per_us()
+    floor_us = step_bytes(config) / case.num_ranks / copy_bytes_per_us()
     return Record(
         case=case.text,
         device=torch.cuda.get_device_name(),
-        num_gpus=1,
+        num_gpus=case.num_ranks,
         ours_us=ours_us,
         peers=medians,
         floor_us=round(floor_us, 1),
         commit=current_commit(),
     )
+
+
+def run_case(comm: Communicator, text: str, rounds: int, with_peer: bool, out: Path) -> None:
+    """Measures one case on this rank; the first writes the record."""
+    record = measure(parse_case(text), comm, rounds, with_peer)
+    if comm.rank == 0:
+        write_records(out / f"{result_name('decode', record.device)}.json", [record])
+        print(record, flush=True)
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def main() -> None:
@@ -153,12 +164,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     for text in arguments.cases:
-        record = measure(parse_case(text), arguments.rounds, not arguments.no_peer)
-        path = arguments.out / f"{result_name('decode', record.device)}.json"
-        write_records(path, [record])
-        print(record, flush=True)
-        gc.collect()
-        torch.cuda.empty_cache()
+        given = text, arguments.rounds, not arguments.no_peer, arguments.out
+        run_on_ranks(run_case, parse_case(text).num_ranks, *given)
 
 
 if __name__ == "__main__":
