@@ -1,9 +1,11 @@
-"""Time of one decode step: distmega, torch.compile and the floor, alternating in one run on a GPU.
+"""Time of one decode step: distmega, torch.compile and the floor, alternating in one run.
 
-    python -m bench.decode "llama-3.2-1b batch=1 ctx=512" ... [--rounds 20] [--no-peer]
+    python -m bench.decode "llama-3.2-1b batch=1 ctx=512 tp=2" ... [--rounds 20] [--no-peer]
 
-A case names a preset, a batch and a position of the KV cache; weights are random, bf16. The floor
-is the bytes of all weights a step reads over the rate of a device copy, measured in the same run.
+A case names a preset, a batch, a position of the KV cache, the same for all sequences, and how
+many GPUs share the model, 1 unless said; weights and the cache are random, bf16, and both sides
+use one cache. The floor is the bytes of all weights, cached keys and values that a GPU reads in a
+step over the rate of a device copy, measured in the same run.
 Writes bench/results/decode-<device>.json; `make tables` turns it into the README's table.
 """
 
@@ -18,18 +20,24 @@ from pathlib import Path
 
 import torch
 
+from bench.ranks import run_on_ranks
 from bench.records import RESULTS, Record, current_commit, result_name, write_records
 from bench.torch_decoder import make_peer
 from distmega.engine import Engine
-from distmega.hostir.comm import SingleCommunicator
+from distmega.hostir.comm import Communicator
 from distmega.models.config import ModelConfig
 from distmega.models.load import open_model
 from distmega.models.weights import weight_specs
 from distmega.requests import EngineOptions
-from distmega.sharding.mesh import DeviceMesh
 
-CASES = tuple(
-    f"{name} batch=1 ctx=512" for name in ("llama-3.2-1b", "qwen3-0.6b", "qwen3-1.7b", "qwen3-8b")
+CASES = (
+    *(f"{n} batch=1 ctx=512" for n in ("llama-3.2-1b", "qwen3-0.6b", "qwen3-1.7b", "qwen3-8b")),
+    *(
+        f"{name} batch={batch} ctx={context}"
+        for name in ("llama-3.2-1b", "qwen3-8b")
+        for batch in (1, 16)
+        for context in (4096, 32768)
+    ),
 )
 STEPS = 16
 """Decode steps between two events: a launch of ours, so many calls of the peer."""
@@ -45,21 +53,26 @@ class Case:
     model: str
     batch: int
     context: int
+    num_ranks: int
 
 
 def parse_case(text: str) -> Case:
-    """Reads "MODEL batch=N ctx=N"."""
-    match = re.fullmatch(r"(\S+) batch=(\d+) ctx=(\d+)", text)
+    """Reads "MODEL batch=N ctx=N", with " tp=N" behind it for several GPUs."""
+    match = re.fullmatch(r"(\S+) batch=(\d+) ctx=(\d+)(?: tp=(\d+))?", text)
     if not match:
-        raise SystemExit(f"case {text!r}; expected 'MODEL batch=N ctx=N'; correct it")
-    return Case(text, match[1], int(match[2]), int(match[3]))
+        raise SystemExit(f"case {text!r}; expected 'MODEL batch=N ctx=N tp=N'; correct it")
+    return Case(text, match[1], int(match[2]), int(match[3]), int(match[4] or 1))
 
 
-def step_bytes(config: ModelConfig) -> int:
-    """Bytes of the weights that a step reads: all but the embedding, unless it is also the head."""
+def step_bytes(config: ModelConfig, case: Case) -> int:
+    """Bytes that a step reads: all weights but the embedding, unless it is also the head, and the
+    cached keys and values.
+    """
     skipped = set() if config.tied else {"embed"}
     specs = weight_specs(config)
-    return sum(2 * math.prod(specs[name].shape) for name in specs if name not in skipped)
+    weights = sum(2 * math.prod(specs[name].shape) for name in specs if name not in skipped)
+    position = 2 * 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    return weights + case.batch * (case.context - 1) * position
 
 
 def elapsed_us(run: Timed, num: int) -> float:
@@ -80,12 +93,18 @@ def copy_bytes_per_us() -> float:
     return 2 * source.numel() / statistics.median(times)
 
 
-def our_step(case: Case) -> Timed:
+def open_engine(case: Case, comm: Communicator) -> Engine:
+    """Our side of a case, its cache random."""
+    options = EngineOptions(max_context=case.context + STEPS, batch=case.batch)
+    device = f"cuda:{torch.cuda.current_device()}"
+    engine = Engine(open_model(case.model), comm.mesh, comm, options, device=device)
+    for cache in engine.blueprint.states.tensors:
+        engine.tensor(cache).normal_()
+    return engine
+
+
+def our_step(case: Case, engine: Engine) -> Timed:
     """STEPS steps in one launch, always from the same position."""
-    mesh = DeviceMesh(tp=1)
-    options = EngineOptions(max_context=case.context + STEPS)
-    source = open_model(case.model)
-    engine = Engine(source, mesh, SingleCommunicator(mesh), options, device="cuda:0")
     stepping = engine.stepping
     if stepping is None:
         raise SystemExit(
@@ -93,16 +112,25 @@ def our_step(case: Case) -> Timed:
         )
 
     def run() -> None:
-        stepping.start([1], [case.context - 1])
+        stepping.start([1] * case.batch, [case.context - 1] * case.batch)
         stepping.decode(STEPS)
 
     return run
 
 
-def peer_step(case: Case, config: ModelConfig) -> Timed:
-    """STEPS calls of the compiled peer at the same position."""
+def peer_step(case: Case, config: ModelConfig, engine: Engine) -> Timed:
+    """STEPS calls of the compiled peer at the same position, on the engine's caches."""
     torch._dynamo.reset()
-    model = make_peer(config, case.batch, case.context + STEPS)
+    caches = [
+        tuple(
+            engine.tensor(f"layers.{layer}.{letter}_cache").view(
+                case.batch, config.num_kv_heads // case.num_ranks, -1, config.head_dim
+            )
+            for letter in "kv"
+        )
+        for layer in range(config.num_layers)
+    ]
+    model = make_peer(config, caches, case.num_ranks)
     step = torch.compile(model, mode="max-autotune", fullgraph=True)
     tokens = torch.zeros(case.batch, 1, dtype=torch.long, device="cuda")
     position = torch.tensor([case.context - 1], device="cuda")
@@ -115,13 +143,13 @@ def peer_step(case: Case, config: ModelConfig) -> Timed:
     return run
 
 
-def measure(case: Case, rounds: int, with_peer: bool) -> Record:
-    """Medians over `rounds` rounds in which each is timed once."""
+def measure(case: Case, comm: Communicator, rounds: int, with_peer: bool) -> Record:
+    """Medians over `rounds` rounds in which each is timed once, all ranks at the same time."""
     config = open_model(case.model).config
-    ours = our_step(case)
-    runs = {"ours": ours}
+    engine = open_engine(case, comm)
+    runs = {"ours": our_step(case, engine)}
     if with_peer:
-        runs["torch.compile"] = peer_step(case, config)
+        runs["torch.compile"] = peer_step(case, config, engine)
     for run in runs.values():
         for _ in range(3):
             run()
@@ -129,19 +157,30 @@ def measure(case: Case, rounds: int, with_peer: bool) -> Record:
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():
+            comm.barrier()
             times[name].append(elapsed_us(run, STEPS))
     medians = {name: round(statistics.median(found), 1) for name, found in times.items()}
     ours_us = medians.pop("ours")
-    floor_us = step_bytes(config) / copy_bytes_per_us()
+    floor_us = step_bytes(config, case) / case.num_ranks / copy_bytes_per_us()
     return Record(
         case=case.text,
         device=torch.cuda.get_device_name(),
-        num_gpus=1,
+        num_gpus=case.num_ranks,
         ours_us=ours_us,
         peers=medians,
         floor_us=round(floor_us, 1),
         commit=current_commit(),
     )
+
+
+def run_case(comm: Communicator, text: str, rounds: int, with_peer: bool, out: Path) -> None:
+    """Measures one case on this rank; the first writes the record."""
+    record = measure(parse_case(text), comm, rounds, with_peer)
+    if comm.rank == 0:
+        write_records(out / f"{result_name('decode', record.device)}.json", [record])
+        print(record, flush=True)
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def main() -> None:
@@ -153,12 +192,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     for text in arguments.cases:
-        record = measure(parse_case(text), arguments.rounds, not arguments.no_peer)
-        path = arguments.out / f"{result_name('decode', record.device)}.json"
-        write_records(path, [record])
-        print(record, flush=True)
-        gc.collect()
-        torch.cuda.empty_cache()
+        given = text, arguments.rounds, not arguments.no_peer, arguments.out
+        run_on_ranks(run_case, parse_case(text).num_ranks, *given)
 
 
 if __name__ == "__main__":

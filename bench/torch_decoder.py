@@ -1,11 +1,18 @@
 """The peer of bench/decode.py: a decode step as a user of plain torch writes it, for torch.compile.
 
-In: a ModelConfig, a batch and a context. Out: a module that appends one token a sequence to static
-KV caches and gives the next tokens; weights are random bf16. Compiled with mode "max-autotune",
-which also captures CUDA graphs.
+In: a ModelConfig and static KV caches. Out: a module that appends one token a sequence to the
+caches and gives the next tokens; weights are random bf16. Compiled with mode "max-autotune",
+which also captures CUDA graphs. Over several ranks it is Megatron's tensor parallelism: a part of
+the heads, the feed-forward and the vocabulary each, two NCCL all-reduces a layer. Ids are then
+those of the rank's own vocabulary, which spares it the exchanges of embedding and argmax.
 """
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -15,7 +22,7 @@ from distmega.models.config import ModelConfig
 class Attention(nn.Module):
     """Queries, keys and values in one matrix; caches [batch, kv heads, context, d]."""
 
-    def __init__(self, config: ModelConfig, batch: int, context: int) -> None:
+    def __init__(self, config: ModelConfig, keys: Tensor, values: Tensor) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.d = config.num_heads, config.num_kv_heads, config.head_dim
         rows = (self.heads + 2 * self.kv_heads) * self.d
@@ -26,8 +33,8 @@ class Attention(nn.Module):
             nn.RMSNorm(self.d, eps=config.norm_eps) if config.qk_norm else nn.Identity()
             for _ in range(2)
         )
-        for name in ("keys", "values"):
-            self.register_buffer(name, torch.zeros(batch, self.kv_heads, context, self.d))
+        self.register_buffer("keys", keys)
+        self.register_buffer("values", values)
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, position: Tensor, mask: Tensor
@@ -41,7 +48,7 @@ class Attention(nn.Module):
         mixed = F.scaled_dot_product_attention(
             q.transpose(1, 2), self.keys, self.values, attn_mask=mask, enable_gqa=True
         )
-        return x + self.out(mixed.transpose(1, 2).reshape(batch, 1, -1))
+        return x + total(self.out(mixed.transpose(1, 2).reshape(batch, 1, -1)))
 
 
 class Mlp(nn.Module):
@@ -55,21 +62,22 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(self.norm(x)).chunk(2, -1)
-        return x + self.down(F.silu(gate) * up)
+        return x + total(self.down(F.silu(gate) * up))
 
 
 class TorchDecoder(nn.Module):
     """tokens [batch, 1] at position [1] -> next tokens [batch, 1]."""
 
-    def __init__(self, config: ModelConfig, batch: int, context: int) -> None:
+    def __init__(self, config: ModelConfig, caches: Sequence[tuple[Tensor, Tensor]]) -> None:
         super().__init__()
+        context = caches[0][0].shape[2]
         self.embed = nn.Embedding(config.vocab, config.hidden)
         self.layers = nn.ModuleList()
-        for _ in range(config.num_layers):
-            self.layers += [Attention(config, batch, context), Mlp(config)]
+        for keys, values in caches:
+            self.layers += [Attention(config, keys, values), Mlp(config)]
         self.norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
         self.head = nn.Linear(config.hidden, config.vocab, bias=False)
-        self.register_buffer("seen", torch.ones(context, context, dtype=torch.bool).tril())
+        self.register_buffer("all_positions", torch.arange(context))
         steps = torch.arange(0, config.head_dim, 2).float() / config.head_dim
         angles = torch.outer(torch.arange(context).float(), config.rope_base**-steps)
         self.register_buffer("cos", angles.cos())
@@ -78,10 +86,18 @@ class TorchDecoder(nn.Module):
     def forward(self, tokens: Tensor, position: Tensor) -> Tensor:
         x = self.embed(tokens)
         cos, sin = self.cos[position][:, None], self.sin[position][:, None]
-        mask = self.seen[position][None, None]
+        mask = (self.all_positions <= position)[None, None, None]
         for layer in self.layers:
             x = layer(x, cos, sin, position, mask) if isinstance(layer, Attention) else layer(x)
         return self.head(self.norm(x))[:, -1].argmax(-1, keepdim=True)
+
+
+def total(x: Tensor) -> Tensor:
+    """The sum over ranks."""
+    if not dist.is_initialized():
+        return x
+    summed: Tensor = collectives.wait_tensor(collectives.all_reduce(x, "sum", dist.group.WORLD))
+    return summed
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -90,12 +106,23 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((left * cos - right * sin, right * cos + left * sin), -1).to(x.dtype)
 
 
-def make_peer(config: ModelConfig, batch: int, context: int) -> TorchDecoder:
-    """A decoder with random bf16 weights on the current GPU."""
+def make_peer(
+    config: ModelConfig, caches: Sequence[tuple[Tensor, Tensor]], num_ranks: int = 1
+) -> TorchDecoder:
+    """A decoder, or one of num_ranks parts, with random bf16 weights on the current GPU; caches:
+    its keys and values of each layer, [batch, kv heads, context, d].
+    """
+    config = replace(
+        config,
+        num_heads=config.num_heads // num_ranks,
+        num_kv_heads=config.num_kv_heads // num_ranks,
+        ffn=config.ffn // num_ranks,
+        vocab=config.vocab // num_ranks,
+    )
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device("cuda"):
-            model = TorchDecoder(config, batch, context)
+            model = TorchDecoder(config, caches)
     finally:
         torch.set_default_dtype(torch.float32)
     for name in ("cos", "sin"):

@@ -6,7 +6,7 @@ stages (sharding/stages.py), each planned on its own ranks; on any other there i
 engine.py runs them, explain.py prints them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from distmega.errors import RequestError
@@ -21,6 +21,7 @@ from distmega.kernels.megakernel import Megakernel, compile_megakernel
 from distmega.models.config import ModelConfig
 from distmega.models.decoder import Logits, build_decoder
 from distmega.models.sampling import GREEDY, Method
+from distmega.program import Op, Tensor
 from distmega.requests import DEFAULT_CONTEXT, EngineOptions
 from distmega.sharding.cost import Machine
 from distmega.sharding.localize import LocalProgram, localize
@@ -31,6 +32,9 @@ from distmega.sharding.stages import AXIS, Stage, cut_places, split_stages
 
 MICRO_BATCHES = 4
 """Parts in which a pipeline prefills a prompt unless asked otherwise."""
+
+CHOICES = frozenset({"cutoff", "sample"})
+"""Kinds that turn logits into tokens."""
 
 
 def context_limit(config: ModelConfig, options: EngineOptions) -> int:
@@ -61,13 +65,26 @@ class StagePlan:
         """A stable hash of everything the ranks of this stage must agree on."""
         return f"{self.plan.fingerprint()} {self.mesh} {self.stage.transfers}"
 
-    def lower(self, local: LocalProgram, *, megakernel: bool, peer_memory: bool) -> HostProgram:
-        """One rank's host program, its peers named on the mesh of all ranks."""
+    def lower(
+        self,
+        local: LocalProgram,
+        *,
+        megakernel: bool,
+        peer_memory: bool,
+        apart: Collection[str] = (),
+    ) -> HostProgram:
+        """One rank's host program, its peers named on the mesh of all ranks. apart: kinds of ops
+        that no megakernel shall do.
+        """
+
+        def in_kernel(op: Op, tensors: Mapping[str, Tensor]) -> bool:
+            return op.kind not in apart and is_encodable(op, tensors)
+
         return lower_program(
             replace(local, mesh=self.mesh),
             megakernel=megakernel,
             peer_memory=peer_memory,
-            is_encodable=is_encodable,
+            is_encodable=in_kernel,
         )
 
 
@@ -157,10 +174,12 @@ def draw_decode(
     method: Method = GREEDY,
 ) -> DecodeBlueprint:
     """Lowers a decode plan made for `method`. With peer memory the stage's layers are one
-    megakernel launch, otherwise it is split where ranks communicate.
+    megakernel launch, otherwise it is split where ranks communicate. A method that sorts the
+    vocabulary leaves that, and what follows, to library ops.
     """
     local = localize(staged.plan)
-    host = staged.lower(local, megakernel=True, peer_memory=peer_memory)
+    apart = CHOICES if method.sorts_all else frozenset[str]()
+    host = staged.lower(local, megakernel=True, peer_memory=peer_memory, apart=apart)
     persistent = [*order_weights(local.program), *local.program.with_role("state")]
     arenas = {
         space: layout_arena(space, (t for t in persistent if tensor_space(t) is space))

@@ -93,7 +93,7 @@ class Engine:
         self._draws = _draw_inputs(sampling, options.batch, self.device)
         self._runners: dict[str, CpuMegakernel] = {}
         self.stepping: SteppingRunner | None = None
-        """The decode kernel of a GPU, for callers that time or trace it."""
+        """The decode kernel of a GPU where it chooses the tokens, several in one launch."""
         self._load(source)
         self._decode = self._open_gpu(options) if on_gpu else self._open_cpu(options)
         fingerprints = [plan.fingerprint()]
@@ -123,7 +123,8 @@ class Engine:
                 yield tokens
                 continue
             if num_steps == 1:
-                self.stepping.start(tokens, self._num_cached[: len(prompts)])
+                cached = self._num_cached[: len(prompts)]
+                self.stepping.start(tokens, cached, self._draws)
             num_steps = min(2 * num_steps, MAX_STEPS, room)
             chosen = self.stepping.decode(num_steps)
             self._grow(len(prompts), num_steps)
@@ -227,14 +228,17 @@ class Engine:
         """The decode kernel, or library ops for a model or GPUs that it can't do."""
         device, host = str(self.device), self.blueprint.host
         try:
-            self.stepping = self._open_stepping(host.segments)
+            runner = self._open_stepping(host.segments)
         except (VerifyError, LaunchError) as error:
             if options.collectives == "kernel":
                 raise
             logger.warning("decoding by library ops: %s", error)
-        if self.stepping is None:
+            runner = None
+        if runner is None:
             return Evaluator(draw_library_decode(self.blueprint), self.comm, {}, device)
-        return Evaluator(host, self.comm, {host.segments[0].name: self.stepping}, device)
+        if not self.blueprint.method.sorts_all:
+            self.stepping = runner
+        return Evaluator(host, self.comm, {host.segments[0].name: runner}, device)
 
     def _open_stepping(self, segments: Sequence[Program]) -> SteppingRunner | None:
         """The decode kernel; None where the host program communicates between segments."""
@@ -253,6 +257,7 @@ class Engine:
             states=self.blueprint.states,
             state_arena=self._states,
             team=team,
+            batch=self.batch,
         )
 
     def _runner(self, kernel: Megakernel, options: EngineOptions) -> CpuMegakernel:

@@ -92,8 +92,23 @@ class FusedAttention:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Draw:
+    """A token drawn as ops.sample says, at the last of `positions`, instead of the likeliest.
+
+    sampling: settings of ops.cutoff where num_candidates > 0, the most of its top_k; otherwise
+    limits of ops.sample.
+    """
+
+    sampling: str
+    seeds: str
+    positions: str
+    num_candidates: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FusedHead:
-    """token = argmax of weight x, x normalised first; `logits` is the product.
+    """token = argmax of weight x, x normalised first, or drawn; `logits` is the product. Without
+    a token (""), others choose it from the logits.
 
     Over num_ranks ranks, each has as many rows of all `vocab` ones, in rank order, and `logits` is
     what all ranks have or, not gathered, the rank's own.
@@ -106,6 +121,7 @@ class FusedHead:
     token: str
     vocab: int
     num_ranks: int = 1
+    draw: Draw | None = None
 
 
 Fused = FusedEmbedding | FusedLinear | FusedResidual | FusedGated | FusedAttention | FusedHead
@@ -189,31 +205,57 @@ class _Fusion:
         )
 
     def fuse_head(self, op: Op, x: str, norm: Norm | None) -> FusedHead | None:
-        """A linear and the argmax over its result, gathered before or compared afterwards where
-        several ranks have parts of it.
+        """A linear whose result a token is chosen from: by an argmax, gathered before or compared
+        afterwards where several ranks have parts of it, by a draw on one rank, or by whoever takes
+        the logits.
         """
         logits, num_ranks, ops = _out(op), 1, [op]
         for gather in self.users.get(logits, []):
             if gather.kind == "all_gather":
                 logits, num_ranks = _out(gather), _num_ranks(gather)
                 ops.append(gather)
-        chosen = next((one for one in self.users.get(logits, []) if one.kind == "argmax"), None)
-        if chosen is None:
+        users = self.users.get(logits, [])
+        chosen = next((one for one in users if one.kind in ("argmax", "sample")), None)
+        if chosen is None and (users or logits not in self.segment.outputs):
             return None
-        token = chosen.writes[1].tensor
-        if chosen.get("base_axis", ""):
-            compare = self.only_user(token)
-            if compare is None or compare.kind != "all_reduce":
-                raise _unfit(chosen)
-            token, num_ranks = compare.writes[1].tensor, _num_ranks(compare)
-            ops.append(compare)
-        self.take(*ops, chosen)
-        vocab = chosen.get("extent", 0) or self.segment.tensor_map()[logits].shape[-1]
-        assert isinstance(vocab, int)
+        token, vocab, draw = "", self.segment.tensor_map()[logits].shape[-1], None
+        if chosen is not None:
+            token, ops = chosen.writes[1].tensor, [*ops, chosen]
+            if chosen.kind == "sample":
+                draw = self.draw(chosen, logits, num_ranks)
+            elif chosen.get("base_axis", ""):
+                compare = self.only_user(token)
+                if compare is None or compare.kind != "all_reduce":
+                    raise _unfit(chosen)
+                token, num_ranks = compare.writes[1].tensor, _num_ranks(compare)
+                ops.append(compare)
+                extent = chosen.attr("extent")
+                assert isinstance(extent, int)
+                vocab = extent
+        self.take(*ops)
         return FusedHead(
             x=x, norm=norm, weight=_read(op, 1), logits=logits, token=token, vocab=vocab,
-            num_ranks=num_ranks,
+            num_ranks=num_ranks, draw=draw,
         )  # fmt: skip
+
+    def draw(self, sample: Op, logits: str, num_ranks: int) -> Draw:
+        """How `sample` draws: at a temperature, or within limits found among candidates."""
+        if num_ranks > 1 or sample.get("base_axis", ""):
+            raise _unfit(sample)
+        settings, num_candidates = _read(sample, 1), 0
+        cutoff = self.producers.get(settings)
+        if cutoff is not None:
+            top = self.producers.get(_read(cutoff, 0))
+            if top is None or top.kind != "top" or _read(top, 0) != logits:
+                raise _unfit(cutoff)
+            self.take(top, cutoff)
+            settings, num_candidates = _read(cutoff, 1), top.axis("c").extent
+        return Draw(
+            sampling=settings,
+            seeds=_read(sample, 2),
+            positions=_read(sample, 3),
+            num_candidates=num_candidates,
+        )
 
     def fuse_attention(self, op: Op) -> Fused:
         """Attention with the rotations, norms and appends in front of it."""

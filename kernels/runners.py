@@ -5,7 +5,8 @@ that the CPU path needs no triton. Next on the walk: hopper/runner.py.
 """
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol
 
 from torch import Tensor
@@ -15,14 +16,24 @@ from distmega.kernels.arena import ArenaLayout
 from distmega.kernels.symmetric import Team
 from distmega.program import Program
 
-HOPPER = "distmega.kernels.hopper.runner"
+HOPPER = "distmega.kernels.hopper.runner", "DecodeRunner"
+HOPPER_BATCH = "distmega.kernels.hopper.batch_runner", "BatchRunner"
+NO_DRAWS: Mapping[str, Tensor] = MappingProxyType({})
+"""For a segment that takes the likeliest token."""
 
 
 class SteppingRunner(KernelRunner, Protocol):
     """A runner that also takes several decode steps in one launch."""
 
-    def start(self, tokens: Sequence[int], positions: Sequence[int]) -> None:
-        """The next step appends a token to each sequence, at its position."""
+    def start(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        draws: Mapping[str, Tensor] = NO_DRAWS,
+    ) -> None:
+        """The next step appends a token to each sequence, at its position. draws: the segment's
+        inputs that say how tokens are drawn, if it draws.
+        """
         ...
 
     def decode(self, num_steps: int) -> Tensor:
@@ -38,11 +49,14 @@ def open_hopper(
     states: ArenaLayout,
     state_arena: Tensor,
     team: Team | None = None,
+    batch: int = 1,
 ) -> SteppingRunner:
-    """The decode kernel for Hopper GPUs; VerifyError for a segment that it can't do. team: the
-    ranks that share it, all of which make this call; LaunchError where they share no memory.
+    """The decode kernel for Hopper GPUs, of one sequence or of a batch; VerifyError for a segment
+    that it can't do. team: the ranks that share it, all of which make this call; LaunchError where
+    they share no memory.
     """
-    runner: SteppingRunner = importlib.import_module(HOPPER).DecodeRunner(
+    module, name = HOPPER_BATCH if batch > 1 else HOPPER
+    runner: SteppingRunner = getattr(importlib.import_module(module), name)(
         segment,
         weights=weights,
         weights_arena=weights_arena,

@@ -33,6 +33,11 @@ class Method:
     def draws(self) -> bool:
         return self.kind != "greedy"
 
+    @property
+    def sorts_all(self) -> bool:
+        """Whether limits take a look at the whole vocabulary in order."""
+        return self.kind == "limited" and self.num_candidates == 0
+
 
 GREEDY = Method()
 

@@ -54,3 +54,8 @@ EMB_NUM_WORDS = _place(Embed, "num_words")
 HEAD = _place(Attention, "head")
 PARTIAL = _place(Attention, "partial")
 MAX_SPLITS = _place(Attention, "max_splits")
+
+GREEDY = gl.constexpr(words.GREEDY)
+DRAWN = gl.constexpr(words.DRAWN)
+LIMITED = gl.constexpr(words.LIMITED)
+CHUNK = gl.constexpr(words.SAMPLE_CHUNK)

@@ -14,10 +14,15 @@ from distmega.kernels.gluon_compat import reinterpret
 from distmega.kernels.hopper.attention import attention_task, combine_task
 from distmega.kernels.hopper.device import clock, fence_all, fetch
 from distmega.kernels.hopper.fields import (
+    GREEDY,
     LAYER,
+    LIN_NUM_ROWS,
+    LIN_ROW0,
+    NUM_UNITS,
     OP_ATTENTION,
     OP_COMBINE,
     OP_EMBED,
+    OP_HEAD,
     OPCODE,
     STATE_EPOCH,
     STATE_POSITION,
@@ -26,6 +31,7 @@ from distmega.kernels.hopper.fields import (
 )
 from distmega.kernels.hopper.linear import linear_task
 from distmega.kernels.hopper.loader import loader
+from distmega.kernels.hopper.sample import sample_task
 from distmega.kernels.hopper.shapes import (
     GROUP_UNITS,
     MMA_M,
@@ -49,10 +55,10 @@ from distmega.kernels.hopper.team import embed_task, most_likely
 def compute(
     queue, num_instructions, num_instructions_max, num_steps, num_layers, state, tokens, exchange,
     vectors, embed, cache, rope, residual, logits, best_words, num_sms, peers, place, first_id,
-    min_blocks, eps, inv_hidden, scale, trace, xs, x_pairs, squares, red, red_rows, qs, ml, scratch,
-    bufs, ready, free, step_bar, D: gl.constexpr, G: gl.constexpr, H: gl.constexpr, KVH:
-    gl.constexpr, QK_NORM: gl.constexpr, RANKS: gl.constexpr, STAGES: gl.constexpr, TRACE:
-    gl.constexpr,
+    min_blocks, eps, inv_hidden, scale, sampling, seeds, sample_words, trace, xs, x_pairs, squares,
+    red, red_rows, qs, ml, scratch, bufs, ready, free, step_bar, D: gl.constexpr, G: gl.constexpr,
+    H: gl.constexpr, KVH: gl.constexpr, QK_NORM: gl.constexpr, CHOICE: gl.constexpr, HEAD_ROWS:
+    gl.constexpr, RANKS: gl.constexpr, STAGES: gl.constexpr, TRACE: gl.constexpr,
 ):
     """Partition of eight warps. A datum of layer l and step s is tagged s * num_layers + l + 1."""
     sm = gl.program_id(0)
@@ -60,6 +66,9 @@ def compute(
     epoch0 = gl.load(state + STATE_EPOCH)
     token = gl.load(state + STATE_TOKEN)
     it = 0
+    head_words = best_words
+    if CHOICE != GREEDY:
+        head_words += 2 * num_sms
     words = fetch(queue, 0)
     for step in range(num_steps):
         base = (epoch0 + step) * num_layers + 1
@@ -89,10 +98,17 @@ def compute(
                     embed_task(words, peers, embed, token, tag, RANKS)
             else:
                 it = linear_task(
-                    words, exchange, vectors, embed, token, residual, logits, tag, sm, best_words,
+                    words, exchange, vectors, embed, token, residual, logits, tag, sm, head_words,
                     num_sms, peers, place, first_id, eps, inv_hidden, xs, x_pairs, squares, red,
                     red_rows, bufs, ready, free, it, at, RANKS, STAGES, TRACE,
                 )
+                if CHOICE != GREEDY and words[OPCODE] == OP_HEAD:
+                    row0 = words[LIN_ROW0]
+                    end = gl.minimum(row0 + words[NUM_UNITS] * UNIT_ROWS, words[LIN_NUM_ROWS])
+                    sample_task(
+                        row0, end, logits, sampling, seeds, position0 + step, exchange,
+                        sample_words, best_words, sm, num_sms, tag, CHOICE, HEAD_ROWS,
+                    )
             if TRACE:
                 gl.store(at + 3, clock())
             words = ahead
@@ -115,15 +131,17 @@ def compute(
         "place",
         "first_id",
         "min_blocks",
+        "sample_words",
     ]
 )
 def decode(
     weights0, weights1, weights2, cache_tiles, queues, counts, max_instructions, num_steps,
     num_layers, state, tokens, exchange, vectors, embed, cache, rope, residual, logits, best_words,
-    num_sms, peers, place, first_id, min_blocks, eps, inv_hidden, scale, trace, D: gl.constexpr, G:
-    gl.constexpr, H: gl.constexpr, KVH: gl.constexpr, QK_NORM: gl.constexpr, MAX_TILES_K:
-    gl.constexpr, RANKS: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
-    TRACE: gl.constexpr,
+    num_sms, peers, place, first_id, min_blocks, eps, inv_hidden, scale, sampling, seeds,
+    sample_words, trace, D: gl.constexpr, G: gl.constexpr, H: gl.constexpr, KVH: gl.constexpr,
+    QK_NORM: gl.constexpr, MAX_TILES_K: gl.constexpr, CHOICE: gl.constexpr, HEAD_ROWS:
+    gl.constexpr, RANKS: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr, TRACE:
+    gl.constexpr,
 ):
     """num_steps decode steps at batch 1; one program an SM, all resident.
 
@@ -133,7 +151,8 @@ def decode(
     exchange: int64 tagged words, zeroed once when allocated. residual: f32 [hidden], each row used
     by one SM. rope: f32 [t, d], cosines then sines. logits: f32, those of this rank's tokens, the
     first of which is first_id. peers: int64 [RANKS], addresses of all ranks' exchanges; this rank
-    is number `place` of them.
+    is number `place` of them. CHOICE, sampling, seeds, sample_words: see sample.py; HEAD_ROWS:
+    logits of an SM, at most, a power of two.
     """
     sm = gl.program_id(0)
     queue = queues + sm * max_instructions * WORDS
@@ -168,9 +187,10 @@ def decode(
                 (
                     queue, num_instructions, max_instructions, num_steps, num_layers, state, tokens,
                     exchange, vectors, embed, cache, rope, residual, logits, best_words, num_sms,
-                    peers, place, first_id, min_blocks, eps, inv_hidden, scale, trace, xs, x_pairs,
-                    squares, red, red_rows, qs, ml, scratch, bufs, ready, free, step_bar, D, G, H,
-                    KVH, QK_NORM, RANKS, STAGES, TRACE,
+                    peers, place, first_id, min_blocks, eps, inv_hidden, scale, sampling, seeds,
+                    sample_words, trace, xs, x_pairs, squares, red, red_rows, qs, ml, scratch, bufs,
+                    ready, free, step_bar, D, G, H, KVH, QK_NORM, CHOICE, HEAD_ROWS, RANKS, STAGES,
+                    TRACE,
                 ),
             ),
             (

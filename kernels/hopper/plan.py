@@ -6,6 +6,7 @@ Made by queues.py, read by runner.py, which is next on the walk.
 from dataclasses import dataclass
 
 from distmega.errors import VerifyError
+from distmega.kernels.fusion import Draw
 from distmega.kernels.hopper.words import Instruction
 
 HEAD_DIMS = (64, 128)
@@ -47,14 +48,18 @@ class DecodeShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeQueues:
-    """Instructions of every SM. best, num_words: first tagged word of the heads' maxima, count of
-    all words. Names: tensors that the runner binds.
+    """Instructions of every SM. draw: where tokens are not the likeliest. head_rows: of an SM, at
+    most. best, sample, num_words: first tagged word of the heads' maxima and of what draws
+    exchange, count of all words. Names: tensors that the runner binds.
     """
 
     shape: DecodeShape
     matrices: tuple[Matrix, ...]
     queues: tuple[tuple[Instruction, ...], ...]
+    draw: Draw | None
+    head_rows: int
     best: int
+    sample: int
     num_words: int
     first_id: int
     embed: str

@@ -26,18 +26,14 @@ from distmega.kernels.fusion import (
     Fused,
     FusedAttention,
     FusedEmbedding,
-    FusedGated,
     FusedHead,
-    FusedLinear,
-    FusedResidual,
     Norm,
     fuse_segment,
 )
+from distmega.kernels.hopper.layers import Block, find_parts, find_shape
 from distmega.kernels.hopper.matrices import Weights, tiles_k
 from distmega.kernels.hopper.plan import (
-    HEAD_DIMS,
     ITEM_BYTES,
-    MAX_GROUP,
     DecodeQueues,
     DecodeShape,
     unfit,
@@ -45,8 +41,10 @@ from distmega.kernels.hopper.plan import (
 from distmega.kernels.hopper.words import (
     EMBEDDED,
     FROM_EMBEDDING,
+    MAX_SMS,
     MAX_SPLITS,
     PARTIAL_EXTRA,
+    SAMPLE_CHUNK,
     UNIT_ROWS,
     Attention,
     Combine,
@@ -59,7 +57,6 @@ from distmega.program import Program
 
 EMBED_WORDS = 256
 """Tagged words of the embedded token that one SM pushes: one a thread."""
-_LAYER = (FusedLinear, FusedAttention, FusedResidual, FusedGated, FusedResidual)
 
 
 def build_queues(
@@ -90,35 +87,31 @@ class _Builder:
 
     def build(self) -> DecodeQueues:
         self.placed = Weights(self.segment, self.weights)
-        first, *layers, head = self.fused
-        if not isinstance(first, FusedEmbedding) or not isinstance(head, FusedHead):
-            raise unfit("a segment without embedding or head")
-        blocks = [tuple(layers[i : i + 5]) for i in range(0, len(layers), 5)]
-        if any(tuple(map(type, block)) != _LAYER for block in blocks):
-            raise unfit("layers other than attention and gated feed-forward")
-        self.shape = self.find_shape(blocks, head)
+        first, blocks, head = find_parts(self.fused)
+        self.shape = find_shape(self.segment, self.fused, self.placed)
         self.num_sms = self.count_sms(blocks, head)
         self.queues = [[] for _ in range(self.num_sms)]
         self.lightest = self.find_lightest(blocks[0])
-        self.reserve(blocks)
+        self.reserve(blocks, head)
         self.add_embedding(first)
-        x = first.out
         for number, block in enumerate(blocks):
-            x = self.add_layer(number, block, x)
-        if head.x != x:
-            raise unfit(f"a head of {head.x!r} instead of {x!r}")
+            self.add_layer(number, block)
         first_id = self.place * self.shape.vocab
         self.add_linear(
             Opcode.HEAD, (head.weight,), self.shape.vocab, src="x", dst="best", norm=head.norm,
             layer=len(blocks) - 1, limit=max(0, head.vocab - first_id),
         )  # fmt: skip
         attention = blocks[0][1]
-        assert isinstance(attention, FusedAttention)
+        if head.draw and head.draw.positions != attention.positions:
+            raise unfit(f"draws at {head.draw.positions!r} instead of {attention.positions!r}")
         return DecodeQueues(
             shape=self.shape,
             matrices=self.placed.matrices,
             queues=tuple(map(tuple, self.queues)),
+            draw=head.draw,
+            head_rows=UNIT_ROWS * self.head_units,
             best=self.exchange["best"],
+            sample=self.exchange["sample"],
             num_words=self.num_words,
             first_id=first_id,
             embed=first.table,
@@ -129,52 +122,20 @@ class _Builder:
             logits=head.logits,
         )
 
-    def find_shape(self, blocks: Sequence[tuple[Fused, ...]], head: FusedHead) -> DecodeShape:
-        tensors = self.segment.tensor_map()
-        attention = blocks[0][1]
-        assert isinstance(attention, FusedAttention)
-        rows, num_kv_heads, group, head_dim = tensors[attention.q].shape
-        columns = self.placed.columns
-        hidden = columns[head.weight]
-        if rows != 1 or head_dim not in HEAD_DIMS or group > MAX_GROUP or attention.window:
-            raise unfit(f"{rows} tokens, heads of {head_dim}, groups of {group} queries, a window")
-        if any(length % 64 for length in columns.values()):
-            raise unfit(f"rows of {sorted(set(columns.values()))} elements")
-        norms = [norm.eps for op in self.fused for norm in _norms(op)]
-        if len(set(norms)) != 1:
-            raise unfit(f"norms with eps {sorted(set(norms))}")
-        teams = {getattr(op, "num_ranks", head.num_ranks) for op in self.fused}
-        if len(teams) != 1:
-            raise unfit(f"parts that {sorted(teams)} ranks share")
-        return DecodeShape(
-            num_layers=len(blocks),
-            hidden=hidden,
-            num_heads=num_kv_heads * group,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            vocab=self.placed.rows_of(head.weight),
-            max_context=tensors[attention.k_cache].shape[1],
-            qk_norm=attention.q_norm is not None,
-            eps=norms[0],
-            scale=attention.scale,
-            max_tiles_k=max(map(tiles_k, columns.values())),
-            num_ranks=head.num_ranks,
-        )
-
-    def count_sms(self, blocks: Sequence[tuple[Fused, ...]], head: FusedHead) -> int:
+    def count_sms(self, blocks: Sequence[Block], head: FusedHead) -> int:
         gated = blocks[0][3]
-        assert isinstance(gated, FusedGated)
-        pairs = _units(self.placed.rows_of(gated.gate))
-        return min(self.num_sms, pairs, _units(self.shape.vocab))
+        pairs = num_units(self.placed.rows_of(gated.gate))
+        return min(self.num_sms, pairs, num_units(self.shape.vocab))
 
-    def reserve(self, blocks: Sequence[tuple[Fused, ...]]) -> None:
-        """Room in the exchange, in tagged words; bf16 pairs but for qkv, partials and best.
+    def reserve(self, blocks: Sequence[Block], head: FusedHead) -> None:
+        """Room in the exchange, in tagged words; bf16 pairs but for qkv, partials and what follows.
 
         With several ranks the embedded token is first, and x and h are followed by all ranks' parts
-        of the sums that they come from.
+        of the sums that they come from. best: twice where tokens are drawn, since the head's own
+        are not those. sample: as sample.py has it, a chunk of maxima, then as many as the logits of
+        an SM may fill.
         """
         s, gated = self.shape, blocks[0][3]
-        assert isinstance(gated, FusedGated)
         heads = s.num_heads + 2 * s.num_kv_heads
         parts = s.num_ranks * s.hidden if s.num_ranks > 1 else 0
         sizes = {
@@ -185,8 +146,13 @@ class _Builder:
             "partial": s.num_heads * self.max_splits * (s.head_dim + PARTIAL_EXTRA),
             "attended": s.num_heads * s.head_dim // 2,
             "ffn": self.placed.rows_of(gated.gate) // 2,
-            "best": 2 * self.num_sms * s.num_ranks,
+            "best": 2 * self.num_sms * (2 if head.draw else s.num_ranks),
+            "sample": 0,
         }
+        if head.draw and head.draw.num_candidates:
+            num_chunks = UNIT_ROWS * self.head_units // SAMPLE_CHUNK + 1
+            sizes["sample"] = (1 + num_chunks) * SAMPLE_CHUNK * MAX_SMS
+
         for name, size in sizes.items():
             self.exchange[name] = self.num_words
             self.num_words += -(-size // 16) * 16
@@ -210,23 +176,16 @@ class _Builder:
             )
 
     @property
+    def head_units(self) -> int:
+        """Units of the head of one SM, at most."""
+        return -(-num_units(self.shape.vocab) // self.num_sms)
+
+    @property
     def max_splits(self) -> int:
         return max(1, min(MAX_SPLITS, self.num_sms // self.shape.num_kv_heads))
 
-    def add_layer(self, layer: int, block: tuple[Fused, ...], x: str) -> str:
+    def add_layer(self, layer: int, block: Block) -> None:
         qkv, attention, out, gated, down = block
-        assert isinstance(qkv, FusedLinear)
-        assert isinstance(attention, FusedAttention)
-        assert isinstance(out, FusedResidual)
-        assert isinstance(gated, FusedGated)
-        assert isinstance(down, FusedResidual)
-        edges = (
-            (qkv.x, x), (qkv.outs, (attention.q, attention.k, attention.v)),
-            (out.x, attention.out), (out.residual, x), (gated.x, out.out), (down.x, gated.out),
-            (down.residual, out.out),
-        )  # fmt: skip
-        if any(found != wanted for found, wanted in edges) or not qkv.norm or not gated.norm:
-            raise unfit(f"layer {layer}, whose ops are joined in another way")
         first = FROM_EMBEDDING if layer == 0 else 0
         pushed = layer == 0 and self.shape.num_ranks > 1
         summed = Opcode.PARTIAL if self.shape.num_ranks > 1 else Opcode.RESIDUAL
@@ -246,7 +205,6 @@ class _Builder:
             dst="ffn", norm=gated.norm, layer=layer,
         )  # fmt: skip
         self.add_linear(summed, (down.weight,), self.shape.hidden, src="ffn", dst="x", layer=layer)
-        return down.out
 
     def add_linear(
         self, opcode: Opcode, names: tuple[str, ...], rows: int, *, src: str, dst: str, layer: int,
@@ -263,7 +221,7 @@ class _Builder:
             self.placed.require_adjacent(names, starts)
             self.placed.require_biases(biases)
         for sm, queue in enumerate(self.queues):
-            first, last = self.share(rows, step, sm)
+            first, last = share(rows, step, sm, self.num_sms)
             if first == last:
                 continue
             queue.append(
@@ -287,27 +245,18 @@ class _Builder:
                 )
             )
 
-    def share(self, rows: int, step: int, sm: int) -> tuple[int, int]:
-        """First unit of an SM and of the next one; multiples of `step` units."""
-        parts = _units(rows) // step
-        return parts * sm // self.num_sms * step, parts * (sm + 1) // self.num_sms * step
-
-    def find_lightest(self, block: tuple[Fused, ...]) -> list[int]:
+    def find_lightest(self, block: Block) -> list[int]:
         """SMs in the order of the tiles that a layer's linears give them: cached keys and values,
         and the work on them, go to those with the fewest.
         """
         qkv, _, out, gated, down = block
-        assert isinstance(qkv, FusedLinear)
-        assert isinstance(out, FusedResidual)
-        assert isinstance(gated, FusedGated)
-        assert isinstance(down, FusedResidual)
         gate_up = (gated.gate, gated.up)
         matrices = ((qkv.weights, 1), ((out.weight,), 1), (gate_up, 2), ((down.weight,), 1))
         load = [0] * self.num_sms
         for names, step in matrices:
             rows = sum(map(self.placed.rows_of, names))
             for sm in range(self.num_sms):
-                first, last = self.share(rows, step, sm)
+                first, last = share(rows, step, sm, self.num_sms)
                 load[sm] += (last - first) * tiles_k(self.placed.columns[names[0]])
         return sorted(range(self.num_sms), key=lambda sm: (load[sm], sm))
 
@@ -348,12 +297,11 @@ class _Builder:
         return self.states.offset(name) // row_bytes + head * self.shape.max_context
 
 
-def _norms(op: Fused) -> list[Norm]:
-    if isinstance(op, FusedAttention):
-        return [norm for norm in (op.q_norm, op.k_norm) if norm]
-    norm = getattr(op, "norm", None)
-    return [norm] if isinstance(norm, Norm) else []
+def share(rows: int, step: int, sm: int, num_sms: int) -> tuple[int, int]:
+    """First unit of an SM and of the next one; multiples of `step` units."""
+    parts = num_units(rows) // step
+    return parts * sm // num_sms * step, parts * (sm + 1) // num_sms * step
 
 
-def _units(rows: int) -> int:
+def num_units(rows: int) -> int:
     return -(-rows // UNIT_ROWS)

@@ -18,6 +18,10 @@ from distmega.kernels.hopper.plan import DecodeQueues, Matrix
 from distmega.kernels.hopper.queues import build_queues
 from distmega.kernels.hopper.shapes import TILE_SHARED, WEIGHT_SHARED
 from distmega.kernels.hopper.words import (
+    DRAWN,
+    GREEDY,
+    LIMITED,
+    MAX_SMS,
     STAGE_CHUNKS,
     STATE_POSITION,
     STATE_TOKEN,
@@ -27,6 +31,7 @@ from distmega.kernels.hopper.words import (
     pack,
 )
 from distmega.kernels.memory import arena_views
+from distmega.kernels.runners import NO_DRAWS
 from distmega.kernels.symmetric import SymmetricMemory, Team
 from distmega.program import Program
 
@@ -72,14 +77,8 @@ class DecodeRunner:
         Raises VerifyError for a GPU or a segment that the kernel can't do.
         """
         device = weights_arena.device
-        properties = torch.cuda.get_device_properties(device)
-        if (properties.major, properties.minor) != CAPABILITY:
-            raise VerifyError(
-                f"{properties.name} of compute capability {properties.major}.{properties.minor}",
-                expected="a Hopper GPU, 9.0",
-                remedy="run the segment by library ops",
-            )
-        num_sms = num_sms or properties.multi_processor_count
+        all_sms = require_hopper(device)
+        num_sms = num_sms or all_sms
         queues = build_queues(segment, weights, states, num_sms, team.place if team else 0)
         self.segment, self.queues, shape = segment, queues, queues.shape
         self._words, self._counts = _encode(queues, device)
@@ -87,7 +86,7 @@ class DecodeRunner:
         self._embed, self._rope = views[queues.embed], views[queues.rope_table]
         self._vectors = weights_arena.view(torch.bfloat16)
         self._cache = state_arena.view(torch.bfloat16)
-        descriptors = [_describe(weights_arena, matrix) for matrix in queues.matrices]
+        descriptors = [describe(weights_arena, matrix) for matrix in queues.matrices]
         self._weights = [descriptors[min(i, len(descriptors) - 1)] for i in range(3)]
         rows = self._cache.numel() // shape.head_dim
         self._cache_tiles = TensorDescriptor.from_tensor(
@@ -105,13 +104,17 @@ class DecodeRunner:
         num_stamps = self._words.shape[0] * self._words.shape[1] * 4 if trace else 1
         self.stamps = torch.zeros(num_stamps, dtype=torch.int64, device=device)
         self._tracing = trace
+        self._settings = torch.zeros(3, device=device)
+        self._seed = torch.zeros(1, dtype=torch.int64, device=device)
 
     def launch(self, tensors: Mapping[str, Tensor]) -> None:
         """One step; `tensors` are segment_args of the segment by name, outputs are written."""
         self._state[STATE_TOKEN].copy_(tensors[self.queues.tokens][0])
         self._state[STATE_POSITION].copy_(tensors[self.queues.positions][0])
+        self._set_draw(tensors)
         self._run(1)
-        tensors[self.queues.token].copy_(self._tokens[:1])
+        if self.queues.token:
+            tensors[self.queues.token].copy_(self._tokens[:1])
         if self.queues.logits in self.segment.outputs:
             self._write_logits(tensors[self.queues.logits])
 
@@ -122,9 +125,23 @@ class DecodeRunner:
         else:
             self._team.gather(self.logits.to(out.dtype)[None], out)
 
-    def start(self, tokens: Sequence[int], positions: Sequence[int]) -> None:
-        """The next step appends the token to the one sequence, at its position."""
+    def start(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        draws: Mapping[str, Tensor] = NO_DRAWS,
+    ) -> None:
+        """The next step appends the token to the one sequence, at its position. draws: the
+        segment's inputs that say how tokens are drawn, if it draws.
+        """
         self._state[STATE_TOKEN], self._state[STATE_POSITION] = tokens[0], positions[0]
+        self._set_draw(draws)
+
+    def _set_draw(self, tensors: Mapping[str, Tensor]) -> None:
+        if draw := self.queues.draw:
+            settings = tensors[draw.sampling][0]
+            self._settings[: len(settings)].copy_(settings)
+            self._seed.copy_(tensors[draw.seeds])
 
     def decode(self, num_steps: int) -> Tensor:
         """Runs steps after those before; their tokens, int32 [num_steps, 1], on the GPU until the
@@ -138,6 +155,11 @@ class DecodeRunner:
             )
         self._run(num_steps)
         return self._tokens[:num_steps, None]
+
+    @property
+    def _choice(self) -> int:
+        draw = self.queues.draw
+        return GREEDY if draw is None else LIMITED if draw.num_candidates else DRAWN
 
     def _run(self, num_steps: int) -> None:
         queues, shape = self.queues, self.queues.shape
@@ -168,6 +190,9 @@ class DecodeRunner:
             shape.eps,
             1.0 / shape.hidden,
             shape.scale * LOG2_E,
+            self._settings,
+            self._seed,
+            queues.sample,
             self.stamps,
             D=shape.head_dim,
             G=shape.group,
@@ -176,6 +201,8 @@ class DecodeRunner:
             QK_NORM=shape.qk_norm,
             MAX_TILES_K=tiles_k,
             RANKS=shape.num_ranks,
+            CHOICE=self._choice,
+            HEAD_ROWS=max(MAX_SMS, 1 << (queues.head_rows - 1).bit_length()),
             STAGES=num_stages(tiles_k),
             AHEAD=LOADS_AHEAD,
             TRACE=self._tracing,
@@ -216,7 +243,19 @@ def _encode(queues: DecodeQueues, device: torch.device) -> tuple[Tensor, Tensor]
     return words.to(device), counts.to(device)
 
 
-def _describe(arena: Tensor, matrix: Matrix) -> TensorDescriptor:
+def require_hopper(device: torch.device) -> int:
+    """Number of SMs of a GPU that the kernels run on; VerifyError for another one."""
+    properties = torch.cuda.get_device_properties(device)
+    if (properties.major, properties.minor) != CAPABILITY:
+        raise VerifyError(
+            f"{properties.name} of compute capability {properties.major}.{properties.minor}",
+            expected="a Hopper GPU, 9.0",
+            remedy="run the segment by library ops",
+        )
+    return int(properties.multi_processor_count)
+
+
+def describe(arena: Tensor, matrix: Matrix) -> TensorDescriptor:
     """Rows of one length as [columns / 64, rows, 64], a tile being 16 slices of 8 rows."""
     columns, num_rows = matrix.columns, matrix.num_rows
     flat = arena[matrix.offset : matrix.offset + 2 * num_rows * columns].view(torch.bfloat16)

@@ -32,6 +32,13 @@ FROM_EMBEDDING = 1
 EMBEDDED = 0
 """First tagged word of that row where ranks share the embedding matrix."""
 
+GREEDY, DRAWN, LIMITED = range(3)
+"""How the kernel chooses tokens; see sample.py."""
+SAMPLE_CHUNK = 8
+"""Logits of an SM that are exchanged at a time to find the limits of a draw."""
+MAX_SMS = 256
+"""SMs that exchange them, at most: one a thread."""
+
 
 class Opcode(IntEnum):
     """What an instruction does; the first four are linears with different epilogues."""

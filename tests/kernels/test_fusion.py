@@ -1,12 +1,14 @@
 """Fusion: every family becomes five fused ops a layer; what can't fuse is named."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
 from distmega.builder import ProgramBuilder
 from distmega.errors import VerifyError
 from distmega.kernels.fusion import (
+    Draw,
     FusedAttention,
     FusedEmbedding,
     FusedGated,
@@ -18,6 +20,7 @@ from distmega.kernels.fusion import (
 )
 from distmega.models.decoder import build_decoder
 from distmega.models.presets import PRESETS
+from distmega.models.sampling import Method
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
@@ -74,6 +77,29 @@ def test_what_a_layer_fuses_to():
     assert down == FusedResidual(
         x=f"{at}.ffn_mixed", weight=f"{at}.w_down", residual=f"{at}.attn_sum", out=f"{at}.ffn_sum"
     )
+
+
+@pytest.mark.parametrize("num_candidates", [0, 8])
+def test_a_head_that_draws(num_candidates: int):
+    method = Method(kind="limited" if num_candidates else "plain", num_candidates=num_candidates)
+    program = build_decoder(PRESETS["tiny-llama"], 1, 64, method=method)
+    head = fuse_segment(program)[-1]
+    assert isinstance(head, FusedHead)
+    assert (head.logits, head.token) == ("logits", "next")
+    assert head.draw == Draw(
+        sampling="sampling", seeds="seeds", positions="positions", num_candidates=num_candidates
+    )
+
+
+def test_a_head_whose_logits_others_sort():
+    """Limits over the whole vocabulary are no part of it: the logits are the result then."""
+    program = build_decoder(PRESETS["tiny-llama"], 1, 64, method=Method(kind="limited"))
+    with pytest.raises(VerifyError, match="'limits' of kind cutoff does not fuse"):
+        fuse_segment(program)
+    rest = replace(program, ops=program.ops[:-2], outputs=("logits",))
+    head = fuse_segment(rest)[-1]
+    assert isinstance(head, FusedHead)
+    assert (head.logits, head.token, head.draw) == ("logits", "", None)
 
 
 def test_biases_are_kept():

@@ -9,7 +9,9 @@ from distmega.kernels.arena import Space, layout_arena
 from distmega.kernels.hopper.queues import DecodeQueues, build_queues
 from distmega.kernels.hopper.weight_order import matrix_columns, order_weights
 from distmega.kernels.hopper.words import (
+    MAX_SMS,
     PLACES,
+    SAMPLE_CHUNK,
     UNIT_ROWS,
     WORDS,
     Attention,
@@ -22,12 +24,13 @@ from distmega.kernels.hopper.words import (
 from distmega.models.config import ModelConfig
 from distmega.models.decoder import build_decoder
 from distmega.models.presets import PRESETS
+from distmega.models.sampling import GREEDY, Method
 
 SUPPORTED = ("smollm2-135m", "llama-3.2-1b", "qwen3-0.6b", "qwen3-8b")
 
 
-def queues_of(config: ModelConfig, num_sms: int = 132) -> DecodeQueues:
-    program = build_decoder(config, 1, 256, dtype="bf16")
+def queues_of(config: ModelConfig, num_sms: int = 132, method: Method = GREEDY) -> DecodeQueues:
+    program = build_decoder(config, 1, 256, dtype="bf16", method=method)
     weights = layout_arena(Space.WEIGHT, order_weights(program))
     states = layout_arena(Space.STATE, program.with_role("state"))
     return build_queues(program, weights, states, num_sms)
@@ -115,6 +118,21 @@ def test_queues_are_in_program_order():
             seen.add(one.opcode)
             assert place(one, seen) >= last
             last = place(one, seen)
+
+
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_draws_have_room_for_all_logits_of_an_sm(name):
+    greedy = queues_of(PRESETS[name])
+    queues = queues_of(PRESETS[name], method=Method(kind="limited", num_candidates=64))
+    heads = [queue[-1] for queue in queues.queues]
+    assert all(isinstance(one, Linear) and one.opcode is Opcode.HEAD for one in heads)
+    rows = [one.num_units * UNIT_ROWS for one in heads if isinstance(one, Linear)]
+    assert max(rows) == queues.head_rows
+    num_chunks = 1 + queues.head_rows // SAMPLE_CHUNK + 1
+    assert queues.num_words - queues.sample >= num_chunks * SAMPLE_CHUNK * MAX_SMS
+    assert queues.sample - queues.best >= 4 * len(queues.queues)
+    assert greedy.draw is None
+    assert queues.queues == greedy.queues
 
 
 def test_words_of_an_instruction():

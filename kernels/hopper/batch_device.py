@@ -1,0 +1,82 @@
+"""Events of the batched kernel, and the order in which activations lie.
+
+An event is an int32 counter that every SM counts up once a step. A wait is an acquire by one
+thread and a barrier; a signal is a barrier and a release, both at scope gpu.
+
+Activations of 16 columns and 16 sequences are one block of 512 bytes in the order in which a lane
+of m16n8k16 holds its operand: column c of sequence b is element ((b % 8) * 4 + c % 8 // 2) * 8 +
+c // 8 * 4 + b // 8 * 2 + c % 2. So x needs no shared memory on its way into a product. Next on the
+walk: batch_linear.py.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from distmega.kernels.gluon_compat import cta_barrier
+from distmega.kernels.hopper.batch_fields import (
+    BATCH,
+    BLOCK,
+    EVENT_WORDS,
+    HALF_CHUNK,
+    X_BLOCKS,
+)
+from distmega.kernels.hopper.shapes import NUM_WARPS, PER_THREAD, SLICE_K, THREADS, X_DOT
+
+_WAIT = gl.constexpr("""{
+.reg .pred mine, again, lost;
+.reg .s32 v;
+.reg .u32 n;
+mov.b32 $0, 0;
+mov.u32 n, 0;
+setp.ne.s32 mine, $3, 0;
+@!mine bra DONE;
+SPIN:
+ld.acquire.gpu.global.s32 v, [$1];
+sub.s32 v, v, $2;
+setp.lt.s32 again, v, 0;
+add.u32 n, n, 1;
+setp.gt.u32 lost, n, 16777216;
+@lost trap;
+@again bra SPIN;
+DONE:
+}""")
+"""Gives up after some ten seconds: a lost signal ends the launch with an error, not a hang."""
+
+
+@gluon.jit
+def wait_event(events, event, target):
+    """Until the counter of `event` has reached `target`; then all threads see what came before."""
+    threads = gl.arange(0, THREADS, layout=PER_THREAD)
+    gl.inline_asm_elementwise(
+        _WAIT,
+        "=r,l,r,r",
+        [events + event * EVENT_WORDS + threads * 0, target, (threads == 0).to(gl.int32)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+    cta_barrier()
+
+
+@gluon.jit
+def signal_event(events, event):
+    """Counts the event up after all stores of this partition."""
+    cta_barrier()
+    gl.atomic_add(events + event * EVENT_WORDS, 1, sem="release", scope="gpu")
+
+
+@gluon.jit
+def pair_index(column, b):
+    """Place of columns (column, column + 1), the first even, of sequence b, in int32 words."""
+    lane = (b % 8) * 4 + column % 8 // 2
+    return column // 16 * (BLOCK // 2) + lane * 4 + column % 16 // 8 * 2 + b // 8
+
+
+@gluon.jit
+def load_x(x, chunk, half: gl.constexpr):
+    """Columns 512 * half on of chunk `chunk` of x, [8 warps, 16, 64], as an operand."""
+    at = x + (chunk * 2 + half) * HALF_CHUNK + gl.arange(0, HALF_CHUNK, layout=X_BLOCKS)
+    loaded = gl.load(at, cache_modifier=".cg")
+    split = gl.reshape(loaded, [NUM_WARPS, 4, 8, 4, 2, 2, 2])
+    ordered = gl.permute(split, [0, 5, 2, 1, 4, 3, 6])
+    return gl.convert_layout(gl.reshape(ordered, [NUM_WARPS, BATCH, SLICE_K]), X_DOT)

@@ -1,0 +1,79 @@
+"""The places of batch_words.py as constants that kernels can read, and the batched kernel's
+layouts. Next on the walk: batch_device.py.
+"""
+
+from triton.experimental.gluon import language as gl
+
+from distmega.kernels.hopper import batch_words
+from distmega.kernels.hopper.batch_words import PLACES, BatchAttention, BatchLinear, Opcode
+
+
+def _place(kind: type[BatchLinear] | type[BatchAttention], name: str) -> gl.constexpr:
+    return gl.constexpr(PLACES[kind][name])
+
+
+BATCH = gl.constexpr(batch_words.BATCH)
+BLOCK = gl.constexpr(batch_words.BLOCK)
+MAX_SMS = gl.constexpr(batch_words.MAX_SMS)
+EVENT_WORDS = gl.constexpr(batch_words.EVENT_WORDS)
+GROUP_UNITS = gl.constexpr(batch_words.GROUP_UNITS)
+PARTIAL_EXTRA = gl.constexpr(batch_words.PARTIAL_EXTRA)
+STATE_EPOCH = gl.constexpr(batch_words.STATE_EPOCH)
+STATE_POSITIONS = gl.constexpr(batch_words.STATE_POSITIONS)
+
+OP_EMBED = gl.constexpr(int(Opcode.EMBED))
+OP_QKV = gl.constexpr(int(Opcode.QKV))
+OP_RESIDUAL = gl.constexpr(int(Opcode.RESIDUAL))
+OP_GATED = gl.constexpr(int(Opcode.GATED))
+OP_HEAD = gl.constexpr(int(Opcode.HEAD))
+OP_ATTENTION = gl.constexpr(int(Opcode.ATTENTION))
+
+OPCODE = _place(BatchLinear, "opcode")
+EVENT = _place(BatchLinear, "event")
+NUM_ROWS = _place(BatchLinear, "num_rows")
+DST = _place(BatchLinear, "dst")
+NUM_UNITS = _place(BatchLinear, "num_units")
+LIN_MATRIX = _place(BatchLinear, "matrix")
+LIN_WEIGHT_ROW = _place(BatchLinear, "weight_row")
+LIN_PAIR_ROW = _place(BatchLinear, "pair_row")
+LIN_NUM_TILES_K = _place(BatchLinear, "num_tiles_k")
+LIN_SRC = _place(BatchLinear, "src")
+LIN_NORM = _place(BatchLinear, "norm")
+LIN_NEXT_NORM = _place(BatchLinear, "next_norm")
+LIN_BIAS = _place(BatchLinear, "bias")
+LIN_ROW0 = _place(BatchLinear, "row0")
+ATT_K_ROW = _place(BatchAttention, "k_row")
+ATT_V_ROW = _place(BatchAttention, "v_row")
+ATT_Q_NORM = _place(BatchAttention, "q_norm")
+ATT_K_NORM = _place(BatchAttention, "k_norm")
+
+HALF_CHUNK = gl.constexpr(512 * batch_words.BATCH)
+"""Elements of 512 columns of x."""
+X_BLOCKS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[1], [2], [4], [256], [512]],
+        lane_bases=[[8], [16], [32], [64], [128]],
+        warp_bases=[[1024], [2048], [4096]],
+        block_bases=[],
+        shape=[8192],
+    )
+)
+"""[8192]: x as a product takes it, 64 columns a warp, four loads of 16 bytes a thread."""
+ROUND_UNITS = gl.constexpr(4)
+"""Units whose sums pass through shared memory together."""
+COLUMNS = gl.constexpr(128)
+"""Outputs of a unit: 16 sequences by 8 rows."""
+PARTS = gl.constexpr(gl.BlockedLayout([8, 2], [1, 32], [4, 2], [1, 0]))
+"""[4 units * 8 warps, 128]: each thread sums two outputs over all warps."""
+ROUND = gl.constexpr(gl.BlockedLayout([1, 2], [1, 32], [4, 2], [1, 0]))
+"""[4 units, 128]: two rows of one sequence a thread."""
+ROUND_COLUMNS = gl.constexpr(gl.SliceLayout(0, ROUND.value))
+PAIRS = gl.constexpr(gl.BlockedLayout([1, 1], [1, 32], [4, 2], [1, 0]))
+"""[4 units, 64]: what two neighbouring rows become when they are packed."""
+GATE_UP = gl.constexpr(gl.BlockedLayout([1, 2, 2], [1, 32, 1], [2, 2, 2], [2, 1, 0]))
+"""[2, 128, gate or up]."""
+GATE_PAIRS = gl.constexpr(gl.BlockedLayout([1, 1], [1, 32], [2, 4], [1, 0]))
+"""[2, 64]."""
+BY_SM = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0]))
+"""[16 sequences, 256 SMs]."""
+EVERYWHERE = gl.constexpr(gl.BlockedLayout([16], [32], [8], [0]))

@@ -1,0 +1,157 @@
+"""The batched decode kernel: one persistent program an SM, a loader warp and eight compute warps,
+several tokens of up to 16 sequences a launch.
+
+In: queues (batch_words.py), the weight arena, the KV caches, positions. Out: tokens, logits of the
+last step, the state advanced. Its size does not depend on the number of layers, the context, or how
+many of the 16 sequences are in use. Next on the walk: the end.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from distmega.kernels.hopper.batch_attention import attention_task, count_blocks, first_piece
+from distmega.kernels.hopper.batch_device import signal_event, wait_event
+from distmega.kernels.hopper.batch_fields import (
+    BATCH,
+    BY_SM,
+    EVENT,
+    OP_ATTENTION,
+    OP_EMBED,
+    OPCODE,
+    STATE_EPOCH,
+    STATE_POSITIONS,
+)
+from distmega.kernels.hopper.batch_linear import embed_task, linear_task, next_tokens
+from distmega.kernels.hopper.batch_loader import loader
+from distmega.kernels.hopper.batch_words import WORDS
+from distmega.kernels.hopper.device import fence_all, fetch
+from distmega.kernels.hopper.shapes import (
+    MMA_M,
+    NUM_WARPS,
+    PLAIN2,
+    PLAIN3,
+    SLICE_K,
+    TILE_ROWS,
+    TILE_SHARED,
+    UNIT_ROWS,
+)
+
+QUEUE_WORDS = gl.constexpr(WORDS)
+
+
+@gluon.jit
+def write_tokens(tokens, step, chosen):
+    """[16] tokens of a step."""
+    b = gl.arange(0, BATCH, layout=gl.SliceLayout(1, BY_SM))
+    gl.store(tokens + step * BATCH + b, chosen)
+
+
+@gluon.jit
+def compute(
+    queue, num_instructions, num_steps, state, batch, num_sms, max_context, tokens, events, acts,
+    acts16, qkv, residual, logits, sums, bests, best_rows, partials, arrivals, vectors, embed,
+    cache, rope, hidden, eps, inv_hidden, scale, red, qs, ml, scratch, bufs, ready, free, step_bar,
+    D: gl.constexpr, G: gl.constexpr, H: gl.constexpr, KVH: gl.constexpr, QK_NORM: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Partition of eight warps."""
+    sm = gl.program_id(0)
+    epoch0 = gl.load(state + STATE_EPOCH)
+    it = 0
+    words = fetch(queue, 0)
+    for step in range(num_steps):
+        total = count_blocks(state, batch, step, KVH)
+        sequence, head, block, left, start = first_piece(
+            state, batch, step, total, sm, num_sms, KVH
+        )
+        for i in range(num_instructions):
+            ahead = fetch(queue, gl.where(i + 1 == num_instructions, 0, i + 1))
+            event = words[EVENT]
+            epoch = epoch0 + step + gl.where(event > 0, 1, 0)
+            before = gl.where(event > 0, event, num_instructions) - 1
+            wait_event(events, before, epoch * num_sms)
+            if words[OPCODE] == OP_ATTENTION:
+                it = attention_task(
+                    words, qkv, acts, vectors, cache, rope, state, partials, arrivals, batch, step,
+                    sm, num_sms, max_context, eps, scale, qs, ml, scratch, bufs, ready, free, it,
+                    sequence, head, block, left, start, total, D, G, H, KVH, QK_NORM, STAGES,
+                )
+            elif words[OPCODE] == OP_EMBED:
+                fence_all()
+                mbarrier.arrive(step_bar.index(0), count=1)
+                chosen = next_tokens(bests, best_rows)
+                if (sm == 0) & (step > 0):
+                    write_tokens(tokens, step - 1, chosen)
+                embed_task(words, chosen, embed, residual, acts, vectors, sums, sm, hidden)
+            else:
+                it = linear_task(
+                    words, acts, acts16, qkv, residual, logits, vectors, sums, bests, best_rows,
+                    sm, hidden, eps, inv_hidden, red, bufs, ready, free, it, STAGES,
+                )
+            signal_event(events, event)
+            words = ahead
+    if sm == 0:
+        wait_event(events, num_instructions - 1, (epoch0 + num_steps) * num_sms)
+        write_tokens(tokens, num_steps - 1, next_tokens(bests, best_rows))
+        b = gl.arange(0, BATCH, layout=gl.SliceLayout(1, BY_SM))
+        position = gl.load(state + STATE_POSITIONS + b)
+        gl.store(state + STATE_POSITIONS + b, position + num_steps)
+        gl.store(state + STATE_EPOCH, epoch0 + num_steps)
+
+
+@gluon.jit(do_not_specialize=["num_instructions", "num_steps", "batch", "num_sms", "max_context"])
+def decode_batch(
+    weights0, weights1, weights2, cache_tiles, queues, num_instructions, num_steps, state, batch,
+    num_sms, max_context, tokens, events, acts, acts16, qkv, residual, logits, sums, bests,
+    best_rows, partials, arrivals, vectors, embed, cache, rope, hidden, eps, inv_hidden, scale,
+    D: gl.constexpr, G: gl.constexpr, H: gl.constexpr, KVH: gl.constexpr, QK_NORM: gl.constexpr,
+    STAGES: gl.constexpr, AHEAD: gl.constexpr,
+):
+    """num_steps decode steps of `batch` sequences; one program an SM, all resident.
+
+    weights0 to 2: descriptors of row-major matrices, one a row length k: bf16 [k / 64, rows, 64].
+    cache_tiles: descriptor of cache, bf16 [rows, d]. vectors: norm weights and biases, bf16.
+    embed: bf16 [vocab, hidden]. queues: int32 [num_sms, num_instructions, 16]. events: int32
+    counters, 128 bytes apart. acts and acts16: activations, as int32 pairs and as bf16. qkv: f32
+    [16, rows]. residual: f32 [16, hidden], each row used by one SM. sums, bests, best_rows: [16,
+    256], f32, f32, int32. partials: f32, two a SM. arrivals: int32 [16 * kv heads]. rope: f32
+    [t, d], cosines then sines. logits: f32 [16, vocab]. All but partials, qkv and logits must be
+    zero when allocated, bests -inf.
+    """
+    sm = gl.program_id(0)
+    queue = queues + sm * num_instructions * QUEUE_WORDS
+    bufs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TILE_ROWS, SLICE_K], TILE_SHARED)
+    red = gl.allocate_shared_memory(gl.float32, [4 * NUM_WARPS, MMA_M, UNIT_ROWS], PLAIN3)
+    scratch = red._reinterpret(gl.float32, [NUM_WARPS, UNIT_ROWS, 64], PLAIN3)
+    qs = gl.allocate_shared_memory(gl.bfloat16, [D // 64, MMA_M, 64], PLAIN2)
+    ml = gl.allocate_shared_memory(gl.float32, [2, NUM_WARPS, MMA_M], PLAIN2)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    step_bar = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(ready.index(s), count=1)
+        mbarrier.init(free.index(s), count=1)
+    mbarrier.init(step_bar.index(0), count=1)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (
+                compute,
+                (
+                    queue, num_instructions, num_steps, state, batch, num_sms, max_context, tokens,
+                    events, acts, acts16, qkv, residual, logits, sums, bests, best_rows, partials,
+                    arrivals, vectors, embed, cache, rope, hidden, eps, inv_hidden, scale, red, qs,
+                    ml, scratch, bufs, ready, free, step_bar, D, G, H, KVH, QK_NORM, STAGES,
+                ),
+            ),
+            (
+                loader,
+                (
+                    weights0, weights1, weights2, cache_tiles, queue, num_instructions, num_steps,
+                    state, batch, num_sms, max_context, bufs, ready, free, step_bar, KVH, D // 64,
+                    STAGES, AHEAD,
+                ),
+            ),
+        ], [1], [40],
+    )

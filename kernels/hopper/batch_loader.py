@@ -1,0 +1,123 @@
+"""The loader warp of the batched kernel: keeps the ring full, ahead of every dependency.
+
+In: the queue, descriptors of the weight arena and of the KV cache, positions. Out: ring slots in
+the order in which the tasks of batch_linear.py and batch_attention.py take them. The only wait
+besides free slots is for the start of a step, before its first cached keys are read. Next on the
+walk: batch_linear.py.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from distmega.kernels.gluon_compat import tma_load
+from distmega.kernels.hopper.batch_attention import blocks_of, count_blocks, first_piece
+from distmega.kernels.hopper.batch_fields import (
+    ATT_K_ROW,
+    ATT_V_ROW,
+    GROUP_UNITS,
+    LIN_MATRIX,
+    LIN_NUM_TILES_K,
+    LIN_PAIR_ROW,
+    LIN_WEIGHT_ROW,
+    NUM_UNITS,
+    OP_ATTENTION,
+    OP_EMBED,
+    OP_GATED,
+    OPCODE,
+)
+from distmega.kernels.hopper.device import fetch, keep
+from distmega.kernels.hopper.loader import load_block, next_slot
+from distmega.kernels.hopper.shapes import SLICE_K, SLICES, TILE_ROWS, UNIT_ROWS
+
+
+@gluon.jit
+def load_tile(
+    weights0, weights1, weights2, matrix, row, k, bufs, ready, free, it, STAGES: gl.constexpr,
+    AHEAD: gl.constexpr,
+):
+    """UNIT_ROWS rows of a weight matrix, TILE_K columns; zeros past the last."""
+    slot = next_slot(ready, free, it, STAGES, AHEAD)
+    tile = bufs.index(slot).reshape([SLICES, UNIT_ROWS, SLICE_K])
+    if matrix == 0:
+        tma_load(weights0, [k * SLICES, row, 0], ready.index(slot), tile)
+    elif matrix == 1:
+        tma_load(weights1, [k * SLICES, row, 0], ready.index(slot), tile)
+    else:
+        tma_load(weights2, [k * SLICES, row, 0], ready.index(slot), tile)
+    return it + 1
+
+
+@gluon.jit
+def load_rows(
+    words, weights0, weights1, weights2, bufs, ready, free, it, STAGES: gl.constexpr,
+    AHEAD: gl.constexpr,
+):
+    """The rows of a linear task: groups of units, each group tile by tile along k."""
+    num_units = words[NUM_UNITS]
+    for group in range(0, keep(num_units), GROUP_UNITS):
+        stop = gl.minimum(group + GROUP_UNITS, num_units)
+        for k in range(keep(words[LIN_NUM_TILES_K])):
+            for unit in range(keep(group), keep(stop)):
+                row = words[LIN_WEIGHT_ROW] + unit * UNIT_ROWS
+                if words[OPCODE] == OP_GATED:
+                    first = gl.where(unit % 2 == 0, words[LIN_WEIGHT_ROW], words[LIN_PAIR_ROW])
+                    row = first + unit // 2 * UNIT_ROWS
+                it = load_tile(
+                    weights0, weights1, weights2, words[LIN_MATRIX], row, k, bufs, ready, free, it,
+                    STAGES, AHEAD,
+                )
+    return it
+
+
+@gluon.jit
+def load_share(
+    words, cache, state, batch, step, sm, num_sms, max_context, bufs, ready, free, it,
+    KVH: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
+):
+    """The cached blocks of this SM's share, keys and values of a block in turn."""
+    total = count_blocks(state, batch, step, KVH)
+    sequence, head, block, left, _ = first_piece(state, batch, step, total, sm, num_sms, KVH)
+    while left > 0:
+        num = gl.minimum(left, blocks_of(state, sequence, step) - block)
+        row0 = (sequence * KVH + head) * max_context
+        for i in range(keep(block), keep(block + num)):
+            row = row0 + i * TILE_ROWS
+            it = load_block(
+                cache, words[ATT_K_ROW] + row, bufs, ready, free, it, HALVES, STAGES, AHEAD
+            )
+            it = load_block(
+                cache, words[ATT_V_ROW] + row, bufs, ready, free, it, HALVES, STAGES, AHEAD
+            )
+        left -= num
+        block = 0
+        is_next = head + 1 == KVH
+        sequence = gl.where(is_next, sequence + 1, sequence)
+        head = gl.where(is_next, 0, head + 1)
+    return it
+
+
+@gluon.jit
+def loader(
+    weights0, weights1, weights2, cache, queue, num_instructions, num_steps, state, batch, num_sms,
+    max_context, bufs, ready, free, step_bar, KVH: gl.constexpr, HALVES: gl.constexpr,
+    STAGES: gl.constexpr, AHEAD: gl.constexpr,
+):
+    """Partition of one warp. HALVES: ring slots a block of keys takes (head dim / 64)."""
+    sm = gl.program_id(0)
+    it = 0
+    words = fetch(queue, 0)
+    for step in range(num_steps):
+        for i in range(num_instructions):
+            ahead = fetch(queue, gl.where(i + 1 == num_instructions, 0, i + 1))
+            if words[OPCODE] == OP_ATTENTION:
+                mbarrier.wait(step_bar.index(0), step & 1)
+                it = load_share(
+                    words, cache, state, batch, step, sm, num_sms, max_context, bufs, ready, free,
+                    it, KVH, HALVES, STAGES, AHEAD,
+                )
+            elif words[OPCODE] != OP_EMBED:
+                it = load_rows(
+                    words, weights0, weights1, weights2, bufs, ready, free, it, STAGES, AHEAD
+                )
+            words = ahead

@@ -1,0 +1,193 @@
+"""Runs the batched decode kernel on a GPU: the queues, buffers and launches of one segment.
+
+In: a segment of a step of up to 16 sequences, the arenas of weights and states on the GPU. Out: a
+SteppingRunner, as runner.py's for one sequence. Next on the walk: batch_kernel.py.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from distmega.errors import RequestError, VerifyError
+from distmega.kernels.arena import ArenaLayout
+from distmega.kernels.hopper import batch_kernel
+from distmega.kernels.hopper.batch_queues import CHUNK, BatchQueues, build_batch_queues
+from distmega.kernels.hopper.batch_words import (
+    BATCH,
+    EVENT_WORDS,
+    MAX_SMS,
+    PARTIAL_EXTRA,
+    STATE_POSITIONS,
+    STATE_WORDS,
+    WORDS,
+    pack,
+)
+from distmega.kernels.hopper.runner import LOG2_E, MAX_STEPS, describe, require_hopper
+from distmega.kernels.hopper.shapes import TILE_SHARED
+from distmega.kernels.memory import arena_views
+from distmega.kernels.runners import NO_DRAWS
+from distmega.kernels.symmetric import Team
+from distmega.program import Program
+
+STAGES = 12
+"""Ring slots: what fits beside the sums of four units."""
+AHEAD = 4
+"""Loads under way at a time, at most."""
+MAX_GROUP = 8
+
+
+class BatchRunner:
+    """The batched decode kernel bound to the memory of one GPU."""
+
+    def __init__(
+        self,
+        segment: Program,
+        *,
+        weights: ArenaLayout,
+        weights_arena: Tensor,
+        states: ArenaLayout,
+        state_arena: Tensor,
+        team: Team | None = None,
+        num_sms: int = 0,
+    ) -> None:
+        """As DecodeRunner, for one rank. Raises VerifyError for a GPU, a segment or a team that the
+        kernel can't do.
+        """
+        if team is not None:
+            raise VerifyError(
+                "several sequences on ranks that share the decode kernel",
+                expected="one sequence, or one rank",
+                remedy="run the segment by library ops",
+            )
+        device = weights_arena.device
+        all_sms = require_hopper(device)
+        queues = build_batch_queues(segment, weights, states, num_sms or all_sms)
+        self.segment, self.queues, shape = segment, queues, queues.shape
+        self._words = _encode(queues).to(device)
+        views = arena_views(weights, weights_arena)
+        self._embed, self._rope = views[queues.embed], views[queues.rope_table]
+        self._vectors = weights_arena.view(torch.bfloat16)
+        self._cache = state_arena.view(torch.bfloat16)
+        descriptors = [describe(weights_arena, matrix) for matrix in queues.matrices]
+        self._weights = [descriptors[min(i, len(descriptors) - 1)] for i in range(3)]
+        rows = self._cache.numel() // shape.head_dim
+        self._cache_tiles = TensorDescriptor.from_tensor(
+            self._cache[: rows * shape.head_dim].view(rows, shape.head_dim),
+            [128, 64],
+            TILE_SHARED.value,
+        )
+        num_sms, num_events = self._words.shape[:2]
+
+        def zeros(*extents: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.zeros(extents, dtype=dtype, device=device)
+
+        self._events = zeros(num_events * EVENT_WORDS, dtype=torch.int32)
+        self._acts = zeros(queues.num_chunks * CHUNK, dtype=torch.bfloat16)
+        self._qkv = zeros(BATCH, queues.qkv_rows)
+        self._residual = zeros(BATCH, shape.hidden)
+        self.logits = zeros(BATCH, shape.vocab)
+        self._sums = zeros(BATCH, MAX_SMS)
+        self._bests = zeros(BATCH, MAX_SMS)
+        self._best_rows = zeros(BATCH, MAX_SMS, dtype=torch.int32)
+        self._partials = zeros(num_sms * 2, MAX_GROUP * shape.head_dim + PARTIAL_EXTRA)
+        self._arrivals = zeros(BATCH * shape.num_kv_heads, dtype=torch.int32)
+        self._state = zeros(STATE_WORDS, dtype=torch.int32)
+        self._tokens = zeros(MAX_STEPS, BATCH, dtype=torch.int32)
+        self._num_sequences = queues.batch
+
+    def launch(self, tensors: Mapping[str, Tensor]) -> None:
+        """One step; `tensors` are segment_args of the segment by name, outputs are written."""
+        queues = self.queues
+        self._begin(tensors[queues.tokens], tensors[queues.positions])
+        self._run(1)
+        tensors[queues.token].copy_(self._tokens[0, : queues.batch])
+        if queues.logits in self.segment.outputs:
+            tensors[queues.logits].copy_(self.logits[: queues.batch])
+
+    def start(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        draws: Mapping[str, Tensor] = NO_DRAWS,
+    ) -> None:
+        """The next step appends a token to each of the first sequences, at its position. draws:
+        none, since build_batch_queues refuses segments that draw.
+        """
+        device = self._state.device
+        self._begin(torch.tensor(tokens, device=device), torch.tensor(positions, device=device))
+
+    def decode(self, num_steps: int) -> Tensor:
+        """Runs steps after those before; their tokens, int32 [num_steps, sequences], on the GPU
+        until the next call. The caller sees to it that the caches have room.
+        """
+        if not 1 <= num_steps <= MAX_STEPS:
+            raise RequestError(
+                f"{num_steps} steps in one launch",
+                expected=f"1 to {MAX_STEPS}",
+                remedy="launch more often",
+            )
+        self._run(num_steps)
+        return self._tokens[:num_steps, : self._num_sequences]
+
+    def _begin(self, tokens: Tensor, positions: Tensor) -> None:
+        """Puts the tokens where the kernel looks for those of the step before."""
+        num = len(tokens)
+        self._num_sequences = num
+        self._bests.fill_(-math.inf)
+        self._bests[:, 0] = 0.0
+        self._best_rows[:num, 0] = tokens.to(torch.int32)
+        self._state[STATE_POSITIONS : STATE_POSITIONS + num] = positions.to(torch.int32)
+
+    def _run(self, num_steps: int) -> None:
+        queues, shape = self.queues, self.queues.shape
+        batch_kernel.decode_batch[(len(queues.queues),)](
+            *self._weights,
+            self._cache_tiles,
+            self._words,
+            self._words.shape[1],
+            num_steps,
+            self._state,
+            self._num_sequences,
+            len(queues.queues),
+            shape.max_context,
+            self._tokens,
+            self._events,
+            self._acts.view(torch.int32),
+            self._acts,
+            self._qkv,
+            self._residual,
+            self.logits,
+            self._sums,
+            self._bests,
+            self._best_rows,
+            self._partials,
+            self._arrivals,
+            self._vectors,
+            self._embed,
+            self._cache,
+            self._rope,
+            shape.hidden,
+            shape.eps,
+            1.0 / shape.hidden,
+            shape.scale * LOG2_E,
+            D=shape.head_dim,
+            G=shape.group,
+            H=shape.num_heads,
+            KVH=shape.num_kv_heads,
+            QK_NORM=shape.qk_norm,
+            STAGES=STAGES,
+            AHEAD=AHEAD,
+            num_warps=8,
+            launch_cooperative_grid=True,
+        )
+
+
+def _encode(queues: BatchQueues) -> Tensor:
+    """Words [num_sms, instructions, WORDS], int32."""
+    rows = [list(map(pack, queue)) for queue in queues.queues]
+    words = torch.tensor(rows, dtype=torch.int32)
+    assert words.shape[2] == WORDS
+    return words

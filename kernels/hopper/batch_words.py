@@ -1,0 +1,114 @@
+"""Device words of the batched decode kernel: the only file that knows where a field of one of its
+instructions lies.
+
+An instruction is WORDS int32 words. Every SM has the same instructions in the same order, each
+with its own part of the rows; instruction i waits until all SMs have done instruction i - 1 and
+then counts up event i. Numbers are int32 and float32 in places of their own, activations bf16 in
+the order of BLOCK (see batch_device.py). Next on the walk: batch_queues.py.
+"""
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+WORDS = 16
+
+BATCH = 16
+"""Sequences that the kernel computes, whether all are in use or not: the rows of an m16n8k16."""
+BLOCK = 16 * BATCH
+"""Elements of 16 columns of x, which lie together."""
+MAX_SMS = 256
+"""SMs that sums of squares and best tokens have places for."""
+EVENT_WORDS = 32
+"""int32 words from one event to the next: 128 bytes."""
+GROUP_UNITS = 8
+"""Units of 8 weight rows that a task multiplies by one read of x."""
+PARTIAL_EXTRA = 16
+"""float32 words after the 8 rows of outputs of a partial: 8 maxima, 8 sums."""
+
+STATE_EPOCH = 0
+"""Word of the device state: steps run so far."""
+STATE_POSITIONS = 32
+"""Words from here on: position of each sequence's next token."""
+STATE_WORDS = STATE_POSITIONS + BATCH
+
+
+class Opcode(IntEnum):
+    """What an instruction does; QKV to HEAD are linears with different epilogues."""
+
+    EMBED = 0
+    QKV = 1
+    RESIDUAL = 2
+    GATED = 3
+    HEAD = 4
+    ATTENTION = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchLinear:
+    """8 * num_units rows of a matrix times x of all sequences, then the epilogue of the opcode.
+
+    matrix: which of the weight descriptors; weight_row: row there of the first unit. GATED takes
+    units in turn from there and from pair_row on, 8 gate rows and 8 up rows, and counts rows of
+    both. num_tiles_k: tiles of 1024 columns. src: first chunk of x in the activations, a chunk
+    being 1024 columns. dst: first element of the output. norm: 1 where x carries its norm's weight
+    already and only the factor is missing. bias: offset in the vectors, or -1. next_norm: offset of
+    the weights that the output is multiplied by for the norm after it. row0: first row of the
+    output; num_rows: of the whole output. EMBED has rows of the embedding as output and no matrix.
+    """
+
+    opcode: Opcode
+    event: int
+    row0: int
+    num_units: int
+    num_rows: int
+    matrix: int = 0
+    weight_row: int = 0
+    pair_row: int = 0
+    num_tiles_k: int = 0
+    src: int = 0
+    norm: int = 0
+    bias: int = -1
+    dst: int = 0
+    next_norm: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchAttention:
+    """This SM's share of the cached positions of all sequences and kv heads, found at run time.
+
+    k_row, v_row: first row of this layer in the cache matrix [rows, d]. num_rows: of the qkv
+    output. dst: first element of the attention output. q_norm, k_norm: offsets in the vectors.
+    """
+
+    event: int
+    k_row: int
+    v_row: int
+    num_rows: int
+    dst: int
+    q_norm: int
+    k_norm: int
+    opcode: Opcode = Opcode.ATTENTION
+
+
+BatchInstruction = BatchLinear | BatchAttention
+
+PLACES: dict[type[BatchInstruction], dict[str, int]] = {
+    BatchLinear: {
+        "opcode": 0, "event": 1, "weight_row": 2, "num_units": 3, "num_tiles_k": 4, "src": 5,
+        "norm": 6, "next_norm": 7, "bias": 9, "dst": 10, "row0": 11, "num_rows": 13, "matrix": 14,
+        "pair_row": 15,
+    },
+    BatchAttention: {
+        "opcode": 0, "event": 1, "k_row": 2, "v_row": 4, "q_norm": 8, "k_norm": 9, "dst": 10,
+        "num_rows": 13,
+    },
+}  # fmt: skip
+"""Word of each field. Fields that kernels read before they look at the opcode share a place."""
+
+
+def pack(instruction: BatchInstruction) -> list[int]:
+    """The WORDS words of an instruction."""
+    words = [0] * WORDS
+    for name, place in PLACES[type(instruction)].items():
+        words[place] = int(getattr(instruction, name))
+    return words

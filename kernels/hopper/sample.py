@@ -1,0 +1,288 @@
+"""Drawing the next token in the kernel: what every SM does with its logits once the head is done.
+
+In: this SM's logits, the settings and the seed of the request. Out: its best candidate, tagged, in
+the place where the greedy kernel has its highest logit, so that all else stays as it is. A token is
+the argmax of logit + temperature * Gumbel noise (choice.py is the reference). LIMITED takes only
+logits from a cutoff on, which all SMs find alike, in two exchanges: the highest logit of each warp
+of each SM, which bounds the top_k-th from below, then the few logits that reach this bound. SMs
+with more than 8 of these write further chunks of 8, so that any logits are handled exactly; up to
+two chunks stay in registers. Next on the walk: kernel.py.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from distmega.kernels.gluon_compat import cta_barrier
+from distmega.kernels.hopper import words
+from distmega.kernels.hopper.device import as_float, spin_packed, tagged, tagged_float
+from distmega.kernels.hopper.fields import CHUNK, LIMITED
+from distmega.kernels.hopper.shapes import NUM_WARPS, PER_THREAD, THREADS
+
+CHUNK_WORDS = gl.constexpr(words.SAMPLE_CHUNK * words.MAX_SMS)
+"""Tagged words of a chunk of every SM: pairs of an SM's words in planes of 512."""
+PROBES = gl.constexpr(6)
+"""Halvings of the range in which the lower bound is looked for; more leave fewer candidates."""
+LOW_BITS = gl.constexpr(0xFFFFFFFF)
+
+
+@gluon.jit
+def philox(rows, position, seed):
+    """First word of Philox4x32-10 at counter (row, position, 0, 0), as uint32."""
+    c0 = rows.to(gl.uint32)
+    zero = c0 ^ c0
+    c1 = zero + position.to(gl.uint32)
+    c2 = zero
+    c3 = zero
+    k0 = zero + (seed & LOW_BITS).to(gl.uint32)
+    k1 = zero + ((seed >> 32) & LOW_BITS).to(gl.uint32)
+    m0 = zero + 0xD2511F53
+    m1 = zero + 0xCD9E8D57
+    for _ in gl.static_range(10):
+        high0 = gl.umulhi(c0, m0)
+        low0 = c0 * m0
+        high1 = gl.umulhi(c2, m1)
+        low1 = c2 * m1
+        c0 = high1 ^ c1 ^ k0
+        c1 = low1
+        c2 = high0 ^ c3 ^ k1
+        c3 = low0
+        k0 += 0x9E3779B9
+        k1 += 0xBB67AE85
+    return c0
+
+
+@gluon.jit
+def gumbel(rows, position, seed):
+    """-log(-log(1 - u)) of u = (philox + 1/2) / 2^32; a series where 1 - u would lose its digits.
+
+    The last digits of large u, which give the least noise, are lost.
+    """
+    u = (philox(rows, position, seed).to(gl.float32) + 0.5) * 2.3283064365386963e-10
+    u = gl.minimum(u, 0.99999994)
+    series = u * (0.2 + u * (1.0 / 6.0))
+    series = u * (0.5 + u * (1.0 / 3.0 + u * (0.25 + series)))
+    exponential = gl.where(u < 0.0625, u + u * series, -gl.log(1.0 - u))
+    return -gl.log(exponential)
+
+
+@gluon.jit
+def chunk_place(slot, sm):
+    """Tagged word of slot `slot` of an SM."""
+    pair = slot % CHUNK // 2
+    return slot // CHUNK * CHUNK_WORDS + pair * 512 + sm * 2 + slot % 2
+
+
+@gluon.jit
+def read_chunk(exchange, first, tag, alive):
+    """The 8 logits of every SM that has this chunk, an SM a thread; -inf where it has none."""
+    at = exchange + first + 2 * gl.arange(0, THREADS, layout=PER_THREAD)
+    none = float("-inf")
+    w0, w1, w2, w3, w4, w5, w6, w7 = spin_packed(at, tag, gl.where(alive, CHUNK_WORDS, 0))
+    return (
+        gl.where(alive, as_float(w0), none),
+        gl.where(alive, as_float(w1), none),
+        gl.where(alive, as_float(w2), none),
+        gl.where(alive, as_float(w3), none),
+        gl.where(alive, as_float(w4), none),
+        gl.where(alive, as_float(w5), none),
+        gl.where(alive, as_float(w6), none),
+        gl.where(alive, as_float(w7), none),
+    )
+
+
+@gluon.jit
+def masses(values, highest, heat):
+    """exp((value - highest) / heat) of the values of a chunk."""
+    scale = 1.4426950408889634 / heat
+    return (
+        gl.exp2((values[0] - highest) * scale),
+        gl.exp2((values[1] - highest) * scale),
+        gl.exp2((values[2] - highest) * scale),
+        gl.exp2((values[3] - highest) * scale),
+        gl.exp2((values[4] - highest) * scale),
+        gl.exp2((values[5] - highest) * scale),
+        gl.exp2((values[6] - highest) * scale),
+        gl.exp2((values[7] - highest) * scale),
+    )
+
+
+@gluon.jit
+def add_chunk(values, mass, least, num, total):
+    """Adds how many values a thread has from `least` on, and their mass."""
+    for i in gl.static_range(CHUNK):
+        hit = values[i] >= least
+        num += hit.to(gl.int32)
+        total += gl.where(hit, mass[i], 0.0)
+    return num, total
+
+
+@gluon.jit
+def add_pairs(num0, mass0, num1, mass1):
+    """Sums of both."""
+    return num0 + num1, mass0 + mass1
+
+
+@gluon.jit
+def tally(held, least, highest, heat, exchange, first, tag, num_more):
+    """Number and mass of the candidates from `least` on: of two chunks held, and of num_more."""
+    num = gl.zeros([THREADS], gl.int32, layout=PER_THREAD)
+    total = gl.zeros([THREADS], gl.float32, layout=PER_THREAD)
+    num, total = add_chunk(held[0], held[1], least, num, total)
+    num, total = add_chunk(held[2], held[3], least, num, total)
+    alive = held[2][CHUNK - 1] > float("-inf")
+    for chunk in range(2, num_more + 2):
+        more = read_chunk(exchange, first + chunk * CHUNK_WORDS, tag, alive)
+        num, total = add_chunk(more, masses(more, highest, heat), least, num, total)
+        alive = more[CHUNK - 1] > float("-inf")
+    return gl.reduce((num, total), 0, add_pairs)
+
+
+@gluon.jit
+def count(values, least):
+    """Number of values from `least` on."""
+    num = gl.zeros([THREADS], gl.int32, layout=PER_THREAD)
+    for i in gl.static_range(CHUNK):
+        num += (values[i] >= least).to(gl.int32)
+    return gl.sum(num, axis=0)
+
+
+@gluon.jit
+def bounds(values):
+    """Lowest and highest of some values, -inf ones left out of the lowest."""
+    low = gl.full([THREADS], float("inf"), gl.float32, layout=PER_THREAD)
+    high = gl.full([THREADS], float("-inf"), gl.float32, layout=PER_THREAD)
+    for i in gl.static_range(CHUNK):
+        low = gl.minimum(low, gl.where(values[i] > float("-inf"), values[i], float("inf")))
+        high = gl.maximum(high, values[i])
+    return gl.reduce((low, high), 0, widen)
+
+
+@gluon.jit
+def widen(low0, high0, low1, high1):
+    """Bounds of both."""
+    return gl.minimum(low0, low1), gl.maximum(high0, high1)
+
+
+@gluon.jit
+def lower_bound(values, lowest, highest, top_k):
+    """A number that at least top_k of the values reach, close below the top_k-th; -inf if there are
+    fewer values.
+    """
+    bound = lowest
+    if count(values, lowest) < top_k:
+        bound = float("-inf")
+    else:
+        high = highest
+        for _ in gl.static_range(PROBES):
+            middle = bound + (high - bound) * 0.5
+            if count(values, middle) >= top_k:
+                bound = middle
+            else:
+                high = middle
+    return bound
+
+
+@gluon.jit
+def publish(x, bound, exchange, first, sm, tag, ROWS: gl.constexpr):
+    """This SM's logits from `bound` on, in chunks; slots left of the last chunk hold -inf, and a
+    full chunk is followed by another.
+    """
+    hit = (x >= bound) & (x > float("-inf"))
+    flags = hit.to(gl.int32)
+    ends = gl.associative_scan(flags, 0, add)
+    gl.store(exchange + first + chunk_place(ends - 1, sm), tagged_float(x, tag), mask=hit)
+    num = gl.sum(flags, axis=0)
+    slot = num + gl.arange(0, CHUNK, layout=PER_THREAD)
+    none = gl.full([CHUNK], float("-inf"), gl.float32, layout=PER_THREAD)
+    wanted = slot < num // CHUNK * CHUNK + CHUNK
+    gl.store(exchange + first + chunk_place(slot, sm), tagged_float(none, tag), mask=wanted)
+
+
+@gluon.jit
+def add(a, b):
+    """a + b."""
+    return a + b
+
+
+@gluon.jit
+def find_cutoff(x, sampling, exchange, first, sm, num_sms, tag, ROWS: gl.constexpr):
+    """The least logit that may be drawn, the same number on every SM; see ops.cutoff."""
+    heat = gl.maximum(gl.load(sampling), 1e-30)
+    top_k = gl.load(sampling + 1).to(gl.int32)
+    top_p = gl.load(sampling + 2)
+    lanes: gl.constexpr = [NUM_WARPS, ROWS // NUM_WARPS]
+    peaks = gl.convert_layout(gl.max(gl.reshape(x, lanes), axis=1), PER_THREAD)
+    slots = gl.arange(0, NUM_WARPS, layout=PER_THREAD)
+    gl.store(exchange + first + chunk_place(slots, sm), tagged_float(peaks, tag))
+    present = gl.arange(0, THREADS, layout=PER_THREAD) < num_sms
+    values = read_chunk(exchange, first, tag, present)
+    lowest, highest = bounds(values)
+    low = lower_bound(values, lowest, highest, top_k)
+    first += CHUNK_WORDS
+    publish(x, low, exchange, first, sm, tag, ROWS)
+    values = read_chunk(exchange, first, tag, present)
+    full = values[CHUNK - 1] > float("-inf")
+    second = read_chunk(exchange, first + CHUNK_WORDS, tag, full)
+    full = second[CHUNK - 1] > float("-inf")
+    num_more = 0
+    while gl.max(full.to(gl.int32), axis=0) > 0:
+        num_more += 1
+        more = read_chunk(exchange, first + (num_more + 1) * CHUNK_WORDS, tag, full)
+        full = more[CHUNK - 1] > float("-inf")
+    held = values, masses(values, highest, heat), second, masses(second, highest, heat)
+    above = highest + gl.maximum(gl.abs(highest) * 1e-3, 1e-3)
+    low_num, mass = tally(held, low, highest, heat, exchange, first, tag, num_more)
+    high = above
+    middle = low + (high - low) * 0.5
+    while (low_num > top_k) & (middle > low) & (middle < high):
+        num, found = tally(held, middle, highest, heat, exchange, first, tag, num_more)
+        if num >= top_k:
+            low = middle
+            low_num = num
+            mass = found
+        else:
+            high = middle
+        middle = low + (high - low) * 0.5
+    if top_p < 1.0:
+        wanted = mass * top_p
+        high = above
+        high_num = 0
+        middle = low + (high - low) * 0.5
+        while (low_num - high_num > 1) & (middle > low) & (middle < high):
+            num, found = tally(held, middle, highest, heat, exchange, first, tag, num_more)
+            if found >= wanted:
+                low = middle
+                low_num = num
+            else:
+                high = middle
+                high_num = num
+            middle = low + (high - low) * 0.5
+    return low
+
+
+@gluon.jit
+def sample_task(
+    row0, limit, logits, sampling, seeds, position, exchange, sample_words, best_words, sm, num_sms,
+    tag, KIND: gl.constexpr, ROWS: gl.constexpr,
+):  # fmt: skip
+    """Publishes the best candidate of rows row0 to limit, at most ROWS of them.
+
+    sampling: f32, (temperature, top_k, top_p) where LIMITED, else (temperature, least logit).
+    seeds: i64. position: of the token before the drawn one. sample_words: where in the exchange
+    chunks begin.
+    """
+    spread: gl.constexpr = gl.BlockedLayout([ROWS // THREADS], [32], [8], [0])
+    place = gl.arange(0, ROWS, layout=spread)
+    per: gl.constexpr = ROWS // THREADS
+    row = row0 + place % per * THREADS + place // per
+    cta_barrier()
+    x = gl.load(logits + row, mask=row < limit, other=float("-inf"))
+    cutoff = gl.load(sampling + 1)
+    if KIND == LIMITED:
+        cutoff = find_cutoff(x, sampling, exchange, sample_words, sm, num_sms, tag, ROWS)
+    noise = gumbel(row, position, gl.load(seeds))
+    drawn = gl.where(x >= cutoff, x + gl.load(sampling) * noise, float("-inf"))
+    value = gl.max(drawn, axis=0)
+    index = gl.min(gl.where((drawn == value) & (row < limit), row, 0x7FFFFFFF), axis=0)
+    gl.store(exchange + best_words + 2 * sm, tagged_float(value, tag))
+    gl.store(exchange + best_words + 2 * sm + 1, tagged(index, tag))

@@ -1,0 +1,130 @@
+"""Drawing inside the decode kernel: the library's tokens for the same logits and seed."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from distmega.engine import Engine
+from distmega.hostir import choice
+from distmega.hostir.comm import SingleCommunicator
+from distmega.kernels.hopper.words import DRAWN, LIMITED, MAX_SMS, SAMPLE_CHUNK
+from distmega.models.load import open_model
+from distmega.models.sampling import Sampling
+from distmega.requests import EngineOptions
+from distmega.sharding.mesh import DeviceMesh
+from tests.gpu import sample_kernel
+
+pytestmark = pytest.mark.gpu
+
+NUM_DRAWS = 200
+
+
+def drawn_by_kernel(logits: Tensor, settings: list[float], seed: int) -> list[int]:
+    """Tokens at NUM_DRAWS positions; settings of two values are limits, of three are looked for."""
+    num_sms = torch.cuda.get_device_properties(0).multi_processor_count
+    rows = -(-len(logits) // num_sms)
+    words = 2 * MAX_SMS + (2 + rows // SAMPLE_CHUNK + 1) * SAMPLE_CHUNK * MAX_SMS
+    tokens = torch.full((NUM_DRAWS,), -1, dtype=torch.int32, device="cuda")
+    sample_kernel.draw[(num_sms,)](
+        logits,
+        torch.tensor(settings, device="cuda"),
+        torch.tensor([seed], device="cuda"),
+        torch.zeros(words, dtype=torch.int64, device="cuda"),
+        tokens,
+        len(logits),
+        rows,
+        NUM_DRAWS,
+        0,
+        2 * MAX_SMS,
+        KIND=LIMITED if len(settings) == 3 else DRAWN,
+        ROWS=max(256, 1 << (rows - 1).bit_length()),
+        num_warps=8,
+        launch_cooperative_grid=True,
+    )
+    return tokens.tolist()
+
+
+def drawn_by_library(logits: Tensor, settings: list[float], seed: int) -> list[int]:
+    limits = torch.tensor([settings], device=logits.device)
+    if len(settings) == 3:
+        limits = choice.cutoff(logits[None], limits)
+    positions = torch.arange(NUM_DRAWS, device=logits.device)
+    rows = logits.expand(NUM_DRAWS, -1)
+    seeds = torch.full_like(positions, seed)
+    limits = limits.expand(NUM_DRAWS, -1)
+    return choice.sample(rows, limits, seeds, positions, 0, len(logits))[1].tolist()
+
+
+def make_logits(kind: str, vocab: int) -> Tensor:
+    logits = torch.randn(vocab, generator=torch.Generator().manual_seed(vocab)) * 3
+    match kind:
+        case "in order":  # the largest all lie on one SM
+            logits = logits.sort().values
+        case "in groups":  # 12 of the largest on each of some SMs
+            logits[:120] += 12
+            logits[vocab // 2 : vocab // 2 + 12] += 20
+        case "with ties":
+            logits = logits.bfloat16().float()
+        case "equal":
+            logits = torch.full((vocab,), -2.5)
+        case "one peak":
+            logits[vocab // 3] = 60.0
+    return logits.cuda()
+
+
+@pytest.mark.parametrize("vocab", [128256, 151936, 49152, 1000])
+@pytest.mark.parametrize(
+    "kind", ["random", "in order", "in groups", "with ties", "equal", "one peak"]
+)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        (0.7, float("-inf")), (1.5, 1.0), (0.8, 50.0, 0.9), (1.0, 1.0, 1.0), (1.3, 1024.0, 0.5),
+        (2.0, 40.0, 1.0), (0.05, 200.0, 0.99),
+    ],
+)  # fmt: skip
+def test_tokens_are_the_librarys(kind, vocab, settings):
+    logits, values = make_logits(kind, vocab), list(settings)
+    seed = 2**40 + vocab
+    found = drawn_by_kernel(logits, values, seed)
+    assert found == drawn_by_library(logits, values, seed)
+    assert found == drawn_by_kernel(logits, values, seed)
+
+
+def open_engine(sampling: Sampling) -> Engine:
+    mesh = DeviceMesh(tp=1)
+    options = EngineOptions(max_context=256)
+    comm, source = SingleCommunicator(mesh), open_model("smollm2-135m")
+    return Engine(source, mesh, comm, options, device="cuda:0", logits="last", sampling=sampling)
+
+
+DRAWS = {
+    "plain": Sampling(temperature=1.2, seed=5),
+    "limited": Sampling(temperature=0.8, top_k=50, top_p=0.9, seed=6),
+    "top-p alone": Sampling(temperature=0.8, top_p=0.9, seed=7),
+    "a large top-k": Sampling(temperature=0.8, top_k=5000, seed=8),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_steps_draw_from_their_logits(name):
+    """Several steps a launch give the tokens of single steps, and these are the library's."""
+    engine, sampling = open_engine(DRAWS[name]), DRAWS[name]
+    assert engine.uses_megakernel
+    prompt = list(range(7, 40))
+    many = list(itertools.islice(engine.generate(prompt), 40))
+    one = [engine.prefill(prompt)]
+    settings = torch.tensor([sampling.settings], device="cuda")
+    while len(one) < len(many):
+        outputs = engine.decode_step([one[-1]])
+        one.append(int(outputs["next"][0]))
+        logits = engine.stepping.logits[None] if engine.stepping else outputs["logits"]
+        limits = choice.cutoff(logits, settings) if settings.shape[1] == 3 else settings
+        seeds = torch.tensor([sampling.seed], device="cuda")
+        positions = torch.tensor([len(prompt) + len(one) - 2], device="cuda")
+        drawn = choice.sample(logits, limits, seeds, positions, 0, logits.shape[1])[1]
+        assert one[-1] == int(drawn)
+    assert many == one
+    assert len(set(many)) > 5

@@ -1,0 +1,176 @@
+"""Queues and machine code of the batched decode kernel, made without a GPU."""
+
+import re
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+from distmega.errors import VerifyError
+from distmega.kernels.arena import Space, layout_arena
+from distmega.kernels.hopper import batch_kernel
+from distmega.kernels.hopper.batch_queues import BatchQueues, build_batch_queues
+from distmega.kernels.hopper.batch_runner import AHEAD, STAGES
+from distmega.kernels.hopper.batch_words import (
+    GROUP_UNITS,
+    PLACES,
+    WORDS,
+    BatchAttention,
+    BatchLinear,
+    Opcode,
+    pack,
+)
+from distmega.kernels.hopper.shapes import TILE_SHARED, WEIGHT_SHARED
+from distmega.kernels.hopper.weight_order import matrix_columns, order_weights
+from distmega.kernels.hopper.words import UNIT_ROWS
+from distmega.models.config import ModelConfig
+from distmega.models.decoder import build_decoder
+from distmega.models.presets import PRESETS
+from tests.kernels.sm90 import Machine, compile_kernel
+
+MODELS = ("smollm2-135m", "llama-3.2-1b", "qwen3-0.6b", "qwen3-8b")
+SHARED_BYTES = 227 * 1024
+
+
+def queues_of(config: ModelConfig, batch: int = 16, num_sms: int = 132) -> BatchQueues:
+    program = build_decoder(config, 1, 256, batch=batch, dtype="bf16")
+    weights = layout_arena(Space.WEIGHT, order_weights(program))
+    states = layout_arena(Space.STATE, program.with_role("state"))
+    return build_batch_queues(program, weights, states, num_sms)
+
+
+def rows_read(task: BatchLinear) -> list[int]:
+    """Rows of its matrix in the order in which the loader brings them, tile by tile along k."""
+    rows = []
+    for unit in range(task.num_units):
+        first = task.weight_row + unit * UNIT_ROWS
+        if task.opcode is Opcode.GATED:
+            first = (task.pair_row if unit % 2 else task.weight_row) + unit // 2 * UNIT_ROWS
+        rows += range(first, first + UNIT_ROWS)
+    return rows
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_weight_row_is_read_once(name: str):
+    program = build_decoder(PRESETS[name], 1, 256, batch=16, dtype="bf16")
+    columns, queues = matrix_columns(program), queues_of(PRESETS[name])
+    tensors = program.tensor_map()
+    tasks = [one for queue in queues.queues for one in queue if isinstance(one, BatchLinear)]
+    for matrix, place in enumerate(queues.matrices):
+        own = [task for task in tasks if task.matrix == matrix and task.num_tiles_k]
+        rows = sorted(row for task in own for row in rows_read(task))
+        names = [n for n, length in columns.items() if length == place.columns]
+        assert len(rows) == sum(tensors[n].num_elements // place.columns for n in names)
+        assert len(set(rows)) == len(rows)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_all_sms_have_the_same_instructions(name: str):
+    """So that an event counts every SM, with or without rows; and pairs stay within a round."""
+    queues = queues_of(PRESETS[name])
+    kinds = [one.opcode for one in queues.queues[0]]
+    num_layers = PRESETS[name].num_layers
+    layer = [Opcode.QKV, Opcode.ATTENTION, Opcode.RESIDUAL, Opcode.GATED, Opcode.RESIDUAL]
+    assert kinds == [Opcode.EMBED, *layer * num_layers, Opcode.HEAD]
+    for queue in queues.queues:
+        assert [one.opcode for one in queue] == kinds
+        assert [one.event for one in queue] == list(range(len(queue)))
+        assert all(t.num_units % 2 == 0 for t in queue if t.opcode is Opcode.GATED)
+    assert GROUP_UNITS % 2 == 0
+
+
+@pytest.mark.parametrize("opcode", [Opcode.EMBED, Opcode.RESIDUAL])
+def test_the_residual_stream_of_a_row_stays_on_one_sm(opcode: Opcode):
+    for queue in queues_of(PRESETS["llama-3.2-1b"]).queues:
+        own = [(t.row0, t.num_units) for t in queue if t.opcode in (Opcode.EMBED, opcode)]
+        assert len(set(own)) == 1
+
+
+def test_norm_weights_go_to_whoever_writes_x():
+    program = build_decoder(PRESETS["qwen3-0.6b"], 1, 256, batch=3, dtype="bf16")
+    weights = layout_arena(Space.WEIGHT, order_weights(program))
+    (queue, *_) = queues_of(PRESETS["qwen3-0.6b"], batch=3).queues
+    writers = [t for t in queue if t.opcode in (Opcode.EMBED, Opcode.RESIDUAL)]
+    names = [f"layers.{i}.{part}_norm" for i in range(28) for part in ("attn", "ffn")] + ["norm"]
+    assert [t.next_norm for t in writers] == [weights.offset(name) // 2 for name in names]
+    readers = [t.opcode for t in queue if isinstance(t, BatchLinear) and t.norm]
+    assert readers == [Opcode.QKV, Opcode.GATED] * 28 + [Opcode.HEAD]
+
+
+def test_words_of_an_instruction():
+    (queue, *_) = queues_of(PRESETS["llama-3.2-1b"]).queues
+    for task in queue[:6]:
+        words, places = pack(task), PLACES[type(task)]
+        assert len(words) == WORDS
+        assert {n: words[at] for n, at in places.items()} == {
+            n: int(getattr(task, n)) for n in places
+        }
+        assert len(set(places.values())) == len(places)
+
+
+@pytest.mark.parametrize(
+    ("changes", "batch", "found"),
+    [
+        ({"head_dim": 32}, 4, "heads of 32"),
+        ({"windows": (64,) * 16}, 4, "a window"),
+        ({}, 17, "17 tokens"),
+    ],
+)
+def test_what_the_kernel_cannot_do_is_refused(changes: dict, batch: int, found: str):
+    with pytest.raises(VerifyError, match=found):
+        queues_of(replace(PRESETS["llama-3.2-1b"], **changes), batch)
+
+
+def test_attention_has_the_rows_of_the_first_sequence_and_head():
+    (queue, *_) = queues_of(PRESETS["llama-3.2-1b"], batch=2).queues
+    shares = [one for one in queue if isinstance(one, BatchAttention)]
+    cache_rows = 2 * 8 * 256
+    assert [s.k_row for s in shares] == [2 * i * cache_rows for i in range(16)]
+    assert [s.v_row for s in shares] == [(2 * i + 1) * cache_rows for i in range(16)]
+
+
+@cache
+def compiled(folder: Path, head_dim: int, qk_norm: bool) -> Machine:
+    tiles = f"tensordesc<bf16[16, 8, 64],{WEIGHT_SHARED.value!r}>"
+    blocks = f"tensordesc<bf16[128, 64],{TILE_SHARED.value!r}>"
+    types = dict.fromkeys(batch_kernel.decode_batch.arg_names[:-7], "*fp32")
+    numbers = ("num_instructions", "num_steps", "batch", "num_sms", "max_context", "hidden")
+    types |= dict.fromkeys(("weights0", "weights1", "weights2"), tiles) | {"cache_tiles": blocks}
+    types |= dict.fromkeys(numbers, "i32") | dict.fromkeys(("eps", "inv_hidden", "scale"), "fp32")
+    words = ("queues", "state", "tokens", "events", "acts", "best_rows", "arrivals")
+    types |= dict.fromkeys(words, "*i32")
+    types |= dict.fromkeys(("acts16", "vectors", "embed", "cache"), "*bf16")
+    constants = {"D": head_dim, "G": 4, "H": 32, "KVH": 8, "QK_NORM": qk_norm}
+    constants |= {"STAGES": STAGES, "AHEAD": AHEAD}
+    return compile_kernel(batch_kernel.decode_batch, types, constants, 8, None, folder)
+
+
+@pytest.fixture(scope="module", params=[(64, False), (128, True)], ids=["64", "128 with norms"])
+def machine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Machine:
+    return compiled(tmp_path_factory.mktemp("cubin"), *request.param)
+
+
+def test_nothing_spills_and_shared_memory_suffices(machine: Machine):
+    assert machine.stack_bytes == 0
+    assert machine.registers <= 168
+    assert machine.shared_bytes <= SHARED_BYTES
+
+
+def test_x_comes_as_16_bytes_a_load(machine: Machine):
+    """Past the first-level cache, which may hold what the layer before left there."""
+    assert len(re.findall(r"ld\.global\.cg\.v4\.b32", machine.ptx)) >= 16
+    assert "ld.global.cg.b16" not in machine.ptx
+
+
+def test_signals_are_releases_behind_a_barrier(machine: Machine):
+    lines = [line.strip() for line in machine.ptx.splitlines()]
+    kept = [line for line in lines if line and not line.startswith(("$L", "//", ".loc"))]
+    releases = [n for n, line in enumerate(kept) if re.search(r"atom\S*\.(release|acq_rel)", line)]
+    assert len(releases) >= 2
+    for n in releases:
+        before = [line for line in kept[:n] if re.match(r"(bar\S*\.sync|@?\S* ?st\.global)", line)]
+        assert before[-1].startswith("bar")
+    assert "ld.acquire.gpu.global.s32" in machine.ptx

@@ -1,0 +1,30 @@
+"""The machine code of the sampling phase, compiled for sm_90a without a GPU."""
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed (pip install 'distmega[gpu]')")
+
+from distmega.kernels.hopper.words import DRAWN, LIMITED
+from tests.gpu.sample_kernel import draw
+from tests.kernels.sm90 import compile_kernel
+
+POINTERS = {"logits": "*fp32", "sampling": "*fp32", "seeds": "*i64", "exchange": "*i64"}
+TYPES = {**POINTERS, "tokens": "*i32"} | dict.fromkeys(
+    ("vocab", "rows_a_sm", "num_steps", "epoch0", "sample_words"), "i32"
+)
+COMPUTE_REGISTERS = 168
+"""What the decode kernel's compute warps have."""
+
+
+@pytest.mark.parametrize("kind", [DRAWN, LIMITED])
+@pytest.mark.parametrize("rows", [256, 1024, 2048])
+def test_nothing_spills_and_the_decode_kernel_has_the_registers(kind, rows, tmp_path: Path):
+    constants = {"KIND": kind, "ROWS": rows}
+    code = compile_kernel(draw, TYPES, constants, 8, COMPUTE_REGISTERS, tmp_path)
+    assert code.stack_bytes == 0
+    assert code.registers <= COMPUTE_REGISTERS
+    assert code.shared_bytes <= 1024
+    assert "mul.hi.u32" in code.ptx
+    assert "ld.relaxed.gpu" in code.ptx
