@@ -10,6 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from distmega.kernels.gluon_compat import reinterpret
 from distmega.kernels.hopper.batch_attention import attention_task, count_blocks, first_piece
 from distmega.kernels.hopper.batch_device import signal_event, wait_event
 from distmega.kernels.hopper.batch_fields import (
@@ -123,7 +124,7 @@ def decode_batch(
     queue = queues + sm * num_instructions * QUEUE_WORDS
     bufs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TILE_ROWS, SLICE_K], TILE_SHARED)
     red = gl.allocate_shared_memory(gl.float32, [4 * NUM_WARPS, MMA_M, UNIT_ROWS], PLAIN3)
-    scratch = red._reinterpret(gl.float32, [NUM_WARPS, UNIT_ROWS, 64], PLAIN3)
+    scratch = reinterpret(red, gl.float32, [NUM_WARPS, UNIT_ROWS, 64], PLAIN3)
     qs = gl.allocate_shared_memory(gl.bfloat16, [D // 64, MMA_M, 64], PLAIN2)
     ml = gl.allocate_shared_memory(gl.float32, [2, NUM_WARPS, MMA_M], PLAIN2)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

@@ -11,6 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from distmega.kernels.gluon_compat import reinterpret
 from distmega.kernels.hopper.batch_device import load_x, pair_index
 from distmega.kernels.hopper.batch_fields import (
     BATCH,
@@ -57,8 +58,8 @@ def multiply_tile(x0, x1, acc, bufs, ready, free, it, STAGES: gl.constexpr):
     """The next ring slot, 8 rows by 1024 columns, times x: [8 warps, 16, 8 rows] more sums."""
     slot = it % STAGES
     mbarrier.wait(ready.index(slot), (it // STAGES) & 1)
-    halves = bufs._reinterpret(
-        gl.bfloat16, [2 * STAGES, NUM_WARPS, UNIT_ROWS, SLICE_K], WEIGHT_SHARED
+    halves = reinterpret(
+        bufs, gl.bfloat16, [2 * STAGES, NUM_WARPS, UNIT_ROWS, SLICE_K], WEIGHT_SHARED
     )
     w0 = halves.index(2 * slot).permute([0, 2, 1]).load(W_DOT)
     w1 = halves.index(2 * slot + 1).permute([0, 2, 1]).load(W_DOT)

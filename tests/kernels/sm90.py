@@ -43,7 +43,7 @@ def compile_kernel(
     types: dict[str, object],
     constants: dict[str, object],
     num_warps: int,
-    max_registers: int,
+    max_registers: int | None,
     multiples: Sequence[str] = (),
 ) -> Machine:
     """Compiles with the given types of arguments; arguments without one are constants or None.
