@@ -1,7 +1,8 @@
 """The task level: a segment of ops in, one persistent kernel a rank out. Starts at task_graph.py.
 
 `rms_norm`, `layer_norm`, `softmax`, `pointwise` and `tuning` are kernels for tensors outside a
-segment, of pipelined/api.py; they are looked up when first used, since that imports torch.
+segment, of pipelined/api.py; `matmul` and its forms with a collective are of gemm/api.py. They
+are looked up when first used, since that imports torch.
 
 Imported as `distmega.kernels`. Python started in the repository root finds this folder under the
 bare name `kernels` as well, which is a Hugging Face package that transformers looks for; under
@@ -14,16 +15,18 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 _HOMES = {
-    "rms_norm": "api", "layer_norm": "api", "softmax": "api", "pointwise": "api",
-    "tuning": "tuning",
+    "rms_norm": "pipelined.api", "layer_norm": "pipelined.api", "softmax": "pipelined.api",
+    "pointwise": "pipelined.api", "tuning": "pipelined.tuning", "matmul": "gemm.api",
+    "all_gather_matmul": "gemm.api", "matmul_reduce_scatter": "gemm.api",
+    "matmul_all_reduce": "gemm.api",
 }  # fmt: skip
-"""Name -> its module in distmega.kernels.pipelined."""
+"""Name -> its module in distmega.kernels."""
 
 
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"distmega.kernels.pipelined.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(f"distmega.kernels.{_HOMES[name]}"), name)
 
 
 def _step_aside() -> None:

@@ -14,6 +14,7 @@ PACKAGES: dict[str, Path] = {
     "distmega.hostir": ROOT / "hostir",
     "distmega.kernels": ROOT / "kernels",
     "distmega.kernels.hopper": ROOT / "kernels/hopper",
+    "distmega.kernels.gemm": ROOT / "kernels/gemm",
     "distmega.kernels.pipelined": ROOT / "kernels/pipelined",
     "distmega.launch": ROOT / "launch",
 }

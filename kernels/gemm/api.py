@@ -1,0 +1,205 @@
+"""Matmuls with a collective before or after: `matmul`, `all_gather_matmul`,
+`matmul_reduce_scatter`, `matmul_all_reduce` of `distmega.kernels`.
+
+In: a [M, K] and b [N, K] of one type on one device, b as a linear layer holds its weight. Out: new
+tensors A B^T. On Hopper GPUs in bf16 the kernel of this package runs where the model of choices.py
+expects it to win, alone (launch.py) or with the collective beside it (overlap.py); else torch's
+matmul and the communicator's collective, one after the other. All ranks of a team make the same
+calls in the same order. Next: choices.py.
+"""
+
+import importlib
+import importlib.util
+from types import ModuleType
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distmega.errors import ProgramError
+from distmega.hostir.comm import Communicator
+from distmega.hostir.nccl import NcclCommunicator
+from distmega.kernels.gemm.choices import (
+    H200,
+    Extents,
+    best_tiles,
+    can_overlap,
+    choose_overlap,
+    choose_tiles,
+)
+
+
+def matmul(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """A B^T, [M, N] for a [M, K] and b [N, K], into `out` if given. ProgramError if shapes do not
+    fit.
+    """
+    _check(a, b)
+    if out is not None and (out.shape != (a.shape[0], b.shape[0]) or out.dtype != a.dtype):
+        raise ProgramError(
+            f"out of shape {list(out.shape)} and type {out.dtype}",
+            expected=f"{[a.shape[0], b.shape[0]]} of {a.dtype}",
+            remedy="leave it out to get a new tensor",
+        )
+    tiles = choose_tiles(_extents(a, b), H200) if _on_hopper(a) else None
+    if tiles is None or not (out is None or _kernels("launch").can_store(out)):
+        return torch.mm(a, b.T, out=out) if out is not None else torch.mm(a, b.T)
+    launch = _kernels("launch")
+    result = torch.empty(a.shape[0], b.shape[0], dtype=a.dtype, device=a.device)
+    result = result if out is None else out
+    with torch.cuda.device(a.device):
+        launch.launch_matmul(launch.aligned(a), launch.aligned(b), result, launch.plain_spec(tiles))
+    return result
+
+
+def all_gather_matmul(
+    own: Tensor, b: Tensor, comm: Communicator, axis: str = "tp", *, overlap: bool | None = None
+) -> Tensor:
+    """A B^T, [M, N], where member r of the mesh axis has rows r M / ranks to (r + 1) M / ranks of A
+    in `own`, and b [N, K] is its own.
+
+    overlap: True or False to force or forbid it, by default what is expected to be faster.
+    ProgramError if shapes do not fit, or can't overlap when forced.
+    """
+    _check(own, b)
+    num_ranks = comm.mesh.size(axis)
+    extents = _extents(own, b, num_ranks, rows=own.shape[0] * num_ranks)
+    if _overlaps("gather", own, comm, extents, overlap):
+        workspace = _workspace(comm, axis, 2 * extents.rows * extents.depth)
+        launch = _kernels("launch")
+        return _kernels("overlap").all_gather_matmul(  # type: ignore[no-any-return]
+            launch.aligned(own), launch.aligned(b), workspace, best_tiles(extents, H200)
+        )
+    full = own.new_empty(extents.rows, extents.depth)
+    if group := _nccl(comm, axis):
+        dist.all_gather_into_tensor(full, own.contiguous(), group=group)
+    else:
+        comm.all_gather(axis, own, full, 0).wait()
+    return matmul(full, b)
+
+
+def matmul_reduce_scatter(
+    a: Tensor, b: Tensor, comm: Communicator, axis: str = "tp", *, overlap: bool | None = None
+) -> Tensor:
+    """This rank's rows [M / ranks, N] of the sum over ranks of A B^T; a [M, K], b [N, K] are each
+    rank's own. overlap, ProgramError: as all_gather_matmul.
+    """
+    _check(a, b)
+    extents = _extents(a, b, comm.mesh.size(axis))
+    if extents.rows % extents.num_ranks:
+        raise ProgramError(
+            f"{extents.rows} rows to scatter over {extents.num_ranks} ranks",
+            expected="a multiple of the ranks",
+            remedy="pad A",
+        )
+    if _overlaps("scatter", a, comm, extents, overlap):
+        return _sending("matmul_reduce_scatter", a, b, comm, axis, extents)
+    partial = matmul(a, b)
+    result = partial.new_empty(extents.rows // extents.num_ranks, extents.columns)
+    if group := _nccl(comm, axis):
+        dist.reduce_scatter_tensor(result, partial, group=group)
+    else:
+        comm.reduce_scatter(axis, partial, result, 0, "sum").wait()
+    return result
+
+
+def matmul_all_reduce(
+    a: Tensor,
+    b: Tensor,
+    comm: Communicator,
+    axis: str = "tp",
+    *,
+    overlap: bool | None = None,
+    borrow: bool = False,
+) -> Tensor:
+    """The sum over ranks of A B^T, [M, N]; a [M, K], b [N, K] are each rank's own.
+
+    borrow: the result may lie in memory that the second next overlapped call on the axis
+    overwrites, which saves copying it. overlap, ProgramError: as all_gather_matmul.
+    """
+    _check(a, b)
+    extents = _extents(a, b, comm.mesh.size(axis))
+    if _overlaps("reduce", a, comm, extents, overlap):
+        result = _sending("matmul_all_reduce", a, b, comm, axis, extents)
+        return result if borrow else result.clone()
+    partial = matmul(a, b)
+    if group := _nccl(comm, axis):
+        dist.all_reduce(partial, group=group)
+        return partial
+    result = torch.empty_like(partial)
+    comm.all_reduce(axis, [partial], [result], "sum").wait()
+    return result
+
+
+def _sending(
+    name: str, a: Tensor, b: Tensor, comm: Communicator, axis: str, extents: Extents
+) -> Tensor:
+    launch = _kernels("launch")
+    workspace = _workspace(comm, axis, 4 * extents.rows * extents.columns)
+    result = getattr(_kernels("overlap"), name)(
+        launch.aligned(a), launch.aligned(b), workspace, best_tiles(extents, H200)
+    )
+    assert isinstance(result, Tensor)
+    return result
+
+
+def _check(a: Tensor, b: Tensor) -> None:
+    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[1]:
+        raise ProgramError(
+            f"matmul of shapes {list(a.shape)} and {list(b.shape)}",
+            expected="[M, K] and [N, K]",
+            remedy="flatten leading dims, transpose the weight",
+        )
+    if a.dtype != b.dtype or a.device != b.device:
+        raise ProgramError(
+            f"matmul of {a.dtype} on {a.device} and {b.dtype} on {b.device}",
+            expected="one type and device",
+            remedy="convert or move one",
+        )
+
+
+def _extents(a: Tensor, b: Tensor, num_ranks: int = 1, rows: int = 0) -> Extents:
+    return Extents(
+        rows=rows or a.shape[0], columns=b.shape[0], depth=a.shape[1], num_ranks=num_ranks
+    )
+
+
+def _nccl(comm: Communicator, axis: str) -> dist.ProcessGroup | None:
+    """The NCCL group of an axis, if its order is the team's."""
+    if not isinstance(comm, NcclCommunicator) or comm.mesh.size(axis) == 1:
+        return None
+    group, places = comm.group(axis)
+    return group if list(places) == list(range(len(places))) else None
+
+
+def _overlaps(
+    kind: str, x: Tensor, comm: Communicator, extents: Extents, forced: bool | None
+) -> bool:
+    """Decided by what is equal on all ranks."""
+    on_gpus = _on_hopper(x) and isinstance(comm, NcclCommunicator)
+    possible = on_gpus and can_overlap(kind, extents)
+    if forced and not possible:
+        raise ProgramError(
+            f"overlap forced for {extents} of {x.dtype} on {x.device}",
+            expected="bf16 on 2 to 8 Hopper GPUs, rows a multiple of 128 a rank, columns of 128",
+            remedy="pad the rows, or leave overlap out",
+        )
+    return possible and (choose_overlap(kind, extents, H200) if forced is None else forced)
+
+
+def _on_hopper(x: Tensor) -> bool:
+    """Whether the kernel runs on x's device and type."""
+    return (
+        x.is_cuda
+        and x.dtype is torch.bfloat16
+        and importlib.util.find_spec("triton") is not None
+        and bool(_kernels("launch").is_hopper(x.device.index))
+    )
+
+
+def _workspace(comm: Communicator, axis: str, room_bytes: int) -> object:
+    return _kernels("workspace").workspace_of(comm, axis, room_bytes)
+
+
+def _kernels(name: str) -> ModuleType:
+    """A module that needs Triton, which a machine without a GPU need not have."""
+    return importlib.import_module(f"distmega.kernels.gemm.{name}")

@@ -1,0 +1,78 @@
+"""Events between GPUs and between a copy engine and a kernel: int32 words in local memory.
+
+A word has one writer, holds the number of the last call (epoch) whose data lies there and only
+grows, so nothing is ever reset. Writers release and readers acquire at scope sys. Next: kernel.py.
+"""
+
+# Kernels' arguments have no Python types.
+# ruff: noqa: ANN001, ANN201
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from distmega.kernels.gluon_compat import cta_barrier
+
+MAX_POLLS = gl.constexpr(1 << 22)
+"""Polls of a debug build before it gives up: some seconds."""
+
+
+@gluon.jit
+def wait_event(events, index, epoch, stuck, debug: gl.constexpr):
+    """Returns when events[index] >= epoch, with all that was written before it visible.
+
+    In a debug build the wait is bounded: on expiry it leaves [index + 1, epoch, value found] in
+    `stuck`, int32 [3] of local memory, and goes on.
+    """
+    found = gl.atomic_add(events + index, 0, sem="acquire", scope="sys")
+    if debug:
+        polls = 0
+        while (found < epoch) & (polls < MAX_POLLS):
+            found = gl.atomic_add(events + index, 0, sem="acquire", scope="sys")
+            polls += 1
+        if found < epoch:
+            gl.store(stuck, index + 1)
+            gl.store(stuck + 1, epoch)
+            gl.store(stuck + 2, found)
+    else:
+        while found < epoch:
+            found = gl.atomic_add(events + index, 0, sem="acquire", scope="sys")
+
+
+@gluon.jit
+def set_event(address, index, epoch):
+    """Sets a word of local or peer memory after all that this partition has written.
+
+    address: int64, of word 0. Every thread must have finished its writes or waited for them.
+    """
+    cta_barrier()
+    word = address.to(gl.pointer_type(gl.int32)) + index
+    gl.atomic_xchg(word, epoch, sem="release", scope="sys")
+
+
+@gluon.jit
+def finish_stores():
+    """Waits until this thread's TMA stores have been written, not only read; orders them before
+    its next release.
+    """
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; fence.proxy.async.global; mov.b32 $0, 0;",
+        "=r",
+        [],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def before_tma_reads():
+    """Orders what was acquired before TMA loads that this thread starts."""
+    gl.inline_asm_elementwise(
+        "fence.proxy.async.global; mov.b32 $0, 0;",
+        "=r",
+        [],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )

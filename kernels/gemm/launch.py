@@ -1,0 +1,127 @@
+"""Starts the matmul kernel on a CUDA device: descriptors, extents in tiles, the launch.
+
+In: bf16 tensors that TMA can address, a MatmulSpec; for peers a `Peering`. Out: the result where
+the spec says. Next: api.py.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from distmega.kernels.gemm.choices import Tiles
+from distmega.kernels.gemm.kernel import matmul_kernel
+from distmega.kernels.gemm.spec import HALF_M, TILE_K, TILE_M, MatmulSpec
+
+SHARED = gl.NVMMASharedLayout(128, 16, 2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peering:
+    """What a launch with peers needs beside the operands; see matmul_kernel for each.
+
+    home: this rank's room, bf16 [2 M, N], if it sends.
+    """
+
+    rank: int
+    epoch: int
+    own: Tensor | None = None
+    arrivals: Tensor
+    arrival_rows: int = TILE_M.value
+    home: Tensor | None = None
+    events: Tensor
+    rooms: Tensor
+    peers: Tensor
+
+
+def aligned(x: Tensor) -> Tensor:
+    """x [rows, columns], or a copy of it that TMA can address: whole rows, aligned to 16 bytes."""
+    return x if can_store(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def can_store(x: Tensor) -> bool:
+    """Whether TMA can address bf16 x [rows, columns] as it lies."""
+    return x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
+
+
+def plain_spec(tiles: Tiles) -> MatmulSpec:
+    """The kernel without peers."""
+    return MatmulSpec(tile_n=tiles.tile_n, stages=tiles.stages, group=tiles.group)
+
+
+@cache
+def is_hopper(index: int) -> bool:
+    """Whether kernels built for sm_90a run on a CUDA device."""
+    return torch.cuda.get_device_capability(index) == (9, 0)
+
+
+@cache
+def num_sms(index: int) -> int:
+    """SMs of a CUDA device."""
+    return int(torch.cuda.get_device_properties(index).multi_processor_count)
+
+
+@cache
+def _unused_words(index: int) -> Tensor:
+    return torch.zeros(4, dtype=torch.int32, device=f"cuda:{index}")
+
+
+def _blocks(x: Tensor, rows: int) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(x, [rows, HALF_M.value], SHARED)
+
+
+def launch_matmul(
+    a: Tensor,
+    b: Tensor,
+    out: Tensor,
+    spec: MatmulSpec,
+    peering: Peering | None = None,
+    stuck: Tensor | None = None,
+) -> None:
+    """Starts the kernel on the current stream.
+
+    a [M, K], b [N, K], out [M, N] or this rank's rows of it; stuck: int32 [3], zeros, in a debug
+    build. With peers M / num_ranks is a multiple of 128 and, where it sends, N of 64.
+    """
+    index = a.device.index
+    words = _unused_words(index)
+    with_peers = peering or Peering(
+        rank=0,
+        epoch=0,
+        arrivals=words,
+        events=words,
+        rooms=words.view(torch.int64),
+        peers=words.view(torch.int64),
+    )
+    home = out if with_peers.home is None else with_peers.home
+    a_blocks = _blocks(a, HALF_M.value)
+    own = a_blocks if with_peers.own is None else _blocks(with_peers.own, HALF_M.value)
+    rows, columns = a.shape[0], b.shape[0]
+    chunk_rows = -(-rows // (spec.num_ranks * TILE_M.value))
+    tile_columns = -(-columns // spec.tile_n)
+    num_programs = min(num_sms(index), chunk_rows * tile_columns * spec.num_ranks)
+    matmul_kernel[(num_programs,)](
+        a_blocks,
+        own,
+        _blocks(b, spec.tile_n),
+        _blocks(out, HALF_M.value),
+        _blocks(home, HALF_M.value),
+        columns // HALF_M.value,
+        -(-a.shape[1] // TILE_K.value),
+        chunk_rows,
+        tile_columns,
+        with_peers.rank,
+        with_peers.arrivals,
+        with_peers.arrival_rows,
+        home,
+        with_peers.events,
+        with_peers.rooms,
+        with_peers.peers,
+        with_peers.epoch,
+        words if stuck is None else stuck,
+        spec=spec,
+        num_warps=4,
+    )

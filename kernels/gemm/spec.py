@@ -1,0 +1,34 @@
+"""What the matmul kernel is specialised for, and sizes that its parts share. Next: kernel.py."""
+
+from dataclasses import dataclass
+
+from triton.experimental.gluon import language as gl
+
+TILE_M = gl.constexpr(128)
+HALF_M = gl.constexpr(64)
+"""Rows of a tile that one warp group computes; rows and columns of what is stored at a time."""
+TILE_K = gl.constexpr(64)
+EARLY = gl.constexpr(2)
+"""Steps along K after which the stores of the tile before are taken to be written."""
+BUFFERS = gl.constexpr(2)
+"""Blocks of a warp group's result that may wait to leave."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatmulSpec:
+    """What the kernel is specialised for.
+
+    tile_n: columns of a tile, 128 or 256. stages: slots of the ring. group: rows of tiles crossed
+    together. num_ranks: chunks of rows, 1 without peers. gathers: rows of A but this rank's arrive
+    while the kernel runs. sends: "" for a local result; "scatter": the rows of another rank go to
+    it, those of this rank are summed over ranks; "all": these sums go to all ranks. debug: waits
+    are bounded.
+    """
+
+    tile_n: int
+    stages: int
+    group: int
+    num_ranks: int = 1
+    gathers: bool = False
+    sends: str = ""
+    debug: bool = False

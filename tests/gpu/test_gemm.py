@@ -1,0 +1,64 @@
+"""The matmul kernel agrees with torch on one GPU: exactly on small integers, at any extents."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from distmega.kernels import matmul
+from distmega.kernels.gemm.choices import STAGES, Tiles
+
+pytestmark = pytest.mark.gpu
+pytest.importorskip("triton", reason="triton is not installed (pip install 'distmega[gpu]')")
+
+launch = pytest.importorskip("distmega.kernels.gemm.launch")
+
+
+def integers(*shape: int, seed: int) -> Tensor:
+    """Small ones: any sum of their products is exact in fp32."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randint(-2, 3, shape, generator=generator, device="cuda").bfloat16()
+
+
+def run(a: Tensor, b: Tensor, tile_n: int, group: int = 8) -> Tensor:
+    out = torch.full((a.shape[0], b.shape[0]), float("nan"), device="cuda", dtype=torch.bfloat16)
+    spec = launch.plain_spec(Tiles(tile_n=tile_n, stages=STAGES[tile_n], group=group))
+    launch.launch_matmul(launch.aligned(a), launch.aligned(b), out, spec)
+    return out
+
+
+@pytest.mark.parametrize("tile_n", list(STAGES))
+@pytest.mark.parametrize(
+    ("rows", "columns", "depth"),
+    [(128, 256, 64), (1, 8, 8), (300, 520, 200), (4096, 5120, 512), (129, 4104, 1000)],
+)
+def test_any_extents(rows, columns, depth, tile_n):
+    a, b = integers(rows, depth, seed=1), integers(columns, depth, seed=2)
+    assert torch.equal(run(a, b, tile_n), (a.float() @ b.float().T).bfloat16())
+
+
+@pytest.mark.parametrize("group", [1, 3, 16])
+def test_any_group(group):
+    a, b = integers(1000, 256, seed=1), integers(3000, 256, seed=2)
+    assert torch.equal(run(a, b, 256, group), (a.float() @ b.float().T).bfloat16())
+
+
+def test_operands_in_the_middle_of_others():
+    a = integers(300, 400, seed=1)[10:210, 8:328]
+    b = integers(400, 401, seed=2)[:256, 1:321]
+    assert torch.equal(run(a, b, 128), (a.float() @ b.float().T).bfloat16())
+
+
+def test_rounding_as_torch():
+    a, b = (torch.randn(2048, 4096, device="cuda").bfloat16() for _ in range(2))
+    exact = a.double() @ b.double().T
+    errors = [(x.double() - exact).abs().max() for x in (run(a, b, 256), a @ b.T)]
+    assert errors[0] <= 1.01 * errors[1]
+
+
+def test_function():
+    a, b = integers(4096, 1024, seed=1), integers(4096, 1024, seed=2)
+    out = torch.empty(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    assert matmul(a, b, out=out) is out
+    assert torch.equal(out, a @ b.T)
+    assert torch.equal(matmul(a[:, :1023], b[:, :1023]), a[:, :1023] @ b[:, :1023].T)
+    assert torch.equal(matmul(a.float(), b.float()), a.float() @ b.float().T)

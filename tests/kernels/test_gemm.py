@@ -1,0 +1,148 @@
+"""Matmuls outside a megakernel: the order of tiles, the choices, and what the functions give on a
+machine without a GPU.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distmega.errors import ProgramError
+from distmega.kernels import matmul
+from distmega.kernels.gemm.choices import (
+    H200,
+    Extents,
+    best_tiles,
+    can_overlap,
+    choose_overlap,
+    choose_tiles,
+    event_rows,
+    kernel_us,
+    sent_bytes,
+)
+
+order = pytest.importorskip("distmega.kernels.gemm.order")
+
+SIZES = st.integers(1, 20)
+
+
+@given(rows=SIZES, columns=SIZES, ranks=st.sampled_from([1, 2, 3, 4, 8]), data=st.data())
+def test_every_tile_has_its_turn_once(rows, columns, ranks, data):
+    first = data.draw(st.integers(0, ranks))
+    group = data.draw(st.sampled_from([1, 4, 8]))
+    tiles = [
+        order.place_tile.fn(number, rows, columns, first, ranks, group)
+        for number in range(rows * columns * ranks)
+    ]
+    assert len(set(tiles)) == len(tiles)
+    assert all(0 <= row < rows and 0 <= column < columns for _, row, column in tiles)
+    chunks = [chunk for chunk, _, _ in tiles][:: rows * columns]
+    assert chunks == [(first + i) % ranks for i in range(ranks)]
+
+
+def test_what_runs_at_one_time_reads_few_rows_and_columns():
+    tiles = [order.place_tile.fn(number, 64, 56, 0, 1, 8) for number in range(132)]
+    assert len({row for _, row, _ in tiles}) == 8
+    assert len({column for _, _, column in tiles}) == 17
+
+
+def test_wide_tiles_where_they_fill_the_waves_and_narrow_ones_where_not():
+    assert best_tiles(Extents(rows=4096, columns=5120, depth=8192), H200).tile_n == 256
+    assert best_tiles(Extents(rows=1024, columns=14336, depth=8192), H200).tile_n == 128
+
+
+def test_time_goes_by_whole_waves():
+    full = Extents(rows=128 * 11, columns=256 * 12, depth=4096)
+    more = replace(full, rows=128 * 12)
+    assert kernel_us(more, 256, H200) > 1.9 * kernel_us(full, 256, H200)
+
+
+def test_rows_that_tma_can_not_address_are_left_to_torch():
+    fitting = Extents(rows=8192, columns=8192, depth=8192)
+    assert choose_tiles(fitting, H200) is not None
+    assert choose_tiles(replace(fitting, depth=8191), H200) is None
+    assert choose_tiles(replace(fitting, columns=8190), H200) is None
+
+
+def test_a_skinny_matmul_is_left_to_torch():
+    assert choose_tiles(Extents(rows=16, columns=14336, depth=8192), H200) is None
+
+
+@pytest.mark.parametrize("kind", ["gather", "scatter", "reduce"])
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("rows", [4096, 8192, 16384])
+def test_long_matmuls_overlap(kind, num_ranks, rows):
+    extents = Extents(rows=rows, columns=8192, depth=4096, num_ranks=num_ranks)
+    assert choose_overlap(kind, extents, H200)
+
+
+@pytest.mark.parametrize("kind", ["gather", "scatter", "reduce"])
+def test_rows_that_are_no_tiles_of_a_rank_do_not_overlap(kind):
+    extents = Extents(rows=128, columns=8192, depth=8192, num_ranks=2)
+    assert not can_overlap(kind, extents)
+    assert not choose_overlap(kind, extents, H200)
+    assert not can_overlap(kind, replace(extents, rows=4096, num_ranks=1))
+
+
+def test_bytes_of_a_collective():
+    extents = Extents(rows=4096, columns=8192, depth=1024, num_ranks=4)
+    assert sent_bytes("gather", extents) == 2 * 3072 * 1024
+    assert sent_bytes("scatter", extents) == 2 * 3072 * 8192
+    assert sent_bytes("reduce", extents) == 2 * 2 * 3072 * 8192
+
+
+@given(tiles=st.integers(1, 256), num_ranks=st.sampled_from([2, 4, 8]))
+def test_copies_are_whole_tiles_and_divide_a_ranks_rows(tiles, num_ranks):
+    extents = Extents(rows=128 * tiles * num_ranks, columns=1024, depth=1024, num_ranks=num_ranks)
+    rows = event_rows(extents)
+    assert rows % 128 == 0
+    assert 128 * tiles % rows == 0
+    assert rows >= min(1024, 128 * tiles)
+
+
+def test_a_product_on_the_cpu():
+    a, b = torch.randn(5, 7), torch.randn(3, 7)
+    assert torch.equal(matmul(a, b), a @ b.T)
+    out = torch.empty(5, 3)
+    assert matmul(a, b, out=out) is out
+    assert torch.equal(out, a @ b.T)
+
+
+@pytest.mark.parametrize(
+    ("b", "message"),
+    [
+        (torch.ones(7, 3), r"matmul of shapes \[5, 7\] and \[7, 3\]; expected \[M, K\]"),
+        (torch.ones(3, 7, 1), "flatten leading dims"),
+        (torch.ones(3, 7, dtype=torch.bfloat16), "expected one type and device"),
+    ],
+)
+def test_operands_that_do_not_fit(b, message):
+    with pytest.raises(ProgramError, match=message):
+        matmul(torch.ones(5, 7), b)
+
+
+def test_a_result_that_does_not_fit():
+    with pytest.raises(ProgramError, match=r"out of shape \[5, 4\].*expected \[5, 3\]"):
+        matmul(torch.ones(5, 7), torch.ones(3, 7), out=torch.ones(5, 4))
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "columns", "depth", "overlaps"),
+    [
+        ("gather", 256, 14336, 8192, False),
+        ("gather", 512, 14336, 8192, True),
+        ("gather", 1024, 14336, 8192, True),
+        ("scatter", 256, 4096, 7168, False),
+        ("scatter", 256, 8192, 14336, True),
+        ("scatter", 512, 4096, 7168, True),
+        ("reduce", 512, 4096, 7168, True),
+        ("reduce", 256, 8192, 14336, True),
+    ],
+)
+def test_short_matmuls_overlap_where_that_was_faster_on_two_h200(
+    kind, rows, columns, depth, overlaps
+):
+    extents = Extents(rows=rows, columns=columns, depth=depth, num_ranks=2)
+    assert choose_overlap(kind, extents, H200) == overlaps

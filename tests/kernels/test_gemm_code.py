@@ -1,0 +1,77 @@
+"""The matmul kernel's machine code, compiled for sm_90a without a GPU: wgmma fed by TMA, nothing
+spilled beside the products, shared memory within a CTA's, waits and signals at scope sys.
+"""
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed (pip install 'distmega[gpu]')")
+
+from distmega.kernels.gemm.choices import STAGES
+from distmega.kernels.gemm.kernel import EXTENTS, matmul_kernel
+from distmega.kernels.gemm.spec import MatmulSpec
+from tests.kernels.sm90 import Machine, compile_kernel, descriptor
+
+SHARED_BYTES = 232448
+"""Largest shared memory of a CTA on sm_90."""
+ACQUIRE = "ld.global.sys.acquire"
+RELEASE = "atom.global.release.sys"
+
+
+def code_of(folder: Path, tile_n: int = 256, **options: object) -> Machine:
+    spec = MatmulSpec(tile_n=tile_n, stages=STAGES[tile_n], group=8, **options)
+    block = descriptor("bf16", (64, 64))
+    types: dict[str, object] = dict.fromkeys(("a", "own", "out", "home"), block)
+    types |= {"b": descriptor("bf16", (tile_n, 64)), "partials": "*bf16"}
+    types |= dict.fromkeys(EXTENTS, "i32")
+    types |= dict.fromkeys(("arrivals", "events", "stuck"), "*i32")
+    types |= dict.fromkeys(("rooms", "peers"), "*i64")
+    return compile_kernel(matmul_kernel, types, {"spec": spec}, 4, None, folder)
+
+
+def count(code: Machine, *words: str) -> int:
+    """Lines of PTX that have all words."""
+    return sum(all(word in line for word in words) for line in code.ptx.splitlines())
+
+
+def check_products(code: Machine, tile_n: int, num_loops: int = 1) -> None:
+    """Two warp groups, four steps of 16 along a slice of K each, and nothing narrower."""
+    products = 8 * num_loops
+    assert count(code, "wgmma.mma_async", f"m64n{tile_n}k16", "bf16.bf16") == products
+    assert count(code, "wgmma.mma_async") == products
+    assert code.shared_bytes <= SHARED_BYTES
+    assert count(code, "setmaxnreg.inc") >= 2
+
+
+@pytest.mark.parametrize("tile_n", [128, 256])
+def test_plain(tile_n, tmp_path):
+    code = code_of(tmp_path, tile_n)
+    check_products(code, tile_n)
+    assert code.stack_bytes == 0
+    assert count(code, "cp.async.bulk.tensor", "mbarrier::complete_tx") == 3
+    assert count(code, "cp.async.bulk.tensor", ".bulk_group") == 2 * tile_n // 64
+    assert count(code, "stmatrix") == 2 * tile_n // 16
+    assert not count(code, "ld.global")
+    assert not count(code, ".sys")
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_gathering(debug, tmp_path):
+    code = code_of(tmp_path, num_ranks=2, gathers=True, debug=debug)
+    check_products(code, 256)
+    assert code.stack_bytes == 0
+    assert count(code, ".acquire") == 2
+    assert count(code, "fence.proxy.async.global") == 1
+    assert count(code, "st.global") == (3 if debug else 0)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+@pytest.mark.parametrize("sends", ["scatter", "all"])
+def test_sending(sends, num_ranks, tmp_path):
+    code = code_of(tmp_path, num_ranks=num_ranks, sends=sends)
+    check_products(code, 256, num_loops=2)
+    assert code.stack_bytes <= 128, "some addresses of the epilogue"
+    assert count(code, "st.global.v4") > 0
+    assert count(code, ".release") > 0
+    assert count(code, "cp.async.bulk.wait_group 0") > 0

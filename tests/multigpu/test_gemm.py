@@ -1,0 +1,136 @@
+"""Matmuls with a collective beside them give what the two give one after the other, exactly on
+small integers: chosen, forced, call after call, and what is refused.
+"""
+
+import importlib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from distmega.errors import HangError, ProgramError
+from distmega.hostir.comm import Communicator
+from distmega.hostir.nccl import NcclCommunicator
+from distmega.kernels import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+from distmega.kernels.gemm.choices import STAGES, Tiles
+from tests.multigpu.ranks import ON_EITHER, ON_GPUS, run_ranks
+
+HERE = "tests.multigpu.test_gemm"
+
+
+def integers(*shape: int, seed: int) -> Tensor:
+    """Small ones, the same on every rank and device for a seed."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    drawn = torch.randint(-2, 3, shape, generator=generator, device="cpu")
+    return drawn.to(torch.get_default_device()).bfloat16()
+
+
+def operands(rank: int, rows: int, columns: int, depth: int, seed: int) -> tuple[Tensor, Tensor]:
+    return (
+        integers(rows, depth, seed=seed * 100 + rank),
+        integers(columns, depth, seed=seed * 100 + 50 + rank),
+    )
+
+
+def kernels(name: str) -> ModuleType:
+    """A module that needs Triton, which a machine without a GPU need not have."""
+    return importlib.import_module(f"distmega.kernels.gemm.{name}")
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    return a.float() @ b.float().T
+
+
+def compute_all(comm: Communicator, rows: int, columns: int, overlap: bool | None) -> None:
+    """rows: of one rank."""
+    size, rank = comm.mesh.num_ranks, comm.rank
+    for seed in range(3):
+        parts = [operands(r, rows, columns, 320, seed) for r in range(size)]
+        gathered = torch.cat([own for own, _ in parts])
+        own, b = parts[rank]
+        found = all_gather_matmul(own, b, comm, overlap=overlap)
+        assert torch.equal(found, product(gathered, b).bfloat16())
+        parts = [operands(r, rows * size, columns, 192, seed) for r in range(size)]
+        total = torch.stack([product(*part) for part in parts]).sum(0).bfloat16()
+        a, b = parts[rank]
+        found = matmul_reduce_scatter(a, b, comm, overlap=overlap)
+        assert torch.equal(found, total.chunk(size)[rank])
+        for borrow in (False, True):
+            found = matmul_all_reduce(a, b, comm, overlap=overlap, borrow=borrow)
+            assert torch.equal(found, total)
+
+
+def keep_bits_on_all_ranks(comm: Communicator) -> None:
+    """Sums that round differently in another order."""
+    torch.manual_seed(comm.rank)
+    a, b = torch.randn(1024, 256).bfloat16(), torch.randn(512, 256).bfloat16()
+    found = matmul_all_reduce(a, b, comm, overlap=True).view(torch.int16)
+    assert len(set(comm.all_gather_object(tuple(found.flatten()[:4096].tolist())))) == 1
+    assert len(set(comm.all_gather_object(int(found.long().sum())))) == 1
+
+
+def use_every_tile(comm: NcclCommunicator) -> None:
+    """Both widths in debug builds, whose waits are bounded; a small shape after a large one."""
+    overlap, workspace = kernels("overlap"), kernels("workspace")
+    size, rank = comm.mesh.num_ranks, comm.rank
+    shared = workspace.workspace_of(comm, "tp", 2**28)
+    for tile_n, stages in STAGES.items():
+        tiles = Tiles(tile_n=tile_n, stages=stages)
+        for rows in (1024, 128, 384):
+            own, b = operands(rank, rows, 1152, 448, rows)
+            parts = [operands(r, rows, 1152, 448, rows)[0] for r in range(size)]
+            found = overlap.all_gather_matmul(own, b, shared, tiles, debug=True)
+            assert torch.equal(found, product(torch.cat(parts), b).bfloat16())
+            parts = [operands(r, rows * size, 1152, 64, rows) for r in range(size)]
+            total = torch.stack([product(*part) for part in parts]).sum(0).bfloat16()
+            found = overlap.matmul_reduce_scatter(*parts[rank], shared, tiles, debug=True)
+            assert torch.equal(found, total.chunk(size)[rank])
+            found = overlap.matmul_all_reduce(*parts[rank], shared, tiles, debug=True)
+            assert torch.equal(found, total)
+
+
+def name_a_missing_rank(comm: NcclCommunicator) -> None:
+    """Rank 0 calls, the others do not: its debug build gives up and says what it waited for."""
+    overlap, workspace = kernels("overlap"), kernels("workspace")
+    shared = workspace.workspace_of(comm, "tp", 2**24)
+    if comm.rank == 0:
+        own, b = operands(0, 128, 128, 64, 0)
+        with pytest.raises(HangError, match="rank 0 waited for event 1, which holds 0"):
+            overlap.all_gather_matmul(
+                own, b, shared, Tiles(tile_n=128, stages=STAGES[128]), debug=True
+            )
+
+
+def refuse_what_does_not_fit(comm: Communicator) -> None:
+    a, b = operands(comm.rank, 1 + comm.mesh.num_ranks, 8, 8, 0)
+    with pytest.raises(ProgramError, match="expected a multiple of the ranks"):
+        matmul_reduce_scatter(a, b, comm)
+    with pytest.raises(ProgramError, match="overlap forced"):
+        all_gather_matmul(a, b, comm, overlap=True)
+
+
+@pytest.mark.parametrize(("device", "num_ranks"), ON_EITHER)
+@pytest.mark.parametrize(("rows", "columns"), [(64, 128), (256, 384), (3, 10)])
+def test_chosen(rows, columns, device, num_ranks, tmp_path: Path):
+    run_ranks(f"{HERE}:compute_all", device, num_ranks, tmp_path, rows, columns, None)
+
+
+@pytest.mark.parametrize(("device", "num_ranks"), ON_GPUS)
+@pytest.mark.parametrize(("rows", "columns"), [(128, 128), (256, 384), (1024, 4096)])
+def test_overlapped(rows, columns, device, num_ranks, tmp_path: Path):
+    run_ranks(f"{HERE}:compute_all", device, num_ranks, tmp_path, rows, columns, True)
+
+
+@pytest.mark.parametrize(
+    "body", ["use_every_tile", "keep_bits_on_all_ranks", "name_a_missing_rank"]
+)
+@pytest.mark.parametrize(("device", "num_ranks"), ON_GPUS)
+def test_kernel(body, device, num_ranks, tmp_path: Path):
+    run_ranks(f"{HERE}:{body}", device, num_ranks, tmp_path)
+
+
+@pytest.mark.parametrize(("device", "num_ranks"), ON_EITHER)
+def test_refused(device, num_ranks, tmp_path: Path):
+    run_ranks(f"{HERE}:refuse_what_does_not_fit", device, num_ranks, tmp_path)
