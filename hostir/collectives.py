@@ -18,16 +18,29 @@ from distmega.sharding.mesh import DeviceMesh
 
 
 class Handle:
-    """An exchange under way; `wait` returns once its results are there, more than once."""
+    """An exchange under way; `wait` returns once its results are there, more than once.
 
-    def __init__(self, finish: Callable[[], None]) -> None:
+    arrive: lets the current CUDA stream follow the transfer alone, any number of times.
+    """
+
+    def __init__(
+        self, finish: Callable[[], None], arrive: Callable[[], object] | None = None
+    ) -> None:
         self._finish: Callable[[], None] | None = finish
+        self._arrive = arrive
 
     def wait(self) -> None:
         """Blocks until done. RankFailure if a peer is gone."""
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
+
+    def follow(self) -> None:
+        """The current stream goes on after the transfer; what `wait` does with it is still to do.
+        Nothing where the transport can't tell.
+        """
+        if self._arrive is not None:
+            self._arrive()
 
 
 def join_handles(handles: Sequence[Handle]) -> Handle:

@@ -1,9 +1,9 @@
-"""Runs a host program on the CPU: torch for library ops, a Communicator for the rest of the mesh,
-runners for kernels.
+"""Runs a host program: torch for library ops, a Communicator for the rest of the mesh, runners for
+kernels, on a GPU its streams and events.
 
 Comes in: a HostProgram and, with each call, tensors by name. Goes out: its outputs; states are
-updated in place. Nodes become closures once, so that a call costs little more than its ops. Streams
-and events order nothing here, since the host runs nodes in program order, which any verified
+updated in place. Nodes become closures once, so that a call costs little more than its ops. On the
+CPU streams and events order nothing, since the host runs nodes in program order, which any verified
 program allows; check.py proves that for the device as well. Next: kernels/megakernel.py.
 """
 
@@ -17,6 +17,7 @@ from distmega import program
 from distmega.errors import DistmegaError, ProgramError, RankFailure
 from distmega.hostir.collectives import Handle
 from distmega.hostir.comm import Communicator
+from distmega.hostir.cuda_streams import CudaStreams
 from distmega.hostir.library import IN_PLACE, compile_op, op_operands
 from distmega.hostir.nodes import (
     Allocate,
@@ -57,7 +58,7 @@ class KernelRunner(Protocol):
         ...
 
 
-class _Frame:
+class Frame:
     """What one call of a program holds."""
 
     __slots__ = ("group", "handles", "indices", "tensors")
@@ -69,7 +70,10 @@ class _Frame:
         self.indices: dict[str, int] = {}
 
 
-_Step = Callable[[_Frame], object]
+Step = Callable[[Frame], object]
+
+Watch = Callable[[Node, Step], Step]
+"""Puts something around a node's work, such as a clock; loops themselves are not watched."""
 
 
 class Evaluator:
@@ -81,8 +85,10 @@ class Evaluator:
         comm: Communicator,
         kernels: Mapping[str, KernelRunner],
         device: str = "cpu",
+        watch: Watch | None = None,
     ) -> None:
         """kernels: a runner for each segment, by name. device: where tensors given to `run` are.
+        watch: goes around each node.
 
         ProgramError if a runner is missing.
         """
@@ -95,7 +101,9 @@ class Evaluator:
                 remedy="compile each of host.segments, or lower with megakernel=False",
             )
         self._given = [buffer for buffer in host.buffers if buffer.role != "temp"]
-        self._run = _Compiler(host, comm, kernels, torch.device(device)).block(host.body, 0)
+        compiler = _Compiler(host, comm, kernels, torch.device(device), watch)
+        self._streams = compiler.streams
+        self._run = compiler.block(host.body, 0)
 
     def run(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Outputs by name. tensors: the inputs, weights and states of this rank, of their local
@@ -104,10 +112,22 @@ class Evaluator:
         Raises ProgramError for a tensor that is missing or does not fit, RankFailure if a node or a
         peer fails.
         """
-        frame = _Frame({buffer.name: _fitting(buffer, tensors) for buffer in self._given})
+        frame = Frame({buffer.name: _fitting(buffer, tensors) for buffer in self._given})
         with torch.no_grad():
-            self._run(frame)
+            if self._streams is None:
+                self._run(frame)
+            else:
+                self._streams.begin()
+                try:
+                    self._run(frame)
+                finally:
+                    self._streams.end()
         return {name: frame.tensors[name] for name in self.host.outputs}
+
+
+def allocated_names(body: Sequence[Node]) -> set[str]:
+    """What a body allocates itself."""
+    return {node.buffer for node in body if isinstance(node, Allocate)}
 
 
 def _fitting(buffer: program.Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
@@ -127,9 +147,7 @@ def _fitting(buffer: program.Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
 
 
 class _Compiler:
-    """Turns nodes into closures over a frame. One method a group of nodes; streams and events need
-    none.
-    """
+    """Turns nodes into closures over a frame. One method a group of nodes."""
 
     def __init__(
         self,
@@ -137,18 +155,31 @@ class _Compiler:
         comm: Communicator,
         kernels: Mapping[str, KernelRunner],
         device: torch.device,
+        watch: Watch | None,
     ) -> None:
         self.host, self.comm, self.kernels, self.device = host, comm, kernels, device
+        self.watch = watch
+        self.streams = (
+            CudaStreams(device, host.num_streams, host.num_events)
+            if device.type == "cuda" and host.num_streams > 1
+            else None
+        )
         self.buffers = host.buffer_map()
         self.coordinate = host.mesh.coordinate(comm.rank)
         self.sources = view_sources(host.body)
         viewed = {storage_of(name, self.sources) for name in self.sources}
         given = {buffer.name for buffer in host.buffers if buffer.role != "temp"}
-        self.shared = viewed | given | set(self.sources)
-        """Buffers whose storage has another name or owner: an op must write into it, not replace
-        it.
-        """
         segments = host.segment_map()
+        looped = {
+            name
+            for node in host.body
+            if isinstance(node, ForLoop) and host.num_streams > 1
+            for name in set(node_writes(node, segments)) - allocated_names(node.body)
+        }
+        self.shared = viewed | given | set(self.sources) | looped
+        """Buffers whose storage has another name or owner, or another stream than the ops that
+        write it: those write into it and don't replace it.
+        """
         self.filled = {
             name
             for node in walk_nodes(host.body)
@@ -157,20 +188,22 @@ class _Compiler:
         }
         """Buffers that kernels and communication write: they must exist before."""
 
-    def block(self, body: Sequence[Node], first: int) -> _Step:
+    def block(self, body: Sequence[Node], first: int) -> Step:
         """The nodes of a body, the first of which has index `first` in printed order."""
-        steps: list[_Step] = []
+        steps: list[Step] = []
         places: list[tuple[int, Node]] = []
         index = first
         for node in body:
             step = self.step(node, index)
             if step is not None:
+                if self.watch is not None and not isinstance(node, ForLoop):
+                    step = self.watch(node, step)
                 steps.append(step)
                 places.append((index, node))
             index += sum(1 for _ in walk_nodes([node]))
         name, rank = self.host.name, self.comm.rank
 
-        def run(frame: _Frame) -> None:
+        def run(frame: Frame) -> None:
             at = 0
             try:
                 for at, step in enumerate(steps):  # noqa: B007  `at` tells where a step failed
@@ -193,7 +226,7 @@ class _Compiler:
 
         return run
 
-    def step(self, node: Node, index: int) -> _Step | None:
+    def step(self, node: Node, index: int) -> Step | None:
         """The closure of a node; None for what needs no work."""
         match node:
             case LibraryOp():
@@ -207,21 +240,24 @@ class _Compiler:
             case ForLoop(index=name, extent=extent, body=body):
                 return self.loop(name, extent, self.block(body, index + 1))
             case SetStream() | RecordEvent() | WaitEvent():
-                return None
+                if self.streams is None:
+                    return None
+                order = self.streams.step(node)
+                return lambda f: order(f.indices)
             case Collective():
                 return self.collective(node)
             case _:
                 return self.point_to_point(node)
 
-    def loop(self, name: str, extent: int, block: _Step) -> _Step:
-        def run(frame: _Frame) -> None:
+    def loop(self, name: str, extent: int, block: Step) -> Step:
+        def run(frame: Frame) -> None:
             for value in range(extent):
                 frame.indices[name] = value
                 block(frame)
 
         return run
 
-    def storage(self, node: Allocate | Deallocate | SliceView) -> _Step | None:
+    def storage(self, node: Allocate | Deallocate | SliceView) -> Step | None:
         match node:
             case Allocate(buffer=name):
                 if name not in self.filled | self.shared:
@@ -234,13 +270,13 @@ class _Compiler:
             case SliceView(view=view, buffer=buffer, dim=dim):
                 shapes = self.buffers[buffer].shape, self.buffers[view].shape
 
-                def slice_view(f: _Frame) -> None:
+                def slice_view(f: Frame) -> None:
                     start = node.start(f.indices, self.coordinate, *shapes)
                     f.tensors[view] = f.tensors[buffer].narrow(dim, start, shapes[1][dim])
 
                 return slice_view
 
-    def library_op(self, node: LibraryOp) -> _Step:
+    def library_op(self, node: LibraryOp) -> Step:
         op = node.op
         function, names = compile_op(op, self.coordinate), op_operands(op)
         outs = [access.tensor for access in op.writes]
@@ -249,14 +285,14 @@ class _Compiler:
         if op.kind == "view" or (len(outs) == 1 and outs[0] not in self.shared):
             out = outs[0]
 
-            def replace(f: _Frame) -> None:
+            def replace(f: Frame) -> None:
                 tensors = f.tensors
                 (tensors[out],) = function([tensors[name] for name in names])
 
             return replace
         shared = [out in self.shared for out in outs]
 
-        def write(f: _Frame) -> None:
+        def write(f: Frame) -> None:
             results = function([f.tensors[name] for name in names])
             for out, keep, result in zip(outs, shared, results, strict=True):
                 if keep:
@@ -266,10 +302,10 @@ class _Compiler:
 
         return write
 
-    def collective(self, node: Collective) -> _Step:
+    def collective(self, node: Collective) -> Step:
         start = self.starter(node)
 
-        def run(f: _Frame) -> None:
+        def run(f: Frame) -> None:
             ins = [f.tensors[name] for name in node.ins]
             f.handles[node.handle] = start(ins, [f.tensors[name] for name in node.outs])
 
@@ -293,20 +329,20 @@ class _Compiler:
 
     def point_to_point(
         self, node: Send | Recv | StartCoalescing | EndCoalescing | Wait | Signal | WaitSignal
-    ) -> _Step:
+    ) -> Step:
         match node:
             case Send() | Recv():
                 return self.transfer(node)
             case StartCoalescing():
 
-                def open_group(f: _Frame) -> None:
+                def open_group(f: Frame) -> None:
                     f.group.clear()
                     self.comm.begin_group()
 
                 return open_group
             case EndCoalescing(handle=handle):
 
-                def close(f: _Frame) -> None:
+                def close(f: Frame) -> None:
                     members = tuple(f.group)
                     f.handles[handle] = self.comm.end_group(members)
 
@@ -318,11 +354,11 @@ class _Compiler:
                 call = self.comm.signal if isinstance(node, Signal) else self.comm.wait_signal
                 return lambda f: call(peer.mesh_axis, name, to)
 
-    def transfer(self, node: Send | Recv) -> _Step:
+    def transfer(self, node: Send | Recv) -> Step:
         axis, peer = node.peer.mesh_axis, node.peer.of(self.coordinate, self.host.mesh)
         call = self.comm.send if isinstance(node, Send) else self.comm.recv
 
-        def run(f: _Frame) -> None:
+        def run(f: Frame) -> None:
             handle = call(axis, f.tensors[node.buffer], peer)
             if node.handle:
                 f.handles[node.handle] = handle

@@ -123,9 +123,12 @@ class _Lowering:
         """Nodes of a program's ops in order. kept: what must outlive them."""
         runs = self.split_runs(ops, scope)
         last_use = self.last_uses(runs, scope, kept)
-        temps = {name for name in last_use if scope.tensors[name].role == "temp"}
+        ends: dict[int, set[str]] = {}
+        for name, last in last_use.items():
+            if scope.tensors[name].role == "temp":
+                ends.setdefault(last, set()).add(name)
         for position, run in enumerate(runs):
-            ending = {each for each in temps if last_use[each] == position}
+            ending = ends.get(position, set())
             if run.loop is not None:
                 yield from self.lowered.loop(run.loop, run.ops, scope, ending)
                 continue

@@ -81,7 +81,7 @@ class NcclCommunicator(TeamCommunicator):
                     work.wait()
             join_handles(members).wait()
 
-        return Handle(finish)
+        return Handle(finish, lambda: [work.wait() for work in works])
 
     def _transfer(
         self, axis: str, call: Callable[..., dist.Work | None], data: Tensor, peer: int

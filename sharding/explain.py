@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from distmega.program import Tensor
+from distmega.sharding.conflicts import list_conflicts
 from distmega.sharding.placements import REPLICATE, Layout, Partial, Placement, Shard, local_shape
 from distmega.sharding.plan import PlanFacts
 from distmega.sharding.resolve import PlacedOp, Reshard, Splits
@@ -97,6 +98,8 @@ def explain_plan(plan: PlanFacts) -> str:
     lines += ["", "collectives", *(_collectives(plan) or ["  none"])]
     if plan.host_loops:
         lines += ["", "host loops", *_host_loops(plan)]
+    if conflicts := list_conflicts(plan):
+        lines += ["", "conflicts", *(f"  {line}" for line in conflicts)]
     lines += ["", "tensors", *_tensors(plan, what_if)]
     return "\n".join(lines) + "\n"
 

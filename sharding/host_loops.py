@@ -47,11 +47,14 @@ class HostLoop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamPlan:
-    """order: positions of the ops given. chunks: tensor -> the part of it that is allocated."""
+    """order: positions of the ops given. chunks: tensor -> the part of it that is allocated.
+    refused: (annotated tensor, op that uses it) -> why the op does not run in its chunks.
+    """
 
     order: tuple[int, ...]
     loops: tuple[HostLoop, ...] = ()
     chunks: Mapping[str, Part] = field(default_factory=dict)
+    refused: Mapping[tuple[str, str], str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

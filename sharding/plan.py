@@ -27,8 +27,9 @@ class PlanFacts:
     steps: ops and collectives in execution order, on local tensors. locals: local tensor -> (tensor
     of the program, layout). layouts: tensor -> the layout it has under its own name. allocations:
     by local tensor, final. loops: by op. host_loops: which steps run together in chunks.
-    annotations: what the user fixed; streams: the chunks that the user asked for. prices_us: what
-    holding a weight or state whole was priced at.
+    annotations: what the user fixed; streams: the chunks that the user asked for; refused_chunks:
+    (local tensor, op) -> why the op does not run in them. prices_us: what holding a weight or state
+    whole was priced at.
     """
 
     program: Program
@@ -43,6 +44,7 @@ class PlanFacts:
     memory: Memory
     annotations: Mapping[str, Layout]
     streams: Mapping[str, Chunks]
+    refused_chunks: Mapping[tuple[str, str], str]
     prices_us: Mapping[str, float]
 
     @property

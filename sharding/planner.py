@@ -285,6 +285,7 @@ def build_plan(
         memory=measure_memory(program, schedule, allocations, loops),
         annotations=annotations,
         streams=streams or {},
+        refused_chunks=stream_plan.refused,
         prices_us=prices_us,
     )
     verify_plan_parts(schedule, plan.loops, allocations, mesh, table)

@@ -2,7 +2,8 @@
 
 Comes in: the user's layouts. Goes out: for each op, which iteration axis runs on which mesh axis as
 far as annotations decide it. A decision is never overwritten, neither the user's nor an earlier
-one: of two operands that disagree the first wins, and the other is resharded. Next: search.py.
+one: what a user annotated comes before what was derived, of two operands that disagree the first
+wins, and the other is resharded. Next: search.py.
 """
 
 from collections.abc import Mapping
@@ -34,6 +35,9 @@ class _Propagation:
         self.changed = True
 
     def run(self) -> Hints:
+        for op in self.program.ops:
+            self.visit(op, op.reads, is_write=False, pinned=True)
+            self.visit(op, op.writes, is_write=True, pinned=True)
         while self.changed:
             self.changed = False
             for op in self.program.ops:
@@ -42,9 +46,13 @@ class _Propagation:
                 self.visit(op, op.writes, is_write=True)
         return self.hints
 
-    def visit(self, op: Op, operands: tuple[Access, ...], *, is_write: bool) -> None:
-        """Takes over what is known of one side of an op."""
+    def visit(
+        self, op: Op, operands: tuple[Access, ...], *, is_write: bool, pinned: bool = False
+    ) -> None:
+        """Takes over what is known of one side of an op, or only what is annotated."""
         for place, access in enumerate(operands):
+            if pinned and access.tensor not in self.pins:
+                continue
             for axis, placement in self.known.get(access.tensor, REPLICATED).placements:
                 if isinstance(placement, Shard) and axis not in self.hints[op.name]:
                     self.take(op, axis, placement, place, is_write=is_write)

@@ -5,11 +5,11 @@ order in which ops that share a loop stand together, and its StreamPlan. PlanErr
 has no effect anywhere. Next: finalize.py.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 
 from distmega.errors import PlanError
-from distmega.program import Attr, Op, Program, Tensor, accesses
+from distmega.program import Attr, Program, Tensor, accesses
 from distmega.sharding.host_loops import StreamPlan, form_loops
 from distmega.sharding.local_ops import LocalOps
 from distmega.sharding.mesh import DeviceMesh
@@ -60,10 +60,27 @@ def plan_streams(
                 pins[name] = part
     spread = StreamSpread(ops, tensors, pins)
     plan = form_loops(ops, tensors, spread.run(), program.outputs)
+    forms: dict[str, list[str]] = {whole: [] for whole in streams}
+    for name in pins:
+        forms[schedule.locals[name][0]].append(name)
+    used: dict[str, set[Part | None]] = {name: set() for name in pins}
+    for op in ops:
+        for access, part in zip(accesses(op), spread.parts.get(op.name, ()), strict=False):
+            if access.tensor in used:
+                used[access.tensor].add(part)
     for whole in streams:
-        _require_effect(whole, [n for n in pins if schedule.locals[n][0] == whole], ops, spread)
+        _require_effect(whole, forms[whole], used, spread)
     steps = tuple(schedule.steps[at] for at in plan.order)
-    return replace(schedule, steps=steps), plan
+    refused = {
+        (name, op): why
+        for (name, op), why in spread.refused.items()
+        if name in pins and op not in spread.splits
+    }
+    for op in ops:
+        for access, part in zip(accesses(op), spread.parts.get(op.name, ()), strict=False):
+            if access.tensor in pins and part not in (pins[access.tensor], None):
+                refused[access.tensor, op.name] = f"it has chunks of dim {part.dim} instead"
+    return replace(schedule, steps=steps), replace(plan, refused=refused)
 
 
 def _part(
@@ -85,16 +102,18 @@ def _part(
 
 
 def _require_effect(
-    whole: str, forms: Sequence[str], ops: Sequence[Op], spread: StreamSpread
+    whole: str,
+    forms: Sequence[str],
+    used: Mapping[str, Container[Part | None]],
+    spread: StreamSpread,
 ) -> None:
-    """PlanError if chunks were asked for and no op around any form of the tensor runs in them."""
+    """PlanError if chunks were asked for and no op around any form of the tensor runs in them.
+
+    used: the chunks in which ops use each annotated form.
+    """
     wanted = {name: spread.pins[name] for name in forms if spread.pins[name] != WHOLE}
-    if forms and not wanted:
+    if (forms and not wanted) or any(part in used[name] for name, part in wanted.items()):
         return
-    for op in ops:
-        for access, part in zip(accesses(op), spread.parts.get(op.name, ()), strict=False):
-            if part is not None and wanted.get(access.tensor) == part:
-                return
     reasons = [f"{op}: {why}" for (name, op), why in spread.refused.items() if name in wanted]
     raise PlanError(
         f"no op can run in the chunks asked for {whole!r} ({'; '.join(reasons) or 'nothing does'})",

@@ -7,7 +7,7 @@ from distmega.builder import ProgramBuilder
 from distmega.sharding.cost import CPU, H200
 from distmega.sharding.explain import format_bytes, format_us
 from distmega.sharding.mesh import DeviceMesh
-from distmega.sharding.placements import shard
+from distmega.sharding.placements import shard, stream
 from distmega.sharding.planner import plan_program
 from tests.sharding.programs import decoder, mlp
 
@@ -53,6 +53,27 @@ def test_annotations_and_their_conflicts_are_told():
     assert "fixed: t1 [dp=S0:3]" in text
     assert "t2.tp0 = take_shard over tp" in text
     assert "not i0: tp divides it" in text
+
+
+def test_conflicts_say_which_annotation_won():
+    p = ProgramBuilder("p")
+    x, w = p.input("x", (8, 8)), p.weight("w", (8, 8))
+    y = p.linear(x, w, name="y")
+    program = p.build(p.concat([y, y], 0, name="z"), p.reduce(y, 1, "max", name="t"))
+    text = plan_program(
+        program, DeviceMesh(tp=2), CPU, {"x": shard(0, "tp"), "w": shard(0, "tp")}
+    ).explain()
+    assert (
+        "conflicts\n  y reads w [tp=S0:4] as [tp=R]: its axis m0 is on tp, as annotated for x; "
+        "w is resharded\n"
+    ) in text
+    marks = {"y": stream(0, 2), "z": stream(1, 2)}
+    text = plan_program(program, DeviceMesh(tp=1), CPU, marks).explain()
+    assert "z does not run in the chunks of y: it has chunks of dim 1 instead\n" in text
+    marks = {"y": stream(1, 2)}
+    text = plan_program(program, DeviceMesh(tp=1), CPU, marks).explain()
+    assert "t does not run in the chunks of y: reduce over i1 would combine" in text
+    assert "conflicts" not in plan_program(program, DeviceMesh(tp=2), CPU).explain()
 
 
 def test_an_axis_that_divides_nothing_is_called_idle():

@@ -1,0 +1,58 @@
+"""A whole host program as one CUDA graph: no host time an instruction, the same result.
+
+Comes in: an Evaluator on a GPU and the tensors to bind. Goes out: a CapturedHost whose `run` copies
+inputs to where the graph reads them and replays it. Streams and events become the graph's edges,
+NCCL's collectives its nodes; signals between hosts and megakernels that keep state on the host
+can't be captured.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from distmega.errors import ProgramError
+from distmega.hostir.evaluator import Evaluator
+from distmega.hostir.nodes import Signal, WaitSignal, walk_nodes
+
+NUM_WARM_UPS = 2
+"""Runs before the capture: libraries choose and load their kernels, communicators connect."""
+
+
+class CapturedHost:
+    """A host program bound to tensors: weights, states and inputs stay where they were given."""
+
+    def __init__(self, evaluator: Evaluator, tensors: Mapping[str, Tensor]) -> None:
+        """Runs the program a few times, so states must be such that this does no harm.
+
+        Every rank of the mesh captures at the same point of its program. ProgramError for nodes
+        that block the host.
+        """
+        host = evaluator.host
+        blocking = [n for n in walk_nodes(host.body) if isinstance(n, Signal | WaitSignal)]
+        if blocking:
+            raise ProgramError(
+                f"host program {host.name!r} with {len(blocking)} signals between hosts",
+                expected="nodes that only queue work on the GPU",
+                remedy="run it without capture",
+            )
+        self._given = dict(tensors)
+        self._inputs = [b.name for b in host.buffers if b.role == "input"]
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(NUM_WARM_UPS):
+                evaluator.run(self._given)
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, stream=side, capture_error_mode="thread_local"):
+            self._outputs = evaluator.run(self._given)
+
+    def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Outputs by name, overwritten by the next run. inputs: those to change since the last."""
+        for name in self._inputs:
+            if name in inputs and inputs[name] is not self._given[name]:
+                self._given[name].copy_(inputs[name])
+        self._graph.replay()
+        return self._outputs

@@ -1,0 +1,148 @@
+"""Streamed programs on several GPUs: random ones exact, captured ones too, collectives of NCCL."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from distmega.builder import ProgramBuilder
+from distmega.hostir.capture import CapturedHost
+from distmega.hostir.comm import Communicator, GlooCommunicator
+from distmega.hostir.evaluator import Evaluator
+from distmega.hostir.lower import lower_program
+from distmega.hostir.nccl_native import NativeNccl
+from distmega.hostir.nodes import HostProgram
+from distmega.hostir.passes import run_passes
+from distmega.program import Program
+from distmega.sharding.cost import CPU
+from distmega.sharding.localize import LocalProgram, localize
+from distmega.sharding.mesh import DeviceMesh
+from distmega.sharding.placements import Layout, shard, stream
+from distmega.sharding.planner import plan_program
+from tests.hostir.programs import run_program, shard_tensors
+from tests.hostir.test_random_streams import planned, tensors_of, whole_results
+from tests.multigpu.ranks import ON_EITHER, ON_GPUS, TIMEOUT_S, run_ranks
+
+HERE = "tests.multigpu.test_streams"
+NUM_SEEDS = 12
+ROWS = shard(0, "tp")
+RINGS = {
+    "x": ROWS,
+    "w1": ROWS,
+    "w2": shard(1, "tp"),
+    "h": shard(1, "tp"),
+    "y": ROWS,
+}
+
+
+def team(comm: Communicator, mesh: DeviceMesh) -> Communicator:
+    """The test's communicator, for another mesh of as many ranks and with NCCL's own reductions."""
+    if torch.get_default_device().type == "cuda":
+        return NativeNccl(mesh, comm.rank, TIMEOUT_S)
+    return GlooCommunicator(mesh, comm.rank, TIMEOUT_S)
+
+
+def own_part(whole: Tensor, local: LocalProgram, name: str, rank: int) -> Tensor:
+    return shard_tensors({name: whole}, local, rank)[name]
+
+
+def on_device(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: x.to(torch.get_default_device()) for name, x in tensors.items()}
+
+
+def assert_same(
+    found: dict[str, Tensor], expected: dict[str, Tensor], local: LocalProgram, rank: int
+) -> None:
+    """A rank's outputs are its parts of the whole ones, bit by bit, where they are no padding."""
+    at = local.mesh.coordinate(rank)
+    for name, x in found.items():
+        domain = local.allocations[name]
+        ranges = [domain.local_range(dim, at) for dim in range(x.dim())]
+        part = expected[name][tuple(slice(*each) for each in ranges)]
+        assert torch.equal(x.cpu()[tuple(slice(b - a) for a, b in ranges)], part), name
+
+
+def run_random(comm: Communicator, first: int) -> None:
+    num = comm.mesh.num_ranks
+    meshes = [DeviceMesh(tp=num)] + ([DeviceMesh(dp=2, tp=num // 2)] if num > 2 else [])
+    device = str(torch.get_default_device())
+    for mesh in meshes:
+        mine = team(comm, mesh)
+        for seed in range(first, first + NUM_SEEDS):
+            with torch.device("cpu"):
+                plan, local, host = planned(seed, mesh)
+                tensors = tensors_of(plan.program, seed)
+                expected = whole_results(plan.program, tensors)
+                if expected is None:
+                    continue
+                parts = shard_tensors(tensors, local, comm.rank)
+            evaluator = Evaluator(host, mine, {}, device)
+            given = on_device(parts)
+            for _ in range(2):
+                states = {t.name: given[t.name].clone() for t in host.buffers if t.role == "state"}
+                assert_same(evaluator.run(given | states), expected, local, comm.rank)
+
+
+@pytest.mark.parametrize(("device", "num_ranks"), ON_EITHER)
+def test_random_streamed_programs_are_exact(device: str, num_ranks: int, tmp_path: Path):
+    run_ranks(f"{HERE}:run_random", device, num_ranks, tmp_path, 0)
+
+
+def sequence(rows: int, hidden: int, ffn: int, dtype: str) -> Program:
+    """An MLP between rows that ranks divide among them."""
+    p = ProgramBuilder("sequence")
+    x, w1, w2 = (
+        p.input("x", (rows, hidden), dtype),
+        p.weight("w1", (ffn, hidden), dtype),
+        p.weight("w2", (hidden, ffn), dtype),
+    )
+    h = p.linear(x, w1, name="h").map("relu(a0)", name="act")
+    return p.build(p.linear(h, w2, name="y"))
+
+
+def overlapped(num: int, how: str) -> tuple[LocalProgram, HostProgram]:
+    """The MLP over `num` ranks, whole, in chunks on streams, or in rings."""
+    marks: dict[str, Layout] = dict(RINGS)
+    if how == "rings":
+        marks["h"] |= stream(0, num, ring="tp")
+        marks["y"] |= stream(0, num, ring="tp")
+    if how == "chunks":
+        marks = {name: at for name, at in marks.items() if name not in ("x", "y")}
+        marks["y"] = stream(0, 4)
+    program = sequence(512, 256, 512, "bf16")
+    local = localize(plan_program(program, DeviceMesh(tp=num), CPU, marks))
+    return local, run_passes(lower_program(local, megakernel=False, peer_memory=False))
+
+
+def small(program: Program, seed: int) -> dict[str, Tensor]:
+    """Values whose sums are exact in any order, and in bf16."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        t.name: (torch.rand(t.shape, generator=generator) < 0.02).to(torch.bfloat16)
+        for t in program.tensors
+        if t.role != "temp"
+    }
+
+
+def run_overlapped(comm: Communicator, how: str) -> None:
+    with torch.device("cpu"):
+        local, host = overlapped(comm.mesh.num_ranks, how)
+        program = sequence(512, 256, 512, "bf16")
+        first, second = small(program, 0), small(program, 1)
+        wholes = [run_program(program, {**first, "x": x["x"]}) for x in (first, second)]
+        parts = [shard_tensors({**first, "x": x["x"]}, local, comm.rank) for x in (first, second)]
+    mine = team(comm, comm.mesh)
+    device = str(torch.get_default_device())
+    captured = CapturedHost(Evaluator(host, mine, {}, device), on_device(parts[0]))
+    for turn in (0, 1, 0, 1):
+        found = captured.run({"x": on_device(parts[turn])["x"]})
+        assert_same(found, wholes[turn], local, comm.rank)
+
+
+@pytest.mark.parametrize("how", ["whole", "chunks", "rings"])
+@pytest.mark.parametrize(("device", "num_ranks"), ON_GPUS)
+def test_captured_programs_give_what_they_gave(
+    device: str, num_ranks: int, how: str, tmp_path: Path
+):
+    run_ranks(f"{HERE}:run_overlapped", device, num_ranks, tmp_path, how)
