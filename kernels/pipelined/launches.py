@@ -90,11 +90,12 @@ class Launch:
     _compiled: CompiledKernel | triton.FutureKernel | None = None
     _run: Callable[..., object] | None = None
 
-    def prepare(self, tensors: Sequence[Tensor | None]) -> None:
+    def prepare(self, tensors: Sequence[Tensor | None]) -> CompiledKernel | triton.FutureKernel:
         """Compiles, or starts to within a triton.AsyncCompileMode."""
         args = (*self._arguments(tensors), *self.rest)
         options = {"enable_fp_fusion": True, **self.options}
         self._compiled = self.kernel.warmup(*args, grid=(self.grid,), **options)
+        return self._compiled
 
     def __call__(self, tensors: Sequence[Tensor | None]) -> None:
         if self._run is None:
@@ -108,9 +109,7 @@ class Launch:
         ]
 
     def _loaded(self, tensors: Sequence[Tensor | None]) -> Callable[..., object]:
-        if self._compiled is None:
-            self.prepare(tensors)
-        found = self._compiled
+        found = self._compiled or self.prepare(tensors)
         kernel = found.result() if isinstance(found, triton.FutureKernel) else found
         run: Callable[..., object] = kernel[(self.grid, 1, 1)]
         return run

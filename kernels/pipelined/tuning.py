@@ -119,12 +119,12 @@ def tuning(path: Path = CHOICES) -> Iterator[None]:
         yield
     finally:
         _table.measuring = False
-        _table.version += 1
     many = dist.is_initialized() and dist.get_world_size() > 1
     if many:
         shared = [_table.known()]
         dist.broadcast_object_list(shared, src=0)
         _table.entries = shared[0]
+    _table.version += 1
     if not many or dist.get_rank() == 0:
         write_choices(path, _table.known())
 
