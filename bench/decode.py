@@ -160,8 +160,8 @@ def backends(case: Case) -> AbstractContextManager[None]:
     return sdpa_kernel(order, set_priority=True)
 
 
-def measure(case: Case, rounds: int, with_peer: bool) -> Record:
-    """Medians over `rounds` rounds in which each is timed once."""
+def measure(case: Case, comm: Communicator, rounds: int, with_peer: bool) -> Record:
+    """Medians over `rounds` rounds in which each is timed once, all ranks at the same time."""
     config = open_model(case.model).config
     engine = open_engine(case, comm)
     runs = {"ours": our_step(case, engine)}
