@@ -15,10 +15,12 @@ import math
 import re
 import statistics
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.ranks import run_on_ranks
 from bench.records import RESULTS, Record, current_commit, result_name, write_records
@@ -136,11 +138,26 @@ def peer_step(case: Case, config: ModelConfig, engine: Engine) -> Timed:
     position = torch.tensor([case.context - 1], device="cuda")
 
     def run() -> None:
-        with torch.inference_mode():
+        with torch.inference_mode(), backends(case):
             for _ in range(STEPS):
                 step(tokens, position)
 
     return run
+
+
+def backends(case: Case) -> AbstractContextManager[None]:
+    """The peer's attention: of several sequences by cuDNN where it can, which of all that torch has
+    for a mask reads cached positions fastest (bench/notes/batch.md); else torch's own choice.
+    """
+    if case.batch == 1:
+        return nullcontext()
+    order = [
+        SDPBackend.CUDNN_ATTENTION,
+        SDPBackend.FLASH_ATTENTION,
+        SDPBackend.EFFICIENT_ATTENTION,
+        SDPBackend.MATH,
+    ]
+    return sdpa_kernel(order, set_priority=True)
 
 
 def measure(case: Case, comm: Communicator, rounds: int, with_peer: bool) -> Record:

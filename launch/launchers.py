@@ -186,4 +186,5 @@ def _run_with_restarts(
         except RankFailure as failure:
             if num_left == 0:
                 raise
-            logger.warning("starting all ranks again (%d restarts left): %s", num_left, failure)
+            number = max_restarts - num_left + 1
+            logger.warning("restart %d of %d of all ranks: %s", number, max_restarts, failure)

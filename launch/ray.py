@@ -1,27 +1,28 @@
-"""Runs the ranks as Ray actors: a Job in, Emitted values and the Result out. The one file that
-imports Ray.
+"""Runs the ranks as Ray actors: a Job in, Emitted values and the Result out.
 
 Every rank is one actor in a placement group; ranks are numbered by node and device, whatever order
 the bundles came in. Rank 0's actor opens the rendezvous store and keeps it. The job is one
 streaming call to each actor, whose items are the rank's reports; heartbeats run beside it in a
-concurrency group of their own. Next: launch/worker.py.
+concurrency group of their own. What concerns the cluster is in launch/ray_cluster.py, the only
+other file that imports Ray. Next: launch/worker.py.
 """
 
 import logging
 import os
-import socket
 import time
+from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from distmega.errors import LaunchError
 from distmega.launch.contract import Event, Job, rank_environment
-from distmega.launch.reports import Died, Report
+from distmega.launch.ray_cluster import connect, is_node_up, place_ranks
+from distmega.launch.reports import Died, Failed, Report
 from distmega.launch.stores import TCPStore, reach_store, serve_store
 from distmega.launch.supervise import supervise
 from distmega.launch.worker import (
@@ -35,13 +36,10 @@ from distmega.ranks import DeviceKind, RankContext
 
 logger = logging.getLogger(__name__)
 
-OBJECT_STORE_BYTES = 80_000_000
 HEARTBEAT_S = 1.0
 HEARTBEAT_LIMIT_S = 30.0
 """A rank that doesn't answer for this long is as good as dead, though its process may exist."""
 
-PROBE_S = 5.0
-PLACEMENT_POLL_S = 1.0
 FINISH_S = 5.0
 POSITION_S = 2.0
 HEARTBEAT_GROUP = "heartbeat"
@@ -122,13 +120,14 @@ class RayTeam:
     owns_ray: bool = False
     group: PlacementGroup | None = None
     actors: list[Any] = field(default_factory=list)
+    seats: list[Seat] = field(default_factory=list)
     streams: dict[Any, int] = field(default_factory=dict)
     heartbeats: dict[int, Heartbeat] = field(default_factory=dict)
     next_check_s: float = 0.0
 
     def start(self) -> None:
-        self.owns_ray = _connect()
-        self.group = _place(self.job)
+        self.owns_ray = connect()
+        self.group = place_ranks(self.job)
         try:
             self._start_ranks(self.group)
         except ray.exceptions.RayError as error:
@@ -144,6 +143,8 @@ class RayTeam:
             left_s = max(0.0, deadline - time.monotonic())
             ready, _ = ray.wait([*self.streams], num_returns=1, timeout=min(left_s, HEARTBEAT_S))
             reports = [report for stream in ready for report in self._take(stream)]
+            if any(isinstance(report, Failed) and report.lost_peer for report in reports):
+                reports += self._find_lost_nodes()
             reports += self._check_heartbeats()
             if reports or left_s == 0:
                 return reports
@@ -181,7 +182,7 @@ class RayTeam:
             self.actors.append(actor_class.options(**options).remote())
         timeout_s = self.job.start_timeout_s
         asked = [actor.take_seat.remote(index) for index, actor in enumerate(self.actors)]
-        seats: list[Seat] = sorted(ray.get(asked, timeout=timeout_s))
+        seats = self.seats = sorted(ray.get(asked, timeout=timeout_s))
         self.actors = [self.actors[seat.index] for seat in seats]
         opened = self.actors[0].open_store.remote(seats[0].address, timeout_s)
         address = (seats[0].address, ray.get(opened, timeout=timeout_s))
@@ -201,7 +202,18 @@ class RayTeam:
             return []
         except ray.exceptions.RayError as error:
             del self.streams[stream]
-            return [Died(rank=rank, how=f"lost its actor: {_first_line(error)}")]
+            how = f"lost its actor: {_first_line(error)}"
+            return self._find_lost_nodes() or [Died(rank=rank, how=how)]
+
+    def _find_lost_nodes(self) -> list[Report]:
+        """The first rank on each node that is down."""
+        first = {seat.node: rank for rank, seat in reversed([*enumerate(self.seats)])}
+        names = name_nodes(self.seats)
+        return [
+            Died(rank=rank, how=f"was lost with its node {names[node]}, which is down")
+            for node, rank in first.items()
+            if not is_node_up(node)
+        ]
 
     def _check_heartbeats(self) -> list[Report]:
         """Report ranks that stopped answering; take the answers that came, and ask again."""
@@ -227,72 +239,6 @@ class RayTeam:
         ]
 
 
-def _connect() -> bool:
-    """Make sure that this process is connected to Ray; whether that was done here."""
-    if ray.is_initialized():
-        return False
-    address = os.environ.get("RAY_ADDRESS")
-    try:
-        if address and address not in ("auto", "local"):
-            _probe(address)
-        ray.init(
-            address=address or "local",
-            object_store_memory=None if address else OBJECT_STORE_BYTES,
-            include_dashboard=None if address else False,
-            logging_level=logging.WARNING,
-            log_to_driver=logger.isEnabledFor(logging.INFO),
-        )
-    except (OSError, ValueError) as error:
-        raise LaunchError(
-            f"can't connect to Ray at RAY_ADDRESS={address or 'local'} ({error})",
-            expected="host:port of a running cluster",
-            remedy="correct RAY_ADDRESS, or unset it to start Ray on this machine",
-        ) from error
-    return True
-
-
-def _probe(address: str) -> None:
-    """Fail within seconds if nothing listens there; Ray itself would try for minutes."""
-    host, _, port = address.rpartition(":")
-    socket.create_connection((host, int(port)), timeout=PROBE_S).close()
-
-
-def _place(job: Job) -> PlacementGroup:
-    """Reserve a bundle for each group of ranks; raises LaunchError saying what is missing."""
-    size = job.ray.ranks_per_bundle
-    bundle = {"CPU": size * job.ray.cpus_per_rank}
-    bundle |= {"GPU": float(size)} if job.device == "cuda" else {}
-    num_bundles = job.num_ranks // size
-    group: PlacementGroup = placement_group([bundle] * num_bundles, strategy=job.ray.strategy)
-    deadline = time.monotonic() + job.ray.placement_timeout_s
-    try:
-        while not group.wait(timeout_seconds=PLACEMENT_POLL_S):
-            logger.info("waiting for Ray to place %d ranks of %s", job.num_ranks, bundle)
-            if time.monotonic() > deadline:
-                raise _describe_shortage(job, bundle)
-    except BaseException:
-        remove_placement_group(group)
-        raise
-    return group
-
-
-def _describe_shortage(job: Job, bundle: Mapping[str, float]) -> LaunchError:
-    free = ray.available_resources()  # type: ignore[no-untyped-call]
-    total = ray.cluster_resources()  # type: ignore[no-untyped-call]
-    num_bundles = job.num_ranks // job.ray.ranks_per_bundle
-    needs = ", ".join(
-        f"{amount * num_bundles:g} {name} ({free.get(name, 0):g} of {total.get(name, 0):g} free)"
-        for name, amount in bundle.items()
-    )
-    num_nodes = sum(node["Alive"] for node in ray.nodes())  # type: ignore[no-untyped-call]
-    return LaunchError(
-        f"Ray could not place {job.num_ranks} ranks ({job.ray.strategy}, {num_nodes} nodes) within "
-        f"{job.ray.placement_timeout_s:g} s: they need {needs}",
-        expected="that much to be free, on one node under STRICT_PACK",
-        remedy="ask for fewer ranks, free the cluster, or add nodes to it",
-    )
-
-
 def _actor_options(job: Job, group: PlacementGroup, index: int) -> dict[str, Any]:
     variables = rank_environment(dict(os.environ))
     # every rank must see all GPUs of its node, or peer memory can't tell them apart
@@ -310,18 +256,28 @@ def _actor_options(job: Job, group: PlacementGroup, index: int) -> dict[str, Any
 
 def make_contexts(seats: Sequence[Seat], kind: DeviceKind) -> list[RankContext]:
     """The ranks of the seats, in their order."""
-    nodes = [seat.node for seat in seats]
+    nodes, names = [seat.node for seat in seats], name_nodes(seats)
     return [
         make_context(
             rank=rank,
             world_size=len(seats),
             local=(nodes[:rank].count(seat.node), nodes.count(seat.node)),
-            node=seat.address,
+            node=names[seat.node],
             kind=kind,
             index=seat.device,
         )
         for rank, seat in enumerate(seats)
     ]
+
+
+def name_nodes(seats: Sequence[Seat]) -> dict[str, str]:
+    """Node id -> its address, with the id where several nodes share an address."""
+    addresses = {seat.node: seat.address for seat in seats}
+    shared = Counter(addresses.values())
+    return {
+        node: address if shared[address] == 1 else f"{address} ({node[:8]})"
+        for node, address in addresses.items()
+    }
 
 
 def _try_get(answer: Any) -> str | None:

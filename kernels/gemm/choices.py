@@ -32,9 +32,10 @@ class Rates:
 
     slice_us: a tile's step of 64 along K, by columns of the tile, all SMs busy. tile_us: a tile's
     start and end. start_us: of a launch. library_flops_per_us, memory_bytes_per_us: what torch's
-    matmul reaches at best. collective_us, collective_bytes_per_us: of NCCL's gather or scatter.
-    copy_us, copy_bytes_per_us: of a peer copy and its event. share_us: what the work beside it
-    takes from the kernel for each megabyte that is sent.
+    matmul reaches at best; library_share: of that where it has less than a tile for each SM.
+    collective_us, collective_bytes_per_us: of NCCL's collectives. copy_us, copy_bytes_per_us: of a
+    peer copy and its event. send_us: what a wave of tiles takes longer when it sends; last_us: what
+    remains when the last tile is done, if its sum stays here or goes to all.
     """
 
     num_sms: int
@@ -42,12 +43,14 @@ class Rates:
     tile_us: float
     start_us: float
     library_flops_per_us: float
+    library_share: float
     memory_bytes_per_us: float
     collective_us: float
     collective_bytes_per_us: float
     copy_us: float
     copy_bytes_per_us: float
-    share_us: float
+    send_us: float
+    last_us: tuple[tuple[str, float], ...]
 
 
 H200 = Rates(
@@ -56,12 +59,14 @@ H200 = Rates(
     tile_us=1.0,
     start_us=4.0,
     library_flops_per_us=8.1e8,
+    library_share=0.83,
     memory_bytes_per_us=4.1e6,
-    collective_us=15.0,
-    collective_bytes_per_us=3.2e5,
-    copy_us=8.0,
+    collective_us=24.0,
+    collective_bytes_per_us=2.45e5,
+    copy_us=15.0,
     copy_bytes_per_us=3.6e5,
-    share_us=0.05,
+    send_us=6.0,
+    last_us=(("scatter", 12.0), ("reduce", 30.0)),
 )
 """One H200 of a node joined by NVLink; from bench/overlap.py and bench/notes/overlap.md."""
 
@@ -92,20 +97,25 @@ class Extents:
         return 2 * self.rows * self.columns * self.depth
 
 
+def num_waves(extents: Extents, tile_n: int, rates: Rates) -> int:
+    """Tiles that a program computes one after the other, at most."""
+    tiles = math.ceil(extents.rows / TILE_ROWS) * math.ceil(extents.columns / tile_n)
+    return math.ceil(tiles / rates.num_sms)
+
+
 def kernel_us(extents: Extents, tile_n: int, rates: Rates) -> float:
     """Predicted time of the kernel: whole waves of tiles, or reading the operands once."""
-    tiles = math.ceil(extents.rows / TILE_ROWS) * math.ceil(extents.columns / tile_n)
-    waves = math.ceil(tiles / rates.num_sms)
     slices = math.ceil(extents.depth / SLICE_K)
-    busy = waves * (slices * dict(rates.slice_us)[tile_n] + rates.tile_us)
+    tile_us = slices * dict(rates.slice_us)[tile_n] + rates.tile_us
+    busy = num_waves(extents, tile_n, rates) * tile_us
     return rates.start_us + max(busy, STREAMING * _read_us(extents, rates))
 
 
 def library_us(extents: Extents, rates: Rates) -> float:
     """Predicted time of torch's matmul, which has more kinds of tiles to fill all SMs with."""
-    tiles = extents.rows / TILE_ROWS * extents.columns / TILE_ROWS
-    full = min(1.0, math.ceil(tiles) / rates.num_sms)
-    busy = extents.flops / (rates.library_flops_per_us * full)
+    tiles = math.ceil(extents.rows / TILE_ROWS) * math.ceil(extents.columns / TILE_ROWS)
+    share = 1.0 if tiles >= rates.num_sms else rates.library_share
+    busy = extents.flops / (rates.library_flops_per_us * share)
     return rates.start_us + max(busy, _read_us(extents, rates))
 
 
@@ -138,23 +148,24 @@ def sent_bytes(kind: str, extents: Extents) -> int:
 
 def sequential_us(kind: str, extents: Extents, rates: Rates) -> float:
     """Predicted time of the matmul and NCCL's collective, one after the other."""
-    steps = 2 if kind == "reduce" else 1
     moved = sent_bytes(kind, extents) / rates.collective_bytes_per_us
-    return library_us(extents, rates) + steps * rates.collective_us + moved
+    return library_us(extents, rates) + rates.collective_us + moved
 
 
 def overlapped_us(kind: str, extents: Extents, rates: Rates) -> float:
     """Predicted time of the kernel with the collective beside it.
 
-    The first or last chunk of rows is computed while nothing can be sent or nothing has come, and
-    the rest can not be faster than the link.
+    A gather delays the first tiles of other ranks where this rank's own are too few to cover the
+    copies; sending delays every wave a little.
     """
     tiles = best_tiles(extents, rates)
     busy = kernel_us(extents, tiles.tile_n, rates)
-    moved = sent_bytes(kind, extents)
-    beside = rates.copy_us + moved / rates.copy_bytes_per_us
-    waits = beside if extents.rows < extents.num_ranks * TILE_ROWS * 2 else rates.copy_us
-    return max(busy + rates.share_us * moved / 1e6, beside) + waits
+    link = rates.copy_us + sent_bytes(kind, extents) / rates.copy_bytes_per_us
+    if kind == "gather":
+        covered = extents.rows > extents.num_ranks * TILE_ROWS
+        return max(busy, link) + (rates.copy_us if covered else 2 * link)
+    waves = num_waves(extents, tiles.tile_n, rates)
+    return max(busy + waves * rates.send_us, link) + dict(rates.last_us)[kind]
 
 
 def can_overlap(kind: str, extents: Extents) -> bool:

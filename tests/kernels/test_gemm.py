@@ -126,3 +126,23 @@ def test_operands_that_do_not_fit(b, message):
 def test_a_result_that_does_not_fit():
     with pytest.raises(ProgramError, match=r"out of shape \[5, 4\].*expected \[5, 3\]"):
         matmul(torch.ones(5, 7), torch.ones(3, 7), out=torch.ones(5, 4))
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "columns", "depth", "overlaps"),
+    [
+        ("gather", 256, 14336, 8192, False),
+        ("gather", 512, 14336, 8192, True),
+        ("gather", 1024, 14336, 8192, True),
+        ("scatter", 256, 4096, 7168, False),
+        ("scatter", 256, 8192, 14336, True),
+        ("scatter", 512, 4096, 7168, True),
+        ("reduce", 512, 4096, 7168, True),
+        ("reduce", 256, 8192, 14336, True),
+    ],
+)
+def test_short_matmuls_overlap_where_that_was_faster_on_two_h200(
+    kind, rows, columns, depth, overlaps
+):
+    extents = Extents(rows=rows, columns=columns, depth=depth, num_ranks=2)
+    assert choose_overlap(kind, extents, H200) == overlaps

@@ -1,13 +1,21 @@
-"""Every launcher test leaves no child process and no shared memory behind."""
+"""Launcher tests leave no child process and no shared memory behind; those of Ray share one Ray."""
 
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 GONE_S = 10.0
+
+NODE = {"num_cpus": 2, "object_store_memory": 80_000_000, "include_dashboard": False}
+QUICK_TO_NOTICE = {
+    "health_check_initial_delay_ms": 0,
+    "health_check_period_ms": 500,
+    "health_check_failure_threshold": 3,
+}
 
 
 def children() -> set[int]:
@@ -43,3 +51,19 @@ def _nothing_left_behind() -> Iterator[None]:
     yield
     assert wait_until(lambda: children() <= children_before), "a process is left"
     assert wait_until(lambda: shared_memory() <= memory_before), "shared memory is left"
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[Any]:
+    """A Ray cluster of one node, to which a test may add nodes for its own time."""
+    ray = pytest.importorskip("ray", reason="ray is not installed (pip install 'distmega[ray]')")
+    from ray.cluster_utils import Cluster  # noqa: PLC0415  not where Ray is not installed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        head = NODE | {"_system_config": QUICK_TO_NOTICE}
+        cluster = Cluster(initialize_head=True, head_node_args=head)
+        ray.init(address=cluster.address, log_to_driver=False, logging_level="error")
+        yield cluster
+        ray.shutdown()
+        cluster.shutdown()

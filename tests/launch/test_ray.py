@@ -1,7 +1,6 @@
 """Ranks as Ray actors, on one Ray that these tests share."""
 
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,25 +11,6 @@ from distmega.launch.launchers import launch
 from tests.launch.conftest import is_gone, wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
-
-NUM_CPUS = 2
-
-
-@pytest.fixture(scope="module")
-def ray_cluster() -> Iterator[None]:
-    ray = pytest.importorskip("ray", reason="ray is not installed (pip install 'distmega[ray]')")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_AUTH_MODE", "disabled")
-        ray.init(
-            address="local",
-            num_cpus=NUM_CPUS,
-            object_store_memory=80_000_000,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level="error",
-        )
-        yield
-        ray.shutdown()
 
 
 def start(target: str, payload: object, *, num_ranks: int = 2, **options):

@@ -1,0 +1,239 @@
+"""Matmuls with a collective, and a tensor-parallel MLP, beside torch's ways, alternating in one
+run: `python -m bench.overlap --ranks 2`, on as many Hopper GPUs of one host.
+
+Writes bench/results/overlap-<device>-tp<N>.json, a record a case (records.py). Times are the
+slowest rank's; floor_us is the longer of cuBLAS's matmul and NCCL's collective alone. M, K and N of
+a case are those of all ranks together. What is chosen (`overlap`) is the library's own choice.
+"""
+
+import argparse
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import Tensor
+
+from bench.records import RESULTS, Record, current_commit, result_name, write_records
+from distmega.hostir.nccl import NcclCommunicator
+from distmega.kernels import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter, pointwise
+from distmega.sharding.mesh import DeviceMesh
+
+ROUNDS = 9
+AHEAD_CYCLES = 2_000_000
+"""For which GPUs sleep before a timed call, so that the host runs ahead."""
+TIMEOUT_S = 60.0
+WIDE, LONG, NARROW = (8192, 28672), (4096, 14336), (8192, 10240)
+"""K and N of a gathering matmul, N and K of a sending one."""
+SHAPES = [(128 << i, *WIDE) for i in range(8)] + [(128, *LONG), (512, *LONG), (1024, *LONG),
+          (16384, *LONG), (1024, *NARROW), (4096, *NARROW)]  # fmt: skip
+Call = Callable[[], object]
+SEQUENTIAL, FUSED = "cuBLAS then NCCL", "torch fused"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """The variants of one operation by name, "ours" among them; what its floor is made of."""
+
+    name: str
+    calls: dict[str, Call]
+    matmul: Call
+    collective: Call
+
+
+class Operands:
+    """Random bf16 tensors of one rank, and the cases over them."""
+
+    def __init__(self, comm: NcclCommunicator, rows: int, hidden: int, inner: int) -> None:
+        self.comm, self.group = comm, comm.group("tp")[0]
+        self.rows, self.hidden, self.inner = rows, hidden, inner
+        ranks = comm.mesh.num_ranks
+        self.own = symm_mem.empty(rows // ranks, hidden, dtype=torch.bfloat16, device="cuda")
+        symm_mem.rendezvous(self.own, self.group.group_name)
+        self.own.normal_()
+        self.full = random(rows, hidden)
+        self.up, self.down = random(inner // ranks, hidden), random(hidden, inner // ranks)
+        self.wide = random(rows, inner // ranks)
+
+    def gather(self) -> Tensor:
+        dist.all_gather_into_tensor(self.full, self.own, group=self.group)
+        return self.full
+
+    def scatter(self, x: Tensor) -> Tensor:
+        out = torch.empty_like(self.own)
+        dist.reduce_scatter_tensor(out, x, group=self.group)
+        return out
+
+    def fused_gather(self, b: Tensor) -> Tensor:
+        name = self.group.group_name
+        found = torch.ops.symm_mem.fused_all_gather_matmul(self.own, [b.T], 0, name)
+        return found[1][0]  # type: ignore[no-any-return]
+
+    def fused_scatter(self, a: Tensor, b: Tensor) -> Tensor:
+        name = self.group.group_name
+        found = torch.ops.symm_mem.fused_matmul_reduce_scatter(a, b.T, "sum", 0, name)
+        return found  # type: ignore[no-any-return]
+
+    def cases(self) -> list[Case]:
+        """A gathering matmul, two sending ones."""
+        forward = f"M={self.rows} K={self.hidden} N={self.inner}"
+        back = f"M={self.rows} K={self.inner} N={self.hidden}"
+        partial = torch.empty_like(self.full)
+        gathering = {
+            "ours": lambda: all_gather_matmul(self.own, self.up, self.comm),
+            SEQUENTIAL: lambda: self.gather() @ self.up.T,
+            FUSED: lambda: self.fused_gather(self.up),
+        }
+        scattering = {
+            "ours": lambda: matmul_reduce_scatter(self.wide, self.down, self.comm),
+            SEQUENTIAL: lambda: self.scatter(self.wide @ self.down.T),
+            FUSED: lambda: self.fused_scatter(self.wide, self.down),
+        }
+        reducing = {
+            "ours": lambda: matmul_all_reduce(self.wide, self.down, self.comm, borrow=True),
+            SEQUENTIAL: lambda: dist.all_reduce(self.wide @ self.down.T, group=self.group),
+        }
+
+        def last() -> Tensor:
+            return self.wide @ self.down.T
+
+        return [
+            Case(name=f"ag_gemm {forward}", calls=gathering, collective=self.gather,
+                 matmul=lambda: self.full @ self.up.T),
+            Case(name=f"gemm_rs {back}", calls=scattering, matmul=last,
+                 collective=lambda: self.scatter(partial)),
+            Case(name=f"gemm_ar {back}", calls=reducing, matmul=last,
+                 collective=lambda: dist.all_reduce(partial, group=self.group)),
+        ]  # fmt: skip
+
+    def mlp(self) -> Case:
+        """silu(x w1') * (x w3') w2', rows of x and of the result on their ranks."""
+        gate = random(2 * self.inner // self.comm.mesh.num_ranks, self.hidden)
+
+        def ours() -> Tensor:
+            a, b = all_gather_matmul(self.own, gate, self.comm).chunk(2, 1)
+            h = pointwise("silu(a0) * a1", a, b)
+            assert isinstance(h, Tensor)
+            return matmul_reduce_scatter(h, self.down, self.comm)
+
+        def product(x: Tensor) -> Tensor:
+            a, b = x.chunk(2, 1)
+            return F.silu(a) * b
+
+        def sequential() -> Tensor:
+            return self.scatter(product(self.gather() @ gate.T) @ self.down.T)
+
+        def fused() -> Tensor:
+            return self.fused_scatter(product(self.fused_gather(gate)), self.down)
+
+        return Case(
+            name=f"mlp M={self.rows} hidden={self.hidden} inner={self.inner}",
+            calls={"ours": ours, SEQUENTIAL: sequential, FUSED: fused},
+            matmul=lambda: product(self.full @ gate.T) @ self.down.T,
+            collective=lambda: self.scatter(self.gather()),
+        )
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(shape, device="cuda").bfloat16()
+
+
+def median_us(calls: dict[str, Call]) -> dict[str, float]:
+    """Time of each call on the slowest rank, all calls in turn in every round."""
+    token = torch.zeros(1, device="cuda")
+    spans: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {n: [] for n in calls}
+    for call in calls.values():
+        call()
+    for _ in range(ROUNDS):
+        for name, call in calls.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(AHEAD_CYCLES)
+            dist.all_reduce(token)
+            start.record()
+            call()
+            end.record()
+            spans[name].append((start, end))
+    torch.cuda.synchronize()
+    times = [sorted(s.elapsed_time(e) for s, e in pairs) for pairs in spans.values()]
+    found = torch.tensor([t[ROUNDS // 2] * 1e3 for t in times], device="cuda")
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return dict(zip(calls, found.tolist(), strict=True))
+
+
+def measure(case: Case, num_ranks: int, commit: str) -> Record:
+    """One case; the floor in alternation with the rest."""
+    times = median_us(case.calls | {"matmul": case.matmul, "collective": case.collective})
+    matmul, collective = times.pop("matmul"), times.pop("collective")
+    ours = times.pop("ours")
+    return Record(
+        case=case.name,
+        device=torch.cuda.get_device_name(),
+        num_gpus=num_ranks,
+        ours_us=round(ours, 1),
+        peers={name: round(us, 1) for name, us in times.items()},
+        floor_us=round(max(matmul, collective), 1),
+        commit=commit,
+    )
+
+
+def run_rank(rank: int, options: argparse.Namespace, port: int) -> None:
+    """What each process does; rank 0 prints and writes."""
+    torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=options.ranks,
+        device_id=torch.device("cuda", rank),
+    )  # fmt: skip
+    comm = NcclCommunicator(DeviceMesh(tp=options.ranks), rank, TIMEOUT_S)
+    stem = result_name("overlap", torch.cuda.get_device_name())
+    path = options.results / f"{stem}-tp{options.ranks}.json"
+    shapes = [shape for shape in SHAPES if shape[0] in options.rows or not options.rows]
+    # the largest first, so that the workspace is made once
+    for rows, hidden, inner in sorted(shapes, key=lambda s: -s[0] * s[1]):
+        operands = Operands(comm, rows, hidden, inner)
+        block = [operands.mlp()] if (hidden, inner) == WIDE and rows >= 1024 else []
+        for case in [*operands.cases(), *block]:
+            record = measure(case, options.ranks, options.commit)
+            if rank == 0:
+                write_records(path, [record])
+                print(summary(record), flush=True)
+        del operands
+        torch.cuda.empty_cache()
+    dist.destroy_process_group()
+
+
+def summary(record: Record) -> str:
+    """A line: times, and ratios to the floor and to the best peer."""
+    best = min(record.peers.values())
+    peers = ", ".join(f"{name} {us:.0f}" for name, us in record.peers.items())
+    ratios = f"{record.ours_us / record.floor_us:.3f} of floor, {best / record.ours_us:.3f}x"
+    return f"{record.case}: {record.ours_us:.0f} us ({peers}, floor {record.floor_us:.0f}) {ratios}"
+
+
+def main() -> None:
+    """Starts the ranks and measures all cases."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rows", type=int, nargs="+", default=[], help="only these M")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
+    parser.add_argument("--commit", default=current_commit(), help="what the records say")
+    options = parser.parse_args()
+    for name, value in {
+        "CUDA_MODULE_LOADING": "EAGER",
+        "NCCL_NVLS_ENABLE": "0",
+        "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    }.items():
+        os.environ.setdefault(name, value)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    mp.spawn(run_rank, (options, port), nprocs=options.ranks)
+
+
+if __name__ == "__main__":
+    main()
