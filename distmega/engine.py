@@ -68,6 +68,7 @@ class Engine:
         Raises PlanError where the mesh can't be used, LaunchError where ranks disagree.
         """
         self.mesh, self.comm, self.device = mesh, comm, torch.device(device)
+        self._num_cached = [0] * options.batch
         on_gpu = self.device.type == "cuda"
         machine, method = H200 if on_gpu else CPU, sampling.method
         stage = mesh.coordinate(comm.rank).get(AXIS, 0)
@@ -100,7 +101,6 @@ class Engine:
         fingerprints += [runner.kernel.fingerprint() for runner in self._runners.values()]
         _require_agreement(comm, plan, fingerprints)
         self._prefills: dict[tuple[int, Logits], Evaluator] = {}
-        self._num_cached = [0] * options.batch
 
     def generate(self, prompt: Sequence[int]) -> Iterator[int]:
         """As generate_all, of one prompt."""

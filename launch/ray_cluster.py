@@ -109,7 +109,7 @@ def _log_daemons() -> None:
     """What Ray's daemons say goes to the log, not between the answers on standard output."""
     worker = ray._private.worker
     if hasattr(worker, "print_to_stdstream"):
-        worker.print_to_stdstream = _log_lines
+        setattr(worker, "print_to_stdstream", _log_lines)  # noqa: B010
 
 
 def _log_lines(data: Mapping[str, Any], **_: object) -> None:
