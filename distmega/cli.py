@@ -1,9 +1,10 @@
-"""The `distmega` command: `generate`, `explain` and `perplexity`; the only module that prints.
+"""The `distmega` command: generate, explain, perplexity, doctor; the only module that prints.
 
 An error ends in one line on stderr: exit code 2 for a wrong request, 1 for a fault while running.
 Next on the walk: launch/launchers.py for what runs, explain.py for what only plans.
 """
 
+import errno
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,8 @@ from rich.console import Console
 from rich.text import Text
 
 from distmega.blueprint import model_mesh, num_stages_of, plan_decode
-from distmega.errors import DistmegaError, RequestError
+from distmega.doctor import examine, gather_facts
+from distmega.errors import DistmegaError, LaunchError, RequestError
 from distmega.explain import explain_decode
 from distmega.launch.contract import LauncherOptions, RayOptions
 from distmega.launch.launchers import (
@@ -114,7 +116,12 @@ class Perplexity:
     engine: Options = EngineOptions()
 
 
-Command = Generate | Explain | Perplexity
+@dataclass(frozen=True, kw_only=True)
+class Doctor:
+    """Say what this machine has, what does not fit, and what to do about it."""
+
+
+Command = Generate | Explain | Perplexity | Doctor
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -124,18 +131,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run_command(command, Console(soft_wrap=True, highlight=False))
         sys.stdout.flush()
     except BrokenPipeError:
-        # nobody reads on; what is left to write must not fail again at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()  # nobody reads on
+        return 1
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            raise
+        _drop_output()
+        _report(
+            RequestError(
+                f"the output can't be written ({error.strerror})",
+                expected="room where it goes",
+                remedy="free some, or write it elsewhere",
+            )
+        )
         return 1
     except DistmegaError as error:
-        if should_report():
-            Console(stderr=True, soft_wrap=True, highlight=False).print(
-                f"distmega: error: {error}", markup=False
-            )
+        _report(error)
         return 2 if isinstance(error, ValueError) else 1
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+def _drop_output() -> None:
+    """What is left to write must not fail again at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _report(error: DistmegaError) -> None:
+    if should_report():
+        Console(stderr=True, soft_wrap=True, highlight=False).print(
+            f"distmega: error: {error}", markup=False
+        )
 
 
 def run_command(command: Command, console: Console) -> None:
@@ -147,6 +174,8 @@ def run_command(command: Command, console: Console) -> None:
             _explain(command, console)
         case Perplexity():
             _perplexity(command, console)
+        case Doctor():
+            _doctor(console)
 
 
 def _generate(command: Generate, console: Console) -> None:
@@ -224,6 +253,19 @@ def _perplexity(command: Perplexity, console: Console) -> None:
     for value in _run("distmega.jobs:score", request, options):
         if isinstance(value, ScoreResult):
             console.print(f"perplexity {value.perplexity:.3f} over {value.num_tokens} tokens")
+
+
+def _doctor(console: Console) -> None:
+    findings = examine(gather_facts())
+    for finding in findings:
+        console.print(str(finding), markup=False)
+    num_problems = sum(finding.state == "problem" for finding in findings)
+    if num_problems:
+        raise LaunchError(
+            f"{num_problems} problem{'s' * (num_problems > 1)} of this machine",
+            expected="none",
+            remedy="follow the remedies above",
+        )
 
 
 def _launcher_options(ranks: Ranks) -> tuple[LauncherOptions, int]:

@@ -112,5 +112,6 @@ def _log_daemons() -> None:
         setattr(worker, "print_to_stdstream", _log_lines)  # noqa: B010
 
 
-def _log_lines(data: Mapping[str, Any], **_: object) -> None:
+def _log_lines(data: Mapping[str, Any], ignore_prefix: bool = False) -> None:
+    del ignore_prefix  # of no use in a log
     logger.info("Ray's %s: %s", data.get("pid"), " ".join(data.get("lines", ())))

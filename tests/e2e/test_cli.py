@@ -176,3 +176,19 @@ def test_a_reader_that_leaves_ends_the_command_quietly(command: Sequence[str]) -
         process.stdout.close()
         assert process.stderr.read() == ""
         assert process.wait(60) == 1
+
+
+def test_a_full_device_is_told_in_one_line() -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "distmega", "explain", "tiny-llama"],
+            env=ENVIRONMENT,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert done.returncode == 1
+    assert done.stderr.startswith("distmega: error: the output can't be written (No space left")
+    assert done.stderr.count("\n") == 1
