@@ -65,6 +65,13 @@ class LaunchError(DistmegaError, RuntimeError):
 class RankFailure(DistmegaError, RuntimeError):
     """A rank died or failed while a request was running."""
 
+    def at(self, place: str) -> "RankFailure":
+        """The same failure, which also says where the rank that noticed it stood."""
+        found = f"{self.found}, at {place}"
+        failure = RankFailure(found, expected=self.expected, remedy=self.remedy)
+        failure.__cause__ = self
+        return failure
+
 
 class HangError(DistmegaError, RuntimeError):
     """A bounded wait expired; names the waiting task, the event and who owes it."""

@@ -214,8 +214,10 @@ class _Compiler:
                 number, node = places[at]
                 place = f"node {number} ({print_node(node)}) of host program {name!r}, rank {rank}"
                 if isinstance(error, DistmegaError):
+                    if isinstance(error, RankFailure):
+                        error = error.at(place)
                     error.add_note(f"at {place}")
-                    raise
+                    raise error
                 failure = RankFailure(
                     f"{place} failed: {type(error).__name__}: {error}",
                     expected="every node to complete",

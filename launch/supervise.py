@@ -12,7 +12,7 @@ import time
 from collections.abc import Generator, Mapping, Sequence
 from typing import Protocol
 
-from distmega.errors import DistmegaError, RankFailure
+from distmega.errors import DistmegaError, HangError, RankFailure
 from distmega.launch.contract import Emitted, Event, Job, Result
 from distmega.launch.reports import Died, Done, Failed, Ready, Report, Value
 
@@ -82,19 +82,32 @@ def _follow(team: Team, job: Job) -> Generator[Event]:
 
 
 def _find_root_cause(team: Team, first: Failed | Died, num_ranks: int) -> DistmegaError:
-    """The error for the failure that caused the others: a death or an own mistake before a lost
-    peer.
+    """The error for the failure that caused the others: a death or an own mistake before a rank
+    that waits in vain, and that before a lost peer. Of ranks that wait for each other, all are told
+    of.
     """
-    cause = first
+    failures = [first]
     deadline = time.monotonic() + ROOT_CAUSE_S
-    while _is_consequence(cause) and (reports := team.poll(deadline - time.monotonic())):
-        failures = [report for report in reports if isinstance(report, Failed | Died)]
-        cause = next((report for report in failures if not _is_consequence(report)), cause)
-    return describe_failure(cause, num_ranks)
+    while min(map(_distance, failures)) and len({f.rank for f in failures}) < num_ranks:
+        reports = team.poll(deadline - time.monotonic())
+        if not reports:
+            break
+        failures += [report for report in reports if isinstance(report, Failed | Died)]
+    cause = min(failures, key=_distance)
+    error = describe_failure(cause, num_ranks)
+    others = [f.error for f in failures if isinstance(f, Failed) and f is not cause]
+    hangs = [other.found for other in others if isinstance(other, HangError)]
+    if isinstance(error, HangError) and hangs:
+        found = "; ".join((error.found, *hangs))
+        return HangError(found, expected=error.expected, remedy=error.remedy)
+    return error
 
 
-def _is_consequence(report: Failed | Died) -> bool:
-    return isinstance(report, Failed) and report.lost_peer
+def _distance(report: Failed | Died) -> int:
+    """How far a report is from the cause: 0 is the cause."""
+    if isinstance(report, Died):
+        return 0
+    return 2 if report.lost_peer else int(isinstance(report.error, HangError))
 
 
 def describe_failure(report: Failed | Died, num_ranks: int) -> DistmegaError:

@@ -69,8 +69,9 @@ def test_the_example_in_the_readme_is_the_file():
 
 
 @pytest.mark.slow
-def test_the_example_runs():
-    command = [sys.executable, "examples/mlp.py"]
+@pytest.mark.parametrize("example", sorted(path.name for path in (ROOT / "examples").glob("*.py")))
+def test_an_example_runs(example: str):
+    command = [sys.executable, f"examples/{example}"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False

@@ -1,0 +1,93 @@
+"""Faults in the middle of a request: each ends in time, and the message says who owes what."""
+
+import re
+import time
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from distmega.errors import DistmegaError, HangError, RankFailure
+from distmega.launch.contract import Emitted, Event, LauncherOptions, Result
+from distmega.launch.launchers import launch
+from tests.launch.faults import DELAY_S, Fault
+
+LIMIT_S = 60.0
+"""Start of the ranks included; a wait on its own ends after two seconds."""
+
+
+def run(
+    fault: Fault, *, target: str = "decode", num_ranks: int = 2, max_restarts: int = 0
+) -> list[Event]:
+    options = LauncherOptions(num_ranks=num_ranks, timeout_s=LIMIT_S, max_restarts=max_restarts)
+    return list(launch(f"tests.launch.faults:{target}", fault, options))
+
+
+@cache
+def sound_tokens() -> list[int]:
+    *_, last = run(Fault(timeout_s=LIMIT_S))
+    assert isinstance(last, Result)
+    return last.value
+
+
+def failure_of(fault: Fault, **options) -> DistmegaError:
+    start = time.monotonic()
+    with pytest.raises((RankFailure, HangError)) as failure:
+        run(fault, **options)
+    assert time.monotonic() - start < LIMIT_S
+    return failure.value
+
+
+def test_a_killed_rank_is_named() -> None:
+    error = failure_of(Fault(kind="kill", timeout_s=LIMIT_S))
+    assert isinstance(error, RankFailure)
+    assert "rank 1 of 2 was killed by SIGKILL" in str(error)
+
+
+def test_a_killed_rank_is_replaced_and_the_request_finished(tmp_path: Path) -> None:
+    fault = Fault(kind="kill", timeout_s=LIMIT_S, once=tmp_path / "killed")
+    *tokens, last = run(fault, max_restarts=1)
+    assert isinstance(last, Result)
+    emitted = [event.value for event in tokens if isinstance(event, Emitted)]
+    assert emitted == last.value == sound_tokens()
+
+
+def test_a_delayed_rank_delays_the_others_and_no_more() -> None:
+    start = time.monotonic()
+    *_, last = run(Fault(kind="delay", timeout_s=LIMIT_S))
+    assert isinstance(last, Result)
+    assert last.value == sound_tokens()
+    assert time.monotonic() - start > DELAY_S
+
+
+def assert_names_rank_task_and_event(error: DistmegaError, waits: int, owes: int) -> None:
+    assert isinstance(error, HangError)
+    place = rf"rank {waits} SM \d+: \S+\[\d+\] waits for event \d+, at \d+ of \d+ from rank {owes}"
+    assert re.search(rf"{place}, owed by rank {owes}: \S+\[\d+\] on SM \d+", str(error)), str(error)
+
+
+def test_a_rank_delayed_beyond_the_timeout() -> None:
+    error = failure_of(Fault(kind="delay", timeout_s=2.0))
+    assert_names_rank_task_and_event(error, waits=0, owes=1)
+
+
+def test_a_dropped_signal() -> None:
+    error = failure_of(Fault(kind="drop"))
+    assert_names_rank_task_and_event(error, waits=0, owes=1)
+
+
+def test_a_wrong_target() -> None:
+    """A rank that waits for more than comes blames what has run; the other waits for it in turn."""
+    error = failure_of(Fault(kind="target", rank=0))
+    assert isinstance(error, HangError)
+    text = str(error)
+    assert re.search(r"rank 0 SM \d+: \S+\[\d+\] waits for event \d+, at \d+ of \d+ from", text)
+    assert_names_rank_task_and_event(error, waits=1, owes=0)
+
+
+def test_a_dropped_signal_between_stages() -> None:
+    fault = Fault(rank=1, pp=2, timeout_s=3.0)
+    error = failure_of(fault, target="prefill_without_signals")
+    text = str(error)
+    assert re.search(r"'free' over mesh axis 'pp', ranks \[0, 1\], failed on rank 0: ", text)
+    assert re.search(r"at node \d+ \(wait signal free from pp\[1\]\) of host program", text)
