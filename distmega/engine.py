@@ -31,15 +31,13 @@ from distmega.kernels.runners import SteppingRunner, open_hopper
 from distmega.kernels.symmetric import Team
 from distmega.models.decoder import Logits
 from distmega.models.load import ModelSource
-from distmega.models.random_device import random_values
-from distmega.models.random_source import RandomReader
 from distmega.models.sampling import MOST_LIKELY, Sampling
 from distmega.program import Program
 from distmega.requests import EngineOptions
-from distmega.sharding.allocation import AllocationDomain
 from distmega.sharding.cost import CPU, H200
 from distmega.sharding.mesh import DeviceMesh
 from distmega.sharding.stages import AXIS
+from distmega.weight_loading import Progress, load_weights, no_progress
 
 logger = logging.getLogger(__name__)
 
@@ -61,9 +59,10 @@ class Engine:
         device: str = "cpu",
         logits: Logits = "none",
         sampling: Sampling = MOST_LIKELY,
+        progress: Progress = no_progress,
     ) -> None:
         """Plans, compiles and loads weights. node: the host of this rank. logits: what a decode
-        step gives besides the token. sampling: how tokens are chosen.
+        step gives besides the token. sampling: how tokens are chosen. progress: of the weights.
 
         Raises PlanError where the mesh can't be used, LaunchError where ranks disagree.
         """
@@ -83,11 +82,10 @@ class Engine:
         )
         self._weights = allocate_arena(self.blueprint.weights, device=device)
         self._states = allocate_arena(self.blueprint.states, device=device)
-        self._persistent = {
-            **arena_views(self.blueprint.weights, self._weights),
-            **arena_views(self.blueprint.states, self._states),
-        }
-        caches = arena_views(self.blueprint.states, self._states) if options.batch > 1 else {}
+        weights = arena_views(self.blueprint.weights, self._weights)
+        states = arena_views(self.blueprint.states, self._states)
+        self._persistent = {**weights, **states}
+        caches = states if options.batch > 1 else {}
         self._slots = [
             {name: cache[slot] for name, cache in caches.items()} for slot in range(options.batch)
         ]
@@ -95,7 +93,8 @@ class Engine:
         self._runners: dict[str, CpuMegakernel] = {}
         self.stepping: SteppingRunner | None = None
         """The decode kernel of a GPU where it chooses the tokens, several in one launch."""
-        self._load(source)
+        coordinate, allocations = mesh.coordinate(comm.rank), self.blueprint.local.allocations
+        load_weights(source, allocations, coordinate, weights, progress)
         self._decode = self._open_gpu(options) if on_gpu else self._open_cpu(options)
         fingerprints = [plan.fingerprint()]
         fingerprints += [runner.kernel.fingerprint() for runner in self._runners.values()]
@@ -276,12 +275,6 @@ class Engine:
             timeout_s=options.timeout_s,
         )
 
-    def _load(self, source: ModelSource) -> None:
-        coordinate = self.mesh.coordinate(self.comm.rank)
-        for name in self.blueprint.weights.tensors:
-            domain = self.blueprint.local.allocations[name]
-            load_shard(source, name, domain, coordinate, self._persistent[name])
-
 
 def _draw_inputs(sampling: Sampling, batch: int, device: torch.device) -> dict[str, Tensor]:
     """What a program takes that draws tokens, a row a sequence; see decoder.py."""
@@ -290,28 +283,6 @@ def _draw_inputs(sampling: Sampling, batch: int, device: torch.device) -> dict[s
     settings = torch.tensor([sampling.settings] * batch, dtype=torch.float32, device=device)
     seeds = [sampling.seed_of(sequence) for sequence in range(batch)]
     return {"sampling": settings, "seeds": torch.tensor(seeds, device=device)}
-
-
-def load_shard(
-    source: ModelSource,
-    name: str,
-    domain: AllocationDomain,
-    coordinate: Mapping[str, int],
-    into: Tensor,
-) -> None:
-    """Reads the part of a weight that `coordinate` stores; the rest of `into` becomes zeros."""
-    ranges = [domain.local_range(dim, coordinate) for dim in range(into.dim())]
-    extents = [stop - start for start, stop in ranges]
-    if list(into.shape) != extents:
-        into.zero_()
-    if not all(extents):
-        return
-    reader, slices = source.weight(name), tuple(slice(*bounds) for bounds in ranges)
-    if isinstance(reader, RandomReader) and into.is_cuda:
-        part = random_values(reader, slices, into.device)
-    else:
-        part = torch.from_numpy(reader.read(slices))
-    into[tuple(slice(extent) for extent in extents)] = part
 
 
 def _share_memory(mates: Sequence[tuple[str, str]], options: EngineOptions) -> bool:

@@ -11,6 +11,12 @@ settings.register_profile("distmega", deadline=None, derandomize="CI" in os.envi
 settings.load_profile("distmega")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--soak-steps", type=int, default=5000, help="decode steps of each case of test_soak.py"
+    )
+
+
 def _gpu_problem(num_gpus: int) -> str:
     """Why this machine can't run a test on `num_gpus` GPUs; empty if it can."""
     import torch  # noqa: PLC0415  only when a collected test carries a GPU marker

@@ -22,6 +22,8 @@ CHUNK_WORDS = gl.constexpr(words.SAMPLE_CHUNK * words.MAX_SMS)
 """Tagged words of a chunk of every SM: pairs of an SM's words in planes of 512."""
 PROBES = gl.constexpr(6)
 """Halvings of the range in which the lower bound is looked for; more leave fewer candidates."""
+LOWEST = gl.constexpr(-1e38)
+"""Where limits are looked for from when all logits are candidates: below any of them."""
 LOW_BITS = gl.constexpr(0xFFFFFFFF)
 
 
@@ -230,6 +232,7 @@ def find_cutoff(x, sampling, exchange, first, sm, num_sms, tag, ROWS: gl.constex
         more = read_chunk(exchange, first + (num_more + 1) * CHUNK_WORDS, tag, full)
         full = more[CHUNK - 1] > float("-inf")
     held = values, masses(values, highest, heat), second, masses(second, highest, heat)
+    low = gl.maximum(low, LOWEST)
     above = highest + gl.maximum(gl.abs(highest) * 1e-3, 1e-3)
     low_num, mass = tally(held, low, highest, heat, exchange, first, tag, num_more)
     high = above

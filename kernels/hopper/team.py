@@ -163,7 +163,9 @@ def push_best(
 
 @gluon.jit
 def most_likely(exchange, best_words, num_sms, tag, RANKS: gl.constexpr):
-    """Token with the highest logit over all SMs of all ranks; the lowest id among equals."""
+    """Token with the highest logit over all SMs of all ranks; the lowest id among equals, also
+    where all are -inf.
+    """
     sms = gl.arange(0, THREADS, layout=PER_THREAD)
     wanted = sms < num_sms
     values = gl.full([THREADS], float("-inf"), gl.float32, layout=PER_THREAD)
@@ -172,8 +174,8 @@ def most_likely(exchange, best_words, num_sms, tag, RANKS: gl.constexpr):
         at = exchange + best_words + 2 * (rank * num_sms + sms)
         bits, token = spin2(at, tag, wanted)
         value = gl.where(wanted, as_float(bits), float("-inf"))
-        better = value > values  # tokens grow with the rank
+        better = (value > values) | (rank == 0)  # tokens grow with the rank
         values = gl.where(better, value, values)
-        tokens = gl.where(better, token, tokens)
+        tokens = gl.where(better & wanted, token, tokens)
     highest = gl.max(values, axis=0)
     return gl.min(gl.where(values == highest, tokens, 0x7FFFFFFF), axis=0)

@@ -6,10 +6,7 @@ import pytest
 import torch
 
 from distmega.engine import Engine
-from distmega.hostir.comm import SingleCommunicator
-from distmega.models.load import open_model
-from distmega.requests import EngineOptions
-from distmega.sharding.mesh import DeviceMesh
+from tests.gpu.engines import open_engine
 from tests.gpu.reference import reference_logits
 from tests.gpu.test_decode import random_ids, relative_error
 
@@ -18,22 +15,24 @@ pytestmark = pytest.mark.gpu
 NUM_DECODED = 6
 
 
-def open_batch(name: str, batch: int, max_context: int = 1024) -> Engine:
-    mesh = DeviceMesh(tp=1)
-    options = EngineOptions(max_context=max_context, batch=batch)
-    comm = SingleCommunicator(mesh)
-    engine = Engine(open_model(name), mesh, comm, options, device="cuda:0", logits="last")
-    assert engine.uses_megakernel
-    return engine
-
-
 @pytest.mark.parametrize("batch", [2, 5, 16])
 @pytest.mark.parametrize("name", ["smollm2-135m", "llama-3.2-1b", "qwen3-0.6b"])
 def test_each_sequence_equals_transformers(name: str, batch: int):
-    """Within what bf16 transformers itself errs against float32."""
-    engine = open_batch(name, batch)
+    engine = open_engine(name, batch)
+    require_transformers_logits(engine, [1 + (131 * slot + 700) % 997 for slot in range(batch)])
+
+
+@pytest.mark.parametrize("name", ["llama-3.2-1b", "qwen3-8b"])
+def test_long_contexts(name: str):
+    engine = open_engine(name, 4, max_context=6144)
+    require_transformers_logits(engine, [4096, 6100, 37, 4997])
+
+
+def require_transformers_logits(engine: Engine, lengths: list[int]) -> None:
+    """Sequences of these lengths, then NUM_DECODED steps together: logits within what transformers
+    in bf16 errs against float32.
+    """
     vocab = engine.blueprint.config.vocab
-    lengths = [1 + (131 * slot + 700) % 997 for slot in range(batch)]
     sequences = [random_ids(vocab, length + NUM_DECODED) for length in lengths]
     for slot, ids in enumerate(sequences):
         engine.prefill(ids[:-NUM_DECODED], slot)
@@ -43,11 +42,12 @@ def test_each_sequence_equals_transformers(name: str, batch: int):
         exact = reference_logits(engine, ids, torch.float32)[-NUM_DECODED:]
         halves = reference_logits(engine, ids, torch.bfloat16)[-NUM_DECODED:]
         error, limit = relative_error(found[slot].float(), exact), relative_error(halves, exact)
+        print(f"{len(ids)} tokens: {error:.2e}, transformers in bf16 {limit:.2e}")
         assert error < 1.5 * limit + 1e-3, (slot, len(ids), error, limit)
 
 
 def test_several_steps_a_launch_equal_single_steps():
-    engine = open_batch("smollm2-135m", 5)
+    engine = open_engine("smollm2-135m", 5)
     prompts = [random_ids(engine.blueprint.config.vocab, n) for n in (3, 700, 128, 129, 257)]
     stepwise = engine.generate_all(prompts)
     together = [next(stepwise) for _ in range(40)]
@@ -61,7 +61,7 @@ def test_several_steps_a_launch_equal_single_steps():
 
 
 def test_fewer_sequences_than_slots_and_again():
-    engine = open_batch("smollm2-135m", 16)
+    engine = open_engine("smollm2-135m", 16)
     prompts = [random_ids(engine.blueprint.config.vocab, n) for n in (40, 2, 300)]
     first = [tokens for tokens, _ in zip(engine.generate_all(prompts), range(30), strict=False)]
     again = [tokens for tokens, _ in zip(engine.generate_all(prompts), range(30), strict=False)]
@@ -71,7 +71,7 @@ def test_fewer_sequences_than_slots_and_again():
 
 def test_many_steps_repeat_bit_by_bit():
     """Also the partials' sums: several SMs share each sequence and head."""
-    engine = open_batch("smollm2-135m", 3, max_context=4096)
+    engine = open_engine("smollm2-135m", 3, max_context=4096)
     stepping = engine.stepping
     assert stepping is not None
     runs = []

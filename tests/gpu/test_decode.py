@@ -1,40 +1,19 @@
 """The decode kernel on one GPU against transformers, and against itself."""
 
-import gc
 import itertools
-from collections.abc import Iterator
 from importlib.util import find_spec
 
 import pytest
 import torch
 from torch import Tensor
 
-from distmega.engine import Engine
-from distmega.hostir.comm import SingleCommunicator
 from distmega.models.load import open_model
-from distmega.requests import EngineOptions
-from distmega.sharding.mesh import DeviceMesh
+from tests.gpu.engines import open_engine
 from tests.gpu.reference import reference_logits
 
 pytestmark = pytest.mark.gpu
 
 MODELS = ("smollm2-135m", "llama-3.2-1b", "qwen3-0.6b", "qwen3-1.7b")
-
-
-def open_engine(name: str, max_context: int = 1024) -> Engine:
-    mesh = DeviceMesh(tp=1)
-    options = EngineOptions(max_context=max_context)
-    comm = SingleCommunicator(mesh)
-    engine = Engine(open_model(name), mesh, comm, options, device="cuda:0", logits="last")
-    assert engine.uses_megakernel
-    return engine
-
-
-@pytest.fixture(autouse=True)
-def free_memory() -> Iterator[None]:
-    yield
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
@@ -45,7 +24,7 @@ def random_ids(vocab: int, num: int) -> list[int]:
     return torch.randint(0, vocab, (num,), generator=torch.Generator().manual_seed(3)).tolist()
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, "qwen3-8b"])
 @pytest.mark.parametrize(("num_prefilled", "num_decoded"), [(1, 12), (500, 8)])
 def test_logits_are_as_exact_as_transformers_in_bf16(name, num_prefilled, num_decoded):
     engine = open_engine(name)

@@ -6,15 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from distmega.engine import Engine
 from distmega.hostir import choice
-from distmega.hostir.comm import SingleCommunicator
 from distmega.kernels.hopper.words import DRAWN, LIMITED, MAX_SMS, SAMPLE_CHUNK
-from distmega.models.load import open_model
 from distmega.models.sampling import Sampling
-from distmega.requests import EngineOptions
-from distmega.sharding.mesh import DeviceMesh
 from tests.gpu import sample_kernel
+from tests.gpu.engines import open_engine
 
 pytestmark = pytest.mark.gpu
 
@@ -74,6 +70,7 @@ def make_logits(kind: str, vocab: int) -> Tensor:
     return logits.cuda()
 
 
+# a top-k above the vocabulary is all of it; so is a least logit above all others none, and token 0
 @pytest.mark.parametrize("vocab", [128256, 151936, 49152, 1000])
 @pytest.mark.parametrize(
     "kind", ["random", "in order", "in groups", "with ties", "equal", "one peak"]
@@ -93,26 +90,21 @@ def test_tokens_are_the_librarys(kind, vocab, settings):
     assert found == drawn_by_kernel(logits, values, seed)
 
 
-def open_engine(sampling: Sampling) -> Engine:
-    mesh = DeviceMesh(tp=1)
-    options = EngineOptions(max_context=256)
-    comm, source = SingleCommunicator(mesh), open_model("smollm2-135m")
-    return Engine(source, mesh, comm, options, device="cuda:0", logits="last", sampling=sampling)
-
-
 DRAWS = {
-    "plain": Sampling(temperature=1.2, seed=5),
-    "limited": Sampling(temperature=0.8, top_k=50, top_p=0.9, seed=6),
-    "top-p alone": Sampling(temperature=0.8, top_p=0.9, seed=7),
-    "a large top-k": Sampling(temperature=0.8, top_k=5000, seed=8),
+    "plain": Sampling(temperature=15.0, seed=5),
+    "limited": Sampling(temperature=40.0, top_k=50, top_p=0.9, seed=6),
+    "top-p alone": Sampling(temperature=15.0, top_p=0.9, seed=7),
+    "a large top-k": Sampling(temperature=15.0, top_k=5000, seed=8),
 }
+"""At which the most likely token of the random model has some percent of the probability, and no
+token comes twice in a row except by chance: its logits have a deviation of 24.
+"""
 
 
 @pytest.mark.parametrize("name", DRAWS)
 def test_steps_draw_from_their_logits(name):
     """Several steps a launch give the tokens of single steps, and these are the library's."""
-    engine, sampling = open_engine(DRAWS[name]), DRAWS[name]
-    assert engine.uses_megakernel
+    engine, sampling = open_engine("smollm2-135m", sampling=DRAWS[name]), DRAWS[name]
     prompt = list(range(7, 40))
     many = list(itertools.islice(engine.generate(prompt), 40))
     one = [engine.prefill(prompt)]
@@ -127,4 +119,4 @@ def test_steps_draw_from_their_logits(name):
         drawn = choice.sample(logits, limits, seeds, positions, 0, logits.shape[1])[1]
         assert one[-1] == int(drawn)
     assert many == one
-    assert len(set(many)) > 5
+    assert len(set(many)) > 10

@@ -1,0 +1,42 @@
+"""Engines of models with random weights on the GPU: presets, and presets with other extents."""
+
+from dataclasses import replace
+
+from distmega.engine import Engine
+from distmega.hostir.comm import SingleCommunicator
+from distmega.models.config import ModelConfig
+from distmega.models.load import ModelSource, open_model
+from distmega.models.presets import PRESETS
+from distmega.models.random_source import RandomReader
+from distmega.models.sampling import MOST_LIKELY, Sampling
+from distmega.models.weights import RopeTableReader, weight_specs
+from distmega.requests import EngineOptions
+from distmega.sharding.mesh import DeviceMesh
+
+
+def random_model(name: str, **changes: object) -> ModelSource:
+    """A preset with some fields of its configuration changed."""
+    if not changes:
+        return open_model(name)
+    config: ModelConfig = replace(PRESETS[name], **changes)
+    specs = weight_specs(config)
+    readers = {name: RandomReader(spec=spec, seed=0) for name, spec in specs.items()}
+    rope = RopeTableReader(config=config)
+    return replace(open_model(name), config=config, readers={**readers, "rope_table": rope})
+
+
+def open_engine(
+    source: ModelSource | str,
+    batch: int = 1,
+    max_context: int = 1024,
+    sampling: Sampling = MOST_LIKELY,
+) -> Engine:
+    """An engine whose decode steps give logits; it must run them by the decode kernel."""
+    if isinstance(source, str):
+        source = open_model(source)
+    mesh = DeviceMesh(tp=1)
+    options = EngineOptions(max_context=max_context, batch=batch)
+    comm = SingleCommunicator(mesh)
+    engine = Engine(source, mesh, comm, options, device="cuda:0", logits="last", sampling=sampling)
+    assert engine.uses_megakernel
+    return engine
