@@ -4,7 +4,7 @@
 
 Random weights are made between the parts and not counted: what counts starts with a Python process
 and weights on the GPU. Three processes: Triton's cache empty, Triton's cache filled by the first,
-and again. "first token" is that of the prefill, by library ops; "second token" the first of the
+and again. The first token is that of the prefill, by library ops; the second is the first of the
 decode kernel, which is compiled or loaded there.
 """
 
@@ -16,97 +16,101 @@ import sys
 import tempfile
 import time
 
-PROMPT_TOKENS = 128
-START = time.perf_counter()
+import torch
+
+from distmega import engine, weight_loading
+from distmega.hostir.comm import SingleCommunicator
+from distmega.kernels.hopper.runner import DecodeRunner
+from distmega.models.load import open_model
+from distmega.requests import EngineOptions
+from distmega.sharding.mesh import DeviceMesh
+
+PROMPT = range(100, 228)
 
 
-def measure(model: str) -> dict[str, float]:
-    """Seconds of each part in this process, which has done nothing else yet."""
-    parts: dict[str, float] = {}
-    last = START
+class Laps:
+    """Seconds of each part, as on a stopwatch that began at `start`, a time.time()."""
 
-    def lap(name: str) -> None:
-        nonlocal last
-        now = time.perf_counter()
-        parts[name] = round(now - last, 3)
-        last = now
+    def __init__(self, start: float) -> None:
+        self.parts: dict[str, float] = {}
+        self._last = start
 
-    import torch  # noqa: PLC0415  what is timed
-
-    lap("import torch")
-    import distmega.kernels.hopper.runner  # noqa: PLC0415, F401
-    from distmega import engine, weight_loading  # noqa: PLC0415
-    from distmega.hostir.comm import SingleCommunicator  # noqa: PLC0415
-    from distmega.models.load import open_model  # noqa: PLC0415
-    from distmega.requests import EngineOptions  # noqa: PLC0415
-    from distmega.sharding.mesh import DeviceMesh  # noqa: PLC0415
-
-    lap("import distmega and triton")
-    torch.zeros(1, device="cuda")
-    torch.cuda.synchronize()
-    lap("CUDA context")
-    load, loading = weight_loading.load_weights, [0.0]
-
-    def timed_load(*arguments: object) -> None:
+    def lap(self, name: str) -> None:
         torch.cuda.synchronize()
-        start = time.perf_counter()
+        now = time.time()
+        self.parts[name] = now - self._last
+        self._last = now
+
+    def total(self, name: str) -> None:
+        """What was measured so far, under a name of its own."""
+        whole = [s for part, s in self.parts.items() if not part.startswith("=")]
+        self.parts[f"= {name}"] = sum(whole)
+
+
+def measure(model: str, start: float) -> dict[str, float]:
+    """Seconds of each part in this process, which has done nothing since `start` but import."""
+    laps = Laps(start)
+    torch.cuda.init()
+    laps.lap("Python, imports, CUDA")
+    made = open_engine(model, laps)
+    prompt = list(PROMPT)
+    token = made.prefill(prompt)
+    laps.lap("plan and run prefill")
+    laps.total("first token")
+    assert isinstance(made.stepping, DecodeRunner)
+    made.stepping.start([token], [len(prompt)])
+    made.stepping.decode(1)
+    laps.lap("compile and run decode")
+    laps.total("second token")
+    made.stepping.decode(1)
+    laps.lap("(third token)")
+    made.prefill(prompt)
+    laps.lap("(the same prefill again)")
+    return laps.parts
+
+
+def open_engine(model: str, laps: Laps) -> engine.Engine:
+    """The engine; making weights is not part of a lap."""
+    load = weight_loading.load_weights
+
+    def load_between(*arguments: object) -> None:
+        laps.lap("plan, memory")
         load(*arguments)  # type: ignore[arg-type]
         torch.cuda.synchronize()
-        loading[0] += time.perf_counter() - start
-        torch.cuda.reset_peak_memory_stats()
+        laps._last = time.time()
 
-    engine.load_weights = timed_load  # type: ignore[assignment]
+    engine.load_weights = load_between  # type: ignore[assignment]
     mesh = DeviceMesh(tp=1)
-    options = EngineOptions(max_context=1024)
-    made = engine.Engine(
-        open_model(model), mesh, SingleCommunicator(mesh), options, device="cuda:0"
-    )
-    torch.cuda.synchronize()
-    lap("plan, schedule, memory")
-    parts["plan, schedule, memory"] -= round(loading[0], 3)
-    prompt = list(range(100, 100 + PROMPT_TOKENS))
-    token = made.prefill(prompt)
-    lap("first token: plan and run prefill")
-    parts["to the first token"] = round(sum(parts.values()), 3)
-    assert made.stepping is not None
-    made.stepping.start([token], [len(prompt)])
-    made.stepping.decode(1).tolist()
-    lap("second token: decode kernel")
-    parts["to the second token"] = (
-        parts["to the first token"] + parts["second token: decode kernel"]
-    )
-    made.stepping.decode(1).tolist()
-    lap("third token")
-    made.prefill(prompt)
-    lap("the same prefill again")
-    parts["(making random weights)"] = round(loading[0], 3)
-    return parts
+    options, comm = EngineOptions(max_context=1024), SingleCommunicator(mesh)
+    made = engine.Engine(open_model(model), mesh, comm, options, device="cuda:0")
+    laps.lap("queues, descriptors")
+    return made
 
 
 def main() -> None:
     """Runs the three processes and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
-    parser.add_argument("--child", action="store_true")
+    parser.add_argument("--start", type=float, help="of a process that measures itself")
     arguments = parser.parse_args()
-    if arguments.child:
-        print(json.dumps(measure(arguments.model)))
+    if arguments.start:
+        print(json.dumps(measure(arguments.model, arguments.start)))
         return
     columns = []
     with tempfile.TemporaryDirectory() as cache:
         for _ in range(3):
-            command = [sys.executable, "-m", "bench.cold_start", arguments.model, "--child"]
+            command = [sys.executable, "-m", "bench.cold_start", arguments.model, "--start"]
             done = subprocess.run(
-                command,
+                [*command, repr(time.time())],
                 env={**os.environ, "TRITON_CACHE_DIR": cache},
                 stdout=subprocess.PIPE,
                 text=True,
                 check=True,
             )
             columns.append(json.loads(done.stdout.splitlines()[-1]))
-    print(f"{arguments.model}, seconds: {'cold':>29} {'warm':>9} {'again':>9}")
+    print(f"{arguments.model + ', seconds':28} {'cold':>8} {'cached':>8} {'again':>8}")
     for name in columns[0]:
-        print(f"{name:40}", *(f"{column[name]:9.3f}" for column in columns))
+        print(f"{name:28}", *(f"{column[name]:8.2f}" for column in columns))
 
 
 if __name__ == "__main__":
