@@ -1,7 +1,7 @@
 """What a plan states: divisions, layouts, collectives, allocations, loops, memory and time.
 
-Comes in: what resolve.py and finalize.py made. Goes out: PlanFacts, read by explain.py and
-localize.py; planner.py gives it out as a Plan.
+Comes in: what resolve.py, finalize.py and memory.py made. Goes out: PlanFacts, read by explain.py
+and localize.py; planner.py gives it out as a Plan.
 """
 
 import hashlib
@@ -13,8 +13,8 @@ from distmega.program import Program
 from distmega.sharding.allocation import AllocationDomain
 from distmega.sharding.cost import Machine
 from distmega.sharding.domains import LoopDomain
-from distmega.sharding.finalize import Memory
 from distmega.sharding.host_loops import HostLoop
+from distmega.sharding.memory import Memory
 from distmega.sharding.mesh import DeviceMesh
 from distmega.sharding.placements import Chunks, Layout
 from distmega.sharding.resolve import PlacedOp, Reshard

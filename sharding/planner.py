@@ -15,11 +15,8 @@ from distmega.errors import PlanError
 from distmega.program import Access, Op, Program
 from distmega.sharding.cost import Machine, residency_prices_us
 from distmega.sharding.explain import explain_plan
-from distmega.sharding.finalize import (
-    finalize_allocations,
-    finalize_loops,
-    measure_memory,
-)
+from distmega.sharding.finalize import finalize_allocations, finalize_loops
+from distmega.sharding.memory import measure_memory
 from distmega.sharding.mesh import DeviceMesh
 from distmega.sharding.options import SplitOption
 from distmega.sharding.placements import (

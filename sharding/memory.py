@@ -1,0 +1,286 @@
+"""The memory one rank needs, from a schedule and its host loops: what the host program will hold.
+
+Comes in: a Schedule, final allocations, host loops. Goes out: a Memory. It follows the order in
+which hostir/lower.py allocates and hostir/passes.py frees, chunk by chunk in loops: a collective
+holds its operands until something needs its result, and the first and last chunk may need other
+bytes than those between. Used by planner.py.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+
+from distmega.dtypes import item_bytes
+from distmega.program import Program
+from distmega.sharding.allocation import AllocationDomain
+from distmega.sharding.collectives import RANK_AXIS
+from distmega.sharding.host_loops import HostLoop
+from distmega.sharding.padding import additive_reads
+from distmega.sharding.resolve import PlacedOp, Reshard, Schedule
+from distmega.sharding.streams import is_sum
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Bytes one rank needs; `temp_peak_bytes` is the most that temporaries occupy at once."""
+
+    input_bytes: int
+    weight_bytes: int
+    state_bytes: int
+    temp_peak_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.input_bytes + self.weight_bytes + self.state_bytes + self.temp_peak_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Use:
+    """A step and the storage it touches. travels: a collective, which ends where it is waited for.
+
+    first: reads of the first chunk alone (a bias). adds: iterations add to its result. gathers,
+    scatters: it is passed around a ring, a part an iteration.
+    """
+
+    reads: frozenset[str]
+    writes: frozenset[str]
+    travels: bool = False
+    first: frozenset[str] = frozenset()
+    adds: bool = False
+    gathers: bool = False
+    scatters: bool = False
+
+    @property
+    def names(self) -> frozenset[str]:
+        return self.reads | self.writes
+
+
+@dataclass(slots=True)
+class _Holding:
+    """Bytes held while steps run, and the steps that are to be waited for.
+
+    left: name -> how many steps have still to end before it is freed; other names stay.
+    """
+
+    sizes: Mapping[str, int]
+    left: Counter[str]
+    live: int = 0
+    peak: int = 0
+    held: set[str] = field(default_factory=set)
+    pending: list[_Use] = field(default_factory=list)
+
+    def take(self, names: Iterable[str]) -> None:
+        """Allocates what isn't yet."""
+        for name in names:
+            if name in self.left and name not in self.held:
+                self.held.add(name)
+                self.live += self.sizes[name]
+        self.peak = max(self.peak, self.live)
+
+    def end(self, use: _Use) -> None:
+        """Frees what no other step needs."""
+        for name in use.names & self.held:
+            self.left[name] -= 1
+            if not self.left[name]:
+                self.live -= self.sizes[name]
+
+    def settle(self, touched: frozenset[str], written: frozenset[str]) -> None:
+        """Waits for the collectives that a step which touches these names needs."""
+        for use in tuple(self.pending):
+            if use.writes & touched or use.reads & written:
+                self.pending.remove(use)
+                self.end(use)
+
+    def settle_all(self) -> None:
+        for use in self.pending:
+            self.end(use)
+        self.pending.clear()
+
+    def run(self, use: _Use) -> None:
+        """One step: waits, allocations, then what it lets go."""
+        self.settle(use.names, use.writes)
+        self.take(use.names)
+        if use.travels:
+            self.pending.append(use)
+        else:
+            self.end(use)
+
+
+class _Loop:
+    """One host loop: its steps, as the bodies that hostir/chunks.py makes of them."""
+
+    def __init__(
+        self,
+        uses: Sequence[_Use],
+        loop: HostLoop,
+        chunks: Mapping[str, AllocationDomain],
+        sizes: Mapping[str, int],
+    ) -> None:
+        self.uses, self.loop, self.sizes = uses, loop, sizes
+        self.chunks = {n: chunks[n] for use in uses for n in use.names if n in chunks}
+        self.outer = frozenset(name for use in uses for name in use.names) - self.chunks.keys()
+        self.gathers = [use for use in uses if use.gathers]
+        head = any(use.adds or use.scatters for use in uses)
+        tail = loop.has_tail or bool(self.gathers)
+        counts = {"head": int(head), "": loop.num_chunks - head - tail, "tail": int(tail)}
+        self.parts = [part for part, count in counts.items() if count]
+
+    def touched(self, part: str) -> frozenset[str]:
+        """Storage from outside that one body touches."""
+        names = frozenset[str]()
+        for use in self.uses:
+            own = use.names - use.first if part != "head" else use.names
+            names |= use.writes if use.gathers else own
+        return names - self.chunks.keys()
+
+    def peak(self, part: str) -> int:
+        """Bytes that an iteration allocates at most."""
+        steps = list(self.steps(part))
+        sizes = {name: self.size(name, part) for name in self.chunks}
+        beside = {name: self.sizes[name.partition("+")[0]] for u in steps for name in u.names
+                  if "+" in name}  # fmt: skip
+        sizes |= beside
+        left = Counter(name for use in steps for name in use.names if name in sizes)
+        inner = _Holding(sizes, left)
+        inner.take(name for name in beside if name.endswith("+in"))
+        for use in steps:
+            inner.run(use)
+            if use.adds:
+                inner.settle_all()
+        return inner.peak
+
+    def steps(self, part: str) -> Iterator[_Use]:
+        """The steps of one iteration, with what they allocate beside chunks: sums ("y+part") and
+        what comes in around a ring ("y+in").
+        """
+        for use in self.uses:
+            more = "+part" * use.adds or "+in" * use.scatters
+            beside = frozenset(name + more for name in use.writes if more and part != "head")
+            if not use.gathers:
+                yield replace(use, writes=use.writes | beside, travels=use.travels and not more)
+
+    def size(self, name: str, part: str) -> int:
+        """Bytes of a chunk; the first around a scatter ring is made where the sum will be."""
+        if part == "head" and any(use.scatters and name in use.reads for use in self.uses):
+            return 0
+        domain = self.chunks[name]
+        if part != "tail" or not self.loop.has_tail or domain.chunk is None:
+            return self.sizes[name]
+        dim, chunk = domain.chunk
+        return self.sizes[name] // chunk * (domain.local_shape[dim] % chunk)
+
+
+def measure_memory(
+    program: Program,
+    schedule: Schedule,
+    allocations: Mapping[str, AllocationDomain],
+    host_loops: Sequence[HostLoop],
+) -> Memory:
+    """Bytes of one rank; temporaries are freed after their last use, outputs are not."""
+    tensors = program.tensor_map()
+    sizes = {
+        name: math.prod(allocations[name].stored_shape) * item_bytes(tensors[whole].dtype)
+        for name, (whole, _) in schedule.locals.items()
+    }
+    by_role = dict.fromkeys(("input", "weight", "state"), 0)
+    given = {tensor.name for tensor in program.tensors if tensor.role != "temp"}
+    for name in given:
+        by_role[tensors[name].role] += sizes[name]
+    return Memory(
+        input_bytes=by_role["input"],
+        weight_bytes=by_role["weight"],
+        state_bytes=by_role["state"],
+        temp_peak_bytes=_temp_peak(program, schedule, allocations, host_loops, sizes, given),
+    )
+
+
+def _temp_peak(
+    program: Program,
+    schedule: Schedule,
+    allocations: Mapping[str, AllocationDomain],
+    host_loops: Sequence[HostLoop],
+    sizes: Mapping[str, int],
+    given: set[str],
+) -> int:
+    views: dict[str, str] = {}
+    for step in schedule.steps:
+        if isinstance(step, PlacedOp) and step.op.kind == "view":
+            views[step.writes[0]] = views.get(step.reads[0], step.reads[0])
+    chunks = {name: allocations[name] for name in schedule.locals if allocations[name].chunk}
+    turns: list[_Use | _Loop] = []
+    for loop, group in groupby(_uses(schedule, views, host_loops), key=lambda use: use[0]):
+        uses = [use for _, use in group]
+        turns += uses if loop is None else [_Loop(uses, loop, chunks, sizes)]
+    left: Counter[str] = Counter()
+    for turn in turns:
+        for names in _touched(turn):
+            left.update(names - given)
+    left.update({views.get(name, name) for name in program.outputs} - given)
+    holding = _Holding(sizes, left)
+    for turn in turns:
+        if isinstance(turn, _Use):
+            holding.run(turn)
+        else:
+            _run_loop(turn, holding)
+    return holding.peak
+
+
+def _touched(turn: "_Use | _Loop") -> Iterator[frozenset[str]]:
+    """What is touched at each of the moments after which something can be freed."""
+    if isinstance(turn, _Use):
+        yield turn.names
+        return
+    yield from (use.names for use in turn.gathers)
+    yield from map(turn.touched, turn.parts)
+
+
+def _run_loop(loop: _Loop, holding: _Holding) -> None:
+    """A loop waits for all collectives before it, a gather ring first for those of its part."""
+    if not loop.gathers:
+        holding.settle_all()
+    for use in loop.gathers[:1]:
+        holding.settle(use.names, use.writes)
+    holding.take(loop.outer)
+    for use in loop.gathers:
+        holding.settle(use.names, use.writes)
+        holding.end(use)
+    holding.settle_all()
+    for part in loop.parts:
+        holding.peak = max(holding.peak, holding.live + loop.peak(part))
+        names = loop.touched(part)
+        holding.end(_Use(reads=names, writes=frozenset()))
+
+
+def _uses(
+    schedule: Schedule, views: Mapping[str, str], host_loops: Sequence[HostLoop]
+) -> Iterator[tuple[HostLoop | None, _Use]]:
+    """Each step but views, with the loop it is in."""
+    loops = {name: (loop, split) for loop in host_loops for name, split in loop.splits}
+    for step in schedule.steps:
+        if isinstance(step, PlacedOp) and step.op.kind == "view":
+            continue
+        reads, writes = (
+            frozenset(views.get(name, name) for name in names)
+            for names in (step.reads, step.writes)
+        )
+        if isinstance(step, Reshard):
+            loop, split = loops.get(step.name, (None, None))
+            rings = split is not None and split.axis == RANK_AXIS
+            kind = step.move.kind
+            use = _Use(
+                reads=reads,
+                writes=writes,
+                travels=kind != "take_shard",
+                gathers=rings and kind == "all_gather",
+                scatters=rings and kind == "reduce_scatter",
+            )
+        else:
+            loop, split = loops.get(step.op.name, (None, None))
+            adds = split is not None and is_sum(step.op, split)
+            first = frozenset(
+                views.get(step.reads[n], step.reads[n]) for n in additive_reads(step.op) if adds
+            )
+            use = _Use(reads=reads, writes=writes, adds=adds, first=first)
+        yield loop, use
