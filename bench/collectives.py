@@ -4,7 +4,7 @@
 
 Each variant is captured in a CUDA graph of several calls, since that is how a decode step would run
 it; graphs are replayed in turns. The floor is what a rank must send at the rate of a copy between
-two GPUs. Writes bench/results/collectives-<device>.json.
+two GPUs. Writes bench/results/collectives-<device>-tp<N>.json.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from distmega.hostir.nccl import NcclCommunicator
 from distmega.kernels.hopper.all_reduce import PushedAllReduce
 from distmega.kernels.symmetric import Team
 
-SIZES_KB = (8, 16, 64, 256, 1024)
+SIZES_KB = (8, 16, 32, 64, 128, 256, 512, 1024)
 CALLS = 20
 """All-reduces in a graph."""
 VARIANTS = {"one shot": (1, 1), "one shot, 2 chunks": (1, 2), "two shots": (2, 1)}
@@ -117,7 +117,7 @@ def measure(comm: NcclCommunicator, rounds: int, sizes_kb: tuple[int, ...], out:
                 times[name].append(elapsed_us(run, CALLS))
         medians = {name: round(statistics.median(found), 2) for name, found in times.items()}
         record = Record(
-            case=f"all-reduce {kb} KB tp={size}",
+            case=f"all-reduce {kb} KB",
             device=torch.cuda.get_device_name(),
             num_gpus=size,
             ours_us=min(medians[name] for name in ours),
@@ -126,7 +126,8 @@ def measure(comm: NcclCommunicator, rounds: int, sizes_kb: tuple[int, ...], out:
             commit=current_commit(),
         )
         if comm.rank == 0:
-            write_records(out / f"{result_name('collectives', record.device)}.json", [record])
+            name = f"{result_name('collectives', record.device)}-tp{size}.json"
+            write_records(out / name, [record])
             print(record, medians, flush=True)
 
 

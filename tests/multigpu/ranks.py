@@ -1,24 +1,41 @@
-"""Runs a test's body on several ranks: on processes started here, or on those of torchrun.
+"""Runs bodies of tests on ranks that stay: one group of processes for all tests of a session.
 
 A body is a function of this folder that takes a communicator. It runs with the rank's device as
-torch's default, so the same body serves GPUs over NCCL and CPUs over gloo.
+torch's default, so the same body serves GPUs over NCCL and CPUs over gloo. A group is started when
+a test first needs so many ranks; one in which a body failed, a rank died or did not answer is
+ended, and the next test gets a new one. Under torchrun its processes are the only group.
 """
 
+import gc
 import importlib
 import os
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
+from multiprocessing import get_context, parent_process
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from distmega.hostir.comm import Communicator, GlooCommunicator
 from distmega.hostir.nccl import NcclCommunicator
+from distmega.launch.contract import MULTICAST_OFF
 from distmega.sharding.mesh import DeviceMesh
 
 TIMEOUT_S = 60.0
+"""Of a collective."""
+BODY_S = 120.0
+"""Of a body, on all ranks."""
+GRACE_S = 1.0
+"""For the others to say what is wrong with them, once one rank has failed."""
 ON_EITHER = [
     pytest.param("cpu", 2, id="cpu-2"),
     pytest.param("cuda", 2, id="cuda-2", marks=pytest.mark.multigpu(2)),
@@ -28,15 +45,8 @@ ON_EITHER = [
 ON_GPUS = ON_EITHER[1:]
 
 
-def run_ranks(body: str, device: str, num_ranks: int, folder: Path, *args: object) -> None:
-    """Calls `body`, "module:function", with (communicator, *args) on every rank."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        if int(os.environ["WORLD_SIZE"]) != num_ranks:
-            pytest.skip(f"torchrun started {os.environ['WORLD_SIZE']} ranks, not {num_ranks}")
-        _run(int(os.environ["RANK"]), body, device, num_ranks, None, args)
-    else:
-        given = body, device, num_ranks, str(folder / "store"), args
-        mp.spawn(_run, given, nprocs=num_ranks)
+class RanksFailed(Exception):
+    """What went wrong on each rank of a group."""
 
 
 def is_under_torchrun() -> bool:
@@ -44,14 +54,131 @@ def is_under_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def _run(
-    rank: int, body: str, device: str, num_ranks: int, store: str | None, args: tuple[object, ...]
-) -> None:
-    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
-    os.environ["NCCL_NVLS_ENABLE"] = "0"
-    place = torch.device("cuda", rank) if device == "cuda" else torch.device("cpu")
+@dataclass(slots=True)
+class Groups:
+    """The groups of this session. `separate` names groups whose processes others do not share."""
+
+    open: dict[tuple[str, int, str], "Group"] = field(default_factory=dict)
+    joined: dict[str, Communicator] = field(default_factory=dict)
+
+    def run(
+        self, body: str, device: str, num_ranks: int, *args: object, separate: str = ""
+    ) -> None:
+        """Calls `body`, "module:function", with (communicator, *args) on every rank. Raises
+        RanksFailed with what each rank raised.
+        """
+        if is_under_torchrun():
+            self._run_here(body, device, num_ranks, args)
+            return
+        key = device, num_ranks, separate
+        if key not in self.open:
+            self.open[key] = Group(device, num_ranks)
+        try:
+            self.open[key].run(body, args)
+        except BaseException:
+            self.open.pop(key).end()
+            raise
+
+    def _run_here(self, body: str, device: str, num_ranks: int, args: tuple[object, ...]) -> None:
+        """On this process, which is one of torchrun's."""
+        if int(os.environ["WORLD_SIZE"]) != num_ranks:
+            pytest.skip(f"torchrun started {os.environ['WORLD_SIZE']} ranks, not {num_ranks}")
+        if device not in self.joined:
+            self.joined[device] = _join(device, num_ranks, int(os.environ["RANK"]), None)
+        _call(self.joined[device], device, body, args)
+
+    def end(self) -> None:
+        """Ends the processes of all groups."""
+        for group in self.open.values():
+            group.end()
+        if is_under_torchrun() and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+class Group:
+    """Processes that serve one body after another."""
+
+    def __init__(self, device: str, num_ranks: int) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        self._ranks: list[tuple[SpawnProcess, Connection]] = []
+        context, store = get_context("spawn"), str(Path(self._folder.name) / "store")
+        for rank in range(num_ranks):
+            here, there = context.Pipe()
+            given = device, num_ranks, rank, store, there
+            process = context.Process(target=_serve, args=given, daemon=True)
+            process.start()
+            there.close()
+            self._ranks.append((process, here))
+
+    def run(self, body: str, args: tuple[object, ...]) -> None:
+        """One body on all ranks. Raises RanksFailed; the group is of no use then."""
+        waiting: dict[Connection, int] = {}
+        failures: dict[int, str] = {}
+        for rank, (_, connection) in enumerate(self._ranks):
+            connection.send((body, args))
+            waiting[connection] = rank
+        deadline = time.monotonic() + BODY_S
+        while waiting and (left_s := deadline - time.monotonic()) > 0:
+            for one in [each for each in wait(list(waiting), left_s) if each in waiting]:
+                assert isinstance(one, Connection)
+                rank = waiting.pop(one)
+                if problem := self._answer(rank, one):
+                    failures[rank] = problem
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        failures |= dict.fromkeys(waiting.values(), f"no answer from {body}")
+        if failures:
+            lines = [f"rank {rank}: {failures[rank]}" for rank in sorted(failures)]
+            raise RanksFailed("\n".join(lines))
+
+    def _answer(self, rank: int, connection: Connection) -> str:
+        """What is wrong with a rank; empty if nothing is."""
+        try:
+            problem: str = connection.recv()
+        except (EOFError, ConnectionResetError):
+            process = self._ranks[rank][0]
+            process.join(GRACE_S)
+            return f"died, exit code {process.exitcode}"
+        return problem
+
+    def end(self) -> None:
+        """Kills the processes: none has anything to keep."""
+        for process, _ in self._ranks:
+            process.kill()
+        for process, connection in self._ranks:
+            process.join()
+            connection.close()
+        self._folder.cleanup()
+
+
+def _serve(device: str, num_ranks: int, rank: int, store: str, orders: Connection) -> None:
+    """A rank of a group, until the tests' process ends."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    torch.set_num_threads(1)
+    comm: Communicator | None = None
+    while True:
+        body, args = orders.recv()
+        try:
+            comm = comm or _join(device, num_ranks, rank, store)
+            _call(comm, device, body, args)
+        except BaseException:  # pytest's own failures are no Exceptions
+            orders.send(traceback.format_exc())
+        else:
+            orders.send("")
+
+
+def _end_with_parent() -> None:
+    """Even if a kernel hangs, whose owner would wait for ever."""
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _join(device: str, num_ranks: int, rank: int, store: str | None) -> Communicator:
+    """This rank's communicator over a mesh with the axis "tp"; without a store, torchrun's."""
+    _set_defaults(os.environ, MULTICAST_OFF)
     if device == "cuda":
-        torch.cuda.set_device(place)
+        torch.cuda.set_device(rank)
     if not dist.is_initialized():
         dist.init_process_group(
             "nccl" if device == "cuda" else "gloo",
@@ -59,14 +186,26 @@ def _run(
             rank=rank if store else -1,
             world_size=num_ranks if store else -1,
             timeout=timedelta(seconds=TIMEOUT_S),
-            device_id=place if device == "cuda" else None,
+            device_id=torch.device("cuda", rank) if device == "cuda" else None,
         )
+    kind = NcclCommunicator if device == "cuda" else GlooCommunicator
+    comm: Communicator = kind(DeviceMesh(tp=num_ranks), rank, TIMEOUT_S)
+    return comm
+
+
+def _set_defaults(environment: "os._Environ[str]", defaults: Mapping[str, str]) -> None:
+    for name, value in defaults.items():
+        environment.setdefault(name, value)
+
+
+def _call(comm: Communicator, device: str, body: str, args: tuple[object, ...]) -> None:
+    """A body, and then nothing of it is left on any rank."""
     module, _, function = body.partition(":")
+    place = torch.device("cuda", comm.rank) if device == "cuda" else torch.device("cpu")
     with torch.device(place):
-        mesh = DeviceMesh(tp=num_ranks)
-        kind = NcclCommunicator if device == "cuda" else GlooCommunicator
-        comm: Communicator = kind(mesh, rank, TIMEOUT_S)
         getattr(importlib.import_module(module), function)(comm, *args)
-        comm.barrier()
-    if store:
-        dist.destroy_process_group()
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    comm.barrier()

@@ -1,7 +1,5 @@
 """The all-reduce by pushed words: sums in rank order, the same bits everywhere, every launch."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
@@ -11,7 +9,7 @@ from distmega.hostir.nccl import NcclCommunicator
 from distmega.kernels.hopper.all_reduce import PushedAllReduce
 from distmega.kernels.symmetric import Team
 from tests.hostir.ranks import values
-from tests.multigpu.ranks import ON_GPUS, run_ranks
+from tests.multigpu.ranks import ON_GPUS
 
 HERE = "tests.multigpu.test_all_reduce"
 
@@ -55,8 +53,8 @@ def reduce_often(comm: NcclCommunicator, num_shots: int) -> None:
 
 @pytest.mark.parametrize("num_shots", [1, 2])
 @pytest.mark.parametrize(("device", "num_ranks"), ON_GPUS)
-def test_sums(num_shots: int, device: str, num_ranks: int, tmp_path: Path):
-    run_ranks(f"{HERE}:reduce_often", device, num_ranks, tmp_path, num_shots)
+def test_sums(num_shots: int, device: str, num_ranks: int, run_ranks):
+    run_ranks(f"{HERE}:reduce_often", device, num_ranks, num_shots)
 
 
 def refuse_odd_sizes(comm: NcclCommunicator) -> None:
@@ -65,5 +63,5 @@ def refuse_odd_sizes(comm: NcclCommunicator) -> None:
 
 
 @pytest.mark.multigpu(2)
-def test_a_size_that_does_not_divide_is_refused(tmp_path: Path):
-    run_ranks(f"{HERE}:refuse_odd_sizes", "cuda", 2, tmp_path)
+def test_a_size_that_does_not_divide_is_refused(run_ranks):
+    run_ranks(f"{HERE}:refuse_odd_sizes", "cuda", 2)

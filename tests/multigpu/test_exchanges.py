@@ -1,13 +1,11 @@
 """Collectives, sends and signals between ranks give the same on GPUs over NCCL as over gloo."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from distmega.hostir.comm import Communicator
 from tests.hostir.ranks import check_moves, check_point_to_point, check_reductions, values
-from tests.multigpu.ranks import ON_EITHER, run_ranks
+from tests.multigpu.ranks import ON_EITHER
 
 HERE = "tests.multigpu.test_exchanges"
 
@@ -36,5 +34,5 @@ def exchange_both_ways(comm: Communicator) -> None:
 
 @pytest.mark.parametrize("body", ["exchange_all", "exchange_both_ways"])
 @pytest.mark.parametrize(("device", "num_ranks"), ON_EITHER)
-def test_exchanges(body: str, device: str, num_ranks: int, tmp_path: Path):
-    run_ranks(f"{HERE}:{body}", device, num_ranks, tmp_path)
+def test_exchanges(body: str, device: str, num_ranks: int, run_ranks):
+    run_ranks(f"{HERE}:{body}", device, num_ranks)

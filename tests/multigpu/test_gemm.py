@@ -3,7 +3,6 @@ small integers: chosen, forced, call after call, and what is refused.
 """
 
 import importlib
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -15,7 +14,7 @@ from distmega.hostir.comm import Communicator
 from distmega.hostir.nccl import NcclCommunicator
 from distmega.kernels import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from distmega.kernels.gemm.choices import STAGES, Tiles
-from tests.multigpu.ranks import ON_EITHER, ON_GPUS, run_ranks
+from tests.multigpu.ranks import ON_EITHER, ON_GPUS
 
 HERE = "tests.multigpu.test_gemm"
 
@@ -94,7 +93,7 @@ def use_every_tile(comm: NcclCommunicator) -> None:
 def name_a_missing_rank(comm: NcclCommunicator) -> None:
     """Rank 0 calls, the others do not: its debug build gives up and says what it waited for."""
     overlap, workspace = kernels("overlap"), kernels("workspace")
-    shared = workspace.workspace_of(comm, "tp", 2**24)
+    shared = workspace.Workspace(comm, "tp", 2**24)  # no later test's, whose epochs would differ
     if comm.rank == 0:
         own, b = operands(0, 128, 128, 64, 0)
         with pytest.raises(HangError, match="rank 0 waited for event 1, which holds 0"):
@@ -113,24 +112,24 @@ def refuse_what_does_not_fit(comm: Communicator) -> None:
 
 @pytest.mark.parametrize(("device", "num_ranks"), ON_EITHER)
 @pytest.mark.parametrize(("rows", "columns"), [(64, 128), (256, 384), (3, 10)])
-def test_chosen(rows, columns, device, num_ranks, tmp_path: Path):
-    run_ranks(f"{HERE}:compute_all", device, num_ranks, tmp_path, rows, columns, None)
+def test_chosen(rows, columns, device, num_ranks, run_ranks):
+    run_ranks(f"{HERE}:compute_all", device, num_ranks, rows, columns, None)
 
 
 @pytest.mark.parametrize(("device", "num_ranks"), ON_GPUS)
 @pytest.mark.parametrize(("rows", "columns"), [(128, 128), (256, 384), (1024, 4096)])
-def test_overlapped(rows, columns, device, num_ranks, tmp_path: Path):
-    run_ranks(f"{HERE}:compute_all", device, num_ranks, tmp_path, rows, columns, True)
+def test_overlapped(rows, columns, device, num_ranks, run_ranks):
+    run_ranks(f"{HERE}:compute_all", device, num_ranks, rows, columns, True)
 
 
 @pytest.mark.parametrize(
     "body", ["use_every_tile", "keep_bits_on_all_ranks", "name_a_missing_rank"]
 )
 @pytest.mark.parametrize(("device", "num_ranks"), ON_GPUS)
-def test_kernel(body, device, num_ranks, tmp_path: Path):
-    run_ranks(f"{HERE}:{body}", device, num_ranks, tmp_path)
+def test_kernel(body, device, num_ranks, run_ranks):
+    run_ranks(f"{HERE}:{body}", device, num_ranks)
 
 
 @pytest.mark.parametrize(("device", "num_ranks"), ON_EITHER)
-def test_refused(device, num_ranks, tmp_path: Path):
-    run_ranks(f"{HERE}:refuse_what_does_not_fit", device, num_ranks, tmp_path)
+def test_refused(device, num_ranks, run_ranks):
+    run_ranks(f"{HERE}:refuse_what_does_not_fit", device, num_ranks)

@@ -1,7 +1,5 @@
 """Streamed programs on several GPUs: random ones exact, captured ones too, collectives of NCCL."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
@@ -22,7 +20,7 @@ from distmega.sharding.placements import Layout, shard, stream
 from distmega.sharding.planner import plan_program
 from tests.hostir.programs import run_program, shard_tensors
 from tests.hostir.test_random_streams import planned, tensors_of, whole_results
-from tests.multigpu.ranks import ON_EITHER, ON_GPUS, TIMEOUT_S, run_ranks
+from tests.multigpu.ranks import ON_EITHER, ON_GPUS, TIMEOUT_S
 
 HERE = "tests.multigpu.test_streams"
 NUM_SEEDS = 12
@@ -85,8 +83,8 @@ def run_random(comm: Communicator, first: int) -> None:
 
 
 @pytest.mark.parametrize(("device", "num_ranks"), ON_EITHER)
-def test_random_streamed_programs_are_exact(device: str, num_ranks: int, tmp_path: Path):
-    run_ranks(f"{HERE}:run_random", device, num_ranks, tmp_path, 0)
+def test_random_streamed_programs_are_exact(device: str, num_ranks: int, run_ranks):
+    run_ranks(f"{HERE}:run_random", device, num_ranks, 0)
 
 
 def sequence(rows: int, hidden: int, ffn: int, dtype: str) -> Program:
@@ -142,7 +140,5 @@ def run_overlapped(comm: Communicator, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["whole", "chunks", "rings"])
 @pytest.mark.parametrize(("device", "num_ranks"), ON_GPUS)
-def test_captured_programs_give_what_they_gave(
-    device: str, num_ranks: int, how: str, tmp_path: Path
-):
-    run_ranks(f"{HERE}:run_overlapped", device, num_ranks, tmp_path, how)
+def test_captured_programs_give_what_they_gave(device: str, num_ranks: int, how: str, run_ranks):
+    run_ranks(f"{HERE}:run_overlapped", device, num_ranks, how)

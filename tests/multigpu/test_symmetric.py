@@ -1,13 +1,11 @@
 """Memory that GPUs share: both backends, data behind events over a million rounds."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from distmega.hostir.nccl import NcclCommunicator
 from distmega.kernels.symmetric import Backend, open_symmetric
-from tests.multigpu.ranks import ON_GPUS, is_under_torchrun, run_ranks
+from tests.multigpu.ranks import ON_GPUS, is_under_torchrun
 from tests.multigpu.rounds import exchange_rounds
 
 HERE = "tests.multigpu.test_symmetric"
@@ -49,20 +47,20 @@ def hand_over(comm: NcclCommunicator, backend: Backend) -> None:
     assert counts[0].item() == ROUNDS + 8
 
 
-def require_own_process(backend: str) -> None:
+def own(backend: str) -> str:
+    """The group that uses a backend: a process can't use two."""
     if is_under_torchrun() and backend != "CUDA":
         pytest.skip("torchrun's processes use the CUDA backend already")
+    return "" if backend == "CUDA" else backend
 
 
 @pytest.mark.parametrize("backend", ["CUDA", "NCCL"])
 @pytest.mark.parametrize(("device", "num_ranks"), ON_GPUS)
-def test_every_member_reaches_the_others(backend, device, num_ranks, tmp_path: Path):
-    require_own_process(backend)
-    run_ranks(f"{HERE}:reach_every_member", device, num_ranks, tmp_path, backend)
+def test_every_member_reaches_the_others(backend, device, num_ranks, run_ranks):
+    run_ranks(f"{HERE}:reach_every_member", device, num_ranks, backend, separate=own(backend))
 
 
 @pytest.mark.multigpu(2)
 @pytest.mark.parametrize("backend", ["CUDA", "NCCL"])
-def test_a_million_events_with_data_behind_them(backend: str, tmp_path: Path):
-    require_own_process(backend)
-    run_ranks(f"{HERE}:hand_over", "cuda", 2, tmp_path, backend)
+def test_a_million_events_with_data_behind_them(backend: str, run_ranks):
+    run_ranks(f"{HERE}:hand_over", "cuda", 2, backend, separate=own(backend))
