@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.ranks import run_on_ranks
@@ -160,6 +161,13 @@ def backends(case: Case) -> AbstractContextManager[None]:
     return sdpa_kernel(order, set_priority=True)
 
 
+def meet(comm: Communicator) -> None:
+    """All GPUs begin what follows at the same time, and have it in their queues by then."""
+    comm.barrier()
+    if dist.is_initialized():
+        dist.all_reduce(torch.zeros(1, device="cuda"))
+
+
 def measure(case: Case, comm: Communicator, rounds: int, with_peer: bool) -> Record:
     """Medians over `rounds` rounds in which each is timed once, all ranks at the same time."""
     config = open_model(case.model).config
@@ -174,7 +182,7 @@ def measure(case: Case, comm: Communicator, rounds: int, with_peer: bool) -> Rec
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():
-            comm.barrier()
+            meet(comm)
             times[name].append(elapsed_us(run, STEPS))
     medians = {name: round(statistics.median(found), 1) for name, found in times.items()}
     ours_us = medians.pop("ours")

@@ -39,16 +39,14 @@ def random_ids(vocab: int) -> list[int]:
 
 
 def open_engine(
-    comm: Communicator, model: str, collectives: str = "auto", layers: int = 0
+    comm: Communicator, model: str, device: str, collectives: str = "auto", layers: int = 0
 ) -> Engine:
     """The model on all ranks of `comm`; `layers`: the first ones alone."""
-    device = str(torch.get_default_device())
     given = EngineOptions(max_context=512, collectives=collectives)
     source = open_model(model)
     if layers:
         source = replace(source, config=replace(source.config, num_layers=layers))
-    with torch.device("cpu"):
-        return Engine(source, comm.mesh, comm, given, device=device, logits="last")
+    return Engine(source, comm.mesh, comm, given, device=device, logits="last")
 
 
 def decoded(engine: Engine, ids: list[int]) -> Tensor:
@@ -59,26 +57,31 @@ def decoded(engine: Engine, ids: list[int]) -> Tensor:
 
 
 def greedy_tokens(engine: Engine, ids: list[int]) -> list[int]:
-    with torch.device("cpu"):
-        num = NUM_GREEDY if engine.device.type == "cuda" else 4
-        return list(itertools.islice(engine.generate(ids[:NUM_PREFILLED]), num))
+    num = NUM_GREEDY if engine.device.type == "cuda" else 4
+    return list(itertools.islice(engine.generate(ids[:NUM_PREFILLED]), num))
 
 
 def decode_as_exactly(comm: Communicator, model: str) -> None:
+    """See compare_ranks; an engine's own tensors name their device."""
+    device = str(torch.get_default_device())
+    with torch.device("cpu"):
+        compare_ranks(comm, model, device)
+
+
+def compare_ranks(comm: Communicator, model: str, device: str) -> None:
     """Errors against fp32 are those of rounding to bf16, in the kernel and over NCCL; tokens that
     no rounding can change are the same on one rank and on all; a second run gives the same bits.
     """
     one = DeviceMesh(tp=1)
-    lone = open_engine(SingleCommunicator(one), model)
+    lone = open_engine(SingleCommunicator(one), model, device)
     ids = random_ids(lone.blueprint.config.vocab)
-    with torch.device("cpu"):
-        exact = reference_logits(lone, ids, torch.float32)
-        rounded = float(relative_errors(reference_logits(lone, ids, torch.bfloat16), exact).max())
+    exact = reference_logits(lone, ids, torch.float32)
+    rounded = float(relative_errors(reference_logits(lone, ids, torch.bfloat16), exact).max())
     expected = exact[NUM_PREFILLED:]
     runs = {"one rank": decoded(lone, ids)}
     greedy = {"one rank": greedy_tokens(lone, ids)}
     for collectives in ("kernel", "host"):
-        team = open_engine(comm, model, collectives)
+        team = open_engine(comm, model, device, collectives)
         assert (team.stepping is None) == (collectives == "host" or team.device.type == "cpu")
         assert float(relative_errors(team.logits(ids).float(), exact).max()) < 1.5 * rounded
         runs[collectives] = decoded(team, ids)
@@ -110,8 +113,7 @@ def assert_same_until_unclear(
     if found == expected:
         return
     at = next(i for i, pair in enumerate(zip(found, expected, strict=True)) if pair[0] != pair[1])
-    with torch.device("cpu"):
-        logits = lone.logits(prompt + expected[:at]).float()[-1]
+    logits = lone.logits(prompt + expected[:at]).float()[-1]
     assert logits[expected[at]] - logits[found[at]] < 2 * error, f"token {at}"
 
 
@@ -122,7 +124,9 @@ def test_decode(device: str, num_ranks: int, model: str, run_ranks):
 
 def keep_every_bit(comm: Communicator, model: str, num_steps: int) -> None:
     """The same steps again and again, of which only the last one's logits are compared."""
-    team = open_engine(comm, model, "kernel", layers=2)
+    device = str(torch.get_default_device())
+    with torch.device("cpu"):
+        team = open_engine(comm, model, device, "kernel", layers=2)
     stepping = team.stepping
     assert stepping is not None
     logits, tokens, done = None, None, 0
