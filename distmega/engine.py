@@ -37,6 +37,7 @@ from distmega.requests import EngineOptions
 from distmega.sharding.cost import CPU, H200
 from distmega.sharding.mesh import DeviceMesh
 from distmega.sharding.stages import AXIS
+from distmega.trace_file import Span
 from distmega.weight_loading import Progress, load_weights, no_progress
 
 logger = logging.getLogger(__name__)
@@ -127,7 +128,26 @@ class Engine:
             num_steps = min(2 * num_steps, MAX_STEPS, room)
             chosen = self.stepping.decode(num_steps)
             self._grow(len(prompts), num_steps)
-            yield from map(tuple, chosen.tolist())
+            rows = chosen.tolist()
+            self.stepping.raise_hang()
+            yield from map(tuple, rows)
+
+    def trace(self, num_steps: int, position: int) -> list[Span]:
+        """The timeline of decode steps from `position` on, whatever the caches hold there; the
+        second launch of two, on the GPU's clock. RequestError where no decode kernel runs.
+        """
+        if self.stepping is None:
+            raise RequestError(
+                f"a trace on {self.device}",
+                expected="a Hopper GPU and a model that the decode kernel runs",
+                remedy="run on such a GPU with triton installed",
+            )
+        self._require_room(2 * num_steps, position)
+        for _ in range(2):
+            self.stepping.start([0] * self.batch, [position] * self.batch, self._draws)
+            self.comm.barrier()
+            spans = self.stepping.trace(num_steps)
+        return spans
 
     @property
     def batch(self) -> int:
@@ -158,7 +178,10 @@ class Engine:
 
     def decode(self, token: int) -> int:
         """Appends one token to the sequence in slot 0; the next one."""
-        return int(self.decode_step([token])["next"][0])
+        found = int(self.decode_step([token])["next"][0])
+        if self.stepping:
+            self.stepping.raise_hang()
+        return found
 
     def decode_step(self, tokens: Sequence[int]) -> Mapping[str, Tensor]:
         """Appends a token to each of the first sequences.
@@ -227,7 +250,7 @@ class Engine:
         """The decode kernel, or library ops for a model or GPUs that it can't do."""
         device, host = str(self.device), self.blueprint.host
         try:
-            runner = self._open_stepping(host.segments)
+            runner = self._open_stepping(host.segments, options)
         except (VerifyError, LaunchError) as error:
             if options.collectives == "kernel":
                 raise
@@ -239,7 +262,9 @@ class Engine:
             self.stepping = runner
         return Evaluator(host, self.comm, {host.segments[0].name: runner}, device)
 
-    def _open_stepping(self, segments: Sequence[Program]) -> SteppingRunner | None:
+    def _open_stepping(
+        self, segments: Sequence[Program], options: EngineOptions
+    ) -> SteppingRunner | None:
         """The decode kernel; None where the host program communicates between segments."""
         if len(segments) > 1:
             return None
@@ -257,6 +282,7 @@ class Engine:
             state_arena=self._states,
             team=team,
             batch=self.batch,
+            timeout_s=options.timeout_s,
         )
 
     def _runner(self, kernel: Megakernel, options: EngineOptions) -> CpuMegakernel:
