@@ -1,4 +1,5 @@
-"""What Gluon has no word for: fences, clocks, halves of pairs; and the tagged words that are stored.
+"""What Gluon has no word for: fences, clocks, halves of pairs; and making tagged words.
+
 Next on the walk: spins.py.
 """
 

@@ -150,12 +150,12 @@ def decode(
     weights0 to 2: descriptors of row-major matrices, one a row length k: bf16 [k / 64, rows, 64].
     cache_tiles: descriptor of cache, bf16 [rows, d]. vectors: norm weights and biases, bf16.
     embed: bf16, this rank's part of [vocab, hidden]. queues: int32 [num_sms, max_instructions, 16].
-    exchange: int64 tagged words, zeroed once when allocated, after a report (spins.py). residual: f32 [hidden], each row used
-    by one SM. rope: f32 [t, d], cosines then sines. logits: f32, those of this rank's tokens, the
-    first of which is first_id. peers: int64 [RANKS], addresses of all ranks' exchanges; this rank
-    is number `place` of them. CHOICE, sampling, seeds, sample_words: see sample.py; HEAD_ROWS:
-    logits of an SM, at most, a power of two. trace: int64 [num_steps, num_sms, max_instructions,
-    STAMPS] if TRACE, nanoseconds.
+    exchange: int64 tagged words behind a report (spins.py), zeroed once when allocated. residual:
+    f32 [hidden], each row used by one SM. rope: f32 [t, d], cosines then sines. logits: f32, those
+    of this rank's tokens, the first of which is first_id. peers: int64 [RANKS], addresses of all
+    ranks' exchanges; this rank is number `place` of them. CHOICE, sampling, seeds, sample_words:
+    see sample.py; HEAD_ROWS: logits of an SM, at most, a power of two. trace: int64 [num_steps,
+    num_sms, max_instructions, STAMPS] if TRACE, nanoseconds.
     """
     sm = gl.program_id(0)
     queue = queues + sm * max_instructions * WORDS

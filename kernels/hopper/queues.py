@@ -136,9 +136,9 @@ class _Builder:
         spins.py); bf16 pairs but for qkv, partials, sample and best.
 
         With several ranks the embedded token is first, and right before x and h lie all ranks'
-        parts of the sums that they come from. best: twice where tokens are drawn, since the head's own
-        are not those. sample: as sample.py has it, a chunk of maxima, then as many as the logits of
-        an SM may fill.
+        parts of the sums that they come from. best: twice where tokens are drawn, since the head's
+        own are not those. sample: as sample.py has it, a chunk of maxima, then as many as the
+        logits of an SM may fill.
         """
         s, gated = self.shape, blocks[0][3]
         heads = s.num_heads + 2 * s.num_kv_heads
