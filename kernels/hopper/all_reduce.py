@@ -61,8 +61,8 @@ def in_twos(first, second):
 def reduce_one_shot(
     x, out, report, mine, peers, epochs, place, num_words, RANKS: gl.constexpr, CHUNKS: gl.constexpr
 ):
-    """x, out: int32 [num_words], pairs of bf16. report: see spins.py, right before mine. mine: int64
-    [2, RANKS, num_words], zeroed before the first launch; peers: `mine` of all ranks. epochs:
+    """x, out: int32 [num_words], pairs of bf16. report: see spins.py, right before mine. mine:
+    int64 [2, RANKS, num_words], zeroed before the first launch; peers: `mine` of all ranks. epochs:
     int32, one a program.
     """
     pid = gl.program_id(0)
