@@ -21,9 +21,11 @@ from distmega.blueprint import (
 )
 from distmega.errors import LaunchError, RequestError, VerifyError
 from distmega.hostir.comm import Communicator
-from distmega.hostir.evaluator import Evaluator
+from distmega.hostir.evaluator import Evaluator, KernelRunner
 from distmega.hostir.nccl import NcclCommunicator
+from distmega.hostir.nodes import HostProgram
 from distmega.kernels.cpu_megakernel import CpuMegakernel, open_peers
+from distmega.kernels.device_ops import KernelOps
 from distmega.kernels.megakernel import Megakernel
 from distmega.kernels.memory import allocate_arena, arena_views
 from distmega.kernels.peer import peer_memory_problem
@@ -220,7 +222,7 @@ class Engine:
         key = len(ids), logits
         if key not in self._prefills:
             host = draw_prefill(self.blueprint, len(ids), logits)
-            self._prefills[key] = Evaluator(host, self.comm, {}, str(self.device))
+            self._prefills[key] = self._evaluator(host, {})
         inputs = {
             "tokens": torch.tensor(ids, device=self.device),
             "positions": torch.arange(len(ids), device=self.device),
@@ -244,11 +246,11 @@ class Engine:
     def _open_cpu(self, options: EngineOptions) -> Evaluator:
         kernels = compile_kernels(self.blueprint, options.num_sms)
         self._runners = {name: self._runner(kernel, options) for name, kernel in kernels.items()}
-        return Evaluator(self.blueprint.host, self.comm, self._runners)
+        return self._evaluator(self.blueprint.host, self._runners)
 
     def _open_gpu(self, options: EngineOptions) -> Evaluator:
         """The decode kernel, or library ops for a model or GPUs that it can't do."""
-        device, host = str(self.device), self.blueprint.host
+        host = self.blueprint.host
         try:
             runner = self._open_stepping(host.segments, options)
         except (VerifyError, LaunchError) as error:
@@ -257,10 +259,14 @@ class Engine:
             logger.warning("decoding by library ops: %s", error)
             runner = None
         if runner is None:
-            return Evaluator(draw_library_decode(self.blueprint), self.comm, {}, device)
+            return self._evaluator(draw_library_decode(self.blueprint), {})
         if not self.blueprint.method.sorts_all:
             self.stepping = runner
-        return Evaluator(host, self.comm, {host.segments[0].name: runner}, device)
+        return self._evaluator(host, {host.segments[0].name: runner})
+
+    def _evaluator(self, host: HostProgram, kernels: Mapping[str, KernelRunner]) -> Evaluator:
+        ops = KernelOps() if self.device.type == "cuda" else None
+        return Evaluator(host, self.comm, kernels, str(self.device), ops=ops)
 
     def _open_stepping(
         self, segments: Sequence[Program], options: EngineOptions

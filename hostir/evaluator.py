@@ -18,7 +18,7 @@ from distmega.errors import DistmegaError, ProgramError, RankFailure
 from distmega.hostir.collectives import Handle
 from distmega.hostir.comm import Communicator
 from distmega.hostir.cuda_streams import CudaStreams
-from distmega.hostir.library import IN_PLACE, compile_op, op_operands
+from distmega.hostir.library import IN_PLACE, DeviceOps, TorchOps, op_operands
 from distmega.hostir.nodes import (
     Allocate,
     Collective,
@@ -86,9 +86,10 @@ class Evaluator:
         kernels: Mapping[str, KernelRunner],
         device: str = "cpu",
         watch: Watch | None = None,
+        ops: DeviceOps | None = None,
     ) -> None:
         """kernels: a runner for each segment, by name. device: where tensors given to `run` are.
-        watch: goes around each node.
+        watch: goes around each node. ops: how the device does library ops, by default in torch.
 
         ProgramError if a runner is missing.
         """
@@ -101,7 +102,7 @@ class Evaluator:
                 remedy="compile each of host.segments, or lower with megakernel=False",
             )
         self._given = [buffer for buffer in host.buffers if buffer.role != "temp"]
-        compiler = _Compiler(host, comm, kernels, torch.device(device), watch)
+        compiler = _Compiler(host, comm, kernels, torch.device(device), watch, ops or TorchOps())
         self._streams = compiler.streams
         self._run = compiler.block(host.body, 0)
 
@@ -156,7 +157,9 @@ class _Compiler:
         kernels: Mapping[str, KernelRunner],
         device: torch.device,
         watch: Watch | None,
+        ops: DeviceOps,
     ) -> None:
+        self.ops = ops
         self.host, self.comm, self.kernels, self.device = host, comm, kernels, device
         self.watch = watch
         self.streams = (
@@ -280,7 +283,7 @@ class _Compiler:
 
     def library_op(self, node: LibraryOp) -> Step:
         op = node.op
-        function, names = compile_op(op, self.coordinate), op_operands(op)
+        function, names = self.ops.compile(op, self.coordinate), op_operands(op)
         outs = [access.tensor for access in op.writes]
         if op.kind in IN_PLACE:
             return lambda f: function([f.tensors[name] for name in names])

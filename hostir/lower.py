@@ -2,10 +2,10 @@
 
 Comes in: a LocalProgram of sharding/localize.py. Goes out: a HostProgram whose temps are allocated
 before their first write; passes.py frees them and moves waits. It runs on one stream but for host
-loops, whose iterations take turns on several. With `megakernel`,
-maximal runs of ops that kernels can do become segments. A view costs nothing, so it is stated again
-wherever it is used and never crosses a segment's edge. Next: passes.py, then kernels/task_graph.py
-for the segments.
+loops, whose iterations take turns on several. With `megakernel`, maximal runs of ops that kernels
+can do become segments; with `fuse`, other ops that one library kernel can do become one. A view
+costs nothing, so it is stated again wherever it is used and never crosses a segment's edge. Next:
+passes.py, then kernels/task_graph.py for the segments.
 """
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -13,6 +13,7 @@ from itertools import groupby
 from typing import Protocol
 
 from distmega.hostir.chunks import verify_homes
+from distmega.hostir.fuse import fuse_ops
 from distmega.hostir.host_streams import Touched
 from distmega.hostir.lower_loops import Around, LoopLowering, touched
 from distmega.hostir.nodes import (
@@ -76,9 +77,10 @@ class _Lowering:
         local: Localized,
         fits: Callable[[Op], bool],
         max_streams: int,
+        fuse: bool,
     ) -> None:
         self.local, self.program, self.mesh = local, local.program, local.mesh
-        self.fits = fits
+        self.fits, self.fuse = fits, fuse
         self.chunked = {
             name: domain.chunk for name, domain in local.allocations.items() if domain.chunk
         }
@@ -97,10 +99,16 @@ class _Lowering:
         body = [*self.body(program.ops, scope, program.outputs), *self.order.join()]
         for name in program.outputs:
             body += scope.named(name)
+        if self.fuse:
+            buffers = {**tensors, **self.lowered.chunks}
+            segments = {segment.name: segment for segment in self.segments}
+            body = [*fuse_ops(body, buffers, program.outputs, segments)]
         used = {name for node in walk_nodes(body) for name in named_buffers(node)}
         used |= set(program.outputs)
         whole = [t for t in program.tensors if t.role != "temp" or t.name in used]
-        parts = [t for t in self.lowered.chunks.values() if t.name not in tensors]
+        parts = [
+            t for t in self.lowered.chunks.values() if t.name not in tensors and t.name in used
+        ]
         host = HostProgram(
             name=program.name,
             mesh=self.mesh,
@@ -205,12 +213,14 @@ def lower_program(
     kernel_kinds: frozenset[str] = KERNEL_KINDS,
     is_encodable: Callable[[Op, Mapping[str, Tensor]], bool] | None = None,
     max_streams: int = MAX_STREAMS,
+    fuse: bool = False,
 ) -> HostProgram:
     """One rank's host program, not yet freed: run passes.run_passes on it.
 
     kernel_kinds, is_encodable: which ops a megakernel can do; the others become library ops between
     segments. peer_memory: all_reduce and all_gather stay in the kernel, over one mesh axis a
-    segment. max_streams: of how many streams the iterations of a host loop take turns.
+    segment. max_streams: of how many streams the iterations of a host loop take turns. fuse: joins
+    library ops that one kernel can do (fuse.py), which rounds fewer intermediate results.
     """
     tensors = local.program.tensor_map()
 
@@ -221,7 +231,7 @@ def lower_program(
             return peer_memory
         return op.kind in kernel_kinds and (is_encodable is None or is_encodable(op, tensors))
 
-    return _Lowering(local, fits, max_streams).run()
+    return _Lowering(local, fits, max_streams, fuse).run()
 
 
 def _host_nodes(op: Op, scope: Scope) -> Iterator[Node]:

@@ -126,7 +126,7 @@ def op_flops(op: Op, extents: Mapping[str, int] | None = None) -> int:
     if op.kind in ("reduce", "argmax", "sample"):
         return points
     written = math.prod(sizes[a.name] for a in op.axes if a.role == "parallel")
-    return 4 * written if op.kind in ("rms_norm", "rope") else 0
+    return 4 * written if op.kind in ("rms_norm", "layer_norm", "softmax", "rope") else 0
 
 
 def op_time_us(

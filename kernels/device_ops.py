@@ -1,0 +1,27 @@
+"""Library ops of a host program on a GPU: the pipelined kernels for pointwise ops, norms and
+softmax, torch for the rest.
+
+Comes in: ops as lowered, fused ones too. Goes out: KernelOps, which an Evaluator is given. On
+devices and types that the kernels don't take they fall back to torch. Next: pipelined/api.py.
+"""
+
+from collections.abc import Mapping
+
+from distmega.hostir.fused_kinds import NORMS, POINTWISE
+from distmega.hostir.library import compile_op
+from distmega.hostir.norms import compile_norm
+from distmega.hostir.pointwise import OpFunction, compile_pointwise
+from distmega.kernels.pipelined.api import MAX_INPUTS, normalise_rows, pointwise_results
+from distmega.program import Op
+
+
+class KernelOps:
+    """Ops by the pipelined kernels where there is one."""
+
+    def compile(self, op: Op, coordinate: Mapping[str, int]) -> OpFunction:
+        """As library.compile_op."""
+        if op.kind in POINTWISE and len(op.reads) <= MAX_INPUTS:
+            return compile_pointwise(op, pointwise_results)
+        if op.kind in NORMS:
+            return compile_norm(op, normalise_rows)
+        return compile_op(op, coordinate)
