@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from distmega.errors import VerifyError
+from distmega.hostir.fused_nodes import FusedMatmul, Room
 from distmega.program import Access, Attr, Op, Program, Tensor
 from distmega.sharding.mesh import DeviceMesh
 
@@ -265,7 +266,7 @@ class SliceView:
 Node = (
     Allocate | Deallocate | ForLoop | SetStream | RecordEvent | WaitEvent | LaunchMegakernel
     | LibraryOp | Collective | Send | Recv | StartCoalescing | EndCoalescing | Wait | Signal
-    | WaitSignal | SliceView
+    | WaitSignal | SliceView | FusedMatmul
 )  # fmt: skip
 
 
@@ -275,7 +276,7 @@ class HostProgram:
 
     buffers: everything the nodes name. Inputs, weights and states are given by the caller, temps
     come from Allocate, SliceView or a library op of kind view. segments: the programs of the
-    megakernels. outputs: buffers the caller gets.
+    megakernels. outputs: buffers the caller gets. rooms: peer memory, one a mesh axis.
     """
 
     name: str
@@ -286,6 +287,7 @@ class HostProgram:
     segments: tuple[Program, ...] = ()
     num_streams: int = 1
     num_events: int = 0
+    rooms: tuple[Room, ...] = ()
 
     def buffer_map(self) -> dict[str, Tensor]:
         """Buffers by name."""
@@ -326,6 +328,8 @@ def node_reads(node: Node, segments: dict[str, Program]) -> tuple[str, ...]:
             return tuple(arg.buffer for arg in args if arg.name in read)
         case Collective(ins=ins):
             return ins
+        case FusedMatmul(x=x, w=w):
+            return x, w
         case Send(buffer=buffer):
             return (buffer,)
         case ForLoop(body=body):
@@ -343,6 +347,8 @@ def node_writes(node: Node, segments: dict[str, Program]) -> tuple[str, ...]:
             return tuple(arg.buffer for arg in args if arg.name in written)
         case Collective(outs=outs):
             return outs
+        case FusedMatmul(out=out):
+            return (out,)
         case Recv(buffer=buffer):
             return (buffer,)
         case ForLoop(body=body):

@@ -34,11 +34,9 @@ def decode_code(name: str, trace: bool) -> Machine:
             weights_arena=torch.empty(weights.num_bytes, dtype=torch.uint8),
             states=states,
             state_arena=torch.empty(states.num_bytes, dtype=torch.uint8),
+            trace=trace,
         )
-        if trace:
-            runner.trace(1)
-        else:
-            runner.decode(1)
+        runner.decode(1)
     (machine,) = launched
     return machine
 
