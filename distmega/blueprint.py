@@ -23,7 +23,7 @@ from distmega.models.decoder import Logits, build_decoder
 from distmega.models.sampling import GREEDY, Method
 from distmega.program import Op, Tensor
 from distmega.requests import DEFAULT_CONTEXT, EngineOptions
-from distmega.sharding.cost import Machine
+from distmega.sharding.cost import CPU, Machine
 from distmega.sharding.localize import LocalProgram, localize
 from distmega.sharding.mesh import DeviceMesh
 from distmega.sharding.placements import fits, layout_of_part, shard
@@ -85,6 +85,7 @@ class StagePlan:
             megakernel=megakernel,
             peer_memory=peer_memory,
             is_encodable=in_kernel,
+            fuse=self.plan.machine != CPU,
         )
 
 

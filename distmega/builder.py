@@ -10,7 +10,7 @@ program = p.build(p.linear(h, p.weight("w2", (64, 256))))
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from distmega import moves, ops
+from distmega import moves, norms, ops
 from distmega.errors import ProgramError
 from distmega.op_parts import Built
 from distmega.program import Op, Program, Role, Tensor, verify_program
@@ -99,10 +99,21 @@ class ProgramBuilder:
         return self._add(ops.reduce(self._name(name, "reduce"), self._own(x), dim, combine))
 
     def rms_norm(self, x: Handle, weight: Handle, eps: float, name: str = "") -> Handle:
-        """See ops.rms_norm, over the last dim."""
+        """See norms.rms_norm, over the last dim."""
         return self._add(
-            ops.rms_norm(self._name(name, "rms_norm"), self._own(x), self._own(weight), eps)
+            norms.rms_norm(self._name(name, "rms_norm"), self._own(x), self._own(weight), eps)
         )
+
+    def layer_norm(
+        self, x: Handle, weight: Handle, bias: Handle, eps: float, name: str = ""
+    ) -> Handle:
+        """See norms.layer_norm, over the last dim."""
+        operands = (self._own(x), self._own(weight), self._own(bias))
+        return self._add(norms.layer_norm(self._name(name, "layer_norm"), *operands, eps))
+
+    def softmax(self, x: Handle, name: str = "") -> Handle:
+        """See norms.softmax, over the last dim."""
+        return self._add(norms.softmax(self._name(name, "softmax"), self._own(x)))
 
     def rope(self, x: Handle, positions: Handle, table: Handle, name: str = "") -> Handle:
         """See ops.rope: half-split rotary embedding."""

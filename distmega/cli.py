@@ -1,4 +1,5 @@
-"""The `distmega` command: generate, explain, perplexity, doctor; the only module that prints.
+"""The `distmega` command: generate, explain, perplexity, trace, doctor; the only module that
+prints.
 
 An error ends in one line on stderr: exit code 2 for a wrong request, 1 for a fault while running.
 Next on the walk: launch/launchers.py for what runs, explain.py for what only plans.
@@ -37,6 +38,8 @@ from distmega.requests import (
     ScoreRequest,
     ScoreResult,
     Token,
+    TraceRequest,
+    TraceResult,
 )
 from distmega.sharding.cost import CPU, MACHINES
 from distmega.sharding.mesh import DeviceMesh
@@ -121,7 +124,25 @@ class Doctor:
     """Say what this machine has, what does not fit, and what to do about it."""
 
 
-Command = Generate | Explain | Perplexity | Doctor
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """Write a timeline of decode steps on Hopper GPUs, for ui.perfetto.dev, and say in a table
+    where the time went.
+    """
+
+    model: Model
+    """Preset, GGUF file, Hugging Face folder, or config.json (random weights)."""
+    out: Path = Path("trace.json")
+    """File to write."""
+    steps: int = 2
+    """Decode steps."""
+    context: int = 512
+    """Cached positions before the first step; what they hold does not matter."""
+    ranks: Place = Ranks()
+    engine: Options = EngineOptions()
+
+
+Command = Generate | Explain | Perplexity | Trace | Doctor
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -176,6 +197,8 @@ def run_command(command: Command, console: Console) -> None:
             _perplexity(command, console)
         case Doctor():
             _doctor(console)
+        case Trace():
+            _trace(command, console)
 
 
 def _generate(command: Generate, console: Console) -> None:
@@ -253,6 +276,30 @@ def _perplexity(command: Perplexity, console: Console) -> None:
     for value in _run("distmega.jobs:score", request, options):
         if isinstance(value, ScoreResult):
             console.print(f"perplexity {value.perplexity:.3f} over {value.num_tokens} tokens")
+
+
+def _trace(command: Trace, console: Console) -> None:
+    options, tp = _launcher_options(command.ranks)
+    if command.ranks.pp > 1:
+        raise RequestError(
+            f"a trace of {command.ranks.pp} stages", expected="one", remedy="leave out --pp"
+        )
+    request = TraceRequest(
+        model=command.model,
+        path=str(command.out.absolute()),
+        num_steps=command.steps,
+        position=command.context,
+        tp=tp,
+        options=command.engine,
+    )
+    _check_model(request.model, model_mesh(request.tp, 1), request.options)
+    for value in _run("distmega.jobs:trace", request, options):
+        if isinstance(value, TraceResult):
+            console.print(value.summary, markup=False)
+            console.print(
+                f"[{value.num_spans} spans in {command.out}; open it in ui.perfetto.dev]",
+                markup=False,
+            )
 
 
 def _doctor(console: Console) -> None:

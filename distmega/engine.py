@@ -21,9 +21,11 @@ from distmega.blueprint import (
 )
 from distmega.errors import LaunchError, RequestError, VerifyError
 from distmega.hostir.comm import Communicator
-from distmega.hostir.evaluator import Evaluator
+from distmega.hostir.evaluator import Evaluator, KernelRunner
 from distmega.hostir.nccl import NcclCommunicator
+from distmega.hostir.nodes import HostProgram
 from distmega.kernels.cpu_megakernel import CpuMegakernel, open_peers
+from distmega.kernels.device_ops import KernelOps
 from distmega.kernels.megakernel import Megakernel
 from distmega.kernels.memory import allocate_arena, arena_views
 from distmega.kernels.peer import peer_memory_problem
@@ -37,6 +39,7 @@ from distmega.requests import EngineOptions
 from distmega.sharding.cost import CPU, H200
 from distmega.sharding.mesh import DeviceMesh
 from distmega.sharding.stages import AXIS
+from distmega.trace_file import Span
 from distmega.weight_loading import Progress, load_weights, no_progress
 
 logger = logging.getLogger(__name__)
@@ -127,7 +130,26 @@ class Engine:
             num_steps = min(2 * num_steps, MAX_STEPS, room)
             chosen = self.stepping.decode(num_steps)
             self._grow(len(prompts), num_steps)
-            yield from map(tuple, chosen.tolist())
+            rows = chosen.tolist()
+            self.stepping.raise_hang()
+            yield from map(tuple, rows)
+
+    def trace(self, num_steps: int, position: int) -> list[Span]:
+        """The timeline of decode steps from `position` on, whatever the caches hold there; the
+        second launch of two, on the GPU's clock. RequestError where no decode kernel runs.
+        """
+        if self.stepping is None:
+            raise RequestError(
+                f"a trace on {self.device}",
+                expected="a Hopper GPU and a model that the decode kernel runs",
+                remedy="run on such a GPU with triton installed",
+            )
+        self._require_room(2 * num_steps, position)
+        for _ in range(2):
+            self.stepping.start([0] * self.batch, [position] * self.batch, self._draws)
+            self.comm.barrier()
+            spans = self.stepping.trace(num_steps)
+        return spans
 
     @property
     def batch(self) -> int:
@@ -158,7 +180,10 @@ class Engine:
 
     def decode(self, token: int) -> int:
         """Appends one token to the sequence in slot 0; the next one."""
-        return int(self.decode_step([token])["next"][0])
+        found = int(self.decode_step([token])["next"][0])
+        if self.stepping:
+            self.stepping.raise_hang()
+        return found
 
     def decode_step(self, tokens: Sequence[int]) -> Mapping[str, Tensor]:
         """Appends a token to each of the first sequences.
@@ -197,7 +222,7 @@ class Engine:
         key = len(ids), logits
         if key not in self._prefills:
             host = draw_prefill(self.blueprint, len(ids), logits)
-            self._prefills[key] = Evaluator(host, self.comm, {}, str(self.device))
+            self._prefills[key] = self._evaluator(host, {})
         inputs = {
             "tokens": torch.tensor(ids, device=self.device),
             "positions": torch.arange(len(ids), device=self.device),
@@ -221,25 +246,31 @@ class Engine:
     def _open_cpu(self, options: EngineOptions) -> Evaluator:
         kernels = compile_kernels(self.blueprint, options.num_sms)
         self._runners = {name: self._runner(kernel, options) for name, kernel in kernels.items()}
-        return Evaluator(self.blueprint.host, self.comm, self._runners)
+        return self._evaluator(self.blueprint.host, self._runners)
 
     def _open_gpu(self, options: EngineOptions) -> Evaluator:
         """The decode kernel, or library ops for a model or GPUs that it can't do."""
-        device, host = str(self.device), self.blueprint.host
+        host = self.blueprint.host
         try:
-            runner = self._open_stepping(host.segments)
+            runner = self._open_stepping(host.segments, options)
         except (VerifyError, LaunchError) as error:
             if options.collectives == "kernel":
                 raise
             logger.warning("decoding by library ops: %s", error)
             runner = None
         if runner is None:
-            return Evaluator(draw_library_decode(self.blueprint), self.comm, {}, device)
+            return self._evaluator(draw_library_decode(self.blueprint), {})
         if not self.blueprint.method.sorts_all:
             self.stepping = runner
-        return Evaluator(host, self.comm, {host.segments[0].name: runner}, device)
+        return self._evaluator(host, {host.segments[0].name: runner})
 
-    def _open_stepping(self, segments: Sequence[Program]) -> SteppingRunner | None:
+    def _evaluator(self, host: HostProgram, kernels: Mapping[str, KernelRunner]) -> Evaluator:
+        ops = KernelOps() if self.device.type == "cuda" else None
+        return Evaluator(host, self.comm, kernels, str(self.device), ops=ops)
+
+    def _open_stepping(
+        self, segments: Sequence[Program], options: EngineOptions
+    ) -> SteppingRunner | None:
         """The decode kernel; None where the host program communicates between segments."""
         if len(segments) > 1:
             return None
@@ -257,6 +288,7 @@ class Engine:
             state_arena=self._states,
             team=team,
             batch=self.batch,
+            timeout_s=options.timeout_s,
         )
 
     def _runner(self, kernel: Megakernel, options: EngineOptions) -> CpuMegakernel:

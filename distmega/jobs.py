@@ -7,6 +7,8 @@ Next on the walk: engine.py.
 import itertools
 import math
 import time
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -29,8 +31,12 @@ from distmega.requests import (
     ScoreRequest,
     ScoreResult,
     Token,
+    TraceRequest,
+    TraceResult,
 )
 from distmega.sharding.mesh import DeviceMesh
+from distmega.trace_file import write_trace
+from distmega.trace_summary import summarise
 
 
 def generate(context: RankContext, request: GenerateRequest, emit: Emit) -> GenerateResult:
@@ -107,6 +113,25 @@ def score(context: RankContext, request: ScoreRequest, emit: Emit) -> ScoreResul
     engine = open_engine(context, source, request.tp, request.options, pp=request.pp)
     losses = F.cross_entropy(engine.logits(ids)[:-1].float().cpu(), torch.tensor(ids[1:]))
     return ScoreResult(perplexity=math.exp(losses.item()), num_tokens=len(ids) - 1)
+
+
+def trace(context: RankContext, request: TraceRequest, emit: Emit) -> TraceResult:
+    """Rank 0 writes the timeline of all ranks, from the first span on."""
+    engine = open_engine(context, open_model(request.model), request.tp, request.options)
+    mine = engine.trace(request.num_steps, request.position)
+    spans = [span for found in engine.comm.all_gather_object(mine) for span in found]
+    start_us = min(span.start_us for span in spans)
+    spans = [replace(span, start_us=span.start_us - start_us) for span in spans]
+    if context.rank == 0:
+        try:
+            write_trace(Path(request.path), spans)
+        except OSError as error:
+            raise RequestError(
+                f"trace file {request.path!r} can't be written ({error})",
+                expected="a path that can be made",
+                remedy="give another --out",
+            ) from error
+    return TraceResult(num_spans=len(spans), summary=summarise(spans))
 
 
 def open_engine(

@@ -3,8 +3,8 @@ its outputs.
 
 A function takes the op's name and operand tensors, and returns the Op with the tensors it writes.
 Users call the methods of ProgramBuilder instead, which add names and checks. Ops that only move
-data are in moves.py. The meaning of each kind (what is computed at each point) is
-`hostir/library.py`, one function a kind.
+data are in moves.py, norms over rows in norms.py. The meaning of each kind (what is computed at
+each point) is `hostir/library.py`, one function a kind.
 """
 
 import math
@@ -26,7 +26,7 @@ from distmega.program import Access, Axis, Index, Tensor
 KINDS = (
     "linear", "pointwise", "reduce", "rms_norm", "rope", "attention", "kv_append", "embedding",
     "slice", "concat", "reshape", "transpose", "view", "set", "argmax",
-    "top", "cutoff", "sample",
+    "top", "cutoff", "sample", "layer_norm", "softmax",
 )  # fmt: skip
 """Kinds that a user's program may hold."""
 
@@ -128,23 +128,6 @@ def reduce(name: str, x: Tensor, dim: int, combine: str = "sum") -> Built:
     return make_op(
         name, "reduce", axes, [access(x, *names)], [access(out, *kept)], combine=combine
     ), (out,)
-
-
-def rms_norm(name: str, x: Tensor, weight: Tensor, eps: float) -> Built:
-    """x / sqrt(mean(x^2 over the last dim) + eps) * weight, in fp32; weight has the extent of the
-    last dim.
-    """
-    if not x.shape or weight.shape != x.shape[-1:]:
-        found = f"weight of shape {weight.shape} for x of shape {x.shape}"
-        raise bad_op(name, found, "x [..., d] and weight [d]")
-    if not 0 <= eps < math.inf:
-        raise bad_op(name, f"eps {eps}", "a finite number of at least 0", "change eps")
-    rows = axis_names("m", len(x.shape) - 1)
-    axes = [Axis(name=n, extent=e) for n, e in zip([*rows, "d"], x.shape, strict=True)]
-    axes.append(Axis(name="r", extent=x.shape[-1], role="reduce"))
-    out = Tensor(name=name, shape=x.shape, dtype=x.dtype)
-    reads = [access(x, *rows, "d"), access(x, *rows, "r"), access(weight, "d")]
-    return make_op(name, "rms_norm", axes, reads, [access(out, *rows, "d")], eps=eps), (out,)
 
 
 def rope(name: str, x: Tensor, positions: Tensor, table: Tensor) -> Built:

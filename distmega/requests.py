@@ -103,6 +103,31 @@ class ScoreRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TraceRequest:
+    """Write the timeline of `num_steps` decode steps after `position` cached tokens to `path`."""
+
+    model: str
+    path: str
+    num_steps: int = 2
+    position: int = 512
+    tp: int = 1
+    options: EngineOptions = EngineOptions()
+
+    def __post_init__(self) -> None:
+        _require("--tp", self.tp, 1)
+        _require("--steps", self.num_steps, 1)
+        _require("--context", self.position, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceResult:
+    """What was written: spans of the file, and what they say (trace_summary.py)."""
+
+    num_spans: int
+    summary: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Token:
     """A generated token of the answer to prompt number `prompt`; `text` is what it adds, empty
     within a character.

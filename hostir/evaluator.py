@@ -18,9 +18,7 @@ from distmega.errors import DistmegaError, ProgramError, RankFailure
 from distmega.hostir.collectives import Handle
 from distmega.hostir.comm import Communicator
 from distmega.hostir.cuda_streams import CudaStreams
-from distmega.hostir.fused import DeviceOps, TorchOps, compile_fused
-from distmega.hostir.fused_nodes import FusedMatmul
-from distmega.hostir.library import IN_PLACE, op_operands
+from distmega.hostir.library import IN_PLACE, DeviceOps, TorchOps, op_operands
 from distmega.hostir.nodes import (
     Allocate,
     Collective,
@@ -91,7 +89,7 @@ class Evaluator:
         ops: DeviceOps | None = None,
     ) -> None:
         """kernels: a runner for each segment, by name. device: where tensors given to `run` are.
-        watch: goes around each node. ops: how the device does library ops; TorchOps by default.
+        watch: goes around each node. ops: how the device does library ops, by default in torch.
 
         ProgramError if a runner is missing.
         """
@@ -104,9 +102,7 @@ class Evaluator:
                 remedy="compile each of host.segments, or lower with megakernel=False",
             )
         self._given = [buffer for buffer in host.buffers if buffer.role != "temp"]
-        ops = ops or TorchOps(comm)
-        ops.open_rooms(host.rooms)
-        compiler = _Compiler(host, comm, kernels, torch.device(device), watch, ops)
+        compiler = _Compiler(host, comm, kernels, torch.device(device), watch, ops or TorchOps())
         self._streams = compiler.streams
         self._run = compiler.block(host.body, 0)
 
@@ -190,7 +186,7 @@ class _Compiler:
         self.filled = {
             name
             for node in walk_nodes(host.body)
-            if not isinstance(node, LibraryOp | FusedMatmul | ForLoop)
+            if not isinstance(node, LibraryOp | ForLoop)
             for name in node_writes(node, segments)
         }
         """Buffers that kernels and communication write: they must exist before."""
@@ -240,8 +236,6 @@ class _Compiler:
         match node:
             case LibraryOp():
                 return self.library_op(node)
-            case FusedMatmul():
-                return self.fused(node)
             case LaunchMegakernel(kernel=kernel, args=args):
                 launch = self.kernels[kernel].launch
                 pairs = [(arg.name, arg.buffer) for arg in args]
@@ -312,14 +306,6 @@ class _Compiler:
                     f.tensors[out] = result
 
         return write
-
-    def fused(self, node: FusedMatmul) -> Step:
-        call = compile_fused(node, self.buffers[node.out], self.ops)
-        if node.out not in self.shared:
-            return lambda f: f.tensors.update(
-                {node.out: call(f.tensors[node.x], f.tensors[node.w])}
-            )
-        return lambda f: f.tensors[node.out].copy_(call(f.tensors[node.x], f.tensors[node.w]))
 
     def collective(self, node: Collective) -> Step:
         start = self.starter(node)

@@ -3,19 +3,19 @@
 The plain functions take tensors in the order of the op's reads, of any extents, so that kernels can
 run them on tiles. `compile_op` binds an Op once to a function of its operands; `run_op` is the same
 by tensor names. Sums are taken in fp32 or wider, results have the operand's type and own their
-storage (kind `view` excepted). Used by evaluator.py.
+storage (kind `view` excepted). Pointwise ops and norms are in pointwise.py and norms.py. Used by
+evaluator.py.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distmega import expr
 from distmega.errors import ProgramError
 from distmega.hostir import choice
 from distmega.hostir.axis_views import (
@@ -26,13 +26,11 @@ from distmega.hostir.axis_views import (
     order_axes,
     unfold_axes,
 )
+from distmega.hostir.fused_kinds import NORMS, POINTWISE
+from distmega.hostir.norms import compile_norm, normalise
+from distmega.hostir.pointwise import OpFunction, compile_pointwise, evaluate_all
 from distmega.hostir.torch_types import operand_dtype, widen
 from distmega.program import Op
-
-OpFunction = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
-"""An op bound to its attributes: operands in the order of `op_operands`, results in the order of
-the op's writes.
-"""
 
 IN_PLACE = frozenset({"kv_append"})
 """Kinds that update the tensor they write; it comes as the last operand and goes out as the result.
@@ -93,42 +91,11 @@ def _einsum(x: Tensor, w: Tensor, bias: Tensor | None, spec: LinearSpec) -> Tens
     return out if bias is None else out + order_axes(bias, spec.bias, spec.out)
 
 
-FUNCTIONS: dict[str, Callable[..., Tensor]] = {
-    "exp": torch.exp, "log": torch.log, "sqrt": torch.sqrt, "rsqrt": torch.rsqrt,
-    "abs": torch.abs, "neg": torch.neg, "relu": torch.relu, "silu": F.silu, "gelu": F.gelu,
-    "tanh": torch.tanh, "sigmoid": torch.sigmoid, "sin": torch.sin, "cos": torch.cos,
-    "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div, "pow": torch.pow,
-    "maximum": torch.maximum, "minimum": torch.minimum,
-}  # fmt: skip
-"""expr.FUNCTIONS on tensors."""
-
-
-@cache
-def _lift(value: float) -> Tensor:
-    """A constant as a scalar tensor; it takes the type of the float tensor it meets."""
-    return torch.tensor(value, dtype=torch.float64)
-
-
-def pointwise(tree: expr.Expr, args: Sequence[Tensor]) -> Tensor:
-    """Value of an expression over operands that broadcast; computed in fp32 for half types, in the
-    type of args[0].
-    """
-    out = expr.evaluate(tree, [widen(a) for a in args], FUNCTIONS, _lift).to(args[0].dtype)
-    return out.clone() if any(out is a for a in args) else out
-
-
 def reduce(x: Tensor, dims: Sequence[int], combine: str) -> Tensor:
     """Combines dims away by "sum", "max" or "min"."""
     if combine == "sum":
         return widen(x).sum(tuple(dims)).to(x.dtype)
     return x.amax(tuple(dims)) if combine == "max" else x.amin(tuple(dims))
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2 over the last dim) + eps) * weight, in fp32 or wider."""
-    wide = widen(x)
-    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide * scale * widen(weight)).to(x.dtype)
 
 
 def rope(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
@@ -243,24 +210,6 @@ def _compile_linear(op: Op, coordinate: Coordinate) -> OpFunction:
     return run
 
 
-def _compile_pointwise(op: Op, coordinate: Coordinate) -> OpFunction:
-    tree, extents = expr.parse(str(op.attr("expr"))), axis_extents(op)
-    out_axes = access_axes(op.writes[0])
-    if all(is_plain(a) and access_axes(a) == out_axes for a in (*op.reads, *op.writes)):
-        return lambda xs: (pointwise(tree, xs),)
-    shape = [extents[name] for name in out_axes]
-
-    def run(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        xs = [
-            order_axes(unfold_axes(x, read, extents), access_axes(read), out_axes)
-            for x, read in zip(operands, op.reads, strict=True)
-        ]
-        out = pointwise(tree, xs).expand(shape)
-        return (fold_axes(out, out_axes, op.writes[0], extents).contiguous(),)
-
-    return run
-
-
 def _compile_reduce(op: Op, coordinate: Coordinate) -> OpFunction:
     extents, combine = axis_extents(op), str(op.attr("combine"))
     read, write = op.reads[0], op.writes[0]
@@ -298,11 +247,6 @@ def _compile_view(op: Op, coordinate: Coordinate) -> OpFunction:
         return (order_axes(unfold_axes(operands[0], read, extents), axes, ordered).view(shape),)
 
     return run
-
-
-def _compile_rms_norm(op: Op, coordinate: Coordinate) -> OpFunction:
-    eps = _number(op, "eps")
-    return lambda xs: (rms_norm(xs[0], xs[2], eps),)
 
 
 def _compile_attention(op: Op, coordinate: Coordinate) -> OpFunction:
@@ -348,9 +292,9 @@ def _compile_take_shard(op: Op, coordinate: Coordinate) -> OpFunction:
 
 COMPILERS: dict[str, Callable[[Op, Coordinate], OpFunction]] = {
     "linear": _compile_linear,
-    "pointwise": _compile_pointwise,
     "reduce": _compile_reduce,
-    "rms_norm": _compile_rms_norm,
+    **{kind: lambda op, coordinate: compile_pointwise(op, evaluate_all) for kind in POINTWISE},
+    **{kind: lambda op, coordinate: compile_norm(op, normalise) for kind in NORMS},
     "rope": lambda op, coordinate: lambda xs: (rope(xs[0], xs[2], xs[3]),),
     "attention": _compile_attention,
     "kv_append": lambda op, coordinate: lambda xs: (kv_append(xs[2], xs[0], xs[1]),),
@@ -383,6 +327,21 @@ def compile_op(op: Op, coordinate: Coordinate) -> OpFunction:
     if op.kind not in COMPILERS:
         raise _unfit(op, f"kind {op.kind!r}", f"one of {', '.join(COMPILERS)}")
     return COMPILERS[op.kind](op, coordinate)
+
+
+class DeviceOps(Protocol):
+    """How a device does library ops."""
+
+    def compile(self, op: Op, coordinate: Coordinate) -> OpFunction:
+        """As compile_op."""
+        ...
+
+
+class TorchOps:
+    """All by torch."""
+
+    def compile(self, op: Op, coordinate: Coordinate) -> OpFunction:
+        return compile_op(op, coordinate)
 
 
 def run_op(op: Op, operands: Mapping[str, Tensor], coordinate: Coordinate) -> dict[str, Tensor]:

@@ -2,22 +2,20 @@
 
 Comes in: a LocalProgram of sharding/localize.py. Goes out: a HostProgram whose temps are allocated
 before their first write; passes.py frees them and moves waits. It runs on one stream but for host
-loops, whose iterations take turns on several. With `megakernel`,
-maximal runs of ops that kernels can do become segments. A view costs nothing, so it is stated again
-wherever it is used and never crosses a segment's edge. Next: passes.py, then kernels/task_graph.py
-for the segments.
+loops, whose iterations take turns on several. With `megakernel`, maximal runs of ops that kernels
+can do become segments; with `fuse`, other ops that one library kernel can do become one. A view
+costs nothing, so it is stated again wherever it is used and never crosses a segment's edge. Next:
+passes.py, then kernels/task_graph.py for the segments.
 """
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import groupby
 from typing import Protocol
 
-from distmega.errors import PlanError
 from distmega.hostir.chunks import verify_homes
-from distmega.hostir.fused_nodes import FusedMatmul, needed_rooms
+from distmega.hostir.fuse import fuse_ops
 from distmega.hostir.host_streams import Touched
-from distmega.hostir.lower_loops import PEERS, Around, LoopLowering, touched
+from distmega.hostir.lower_loops import Around, LoopLowering, touched
 from distmega.hostir.nodes import (
     Arg,
     Collective,
@@ -38,7 +36,6 @@ from distmega.sharding.allocation import AllocationDomain
 from distmega.sharding.finalize import verify_storage
 from distmega.sharding.host_loops import HostLoop
 from distmega.sharding.mesh import DeviceMesh
-from distmega.sharding.overlap import OverlapChoice, Pair
 
 KERNEL_KINDS = frozenset({
     "linear", "pointwise", "reduce", "rms_norm", "rope", "attention", "kv_append", "embedding",
@@ -56,7 +53,7 @@ LOCAL_KINDS = frozenset({"take_shard"})
 
 class Localized(Protocol):
     """What is needed of a LocalProgram: one rank's program, the rank symbolic, its mesh, its final
-    allocations, its host loops and the pairs of ops that run as one kernel.
+    allocations and its host loops.
     """
 
     @property
@@ -71,9 +68,6 @@ class Localized(Protocol):
     @property
     def host_loops(self) -> tuple[HostLoop, ...]: ...
 
-    @property
-    def fused(self) -> tuple[OverlapChoice, ...]: ...
-
 
 class _Lowering:
     """Makes the nodes of one program."""
@@ -83,13 +77,10 @@ class _Lowering:
         local: Localized,
         fits: Callable[[Op], bool],
         max_streams: int,
-        fused: Sequence[Pair],
+        fuse: bool,
     ) -> None:
-        self.fused = {pair.second: pair for pair in fused}
-        self.firsts = {pair.first for pair in fused}
-        self.ops = {op.name: op for op in local.program.ops}
         self.local, self.program, self.mesh = local, local.program, local.mesh
-        self.fits = fits
+        self.fits, self.fuse = fits, fuse
         self.chunked = {
             name: domain.chunk for name, domain in local.allocations.items() if domain.chunk
         }
@@ -108,10 +99,16 @@ class _Lowering:
         body = [*self.body(program.ops, scope, program.outputs), *self.order.join()]
         for name in program.outputs:
             body += scope.named(name)
+        if self.fuse:
+            buffers = {**tensors, **self.lowered.chunks}
+            segments = {segment.name: segment for segment in self.segments}
+            body = [*fuse_ops(body, buffers, program.outputs, segments)]
         used = {name for node in walk_nodes(body) for name in named_buffers(node)}
         used |= set(program.outputs)
         whole = [t for t in program.tensors if t.role != "temp" or t.name in used]
-        parts = [t for t in self.lowered.chunks.values() if t.name not in tensors]
+        parts = [
+            t for t in self.lowered.chunks.values() if t.name not in tensors and t.name in used
+        ]
         host = HostProgram(
             name=program.name,
             mesh=self.mesh,
@@ -122,8 +119,6 @@ class _Lowering:
             num_streams=self.lowered.num_streams,
             num_events=self.lowered.num_events,
         )
-        sizes = dict(self.mesh.axes)
-        host = replace(host, rooms=needed_rooms(walk_nodes(body), host.buffer_map(), sizes))
         verify_storage(host.buffers, self.local.allocations)
         return host
 
@@ -146,25 +141,14 @@ class _Lowering:
                 yield from self.lowered.loop(run.loop, run.ops, scope, ending)
                 continue
             work = touched(run.ops, scope)
-            work = Touched(work.reads, work.writes | ending | ({PEERS} if run.fused else set()))
+            work = Touched(work.reads, work.writes | ending)
             yield from self.order.before(work)
-            if run.fused:
-                lent = last_use[scope.storage(run.fused.result)] < self.next_fused(runs, position)
-                yield from _fused_nodes(run.fused, run.ops, scope, borrows=lent)
-            elif run.segment:
+            if run.segment:
                 needed = {each for each, last in last_use.items() if last > position}
                 yield from self.segment(run.ops, scope, needed)
             else:
                 yield from _host_nodes(run.ops[0], scope)
             self.order.note(work)
-
-    def next_fused(self, runs: Sequence[Run], position: int) -> int:
-        """The next run after `position` that uses the same peer memory; past the end if none."""
-        here = runs[position].fused
-        for later, run in enumerate(runs[position + 1 :], start=position + 1):
-            if here and run.fused and run.fused.mesh_axis == here.mesh_axis:
-                return later
-        return len(runs)
 
     def iteration(self, ops: Sequence[Op], scope: Scope, around: Around) -> Iterator[Node]:
         """Nodes of the ops of one iteration of a loop."""
@@ -204,16 +188,9 @@ class _Lowering:
         runs: list[Run] = []
         loops = {} if scope.outer is not None else self.loops
         made: set[str] = set()
-        computing = (op for op in ops if op.kind != "view" and op.name not in self.firsts)
-
-        def home(op: Op) -> HostLoop | Pair | None:
-            return loops.get(op.name) or self.fused.get(op.name)
-
-        for loop, group in groupby(computing, key=home):
-            if isinstance(loop, Pair):
-                pair = (self.ops[loop.first], self.ops[loop.second])
-                runs.append(Run(ops=pair, segment=False, fused=loop))
-            elif loop is not None:
+        computing = (op for op in ops if op.kind != "view")
+        for loop, group in groupby(computing, key=lambda op: loops.get(op.name)):
+            if loop is not None:
                 runs.append(Run(ops=tuple(group), segment=False, loop=loop))
             else:
                 runs += kernel_runs(group, self.mesh, fits, scope, made)
@@ -236,21 +213,15 @@ def lower_program(
     kernel_kinds: frozenset[str] = KERNEL_KINDS,
     is_encodable: Callable[[Op, Mapping[str, Tensor]], bool] | None = None,
     max_streams: int = MAX_STREAMS,
+    fuse: bool = False,
 ) -> HostProgram:
     """One rank's host program, not yet freed: run passes.run_passes on it.
 
     kernel_kinds, is_encodable: which ops a megakernel can do; the others become library ops between
     segments. peer_memory: all_reduce and all_gather stay in the kernel, over one mesh axis a
-    segment, and what the plan fuses is one kernel. max_streams: of how many streams the iterations
-    of a host loop take turns. PlanError if a user asked for fused kernels without peer memory.
+    segment. max_streams: of how many streams the iterations of a host loop take turns. fuse: joins
+    library ops that one kernel can do (fuse.py), which rounds fewer intermediate results.
     """
-    if not peer_memory and any(choice.forced for choice in local.fused):
-        raise PlanError(
-            'overlap "kernel" without peer memory',
-            expected="ranks that reach each other's memory",
-            remedy='lower with peer_memory=True, or plan with overlap "sequential"',
-        )
-    fused = [choice.pair for choice in local.fused if peer_memory]
     tensors = local.program.tensor_map()
 
     def fits(op: Op) -> bool:
@@ -260,26 +231,7 @@ def lower_program(
             return peer_memory
         return op.kind in kernel_kinds and (is_encodable is None or is_encodable(op, tensors))
 
-    return _Lowering(local, fits, max_streams, fused).run()
-
-
-def _fused_nodes(pair: Pair, ops: Sequence[Op], scope: Scope, *, borrows: bool) -> Iterator[Node]:
-    """A pair as one node: what its operands stand for, the allocation of its result, itself."""
-    matmul = ops[1] if pair.kind == "all_gather_matmul" else ops[0]
-    x, w = ops[0].reads[0].tensor, matmul.reads[1].tensor
-    for name in (x, w):
-        yield from scope.named(name)
-    yield from scope.allocated([pair.result])
-    yield from scope.named(pair.result)
-    yield FusedMatmul(
-        kind=pair.kind,
-        mesh_axis=pair.mesh_axis,
-        x=x,
-        w=w,
-        out=pair.result,
-        num_rows=pair.num_rows,
-        borrows=borrows and pair.kind == "matmul_all_reduce",
-    )
+    return _Lowering(local, fits, max_streams, fuse).run()
 
 
 def _host_nodes(op: Op, scope: Scope) -> Iterator[Node]:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from distmega.errors import VerifyError
-from distmega.hostir.fused_nodes import FusedMatmul, Room
 from distmega.program import Access, Attr, Op, Program, Tensor
 from distmega.sharding.mesh import DeviceMesh
 
@@ -266,7 +265,7 @@ class SliceView:
 Node = (
     Allocate | Deallocate | ForLoop | SetStream | RecordEvent | WaitEvent | LaunchMegakernel
     | LibraryOp | Collective | Send | Recv | StartCoalescing | EndCoalescing | Wait | Signal
-    | WaitSignal | SliceView | FusedMatmul
+    | WaitSignal | SliceView
 )  # fmt: skip
 
 
@@ -276,7 +275,7 @@ class HostProgram:
 
     buffers: everything the nodes name. Inputs, weights and states are given by the caller, temps
     come from Allocate, SliceView or a library op of kind view. segments: the programs of the
-    megakernels. outputs: buffers the caller gets. rooms: peer memory, one a mesh axis.
+    megakernels. outputs: buffers the caller gets.
     """
 
     name: str
@@ -287,7 +286,6 @@ class HostProgram:
     segments: tuple[Program, ...] = ()
     num_streams: int = 1
     num_events: int = 0
-    rooms: tuple[Room, ...] = ()
 
     def buffer_map(self) -> dict[str, Tensor]:
         """Buffers by name."""
@@ -328,8 +326,6 @@ def node_reads(node: Node, segments: dict[str, Program]) -> tuple[str, ...]:
             return tuple(arg.buffer for arg in args if arg.name in read)
         case Collective(ins=ins):
             return ins
-        case FusedMatmul(x=x, w=w):
-            return x, w
         case Send(buffer=buffer):
             return (buffer,)
         case ForLoop(body=body):
@@ -347,8 +343,6 @@ def node_writes(node: Node, segments: dict[str, Program]) -> tuple[str, ...]:
             return tuple(arg.buffer for arg in args if arg.name in written)
         case Collective(outs=outs):
             return outs
-        case FusedMatmul(out=out):
-            return (out,)
         case Recv(buffer=buffer):
             return (buffer,)
         case ForLoop(body=body):

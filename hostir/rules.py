@@ -8,7 +8,6 @@ order and lifetime.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from distmega.hostir.fused_nodes import FusedMatmul, room_bytes
 from distmega.hostir.nodes import (
     Allocate,
     Collective,
@@ -96,7 +95,7 @@ def named_buffers(node: Node) -> tuple[str, ...]:
 
 def _named_axes(node: Node) -> tuple[str, ...]:
     match node:
-        case Collective(mesh_axis=axis) | FusedMatmul(mesh_axis=axis):
+        case Collective(mesh_axis=axis):
             return (axis,)
         case Send(peer=peer) | Recv(peer=peer) | Signal(peer=peer) | WaitSignal(peer=peer):
             return (peer.mesh_axis,)
@@ -205,50 +204,6 @@ def fitting_collectives(host: HostProgram) -> Iterator[Violation]:
             if given.dtype != got.dtype or not _fits(node, given.shape, got.shape, size):
                 found = f"{given.dtype}{list(given.shape)} to {got.dtype}{list(got.shape)}"
                 yield index, found, f"shapes as {node.kind} over {size} ranks makes them"
-
-
-def fitting_matmuls(host: HostProgram) -> Iterator[Violation]:
-    """Shapes of fused matmuls agree with their kind and team, and fit into the room of their axis;
-    what one borrows is used before the next.
-    """
-    buffers, sources = host.buffer_map(), view_sources(host.body)
-    rooms = {room.mesh_axis: room.num_bytes for room in host.rooms}
-    borrowed: dict[str, set[str]] = {}
-    expired: set[str] = set()
-    for index, node in enumerate(walk_nodes(host.body)):
-        roots = {storage_of(name, sources) for name in named_buffers(node)}
-        if isinstance(node, FusedMatmul):
-            axis, size = node.mesh_axis, host.mesh.size(node.mesh_axis)
-            expired |= borrowed.pop(axis, set())
-            if not _multiplies(node, buffers, size):
-                shapes = " x ".join(str(list(buffers[n].shape)) for n in (node.x, node.w, node.out))
-                yield index, shapes, f"shapes as {node.kind} over {size} ranks makes them"
-            if (need := room_bytes(node, buffers, size)) > rooms.get(axis, 0):
-                yield index, f"a room of {rooms.get(axis, 0)} bytes", f"one of {need}"
-            if node.borrows:
-                borrowed.setdefault(axis, set()).add(storage_of(node.out, sources))
-                expired.discard(storage_of(node.out, sources))
-        if isinstance(node, Allocate):
-            expired -= roots
-        late = set() if isinstance(node, Deallocate) else expired & roots
-        if late:
-            yield index, f"{sorted(late)} lies in memory used again", "a use before"
-    kept = {storage_of(name, sources) for name in host.outputs}
-    lent = expired.union(*borrowed.values()) & kept
-    if lent:
-        yield -1, f"outputs {sorted(lent)} lie in borrowed memory", "outputs of their own"
-
-
-def _multiplies(node: FusedMatmul, buffers: Mapping[str, Tensor], size: int) -> bool:
-    x, w, out = (buffers[name].shape for name in (node.x, node.w, node.out))
-    rows, sums = x[: node.num_rows], x[node.num_rows :]
-    columns = w[: len(w) - len(sums)]
-    given, made = {"all_gather_matmul": (size, 1), "matmul_reduce_scatter": (1, size)}.get(
-        node.kind, (1, 1)
-    )
-    fits = bool(rows) and w == columns + sums and len(out) == len(rows) + len(columns)
-    same = len({buffers[name].dtype for name in (node.x, node.w, node.out)}) == 1
-    return same and fits and rows[0] * given == out[0] * made and out[1:] == rows[1:] + columns
 
 
 def _fits(node: Collective, given: Sequence[int], got: Sequence[int], size: int) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from distmega.hostir import choice, library
+from distmega.hostir import choice, library, norms, pointwise
 from distmega.hostir.torch_types import widen
 from distmega.kernels import opcodes
 from distmega.kernels.encoding import unpack_expression
@@ -60,7 +60,7 @@ def _pointwise(i: opcodes.Pointwise, memory: RankMemory) -> Run:
     tree = unpack_expression(memory.constants, i.expr)
 
     def run() -> None:
-        out.copy_(library.pointwise(tree, args))
+        out.copy_(pointwise.pointwise(tree, args))
 
     return run
 
@@ -83,7 +83,7 @@ def _rms_norm(i: opcodes.RmsNorm, memory: RankMemory) -> Run:
     columns = slice(i.start, i.start + i.count)
 
     def run() -> None:
-        out.copy_(library.rms_norm(x, weight, i.eps)[:, columns])
+        out.copy_(norms.normalise("rms", x, None, weight, None, i.eps)[0][:, columns])
 
     return run
 

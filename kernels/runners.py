@@ -15,6 +15,7 @@ from distmega.hostir.evaluator import KernelRunner
 from distmega.kernels.arena import ArenaLayout
 from distmega.kernels.symmetric import Team
 from distmega.program import Program
+from distmega.trace_file import Span
 
 HOPPER = "distmega.kernels.hopper.runner", "DecodeRunner"
 HOPPER_BATCH = "distmega.kernels.hopper.batch_runner", "BatchRunner"
@@ -40,6 +41,18 @@ class SteppingRunner(KernelRunner, Protocol):
         """Runs steps after those before; the tokens they chose, [num_steps, sequences]."""
         ...
 
+    def trace(self, num_steps: int) -> list[Span]:
+        """As decode, but gives the steps' timeline on the GPU's clock; RequestError for a kernel
+        that keeps none.
+        """
+        ...
+
+    def raise_hang(self) -> None:
+        """HangError if a wait of an earlier launch has expired, which makes its tokens void; ask
+        once they have come.
+        """
+        ...
+
 
 def open_hopper(
     segment: Program,
@@ -50,10 +63,11 @@ def open_hopper(
     state_arena: Tensor,
     team: Team | None = None,
     batch: int = 1,
+    timeout_s: float = 60.0,
 ) -> SteppingRunner:
     """The decode kernel for Hopper GPUs, of one sequence or of a batch; VerifyError for a segment
     that it can't do. team: the ranks that share it, all of which make this call; LaunchError where
-    they share no memory.
+    they share no memory. timeout_s: bound on a wait for another rank.
     """
     module, name = HOPPER_BATCH if batch > 1 else HOPPER
     runner: SteppingRunner = getattr(importlib.import_module(module), name)(
@@ -63,5 +77,6 @@ def open_hopper(
         states=states,
         state_arena=state_arena,
         team=team,
+        timeout_s=timeout_s,
     )
     return runner

@@ -31,6 +31,8 @@ MASKED = frozenset({"embedding", "argmax", "sample"})
 
 _MOVES = frozenset({"slice", "concat", "reshape", "transpose", "view", "set", "reduce"})
 _LINEAR_IN_FIRST = frozenset({"rms_norm", "rope", "kv_append"})
+_SCALED = frozenset({"rms_norm", "layer_norm"})
+"""Kinds that divide by what is zero for a row of zeros, but for their eps."""
 _ATTENTION_VALUES = 2
 _EMBEDDING_TABLE = 1
 
@@ -80,7 +82,7 @@ def _result_pad(op: Op, name: str, reads: Sequence[AxisPads]) -> Pad:
     if op.kind == "pointwise":
         tree = expr.parse(str(op.attr("expr")))
         return Pad.FINITE if _is_finite(tree, zero) else Pad.ANY
-    return Pad.FINITE if op.kind != "rms_norm" or _positive_eps(op) else Pad.ANY
+    return Pad.FINITE if op.kind not in _SCALED or _positive_eps(op) else Pad.ANY
 
 
 def _zero_result(op: Op, holders: set[int], zero: frozenset[int]) -> bool:

@@ -16,14 +16,12 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from distmega.errors import RequestError
+from distmega.errors import HangError, RequestError
+from distmega.kernels.hopper.alarm import Alarm
 from distmega.kernels.hopper.device import bf16_pair, high_half, low_half, tagged
 from distmega.kernels.hopper.shapes import PER_THREAD, THREADS, TWOS
-from distmega.kernels.hopper.team import (
-    polling_asm,
-    polling_operands,
-    polling_types,
-)
+from distmega.kernels.hopper.spins import spin_ranks
+from distmega.kernels.hopper.words import REPORT_WORDS
 from distmega.kernels.symmetric import Team
 
 CHUNK_WORDS = gl.constexpr(512)
@@ -38,16 +36,9 @@ def push_words(peers, rank: gl.constexpr, at, pair, tag, wanted):
 
 
 @gluon.jit
-def sum_words(mine, at, stride, tag, wanted, RANKS: gl.constexpr):
+def sum_words(report, mine, at, stride, tag, wanted, RANKS: gl.constexpr):
     """Words `at` and at + 1 of all ranks' parts, `stride` words apart, summed: two a thread."""
-    parts = gl.inline_asm_elementwise(
-        polling_asm(RANKS),
-        polling_operands(RANKS),
-        [mine + at, stride.to(gl.int64) * 8, tag, wanted.to(gl.int32)],
-        dtype=polling_types(RANKS),
-        is_pure=False,
-        pack=1,
-    )
+    parts = spin_ranks(report, mine + at, stride.to(gl.int64) * 8, tag, wanted, RANKS)
     low0 = low_half(parts[0])
     high0 = high_half(parts[0])
     low1 = low_half(parts[1])
@@ -68,10 +59,11 @@ def in_twos(first, second):
 
 @gluon.jit(do_not_specialize=["place"])
 def reduce_one_shot(
-    x, out, mine, peers, epochs, place, num_words, RANKS: gl.constexpr, CHUNKS: gl.constexpr
+    x, out, report, mine, peers, epochs, place, num_words, RANKS: gl.constexpr, CHUNKS: gl.constexpr
 ):
-    """x, out: int32 [num_words], pairs of bf16. mine: int64 [2, RANKS, num_words], zeroed before
-    the first launch; peers: `mine` of all ranks. epochs: int32, one a program.
+    """x, out: int32 [num_words], pairs of bf16. report: see spins.py, right before mine. mine:
+    int64 [2, RANKS, num_words], zeroed before the first launch; peers: `mine` of all ranks. epochs:
+    int32, one a program.
     """
     pid = gl.program_id(0)
     tag = gl.load(epochs + pid) + 1
@@ -88,14 +80,14 @@ def reduce_one_shot(
     for chunk in gl.static_range(CHUNKS):
         first = (pid * CHUNKS + chunk) * CHUNK_WORDS
         wanted = first + twos < num_words
-        even, odd = sum_words(mine, copy + first + twos, num_words, tag, wanted, RANKS)
+        even, odd = sum_words(report, mine, copy + first + twos, num_words, tag, wanted, RANKS)
         gl.store(out + first + words, in_twos(even, odd), mask=first + words < num_words)
     gl.store(epochs + pid, tag)
 
 
 @gluon.jit(do_not_specialize=["place"])
 def reduce_two_shot(
-    x, out, mine, peers, epochs, place, size, RANKS: gl.constexpr, CHUNKS: gl.constexpr
+    x, out, report, mine, peers, epochs, place, size, RANKS: gl.constexpr, CHUNKS: gl.constexpr
 ):
     """As reduce_one_shot, of RANKS parts of `size` words; mine: int64 [2, 2, RANKS, size], what is
     to be added up and sums.
@@ -115,7 +107,8 @@ def reduce_two_shot(
             push_words(peers, rank, to + words, pair, tag, wanted)
     for chunk in gl.static_range(CHUNKS):
         first = (pid * CHUNKS + chunk) * CHUNK_WORDS
-        even, odd = sum_words(mine, parts + first + twos, size, tag, first + twos < size, RANKS)
+        wanted = first + twos < size
+        even, odd = sum_words(report, mine, parts + first + twos, size, tag, wanted, RANKS)
         pair = in_twos(even, odd)
         for rank in gl.static_range(RANKS):
             to = sums + place * size + first
@@ -123,14 +116,8 @@ def reduce_two_shot(
     for chunk in gl.static_range(CHUNKS):
         first = (pid * CHUNKS + chunk) * CHUNK_WORDS
         wanted = first + twos < size
-        found = gl.inline_asm_elementwise(
-            polling_asm(RANKS),
-            polling_operands(RANKS),
-            [mine + sums + first + twos, size.to(gl.int64) * 8, tag, wanted.to(gl.int32)],
-            dtype=polling_types(RANKS),
-            is_pure=False,
-            pack=1,
-        )
+        at = mine + sums + first + twos
+        found = spin_ranks(report, at, size.to(gl.int64) * 8, tag, wanted, RANKS)
         for rank in gl.static_range(RANKS):
             pair = in_twos(found[2 * rank], found[2 * rank + 1])
             gl.store(out + rank * size + first + words, pair, mask=first + words < size)
@@ -140,8 +127,16 @@ def reduce_two_shot(
 class PushedAllReduce:
     """An all-reduce of bf16 tensors of one size, in rank order, over a team that shares memory."""
 
-    def __init__(self, team: Team, num_elements: int, num_shots: int = 1, chunks: int = 1) -> None:
-        """Collective. chunks: pieces of 512 words that one program does.
+    def __init__(
+        self,
+        team: Team,
+        num_elements: int,
+        num_shots: int = 1,
+        chunks: int = 1,
+        timeout_s: float = 60.0,
+    ) -> None:
+        """Collective. chunks: pieces of 512 words that one program does. timeout_s: bound on a wait
+        for a peer.
 
         RequestError for a size that does not divide into words of every rank.
         """
@@ -157,18 +152,34 @@ class PushedAllReduce:
         self._share = num_words // (num_ranks if num_shots == 2 else 1)
         self._num_programs = -(-self._share // (CHUNK_WORDS.value * chunks))
         held = COPIES * num_words * (num_ranks if num_shots == 1 else 2)
-        self._memory = team.open(8 * held)
-        self._mine = self._memory.tensor(team.place, (held,), torch.int64)
-        places = range(num_ranks)
-        self._peers = tuple(self._memory.tensor(r, (held,), torch.int64) for r in places)
+        self._memory = team.open(8 * (held + REPORT_WORDS))
+        words = [
+            self._memory.tensor(rank, (held + REPORT_WORDS,), torch.int64)
+            for rank in range(num_ranks)
+        ]
+        self._report = words[team.place]
+        self._alarm = Alarm(self._report, timeout_s)
+        self._peers = tuple(each[REPORT_WORDS:] for each in words)
+        self._mine = self._peers[team.place]
         self._epochs = torch.zeros_like(self._mine[: self._num_programs], dtype=torch.int32)
 
     def __call__(self, x: Tensor, out: Tensor) -> None:
-        """out = the sum of all ranks' x, bf16 [num_elements]; every rank must call."""
+        """out = the sum of all ranks' x, bf16 [num_elements]; every rank must call. HangError if a
+        peer did not push in an earlier call, whose sum is void.
+        """
+        if report := self._alarm.take():
+            owner = (report.word - REPORT_WORDS) // self._share % self._num_ranks
+            raise HangError(
+                f"rank {self._place}, program {report.last} of an all-reduce waited "
+                f"{self._alarm.limit_s:g} s for word {report.word}",
+                expected=f"what rank {owner} pushes in launch {report.tag}",
+                remedy="see whether that rank made the same call",
+            )
         kernel = reduce_one_shot if self._num_shots == 1 else reduce_two_shot
         kernel[(self._num_programs,)](
             x.view(torch.int32),
             out.view(torch.int32),
+            self._report,
             self._mine,
             self._peers,
             self._epochs,

@@ -15,8 +15,6 @@ from distmega.kernels.hopper.device import (
     bf16_pair,
     clock,
     fence_all,
-    spin2,
-    spin4,
     tagged,
     tagged_float,
 )
@@ -51,12 +49,13 @@ from distmega.kernels.hopper.shapes import (
     WARP_SUM,
     head_rows,
 )
+from distmega.kernels.hopper.spins import spin2, spin4
 
 
 @gluon.jit
-def four_words(pointers, tag, wanted, ROWS_: gl.constexpr, COLUMNS: gl.constexpr):
+def four_words(exchange, pointers, tag, wanted, ROWS_: gl.constexpr, COLUMNS: gl.constexpr):
     """[ROWS_, COLUMNS] float32 from tagged words, four consecutive ones a pointer."""
-    w0, w1, w2, w3 = spin4(pointers, tag, wanted)
+    w0, w1, w2, w3 = spin4(exchange, pointers, tag, wanted)
     joined = gl.join(gl.join(w0, w2), gl.join(w1, w3))
     return as_float(gl.reshape(joined, [ROWS_, COLUMNS]))
 
@@ -94,8 +93,8 @@ def rotated_rows(
         weight = gl.where(rows < G, words[ATT_Q_NORM], words[ATT_K_NORM])
         weight1 = gl.load(vectors + weight + gl.expand_dims(columns, 0)).to(gl.float32)
         weight2 = gl.load(vectors + weight + half + gl.expand_dims(columns, 0)).to(gl.float32)
-    a = gl.convert_layout(four_words(at, tag, wanted, MMA_M, half), PAIR)
-    b = gl.convert_layout(four_words(at + half, tag, wanted, MMA_M, half), PAIR)
+    a = gl.convert_layout(four_words(exchange, at, tag, wanted, MMA_M, half), PAIR)
+    b = gl.convert_layout(four_words(exchange, at + half, tag, wanted, MMA_M, half), PAIR)
     is_value = rows > G
     if QK_NORM:
         inv = gl.rsqrt(gl.expand_dims(gl.sum(a * a + b * b, axis=1), 1) / D + eps)
@@ -373,9 +372,9 @@ def combine_splits(words, exchange, active, tag, D: gl.constexpr):
     c = gl.arange(0, D // 4, layout=gl.SliceLayout(0, QUAD))
     at = base + gl.expand_dims(s * stride, 1) + gl.expand_dims(c * 4, 0)
     wanted = gl.expand_dims(s < active, 1) & gl.expand_dims(c >= 0, 0)
-    o = gl.convert_layout(four_words(at, tag, wanted, MAX_SPLITS_LIMIT, D), VALUE)
+    o = gl.convert_layout(four_words(exchange, at, tag, wanted, MAX_SPLITS_LIMIT, D), VALUE)
     s = gl.arange(0, MAX_SPLITS_LIMIT, layout=gl.SliceLayout(1, VALUE))
-    m_bits, l_bits = spin2(base + s * stride + D, tag, s < active)
+    m_bits, l_bits = spin2(exchange, base + s * stride + D, tag, s < active)
     m = gl.where(s < active, as_float(m_bits), float("-inf"))
     weight = gl.exp2(m - gl.max(m, axis=0))
     weight = weight / gl.sum(weight * as_float(l_bits), axis=0)

@@ -1,7 +1,8 @@
 """Events of the batched kernel, and the order in which activations lie.
 
 An event is an int32 counter that every SM counts up once a step. A wait is an acquire by one
-thread and a barrier; a signal is a barrier and a release, both at scope gpu.
+thread and a barrier, bounded as those of spins.py; a signal is a barrier and a release, both at
+scope gpu.
 
 Activations of 16 columns and 16 sequences are one block of 512 bytes in the order in which a lane
 of m16n8k16 holds its operand: column c of sequence b is element ((b % 8) * 4 + c % 8 // 2) * 8 +
@@ -21,36 +22,50 @@ from distmega.kernels.hopper.batch_fields import (
     X_BLOCKS,
 )
 from distmega.kernels.hopper.shapes import NUM_WARPS, PER_THREAD, SLICE_K, THREADS, X_DOT
+from distmega.kernels.hopper.spins import accuse, look, look_registers
+from distmega.kernels.hopper.words import REPORT_WORDS as WORDS_OF_REPORT
 
-_WAIT = gl.constexpr("""{
-.reg .pred mine, again, lost;
-.reg .s32 v;
-.reg .u32 n;
-mov.b32 $0, 0;
-mov.u32 n, 0;
-setp.ne.s32 mine, $3, 0;
-@!mine bra DONE;
-SPIN:
-ld.acquire.gpu.global.s32 v, [$1];
-sub.s32 v, v, $2;
-setp.lt.s32 again, v, 0;
-add.u32 n, n, 1;
-setp.gt.u32 lost, n, 16777216;
-@lost trap;
-@again bra SPIN;
-DONE:
-}""")
-"""Gives up after some ten seconds: a lost signal ends the launch with an error, not a hang."""
+REPORT_WORDS = gl.constexpr(WORDS_OF_REPORT)
+
+_WAIT = gl.constexpr(
+    "\n".join(
+        [
+            "{",
+            ".reg .pred mine;",
+            ".reg .b32 v;",
+            *look_registers(),
+            "mov.b32 $0, 0;",
+            "mov.u32 polls, 0;",
+            "setp.ne.s32 mine, $3, 0;",
+            "@!mine bra DONE;",
+            "SPIN:",
+            "ld.acquire.gpu.global.s32 v, [$1];",
+            "sub.s32 v, v, $2;",
+            "setp.lt.s32 again, v, 0;",
+            "@!again bra DONE;",
+            *look("$4", "SPIN"),
+            "mov.b32 word, $5;",
+            "neg.s32 found, v;",
+            "min.s32 found, found, 255;",
+            *accuse("$4", "$2"),
+            "DONE:",
+            "}",
+        ]
+    )
+)
 
 
 @gluon.jit
 def wait_event(events, event, target):
-    """Until the counter of `event` has reached `target`; then all threads see what came before."""
+    """Until the counter of `event` has reached `target`, or the limit; then all threads see what
+    came before. events: a report (spins.py), then the counters.
+    """
     threads = gl.arange(0, THREADS, layout=PER_THREAD)
+    counter = events + 2 * REPORT_WORDS + event * EVENT_WORDS + threads * 0
     gl.inline_asm_elementwise(
         _WAIT,
-        "=r,l,r,r",
-        [events + event * EVENT_WORDS + threads * 0, target, (threads == 0).to(gl.int32)],
+        "=&r,l,r,r,l,r",
+        [counter, target, (threads == 0).to(gl.int32), events, event],
         dtype=gl.int32,
         is_pure=False,
         pack=1,
@@ -62,7 +77,7 @@ def wait_event(events, event, target):
 def signal_event(events, event):
     """Counts the event up after all stores of this partition."""
     cta_barrier()
-    gl.atomic_add(events + event * EVENT_WORDS, 1, sem="release", scope="gpu")
+    gl.atomic_add(events + 2 * REPORT_WORDS + event * EVENT_WORDS, 1, sem="release", scope="gpu")
 
 
 @gluon.jit

@@ -113,12 +113,12 @@ def decode_batch(
 
     weights0 to 2: descriptors of row-major matrices, one a row length k: bf16 [k / 64, rows, 64].
     cache_tiles: descriptor of cache, bf16 [rows, d]. vectors: norm weights and biases, bf16.
-    embed: bf16 [vocab, hidden]. queues: int32 [num_sms, num_instructions, 16]. events: int32
-    counters, 128 bytes apart. acts and acts16: activations, as int32 pairs and as bf16. qkv: f32
-    [16, rows]. residual: f32 [16, hidden], each row used by one SM. sums, bests, best_rows: [16,
-    256], f32, f32, int32. partials: f32, two a SM. arrivals: int32 [16 * kv heads]. rope: f32
-    [t, d], cosines then sines. logits: f32 [16, vocab]. All but partials, qkv and logits must be
-    zero when allocated, bests -inf.
+    embed: bf16 [vocab, hidden]. queues: int32 [num_sms, num_instructions, 16]. events: int32, a
+    report (spins.py), then counters 128 bytes apart. acts and acts16: activations, as int32 pairs
+    and as bf16. qkv: f32 [16, rows]. residual: f32 [16, hidden], each row used by one SM. sums,
+    bests, best_rows: [16, 256], f32, f32, int32. partials: f32, two a SM. arrivals: int32 [16 * kv
+    heads]. rope: f32 [t, d], cosines then sines. logits: f32 [16, vocab]. All but report, partials,
+    qkv and logits must be zero when allocated, bests -inf.
     """
     sm = gl.program_id(0)
     queue = queues + sm * num_instructions * QUEUE_WORDS

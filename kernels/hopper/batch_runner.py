@@ -14,23 +14,34 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from distmega.errors import RequestError, VerifyError
 from distmega.kernels.arena import ArenaLayout
 from distmega.kernels.hopper import batch_kernel
+from distmega.kernels.hopper.alarm import LOCAL_LIMIT_S, Alarm
 from distmega.kernels.hopper.batch_queues import CHUNK, BatchQueues, build_batch_queues
 from distmega.kernels.hopper.batch_words import (
     BATCH,
     EVENT_WORDS,
     MAX_SMS,
     PARTIAL_EXTRA,
+    STATE_EPOCH,
     STATE_POSITIONS,
     STATE_WORDS,
     WORDS,
     pack,
 )
-from distmega.kernels.hopper.runner import LOG2_E, MAX_STEPS, describe, require_hopper
+from distmega.kernels.hopper.diagnosis import explain_batch_hang
+from distmega.kernels.hopper.runner import (
+    LOG2_E,
+    MAX_STEPS,
+    describe,
+    require_hopper,
+    require_steps,
+)
 from distmega.kernels.hopper.shapes import TILE_SHARED
+from distmega.kernels.hopper.words import REPORT_WORDS
 from distmega.kernels.memory import arena_views
 from distmega.kernels.runners import NO_DRAWS
 from distmega.kernels.symmetric import Team
 from distmega.program import Program
+from distmega.trace_file import Span
 
 STAGES = 12
 """Ring slots: what fits beside the sums of four units."""
@@ -52,6 +63,7 @@ class BatchRunner:
         state_arena: Tensor,
         team: Team | None = None,
         num_sms: int = 0,
+        timeout_s: float = LOCAL_LIMIT_S,
     ) -> None:
         """As DecodeRunner, for one rank. Raises VerifyError for a GPU, a segment or a team that the
         kernel can't do.
@@ -84,7 +96,9 @@ class BatchRunner:
         def zeros(*extents: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.zeros(extents, dtype=dtype, device=device)
 
-        self._events = zeros(num_events * EVENT_WORDS, dtype=torch.int32)
+        self._report = zeros(REPORT_WORDS * 2 + num_events * EVENT_WORDS, dtype=torch.int32)
+        self._alarm = Alarm(self._report.view(torch.int64), min(timeout_s, LOCAL_LIMIT_S))
+        self._events = self._report[REPORT_WORDS * 2 :]
         self._acts = zeros(queues.num_chunks * CHUNK, dtype=torch.bfloat16)
         self._qkv = zeros(BATCH, queues.qkv_rows)
         self._residual = zeros(BATCH, shape.hidden)
@@ -123,14 +137,24 @@ class BatchRunner:
         """Runs steps after those before; their tokens, int32 [num_steps, sequences], on the GPU
         until the next call. The caller sees to it that the caches have room.
         """
-        if not 1 <= num_steps <= MAX_STEPS:
-            raise RequestError(
-                f"{num_steps} steps in one launch",
-                expected=f"1 to {MAX_STEPS}",
-                remedy="launch more often",
-            )
+        require_steps(num_steps)
         self._run(num_steps)
         return self._tokens[:num_steps, : self._num_sequences]
+
+    def trace(self, num_steps: int) -> list[Span]:
+        """RequestError: this kernel takes no stamps."""
+        raise RequestError(
+            "a trace of several sequences",
+            expected="a batch of one",
+            remedy="trace with --batch 1",
+        )
+
+    def raise_hang(self) -> None:
+        """As DecodeRunner's; the events are as new after it."""
+        if report := self._alarm.take():
+            self._events.zero_()
+            self._state[STATE_EPOCH] = 0
+            raise explain_batch_hang(self.queues, report, self._alarm.limit_s)
 
     def _begin(self, tokens: Tensor, positions: Tensor) -> None:
         """Puts the tokens where the kernel looks for those of the step before."""
@@ -142,6 +166,7 @@ class BatchRunner:
         self._state[STATE_POSITIONS : STATE_POSITIONS + num] = positions.to(torch.int32)
 
     def _run(self, num_steps: int) -> None:
+        self.raise_hang()
         queues, shape = self.queues, self.queues.shape
         batch_kernel.decode_batch[(len(queues.queues),)](
             *self._weights,
@@ -154,7 +179,7 @@ class BatchRunner:
             len(queues.queues),
             shape.max_context,
             self._tokens,
-            self._events,
+            self._report,
             self._acts.view(torch.int32),
             self._acts,
             self._qkv,

@@ -11,6 +11,7 @@ def _place(kind: type[Instruction], name: str) -> gl.constexpr:
 
 
 WORDS = gl.constexpr(words.WORDS)
+STAMPS = gl.constexpr(words.STAMPS)
 STATE_POSITION = gl.constexpr(words.STATE_POSITION)
 STATE_EPOCH = gl.constexpr(words.STATE_EPOCH)
 STATE_TOKEN = gl.constexpr(words.STATE_TOKEN)

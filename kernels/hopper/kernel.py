@@ -24,6 +24,7 @@ from distmega.kernels.hopper.fields import (
     OP_EMBED,
     OP_HEAD,
     OPCODE,
+    STAMPS,
     STATE_EPOCH,
     STATE_POSITION,
     STATE_TOKEN,
@@ -83,7 +84,8 @@ def compute(
             tag = base + words[LAYER]
             at = trace
             if TRACE:
-                at = trace + (sm * num_instructions_max + i) * 4
+                row = (step * gl.num_programs(0) + sm) * num_instructions_max + i
+                at = trace + row * STAMPS
                 gl.store(at, clock())
             if words[OPCODE] == OP_ATTENTION:
                 it = attention_task(
@@ -110,7 +112,7 @@ def compute(
                         sample_words, best_words, sm, num_sms, tag, CHOICE, HEAD_ROWS,
                     )
             if TRACE:
-                gl.store(at + 3, clock())
+                gl.store(at + STAMPS - 1, clock())
             words = ahead
     if sm == 0:
         last = (epoch0 + num_steps) * num_layers
@@ -148,11 +150,12 @@ def decode(
     weights0 to 2: descriptors of row-major matrices, one a row length k: bf16 [k / 64, rows, 64].
     cache_tiles: descriptor of cache, bf16 [rows, d]. vectors: norm weights and biases, bf16.
     embed: bf16, this rank's part of [vocab, hidden]. queues: int32 [num_sms, max_instructions, 16].
-    exchange: int64 tagged words, zeroed once when allocated. residual: f32 [hidden], each row used
-    by one SM. rope: f32 [t, d], cosines then sines. logits: f32, those of this rank's tokens, the
-    first of which is first_id. peers: int64 [RANKS], addresses of all ranks' exchanges; this rank
-    is number `place` of them. CHOICE, sampling, seeds, sample_words: see sample.py; HEAD_ROWS:
-    logits of an SM, at most, a power of two.
+    exchange: int64 tagged words behind a report (spins.py), zeroed once when allocated. residual:
+    f32 [hidden], each row used by one SM. rope: f32 [t, d], cosines then sines. logits: f32, those
+    of this rank's tokens, the first of which is first_id. peers: int64 [RANKS], addresses of all
+    ranks' exchanges; this rank is number `place` of them. CHOICE, sampling, seeds, sample_words:
+    see sample.py; HEAD_ROWS: logits of an SM, at most, a power of two. trace: int64 [num_steps,
+    num_sms, max_instructions, STAMPS] if TRACE, nanoseconds.
     """
     sm = gl.program_id(0)
     queue = queues + sm * max_instructions * WORDS

@@ -17,7 +17,6 @@ from distmega.kernels.hopper.device import (
     high_half,
     keep,
     low_half,
-    spin_packed,
     tagged,
     tagged_float,
 )
@@ -65,6 +64,7 @@ from distmega.kernels.hopper.shapes import (
     X_DOT,
     X_SLICE,
 )
+from distmega.kernels.hopper.spins import spin_packed
 from distmega.kernels.hopper.team import push_best, push_partial, sum_partials
 
 
@@ -105,7 +105,7 @@ def stage_tagged(words, exchange, vectors, tag, x_pairs):
         n4, n5 = norm_weights(vectors, norm, group + 2, num_words)
         n6, n7 = norm_weights(vectors, norm, group + 3, num_words)
         w0, w1, w2, w3, w4, w5, w6, w7 = spin_packed(
-            exchange + words[SRC] + first, tag, num_words - first
+            exchange, exchange + words[SRC] + first, tag, num_words - first
         )
         if norm >= 0:
             w0, ss = scale_pair(w0, n0, ss)

@@ -25,6 +25,19 @@ class Matrix:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Buffer:
+    """Tagged words `first` to first + num_words of the exchange, in the order of dataflow."""
+
+    name: str
+    first: int
+    num_words: int
+
+    @property
+    def words(self) -> range:
+        return range(self.first, self.first + self.num_words)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeShape:
     """Extents of one of num_ranks ranks that the kernel is specialised for or asks for."""
 
@@ -50,7 +63,8 @@ class DecodeShape:
 class DecodeQueues:
     """Instructions of every SM. draw: where tokens are not the likeliest. head_rows: of an SM, at
     most. best, sample, num_words: first tagged word of the heads' maxima and of what draws
-    exchange, count of all words. Names: tensors that the runner binds.
+    exchange, count of all words; buffers: all that lies there. Names: tensors that the runner
+    binds.
     """
 
     shape: DecodeShape
@@ -61,6 +75,7 @@ class DecodeQueues:
     best: int
     sample: int
     num_words: int
+    buffers: tuple[Buffer, ...]
     first_id: int
     embed: str
     rope_table: str

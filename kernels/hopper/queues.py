@@ -34,6 +34,7 @@ from distmega.kernels.hopper.layers import Block, find_parts, find_shape
 from distmega.kernels.hopper.matrices import Weights, tiles_k
 from distmega.kernels.hopper.plan import (
     ITEM_BYTES,
+    Buffer,
     DecodeQueues,
     DecodeShape,
     unfit,
@@ -44,6 +45,7 @@ from distmega.kernels.hopper.words import (
     MAX_SMS,
     MAX_SPLITS,
     PARTIAL_EXTRA,
+    REPORT_WORDS,
     SAMPLE_CHUNK,
     UNIT_ROWS,
     Attention,
@@ -79,7 +81,8 @@ class _Builder:
     num_sms: int
     place: int
     exchange: dict[str, int] = field(default_factory=dict)
-    num_words: int = 0
+    buffers: list[Buffer] = field(default_factory=list)
+    num_words: int = REPORT_WORDS
     queues: list[list[Instruction]] = field(default_factory=list)
     placed: Weights = field(init=False)
     shape: DecodeShape = field(init=False)
@@ -113,6 +116,7 @@ class _Builder:
             best=self.exchange["best"],
             sample=self.exchange["sample"],
             num_words=self.num_words,
+            buffers=tuple(self.buffers),
             first_id=first_id,
             embed=first.table,
             rope_table=attention.table,
@@ -128,33 +132,37 @@ class _Builder:
         return min(self.num_sms, pairs, num_units(self.shape.vocab))
 
     def reserve(self, blocks: Sequence[Block], head: FusedHead) -> None:
-        """Room in the exchange, in tagged words; bf16 pairs but for qkv, partials and what follows.
+        """Room in the exchange behind the report, in tagged words and in the order of dataflow (see
+        spins.py); bf16 pairs but for qkv, partials, sample and best.
 
-        With several ranks the embedded token is first, and x and h are followed by all ranks' parts
-        of the sums that they come from. best: twice where tokens are drawn, since the head's own
-        are not those. sample: as sample.py has it, a chunk of maxima, then as many as the logits of
-        an SM may fill.
+        With several ranks the embedded token is first, and right before x and h lie all ranks'
+        parts of the sums that they come from. best: twice where tokens are drawn, since the head's
+        own are not those. sample: as sample.py has it, a chunk of maxima, then as many as the
+        logits of an SM may fill.
         """
         s, gated = self.shape, blocks[0][3]
         heads = s.num_heads + 2 * s.num_kv_heads
         parts = s.num_ranks * s.hidden if s.num_ranks > 1 else 0
         sizes = {
             "embedded": s.hidden // 2 if s.num_ranks > 1 else 0,
-            "x": s.hidden // 2 + parts,
-            "h": s.hidden // 2 + parts,
             "qkv": heads * s.head_dim,
             "partial": s.num_heads * self.max_splits * (s.head_dim + PARTIAL_EXTRA),
             "attended": s.num_heads * s.head_dim // 2,
+            "parts of h": parts,
+            "h": s.hidden // 2,
             "ffn": self.placed.rows_of(gated.gate) // 2,
-            "best": 2 * self.num_sms * (2 if head.draw else s.num_ranks),
+            "parts of x": parts,
+            "x": s.hidden // 2,
             "sample": 0,
+            "best": 2 * self.num_sms * (2 if head.draw else s.num_ranks),
         }
         if head.draw and head.draw.num_candidates:
             num_chunks = UNIT_ROWS * self.head_units // SAMPLE_CHUNK + 1
             sizes["sample"] = (1 + num_chunks) * SAMPLE_CHUNK * MAX_SMS
-
         for name, size in sizes.items():
             self.exchange[name] = self.num_words
+            self.buffers.append(Buffer(name=name, first=self.num_words, num_words=size))
+            assert not name.startswith("parts") or size % 16 == 0
             self.num_words += -(-size // 16) * 16
         assert self.exchange["embedded"] == EMBEDDED
 

@@ -14,15 +14,19 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from distmega.errors import RequestError, VerifyError
 from distmega.kernels.arena import ArenaLayout
 from distmega.kernels.hopper import kernel
+from distmega.kernels.hopper.alarm import LOCAL_LIMIT_S, Alarm
+from distmega.kernels.hopper.diagnosis import explain_hang
 from distmega.kernels.hopper.plan import DecodeQueues, Matrix
 from distmega.kernels.hopper.queues import build_queues
 from distmega.kernels.hopper.shapes import TILE_SHARED, WEIGHT_SHARED
+from distmega.kernels.hopper.timeline import timeline_spans
 from distmega.kernels.hopper.words import (
     DRAWN,
     GREEDY,
     LIMITED,
     MAX_SMS,
     STAGE_CHUNKS,
+    STAMPS,
     STATE_POSITION,
     STATE_TOKEN,
     STATE_WORDS,
@@ -34,6 +38,7 @@ from distmega.kernels.memory import arena_views
 from distmega.kernels.runners import NO_DRAWS
 from distmega.kernels.symmetric import SymmetricMemory, Team
 from distmega.program import Program
+from distmega.trace_file import Span
 
 CAPABILITY = (9, 0)
 SHARED_BYTES = 227 * 1024
@@ -68,11 +73,12 @@ class DecodeRunner:
         state_arena: Tensor,
         team: Team | None = None,
         num_sms: int = 0,
-        trace: bool = False,
+        timeout_s: float = LOCAL_LIMIT_S,
     ) -> None:
         """The arenas are uint8 tensors on the GPU that the layouts describe, weights in the order
         of queues.order_weights. team: the ranks that share the segment, which must all make their
-        runner together. num_sms: 0 for all of the GPU. trace: stamp every instruction.
+        runner together. num_sms: 0 for all of the GPU. timeout_s: bound on a wait for a peer; one
+        for another SM of this GPU lasts LOCAL_LIMIT_S at most.
 
         Raises VerifyError for a GPU or a segment that the kernel can't do.
         """
@@ -101,9 +107,9 @@ class DecodeRunner:
         self.logits = torch.zeros(shape.vocab, device=device)
         self._state = torch.zeros(STATE_WORDS, dtype=torch.int32, device=device)
         self._tokens = torch.zeros(MAX_STEPS, dtype=torch.int32, device=device)
-        num_stamps = self._words.shape[0] * self._words.shape[1] * 4 if trace else 1
-        self.stamps = torch.zeros(num_stamps, dtype=torch.int64, device=device)
-        self._tracing = trace
+        limit_s = timeout_s if team else min(timeout_s, LOCAL_LIMIT_S)
+        self._alarm = Alarm(self._exchange, limit_s)
+        self._no_stamps = torch.zeros(1, dtype=torch.int64, device=device)
         self._settings = torch.zeros(3, device=device)
         self._seed = torch.zeros(1, dtype=torch.int64, device=device)
 
@@ -147,21 +153,40 @@ class DecodeRunner:
         """Runs steps after those before; their tokens, int32 [num_steps, 1], on the GPU until the
         next call. The caller sees to it that the cache has room.
         """
-        if not 1 <= num_steps <= MAX_STEPS:
-            raise RequestError(
-                f"{num_steps} steps in one launch",
-                expected=f"1 to {MAX_STEPS}",
-                remedy="launch more often",
-            )
+        require_steps(num_steps)
         self._run(num_steps)
         return self._tokens[:num_steps, None]
+
+    def trace(self, num_steps: int) -> list[Span]:
+        """As decode, but gives the timeline of the steps, on the GPU's clock."""
+        require_steps(num_steps)
+        shape = num_steps, *self._words.shape[:2], STAMPS
+        stamps = torch.zeros(shape, dtype=torch.int64, device=self._words.device)
+        self._run(num_steps, stamps)
+        found = stamps.tolist()
+        self.raise_hang()
+        return list(timeline_spans(self.queues, found, self._place))
+
+    def raise_hang(self) -> None:
+        """HangError if a wait of an earlier launch has expired: what that launch gave is void. To
+        be asked once its results have come; costs nothing.
+        """
+        if report := self._alarm.take():
+            found = int(self._exchange[report.word]) >> 32
+            limit_s, place = self._alarm.limit_s, self._place
+            raise explain_hang(self.queues, report, found=found, limit_s=limit_s, rank=place)
+
+    @property
+    def _place(self) -> int:
+        return self._team.place if self._team else 0
 
     @property
     def _choice(self) -> int:
         draw = self.queues.draw
         return GREEDY if draw is None else LIMITED if draw.num_candidates else DRAWN
 
-    def _run(self, num_steps: int) -> None:
+    def _run(self, num_steps: int, stamps: Tensor | None = None) -> None:
+        self.raise_hang()
         queues, shape = self.queues, self.queues.shape
         tiles_k = padded_tiles_k(shape.max_tiles_k)
         kernel.decode[(len(queues.queues),)](
@@ -184,7 +209,7 @@ class DecodeRunner:
             queues.best,
             len(queues.queues),
             self._peers,
-            self._team.place if self._team else 0,
+            self._place,
             queues.first_id,
             MIN_BLOCKS,
             shape.eps,
@@ -193,7 +218,7 @@ class DecodeRunner:
             self._settings,
             self._seed,
             queues.sample,
-            self.stamps,
+            self._no_stamps if stamps is None else stamps,
             D=shape.head_dim,
             G=shape.group,
             H=shape.num_heads,
@@ -205,10 +230,20 @@ class DecodeRunner:
             HEAD_ROWS=max(MAX_SMS, 1 << (queues.head_rows - 1).bit_length()),
             STAGES=num_stages(tiles_k),
             AHEAD=LOADS_AHEAD,
-            TRACE=self._tracing,
+            TRACE=stamps is not None,
             num_warps=8,
             launch_cooperative_grid=True,
             enable_fp_fusion=True,
+        )
+
+
+def require_steps(num_steps: int) -> None:
+    """RequestError for more steps than a launch takes."""
+    if not 1 <= num_steps <= MAX_STEPS:
+        raise RequestError(
+            f"{num_steps} steps in one launch",
+            expected=f"1 to {MAX_STEPS}",
+            remedy="launch more often",
         )
 
 

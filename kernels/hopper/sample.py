@@ -14,9 +14,10 @@ from triton.experimental.gluon import language as gl
 
 from distmega.kernels.gluon_compat import cta_barrier
 from distmega.kernels.hopper import words
-from distmega.kernels.hopper.device import as_float, spin_packed, tagged, tagged_float
+from distmega.kernels.hopper.device import as_float, tagged, tagged_float
 from distmega.kernels.hopper.fields import CHUNK, LIMITED
 from distmega.kernels.hopper.shapes import NUM_WARPS, PER_THREAD, THREADS
+from distmega.kernels.hopper.spins import spin_packed
 
 CHUNK_WORDS = gl.constexpr(words.SAMPLE_CHUNK * words.MAX_SMS)
 """Tagged words of a chunk of every SM: pairs of an SM's words in planes of 512."""
@@ -79,7 +80,8 @@ def read_chunk(exchange, first, tag, alive):
     """The 8 logits of every SM that has this chunk, an SM a thread; -inf where it has none."""
     at = exchange + first + 2 * gl.arange(0, THREADS, layout=PER_THREAD)
     none = float("-inf")
-    w0, w1, w2, w3, w4, w5, w6, w7 = spin_packed(at, tag, gl.where(alive, CHUNK_WORDS, 0))
+    num = gl.where(alive, CHUNK_WORDS, 0)
+    w0, w1, w2, w3, w4, w5, w6, w7 = spin_packed(exchange, at, tag, num)
     return (
         gl.where(alive, as_float(w0), none),
         gl.where(alive, as_float(w1), none),
@@ -227,7 +229,7 @@ def find_cutoff(x, sampling, exchange, first, sm, num_sms, tag, ROWS: gl.constex
     second = read_chunk(exchange, first + CHUNK_WORDS, tag, full)
     full = second[CHUNK - 1] > float("-inf")
     num_more = 0
-    while gl.max(full.to(gl.int32), axis=0) > 0:
+    while (gl.max(full.to(gl.int32), axis=0) > 0) & (num_more <= ROWS // CHUNK):
         num_more += 1
         more = read_chunk(exchange, first + (num_more + 1) * CHUNK_WORDS, tag, full)
         full = more[CHUNK - 1] > float("-inf")

@@ -8,14 +8,12 @@ NVLink. With RANKS = 1 only the local exchange is touched. Next on the walk: lin
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.runtime.jit import constexpr_function
 
 from distmega.kernels.hopper.device import (
     as_float,
     bf16_pair,
     high_half,
     low_half,
-    spin2,
     tagged,
     tagged_float,
 )
@@ -33,47 +31,7 @@ from distmega.kernels.hopper.fields import (
     NUM_UNITS,
 )
 from distmega.kernels.hopper.shapes import GROUP_ROWS, PER_THREAD, THREADS, TWOS, UNIT_ROWS
-
-
-@constexpr_function
-def polling_asm(num_ranks: int) -> str:
-    """Two consecutive words of each rank's part until all carry the tag; zeros where not wanted.
-
-    Operands: pointer to rank 0's, bytes from one rank's to the next, tag, wanted.
-    """
-    pointer, stride, tag, wanted = (f"${2 * num_ranks + i}" for i in range(4))
-    lines = ["{", ".reg .pred want, again;"]
-    for r in range(num_ranks):
-        lines.append(f".reg .b64 a{r}, b{r}, p{r};")
-        lines.append(f".reg .b32 ta{r}, tb{r};")
-        lines.append(f"mov.b32 ${2 * r}, 0;")
-        lines.append(f"mov.b32 ${2 * r + 1}, 0;")
-    lines += [f"setp.ne.s32 want, {wanted}, 0;", "@!want bra DONE;", f"mov.b64 p0, {pointer};"]
-    lines += [f"add.s64 p{r}, p{r - 1}, {stride};" for r in range(1, num_ranks)]
-    lines.append("SPIN:")
-    lines += [f"ld.relaxed.sys.global.v2.b64 {{a{r}, b{r}}}, [p{r}];" for r in range(num_ranks)]
-    for r in range(num_ranks):
-        lines.append(f"mov.b64 {{${2 * r}, ta{r}}}, a{r};")
-        lines.append(f"mov.b64 {{${2 * r + 1}, tb{r}}}, b{r};")
-    lines.append(f"setp.ne.s32 again, ta0, {tag};")
-    lines.append(f"setp.ne.or.s32 again, tb0, {tag}, again;")
-    for r in range(1, num_ranks):
-        lines.append(f"setp.ne.or.s32 again, ta{r}, {tag}, again;")
-        lines.append(f"setp.ne.or.s32 again, tb{r}, {tag}, again;")
-    lines += ["@again bra SPIN;", "DONE:", "}"]
-    return "\n".join(lines)
-
-
-@constexpr_function
-def polling_operands(num_ranks: int) -> str:
-    """Constraints of polling_asm."""
-    return "=&r," * (2 * num_ranks) + "l,l,r,r"
-
-
-@constexpr_function
-def polling_types(num_ranks: int) -> tuple[gl.dtype, ...]:
-    """Results of polling_asm."""
-    return (gl.int32,) * (2 * num_ranks)
+from distmega.kernels.hopper.spins import spin2, spin_ranks
 
 
 @gluon.jit
@@ -97,9 +55,9 @@ def embed_task(words, peers, embed, token, tag, RANKS: gl.constexpr):
 
 @gluon.jit
 def push_partial(words, peers, place, row0, limit, y, tag, RANKS: gl.constexpr):
-    """Rows of this rank's product into its part of every rank's partial sums, behind the result."""
+    """Rows of this rank's product into its part of every rank's partial sums."""
     num_rows = words[LIN_NUM_ROWS]
-    first = gl.multiple_of(words[DST] + num_rows // 2 + place * num_rows + row0, 8)
+    first = gl.multiple_of(words[DST] + (place - RANKS) * num_rows + row0, 8)
     at = gl.arange(0, GROUP_ROWS, layout=TWOS)
     word = tagged_float(y, tag)
     wanted = at < gl.multiple_of(limit - row0, 8)
@@ -121,19 +79,12 @@ def sum_partials(words, exchange, residual, tag, tag0, RANKS: gl.constexpr):
     high = gl.load(residual + row + 1, mask=wanted, other=0.0)
     if words[LIN_FLAGS] == FROM_EMBEDDING:
         four = exchange + EMBEDDED + row // 4 * 2
-        even, odd = spin2(four, tag0, wanted)
+        even, odd = spin2(exchange, four, tag0, wanted)
         pair = gl.where(row % 4 == 0, even, odd)
         low = low_half(pair)
         high = high_half(pair)
-    parts = gl.inline_asm_elementwise(
-        polling_asm(RANKS),
-        polling_operands(RANKS),
-        [exchange + words[DST] + num_rows // 2 + row, num_rows.to(gl.int64) * 8, tag,
-         wanted.to(gl.int32)],
-        dtype=polling_types(RANKS),
-        is_pure=False,
-        pack=1,
-    )  # fmt: skip
+    first = exchange + words[DST] - RANKS * num_rows + row
+    parts = spin_ranks(exchange, first, num_rows.to(gl.int64) * 8, tag, wanted, RANKS)
     total_low = as_float(parts[0])
     total_high = as_float(parts[1])
     for rank in gl.static_range(1, RANKS):
@@ -172,7 +123,7 @@ def most_likely(exchange, best_words, num_sms, tag, RANKS: gl.constexpr):
     tokens = gl.full([THREADS], 0x7FFFFFFF, gl.int32, layout=PER_THREAD)
     for rank in gl.static_range(RANKS):
         at = exchange + best_words + 2 * (rank * num_sms + sms)
-        bits, token = spin2(at, tag, wanted)
+        bits, token = spin2(exchange, at, tag, wanted)
         value = gl.where(wanted, as_float(bits), float("-inf"))
         better = (value > values) | (rank == 0)  # tokens grow with the rank
         values = gl.where(better, value, values)

@@ -23,13 +23,24 @@ MAX_SPLITS = 16
 PARTIAL_EXTRA = 4
 """Tagged words after the outputs of a partial: maximum, sum, two unused."""
 
+REPORT_FIRST, REPORT_LIMIT, REPORT_ALARM = range(3)
+"""64-bit words at the start of the exchange. Of all waits that were given up, the least (tag, word,
+SM): 32, 24 and 8 bits, from the highest; all bits set while there is none. Nanoseconds that a wait
+may last. Address of the host's alarm, an int32.
+"""
+REPORT_WORDS = 16
+NO_REPORT = -1
+
 STATE_POSITION, STATE_EPOCH, STATE_TOKEN = 0, 1, 2
 """Words of the device state: position of the next token, steps run so far, the next token."""
 STATE_WORDS = 8
 
+STAMPS = 4
+"""Stamps of a traced instruction: start, inputs there, first group or blocks done, end."""
+
 FROM_EMBEDDING = 1
 """Linear.flags: x (or the residual) is the embedding row of the current token."""
-EMBEDDED = 0
+EMBEDDED = REPORT_WORDS
 """First tagged word of that row where ranks share the embedding matrix."""
 
 GREEDY, DRAWN, LIMITED = range(3)
@@ -59,7 +70,7 @@ class Linear:
 
     matrix: which of the weight descriptors; weight_row: row there of the first unit. GATED takes
     units in turn from there and from pair_row on, 8 gate rows and 8 up rows, and counts rows of
-    both. PARTIAL is RESIDUAL with a product that is summed over ranks: behind the dst words follow
+    both. PARTIAL is RESIDUAL with a product that is summed over ranks: before the dst words lie
     num_rows words of each rank's part. num_tiles_k: tiles of 1024 columns. src: first tagged word
     of x (bf16 pairs), num_src_words of them, tagged `tag_delta` layers ago. norm, bias: offsets in
     the vectors, or -1. dst: first tagged word of the whole output; row0: first row there; num_rows:

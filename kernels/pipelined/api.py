@@ -1,7 +1,8 @@
 """Fused pointwise ops, norms and softmax on tensors: the functions of `distmega.kernels`.
 
 In: tensors of any strides on one device. Out: new contiguous tensors. On a CUDA device with float
-types the kernels run (norms.py, pointwise.py), else plain torch (torch_path.py); all in fp32.
+types the kernels run (norms.py, pointwise.py), else plain torch (hostir/norms.py and pointwise.py);
+all in fp32.
 """
 
 import importlib.util
@@ -15,7 +16,8 @@ from torch import Tensor
 
 from distmega import expr
 from distmega.errors import ProgramError
-from distmega.kernels.pipelined import torch_path
+from distmega.hostir.norms import normalise
+from distmega.hostir.pointwise import evaluate_all
 from distmega.kernels.pipelined.exprs import Formula, formula_of
 from distmega.kernels.pipelined.views import broadcast_shapes
 
@@ -30,7 +32,8 @@ def rms_norm(
     """x / sqrt(mean(x^2) + eps) * weight over the last dim; with a residual of x's shape, that of
     x + residual, and the sum as second result. ProgramError if shapes do not fit.
     """
-    return _normalise("rms", x, residual, weight, None, eps)
+    y, total = normalise_rows("rms", x, residual, weight, None, eps)
+    return y if residual is None else (y, total)
 
 
 def layer_norm(
@@ -42,14 +45,13 @@ def layer_norm(
     eps: float = 1e-5,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """(x - mean) / sqrt(variance + eps) * weight + bias over the last dim; residual as rms_norm."""
-    return _normalise("layer", x, residual, weight, bias, eps)
+    y, total = normalise_rows("layer", x, residual, weight, bias, eps)
+    return y if residual is None else (y, total)
 
 
 def softmax(x: Tensor) -> Tensor:
     """Softmax over the last dim."""
-    result = _normalise("softmax", x, None, None, None, 0.0)
-    assert isinstance(result, Tensor)
-    return result
+    return normalise_rows("softmax", x, None, None, None, 0.0)[0]
 
 
 def pointwise(
@@ -64,18 +66,27 @@ def pointwise(
     """
     single = isinstance(exprs, str | expr.Arg | expr.Const | expr.Call)
     listed: Sequence[str | expr.Expr] = [exprs] if single else exprs  # type: ignore[list-item,assignment]
-    formula = formula_of(tuple(listed))
-    num_dtypes = len(listed if dtypes is None else dtypes)
+    results = pointwise_results(listed, tensors, dtypes)
+    return results[0] if single else results
+
+
+def pointwise_results(
+    exprs: Sequence[str | expr.Expr],
+    tensors: Sequence[Tensor],
+    dtypes: Sequence[torch.dtype] | None = None,
+) -> tuple[Tensor, ...]:
+    """As pointwise, one result an expression."""
+    formula = formula_of(tuple(exprs))
+    num_dtypes = len(exprs if dtypes is None else dtypes)
     shape = _check_pointwise(formula, tuple([x.shape for x in tensors]), num_dtypes)
     device = _common_device(tensors)
-    types = tuple(dtypes) if dtypes else (tensors[0].dtype,) * len(listed)
-    if _on_gpu(tensors) and FLOATS.issuperset(types):
-        results = tuple([torch.empty(shape, dtype=dtype, device=device) for dtype in types])
-        with _current(device):
-            _kernels("pointwise").run_pointwise(formula, tensors, results)
-    else:
-        results = torch_path.pointwise(formula.exprs, tensors, types)
-    return results[0] if single else results
+    types = tuple(dtypes) if dtypes else (tensors[0].dtype,) * len(exprs)
+    if not (_on_gpu(tensors) and FLOATS.issuperset(types)):
+        return evaluate_all(formula.exprs, tensors, types)
+    results = tuple([torch.empty(shape, dtype=dtype, device=device) for dtype in types])
+    with _current(device):
+        _kernels("pointwise").run_pointwise(formula, tensors, results)
+    return results
 
 
 @lru_cache(maxsize=4096)
@@ -118,14 +129,17 @@ def _common_device(tensors: Sequence[Tensor]) -> torch.device:
     return device
 
 
-def _normalise(
+def normalise_rows(
     op: str,
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
+    """As hostir/norms.py's normalise, by a kernel where there is one. ProgramError for shapes that
+    do not fit.
+    """
     if x.dim() == 0 or x.shape[-1] == 0:
         raise ProgramError(
             f"rows of a tensor of shape {list(x.shape)}",
@@ -142,9 +156,8 @@ def _normalise(
         total = None if residual is None else torch.empty(x.shape, dtype=x.dtype, device=device)
         with _current(device):
             _kernels("norms").run_norm(op, eps, (x, residual, weight, bias, y, total))
-        return y if total is None else (y, total)
-    result, summed = torch_path.normalise(op, x, residual, weight, bias, eps)
-    return result if residual is None else (result, summed)
+        return y, x if total is None else total
+    return normalise(op, x, residual, weight, bias, eps)
 
 
 def _check_shape(name: str, found: Tensor | None, shape: torch.Size) -> None:

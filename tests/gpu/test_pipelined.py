@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from distmega import expr
-from distmega.hostir import library
+from distmega.hostir import pointwise
 from distmega.kernels.pipelined import api, norms
 from distmega.kernels.pipelined import pointwise as launches
 from distmega.kernels.pipelined.choices import Choice
@@ -40,7 +40,7 @@ def expected_pointwise(text: str, tensors: list[Tensor], shape: torch.Size) -> T
         return torch.tensor(value, dtype=torch.float64, device="cuda")
 
     wide = [x.double() for x in tensors]
-    return expr.evaluate(expr.parse(text), wide, library.FUNCTIONS, lift).expand(shape)
+    return expr.evaluate(expr.parse(text), wide, pointwise.FUNCTIONS, lift).expand(shape)
 
 
 def check_pointwise(texts: list[str], tensors: list[Tensor], dtypes: list[torch.dtype]) -> None:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distmega import ops
+from distmega import norms, ops
 from distmega.builder import ProgramBuilder
 from distmega.errors import ProgramError
 from distmega.hostir import library
@@ -25,7 +25,7 @@ def declared(name: str, x: torch.Tensor, role: str = "input") -> Tensor:
 
 
 def test_every_kind_has_a_function():
-    assert {*ops.KINDS, "take_shard"} == set(library.COMPILERS)
+    assert {*ops.KINDS, "take_shard", "fused_pointwise", "fused_norm"} == set(library.COMPILERS)
 
 
 def test_an_unknown_kind_is_named():
@@ -126,9 +126,19 @@ def test_reduce(combine: str, dim: int):
 
 def test_rms_norm():
     x, weight = torch.randn(5, 16), torch.randn(16)
-    op, _ = ops.rms_norm("y", declared("x", x), declared("w", weight), 1e-5)
+    op, _ = norms.rms_norm("y", declared("x", x), declared("w", weight), 1e-5)
     result = run_op(op, {"x": x, "w": weight}, {})["y"]
     torch.testing.assert_close(result, F.rms_norm(x, (16,), weight, 1e-5))
+
+
+def test_layer_norm_and_softmax():
+    x, weight, bias = torch.randn(5, 16), torch.randn(16), torch.randn(16)
+    tensors = declared("x", x), declared("w", weight), declared("b", bias)
+    op, _ = norms.layer_norm("y", *tensors, 1e-5)
+    result = run_op(op, {"x": x, "w": weight, "b": bias}, {})["y"]
+    torch.testing.assert_close(result, F.layer_norm(x, (16,), weight, bias, 1e-5))
+    op, _ = norms.softmax("y", tensors[0])
+    torch.testing.assert_close(run_op(op, {"x": x}, {})["y"], torch.softmax(x, -1))
 
 
 def test_rope_rotates_pairs_half_a_head_apart():

@@ -34,9 +34,11 @@ def decode_code(name: str, trace: bool) -> Machine:
             weights_arena=torch.empty(weights.num_bytes, dtype=torch.uint8),
             states=states,
             state_arena=torch.empty(states.num_bytes, dtype=torch.uint8),
-            trace=trace,
         )
-        runner.decode(1)
+        if trace:
+            runner.trace(1)
+        else:
+            runner.decode(1)
     (machine,) = launched
     return machine
 

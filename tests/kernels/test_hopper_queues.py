@@ -129,10 +129,10 @@ def test_draws_have_room_for_all_logits_of_an_sm(name):
     rows = [one.num_units * UNIT_ROWS for one in heads if isinstance(one, Linear)]
     assert max(rows) == queues.head_rows
     num_chunks = 1 + queues.head_rows // SAMPLE_CHUNK + 1
-    assert queues.num_words - queues.sample >= num_chunks * SAMPLE_CHUNK * MAX_SMS
-    assert queues.sample - queues.best >= 4 * len(queues.queues)
+    assert queues.best - queues.sample >= num_chunks * SAMPLE_CHUNK * MAX_SMS
+    assert queues.num_words - queues.best >= 4 * len(queues.queues)
     assert greedy.draw is None
-    assert queues.queues == greedy.queues
+    assert [queue[:-1] for queue in queues.queues] == [queue[:-1] for queue in greedy.queues]
 
 
 def test_words_of_an_instruction():

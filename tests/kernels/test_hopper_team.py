@@ -96,11 +96,11 @@ def test_both_sums_of_a_layer_give_an_sm_the_same_rows(name, tp):
 
 
 @pytest.mark.parametrize(("name", "tp"), CASES)
-def test_parts_of_sums_have_room_behind_their_results(name, tp):
+def test_parts_of_sums_lie_right_before_their_results(name, tp):
     queues = team_queues(name, tp)[0]
-    hidden = queues.shape.hidden
-    rooms = sorted({one.dst for one in tasks(queues, Opcode.PARTIAL)})
-    starts = sorted({one.dst for one in tasks(queues, Opcode.QKV)} | set(rooms))
-    for room in rooms:
-        following = min((start for start in starts if start > room), default=queues.num_words)
-        assert following - room >= hidden // 2 + tp * hidden
+    rooms = {one.dst for one in tasks(queues, Opcode.PARTIAL)}
+    ends = {buffer.name: buffer.first + buffer.num_words for buffer in queues.buffers}
+    firsts = {buffer.name: buffer.first for buffer in queues.buffers}
+    assert rooms == {firsts["x"], firsts["h"]} == {ends["parts of x"], ends["parts of h"]}
+    for name in ("x", "h"):
+        assert ends[f"parts of {name}"] - firsts[f"parts of {name}"] == tp * queues.shape.hidden

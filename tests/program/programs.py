@@ -37,6 +37,15 @@ def _rms_norm(draw: st.DrawFn, p: ProgramBuilder, x: Handle) -> Handle:
     return p.rms_norm(x, p.weight(f"g{x.shape[-1]}", x.shape[-1:]), draw(st.floats(0, 1)))
 
 
+def _layer_norm(draw: st.DrawFn, p: ProgramBuilder, x: Handle) -> Handle:
+    weight, bias = (p.weight(f"{n}{x.shape[-1]}", x.shape[-1:]) for n in "gb")
+    return p.layer_norm(x, weight, bias, draw(st.floats(0, 1)))
+
+
+def _softmax(draw: st.DrawFn, p: ProgramBuilder, x: Handle) -> Handle:
+    return p.softmax(x)
+
+
 def _slice(draw: st.DrawFn, p: ProgramBuilder, x: Handle) -> Handle:
     dim = draw(st.integers(0, len(x.shape) - 1))
     start = draw(st.integers(0, x.shape[dim] - 1))
@@ -70,7 +79,7 @@ def _argmax(draw: st.DrawFn, p: ProgramBuilder, x: Handle) -> Handle:
 
 
 STEPS: tuple[Step, ...] = (
-    *(_linear, _pointwise, _add, _reduce, _rms_norm, _slice, _concat),
+    *(_linear, _pointwise, _add, _reduce, _rms_norm, _layer_norm, _softmax, _slice, _concat),
     *(_transpose, _reshape, _set, _argmax),
 )
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from distmega import moves, ops
+from distmega import moves, norms, ops
 from distmega.errors import ProgramError
 from distmega.op_parts import Built
 from distmega.program import Op, Tensor
@@ -60,8 +60,16 @@ STATEMENTS: list[tuple[Built, str]] = [
         "reduce[i0:8 i1:64:reduce:sum] x(i0, i1) -> y(i0) | combine='sum'",
     ),
     (
-        ops.rms_norm("y", X, t("g", 64), 1e-5),
+        norms.rms_norm("y", X, t("g", 64), 1e-5),
         "rms_norm[m0:8 d:64 r:64:reduce] x(m0, d) x(m0, r) g(d) -> y(m0, d) | eps=1e-05",
+    ),
+    (
+        norms.layer_norm("y", X, t("g", 64), t("b", 64), 1e-5),
+        "layer_norm[m0:8 d:64 r:64:reduce] x(m0, d) x(m0, r) g(d) b(d) -> y(m0, d) | eps=1e-05",
+    ),
+    (
+        norms.softmax("y", t("x", 2, 3, 4)),
+        "softmax[m0:2 m1:3 d:4 r:4:reduce] x(m0, m1, d) x(m0, m1, r) -> y(m0, m1, d)",
     ),
     (
         ops.rope("y", t("x", 5, 3, 16), POSITIONS, t("table", 100, 16)),
@@ -206,9 +214,11 @@ MISUSES: dict[str, tuple[Callable[[], Built], str]] = {
     "reduce: dim": (lambda: ops.reduce("y", X, 2), "dim 2"),
     "reduce: dim of a scalar": (lambda: ops.reduce("y", t("x"), 0), "dim 0"),
     "reduce: combine": (lambda: ops.reduce("y", X, 0, "mean"), "'mean'"),
-    "rms_norm: weight": (lambda: ops.rms_norm("y", X, B, 1e-5), "(32,)"),
-    "rms_norm: scalar": (lambda: ops.rms_norm("y", t("x"), t("g"), 1e-5), "shape ()"),
-    "rms_norm: eps": (lambda: ops.rms_norm("y", X, t("g", 64), float("inf")), "eps inf"),
+    "rms_norm: weight": (lambda: norms.rms_norm("y", X, B, 1e-5), "(32,)"),
+    "layer_norm: bias": (lambda: norms.layer_norm("y", X, t("g", 64), B, 1e-5), "(32,)"),
+    "softmax: scalar": (lambda: norms.softmax("y", t("x")), "shape ()"),
+    "rms_norm: scalar": (lambda: norms.rms_norm("y", t("x"), t("g"), 1e-5), "shape ()"),
+    "rms_norm: eps": (lambda: norms.rms_norm("y", X, t("g", 64), float("inf")), "eps inf"),
     "rope: odd d": (lambda: ops.rope("y", t("x", 5, 3), POSITIONS, t("c", 9, 3)), "(5, 3)"),
     "rope: one dim": (lambda: ops.rope("y", t("x", 6), ids("p", 6), t("c", 9, 6)), "(6,)"),
     "rope: table": (lambda: ops.rope("y", t("x", 5, 4), POSITIONS, t("c", 9, 6)), "(9, 6)"),

@@ -6,7 +6,7 @@ from tests.repo.source import PACKAGES, ROOT, import_graph, imports, modules, py
 
 BOTTOM = {
     "distmega", "distmega.errors", "distmega.dtypes", "distmega.env", "distmega.expr",
-    "distmega.program", "distmega.op_parts", "distmega.ops", "distmega.moves",
+    "distmega.program", "distmega.op_parts", "distmega.ops", "distmega.norms", "distmega.moves",
     "distmega.builder", "distmega.text", "distmega.trace_file",
 }  # fmt: skip
 """What sharding may stand on; the rest of distmega/ is the top half, above kernels."""

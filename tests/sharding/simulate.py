@@ -138,6 +138,12 @@ def point_values(op: Op, xs: Sequence[np.ndarray]) -> np.ndarray:
     if op.kind == "reduce":
         combine = {"sum": np.sum, "max": np.max, "min": np.min}[op.attr("combine")]
         return combine(xs[0], reduced, keepdims=True)
+    if op.kind == "softmax":
+        top = np.max(xs[1], reduced, keepdims=True)
+        return np.exp(xs[0] - top) / np.exp(xs[1] - top).sum(reduced, keepdims=True)
+    if op.kind == "layer_norm":
+        mean, spread = np.mean(xs[1], reduced, keepdims=True), np.var(xs[1], reduced, keepdims=True)
+        return (xs[0] - mean) / np.sqrt(spread + op.attr("eps")) * xs[2] + xs[3]
     if op.kind == "rms_norm":
         mean = np.mean(xs[1] ** 2, reduced, keepdims=True)
         return xs[0] / np.sqrt(mean + op.attr("eps")) * xs[2]

@@ -1,0 +1,43 @@
+"""The host's end of bounded waits: sets their limit, hears of the ones given up.
+
+In: the report, the first words of what a kernel polls. Out: the Report of a launch whose waits
+expired. Next on the walk: runner.py.
+"""
+
+import torch
+from torch import Tensor
+
+from distmega.kernels.hopper.diagnosis import Report, read_report
+from distmega.kernels.hopper.words import (
+    NO_REPORT,
+    REPORT_ALARM,
+    REPORT_FIRST,
+    REPORT_LIMIT,
+    REPORT_WORDS,
+)
+
+LOCAL_LIMIT_S = 2.0
+"""Seconds that a wait for another SM may last."""
+
+
+class Alarm:
+    """Bound to one kernel's report; asking costs nothing while no wait has expired."""
+
+    def __init__(self, report: Tensor, limit_s: float) -> None:
+        """report: int64 [at least REPORT_WORDS] on the GPU. limit_s: seconds a wait may last."""
+        self.limit_s, self._report = limit_s, report[:REPORT_WORDS]
+        self._raised = torch.zeros(1, dtype=torch.int32, pin_memory=report.is_cuda)
+        self._report[REPORT_FIRST] = NO_REPORT
+        self._report[REPORT_LIMIT] = round(limit_s * 1e9)
+        self._report[REPORT_ALARM] = self._raised.data_ptr()
+
+    def take(self) -> Report | None:
+        """What waits of earlier launches came to nothing, once; waits for those launches if so."""
+        if not self._raised[0]:
+            return None
+        torch.cuda.synchronize(self._report.device)
+        report = read_report(int(self._report[REPORT_FIRST]))
+        self._report[REPORT_FIRST] = NO_REPORT
+        torch.cuda.synchronize(self._report.device)
+        self._raised[0] = 0
+        return report

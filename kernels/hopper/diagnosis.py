@@ -1,0 +1,203 @@
+"""Says who waits for what and who owes it, after waits of the decode kernel were given up.
+
+In: the queues of a launch, and the least wait that was given up, as spins.py left it in the report
+at the start of the exchange. Out: a HangError. The kernel records only a tag, a word and an SM; the
+op, the layer, the rank and the debtor follow from the queues. Torch-free. Next on the walk:
+alarm.py.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from distmega.errors import HangError
+from distmega.kernels.hopper.batch_queues import BatchQueues
+from distmega.kernels.hopper.plan import DecodeQueues, DecodeShape
+from distmega.kernels.hopper.words import (
+    PARTIAL_EXTRA,
+    UNIT_ROWS,
+    Attention,
+    Combine,
+    Embed,
+    Instruction,
+    Linear,
+    Opcode,
+)
+
+NAMED_DEBTORS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """A wait that was given up, the least of all. Of the decode kernel: SM `last` waited for tag
+    (steps ever run) * layers + layer + 1 at a tagged word. Of the batched kernel: for the count
+    `tag` of event `word`, which `last` SMs still owed.
+    """
+
+    tag: int
+    word: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Write:
+    """Tagged words that an instruction writes to every rank; rank: which rank's instruction, or
+    None if each rank's own writes them at home.
+    """
+
+    words: range
+    rank: int | None = None
+
+
+def read_report(word: int) -> Report:
+    """The report in a signed 64-bit word."""
+    return Report(tag=word >> 32 & 0xFFFFFFFF, word=word >> 8 & 0xFFFFFF, last=word & 0xFF)
+
+
+def explain_hang(
+    queues: DecodeQueues, report: Report, *, found: int, limit_s: float, rank: int = 0
+) -> HangError:
+    """The error for a report of the rank; never fails, whatever the words say. found: the tag at
+    the word now.
+    """
+    layers = queues.shape.num_layers
+    step, layer = divmod(report.tag - 1, layers)
+    waiter = next(
+        (
+            f"instruction {i}, {describe(one, queues)}"
+            for i, one in enumerate(_queue(queues, report.last))
+            if report.word in words_read(one, queues.shape)
+            and (one.layer - tag_delta(one)) % layers == layer
+        ),
+        "the choice of the next token",
+    )
+    debtors = [
+        f"rank {rank if write.rank is None else write.rank}, SM {sm}, instruction {i}, "
+        f"{describe(one, queues)}"
+        for sm, queue in enumerate(queues.queues)
+        for i, one in enumerate(queue)
+        if one.layer == layer
+        for write in writes(one, queues, sm)
+        if report.word in write.words
+    ]
+    more = f" or {len(debtors) - NAMED_DEBTORS} more" if len(debtors) > NAMED_DEBTORS else ""
+    owed = " or ".join(debtors[:NAMED_DEBTORS]) + more or "nobody: no instruction writes it"
+    late = ", which came too late" if found == report.tag else f", found tag {found}"
+    return HangError(
+        f"rank {rank}, SM {report.last} ({waiter}) waited {limit_s:g} s for "
+        f"{name_word(queues, report.word)}",
+        expected=f"tag {report.tag} (step {step}, layer {layer}){late}",
+        remedy=f"it is owed by {owed}; see whether that SM ran, or report this as a bug",
+    )
+
+
+def _queue(queues: DecodeQueues, sm: int) -> tuple[Instruction, ...]:
+    return queues.queues[sm] if sm < len(queues.queues) else ()
+
+
+def name_word(queues: DecodeQueues, word: int) -> str:
+    """A tagged word by the buffer it lies in."""
+    for buffer in queues.buffers:
+        if word in buffer.words:
+            return f"word {word - buffer.first} of {buffer.name!r}"
+    return f"word {word}, which is in no buffer"
+
+
+def describe(one: Instruction, queues: DecodeQueues) -> str:
+    """An instruction as "down of layer 3, rows 16 to 32"."""
+    where = f"{name_op(one, queues)} of layer {one.layer}"
+    match one:
+        case Linear():
+            last = min(one.row0 + one.num_units * UNIT_ROWS, one.num_rows)
+            return f"{where}, rows {one.row0} to {last}"
+        case Attention():
+            return f"{where}, kv head {one.head}, split {one.split}"
+        case Combine():
+            return f"{where}, head {one.head}"
+        case Embed():
+            return f"{where}, columns from {2 * one.column}"
+
+
+def name_op(one: Instruction, queues: DecodeQueues) -> str:
+    """The op of an instruction in a word; sums into the residual are told apart by their inputs."""
+    if isinstance(one, Linear) and one.opcode in (Opcode.RESIDUAL, Opcode.PARTIAL):
+        first = next((b.first for b in queues.buffers if b.name == "attended"), None)
+        return "o" if one.src == first else "down"
+    return one.opcode.name.lower()
+
+
+def tag_delta(one: Instruction) -> int:
+    """Layers between the words that an instruction reads and those it writes."""
+    return one.tag_delta if isinstance(one, Linear) else 0
+
+
+def words_read(one: Instruction, shape: DecodeShape) -> range:
+    """Tagged words that an instruction polls, from the first to the last."""
+    match one:
+        case Linear(opcode=Opcode.PARTIAL):
+            first = min(one.src, one.dst - shape.num_ranks * one.num_rows)
+            return range(first, max(one.src + one.num_src_words, one.dst))
+        case Linear():
+            return range(one.src, one.src + one.num_src_words)
+        case Attention():
+            heads = shape.num_heads + 2 * shape.num_kv_heads
+            return range(one.src, one.src + heads * shape.head_dim)
+        case Combine():
+            size = one.max_splits * (shape.head_dim + PARTIAL_EXTRA)
+            return range(one.partial + one.head * size, one.partial + (one.head + 1) * size)
+        case Embed():
+            return range(0)
+
+
+def writes(one: Instruction, queues: DecodeQueues, sm: int) -> Iterator[Write]:
+    """What an instruction of an SM writes, or may write."""
+    shape = queues.shape
+    half = shape.head_dim // 2
+    match one:
+        case Linear():
+            yield from _linear_writes(one, queues, sm)
+        case Attention():
+            stride = shape.head_dim + PARTIAL_EXTRA
+            first = one.head * shape.group
+            for query in range(first, first + shape.group):
+                row = one.partial + (query * one.max_splits + one.split) * stride
+                yield Write(words=range(row, row + stride))
+            yield Write(words=range(one.dst + first * half, one.dst + (first + shape.group) * half))
+        case Combine():
+            yield Write(words=range(one.dst + one.head * half, one.dst + (one.head + 1) * half))
+        case Embed():
+            yield Write(words=range(one.dst + one.column, one.dst + one.num_words))
+
+
+def _linear_writes(one: Linear, queues: DecodeQueues, sm: int) -> Iterator[Write]:
+    ranks, first = range(queues.shape.num_ranks), one.row0
+    last = min(first + one.num_units * UNIT_ROWS, one.num_rows)
+    match one.opcode:
+        case Opcode.HEAD:
+            for rank in ranks:
+                at = queues.best + 2 * (rank * len(queues.queues) + sm)
+                yield Write(words=range(at, at + 2), rank=rank)
+        case Opcode.QKV:
+            yield Write(words=range(one.dst + first, one.dst + last))
+        case Opcode.GATED:
+            yield Write(words=range(one.dst + first // 4, one.dst + last // 4))
+        case _:
+            yield Write(words=range(one.dst + first // 2, one.dst + last // 2))
+    if one.opcode is Opcode.PARTIAL:
+        for rank in ranks:
+            part = one.dst + (rank - len(ranks)) * one.num_rows
+            yield Write(words=range(part + first, part + last), rank=rank)
+
+
+def explain_batch_hang(queues: BatchQueues, report: Report, limit_s: float) -> HangError:
+    """The error for a report of the batched kernel, of an event that every SM counts up once a
+    step.
+    """
+    num_sms, queue = len(queues.queues), queues.queues[0]
+    one = queue[report.word] if report.word < len(queue) else None
+    what = f"{one.opcode.name.lower()}, instruction {report.word}" if one else "no instruction"
+    return HangError(
+        f"a wait for event {report.word} ({what}) lasted {limit_s:g} s",
+        expected=f"count {report.tag}, that of step {(report.tag - 1) // num_sms}",
+        remedy=f"{report.last} of {num_sms} SMs still owed it; see whether those ran, "
+        "or report this as a bug",
+    )

@@ -1,0 +1,52 @@
+"""A timeline of decode steps: a track an SM, a span an instruction and what it spends its time on.
+
+In: the queues of a launch and the kernel's stamps. Out: spans for distmega/trace_file.py.
+Torch-free. Next on the walk: kernel.py.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from distmega.kernels.hopper.diagnosis import describe, name_op
+from distmega.kernels.hopper.plan import DecodeQueues
+from distmega.kernels.hopper.words import Attention, Instruction
+from distmega.trace_file import Span
+
+Stamps = Sequence[Sequence[Sequence[Sequence[int]]]]
+
+
+def timeline_spans(queues: DecodeQueues, stamps: Stamps, rank: int) -> Iterator[Span]:
+    """Spans on the clock of the stamps, in microseconds: each instruction, then its parts.
+
+    stamps: [steps][sms][instructions][STAMPS], nanoseconds on a clock that all SMs share, at least
+    as many instructions as the longest queue has; 0 for a stamp that an instruction does not set.
+    """
+    for sm, queue in enumerate(queues.queues):
+        for step, of_step in enumerate(stamps):
+            for one, times in zip(queue, of_step[sm], strict=False):
+                name = f"{name_op(one, queues)} {one.layer}"
+                task = describe(one, queues)
+                yield _span(rank, sm, name, times[0], times[-1], {"step": step, "task": task})
+                if all(times):
+                    for part, (begin, end) in zip(_parts(one), pairwise(times), strict=True):
+                        yield _span(rank, sm, part, begin, end, {})
+
+
+def _span(
+    rank: int, sm: int, name: str, begin_ns: int, end_ns: int, args: dict[str, str | int]
+) -> Span:
+    return Span(
+        process=f"rank {rank}",
+        track=f"SM {sm}",
+        name=name,
+        start_us=begin_ns / 1e3,
+        duration_us=(end_ns - begin_ns) / 1e3,
+        args=args,
+    )
+
+
+def _parts(one: Instruction) -> tuple[str, ...]:
+    """What happens between an instruction's stamps."""
+    if isinstance(one, Attention):
+        return ("wait for q, k, v", "blocks", "sum and write")
+    return ("wait for x", "first group", "rest and write")

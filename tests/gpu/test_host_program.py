@@ -1,0 +1,109 @@
+"""Host programs on a GPU: pointwise ops, norms and softmax between matmuls run as pipelined
+kernels, agree with the same program run by torch op by op and with float64, also as a graph.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from distmega.builder import ProgramBuilder
+from distmega.hostir.capture import CapturedHost
+from distmega.hostir.comm import SingleCommunicator
+from distmega.hostir.evaluator import Evaluator
+from distmega.hostir.lower import lower_program
+from distmega.hostir.nodes import HostProgram, LibraryOp
+from distmega.hostir.passes import run_passes
+from distmega.kernels.device_ops import KernelOps
+from distmega.kernels.pipelined import api
+from distmega.program import Program
+from tests.hostir.programs import local, run_program
+
+pytestmark = pytest.mark.gpu
+
+TOLERANCE = {"bf16": 3e-2, "f16": 4e-3, "f32": 1e-5}
+"""Relative and absolute: a few roundings of values around 1."""
+
+
+def block(rows: int, hidden: int, ffn: int, dtype: str) -> Program:
+    """What stands between the matmuls of two layers, by every kernel; weights scaled to keep values
+    around 1.
+    """
+    p = ProgramBuilder("block")
+    x, a = p.input("x", (rows, hidden), dtype), p.input("a", (rows, hidden), dtype)
+    g, b = (p.weight(name, (hidden,), dtype) for name in "gb")
+    n = p.rms_norm(p.pointwise("a0 + a1", x, a, name="h"), g, 1e-5, name="n")
+    gate, up = (p.linear(n, p.weight(w, (ffn, hidden), dtype), name=f"{w}_n") for w in ("w1", "w2"))
+    scaled = up.map("a0 * 0.1", name="scaled")
+    act = p.pointwise("silu(a0 * 0.1) * a1", gate, scaled, name="act")
+    down = p.linear(act, p.weight("w3", (hidden, ffn), dtype), name="down")
+    mixed = down.map("a0 * 0.1", name="mixed")
+    m = p.layer_norm(p.pointwise("a0 + a1", mixed, a, name="s"), g, b, 1e-5, name="m")
+    probabilities = p.softmax(p.linear(m, p.weight("w4", (ffn, hidden), dtype), name="l"), name="q")
+    return p.build(m.map("a0 * 0.5 + a1", x, name="y"), act, probabilities)
+
+
+def lowered(program: Program) -> HostProgram:
+    raw = lower_program(local(program), megakernel=False, peer_memory=False, fuse=True)
+    return run_passes(raw)
+
+
+def given(host: HostProgram) -> dict[str, Tensor]:
+    generator = torch.Generator("cuda").manual_seed(1)
+    types = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+    return {
+        b.name: torch.randn(b.shape, generator=generator, device="cuda").to(types[b.dtype])
+        for b in host.buffers
+        if b.role != "temp"
+    }
+
+
+def in_float64(program: Program, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    wide = tuple(dataclasses.replace(t, dtype="f64") for t in program.tensors)
+    exact = dataclasses.replace(program, tensors=wide)
+    return run_program(exact, {name: x.double() for name, x in tensors.items()})
+
+
+def evaluator(host: HostProgram) -> Evaluator:
+    return Evaluator(host, SingleCommunicator(host.mesh), {}, "cuda", ops=KernelOps())
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("extents", [(512, 1024, 2048), (37, 200, 120), (1, 64, 96)])
+def test_a_block_agrees_with_torch_and_float64(dtype, extents, monkeypatch):
+    program = block(*extents, dtype)
+    host = lowered(program)
+    tensors = given(host)
+    plain = run_program(program, tensors)
+    exact = in_float64(program, tensors)
+    monkeypatch.setattr(api, "normalise", None)
+    monkeypatch.setattr(api, "evaluate_all", None)
+    found = evaluator(host).run(tensors)
+    tolerance = TOLERANCE[dtype]
+    for name in program.outputs:
+        torch.testing.assert_close(found[name], plain[name], rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(
+            found[name].double(), exact[name], rtol=tolerance, atol=tolerance
+        )
+
+
+def test_what_is_fused_in_a_block():
+    ops = [
+        node.op for node in lowered(block(8, 64, 96, "bf16")).body if isinstance(node, LibraryOp)
+    ]
+    kinds = [op.kind for op in ops if op.kind != "linear"]
+    assert kinds == ["fused_norm", "fused_pointwise", "fused_pointwise", "layer_norm", "softmax",
+                     "pointwise"]  # fmt: skip
+
+
+def test_a_captured_block_replays_with_new_inputs():
+    host = lowered(block(64, 512, 256, "bf16"))
+    tensors = given(host)
+    run = evaluator(host)
+    captured = CapturedHost(run, {name: x.clone() for name, x in tensors.items()})
+    tensors["x"] = tensors["x"].flip(0).contiguous()
+    expected = run.run(tensors)
+    found = captured.run({"x": tensors["x"]})
+    for name in host.outputs:
+        assert torch.equal(found[name], expected[name])

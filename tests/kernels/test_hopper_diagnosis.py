@@ -1,0 +1,129 @@
+"""The report that waits leave when they are given up, and what the host makes of it."""
+
+import pytest
+
+from distmega.kernels.hopper.batch_words import Opcode as BatchOpcode
+from distmega.kernels.hopper.diagnosis import (
+    Report,
+    explain_batch_hang,
+    explain_hang,
+    read_report,
+)
+from distmega.kernels.hopper.plan import DecodeQueues
+from distmega.kernels.hopper.words import Attention, Linear, Opcode
+from distmega.models.presets import PRESETS
+from tests.kernels.test_batch_code import queues_of as batch_queues_of
+from tests.kernels.test_hopper_queues import linears, queues_of
+from tests.kernels.test_hopper_team import team_queues
+
+QUEUES = queues_of(PRESETS["qwen3-0.6b"])
+LAYERS = QUEUES.shape.num_layers
+
+
+def first_word(name: str, queues: DecodeQueues = QUEUES) -> int:
+    return next(buffer.first for buffer in queues.buffers if buffer.name == name)
+
+
+def explain(sm: int, name: str, offset: int, step: int, layer: int) -> str:
+    tag = step * LAYERS + layer + 1
+    report = Report(last=sm, word=first_word(name) + offset, tag=tag)
+    return str(explain_hang(QUEUES, report, found=tag - LAYERS, limit_s=2.0))
+
+
+def test_report_of_the_device():
+    assert read_report(12 << 32 | 99 << 8 | 7) == Report(tag=12, word=99, last=7)
+    high = (12 | 0xF0000000) << 32 | 99 << 8 | 200
+    assert read_report(high - 2**64) == Report(tag=0xF000000C, word=99, last=200)
+
+
+def test_buffers_lie_in_the_order_of_dataflow():
+    """So the least (tag, word) of a report is the wait on which the others hang."""
+    for queues in (QUEUES, *team_queues("smollm2-135m", 2)):
+        names = [buffer.name for buffer in queues.buffers if buffer.num_words]
+        order = ["embedded", "qkv", "partial", "attended", "parts of h", "h", "ffn", "parts of x"]
+        assert names == [name for name in [*order, "x", "best"] if name in names]
+        ends = [buffer.first + buffer.num_words for buffer in queues.buffers]
+        firsts = [buffer.first for buffer in queues.buffers]
+        assert all(end <= first for end, first in zip(ends, firsts[1:], strict=False))
+        assert queues.num_words < 2**24
+
+
+@pytest.mark.parametrize("name", ["x", "h", "attended", "ffn"])
+def test_every_word_of_a_linear_input_has_a_waiter_and_a_debtor(name):
+    size = next(buffer.num_words for buffer in QUEUES.buffers if buffer.name == name)
+    for offset in (0, size // 2, size - 1):
+        text = explain(3, name, offset, step=2, layer=4)
+        assert f"word {offset} of '{name}'" in text
+        assert "rank 0, SM 3 (instruction" in text
+        assert f"(step 2, layer 4), found tag {4 + 1 + LAYERS}" in text
+        assert "owed by rank 0, SM" in text
+
+
+def test_x_is_read_one_layer_later():
+    assert "qkv of layer 5" in explain(3, "x", 0, step=0, layer=4)
+    text = explain(3, "x", 0, step=0, layer=LAYERS - 1)
+    assert "head of layer" in text or "qkv of layer 0" in text
+
+
+def test_debtor_is_the_sm_that_writes_the_word():
+    task = linears(QUEUES, Opcode.GATED, 4)[9]
+    sm = next(i for i, queue in enumerate(QUEUES.queues) if task in queue)
+    text = explain(0, "ffn", task.row0 // 4, step=0, layer=4)
+    assert f"SM {sm}, instruction {QUEUES.queues[sm].index(task)}, gated of layer 4" in text
+
+
+def test_attention_waits_for_qkv_and_owes_partials():
+    sm, task = next(
+        (i, one) for i, queue in enumerate(QUEUES.queues) for one in queue
+        if isinstance(one, Attention) and one.layer == 6
+    )  # fmt: skip
+    head = f"attention of layer 6, kv head {task.head}, split {task.split}"
+    assert head in explain(sm, "qkv", 10, step=0, layer=6)
+    stride = QUEUES.shape.head_dim + 4
+    query = task.head * QUEUES.shape.group
+    partial = (query * task.max_splits + task.split) * stride
+    assert head in explain(0, "partial", partial, step=0, layer=6)
+
+
+def test_next_token_waits_for_the_heads_maxima():
+    text = explain(11, "best", 2 * 17, step=1, layer=LAYERS - 1)
+    assert "SM 11 (the choice of the next token)" in text
+    assert "owed by rank 0, SM 17" in text
+
+
+def test_a_word_of_nobody():
+    report = Report(last=0, word=10**9, tag=1)
+    text = str(explain_hang(QUEUES, report, found=0, limit_s=2.0))
+    assert "in no buffer" in text
+    assert "nobody" in text
+
+
+def test_the_rank_that_owes_a_part_is_named():
+    mine = team_queues("smollm2-135m", 2)[0]
+    sm, task = next(
+        (i, one) for i, queue in enumerate(mine.queues) for one in queue
+        if isinstance(one, Linear) and one.opcode is Opcode.PARTIAL and one.layer == 3
+    )  # fmt: skip
+    word = task.dst - task.num_rows + task.row0
+    report = Report(last=sm, word=word, tag=4)
+    error = explain_hang(mine, report, found=3, limit_s=60.0, rank=0)
+    assert f"rank 0, SM {sm} (instruction" in error.found
+    assert "'parts of h'" in error.found
+    assert f"owed by rank 1, SM {sm}, instruction" in error.remedy
+    assert "o of layer 3" in error.remedy
+    best = first_word("best", mine) + 2 * (len(mine.queues) + 5)
+    report = Report(last=0, word=best, tag=mine.shape.num_layers)
+    error = explain_hang(mine, report, found=0, limit_s=60.0, rank=0)
+    assert "owed by rank 1, SM 5, instruction" in error.remedy
+
+
+def test_an_event_of_the_batched_kernel():
+    queues = batch_queues_of(PRESETS["qwen3-0.6b"])
+    gated = next(
+        i for i, one in enumerate(queues.queues[0]) if one.opcode is BatchOpcode.GATED
+    )  # fmt: skip
+    report = Report(tag=3 * len(queues.queues), word=gated, last=2)
+    text = str(explain_batch_hang(queues, report, 2.0))
+    assert f"event {gated} (gated, instruction {gated})" in text
+    assert "that of step 2" in text
+    assert f"2 of {len(queues.queues)} SMs" in text

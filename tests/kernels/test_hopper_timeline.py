@@ -1,0 +1,70 @@
+"""The timeline of made-up stamps: a track an SM, tasks by name, parts inside their task."""
+
+from distmega.kernels.hopper.timeline import timeline_spans
+from distmega.kernels.hopper.words import STAMPS, Attention, Combine
+from distmega.models.presets import PRESETS
+from tests.kernels.test_hopper_queues import queues_of
+
+QUEUES = queues_of(PRESETS["smollm2-135m"], num_sms=6)
+LONGEST = max(map(len, QUEUES.queues))
+START = 1_000_000_000_000
+
+
+def made_up(num_steps: int) -> list[list[list[list[int]]]]:
+    """Instruction i of any SM takes 4 us from i * 10 us on; a step takes 1 s. Combines and every
+    third attention have no stamps in between.
+    """
+    stamps = []
+    for step in range(num_steps):
+        rows = []
+        for queue in QUEUES.queues:
+            row = []
+            for i in range(LONGEST):
+                begin = START + step * 10**9 + i * 10_000
+                times = [begin, begin + 1000, begin + 2500, begin + 4000]
+                one = queue[i] if i < len(queue) else None
+                idle = isinstance(one, Attention) and one.split % 3 == 0
+                if isinstance(one, Combine) or idle:
+                    times[1] = times[2] = 0
+                row.append(times if one else [0] * STAMPS)
+            rows.append(row)
+        stamps.append(rows)
+    return stamps
+
+
+def test_spans_of_made_up_stamps():
+    spans = list(timeline_spans(QUEUES, made_up(2), 1))
+    tasks = [span for span in spans if span.args]
+    assert {span.process for span in spans} == {"rank 1"}
+    assert {span.track for span in spans} == {f"SM {sm}" for sm in range(6)}
+    assert len(tasks) == 2 * sum(map(len, QUEUES.queues))
+    assert {span.duration_us for span in tasks} == {4.0}
+    assert min(span.start_us for span in tasks) == START / 1e3
+    assert {span.args["step"] for span in tasks} == {0, 1}
+    kinds = {span.name.split()[0] for span in tasks}
+    assert kinds == {"qkv", "attention", "combine", "o", "gated", "down", "head"}
+    first = next(span for span in tasks if span.track == "SM 3")
+    assert first.name == "qkv 0"
+    assert "qkv of layer 0, rows" in str(first.args["task"])
+
+
+def test_parts_follow_their_task_and_fill_it_where_there_are_stamps():
+    task, parts, full = None, [], 0
+    for span in timeline_spans(QUEUES, made_up(1), 0):
+        if span.args:
+            task, parts = span, []
+            continue
+        assert task
+        parts.append(span)
+        if len(parts) == 3:
+            full += 1
+            assert parts[0].start_us == task.start_us
+            assert [part.duration_us for part in parts] == [1.0, 1.5, 1.5]
+            assert parts[0].name in ("wait for x", "wait for q, k, v")
+    stamped = [
+        one
+        for queue in QUEUES.queues
+        for one in queue
+        if not isinstance(one, Combine) and not (isinstance(one, Attention) and one.split % 3 == 0)
+    ]
+    assert full == len(stamped)
