@@ -2,8 +2,8 @@
 
 Comes in: an Evaluator on a GPU and the tensors to bind. Goes out: a CapturedHost whose `run` copies
 inputs to where the graph reads them and replays it. Streams and events become the graph's edges,
-NCCL's collectives its nodes; signals between hosts and megakernels that keep state on the host
-can't be captured.
+NCCL's collectives its nodes; signals between hosts, fused matmuls, which count their calls on the
+host, and megakernels that keep state there can't be captured.
 """
 
 from collections.abc import Mapping
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from distmega.errors import ProgramError
 from distmega.hostir.evaluator import Evaluator
+from distmega.hostir.matmul_nodes import FusedMatmul
 from distmega.hostir.nodes import Signal, WaitSignal, walk_nodes
 
 NUM_WARM_UPS = 2
@@ -29,11 +30,13 @@ class CapturedHost:
         that block the host.
         """
         host = evaluator.host
-        blocking = [n for n in walk_nodes(host.body) if isinstance(n, Signal | WaitSignal)]
+        counting = Signal | WaitSignal | FusedMatmul
+        blocking = [n for n in walk_nodes(host.body) if isinstance(n, counting)]
         if blocking:
             raise ProgramError(
-                f"host program {host.name!r} with {len(blocking)} signals between hosts",
-                expected="nodes that only queue work on the GPU",
+                f"host program {host.name!r} with {len(blocking)} signals between hosts or fused "
+                "matmuls",
+                expected="nodes that only queue work on the GPU, the same each time",
                 remedy="run it without capture",
             )
         self._given = dict(tensors)

@@ -31,6 +31,24 @@ def check_host(programs: HostProgram | Sequence[HostProgram]) -> None:
     before = _ancestors(graph, order)
     for accesses in graph.accesses.values():
         _check_buffer(graph, accesses, before)
+    for rank, alone in graph.alone.items():
+        for number, one in enumerate(alone):
+            for other in (*graph.exchanges.get(rank, ()), *alone[:number]):
+                _check_apart(graph, one, other, before)
+
+
+def _check_apart(
+    graph: OrderGraph, one: tuple[int, int], other: tuple[int, int], before: Sequence[int]
+) -> None:
+    """A kernel that fills its GPU and waits for peers would wait for ever beside an exchange that
+    needs room on it.
+    """
+    if not (before[one[0]] >> other[1] & 1 or before[other[0]] >> one[1] & 1):
+        raise CheckError(
+            f"{graph.labels[one[0]]} may run beside {graph.labels[other[0]]}",
+            expected="one to end before the other begins",
+            remedy="wait for the first before the second",
+        )
 
 
 def _topological_order(graph: OrderGraph) -> list[int]:

@@ -19,6 +19,8 @@ from distmega.hostir.collectives import Handle
 from distmega.hostir.comm import Communicator
 from distmega.hostir.cuda_streams import CudaStreams
 from distmega.hostir.library import IN_PLACE, DeviceOps, TorchOps, op_operands
+from distmega.hostir.matmul_nodes import FusedMatmul
+from distmega.hostir.matmuls import Matmuls, SequentialMatmuls, compile_matmul
 from distmega.hostir.nodes import (
     Allocate,
     Collective,
@@ -87,9 +89,11 @@ class Evaluator:
         device: str = "cpu",
         watch: Watch | None = None,
         ops: DeviceOps | None = None,
+        matmuls: Matmuls | None = None,
     ) -> None:
         """kernels: a runner for each segment, by name. device: where tensors given to `run` are.
-        watch: goes around each node. ops: how the device does library ops, by default in torch.
+        watch: goes around each node. ops: how the device does library ops, by default in torch;
+        matmuls: those with a collective, by default one after the other.
 
         ProgramError if a runner is missing.
         """
@@ -102,7 +106,11 @@ class Evaluator:
                 remedy="compile each of host.segments, or lower with megakernel=False",
             )
         self._given = [buffer for buffer in host.buffers if buffer.role != "temp"]
-        compiler = _Compiler(host, comm, kernels, torch.device(device), watch, ops or TorchOps())
+        matmuls = matmuls or SequentialMatmuls(comm)
+        matmuls.open_rooms(host.rooms)
+        compiler = _Compiler(
+            host, comm, kernels, torch.device(device), watch, ops or TorchOps(), matmuls
+        )
         self._streams = compiler.streams
         self._run = compiler.block(host.body, 0)
 
@@ -158,8 +166,9 @@ class _Compiler:
         device: torch.device,
         watch: Watch | None,
         ops: DeviceOps,
+        matmuls: Matmuls,
     ) -> None:
-        self.ops = ops
+        self.ops, self.matmuls = ops, matmuls
         self.host, self.comm, self.kernels, self.device = host, comm, kernels, device
         self.watch = watch
         self.streams = (
@@ -186,7 +195,7 @@ class _Compiler:
         self.filled = {
             name
             for node in walk_nodes(host.body)
-            if not isinstance(node, LibraryOp | ForLoop)
+            if not isinstance(node, LibraryOp | FusedMatmul | ForLoop)
             for name in node_writes(node, segments)
         }
         """Buffers that kernels and communication write: they must exist before."""
@@ -236,6 +245,8 @@ class _Compiler:
         match node:
             case LibraryOp():
                 return self.library_op(node)
+            case FusedMatmul():
+                return self.fused(node)
             case LaunchMegakernel(kernel=kernel, args=args):
                 launch = self.kernels[kernel].launch
                 pairs = [(arg.name, arg.buffer) for arg in args]
@@ -306,6 +317,14 @@ class _Compiler:
                     f.tensors[out] = result
 
         return write
+
+    def fused(self, node: FusedMatmul) -> Step:
+        call = compile_matmul(node, self.buffers[node.out], self.matmuls)
+        if node.out not in self.shared:
+            return lambda f: f.tensors.update(
+                {node.out: call(f.tensors[node.x], f.tensors[node.w])}
+            )
+        return lambda f: f.tensors[node.out].copy_(call(f.tensors[node.x], f.tensors[node.w]))
 
     def collective(self, node: Collective) -> Step:
         start = self.starter(node)

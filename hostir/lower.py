@@ -9,13 +9,16 @@ passes.py, then kernels/task_graph.py for the segments.
 """
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Protocol
 
+from distmega.errors import PlanError
 from distmega.hostir.chunks import verify_homes
 from distmega.hostir.fuse import fuse_ops
 from distmega.hostir.host_streams import Touched
-from distmega.hostir.lower_loops import Around, LoopLowering, touched
+from distmega.hostir.lower_loops import PEERS, Around, LoopLowering, touched
+from distmega.hostir.matmul_nodes import FusedMatmul, needed_rooms
 from distmega.hostir.nodes import (
     Arg,
     Collective,
@@ -24,10 +27,10 @@ from distmega.hostir.nodes import (
     LibraryOp,
     Node,
     Wait,
+    named_buffers,
     segment_args,
     walk_nodes,
 )
-from distmega.hostir.rules import named_buffers
 from distmega.hostir.scope import Scope
 from distmega.hostir.segments import PEER_KINDS, Run, kernel_runs, make_segment
 from distmega.ops import COLLECTIVES
@@ -36,6 +39,7 @@ from distmega.sharding.allocation import AllocationDomain
 from distmega.sharding.finalize import verify_storage
 from distmega.sharding.host_loops import HostLoop
 from distmega.sharding.mesh import DeviceMesh
+from distmega.sharding.overlap import OverlapChoice, Pair
 
 KERNEL_KINDS = frozenset({
     "linear", "pointwise", "reduce", "rms_norm", "rope", "attention", "kv_append", "embedding",
@@ -53,7 +57,7 @@ LOCAL_KINDS = frozenset({"take_shard"})
 
 class Localized(Protocol):
     """What is needed of a LocalProgram: one rank's program, the rank symbolic, its mesh, its final
-    allocations and its host loops.
+    allocations, its host loops and the pairs of ops that run as one kernel.
     """
 
     @property
@@ -68,6 +72,9 @@ class Localized(Protocol):
     @property
     def host_loops(self) -> tuple[HostLoop, ...]: ...
 
+    @property
+    def fused(self) -> tuple[OverlapChoice, ...]: ...
+
 
 class _Lowering:
     """Makes the nodes of one program."""
@@ -78,7 +85,11 @@ class _Lowering:
         fits: Callable[[Op], bool],
         max_streams: int,
         fuse: bool,
+        fused: Sequence[Pair],
     ) -> None:
+        self.fused = {pair.second: pair for pair in fused}
+        self.firsts = {pair.first for pair in fused}
+        self.ops = {op.name: op for op in local.program.ops}
         self.local, self.program, self.mesh = local, local.program, local.mesh
         self.fits, self.fuse = fits, fuse
         self.chunked = {
@@ -119,6 +130,8 @@ class _Lowering:
             num_streams=self.lowered.num_streams,
             num_events=self.lowered.num_events,
         )
+        sizes = dict(self.mesh.axes)
+        host = replace(host, rooms=needed_rooms(walk_nodes(body), host.buffer_map(), sizes))
         verify_storage(host.buffers, self.local.allocations)
         return host
 
@@ -141,9 +154,11 @@ class _Lowering:
                 yield from self.lowered.loop(run.loop, run.ops, scope, ending)
                 continue
             work = touched(run.ops, scope)
-            work = Touched(work.reads, work.writes | ending)
+            work = Touched(work.reads, work.writes | ending | ({PEERS} if run.fused else set()))
             yield from self.order.before(work)
-            if run.segment:
+            if run.fused:
+                yield from _fused_nodes(run.fused, run.ops, scope)
+            elif run.segment:
                 needed = {each for each, last in last_use.items() if last > position}
                 yield from self.segment(run.ops, scope, needed)
             else:
@@ -188,9 +203,16 @@ class _Lowering:
         runs: list[Run] = []
         loops = {} if scope.outer is not None else self.loops
         made: set[str] = set()
-        computing = (op for op in ops if op.kind != "view")
-        for loop, group in groupby(computing, key=lambda op: loops.get(op.name)):
-            if loop is not None:
+        computing = (op for op in ops if op.kind != "view" and op.name not in self.firsts)
+
+        def home(op: Op) -> HostLoop | Pair | None:
+            return loops.get(op.name) or self.fused.get(op.name)
+
+        for loop, group in groupby(computing, key=home):
+            if isinstance(loop, Pair):
+                pair = (self.ops[loop.first], self.ops[loop.second])
+                runs.append(Run(ops=pair, segment=False, fused=loop))
+            elif loop is not None:
                 runs.append(Run(ops=tuple(group), segment=False, loop=loop))
             else:
                 runs += kernel_runs(group, self.mesh, fits, scope, made)
@@ -219,9 +241,18 @@ def lower_program(
 
     kernel_kinds, is_encodable: which ops a megakernel can do; the others become library ops between
     segments. peer_memory: all_reduce and all_gather stay in the kernel, over one mesh axis a
-    segment. max_streams: of how many streams the iterations of a host loop take turns. fuse: joins
-    library ops that one kernel can do (fuse.py), which rounds fewer intermediate results.
+    segment, and what the plan fuses is one kernel. max_streams: of how many streams the iterations
+    of a host loop take turns. fuse: joins library ops that one kernel can do (fuse.py), which
+    rounds fewer intermediate results. PlanError if a user asked for fused kernels without peer
+    memory.
     """
+    if not peer_memory and any(choice.forced for choice in local.fused):
+        raise PlanError(
+            'overlap "kernel" without peer memory',
+            expected="ranks that reach each other's memory",
+            remedy='lower with peer_memory=True, or plan with overlap "sequential"',
+        )
+    fused = [choice.pair for choice in local.fused if peer_memory]
     tensors = local.program.tensor_map()
 
     def fits(op: Op) -> bool:
@@ -231,7 +262,25 @@ def lower_program(
             return peer_memory
         return op.kind in kernel_kinds and (is_encodable is None or is_encodable(op, tensors))
 
-    return _Lowering(local, fits, max_streams, fuse).run()
+    return _Lowering(local, fits, max_streams, fuse, fused).run()
+
+
+def _fused_nodes(pair: Pair, ops: Sequence[Op], scope: Scope) -> Iterator[Node]:
+    """A pair as one node: what its operands stand for, the allocation of its result, itself."""
+    matmul = ops[1] if pair.kind == "all_gather_matmul" else ops[0]
+    x, w = ops[0].reads[0].tensor, matmul.reads[1].tensor
+    for name in (x, w):
+        yield from scope.named(name)
+    yield from scope.allocated([pair.result])
+    yield from scope.named(pair.result)
+    yield FusedMatmul(
+        kind=pair.kind,
+        mesh_axis=pair.mesh_axis,
+        x=x,
+        w=w,
+        out=pair.result,
+        num_rows=pair.num_rows,
+    )
 
 
 def _host_nodes(op: Op, scope: Scope) -> Iterator[Node]:

@@ -28,12 +28,18 @@ from distmega.hostir.nodes import (
 )
 from distmega.hostir.scope import Scope
 from distmega.moves import copy
+from distmega.ops import COLLECTIVES
 from distmega.program import Op, Tensor
 from distmega.sharding.host_loops import HostLoop
 from distmega.sharding.streams import is_sum
 
 Around = Mapping[str, tuple[Sequence[Node], Sequence[Node]]]
 """Op that the host runs by itself -> nodes before it and after it."""
+
+PEERS = "peers"
+"""Stands for the links between ranks, as if it were storage: exchanges read it, and what may run
+beside none of them writes it.
+"""
 
 MakeBody = Callable[[Sequence[Op], Scope, Around], Iterator[Node]]
 
@@ -69,7 +75,9 @@ class LoopLowering:
         by_name = {op.name: op for op in ops}
         bodies = chunk_bodies(loop, by_name, scope.tensors, scope.views, self.chunked)
         every = touched(ops, scope)
-        work = Touched(every.reads - self.chunked.keys(), every.writes - self.chunked.keys())
+        peers = {PEERS} if any(op.kind in COLLECTIVES for op in ops) else set()
+        reads = (every.reads - self.chunked.keys()) | peers
+        work = Touched(reads, every.writes - self.chunked.keys())
         rings = any(body.gathers or body.scatters for body in bodies)
         count = 0 if rings else min(self.max_streams, loop.num_chunks)
         yield from self.order.before(work, count)

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from distmega.errors import VerifyError
-from distmega.program import Access, Attr, Op, Program, Tensor
+from distmega.hostir.matmul_nodes import FusedMatmul, Room
+from distmega.program import Access, Attr, Op, Program, Tensor, accesses
 from distmega.sharding.mesh import DeviceMesh
 
 CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
@@ -265,7 +266,7 @@ class SliceView:
 Node = (
     Allocate | Deallocate | ForLoop | SetStream | RecordEvent | WaitEvent | LaunchMegakernel
     | LibraryOp | Collective | Send | Recv | StartCoalescing | EndCoalescing | Wait | Signal
-    | WaitSignal | SliceView
+    | WaitSignal | SliceView | FusedMatmul
 )  # fmt: skip
 
 
@@ -275,7 +276,7 @@ class HostProgram:
 
     buffers: everything the nodes name. Inputs, weights and states are given by the caller, temps
     come from Allocate, SliceView or a library op of kind view. segments: the programs of the
-    megakernels. outputs: buffers the caller gets.
+    megakernels. outputs: buffers the caller gets. rooms: peer memory, one a mesh axis.
     """
 
     name: str
@@ -286,6 +287,7 @@ class HostProgram:
     segments: tuple[Program, ...] = ()
     num_streams: int = 1
     num_events: int = 0
+    rooms: tuple[Room, ...] = ()
 
     def buffer_map(self) -> dict[str, Tensor]:
         """Buffers by name."""
@@ -326,6 +328,8 @@ def node_reads(node: Node, segments: dict[str, Program]) -> tuple[str, ...]:
             return tuple(arg.buffer for arg in args if arg.name in read)
         case Collective(ins=ins):
             return ins
+        case FusedMatmul(x=x, w=w):
+            return x, w
         case Send(buffer=buffer):
             return (buffer,)
         case ForLoop(body=body):
@@ -343,11 +347,29 @@ def node_writes(node: Node, segments: dict[str, Program]) -> tuple[str, ...]:
             return tuple(arg.buffer for arg in args if arg.name in written)
         case Collective(outs=outs):
             return outs
+        case FusedMatmul(out=out):
+            return (out,)
         case Recv(buffer=buffer):
             return (buffer,)
         case ForLoop(body=body):
             return tuple(name for inner in body for name in node_writes(inner, segments))
     return ()
+
+
+def named_buffers(node: Node) -> tuple[str, ...]:
+    """Buffers that a node names, of a loop none: its body's nodes come by themselves."""
+    match node:
+        case Allocate(buffer=buffer) | Deallocate(buffer=buffer):
+            return (buffer,)
+        case SliceView(view=view, buffer=buffer):
+            return view, buffer
+        case LibraryOp(op=op):
+            return tuple(access.tensor for access in accesses(op))
+        case LaunchMegakernel(args=args):
+            return tuple(arg.buffer for arg in args)
+        case ForLoop():
+            return ()
+    return node_reads(node, {}) + node_writes(node, {})
 
 
 def _stored_names(segment: Program, operands: Callable[[Op], tuple[Access, ...]]) -> set[str]:

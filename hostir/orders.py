@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from distmega.errors import CheckError
+from distmega.hostir.matmul_nodes import FusedMatmul
 from distmega.hostir.nodes import (
     Allocate,
     Collective,
@@ -176,6 +177,8 @@ class _RankWalk:
                 self.uses(node, vertex, vertex)
             case LaunchMegakernel():
                 self.launch(node)
+            case FusedMatmul():
+                self.fused(node)
             case _:
                 self.communication(node)
 
@@ -204,6 +207,15 @@ class _RankWalk:
         for axis in axes:
             self.meet_team(axis, start, done, ("launch", node.kernel))
         self.uses(node, start, done)
+
+    def fused(self, node: FusedMatmul) -> None:
+        """One kernel of the whole team, which ends when all have begun, beside no exchange."""
+        start = self.vertex()
+        done = self.vertex()
+        shapes = tuple(self.buffers[name].shape for name in (node.x, node.w, node.out))
+        self.meet_team(node.mesh_axis, start, done, (node.kind, node.num_rows, shapes))
+        self.uses(node, start, done)
+        self.graph.alone.setdefault(self.rank, []).append((start, done))
 
     def communication(self, node: Node) -> None:
         match node:
@@ -246,6 +258,7 @@ class _RankWalk:
         self.graph.issued[start] += self.busy.get(axis, [])
         done = self.graph.add(self.label, [start], [])
         self.busy[axis] = [done]
+        self.graph.exchanges.setdefault(self.rank, []).append((start, done))
         return start, done
 
     def end_group(self, handle: str) -> None:

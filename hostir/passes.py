@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from distmega.hostir.lending import lend_results
+from distmega.hostir.matmul_nodes import FusedMatmul
 from distmega.hostir.nodes import (
     Allocate,
     Collective,
@@ -43,8 +45,10 @@ logger = logging.getLogger(__name__)
 Pass = Callable[[HostProgram], HostProgram]
 
 
-_HANDS_ON = RecordEvent | SetStream | Signal | ForLoop | StartCoalescing
-"""Nodes before which a stream must have waited: they hand its progress on, or may not be parted."""
+_HANDS_ON = RecordEvent | SetStream | Signal | ForLoop | StartCoalescing | FusedMatmul
+"""Nodes before which a stream must have waited: they hand its progress on, may not be parted, or
+need the peers for themselves.
+"""
 
 
 def run_passes(
@@ -57,14 +61,14 @@ def run_passes(
     VerifyError.
     """
     passes = PASSES if passes is None else passes
-    finalized = verify_host(host, freed=False).buffers
+    finalized, rooms = verify_host(host, freed=False).buffers, host.rooms
     freed = False
     _dump(host, dump, 0, "lowered")
     for number, each in enumerate(passes, start=1):
         start = time.perf_counter()
         host = each(host)
         freed = freed or each is insert_deallocations
-        verify_host(host, freed=freed, finalized=finalized)
+        verify_host(host, freed=freed, finalized=finalized, rooms=rooms)
         elapsed_us = (time.perf_counter() - start) * 1e6
         logger.debug("%s: pass %s took %.0f us", host.name, each.__name__, elapsed_us)
         _dump(host, dump, number, each.__name__)
@@ -272,14 +276,16 @@ PASSES: tuple[Pass, ...] = (
     coalesce_send_recv,
     prune_event_waits,
     insert_deallocations,
+    lend_results,
 )
 """All passes, in order."""
 
 
 def peak_memory(host: HostProgram) -> int:
-    """Most bytes a rank holds at once: what the caller gives, and the temps alive."""
+    """Most bytes a rank holds at once: what the caller gives, peer memory, and the temps alive."""
     buffers = host.buffer_map()
     given = sum(buffer.num_bytes for buffer in host.buffers if buffer.role != "temp")
+    given += sum(2 * room.num_bytes for room in host.rooms)
     peak = alive = 0
     for change in _changes(host.body):
         match change:

@@ -26,6 +26,7 @@ coordinates talk to each other. Next: passes.py.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from distmega.hostir.matmul_nodes import largest_rooms
 from distmega.hostir.nodes import (
     Allocate,
     ForLoop,
@@ -109,6 +110,7 @@ class _Link:
             segments=tuple(segment for part in self.parts for segment in part.host.segments),
             num_streams=max(part.host.num_streams for part in self.parts),
             num_events=max(part.host.num_events for part in self.parts),
+            rooms=largest_rooms(room for part in self.parts for room in part.host.rooms),
         )
 
     def declare_whole(self, part: Part) -> None:

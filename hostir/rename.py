@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 
+from distmega.hostir.matmul_nodes import FusedMatmul
 from distmega.hostir.nodes import (
     Allocate,
     Collective,
@@ -42,6 +43,8 @@ def rename_node(node: Node, buffers: Names, handles: Names) -> Node:
                 outs=tuple(map(buffers, outs)),
                 handle=handles(handle),
             )
+        case FusedMatmul(x=x, w=w, out=out):
+            return replace(node, x=buffers(x), w=buffers(w), out=buffers(out))
         case LaunchMegakernel(args=args):
             renamed = (replace(arg, buffer=buffers(arg.buffer)) for arg in args)
             return replace(node, args=tuple(renamed))

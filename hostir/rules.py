@@ -8,6 +8,8 @@ order and lifetime.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
+from distmega.hostir.lending import late_uses
+from distmega.hostir.matmul_nodes import FusedMatmul, room_bytes
 from distmega.hostir.nodes import (
     Allocate,
     Collective,
@@ -25,7 +27,7 @@ from distmega.hostir.nodes import (
     SliceView,
     WaitEvent,
     WaitSignal,
-    node_reads,
+    named_buffers,
     node_writes,
     segment_args,
     storage_of,
@@ -77,25 +79,9 @@ def known_names(host: HostProgram) -> Iterator[Violation]:
                 yield index, f"mesh axis {axis!r}", f"one of {list(axes)}"
 
 
-def named_buffers(node: Node) -> tuple[str, ...]:
-    """Buffers that a node names, of a loop none: its body's nodes come by themselves."""
-    match node:
-        case Allocate(buffer=buffer) | Deallocate(buffer=buffer):
-            return (buffer,)
-        case SliceView(view=view, buffer=buffer):
-            return view, buffer
-        case LibraryOp(op=op):
-            return tuple(access.tensor for access in accesses(op))
-        case LaunchMegakernel(args=args):
-            return tuple(arg.buffer for arg in args)
-        case ForLoop():
-            return ()
-    return node_reads(node, {}) + node_writes(node, {})
-
-
 def _named_axes(node: Node) -> tuple[str, ...]:
     match node:
-        case Collective(mesh_axis=axis):
+        case Collective(mesh_axis=axis) | FusedMatmul(mesh_axis=axis):
             return (axis,)
         case Send(peer=peer) | Recv(peer=peer) | Signal(peer=peer) | WaitSignal(peer=peer):
             return (peer.mesh_axis,)
@@ -204,6 +190,37 @@ def fitting_collectives(host: HostProgram) -> Iterator[Violation]:
             if given.dtype != got.dtype or not _fits(node, given.shape, got.shape, size):
                 found = f"{given.dtype}{list(given.shape)} to {got.dtype}{list(got.shape)}"
                 yield index, found, f"shapes as {node.kind} over {size} ranks makes them"
+
+
+def fitting_matmuls(host: HostProgram) -> Iterator[Violation]:
+    """Shapes of fused matmuls agree with their kind and team, and fit into the room of their axis;
+    what one borrows is used before the next.
+    """
+    buffers = host.buffer_map()
+    rooms = {room.mesh_axis: room.num_bytes for room in host.rooms}
+    for index, node in enumerate(walk_nodes(host.body)):
+        if isinstance(node, FusedMatmul):
+            axis, size = node.mesh_axis, host.mesh.size(node.mesh_axis)
+            if not _multiplies(node, buffers, size):
+                shapes = " x ".join(str(list(buffers[n].shape)) for n in (node.x, node.w, node.out))
+                yield index, shapes, f"shapes as {node.kind} over {size} ranks makes them"
+            if (need := room_bytes(node, buffers, size)) > rooms.get(axis, 0):
+                yield index, f"a room of {rooms.get(axis, 0)} bytes", f"one of {need}"
+    fused = [node for node in walk_nodes(host.body) if isinstance(node, FusedMatmul)]
+    for index, names in late_uses(host, {node.out for node in fused if node.borrows}):
+        yield index, f"{names} in peer memory that is used again", "a use before, no output"
+
+
+def _multiplies(node: FusedMatmul, buffers: Mapping[str, Tensor], size: int) -> bool:
+    x, w, out = (buffers[name].shape for name in (node.x, node.w, node.out))
+    rows, sums = x[: node.num_rows], x[node.num_rows :]
+    columns = w[: len(w) - len(sums)]
+    given, made = {"all_gather_matmul": (size, 1), "matmul_reduce_scatter": (1, size)}.get(
+        node.kind, (1, 1)
+    )
+    fits = bool(rows) and w == columns + sums and len(out) == len(rows) + len(columns)
+    same = len({buffers[name].dtype for name in (node.x, node.w, node.out)}) == 1
+    return same and fits and rows[0] * given == out[0] * made and out[1:] == rows[1:] + columns
 
 
 def _fits(node: Collective, given: Sequence[int], got: Sequence[int], size: int) -> bool:

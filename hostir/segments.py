@@ -11,6 +11,7 @@ from distmega.hostir.scope import Scope
 from distmega.program import Op, Program, Role, Tensor, accesses
 from distmega.sharding.host_loops import HostLoop
 from distmega.sharding.mesh import DeviceMesh
+from distmega.sharding.overlap import Pair
 
 PEER_KINDS = frozenset({"all_reduce", "all_gather"})
 """Collectives that stay inside a megakernel where ranks can write into each other's memory."""
@@ -18,11 +19,12 @@ PEER_KINDS = frozenset({"all_reduce", "all_gather"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Consecutive ops of one segment or one host loop, or else a single op for the host."""
+    """Consecutive ops of one segment or host loop, a fused pair, or a single op for the host."""
 
     ops: tuple[Op, ...]
     segment: bool
     loop: HostLoop | None = None
+    fused: Pair | None = None
 
 
 def kernel_runs(

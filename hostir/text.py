@@ -20,6 +20,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from distmega.errors import ParseError
+from distmega.hostir.matmul_nodes import FusedMatmul, Room
 from distmega.hostir.nodes import (
     Allocate,
     Arg,
@@ -58,12 +59,14 @@ from distmega.text import (
 )
 
 _STEP = "  "
+_ROOM = re.compile(r"room (\S+): (\d+) bytes")
 
 
 def print_host(host: HostProgram) -> str:
     """The readable form; one line a buffer and a node, loop bodies indented."""
     lines = [f"host {host.name} on {host.mesh}"]
     lines.append(f"{_STEP}streams {host.num_streams}, events {host.num_events}")
+    lines += [f"{_STEP}room {room.mesh_axis}: {room.num_bytes} bytes" for room in host.rooms]
     lines += [_STEP + print_tensor(buffer) for buffer in host.buffers]
     for segment in host.segments:
         lines += [_STEP + line for line in print_program(segment).splitlines()]
@@ -95,6 +98,8 @@ def print_node(node: Node) -> str:
             return f"launch {kernel}({', '.join(map(_arg, args))})"
         case LibraryOp(op=op):
             return print_op(op)
+        case FusedMatmul():
+            return _print_fused(node)
         case SliceView():
             return _print_slice(node)
         case SetStream() | RecordEvent() | WaitEvent() | Signal() | WaitSignal():
@@ -108,6 +113,11 @@ def _print_slice(node: SliceView) -> str:
     text += f" + {node.shift}" if node.shift else ""
     text += f" step {node.step}" if node.step else ""
     return text + (f" ring {node.swizzle}" if node.swizzle else "")
+
+
+def _print_fused(node: FusedMatmul) -> str:
+    text = f"{node.kind} {node.mesh_axis} ({node.x}, {node.w}) -> {node.out} rows {node.num_rows}"
+    return text + " borrowed" * node.borrows
 
 
 def _print_order(node: SetStream | RecordEvent | WaitEvent | Signal | WaitSignal) -> str:
@@ -165,12 +175,15 @@ def parse_host(text: str) -> HostProgram:
     lines = [line.rstrip() for line in text.splitlines() if line.strip()]
     name, mesh = _fields(r"host (\S+) on (.+)", lines[0] if lines else "")
     streams, events = _fields(r"streams (\d+), events (\d+)", "".join(lines[1:2]).strip())
-    buffers, segments, at = [], [], 2
+    buffers, segments, rooms, at = [], [], [], 2
     while at < len(lines) and lines[at].strip() != "body":
         if lines[at].lstrip().startswith("program "):
             end = next((i for i in range(at, len(lines)) if _is_return(lines[i])), at)
             segments.append(parse_program("\n".join(lines[at : end + 1])))
             at = end + 1
+        elif match := _ROOM.fullmatch(lines[at].strip()):
+            rooms.append(Room(mesh_axis=match[1], num_bytes=int(match[2])))
+            at += 1
         elif buffer := parse_tensor(lines[at].strip()):
             buffers.append(buffer)
             at += 1
@@ -187,6 +200,7 @@ def parse_host(text: str) -> HostProgram:
         segments=tuple(segments),
         num_streams=int(streams),
         num_events=int(events),
+        rooms=tuple(rooms),
     )
 
 
@@ -245,6 +259,18 @@ def _parse_slice(
     )
 
 
+def _parse_fused(kind: str, axis: str, x: str, w: str, out: str, rows: str, borrowed: str) -> Node:
+    return FusedMatmul(
+        kind=kind,  # type: ignore[arg-type]
+        mesh_axis=axis,
+        x=x,
+        w=w,
+        out=out,
+        num_rows=int(rows),
+        borrows=bool(borrowed),
+    )
+
+
 def _parse_collective(kind: str, axis: str, ins: str, outs: str, handle: str, attrs: str) -> Node:
     return Collective(
         kind=kind,  # type: ignore[arg-type]
@@ -288,6 +314,11 @@ _FORMS: tuple[tuple[str, Callable[..., Node]], ...] = (
         r"(all_reduce|all_gather|reduce_scatter|all_to_all|broadcast) (\S+)"
         r" \((.*?)\) -> \((.*?)\) as (\S+)(?: \|(.*))?",
         _parse_collective,
+    ),
+    (
+        r"(all_gather_matmul|matmul_reduce_scatter|matmul_all_reduce) (\S+)"
+        r" \((\S+), (\S+)\) -> (\S+) rows (\d+)( borrowed)?",
+        _parse_fused,
     ),
 )
 """Line pattern -> node of its groups; a line that fits none is a library op."""

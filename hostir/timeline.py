@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from distmega.hostir.evaluator import Frame, Step
+from distmega.hostir.matmul_nodes import FusedMatmul
 from distmega.hostir.nodes import (
     Collective,
     EndCoalescing,
@@ -31,7 +32,7 @@ def node_word(node: Node) -> str:
     match node:
         case LibraryOp(op=op):
             return op.kind
-        case Collective(kind=kind):
+        case Collective(kind=kind) | FusedMatmul(kind=kind):
             return kind
         case LaunchMegakernel(kernel=kernel):
             return kernel
@@ -108,7 +109,7 @@ class Timeline:
                 case LibraryOp(op=op) if op.kind != "view":
                     end.record()
                     self._marks.append(_Mark(f"stream {self._stream}", op.name, begin, end))
-                case LaunchMegakernel():
+                case LaunchMegakernel() | FusedMatmul():
                     end.record()
                     self._marks.append(_Mark(f"stream {self._stream}", word, begin, end))
                 case Collective() | EndCoalescing() | Send() | Recv() if node.handle:

@@ -8,6 +8,7 @@ proves the order of reads and writes, which these rules do not look at.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from distmega.errors import VerifyError
+from distmega.hostir.matmul_nodes import FusedMatmul, Room
 from distmega.hostir.nodes import (
     Allocate,
     Collective,
@@ -26,6 +27,7 @@ from distmega.hostir.nodes import (
     StartCoalescing,
     Wait,
     WaitEvent,
+    named_buffers,
     node_writes,
     storage_of,
     view_sources,
@@ -34,10 +36,10 @@ from distmega.hostir.nodes import (
 from distmega.hostir.rules import (
     Violation,
     fitting_collectives,
+    fitting_matmuls,
     fitting_operands,
     known_names,
     loop_indices,
-    named_buffers,
     steps,
     written_roles,
 )
@@ -46,18 +48,22 @@ from distmega.program import Tensor
 
 
 def verify_host(
-    host: HostProgram, *, freed: bool = True, finalized: Sequence[Tensor] = ()
+    host: HostProgram,
+    *,
+    freed: bool = True,
+    finalized: Sequence[Tensor] = (),
+    rooms: Sequence[Room] = (),
 ) -> HostProgram:
     """Checks every rule and returns the program; VerifyError names the first node that breaks one.
 
     freed: temps that are no outputs must be deallocated, as after insert_deallocations. finalized:
-    buffers whose declarations are final and must stand in the program as they are.
+    buffers whose declarations are final and must stand in the program as they are, with `rooms`.
     """
     for rule in RULES:
         _raise_first(host, rule.__name__, rule(host))
     if freed:
         _raise_first(host, no_leak.__name__, no_leak(host))
-    _raise_first(host, "final_allocations", final_allocations(host, finalized))
+    _raise_first(host, "final_allocations", final_allocations(host, finalized, rooms))
     return host
 
 
@@ -144,7 +150,9 @@ def _leaks(allocated: Mapping[str, int], kept: set[str] | frozenset[str]) -> Ite
 
 
 def waited_communication(host: HostProgram) -> Iterator[Violation]:
-    """Every collective, send and receive is waited for, once, in the body that starts it."""
+    """Every collective, send and receive is waited for, once, in the body that starts it, and
+    before a fused matmul.
+    """
     scopes: list[dict[str, int]] = [{}]
     for index, node in steps(host.body):
         match node:
@@ -155,6 +163,8 @@ def waited_communication(host: HostProgram) -> Iterator[Violation]:
             case Wait(handle=handle):
                 if scopes[-1].pop(handle, None) is None:
                     yield index, f"nothing pending is called {handle!r}", "a handle started above"
+            case FusedMatmul() if busy := [name for scope in scopes for name in scope]:
+                yield index, f"{busy} under way beside it", "a wait before"
             case Collective() | Send() | Recv() | EndCoalescing() if node.handle:
                 if any(node.handle in scope for scope in scopes):
                     yield index, f"handle {node.handle!r} is pending already", "a wait before reuse"
@@ -240,9 +250,14 @@ def written_outputs(host: HostProgram) -> Iterator[Violation]:
             yield -1, f"output {name!r} is never written", "a node that writes it"
 
 
-def final_allocations(host: HostProgram, finalized: Sequence[Tensor]) -> Iterator[Violation]:
-    """Buffers whose allocation was final before still have it."""
+def final_allocations(
+    host: HostProgram, finalized: Sequence[Tensor], rooms: Sequence[Room]
+) -> Iterator[Violation]:
+    """Buffers and rooms whose allocation was final before still have it."""
     buffers = host.buffer_map()
+    for room in rooms:
+        if room not in host.rooms:
+            yield -1, f"rooms became {list(host.rooms)}", f"{room}"
     for buffer in finalized:
         if buffers.get(buffer.name) != buffer:
             yield -1, f"buffer {buffer.name!r} became {buffers.get(buffer.name)}", f"{buffer}"
@@ -253,6 +268,7 @@ RULES: tuple[Callable[[HostProgram], Iterator[Violation]], ...] = (
     loop_indices,
     fitting_operands,
     fitting_collectives,
+    fitting_matmuls,
     written_roles,
     buffer_lifetimes,
     closed_groups,

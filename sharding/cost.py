@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from distmega import expr
 from distmega.dtypes import item_bytes
 from distmega.program import Access, Op, Program, Tensor, accesses
+from distmega.sharding.overlap_rates import CPU_RATES, H200_RATES, OverlapRates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +19,8 @@ class Machine:
     """Rates of one rank's device and of the link between ranks; bytes and flops per microsecond.
 
     dtype: what models run in there. flops_per_us: rate by dtype. collective_us: fixed time of one
-    collective. launch_us: fixed time of one op. num_sms: workers of a persistent kernel.
+    collective. launch_us: fixed time of one op. num_sms: workers of a persistent kernel. overlap:
+    what running matmuls beside collectives costs.
     """
 
     name: str
@@ -30,6 +32,7 @@ class Machine:
     link_bandwidth_bytes_per_us: float
     collective_us: float
     launch_us: float
+    overlap: OverlapRates = CPU_RATES
 
     def flops_rate(self, dtype: str) -> float:
         """Flops per microsecond on operands of a dtype; the slowest rate for a dtype not listed."""
@@ -60,6 +63,7 @@ H200 = Machine(
     link_bandwidth_bytes_per_us=3.15e5,
     collective_us=6.4,
     launch_us=2.0,
+    overlap=H200_RATES,
 )
 """One H200 of a node joined by NVLink; measured copy bandwidth, one-shot all-reduce, peer reads."""
 

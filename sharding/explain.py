@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 
 from distmega.program import Tensor
 from distmega.sharding.conflicts import list_conflicts
+from distmega.sharding.overlap import OverlapChoice
 from distmega.sharding.placements import REPLICATE, Layout, Partial, Placement, Shard, local_shape
 from distmega.sharding.plan import PlanFacts
 from distmega.sharding.resolve import PlacedOp, Reshard, Splits
@@ -98,6 +99,8 @@ def explain_plan(plan: PlanFacts) -> str:
     lines += ["", "collectives", *(_collectives(plan) or ["  none"])]
     if plan.host_loops:
         lines += ["", "host loops", *_host_loops(plan)]
+    if plan.overlaps:
+        lines += ["", "matmuls and their collectives", *_overlaps(plan)]
     if conflicts := list_conflicts(plan):
         lines += ["", "conflicts", *(f"  {line}" for line in conflicts)]
     lines += ["", "tensors", *_tensors(plan, what_if)]
@@ -116,7 +119,8 @@ def _summary(plan: PlanFacts) -> list[str]:
         f" = weights {format_bytes(memory.weight_bytes)}"
         f" + states {format_bytes(memory.state_bytes)}"
         f" + inputs {format_bytes(memory.input_bytes)}"
-        f" + temporaries {format_bytes(memory.temp_peak_bytes)} at their peak",
+        f" + temporaries {format_bytes(memory.temp_peak_bytes)} at their peak"
+        + (f" + peer memory {format_bytes(memory.room_bytes)}" if memory.room_bytes else ""),
         "  residency: a matrix or state held whole is priced at three all-reduces a use",
     ]
     if idle:
@@ -205,6 +209,15 @@ def _collectives(plan: PlanFacts) -> list[str]:
         what = f"{move.kind}{combine} over {move.axis}"
         lines.append(f"  {group.name} = {what}  {group.times} x {sent}{copy}")
     return lines
+
+
+def _overlaps(plan: PlanFacts) -> list[str]:
+    """How each pair runs, equal layers once."""
+    groups: _Groups[OverlapChoice] = _Groups()
+    for choice in plan.overlaps:
+        treatment = choice.way, choice.num_chunks, choice.times_us, _pattern(choice.pair.second)
+        groups.add(choice.pair.second, treatment, choice)
+    return [f"  {group.times} x {group.first}" for group in groups]
 
 
 def _host_loops(plan: PlanFacts) -> list[str]:

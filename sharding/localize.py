@@ -14,6 +14,7 @@ from distmega.sharding.finalize import verify_allocations
 from distmega.sharding.host_loops import HostLoop
 from distmega.sharding.local_ops import LocalOps
 from distmega.sharding.mesh import DeviceMesh
+from distmega.sharding.overlap import OverlapChoice
 from distmega.sharding.planner import Plan
 
 
@@ -21,13 +22,15 @@ from distmega.sharding.planner import Plan
 class LocalProgram:
     """What every rank of a mesh runs, and how its tensors are allocated, by local name.
 
-    host_loops: runs of consecutive ops (views apart) that are iterations of one loop.
+    host_loops: runs of consecutive ops (views apart) that are iterations of one loop. fused: pairs
+    that run as one kernel where ranks reach each other's memory.
     """
 
     program: Program
     mesh: DeviceMesh
     allocations: Mapping[str, AllocationDomain]
     host_loops: tuple[HostLoop, ...] = ()
+    fused: tuple[OverlapChoice, ...] = ()
 
 
 def _tensors(plan: Plan) -> list[Tensor]:
@@ -62,4 +65,5 @@ def localize(plan: Plan) -> LocalProgram:
         mesh=plan.mesh,
         allocations=plan.allocations,
         host_loops=plan.host_loops,
+        fused=tuple(choice for choice in plan.overlaps if choice.way == "kernel"),
     )

@@ -17,6 +17,7 @@ from distmega.program import Program
 from distmega.sharding.allocation import AllocationDomain
 from distmega.sharding.collectives import RANK_AXIS
 from distmega.sharding.host_loops import HostLoop
+from distmega.sharding.overlap import Pair
 from distmega.sharding.padding import additive_reads
 from distmega.sharding.resolve import PlacedOp, Reshard, Schedule
 from distmega.sharding.streams import is_sum
@@ -24,21 +25,26 @@ from distmega.sharding.streams import is_sum
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Bytes one rank needs; `temp_peak_bytes` is the most that temporaries occupy at once."""
+    """Bytes one rank needs; `temp_peak_bytes` is the most that temporaries occupy at once,
+    `room_bytes` the peer memory of fused matmuls, twice the largest need of each mesh axis.
+    """
 
     input_bytes: int
     weight_bytes: int
     state_bytes: int
     temp_peak_bytes: int
+    room_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
-        return self.input_bytes + self.weight_bytes + self.state_bytes + self.temp_peak_bytes
+        given = self.input_bytes + self.weight_bytes + self.state_bytes
+        return given + self.temp_peak_bytes + self.room_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Use:
     """A step and the storage it touches. travels: a collective, which ends where it is waited for.
+    alone: a fused matmul, which waits for all of them.
 
     first: reads of the first chunk alone (a bias). adds: iterations add to its result. gathers,
     scatters: it is passed around a ring, a part an iteration.
@@ -47,6 +53,7 @@ class _Use:
     reads: frozenset[str]
     writes: frozenset[str]
     travels: bool = False
+    alone: bool = False
     first: frozenset[str] = frozenset()
     adds: bool = False
     gathers: bool = False
@@ -100,6 +107,8 @@ class _Holding:
 
     def run(self, use: _Use) -> None:
         """One step: waits, allocations, then what it lets go."""
+        if use.alone:
+            self.settle_all()
         self.settle(use.names, use.writes)
         self.take(use.names)
         if use.travels:
@@ -177,8 +186,11 @@ def measure_memory(
     schedule: Schedule,
     allocations: Mapping[str, AllocationDomain],
     host_loops: Sequence[HostLoop],
+    fused: Sequence[Pair] = (),
 ) -> Memory:
-    """Bytes of one rank; temporaries are freed after their last use, outputs are not."""
+    """Bytes of one rank; temporaries are freed after their last use, outputs are not. What a fused
+    pair hands on lies in peer memory.
+    """
     tensors = program.tensor_map()
     sizes = {
         name: math.prod(allocations[name].stored_shape) * item_bytes(tensors[whole].dtype)
@@ -192,8 +204,17 @@ def measure_memory(
         input_bytes=by_role["input"],
         weight_bytes=by_role["weight"],
         state_bytes=by_role["state"],
-        temp_peak_bytes=_temp_peak(program, schedule, allocations, host_loops, sizes, given),
+        temp_peak_bytes=_temp_peak(program, schedule, allocations, host_loops, fused, sizes, given),
+        room_bytes=2 * sum(_rooms(fused).values()),
     )
+
+
+def _rooms(fused: Sequence[Pair]) -> dict[str, int]:
+    """Bytes of the largest need of peer memory, by mesh axis."""
+    rooms: dict[str, int] = {}
+    for pair in fused:
+        rooms[pair.mesh_axis] = max(rooms.get(pair.mesh_axis, 0), pair.product.room_bytes())
+    return rooms
 
 
 def _temp_peak(
@@ -201,6 +222,7 @@ def _temp_peak(
     schedule: Schedule,
     allocations: Mapping[str, AllocationDomain],
     host_loops: Sequence[HostLoop],
+    fused: Sequence[Pair],
     sizes: Mapping[str, int],
     given: set[str],
 ) -> int:
@@ -210,7 +232,7 @@ def _temp_peak(
             views[step.writes[0]] = views.get(step.reads[0], step.reads[0])
     chunks = {name: allocations[name] for name in schedule.locals if allocations[name].chunk}
     turns: list[_Use | _Loop] = []
-    for loop, group in groupby(_uses(schedule, views, host_loops), key=lambda use: use[0]):
+    for loop, group in groupby(_uses(schedule, views, host_loops, fused), key=lambda use: use[0]):
         uses = [use for _, use in group]
         turns += uses if loop is None else [_Loop(uses, loop, chunks, sizes)]
     left: Counter[str] = Counter()
@@ -254,9 +276,16 @@ def _run_loop(loop: _Loop, holding: _Holding) -> None:
 
 
 def _uses(
-    schedule: Schedule, views: Mapping[str, str], host_loops: Sequence[HostLoop]
+    schedule: Schedule,
+    views: Mapping[str, str],
+    host_loops: Sequence[HostLoop],
+    fused: Sequence[Pair],
 ) -> Iterator[tuple[HostLoop | None, _Use]]:
-    """Each step but views, with the loop it is in."""
+    """Each step but views, with the loop it is in. Fused pairs are one step, where the second
+    stands.
+    """
+    firsts, seconds = {pair.first for pair in fused}, {pair.second: pair for pair in fused}
+    waiting: dict[str, frozenset[str]] = {}
     loops = {name: (loop, split) for loop in host_loops for name, split in loop.splits}
     for step in schedule.steps:
         if isinstance(step, PlacedOp) and step.op.kind == "view":
@@ -265,6 +294,14 @@ def _uses(
             frozenset(views.get(name, name) for name in names)
             for names in (step.reads, step.writes)
         )
+        name = step.name if isinstance(step, Reshard) else step.op.name
+        if name in firsts:
+            waiting[name] = reads
+            continue
+        if pair := seconds.get(name):
+            reads = (reads | waiting.pop(pair.first)) - {pair.between}
+            yield None, _Use(reads=reads, writes=writes, alone=True)
+            continue
         if isinstance(step, Reshard):
             loop, split = loops.get(step.name, (None, None))
             rings = split is not None and split.axis == RANK_AXIS

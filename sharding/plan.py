@@ -16,6 +16,7 @@ from distmega.sharding.domains import LoopDomain
 from distmega.sharding.host_loops import HostLoop
 from distmega.sharding.memory import Memory
 from distmega.sharding.mesh import DeviceMesh
+from distmega.sharding.overlap import OverlapChoice
 from distmega.sharding.placements import Chunks, Layout
 from distmega.sharding.resolve import PlacedOp, Reshard
 
@@ -29,7 +30,7 @@ class PlanFacts:
     by local tensor, final. loops: by op. host_loops: which steps run together in chunks.
     annotations: what the user fixed; streams: the chunks that the user asked for; refused_chunks:
     (local tensor, op) -> why the op does not run in them. prices_us: what holding a weight or state
-    whole was priced at.
+    whole was priced at. overlaps: how matmuls and collectives run together.
     """
 
     program: Program
@@ -46,6 +47,7 @@ class PlanFacts:
     streams: Mapping[str, Chunks]
     refused_chunks: Mapping[tuple[str, str], str]
     prices_us: Mapping[str, float]
+    overlaps: tuple[OverlapChoice, ...] = ()
 
     @property
     def decisions(self) -> tuple[PlacedOp, ...]:
@@ -92,5 +94,7 @@ class PlanFacts:
             digest.update(f"{text} {step.reads} {step.writes}\n".encode())
         for loop in self.host_loops:
             digest.update(f"{loop}\n".encode())
+        for choice in self.overlaps:
+            digest.update(f"{choice.pair.second} {choice.way} {choice.num_chunks}\n".encode())
         digest.update(" ".join(self.program.outputs).encode())
         return digest.hexdigest()

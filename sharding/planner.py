@@ -19,6 +19,8 @@ from distmega.sharding.finalize import finalize_allocations, finalize_loops
 from distmega.sharding.memory import measure_memory
 from distmega.sharding.mesh import DeviceMesh
 from distmega.sharding.options import SplitOption
+from distmega.sharding.overlap import CHEAPEST, OverlapRequest, fused_pairs
+from distmega.sharding.overlap_plan import plan_overlaps
 from distmega.sharding.placements import (
     REPLICATED,
     Chunks,
@@ -37,7 +39,7 @@ from distmega.sharding.resolve import (
 from distmega.sharding.search import AxisSearch, NoOptionError, Problem
 from distmega.sharding.signatures import OptionTable
 from distmega.sharding.steps import Situation
-from distmega.sharding.stream_plan import plan_streams, resolve_chunks
+from distmega.sharding.stream_plan import resolve_chunks
 from distmega.sharding.verify import verify_plan_parts
 from distmega.sharding.verify_chunks import verify_chunks
 
@@ -67,7 +69,9 @@ class _Planner:
         mesh: DeviceMesh,
         machine: Machine,
         annotations: Mapping[str, Layout],
+        overlap: OverlapRequest,
     ) -> None:
+        self.overlap = overlap
         self.program, self.mesh, self.machine = program, mesh, machine
         self.tensors = program.tensor_map()
         self.table = OptionTable.of(program)
@@ -160,6 +164,7 @@ class _Planner:
                 streams=self.streams,
                 prices_us={name: factor * price for name, price in self.prices.items()},
                 table=self.table,
+                overlap=self.overlap,
             )
         except InexactSplitError as error:
             logger.info("op %s not divided by %s: %s", error.op, error.axis, error.reason)
@@ -258,15 +263,19 @@ def build_plan(
     prices_us: Mapping[str, float],
     table: OptionTable,
     streams: Mapping[str, Chunks] | None = None,
+    overlap: OverlapRequest = CHEAPEST,
 ) -> Plan:
     """The plan that follows from how each op is divided: collectives, allocations, loops, memory.
 
-    given: layouts of inputs, outputs and other tensors that are fixed. streams: chunks asked for.
+    given: layouts of inputs, outputs and other tensors that are fixed. streams: chunks asked for;
+    overlap: how matmuls and collectives shall run together.
     Host loops come first, then allocations, which nothing changes afterwards. Raises
     InexactSplitError if padding of a division would reach a result.
     """
     schedule = Resolver(program, mesh, machine, table, chosen, given).run()
-    schedule, stream_plan = plan_streams(program, mesh, schedule, streams or {})
+    schedule, stream_plan, overlaps = plan_overlaps(
+        program, mesh, machine, schedule, streams or {}, overlap
+    )
     loops = stream_plan.loops
     allocations = finalize_allocations(program, mesh, schedule, stream_plan.chunks)
     plan = Plan(
@@ -279,11 +288,12 @@ def build_plan(
         allocations=allocations,
         loops=finalize_loops(mesh, schedule, table, loops),
         host_loops=loops,
-        memory=measure_memory(program, schedule, allocations, loops),
+        memory=measure_memory(program, schedule, allocations, loops, fused_pairs(overlaps)),
         annotations=annotations,
         streams=streams or {},
         refused_chunks=stream_plan.refused,
         prices_us=prices_us,
+        overlaps=overlaps,
     )
     verify_plan_parts(schedule, plan.loops, allocations, mesh, table)
     verify_chunks(program, mesh, schedule, allocations, loops)
@@ -296,15 +306,17 @@ def plan_program(
     machine: Machine,
     annotations: Mapping[str, Layout] | None = None,
     memory_limit_bytes: int | None = None,
+    overlap: OverlapRequest = CHEAPEST,
 ) -> Plan:
     """The cheapest plan found. Inputs and outputs are whole on every rank unless annotated.
 
     memory_limit_bytes: what one rank may hold (inputs, weights, states, temporaries at their peak).
-    PlanError: an annotation or the limit can't be met, or a mesh axis has more ranks than the heads
-    of the program's attention allow.
+    overlap: how matmuls run beside collectives, by default as the cost model expects to be fastest.
+    PlanError: an annotation, `overlap` or the limit can't be met, or a mesh axis has more ranks
+    than the heads of the program's attention allow.
     """
     start = time.perf_counter()
-    planner = _Planner(program, mesh, machine, annotations or {})
+    planner = _Planner(program, mesh, machine, annotations or {}, overlap)
     smallest: Plan | None = None
     for factor in RESIDENCY_FACTORS:
         plan = planner.plan(factor, {})

@@ -20,6 +20,7 @@ from distmega.sharding.aliases import alias_roots
 from distmega.sharding.cost import CPU, H200
 from distmega.sharding.localize import LocalProgram, localize
 from distmega.sharding.mesh import DeviceMesh
+from distmega.sharding.overlap import CHEAPEST, OverlapRequest
 from distmega.sharding.placements import Layout, fits, replicate, shard, stream
 from distmega.sharding.planner import Plan, plan_program
 from tests.hostir.programs import run_program, without
@@ -67,13 +68,17 @@ def without_dead_ops(program: Program) -> Program:
     return replace(program, name="random", ops=tuple(reversed(kept)), tensors=tensors)
 
 
-def plan_marked(program: Program, mesh: DeviceMesh, seed: int) -> Plan:
+def plan_marked(
+    program: Program, mesh: DeviceMesh, seed: int, overlap: OverlapRequest = CHEAPEST
+) -> Plan:
     """A plan under random annotations; those that can't be followed are left out one by one."""
     marks = random_marks(program, mesh, seed)
     while True:
         try:
-            return plan_program(program, mesh, CPU, marks)
+            return plan_program(program, mesh, CPU, marks, overlap=overlap)
         except PlanError:
+            if not marks:
+                raise
             marks.popitem()
 
 

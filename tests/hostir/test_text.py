@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distmega.errors import ParseError, VerifyError
+from distmega.hostir.matmul_nodes import FusedKind, FusedMatmul, Room
 from distmega.hostir.nodes import (
     Allocate,
     Arg,
@@ -104,6 +105,16 @@ LEAVES = {
         handle=names,
         attrs=attrs,
     ),
+    FusedMatmul: st.builds(
+        FusedMatmul,
+        kind=st.sampled_from(get_args(FusedKind)),
+        mesh_axis=axis_names,
+        x=names,
+        w=names,
+        out=names,
+        num_rows=whole,
+        borrows=st.booleans(),
+    ),
     Send: st.builds(Send, buffer=names, peer=peers, handle=st.one_of(st.just(""), names)),
     Recv: st.builds(Recv, buffer=names, peer=peers, handle=st.one_of(st.just(""), names)),
     StartCoalescing: st.builds(StartCoalescing),
@@ -148,6 +159,7 @@ programs = st.builds(
     segments=st.lists(st.sampled_from([mlp(), chain()]), max_size=2).map(tuple),
     num_streams=st.integers(1, 4),
     num_events=whole,
+    rooms=st.lists(st.builds(Room, mesh_axis=axis_names, num_bytes=whole), max_size=2).map(tuple),
 )
 
 

@@ -1,0 +1,39 @@
+"""Matmuls with a collective as host programs run them on GPUs.
+
+Comes in: the communicator of a mesh of GPUs that reach each other's memory. Goes out: PeerMatmuls,
+which an Evaluator is given. Next: api.py.
+"""
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from distmega.hostir.matmul_nodes import FusedMatmul, Room
+from distmega.hostir.nccl import NcclCommunicator
+from distmega.kernels.gemm.api import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+from distmega.kernels.gemm.workspace import workspace_of
+
+
+class PeerMatmuls:
+    """See hostir.matmuls.Matmuls: one kernel each. Every rank of the mesh makes one."""
+
+    def __init__(self, comm: NcclCommunicator) -> None:
+        self.comm = comm
+
+    def open_rooms(self, rooms: Sequence[Room]) -> None:
+        """LaunchError, on all ranks, where they do not reach each other's memory."""
+        for room in rooms:
+            workspace_of(self.comm, room.mesh_axis, room.num_bytes)
+
+    def compile(self, node: FusedMatmul) -> Callable[[Tensor, Tensor], Tensor]:
+        """See Matmuls. ProgramError from a call with what the kernel can't do."""
+        comm, axis = self.comm, node.mesh_axis
+        match node.kind:
+            case "all_gather_matmul":
+                return lambda x, w: all_gather_matmul(x, w, comm, axis, overlap=True)
+            case "matmul_reduce_scatter":
+                return lambda x, w: matmul_reduce_scatter(x, w, comm, axis, overlap=True)
+            case "matmul_all_reduce":
+                return lambda x, w: matmul_all_reduce(
+                    x, w, comm, axis, overlap=True, borrow=node.borrows
+                )

@@ -1,0 +1,221 @@
+"""Matmuls and collectives as one instruction: chosen, verified, checked, exact on ranks."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distmega.builder import ProgramBuilder
+from distmega.errors import CheckError, PlanError, VerifyError
+from distmega.hostir.check import check_host
+from distmega.hostir.lower import lower_program
+from distmega.hostir.matmul_nodes import FusedMatmul, Room
+from distmega.hostir.nodes import HostProgram, walk_nodes
+from distmega.hostir.passes import peak_memory, run_passes
+from distmega.hostir.text import parse_host, print_host
+from distmega.hostir.verify import verify_host
+from distmega.program import Program
+from distmega.sharding.cost import CPU
+from distmega.sharding.localize import LocalProgram, localize
+from distmega.sharding.mesh import DeviceMesh
+from distmega.sharding.placements import shard
+from distmega.sharding.planner import Plan, plan_program
+from tests.hostir.programs import run_program, without
+from tests.hostir.test_random_streams import plan_marked, tensors_of, without_dead_ops
+from tests.hostir.threads import join, run_mesh
+from tests.sharding.programs import random_program
+
+TP = DeviceMesh(tp=2)
+ROWS = {"x": shard(0, "tp"), "w1": shard(0, "tp"), "h": shard(1, "tp"), "w2": shard(1, "tp"),
+        "y": shard(0, "tp"), "z": shard(0, "tp")}  # fmt: skip
+COLUMNS = {"w1": shard(0, "tp"), "w2": shard(1, "tp")}
+
+
+def mlp() -> Program:
+    """Two linears with a gate between and a sum behind."""
+    p = ProgramBuilder("mlp")
+    x = p.input("x", (4, 8))
+    h = p.linear(x, p.weight("w1", (12, 8)), name="h").map("relu(a0)", name="act")
+    y = p.linear(h, p.weight("w2", (8, 12)), name="y")
+    return p.build(y.map("a0 + a1", x, name="z"))
+
+
+def lowered(
+    marks: dict, program: Program | None = None, way: str = "kernel"
+) -> tuple[Plan, LocalProgram, HostProgram]:
+    plan = plan_program(program or mlp(), TP, CPU, marks, overlap=way)
+    local = localize(plan)
+    host = run_passes(lower_program(local, megakernel=False, peer_memory=True))
+    check_host(host)
+    assert parse_host(print_host(host)) == host
+    return plan, local, host
+
+
+def fused(host: HostProgram) -> list[FusedMatmul]:
+    return [node for node in walk_nodes(host.body) if isinstance(node, FusedMatmul)]
+
+
+def small(program: Program) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    given = [t for t in program.tensors if t.role != "temp"]
+    return {t.name: torch.randint(-3, 4, t.shape, generator=generator).float() for t in given}
+
+
+@pytest.mark.parametrize(
+    ("marks", "kinds"),
+    [
+        (ROWS, ["all_gather_matmul", "matmul_reduce_scatter"]),
+        (COLUMNS, ["matmul_all_reduce"]),
+    ],
+)
+def test_pairs_become_one_instruction(marks: dict, kinds: list[str]):
+    plan, local, host = lowered(marks)
+    assert [node.kind for node in fused(host)] == kinds
+    found = join(run_mesh(host, local, small(mlp())), local, ["z"])
+    assert torch.equal(found["z"], run_program(mlp(), small(mlp()))["z"])
+    assert peak_memory(host) == plan.memory.total_bytes
+    assert "kernel, as asked" in plan.explain()
+
+
+def test_what_is_gathered_or_partial_is_not_allocated():
+    _, _, host = lowered(ROWS)
+    assert print_host(host).splitlines()[2:] == [
+        "  room tp: 256 bytes",
+        "  input x: f32[2, 8]",
+        "  weight w1: f32[6, 8]",
+        "  temp h: f32[4, 6]",
+        "  temp act: f32[4, 6]",
+        "  weight w2: f32[8, 6]",
+        "  temp y: f32[2, 8]",
+        "  temp z: f32[2, 8]",
+        "  body",
+        "    allocate h",
+        "    all_gather_matmul tp (x, w1) -> h rows 1",
+        "    allocate act",
+        "    act = pointwise[i0:4 i1:6] h(i0, i1) -> act(i0, i1) | expr='relu(a0)'",
+        "    free h",
+        "    allocate y",
+        "    matmul_reduce_scatter tp (act, w2) -> y rows 1",
+        "    free act",
+        "    allocate z",
+        "    z = pointwise[i0:2 i1:8] y(i0, i1) x(i0, i1) -> z(i0, i1) | expr='(a0 + a1)'",
+        "    free y",
+        "  return z",
+    ]
+
+
+def test_a_sum_is_borrowed_where_it_is_used_before_the_next():
+    _, _, host = lowered(COLUMNS)
+    assert [node.borrows for node in fused(host)] == [True]
+    p = ProgramBuilder("kept")
+    x = p.input("x", (4, 8))
+    program = p.build(p.linear(x, p.weight("w", (8, 8)), name="y"))
+    _, _, host = lowered({"w": shard(1, "tp"), "x": shard(1, "tp")}, program)
+    assert [(node.kind, node.borrows) for node in fused(host)] == [("matmul_all_reduce", False)]
+    lent = replace(host, body=tuple(lend(node) for node in host.body))
+    with pytest.raises(VerifyError, match="in peer memory that is used again"):
+        verify_host(lent)
+
+
+def lend(node):
+    return replace(node, borrows=True) if isinstance(node, FusedMatmul) else node
+
+
+def test_what_is_borrowed_expires_with_the_next():
+    p = ProgramBuilder("twice")
+    x = p.input("x", (4, 8))
+    a = p.linear(x, p.weight("w1", (8, 8)), name="a")
+    b = p.linear(x, p.weight("w2", (8, 8)), name="b")
+    program = p.build(a.map("a0 + a1", b, name="z"))
+    marks = {"x": shard(1, "tp"), "w1": shard(1, "tp"), "w2": shard(1, "tp")}
+    _, _, host = lowered(marks, program)
+    assert [node.borrows for node in fused(host)] == [False, True]
+    with pytest.raises(VerifyError, match=r"\['a'\] in peer memory"):
+        verify_host(replace(host, body=tuple(lend(node) for node in host.body)))
+
+
+def test_rooms_are_large_enough_and_final():
+    _, _, host = lowered(COLUMNS)
+    with pytest.raises(VerifyError, match="a room of 8 bytes"):
+        verify_host(replace(host, rooms=(Room(mesh_axis="tp", num_bytes=8),)))
+    larger = (Room(mesh_axis="tp", num_bytes=10**6),)
+    with pytest.raises(VerifyError, match="rooms became"):
+        run_passes(host, passes=[lambda h: replace(h, rooms=larger)])
+
+
+BESIDE = """
+host beside on mesh(tp=2)
+  streams 2, events 2
+  room tp: 64 bytes
+  input x: f32[4, 2]
+  weight w: f32[2, 2]
+  temp s: f32[4, 2]
+  temp y: f32[4, 2]
+  body
+    allocate s
+    allocate y
+    record event 0
+    stream 1
+    wait event 0
+    all_reduce tp (x) -> (s) as sum | combine='sum'
+    wait sum
+    record event 1
+    stream 0
+    wait event 1
+    matmul_all_reduce tp (x, w) -> y rows 1
+    wait event 1
+    free s
+  return y
+"""
+
+
+def test_no_exchange_runs_beside_one():
+    host = verify_host(parse_host(BESIDE))
+    check_host(host)
+    late = next(n for n, node in enumerate(host.body) if isinstance(node, FusedMatmul)) - 1
+    with pytest.raises(CheckError, match="may run beside"):
+        check_host(without(host, late))
+    with pytest.raises(VerifyError, match=r"\['sum'\] under way beside it"):
+        verify_host(parse_host(BESIDE.replace("    wait sum\n", "")))
+
+
+def test_what_is_impossible_is_said():
+    with pytest.raises(PlanError, match="an all-gather or a reduce-scatter"):
+        plan_program(mlp(), TP, CPU, COLUMNS, overlap="ring")
+    with pytest.raises(PlanError, match=r"there are \[\]"):
+        plan_program(mlp(), DeviceMesh(tp=1), CPU, overlap="kernel")
+    plan = plan_program(mlp(), TP, CPU, COLUMNS, overlap="kernel")
+    with pytest.raises(PlanError, match="without peer memory"):
+        lower_program(localize(plan), megakernel=False, peer_memory=False)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from([TP, DeviceMesh(dp=2, tp=2)]))
+def test_random_programs_are_exact_in_every_way(seed: int, mesh: DeviceMesh):
+    program = without_dead_ops(random_program(seed, num_ops=7, overwrite=seed % 3 == 0))
+    ways = ("kernel", "ring", "chunks")
+    pairs = plan_marked(program, mesh, seed).overlaps
+    turns = itertools.cycle(ways[seed % 3 :] + ways[: seed % 3])
+    asked = {}
+    for choice, way in zip(pairs, turns, strict=False):
+        possible = {name.partition(" ")[0] for name, _ in choice.times_us}
+        asked[choice.pair.result] = way if way in possible else "kernel"
+    try:
+        plan = plan_marked(program, mesh, seed, asked)
+    except PlanError:
+        return
+    local = localize(plan)
+    host = run_passes(lower_program(local, megakernel=False, peer_memory=True))
+    check_host(host)
+    assert parse_host(print_host(host)) == host
+    tensors = tensors_of(program, seed)
+    try:
+        expected = run_program(program, {name: x.clone() for name, x in tensors.items()})
+    except RuntimeError:
+        return
+    found = join(run_mesh(host, local, tensors), local, program.outputs)
+    for name in program.outputs:
+        assert torch.equal(found[name], expected[name]), name
