@@ -12,8 +12,16 @@ from dataclasses import dataclass
 
 from distmega import moves, norms, ops
 from distmega.errors import ProgramError
-from distmega.op_parts import Built
-from distmega.program import Op, Program, Role, Tensor, verify_program
+from distmega.op_parts import Built, bad_op
+from distmega.program import (
+    Op,
+    Program,
+    Role,
+    Tensor,
+    packed_strides,
+    verify_program,
+    view_strides,
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,6 +69,7 @@ class ProgramBuilder:
     def __init__(self, name: str) -> None:
         self.name = name
         self._tensors: dict[str, Tensor] = {}
+        self._strides: dict[str, tuple[int, ...]] = {}
         self._ops: list[Op] = []
 
     def input(self, name: str, shape: Sequence[int], dtype: str = "f32") -> Handle:
@@ -257,9 +266,21 @@ class ProgramBuilder:
         for tensor in tensors:
             if tensor.name in self._tensors:
                 raise self._taken(tensor.name)
+        if op.kind == "view":
+            self._show(op)
         self._ops.append(op)
         self._tensors.update({tensor.name: tensor for tensor in tensors})
         return Handle(self, tensors[-1])
+
+    def _show(self, view: Op) -> None:
+        """Notes a view's strides. ProgramError if it can't share storage."""
+        source = self._tensors[view.reads[0].tensor]
+        strides = self._strides.get(source.name) or packed_strides(source.shape)
+        found = view_strides(view, strides)
+        if found is None:
+            what = f"a view of {source.name!r} that joins dims which have gaps or are turned"
+            raise bad_op(view.name, what, "dims that follow each other", "copy it, view=False")
+        self._strides[view.writes[0].tensor] = found
 
     def _overwrite(self, op: Op, into: Handle) -> Handle:
         self._ops.append(op)

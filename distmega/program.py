@@ -9,8 +9,9 @@ which prints and parses them) and go to sharding/planner.py.
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal, get_args
 
 from distmega.dtypes import ITEM_BYTES, item_bytes
@@ -144,6 +145,31 @@ def accesses(op: Op) -> Iterator[Access]:
     yield from op.writes
 
 
+def view_strides(view: Op, strides: Sequence[int]) -> tuple[int, ...] | None:
+    """Strides of a view's dims from those of what it shows; None where no strides show it, as of
+    dims joined that have a gap between them.
+    """
+    steps: dict[str, int] = {}
+    for index, stride in zip(view.reads[0].dims, strides, strict=True):
+        step = index.stride * stride
+        for name in reversed(index.axes):
+            steps[name] = step
+            step *= view.axis(name).extent
+    found: list[int] = []
+    for index in view.writes[0].dims:
+        names = [name for name in index.axes if view.axis(name).extent > 1]
+        for outer, inner in pairwise(names):
+            if steps[outer] != steps[inner] * view.axis(inner).extent:
+                return None
+        found.append(steps[names[-1]] if names else 1)
+    return tuple(found)
+
+
+def packed_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides, in elements, of a tensor whose dims follow each other without gaps, row-major."""
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
 _NAME = re.compile(r"\w[\w./@#-]*")
 """Names print as one word; "return" and "program" begin other lines of the printed form."""
 
@@ -181,10 +207,25 @@ def verify_program(program: Program) -> Program:
                 found = f"op {op.name!r} reads {access.tensor!r} before it is written"
                 raise _broken(program, found, "a producer above")
         defined.update(access.tensor for access in op.writes)
+    _verify_views(program, tensors)
     for name in program.outputs:
         if name not in defined:
             raise _broken(program, f"output {name!r} is never written", "outputs that an op writes")
     return program
+
+
+def _verify_views(program: Program, tensors: dict[str, Tensor]) -> None:
+    known: dict[str, tuple[int, ...]] = {}
+    for op in program.ops:
+        if op.kind == "view":
+            source = tensors[op.reads[0].tensor]
+            found = view_strides(op, known.get(source.name) or packed_strides(source.shape))
+            if found is None:
+                what = (
+                    f"view {op.name!r} joins dims of {source.name!r} that have gaps or are turned"
+                )
+                raise _broken(program, what, "dims that follow each other", "copy it, view=False")
+            known[op.writes[0].tensor] = found
 
 
 def _verify_name(program: Program, name: str) -> None:
@@ -237,6 +278,7 @@ def _verify_index(program: Program, op: Op, access: Access, index: Index, extent
         raise _broken(program, found, "an index inside")
 
 
-def _broken(program: Program, found: str, expected: str) -> ProgramError:
-    found = f"program {program.name!r}: {found}"
-    return ProgramError(found, expected=expected, remedy="build it with ProgramBuilder")
+def _broken(
+    program: Program, found: str, expected: str, remedy: str = "build it with ProgramBuilder"
+) -> ProgramError:
+    return ProgramError(f"program {program.name!r}: {found}", expected=expected, remedy=remedy)

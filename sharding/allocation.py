@@ -16,22 +16,22 @@ from distmega.sharding.placements import Layout
 class AllocatedDim:
     """One dim of an allocation: extent of the whole tensor, extent stored per rank, and how.
 
-    axis: mesh axis that divides it, "" if none does. chunk: extent that is allocated in each
-    iteration of a host loop, 0 where a rank's whole part is allocated once. contiguous: the next
-    inner dim follows without a gap.
+    axes: mesh axes that divide it, outermost first, each with the extent it leaves. chunk: extent
+    allocated in each iteration of a host loop, 0 where a rank's whole part is allocated once.
+    contiguous: the next inner dim follows without a gap.
     """
 
     dim: int
     extent: int
     local_extent: int
-    axis: str = ""
+    axes: tuple[tuple[str, int], ...] = ()
     chunk: int = 0
     contiguous: bool = True
 
     def __str__(self) -> str:
         text = f"{self.dim}:{self.local_extent}"
-        if self.axis:
-            text += f"/{self.extent}@{self.axis}"
+        if self.axes:
+            text += f"/{self.extent}" + "".join(f"@{axis}" for axis, _ in self.axes)
         if self.chunk:
             text += f" stream {self.chunk}"
         return text + " gap" * (not self.contiguous)
@@ -58,10 +58,12 @@ class AllocationDomain:
         """The allocation of a tensor held in a resolved layout, row-major."""
         dims = []
         for dim, extent in enumerate(tensor.shape):
-            found = layout.shard_of(dim)
-            axis, local = (found[0], found[1].chunk) if found else ("", extent)
-            assert axis == "" or mesh.size(axis) * local >= extent, (tensor, layout)
-            dims.append(AllocatedDim(dim=dim, extent=extent, local_extent=local, axis=axis))
+            axes = tuple((axis, shard.chunk) for axis, shard in layout.shards_of(dim))
+            local = extent
+            for axis, chunk in axes:
+                assert mesh.size(axis) * chunk >= local, (tensor, layout)
+                local = chunk
+            dims.append(AllocatedDim(dim=dim, extent=extent, local_extent=local, axes=axes))
         return AllocationDomain(dims=tuple(dims), partial_axes=layout.partial_axes)
 
     def __str__(self) -> str:
@@ -101,8 +103,17 @@ class AllocationDomain:
         They go to the front of the local dim, zeros fill the rest. A coordinate that does not hold
         the value of a partial weight has empty ranges.
         """
-        found = next(d for d in self.dims if d.dim == dim)
         if any(coordinate[axis] for axis in self.partial_axes):
             return 0, 0
-        start = coordinate[found.axis] * found.local_extent if found.axis else 0
-        return min(start, found.extent), min(start + found.local_extent, found.extent)
+        return self.stored_range(dim, coordinate)
+
+    def stored_range(self, dim: int, coordinate: Mapping[str, int]) -> tuple[int, int]:
+        """Positions [start, stop) of a tensor dim that this coordinate stores, parts of a
+        combination included.
+        """
+        found = next(d for d in self.dims if d.dim == dim)
+        start, stop = 0, found.extent
+        for axis, chunk in found.axes:
+            start = min(start + coordinate[axis] * chunk, stop)
+            stop = min(start + chunk, stop)
+        return start, stop

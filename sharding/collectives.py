@@ -30,7 +30,8 @@ def _plain(tensor: str, num_dims: int, joined: int = -1) -> Access:
 
 
 def collective_op(step: Reshard, shape: Sequence[int], local: Sequence[int], num_ranks: int) -> Op:
-    """The op of a Reshard. shape: extents of the whole tensor; local: the smaller side's extents.
+    """The op of a Reshard. shape: extents as if whole along the move's mesh axis; local: the
+    smaller side's extents.
 
     local is, dim by dim, the lesser of the two sides' extents on one rank.
     """

@@ -156,7 +156,7 @@ def _op_axis(plan: PlanFacts, what_if: WhatIf, step: PlacedOp, axis: str, size: 
     chosen = what_if.chosen(step)
     word = "whole on every rank"
     if now is not None:
-        extent = step.op.axis(now.axis).extent
+        extent = now.extent
         word = f"{now.axis} {extent} -> {now.chunk}"
         if now.uneven:
             word += f" ({size * now.chunk - extent} of padding)"

@@ -61,13 +61,16 @@ def finalize_loops(
 def loop_domain(step: PlacedOp, mesh: DeviceMesh, split: StreamSplit | None) -> LoopDomain:
     """One op's axes, each divided one split over its mesh axis, and what is left in chunks."""
     domain = LoopDomain.of([(axis.name, axis.extent) for axis in step.op.axes])
-    for axis, option in reversed(step.splits):
-        domain = domain.shard(option.axis, axis, mesh.size(axis))
-    assert all(domain.axes[i].parallel == Device(a) for i, (a, _) in enumerate(step.splits))
-    if split is not None:
-        divided = any(option.axis == split.axis for _, option in step.splits)
-        domain = stream_axis(domain, f"{split.axis}.i" if divided else split.axis, split)
-    return domain
+    left = {axis.name: axis.name for axis in step.op.axes}
+    devices: list[str] = []
+    for axis, option in step.splits:
+        source = left[option.axis]
+        domain = domain.split(source, mesh.size(axis), outer=True)
+        domain = domain.parallelize(f"{source}.o", Device(axis))
+        left[option.axis] = f"{source}.i"
+        devices.append(f"{source}.o")
+    domain = domain.reorder(devices)
+    return domain if split is None else stream_axis(domain, left[split.axis], split)
 
 
 def verify_allocations(program: Program, allocations: Mapping[str, AllocationDomain]) -> Program:

@@ -13,7 +13,7 @@ from distmega.program import Access, Attr, Axis, Op, Tensor
 from distmega.sharding.collectives import collective_op
 from distmega.sharding.mesh import DeviceMesh
 from distmega.sharding.padding import MASKED
-from distmega.sharding.placements import Layout, local_shape
+from distmega.sharding.placements import REPLICATE, Layout, local_shape
 from distmega.sharding.resolve import PlacedOp, Reshard, Splits
 
 
@@ -60,8 +60,9 @@ class LocalOps:
         whole, _ = self.locals[step.writes[0]]
         sides = (self.shape(name) for name in (step.reads + step.writes))
         local = tuple(min(extents) for extents in zip(*sides, strict=True))
-        size = self.mesh.size(step.move.axis)
-        return collective_op(step, self.tensors[whole].shape, local, size)
+        move, size = step.move, self.mesh.size(step.move.axis)
+        shape = local_shape(self.tensors[whole].shape, move.source.moved(move.axis, REPLICATE))
+        return collective_op(step, shape, local, size)
 
 
 def _based(step: PlacedOp) -> tuple[tuple[str, Attr], ...]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from distmega.program import Axis, Index, Op, Tensor, accesses
 from distmega.sharding.cost import is_index
-from distmega.sharding.padding import additive_reads
+from distmega.sharding.padding import MASKED, additive_reads
 from distmega.sharding.placements import REPLICATE, Partial, Placement, Shard, fits
 
 
@@ -19,10 +19,11 @@ from distmega.sharding.placements import REPLICATE, Partial, Placement, Shard, f
 class SplitOption:
     """One iteration axis divided over a mesh axis; axis "" is the op run whole on every rank.
 
-    chunk: extent of the axis on one rank. uneven: the last ranks hold padding.
+    extent: of the axis before; chunk: on one rank after. uneven: the last ranks hold padding.
     """
 
     axis: str = ""
+    extent: int = 0
     chunk: int = 0
     reads: tuple[Placement, ...]
     writes: tuple[Placement, ...]
@@ -61,12 +62,17 @@ def op_signature(op: Op, tensors: Mapping[str, Tensor]) -> Hashable:
     return op.kind, op.axes, operands, len(op.reads), op.attrs
 
 
-def split_options(op: Op, tensors: Mapping[str, Tensor], num_ranks: int) -> Options:
-    """Every exact way to divide `op` over `num_ranks`, the whole op first."""
+def split_options(
+    op: Op, tensors: Mapping[str, Tensor], num_ranks: int, taken: Mapping[str, int] | None = None
+) -> Options:
+    """Every exact way to divide `op` over `num_ranks`, the whole op first.
+
+    taken: what mesh axes before have left of iteration axes; dividing those again divides that.
+    """
     whole = SplitOption(reads=(REPLICATE,) * len(op.reads), writes=(REPLICATE,) * len(op.writes))
     options, rejected = [whole], []
     for axis in op.axes:
-        found = _split(op, axis, tensors, num_ranks)
+        found = _split(op, axis, tensors, num_ranks, (taken or {}).get(axis.name))
         if isinstance(found, SplitOption):
             options.append(found)
         else:
@@ -75,20 +81,25 @@ def split_options(op: Op, tensors: Mapping[str, Tensor], num_ranks: int) -> Opti
     return Options(options=tuple(options), rejected=tuple(rejected), index_reads=index_reads)
 
 
-def _split(op: Op, axis: Axis, tensors: Mapping[str, Tensor], num_ranks: int) -> SplitOption | str:
-    """The option that divides `axis`, or why there is none."""
+def _split(
+    op: Op, axis: Axis, tensors: Mapping[str, Tensor], num_ranks: int, left: int | None
+) -> SplitOption | str:
+    """The option that divides `axis`, or what is left of it, or why there is none."""
     if axis.role == "scatter":
         return "its positions are known only at run time"
     if axis.role == "reduce" and not axis.combine:
         return "the op needs all of it at once"
     if num_ranks == 1:
         return "the mesh axis has one rank"
-    if not fits(axis.extent, num_ranks):
-        return f"{axis.extent} over {num_ranks} ranks would be half padding or more"
-    uneven = axis.extent % num_ranks != 0
+    if left is not None and axis.role == "reduce" and op.kind in MASKED:
+        return "its positions are counted along one mesh axis"
+    extent = left or axis.extent
+    if not fits(extent, num_ranks):
+        return f"{extent} over {num_ranks} ranks would be half padding or more"
+    uneven = extent % num_ranks != 0
     if uneven and axis.combine in ("max", "min"):
-        return f"{axis.extent} is uneven, and a {axis.combine} over padding isn't exact"
-    chunk = -(-axis.extent // num_ranks)
+        return f"{extent} is uneven, and a {axis.combine} over padding isn't exact"
+    chunk = -(-extent // num_ranks)
     extents = {other.name: other.extent for other in op.axes}
     placed: list[Placement] = []
     for place, access in enumerate(accesses(op)):
@@ -110,7 +121,12 @@ def _split(op: Op, axis: Axis, tensors: Mapping[str, Tensor], num_ranks: int) ->
         if seen.setdefault(access.tensor, placement) != placement:
             return f"operand {place} is read twice, divided and otherwise"
     return SplitOption(
-        axis=axis.name, chunk=chunk, reads=tuple(reads), writes=tuple(writes), uneven=uneven
+        axis=axis.name,
+        extent=extent,
+        chunk=chunk,
+        reads=tuple(reads),
+        writes=tuple(writes),
+        uneven=uneven,
     )
 
 

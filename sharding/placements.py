@@ -2,7 +2,8 @@
 
 Comes in: `shard(0, "tp")`, `replicate()`, or what planner.py chooses. Goes out: Layouts, whose
 equality is equality of index maps, because a resolved Shard holds the extent each coordinate owns
-(coordinate c owns positions c * chunk up to (c + 1) * chunk, clipped). Next: options.py.
+(coordinate c owns positions c * chunk up to (c + 1) * chunk, clipped; of two mesh axes on one dim,
+the one with the smaller chunk divides what the other left). Next: options.py.
 """
 
 import re
@@ -128,12 +129,19 @@ class Layout:
         """This layout with another placement along one mesh axis."""
         return Layout.of({**dict(self.placements), axis: placement})
 
-    def shard_of(self, dim: int) -> tuple[str, Shard] | None:
-        """The mesh axis that shards `dim`, with its Shard."""
-        for axis, placement in self.placements:
-            if isinstance(placement, Shard) and placement.dim == dim:
-                return axis, placement
-        return None
+    def shards_of(self, dim: int) -> tuple[tuple[str, Shard], ...]:
+        """The mesh axes that shard `dim`, outermost first: each divides what the one before left a
+        coordinate, so that its chunk is the smaller one.
+        """
+        found = [(a, p) for a, p in self.placements if isinstance(p, Shard) and p.dim == dim]
+        return tuple(sorted(found, key=lambda each: -each[1].chunk) if found[1:] else found)
+
+    def is_innermost(self, axis: str) -> bool:
+        """Whether every other mesh axis on the dim that `axis` shards leaves more of it."""
+        here = self.at(axis)
+        if not isinstance(here, Shard):
+            return True
+        return all(name == axis or p.chunk > here.chunk for name, p in self.shards_of(here.dim))
 
     @property
     def partial_axes(self) -> tuple[str, ...]:
@@ -188,7 +196,7 @@ def local_shape(shape: Sequence[int], layout: Layout) -> tuple[int, ...]:
     extents = list(shape)
     for _, placement in layout.placements:
         if isinstance(placement, Shard):
-            extents[placement.dim] = placement.chunk
+            extents[placement.dim] = min(extents[placement.dim], placement.chunk)
     return tuple(extents)
 
 
@@ -198,32 +206,38 @@ def fits(extent: int, size: int) -> bool:
 
 
 def resolve_layout(tensor: Tensor, layout: Layout, mesh: DeviceMesh) -> Layout:
-    """A user's layout with chunks filled in. PlanError if it does not fit the tensor and mesh."""
+    """A user's layout with chunks filled in: of mesh axes on one dim the first of the mesh is the
+    outermost. PlanError if it does not fit the tensor and mesh.
+    """
     resolved: dict[str, Placement] = {}
-    dims: set[int] = set()
-    for axis, placement in layout.placements:
+    left = list(tensor.shape)
+    for axis, _ in layout.placements:
         if axis not in mesh.names:
             raise _bad(tensor, layout, f"mesh axes of {mesh}", "name an axis of the mesh")
+    for axis in mesh.names:
+        placement, rank, size = layout.at(axis), len(tensor.shape), mesh.size(axis)
         if not isinstance(placement, Shard):
             resolved[axis] = placement
             continue
-        rank, size = len(tensor.shape), mesh.size(axis)
         if not -rank <= placement.dim < rank:
             raise _bad(tensor, layout, f"a dim below {rank}", "shard a dim that the tensor has")
         dim = placement.dim % rank
-        if dim in dims:
-            raise _bad(tensor, layout, "one mesh axis a dim", "shard another dim, or one mesh axis")
-        dims.add(dim)
-        extent = tensor.shape[dim]
+        extent = left[dim]
         if not placement.chunk and not fits(extent, size):
             largest = max(n for n in range(1, size) if fits(extent, n))
             remedy = "use fewer ranks on that mesh axis or shard another dim"
-            raise _bad(tensor, layout, f"at most {largest} ranks for dim {dim}", remedy)
+            part = "" if extent == tensor.shape[dim] else f", of which {extent} are left"
+            raise _bad(
+                tensor, layout, f"at most {largest} ranks of {axis} for dim {dim}{part}", remedy
+            )
         chunk = placement.chunk or -(-extent // size)
         if chunk * size < extent:
             raise _bad(tensor, layout, f"chunks that cover {extent}", "leave the chunk out")
+        if extent < tensor.shape[dim] and size > 1 and chunk >= extent:
+            expected = f"a chunk below {extent}, which the mesh axis before leaves"
+            raise _bad(tensor, layout, expected, "leave the chunk out")
         if size > 1:
-            resolved[axis] = Shard(dim, chunk)
+            resolved[axis], left[dim] = Shard(dim, chunk), min(chunk, extent)
     return Layout.of(resolved)
 
 

@@ -182,9 +182,11 @@ class _Planner:
         closed: dict[str, tuple[str, ...]] = {}
         taken: dict[str, tuple[tuple[str, int], ...]] = {}
         for op in self.program.ops:
-            others = [name for other, name in self.hints[op.name].items() if other != axis]
+            hints = self.hints[op.name]
+            others = [name for other, name in hints.items() if other != axis]
             used = [option.axis for _, option in chosen[op.name]]
-            closed[op.name] = tuple(dict.fromkeys((*others, *used, *banned.get(op.name, ()))))
+            shut = [name for name in (*others, *used) if name != hints.get(axis)]
+            closed[op.name] = tuple(dict.fromkeys((*shut, *banned.get(op.name, ()))))
             taken[op.name] = tuple((o.axis, o.chunk) for _, o in chosen[op.name])
         fixed = {
             name: layout.at(axis)

@@ -32,6 +32,7 @@ class _Propagation:
         self.program, self.mesh, self.table, self.pins = program, mesh, table, pins
         self.known = dict(pins)
         self.hints: Hints = {op.name: {} for op in program.ops}
+        self.taken: dict[str, dict[str, int]] = {op.name: {} for op in program.ops}
         self.changed = True
 
     def run(self) -> Hints:
@@ -53,18 +54,24 @@ class _Propagation:
         for place, access in enumerate(operands):
             if pinned and access.tensor not in self.pins:
                 continue
-            for axis, placement in self.known.get(access.tensor, REPLICATED).placements:
+            known = self.known.get(access.tensor, REPLICATED)
+            for axis in self.mesh.names if known.placements else ():
+                placement = known.at(axis)
                 if isinstance(placement, Shard) and axis not in self.hints[op.name]:
                     self.take(op, axis, placement, place, is_write=is_write)
 
     def take(self, op: Op, axis: str, placement: Placement, place: int, *, is_write: bool) -> None:
         """Divides the op as an operand is divided, if that is exact and contradicts no pin."""
-        for option in self.table.options(op, self.mesh.size(axis)).options:
+        hints, order = self.hints[op.name], self.mesh.names
+        inner = {hints[later] for later in order[order.index(axis) :] if later in hints}
+        taken = tuple(self.taken[op.name].items())
+        for option in self.table.options(op, self.mesh.size(axis), taken).options:
             mine = (option.writes if is_write else option.reads)[place]
-            if mine != placement or option.axis in self.hints[op.name].values():
+            if mine != placement or option.axis in inner:
                 continue
             if not self.contradicts(op, axis, option):
-                self.hints[op.name][axis] = option.axis
+                hints[axis] = option.axis
+                self.taken[op.name][option.axis] = option.chunk
                 self.learn(op, axis, option)
                 self.changed = True
                 return
@@ -85,8 +92,19 @@ class _Propagation:
             if access.tensor in self.pins or not isinstance(placement, Shard):
                 continue
             before = self.known.get(access.tensor, REPLICATED)
-            if before.at(axis) == REPLICATE and before.shard_of(placement.dim) is None:
-                self.known[access.tensor] = before.moved(axis, placement)
+            there = before.moved(axis, placement)
+            if before.at(axis) == REPLICATE and self.nests(there, axis, placement):
+                self.known[access.tensor] = there
+
+    def nests(self, layout: Layout, axis: str, placement: Shard) -> bool:
+        """Whether a mesh axis shards a dim alone, or evenly what the ones before it left of it."""
+        others = [(name, p) for name, p in layout.shards_of(placement.dim) if name != axis]
+        if not others:
+            return True
+        left = min(p.chunk for _, p in others)
+        order = self.mesh.names
+        before = all(order.index(name) < order.index(axis) for name, _ in others)
+        return before and placement.chunk == -(-left // self.mesh.size(axis)) < left
 
 
 def propagate_annotations(

@@ -105,10 +105,15 @@ def find_moves(
     PlanError if there is none: nothing becomes a part of a combination by moving.
     """
     changed = [axis for axis in mesh.names if source.at(axis) != target.at(axis)]
+    used = [axis for axis in mesh.names if axis in dict(source.placements + target.placements)]
+    ends = source, target
     best: tuple[Move, ...] | None = None
-    for order in permutations(changed):
-        for detour in (False, True):
-            moves = _walk(shape, item_bytes, source, target, order, detour, mesh, machine)
+    orders = list(permutations(changed))
+    if any(len(end.shards_of(dim)) > 1 for end in ends for dim in range(len(shape))):
+        orders += permutations(used)
+    for order in orders:
+        for first in ((), order, order[::-1]):
+            moves = _walk(shape, item_bytes, source, target, order, first, mesh, machine)
             if moves is not None and (best is None or _time(moves) < _time(best)):
                 best = moves
     if best is None:
@@ -130,17 +135,16 @@ def _walk(
     source: Layout,
     target: Layout,
     order: Sequence[str],
-    detour: bool,
+    first: Sequence[str],
     mesh: DeviceMesh,
     machine: Machine,
 ) -> tuple[Move, ...] | None:
-    """Moves in one order of mesh axes; None where a dim would be divided by two axes at once.
+    """Moves in one order of mesh axes; None where they would gather or divide a dim within what
+    another axis divides further.
 
-    detour: first make every changed axis whole, which is always possible, then divide.
+    first: the order in which the changed axes are made whole before, if they are.
     """
-    legs = [(axis, target.at(axis)) for axis in order]
-    if detour:
-        legs = [(axis, REPLICATE) for axis in order] + legs
+    legs = [(axis, REPLICATE) for axis in first] + [(axis, target.at(axis)) for axis in order]
     moves: list[Move] = []
     here = source
     for axis, placement in legs:
@@ -148,11 +152,9 @@ def _walk(
         if steps is None:
             return None
         for kind, after in steps:
-            if isinstance(after, Shard):
-                holder = here.shard_of(after.dim)
-                if holder is not None and holder[0] != axis:
-                    return None
             there = here.moved(axis, after)
+            if not (here.is_innermost(axis) and there.is_innermost(axis)):
+                return None
             seen = local_shape(shape, here.moved(axis, REPLICATE))
             cost = step_cost(kind, here.at(axis), after, seen, item_bytes, mesh.size(axis), machine)
             moves.append(

@@ -186,6 +186,9 @@ class Resolver:
             combine = source.combine if isinstance(source, Partial) else ""
             self.steps.append(self.reshard(move, (here,), (name,), combine))
             fresh = {p.dim for p in _changed(move) if isinstance(p, Shard)}
+            fresh -= {
+                dim for dim in fresh if move.source.moved(move.axis, REPLICATE).shards_of(dim)
+            }
             self.pads[name] = {d: p for d, p in self.pads.get(here, {}).items() if d not in fresh}
             here = name
 

@@ -101,7 +101,9 @@ class AxisSearch:
         chosen: dict[str, SplitOption] = {}
         for op, advance in zip(reversed(ops), reversed(trail), strict=True):
             best, number = advance.origins[best]
-            chosen[op.name] = self.options.options(op, self.problem.num_ranks).options[number]
+            taken = problem.situation.taken.get(op.name, ())
+            found = self.options.options(op, problem.num_ranks, taken)
+            chosen[op.name] = found.options[number]
         return chosen
 
     def number_frontier(self, frontier: Frontier) -> int:
@@ -135,7 +137,7 @@ class AxisSearch:
 
     def advance(self, op: Op, step: Step, frontier: Frontier) -> Advance:
         """All states after an op; of all its options where the wanted one fits nowhere."""
-        found = self.options.options(op, self.problem.num_ranks)
+        found = self.options.options(op, self.problem.num_ranks, step.taken)
         usable = [n for n, o in enumerate(found.options) if o.axis not in step.closed]
         wanted = [n for n in usable if found.options[n].axis in step.wanted]
         reached: dict[State, tuple[int, int, int]] = {}

@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 from distmega.program import Op, Program, Tensor
 from distmega.sharding.options import Options, op_signature, split_options
 
+Taken = tuple[tuple[str, int], ...]
+"""Iteration axes that mesh axes before divide, and what they have left of them on one rank."""
+
 
 @dataclass(slots=True)
 class OptionTable:
@@ -18,7 +21,7 @@ class OptionTable:
     tensors: Mapping[str, Tensor]
     _classes: dict[Hashable, int] = field(default_factory=dict)
     _class_of: dict[str, int] = field(default_factory=dict)
-    _options: dict[tuple[int, int], Options] = field(default_factory=dict)
+    _options: dict[tuple[int, int, Taken], Options] = field(default_factory=dict)
 
     @staticmethod
     def of(program: Program) -> "OptionTable":
@@ -34,9 +37,9 @@ class OptionTable:
             self._class_of[op.name] = found
         return found
 
-    def options(self, op: Op, num_ranks: int) -> Options:
+    def options(self, op: Op, num_ranks: int, taken: Taken = ()) -> Options:
         """split_options, once per class."""
-        key = self.class_of(op), num_ranks
+        key = self.class_of(op), num_ranks, taken
         if key not in self._options:
-            self._options[key] = split_options(op, self.tensors, num_ranks)
+            self._options[key] = split_options(op, self.tensors, num_ranks, dict(taken))
         return self._options[key]

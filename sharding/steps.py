@@ -115,7 +115,8 @@ class StepBuilder:
         for name in self.program.outputs:
             found[name] = {self.situation.pins.get(name, REPLICATE): None}
         for op in self.program.ops:
-            options = self.table.options(op, self.num_ranks).options
+            taken = self.situation.taken.get(op.name, ())
+            options = self.table.options(op, self.num_ranks, taken).options
             closed = self.situation.closed.get(op.name, ())
             wanted = self.situation.wanted.get(op.name, ())
             for option in options:

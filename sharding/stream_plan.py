@@ -92,10 +92,10 @@ def _part(
     scattered: mesh axis and dim of the reduce-scatter that a form goes to. Around its ring each
     rank ends with its own part, around others it begins with it.
     """
-    extent, held = shape[chunks.dim], layout.shard_of(chunks.dim)
+    extent = shape[chunks.dim]
     if min(chunks.num, extent) == 1:
         return WHOLE
-    if chunks.ring and held and held[0] == chunks.ring:
+    if chunks.ring in dict(layout.shards_of(chunks.dim)):
         return None
     ends_at_home = scattered == (chunks.ring, chunks.dim)
     return Part(chunks.dim, -(-extent // chunks.num), chunks.ring, int(ends_at_home))

@@ -69,10 +69,9 @@ def _verify_access(
     divided = {axis for axis, option in step.splits}
     for index, dim in zip(access.dims, sorted(allocation.dims, key=lambda d: d.dim), strict=True):
         touched = dim_positions(loop, index, dim.extent, place)
-        begin = min(coordinate[dim.axis] * dim.local_extent, dim.extent) if dim.axis else 0
-        end = min(begin + dim.local_extent, dim.extent)
+        begin, end = allocation.stored_range(dim.dim, coordinate)
         stored = ((begin, end),) if begin < end else ()
-        if dim.axis and (dim.axis not in divided or touched != stored):
+        if dim.axes and (not divided.issuperset(dict(dim.axes)) or touched != stored):
             raise _broken(
                 f"{step.op.name!r} touches {touched} of dim {dim.dim} of {access.tensor!r}"
                 f" at {dict(coordinate)}",

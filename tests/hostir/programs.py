@@ -127,7 +127,8 @@ def run_program(
     for op in program.ops:
         for name, result in run_op(op, env, coordinate or {"tp": 0}).items():
             written_before = name in env and op.kind != "kv_append"
-            env[name] = env[name].copy_(result) if written_before else result
+            fresh = result if op.kind == "view" else result.contiguous()
+            env[name] = env[name].copy_(result) if written_before else fresh
     return env
 
 

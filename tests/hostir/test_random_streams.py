@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distmega.errors import CheckError, PlanError, VerifyError
@@ -45,6 +45,8 @@ def random_marks(program: Program, mesh: DeviceMesh, seed: int) -> dict[str, Lay
         dim = rng.randrange(len(tensor.shape))
         if rng.random() < 0.4 and fits(tensor.shape[dim], size):
             layout = shard(dim, axis)
+            if rng.random() < 0.3:
+                layout = layout | shard(rng.randrange(len(tensor.shape)), rng.choice(mesh.names))
         if rng.random() < 0.7:
             ring = axis if rng.random() < 0.3 else ""
             num = size if ring else rng.choice((1, 2, 3, 4))
@@ -104,25 +106,12 @@ def tensors_of(program: Program, seed: int) -> dict[str, torch.Tensor]:
     return {name: torch.from_numpy(x).to(dtypes[name]) for name, x in arrays.items()}
 
 
-def whole_results(
-    program: Program, tensors: dict[str, torch.Tensor]
-) -> dict[str, torch.Tensor] | None:
-    """What a program gives on one rank; None if it asks for a view that no tensor can have, a
-    reshape of turned storage.
-    """
-    try:
-        return run_program(program, {name: x.clone() for name, x in tensors.items()})
-    except RuntimeError:
-        return None
-
-
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6), st.sampled_from(MESHES), st.booleans())
 def test_random_programs_are_exact(seed: int, mesh: DeviceMesh, megakernel: bool):
     plan, local, host = planned(seed, mesh, megakernel=megakernel)
     program, tensors = plan.program, tensors_of(plan.program, seed)
-    expected = whole_results(program, tensors)
-    assume(expected is not None)
+    expected = run_program(program, {name: x.clone() for name, x in tensors.items()})
     found = join(run_mesh(host, local, tensors), local, program.outputs)
     for name in program.outputs:
         assert torch.equal(found[name], expected[name]), name
@@ -132,7 +121,6 @@ def test_random_programs_are_exact(seed: int, mesh: DeviceMesh, megakernel: bool
 @given(st.integers(0, 10**6), st.sampled_from(MESHES))
 def test_the_local_program_is_exact_in_its_new_order(seed: int, mesh: DeviceMesh):
     plan = plan_marked(random_program(seed, num_ops=7), mesh, seed)
-    assume(whole_results(plan.program, tensors_of(plan.program, seed)) is not None)
     check_plan(plan, random_arrays(plan.program, seed))
 
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from distmega.builder import Handle, ProgramBuilder
 from distmega.program import Program
+from tests.sharding.programs import flattened
 
 Step = Callable[[st.DrawFn, ProgramBuilder, Handle], Handle]
 
@@ -65,7 +66,7 @@ def _transpose(draw: st.DrawFn, p: ProgramBuilder, x: Handle) -> Handle:
 def _reshape(draw: st.DrawFn, p: ProgramBuilder, x: Handle) -> Handle:
     size = prod(x.shape)
     rows = draw(st.sampled_from([n for n in range(1, size + 1) if size % n == 0]))
-    flat = p.reshape(x, (size,), view=draw(st.booleans()))
+    flat = flattened(p, x, view=draw(st.booleans()))
     return p.reshape(flat, (rows, size // rows))
 
 

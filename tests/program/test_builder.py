@@ -38,6 +38,19 @@ def test_ops_without_a_name_get_kind_and_number():
     assert [handle.name for handle in handles] == ["set_0", "slice_1", "view_2", "reshape_3"]
 
 
+def test_views_that_no_strides_show_are_refused():
+    p = ProgramBuilder("p")
+    x = p.input("x", (4, 6, 2))
+    part = p.slice(x, 1, 1, 4, view=True)
+    assert p.reshape(part, (4, 6), view=True).shape == (4, 6)
+    assert p.reshape(p.slice(x, 0, 1, 3, view=True), (24,), view=True).shape == (24,)
+    for source in (part, p.transpose(x, (1, 0, 2), view=True), p.slice(x, 0, 0, 4, 2, view=True)):
+        shape = source.shape[0] * source.shape[1], 2
+        with pytest.raises(ProgramError, match="joins dims which have gaps or are turned"):
+            p.reshape(source, shape, view=True)
+        assert p.reshape(source, shape).shape == shape
+
+
 def test_views_and_copies_differ_in_kind_only():
     p = ProgramBuilder("p")
     x = p.input("x", (4, 6))

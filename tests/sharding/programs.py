@@ -1,8 +1,10 @@
 """Programs that tests of sharding plan: a small decoder, an MLP, random graphs of ops."""
 
+import math
 import random
 
 from distmega.builder import Handle, ProgramBuilder
+from distmega.errors import ProgramError
 from distmega.program import Program
 
 
@@ -112,6 +114,15 @@ def random_program(seed: int, *, num_ops: int = 6, overwrite: bool = False) -> P
     return p.build(*{handle.name: handle for handle in outputs}.values())
 
 
+def flattened(p: ProgramBuilder, x: Handle, *, view: bool) -> Handle:
+    """All elements of x in one dim; a copy where no view can show them so."""
+    size = math.prod(x.shape)
+    try:
+        return p.reshape(x, (size,), view=view)
+    except ProgramError:
+        return p.reshape(x, (size,))
+
+
 def _random_op(
     p: ProgramBuilder, rng: random.Random, known: list[Handle], n: int, overwrite: bool
 ) -> Handle:
@@ -140,7 +151,7 @@ def _random_op(
             order = rng.sample(range(rank), rank)
             return p.transpose(x, order, view=rng.random() < 0.3)
         case "reshape" if rank == 2:
-            return p.reshape(x, [x.shape[0] * x.shape[1]], view=rng.random() < 0.3)
+            return flattened(p, x, view=rng.random() < 0.3)
         case "reshape" if x.shape[-1] % 2 == 0 and rank < 3:
             return p.reshape(x, [*x.shape[:-1], x.shape[-1] // 2, 2])
         case "set":

@@ -121,7 +121,12 @@ def test_annotated_programs_keep_every_annotation(mesh):
 
 
 def random_layout(tensor, mesh: DeviceMesh, rng: random.Random) -> Layout | None:
-    layout = Layout.of({rng.choice(mesh.names): Shard(rng.randrange(len(tensor.shape)))})
+    """Of one mesh axis, or of all, each on some dim or all on one."""
+    axes = mesh.names if rng.random() < 0.4 else (rng.choice(mesh.names),)
+    dims = rng.choices(range(len(tensor.shape)), k=len(axes))
+    if rng.random() < 0.5:
+        dims = dims[:1] * len(axes)
+    layout = Layout.of({axis: Shard(dim) for axis, dim in zip(axes, dims, strict=True)})
     try:
         resolve_layout(tensor, layout, mesh)
     except PlanError:

@@ -75,6 +75,7 @@ def test_case_n18_a_layout_copy_where_the_scattered_dim_is_not_outermost(shape, 
 
 LAYOUTS = [REPLICATED, shard(0, "dp"), shard(1, "tp"), shard(0, "dp") | shard(1, "tp")]
 LAYOUTS += [shard(1, "dp") | shard(0, "tp"), shard(0, "tp")]
+LAYOUTS += [shard(dim, "dp") | shard(dim, "tp") for dim in (0, 1)]
 
 
 @pytest.mark.parametrize(("source", "target"), list(product(LAYOUTS, LAYOUTS)), ids=str)
