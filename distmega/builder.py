@@ -145,11 +145,13 @@ class ProgramBuilder:
         positions: Handle,
         scale: float,
         window: int = 0,
+        in_order: bool = False,
         name: str = "",
     ) -> Handle:
         """See ops.attention: causal, over caches."""
         operands = (self._own(q), self._own(k), self._own(v), self._own(positions))
-        return self._add(ops.attention(self._name(name, "attention"), *operands, scale, window))
+        name = self._name(name, "attention")
+        return self._add(ops.attention(name, *operands, scale, window, in_order))
 
     def embedding(self, ids: Handle, table: Handle, name: str = "") -> Handle:
         """See ops.embedding."""

@@ -151,6 +151,16 @@ def attention(
     return out.permute(2, 0, 1, 3).contiguous().to(q.dtype)
 
 
+def ordered_attention(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    """As attention, of q [m, h, g, d] over [h, m, d] and [h, m, e] at positions 0, 1, 2 ..."""
+    num_rows, heads, group, dim = q.shape
+    dtype = operand_dtype(q)
+    rows = q.to(dtype).reshape(num_rows, heads * group, dim).transpose(0, 1)
+    q4, k4, v4 = (x.to(dtype).unsqueeze(0) for x in (rows, keys, values))
+    out = F.scaled_dot_product_attention(q4, k4, v4, is_causal=True, scale=scale, enable_gqa=True)
+    return out[0].transpose(0, 1).reshape(num_rows, heads, group, -1).to(q.dtype)
+
+
 def embedding(ids: Tensor, table: Tensor) -> Tensor:
     """Rows of table [v, d] at ids [m]; torch raises IndexError for an id outside."""
     return table.index_select(0, ids)
@@ -251,6 +261,9 @@ def _compile_view(op: Op, coordinate: Coordinate) -> OpFunction:
 
 def _compile_attention(op: Op, coordinate: Coordinate) -> OpFunction:
     scale, window = _number(op, "scale"), int(_number(op, "window"))
+    extents = axis_extents(op)
+    if op.get("in_order", False) and not window and extents["m"] == extents["t"]:
+        return lambda xs: (ordered_attention(xs[0], xs[1], xs[2], scale),)
     return lambda xs: (attention(xs[0], xs[1], xs[2], xs[3], scale, window),)
 
 

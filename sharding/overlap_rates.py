@@ -20,7 +20,7 @@ class OverlapRates:
     columns and depth. slice_us: its time of 64 elements of depth, by columns of a tile, nothing
     where the two run one after the other; tile_us: of a tile's start and end. send_us: what a wave
     takes longer when it sends. last_us: what remains after the last tile of a reduce-scatter, and
-    of an all-reduce.
+    of an all-reduce. host_us: of the host, for one small op; replay_us: where it is captured.
     """
 
     num_sms: int
@@ -42,6 +42,8 @@ class OverlapRates:
     tile_us: float = 0.0
     send_us: float = 0.0
     last_us: tuple[float, float] = (0.0, 0.0)
+    host_us: float = 10.0
+    replay_us: float = 1.0
 
     def matmul_flops_per_us(self, tiles: int) -> float:
         """The library's rate with so many tiles; between measured numbers, in proportion."""

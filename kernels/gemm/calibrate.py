@@ -1,0 +1,250 @@
+"""Measures what the cost model of overlap knows of a machine: OverlapRates, once, on its GPUs.
+
+Comes in: the communicator of a mesh of GPUs, one axis of it. Goes out: rates, the same on all
+ranks: every time is the slowest rank's. `distmega doctor --calibrate` calls this and keeps the
+result; sharding/overlap_cost.py uses it.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distmega.hostir.nccl import NcclCommunicator
+from distmega.kernels.gemm.api import matmul_all_reduce, matmul_reduce_scatter
+from distmega.kernels.gemm.choices import STAGES, Tiles
+from distmega.kernels.gemm.launch import launch_matmul, num_sms, plain_spec
+from distmega.kernels.gemm.workspace import workspace_of
+from distmega.sharding.overlap_rates import H200_RATES, OverlapRates
+
+ROUNDS = 7
+AHEAD_CYCLES = 400_000
+"""For which GPUs sleep before a timed call, so that the host runs ahead."""
+MB = 2**20
+DEPTH = 4096
+TILE = 128
+NUM_OPS = 200
+"""Kernels of which the host's time is measured."""
+
+
+@dataclass(slots=True)
+class _Clock:
+    """Times on the slowest rank of a group."""
+
+    group: dist.ProcessGroup
+
+    def times_us(self, *calls: Callable[[], object]) -> list[float]:
+        """Median time of each call, all in turn in every round."""
+        token = torch.zeros(1)
+        spans: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in calls]
+        for number in range(ROUNDS + 2):
+            for call, pairs in zip(calls, spans, strict=True):
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+                torch.cuda._sleep(AHEAD_CYCLES)  # type: ignore[no-untyped-call]
+                dist.all_reduce(token, group=self.group)
+                start.record()
+                call()
+                end.record()
+                if number > 1:
+                    pairs.append((start, end))
+        torch.cuda.synchronize()
+        own = [sorted(a.elapsed_time(b) for a, b in pairs)[ROUNDS // 2] for pairs in spans]
+        found = torch.tensor(own) * 1e3
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.group)
+        return [float(us) for us in found]
+
+
+def measure_rates(comm: NcclCommunicator, axis: str) -> OverlapRates:
+    """The machine's rates, with the kernel's needs as built in. Collective; about ten seconds.
+
+    LaunchError where ranks do not reach each other's memory.
+    """
+    device = torch.device("cuda", torch.cuda.current_device())
+    group, _ = comm.group(axis)
+    with torch.device(device):
+        clock = _Clock(group)
+        rates = replace(H200_RATES, num_sms=num_sms(device.index))
+        for measure in (_matmuls, _collectives, _sends, _copies, _kernel, _fused, _host):
+            rates = measure(rates, clock, comm, axis)
+    return rates
+
+
+def _random(*shape: int) -> Tensor:
+    return torch.randn(shape).bfloat16()
+
+
+def _line(small: float, large: float, few: float, many: float) -> tuple[float, float]:
+    """Fixed time, and units a microsecond, of a line through two measurements."""
+    rate = (many - few) / max(large - small, 0.1)
+    return max(small - few / rate, 0.5), rate
+
+
+def _matmuls(rates: OverlapRates, clock: _Clock, comm: NcclCommunicator, axis: str) -> OverlapRates:
+    sizes = ((1024, 2048), (2048, 4096), (4096, 8192))
+    products = [partial(torch.mm, _random(m, DEPTH), _random(n, DEPTH).T) for m, n in sizes]
+    little = _random(TILE, 64)
+    source = torch.empty(256 * MB, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    launch, copy, *times = clock.times_us(
+        lambda: little @ little.T,
+        lambda: target.copy_(source),
+        *products,
+    )
+    found = [
+        (m * n // TILE**2, 2 * m * n * DEPTH / (us - launch))
+        for (m, n), us in zip(sizes, times, strict=True)
+    ]
+    return replace(
+        rates,
+        launch_us=launch,
+        matmul_rates=tuple(found),
+        memory_bytes_per_us=2 * source.numel() / copy,
+    )
+
+
+def _collectives(
+    rates: OverlapRates, clock: _Clock, comm: NcclCommunicator, axis: str
+) -> OverlapRates:
+    size, group = comm.mesh.size(axis), clock.group
+    own = {num: _random(num * MB // 2 // size) for num in (2, 64)}
+    whole = {num: _random(num * MB // 2) for num in (2, 64)}
+    calls: list[Callable[[], object]] = []
+    for num in (2, 64):
+        calls += [
+            partial(dist.all_gather_into_tensor, whole[num], own[num], group=group),
+            partial(dist.reduce_scatter_tensor, own[num], whole[num], group=group),
+            partial(dist.all_reduce, whole[num], group=group),
+        ]
+    a, b = _random(2048, 8192), _random(5120, 8192)
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def beside() -> None:
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            dist.all_reduce(whole[64], group=group)
+        a @ b.T
+        torch.cuda.current_stream().wait_stream(side)
+
+    *found, alone, both = clock.times_us(*calls, partial(torch.mm, a, b.T), beside)
+    sent = [num * MB * (size - 1) / size * times for num in (2, 64) for times in (1, 1, 2)]
+    fixed, rate = _line(sum(found[:3]), sum(found[3:]), sum(sent[:3]), sum(sent[3:]))
+    return replace(
+        rates,
+        collective_us=fixed / 3,
+        collective_bytes_per_us=rate,
+        beside_factor=_factor(alone, found[5], both),
+    )
+
+
+def _factor(one: float, other: float, both: float) -> float:
+    """1 where two things side by side take as long as the longer, 2 where as long as both."""
+    return 1 + max(both - max(one, other), 0.0) / min(one, other)
+
+
+def _sends(rates: OverlapRates, clock: _Clock, comm: NcclCommunicator, axis: str) -> OverlapRates:
+    size, here = comm.mesh.size(axis), comm.mesh.coordinate(comm.rank)[axis]
+    parts = {num: (_random(num * MB // 2), _random(num * MB // 2)) for num in (1, 32)}
+
+    def start(num: int) -> Callable[[], None]:
+        comm.begin_group()
+        given, taken = parts[num]
+        members = [
+            comm.send(axis, given, (here - 1) % size),
+            comm.recv(axis, taken, (here + 1) % size),
+        ]
+        return comm.end_group(members).wait
+
+    a, b = _random(2048, 8192), _random(5120, 8192)
+
+    def beside() -> None:
+        wait = start(32)
+        a @ b.T
+        wait()
+
+    small, large, alone, both = clock.times_us(
+        lambda: start(1)(), lambda: start(32)(), lambda: a @ b.T, beside
+    )
+    fixed, rate = _line(small, large, MB, 32 * MB)
+    factor = _factor(alone, large, both)
+    return replace(rates, peer_us=fixed, peer_bytes_per_us=rate, ring_factor=factor)
+
+
+def _copies(rates: OverlapRates, clock: _Clock, comm: NcclCommunicator, axis: str) -> OverlapRates:
+    workspace = workspace_of(comm, axis, 4 * 4096 * 8192)
+    peer = (workspace.rank + 1) % workspace.num_ranks
+    own = torch.empty(32 * MB, dtype=torch.uint8)
+    room = workspace.room(peer, (32 * MB,), torch.uint8)
+    small, large = clock.times_us(lambda: room[:MB].copy_(own[:MB]), lambda: room.copy_(own))
+    fixed, rate = _line(small, large, MB, 32 * MB)
+    return replace(rates, copy_us=fixed, copy_bytes_per_us=rate)
+
+
+def _kernel(rates: OverlapRates, clock: _Clock, comm: NcclCommunicator, axis: str) -> OverlapRates:
+    """Four full waves of tiles of each width, at two depths."""
+    waves, slices = 4, (32, 128)
+    found, ends = [], []
+    for width, stages in STAGES.items():
+        spec = plain_spec(Tiles(tile_n=width, stages=stages))
+        rows, columns = TILE * 4, width * rates.num_sms
+        out = torch.empty(rows, columns, dtype=torch.bfloat16)
+        calls = []
+        for each in slices:
+            a, b = _random(rows, 64 * each), _random(columns, 64 * each)
+            calls.append(partial(launch_matmul, a, b, out, spec))
+        small, large = clock.times_us(*calls)
+        slice_us = (large - small) / waves / (slices[1] - slices[0])
+        found.append((width, slice_us))
+        ends.append((small - rates.launch_us) / waves - slices[0] * slice_us)
+    return replace(rates, slice_us=tuple(found), tile_us=max(ends[0], 0.0))
+
+
+def _fused(rates: OverlapRates, clock: _Clock, comm: NcclCommunicator, axis: str) -> OverlapRates:
+    """What sending adds to a kernel: a little a wave, and an end."""
+    few, many = 2048, 8192
+    b = _random(8192, DEPTH)
+    short, long = _random(few, DEPTH), _random(many, DEPTH)
+    spec = plain_spec(Tiles(tile_n=256, stages=STAGES[256]))
+    outs = [torch.empty(len(x), 8192, dtype=torch.bfloat16) for x in (short, long)]
+    plain0, plain1, sent0, sent1, summed = clock.times_us(
+        lambda: launch_matmul(short, b, outs[0], spec),
+        lambda: launch_matmul(long, b, outs[1], spec),
+        lambda: matmul_reduce_scatter(short, b, comm, axis, overlap=True),
+        lambda: matmul_reduce_scatter(long, b, comm, axis, overlap=True),
+        lambda: matmul_all_reduce(long, b, comm, axis, overlap=True, borrow=True),
+    )
+    waves = [-(-(rows // TILE) * (8192 // 256) // rates.num_sms) for rows in (few, many)]
+    more = sent0 - plain0, sent1 - plain1
+    send_us = max((more[1] - more[0]) / (waves[1] - waves[0]), 0.0)
+    ends = tuple(max(us - plain1 - waves[1] * send_us, 1.0) for us in (sent1, summed))
+    return replace(rates, send_us=send_us, last_us=(ends[0], ends[1]))
+
+
+def _host(rates: OverlapRates, clock: _Clock, comm: NcclCommunicator, axis: str) -> OverlapRates:
+    """The host's time of a library op, and of one in a captured graph."""
+    x = torch.zeros(64)
+    graph = torch.cuda.CUDAGraph()
+
+    def run() -> None:
+        for _ in range(NUM_OPS):
+            x.add_(1.0)
+
+    run()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    run()
+    issued = time.perf_counter() - start
+    with torch.cuda.graph(graph):
+        run()
+    graph.replay()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    graph.replay()
+    replayed = time.perf_counter() - start
+    torch.cuda.synchronize()
+    found = torch.tensor([issued, replayed]) * 1e6 / NUM_OPS
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=clock.group)
+    return replace(rates, host_us=float(found[0]), replay_us=float(found[1]))
