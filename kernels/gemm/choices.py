@@ -191,3 +191,8 @@ def event_rows(extents: Extents) -> int:
     wanted = MIN_EVENT_ROWS // TILE_ROWS
     fitting = [n for n in range(1, tiles + 1) if tiles % n == 0]
     return TILE_ROWS * next((n for n in fitting if n >= wanted), tiles)
+
+
+def band_rows(chunk_rows: int, most: int) -> int:
+    """Rows of tiles in a band of a sending kernel: at most `most`, a divisor of a rank's."""
+    return max(n for n in range(1, min(most, chunk_rows) + 1) if chunk_rows % n == 0)

@@ -1,7 +1,9 @@
-"""Events between GPUs and between a copy engine and a kernel: int32 words in local memory.
+"""Events between copy engines and a kernel: int32 words in local memory.
 
-A word has one writer, holds the number of the last call (epoch) whose data lies there and only
-grows, so nothing is ever reset. Writers release and readers acquire at scope sys. Next: kernel.py.
+An arrival word has one writer, a copy engine of one peer, and holds the number of the last call
+(epoch) whose data lies there. A count, on which this GPU's copy engines wait, is of tiles stored
+since the start of all. Both only grow, so nothing is ever reset. The kernel releases and acquires
+at scope sys. Next: kernel.py.
 """
 
 # Kernels' arguments have no Python types.
@@ -40,14 +42,10 @@ def wait_event(events, index, epoch, stuck, debug: gl.constexpr):
 
 
 @gluon.jit
-def set_event(address, index, epoch):
-    """Sets a word of local or peer memory after all that this partition has written.
-
-    address: int64, of word 0. Every thread must have finished its writes or waited for them.
-    """
+def count_event(counts, index):
+    """Adds to a word after all that this partition has seen written."""
     cta_barrier()
-    word = address.to(gl.pointer_type(gl.int32)) + index
-    gl.atomic_xchg(word, epoch, sem="release", scope="sys")
+    gl.atomic_add(counts + index, 1, sem="release", scope="sys")
 
 
 @gluon.jit

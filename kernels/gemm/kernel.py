@@ -19,14 +19,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from distmega.kernels.gemm.events import before_tma_reads, finish_stores, wait_event
-from distmega.kernels.gemm.mover import move_tiles
-from distmega.kernels.gemm.order import first_chunk, place_tile
-from distmega.kernels.gemm.spec import BUFFERS, EARLY, HALF_M, TILE_K, TILE_M
-from distmega.kernels.gluon_compat import cta_barrier, tma_load, tma_store, tma_store_wait
+from distmega.kernels.gemm.events import before_tma_reads, count_event, finish_stores, wait_event
+from distmega.kernels.gemm.order import place_tile
+from distmega.kernels.gemm.spec import BUFFERS, EARLY, HALF_M, TILE_K, TILE_M, WORDS
+from distmega.kernels.gluon_compat import (
+    cta_barrier,
+    reinterpret,
+    tma_load,
+    tma_store,
+    tma_store_wait,
+)
 
 EXTENTS = (
-    "column_blocks", "k_tiles", "chunk_rows", "columns", "rank", "arrival_rows", "epoch",
+    "k_tiles", "chunk_rows", "columns", "rank", "lag", "arrival_rows", "epoch",
 )  # fmt: skip
 """Arguments that one compiled kernel takes at any value."""
 
@@ -42,22 +47,41 @@ def make_barriers(number: gl.constexpr, arrivals: gl.constexpr):
 
 
 @gluon.jit
-def load_tiles(a, own, b, k_tiles, chunk_rows, columns, rank, arrivals, arrival_rows, epoch, stuck,
-               ring, spec: gl.constexpr):  # fmt: skip
+def load_partials(partials, it, row, left, chunk_rows, rank, arrivals, epoch, stuck, ring,
+                  spec: gl.constexpr):  # fmt: skip
+    """Other ranks' partial results of a tile, each in two slots of the ring, a half in each."""
+    _, _, part_ring, ready, free = ring
+    part_bytes: gl.constexpr = 2 * HALF_M * spec.tile_n
+    others: gl.constexpr = spec.num_ranks - 1
+    for other in range(others):
+        source = other + (other >= rank).to(gl.int32)
+        wait_event(arrivals, source * WORDS + row // spec.group, epoch, stuck, spec.debug)
+        before_tma_reads()
+        for half in gl.static_range(2):
+            slot = it % spec.stages
+            mbarrier.wait(free.index(slot), ((it // spec.stages) & 1) ^ 1)
+            bar = ready.index(slot)
+            mbarrier.expect(bar, part_bytes)
+            top = (source * chunk_rows + row) * TILE_M + half * HALF_M
+            tma_load(partials, [top, left], bar, part_ring.index(slot))
+            it += 1
+    return it
+
+
+@gluon.jit
+def load_tiles(a, own, b, partials, k_tiles, chunk_rows, columns, rank, lag, arrivals, arrival_rows,
+               epoch, stuck, ring, spec: gl.constexpr):  # fmt: skip
     """The loader's partition, of one warp."""
-    a_ring, b_ring, ready, free = ring
+    a_ring, b_ring, _, ready, free = ring
     num_tiles = chunk_rows * columns * spec.num_ranks
     slice_bytes: gl.constexpr = 2 * TILE_K * (TILE_M + spec.tile_n)
-    first = first_chunk(rank, spec)
     it = 0
     for number in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        chunk, row, column = place_tile(
-            number, chunk_rows, columns, first, spec.num_ranks, spec.group
-        )
+        chunk, row, column = place_tile(number, chunk_rows, columns, rank, lag, spec)
         top = row * TILE_M
         is_own = chunk == rank
         if spec.gathers and not is_own:
-            index = (chunk * chunk_rows * TILE_M + top) // arrival_rows
+            index = chunk * WORDS + top // arrival_rows
             wait_event(arrivals, index, epoch, stuck, spec.debug)
             before_tma_reads()
         if spec.num_ranks > 1:
@@ -79,6 +103,9 @@ def load_tiles(a, own, b, k_tiles, chunk_rows, columns, rank, arrivals, arrival_
                 tma_load(a, [top + HALF_M, left], bar, lower)
             tma_load(b, [column * spec.tile_n, left], bar, b_ring.index(slot))
             it += 1
+        if spec.sends != "" and is_own:
+            it = load_partials(partials, it, row, column * spec.tile_n, chunk_rows, rank, arrivals,
+                               epoch, stuck, ring, spec)  # fmt: skip
 
 
 @gluon.jit
@@ -97,16 +124,6 @@ def block_of(tile, index: gl.constexpr, count: gl.constexpr):
 
 
 @gluon.jit
-def stage_block(block, buffer, in_flight: gl.constexpr):
-    """A block into shared memory once at most `in_flight` stores still read it."""
-    tma_store_wait(in_flight)
-    cta_barrier()
-    buffer.store(block.to(buffer.dtype))
-    fence_async_shared()
-    cta_barrier()
-
-
-@gluon.jit
 def store_tile(part, out, top, left, leaving):
     """Columns of a half tile to local memory."""
     count: gl.constexpr = part.shape[1] // HALF_M
@@ -121,27 +138,9 @@ def store_tile(part, out, top, left, leaving):
 
 
 @gluon.jit
-def load_partial(other, wanted, partials, slot_rows, top, left, column_blocks, rank,
-                 layout: gl.constexpr, spec: gl.constexpr):  # fmt: skip
-    """A half tile of the partial result of the other ranks' number `other`; zeros if not wanted.
-
-    partials: bf16 [num_ranks * slot_rows, N] of local memory, written by peers.
-    """
-    tile_n: gl.constexpr = spec.tile_n
-    num_columns = column_blocks * HALF_M
-    rows = gl.arange(0, HALF_M, layout=gl.SliceLayout(1, layout))
-    columns = gl.arange(0, tile_n, layout=gl.SliceLayout(0, layout))
-    places = gl.expand_dims(rows.to(gl.int64) * num_columns, 1) + gl.expand_dims(columns, 0)
-    inside = gl.expand_dims((left + columns < num_columns) & wanted, 0)
-    source = other + (other >= rank).to(gl.int32)
-    start = partials + (source * slot_rows + top).to(gl.int64) * num_columns + left
-    return gl.load(start + places, mask=inside, other=0.0, cache_modifier=".cg")
-
-
-@gluon.jit
 def multiply(acc, it, start, end, ring, half: gl.constexpr, spec: gl.constexpr):
     """Steps of a tile along K; the last one may still run."""
-    a_ring, b_ring, ready, free = ring
+    a_ring, b_ring, _, ready, free = ring
     for k in range(start, end):
         slot = it % spec.stages
         mbarrier.wait(ready.index(slot), (it // spec.stages) & 1)
@@ -154,9 +153,26 @@ def multiply(acc, it, start, end, ring, half: gl.constexpr, spec: gl.constexpr):
 
 
 @gluon.jit
+def add_partials(acc, it, ring, half: gl.constexpr, spec: gl.constexpr):
+    """The other ranks' partial results of a half tile, in the order of ranks."""
+    _, _, part_ring, ready, free = ring
+    others: gl.constexpr = spec.num_ranks - 1
+    for _other in range(others):
+        for part in gl.static_range(2):
+            slot = it % spec.stages
+            mbarrier.wait(ready.index(slot), (it // spec.stages) & 1)
+            if part == half:
+                acc += part_ring.index(slot).load(acc.type.layout).to(gl.float32)
+                cta_barrier()
+            mbarrier.arrive(free.index(slot), count=1)
+            it += 1
+    return acc, it
+
+
+@gluon.jit
 def hand_over(tiles_done, boxes, half: gl.constexpr):
-    """Tells the mover that all that this warp group has stored is written."""
-    _, outbox, sentbox = boxes
+    """Tells the counter that all that this warp group has stored is written."""
+    outbox, sentbox = boxes
     if tiles_done > 0:
         finish_stores()
         mbarrier.wait(sentbox.index(half), tiles_done & 1)
@@ -164,22 +180,37 @@ def hand_over(tiles_done, boxes, half: gl.constexpr):
 
 
 @gluon.jit
-def compute_tiles(out, home, column_blocks, k_tiles, chunk_rows, columns, rank, partials, ring,
-                  boxes, leaving, half: gl.constexpr, spec: gl.constexpr):  # fmt: skip
+def count_tiles(chunk_rows, columns, rank, lag, counts, boxes, spec: gl.constexpr):
+    """The counter's partition, of one warp, which spares the compute warps the release: a count for
+    each band that copy engines wait for.
+    """
+    outbox, sentbox = boxes
+    num_tiles = chunk_rows * columns * spec.num_ranks
+    bands = chunk_rows // spec.group
+    tiles_done = 0
+    for number in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        chunk, row, _ = place_tile(number, chunk_rows, columns, rank, lag, spec)
+        for half in gl.static_range(2):
+            mbarrier.wait(outbox.index(half), tiles_done & 1)
+            mbarrier.arrive(sentbox.index(half), count=1)
+        if (chunk != rank) | (spec.sends == "all"):
+            count_event(counts, chunk * bands + row // spec.group)
+        tiles_done += 1  # noqa: SIM113
+
+
+@gluon.jit
+def compute_tiles(out, home, k_tiles, chunk_rows, columns, rank, lag, ring, boxes, leaving,
+                  half: gl.constexpr, spec: gl.constexpr):  # fmt: skip
     """A warp group's partition: rows half * 64 to half * 64 + 63 of each tile."""
     tile_n: gl.constexpr = spec.tile_n
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tile_n, 16])
     num_tiles = chunk_rows * columns * spec.num_ranks
     slot_rows = chunk_rows * TILE_M
-    first = first_chunk(rank, spec)
     it = 0
     tiles_done = 0
-    own_done = 0
     acc = gl.zeros([HALF_M, tile_n], gl.float32, layout=layout)
     for number in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        chunk, row, column = place_tile(
-            number, chunk_rows, columns, first, spec.num_ranks, spec.group
-        )
+        chunk, row, column = place_tile(number, chunk_rows, columns, rank, lag, spec)
         top, left = row * TILE_M + half * HALF_M, column * tile_n
         below = chunk * slot_rows + top
         if spec.sends == "":
@@ -190,24 +221,13 @@ def compute_tiles(out, home, column_blocks, k_tiles, chunk_rows, columns, rank, 
             hand_over(tiles_done, boxes, half)
             tiles_done += 1
             acc, it = multiply(acc, it, early, k_tiles, ring, half, spec)
-            if chunk == rank:
-                mbarrier.wait(boxes[0].index(0), own_done & 1)
-                own_done += 1
-            partial = load_partial(
-                0, chunk == rank, partials, slot_rows, top, left, column_blocks, rank, layout, spec
-            )
         acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-        mbarrier.arrive(ring[3].index((it + spec.stages - 1) % spec.stages), count=1)
+        mbarrier.arrive(ring[4].index((it + spec.stages - 1) % spec.stages), count=1)
         if spec.sends == "":
             store_tile(acc, out, below, left, leaving)
         else:
-            acc += partial.to(gl.float32)
-            others: gl.constexpr = spec.num_ranks - 1
-            for other in range(1, others):
-                acc += load_partial(
-                    other, chunk == rank, partials, slot_rows, top, left, column_blocks, rank,
-                    layout, spec,
-                ).to(gl.float32)  # fmt: skip
+            if chunk == rank:
+                acc, it = add_partials(acc, it, ring, half, spec)
             if (chunk == rank) & (spec.sends == "scatter"):
                 store_tile(acc, out, top, left, leaving)
             else:
@@ -219,18 +239,17 @@ def compute_tiles(out, home, column_blocks, k_tiles, chunk_rows, columns, rank, 
 
 
 @gluon.jit(do_not_specialize=EXTENTS)
-def matmul_kernel(a, own, b, out, home, column_blocks, k_tiles, chunk_rows, columns, rank,
-                  arrivals, arrival_rows, partials, events, rooms, peers, epoch, stuck,
-                  spec: gl.constexpr):  # fmt: skip
-    """Extents: column_blocks N / 64, k_tiles, chunk_rows (of one rank) and columns in tiles.
+def matmul_kernel(a, own, b, out, home, partials, k_tiles, chunk_rows, columns, rank, lag,
+                  arrivals, arrival_rows, counts, epoch, stuck, spec: gl.constexpr):  # fmt: skip
+    """Extents: k_tiles, chunk_rows (of one rank) and columns in tiles. lag: as in place_band.
 
     a [M, K], own [M / num_ranks, K] (this rank's rows when it gathers), b [N, K], out (M rows, or
-    this rank's when it scatters), home [2 M, N] (this rank's room): descriptors of local memory.
-    partials: the same room as pointer. A room has first a slot of M / num_ranks rows of partial
-    results for each source rank, then M rows for results. arrivals: a word for arrival_rows rows of
-    A. events: this rank's words, for partial results [num_ranks, tiles of a rank, 2] and behind
-    them for results [tiles, 2]. rooms, peers: int64 [num_ranks], addresses of each rank's room and
-    events. stuck: as in wait_event. Event words are zeroed once, at the start of all.
+    this rank's when it scatters), home [2 M, N] (this rank's room), all in blocks of 64 columns,
+    and the same room as partials in those of tile_n: descriptors of local memory. A room has first
+    a slot of M / num_ranks rows of partial results for each source rank, then M rows of results.
+    arrivals, int32 [num_ranks, WORDS]: a word for arrival_rows rows of A of each rank, or for a
+    band of its partial results. counts, int32: a word for each band of results. stuck: as in
+    wait_event. All words are zeroed once, at the start of all.
     """
     stages: gl.constexpr = spec.stages
     a_ring = gl.allocate_shared_memory(gl.bfloat16, [2 * stages, HALF_M, TILE_K], a.layout)
@@ -238,17 +257,20 @@ def matmul_kernel(a, own, b, out, home, column_blocks, k_tiles, chunk_rows, colu
     leaving0 = gl.allocate_shared_memory(gl.bfloat16, [BUFFERS, HALF_M, HALF_M], out.layout)
     leaving1 = gl.allocate_shared_memory(gl.bfloat16, [BUFFERS, HALF_M, HALF_M], out.layout)
     ready, free = make_barriers(stages, 1), make_barriers(stages, 2)
-    boxes = (make_barriers(1, 1), make_barriers(2, 1), make_barriers(2, 1))
-    ring = (a_ring, b_ring, ready, free)
+    boxes = (make_barriers(2, 1), make_barriers(2, 1))
+    part_shape: gl.constexpr = (stages, HALF_M, spec.tile_n)
+    part_layout: gl.constexpr = partials.layout
+    part_ring = reinterpret(b_ring, gl.bfloat16, part_shape, part_layout)
+    ring = (a_ring, b_ring, part_ring, ready, free)
     if spec.sends == "":
         gl.warp_specialize(
             [
-                (compute_tiles, (out, home, column_blocks, k_tiles, chunk_rows, columns, rank,
-                                 partials, ring, boxes, leaving0, 0, spec)),
-                (compute_tiles, (out, home, column_blocks, k_tiles, chunk_rows, columns, rank,
-                                 partials, ring, boxes, leaving1, 1, spec)),
-                (load_tiles, (a, own, b, k_tiles, chunk_rows, columns, rank, arrivals,
-                              arrival_rows, epoch, stuck, ring, spec)),
+                (compute_tiles, (out, home, k_tiles, chunk_rows, columns, rank, lag, ring, boxes,
+                                 leaving0, 0, spec)),
+                (compute_tiles, (out, home, k_tiles, chunk_rows, columns, rank, lag, ring, boxes,
+                                 leaving1, 1, spec)),
+                (load_tiles, (a, own, b, partials, k_tiles, chunk_rows, columns, rank, lag,
+                              arrivals, arrival_rows, epoch, stuck, ring, spec)),
             ],
             [4, 1],
             [240, 24],
@@ -256,15 +278,14 @@ def matmul_kernel(a, own, b, out, home, column_blocks, k_tiles, chunk_rows, colu
     else:
         gl.warp_specialize(
             [
-                (compute_tiles, (out, home, column_blocks, k_tiles, chunk_rows, columns, rank,
-                                 partials, ring, boxes, leaving0, 0, spec)),
-                (compute_tiles, (out, home, column_blocks, k_tiles, chunk_rows, columns, rank,
-                                 partials, ring, boxes, leaving1, 1, spec)),
-                (move_tiles, (column_blocks, chunk_rows, columns, rank, partials, events, rooms,
-                              peers, epoch, stuck, boxes, spec)),
-                (load_tiles, (a, own, b, k_tiles, chunk_rows, columns, rank, arrivals,
-                              arrival_rows, epoch, stuck, ring, spec)),
+                (compute_tiles, (out, home, k_tiles, chunk_rows, columns, rank, lag, ring, boxes,
+                                 leaving0, 0, spec)),
+                (compute_tiles, (out, home, k_tiles, chunk_rows, columns, rank, lag, ring, boxes,
+                                 leaving1, 1, spec)),
+                (load_tiles, (a, own, b, partials, k_tiles, chunk_rows, columns, rank, lag,
+                              arrivals, arrival_rows, epoch, stuck, ring, spec)),
+                (count_tiles, (chunk_rows, columns, rank, lag, counts, boxes, spec)),
             ],
-            [4, 2, 1],
-            [224, 56, 56],
+            [4, 1, 1],
+            [232, 40, 40],
         )  # fmt: skip

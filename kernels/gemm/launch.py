@@ -28,13 +28,12 @@ class Peering:
 
     rank: int
     epoch: int
+    lag: int = 1
     own: Tensor | None = None
     arrivals: Tensor
     arrival_rows: int = TILE_M.value
     home: Tensor | None = None
-    events: Tensor
-    rooms: Tensor
-    peers: Tensor
+    counts: Tensor
 
 
 def aligned(x: Tensor) -> Tensor:
@@ -69,8 +68,8 @@ def _unused_words(index: int) -> Tensor:
     return torch.zeros(4, dtype=torch.int32, device=f"cuda:{index}")
 
 
-def _blocks(x: Tensor, rows: int) -> TensorDescriptor:
-    return TensorDescriptor.from_tensor(x, [rows, HALF_M.value], SHARED)
+def _blocks(x: Tensor, rows: int, columns: int = HALF_M.value) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(x, [rows, columns], SHARED)
 
 
 def launch_matmul(
@@ -84,18 +83,12 @@ def launch_matmul(
     """Starts the kernel on the current stream.
 
     a [M, K], b [N, K], out [M, N] or this rank's rows of it; stuck: int32 [3], zeros, in a debug
-    build. With peers M / num_ranks is a multiple of 128 and, where it sends, N of 64.
+    build. With peers M / num_ranks is a multiple of 128 and, where it sends, spec.group a
+    divisor of a rank's rows of tiles.
     """
     index = a.device.index
     words = _unused_words(index)
-    with_peers = peering or Peering(
-        rank=0,
-        epoch=0,
-        arrivals=words,
-        events=words,
-        rooms=words.view(torch.int64),
-        peers=words.view(torch.int64),
-    )
+    with_peers = peering or Peering(rank=0, epoch=0, arrivals=words, counts=words)
     home = out if with_peers.home is None else with_peers.home
     a_blocks = _blocks(a, HALF_M.value)
     own = a_blocks if with_peers.own is None else _blocks(with_peers.own, HALF_M.value)
@@ -109,17 +102,15 @@ def launch_matmul(
         _blocks(b, spec.tile_n),
         _blocks(out, HALF_M.value),
         _blocks(home, HALF_M.value),
-        columns // HALF_M.value,
+        _blocks(home, HALF_M.value, spec.tile_n),
         -(-a.shape[1] // TILE_K.value),
         chunk_rows,
         tile_columns,
         with_peers.rank,
+        with_peers.lag,
         with_peers.arrivals,
         with_peers.arrival_rows,
-        home,
-        with_peers.events,
-        with_peers.rooms,
-        with_peers.peers,
+        with_peers.counts,
         with_peers.epoch,
         words if stuck is None else stuck,
         spec=spec,

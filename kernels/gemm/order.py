@@ -1,9 +1,11 @@
 """In which order the programs of a matmul take the tiles of the result.
 
 In: a tile's number, extents in tiles. Out: `place_tile`. Rows of the result come in one chunk a
-rank; chunks follow each other as a ring from `first`, so that rows that have yet to arrive, or
-tiles that stay at home, come last. In a chunk, `group` rows of tiles are crossed together, so that
-what runs at one time reads few rows and columns, which stay in the L2. Next: kernel.py.
+rank, a chunk in bands of `group` rows of tiles, which are crossed together, so that what runs at
+one time reads few rows and columns, which stay in the L2. A kernel that gathers takes the chunks as
+a ring that begins with this rank's, which is there already. One that sends takes the bands of other
+ranks first, since these still have to travel, and its own when their partial results should have
+come. Next: kernel.py.
 """
 
 # Kernels' arguments have no Python types.
@@ -15,7 +17,7 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.jit
-def place_tile(number, chunk_rows, columns, first, chunks: gl.constexpr, group: gl.constexpr):
+def place_gathered(number, chunk_rows, columns, first, chunks: gl.constexpr, group: gl.constexpr):
     """(chunk, row of tiles in it, column of tiles) of a tile; chunk_rows, columns: in tiles."""
     in_chunk = chunk_rows * columns
     chunk = (first + number // in_chunk) % chunks
@@ -27,9 +29,37 @@ def place_tile(number, chunk_rows, columns, first, chunks: gl.constexpr, group: 
 
 
 @gluon.jit
-def first_chunk(rank, spec: gl.constexpr):
-    """This rank's rows come first when it gathers, last when it sends."""
-    if spec.sends == "":
-        return rank
+def place_band(turn, bands, rank, lag, chunks: gl.constexpr):
+    """(chunk, band in it) of a turn, of `bands` in each chunk: one band of each other rank in
+    turn, and this rank's band of `lag` rounds before, 1 <= lag <= bands.
+    """
+    others = chunks - 1
+    late = turn - lag * others
+    if late < 0:
+        step = turn % others + 1
+        band = turn // others
+    elif late < (bands - lag) * chunks:
+        step = late % chunks
+        band = late // chunks + lag * min(step, 1)
     else:
-        return rank + 1
+        step = 0
+        band = late - (bands - lag) * others
+    return (rank + step) % chunks, band
+
+
+@gluon.jit
+def place_sent(number, chunk_rows, columns, rank, lag, chunks: gl.constexpr, group: gl.constexpr):
+    """As place_gathered, where group divides chunk_rows."""
+    in_band = group * columns
+    chunk, band = place_band(number // in_band, chunk_rows // group, rank, lag, chunks)
+    number = number % in_band
+    return chunk, band * group + number % group, number // group
+
+
+@gluon.jit
+def place_tile(number, chunk_rows, columns, rank, lag, spec: gl.constexpr):
+    """(chunk, row of tiles in it, column of tiles) of a tile of a kernel."""
+    if spec.sends == "":
+        return place_gathered(number, chunk_rows, columns, rank, spec.num_ranks, spec.group)
+    else:
+        return place_sent(number, chunk_rows, columns, rank, lag, spec.num_ranks, spec.group)

@@ -1,18 +1,23 @@
-"""Matmuls with their collective beside them: each launches one kernel, peers' rows come and go
-while it runs.
+"""Matmuls with their collective beside them: each launches one kernel, and copy engines bring and
+take rows while it runs.
 
 In: bf16 operands, a Workspace. Out: results of this rank. A gather pushes this rank's rows into the
-peers' rooms by copy engines, on a stream of its own, each copy followed by its event word; the
-kernel stores partial results and sums into the peers' rooms itself. Next: kernel.py.
+peers' rooms, each copy followed by its event word. A sending kernel counts the tiles of each band
+of rows that it has stored; copies, queued behind waits for these counts, push the band into the
+rooms of those who want it, followed by an event word. Next: kernel.py.
 """
+
+from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import _SymmetricMemory
 
 from distmega.errors import HangError
-from distmega.kernels.gemm.choices import Extents, Tiles, event_rows
+from distmega.kernels.gemm.choices import TILE_ROWS, Extents, Tiles, band_rows, event_rows
+from distmega.kernels.gemm.driver import copy_bytes, wait_word, write_word
 from distmega.kernels.gemm.launch import Peering, launch_matmul
+from distmega.kernels.gemm.order import place_band
 from distmega.kernels.gemm.spec import MatmulSpec
 from distmega.kernels.gemm.workspace import Workspace
 
@@ -40,19 +45,17 @@ def gather_rows(own: Tensor, workspace: Workspace, rows: int) -> None:
     """Starts the copies of own [M / num_ranks, K] into all peers' rooms, `rows` at a time, the
     nearest neighbour of the ring first, as its kernel asks for them.
     """
-    count = own.shape[0]
-    shape = (count * workspace.num_ranks, own.shape[1])
-    first = workspace.rank * count
-    workspace.stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(workspace.stream):
-        for step in range(1, workspace.num_ranks):
-            peer = (workspace.rank - step) % workspace.num_ranks
-            room = workspace.room(peer, shape, own.dtype)
-            words = workspace.arrivals(peer)
-            for start in range(0, count, rows):
-                room[first + start : first + start + rows].copy_(own[start : start + rows])
-                word = (first + start) // rows
-                _SymmetricMemory.stream_write_value32(words, word, workspace.epoch)
+    stream, rank = workspace.stream, workspace.rank
+    num_bytes = rows * own.shape[1] * own.element_size()
+    first = rank * own.numel() * own.element_size()
+    stream.wait_stream(torch.cuda.current_stream())
+    for step in range(1, workspace.num_ranks):
+        peer = (rank - step) % workspace.num_ranks
+        room = workspace.room_address(peer) + first
+        for word in range(own.shape[0] // rows):
+            start = word * num_bytes
+            copy_bytes(room + start, own.data_ptr() + start, num_bytes, stream)
+            write_word(workspace.arrival_address(peer, rank, word), workspace.epoch, stream)
 
 
 def all_gather_matmul(
@@ -67,6 +70,8 @@ def all_gather_matmul(
         num_ranks=workspace.num_ranks,
     )
     rows = event_rows(extents)
+    own = own.contiguous()
+    room = workspace.room((extents.rows, extents.depth), own.dtype)
     gather_rows(own, workspace, rows)
     out = torch.empty(extents.rows, extents.columns, dtype=own.dtype, device=own.device)
     stuck = Stuck(own.device, debug)
@@ -74,13 +79,10 @@ def all_gather_matmul(
         rank=workspace.rank,
         epoch=workspace.epoch,
         own=own,
-        arrivals=workspace.arrivals(workspace.rank).view(torch.int32),
+        arrivals=workspace.arrivals,
         arrival_rows=rows,
-        events=workspace.events(workspace.rank),
-        rooms=workspace.rooms,
-        peers=workspace.peers,
+        counts=workspace.counts,
     )
-    room = workspace.room(workspace.rank, (extents.rows, extents.depth), own.dtype)
     spec = _spec(tiles, workspace, gathers=True, debug=debug)
     launch_matmul(room, b, out, spec, peering, stuck.words)
     torch.cuda.current_stream().wait_stream(workspace.stream)
@@ -89,22 +91,59 @@ def all_gather_matmul(
 
 
 def matmul_reduce_scatter(
-    a: Tensor, b: Tensor, workspace: Workspace, tiles: Tiles, *, debug: bool = False
+    a: Tensor, b: Tensor, workspace: Workspace, tiles: Tiles, *, lag: int = 0, debug: bool = False
 ) -> Tensor:
-    """This rank's rows [M / num_ranks, N] of the sum over ranks of A B^T; a [M, K], b [N, K]."""
+    """This rank's rows [M / num_ranks, N] of the sum over ranks of A B^T; a [M, K], b [N, K].
+
+    lag: by how many bands a rank's own ones come later than the others', all if 0.
+    """
     out = torch.empty(a.shape[0] // workspace.num_ranks, b.shape[0], dtype=a.dtype, device=a.device)
-    _send(a, b, out, workspace, tiles, "scatter", debug)
+    _send(a, b, out, workspace, tiles, "scatter", lag, debug)
     return out
 
 
 def matmul_all_reduce(
-    a: Tensor, b: Tensor, workspace: Workspace, tiles: Tiles, *, debug: bool = False
+    a: Tensor, b: Tensor, workspace: Workspace, tiles: Tiles, *, lag: int = 0, debug: bool = False
 ) -> Tensor:
     """The sum over ranks of A B^T, [M, N], the same bits on all ranks; a [M, K], b [N, K].
 
-    The result lies in the workspace, until the second call after this one.
+    lag: as matmul_reduce_scatter. The result lies in the workspace, until the second call after
+    this one.
     """
-    return _send(a, b, None, workspace, tiles, "all", debug)
+    return _send(a, b, None, workspace, tiles, "all", lag, debug)
+
+
+def send_rows(home: Tensor, workspace: Workspace, spec: MatmulSpec, lag: int) -> None:
+    """Queues the copies that follow a sending kernel, in its order of bands; home: its room."""
+    stream, rank, epoch = workspace.stream, workspace.rank, workspace.epoch
+    rows = home.shape[0] // 2
+    bands = rows // (workspace.num_ranks * TILE_ROWS * spec.group)
+    row_bytes = home.shape[1] * home.element_size()
+    band_bytes = spec.group * TILE_ROWS * row_bytes
+    tiles = spec.group * -(-home.shape[1] // spec.tile_n)
+    for chunk, band in turns(bands, rank, lag, workspace.num_ranks):
+        if chunk == rank and spec.sends == "scatter":
+            continue
+        place = chunk * bands + band
+        wait_word(workspace.count_address(place), workspace.expect_count(place, tiles), stream)
+        lies = rows * row_bytes + place * band_bytes
+        source = workspace.room_address(rank) + lies
+        if chunk != rank:
+            target = workspace.room_address(chunk) + (rank * bands + band) * band_bytes
+            copy_bytes(target, source, band_bytes, stream)
+            write_word(workspace.arrival_address(chunk, rank, band), epoch, stream)
+            continue
+        for step in range(1, workspace.num_ranks):
+            peer = (rank + step) % workspace.num_ranks
+            copy_bytes(workspace.room_address(peer) + lies, source, band_bytes, stream)
+            if band == bands - 1:
+                write_word(workspace.arrival_address(peer, rank, bands), epoch, stream)
+
+
+def turns(bands: int, rank: int, lag: int, num_ranks: int) -> Iterator[tuple[int, int]]:
+    """(chunk, band) of all turns of a sending kernel."""
+    for turn in range(bands * num_ranks):
+        yield place_band.fn(turn, bands, rank, lag, num_ranks)
 
 
 def _send(
@@ -114,25 +153,37 @@ def _send(
     workspace: Workspace,
     tiles: Tiles,
     sends: str,
+    lag: int,
     debug: bool,
 ) -> Tensor:
     workspace.epoch += 1
     rows, columns = a.shape[0], b.shape[0]
-    home = workspace.room(workspace.rank, (2 * rows, columns), a.dtype)
+    home = workspace.room((2 * rows, columns), a.dtype)
     result = home[rows:] if out is None else out
+    chunk_rows = rows // (workspace.num_ranks * TILE_ROWS)
+    tiles = replace(tiles, group=band_rows(chunk_rows, tiles.group))
     spec = _spec(tiles, workspace, sends=sends, debug=debug)
+    bands = chunk_rows // tiles.group
+    lag = lag or bands
     stuck = Stuck(a.device, debug)
     peering = Peering(
         rank=workspace.rank,
         epoch=workspace.epoch,
-        arrivals=workspace.arrivals(workspace.rank).view(torch.int32),
+        lag=lag,
+        arrivals=workspace.arrivals,
         home=home,
-        events=workspace.events(workspace.rank),
-        rooms=workspace.rooms,
-        peers=workspace.peers,
+        counts=workspace.counts,
     )
     launch_matmul(a, b, result, spec, peering, stuck.words)
+    send_rows(home, workspace, spec, lag)
     stuck.check(workspace)
+    stream = torch.cuda.current_stream()
+    stream.wait_stream(workspace.stream)
+    if sends == "all":
+        for source in range(workspace.num_ranks):
+            if source != workspace.rank:
+                word = workspace.arrival_address(workspace.rank, source, bands)
+                wait_word(word, workspace.epoch, stream)
     return result
 
 

@@ -10,6 +10,8 @@ HALF_M = gl.constexpr(64)
 TILE_K = gl.constexpr(64)
 EARLY = gl.constexpr(2)
 """Steps along K after which the stores of the tile before are taken to be written."""
+WORDS = gl.constexpr(2**15)
+"""Event words that each source rank has for itself on every rank."""
 BUFFERS = gl.constexpr(2)
 """Blocks of a warp group's result that may wait to leave."""
 
@@ -19,10 +21,10 @@ class MatmulSpec:
     """What the kernel is specialised for.
 
     tile_n: columns of a tile, 128 or 256. stages: slots of the ring. group: rows of tiles crossed
-    together. num_ranks: chunks of rows, 1 without peers. gathers: rows of A but this rank's arrive
-    while the kernel runs. sends: "" for a local result; "scatter": the rows of another rank go to
-    it, those of this rank are summed over ranks; "all": these sums go to all ranks. debug: waits
-    are bounded.
+    together, a divisor of a rank's rows of tiles if it sends. num_ranks: chunks of rows, 1 without
+    peers. gathers: rows of A but this rank's arrive while the kernel runs. sends: "" for a local
+    result; "scatter": the rows of another rank go to it, those of this rank are summed over ranks;
+    "all": these sums go to all ranks. debug: waits are bounded.
     """
 
     tile_n: int

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from distmega.errors import RequestError
 from distmega.hostir.nccl import NcclCommunicator
+from distmega.kernels.gemm.spec import WORDS
 from distmega.kernels.symmetric import open_symmetric
 
-NUM_WORDS = 2**18
-"""Event words of each kind."""
+NUM_COUNTS = 2**15
+"""Words that a kernel counts stored tiles in."""
 WORD_BYTES = 4
 ALIGNMENT_BYTES = 256
 
@@ -24,6 +25,8 @@ ALIGNMENT_BYTES = 256
 class Workspace:
     """Two rooms of `room_bytes` in every rank's memory. All ranks make it together and use it in
     the same order, each on one stream at a time.
+
+    stream: for copies to peers. counts: int32 [NUM_COUNTS] of this rank, counted up by kernels.
     """
 
     def __init__(self, comm: NcclCommunicator, axis: str, room_bytes: int) -> None:
@@ -31,15 +34,15 @@ class Workspace:
         self.room_bytes = -(-room_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         self.epoch = 0
         self._at_words = 2 * self.room_bytes
-        num_bytes = self._at_words + 2 * NUM_WORDS * WORD_BYTES
-        self._memory = open_symmetric(comm, axis, num_bytes)
+        size = comm.mesh.size(axis)
+        self._memory = open_symmetric(comm, axis, self._at_words + size * WORDS.value * WORD_BYTES)
         self.rank, self.num_ranks = self._memory.place, self._memory.num_ranks
         self.stream = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
-        starts = (0, self.room_bytes, self._at_words)
-        *self._rooms, self.peers = (self._addresses(start) for start in starts)
+        self.counts = torch.zeros(NUM_COUNTS, dtype=torch.int32, device=self._memory.local.device)
+        self._totals = [0] * NUM_COUNTS
 
-    def room(self, rank: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """The current call's room in the memory of a rank. RequestError if it is too small."""
+    def room(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """The current call's room in this rank's memory. RequestError if it is too small."""
         num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes > self.room_bytes:
             raise RequestError(
@@ -47,28 +50,32 @@ class Workspace:
                 expected="room for the whole gathered tensor, or twice that of the result",
                 remedy="make a larger Workspace",
             )
-        return self._memory.tensor(rank, shape, dtype, (self.epoch & 1) * self.room_bytes)
+        offset = (self.epoch & 1) * self.room_bytes
+        return self._memory.tensor(self.rank, shape, dtype, offset)
+
+    def room_address(self, rank: int) -> int:
+        """Of the current call's room in the memory of a rank."""
+        return self._memory.pointers[rank] + (self.epoch & 1) * self.room_bytes
 
     @property
-    def rooms(self) -> Tensor:
-        """Addresses of all ranks' rooms of the current call, int64 [num_ranks]."""
-        return self._rooms[self.epoch & 1]
+    def arrivals(self) -> Tensor:
+        """Words of this rank that peers' copy engines write, int32 [num_ranks, WORDS]."""
+        shape = (self.num_ranks, WORDS.value)
+        return self._memory.tensor(self.rank, shape, torch.int32, self._at_words)
 
-    def events(self, rank: int) -> Tensor:
-        """Words of a rank that kernels write; `peers` has their addresses, int64 [num_ranks]."""
-        return self._words(rank, 0)
+    def arrival_address(self, rank: int, source: int, word: int) -> int:
+        """Of a word in the memory of `rank` that only rank `source` writes."""
+        place = source * WORDS.value + word
+        return int(self._memory.pointers[rank]) + self._at_words + place * WORD_BYTES
 
-    def arrivals(self, rank: int) -> Tensor:
-        """Words of a rank that a stream writes behind its copies, uint32."""
-        return self._words(rank, NUM_WORDS).view(torch.uint32)
+    def count_address(self, index: int) -> int:
+        """Of a word of `counts`."""
+        return self.counts.data_ptr() + index * WORD_BYTES
 
-    def _words(self, rank: int, first: int) -> Tensor:
-        start = self._at_words + first * WORD_BYTES
-        return self._memory.tensor(rank, (NUM_WORDS,), torch.int32, start)
-
-    def _addresses(self, start: int) -> Tensor:
-        addresses = [pointer + start for pointer in self._memory.pointers]
-        return torch.tensor(addresses, dtype=torch.int64, device=self._memory.local.device)
+    def expect_count(self, index: int, number: int) -> int:
+        """What a word of `counts` holds when this call has added `number` to it."""
+        self._totals[index] += number
+        return self._totals[index]
 
 
 _workspaces: dict[tuple[NcclCommunicator, str], Workspace] = {}

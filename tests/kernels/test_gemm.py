@@ -3,6 +3,7 @@ machine without a GPU.
 """
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from distmega.kernels import matmul
 from distmega.kernels.gemm.choices import (
     H200,
     Extents,
+    band_rows,
     best_tiles,
     can_overlap,
     choose_overlap,
@@ -33,7 +35,7 @@ def test_every_tile_has_its_turn_once(rows, columns, ranks, data):
     first = data.draw(st.integers(0, ranks))
     group = data.draw(st.sampled_from([1, 4, 8]))
     tiles = [
-        order.place_tile.fn(number, rows, columns, first, ranks, group)
+        order.place_gathered.fn(number, rows, columns, first, ranks, group)
         for number in range(rows * columns * ranks)
     ]
     assert len(set(tiles)) == len(tiles)
@@ -42,8 +44,38 @@ def test_every_tile_has_its_turn_once(rows, columns, ranks, data):
     assert chunks == [(first + i) % ranks for i in range(ranks)]
 
 
+@given(
+    bands=st.integers(1, 8), columns=SIZES, group=st.sampled_from([1, 2, 4]), data=st.data(),
+    ranks=st.sampled_from([2, 3, 4, 8]),
+)  # fmt: skip
+def test_what_is_sent_goes_first_and_own_bands_follow_in_step(bands, columns, group, ranks, data):
+    rank = data.draw(st.integers(0, ranks - 1))
+    lag = data.draw(st.integers(1, bands))
+    rows = bands * group
+    with patch.object(order, "place_band", order.place_band.fn):
+        tiles = [
+            order.place_sent.fn(number, rows, columns, rank, lag, ranks, group)
+            for number in range(rows * columns * ranks)
+        ]
+    assert sorted(tiles) == [
+        (c, r, n) for c in range(ranks) for r in range(rows) for n in range(columns)
+    ]
+    turns = list(dict.fromkeys((chunk, row // group) for chunk, row, _ in tiles))
+    assert len(turns) == bands * ranks, "a band's tiles follow each other"
+    assert turns == [order.place_band.fn(i, bands, rank, lag, ranks) for i in range(len(turns))]
+    for chunk in range(ranks):
+        assert [band for c, band in turns if c == chunk] == list(range(bands))
+    for band in range(bands):
+        others = [turns.index((c, band + lag - 1)) for c in range(ranks)
+                  if c != rank and band + lag <= bands]  # fmt: skip
+        assert all(turns.index((rank, band)) > other for other in others)
+    assert [chunk for chunk, _ in turns[: ranks - 1]] == [
+        (rank + step) % ranks for step in range(1, ranks)
+    ]
+
+
 def test_what_runs_at_one_time_reads_few_rows_and_columns():
-    tiles = [order.place_tile.fn(number, 64, 56, 0, 1, 8) for number in range(132)]
+    tiles = [order.place_gathered.fn(number, 64, 56, 0, 1, 8) for number in range(132)]
     assert len({row for _, row, _ in tiles}) == 8
     assert len({column for _, _, column in tiles}) == 17
 
@@ -100,6 +132,14 @@ def test_copies_are_whole_tiles_and_divide_a_ranks_rows(tiles, num_ranks):
     assert rows % 128 == 0
     assert 128 * tiles % rows == 0
     assert rows >= min(1024, 128 * tiles)
+
+
+@given(chunk_rows=st.integers(1, 200), most=st.integers(1, 16))
+def test_bands_divide_a_ranks_rows(chunk_rows, most):
+    rows = band_rows(chunk_rows, most)
+    assert 1 <= rows <= most
+    assert chunk_rows % rows == 0
+    assert all(chunk_rows % more for more in range(rows + 1, min(most, chunk_rows) + 1))
 
 
 def test_a_product_on_the_cpu():
