@@ -47,7 +47,9 @@ def matmul(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
     result = torch.empty(a.shape[0], b.shape[0], dtype=a.dtype, device=a.device)
     result = result if out is None else out
     with torch.cuda.device(a.device):
-        launch.launch_matmul(launch.aligned(a), launch.aligned(b), result, launch.plain_spec(tiles))
+        launch.launch_matmul(
+            launch.aligned(a), launch.aligned(b), result, launch.plain_spec(tiles), tiles.group
+        )
     return result
 
 

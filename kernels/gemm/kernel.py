@@ -31,7 +31,7 @@ from distmega.kernels.gluon_compat import (
 )
 
 EXTENTS = (
-    "k_tiles", "chunk_rows", "columns", "rank", "lag", "arrival_rows", "epoch",
+    "k_tiles", "chunk_rows", "columns", "rank", "group", "lag", "arrival_rows", "epoch",
 )  # fmt: skip
 """Arguments that one compiled kernel takes at any value."""
 
@@ -47,15 +47,16 @@ def make_barriers(number: gl.constexpr, arrivals: gl.constexpr):
 
 
 @gluon.jit
-def load_partials(partials, it, row, left, chunk_rows, rank, arrivals, epoch, stuck, ring,
+def load_partials(partials, it, row, left, grid, arrivals, epoch, stuck, ring,
                   spec: gl.constexpr):  # fmt: skip
     """Other ranks' partial results of a tile, each in two slots of the ring, a half in each."""
+    chunk_rows, _, rank, group, _ = grid
     _, _, part_ring, ready, free = ring
     part_bytes: gl.constexpr = 2 * HALF_M * spec.tile_n
     others: gl.constexpr = spec.num_ranks - 1
     for other in range(others):
         source = other + (other >= rank).to(gl.int32)
-        wait_event(arrivals, source * WORDS + row // spec.group, epoch, stuck, spec.debug)
+        wait_event(arrivals, source * WORDS + row // group, epoch, stuck, spec.debug)
         before_tma_reads()
         for half in gl.static_range(2):
             slot = it % spec.stages
@@ -69,15 +70,16 @@ def load_partials(partials, it, row, left, chunk_rows, rank, arrivals, epoch, st
 
 
 @gluon.jit
-def load_tiles(a, own, b, partials, k_tiles, chunk_rows, columns, rank, lag, arrivals, arrival_rows,
-               epoch, stuck, ring, spec: gl.constexpr):  # fmt: skip
+def load_tiles(a, own, b, partials, k_tiles, grid, arrivals, arrival_rows, epoch, stuck, ring,
+               spec: gl.constexpr):  # fmt: skip
     """The loader's partition, of one warp."""
+    chunk_rows, columns, rank, _, _ = grid
     a_ring, b_ring, _, ready, free = ring
     num_tiles = chunk_rows * columns * spec.num_ranks
     slice_bytes: gl.constexpr = 2 * TILE_K * (TILE_M + spec.tile_n)
     it = 0
     for number in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        chunk, row, column = place_tile(number, chunk_rows, columns, rank, lag, spec)
+        chunk, row, column = place_tile(number, grid, spec)
         top = row * TILE_M
         is_own = chunk == rank
         if spec.gathers and not is_own:
@@ -104,8 +106,8 @@ def load_tiles(a, own, b, partials, k_tiles, chunk_rows, columns, rank, lag, arr
             tma_load(b, [column * spec.tile_n, left], bar, b_ring.index(slot))
             it += 1
         if spec.sends != "" and is_own:
-            it = load_partials(partials, it, row, column * spec.tile_n, chunk_rows, rank, arrivals,
-                               epoch, stuck, ring, spec)  # fmt: skip
+            it = load_partials(partials, it, row, column * spec.tile_n, grid, arrivals, epoch,
+                               stuck, ring, spec)  # fmt: skip
 
 
 @gluon.jit
@@ -180,28 +182,30 @@ def hand_over(tiles_done, boxes, half: gl.constexpr):
 
 
 @gluon.jit
-def count_tiles(chunk_rows, columns, rank, lag, counts, boxes, spec: gl.constexpr):
+def count_tiles(grid, counts, boxes, spec: gl.constexpr):
     """The counter's partition, of one warp, which spares the compute warps the release: a count for
     each band that copy engines wait for.
     """
     outbox, sentbox = boxes
+    chunk_rows, columns, rank, group, _ = grid
     num_tiles = chunk_rows * columns * spec.num_ranks
-    bands = chunk_rows // spec.group
+    bands = chunk_rows // group
     tiles_done = 0
     for number in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        chunk, row, _ = place_tile(number, chunk_rows, columns, rank, lag, spec)
+        chunk, row, _ = place_tile(number, grid, spec)
         for half in gl.static_range(2):
             mbarrier.wait(outbox.index(half), tiles_done & 1)
             mbarrier.arrive(sentbox.index(half), count=1)
         if (chunk != rank) | (spec.sends == "all"):
-            count_event(counts, chunk * bands + row // spec.group)
+            count_event(counts, chunk * bands + row // group)
         tiles_done += 1  # noqa: SIM113
 
 
 @gluon.jit
-def compute_tiles(out, home, k_tiles, chunk_rows, columns, rank, lag, ring, boxes, leaving,
-                  half: gl.constexpr, spec: gl.constexpr):  # fmt: skip
+def compute_tiles(out, home, k_tiles, grid, ring, boxes, leaving, half: gl.constexpr,
+                  spec: gl.constexpr):  # fmt: skip
     """A warp group's partition: rows half * 64 to half * 64 + 63 of each tile."""
+    chunk_rows, columns, rank, _, _ = grid
     tile_n: gl.constexpr = spec.tile_n
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tile_n, 16])
     num_tiles = chunk_rows * columns * spec.num_ranks
@@ -210,7 +214,7 @@ def compute_tiles(out, home, k_tiles, chunk_rows, columns, rank, lag, ring, boxe
     tiles_done = 0
     acc = gl.zeros([HALF_M, tile_n], gl.float32, layout=layout)
     for number in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        chunk, row, column = place_tile(number, chunk_rows, columns, rank, lag, spec)
+        chunk, row, column = place_tile(number, grid, spec)
         top, left = row * TILE_M + half * HALF_M, column * tile_n
         below = chunk * slot_rows + top
         if spec.sends == "":
@@ -239,9 +243,9 @@ def compute_tiles(out, home, k_tiles, chunk_rows, columns, rank, lag, ring, boxe
 
 
 @gluon.jit(do_not_specialize=EXTENTS)
-def matmul_kernel(a, own, b, out, home, partials, k_tiles, chunk_rows, columns, rank, lag,
+def matmul_kernel(a, own, b, out, home, partials, k_tiles, chunk_rows, columns, rank, group, lag,
                   arrivals, arrival_rows, counts, epoch, stuck, spec: gl.constexpr):  # fmt: skip
-    """Extents: k_tiles, chunk_rows (of one rank) and columns in tiles. lag: as in place_band.
+    """Extents: k_tiles, chunk_rows (of one rank), columns, group in tiles. lag: see place_band.
 
     a [M, K], own [M / num_ranks, K] (this rank's rows when it gathers), b [N, K], out (M rows, or
     this rank's when it scatters), home [2 M, N] (this rank's room), all in blocks of 64 columns,
@@ -262,15 +266,14 @@ def matmul_kernel(a, own, b, out, home, partials, k_tiles, chunk_rows, columns, 
     part_layout: gl.constexpr = partials.layout
     part_ring = reinterpret(b_ring, gl.bfloat16, part_shape, part_layout)
     ring = (a_ring, b_ring, part_ring, ready, free)
+    grid = (chunk_rows, columns, rank, group, lag)
     if spec.sends == "":
         gl.warp_specialize(
             [
-                (compute_tiles, (out, home, k_tiles, chunk_rows, columns, rank, lag, ring, boxes,
-                                 leaving0, 0, spec)),
-                (compute_tiles, (out, home, k_tiles, chunk_rows, columns, rank, lag, ring, boxes,
-                                 leaving1, 1, spec)),
-                (load_tiles, (a, own, b, partials, k_tiles, chunk_rows, columns, rank, lag,
-                              arrivals, arrival_rows, epoch, stuck, ring, spec)),
+                (compute_tiles, (out, home, k_tiles, grid, ring, boxes, leaving0, 0, spec)),
+                (compute_tiles, (out, home, k_tiles, grid, ring, boxes, leaving1, 1, spec)),
+                (load_tiles, (a, own, b, partials, k_tiles, grid, arrivals, arrival_rows, epoch,
+                              stuck, ring, spec)),
             ],
             [4, 1],
             [240, 24],
@@ -278,13 +281,11 @@ def matmul_kernel(a, own, b, out, home, partials, k_tiles, chunk_rows, columns, 
     else:
         gl.warp_specialize(
             [
-                (compute_tiles, (out, home, k_tiles, chunk_rows, columns, rank, lag, ring, boxes,
-                                 leaving0, 0, spec)),
-                (compute_tiles, (out, home, k_tiles, chunk_rows, columns, rank, lag, ring, boxes,
-                                 leaving1, 1, spec)),
-                (load_tiles, (a, own, b, partials, k_tiles, chunk_rows, columns, rank, lag,
-                              arrivals, arrival_rows, epoch, stuck, ring, spec)),
-                (count_tiles, (chunk_rows, columns, rank, lag, counts, boxes, spec)),
+                (compute_tiles, (out, home, k_tiles, grid, ring, boxes, leaving0, 0, spec)),
+                (compute_tiles, (out, home, k_tiles, grid, ring, boxes, leaving1, 1, spec)),
+                (load_tiles, (a, own, b, partials, k_tiles, grid, arrivals, arrival_rows, epoch,
+                              stuck, ring, spec)),
+                (count_tiles, (grid, counts, boxes, spec)),
             ],
             [4, 1, 1],
             [232, 40, 40],

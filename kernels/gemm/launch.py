@@ -48,7 +48,7 @@ def can_store(x: Tensor) -> bool:
 
 def plain_spec(tiles: Tiles) -> MatmulSpec:
     """The kernel without peers."""
-    return MatmulSpec(tile_n=tiles.tile_n, stages=tiles.stages, group=tiles.group)
+    return MatmulSpec(tile_n=tiles.tile_n, stages=tiles.stages)
 
 
 @cache
@@ -77,14 +77,15 @@ def launch_matmul(
     b: Tensor,
     out: Tensor,
     spec: MatmulSpec,
+    group: int,
     peering: Peering | None = None,
     stuck: Tensor | None = None,
 ) -> None:
     """Starts the kernel on the current stream.
 
-    a [M, K], b [N, K], out [M, N] or this rank's rows of it; stuck: int32 [3], zeros, in a debug
-    build. With peers M / num_ranks is a multiple of 128 and, where it sends, spec.group a
-    divisor of a rank's rows of tiles.
+    a [M, K], b [N, K], out [M, N] or this rank's rows of it; group: rows of tiles crossed
+    together; stuck: int32 [3], zeros, in a debug build. With peers M / num_ranks is a multiple of
+    128 and, where it sends, group a divisor of a rank's rows of tiles.
     """
     index = a.device.index
     words = _unused_words(index)
@@ -107,6 +108,7 @@ def launch_matmul(
         chunk_rows,
         tile_columns,
         with_peers.rank,
+        group,
         with_peers.lag,
         with_peers.arrivals,
         with_peers.arrival_rows,

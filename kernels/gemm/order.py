@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.jit
-def place_gathered(number, chunk_rows, columns, first, chunks: gl.constexpr, group: gl.constexpr):
+def place_gathered(number, chunk_rows, columns, first, group, chunks: gl.constexpr):
     """(chunk, row of tiles in it, column of tiles) of a tile; chunk_rows, columns: in tiles."""
     in_chunk = chunk_rows * columns
     chunk = (first + number // in_chunk) % chunks
@@ -48,7 +48,7 @@ def place_band(turn, bands, rank, lag, chunks: gl.constexpr):
 
 
 @gluon.jit
-def place_sent(number, chunk_rows, columns, rank, lag, chunks: gl.constexpr, group: gl.constexpr):
+def place_sent(number, chunk_rows, columns, rank, lag, group, chunks: gl.constexpr):
     """As place_gathered, where group divides chunk_rows."""
     in_band = group * columns
     chunk, band = place_band(number // in_band, chunk_rows // group, rank, lag, chunks)
@@ -57,9 +57,12 @@ def place_sent(number, chunk_rows, columns, rank, lag, chunks: gl.constexpr, gro
 
 
 @gluon.jit
-def place_tile(number, chunk_rows, columns, rank, lag, spec: gl.constexpr):
-    """(chunk, row of tiles in it, column of tiles) of a tile of a kernel."""
+def place_tile(number, grid, spec: gl.constexpr):
+    """(chunk, row of tiles in it, column of tiles) of a tile of a kernel; grid: (chunk_rows,
+    columns, rank, group, lag), lag only used if it sends.
+    """
+    chunk_rows, columns, rank, group, lag = grid
     if spec.sends == "":
-        return place_gathered(number, chunk_rows, columns, rank, spec.num_ranks, spec.group)
+        return place_gathered(number, chunk_rows, columns, rank, group, spec.num_ranks)
     else:
-        return place_sent(number, chunk_rows, columns, rank, lag, spec.num_ranks, spec.group)
+        return place_sent(number, chunk_rows, columns, rank, lag, group, spec.num_ranks)

@@ -84,7 +84,7 @@ def all_gather_matmul(
         counts=workspace.counts,
     )
     spec = _spec(tiles, workspace, gathers=True, debug=debug)
-    launch_matmul(room, b, out, spec, peering, stuck.words)
+    launch_matmul(room, b, out, spec, tiles.group, peering, stuck.words)
     torch.cuda.current_stream().wait_stream(workspace.stream)
     stuck.check(workspace)
     return out
@@ -113,14 +113,14 @@ def matmul_all_reduce(
     return _send(a, b, None, workspace, tiles, "all", lag, debug)
 
 
-def send_rows(home: Tensor, workspace: Workspace, spec: MatmulSpec, lag: int) -> None:
+def send_rows(home: Tensor, workspace: Workspace, spec: MatmulSpec, group: int, lag: int) -> None:
     """Queues the copies that follow a sending kernel, in its order of bands; home: its room."""
     stream, rank, epoch = workspace.stream, workspace.rank, workspace.epoch
     rows = home.shape[0] // 2
-    bands = rows // (workspace.num_ranks * TILE_ROWS * spec.group)
+    bands = rows // (workspace.num_ranks * TILE_ROWS * group)
     row_bytes = home.shape[1] * home.element_size()
-    band_bytes = spec.group * TILE_ROWS * row_bytes
-    tiles = spec.group * -(-home.shape[1] // spec.tile_n)
+    band_bytes = group * TILE_ROWS * row_bytes
+    tiles = group * -(-home.shape[1] // spec.tile_n)
     for chunk, band in turns(bands, rank, lag, workspace.num_ranks):
         if chunk == rank and spec.sends == "scatter":
             continue
@@ -174,8 +174,8 @@ def _send(
         home=home,
         counts=workspace.counts,
     )
-    launch_matmul(a, b, result, spec, peering, stuck.words)
-    send_rows(home, workspace, spec, lag)
+    launch_matmul(a, b, result, spec, tiles.group, peering, stuck.words)
+    send_rows(home, workspace, spec, tiles.group, lag)
     stuck.check(workspace)
     stream = torch.cuda.current_stream()
     stream.wait_stream(workspace.stream)
@@ -193,7 +193,6 @@ def _spec(
     return MatmulSpec(
         tile_n=tiles.tile_n,
         stages=tiles.stages,
-        group=tiles.group,
         num_ranks=workspace.num_ranks,
         gathers=gathers,
         sends=sends,

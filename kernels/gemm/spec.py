@@ -20,16 +20,14 @@ BUFFERS = gl.constexpr(2)
 class MatmulSpec:
     """What the kernel is specialised for.
 
-    tile_n: columns of a tile, 128 or 256. stages: slots of the ring. group: rows of tiles crossed
-    together, a divisor of a rank's rows of tiles if it sends. num_ranks: chunks of rows, 1 without
-    peers. gathers: rows of A but this rank's arrive while the kernel runs. sends: "" for a local
-    result; "scatter": the rows of another rank go to it, those of this rank are summed over ranks;
-    "all": these sums go to all ranks. debug: waits are bounded.
+    tile_n: columns of a tile, 128 or 256. stages: slots of the ring. num_ranks: chunks of rows, 1
+    without peers. gathers: rows of A but this rank's arrive while the kernel runs. sends: "" for a
+    local result; "scatter": the rows of another rank go to it, those of this rank are summed over
+    ranks; "all": these sums go to all ranks. debug: waits are bounded.
     """
 
     tile_n: int
     stages: int
-    group: int
     num_ranks: int = 1
     gathers: bool = False
     sends: str = ""

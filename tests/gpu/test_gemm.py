@@ -21,8 +21,8 @@ def integers(*shape: int, seed: int) -> Tensor:
 
 def run(a: Tensor, b: Tensor, tile_n: int, group: int = 8) -> Tensor:
     out = torch.full((a.shape[0], b.shape[0]), float("nan"), device="cuda", dtype=torch.bfloat16)
-    spec = launch.plain_spec(Tiles(tile_n=tile_n, stages=STAGES[tile_n], group=group))
-    launch.launch_matmul(launch.aligned(a), launch.aligned(b), out, spec)
+    spec = launch.plain_spec(Tiles(tile_n=tile_n, stages=STAGES[tile_n]))
+    launch.launch_matmul(launch.aligned(a), launch.aligned(b), out, spec, group)
     return out
 
 

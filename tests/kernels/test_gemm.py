@@ -35,7 +35,7 @@ def test_every_tile_has_its_turn_once(rows, columns, ranks, data):
     first = data.draw(st.integers(0, ranks))
     group = data.draw(st.sampled_from([1, 4, 8]))
     tiles = [
-        order.place_gathered.fn(number, rows, columns, first, ranks, group)
+        order.place_gathered.fn(number, rows, columns, first, group, ranks)
         for number in range(rows * columns * ranks)
     ]
     assert len(set(tiles)) == len(tiles)
@@ -54,7 +54,7 @@ def test_what_is_sent_goes_first_and_own_bands_follow_in_step(bands, columns, gr
     rows = bands * group
     with patch.object(order, "place_band", order.place_band.fn):
         tiles = [
-            order.place_sent.fn(number, rows, columns, rank, lag, ranks, group)
+            order.place_sent.fn(number, rows, columns, rank, lag, group, ranks)
             for number in range(rows * columns * ranks)
         ]
     assert sorted(tiles) == [
@@ -75,7 +75,7 @@ def test_what_is_sent_goes_first_and_own_bands_follow_in_step(bands, columns, gr
 
 
 def test_what_runs_at_one_time_reads_few_rows_and_columns():
-    tiles = [order.place_gathered.fn(number, 64, 56, 0, 1, 8) for number in range(132)]
+    tiles = [order.place_gathered.fn(number, 64, 56, 0, 8, 1) for number in range(132)]
     assert len({row for _, row, _ in tiles}) == 8
     assert len({column for _, _, column in tiles}) == 17
 

@@ -15,7 +15,7 @@ RELEASE = "atom.global.sys.release.add"
 
 
 def code_of(tile_n: int = 256, **options: object) -> Machine:
-    spec = MatmulSpec(tile_n=tile_n, stages=STAGES[tile_n], group=8, **options)
+    spec = MatmulSpec(tile_n=tile_n, stages=STAGES[tile_n], **options)
     block = descriptor("bf16", (64, 64))
     types: dict[str, object] = dict.fromkeys(("a", "own", "out", "home"), block)
     types |= {"b": descriptor("bf16", (tile_n, 64)), "partials": descriptor("bf16", (64, tile_n))}
