@@ -7,8 +7,7 @@ a case are those of all ranks together. What is chosen (`overlap`) is the librar
 """
 
 import argparse
-import os
-import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,23 +15,24 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor
 
+from bench.ranks import run_on_ranks
 from bench.records import RESULTS, Record, current_commit, result_name, write_records
 from distmega.hostir.nccl import NcclCommunicator
 from distmega.kernels import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter, pointwise
-from distmega.sharding.mesh import DeviceMesh
+from distmega.kernels.gemm.workspace import workspace_of
 
 ROUNDS = 9
 AHEAD_CYCLES = 2_000_000
 """For which GPUs sleep before a timed call, so that the host runs ahead."""
-TIMEOUT_S = 60.0
 WIDE, LONG, NARROW = (8192, 28672), (4096, 14336), (8192, 10240)
 """K and N of a gathering matmul, N and K of a sending one."""
-SHAPES = [(128 << i, *WIDE) for i in range(8)] + [(128, *LONG), (512, *LONG), (1024, *LONG),
-          (16384, *LONG), (1024, *NARROW), (4096, *NARROW)]  # fmt: skip
+SHAPES = [(4096, *NARROW), (16384, *LONG), (8192, *WIDE), (1024, *WIDE), (128, *WIDE),
+          (256, *WIDE), (512, *WIDE), (1024, *NARROW), (2048, *WIDE), (4096, *WIDE), (128, *LONG),
+          (512, *LONG), (1024, *LONG), (16384, *WIDE)]  # fmt: skip
+"""Those that say most come first."""
 Call = Callable[[], object]
 SEQUENTIAL, FUSED = "cuBLAS then NCCL", "torch fused"
 
@@ -182,29 +182,25 @@ def measure(case: Case, num_ranks: int, commit: str) -> Record:
     )
 
 
-def run_rank(rank: int, options: argparse.Namespace, port: int) -> None:
+def run_rank(comm: NcclCommunicator, options: argparse.Namespace) -> None:
     """What each process does; rank 0 prints and writes."""
-    torch.cuda.set_device(rank)
-    dist.init_process_group(
-        "nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=options.ranks,
-        device_id=torch.device("cuda", rank),
-    )  # fmt: skip
-    comm = NcclCommunicator(DeviceMesh(tp=options.ranks), rank, TIMEOUT_S)
+    end = time.monotonic() + options.seconds
     stem = result_name("overlap", torch.cuda.get_device_name())
     path = options.results / f"{stem}-tp{options.ranks}.json"
     shapes = [shape for shape in SHAPES if shape[0] in options.rows or not options.rows]
-    # the largest first, so that the workspace is made once
-    for rows, hidden, inner in sorted(shapes, key=lambda s: -s[0] * s[1]):
+    workspace_of(comm, "tp", max(4 * rows * hidden for rows, hidden, _ in shapes))
+    for rows, hidden, inner in shapes:
+        if max(comm.all_gather_object(time.monotonic() > end)):
+            break
         operands = Operands(comm, rows, hidden, inner)
         block = [operands.mlp()] if (hidden, inner) == WIDE and rows >= 1024 else []
         for case in [*operands.cases(), *block]:
             record = measure(case, options.ranks, options.commit)
-            if rank == 0:
+            if comm.rank == 0:
                 write_records(path, [record])
                 print(summary(record), flush=True)
-        del operands
+        del operands, block, case
         torch.cuda.empty_cache()
-    dist.destroy_process_group()
 
 
 def summary(record: Record) -> str:
@@ -220,19 +216,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rows", type=int, nargs="+", default=[], help="only these M")
+    parser.add_argument("--seconds", type=float, default=120.0, help="after which no case starts")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
     parser.add_argument("--commit", default=current_commit(), help="what the records say")
     options = parser.parse_args()
-    for name, value in {
-        "CUDA_MODULE_LOADING": "EAGER",
-        "NCCL_NVLS_ENABLE": "0",
-        "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    }.items():
-        os.environ.setdefault(name, value)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(run_rank, (options, port), nprocs=options.ranks)
+    run_on_ranks(run_rank, options.ranks, options)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,11 @@
 `matmul_reduce_scatter`, `matmul_all_reduce` of `distmega.kernels`.
 
 In: a [M, K] and b [N, K] of one type on one device, b as a linear layer holds its weight. Out: new
-tensors A B^T. On Hopper GPUs in bf16 the kernel of this package runs where the model of choices.py
-expects it to win, alone (launch.py) or with the collective beside it (overlap.py); else torch's
-matmul and the communicator's collective, one after the other. All ranks of a team make the same
-calls in the same order. Next: choices.py.
+tensors A B^T. On Hopper GPUs in bf16 the model of choices.py chooses: the kernel of this package,
+alone (launch.py) or with the collective beside it (overlap.py), or torch's matmul and a collective
+by peer memory (exchange.py) or by NCCL, one after the other. Elsewhere it is torch's matmul and the
+communicator's collective. All ranks of a team make the same calls in the same order.
+Next: choices.py.
 """
 
 import importlib
@@ -21,11 +22,13 @@ from distmega.hostir.comm import Communicator
 from distmega.hostir.nccl import NcclCommunicator
 from distmega.kernels.gemm.choices import (
     H200,
+    Choice,
     Extents,
-    best_tiles,
+    Kind,
     can_overlap,
-    choose_overlap,
     choose_tiles,
+    choose_way,
+    tiles_choice,
 )
 
 
@@ -59,17 +62,21 @@ def all_gather_matmul(
     """A B^T, [M, N], where member r of the mesh axis has rows r M / ranks to (r + 1) M / ranks of A
     in `own`, and b [N, K] is its own.
 
-    overlap: True or False to force or forbid it, by default what is expected to be faster.
-    ProgramError if shapes do not fit, or can't overlap when forced.
+    overlap: True for the kernel that overlaps, False for NCCL's collective after torch's matmul, by
+    default what is expected to be fastest. ProgramError if shapes do not fit, or can't overlap when
+    forced.
     """
     _check(own, b)
     num_ranks = comm.mesh.size(axis)
     extents = _extents(own, b, num_ranks, rows=own.shape[0] * num_ranks)
-    if _overlaps("gather", own, comm, extents, overlap):
+    choice = _choose("gather", own, comm, extents, overlap)
+    if choice.way != "nccl":
         workspace = _workspace(comm, axis, 2 * extents.rows * extents.depth)
+        if choice.way == "peer":
+            return matmul(_kernels("exchange").all_gather(own, workspace), b)
         launch = _kernels("launch")
         return _kernels("overlap").all_gather_matmul(  # type: ignore[no-any-return]
-            launch.aligned(own), launch.aligned(b), workspace, best_tiles(extents, H200)
+            launch.aligned(own), launch.aligned(b), workspace, choice.tiles
         )
     full = own.new_empty(extents.rows, extents.depth)
     if group := _nccl(comm, axis):
@@ -93,8 +100,9 @@ def matmul_reduce_scatter(
             expected="a multiple of the ranks",
             remedy="pad A",
         )
-    if _overlaps("scatter", a, comm, extents, overlap):
-        return _sending("matmul_reduce_scatter", a, b, comm, axis, extents)
+    choice = _choose("scatter", a, comm, extents, overlap)
+    if choice.way != "nccl":
+        return _sending("matmul_reduce_scatter", a, b, comm, axis, choice)
     partial = matmul(a, b)
     result = partial.new_empty(extents.rows // extents.num_ranks, extents.columns)
     if group := _nccl(comm, axis):
@@ -120,8 +128,9 @@ def matmul_all_reduce(
     """
     _check(a, b)
     extents = _extents(a, b, comm.mesh.size(axis))
-    if _overlaps("reduce", a, comm, extents, overlap):
-        result = _sending("matmul_all_reduce", a, b, comm, axis, extents)
+    choice = _choose("reduce", a, comm, extents, overlap)
+    if choice.way != "nccl":
+        result = _sending("matmul_all_reduce", a, b, comm, axis, choice)
         return result if borrow else result.clone()
     partial = matmul(a, b)
     if group := _nccl(comm, axis):
@@ -133,13 +142,16 @@ def matmul_all_reduce(
 
 
 def _sending(
-    name: str, a: Tensor, b: Tensor, comm: Communicator, axis: str, extents: Extents
+    name: str, a: Tensor, b: Tensor, comm: Communicator, axis: str, choice: Choice
 ) -> Tensor:
-    launch = _kernels("launch")
-    workspace = _workspace(comm, axis, 4 * extents.rows * extents.columns)
-    result = getattr(_kernels("overlap"), name)(
-        launch.aligned(a), launch.aligned(b), workspace, best_tiles(extents, H200)
-    )
+    workspace = _workspace(comm, axis, 4 * a.shape[0] * b.shape[0])
+    if choice.way == "peer":
+        result = getattr(_kernels("exchange"), name)(a, b, workspace)
+    else:
+        launch = _kernels("launch")
+        result = getattr(_kernels("overlap"), name)(
+            launch.aligned(a), launch.aligned(b), workspace, choice.tiles, lag=choice.lag
+        )
     assert isinstance(result, Tensor)
     return result
 
@@ -173,19 +185,22 @@ def _nccl(comm: Communicator, axis: str) -> dist.ProcessGroup | None:
     return group if list(places) == list(range(len(places))) else None
 
 
-def _overlaps(
-    kind: str, x: Tensor, comm: Communicator, extents: Extents, forced: bool | None
-) -> bool:
+def _choose(
+    kind: Kind, x: Tensor, comm: Communicator, extents: Extents, forced: bool | None
+) -> Choice:
     """Decided by what is equal on all ranks."""
     on_gpus = _on_hopper(x) and isinstance(comm, NcclCommunicator)
-    possible = on_gpus and can_overlap(kind, extents)
-    if forced and not possible:
+    if forced and not (on_gpus and can_overlap(kind, extents)):
         raise ProgramError(
             f"overlap forced for {extents} of {x.dtype} on {x.device}",
             expected="bf16 on 2 to 8 Hopper GPUs, rows a multiple of 128 a rank, columns of 128",
             remedy="pad the rows, or leave overlap out",
         )
-    return possible and (choose_overlap(kind, extents, H200) if forced is None else forced)
+    if forced:
+        return tiles_choice(kind, extents, H200)
+    if forced is None and on_gpus and extents.num_ranks > 1:
+        return choose_way(kind, extents, H200)
+    return Choice(way="nccl", us=0.0)
 
 
 def _on_hopper(x: Tensor) -> bool:

@@ -1,16 +1,33 @@
-"""Which tiles a matmul runs with, and whether a collective runs beside it: a model of waves.
+"""Which tiles a matmul runs with, and how a collective goes with it: the least predicted time.
 
 In: extents, the number of ranks, `Rates`, the constants measured on a GPU; the same on every rank,
-so that ranks choose alike. Out: `Tiles`, or None where torch's own matmul is expected to win, and
-`choose_overlap`. Next: kernel.py.
+so that ranks choose alike. Out: `Tiles`, or None where torch's own matmul is expected to win, and a
+`Choice`. Next: rates.py.
 """
 
-import math
 from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from typing import Literal
 
-SLICE_K = 64
-TILE_ROWS = 128
-"""Of the kernel: elements of K in a slot of the ring, rows of a tile."""
+from distmega.kernels.gemm.rates import (
+    H200,
+    TILE_ROWS,
+    Extents,
+    Rates,
+    Tiles,
+    ceil_div,
+)
+from distmega.kernels.gemm.simulate import gather_us, send_us, tile_us
+
+__all__ = ["H200", "Extents", "Rates", "Tiles"]
+
+Kind = Literal["gather", "scatter", "reduce"]
+"""All-gather before the matmul, reduce-scatter or all-reduce behind it."""
+Way = Literal["nccl", "peer", "tiles"]
+"""torch's matmul with NCCL's collective, or with one by peer memory (exchange.py), or the kernel
+with the collective beside it (overlap.py)."""
+
 ALIGNED = 8
 """Elements in 16 bytes: rows of TMA's tensors are a multiple."""
 MAX_RANKS = 8
@@ -18,8 +35,6 @@ BLOCK = 128
 """What is sent to peers has a multiple of these columns."""
 STAGES = {256: 4, 128: 6}
 """Slots of the ring by columns of a tile: what fits into shared memory."""
-GROUP = 8
-"""Rows of tiles that are crossed together; 4 to 16 differ by less than 1% on an H200."""
 STREAMING = 1.1
 """How much longer than torch's the kernel takes where reading the operands is all that counts."""
 MIN_EVENT_ROWS = 1024
@@ -27,96 +42,31 @@ MIN_EVENT_ROWS = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rates:
-    """Constants of a GPU and its links, in microseconds and bytes a microsecond.
+class Choice:
+    """How a matmul with its collective runs; tiles, lag: of the kernel, if it is "tiles"."""
 
-    slice_us: a tile's step of 64 along K, by columns of the tile, all SMs busy. tile_us: a tile's
-    start and end. start_us: of a launch. library_flops_per_us, memory_bytes_per_us: what torch's
-    matmul reaches at best; library_share: of that where it has less than a tile for each SM.
-    collective_us, collective_bytes_per_us: of NCCL's collectives. copy_us, copy_bytes_per_us: of a
-    peer copy and its event. send_us: what a wave of tiles takes longer when it sends; last_us: what
-    remains when the last tile is done, if its sum stays here or goes to all.
-    """
-
-    num_sms: int
-    slice_us: tuple[tuple[int, float], ...]
-    tile_us: float
-    start_us: float
-    library_flops_per_us: float
-    library_share: float
-    memory_bytes_per_us: float
-    collective_us: float
-    collective_bytes_per_us: float
-    copy_us: float
-    copy_bytes_per_us: float
-    send_us: float
-    last_us: tuple[tuple[str, float], ...]
-
-
-H200 = Rates(
-    num_sms=132,
-    slice_us=((256, 0.656), (128, 0.345)),
-    tile_us=1.0,
-    start_us=4.0,
-    library_flops_per_us=8.1e8,
-    library_share=0.83,
-    memory_bytes_per_us=4.1e6,
-    collective_us=24.0,
-    collective_bytes_per_us=2.45e5,
-    copy_us=15.0,
-    copy_bytes_per_us=3.6e5,
-    send_us=6.0,
-    last_us=(("scatter", 12.0), ("reduce", 30.0)),
-)
-"""One H200 of a node joined by NVLink; from bench/overlap.py and bench/notes/overlap.md."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tiles:
-    """How the kernel runs: columns of a tile, slots of the ring, rows of tiles in a group."""
-
-    tile_n: int
-    stages: int
-    group: int = GROUP
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Extents:
-    """A product A[rows, depth] B[columns, depth]^T on each of num_ranks ranks; `rows` are those of
-    all ranks together.
-    """
-
-    rows: int
-    columns: int
-    depth: int
-    num_ranks: int = 1
-
-    @property
-    def flops(self) -> int:
-        """Flops on one rank."""
-        return 2 * self.rows * self.columns * self.depth
-
-
-def num_waves(extents: Extents, tile_n: int, rates: Rates) -> int:
-    """Tiles that a program computes one after the other, at most."""
-    tiles = math.ceil(extents.rows / TILE_ROWS) * math.ceil(extents.columns / tile_n)
-    return math.ceil(tiles / rates.num_sms)
+    way: Way
+    us: float
+    tiles: Tiles | None = None
+    lag: int = 1
 
 
 def kernel_us(extents: Extents, tile_n: int, rates: Rates) -> float:
     """Predicted time of the kernel: whole waves of tiles, or reading the operands once."""
-    slices = math.ceil(extents.depth / SLICE_K)
-    tile_us = slices * dict(rates.slice_us)[tile_n] + rates.tile_us
-    busy = num_waves(extents, tile_n, rates) * tile_us
+    tiles = ceil_div(extents.rows, TILE_ROWS) * ceil_div(extents.columns, tile_n)
+    busy = ceil_div(tiles, rates.num_sms) * tile_us(extents, tile_n, rates)
     return rates.start_us + max(busy, STREAMING * _read_us(extents, rates))
 
 
 def library_us(extents: Extents, rates: Rates) -> float:
-    """Predicted time of torch's matmul, which has more kinds of tiles to fill all SMs with."""
-    tiles = math.ceil(extents.rows / TILE_ROWS) * math.ceil(extents.columns / TILE_ROWS)
-    share = 1.0 if tiles >= rates.num_sms else rates.library_share
-    busy = extents.flops / (rates.library_flops_per_us * share)
-    return rates.start_us + max(busy, _read_us(extents, rates))
+    """Predicted time of torch's matmul: it has the kernel's kinds of tiles and more."""
+    uneven = extents.flops / rates.library_flops_per_us * rates.library_uneven
+    waves = [
+        ceil_div(ceil_div(extents.rows, TILE_ROWS) * ceil_div(extents.columns, n), rates.num_sms)
+        * tile_us(extents, n, rates)
+        for n in STAGES
+    ]
+    return rates.start_us + max(min(uneven, *waves), _read_us(extents, rates))
 
 
 def _read_us(extents: Extents, rates: Rates) -> float:
@@ -125,7 +75,7 @@ def _read_us(extents: Extents, rates: Rates) -> float:
 
 
 def best_tiles(extents: Extents, rates: Rates) -> Tiles:
-    """The kernel's tiles of least predicted time."""
+    """The kernel's tiles of least predicted time, without peers."""
     tile_n = min(STAGES, key=lambda n: kernel_us(extents, n, rates))
     return Tiles(tile_n=tile_n, stages=STAGES[tile_n])
 
@@ -136,39 +86,67 @@ def choose_tiles(extents: Extents, rates: Rates) -> Tiles | None:
         return None
     tiles = best_tiles(extents, rates)
     ours = kernel_us(extents, tiles.tile_n, rates)
-    return tiles if ours <= library_us(extents, rates) * 1.03 else None
+    return tiles if ours <= library_us(extents, rates) else None
 
 
-def sent_bytes(kind: str, extents: Extents) -> int:
-    """Bytes that a rank sends. kind: "gather", "scatter" or "reduce" (all-reduce)."""
+def sent_bytes(kind: Kind, extents: Extents) -> int:
+    """Bytes that a rank sends; to reduce is to scatter, then gather."""
     width = extents.depth if kind == "gather" else extents.columns
     part = 2 * extents.rows * width * (extents.num_ranks - 1) // extents.num_ranks
     return 2 * part if kind == "reduce" else part
 
 
-def sequential_us(kind: str, extents: Extents, rates: Rates) -> float:
-    """Predicted time of the matmul and NCCL's collective, one after the other."""
-    moved = sent_bytes(kind, extents) / rates.collective_bytes_per_us
-    return library_us(extents, rates) + rates.collective_us + moved
+def nccl_us(kind: Kind, extents: Extents, rates: Rates) -> float:
+    """Predicted time of torch's matmul and NCCL's collective, one after the other."""
+    sent = sent_bytes(kind, extents)
+    table = rates.nccl_reduce_us if kind == "reduce" else rates.nccl_us
+    return library_us(extents, rates) + _between(table, sent)
 
 
-def overlapped_us(kind: str, extents: Extents, rates: Rates) -> float:
-    """Predicted time of the kernel with the collective beside it.
-
-    A gather delays the first tiles of other ranks where this rank's own are too few to cover the
-    copies; sending delays every wave a little.
-    """
-    tiles = best_tiles(extents, rates)
-    busy = kernel_us(extents, tiles.tile_n, rates)
-    link = rates.copy_us + sent_bytes(kind, extents) / rates.copy_bytes_per_us
-    if kind == "gather":
-        covered = extents.rows > extents.num_ranks * TILE_ROWS
-        return max(busy, link) + (rates.copy_us if covered else 2 * link)
-    waves = num_waves(extents, tiles.tile_n, rates)
-    return max(busy + waves * rates.send_us, link) + dict(rates.last_us)[kind]
+def peer_us(kind: Kind, extents: Extents, rates: Rates) -> float:
+    """Predicted time of torch's matmul and a collective by peer memory."""
+    sent = sent_bytes(kind, extents)
+    if kind == "reduce":
+        return library_us(extents, rates) + rates.two_shot_us + sent / rates.two_shot_bytes_per_us
+    return library_us(extents, rates) + rates.exchange_us + sent / rates.copy_bytes_per_us
 
 
-def can_overlap(kind: str, extents: Extents) -> bool:
+def _between(table: tuple[tuple[float, float], ...], x: float) -> float:
+    """Linear between the points of a table, and beyond its last."""
+    for (x0, y0), (x1, y1) in pairwise(table):
+        if x <= x1 or x1 == table[-1][0]:
+            return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+    raise AssertionError("a table of one point")
+
+
+def tiles_choice(kind: Kind, extents: Extents, rates: Rates) -> Choice:
+    """The kernel's best tiles and lag with the collective beside it."""
+    chunk_rows = extents.rows // (extents.num_ranks * TILE_ROWS)
+    found = []
+    for tile_n, stages in STAGES.items():
+        for group in sorted({band_rows(chunk_rows, n) for n in (4, 8)}, reverse=True):
+            tiles = Tiles(tile_n=tile_n, stages=stages, group=group)
+            least = rates.start_us + STREAMING * _stream_us(extents, group, rates)
+            if kind == "gather":
+                us = gather_us(extents, tiles, event_rows(extents), rates)
+                found.append(Choice(way="tiles", us=max(us, least), tiles=tiles))
+                continue
+            bands = chunk_rows // group
+            for lag in sorted({bands, min(2, bands), 1}, reverse=True):
+                us = send_us(extents, tiles, lag, kind == "reduce", rates)
+                found.append(Choice(way="tiles", us=max(us, least), tiles=tiles, lag=lag))
+    return min(found, key=lambda choice: choice.us)
+
+
+def _stream_us(extents: Extents, group: int, rates: Rates) -> float:
+    """Reading B for every band of A, where the L2 does not keep it."""
+    weight = 2 * extents.depth * extents.columns
+    bands = ceil_div(extents.rows, group * TILE_ROWS)
+    again = (bands - 1) * weight if weight > rates.cache_bytes else 0
+    return _read_us(extents, rates) + again / rates.memory_bytes_per_us
+
+
+def can_overlap(kind: Kind, extents: Extents) -> bool:
     """Whether the kernel's tiles fit the ranks' rows, and its blocks the columns."""
     fits = (
         extents.rows % (TILE_ROWS * extents.num_ranks) == 0 and 1 < extents.num_ranks <= MAX_RANKS
@@ -177,11 +155,22 @@ def can_overlap(kind: str, extents: Extents) -> bool:
     return fits and extents.depth % ALIGNED == 0 and extents.columns % columns == 0
 
 
-def choose_overlap(kind: str, extents: Extents, rates: Rates) -> bool:
-    """Whether the collective should run beside the matmul, in the kernel's tiles."""
-    if not can_overlap(kind, extents):
+def can_exchange(kind: Kind, extents: Extents) -> bool:
+    """Whether peer memory holds whole rows of each rank; a reduction is by vectors."""
+    if not 1 < extents.num_ranks <= MAX_RANKS or extents.rows % extents.num_ranks:
         return False
-    return overlapped_us(kind, extents, rates) < sequential_us(kind, extents, rates)
+    return kind != "reduce" or extents.columns % (ALIGNED * extents.num_ranks) == 0
+
+
+@cache
+def choose_way(kind: Kind, extents: Extents, rates: Rates) -> Choice:
+    """How a matmul with its collective runs fastest, by what is predicted."""
+    found = [Choice(way="nccl", us=nccl_us(kind, extents, rates))]
+    if can_exchange(kind, extents):
+        found.append(Choice(way="peer", us=peer_us(kind, extents, rates)))
+    if can_overlap(kind, extents):
+        found.append(tiles_choice(kind, extents, rates))
+    return min(found, key=lambda choice: choice.us)
 
 
 def event_rows(extents: Extents) -> int:

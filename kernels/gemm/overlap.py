@@ -7,7 +7,6 @@ of rows that it has stored; copies, queued behind waits for these counts, push t
 rooms of those who want it, followed by an event word. Next: kernel.py.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -17,7 +16,7 @@ from distmega.errors import HangError
 from distmega.kernels.gemm.choices import TILE_ROWS, Extents, Tiles, band_rows, event_rows
 from distmega.kernels.gemm.driver import copy_bytes, wait_word, write_word
 from distmega.kernels.gemm.launch import Peering, launch_matmul
-from distmega.kernels.gemm.order import place_band
+from distmega.kernels.gemm.simulate import place_turns
 from distmega.kernels.gemm.spec import MatmulSpec
 from distmega.kernels.gemm.workspace import Workspace
 
@@ -121,7 +120,7 @@ def send_rows(home: Tensor, workspace: Workspace, spec: MatmulSpec, group: int, 
     row_bytes = home.shape[1] * home.element_size()
     band_bytes = group * TILE_ROWS * row_bytes
     tiles = group * -(-home.shape[1] // spec.tile_n)
-    for chunk, band in turns(bands, rank, lag, workspace.num_ranks):
+    for chunk, band in place_turns(bands, rank, lag, workspace.num_ranks):
         if chunk == rank and spec.sends == "scatter":
             continue
         place = chunk * bands + band
@@ -138,12 +137,6 @@ def send_rows(home: Tensor, workspace: Workspace, spec: MatmulSpec, group: int, 
             copy_bytes(workspace.room_address(peer) + lies, source, band_bytes, stream)
             if band == bands - 1:
                 write_word(workspace.arrival_address(peer, rank, bands), epoch, stream)
-
-
-def turns(bands: int, rank: int, lag: int, num_ranks: int) -> Iterator[tuple[int, int]]:
-    """(chunk, band) of all turns of a sending kernel."""
-    for turn in range(bands * num_ranks):
-        yield place_band.fn(turn, bands, rank, lag, num_ranks)
 
 
 def _send(

@@ -26,7 +26,8 @@ class Workspace:
     """Two rooms of `room_bytes` in every rank's memory. All ranks make it together and use it in
     the same order, each on one stream at a time.
 
-    stream: for copies to peers. counts: int32 [NUM_COUNTS] of this rank, counted up by kernels.
+    stream: for copies to peers. group: of the ranks, for torch's own ops. counts: int32
+    [NUM_COUNTS] of this rank, counted up by kernels.
     """
 
     def __init__(self, comm: NcclCommunicator, axis: str, room_bytes: int) -> None:
@@ -36,6 +37,8 @@ class Workspace:
         self._at_words = 2 * self.room_bytes
         size = comm.mesh.size(axis)
         self._memory = open_symmetric(comm, axis, self._at_words + size * WORDS.value * WORD_BYTES)
+        self.group = comm.group(axis)[0]
+        self.backend = self._memory.backend
         self.rank, self.num_ranks = self._memory.place, self._memory.num_ranks
         self.stream = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
         self.counts = torch.zeros(NUM_COUNTS, dtype=torch.int32, device=self._memory.local.device)
@@ -50,8 +53,8 @@ class Workspace:
                 expected="room for the whole gathered tensor, or twice that of the result",
                 remedy="make a larger Workspace",
             )
-        offset = (self.epoch & 1) * self.room_bytes
-        return self._memory.tensor(self.rank, shape, dtype, offset)
+        start = (self.epoch & 1) * self.room_bytes
+        return self._memory.local[start : start + num_bytes].view(dtype).view(*shape)
 
     def room_address(self, rank: int) -> int:
         """Of the current call's room in the memory of a rank."""

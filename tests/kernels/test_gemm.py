@@ -18,12 +18,14 @@ from distmega.kernels.gemm.choices import (
     band_rows,
     best_tiles,
     can_overlap,
-    choose_overlap,
     choose_tiles,
+    choose_way,
     event_rows,
     kernel_us,
     sent_bytes,
+    tiles_choice,
 )
+from distmega.kernels.gemm.simulate import place_turns, send_us
 
 order = pytest.importorskip("distmega.kernels.gemm.order")
 
@@ -63,6 +65,7 @@ def test_what_is_sent_goes_first_and_own_bands_follow_in_step(bands, columns, gr
     turns = list(dict.fromkeys((chunk, row // group) for chunk, row, _ in tiles))
     assert len(turns) == bands * ranks, "a band's tiles follow each other"
     assert turns == [order.place_band.fn(i, bands, rank, lag, ranks) for i in range(len(turns))]
+    assert turns == list(place_turns(bands, rank, lag, ranks))
     for chunk in range(ranks):
         assert [band for c, band in turns if c == chunk] == list(range(bands))
     for band in range(bands):
@@ -107,15 +110,34 @@ def test_a_skinny_matmul_is_left_to_torch():
 @pytest.mark.parametrize("rows", [4096, 8192, 16384])
 def test_long_matmuls_overlap(kind, num_ranks, rows):
     extents = Extents(rows=rows, columns=8192, depth=4096, num_ranks=num_ranks)
-    assert choose_overlap(kind, extents, H200)
+    assert choose_way(kind, extents, H200).way == "tiles"
 
 
 @pytest.mark.parametrize("kind", ["gather", "scatter", "reduce"])
 def test_rows_that_are_no_tiles_of_a_rank_do_not_overlap(kind):
     extents = Extents(rows=128, columns=8192, depth=8192, num_ranks=2)
     assert not can_overlap(kind, extents)
-    assert not choose_overlap(kind, extents, H200)
+    assert choose_way(kind, extents, H200).way != "tiles"
     assert not can_overlap(kind, replace(extents, rows=4096, num_ranks=1))
+
+
+def test_rows_that_ranks_do_not_divide_are_left_to_nccl():
+    extents = Extents(rows=1001, columns=8192, depth=8192, num_ranks=2)
+    assert choose_way("reduce", extents, H200).way == "nccl"
+    assert choose_way("gather", extents, H200).way == "nccl"
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_sending_beside_the_tiles_costs_little_of_sending_behind_them(shares):
+    extents = Extents(rows=8192, columns=8192, depth=8192, num_ranks=2)
+    choice = tiles_choice("reduce" if shares else "scatter", extents, H200)
+    assert choice.tiles is not None
+    least = kernel_us(extents, choice.tiles.tile_n, H200)
+    behind = sent_bytes("reduce" if shares else "scatter", extents) / H200.copy_bytes_per_us
+    assert least < choice.us < least + behind / 2
+    slow = replace(H200, copy_bytes_per_us=H200.copy_bytes_per_us / 100)
+    lag = extents.rows // (2 * 128 * choice.tiles.group)
+    assert send_us(extents, choice.tiles, lag, shares, slow) > 100 * behind
 
 
 def test_bytes_of_a_collective():
@@ -169,20 +191,21 @@ def test_a_result_that_does_not_fit():
 
 
 @pytest.mark.parametrize(
-    ("kind", "rows", "columns", "depth", "overlaps"),
+    ("kind", "rows", "columns", "depth", "way"),
     [
-        ("gather", 256, 14336, 8192, False),
-        ("gather", 512, 14336, 8192, True),
-        ("gather", 1024, 14336, 8192, True),
-        ("scatter", 256, 4096, 7168, False),
-        ("scatter", 256, 8192, 14336, True),
-        ("scatter", 512, 4096, 7168, True),
-        ("reduce", 512, 4096, 7168, True),
-        ("reduce", 256, 8192, 14336, True),
+        ("gather", 128, 7168, 4096, "nccl"),
+        ("gather", 256, 14336, 8192, "peer"),
+        ("gather", 512, 14336, 8192, "tiles"),
+        ("gather", 1024, 5120, 8192, "tiles"),
+        ("scatter", 128, 4096, 7168, "nccl"),
+        ("scatter", 256, 8192, 14336, "peer"),
+        ("scatter", 512, 4096, 7168, "peer"),
+        ("scatter", 1024, 4096, 7168, "tiles"),
+        ("reduce", 128, 8192, 14336, "peer"),
+        ("reduce", 512, 4096, 7168, "peer"),
+        ("reduce", 1024, 8192, 5120, "tiles"),
     ],
 )
-def test_short_matmuls_overlap_where_that_was_faster_on_two_h200(
-    kind, rows, columns, depth, overlaps
-):
+def test_short_matmuls_go_the_way_that_was_fastest_on_two_h200(kind, rows, columns, depth, way):
     extents = Extents(rows=rows, columns=columns, depth=depth, num_ranks=2)
-    assert choose_overlap(kind, extents, H200) == overlaps
+    assert choose_way(kind, extents, H200).way == way

@@ -90,6 +90,22 @@ def use_every_tile(comm: NcclCommunicator) -> None:
             assert torch.equal(found, total)
 
 
+def exchange_by_peer_memory(comm: NcclCommunicator) -> None:
+    """Collectives of choices "peer", call after call of different sizes."""
+    exchange, workspace = kernels("exchange"), kernels("workspace")
+    size, rank = comm.mesh.num_ranks, comm.rank
+    shared = workspace.workspace_of(comm, "tp", 2**24)
+    for rows in (3, 64, 3, 128):
+        parts = [operands(r, rows * size, 384, 64, rows) for r in range(size)]
+        a, b = parts[rank]
+        found = exchange.all_gather(a, shared)
+        assert torch.equal(found, torch.cat([part for part, _ in parts]))
+        total = torch.stack([product(*part) for part in parts]).sum(0).bfloat16()
+        found = exchange.matmul_reduce_scatter(a, b, shared)
+        assert torch.equal(found, total.chunk(size)[rank])
+        assert torch.equal(exchange.matmul_all_reduce(a, b, shared), total)
+
+
 def name_a_missing_rank(comm: NcclCommunicator) -> None:
     """Rank 0 calls, the others do not: its debug build gives up and says what it waited for."""
     overlap, workspace = kernels("overlap"), kernels("workspace")
@@ -123,7 +139,13 @@ def test_overlapped(rows, columns, device, num_ranks, run_ranks):
 
 
 @pytest.mark.parametrize(
-    "body", ["use_every_tile", "keep_bits_on_all_ranks", "name_a_missing_rank"]
+    "body",
+    [
+        "use_every_tile",
+        "exchange_by_peer_memory",
+        "keep_bits_on_all_ranks",
+        "name_a_missing_rank",
+    ],
 )
 @pytest.mark.parametrize(("device", "num_ranks"), ON_GPUS)
 def test_kernel(body, device, num_ranks, run_ranks):
