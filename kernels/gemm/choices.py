@@ -18,7 +18,13 @@ from distmega.kernels.gemm.rates import (
     Tiles,
     ceil_div,
 )
-from distmega.kernels.gemm.simulate import gather_us, send_us, tile_us
+from distmega.kernels.gemm.simulate import (
+    band_rows,
+    gather_us,
+    plan_sending,
+    send_us,
+    tile_us,
+)
 
 __all__ = ["H200", "Extents", "Rates", "Tiles"]
 
@@ -133,7 +139,8 @@ def tiles_choice(kind: Kind, extents: Extents, rates: Rates) -> Choice:
                 continue
             bands = chunk_rows // group
             for lag in sorted({bands, min(2, bands), 1}, reverse=True):
-                us = send_us(extents, tiles, lag, kind == "reduce", rates)
+                plan = plan_sending(extents, tiles, lag, kind == "reduce", rates.num_sms)
+                us = send_us(extents, plan, rates)
                 found.append(Choice(way="tiles", us=max(us, least), tiles=tiles, lag=lag))
     return min(found, key=lambda choice: choice.us)
 
@@ -180,8 +187,3 @@ def event_rows(extents: Extents) -> int:
     wanted = MIN_EVENT_ROWS // TILE_ROWS
     fitting = [n for n in range(1, tiles + 1) if tiles % n == 0]
     return TILE_ROWS * next((n for n in fitting if n >= wanted), tiles)
-
-
-def band_rows(chunk_rows: int, most: int) -> int:
-    """Rows of tiles in a band of a sending kernel: at most `most`, a divisor of a rank's."""
-    return max(n for n in range(1, min(most, chunk_rows) + 1) if chunk_rows % n == 0)

@@ -16,6 +16,8 @@ _WORD_MASK = 0xFFFFFFFF
 _AT_LEAST = 0
 """Flag of a wait: until word - value >= 0 as int32."""
 _NO_FLAGS = 0
+_DEVICE_MEMORY = 2
+"""CU_MEMORYTYPE_DEVICE."""
 
 
 @cache
@@ -41,6 +43,40 @@ def copy_bytes(target: int, source: int, num_bytes: int, stream: torch.cuda.Stre
         ctypes.c_void_p(stream.cuda_stream),
     )
     _check(status, "cuMemcpyAsync")
+
+
+class _Copy2D(ctypes.Structure):
+    """CUDA_MEMCPY2D of the driver."""
+
+    _fields_ = (
+        *(
+            (f"{side}_{name}", kind)
+            for side in ("src", "dst")
+            for name, kind in (
+                ("x_in_bytes", ctypes.c_size_t),
+                ("y", ctypes.c_size_t),
+                ("memory_type", ctypes.c_uint),
+                ("host", ctypes.c_void_p),
+                ("device", ctypes.c_uint64),
+                ("array", ctypes.c_void_p),
+                ("pitch", ctypes.c_size_t),
+            )
+        ),
+        ("width_in_bytes", ctypes.c_size_t),
+        ("height", ctypes.c_size_t),
+    )
+
+
+def copy_columns(
+    target: int, source: int, width: int, pitch: int, rows: int, stream: torch.cuda.Stream
+) -> None:
+    """As copy_bytes, of the first `width` bytes of each of `rows`, `pitch` bytes apart."""
+    copy = _Copy2D(width_in_bytes=width, height=rows)
+    copy.src_memory_type = copy.dst_memory_type = _DEVICE_MEMORY
+    copy.src_device, copy.dst_device = source, target
+    copy.src_pitch = copy.dst_pitch = pitch
+    status = _driver().cuMemcpy2DAsync_v2(ctypes.byref(copy), ctypes.c_void_p(stream.cuda_stream))
+    _check(status, "cuMemcpy2DAsync")
 
 
 def wait_word(address: int, value: int, stream: torch.cuda.Stream) -> None:

@@ -19,7 +19,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from distmega.kernels.gemm.events import before_tma_reads, count_event, finish_stores, wait_event
+from distmega.kernels.gemm.events import (
+    before_tma_reads,
+    count_at_peers,
+    count_event,
+    finish_stores,
+    wait_event,
+)
 from distmega.kernels.gemm.order import place_tile
 from distmega.kernels.gemm.spec import BUFFERS, EARLY, HALF_M, TILE_K, TILE_M, WORDS
 from distmega.kernels.gluon_compat import (
@@ -31,7 +37,8 @@ from distmega.kernels.gluon_compat import (
 )
 
 EXTENTS = (
-    "k_tiles", "chunk_rows", "columns", "rank", "group", "lag", "arrival_rows", "epoch",
+    "k_tiles", "chunk_rows", "columns", "rank", "group", "lag", "arrival_rows", "late", "width",
+    "epoch",
 )  # fmt: skip
 """Arguments that one compiled kernel takes at any value."""
 
@@ -140,6 +147,33 @@ def store_tile(part, out, top, left, leaving):
 
 
 @gluon.jit
+def push_tile(part, home, top, left, leaving, rooms, width, rank, spec: gl.constexpr):
+    """As store_tile, and to the same place in all other ranks' rooms, whose rows have `width`
+    elements.
+    """
+    count: gl.constexpr = part.shape[1] // HALF_M
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    rows = gl.arange(0, HALF_M, layout=gl.SliceLayout(1, layout))
+    columns = left + gl.arange(0, HALF_M, layout=gl.SliceLayout(0, layout))
+    lines = gl.expand_dims((top + rows).to(gl.int64) * width, 1)
+    for i in gl.static_range(count):
+        tma_store_wait(BUFFERS - 1)
+        cta_barrier()
+        buffer = leaving.index(i % BUFFERS)
+        buffer.store(block_of(part, i, count).to(buffer.dtype))
+        fence_async_shared()
+        cta_barrier()
+        tma_store(home, [top, left + i * HALF_M], buffer)
+        block = buffer.load(layout)
+        places = gl.expand_dims(columns + i * HALF_M, 0)
+        inside = places < width
+        for other in range(spec.num_ranks - 1):
+            room = gl.load(rooms + other + (other >= rank).to(gl.int32))
+            start = gl.multiple_of(room.to(gl.pointer_type(gl.bfloat16)), 16)
+            gl.store(start + lines + places, block, mask=inside)
+
+
+@gluon.jit
 def multiply(acc, it, start, end, ring, half: gl.constexpr, spec: gl.constexpr):
     """Steps of a tile along K; the last one may still run."""
     a_ring, b_ring, _, ready, free = ring
@@ -177,15 +211,17 @@ def hand_over(tiles_done, boxes, half: gl.constexpr):
     outbox, sentbox = boxes
     if tiles_done > 0:
         finish_stores()
+        cta_barrier()
         mbarrier.wait(sentbox.index(half), tiles_done & 1)
         mbarrier.arrive(outbox.index(half), count=1)
 
 
 @gluon.jit
-def count_tiles(grid, counts, boxes, spec: gl.constexpr):
+def count_tiles(grid, counts, pushing, boxes, spec: gl.constexpr):
     """The counter's partition, of one warp, which spares the compute warps the release: a count for
-    each band that copy engines wait for.
+    each band that copy engines wait for, and one at the peers for tiles pushed by this kernel.
     """
+    late, _, _, words = pushing
     outbox, sentbox = boxes
     chunk_rows, columns, rank, group, _ = grid
     num_tiles = chunk_rows * columns * spec.num_ranks
@@ -196,15 +232,18 @@ def count_tiles(grid, counts, boxes, spec: gl.constexpr):
         for half in gl.static_range(2):
             mbarrier.wait(outbox.index(half), tiles_done & 1)
             mbarrier.arrive(sentbox.index(half), count=1)
-        if (chunk != rank) | (spec.sends == "all"):
+        if spec.sends == "all" and number >= late:
+            count_at_peers(words, rank, spec.num_ranks)
+        elif (chunk != rank) | (spec.sends == "all"):
             count_event(counts, chunk * bands + row // group)
         tiles_done += 1  # noqa: SIM113
 
 
 @gluon.jit
-def compute_tiles(out, home, k_tiles, grid, ring, boxes, leaving, half: gl.constexpr,
+def compute_tiles(out, home, k_tiles, grid, pushing, ring, boxes, leaving, half: gl.constexpr,
                   spec: gl.constexpr):  # fmt: skip
     """A warp group's partition: rows half * 64 to half * 64 + 63 of each tile."""
+    late, width, rooms, _ = pushing
     chunk_rows, columns, rank, _, _ = grid
     tile_n: gl.constexpr = spec.tile_n
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tile_n, 16])
@@ -234,6 +273,9 @@ def compute_tiles(out, home, k_tiles, grid, ring, boxes, leaving, half: gl.const
                 acc, it = add_partials(acc, it, ring, half, spec)
             if (chunk == rank) & (spec.sends == "scatter"):
                 store_tile(acc, out, top, left, leaving)
+            elif spec.sends == "all" and number >= late:
+                push_tile(acc, home, spec.num_ranks * slot_rows + below, left, leaving, rooms,
+                          width, rank, spec)  # fmt: skip
             else:
                 store_tile(acc, home, spec.num_ranks * slot_rows + below, left, leaving)
     if spec.sends == "":
@@ -244,7 +286,8 @@ def compute_tiles(out, home, k_tiles, grid, ring, boxes, leaving, half: gl.const
 
 @gluon.jit(do_not_specialize=EXTENTS)
 def matmul_kernel(a, own, b, out, home, partials, k_tiles, chunk_rows, columns, rank, group, lag,
-                  arrivals, arrival_rows, counts, epoch, stuck, spec: gl.constexpr):  # fmt: skip
+                  arrivals, arrival_rows, counts, late, width, rooms, words, epoch, stuck,
+                  spec: gl.constexpr):  # fmt: skip
     """Extents: k_tiles, chunk_rows (of one rank), columns, group in tiles. lag: see place_band.
 
     a [M, K], own [M / num_ranks, K] (this rank's rows when it gathers), b [N, K], out (M rows, or
@@ -252,8 +295,10 @@ def matmul_kernel(a, own, b, out, home, partials, k_tiles, chunk_rows, columns, 
     and the same room as partials in those of tile_n: descriptors of local memory. A room has first
     a slot of M / num_ranks rows of partial results for each source rank, then M rows of results.
     arrivals, int32 [num_ranks, WORDS]: a word for arrival_rows rows of A of each rank, or for a
-    band of its partial results. counts, int32: a word for each band of results. stuck: as in
-    wait_event. All words are zeroed once, at the start of all.
+    band of its partial results. counts, int32: a word for each band of results. late: number of
+    the first tile that this kernel itself pushes to all peers, if it sends to all, and width: N.
+    rooms, words: int64 [num_ranks], addresses of each rank's room and of its count of such tiles
+    from this rank. stuck: as in wait_event. All words are zeroed once, at the start of all.
     """
     stages: gl.constexpr = spec.stages
     a_ring = gl.allocate_shared_memory(gl.bfloat16, [2 * stages, HALF_M, TILE_K], a.layout)
@@ -267,11 +312,14 @@ def matmul_kernel(a, own, b, out, home, partials, k_tiles, chunk_rows, columns, 
     part_ring = reinterpret(b_ring, gl.bfloat16, part_shape, part_layout)
     ring = (a_ring, b_ring, part_ring, ready, free)
     grid = (chunk_rows, columns, rank, group, lag)
+    pushing = (late, width, rooms, words)
     if spec.sends == "":
         gl.warp_specialize(
             [
-                (compute_tiles, (out, home, k_tiles, grid, ring, boxes, leaving0, 0, spec)),
-                (compute_tiles, (out, home, k_tiles, grid, ring, boxes, leaving1, 1, spec)),
+                (compute_tiles, (out, home, k_tiles, grid, pushing, ring, boxes, leaving0, 0,
+                                 spec)),
+                (compute_tiles, (out, home, k_tiles, grid, pushing, ring, boxes, leaving1, 1,
+                                 spec)),
                 (load_tiles, (a, own, b, partials, k_tiles, grid, arrivals, arrival_rows, epoch,
                               stuck, ring, spec)),
             ],
@@ -281,11 +329,13 @@ def matmul_kernel(a, own, b, out, home, partials, k_tiles, chunk_rows, columns, 
     else:
         gl.warp_specialize(
             [
-                (compute_tiles, (out, home, k_tiles, grid, ring, boxes, leaving0, 0, spec)),
-                (compute_tiles, (out, home, k_tiles, grid, ring, boxes, leaving1, 1, spec)),
+                (compute_tiles, (out, home, k_tiles, grid, pushing, ring, boxes, leaving0, 0,
+                                 spec)),
+                (compute_tiles, (out, home, k_tiles, grid, pushing, ring, boxes, leaving1, 1,
+                                 spec)),
                 (load_tiles, (a, own, b, partials, k_tiles, grid, arrivals, arrival_rows, epoch,
                               stuck, ring, spec)),
-                (count_tiles, (grid, counts, boxes, spec)),
+                (count_tiles, (grid, counts, pushing, boxes, spec)),
             ],
             [4, 1, 1],
             [232, 40, 40],

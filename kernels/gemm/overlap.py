@@ -4,19 +4,18 @@ take rows while it runs.
 In: bf16 operands, a Workspace. Out: results of this rank. A gather pushes this rank's rows into the
 peers' rooms, each copy followed by its event word. A sending kernel counts the tiles of each band
 of rows that it has stored; copies, queued behind waits for these counts, push the band into the
-rooms of those who want it, followed by an event word. Next: kernel.py.
+rooms of those who want it, followed by an event word. Sums of the last tiles, which all programs
+finish at one time, are pushed by the kernel itself. Next: kernel.py.
 """
-
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from distmega.errors import HangError
-from distmega.kernels.gemm.choices import TILE_ROWS, Extents, Tiles, band_rows, event_rows
-from distmega.kernels.gemm.driver import copy_bytes, wait_word, write_word
-from distmega.kernels.gemm.launch import Peering, launch_matmul
-from distmega.kernels.gemm.simulate import place_turns
+from distmega.kernels.gemm.choices import TILE_ROWS, Extents, Tiles, event_rows
+from distmega.kernels.gemm.driver import copy_bytes, copy_columns, wait_word, write_word
+from distmega.kernels.gemm.launch import Peering, launch_matmul, num_sms
+from distmega.kernels.gemm.simulate import SendPlan, place_turns, plan_sending
 from distmega.kernels.gemm.spec import MatmulSpec
 from distmega.kernels.gemm.workspace import Workspace
 
@@ -81,6 +80,8 @@ def all_gather_matmul(
         arrivals=workspace.arrivals,
         arrival_rows=rows,
         counts=workspace.counts,
+        rooms=workspace.rooms,
+        words=workspace.pushed,
     )
     spec = _spec(tiles, workspace, gathers=True, debug=debug)
     launch_matmul(room, b, out, spec, tiles.group, peering, stuck.words)
@@ -97,7 +98,7 @@ def matmul_reduce_scatter(
     lag: by how many bands a rank's own ones come later than the others', all if 0.
     """
     out = torch.empty(a.shape[0] // workspace.num_ranks, b.shape[0], dtype=a.dtype, device=a.device)
-    _send(a, b, out, workspace, tiles, "scatter", lag, debug)
+    _send(a, b, out, workspace, tiles, lag, debug)
     return out
 
 
@@ -109,34 +110,49 @@ def matmul_all_reduce(
     lag: as matmul_reduce_scatter. The result lies in the workspace, until the second call after
     this one.
     """
-    return _send(a, b, None, workspace, tiles, "all", lag, debug)
+    return _send(a, b, None, workspace, tiles, lag, debug)
 
 
-def send_rows(home: Tensor, workspace: Workspace, spec: MatmulSpec, group: int, lag: int) -> None:
+def send_rows(plan: SendPlan, home: Tensor, workspace: Workspace) -> None:
     """Queues the copies that follow a sending kernel, in its order of bands; home: its room."""
     stream, rank, epoch = workspace.stream, workspace.rank, workspace.epoch
-    rows = home.shape[0] // 2
-    bands = rows // (workspace.num_ranks * TILE_ROWS * group)
+    bands = plan.num_bands
     row_bytes = home.shape[1] * home.element_size()
-    band_bytes = group * TILE_ROWS * row_bytes
-    tiles = group * -(-home.shape[1] // spec.tile_n)
-    for chunk, band in place_turns(bands, rank, lag, workspace.num_ranks):
-        if chunk == rank and spec.sends == "scatter":
+    band_rows = plan.tiles.group * TILE_ROWS
+    band_bytes = band_rows * row_bytes
+    for chunk, band in place_turns(bands, rank, plan.lag, workspace.num_ranks):
+        if chunk == rank and not plan.shares:
             continue
         place = chunk * bands + band
-        wait_word(workspace.count_address(place), workspace.expect_count(place, tiles), stream)
-        lies = rows * row_bytes + place * band_bytes
+        columns = plan.copied_columns(chunk == rank and band == bands - 1)
+        count = columns * plan.tiles.group
+        wait_word(workspace.count_address(place), workspace.expect_count(place, count), stream)
+        lies = home.shape[0] // 2 * row_bytes + place * band_bytes
         source = workspace.room_address(rank) + lies
         if chunk != rank:
             target = workspace.room_address(chunk) + (rank * bands + band) * band_bytes
             copy_bytes(target, source, band_bytes, stream)
             write_word(workspace.arrival_address(chunk, rank, band), epoch, stream)
             continue
+        width = min(columns * plan.tiles.tile_n * home.element_size(), row_bytes)
         for step in range(1, workspace.num_ranks):
             peer = (rank + step) % workspace.num_ranks
-            copy_bytes(workspace.room_address(peer) + lies, source, band_bytes, stream)
+            target = workspace.room_address(peer) + lies
+            if width:
+                copy_columns(target, source, width, row_bytes, band_rows, stream)
             if band == bands - 1:
                 write_word(workspace.arrival_address(peer, rank, bands), epoch, stream)
+
+
+def await_sums(plan: SendPlan, workspace: Workspace) -> None:
+    """The current stream goes on when all other ranks' sums have come, copied or pushed."""
+    stream = torch.cuda.current_stream()
+    pushed = workspace.expect_pushed(plan.num_late)
+    for source in range(workspace.num_ranks):
+        if source != workspace.rank:
+            word = workspace.arrival_address(workspace.rank, source, plan.num_bands)
+            wait_word(word, workspace.epoch, stream)
+            wait_word(workspace.pushed_address(source), pushed, stream)
 
 
 def _send(
@@ -145,7 +161,6 @@ def _send(
     out: Tensor | None,
     workspace: Workspace,
     tiles: Tiles,
-    sends: str,
     lag: int,
     debug: bool,
 ) -> Tensor:
@@ -153,30 +168,27 @@ def _send(
     rows, columns = a.shape[0], b.shape[0]
     home = workspace.room((2 * rows, columns), a.dtype)
     result = home[rows:] if out is None else out
-    chunk_rows = rows // (workspace.num_ranks * TILE_ROWS)
-    tiles = replace(tiles, group=band_rows(chunk_rows, tiles.group))
-    spec = _spec(tiles, workspace, sends=sends, debug=debug)
-    bands = chunk_rows // tiles.group
-    lag = lag or bands
+    extents = Extents(rows=rows, columns=columns, depth=a.shape[1], num_ranks=workspace.num_ranks)
+    plan = plan_sending(extents, tiles, lag, out is None, num_sms(a.device.index))
+    spec = _spec(tiles, workspace, sends="all" if plan.shares else "scatter", debug=debug)
     stuck = Stuck(a.device, debug)
     peering = Peering(
         rank=workspace.rank,
         epoch=workspace.epoch,
-        lag=lag,
+        lag=plan.lag,
         arrivals=workspace.arrivals,
         home=home,
         counts=workspace.counts,
+        late=plan.num_tiles - plan.num_late,
+        rooms=workspace.rooms,
+        words=workspace.pushed,
     )
-    launch_matmul(a, b, result, spec, tiles.group, peering, stuck.words)
-    send_rows(home, workspace, spec, tiles.group, lag)
+    launch_matmul(a, b, result, spec, plan.tiles.group, peering, stuck.words)
+    send_rows(plan, home, workspace)
     stuck.check(workspace)
-    stream = torch.cuda.current_stream()
-    stream.wait_stream(workspace.stream)
-    if sends == "all":
-        for source in range(workspace.num_ranks):
-            if source != workspace.rank:
-                word = workspace.arrival_address(workspace.rank, source, bands)
-                wait_word(word, workspace.epoch, stream)
+    torch.cuda.current_stream().wait_stream(workspace.stream)
+    if plan.shares:
+        await_sums(plan, workspace)
     return result
 
 

@@ -5,6 +5,7 @@ run in step, so what this rank sends at a time is what it receives. Next: kernel
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from distmega.kernels.gemm.rates import SLICE_K, TILE_ROWS, Extents, Rates, Tiles, ceil_div
 
@@ -48,28 +49,77 @@ def gather_us(extents: Extents, tiles: Tiles, event_rows: int, rates: Rates) -> 
     return max(free)
 
 
-def send_us(extents: Extents, tiles: Tiles, lag: int, shares: bool, rates: Rates) -> float:
-    """A kernel that sends bands of rows as they are done, and its sums too if it shares them."""
-    one_us = tile_us(extents, tiles.tile_n, rates)
-    bands = extents.rows // (extents.num_ranks * TILE_ROWS * tiles.group)
-    in_band = tiles.group * ceil_div(extents.columns, tiles.tile_n)
-    band_us = 2 * tiles.group * TILE_ROWS * extents.columns / rates.copy_bytes_per_us
-    free = [rates.start_us + rates.peers_us] * min(
-        rates.num_sms, in_band * bands * extents.num_ranks
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendPlan:
+    """What a sending kernel and the copies behind it agree on.
+
+    num_bands: of a rank's rows. columns: of tiles. lag: as place_turns. shares: sums go to all
+    ranks. num_late: so many of the last tiles are pushed to peers by the kernel, whole columns of
+    the last band.
+    """
+
+    tiles: Tiles
+    num_bands: int
+    columns: int
+    num_tiles: int
+    lag: int
+    shares: bool
+    num_late: int
+
+    def copied_columns(self, last: bool) -> int:
+        """Columns of tiles of a band that copy engines take; last: this rank's last band."""
+        return self.columns - (self.num_late // self.tiles.group if last else 0)
+
+
+def plan_sending(extents: Extents, tiles: Tiles, lag: int, shares: bool, num_sms: int) -> SendPlan:
+    """tiles.group is cut to a divisor of a rank's rows, lag 0 means all bands."""
+    chunk_rows = extents.rows // (extents.num_ranks * TILE_ROWS)
+    group = band_rows(chunk_rows, tiles.group)
+    columns = ceil_div(extents.columns, tiles.tile_n)
+    num_tiles = chunk_rows * columns * extents.num_ranks
+    last_wave = (num_tiles - 1) % num_sms + 1
+    late = min(group * ceil_div(last_wave, group), group * columns)
+    return SendPlan(
+        tiles=replace(tiles, group=group),
+        num_bands=chunk_rows // group,
+        columns=columns,
+        num_tiles=num_tiles,
+        lag=lag or chunk_rows // group,
+        shares=shares,
+        num_late=late if shares else 0,
     )
-    here = [0.0] * bands
+
+
+def band_rows(chunk_rows: int, most: int) -> int:
+    """Rows of tiles in a band of a sending kernel: at most `most`, a divisor of a rank's."""
+    return max(n for n in range(1, min(most, chunk_rows) + 1) if chunk_rows % n == 0)
+
+
+def send_us(extents: Extents, plan: SendPlan, rates: Rates) -> float:
+    """A kernel that sends bands of rows as they are done, and its sums too if it shares them."""
+    one_us = tile_us(extents, plan.tiles.tile_n, rates)
+    in_band = plan.tiles.group * plan.columns
+    others = extents.num_ranks - 1
+    bytes_us = 2 * plan.tiles.group * TILE_ROWS * extents.columns / rates.copy_bytes_per_us
+    free = [rates.start_us + rates.peers_us] * min(rates.num_sms, plan.num_tiles)
+    here = [0.0] * plan.num_bands
     link, number = 0.0, 0
-    for chunk, band in place_turns(bands, 0, lag, extents.num_ranks):
-        done = 0.0
+    for chunk, band in place_turns(plan.num_bands, 0, plan.lag, extents.num_ranks):
+        last = chunk == 0 and band == plan.num_bands - 1
+        ends = []
         for _ in range(in_band):
             program = number % len(free)
             end = free[program] + one_us
             free[program] = end if chunk else max(end, here[band]) + rates.add_us
-            done = max(done, free[program])
+            ends.append(free[program])
             number += 1
+        copied = plan.copied_columns(last) * plan.tiles.group
+        if copied and (chunk or plan.shares):
+            sent_us = bytes_us * copied / in_band * (1 if chunk else others)
+            link = max(link, max(ends[:copied]) + rates.copy_us) + sent_us
         if chunk:
-            link = max(link, done + rates.copy_us) + band_us
             here[band] = max(here[band], link)
-        elif shares:
-            link = max(link, done + rates.copy_us) + band_us * (extents.num_ranks - 1)
+        elif copied < in_band:
+            pushed_us = bytes_us * (1 - copied / in_band) * others
+            link = max(link, max(ends) + rates.push_us) + pushed_us
     return max(*free, link)

@@ -15,7 +15,7 @@ from distmega.kernels import matmul
 from distmega.kernels.gemm.choices import (
     H200,
     Extents,
-    band_rows,
+    Tiles,
     best_tiles,
     can_overlap,
     choose_tiles,
@@ -25,7 +25,7 @@ from distmega.kernels.gemm.choices import (
     sent_bytes,
     tiles_choice,
 )
-from distmega.kernels.gemm.simulate import place_turns, send_us
+from distmega.kernels.gemm.simulate import band_rows, place_turns, plan_sending, send_us
 
 order = pytest.importorskip("distmega.kernels.gemm.order")
 
@@ -136,8 +136,8 @@ def test_sending_beside_the_tiles_costs_little_of_sending_behind_them(shares):
     behind = sent_bytes("reduce" if shares else "scatter", extents) / H200.copy_bytes_per_us
     assert least < choice.us < least + behind / 2
     slow = replace(H200, copy_bytes_per_us=H200.copy_bytes_per_us / 100)
-    lag = extents.rows // (2 * 128 * choice.tiles.group)
-    assert send_us(extents, choice.tiles, lag, shares, slow) > 100 * behind
+    plan = plan_sending(extents, choice.tiles, 0, shares, H200.num_sms)
+    assert send_us(extents, plan, slow) > 100 * behind
 
 
 def test_bytes_of_a_collective():
@@ -154,6 +154,27 @@ def test_copies_are_whole_tiles_and_divide_a_ranks_rows(tiles, num_ranks):
     assert rows % 128 == 0
     assert 128 * tiles % rows == 0
     assert rows >= min(1024, 128 * tiles)
+
+
+@given(
+    chunk_rows=st.integers(1, 40), columns=st.integers(1, 60), ranks=st.sampled_from([2, 4, 8]),
+    most=st.sampled_from([1, 2, 4, 8]),
+)  # fmt: skip
+def test_the_last_wave_is_pushed_as_columns_of_the_last_band(chunk_rows, columns, ranks, most):
+    extents = Extents(rows=128 * chunk_rows * ranks, columns=256 * columns, depth=64,
+                      num_ranks=ranks)  # fmt: skip
+    tiles = Tiles(tile_n=256, stages=4, group=most)
+    plan = plan_sending(extents, tiles, 0, True, 132)
+    group = plan.tiles.group
+    assert plan.num_tiles == chunk_rows * columns * ranks
+    assert plan.num_late % group == 0
+    assert 0 < plan.num_late <= group * columns
+    assert plan.copied_columns(True) == columns - plan.num_late // group
+    assert plan.copied_columns(False) == columns
+    last_wave = plan.num_tiles - (plan.num_tiles - 1) // 132 * 132
+    assert plan.num_late >= min(last_wave, group * columns)
+    assert plan.num_late < last_wave + group
+    assert plan_sending(extents, tiles, 0, False, 132).num_late == 0
 
 
 @given(chunk_rows=st.integers(1, 200), most=st.integers(1, 16))
