@@ -14,7 +14,7 @@ from torch import Tensor
 from distmega.kernels.gemm.driver import copy_bytes, wait_word, write_word
 from distmega.kernels.gemm.overlap import gather_rows
 from distmega.kernels.gemm.workspace import Workspace
-from distmega.kernels.pipelined import pointwise
+from distmega.kernels.pipelined.api import pointwise
 
 
 def all_gather(own: Tensor, workspace: Workspace) -> Tensor:

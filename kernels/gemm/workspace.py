@@ -62,7 +62,7 @@ class Workspace:
 
     def room_address(self, rank: int) -> int:
         """Of the current call's room in the memory of a rank."""
-        return self._memory.pointers[rank] + (self.epoch & 1) * self.room_bytes
+        return int(self._memory.pointers[rank]) + (self.epoch & 1) * self.room_bytes
 
     @property
     def rooms(self) -> Tensor:
