@@ -37,7 +37,7 @@ class Workspace:
         self.epoch = 0
         self._at_words = 2 * self.room_bytes
         size = comm.mesh.size(axis)
-        self._at_pushed = self._at_words + size * WORDS.value * WORD_BYTES
+        self._at_pushed: int = self._at_words + size * WORDS.value * WORD_BYTES
         self._memory = open_symmetric(comm, axis, self._at_pushed + size * WORD_BYTES)
         self.group = comm.group(axis)[0]
         self.backend = self._memory.backend
