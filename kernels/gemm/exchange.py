@@ -11,10 +11,10 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem  # noqa: F401, registers the ops
 from torch import Tensor
 
-from distmega.kernels.gemm.driver import copy_bytes, wait_word, write_word
 from distmega.kernels.gemm.overlap import gather_rows
 from distmega.kernels.gemm.workspace import Workspace
 from distmega.kernels.pipelined.api import pointwise
+from distmega.kernels.stream_ops import copy_bytes, wait_word, write_word
 
 
 def all_gather(own: Tensor, workspace: Workspace) -> Tensor:

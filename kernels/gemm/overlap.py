@@ -13,12 +13,12 @@ from torch import Tensor
 
 from distmega.errors import HangError
 from distmega.kernels.gemm.choices import event_rows
-from distmega.kernels.gemm.driver import copy_bytes, copy_columns, wait_word, write_word
 from distmega.kernels.gemm.launch import Peering, launch_matmul, num_sms
 from distmega.kernels.gemm.rates import TILE_ROWS, Extents, Tiles
 from distmega.kernels.gemm.simulate import SendPlan, place_turns, plan_sending
 from distmega.kernels.gemm.spec import MatmulSpec
 from distmega.kernels.gemm.workspace import Workspace
+from distmega.kernels.stream_ops import copy_bytes, copy_columns, wait_word, write_word
 
 
 class Stuck:

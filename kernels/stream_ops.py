@@ -2,7 +2,7 @@
 a word. Copies run on copy engines, between GPUs too, and leave the SMs alone.
 
 In: addresses as ints, CUDA streams. Out: work queued on the stream; LaunchError if the driver
-refuses. Next: workspace.py.
+refuses. Next: gemm/workspace.py.
 """
 
 import ctypes
