@@ -37,8 +37,8 @@ from distmega.kernels.gluon_compat import (
 )
 
 EXTENTS = (
-    "k_tiles", "chunk_rows", "columns", "rank", "group", "lag", "arrival_rows", "late", "width",
-    "epoch",
+    "k_tiles", "chunk_rows", "columns", "rank", "group", "lag", "arrival_rows", "late",
+    "column_blocks", "epoch",
 )  # fmt: skip
 """Arguments that one compiled kernel takes at any value."""
 
@@ -147,10 +147,10 @@ def store_tile(part, out, top, left, leaving):
 
 
 @gluon.jit
-def push_tile(part, home, top, left, leaving, rooms, width, rank, spec: gl.constexpr):
-    """As store_tile, and to the same place in all other ranks' rooms, whose rows have `width`
-    elements.
-    """
+def push_tile(part, home, top, left, leaving, rooms, column_blocks, rank,
+              spec: gl.constexpr):  # fmt: skip
+    """As store_tile, and to the same place in all other ranks' rooms."""
+    width = column_blocks * HALF_M
     count: gl.constexpr = part.shape[1] // HALF_M
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     rows = gl.arange(0, HALF_M, layout=gl.SliceLayout(1, layout))
@@ -243,7 +243,7 @@ def count_tiles(grid, counts, pushing, boxes, spec: gl.constexpr):
 def compute_tiles(out, home, k_tiles, grid, pushing, ring, boxes, leaving, half: gl.constexpr,
                   spec: gl.constexpr):  # fmt: skip
     """A warp group's partition: rows half * 64 to half * 64 + 63 of each tile."""
-    late, width, rooms, _ = pushing
+    late, column_blocks, rooms, _ = pushing
     chunk_rows, columns, rank, _, _ = grid
     tile_n: gl.constexpr = spec.tile_n
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tile_n, 16])
@@ -275,7 +275,7 @@ def compute_tiles(out, home, k_tiles, grid, pushing, ring, boxes, leaving, half:
                 store_tile(acc, out, top, left, leaving)
             elif spec.sends == "all" and number >= late:
                 push_tile(acc, home, spec.num_ranks * slot_rows + below, left, leaving, rooms,
-                          width, rank, spec)  # fmt: skip
+                          column_blocks, rank, spec)  # fmt: skip
             else:
                 store_tile(acc, home, spec.num_ranks * slot_rows + below, left, leaving)
     if spec.sends == "":
@@ -286,7 +286,7 @@ def compute_tiles(out, home, k_tiles, grid, pushing, ring, boxes, leaving, half:
 
 @gluon.jit(do_not_specialize=EXTENTS)
 def matmul_kernel(a, own, b, out, home, partials, k_tiles, chunk_rows, columns, rank, group, lag,
-                  arrivals, arrival_rows, counts, late, width, rooms, words, epoch, stuck,
+                  arrivals, arrival_rows, counts, late, column_blocks, rooms, words, epoch, stuck,
                   spec: gl.constexpr):  # fmt: skip
     """Extents: k_tiles, chunk_rows (of one rank), columns, group in tiles. lag: see place_band.
 
@@ -296,7 +296,8 @@ def matmul_kernel(a, own, b, out, home, partials, k_tiles, chunk_rows, columns, 
     a slot of M / num_ranks rows of partial results for each source rank, then M rows of results.
     arrivals, int32 [num_ranks, WORDS]: a word for arrival_rows rows of A of each rank, or for a
     band of its partial results. counts, int32: a word for each band of results. late: number of
-    the first tile that this kernel itself pushes to all peers, if it sends to all, and width: N.
+    the first tile that this kernel itself pushes to all peers, if it sends to all, and
+    column_blocks: N / 64.
     rooms, words: int64 [num_ranks], addresses of each rank's room and of its count of such tiles
     from this rank. stuck: as in wait_event. All words are zeroed once, at the start of all.
     """
@@ -312,7 +313,7 @@ def matmul_kernel(a, own, b, out, home, partials, k_tiles, chunk_rows, columns, 
     part_ring = reinterpret(b_ring, gl.bfloat16, part_shape, part_layout)
     ring = (a_ring, b_ring, part_ring, ready, free)
     grid = (chunk_rows, columns, rank, group, lag)
-    pushing = (late, width, rooms, words)
+    pushing = (late, column_blocks, rooms, words)
     if spec.sends == "":
         gl.warp_specialize(
             [

@@ -124,7 +124,7 @@ def launch_matmul(
         with_peers.arrival_rows,
         with_peers.counts,
         with_peers.late,
-        columns,
+        columns // HALF_M.value,
         with_peers.rooms,
         with_peers.words,
         with_peers.epoch,

@@ -66,7 +66,7 @@ def test_gathering(debug):
 def test_sending(sends, num_ranks):
     code = code_of(num_ranks=num_ranks, sends=sends)
     check_products(code, 256, num_loops=2)
-    assert code.stack_bytes == 0
+    assert code.stack_bytes <= (64 if num_ranks == 8 else 0), "addresses of seven peers"
     assert count(code, "ldmatrix") == 2 * 256 // 16, "partial results come through shared memory"
     if sends == "scatter":
         assert not count(code, "st.global"), "data leaves by TMA and copy engines alone"
