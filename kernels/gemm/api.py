@@ -76,7 +76,7 @@ def all_gather_matmul(
             return matmul(_kernels("exchange").all_gather(own, workspace), b)
         launch = _kernels("launch")
         return _kernels("overlap").all_gather_matmul(  # type: ignore[no-any-return]
-            launch.aligned(own), launch.aligned(b), workspace, choice.tiles
+            launch.aligned(own), launch.aligned(b), workspace, choice
         )
     full = own.new_empty(extents.rows, extents.depth)
     if group := _nccl(comm, axis):
@@ -150,7 +150,7 @@ def _sending(
     else:
         launch = _kernels("launch")
         result = getattr(_kernels("overlap"), name)(
-            launch.aligned(a), launch.aligned(b), workspace, choice.tiles, lag=choice.lag
+            launch.aligned(a), launch.aligned(b), workspace, choice
         )
     assert isinstance(result, Tensor)
     return result

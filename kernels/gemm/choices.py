@@ -43,18 +43,22 @@ STAGES = {256: 4, 128: 6}
 """Slots of the ring by columns of a tile: what fits into shared memory."""
 STREAMING = 1.1
 """How much longer than torch's the kernel takes where reading the operands is all that counts."""
-MIN_EVENT_ROWS = 1024
-"""Rows of A that one copy brings: long enough for full bandwidth, short against a matmul."""
+EVENT_ROWS = (256, 512, 1024)
+"""Least rows of A that one copy brings: many for full bandwidth, few where ranks wait for them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """How a matmul with its collective runs; tiles, lag: of the kernel, if it is "tiles"."""
+    """How a matmul with its collective runs. If it is "tiles", the rest is of the kernel:
+    event_rows of one copy if it gathers, lag and pushes as in plan_sending if it sends.
+    """
 
     way: Way
     us: float
     tiles: Tiles | None = None
-    lag: int = 1
+    event_rows: int = 0
+    lag: int = 0
+    pushes: bool = False
 
 
 def kernel_us(extents: Extents, tile_n: int, rates: Rates) -> float:
@@ -114,7 +118,8 @@ def peer_us(kind: Kind, extents: Extents, rates: Rates) -> float:
     sent = sent_bytes(kind, extents)
     if kind == "reduce":
         return library_us(extents, rates) + rates.two_shot_us + sent / rates.two_shot_bytes_per_us
-    return library_us(extents, rates) + rates.exchange_us + sent / rates.copy_bytes_per_us
+    copies_us = rates.exchange_us + rates.exchange_peer_us * (extents.num_ranks - 1)
+    return library_us(extents, rates) + copies_us + sent / rates.copy_bytes_per_us
 
 
 def _between(table: tuple[tuple[float, float], ...], x: float) -> float:
@@ -130,18 +135,24 @@ def tiles_choice(kind: Kind, extents: Extents, rates: Rates) -> Choice:
     chunk_rows = extents.rows // (extents.num_ranks * TILE_ROWS)
     found = []
     for tile_n, stages in STAGES.items():
-        for group in sorted({band_rows(chunk_rows, n) for n in (4, 8)}, reverse=True):
+        groups = (8,) if kind == "gather" else (4, 8)
+        for group in sorted({band_rows(chunk_rows, n) for n in groups}, reverse=True):
             tiles = Tiles(tile_n=tile_n, stages=stages, group=group)
             least = rates.start_us + STREAMING * _stream_us(extents, group, rates)
             if kind == "gather":
-                us = gather_us(extents, tiles, event_rows(extents), rates)
-                found.append(Choice(way="tiles", us=max(us, least), tiles=tiles))
+                for rows in sorted({event_rows(extents, n) for n in EVENT_ROWS}, reverse=True):
+                    us = max(gather_us(extents, tiles, rows, rates), least)
+                    found.append(Choice(way="tiles", us=us, tiles=tiles, event_rows=rows))
                 continue
             bands = chunk_rows // group
+            shares = kind == "reduce"
             for lag in sorted({bands, min(2, bands), 1}, reverse=True):
-                plan = plan_sending(extents, tiles, lag, kind == "reduce", rates.num_sms)
-                us = send_us(extents, plan, rates)
-                found.append(Choice(way="tiles", us=max(us, least), tiles=tiles, lag=lag))
+                for pushes in (False, True)[: 1 + shares]:
+                    plan = plan_sending(
+                        extents, tiles, rates.num_sms, lag=lag, shares=shares, pushes=pushes
+                    )
+                    us = max(send_us(extents, plan, rates), least)
+                    found.append(Choice(way="tiles", us=us, tiles=tiles, lag=lag, pushes=pushes))
     return min(found, key=lambda choice: choice.us)
 
 
@@ -180,10 +191,9 @@ def choose_way(kind: Kind, extents: Extents, rates: Rates) -> Choice:
     return min(found, key=lambda choice: choice.us)
 
 
-def event_rows(extents: Extents) -> int:
-    """Rows of A in one copy: at least 1024 where a rank has as many, a divisor of a rank's rows."""
+def event_rows(extents: Extents, least: int) -> int:
+    """Rows of A in one copy: at least so many where a rank has them, a divisor of a rank's rows."""
     rows = extents.rows // extents.num_ranks
     tiles = rows // TILE_ROWS
-    wanted = MIN_EVENT_ROWS // TILE_ROWS
     fitting = [n for n in range(1, tiles + 1) if tiles % n == 0]
-    return TILE_ROWS * next((n for n in fitting if n >= wanted), tiles)
+    return TILE_ROWS * next((n for n in fitting if n * TILE_ROWS >= least), tiles)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from distmega.errors import HangError
-from distmega.kernels.gemm.choices import event_rows
+from distmega.kernels.gemm.choices import Choice, event_rows
 from distmega.kernels.gemm.launch import Peering, launch_matmul, num_sms
 from distmega.kernels.gemm.rates import TILE_ROWS, Extents, Tiles
 from distmega.kernels.gemm.simulate import SendPlan, place_turns, plan_sending
@@ -58,9 +58,10 @@ def gather_rows(own: Tensor, workspace: Workspace, rows: int) -> None:
 
 
 def all_gather_matmul(
-    own: Tensor, b: Tensor, workspace: Workspace, tiles: Tiles, *, debug: bool = False
+    own: Tensor, b: Tensor, workspace: Workspace, choice: Choice, *, debug: bool = False
 ) -> Tensor:
     """C [M, N] for own [M / num_ranks, K], b [N, K]; the kernel starts with this rank's rows."""
+    assert choice.tiles is not None
     workspace.epoch += 1
     extents = Extents(
         rows=own.shape[0] * workspace.num_ranks,
@@ -68,7 +69,7 @@ def all_gather_matmul(
         depth=own.shape[1],
         num_ranks=workspace.num_ranks,
     )
-    rows = event_rows(extents)
+    rows = event_rows(extents, choice.event_rows)
     own = own.contiguous()
     room = workspace.room((extents.rows, extents.depth), own.dtype)
     gather_rows(own, workspace, rows)
@@ -84,34 +85,30 @@ def all_gather_matmul(
         rooms=workspace.rooms,
         words=workspace.pushed,
     )
-    spec = _spec(tiles, workspace, gathers=True, debug=debug)
-    launch_matmul(room, b, out, spec, tiles.group, peering, stuck.words)
+    spec = _spec(choice.tiles, workspace, gathers=True, debug=debug)
+    launch_matmul(room, b, out, spec, choice.tiles.group, peering, stuck.words)
     torch.cuda.current_stream().wait_stream(workspace.stream)
     stuck.check(workspace)
     return out
 
 
 def matmul_reduce_scatter(
-    a: Tensor, b: Tensor, workspace: Workspace, tiles: Tiles, *, lag: int = 0, debug: bool = False
+    a: Tensor, b: Tensor, workspace: Workspace, choice: Choice, *, debug: bool = False
 ) -> Tensor:
-    """This rank's rows [M / num_ranks, N] of the sum over ranks of A B^T; a [M, K], b [N, K].
-
-    lag: by how many bands a rank's own ones come later than the others', all if 0.
-    """
+    """This rank's rows [M / num_ranks, N] of the sum over ranks of A B^T; a [M, K], b [N, K]."""
     out = torch.empty(a.shape[0] // workspace.num_ranks, b.shape[0], dtype=a.dtype, device=a.device)
-    _send(a, b, out, workspace, tiles, lag, debug)
+    _send(a, b, out, workspace, choice, debug)
     return out
 
 
 def matmul_all_reduce(
-    a: Tensor, b: Tensor, workspace: Workspace, tiles: Tiles, *, lag: int = 0, debug: bool = False
+    a: Tensor, b: Tensor, workspace: Workspace, choice: Choice, *, debug: bool = False
 ) -> Tensor:
     """The sum over ranks of A B^T, [M, N], the same bits on all ranks; a [M, K], b [N, K].
 
-    lag: as matmul_reduce_scatter. The result lies in the workspace, until the second call after
-    this one.
+    The result lies in the workspace, until the second call after this one.
     """
-    return _send(a, b, None, workspace, tiles, lag, debug)
+    return _send(a, b, None, workspace, choice, debug)
 
 
 def send_rows(plan: SendPlan, home: Tensor, workspace: Workspace) -> None:
@@ -161,17 +158,24 @@ def _send(
     b: Tensor,
     out: Tensor | None,
     workspace: Workspace,
-    tiles: Tiles,
-    lag: int,
+    choice: Choice,
     debug: bool,
 ) -> Tensor:
+    assert choice.tiles is not None
     workspace.epoch += 1
     rows, columns = a.shape[0], b.shape[0]
     home = workspace.room((2 * rows, columns), a.dtype)
     result = home[rows:] if out is None else out
     extents = Extents(rows=rows, columns=columns, depth=a.shape[1], num_ranks=workspace.num_ranks)
-    plan = plan_sending(extents, tiles, lag, out is None, num_sms(a.device.index))
-    spec = _spec(tiles, workspace, sends="all" if plan.shares else "scatter", debug=debug)
+    plan = plan_sending(
+        extents,
+        choice.tiles,
+        num_sms(a.device.index),
+        lag=choice.lag,
+        shares=out is None,
+        pushes=choice.pushes,
+    )
+    spec = _spec(plan.tiles, workspace, sends="all" if plan.shares else "scatter", debug=debug)
     stuck = Stuck(a.device, debug)
     peering = Peering(
         rank=workspace.rank,

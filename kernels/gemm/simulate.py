@@ -37,7 +37,7 @@ def gather_us(extents: Extents, tiles: Tiles, event_rows: int, rates: Rates) -> 
     in_chunk = rows // TILE_ROWS * ceil_div(extents.columns, tiles.tile_n)
     tiles_each = ceil_div(extents.columns, tiles.tile_n) * tiles.group
     copies = rows // event_rows
-    copy_us = 2 * event_rows * extents.depth / rates.copy_bytes_per_us
+    copy_us = 2 * event_rows * extents.depth / rates.copy_bytes_per_us + rates.copy_gap_us
     free = [rates.start_us + rates.peers_us] * min(rates.num_sms, in_chunk * extents.num_ranks)
     for number in range(in_chunk * extents.num_ranks):
         step, place = divmod(number, in_chunk)
@@ -71,8 +71,12 @@ class SendPlan:
         return self.columns - (self.num_late // self.tiles.group if last else 0)
 
 
-def plan_sending(extents: Extents, tiles: Tiles, lag: int, shares: bool, num_sms: int) -> SendPlan:
-    """tiles.group is cut to a divisor of a rank's rows, lag 0 means all bands."""
+def plan_sending(
+    extents: Extents, tiles: Tiles, num_sms: int, *, lag: int, shares: bool, pushes: bool
+) -> SendPlan:
+    """tiles.group is cut to a divisor of a rank's rows, lag 0 means all bands. pushes: whether
+    the kernel itself sends the sums of its last wave.
+    """
     chunk_rows = extents.rows // (extents.num_ranks * TILE_ROWS)
     group = band_rows(chunk_rows, tiles.group)
     columns = ceil_div(extents.columns, tiles.tile_n)
@@ -86,7 +90,7 @@ def plan_sending(extents: Extents, tiles: Tiles, lag: int, shares: bool, num_sms
         num_tiles=num_tiles,
         lag=lag or chunk_rows // group,
         shares=shares,
-        num_late=late if shares else 0,
+        num_late=late if shares and pushes else 0,
     )
 
 
@@ -100,7 +104,7 @@ def send_us(extents: Extents, plan: SendPlan, rates: Rates) -> float:
     one_us = tile_us(extents, plan.tiles.tile_n, rates)
     in_band = plan.tiles.group * plan.columns
     others = extents.num_ranks - 1
-    bytes_us = 2 * plan.tiles.group * TILE_ROWS * extents.columns / rates.copy_bytes_per_us
+    band_bytes = 2 * plan.tiles.group * TILE_ROWS * extents.columns
     free = [rates.start_us + rates.peers_us] * min(rates.num_sms, plan.num_tiles)
     here = [0.0] * plan.num_bands
     link, number = 0.0, 0
@@ -115,11 +119,12 @@ def send_us(extents: Extents, plan: SendPlan, rates: Rates) -> float:
             number += 1
         copied = plan.copied_columns(last) * plan.tiles.group
         if copied and (chunk or plan.shares):
-            sent_us = bytes_us * copied / in_band * (1 if chunk else others)
+            sent_us = band_bytes * copied / in_band / rates.copy_bytes_per_us + rates.copy_gap_us
+            sent_us *= 1 if chunk else others
             link = max(link, max(ends[:copied]) + rates.copy_us) + sent_us
         if chunk:
             here[band] = max(here[band], link)
         elif copied < in_band:
-            pushed_us = bytes_us * (1 - copied / in_band) * others
+            pushed_us = band_bytes * (1 - copied / in_band) * others / rates.push_bytes_per_us
             link = max(link, max(ends) + rates.push_us) + pushed_us
     return max(*free, link)

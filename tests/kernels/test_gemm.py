@@ -136,7 +136,7 @@ def test_sending_beside_the_tiles_costs_little_of_sending_behind_them(shares):
     behind = sent_bytes("reduce" if shares else "scatter", extents) / H200.copy_bytes_per_us
     assert least < choice.us < least + behind / 2
     slow = replace(H200, copy_bytes_per_us=H200.copy_bytes_per_us / 100)
-    plan = plan_sending(extents, choice.tiles, 0, shares, H200.num_sms)
+    plan = plan_sending(extents, choice.tiles, H200.num_sms, lag=0, shares=shares, pushes=False)
     assert send_us(extents, plan, slow) > 100 * behind
 
 
@@ -147,13 +147,16 @@ def test_bytes_of_a_collective():
     assert sent_bytes("reduce", extents) == 2 * 2 * 3072 * 8192
 
 
-@given(tiles=st.integers(1, 256), num_ranks=st.sampled_from([2, 4, 8]))
-def test_copies_are_whole_tiles_and_divide_a_ranks_rows(tiles, num_ranks):
+@given(
+    tiles=st.integers(1, 256), num_ranks=st.sampled_from([2, 4, 8]),
+    least=st.sampled_from([0, 256, 1024]),
+)  # fmt: skip
+def test_copies_are_whole_tiles_and_divide_a_ranks_rows(tiles, num_ranks, least):
     extents = Extents(rows=128 * tiles * num_ranks, columns=1024, depth=1024, num_ranks=num_ranks)
-    rows = event_rows(extents)
+    rows = event_rows(extents, least)
     assert rows % 128 == 0
     assert 128 * tiles % rows == 0
-    assert rows >= min(1024, 128 * tiles)
+    assert rows >= min(least, 128 * tiles)
 
 
 @given(
@@ -164,7 +167,7 @@ def test_the_last_wave_is_pushed_as_columns_of_the_last_band(chunk_rows, columns
     extents = Extents(rows=128 * chunk_rows * ranks, columns=256 * columns, depth=64,
                       num_ranks=ranks)  # fmt: skip
     tiles = Tiles(tile_n=256, stages=4, group=most)
-    plan = plan_sending(extents, tiles, 0, True, 132)
+    plan = plan_sending(extents, tiles, 132, lag=0, shares=True, pushes=True)
     group = plan.tiles.group
     assert plan.num_tiles == chunk_rows * columns * ranks
     assert plan.num_late % group == 0
@@ -174,7 +177,9 @@ def test_the_last_wave_is_pushed_as_columns_of_the_last_band(chunk_rows, columns
     last_wave = plan.num_tiles - (plan.num_tiles - 1) // 132 * 132
     assert plan.num_late >= min(last_wave, group * columns)
     assert plan.num_late < last_wave + group
-    assert plan_sending(extents, tiles, 0, False, 132).num_late == 0
+    scattering = plan_sending(extents, tiles, 132, lag=0, shares=False, pushes=True)
+    copying = plan_sending(extents, tiles, 132, lag=0, shares=True, pushes=False)
+    assert scattering.num_late == copying.num_late == 0
 
 
 @given(chunk_rows=st.integers(1, 200), most=st.integers(1, 16))

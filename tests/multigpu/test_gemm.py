@@ -3,6 +3,7 @@ small integers: chosen, forced, call after call, and what is refused.
 """
 
 import importlib
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -13,7 +14,7 @@ from distmega.errors import HangError, ProgramError
 from distmega.hostir.comm import Communicator
 from distmega.hostir.nccl import NcclCommunicator
 from distmega.kernels import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
-from distmega.kernels.gemm.choices import STAGES, Tiles
+from distmega.kernels.gemm.choices import STAGES, Choice, Tiles
 from tests.multigpu.ranks import ON_EITHER, ON_GPUS
 
 HERE = "tests.multigpu.test_gemm"
@@ -77,17 +78,20 @@ def use_every_tile(comm: NcclCommunicator) -> None:
     shared = workspace.workspace_of(comm, "tp", 2**28)
     for tile_n, stages in STAGES.items():
         tiles = Tiles(tile_n=tile_n, stages=stages)
+        choice = Choice(way="tiles", us=0.0, tiles=tiles)
         for rows in (1024, 128, 384):
             own, b = operands(rank, rows, 1152, 448, rows)
             parts = [operands(r, rows, 1152, 448, rows)[0] for r in range(size)]
-            found = overlap.all_gather_matmul(own, b, shared, tiles, debug=True)
+            found = overlap.all_gather_matmul(own, b, shared, choice, debug=True)
             assert torch.equal(found, product(torch.cat(parts), b).bfloat16())
             parts = [operands(r, rows * size, 1152, 64, rows) for r in range(size)]
             total = torch.stack([product(*part) for part in parts]).sum(0).bfloat16()
-            found = overlap.matmul_reduce_scatter(*parts[rank], shared, tiles, debug=True)
+            found = overlap.matmul_reduce_scatter(*parts[rank], shared, choice, debug=True)
             assert torch.equal(found, total.chunk(size)[rank])
-            found = overlap.matmul_all_reduce(*parts[rank], shared, tiles, debug=True)
-            assert torch.equal(found, total)
+            for pushes in (False, True):
+                pushing = replace(choice, pushes=pushes)
+                found = overlap.matmul_all_reduce(*parts[rank], shared, pushing, debug=True)
+                assert torch.equal(found, total)
 
 
 def exchange_by_peer_memory(comm: NcclCommunicator) -> None:
@@ -112,10 +116,9 @@ def name_a_missing_rank(comm: NcclCommunicator) -> None:
     shared = workspace.Workspace(comm, "tp", 2**24)  # no later test's, whose epochs would differ
     if comm.rank == 0:
         own, b = operands(0, 128, 128, 64, 0)
+        choice = Choice(way="tiles", us=0.0, tiles=Tiles(tile_n=128, stages=STAGES[128]))
         with pytest.raises(HangError, match="rank 0 waited for event 32768, which holds 0"):
-            overlap.all_gather_matmul(
-                own, b, shared, Tiles(tile_n=128, stages=STAGES[128]), debug=True
-            )
+            overlap.all_gather_matmul(own, b, shared, choice, debug=True)
 
 
 def refuse_what_does_not_fit(comm: Communicator) -> None:
