@@ -77,7 +77,7 @@ class Workspace:
 
     def arrival_address(self, rank: int, source: int, word: int) -> int:
         """Of a word in the memory of `rank` that only rank `source` writes."""
-        place = source * WORDS.value + word
+        place: int = source * WORDS.value + word
         return int(self._memory.pointers[rank]) + self._at_words + place * WORD_BYTES
 
     def count_address(self, index: int) -> int:
