@@ -8,17 +8,16 @@ the driver's stream memory operations; flags go back to where they began, so a c
 replayed. Collectives stay with NCCL.
 """
 
-import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from distmega.errors import LaunchError
 from distmega.hostir.collectives import Handle, join_handles
 from distmega.hostir.comm import flat_bytes
 from distmega.hostir.nccl_native import NativeNccl
+from distmega.kernels.stream_ops import wait_word, write_word
 from distmega.kernels.symmetric import SymmetricMemory, open_symmetric
 from distmega.sharding.mesh import DeviceMesh
 
@@ -28,41 +27,6 @@ SLOT_BYTES = 64 * 2**20
 
 LINE_BYTES = 128
 """Flags stand this far apart."""
-
-WAIT_EQUAL = 1
-"""CU_STREAM_WAIT_VALUE_EQ."""
-
-
-class StreamMemory:
-    """The driver's operations that let the current stream wait for a word of memory, or set one.
-
-    Addresses are those of int32 words, in this GPU's memory or a peer's. A write comes after all
-    that stands before it on the stream, for other GPUs too.
-    """
-
-    def __init__(self) -> None:
-        driver = ctypes.CDLL("libcuda.so.1")
-        words = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)
-        self._wait, self._write = driver.cuStreamWaitValue32_v2, driver.cuStreamWriteValue32_v2
-        self._wait.argtypes = self._write.argtypes = words
-
-    def wait(self, address: int, value: int) -> None:
-        """What follows on the current stream starts once the word has that value."""
-        self._call(self._wait, address, value, WAIT_EQUAL)
-
-    def write(self, address: int, value: int) -> None:
-        """Sets the word."""
-        self._call(self._write, address, value, 0)
-
-    def _call(self, operation: Callable[..., int], address: int, value: int, flags: int) -> None:
-        stream = torch.cuda.current_stream().cuda_stream
-        error = operation(stream, address, value, flags)
-        if error:
-            raise LaunchError(
-                f"CUDA error {error} of a stream memory operation",
-                expected="a driver of CUDA 12 or later, outside of graph capture where it is older",
-                remedy="use NativeNccl instead of CopyCommunicator",
-            )
 
 
 @dataclass(slots=True)
@@ -95,7 +59,6 @@ class CopyCommunicator(NativeNccl):
     ) -> None:
         super().__init__(mesh, rank, timeout_s)
         self._slot_bytes = slot_bytes
-        self._memory = StreamMemory()
         self._arenas: list[SymmetricMemory] = []
         self._out: dict[tuple[str, int], _Channel] = {}
         self._in: dict[tuple[str, int], _Channel] = {}
@@ -133,7 +96,7 @@ class CopyCommunicator(NativeNccl):
                     slots(here, peer), lines(here, peer, 0), lines(peer, here, 1)
                 )
                 for address in lines(here, peer, 1):
-                    self._memory.write(address, 1)
+                    write_word(address, 1, torch.cuda.current_stream())
         torch.cuda.synchronize()
         self.barrier()
 
@@ -164,10 +127,10 @@ class CopyCommunicator(NativeNccl):
     def _send(self, channel: _Channel, data: Tensor) -> Handle:
         with self._beside(channel) as stream:
             for start, length, slot in self._turns(channel, data.numel()):
-                self._memory.wait(channel.mine[slot], 1)
-                self._memory.write(channel.mine[slot], 0)
+                wait_word(channel.mine[slot], 1, channel.stream)
+                write_word(channel.mine[slot], 0, channel.stream)
                 channel.slots[slot][:length].copy_(data[start : start + length])
-                self._memory.write(channel.theirs[slot], 1)
+                write_word(channel.theirs[slot], 1, channel.stream)
             return _finished(stream, data)
 
     def _recv(self, channel: _Channel, out: Tensor) -> Handle:
@@ -175,10 +138,10 @@ class CopyCommunicator(NativeNccl):
         with self._beside(channel) as stream:
             whole = flat_bytes(out) if dense else torch.empty_like(flat_bytes(out))
             for start, length, slot in self._turns(channel, whole.numel()):
-                self._memory.wait(channel.mine[slot], 1)
-                self._memory.write(channel.mine[slot], 0)
+                wait_word(channel.mine[slot], 1, channel.stream)
+                write_word(channel.mine[slot], 0, channel.stream)
                 whole[start : start + length].copy_(channel.slots[slot][:length])
-                self._memory.write(channel.theirs[slot], 1)
+                write_word(channel.theirs[slot], 1, channel.stream)
             if not dense:
                 out.copy_(whole.view(out.dtype).view(out.shape))
             return _finished(stream, whole, out)

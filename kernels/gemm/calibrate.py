@@ -18,7 +18,9 @@ from distmega.hostir.nccl import NcclCommunicator
 from distmega.kernels.gemm.api import matmul_all_reduce, matmul_reduce_scatter
 from distmega.kernels.gemm.choices import STAGES, Tiles
 from distmega.kernels.gemm.launch import launch_matmul, num_sms, plain_spec
+from distmega.kernels.gemm.rates import GROUP
 from distmega.kernels.gemm.workspace import workspace_of
+from distmega.kernels.stream_ops import copy_bytes
 from distmega.sharding.overlap_rates import H200_RATES, OverlapRates
 
 ROUNDS = 7
@@ -177,8 +179,11 @@ def _copies(rates: OverlapRates, clock: _Clock, comm: NcclCommunicator, axis: st
     workspace = workspace_of(comm, axis, 4 * 4096 * 8192)
     peer = (workspace.rank + 1) % workspace.num_ranks
     own = torch.empty(32 * MB, dtype=torch.uint8)
-    room = workspace.room(peer, (32 * MB,), torch.uint8)
-    small, large = clock.times_us(lambda: room[:MB].copy_(own[:MB]), lambda: room.copy_(own))
+    room, stream = workspace.room_address(peer), torch.cuda.current_stream()
+    small, large = clock.times_us(
+        lambda: copy_bytes(room, own.data_ptr(), MB, stream),
+        lambda: copy_bytes(room, own.data_ptr(), 32 * MB, stream),
+    )
     fixed, rate = _line(small, large, MB, 32 * MB)
     return replace(rates, copy_us=fixed, copy_bytes_per_us=rate)
 
@@ -194,7 +199,7 @@ def _kernel(rates: OverlapRates, clock: _Clock, comm: NcclCommunicator, axis: st
         calls = []
         for each in slices:
             a, b = _random(rows, 64 * each), _random(columns, 64 * each)
-            calls.append(partial(launch_matmul, a, b, out, spec))
+            calls.append(partial(launch_matmul, a, b, out, spec, GROUP))
         small, large = clock.times_us(*calls)
         slice_us = (large - small) / waves / (slices[1] - slices[0])
         found.append((width, slice_us))
@@ -210,8 +215,8 @@ def _fused(rates: OverlapRates, clock: _Clock, comm: NcclCommunicator, axis: str
     spec = plain_spec(Tiles(tile_n=256, stages=STAGES[256]))
     outs = [torch.empty(len(x), 8192, dtype=torch.bfloat16) for x in (short, long)]
     plain0, plain1, sent0, sent1, summed = clock.times_us(
-        lambda: launch_matmul(short, b, outs[0], spec),
-        lambda: launch_matmul(long, b, outs[1], spec),
+        lambda: launch_matmul(short, b, outs[0], spec, GROUP),
+        lambda: launch_matmul(long, b, outs[1], spec, GROUP),
         lambda: matmul_reduce_scatter(short, b, comm, axis, overlap=True),
         lambda: matmul_reduce_scatter(long, b, comm, axis, overlap=True),
         lambda: matmul_all_reduce(long, b, comm, axis, overlap=True, borrow=True),
