@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Runs distmega as a job of a running Ray cluster, and prints its answer:
+#
+#     RAY_API_SERVER_ADDRESS=http://127.0.0.1:8265 launch/ray_job.sh RESULT generate MODEL "prompt" --tp 2
+#
+# The job runs on the cluster's head node with the python3 of PATH there (PYTHON names another), and
+# starts its ranks through Ray. RESULT, a path that this machine and the head node share, gets what the
+# command prints, RESULT.code its exit code: that of `ray job submit` says only whether the job ran.
+set -euo pipefail
+
+if [ $# -lt 2 ]; then
+  echo "usage: launch/ray_job.sh RESULT COMMAND [ARGUMENT ...]" >&2
+  exit 2
+fi
+result=$(realpath --canonicalize-missing "$1")
+shift
+rm -f "$result" "$result.code"
+command=$(printf '%q ' "${PYTHON:-python3}" -m distmega "$@" --launcher ray)
+ray job submit --log-style record -- \
+  bash -c "$command >$(printf %q "$result"); echo \$? >$(printf %q "$result.code")" >&2 || true
+if [ ! -e "$result.code" ]; then
+  echo "launch/ray_job.sh: no $result.code came back; expected a job that ran, and a path that the cluster's head shares" >&2
+  exit 1
+fi
+cat "$result"
+exit "$(cat "$result.code")"

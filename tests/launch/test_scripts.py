@@ -1,0 +1,80 @@
+"""The scripts of launch/: what they start, with each argument as it was given."""
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PROMPT = 'it\'s $HOME; "two"  words'
+
+RAY = """#!/usr/bin/env bash
+while [ "$1" != -- ]; do shift; done
+shift
+echo submitted
+"$@"
+"""
+"""A `ray` whose jobs run here."""
+
+COMMAND = f"""#!{sys.executable}
+import json, sys
+print(json.dumps(sys.argv[1:]))
+sys.exit(3)
+"""
+"""A python3 that says what it was asked."""
+
+
+def write_program(path: Path, text: str) -> Path:
+    path.write_text(text)
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+def run_script(folder: Path, name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    write_program(folder / "ray", RAY)
+    python = write_program(folder / "a python", COMMAND)
+    path = f"{folder}:{os.environ['PATH']}"
+    return subprocess.run(
+        [str(ROOT / "launch" / name), *arguments],
+        env={**os.environ, "PATH": path, "PYTHON": str(python)},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+
+
+def as_printed(*arguments: str) -> str:
+    quoted = ('"' + a.replace('"', '\\"') + '"' for a in arguments)
+    return f"[{', '.join(quoted)}]\n"
+
+
+def test_a_ray_job_gives_the_command_s_output_and_exit_code(tmp_path: Path) -> None:
+    result = tmp_path / "its answer"
+    done = run_script(tmp_path, "ray_job.sh", str(result), "generate", "m", PROMPT)
+    expected = as_printed("-m", "distmega", "generate", "m", PROMPT, "--launcher", "ray")
+    assert (done.stdout, done.stderr, done.returncode) == (expected, "submitted\n", 3)
+    assert result.read_text() == expected
+
+
+def test_a_ray_job_whose_result_is_elsewhere(tmp_path: Path) -> None:
+    done = run_script(tmp_path, "ray_job.sh", str(tmp_path / "no" / "folder"), "doctor")
+    assert done.returncode == 1
+    assert "expected a job that ran, and a path that the cluster's head shares" in done.stderr
+
+
+def test_torchrun_and_local(tmp_path: Path) -> None:
+    done = run_script(tmp_path, "torchrun.sh", "2", "generate", "m", PROMPT)
+    run = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
+    assert done.stdout == as_printed(*run, "-m", "distmega", "generate", "m", PROMPT)
+    done = run_script(tmp_path, "local.sh", "generate", "m", PROMPT)
+    command = "-m", "distmega", "generate", "m", PROMPT
+    assert done.stdout == as_printed(*command, "--launcher", "local")
+
+
+def test_a_script_without_arguments_says_what_it_wants(tmp_path: Path) -> None:
+    for name in ("ray_job.sh", "torchrun.sh", "local.sh"):
+        done = run_script(tmp_path, name)
+        assert done.returncode == 2
+        assert done.stderr.startswith(f"usage: launch/{name} ")
