@@ -19,7 +19,7 @@ from distmega.kernels.hopper.weight_order import order_weights
 from distmega.kernels.lowering import is_encodable
 from distmega.kernels.megakernel import Megakernel, compile_megakernel
 from distmega.models.config import ModelConfig
-from distmega.models.decoder import Logits, build_decoder
+from distmega.models.decoder import Logits, build_decoder, layer_starts
 from distmega.models.sampling import GREEDY, Method
 from distmega.program import Op, Tensor
 from distmega.requests import DEFAULT_CONTEXT, EngineOptions
@@ -146,7 +146,7 @@ def plan_decode(
         dtype=machine.dtype,
         method=method,
     )
-    cuts = cut_places(program, num_stages_of(mesh))
+    cuts = cut_places(program, num_stages_of(mesh), starts=layer_starts(config))
     stage = split_stages(program, cuts)[index]
     ranks = mesh.part(AXIS, index) if AXIS in mesh.names else mesh
     caches = stage.program.with_role("state") if batch > 1 else ()

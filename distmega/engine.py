@@ -24,12 +24,14 @@ from distmega.hostir.comm import Communicator
 from distmega.hostir.evaluator import Evaluator, KernelRunner
 from distmega.hostir.nccl import NcclCommunicator
 from distmega.hostir.nodes import HostProgram
+from distmega.hostir.pipeline import FREE
 from distmega.kernels.cpu_megakernel import CpuMegakernel, open_peers
 from distmega.kernels.device_ops import KernelOps
 from distmega.kernels.megakernel import Megakernel
 from distmega.kernels.memory import allocate_arena, arena_views
 from distmega.kernels.peer import peer_memory_problem
 from distmega.kernels.runners import SteppingRunner, open_hopper
+from distmega.kernels.signals import open_signals
 from distmega.kernels.symmetric import Team
 from distmega.models.decoder import Logits
 from distmega.models.load import ModelSource
@@ -103,6 +105,10 @@ class Engine:
         fingerprints += [runner.kernel.fingerprint() for runner in self._runners.values()]
         _require_agreement(comm, plan, fingerprints)
         self._prefills: dict[tuple[int, Logits], Evaluator] = {}
+        if on_gpu and plan.stage.num_stages > 1:
+            assert isinstance(comm, NcclCommunicator), "GPUs communicate over NCCL"
+            shared = options.collectives != "host"
+            open_signals(comm, AXIS, (FREE,), options.timeout_s, peer_memory=shared)
 
     def generate(self, prompt: Sequence[int]) -> Iterator[int]:
         """As generate_all, of one prompt."""
@@ -231,6 +237,9 @@ class Engine:
         outputs = self._prefills[key].run(
             {**inputs, **draws, **self._persistent, **self._slots[slot]}
         )
+        if self.blueprint.staged.stage.num_stages > 1 and self.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+            self.comm.check_signals()
         self._num_cached[slot] = len(ids)
         return outputs
 
@@ -260,7 +269,7 @@ class Engine:
             runner = None
         if runner is None:
             return self._evaluator(draw_library_decode(self.blueprint), {})
-        if not self.blueprint.method.sorts_all:
+        if not self.blueprint.method.sorts_all and self.blueprint.staged.stage.num_stages == 1:
             self.stepping = runner
         return self._evaluator(host, {host.segments[0].name: runner})
 

@@ -14,24 +14,27 @@ import torch
 from distmega.builder import ProgramBuilder
 from distmega.errors import CheckError
 from distmega.hostir.check import check_host
-from distmega.hostir.comm import GlooCommunicator
 from distmega.hostir.evaluator import Evaluator
 from distmega.hostir.lower import lower_program
+from distmega.hostir.nccl import NcclCommunicator
 from distmega.hostir.nodes import HostProgram, WaitSignal
 from distmega.hostir.passes import run_passes
-from distmega.hostir.pipeline import Part, link_stage
+from distmega.hostir.pipeline import FREE, Part, link_stage
 from distmega.hostir.text import print_host
+from distmega.jobs import open_communicator
+from distmega.kernels.signals import open_signals
 from distmega.launch.contract import LauncherOptions
 from distmega.launch.launchers import launch
 from distmega.program import Program
-from distmega.ranks import Emit, RankContext
+from distmega.ranks import DeviceKind, Emit, RankContext
 from distmega.sharding.cost import CPU
 from distmega.sharding.localize import localize
 from distmega.sharding.mesh import DeviceMesh
 from distmega.sharding.planner import plan_program
-from distmega.sharding.stages import cut_places, split_stages
+from distmega.sharding.stages import AXIS, cut_places, split_stages
 
 MESH = DeviceMesh(pp=2)
+TIMEOUT_S = 60.0
 NUM_BATCHES, ROWS, HIDDEN, NUM_LAYERS = 4, 8, 64, 6
 
 Values = dict[str, torch.Tensor]
@@ -47,27 +50,52 @@ def build_layers(num_rows: int) -> Program:
     return p.build(x)
 
 
-def make_stages() -> list[HostProgram]:
+def make_stages(mesh: DeviceMesh = MESH) -> list[HostProgram]:
     """The host program of each stage."""
     program = build_layers(ROWS)
     hosts = []
-    for stage in split_stages(program, cut_places(program, MESH.size("pp"))):
-        plan = plan_program(stage.program, MESH.part("pp", stage.index), CPU)
-        local = replace(localize(plan), mesh=MESH)
+    for stage in split_stages(program, cut_places(program, mesh.size(AXIS))):
+        plan = plan_program(stage.program, mesh.part(AXIS, stage.index), CPU)
+        local = replace(localize(plan), mesh=mesh)
         host = lower_program(local, megakernel=False, peer_memory=False)
         part = Part(stage=stage, host=host, count=NUM_BATCHES)
         hosts.append(run_passes(link_stage([part], {"x": 0, "y": 0})))
     return hosts
 
 
+def make_values() -> Values:
+    """Rows of all micro-batches, and weights."""
+    generator = torch.Generator().manual_seed(0)
+    return {
+        t.name: torch.randn(t.shape, generator=generator) / t.shape[-1] ** 0.5
+        for t in build_layers(ROWS * NUM_BATCHES).tensors
+        if t.role in ("input", "weight")
+    }
+
+
+def expected_rows(values: Values) -> torch.Tensor:
+    """What plain torch makes of them."""
+    x = values["x"]
+    for layer in range(NUM_LAYERS):
+        hidden = x @ values[f"w{layer}"].T
+        x = hidden * torch.sigmoid(hidden) + x
+    return x
+
+
 def run_rank(context: RankContext, values: Values, emit: Emit) -> torch.Tensor:
-    """What each rank does: its own stage, and in the end all have the result."""
-    host = make_stages()[context.rank]
-    return Evaluator(host, GlooCommunicator(MESH, context.rank), {}).run(values)["y"]
+    """What each rank does: its own stage, and in the end all have the result. Between GPUs signals
+    are counters in memory that they share, or go over NCCL.
+    """
+    comm = open_communicator(context, MESH)
+    if isinstance(comm, NcclCommunicator):
+        open_signals(comm, AXIS, (FREE,), TIMEOUT_S, peer_memory=True)
+    here = {name: x.to(context.device) for name, x in values.items()}
+    evaluator = Evaluator(make_stages()[context.rank], comm, {}, context.device)
+    return evaluator.run(here)["y"].cpu()
 
 
 def main() -> None:
-    """Prints and proves the stages, spoils one, runs them on two processes, and compares."""
+    """Prints and proves the stages, spoils one, runs them on two GPUs or processes, compares."""
     hosts = make_stages()
     check_host(hosts)
     for host in hosts:
@@ -77,20 +105,11 @@ def main() -> None:
         check_host([replace(hosts[0], body=unbounded), hosts[1]])
     except CheckError as error:
         print(f"without its waits for signals, stage 0 is refused: {error}\n")
-    generator = torch.Generator().manual_seed(0)
-    whole = build_layers(ROWS * NUM_BATCHES).tensors
-    values = {
-        t.name: torch.randn(t.shape, generator=generator) / t.shape[-1] ** 0.5
-        for t in whole
-        if t.role in ("input", "weight")
-    }
-    *_, last = launch("pipeline:run_rank", values, LauncherOptions(num_ranks=2))
-    expected = values["x"]
-    for layer in range(NUM_LAYERS):
-        hidden = expected @ values[f"w{layer}"].T
-        expected = hidden * torch.sigmoid(hidden) + expected
-    torch.testing.assert_close(last.value, expected)
-    print(f"{NUM_BATCHES} micro-batches through {len(hosts)} stages: as plain torch has it")
+    values = make_values()
+    device: DeviceKind = "cuda" if torch.cuda.device_count() >= len(hosts) else "cpu"
+    *_, last = launch("pipeline:run_rank", values, LauncherOptions(num_ranks=2, device=device))
+    torch.testing.assert_close(last.value, expected_rows(values))
+    print(f"{NUM_BATCHES} micro-batches, {len(hosts)} stages on {device}: as plain torch has it")
 
 
 if __name__ == "__main__":

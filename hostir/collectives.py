@@ -101,6 +101,9 @@ class Collectives(ABC):
     def _exchange(self, axis: str, parts: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
         """Starts to give part i to rank i of the team; the result gives the parts for this rank."""
 
+    def check_signals(self) -> None:  # noqa: B027  a transport that blocks raises at once
+        """Nothing is given up unnoticed where waits block the host."""
+
     def all_reduce(
         self, axis: str, xs: Sequence[Tensor], outs: Sequence[Tensor], combine: str
     ) -> Handle:

@@ -84,7 +84,13 @@ class Communicator(Protocol):
         ...
 
     def wait_signal(self, axis: str, name: str, peer: int) -> None:
-        """Blocks until one more signal `name` has come from the peer."""
+        """What follows runs after one more signal `name` from the peer."""
+        ...
+
+    def check_signals(self) -> None:
+        """Raises HangError for a signal that a GPU gave up waiting for; call it once the results
+        behind it are there.
+        """
         ...
 
     def barrier(self) -> None:

@@ -3,8 +3,8 @@ for those that do.
 
 NcclCommunicator moves bytes as GlooCommunicator does, but between GPUs and on CUDA streams: a call
 queues behind the current stream, and waiting for a handle makes the current stream wait. Results
-are combined in rank order by every rank, so they are bitwise equal. Objects, barriers and signals
-go over gloo. Next on the walk: evaluator.py.
+are combined in rank order by every rank, so they are bitwise equal. Objects and barriers go over
+gloo, signals as nccl_signals.py or kernels/signals.py have it. Next on the walk: evaluator.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from distmega.hostir.collectives import Handle, join_handles
 from distmega.hostir.comm import GlooCommunicator, TeamCommunicator, flat_bytes
+from distmega.hostir.nccl_signals import Signals
 from distmega.sharding.mesh import DeviceMesh
 
 T = TypeVar("T")
@@ -26,12 +27,13 @@ class NcclCommunicator(TeamCommunicator):
     the same point of its program; all connections are open when it returns.
 
     NCCL pairs sends and receives of two ranks by their order, so what goes both ways at once must
-    stand between begin_group and end_group. Signals block the host until the current stream has
-    come to them.
+    stand between begin_group and end_group.
     """
 
     def __init__(self, mesh: DeviceMesh, rank: int, timeout_s: float = 300.0) -> None:
         super().__init__(mesh, rank, "nccl", timeout_s)
+        self.signals: Signals | None = None
+        """How ranks signal each other, if they do; see open_signals of kernels/signals.py."""
         self._control = GlooCommunicator(mesh, rank, timeout_s)
         self._pending: list[dist.P2POp] | None = None
         for axis in mesh.names:
@@ -102,11 +104,20 @@ class NcclCommunicator(TeamCommunicator):
         return Handle(finish)
 
     def signal(self, axis: str, name: str, peer: int) -> None:
-        torch.cuda.current_stream().synchronize()
-        self._control.signal(axis, name, peer)
+        with self._guard(f"signal {name!r}", axis):
+            self._opened_signals().signal(axis, name, peer)
 
     def wait_signal(self, axis: str, name: str, peer: int) -> None:
-        self._control.wait_signal(axis, name, peer)
+        with self._guard(f"wait for signal {name!r}", axis):
+            self._opened_signals().wait(axis, name, peer)
+
+    def check_signals(self) -> None:
+        if self.signals is not None:
+            self.signals.check()
+
+    def _opened_signals(self) -> Signals:
+        assert self.signals is not None, "signals are opened before programs that have them run"
+        return self.signals
 
     def barrier(self) -> None:
         self._control.barrier()

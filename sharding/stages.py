@@ -11,7 +11,7 @@ where the least crosses, as between the layers of a model, by others only if the
 out of balance.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -52,18 +52,25 @@ class Stage:
 
 
 def cut_places(
-    program: Program, num_stages: int, fixed: Mapping[str, int] | None = None
+    program: Program,
+    num_stages: int,
+    fixed: Mapping[str, int] | None = None,
+    starts: Collection[str] = (),
 ) -> tuple[str, ...]:
     """Names of the ops with which the stages after the first begin.
 
-    fixed: stages of ops, by name. PlanError for an unknown op or stage, where fixed stages go
-    backwards, or if there are too few places to cut.
+    fixed: stages of ops, by name. starts: ops that a stage may begin with, where they are enough,
+    such as the first of each layer; none of them: any. PlanError for an unknown op or stage, where
+    fixed stages go backwards, or if there are too few places to cut.
     """
     if num_stages == 1:
         return ()
     fixed = fixed or {}
     low, high = _bounds(program, num_stages, fixed)
     crossing, running = _crossing_bytes(program), _running_bytes(program)
+    if starts and len(starts) >= num_stages - 1:
+        named = zip(crossing, program.ops, strict=True)
+        crossing = [num_bytes if op.name in starts else None for num_bytes, op in named]
     largest_op = max(after - before for before, after in pairwise(running))
     ideal = max(running[-1] / num_stages, largest_op)
     found: list[tuple[int, list[int]]] = []

@@ -51,6 +51,11 @@ def build_decoder(
     return _Decoder(config, num_tokens, max_context, batch, dtype).build(logits, method)
 
 
+def layer_starts(config: ModelConfig) -> tuple[str, ...]:
+    """The first op of each layer but the first, where a pipeline is best cut."""
+    return tuple(f"layers.{layer}.attn_in" for layer in range(1, config.num_layers))
+
+
 class _Decoder:
     """The builder with what every layer needs at hand."""
 

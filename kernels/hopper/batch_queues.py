@@ -79,6 +79,8 @@ class _BatchBuilder:
 
     def build(self) -> BatchQueues:
         first, blocks, head = find_parts(self.fused)
+        if not first or not head:
+            raise unfit("several sequences in a stage without embedding or head")
         shape, attention, gated = self.shape, blocks[0][1], blocks[0][3]
         widths = shape.hidden, shape.num_heads * shape.head_dim, self.placed.rows_of(gated.gate)
         for name, width in zip(("x", "attended", "ffn"), widths, strict=True):

@@ -24,16 +24,23 @@ Block = tuple[FusedLinear, FusedAttention, FusedResidual, FusedGated, FusedResid
 """The ops of a layer: qkv, attention, output, gated, down."""
 
 
-def find_parts(fused: Sequence[Fused]) -> tuple[FusedEmbedding, list[Block], FusedHead]:
-    """Embedding, layers and head, joined as a decoder's are. VerifyError for other ops."""
-    first, *layers, head = fused
-    if not isinstance(first, FusedEmbedding) or not isinstance(head, FusedHead):
-        raise unfit("a segment without embedding or head")
-    blocks, x = [], first.out
+def find_parts(
+    fused: Sequence[Fused],
+) -> tuple[FusedEmbedding | None, list[Block], FusedHead | None]:
+    """Embedding, layers and head, joined as a decoder's are; a stage of a pipeline may have no
+    embedding, or no head. VerifyError for other ops.
+    """
+    first = fused[0] if isinstance(fused[0], FusedEmbedding) else None
+    head = fused[-1] if isinstance(fused[-1], FusedHead) else None
+    layers = fused[int(first is not None) : len(fused) - int(head is not None)]
+    if not layers:
+        raise unfit("a segment without layers")
+    blocks: list[Block] = []
+    x = first.out if first else getattr(layers[0], "x", "")
     for number, start in enumerate(range(0, len(layers), 5)):
         blocks.append(_joined(number, layers[start : start + 5], x))
         x = blocks[-1][4].out
-    if head.x != x:
+    if head and head.x != x:
         raise unfit(f"a head of {head.x!r} instead of {x!r}")
     return first, blocks, head
 
@@ -76,22 +83,23 @@ def find_shape(
     norms = [norm.eps for op in fused for norm in _norms(op)]
     if len(set(norms)) != 1:
         raise unfit(f"norms with eps {sorted(set(norms))}")
-    teams = {getattr(op, "num_ranks", head.num_ranks) for op in fused}
+    num_ranks = blocks[0][2].num_ranks
+    teams = {getattr(op, "num_ranks", num_ranks) for op in fused}
     if len(teams) != 1:
         raise unfit(f"parts that {sorted(teams)} ranks share")
     return DecodeShape(
         num_layers=len(blocks),
-        hidden=columns[head.weight],
+        hidden=columns[blocks[0][0].weights[0]],
         num_heads=num_kv_heads * group,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        vocab=placed.rows_of(head.weight),
+        vocab=placed.rows_of(head.weight) if head else 0,
         max_context=tensors[attention.k_cache].shape[-2],
         qk_norm=attention.q_norm is not None,
         eps=norms[0],
         scale=attention.scale,
         max_tiles_k=max(map(tiles_k, columns.values())),
-        num_ranks=head.num_ranks,
+        num_ranks=num_ranks,
     )
 
 

@@ -65,6 +65,9 @@ class DecodeQueues:
     most. best, sample, num_words: first tagged word of the heads' maxima and of what draws
     exchange, count of all words; buffers: all that lies there. Names: tensors that the runner
     binds.
+
+    A stage of a pipeline that is not the first has no `embed` and no `tokens` (""), but x as
+    `entry`; one that is not the last has no head, but x as `exit`, from tagged word `exit_word` on.
     """
 
     shape: DecodeShape
@@ -83,6 +86,9 @@ class DecodeQueues:
     positions: str
     token: str
     logits: str
+    entry: str = ""
+    exit: str = ""
+    exit_word: int = 0
 
 
 def unfit(found: str) -> VerifyError:

@@ -100,38 +100,42 @@ class _Builder:
         for number, block in enumerate(blocks):
             self.add_layer(number, block)
         first_id = self.place * self.shape.vocab
-        self.add_linear(
-            Opcode.HEAD, (head.weight,), self.shape.vocab, src="x", dst="best", norm=head.norm,
-            layer=len(blocks) - 1, limit=max(0, head.vocab - first_id),
-        )  # fmt: skip
-        attention = blocks[0][1]
-        if head.draw and head.draw.positions != attention.positions:
-            raise unfit(f"draws at {head.draw.positions!r} instead of {attention.positions!r}")
+        attention, last = blocks[0][1], blocks[-1][4]
+        if head:
+            self.add_linear(
+                Opcode.HEAD, (head.weight,), self.shape.vocab, src="x", dst="best", norm=head.norm,
+                layer=len(blocks) - 1, limit=max(0, head.vocab - first_id),
+            )  # fmt: skip
+            if head.draw and head.draw.positions != attention.positions:
+                raise unfit(f"draws at {head.draw.positions!r} instead of {attention.positions!r}")
         return DecodeQueues(
             shape=self.shape,
             matrices=self.placed.matrices,
             queues=tuple(map(tuple, self.queues)),
-            draw=head.draw,
+            draw=head.draw if head else None,
             head_rows=UNIT_ROWS * self.head_units,
             best=self.exchange["best"],
             sample=self.exchange["sample"],
             num_words=self.num_words,
             buffers=tuple(self.buffers),
             first_id=first_id,
-            embed=first.table,
+            embed=first.table if first else "",
             rope_table=attention.table,
-            tokens=first.ids,
+            tokens=first.ids if first else "",
             positions=attention.positions,
-            token=head.token,
-            logits=head.logits,
+            token=head.token if head else "",
+            logits=head.logits if head else "",
+            entry="" if first else blocks[0][0].x,
+            exit="" if head else last.out,
+            exit_word=self.exchange["x"],
         )
 
-    def count_sms(self, blocks: Sequence[Block], head: FusedHead) -> int:
+    def count_sms(self, blocks: Sequence[Block], head: FusedHead | None) -> int:
         gated = blocks[0][3]
-        pairs = num_units(self.placed.rows_of(gated.gate))
-        return min(self.num_sms, pairs, num_units(self.shape.vocab))
+        num_sms = min(self.num_sms, num_units(self.placed.rows_of(gated.gate)))
+        return min(num_sms, num_units(self.shape.vocab)) if head else num_sms
 
-    def reserve(self, blocks: Sequence[Block], head: FusedHead) -> None:
+    def reserve(self, blocks: Sequence[Block], head: FusedHead | None) -> None:
         """Room in the exchange behind the report, in tagged words and in the order of dataflow (see
         spins.py); bf16 pairs but for qkv, partials, sample and best.
 
@@ -154,9 +158,9 @@ class _Builder:
             "parts of x": parts,
             "x": s.hidden // 2,
             "sample": 0,
-            "best": 2 * self.num_sms * (2 if head.draw else s.num_ranks),
+            "best": 2 * self.num_sms * (2 if head and head.draw else s.num_ranks),
         }
-        if head.draw and head.draw.num_candidates:
+        if head and head.draw and head.draw.num_candidates:
             num_chunks = UNIT_ROWS * self.head_units // SAMPLE_CHUNK + 1
             sizes["sample"] = (1 + num_chunks) * SAMPLE_CHUNK * MAX_SMS
         for name, size in sizes.items():
@@ -166,11 +170,13 @@ class _Builder:
             self.num_words += -(-size // 16) * 16
         assert self.exchange["embedded"] == EMBEDDED
 
-    def add_embedding(self, op: FusedEmbedding) -> None:
-        """Where ranks share the matrix, those with a part of the token's row push it to all."""
-        if op.num_ranks == 1:
+    def add_embedding(self, op: FusedEmbedding | None) -> None:
+        """Where ranks share the matrix, those with a part of the token's row push it to all. In a
+        stage that gets x, it is a matrix of one row, which the first rank has.
+        """
+        if self.shape.num_ranks == 1:
             return
-        rows, columns = self.weights.tensors[op.table].shape
+        rows, columns = self.weights.tensors[op.table].shape if op else (1, self.shape.hidden)
         is_whole = columns == self.shape.hidden
         for number, column in enumerate(range(0, columns // 2, EMBED_WORDS)):
             self.queues[self.lightest[number % self.num_sms]].append(

@@ -89,7 +89,8 @@ class DecodeRunner:
         self.segment, self.queues, shape = segment, queues, queues.shape
         self._words, self._counts = _encode(queues, device)
         views = arena_views(weights, weights_arena)
-        self._embed, self._rope = views[queues.embed], views[queues.rope_table]
+        self._rope = views[queues.rope_table]
+        self._embed = self._rope if queues.entry else views[queues.embed]
         self._vectors = weights_arena.view(torch.bfloat16)
         self._cache = state_arena.view(torch.bfloat16)
         descriptors = [describe(weights_arena, matrix) for matrix in queues.matrices]
@@ -104,7 +105,7 @@ class DecodeRunner:
         self._memory, self._exchange, pointers = _open_exchange(queues, team, device)
         self._peers = torch.tensor(pointers, dtype=torch.int64, device=device)
         self._residual = torch.zeros(shape.hidden, device=device)
-        self.logits = torch.zeros(shape.vocab, device=device)
+        self.logits = torch.zeros(max(shape.vocab, 1), device=device)
         self._state = torch.zeros(STATE_WORDS, dtype=torch.int32, device=device)
         self._tokens = torch.zeros(MAX_STEPS, dtype=torch.int32, device=device)
         limit_s = timeout_s if team else min(timeout_s, LOCAL_LIMIT_S)
@@ -115,14 +116,24 @@ class DecodeRunner:
 
     def launch(self, tensors: Mapping[str, Tensor]) -> None:
         """One step; `tensors` are segment_args of the segment by name, outputs are written."""
-        self._state[STATE_TOKEN].copy_(tensors[self.queues.tokens][0])
-        self._state[STATE_POSITION].copy_(tensors[self.queues.positions][0])
+        queues = self.queues
+        if queues.entry:  # what another stage gives is the only row of an embedding
+            self._embed = tensors[queues.entry]
+            self._state[STATE_TOKEN] = 0
+        else:
+            self._state[STATE_TOKEN].copy_(tensors[queues.tokens][0])
+        self._state[STATE_POSITION].copy_(tensors[queues.positions][0])
         self._set_draw(tensors)
         self._run(1)
-        if self.queues.token:
-            tensors[self.queues.token].copy_(self._tokens[:1])
-        if self.queues.logits in self.segment.outputs:
-            self._write_logits(tensors[self.queues.logits])
+        if queues.exit:
+            num_words = queues.shape.hidden // 2
+            words = self._exchange[queues.exit_word : queues.exit_word + num_words]
+            payloads = words.view(torch.int32).view(num_words, 2)[:, 0]
+            tensors[queues.exit].view(torch.int32)[0].copy_(payloads)
+        if queues.token:
+            tensors[queues.token].copy_(self._tokens[:1])
+        if queues.logits in self.segment.outputs:
+            self._write_logits(tensors[queues.logits])
 
     def _write_logits(self, out: Tensor) -> None:
         """[1, vocab] of all ranks, or of this one alone where they are not gathered."""
@@ -151,7 +162,7 @@ class DecodeRunner:
 
     def decode(self, num_steps: int) -> Tensor:
         """Runs steps after those before; their tokens, int32 [num_steps, 1], on the GPU until the
-        next call. The caller sees to it that the cache has room.
+        next call. The caller sees to it that the cache has room. Not of a pipeline's stage.
         """
         require_steps(num_steps)
         self._run(num_steps)
@@ -207,7 +218,7 @@ class DecodeRunner:
             self._residual,
             self.logits,
             queues.best,
-            len(queues.queues),
+            0 if queues.exit else len(queues.queues),
             self._peers,
             self._place,
             queues.first_id,

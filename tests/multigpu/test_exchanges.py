@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from distmega.hostir.comm import Communicator
+from distmega.hostir.nccl import NcclCommunicator
+from distmega.kernels.signals import open_signals
 from tests.hostir.ranks import check_moves, check_point_to_point, check_reductions, values
-from tests.multigpu.ranks import ON_EITHER
+from tests.multigpu.ranks import ON_EITHER, TIMEOUT_S
 
 HERE = "tests.multigpu.test_exchanges"
 
@@ -13,6 +15,8 @@ HERE = "tests.multigpu.test_exchanges"
 def exchange_all(comm: Communicator) -> None:
     check_reductions(comm)
     check_moves(comm)
+    if isinstance(comm, NcclCommunicator):
+        open_signals(comm, "tp", ("ready", "done"), TIMEOUT_S, peer_memory=False)
     check_point_to_point(comm)
 
 

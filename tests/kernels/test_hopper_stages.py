@@ -1,0 +1,84 @@
+"""Queues of a pipeline's stages: together those of the whole model, joined by x."""
+
+from dataclasses import replace
+
+import pytest
+
+from distmega.blueprint import draw_decode, model_mesh, plan_decode
+from distmega.kernels.hopper.plan import DecodeQueues
+from distmega.kernels.hopper.queues import build_queues
+from distmega.kernels.hopper.words import FROM_EMBEDDING, Embed, Linear, Opcode
+from distmega.models.presets import PRESETS
+from distmega.requests import EngineOptions
+from distmega.sharding.cost import H200
+
+CASES = [("smollm2-135m", 1, 2), ("llama-3.2-1b", 1, 4), ("qwen3-8b", 2, 2)]
+
+
+def stage_queues(name: str, tp: int, pp: int, place: int = 0) -> list[DecodeQueues]:
+    options, config = EngineOptions(max_context=256), PRESETS[name]
+    found = []
+    for index in range(pp):
+        plan = plan_decode(config, model_mesh(tp, pp), H200, options, index=index)
+        drawn = draw_decode(config, plan, options, peer_memory=True)
+        (segment,) = drawn.host.segments
+        found.append(build_queues(segment, drawn.weights, drawn.states, 132, place))
+    return found
+
+
+def work(queues: DecodeQueues, opcode: Opcode) -> list[tuple[int, int, int]]:
+    """Layer, first row and units of the linears of one kind, SM by SM."""
+    return [
+        (one.layer, one.row0, one.num_units)
+        for queue in queues.queues
+        for one in queue
+        if isinstance(one, Linear) and one.opcode is opcode
+    ]
+
+
+@pytest.mark.parametrize(("name", "tp", "pp"), CASES)
+def test_stages_share_the_layers_of_the_model(name: str, tp: int, pp: int) -> None:
+    (whole,), stages = stage_queues(name, tp, 1), stage_queues(name, tp, pp)
+    assert sum(stage.shape.num_layers for stage in stages) == whole.shape.num_layers
+    first = 0
+    for stage in stages:
+        for opcode in (Opcode.QKV, Opcode.GATED, Opcode.PARTIAL if tp > 1 else Opcode.RESIDUAL):
+            found = [(layer + first, *rest) for layer, *rest in work(stage, opcode)]
+            last = first + stage.shape.num_layers
+            assert sorted(found) == sorted(
+                one for one in work(whole, opcode) if first <= one[0] < last
+            )
+        first += stage.shape.num_layers
+    assert [bool(work(stage, Opcode.HEAD)) for stage in stages] == [False] * (pp - 1) + [True]
+
+
+@pytest.mark.parametrize(("name", "tp", "pp"), CASES)
+def test_a_stage_enters_and_leaves_by_x(name: str, tp: int, pp: int) -> None:
+    stages = stage_queues(name, tp, pp)
+    assert [bool(stage.tokens) for stage in stages] == [True] + [False] * (pp - 1)
+    assert [bool(stage.token) for stage in stages] == [False] * (pp - 1) + [True]
+    assert [stage.exit for stage in stages[:-1]] == [stage.entry for stage in stages[1:]]
+    assert (stages[0].entry, stages[-1].exit) == ("", "")
+    for stage in stages:
+        flags = {
+            one.layer
+            for queue in stage.queues
+            for one in queue
+            if isinstance(one, Linear) and one.flags & FROM_EMBEDDING
+        }
+        assert flags == {0}
+        assert stage.exit_word + stage.shape.hidden // 2 <= stage.num_words
+
+
+def test_the_first_rank_of_a_stage_gives_all_of_them_x() -> None:
+    """As the only row, number 0, of an embedding matrix."""
+    pushes = []
+    for place in range(2):
+        later = stage_queues("qwen3-8b", 2, 2, place)[1]
+        pushes.append([one for queue in later.queues for one in queue if isinstance(one, Embed)])
+    mine, theirs = pushes
+    assert {(one.row0, one.num_rows) for one in mine} == {(0, 1)}
+    assert {(one.row0, one.num_rows) for one in theirs} == {(1, 1)}
+    assert [replace(one, row0=0) for one in theirs] == mine
+    columns = sorted(one.column for one in mine)
+    assert columns == list(range(0, 4096 // 2, 256))

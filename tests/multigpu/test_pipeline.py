@@ -1,0 +1,97 @@
+"""Pipelines over GPUs: signals order one rank's work after another's, stages give what one rank
+gives.
+"""
+
+import pytest
+import torch
+
+from distmega.blueprint import model_mesh
+from distmega.hostir.comm import Communicator, GlooCommunicator
+from distmega.hostir.evaluator import Evaluator
+from distmega.hostir.nccl import NcclCommunicator
+from distmega.hostir.pipeline import FREE
+from distmega.kernels.signals import PeerSignals, open_signals
+from distmega.kernels.symmetric import open_symmetric
+from distmega.sharding.mesh import DeviceMesh
+from distmega.sharding.stages import AXIS
+from examples.pipeline import expected_rows, make_stages, make_values
+from tests.multigpu.ranks import ON_EITHER, ON_GPUS, TIMEOUT_S
+from tests.multigpu.test_decode import CASES, decode_as_exactly
+
+HERE = "tests.multigpu.test_pipeline"
+ROUNDS, NUM_WORDS = 2000, 1 << 16
+TRANSPORTS = ("peer", "nccl")
+
+
+def hand_on(comm: NcclCommunicator, transport: str) -> None:
+    """Each round every rank writes into its right neighbour's memory, as soon as that has read what
+    was there, and signals; hosts run ahead, only the GPUs wait.
+    """
+    open_signals(comm, "tp", ("empty", "full"), TIMEOUT_S, peer_memory=transport == "peer")
+    assert isinstance(comm.signals, PeerSignals) == (transport == "peer")
+    size, rank = comm.mesh.num_ranks, comm.rank
+    left, right = (rank - 1) % size, (rank + 1) % size
+    memory = open_symmetric(comm, "tp", 4 * NUM_WORDS)
+    mine, theirs = (memory.tensor(r, (NUM_WORDS,), torch.int32) for r in (rank, right))
+    wrong = torch.zeros((), dtype=torch.int64)
+    comm.signal("tp", "empty", left)
+    for number in range(ROUNDS):
+        comm.wait_signal("tp", "empty", right)
+        theirs.fill_(number)
+        comm.signal("tp", "full", right)
+        comm.wait_signal("tp", "full", left)
+        wrong += (mine != number).sum()
+        comm.signal("tp", "empty", left)
+    comm.wait_signal("tp", "empty", right)
+    torch.cuda.synchronize()
+    comm.check_signals()
+    assert int(wrong) == 0
+
+
+def run_stages(comm: Communicator) -> None:
+    """The example's program, in as many stages as there are ranks, several times."""
+    mesh = DeviceMesh(pp=comm.mesh.num_ranks)
+    if not isinstance(comm, NcclCommunicator):
+        run_on(GlooCommunicator(mesh, comm.rank, TIMEOUT_S))
+        return
+    for transport in TRANSPORTS:
+        mine = NcclCommunicator(mesh, comm.rank, TIMEOUT_S)
+        open_signals(mine, AXIS, (FREE,), TIMEOUT_S, peer_memory=transport == "peer")
+        run_on(mine)
+
+
+def run_on(mine: Communicator) -> None:
+    mesh, device = mine.mesh, torch.get_default_device()
+    with torch.device("cpu"):
+        host, values = make_stages(mesh)[mine.rank], make_values()
+        expected = expected_rows(values)
+    here = {name: x.to(device) for name, x in values.items()}
+    evaluator = Evaluator(host, mine, {}, str(device))
+    for _ in range(3):
+        torch.testing.assert_close(evaluator.run(here)["y"].cpu(), expected)
+    mine.check_signals()
+
+
+def decode_in_stages(comm: Communicator, model: str) -> None:
+    """Two stages, of half the ranks each."""
+    mesh, kind = model_mesh(comm.mesh.num_ranks // 2, 2), type(comm)
+    assert kind in (NcclCommunicator, GlooCommunicator)
+    decode_as_exactly(kind(mesh, comm.rank, TIMEOUT_S), model)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(("device", "num_ranks"), ON_GPUS)
+def test_signals_order_work_on_different_gpus(
+    transport: str, device: str, num_ranks: int, run_ranks
+):
+    run_ranks(f"{HERE}:hand_on", device, num_ranks, transport)
+
+
+@pytest.mark.parametrize(("device", "num_ranks"), ON_EITHER)
+def test_micro_batches_pass_through_the_stages(device: str, num_ranks: int, run_ranks):
+    run_ranks(f"{HERE}:run_stages", device, num_ranks)
+
+
+@pytest.mark.parametrize(("device", "num_ranks", "model"), CASES)
+def test_stages_decode_as_one_rank(device: str, num_ranks: int, model: str, run_ranks):
+    run_ranks(f"{HERE}:decode_in_stages", device, num_ranks, model)
