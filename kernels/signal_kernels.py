@@ -1,5 +1,9 @@
 """Kernels of one warp that signal another GPU, and that wait for its signal; see signals.py."""
 
+# Kernels' arguments have no Python types.
+# ruff: noqa: ANN001, ANN201
+# mypy: disable-error-code="no-untyped-def"
+
 import triton
 import triton.language as tl
 

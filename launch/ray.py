@@ -2,7 +2,7 @@
 
 Every rank is one actor in a placement group; ranks are numbered by node and device, whatever order
 the bundles came in. Rank 0's actor opens the rendezvous store and keeps it. The job is one
-streaming call to each actor, whose items are the rank's reports; heartbeats run beside it in a
+streaming call to each actor, whose items are reports of the rank; heartbeats run beside it in a
 concurrency group of their own. What concerns the cluster is in launch/ray_cluster.py, the only
 other file that imports Ray. Next: launch/worker.py.
 """
@@ -86,7 +86,9 @@ class RankActor:
         port: int = self._store.port
         return port
 
-    def run(self, context: RankContext, job: Job, address: tuple[str, int]) -> Iterator[Report]:
+    def run(
+        self, context: RankContext, job: Job, address: tuple[str, int]
+    ) -> Iterator[list[Report]]:
         start_logging(context.rank)
         self._run = RankRun(
             context,
@@ -193,10 +195,11 @@ class RayTeam:
             self.streams[run.remote(context, self.job, address)] = rank
 
     def _take(self, stream: Any) -> list[Report]:
-        """The next report of a stream that has one; nothing if the stream has ended."""
+        """The next reports of a stream that has some; nothing if the stream has ended."""
         rank = self.streams[stream]
         try:
-            return [ray.get(next(stream))]
+            reports: list[Report] = ray.get(next(stream))
+            return reports
         except StopIteration:
             del self.streams[stream]
             return []

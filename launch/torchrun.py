@@ -14,6 +14,7 @@ import time
 from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 
 from distmega.errors import DistmegaError, LaunchError, RankFailure
@@ -92,7 +93,7 @@ def run_torchrun(job: Job) -> Generator[Event]:
         join=lambda: _sign_in(store, place),
         collective_timeout_s=job.timeout_s,
     )
-    for report in run.stream():
+    for report in chain.from_iterable(run.stream()):
         match report:
             case Value(data=data):
                 yield Emitted(value=pickle.loads(data))

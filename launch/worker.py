@@ -12,6 +12,7 @@ import pickle
 import queue
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -26,6 +27,9 @@ from distmega.launch.contract import Job, load_function
 from distmega.launch.reports import Done, Failed, Ready, Report, Value
 from distmega.launch.stores import DistError, PrefixStore, Store
 from distmega.ranks import DeviceKind, RankContext
+
+GATHER_S = 0.005
+"""Nobody sees a token come so much later."""
 
 TORCH_FOLDER = str(Path(torch.__file__).parent)
 
@@ -60,14 +64,20 @@ class RankRun:
         else:
             report(Done(rank=rank, data=data))
 
-    def stream(self) -> Iterator[Report]:
-        """Call the target in a thread of its own and yield its reports as they come."""
+    def stream(self) -> Iterator[list[Report]]:
+        """Call the target in a thread of its own and yield its reports as they come, those of
+        GATHER_S together: passing them on takes time from the target.
+        """
         reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
         threading.Thread(target=self.run, args=(reports.put,), name="target", daemon=True).start()
         while True:
-            report = reports.get()
-            yield report
-            if isinstance(report, Done | Failed):
+            found = [reports.get()]
+            if not isinstance(found[0], Done | Failed):
+                time.sleep(GATHER_S)
+            while not reports.empty():
+                found.append(reports.get())
+            yield found
+            if isinstance(found[-1], Done | Failed):
                 return
 
     def position(self) -> str:
