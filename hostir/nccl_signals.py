@@ -3,12 +3,13 @@
 In: a mesh and an axis. Out: NcclSignals, with two communicators of its own, one for each direction,
 so that a signal waits neither for data nor for signals the other way. NCCL pairs them by order
 alone: signals from one rank to another must be awaited in the order in which they are sent,
-whatever their names. Where GPUs reach each other's memory, kernels/signals.py is faster, bounds
-waits and knows names. Next: nccl.py.
+whatever their names. Where GPUs reach each other's memory, kernels/signals.py knows names and
+bounds waits. Next: nccl.py.
 """
 
 from collections.abc import Callable
 from datetime import timedelta
+from itertools import combinations
 from typing import Protocol
 
 import torch
@@ -49,6 +50,20 @@ class NcclSignals:
                 group = dist.new_group(list(team), timeout=timeout, backend="nccl")
                 if rank in team:
                     self._groups[upwards] = group
+        self._connect()
+
+    def _connect(self) -> None:
+        """Exchanges a first byte with each of the team, pair after pair: the hosts of two ranks
+        meet when NCCL first sends from one to the other, later ones do not wait for each other.
+        """
+        for low, high in combinations(range(len(self._team)), 2):
+            if self._place == low:
+                self.signal("", "", high)
+                self.wait("", "", high)
+            elif self._place == high:
+                self.wait("", "", low)
+                self.signal("", "", low)
+        torch.cuda.synchronize()
 
     def signal(self, axis: str, name: str, peer: int) -> None:
         """Sends a byte; nothing on this rank waits for its arrival."""

@@ -42,8 +42,9 @@ def await_signal(count, num_taken, late, limit_ns):
     where that took longer than limit_ns.
     """
     number = tl.load(num_taken) + 1
+    limit = limit_ns.to(tl.int64)
     missing = tl.inline_asm_elementwise(
-        _POLL, "=&r,l,r,l", [count, number, limit_ns], dtype=tl.int32, is_pure=False, pack=1
+        _POLL, "=&r,l,r,l", [count, number, limit], dtype=tl.int32, is_pure=False, pack=1
     )
     tl.store(num_taken, number)
     if missing > 0:

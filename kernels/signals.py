@@ -23,6 +23,8 @@ from distmega.kernels.symmetric import ALIGNMENT_BYTES, open_symmetric
 logger = logging.getLogger(__name__)
 
 _KERNELS = "distmega.kernels.signal_kernels"
+ONE = 1, 1, 1
+"""Programs of a launch."""
 
 
 def open_signals(
@@ -51,7 +53,7 @@ class PeerSignals:
         """Collective over the mesh. LaunchError, on all ranks, where GPUs of a team can't reach
         each other's memory.
         """
-        self._kernels = importlib.import_module(_KERNELS)
+        kernels = importlib.import_module(_KERNELS)
         self._axis, self._rank, self._timeout_s = axis, comm.rank, timeout_s
         self._team = comm.mesh.team(axis, comm.rank)
         size = len(self._team)
@@ -64,10 +66,16 @@ class PeerSignals:
             return memory.tensor(owner, (1,), torch.int32, at)
 
         self._theirs = {(name, peer): counter(peer, name, here) for name, peer in places}
-        self._mine = {(name, peer): counter(here, name, peer) for name, peer in places}
         shape = len(places), ALIGNMENT_BYTES // 4
-        self._taken = torch.zeros(shape, dtype=torch.int32, device="cuda")
+        taken = torch.zeros(shape, dtype=torch.int32, device="cuda")
         self._late = torch.zeros(shape, dtype=torch.int32, device="cpu", pin_memory=True)
+        self._waits = {
+            place: (counter(here, *place), taken[row], self._late[row], int(timeout_s * 1e9))
+            for place, row in places.items()
+        }
+        first = next(iter(places))
+        self._raise = kernels.raise_signal.warmup(self._theirs[first], grid=(1,), num_warps=1)
+        self._await = kernels.await_signal.warmup(*self._waits[first], grid=(1,), num_warps=1)
         for name in names:  # loads the kernels: nothing may be loaded while one spins
             self.signal(axis, name, here)
             self.wait(axis, name, here)
@@ -75,18 +83,11 @@ class PeerSignals:
 
     def signal(self, axis: str, name: str, peer: int) -> None:
         """Adds one to the peer's counter, once the work so far on the current stream is done."""
-        self._kernels.raise_signal[(1,)](self._theirs[name, peer], num_warps=1)
+        self._raise[ONE](self._theirs[name, peer])
 
     def wait(self, axis: str, name: str, peer: int) -> None:
         """What follows on the current stream starts after one more signal from the peer."""
-        place = self._places[name, peer]
-        self._kernels.await_signal[(1,)](
-            self._mine[name, peer],
-            self._taken[place],
-            self._late[place],
-            int(self._timeout_s * 1e9),
-            num_warps=1,
-        )
+        self._await[ONE](*self._waits[name, peer])
 
     def check(self) -> None:
         """Raises HangError for a wait that was given up; call it when the stream's results are

@@ -18,7 +18,7 @@ from distmega.launch.reports import Died, Done, Failed, Ready, Report, Value
 
 logger = logging.getLogger(__name__)
 
-ROOT_CAUSE_S = 1.0
+ROOT_CAUSE_S = 3.0
 """How long to wait for a better explanation when a rank reports that it lost a peer."""
 
 

@@ -37,7 +37,7 @@ class Fault:
 def decode(context: RankContext, fault: Fault, emit: Emit) -> list[int]:
     """Emits and returns NUM_TOKENS tokens after PROMPT."""
     mesh = model_mesh(context.world_size // fault.pp, fault.pp)
-    comm = GlooCommunicator(mesh, context.rank, fault.timeout_s)
+    comm = GlooCommunicator(mesh, context.rank)
     options = EngineOptions(max_context=64, timeout_s=fault.timeout_s)
     engine = Engine(open_model("tiny-llama"), mesh, comm, options, node=context.node)
     tokens = [engine.prefill(PROMPT)]

@@ -86,7 +86,7 @@ def test_a_wrong_target() -> None:
 
 
 def test_a_dropped_signal_between_stages() -> None:
-    fault = Fault(rank=1, pp=2, timeout_s=3.0)
+    fault = Fault(rank=1, pp=2, timeout_s=6.0)  # of all exchanges, set-up too
     error = failure_of(fault, target="prefill_without_signals")
     text = str(error)
     assert re.search(r"'free' over mesh axis 'pp', ranks \[0, 1\], failed on rank 0: ", text)

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.ray
 TWO_STAGES = RayOptions(cpus_per_rank=1, ranks_per_bundle=2)
 """Two ranks fill a node of two cores."""
 
+NUM_TOKENS = 250
 AWAY_S = 2.0
 LIMIT_S = 120.0
 
@@ -41,10 +42,10 @@ def options(**changes: Any) -> LauncherOptions:
 
 def request(**changes: Any) -> GenerateRequest:
     return GenerateRequest(
-        model="smollm2",
+        model="tiny-llama",
         prompts=("The capital of France is",),
-        max_new_tokens=12,
-        options=EngineOptions(max_context=64),
+        max_new_tokens=NUM_TOKENS,
+        options=EngineOptions(max_context=512),
         **changes,
     )
 
