@@ -54,11 +54,9 @@ def read_report(word: int) -> Report:
 
 
 def explain_hang(
-    queues: DecodeQueues, report: Report, *, found: int, limit_s: float, rank: int = 0
+    queues: DecodeQueues, report: Report, *, limit_s: float, rank: int = 0
 ) -> HangError:
-    """The error for a report of the rank; never fails, whatever the words say. found: the tag at
-    the word now.
-    """
+    """The error for a report of the rank; never fails, whatever the words say."""
     layers = queues.shape.num_layers
     step, layer = divmod(report.tag - 1, layers)
     waiter = next(
@@ -81,11 +79,10 @@ def explain_hang(
     ]
     more = f" or {len(debtors) - NAMED_DEBTORS} more" if len(debtors) > NAMED_DEBTORS else ""
     owed = " or ".join(debtors[:NAMED_DEBTORS]) + more or "nobody: no instruction writes it"
-    late = ", which came too late" if found == report.tag else f", found tag {found}"
     return HangError(
         f"rank {rank}, SM {report.last} ({waiter}) waited {limit_s:g} s for "
         f"{name_word(queues, report.word)}",
-        expected=f"tag {report.tag} (step {step}, layer {layer}){late}",
+        expected=f"tag {report.tag} (step {step}, layer {layer})",
         remedy=f"it is owed by {owed}; see whether that SM ran, or report this as a bug",
     )
 

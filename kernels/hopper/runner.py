@@ -183,9 +183,9 @@ class DecodeRunner:
         be asked once its results have come; costs nothing.
         """
         if report := self._alarm.take():
-            found = int(self._exchange[report.word]) >> 32
-            limit_s, place = self._alarm.limit_s, self._place
-            raise explain_hang(self.queues, report, found=found, limit_s=limit_s, rank=place)
+            raise explain_hang(
+                self.queues, report, limit_s=self._alarm.limit_s, rank=self._place
+            )
 
     @property
     def _place(self) -> int:

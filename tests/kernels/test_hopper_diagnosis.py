@@ -27,7 +27,7 @@ def first_word(name: str, queues: DecodeQueues = QUEUES) -> int:
 def explain(sm: int, name: str, offset: int, step: int, layer: int) -> str:
     tag = step * LAYERS + layer + 1
     report = Report(last=sm, word=first_word(name) + offset, tag=tag)
-    return str(explain_hang(QUEUES, report, found=tag - LAYERS, limit_s=2.0))
+    return str(explain_hang(QUEUES, report, limit_s=2.0))
 
 
 def test_report_of_the_device():
@@ -55,7 +55,7 @@ def test_every_word_of_a_linear_input_has_a_waiter_and_a_debtor(name):
         text = explain(3, name, offset, step=2, layer=4)
         assert f"word {offset} of '{name}'" in text
         assert "rank 0, SM 3 (instruction" in text
-        assert f"(step 2, layer 4), found tag {4 + 1 + LAYERS}" in text
+        assert f"tag {2 * LAYERS + 4 + 1} (step 2, layer 4)" in text
         assert "owed by rank 0, SM" in text
 
 
@@ -93,7 +93,7 @@ def test_next_token_waits_for_the_heads_maxima():
 
 def test_a_word_of_nobody():
     report = Report(last=0, word=10**9, tag=1)
-    text = str(explain_hang(QUEUES, report, found=0, limit_s=2.0))
+    text = str(explain_hang(QUEUES, report, limit_s=2.0))
     assert "in no buffer" in text
     assert "nobody" in text
 
@@ -106,14 +106,14 @@ def test_the_rank_that_owes_a_part_is_named():
     )  # fmt: skip
     word = task.dst - task.num_rows + task.row0
     report = Report(last=sm, word=word, tag=4)
-    error = explain_hang(mine, report, found=3, limit_s=60.0, rank=0)
+    error = explain_hang(mine, report, limit_s=60.0, rank=0)
     assert f"rank 0, SM {sm} (instruction" in error.found
     assert "'parts of h'" in error.found
     assert f"owed by rank 1, SM {sm}, instruction" in error.remedy
     assert "o of layer 3" in error.remedy
     best = first_word("best", mine) + 2 * (len(mine.queues) + 5)
     report = Report(last=0, word=best, tag=mine.shape.num_layers)
-    error = explain_hang(mine, report, found=0, limit_s=60.0, rank=0)
+    error = explain_hang(mine, report, limit_s=60.0, rank=0)
     assert "owed by rank 1, SM 5, instruction" in error.remedy
 
 
