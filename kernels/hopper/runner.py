@@ -183,9 +183,7 @@ class DecodeRunner:
         be asked once its results have come; costs nothing.
         """
         if report := self._alarm.take():
-            raise explain_hang(
-                self.queues, report, limit_s=self._alarm.limit_s, rank=self._place
-            )
+            raise explain_hang(self.queues, report, limit_s=self._alarm.limit_s, rank=self._place)
 
     @property
     def _place(self) -> int:
