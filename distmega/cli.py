@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from distmega.blueprint import model_mesh, num_stages_of, plan_decode
+from distmega.calibration import calibrate_machine
 from distmega.doctor import examine, gather_facts
 from distmega.errors import DistmegaError, LaunchError, RequestError
 from distmega.explain import explain_decode
@@ -98,7 +99,7 @@ class Explain:
     """Tensor-parallel ranks of each stage."""
     pp: int = 1
     """Pipeline stages."""
-    machine: Literal["cpu", "h200"] = "cpu"
+    machine: Literal["cpu", "h100", "h200"] = "cpu"
     """Whose cost model plans."""
     memory_limit_gb: float = 0.0
     """Memory of a rank that weights and KV cache may take, 10^9 bytes; 0 is the machine's."""
@@ -122,6 +123,9 @@ class Perplexity:
 @dataclass(frozen=True, kw_only=True)
 class Doctor:
     """Say what this machine has, what does not fit, and what to do about it."""
+
+    calibrate: bool = False
+    """Measure on this machine's GPUs what the choice of overlap needs, and keep it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,7 +200,7 @@ def run_command(command: Command, console: Console) -> None:
         case Perplexity():
             _perplexity(command, console)
         case Doctor():
-            _doctor(console)
+            _doctor(command, console)
         case Trace():
             _trace(command, console)
 
@@ -302,8 +306,9 @@ def _trace(command: Trace, console: Console) -> None:
             )
 
 
-def _doctor(console: Console) -> None:
-    findings = examine(gather_facts())
+def _doctor(command: Doctor, console: Console) -> None:
+    facts = gather_facts()
+    findings = examine(facts)
     for finding in findings:
         console.print(str(finding), markup=False)
     num_problems = sum(finding.state == "problem" for finding in findings)
@@ -313,6 +318,9 @@ def _doctor(console: Console) -> None:
             expected="none",
             remedy="follow the remedies above",
         )
+    if command.calibrate:
+        for finding in calibrate_machine(facts):
+            console.print(str(finding), markup=False)
 
 
 def _launcher_options(ranks: Ranks) -> tuple[LauncherOptions, int]:

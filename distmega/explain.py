@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from distmega.blueprint import DecodeBlueprint, draw_decode, num_stages_of, plan_decode
+from distmega.hostir.host_cost import explain_host
 from distmega.hostir.nodes import HostProgram
 from distmega.hostir.text import print_host
 from distmega.kernels.collectives import expand_collectives, team_size
@@ -54,18 +55,18 @@ def explain_decode(
         yield f"{title}plan", plan.plan.explain()
         peer_memory = options.collectives != "host"
         blueprint = draw_decode(config, plan, options, peer_memory=peer_memory)
-        yield f"{title}host program", _host_text(blueprint.host, full)
+        yield f"{title}host program", _host_text(blueprint.host, machine, full)
         yield f"{title}task graph", "\n".join(_graph_lines(blueprint, machine.num_sms))
         yield f"{title}one rank", "\n".join(_rank_lines(blueprint))
 
 
-def _host_text(host: HostProgram, full: bool) -> str:
-    text = print_host(host)
+def _host_text(host: HostProgram, machine: Machine, full: bool) -> str:
+    text, cost = print_host(host), explain_host(host, machine)
     if full or not host.segments:
-        return text
+        return f"{text.rstrip()}\n{cost}"
     body, _, _ = text.partition(f"program {host.segments[0].name}")
     sizes = (f"segment {s.name}: {len(s.ops)} ops (--full prints them)" for s in host.segments)
-    return body.rstrip() + "\n" + "\n".join(sizes)
+    return "\n".join((body.rstrip(), *sizes, cost))
 
 
 def _graph_lines(blueprint: DecodeBlueprint, num_sms: int) -> Iterator[str]:

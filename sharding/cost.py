@@ -6,12 +6,12 @@ planner.py compares and explain prints. All of it follows from access maps. Next
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from distmega import expr
 from distmega.dtypes import item_bytes
 from distmega.program import Access, Op, Program, Tensor, accesses
-from distmega.sharding.overlap_rates import CPU_RATES, H200_RATES, OverlapRates
+from distmega.sharding.overlap_rates import CPU_RATES, H100_RATES, H200_RATES, OverlapRates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,16 @@ H200 = Machine(
 )
 """One H200 of a node joined by NVLink; measured copy bandwidth, one-shot all-reduce, peer reads."""
 
-MACHINES: dict[str, Machine] = {machine.name: machine for machine in (CPU, H200)}
+H100 = replace(
+    H200,
+    name="h100",
+    memory_bandwidth_bytes_per_us=2.96e6,
+    memory_bytes=80 * 10**9,
+    overlap=H100_RATES,
+)
+"""An H100 joined alike, by its memory; nothing else was measured on one."""
+
+MACHINES: dict[str, Machine] = {machine.name: machine for machine in (CPU, H100, H200)}
 """Machines by the name a user types."""
 
 

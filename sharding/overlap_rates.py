@@ -4,7 +4,7 @@ Comes in: constants below, or the file that `distmega doctor --calibrate` writes
 OverlapRates. Next: overlap_cost.py.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 
@@ -42,7 +42,7 @@ class OverlapRates:
     tile_us: float = 0.0
     send_us: float = 0.0
     last_us: tuple[float, float] = (0.0, 0.0)
-    host_us: float = 10.0
+    host_us: float = 20.0
     replay_us: float = 1.0
 
     def matmul_flops_per_us(self, tiles: int) -> float:
@@ -83,9 +83,9 @@ H200_RATES = OverlapRates(
     collective_us=24.0,
     collective_bytes_per_us=2.45e5,
     beside_factor=1.9,
-    peer_us=30.0,
-    peer_bytes_per_us=2.0e5,
-    ring_factor=2.1,
+    peer_us=25.0,
+    peer_bytes_per_us=3.0e5,
+    ring_factor=1.6,
     copy_us=15.0,
     copy_bytes_per_us=3.6e5,
     kernel_multiples=(128, 128, 8),
@@ -97,3 +97,6 @@ H200_RATES = OverlapRates(
     last_us=(12.0, 30.0),
 )
 """H200s of a node joined by NVLink: bench/notes/overlap.md and host_overlap.md."""
+
+H100_RATES = replace(H200_RATES, memory_bytes_per_us=2.96e6)
+"""H100s joined alike: the same but for their memory; nothing else was measured there."""

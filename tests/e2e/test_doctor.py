@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from distmega.calibration import calibrate_machine
 from distmega.cli import main
 from distmega.doctor import Facts, Finding, Gpu, examine, gather_facts
+from distmega.errors import RequestError
 
 CPU_MACHINE = Facts(
     packages={"torch": "2.13.0+cpu", "ray": "2.60.0"},
@@ -154,6 +156,14 @@ def test_this_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
     assert "multicast: NCCL_NVLS_ENABLE=1; unset NCCL_NVLS_ENABLE" in captured.out
     assert captured.err.startswith("distmega: error: ")
     assert captured.err.count("\n") == 1
+
+
+def test_calibration_needs_gpus() -> None:
+    with pytest.raises(RequestError, match=r"--calibrate on 0 GPUs \(none\)"):
+        list(calibrate_machine(CPU_MACHINE))
+    older = replace(GPU_MACHINE, gpus=(replace(H200, capability=(8, 0)),) * 2)
+    with pytest.raises(RequestError, match="two or more Hopper GPUs of one kind"):
+        list(calibrate_machine(older))
 
 
 def test_a_torch_that_does_not_load_is_reported_and_hides_nothing(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """Streamed programs on several GPUs: random ones exact, captured ones too, collectives of NCCL."""
 
+import random
+
 import pytest
 import torch
 from torch import Tensor
@@ -12,8 +14,10 @@ from distmega.hostir.lower import lower_program
 from distmega.hostir.nccl_native import NativeNccl
 from distmega.hostir.nodes import HostProgram
 from distmega.hostir.passes import run_passes
+from distmega.kernels.copy_engines import CopyCommunicator
+from distmega.kernels.gemm.host import PeerMatmuls
 from distmega.program import Program
-from distmega.sharding.cost import CPU
+from distmega.sharding.cost import CPU, H200
 from distmega.sharding.localize import LocalProgram, localize
 from distmega.sharding.mesh import DeviceMesh
 from distmega.sharding.placements import Layout, shard, stream
@@ -96,6 +100,56 @@ def sequence(rows: int, hidden: int, ffn: int, dtype: str) -> Program:
     )
     h = p.linear(x, w1, name="h").map("relu(a0)", name="act")
     return p.build(p.linear(h, w2, name="y"))
+
+
+def layers(seed: int, num: int) -> tuple[Program, dict[str, Layout]]:
+    """Linears over 0 or 1, each gathering rows or columns in front, or summing behind."""
+    rng = random.Random(seed)
+    p = ProgramBuilder(f"layers{seed}")
+    width = 128 * num * rng.choice((1, 2))
+    x = p.input("x", (128 * num * rng.choice((1, 2, 3)), width), "bf16")
+    marks: dict[str, Layout] = {}
+    rows = rng.random() < 0.6
+    if rows:
+        marks["x"] = ROWS
+    for i in range(2):
+        inner = 128 * num * rng.choice((1, 2))
+        wide = p.linear(x, p.weight(f"up{i}", (inner, width), "bf16"), name=f"h{i}")
+        act = wide.map("minimum(relu(a0), 1.0)", name=f"act{i}")
+        down = p.linear(act, p.weight(f"down{i}", (width, inner), "bf16"), name=f"y{i}")
+        x = x.map("minimum(a0 + a1, 1.0)", down, name=f"x{i}")
+        marks |= {f"up{i}": ROWS, f"h{i}": shard(1, "tp"), f"down{i}": shard(1, "tp")}
+        marks |= {f"y{i}": ROWS, f"x{i}": ROWS} if rows else {}
+    return p.build(x), marks
+
+
+def run_layers(comm: Communicator) -> None:
+    """By one kernel each where there are GPUs, exact; and what else a user can ask for."""
+    on_gpu = torch.get_default_device().type == "cuda"
+    mine = CopyCommunicator(comm.mesh, comm.rank, TIMEOUT_S) if on_gpu else comm
+    matmuls = PeerMatmuls(mine) if isinstance(mine, CopyCommunicator) else None
+    for seed in range(NUM_SEEDS if on_gpu else 2):
+        program, marks = layers(seed, comm.mesh.num_ranks)
+        ways = ("kernel", "ring") if "x" in marks else ("kernel", "chunks")
+        with torch.device("cpu"):
+            tensors = small(program, seed)
+            expected = run_program(program, tensors)
+        for way in ways:
+            plan = plan_program(program, comm.mesh, H200, marks, overlap=way)
+            local = localize(plan)
+            host = run_passes(lower_program(local, megakernel=False, peer_memory=True))
+            with torch.device("cpu"):
+                given = shard_tensors(tensors, local, comm.rank)
+            device = str(torch.get_default_device())
+            evaluator = Evaluator(host, mine, {}, device, matmuls=matmuls)
+            for _ in range(2):
+                found = evaluator.run(on_device(given))
+                assert_same(found, expected, local, comm.rank)
+
+
+@pytest.mark.parametrize(("device", "num_ranks"), ON_EITHER)
+def test_layers_are_exact_in_every_way(device: str, num_ranks: int, run_ranks):
+    run_ranks(f"{HERE}:run_layers", device, num_ranks)
 
 
 def overlapped(num: int, how: str) -> tuple[LocalProgram, HostProgram]:

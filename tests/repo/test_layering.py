@@ -11,7 +11,7 @@ BOTTOM = {
 }  # fmt: skip
 """What sharding may stand on; the rest of distmega/ is the top half, above kernels."""
 
-COMMANDS = {"distmega.cli", "distmega.doctor", "distmega.__main__"}
+COMMANDS = {"distmega.cli", "distmega.doctor", "distmega.calibration", "distmega.__main__"}
 BARE = ("sharding", "hostir", "kernels", "launch")
 HOMES = {"triton": "distmega.kernels", "ray": "distmega.launch"}
 """Third-party package -> the only package that may import it."""

@@ -1,0 +1,79 @@
+"""Measured rates: kept, read back, refused where they do not fit."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from distmega.errors import RequestError
+from distmega.sharding.cost import H200
+from distmega.sharding.overlap_rates import H200_RATES
+from distmega.sharding.rates_file import Measured, calibrated, rates_path, write_rates
+
+DEVICE = "NVIDIA H200"
+LIBRARIES = {"torch": "2.11.0", "triton": "3.6.0"}
+MEASURED = Measured(
+    device=DEVICE,
+    num_ranks=2,
+    libraries=LIBRARIES,
+    rates=replace(H200_RATES, collective_us=17.5, slice_us=((256, 0.7), (128, 0.4))),
+)
+
+
+def test_what_is_written_is_read_back(tmp_path: Path):
+    path = write_rates(MEASURED, tmp_path)
+    assert path == rates_path(DEVICE, 2, tmp_path)
+    assert path.name == "overlap-nvidia-h200-2.json"
+    assert calibrated(H200, DEVICE, 2, LIBRARIES, tmp_path).overlap == MEASURED.rates
+
+
+def test_built_in_rates_where_nothing_was_measured(tmp_path: Path):
+    write_rates(MEASURED, tmp_path)
+    assert calibrated(H200, DEVICE, 4, LIBRARIES, tmp_path) == H200
+    assert calibrated(H200, "NVIDIA H100", 2, LIBRARIES, tmp_path) == H200
+
+
+def test_rates_of_other_libraries_are_stale(tmp_path: Path):
+    write_rates(MEASURED, tmp_path)
+    newer = LIBRARIES | {"torch": "2.12.0"}
+    with pytest.raises(RequestError, match=r"2\.11\.0.*expected.*2\.12\.0.*doctor --calibrate"):
+        calibrated(H200, DEVICE, 2, newer, tmp_path)
+
+
+def change(stored: dict, name: str, value: object) -> None:
+    if value is None:
+        del stored["rates"][name]
+    else:
+        stored["rates"][name] = value
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("collective_us", None, "its fields .*collective_us"),
+        ("speed", 3, "its fields .*speed"),
+        ("collective_us", "fast", "collective_us = 'fast'"),
+        ("collective_us", -1, "collective_us = -1"),
+        ("launch_us", True, "launch_us = True"),
+        ("copy_us", float("nan"), "copy_us = nan"),
+        ("matmul_rates", [[1]] * 0, r"matmul_rates = \(\)"),
+        ("slice_us", [[256, "x"]], "slice_us = "),
+        ("kernel_dtypes", [16], "kernel_dtypes = "),
+    ],
+)
+def test_a_field_that_does_not_fit_is_named(tmp_path: Path, name: str, value: object, words: str):
+    path = write_rates(MEASURED, tmp_path)
+    stored = json.loads(path.read_text())
+    change(stored, name, value)
+    path.write_text(json.dumps(stored))
+    with pytest.raises(RequestError, match=words + ".*doctor --calibrate"):
+        calibrated(H200, DEVICE, 2, LIBRARIES, tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"version": 0}', '{"version": 1}'])
+def test_a_damaged_file_is_refused(tmp_path: Path, text: str):
+    path = write_rates(MEASURED, tmp_path)
+    path.write_text(text)
+    with pytest.raises(RequestError, match="doctor --calibrate"):
+        calibrated(H200, DEVICE, 2, LIBRARIES, tmp_path)
