@@ -39,7 +39,7 @@ from distmega.sharding.allocation import AllocationDomain
 from distmega.sharding.finalize import verify_storage
 from distmega.sharding.host_loops import HostLoop
 from distmega.sharding.mesh import DeviceMesh
-from distmega.sharding.overlap import OverlapChoice, Pair
+from distmega.sharding.overlap import OverlapChoice
 
 KERNEL_KINDS = frozenset({
     "linear", "pointwise", "reduce", "rms_norm", "rope", "attention", "kv_append", "embedding",
@@ -85,10 +85,10 @@ class _Lowering:
         fits: Callable[[Op], bool],
         max_streams: int,
         fuse: bool,
-        fused: Sequence[Pair],
+        fused: Sequence[OverlapChoice],
     ) -> None:
-        self.fused = {pair.second: pair for pair in fused}
-        self.firsts = {pair.first for pair in fused}
+        self.fused = {choice.pair.second: choice for choice in fused}
+        self.firsts = {choice.pair.first for choice in fused}
         self.ops = {op.name: op for op in local.program.ops}
         self.local, self.program, self.mesh = local, local.program, local.mesh
         self.fits, self.fuse = fits, fuse
@@ -205,12 +205,12 @@ class _Lowering:
         made: set[str] = set()
         computing = (op for op in ops if op.kind != "view" and op.name not in self.firsts)
 
-        def home(op: Op) -> HostLoop | Pair | None:
+        def home(op: Op) -> HostLoop | OverlapChoice | None:
             return loops.get(op.name) or self.fused.get(op.name)
 
         for loop, group in groupby(computing, key=home):
-            if isinstance(loop, Pair):
-                pair = (self.ops[loop.first], self.ops[loop.second])
+            if isinstance(loop, OverlapChoice):
+                pair = (self.ops[loop.pair.first], self.ops[loop.pair.second])
                 runs.append(Run(ops=pair, segment=False, fused=loop))
             elif loop is not None:
                 runs.append(Run(ops=tuple(group), segment=False, loop=loop))
@@ -252,7 +252,7 @@ def lower_program(
             expected="ranks that reach each other's memory",
             remedy='lower with peer_memory=True, or plan with overlap "sequential"',
         )
-    fused = [choice.pair for choice in local.fused if peer_memory]
+    fused = local.fused if peer_memory else ()
     tensors = local.program.tensor_map()
 
     def fits(op: Op) -> bool:
@@ -265,8 +265,9 @@ def lower_program(
     return _Lowering(local, fits, max_streams, fuse, fused).run()
 
 
-def _fused_nodes(pair: Pair, ops: Sequence[Op], scope: Scope) -> Iterator[Node]:
+def _fused_nodes(choice: OverlapChoice, ops: Sequence[Op], scope: Scope) -> Iterator[Node]:
     """A pair as one node: what its operands stand for, the allocation of its result, itself."""
+    pair = choice.pair
     matmul = ops[1] if pair.kind == "all_gather_matmul" else ops[0]
     x, w = ops[0].reads[0].tensor, matmul.reads[1].tensor
     for name in (x, w):
@@ -280,6 +281,7 @@ def _fused_nodes(pair: Pair, ops: Sequence[Op], scope: Scope) -> Iterator[Node]:
         w=w,
         out=pair.result,
         num_rows=pair.num_rows,
+        forced=choice.forced,
     )
 
 

@@ -19,7 +19,8 @@ class FusedMatmul:
 
     x [rows, sums], w [columns, sums], out [rows, columns], each a group of dims, x with `num_rows`
     dims of rows; dim 0 is gathered or scattered. borrows: out lies in peer memory, which holds
-    until the next FusedMatmul of the mesh axis.
+    until the next FusedMatmul of the mesh axis. forced: a user asked for one kernel; otherwise the
+    device may do it in what way is quicker.
     """
 
     kind: FusedKind
@@ -29,6 +30,7 @@ class FusedMatmul:
     out: str
     num_rows: int = 1
     borrows: bool = False
+    forced: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

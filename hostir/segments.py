@@ -11,7 +11,7 @@ from distmega.hostir.scope import Scope
 from distmega.program import Op, Program, Role, Tensor, accesses
 from distmega.sharding.host_loops import HostLoop
 from distmega.sharding.mesh import DeviceMesh
-from distmega.sharding.overlap import Pair
+from distmega.sharding.overlap import OverlapChoice
 
 PEER_KINDS = frozenset({"all_reduce", "all_gather"})
 """Collectives that stay inside a megakernel where ranks can write into each other's memory."""
@@ -24,7 +24,7 @@ class Run:
     ops: tuple[Op, ...]
     segment: bool
     loop: HostLoop | None = None
-    fused: Pair | None = None
+    fused: OverlapChoice | None = None
 
 
 def kernel_runs(

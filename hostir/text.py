@@ -117,7 +117,7 @@ def _print_slice(node: SliceView) -> str:
 
 def _print_fused(node: FusedMatmul) -> str:
     text = f"{node.kind} {node.mesh_axis} ({node.x}, {node.w}) -> {node.out} rows {node.num_rows}"
-    return text + " borrowed" * node.borrows
+    return text + " borrowed" * node.borrows + " forced" * node.forced
 
 
 def _print_order(node: SetStream | RecordEvent | WaitEvent | Signal | WaitSignal) -> str:
@@ -259,7 +259,9 @@ def _parse_slice(
     )
 
 
-def _parse_fused(kind: str, axis: str, x: str, w: str, out: str, rows: str, borrowed: str) -> Node:
+def _parse_fused(
+    kind: str, axis: str, x: str, w: str, out: str, rows: str, borrowed: str, forced: str
+) -> Node:
     return FusedMatmul(
         kind=kind,  # type: ignore[arg-type]
         mesh_axis=axis,
@@ -268,6 +270,7 @@ def _parse_fused(kind: str, axis: str, x: str, w: str, out: str, rows: str, borr
         out=out,
         num_rows=int(rows),
         borrows=bool(borrowed),
+        forced=bool(forced),
     )
 
 
@@ -317,7 +320,7 @@ _FORMS: tuple[tuple[str, Callable[..., Node]], ...] = (
     ),
     (
         r"(all_gather_matmul|matmul_reduce_scatter|matmul_all_reduce) (\S+)"
-        r" \((\S+), (\S+)\) -> (\S+) rows (\d+)( borrowed)?",
+        r" \((\S+), (\S+)\) -> (\S+) rows (\d+)( borrowed)?( forced)?",
         _parse_fused,
     ),
 )

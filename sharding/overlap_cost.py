@@ -148,7 +148,8 @@ def kernel_problem(product: Product, rates: OverlapRates) -> str:
 
 
 def kernel_us(product: Product, rates: OverlapRates) -> float:
-    """One kernel with its collective beside it.
+    """One kernel with its collective beside it, or the library's matmul with copies by copy engine,
+    whichever is quicker.
 
     A gather delays the first tiles of other ranks where this rank's own are too few to cover the
     copies; sending delays every wave a little, and the last tiles by a hop.
@@ -156,12 +157,13 @@ def kernel_us(product: Product, rates: OverlapRates) -> float:
     if not rates.slice_us:
         return sequential_us(product, rates)
     best, waves = min(_kernel_waves(product, width, rates) for width, _ in rates.slice_us)
+    apart = matmul_us(product.rows, product.columns, product.depth, rates)
     link = rates.copy_us + product.sent_bytes() / rates.copy_bytes_per_us
     if product.collective == "all_gather":
         covered = product.rows > product.num_ranks * TILE_ROWS
-        return max(best, link) + (rates.copy_us if covered else 2 * link)
+        return min(max(best, link) + (rates.copy_us if covered else 2 * link), apart + link)
     last = rates.last_us[0 if product.collective == "reduce_scatter" else 1]
-    return max(best + waves * rates.send_us, link) + last
+    return min(max(best + waves * rates.send_us, link) + last, apart + link)
 
 
 def _kernel_waves(product: Product, width: int, rates: OverlapRates) -> tuple[float, int]:

@@ -15,7 +15,9 @@ from distmega.kernels.gemm.workspace import workspace_of
 
 
 class PeerMatmuls:
-    """See hostir.matmuls.Matmuls: one kernel each. Every rank of the mesh makes one."""
+    """See hostir.matmuls.Matmuls: one kernel each where asked for or quicker, else another way
+    through peer memory or NCCL. Every rank of the mesh makes one.
+    """
 
     def __init__(self, comm: NcclCommunicator) -> None:
         self.comm = comm
@@ -27,13 +29,13 @@ class PeerMatmuls:
 
     def compile(self, node: FusedMatmul) -> Callable[[Tensor, Tensor], Tensor]:
         """See Matmuls. ProgramError from a call with what the kernel can't do."""
-        comm, axis = self.comm, node.mesh_axis
+        comm, axis, overlap = self.comm, node.mesh_axis, True if node.forced else None
         match node.kind:
             case "all_gather_matmul":
-                return lambda x, w: all_gather_matmul(x, w, comm, axis, overlap=True)
+                return lambda x, w: all_gather_matmul(x, w, comm, axis, overlap=overlap)
             case "matmul_reduce_scatter":
-                return lambda x, w: matmul_reduce_scatter(x, w, comm, axis, overlap=True)
+                return lambda x, w: matmul_reduce_scatter(x, w, comm, axis, overlap=overlap)
             case "matmul_all_reduce":
                 return lambda x, w: matmul_all_reduce(
-                    x, w, comm, axis, overlap=True, borrow=node.borrows
+                    x, w, comm, axis, overlap=overlap, borrow=node.borrows
                 )

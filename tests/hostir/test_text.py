@@ -114,6 +114,7 @@ LEAVES = {
         out=names,
         num_rows=whole,
         borrows=st.booleans(),
+        forced=st.booleans(),
     ),
     Send: st.builds(Send, buffer=names, peer=peers, handle=st.one_of(st.just(""), names)),
     Recv: st.builds(Recv, buffer=names, peer=peers, handle=st.one_of(st.just(""), names)),
