@@ -89,7 +89,7 @@ def read_rates(path: Path) -> Measured:
         found = stored.get("version") if isinstance(stored, dict) else type(stored).__name__
         raise _unfit(path, f"version {found!r}", f"version {VERSION}")
     try:
-        rates = OverlapRates(**{k: _frozen(v) for k, v in stored["rates"].items()})
+        rates = OverlapRates(**{k: _frozen(v) for k, v in stored["rates"].items()})  # type: ignore[arg-type]
         measured = Measured(
             device=stored["device"],
             num_ranks=stored["num_ranks"],
