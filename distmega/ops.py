@@ -36,6 +36,10 @@ locally: no bytes move.
 """
 
 
+BY_ACCESS = ("linear",)
+"""Kinds that may read one tensor in two ways at once, each a part of its own: a x a', by rows."""
+
+
 def linear(name: str, x: Tensor, w: Tensor, bias: Tensor | None = None, spec: str = "") -> Built:
     """Contraction by named axes: out = sum over axes missing from the output of x * w, plus bias.
 

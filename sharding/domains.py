@@ -39,10 +39,12 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Values run as tasks of a persistent megakernel."""
+    """Values run as tasks of a persistent megakernel, along one dim of its grid of tasks."""
+
+    dim: int = 0
 
     def __str__(self) -> str:
-        return "Task"
+        return f"Task({self.dim})" if self.dim else "Task"
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,10 +173,13 @@ class LoopDomain:
         return self._replaced((name,), (replace(source, name=result),), transform)
 
     def parallelize(self, name: str, parallel: Parallel) -> "LoopDomain":
-        """Gives an axis a parallel type. VerifyError if a mesh axis is already in use."""
+        """Gives an axis a parallel type. VerifyError if another axis has the same one: a mesh axis,
+        the stream index and a dim of the grid of tasks each number the values of one axis.
+        """
         taken = [axis.parallel for axis in self.axes if axis.name != name]
-        if isinstance(parallel, Device | Stream) and parallel in taken:
-            raise _bad(f"second axis {name!r} marked {parallel} in {self}", "one axis a type")
+        if not isinstance(parallel, Serial) and parallel in taken:
+            expected = "one axis a mesh axis, a stream, a dim of tasks; merge the two first"
+            raise _bad(f"second axis {name!r} marked {parallel} in {self}", expected)
         self.axis(name)
         axes = (replace(a, parallel=parallel) if a.name == name else a for a in self.axes)
         return replace(self, axes=tuple(axes))
@@ -217,9 +222,10 @@ class LoopDomain:
     def enumerate(self, roots: Sequence[str], place: Mapping[Parallel, int]) -> dict[str, Array]:
         """Values that the roots take together at a parallel coordinate, padding left out.
 
-        Runs the transforms backwards over all values of the axes that the roots became.
+        Runs the transforms backwards over all values of the axes that the roots became, and that
+        others became which share an axis with them: padding of one is padding of all.
         """
-        needed = {name for root in roots for name in _ancestors(self.transforms, root)}
+        needed = _joined([_ancestors(self.transforms, root) for root, _ in self.roots], roots)
         grids = [
             np.array([place[axis.parallel]]) if axis.parallel in place else np.arange(axis.extent)
             for axis in self.axes
@@ -271,6 +277,16 @@ def _ancestors(transforms: Sequence[Transform], root: str) -> set[str]:
             case Swizzle(source=source, result=result) if source in names:
                 names.add(result)
     return names
+
+
+def _joined(families: Sequence[set[str]], roots: Sequence[str]) -> set[str]:
+    """All families that hold one of the roots, or share a name with such a family."""
+    needed = set(roots)
+    for _ in families:
+        for family in families:
+            if family & needed:
+                needed |= family
+    return needed
 
 
 def _clip(axis: LoopAxis, place: Mapping[Parallel, int], extent: int) -> Ranges:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
+from distmega.ops import BY_ACCESS
 from distmega.program import Axis, Index, Op, Tensor, accesses
 from distmega.sharding.cost import is_index
 from distmega.sharding.padding import MASKED, additive_reads
@@ -118,7 +119,7 @@ def _split(
         return "it doesn't index every result"
     seen: dict[str, Placement] = {}
     for place, (access, placement) in enumerate(zip(op.reads, reads, strict=True)):
-        if seen.setdefault(access.tensor, placement) != placement:
+        if seen.setdefault(access.tensor, placement) != placement and op.kind not in BY_ACCESS:
             return f"operand {place} is read twice, divided and otherwise"
     return SplitOption(
         axis=axis.name,

@@ -82,7 +82,7 @@ def way_times_us(
 
 def matmul_us(rows: int, columns: int, depth: int, rates: OverlapRates) -> float:
     """Time of the library's matmul: flops at the rate of so many tiles, or memory traffic."""
-    tiles = math.ceil(rows / TILE_ROWS) * math.ceil(columns / TILE_ROWS)
+    tiles = max(1, math.ceil(rows / TILE_ROWS) * math.ceil(columns / TILE_ROWS))
     flops = 2 * rows * columns * depth
     moved = 2 * (rows * depth + columns * depth + rows * columns) / rates.memory_bytes_per_us
     return rates.launch_us + max(flops / rates.matmul_flops_per_us(tiles), moved)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from distmega.errors import PlanError
 from distmega.program import Access, Op, Program
 from distmega.sharding.cost import Machine, residency_prices_us
+from distmega.sharding.decompose import split_biases
 from distmega.sharding.explain import explain_plan
 from distmega.sharding.finalize import finalize_allocations, finalize_loops
 from distmega.sharding.memory import measure_memory
@@ -72,12 +73,15 @@ class _Planner:
         overlap: OverlapRequest,
     ) -> None:
         self.overlap = overlap
-        self.program, self.mesh, self.machine = program, mesh, machine
-        self.tensors = program.tensor_map()
-        self.table = OptionTable.of(program)
+        self.mesh, self.machine = mesh, machine
+        self.set_program(program)
         self.pins = self.resolve_pins(annotations)
         self.streams = self.resolve_streams(annotations)
         self.hints: Hints = propagate_annotations(program, mesh, self.table, self.pins)
+        changed = split_biases(program, self.hints, self.pins)
+        if changed is not program:
+            program = self.set_program(changed)
+            self.hints = propagate_annotations(program, mesh, self.table, self.pins)
         self.given = self.given_layouts()
         self.prices = residency_prices_us(program, machine)
         self.demands: dict[tuple[str, str], tuple[list[str], ...]] = {
@@ -86,6 +90,11 @@ class _Planner:
             for op in program.ops
             if size > 1
         }
+
+    def set_program(self, program: Program) -> Program:
+        self.program, self.tensors = program, program.tensor_map()
+        self.table = OptionTable.of(program)
+        return program
 
     def resolve_pins(self, annotations: Mapping[str, Layout]) -> dict[str, Layout]:
         """Annotations with chunks filled in. PlanError for a tensor that the program lacks."""

@@ -32,7 +32,8 @@ def resolve_chunks(tensor: Tensor, layout: Layout, mesh: DeviceMesh) -> Chunks |
     if chunks.ring and chunks.ring not in mesh.names:
         remedy = "name an axis of the mesh, or leave ring out"
         raise PlanError(f"ring {chunks.ring!r}: {found}", expected=f"axes of {mesh}", remedy=remedy)
-    return replace(chunks, dim=chunks.dim % rank)
+    alone = chunks.ring and mesh.size(chunks.ring) == 1
+    return replace(chunks, dim=chunks.dim % rank, ring="" if alone else chunks.ring)
 
 
 def plan_streams(

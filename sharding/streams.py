@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from distmega.ops import COLLECTIVES
+from distmega.ops import BY_ACCESS, COLLECTIVES
 from distmega.program import Access, Axis, Index, Op, Tensor, accesses
 from distmega.sharding.collectives import RANK_AXIS
 from distmega.sharding.domains import LoopDomain, Stream
@@ -137,7 +137,7 @@ def operand_parts(
         return "it doesn't index every result"
     seen: dict[str, Part | None] = {}
     for access, part in zip(op.reads, found, strict=False):
-        if seen.setdefault(access.tensor, part) != part:
+        if seen.setdefault(access.tensor, part) != part and op.kind not in BY_ACCESS:
             return f"{access.tensor} is read twice, in chunks and otherwise"
     return tuple(found)
 
@@ -162,7 +162,8 @@ def _refuse(op: Op, axis: Axis, split: StreamSplit) -> str:
 def _refuse_collective(op: Op, axis: Axis, split: StreamSplit) -> str:
     over = str(op.attr("mesh_axis"))
     if axis.name != RANK_AXIS:
-        return "ranks in ring order would meet with different chunks" if split.ring else ""
+        apart = split.ring == over
+        return "ranks in ring order would meet with different chunks" if apart else ""
     around = split.ring == over and split.chunk == 1
     if op.kind == "all_gather" and around and not split.shift:
         return ""

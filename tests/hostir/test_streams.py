@@ -325,7 +325,7 @@ def test_megakernels_run_in_stream_loops():
 )
 def test_annotations_that_cannot_be_followed_are_refused(marks: dict[str, Layout], message: str):
     with pytest.raises(PlanError, match=message):
-        plan_program(sums(), ONE, CPU, marks)
+        plan_program(sums(), TP, CPU, marks)
 
 
 def test_one_chunk_keeps_an_op_out_of_loops():

@@ -132,9 +132,19 @@ def _random_op(
     match rng.choice(KINDS + ("into",) * overwrite):
         case "linear" if rank <= 3:
             extent = rng.choice(EXTENTS)
+            biases = [y for y in known if y.shape == (extent,)]
             bias = p.weight(f"b{n}", (extent,)) if rng.random() < 0.4 else None
+            if bias is None and biases and rng.random() < 0.5:
+                bias = rng.choice(biases)
             w = p.weight(f"w{n}", (extent, x.shape[-1]))
             return p.linear(x, w, bias)
+        case "square" if rank == 2:
+            return p.linear(x.map("minimum(maximum(a0, neg(2.0)), 2.0)"), x)
+        case "self" if rank == 2:
+            return p.linear(x, x, spec=rng.choice(("m k, n k -> m n", "k m, k n -> n m")))
+        case "batch" if rank == 3:
+            w = p.weight(f"w{n}", (x.shape[0], rng.choice(EXTENTS), x.shape[-1]))
+            return p.linear(x, w, spec="b m k, b n k -> m b n")
         case "binary":
             same = [y for y in known if y.shape == x.shape]
             return p.pointwise(rng.choice(BINARY), x, rng.choice(same))
@@ -169,5 +179,5 @@ def _random_op(
 
 KINDS = (
     "linear", "linear", "binary", "vector", "reduce", "slice", "concat", "transpose", "reshape",
-    "set", "unary", "argmax",
+    "set", "unary", "argmax", "self", "square", "batch",
 )  # fmt: skip
