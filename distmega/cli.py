@@ -7,8 +7,11 @@ Next on the walk: launch/launchers.py for what runs, explain.py for what only pl
 
 import errno
 import os
+import signal
 import sys
+import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -27,6 +30,7 @@ from distmega.launch.launchers import (
     choose_device,
     choose_launcher,
     choose_num_ranks,
+    is_under_torchrun,
     launch,
     should_report,
 )
@@ -150,7 +154,13 @@ Command = Generate | Explain | Perplexity | Trace | Doctor
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code."""
+    """Run one command; the exit code. SystemExit, once all ranks have ended, after SIGTERM."""
+    with _ending_in_order():
+        return _run_reported(arguments)
+
+
+def _run_reported(arguments: Sequence[str] | None) -> int:
+    """Runs a command and says what was wrong; the exit code."""
     try:
         command = tyro.cli(Command, prog="distmega", args=arguments, description=__doc__)
         run_command(command, Console(soft_wrap=True, highlight=False))
@@ -176,6 +186,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+@contextmanager
+def _ending_in_order() -> Iterator[None]:
+    """SIGTERM ends the command as Ctrl-C does, with exit code 143. Not under torchrun, whose agent
+    ends its ranks so and tells how they ended.
+    """
+    if is_under_torchrun() or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, _frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _drop_output() -> None:

@@ -64,8 +64,8 @@ def choose_launcher(name: str) -> str:
     local. RequestError for another launcher in there, where every rank would start all ranks.
     """
     if name == "auto":
-        return "torchrun" if _is_under_torchrun() else "local"
-    if name != "torchrun" and _is_under_torchrun():
+        return "torchrun" if is_under_torchrun() else "local"
+    if name != "torchrun" and is_under_torchrun():
         raise RequestError(
             f"--launcher {name} in a process that torchrun started",
             expected="--launcher torchrun or auto there",
@@ -103,13 +103,14 @@ def should_report() -> bool:
 
     The other ranks should end silently; they are kept here until the message is surely out.
     """
-    if not _is_under_torchrun() or load_function("distmega.launch.torchrun:claim_report")():
+    if not is_under_torchrun() or load_function("distmega.launch.torchrun:claim_report")():
         return True
     time.sleep(LAST_WORDS_S)
     return False
 
 
-def _is_under_torchrun() -> bool:
+def is_under_torchrun() -> bool:
+    """Whether torchrun started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 

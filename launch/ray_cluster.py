@@ -6,7 +6,9 @@ missing. Used by launch/ray.py.
 
 import logging
 import os
+import signal
 import socket
+import threading
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -30,6 +32,7 @@ def connect() -> bool:
     if ray.is_initialized():
         return False
     address = os.environ.get("RAY_ADDRESS")
+    on_terminate = signal.getsignal(signal.SIGTERM)
     try:
         if address and address not in ("auto", "local"):
             _probe(address)
@@ -41,6 +44,8 @@ def connect() -> bool:
             log_to_driver=logger.isEnabledFor(logging.INFO),
         )
         _log_daemons()
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, on_terminate)  # Ray has put its own, which aborts
     except (OSError, ValueError) as error:
         raise LaunchError(
             f"can't connect to Ray at RAY_ADDRESS={address or 'local'} ({error})",

@@ -107,6 +107,26 @@ def test_a_rank_that_dies_ends_the_others_and_is_named() -> None:
     assert not psutil.pid_exists(ranks[0].pid)
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_all_ranks_at_once_and_quietly(number: signal.Signals, code: int) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "distmega", "generate", "tiny-llama", PROMPT, "--tp", "2",
+         "--max-context", "256", "--max-new-tokens", "200"],
+        env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout
+    assert process.stdout.read(1)
+    ranks = psutil.Process(process.pid).children(recursive=True)
+    assert len(ranks) >= 2
+    start = time.monotonic()
+    process.send_signal(number)
+    _, stderr = process.communicate(timeout=30)
+    assert time.monotonic() - start < 10
+    assert (process.returncode, stderr) == (code, "")
+    _, left = psutil.wait_procs(ranks, 5)
+    assert not left
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
