@@ -24,6 +24,7 @@ from distmega.hostir.comm import Communicator
 from distmega.hostir.evaluator import Evaluator, Watch
 from distmega.hostir.library import rope
 from distmega.hostir.lower import lower_program
+from distmega.hostir.machines import machine_of
 from distmega.hostir.nccl import NcclCommunicator
 from distmega.hostir.nodes import HostProgram
 from distmega.hostir.passes import run_passes
@@ -303,10 +304,11 @@ def run_rank(given: Communicator, rows: list[int], trace: Path | None) -> None:
     """Times both blocks; rank 0 prints."""
     torch.set_default_device("cuda")
     comm = CopyCommunicator(given.mesh, given.rank)
+    machine = machine_of(comm, H200, torch.cuda.get_device_name())
     shapes = [Shape(rows=each, hidden=8192, inner=28672) for each in rows]
     for shape in sorted(shapes, key=lambda s: -s.rows):
         for make in (mlp_block, transformer_block):
-            block = make(comm, shape)
+            block = make(comm, shape, machine)
             found = {name: call().float() for name, call in block.calls.items()}
             scale = found[TORCH].abs().max()
             far = max(float((y - found[TORCH]).abs().max() / scale) for y in found.values())
