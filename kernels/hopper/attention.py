@@ -22,6 +22,7 @@ from distmega.kernels.hopper.fields import (
     ATT_K_NORM,
     ATT_K_ROW,
     ATT_Q_NORM,
+    ATT_QUERY0,
     ATT_SPLIT,
     ATT_V_ROW,
     DST,
@@ -29,9 +30,10 @@ from distmega.kernels.hopper.fields import (
     MAX_SPLITS,
     PARTIAL,
     SRC,
+    WINDOW,
 )
 from distmega.kernels.hopper.linear import store_pairs
-from distmega.kernels.hopper.loader import num_active_splits
+from distmega.kernels.hopper.loader import first_seen, num_active_splits
 from distmega.kernels.hopper.shapes import (
     GROUP_LIMIT,
     KV_DOT,
@@ -82,7 +84,7 @@ def rotated_rows(
     r = gl.arange(0, MMA_M, layout=gl.SliceLayout(1, QUAD))
     c = gl.arange(0, half // 4, layout=gl.SliceLayout(0, QUAD))
     head = words[HEAD]
-    source = gl.where(r < G, head * G + r, gl.where(r == G, H + head, H + KVH + head))
+    source = gl.where(r < G, words[ATT_QUERY0] + r, gl.where(r == G, H + head, H + KVH + head))
     at = exchange + words[SRC] + gl.expand_dims(source * D, 1) + gl.expand_dims(c * 4, 0)
     wanted = gl.expand_dims(r < G + 2, 1) & gl.expand_dims(c >= 0, 0)
     columns = gl.arange(0, half, layout=gl.SliceLayout(0, PAIR))
@@ -112,6 +114,7 @@ def attend_block(
     free,
     it,
     block,
+    first,
     position,
     scale,
     m,
@@ -122,7 +125,7 @@ def attend_block(
     STAGES: gl.constexpr,
 ):
     """Online softmax over the 128 cached positions of one block, 16 a warp, each warp on its own;
-    positions from `position` on are stale and masked.
+    positions before `first` are out of sight, those from `position` on are stale, both masked.
     """
     view: gl.constexpr = [NUM_WARPS, POSITIONS, 64]
     s = gl.zeros([NUM_WARPS, MMA_M, POSITIONS], gl.float32, layout=MMA3)
@@ -136,7 +139,8 @@ def attend_block(
     warp = gl.arange(0, NUM_WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(1, MMA3)))
     column = gl.arange(0, POSITIONS, layout=gl.SliceLayout(0, gl.SliceLayout(1, MMA3)))
     t = gl.expand_dims(warp * POSITIONS, 1) + gl.expand_dims(column, 0) + block * TILE_ROWS
-    s = gl.where(gl.expand_dims(t < position, 1), s * scale, float("-inf"))
+    seen = (t >= first) & (t < position)
+    s = gl.where(gl.expand_dims(seen, 1), s * scale, float("-inf"))
     m_new = gl.maximum(m, gl.max(s, axis=2))
     m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
     alpha = gl.exp2(m - m_safe)
@@ -228,14 +232,14 @@ def write_half(
     sums = gl.convert_layout(sums, gl.SliceLayout(1, OUT))
     highest = gl.convert_layout(highest, gl.SliceLayout(1, OUT))
     r = gl.arange(0, GROUP_LIMIT, layout=gl.SliceLayout(1, OUT))
-    query = words[HEAD] * G + r
+    query = words[ATT_QUERY0] + r
     if active == 1:
         y = y / gl.expand_dims(sums, 1)
         a, b = gl.split(gl.reshape(y, [GROUP_LIMIT, 32, 2]))
         payload = gl.convert_layout(bf16_pair(a, b), PAIR_OUT)
         own = gl.arange(0, GROUP_LIMIT, layout=gl.SliceLayout(1, PAIR_OUT))
         pair = gl.expand_dims(gl.arange(0, 32, layout=gl.SliceLayout(0, PAIR_OUT)), 0)
-        final = words[DST] + h * 32 + gl.expand_dims((words[HEAD] * G + own) * (D // 2), 1)
+        final = words[DST] + h * 32 + gl.expand_dims((words[ATT_QUERY0] + own) * (D // 2), 1)
         inside = (gl.expand_dims(own, 1) < G) & (pair >= 0)
         gl.store(exchange + final + pair, tagged(payload, tag), mask=inside)
     else:
@@ -281,7 +285,7 @@ def attention_task(
     """One split of one kv head. `scale` includes log2(e)."""
     half: gl.constexpr = D // 2
     HALVES: gl.constexpr = D // 64
-    active = num_active_splits(position, words[MAX_SPLITS], min_blocks)
+    active = num_active_splits(position, words[WINDOW], words[MAX_SPLITS], min_blocks)
     split = words[ATT_SPLIT]
     if split < active:
         a, b = rotated_rows(
@@ -309,7 +313,8 @@ def attention_task(
             o0 = new_value(qs, 0, G)
             o1 = new_value(qs, HALVES - 1, G)
         num_blocks = (position + TILE_ROWS - 1) // TILE_ROWS
-        for block in range(split, num_blocks, active):
+        first = first_seen(position, words[WINDOW])
+        for block in range(first // TILE_ROWS + split, num_blocks, active):
             it, m, l, o0, o1 = attend_block(
                 q0,
                 q1,
@@ -318,6 +323,7 @@ def attention_task(
                 free,
                 it,
                 block,
+                first,
                 position,
                 scale,
                 m,
@@ -356,7 +362,7 @@ def combine_task(
     D: gl.constexpr,
 ):
     """Output of one query head from the partials of its splits, in split order."""
-    active = num_active_splits(position, words[MAX_SPLITS], min_blocks)
+    active = num_active_splits(position, words[WINDOW], words[MAX_SPLITS], min_blocks)
     if active > 1:
         combine_splits(words, exchange, active, tag, D)
 

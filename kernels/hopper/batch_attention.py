@@ -21,12 +21,14 @@ from distmega.kernels.hopper.batch_fields import (
     ATT_K_ROW,
     ATT_Q_NORM,
     ATT_V_ROW,
+    ATT_WINDOW,
     DST,
     NUM_ROWS,
     PARTIAL_EXTRA,
     STATE_POSITIONS,
 )
 from distmega.kernels.hopper.device import bf16_pair, fence_all, keep
+from distmega.kernels.hopper.loader import first_seen
 from distmega.kernels.hopper.shapes import (
     GROUP_LIMIT,
     MMA3,
@@ -41,23 +43,27 @@ from distmega.kernels.hopper.shapes import (
 
 
 @gluon.jit
-def blocks_of(state, sequence, step):
-    """Blocks of cached positions of a sequence; one, all masked, where nothing is cached."""
+def blocks_of(state, sequence, step, window):
+    """The first block of cached positions that a sequence's query sees, and how many from there on;
+    one, all masked, where it sees none.
+    """
     position = gl.load(state + STATE_POSITIONS + sequence) + step
-    return gl.maximum((position + TILE_ROWS - 1) // TILE_ROWS, 1)
+    first = first_seen(position, window) // TILE_ROWS
+    return first, gl.maximum((position + TILE_ROWS - 1) // TILE_ROWS - first, 1)
 
 
 @gluon.jit
-def count_blocks(state, batch, step, KVH: gl.constexpr):
-    """Blocks of all sequences and kv heads."""
+def count_blocks(state, batch, step, window, HEADS: gl.constexpr):
+    """Blocks of all sequences and heads."""
     total = 0
     for sequence in range(batch):
-        total += blocks_of(state, sequence, step)
-    return total * KVH
+        _, num_blocks = blocks_of(state, sequence, step, window)
+        total += num_blocks
+    return total * HEADS
 
 
 @gluon.jit
-def first_piece(state, batch, step, total, sm, num_sms, KVH: gl.constexpr):
+def first_piece(state, batch, step, window, total, sm, num_sms, HEADS: gl.constexpr):
     """Where the share of an SM begins: (sequence, head, block), and the blocks in it."""
     sharing = gl.minimum(total, num_sms)
     start = sm * total // sharing
@@ -66,25 +72,26 @@ def first_piece(state, batch, step, total, sm, num_sms, KVH: gl.constexpr):
     before = 0
     passed = 0
     for s in range(batch):
-        passed += blocks_of(state, s, step) * KVH
+        _, num_blocks = blocks_of(state, s, step, window)
+        passed += num_blocks * HEADS
         is_past = (passed <= start) & (s + 1 < batch)
         sequence = gl.where(is_past, s + 1, sequence)
         before = gl.where(is_past, passed, before)
-    num_blocks = blocks_of(state, sequence, step)
+    _, num_blocks = blocks_of(state, sequence, step, window)
     return sequence, (start - before) // num_blocks, (start - before) % num_blocks, left, start
 
 
 @gluon.jit
 def rotated_rows(
-    words, qkv, vectors, rope, sequence, head, position, eps, D: gl.constexpr, G: gl.constexpr,
-    H: gl.constexpr, KVH: gl.constexpr, QK_NORM: gl.constexpr,
+    words, qkv, vectors, rope, sequence, head, query0, position, eps, D: gl.constexpr,
+    G: gl.constexpr, H: gl.constexpr, KVH: gl.constexpr, QK_NORM: gl.constexpr,
 ):
     """Both halves [16, d / 2] of G queries and the new key, normed and rotated, and the value."""
     half: gl.constexpr = D // 2
     PAIR: gl.constexpr = head_rows(half, 4)
     rows = gl.expand_dims(gl.arange(0, MMA_M, layout=gl.SliceLayout(1, PAIR)), 1)
     columns = gl.expand_dims(gl.arange(0, half, layout=gl.SliceLayout(0, PAIR)), 0)
-    source = gl.where(rows < G, head * G + rows, gl.where(rows == G, H + head, H + KVH + head))
+    source = gl.where(rows < G, query0 + rows, gl.where(rows == G, H + head, H + KVH + head))
     at = qkv + sequence * words[NUM_ROWS] + source * D + columns
     wanted = (rows < G + 2) & (columns >= 0)
     a = gl.load(at, mask=wanted, other=0.0, cache_modifier=".cg")
@@ -195,15 +202,17 @@ def combine(
 
 @gluon.jit
 def attend_piece(
-    words, qkv, vectors, cache, rope, sequence, head, position, block0, num, eps, scale, row0, qs,
-    bufs, ready, free, it, D: gl.constexpr, G: gl.constexpr, H: gl.constexpr, KVH: gl.constexpr,
-    QK_NORM: gl.constexpr, STAGES: gl.constexpr,
+    words, qkv, vectors, cache, rope, sequence, head, query0, position, first, block0, num, eps,
+    scale, row0, qs, bufs, ready, free, it, D: gl.constexpr, G: gl.constexpr, H: gl.constexpr,
+    KVH: gl.constexpr, QK_NORM: gl.constexpr, STAGES: gl.constexpr,
 ):
-    """num blocks from block0 on; block 0 brings the new position. `scale` includes log2(e)."""
+    """num blocks from block0 on, counted from the first that the query sees, which brings the new
+    position. `scale` includes log2(e).
+    """
     half: gl.constexpr = D // 2
     HALVES: gl.constexpr = D // 64
     a, b = rotated_rows(
-        words, qkv, vectors, rope, sequence, head, position, eps, D, G, H, KVH, QK_NORM
+        words, qkv, vectors, rope, sequence, head, query0, position, eps, D, G, H, KVH, QK_NORM
     )
     a = a.to(gl.bfloat16)
     b = b.to(gl.bfloat16)
@@ -225,9 +234,11 @@ def attend_piece(
         m, l = begin_new(qs, scale, G, HALVES)
         o0 = new_value(qs, 0, G)
         o1 = new_value(qs, HALVES - 1, G)
-    for block in range(keep(block0), block0 + num):
+    begin = first // TILE_ROWS + block0
+    for block in range(keep(begin), begin + num):
         it, m, l, o0, o1 = attend_block(
-            q0, q1, bufs, ready, free, it, block, position, scale, m, l, o0, o1, HALVES, STAGES
+            q0, q1, bufs, ready, free, it, block, first, position, scale, m, l, o0, o1, HALVES,
+            STAGES,
         )
     return it, m, l, o0, o1
 
@@ -237,19 +248,27 @@ def attention_task(
     words, qkv, acts, vectors, cache, rope, state, partials, arrivals, batch, step, sm, num_sms,
     max_context, eps, scale, qs, ml, scratch, bufs, ready, free, it, sequence, head, block, left,
     start, total, D: gl.constexpr, G: gl.constexpr, H: gl.constexpr, KVH: gl.constexpr,
-    QK_NORM: gl.constexpr, STAGES: gl.constexpr,
+    PARTS: gl.constexpr, QK_NORM: gl.constexpr, STAGES: gl.constexpr,
 ):
-    """This SM's share from (sequence, head, block) on, `left` blocks; returns the ring position."""
+    """This SM's share from (sequence, head, block) on, `left` blocks; returns the ring position.
+
+    A head here is G queries of a kv head; the last of its PARTS begins early enough to have G.
+    """
     HALVES: gl.constexpr = D // 64
+    HEADS: gl.constexpr = KVH * PARTS
+    GROUP: gl.constexpr = H // KVH
     sharing = gl.minimum(total, num_sms)
     while left > 0:
         position = gl.load(state + STATE_POSITIONS + sequence) + step
-        num_blocks = blocks_of(state, sequence, step)
+        _, num_blocks = blocks_of(state, sequence, step, words[ATT_WINDOW])
+        first = first_seen(position, words[ATT_WINDOW])
         num = gl.minimum(left, num_blocks - block)
-        row0 = (sequence * KVH + head) * max_context
+        kv_head = head // PARTS
+        query0 = kv_head * GROUP + gl.minimum(head % PARTS * G, GROUP - G)
+        row0 = (sequence * KVH + kv_head) * max_context
         it, m, l, o0, o1 = attend_piece(
-            words, qkv, vectors, cache, rope, sequence, head, position, block, num, eps, scale,
-            row0, qs, bufs, ready, free, it, D, G, H, KVH, QK_NORM, STAGES,
+            words, qkv, vectors, cache, rope, sequence, kv_head, query0, position, first, block,
+            num, eps, scale, row0, qs, bufs, ready, free, it, D, G, H, KVH, QK_NORM, STAGES,
         )
         ml.index(0).store(m)
         ml.index(1).store(l)
@@ -259,14 +278,14 @@ def attention_task(
             y, highest, sums = sum_half(o0 if h == 0 else o1, ml, scratch)
             if is_whole:
                 y = y / gl.expand_dims(sums, 1)
-                store_output(acts, words[DST], y, head * G, sequence, h, D, G)
+                store_output(acts, words[DST], y, query0, sequence, h, D, G)
             else:
                 store_partial(partials, slot, y, highest, sums, h, D)
         if block == 0:
             fence_all()
         if is_whole == 0:
             cta_barrier()
-            arrival = arrivals + sequence * KVH + head
+            arrival = arrivals + sequence * HEADS + head
             seen = gl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu")
             pair = start - block
             first_sm = ((pair + 1) * sharing - 1) // total
@@ -276,12 +295,12 @@ def attention_task(
                 gl.store(arrival, 0)
                 num_partials = last_sm - first_sm + 1
                 combine(
-                    acts, words[DST], partials, head * G, sequence, first_sm, num_partials, D, G
+                    acts, words[DST], partials, query0, sequence, first_sm, num_partials, D, G
                 )
         start += num
         left -= num
         block = 0
-        is_next = head + 1 == KVH
+        is_next = head + 1 == HEADS
         sequence = gl.where(is_next, sequence + 1, sequence)
         head = gl.where(is_next, 0, head + 1)
     return it

@@ -44,6 +44,7 @@ LIN_BIAS = _place(BatchLinear, "bias")
 LIN_ROW0 = _place(BatchLinear, "row0")
 ATT_K_ROW = _place(BatchAttention, "k_row")
 ATT_V_ROW = _place(BatchAttention, "v_row")
+ATT_WINDOW = _place(BatchAttention, "window")
 ATT_Q_NORM = _place(BatchAttention, "q_norm")
 ATT_K_NORM = _place(BatchAttention, "k_norm")
 

@@ -14,6 +14,7 @@ from distmega.kernels.gluon_compat import reinterpret
 from distmega.kernels.hopper.batch_attention import attention_task, count_blocks, first_piece
 from distmega.kernels.hopper.batch_device import signal_event, wait_event
 from distmega.kernels.hopper.batch_fields import (
+    ATT_WINDOW,
     BATCH,
     BY_SM,
     EVENT,
@@ -53,8 +54,8 @@ def compute(
     queue, num_instructions, num_steps, state, batch, num_sms, max_context, tokens, events, acts,
     acts16, qkv, residual, logits, sums, bests, best_rows, partials, arrivals, vectors, embed,
     cache, rope, hidden, eps, inv_hidden, scale, red, qs, ml, scratch, bufs, ready, free, step_bar,
-    D: gl.constexpr, G: gl.constexpr, H: gl.constexpr, KVH: gl.constexpr, QK_NORM: gl.constexpr,
-    STAGES: gl.constexpr,
+    D: gl.constexpr, G: gl.constexpr, H: gl.constexpr, KVH: gl.constexpr, PARTS: gl.constexpr,
+    QK_NORM: gl.constexpr, STAGES: gl.constexpr,
 ):
     """Partition of eight warps."""
     sm = gl.program_id(0)
@@ -62,10 +63,13 @@ def compute(
     it = 0
     words = fetch(queue, 0)
     for step in range(num_steps):
-        total = count_blocks(state, batch, step, KVH)
-        sequence, head, block, left, start = first_piece(
-            state, batch, step, total, sm, num_sms, KVH
-        )
+        window = 0
+        total = 0
+        sequence = 0
+        head = 0
+        block = 0
+        left = 0
+        start = 0
         for i in range(num_instructions):
             ahead = fetch(queue, gl.where(i + 1 == num_instructions, 0, i + 1))
             event = words[EVENT]
@@ -73,10 +77,16 @@ def compute(
             before = gl.where(event > 0, event, num_instructions) - 1
             wait_event(events, before, epoch * num_sms)
             if words[OPCODE] == OP_ATTENTION:
+                if words[ATT_WINDOW] != window:
+                    window = words[ATT_WINDOW]
+                    total = count_blocks(state, batch, step, window, KVH * PARTS)
+                    sequence, head, block, left, start = first_piece(
+                        state, batch, step, window, total, sm, num_sms, KVH * PARTS
+                    )
                 it = attention_task(
                     words, qkv, acts, vectors, cache, rope, state, partials, arrivals, batch, step,
                     sm, num_sms, max_context, eps, scale, qs, ml, scratch, bufs, ready, free, it,
-                    sequence, head, block, left, start, total, D, G, H, KVH, QK_NORM, STAGES,
+                    sequence, head, block, left, start, total, D, G, H, KVH, PARTS, QK_NORM, STAGES,
                 )
             elif words[OPCODE] == OP_EMBED:
                 fence_all()
@@ -106,8 +116,8 @@ def decode_batch(
     weights0, weights1, weights2, cache_tiles, queues, num_instructions, num_steps, state, batch,
     num_sms, max_context, tokens, events, acts, acts16, qkv, residual, logits, sums, bests,
     best_rows, partials, arrivals, vectors, embed, cache, rope, hidden, eps, inv_hidden, scale,
-    D: gl.constexpr, G: gl.constexpr, H: gl.constexpr, KVH: gl.constexpr, QK_NORM: gl.constexpr,
-    STAGES: gl.constexpr, AHEAD: gl.constexpr,
+    D: gl.constexpr, G: gl.constexpr, H: gl.constexpr, KVH: gl.constexpr, PARTS: gl.constexpr,
+    QK_NORM: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
 ):
     """num_steps decode steps of `batch` sequences; one program an SM, all resident.
 
@@ -116,8 +126,8 @@ def decode_batch(
     embed: bf16 [vocab, hidden]. queues: int32 [num_sms, num_instructions, 16]. events: int32, a
     report (spins.py), then counters 128 bytes apart. acts and acts16: activations, as int32 pairs
     and as bf16. qkv: f32 [16, rows]. residual: f32 [16, hidden], each row used by one SM. sums,
-    bests, best_rows: [16, 256], f32, f32, int32. partials: f32, two a SM. arrivals: int32 [16 * kv
-    heads]. rope: f32 [t, d], cosines then sines. logits: f32 [16, vocab]. All but report, partials,
+    bests, best_rows: [16, 256], f32, f32, int32. partials: f32, two a SM. arrivals: int32 [16 *
+    heads * PARTS]. rope: f32 [t, d], cosines then sines. logits: f32 [16, vocab]. All but report, partials,
     qkv and logits must be zero when allocated, bests -inf.
     """
     sm = gl.program_id(0)
@@ -143,15 +153,16 @@ def decode_batch(
                     queue, num_instructions, num_steps, state, batch, num_sms, max_context, tokens,
                     events, acts, acts16, qkv, residual, logits, sums, bests, best_rows, partials,
                     arrivals, vectors, embed, cache, rope, hidden, eps, inv_hidden, scale, red, qs,
-                    ml, scratch, bufs, ready, free, step_bar, D, G, H, KVH, QK_NORM, STAGES,
+                    ml, scratch, bufs, ready, free, step_bar, D, G, H, KVH, PARTS, QK_NORM,
+                    STAGES,
                 ),
             ),
             (
                 loader,
                 (
                     weights0, weights1, weights2, cache_tiles, queue, num_instructions, num_steps,
-                    state, batch, num_sms, max_context, bufs, ready, free, step_bar, KVH, D // 64,
-                    STAGES, AHEAD,
+                    state, batch, num_sms, max_context, bufs, ready, free, step_bar, KVH, PARTS,
+                    D // 64, STAGES, AHEAD,
                 ),
             ),
         ], [1], [40],

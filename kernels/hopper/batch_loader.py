@@ -15,6 +15,7 @@ from distmega.kernels.hopper.batch_attention import blocks_of, count_blocks, fir
 from distmega.kernels.hopper.batch_fields import (
     ATT_K_ROW,
     ATT_V_ROW,
+    ATT_WINDOW,
     GROUP_UNITS,
     LIN_MATRIX,
     LIN_NUM_TILES_K,
@@ -73,15 +74,21 @@ def load_rows(
 @gluon.jit
 def load_share(
     words, cache, state, batch, step, sm, num_sms, max_context, bufs, ready, free, it,
-    KVH: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
+    KVH: gl.constexpr, PARTS: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr,
+    AHEAD: gl.constexpr,
 ):
     """The cached blocks of this SM's share, keys and values of a block in turn."""
-    total = count_blocks(state, batch, step, KVH)
-    sequence, head, block, left, _ = first_piece(state, batch, step, total, sm, num_sms, KVH)
+    window = words[ATT_WINDOW]
+    HEADS: gl.constexpr = KVH * PARTS
+    total = count_blocks(state, batch, step, window, HEADS)
+    sequence, head, block, left, _ = first_piece(
+        state, batch, step, window, total, sm, num_sms, HEADS
+    )
     while left > 0:
-        num = gl.minimum(left, blocks_of(state, sequence, step) - block)
-        row0 = (sequence * KVH + head) * max_context
-        for i in range(keep(block), keep(block + num)):
+        first, num_blocks = blocks_of(state, sequence, step, window)
+        num = gl.minimum(left, num_blocks - block)
+        row0 = (sequence * KVH + head // PARTS) * max_context
+        for i in range(keep(first + block), keep(first + block + num)):
             row = row0 + i * TILE_ROWS
             it = load_block(
                 cache, words[ATT_K_ROW] + row, bufs, ready, free, it, HALVES, STAGES, AHEAD
@@ -91,7 +98,7 @@ def load_share(
             )
         left -= num
         block = 0
-        is_next = head + 1 == KVH
+        is_next = head + 1 == HEADS
         sequence = gl.where(is_next, sequence + 1, sequence)
         head = gl.where(is_next, 0, head + 1)
     return it
@@ -100,8 +107,8 @@ def load_share(
 @gluon.jit
 def loader(
     weights0, weights1, weights2, cache, queue, num_instructions, num_steps, state, batch, num_sms,
-    max_context, bufs, ready, free, step_bar, KVH: gl.constexpr, HALVES: gl.constexpr,
-    STAGES: gl.constexpr, AHEAD: gl.constexpr,
+    max_context, bufs, ready, free, step_bar, KVH: gl.constexpr, PARTS: gl.constexpr,
+    HALVES: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
 ):
     """Partition of one warp. HALVES: ring slots a block of keys takes (head dim / 64)."""
     sm = gl.program_id(0)
@@ -114,7 +121,7 @@ def loader(
                 mbarrier.wait(step_bar.index(0), step & 1)
                 it = load_share(
                     words, cache, state, batch, step, sm, num_sms, max_context, bufs, ready, free,
-                    it, KVH, HALVES, STAGES, AHEAD,
+                    it, KVH, PARTS, HALVES, STAGES, AHEAD,
                 )
             elif words[OPCODE] != OP_EMBED:
                 it = load_rows(

@@ -24,7 +24,7 @@ from distmega.kernels.hopper.layers import Block, find_parts, find_shape
 from distmega.kernels.hopper.matrices import Weights, tiles_k
 from distmega.kernels.hopper.plan import ITEM_BYTES, DecodeShape, Matrix, unfit
 from distmega.kernels.hopper.queues import share
-from distmega.kernels.hopper.words import TILE_K, UNIT_ROWS
+from distmega.kernels.hopper.words import NO_WINDOW, TILE_K, UNIT_ROWS
 from distmega.program import Program
 
 CHUNK = TILE_K * BATCH
@@ -169,6 +169,7 @@ class _BatchBuilder:
                     event=len(queue),
                     k_row=self.states.offset(op.k_cache) // row_bytes,
                     v_row=self.states.offset(op.v_cache) // row_bytes,
+                    window=op.window or NO_WINDOW,
                     num_rows=rows,
                     dst=self.chunks["attended"] * CHUNK,
                     q_norm=self.placed.vector(op.q_norm.weight) if op.q_norm else -1,

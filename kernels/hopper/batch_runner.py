@@ -28,6 +28,7 @@ from distmega.kernels.hopper.batch_words import (
     pack,
 )
 from distmega.kernels.hopper.diagnosis import explain_batch_hang
+from distmega.kernels.hopper.plan import MAX_QUERIES
 from distmega.kernels.hopper.runner import (
     LOG2_E,
     MAX_STEPS,
@@ -47,7 +48,6 @@ STAGES = 12
 """Ring slots: what fits beside the sums of four units."""
 AHEAD = 4
 """Loads under way at a time, at most."""
-MAX_GROUP = 8
 
 
 class BatchRunner:
@@ -106,8 +106,8 @@ class BatchRunner:
         self._sums = zeros(BATCH, MAX_SMS)
         self._bests = zeros(BATCH, MAX_SMS)
         self._best_rows = zeros(BATCH, MAX_SMS, dtype=torch.int32)
-        self._partials = zeros(num_sms * 2, MAX_GROUP * shape.head_dim + PARTIAL_EXTRA)
-        self._arrivals = zeros(BATCH * shape.num_kv_heads, dtype=torch.int32)
+        self._partials = zeros(num_sms * 2, MAX_QUERIES * shape.head_dim + PARTIAL_EXTRA)
+        self._arrivals = zeros(BATCH * shape.num_kv_heads * shape.num_parts, dtype=torch.int32)
         self._state = zeros(STATE_WORDS, dtype=torch.int32)
         self._tokens = zeros(MAX_STEPS, BATCH, dtype=torch.int32)
         self._num_sequences = queues.batch
@@ -199,9 +199,10 @@ class BatchRunner:
             1.0 / shape.hidden,
             shape.scale * LOG2_E,
             D=shape.head_dim,
-            G=shape.group,
+            G=shape.num_queries,
             H=shape.num_heads,
             KVH=shape.num_kv_heads,
+            PARTS=shape.num_parts,
             QK_NORM=shape.qk_norm,
             STAGES=STAGES,
             AHEAD=AHEAD,

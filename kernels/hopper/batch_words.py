@@ -76,13 +76,15 @@ class BatchLinear:
 class BatchAttention:
     """This SM's share of the cached positions of all sequences and kv heads, found at run time.
 
-    k_row, v_row: first row of this layer in the cache matrix [rows, d]. num_rows: of the qkv
-    output. dst: first element of the attention output. q_norm, k_norm: offsets in the vectors.
+    k_row, v_row: first row of this layer in the cache matrix [rows, d]. window: positions that a
+    query sees, itself included. num_rows: of the qkv output. dst: first element of the attention
+    output. q_norm, k_norm: offsets in the vectors.
     """
 
     event: int
     k_row: int
     v_row: int
+    window: int
     num_rows: int
     dst: int
     q_norm: int
@@ -99,8 +101,8 @@ PLACES: dict[type[BatchInstruction], dict[str, int]] = {
         "pair_row": 15,
     },
     BatchAttention: {
-        "opcode": 0, "event": 1, "k_row": 2, "v_row": 4, "q_norm": 8, "k_norm": 9, "dst": 10,
-        "num_rows": 13,
+        "opcode": 0, "event": 1, "k_row": 2, "v_row": 4, "window": 6, "q_norm": 8, "k_norm": 9,
+        "dst": 10, "num_rows": 13,
     },
 }  # fmt: skip
 """Word of each field. Fields that kernels read before they look at the opcode share a place."""

@@ -17,7 +17,7 @@ from distmega.kernels.fusion import (
     Norm,
 )
 from distmega.kernels.hopper.matrices import Weights, tiles_k
-from distmega.kernels.hopper.plan import HEAD_DIMS, MAX_GROUP, DecodeShape, unfit
+from distmega.kernels.hopper.plan import HEAD_DIMS, DecodeShape, unfit
 from distmega.program import Program
 
 Block = tuple[FusedLinear, FusedAttention, FusedResidual, FusedGated, FusedResidual]
@@ -75,9 +75,8 @@ def find_shape(
     attention = blocks[0][1]
     rows, num_kv_heads, group, head_dim = tensors[attention.q].shape
     columns = placed.columns
-    wrong = head_dim not in HEAD_DIMS or group > MAX_GROUP or attention.window
-    if rows > max_rows or wrong:
-        raise unfit(f"{rows} tokens, heads of {head_dim}, groups of {group} queries, a window")
+    if rows > max_rows or head_dim not in HEAD_DIMS:
+        raise unfit(f"{rows} tokens, heads of {head_dim}")
     if any(length % 64 for length in columns.values()):
         raise unfit(f"rows of {sorted(set(columns.values()))} elements")
     norms = [norm.eps for op in fused for norm in _norms(op)]

@@ -27,16 +27,23 @@ from distmega.kernels.hopper.fields import (
     OP_GATED,
     OPCODE,
     STATE_POSITION,
+    WINDOW,
 )
 from distmega.kernels.hopper.shapes import SLICE_K, SLICES, TILE_BYTES, TILE_ROWS, UNIT_ROWS
 
 
 @gluon.jit
-def num_active_splits(position, max_splits, min_blocks):
-    """Splits of `position` cached positions that have work: at least one, at most max_splits, each
-    of at least min_blocks blocks where there are several.
+def first_seen(position, window):
+    """First cached position that the query at `position` sees."""
+    return gl.maximum(position + 1 - window, 0)
+
+
+@gluon.jit
+def num_active_splits(position, window, max_splits, min_blocks):
+    """Splits of the cached positions that have work: at least one, at most max_splits, each of at
+    least min_blocks blocks where there are several.
     """
-    blocks = (position + TILE_ROWS - 1) // TILE_ROWS
+    blocks = (position + TILE_ROWS - 1) // TILE_ROWS - first_seen(position, window) // TILE_ROWS
     return gl.maximum(gl.minimum(blocks // min_blocks, max_splits), 1)
 
 
@@ -135,10 +142,11 @@ def loader(
             ahead = fetch(queue, gl.where(i + 1 == num_instructions, 0, i + 1))
             if words[OPCODE] == OP_ATTENTION:
                 mbarrier.wait(step_bar.index(0), step & 1)
-                active = num_active_splits(position, words[MAX_SPLITS], min_blocks)
+                active = num_active_splits(position, words[WINDOW], words[MAX_SPLITS], min_blocks)
+                first = first_seen(position, words[WINDOW]) // TILE_ROWS
                 num_blocks = (position + TILE_ROWS - 1) // TILE_ROWS
                 if words[ATT_SPLIT] < active:
-                    for block in range(keep(words[ATT_SPLIT]), num_blocks, active):
+                    for block in range(keep(first + words[ATT_SPLIT]), num_blocks, active):
                         row = block * TILE_ROWS
                         it = load_block(
                             cache,

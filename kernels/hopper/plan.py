@@ -10,7 +10,8 @@ from distmega.kernels.fusion import Draw
 from distmega.kernels.hopper.words import Instruction
 
 HEAD_DIMS = (64, 128)
-MAX_GROUP = 8
+MAX_QUERIES = 8
+"""Query heads of one attention task."""
 MAX_MATRICES = 3
 ITEM_BYTES = 2
 
@@ -56,7 +57,22 @@ class DecodeShape:
 
     @property
     def group(self) -> int:
+        """Query heads of a kv head."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def num_parts(self) -> int:
+        """Attention tasks that share a kv head's queries."""
+        return -(-self.group // MAX_QUERIES)
+
+    @property
+    def num_queries(self) -> int:
+        """Query heads of each; the last task begins early enough to have as many as the others."""
+        return -(-self.group // self.num_parts)
+
+    def first_query(self, head: int, part: int) -> int:
+        """First query head of part number `part` of a kv head."""
+        return head * self.group + min(part * self.num_queries, self.group - self.num_queries)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +111,6 @@ def unfit(found: str) -> VerifyError:
     """The error for a segment that the kernel can't do."""
     return VerifyError(
         f"the decode kernel can't do {found}",
-        expected=f"one token, rows of a multiple of 64 elements, heads of {HEAD_DIMS}, "
-        f"at most {MAX_GROUP} queries a group, no window",
+        expected=f"one token, rows of a multiple of 64 elements, heads of {HEAD_DIMS}",
         remedy="run the segment by library ops",
     )

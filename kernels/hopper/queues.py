@@ -20,6 +20,7 @@ ranks have passed the whole layers between.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import product
 
 from distmega.kernels.arena import ArenaLayout
 from distmega.kernels.fusion import (
@@ -44,6 +45,7 @@ from distmega.kernels.hopper.words import (
     FROM_EMBEDDING,
     MAX_SMS,
     MAX_SPLITS,
+    NO_WINDOW,
     PARTIAL_EXTRA,
     REPORT_WORDS,
     SAMPLE_CHUNK,
@@ -196,7 +198,8 @@ class _Builder:
 
     @property
     def max_splits(self) -> int:
-        return max(1, min(MAX_SPLITS, self.num_sms // self.shape.num_kv_heads))
+        num_tasks = self.shape.num_kv_heads * self.shape.num_parts
+        return max(1, min(MAX_SPLITS, self.num_sms // num_tasks))
 
     def add_layer(self, layer: int, block: Block) -> None:
         qkv, attention, out, gated, down = block
@@ -275,31 +278,33 @@ class _Builder:
         return sorted(range(self.num_sms), key=lambda sm: (load[sm], sm))
 
     def add_attention(self, layer: int, op: FusedAttention) -> None:
-        s = self.shape
-        for split in range(self.max_splits):
-            for head in range(s.num_kv_heads):
-                sm = self.lightest[(split * s.num_kv_heads + head) % self.num_sms]
-                self.queues[sm].append(
-                    Attention(
-                        layer=layer,
-                        k_row=self.cache_row(op.k_cache, head),
-                        v_row=self.cache_row(op.v_cache, head),
-                        head=head,
-                        split=split,
-                        max_splits=self.max_splits,
-                        src=self.exchange["qkv"],
-                        partial=self.exchange["partial"],
-                        dst=self.exchange["attended"],
-                        q_norm=self.placed.vector(op.q_norm.weight) if op.q_norm else -1,
-                        k_norm=self.placed.vector(op.k_norm.weight) if op.k_norm else -1,
-                    )
+        s, window = self.shape, op.window or NO_WINDOW
+        tasks = product(range(self.max_splits), range(s.num_kv_heads), range(s.num_parts))
+        for number, (split, head, part) in enumerate(tasks):
+            self.queues[self.lightest[number % self.num_sms]].append(
+                Attention(
+                    layer=layer,
+                    k_row=self.cache_row(op.k_cache, head),
+                    v_row=self.cache_row(op.v_cache, head),
+                    head=head,
+                    query0=s.first_query(head, part),
+                    window=window,
+                    split=split,
+                    max_splits=self.max_splits,
+                    src=self.exchange["qkv"],
+                    partial=self.exchange["partial"],
+                    dst=self.exchange["attended"],
+                    q_norm=self.placed.vector(op.q_norm.weight) if op.q_norm else -1,
+                    k_norm=self.placed.vector(op.k_norm.weight) if op.k_norm else -1,
                 )
+            )
         for head in range(s.num_heads):
             sm = self.lightest[-1 - head % self.num_sms]
             self.queues[sm].append(
                 Combine(
                     layer=layer,
                     head=head,
+                    window=window,
                     max_splits=self.max_splits,
                     partial=self.exchange["partial"],
                     dst=self.exchange["attended"],

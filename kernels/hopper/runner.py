@@ -229,7 +229,7 @@ class DecodeRunner:
             queues.sample,
             self._no_stamps if stamps is None else stamps,
             D=shape.head_dim,
-            G=shape.group,
+            G=shape.num_queries,
             H=shape.num_heads,
             KVH=shape.num_kv_heads,
             QK_NORM=shape.qk_norm,

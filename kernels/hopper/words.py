@@ -31,6 +31,9 @@ may last. Address of the host's alarm, an int32.
 REPORT_WORDS = 16
 NO_REPORT = -1
 
+NO_WINDOW = 2**30
+"""The window of a layer whose queries see all positions."""
+
 STATE_POSITION, STATE_EPOCH, STATE_TOKEN = 0, 1, 2
 """Words of the device state: position of the next token, steps run so far, the next token."""
 STATE_WORDS = 8
@@ -97,16 +100,19 @@ class Linear:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
-    """One kv head's query group over one split of the context; split 0 appends the new position.
+    """Some queries of a kv head over one split of the context; split 0 appends the new position.
 
-    k_row, v_row: first row of this layer and head in the cache matrix [rows, d]. src: tagged words
-    of the qkv output; partial, dst: tagged words of partial and of final outputs.
+    k_row, v_row: first row of this layer and head in the cache matrix [rows, d]. query0: first of
+    DecodeShape.num_queries query heads. window: positions that a query sees, itself included. src:
+    tagged words of the qkv output; partial, dst: tagged words of partial and of final outputs.
     """
 
     layer: int
     k_row: int
     v_row: int
     head: int
+    query0: int
+    window: int
     split: int
     max_splits: int
     src: int
@@ -123,6 +129,7 @@ class Combine:
 
     layer: int
     head: int
+    window: int
     max_splits: int
     partial: int
     dst: int
@@ -154,10 +161,12 @@ PLACES: dict[type[Instruction], dict[str, int]] = {
     },
     Attention: {
         "opcode": 0, "layer": 1, "k_row": 2, "v_row": 4, "src": 5, "head": 6, "split": 7,
-        "q_norm": 8, "k_norm": 9, "dst": 10, "partial": 11, "max_splits": 12,
+        "q_norm": 8, "k_norm": 9, "dst": 10, "partial": 11, "max_splits": 12, "window": 13,
+        "query0": 14,
     },
     Combine: {
         "opcode": 0, "layer": 1, "head": 6, "dst": 10, "partial": 11, "max_splits": 12,
+        "window": 13,
     },
     Embed: {
         "opcode": 0, "layer": 1, "num_words": 6, "column": 7, "dst": 10, "row0": 11, "num_rows": 13,

@@ -1,5 +1,7 @@
 """Transformers on the GPU with the weights that an engine holds."""
 
+from dataclasses import replace
+
 import torch
 import transformers
 from torch import Tensor
@@ -10,6 +12,7 @@ from distmega.models.weights import weight_specs
 
 CLASSES = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+    "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
 }
@@ -27,9 +30,27 @@ def rope_parameters(config: ModelConfig) -> dict[str, object]:
     }  # fmt: skip
 
 
-def reference_logits(engine: Engine, ids: list[int], dtype: torch.dtype) -> Tensor:
-    """Logits [len(ids), vocab] of transformers computing in `dtype`, as float32."""
+def sliding(config: ModelConfig) -> dict[str, object]:
+    """Attention windows as transformers has them: one width, in all layers or in some."""
+    if not any(config.windows):
+        return {"sliding_window": None} if config.architecture == "mistral" else {}
+    if config.architecture == "mistral":
+        return {"sliding_window": config.windows[0]}
+    types = ["sliding_attention" if window else "full_attention" for window in config.windows]
+    return {
+        "use_sliding_window": True, "sliding_window": max(config.windows), "layer_types": types,
+    }  # fmt: skip
+
+
+def reference_logits(
+    engine: Engine, ids: list[int], dtype: torch.dtype, *, windows: bool = True
+) -> Tensor:
+    """Logits [len(ids), vocab] of transformers computing in `dtype`, as float32. windows: whether
+    those of the engine's model apply.
+    """
     config = engine.blueprint.config
+    if not windows:
+        config = replace(config, windows=())
     config_class, model_class = CLASSES[config.architecture]
     hf_config = config_class(
         hidden_size=config.hidden, num_hidden_layers=config.num_layers,
@@ -37,7 +58,7 @@ def reference_logits(engine: Engine, ids: list[int], dtype: torch.dtype) -> Tens
         head_dim=config.head_dim, intermediate_size=config.ffn, vocab_size=config.vocab,
         rms_norm_eps=config.norm_eps, max_position_embeddings=config.max_positions,
         rope_parameters=rope_parameters(config), tie_word_embeddings=config.tied,
-        attn_implementation="eager",
+        attn_implementation="eager", **sliding(config),
     )  # fmt: skip
     with torch.device("meta"):
         model = model_class(hf_config)

@@ -112,7 +112,6 @@ def test_words_of_an_instruction():
     ("changes", "batch", "found"),
     [
         ({"head_dim": 32}, 4, "heads of 32"),
-        ({"windows": (64,) * 16}, 4, "a window"),
         ({}, 17, "17 tokens"),
     ],
 )
@@ -130,22 +129,25 @@ def test_attention_has_the_rows_of_the_first_sequence_and_head():
 
 
 @cache
-def compiled(head_dim: int, qk_norm: bool) -> Machine:
+def compiled(head_dim: int, num_parts: int, qk_norm: bool) -> Machine:
     tiles = f"tensordesc<bf16[16, 8, 64],{WEIGHT_SHARED.value!r}>"
     blocks = f"tensordesc<bf16[128, 64],{TILE_SHARED.value!r}>"
-    types = dict.fromkeys(batch_kernel.decode_batch.arg_names[:-7], "*fp32")
+    types = dict.fromkeys(batch_kernel.decode_batch.arg_names[:-8], "*fp32")
     numbers = ("num_instructions", "num_steps", "batch", "num_sms", "max_context", "hidden")
     types |= dict.fromkeys(("weights0", "weights1", "weights2"), tiles) | {"cache_tiles": blocks}
     types |= dict.fromkeys(numbers, "i32") | dict.fromkeys(("eps", "inv_hidden", "scale"), "fp32")
     words = ("queues", "state", "tokens", "events", "acts", "best_rows", "arrivals")
     types |= dict.fromkeys(words, "*i32")
     types |= dict.fromkeys(("acts16", "vectors", "embed", "cache"), "*bf16")
-    constants = {"D": head_dim, "G": 4, "H": 32, "KVH": 8, "QK_NORM": qk_norm}
-    constants |= {"STAGES": STAGES, "AHEAD": AHEAD}
+    constants = {"D": head_dim, "G": 4, "H": 32, "KVH": 8 // num_parts, "PARTS": num_parts}
+    constants |= {"QK_NORM": qk_norm, "STAGES": STAGES, "AHEAD": AHEAD}
     return compile_kernel(batch_kernel.decode_batch, types, constants, 8, None)
 
 
-@pytest.fixture(scope="module", params=[(64, False), (128, True)], ids=["64", "128 with norms"])
+MACHINES = {"64 in two parts": (64, 2, False), "128 with norms": (128, 1, True)}
+
+
+@pytest.fixture(scope="module", params=MACHINES.values(), ids=MACHINES)
 def machine(request: pytest.FixtureRequest) -> Machine:
     return compiled(*request.param)
 

@@ -151,8 +151,6 @@ def test_words_of_an_instruction():
     ("changes", "found"),
     [
         ({"head_dim": 32}, "heads of 32"),
-        ({"num_heads": 36, "num_kv_heads": 4}, "groups of 9"),
-        ({"windows": (64,) * 16}, "a window"),
         ({"ffn": 8200}, "rows of"),
     ],
 )
