@@ -18,14 +18,12 @@ from distmega.kernels.hopper.batch_fields import (
     BATCH,
     BLOCK,
     EVENT_WORDS,
+    EVENTS_AT,
     HALF_CHUNK,
     X_BLOCKS,
 )
 from distmega.kernels.hopper.shapes import NUM_WARPS, PER_THREAD, SLICE_K, THREADS, X_DOT
 from distmega.kernels.hopper.spins import accuse, look, look_registers
-from distmega.kernels.hopper.words import REPORT_WORDS as WORDS_OF_REPORT
-
-REPORT_WORDS = gl.constexpr(WORDS_OF_REPORT)
 
 _WAIT = gl.constexpr(
     "\n".join(
@@ -58,10 +56,10 @@ _WAIT = gl.constexpr(
 @gluon.jit
 def wait_event(events, event, target):
     """Until the counter of `event` has reached `target`, or the limit; then all threads see what
-    came before. events: a report (spins.py), then the counters.
+    came before. events: see batch_words.EVENTS_AT.
     """
     threads = gl.arange(0, THREADS, layout=PER_THREAD)
-    counter = events + 2 * REPORT_WORDS + event * EVENT_WORDS + threads * 0
+    counter = events + 2 * EVENTS_AT + event * EVENT_WORDS + threads * 0
     gl.inline_asm_elementwise(
         _WAIT,
         "=&r,l,r,r,l,r",
@@ -77,7 +75,7 @@ def wait_event(events, event, target):
 def signal_event(events, event):
     """Counts the event up after all stores of this partition."""
     cta_barrier()
-    gl.atomic_add(events + 2 * REPORT_WORDS + event * EVENT_WORDS, 1, sem="release", scope="gpu")
+    gl.atomic_add(events + 2 * EVENTS_AT + event * EVENT_WORDS, 1, sem="release", scope="gpu")
 
 
 @gluon.jit

@@ -18,16 +18,26 @@ from distmega.kernels.hopper.batch_fields import (
     BATCH,
     BY_SM,
     EVENT,
+    LIN_ROW0,
+    MAX_SMS,
+    NUM_ROWS,
+    NUM_UNITS,
     OP_ATTENTION,
     OP_EMBED,
+    OP_HEAD,
     OPCODE,
+    SEEDS_AT,
+    SETTINGS,
+    SETTINGS_AT,
     STATE_EPOCH,
     STATE_POSITIONS,
 )
 from distmega.kernels.hopper.batch_linear import embed_task, linear_task, next_tokens
 from distmega.kernels.hopper.batch_loader import loader
 from distmega.kernels.hopper.batch_words import WORDS
-from distmega.kernels.hopper.device import fence_all, fetch
+from distmega.kernels.hopper.device import fence_all, fetch, keep
+from distmega.kernels.hopper.fields import GREEDY
+from distmega.kernels.hopper.sample import best_candidate
 from distmega.kernels.hopper.shapes import (
     MMA_M,
     NUM_WARPS,
@@ -50,12 +60,36 @@ def write_tokens(tokens, step, chosen):
 
 
 @gluon.jit
+def draw_tokens(
+    words, logits, events, sample_words, bests, best_rows, state, batch, step, sm, num_sms, tag,
+    KIND: gl.constexpr, ROWS: gl.constexpr,
+):
+    """This SM's best candidates of all sequences, in place of its highest logits."""
+    exchange = gl.multiple_of(events.to(gl.pointer_type(gl.int64), bitcast=True), 16)
+    seeds = exchange + SEEDS_AT
+    settings = (exchange + SETTINGS_AT).to(gl.pointer_type(gl.float32), bitcast=True)
+    for b in range(keep(batch)):
+        # kept here, or else all that follows from them takes registers from other tasks
+        row0 = keep(words[LIN_ROW0])
+        place = keep(sm)
+        sms = keep(num_sms)
+        limit = gl.minimum(row0 + words[NUM_UNITS] * UNIT_ROWS, words[NUM_ROWS])
+        position = gl.load(state + STATE_POSITIONS + b) + step
+        value, row = best_candidate(
+            row0, limit, logits + b * words[NUM_ROWS], settings + b * SETTINGS, seeds + b, position,
+            exchange, keep(sample_words), place, sms, tag + b, KIND, ROWS,
+        )
+        gl.store(bests + b * MAX_SMS + place, value)
+        gl.store(best_rows + b * MAX_SMS + place, row)
+
+
+@gluon.jit
 def compute(
     queue, num_instructions, num_steps, state, batch, num_sms, max_context, tokens, events, acts,
-    acts16, qkv, residual, logits, sums, bests, best_rows, partials, arrivals, vectors, embed,
-    cache, rope, hidden, eps, inv_hidden, scale, red, qs, ml, scratch, bufs, ready, free, step_bar,
-    D: gl.constexpr, G: gl.constexpr, H: gl.constexpr, KVH: gl.constexpr, PARTS: gl.constexpr,
-    QK_NORM: gl.constexpr, STAGES: gl.constexpr,
+    qkv, residual, logits, sums, bests, best_rows, partials, arrivals, vectors, embed, cache, rope,
+    hidden, eps, inv_hidden, scale, sample_words, red, qs, ml, scratch, bufs, ready, free, step_bar, D:
+    gl.constexpr, G: gl.constexpr, H: gl.constexpr, KVH: gl.constexpr, PARTS: gl.constexpr, QK_NORM:
+    gl.constexpr, CHOICE: gl.constexpr, HEAD_ROWS: gl.constexpr, STAGES: gl.constexpr,
 ):
     """Partition of eight warps."""
     sm = gl.program_id(0)
@@ -71,7 +105,8 @@ def compute(
         left = 0
         start = 0
         for i in range(num_instructions):
-            ahead = fetch(queue, gl.where(i + 1 == num_instructions, 0, i + 1))
+            following = gl.where(i + 1 == num_instructions, 0, i + 1)
+            ahead = fetch(queue, following)
             event = words[EVENT]
             epoch = epoch0 + step + gl.where(event > 0, 1, 0)
             before = gl.where(event > 0, event, num_instructions) - 1
@@ -97,9 +132,15 @@ def compute(
                 embed_task(words, chosen, embed, residual, acts, vectors, sums, sm, hidden)
             else:
                 it = linear_task(
-                    words, acts, acts16, qkv, residual, logits, vectors, sums, bests, best_rows,
+                    words, acts, qkv, residual, logits, vectors, sums, bests, best_rows,
                     sm, hidden, eps, inv_hidden, red, bufs, ready, free, it, STAGES,
                 )
+                if CHOICE != GREEDY and words[OPCODE] == OP_HEAD:
+                    draw_tokens(
+                        words, logits, events, sample_words, bests, best_rows, state, batch, step,
+                        sm, num_sms, (epoch0 + step) * BATCH + 1, CHOICE, HEAD_ROWS,
+                    )
+                    ahead = fetch(queue, following)  # again: no registers to keep it in meanwhile
             signal_event(events, event)
             words = ahead
     if sm == 0:
@@ -111,24 +152,27 @@ def compute(
         gl.store(state + STATE_EPOCH, epoch0 + num_steps)
 
 
-@gluon.jit(do_not_specialize=["num_instructions", "num_steps", "batch", "num_sms", "max_context"])
+@gluon.jit(do_not_specialize=["num_instructions", "num_steps", "batch", "num_sms", "max_context", "sample_words"])
 def decode_batch(
     weights0, weights1, weights2, cache_tiles, queues, num_instructions, num_steps, state, batch,
-    num_sms, max_context, tokens, events, acts, acts16, qkv, residual, logits, sums, bests,
-    best_rows, partials, arrivals, vectors, embed, cache, rope, hidden, eps, inv_hidden, scale,
-    D: gl.constexpr, G: gl.constexpr, H: gl.constexpr, KVH: gl.constexpr, PARTS: gl.constexpr,
-    QK_NORM: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
+    num_sms, max_context, tokens, events, acts, qkv, residual, logits, sums, bests, best_rows,
+    partials, arrivals, vectors, embed, cache, rope, hidden, eps, inv_hidden, scale, draws, D:
+    gl.constexpr, G: gl.constexpr, H: gl.constexpr, KVH: gl.constexpr, PARTS: gl.constexpr, QK_NORM:
+    gl.constexpr, CHOICE: gl.constexpr, HEAD_ROWS: gl.constexpr, STAGES: gl.constexpr, AHEAD:
+    gl.constexpr,
 ):
     """num_steps decode steps of `batch` sequences; one program an SM, all resident.
 
     weights0 to 2: descriptors of row-major matrices, one a row length k: bf16 [k / 64, rows, 64].
     cache_tiles: descriptor of cache, bf16 [rows, d]. vectors: norm weights and biases, bf16.
     embed: bf16 [vocab, hidden]. queues: int32 [num_sms, num_instructions, 16]. events: int32, a
-    report (spins.py), then counters 128 bytes apart. acts and acts16: activations, as int32 pairs
-    and as bf16. qkv: f32 [16, rows]. residual: f32 [16, hidden], each row used by one SM. sums,
-    bests, best_rows: [16, 256], f32, f32, int32. partials: f32, two a SM. arrivals: int32 [16 *
-    heads * PARTS]. rope: f32 [t, d], cosines then sines. logits: f32 [16, vocab]. All but report, partials,
-    qkv and logits must be zero when allocated, bests -inf.
+    report (spins.py), what draws take, and counters, as batch_words.py has it; tagged words of the
+    draws from sample_words on. acts: activations, as int32 pairs of bf16. qkv: f32 [16, rows].
+    residual: f32 [16, hidden], each row used by one SM. sums, bests, best_rows: [16, 256], f32,
+    f32, int32. partials: f32, two a SM. arrivals: int32 [16 * kv heads * PARTS]. rope: f32 [t, d],
+    cosines then sines. logits: f32 [16, vocab]. All but report, partials, qkv and logits must be
+    zero when allocated, bests -inf. CHOICE: see sample.py; HEAD_ROWS: logits of an SM, at most, a
+    power of two.
     """
     sm = gl.program_id(0)
     queue = queues + sm * num_instructions * QUEUE_WORDS
@@ -151,10 +195,10 @@ def decode_batch(
                 compute,
                 (
                     queue, num_instructions, num_steps, state, batch, num_sms, max_context, tokens,
-                    events, acts, acts16, qkv, residual, logits, sums, bests, best_rows, partials,
-                    arrivals, vectors, embed, cache, rope, hidden, eps, inv_hidden, scale, red, qs,
-                    ml, scratch, bufs, ready, free, step_bar, D, G, H, KVH, PARTS, QK_NORM,
-                    STAGES,
+                    events, acts, qkv, residual, logits, sums, bests, best_rows, partials, arrivals,
+                    vectors, embed, cache, rope, hidden, eps, inv_hidden, scale, sample_words, red, qs, ml,
+                    scratch, bufs, ready, free, step_bar, D, G, H, KVH, PARTS, QK_NORM, CHOICE,
+                    HEAD_ROWS, STAGES,
                 ),
             ),
             (

@@ -238,11 +238,12 @@ def store_round(red, a0, a1, a2, a3):
 
 @gluon.jit
 def linear_task(
-    words, acts, acts16, qkv, residual, logits, vectors, sums, bests, best_rows, sm, hidden, eps,
+    words, acts, qkv, residual, logits, vectors, sums, bests, best_rows, sm, hidden, eps,
     inv_hidden, red, bufs, ready, free, it, STAGES: gl.constexpr,
 ):
     """All rows of this SM, 64 at a time; returns the ring position."""
     opcode = words[OPCODE]
+    x = acts.to(gl.pointer_type(gl.bfloat16), bitcast=True)
     factor = gl.full([COLUMNS], 1.0, gl.float32, layout=ROUND_COLUMNS)
     if words[LIN_NORM] > 0:
         factor = norm_factors(sums, inv_hidden, eps)
@@ -253,8 +254,8 @@ def linear_task(
     num_units = keep(words[NUM_UNITS])
     for group in range(0, num_units, GROUP_UNITS):
         a4, a5, a6, a7, it = multiply_group(
-            acts16, words[LIN_SRC], words[LIN_NUM_TILES_K], num_units - group, red, bufs, ready,
-            free, it, STAGES,
+            x, words[LIN_SRC], words[LIN_NUM_TILES_K], num_units - group, red, bufs, ready, free,
+            it, STAGES,
         )
         for unit in range(group, gl.minimum(group + GROUP_UNITS, num_units), ROUND_UNITS):
             if unit > group:

@@ -11,7 +11,7 @@ buffer serves all layers.
 from dataclasses import dataclass, field
 
 from distmega.kernels.arena import ArenaLayout
-from distmega.kernels.fusion import Fused, FusedAttention, Norm, fuse_segment
+from distmega.kernels.fusion import Draw, Fused, FusedAttention, Norm, fuse_segment
 from distmega.kernels.hopper.batch_words import (
     BATCH,
     MAX_SMS,
@@ -23,7 +23,7 @@ from distmega.kernels.hopper.batch_words import (
 from distmega.kernels.hopper.layers import Block, find_parts, find_shape
 from distmega.kernels.hopper.matrices import Weights, tiles_k
 from distmega.kernels.hopper.plan import ITEM_BYTES, DecodeShape, Matrix, unfit
-from distmega.kernels.hopper.queues import share
+from distmega.kernels.hopper.queues import num_units, share
 from distmega.kernels.hopper.words import NO_WINDOW, TILE_K, UNIT_ROWS
 from distmega.program import Program
 
@@ -34,7 +34,8 @@ CHUNK = TILE_K * BATCH
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchQueues:
     """Instructions of every SM, equally many. num_chunks: of the activations, 1024 columns each.
-    qkv_rows: of the qkv output. Names: tensors that the runner binds.
+    qkv_rows: of the qkv output. draw: where tokens are not the likeliest. head_rows: of an SM, at
+    most. Names: tensors that the runner binds.
     """
 
     shape: DecodeShape
@@ -43,6 +44,8 @@ class BatchQueues:
     batch: int
     num_chunks: int
     qkv_rows: int
+    draw: Draw | None
+    head_rows: int
     embed: str
     rope_table: str
     tokens: str
@@ -89,8 +92,8 @@ class _BatchBuilder:
         self.queues = [[] for _ in range(self.num_sms)]
         if head.norm is None:
             raise unfit("a head without a norm")
-        if head.draw:
-            raise unfit("drawing the tokens of several sequences")
+        if head.draw and head.draw.positions != attention.positions:
+            raise unfit(f"draws at {head.draw.positions!r} instead of {attention.positions!r}")
         norms = [block[0].norm for block in blocks] + [head.norm]
         self.add(Opcode.EMBED, shape.hidden, dst="x", next_norm=norms[0])
         for block, following in zip(blocks, norms[1:], strict=True):
@@ -103,6 +106,8 @@ class _BatchBuilder:
             batch=self.segment.tensor_map()[attention.positions].shape[0],
             num_chunks=self.num_chunks,
             qkv_rows=(shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim,
+            draw=head.draw,
+            head_rows=UNIT_ROWS * -(-num_units(shape.vocab) // self.num_sms),
             embed=first.table,
             rope_table=attention.table,
             tokens=first.ids,

@@ -19,8 +19,12 @@ from distmega.kernels.hopper.batch_queues import CHUNK, BatchQueues, build_batch
 from distmega.kernels.hopper.batch_words import (
     BATCH,
     EVENT_WORDS,
+    EVENTS_AT,
     MAX_SMS,
     PARTIAL_EXTRA,
+    SEEDS_AT,
+    SETTINGS,
+    SETTINGS_AT,
     STATE_EPOCH,
     STATE_POSITIONS,
     STATE_WORDS,
@@ -29,15 +33,17 @@ from distmega.kernels.hopper.batch_words import (
 )
 from distmega.kernels.hopper.diagnosis import explain_batch_hang
 from distmega.kernels.hopper.plan import MAX_QUERIES
+from distmega.kernels.hopper.queues import num_sample_words
 from distmega.kernels.hopper.runner import (
     LOG2_E,
     MAX_STEPS,
+    choice_of,
     describe,
+    padded_head_rows,
     require_hopper,
     require_steps,
 )
 from distmega.kernels.hopper.shapes import TILE_SHARED
-from distmega.kernels.hopper.words import REPORT_WORDS
 from distmega.kernels.memory import arena_views
 from distmega.kernels.runners import NO_DRAWS
 from distmega.kernels.symmetric import Team
@@ -96,9 +102,15 @@ class BatchRunner:
         def zeros(*extents: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.zeros(extents, dtype=dtype, device=device)
 
-        self._report = zeros(REPORT_WORDS * 2 + num_events * EVENT_WORDS, dtype=torch.int32)
+        draws = queues.draw is not None and queues.draw.num_candidates
+        self._sample_words = EVENTS_AT + num_events * EVENT_WORDS // 2
+        num_words = num_sample_words(queues.head_rows) if draws else 0
+        self._report = zeros(2 * (self._sample_words + num_words), dtype=torch.int32)
         self._alarm = Alarm(self._report.view(torch.int64), min(timeout_s, LOCAL_LIMIT_S))
-        self._events = self._report[REPORT_WORDS * 2 :]
+        self._seeds = self._report[2 * SEEDS_AT : 2 * SETTINGS_AT].view(torch.int64)
+        settings = self._report[2 * SETTINGS_AT :][: BATCH * SETTINGS]
+        self._settings = settings.view(torch.float32).view(BATCH, SETTINGS)
+        self._counters = self._report[2 * EVENTS_AT :]
         self._acts = zeros(queues.num_chunks * CHUNK, dtype=torch.bfloat16)
         self._qkv = zeros(BATCH, queues.qkv_rows)
         self._residual = zeros(BATCH, shape.hidden)
@@ -116,8 +128,10 @@ class BatchRunner:
         """One step; `tensors` are segment_args of the segment by name, outputs are written."""
         queues = self.queues
         self._begin(tensors[queues.tokens], tensors[queues.positions])
+        self._set_draws(tensors)
         self._run(1)
-        tensors[queues.token].copy_(self._tokens[0, : queues.batch])
+        if queues.token:
+            tensors[queues.token].copy_(self._tokens[0, : queues.batch])
         if queues.logits in self.segment.outputs:
             tensors[queues.logits].copy_(self.logits[: queues.batch])
 
@@ -128,10 +142,17 @@ class BatchRunner:
         draws: Mapping[str, Tensor] = NO_DRAWS,
     ) -> None:
         """The next step appends a token to each of the first sequences, at its position. draws:
-        none, since build_batch_queues refuses segments that draw.
+        the segment's inputs that say how tokens are drawn, a row a sequence, if it draws.
         """
+        self._set_draws(draws)
         device = self._state.device
         self._begin(torch.tensor(tokens, device=device), torch.tensor(positions, device=device))
+
+    def _set_draws(self, tensors: Mapping[str, Tensor]) -> None:
+        if draw := self.queues.draw:
+            settings = tensors[draw.sampling]
+            self._settings[: len(settings), : settings.shape[1]].copy_(settings)
+            self._seeds[: len(settings)].copy_(tensors[draw.seeds])
 
     def decode(self, num_steps: int) -> Tensor:
         """Runs steps after those before; their tokens, int32 [num_steps, sequences], on the GPU
@@ -150,9 +171,9 @@ class BatchRunner:
         )
 
     def raise_hang(self) -> None:
-        """As DecodeRunner's; the events are as new after it."""
+        """As DecodeRunner's; events and tagged words are as new after it."""
         if report := self._alarm.take():
-            self._events.zero_()
+            self._counters.zero_()
             self._state[STATE_EPOCH] = 0
             raise explain_batch_hang(self.queues, report, self._alarm.limit_s)
 
@@ -181,7 +202,6 @@ class BatchRunner:
             self._tokens,
             self._report,
             self._acts.view(torch.int32),
-            self._acts,
             self._qkv,
             self._residual,
             self.logits,
@@ -198,12 +218,15 @@ class BatchRunner:
             shape.eps,
             1.0 / shape.hidden,
             shape.scale * LOG2_E,
+            self._sample_words,
             D=shape.head_dim,
             G=shape.num_queries,
             H=shape.num_heads,
             KVH=shape.num_kv_heads,
             PARTS=shape.num_parts,
             QK_NORM=shape.qk_norm,
+            CHOICE=choice_of(queues.draw),
+            HEAD_ROWS=padded_head_rows(queues.head_rows),
             STAGES=STAGES,
             AHEAD=AHEAD,
             num_warps=8,

@@ -10,6 +10,8 @@ the order of BLOCK (see batch_device.py). Next on the walk: batch_queues.py.
 from dataclasses import dataclass
 from enum import IntEnum
 
+from distmega.kernels.hopper.words import REPORT_WORDS
+
 WORDS = 16
 
 BATCH = 16
@@ -24,6 +26,13 @@ GROUP_UNITS = 8
 """Units of 8 weight rows that a task multiplies by one read of x."""
 PARTIAL_EXTRA = 16
 """float32 words after the 8 rows of outputs of a partial: 8 maxima, 8 sums."""
+
+SETTINGS = 3
+"""Numbers that say how the tokens of a sequence are drawn: see sample.py."""
+SEEDS_AT, SETTINGS_AT, EVENTS_AT = REPORT_WORDS, REPORT_WORDS + BATCH, 64
+"""64-bit words behind the report: a seed a sequence; its settings, as float32; the events. Behind
+these lie the tagged words that SMs exchange to draw.
+"""
 
 STATE_EPOCH = 0
 """Word of the device state: steps run so far."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from distmega.errors import HangError
 from distmega.kernels.hopper.batch_queues import BatchQueues
+from distmega.kernels.hopper.batch_words import BATCH, EVENT_WORDS, EVENTS_AT
 from distmega.kernels.hopper.plan import DecodeQueues, DecodeShape
 from distmega.kernels.hopper.words import (
     PARTIAL_EXTRA,
@@ -30,7 +31,7 @@ NAMED_DEBTORS = 3
 class Report:
     """A wait that was given up, the least of all. Of the decode kernel: SM `last` waited for tag
     (steps ever run) * layers + layer + 1 at a tagged word. Of the batched kernel: for the count
-    `tag` of event `word`, which `last` SMs still owed.
+    `tag` of event `word`, which `last` SMs still owed; or as the decode kernel, where it draws.
     """
 
     tag: int
@@ -154,11 +155,11 @@ def writes(one: Instruction, queues: DecodeQueues, sm: int) -> Iterator[Write]:
             yield from _linear_writes(one, queues, sm)
         case Attention():
             stride = shape.head_dim + PARTIAL_EXTRA
-            first = one.head * shape.group
-            for query in range(first, first + shape.group):
+            first, last = one.query0, one.query0 + shape.num_queries
+            for query in range(first, last):
                 row = one.partial + (query * one.max_splits + one.split) * stride
                 yield Write(words=range(row, row + stride))
-            yield Write(words=range(one.dst + first * half, one.dst + (first + shape.group) * half))
+            yield Write(words=range(one.dst + first * half, one.dst + last * half))
         case Combine():
             yield Write(words=range(one.dst + one.head * half, one.dst + (one.head + 1) * half))
         case Embed():
@@ -187,9 +188,16 @@ def _linear_writes(one: Linear, queues: DecodeQueues, sm: int) -> Iterator[Write
 
 def explain_batch_hang(queues: BatchQueues, report: Report, limit_s: float) -> HangError:
     """The error for a report of the batched kernel, of an event that every SM counts up once a
-    step.
+    step, or of a tagged word that SMs exchange to draw a token.
     """
     num_sms, queue = len(queues.queues), queues.queues[0]
+    if report.word >= EVENTS_AT + len(queue) * EVENT_WORDS // 2:
+        step, sequence = divmod(report.tag - 1, BATCH)
+        return HangError(
+            f"SM {report.last} waited {limit_s:g} s for logits of other SMs",
+            expected=f"tag {report.tag}: step {step}, the draw for sequence {sequence}",
+            remedy="see whether all SMs ran, or report this as a bug",
+        )
     one = queue[report.word] if report.word < len(queue) else None
     what = f"{one.opcode.name.lower()}, instruction {report.word}" if one else "no instruction"
     return HangError(

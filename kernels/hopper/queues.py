@@ -143,8 +143,7 @@ class _Builder:
 
         With several ranks the embedded token is first, and right before x and h lie all ranks'
         parts of the sums that they come from. best: twice where tokens are drawn, since the head's
-        own are not those. sample: as sample.py has it, a chunk of maxima, then as many as the
-        logits of an SM may fill.
+        own are not those. sample: see num_sample_words.
         """
         s, gated = self.shape, blocks[0][3]
         heads = s.num_heads + 2 * s.num_kv_heads
@@ -163,8 +162,7 @@ class _Builder:
             "best": 2 * self.num_sms * (2 if head and head.draw else s.num_ranks),
         }
         if head and head.draw and head.draw.num_candidates:
-            num_chunks = UNIT_ROWS * self.head_units // SAMPLE_CHUNK + 1
-            sizes["sample"] = (1 + num_chunks) * SAMPLE_CHUNK * MAX_SMS
+            sizes["sample"] = num_sample_words(UNIT_ROWS * self.head_units)
         for name, size in sizes.items():
             self.exchange[name] = self.num_words
             self.buffers.append(Buffer(name=name, first=self.num_words, num_words=size))
@@ -320,6 +318,14 @@ def share(rows: int, step: int, sm: int, num_sms: int) -> tuple[int, int]:
     """First unit of an SM and of the next one; multiples of `step` units."""
     parts = num_units(rows) // step
     return parts * sm // num_sms * step, parts * (sm + 1) // num_sms * step
+
+
+def num_sample_words(head_rows: int) -> int:
+    """Tagged words in which SMs exchange what they need to find the limits of a draw, each having
+    at most head_rows logits: a chunk of maxima, then as many as those may fill.
+    """
+    num_chunks = head_rows // SAMPLE_CHUNK + 1
+    return (1 + num_chunks) * SAMPLE_CHUNK * MAX_SMS
 
 
 def num_units(rows: int) -> int:

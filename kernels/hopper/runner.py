@@ -13,6 +13,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from distmega.errors import RequestError, VerifyError
 from distmega.kernels.arena import ArenaLayout
+from distmega.kernels.fusion import Draw
 from distmega.kernels.hopper import kernel
 from distmega.kernels.hopper.alarm import LOCAL_LIMIT_S, Alarm
 from distmega.kernels.hopper.diagnosis import explain_hang
@@ -58,6 +59,16 @@ def padded_tiles_k(max_tiles_k: int) -> int:
 def num_stages(max_tiles_k: int) -> int:
     """Ring slots that fit beside x, the reduction buffers and what the compiler needs."""
     return (SHARED_BYTES - 2048 * max_tiles_k - 16384) // TILE_BYTES
+
+
+def choice_of(draw: Draw | None) -> int:
+    """How the kernel chooses tokens."""
+    return GREEDY if draw is None else LIMITED if draw.num_candidates else DRAWN
+
+
+def padded_head_rows(head_rows: int) -> int:
+    """Logits of an SM that its threads look at together."""
+    return max(MAX_SMS, 1 << (head_rows - 1).bit_length())
 
 
 class DecodeRunner:
@@ -189,11 +200,6 @@ class DecodeRunner:
     def _place(self) -> int:
         return self._team.place if self._team else 0
 
-    @property
-    def _choice(self) -> int:
-        draw = self.queues.draw
-        return GREEDY if draw is None else LIMITED if draw.num_candidates else DRAWN
-
     def _run(self, num_steps: int, stamps: Tensor | None = None) -> None:
         self.raise_hang()
         queues, shape = self.queues, self.queues.shape
@@ -235,8 +241,8 @@ class DecodeRunner:
             QK_NORM=shape.qk_norm,
             MAX_TILES_K=tiles_k,
             RANKS=shape.num_ranks,
-            CHOICE=self._choice,
-            HEAD_ROWS=max(MAX_SMS, 1 << (queues.head_rows - 1).bit_length()),
+            CHOICE=choice_of(queues.draw),
+            HEAD_ROWS=padded_head_rows(queues.head_rows),
             STAGES=num_stages(tiles_k),
             AHEAD=LOADS_AHEAD,
             TRACE=stamps is not None,

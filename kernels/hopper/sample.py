@@ -6,7 +6,8 @@ the argmax of logit + temperature * Gumbel noise (choice.py is the reference). L
 logits from a cutoff on, which all SMs find alike, in two exchanges: the highest logit of each warp
 of each SM, which bounds the top_k-th from below, then the few logits that reach this bound. SMs
 with more than 8 of these write further chunks of 8, so that any logits are handled exactly; up to
-two chunks stay in registers. Next on the walk: kernel.py.
+two chunks stay in registers. The batched kernel does this for one sequence after the other. Next
+on the walk: kernel.py.
 """
 
 from triton.experimental import gluon
@@ -266,11 +267,11 @@ def find_cutoff(x, sampling, exchange, first, sm, num_sms, tag, ROWS: gl.constex
 
 
 @gluon.jit
-def sample_task(
-    row0, limit, logits, sampling, seeds, position, exchange, sample_words, best_words, sm, num_sms,
-    tag, KIND: gl.constexpr, ROWS: gl.constexpr,
+def best_candidate(
+    row0, limit, logits, sampling, seeds, position, exchange, sample_words, sm, num_sms, tag,
+    KIND: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Publishes the best candidate of rows row0 to limit, at most ROWS of them.
+    """The best candidate of rows row0 to limit, at most ROWS of them: its value and its row.
 
     sampling: f32, (temperature, top_k, top_p) where LIMITED, else (temperature, least logit).
     seeds: i64. position: of the token before the drawn one. sample_words: where in the exchange
@@ -289,5 +290,18 @@ def sample_task(
     drawn = gl.where(x >= cutoff, x + gl.load(sampling) * noise, float("-inf"))
     value = gl.max(drawn, axis=0)
     index = gl.min(gl.where((drawn == value) & (row < limit), row, 0x7FFFFFFF), axis=0)
+    return value, index
+
+
+@gluon.jit
+def sample_task(
+    row0, limit, logits, sampling, seeds, position, exchange, sample_words, best_words, sm, num_sms,
+    tag, KIND: gl.constexpr, ROWS: gl.constexpr,
+):  # fmt: skip
+    """Publishes the best candidate of rows row0 to limit."""
+    value, index = best_candidate(
+        row0, limit, logits, sampling, seeds, position, exchange, sample_words, sm, num_sms, tag,
+        KIND, ROWS,
+    )  # fmt: skip
     gl.store(exchange + best_words + 2 * sm, tagged_float(value, tag))
     gl.store(exchange + best_words + 2 * sm + 1, tagged(index, tag))

@@ -101,6 +101,30 @@ token comes twice in a row except by chance: its logits have a deviation of 24.
 """
 
 
+@pytest.mark.parametrize("batch", [3, 16])
+@pytest.mark.parametrize("name", DRAWS)
+def test_sequences_draw_from_their_logits(name, batch):
+    """As below, each sequence by its own seed and position."""
+    sampling = DRAWS[name]
+    engine = open_engine("smollm2-135m", batch, sampling=sampling)
+    prompts = [list(range(7, 12 + 5 * slot)) for slot in range(batch)]
+    many = list(itertools.islice(engine.generate_all(prompts), 12))
+    one = [tuple(engine.prefill(prompt, slot) for slot, prompt in enumerate(prompts))]
+    settings = torch.tensor([sampling.settings] * batch, device="cuda")
+    seeds = torch.tensor([sampling.seed_of(slot) for slot in range(batch)], device="cuda")
+    while len(one) < len(many):
+        outputs = engine.decode_step(one[-1])
+        one.append(tuple(outputs["next"].tolist()))
+        logits = engine.stepping.logits[:batch] if engine.stepping else outputs["logits"]
+        limits = choice.cutoff(logits, settings) if settings.shape[1] == 3 else settings
+        cached = [len(prompt) + len(one) - 2 for prompt in prompts]
+        positions = torch.tensor(cached, device="cuda")
+        drawn = choice.sample(logits, limits, seeds, positions, 0, logits.shape[1])[1]
+        assert one[-1] == tuple(drawn.tolist())
+    assert many == one
+    assert len({token for tokens in many for token in tokens}) > 3 * batch
+
+
 @pytest.mark.parametrize("name", DRAWS)
 def test_steps_draw_from_their_logits(name):
     """Several steps a launch give the tokens of single steps, and these are the library's."""
