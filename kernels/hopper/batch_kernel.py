@@ -87,9 +87,9 @@ def draw_tokens(
 def compute(
     queue, num_instructions, num_steps, state, batch, num_sms, max_context, tokens, events, acts,
     qkv, residual, logits, sums, bests, best_rows, partials, arrivals, vectors, embed, cache, rope,
-    hidden, eps, inv_hidden, scale, sample_words, red, qs, ml, scratch, bufs, ready, free, step_bar, D:
-    gl.constexpr, G: gl.constexpr, H: gl.constexpr, KVH: gl.constexpr, PARTS: gl.constexpr, QK_NORM:
-    gl.constexpr, CHOICE: gl.constexpr, HEAD_ROWS: gl.constexpr, STAGES: gl.constexpr,
+    hidden, eps, inv_hidden, scale, sample_words, red, qs, ml, scratch, bufs, ready, free, step_bar,
+    D: gl.constexpr, G: gl.constexpr, H: gl.constexpr, KVH: gl.constexpr, PARTS: gl.constexpr,
+    QK_NORM: gl.constexpr, CHOICE: gl.constexpr, HEAD_ROWS: gl.constexpr, STAGES: gl.constexpr,
 ):
     """Partition of eight warps."""
     sm = gl.program_id(0)
@@ -152,14 +152,23 @@ def compute(
         gl.store(state + STATE_EPOCH, epoch0 + num_steps)
 
 
-@gluon.jit(do_not_specialize=["num_instructions", "num_steps", "batch", "num_sms", "max_context", "sample_words"])
+@gluon.jit(
+    do_not_specialize=[
+        "num_instructions",
+        "num_steps",
+        "batch",
+        "num_sms",
+        "max_context",
+        "sample_words",
+    ]
+)
 def decode_batch(
     weights0, weights1, weights2, cache_tiles, queues, num_instructions, num_steps, state, batch,
     num_sms, max_context, tokens, events, acts, qkv, residual, logits, sums, bests, best_rows,
-    partials, arrivals, vectors, embed, cache, rope, hidden, eps, inv_hidden, scale, draws, D:
-    gl.constexpr, G: gl.constexpr, H: gl.constexpr, KVH: gl.constexpr, PARTS: gl.constexpr, QK_NORM:
-    gl.constexpr, CHOICE: gl.constexpr, HEAD_ROWS: gl.constexpr, STAGES: gl.constexpr, AHEAD:
-    gl.constexpr,
+    partials, arrivals, vectors, embed, cache, rope, hidden, eps, inv_hidden, scale,
+    sample_words, D: gl.constexpr, G: gl.constexpr, H: gl.constexpr, KVH: gl.constexpr,
+    PARTS: gl.constexpr, QK_NORM: gl.constexpr, CHOICE: gl.constexpr, HEAD_ROWS: gl.constexpr,
+    STAGES: gl.constexpr, AHEAD: gl.constexpr,
 ):
     """num_steps decode steps of `batch` sequences; one program an SM, all resident.
 
@@ -196,9 +205,9 @@ def decode_batch(
                 (
                     queue, num_instructions, num_steps, state, batch, num_sms, max_context, tokens,
                     events, acts, qkv, residual, logits, sums, bests, best_rows, partials, arrivals,
-                    vectors, embed, cache, rope, hidden, eps, inv_hidden, scale, sample_words, red, qs, ml,
-                    scratch, bufs, ready, free, step_bar, D, G, H, KVH, PARTS, QK_NORM, CHOICE,
-                    HEAD_ROWS, STAGES,
+                    vectors, embed, cache, rope, hidden, eps, inv_hidden, scale, sample_words, red,
+                    qs, ml, scratch, bufs, ready, free, step_bar, D, G, H, KVH, PARTS, QK_NORM,
+                    CHOICE, HEAD_ROWS, STAGES,
                 ),
             ),
             (

@@ -134,6 +134,7 @@ def compiled(head_dim: int, num_parts: int, qk_norm: bool, choice: int) -> Machi
     blocks = f"tensordesc<bf16[128, 64],{TILE_SHARED.value!r}>"
     types = dict.fromkeys(batch_kernel.decode_batch.arg_names[:-10], "*fp32")
     numbers = ("num_instructions", "num_steps", "batch", "num_sms", "max_context", "hidden")
+    numbers += ("sample_words",)
     types |= dict.fromkeys(("weights0", "weights1", "weights2"), tiles) | {"cache_tiles": blocks}
     types |= dict.fromkeys(numbers, "i32") | dict.fromkeys(("eps", "inv_hidden", "scale"), "fp32")
     words = ("queues", "state", "tokens", "events", "acts", "best_rows", "arrivals")
@@ -141,7 +142,6 @@ def compiled(head_dim: int, num_parts: int, qk_norm: bool, choice: int) -> Machi
     types |= dict.fromkeys(("vectors", "embed", "cache"), "*bf16")
     constants = {"D": head_dim, "G": 4, "H": 32, "KVH": 8 // num_parts, "PARTS": num_parts}
     constants |= {"CHOICE": choice, "HEAD_ROWS": 1024}
-    types |= {"draws": "*i64"}
     constants |= {"QK_NORM": qk_norm, "STAGES": STAGES, "AHEAD": AHEAD}
     return compile_kernel(batch_kernel.decode_batch, types, constants, 8, None)
 
@@ -159,6 +159,12 @@ def machine(request: pytest.FixtureRequest) -> Machine:
     return compiled(*request.param)
 
 
+SPILLS = {"drawing within limits": 104}
+"""Bytes that are kept across the search for limits, outside of all loops over tiles."""
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_nothing_spills(name: str):
 SPILLS = {"drawing within limits": 104}
 """Bytes that are kept across the search for limits, outside of all loops over tiles."""
 
