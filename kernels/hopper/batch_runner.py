@@ -102,15 +102,11 @@ class BatchRunner:
         def zeros(*extents: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.zeros(extents, dtype=dtype, device=device)
 
-        draws = queues.draw is not None and queues.draw.num_candidates
         self._sample_words = EVENTS_AT + num_events * EVENT_WORDS // 2
-        num_words = num_sample_words(queues.head_rows) if draws else 0
+        limited = queues.draw is not None and queues.draw.num_candidates
+        num_words = num_sample_words(queues.head_rows) if limited else 0
         self._report = zeros(2 * (self._sample_words + num_words), dtype=torch.int32)
         self._alarm = Alarm(self._report.view(torch.int64), min(timeout_s, LOCAL_LIMIT_S))
-        self._seeds = self._report[2 * SEEDS_AT : 2 * SETTINGS_AT].view(torch.int64)
-        settings = self._report[2 * SETTINGS_AT :][: BATCH * SETTINGS]
-        self._settings = settings.view(torch.float32).view(BATCH, SETTINGS)
-        self._counters = self._report[2 * EVENTS_AT :]
         self._acts = zeros(queues.num_chunks * CHUNK, dtype=torch.bfloat16)
         self._qkv = zeros(BATCH, queues.qkv_rows)
         self._residual = zeros(BATCH, shape.hidden)
@@ -150,9 +146,11 @@ class BatchRunner:
 
     def _set_draws(self, tensors: Mapping[str, Tensor]) -> None:
         if draw := self.queues.draw:
-            settings = tensors[draw.sampling]
-            self._settings[: len(settings), : settings.shape[1]].copy_(settings)
-            self._seeds[: len(settings)].copy_(tensors[draw.seeds])
+            num, size = tensors[draw.sampling].shape
+            seeds = self._report[2 * SEEDS_AT : 2 * SETTINGS_AT].view(torch.int64)
+            seeds[:num].copy_(tensors[draw.seeds])
+            places = self._report[2 * SETTINGS_AT :][: BATCH * SETTINGS].view(torch.float32)
+            places.view(BATCH, SETTINGS)[:num, :size].copy_(tensors[draw.sampling])
 
     def decode(self, num_steps: int) -> Tensor:
         """Runs steps after those before; their tokens, int32 [num_steps, sequences], on the GPU
@@ -173,7 +171,7 @@ class BatchRunner:
     def raise_hang(self) -> None:
         """As DecodeRunner's; events and tagged words are as new after it."""
         if report := self._alarm.take():
-            self._counters.zero_()
+            self._report[2 * EVENTS_AT :].zero_()
             self._state[STATE_EPOCH] = 0
             raise explain_batch_hang(self.queues, report, self._alarm.limit_s)
 
