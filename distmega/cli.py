@@ -34,12 +34,14 @@ from distmega.launch.launchers import (
     launch,
     should_report,
 )
+from distmega.loading_bar import LoadingBar
 from distmega.models.locate import read_config
 from distmega.models.sampling import Sampling
 from distmega.requests import (
     EngineOptions,
     GenerateRequest,
     GenerateResult,
+    Loaded,
     ScoreRequest,
     ScoreResult,
     Token,
@@ -381,8 +383,16 @@ def _check_model(model: str, mesh: DeviceMesh, options: EngineOptions) -> None:
 
 
 def _run(target: str, request: object, options: LauncherOptions) -> Iterator[object]:
-    for event in launch(target, request, options):
-        yield event.value
+    bar = LoadingBar(Console(stderr=True, soft_wrap=True, highlight=False))
+    try:
+        for event in launch(target, request, options):
+            if isinstance(event.value, Loaded):
+                bar.show(event.value)
+            else:
+                bar.close()
+                yield event.value
+    finally:
+        bar.close()
 
 
 def _read_text(path: Path) -> str:

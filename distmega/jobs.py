@@ -28,6 +28,7 @@ from distmega.requests import (
     EngineOptions,
     GenerateRequest,
     GenerateResult,
+    Loaded,
     ScoreRequest,
     ScoreResult,
     Token,
@@ -37,6 +38,9 @@ from distmega.requests import (
 from distmega.sharding.mesh import DeviceMesh
 from distmega.trace_file import write_trace
 from distmega.trace_summary import summarise
+from distmega.weight_loading import Progress, no_progress
+
+LOADED_S = 0.25
 
 
 def generate(context: RankContext, request: GenerateRequest, emit: Emit) -> GenerateResult:
@@ -54,6 +58,7 @@ def generate(context: RankContext, request: GenerateRequest, emit: Emit) -> Gene
         request.options,
         sampling=request.sampling,
         pp=request.pp,
+        progress=report_loading(emit),
     )
     loaded = first = time.perf_counter()
     answers = [_GrowingAnswer(tokenizer, prompt) for prompt in prompts]
@@ -110,7 +115,14 @@ def score(context: RankContext, request: ScoreRequest, emit: Emit) -> ScoreResul
         raise RequestError(
             f"a text of {len(ids)} tokens", expected="at least 2", remedy="give a longer text"
         )
-    engine = open_engine(context, source, request.tp, request.options, pp=request.pp)
+    engine = open_engine(
+        context,
+        source,
+        request.tp,
+        request.options,
+        pp=request.pp,
+        progress=report_loading(emit),
+    )
     losses = F.cross_entropy(engine.logits(ids)[:-1].float().cpu(), torch.tensor(ids[1:]))
     return ScoreResult(perplexity=math.exp(losses.item()), num_tokens=len(ids) - 1)
 
@@ -143,6 +155,7 @@ def open_engine(
     sampling: Sampling = MOST_LIKELY,
     *,
     pp: int = 1,
+    progress: Progress = no_progress,
 ) -> Engine:
     """This rank's engine on a mesh of `pp` stages of `tp` ranks, which must be all there are."""
     if tp * pp != context.world_size:
@@ -162,7 +175,21 @@ def open_engine(
         device=context.device,
         logits=logits,
         sampling=sampling,
+        progress=progress,
     )
+
+
+def report_loading(emit: Emit) -> Progress:
+    """Emits a Loaded every LOADED_S seconds, so none for a model that loads at once."""
+    last = time.monotonic()
+
+    def report(done_bytes: int, all_bytes: int) -> None:
+        nonlocal last
+        if (now := time.monotonic()) - last >= LOADED_S:
+            last = now
+            emit(Loaded(done_bytes=done_bytes, all_bytes=all_bytes))
+
+    return report
 
 
 def open_communicator(context: RankContext, mesh: DeviceMesh) -> Communicator:

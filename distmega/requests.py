@@ -128,6 +128,14 @@ class TraceResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """How much of rank 0's part of the weights is loaded."""
+
+    done_bytes: int
+    all_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Token:
     """A generated token of the answer to prompt number `prompt`; `text` is what it adds, empty
     within a character.

@@ -1,0 +1,64 @@
+"""Loading weights tells how far it is, and the command shows it."""
+
+import io
+from itertools import pairwise
+
+import torch
+from rich.console import Console
+
+from distmega import jobs, loading_bar
+from distmega.engine import Engine
+from distmega.hostir.comm import SingleCommunicator
+from distmega.loading_bar import LoadingBar
+from distmega.models.load import open_model
+from distmega.requests import EngineOptions, Loaded
+from distmega.sharding.mesh import DeviceMesh
+
+
+def test_progress_counts_every_weight_once():
+    seen, mesh = [], DeviceMesh(tp=1)
+    engine = Engine(
+        open_model("tiny-llama"), mesh, SingleCommunicator(mesh), EngineOptions(max_context=32),
+        progress=lambda done, whole: seen.append((done, whole)),
+    )  # fmt: skip
+    weights = [engine.tensor(name) for name in engine.blueprint.weights.tensors]
+    whole = sum(weight.nbytes for weight in weights)
+    assert [total for _, total in seen] == [whole] * len(weights)
+    steps = [after[0] - before[0] for before, after in pairwise(seen)]
+    assert [seen[0][0], *steps] == [weight.nbytes for weight in weights]
+    assert seen[-1][0] == whole
+    assert all(torch.isfinite(weight).all() for weight in weights)
+
+
+def test_reports_come_now_and_then(monkeypatch):
+    times, emitted = iter([0.0, 0.1, 0.3, 0.4, 0.6]), []
+    monkeypatch.setattr(jobs.time, "monotonic", lambda: next(times))
+    report = jobs.report_loading(emitted.append)
+    for done in range(1, 5):
+        report(done, 4)
+    assert emitted == [Loaded(done_bytes=2, all_bytes=4), Loaded(done_bytes=4, all_bytes=4)]
+
+
+def test_a_terminal_gets_a_bar_that_goes_away():
+    text = io.StringIO()
+    bar = LoadingBar(Console(file=text, force_terminal=True, width=100))
+    for done in (1, 8):
+        bar.show(Loaded(done_bytes=done * 10**9, all_bytes=16 * 10**9))
+    bar.close()
+    assert "8.0/16.0 GB" in text.getvalue()
+    assert text.getvalue().endswith("\x1b[2K")
+
+
+def test_elsewhere_a_line_now_and_then(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(loading_bar.time, "monotonic", lambda: now[0])
+    text = io.StringIO()
+    bar = LoadingBar(Console(file=text))
+    for second in (0, 3, 9, 11):
+        now[0] = 100.0 + second
+        bar.show(Loaded(done_bytes=second * 10**9, all_bytes=16 * 10**9))
+    bar.close()
+    assert text.getvalue().splitlines() == [
+        "loading weights: 0.0 of 16.0 GB",
+        "loading weights: 11.0 of 16.0 GB",
+    ]
