@@ -208,6 +208,7 @@ def compile_kernels(blueprint: DecodeBlueprint, num_sms: int) -> Mapping[str, Me
             num_sms=num_sms,
             weights=blueprint.weights,
             states=blueprint.states,
+            mode=blueprint.options.events,
         )
         for segment in blueprint.host.segments
     }

@@ -297,6 +297,7 @@ class Engine:
             state_arena=self._states,
             team=team,
             batch=self.batch,
+            mode=self.blueprint.options.events,
             timeout_s=options.timeout_s,
         )
 

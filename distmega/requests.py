@@ -31,7 +31,8 @@ class EngineOptions:
     in a pipeline, else 1. num_sms: task queues of the CPU interpreter. interleave_seed: the order
     in which they take turns. timeout_s: bound on a wait for another rank. collectives: done by the
     megakernel over memory that ranks share, or by the host program; auto: the kernel where they
-    can share.
+    can share. events: what a task of a megakernel waits for: the tasks that it overlaps, or all of
+    the op before, a slow baseline whose results are the same.
     """
 
     max_context: int = 0
@@ -41,6 +42,7 @@ class EngineOptions:
     interleave_seed: int = 0
     timeout_s: float = 60.0
     collectives: Literal["auto", "kernel", "host"] = "auto"
+    events: Literal["overlap", "op"] = "overlap"
 
     def __post_init__(self) -> None:
         _require("--max-context", self.max_context, 0)

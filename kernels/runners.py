@@ -14,6 +14,7 @@ from torch import Tensor
 from distmega.hostir.evaluator import KernelRunner
 from distmega.kernels.arena import ArenaLayout
 from distmega.kernels.symmetric import Team
+from distmega.kernels.task_graph import Mode
 from distmega.program import Program
 from distmega.trace_file import Span
 
@@ -63,11 +64,12 @@ def open_hopper(
     state_arena: Tensor,
     team: Team | None = None,
     batch: int = 1,
+    mode: Mode = "overlap",
     timeout_s: float = 60.0,
 ) -> SteppingRunner:
     """The decode kernel for Hopper GPUs, of one sequence or of a batch; VerifyError for a segment
     that it can't do. team: the ranks that share it, all of which make this call; LaunchError where
-    they share no memory. timeout_s: bound on a wait for another rank.
+    they share no memory. mode: see build_task_graph. timeout_s: bound on a wait for another rank.
     """
     module, name = HOPPER_BATCH if batch > 1 else HOPPER
     runner: SteppingRunner = getattr(importlib.import_module(module), name)(
@@ -77,6 +79,7 @@ def open_hopper(
         states=states,
         state_arena=state_arena,
         team=team,
+        mode=mode,
         timeout_s=timeout_s,
     )
     return runner

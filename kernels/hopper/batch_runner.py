@@ -47,6 +47,7 @@ from distmega.kernels.hopper.shapes import TILE_SHARED
 from distmega.kernels.memory import arena_views
 from distmega.kernels.runners import NO_DRAWS
 from distmega.kernels.symmetric import Team
+from distmega.kernels.task_graph import Mode
 from distmega.program import Program
 from distmega.trace_file import Span
 
@@ -69,10 +70,11 @@ class BatchRunner:
         state_arena: Tensor,
         team: Team | None = None,
         num_sms: int = 0,
+        mode: Mode = "overlap",
         timeout_s: float = LOCAL_LIMIT_S,
     ) -> None:
-        """As DecodeRunner, for one rank. Raises VerifyError for a GPU, a segment or a team that the
-        kernel can't do.
+        """As DecodeRunner, for one rank; it has one event an op in either mode. Raises VerifyError
+        for a GPU, a segment or a team that the kernel can't do.
         """
         if team is not None:
             raise VerifyError(

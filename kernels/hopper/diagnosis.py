@@ -17,6 +17,7 @@ from distmega.kernels.hopper.words import (
     PARTIAL_EXTRA,
     UNIT_ROWS,
     Attention,
+    Barrier,
     Combine,
     Embed,
     Instruction,
@@ -111,6 +112,8 @@ def describe(one: Instruction, queues: DecodeQueues) -> str:
             return f"{where}, kv head {one.head}, split {one.split}"
         case Combine():
             return f"{where}, head {one.head}"
+        case Barrier():
+            return where
         case Embed():
             return f"{where}, columns from {2 * one.column}"
 
@@ -142,6 +145,8 @@ def words_read(one: Instruction, shape: DecodeShape) -> range:
         case Combine():
             size = one.max_splits * (shape.head_dim + PARTIAL_EXTRA)
             return range(one.partial + one.head * size, one.partial + (one.head + 1) * size)
+        case Barrier():
+            return range(one.dst, one.dst + one.num_words)
         case Embed():
             return range(0)
 
@@ -162,6 +167,8 @@ def writes(one: Instruction, queues: DecodeQueues, sm: int) -> Iterator[Write]:
             yield Write(words=range(one.dst + first * half, one.dst + last * half))
         case Combine():
             yield Write(words=range(one.dst + one.head * half, one.dst + (one.head + 1) * half))
+        case Barrier():
+            yield Write(words=range(one.dst + 2 * sm, one.dst + 2 * sm + 2))
         case Embed():
             yield Write(words=range(one.dst + one.column, one.dst + one.num_words))
 

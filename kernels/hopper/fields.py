@@ -3,7 +3,15 @@
 from triton.experimental.gluon import language as gl
 
 from distmega.kernels.hopper import words
-from distmega.kernels.hopper.words import PLACES, Attention, Embed, Instruction, Linear, Opcode
+from distmega.kernels.hopper.words import (
+    PLACES,
+    Attention,
+    Barrier,
+    Embed,
+    Instruction,
+    Linear,
+    Opcode,
+)
 
 
 def _place(kind: type[Instruction], name: str) -> gl.constexpr:
@@ -25,6 +33,7 @@ OP_HEAD = gl.constexpr(int(Opcode.HEAD))
 OP_ATTENTION = gl.constexpr(int(Opcode.ATTENTION))
 OP_COMBINE = gl.constexpr(int(Opcode.COMBINE))
 OP_EMBED = gl.constexpr(int(Opcode.EMBED))
+OP_BARRIER = gl.constexpr(int(Opcode.BARRIER))
 OP_PARTIAL = gl.constexpr(int(Opcode.PARTIAL))
 
 OPCODE = _place(Linear, "opcode")
@@ -53,6 +62,7 @@ EMB_ROW0 = _place(Embed, "row0")
 EMB_NUM_ROWS = _place(Embed, "num_rows")
 EMB_COLUMN = _place(Embed, "column")
 EMB_NUM_WORDS = _place(Embed, "num_words")
+BAR_NUM_WORDS = _place(Barrier, "num_words")
 HEAD = _place(Attention, "head")
 PARTIAL = _place(Attention, "partial")
 WINDOW = _place(Attention, "window")

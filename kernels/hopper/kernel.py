@@ -20,6 +20,7 @@ from distmega.kernels.hopper.fields import (
     LIN_ROW0,
     NUM_UNITS,
     OP_ATTENTION,
+    OP_BARRIER,
     OP_COMBINE,
     OP_EMBED,
     OP_HEAD,
@@ -49,7 +50,7 @@ from distmega.kernels.hopper.shapes import (
     X_PAIRS_SHARED,
     X_SHARED,
 )
-from distmega.kernels.hopper.team import embed_task, most_likely
+from distmega.kernels.hopper.team import embed_task, most_likely, pass_barrier
 
 
 @gluon.jit
@@ -95,6 +96,8 @@ def compute(
                 )
             elif words[OPCODE] == OP_COMBINE:
                 combine_task(words, exchange, position0 + step, tag, min_blocks, D)
+            elif words[OPCODE] == OP_BARRIER:
+                pass_barrier(words, exchange, sm, tag)
             elif words[OPCODE] == OP_EMBED:
                 if RANKS > 1:
                     embed_task(words, peers, embed, token, tag, RANKS)

@@ -22,6 +22,7 @@ from distmega.kernels.hopper.fields import (
     MAX_SPLITS,
     NUM_UNITS,
     OP_ATTENTION,
+    OP_BARRIER,
     OP_COMBINE,
     OP_EMBED,
     OP_GATED,
@@ -170,7 +171,11 @@ def loader(
                             STAGES,
                             AHEAD,
                         )
-            elif (words[OPCODE] != OP_COMBINE) & (words[OPCODE] != OP_EMBED):
+            elif (
+                (words[OPCODE] != OP_COMBINE)
+                & (words[OPCODE] != OP_EMBED)
+                & (words[OPCODE] != OP_BARRIER)
+            ):
                 for unit in range(keep(words[NUM_UNITS])):
                     row = words[LIN_WEIGHT_ROW] + unit * UNIT_ROWS
                     if words[OPCODE] == OP_GATED:

