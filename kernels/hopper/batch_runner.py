@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from distmega.errors import RequestError, VerifyError
 from distmega.kernels.arena import ArenaLayout
@@ -39,11 +38,11 @@ from distmega.kernels.hopper.runner import (
     MAX_STEPS,
     choice_of,
     describe,
+    describe_cache,
     padded_head_rows,
     require_hopper,
     require_steps,
 )
-from distmega.kernels.hopper.shapes import TILE_SHARED
 from distmega.kernels.memory import arena_views
 from distmega.kernels.runners import NO_DRAWS
 from distmega.kernels.symmetric import Team
@@ -93,12 +92,7 @@ class BatchRunner:
         self._cache = state_arena.view(torch.bfloat16)
         descriptors = [describe(weights_arena, matrix) for matrix in queues.matrices]
         self._weights = [descriptors[min(i, len(descriptors) - 1)] for i in range(3)]
-        rows = self._cache.numel() // shape.head_dim
-        self._cache_tiles = TensorDescriptor.from_tensor(
-            self._cache[: rows * shape.head_dim].view(rows, shape.head_dim),
-            [128, 64],
-            TILE_SHARED.value,
-        )
+        self._cache_tiles = describe_cache(self._cache, shape.head_dim)
         num_sms, num_events = self._words.shape[:2]
 
         def zeros(*extents: int, dtype: torch.dtype = torch.float32) -> Tensor:

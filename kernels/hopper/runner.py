@@ -108,12 +108,7 @@ class DecodeRunner:
         self._cache = state_arena.view(torch.bfloat16)
         descriptors = [describe(weights_arena, matrix) for matrix in queues.matrices]
         self._weights = [descriptors[min(i, len(descriptors) - 1)] for i in range(3)]
-        rows = self._cache.numel() // shape.head_dim
-        self._cache_tiles = TensorDescriptor.from_tensor(
-            self._cache[: rows * shape.head_dim].view(rows, shape.head_dim),
-            [128, 64],
-            TILE_SHARED.value,
-        )
+        self._cache_tiles = describe_cache(self._cache, shape.head_dim)
         self._team = team
         self._memory, self._exchange, pointers = _open_exchange(queues, team, device)
         self._peers = torch.tensor(pointers, dtype=torch.int64, device=device)
@@ -305,6 +300,13 @@ def require_hopper(device: torch.device) -> int:
             remedy="run the segment by library ops",
         )
     return int(properties.multi_processor_count)
+
+
+def describe_cache(cache: Tensor, head_dim: int) -> TensorDescriptor:
+    """bf16 caches [rows, head_dim], a tile being 64 columns of 128 positions."""
+    rows = cache.numel() // head_dim
+    matrix = cache[: rows * head_dim].view(rows, head_dim)
+    return TensorDescriptor.from_tensor(matrix, [128, 64], TILE_SHARED.value)
 
 
 def describe(arena: Tensor, matrix: Matrix) -> TensorDescriptor:
