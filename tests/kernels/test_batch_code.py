@@ -165,12 +165,6 @@ SPILLS = {"drawing within limits": 104}
 
 @pytest.mark.parametrize("name", MACHINES)
 def test_nothing_spills(name: str):
-SPILLS = {"drawing within limits": 104}
-"""Bytes that are kept across the search for limits, outside of all loops over tiles."""
-
-
-@pytest.mark.parametrize("name", MACHINES)
-def test_nothing_spills(name: str):
     assert compiled(*MACHINES[name]).stack_bytes <= SPILLS.get(name, 0)
 
 
