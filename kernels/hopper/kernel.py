@@ -60,7 +60,8 @@ def compute(
     min_blocks, eps, inv_hidden, scale, sampling, seeds, sample_words, trace, xs, x_pairs, squares,
     red, red_rows, qs, ml, scratch, bufs, ready, free, step_bar, D: gl.constexpr, G: gl.constexpr,
     H: gl.constexpr, KVH: gl.constexpr, QK_NORM: gl.constexpr, CHOICE: gl.constexpr, HEAD_ROWS:
-    gl.constexpr, RANKS: gl.constexpr, STAGES: gl.constexpr, TRACE: gl.constexpr,
+    gl.constexpr, RANKS: gl.constexpr, BARRIERS: gl.constexpr, STAGES: gl.constexpr,
+    TRACE: gl.constexpr,
 ):
     """Partition of eight warps. A datum of layer l and step s is tagged s * num_layers + l + 1."""
     sm = gl.program_id(0)
@@ -96,7 +97,7 @@ def compute(
                 )
             elif words[OPCODE] == OP_COMBINE:
                 combine_task(words, exchange, position0 + step, tag, min_blocks, D)
-            elif words[OPCODE] == OP_BARRIER:
+            elif BARRIERS and words[OPCODE] == OP_BARRIER:
                 pass_barrier(words, exchange, sm, tag)
             elif words[OPCODE] == OP_EMBED:
                 if RANKS > 1:
@@ -145,8 +146,8 @@ def decode(
     num_sms, peers, place, first_id, min_blocks, eps, inv_hidden, scale, sampling, seeds,
     sample_words, trace, D: gl.constexpr, G: gl.constexpr, H: gl.constexpr, KVH: gl.constexpr,
     QK_NORM: gl.constexpr, MAX_TILES_K: gl.constexpr, CHOICE: gl.constexpr, HEAD_ROWS:
-    gl.constexpr, RANKS: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr, TRACE:
-    gl.constexpr,
+    gl.constexpr, RANKS: gl.constexpr, BARRIERS: gl.constexpr, STAGES: gl.constexpr, AHEAD:
+    gl.constexpr, TRACE: gl.constexpr,
 ):
     """num_steps decode steps at batch 1; one program an SM, all resident.
 
@@ -195,8 +196,8 @@ def decode(
                     exchange, vectors, embed, cache, rope, residual, logits, best_words, num_sms,
                     peers, place, first_id, min_blocks, eps, inv_hidden, scale, sampling, seeds,
                     sample_words, trace, xs, x_pairs, squares, red, red_rows, qs, ml, scratch, bufs,
-                    ready, free, step_bar, D, G, H, KVH, QK_NORM, CHOICE, HEAD_ROWS, RANKS, STAGES,
-                    TRACE,
+                    ready, free, step_bar, D, G, H, KVH, QK_NORM, CHOICE, HEAD_ROWS, RANKS,
+                    BARRIERS, STAGES, TRACE,
                 ),
             ),
             (

@@ -22,7 +22,6 @@ from distmega.kernels.hopper.fields import (
     MAX_SPLITS,
     NUM_UNITS,
     OP_ATTENTION,
-    OP_BARRIER,
     OP_COMBINE,
     OP_EMBED,
     OP_GATED,
@@ -171,11 +170,7 @@ def loader(
                             STAGES,
                             AHEAD,
                         )
-            elif (
-                (words[OPCODE] != OP_COMBINE)
-                & (words[OPCODE] != OP_EMBED)
-                & (words[OPCODE] != OP_BARRIER)
-            ):
+            elif (words[OPCODE] != OP_COMBINE) & (words[OPCODE] != OP_EMBED):
                 for unit in range(keep(words[NUM_UNITS])):
                     row = words[LIN_WEIGHT_ROW] + unit * UNIT_ROWS
                     if words[OPCODE] == OP_GATED:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from distmega.errors import VerifyError
 from distmega.kernels.fusion import Draw
 from distmega.kernels.hopper.words import Instruction
+from distmega.kernels.task_graph import Mode
 
 HEAD_DIMS = (64, 128)
 MAX_QUERIES = 8
@@ -77,16 +78,16 @@ class DecodeShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeQueues:
-    """Instructions of every SM. draw: where tokens are not the likeliest. head_rows: of an SM, at
-    most. best, sample, num_words: first tagged word of the heads' maxima and of what draws
-    exchange, count of all words; buffers: all that lies there. Names: tensors that the runner
-    binds.
-
-    A stage of a pipeline that is not the first has no `embed` and no `tokens` (""), but x as
-    `entry`; one that is not the last has no head, but x as `exit`, from tagged word `exit_word` on.
+    """Instructions of every SM. mode: with barriers where "op". draw: where tokens are not the
+    likeliest. head_rows: of an SM, at most. best, sample, num_words: first tagged word of the
+    heads' maxima and of what draws exchange, count of all words; buffers: all that lies there.
+    Names: tensors that the runner binds. A stage of a pipeline that is not the first has no `embed`
+    and no `tokens` (""), but x as `entry`; one that is not the last has no head, but x as `exit`,
+    from tagged word `exit_word` on.
     """
 
     shape: DecodeShape
+    mode: Mode
     matrices: tuple[Matrix, ...]
     queues: tuple[tuple[Instruction, ...], ...]
     draw: Draw | None

@@ -124,6 +124,7 @@ class _Builder:
                 raise unfit(f"draws at {head.draw.positions!r} instead of {attention.positions!r}")
         return DecodeQueues(
             shape=self.shape,
+            mode=self.mode,
             matrices=self.placed.matrices,
             queues=tuple(map(tuple, self.queues)),
             draw=head.draw if head else None,

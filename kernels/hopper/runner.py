@@ -238,6 +238,7 @@ class DecodeRunner:
             QK_NORM=shape.qk_norm,
             MAX_TILES_K=tiles_k,
             RANKS=shape.num_ranks,
+            BARRIERS=queues.mode == "op",
             CHOICE=choice_of(queues.draw),
             HEAD_ROWS=padded_head_rows(queues.head_rows),
             STAGES=num_stages(tiles_k),

@@ -154,7 +154,9 @@ class Embed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Barrier:
-    """Waits until all num_words / 2 SMs of this rank are here, each with two words from dst on."""
+    """Waits until all num_words / 2 SMs of this rank are here, each with two words from dst on. The
+    loader takes it for a linear of no units.
+    """
 
     layer: int
     dst: int
