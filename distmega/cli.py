@@ -34,14 +34,13 @@ from distmega.launch.launchers import (
     launch,
     should_report,
 )
-from distmega.loading_bar import LoadingBar
+from distmega.loading_bar import show_loading
 from distmega.models.locate import read_config
 from distmega.models.sampling import Sampling
 from distmega.requests import (
     EngineOptions,
     GenerateRequest,
     GenerateResult,
-    Loaded,
     ScoreRequest,
     ScoreResult,
     Token,
@@ -383,16 +382,8 @@ def _check_model(model: str, mesh: DeviceMesh, options: EngineOptions) -> None:
 
 
 def _run(target: str, request: object, options: LauncherOptions) -> Iterator[object]:
-    bar = LoadingBar(Console(stderr=True, soft_wrap=True, highlight=False))
-    try:
-        for event in launch(target, request, options):
-            if isinstance(event.value, Loaded):
-                bar.show(event.value)
-            else:
-                bar.close()
-                yield event.value
-    finally:
-        bar.close()
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    yield from show_loading((event.value for event in launch(target, request, options)), console)
 
 
 def _read_text(path: Path) -> str:

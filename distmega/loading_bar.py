@@ -5,6 +5,7 @@ loaded. Models that load at once show nothing. Next on the walk: jobs.py, which 
 """
 
 import time
+from collections.abc import Iterator
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
@@ -13,6 +14,20 @@ from distmega.requests import Loaded
 
 LINE_S = 10.0
 """Seconds between two lines where there is no terminal."""
+
+
+def show_loading(values: Iterator[object], console: Console) -> Iterator[object]:
+    """The values but those that say how far the weights are, which the console shows."""
+    bar = LoadingBar(console)
+    try:
+        for value in values:
+            if isinstance(value, Loaded):
+                bar.show(value)
+            else:
+                bar.close()
+                yield value
+    finally:
+        bar.close()
 
 
 class LoadingBar:

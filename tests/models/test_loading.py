@@ -9,7 +9,7 @@ from rich.console import Console
 from distmega import jobs, loading_bar
 from distmega.engine import Engine
 from distmega.hostir.comm import SingleCommunicator
-from distmega.loading_bar import LoadingBar
+from distmega.loading_bar import LoadingBar, show_loading
 from distmega.models.load import open_model
 from distmega.requests import EngineOptions, Loaded
 from distmega.sharding.mesh import DeviceMesh
@@ -41,10 +41,9 @@ def test_reports_come_now_and_then(monkeypatch):
 
 def test_a_terminal_gets_a_bar_that_goes_away():
     text = io.StringIO()
-    bar = LoadingBar(Console(file=text, force_terminal=True, width=100))
-    for done in (1, 8):
-        bar.show(Loaded(done_bytes=done * 10**9, all_bytes=16 * 10**9))
-    bar.close()
+    console = Console(file=text, force_terminal=True, width=100)
+    values = [Loaded(done_bytes=done * 10**9, all_bytes=16 * 10**9) for done in (1, 8)]
+    assert list(show_loading(iter([*values, "token"]), console)) == ["token"]
     assert "8.0/16.0 GB" in text.getvalue()
     assert text.getvalue().endswith("\x1b[2K")
 
