@@ -3,7 +3,8 @@
 Comes in: an Evaluator on a GPU and the tensors to bind. Goes out: a CapturedHost whose `run` copies
 inputs to where the graph reads them and replays it. Streams and events become the graph's edges,
 NCCL's collectives its nodes; signals between hosts, fused matmuls, which count their calls on the
-host, and megakernels that keep state there can't be captured.
+host, attention that asks positions how much to read, and megakernels that keep state on the host
+can't be captured.
 """
 
 from collections.abc import Mapping
@@ -14,10 +15,18 @@ from torch import Tensor
 from distmega.errors import ProgramError
 from distmega.hostir.evaluator import Evaluator
 from distmega.hostir.matmul_nodes import FusedMatmul
-from distmega.hostir.nodes import Signal, WaitSignal, walk_nodes
+from distmega.hostir.nodes import LibraryOp, Node, Signal, WaitSignal, walk_nodes
+from distmega.hostir.text import print_node
 
 NUM_WARM_UPS = 2
 """Runs before the capture: libraries choose and load their kernels, communicators connect."""
+
+
+def _blocks(node: Node) -> bool:
+    """Whether a node waits for the GPU, or counts its calls on the host."""
+    if isinstance(node, LibraryOp):
+        return node.op.kind == "attention" and not node.op.get("in_order", False)
+    return isinstance(node, Signal | WaitSignal | FusedMatmul)
 
 
 class CapturedHost:
@@ -30,12 +39,10 @@ class CapturedHost:
         that block the host.
         """
         host = evaluator.host
-        counting = Signal | WaitSignal | FusedMatmul
-        blocking = [n for n in walk_nodes(host.body) if isinstance(n, counting)]
+        blocking = [node for node in walk_nodes(host.body) if _blocks(node)]
         if blocking:
             raise ProgramError(
-                f"host program {host.name!r} with {len(blocking)} signals between hosts or fused "
-                "matmuls",
+                f"host program {host.name!r} with {print_node(blocking[0])!r}",
                 expected="nodes that only queue work on the GPU, the same each time",
                 remedy="run it without capture",
             )

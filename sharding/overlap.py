@@ -57,13 +57,15 @@ model.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
     """A matmul and a collective of which one uses only the other's result. first, second: names of
-    the ops in order; between: the tensor that one hands to the other.
+    the ops in order; operand: what the matmul multiplies; between: the tensor that one op hands to
+    the other; result: what leaves the second.
     """
 
     kind: PairKind
     mesh_axis: str
     first: str
     second: str
+    operand: str
     between: str
     result: str
     num_rows: int
@@ -133,6 +135,7 @@ def find_pairs(
                 mesh_axis=axis,
                 first=first.name,
                 second=second.name,
+                operand=x,
                 between=between,
                 result=second.writes[0].tensor,
                 num_rows=num_rows,

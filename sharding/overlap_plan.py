@@ -40,6 +40,7 @@ def plan_overlaps(
 ) -> tuple[Schedule, StreamPlan, tuple[OverlapChoice, ...]]:
     """The schedule in its final order. What a user's chunks put into a loop is in no pair.
 
+    What is multiplied before a collective stays whole, so that only the pair runs in its loop.
     PlanError where what was asked for is impossible; where it was not asked for, a pair that can't
     run in loops takes the best of the other ways.
     """
@@ -50,7 +51,11 @@ def plan_overlaps(
     looped = {name for loop in stream_plan.loops for name, _ in loop.splits}
     pairs = _pairs(program, mesh, ordered, looped)
     choices = choose_overlaps(pairs, machine, asked)
-    added = {schedule.locals[choice.pair.result][0]: _chunks(choice) for choice in choices}
+    whole = {
+        choice.pair.operand for choice in choices if choice.pair.operand != choice.pair.between
+    }
+    added = {schedule.locals[name][0]: Chunks(0, 1) for name in whole}
+    added |= {schedule.locals[choice.pair.result][0]: _chunks(choice) for choice in choices}
     if not any(choice.way in BY_LOOPS for choice in choices):
         return ordered, stream_plan, tuple(choices)
     try:

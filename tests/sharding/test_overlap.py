@@ -121,6 +121,17 @@ def test_a_way_for_one_pair_leaves_the_others():
         plan_program(program, TP, H200, marks, overlap={"x": "kernel"})
 
 
+def test_what_feeds_a_ring_stays_whole():
+    p = ProgramBuilder("fed")
+    x = p.input("x", (512, 256), "bf16")
+    h = p.linear(x, p.weight("w1", (512, 256), "bf16"), name="h").map("relu(a0)", name="act")
+    program = p.build(p.linear(h, p.weight("w2", (256, 512), "bf16"), name="y"))
+    marks = {"w1": ROWS, "h": COLUMNS, "w2": COLUMNS, "y": ROWS}
+    plan = plan_program(program, TP, H200, marks, overlap="ring")
+    (loop,) = plan.host_loops
+    assert [name for name, _ in loop.splits] == ["y", "y.reduce_scatter"]
+
+
 @pytest.mark.parametrize(
     ("way", "num_chunks", "words"),
     [
