@@ -71,6 +71,9 @@ def copy_columns(
     target: int, source: int, width: int, pitch: int, rows: int, stream: torch.cuda.Stream
 ) -> None:
     """As copy_bytes, of the first `width` bytes of each of `rows`, `pitch` bytes apart."""
+    if width == pitch:
+        copy_bytes(target, source, width * rows, stream)
+        return
     copy = _Copy2D(width_in_bytes=width, height=rows)
     copy.src_memory_type = copy.dst_memory_type = _DEVICE_MEMORY
     copy.src_device, copy.dst_device = source, target

@@ -7,7 +7,7 @@ so that ranks choose alike. Out: `Tiles`, or None where torch's own matmul is ex
 
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Literal
 
 from distmega.kernels.gemm.rates import (
@@ -43,6 +43,8 @@ STAGES = {256: 4, 128: 6}
 """Slots of the ring by columns of a tile: what fits into shared memory."""
 STREAMING = 1.1
 """How much longer than torch's the kernel takes where reading the operands is all that counts."""
+PARTS = (1, 2, 4)
+"""Into how many parts a band is cut to be sent."""
 EVENT_ROWS = (256, 512, 1024)
 """Least rows of A that one copy brings: many for full bandwidth, few where ranks wait for them."""
 
@@ -50,7 +52,7 @@ EVENT_ROWS = (256, 512, 1024)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
     """How a matmul with its collective runs. If it is "tiles", the rest is of the kernel:
-    event_rows of one copy if it gathers, lag and pushes as in plan_sending if it sends.
+    event_rows of one copy if it gathers, lag, parts, pushes as in plan_sending if it sends.
     """
 
     way: Way
@@ -58,6 +60,7 @@ class Choice:
     tiles: Tiles | None = None
     event_rows: int = 0
     lag: int = 0
+    parts: int = 1
     pushes: bool = False
 
 
@@ -144,15 +147,18 @@ def tiles_choice(kind: Kind, extents: Extents, rates: Rates) -> Choice:
                     us = max(gather_us(extents, tiles, rows, rates), least)
                     found.append(Choice(way="tiles", us=us, tiles=tiles, event_rows=rows))
                 continue
-            bands = chunk_rows // group
             shares = kind == "reduce"
-            for lag in sorted({bands, min(2, bands), 1}, reverse=True):
-                for pushes in (False, True)[: 1 + shares]:
-                    plan = plan_sending(
-                        extents, tiles, rates.num_sms, lag=lag, shares=shares, pushes=pushes
-                    )
-                    us = max(send_us(extents, plan, rates), least)
-                    found.append(Choice(way="tiles", us=us, tiles=tiles, lag=lag, pushes=pushes))
+            lags = {0, 2} if chunk_rows // group > 2 else {0}
+            ways = product(lags, PARTS, (False, True)[: 1 + shares])
+            for lag, parts, pushes in ways:
+                plan = plan_sending(
+                    extents, tiles, rates.num_sms, lag=lag, parts=parts, shares=shares,
+                    pushes=pushes,
+                )  # fmt: skip
+                us = max(send_us(extents, plan, rates), least)
+                found.append(
+                    Choice(way="tiles", us=us, tiles=tiles, lag=lag, parts=parts, pushes=pushes)
+                )
     return min(found, key=lambda choice: choice.us)
 
 

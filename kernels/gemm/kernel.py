@@ -26,7 +26,7 @@ from distmega.kernels.gemm.events import (
     finish_stores,
     wait_event,
 )
-from distmega.kernels.gemm.order import place_tile
+from distmega.kernels.gemm.order import place_part, place_tile
 from distmega.kernels.gemm.spec import BUFFERS, EARLY, HALF_M, TILE_K, TILE_M, WORDS
 from distmega.kernels.gluon_compat import (
     cta_barrier,
@@ -37,7 +37,7 @@ from distmega.kernels.gluon_compat import (
 )
 
 EXTENTS = (
-    "k_tiles", "chunk_rows", "columns", "rank", "group", "lag", "arrival_rows", "late",
+    "k_tiles", "chunk_rows", "columns", "rank", "group", "lag", "part", "arrival_rows", "late",
     "column_blocks", "epoch",
 )  # fmt: skip
 """Arguments that one compiled kernel takes at any value."""
@@ -57,13 +57,14 @@ def make_barriers(number: gl.constexpr, arrivals: gl.constexpr):
 def load_partials(partials, it, row, left, grid, arrivals, epoch, stuck, ring,
                   spec: gl.constexpr):  # fmt: skip
     """Other ranks' partial results of a tile, each in two slots of the ring, a half in each."""
-    chunk_rows, _, rank, group, _ = grid
+    chunk_rows, _, rank, _, _, _ = grid
+    place, _ = place_part(row, left // spec.tile_n, grid)
     _, _, part_ring, ready, free = ring
     part_bytes: gl.constexpr = 2 * HALF_M * spec.tile_n
     others: gl.constexpr = spec.num_ranks - 1
     for other in range(others):
         source = other + (other >= rank).to(gl.int32)
-        wait_event(arrivals, source * WORDS + row // group, epoch, stuck, spec.debug)
+        wait_event(arrivals, source * WORDS + place, epoch, stuck, spec.debug)
         before_tma_reads()
         for half in gl.static_range(2):
             slot = it % spec.stages
@@ -80,7 +81,7 @@ def load_partials(partials, it, row, left, grid, arrivals, epoch, stuck, ring,
 def load_tiles(a, own, b, partials, k_tiles, grid, arrivals, arrival_rows, epoch, stuck, ring,
                spec: gl.constexpr):  # fmt: skip
     """The loader's partition, of one warp."""
-    chunk_rows, columns, rank, _, _ = grid
+    chunk_rows, columns, rank, _, _, _ = grid
     a_ring, b_ring, _, ready, free = ring
     num_tiles = chunk_rows * columns * spec.num_ranks
     slice_bytes: gl.constexpr = 2 * TILE_K * (TILE_M + spec.tile_n)
@@ -219,23 +220,23 @@ def hand_over(tiles_done, boxes, half: gl.constexpr):
 @gluon.jit
 def count_tiles(grid, counts, pushing, boxes, spec: gl.constexpr):
     """The counter's partition, of one warp, which spares the compute warps the release: a count for
-    each band that copy engines wait for, and one at the peers for tiles pushed by this kernel.
+    each part that copy engines wait for, and one at the peers for tiles pushed by this kernel.
     """
     late, _, _, words = pushing
     outbox, sentbox = boxes
-    chunk_rows, columns, rank, group, _ = grid
+    chunk_rows, columns, rank, _, _, _ = grid
     num_tiles = chunk_rows * columns * spec.num_ranks
-    bands = chunk_rows // group
     tiles_done = 0
     for number in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        chunk, row, _ = place_tile(number, grid, spec)
+        chunk, row, column = place_tile(number, grid, spec)
         for half in gl.static_range(2):
             mbarrier.wait(outbox.index(half), tiles_done & 1)
             mbarrier.arrive(sentbox.index(half), count=1)
         if spec.sends == "all" and number >= late:
             count_at_peers(words, rank, spec.num_ranks)
         elif (chunk != rank) | (spec.sends == "all"):
-            count_event(counts, chunk * bands + row // group)
+            place, parts = place_part(row, column, grid)
+            count_event(counts, chunk * parts + place)
         tiles_done += 1  # noqa: SIM113
 
 
@@ -244,7 +245,7 @@ def compute_tiles(out, home, k_tiles, grid, pushing, ring, boxes, leaving, half:
                   spec: gl.constexpr):  # fmt: skip
     """A warp group's partition: rows half * 64 to half * 64 + 63 of each tile."""
     late, column_blocks, rooms, _ = pushing
-    chunk_rows, columns, rank, _, _ = grid
+    chunk_rows, columns, rank, _, _, _ = grid
     tile_n: gl.constexpr = spec.tile_n
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tile_n, 16])
     num_tiles = chunk_rows * columns * spec.num_ranks
@@ -286,16 +287,17 @@ def compute_tiles(out, home, k_tiles, grid, pushing, ring, boxes, leaving, half:
 
 @gluon.jit(do_not_specialize=EXTENTS)
 def matmul_kernel(a, own, b, out, home, partials, k_tiles, chunk_rows, columns, rank, group, lag,
-                  arrivals, arrival_rows, counts, late, column_blocks, rooms, words, epoch, stuck,
-                  spec: gl.constexpr):  # fmt: skip
-    """Extents: k_tiles, chunk_rows (of one rank), columns, group in tiles. lag: see place_band.
+                  part, arrivals, arrival_rows, counts, late, column_blocks, rooms, words, epoch,
+                  stuck, spec: gl.constexpr):  # fmt: skip
+    """Extents: k_tiles, chunk_rows (of one rank), columns, group, part in tiles. lag, part: see
+    order.py.
 
     a [M, K], own [M / num_ranks, K] (this rank's rows when it gathers), b [N, K], out (M rows, or
     this rank's when it scatters), home [2 M, N] (this rank's room), all in blocks of 64 columns,
     and the same room as partials in those of tile_n: descriptors of local memory. A room has first
     a slot of M / num_ranks rows of partial results for each source rank, then M rows of results.
     arrivals, int32 [num_ranks, WORDS]: a word for arrival_rows rows of A of each rank, or for a
-    band of its partial results. counts, int32: a word for each band of results. late: number of
+    part of its partial results. counts, int32: a word for each part of results. late: number of
     the first tile that this kernel itself pushes to all peers, if it sends to all, and
     column_blocks: N / 64.
     rooms, words: int64 [num_ranks], addresses of each rank's room and of its count of such tiles
@@ -312,7 +314,7 @@ def matmul_kernel(a, own, b, out, home, partials, k_tiles, chunk_rows, columns, 
     part_layout: gl.constexpr = partials.layout
     part_ring = reinterpret(b_ring, gl.bfloat16, part_shape, part_layout)
     ring = (a_ring, b_ring, part_ring, ready, free)
-    grid = (chunk_rows, columns, rank, group, lag)
+    grid = (chunk_rows, columns, rank, group, lag, part)
     pushing = (late, column_blocks, rooms, words)
     if spec.sends == "":
         gl.warp_specialize(

@@ -29,6 +29,7 @@ class Peering:
     rank: int
     epoch: int
     lag: int = 1
+    part: int = 1
     own: Tensor | None = None
     arrivals: Tensor
     arrival_rows: int = TILE_M.value
@@ -120,6 +121,7 @@ def launch_matmul(
         with_peers.rank,
         group,
         with_peers.lag,
+        with_peers.part,
         with_peers.arrivals,
         with_peers.arrival_rows,
         with_peers.counts,

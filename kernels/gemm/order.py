@@ -5,7 +5,7 @@ rank, a chunk in bands of `group` rows of tiles, which are crossed together, so 
 one time reads few rows and columns, which stay in the L2. A kernel that gathers takes the chunks as
 a ring that begins with this rank's, which is there already. One that sends takes the bands of other
 ranks first, since these still have to travel, and its own when their partial results should have
-come. Next: kernel.py.
+come. Tiles are sent in parts, some columns of a band, which are done in turn. Next: kernel.py.
 """
 
 # Kernels' arguments have no Python types.
@@ -59,10 +59,20 @@ def place_sent(number, chunk_rows, columns, rank, lag, group, chunks: gl.constex
 @gluon.jit
 def place_tile(number, grid, spec: gl.constexpr):
     """(chunk, row of tiles in it, column of tiles) of a tile of a kernel; grid: (chunk_rows,
-    columns, rank, group, lag), lag only used if it sends.
+    columns, rank, group, lag, part), of which the last two are only used if it sends.
     """
-    chunk_rows, columns, rank, group, lag = grid
+    chunk_rows, columns, rank, group, lag, _ = grid
     if spec.sends == "":
         return place_gathered(number, chunk_rows, columns, rank, group, spec.num_ranks)
     else:
         return place_sent(number, chunk_rows, columns, rank, lag, group, spec.num_ranks)
+
+
+@gluon.jit
+def place_part(row, column, grid):
+    """Number of the part of a chunk that a tile is sent with, and that of all parts; a part is
+    `part` columns of tiles of a band.
+    """
+    chunk_rows, columns, _, group, _, part = grid
+    parts = (columns + part - 1) // part
+    return row // group * parts + column // part, chunk_rows // group * parts

@@ -3,9 +3,9 @@ take rows while it runs.
 
 In: bf16 operands, a Workspace. Out: results of this rank. A gather pushes this rank's rows into the
 peers' rooms, each copy followed by its event word. A sending kernel counts the tiles of each band
-of rows that it has stored; copies, queued behind waits for these counts, push the band into the
-rooms of those who want it, followed by an event word. Sums of the last tiles, which all programs
-finish at one time, are pushed by the kernel itself. Next: kernel.py.
+of rows that it has stored, by parts of it; copies, queued behind waits for these counts, push the
+parts into the rooms of those who want them, each followed by an event word. Sums of the last tiles,
+which all programs finish at one time, may be pushed by the kernel itself. Next: kernel.py.
 """
 
 import torch
@@ -113,33 +113,42 @@ def matmul_all_reduce(
 
 def send_rows(plan: SendPlan, home: Tensor, workspace: Workspace) -> None:
     """Queues the copies that follow a sending kernel, in its order of bands; home: its room."""
-    stream, rank, epoch = workspace.stream, workspace.rank, workspace.epoch
-    bands = plan.num_bands
+    stream, rank, bands = workspace.stream, workspace.rank, plan.num_bands
     row_bytes = home.shape[1] * home.element_size()
-    band_rows = plan.tiles.group * TILE_ROWS
-    band_bytes = band_rows * row_bytes
+    tile_bytes = plan.tiles.tile_n * home.element_size()
+    band_bytes = plan.tiles.group * TILE_ROWS * row_bytes
+    results = home.shape[0] // 2 * row_bytes
     for chunk, band in place_turns(bands, rank, plan.lag, workspace.num_ranks):
         if chunk == rank and not plan.shares:
             continue
-        place = chunk * bands + band
-        columns = plan.copied_columns(chunk == rank and band == bands - 1)
-        count = columns * plan.tiles.group
-        wait_word(workspace.count_address(place), workspace.expect_count(place, count), stream)
-        lies = home.shape[0] // 2 * row_bytes + place * band_bytes
-        source = workspace.room_address(rank) + lies
-        if chunk != rank:
-            target = workspace.room_address(chunk) + (rank * bands + band) * band_bytes
-            copy_bytes(target, source, band_bytes, stream)
-            write_word(workspace.arrival_address(chunk, rank, band), epoch, stream)
-            continue
-        width = min(columns * plan.tiles.tile_n * home.element_size(), row_bytes)
-        for step in range(1, workspace.num_ranks):
-            peer = (rank + step) % workspace.num_ranks
-            target = workspace.room_address(peer) + lies
-            if width:
-                copy_columns(target, source, width, row_bytes, band_rows, stream)
-            if band == bands - 1:
-                write_word(workspace.arrival_address(peer, rank, bands), epoch, stream)
+        last = chunk == rank and band == bands - 1
+        for part, columns in enumerate(plan.copied_columns(last)):
+            if not columns:
+                continue
+            index = (chunk * bands + band) * plan.num_parts + part
+            wanted = workspace.expect_count(index, columns * plan.tiles.group)
+            wait_word(workspace.count_address(index), wanted, stream)
+            left = part * plan.part * tile_bytes
+            lies = results + (chunk * bands + band) * band_bytes + left
+            source = workspace.room_address(rank) + lies
+            width = min(columns * tile_bytes, row_bytes - left)
+            for peer in [chunk] if chunk != rank else _others(workspace):
+                to = (rank * bands + band) * band_bytes + left if chunk != rank else lies
+                to += workspace.room_address(peer)
+                copy_columns(to, source, width, row_bytes, band_bytes // row_bytes, stream)
+                if chunk != rank:
+                    word = workspace.arrival_address(chunk, rank, band * plan.num_parts + part)
+                    write_word(word, workspace.epoch, stream)
+    if plan.shares:
+        for peer in _others(workspace):
+            word = workspace.arrival_address(peer, rank, bands * plan.num_parts)
+            write_word(word, workspace.epoch, stream)
+
+
+def _others(workspace: Workspace) -> list[int]:
+    """All ranks but this one, the next first."""
+    size = workspace.num_ranks
+    return [(workspace.rank + step) % size for step in range(1, size)]
 
 
 def await_sums(plan: SendPlan, workspace: Workspace) -> None:
@@ -148,7 +157,9 @@ def await_sums(plan: SendPlan, workspace: Workspace) -> None:
     pushed = workspace.expect_pushed(plan.num_late)
     for source in range(workspace.num_ranks):
         if source != workspace.rank:
-            word = workspace.arrival_address(workspace.rank, source, plan.num_bands)
+            word = workspace.arrival_address(
+                workspace.rank, source, plan.num_bands * plan.num_parts
+            )
             wait_word(word, workspace.epoch, stream)
             wait_word(workspace.pushed_address(source), pushed, stream)
 
@@ -172,6 +183,7 @@ def _send(
         choice.tiles,
         num_sms(a.device.index),
         lag=choice.lag,
+        parts=choice.parts,
         shares=out is None,
         pushes=choice.pushes,
     )
@@ -181,6 +193,7 @@ def _send(
         rank=workspace.rank,
         epoch=workspace.epoch,
         lag=plan.lag,
+        part=plan.part,
         arrivals=workspace.arrivals,
         home=home,
         counts=workspace.counts,

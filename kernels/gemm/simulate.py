@@ -53,29 +53,44 @@ def gather_us(extents: Extents, tiles: Tiles, event_rows: int, rates: Rates) -> 
 class SendPlan:
     """What a sending kernel and the copies behind it agree on.
 
-    num_bands: of a rank's rows. columns: of tiles. lag: as place_turns. shares: sums go to all
-    ranks. num_late: so many of the last tiles are pushed to peers by the kernel, whole columns of
-    the last band.
+    num_bands: of a rank's rows. columns: of tiles; part: so many are sent at once. lag: as
+    place_turns. shares: sums go to all ranks. num_late: so many of the last tiles are pushed to
+    peers by the kernel, whole columns of the last band.
     """
 
     tiles: Tiles
     num_bands: int
     columns: int
+    part: int
     num_tiles: int
     lag: int
     shares: bool
     num_late: int
 
-    def copied_columns(self, last: bool) -> int:
-        """Columns of tiles of a band that copy engines take; last: this rank's last band."""
-        return self.columns - (self.num_late // self.tiles.group if last else 0)
+    @property
+    def num_parts(self) -> int:
+        """Of a band."""
+        return ceil_div(self.columns, self.part)
+
+    def copied_columns(self, last: bool) -> list[int]:
+        """Columns of tiles that copy engines take, by part of a band; last: this rank's last."""
+        end = self.columns - (self.num_late // self.tiles.group if last else 0)
+        starts = range(0, self.columns, self.part)
+        return [max(min(self.part, end - start), 0) for start in starts]
 
 
 def plan_sending(
-    extents: Extents, tiles: Tiles, num_sms: int, *, lag: int, shares: bool, pushes: bool
+    extents: Extents,
+    tiles: Tiles,
+    num_sms: int,
+    *,
+    lag: int = 0,
+    parts: int = 1,
+    shares: bool,
+    pushes: bool,
 ) -> SendPlan:
-    """tiles.group is cut to a divisor of a rank's rows, lag 0 means all bands. pushes: whether
-    the kernel itself sends the sums of its last wave.
+    """tiles.group is cut to a divisor of a rank's rows, lag 0 means all bands. parts: of a band.
+    pushes: whether the kernel itself sends the sums of its last wave.
     """
     chunk_rows = extents.rows // (extents.num_ranks * TILE_ROWS)
     group = band_rows(chunk_rows, tiles.group)
@@ -87,6 +102,7 @@ def plan_sending(
         tiles=replace(tiles, group=group),
         num_bands=chunk_rows // group,
         columns=columns,
+        part=ceil_div(columns, parts),
         num_tiles=num_tiles,
         lag=lag or chunk_rows // group,
         shares=shares,
@@ -100,31 +116,32 @@ def band_rows(chunk_rows: int, most: int) -> int:
 
 
 def send_us(extents: Extents, plan: SendPlan, rates: Rates) -> float:
-    """A kernel that sends bands of rows as they are done, and its sums too if it shares them."""
+    """A kernel that sends parts of bands as they are done, and its sums too if it shares them."""
     one_us = tile_us(extents, plan.tiles.tile_n, rates)
-    in_band = plan.tiles.group * plan.columns
-    others = extents.num_ranks - 1
-    band_bytes = 2 * plan.tiles.group * TILE_ROWS * extents.columns
+    group, others = plan.tiles.group, extents.num_ranks - 1
+    column_bytes = 2 * group * TILE_ROWS * extents.columns / plan.columns
     free = [rates.start_us + rates.peers_us] * min(rates.num_sms, plan.num_tiles)
-    here = [0.0] * plan.num_bands
+    here = [0.0] * (plan.num_bands * plan.num_parts)
     link, number = 0.0, 0
     for chunk, band in place_turns(plan.num_bands, 0, plan.lag, extents.num_ranks):
         last = chunk == 0 and band == plan.num_bands - 1
-        ends = []
-        for _ in range(in_band):
-            program = number % len(free)
-            end = free[program] + one_us
-            free[program] = end if chunk else max(end, here[band]) + rates.add_us
-            ends.append(free[program])
-            number += 1
-        copied = plan.copied_columns(last) * plan.tiles.group
-        if copied and (chunk or plan.shares):
-            sent_us = band_bytes * copied / in_band / rates.copy_bytes_per_us + rates.copy_gap_us
-            sent_us *= 1 if chunk else others
-            link = max(link, max(ends[:copied]) + rates.copy_us) + sent_us
-        if chunk:
-            here[band] = max(here[band], link)
-        elif copied < in_band:
-            pushed_us = band_bytes * (1 - copied / in_band) * others / rates.push_bytes_per_us
-            link = max(link, max(ends) + rates.push_us) + pushed_us
+        copied = plan.copied_columns(last)
+        for part, columns in enumerate(plan.copied_columns(False)):
+            place = band * plan.num_parts + part
+            ends = []
+            for _ in range(group * columns):
+                program = number % len(free)
+                end = free[program] + one_us
+                free[program] = end if chunk else max(end, here[place]) + rates.add_us
+                ends.append(free[program])
+                number += 1
+            if copied[part] and (chunk or plan.shares):
+                sent = copied[part] * column_bytes / rates.copy_bytes_per_us + rates.copy_gap_us
+                done = max(ends[: group * copied[part]])
+                link = max(link, done + rates.copy_us) + sent * (1 if chunk else others)
+            if chunk:
+                here[place] = max(here[place], link)
+            elif plan.shares and copied[part] < columns:
+                sent = (columns - copied[part]) * column_bytes * others / rates.push_bytes_per_us
+                link = max(link, max(ends) + rates.push_us) + sent
     return max(*free, link)

@@ -66,6 +66,13 @@ def test_what_is_sent_goes_first_and_own_bands_follow_in_step(bands, columns, gr
     assert len(turns) == bands * ranks, "a band's tiles follow each other"
     assert turns == [order.place_band.fn(i, bands, rank, lag, ranks) for i in range(len(turns))]
     assert turns == list(place_turns(bands, rank, lag, ranks))
+    part = data.draw(st.integers(1, columns))
+    grid = rows, columns, rank, group, lag, part
+    places = [order.place_part.fn(row, column, grid) for _, row, column in tiles]
+    assert {parts for _, parts in places} == {bands * -(-columns // part)}
+    for chunk in range(ranks):
+        sent = [at for (at, _), tile in zip(places, tiles, strict=True) if tile[0] == chunk]
+        assert sent == sorted(sent), "parts are done in turn"
     for chunk in range(ranks):
         assert [band for c, band in turns if c == chunk] == list(range(bands))
     for band in range(bands):
@@ -136,7 +143,7 @@ def test_sending_beside_the_tiles_costs_little_of_sending_behind_them(shares):
     behind = sent_bytes("reduce" if shares else "scatter", extents) / H200.copy_bytes_per_us
     assert least < choice.us < least + behind / 2
     slow = replace(H200, copy_bytes_per_us=H200.copy_bytes_per_us / 100)
-    plan = plan_sending(extents, choice.tiles, H200.num_sms, lag=0, shares=shares, pushes=False)
+    plan = plan_sending(extents, choice.tiles, H200.num_sms, shares=shares, pushes=False)
     assert send_us(extents, plan, slow) > 100 * behind
 
 
@@ -161,24 +168,27 @@ def test_copies_are_whole_tiles_and_divide_a_ranks_rows(tiles, num_ranks, least)
 
 @given(
     chunk_rows=st.integers(1, 40), columns=st.integers(1, 60), ranks=st.sampled_from([2, 4, 8]),
-    most=st.sampled_from([1, 2, 4, 8]),
+    most=st.sampled_from([1, 2, 4, 8]), parts=st.integers(1, 5),
 )  # fmt: skip
-def test_the_last_wave_is_pushed_as_columns_of_the_last_band(chunk_rows, columns, ranks, most):
+def test_the_last_wave_is_pushed_as_columns_of_the_last_band(
+    chunk_rows, columns, ranks, most, parts
+):
     extents = Extents(rows=128 * chunk_rows * ranks, columns=256 * columns, depth=64,
                       num_ranks=ranks)  # fmt: skip
     tiles = Tiles(tile_n=256, stages=4, group=most)
-    plan = plan_sending(extents, tiles, 132, lag=0, shares=True, pushes=True)
+    plan = plan_sending(extents, tiles, 132, parts=parts, shares=True, pushes=True)
     group = plan.tiles.group
     assert plan.num_tiles == chunk_rows * columns * ranks
     assert plan.num_late % group == 0
     assert 0 < plan.num_late <= group * columns
-    assert plan.copied_columns(True) == columns - plan.num_late // group
-    assert plan.copied_columns(False) == columns
+    assert sum(plan.copied_columns(True)) == columns - plan.num_late // group
+    assert sum(plan.copied_columns(False)) == columns
+    assert len(plan.copied_columns(True)) == len(plan.copied_columns(False)) == plan.num_parts
     last_wave = plan.num_tiles - (plan.num_tiles - 1) // 132 * 132
     assert plan.num_late >= min(last_wave, group * columns)
     assert plan.num_late < last_wave + group
-    scattering = plan_sending(extents, tiles, 132, lag=0, shares=False, pushes=True)
-    copying = plan_sending(extents, tiles, 132, lag=0, shares=True, pushes=False)
+    scattering = plan_sending(extents, tiles, 132, shares=False, pushes=True)
+    copying = plan_sending(extents, tiles, 132, shares=True, pushes=False)
     assert scattering.num_late == copying.num_late == 0
 
 
