@@ -61,12 +61,28 @@ class Shape:
     head_dim: int = 128
 
 
+Product = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Products:
+    """How plain torch multiplies x W' where ranks have rows of x each, `gathered`, and where they
+    get rows of the sum over ranks, `scattered`.
+    """
+
+    gathered: Product
+    scattered: Product
+
+
 @dataclass(slots=True, kw_only=True)
 class Block:
-    """A block with this rank's tensors. plans, hosts: by the name of a call that runs a program."""
+    """A block with this rank's tensors. plans, hosts: by the name of a call that runs a program.
+    in_torch: the same in plain torch.
+    """
 
     name: str
     tensors: dict[str, Tensor]
+    in_torch: Callable[[Products], Tensor]
     calls: dict[str, Call] = field(default_factory=dict)
     plans: dict[str, Plan] = field(default_factory=dict)
     hosts: dict[str, HostProgram] = field(default_factory=dict)
@@ -143,9 +159,7 @@ def mlp_block(
     comm: Communicator, shape: Shape, machine: Machine = H200, ways: Ways = WAYS
 ) -> Block:
     """The feed-forward part alone. ways: name of a call -> how its matmuls and collectives run."""
-    block = _block("mlp", comm, shape, mlp_program(shape, machine.dtype), machine, ways)
-    block.calls[TORCH] = lambda: _torch_mlp(block.tensors["x"], block.tensors, comm)
-    return block
+    return _block("mlp", comm, shape, mlp_program(shape, machine.dtype), machine, ways)
 
 
 def transformer_block(
@@ -153,9 +167,7 @@ def transformer_block(
 ) -> Block:
     """Attention and feed-forward with their norms and sums, causal, without a cache."""
     program = transformer_program(shape, machine.dtype)
-    block = _block("transformer", comm, shape, program, machine, ways)
-    block.calls[TORCH] = lambda: _torch_transformer(block.tensors, comm)
-    return block
+    return _block("transformer", comm, shape, program, machine, ways)
 
 
 def plan_block(program: Program, comm: Communicator, machine: Machine, way: OverlapRequest) -> Plan:
@@ -174,15 +186,18 @@ def _block(
     ways: Ways,
 ) -> Block:
     text = f"{name} M={shape.rows} hidden={shape.hidden} inner={shape.inner}"
-    block = Block(name=text, tensors={})
+    own: dict[str, Tensor] = {}
+    torch_block = _torch_transformer if name == "transformer" else _torch_mlp
+    block = Block(name=text, tensors=own, in_torch=lambda p: torch_block(own["x"], own, p))
     for call, way in ways.items():
         plan = block.plans[call] = plan_block(program, comm, machine, way)
         local = localize(plan)
         if not block.tensors:
-            block.tensors = _own_tensors(local, shape, comm)
+            own |= _own_tensors(local, shape, comm)
         host = lower_program(local, megakernel=False, peer_memory=True, fuse=True)
         block.hosts[call] = run_passes(host)
         block.calls[call] = _runner(block.evaluator(comm, call), block.tensors)
+    block.calls[TORCH] = lambda: block.in_torch(in_turn(comm))
     return block
 
 
@@ -207,36 +222,60 @@ def _own_tensors(local: LocalProgram, shape: Shape, comm: Communicator) -> dict[
     return tensors
 
 
-def _gather(x: Tensor, comm: Communicator) -> Tensor:
-    full = x.new_empty(comm.mesh.size("tp") * x.shape[0], *x.shape[1:])
-    comm.all_gather("tp", x, full, 0).wait()
-    return full
+def in_turn(comm: Communicator) -> Products:
+    """Torch's matmuls and NCCL's collectives, one after the other."""
+    size = comm.mesh.size("tp")
+
+    def gathered(x: Tensor, w: Tensor) -> Tensor:
+        full = x.new_empty(size * x.shape[0], x.shape[1])
+        comm.all_gather("tp", x, full, 0).wait()
+        return full @ w.T
+
+    def scattered(x: Tensor, w: Tensor) -> Tensor:
+        own = x.new_empty(x.shape[0] // size, w.shape[0])
+        comm.reduce_scatter("tp", x @ w.T, own, 0, "sum").wait()
+        return own
+
+    return Products(gathered=gathered, scattered=scattered)
 
 
-def _scatter(x: Tensor, comm: Communicator) -> Tensor:
-    own = x.new_empty(x.shape[0] // comm.mesh.size("tp"), *x.shape[1:])
-    comm.reduce_scatter("tp", x, own, 0, "sum").wait()
-    return own
+def fused(comm: NcclCommunicator) -> Products:
+    """Torch's own overlapped matmuls."""
+    name = comm.group("tp")[0].group_name
+    ops = torch.ops.symm_mem
+    return Products(
+        gathered=lambda x, w: ops.fused_all_gather_matmul(x, [w.T], 0, name)[1][0],
+        scattered=lambda x, w: ops.fused_matmul_reduce_scatter(x, w.T, "sum", 0, name),
+    )
 
 
-def _torch_mlp(x: Tensor, own: Mapping[str, Tensor], comm: Communicator) -> Tensor:
-    up = _gather(x, comm) @ own["w_up"].flatten(0, 1).T
+def alone(comm: Communicator) -> Products:
+    """The matmuls without a collective: of whatever is in memory, and of partial results."""
+    size = comm.mesh.size("tp")
+    return Products(
+        gathered=lambda x, w: x.new_empty(size * x.shape[0], x.shape[1]) @ w.T,
+        scattered=lambda x, w: (x @ w.T)[: x.shape[0] // size],
+    )
+
+
+def _torch_mlp(x: Tensor, own: Mapping[str, Tensor], products: Products) -> Tensor:
+    up = products.gathered(x, own["w_up"].flatten(0, 1))
     gate, other = up.chunk(2, 1)
-    return _scatter((F.silu(gate) * other) @ own["w_down"].flatten(1).T, comm)
+    return products.scattered(F.silu(gate) * other, own["w_down"].flatten(1))
 
 
-def _torch_transformer(own: Mapping[str, Tensor], comm: Communicator) -> Tensor:
-    x, weights = own["x"], own["wqkv"]
+def _torch_transformer(x: Tensor, own: Mapping[str, Tensor], products: Products) -> Tensor:
+    weights = own["wqkv"]
     heads, kinds, dim, hidden = weights.shape
     normed = F.rms_norm(x, (hidden,), own["norm0"], EPS)
-    qkv = (_gather(normed, comm) @ weights.view(-1, hidden).T).view(-1, heads, kinds, dim)
+    qkv = products.gathered(normed, weights.view(-1, hidden)).view(-1, heads, kinds, dim)
     turned = rope(qkv[:, :, :-1], own["positions"], own["rope_table"])
     q, k = turned[:, :, :-1].flatten(1, 2), turned[:, :, -1]
     rows = (each.transpose(0, 1).unsqueeze(0) for each in (q, k, qkv[:, :, -1]))
     mixed = F.scaled_dot_product_attention(*rows, is_causal=True, enable_gqa=True)
     flat = mixed[0].transpose(0, 1).flatten(1)
-    mid = x + _scatter(flat @ own["wo"].flatten(1).T, comm)
-    return mid + _torch_mlp(F.rms_norm(mid, (hidden,), own["norm1"], EPS), own, comm)
+    mid = x + products.scattered(flat, own["wo"].flatten(1))
+    return mid + _torch_mlp(F.rms_norm(mid, (hidden,), own["norm1"], EPS), own, products)
 
 
 def median_us(calls: Mapping[str, Call]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Matmuls with a collective, and a tensor-parallel MLP, beside torch's ways, alternating in one
+"""Matmuls with a collective, and blocks of a transformer, beside torch's ways, alternating in one
 run: `python -m bench.overlap --ranks 2`, on as many Hopper GPUs of one host.
 
 Writes bench/results/overlap-<device>-tp<N>.json, a record a case (records.py). Times are the
@@ -10,19 +10,30 @@ import argparse
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
-import torch.nn.functional as F
 from torch import Tensor
 
+from bench.blocks import (
+    OURS,
+    Shape,
+    alone,
+    fused,
+    in_turn,
+    mlp_block,
+    transformer_block,
+)
 from bench.ranks import run_on_ranks
 from bench.records import RESULTS, Record, current_commit, result_name, write_records
 from distmega.hostir.nccl import NcclCommunicator
-from distmega.kernels import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter, pointwise
+from distmega.kernels import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+from distmega.kernels.copy_engines import CopyCommunicator
 from distmega.kernels.gemm.workspace import workspace_of
+from distmega.sharding.overlap import CHEAPEST
 
 ROUNDS = 9
 AHEAD_CYCLES = 2_000_000
@@ -33,6 +44,7 @@ SHAPES = [(4096, *NARROW), (16384, *LONG), (8192, *WIDE), (1024, *WIDE), (128, *
           (256, *WIDE), (512, *WIDE), (1024, *NARROW), (2048, *WIDE), (4096, *WIDE), (128, *LONG),
           (512, *LONG), (1024, *LONG), (16384, *WIDE)]  # fmt: skip
 """Those that say most come first."""
+BLOCK_ROWS = (4096, 1024, 8192)
 Call = Callable[[], object]
 SEQUENTIAL, FUSED = "cuBLAS then NCCL", "torch fused"
 
@@ -112,32 +124,20 @@ class Operands:
                  collective=lambda: dist.all_reduce(partial, group=self.group)),
         ]  # fmt: skip
 
-    def mlp(self) -> Case:
-        """silu(x w1') * (x w3') w2', rows of x and of the result on their ranks."""
-        gate = random(2 * self.inner // self.comm.mesh.num_ranks, self.hidden)
 
-        def ours() -> Tensor:
-            a, b = all_gather_matmul(self.own, gate, self.comm).chunk(2, 1)
-            h = pointwise("silu(a0) * a1", a, b)
-            assert isinstance(h, Tensor)
-            return matmul_reduce_scatter(h, self.down, self.comm)
-
-        def product(x: Tensor) -> Tensor:
-            a, b = x.chunk(2, 1)
-            return F.silu(a) * b
-
-        def sequential() -> Tensor:
-            return self.scatter(product(self.gather() @ gate.T) @ self.down.T)
-
-        def fused() -> Tensor:
-            return self.fused_scatter(product(self.fused_gather(gate)), self.down)
-
-        return Case(
-            name=f"mlp M={self.rows} hidden={self.hidden} inner={self.inner}",
-            calls={"ours": ours, SEQUENTIAL: sequential, FUSED: fused},
-            matmul=lambda: product(self.full @ gate.T) @ self.down.T,
-            collective=lambda: self.scatter(self.gather()),
-        )
+def block_cases(comm: NcclCommunicator, rows: int) -> list[Case]:
+    """The MLP and a transformer block as the host program runs them, and in plain torch; the floor
+    is torch without collectives.
+    """
+    cases = []
+    for make in (mlp_block, transformer_block):
+        block = make(comm, Shape(rows=rows, hidden=WIDE[0], inner=WIDE[1]), ways={OURS: CHEAPEST})
+        calls = {"ours": block.calls[OURS]}
+        for name, products in ((SEQUENTIAL, in_turn(comm)), (FUSED, fused(comm))):
+            calls[name] = partial(block.in_torch, products)
+        least = partial(block.in_torch, alone(comm))
+        cases.append(Case(name=block.name, calls=calls, matmul=least, collective=least))
+    return cases
 
 
 def random(*shape: int) -> Tensor:
@@ -182,25 +182,38 @@ def measure(case: Case, num_ranks: int, commit: str) -> Record:
     )
 
 
-def run_rank(comm: NcclCommunicator, options: argparse.Namespace) -> None:
+def run_rank(given: NcclCommunicator, options: argparse.Namespace) -> None:
     """What each process does; rank 0 prints and writes."""
     end = time.monotonic() + options.seconds
-    stem = result_name("overlap", torch.cuda.get_device_name())
-    path = options.results / f"{stem}-tp{options.ranks}.json"
+    torch.set_default_device("cuda")
+    comm = CopyCommunicator(given.mesh, given.rank)
     shapes = [shape for shape in SHAPES if shape[0] in options.rows or not options.rows]
-    workspace_of(comm, "tp", max(4 * rows * hidden for rows, hidden, _ in shapes))
-    for rows, hidden, inner in shapes:
-        if max(comm.all_gather_object(time.monotonic() > end)):
-            break
-        operands = Operands(comm, rows, hidden, inner)
-        block = [operands.mlp()] if (hidden, inner) == WIDE and rows >= 1024 else []
-        for case in [*operands.cases(), *block]:
-            record = measure(case, options.ranks, options.commit)
-            if comm.rank == 0:
-                write_records(path, [record])
-                print(summary(record), flush=True)
-        del operands, block, case
-        torch.cuda.empty_cache()
+    blocks = [rows for rows in BLOCK_ROWS if rows in options.rows or not options.rows]
+    workspace_of(comm, "tp", max((4 * rows * hidden for rows, hidden, _ in shapes), default=1))
+    for shape in shapes:
+        _record(comm, partial(_shape_cases, comm, shape), options, end)
+    for rows in blocks:
+        _record(comm, partial(block_cases, comm, rows), options, end)
+
+
+def _shape_cases(comm: NcclCommunicator, shape: tuple[int, int, int]) -> list[Case]:
+    return Operands(comm, *shape).cases()
+
+
+def _record(
+    comm: NcclCommunicator, make: Callable[[], list[Case]], options: argparse.Namespace, end: float
+) -> None:
+    """Measures and writes some cases, unless the time is over on any rank; frees their memory."""
+    if max(comm.all_gather_object(time.monotonic() > end)):
+        return
+    stem = result_name("overlap", torch.cuda.get_device_name())
+    for case in make():
+        record = measure(case, options.ranks, options.commit)
+        if comm.rank == 0:
+            write_records(options.results / f"{stem}-tp{options.ranks}.json", [record])
+            print(summary(record), flush=True)
+    del case
+    torch.cuda.empty_cache()
 
 
 def summary(record: Record) -> str:
