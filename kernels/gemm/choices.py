@@ -43,25 +43,25 @@ STAGES = {256: 4, 128: 6}
 """Slots of the ring by columns of a tile: what fits into shared memory."""
 STREAMING = 1.1
 """How much longer than torch's the kernel takes where reading the operands is all that counts."""
+DOUBT = 1.02
+"""By how much the kernel must be expected to win: it is predicted a little too well."""
 PARTS = (1, 2, 4)
 """Into how many parts a band is cut to be sent."""
-EVENT_ROWS = (256, 512, 1024)
-"""Least rows of A that one copy brings: many for full bandwidth, few where ranks wait for them."""
+MIN_EVENT_ROWS = 1024
+"""Rows of A that one copy brings: each copy costs some microseconds of the link."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
     """How a matmul with its collective runs. If it is "tiles", the rest is of the kernel:
-    event_rows of one copy if it gathers, lag, parts, pushes as in plan_sending if it sends.
+    lag, parts as in plan_sending if it sends.
     """
 
     way: Way
     us: float
     tiles: Tiles | None = None
-    event_rows: int = 0
     lag: int = 0
     parts: int = 1
-    pushes: bool = False
 
 
 def kernel_us(extents: Extents, tile_n: int, rates: Rates) -> float:
@@ -143,22 +143,15 @@ def tiles_choice(kind: Kind, extents: Extents, rates: Rates) -> Choice:
             tiles = Tiles(tile_n=tile_n, stages=stages, group=group)
             least = rates.start_us + STREAMING * _stream_us(extents, group, rates)
             if kind == "gather":
-                for rows in sorted({event_rows(extents, n) for n in EVENT_ROWS}, reverse=True):
-                    us = max(gather_us(extents, tiles, rows, rates), least)
-                    found.append(Choice(way="tiles", us=us, tiles=tiles, event_rows=rows))
+                us = gather_us(extents, tiles, event_rows(extents), rates)
+                found.append(Choice(way="tiles", us=max(us, least), tiles=tiles))
                 continue
             shares = kind == "reduce"
-            lags = {0, 2} if chunk_rows // group > 2 else {0}
-            ways = product(lags, PARTS, (False, True)[: 1 + shares])
-            for lag, parts, pushes in ways:
-                plan = plan_sending(
-                    extents, tiles, rates.num_sms, lag=lag, parts=parts, shares=shares,
-                    pushes=pushes,
-                )  # fmt: skip
+            lags = (0, 2) if chunk_rows // group > 2 else (0,)
+            for lag, parts in product(lags, PARTS):
+                plan = plan_sending(extents, tiles, lag=lag, parts=parts, shares=shares)
                 us = max(send_us(extents, plan, rates), least)
-                found.append(
-                    Choice(way="tiles", us=us, tiles=tiles, lag=lag, parts=parts, pushes=pushes)
-                )
+                found.append(Choice(way="tiles", us=us, tiles=tiles, lag=lag, parts=parts))
     return min(found, key=lambda choice: choice.us)
 
 
@@ -194,12 +187,12 @@ def choose_way(kind: Kind, extents: Extents, rates: Rates) -> Choice:
         found.append(Choice(way="peer", us=peer_us(kind, extents, rates)))
     if can_overlap(kind, extents):
         found.append(tiles_choice(kind, extents, rates))
-    return min(found, key=lambda choice: choice.us)
+    return min(found, key=lambda choice: choice.us * (DOUBT if choice.way == "tiles" else 1.0))
 
 
-def event_rows(extents: Extents, least: int) -> int:
-    """Rows of A in one copy: at least so many where a rank has them, a divisor of a rank's rows."""
+def event_rows(extents: Extents) -> int:
+    """Rows of A in one copy: at least 1024 where a rank has as many, a divisor of a rank's rows."""
     rows = extents.rows // extents.num_ranks
     tiles = rows // TILE_ROWS
     fitting = [n for n in range(1, tiles + 1) if tiles % n == 0]
-    return TILE_ROWS * next((n for n in fitting if n * TILE_ROWS >= least), tiles)
+    return TILE_ROWS * next((n for n in fitting if n * TILE_ROWS >= MIN_EVENT_ROWS), tiles)

@@ -4,8 +4,7 @@ take rows while it runs.
 In: bf16 operands, a Workspace. Out: results of this rank. A gather pushes this rank's rows into the
 peers' rooms, each copy followed by its event word. A sending kernel counts the tiles of each band
 of rows that it has stored, by parts of it; copies, queued behind waits for these counts, push the
-parts into the rooms of those who want them, each followed by an event word. Sums of the last tiles,
-which all programs finish at one time, may be pushed by the kernel itself. Next: kernel.py.
+parts into the rooms of those who want them, each followed by an event word. Next: kernel.py.
 """
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from distmega.errors import HangError
 from distmega.kernels.gemm.choices import Choice, event_rows
-from distmega.kernels.gemm.launch import Peering, launch_matmul, num_sms
+from distmega.kernels.gemm.launch import Peering, launch_matmul
 from distmega.kernels.gemm.rates import TILE_ROWS, Extents, Tiles
 from distmega.kernels.gemm.simulate import SendPlan, place_turns, plan_sending
 from distmega.kernels.gemm.spec import MatmulSpec
@@ -69,7 +68,7 @@ def all_gather_matmul(
         depth=own.shape[1],
         num_ranks=workspace.num_ranks,
     )
-    rows = event_rows(extents, choice.event_rows)
+    rows = event_rows(extents)
     own = own.contiguous()
     room = workspace.room((extents.rows, extents.depth), own.dtype)
     gather_rows(own, workspace, rows)
@@ -82,8 +81,6 @@ def all_gather_matmul(
         arrivals=workspace.arrivals,
         arrival_rows=rows,
         counts=workspace.counts,
-        rooms=workspace.rooms,
-        words=workspace.pushed,
     )
     spec = _spec(choice.tiles, workspace, gathers=True, debug=debug)
     launch_matmul(room, b, out, spec, choice.tiles.group, peering, stuck.words)
@@ -121,10 +118,7 @@ def send_rows(plan: SendPlan, home: Tensor, workspace: Workspace) -> None:
     for chunk, band in place_turns(bands, rank, plan.lag, workspace.num_ranks):
         if chunk == rank and not plan.shares:
             continue
-        last = chunk == rank and band == bands - 1
-        for part, columns in enumerate(plan.copied_columns(last)):
-            if not columns:
-                continue
+        for part, columns in enumerate(plan.part_columns):
             index = (chunk * bands + band) * plan.num_parts + part
             wanted = workspace.expect_count(index, columns * plan.tiles.group)
             wait_word(workspace.count_address(index), wanted, stream)
@@ -152,16 +146,11 @@ def _others(workspace: Workspace) -> list[int]:
 
 
 def await_sums(plan: SendPlan, workspace: Workspace) -> None:
-    """The current stream goes on when all other ranks' sums have come, copied or pushed."""
-    stream = torch.cuda.current_stream()
-    pushed = workspace.expect_pushed(plan.num_late)
-    for source in range(workspace.num_ranks):
-        if source != workspace.rank:
-            word = workspace.arrival_address(
-                workspace.rank, source, plan.num_bands * plan.num_parts
-            )
-            wait_word(word, workspace.epoch, stream)
-            wait_word(workspace.pushed_address(source), pushed, stream)
+    """The current stream goes on when all other ranks' sums have come."""
+    here, word = workspace.rank, plan.num_bands * plan.num_parts
+    for source in _others(workspace):
+        address = workspace.arrival_address(here, source, word)
+        wait_word(address, workspace.epoch, torch.cuda.current_stream())
 
 
 def _send(
@@ -181,11 +170,9 @@ def _send(
     plan = plan_sending(
         extents,
         choice.tiles,
-        num_sms(a.device.index),
         lag=choice.lag,
         parts=choice.parts,
         shares=out is None,
-        pushes=choice.pushes,
     )
     spec = _spec(plan.tiles, workspace, sends="all" if plan.shares else "scatter", debug=debug)
     stuck = Stuck(a.device, debug)
@@ -197,9 +184,6 @@ def _send(
         arrivals=workspace.arrivals,
         home=home,
         counts=workspace.counts,
-        late=plan.num_tiles - plan.num_late,
-        rooms=workspace.rooms,
-        words=workspace.pushed,
     )
     launch_matmul(a, b, result, spec, plan.tiles.group, peering, stuck.words)
     send_rows(plan, home, workspace)

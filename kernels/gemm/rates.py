@@ -21,10 +21,9 @@ class Rates:
     much longer it takes where tiles do not fill waves. memory_bytes_per_us: of reading operands;
     cache_bytes: of a weight that the L2 keeps. nccl_us, nccl_reduce_us: NCCL's gathers and
     scatters, and its all-reduce, by bytes that a rank sends. copy_us, copy_bytes_per_us: of a copy
-    to a peer, from the last store to the event word; copy_gap_us: from a copy to the next. push_us,
-    push_bytes_per_us: where the kernel stores to the peer itself. exchange_us, exchange_peer_us: of
-    copies around a library matmul, and for each peer. two_shot_us, two_shot_bytes_per_us: of
-    torch's all-reduce.
+    to a peer, from the last store to the event word; copy_gap_us: from a copy to the next.
+    exchange_us, exchange_peer_us: of copies around a library matmul, and for each peer.
+    two_shot_us, two_shot_bytes_per_us: of torch's all-reduce.
     """
 
     num_sms: int
@@ -42,8 +41,6 @@ class Rates:
     copy_us: float
     copy_bytes_per_us: float
     copy_gap_us: float
-    push_us: float
-    push_bytes_per_us: float
     exchange_us: float
     exchange_peer_us: float
     two_shot_us: float
@@ -67,9 +64,7 @@ H200 = Rates(
                     (1.68e7, 77.0), (3.36e7, 140.0), (6.7e7, 252.0), (2.7e8, 972.0)),
     copy_us=15.0,
     copy_bytes_per_us=3.6e5,
-    copy_gap_us=2.0,
-    push_us=4.0,
-    push_bytes_per_us=4e4,
+    copy_gap_us=5.0,
     exchange_us=8.0,
     exchange_peer_us=9.7,
     two_shot_us=9.5,

@@ -54,8 +54,7 @@ class SendPlan:
     """What a sending kernel and the copies behind it agree on.
 
     num_bands: of a rank's rows. columns: of tiles; part: so many are sent at once. lag: as
-    place_turns. shares: sums go to all ranks. num_late: so many of the last tiles are pushed to
-    peers by the kernel, whole columns of the last band.
+    place_turns. shares: sums go to all ranks.
     """
 
     tiles: Tiles
@@ -65,39 +64,32 @@ class SendPlan:
     num_tiles: int
     lag: int
     shares: bool
-    num_late: int
 
     @property
     def num_parts(self) -> int:
         """Of a band."""
         return ceil_div(self.columns, self.part)
 
-    def copied_columns(self, last: bool) -> list[int]:
-        """Columns of tiles that copy engines take, by part of a band; last: this rank's last."""
-        end = self.columns - (self.num_late // self.tiles.group if last else 0)
+    @property
+    def part_columns(self) -> list[int]:
+        """Columns of tiles, by part of a band."""
         starts = range(0, self.columns, self.part)
-        return [max(min(self.part, end - start), 0) for start in starts]
+        return [min(self.part, self.columns - start) for start in starts]
 
 
 def plan_sending(
     extents: Extents,
     tiles: Tiles,
-    num_sms: int,
     *,
     lag: int = 0,
     parts: int = 1,
     shares: bool,
-    pushes: bool,
 ) -> SendPlan:
-    """tiles.group is cut to a divisor of a rank's rows, lag 0 means all bands. parts: of a band.
-    pushes: whether the kernel itself sends the sums of its last wave.
-    """
+    """tiles.group is cut to a divisor of a rank's rows, lag 0 means all bands. parts: of a band."""
     chunk_rows = extents.rows // (extents.num_ranks * TILE_ROWS)
     group = band_rows(chunk_rows, tiles.group)
     columns = ceil_div(extents.columns, tiles.tile_n)
     num_tiles = chunk_rows * columns * extents.num_ranks
-    last_wave = (num_tiles - 1) % num_sms + 1
-    late = min(group * ceil_div(last_wave, group), group * columns)
     return SendPlan(
         tiles=replace(tiles, group=group),
         num_bands=chunk_rows // group,
@@ -106,7 +98,6 @@ def plan_sending(
         num_tiles=num_tiles,
         lag=lag or chunk_rows // group,
         shares=shares,
-        num_late=late if shares and pushes else 0,
     )
 
 
@@ -124,24 +115,18 @@ def send_us(extents: Extents, plan: SendPlan, rates: Rates) -> float:
     here = [0.0] * (plan.num_bands * plan.num_parts)
     link, number = 0.0, 0
     for chunk, band in place_turns(plan.num_bands, 0, plan.lag, extents.num_ranks):
-        last = chunk == 0 and band == plan.num_bands - 1
-        copied = plan.copied_columns(last)
-        for part, columns in enumerate(plan.copied_columns(False)):
+        for part, columns in enumerate(plan.part_columns):
             place = band * plan.num_parts + part
-            ends = []
+            done = 0.0
             for _ in range(group * columns):
                 program = number % len(free)
                 end = free[program] + one_us
                 free[program] = end if chunk else max(end, here[place]) + rates.add_us
-                ends.append(free[program])
+                done = max(done, free[program])
                 number += 1
-            if copied[part] and (chunk or plan.shares):
-                sent = copied[part] * column_bytes / rates.copy_bytes_per_us + rates.copy_gap_us
-                done = max(ends[: group * copied[part]])
+            if chunk or plan.shares:
+                sent = columns * column_bytes / rates.copy_bytes_per_us + rates.copy_gap_us
                 link = max(link, done + rates.copy_us) + sent * (1 if chunk else others)
             if chunk:
                 here[place] = max(here[place], link)
-            elif plan.shares and copied[part] < columns:
-                sent = (columns - copied[part]) * column_bytes * others / rates.push_bytes_per_us
-                link = max(link, max(ends) + rates.push_us) + sent
     return max(*free, link)

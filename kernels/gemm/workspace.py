@@ -27,8 +27,7 @@ class Workspace:
     the same order, each on one stream at a time.
 
     stream: for copies to peers. group: of the ranks, for torch's own ops. counts: int32
-    [NUM_COUNTS] of this rank, counted up by kernels. pushed: int64 [num_ranks], addresses of each
-    rank's count of tiles that this rank's kernels have pushed.
+    [NUM_COUNTS] of this rank, counted up by kernels.
     """
 
     def __init__(self, comm: NcclCommunicator, axis: str, room_bytes: int) -> None:
@@ -37,16 +36,13 @@ class Workspace:
         self.epoch = 0
         self._at_words = 2 * self.room_bytes
         size = comm.mesh.size(axis)
-        self._at_pushed: int = self._at_words + size * WORDS.value * WORD_BYTES
-        self._memory = open_symmetric(comm, axis, self._at_pushed + size * WORD_BYTES)
+        self._memory = open_symmetric(comm, axis, self._at_words + size * WORDS.value * WORD_BYTES)
         self.group = comm.group(axis)[0]
         self.backend = self._memory.backend
         self.rank, self.num_ranks = self._memory.place, self._memory.num_ranks
         self.stream = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
         self.counts = torch.zeros(NUM_COUNTS, dtype=torch.int32, device=self._memory.local.device)
-        self._totals = [0] * (NUM_COUNTS + 1)
-        starts = (0, self.room_bytes, self._at_pushed + self.rank * WORD_BYTES)
-        *self._rooms, self.pushed = (self._addresses(start) for start in starts)
+        self._totals = [0] * NUM_COUNTS
 
     def room(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """The current call's room in this rank's memory. RequestError if it is too small."""
@@ -65,11 +61,6 @@ class Workspace:
         return int(self._memory.pointers[rank]) + (self.epoch & 1) * self.room_bytes
 
     @property
-    def rooms(self) -> Tensor:
-        """Addresses of all ranks' rooms of the current call, int64 [num_ranks]."""
-        return self._rooms[self.epoch & 1]
-
-    @property
     def arrivals(self) -> Tensor:
         """Words of this rank that peers' copy engines write, int32 [num_ranks, WORDS]."""
         shape = (self.num_ranks, WORDS.value)
@@ -83,18 +74,6 @@ class Workspace:
     def count_address(self, index: int) -> int:
         """Of a word of `counts`."""
         return self.counts.data_ptr() + index * WORD_BYTES
-
-    def pushed_address(self, source: int) -> int:
-        """Of this rank's count of tiles that kernels of rank `source` have pushed."""
-        return int(self._memory.pointers[self.rank]) + self._at_pushed + source * WORD_BYTES
-
-    def expect_pushed(self, number: int) -> int:
-        """What each of these counts holds when this call has added `number` to it."""
-        return self.expect_count(NUM_COUNTS, number)
-
-    def _addresses(self, start: int) -> Tensor:
-        addresses = [pointer + start for pointer in self._memory.pointers]
-        return torch.tensor(addresses, dtype=torch.int64, device=self._memory.local.device)
 
     def expect_count(self, index: int, number: int) -> int:
         """What a word of `counts` holds when this call has added `number` to it."""

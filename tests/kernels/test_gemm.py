@@ -143,7 +143,7 @@ def test_sending_beside_the_tiles_costs_little_of_sending_behind_them(shares):
     behind = sent_bytes("reduce" if shares else "scatter", extents) / H200.copy_bytes_per_us
     assert least < choice.us < least + behind / 2
     slow = replace(H200, copy_bytes_per_us=H200.copy_bytes_per_us / 100)
-    plan = plan_sending(extents, choice.tiles, H200.num_sms, shares=shares, pushes=False)
+    plan = plan_sending(extents, choice.tiles, shares=shares)
     assert send_us(extents, plan, slow) > 100 * behind
 
 
@@ -154,42 +154,29 @@ def test_bytes_of_a_collective():
     assert sent_bytes("reduce", extents) == 2 * 2 * 3072 * 8192
 
 
-@given(
-    tiles=st.integers(1, 256), num_ranks=st.sampled_from([2, 4, 8]),
-    least=st.sampled_from([0, 256, 1024]),
-)  # fmt: skip
-def test_copies_are_whole_tiles_and_divide_a_ranks_rows(tiles, num_ranks, least):
+@given(tiles=st.integers(1, 256), num_ranks=st.sampled_from([2, 4, 8]))
+def test_copies_are_whole_tiles_and_divide_a_ranks_rows(tiles, num_ranks):
     extents = Extents(rows=128 * tiles * num_ranks, columns=1024, depth=1024, num_ranks=num_ranks)
-    rows = event_rows(extents, least)
+    rows = event_rows(extents)
     assert rows % 128 == 0
     assert 128 * tiles % rows == 0
-    assert rows >= min(least, 128 * tiles)
+    assert rows >= min(1024, 128 * tiles)
 
 
 @given(
     chunk_rows=st.integers(1, 40), columns=st.integers(1, 60), ranks=st.sampled_from([2, 4, 8]),
     most=st.sampled_from([1, 2, 4, 8]), parts=st.integers(1, 5),
 )  # fmt: skip
-def test_the_last_wave_is_pushed_as_columns_of_the_last_band(
-    chunk_rows, columns, ranks, most, parts
-):
+def test_parts_of_a_band_are_all_its_columns(chunk_rows, columns, ranks, most, parts):
     extents = Extents(rows=128 * chunk_rows * ranks, columns=256 * columns, depth=64,
                       num_ranks=ranks)  # fmt: skip
     tiles = Tiles(tile_n=256, stages=4, group=most)
-    plan = plan_sending(extents, tiles, 132, parts=parts, shares=True, pushes=True)
-    group = plan.tiles.group
-    assert plan.num_tiles == chunk_rows * columns * ranks
-    assert plan.num_late % group == 0
-    assert 0 < plan.num_late <= group * columns
-    assert sum(plan.copied_columns(True)) == columns - plan.num_late // group
-    assert sum(plan.copied_columns(False)) == columns
-    assert len(plan.copied_columns(True)) == len(plan.copied_columns(False)) == plan.num_parts
-    last_wave = plan.num_tiles - (plan.num_tiles - 1) // 132 * 132
-    assert plan.num_late >= min(last_wave, group * columns)
-    assert plan.num_late < last_wave + group
-    scattering = plan_sending(extents, tiles, 132, shares=False, pushes=True)
-    copying = plan_sending(extents, tiles, 132, shares=True, pushes=False)
-    assert scattering.num_late == copying.num_late == 0
+    plan = plan_sending(extents, tiles, parts=parts, shares=True)
+    assert plan.num_tiles == plan.num_bands * plan.tiles.group * columns * ranks
+    assert plan.num_bands * plan.tiles.group == chunk_rows
+    assert sum(plan.part_columns) == columns
+    assert len(plan.part_columns) == plan.num_parts <= min(parts, columns)
+    assert min(plan.part_columns) > 0
 
 
 @given(chunk_rows=st.integers(1, 200), most=st.integers(1, 16))

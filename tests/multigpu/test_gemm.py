@@ -88,9 +88,9 @@ def use_every_tile(comm: NcclCommunicator) -> None:
             total = torch.stack([product(*part) for part in parts]).sum(0).bfloat16()
             found = overlap.matmul_reduce_scatter(*parts[rank], shared, choice, debug=True)
             assert torch.equal(found, total.chunk(size)[rank])
-            for pushes in (False, True):
-                pushing = replace(choice, pushes=pushes)
-                found = overlap.matmul_all_reduce(*parts[rank], shared, pushing, debug=True)
+            for num_parts in (1, 2, 4):
+                cut = replace(choice, parts=num_parts)
+                found = overlap.matmul_all_reduce(*parts[rank], shared, cut, debug=True)
                 assert torch.equal(found, total)
 
 
