@@ -50,7 +50,7 @@ def join_handles(handles: Sequence[Handle]) -> Handle:
         for handle in handles:
             handle.wait()
 
-    return Handle(finish)
+    return Handle(finish, lambda: [handle.follow() for handle in handles])
 
 
 _MERGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
