@@ -242,7 +242,7 @@ def _host(rates: OverlapRates, clock: _Clock, comm: NcclCommunicator, axis: str)
     start = time.perf_counter()
     run()
     issued = time.perf_counter() - start
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         run()
     graph.replay()
     torch.cuda.synchronize()
