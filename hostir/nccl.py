@@ -18,6 +18,7 @@ from distmega.hostir.collectives import Handle, join_handles
 from distmega.hostir.comm import GlooCommunicator, TeamCommunicator, flat_bytes
 from distmega.hostir.nccl_signals import Signals
 from distmega.sharding.mesh import DeviceMesh
+from distmega.sharding.stages import AXIS
 
 T = TypeVar("T")
 
@@ -38,7 +39,18 @@ class NcclCommunicator(TeamCommunicator):
         self._pending: list[dist.P2POp] | None = None
         for axis in mesh.names:
             self.all_gather(axis, *self._probe(mesh.size(axis)), 0).wait()
+            if axis == AXIS:
+                self._connect(axis)
         torch.cuda.synchronize()
+
+    def _connect(self, axis: str) -> None:
+        """Sends something from each of the team to each. NCCL connects two ranks when they first
+        send to each other, and wants both to group their sends and receives alike then; stages do
+        not.
+        """
+        size = self.mesh.size(axis)
+        x, out = torch.zeros(size, 1, device="cuda"), torch.empty(1, size, device="cuda")
+        self.all_to_all(axis, x, out, 1, 0).wait()
 
     def group(self, axis: str) -> tuple[dist.ProcessGroup, Sequence[int]]:
         """The process group of this rank's team of two or more, and the place of each of the team,

@@ -95,11 +95,12 @@ def _find_root_cause(team: Team, first: Failed | Died, num_ranks: int) -> Distme
         failures += [report for report in reports if isinstance(report, Failed | Died)]
     cause = min(failures, key=_distance)
     error = describe_failure(cause, num_ranks)
-    others = [f.error for f in failures if isinstance(f, Failed) and f is not cause]
-    hangs = [other.found for other in others if isinstance(other, HangError)]
-    if isinstance(error, HangError) and hangs:
-        found = "; ".join((error.found, *hangs))
-        return HangError(found, expected=error.expected, remedy=error.remedy)
+    alike = [
+        f.error for f in failures if isinstance(f, Failed) and _distance(f) == _distance(cause)
+    ]
+    if _distance(cause) and isinstance(error, HangError | RankFailure):
+        found = "; ".join(dict.fromkeys((error.found, *(e.found for e in alike if e))))
+        return type(error)(found, expected=error.expected, remedy=error.remedy)
     return error
 
 

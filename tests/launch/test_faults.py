@@ -38,18 +38,15 @@ def failure_of(fault: Fault, **options) -> DistmegaError:
     return failure.value
 
 
-def test_a_killed_rank_is_named() -> None:
-    error = failure_of(Fault(kind="kill", timeout_s=LIMIT_S))
-    assert isinstance(error, RankFailure)
-    assert "rank 1 of 2 was killed by SIGKILL" in str(error)
-
-
-def test_a_killed_rank_is_replaced_and_the_request_finished(tmp_path: Path) -> None:
+def test_a_killed_rank_is_named_and_replaced_and_the_request_finished(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     fault = Fault(kind="kill", timeout_s=LIMIT_S, once=tmp_path / "killed")
     *tokens, last = run(fault, max_restarts=1)
     assert isinstance(last, Result)
     emitted = [event.value for event in tokens if isinstance(event, Emitted)]
     assert emitted == last.value == sound_tokens()
+    assert "rank 1 of 2 was killed by SIGKILL" in caplog.text
 
 
 def test_a_delayed_rank_delays_the_others_and_no_more() -> None:

@@ -92,6 +92,8 @@ def test_micro_batches_pass_through_the_stages(device: str, num_ranks: int, run_
     run_ranks(f"{HERE}:run_stages", device, num_ranks)
 
 
-@pytest.mark.parametrize(("device", "num_ranks", "model"), CASES)
+@pytest.mark.parametrize(
+    ("device", "num_ranks", "model"), [case for case in CASES if "qwen3-8b" not in case.values]
+)
 def test_stages_decode_as_one_rank(device: str, num_ranks: int, model: str, run_ranks):
     run_ranks(f"{HERE}:decode_in_stages", device, num_ranks, model)
