@@ -1,8 +1,7 @@
-"""Attention tasks on the compute warps: one kv head's query group over one split of the context,
-and the sum over the splits.
+"""Attention tasks on the compute warps: one kv head's query group over one split of the context.
 
-In: tagged words of the qkv output, cached keys and values in the ring. Out: tagged words of the
-attention output (bf16 pairs), and the new position in the cache. Next on the walk: kernel.py.
+In: tagged words of the qkv output, cached keys and values in the ring. Out: what splits.py writes,
+and the new position in the cache. Next on the walk: splits.py.
 """
 
 from triton.experimental import gluon
@@ -12,11 +11,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from distmega.kernels.hopper.device import (
     as_float,
-    bf16_pair,
     clock,
     fence_all,
-    tagged,
-    tagged_float,
 )
 from distmega.kernels.hopper.fields import (
     ATT_K_NORM,
@@ -25,41 +21,32 @@ from distmega.kernels.hopper.fields import (
     ATT_QUERY0,
     ATT_SPLIT,
     ATT_V_ROW,
-    DST,
     HEAD,
     MAX_SPLITS,
-    PARTIAL,
     SRC,
     WINDOW,
 )
-from distmega.kernels.hopper.linear import store_pairs
 from distmega.kernels.hopper.loader import first_seen, num_active_splits
 from distmega.kernels.hopper.shapes import (
-    GROUP_LIMIT,
     KV_DOT,
-    MAX_SPLITS_LIMIT,
     MMA3,
     MMA_M,
     NUM_WARPS,
-    PAIR_OUT,
-    PARTIAL_EXTRA,
     POSITIONS,
     Q_DOT,
     QUERY,
     TILE_ROWS,
-    TWOS,
-    WARP_SUM,
     head_rows,
 )
-from distmega.kernels.hopper.spins import spin2, spin4
+from distmega.kernels.hopper.spins import spin_rows
+from distmega.kernels.hopper.splits import write_rows
 
 
 @gluon.jit
-def four_words(exchange, pointers, tag, wanted, ROWS_: gl.constexpr, COLUMNS: gl.constexpr):
-    """[ROWS_, COLUMNS] float32 from tagged words, four consecutive ones a pointer."""
-    w0, w1, w2, w3 = spin4(exchange, pointers, tag, wanted)
+def half_rows(w0, w1, w2, w3, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
+    """[16, COLUMNS] float32 from payloads, four consecutive ones a thread."""
     joined = gl.join(gl.join(w0, w2), gl.join(w1, w3))
-    return as_float(gl.reshape(joined, [ROWS_, COLUMNS]))
+    return gl.convert_layout(as_float(gl.reshape(joined, [MMA_M, COLUMNS])), LAYOUT)
 
 
 @gluon.jit
@@ -95,8 +82,9 @@ def rotated_rows(
         weight = gl.where(rows < G, words[ATT_Q_NORM], words[ATT_K_NORM])
         weight1 = gl.load(vectors + weight + gl.expand_dims(columns, 0)).to(gl.float32)
         weight2 = gl.load(vectors + weight + half + gl.expand_dims(columns, 0)).to(gl.float32)
-    a = gl.convert_layout(four_words(exchange, at, tag, wanted, MMA_M, half), PAIR)
-    b = gl.convert_layout(four_words(exchange, at + half, tag, wanted, MMA_M, half), PAIR)
+    w0, w1, w2, w3, w4, w5, w6, w7 = spin_rows(exchange, at, tag, wanted, D)
+    a = half_rows(w0, w1, w2, w3, half, PAIR)
+    b = half_rows(w4, w5, w6, w7, half, PAIR)
     is_value = rows > G
     if QK_NORM:
         inv = gl.rsqrt(gl.expand_dims(gl.sum(a * a + b * b, axis=1), 1) / D + eps)
@@ -206,55 +194,6 @@ def new_value(qs, h: gl.constexpr, G: gl.constexpr):
 
 
 @gluon.jit
-def write_half(
-    words,
-    exchange,
-    o,
-    ml,
-    scratch,
-    tag,
-    active,
-    split,
-    h: gl.constexpr,
-    D: gl.constexpr,
-    G: gl.constexpr,
-):
-    """Sums 64 columns over the warps; final bf16 pairs when one split is active, else a partial."""
-    low, _ = gl.split(gl.permute(gl.reshape(o, [NUM_WARPS, 2, GROUP_LIMIT, 64]), [0, 2, 3, 1]))
-    scratch.store(low)
-    slim: gl.constexpr = gl.SliceLayout(2, WARP_SUM)
-    m = ml.index(0).slice(0, GROUP_LIMIT, dim=1).load(slim)
-    highest = gl.max(m, axis=0)
-    weight = gl.exp2(m - gl.expand_dims(highest, 0))
-    sums = gl.sum(weight * ml.index(1).slice(0, GROUP_LIMIT, dim=1).load(slim), axis=0)
-    y = gl.sum(scratch.load(WARP_SUM) * gl.expand_dims(weight, 2), axis=0)
-    OUT: gl.constexpr = gl.SliceLayout(0, WARP_SUM)
-    sums = gl.convert_layout(sums, gl.SliceLayout(1, OUT))
-    highest = gl.convert_layout(highest, gl.SliceLayout(1, OUT))
-    r = gl.arange(0, GROUP_LIMIT, layout=gl.SliceLayout(1, OUT))
-    query = words[ATT_QUERY0] + r
-    if active == 1:
-        y = y / gl.expand_dims(sums, 1)
-        a, b = gl.split(gl.reshape(y, [GROUP_LIMIT, 32, 2]))
-        payload = gl.convert_layout(bf16_pair(a, b), PAIR_OUT)
-        own = gl.arange(0, GROUP_LIMIT, layout=gl.SliceLayout(1, PAIR_OUT))
-        pair = gl.expand_dims(gl.arange(0, 32, layout=gl.SliceLayout(0, PAIR_OUT)), 0)
-        final = words[DST] + h * 32 + gl.expand_dims((words[ATT_QUERY0] + own) * (D // 2), 1)
-        inside = (gl.expand_dims(own, 1) < G) & (pair >= 0)
-        gl.store(exchange + final + pair, tagged(payload, tag), mask=inside)
-    else:
-        stride: gl.constexpr = D + PARTIAL_EXTRA
-        row = exchange + words[PARTIAL] + (query * words[MAX_SPLITS] + split) * stride
-        c = gl.arange(0, 64, layout=gl.SliceLayout(0, OUT))
-        mask = gl.expand_dims(r < G, 1) & gl.expand_dims(c >= 0, 0)
-        at = gl.expand_dims(row, 1) + gl.expand_dims(c, 0) + h * 64
-        gl.store(at, tagged_float(y, tag), mask=mask)
-        if h == 0:
-            gl.store(row + D, tagged_float(highest, tag), mask=r < G)
-            gl.store(row + D + 1, tagged_float(sums, tag), mask=r < G)
-
-
-@gluon.jit
 def attention_task(
     words,
     exchange,
@@ -269,6 +208,7 @@ def attention_task(
     qs,
     ml,
     scratch,
+    scratch1,
     bufs,
     ready,
     free,
@@ -308,7 +248,6 @@ def attention_task(
         o0 = gl.zeros([NUM_WARPS, MMA_M, 64], gl.float32, layout=MMA3)
         o1 = o0
         if split == 0:
-            append_position(words, cache, position, a, b, D, G)
             m, l = begin_new(qs, scale, G, HALVES)
             o0 = new_value(qs, 0, G)
             o1 = new_value(qs, HALVES - 1, G)
@@ -335,12 +274,9 @@ def attention_task(
             )
         if TRACE:
             gl.store(stamps + 2, clock())
-        ml.index(0).store(m)
-        ml.index(1).store(l)
-        write_half(words, exchange, o0, ml, scratch, tag, active, split, 0, D, G)
-        if HALVES == 2:
-            write_half(words, exchange, o1, ml, scratch, tag, active, split, 1, D, G)
+        write_rows(words, exchange, o0, o1, m, l, ml, scratch, scratch1, tag, active, split, D, G)
         if split == 0:
+            append_position(words, cache, position, a, b, D, G)
             fence_all()
     return it
 
@@ -350,40 +286,3 @@ def queries(qs, h: gl.constexpr):
     """Half h of the queries as an operand of every warp's product."""
     q = gl.expand_dims(qs.index(h).load(gl.SliceLayout(0, Q_DOT)), 0)
     return gl.convert_layout(q.broadcast_to([NUM_WARPS, MMA_M, 64]), Q_DOT)
-
-
-@gluon.jit
-def combine_task(
-    words,
-    exchange,
-    position,
-    tag,
-    min_blocks,
-    D: gl.constexpr,
-):
-    """Output of one query head from the partials of its splits, in split order."""
-    active = num_active_splits(position, words[WINDOW], words[MAX_SPLITS], min_blocks)
-    if active > 1:
-        combine_splits(words, exchange, active, tag, D)
-
-
-@gluon.jit
-def combine_splits(words, exchange, active, tag, D: gl.constexpr):
-    """The sum itself."""
-    stride: gl.constexpr = D + PARTIAL_EXTRA
-    QUAD: gl.constexpr = head_rows(D // 4, 1)
-    VALUE: gl.constexpr = head_rows(D, 4)
-    base = exchange + words[PARTIAL] + words[HEAD] * words[MAX_SPLITS] * stride
-    s = gl.arange(0, MAX_SPLITS_LIMIT, layout=gl.SliceLayout(1, QUAD))
-    c = gl.arange(0, D // 4, layout=gl.SliceLayout(0, QUAD))
-    at = base + gl.expand_dims(s * stride, 1) + gl.expand_dims(c * 4, 0)
-    wanted = gl.expand_dims(s < active, 1) & gl.expand_dims(c >= 0, 0)
-    o = gl.convert_layout(four_words(exchange, at, tag, wanted, MAX_SPLITS_LIMIT, D), VALUE)
-    s = gl.arange(0, MAX_SPLITS_LIMIT, layout=gl.SliceLayout(1, VALUE))
-    m_bits, l_bits = spin2(exchange, base + s * stride + D, tag, s < active)
-    m = gl.where(s < active, as_float(m_bits), float("-inf"))
-    weight = gl.exp2(m - gl.max(m, axis=0))
-    weight = weight / gl.sum(weight * as_float(l_bits), axis=0)
-    y = gl.sum(o * gl.expand_dims(weight, 1), axis=0)
-    y = gl.convert_layout(y, TWOS)
-    store_pairs(exchange, words[DST] + words[HEAD] * (D // 2), y, tag, D // 2, D)

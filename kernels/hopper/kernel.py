@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from distmega.kernels.gluon_compat import reinterpret
-from distmega.kernels.hopper.attention import attention_task, combine_task
+from distmega.kernels.hopper.attention import attention_task
 from distmega.kernels.hopper.device import clock, fence_all, fetch
 from distmega.kernels.hopper.fields import (
     GREEDY,
@@ -50,6 +50,7 @@ from distmega.kernels.hopper.shapes import (
     X_PAIRS_SHARED,
     X_SHARED,
 )
+from distmega.kernels.hopper.splits import combine_task
 from distmega.kernels.hopper.team import embed_task, most_likely, pass_barrier
 
 
@@ -58,9 +59,9 @@ def compute(
     queue, num_instructions, num_instructions_max, num_steps, num_layers, state, tokens, exchange,
     vectors, embed, cache, rope, residual, logits, best_words, num_sms, peers, place, first_id,
     min_blocks, eps, inv_hidden, scale, sampling, seeds, sample_words, trace, xs, x_pairs, squares,
-    red, red_rows, qs, ml, scratch, bufs, ready, free, step_bar, D: gl.constexpr, G: gl.constexpr,
-    H: gl.constexpr, KVH: gl.constexpr, QK_NORM: gl.constexpr, CHOICE: gl.constexpr, HEAD_ROWS:
-    gl.constexpr, RANKS: gl.constexpr, BARRIERS: gl.constexpr, STAGES: gl.constexpr,
+    red, red_rows, qs, ml, scratch0, scratch1, bufs, ready, free, step_bar, D: gl.constexpr, G:
+    gl.constexpr, H: gl.constexpr, KVH: gl.constexpr, QK_NORM: gl.constexpr, CHOICE: gl.constexpr,
+    HEAD_ROWS: gl.constexpr, RANKS: gl.constexpr, BARRIERS: gl.constexpr, STAGES: gl.constexpr,
     TRACE: gl.constexpr,
 ):
     """Partition of eight warps. A datum of layer l and step s is tagged s * num_layers + l + 1."""
@@ -92,8 +93,8 @@ def compute(
             if words[OPCODE] == OP_ATTENTION:
                 it = attention_task(
                     words, exchange, vectors, cache, rope, position0 + step, tag, eps, scale,
-                    min_blocks, qs, ml, scratch, bufs, ready, free, it, at, D, G, H, KVH, QK_NORM,
-                    STAGES, TRACE,
+                    min_blocks, qs, ml, scratch0, scratch1, bufs, ready, free, it, at, D, G, H, KVH,
+                    QK_NORM, STAGES, TRACE,
                 )
             elif words[OPCODE] == OP_COMBINE:
                 combine_task(words, exchange, position0 + step, tag, min_blocks, D)
@@ -176,9 +177,11 @@ def decode(
         red, gl.float32, [GROUP_UNITS * NUM_WARPS, UNIT_ROWS, UNIT_ROWS], PLAIN3
     )
     squares = gl.allocate_shared_memory(gl.float32, [NUM_WARPS], PLAIN)
-    qs = gl.allocate_shared_memory(gl.bfloat16, [D // 64, MMA_M, 64], PLAIN2)
     ml = gl.allocate_shared_memory(gl.float32, [2, NUM_WARPS, MMA_M], PLAIN2)
-    scratch = reinterpret(xs, gl.float32, [NUM_WARPS, 8, 64], PLAIN3)
+    # attention has no use for x and the sums of linears, nor they for what it keeps there
+    qs = reinterpret(red, gl.bfloat16, [D // 64, MMA_M, 64], PLAIN2)
+    scratch0 = reinterpret(xs, gl.float32, [NUM_WARPS, 8, 64], PLAIN3)
+    scratch1 = reinterpret(red, gl.float32, [NUM_WARPS, 8, 64], PLAIN3)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     step_bar = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
@@ -195,9 +198,9 @@ def decode(
                     queue, num_instructions, max_instructions, num_steps, num_layers, state, tokens,
                     exchange, vectors, embed, cache, rope, residual, logits, best_words, num_sms,
                     peers, place, first_id, min_blocks, eps, inv_hidden, scale, sampling, seeds,
-                    sample_words, trace, xs, x_pairs, squares, red, red_rows, qs, ml, scratch, bufs,
-                    ready, free, step_bar, D, G, H, KVH, QK_NORM, CHOICE, HEAD_ROWS, RANKS,
-                    BARRIERS, STAGES, TRACE,
+                    sample_words, trace, xs, x_pairs, squares, red, red_rows, qs, ml, scratch0,
+                    scratch1, bufs, ready, free, step_bar, D, G, H, KVH, QK_NORM, CHOICE, HEAD_ROWS,
+                    RANKS, BARRIERS, STAGES, TRACE,
                 ),
             ),
             (

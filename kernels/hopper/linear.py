@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from distmega.kernels.gluon_compat import cta_barrier
+from distmega.kernels.gluon_compat import cta_barrier, reinterpret
 from distmega.kernels.hopper.device import (
     bf16_pair,
     clock,
@@ -57,6 +57,7 @@ from distmega.kernels.hopper.shapes import (
     STAGE_CHUNKS,
     THREADS,
     TILE_K,
+    TWO_X_PAIRS,
     TWOS,
     UNIT_ROWS,
     W_DOT,
@@ -64,7 +65,7 @@ from distmega.kernels.hopper.shapes import (
     X_DOT,
     X_SLICE,
 )
-from distmega.kernels.hopper.spins import spin_packed
+from distmega.kernels.hopper.spins import spin_chunks
 from distmega.kernels.hopper.team import push_best, push_partial, sum_partials
 
 
@@ -88,7 +89,7 @@ def scale_pair(word, weight, ss):
 
 
 @gluon.jit
-def stage_tagged(words, exchange, vectors, tag, x_pairs):
+def stage_four(words, exchange, vectors, tag, x_pairs):
     """x from tagged words into shared memory; returns each thread's part of its sum of squares.
 
     Four chunks at a time; those past the last hold zeros.
@@ -104,8 +105,8 @@ def stage_tagged(words, exchange, vectors, tag, x_pairs):
         n2, n3 = norm_weights(vectors, norm, group + 1, num_words)
         n4, n5 = norm_weights(vectors, norm, group + 2, num_words)
         n6, n7 = norm_weights(vectors, norm, group + 3, num_words)
-        w0, w1, w2, w3, w4, w5, w6, w7 = spin_packed(
-            exchange, exchange + words[SRC] + first, tag, num_words - first
+        w0, w1, w2, w3, w4, w5, w6, w7 = spin_chunks(
+            exchange, exchange + words[SRC] + first, tag, num_words - first, 4
         )
         if norm >= 0:
             w0, ss = scale_pair(w0, n0, ss)
@@ -127,6 +128,39 @@ def stage_tagged(words, exchange, vectors, tag, x_pairs):
 
 
 @gluon.jit
+def stage_two(words, exchange, vectors, tag, x_pairs):
+    """As stage_four, of at most two chunks, in fewer instructions."""
+    threads = gl.arange(0, THREADS, layout=PER_THREAD)
+    ss = gl.zeros([THREADS], gl.float32, layout=PER_THREAD)
+    norm = words[LIN_NORM]
+    num_words = words[LIN_NUM_SRC_WORDS]
+    n0, n1 = norm_weights(vectors, norm, 0, num_words)
+    n2, n3 = norm_weights(vectors, norm, 1, num_words)
+    first = threads * 2
+    w0, w1, w2, w3 = spin_chunks(exchange, exchange + words[SRC] + first, tag, num_words - first, 2)
+    if norm >= 0:
+        w0, ss = scale_pair(w0, n0, ss)
+        w1, ss = scale_pair(w1, n1, ss)
+        w2, ss = scale_pair(w2, n2, ss)
+        w3, ss = scale_pair(w3, n3, ss)
+    chunks = gl.permute(gl.join(gl.join(w0, w2), gl.join(w1, w3)), [1, 0, 2])
+    pairs = reinterpret(x_pairs, gl.int32, [2, SLICES, SLICE_K // 2], TWO_X_PAIRS)
+    pairs.store(gl.reshape(chunks, [2, SLICES, SLICE_K // 2]))
+    return ss
+
+
+@gluon.jit
+def stage_tagged(words, exchange, vectors, tag, x_pairs):
+    """x from tagged words into shared memory; returns each thread's part of its sum of squares."""
+    ss = gl.zeros([THREADS], gl.float32, layout=PER_THREAD)
+    if words[LIN_NUM_TILES_K] <= 2:
+        ss = stage_two(words, exchange, vectors, tag, x_pairs)
+    else:
+        ss = stage_four(words, exchange, vectors, tag, x_pairs)
+    return ss
+
+
+@gluon.jit
 def stage_embedding(words, embed, token, vectors, xs):
     """As stage_tagged, x being the token's row of the embedding matrix."""
     squares = gl.zeros([TILE_K], gl.float32, layout=QUADS)
@@ -144,25 +178,49 @@ def stage_embedding(words, embed, token, vectors, xs):
 
 
 @gluon.jit
-def multiply_unit(num_tiles_k, xs, bufs, ready, free, it, STAGES: gl.constexpr):
-    """Next num_tiles_k ring slots times x: [slices, m, 8 rows] partial sums; all m are equal."""
-    acc = gl.zeros([SLICES, MMA_M, UNIT_ROWS], gl.float32, layout=MMA3)
-    for k in range(keep(num_tiles_k)):
-        slot = it % STAGES
-        x = gl.expand_dims(xs.index(k).load(X_SLICE), 1)
-        x = gl.convert_layout(x.broadcast_to([SLICES, MMA_M, SLICE_K]), X_DOT)
-        mbarrier.wait(ready.index(slot), (it // STAGES) & 1)
-        tile = bufs.index(slot).reshape([SLICES, UNIT_ROWS, SLICE_K]).permute([0, 2, 1])
-        w = tile.load(W_DOT)
-        mbarrier.arrive(free.index(slot), count=1)
-        acc = mma_v2(x, w, acc)
-        it += 1
-    return acc, it
+def no_sums():
+    """Sums of a unit before its first tile: [slices, m, 8 rows]."""
+    return gl.zeros([SLICES, MMA_M, UNIT_ROWS], gl.float32, layout=MMA3)
 
 
 @gluon.jit
-def store_slices(acc, red):
-    """One row of each warp's sums of multiply_unit's slices into shared memory [8, 8, 8]."""
+def multiply_tile(xs, k, acc, bufs, ready, free, slot, parity):
+    """The tile in a ring slot times chunk k of x, added to the sums; all m are equal."""
+    x = gl.expand_dims(xs.index(k).load(X_SLICE), 1)
+    x = gl.convert_layout(x.broadcast_to([SLICES, MMA_M, SLICE_K]), X_DOT)
+    mbarrier.wait(ready.index(slot), parity)
+    w = bufs.index(slot).reshape([SLICES, UNIT_ROWS, SLICE_K]).permute([0, 2, 1]).load(W_DOT)
+    mbarrier.arrive(free.index(slot), count=1)
+    return mma_v2(x, w, acc)
+
+
+@gluon.jit
+def multiply_group(num_units, num_tiles_k, xs, red, bufs, ready, free, it, STAGES: gl.constexpr):
+    """The ring's next num_units units times x, sums of every warp in shared memory."""
+    acc = no_sums()
+    slot = it % STAGES
+    parity = (it // STAGES) & 1
+    unit = 0
+    k = 0
+    num_tiles = num_units * num_tiles_k
+    for _ in range(keep(num_tiles)):
+        acc = multiply_tile(xs, k, acc, bufs, ready, free, slot, parity)
+        slot += 1
+        if slot == STAGES:
+            slot = 0
+            parity ^= 1
+        k += 1
+        if k == num_tiles_k:
+            store_sums(acc, red.index(unit))
+            acc = no_sums()
+            unit += 1
+            k = 0
+    return it + num_tiles
+
+
+@gluon.jit
+def store_sums(acc, red):
+    """One row of each warp's sums of a unit into shared memory [8, 8, 8]."""
     split: gl.constexpr = [2, SLICES // 2, 2, MMA_M // 2, UNIT_ROWS]
     sums = gl.sum(gl.reshape(acc, split), axis=0)
     low, _ = gl.split(gl.permute(sums, [0, 2, 3, 1]))
@@ -171,7 +229,7 @@ def store_slices(acc, red):
 
 @gluon.jit
 def sum_warps(red):
-    """[32] row sums of a group, from red [4 units * 8 warps, 8, 8 rows]; its second dim repeats."""
+    """[64] row sums of a group, from red [8 units * 8 warps, 8, 8 rows]; its second dim repeats."""
     parts = red.slice(0, 1, dim=1).load(REDUCE)
     parts = gl.reshape(parts, [GROUP_UNITS, NUM_WARPS, UNIT_ROWS])
     return gl.convert_layout(gl.reshape(gl.sum(parts, axis=1), [GROUP_ROWS]), TWOS)
@@ -243,7 +301,9 @@ def linear_task(
         ss = stage_tagged(words, exchange, vectors, tag - words[LIN_TAG_DELTA], x_pairs)
     if TRACE:
         gl.store(stamps + 1, clock())
-    squares.store(gl.convert_layout(gl.sum(gl.reshape(ss, [NUM_WARPS, 32]), axis=1), EVERY_WARP))
+    if words[LIN_NORM] >= 0:
+        sums = gl.sum(gl.reshape(ss, [NUM_WARPS, 32]), axis=1)
+        squares.store(gl.convert_layout(sums, EVERY_WARP))
     cta_barrier()
     best = gl.full([GROUP_ROWS], float("-inf"), gl.float32, layout=TWOS)
     best_row = gl.full([GROUP_ROWS], 0, gl.int32, layout=TWOS)
@@ -254,9 +314,17 @@ def linear_task(
         row = row0 + gl.arange(0, GROUP_ROWS, layout=TWOS)
         wanted = row < limit
         add = addend(words, vectors, embed, token, residual, row, wanted)
-        for unit in range(0, keep(gl.minimum(num_units - group, GROUP_UNITS))):
-            acc, it = multiply_unit(num_tiles_k, xs, bufs, ready, free, it, STAGES)
-            store_slices(acc, red.index(unit))
+        it = multiply_group(
+            gl.minimum(num_units - group, GROUP_UNITS),
+            num_tiles_k,
+            xs,
+            red,
+            bufs,
+            ready,
+            free,
+            it,
+            STAGES,
+        )
         if TRACE and group == 0:
             gl.store(stamps + 2, clock())
         y = sum_warps(red_rows)

@@ -18,7 +18,7 @@ from distmega.kernels.hopper import words
 from distmega.kernels.hopper.device import as_float, tagged, tagged_float
 from distmega.kernels.hopper.fields import CHUNK, LIMITED
 from distmega.kernels.hopper.shapes import NUM_WARPS, PER_THREAD, THREADS
-from distmega.kernels.hopper.spins import spin_packed
+from distmega.kernels.hopper.spins import spin_chunks
 
 CHUNK_WORDS = gl.constexpr(words.SAMPLE_CHUNK * words.MAX_SMS)
 """Tagged words of a chunk of every SM: pairs of an SM's words in planes of 512."""
@@ -82,7 +82,7 @@ def read_chunk(exchange, first, tag, alive):
     at = exchange + first + 2 * gl.arange(0, THREADS, layout=PER_THREAD)
     none = float("-inf")
     num = gl.where(alive, CHUNK_WORDS, 0)
-    w0, w1, w2, w3, w4, w5, w6, w7 = spin_packed(exchange, at, tag, num)
+    w0, w1, w2, w3, w4, w5, w6, w7 = spin_chunks(exchange, at, tag, num, 4)
     return (
         gl.where(alive, as_float(w0), none),
         gl.where(alive, as_float(w1), none),

@@ -25,8 +25,6 @@ MMA_M = gl.constexpr(16)
 WORDS_A_CHUNK = gl.constexpr(512)
 """Tagged words (bf16 pairs) in TILE_K elements of x."""
 STAGE_CHUNKS = gl.constexpr(words.STAGE_CHUNKS)
-MAX_SPLITS_LIMIT = gl.constexpr(words.MAX_SPLITS)
-"""Splits of the context of one kv head, at most: what one combine task holds."""
 PARTIAL_EXTRA = gl.constexpr(words.PARTIAL_EXTRA)
 """Words after the d outputs of a partial: maximum, sum, two unused."""
 
@@ -72,6 +70,10 @@ X_PAIRS_SHARED = gl.constexpr(
     )
 )
 """The same memory as int32 pairs of columns, four chunks at a time: [4, 16, 32]."""
+TWO_X_PAIRS = gl.constexpr(
+    gl.SharedLinearLayout(offset_bases=X_PAIRS_SHARED.value.offset_bases[:-1])
+)
+"""Two chunks at a time: [2, 16, 32]."""
 PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 PLAIN2 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 PLAIN3 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
@@ -81,15 +83,15 @@ PER_THREAD = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
 TWOS = gl.constexpr(gl.BlockedLayout([2], [32], [8], [0]))
 QUADS = gl.constexpr(gl.BlockedLayout([4], [32], [8], [0]))
 """[1024]: four consecutive elements a thread, a chunk of x."""
-REDUCE = gl.constexpr(gl.BlockedLayout([8, 1, 2], [4, 2, 4], [1, 8, 1], [2, 0, 1]))
-"""[4 units * 8 warps, 1, 8 rows]: each thread sums two rows over all warps; they are TWOS then."""
+REDUCE = gl.constexpr(gl.BlockedLayout([8, 1, 2], [8, 1, 4], [1, 8, 1], [2, 0, 1]))
+"""[8 units * 8 warps, 1, 8 rows]: each thread sums two rows over all warps; they are TWOS then."""
 EVERY_WARP = gl.constexpr(gl.BlockedLayout([8], [32], [8], [0]))
 """[8]: one number a warp, all of them in every thread."""
-GROUP_UNITS = gl.constexpr(4)
+GROUP_UNITS = gl.constexpr(8)
 """Units whose rows are summed and written together."""
-GROUP_ROWS = gl.constexpr(32)
+GROUP_ROWS = gl.constexpr(64)
 GATE_UP = gl.constexpr(gl.BlockedLayout([1, 1, 2], [4, 8, 1], [8, 1, 1], [2, 1, 0]))
-"""[2, 8 rows, gate or up]: the gate and the up of a row in one thread."""
+"""[4, 8 rows, gate or up]: the gate and the up of a row in one thread."""
 
 Q_DOT = gl.constexpr(gl.DotOperandLayout(0, MMA3.value, 2))
 KV_DOT = gl.constexpr(gl.DotOperandLayout(1, MMA3.value, 2))
@@ -101,6 +103,8 @@ GROUP_LIMIT = gl.constexpr(8)
 """Query heads a kv head, at most."""
 PAIR_OUT = gl.constexpr(gl.BlockedLayout([1, 1], [1, 32], [8, 1], [1, 0]))
 """[8 queries, 32 pairs]."""
+FOUR_SPLITS = gl.constexpr(gl.BlockedLayout([1, 1], [4, 8], [1, 8], [1, 0]))
+"""[4 fours of splits, pairs of columns]: the fours of a pair in one warp."""
 WARP_SUM = gl.constexpr(gl.BlockedLayout([8, 1, 2], [1, 1, 32], [1, 8, 1], [2, 1, 0]))
 """[8 warps, 8 queries, 64]: each thread sums two columns over all warps."""
 

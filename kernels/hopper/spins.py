@@ -13,12 +13,19 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.runtime.jit import constexpr_function
 
-from distmega.kernels.hopper.words import REPORT_ALARM, REPORT_FIRST, REPORT_LIMIT
+from distmega.kernels.hopper.words import (
+    PARTIAL_EXTRA,
+    REPORT_ALARM,
+    REPORT_FIRST,
+    REPORT_LIMIT,
+    TILE_K,
+)
 
 CHECK_POLLS = 16
 """Polls between two looks at the report and the clock; a power of two."""
 
-_CHUNKS, _CHUNK_WORDS = 4, 512
+CHUNK_WORDS = TILE_K // 2
+"""Tagged words of a chunk of x: two a thread."""
 
 
 @constexpr_function
@@ -70,54 +77,90 @@ def look_registers() -> list[str]:
 
 
 @constexpr_function
-def spin_asm(num_loads: int, stride_words: int, chunk_words: int, scope: str) -> str:
-    """PTX for inline_asm_elementwise: two words from a pointer on, and from every stride_words
-    after it (bytes in the last operand where that is 0); load j only where the count is greater
-    than j * chunk_words. Operands after the payloads: pointer, exchange, tag, count.
-    """
-    outs, each = 2 * num_loads, range(num_loads)
-    pointer, base, tag, count, stride = (f"${outs + i}" for i in range(5))
-    lines = ["{", *look_registers()]
-    for j in each:
-        lines += [f".reg .pred wanted{j};", f".reg .b64 a{j}, b{j}, p{j};"]
-        lines += [f".reg .b32 ta{j}, tb{j};", f"setp.gt.s32 wanted{j}, {count}, {chunk_words * j};"]
-        lines += [f"mov.b64 a{j}, {{0, {tag}}};", f"mov.b64 b{j}, a{j};"]
-        step = f"{8 * stride_words * j}" if stride_words else stride
-        before = pointer if stride_words or not j else f"p{j - 1}"
-        lines.append(f"add.s64 p{j}, {before}, {step};" if j else f"mov.b64 p0, {pointer};")
-    lines += ["mov.u32 polls, 0;", "SPIN:"]
-    lines += [f"@wanted{j} ld.relaxed.{scope}.global.v2.b64 {{a{j}, b{j}}}, [p{j}];" for j in each]
+def poll_asm(loads: tuple[tuple[int, int, int], ...], scope: str, tag: str) -> list[str]:
+    """The loads, then what sets `again` if a word of theirs has another tag."""
+    each = range(len(loads))
+    lines = [
+        f"@wanted{j} ld.relaxed.{scope}.global.v2.b64 {{a{j}, b{j}}}, "
+        f"[p{loads[j][0]} + {8 * loads[j][1]}];"
+        for j in each
+    ]
     for j in each:
         lines.append(f"mov.b64 {{${2 * j}, ta{j}}}, a{j};")
         lines.append(f"mov.b64 {{${2 * j + 1}, tb{j}}}, b{j};")
     lines.append(f"setp.ne.s32 again, ta0, {tag};")
     lines.append(f"setp.ne.or.s32 again, tb0, {tag}, again;")
-    lines += [f"setp.ne.or.s32 again, t{w}{j}, {tag}, again;" for j in each[1:] for w in "ab"]
-    lines += ["@!again bra DONE;", *look(base, "SPIN"), "mov.b64 start, p0;"]
+    return lines + [f"setp.ne.or.s32 again, t{w}{j}, {tag}, again;" for j in each[1:] for w in "ab"]
+
+
+@constexpr_function
+def spin_asm(loads: tuple[tuple[int, int, int], ...], scope: str, strided: bool) -> str:
+    """PTX for inline_asm_elementwise: two words a load, (which pointer, words after it, least
+    count), wanted where the count is greater. Operands after the payloads: exchange, tag, count,
+    then the pointers; or the first pointer and the bytes from one to the next, if strided.
+    """
+    outs, each = 2 * len(loads), range(len(loads))
+    base, tag, count = (f"${outs + i}" for i in range(3))
+    pointers = range(1 + max(load[0] for load in loads))
+    lines = ["{", *look_registers(), *(f".reg .b64 p{i};" for i in pointers)]
+    for i in pointers:
+        add = f"add.s64 p{i}, p{i - 1}, ${outs + 4};" if strided and i else ""
+        lines.append(add or f"mov.b64 p{i}, ${outs + 3 + i};")
+    for j in each:
+        lines += [f".reg .pred wanted{j};", f".reg .b64 a{j}, b{j};", f".reg .b32 ta{j}, tb{j};"]
+        lines += [f"setp.gt.s32 wanted{j}, {count}, {loads[j][2]};"]
+        lines += [f"mov.b64 a{j}, {{0, {tag}}};", f"mov.b64 b{j}, a{j};"]
+    lines += [
+        "mov.u32 polls, 0;",
+        "SPIN:",
+        *poll_asm(loads, scope, tag),
+        "@!again bra DONE;",
+        *look(base, "SPIN"),
+        "mov.b64 start, p0;",
+    ]
     for j in reversed(each):
-        for name, after in (("b", 8), ("a", 0)):
-            lines.append(f"setp.ne.s32 other, t{name}{j}, {tag};")
-            lines.append(f"@other add.s64 start, p{j}, {after};")
+        for more in (1, 0):
+            lines.append(f"setp.ne.s32 other, t{'ab'[more]}{j}, {tag};")
+            lines.append(f"@other add.s64 start, p{loads[j][0]}, {8 * (loads[j][1] + more)};")
     lines += [f"sub.s64 start, start, {base};", "shr.u64 start, start, 3;"]
     lines += ["cvt.u32.u64 word, start;", "mov.u32 found, %ctaid.x;", *accuse(base, tag)]
     return "\n".join([*lines, *(f"mov.b32 ${i}, 0;" for i in range(outs)), "DONE:", "}"])
 
 
 @constexpr_function
-def spin_operands(num_loads: int, stride_words: int) -> str:
-    """Constraints of spin_asm."""
-    return "=&r," * (2 * num_loads) + ("l,l,r,r" if stride_words else "l,l,r,r,l")
+def chunk_loads(num_chunks: int) -> tuple[tuple[int, int, int], ...]:
+    """Two words of each chunk, of those that the count reaches."""
+    return tuple((0, CHUNK_WORDS * j, CHUNK_WORDS * j) for j in range(num_chunks))
+
+
+@constexpr_function
+def row_loads(head_dim: int) -> tuple[tuple[int, int, int], ...]:
+    """Four words of either half of a row."""
+    return tuple((0, after + i, 0) for after in (0, head_dim // 2) for i in (0, 2))
+
+
+@constexpr_function
+def partial_loads(head_dim: int) -> tuple[tuple[int, int, int], ...]:
+    """Two words at either pointer, of four rows."""
+    return tuple((i, j * (head_dim + PARTIAL_EXTRA), j) for j in range(4) for i in (0, 1))
+
+
+@constexpr_function
+def rank_loads(num_ranks: int) -> tuple[tuple[int, int, int], ...]:
+    """Two words at each pointer."""
+    return tuple((rank, 0, 0) for rank in range(num_ranks))
+
+
+@constexpr_function
+def spin_operands(num_loads: int, num_pointers: int) -> str:
+    """Constraints of spin_asm; num_pointers: with the stride, if strided."""
+    return "=&r," * (2 * num_loads) + "l,r,r" + ",l" * num_pointers
 
 
 @constexpr_function
 def spin_types(num_loads: int) -> tuple[gl.dtype, ...]:
     """Results of spin_asm."""
     return (gl.int32,) * (2 * num_loads)
-
-
-_SPIN2 = gl.constexpr(spin_asm(1, 2, 1, "gpu"))
-_SPIN4 = gl.constexpr(spin_asm(2, 2, 0, "gpu"))
-_PACKED = gl.constexpr(spin_asm(_CHUNKS, _CHUNK_WORDS, _CHUNK_WORDS, "gpu"))
 
 
 @gluon.jit
@@ -127,9 +170,9 @@ def spin2(exchange, pointers, tag, wanted):
     exchange: the exchange they lie in, which starts with the report.
     """
     return gl.inline_asm_elementwise(
-        _SPIN2,
-        spin_operands(1, 2),
-        [pointers, exchange, tag, wanted.to(gl.int32)],
+        spin_asm(chunk_loads(1), "gpu", False),
+        spin_operands(1, 1),
+        [exchange, tag, wanted.to(gl.int32), pointers],
         dtype=spin_types(1),
         is_pure=False,
         pack=1,
@@ -137,28 +180,43 @@ def spin2(exchange, pointers, tag, wanted):
 
 
 @gluon.jit
-def spin4(exchange, pointers, tag, wanted):
-    """Four consecutive tagged words a pointer, once all carry `tag`; zeros where not wanted."""
+def spin_chunks(exchange, pointers, tag, num_left, NUM: gl.constexpr):
+    """Words 2 t and 2 t + 1 of each of NUM chunks of 512 words, for the thread pointing at word
+    2 t of the first; `num_left` words from there on are valid, the rest gives zeros.
+    """
     return gl.inline_asm_elementwise(
-        _SPIN4,
-        spin_operands(2, 2),
-        [pointers, exchange, tag, wanted.to(gl.int32)],
-        dtype=spin_types(2),
+        spin_asm(chunk_loads(NUM), "gpu", False),
+        spin_operands(NUM, 1),
+        [exchange, tag, num_left, pointers],
+        dtype=spin_types(NUM),
         is_pure=False,
         pack=1,
     )
 
 
 @gluon.jit
-def spin_packed(exchange, pointers, tag, num_left):
-    """Words 2 t and 2 t + 1 of each of four chunks of 512 words, for the thread pointing at word
-    2 t of the first; `num_left` words from there on are valid, the rest gives zeros.
+def spin_rows(exchange, pointers, tag, wanted, D: gl.constexpr):
+    """Four words of either half of a row of D words, from the pointer and from d / 2 later on."""
+    return gl.inline_asm_elementwise(
+        spin_asm(row_loads(D), "gpu", False),
+        spin_operands(4, 1),
+        [exchange, tag, wanted.to(gl.int32), pointers],
+        dtype=spin_types(4),
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def spin_partials(exchange, pointers, scales, tag, num_left, D: gl.constexpr):
+    """Of each of four splits' partials: two outputs from `pointers` on, maximum and sum at
+    `scales`; words of the first split, of which `num_left` are valid, the rest gives zeros.
     """
     return gl.inline_asm_elementwise(
-        _PACKED,
-        spin_operands(4, 512),
-        [pointers, exchange, tag, num_left],
-        dtype=spin_types(4),
+        spin_asm(partial_loads(D), "gpu", False),
+        spin_operands(8, 2),
+        [exchange, tag, num_left, pointers, scales],
+        dtype=spin_types(8),
         is_pure=False,
         pack=1,
     )
@@ -168,9 +226,9 @@ def spin_packed(exchange, pointers, tag, num_left):
 def spin_ranks(exchange, pointers, stride_bytes, tag, wanted, RANKS: gl.constexpr):
     """Two consecutive words of each rank's part, which peers wrote, from the first rank's on."""
     return gl.inline_asm_elementwise(
-        spin_asm(RANKS, 0, 0, "sys"),
-        spin_operands(RANKS, 0),
-        [pointers, exchange, tag, wanted.to(gl.int32), stride_bytes],
+        spin_asm(rank_loads(RANKS), "sys", True),
+        spin_operands(RANKS, 2),
+        [exchange, tag, wanted.to(gl.int32), pointers, stride_bytes],
         dtype=spin_types(RANKS),
         is_pure=False,
         pack=1,
