@@ -2,8 +2,9 @@
 run: `python -m bench.overlap --ranks 2`, on as many Hopper GPUs of one host.
 
 Writes bench/results/overlap-<device>-tp<N>.json, a record a case (records.py). Times are the
-slowest rank's; floor_us is the longer of cuBLAS's matmul and NCCL's collective alone. M, K and N of
-a case are those of all ranks together. What is chosen (`overlap`) is the library's own choice.
+slowest rank's; floor_us is the longer of cuBLAS's matmul and NCCL's collective alone, for a block
+torch's time without collectives. M, K and N of a case are those of all ranks together. How it runs
+is the library's own choice.
 """
 
 import argparse

@@ -1,0 +1,128 @@
+"""What copy engines do behind a sending matmul: every byte arrives where the kernel looks for it,
+and each copy waits for just the tiles that the kernel counts.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distmega.kernels.gemm.rates import Extents, Tiles
+from distmega.kernels.gemm.simulate import SendPlan, plan_sending
+
+pytest.importorskip("triton", reason="triton is not installed (pip install 'distmega[gpu]')")
+order = pytest.importorskip("distmega.kernels.gemm.order")
+overlap = pytest.importorskip("distmega.kernels.gemm.overlap")
+
+ROOM, WORD = 1 << 40, 1 << 30
+"""Addresses of the first rank's room and words; the next rank's are as far behind."""
+
+
+@dataclass(slots=True)
+class Recorder:
+    """A Workspace of one rank, and the stream operations that are queued with it."""
+
+    rank: int
+    num_ranks: int
+    epoch: int = 1
+    stream: None = None
+    waits: Counter[int] = field(default_factory=Counter)
+    copies: list[tuple[int, int, int, int, int]] = field(default_factory=list)
+    words: list[int] = field(default_factory=list)
+
+    def room_address(self, rank: int) -> int:
+        return (1 + rank) * ROOM
+
+    def count_address(self, index: int) -> int:
+        return index
+
+    def expect_count(self, index: int, number: int) -> int:
+        assert index not in self.waits, "one copy, or one to each peer, for a word"
+        return number
+
+    def arrival_address(self, rank: int, source: int, word: int) -> int:
+        return (1 + rank) * WORD + source * 2**15 + word
+
+    def wait(self, address: int, value: int, stream: None) -> None:
+        self.waits[address] = value
+
+    def copy(
+        self, target: int, source: int, width: int, pitch: int, rows: int, stream: None
+    ) -> None:
+        self.copies.append((target, source, width, pitch, rows))
+
+    def write(self, address: int, value: int, stream: None) -> None:
+        self.words.append(address)
+
+
+def record(plan: SendPlan, home: torch.Tensor, rank: int, num_ranks: int) -> Recorder:
+    found = Recorder(rank, num_ranks)
+    with (
+        patch.object(overlap, "wait_word", found.wait),
+        patch.object(overlap, "copy_columns", found.copy),
+        patch.object(overlap, "write_word", found.write),
+    ):
+        overlap.send_rows(plan, home, found)
+    return found
+
+
+@given(
+    ranks=st.sampled_from([2, 3, 4]), chunk_rows=st.integers(1, 6), blocks=st.integers(1, 7),
+    tile_n=st.sampled_from([128, 256]), group=st.sampled_from([1, 2, 8]), lag=st.integers(0, 3),
+    parts=st.integers(1, 4), shares=st.booleans(),
+)  # fmt: skip
+@settings(max_examples=15, deadline=None)
+def test_all_arrives_once(ranks, chunk_rows, blocks, tile_n, group, lag, parts, shares):
+    rows, columns = 128 * chunk_rows * ranks, 128 * blocks
+    extents = Extents(rows=rows, columns=columns, depth=64, num_ranks=ranks)
+    tiles = Tiles(tile_n=tile_n, stages=4, group=group)
+    bands = plan_sending(extents, tiles, shares=shares).num_bands
+    plan = plan_sending(extents, tiles, lag=min(lag, bands), parts=parts, shares=shares)
+    home = torch.empty(2 * rows, columns, dtype=torch.bfloat16, device="meta")
+    chunk = rows // ranks
+    for rank in range(ranks):
+        found = record(plan, home, rank, ranks)
+        arrived = torch.zeros(ranks, 2 * rows, columns, dtype=torch.int32)
+        for target, source, width, pitch, height in found.copies:
+            peer, at = divmod(target, ROOM)
+            assert pitch == 2 * columns
+            (top, left), (from_top, from_left) = (
+                divmod(place // 2, columns) for place in (at, source % ROOM)
+            )
+            assert left == from_left
+            own = from_top - rows >= rank * chunk and from_top - rows < (rank + 1) * chunk
+            wanted = from_top if own else rank * chunk + (from_top - rows) % chunk
+            assert top == wanted, "sums keep their place, partial results go to the sender's slot"
+            arrived[peer - 1, top : top + height, left : left + width // 2] += 1
+        expected = torch.zeros_like(arrived)
+        for peer in range(ranks):
+            if peer != rank:
+                expected[peer, rank * chunk : (rank + 1) * chunk] = 1
+                expected[peer, rows + rank * chunk : rows + (rank + 1) * chunk] = int(shares)
+        assert torch.equal(arrived, expected)
+        _check_words(found, plan, rank, ranks, chunk_rows)
+
+
+def _check_words(found: Recorder, plan: SendPlan, rank: int, ranks: int, chunk_rows: int) -> None:
+    """Against what the kernel counts, and the words that peers' loaders look at."""
+    grid = chunk_rows, plan.columns, rank, plan.tiles.group, plan.lag, plan.part
+    counted: Counter[int] = Counter()
+    looked_at = set()
+    with patch.object(order, "place_band", order.place_band.fn):
+        for number in range(plan.num_tiles):
+            chunk, row, column = order.place_sent.fn(
+                number, chunk_rows, plan.columns, rank, plan.lag, plan.tiles.group, ranks
+            )
+            place, parts = order.place_part.fn(row, column, grid)
+            if chunk != rank or plan.shares:
+                counted[chunk * parts + place] += 1
+            if chunk == rank:
+                looked_at.add(place)
+    assert found.waits == counted
+    here = {word % WORD - rank * 2**15 for word in found.words}
+    last = plan.num_bands * plan.num_parts
+    assert here == looked_at | ({last} if plan.shares else set())
