@@ -50,7 +50,11 @@ def join_handles(handles: Sequence[Handle]) -> Handle:
         for handle in handles:
             handle.wait()
 
-    return Handle(finish, lambda: [handle.follow() for handle in handles])
+    def arrive() -> None:
+        for handle in handles:
+            handle.follow()
+
+    return Handle(finish, arrive)
 
 
 _MERGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
