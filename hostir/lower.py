@@ -82,7 +82,7 @@ class _Lowering:
     def __init__(
         self,
         local: Localized,
-        fits: Callable[[Op], bool],
+        fits: Callable[[Op, Mapping[str, Tensor]], bool],
         max_streams: int,
         fuse: bool,
         fused: Sequence[OverlapChoice],
@@ -198,7 +198,7 @@ class _Lowering:
         """
 
         def fits(op: Op) -> bool:
-            return op.name not in alone and self.fits(op)
+            return op.name not in alone and self.fits(op, scope.tensors)
 
         runs: list[Run] = []
         loops = {} if scope.outer is not None else self.loops
@@ -253,9 +253,8 @@ def lower_program(
             remedy='lower with peer_memory=True, or plan with overlap "sequential"',
         )
     fused = local.fused if peer_memory else ()
-    tensors = local.program.tensor_map()
 
-    def fits(op: Op) -> bool:
+    def fits(op: Op, tensors: Mapping[str, Tensor]) -> bool:
         if not megakernel:
             return False
         if op.kind in PEER_KINDS:

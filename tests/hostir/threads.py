@@ -10,7 +10,7 @@ from torch import Tensor
 
 from distmega.hostir import evaluator
 from distmega.hostir.collectives import Collectives, Handle, copy_into, token
-from distmega.hostir.evaluator import Evaluator
+from distmega.hostir.evaluator import Evaluator, KernelRunner
 from distmega.hostir.nodes import HostProgram
 from distmega.sharding.localize import LocalProgram
 from distmega.sharding.mesh import DeviceMesh
@@ -83,16 +83,26 @@ class ThreadCommunicator(Collectives):
         self._ask(axis, "signal", self.mesh.team(axis, self.rank)[peer])()
 
 
+Bind = Callable[[HostProgram, int, dict[str, Tensor]], Mapping[str, KernelRunner]]
+
+
+def op_by_op(host: HostProgram, rank: int, given: dict[str, Tensor]) -> dict[str, KernelRunner]:
+    """Runners of a rank's segments that stand in for kernels."""
+    at = host.mesh.coordinate(rank)
+    return {segment.name: SegmentRunner(segment, at) for segment in host.segments}
+
+
 def run_mesh(
-    host: HostProgram, local: LocalProgram, tensors: Mapping[str, Tensor]
+    host: HostProgram, local: LocalProgram, tensors: Mapping[str, Tensor], bind: Bind = op_by_op
 ) -> list[dict[str, Tensor]]:
-    """Outputs and states of each rank, in mesh order. tensors: those of the whole program."""
+    """Outputs and states of each rank, in mesh order. tensors: those of the whole program. bind:
+    makes the runners of a rank, and may put other tensors in the place of those given.
+    """
     wires = Wires(local.mesh)
 
     def run(rank: int) -> dict[str, Tensor]:
         given = shard_tensors(tensors, local, rank)
-        at = local.mesh.coordinate(rank)
-        runners = {segment.name: SegmentRunner(segment, at) for segment in host.segments}
+        runners = bind(host, rank, given)
         comm = ThreadCommunicator(local.mesh, rank, wires)
         return {**given, **Evaluator(host, comm, runners).run(given)}
 
