@@ -216,6 +216,8 @@ class _Lowering:
                 runs.append(Run(ops=tuple(group), segment=False, loop=loop))
             else:
                 runs += kernel_runs(group, self.mesh, fits, scope, made)
+                continue
+            made |= {name for op in runs[-1].ops for name in scope.written_temps(op)}
         return runs
 
     def last_uses(self, runs: Sequence[Run], scope: Scope, kept: Sequence[str]) -> dict[str, int]:

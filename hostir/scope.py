@@ -53,6 +53,11 @@ class Scope:
             name = self.views[name].reads[0].tensor
         return name
 
+    def written_temps(self, op: Op) -> set[str]:
+        """Temporary storage that an op writes."""
+        names = {self.storage(access.tensor) for access in op.writes}
+        return {name for name in names if self.tensors[name].role == "temp"}
+
     def changes_part(self, op: Op) -> bool:
         """Whether an op writes into a chunk of a state, or through a view into any chunk."""
         for access in op.writes:

@@ -46,16 +46,12 @@ def kernel_runs(
         nonlocal axis
         if pending:
             runs.append(Run(ops=tuple(pending), segment=True))
-            made.update(name for op in pending for name in stored_writes(op))
+            made.update(name for op in pending for name in scope.written_temps(op))
         pending.clear()
         axis = ""
 
-    def stored_writes(op: Op) -> set[str]:
-        names = {scope.storage(access.tensor) for access in op.writes}
-        return {name for name in names if scope.tensors[name].role == "temp"}
-
     for op in ops:
-        written = stored_writes(op)
+        written = scope.written_temps(op)
         if not fits(op) or written & made or scope.changes_part(op):
             close()
             runs.append(Run(ops=(op,), segment=False))

@@ -133,13 +133,14 @@ def run_program(
 
 
 class SegmentRunner:
-    """Runs a segment op by op, as a megakernel would."""
+    """Runs a segment op by op, as a megakernel would: on copies of its inputs."""
 
     def __init__(self, segment: Program, coordinate: Mapping[str, int] | None = None) -> None:
         self.segment, self.coordinate = segment, coordinate
 
     def launch(self, tensors: Mapping[str, Tensor]) -> None:
         given = {t.name: tensors[t.name] for t in self.segment.tensors if t.role != "temp"}
+        given |= {t.name: given[t.name].clone() for t in self.segment.with_role("input")}
         found = run_program(self.segment, given, self.coordinate)
         for name in self.segment.outputs:
             tensors[name].copy_(found[name])

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from distmega.builder import ProgramBuilder
 from distmega.hostir.evaluator import KernelRunner
 from distmega.hostir.lower import lower_program
-from distmega.hostir.nodes import ForLoop, HostProgram, LaunchMegakernel, walk_nodes
+from distmega.hostir.nodes import ForLoop, HostProgram, LaunchMegakernel, LibraryOp, walk_nodes
 from distmega.hostir.passes import run_passes
 from distmega.kernels.arena import ArenaLayout, Space, layout_arena
 from distmega.kernels.cpu_megakernel import CpuMegakernel, open_peers
@@ -14,11 +15,14 @@ from distmega.kernels.megakernel import compile_megakernel
 from distmega.kernels.memory import allocate_arena, arena_views
 from distmega.sharding.cost import CPU
 from distmega.sharding.localize import localize
-from distmega.sharding.planner import plan_program
+from distmega.sharding.placements import stream
+from distmega.sharding.planner import Plan, plan_program
 from tests.hostir.programs import run_program
+from tests.hostir.test_random_streams import MESHES, plan_marked, tensors_of, without_dead_ops
 from tests.hostir.test_stream_sums import CASES as SUMS
-from tests.hostir.test_streams import CASES, small_integers
+from tests.hostir.test_streams import CASES, ONE, small_integers
 from tests.hostir.threads import join, run_mesh
+from tests.sharding.programs import random_program
 
 
 def bind_kernels(
@@ -48,18 +52,39 @@ def bind_kernels(
     return runners
 
 
+def check(plan: Plan, tensors: dict[str, torch.Tensor]) -> HostProgram:
+    local = localize(plan)
+    options = {"megakernel": True, "peer_memory": False, "is_encodable": is_encodable}
+    host = run_passes(lower_program(local, **options))
+    expected = run_program(plan.program, {k: v.clone() for k, v in tensors.items()})
+    found = join(run_mesh(host, local, tensors, bind_kernels), local, plan.program.outputs)
+    for output in plan.program.outputs:
+        assert torch.equal(found[output], expected[output]), output
+    return host
+
+
 @pytest.mark.parametrize("name", [*CASES, *SUMS])
 def test_kernels_in_loops_are_exact(name: str):
     program, mesh, marks = {**CASES, **SUMS}[name]
-    local = localize(plan_program(program, mesh, CPU, marks))
-    host = run_passes(
-        lower_program(local, megakernel=True, peer_memory=False, is_encodable=is_encodable)
-    )
-    inside = [node for node in host.body if isinstance(node, ForLoop)]
-    nodes = [each for loop in inside for each in walk_nodes(loop.body)]
-    assert any(isinstance(node, LaunchMegakernel) for node in nodes)
-    tensors = small_integers(program)
-    expected = run_program(program, {k: v.clone() for k, v in tensors.items()})
-    found = join(run_mesh(host, local, tensors, bind_kernels), local, program.outputs)
-    for output in program.outputs:
-        assert torch.equal(found[output], expected[output]), output
+    host = check(plan_program(program, mesh, CPU, marks), small_integers(program))
+    loops = [node for node in host.body if isinstance(node, ForLoop)]
+    inside = [each for loop in loops for each in walk_nodes(loop.body)]
+    assert any(isinstance(node, LaunchMegakernel) for node in inside)
+
+
+def test_what_a_loop_made_is_overwritten_by_the_host():
+    """A kernel changes nothing outside of its arenas."""
+    p = ProgramBuilder("overwritten")
+    base = p.set(p.input("x", (4, 3)), name="base")
+    part = p.slice(base, 0, 0, 3, view=True, name="part")
+    p.set(part.map("a0 + 1", name="more"), into=part, name="again")
+    program = p.build(base)
+    host = check(plan_program(program, ONE, CPU, {"x": stream(0, 2)}), small_integers(program))
+    assert any("again" in str(node) for node in host.body if isinstance(node, LibraryOp))
+
+
+@pytest.mark.parametrize("seed", range(75, 87))
+def test_random_programs_with_kernels_are_exact(seed: int):
+    program = without_dead_ops(random_program(seed, num_ops=7, overwrite=seed % 3 == 0))
+    plan = plan_marked(program, MESHES[seed % 3], seed)
+    check(plan, tensors_of(plan.program, seed))
