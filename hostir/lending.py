@@ -54,6 +54,8 @@ def lend_results(host: HostProgram) -> HostProgram:
         for node in walk_nodes(host.body)
         if isinstance(node, FusedMatmul) and node.kind == "matmul_all_reduce"
     }
+    if not sums:
+        return host
     lent = {name for name in sums if buffers[name].role == "temp"} - view_sources(host.body).keys()
     lent -= {name for _, names in late_uses(host, lent) for name in names}
     return replace(host, body=_lend(host.body, lent)) if lent else host

@@ -120,10 +120,11 @@ def fitting_operands(host: HostProgram) -> Iterator[Violation]:
 def _reaches(op: Op, access: Access, buffers: Mapping[str, Tensor]) -> bool:
     """Whether a buffer is as large as an op indexes it."""
     extents = {axis.name: axis.extent for axis in op.axes}
-    return all(
-        index.offset + index.stride * (math.prod(extents[n] for n in index.axes) - 1) < extent
-        for index, extent in zip(access.dims, buffers[access.tensor].shape, strict=True)
-    )
+    for index, extent in zip(access.dims, buffers[access.tensor].shape, strict=True):
+        count = math.prod([extents[name] for name in index.axes])
+        if index.offset + index.stride * (count - 1) >= extent:
+            return False
+    return True
 
 
 def loop_indices(host: HostProgram) -> Iterator[Violation]:
@@ -207,7 +208,8 @@ def fitting_matmuls(host: HostProgram) -> Iterator[Violation]:
             if (need := room_bytes(node, buffers, size)) > rooms.get(axis, 0):
                 yield index, f"a room of {rooms.get(axis, 0)} bytes", f"one of {need}"
     fused = [node for node in walk_nodes(host.body) if isinstance(node, FusedMatmul)]
-    for index, names in late_uses(host, {node.out for node in fused if node.borrows}):
+    lent = {node.out for node in fused if node.borrows}
+    for index, names in late_uses(host, lent) if lent else ():
         yield index, f"{names} in peer memory that is used again", "a use before, no output"
 
 
