@@ -157,8 +157,8 @@ def decode(
     embed: bf16, this rank's part of [vocab, hidden]. queues: int32 [num_sms, max_instructions, 16].
     exchange: int64 tagged words behind a report (spins.py), zeroed once when allocated. residual:
     f32 [hidden], each row used by one SM. rope: f32 [t, d], cosines then sines. logits: f32, those
-    of this rank's tokens, the first of which is first_id. peers: int64 [RANKS], addresses of all
-    ranks' exchanges; this rank is number `place` of them. CHOICE, sampling, seeds, sample_words:
+    of this rank's tokens, the first of which is first_id. peers: a tuple of all ranks'
+    exchanges; this rank is number `place` of them. CHOICE, sampling, seeds, sample_words:
     see sample.py; HEAD_ROWS: logits of an SM, at most, a power of two. trace: int64 [num_steps,
     num_sms, max_instructions, STAMPS] if TRACE, nanoseconds.
     """

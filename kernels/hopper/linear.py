@@ -89,7 +89,7 @@ def scale_pair(word, weight, ss):
 
 
 @gluon.jit
-def stage_four(words, exchange, vectors, tag, x_pairs):
+def stage_four(words, exchange, vectors, tag, x_pairs, RANKS: gl.constexpr):
     """x from tagged words into shared memory; returns each thread's part of its sum of squares.
 
     Four chunks at a time; those past the last hold zeros.
@@ -106,7 +106,7 @@ def stage_four(words, exchange, vectors, tag, x_pairs):
         n4, n5 = norm_weights(vectors, norm, group + 2, num_words)
         n6, n7 = norm_weights(vectors, norm, group + 3, num_words)
         w0, w1, w2, w3, w4, w5, w6, w7 = spin_chunks(
-            exchange, exchange + words[SRC] + first, tag, num_words - first, 4
+            exchange, exchange + words[SRC] + first, tag, num_words - first, 4, RANKS
         )
         if norm >= 0:
             w0, ss = scale_pair(w0, n0, ss)
@@ -128,7 +128,7 @@ def stage_four(words, exchange, vectors, tag, x_pairs):
 
 
 @gluon.jit
-def stage_two(words, exchange, vectors, tag, x_pairs):
+def stage_two(words, exchange, vectors, tag, x_pairs, RANKS: gl.constexpr):
     """As stage_four, of at most two chunks, in fewer instructions."""
     threads = gl.arange(0, THREADS, layout=PER_THREAD)
     ss = gl.zeros([THREADS], gl.float32, layout=PER_THREAD)
@@ -137,7 +137,9 @@ def stage_two(words, exchange, vectors, tag, x_pairs):
     n0, n1 = norm_weights(vectors, norm, 0, num_words)
     n2, n3 = norm_weights(vectors, norm, 1, num_words)
     first = threads * 2
-    w0, w1, w2, w3 = spin_chunks(exchange, exchange + words[SRC] + first, tag, num_words - first, 2)
+    w0, w1, w2, w3 = spin_chunks(
+        exchange, exchange + words[SRC] + first, tag, num_words - first, 2, RANKS
+    )
     if norm >= 0:
         w0, ss = scale_pair(w0, n0, ss)
         w1, ss = scale_pair(w1, n1, ss)
@@ -150,13 +152,13 @@ def stage_two(words, exchange, vectors, tag, x_pairs):
 
 
 @gluon.jit
-def stage_tagged(words, exchange, vectors, tag, x_pairs):
+def stage_tagged(words, exchange, vectors, tag, x_pairs, RANKS: gl.constexpr):
     """x from tagged words into shared memory; returns each thread's part of its sum of squares."""
     ss = gl.zeros([THREADS], gl.float32, layout=PER_THREAD)
     if words[LIN_NUM_TILES_K] <= 2:
-        ss = stage_two(words, exchange, vectors, tag, x_pairs)
+        ss = stage_two(words, exchange, vectors, tag, x_pairs, RANKS)
     else:
-        ss = stage_four(words, exchange, vectors, tag, x_pairs)
+        ss = stage_four(words, exchange, vectors, tag, x_pairs, RANKS)
     return ss
 
 
@@ -298,7 +300,7 @@ def linear_task(
     if (opcode == OP_QKV) & (words[LIN_FLAGS] == FROM_EMBEDDING):
         ss = stage_embedding(words, embed, token, vectors, xs)
     else:
-        ss = stage_tagged(words, exchange, vectors, tag - words[LIN_TAG_DELTA], x_pairs)
+        ss = stage_tagged(words, exchange, vectors, tag - words[LIN_TAG_DELTA], x_pairs, RANKS)
     if TRACE:
         gl.store(stamps + 1, clock())
     if words[LIN_NORM] >= 0:
@@ -356,9 +358,7 @@ def linear_task(
     if opcode == OP_HEAD:
         value = gl.max(best, axis=0)
         index = gl.min(gl.where(best == value, best_row, 0x7FFFFFFF), axis=0)
-        push_best(
-            exchange, peers, place, best_words, num_sms, sm, value, first_id + index, tag, RANKS
-        )
+        push_best(peers, place, best_words, num_sms, sm, value, first_id + index, tag, RANKS)
     if RANKS > 1:  # noqa: SIM102  a constant, so that the rest is compiled only then
         if opcode == OP_PARTIAL:
             sum_partials(words, exchange, residual, tag, tag - words[LAYER], RANKS)

@@ -110,8 +110,8 @@ class DecodeRunner:
         self._weights = [descriptors[min(i, len(descriptors) - 1)] for i in range(3)]
         self._cache_tiles = describe_cache(self._cache, shape.head_dim)
         self._team = team
-        self._memory, self._exchange, pointers = _open_exchange(queues, team, device)
-        self._peers = torch.tensor(pointers, dtype=torch.int64, device=device)
+        self._memory, self._peers = _open_exchange(queues, team, device)
+        self._exchange = self._peers[team.place if team else 0]
         self._residual = torch.zeros(shape.hidden, device=device)
         self.logits = torch.zeros(max(shape.vocab, 1), device=device)
         self._state = torch.zeros(STATE_WORDS, dtype=torch.int32, device=device)
@@ -262,10 +262,8 @@ def require_steps(num_steps: int) -> None:
 
 def _open_exchange(
     queues: DecodeQueues, team: Team | None, device: torch.device
-) -> tuple[SymmetricMemory | None, Tensor, tuple[int, ...]]:
-    """Tagged words, zeroed: the memory they lie in where ranks share it, this rank's, and the
-    addresses of all ranks'.
-    """
+) -> tuple[SymmetricMemory | None, tuple[Tensor, ...]]:
+    """Tagged words of every rank, zeroed, and the memory they lie in where ranks share it."""
     num_ranks = team.size if team else 1
     if num_ranks != queues.shape.num_ranks:
         raise VerifyError(
@@ -274,11 +272,9 @@ def _open_exchange(
             remedy="plan and run with the same mesh",
         )
     if team is None:
-        words = torch.zeros(queues.num_words, dtype=torch.int64, device=device)
-        return None, words, (words.data_ptr(),)
-    memory = team.open(8 * queues.num_words)
-    words = memory.tensor(team.place, (queues.num_words,), torch.int64)
-    return memory, words, memory.pointers
+        return None, (torch.zeros(queues.num_words, dtype=torch.int64, device=device),)
+    memory, size = team.open(8 * queues.num_words), (queues.num_words,)
+    return memory, tuple(memory.tensor(r, size, torch.int64) for r in range(num_ranks))
 
 
 def _encode(queues: DecodeQueues, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -163,14 +163,21 @@ def spin_types(num_loads: int) -> tuple[gl.dtype, ...]:
     return (gl.int32,) * (2 * num_loads)
 
 
+@constexpr_function
+def scope_of(num_writers: int) -> str:
+    """The scope of polls of words that so many GPUs write."""
+    return "sys" if num_writers > 1 else "gpu"
+
+
 @gluon.jit
-def spin2(exchange, pointers, tag, wanted):
+def spin2(exchange, pointers, tag, wanted, WRITERS: gl.constexpr = 1):
     """Two consecutive tagged words a pointer, once both carry `tag`; zeros where not wanted.
 
-    exchange: the exchange they lie in, which starts with the report.
+    exchange: the exchange they lie in, which starts with the report. WRITERS: GPUs that may write
+    such words.
     """
     return gl.inline_asm_elementwise(
-        spin_asm(chunk_loads(1), "gpu", False),
+        spin_asm(chunk_loads(1), scope_of(WRITERS), False),
         spin_operands(1, 1),
         [exchange, tag, wanted.to(gl.int32), pointers],
         dtype=spin_types(1),
@@ -180,12 +187,13 @@ def spin2(exchange, pointers, tag, wanted):
 
 
 @gluon.jit
-def spin_chunks(exchange, pointers, tag, num_left, NUM: gl.constexpr):
+def spin_chunks(exchange, pointers, tag, num_left, NUM: gl.constexpr, WRITERS: gl.constexpr = 1):
     """Words 2 t and 2 t + 1 of each of NUM chunks of 512 words, for the thread pointing at word
-    2 t of the first; `num_left` words from there on are valid, the rest gives zeros.
+    2 t of the first; `num_left` words from there on are valid, the rest gives zeros. WRITERS:
+    GPUs that may write such words.
     """
     return gl.inline_asm_elementwise(
-        spin_asm(chunk_loads(NUM), "gpu", False),
+        spin_asm(chunk_loads(NUM), scope_of(WRITERS), False),
         spin_operands(NUM, 1),
         [exchange, tag, num_left, pointers],
         dtype=spin_types(NUM),

@@ -1,8 +1,8 @@
 """What the ranks of a team do together in the kernel: the embedding, sums over ranks, the token.
 
-In: `peers`, the address of every rank's exchange, in team order; memory that peers write is polled
-at home. Out: the same bits on every rank, since sums are taken in rank order everywhere. A pushed
-datum carries its tag, so a push is one store to each rank and needs no fence; it costs one way over
+In: `peers`, the exchange of every rank, in team order; memory that peers write is polled at home.
+Out: the same bits on every rank, since sums are taken in rank order everywhere. A pushed datum
+carries its tag, so a push is one store to each rank and needs no fence; it costs one way over
 NVLink. With RANKS = 1 only the local exchange is touched. Next on the walk: linear.py.
 """
 
@@ -14,6 +14,7 @@ from distmega.kernels.hopper.device import (
     as_float,
     bf16_pair,
     high_half,
+    keep,
     low_half,
     tagged,
     tagged_float,
@@ -37,12 +38,6 @@ from distmega.kernels.hopper.spins import spin2, spin_ranks
 
 
 @gluon.jit
-def exchange_of(peers, rank):
-    """The exchange of a rank, as this GPU sees it."""
-    return gl.multiple_of(gl.load(peers + rank).to(gl.pointer_type(gl.int64)), 16)
-
-
-@gluon.jit
 def embed_task(words, peers, embed, token, tag, RANKS: gl.constexpr):
     """Pushes a part of the token's row, if this rank holds it, to every rank: bf16 pairs."""
     local = token - words[EMB_ROW0]
@@ -52,7 +47,7 @@ def embed_task(words, peers, embed, token, tag, RANKS: gl.constexpr):
         pairs = embed.to(gl.pointer_type(gl.int32), bitcast=True)
         pair = gl.load(pairs + local.to(gl.int64) * words[EMB_NUM_WORDS] + at, wanted, 0)
         for rank in gl.static_range(RANKS):
-            gl.store(exchange_of(peers, rank) + words[DST] + at, tagged(pair, tag), mask=wanted)
+            gl.store(peers[rank] + (words[DST] + at), tagged(pair, tag), mask=wanted)
 
 
 @gluon.jit
@@ -61,10 +56,11 @@ def push_partial(words, peers, place, row0, limit, y, tag, RANKS: gl.constexpr):
     num_rows = words[LIN_NUM_ROWS]
     first = gl.multiple_of(words[DST] + (place - RANKS) * num_rows + row0, 8)
     at = gl.arange(0, GROUP_ROWS, layout=TWOS)
+    to = first + at
     word = tagged_float(y, tag)
     wanted = at < gl.multiple_of(limit - row0, 8)
     for rank in gl.static_range(RANKS):
-        gl.store(exchange_of(peers, rank) + first + at, word, mask=wanted)
+        gl.store(peers[rank] + to, word, mask=wanted)
 
 
 @gluon.jit
@@ -80,12 +76,12 @@ def sum_partials(words, exchange, residual, tag, tag0, RANKS: gl.constexpr):
     low = gl.load(residual + row, mask=wanted, other=0.0)
     high = gl.load(residual + row + 1, mask=wanted, other=0.0)
     if words[LIN_FLAGS] == FROM_EMBEDDING:
-        four = exchange + EMBEDDED + row // 4 * 2
-        even, odd = spin2(exchange, four, tag0, wanted)
+        four = exchange + (EMBEDDED + row // 4 * 2)
+        even, odd = spin2(exchange, four, tag0, wanted, RANKS)
         pair = gl.where(row % 4 == 0, even, odd)
         low = low_half(pair)
         high = high_half(pair)
-    first = exchange + words[DST] - RANKS * num_rows + row
+    first = exchange + (words[DST] - RANKS * num_rows + row)
     parts = spin_ranks(exchange, first, num_rows.to(gl.int64) * 8, tag, wanted, RANKS)
     total_low = as_float(parts[0])
     total_high = as_float(parts[1])
@@ -97,21 +93,16 @@ def sum_partials(words, exchange, residual, tag, tag0, RANKS: gl.constexpr):
     gl.store(residual + row, low, mask=wanted)
     gl.store(residual + row + 1, high, mask=wanted)
     pair = tagged(bf16_pair(low, high), tag)
-    gl.store(exchange + words[DST] + row // 2, pair, mask=wanted)
+    gl.store(exchange + (words[DST] + row // 2), pair, mask=wanted)
 
 
 @gluon.jit
-def push_best(
-    exchange, peers, place, best_words, num_sms, sm, value, index, tag, RANKS: gl.constexpr
-):
+def push_best(peers, place, best_words, num_sms, sm, value, index, tag, RANKS: gl.constexpr):
     """This SM's highest logit and its token, to every rank."""
-    at = best_words + 2 * (place * num_sms + sm)
+    at = keep(best_words) + 2 * (place * num_sms + sm)
     for rank in gl.static_range(RANKS):
-        to = exchange
-        if RANKS > 1:
-            to = exchange_of(peers, rank)
-        gl.store(to + at, tagged_float(value, tag))
-        gl.store(to + at + 1, tagged(index, tag))
+        gl.store(peers[rank] + at, tagged_float(value, tag))
+        gl.store(peers[rank] + at + 1, tagged(index, tag))
 
 
 @gluon.jit
@@ -135,9 +126,10 @@ def most_likely(exchange, best_words, num_sms, tag, RANKS: gl.constexpr):
     wanted = sms < num_sms
     values = gl.full([THREADS], float("-inf"), gl.float32, layout=PER_THREAD)
     tokens = gl.full([THREADS], 0x7FFFFFFF, gl.int32, layout=PER_THREAD)
+    first = keep(best_words)  # else addresses stay in registers from step to step
     for rank in gl.static_range(RANKS):
-        at = exchange + best_words + 2 * (rank * num_sms + sms)
-        bits, token = spin2(exchange, at, tag, wanted)
+        at = exchange + (first + 2 * (rank * num_sms + sms))
+        bits, token = spin2(exchange, at, tag, wanted, RANKS)
         value = gl.where(wanted, as_float(bits), float("-inf"))
         better = (value > values) | (rank == 0)  # tokens grow with the rank
         values = gl.where(better, value, values)
