@@ -2,7 +2,7 @@
 
 In: a segment, the arenas of weights and states on the GPU. Out: a KernelRunner for
 hostir/evaluator.py, one step a launch, and `decode`, several steps a launch. Weights and states are
-used where they lie, so library ops of the same model share them. Next on the walk: kernel.py.
+used where they lie, so library ops of the same model share them. Next on the walk: launcher.py.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,6 +17,7 @@ from distmega.kernels.fusion import Draw
 from distmega.kernels.hopper import kernel
 from distmega.kernels.hopper.alarm import LOCAL_LIMIT_S, Alarm
 from distmega.kernels.hopper.diagnosis import explain_hang
+from distmega.kernels.hopper.launcher import Launcher
 from distmega.kernels.hopper.plan import DecodeQueues, Matrix
 from distmega.kernels.hopper.queues import build_queues
 from distmega.kernels.hopper.shapes import TILE_SHARED, WEIGHT_SHARED
@@ -118,6 +119,7 @@ class DecodeRunner:
         self._tokens = torch.zeros(MAX_STEPS, dtype=torch.int32, device=device)
         limit_s = timeout_s if team else min(timeout_s, LOCAL_LIMIT_S)
         self._alarm = Alarm(self._exchange, limit_s)
+        self._launchers: dict[bool, Launcher] = {}
         self._no_stamps = torch.zeros(1, dtype=torch.int64, device=device)
         self._settings = torch.zeros(3, device=device)
         self._seed = torch.zeros(1, dtype=torch.int64, device=device)
@@ -200,8 +202,10 @@ class DecodeRunner:
     def _run(self, num_steps: int, stamps: Tensor | None = None) -> None:
         self.raise_hang()
         queues, shape = self.queues, self.queues.shape
-        tiles_k = padded_tiles_k(shape.max_tiles_k)
-        kernel.decode[(len(queues.queues),)](
+        tracing = stamps is not None
+        if tracing not in self._launchers:
+            self._launchers[tracing] = self._launcher(tracing)
+        self._launchers[tracing](
             *self._weights,
             self._cache_tiles,
             self._words,
@@ -231,19 +235,30 @@ class DecodeRunner:
             self._seed,
             queues.sample,
             self._no_stamps if stamps is None else stamps,
-            D=shape.head_dim,
-            G=shape.num_queries,
-            H=shape.num_heads,
-            KVH=shape.num_kv_heads,
-            QK_NORM=shape.qk_norm,
-            MAX_TILES_K=tiles_k,
-            RANKS=shape.num_ranks,
-            BARRIERS=queues.mode == "op",
-            CHOICE=choice_of(queues.draw),
-            HEAD_ROWS=padded_head_rows(queues.head_rows),
-            STAGES=num_stages(tiles_k),
-            AHEAD=LOADS_AHEAD,
-            TRACE=stamps is not None,
+        )
+
+    def _launcher(self, tracing: bool) -> Launcher:
+        queues, shape = self.queues, self.queues.shape
+        tiles_k = padded_tiles_k(shape.max_tiles_k)
+        constants = {
+            "D": shape.head_dim,
+            "G": shape.num_queries,
+            "H": shape.num_heads,
+            "KVH": shape.num_kv_heads,
+            "QK_NORM": shape.qk_norm,
+            "MAX_TILES_K": tiles_k,
+            "CHOICE": choice_of(queues.draw),
+            "HEAD_ROWS": padded_head_rows(queues.head_rows),
+            "RANKS": shape.num_ranks,
+            "BARRIERS": queues.mode == "op",
+            "STAGES": num_stages(tiles_k),
+            "AHEAD": LOADS_AHEAD,
+            "TRACE": tracing,
+        }
+        return Launcher(
+            kernel.decode,
+            len(queues.queues),
+            constants,
             num_warps=8,
             launch_cooperative_grid=True,
             enable_fp_fusion=True,

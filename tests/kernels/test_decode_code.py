@@ -45,21 +45,26 @@ class _Team:
         return SimpleNamespace(tensor=lambda place, shape, dtype: words)
 
 
-@cache
-def decode_code(name: str, num_ranks: int, trace: bool) -> Machine:
+def open_runner(name: str, num_ranks: int) -> DecodeRunner:
+    """A preset's runner, to be used within `offline`."""
     options = EngineOptions(max_context=256)
     plan = plan_decode(PRESETS[name], DeviceMesh(tp=num_ranks), H200, options, "none")
     drawn = draw_decode(PRESETS[name], plan, options, peer_memory=True)
     (segment,) = drawn.host.segments
+    return DecodeRunner(
+        segment,
+        weights=drawn.weights,
+        weights_arena=torch.empty(drawn.weights.num_bytes, dtype=torch.uint8),
+        states=drawn.states,
+        state_arena=torch.empty(drawn.states.num_bytes, dtype=torch.uint8),
+        team=_Team(num_ranks) if num_ranks > 1 else None,
+    )
+
+
+@cache
+def decode_code(name: str, num_ranks: int, trace: bool) -> Machine:
     with pytest.MonkeyPatch.context() as patch, offline(patch) as launched:
-        runner = DecodeRunner(
-            segment,
-            weights=drawn.weights,
-            weights_arena=torch.empty(drawn.weights.num_bytes, dtype=torch.uint8),
-            states=drawn.states,
-            state_arena=torch.empty(drawn.states.num_bytes, dtype=torch.uint8),
-            team=_Team(num_ranks) if num_ranks > 1 else None,
-        )
+        runner = open_runner(name, num_ranks)
         if trace:
             runner.trace(1)
         else:

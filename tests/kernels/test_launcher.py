@@ -1,0 +1,42 @@
+"""Later launches give the compiled kernel exactly what Triton gave it in the first."""
+
+import pytest
+import torch
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from distmega.kernels.hopper.runner import DecodeRunner
+from tests.kernels import offline
+from tests.kernels.test_decode_code import open_runner
+
+METADATA = 6
+"""Place of what hooks may ask for, made anew for each launch."""
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_later_launches_are_the_first(monkeypatch, num_ranks):
+    seen: list[tuple[object, ...]] = []
+    monkeypatch.setattr(offline._Launcher, "__call__", lambda self, *given: seen.append(given))
+    with offline.offline(monkeypatch):
+        runner: DecodeRunner = open_runner("llama-3.2-1b", num_ranks)
+        for num_steps in (1, 1, 3):
+            runner.decode(num_steps)
+    first, second, third = map(shown, seen)
+    assert first == second
+    differing = [pair for pair in zip(first, third, strict=True) if pair[0] != pair[1]]
+    assert differing == [(1, 3)]
+
+
+def shown(given: tuple[object, ...]) -> list[object]:
+    """What a launcher was given: grid, stream and the like, then every argument."""
+    before, after = given[:METADATA], given[METADATA + 1 :]
+    return [*before, *map(identity, after)]
+
+
+def identity(argument: object) -> object:
+    """Tensors and descriptors by what they are, constants by value."""
+    match argument:
+        case tuple():
+            return tuple(map(identity, argument))
+        case torch.Tensor() | TensorDescriptor():
+            return id(argument)
+    return getattr(argument, "value", argument)
