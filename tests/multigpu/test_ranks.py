@@ -8,7 +8,7 @@ import torch
 
 from distmega.hostir.comm import Communicator
 from tests.multigpu import ranks
-from tests.multigpu.ranks import Group, Groups, RanksFailed, is_under_torchrun
+from tests.multigpu.ranks import Groups, RanksFailed, is_under_torchrun
 
 HERE = "tests.multigpu.test_ranks"
 
@@ -24,32 +24,26 @@ def note_process(comm: Communicator, folder: str) -> None:
 
 
 def fail(comm: Communicator, how: str) -> None:
-    if comm.rank == 1:
-        assert how != "raise", "a value of rank 1"
-        if how == "die":
-            os._exit(3)
+    """Rank 1 fails, rank 0 hangs."""
+    if comm.rank == 0:
         time.sleep(60)
+    if how == "die":
+        os._exit(3)
+    raise ValueError("a value of rank 1")
 
 
-def test_a_group_stays_until_it_breaks(tmp_path):
+def test_a_group_stays_until_it_breaks(monkeypatch, tmp_path):
+    monkeypatch.setattr(ranks, "GRACE_S", 0.5)
     groups = Groups()
-    for problem, how in (("a value of rank 1", "raise"), ("rank 1: died, exit code 3", "die")):
+    for how, problem in (("raise", "a value of rank 1"), ("die", "rank 1: died, exit code 3")):
         for _ in range(2):
             groups.run(f"{HERE}:note_process", "cpu", 2, str(tmp_path))
-        with pytest.raises(RanksFailed, match=problem):
+        with pytest.raises(RanksFailed, match=problem) as caught:
             groups.run(f"{HERE}:fail", "cpu", 2, how)
+        assert f"rank 0: no answer from {HERE}:fail" in str(caught.value)
     groups.end()
     for rank in range(2):
         first, again, second, same = (tmp_path / str(rank)).read_text().split()
         assert first == again
         assert second == same
         assert first != second
-
-
-def test_a_rank_that_hangs_is_named(monkeypatch, tmp_path):
-    group = Group("cpu", 2)
-    group.run(f"{HERE}:note_process", (str(tmp_path),))
-    monkeypatch.setattr(ranks, "BODY_S", 0.5)
-    with pytest.raises(RanksFailed, match="rank 1: no answer from "):
-        group.run(f"{HERE}:fail", ("hang",))
-    group.end()
