@@ -14,6 +14,7 @@ from distmega.kernels.hopper.batch_queues import BatchQueues
 from distmega.kernels.hopper.batch_words import BATCH, EVENT_WORDS, EVENTS_AT
 from distmega.kernels.hopper.plan import DecodeQueues, DecodeShape
 from distmega.kernels.hopper.words import (
+    EMBEDDED,
     PARTIAL_EXTRA,
     UNIT_ROWS,
     Attention,
@@ -170,7 +171,22 @@ def writes(one: Instruction, queues: DecodeQueues, sm: int) -> Iterator[Write]:
         case Barrier():
             yield Write(words=range(one.dst + 2 * sm, one.dst + 2 * sm + 2))
         case Embed():
-            yield Write(words=range(one.dst + one.column, one.dst + one.num_words))
+            yield from _embed_writes(one, queues)
+
+
+def _embed_writes(one: Embed, queues: DecodeQueues) -> Iterator[Write]:
+    """Each rank's columns of the token's row, or the whole row of any of the other ranks: this one
+    knows that the token is not its own, or it would have pushed.
+    """
+    shape = queues.shape
+    if 2 * one.num_words < shape.hidden:
+        for rank in range(shape.num_ranks):
+            first = EMBEDDED + rank * one.num_words
+            yield Write(words=range(first + one.column, first + one.num_words), rank=rank)
+        return
+    for rank in range(shape.num_ranks):
+        if rank * shape.vocab != queues.first_id:
+            yield Write(words=range(one.dst + one.column, one.dst + one.num_words), rank=rank)
 
 
 def _linear_writes(one: Linear, queues: DecodeQueues, sm: int) -> Iterator[Write]:

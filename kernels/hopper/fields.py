@@ -25,6 +25,8 @@ STATE_EPOCH = gl.constexpr(words.STATE_EPOCH)
 STATE_TOKEN = gl.constexpr(words.STATE_TOKEN)
 FROM_EMBEDDING = gl.constexpr(words.FROM_EMBEDDING)
 EMBEDDED = gl.constexpr(words.EMBEDDED)
+REPORT_FIRST = gl.constexpr(words.REPORT_FIRST)
+NO_REPORT = gl.constexpr(words.NO_REPORT)
 
 OP_QKV = gl.constexpr(int(Opcode.QKV))
 OP_RESIDUAL = gl.constexpr(int(Opcode.RESIDUAL))

@@ -32,6 +32,7 @@ from distmega.kernels.hopper.fields import (
     LIN_NUM_TILES_K,
     LIN_ROW0,
     LIN_TAG_DELTA,
+    NO_REPORT,
     NUM_UNITS,
     OP_GATED,
     OP_HEAD,
@@ -66,7 +67,7 @@ from distmega.kernels.hopper.shapes import (
     X_SLICE,
 )
 from distmega.kernels.hopper.spins import spin_chunks
-from distmega.kernels.hopper.team import push_best, push_partial, sum_partials
+from distmega.kernels.hopper.team import push_best, push_partial, read_alarm, sum_partials
 
 
 @gluon.jit
@@ -315,6 +316,10 @@ def linear_task(
         row0 = words[LIN_ROW0] + group * UNIT_ROWS
         row = row0 + gl.arange(0, GROUP_ROWS, layout=TWOS)
         wanted = row < limit
+        alarm = gl.to_tensor(NO_REPORT).to(gl.int64)
+        if RANKS > 1:  # noqa: SIM102  a constant, so that the rest is compiled only then
+            if opcode == OP_PARTIAL:
+                alarm = read_alarm(exchange)  # asked for early
         add = addend(words, vectors, embed, token, residual, row, wanted)
         it = multiply_group(
             gl.minimum(num_units - group, GROUP_UNITS),
@@ -341,7 +346,7 @@ def linear_task(
             store_pairs(exchange, words[DST] + row0 // 2, y, tag, num_words, GROUP_ROWS)
         elif opcode == OP_PARTIAL:
             if RANKS > 1:
-                push_partial(words, peers, place, row0, limit, y, tag, RANKS)
+                push_partial(words, peers, place, row0, limit, y, tag, alarm, RANKS)
         elif opcode == OP_GATED:
             pairs = gl.reshape(y, [GROUP_UNITS // 2, 2, UNIT_ROWS])
             gate, up = gl.split(gl.convert_layout(gl.permute(pairs, [0, 2, 1]), GATE_UP))

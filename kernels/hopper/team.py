@@ -31,7 +31,9 @@ from distmega.kernels.hopper.fields import (
     LIN_FLAGS,
     LIN_NUM_ROWS,
     LIN_ROW0,
+    NO_REPORT,
     NUM_UNITS,
+    REPORT_FIRST,
 )
 from distmega.kernels.hopper.shapes import GROUP_ROWS, PER_THREAD, THREADS, TWOS, UNIT_ROWS
 from distmega.kernels.hopper.spins import spin2, spin_ranks
@@ -51,14 +53,22 @@ def embed_task(words, peers, embed, token, tag, RANKS: gl.constexpr):
 
 
 @gluon.jit
-def push_partial(words, peers, place, row0, limit, y, tag, RANKS: gl.constexpr):
-    """Rows of this rank's product into its part of every rank's partial sums."""
+def read_alarm(exchange):
+    """Not -1 once a wait of this rank was given up, so that what it computes is void."""
+    return gl.load(exchange + REPORT_FIRST, volatile=True)
+
+
+@gluon.jit
+def push_partial(words, peers, place, row0, limit, y, tag, alarm, RANKS: gl.constexpr):
+    """Rows of this rank's product into its part of every rank's partial sums. None if the alarm
+    says that they are void: then the others give up waiting for them, and say so.
+    """
     num_rows = words[LIN_NUM_ROWS]
     first = gl.multiple_of(words[DST] + (place - RANKS) * num_rows + row0, 8)
     at = gl.arange(0, GROUP_ROWS, layout=TWOS)
     to = first + at
     word = tagged_float(y, tag)
-    wanted = at < gl.multiple_of(limit - row0, 8)
+    wanted = at < gl.multiple_of(gl.where(alarm == NO_REPORT, limit - row0, 0), 8)
     for rank in gl.static_range(RANKS):
         gl.store(peers[rank] + to, word, mask=wanted)
 

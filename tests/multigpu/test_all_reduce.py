@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from distmega.errors import RequestError
+from distmega.errors import HangError, RequestError
 from distmega.hostir.nccl import NcclCommunicator
 from distmega.kernels.hopper.all_reduce import PushedAllReduce
 from distmega.kernels.symmetric import Team
@@ -55,6 +55,26 @@ def reduce_often(comm: NcclCommunicator, num_shots: int) -> None:
 @pytest.mark.parametrize(("device", "num_ranks"), ON_GPUS)
 def test_sums(num_shots: int, device: str, num_ranks: int, run_ranks):
     run_ranks(f"{HERE}:reduce_often", device, num_ranks, num_shots)
+
+
+def name_a_missing_rank(comm: NcclCommunicator) -> None:
+    """Rank 0 calls once more than the others; the call after that says who did not."""
+    reduce = PushedAllReduce(Team(comm=comm, axis="tp"), 4096, timeout_s=1.0)
+    x = torch.ones(4096, dtype=torch.bfloat16)
+    out = torch.empty_like(x)
+    reduce(x, out)
+    torch.cuda.synchronize()
+    comm.barrier()
+    if comm.rank == 0:
+        reduce(x, out)
+        torch.cuda.synchronize()
+        with pytest.raises(HangError, match="expected what rank 1 pushes in launch 2"):
+            reduce(x, out)
+
+
+@pytest.mark.parametrize(("device", "num_ranks"), ON_GPUS)
+def test_a_missing_rank_is_named(device: str, num_ranks: int, run_ranks):
+    run_ranks(f"{HERE}:name_a_missing_rank", device, num_ranks)
 
 
 def refuse_odd_sizes(comm: NcclCommunicator) -> None:

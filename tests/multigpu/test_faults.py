@@ -1,0 +1,145 @@
+"""What goes wrong between ranks ends in time, and the error names rank, task and event.
+
+Faults are put into the queues of one rank, or into its process; the other ranks wait in the kernel.
+"""
+
+import os
+import re
+import signal
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from distmega.engine import Engine
+from distmega.errors import HangError
+from distmega.hostir.nccl import NcclCommunicator
+from distmega.kernels.hopper.words import PLACES, Linear, Opcode
+from distmega.models.load import open_model
+from distmega.requests import EngineOptions
+from tests.multigpu.ranks import ON_GPUS, RanksFailed
+
+HERE = "tests.multigpu.test_faults"
+LIMIT_S = 2.0
+SM, LAYER = 5, 1
+
+
+def open_small(comm: NcclCommunicator, timeout_s: float = LIMIT_S) -> Engine:
+    """Two layers of Llama-3.2-1B, after a first launch, which loads the kernel."""
+    source = open_model("llama-3.2-1b")
+    source = replace(source, config=replace(source.config, num_layers=2))
+    device = str(torch.get_default_device())
+    options = EngineOptions(max_context=4096, collectives="kernel", timeout_s=timeout_s)
+    with torch.device("cpu"):
+        engine = Engine(source, comm.mesh, comm, options, device=device)
+    start(engine, 2)
+    torch.cuda.synchronize()
+    comm.barrier()
+    return engine
+
+
+def start(engine: Engine, num_steps: int) -> torch.Tensor:
+    """Queues decode steps from an empty cache; their tokens."""
+    assert engine.stepping is not None
+    engine.stepping.start([1], [0])
+    return engine.stepping.decode(num_steps)
+
+
+def hang_of(engine: Engine) -> str:
+    """The error that the launch under way ends with, in little more than the limit."""
+    assert engine.stepping is not None
+    since = time.monotonic()
+    torch.cuda.synchronize()
+    assert time.monotonic() - since < LIMIT_S + 3
+    with pytest.raises(HangError) as caught:
+        engine.stepping.raise_hang()
+    return str(caught.value)
+
+
+def change(engine: Engine, opcode: Opcode, field: str, value: int) -> int:
+    """Overwrites a field of SM's first instruction of that opcode in LAYER; its number."""
+    queue = engine.stepping.queues.queues[SM]
+    number = next(i for i, one in enumerate(queue) if (one.opcode, one.layer) == (opcode, LAYER))
+    engine.stepping._words[SM, number, PLACES[Linear][field]] = value
+    return number
+
+
+def drop_a_signal(comm: NcclCommunicator) -> None:
+    """One SM of the last rank pushes none of its sums."""
+    engine, last = open_small(comm), comm.mesh.num_ranks - 1
+    if comm.rank == last:
+        change(engine, Opcode.PARTIAL, "num_units", 0)
+    start(engine, 1)
+    found = hang_of(engine)
+    assert f"rank {comm.rank}, SM" in found
+    assert f"rank {last}, SM {SM}, instruction" in found, found
+    assert re.search(r"o of layer 1, rows \d+ to \d+", found), found
+    if comm.rank != last:
+        assert f"rank {comm.rank}, SM {SM} (instruction" in found, found
+        assert "of 'parts of h'" in found, found
+
+
+def wait_for_the_wrong_tag(comm: NcclCommunicator) -> None:
+    """One SM of rank 0 waits for a layer that is far away, so nobody gets its rows."""
+    engine = open_small(comm)
+    if comm.rank == 0:
+        change(engine, Opcode.GATED, "tag_delta", -1000)
+    start(engine, 1)
+    found = hang_of(engine)
+    if comm.rank == 0:
+        assert f"rank 0, SM {SM}, instruction" in found, found
+        assert "gated of layer 1" in found, found
+        assert "of 'ffn'" in found, found
+    else:
+        assert "rank 0, SM" in found.partition("owed by")[2], found
+
+
+def come_late(comm: NcclCommunicator) -> None:
+    """A rank that is 5 s late is waited for if the limit allows. If not, the others name it, and it
+    gets nothing from them either.
+    """
+    engine = open_small(comm, timeout_s=20.0)
+    expected = start(engine, 8).tolist()
+    comm.barrier()
+    if comm.rank == 0:
+        time.sleep(5)
+    assert start(engine, 8).tolist() == expected
+    engine.stepping.raise_hang()
+    comm.barrier()
+    impatient = open_small(comm)
+    if comm.rank == 0:
+        time.sleep(LIMIT_S + 1)
+    start(impatient, 8)
+    found = hang_of(impatient)
+    if comm.rank:
+        assert "rank 0, SM" in found.partition("owed by")[2], found
+
+
+def die(comm: NcclCommunicator) -> None:
+    """The last rank is killed while all run."""
+    engine = open_small(comm)
+    start(engine, 4000)
+    if comm.rank == comm.mesh.num_ranks - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    torch.cuda.synchronize()
+    engine.stepping.raise_hang()
+
+
+@pytest.mark.parametrize("body", ["drop_a_signal", "wait_for_the_wrong_tag", "come_late"])
+@pytest.mark.parametrize(("device", "num_ranks"), ON_GPUS)
+def test_a_fault_ends_in_time(body: str, device: str, num_ranks: int, run_ranks):
+    run_ranks(f"{HERE}:{body}", device, num_ranks)
+
+
+@pytest.mark.parametrize(("device", "num_ranks"), ON_GPUS)
+def test_a_killed_rank_is_named(device: str, num_ranks: int, run_ranks):
+    last = num_ranks - 1
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(f"{HERE}:die", device, num_ranks)
+    found = str(caught.value)
+    assert f"rank {last}: died, exit code -9" in found
+    for rank in range(last):
+        error = re.search(rf"HangError: rank {rank}, SM \d+ .* waited 2 s for .*", found)
+        assert error, found
+        assert f"rank {last}, SM" in error[0].partition("owed by")[2], found
