@@ -17,7 +17,7 @@ def test_later_launches_are_the_first(monkeypatch, num_ranks):
     seen: list[tuple[object, ...]] = []
     monkeypatch.setattr(offline._Launcher, "__call__", lambda self, *given: seen.append(given))
     with offline.offline(monkeypatch):
-        runner: DecodeRunner = open_runner("llama-3.2-1b", num_ranks)
+        runner: DecodeRunner = open_runner("smollm2-135m", num_ranks)
         for num_steps in (1, 1, 3):
             runner.decode(num_steps)
     first, second, third = map(shown, seen)
