@@ -61,6 +61,11 @@ class Choice:
     run: int
 
     @property
+    def per_thread(self) -> int:
+        """Elements of a tile that each thread works on."""
+        return math.prod(self.tile) // (32 * self.num_warps)
+
+    @property
     def max_registers(self) -> int:
         """Registers of a thread with which all programs of an SM are resident; at most 255."""
         return min(255, REGISTERS // (32 * self.num_warps * self.programs_per_sm) // 8 * 8)
@@ -126,7 +131,7 @@ def time_us(choice: Choice, num_tiles: int, traffic: Traffic, device: Device) ->
 
 def _plain_time_us(choice: Choice, num_tiles: int, traffic: Traffic, device: Device) -> float:
     elements = math.prod(choice.tile)
-    per_thread = elements // (32 * choice.num_warps)
+    per_thread = choice.per_thread
     slots = device.num_sms * choice.programs_per_sm
     rounds = -(-num_tiles // slots)
     tile_us = elements * (traffic.in_bytes + traffic.out_bytes) / device.bandwidth_bytes_per_us
@@ -175,7 +180,7 @@ def _plain_rows(rows: int, columns: int) -> list[tuple[Choice, int]]:
         for per_tile in (2, 1, 4, 8, 16)
         for per_thread in PLAIN_PER_THREAD
         if 32 <= per_tile * padded // per_thread <= 1024
-        and (per_tile == 1 or per_tile * padded <= 8192)
+        and (per_tile == 1 or per_tile * padded <= MAX_ROW)
     ]
 
 

@@ -73,9 +73,11 @@ def _normalise(value, inside, num_columns, eps, op: tl.constexpr):
 @triton.jit
 def norm_plain(x, residual, weight, bias, y, total, x_row, x_step, residual_row, residual_step,
                num_rows, num_columns, eps, op: tl.constexpr, rows: tl.constexpr,
-               padded: tl.constexpr):  # fmt: skip
+               padded: tl.constexpr, early: tl.constexpr):  # fmt: skip
     """Tiles of whole rows, `rows` of them with up to `padded` columns. x, residual: any strides;
     weight, bias: [num_columns]; y, total: contiguous; None where there is none; all local memory.
+
+    early: weight and bias are loaded beside x, which takes registers and saves a wait.
     """
     first = tl.program_id(0) * rows
     lines = (first + tl.arange(0, rows))[:, None]
@@ -84,6 +86,10 @@ def norm_plain(x, residual, weight, bias, y, total, x_row, x_step, residual_row,
     inside = (lines < num_rows) & (columns < num_columns)
     far = lines.to(tl.int64)
     value = tl.load(x + far * x_row + apart * x_step, mask=inside, other=0.0).to(tl.float32)
+    if early and weight is not None:
+        scale = tl.load(weight + columns, mask=columns < num_columns)
+    if early and bias is not None:
+        shift = tl.load(bias + columns, mask=columns < num_columns)
     if residual is not None:
         place = residual + far * residual_row + apart * residual_step
         value += tl.load(place, mask=inside, other=0.0).to(tl.float32)
@@ -92,9 +98,13 @@ def norm_plain(x, residual, weight, bias, y, total, x_row, x_step, residual_row,
         value = value.to(tl.float32)
     result = _normalise(value, inside, num_columns, eps, op)
     if weight is not None:
-        result *= tl.load(weight + columns, mask=columns < num_columns).to(tl.float32)
+        if not early:
+            scale = tl.load(weight + columns, mask=columns < num_columns)
+        result *= scale.to(tl.float32)
     if bias is not None:
-        result += tl.load(bias + columns, mask=columns < num_columns).to(tl.float32)
+        if not early:
+            shift = tl.load(bias + columns, mask=columns < num_columns)
+        result += shift.to(tl.float32)
     tl.store(y + far * num_columns + columns, result.to(y.dtype.element_ty), mask=inside)
 
 

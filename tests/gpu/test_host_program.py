@@ -22,7 +22,7 @@ from tests.hostir.programs import local, run_program
 
 pytestmark = pytest.mark.gpu
 
-TOLERANCE = {"bf16": 3e-2, "f16": 4e-3, "f32": 1e-5}
+TOLERANCE = {"bf16": 6e-2, "f16": 8e-3, "f32": 1e-4}
 """Relative and absolute: a few roundings of values around 1."""
 
 
@@ -86,6 +86,8 @@ def test_a_block_agrees_with_torch_and_float64(dtype, extents, monkeypatch):
         torch.testing.assert_close(
             found[name].double(), exact[name], rtol=tolerance, atol=tolerance
         )
+        error = (found[name].double() - exact[name]).abs().mean()
+        assert error <= 1.02 * (plain[name].double() - exact[name]).abs().mean()
 
 
 def test_what_is_fused_in_a_block():

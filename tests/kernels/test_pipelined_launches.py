@@ -74,9 +74,9 @@ def test_descriptors_keep_no_memory(launched):
 def test_choices_are_measured_within_tuning_only(launched, monkeypatch, tmp_path):
     measured = []
 
-    def measure(choice: Choice, run: object) -> float:
-        measured.append(choice)
-        return 1.0 if choice.stages else 2.0
+    def measure(choices: list[Choice], run: object) -> dict[Choice, float]:
+        measured.extend(choices)
+        return {choice: 1.0 if choice.stages else 2.0 for choice in choices}
 
     monkeypatch.setattr(tuning, "_median_us", measure)
     family, operands = rms_family(24, 512)
@@ -101,7 +101,7 @@ def _measure_and_report(rank: int, folder: Path, answers: multiprocessing.Queue)
         Choice(tile=(1024 * n,), num_warps=4, stages=0, buffers=0, programs_per_sm=8, run=1)
         for n in (1, 2)
     ]
-    tuning._median_us = lambda choice, run: float(choice != candidates[rank])
+    tuning._median_us = lambda choices, run: {c: float(c != candidates[rank]) for c in choices}
     path = folder / f"{rank}.json"
     with tuning.tuning(path):
         own = tuning.pick("class", candidates, prepare=len, run=print)
