@@ -32,6 +32,12 @@ all run at once; what norms lose, whose programs load nothing while they reduce.
 PLAIN_PER_THREAD = {8: 0.03, 16: 0.0, 32: 0.01}
 """Elements of a thread -> what norms lose by them."""
 CROWDING = 0.005
+PLAIN_WAIT_US = 0.3
+EARLY_PER_THREAD = 16
+EARLY_LOSS = 0.08
+"""The wait for weight and bias after a reduction; elements of a thread up to which they may come
+before, and what that loses where many programs run.
+"""
 ENOUGH_BYTES = 65536
 """Loads in flight on an SM beyond which more only crowd the memory system."""
 
@@ -50,7 +56,8 @@ class Choice:
 
     stages: loads in flight, 1 for none ahead, 0 for the plain kernel without TMA, one tile a
     program. run: neighbouring tiles that a program takes; 0 for programs that stay and take every
-    n-th tile.
+    n-th tile. early: of plain norms, whether weight and bias are loaded beside x, which takes
+    registers and saves a wait.
     """
 
     tile: tuple[int, ...]
@@ -59,6 +66,7 @@ class Choice:
     buffers: int
     programs_per_sm: int
     run: int
+    early: bool = False
 
     @property
     def per_thread(self) -> int:
@@ -136,8 +144,11 @@ def _plain_time_us(choice: Choice, num_tiles: int, traffic: Traffic, device: Dev
     rounds = -(-num_tiles // slots)
     tile_us = elements * (traffic.in_bytes + traffic.out_bytes) / device.bandwidth_bytes_per_us
     idle = (rounds * slots - num_tiles) * tile_us
-    lost = PLAIN_ROWS + PLAIN_PER_THREAD[per_thread] if len(choice.tile) == 2 else 0.0
-    alone = rounds * (LATENCY_US + PLAIN_THREAD_US * per_thread)
+    wait = lost = 0.0
+    if len(choice.tile) == 2:
+        wait = 0.0 if choice.early else PLAIN_WAIT_US
+        lost = PLAIN_ROWS + PLAIN_PER_THREAD[per_thread] + EARLY_LOSS * choice.early
+    alone = rounds * (LATENCY_US + PLAIN_THREAD_US * per_thread + wait)
     streaming = num_tiles * tile_us * (1 + lost) + idle / 4
     return PLAIN_START_US + max(streaming + alone / rounds, alone, num_tiles * PLAIN_PROGRAM_US)
 
@@ -176,9 +187,13 @@ def _plain_rows(rows: int, columns: int) -> list[tuple[Choice, int]]:
     if padded > MAX_ROW:
         return [(_plain((1, 1024), 4), 3 * rows * -(-columns // 1024))]
     return [
-        (_plain((per_tile, padded), per_tile * padded // (32 * per_thread)), -(-rows // per_tile))
+        (
+            _plain((per_tile, padded), per_tile * padded // (32 * per_thread), early=early),
+            -(-rows // per_tile),
+        )
         for per_tile in (2, 1, 4, 8, 16)
         for per_thread in PLAIN_PER_THREAD
+        for early in (False, True)[: 1 + (per_thread <= EARLY_PER_THREAD)]
         if 32 <= per_tile * padded // per_thread <= 1024
         and (per_tile == 1 or per_tile * padded <= MAX_ROW)
     ]
@@ -189,10 +204,10 @@ def padded_row(columns: int) -> int:
     return max(128, 1 << (columns - 1).bit_length())
 
 
-def _plain(tile: tuple[int, ...], num_warps: int) -> Choice:
+def _plain(tile: tuple[int, ...], num_warps: int, *, early: bool = False) -> Choice:
     resident = min(32, 2048 // (32 * num_warps), REGISTERS // (32 * num_warps * 40))
     return Choice(tile=tile, num_warps=num_warps, stages=0, buffers=0,
-                  programs_per_sm=resident, run=1)  # fmt: skip
+                  programs_per_sm=resident, run=1, early=early)  # fmt: skip
 
 
 def flat_choices(traffic: Traffic, device: Device, width: int) -> tuple[Choice, ...]:

@@ -24,10 +24,6 @@ from distmega.kernels.pipelined.norm_kernel import NormSpec, norm_kernel
 from distmega.kernels.pipelined.triton_path import long_norm_plain, norm_plain
 from distmega.kernels.pipelined.views import as_rows, is_aligned, layout_key
 
-EARLY_PER_THREAD = 16
-"""Elements of a thread up to which plain kernels have registers for weight and bias from the start.
-"""
-
 Operands = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor, Tensor | None]
 """x, residual, weight, bias, results and sums; x, residual, results and sums of one shape, the last
 two contiguous; sums where there is a residual.
@@ -128,7 +124,7 @@ class _Class:
             self.op,
             rows,
             tile,
-            choice.per_thread <= EARLY_PER_THREAD,
+            choice.early,
         )
         if tile < self.columns:
             rest = (*strides, self.columns, self.eps, self.op, tile)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from distmega.kernels.pipelined.choices import Choice
 
 CHOICES = Path.home() / ".cache" / "distmega" / "choices.json"
-NUM_CANDIDATES = 8
+NUM_CANDIDATES = 10
 NUM_RUNS = 15
 NUM_SHORT_RUNS = 45
 SHORT_US = 30.0
@@ -84,10 +84,11 @@ def known_choice(key: str, candidates: Sequence[Choice]) -> Choice:
 
 
 def few_candidates(candidates: Sequence[Choice]) -> list[Choice]:
-    """The model's best few with TMA and without, no two of the same tile, warps and run."""
+    """The model's best few with TMA and without, no two of the same tile, warps, run and early."""
     first: dict[tuple[object, ...], Choice] = {}
     for choice in candidates:
-        first.setdefault((choice.tile, choice.num_warps, choice.run, choice.stages == 0), choice)
+        kind = choice.stages == 0, choice.early
+        first.setdefault((choice.tile, choice.num_warps, choice.run, *kind), choice)
     by_kernel = ([c for c in first.values() if bool(c.stages) == tma] for tma in (True, False))
     return [choice for kind in by_kernel for choice in kind[:NUM_CANDIDATES]]
 

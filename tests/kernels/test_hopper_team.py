@@ -9,6 +9,7 @@ from distmega.kernels.fusion import FusedEmbedding, FusedHead, FusedResidual, fu
 from distmega.kernels.hopper.plan import DecodeQueues
 from distmega.kernels.hopper.queues import build_queues
 from distmega.kernels.hopper.words import EMBEDDED, Embed, Instruction, Linear, Opcode
+from distmega.models.config import ModelConfig
 from distmega.models.presets import PRESETS
 from distmega.requests import EngineOptions
 from distmega.sharding.cost import H200
@@ -23,10 +24,14 @@ def blueprint(name: str, tp: int, logits: str = "none") -> DecodeBlueprint:
     return draw_decode(PRESETS[name], plan, options, peer_memory=True)
 
 
-def team_queues(name: str, tp: int) -> list[DecodeQueues]:
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]} tp={case[1]}")
+def team(request: pytest.FixtureRequest) -> tuple[ModelConfig, list[DecodeQueues]]:
+    """A model and the queues of its ranks."""
+    name, tp = request.param
     drawn = blueprint(name, tp)
     (segment,) = drawn.host.segments
-    return [build_queues(segment, drawn.weights, drawn.states, 132, place) for place in range(tp)]
+    found = [build_queues(segment, drawn.weights, drawn.states, 132, place) for place in range(tp)]
+    return PRESETS[name], found
 
 
 def tasks(queues: DecodeQueues, opcode: Opcode) -> list[Instruction]:
@@ -50,16 +55,15 @@ def test_collectives_become_part_of_what_they_follow(name, tp, logits):
     assert segment.tensor_map()[head.logits].shape[1] == config.vocab // (1 if whole else tp)
 
 
-@pytest.mark.parametrize(("name", "tp"), CASES)
-def test_ranks_have_the_same_queues_but_for_their_vocabulary(name, tp):
+def test_ranks_have_the_same_queues_but_for_their_vocabulary(team):
     def common(one: Instruction) -> Instruction:
         if isinstance(one, Embed):
             return replace(one, row0=0, dst=0)
         return replace(one, num_rows=0) if one.opcode is Opcode.HEAD else one
 
-    first, *others = team_queues(name, tp)
+    _, (first, *others) = team
     shape = first.shape
-    assert shape.num_ranks == tp
+    assert shape.num_ranks == 1 + len(others)
     for place, queues in enumerate(others, start=1):
         assert queues.shape == shape
         assert queues.num_words == first.num_words
@@ -68,13 +72,11 @@ def test_ranks_have_the_same_queues_but_for_their_vocabulary(name, tp):
             assert list(map(common, mine)) == list(map(common, theirs))
 
 
-@pytest.mark.parametrize(("name", "tp"), CASES)
-def test_every_token_has_its_row_pushed_whole_and_once(name, tp):
-    teams = team_queues(name, tp)
-    config = PRESETS[name]
+def test_every_token_has_its_row_pushed_whole_and_once(team):
+    config, ranks = team
     for token in (0, config.vocab // 2 - 1, config.vocab // 2, config.vocab - 1):
         pushed: list[int] = []
-        for queues in teams:
+        for queues in ranks:
             for one in tasks(queues, Opcode.EMBED):
                 assert isinstance(one, Embed)
                 if 0 <= token - one.row0 < one.num_rows:
@@ -83,10 +85,9 @@ def test_every_token_has_its_row_pushed_whole_and_once(name, tp):
         assert sorted(pushed) == [EMBEDDED + word for word in range(config.hidden // 2)]
 
 
-@pytest.mark.parametrize(("name", "tp"), CASES)
-def test_both_sums_of_a_layer_give_an_sm_the_same_rows(name, tp):
+def test_both_sums_of_a_layer_give_an_sm_the_same_rows(team):
     """Without it an SM could be a layer ahead of its like on another rank."""
-    queues = team_queues(name, tp)[0]
+    _, (queues, *_) = team
     assert not tasks(queues, Opcode.RESIDUAL)
     for queue in queues.queues:
         sums = [one for one in queue if one.opcode is Opcode.PARTIAL]
@@ -95,12 +96,14 @@ def test_both_sums_of_a_layer_give_an_sm_the_same_rows(name, tp):
         assert len(sums) in (0, 2 * queues.shape.num_layers)
 
 
-@pytest.mark.parametrize(("name", "tp"), CASES)
-def test_parts_of_sums_lie_right_before_their_results(name, tp):
-    queues = team_queues(name, tp)[0]
+def test_parts_of_sums_lie_right_before_their_results(team):
+    _, (queues, *others) = team
     rooms = {one.dst for one in tasks(queues, Opcode.PARTIAL)}
     ends = {buffer.name: buffer.first + buffer.num_words for buffer in queues.buffers}
     firsts = {buffer.name: buffer.first for buffer in queues.buffers}
     assert rooms == {firsts["x"], firsts["h"]} == {ends["parts of x"], ends["parts of h"]}
     for name in ("x", "h"):
-        assert ends[f"parts of {name}"] - firsts[f"parts of {name}"] == tp * queues.shape.hidden
+        assert (
+            ends[f"parts of {name}"] - firsts[f"parts of {name}"]
+            == (1 + len(others)) * queues.shape.hidden
+        )

@@ -12,6 +12,7 @@ import pytest
 from tests.repo.source import ROOT
 
 FOLDER = Path(sys.prefix) / "triton-newest"
+NUM_PROCESSES = 2
 
 
 @pytest.mark.slow
@@ -23,8 +24,26 @@ def test_kernels_compile_under_the_newest_triton(tmp_path):
     version, place = found.split(maxsplit=1)
     assert Path(place.strip()).is_relative_to(FOLDER)
     files = sorted(map(str, Path(__file__).parent.glob("test_*_code.py")))
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
-    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"Triton {version}\n{done.stdout[-6000:]}{done.stderr[-2000:]}"
-    assert "skipped" not in done.stdout
-    print(f"Triton {version}: {done.stdout.strip().splitlines()[-1]}")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    runs = [
+        subprocess.Popen(
+            [*command, *files[part::NUM_PROCESSES]],
+            env=env,
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for part in range(NUM_PROCESSES)
+    ]
+    try:
+        outputs = [run.communicate()[0] for run in runs]
+    finally:
+        for run in runs:
+            run.kill()
+            run.wait()
+    for run, output in zip(runs, outputs, strict=True):
+        assert run.returncode == 0, f"Triton {version}\n{output[-8000:]}"
+        assert "skipped" not in output
+        passed = [line for line in output.splitlines() if " passed" in line]
+        print(f"Triton {version}: {passed[-1]}")

@@ -20,7 +20,6 @@ from distmega.kernels.pipelined.choices import (
 from distmega.kernels.pipelined.exprs import formula_of
 from distmega.kernels.pipelined.long_norm_kernel import long_norm_kernel
 from distmega.kernels.pipelined.norm_kernel import NormSpec, norm_kernel
-from distmega.kernels.pipelined.norms import EARLY_PER_THREAD
 from distmega.kernels.pipelined.pointwise_kernel import PointwiseSpec, pointwise_kernel
 from distmega.kernels.pipelined.triton_path import long_norm_plain, norm_plain, pointwise_plain
 from tests.kernels.ptx import WAIT, loads, stores, vector_accesses
@@ -171,15 +170,17 @@ STRIDES = ("x_row", "x_step", "residual_row", "residual_step")
 
 @pytest.mark.parametrize("op", ["rms", "layer", "softmax"])
 @pytest.mark.parametrize("columns", [4096, 16384])
-def test_plain_norms(op, columns):
+@pytest.mark.parametrize("early", [False, True])
+def test_plain_norms(op, columns, early):
     traffic = Traffic(in_bytes=4, out_bytes=4, num_elements=128 * columns)
-    choice = plain_row_choices(128, columns, traffic, H200)[0]
+    choices = plain_row_choices(128, columns, traffic, H200)
+    choice = next(choice for choice in choices if choice.early == early)
     types: dict[str, object] = dict.fromkeys(NORM_TENSORS, "*bf16") | {"eps": "fp32"}
     multiples = ("x_row", "residual_row", "num_columns")
     types |= dict.fromkeys((*multiples, "num_rows"), "i32")
     fixed = {"x_step": 1, "residual_step": 1, "op": op, "rows": choice.tile[0],
              "padded": choice.tile[1],
-             "early": choice.per_thread <= EARLY_PER_THREAD}  # fmt: skip
+             "early": early}  # fmt: skip
     code = compile_kernel(norm_plain, types, fixed, choice.num_warps, 255, multiples)
     assert code.stack_bytes == 0
     assert code.registers * 32 * choice.num_warps <= REGISTERS
