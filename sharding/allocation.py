@@ -92,6 +92,23 @@ class AllocationDomain:
         dims = (replace(d, chunk=chunk) if d.dim == dim else d for d in self.dims)
         return replace(self, dims=tuple(dims))
 
+    def sliced(self, dim: int, extent: int) -> "AllocationDomain":
+        """What an iteration sees of an allocation in full: so many positions of a dim. The next dim
+        outwards then has gaps, unless it has one position or nothing was cut off.
+        """
+        dims = list(self.dims)
+        place = next(n for n, each in enumerate(dims) if each.dim == dim)
+        wide = [n for n in range(place) if dims[n].local_extent > 1]
+        if wide and extent < dims[place].local_extent:
+            dims[wide[-1]] = replace(dims[wide[-1]], contiguous=False)
+        dims[place] = replace(dims[place], local_extent=extent)
+        return replace(self, dims=tuple(dims))
+
+    @property
+    def has_gaps(self) -> bool:
+        """Whether its elements do not follow each other in memory."""
+        return not all(each.contiguous for each in self.dims)
+
     @property
     def shape(self) -> tuple[int, ...]:
         """Extents of the whole tensor, in its dim order."""

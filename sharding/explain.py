@@ -9,12 +9,14 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from distmega.program import Tensor
+from distmega.program import Tensor, accesses
 from distmega.sharding.conflicts import list_conflicts
+from distmega.sharding.local_ops import LocalOps
 from distmega.sharding.overlap import OverlapChoice
 from distmega.sharding.placements import REPLICATE, Layout, Partial, Placement, Shard, local_shape
 from distmega.sharding.plan import PlanFacts
 from distmega.sharding.resolve import PlacedOp, Reshard, Splits
+from distmega.sharding.streams import Part, operand_parts
 from distmega.sharding.whatif import Alternative, Bill, WhatIf
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -221,12 +223,33 @@ def _overlaps(plan: PlanFacts) -> list[str]:
 
 
 def _host_loops(plan: PlanFacts) -> list[str]:
-    """The loops, and what is allocated anew in each of their iterations."""
+    """The loops, what is allocated anew in each of their iterations, and of what is allocated in
+    full the parts that have gaps.
+    """
     lines = [f"  {loop}" for loop in plan.host_loops]
     for name, allocation in plan.allocations.items():
         if allocation.chunk:
             lines.append(f"  {name} by chunk: {list(allocation.stored_shape)}")
-    return lines
+    return lines + sorted(set(_parts_with_gaps(plan)))
+
+
+def _parts_with_gaps(plan: PlanFacts) -> Iterator[str]:
+    splits = {name: split for loop in plan.host_loops for name, split in loop.splits}
+    if not splits:
+        return
+    local = LocalOps(plan.program.tensor_map(), plan.mesh, plan.locals)
+    shapes = {
+        name: Tensor(name=name, shape=allocation.local_shape, dtype="f32")
+        for name, allocation in plan.allocations.items()
+    }
+    for op in map(local.op, plan.steps):
+        parts = operand_parts(op, splits[op.name], shapes) if op.name in splits else ""
+        for access, part in zip(accesses(op), parts, strict=False):
+            allocation = plan.allocations[access.tensor]
+            if isinstance(part, Part) and not allocation.chunk:
+                seen = allocation.sliced(part.dim, part.chunk)
+                if seen.has_gaps:
+                    yield f"  {access.tensor} in parts with gaps: {list(seen.local_shape)}"
 
 
 def _tensors(plan: PlanFacts, what_if: WhatIf) -> list[str]:

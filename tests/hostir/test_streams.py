@@ -382,4 +382,6 @@ def test_a_plan_explains_its_host_loops_and_ranks_agree_on_them():
     plan = plan_program(program, mesh, CPU, marks)
     assert "host loops\n  i0 in 2: a(i0 4 by 2), b(i0 4 by 2), c(i0 4 by 2)\n" in plan.explain()
     assert "  a by chunk: [2, 6, 8]\n" in plan.explain()
+    plan = plan_program(program, mesh, CPU, {"b": stream(1, 2)})
+    assert "  x in parts with gaps: [4, 3, 8]\n" in plan.explain()
     assert plan.fingerprint() != plan_program(program, mesh, CPU).fingerprint()

@@ -1,6 +1,7 @@
 """Layouts as values, users' words, allocations and who loads what."""
 
 import pytest
+import torch
 
 from distmega.errors import PlanError, VerifyError
 from distmega.program import Program, Tensor
@@ -113,6 +114,17 @@ def test_of_a_partial_weight_coordinate_0_holds_the_value():
     assert str(domain) == "[0:9, 1:64] partial@tp"
     assert domain.local_range(0, {"dp": 1, "tp": 0}) == (0, 9)
     assert domain.local_range(0, {"dp": 0, "tp": 1}) == (0, 0)
+
+
+@pytest.mark.parametrize("shape", [(4, 6, 2), (1, 6, 2), (4, 1, 6), (6,)])
+def test_parts_have_gaps_as_strides_have(shape: tuple[int, ...]):
+    whole = AllocationDomain.of(Tensor(name="x", shape=shape, dtype="f32"), REPLICATED, MESH)
+    assert not whole.has_gaps
+    for dim, extent in enumerate(shape):
+        for part in range(1, extent + 1):
+            seen = whole.sliced(dim, part)
+            assert seen.local_shape == (*shape[:dim], part, *shape[dim + 1 :])
+            assert seen.has_gaps != torch.empty(shape).narrow(dim, 0, part).is_contiguous()
 
 
 def test_nothing_may_change_a_final_allocation():
