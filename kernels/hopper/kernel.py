@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from distmega.kernels.gluon_compat import reinterpret
 from distmega.kernels.hopper.attention import attention_task
-from distmega.kernels.hopper.device import clock, fence_all, fetch
+from distmega.kernels.hopper.device import clock, fence_all, fetch, keep
 from distmega.kernels.hopper.fields import (
     GREEDY,
     LAYER,
@@ -110,11 +110,13 @@ def compute(
                     red_rows, bufs, ready, free, it, at, RANKS, STAGES, TRACE,
                 )
                 if CHOICE != GREEDY and words[OPCODE] == OP_HEAD:
-                    row0 = words[LIN_ROW0]
+                    # kept here, or else what follows from them takes registers from other tasks
+                    row0 = keep(words[LIN_ROW0])
                     end = gl.minimum(row0 + words[NUM_UNITS] * UNIT_ROWS, words[LIN_NUM_ROWS])
                     sample_task(
                         row0, end, logits, sampling, seeds, position0 + step, exchange,
-                        sample_words, best_words, sm, num_sms, tag, CHOICE, HEAD_ROWS,
+                        keep(sample_words), best_words, keep(sm), keep(num_sms), tag, CHOICE,
+                        HEAD_ROWS,
                     )
             if TRACE:
                 gl.store(at + STAMPS - 1, clock())
