@@ -3,6 +3,7 @@
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,6 +46,7 @@ def python_files() -> list[Path]:
     return sorted({path for folder in folders for path in folder.rglob("*.py")})
 
 
+@cache
 def imports(path: Path) -> list[Import]:
     """All imports of a file; `from a import b` gives both a and a.b, since b may be a module."""
     return list(_walk(ast.parse(path.read_text(), filename=str(path)), local=False))
@@ -64,6 +66,7 @@ def _walk(node: ast.AST, *, local: bool) -> Iterator[Import]:
                 yield from _walk(child, local=inside)
 
 
+@cache
 def import_graph() -> dict[str, set[str]]:
     """Installed module -> installed modules it imports."""
     known = modules()
