@@ -125,7 +125,14 @@ def block(p: ProgramBuilder) -> tuple[Handle, ...]:
     return (p.linear(h, p.weight("w2", (4, 12)), name="y"),)
 
 
+def totals(p: ProgramBuilder) -> tuple[Handle, ...]:
+    y = p.input("x", (16, 4)).map("a0 + 1", name="y")
+    return y, p.reduce(y, 0, name="s")
+
+
 HALVES = shard(0, "dp")
+QUARTERS = HALVES | ROWS
+EIGHTHS = shard(0, "a") | shard(0, "b") | shard(0, "c")
 SPLIT = {"x": COLUMNS, "w": ROWS}
 CASES = {
     "a longer chain is one loop": Case(
@@ -237,6 +244,25 @@ CASES = {
             "y": HALVES | ROWS | stream(0, 2, ring="tp"),
         },
         GRID, (1, 1, 1, 1), ("send", "send"), ("h", "y.partial"),
+    ),
+    "dims merged, the outer one on two mesh axes": Case(
+        lambda p: reshaped(p, (4, 6), (24,)), {"x": QUARTERS, "y": QUARTERS}, GRID
+    ),
+    "a dim on two mesh axes split": Case(
+        lambda p: reshaped(p, (16, 3), (4, 4, 3)), {"x": QUARTERS, "y": QUARTERS}, GRID
+    ),
+    "a sum over two mesh axes, scattered over both": Case(
+        lambda p: projected(p, 8, 8),
+        {"x": shard(1, "dp") | COLUMNS, "w": QUARTERS, "y": QUARTERS},
+        GRID, (), ("reduce_scatter", "reduce_scatter"),
+    ),
+    "a ring of the inner of two mesh axes": Case(
+        lambda p: projected(p, 16, 4),
+        {"x": QUARTERS, "w": COLUMNS, "y": HALVES | COLUMNS | stream(0, 2, ring="tp")},
+        GRID, (1, 1), ("send",),
+    ),
+    "three mesh axes on one dim": Case(
+        totals, {"x": EIGHTHS, "y": EIGHTHS}, DeviceMesh(a=2, b=2, c=2), (), ("all_reduce",) * 3
     ),
 }  # fmt: skip
 
