@@ -6,6 +6,7 @@ from distmega.builder import ProgramBuilder
 from distmega.program import Op, Program
 from distmega.sharding.cost import (
     CPU,
+    H100,
     H200,
     MACHINES,
     op_bytes,
@@ -77,6 +78,6 @@ def test_matrices_and_states_have_a_price_for_each_use():
 
 
 def test_machines_are_found_by_name():
-    assert MACHINES == {"cpu": CPU, "h200": H200}
+    assert MACHINES == {"cpu": CPU, "h100": H100, "h200": H200}
     assert H200.flops_rate("bf16") == 6.8e8
     assert H200.flops_rate("i64") == 3.0e7
