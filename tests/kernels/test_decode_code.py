@@ -12,7 +12,9 @@ import torch
 
 from distmega.blueprint import draw_decode, plan_decode
 from distmega.kernels.hopper.runner import DecodeRunner
+from distmega.kernels.task_graph import Mode
 from distmega.models.presets import PRESETS
+from distmega.models.sampling import GREEDY, Method
 from distmega.requests import EngineOptions
 from distmega.sharding.cost import H200
 from distmega.sharding.mesh import DeviceMesh
@@ -45,11 +47,13 @@ class _Team:
         return SimpleNamespace(tensor=lambda place, shape, dtype: words)
 
 
-def open_runner(name: str, num_ranks: int) -> DecodeRunner:
+def open_runner(
+    name: str, num_ranks: int, method: Method = GREEDY, mode: Mode = "overlap"
+) -> DecodeRunner:
     """A preset's runner, to be used within `offline`."""
-    options = EngineOptions(max_context=256)
-    plan = plan_decode(PRESETS[name], DeviceMesh(tp=num_ranks), H200, options, "none")
-    drawn = draw_decode(PRESETS[name], plan, options, peer_memory=True)
+    options, mesh = EngineOptions(max_context=256), DeviceMesh(tp=num_ranks)
+    plan = plan_decode(PRESETS[name], mesh, H200, options, "none", method=method)
+    drawn = draw_decode(PRESETS[name], plan, options, peer_memory=True, method=method)
     (segment,) = drawn.host.segments
     return DecodeRunner(
         segment,
@@ -58,13 +62,16 @@ def open_runner(name: str, num_ranks: int) -> DecodeRunner:
         states=drawn.states,
         state_arena=torch.empty(drawn.states.num_bytes, dtype=torch.uint8),
         team=_Team(num_ranks) if num_ranks > 1 else None,
+        mode=mode,
     )
 
 
 @cache
-def decode_code(name: str, num_ranks: int, trace: bool) -> Machine:
+def decode_code(
+    name: str, num_ranks: int, trace: bool, method: Method = GREEDY, mode: Mode = "overlap"
+) -> Machine:
     with pytest.MonkeyPatch.context() as patch, offline(patch) as launched:
-        runner = open_runner(name, num_ranks)
+        runner = open_runner(name, num_ranks, method, mode)
         if trace:
             runner.trace(1)
         else:
@@ -79,6 +86,19 @@ def test_decode_fits_an_sm(name, num_ranks, trace):
     assert code.stack_bytes <= (SPILLED_BYTES if num_ranks > 1 else 0)
     assert code.shared_bytes <= SHARED_BYTES
     assert 32 * (8 * code.registers + LOADER_WARPS * LOADER_REGISTERS) <= REGISTERS
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_candidates", "spilled"), [("plain", 0, 0), ("limited", 64, 88)]
+)
+def test_drawing_spills_little(kind, num_candidates, spilled):
+    """What is kept across the search for limits; nothing without limits."""
+    method = Method(kind=kind, num_candidates=num_candidates)
+    assert decode_code("qwen3-0.6b", 1, False, method).stack_bytes <= spilled
+
+
+def test_barriers_spill_nothing():
+    assert decode_code("qwen3-0.6b", 1, False, mode="op").stack_bytes == 0
 
 
 @pytest.mark.parametrize(("name", "num_ranks", "trace"), MODELS)
