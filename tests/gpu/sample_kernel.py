@@ -3,8 +3,12 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from distmega.kernels.hopper import words
 from distmega.kernels.hopper.sample import sample_task
 from distmega.kernels.hopper.team import most_likely
+
+BEST_WORDS = gl.constexpr(words.REPORT_WORDS)
+"""Of the exchange: after the report come the SMs' candidates."""
 
 
 @gluon.jit(do_not_specialize=["vocab", "rows_a_sm", "num_steps", "epoch0", "sample_words"])
@@ -20,9 +24,9 @@ def draw(
     for step in range(num_steps):
         tag = epoch0 + step + 1
         sample_task(
-            row0, limit, logits, sampling, seeds, step, exchange, sample_words, 0, sm, num_sms,
-            tag, KIND, ROWS,
+            row0, limit, logits, sampling, seeds, step, exchange, sample_words, BEST_WORDS, sm,
+            num_sms, tag, KIND, ROWS,
         )  # fmt: skip
-        token = most_likely(exchange, 0, num_sms, tag, 1)
+        token = most_likely(exchange, BEST_WORDS, num_sms, tag, 1)
         if sm == 0:
             gl.store(tokens + step, token)

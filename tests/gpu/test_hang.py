@@ -8,8 +8,8 @@ import pytest
 from distmega.engine import Engine
 from distmega.errors import HangError
 from distmega.hostir.comm import SingleCommunicator
-from distmega.kernels.hopper.batch_words import EVENT_WORDS
-from distmega.kernels.hopper.words import REPORT_WORDS, Linear, Opcode
+from distmega.kernels.hopper.batch_words import EVENT_WORDS, EVENTS_AT
+from distmega.kernels.hopper.words import Linear, Opcode
 from distmega.models.load import open_model
 from distmega.requests import EngineOptions
 from distmega.sharding.mesh import DeviceMesh
@@ -69,7 +69,7 @@ def test_a_lost_signal_of_the_batched_kernel_is_named():
     prompts = [[1, 2, 3], [4, 5]]
     expected = list(itertools.islice(engine.generate_all(prompts), 20))
     lost = 12
-    engine.stepping._report[2 * REPORT_WORDS + lost * EVENT_WORDS] -= 1
+    engine.stepping._report[2 * EVENTS_AT + lost * EVENT_WORDS] -= 1
     error = hang_of(engine, prompts)
     assert f"event {lost} (" in error.found
     assert "1 of " in error.remedy

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from distmega.hostir import choice
-from distmega.kernels.hopper.words import DRAWN, LIMITED, MAX_SMS, SAMPLE_CHUNK
+from distmega.kernels.hopper.alarm import LOCAL_LIMIT_S, Alarm
+from distmega.kernels.hopper.words import DRAWN, LIMITED, MAX_SMS, REPORT_WORDS, SAMPLE_CHUNK
 from distmega.models.sampling import Sampling
 from tests.gpu import sample_kernel
 from tests.gpu.engines import open_engine
@@ -21,25 +22,30 @@ def drawn_by_kernel(logits: Tensor, settings: list[float], seed: int) -> list[in
     """Tokens at NUM_DRAWS positions; settings of two values are limits, of three are looked for."""
     num_sms = torch.cuda.get_device_properties(0).multi_processor_count
     rows = -(-len(logits) // num_sms)
-    words = 2 * MAX_SMS + (2 + rows // SAMPLE_CHUNK + 1) * SAMPLE_CHUNK * MAX_SMS
+    chunks_at = REPORT_WORDS + 2 * MAX_SMS
+    words = chunks_at + (2 + rows // SAMPLE_CHUNK + 1) * SAMPLE_CHUNK * MAX_SMS
+    exchange = torch.zeros(words, dtype=torch.int64, device="cuda")
+    alarm = Alarm(exchange, LOCAL_LIMIT_S)
     tokens = torch.full((NUM_DRAWS,), -1, dtype=torch.int32, device="cuda")
     sample_kernel.draw[(num_sms,)](
         logits,
         torch.tensor(settings, device="cuda"),
         torch.tensor([seed], device="cuda"),
-        torch.zeros(words, dtype=torch.int64, device="cuda"),
+        exchange,
         tokens,
         len(logits),
         rows,
         NUM_DRAWS,
         0,
-        2 * MAX_SMS,
+        chunks_at,
         KIND=LIMITED if len(settings) == 3 else DRAWN,
         ROWS=max(256, 1 << (rows - 1).bit_length()),
         num_warps=8,
         launch_cooperative_grid=True,
     )
-    return tokens.tolist()
+    drawn = tokens.tolist()
+    assert alarm.take() is None
+    return drawn
 
 
 def drawn_by_library(logits: Tensor, settings: list[float], seed: int) -> list[int]:
