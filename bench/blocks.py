@@ -13,11 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.ranks import run_on_ranks
+from bench.ranks import AHEAD_CYCLES, ROUNDS, median_us, run_on_ranks
 from distmega.builder import Handle, ProgramBuilder
 from distmega.hostir.capture import CapturedHost
 from distmega.hostir.comm import Communicator
@@ -42,9 +41,6 @@ from distmega.sharding.planner import Plan, plan_program
 from distmega.trace_file import Span, write_trace
 
 EPS = 1e-5
-ROUNDS = 9
-AHEAD_CYCLES = 2_000_000
-"""For which GPUs sleep before a timed call, so that the host runs ahead."""
 OURS, IN_TURN, TORCH = "ours", "ours, sequential", "torch and NCCL"
 Call = Callable[[], Tensor]
 
@@ -276,28 +272,6 @@ def _torch_transformer(x: Tensor, own: Mapping[str, Tensor], products: Products)
     flat = mixed[0].transpose(0, 1).flatten(1)
     mid = x + products.scattered(flat, own["wo"].flatten(1))
     return mid + _torch_mlp(F.rms_norm(mid, (hidden,), own["norm1"], EPS), own, products)
-
-
-def median_us(calls: Mapping[str, Call]) -> dict[str, float]:
-    """Time of each call on the slowest rank, all calls in turn in every round."""
-    token = torch.zeros(1)
-    spans: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {n: [] for n in calls}
-    for call in (*calls.values(), *calls.values()):
-        call()
-    for _ in range(ROUNDS):
-        for name, call in calls.items():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(AHEAD_CYCLES)
-            dist.all_reduce(token)
-            start.record()
-            call()
-            end.record()
-            spans[name].append((start, end))
-    torch.cuda.synchronize()
-    times = [sorted(s.elapsed_time(e) for s, e in pairs) for pairs in spans.values()]
-    found = torch.tensor([t[ROUNDS // 2] * 1e3 for t in times])
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return dict(zip(calls, found.tolist(), strict=True))
 
 
 def host_times(block: Block, comm: Communicator, call: str) -> str:

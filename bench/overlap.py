@@ -28,7 +28,7 @@ from bench.blocks import (
     mlp_block,
     transformer_block,
 )
-from bench.ranks import run_on_ranks
+from bench.ranks import median_us, run_on_ranks
 from bench.records import RESULTS, Record, current_commit, result_name, write_records
 from distmega.hostir.nccl import NcclCommunicator
 from distmega.kernels import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
@@ -36,9 +36,6 @@ from distmega.kernels.copy_engines import CopyCommunicator
 from distmega.kernels.gemm.workspace import workspace_of
 from distmega.sharding.overlap import CHEAPEST
 
-ROUNDS = 9
-AHEAD_CYCLES = 2_000_000
-"""For which GPUs sleep before a timed call, so that the host runs ahead."""
 WIDE, LONG, NARROW = (8192, 28672), (4096, 14336), (8192, 10240)
 """K and N of a gathering matmul, N and K of a sending one."""
 SHAPES = [(4096, *NARROW), (16384, *LONG), (8192, *WIDE), (1024, *WIDE), (128, *WIDE),
@@ -143,28 +140,6 @@ def block_cases(comm: NcclCommunicator, rows: int) -> list[Case]:
 
 def random(*shape: int) -> Tensor:
     return torch.randn(shape, device="cuda").bfloat16()
-
-
-def median_us(calls: dict[str, Call]) -> dict[str, float]:
-    """Time of each call on the slowest rank, all calls in turn in every round."""
-    token = torch.zeros(1, device="cuda")
-    spans: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {n: [] for n in calls}
-    for call in calls.values():
-        call()
-    for _ in range(ROUNDS):
-        for name, call in calls.items():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(AHEAD_CYCLES)
-            dist.all_reduce(token)
-            start.record()
-            call()
-            end.record()
-            spans[name].append((start, end))
-    torch.cuda.synchronize()
-    times = [sorted(s.elapsed_time(e) for s, e in pairs) for pairs in spans.values()]
-    found = torch.tensor([t[ROUNDS // 2] * 1e3 for t in times], device="cuda")
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return dict(zip(calls, found.tolist(), strict=True))
 
 
 def measure(case: Case, num_ranks: int, commit: str) -> Record:

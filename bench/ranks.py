@@ -1,4 +1,4 @@
-"""Runs part of a benchmark on several GPUs of this machine, one process each, joined by NCCL.
+"""Runs and times part of a benchmark on several GPUs of this machine, a process each, with NCCL.
 
 In: a function of this folder and its arguments. Out: it is called as function(communicator, ...) on
 every rank; with one rank it is called here.
@@ -6,7 +6,7 @@ every rank; with one rank it is called here.
 
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 
@@ -20,6 +20,10 @@ from distmega.launch.contract import MULTICAST_OFF
 from distmega.sharding.mesh import DeviceMesh
 
 TIMEOUT_S = 120.0
+ROUNDS = 9
+"""Rounds of which median_us takes the median."""
+AHEAD_CYCLES = 2_000_000
+"""Clock cycles that a GPU is kept busy while the host queues what is timed: about 1 ms."""
 
 
 def run_on_ranks(function: Callable[..., None], num_ranks: int, *args: object) -> None:
@@ -54,3 +58,27 @@ def _enter(
     function(comm, *args)
     comm.barrier()
     dist.destroy_process_group()
+
+
+def median_us(calls: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+    """Time of each call on the slowest rank, all calls in turn in every round. Calls begin when all
+    ranks are there, behind work that hides their host's.
+    """
+    token = torch.zeros(1, device="cuda")
+    spans: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {n: [] for n in calls}
+    for call in (*calls.values(), *calls.values()):
+        call()
+    for _ in range(ROUNDS):
+        for name, call in calls.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(AHEAD_CYCLES)
+            dist.all_reduce(token)
+            start.record()
+            call()
+            end.record()
+            spans[name].append((start, end))
+    torch.cuda.synchronize()
+    times = [sorted(s.elapsed_time(e) for s, e in pairs) for pairs in spans.values()]
+    found = torch.tensor([t[ROUNDS // 2] * 1e3 for t in times], device="cuda")
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return dict(zip(calls, found.tolist(), strict=True))

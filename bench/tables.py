@@ -15,17 +15,23 @@ _SECTION = re.compile(r"(<!-- table:([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL
 
 
 def table(path: Path) -> str:
-    """The Markdown table of one result file; microseconds, and how much faster than each peer."""
+    """The Markdown table of one result file; microseconds, and how much faster than each peer. Each
+    line names its commit where they are not all of one.
+    """
     records = read_records(path)
     if not records:
         return "no results yet\n"
     peers = list(dict.fromkeys(peer for record in records for peer in record.peers))
     columns = ["case", "distmega us", *(f"{peer} us (x)" for peer in peers), "floor us", "of floor"]
-    lines = [_line(columns), _line(["---"] * len(columns))]
-    lines += [_line(_cells(record, peers)) for record in records]
-    devices = sorted({f"{record.num_gpus} x {record.device}" for record in records})
-    commits = sorted({record.commit for record in records})
-    return "\n".join(lines) + f"\n\n{', '.join(devices)}; commit {', '.join(commits)}.\n"
+    rows = [_cells(record, peers) for record in records]
+    source = ", ".join(sorted({f"{record.num_gpus} x {record.device}" for record in records}))
+    if len({record.commit for record in records}) == 1:
+        source += f"; commit {records[0].commit}"
+    else:
+        columns.append("commit")
+        rows = [[*row, record.commit] for row, record in zip(rows, records, strict=True)]
+    lines = [_line(row) for row in (columns, ["---"] * len(columns), *rows)]
+    return "\n".join(lines) + f"\n\n{source}.\n"
 
 
 def _cells(record: Record, peers: list[str]) -> list[str]:
