@@ -1,6 +1,7 @@
 """Queues of ranks that share a model: alike on every rank, every part of the token's row pushed."""
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -24,14 +25,18 @@ def blueprint(name: str, tp: int, logits: str = "none") -> DecodeBlueprint:
     return draw_decode(PRESETS[name], plan, options, peer_memory=True)
 
 
+@cache
+def team_queues(name: str, tp: int) -> list[DecodeQueues]:
+    drawn = blueprint(name, tp)
+    (segment,) = drawn.host.segments
+    return [build_queues(segment, drawn.weights, drawn.states, 132, place) for place in range(tp)]
+
+
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]} tp={case[1]}")
 def team(request: pytest.FixtureRequest) -> tuple[ModelConfig, list[DecodeQueues]]:
     """A model and the queues of its ranks."""
     name, tp = request.param
-    drawn = blueprint(name, tp)
-    (segment,) = drawn.host.segments
-    found = [build_queues(segment, drawn.weights, drawn.states, 132, place) for place in range(tp)]
-    return PRESETS[name], found
+    return PRESETS[name], team_queues(name, tp)
 
 
 def tasks(queues: DecodeQueues, opcode: Opcode) -> list[Instruction]:
