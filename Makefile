@@ -8,7 +8,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 	then command -v $$p; break; fi; done)
 VENV := .venv
 PY := $(VENV)/bin/python
-UNPINNED := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile
+UNPINNED := $(PY) -m pip install --quiet --disable-pip-version-check
 PIP := $(UNPINNED) --constraint constraints/cpu.txt
 NEWEST := $(VENV)/triton-newest
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
