@@ -13,7 +13,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from distmega.requests import Loaded
 
 LINE_S = 10.0
-"""Seconds between two lines where there is no terminal."""
+"""Seconds before the first line and between two, where there is no terminal."""
 
 
 def show_loading(values: Iterator[object], console: Console) -> Iterator[object]:
@@ -36,7 +36,7 @@ class LoadingBar:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._bar: Progress | None = None
-        self._last_line = time.monotonic() - LINE_S
+        self._last_line = time.monotonic()
 
     def show(self, loaded: Loaded) -> None:
         """The newest state."""

@@ -53,11 +53,11 @@ def test_elsewhere_a_line_now_and_then(monkeypatch):
     monkeypatch.setattr(loading_bar.time, "monotonic", lambda: now[0])
     text = io.StringIO()
     bar = LoadingBar(Console(file=text))
-    for second in (0, 3, 9, 11):
+    for second in (0, 9, 11, 14, 22):
         now[0] = 100.0 + second
-        bar.show(Loaded(done_bytes=second * 10**9, all_bytes=16 * 10**9))
+        bar.show(Loaded(done_bytes=second * 10**9, all_bytes=32 * 10**9))
     bar.close()
     assert text.getvalue().splitlines() == [
-        "loading weights: 0.0 of 16.0 GB",
-        "loading weights: 11.0 of 16.0 GB",
+        "loading weights: 11.0 of 32.0 GB",
+        "loading weights: 22.0 of 32.0 GB",
     ]
