@@ -11,7 +11,7 @@ from tests.kernels.sm90 import Machine, compile_kernel, descriptor
 
 SHARED_BYTES = 232448
 """Largest shared memory of a CTA on sm_90."""
-RELEASE = "atom.global.sys.release.add"
+RELEASE = ".global.sys.release.add"
 
 
 def code_of(tile_n: int = 256, **options: object) -> Machine:
