@@ -29,21 +29,12 @@ from distmega.kernels.gluon_compat import (
     tma_store,
     tma_store_wait,
 )
+from distmega.kernels.mbarriers import make_barriers
 
 EXTENTS = (
     "k_tiles", "chunk_rows", "columns", "rank", "group", "lag", "part", "arrival_rows", "epoch",
 )  # fmt: skip
 """Arguments that one compiled kernel takes at any value."""
-
-
-@gluon.jit
-def make_barriers(number: gl.constexpr, arrivals: gl.constexpr):
-    """mbarriers that complete a phase after so many arrivals."""
-    bars = gl.allocate_shared_memory(gl.int64, [number, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(number):
-        mbarrier.init(bars.index(i), count=arrivals)
-    fence_async_shared()
-    return bars
 
 
 @gluon.jit

@@ -8,7 +8,7 @@ many of the 16 sequences are in use. Next on the walk: the end.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from distmega.kernels.gluon_compat import reinterpret
 from distmega.kernels.hopper.batch_attention import attention_task, count_blocks, first_piece
@@ -34,9 +34,8 @@ from distmega.kernels.hopper.batch_fields import (
 )
 from distmega.kernels.hopper.batch_linear import embed_task, linear_task, next_tokens
 from distmega.kernels.hopper.batch_loader import loader
-from distmega.kernels.hopper.batch_words import WORDS
 from distmega.kernels.hopper.device import fence_all, fetch, keep
-from distmega.kernels.hopper.fields import GREEDY
+from distmega.kernels.hopper.fields import GREEDY, WORDS
 from distmega.kernels.hopper.sample import best_candidate
 from distmega.kernels.hopper.shapes import (
     MMA_M,
@@ -48,8 +47,7 @@ from distmega.kernels.hopper.shapes import (
     TILE_SHARED,
     UNIT_ROWS,
 )
-
-QUEUE_WORDS = gl.constexpr(WORDS)
+from distmega.kernels.mbarriers import make_barriers
 
 
 @gluon.jit
@@ -184,20 +182,14 @@ def decode_batch(
     power of two.
     """
     sm = gl.program_id(0)
-    queue = queues + sm * num_instructions * QUEUE_WORDS
+    queue = queues + sm * num_instructions * WORDS
     bufs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TILE_ROWS, SLICE_K], TILE_SHARED)
     red = gl.allocate_shared_memory(gl.float32, [4 * NUM_WARPS, MMA_M, UNIT_ROWS], PLAIN3)
     scratch = reinterpret(red, gl.float32, [NUM_WARPS, UNIT_ROWS, 64], PLAIN3)
     qs = gl.allocate_shared_memory(gl.bfloat16, [D // 64, MMA_M, 64], PLAIN2)
     ml = gl.allocate_shared_memory(gl.float32, [2, NUM_WARPS, MMA_M], PLAIN2)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    step_bar = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(STAGES):
-        mbarrier.init(ready.index(s), count=1)
-        mbarrier.init(free.index(s), count=1)
-    mbarrier.init(step_bar.index(0), count=1)
-    fence_async_shared()
+    ready, free = make_barriers(STAGES), make_barriers(STAGES)
+    step_bar = make_barriers(1)
     gl.warp_specialize(
         [
             (

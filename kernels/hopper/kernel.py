@@ -8,7 +8,7 @@ layers, nor on the context. Next on the walk: the end.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from distmega.kernels.gluon_compat import reinterpret
 from distmega.kernels.hopper.attention import attention_task
@@ -52,6 +52,7 @@ from distmega.kernels.hopper.shapes import (
 )
 from distmega.kernels.hopper.splits import combine_task
 from distmega.kernels.hopper.team import embed_task, most_likely, pass_barrier
+from distmega.kernels.mbarriers import make_barriers
 
 
 @gluon.jit
@@ -184,14 +185,8 @@ def decode(
     qs = reinterpret(red, gl.bfloat16, [D // 64, MMA_M, 64], PLAIN2)
     scratch0 = reinterpret(xs, gl.float32, [NUM_WARPS, 8, 64], PLAIN3)
     scratch1 = reinterpret(red, gl.float32, [NUM_WARPS, 8, 64], PLAIN3)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    step_bar = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(STAGES):
-        mbarrier.init(ready.index(s), count=1)
-        mbarrier.init(free.index(s), count=1)
-    mbarrier.init(step_bar.index(0), count=1)
-    fence_async_shared()
+    ready, free = make_barriers(STAGES), make_barriers(STAGES)
+    step_bar = make_barriers(1)
     gl.warp_specialize(
         [
             (

@@ -14,10 +14,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from distmega.kernels.gluon_compat import tma_store, tma_store_wait
+from distmega.kernels.mbarriers import make_barriers
 from distmega.kernels.pipelined.layouts import row_layout
 from distmega.kernels.pipelined.norm_kernel import (
     allocate_tiles,
-    make_barriers,
     num_inputs,
     row_max,
     row_sum,

@@ -18,6 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from distmega.kernels.gluon_compat import tma_load, tma_store, tma_store_wait
+from distmega.kernels.mbarriers import make_barriers
 from distmega.kernels.pipelined.layouts import count_tiles, row_layout, tile_number
 
 
@@ -59,16 +60,6 @@ def allocate_tiles(descriptor, count: gl.constexpr, spec: gl.constexpr):
     """Shared memory for `count` tiles of a descriptor's type."""
     shape: gl.constexpr = stage_shape(spec, count)
     return gl.allocate_shared_memory(descriptor.dtype, shape, descriptor.layout)
-
-
-@gluon.jit
-def make_barriers(count: gl.constexpr):
-    """`count` mbarriers of one arrival."""
-    bars = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(count):
-        mbarrier.init(bars.index(i), count=1)
-    fence_async_shared()
-    return bars
 
 
 @gluon.jit

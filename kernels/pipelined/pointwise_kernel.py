@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from distmega.expr import Expr
 from distmega.kernels.gluon_compat import tma_load, tma_store, tma_store_wait
+from distmega.kernels.mbarriers import make_barriers
 from distmega.kernels.pipelined.formula import evaluate
 from distmega.kernels.pipelined.layouts import count_tiles, tile_layout, tile_number
 
@@ -125,11 +126,7 @@ def pointwise_kernel(x0, x1, x2, x3, x4, x5, x6, x7, y0, y1, y2, y3, num_rows, n
     for i in gl.static_range(num_outputs):
         ready += (_allocate(outputs[i], spec.buffers, spec),)
     num_stages: gl.constexpr = spec.stages
-    num_bars: gl.constexpr = num_stages * num_inputs
-    landed = gl.allocate_shared_memory(gl.int64, [num_bars, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(num_bars):
-        mbarrier.init(landed.index(i), count=1)
-    fence_async_shared()
+    landed = make_barriers(num_stages * num_inputs)
 
     num_mine = count_tiles(num_tiles, run)
     if num_stages > 1:
