@@ -223,7 +223,6 @@ def attention_task(
     TRACE: gl.constexpr,
 ):
     """One split of one kv head. `scale` includes log2(e)."""
-    half: gl.constexpr = D // 2
     HALVES: gl.constexpr = D // 64
     active = num_active_splits(position, words[WINDOW], words[MAX_SPLITS], min_blocks)
     split = words[ATT_SPLIT]
@@ -235,12 +234,7 @@ def attention_task(
             gl.store(stamps + 1, clock())
         a = a.to(gl.bfloat16)
         b = b.to(gl.bfloat16)
-        if HALVES == 2:
-            qs.index(0).store(a)
-            qs.index(1).store(b)
-        else:
-            qs.index(0).slice(0, half, dim=1).store(a)
-            qs.index(0).slice(half, half, dim=1).store(b)
+        store_halves(qs, a, b, D)
         q0 = queries(qs, 0)
         q1 = queries(qs, HALVES - 1)
         m = gl.full([NUM_WARPS, MMA_M], float("-inf"), gl.float32, layout=QUERY)
@@ -279,6 +273,18 @@ def attention_task(
             append_position(words, cache, position, a, b, D, G)
             fence_all()
     return it
+
+
+@gluon.jit
+def store_halves(qs, a, b, D: gl.constexpr):
+    """Both halves of rows of d columns into shared memory, 64 columns a buffer."""
+    half: gl.constexpr = D // 2
+    if half == 64:
+        qs.index(0).store(a)
+        qs.index(1).store(b)
+    else:
+        qs.index(0).slice(0, half, dim=1).store(a)
+        qs.index(0).slice(half, half, dim=1).store(b)
 
 
 @gluon.jit

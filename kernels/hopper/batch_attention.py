@@ -14,7 +14,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from distmega.kernels.gluon_compat import cta_barrier
-from distmega.kernels.hopper.attention import attend_block, begin_new, new_value, queries
+from distmega.kernels.hopper.attention import (
+    attend_block,
+    begin_new,
+    new_value,
+    queries,
+    store_halves,
+)
 from distmega.kernels.hopper.batch_device import pair_index
 from distmega.kernels.hopper.batch_fields import (
     ATT_K_NORM,
@@ -209,19 +215,13 @@ def attend_piece(
     """num blocks from block0 on, counted from the first that the query sees, which brings the new
     position. `scale` includes log2(e).
     """
-    half: gl.constexpr = D // 2
     HALVES: gl.constexpr = D // 64
     a, b = rotated_rows(
         words, qkv, vectors, rope, sequence, head, query0, position, eps, D, G, H, KVH, QK_NORM
     )
     a = a.to(gl.bfloat16)
     b = b.to(gl.bfloat16)
-    if HALVES == 2:
-        qs.index(0).store(a)
-        qs.index(1).store(b)
-    else:
-        qs.index(0).slice(0, half, dim=1).store(a)
-        qs.index(0).slice(half, half, dim=1).store(b)
+    store_halves(qs, a, b, D)
     q0 = queries(qs, 0)
     q1 = queries(qs, HALVES - 1)
     m = gl.full([NUM_WARPS, MMA_M], float("-inf"), gl.float32, layout=QUERY)

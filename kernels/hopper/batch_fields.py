@@ -4,7 +4,7 @@ layouts. Next on the walk: batch_device.py.
 
 from triton.experimental.gluon import language as gl
 
-from distmega.kernels.hopper import batch_words
+from distmega.kernels.hopper import batch_words, words
 from distmega.kernels.hopper.batch_words import PLACES, BatchAttention, BatchLinear, Opcode
 
 
@@ -14,7 +14,7 @@ def _place(kind: type[BatchLinear] | type[BatchAttention], name: str) -> gl.cons
 
 BATCH = gl.constexpr(batch_words.BATCH)
 BLOCK = gl.constexpr(batch_words.BLOCK)
-MAX_SMS = gl.constexpr(batch_words.MAX_SMS)
+MAX_SMS = gl.constexpr(words.MAX_SMS)
 EVENT_WORDS = gl.constexpr(batch_words.EVENT_WORDS)
 GROUP_UNITS = gl.constexpr(batch_words.GROUP_UNITS)
 PARTIAL_EXTRA = gl.constexpr(batch_words.PARTIAL_EXTRA)
@@ -81,4 +81,3 @@ GATE_PAIRS = gl.constexpr(gl.BlockedLayout([1, 1], [1, 32], [2, 4], [1, 0]))
 """[2, 64]."""
 BY_SM = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0]))
 """[16 sequences, 256 SMs]."""
-EVERYWHERE = gl.constexpr(gl.BlockedLayout([16], [32], [8], [0]))

@@ -10,7 +10,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from distmega.kernels.gluon_compat import tma_load
 from distmega.kernels.hopper.batch_attention import blocks_of, count_blocks, first_piece
 from distmega.kernels.hopper.batch_fields import (
     ATT_K_ROW,
@@ -28,25 +27,8 @@ from distmega.kernels.hopper.batch_fields import (
     OPCODE,
 )
 from distmega.kernels.hopper.device import fetch, keep
-from distmega.kernels.hopper.loader import load_block, next_slot
-from distmega.kernels.hopper.shapes import SLICE_K, SLICES, TILE_ROWS, UNIT_ROWS
-
-
-@gluon.jit
-def load_tile(
-    weights0, weights1, weights2, matrix, row, k, bufs, ready, free, it, STAGES: gl.constexpr,
-    AHEAD: gl.constexpr,
-):
-    """UNIT_ROWS rows of a weight matrix, TILE_K columns; zeros past the last."""
-    slot = next_slot(ready, free, it, STAGES, AHEAD)
-    tile = bufs.index(slot).reshape([SLICES, UNIT_ROWS, SLICE_K])
-    if matrix == 0:
-        tma_load(weights0, [k * SLICES, row, 0], ready.index(slot), tile)
-    elif matrix == 1:
-        tma_load(weights1, [k * SLICES, row, 0], ready.index(slot), tile)
-    else:
-        tma_load(weights2, [k * SLICES, row, 0], ready.index(slot), tile)
-    return it + 1
+from distmega.kernels.hopper.loader import load_block, load_tile
+from distmega.kernels.hopper.shapes import TILE_ROWS, UNIT_ROWS
 
 
 @gluon.jit

@@ -14,7 +14,6 @@ from distmega.kernels.arena import ArenaLayout
 from distmega.kernels.fusion import Draw, Fused, FusedAttention, Norm, fuse_segment
 from distmega.kernels.hopper.batch_words import (
     BATCH,
-    MAX_SMS,
     BatchAttention,
     BatchInstruction,
     BatchLinear,
@@ -24,7 +23,7 @@ from distmega.kernels.hopper.layers import Block, find_parts, find_shape
 from distmega.kernels.hopper.matrices import Weights, tiles_k
 from distmega.kernels.hopper.plan import ITEM_BYTES, DecodeShape, Matrix, unfit
 from distmega.kernels.hopper.queues import num_units, share
-from distmega.kernels.hopper.words import NO_WINDOW, TILE_K, UNIT_ROWS
+from distmega.kernels.hopper.words import MAX_SMS, NO_WINDOW, TILE_K, UNIT_ROWS
 from distmega.program import Program
 
 CHUNK = TILE_K * BATCH

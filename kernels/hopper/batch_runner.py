@@ -19,7 +19,6 @@ from distmega.kernels.hopper.batch_words import (
     BATCH,
     EVENT_WORDS,
     EVENTS_AT,
-    MAX_SMS,
     PARTIAL_EXTRA,
     SEEDS_AT,
     SETTINGS,
@@ -27,7 +26,6 @@ from distmega.kernels.hopper.batch_words import (
     STATE_EPOCH,
     STATE_POSITIONS,
     STATE_WORDS,
-    WORDS,
     pack,
 )
 from distmega.kernels.hopper.diagnosis import explain_batch_hang
@@ -43,6 +41,7 @@ from distmega.kernels.hopper.runner import (
     require_hopper,
     require_steps,
 )
+from distmega.kernels.hopper.words import MAX_SMS, WORDS
 from distmega.kernels.memory import arena_views
 from distmega.kernels.runners import NO_DRAWS
 from distmega.kernels.symmetric import Team

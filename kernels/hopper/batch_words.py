@@ -10,16 +10,12 @@ the order of BLOCK (see batch_device.py). Next on the walk: batch_queues.py.
 from dataclasses import dataclass
 from enum import IntEnum
 
-from distmega.kernels.hopper.words import REPORT_WORDS
-
-WORDS = 16
+from distmega.kernels.hopper.words import REPORT_WORDS, pack_fields
 
 BATCH = 16
 """Sequences that the kernel computes, whether all are in use or not: the rows of an m16n8k16."""
 BLOCK = 16 * BATCH
 """Elements of 16 columns of x, which lie together."""
-MAX_SMS = 256
-"""SMs that sums of squares and best tokens have places for."""
 EVENT_WORDS = 32
 """int32 words from one event to the next: 128 bytes."""
 GROUP_UNITS = 8
@@ -119,7 +115,4 @@ PLACES: dict[type[BatchInstruction], dict[str, int]] = {
 
 def pack(instruction: BatchInstruction) -> list[int]:
     """The WORDS words of an instruction."""
-    words = [0] * WORDS
-    for name, place in PLACES[type(instruction)].items():
-        words[place] = int(getattr(instruction, name))
-    return words
+    return pack_fields(instruction, PLACES[type(instruction)])

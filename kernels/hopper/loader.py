@@ -65,6 +65,33 @@ def next_slot(ready, free, it, STAGES: gl.constexpr, AHEAD: gl.constexpr):
 
 
 @gluon.jit
+def load_tile(
+    weights0,
+    weights1,
+    weights2,
+    matrix,
+    row,
+    k,
+    bufs,
+    ready,
+    free,
+    it,
+    STAGES: gl.constexpr,
+    AHEAD: gl.constexpr,
+):
+    """UNIT_ROWS rows of a weight matrix, TILE_K columns; zeros past the last."""
+    slot = next_slot(ready, free, it, STAGES, AHEAD)
+    tile = bufs.index(slot).reshape([SLICES, UNIT_ROWS, SLICE_K])
+    if matrix == 0:
+        tma_load(weights0, [k * SLICES, row, 0], ready.index(slot), tile)
+    elif matrix == 1:
+        tma_load(weights1, [k * SLICES, row, 0], ready.index(slot), tile)
+    else:
+        tma_load(weights2, [k * SLICES, row, 0], ready.index(slot), tile)
+    return it + 1
+
+
+@gluon.jit
 def load_unit(
     weights0,
     weights1,
@@ -81,15 +108,9 @@ def load_unit(
 ):
     """UNIT_ROWS rows of a weight matrix, a tile of TILE_K columns a slot; zeros past the last."""
     for k in range(keep(num_tiles_k)):
-        slot = next_slot(ready, free, it, STAGES, AHEAD)
-        tile = bufs.index(slot).reshape([SLICES, UNIT_ROWS, SLICE_K])
-        if matrix == 0:
-            tma_load(weights0, [k * SLICES, row, 0], ready.index(slot), tile)
-        elif matrix == 1:
-            tma_load(weights1, [k * SLICES, row, 0], ready.index(slot), tile)
-        else:
-            tma_load(weights2, [k * SLICES, row, 0], ready.index(slot), tile)
-        it += 1
+        it = load_tile(
+            weights0, weights1, weights2, matrix, row, k, bufs, ready, free, it, STAGES, AHEAD
+        )
     return it
 
 

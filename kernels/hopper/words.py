@@ -6,6 +6,7 @@ words*: payload in the low half, the tag of its (step, layer) in the high half, 
 polls the datum itself and needs no event. Next on the walk: queues.py.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -51,7 +52,7 @@ GREEDY, DRAWN, LIMITED = range(3)
 SAMPLE_CHUNK = 8
 """Logits of an SM that are exchanged at a time to find the limits of a draw."""
 MAX_SMS = 256
-"""SMs that exchange them, at most: one a thread."""
+"""SMs that exchange them or have a place in a buffer of all, at most: one a thread."""
 
 
 class Opcode(IntEnum):
@@ -191,7 +192,12 @@ PLACES: dict[type[Instruction], dict[str, int]] = {
 
 def pack(instruction: Instruction) -> list[int]:
     """The WORDS words of an instruction."""
+    return pack_fields(instruction, PLACES[type(instruction)])
+
+
+def pack_fields(instruction: object, places: Mapping[str, int]) -> list[int]:
+    """WORDS words with each field at its place, zeros elsewhere."""
     words = [0] * WORDS
-    for name, place in PLACES[type(instruction)].items():
+    for name, place in places.items():
         words[place] = int(getattr(instruction, name))
     return words

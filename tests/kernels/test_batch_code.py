@@ -14,7 +14,6 @@ from distmega.kernels.hopper.batch_runner import AHEAD, STAGES
 from distmega.kernels.hopper.batch_words import (
     GROUP_UNITS,
     PLACES,
-    WORDS,
     BatchAttention,
     BatchLinear,
     Opcode,
@@ -22,7 +21,7 @@ from distmega.kernels.hopper.batch_words import (
 )
 from distmega.kernels.hopper.shapes import TILE_SHARED, WEIGHT_SHARED
 from distmega.kernels.hopper.weight_order import matrix_columns, order_weights
-from distmega.kernels.hopper.words import DRAWN, GREEDY, LIMITED, UNIT_ROWS
+from distmega.kernels.hopper.words import DRAWN, GREEDY, LIMITED, UNIT_ROWS, WORDS
 from distmega.models.config import ModelConfig
 from distmega.models.decoder import build_decoder
 from distmega.models.presets import PRESETS
