@@ -8,15 +8,13 @@ Next: launch/worker.py.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 Backend = Literal["gloo", "nccl"]
 DeviceKind = Literal["cpu", "cuda"]
 
 Emit = Callable[[object], None]
 """Sends one value to the caller at once when called on rank 0; does nothing on the other ranks."""
-
-RankFunction = Callable[["RankContext", Any, Emit], object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ Comes in: an op of one of NORMS. Goes out: a function of its operands, by torch 
 that takes the same arguments. Used by library.py.
 """
 
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -14,19 +14,10 @@ from distmega.hostir.pointwise import OpFunction
 from distmega.hostir.torch_types import widen
 from distmega.program import Op
 
-
-class Normalise(Protocol):
-    """As normalise."""
-
-    def __call__(
-        self,
-        op: str,
-        x: Tensor,
-        residual: Tensor | None,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        eps: float,
-    ) -> tuple[Tensor, Tensor]: ...
+Normalise = Callable[
+    [str, Tensor, Tensor | None, Tensor | None, Tensor | None, float], tuple[Tensor, Tensor]
+]
+"""As normalise."""
 
 
 def normalise(

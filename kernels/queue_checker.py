@@ -105,20 +105,7 @@ def run_queues(launches: Sequence[Sequence[Queues]]) -> Run:
 
 def check_ordered(run: Run, one: Ints, other: Ints, what: str) -> None:
     """Raises CheckError unless each task of `one` is ordered with its partner in `other`."""
-    _require(run, one, other, _precedes(run, one, other) | _precedes(run, other, one), what)
-
-
-def check_before(run: Run, first: Ints, then: Ints, what: str) -> None:
-    """Raises CheckError unless each task of `first` completes before its partner in `then`."""
-    _require(run, first, then, _precedes(run, first, then), what)
-
-
-def _precedes(run: Run, first: Ints, then: Ints) -> npt.NDArray[np.bool_]:
-    known: npt.NDArray[np.bool_] = run.clocks[then, run.queue[first]] > run.position[first]
-    return known
-
-
-def _require(run: Run, one: Ints, other: Ints, holds: npt.NDArray[np.bool_], what: str) -> None:
+    holds = _precedes(run, one, other) | _precedes(run, other, one)
     if not holds.all():
         at = int(np.argmin(holds))
         raise CheckError(
@@ -127,6 +114,11 @@ def _require(run: Run, one: Ints, other: Ints, holds: npt.NDArray[np.bool_], wha
             expected="a chain of queues, signals and waits from the one to the other",
             remedy="make the later task wait for an event of the earlier",
         )
+
+
+def _precedes(run: Run, first: Ints, then: Ints) -> npt.NDArray[np.bool_]:
+    known: npt.NDArray[np.bool_] = run.clocks[then, run.queue[first]] > run.position[first]
+    return known
 
 
 class _Runner:
