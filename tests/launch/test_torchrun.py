@@ -43,6 +43,7 @@ def test_rank_0_alone_yields_values_and_the_result():
         "rank 0: Result(value=[Seen(context=RankContext(rank=0, world_size=2"
     )
     assert lines[2].count("total=3") == 2
+    assert lines[2].count("multicast=('0', '1', '1')") == 2
 
 
 def test_a_world_size_that_disagrees_is_reported_once():
