@@ -9,7 +9,6 @@ two GPUs. Writes bench/results/collectives-<device>-tp<N>.json.
 
 import argparse
 import statistics
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -18,6 +17,7 @@ import torch.distributed._symmetric_memory as symm_mem
 
 from bench.ranks import run_on_ranks
 from bench.records import RESULTS, Record, current_commit, result_name, write_records
+from bench.timing import Call, elapsed_us
 from distmega.hostir.nccl import NcclCommunicator
 from distmega.kernels.hopper.all_reduce import PushedAllReduce
 from distmega.kernels.symmetric import Team
@@ -28,13 +28,11 @@ CALLS = 20
 VARIANTS = {"one shot": (1, 1), "one shot, 2 chunks": (1, 2), "two shots": (2, 1)}
 """Ours: shots, and chunks of 512 words a program; the fastest is reported, all are printed."""
 
-Timed = Callable[[], None]
-
 
 class Captured:
     """CALLS calls as one CUDA graph; keeps the memory that they use."""
 
-    def __init__(self, call: Timed) -> None:
+    def __init__(self, call: Call) -> None:
         call()
         torch.cuda.synchronize()
         self._call, self._graph = call, torch.cuda.CUDAGraph()
@@ -46,7 +44,7 @@ class Captured:
         self._graph.replay()
 
 
-def our_calls(comm: NcclCommunicator, num_elements: int) -> dict[str, Timed]:
+def our_calls(comm: NcclCommunicator, num_elements: int) -> dict[str, Call]:
     """Each variant, checked against NCCL first."""
     team = Team(comm=comm, axis="tp")
     x = torch.randn(num_elements, device="cuda").to(torch.bfloat16)
@@ -61,7 +59,7 @@ def our_calls(comm: NcclCommunicator, num_elements: int) -> dict[str, Timed]:
     return found
 
 
-def peer_calls(num_elements: int) -> dict[str, Timed]:
+def peer_calls(num_elements: int) -> dict[str, Call]:
     """NCCL, and torch's kernels on symmetric memory; these work in place."""
     x = torch.zeros(num_elements, device="cuda", dtype=torch.bfloat16)
     group = dist.group.WORLD
@@ -79,16 +77,6 @@ def peer_calls(num_elements: int) -> dict[str, Timed]:
             lambda: ops.two_shot_all_reduce_(shared, "sum", group.group_name)
         ),
     }
-
-
-def elapsed_us(run: Timed, num: int) -> float:
-    """Time of `run` on the GPU divided by `num`."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    run()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end) * 1e3 / num
 
 
 def link_bytes_per_us(comm: NcclCommunicator) -> float:

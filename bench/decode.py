@@ -14,7 +14,6 @@ import gc
 import math
 import re
 import statistics
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.ranks import run_on_ranks
 from bench.records import RESULTS, Record, current_commit, result_name, write_records
+from bench.timing import Call, elapsed_us
 from bench.torch_decoder import make_peer
 from distmega.engine import Engine
 from distmega.hostir.comm import Communicator
@@ -44,8 +44,6 @@ CASES = (
 )
 STEPS = 16
 """Decode steps between two events: a launch of ours, so many calls of the peer."""
-
-Timed = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,16 +76,6 @@ def step_bytes(config: ModelConfig, case: Case) -> int:
     return weights + case.batch * (case.context - 1) * position
 
 
-def elapsed_us(run: Timed, num: int) -> float:
-    """Time of `run` on the GPU divided by `num`."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    run()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end) * 1e3 / num
-
-
 def copy_bytes_per_us() -> float:
     """Rate of a device copy of 1 GiB, reads and writes counted."""
     source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
@@ -106,7 +94,7 @@ def open_engine(case: Case, comm: Communicator) -> Engine:
     return engine
 
 
-def our_step(case: Case, engine: Engine) -> Timed:
+def our_step(case: Case, engine: Engine) -> Call:
     """STEPS steps in one launch, always from the same position."""
     stepping = engine.stepping
     if stepping is None:
@@ -121,7 +109,7 @@ def our_step(case: Case, engine: Engine) -> Timed:
     return run
 
 
-def peer_step(case: Case, config: ModelConfig, engine: Engine) -> Timed:
+def peer_step(case: Case, config: ModelConfig, engine: Engine) -> Call:
     """STEPS calls of the compiled peer at the same position, on the engine's caches."""
     torch._dynamo.reset()
     caches = [

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.records import RESULTS, Record, current_commit, result_name, write_records
+from bench.timing import Call, alternating_us
 from distmega import kernels
 from distmega.kernels.pipelined import norms, pointwise
 from distmega.kernels.pipelined.choices import Traffic, fits
@@ -31,7 +32,6 @@ from distmega.kernels.pipelined.tuning import known_choice, tuning
 MB = 2**20
 FLUSH_BYTES = 512 * MB
 """Written before each timed call: more than the L2 holds, and time for the host to run ahead."""
-Call = Callable[[], object]
 Operands = Callable[[], Sequence[Tensor | None]]
 """The kernels' tensors, results among them new."""
 
@@ -156,24 +156,12 @@ _flush: list[Tensor] = []
 
 
 def median_us(calls: dict[str, Call], rounds: int) -> dict[str, float]:
-    """Time on the GPU of each call, all of them in turn in every round."""
+    """Time on the GPU of each call, all of them in turn in every round, with inputs out of the
+    cache.
+    """
     if not _flush:
         _flush.append(torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda"))
-    spans: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {n: [] for n in calls}
-    for _ in range(2):
-        for call in calls.values():
-            call()
-    for _ in range(rounds):
-        for name, call in calls.items():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            _flush[0].zero_()
-            start.record()
-            call()
-            end.record()
-            spans[name].append((start, end))
-    torch.cuda.synchronize()
-    times = {name: sorted(s.elapsed_time(e) for s, e in pairs) for name, pairs in spans.items()}
-    return {name: sorted_ms[len(sorted_ms) // 2] * 1e3 for name, sorted_ms in times.items()}
+    return alternating_us(calls, rounds, _flush[0].zero_)
 
 
 def rounds(size_mb: int) -> int:

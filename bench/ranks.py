@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from bench.timing import Call, alternating_us
 from distmega.hostir.comm import Communicator, SingleCommunicator
 from distmega.hostir.nccl import NcclCommunicator
 from distmega.launch.contract import MULTICAST_OFF
@@ -60,25 +61,17 @@ def _enter(
     dist.destroy_process_group()
 
 
-def median_us(calls: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+def median_us(calls: Mapping[str, Call]) -> dict[str, float]:
     """Time of each call on the slowest rank, all calls in turn in every round. Calls begin when all
     ranks are there, behind work that hides their host's.
     """
     token = torch.zeros(1, device="cuda")
-    spans: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {n: [] for n in calls}
-    for call in (*calls.values(), *calls.values()):
-        call()
-    for _ in range(ROUNDS):
-        for name, call in calls.items():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(AHEAD_CYCLES)
-            dist.all_reduce(token)
-            start.record()
-            call()
-            end.record()
-            spans[name].append((start, end))
-    torch.cuda.synchronize()
-    times = [sorted(s.elapsed_time(e) for s, e in pairs) for pairs in spans.values()]
-    found = torch.tensor([t[ROUNDS // 2] * 1e3 for t in times], device="cuda")
+
+    def meet() -> None:
+        torch.cuda._sleep(AHEAD_CYCLES)
+        dist.all_reduce(token)
+
+    times = alternating_us(calls, ROUNDS, meet)
+    found = torch.tensor(list(times.values()), device="cuda")
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return dict(zip(calls, found.tolist(), strict=True))

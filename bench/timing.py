@@ -1,0 +1,39 @@
+"""Times calls on one GPU by its events. Used by the benchmarks of this folder; ranks.py takes the
+slowest of several GPUs.
+"""
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+Call = Callable[[], object]
+
+
+def elapsed_us(call: Call, num: int) -> float:
+    """Time of `call` on the GPU divided by `num`."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    call()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) * 1e3 / num
+
+
+def alternating_us(calls: Mapping[str, Call], rounds: int, before: Call) -> dict[str, float]:
+    """Median time on the GPU of each call, all of them in turn in every round, each behind
+    `before`, which is not timed and gives the host time to run ahead. Two calls of each come first.
+    """
+    spans: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {n: [] for n in calls}
+    for call in (*calls.values(), *calls.values()):
+        call()
+    for _ in range(rounds):
+        for name, call in calls.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            before()
+            start.record()
+            call()
+            end.record()
+            spans[name].append((start, end))
+    torch.cuda.synchronize()
+    times = {name: sorted(s.elapsed_time(e) for s, e in pairs) for name, pairs in spans.items()}
+    return {name: ms[rounds // 2] * 1e3 for name, ms in times.items()}
