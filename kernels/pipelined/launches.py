@@ -1,12 +1,10 @@
 """Kernels compiled once for a class of operands, then launched with little work on the host.
 
 In: a kernel, how each tensor becomes an argument, the other arguments. Out: `Launch`, a call over
-tensors, and `Family`, the launches among which a class of operands chooses. Next: tuning.py.
+tensors, and `Family`, the launches among which a class of operands chooses. Next: parallel.py.
 """
 
-import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -18,6 +16,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from distmega.kernels.pipelined.blocks import tile_layout_of
 from distmega.kernels.pipelined.choices import Choice
+from distmega.kernels.pipelined.parallel import compiling
 from distmega.kernels.pipelined.tuning import pick, version
 
 NUM_DESCRIPTORS = 8192
@@ -91,7 +90,7 @@ class Launch:
     _run: Callable[..., object] | None = None
 
     def prepare(self, tensors: Sequence[Tensor | None]) -> CompiledKernel | triton.FutureKernel:
-        """Compiles, or starts to within a triton.AsyncCompileMode."""
+        """Compiles, or starts to within `compiling`."""
         args = (*self._arguments(tensors), *self.rest)
         options = {"enable_fp_fusion": True, **self.options}
         self._compiled = self.kernel.warmup(*args, grid=(self.grid,), **options)
@@ -139,8 +138,7 @@ class Family:
 
     def prepare(self, choices: Sequence[Choice], tensors: Sequence[Tensor | None]) -> None:
         """Compiles launches of several choices at once."""
-        threads = min(len(choices), os.cpu_count() or 1)
-        with ThreadPoolExecutor(threads) as pool, triton.AsyncCompileMode(pool):
+        with compiling(len(choices)):
             for choice in choices:
                 self.launch(choice).prepare(tensors)
 
