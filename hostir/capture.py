@@ -2,9 +2,8 @@
 
 Comes in: an Evaluator on a GPU and the tensors to bind. Goes out: a CapturedHost whose `run` copies
 inputs to where the graph reads them and replays it. Streams and events become the graph's edges,
-NCCL's collectives its nodes; signals between hosts, fused matmuls, which count their calls on the
-host, attention that asks positions how much to read, and megakernels that keep state on the host
-can't be captured.
+NCCL's collectives its nodes; signals between hosts, attention that asks positions how much to read,
+and megakernels that keep state on the host can't be captured.
 """
 
 from collections.abc import Mapping
@@ -14,7 +13,6 @@ from torch import Tensor
 
 from distmega.errors import ProgramError
 from distmega.hostir.evaluator import Evaluator
-from distmega.hostir.matmul_nodes import FusedMatmul
 from distmega.hostir.nodes import LibraryOp, Node, Signal, WaitSignal, walk_nodes
 from distmega.hostir.text import print_node
 
@@ -23,10 +21,10 @@ NUM_WARM_UPS = 2
 
 
 def _blocks(node: Node) -> bool:
-    """Whether a node waits for the GPU, or counts its calls on the host."""
+    """Whether a node waits for the GPU, or is not the same each time."""
     if isinstance(node, LibraryOp):
         return node.op.kind == "attention" and not node.op.get("in_order", False)
-    return isinstance(node, Signal | WaitSignal | FusedMatmul)
+    return isinstance(node, Signal | WaitSignal)
 
 
 class CapturedHost:
@@ -46,23 +44,26 @@ class CapturedHost:
                 expected="nodes that only queue work on the GPU, the same each time",
                 remedy="run it without capture",
             )
-        self._given = dict(tensors)
+        self._given, self._matmuls = dict(tensors), evaluator.matmuls
         self._inputs = [b.name for b in host.buffers if b.role == "input"]
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(NUM_WARM_UPS):
                 evaluator.run(self._given)
+            self._matmuls.settle()
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, stream=side, capture_error_mode="thread_local"):
             self._outputs = evaluator.run(self._given)
+            self._matmuls.settle()
 
     def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Outputs by name, overwritten by the next run. inputs: those to change since the last."""
         for name in self._inputs:
             if name in inputs and inputs[name] is not self._given[name]:
                 self._given[name].copy_(inputs[name])
+        self._matmuls.settle()
         self._graph.replay()
         return self._outputs

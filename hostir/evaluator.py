@@ -106,10 +106,10 @@ class Evaluator:
                 remedy="compile each of host.segments, or lower with megakernel=False",
             )
         self._given = [buffer for buffer in host.buffers if buffer.role != "temp"]
-        matmuls = matmuls or SequentialMatmuls(comm)
-        matmuls.open_rooms(host.rooms)
+        self.matmuls = matmuls or SequentialMatmuls(comm)
+        self.matmuls.open_rooms(host.rooms)
         compiler = _Compiler(
-            host, comm, kernels, torch.device(device), watch, ops or TorchOps(), matmuls
+            host, comm, kernels, torch.device(device), watch, ops or TorchOps(), self.matmuls
         )
         self._streams = compiler.streams
         self._run = compiler.block(host.body, 0)

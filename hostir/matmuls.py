@@ -26,6 +26,12 @@ class Matmuls(Protocol):
         """Makes the peer memory of a program before it runs; every rank calls it."""
         ...
 
+    def settle(self) -> None:
+        """Brings the peer memory to where each run of a captured graph begins and ends. All ranks
+        call it; it queues work.
+        """
+        ...
+
     def compile(self, node: FusedMatmul) -> Callable[[Tensor, Tensor], Tensor]:
         """What a node does with x [rows, sums] and w [columns, sums]: its out, [rows, columns]."""
         ...
@@ -39,6 +45,9 @@ class SequentialMatmuls:
 
     def open_rooms(self, rooms: Sequence[Room]) -> None:
         """Nothing to make."""
+
+    def settle(self) -> None:
+        """Nothing to do."""
 
     def compile(self, node: FusedMatmul) -> Callable[[Tensor, Tensor], Tensor]:
         """See Matmuls; sums over ranks are the communicator's."""

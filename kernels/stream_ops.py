@@ -6,6 +6,7 @@ refuses. Next: gemm/workspace.py.
 """
 
 import ctypes
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -16,6 +17,10 @@ _WORD_MASK = 0xFFFFFFFF
 _AT_LEAST = 0
 """Flag of a wait: until word - value >= 0 as int32."""
 _NO_FLAGS = 0
+_WRITE_32 = 2
+"""CU_STREAM_MEM_OP_WRITE_VALUE_32."""
+_MOST_AT_ONCE = 255
+"""Operations of a batch."""
 _DEVICE_MEMORY = 2
 """CU_MEMORYTYPE_DEVICE."""
 
@@ -102,3 +107,32 @@ def write_word(address: int, value: int, stream: torch.cuda.Stream) -> None:
         ctypes.c_uint(_NO_FLAGS),
     )
     _check(status, "cuStreamWriteValue32")
+
+
+class _Write(ctypes.Structure):
+    """CUstreamBatchMemOpParams of the driver, as it is for writing a word."""
+
+    _fields_ = (
+        ("operation", ctypes.c_uint),
+        ("address", ctypes.c_uint64),
+        ("value", ctypes.c_uint64),
+        ("flags", ctypes.c_uint),
+        ("alias", ctypes.c_uint64),
+        ("unused", ctypes.c_uint64),
+    )
+
+
+def write_words(addresses: Sequence[int], value: int, stream: torch.cuda.Stream) -> None:
+    """As write_word, many at once."""
+    for start in range(0, len(addresses), _MOST_AT_ONCE):
+        some = addresses[start : start + _MOST_AT_ONCE]
+        writes = (_Write * len(some))(
+            *(_Write(operation=_WRITE_32, address=at, value=value & _WORD_MASK) for at in some)
+        )
+        status = _driver().cuStreamBatchMemOp_v2(
+            ctypes.c_void_p(stream.cuda_stream),
+            ctypes.c_uint(len(some)),
+            writes,
+            ctypes.c_uint(_NO_FLAGS),
+        )
+        _check(status, "cuStreamBatchMemOp")

@@ -30,6 +30,7 @@ from distmega.kernels.gemm.choices import (
     choose_way,
     tiles_choice,
 )
+from distmega.kernels.gemm.workspace import Workspace, workspace_of
 
 
 def matmul(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -57,21 +58,27 @@ def matmul(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
 
 
 def all_gather_matmul(
-    own: Tensor, b: Tensor, comm: Communicator, axis: str = "tp", *, overlap: bool | None = None
+    own: Tensor,
+    b: Tensor,
+    comm: Communicator,
+    axis: str = "tp",
+    *,
+    overlap: bool | None = None,
+    workspace: Workspace | None = None,
 ) -> Tensor:
     """A B^T, [M, N], where member r of the mesh axis has rows r M / ranks to (r + 1) M / ranks of A
     in `own`, and b [N, K] is its own.
 
     overlap: True for the kernel that overlaps, False for NCCL's collective after torch's matmul, by
-    default what is expected to be fastest. ProgramError if shapes do not fit, or can't overlap when
-    forced.
+    default what is expected to be fastest. workspace: of the axis, large enough; by default the
+    team's own. ProgramError if shapes do not fit, or can't overlap when forced.
     """
     _check(own, b)
     num_ranks = comm.mesh.size(axis)
     extents = _extents(own, b, num_ranks, rows=own.shape[0] * num_ranks)
     choice = _choose("gather", own, comm, extents, overlap)
     if choice.way != "nccl":
-        workspace = _workspace(comm, axis, 2 * extents.rows * extents.depth)
+        workspace = _workspace(workspace, comm, axis, 2 * extents.rows * extents.depth)
         if choice.way == "peer":
             return matmul(_kernels("exchange").all_gather(own, workspace), b)
         launch = _kernels("launch")
@@ -87,10 +94,16 @@ def all_gather_matmul(
 
 
 def matmul_reduce_scatter(
-    a: Tensor, b: Tensor, comm: Communicator, axis: str = "tp", *, overlap: bool | None = None
+    a: Tensor,
+    b: Tensor,
+    comm: Communicator,
+    axis: str = "tp",
+    *,
+    overlap: bool | None = None,
+    workspace: Workspace | None = None,
 ) -> Tensor:
     """This rank's rows [M / ranks, N] of the sum over ranks of A B^T; a [M, K], b [N, K] are each
-    rank's own. overlap, ProgramError: as all_gather_matmul.
+    rank's own. overlap, workspace, ProgramError: as all_gather_matmul.
     """
     _check(a, b)
     extents = _extents(a, b, comm.mesh.size(axis))
@@ -102,7 +115,8 @@ def matmul_reduce_scatter(
         )
     choice = _choose("scatter", a, comm, extents, overlap)
     if choice.way != "nccl":
-        return _sending("matmul_reduce_scatter", a, b, comm, axis, choice)
+        workspace = _workspace(workspace, comm, axis, 4 * a.shape[0] * b.shape[0])
+        return _sending("matmul_reduce_scatter", a, b, choice, workspace)
     partial = matmul(a, b)
     result = partial.new_empty(extents.rows // extents.num_ranks, extents.columns)
     if group := _nccl(comm, axis):
@@ -120,17 +134,19 @@ def matmul_all_reduce(
     *,
     overlap: bool | None = None,
     borrow: bool = False,
+    workspace: Workspace | None = None,
 ) -> Tensor:
     """The sum over ranks of A B^T, [M, N]; a [M, K], b [N, K] are each rank's own.
 
     borrow: the result may lie in memory that the second next overlapped call on the axis
-    overwrites, which saves copying it. overlap, ProgramError: as all_gather_matmul.
+    overwrites, which saves copying it. overlap, workspace, ProgramError: as all_gather_matmul.
     """
     _check(a, b)
     extents = _extents(a, b, comm.mesh.size(axis))
     choice = _choose("reduce", a, comm, extents, overlap)
     if choice.way != "nccl":
-        result = _sending("matmul_all_reduce", a, b, comm, axis, choice)
+        workspace = _workspace(workspace, comm, axis, 4 * a.shape[0] * b.shape[0])
+        result = _sending("matmul_all_reduce", a, b, choice, workspace)
         return result if borrow else result.clone()
     partial = matmul(a, b)
     if group := _nccl(comm, axis):
@@ -141,10 +157,7 @@ def matmul_all_reduce(
     return result
 
 
-def _sending(
-    name: str, a: Tensor, b: Tensor, comm: Communicator, axis: str, choice: Choice
-) -> Tensor:
-    workspace = _workspace(comm, axis, 4 * a.shape[0] * b.shape[0])
+def _sending(name: str, a: Tensor, b: Tensor, choice: Choice, workspace: Workspace) -> Tensor:
     if choice.way == "peer":
         result = getattr(_kernels("exchange"), name)(a, b, workspace)
     else:
@@ -213,8 +226,12 @@ def _on_hopper(x: Tensor) -> bool:
     )
 
 
-def _workspace(comm: Communicator, axis: str, room_bytes: int) -> object:
-    return _kernels("workspace").workspace_of(comm, axis, room_bytes)
+def _workspace(
+    given: Workspace | None, comm: Communicator, axis: str, room_bytes: int
+) -> Workspace:
+    """The given one, or the team's with such rooms."""
+    assert isinstance(comm, NcclCommunicator)
+    return given or workspace_of(comm, axis, room_bytes)
 
 
 def _kernels(name: str) -> ModuleType:

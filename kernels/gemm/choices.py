@@ -12,6 +12,7 @@ from typing import Literal
 
 from distmega.kernels.gemm.rates import (
     H200,
+    NUM_WORDS,
     TILE_ROWS,
     Extents,
     Rates,
@@ -164,10 +165,10 @@ def _stream_us(extents: Extents, group: int, rates: Rates) -> float:
 
 
 def can_overlap(kind: Kind, extents: Extents) -> bool:
-    """Whether the kernel's tiles fit the ranks' rows, and its blocks the columns."""
-    fits = (
-        extents.rows % (TILE_ROWS * extents.num_ranks) == 0 and 1 < extents.num_ranks <= MAX_RANKS
-    )
+    """Whether the kernel's tiles fit a rank's rows, blocks the columns, events their words."""
+    chunk_rows, rest = divmod(extents.rows, TILE_ROWS * extents.num_ranks)
+    fits = rest == 0 and 1 < extents.num_ranks <= MAX_RANKS
+    fits = fits and chunk_rows * max(PARTS) < NUM_WORDS
     columns = ALIGNED if kind == "gather" else BLOCK
     return fits and extents.depth % ALIGNED == 0 and extents.columns % columns == 0
 

@@ -1,9 +1,8 @@
 """Events between copy engines and a kernel: int32 words in local memory.
 
-An arrival word has one writer, a copy engine of one peer, and holds the number of the last call
-(epoch) whose data lies there. A count, on which this GPU's copy engines wait, is of tiles stored
-since the start of all. Both only grow, so nothing is ever reset. The kernel releases and acquires
-at scope sys. Next: kernel.py.
+An arrival word has one writer, a copy engine of one peer, and becomes 1 when its data lies there. A
+count, on which this GPU's copy engines wait, is of tiles stored. Streams set both to 0 after the
+call. The kernel releases and acquires at scope sys. Next: kernel.py.
 """
 
 # Kernels' arguments have no Python types.
@@ -20,24 +19,22 @@ MAX_POLLS = gl.constexpr(1 << 22)
 
 
 @gluon.jit
-def wait_event(events, index, epoch, stuck, debug: gl.constexpr):
-    """Returns when events[index] >= epoch, with all that was written before it visible.
+def wait_event(events, index, stuck, debug: gl.constexpr):
+    """Returns when events[index] is not 0, with all that was written before it visible.
 
-    In a debug build the wait is bounded: on expiry it leaves [index + 1, epoch, value found] in
-    `stuck`, int32 [3] of local memory, and goes on.
+    In a debug build the wait is bounded: on expiry it leaves index + 1 in `stuck`, int32 [1] of
+    local memory, and goes on.
     """
     found = gl.atomic_add(events + index, 0, sem="acquire", scope="sys")
     if debug:
         polls = 0
-        while (found < epoch) & (polls < MAX_POLLS):
+        while (found == 0) & (polls < MAX_POLLS):
             found = gl.atomic_add(events + index, 0, sem="acquire", scope="sys")
             polls += 1
-        if found < epoch:
+        if found == 0:
             gl.store(stuck, index + 1)
-            gl.store(stuck + 1, epoch)
-            gl.store(stuck + 2, found)
     else:
-        while found < epoch:
+        while found == 0:
             found = gl.atomic_add(events + index, 0, sem="acquire", scope="sys")
 
 

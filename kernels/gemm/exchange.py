@@ -14,24 +14,25 @@ from torch import Tensor
 from distmega.kernels.gemm.overlap import gather_rows
 from distmega.kernels.gemm.workspace import Workspace
 from distmega.kernels.pipelined.api import pointwise
-from distmega.kernels.stream_ops import copy_bytes, wait_word, write_word
+from distmega.kernels.stream_ops import copy_bytes, write_word
 
 
 def all_gather(own: Tensor, workspace: Workspace) -> Tensor:
     """Rows of all ranks, [M, K] for own [M / num_ranks, K], until the second call after this."""
-    workspace.epoch += 1
+    own = own.contiguous()
+    workspace.begin()
     rows = own.shape[0]
     full = workspace.room((rows * workspace.num_ranks, own.shape[1]), own.dtype)
-    own = own.contiguous()
     gather_rows(own, workspace, rows)
     full[workspace.rank * rows :][:rows].copy_(own)
-    _await_peers(workspace)
+    workspace.await_peers(0)
+    workspace.end(1)
     return full
 
 
 def matmul_reduce_scatter(a: Tensor, b: Tensor, workspace: Workspace) -> Tensor:
     """This rank's rows [M / num_ranks, N] of the sum over ranks of A B^T; a [M, K], b [N, K]."""
-    workspace.epoch += 1
+    workspace.begin()
     rank, num_ranks, stream = workspace.rank, workspace.num_ranks, workspace.stream
     rows, columns = a.shape[0] // num_ranks, b.shape[0]
     slots = workspace.room((2, num_ranks, rows, columns), a.dtype)
@@ -42,8 +43,9 @@ def matmul_reduce_scatter(a: Tensor, b: Tensor, workspace: Workspace) -> Tensor:
         peer = (rank + step) % num_ranks
         target = workspace.room_address(peer) + rank * num_bytes
         copy_bytes(target, slots[1, peer].data_ptr(), num_bytes, stream)
-        write_word(workspace.arrival_address(peer, rank, 0), workspace.epoch, stream)
-    _await_peers(workspace)
+        write_word(workspace.arrival_address(peer, rank, 0), 1, stream)
+    workspace.await_peers(0)
+    workspace.end(1)
     parts = [slots[int(source == rank), source] for source in range(num_ranks)]
     found = pointwise(" + ".join(f"a{i}" for i in range(num_ranks)), *parts)
     assert isinstance(found, Tensor)
@@ -54,21 +56,12 @@ def matmul_all_reduce(a: Tensor, b: Tensor, workspace: Workspace) -> Tensor:
     """The sum over ranks of A B^T, [M, N], the same bits on all ranks, until the second call after
     this; a [M, K], b [N, K], 8 num_ranks dividing N. By NCCL in memory that torch's op can't use.
     """
-    workspace.epoch += 1
+    workspace.begin()
     total = workspace.room((a.shape[0], b.shape[0]), a.dtype)
     torch.mm(a, b.T, out=total)
+    workspace.join()
     if workspace.backend == "CUDA":
         torch.ops.symm_mem.two_shot_all_reduce_(total, "sum", workspace.group.group_name)
     else:
         dist.all_reduce(total, group=workspace.group)
     return total
-
-
-def _await_peers(workspace: Workspace) -> None:
-    """The current stream goes on when this rank's copies are done and all peers' have come."""
-    stream = torch.cuda.current_stream()
-    for source in range(workspace.num_ranks):
-        if source != workspace.rank:
-            word = workspace.arrival_address(workspace.rank, source, 0)
-            wait_word(word, workspace.epoch, stream)
-    stream.wait_stream(workspace.stream)

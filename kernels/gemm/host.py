@@ -11,7 +11,7 @@ from torch import Tensor
 from distmega.hostir.matmul_nodes import FusedMatmul, Room
 from distmega.hostir.nccl import NcclCommunicator
 from distmega.kernels.gemm.api import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
-from distmega.kernels.gemm.workspace import workspace_of
+from distmega.kernels.gemm.workspace import Workspace, workspace_of
 
 
 class PeerMatmuls:
@@ -21,21 +21,33 @@ class PeerMatmuls:
 
     def __init__(self, comm: NcclCommunicator) -> None:
         self.comm = comm
+        self._opened: dict[str, list[Workspace]] = {}
 
     def open_rooms(self, rooms: Sequence[Room]) -> None:
         """LaunchError, on all ranks, where they do not reach each other's memory."""
         for room in rooms:
-            workspace_of(self.comm, room.mesh_axis, room.num_bytes)
+            found = workspace_of(self.comm, room.mesh_axis, room.num_bytes)
+            opened = self._opened.setdefault(room.mesh_axis, [])
+            if found not in opened:
+                opened.append(found)
+
+    def settle(self) -> None:
+        """See Matmuls: every workspace, also of programs that were captured before."""
+        for opened in self._opened.values():
+            for workspace in opened:
+                workspace.settle()
 
     def compile(self, node: FusedMatmul) -> Callable[[Tensor, Tensor], Tensor]:
         """See Matmuls. ProgramError from a call with what the kernel can't do."""
-        comm, axis, overlap = self.comm, node.mesh_axis, True if node.forced else None
+        how = {
+            "overlap": True if node.forced else None,
+            "workspace": self._opened[node.mesh_axis][-1],
+        }
+        comm, axis = self.comm, node.mesh_axis
         match node.kind:
             case "all_gather_matmul":
-                return lambda x, w: all_gather_matmul(x, w, comm, axis, overlap=overlap)
+                return lambda x, w: all_gather_matmul(x, w, comm, axis, **how)
             case "matmul_reduce_scatter":
-                return lambda x, w: matmul_reduce_scatter(x, w, comm, axis, overlap=overlap)
+                return lambda x, w: matmul_reduce_scatter(x, w, comm, axis, **how)
             case "matmul_all_reduce":
-                return lambda x, w: matmul_all_reduce(
-                    x, w, comm, axis, overlap=overlap, borrow=node.borrows
-                )
+                return lambda x, w: matmul_all_reduce(x, w, comm, axis, **how, borrow=node.borrows)

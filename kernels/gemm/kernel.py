@@ -32,13 +32,13 @@ from distmega.kernels.gluon_compat import (
 from distmega.kernels.mbarriers import make_barriers
 
 EXTENTS = (
-    "k_tiles", "chunk_rows", "columns", "rank", "group", "lag", "part", "arrival_rows", "epoch",
+    "k_tiles", "chunk_rows", "columns", "rank", "group", "lag", "part", "arrival_rows",
 )  # fmt: skip
 """Arguments that one compiled kernel takes at any value."""
 
 
 @gluon.jit
-def load_partials(partials, it, row, left, grid, arrivals, epoch, stuck, ring,
+def load_partials(partials, it, row, left, grid, arrivals, stuck, ring,
                   spec: gl.constexpr):  # fmt: skip
     """Other ranks' partial results of a tile, each in two slots of the ring, a half in each."""
     chunk_rows, _, rank, _, _, _ = grid
@@ -48,7 +48,7 @@ def load_partials(partials, it, row, left, grid, arrivals, epoch, stuck, ring,
     others: gl.constexpr = spec.num_ranks - 1
     for other in range(others):
         source = other + (other >= rank).to(gl.int32)
-        wait_event(arrivals, source * WORDS + place, epoch, stuck, spec.debug)
+        wait_event(arrivals, source * WORDS + place, stuck, spec.debug)
         before_tma_reads()
         for half in gl.static_range(2):
             slot = it % spec.stages
@@ -62,7 +62,7 @@ def load_partials(partials, it, row, left, grid, arrivals, epoch, stuck, ring,
 
 
 @gluon.jit
-def load_tiles(a, own, b, partials, k_tiles, grid, arrivals, arrival_rows, epoch, stuck, ring,
+def load_tiles(a, own, b, partials, k_tiles, grid, arrivals, arrival_rows, stuck, ring,
                spec: gl.constexpr):  # fmt: skip
     """The loader's partition, of one warp."""
     chunk_rows, columns, rank, _, _, _ = grid
@@ -76,7 +76,7 @@ def load_tiles(a, own, b, partials, k_tiles, grid, arrivals, arrival_rows, epoch
         is_own = chunk == rank
         if spec.gathers and not is_own:
             index = chunk * WORDS + top // arrival_rows
-            wait_event(arrivals, index, epoch, stuck, spec.debug)
+            wait_event(arrivals, index, stuck, spec.debug)
             before_tma_reads()
         if spec.num_ranks > 1:
             top += chunk * chunk_rows * TILE_M
@@ -98,7 +98,7 @@ def load_tiles(a, own, b, partials, k_tiles, grid, arrivals, arrival_rows, epoch
             tma_load(b, [column * spec.tile_n, left], bar, b_ring.index(slot))
             it += 1
         if spec.sends != "" and is_own:
-            it = load_partials(partials, it, row, column * spec.tile_n, grid, arrivals, epoch,
+            it = load_partials(partials, it, row, column * spec.tile_n, grid, arrivals,
                                stuck, ring, spec)  # fmt: skip
 
 
@@ -237,7 +237,7 @@ def compute_tiles(out, home, k_tiles, grid, ring, boxes, leaving, half: gl.const
 
 @gluon.jit(do_not_specialize=EXTENTS)
 def matmul_kernel(a, own, b, out, home, partials, k_tiles, chunk_rows, columns, rank, group, lag,
-                  part, arrivals, arrival_rows, counts, epoch, stuck,
+                  part, arrivals, arrival_rows, counts, stuck,
                   spec: gl.constexpr):  # fmt: skip
     """Extents: k_tiles, chunk_rows (of one rank), columns, group, part in tiles. lag, part: see
     order.py.
@@ -248,7 +248,7 @@ def matmul_kernel(a, own, b, out, home, partials, k_tiles, chunk_rows, columns, 
     a slot of M / num_ranks rows of partial results for each source rank, then M rows of results.
     arrivals, int32 [num_ranks, WORDS]: a word for arrival_rows rows of A of each rank, or for a
     part of its partial results. counts, int32: a word for each part of results. stuck: as in
-    wait_event. All words are zeroed once, at the start of all.
+    wait_event. All words are 0 when a call begins.
     """
     stages: gl.constexpr = spec.stages
     a_ring = gl.allocate_shared_memory(gl.bfloat16, [2 * stages, HALF_M, TILE_K], a.layout)
@@ -269,8 +269,8 @@ def matmul_kernel(a, own, b, out, home, partials, k_tiles, chunk_rows, columns, 
                                  spec)),
                 (compute_tiles, (out, home, k_tiles, grid, ring, boxes, leaving1, 1,
                                  spec)),
-                (load_tiles, (a, own, b, partials, k_tiles, grid, arrivals, arrival_rows, epoch,
-                              stuck, ring, spec)),
+                (load_tiles, (a, own, b, partials, k_tiles, grid, arrivals, arrival_rows, stuck,
+                              ring, spec)),
             ],
             [4, 1],
             [240, 24],
@@ -282,8 +282,8 @@ def matmul_kernel(a, own, b, out, home, partials, k_tiles, chunk_rows, columns, 
                                  spec)),
                 (compute_tiles, (out, home, k_tiles, grid, ring, boxes, leaving1, 1,
                                  spec)),
-                (load_tiles, (a, own, b, partials, k_tiles, grid, arrivals, arrival_rows, epoch,
-                              stuck, ring, spec)),
+                (load_tiles, (a, own, b, partials, k_tiles, grid, arrivals, arrival_rows, stuck,
+                              ring, spec)),
                 (count_tiles, (grid, counts, boxes, spec)),
             ],
             [4, 1, 1],

@@ -27,7 +27,6 @@ class Peering:
     """
 
     rank: int
-    epoch: int
     lag: int = 1
     part: int = 1
     own: Tensor | None = None
@@ -85,12 +84,12 @@ def launch_matmul(
     """Starts the kernel on the current stream.
 
     a [M, K], b [N, K], out [M, N] or this rank's rows of it; group: rows of tiles crossed
-    together; stuck: int32 [3], zeros, in a debug build. With peers M / num_ranks is a multiple of
+    together; stuck: int32 [1], zero, in a debug build. With peers M / num_ranks is a multiple of
     128 and, where it sends, group a divisor of a rank's rows of tiles.
     """
     index = a.device.index
     words = _unused_words(index)
-    with_peers = peering or Peering(rank=0, epoch=0, arrivals=words, counts=words)
+    with_peers = peering or Peering(rank=0, arrivals=words, counts=words)
     home = out if with_peers.home is None else with_peers.home
     a_blocks = _blocks(a, HALF_M.value)
     own = a_blocks if with_peers.own is None else _blocks(with_peers.own, HALF_M.value)
@@ -115,7 +114,6 @@ def launch_matmul(
         with_peers.arrivals,
         with_peers.arrival_rows,
         with_peers.counts,
-        with_peers.epoch,
         words if stuck is None else stuck,
         spec=spec,
         num_warps=4,

@@ -15,7 +15,7 @@ from distmega.kernels.gemm.choices import Choice, event_rows
 from distmega.kernels.gemm.launch import Peering, launch_matmul
 from distmega.kernels.gemm.rates import TILE_ROWS, Extents, Tiles
 from distmega.kernels.gemm.simulate import SendPlan, place_turns, plan_sending
-from distmega.kernels.gemm.spec import MatmulSpec
+from distmega.kernels.gemm.spec import WORDS, MatmulSpec
 from distmega.kernels.gemm.workspace import Workspace
 from distmega.kernels.stream_ops import copy_bytes, copy_columns, wait_word, write_word
 
@@ -24,17 +24,16 @@ class Stuck:
     """What a debug build leaves when a wait expires; nothing otherwise."""
 
     def __init__(self, device: torch.device, debug: bool) -> None:
-        self.words = torch.zeros(3, dtype=torch.int32, device=device) if debug else None
+        self.words = torch.zeros(1, dtype=torch.int32, device=device) if debug else None
 
     def check(self, workspace: Workspace) -> None:
         """Raises HangError if a wait of the launch expired; waits for the launch."""
         if self.words is None:
             return
-        index, epoch, found = self.words.tolist()
-        if index:
+        if index := int(self.words):
             raise HangError(
-                f"rank {workspace.rank} waited for event {index - 1}, which holds {found}",
-                expected=f"{epoch}, the number of the call, written by the rank that owes it",
+                f"rank {workspace.rank} waited for event {index - 1}",
+                expected=f"rank {(index - 1) // WORDS.value} to write it",
                 remedy="see that all ranks make the same calls in the same order",
             )
 
@@ -46,14 +45,13 @@ def gather_rows(own: Tensor, workspace: Workspace, rows: int) -> None:
     stream, rank = workspace.stream, workspace.rank
     num_bytes = rows * own.shape[1] * own.element_size()
     first = rank * own.numel() * own.element_size()
-    stream.wait_stream(torch.cuda.current_stream())
     for step in range(1, workspace.num_ranks):
         peer = (rank - step) % workspace.num_ranks
         room = workspace.room_address(peer) + first
         for word in range(own.shape[0] // rows):
             start = word * num_bytes
             copy_bytes(room + start, own.data_ptr() + start, num_bytes, stream)
-            write_word(workspace.arrival_address(peer, rank, word), workspace.epoch, stream)
+            write_word(workspace.arrival_address(peer, rank, word), 1, stream)
 
 
 def all_gather_matmul(
@@ -61,7 +59,8 @@ def all_gather_matmul(
 ) -> Tensor:
     """C [M, N] for own [M / num_ranks, K], b [N, K]; the kernel starts with this rank's rows."""
     assert choice.tiles is not None
-    workspace.epoch += 1
+    own = own.contiguous()
+    workspace.begin()
     extents = Extents(
         rows=own.shape[0] * workspace.num_ranks,
         columns=b.shape[0],
@@ -69,14 +68,12 @@ def all_gather_matmul(
         num_ranks=workspace.num_ranks,
     )
     rows = event_rows(extents)
-    own = own.contiguous()
     room = workspace.room((extents.rows, extents.depth), own.dtype)
     gather_rows(own, workspace, rows)
     out = torch.empty(extents.rows, extents.columns, dtype=own.dtype, device=own.device)
     stuck = Stuck(own.device, debug)
     peering = Peering(
         rank=workspace.rank,
-        epoch=workspace.epoch,
         own=own,
         arrivals=workspace.arrivals,
         arrival_rows=rows,
@@ -84,7 +81,7 @@ def all_gather_matmul(
     )
     spec = _spec(choice.tiles, workspace, gathers=True, debug=debug)
     launch_matmul(room, b, out, spec, choice.tiles.group, peering, stuck.words)
-    torch.cuda.current_stream().wait_stream(workspace.stream)
+    workspace.end(own.shape[0] // rows)
     stuck.check(workspace)
     return out
 
@@ -108,49 +105,38 @@ def matmul_all_reduce(
     return _send(a, b, None, workspace, choice, debug)
 
 
-def send_rows(plan: SendPlan, home: Tensor, workspace: Workspace) -> None:
-    """Queues the copies that follow a sending kernel, in its order of bands; home: its room."""
+def send_rows(plan: SendPlan, home: Tensor, workspace: Workspace) -> list[int]:
+    """Queues the copies that follow a sending kernel, in its order of bands; home: its room. Gives
+    the counts that they wait for.
+    """
     stream, rank, bands = workspace.stream, workspace.rank, plan.num_bands
     row_bytes = home.shape[1] * home.element_size()
     tile_bytes = plan.tiles.tile_n * home.element_size()
     band_bytes = plan.tiles.group * TILE_ROWS * row_bytes
     results = home.shape[0] // 2 * row_bytes
+    counts = []
     for chunk, band in place_turns(bands, rank, plan.lag, workspace.num_ranks):
         if chunk == rank and not plan.shares:
             continue
         for part, columns in enumerate(plan.part_columns):
             index = (chunk * bands + band) * plan.num_parts + part
-            wanted = workspace.expect_count(index, columns * plan.tiles.group)
-            wait_word(workspace.count_address(index), wanted, stream)
+            counts.append(index)
+            wait_word(workspace.count_address(index), columns * plan.tiles.group, stream)
             left = part * plan.part * tile_bytes
             lies = results + (chunk * bands + band) * band_bytes + left
             source = workspace.room_address(rank) + lies
             width = min(columns * tile_bytes, row_bytes - left)
-            for peer in [chunk] if chunk != rank else _others(workspace):
+            for peer in [chunk] if chunk != rank else workspace.peers:
                 to = (rank * bands + band) * band_bytes + left if chunk != rank else lies
                 to += workspace.room_address(peer)
                 copy_columns(to, source, width, row_bytes, band_bytes // row_bytes, stream)
                 if chunk != rank:
                     word = workspace.arrival_address(chunk, rank, band * plan.num_parts + part)
-                    write_word(word, workspace.epoch, stream)
+                    write_word(word, 1, stream)
     if plan.shares:
-        for peer in _others(workspace):
-            word = workspace.arrival_address(peer, rank, bands * plan.num_parts)
-            write_word(word, workspace.epoch, stream)
-
-
-def _others(workspace: Workspace) -> list[int]:
-    """All ranks but this one, the next first."""
-    size = workspace.num_ranks
-    return [(workspace.rank + step) % size for step in range(1, size)]
-
-
-def await_sums(plan: SendPlan, workspace: Workspace) -> None:
-    """The current stream goes on when all other ranks' sums have come."""
-    here, word = workspace.rank, plan.num_bands * plan.num_parts
-    for source in _others(workspace):
-        address = workspace.arrival_address(here, source, word)
-        wait_word(address, workspace.epoch, torch.cuda.current_stream())
+        for peer in workspace.peers:
+            write_word(workspace.arrival_address(peer, rank, plan.num_words), 1, stream)
+    return counts
 
 
 def _send(
@@ -162,7 +148,7 @@ def _send(
     debug: bool,
 ) -> Tensor:
     assert choice.tiles is not None
-    workspace.epoch += 1
+    workspace.begin()
     rows, columns = a.shape[0], b.shape[0]
     home = workspace.room((2 * rows, columns), a.dtype)
     result = home[rows:] if out is None else out
@@ -178,7 +164,6 @@ def _send(
     stuck = Stuck(a.device, debug)
     peering = Peering(
         rank=workspace.rank,
-        epoch=workspace.epoch,
         lag=plan.lag,
         part=plan.part,
         arrivals=workspace.arrivals,
@@ -186,11 +171,11 @@ def _send(
         counts=workspace.counts,
     )
     launch_matmul(a, b, result, spec, plan.tiles.group, peering, stuck.words)
-    send_rows(plan, home, workspace)
+    counts = send_rows(plan, home, workspace)
     stuck.check(workspace)
-    torch.cuda.current_stream().wait_stream(workspace.stream)
     if plan.shares:
-        await_sums(plan, workspace)
+        workspace.await_peers(plan.num_words)
+    workspace.end(plan.num_words + int(plan.shares), counts)
     return result
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 SLICE_K = 64
 TILE_ROWS = 128
 """Of the kernel: elements of K in a slot of the ring, rows of a tile."""
+NUM_WORDS = 2**12
+"""Event words for each rank of a team."""
 GROUP = 8
 """Rows of tiles that are crossed together; 4 to 16 differ by less than 1% on an H200."""
 

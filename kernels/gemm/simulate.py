@@ -71,6 +71,11 @@ class SendPlan:
         return ceil_div(self.columns, self.part)
 
     @property
+    def num_words(self) -> int:
+        """Event words for a rank's partial results; the next is for its sums."""
+        return self.num_bands * self.num_parts
+
+    @property
     def part_columns(self) -> list[int]:
         """Columns of tiles, by part of a band."""
         starts = range(0, self.columns, self.part)

@@ -4,14 +4,16 @@ from dataclasses import dataclass
 
 from triton.experimental.gluon import language as gl
 
+from distmega.kernels.gemm.rates import NUM_WORDS
+
 TILE_M = gl.constexpr(128)
 HALF_M = gl.constexpr(64)
 """Rows of a tile that one warp group computes; rows and columns of what is stored at a time."""
 TILE_K = gl.constexpr(64)
 EARLY = gl.constexpr(2)
 """Steps along K after which the stores of the tile before are taken to be written."""
-WORDS = gl.constexpr(2**15)
-"""Event words that each source rank has for itself on every rank."""
+WORDS = gl.constexpr(NUM_WORDS)
+"""Event words that each source rank has for itself on every rank, and counts of a rank's rows."""
 BUFFERS = gl.constexpr(2)
 """Blocks of a warp group's result that may wait to leave."""
 

@@ -1,48 +1,103 @@
 """Memory that the ranks of a team write into each other: rooms for data, and event words.
 
-In: the NCCL team of a mesh axis. Out: a Workspace. Calls that use it are counted (epochs); even and
-odd ones have a room each. No call ends on a rank before all ranks have started it, so two calls
-later a room is free again on all of them. Next: overlap.py.
+In: the NCCL team of a mesh axis. Out: a Workspace. Calls that use it take turns: even and odd ones
+have a room and event words each. No call ends on a rank before all ranks have started it, so two
+calls later a room is free again on all of them. A word holds 0, 1 once what it tells of is there,
+and 0 again after the call that waited for it: nothing of a call is counted on the host but its
+turn, so a captured graph that begins and ends at an even turn can be replayed. Next: overlap.py.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from distmega.errors import RequestError
 from distmega.hostir.nccl import NcclCommunicator
-from distmega.kernels.gemm.spec import WORDS
+from distmega.kernels.gemm.rates import NUM_WORDS
+from distmega.kernels.stream_ops import wait_word, write_word, write_words
 from distmega.kernels.symmetric import open_symmetric
 
-NUM_COUNTS = 2**15
-"""Words that a kernel counts stored tiles in."""
 WORD_BYTES = 4
 ALIGNMENT_BYTES = 256
+TURNS = 2
 
 
 class Workspace:
     """Two rooms of `room_bytes` in every rank's memory. All ranks make it together and use it in
     the same order, each on one stream at a time.
 
-    stream: for copies to peers. group: of the ranks, for torch's own ops. counts: int32
-    [NUM_COUNTS] of this rank, counted up by kernels.
+    stream: for copies to peers. group: of the ranks, for torch's own ops.
     """
 
     def __init__(self, comm: NcclCommunicator, axis: str, room_bytes: int) -> None:
         """Raises LaunchError if the ranks do not reach each other's memory."""
         self.room_bytes = -(-room_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        self.epoch = 0
-        self._at_words = 2 * self.room_bytes
+        self.turn = 0
+        self._at_words = TURNS * self.room_bytes
         size = comm.mesh.size(axis)
-        self._memory = open_symmetric(comm, axis, self._at_words + size * WORDS.value * WORD_BYTES)
+        self._turn_bytes = size * NUM_WORDS * WORD_BYTES
+        num_bytes = self._at_words + TURNS * self._turn_bytes
+        self._memory = open_symmetric(comm, axis, num_bytes)
         self.group = comm.group(axis)[0]
         self.backend = self._memory.backend
         self.rank, self.num_ranks = self._memory.place, self._memory.num_ranks
         self.stream = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
-        self.counts = torch.zeros(NUM_COUNTS, dtype=torch.int32, device=self._memory.local.device)
-        self._totals = [0] * NUM_COUNTS
+        shape = (self.num_ranks, NUM_WORDS)
+        starts = [self._at_words + turn * self._turn_bytes for turn in range(TURNS)]
+        self._arrivals = [
+            self._memory.tensor(self.rank, shape, torch.int32, start) for start in starts
+        ]
+        self._counts = torch.zeros(TURNS, *shape, dtype=torch.int32, device=self.device)
+
+    @property
+    def device(self) -> torch.device:
+        """This rank's GPU."""
+        return self._memory.local.device
+
+    @property
+    def peers(self) -> list[int]:
+        """All ranks but this one, the next first."""
+        return [(self.rank + step) % self.num_ranks for step in range(1, self.num_ranks)]
+
+    def begin(self) -> None:
+        """The next call's turn; copies come after what the current stream has been given."""
+        self.turn ^= 1
+        self.stream.wait_stream(torch.cuda.current_stream())
+
+    def end(self, num_arrivals: int, counts: Iterable[int] = ()) -> None:
+        """The current stream waits for this rank's copies; then words go back to 0: the first
+        num_arrivals of each peer, and some counts.
+        """
+        self.join()
+        self.stream.wait_stream(torch.cuda.current_stream())
+        used = [
+            self.arrival_address(self.rank, source, word)
+            for source in self.peers
+            for word in range(num_arrivals)
+        ]
+        write_words([*used, *map(self.count_address, counts)], 0, self.stream)
+
+    def join(self) -> None:
+        """The current stream waits for all copies and writes that are queued."""
+        torch.cuda.current_stream().wait_stream(self.stream)
+
+    def settle(self) -> None:
+        """To an even turn, by a call without data if need be, and `join`. Collective."""
+        if self.turn:
+            self.begin()
+            for peer in self.peers:
+                write_word(self.arrival_address(peer, self.rank, 0), 1, self.stream)
+            self.await_peers(0)
+            self.end(1)
+        self.join()
+
+    def await_peers(self, word: int) -> None:
+        """The current stream goes on when that word of all other ranks has come."""
+        for source in self.peers:
+            address = self.arrival_address(self.rank, source, word)
+            wait_word(address, 1, torch.cuda.current_stream())
 
     def room(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """The current call's room in this rank's memory. RequestError if it is too small."""
@@ -53,32 +108,32 @@ class Workspace:
                 expected="room for the whole gathered tensor, or twice that of the result",
                 remedy="make a larger Workspace",
             )
-        start = (self.epoch & 1) * self.room_bytes
+        start = self.turn * self.room_bytes
         return self._memory.local[start : start + num_bytes].view(dtype).view(*shape)
 
     def room_address(self, rank: int) -> int:
         """Of the current call's room in the memory of a rank."""
-        return int(self._memory.pointers[rank]) + (self.epoch & 1) * self.room_bytes
+        return int(self._memory.pointers[rank]) + self.turn * self.room_bytes
 
     @property
     def arrivals(self) -> Tensor:
-        """Words of this rank that peers' copy engines write, int32 [num_ranks, WORDS]."""
-        shape = (self.num_ranks, WORDS.value)
-        return self._memory.tensor(self.rank, shape, torch.int32, self._at_words)
+        """This call's words that peers' copy engines write, int32 [num_ranks, NUM_WORDS]."""
+        return self._arrivals[self.turn]
 
     def arrival_address(self, rank: int, source: int, word: int) -> int:
-        """Of a word in the memory of `rank` that only rank `source` writes."""
-        place: int = source * WORDS.value + word
-        return int(self._memory.pointers[rank]) + self._at_words + place * WORD_BYTES
+        """Of a word of this call in the memory of `rank` that only rank `source` writes."""
+        place: int = source * NUM_WORDS + word
+        start = self._at_words + self.turn * self._turn_bytes
+        return int(self._memory.pointers[rank]) + start + place * WORD_BYTES
+
+    @property
+    def counts(self) -> Tensor:
+        """This call's words that this rank's kernel counts in, int32 [num_ranks, NUM_WORDS]."""
+        return self._counts[self.turn]
 
     def count_address(self, index: int) -> int:
         """Of a word of `counts`."""
         return self.counts.data_ptr() + index * WORD_BYTES
-
-    def expect_count(self, index: int, number: int) -> int:
-        """What a word of `counts` holds when this call has added `number` to it."""
-        self._totals[index] += number
-        return self._totals[index]
 
 
 _workspaces: dict[tuple[NcclCommunicator, str], Workspace] = {}

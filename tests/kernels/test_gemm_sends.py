@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distmega.kernels.gemm.rates import Extents, Tiles
+from distmega.kernels.gemm.rates import NUM_WORDS, Extents, Tiles
 from distmega.kernels.gemm.simulate import SendPlan, plan_sending
 
 pytest.importorskip("triton", reason="triton is not installed (pip install 'distmega[gpu]')")
@@ -28,7 +28,6 @@ class Recorder:
 
     rank: int
     num_ranks: int
-    epoch: int = 1
     stream: None = None
     waits: Counter[int] = field(default_factory=Counter)
     copies: list[tuple[int, int, int, int, int]] = field(default_factory=list)
@@ -40,14 +39,15 @@ class Recorder:
     def count_address(self, index: int) -> int:
         return index
 
-    def expect_count(self, index: int, number: int) -> int:
-        assert index not in self.waits, "one copy, or one to each peer, for a word"
-        return number
+    @property
+    def peers(self) -> list[int]:
+        return [rank for rank in range(self.num_ranks) if rank != self.rank]
 
     def arrival_address(self, rank: int, source: int, word: int) -> int:
-        return (1 + rank) * WORD + source * 2**15 + word
+        return (1 + rank) * WORD + source * NUM_WORDS + word
 
     def wait(self, address: int, value: int, stream: None) -> None:
+        assert address not in self.waits, "one copy, or one to each peer, for a word"
         self.waits[address] = value
 
     def copy(
@@ -56,6 +56,7 @@ class Recorder:
         self.copies.append((target, source, width, pitch, rows))
 
     def write(self, address: int, value: int, stream: None) -> None:
+        assert value == 1
         self.words.append(address)
 
 
@@ -66,7 +67,7 @@ def record(plan: SendPlan, home: torch.Tensor, rank: int, num_ranks: int) -> Rec
         patch.object(overlap, "copy_columns", found.copy),
         patch.object(overlap, "write_word", found.write),
     ):
-        overlap.send_rows(plan, home, found)
+        assert overlap.send_rows(plan, home, found) == list(found.waits)
     return found
 
 
@@ -123,6 +124,6 @@ def _check_words(found: Recorder, plan: SendPlan, rank: int, ranks: int, chunk_r
             if chunk == rank:
                 looked_at.add(place)
     assert found.waits == counted
-    here = {word % WORD - rank * 2**15 for word in found.words}
+    here = {word % WORD - rank * NUM_WORDS for word in found.words}
     last = plan.num_bands * plan.num_parts
     assert here == looked_at | ({last} if plan.shares else set())

@@ -5,6 +5,7 @@ small integers: chosen, forced, call after call, and what is refused.
 import importlib
 from dataclasses import replace
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -94,6 +95,43 @@ def use_every_tile(comm: NcclCommunicator) -> None:
                 assert torch.equal(found, total)
 
 
+def replay_captured(comm: NcclCommunicator) -> None:
+    """A graph of three calls, which begins and ends at an even turn, between calls outside."""
+    size, rank = comm.mesh.num_ranks, comm.rank
+    shared = kernels("workspace").workspace_of(comm, "tp", 2**24)
+    a, b = operands(rank, 128 * size, 256, 128, 0)
+    own = a[:128].clone()
+
+    def run() -> list[Tensor]:
+        ways: dict[str, Any] = {"overlap": True, "workspace": shared}
+        made = [all_gather_matmul(own, b, comm, **ways), matmul_all_reduce(a, b, comm, **ways)]
+        return [*made, matmul_reduce_scatter(a, b, comm, **ways)]
+
+    def expected(seed: int) -> list[Tensor]:
+        parts = [operands(r, 128 * size, 256, 128, seed)[0] for r in range(size)]
+        others = [operands(r, 128 * size, 256, 128, 0)[1] for r in range(size)]
+        total = torch.stack([product(*pair) for pair in zip(parts, others, strict=True)]).sum(0)
+        gathered = product(torch.cat([part[:128] for part in parts]), b)
+        return [x.bfloat16() for x in (gathered, total, total.chunk(size)[rank])]
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        run()
+        shared.settle()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            found = run()
+            shared.settle()
+    for seed in (1, 2, 3, 4):
+        a.copy_(operands(rank, 128 * size, 256, 128, seed)[0])
+        own.copy_(a[:128])
+        if seed % 2:
+            run()
+        shared.settle()
+        graph.replay()
+        assert all(map(torch.equal, found, expected(seed)))
+
+
 def exchange_by_peer_memory(comm: NcclCommunicator) -> None:
     """Collectives of choices "peer", call after call of different sizes."""
     exchange, workspace = kernels("exchange"), kernels("workspace")
@@ -113,11 +151,11 @@ def exchange_by_peer_memory(comm: NcclCommunicator) -> None:
 def name_a_missing_rank(comm: NcclCommunicator) -> None:
     """Rank 0 calls, the others do not: its debug build gives up and says what it waited for."""
     overlap, workspace = kernels("overlap"), kernels("workspace")
-    shared = workspace.Workspace(comm, "tp", 2**24)  # no later test's, whose epochs would differ
+    shared = workspace.Workspace(comm, "tp", 2**24)  # no later test's, whose words would be set
     if comm.rank == 0:
         own, b = operands(0, 128, 128, 64, 0)
         choice = Choice(way="tiles", us=0.0, tiles=Tiles(tile_n=128, stages=STAGES[128]))
-        with pytest.raises(HangError, match="rank 0 waited for event 32768, which holds 0"):
+        with pytest.raises(HangError, match="rank 0 waited for event 4096"):
             overlap.all_gather_matmul(own, b, shared, choice, debug=True)
 
 
@@ -145,6 +183,7 @@ def test_overlapped(rows, columns, device, num_ranks, run_ranks):
     "body",
     [
         "use_every_tile",
+        "replay_captured",
         "exchange_by_peer_memory",
         "keep_bits_on_all_ranks",
         "name_a_missing_rank",

@@ -20,6 +20,7 @@ from distmega.program import Program
 from distmega.sharding.cost import CPU, H200
 from distmega.sharding.localize import LocalProgram, localize
 from distmega.sharding.mesh import DeviceMesh
+from distmega.sharding.overlap import CHEAPEST, Overlap
 from distmega.sharding.placements import Layout, shard, stream
 from distmega.sharding.planner import plan_program
 from tests.hostir.programs import run_program, shard_tensors
@@ -153,7 +154,7 @@ def test_layers_are_exact_in_every_way(device: str, num_ranks: int, run_ranks):
 
 
 def overlapped(num: int, how: str) -> tuple[LocalProgram, HostProgram]:
-    """The MLP over `num` ranks, whole, in chunks on streams, or in rings."""
+    """The MLP over `num` ranks, whole, in chunks on streams, in rings, or as one kernel each."""
     marks: dict[str, Layout] = dict(RINGS)
     if how == "rings":
         marks["h"] |= stream(0, num, ring="tp")
@@ -162,8 +163,11 @@ def overlapped(num: int, how: str) -> tuple[LocalProgram, HostProgram]:
         marks = {name: at for name, at in marks.items() if name not in ("x", "y")}
         marks["y"] = stream(0, 4)
     program = sequence(512, 256, 512, "bf16")
-    local = localize(plan_program(program, DeviceMesh(tp=num), CPU, marks))
-    return local, run_passes(lower_program(local, megakernel=False, peer_memory=False))
+    ask = Overlap(way="kernel") if how == "kernels" else CHEAPEST
+    machine = H200 if how == "kernels" else CPU
+    local = localize(plan_program(program, DeviceMesh(tp=num), machine, marks, overlap=ask))
+    peers = how == "kernels"
+    return local, run_passes(lower_program(local, megakernel=False, peer_memory=peers))
 
 
 def small(program: Program, seed: int) -> dict[str, Tensor]:
@@ -185,13 +189,15 @@ def run_overlapped(comm: Communicator, how: str) -> None:
         parts = [shard_tensors({**first, "x": x["x"]}, local, comm.rank) for x in (first, second)]
     mine = team(comm, comm.mesh)
     device = str(torch.get_default_device())
-    captured = CapturedHost(Evaluator(host, mine, {}, device), on_device(parts[0]))
+    matmuls = PeerMatmuls(mine) if host.rooms and isinstance(mine, NativeNccl) else None
+    evaluator = Evaluator(host, mine, {}, device, matmuls=matmuls)
+    captured = CapturedHost(evaluator, on_device(parts[0]))
     for turn in (0, 1, 0, 1):
         found = captured.run({"x": on_device(parts[turn])["x"]})
         assert_same(found, wholes[turn], local, comm.rank)
 
 
-@pytest.mark.parametrize("how", ["whole", "chunks", "rings"])
+@pytest.mark.parametrize("how", ["whole", "chunks", "rings", "kernels"])
 @pytest.mark.parametrize(("device", "num_ranks"), ON_GPUS)
 def test_captured_programs_give_what_they_gave(device: str, num_ranks: int, how: str, run_ranks):
     run_ranks(f"{HERE}:run_overlapped", device, num_ranks, how)
