@@ -39,15 +39,18 @@ class PeerMatmuls:
 
     def compile(self, node: FusedMatmul) -> Callable[[Tensor, Tensor], Tensor]:
         """See Matmuls. ProgramError from a call with what the kernel can't do."""
-        how = {
-            "overlap": True if node.forced else None,
-            "workspace": self._opened[node.mesh_axis][-1],
-        }
-        comm, axis = self.comm, node.mesh_axis
+        comm, axis, overlap = self.comm, node.mesh_axis, True if node.forced else None
+        room = self._opened[axis][-1]
         match node.kind:
             case "all_gather_matmul":
-                return lambda x, w: all_gather_matmul(x, w, comm, axis, **how)
+                return lambda x, w: all_gather_matmul(
+                    x, w, comm, axis, overlap=overlap, workspace=room
+                )
             case "matmul_reduce_scatter":
-                return lambda x, w: matmul_reduce_scatter(x, w, comm, axis, **how)
+                return lambda x, w: matmul_reduce_scatter(
+                    x, w, comm, axis, overlap=overlap, workspace=room
+                )
             case "matmul_all_reduce":
-                return lambda x, w: matmul_all_reduce(x, w, comm, axis, **how, borrow=node.borrows)
+                return lambda x, w: matmul_all_reduce(
+                    x, w, comm, axis, overlap=overlap, workspace=room, borrow=node.borrows
+                )
