@@ -59,9 +59,14 @@ def matmul_all_reduce(a: Tensor, b: Tensor, workspace: Workspace) -> Tensor:
     workspace.begin()
     total = workspace.room((a.shape[0], b.shape[0]), a.dtype)
     torch.mm(a, b.T, out=total)
+    sum_room(total, workspace)
+    return total
+
+
+def sum_room(total: Tensor, workspace: Workspace) -> None:
+    """Sums over ranks what lies at `total` in this call's room of each."""
     workspace.join()
     if workspace.backend == "CUDA":
         torch.ops.symm_mem.two_shot_all_reduce_(total, "sum", workspace.group.group_name)
     else:
         dist.all_reduce(total, group=workspace.group)
-    return total

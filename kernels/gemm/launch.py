@@ -12,9 +12,9 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from distmega.kernels.gemm.choices import Tiles
 from distmega.kernels.gemm.kernel import matmul_kernel
 from distmega.kernels.gemm.spec import HALF_M, TILE_K, TILE_M, MatmulSpec
+from distmega.sharding.tile_times import Tiles
 
 SHARED = gl.NVMMASharedLayout(128, 16, 2)
 

@@ -11,13 +11,19 @@ import torch
 from torch import Tensor
 
 from distmega.errors import HangError
-from distmega.kernels.gemm.choices import Choice, event_rows
 from distmega.kernels.gemm.launch import Peering, launch_matmul
-from distmega.kernels.gemm.rates import TILE_ROWS, Extents, Tiles
-from distmega.kernels.gemm.simulate import SendPlan, place_turns, plan_sending
 from distmega.kernels.gemm.spec import WORDS, MatmulSpec
 from distmega.kernels.gemm.workspace import Workspace
 from distmega.kernels.stream_ops import copy_bytes, copy_columns, wait_word, write_word
+from distmega.sharding.matmul_ways import Choice, event_rows
+from distmega.sharding.tile_times import (
+    TILE_ROWS,
+    Extents,
+    SendPlan,
+    Tiles,
+    place_turns,
+    plan_sending,
+)
 
 
 class Stuck:

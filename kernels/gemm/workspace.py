@@ -15,9 +15,9 @@ from torch import Tensor
 
 from distmega.errors import RequestError
 from distmega.hostir.nccl import NcclCommunicator
-from distmega.kernels.gemm.rates import NUM_WORDS
 from distmega.kernels.stream_ops import wait_word, write_word, write_words
 from distmega.kernels.symmetric import open_symmetric
+from distmega.sharding.tile_times import NUM_WORDS
 
 WORD_BYTES = 4
 ALIGNMENT_BYTES = 256

@@ -4,9 +4,9 @@ spilled beside the products, shared memory within a CTA's, waits and signals at 
 
 import pytest
 
-from distmega.kernels.gemm.choices import STAGES
 from distmega.kernels.gemm.kernel import EXTENTS, matmul_kernel
 from distmega.kernels.gemm.spec import MatmulSpec
+from distmega.sharding.matmul_ways import STAGES
 from tests.kernels.sm90 import Machine, compile_kernel, descriptor
 
 SHARED_BYTES = 232448
