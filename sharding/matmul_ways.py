@@ -11,6 +11,7 @@ from typing import Literal
 
 from distmega.sharding.overlap_rates import OverlapRates, Table
 from distmega.sharding.tile_times import (
+    GROUP,
     NUM_WORDS,
     TILE_ROWS,
     Extents,
@@ -37,6 +38,8 @@ STREAMING = 1.1
 """How much longer than the library's the kernel takes where reading operands is all that counts."""
 DOUBT = 1.02
 """By how much the kernel must be expected to win: it is predicted a little too well."""
+NARROW = 1.015
+"""How much longer the kernel takes in bands of fewer rows of tiles than GROUP."""
 PARTS = (1, 2, 4)
 """Into how many parts a band is cut to be sent."""
 MIN_EVENT_ROWS = 1024
@@ -131,6 +134,7 @@ def _between(table: Table, x: float) -> float:
     raise AssertionError("a table of one point")
 
 
+@cache
 def tiles_choice(collective: Collective, extents: Extents, rates: OverlapRates) -> Choice:
     """The kernel's best tiles and lag with the collective beside it."""
     chunk_rows = extents.rows // (extents.num_ranks * TILE_ROWS)
@@ -147,8 +151,10 @@ def tiles_choice(collective: Collective, extents: Extents, rates: OverlapRates) 
             shares = collective == "all_reduce"
             lags = (0, 2) if chunk_rows // group > 2 else (0,)
             for lag, parts in product(lags, PARTS):
-                plan = plan_sending(extents, tiles, lag=lag, parts=parts, shares=shares)
-                us = max(send_us(extents, plan, rates), least)
+                plan = plan_sending(
+                    extents, tiles, rates.num_sms, lag=lag, parts=parts, shares=shares
+                )
+                us = max(send_us(extents, plan, rates) * (NARROW if group < GROUP else 1.0), least)
                 found.append(Choice(means="tiles", us=us, tiles=tiles, lag=lag, parts=parts))
     return min(found, key=lambda choice: choice.us)
 

@@ -24,7 +24,8 @@ class OverlapRates:
     depth. slice_us: its time of 64 elements of depth, by columns of a tile, all SMs busy, nothing
     where the two run one after the other; tile_us: of a tile's start and end; add_us: of adding
     partial results; peers_us: what its launch takes longer. copy_us, copy_bytes_per_us: of a copy
-    to a peer, from the last store to the event word; copy_gap_us: from a copy to the next.
+    to a peer, from the last store to the event word; copy_gap_us: from a copy to the next. push_us,
+    push_bytes_per_us: where the kernel stores to the peers itself.
     exchange_us, exchange_peer_us: of copies around a library matmul, and for each peer.
     two_shot_us, two_shot_bytes_per_us: of torch's all-reduce.
     host_us: of the host, for one small op; replay_us: where it is captured.
@@ -52,6 +53,8 @@ class OverlapRates:
     copy_us: float = 0.0
     copy_bytes_per_us: float = 1.0
     copy_gap_us: float = 0.0
+    push_us: float = 0.0
+    push_bytes_per_us: float = 1.0
     exchange_us: float = 0.0
     exchange_peer_us: float = 0.0
     two_shot_us: float = 0.0
@@ -101,6 +104,8 @@ H200_RATES = OverlapRates(
     copy_us=15.0,
     copy_bytes_per_us=3.6e5,
     copy_gap_us=5.0,
+    push_us=4.0,
+    push_bytes_per_us=3.8e5,
     exchange_us=8.0,
     exchange_peer_us=9.7,
     two_shot_us=9.5,

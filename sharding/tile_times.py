@@ -94,7 +94,8 @@ class SendPlan:
     """What a sending kernel and the copies behind it agree on.
 
     num_bands: of a rank's rows. columns: of tiles; part: so many are sent at once. lag: as
-    place_turns. shares: sums go to all ranks.
+    place_turns. shares: sums go to all ranks; num_late: so many of the last tiles are pushed to the
+    peers by the kernel then, whole columns of the last band.
     """
 
     tiles: Tiles
@@ -104,6 +105,7 @@ class SendPlan:
     num_tiles: int
     lag: int
     shares: bool
+    num_late: int
 
     @property
     def num_parts(self) -> int:
@@ -115,16 +117,16 @@ class SendPlan:
         """Event words for a rank's partial results; the next is for its sums."""
         return self.num_bands * self.num_parts
 
-    @property
-    def part_columns(self) -> list[int]:
-        """Columns of tiles, by part of a band."""
-        starts = range(0, self.columns, self.part)
-        return [min(self.part, self.columns - start) for start in starts]
+    def part_columns(self, last: bool = False) -> list[int]:
+        """Columns of tiles that copies take, by part of a band; last: of this rank's last band."""
+        copied = self.columns - (self.num_late // self.tiles.group if last else 0)
+        return [min(self.part, copied - start) for start in range(0, copied, self.part)]
 
 
 def plan_sending(
     extents: Extents,
     tiles: Tiles,
+    num_sms: int,
     *,
     lag: int = 0,
     parts: int = 1,
@@ -135,6 +137,8 @@ def plan_sending(
     group = band_rows(chunk_rows, tiles.group)
     columns = ceil_div(extents.columns, tiles.tile_n)
     num_tiles = chunk_rows * columns * extents.num_ranks
+    last_wave = (num_tiles - 1) % num_sms + 1
+    late = min(ceil_div(last_wave, group), columns) * group
     return SendPlan(
         tiles=replace(tiles, group=group),
         num_bands=chunk_rows // group,
@@ -143,6 +147,7 @@ def plan_sending(
         num_tiles=num_tiles,
         lag=lag or chunk_rows // group,
         shares=shares,
+        num_late=late if shares else 0,
     )
 
 
@@ -160,18 +165,22 @@ def send_us(extents: Extents, plan: SendPlan, rates: OverlapRates) -> float:
     here = [0.0] * (plan.num_bands * plan.num_parts)
     link, number = 0.0, 0
     for chunk, band in place_turns(plan.num_bands, 0, plan.lag, extents.num_ranks):
-        for part, columns in enumerate(plan.part_columns):
+        copied = sum(plan.part_columns(not chunk and band == plan.num_bands - 1))
+        for part, columns in enumerate(plan.part_columns()):
             place = band * plan.num_parts + part
-            done = 0.0
-            for _ in range(group * columns):
-                program = number % len(free)
-                end = free[program] + one_us
-                free[program] = end if chunk else max(end, here[place]) + rates.add_us
-                done = max(done, free[program])
-                number += 1
-            if chunk or plan.shares:
-                sent = columns * column_bytes / rates.copy_bytes_per_us + rates.copy_gap_us
-                link = max(link, done + rates.copy_us) + sent * (1 if chunk else others)
+            done, start = 0.0, part * plan.part
+            for column in range(start, start + columns):
+                for _ in range(group):
+                    program = number % len(free)
+                    end = free[program] + one_us
+                    free[program] = end if chunk else max(end, here[place]) + rates.add_us
+                    done = max(done, free[program]) if column < copied else done
+                    number += 1
+            if done and (chunk or plan.shares):
+                sent = max(min(columns, copied - start), 0) * column_bytes
+                sent_us = sent / rates.copy_bytes_per_us + rates.copy_gap_us
+                link = max(link, done + rates.copy_us) + sent_us * (1 if chunk else others)
             if chunk:
                 here[place] = max(here[place], link)
-    return max(*free, link)
+    pushed_us = plan.num_late // group * column_bytes * others / rates.push_bytes_per_us
+    return max(link, max(free) + (rates.push_us + pushed_us if plan.num_late else 0.0))

@@ -31,7 +31,7 @@ from distmega.sharding.tile_times import (
 )
 
 ROUNDS = 7
-AHEAD_CYCLES = 400_000
+AHEAD_CYCLES = 2_000_000
 """For which GPUs sleep before a timed call, so that the host runs ahead."""
 MB = 2**20
 SENT_MB = (1, 2, 8, 32, 128)
@@ -225,7 +225,7 @@ def _kernel(rates: OverlapRates, clock: _Clock, comm: NcclCommunicator, axis: st
     found, ends = [], []
     for width, stages in STAGES.items():
         spec = plain_spec(Tiles(tile_n=width, stages=stages))
-        rows, columns = TILE * 4, width * rates.num_sms
+        rows, columns = TILE * waves * 4, width * rates.num_sms // 4
         out = torch.empty(rows, columns, dtype=torch.bfloat16)
         calls = []
         for each in slices:
@@ -239,12 +239,12 @@ def _kernel(rates: OverlapRates, clock: _Clock, comm: NcclCommunicator, axis: st
 
 
 def _fused(rates: OverlapRates, clock: _Clock, comm: NcclCommunicator, axis: str) -> OverlapRates:
-    """What a launch with peers takes longer, and the way of the last sums to the peers: by how much
-    the kernel is slower than it would be without.
+    """What a launch with peers takes longer, and the end of pushing the last sums: by how much the
+    kernel is slower than it would be without.
     """
     workspace = workspace_of(comm, axis, 4 * WIDTH * WIDTH)
     extents = Extents(rows=WIDTH, columns=WIDTH, depth=DEPTH, num_ranks=workspace.num_ranks)
-    none = replace(rates, peers_us=0.0, copy_us=0.0)
+    none = replace(rates, peers_us=0.0, push_us=0.0)
     gathers = tiles_choice("all_gather", extents, none)
     sums = tiles_choice("all_reduce", extents, none)
     assert gathers.tiles is not None
@@ -256,9 +256,11 @@ def _fused(rates: OverlapRates, clock: _Clock, comm: NcclCommunicator, axis: str
         lambda: overlap.matmul_all_reduce(a, b, workspace, sums),
     )
     peers_us = max(gathered - gather_us(extents, gathers.tiles, event_rows(extents), none), 0.0)
-    plan = plan_sending(extents, sums.tiles, lag=sums.lag, parts=sums.parts, shares=True)
+    plan = plan_sending(
+        extents, sums.tiles, rates.num_sms, lag=sums.lag, parts=sums.parts, shares=True
+    )
     ended = send_us(extents, plan, replace(none, peers_us=peers_us))
-    return replace(rates, peers_us=peers_us, copy_us=max(summed - ended, 0.0))
+    return replace(rates, peers_us=peers_us, push_us=max(summed - ended, 0.0))
 
 
 def _host(rates: OverlapRates, clock: _Clock, comm: NcclCommunicator, axis: str) -> OverlapRates:
