@@ -302,6 +302,10 @@ def linear_task(
         ss = stage_embedding(words, embed, token, vectors, xs)
     else:
         ss = stage_tagged(words, exchange, vectors, tag - words[LIN_TAG_DELTA], x_pairs, RANKS)
+    alarm = gl.to_tensor(NO_REPORT)
+    if RANKS > 1:  # noqa: SIM102  a constant, so that the rest is compiled only then
+        if opcode == OP_PARTIAL:
+            alarm = read_alarm(exchange)
     if TRACE:
         gl.store(stamps + 1, clock())
     if words[LIN_NORM] >= 0:
@@ -316,10 +320,6 @@ def linear_task(
         row0 = words[LIN_ROW0] + group * UNIT_ROWS
         row = row0 + gl.arange(0, GROUP_ROWS, layout=TWOS)
         wanted = row < limit
-        alarm = gl.to_tensor(NO_REPORT).to(gl.int64)
-        if RANKS > 1:  # noqa: SIM102  a constant, so that the rest is compiled only then
-            if opcode == OP_PARTIAL:
-                alarm = read_alarm(exchange)  # asked for early
         add = addend(words, vectors, embed, token, residual, row, wanted)
         it = multiply_group(
             gl.minimum(num_units - group, GROUP_UNITS),

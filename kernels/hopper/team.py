@@ -54,8 +54,11 @@ def embed_task(words, peers, embed, token, tag, RANKS: gl.constexpr):
 
 @gluon.jit
 def read_alarm(exchange):
-    """Not -1 once a wait of this rank was given up, so that what it computes is void."""
-    return gl.load(exchange + REPORT_FIRST, volatile=True)
+    """Not NO_REPORT once a wait of this rank was given up, so that what it computes is void. The
+    report's lower half, which tells as much.
+    """
+    first = (exchange + REPORT_FIRST).to(gl.pointer_type(gl.int32), bitcast=True)
+    return gl.load(first, volatile=True)
 
 
 @gluon.jit
@@ -68,7 +71,9 @@ def push_partial(words, peers, place, row0, limit, y, tag, alarm, RANKS: gl.cons
     at = gl.arange(0, GROUP_ROWS, layout=TWOS)
     to = first + at
     word = tagged_float(y, tag)
-    wanted = at < gl.multiple_of(gl.where(alarm == NO_REPORT, limit - row0, 0), 8)
+    # kept until here, or else the product would wait for the alarm
+    is_sound = keep(alarm) == NO_REPORT
+    wanted = at < gl.multiple_of(gl.where(is_sound, limit - row0, 0), 8)
     for rank in gl.static_range(RANKS):
         gl.store(peers[rank] + to, word, mask=wanted)
 
