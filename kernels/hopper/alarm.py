@@ -26,7 +26,7 @@ class Alarm:
     def __init__(self, report: Tensor, limit_s: float) -> None:
         """report: int64 [at least REPORT_WORDS] on the GPU. limit_s: seconds a wait may last."""
         self.limit_s, self._report = limit_s, report[:REPORT_WORDS]
-        self._raised = torch.zeros(1, dtype=torch.int32, pin_memory=report.is_cuda)
+        self._raised = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=report.is_cuda)
         self._report[REPORT_FIRST] = NO_REPORT
         self._report[REPORT_LIMIT] = round(limit_s * 1e9)
         self._report[REPORT_ALARM] = self._raised.data_ptr()

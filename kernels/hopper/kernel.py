@@ -32,7 +32,7 @@ from distmega.kernels.hopper.fields import (
     WORDS,
 )
 from distmega.kernels.hopper.linear import linear_task
-from distmega.kernels.hopper.loader import loader
+from distmega.kernels.hopper.loader import begin, loader
 from distmega.kernels.hopper.sample import sample_task
 from distmega.kernels.hopper.shapes import (
     GROUP_UNITS,
@@ -57,19 +57,19 @@ from distmega.kernels.mbarriers import make_barriers
 
 @gluon.jit
 def compute(
-    queue, num_instructions, num_instructions_max, num_steps, num_layers, state, tokens, exchange,
-    vectors, embed, cache, rope, residual, logits, best_words, num_sms, peers, place, first_id,
-    min_blocks, eps, inv_hidden, scale, sampling, seeds, sample_words, trace, xs, x_pairs, squares,
-    red, red_rows, qs, ml, scratch0, scratch1, bufs, ready, free, step_bar, D: gl.constexpr, G:
-    gl.constexpr, H: gl.constexpr, KVH: gl.constexpr, QK_NORM: gl.constexpr, CHOICE: gl.constexpr,
-    HEAD_ROWS: gl.constexpr, RANKS: gl.constexpr, BARRIERS: gl.constexpr, STAGES: gl.constexpr,
-    TRACE: gl.constexpr,
+    queue, num_instructions, num_instructions_max, num_steps, num_layers, first_token,
+    first_position, state, tokens, exchange, vectors, embed, cache, rope, residual, logits,
+    best_words, num_sms, peers, place, first_id, min_blocks, eps, inv_hidden, scale, sampling,
+    seeds, sample_words, trace, xs, x_pairs, squares, red, red_rows, qs, ml, scratch0, scratch1,
+    bufs, ready, free, step_bar, D: gl.constexpr, G: gl.constexpr, H: gl.constexpr, KVH:
+    gl.constexpr, QK_NORM: gl.constexpr, CHOICE: gl.constexpr, HEAD_ROWS: gl.constexpr, RANKS:
+    gl.constexpr, BARRIERS: gl.constexpr, STAGES: gl.constexpr, TRACE: gl.constexpr,
 ):
     """Partition of eight warps. A datum of layer l and step s is tagged s * num_layers + l + 1."""
     sm = gl.program_id(0)
-    position0 = gl.load(state + STATE_POSITION)
+    position0 = begin(state + STATE_POSITION, first_position)
     epoch0 = gl.load(state + STATE_EPOCH)
-    token = gl.load(state + STATE_TOKEN)
+    token = begin(state + STATE_TOKEN, first_token)
     it = 0
     head_words = best_words
     if CHOICE != GREEDY:
@@ -136,6 +136,8 @@ def compute(
         "max_instructions",
         "num_steps",
         "num_layers",
+        "first_token",
+        "first_position",
         "best_words",
         "num_sms",
         "place",
@@ -146,15 +148,16 @@ def compute(
 )
 def decode(
     weights0, weights1, weights2, cache_tiles, queues, counts, max_instructions, num_steps,
-    num_layers, state, tokens, exchange, vectors, embed, cache, rope, residual, logits, best_words,
-    num_sms, peers, place, first_id, min_blocks, eps, inv_hidden, scale, sampling, seeds,
-    sample_words, trace, D: gl.constexpr, G: gl.constexpr, H: gl.constexpr, KVH: gl.constexpr,
-    QK_NORM: gl.constexpr, MAX_TILES_K: gl.constexpr, CHOICE: gl.constexpr, HEAD_ROWS:
-    gl.constexpr, RANKS: gl.constexpr, BARRIERS: gl.constexpr, STAGES: gl.constexpr, AHEAD:
-    gl.constexpr, TRACE: gl.constexpr,
+    num_layers, first_token, first_position, state, tokens, exchange, vectors, embed, cache, rope,
+    residual, logits, best_words, num_sms, peers, place, first_id, min_blocks, eps, inv_hidden,
+    scale, sampling, seeds, sample_words, trace, D: gl.constexpr, G: gl.constexpr, H: gl.constexpr,
+    KVH: gl.constexpr, QK_NORM: gl.constexpr, MAX_TILES_K: gl.constexpr, CHOICE: gl.constexpr,
+    HEAD_ROWS: gl.constexpr, RANKS: gl.constexpr, BARRIERS: gl.constexpr, STAGES: gl.constexpr,
+    AHEAD: gl.constexpr, TRACE: gl.constexpr,
 ):
     """num_steps decode steps at batch 1; one program an SM, all resident.
 
+    first_token, first_position: of the first step, or -1 to go on from the state.
     weights0 to 2: descriptors of row-major matrices, one a row length k: bf16 [k / 64, rows, 64].
     cache_tiles: descriptor of cache, bf16 [rows, d]. vectors: norm weights and biases, bf16.
     embed: bf16, this rank's part of [vocab, hidden]. queues: int32 [num_sms, max_instructions, 16].
@@ -192,19 +195,20 @@ def decode(
             (
                 compute,
                 (
-                    queue, num_instructions, max_instructions, num_steps, num_layers, state, tokens,
-                    exchange, vectors, embed, cache, rope, residual, logits, best_words, num_sms,
-                    peers, place, first_id, min_blocks, eps, inv_hidden, scale, sampling, seeds,
-                    sample_words, trace, xs, x_pairs, squares, red, red_rows, qs, ml, scratch0,
-                    scratch1, bufs, ready, free, step_bar, D, G, H, KVH, QK_NORM, CHOICE, HEAD_ROWS,
-                    RANKS, BARRIERS, STAGES, TRACE,
+                    queue, num_instructions, max_instructions, num_steps, num_layers, first_token,
+                    first_position, state, tokens, exchange, vectors, embed, cache, rope, residual,
+                    logits, best_words, num_sms, peers, place, first_id, min_blocks, eps,
+                    inv_hidden, scale, sampling, seeds, sample_words, trace, xs, x_pairs, squares,
+                    red, red_rows, qs, ml, scratch0, scratch1, bufs, ready, free, step_bar, D, G, H,
+                    KVH, QK_NORM, CHOICE, HEAD_ROWS, RANKS, BARRIERS, STAGES, TRACE,
                 ),
             ),
             (
                 loader,
                 (
                     weights0, weights1, weights2, cache_tiles, queue, num_instructions, num_steps,
-                    state, min_blocks, bufs, ready, free, step_bar, D // 64, STAGES, AHEAD,
+                    first_position, state, min_blocks, bufs, ready, free, step_bar, D // 64, STAGES,
+                    AHEAD,
                 ),
             ),
         ],

@@ -33,6 +33,12 @@ from distmega.kernels.hopper.shapes import SLICE_K, SLICES, TILE_BYTES, TILE_ROW
 
 
 @gluon.jit
+def begin(state, given):
+    """What a launch begins with: given with it, or -1 for the word of the state."""
+    return gl.where(given >= 0, given, gl.load(state))
+
+
+@gluon.jit
 def first_seen(position, window):
     """First cached position that the query at `position` sees."""
     return gl.maximum(position + 1 - window, 0)
@@ -143,6 +149,7 @@ def loader(
     queue,
     num_instructions,
     num_steps,
+    first_position,
     state,
     min_blocks,
     bufs,
@@ -155,7 +162,7 @@ def loader(
 ):
     """Partition of one warp. HALVES: ring slots a block of keys takes (head dim / 64)."""
     it = 0
-    position0 = gl.load(state + STATE_POSITION)
+    position0 = begin(state + STATE_POSITION, first_position)
     words = fetch(queue, 0)
     for step in range(num_steps):
         position = position0 + step

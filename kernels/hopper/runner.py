@@ -49,6 +49,8 @@ LOG2_E = 1.4426950408889634
 MAX_STEPS = 4096
 LOADS_AHEAD = 3
 """Tiles of 16 KB that an SM asks memory for at a time: more do not come sooner."""
+CONTINUED = -1, -1
+"""Token and position of a launch that goes on from what the state says."""
 MIN_BLOCKS = 1
 """Blocks of 128 cached positions that a split has at least, where a context is split."""
 
@@ -119,6 +121,7 @@ class DecodeRunner:
         self._tokens = torch.zeros(MAX_STEPS, dtype=torch.int32, device=device)
         limit_s = timeout_s if team else min(timeout_s, LOCAL_LIMIT_S)
         self._alarm = Alarm(self._exchange, limit_s)
+        self._first = CONTINUED
         self._launchers: dict[bool, Launcher] = {}
         self._no_stamps = torch.zeros(1, dtype=torch.int64, device=device)
         self._settings = torch.zeros(3, device=device)
@@ -127,6 +130,7 @@ class DecodeRunner:
     def launch(self, tensors: Mapping[str, Tensor]) -> None:
         """One step; `tensors` are segment_args of the segment by name, outputs are written."""
         queues = self.queues
+        self._first = CONTINUED
         if queues.entry:  # what another stage gives is the only row of an embedding
             self._embed = tensors[queues.entry]
             self._state[STATE_TOKEN] = 0
@@ -161,7 +165,7 @@ class DecodeRunner:
         """The next step appends the token to the one sequence, at its position. draws: the
         segment's inputs that say how tokens are drawn, if it draws.
         """
-        self._state[STATE_TOKEN], self._state[STATE_POSITION] = tokens[0], positions[0]
+        self._first = tokens[0], positions[0]
         self._set_draw(draws)
 
     def _set_draw(self, tensors: Mapping[str, Tensor]) -> None:
@@ -213,6 +217,7 @@ class DecodeRunner:
             self._words.shape[1],
             num_steps,
             shape.num_layers,
+            *self._first,
             self._state,
             self._tokens,
             self._exchange,
@@ -236,6 +241,7 @@ class DecodeRunner:
             queues.sample,
             self._no_stamps if stamps is None else stamps,
         )
+        self._first = CONTINUED
 
     def _launcher(self, tracing: bool) -> Launcher:
         queues, shape = self.queues, self.queues.shape
