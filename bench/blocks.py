@@ -23,7 +23,6 @@ from distmega.hostir.comm import Communicator
 from distmega.hostir.evaluator import Evaluator, Watch
 from distmega.hostir.library import rope
 from distmega.hostir.lower import lower_program
-from distmega.hostir.machines import machine_of
 from distmega.hostir.nccl import NcclCommunicator
 from distmega.hostir.nodes import HostProgram
 from distmega.hostir.passes import run_passes
@@ -32,6 +31,7 @@ from distmega.hostir.torch_types import torch_dtype
 from distmega.kernels.copy_engines import CopyCommunicator
 from distmega.kernels.device_ops import KernelOps
 from distmega.kernels.gemm.host import PeerMatmuls
+from distmega.kernels.gemm.machine import measured
 from distmega.program import Program
 from distmega.sharding.cost import H200, Machine
 from distmega.sharding.localize import LocalProgram, localize
@@ -317,7 +317,7 @@ def run_rank(given: Communicator, rows: list[int], trace: Path | None) -> None:
     """Times both blocks; rank 0 prints."""
     torch.set_default_device("cuda")
     comm = CopyCommunicator(given.mesh, given.rank)
-    machine = machine_of(comm, H200, torch.cuda.get_device_name())
+    machine = measured(comm)
     shapes = [Shape(rows=each, hidden=8192, inner=28672) for each in rows]
     for shape in sorted(shapes, key=lambda s: -s.rows):
         for make in (mlp_block, transformer_block):

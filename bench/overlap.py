@@ -33,6 +33,7 @@ from bench.records import RESULTS, Record, current_commit, result_name, write_re
 from distmega.hostir.nccl import NcclCommunicator
 from distmega.kernels import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from distmega.kernels.copy_engines import CopyCommunicator
+from distmega.kernels.gemm.machine import measured
 from distmega.kernels.gemm.workspace import workspace_of
 from distmega.sharding.overlap import CHEAPEST
 
@@ -129,7 +130,8 @@ def block_cases(comm: NcclCommunicator, rows: int) -> list[Case]:
     """
     cases = []
     for make in (mlp_block, transformer_block):
-        block = make(comm, Shape(rows=rows, hidden=WIDE[0], inner=WIDE[1]), ways={OURS: CHEAPEST})
+        shape = Shape(rows=rows, hidden=WIDE[0], inner=WIDE[1])
+        block = make(comm, shape, measured(comm), ways={OURS: CHEAPEST})
         calls = {"ours": block.calls[OURS]}
         for name, products in ((SEQUENTIAL, in_turn(comm)), (FUSED, fused(comm))):
             calls[name] = partial(block.in_torch, products)

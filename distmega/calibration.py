@@ -50,9 +50,10 @@ def calibrate_machine(facts: Facts, folder: Path = FOLDER) -> Iterator[Finding]:
 
 
 def _told(rates: OverlapRates, num_ranks: int, path: Path) -> Iterator[Finding]:
-    matmul = rates.matmul_rates[-1][1] / 1e6
-    link = f"{rates.collective_us:.0f} us + {rates.collective_bytes_per_us / 1e3:.0f} GB/s"
-    copy = f"{rates.copy_us:.0f} us + {rates.copy_bytes_per_us / 1e3:.0f} GB/s"
+    matmul = rates.library_flops_per_us / 1e6
+    (_, least), *_, (few, some), (many, more) = rates.nccl_us
+    link = f"{least:.0f} us, {(many - few) / (more - some) / 1e3:.0f} GB/s"
+    copy = f"{rates.copy_us:.0f} us, {rates.copy_bytes_per_us / 1e3:.0f} GB/s"
     host = f"{rates.host_us:.1f} us an op, {rates.replay_us:.2f} us captured"
     found = {"matmul": f"{matmul:.0f} TFLOP/s", "NCCL": link, "copy engine": copy, "host": host}
     for name, text in found.items():

@@ -213,7 +213,7 @@ def _rooms(fused: Sequence[Pair]) -> dict[str, int]:
     """Bytes of the largest need of peer memory, by mesh axis."""
     rooms: dict[str, int] = {}
     for pair in fused:
-        rooms[pair.mesh_axis] = max(rooms.get(pair.mesh_axis, 0), pair.product.room_bytes())
+        rooms[pair.mesh_axis] = max(rooms.get(pair.mesh_axis, 0), pair.product.room_bytes)
     return rooms
 
 

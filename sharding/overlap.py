@@ -11,11 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from distmega.dtypes import item_bytes
 from distmega.errors import PlanError
 from distmega.program import Access, Op, Tensor, accesses
 from distmega.sharding.cost import Machine
 from distmega.sharding.mesh import DeviceMesh
 from distmega.sharding.overlap_cost import Product, Way, way_times_us
+from distmega.sharding.tile_times import Extents
 
 PairKind = Literal["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
 CHUNK_COUNTS = (2, 4, 8)
@@ -197,13 +199,17 @@ def _product(
         return total
 
     x, out = _axes(op.reads[0]) or (), _axes(op.writes[0]) or ()
+    dtype = tensors[op.writes[0].tensor].dtype
     return Product(
         collective=collective,  # type: ignore[arg-type]
-        rows=count(x[:num_rows]),
-        columns=count(out[num_rows:]),
-        depth=count(x[num_rows:]),
-        num_ranks=size,
-        dtype=tensors[op.writes[0].tensor].dtype,
+        extents=Extents(
+            rows=count(x[:num_rows]),
+            columns=count(out[num_rows:]),
+            depth=count(x[num_rows:]),
+            num_ranks=size,
+            item_bytes=item_bytes(dtype),
+        ),
+        dtype=dtype,
     )
 
 

@@ -18,7 +18,7 @@ from distmega.sharding.cost import Machine
 from distmega.sharding.overlap_rates import OverlapRates
 
 FOLDER = Path.home() / ".cache" / "distmega"
-VERSION = 1
+VERSION = 2
 """Of the file's form."""
 REMEDY = "run: distmega doctor --calibrate (or remove the file to use built-in rates)"
 
@@ -99,7 +99,7 @@ def read_rates(path: Path) -> Measured:
     except (KeyError, TypeError, AttributeError) as error:
         raise _unfit(path, f"its fields ({error})", "those that doctor writes") from error
     for field in fields(OverlapRates):
-        if not _is_fit(getattr(rates, field.name), getattr(_SAMPLE, field.name)):
+        if not _is_fit(getattr(rates, field.name), _SAMPLES.get(field.name, 1.0)):
             found = f"{field.name} = {getattr(rates, field.name)!r}"
             raise _unfit(path, found, "positive numbers where doctor writes them")
     return measured
@@ -112,7 +112,7 @@ def _frozen(value: object) -> object:
 def _is_fit(value: object, sample: object) -> bool:
     """Whether a value has the form of a sample, and numbers in it are finite and not negative."""
     if isinstance(sample, tuple):
-        fits = isinstance(value, tuple) and len(value) > 0
+        fits = isinstance(value, tuple) and len(value) >= len(sample)
         return fits and all(_is_fit(each, sample[0]) for each in value)  # type: ignore[attr-defined]
     if isinstance(sample, str):
         return isinstance(value, str)
@@ -120,21 +120,15 @@ def _is_fit(value: object, sample: object) -> bool:
     return number and 0 <= value < math.inf  # type: ignore[operator]
 
 
-_NUMBERS = {
-    field.name: 1.0
-    for field in fields(OverlapRates)
-    if field.name
-    not in ("matmul_rates", "kernel_multiples", "kernel_dtypes", "slice_us", "last_us")
+_POINTS = ((1.0, 1.0), (2.0, 2.0))
+_SAMPLES: dict[str, object] = {
+    "nccl_us": _POINTS,
+    "nccl_reduce_us": _POINTS,
+    "slice_us": _POINTS,
+    "kernel_multiples": (1, 1, 1),
+    "kernel_dtypes": ("bf16",),
 }
-_SAMPLE = OverlapRates(
-    **_NUMBERS,  # type: ignore[arg-type]
-    matmul_rates=((1, 1.0),),
-    kernel_multiples=(1, 1, 1),
-    kernel_dtypes=("bf16",),
-    slice_us=((1, 1.0),),
-    last_us=(1.0, 1.0),
-)
-"""The form of each field."""
+"""The form of each field that is not a number."""
 
 
 def _unfit(path: Path, found: str, expected: str) -> RequestError:

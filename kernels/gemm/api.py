@@ -2,11 +2,11 @@
 `matmul_reduce_scatter`, `matmul_all_reduce` of `distmega.kernels`.
 
 In: a [M, K] and b [N, K] of one type on one device, b as a linear layer holds its weight. Out: new
-tensors A B^T. On Hopper GPUs in bf16 the model of choices.py chooses: the kernel of this package,
-alone (launch.py) or with the collective beside it (overlap.py), or torch's matmul and a collective
-by peer memory (exchange.py) or by NCCL, one after the other. Elsewhere it is torch's matmul and the
-communicator's collective. All ranks of a team make the same calls in the same order.
-Next: choices.py.
+tensors A B^T. On Hopper GPUs in bf16 the model of sharding/matmul_ways.py chooses: the kernel of
+this package, alone (launch.py) or with the collective beside it (overlap.py), or torch's matmul and
+a collective by peer memory (exchange.py) or by NCCL, in turn. Elsewhere it is torch's matmul and
+the communicator's collective. All ranks of a team make the same calls in the same order.
+Next: overlap.py.
 """
 
 import importlib
@@ -20,17 +20,17 @@ from torch import Tensor
 from distmega.errors import ProgramError
 from distmega.hostir.comm import Communicator
 from distmega.hostir.nccl import NcclCommunicator
-from distmega.kernels.gemm.choices import (
-    H200,
+from distmega.kernels.gemm.machine import built_in, measured
+from distmega.kernels.gemm.workspace import Workspace, workspace_of
+from distmega.sharding.matmul_ways import (
     Choice,
-    Extents,
-    Kind,
-    can_overlap,
+    Collective,
+    choose_means,
     choose_tiles,
-    choose_way,
+    kernel_problem,
     tiles_choice,
 )
-from distmega.kernels.gemm.workspace import Workspace, workspace_of
+from distmega.sharding.tile_times import Extents
 
 
 def matmul(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -44,7 +44,9 @@ def matmul(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
             expected=f"{[a.shape[0], b.shape[0]]} of {a.dtype}",
             remedy="leave it out to get a new tensor",
         )
-    tiles = choose_tiles(_extents(a, b), H200) if _on_hopper(a) else None
+    tiles = None
+    if _on_hopper(a):
+        tiles = choose_tiles(_extents(a, b), built_in(a.device.index).overlap)
     if tiles is None or not (out is None or _kernels("launch").can_store(out)):
         return torch.mm(a, b.T, out=out) if out is not None else torch.mm(a, b.T)
     launch = _kernels("launch")
@@ -76,10 +78,10 @@ def all_gather_matmul(
     _check(own, b)
     num_ranks = comm.mesh.size(axis)
     extents = _extents(own, b, num_ranks, rows=own.shape[0] * num_ranks)
-    choice = _choose("gather", own, comm, extents, overlap)
-    if choice.way != "nccl":
+    choice = _choose("all_gather", own, comm, extents, overlap)
+    if choice.means != "nccl":
         workspace = _workspace(workspace, comm, axis, 2 * extents.rows * extents.depth)
-        if choice.way == "peer":
+        if choice.means == "peer":
             return matmul(_kernels("exchange").all_gather(own, workspace), b)
         launch = _kernels("launch")
         return _kernels("overlap").all_gather_matmul(  # type: ignore[no-any-return]
@@ -113,8 +115,8 @@ def matmul_reduce_scatter(
             expected="a multiple of the ranks",
             remedy="pad A",
         )
-    choice = _choose("scatter", a, comm, extents, overlap)
-    if choice.way != "nccl":
+    choice = _choose("reduce_scatter", a, comm, extents, overlap)
+    if choice.means != "nccl":
         workspace = _workspace(workspace, comm, axis, 4 * a.shape[0] * b.shape[0])
         return _sending("matmul_reduce_scatter", a, b, choice, workspace)
     partial = matmul(a, b)
@@ -143,8 +145,8 @@ def matmul_all_reduce(
     """
     _check(a, b)
     extents = _extents(a, b, comm.mesh.size(axis))
-    choice = _choose("reduce", a, comm, extents, overlap)
-    if choice.way != "nccl":
+    choice = _choose("all_reduce", a, comm, extents, overlap)
+    if choice.means != "nccl":
         workspace = _workspace(workspace, comm, axis, 4 * a.shape[0] * b.shape[0])
         result = _sending("matmul_all_reduce", a, b, choice, workspace)
         return result if borrow else result.clone()
@@ -158,7 +160,7 @@ def matmul_all_reduce(
 
 
 def _sending(name: str, a: Tensor, b: Tensor, choice: Choice, workspace: Workspace) -> Tensor:
-    if choice.way == "peer":
+    if choice.means == "peer":
         result = getattr(_kernels("exchange"), name)(a, b, workspace)
     else:
         launch = _kernels("launch")
@@ -199,21 +201,29 @@ def _nccl(comm: Communicator, axis: str) -> dist.ProcessGroup | None:
 
 
 def _choose(
-    kind: Kind, x: Tensor, comm: Communicator, extents: Extents, forced: bool | None
+    collective: Collective,
+    x: Tensor,
+    comm: Communicator,
+    extents: Extents,
+    forced: bool | None,
 ) -> Choice:
     """Decided by what is equal on all ranks."""
-    on_gpus = _on_hopper(x) and isinstance(comm, NcclCommunicator)
-    if forced and not (on_gpus and can_overlap(kind, extents)):
+    if _on_hopper(x) and isinstance(comm, NcclCommunicator):
+        rates = measured(comm).overlap
+        problem = kernel_problem(collective, extents, "bf16", rates)
+        if forced and not problem:
+            return tiles_choice(collective, extents, rates)
+        if forced is None and extents.num_ranks > 1:
+            return choose_means(collective, extents, rates)
+    else:
+        problem = "bf16 on Hopper GPUs"
+    if forced:
         raise ProgramError(
             f"overlap forced for {extents} of {x.dtype} on {x.device}",
-            expected="bf16 on 2 to 8 Hopper GPUs, rows a multiple of 128 a rank, columns of 128",
+            expected=problem,
             remedy="pad the rows, or leave overlap out",
         )
-    if forced:
-        return tiles_choice(kind, extents, H200)
-    if forced is None and on_gpus and extents.num_ranks > 1:
-        return choose_way(kind, extents, H200)
-    return Choice(way="nccl", us=0.0)
+    return Choice(means="nccl", us=0.0)
 
 
 def _on_hopper(x: Tensor) -> bool:

@@ -2,7 +2,7 @@
 
 Comes in: the communicator of a mesh of GPUs, one axis of it. Goes out: rates, the same on all
 ranks: every time is the slowest rank's. `distmega doctor --calibrate` calls this and keeps the
-result; sharding/overlap_cost.py uses it.
+result; sharding/overlap_cost.py and matmul_ways.py use it, machine.py hands it to them.
 """
 
 import time
@@ -15,19 +15,29 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distmega.hostir.nccl import NcclCommunicator
-from distmega.kernels.gemm.api import matmul_all_reduce, matmul_reduce_scatter
-from distmega.kernels.gemm.choices import STAGES, Tiles
+from distmega.kernels.gemm import exchange, overlap
 from distmega.kernels.gemm.launch import launch_matmul, num_sms, plain_spec
-from distmega.kernels.gemm.rates import GROUP
 from distmega.kernels.gemm.workspace import workspace_of
 from distmega.kernels.stream_ops import copy_bytes
+from distmega.sharding.matmul_ways import STAGES, event_rows, tiles_choice
 from distmega.sharding.overlap_rates import H200_RATES, OverlapRates
+from distmega.sharding.tile_times import (
+    GROUP,
+    Extents,
+    Tiles,
+    gather_us,
+    plan_sending,
+    send_us,
+)
 
 ROUNDS = 7
-AHEAD_CYCLES = 400_000
+AHEAD_CYCLES = 2_000_000
 """For which GPUs sleep before a timed call, so that the host runs ahead."""
 MB = 2**20
+SENT_MB = (1, 2, 8, 32, 128)
+"""Tensors whose collectives are measured."""
 DEPTH = 4096
+WIDTH = 8192
 TILE = 128
 NUM_OPS = 200
 """Kernels of which the host's time is measured."""
@@ -96,14 +106,11 @@ def _matmuls(rates: OverlapRates, clock: _Clock, comm: NcclCommunicator, axis: s
         lambda: target.copy_(source),
         *products,
     )
-    found = [
-        (m * n // TILE**2, 2 * m * n * DEPTH / (us - launch))
-        for (m, n), us in zip(sizes, times, strict=True)
-    ]
+    found = [2 * m * n * DEPTH / (us - launch) for (m, n), us in zip(sizes, times, strict=True)]
     return replace(
         rates,
         launch_us=launch,
-        matmul_rates=tuple(found),
+        library_flops_per_us=max(found),
         memory_bytes_per_us=2 * source.numel() / copy,
     )
 
@@ -112,10 +119,10 @@ def _collectives(
     rates: OverlapRates, clock: _Clock, comm: NcclCommunicator, axis: str
 ) -> OverlapRates:
     size, group = comm.mesh.size(axis), clock.group
-    own = {num: _random(num * MB // 2 // size) for num in (2, 64)}
-    whole = {num: _random(num * MB // 2) for num in (2, 64)}
+    own = {num: _random(num * MB // 2 // size) for num in SENT_MB}
+    whole = {num: _random(num * MB // 2) for num in SENT_MB}
     calls: list[Callable[[], object]] = []
-    for num in (2, 64):
+    for num in SENT_MB:
         calls += [
             partial(dist.all_gather_into_tensor, whole[num], own[num], group=group),
             partial(dist.reduce_scatter_tensor, own[num], whole[num], group=group),
@@ -123,22 +130,27 @@ def _collectives(
         ]
     a, b = _random(2048, 8192), _random(5120, 8192)
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    middle = SENT_MB[-2]
 
     def beside() -> None:
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            dist.all_reduce(whole[64], group=group)
+            dist.all_reduce(whole[middle], group=group)
         a @ b.T
         torch.cuda.current_stream().wait_stream(side)
 
     *found, alone, both = clock.times_us(*calls, partial(torch.mm, a, b.T), beside)
-    sent = [num * MB * (size - 1) / size * times for num in (2, 64) for times in (1, 1, 2)]
-    fixed, rate = _line(sum(found[:3]), sum(found[3:]), sum(sent[:3]), sum(sent[3:]))
+    sent = [num * MB * (size - 1) / size for num in SENT_MB]
+    parts = [(one + other) / 2 for one, other in zip(found[::3], found[1::3], strict=True)]
+    reduced = found[2::3]
     return replace(
         rates,
-        collective_us=fixed / 3,
-        collective_bytes_per_us=rate,
-        beside_factor=_factor(alone, found[5], both),
+        nccl_us=((0.0, parts[0]), *zip(sent, parts, strict=True)),
+        nccl_reduce_us=(
+            (0.0, reduced[0]),
+            *((2 * x, us) for x, us in zip(sent, reduced, strict=True)),
+        ),
+        beside_factor=_factor(alone, reduced[-2], both),
     )
 
 
@@ -176,16 +188,35 @@ def _sends(rates: OverlapRates, clock: _Clock, comm: NcclCommunicator, axis: str
 
 
 def _copies(rates: OverlapRates, clock: _Clock, comm: NcclCommunicator, axis: str) -> OverlapRates:
-    workspace = workspace_of(comm, axis, 4 * 4096 * 8192)
-    peer = (workspace.rank + 1) % workspace.num_ranks
+    """Copies to a peer alone, and collectives that are made of them."""
+    workspace = workspace_of(comm, axis, 4 * WIDTH * WIDTH)
+    size, peer = workspace.num_ranks, workspace.peers[0]
     own = torch.empty(32 * MB, dtype=torch.uint8)
     room, stream = workspace.room_address(peer), torch.cuda.current_stream()
-    small, large = clock.times_us(
+    few = _random(256, 1024)
+
+    def reduce(rows: int) -> None:
+        workspace.begin()
+        exchange.sum_room(workspace.room((rows, 1024), few.dtype), workspace)
+
+    small, large, gathered, low, high = clock.times_us(
         lambda: copy_bytes(room, own.data_ptr(), MB, stream),
         lambda: copy_bytes(room, own.data_ptr(), 32 * MB, stream),
+        lambda: exchange.all_gather(few, workspace),
+        lambda: reduce(256),
+        lambda: reduce(4096),
     )
-    fixed, rate = _line(small, large, MB, 32 * MB)
-    return replace(rates, copy_us=fixed, copy_bytes_per_us=rate)
+    _, rate = _line(small, large, MB, 32 * MB)
+    exchanged = gathered - (size - 1) * (few.nbytes / rate + rates.exchange_peer_us)
+    sent = 2 * few.nbytes * (size - 1) / size
+    two_shot, two_shot_rate = _line(low, high, sent, 16 * sent)
+    return replace(
+        rates,
+        copy_bytes_per_us=rate,
+        exchange_us=max(exchanged, 0.0),
+        two_shot_us=two_shot,
+        two_shot_bytes_per_us=two_shot_rate,
+    )
 
 
 def _kernel(rates: OverlapRates, clock: _Clock, comm: NcclCommunicator, axis: str) -> OverlapRates:
@@ -194,7 +225,7 @@ def _kernel(rates: OverlapRates, clock: _Clock, comm: NcclCommunicator, axis: st
     found, ends = [], []
     for width, stages in STAGES.items():
         spec = plain_spec(Tiles(tile_n=width, stages=stages))
-        rows, columns = TILE * 4, width * rates.num_sms
+        rows, columns = TILE * waves * 4, width * rates.num_sms // 4
         out = torch.empty(rows, columns, dtype=torch.bfloat16)
         calls = []
         for each in slices:
@@ -208,24 +239,28 @@ def _kernel(rates: OverlapRates, clock: _Clock, comm: NcclCommunicator, axis: st
 
 
 def _fused(rates: OverlapRates, clock: _Clock, comm: NcclCommunicator, axis: str) -> OverlapRates:
-    """What sending adds to a kernel: a little a wave, and an end."""
-    few, many = 2048, 8192
-    b = _random(8192, DEPTH)
-    short, long = _random(few, DEPTH), _random(many, DEPTH)
-    spec = plain_spec(Tiles(tile_n=256, stages=STAGES[256]))
-    outs = [torch.empty(len(x), 8192, dtype=torch.bfloat16) for x in (short, long)]
-    plain0, plain1, sent0, sent1, summed = clock.times_us(
-        lambda: launch_matmul(short, b, outs[0], spec, GROUP),
-        lambda: launch_matmul(long, b, outs[1], spec, GROUP),
-        lambda: matmul_reduce_scatter(short, b, comm, axis, overlap=True),
-        lambda: matmul_reduce_scatter(long, b, comm, axis, overlap=True),
-        lambda: matmul_all_reduce(long, b, comm, axis, overlap=True, borrow=True),
+    """What a launch with peers takes longer, and the end of pushing the last sums: by how much the
+    kernel is slower than it would be without.
+    """
+    workspace = workspace_of(comm, axis, 4 * WIDTH * WIDTH)
+    extents = Extents(rows=WIDTH, columns=WIDTH, depth=DEPTH, num_ranks=workspace.num_ranks)
+    none = replace(rates, peers_us=0.0, push_us=0.0)
+    gathers = tiles_choice("all_gather", extents, none)
+    sums = tiles_choice("all_reduce", extents, none)
+    assert gathers.tiles is not None
+    assert sums.tiles is not None
+    a, b = _random(WIDTH, DEPTH), _random(WIDTH, DEPTH)
+    own = a[: WIDTH // workspace.num_ranks].contiguous()
+    gathered, summed = clock.times_us(
+        lambda: overlap.all_gather_matmul(own, b, workspace, gathers),
+        lambda: overlap.matmul_all_reduce(a, b, workspace, sums),
     )
-    waves = [-(-(rows // TILE) * (8192 // 256) // rates.num_sms) for rows in (few, many)]
-    more = sent0 - plain0, sent1 - plain1
-    send_us = max((more[1] - more[0]) / (waves[1] - waves[0]), 0.0)
-    ends = tuple(max(us - plain1 - waves[1] * send_us, 1.0) for us in (sent1, summed))
-    return replace(rates, send_us=send_us, last_us=(ends[0], ends[1]))
+    peers_us = max(gathered - gather_us(extents, gathers.tiles, event_rows(extents), none), 0.0)
+    plan = plan_sending(
+        extents, sums.tiles, rates.num_sms, lag=sums.lag, parts=sums.parts, shares=True
+    )
+    ended = send_us(extents, plan, replace(none, peers_us=peers_us))
+    return replace(rates, peers_us=peers_us, push_us=max(summed - ended, 0.0))
 
 
 def _host(rates: OverlapRates, clock: _Clock, comm: NcclCommunicator, axis: str) -> OverlapRates:

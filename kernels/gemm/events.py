@@ -46,6 +46,15 @@ def count_event(counts, index):
 
 
 @gluon.jit
+def count_at_peers(words, rank, num_ranks: gl.constexpr):
+    """As count_event, in a word of each other rank; words: int64 [num_ranks], their addresses."""
+    cta_barrier()
+    for other in range(num_ranks - 1):
+        word = gl.load(words + other + (other >= rank).to(gl.int32)).to(gl.pointer_type(gl.int32))
+        gl.atomic_add(word, 1, sem="release", scope="sys")
+
+
+@gluon.jit
 def finish_stores():
     """Waits until this thread's TMA stores have been written, not only read; orders them before
     its next release.

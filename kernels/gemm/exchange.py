@@ -26,7 +26,7 @@ def all_gather(own: Tensor, workspace: Workspace) -> Tensor:
     gather_rows(own, workspace, rows)
     full[workspace.rank * rows :][:rows].copy_(own)
     workspace.await_peers(0)
-    workspace.end(1)
+    workspace.end([0])
     return full
 
 
@@ -45,7 +45,7 @@ def matmul_reduce_scatter(a: Tensor, b: Tensor, workspace: Workspace) -> Tensor:
         copy_bytes(target, slots[1, peer].data_ptr(), num_bytes, stream)
         write_word(workspace.arrival_address(peer, rank, 0), 1, stream)
     workspace.await_peers(0)
-    workspace.end(1)
+    workspace.end([0])
     parts = [slots[int(source == rank), source] for source in range(num_ranks)]
     found = pointwise(" + ".join(f"a{i}" for i in range(num_ranks)), *parts)
     assert isinstance(found, Tensor)
@@ -59,9 +59,14 @@ def matmul_all_reduce(a: Tensor, b: Tensor, workspace: Workspace) -> Tensor:
     workspace.begin()
     total = workspace.room((a.shape[0], b.shape[0]), a.dtype)
     torch.mm(a, b.T, out=total)
+    sum_room(total, workspace)
+    return total
+
+
+def sum_room(total: Tensor, workspace: Workspace) -> None:
+    """Sums over ranks what lies at `total` in this call's room of each."""
     workspace.join()
     if workspace.backend == "CUDA":
         torch.ops.symm_mem.two_shot_all_reduce_(total, "sum", workspace.group.group_name)
     else:
         dist.all_reduce(total, group=workspace.group)
-    return total

@@ -19,7 +19,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from distmega.kernels.gemm.events import before_tma_reads, count_event, finish_stores, wait_event
+from distmega.kernels.gemm.events import (
+    before_tma_reads,
+    count_at_peers,
+    count_event,
+    finish_stores,
+    wait_event,
+)
 from distmega.kernels.gemm.order import place_part, place_tile
 from distmega.kernels.gemm.spec import BUFFERS, EARLY, HALF_M, TILE_K, TILE_M, WORDS
 from distmega.kernels.gluon_compat import (
@@ -32,7 +38,8 @@ from distmega.kernels.gluon_compat import (
 from distmega.kernels.mbarriers import make_barriers
 
 EXTENTS = (
-    "k_tiles", "chunk_rows", "columns", "rank", "group", "lag", "part", "arrival_rows",
+    "k_tiles", "chunk_rows", "columns", "rank", "group", "lag", "part", "arrival_rows", "late",
+    "column_blocks",
 )  # fmt: skip
 """Arguments that one compiled kernel takes at any value."""
 
@@ -132,6 +139,33 @@ def store_tile(part, out, top, left, leaving):
 
 
 @gluon.jit
+def push_tile(part, home, top, left, leaving, pushing, rank, spec: gl.constexpr):
+    """As store_tile, and to the same place in all other ranks' rooms."""
+    _, column_blocks, rooms, _ = pushing
+    width = column_blocks * HALF_M
+    count: gl.constexpr = part.shape[1] // HALF_M
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    rows = gl.arange(0, HALF_M, layout=gl.SliceLayout(1, layout))
+    columns = left + gl.arange(0, HALF_M, layout=gl.SliceLayout(0, layout))
+    lines = gl.expand_dims((top + rows).to(gl.int64) * width, 1)
+    for i in gl.static_range(count):
+        tma_store_wait(BUFFERS - 1)
+        cta_barrier()
+        buffer = leaving.index(i % BUFFERS)
+        buffer.store(block_of(part, i, count).to(buffer.dtype))
+        fence_async_shared()
+        cta_barrier()
+        tma_store(home, [top, left + i * HALF_M], buffer)
+        block = buffer.load(layout)
+        places = gl.expand_dims(columns + i * HALF_M, 0)
+        inside = places < width
+        for other in range(spec.num_ranks - 1):
+            room = gl.load(rooms + other + (other >= rank).to(gl.int32))
+            start = gl.multiple_of(room.to(gl.pointer_type(gl.bfloat16)), 16)
+            gl.store(start + lines + places, block, mask=inside)
+
+
+@gluon.jit
 def multiply(acc, it, start, end, ring, half: gl.constexpr, spec: gl.constexpr):
     """Steps of a tile along K; the last one may still run."""
     a_ring, b_ring, _, ready, free = ring
@@ -175,10 +209,11 @@ def hand_over(tiles_done, boxes, half: gl.constexpr):
 
 
 @gluon.jit
-def count_tiles(grid, counts, boxes, spec: gl.constexpr):
+def count_tiles(grid, counts, pushing, boxes, spec: gl.constexpr):
     """The counter's partition, of one warp, which spares the compute warps the release: a count for
-    each part that copy engines wait for.
+    each part that copy engines wait for, and one at the peers for tiles that this kernel pushes.
     """
+    late, _, _, words = pushing
     outbox, sentbox = boxes
     chunk_rows, columns, rank, _, _, _ = grid
     num_tiles = chunk_rows * columns * spec.num_ranks
@@ -188,14 +223,16 @@ def count_tiles(grid, counts, boxes, spec: gl.constexpr):
         for half in gl.static_range(2):
             mbarrier.wait(outbox.index(half), tiles_done & 1)
             mbarrier.arrive(sentbox.index(half), count=1)
-        if (chunk != rank) | (spec.sends == "all"):
+        if (spec.sends == "all") & (number >= late):
+            count_at_peers(words, rank, spec.num_ranks)
+        elif (chunk != rank) | (spec.sends == "all"):
             place, parts = place_part(row, column, grid)
             count_event(counts, chunk * parts + place)
         tiles_done += 1  # noqa: SIM113
 
 
 @gluon.jit
-def compute_tiles(out, home, k_tiles, grid, ring, boxes, leaving, half: gl.constexpr,
+def compute_tiles(out, home, k_tiles, grid, pushing, ring, boxes, leaving, half: gl.constexpr,
                   spec: gl.constexpr):  # fmt: skip
     """A warp group's partition: rows half * 64 to half * 64 + 63 of each tile."""
     chunk_rows, columns, rank, _, _, _ = grid
@@ -227,6 +264,9 @@ def compute_tiles(out, home, k_tiles, grid, ring, boxes, leaving, half: gl.const
                 acc, it = add_partials(acc, it, ring, half, spec)
             if (chunk == rank) & (spec.sends == "scatter"):
                 store_tile(acc, out, top, left, leaving)
+            elif spec.sends == "all" and number >= pushing[0]:
+                push_tile(acc, home, spec.num_ranks * slot_rows + below, left, leaving, pushing,
+                          rank, spec)  # fmt: skip
             else:
                 store_tile(acc, home, spec.num_ranks * slot_rows + below, left, leaving)
     if spec.sends == "":
@@ -237,7 +277,7 @@ def compute_tiles(out, home, k_tiles, grid, ring, boxes, leaving, half: gl.const
 
 @gluon.jit(do_not_specialize=EXTENTS)
 def matmul_kernel(a, own, b, out, home, partials, k_tiles, chunk_rows, columns, rank, group, lag,
-                  part, arrivals, arrival_rows, counts, stuck,
+                  part, arrivals, arrival_rows, counts, late, column_blocks, rooms, words, stuck,
                   spec: gl.constexpr):  # fmt: skip
     """Extents: k_tiles, chunk_rows (of one rank), columns, group, part in tiles. lag, part: see
     order.py.
@@ -247,8 +287,10 @@ def matmul_kernel(a, own, b, out, home, partials, k_tiles, chunk_rows, columns, 
     and the same room as partials in those of tile_n: descriptors of local memory. A room has first
     a slot of M / num_ranks rows of partial results for each source rank, then M rows of results.
     arrivals, int32 [num_ranks, WORDS]: a word for arrival_rows rows of A of each rank, or for a
-    part of its partial results. counts, int32: a word for each part of results. stuck: as in
-    wait_event. All words are 0 when a call begins.
+    part of its partial results. counts, int32: a word for each part of results. late: number of
+    the first tile that this kernel itself pushes to all peers, if it sends to all, and
+    column_blocks: N / 64. rooms, words: int64 [num_ranks], addresses of each rank's room and of its
+    count of such tiles from this rank. stuck: as in wait_event. All words are 0 when a call begins.
     """
     stages: gl.constexpr = spec.stages
     a_ring = gl.allocate_shared_memory(gl.bfloat16, [2 * stages, HALF_M, TILE_K], a.layout)
@@ -262,12 +304,13 @@ def matmul_kernel(a, own, b, out, home, partials, k_tiles, chunk_rows, columns, 
     part_ring = reinterpret(b_ring, gl.bfloat16, part_shape, part_layout)
     ring = (a_ring, b_ring, part_ring, ready, free)
     grid = (chunk_rows, columns, rank, group, lag, part)
+    pushing = (late, column_blocks, rooms, words)
     if spec.sends == "":
         gl.warp_specialize(
             [
-                (compute_tiles, (out, home, k_tiles, grid, ring, boxes, leaving0, 0,
+                (compute_tiles, (out, home, k_tiles, grid, pushing, ring, boxes, leaving0, 0,
                                  spec)),
-                (compute_tiles, (out, home, k_tiles, grid, ring, boxes, leaving1, 1,
+                (compute_tiles, (out, home, k_tiles, grid, pushing, ring, boxes, leaving1, 1,
                                  spec)),
                 (load_tiles, (a, own, b, partials, k_tiles, grid, arrivals, arrival_rows, stuck,
                               ring, spec)),
@@ -278,13 +321,13 @@ def matmul_kernel(a, own, b, out, home, partials, k_tiles, chunk_rows, columns, 
     else:
         gl.warp_specialize(
             [
-                (compute_tiles, (out, home, k_tiles, grid, ring, boxes, leaving0, 0,
+                (compute_tiles, (out, home, k_tiles, grid, pushing, ring, boxes, leaving0, 0,
                                  spec)),
-                (compute_tiles, (out, home, k_tiles, grid, ring, boxes, leaving1, 1,
+                (compute_tiles, (out, home, k_tiles, grid, pushing, ring, boxes, leaving1, 1,
                                  spec)),
                 (load_tiles, (a, own, b, partials, k_tiles, grid, arrivals, arrival_rows, stuck,
                               ring, spec)),
-                (count_tiles, (grid, counts, boxes, spec)),
+                (count_tiles, (grid, counts, pushing, boxes, spec)),
             ],
             [4, 1, 1],
             [232, 40, 40],

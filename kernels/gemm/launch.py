@@ -12,9 +12,9 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from distmega.kernels.gemm.choices import Tiles
 from distmega.kernels.gemm.kernel import matmul_kernel
 from distmega.kernels.gemm.spec import HALF_M, TILE_K, TILE_M, MatmulSpec
+from distmega.sharding.tile_times import Tiles
 
 SHARED = gl.NVMMASharedLayout(128, 16, 2)
 
@@ -23,7 +23,8 @@ SHARED = gl.NVMMASharedLayout(128, 16, 2)
 class Peering:
     """What a launch with peers needs beside the operands; see matmul_kernel for each.
 
-    home: this rank's room, bf16 [2 M, N], if it sends.
+    home: this rank's room, bf16 [2 M, N], if it sends; late: number of the first tile that is
+    pushed, if it sends to all.
     """
 
     rank: int
@@ -34,6 +35,9 @@ class Peering:
     arrival_rows: int = TILE_M.value
     home: Tensor | None = None
     counts: Tensor
+    late: int = 0
+    rooms: Tensor
+    words: Tensor
 
 
 def aligned(x: Tensor) -> Tensor:
@@ -89,7 +93,13 @@ def launch_matmul(
     """
     index = a.device.index
     words = _unused_words(index)
-    with_peers = peering or Peering(rank=0, arrivals=words, counts=words)
+    with_peers = peering or Peering(
+        rank=0,
+        arrivals=words,
+        counts=words,
+        rooms=words.view(torch.int64),
+        words=words.view(torch.int64),
+    )
     home = out if with_peers.home is None else with_peers.home
     a_blocks = _blocks(a, HALF_M.value)
     own = a_blocks if with_peers.own is None else _blocks(with_peers.own, HALF_M.value)
@@ -114,6 +124,10 @@ def launch_matmul(
         with_peers.arrivals,
         with_peers.arrival_rows,
         with_peers.counts,
+        with_peers.late,
+        columns // HALF_M.value,
+        with_peers.rooms,
+        with_peers.words,
         words if stuck is None else stuck,
         spec=spec,
         num_warps=4,

@@ -4,20 +4,27 @@ take rows while it runs.
 In: bf16 operands, a Workspace. Out: results of this rank. A gather pushes this rank's rows into the
 peers' rooms, each copy followed by its event word. A sending kernel counts the tiles of each band
 of rows that it has stored, by parts of it; copies, queued behind waits for these counts, push the
-parts into the rooms of those who want them, each followed by an event word. Next: kernel.py.
+parts into the rooms of those who want them, each followed by an event word. Sums of the last tiles,
+which all programs finish at one time, are pushed by the kernel itself. Next: kernel.py.
 """
 
 import torch
 from torch import Tensor
 
 from distmega.errors import HangError
-from distmega.kernels.gemm.choices import Choice, event_rows
-from distmega.kernels.gemm.launch import Peering, launch_matmul
-from distmega.kernels.gemm.rates import TILE_ROWS, Extents, Tiles
-from distmega.kernels.gemm.simulate import SendPlan, place_turns, plan_sending
+from distmega.kernels.gemm.launch import Peering, launch_matmul, num_sms
 from distmega.kernels.gemm.spec import WORDS, MatmulSpec
-from distmega.kernels.gemm.workspace import Workspace
+from distmega.kernels.gemm.workspace import PUSHED, Workspace
 from distmega.kernels.stream_ops import copy_bytes, copy_columns, wait_word, write_word
+from distmega.sharding.matmul_ways import Choice, event_rows
+from distmega.sharding.tile_times import (
+    TILE_ROWS,
+    Extents,
+    SendPlan,
+    Tiles,
+    place_turns,
+    plan_sending,
+)
 
 
 class Stuck:
@@ -78,10 +85,12 @@ def all_gather_matmul(
         arrivals=workspace.arrivals,
         arrival_rows=rows,
         counts=workspace.counts,
+        rooms=workspace.rooms,
+        words=workspace.pushed,
     )
     spec = _spec(choice.tiles, workspace, gathers=True, debug=debug)
     launch_matmul(room, b, out, spec, choice.tiles.group, peering, stuck.words)
-    workspace.end(own.shape[0] // rows)
+    workspace.end(range(own.shape[0] // rows))
     stuck.check(workspace)
     return out
 
@@ -118,7 +127,7 @@ def send_rows(plan: SendPlan, home: Tensor, workspace: Workspace) -> list[int]:
     for chunk, band in place_turns(bands, rank, plan.lag, workspace.num_ranks):
         if chunk == rank and not plan.shares:
             continue
-        for part, columns in enumerate(plan.part_columns):
+        for part, columns in enumerate(plan.part_columns(chunk == rank and band == bands - 1)):
             index = (chunk * bands + band) * plan.num_parts + part
             counts.append(index)
             wait_word(workspace.count_address(index), columns * plan.tiles.group, stream)
@@ -156,6 +165,7 @@ def _send(
     plan = plan_sending(
         extents,
         choice.tiles,
+        num_sms(a.device.index),
         lag=choice.lag,
         parts=choice.parts,
         shares=out is None,
@@ -169,13 +179,19 @@ def _send(
         arrivals=workspace.arrivals,
         home=home,
         counts=workspace.counts,
+        late=plan.num_tiles - plan.num_late,
+        rooms=workspace.rooms,
+        words=workspace.pushed,
     )
     launch_matmul(a, b, result, spec, plan.tiles.group, peering, stuck.words)
     counts = send_rows(plan, home, workspace)
     stuck.check(workspace)
+    words = list(range(plan.num_words))
     if plan.shares:
         workspace.await_peers(plan.num_words)
-    workspace.end(plan.num_words + int(plan.shares), counts)
+        workspace.await_peers(PUSHED, plan.num_late)
+        words += [plan.num_words, PUSHED]
+    workspace.end(words, counts)
     return result
 
 

@@ -9,19 +9,22 @@ turn, so a captured graph that begins and ends at an even turn can be replayed. 
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import product
 
 import torch
 from torch import Tensor
 
 from distmega.errors import RequestError
 from distmega.hostir.nccl import NcclCommunicator
-from distmega.kernels.gemm.rates import NUM_WORDS
 from distmega.kernels.stream_ops import wait_word, write_word, write_words
 from distmega.kernels.symmetric import open_symmetric
+from distmega.sharding.tile_times import NUM_WORDS
 
 WORD_BYTES = 4
 ALIGNMENT_BYTES = 256
 TURNS = 2
+PUSHED = NUM_WORDS - 1
+"""The word in which kernels of a peer count tiles that they have pushed."""
 
 
 class Workspace:
@@ -49,6 +52,9 @@ class Workspace:
         self._arrivals = [
             self._memory.tensor(self.rank, shape, torch.int32, start) for start in starts
         ]
+        self._rooms = self._addresses(0, self.room_bytes)
+        first = self._at_words + WORD_BYTES * (self.rank * NUM_WORDS + PUSHED)
+        self._pushed = self._addresses(first, self._turn_bytes)
         self._counts = torch.zeros(TURNS, *shape, dtype=torch.int32, device=self.device)
 
     @property
@@ -66,16 +72,15 @@ class Workspace:
         self.turn ^= 1
         self.stream.wait_stream(torch.cuda.current_stream())
 
-    def end(self, num_arrivals: int, counts: Iterable[int] = ()) -> None:
-        """The current stream waits for this rank's copies; then words go back to 0: the first
-        num_arrivals of each peer, and some counts.
+    def end(self, words: Iterable[int], counts: Iterable[int] = ()) -> None:
+        """The current stream waits for this rank's copies; then `words` of each peer and `counts`
+        go back to 0.
         """
         self.join()
         self.stream.wait_stream(torch.cuda.current_stream())
         used = [
             self.arrival_address(self.rank, source, word)
-            for source in self.peers
-            for word in range(num_arrivals)
+            for source, word in product(self.peers, words)
         ]
         write_words([*used, *map(self.count_address, counts)], 0, self.stream)
 
@@ -90,14 +95,14 @@ class Workspace:
             for peer in self.peers:
                 write_word(self.arrival_address(peer, self.rank, 0), 1, self.stream)
             self.await_peers(0)
-            self.end(1)
+            self.end([0])
         self.join()
 
-    def await_peers(self, word: int) -> None:
-        """The current stream goes on when that word of all other ranks has come."""
+    def await_peers(self, word: int, value: int = 1) -> None:
+        """The current stream goes on when that word of all other ranks has reached a value."""
         for source in self.peers:
             address = self.arrival_address(self.rank, source, word)
-            wait_word(address, 1, torch.cuda.current_stream())
+            wait_word(address, value, torch.cuda.current_stream())
 
     def room(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """The current call's room in this rank's memory. RequestError if it is too small."""
@@ -114,6 +119,16 @@ class Workspace:
     def room_address(self, rank: int) -> int:
         """Of the current call's room in the memory of a rank."""
         return int(self._memory.pointers[rank]) + self.turn * self.room_bytes
+
+    @property
+    def rooms(self) -> Tensor:
+        """Addresses of all ranks' rooms of the current call, int64 [num_ranks]."""
+        return self._rooms[self.turn]
+
+    @property
+    def pushed(self) -> Tensor:
+        """Addresses of each rank's word PUSHED of this rank, int64 [num_ranks]."""
+        return self._pushed[self.turn]
 
     @property
     def arrivals(self) -> Tensor:
@@ -134,6 +149,14 @@ class Workspace:
     def count_address(self, index: int) -> int:
         """Of a word of `counts`."""
         return self.counts.data_ptr() + index * WORD_BYTES
+
+    def _addresses(self, start: int, turn_bytes: int) -> Tensor:
+        """Of the bytes from `start` on in each rank's memory, int64 [turns, num_ranks]."""
+        found = [
+            [pointer + start + turn * turn_bytes for pointer in self._memory.pointers]
+            for turn in range(TURNS)
+        ]
+        return torch.tensor(found, dtype=torch.int64, device=self.device)
 
 
 _workspaces: dict[tuple[NcclCommunicator, str], Workspace] = {}

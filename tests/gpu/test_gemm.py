@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from distmega.kernels import matmul
-from distmega.kernels.gemm.choices import STAGES, Tiles
+from distmega.sharding.matmul_ways import STAGES
+from distmega.sharding.tile_times import Tiles
 
 pytestmark = pytest.mark.gpu
 pytest.importorskip("triton", reason="triton is not installed (pip install 'distmega[gpu]')")

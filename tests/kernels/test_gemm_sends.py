@@ -11,13 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distmega.kernels.gemm.rates import NUM_WORDS, Extents, Tiles
-from distmega.kernels.gemm.simulate import SendPlan, plan_sending
+from distmega.sharding.tile_times import NUM_WORDS, Extents, SendPlan, Tiles, plan_sending
 
 pytest.importorskip("triton", reason="triton is not installed (pip install 'distmega[gpu]')")
 order = pytest.importorskip("distmega.kernels.gemm.order")
 overlap = pytest.importorskip("distmega.kernels.gemm.overlap")
 
+SMS = 12
 ROOM, WORD = 1 << 40, 1 << 30
 """Addresses of the first rank's room and words; the next rank's are as far behind."""
 
@@ -81,8 +81,8 @@ def test_all_arrives_once(ranks, chunk_rows, blocks, tile_n, group, lag, parts, 
     rows, columns = 128 * chunk_rows * ranks, 128 * blocks
     extents = Extents(rows=rows, columns=columns, depth=64, num_ranks=ranks)
     tiles = Tiles(tile_n=tile_n, stages=4, group=group)
-    bands = plan_sending(extents, tiles, shares=shares).num_bands
-    plan = plan_sending(extents, tiles, lag=min(lag, bands), parts=parts, shares=shares)
+    bands = plan_sending(extents, tiles, SMS, shares=shares).num_bands
+    plan = plan_sending(extents, tiles, SMS, lag=min(lag, bands), parts=parts, shares=shares)
     home = torch.empty(2 * rows, columns, dtype=torch.bfloat16, device="meta")
     chunk = rows // ranks
     for rank in range(ranks):
@@ -99,6 +99,7 @@ def test_all_arrives_once(ranks, chunk_rows, blocks, tile_n, group, lag, parts, 
             wanted = from_top if own else rank * chunk + (from_top - rows) % chunk
             assert top == wanted, "sums keep their place, partial results go to the sender's slot"
             arrived[peer - 1, top : top + height, left : left + width // 2] += 1
+        _push(arrived, plan, rank, ranks, chunk_rows)
         expected = torch.zeros_like(arrived)
         for peer in range(ranks):
             if peer != rank:
@@ -106,6 +107,21 @@ def test_all_arrives_once(ranks, chunk_rows, blocks, tile_n, group, lag, parts, 
                 expected[peer, rows + rank * chunk : rows + (rank + 1) * chunk] = int(shares)
         assert torch.equal(arrived, expected)
         _check_words(found, plan, rank, ranks, chunk_rows)
+
+
+def _push(arrived: torch.Tensor, plan: SendPlan, rank: int, ranks: int, chunk_rows: int) -> None:
+    """What the kernel itself stores into the peers' rooms."""
+    rows, wide = ranks * chunk_rows * 128, plan.tiles.tile_n
+    with patch.object(order, "place_band", order.place_band.fn):
+        for number in range(plan.num_tiles - plan.num_late, plan.num_tiles):
+            chunk, row, column = order.place_sent.fn(
+                number, chunk_rows, plan.columns, rank, plan.lag, plan.tiles.group, ranks
+            )
+            assert chunk == rank
+            top, left = rows + (rank * chunk_rows + row) * 128, column * wide
+            for peer in range(ranks):
+                if peer != rank:
+                    arrived[peer, top : top + 128, left : left + wide] += 1
 
 
 def _check_words(found: Recorder, plan: SendPlan, rank: int, ranks: int, chunk_rows: int) -> None:
@@ -119,7 +135,7 @@ def _check_words(found: Recorder, plan: SendPlan, rank: int, ranks: int, chunk_r
                 number, chunk_rows, plan.columns, rank, plan.lag, plan.tiles.group, ranks
             )
             place, parts = order.place_part.fn(row, column, grid)
-            if chunk != rank or plan.shares:
+            if chunk != rank or (plan.shares and number < plan.num_tiles - plan.num_late):
                 counted[chunk * parts + place] += 1
             if chunk == rank:
                 looked_at.add(place)

@@ -21,11 +21,14 @@ def measure(comm: NcclCommunicator) -> None:
     host = {found.pop("host_us"), found.pop("replay_us")}
     assert all(0 < us < 200 for us in host)
     assert set(map(str, comm.all_gather_object(found))) == {str(found)}
-    for name in ("memory_bytes_per_us", "collective_bytes_per_us", "copy_bytes_per_us"):
+    for name in ("memory_bytes_per_us", "library_flops_per_us", "copy_bytes_per_us"):
         ratio = found[name] / getattr(H200_RATES, name)
         assert 1 / FACTOR < ratio < FACTOR, (name, found[name])
-    rate, built_in = rates.matmul_flops_per_us(2048), H200_RATES.matmul_flops_per_us(2048)
-    assert 1 / FACTOR < rate / built_in < FACTOR
+    for name in ("nccl_us", "nccl_reduce_us", "slice_us"):
+        (*_, (_, us)), (*_, (_, known)) = found[name], getattr(H200_RATES, name)
+        assert 1 / FACTOR < us / known < FACTOR, (name, found[name])
+    assert rates.peers_us < 100
+    assert rates.copy_us < 100
     assert 1 <= rates.beside_factor <= 3
     assert 1 <= rates.ring_factor <= 3
 

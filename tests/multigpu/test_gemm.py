@@ -15,7 +15,8 @@ from distmega.errors import HangError, ProgramError
 from distmega.hostir.comm import Communicator
 from distmega.hostir.nccl import NcclCommunicator
 from distmega.kernels import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
-from distmega.kernels.gemm.choices import STAGES, Choice, Tiles
+from distmega.sharding.matmul_ways import STAGES, Choice
+from distmega.sharding.tile_times import Tiles
 from tests.multigpu.ranks import ON_EITHER, ON_GPUS
 
 HERE = "tests.multigpu.test_gemm"
@@ -79,7 +80,7 @@ def use_every_tile(comm: NcclCommunicator) -> None:
     shared = workspace.workspace_of(comm, "tp", 2**28)
     for tile_n, stages in STAGES.items():
         tiles = Tiles(tile_n=tile_n, stages=stages)
-        choice = Choice(way="tiles", us=0.0, tiles=tiles)
+        choice = Choice(means="tiles", us=0.0, tiles=tiles)
         for rows in (1024, 128, 384):
             own, b = operands(rank, rows, 1152, 448, rows)
             parts = [operands(r, rows, 1152, 448, rows)[0] for r in range(size)]
@@ -154,7 +155,7 @@ def name_a_missing_rank(comm: NcclCommunicator) -> None:
     shared = workspace.Workspace(comm, "tp", 2**24)  # no later test's, whose words would be set
     if comm.rank == 0:
         own, b = operands(0, 128, 128, 64, 0)
-        choice = Choice(way="tiles", us=0.0, tiles=Tiles(tile_n=128, stages=STAGES[128]))
+        choice = Choice(means="tiles", us=0.0, tiles=Tiles(tile_n=128, stages=STAGES[128]))
         with pytest.raises(HangError, match="rank 0 waited for event 4096"):
             overlap.all_gather_matmul(own, b, shared, choice, debug=True)
 

@@ -13,13 +13,14 @@ from distmega.sharding.overlap import Overlap
 from distmega.sharding.overlap_cost import Product, way_times_us
 from distmega.sharding.placements import shard, stream
 from distmega.sharding.planner import plan_program
+from distmega.sharding.tile_times import Extents
 
 TP = DeviceMesh(tp=2)
 ROWS, COLUMNS = shard(0, "tp"), shard(1, "tp")
-GATHERING = Product(
-    collective="all_gather", rows=4096, columns=5120, depth=8192, num_ranks=2, dtype="bf16"
-)
-SCATTERING = replace(GATHERING, collective="reduce_scatter", columns=8192, depth=5120)
+EXTENTS = Extents(rows=4096, columns=5120, depth=8192, num_ranks=2)
+BACK = replace(EXTENTS, columns=8192, depth=5120)
+GATHERING = Product(collective="all_gather", extents=EXTENTS, dtype="bf16")
+SCATTERING = Product(collective="reduce_scatter", extents=BACK, dtype="bf16")
 REDUCING = replace(SCATTERING, collective="all_reduce")
 
 
@@ -98,10 +99,15 @@ def test_why_a_way_is_impossible():
         "chunks": "at most 4096 chunks",
         "ring": "an all-gather or a reduce-scatter",
     }
-    refused = way_times_us(replace(GATHERING, rows=4100), H200, (2,))[1]
+    refused = way_times_us(replace(GATHERING, extents=replace(EXTENTS, rows=4100)), H200, (2,))[1]
     assert refused["kernel"] == "rows a multiple of 256 and columns of 8, not 4100 x 5120"
     assert "f32" in way_times_us(replace(GATHERING, dtype="f32"), H200, (2,))[1]["kernel"]
-    assert "8 ranks" in way_times_us(replace(REDUCING, num_ranks=16), H200, ())[1]["kernel"]
+    assert (
+        "2 to 8 ranks"
+        in way_times_us(replace(REDUCING, extents=replace(BACK, num_ranks=16)), H200, ())[1][
+            "kernel"
+        ]
+    )
 
 
 def test_a_way_for_one_pair_leaves_the_others():

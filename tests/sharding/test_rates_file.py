@@ -17,7 +17,7 @@ MEASURED = Measured(
     device=DEVICE,
     num_ranks=2,
     libraries=LIBRARIES,
-    rates=replace(H200_RATES, collective_us=17.5, slice_us=((256, 0.7), (128, 0.4))),
+    rates=replace(H200_RATES, peer_us=17.5, slice_us=((256, 0.7), (128, 0.4))),
 )
 
 
@@ -51,13 +51,13 @@ def change(stored: dict, name: str, value: object) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        ("collective_us", None, "its fields .*collective_us"),
+        ("peer_us", None, "its fields .*peer_us"),
         ("speed", 3, "its fields .*speed"),
-        ("collective_us", "fast", "collective_us = 'fast'"),
-        ("collective_us", -1, "collective_us = -1"),
+        ("peer_us", "fast", "peer_us = 'fast'"),
+        ("peer_us", -1, "peer_us = -1"),
         ("launch_us", True, "launch_us = True"),
         ("copy_us", float("nan"), "copy_us = nan"),
-        ("matmul_rates", [[1]] * 0, r"matmul_rates = \(\)"),
+        ("nccl_us", [[1, 2]], r"nccl_us = \(\(1, 2\),\)"),
         ("slice_us", [[256, "x"]], "slice_us = "),
         ("kernel_dtypes", [16], "kernel_dtypes = "),
     ],

@@ -1,0 +1,153 @@
+"""Tiles and means of matmuls with a collective: what the simulation of the kernel expects."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distmega.sharding.matmul_ways import (
+    best_tiles,
+    choose_means,
+    choose_tiles,
+    event_rows,
+    kernel_problem,
+    kernel_us,
+    sent_bytes,
+    tiles_choice,
+)
+from distmega.sharding.overlap_rates import H200_RATES
+from distmega.sharding.tile_times import Extents, Tiles, band_rows, plan_sending, send_us
+
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
+
+
+def test_wide_tiles_where_they_fill_the_waves_and_narrow_ones_where_not():
+    assert best_tiles(Extents(rows=4096, columns=5120, depth=8192), H200_RATES).tile_n == 256
+    assert best_tiles(Extents(rows=1024, columns=14336, depth=8192), H200_RATES).tile_n == 128
+
+
+def test_time_goes_by_whole_waves():
+    full = Extents(rows=128 * 11, columns=256 * 12, depth=4096)
+    more = replace(full, rows=128 * 12)
+    assert kernel_us(more, 256, H200_RATES) > 1.9 * kernel_us(full, 256, H200_RATES)
+
+
+def test_rows_that_tma_can_not_address_are_left_to_torch():
+    fitting = Extents(rows=8192, columns=8192, depth=8192)
+    assert choose_tiles(fitting, H200_RATES) is not None
+    assert choose_tiles(replace(fitting, depth=8191), H200_RATES) is None
+    assert choose_tiles(replace(fitting, columns=8190), H200_RATES) is None
+
+
+def test_a_skinny_matmul_is_left_to_torch():
+    assert choose_tiles(Extents(rows=16, columns=14336, depth=8192), H200_RATES) is None
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("rows", [4096, 8192, 16384])
+def test_long_matmuls_overlap(collective, num_ranks, rows):
+    extents = Extents(rows=rows, columns=8192, depth=4096, num_ranks=num_ranks)
+    assert choose_means(collective, extents, H200_RATES).means == "tiles"
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_rows_that_are_no_tiles_of_a_rank_do_not_overlap(collective):
+    extents = Extents(rows=128, columns=8192, depth=8192, num_ranks=2)
+    assert "rows a multiple of 256" in kernel_problem(collective, extents, "bf16", H200_RATES)
+    assert choose_means(collective, extents, H200_RATES).means != "tiles"
+    alone = replace(extents, rows=4096, num_ranks=1)
+    assert "2 to 8 ranks" in kernel_problem(collective, alone, "bf16", H200_RATES)
+
+
+def test_rows_that_ranks_do_not_divide_are_left_to_nccl():
+    extents = Extents(rows=1001, columns=8192, depth=8192, num_ranks=2)
+    assert choose_means("all_reduce", extents, H200_RATES).means == "nccl"
+    assert choose_means("all_gather", extents, H200_RATES).means == "nccl"
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_sending_beside_the_tiles_costs_little_of_sending_behind_them(shares):
+    extents = Extents(rows=8192, columns=8192, depth=8192, num_ranks=2)
+    choice = tiles_choice("all_reduce" if shares else "reduce_scatter", extents, H200_RATES)
+    assert choice.tiles is not None
+    least = kernel_us(extents, choice.tiles.tile_n, H200_RATES)
+    behind = (
+        sent_bytes("all_reduce" if shares else "reduce_scatter", extents)
+        / H200_RATES.copy_bytes_per_us
+    )
+    assert least < choice.us < least + behind / 2
+    slow = replace(H200_RATES, copy_bytes_per_us=H200_RATES.copy_bytes_per_us / 100)
+    plan = plan_sending(extents, choice.tiles, 132, shares=shares)
+    assert send_us(extents, plan, slow) > 90 * behind
+
+
+def test_bytes_of_a_collective():
+    extents = Extents(rows=4096, columns=8192, depth=1024, num_ranks=4)
+    assert sent_bytes("all_gather", extents) == 2 * 3072 * 1024
+    assert sent_bytes("reduce_scatter", extents) == 2 * 3072 * 8192
+    assert sent_bytes("all_reduce", extents) == 2 * 2 * 3072 * 8192
+
+
+@given(tiles=st.integers(1, 256), num_ranks=st.sampled_from([2, 4, 8]))
+def test_copies_are_whole_tiles_and_divide_a_ranks_rows(tiles, num_ranks):
+    extents = Extents(rows=128 * tiles * num_ranks, columns=1024, depth=1024, num_ranks=num_ranks)
+    rows = event_rows(extents)
+    assert rows % 128 == 0
+    assert 128 * tiles % rows == 0
+    assert rows >= min(1024, 128 * tiles)
+
+
+@given(
+    chunk_rows=st.integers(1, 40), columns=st.integers(1, 60), ranks=st.sampled_from([2, 4, 8]),
+    most=st.sampled_from([1, 2, 4, 8]), parts=st.integers(1, 5),
+)  # fmt: skip
+def test_parts_of_a_band_are_all_its_columns(chunk_rows, columns, ranks, most, parts):
+    extents = Extents(rows=128 * chunk_rows * ranks, columns=256 * columns, depth=64,
+                      num_ranks=ranks)  # fmt: skip
+    tiles = Tiles(tile_n=256, stages=4, group=most)
+    plan = plan_sending(extents, tiles, 132, parts=parts, shares=True)
+    assert plan.num_tiles == plan.num_bands * plan.tiles.group * columns * ranks
+    assert plan.num_bands * plan.tiles.group == chunk_rows
+    found = plan.part_columns()
+    assert sum(found) == columns
+    assert len(found) == plan.num_parts <= min(parts, columns)
+    assert min(found) > 0
+    group = plan.tiles.group
+    assert sum(plan.part_columns(last=True)) * group == columns * group - plan.num_late
+    last_wave = (plan.num_tiles - 1) % 132 + 1
+    assert min(last_wave, group * columns) <= plan.num_late < last_wave + group
+    scattering = plan_sending(extents, tiles, 132, parts=parts, shares=False)
+    assert scattering.num_late == 0
+
+
+@given(chunk_rows=st.integers(1, 200), most=st.integers(1, 16))
+def test_bands_divide_a_ranks_rows(chunk_rows, most):
+    rows = band_rows(chunk_rows, most)
+    assert 1 <= rows <= most
+    assert chunk_rows % rows == 0
+    assert all(chunk_rows % more for more in range(rows + 1, min(most, chunk_rows) + 1))
+
+
+@pytest.mark.parametrize(
+    ("collective", "rows", "columns", "depth", "means"),
+    [
+        ("all_gather", 128, 7168, 4096, "nccl"),
+        ("all_gather", 256, 14336, 8192, "peer"),
+        ("all_gather", 512, 14336, 8192, "tiles"),
+        ("all_gather", 1024, 5120, 8192, "tiles"),
+        ("reduce_scatter", 128, 4096, 7168, "nccl"),
+        ("reduce_scatter", 256, 8192, 14336, "peer"),
+        ("reduce_scatter", 512, 4096, 7168, "peer"),
+        ("reduce_scatter", 1024, 4096, 7168, "tiles"),
+        ("all_reduce", 128, 8192, 14336, "peer"),
+        ("all_reduce", 512, 4096, 7168, "peer"),
+        ("all_reduce", 1024, 8192, 5120, "tiles"),
+    ],
+)
+def test_short_matmuls_go_the_way_that_was_fastest_on_two_h200(
+    collective, rows, columns, depth, means
+):
+    extents = Extents(rows=rows, columns=columns, depth=depth, num_ranks=2)
+    assert choose_means(collective, extents, H200_RATES).means == means
