@@ -48,8 +48,9 @@ def measured(name: str, root: Path, num_ranks: int) -> Measured:
     return run_measure(request, num_ranks)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize(
+    ("name", "num_ranks"), [("llama", 1), ("llama", 4), ("qwen3", 2), ("qwen3", 3)]
+)
 def test_logits_equal_transformers(name: str, num_ranks: int, root: Path) -> None:
     expected = expected_logits(name, root)
     found = measured(name, root, num_ranks)

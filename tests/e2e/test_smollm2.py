@@ -122,14 +122,13 @@ def test_host_collectives_give_the_same_tokens() -> None:
     assert found.greedy == measured(1).greedy
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_twenty_interleavings_give_the_same_logits(num_ranks: int) -> None:
+def test_twenty_interleavings_give_the_same_logits() -> None:
     options = EngineOptions(max_context=512, num_sms=5)
     seeds = range(20)
     found = run_measure(
         request(options=options, ids=paragraph_ids()[:11], num_prefilled=10, num_decoded=1,
                 seeds=seeds, num_greedy=1),
-        num_ranks,
+        2,
     )  # fmt: skip
     assert len(found.decode) == len(seeds)
     for logits in found.decode[1:]:
