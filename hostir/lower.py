@@ -13,6 +13,7 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Protocol
 
+from distmega.collecting import uncollected
 from distmega.errors import PlanError
 from distmega.hostir.chunks import verify_homes
 from distmega.hostir.fuse import fuse_ops
@@ -229,6 +230,7 @@ class _Lowering:
         return last | {scope.storage(name): len(runs) for name in kept}
 
 
+@uncollected
 def lower_program(
     local: Localized,
     *,

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from distmega.collecting import uncollected
 from distmega.hostir.lending import lend_results
 from distmega.hostir.matmul_nodes import FusedMatmul
 from distmega.hostir.nodes import (
@@ -51,6 +52,7 @@ need the peers for themselves.
 """
 
 
+@uncollected
 def run_passes(
     host: HostProgram, dump: Path | None = None, passes: Sequence[Pass] | None = None
 ) -> HostProgram:

@@ -5,8 +5,8 @@ Each rule is a generator of violations over a host program; verify.py runs them 
 order and lifetime.
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from distmega.hostir.lending import late_uses
 from distmega.hostir.matmul_nodes import FusedMatmul, room_bytes
@@ -32,9 +32,8 @@ from distmega.hostir.nodes import (
     segment_args,
     storage_of,
     view_sources,
-    walk_nodes,
 )
-from distmega.program import CLIPPED, Access, Op, Tensor, accesses
+from distmega.program import CLIPPED, Access, Program, Tensor, accesses
 
 Violation = tuple[int, str, str]
 """Node index (-1: the program as a whole), what was found, what was expected."""
@@ -43,31 +42,55 @@ Step = tuple[int, Node | None]
 """A node with its index, or None at the end of a loop's body."""
 
 
-def steps(body: Sequence[Node]) -> Iterator[Step]:
-    """Nodes in printed order with their index, and the ends of loop bodies."""
-    index = -1
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Walked:
+    """A host program, and what rules look up in it. nodes: in printed order; steps: with their
+    index, and the ends of loop bodies; sources: as view_sources gives them.
+    """
 
-    def visit(nodes: Sequence[Node]) -> Iterator[Step]:
-        nonlocal index
-        for node in nodes:
-            index += 1
-            yield index, node
-            if isinstance(node, ForLoop):
-                yield from visit(node.body)
-                yield index, None
+    host: HostProgram
+    nodes: list[Node]
+    steps: list[Step]
+    buffers: Mapping[str, Tensor]
+    segments: dict[str, Program]
+    sources: dict[str, str]
 
-    yield from visit(body)
+    @staticmethod
+    def of(host: HostProgram) -> "Walked":
+        """Walks through a program once for all rules."""
+        found: list[Step] = []
+        _walk(host.body, found, 0)
+        return Walked(
+            host=host,
+            nodes=[node for _, node in found if node is not None],
+            steps=found,
+            buffers=host.buffer_map(),
+            segments=host.segment_map(),
+            sources=view_sources(host.body),
+        )
 
 
-def known_names(host: HostProgram) -> Iterator[Violation]:
+def _walk(nodes: Sequence[Node], found: list[Step], index: int) -> int:
+    """Adds the steps of a body whose first node has that index; gives the next index."""
+    for node in nodes:
+        found.append((index, node))
+        index += 1
+        if isinstance(node, ForLoop):
+            index = _walk(node.body, found, index)
+            found.append((index - 1, None))
+    return index
+
+
+def known_names(walked: Walked) -> Iterator[Violation]:
     """Buffers, segments and mesh axes are declared, once."""
-    buffers, segments, axes = host.buffer_map(), host.segment_map(), host.mesh.names
+    host, buffers, segments = walked.host, walked.buffers, walked.segments
+    axes = host.mesh.names
     if len(buffers) != len(host.buffers) or len(segments) != len(host.segments):
         yield -1, "two buffers or two segments share a name", "unique names"
     for name in host.outputs:
         if name not in buffers:
             yield -1, f"output {name!r} is no buffer", "a declared buffer"
-    for index, node in enumerate(walk_nodes(host.body)):
+    for index, node in enumerate(walked.nodes):
         if isinstance(node, LaunchMegakernel) and node.kernel not in segments:
             yield index, f"kernel {node.kernel!r} has no segment", f"one of {list(segments)}"
             return
@@ -90,10 +113,10 @@ def _named_axes(node: Node) -> tuple[str, ...]:
     return ()
 
 
-def fitting_operands(host: HostProgram) -> Iterator[Violation]:
+def fitting_operands(walked: Walked) -> Iterator[Violation]:
     """Kernel arguments are as the segment declares them, ops index all dims, peers exist."""
-    buffers, segments = host.buffer_map(), host.segment_map()
-    for index, node in enumerate(walk_nodes(host.body)):
+    host, buffers, segments = walked.host, walked.buffers, walked.segments
+    for index, node in enumerate(walked.nodes):
         match node:
             case LaunchMegakernel(kernel=kernel, args=args):
                 wanted = [(t.name, t.shape, t.dtype) for t in segment_args(segments[kernel])]
@@ -103,35 +126,37 @@ def fitting_operands(host: HostProgram) -> Iterator[Violation]:
                     found = str(wrong[0][0]) if wrong else f"{len(given)} arguments"
                     yield index, found, str(wrong[0][1]) if wrong else f"{len(wanted)} arguments"
             case LibraryOp(op=op):
+                extents = {axis.name: axis.extent for axis in op.axes}
                 for access in accesses(op):
-                    num_dims = len(buffers[access.tensor].shape)
-                    if len(access.dims) != num_dims:
+                    shape = buffers[access.tensor].shape
+                    if len(access.dims) != len(shape):
                         found = f"{access.tensor!r} indexed by {len(access.dims)} dims"
-                        yield index, found, f"{num_dims} dims"
-                    elif op.kind not in CLIPPED and not _reaches(op, access, buffers):
-                        shape = list(buffers[access.tensor].shape)
-                        yield index, f"{access.tensor!r} of {shape} is too small", "all it indexes"
+                        yield index, found, f"{len(shape)} dims"
+                    elif op.kind not in CLIPPED and not _reaches(extents, access, shape):
+                        found = f"{access.tensor!r} of {list(shape)} is too small"
+                        yield index, found, "all it indexes"
             case Send(peer=peer) | Recv(peer=peer) | Signal(peer=peer) | WaitSignal(peer=peer):
                 size = host.mesh.size(peer.mesh_axis)
                 if not peer.ring and not 0 <= peer.offset < size:
                     yield index, f"peer {peer.offset} of {size}", f"0 to {size - 1}"
 
 
-def _reaches(op: Op, access: Access, buffers: Mapping[str, Tensor]) -> bool:
-    """Whether a buffer is as large as an op indexes it."""
-    extents = {axis.name: axis.extent for axis in op.axes}
-    for index, extent in zip(access.dims, buffers[access.tensor].shape, strict=True):
-        count = math.prod([extents[name] for name in index.axes])
+def _reaches(extents: Mapping[str, int], access: Access, shape: Sequence[int]) -> bool:
+    """Whether a buffer is as large as an op with axes of these extents indexes it."""
+    for index, extent in zip(access.dims, shape, strict=True):
+        count = 1
+        for name in index.axes:
+            count *= extents[name]
         if index.offset + index.stride * (count - 1) >= extent:
             return False
     return True
 
 
-def loop_indices(host: HostProgram) -> Iterator[Violation]:
+def loop_indices(walked: Walked) -> Iterator[Violation]:
     """Loops run, their indices differ from enclosing ones, and what uses an index stands inside."""
     loops: dict[str, int] = {}
-    buffers = host.buffer_map()
-    for index, node in steps(host.body):
+    buffers = walked.buffers
+    for index, node in walked.steps:
         match node:
             case None:
                 loops.popitem()
@@ -175,10 +200,10 @@ def _bad_slice(
         yield index, found, expected
 
 
-def fitting_collectives(host: HostProgram) -> Iterator[Violation]:
+def fitting_collectives(walked: Walked) -> Iterator[Violation]:
     """Operand counts and shapes of collectives agree with their kind and the size of the team."""
-    buffers = host.buffer_map()
-    for index, node in enumerate(walk_nodes(host.body)):
+    host, buffers = walked.host, walked.buffers
+    for index, node in enumerate(walked.nodes):
         if not isinstance(node, Collective):
             continue
         num = 2 if node.get("combine", "") == "argmax" else 1
@@ -193,13 +218,13 @@ def fitting_collectives(host: HostProgram) -> Iterator[Violation]:
                 yield index, found, f"shapes as {node.kind} over {size} ranks makes them"
 
 
-def fitting_matmuls(host: HostProgram) -> Iterator[Violation]:
+def fitting_matmuls(walked: Walked) -> Iterator[Violation]:
     """Shapes of fused matmuls agree with their kind and team, and fit into the room of their axis;
     what one borrows is used before the next.
     """
-    buffers = host.buffer_map()
+    host, buffers = walked.host, walked.buffers
     rooms = {room.mesh_axis: room.num_bytes for room in host.rooms}
-    for index, node in enumerate(walk_nodes(host.body)):
+    for index, node in enumerate(walked.nodes):
         if isinstance(node, FusedMatmul):
             axis, size = node.mesh_axis, host.mesh.size(node.mesh_axis)
             if not _multiplies(node, buffers, size):
@@ -207,7 +232,7 @@ def fitting_matmuls(host: HostProgram) -> Iterator[Violation]:
                 yield index, shapes, f"shapes as {node.kind} over {size} ranks makes them"
             if (need := room_bytes(node, buffers, size)) > rooms.get(axis, 0):
                 yield index, f"a room of {rooms.get(axis, 0)} bytes", f"one of {need}"
-    fused = [node for node in walk_nodes(host.body) if isinstance(node, FusedMatmul)]
+    fused = [node for node in walked.nodes if isinstance(node, FusedMatmul)]
     lent = {node.out for node in fused if node.borrows}
     for index, names in late_uses(host, lent) if lent else ():
         yield index, f"{names} in peer memory that is used again", "a use before, no output"
@@ -249,11 +274,10 @@ def _as_dim(node: Collective, key: str) -> int:
     return value if isinstance(value, int) else -1
 
 
-def written_roles(host: HostProgram) -> Iterator[Violation]:
+def written_roles(walked: Walked) -> Iterator[Violation]:
     """Inputs and weights are only read; only temps are allocated and freed."""
-    buffers, segments = host.buffer_map(), host.segment_map()
-    sources = view_sources(host.body)
-    for index, node in enumerate(walk_nodes(host.body)):
+    buffers, segments, sources = walked.buffers, walked.segments, walked.sources
+    for index, node in enumerate(walked.nodes):
         if isinstance(node, Allocate | Deallocate):
             if buffers[node.buffer].role != "temp" or node.buffer in sources:
                 yield index, f"{node.buffer!r} is a view or the caller's", "a temp with storage"

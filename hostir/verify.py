@@ -30,17 +30,15 @@ from distmega.hostir.nodes import (
     named_buffers,
     node_writes,
     storage_of,
-    view_sources,
-    walk_nodes,
 )
 from distmega.hostir.rules import (
     Violation,
+    Walked,
     fitting_collectives,
     fitting_matmuls,
     fitting_operands,
     known_names,
     loop_indices,
-    steps,
     written_roles,
 )
 from distmega.hostir.text import print_node
@@ -59,61 +57,59 @@ def verify_host(
     freed: temps that are no outputs must be deallocated, as after insert_deallocations. finalized:
     buffers whose declarations are final and must stand in the program as they are, with `rooms`.
     """
-    for rule in RULES:
-        _raise_first(host, rule.__name__, rule(host))
-    if freed:
-        _raise_first(host, no_leak.__name__, no_leak(host))
-    _raise_first(host, "final_allocations", final_allocations(host, finalized, rooms))
+    walked = Walked.of(host)
+    for rule in (*RULES, no_leak) if freed else RULES:
+        _raise_first(walked, rule.__name__, rule(walked))
+    _raise_first(walked, "final_allocations", final_allocations(walked, finalized, rooms))
     return host
 
 
-def _raise_first(host: HostProgram, rule: str, violations: Iterator[Violation]) -> None:
+def _raise_first(walked: Walked, rule: str, violations: Iterator[Violation]) -> None:
     for index, found, expected in violations:
-        nodes = list(walk_nodes(host.body))
-        place = f", node {index} ({print_node(nodes[index])})" if index >= 0 else ""
+        place = f", node {index} ({print_node(walked.nodes[index])})" if index >= 0 else ""
         raise VerifyError(
-            f"host program {host.name!r}{place}: {found} [rule {rule}]",
+            f"host program {walked.host.name!r}{place}: {found} [rule {rule}]",
             expected=expected,
             remedy="fix the pass that made this program",
         )
 
 
-def buffer_lifetimes(host: HostProgram) -> Iterator[Violation]:
+def buffer_lifetimes(walked: Walked) -> Iterator[Violation]:
     """Temps are allocated before use, once, and neither used nor freed after they are freed."""
-    scopes: list[set[str]] = [{b.name for b in host.buffers if b.role != "temp"}]
-    sources = view_sources(host.body)
-    kept = {storage_of(name, sources) for name in host.outputs}
+    scopes: list[set[str]] = [{b.name for b in walked.host.buffers if b.role != "temp"}]
+    alive, sources = set(scopes[0]), walked.sources
+    kept = {storage_of(name, sources) for name in walked.host.outputs}
     named: dict[str, set[str]] = {}
     for view in sources:
         named.setdefault(storage_of(view, sources), set()).add(view)
-    for index, node in steps(host.body):
+    for index, node in walked.steps:
         match node:
             case None:
-                scopes.pop()
+                alive -= scopes.pop().difference(*scopes)
             case ForLoop():
                 scopes.append(set())
             case Allocate(buffer=buffer):
-                if _is_alive(buffer, scopes):
+                if buffer in alive:
                     yield index, f"{buffer!r} is allocated already", "one allocation"
                 scopes[-1].add(buffer)
+                alive.add(buffer)
             case Deallocate(buffer=buffer):
                 if buffer not in scopes[-1]:
-                    where = "outside of this body" if _is_alive(buffer, scopes) else "not here"
+                    where = "outside of this body" if buffer in alive else "not here"
                     yield index, f"{buffer!r} is allocated {where}", "a free where it was allocated"
                 if buffer in kept:
                     yield index, f"output {buffer!r} is freed", "outputs stay"
+                gone = {buffer} | named.get(buffer, set())
+                alive -= gone
                 for scope in scopes:
-                    scope -= {buffer} | named.get(buffer, set())
+                    scope -= gone
             case _:
                 for name in named_buffers(node):
                     if _defines(node, name):
                         scopes[-1].add(name)
-                    elif not _is_alive(name, scopes):
+                        alive.add(name)
+                    elif name not in alive:
                         yield index, f"{name!r} has no storage here", "an allocation above"
-
-
-def _is_alive(name: str, scopes: Sequence[set[str]]) -> bool:
-    return any(name in scope for scope in scopes)
 
 
 def _defines(node: Node, name: str) -> bool:
@@ -125,12 +121,11 @@ def _defines(node: Node, name: str) -> bool:
     return False
 
 
-def no_leak(host: HostProgram) -> Iterator[Violation]:
+def no_leak(walked: Walked) -> Iterator[Violation]:
     """Every temp that is no output is freed in the body that allocates it."""
-    sources = view_sources(host.body)
-    outputs = {storage_of(name, sources) for name in host.outputs}
+    outputs = {storage_of(name, walked.sources) for name in walked.host.outputs}
     scopes: list[dict[str, int]] = [{}]
-    for index, node in steps(host.body):
+    for index, node in walked.steps:
         match node:
             case ForLoop():
                 scopes.append({})
@@ -149,12 +144,12 @@ def _leaks(allocated: Mapping[str, int], kept: set[str] | frozenset[str]) -> Ite
             yield index, f"{name!r} is never freed", "a free after its last use"
 
 
-def waited_communication(host: HostProgram) -> Iterator[Violation]:
+def waited_communication(walked: Walked) -> Iterator[Violation]:
     """Every collective, send and receive is waited for, once, in the body that starts it, and
     before a fused matmul.
     """
     scopes: list[dict[str, int]] = [{}]
-    for index, node in steps(host.body):
+    for index, node in walked.steps:
         match node:
             case ForLoop():
                 scopes.append({})
@@ -177,12 +172,12 @@ def _unwaited(pending: Mapping[str, int]) -> Iterator[Violation]:
         yield index, f"{handle!r} is never waited for", "a wait in the same body"
 
 
-def bounded_rings(host: HostProgram) -> Iterator[Violation]:
+def bounded_rings(walked: Walked) -> Iterator[Violation]:
     """Streams and events lie within the program's counts; a waited event was recorded before."""
     loops: list[ForLoop] = []
     numbers: set[int] = set()
     symbolic: list[set[Slot]] = [set()]
-    for index, node in steps(host.body):
+    for index, node in walked.steps:
         match node:
             case ForLoop():
                 loops.append(node)
@@ -195,15 +190,15 @@ def bounded_rings(host: HostProgram) -> Iterator[Violation]:
                     else:
                         symbolic[-1].add(slot)
             case SetStream(stream=slot):
-                yield from _outside(index, slot, "stream", host.num_streams)
+                yield from _outside(index, slot, "stream", walked.host.num_streams)
             case RecordEvent(event=slot):
-                yield from _outside(index, slot, "event", host.num_events)
+                yield from _outside(index, slot, "event", walked.host.num_events)
                 if slot.index:
                     symbolic[-1].add(slot)
                 else:
                     numbers.add(slot.base)
             case WaitEvent(event=slot):
-                yield from _outside(index, slot, "event", host.num_events)
+                yield from _outside(index, slot, "event", walked.host.num_events)
                 extent = next((x.extent for x in loops if x.index == slot.index), 1)
                 known = any(slot in scope for scope in symbolic)
                 if not known and not slot.numbers(extent) <= numbers:
@@ -216,10 +211,10 @@ def _outside(index: int, slot: Slot, what: str, num: int) -> Iterator[Violation]
         yield index, f"{what} {last} of {num}", f"{what}s 0 to {num - 1}"
 
 
-def closed_groups(host: HostProgram) -> Iterator[Violation]:
+def closed_groups(walked: Walked) -> Iterator[Violation]:
     """Coalescing groups hold transfers only, and are closed in the body that opens them."""
     start, num_members = -1, 0
-    for index, node in steps(host.body):
+    for index, node in walked.steps:
         match node:
             case StartCoalescing():
                 if start >= 0:
@@ -239,22 +234,21 @@ def closed_groups(host: HostProgram) -> Iterator[Violation]:
         yield start, "the coalescing group is never closed", "an end in the same body"
 
 
-def written_outputs(host: HostProgram) -> Iterator[Violation]:
+def written_outputs(walked: Walked) -> Iterator[Violation]:
     """Outputs are written, or given by the caller."""
-    sources, segments = view_sources(host.body), host.segment_map()
-    written = {storage_of(n, sources) for x in host.body for n in node_writes(x, segments)}
-    buffers = host.buffer_map()
-    for name in host.outputs:
+    sources, segments = walked.sources, walked.segments
+    written = {storage_of(n, sources) for x in walked.host.body for n in node_writes(x, segments)}
+    for name in walked.host.outputs:
         root = storage_of(name, sources)
-        if buffers[root].role == "temp" and root not in written:
+        if walked.buffers[root].role == "temp" and root not in written:
             yield -1, f"output {name!r} is never written", "a node that writes it"
 
 
 def final_allocations(
-    host: HostProgram, finalized: Sequence[Tensor], rooms: Sequence[Room]
+    walked: Walked, finalized: Sequence[Tensor], rooms: Sequence[Room]
 ) -> Iterator[Violation]:
     """Buffers and rooms whose allocation was final before still have it."""
-    buffers = host.buffer_map()
+    host, buffers = walked.host, walked.buffers
     for room in rooms:
         if room not in host.rooms:
             yield -1, f"rooms became {list(host.rooms)}", f"{room}"
@@ -263,7 +257,7 @@ def final_allocations(
             yield -1, f"buffer {buffer.name!r} became {buffers.get(buffer.name)}", f"{buffer}"
 
 
-RULES: tuple[Callable[[HostProgram], Iterator[Violation]], ...] = (
+RULES: tuple[Callable[[Walked], Iterator[Violation]], ...] = (
     known_names,
     loop_indices,
     fitting_operands,

@@ -28,6 +28,7 @@ class LocalOps:
     mesh: DeviceMesh
     locals: Mapping[str, tuple[str, Layout]]
     _axes: dict[tuple[tuple[Axis, ...], Splits], tuple[Axis, ...]] = field(default_factory=dict)
+    _made: dict[int, tuple[PlacedOp | Reshard, Op]] = field(default_factory=dict)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Extents of a local tensor on one rank, padding included."""
@@ -35,8 +36,18 @@ class LocalOps:
         return local_shape(self.tensors[whole].shape, layout)
 
     def op(self, step: PlacedOp | Reshard) -> Op:
-        """What one rank does of a step."""
-        return self._collective(step) if isinstance(step, Reshard) else self._placed(step)
+        """What one rank does of a step; the same op for the same step."""
+        if id(step) not in self._made:
+            made = self._collective(step) if isinstance(step, Reshard) else self._placed(step)
+            self._made[id(step)] = step, made
+        return self._made[id(step)][1]
+
+    def tensor(self, name: str) -> Tensor:
+        """A local tensor, temporary where it is a form of another."""
+        whole, _ = self.locals[name]
+        given = self.tensors[whole]
+        role = given.role if name == whole else "temp"
+        return Tensor(name=name, shape=self.shape(name), dtype=given.dtype, role=role)
 
     def _placed(self, step: PlacedOp) -> Op:
         op, key = step.op, (step.op.axes, step.splits)

@@ -8,6 +8,7 @@ is allocated per iteration of a loop says so in its allocation. Next: hostir/low
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from distmega.collecting import uncollected
 from distmega.program import Program, Tensor, verify_program
 from distmega.sharding.allocation import AllocationDomain
 from distmega.sharding.finalize import verify_allocations
@@ -49,6 +50,7 @@ def _tensors(plan: Plan) -> list[Tensor]:
     return [tensor for group in forms.values() for tensor in group]
 
 
+@uncollected
 def localize(plan: Plan) -> LocalProgram:
     """The program every rank runs. VerifyError or ProgramError would be a bug of the planner."""
     ops = LocalOps(plan.program.tensor_map(), plan.mesh, plan.locals)

@@ -8,11 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from distmega.errors import PlanError
-from distmega.program import Program, Tensor
+from distmega.program import Program
 from distmega.sharding.cost import Machine
 from distmega.sharding.host_loops import StreamPlan
 from distmega.sharding.local_ops import LocalOps
-from distmega.sharding.mesh import DeviceMesh
 from distmega.sharding.overlap import (
     CHEAPEST,
     OverlapChoice,
@@ -32,7 +31,7 @@ BY_LOOPS = ("chunks", "ring")
 
 def plan_overlaps(
     program: Program,
-    mesh: DeviceMesh,
+    local: LocalOps,
     machine: Machine,
     schedule: Schedule,
     streams: Mapping[str, Chunks],
@@ -44,12 +43,12 @@ def plan_overlaps(
     PlanError where what was asked for is impossible; where it was not asked for, a pair that can't
     run in loops takes the best of the other ways.
     """
-    ordered, stream_plan = plan_streams(program, mesh, schedule, streams)
+    ordered, stream_plan = plan_streams(program, local, schedule, streams)
     if not any(isinstance(step, Reshard) for step in schedule.steps):
         choose_overlaps((), machine, asked)
         return ordered, stream_plan, ()
     looped = {name for loop in stream_plan.loops for name, _ in loop.splits}
-    pairs = _pairs(program, mesh, ordered, looped)
+    pairs = _pairs(program, local, ordered, looped)
     choices = choose_overlaps(pairs, machine, asked)
     whole = {
         choice.pair.operand for choice in choices if choice.pair.operand != choice.pair.between
@@ -59,7 +58,7 @@ def plan_overlaps(
     if not any(choice.way in BY_LOOPS for choice in choices):
         return ordered, stream_plan, tuple(choices)
     try:
-        found = plan_streams(program, mesh, schedule, {**added, **streams})
+        found = plan_streams(program, local, schedule, {**added, **streams})
         _stay_whole(choices, found[1])
     except PlanError as error:
         if any(choice.forced for choice in choices if choice.way in BY_LOOPS):
@@ -81,16 +80,11 @@ def _stay_whole(choices: Sequence[OverlapChoice], stream_plan: StreamPlan) -> No
             )
 
 
-def _pairs(program: Program, mesh: DeviceMesh, schedule: Schedule, looped: set[str]) -> list[Pair]:
+def _pairs(program: Program, local: LocalOps, schedule: Schedule, looped: set[str]) -> list[Pair]:
     """Pairs among the ops of one rank outside of loops."""
-    made = LocalOps(program.tensor_map(), mesh, schedule.locals)
-    tensors = {}
-    for name, (whole, _) in schedule.locals.items():
-        given = made.tensors[whole]
-        role = given.role if name == whole else "temp"
-        tensors[name] = Tensor(name=name, shape=made.shape(name), dtype=given.dtype, role=role)
-    ops = [made.op(step) for step in schedule.steps]
-    found = find_pairs(ops, tensors, mesh, program.outputs)
+    tensors = {name: local.tensor(name) for name in schedule.locals}
+    ops = [local.op(step) for step in schedule.steps]
+    found = find_pairs(ops, tensors, local.mesh, program.outputs)
     return [pair for pair in found if not {pair.first, pair.second} & looped]
 
 

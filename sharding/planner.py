@@ -11,12 +11,14 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from distmega.collecting import uncollected
 from distmega.errors import PlanError
 from distmega.program import Access, Op, Program
 from distmega.sharding.cost import Machine, residency_prices_us
 from distmega.sharding.decompose import split_biases
 from distmega.sharding.explain import explain_plan
 from distmega.sharding.finalize import finalize_allocations, finalize_loops
+from distmega.sharding.local_ops import LocalOps
 from distmega.sharding.memory import measure_memory
 from distmega.sharding.mesh import DeviceMesh
 from distmega.sharding.options import SplitOption
@@ -284,8 +286,9 @@ def build_plan(
     InexactSplitError if padding of a division would reach a result.
     """
     schedule = Resolver(program, mesh, machine, table, chosen, given).run()
+    local = LocalOps(program.tensor_map(), mesh, schedule.locals)
     schedule, stream_plan, overlaps = plan_overlaps(
-        program, mesh, machine, schedule, streams or {}, overlap
+        program, local, machine, schedule, streams or {}, overlap
     )
     loops = stream_plan.loops
     allocations = finalize_allocations(program, mesh, schedule, stream_plan.chunks)
@@ -307,10 +310,11 @@ def build_plan(
         overlaps=overlaps,
     )
     verify_plan_parts(schedule, plan.loops, allocations, mesh, table)
-    verify_chunks(program, mesh, schedule, allocations, loops)
+    verify_chunks(program, local, schedule, allocations, loops)
     return plan
 
 
+@uncollected
 def plan_program(
     program: Program,
     mesh: DeviceMesh,

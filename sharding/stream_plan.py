@@ -37,12 +37,11 @@ def resolve_chunks(tensor: Tensor, layout: Layout, mesh: DeviceMesh) -> Chunks |
 
 
 def plan_streams(
-    program: Program, mesh: DeviceMesh, schedule: Schedule, streams: Mapping[str, Chunks]
+    program: Program, local: LocalOps, schedule: Schedule, streams: Mapping[str, Chunks]
 ) -> tuple[Schedule, StreamPlan]:
     """The schedule in its final order, with its loops."""
     if not streams:
         return schedule, StreamPlan(order=tuple(range(len(schedule.steps))))
-    local = LocalOps(program.tensor_map(), mesh, schedule.locals)
     ops = [local.op(step) for step in schedule.steps]
     tensors: dict[str, Tensor] = {}
     pins: dict[str, Part] = {}
@@ -52,11 +51,9 @@ def plan_streams(
         if op.kind == "reduce_scatter"
     }
     for name, (whole, layout) in schedule.locals.items():
-        shape, given = local.shape(name), local.tensors[whole]
-        role = given.role if name == whole else "temp"
-        tensors[name] = Tensor(name=name, shape=shape, dtype=given.dtype, role=role)
+        tensors[name] = local.tensor(name)
         if whole in streams:
-            part = _part(streams[whole], shape, layout, scattered.get(name))
+            part = _part(streams[whole], tensors[name].shape, layout, scattered.get(name))
             if part is not None:
                 pins[name] = part
     spread = StreamSpread(ops, tensors, pins)

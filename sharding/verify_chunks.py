@@ -25,7 +25,7 @@ _Use = tuple[Op, Access, StreamSplit]
 
 def verify_chunks(
     program: Program,
-    mesh: DeviceMesh,
+    local: LocalOps,
     schedule: Schedule,
     allocations: Mapping[str, AllocationDomain],
     host_loops: Sequence[HostLoop],
@@ -33,7 +33,6 @@ def verify_chunks(
     """Checks every tensor that is allocated per iteration; equal ones once."""
     if not any(allocation.chunk for allocation in allocations.values()):
         return
-    local = LocalOps(program.tensor_map(), mesh, schedule.locals)
     splits = {name: (loop, split) for loop in host_loops for name, split in loop.splits}
     homes: dict[str, HostLoop] = {}
     roots: dict[str, str] = {}
@@ -63,7 +62,7 @@ def verify_chunks(
             key = shape, chunk, _facts(*each[0]), _facts(*use)
             if key not in checked:
                 checked.add(key)
-                _verify_use(name, shape, chunk, each[0], use, mesh)
+                _verify_use(name, shape, chunk, each[0], use, local.mesh)
     written = {name for name in program.outputs if allocations[name].chunk}
     if written:
         raise _broken(f"outputs {sorted(written)} are allocated per iteration")

@@ -6,6 +6,7 @@ from tests.repo.source import PACKAGES, ROOT, import_graph, imports, modules, py
 
 BOTTOM = {
     "distmega", "distmega.errors", "distmega.dtypes", "distmega.env", "distmega.expr",
+    "distmega.collecting",
     "distmega.program", "distmega.op_parts", "distmega.ops", "distmega.norms", "distmega.moves",
     "distmega.builder", "distmega.text", "distmega.trace_file",
 }  # fmt: skip
