@@ -148,6 +148,16 @@ _FINITE_AT_FINITE = {
 }  # fmt: skip
 
 
+def is_sum(expr: Expr) -> bool:
+    """Whether arguments are added and subtracted, and nothing else."""
+    match expr:
+        case Arg():
+            return True
+        case Call(fn="add" | "sub" | "neg", args=args):
+            return all(map(is_sum, args))
+    return False
+
+
 def is_zero(expr: Expr, zero_args: frozenset[int]) -> bool:
     """Whether `expr` is provably exactly zero when the named arguments are zero and the others any
     finite numbers.

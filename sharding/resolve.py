@@ -6,9 +6,11 @@ is at home; other forms of it (parts before a reduction, copies) get names of th
 proved here once more, over all mesh axes together. Next: finalize.py.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from distmega import expr
 from distmega.dtypes import item_bytes
 from distmega.program import Access, Op, Program
 from distmega.sharding.aliases import alias_roots
@@ -106,6 +108,8 @@ class Resolver:
         self.op_names = {op.name for op in program.ops}
         self.steps: list[PlacedOp | Reshard] = []
         self.roots = alias_roots(program)
+        self.num_reads = Counter(read.tensor for op in program.ops for read in op.reads)
+        self.num_reads.update(program.outputs)
         self.aliases: dict[str, list[str]] = {}
         for name, root in self.roots.items():
             self.aliases.setdefault(root, []).append(name)
@@ -126,11 +130,15 @@ class Resolver:
 
     def place(self, op: Op) -> None:
         splits = self.chosen[op.name]
+        if (parts := self.parts_added(op, splits)) is not None:
+            splits = tuple(each for each in splits if each[0] not in parts.partial_axes)
         key = self.table.class_of(op), splits
         if key not in self.needs:
             self.needs[key] = operand_layouts(op, splits)
             self.costs[key] = self.cost(op, splits)
         read_layouts, write_layouts = self.needs[key]
+        if parts is not None:
+            read_layouts, write_layouts = (parts,) * len(op.reads), (parts,)
         reads = tuple(
             self.form(access.tensor, layout)
             for access, layout in zip(op.reads, read_layouts, strict=True)
@@ -146,6 +154,32 @@ class Resolver:
         for access, name in zip(op.writes, writes, strict=True):
             self.written(op, access, name, pads)
         self.settle(op, writes, write_layouts)
+
+    def parts_added(self, op: Op, splits: Splits) -> Layout | None:
+        """The layout in which parts of sums over ranks are added before they are summed, where an
+        op adds two or more and nobody else wants them: one collective instead of one each.
+        """
+        if op.kind != "pointwise" or len(op.reads) < 2 or not self.adds_alike(op):
+            return None
+        found = {layout for read in op.reads for layout in self.forms.get(read.tensor, {})}
+        names = [read.tensor for read in op.reads]
+        if len(found) != 1 or any(n in self.homes or self.num_reads[n] != 1 for n in names):
+            return None
+        (layout,) = found
+        axes = layout.partial_axes
+        if not axes or any(layout.at(axis) != Partial("sum") for axis in axes):
+            return None
+        rest = tuple(each for each in splits if each[0] not in axes)
+        whole = layout
+        for axis in axes:
+            whole = whole.moved(axis, REPLICATE)
+        wanted = operand_layouts(op, rest)
+        return layout if {*wanted[0], *wanted[1]} == {whole} else None
+
+    def adds_alike(self, op: Op) -> bool:
+        """Whether an op adds up its operands, all indexed alike."""
+        summed = expr.is_sum(expr.parse(str(op.attr("expr"))))
+        return summed and len({a.dims for a in (*op.reads, *op.writes)}) == 1
 
     def cost(self, op: Op, splits: Splits) -> OpCost:
         extents = {option.axis: option.chunk for _, option in splits}

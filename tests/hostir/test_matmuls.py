@@ -129,7 +129,7 @@ def test_what_is_borrowed_expires_with_the_next():
     x = p.input("x", (4, 8))
     a = p.linear(x, p.weight("w1", (8, 8)), name="a")
     b = p.linear(x, p.weight("w2", (8, 8)), name="b")
-    program = p.build(a.map("a0 + a1", b, name="z"))
+    program = p.build(a.map("a0 * a1", b, name="z"))
     marks = {"x": shard(1, "tp"), "w1": shard(1, "tp"), "w2": shard(1, "tp")}
     _, _, host = lowered(marks, program)
     assert [node.borrows for node in fused(host)] == [False, True]

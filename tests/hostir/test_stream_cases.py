@@ -130,10 +130,32 @@ def totals(p: ProgramBuilder) -> tuple[Handle, ...]:
     return y, p.reduce(y, 0, name="s")
 
 
+def added(p: ProgramBuilder, *, shared: bool = False) -> tuple[Handle, ...]:
+    """Two products of which only the sum is wanted, unless `shared`."""
+    x = p.input("x", (4, 8))
+    a, b = (p.linear(x, p.weight(w, (8, 4)), spec=MM, name=n) for w, n in (("w", "a"), ("v", "b")))
+    y = p.pointwise("a0 + a1", a, b, name="y")
+    return (y, a.map("relu(a0)", name="z")) if shared else (y,)
+
+
+def around(p: ProgramBuilder) -> tuple[Handle, ...]:
+    (y,) = block(p)
+    return (p.pointwise("a0 + a1", p.input("r", (8, 4)), y, name="out"),)
+
+
+def turned_sum(p: ProgramBuilder) -> tuple[Handle, ...]:
+    return (p.reduce(p.transpose(double(p, 4, 6), (1, 0), name="t"), 1, name="s"),)
+
+
+def cut(p: ProgramBuilder) -> tuple[Handle, ...]:
+    return (p.slice(double(p, 8, 4), 0, 2, 8, name="l").map("a0 + 1", name="y"),)
+
+
 HALVES = shard(0, "dp")
 QUARTERS = HALVES | ROWS
 EIGHTHS = shard(0, "a") | shard(0, "b") | shard(0, "c")
 SPLIT = {"x": COLUMNS, "w": ROWS}
+PARTS = {**SPLIT, "v": ROWS}
 CASES = {
     "a longer chain is one loop": Case(
         chain, {"x": stream(0, 3)}, loops=(3,), chunks=("h0", "h1", "h2")
@@ -260,6 +282,46 @@ CASES = {
         lambda p: projected(p, 16, 4),
         {"x": QUARTERS, "w": COLUMNS, "y": HALVES | COLUMNS | stream(0, 2, ring="tp")},
         GRID, (1, 1), ("send",),
+    ),
+    "parts are added, then summed over ranks": Case(added, PARTS, TP, (), ("all_reduce",)),
+    "parts that others read are summed each": Case(
+        lambda p: added(p, shared=True), PARTS, TP, (), ("all_reduce", "all_reduce")
+    ),
+    "parts over two mesh axes": Case(
+        added,
+        {"x": shard(1, "dp") | COLUMNS, "w": QUARTERS, "v": QUARTERS, "y": QUARTERS},
+        GRID, (), ("reduce_scatter", "reduce_scatter"),
+    ),
+    "parts on one mesh axis, rows on the other": Case(
+        added, {**PARTS, "x": HALVES | COLUMNS, "y": HALVES}, GRID, (), ("all_reduce",)
+    ),
+    "parts by chunk": Case(
+        added, {**PARTS, "y": stream(0, 2)}, TP, (2,), ("all_reduce",),
+        ("a.partial", "b.partial", "y.partial"),
+    ),
+    "parts around a ring": Case(
+        added, {**PARTS, "y": ROWS | stream(0, 2, ring="tp")}, TP, (1, 1), ("send",),
+        ("a.partial", "b.partial", "y.partial"),
+    ),
+    "a block on a grid, by chunk": Case(
+        block, {"x": HALVES, "w1": ROWS, "w2": COLUMNS, "y": HALVES | stream(0, 2)}, GRID, (2,),
+        ("all_reduce",), ("a", "h", "y.partial"),
+    ),
+    "what goes around a block by chunk": Case(
+        around, {"w1": ROWS, "w2": COLUMNS, "out": stream(0, 4)}, TP, (4,), ("all_reduce",),
+        ("a", "h", "y", "y.partial"),
+    ),
+    "uneven rows on two mesh axes, summed": Case(
+        lambda p: summed(p, 7, 5, dim=0), {"x": QUARTERS}, GRID, (), ("all_reduce",) * 2
+    ),
+    "chunks that end inside of what was merged": Case(
+        lambda p: reshaped(p, (4, 6), (24,)), {"y": stream(0, 3)}, loops=(3,)
+    ),
+    "turned, and summed over the chunks": Case(
+        turned_sum, {"x": stream(0, 2)}, loops=(2,), chunks=("a",)
+    ),
+    "a cut that is not along the chunks": Case(
+        cut, {"a": stream(0, 4), "y": stream(0, 3)}, loops=(4, 3)
     ),
     "three mesh axes on one dim": Case(
         totals, {"x": EIGHTHS, "y": EIGHTHS}, DeviceMesh(a=2, b=2, c=2), (), ("all_reduce",) * 3

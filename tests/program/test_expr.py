@@ -14,6 +14,7 @@ from distmega.expr import (
     Const,
     Expr,
     evaluate,
+    is_sum,
     is_zero,
     num_args,
     num_flops,
@@ -140,3 +141,14 @@ small = st.integers(-100, 100).map(float)
 def test_a_claimed_zero_is_zero(expr: Expr, other: float):
     if is_zero(expr, frozenset({0, 1})):
         assert value(expr, [0.0, 0.0, other, -other]) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a0 + a1 - a2", True), ("-(a0 - a1)", True), ("a0 + 1", False), ("a0 * a1", False),
+        ("relu(a0 + a1)", False),
+    ],
+)  # fmt: skip
+def test_what_only_adds_arguments(text: str, expected: bool):
+    assert is_sum(parse(text)) is expected
