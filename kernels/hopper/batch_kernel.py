@@ -18,25 +18,18 @@ from distmega.kernels.hopper.batch_fields import (
     BATCH,
     BY_SM,
     EVENT,
-    LIN_ROW0,
-    MAX_SMS,
-    NUM_ROWS,
-    NUM_UNITS,
     OP_ATTENTION,
     OP_EMBED,
     OP_HEAD,
     OPCODE,
-    SEEDS_AT,
-    SETTINGS,
-    SETTINGS_AT,
     STATE_EPOCH,
     STATE_POSITIONS,
 )
 from distmega.kernels.hopper.batch_linear import embed_task, linear_task, next_tokens
 from distmega.kernels.hopper.batch_loader import loader
-from distmega.kernels.hopper.device import fence_all, fetch, keep
+from distmega.kernels.hopper.batch_sample import draw_tokens
+from distmega.kernels.hopper.device import fence_all, fetch
 from distmega.kernels.hopper.fields import GREEDY, WORDS
-from distmega.kernels.hopper.sample import best_candidate
 from distmega.kernels.hopper.shapes import (
     MMA_M,
     NUM_WARPS,
@@ -55,30 +48,6 @@ def write_tokens(tokens, step, chosen):
     """[16] tokens of a step."""
     b = gl.arange(0, BATCH, layout=gl.SliceLayout(1, BY_SM))
     gl.store(tokens + step * BATCH + b, chosen)
-
-
-@gluon.jit
-def draw_tokens(
-    words, logits, events, sample_words, bests, best_rows, state, batch, step, sm, num_sms, tag,
-    KIND: gl.constexpr, ROWS: gl.constexpr,
-):
-    """This SM's best candidates of all sequences, in place of its highest logits."""
-    exchange = gl.multiple_of(events.to(gl.pointer_type(gl.int64), bitcast=True), 16)
-    seeds = exchange + SEEDS_AT
-    settings = (exchange + SETTINGS_AT).to(gl.pointer_type(gl.float32), bitcast=True)
-    for b in range(keep(batch)):
-        # kept here, or else all that follows from them takes registers from other tasks
-        row0 = keep(words[LIN_ROW0])
-        place = keep(sm)
-        sms = keep(num_sms)
-        limit = gl.minimum(row0 + words[NUM_UNITS] * UNIT_ROWS, words[NUM_ROWS])
-        position = gl.load(state + STATE_POSITIONS + b) + step
-        value, row = best_candidate(
-            row0, limit, logits + b * words[NUM_ROWS], settings + b * SETTINGS, seeds + b, position,
-            exchange, keep(sample_words), place, sms, tag + b, KIND, ROWS,
-        )
-        gl.store(bests + b * MAX_SMS + place, value)
-        gl.store(best_rows + b * MAX_SMS + place, row)
 
 
 @gluon.jit

@@ -15,6 +15,7 @@ from distmega.kernels.arena import ArenaLayout
 from distmega.kernels.hopper import batch_kernel
 from distmega.kernels.hopper.alarm import LOCAL_LIMIT_S, Alarm
 from distmega.kernels.hopper.batch_queues import CHUNK, BatchQueues, build_batch_queues
+from distmega.kernels.hopper.batch_sample import sequence_words
 from distmega.kernels.hopper.batch_words import (
     BATCH,
     EVENT_WORDS,
@@ -29,8 +30,8 @@ from distmega.kernels.hopper.batch_words import (
     pack,
 )
 from distmega.kernels.hopper.diagnosis import explain_batch_hang
+from distmega.kernels.hopper.launcher import Launcher
 from distmega.kernels.hopper.plan import MAX_QUERIES
-from distmega.kernels.hopper.queues import num_sample_words
 from distmega.kernels.hopper.runner import (
     LOG2_E,
     MAX_STEPS,
@@ -99,7 +100,8 @@ class BatchRunner:
 
         self._sample_words = EVENTS_AT + num_events * EVENT_WORDS // 2
         limited = queues.draw is not None and queues.draw.num_candidates
-        num_words = num_sample_words(queues.head_rows) if limited else 0
+        head_rows = padded_head_rows(queues.head_rows)
+        num_words = BATCH * sequence_words(head_rows) if limited else 0
         self._report = zeros(2 * (self._sample_words + num_words), dtype=torch.int32)
         self._alarm = Alarm(self._report.view(torch.int64), min(timeout_s, LOCAL_LIMIT_S))
         self._acts = zeros(queues.num_chunks * CHUNK, dtype=torch.bfloat16)
@@ -114,6 +116,26 @@ class BatchRunner:
         self._state = zeros(STATE_WORDS, dtype=torch.int32)
         self._tokens = zeros(MAX_STEPS, BATCH, dtype=torch.int32)
         self._num_sequences = queues.batch
+        constants = {
+            "D": shape.head_dim,
+            "G": shape.num_queries,
+            "H": shape.num_heads,
+            "KVH": shape.num_kv_heads,
+            "PARTS": shape.num_parts,
+            "QK_NORM": shape.qk_norm,
+            "CHOICE": choice_of(queues.draw),
+            "HEAD_ROWS": head_rows,
+            "STAGES": STAGES,
+            "AHEAD": AHEAD,
+        }
+        self._decode = Launcher(
+            batch_kernel.decode_batch,
+            len(queues.queues),
+            constants,
+            num_warps=8,
+            launch_cooperative_grid=True,
+            enable_fp_fusion=True,
+        )
 
     def launch(self, tensors: Mapping[str, Tensor]) -> None:
         """One step; `tensors` are segment_args of the segment by name, outputs are written."""
@@ -182,7 +204,7 @@ class BatchRunner:
     def _run(self, num_steps: int) -> None:
         self.raise_hang()
         queues, shape = self.queues, self.queues.shape
-        batch_kernel.decode_batch[(len(queues.queues),)](
+        self._decode(
             *self._weights,
             self._cache_tiles,
             self._words,
@@ -212,18 +234,6 @@ class BatchRunner:
             1.0 / shape.hidden,
             shape.scale * LOG2_E,
             self._sample_words,
-            D=shape.head_dim,
-            G=shape.num_queries,
-            H=shape.num_heads,
-            KVH=shape.num_kv_heads,
-            PARTS=shape.num_parts,
-            QK_NORM=shape.qk_norm,
-            CHOICE=choice_of(queues.draw),
-            HEAD_ROWS=padded_head_rows(queues.head_rows),
-            STAGES=STAGES,
-            AHEAD=AHEAD,
-            num_warps=8,
-            launch_cooperative_grid=True,
         )
 
 

@@ -6,8 +6,7 @@ the argmax of logit + temperature * Gumbel noise (choice.py is the reference). L
 logits from a cutoff on, which all SMs find alike, in two exchanges: the highest logit of each warp
 of each SM, which bounds the top_k-th from below, then the few logits that reach this bound. SMs
 with more than 8 of these write further chunks of 8, so that any logits are handled exactly; up to
-two chunks stay in registers. The batched kernel does this for one sequence after the other. Next
-on the walk: kernel.py.
+two chunks stay in registers. batch_sample.py has several sequences. Next on the walk: kernel.py.
 """
 
 from triton.experimental import gluon
@@ -210,21 +209,36 @@ def add(a, b):
 
 
 @gluon.jit
-def find_cutoff(x, sampling, exchange, first, sm, num_sms, tag, ROWS: gl.constexpr):
-    """The least logit that may be drawn, the same number on every SM; see ops.cutoff."""
-    heat = gl.maximum(gl.load(sampling), 1e-30)
-    top_k = gl.load(sampling + 1).to(gl.int32)
-    top_p = gl.load(sampling + 2)
+def publish_peaks(x, exchange, first, sm, tag, ROWS: gl.constexpr):
+    """The highest logit of each warp's part of this SM's, as its first chunk."""
     lanes: gl.constexpr = [NUM_WARPS, ROWS // NUM_WARPS]
     peaks = gl.convert_layout(gl.max(gl.reshape(x, lanes), axis=1), PER_THREAD)
     slots = gl.arange(0, NUM_WARPS, layout=PER_THREAD)
     gl.store(exchange + first + chunk_place(slots, sm), tagged_float(peaks, tag))
+
+
+@gluon.jit
+def find_bound(sampling, exchange, first, num_sms, tag):
+    """From all SMs' peaks: a number that the top_k-th logit reaches, -inf if there are fewer peaks
+    than that; and the highest logit.
+    """
+    top_k = gl.load(sampling + 1).to(gl.int32)
     present = gl.arange(0, THREADS, layout=PER_THREAD) < num_sms
     values = read_chunk(exchange, first, tag, present)
     lowest, highest = bounds(values)
-    low = lower_bound(values, lowest, highest, top_k)
-    first += CHUNK_WORDS
-    publish(x, low, exchange, first, sm, tag, ROWS)
+    return lower_bound(values, lowest, highest, top_k), highest
+
+
+@gluon.jit
+def search(low, highest, sampling, exchange, first, num_sms, tag, ROWS: gl.constexpr):
+    """The least logit that may be drawn, from what all SMs published from `low` on; see ops.cutoff.
+
+    first: the first chunk behind that of the peaks.
+    """
+    heat = gl.maximum(gl.load(sampling), 1e-30)
+    top_k = gl.load(sampling + 1).to(gl.int32)
+    top_p = gl.load(sampling + 2)
+    present = gl.arange(0, THREADS, layout=PER_THREAD) < num_sms
     values = read_chunk(exchange, first, tag, present)
     full = values[CHUNK - 1] > float("-inf")
     second = read_chunk(exchange, first + CHUNK_WORDS, tag, full)
@@ -267,27 +281,39 @@ def find_cutoff(x, sampling, exchange, first, sm, num_sms, tag, ROWS: gl.constex
 
 
 @gluon.jit
-def best_candidate(
-    row0, limit, logits, sampling, seeds, position, exchange, sample_words, sm, num_sms, tag,
-    KIND: gl.constexpr, ROWS: gl.constexpr,
-):  # fmt: skip
-    """The best candidate of rows row0 to limit, at most ROWS of them: its value and its row.
+def find_cutoff(x, sampling, exchange, first, sm, num_sms, tag, ROWS: gl.constexpr):
+    """The least logit that may be drawn, which every SM searches for by itself and finds alike."""
+    publish_peaks(x, exchange, first, sm, tag, ROWS)
+    low, highest = find_bound(sampling, exchange, first, num_sms, tag)
+    first += CHUNK_WORDS
+    publish(x, low, exchange, first, sm, tag, ROWS)
+    return search(low, highest, sampling, exchange, first, num_sms, tag, ROWS)
 
-    sampling: f32, (temperature, top_k, top_p) where LIMITED, else (temperature, least logit).
-    seeds: i64. position: of the token before the drawn one. sample_words: where in the exchange
-    chunks begin.
-    """
+
+@gluon.jit
+def row_numbers(row0, ROWS: gl.constexpr):
+    """Rows row0 to row0 + ROWS, over all threads."""
     spread: gl.constexpr = gl.BlockedLayout([ROWS // THREADS], [32], [8], [0])
     place = gl.arange(0, ROWS, layout=spread)
     per: gl.constexpr = ROWS // THREADS
-    row = row0 + place % per * THREADS + place // per
-    cta_barrier()
-    x = gl.load(logits + row, mask=row < limit, other=float("-inf"))
-    cutoff = gl.load(sampling + 1)
-    if KIND == LIMITED:
-        cutoff = find_cutoff(x, sampling, exchange, sample_words, sm, num_sms, tag, ROWS)
-    noise = gumbel(row, position, gl.load(seeds))
-    drawn = gl.where(x >= cutoff, x + gl.load(sampling) * noise, float("-inf"))
+    return row0 + place % per * THREADS + place // per
+
+
+@gluon.jit
+def load_logits(row0, limit, logits, ROWS: gl.constexpr):
+    """Logits of rows row0 to limit, at most ROWS of them; -inf beyond."""
+    row = row_numbers(row0, ROWS)
+    return gl.load(logits + row, mask=row < limit, other=float("-inf"))
+
+
+@gluon.jit
+def best_candidate(
+    x, cutoff, row0, limit, temperature, seed, position, ROWS: gl.constexpr,
+):  # fmt: skip
+    """The best candidate of this SM's logits x from `cutoff` on: its value and its row."""
+    row = row_numbers(row0, ROWS)
+    noise = gumbel(row, position, seed)
+    drawn = gl.where(x >= cutoff, x + temperature * noise, float("-inf"))
     value = gl.max(drawn, axis=0)
     index = gl.min(gl.where((drawn == value) & (row < limit), row, 0x7FFFFFFF), axis=0)
     return value, index
@@ -298,10 +324,20 @@ def sample_task(
     row0, limit, logits, sampling, seeds, position, exchange, sample_words, best_words, sm, num_sms,
     tag, KIND: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Publishes the best candidate of rows row0 to limit."""
+    """Publishes the best candidate of rows row0 to limit, at most ROWS of them.
+
+    sampling: f32, (temperature, top_k, top_p) where LIMITED, else (temperature, least logit).
+    seeds: i64. position: of the token before the drawn one. sample_words: where in the exchange
+    chunks begin.
+    """
+    cta_barrier()
+    x = load_logits(row0, limit, logits, ROWS)
+    if KIND == LIMITED:
+        cutoff = find_cutoff(x, sampling, exchange, sample_words, sm, num_sms, tag, ROWS)
+    else:
+        cutoff = gl.load(sampling + 1)
     value, index = best_candidate(
-        row0, limit, logits, sampling, seeds, position, exchange, sample_words, sm, num_sms, tag,
-        KIND, ROWS,
-    )  # fmt: skip
+        x, cutoff, row0, limit, gl.load(sampling), gl.load(seeds), position, ROWS
+    )
     gl.store(exchange + best_words + 2 * sm, tagged_float(value, tag))
     gl.store(exchange + best_words + 2 * sm + 1, tagged(index, tag))
