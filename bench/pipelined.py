@@ -166,7 +166,7 @@ def median_us(calls: dict[str, Call], rounds: int) -> dict[str, float]:
 
 def rounds(size_mb: int) -> int:
     """More for what is short."""
-    return max(7, min(61, 4096 // size_mb))
+    return max(11, min(101, 8192 // size_mb))
 
 
 def host_us(call: Call) -> float:

@@ -83,7 +83,7 @@ def pointwise_results(
     types = tuple(dtypes) if dtypes else (tensors[0].dtype,) * len(exprs)
     if not (_on_gpu(tensors) and FLOATS.issuperset(types)):
         return evaluate_all(formula.exprs, tensors, types)
-    results = tuple([torch.empty(shape, dtype=dtype, device=device) for dtype in types])
+    results = tuple([tensors[0].new_empty(shape, dtype=dtype) for dtype in types])
     with _current(device):
         _kernels("pointwise").run_pointwise(formula, tensors, results)
     return results
@@ -152,8 +152,8 @@ def normalise_rows(
     given = [t for t in (x, residual, weight, bias) if t is not None]
     device = _common_device(given)
     if _on_gpu(given):
-        y = torch.empty(x.shape, dtype=x.dtype, device=device)
-        total = None if residual is None else torch.empty(x.shape, dtype=x.dtype, device=device)
+        y = torch.empty_like(x, memory_format=torch.contiguous_format)
+        total = None if residual is None else torch.empty_like(y)
         with _current(device):
             _kernels("norms").run_norm(op, eps, (x, residual, weight, bias, y, total))
         return y, x if total is None else total

@@ -73,12 +73,19 @@ def pointer(x: Tensor) -> Tensor:
 Argument = Callable[[Tensor], object]
 
 
+def _taker(argument: Argument) -> Argument:
+    """What gives a compiled kernel its argument: an address where it takes a tensor as it is."""
+    plain = argument is pointer or (isinstance(argument, Vector) and argument.step == 1)
+    return Tensor.data_ptr if plain else argument
+
+
 @dataclass(slots=True, kw_only=True)
 class Launch:
     """A kernel for tensors of one class: the same shapes, strides, types, alignments and device.
 
     arguments: how each tensor becomes an argument, in the kernel's order. rest: the arguments after
-    them. grid: programs. options: of the compiler.
+    them. grid: programs. options: of the compiler. It launches with addresses: of a tensor, Triton
+    would ask the driver whether it can be reached from the device.
     """
 
     kernel: triton.JITFunction
@@ -88,6 +95,7 @@ class Launch:
     options: dict[str, object]
     _compiled: CompiledKernel | triton.FutureKernel | None = None
     _run: Callable[..., object] | None = None
+    _takers: Sequence[Argument] = ()
 
     def prepare(self, tensors: Sequence[Tensor | None]) -> CompiledKernel | triton.FutureKernel:
         """Compiles, or starts to within `compiling`."""
@@ -99,7 +107,8 @@ class Launch:
     def __call__(self, tensors: Sequence[Tensor | None]) -> None:
         if self._run is None:
             self._run = self._loaded(tensors)
-        self._run(*self._arguments(tensors), *self.rest)
+        given = zip(self._takers, tensors, strict=True)
+        self._run(*[None if x is None else take(x) for take, x in given], *self.rest)
 
     def _arguments(self, tensors: Sequence[Tensor | None]) -> list[object]:
         return [
@@ -111,6 +120,7 @@ class Launch:
         found = self._compiled or self.prepare(tensors)
         kernel = found.result() if isinstance(found, triton.FutureKernel) else found
         run: Callable[..., object] = kernel[(self.grid, 1, 1)]
+        self._takers = [_taker(argument) for argument in self.arguments]
         return run
 
 

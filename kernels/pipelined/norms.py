@@ -22,7 +22,7 @@ from distmega.kernels.pipelined.launches import Block, Family, Launch, Vector, p
 from distmega.kernels.pipelined.long_norm_kernel import long_norm_kernel
 from distmega.kernels.pipelined.norm_kernel import NormSpec, norm_kernel
 from distmega.kernels.pipelined.triton_path import long_norm_plain, norm_plain
-from distmega.kernels.pipelined.views import as_rows, is_aligned, layout_key
+from distmega.kernels.pipelined.views import as_rows, is_aligned, layout_key, result_key
 
 Operands = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor, Tensor | None]
 """x, residual, weight, bias, results and sums; x, residual, results and sums of one shape, the last
@@ -156,7 +156,8 @@ def run_norm(op: str, eps: float, operands: Operands) -> None:
 
 def family_of(op: str, eps: float, operands: Operands) -> Family | None:
     """The launches for such operands; None where x or the residual is no matrix of rows."""
-    key = (op, eps, operands[0].device.index, *map(layout_key, operands))
+    given, results = map(layout_key, operands[:4]), map(result_key, operands[4:])
+    key = (op, eps, operands[0].device.index, *given, *results)
     if key not in _families:
         _families[key] = _make_family(op, eps, operands)
     return _families[key]

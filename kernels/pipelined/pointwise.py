@@ -24,7 +24,7 @@ from distmega.kernels.pipelined.exprs import Formula
 from distmega.kernels.pipelined.launches import Argument, Block, Family, Launch, Vector, pointer
 from distmega.kernels.pipelined.pointwise_kernel import PointwiseSpec, pointwise_kernel
 from distmega.kernels.pipelined.triton_path import pointwise_plain
-from distmega.kernels.pipelined.views import Matrix, as_matrix, is_aligned, layout_key
+from distmega.kernels.pipelined.views import Matrix, as_matrix, is_aligned, layout_key, result_key
 
 MAX_INPUTS = 8
 MAX_OUTPUTS = 4
@@ -142,7 +142,7 @@ def family_of(
 ) -> Family | None:
     """The launches for such operands; None where they do not fit a matrix."""
     index = results[0].device.index
-    key = (formula.text, index, *map(layout_key, tensors), *map(layout_key, results))
+    key = (formula.text, index, *map(layout_key, tensors), *map(result_key, results))
     if key not in _families:
         _families[key] = _make_family(formula, tensors, results)
     return _families[key]

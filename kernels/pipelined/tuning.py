@@ -20,8 +20,8 @@ CHOICES = Path.home() / ".cache" / "distmega" / "choices.json"
 NUM_CANDIDATES = 10
 NUM_RUNS = 15
 NUM_SHORT_RUNS = 45
-SHORT_US = 30.0
-"""Short kernels differ by less than their times do from run to run."""
+SHORT_US = 300.0
+"""Kernels that take less differ by less than their times do from run to run."""
 FLUSH_BYTES = 2**28
 """Written before each run: more than the L2 holds, and time for the host to run ahead."""
 

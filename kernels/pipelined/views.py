@@ -86,6 +86,11 @@ def layout_key(x: Tensor | None) -> object:
     return (x.shape, x.stride(), x.dtype, x.data_ptr() % ALIGNMENT_BYTES == 0)
 
 
+def result_key(y: Tensor | None) -> object:
+    """As layout_key, of a contiguous result whose shape follows from the operands."""
+    return None if y is None else (y.dtype, y.data_ptr() % ALIGNMENT_BYTES == 0)
+
+
 def is_aligned(x: Tensor, row_stride: int) -> bool:
     """Whether a TMA descriptor can address rows of x: start and row stride are aligned."""
     return (
