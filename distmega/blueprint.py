@@ -110,6 +110,11 @@ class DecodeBlueprint:
         return context_limit(self.config, self.options)
 
 
+def sorts_apart(method: Method, staged: StagePlan) -> bool:
+    """Whether library ops look for limits among all tokens: where ranks share the vocabulary."""
+    return method.sorts_all and staged.plan.mesh.num_ranks > 1
+
+
 def model_mesh(tp: int, pp: int) -> DeviceMesh:
     """Stages of `tp` ranks each, one stage's ranks after the other's."""
     return DeviceMesh(pp=pp, tp=tp) if pp > 1 else DeviceMesh(tp=tp)
@@ -175,11 +180,12 @@ def draw_decode(
     method: Method = GREEDY,
 ) -> DecodeBlueprint:
     """Lowers a decode plan made for `method`. With peer memory the stage's layers are one
-    megakernel launch, otherwise it is split where ranks communicate. A method that sorts the
-    vocabulary leaves that, and what follows, to library ops.
+    megakernel launch, otherwise it is split where ranks communicate. Where ranks
+    share the vocabulary, a method that sorts all of it leaves that, and what follows, to library
+    ops.
     """
     local = localize(staged.plan)
-    apart = CHOICES if method.sorts_all else frozenset[str]()
+    apart = CHOICES if sorts_apart(method, staged) else frozenset[str]()
     host = staged.lower(local, megakernel=True, peer_memory=peer_memory, apart=apart)
     persistent = [*order_weights(local.program), *local.program.with_role("state")]
     arenas = {

@@ -18,6 +18,7 @@ from distmega.blueprint import (
     draw_library_decode,
     draw_prefill,
     plan_decode,
+    sorts_apart,
 )
 from distmega.errors import LaunchError, RequestError, VerifyError
 from distmega.hostir.comm import Communicator
@@ -269,7 +270,8 @@ class Engine:
             runner = None
         if runner is None:
             return self._evaluator(draw_library_decode(self.blueprint), {})
-        if not self.blueprint.method.sorts_all and self.blueprint.staged.stage.num_stages == 1:
+        staged = self.blueprint.staged
+        if not sorts_apart(self.blueprint.method, staged) and staged.stage.num_stages == 1:
             self.stepping = runner
         return self._evaluator(host, {host.segments[0].name: runner})
 

@@ -7,6 +7,7 @@ is an error that names the op.
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 from distmega import expr
 from distmega.errors import VerifyError
@@ -95,14 +96,14 @@ class FusedAttention:
 class Draw:
     """A token drawn as ops.sample says, at the last of `positions`, instead of the likeliest.
 
-    sampling: settings of ops.cutoff where num_candidates > 0, the most of its top_k; otherwise
-    limits of ops.sample.
+    limits: "given", and sampling is what ops.sample takes; else sampling is settings of ops.cutoff,
+    whose limits are looked for among few "candidates" or among "all" tokens.
     """
 
     sampling: str
     seeds: str
     positions: str
-    num_candidates: int
+    limits: Literal["given", "candidates", "all"] = "given"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,23 +240,22 @@ class _Fusion:
         )  # fmt: skip
 
     def draw(self, sample: Op, logits: str, num_ranks: int) -> Draw:
-        """How `sample` draws: at a temperature, or within limits found among candidates."""
+        """How `sample` draws: at a temperature, within limits or not."""
         if num_ranks > 1 or sample.get("base_axis", ""):
             raise _unfit(sample)
-        settings, num_candidates = _read(sample, 1), 0
-        cutoff = self.producers.get(settings)
-        if cutoff is not None:
+        seeds, positions = _read(sample, 2), _read(sample, 3)
+        cutoff = self.producers.get(_read(sample, 1))
+        if cutoff is None:
+            return Draw(sampling=_read(sample, 1), seeds=seeds, positions=positions)
+        limits: Literal["candidates", "all"] = "all"
+        if _read(cutoff, 0) != logits:
             top = self.producers.get(_read(cutoff, 0))
             if top is None or top.kind != "top" or _read(top, 0) != logits:
                 raise _unfit(cutoff)
-            self.take(top, cutoff)
-            settings, num_candidates = _read(cutoff, 1), top.axis("c").extent
-        return Draw(
-            sampling=settings,
-            seeds=_read(sample, 2),
-            positions=_read(sample, 3),
-            num_candidates=num_candidates,
-        )
+            limits = "candidates"
+            self.take(top)
+        self.take(cutoff)
+        return Draw(sampling=_read(cutoff, 1), seeds=seeds, positions=positions, limits=limits)
 
     def fuse_attention(self, op: Op) -> Fused:
         """Attention with the rotations, norms and appends in front of it."""

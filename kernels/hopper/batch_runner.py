@@ -32,6 +32,7 @@ from distmega.kernels.hopper.batch_words import (
 from distmega.kernels.hopper.diagnosis import explain_batch_hang
 from distmega.kernels.hopper.launcher import Launcher
 from distmega.kernels.hopper.plan import MAX_QUERIES
+from distmega.kernels.hopper.queues import num_sample_words
 from distmega.kernels.hopper.runner import (
     LOG2_E,
     MAX_STEPS,
@@ -99,9 +100,12 @@ class BatchRunner:
             return torch.zeros(extents, dtype=dtype, device=device)
 
         self._sample_words = EVENTS_AT + num_events * EVENT_WORDS // 2
-        limited = queues.draw is not None and queues.draw.num_candidates
         head_rows = padded_head_rows(queues.head_rows)
-        num_words = BATCH * sequence_words(head_rows) if limited else 0
+        num_words = 0
+        if queues.draw and queues.draw.limits == "candidates":
+            num_words = BATCH * sequence_words(head_rows)
+        elif queues.draw:
+            num_words = num_sample_words(queues.draw, head_rows)
         self._report = zeros(2 * (self._sample_words + num_words), dtype=torch.int32)
         self._alarm = Alarm(self._report.view(torch.int64), min(timeout_s, LOCAL_LIMIT_S))
         self._acts = zeros(queues.num_chunks * CHUNK, dtype=torch.bfloat16)

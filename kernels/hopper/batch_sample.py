@@ -21,9 +21,8 @@ from distmega.kernels.hopper.batch_fields import (
     STATE_POSITIONS,
 )
 from distmega.kernels.hopper.device import as_float, keep, tagged_float
-from distmega.kernels.hopper.fields import CHUNK, LIMITED
+from distmega.kernels.hopper.fields import CHUNK, LIMITED, SEARCHED
 from distmega.kernels.hopper.sample import (
-    CHUNK_WORDS,
     best_candidate,
     find_bound,
     load_logits,
@@ -31,6 +30,8 @@ from distmega.kernels.hopper.sample import (
     publish_peaks,
     search,
 )
+from distmega.kernels.hopper.sample_all import cutoff_of_all
+from distmega.kernels.hopper.sample_chunks import CHUNK_WORDS
 from distmega.kernels.hopper.shapes import UNIT_ROWS
 from distmega.kernels.hopper.spins import spin2
 
@@ -126,6 +127,11 @@ def draw_tokens(
         x = load_logits(row0, limit, logits + b * words[NUM_ROWS], ROWS)
         if KIND == LIMITED:
             cutoff = await_cutoff(exchange, sample_words, b, tag, ROWS)
+        elif KIND == SEARCHED:
+            cutoff = cutoff_of_all(
+                x, settings + b * SETTINGS, exchange, keep(sample_words), keep(sm), keep(num_sms),
+                tag + b,
+            )
         else:
             cutoff = gl.load(settings + b * SETTINGS + 1)
         position = gl.load(state + STATE_POSITIONS + b) + step

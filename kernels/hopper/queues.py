@@ -24,6 +24,7 @@ from itertools import product
 
 from distmega.kernels.arena import ArenaLayout
 from distmega.kernels.fusion import (
+    Draw,
     Fused,
     FusedAttention,
     FusedEmbedding,
@@ -49,6 +50,7 @@ from distmega.kernels.hopper.words import (
     PARTIAL_EXTRA,
     REPORT_WORDS,
     SAMPLE_CHUNK,
+    SEARCH_CHUNKS,
     UNIT_ROWS,
     Attention,
     Barrier,
@@ -176,8 +178,8 @@ class _Builder:
         }
         if self.mode == "op":
             sizes |= {f"barrier {number}": 2 * self.num_sms for number in range(NUM_BARRIERS)}
-        if head and head.draw and head.draw.num_candidates:
-            sizes["sample"] = num_sample_words(UNIT_ROWS * self.head_units)
+        if head and head.draw:
+            sizes["sample"] = num_sample_words(head.draw, UNIT_ROWS * self.head_units)
         for name, size in sizes.items():
             self.exchange[name] = self.num_words
             self.buffers.append(Buffer(name=name, first=self.num_words, num_words=size))
@@ -347,12 +349,13 @@ def share(rows: int, step: int, sm: int, num_sms: int) -> tuple[int, int]:
     return parts * sm // num_sms * step, parts * (sm + 1) // num_sms * step
 
 
-def num_sample_words(head_rows: int) -> int:
+def num_sample_words(draw: Draw, head_rows: int) -> int:
     """Tagged words in which SMs exchange what they need to find the limits of a draw, each having
-    at most head_rows logits: a chunk of maxima, then as many as those may fill.
+    at most head_rows logits: a chunk of maxima, then as many as those may fill; or those of a
+    search.
     """
-    num_chunks = head_rows // SAMPLE_CHUNK + 1
-    return (1 + num_chunks) * SAMPLE_CHUNK * MAX_SMS
+    chunks = {"given": 0, "candidates": 2 + head_rows // SAMPLE_CHUNK, "all": SEARCH_CHUNKS}
+    return chunks[draw.limits] * SAMPLE_CHUNK * MAX_SMS
 
 
 def num_units(rows: int) -> int:

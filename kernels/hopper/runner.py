@@ -27,6 +27,7 @@ from distmega.kernels.hopper.words import (
     GREEDY,
     LIMITED,
     MAX_SMS,
+    SEARCHED,
     STAGE_CHUNKS,
     STAMPS,
     STATE_POSITION,
@@ -65,9 +66,12 @@ def num_stages(max_tiles_k: int) -> int:
     return (SHARED_BYTES - 2048 * max_tiles_k - 16384) // TILE_BYTES
 
 
+CHOICES = {"given": DRAWN, "candidates": LIMITED, "all": SEARCHED}
+
+
 def choice_of(draw: Draw | None) -> int:
     """How the kernel chooses tokens."""
-    return GREEDY if draw is None else LIMITED if draw.num_candidates else DRAWN
+    return CHOICES[draw.limits] if draw else GREEDY
 
 
 def padded_head_rows(head_rows: int) -> int:

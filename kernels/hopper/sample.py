@@ -6,21 +6,20 @@ the argmax of logit + temperature * Gumbel noise (choice.py is the reference). L
 logits from a cutoff on, which all SMs find alike, in two exchanges: the highest logit of each warp
 of each SM, which bounds the top_k-th from below, then the few logits that reach this bound. SMs
 with more than 8 of these write further chunks of 8, so that any logits are handled exactly; up to
-two chunks stay in registers. batch_sample.py has several sequences. Next on the walk: kernel.py.
+two chunks stay in registers. SEARCHED has more candidates than that is for: sample_all.py.
+batch_sample.py has several sequences. Next on the walk: kernel.py.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from distmega.kernels.gluon_compat import cta_barrier
-from distmega.kernels.hopper import words
-from distmega.kernels.hopper.device import as_float, tagged, tagged_float
-from distmega.kernels.hopper.fields import CHUNK, LIMITED
+from distmega.kernels.hopper.device import tagged, tagged_float
+from distmega.kernels.hopper.fields import CHUNK, LIMITED, SEARCHED
+from distmega.kernels.hopper.sample_all import cutoff_of_all
+from distmega.kernels.hopper.sample_chunks import CHUNK_WORDS, chunk_place, read_chunk, widen
 from distmega.kernels.hopper.shapes import NUM_WARPS, PER_THREAD, THREADS
-from distmega.kernels.hopper.spins import spin_chunks
 
-CHUNK_WORDS = gl.constexpr(words.SAMPLE_CHUNK * words.MAX_SMS)
-"""Tagged words of a chunk of every SM: pairs of an SM's words in planes of 512."""
 PROBES = gl.constexpr(6)
 """Halvings of the range in which the lower bound is looked for; more leave fewer candidates."""
 LOWEST = gl.constexpr(-1e38)
@@ -66,32 +65,6 @@ def gumbel(rows, position, seed):
     series = u * (0.5 + u * (1.0 / 3.0 + u * (0.25 + series)))
     exponential = gl.where(u < 0.0625, u + u * series, -gl.log(1.0 - u))
     return -gl.log(exponential)
-
-
-@gluon.jit
-def chunk_place(slot, sm):
-    """Tagged word of slot `slot` of an SM."""
-    pair = slot % CHUNK // 2
-    return slot // CHUNK * CHUNK_WORDS + pair * 512 + sm * 2 + slot % 2
-
-
-@gluon.jit
-def read_chunk(exchange, first, tag, alive):
-    """The 8 logits of every SM that has this chunk, an SM a thread; -inf where it has none."""
-    at = exchange + first + 2 * gl.arange(0, THREADS, layout=PER_THREAD)
-    none = float("-inf")
-    num = gl.where(alive, CHUNK_WORDS, 0)
-    w0, w1, w2, w3, w4, w5, w6, w7 = spin_chunks(exchange, at, tag, num, 4)
-    return (
-        gl.where(alive, as_float(w0), none),
-        gl.where(alive, as_float(w1), none),
-        gl.where(alive, as_float(w2), none),
-        gl.where(alive, as_float(w3), none),
-        gl.where(alive, as_float(w4), none),
-        gl.where(alive, as_float(w5), none),
-        gl.where(alive, as_float(w6), none),
-        gl.where(alive, as_float(w7), none),
-    )
 
 
 @gluon.jit
@@ -159,12 +132,6 @@ def bounds(values):
         low = gl.minimum(low, gl.where(values[i] > float("-inf"), values[i], float("inf")))
         high = gl.maximum(high, values[i])
     return gl.reduce((low, high), 0, widen)
-
-
-@gluon.jit
-def widen(low0, high0, low1, high1):
-    """Bounds of both."""
-    return gl.minimum(low0, low1), gl.maximum(high0, high1)
 
 
 @gluon.jit
@@ -326,7 +293,7 @@ def sample_task(
 ):  # fmt: skip
     """Publishes the best candidate of rows row0 to limit, at most ROWS of them.
 
-    sampling: f32, (temperature, top_k, top_p) where LIMITED, else (temperature, least logit).
+    sampling: f32, (temperature, least logit) where DRAWN, else (temperature, top_k, top_p).
     seeds: i64. position: of the token before the drawn one. sample_words: where in the exchange
     chunks begin.
     """
@@ -334,6 +301,8 @@ def sample_task(
     x = load_logits(row0, limit, logits, ROWS)
     if KIND == LIMITED:
         cutoff = find_cutoff(x, sampling, exchange, sample_words, sm, num_sms, tag, ROWS)
+    elif KIND == SEARCHED:
+        cutoff = cutoff_of_all(x, sampling, exchange, sample_words, sm, num_sms, tag)
     else:
         cutoff = gl.load(sampling + 1)
     value, index = best_candidate(

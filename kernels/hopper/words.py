@@ -47,10 +47,14 @@ FROM_EMBEDDING = 1
 EMBEDDED = REPORT_WORDS
 """First tagged word of that row where ranks share the embedding matrix."""
 
-GREEDY, DRAWN, LIMITED = range(3)
+GREEDY, DRAWN, LIMITED, SEARCHED = range(4)
 """How the kernel chooses tokens; see sample.py."""
 SAMPLE_CHUNK = 8
-"""Logits of an SM that are exchanged at a time to find the limits of a draw."""
+"""Numbers of an SM that are exchanged at a time to find the limits of a draw."""
+SEARCH_CHUNKS = 64
+"""Of them, for limits among any number of tokens: two searches of up to 30 rounds, each of which
+leaves a quarter of a range of float32.
+"""
 MAX_SMS = 256
 """SMs that exchange them or have a place in a buffer of all, at most: one a thread."""
 

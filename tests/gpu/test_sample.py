@@ -8,8 +8,16 @@ from torch import Tensor
 
 from distmega.hostir import choice
 from distmega.kernels.hopper.alarm import LOCAL_LIMIT_S, Alarm
-from distmega.kernels.hopper.words import DRAWN, LIMITED, MAX_SMS, REPORT_WORDS, SAMPLE_CHUNK
-from distmega.models.sampling import Sampling
+from distmega.kernels.hopper.words import (
+    DRAWN,
+    LIMITED,
+    MAX_SMS,
+    REPORT_WORDS,
+    SAMPLE_CHUNK,
+    SEARCH_CHUNKS,
+    SEARCHED,
+)
+from distmega.models.sampling import MAX_CANDIDATES, Sampling
 from tests.gpu import sample_kernel
 from tests.gpu.engines import open_engine
 
@@ -23,7 +31,8 @@ def drawn_by_kernel(logits: Tensor, settings: list[float], seed: int) -> list[in
     num_sms = torch.cuda.get_device_properties(0).multi_processor_count
     rows = -(-len(logits) // num_sms)
     chunks_at = REPORT_WORDS + 2 * MAX_SMS
-    words = chunks_at + (2 + rows // SAMPLE_CHUNK + 1) * SAMPLE_CHUNK * MAX_SMS
+    num_chunks = max(2 + rows // SAMPLE_CHUNK + 1, SEARCH_CHUNKS)
+    words = chunks_at + num_chunks * SAMPLE_CHUNK * MAX_SMS
     exchange = torch.zeros(words, dtype=torch.int64, device="cuda")
     alarm = Alarm(exchange, LOCAL_LIMIT_S)
     tokens = torch.full((NUM_DRAWS,), -1, dtype=torch.int32, device="cuda")
@@ -38,7 +47,7 @@ def drawn_by_kernel(logits: Tensor, settings: list[float], seed: int) -> list[in
         NUM_DRAWS,
         0,
         chunks_at,
-        KIND=LIMITED if len(settings) == 3 else DRAWN,
+        KIND=kind_of(settings),
         ROWS=max(256, 1 << (rows - 1).bit_length()),
         num_warps=8,
         launch_cooperative_grid=True,
@@ -46,6 +55,12 @@ def drawn_by_kernel(logits: Tensor, settings: list[float], seed: int) -> list[in
     drawn = tokens.tolist()
     assert alarm.take() is None
     return drawn
+
+
+def kind_of(settings: list[float]) -> int:
+    if len(settings) < 3:
+        return DRAWN
+    return LIMITED if 0 < settings[1] <= MAX_CANDIDATES else SEARCHED
 
 
 def drawn_by_library(logits: Tensor, settings: list[float], seed: int) -> list[int]:
@@ -85,7 +100,8 @@ def make_logits(kind: str, vocab: int) -> Tensor:
     "settings",
     [
         (0.7, float("-inf")), (1.5, 1.0), (0.8, 50.0, 0.9), (1.0, 1.0, 1.0), (1.3, 1024.0, 0.5),
-        (2.0, 40.0, 1.0), (0.05, 200.0, 0.99),
+        (2.0, 40.0, 1.0), (0.05, 200.0, 0.99), (0.9, 0.0, 0.9), (0.05, 0.0, 0.99),
+        (1.0, 5000.0, 0.95), (4.0, 3000.0, 1.0), (1.0, 0.0, 1.0),
     ],
 )  # fmt: skip
 def test_tokens_are_the_librarys(kind, vocab, settings):

@@ -79,23 +79,27 @@ def test_what_a_layer_fuses_to():
     )
 
 
-@pytest.mark.parametrize("num_candidates", [0, 8])
-def test_a_head_that_draws(num_candidates: int):
-    method = Method(kind="limited" if num_candidates else "plain", num_candidates=num_candidates)
+@pytest.mark.parametrize(
+    ("method", "limits"),
+    [
+        (Method(kind="plain"), "given"),
+        (Method(kind="limited", num_candidates=8), "candidates"),
+        (Method(kind="limited"), "all"),
+    ],
+)
+def test_a_head_that_draws(method: Method, limits: str):
     program = build_decoder(PRESETS["tiny-llama"], 1, 64, method=method)
     head = fuse_segment(program)[-1]
     assert isinstance(head, FusedHead)
     assert (head.logits, head.token) == ("logits", "next")
     assert head.draw == Draw(
-        sampling="sampling", seeds="seeds", positions="positions", num_candidates=num_candidates
+        sampling="sampling", seeds="seeds", positions="positions", limits=limits
     )
 
 
 def test_a_head_whose_logits_others_sort():
-    """Limits over the whole vocabulary are no part of it: the logits are the result then."""
+    """The logits are the result then."""
     program = build_decoder(PRESETS["tiny-llama"], 1, 64, method=Method(kind="limited"))
-    with pytest.raises(VerifyError, match="'limits' of kind cutoff does not fuse"):
-        fuse_segment(program)
     rest = replace(program, ops=program.ops[:-2], outputs=("logits",))
     head = fuse_segment(rest)[-1]
     assert isinstance(head, FusedHead)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from distmega.kernels.hopper.words import DRAWN, LIMITED
+from distmega.kernels.hopper.words import DRAWN, LIMITED, SEARCHED
 from tests.gpu.sample_kernel import draw
 from tests.kernels.sm90 import compile_kernel
 
@@ -14,7 +14,7 @@ COMPUTE_REGISTERS = 168
 """What the decode kernel's compute warps have."""
 
 
-@pytest.mark.parametrize("kind", [DRAWN, LIMITED])
+@pytest.mark.parametrize("kind", [DRAWN, LIMITED, SEARCHED])
 @pytest.mark.parametrize("rows", [256, 1024, 2048])
 def test_nothing_spills_and_the_decode_kernel_has_the_registers(kind, rows):
     constants = {"KIND": kind, "ROWS": rows}
