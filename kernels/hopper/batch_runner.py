@@ -100,15 +100,10 @@ class BatchRunner:
             return torch.zeros(extents, dtype=dtype, device=device)
 
         self._sample_words = EVENTS_AT + num_events * EVENT_WORDS // 2
-        head_rows = padded_head_rows(queues.head_rows)
-        num_words = 0
-        if queues.draw and queues.draw.limits == "candidates":
-            num_words = BATCH * sequence_words(head_rows)
-        elif queues.draw:
-            num_words = num_sample_words(queues.draw, head_rows)
+        num_words = _num_exchanged(queues)
         self._report = zeros(2 * (self._sample_words + num_words), dtype=torch.int32)
         self._alarm = Alarm(self._report.view(torch.int64), min(timeout_s, LOCAL_LIMIT_S))
-        self._acts = zeros(queues.num_chunks * CHUNK, dtype=torch.bfloat16)
+        self._acts = zeros(queues.num_chunks * CHUNK // 2, dtype=torch.int32)
         self._qkv = zeros(BATCH, queues.qkv_rows)
         self._residual = zeros(BATCH, shape.hidden)
         self.logits = zeros(BATCH, shape.vocab)
@@ -120,26 +115,7 @@ class BatchRunner:
         self._state = zeros(STATE_WORDS, dtype=torch.int32)
         self._tokens = zeros(MAX_STEPS, BATCH, dtype=torch.int32)
         self._num_sequences = queues.batch
-        constants = {
-            "D": shape.head_dim,
-            "G": shape.num_queries,
-            "H": shape.num_heads,
-            "KVH": shape.num_kv_heads,
-            "PARTS": shape.num_parts,
-            "QK_NORM": shape.qk_norm,
-            "CHOICE": choice_of(queues.draw),
-            "HEAD_ROWS": head_rows,
-            "STAGES": STAGES,
-            "AHEAD": AHEAD,
-        }
-        self._decode = Launcher(
-            batch_kernel.decode_batch,
-            len(queues.queues),
-            constants,
-            num_warps=8,
-            launch_cooperative_grid=True,
-            enable_fp_fusion=True,
-        )
+        self._decode = self._launcher()
 
     def launch(self, tensors: Mapping[str, Tensor]) -> None:
         """One step; `tensors` are segment_args of the segment by name, outputs are written."""
@@ -220,7 +196,7 @@ class BatchRunner:
             shape.max_context,
             self._tokens,
             self._report,
-            self._acts.view(torch.int32),
+            self._acts,
             self._qkv,
             self._residual,
             self.logits,
@@ -239,6 +215,38 @@ class BatchRunner:
             shape.scale * LOG2_E,
             self._sample_words,
         )
+
+    def _launcher(self) -> Launcher:
+        queues, shape = self.queues, self.queues.shape
+        constants = {
+            "D": shape.head_dim,
+            "G": shape.num_queries,
+            "H": shape.num_heads,
+            "KVH": shape.num_kv_heads,
+            "PARTS": shape.num_parts,
+            "QK_NORM": shape.qk_norm,
+            "CHOICE": choice_of(queues.draw),
+            "HEAD_ROWS": padded_head_rows(queues.head_rows),
+            "STAGES": STAGES,
+            "AHEAD": AHEAD,
+        }
+        return Launcher(
+            batch_kernel.decode_batch,
+            len(queues.queues),
+            constants,
+            num_warps=8,
+            launch_cooperative_grid=True,
+            enable_fp_fusion=True,
+        )
+
+
+def _num_exchanged(queues: BatchQueues) -> int:
+    """Tagged words in which SMs exchange what they need to draw."""
+    if queues.draw is None:
+        return 0
+    rows = padded_head_rows(queues.head_rows)
+    searched_apart = queues.draw.limits == "candidates"
+    return BATCH * sequence_words(rows) if searched_apart else num_sample_words(queues.draw, rows)
 
 
 def _encode(queues: BatchQueues) -> Tensor:

@@ -51,7 +51,8 @@ def head_rows(words):
 @constexpr_function
 def sequence_words(rows: int) -> int:
     """Tagged words that find_cutoffs takes for a sequence of at most `rows` logits an SM."""
-    return ANSWER_WORDS + (2 + rows // CHUNK) * CHUNK_WORDS
+    num_words: int = ANSWER_WORDS.value + (2 + rows // CHUNK.value) * CHUNK_WORDS.value
+    return num_words
 
 
 @gluon.jit

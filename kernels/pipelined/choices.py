@@ -6,6 +6,7 @@ first is what runs unless tuning.py measured another one. Next: pointwise.py, no
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 SHARED_BYTES = 232448
 """Largest shared memory of a CTA on sm_90; an SM has 1 KB more for each CTA's own use."""
@@ -15,10 +16,13 @@ MAX_ROW = 16384
 """Longest row, padded, that one tile holds."""
 LATENCY_US = 1.0
 """From a load's start to its data, in a busy memory system."""
-START_US = 3.0
+START_US = 4.0
+TMA_LOSS = 0.02
 TILE_US = 0.6
 PROGRAM_US = 1.5
-"""What barriers and reductions of a tile, and starting a CTA, cost it besides the traffic."""
+"""What barriers, reductions of a tile and the start of a CTA cost besides the traffic, and what the
+way through shared memory loses against plain kernels.
+"""
 DRIFT = 0.05
 DRIFT_TILES = 32
 SERIAL = 0.03
@@ -29,17 +33,28 @@ PLAIN_ROWS = 0.01
 """Of plain kernels: start; time to start one more program; what each element of a thread takes when
 all run at once; what norms lose, whose programs load nothing while they reduce.
 """
-PLAIN_PER_THREAD = {8: 0.03, 16: 0.0, 32: 0.01}
-"""Elements of a thread -> what norms lose by them."""
+PLAIN_PER_THREAD = (8, 16, 32)
+FEW_BYTES = 16
+FEW_LOSS, MORE_LOSS = 0.06, 0.004
+"""Elements of a thread of a plain norm; what norms lose where a thread has at most FEW_BYTES on
+their way, and for each time that it has twice the 32 that are best.
+"""
 CROWDING = 0.005
-PLAIN_WAIT_US = 0.3
 EARLY_PER_THREAD = 16
-EARLY_LOSS = 0.08
-"""The wait for weight and bias after a reduction; elements of a thread up to which they may come
-before, and what that loses where many programs run.
+EARLY = {"after": (0.3, 0.0), "before": (0.1, 0.002), "beside": (0.0, 0.004)}
+"""When weight and bias come -> us that a tile waits for them, and what they lose where many
+programs run; elements of a thread up to which they may come beside x.
+"""
+CACHE_BYTES = 50e6
+ONCE_GAIN, ONCE_LOSS = 0.03, 0.05
+"""Of an H200's L2. Loads that leave it first gain where what goes fits there and all together does
+not by far; elsewhere they lose.
 """
 ENOUGH_BYTES = 65536
 """Loads in flight on an SM beyond which more only crowd the memory system."""
+
+
+Vectors = Literal["after", "before", "beside"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +71,9 @@ class Choice:
 
     stages: loads in flight, 1 for none ahead, 0 for the plain kernel without TMA, one tile a
     program. run: neighbouring tiles that a program takes; 0 for programs that stay and take every
-    n-th tile. early: of plain norms, whether weight and bias are loaded beside x, which takes
-    registers and saves a wait.
+    n-th tile. vectors: of plain norms, when weight and bias are loaded: after the reduction, before
+    it, which takes registers and saves a wait, or beside x. once: of plain pointwise kernels,
+    whether what comes leaves the cache before what goes.
     """
 
     tile: tuple[int, ...]
@@ -66,7 +82,8 @@ class Choice:
     buffers: int
     programs_per_sm: int
     run: int
-    early: bool = False
+    vectors: Vectors = "after"
+    once: bool = False
 
     @property
     def per_thread(self) -> int:
@@ -134,7 +151,7 @@ def time_us(choice: Choice, num_tiles: int, traffic: Traffic, device: Device) ->
     last = tile_bytes * choice.programs_per_sm / full_rate
     idle = (rounds * slots - num_programs) / slots * last * min(length, choice.stages)
     alone = rounds * (PROGRAM_US + length * (TILE_US + last / 8))
-    return START_US + max(streaming * (1 + drift + crowding + serial) + idle / 2, alone)
+    return START_US + max(streaming * (1 + TMA_LOSS + drift + crowding + serial) + idle / 2, alone)
 
 
 def _plain_time_us(choice: Choice, num_tiles: int, traffic: Traffic, device: Device) -> float:
@@ -145,9 +162,15 @@ def _plain_time_us(choice: Choice, num_tiles: int, traffic: Traffic, device: Dev
     tile_us = elements * (traffic.in_bytes + traffic.out_bytes) / device.bandwidth_bytes_per_us
     idle = (rounds * slots - num_tiles) * tile_us
     wait = lost = 0.0
+    if choice.once:
+        leaving = traffic.num_elements * traffic.out_bytes
+        moved = leaving + traffic.num_elements * traffic.in_bytes
+        lost = -ONCE_GAIN if leaving < CACHE_BYTES < moved < 2 * CACHE_BYTES else ONCE_LOSS
     if len(choice.tile) == 2:
-        wait = 0.0 if choice.early else PLAIN_WAIT_US
-        lost = PLAIN_ROWS + PLAIN_PER_THREAD[per_thread] + EARLY_LOSS * choice.early
+        wait, loss = EARLY[choice.vectors]
+        lost = PLAIN_ROWS + loss
+        arriving = per_thread * traffic.in_bytes
+        lost += FEW_LOSS if arriving <= FEW_BYTES else MORE_LOSS * math.log2(arriving / 32)
     alone = rounds * (LATENCY_US + PLAIN_THREAD_US * per_thread + wait)
     streaming = num_tiles * tile_us * (1 + lost) + idle / 4
     return PLAIN_START_US + max(streaming + alone / rounds, alone, num_tiles * PLAIN_PROGRAM_US)
@@ -169,8 +192,12 @@ def plain_choices(traffic: Traffic, device: Device) -> tuple[Choice, ...]:
 
 def _plain_blocks(traffic: Traffic) -> list[tuple[Choice, int]]:
     return [
-        (_plain((elements,), elements // (32 * per_thread)), -(-traffic.num_elements // elements))
-        for elements in (2048, 1024, 512)
+        (
+            _plain((elements,), elements // (32 * per_thread), once=once),
+            -(-traffic.num_elements // elements),
+        )
+        for once in (False, True)
+        for elements in (2048, 1024, 4096, 512)
         for per_thread in (8, 16)
     ]
 
@@ -188,12 +215,13 @@ def _plain_rows(rows: int, columns: int) -> list[tuple[Choice, int]]:
         return [(_plain((1, 1024), 4), 3 * rows * -(-columns // 1024))]
     return [
         (
-            _plain((per_tile, padded), per_tile * padded // (32 * per_thread), early=early),
+            _plain((per_tile, padded), per_tile * padded // (32 * per_thread), vectors=vectors),
             -(-rows // per_tile),
         )
         for per_tile in (2, 1, 4, 8, 16)
         for per_thread in PLAIN_PER_THREAD
-        for early in (False, True)[: 1 + (per_thread <= EARLY_PER_THREAD)]
+        for vectors in EARLY
+        if vectors != "beside" or per_thread <= EARLY_PER_THREAD
         if 32 <= per_tile * padded // per_thread <= 1024
         and (per_tile == 1 or per_tile * padded <= MAX_ROW)
     ]
@@ -204,10 +232,12 @@ def padded_row(columns: int) -> int:
     return max(128, 1 << (columns - 1).bit_length())
 
 
-def _plain(tile: tuple[int, ...], num_warps: int, *, early: bool = False) -> Choice:
+def _plain(
+    tile: tuple[int, ...], num_warps: int, *, vectors: Vectors = "after", once: bool = False
+) -> Choice:
     resident = min(32, 2048 // (32 * num_warps), REGISTERS // (32 * num_warps * 40))
     return Choice(tile=tile, num_warps=num_warps, stages=0, buffers=0,
-                  programs_per_sm=resident, run=1, early=early)  # fmt: skip
+                  programs_per_sm=resident, run=1, vectors=vectors, once=once)  # fmt: skip
 
 
 def flat_choices(traffic: Traffic, device: Device, width: int) -> tuple[Choice, ...]:

@@ -68,6 +68,10 @@ class _Class:
         return f"{self.op}{parts}, {types}, {padded_to(self.count)}x{self.columns}"
 
     @property
+    def _packed(self) -> bool:
+        return all(rows in (None, (self.columns, 1)) for rows in (self.x, self.residual))
+
+    @property
     def vectors(self) -> list[Vector]:
         steps = (self.weight, self.bias)
         return [Vector(length=self.columns, step=1 if step is None else step) for step in steps]
@@ -124,7 +128,8 @@ class _Class:
             self.op,
             rows,
             tile,
-            choice.early,
+            choice.vectors,
+            self._packed and tile == self.columns and self.count % rows == 0,
         )
         if tile < self.columns:
             rest = (*strides, self.columns, self.eps, self.op, tile)

@@ -105,7 +105,8 @@ class _Class:
             arguments=[pointer] * (MAX_INPUTS + MAX_OUTPUTS),
             rest=(
                 row_strides, column_strides, matrix.columns, self.num_elements, self.formula,
-                len(self.kinds), matrix.rows == 1, wide, block,
+                len(self.kinds), matrix.rows == 1, wide, block, self.num_elements % block == 0,
+                choice.once,
             ),
             grid=-(-self.num_elements // block),
             options={"num_warps": choice.num_warps},

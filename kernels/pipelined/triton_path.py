@@ -30,18 +30,21 @@ def _num_exprs(formula: Formula) -> int:
 @triton.jit
 def pointwise_plain(x0, x1, x2, x3, x4, x5, x6, x7, y0, y1, y2, y3, row_strides, column_strides,
                     num_columns, num_elements, formula: tl.constexpr, num_inputs: tl.constexpr,
-                    flat: tl.constexpr, wide: tl.constexpr, block: tl.constexpr):  # fmt: skip
+                    flat: tl.constexpr, wide: tl.constexpr, block: tl.constexpr,
+                    exact: tl.constexpr, once: tl.constexpr):  # fmt: skip
     """x*: any strides, local memory; y*: contiguous. strides: a tuple with one number an input.
 
-    flat: there is one row. wide: places and offsets need 64 bits.
+    flat: there is one row. wide: places and offsets need 64 bits. exact: blocks end where the
+    elements do. once: x* leave the cache first.
     """
     inputs = (x0, x1, x2, x3, x4, x5, x6, x7)
     outputs = (y0, y1, y2, y3)
+    policy: tl.constexpr = "evict_first" if once else ""
     program = tl.program_id(0)
     if wide:
         program = program.to(tl.int64)
     places = program * block + tl.arange(0, block)
-    inside = places < num_elements
+    inside = tl.full([block], True, tl.int1) if exact else places < num_elements
     args = ()
     for i in tl.static_range(num_inputs):
         if flat:
@@ -49,7 +52,8 @@ def pointwise_plain(x0, x1, x2, x3, x4, x5, x6, x7, y0, y1, y2, y3, row_strides,
         else:
             offsets = places // num_columns * row_strides[i]
             offsets += places % num_columns * column_strides[i]
-        args += (tl.load(inputs[i] + offsets, mask=inside).to(tl.float32),)
+        value = tl.load(inputs[i] + offsets, mask=inside, eviction_policy=policy)
+        args += (value.to(tl.float32),)
     for i in tl.static_range(_num_exprs(formula)):
         result = evaluate(_expr(formula, i), args) + tl.zeros([block], tl.float32)
         tl.store(outputs[i] + places, result.to(outputs[i].dtype.element_ty), mask=inside)
@@ -71,41 +75,71 @@ def _normalise(value, inside, num_columns, eps, op: tl.constexpr):
 
 
 @triton.jit
+def _load_vector(vector, columns, valid):
+    """Weight or bias; a zero where there is none."""
+    if vector is None:
+        return tl.zeros([1, 1], tl.float32)
+    else:
+        return tl.load(vector + columns, mask=valid)
+
+
+@triton.jit
 def norm_plain(x, residual, weight, bias, y, total, x_row, x_step, residual_row, residual_step,
                num_rows, num_columns, eps, op: tl.constexpr, rows: tl.constexpr,
-               padded: tl.constexpr, early: tl.constexpr):  # fmt: skip
+               padded: tl.constexpr, vectors: tl.constexpr, exact: tl.constexpr):  # fmt: skip
     """Tiles of whole rows, `rows` of them with up to `padded` columns. x, residual: any strides;
     weight, bias: [num_columns]; y, total: contiguous; None where there is none; all local memory.
 
-    early: weight and bias are loaded beside x, which takes registers and saves a wait.
+    vectors: when weight and bias are loaded, see Choice. exact: x and residual are contiguous, and
+    tiles end where they do.
     """
-    first = tl.program_id(0) * rows
-    lines = (first + tl.arange(0, rows))[:, None]
     columns = tl.arange(0, padded)[None, :]
-    apart = columns.to(tl.int64)
-    inside = (lines < num_rows) & (columns < num_columns)
-    far = lines.to(tl.int64)
-    value = tl.load(x + far * x_row + apart * x_step, mask=inside, other=0.0).to(tl.float32)
-    if early and weight is not None:
-        scale = tl.load(weight + columns, mask=columns < num_columns)
-    if early and bias is not None:
-        shift = tl.load(bias + columns, mask=columns < num_columns)
+    first = tl.program_id(0).to(tl.int64) * rows
+    lines = tl.arange(0, rows)[:, None]
+    if exact:
+        inside = tl.full([rows, padded], True, tl.int1)
+        valid = tl.full([1, padded], True, tl.int1)
+        places = lines * padded + columns
+        x_places = places
+        residual_places = places
+        x += first * padded
+        start = first * padded
+        length = padded
+        if residual is not None:
+            residual += first * padded
+    else:
+        valid = columns < num_columns
+        inside = (first + lines < num_rows) & valid
+        far = first + lines
+        apart = columns.to(tl.int64)
+        x_places = far * x_row + apart * x_step
+        residual_places = far * residual_row + apart * residual_step
+        places = far * num_columns + columns
+        start = 0
+        length = num_columns
+    value = tl.load(x + x_places, mask=inside, other=0.0).to(tl.float32)
     if residual is not None:
-        place = residual + far * residual_row + apart * residual_step
-        value += tl.load(place, mask=inside, other=0.0).to(tl.float32)
+        more = tl.load(residual + residual_places, mask=inside, other=0.0)
+    if vectors == "beside":
+        scale = _load_vector(weight, columns, valid)
+        shift = _load_vector(bias, columns, valid)
+    if residual is not None:
+        value += more.to(tl.float32)
         value = value.to(total.dtype.element_ty)
-        tl.store(total + far * num_columns + columns, value, mask=inside)
+        tl.store(total + start + places, value, mask=inside)
         value = value.to(tl.float32)
-    result = _normalise(value, inside, num_columns, eps, op)
+    if vectors == "before":
+        scale = _load_vector(weight, columns, valid)
+        shift = _load_vector(bias, columns, valid)
+    result = _normalise(value, inside, length, eps, op)
+    if vectors == "after":
+        scale = _load_vector(weight, columns, valid)
+        shift = _load_vector(bias, columns, valid)
     if weight is not None:
-        if not early:
-            scale = tl.load(weight + columns, mask=columns < num_columns)
         result *= scale.to(tl.float32)
     if bias is not None:
-        if not early:
-            shift = tl.load(bias + columns, mask=columns < num_columns)
         result += shift.to(tl.float32)
-    tl.store(y + far * num_columns + columns, result.to(y.dtype.element_ty), mask=inside)
+    tl.store(y + start + places, result.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from distmega.kernels.pipelined.choices import Choice
 
 CHOICES = Path.home() / ".cache" / "distmega" / "choices.json"
-NUM_CANDIDATES = 10
+NUM_CANDIDATES = {True: 8, False: 15}
+"""Of kernels with TMA and without."""
 NUM_RUNS = 15
 NUM_SHORT_RUNS = 45
 SHORT_US = 300.0
@@ -84,13 +85,16 @@ def known_choice(key: str, candidates: Sequence[Choice]) -> Choice:
 
 
 def few_candidates(candidates: Sequence[Choice]) -> list[Choice]:
-    """The model's best few with TMA and without, no two of the same tile, warps, run and early."""
+    """The model's best few with TMA and without, one of each tile, warps, run, vectors, once."""
     first: dict[tuple[object, ...], Choice] = {}
     for choice in candidates:
-        kind = choice.stages == 0, choice.early
+        kind = choice.stages == 0, choice.vectors, choice.once
         first.setdefault((choice.tile, choice.num_warps, choice.run, *kind), choice)
-    by_kernel = ([c for c in first.values() if bool(c.stages) == tma] for tma in (True, False))
-    return [choice for kind in by_kernel for choice in kind[:NUM_CANDIDATES]]
+    return [
+        choice
+        for tma, count in NUM_CANDIDATES.items()
+        for choice in [c for c in first.values() if bool(c.stages) == tma][:count]
+    ]
 
 
 def _median_us(choices: Sequence[Choice], run: Callable[[Choice], object]) -> dict[Choice, float]:

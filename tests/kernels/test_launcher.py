@@ -1,10 +1,21 @@
 """Later launches give the compiled kernel exactly what Triton gave it in the first."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from distmega.blueprint import draw_decode, plan_decode
+from distmega.kernels.hopper.batch_runner import BatchRunner
+from distmega.kernels.hopper.batch_sample import sequence_words
+from distmega.kernels.hopper.batch_words import BATCH
 from distmega.kernels.hopper.runner import DecodeRunner
+from distmega.models.presets import PRESETS
+from distmega.models.sampling import Method
+from distmega.requests import EngineOptions
+from distmega.sharding.cost import H200
+from distmega.sharding.mesh import DeviceMesh
 from tests.kernels import offline
 from tests.kernels.test_decode_code import open_runner
 
@@ -20,7 +31,35 @@ def test_later_launches_are_the_first(monkeypatch, num_ranks):
         runner: DecodeRunner = open_runner("smollm2-135m", num_ranks)
         for num_steps in (1, 1, 3):
             runner.decode(num_steps)
-    first, second, third = map(shown, seen)
+    assert_alike(seen)
+
+
+def test_batched_launches_are_the_first(monkeypatch):
+    """Of a kernel that draws within limits, for which each sequence has words of its own."""
+    seen: list[tuple[object, ...]] = []
+    monkeypatch.setattr(offline._Launcher, "__call__", lambda self, *given: seen.append(given))
+    options = EngineOptions(max_context=256, batch=3)
+    method = Method(kind="limited", num_candidates=64)
+    plan = plan_decode(PRESETS["smollm2-135m"], DeviceMesh(tp=1), H200, options, method=method)
+    drawn = draw_decode(PRESETS["smollm2-135m"], plan, options, peer_memory=True, method=method)
+    (segment,) = drawn.host.segments
+    with offline.offline(monkeypatch):
+        runner = BatchRunner(
+            segment,
+            weights=drawn.weights,
+            weights_arena=torch.empty(drawn.weights.num_bytes, dtype=torch.uint8),
+            states=drawn.states,
+            state_arena=torch.empty(drawn.states.num_bytes, dtype=torch.uint8),
+        )
+        assert runner._report.numel() > 2 * BATCH * sequence_words(runner.queues.head_rows)
+        for num_steps in (1, 1, 3):
+            runner.decode(num_steps)
+    assert_alike(seen)
+
+
+def assert_alike(launches: Sequence[tuple[object, ...]]) -> None:
+    """Three launches that differ in the number of steps alone: 1, 1 and 3."""
+    first, second, third = map(shown, launches)
     assert first == second
     differing = [pair for pair in zip(first, third, strict=True) if pair[0] != pair[1]]
     assert differing == [(1, 3)]

@@ -2,6 +2,8 @@
 one mbarrier a stage and input, nothing spilled, registers and shared memory as the choices assume.
 """
 
+import re
+
 import pytest
 
 from distmega import expr
@@ -170,29 +172,34 @@ STRIDES = ("x_row", "x_step", "residual_row", "residual_step")
 
 @pytest.mark.parametrize("op", ["rms", "layer", "softmax"])
 @pytest.mark.parametrize("columns", [4096, 16384])
-@pytest.mark.parametrize("early", [False, True])
-def test_plain_norms(op, columns, early):
+@pytest.mark.parametrize(
+    ("vectors", "exact"), [("after", True), ("before", True), ("beside", False)]
+)
+def test_plain_norms(op, columns, vectors, exact):
     traffic = Traffic(in_bytes=4, out_bytes=4, num_elements=128 * columns)
     choices = plain_row_choices(128, columns, traffic, H200)
-    choice = next(choice for choice in choices if choice.early == early)
+    choice = next(choice for choice in choices if choice.vectors == vectors)
     types: dict[str, object] = dict.fromkeys(NORM_TENSORS, "*bf16") | {"eps": "fp32"}
     multiples = ("x_row", "residual_row", "num_columns")
     types |= dict.fromkeys((*multiples, "num_rows"), "i32")
     fixed = {"x_step": 1, "residual_step": 1, "op": op, "rows": choice.tile[0],
              "padded": choice.tile[1],
-             "early": early}  # fmt: skip
+             "vectors": vectors, "exact": exact}  # fmt: skip
     code = compile_kernel(norm_plain, types, fixed, choice.num_warps, 255, multiples)
     assert code.stack_bytes == 0
     assert code.registers * 32 * choice.num_warps <= REGISTERS
     assert vector_accesses(code.ptx)
+    assert not (exact and re.search(r"@\S+ ld\.global", code.ptx)), "no masks"
 
 
-def test_plain_pointwise():
+@pytest.mark.parametrize("exact", [False, True])
+def test_plain_pointwise(exact):
     types: dict[str, object] = {"x0": "*bf16", "x1": "*bf16", "y0": "*bf16"}
     multiples = ("num_columns", "num_elements")
     types |= dict.fromkeys(multiples, "i32")
     fixed = {"row_strides": (0, 0), "column_strides": (1, 1), "num_inputs": 2, "block": 1024,
-             "formula": formula_of(("a0 * a1",)), "flat": True, "wide": False}  # fmt: skip
+             "formula": formula_of(("a0 * a1",)), "flat": True, "wide": False,
+             "exact": exact, "once": exact}  # fmt: skip
     code = compile_kernel(pointwise_plain, types, fixed, 4, 255, multiples)
     assert code.stack_bytes == 0
     assert vector_accesses(code.ptx)
@@ -211,5 +218,5 @@ def test_any_operands():
     types |= {"row_strides": ("i64", "i64"), "column_strides": ("i64", "i64")}
     types |= {"num_elements": "i64"}
     fixed = {"formula": formula_of(("a0 * a1",)), "num_inputs": 2, "flat": False, "wide": True,
-             "block": 1024}  # fmt: skip
+             "block": 1024, "exact": False, "once": False}  # fmt: skip
     assert compile_kernel(pointwise_plain, types, fixed, 4, 255).stack_bytes == 0
