@@ -40,8 +40,13 @@ FEW_LOSS, MORE_LOSS = 0.06, 0.004
 their way, and for each time that it has twice the 32 that are best.
 """
 CROWDING = 0.005
+Vectors = Literal["after", "before", "beside"]
 EARLY_PER_THREAD = 16
-EARLY = {"after": (0.3, 0.0), "before": (0.1, 0.002), "beside": (0.0, 0.004)}
+EARLY: dict[Vectors, tuple[float, float]] = {
+    "after": (0.3, 0.0),
+    "before": (0.1, 0.002),
+    "beside": (0.0, 0.004),
+}
 """When weight and bias come -> us that a tile waits for them, and what they lose where many
 programs run; elements of a thread up to which they may come beside x.
 """
@@ -52,9 +57,6 @@ not by far; elsewhere they lose.
 """
 ENOUGH_BYTES = 65536
 """Loads in flight on an SM beyond which more only crowd the memory system."""
-
-
-Vectors = Literal["after", "before", "beside"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
