@@ -20,14 +20,15 @@ def elapsed_us(call: Call, num: int) -> float:
 
 
 def alternating_us(calls: Mapping[str, Call], rounds: int, before: Call) -> dict[str, float]:
-    """Median time on the GPU of each call, all of them in turn in every round, each behind
-    `before`, which is not timed and gives the host time to run ahead. Two calls of each come first.
+    """Median time on the GPU of each call, all of them in turn in every round, in every
+    other one backwards, so that none always follows the same one; each behind `before`, which is
+    not timed and gives the host time to run ahead. Two calls of each come first.
     """
     spans: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {n: [] for n in calls}
     for call in (*calls.values(), *calls.values()):
         call()
-    for _ in range(rounds):
-        for name, call in calls.items():
+    for number in range(rounds):
+        for name, call in list(calls.items())[:: -1 if number % 2 else 1]:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             before()
             start.record()
