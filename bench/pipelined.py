@@ -9,6 +9,7 @@ bytes at the rate of a copy of one of its tensors in the same run. Inputs are ou
 
 import argparse
 import dataclasses
+import logging
 import math
 import tempfile
 import time
@@ -245,11 +246,13 @@ def measure(case: Case, data: list[Tensor], commit: str) -> Record:
 def main() -> None:
     """Measures all cases and writes the records."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--sizes-mb", type=int, nargs="+", default=[1, 16, 256, 1024, 4096])
+    parser.add_argument("--sizes-mb", type=int, nargs="+", default=[1, 4, 16, 64, 256, 1024, 4096])
     parser.add_argument("--host", action="store_true", help="also the time on the host of a call")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
     parser.add_argument("--commit", default=current_commit(), help="what the records say")
     options = parser.parse_args()
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger(tuning.__module__).setLevel(logging.INFO)  # says which kernel is chosen
     largest = max(options.sizes_mb) * MB // 2
     data = [torch.randn(largest, device="cuda", dtype=torch.bfloat16) for _ in range(5)]
     path = options.results / f"{result_name('pipelined', torch.cuda.get_device_name())}.json"

@@ -17,8 +17,10 @@ import torch.distributed as dist
 from distmega.kernels.pipelined.choices import Choice
 
 CHOICES = Path.home() / ".cache" / "distmega" / "choices.json"
-NUM_CANDIDATES = {True: 8, False: 15}
-"""Of kernels with TMA and without."""
+NUM_TMA, NUM_PLAIN = 8, 16
+"""Candidates of either kind that are measured first."""
+NUM_LEADING, NUM_FINALISTS = 3, 4
+"""Of them, those whose plain variants come next; of all, those that are measured once more."""
 NUM_RUNS = 15
 NUM_SHORT_RUNS = 45
 SHORT_US = 300.0
@@ -66,9 +68,13 @@ def pick(
     known = _table.known()
     if not _table.measuring or known.get(_on_this_gpu(key)) in candidates:
         return known_choice(key, candidates)
-    tried = few_candidates(candidates)
-    prepare(tried)
-    times = _median_us(tried, run)
+    times = _measured(first_of_kinds(candidates), prepare, run)
+    leading = sorted(times, key=times.__getitem__)
+    kinds = {kind_of(choice) for choice in leading[:NUM_LEADING] if not choice.stages}
+    variants = [each for each in candidates if kind_of(each) in kinds and each not in times]
+    times |= _measured(variants, prepare, run)
+    finalists = sorted(times, key=times.__getitem__)[:NUM_FINALISTS]
+    times = _median_us(finalists, run)
     best = known[_on_this_gpu(key)] = min(times, key=times.__getitem__)
     _log.info("%s: %s, %.1f us", key, best, times[best])
     return best
@@ -84,17 +90,33 @@ def known_choice(key: str, candidates: Sequence[Choice]) -> Choice:
     return found if found is not None and found in candidates else candidates[0]
 
 
-def few_candidates(candidates: Sequence[Choice]) -> list[Choice]:
-    """The model's best few with TMA and without, one of each tile, warps, run, vectors, once."""
+def kind_of(choice: Choice) -> tuple[object, ...]:
+    """What choices of one kind have in common; plain ones differ by when and how they load."""
+    return choice.stages == 0, choice.tile, choice.num_warps, choice.run
+
+
+def first_of_kinds(candidates: Sequence[Choice]) -> list[Choice]:
+    """The model's best of each kind, of few kinds."""
     first: dict[tuple[object, ...], Choice] = {}
     for choice in candidates:
-        kind = choice.stages == 0, choice.vectors, choice.once
-        first.setdefault((choice.tile, choice.num_warps, choice.run, *kind), choice)
+        first.setdefault(kind_of(choice), choice)
+    by_kernel = ([c for c in first.values() if bool(c.stages) == tma] for tma in (True, False))
     return [
         choice
-        for tma, count in NUM_CANDIDATES.items()
-        for choice in [c for c in first.values() if bool(c.stages) == tma][:count]
+        for kind, count in zip(by_kernel, (NUM_TMA, NUM_PLAIN), strict=True)
+        for choice in kind[:count]
     ]
+
+
+def _measured(
+    choices: Sequence[Choice],
+    prepare: Callable[[Sequence[Choice]], object],
+    run: Callable[[Choice], object],
+) -> dict[Choice, float]:
+    if not choices:
+        return {}
+    prepare(choices)
+    return _median_us(choices, run)
 
 
 def _median_us(choices: Sequence[Choice], run: Callable[[Choice], object]) -> dict[Choice, float]:
