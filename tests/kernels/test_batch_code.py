@@ -160,7 +160,7 @@ def machine(request: pytest.FixtureRequest) -> Machine:
 
 
 SPILLS = {"drawing within limits": 168, "drawing within any limits": 128}
-"""Bytes that are kept across the search for limits, outside of all loops over tiles."""
+"""Bytes that are kept across the search for limits, mostly outside of loops over tiles."""
 
 
 @pytest.mark.parametrize("name", MACHINES)
