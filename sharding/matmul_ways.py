@@ -38,7 +38,7 @@ STREAMING = 1.1
 """How much longer than the library's the kernel takes where reading operands is all that counts."""
 DOUBT = 1.02
 """By how much the kernel must be expected to win: it is predicted a little too well."""
-NARROW = 1.015
+NARROW = 1.01
 """How much longer the kernel takes in bands of fewer rows of tiles than GROUP."""
 PARTS = (1, 2, 4)
 """Into how many parts a band is cut to be sent."""

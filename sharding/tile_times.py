@@ -14,6 +14,8 @@ TILE_ROWS = 128
 """Of the kernel: elements of K in a slot of the ring, rows of a tile."""
 NUM_WORDS = 2**12
 """Event words for each rank of a team."""
+PUSHING_RANKS = 2
+"""Most ranks of a team whose kernels push sums themselves; to three peers it gained nothing."""
 GROUP = 8
 """Rows of tiles that are crossed together; 4 to 16 differ by less than 1% on an H200."""
 
@@ -94,8 +96,8 @@ class SendPlan:
     """What a sending kernel and the copies behind it agree on.
 
     num_bands: of a rank's rows. columns: of tiles; part: so many are sent at once. lag: as
-    place_turns. shares: sums go to all ranks; num_late: so many of the last tiles are pushed to the
-    peers by the kernel then, whole columns of the last band.
+    place_turns. shares: sums go to all ranks; num_late: so many of the last tiles the kernel itself
+    pushes to the peers, whole columns of the last band.
     """
 
     tiles: Tiles
@@ -147,7 +149,7 @@ def plan_sending(
         num_tiles=num_tiles,
         lag=lag or chunk_rows // group,
         shares=shares,
-        num_late=late if shares else 0,
+        num_late=late if shares and extents.num_ranks <= PUSHING_RANKS else 0,
     )
 
 

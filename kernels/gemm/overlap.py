@@ -188,9 +188,11 @@ def _send(
     stuck.check(workspace)
     words = list(range(plan.num_words))
     if plan.shares:
+        words.append(plan.num_words)
         workspace.await_peers(plan.num_words)
+    if plan.num_late:
+        words.append(PUSHED)
         workspace.await_peers(PUSHED, plan.num_late)
-        words += [plan.num_words, PUSHED]
     workspace.end(words, counts)
     return result
 
