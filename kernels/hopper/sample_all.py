@@ -17,8 +17,10 @@ from distmega.kernels.hopper.sample_chunks import CHUNK_WORDS, chunk_place, read
 from distmega.kernels.hopper.shapes import PER_THREAD, THREADS
 
 ROUNDS = gl.constexpr(words.SEARCH_CHUNKS)
-SMALLEST_MASS = gl.constexpr(88.0)
-"""Temperatures below the highest logit at which a mass is 0 in fp32."""
+NEVER_DRAWN = gl.constexpr(88.0)
+"""Temperatures below the highest logit at which a mass is 0 in fp32, and far out of reach of the
+noise, which spans 26. Bounds the range, whatever the lowest logit is.
+"""
 ALL = gl.constexpr(3e38)
 """More logits than there are."""
 
@@ -114,13 +116,15 @@ def cutoff_of_all(x, sampling, exchange, first, sm, num_sms, tag):
     masses = gl.exp2((x - highest) * (1.4426950408889634 / heat))
     above = highest + gl.maximum(gl.abs(highest) * 1e-3, 1e-3)
     wanted = gl.where(top_k > 0.0, top_k, ALL)
-    low = gl.where(top_k > 0.0, low, gl.maximum(low, highest - SMALLEST_MASS * heat))
+    low = gl.maximum(low, highest - NEVER_DRAWN * heat)
     high = above
     num = wanted * 2.0
     mass = wanted * 0.0
     high_num = mass
     chunk = 1
-    while (num > wanted) & splits(low, high) & (chunk < ROUNDS // 2):
+    # one round at least: several draws share the chunks, and who writes the first again must know
+    # that all have read it
+    while (chunk == 1) | ((num > wanted) & splits(low, high) & (chunk < ROUNDS // 2)):
         low, num, mass, high, high_num = narrow(
             low, num, mass, high, high_num, wanted, 0.0, x, masses, exchange,
             first + chunk * CHUNK_WORDS, sm, present, tag,
