@@ -3,7 +3,8 @@
 A body is a function of this folder that takes a communicator. It runs with the rank's device as
 torch's default, so the same body serves GPUs over NCCL and CPUs over gloo. A group is started when
 a test first needs so many ranks; one in which a body failed, a rank died or did not answer is
-ended, and the next test gets a new one. Under torchrun its processes are the only group.
+ended, and the next test gets a new one; on a machine with GPUs its processes have been started
+before, since that takes longer than most bodies. Under torchrun its processes are the only group.
 """
 
 import gc
@@ -18,7 +19,6 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing import get_context, parent_process
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 import pytest
@@ -56,10 +56,13 @@ def is_under_torchrun() -> bool:
 
 @dataclass(slots=True)
 class Groups:
-    """The groups of this session. `separate` names groups whose processes others do not share."""
+    """The groups of this session. `separate` names groups whose processes others do not share.
+    spare: processes that belong to no group yet.
+    """
 
     open: dict[tuple[str, int, str], "Group"] = field(default_factory=dict)
     joined: dict[str, Communicator] = field(default_factory=dict)
+    spare: list["Rank"] = field(default_factory=list)
 
     def run(
         self, body: str, device: str, num_ranks: int, *args: object, separate: str = ""
@@ -72,12 +75,21 @@ class Groups:
             return
         key = device, num_ranks, separate
         if key not in self.open:
-            self.open[key] = Group(device, num_ranks)
+            self.open[key] = Group(device, self._take(num_ranks))
         try:
             self.open[key].run(body, args)
         except BaseException:
             self.open.pop(key).end()
             raise
+
+    def _take(self, num_ranks: int) -> list["Rank"]:
+        """Processes for a group; where there are GPUs, as many are started for the next one."""
+        while len(self.spare) < num_ranks:
+            self.spare.append(Rank())
+        taken = [self.spare.pop(0) for _ in range(num_ranks)]
+        while torch.cuda.is_available() and len(self.spare) < num_ranks:
+            self.spare.append(Rank())
+        return taken
 
     def _run_here(self, body: str, device: str, num_ranks: int, args: tuple[object, ...]) -> None:
         """On this process, which is one of torchrun's."""
@@ -91,69 +103,82 @@ class Groups:
         """Ends the processes of all groups."""
         for group in self.open.values():
             group.end()
+        for rank in self.spare:
+            rank.end()
         if is_under_torchrun() and dist.is_initialized():
             dist.destroy_process_group()
 
 
-class Group:
-    """Processes that serve one body after another."""
+class Rank:
+    """A process that serves one body after another, once it is in a group."""
 
-    def __init__(self, device: str, num_ranks: int) -> None:
+    def __init__(self) -> None:
+        context = get_context("spawn")
+        self.connection, there = context.Pipe()
+        self.process = context.Process(target=_serve, args=(there,), daemon=True)
+        self.process.start()
+        there.close()
+
+    def answer(self) -> str:
+        """What was wrong with a body; empty if nothing was."""
+        try:
+            problem: str = self.connection.recv()
+        except (EOFError, ConnectionResetError):
+            self.process.join(GRACE_S)
+            return f"died, exit code {self.process.exitcode}"
+        return problem
+
+    def end(self) -> None:
+        """Kills the process: it has nothing to keep."""
+        self.process.kill()
+        self.process.join()
+        self.connection.close()
+
+
+class Group:
+    """Ranks that run bodies together."""
+
+    def __init__(self, device: str, ranks: list[Rank]) -> None:
         self._folder = tempfile.TemporaryDirectory()
-        self._ranks: list[tuple[SpawnProcess, Connection]] = []
-        context, store = get_context("spawn"), str(Path(self._folder.name) / "store")
-        for rank in range(num_ranks):
-            here, there = context.Pipe()
-            given = device, num_ranks, rank, store, there
-            process = context.Process(target=_serve, args=given, daemon=True)
-            process.start()
-            there.close()
-            self._ranks.append((process, here))
+        self._ranks = ranks
+        store = str(Path(self._folder.name) / "store")
+        for number, rank in enumerate(ranks):
+            rank.connection.send((device, len(ranks), number, store))
 
     def run(self, body: str, args: tuple[object, ...]) -> None:
         """One body on all ranks. Raises RanksFailed; the group is of no use then."""
         waiting: dict[Connection, int] = {}
         failures: dict[int, str] = {}
-        for rank, (_, connection) in enumerate(self._ranks):
-            connection.send((body, args))
-            waiting[connection] = rank
+        for number, rank in enumerate(self._ranks):
+            rank.connection.send((body, args))
+            waiting[rank.connection] = number
         deadline = time.monotonic() + BODY_S
         while waiting and (left_s := deadline - time.monotonic()) > 0:
             for one in [each for each in wait(list(waiting), left_s) if each in waiting]:
                 assert isinstance(one, Connection)
-                rank = waiting.pop(one)
-                if problem := self._answer(rank, one):
-                    failures[rank] = problem
+                number = waiting.pop(one)
+                if problem := self._ranks[number].answer():
+                    failures[number] = problem
                     deadline = min(deadline, time.monotonic() + GRACE_S)
         failures |= dict.fromkeys(waiting.values(), f"no answer from {body}")
         if failures:
-            lines = [f"rank {rank}: {failures[rank]}" for rank in sorted(failures)]
+            lines = [f"rank {number}: {failures[number]}" for number in sorted(failures)]
             raise RanksFailed("\n".join(lines))
 
-    def _answer(self, rank: int, connection: Connection) -> str:
-        """What is wrong with a rank; empty if nothing is."""
-        try:
-            problem: str = connection.recv()
-        except (EOFError, ConnectionResetError):
-            process = self._ranks[rank][0]
-            process.join(GRACE_S)
-            return f"died, exit code {process.exitcode}"
-        return problem
-
     def end(self) -> None:
-        """Kills the processes: none has anything to keep."""
-        for process, _ in self._ranks:
-            process.kill()
-        for process, connection in self._ranks:
-            process.join()
-            connection.close()
+        """Ends all of its ranks."""
+        for rank in self._ranks:
+            rank.process.kill()
+        for rank in self._ranks:
+            rank.end()
         self._folder.cleanup()
 
 
-def _serve(device: str, num_ranks: int, rank: int, store: str, orders: Connection) -> None:
-    """A rank of a group, until the tests' process ends."""
+def _serve(orders: Connection) -> None:
+    """A rank, until the tests' process ends: first its place in a group, then bodies."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
+    device, num_ranks, rank, store = orders.recv()
     comm: Communicator | None = None
     while True:
         body, args = orders.recv()

@@ -1,6 +1,7 @@
 """Several ranks decode what one rank does, and as exactly as transformers in bf16."""
 
 import gc
+import importlib
 import itertools
 from dataclasses import replace
 
@@ -14,7 +15,6 @@ from distmega.models.load import open_model
 from distmega.requests import EngineOptions
 from distmega.sharding.mesh import DeviceMesh
 from distmega.sharding.stages import AXIS
-from tests.gpu.reference import reference_logits
 from tests.multigpu.ranks import ON_GPUS
 
 HERE = "tests.multigpu.test_decode"
@@ -76,8 +76,11 @@ def compare_ranks(comm: Communicator, model: str, device: str) -> None:
     one = DeviceMesh(tp=1)
     lone = open_engine(SingleCommunicator(one), model, device)
     ids = random_ids(lone.blueprint.config.vocab)
-    exact = reference_logits(lone, ids, torch.float32)
-    rounded = float(relative_errors(reference_logits(lone, ids, torch.bfloat16), exact).max())
+    # imports transformers, which takes seconds and other bodies' ranks do without
+    reference = importlib.import_module("tests.gpu.reference")
+    exact = reference.reference_logits(lone, ids, torch.float32)
+    in_bf16 = reference.reference_logits(lone, ids, torch.bfloat16)
+    rounded = float(relative_errors(in_bf16, exact).max())
     expected = exact[NUM_PREFILLED:]
     runs = {"one rank": decoded(lone, ids)}
     greedy = {"one rank": greedy_tokens(lone, ids)}

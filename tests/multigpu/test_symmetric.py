@@ -18,14 +18,14 @@ def reach_every_member(comm: NcclCommunicator, backend: Backend) -> None:
     memory = open_symmetric(comm, "tp", 1000, [backend])
     assert memory.backend == backend
     assert memory.local.numel() == 1024
-    assert memory.pointers[memory.place] == memory.local.data_ptr()
     comm.barrier()
     for other in range(memory.num_ranks):
         memory.tensor(other, (4,), torch.int32, 16 * comm.rank).fill_(100 * other + comm.rank)
     torch.cuda.synchronize()
     comm.barrier()
-    found = memory.tensor(comm.rank, (memory.num_ranks, 4), torch.int32)
-    assert found[:, 0].tolist() == [100 * comm.rank + r for r in range(memory.num_ranks)]
+    expected = [100 * comm.rank + r for r in range(memory.num_ranks)]
+    assert memory.tensor(comm.rank, (memory.num_ranks, 4), torch.int32)[:, 0].tolist() == expected
+    assert memory.local.view(torch.int32)[: 4 * memory.num_ranks : 4].tolist() == expected
 
 
 def hand_over(comm: NcclCommunicator, backend: Backend) -> None:
