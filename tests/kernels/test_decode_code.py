@@ -117,3 +117,12 @@ def test_every_wait_for_a_word_is_bounded():
     name = "llama-3.2-1b"
     ptx = decode_code(name, 1, False).ptx
     assert ptx.count("SPIN:") == ptx.count("%globaltimer") >= 4
+
+
+def test_products_do_not_wait_for_the_report():
+    """Before sums are pushed it is looked at; asked for before the products, compared behind."""
+    lines = decode_code("llama-3.2-1b", 2, False).ptx.splitlines()
+    (asked,) = (at for at, line in enumerate(lines) if "ld.volatile.global" in line)
+    report = lines[asked].split()[2]
+    used = next(at for at in range(asked + 1, len(lines)) if f"{report};" in lines[at])
+    assert any("mma.sync" in line for line in lines[asked:used])
