@@ -3,6 +3,7 @@
 Its registers are what all branches together need, so one model of each kind is enough.
 """
 
+import re
 from dataclasses import dataclass
 from functools import cache
 from types import SimpleNamespace
@@ -123,6 +124,6 @@ def test_products_do_not_wait_for_the_report():
     """Before sums are pushed it is looked at; asked for before the products, compared behind."""
     lines = decode_code("llama-3.2-1b", 2, False).ptx.splitlines()
     (asked,) = (at for at, line in enumerate(lines) if "ld.volatile.global" in line)
-    report = lines[asked].split()[2]
-    used = next(at for at in range(asked + 1, len(lines)) if f"{report};" in lines[at])
+    report = re.compile(re.escape(lines[asked].split()[2]) + r"\b")
+    used = next(at for at in range(asked + 1, len(lines)) if report.search(lines[at]))
     assert any("mma.sync" in line for line in lines[asked:used])
