@@ -1,18 +1,27 @@
 """Attention tasks on the compute warps: one kv head's query group over one split of the context.
 
-In: tagged words of the qkv output, cached keys and values in the ring. Out: what splits.py writes,
-and the new position in the cache. Next on the walk: splits.py.
+In: tagged words of the qkv output, cached keys and values in the ring. Out: tagged words of the
+split's outputs, maxima and sums, and the new position in the cache. Next on the walk: splits.py.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from distmega.kernels.gluon_compat import cta_barrier
+from distmega.kernels.hopper.blocks import (
+    add_values,
+    aim_block,
+    aim_rows,
+    place_new,
+    score_block,
+    stage_queries,
+)
 from distmega.kernels.hopper.device import (
     as_float,
     clock,
     fence_all,
+    keep,
+    tagged_float,
 )
 from distmega.kernels.hopper.fields import (
     ATT_K_NORM,
@@ -23,23 +32,20 @@ from distmega.kernels.hopper.fields import (
     ATT_V_ROW,
     HEAD,
     MAX_SPLITS,
+    PARTIAL,
     SRC,
     WINDOW,
 )
 from distmega.kernels.hopper.loader import first_seen, num_active_splits
 from distmega.kernels.hopper.shapes import (
-    KV_DOT,
-    MMA3,
     MMA_M,
-    NUM_WARPS,
-    POSITIONS,
-    Q_DOT,
-    QUERY,
+    PARTIAL_EXTRA,
+    PER_THREAD,
+    THREADS,
     TILE_ROWS,
     head_rows,
 )
 from distmega.kernels.hopper.spins import spin_rows
-from distmega.kernels.hopper.splits import write_rows
 
 
 @gluon.jit
@@ -94,64 +100,6 @@ def rotated_rows(
 
 
 @gluon.jit
-def attend_block(
-    q0,
-    q1,
-    bufs,
-    ready,
-    free,
-    it,
-    block,
-    first,
-    position,
-    scale,
-    m,
-    l,
-    o0,
-    o1,
-    HALVES: gl.constexpr,
-    STAGES: gl.constexpr,
-):
-    """Online softmax over the 128 cached positions of one block, 16 a warp, each warp on its own;
-    positions before `first` are out of sight, those from `position` on are stale, both masked.
-    """
-    view: gl.constexpr = [NUM_WARPS, POSITIONS, 64]
-    s = gl.zeros([NUM_WARPS, MMA_M, POSITIONS], gl.float32, layout=MMA3)
-    for h in gl.static_range(HALVES):
-        slot = (it + h) % STAGES
-        mbarrier.wait(ready.index(slot), ((it + h) // STAGES) & 1)
-        k = bufs.index(slot).reshape(view).permute([0, 2, 1]).load(KV_DOT)
-        mbarrier.arrive(free.index(slot), count=1)
-        s = mma_v2(q0 if h == 0 else q1, k, s)
-    it += HALVES
-    warp = gl.arange(0, NUM_WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(1, MMA3)))
-    column = gl.arange(0, POSITIONS, layout=gl.SliceLayout(0, gl.SliceLayout(1, MMA3)))
-    t = gl.expand_dims(warp * POSITIONS, 1) + gl.expand_dims(column, 0) + block * TILE_ROWS
-    seen = (t >= first) & (t < position)
-    s = gl.where(gl.expand_dims(seen, 1), s * scale, float("-inf"))
-    m_new = gl.maximum(m, gl.max(s, axis=2))
-    m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
-    alpha = gl.exp2(m - m_safe)
-    p = gl.exp2(s - gl.expand_dims(m_safe, 2))
-    l = l * alpha + gl.sum(p, axis=2)
-    p = gl.convert_layout(p.to(gl.bfloat16), Q_DOT)
-    alpha = gl.expand_dims(alpha, 2)
-    slot = it % STAGES
-    mbarrier.wait(ready.index(slot), (it // STAGES) & 1)
-    v = bufs.index(slot).reshape(view).load(KV_DOT)
-    mbarrier.arrive(free.index(slot), count=1)
-    o0 = mma_v2(p, v, o0 * alpha)
-    if HALVES == 2:
-        slot = (it + 1) % STAGES
-        mbarrier.wait(ready.index(slot), ((it + 1) // STAGES) & 1)
-        v = bufs.index(slot).reshape(view).load(KV_DOT)
-        mbarrier.arrive(free.index(slot), count=1)
-        o1 = mma_v2(p, v, o1 * alpha)
-    it += HALVES
-    return it, m_new, l, o0, o1
-
-
-@gluon.jit
 def append_position(words, cache, position, a, b, D: gl.constexpr, G: gl.constexpr):
     """Rows G (key) and G + 1 (value) of both halves into the cache at `position`."""
     half: gl.constexpr = D // 2
@@ -166,31 +114,29 @@ def append_position(words, cache, position, a, b, D: gl.constexpr, G: gl.constex
 
 
 @gluon.jit
-def begin_new(qs, scale, G: gl.constexpr, HALVES: gl.constexpr):
-    """State of the online softmax after the new position alone, held by the first warp."""
-    ROWS: gl.constexpr = head_rows(64, 4)
-    warp = gl.arange(0, NUM_WARPS, layout=gl.SliceLayout(1, QUERY))
-    mine = gl.expand_dims(warp, 1) == 0
-    s = gl.zeros([MMA_M], gl.float32, layout=gl.SliceLayout(1, ROWS))
-    for h in gl.static_range(HALVES):
-        q = qs.index(h).load(ROWS).to(gl.float32)
-        k = qs.index(h).slice(G, 1, dim=0).load(ROWS).to(gl.float32)
-        s += gl.sum(q * k, axis=1)
-    s = gl.expand_dims(gl.convert_layout(s * scale, gl.SliceLayout(0, QUERY)), 0)
-    m = gl.where(mine, s, float("-inf"))
-    l = gl.where(mine & (s == s), 1.0, 0.0)
-    return m, l
-
-
-@gluon.jit
-def new_value(qs, h: gl.constexpr, G: gl.constexpr):
-    """Half h of the new value for the first warp, zeros for the others: [8, 16, 64]."""
-    columns: gl.constexpr = gl.SliceLayout(0, MMA3)
-    v = gl.expand_dims(qs.index(h).slice(G + 1, 1, dim=0).load(columns).to(gl.float32), 0)
-    warp = gl.arange(0, NUM_WARPS, layout=gl.SliceLayout(1, QUERY))
-    mine = gl.expand_dims(gl.expand_dims(warp, 1), 2) == 0
-    zeros = gl.zeros([NUM_WARPS, MMA_M, 64], gl.float32, layout=MMA3)
-    return gl.where(mine, v + zeros, 0.0)
+def write_partial(
+    words, exchange, split, o0, o1, o2, o3, m, l, tag, D: gl.constexpr, G: gl.constexpr
+):
+    """Outputs, maxima and sums of a split, as add_values leaves them in threads."""
+    thread = gl.arange(0, THREADS, layout=PER_THREAD)
+    warp = thread // 32
+    row = thread % 32 // 4
+    query = thread % 4 * 2
+    stride: gl.constexpr = D + PARTIAL_EXTRA
+    step = words[MAX_SPLITS] * stride
+    first = exchange + words[PARTIAL] + (words[ATT_QUERY0] * words[MAX_SPLITS] + split) * stride
+    column = warp * 16 + row
+    at = first + query * step + column
+    inside = (query < G) & (column < D)
+    gl.store(at, tagged_float(o0, tag), mask=inside)
+    gl.store(at + 8, tagged_float(o2, tag), mask=inside)
+    inside = (query + 1 < G) & (column < D)
+    gl.store(at + step, tagged_float(o1, tag), mask=inside)
+    gl.store(at + step + 8, tagged_float(o3, tag), mask=inside)
+    at = first + row * step + D
+    inside = (warp == 0) & (query == 0) & (row < G)
+    gl.store(at, tagged_float(m, tag), mask=inside)
+    gl.store(at + 1, tagged_float(l, tag), mask=inside)
 
 
 @gluon.jit
@@ -205,13 +151,7 @@ def attention_task(
     eps,
     scale,
     min_blocks,
-    qs,
-    ml,
-    scratch,
-    scratch1,
-    bufs,
-    ready,
-    free,
+    places,
     it,
     stamps,
     D: gl.constexpr,
@@ -224,9 +164,26 @@ def attention_task(
 ):
     """One split of one kv head. `scale` includes log2(e)."""
     HALVES: gl.constexpr = D // 64
+    PAIR: gl.constexpr = head_rows(D // 2, 4)
     active = num_active_splits(position, words[WINDOW], words[MAX_SPLITS], min_blocks)
     split = words[ATT_SPLIT]
     if split < active:
+        first = first_seen(position, words[WINDOW])
+        last = keep(position // TILE_ROWS)
+        block = keep(first // TILE_ROWS + split)
+        num_blocks = keep((last - block) // active + 1)
+        is_last = keep(((last - block) % active == 0).to(gl.int32))
+        row = gl.expand_dims(gl.arange(0, MMA_M, layout=gl.SliceLayout(1, PAIR)), 1)
+        column = gl.expand_dims(gl.arange(0, D // 2, layout=gl.SliceLayout(0, PAIR)), 0)
+        aims = aim_block(places, G)
+        row_aims = aim_rows(
+            places, it + (num_blocks - 1) * (2 * HALVES), position, row, column, G, HALVES, STAGES
+        )
+        slot = keep(it % STAGES)
+        phase = keep(it // STAGES % 2)
+        it += HALVES
+        value_slot = keep(it % STAGES)
+        value_phase = keep(it // STAGES % 2)
         a, b = rotated_rows(
             words, exchange, vectors, rope, position, tag, eps, D, G, H, KVH, QK_NORM
         )
@@ -234,61 +191,41 @@ def attention_task(
             gl.store(stamps + 1, clock())
         a = a.to(gl.bfloat16)
         b = b.to(gl.bfloat16)
-        store_halves(qs, a, b, D)
-        q0 = queries(qs, 0)
-        q1 = queries(qs, HALVES - 1)
-        m = gl.full([NUM_WARPS, MMA_M], float("-inf"), gl.float32, layout=QUERY)
-        l = gl.zeros([NUM_WARPS, MMA_M], gl.float32, layout=QUERY)
-        o0 = gl.zeros([NUM_WARPS, MMA_M, 64], gl.float32, layout=MMA3)
+        stage_queries(row_aims, a, b)
+        o0 = gl.zeros([THREADS], gl.float32, layout=PER_THREAD)
         o1 = o0
-        if split == 0:
-            m, l = begin_new(qs, scale, G, HALVES)
-            o0 = new_value(qs, 0, G)
-            o1 = new_value(qs, HALVES - 1, G)
-        num_blocks = (position + TILE_ROWS - 1) // TILE_ROWS
-        first = first_seen(position, words[WINDOW])
-        for block in range(first // TILE_ROWS + split, num_blocks, active):
-            it, m, l, o0, o1 = attend_block(
-                q0,
-                q1,
-                bufs,
-                ready,
-                free,
-                it,
-                block,
-                first,
-                position,
-                scale,
-                m,
-                l,
-                o0,
-                o1,
-                HALVES,
-                STAGES,
+        o2 = o0
+        o3 = o0
+        l = o0
+        m = gl.full([THREADS], float("-inf"), gl.float32, layout=PER_THREAD)
+        for i in range(num_blocks):
+            number = keep(i)  # unknown to the compiler, which would copy the loop for the first
+            holds_new = (number + 1 == num_blocks) & (is_last != 0)
+            if holds_new:
+                place_new(row_aims, a, b)
+            if holds_new | (number == 0):
+                cta_barrier()
+            turn = number & 1
+            score_block(
+                places, aims, turn, slot, phase, block, first, position, scale, HALVES, STAGES
             )
+            cta_barrier()
+            o0, o1, o2, o3, m, l = add_values(
+                places, aims, turn, value_slot, value_phase, o0, o1, o2, o3, m, l, HALVES, STAGES
+            )
+            it += HALVES
+            slot = it % STAGES
+            phase = it // STAGES % 2
+            it += HALVES
+            value_slot = it % STAGES
+            value_phase = it // STAGES % 2
+            block += active
+        it -= HALVES
         if TRACE:
             gl.store(stamps + 2, clock())
-        write_rows(words, exchange, o0, o1, m, l, ml, scratch, scratch1, tag, active, split, D, G)
-        if split == 0:
+        write_partial(words, exchange, split, o0, o1, o2, o3, m, l, tag, D, G)
+        if is_last != 0:
             append_position(words, cache, position, a, b, D, G)
             fence_all()
+        cta_barrier()
     return it
-
-
-@gluon.jit
-def store_halves(qs, a, b, D: gl.constexpr):
-    """Both halves of rows of d columns into shared memory, 64 columns a buffer."""
-    half: gl.constexpr = D // 2
-    if half == 64:
-        qs.index(0).store(a)
-        qs.index(1).store(b)
-    else:
-        qs.index(0).slice(0, half, dim=1).store(a)
-        qs.index(0).slice(half, half, dim=1).store(b)
-
-
-@gluon.jit
-def queries(qs, h: gl.constexpr):
-    """Half h of the queries as an operand of every warp's product."""
-    q = gl.expand_dims(qs.index(h).load(gl.SliceLayout(0, Q_DOT)), 0)
-    return gl.convert_layout(q.broadcast_to([NUM_WARPS, MMA_M, 64]), Q_DOT)

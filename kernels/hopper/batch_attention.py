@@ -14,7 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from distmega.kernels.gluon_compat import cta_barrier
-from distmega.kernels.hopper.attention import (
+from distmega.kernels.hopper.batch_blocks import (
     attend_block,
     begin_new,
     new_value,

@@ -31,9 +31,9 @@ def high_half(bits):
 @gluon.jit
 def bf16_pair(low, high):
     """Two float32 as bf16 in one int32."""
-    a = low.to(gl.bfloat16).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
-    b = high.to(gl.bfloat16).to(gl.int16, bitcast=True).to(gl.int32) << 16
-    return a | b
+    return gl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1
+    )
 
 
 @gluon.jit

@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from distmega.kernels.gluon_compat import reinterpret
+from distmega.kernels.gluon_compat import cta_barrier
 from distmega.kernels.hopper.attention import attention_task
 from distmega.kernels.hopper.device import clock, fence_all, fetch, keep
 from distmega.kernels.hopper.fields import (
@@ -33,26 +33,22 @@ from distmega.kernels.hopper.fields import (
 )
 from distmega.kernels.hopper.linear import linear_task
 from distmega.kernels.hopper.loader import begin, loader
+from distmega.kernels.hopper.products import address_of, write_addresses
 from distmega.kernels.hopper.sample import sample_task
 from distmega.kernels.hopper.shapes import (
-    GROUP_UNITS,
-    MMA_M,
+    GROUP_ROWS,
     NUM_WARPS,
     PLAIN,
     PLAIN2,
-    PLAIN3,
     SLICE_K,
-    SLICES,
-    STAGE_CHUNKS,
     TILE_ROWS,
     TILE_SHARED,
     UNIT_ROWS,
-    X_PAIRS_SHARED,
-    X_SHARED,
+    WORDS_A_CHUNK,
 )
 from distmega.kernels.hopper.splits import combine_task
 from distmega.kernels.hopper.team import embed_task, most_likely, pass_barrier
-from distmega.kernels.mbarriers import make_barriers
+from distmega.kernels.mbarriers import init_barriers, make_barriers
 
 
 @gluon.jit
@@ -60,10 +56,10 @@ def compute(
     queue, num_instructions, num_instructions_max, num_steps, num_layers, first_token,
     first_position, state, tokens, exchange, vectors, embed, cache, rope, residual, logits,
     best_words, num_sms, peers, place, first_id, min_blocks, eps, inv_hidden, scale, sampling,
-    seeds, sample_words, trace, xs, x_pairs, squares, red, red_rows, qs, ml, scratch0, scratch1,
-    bufs, ready, free, step_bar, D: gl.constexpr, G: gl.constexpr, H: gl.constexpr, KVH:
-    gl.constexpr, QK_NORM: gl.constexpr, CHOICE: gl.constexpr, HEAD_ROWS: gl.constexpr, RANKS:
-    gl.constexpr, BARRIERS: gl.constexpr, STAGES: gl.constexpr, TRACE: gl.constexpr,
+    seeds, sample_words, trace, places, squares, red, step_bar, D: gl.constexpr, G: gl.constexpr,
+    H: gl.constexpr, KVH: gl.constexpr, QK_NORM: gl.constexpr, CHOICE: gl.constexpr, HEAD_ROWS:
+    gl.constexpr, RANKS: gl.constexpr, BARRIERS: gl.constexpr, STAGES: gl.constexpr, TRACE:
+    gl.constexpr,
 ):
     """Partition of eight warps. A datum of layer l and step s is tagged s * num_layers + l + 1."""
     sm = gl.program_id(0)
@@ -94,8 +90,7 @@ def compute(
             if words[OPCODE] == OP_ATTENTION:
                 it = attention_task(
                     words, exchange, vectors, cache, rope, position0 + step, tag, eps, scale,
-                    min_blocks, qs, ml, scratch0, scratch1, bufs, ready, free, it, at, D, G, H, KVH,
-                    QK_NORM, STAGES, TRACE,
+                    min_blocks, places, it, at, D, G, H, KVH, QK_NORM, STAGES, TRACE,
                 )
             elif words[OPCODE] == OP_COMBINE:
                 combine_task(words, exchange, position0 + step, tag, min_blocks, D)
@@ -107,8 +102,8 @@ def compute(
             else:
                 it = linear_task(
                     words, exchange, vectors, embed, token, residual, logits, tag, sm, head_words,
-                    num_sms, peers, place, first_id, eps, inv_hidden, xs, x_pairs, squares, red,
-                    red_rows, bufs, ready, free, it, at, RANKS, STAGES, TRACE,
+                    num_sms, peers, place, first_id, eps, inv_hidden, squares, red, places,
+                    it, at, RANKS, STAGES, TRACE,
                 )
                 if CHOICE != GREEDY and words[OPCODE] == OP_HEAD:
                     # kept here, or else what follows from them takes registers from other tasks
@@ -172,23 +167,20 @@ def decode(
     queue = queues + sm * max_instructions * WORDS
     num_instructions = gl.load(counts + sm)
     bufs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TILE_ROWS, SLICE_K], TILE_SHARED)
-    xs = gl.allocate_shared_memory(gl.bfloat16, [MAX_TILES_K, SLICES, SLICE_K], X_SHARED)
-    x_pairs = reinterpret(
-        xs, gl.int32, [MAX_TILES_K // STAGE_CHUNKS, STAGE_CHUNKS, SLICES, SLICE_K // 2],
-        X_PAIRS_SHARED,
-    )
-    sums: gl.constexpr = [GROUP_UNITS, NUM_WARPS, UNIT_ROWS, UNIT_ROWS]
-    red = gl.allocate_shared_memory(gl.float32, sums, PLAIN3)
-    red_rows = reinterpret(
-        red, gl.float32, [GROUP_UNITS * NUM_WARPS, UNIT_ROWS, UNIT_ROWS], PLAIN3
-    )
+    xs = gl.allocate_shared_memory(gl.int32, [MAX_TILES_K * WORDS_A_CHUNK], PLAIN)
+    red = gl.allocate_shared_memory(gl.float32, [NUM_WARPS, GROUP_ROWS], PLAIN2)
     squares = gl.allocate_shared_memory(gl.float32, [NUM_WARPS], PLAIN)
-    ml = gl.allocate_shared_memory(gl.float32, [2, NUM_WARPS, MMA_M], PLAIN2)
-    # attention has no use for x and the sums of linears, nor they for what it keeps there
-    qs = reinterpret(red, gl.bfloat16, [D // 64, MMA_M, 64], PLAIN2)
-    scratch0 = reinterpret(xs, gl.float32, [NUM_WARPS, 8, 64], PLAIN3)
-    scratch1 = reinterpret(red, gl.float32, [NUM_WARPS, 8, 64], PLAIN3)
-    ready, free = make_barriers(STAGES), make_barriers(STAGES)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    write_addresses()
+    cta_barrier()
+    places = (
+        address_of(bufs), address_of(ready), address_of(free), address_of(xs), address_of(red),
+        address_of(squares),
+    )  # fmt: skip
+    cta_barrier()
+    init_barriers(ready, STAGES, 1)
+    init_barriers(free, STAGES, NUM_WARPS)
     step_bar = make_barriers(1)
     gl.warp_specialize(
         [
@@ -198,9 +190,9 @@ def decode(
                     queue, num_instructions, max_instructions, num_steps, num_layers, first_token,
                     first_position, state, tokens, exchange, vectors, embed, cache, rope, residual,
                     logits, best_words, num_sms, peers, place, first_id, min_blocks, eps,
-                    inv_hidden, scale, sampling, seeds, sample_words, trace, xs, x_pairs, squares,
-                    red, red_rows, qs, ml, scratch0, scratch1, bufs, ready, free, step_bar, D, G, H,
-                    KVH, QK_NORM, CHOICE, HEAD_ROWS, RANKS, BARRIERS, STAGES, TRACE,
+                    inv_hidden, scale, sampling, seeds, sample_words, trace, places, squares, red,
+                    step_bar, D, G, H, KVH, QK_NORM, CHOICE, HEAD_ROWS, RANKS, BARRIERS, STAGES,
+                    TRACE,
                 ),
             ),
             (

@@ -2,15 +2,13 @@
 
 In: tagged words of x and weight tiles in the ring. Out: tagged words of the op's output. The norm
 before a linear is folded in: its weight into x, its factor into the result. Batch 1. Next on the
-walk: attention.py.
+walk: block_ptx.py.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from distmega.kernels.gluon_compat import cta_barrier, reinterpret
+from distmega.kernels.gluon_compat import cta_barrier
 from distmega.kernels.hopper.device import (
     bf16_pair,
     clock,
@@ -42,43 +40,36 @@ from distmega.kernels.hopper.fields import (
     OPCODE,
     SRC,
 )
+from distmega.kernels.hopper.products import (
+    CHUNK_BYTES,
+    aim,
+    multiply_tiles,
+    own_word,
+    store_x,
+)
 from distmega.kernels.hopper.shapes import (
     EVERY_WARP,
     GATE_UP,
     GROUP_ROWS,
     GROUP_UNITS,
-    MMA3,
-    MMA_M,
-    NUM_WARPS,
     PER_THREAD,
-    QUADS,
     REDUCE,
-    SLICE_K,
-    SLICES,
     STAGE_CHUNKS,
     THREADS,
-    TILE_K,
-    TWO_X_PAIRS,
     TWOS,
     UNIT_ROWS,
-    W_DOT,
     WORDS_A_CHUNK,
-    X_DOT,
-    X_SLICE,
 )
 from distmega.kernels.hopper.spins import spin_chunks
 from distmega.kernels.hopper.team import push_best, push_partial, read_alarm, sum_partials
 
 
 @gluon.jit
-def norm_weights(vectors, norm, chunk, num_words):
-    """Norm weights of 1024 columns as pairs [256, 2], asked for before x is waited for."""
-    words = chunk * WORDS_A_CHUNK + gl.arange(0, WORDS_A_CHUNK, layout=TWOS)
-    wanted = (norm >= 0) & (words < gl.multiple_of(num_words, 32))
-    pairs = (vectors + gl.multiple_of(norm, 8)).to(gl.pointer_type(gl.int32), bitcast=True)
-    w = gl.load(pairs + words, mask=wanted, other=0)
-    low, high = gl.split(gl.reshape(w, [THREADS, 2]))
-    return gl.convert_layout(low, PER_THREAD), gl.convert_layout(high, PER_THREAD)
+def pairs_at(source, word, num_words):
+    """Two words (pairs of columns) of a bf16 vector from `word` on, zeros past the last."""
+    fours = source.to(gl.pointer_type(gl.int64), bitcast=True)
+    both = gl.load(fours + word // 2, mask=word < gl.multiple_of(num_words, 32), other=0)
+    return both.to(gl.int32), (both >> 32).to(gl.int32)
 
 
 @gluon.jit
@@ -90,22 +81,23 @@ def scale_pair(word, weight, ss):
 
 
 @gluon.jit
-def stage_four(words, exchange, vectors, tag, x_pairs, RANKS: gl.constexpr):
+def stage_four(words, exchange, vectors, tag, place, RANKS: gl.constexpr):
     """x from tagged words into shared memory; returns each thread's part of its sum of squares.
 
     Four chunks at a time; those past the last hold zeros.
     """
-    threads = gl.arange(0, THREADS, layout=PER_THREAD)
     ss = gl.zeros([THREADS], gl.float32, layout=PER_THREAD)
     norm = words[LIN_NORM]
     num_chunks = keep(words[LIN_NUM_TILES_K])
     num_words = words[LIN_NUM_SRC_WORDS]
+    weights = vectors + gl.multiple_of(norm, 8)
     for group in range(0, num_chunks, STAGE_CHUNKS):
-        first = group * WORDS_A_CHUNK + threads * 2
-        n0, n1 = norm_weights(vectors, norm, group, num_words)
-        n2, n3 = norm_weights(vectors, norm, group + 1, num_words)
-        n4, n5 = norm_weights(vectors, norm, group + 2, num_words)
-        n6, n7 = norm_weights(vectors, norm, group + 3, num_words)
+        first = group * WORDS_A_CHUNK + own_word()
+        num = gl.where(norm >= 0, num_words, 0)
+        n0, n1 = pairs_at(weights, first, num)
+        n2, n3 = pairs_at(weights, first + WORDS_A_CHUNK, num)
+        n4, n5 = pairs_at(weights, first + 2 * WORDS_A_CHUNK, num)
+        n6, n7 = pairs_at(weights, first + 3 * WORDS_A_CHUNK, num)
         w0, w1, w2, w3, w4, w5, w6, w7 = spin_chunks(
             exchange, exchange + words[SRC] + first, tag, num_words - first, 4, RANKS
         )
@@ -114,30 +106,25 @@ def stage_four(words, exchange, vectors, tag, x_pairs, RANKS: gl.constexpr):
             w1, ss = scale_pair(w1, n1, ss)
             w2, ss = scale_pair(w2, n2, ss)
             w3, ss = scale_pair(w3, n3, ss)
-            if group + 2 < num_chunks:
-                w4, ss = scale_pair(w4, n4, ss)
-                w5, ss = scale_pair(w5, n5, ss)
-                w6, ss = scale_pair(w6, n6, ss)
-                w7, ss = scale_pair(w7, n7, ss)
-        even = gl.join(gl.join(w0, w4), gl.join(w2, w6))
-        odd = gl.join(gl.join(w1, w5), gl.join(w3, w7))
-        chunks = gl.permute(gl.join(even, odd), [1, 2, 0, 3])
-        x_pairs.index(group // STAGE_CHUNKS).store(
-            gl.reshape(chunks, [STAGE_CHUNKS, SLICES, SLICE_K // 2])
-        )
+            w4, ss = scale_pair(w4, n4, ss)
+            w5, ss = scale_pair(w5, n5, ss)
+            w6, ss = scale_pair(w6, n6, ss)
+            w7, ss = scale_pair(w7, n7, ss)
+        store_x(place + group * CHUNK_BYTES, (w0, w1, w2, w3, w4, w5, w6, w7), 4)
     return ss
 
 
 @gluon.jit
-def stage_two(words, exchange, vectors, tag, x_pairs, RANKS: gl.constexpr):
+def stage_two(words, exchange, vectors, tag, place, RANKS: gl.constexpr):
     """As stage_four, of at most two chunks, in fewer instructions."""
-    threads = gl.arange(0, THREADS, layout=PER_THREAD)
     ss = gl.zeros([THREADS], gl.float32, layout=PER_THREAD)
     norm = words[LIN_NORM]
     num_words = words[LIN_NUM_SRC_WORDS]
-    n0, n1 = norm_weights(vectors, norm, 0, num_words)
-    n2, n3 = norm_weights(vectors, norm, 1, num_words)
-    first = threads * 2
+    weights = vectors + gl.multiple_of(norm, 8)
+    num = gl.where(norm >= 0, num_words, 0)
+    first = own_word()
+    n0, n1 = pairs_at(weights, first, num)
+    n2, n3 = pairs_at(weights, first + WORDS_A_CHUNK, num)
     w0, w1, w2, w3 = spin_chunks(
         exchange, exchange + words[SRC] + first, tag, num_words - first, 2, RANKS
     )
@@ -146,96 +133,41 @@ def stage_two(words, exchange, vectors, tag, x_pairs, RANKS: gl.constexpr):
         w1, ss = scale_pair(w1, n1, ss)
         w2, ss = scale_pair(w2, n2, ss)
         w3, ss = scale_pair(w3, n3, ss)
-    chunks = gl.permute(gl.join(gl.join(w0, w2), gl.join(w1, w3)), [1, 0, 2])
-    pairs = reinterpret(x_pairs, gl.int32, [2, SLICES, SLICE_K // 2], TWO_X_PAIRS)
-    pairs.store(gl.reshape(chunks, [2, SLICES, SLICE_K // 2]))
+    store_x(place, (w0, w1, w2, w3), 2)
     return ss
 
 
 @gluon.jit
-def stage_tagged(words, exchange, vectors, tag, x_pairs, RANKS: gl.constexpr):
+def stage_tagged(words, exchange, vectors, tag, place, RANKS: gl.constexpr):
     """x from tagged words into shared memory; returns each thread's part of its sum of squares."""
     ss = gl.zeros([THREADS], gl.float32, layout=PER_THREAD)
     if words[LIN_NUM_TILES_K] <= 2:
-        ss = stage_two(words, exchange, vectors, tag, x_pairs, RANKS)
+        ss = stage_two(words, exchange, vectors, tag, place, RANKS)
     else:
-        ss = stage_four(words, exchange, vectors, tag, x_pairs, RANKS)
+        ss = stage_four(words, exchange, vectors, tag, place, RANKS)
     return ss
 
 
 @gluon.jit
-def stage_embedding(words, embed, token, vectors, xs):
+def stage_embedding(words, embed, token, vectors, place):
     """As stage_tagged, x being the token's row of the embedding matrix."""
-    squares = gl.zeros([TILE_K], gl.float32, layout=QUADS)
-    num_columns = words[LIN_NUM_SRC_WORDS] * 2
-    row = embed + token.to(gl.int64) * num_columns
+    ss = gl.zeros([THREADS], gl.float32, layout=PER_THREAD)
+    num_words = words[LIN_NUM_SRC_WORDS]
+    row = embed + token.to(gl.int64) * (num_words * 2)
     for chunk in range(keep(words[LIN_NUM_TILES_K])):
-        columns = chunk * TILE_K + gl.arange(0, TILE_K, layout=QUADS)
-        x = gl.load(row + columns, mask=columns < num_columns, other=0.0).to(gl.float32)
-        squares += x * x
-        norm = vectors + gl.multiple_of(words[LIN_NORM], 8) + columns
-        x *= gl.load(norm, mask=columns < num_columns, other=0.0).to(gl.float32)
-        xs.index(chunk).store(gl.reshape(x.to(gl.bfloat16), [SLICES, SLICE_K]))
-    ss = gl.sum(gl.reshape(squares, [THREADS, 4]), axis=1)
-    return gl.convert_layout(ss, PER_THREAD)
-
-
-@gluon.jit
-def no_sums():
-    """Sums of a unit before its first tile: [slices, m, 8 rows]."""
-    return gl.zeros([SLICES, MMA_M, UNIT_ROWS], gl.float32, layout=MMA3)
-
-
-@gluon.jit
-def multiply_tile(xs, k, acc, bufs, ready, free, slot, parity):
-    """The tile in a ring slot times chunk k of x, added to the sums; all m are equal."""
-    x = gl.expand_dims(xs.index(k).load(X_SLICE), 1)
-    x = gl.convert_layout(x.broadcast_to([SLICES, MMA_M, SLICE_K]), X_DOT)
-    mbarrier.wait(ready.index(slot), parity)
-    w = bufs.index(slot).reshape([SLICES, UNIT_ROWS, SLICE_K]).permute([0, 2, 1]).load(W_DOT)
-    mbarrier.arrive(free.index(slot), count=1)
-    return mma_v2(x, w, acc)
-
-
-@gluon.jit
-def multiply_group(num_units, num_tiles_k, xs, red, bufs, ready, free, it, STAGES: gl.constexpr):
-    """The ring's next num_units units times x, sums of every warp in shared memory."""
-    acc = no_sums()
-    slot = it % STAGES
-    parity = (it // STAGES) & 1
-    unit = 0
-    k = 0
-    num_tiles = num_units * num_tiles_k
-    for _ in range(keep(num_tiles)):
-        acc = multiply_tile(xs, k, acc, bufs, ready, free, slot, parity)
-        slot += 1
-        if slot == STAGES:
-            slot = 0
-            parity ^= 1
-        k += 1
-        if k == num_tiles_k:
-            store_sums(acc, red.index(unit))
-            acc = no_sums()
-            unit += 1
-            k = 0
-    return it + num_tiles
-
-
-@gluon.jit
-def store_sums(acc, red):
-    """One row of each warp's sums of a unit into shared memory [8, 8, 8]."""
-    split: gl.constexpr = [2, SLICES // 2, 2, MMA_M // 2, UNIT_ROWS]
-    sums = gl.sum(gl.reshape(acc, split), axis=0)
-    low, _ = gl.split(gl.permute(sums, [0, 2, 3, 1]))
-    red.store(low)
+        word = chunk * WORDS_A_CHUNK + own_word()
+        n0, n1 = pairs_at(vectors + gl.multiple_of(words[LIN_NORM], 8), word, num_words)
+        w0, w1 = pairs_at(row, word, num_words)
+        w0, ss = scale_pair(w0, n0, ss)
+        w1, ss = scale_pair(w1, n1, ss)
+        store_x(place + chunk * CHUNK_BYTES, (w0, w1), 1)
+    return ss
 
 
 @gluon.jit
 def sum_warps(red):
-    """[64] row sums of a group, from red [8 units * 8 warps, 8, 8 rows]; its second dim repeats."""
-    parts = red.slice(0, 1, dim=1).load(REDUCE)
-    parts = gl.reshape(parts, [GROUP_UNITS, NUM_WARPS, UNIT_ROWS])
-    return gl.convert_layout(gl.reshape(gl.sum(parts, axis=1), [GROUP_ROWS]), TWOS)
+    """[64] row sums of a group, from red [8 warps, 64]."""
+    return gl.convert_layout(gl.sum(red.load(REDUCE), axis=0), TWOS)
 
 
 @gluon.jit
@@ -248,8 +180,15 @@ def store_pairs(exchange, first, y, tag, num_words, N: gl.constexpr):
 
 
 @gluon.jit
-def addend(words, vectors, embed, token, residual, row, wanted):
+def group_rows(words, group):
+    """Rows of the units from number `group` on: [64]."""
+    return words[LIN_ROW0] + group * UNIT_ROWS + gl.arange(0, GROUP_ROWS, layout=TWOS)
+
+
+@gluon.jit
+def addend(words, vectors, embed, token, residual, row, limit):
     """What is added to the rows: residual, embedding or bias, or nothing; asked for early."""
+    wanted = row < limit
     add = gl.zeros([GROUP_ROWS], gl.float32, layout=TWOS)
     if words[OPCODE] == OP_RESIDUAL:
         if words[LIN_FLAGS] == FROM_EMBEDDING:
@@ -281,14 +220,9 @@ def linear_task(
     first_id,
     eps,
     inv_hidden,
-    xs,
-    x_pairs,
     squares,
     red,
-    red_rows,
-    bufs,
-    ready,
-    free,
+    places,
     it,
     stamps,
     RANKS: gl.constexpr,
@@ -298,43 +232,45 @@ def linear_task(
     """Stages x, then for each group of units multiplies and writes; returns the ring position."""
     opcode = words[OPCODE]
     num_tiles_k = words[LIN_NUM_TILES_K]
+    num_units = keep(words[NUM_UNITS])
+    limit = gl.minimum(words[LIN_ROW0] + num_units * UNIT_ROWS, words[LIN_NUM_ROWS])
+    aims = aim(places)
+    add = addend(words, vectors, embed, token, residual, group_rows(words, 0), limit)
+    slot = keep(it % STAGES)
+    phase = keep((it // STAGES) & 1)
     if (opcode == OP_QKV) & (words[LIN_FLAGS] == FROM_EMBEDDING):
-        ss = stage_embedding(words, embed, token, vectors, xs)
+        ss = stage_embedding(words, embed, token, vectors, aims[0])
     else:
-        ss = stage_tagged(words, exchange, vectors, tag - words[LIN_TAG_DELTA], x_pairs, RANKS)
+        ss = stage_tagged(words, exchange, vectors, tag - words[LIN_TAG_DELTA], aims[0], RANKS)
     alarm = gl.to_tensor(NO_REPORT)
     if RANKS > 1:  # noqa: SIM102  a constant, so that the rest is compiled only then
         if opcode == OP_PARTIAL:
             alarm = read_alarm(exchange)
     if TRACE:
         gl.store(stamps + 1, clock())
-    if words[LIN_NORM] >= 0:
-        sums = gl.sum(gl.reshape(ss, [NUM_WARPS, 32]), axis=1)
-        squares.store(gl.convert_layout(sums, EVERY_WARP))
-    cta_barrier()
     best = gl.full([GROUP_ROWS], float("-inf"), gl.float32, layout=TWOS)
     best_row = gl.full([GROUP_ROWS], 0, gl.int32, layout=TWOS)
-    num_units = keep(words[NUM_UNITS])
-    limit = gl.minimum(words[LIN_ROW0] + num_units * UNIT_ROWS, words[LIN_NUM_ROWS])
     for group in range(0, num_units, GROUP_UNITS):
         row0 = words[LIN_ROW0] + group * UNIT_ROWS
-        row = row0 + gl.arange(0, GROUP_ROWS, layout=TWOS)
+        row = group_rows(words, group)
         wanted = row < limit
-        add = addend(words, vectors, embed, token, residual, row, wanted)
-        it = multiply_group(
-            gl.minimum(num_units - group, GROUP_UNITS),
+        num_tiles = gl.minimum(num_units - group, GROUP_UNITS) * num_tiles_k
+        multiply_tiles(
+            places,
+            aims,
+            num_tiles,
             num_tiles_k,
-            xs,
-            red,
-            bufs,
-            ready,
-            free,
-            it,
+            slot,
+            phase,
+            ss,
+            gl.where(group == 0, words[LIN_NORM], -1),
             STAGES,
         )
+        it += num_tiles
+        cta_barrier()
         if TRACE and group == 0:
             gl.store(stamps + 2, clock())
-        y = sum_warps(red_rows)
+        y = sum_warps(red)
         if words[LIN_NORM] >= 0:
             y *= gl.rsqrt(gl.sum(squares.load(EVERY_WARP), axis=0) * inv_hidden + eps)
         y += add
@@ -360,6 +296,12 @@ def linear_task(
             better = wanted & (y > best)
             best = gl.where(better, y, best)
             best_row = gl.where(better, row, best_row)
+        cta_barrier()
+        if group + GROUP_UNITS < num_units:
+            slot = it % STAGES
+            phase = (it // STAGES) & 1
+            row = group_rows(words, group + GROUP_UNITS)
+            add = addend(words, vectors, embed, token, residual, row, limit)
     if opcode == OP_HEAD:
         value = gl.max(best, axis=0)
         index = gl.min(gl.where(best == value, best_row, 0x7FFFFFFF), axis=0)

@@ -2,7 +2,7 @@
 
 In: the queue, descriptors of the weight arena and of the KV cache. Out: ring slots, in the order in
 which compute.py takes them. The only wait besides free slots is for the start of a step, before its
-first cached keys are read. Next on the walk: linear.py.
+first cached keys are read. Next on the walk: ptx.py.
 """
 
 from triton.experimental import gluon
@@ -46,10 +46,10 @@ def first_seen(position, window):
 
 @gluon.jit
 def num_active_splits(position, window, max_splits, min_blocks):
-    """Splits of the cached positions that have work: at least one, at most max_splits, each of at
-    least min_blocks blocks where there are several.
+    """Splits that have work, the new position included: at least one, at most max_splits, each of
+    at least min_blocks blocks where there are several.
     """
-    blocks = (position + TILE_ROWS - 1) // TILE_ROWS - first_seen(position, window) // TILE_ROWS
+    blocks = position // TILE_ROWS + 1 - first_seen(position, window) // TILE_ROWS
     return gl.maximum(gl.minimum(blocks // min_blocks, max_splits), 1)
 
 
@@ -172,7 +172,7 @@ def loader(
                 mbarrier.wait(step_bar.index(0), step & 1)
                 active = num_active_splits(position, words[WINDOW], words[MAX_SPLITS], min_blocks)
                 first = first_seen(position, words[WINDOW]) // TILE_ROWS
-                num_blocks = (position + TILE_ROWS - 1) // TILE_ROWS
+                num_blocks = position // TILE_ROWS + 1
                 if words[ATT_SPLIT] < active:
                     for block in range(keep(first + words[ATT_SPLIT]), num_blocks, active):
                         row = block * TILE_ROWS

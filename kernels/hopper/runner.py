@@ -63,7 +63,7 @@ def padded_tiles_k(max_tiles_k: int) -> int:
 
 def num_stages(max_tiles_k: int) -> int:
     """Ring slots that fit beside x, the reduction buffers and what the compiler needs."""
-    return (SHARED_BYTES - 2048 * max_tiles_k - 16384) // TILE_BYTES
+    return (SHARED_BYTES - 2048 * max_tiles_k - 3072) // TILE_BYTES
 
 
 CHOICES = {"given": DRAWN, "candidates": LIMITED, "all": SEARCHED}

@@ -34,46 +34,6 @@ WEIGHT_SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 3))
 MMA3 = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [8, 1, 1], [1, 16, 8]))
 X_DOT = gl.constexpr(gl.DotOperandLayout(0, MMA3.value, 2))
 W_DOT = gl.constexpr(gl.DotOperandLayout(1, MMA3.value, 2))
-X_SLICE = gl.constexpr(gl.SliceLayout(1, X_DOT.value))
-X_SHARED = gl.constexpr(
-    gl.SharedLinearLayout(
-        offset_bases=[
-            [0, 1],
-            [0, 8],
-            [0, 16],
-            [0, 2],
-            [0, 4],
-            [0, 32],
-            [1, 0],
-            [2, 0],
-            [4, 0],
-            [8, 0],
-        ]
-    )
-)
-"""x in shared memory, ordered so that what a thread needs of 32 columns is one 16-byte load."""
-X_PAIRS_SHARED = gl.constexpr(
-    gl.SharedLinearLayout(
-        offset_bases=[
-            [0, 0, 4],
-            [0, 0, 8],
-            [0, 0, 1],
-            [0, 0, 2],
-            [0, 0, 16],
-            [0, 1, 0],
-            [0, 2, 0],
-            [0, 4, 0],
-            [0, 8, 0],
-            [1, 0, 0],
-            [2, 0, 0],
-        ]
-    )
-)
-"""The same memory as int32 pairs of columns, four chunks at a time: [4, 16, 32]."""
-TWO_X_PAIRS = gl.constexpr(
-    gl.SharedLinearLayout(offset_bases=X_PAIRS_SHARED.value.offset_bases[:-1])
-)
-"""Two chunks at a time: [2, 16, 32]."""
 PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 PLAIN2 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 PLAIN3 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
@@ -81,10 +41,8 @@ PLAIN3 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
 PER_THREAD = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
 """[256]: one element a thread."""
 TWOS = gl.constexpr(gl.BlockedLayout([2], [32], [8], [0]))
-QUADS = gl.constexpr(gl.BlockedLayout([4], [32], [8], [0]))
-"""[1024]: four consecutive elements a thread, a chunk of x."""
-REDUCE = gl.constexpr(gl.BlockedLayout([8, 1, 2], [8, 1, 4], [1, 8, 1], [2, 0, 1]))
-"""[8 units * 8 warps, 1, 8 rows]: each thread sums two rows over all warps; they are TWOS then."""
+REDUCE = gl.constexpr(gl.BlockedLayout([8, 2], [1, 32], [1, 8], [1, 0]))
+"""[8 warps, 64 rows]: each thread sums two rows over all warps; they are TWOS then."""
 EVERY_WARP = gl.constexpr(gl.BlockedLayout([8], [32], [8], [0]))
 """[8]: one number a warp, all of them in every thread."""
 GROUP_UNITS = gl.constexpr(8)

@@ -131,7 +131,7 @@ class Attention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Combine:
-    """Sum of the splits' partials of one query head; nothing to do when there was one split."""
+    """Sum of the splits' partials of one query head."""
 
     layer: int
     head: int

@@ -90,7 +90,7 @@ def test_decode_fits_an_sm(name, num_ranks, trace):
 
 
 @pytest.mark.parametrize(
-    ("kind", "num_candidates", "spilled"), [("plain", 0, 0), ("limited", 64, 88)]
+    ("kind", "num_candidates", "spilled"), [("plain", 0, 0), ("limited", 64, 8)]
 )
 def test_drawing_spills_little(kind, num_candidates, spilled):
     """What is kept across the search for limits; nothing without limits."""

@@ -1,0 +1,217 @@
+"""The PTX of the decode kernel, run on the CPU, against numpy."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from distmega.kernels.hopper.block_ptx import (
+    aim_asm,
+    place_asm,
+    score_asm,
+    stage_asm,
+    value_asm,
+)
+from distmega.kernels.hopper.products import aim_asm as aim_tiles
+from distmega.kernels.hopper.products import multiply_asm, store_asm
+from distmega.kernels.hopper.words import TILE_BYTES
+from tests.kernels.ptx_warps import LANES, Warp, bf16_bits, bf16_floats
+
+WARPS = 8
+
+
+def rounded(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    """Random bf16 values as float32."""
+    return bf16_floats(bf16_bits(rng.standard_normal(shape, np.float32)))
+
+
+def swizzled(rows: np.ndarray) -> np.ndarray:
+    """Bytes of [n, 64] bf16 as the copy engine leaves them: 16-byte parts exchanged by row."""
+    parts = bf16_bits(rows).astype(np.uint16).reshape(-1, 8, 8)
+    out = np.empty_like(parts)
+    for row in range(len(parts)):
+        for part in range(8):
+            out[row, part ^ row % 8] = parts[row, part]
+    return out.reshape(-1).view(np.uint8)
+
+
+def lanes(value: int) -> np.ndarray:
+    return np.full(LANES, value & 0xFFFFFFFF, np.uint32)
+
+
+STAGES = 4
+XS = STAGES * TILE_BYTES
+"""Where x lies in shared memory, behind the ring; then sums, their squares, barriers."""
+RED, SQUARES, READY, FREE, END = (XS + more for more in (8192, 12288, 12352, 12416, 12480))
+
+
+def run_tiles(warp: Warp, x: np.ndarray, num_tiles: int, first: int, ss: np.ndarray) -> None:
+    """Stages x and multiplies the ring's tiles from slot `first` on."""
+    num_tiles_k = len(x) // 1024
+    aims = warp.run(aim_tiles(), {4: lanes(0), 5: lanes(XS), 6: lanes(RED)})
+    place, part, tile, own_sums = (aims[f"${i}"] for i in range(4))
+    lane = np.arange(LANES)
+    word = warp.number * 32 + lane // 16 * 256 + lane % 16 * 2
+    pairs = bf16_bits(x).reshape(-1, 512, 2)
+    pairs = pairs[..., 0] | pairs[..., 1] << 16
+    for chunk in range(num_tiles_k):
+        two = {2: pairs[chunk, word], 3: pairs[chunk, word + 1]}
+        warp.run(store_asm(1), {1: place + 2048 * chunk, **two})
+    numbers = (0, READY, FREE, 0, 0, num_tiles, num_tiles_k, first, 0, 0, SQUARES, 0)
+    given = dict(enumerate(map(lanes, numbers), 1))
+    given |= {1: tile, 4: part, 5: own_sums, 10: ss.view(np.uint32)}
+    warp.run(multiply_asm(STAGES), given)
+
+
+@pytest.mark.parametrize(
+    ("num_units", "num_tiles_k", "first"), [(1, 1, 0), (3, 2, 1), (2, 3, 3), (5, 1, 2)]
+)
+def test_tiles_times_x(num_units, num_tiles_k, first):
+    rng = np.random.default_rng(0)
+    x = rounded(rng, 1024 * num_tiles_k)
+    weights = rounded(rng, num_units, 8, 1024 * num_tiles_k)
+    ss = rng.standard_normal((WARPS, LANES), np.float32)
+    tiles = weights.reshape(num_units, 8, num_tiles_k, 16, 64).transpose(0, 2, 3, 1, 4)
+    tiles = tiles.reshape(-1, 128, 64)
+    found = np.zeros((num_units, 8), np.float32)
+    arrivals: Counter[int] = Counter()
+    for number in range(WARPS):
+        shared = np.zeros(END, np.uint8)
+        loads = iter(enumerate(tiles, first))
+
+        def land(bar, phase, shared=shared, loads=loads):
+            """The next tile, which overwrites the one that was in its slot."""
+            it, tile = next(loads)
+            assert (bar, phase) == (READY + it % STAGES * 8, it // STAGES % 2)
+            shared[it % STAGES * TILE_BYTES :][:TILE_BYTES] = swizzled(tile)
+
+        warp = Warp(number, shared, land=land)
+        run_tiles(warp, x, len(tiles), first, ss[number])
+        sums = shared[RED : RED + 2048].view(np.float32).reshape(WARPS, 8, 8)
+        found += sums[number, :num_units]
+        squares = shared[SQUARES : SQUARES + 32].view(np.float32)
+        np.testing.assert_allclose(squares[number], ss[number].sum(), rtol=1e-4)
+        arrivals.update(warp.arrivals)
+    np.testing.assert_allclose(found, weights @ x, rtol=1e-3, atol=1e-3)
+    slots = Counter((first + tile) % STAGES for tile in range(len(tiles)))
+    assert arrivals == {FREE + 8 * slot: WARPS * num for slot, num in slots.items()}
+
+
+@dataclass(slots=True)
+class Attention:
+    """Eight warps that attend to blocks of 128 positions, in a ring of 12 slots."""
+
+    halves: int
+    group: int
+    first: int
+    position: int
+    it: int = 5
+    shared: np.ndarray = field(default_factory=lambda: np.zeros(QUERIES + 16384, np.uint8))
+    outputs: np.ndarray = field(default_factory=lambda: np.zeros((6, WARPS, LANES), np.float32))
+    arrivals: Counter[int] = field(default_factory=Counter)
+
+    def aim(self, warp: Warp) -> list[np.ndarray]:
+        given = {8: lanes(0), 9: lanes(QUERIES), 10: lanes(self.group - 1)}
+        out = warp.run(aim_asm(), given)
+        return [out[f"${i}"] for i in range(8)]
+
+    def stage(self, q: np.ndarray) -> None:
+        """Queries [group, d] into shared memory, as stage_asm writes them."""
+        for query, row in enumerate(bf16_bits(q).astype(np.uint16)):
+            for pair, bits in enumerate(row.reshape(-1, 2)):
+                at = QUERIES + query * 256 + pair // 32 * 128 + pair % 4 * 32 + pair % 32 // 4 * 4
+                self.shared[at : at + 4] = bits.view(np.uint8)
+
+    def load(self, rows: np.ndarray) -> None:
+        """[128, d] into the ring."""
+        for half in range(self.halves):
+            slot = (self.it + half) % 12
+            part = swizzled(rows[:, 64 * half : 64 * half + 64])
+            self.shared[slot * TILE_BYTES : (slot + 1) * TILE_BYTES] = part
+
+    def run(self, block: int, k: np.ndarray, v: np.ndarray, scale: np.float32) -> None:
+        """A block: scores of all warps, then values."""
+        self.load(k)
+        place = block % 2, self.it % 12, self.it // 12 % 2
+        numbers = (*place, block, self.first, self.position)
+        for number in range(WARPS):
+            warp = Warp(number, self.shared, arrivals=self.arrivals)
+            query, keys, _, weights, sums, _, _, at = self.aim(warp)
+            given = dict(enumerate((query, keys, weights, sums, at, *map(lanes, numbers)), 3))
+            given |= {1: lanes(BARS), 2: lanes(BARS + 96), 14: scale.view(np.uint32) + lanes(0)}
+            warp.run(score_asm(self.halves, 12), given)
+        self.it += self.halves
+        self.load(v)
+        place = block % 2, self.it % 12, self.it // 12 % 2
+        for number in range(WARPS):
+            warp = Warp(number, self.shared, arrivals=self.arrivals)
+            _, _, weights, _, _, sums, values, _ = self.aim(warp)
+            given = dict(enumerate(self.outputs[:, number].view(np.uint32), 6))
+            given |= dict(enumerate((weights, sums, values, *map(lanes, place)), 14))
+            out = warp.run(
+                value_asm(self.halves, 12), {**given, 12: lanes(BARS), 13: lanes(BARS + 96)}
+            )
+            self.outputs[:, number] = [out[f"${i}"].view(np.float32) for i in range(6)]
+        self.it += self.halves
+
+
+QUERIES = 12 * TILE_BYTES
+BARS = QUERIES + 12000
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("group", "first", "position"), [(2, 0, 200), (5, 70, 255), (1, 0, 128)])
+def test_two_blocks(head_dim, group, first, position):
+    """Two blocks of 128 positions, one after the other, against a softmax over both."""
+    rng = np.random.default_rng(1)
+    q = rounded(rng, group, head_dim)
+    k, v = rounded(rng, 256, head_dim), rounded(rng, 256, head_dim)
+    scale = np.float32(0.2)
+    task = Attention(head_dim // 64, group, first, position)
+    task.outputs[4] = -np.inf
+    task.stage(q)
+    for block in (0, 1):
+        part = slice(128 * block, 128 * block + 128)
+        task.run(block, k[part], v[part], scale)
+    scores = q @ k.T * scale
+    at = np.arange(256)
+    scores[:, (at < first) | (at > position)] = -np.inf
+    weights = np.exp2(scores - scores.max(1, keepdims=True))
+    expected = weights @ v / weights.sum(1, keepdims=True)
+    row, column = np.arange(LANES) // 4, np.arange(LANES) % 4
+    found = np.zeros((8, head_dim), np.float32)
+    for number in range(head_dim // 16):
+        for i in range(4):
+            found[2 * column + i % 2, 16 * number + row + i // 2 * 8] = task.outputs[i, number]
+    own = 4 * np.arange(group)
+    np.testing.assert_allclose(found[:group].T / task.outputs[5, 0, own], expected.T, atol=0.03)
+    np.testing.assert_allclose(task.outputs[4, 3, own], scores.max(1), rtol=1e-4)
+    used = Counter((5 + i) % 12 for i in range(4 * task.halves))
+    assert task.arrivals == {BARS + 96 + 8 * slot: WARPS * num for slot, num in used.items()}
+
+
+@pytest.mark.parametrize("half", [32, 64])
+def test_rows_are_staged_and_placed(half):
+    """Four columns a lane of both halves of a row: of a query, and of position 77 of a block."""
+    task = Attention(half // 32, 1, 0, 0)
+    row = rounded(np.random.default_rng(2), 1, 2 * half)
+    task.stage(row)
+    four = np.arange(LANES)
+    used = four < half // 4
+    pairs = bf16_bits(row).reshape(2, -1, 2)
+    pairs = (pairs[..., 0] | pairs[..., 1] << 16)[:, four[:, None] % (half // 4) * 2 + [0, 1]]
+    given = dict(enumerate(np.concatenate([pairs[0].T, pairs[1].T]), 8))
+    shared = np.zeros_like(task.shared)
+    at = np.where(used, QUERIES + four % 2 * 64 + four // 2 * 4, -1)
+    Warp(0, shared).run(stage_asm(half), {**given, 4: at.astype(np.uint32)})
+    assert (shared == task.shared).all()
+    inside = 77 * 128 + (four // 2 ^ 77 % 8) * 16 + four % 2 * 8
+    at = np.where(used, inside, -1).astype(np.uint32)
+    given = {i + 20: bits for i, bits in given.items()}
+    places = {8: at + np.uint32(TILE_BYTES), **dict.fromkeys((12, 16, 20, 24), lanes(0))}
+    Warp(0, shared).run(place_asm(half), {**given, **places, 4: at})
+    block = np.zeros((128, 2 * half), np.float32)
+    block[77] = row
+    expected = np.concatenate([swizzled(block[:, i : i + 64]) for i in range(0, 2 * half, 64)])
+    assert (shared[: len(expected)] == expected).all()
