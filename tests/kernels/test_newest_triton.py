@@ -44,6 +44,6 @@ def test_kernels_compile_under_the_newest_triton(tmp_path):
             run.wait()
     for run, output in zip(runs, outputs, strict=True):
         assert run.returncode == 0, f"Triton {version}\n{output[-8000:]}"
-        assert "skipped" not in output
-        passed = [line for line in output.splitlines() if " passed" in line]
-        print(f"Triton {version}: {passed[-1]}")
+        summary = [line for line in output.splitlines() if " passed" in line][-1]
+        assert "skipped" not in summary  # elsewhere it may be of what libraries say at their end
+        print(f"Triton {version}: {summary}")
