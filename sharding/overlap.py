@@ -117,16 +117,16 @@ def find_pairs(
         x, out = op.reads[0].tensor, op.writes[0].tensor
         before, after = writers.get(x, []), readers.get(out, [])
         gathers = len(before) == len(readers[x]) == 1 and x not in outputs
+        gathers = gathers and before[0].kind == "all_gather"
         sends = len(after) == len(writers[out]) == 1 and out not in outputs
+        sends = sends and after[0].kind != "all_gather"
         if gathers and before[0].name not in taken and _is_whole(before[0], tensors, mesh):
             first, second, between, kind = before[0], op, x, "all_gather"
         elif sends and _is_whole(after[0], tensors, mesh):
             first, second, between, kind = op, after[0], out, after[0].kind
         else:
             continue
-        if (kind == "all_gather") != (second is op) or tensors[
-            first.reads[0].tensor
-        ].role == "state":
+        if tensors[first.reads[0].tensor].role == "state":
             continue
         taken |= {first.name, second.name}
         collective = first if second is op else second

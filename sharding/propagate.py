@@ -2,8 +2,9 @@
 
 Comes in: the user's layouts. Goes out: for each op, which iteration axis runs on which mesh axis as
 far as annotations decide it. A decision is never overwritten, neither the user's nor an earlier
-one: what a user annotated comes before what was derived, of two operands that disagree the first
-wins, and the other is resharded. Next: search.py.
+one: what a user annotated comes before what was derived, and of derived layouts that disagree the
+first wins. Where two annotated operands disagree, the cost model decides which is resharded. Next:
+search.py.
 """
 
 from collections.abc import Mapping
@@ -33,6 +34,7 @@ class _Propagation:
         self.known = dict(pins)
         self.hints: Hints = {op.name: {} for op in program.ops}
         self.taken: dict[str, dict[str, int]] = {op.name: {} for op in program.ops}
+        self.open = {op.name: self.disagreements(op) for op in program.ops}
         self.changed = True
 
     def run(self) -> Hints:
@@ -57,8 +59,22 @@ class _Propagation:
             known = self.known.get(access.tensor, REPLICATED)
             for axis in self.mesh.names if known.placements else ():
                 placement = known.at(axis)
-                if isinstance(placement, Shard) and axis not in self.hints[op.name]:
+                decided = {*self.hints[op.name], *self.open[op.name]}
+                if isinstance(placement, Shard) and axis not in decided:
                     self.take(op, axis, placement, place, is_write=is_write)
+
+    def disagreements(self, op: Op) -> list[str]:
+        """Mesh axes along which annotated operands ask for different divisions of an op."""
+        found: dict[str, set[str]] = {axis: set() for axis in self.mesh.names}
+        for place, access in enumerate(op.reads):
+            for axis, placement in self.pins.get(access.tensor, REPLICATED).placements:
+                if not isinstance(placement, Shard):
+                    continue
+                for option in self.table.options(op, self.mesh.size(axis)).options:
+                    if option.reads[place] == placement and not self.contradicts(op, axis, option):
+                        found[axis].add(option.axis)
+                        break
+        return [axis for axis, names in found.items() if len(names) > 1]
 
     def take(self, op: Op, axis: str, placement: Placement, place: int, *, is_write: bool) -> None:
         """Divides the op as an operand is divided, if that is exact and contradicts no pin."""

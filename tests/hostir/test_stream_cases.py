@@ -323,6 +323,10 @@ CASES = {
     "a cut that is not along the chunks": Case(
         cut, {"a": stream(0, 4), "y": stream(0, 3)}, loops=(4, 3)
     ),
+    "rows and weights alone are annotated": Case(
+        block, {"x": ROWS, "w1": ROWS, "w2": COLUMNS, "y": ROWS}, TP, (),
+        ("all_gather", "reduce_scatter"),
+    ),
     "three mesh axes on one dim": Case(
         totals, {"x": EIGHTHS, "y": EIGHTHS}, DeviceMesh(a=2, b=2, c=2), (), ("all_reduce",) * 3
     ),

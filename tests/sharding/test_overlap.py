@@ -46,6 +46,16 @@ def test_what_is_a_pair():
     assert pairs(one_linear(bias=True), gathered) == []
 
 
+def test_a_sum_over_ranks_in_front_of_a_matmul_is_in_no_pair():
+    p = ProgramBuilder("front")
+    h = p.reduce(p.input("x", (4, 512, 256), "bf16"), 0, name="h")
+    program = p.build(p.linear(h, p.weight("w", (512, 256), "bf16"), name="y"))
+    marks = {"x": ROWS, "w": ROWS, "y": COLUMNS}
+    plan = plan_program(program, TP, H200, marks)
+    assert any(step.reads == ("h.partial",) for step in plan.steps)
+    assert not plan.overlaps
+
+
 def test_what_others_read_as_well_is_in_no_pair():
     marks = {"x": ROWS, "w": ROWS, "y": COLUMNS}
     assert pairs(one_linear(twice=True), {**marks, "z": ROWS}) == ["all_gather_matmul"]
