@@ -2,7 +2,7 @@
 them up. A newer name comes first: later releases keep the old one, and raise when it is called.
 
 In: the installed Triton. Out: `cta_barrier`, `tma_load`, `tma_store`, `tma_store_wait`,
-`reinterpret`. Next on the walk: pipelined/pointwise_kernel.py.
+`reinterpret`, `keep_alive`. Next on the walk: pipelined/pointwise_kernel.py.
 """
 
 # A kernel's arguments have no Python types.
@@ -36,3 +36,9 @@ def reinterpret(buffer, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.con
         return buffer.reinterpret(dtype, shape, layout)
     else:
         return buffer._reinterpret(dtype, shape, layout)
+
+
+@gluon.jit
+def keep_alive(buffer):
+    """Shared memory belongs to the buffer until here, whether or not Triton sees a use of it."""
+    buffer._keep_alive()

@@ -19,17 +19,21 @@ SHARED_BYTES = 232448
 """Most that a program of sm_90 may have."""
 REGISTERS = 65536
 """Of an SM."""
+_PLACE = re.compile(r"@global_smem, i\d+ (\d+)\)")
 _OBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """A compiled kernel: PTX, and per thread registers and bytes of local memory (spills)."""
+    """A compiled kernel: PTX, and per thread registers and bytes of local memory (spills); bytes of
+    shared memory, and where in them Triton's own accesses begin, one for each that it writes out.
+    """
 
     ptx: str
     registers: int
     stack_bytes: int
     shared_bytes: int
+    shared_places: tuple[int, ...]
 
 
 def descriptor(dtype: str, block: tuple[int, ...]) -> str:
@@ -76,4 +80,5 @@ def read_machine(files: Mapping[str, str]) -> Machine:
         registers=int(found[1]),
         stack_bytes=int(found[2]),
         shared_bytes=json.loads(paths[".json"].read_text())["shared"],
+        shared_places=tuple(map(int, _PLACE.findall(paths[".llir"].read_text()))),
     )

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from distmega.blueprint import draw_decode, plan_decode
-from distmega.kernels.hopper.runner import DecodeRunner
+from distmega.kernels.hopper.runner import DecodeRunner, num_stages, padded_tiles_k
+from distmega.kernels.hopper.words import TILE_BYTES
 from distmega.kernels.task_graph import Mode
 from distmega.models.presets import PRESETS
 from distmega.models.sampling import GREEDY, Method
@@ -89,13 +90,26 @@ def test_decode_fits_an_sm(name, num_ranks, trace):
     assert 32 * (8 * code.registers + LOADER_WARPS * LOADER_REGISTERS) <= REGISTERS
 
 
+@pytest.mark.parametrize(("name", "num_ranks", "trace"), MODELS)
+def test_nothing_lies_where_x_does(name, num_ranks, trace):
+    """x, the queries and the weights of positions are read and written by PTX, of which Triton does
+    not know: it may use that memory for nothing else. It looks for its address there, once.
+    """
+    tiles_k = padded_tiles_k(1)
+    first = num_stages(tiles_k) * TILE_BYTES
+    places = decode_code(name, num_ranks, trace).shared_places
+    assert [at for at in places if first <= at < first + 2048 * tiles_k] == [first]
+
+
 @pytest.mark.parametrize(
     ("kind", "num_candidates", "spilled"), [("plain", 0, 0), ("limited", 64, 8)]
 )
 def test_drawing_spills_little(kind, num_candidates, spilled):
     """What is kept across the search for limits; nothing without limits."""
     method = Method(kind=kind, num_candidates=num_candidates)
-    assert decode_code("qwen3-0.6b", 1, False, method).stack_bytes <= spilled
+    code = decode_code("qwen3-0.6b", 1, False, method)
+    assert code.stack_bytes <= spilled
+    assert code.shared_bytes <= SHARED_BYTES
 
 
 def test_barriers_spill_nothing():
