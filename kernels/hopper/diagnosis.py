@@ -155,18 +155,16 @@ def words_read(one: Instruction, shape: DecodeShape) -> range:
 def writes(one: Instruction, queues: DecodeQueues, sm: int) -> Iterator[Write]:
     """What an instruction of an SM writes, or may write."""
     shape = queues.shape
-    half = shape.head_dim // 2
     match one:
         case Linear():
             yield from _linear_writes(one, queues, sm)
         case Attention():
             stride = shape.head_dim + PARTIAL_EXTRA
-            first, last = one.query0, one.query0 + shape.num_queries
-            for query in range(first, last):
+            for query in range(one.query0, one.query0 + shape.num_queries):
                 row = one.partial + (query * one.max_splits + one.split) * stride
                 yield Write(words=range(row, row + stride))
-            yield Write(words=range(one.dst + first * half, one.dst + last * half))
         case Combine():
+            half = shape.head_dim // 2
             yield Write(words=range(one.dst + one.head * half, one.dst + (one.head + 1) * half))
         case Barrier():
             yield Write(words=range(one.dst + 2 * sm, one.dst + 2 * sm + 2))

@@ -320,7 +320,6 @@ class _Builder:
                     max_splits=self.max_splits,
                     src=self.exchange["qkv"],
                     partial=self.exchange["partial"],
-                    dst=self.exchange["attended"],
                     q_norm=self.placed.vector(op.q_norm.weight) if op.q_norm else -1,
                     k_norm=self.placed.vector(op.k_norm.weight) if op.k_norm else -1,
                 )

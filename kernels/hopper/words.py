@@ -106,11 +106,12 @@ class Linear:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
-    """Some queries of a kv head over one split of the context; split 0 appends the new position.
+    """Some queries of a kv head over one split of the context; the split that has the last block of
+    positions also has the new one, and appends it to the cache.
 
     k_row, v_row: first row of this layer and head in the cache matrix [rows, d]. query0: first of
     DecodeShape.num_queries query heads. window: positions that a query sees, itself included. src:
-    tagged words of the qkv output; partial, dst: tagged words of partial and of final outputs.
+    tagged words of the qkv output; partial: those of all heads' and splits' partials.
     """
 
     layer: int
@@ -123,7 +124,6 @@ class Attention:
     max_splits: int
     src: int
     partial: int
-    dst: int
     q_norm: int
     k_norm: int
     opcode: Opcode = Opcode.ATTENTION
@@ -179,8 +179,7 @@ PLACES: dict[type[Instruction], dict[str, int]] = {
     },
     Attention: {
         "opcode": 0, "layer": 1, "k_row": 2, "v_row": 4, "src": 5, "head": 6, "split": 7,
-        "q_norm": 8, "k_norm": 9, "dst": 10, "partial": 11, "max_splits": 12, "window": 13,
-        "query0": 14,
+        "q_norm": 8, "k_norm": 9, "partial": 11, "max_splits": 12, "window": 13, "query0": 14,
     },
     Combine: {
         "opcode": 0, "layer": 1, "head": 6, "dst": 10, "partial": 11, "max_splits": 12,

@@ -100,14 +100,18 @@ def test_tiles_times_x(num_units, num_tiles_k, first):
 
 @dataclass(slots=True)
 class Attention:
-    """Eight warps that attend to blocks of 128 positions, in a ring of 12 slots."""
+    """Eight warps that attend to blocks of 128 positions, in a ring of 12 slots. What nobody wrote
+    is not a number.
+    """
 
     halves: int
     group: int
     first: int
     position: int
     it: int = 5
-    shared: np.ndarray = field(default_factory=lambda: np.zeros(QUERIES + 16384, np.uint8))
+    turn: int = 0
+    owed: tuple[int, ...] = ()
+    shared: np.ndarray = field(default_factory=lambda: np.full(QUERIES + 16384, NAN, np.uint8))
     outputs: np.ndarray = field(default_factory=lambda: np.zeros((6, WARPS, LANES), np.float32))
     arrivals: Counter[int] = field(default_factory=Counter)
 
@@ -131,31 +135,61 @@ class Attention:
             self.shared[slot * TILE_BYTES : (slot + 1) * TILE_BYTES] = part
 
     def run(self, block: int, k: np.ndarray, v: np.ndarray, scale: np.float32) -> None:
-        """A block: scores of all warps, then values."""
+        """A block: scores of all warps, then values. The last warp lags as far as barriers let it:
+        it adds up values once the others have scored the next block.
+        """
         self.load(k)
-        place = block % 2, self.it % 12, self.it // 12 % 2
+        place = self.turn, self.it % 12, self.it // 12 % 2
         numbers = (*place, block, self.first, self.position)
         for number in range(WARPS):
-            warp = Warp(number, self.shared, arrivals=self.arrivals)
-            query, keys, _, weights, sums, _, _, at = self.aim(warp)
-            given = dict(enumerate((query, keys, weights, sums, at, *map(lanes, numbers)), 3))
-            given |= {1: lanes(BARS), 2: lanes(BARS + 96), 14: scale.view(np.uint32) + lanes(0)}
-            warp.run(score_asm(self.halves, 12), given)
+            if number == WARPS - 1:
+                self.catch_up()
+            self.score(number, numbers, scale)
         self.it += self.halves
         self.load(v)
-        place = block % 2, self.it % 12, self.it // 12 % 2
-        for number in range(WARPS):
-            warp = Warp(number, self.shared, arrivals=self.arrivals)
-            _, _, weights, _, _, sums, values, _ = self.aim(warp)
-            given = dict(enumerate(self.outputs[:, number].view(np.uint32), 6))
-            given |= dict(enumerate((weights, sums, values, *map(lanes, place)), 14))
-            out = warp.run(
-                value_asm(self.halves, 12), {**given, 12: lanes(BARS), 13: lanes(BARS + 96)}
-            )
-            self.outputs[:, number] = [out[f"${i}"].view(np.float32) for i in range(6)]
+        place = self.turn, self.it % 12, self.it // 12 % 2
+        for number in range(WARPS - 1):
+            self.add(number, place)
+        self.owed = place
         self.it += self.halves
+        self.turn ^= 1
+
+    def catch_up(self) -> None:
+        if self.owed:
+            self.add(WARPS - 1, self.owed)
+        self.owed = ()
+
+    def score(self, number: int, numbers: tuple[int, ...], scale: np.float32) -> None:
+        warp = Warp(number, self.shared, arrivals=self.arrivals)
+        query, keys, _, weights, sums, _, _, at = self.aim(warp)
+        given = dict(enumerate((query, keys, weights, sums, at, *map(lanes, numbers)), 3))
+        given |= {1: lanes(BARS), 2: lanes(BARS + 96), 14: scale.view(np.uint32) + lanes(0)}
+        warp.run(score_asm(self.halves, 12), given)
+
+    def add(self, number: int, place: tuple[int, ...]) -> None:
+        warp = Warp(number, self.shared, arrivals=self.arrivals)
+        _, _, weights, _, _, sums, values, _ = self.aim(warp)
+        given = dict(enumerate(self.outputs[:, number].view(np.uint32), 6))
+        given |= dict(enumerate((weights, sums, values, *map(lanes, place)), 14))
+        out = warp.run(value_asm(self.halves, 12), {**given, 12: lanes(BARS), 13: lanes(BARS + 96)})
+        self.outputs[:, number] = [out[f"${i}"].view(np.float32) for i in range(6)]
+
+    def result(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of each query: outputs [group, d], maximum and sum [group, 1], as write_partial finds
+        them.
+        """
+        self.catch_up()
+        row, column = np.arange(LANES) // 4, np.arange(LANES) % 4
+        found = np.zeros((8, 64 * self.halves), np.float32)
+        for number in range(4 * self.halves):
+            for i in range(4):
+                found[2 * column + i % 2, 16 * number + row + i // 2 * 8] = self.outputs[i, number]
+        own = 4 * np.arange(self.group)
+        return found[: self.group], self.outputs[4, 0, own, None], self.outputs[5, 0, own, None]
 
 
+NAN = 0xFF
+"""The bytes of a bf16 or float32 that is not a number."""
 QUERIES = 12 * TILE_BYTES
 BARS = QUERIES + 12000
 
@@ -179,16 +213,64 @@ def test_two_blocks(head_dim, group, first, position):
     scores[:, (at < first) | (at > position)] = -np.inf
     weights = np.exp2(scores - scores.max(1, keepdims=True))
     expected = weights @ v / weights.sum(1, keepdims=True)
-    row, column = np.arange(LANES) // 4, np.arange(LANES) % 4
-    found = np.zeros((8, head_dim), np.float32)
-    for number in range(head_dim // 16):
-        for i in range(4):
-            found[2 * column + i % 2, 16 * number + row + i // 2 * 8] = task.outputs[i, number]
-    own = 4 * np.arange(group)
-    np.testing.assert_allclose(found[:group].T / task.outputs[5, 0, own], expected.T, atol=0.03)
-    np.testing.assert_allclose(task.outputs[4, 3, own], scores.max(1), rtol=1e-4)
+    found, highest, sums = task.result()
+    np.testing.assert_allclose(found / sums, expected, atol=0.03)
+    np.testing.assert_allclose(highest, scores.max(1, keepdims=True), rtol=1e-4)
     used = Counter((5 + i) % 12 for i in range(4 * task.halves))
     assert task.arrivals == {BARS + 96 + 8 * slot: WARPS * num for slot, num in used.items()}
+
+
+def attend_split(q, k, v, *, window, active, split, scale):
+    """What attention_task has one split do, the last of k and v being new: outputs, maxima, sums.
+
+    Positions after the new one are stale: keys that are no numbers, values that are huge. So is the
+    new one's row until it is placed.
+    """
+    position = len(k) - 1
+    first, last = max(position + 1 - window, 0), position // 128
+    task = Attention(k.shape[1] // 64, len(q), first, position)
+    task.outputs[4] = -np.inf
+    task.stage(q)
+    for block in range(first // 128 + split, last + 1, active):
+        keys, values = np.full((2, 128, k.shape[1]), [[[np.nan]], [[1e30]]], np.float32)
+        rows = slice(128 * block, 128 * block + 128)
+        keys[: len(k[rows])], values[: len(k[rows])] = k[rows], v[rows]
+        task.run(block, keys, values, scale)
+    return task.result()
+
+
+FAR = 2**30
+"""A window that leaves nothing out."""
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "group", "window", "position", "active"),
+    [
+        (64, 6, FAR, 0, 1), (128, 8, FAR, 1, 1), (64, 7, FAR, 127, 1), (128, 6, FAR, 128, 1),
+        (64, 3, FAR, 128, 2), (128, 1, FAR, 129, 2), (64, 8, FAR, 383, 2), (128, 8, FAR, 900, 3),
+        (64, 3, 40, 64, 1), (128, 8, 40, 129, 2), (64, 6, 40, 166, 2), (64, 7, 64, 700, 1),
+        (128, 3, 300, 711, 3), (64, 7, 100, 227, 1), (128, 6, 128, 255, 1), (64, 8, 1, 128, 1),
+    ],
+)  # fmt: skip
+def test_splits_of_a_window(head_dim, group, window, position, active):
+    """Some queries over all blocks that they see, shared out as attention_task does, then combined;
+    windows begin within blocks, at them, and behind whole ones.
+    """
+    rng = np.random.default_rng(3)
+    q = rounded(rng, group, head_dim)
+    k, v = rounded(rng, 2, position + 1, head_dim)
+    scale = np.float32(0.2)
+    given = {"window": window, "active": active, "scale": scale}
+    found = [attend_split(q, k, v, split=split, **given) for split in range(active)]
+    outputs, highest, sums = (np.stack(each) for each in zip(*found, strict=True))
+    factors = np.exp2(highest - highest.max(0))
+    scores = q @ k.T * scale
+    scores[:, : max(position + 1 - window, 0)] = -np.inf
+    weights = np.exp2(scores - scores.max(1, keepdims=True))
+    expected = weights @ v / weights.sum(1, keepdims=True)
+    merged = (factors * outputs).sum(0) / (factors * sums).sum(0)
+    np.testing.assert_allclose(merged, expected, atol=0.03)
+    np.testing.assert_allclose(highest.max(0), scores.max(1, keepdims=True), rtol=1e-4)
 
 
 @pytest.mark.parametrize("half", [32, 64])
@@ -202,10 +284,11 @@ def test_rows_are_staged_and_placed(half):
     pairs = bf16_bits(row).reshape(2, -1, 2)
     pairs = (pairs[..., 0] | pairs[..., 1] << 16)[:, four[:, None] % (half // 4) * 2 + [0, 1]]
     given = dict(enumerate(np.concatenate([pairs[0].T, pairs[1].T]), 8))
-    shared = np.zeros_like(task.shared)
+    shared = np.full_like(task.shared, NAN)
     at = np.where(used, QUERIES + four % 2 * 64 + four // 2 * 4, -1)
     Warp(0, shared).run(stage_asm(half), {**given, 4: at.astype(np.uint32)})
     assert (shared == task.shared).all()
+    shared[:] = 0
     inside = 77 * 128 + (four // 2 ^ 77 % 8) * 16 + four % 2 * 8
     at = np.where(used, inside, -1).astype(np.uint32)
     given = {i + 20: bits for i, bits in given.items()}
