@@ -162,7 +162,9 @@ def attention_task(
     STAGES: gl.constexpr,
     TRACE: gl.constexpr,
 ):
-    """One split of one kv head. `scale` includes log2(e)."""
+    """One split of one kv head, every `active`-th block of 128 positions from its first on; returns
+    the ring position. `scale` includes log2(e). places: see kernel.decode. it: of the ring.
+    """
     HALVES: gl.constexpr = D // 64
     PAIR: gl.constexpr = head_rows(D // 2, 4)
     active = num_active_splits(position, words[WINDOW], words[MAX_SPLITS], min_blocks)

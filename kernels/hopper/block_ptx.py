@@ -192,7 +192,12 @@ def factor_lines() -> list[str]:
 
 @constexpr_function
 def value_asm(halves: int, stages: int) -> str:
-    """See blocks.add_values. Operands 0 to 5: outputs, maximum, sum."""
+    """See blocks.add_values. Operands 0 to 5: outputs, maximum, sum.
+
+    Every warp frees the tiles of both halves, though it reads one at most and waits for that alone.
+    It is not early: before the barrier in front, all warps freed whatever was in those slots, so
+    that a warp arrives once in a phase.
+    """
     operands = (
         "IN0", "IN1", "IN2", "IN3", "M", "L", "READY", "FREE", "WEIGHTS", "SUMS", "VALUES", "TURN",
         "SLOT", "PHASE",

@@ -84,8 +84,11 @@ def add_values(
     STAGES: gl.constexpr,
 ):  # fmt: skip
     """Adds the weighted values of a block to the outputs; the ring's tiles from `slot` on are free
-    then. Thread (4 r + c) of a warp: o0 to o3 of its columns r, r, r + 8, r + 8 and queries 2 c,
-    2 c + 1, 2 c, 2 c + 1; m, l of query r.
+    then. Comes after a barrier behind score_block; none is needed behind it, since the next block's
+    weights go elsewhere, and those of the one after that come a barrier later.
+
+    Thread (4 r + c) of a warp: o0 to o3 of its columns r, r, r + 8, r + 8 and queries 2 c, 2 c + 1,
+    2 c, 2 c + 1; m, l of query r.
     """
     _, ready, free, _, _, _ = places
     _, _, weights, _, _, sums, values, _ = aims

@@ -174,6 +174,7 @@ def decode(
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     write_addresses()
     cta_barrier()
+    # addresses, for PTX: of the ring, its barriers, x, and what a linear's warps add up
     places = (
         address_of(bufs), address_of(ready), address_of(free), address_of(xs), address_of(red),
         address_of(squares),

@@ -118,7 +118,7 @@ def aim(places):
     """Addresses in shared memory for each thread: where it stages its first word of x (the second
     being 32 bytes further), its part of x, its row of the ring's first slot, its sums of a group.
 
-    They are found at this point, and not later: before x is waited for.
+    They are found at this point, and not later: before x is waited for. places: see kernel.decode.
     """
     bufs, _, _, xs, sums, _ = places
     return gl.inline_asm_elementwise(

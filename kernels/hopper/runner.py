@@ -57,7 +57,9 @@ MIN_BLOCKS = 1
 
 
 def padded_tiles_k(max_tiles_k: int) -> int:
-    """Chunks of x that shared memory has room for: what attention needs at least, whole polls."""
+    """Chunks of x that shared memory has room for: whole polls, and at least twice what attention
+    needs there (block_ptx.py).
+    """
     return max(8, -(-max_tiles_k // STAGE_CHUNKS) * STAGE_CHUNKS)
 
 

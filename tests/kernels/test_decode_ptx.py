@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 from distmega.kernels.hopper.block_ptx import (
+    SUMS,
+    SUMS_BYTES,
     aim_asm,
     place_asm,
     score_asm,
@@ -15,6 +17,7 @@ from distmega.kernels.hopper.block_ptx import (
 )
 from distmega.kernels.hopper.products import aim_asm as aim_tiles
 from distmega.kernels.hopper.products import multiply_asm, store_asm
+from distmega.kernels.hopper.runner import padded_tiles_k
 from distmega.kernels.hopper.words import TILE_BYTES
 from tests.kernels.ptx_warps import LANES, Warp, bf16_bits, bf16_floats
 
@@ -271,6 +274,10 @@ def test_splits_of_a_window(head_dim, group, window, position, active):
     merged = (factors * outputs).sum(0) / (factors * sums).sum(0)
     np.testing.assert_allclose(merged, expected, atol=0.03)
     np.testing.assert_allclose(highest.max(0), scores.max(1, keepdims=True), rtol=1e-4)
+
+
+def test_attention_has_room_where_x_lies():
+    assert padded_tiles_k(1) * 2048 >= SUMS + 2 * SUMS_BYTES
 
 
 @pytest.mark.parametrize("half", [32, 64])
