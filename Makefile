@@ -26,7 +26,7 @@ demo: $(BASE)
 	$(VENV)/bin/distmega generate smollm2-135m-instruct "$(PROMPT)" --tp $(TP) --launcher local --max-new-tokens 32
 
 test: $(FULL)
-	$(PY) -m pytest $(PYTEST_ARGS)
+	$(PY) -m pytest -n 2 $(PYTEST_ARGS)
 
 venv: $(FULL)
 

@@ -1,4 +1,7 @@
-"""What tests need of the machine (gpu, multigpu(n), ray), and how many were skipped for what."""
+"""What tests need of the machine (gpu, multigpu(n), ray), how many were skipped for what, and which
+stay in one process where several share the work (`pytest -n 2`): those of a file, and all those in
+folders whose tests start ranks.
+"""
 
 import importlib.util
 import os
@@ -6,6 +9,13 @@ from collections import Counter
 
 import pytest
 from hypothesis import settings
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # threads that wait for each other need a core each
+    os.environ |= {"OMP_NUM_THREADS": "1", "DISTMEGA_THREADS": "1"}
+
+WITH_RANKS = ("tests/e2e/", "tests/launch/", "tests/multigpu/")
 
 settings.register_profile("distmega", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("distmega")
@@ -44,6 +54,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if problem := _problem(item):
             item.add_marker(pytest.mark.skip(reason=problem))
+
+
+class _RanksInOneProcess(LoadScopeScheduling):
+    def _split_scope(self, nodeid: str) -> str:
+        return "ranks" if nodeid.startswith(WITH_RANKS) else nodeid.partition("::")[0]
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
+    return _RanksInOneProcess(config, log)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

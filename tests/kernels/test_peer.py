@@ -23,6 +23,7 @@ from distmega.program import Program
 from distmega.sharding.mesh import DeviceMesh
 from tests.kernels.programs import with_collectives
 from tests.kernels.running import make_ranks
+from tests.leftovers import shared_names
 
 NUM_LAUNCHES = 100
 SIZES = PeerSizes(arena_bytes=1000, num_events=5, num_lanes=2)
@@ -157,16 +158,16 @@ def spawn(target: Callable[..., None]) -> list[str]:
 
 
 def test_two_processes_agree_over_many_launches():
-    before = set(os.listdir("/dev/shm"))
+    before = shared_names()
     assert spawn(work) == ["", ""]
-    assert set(os.listdir("/dev/shm")) <= before
+    assert shared_names() <= before
 
 
 def test_a_dead_rank_is_named():
-    before = set(os.listdir("/dev/shm"))
+    before = shared_names()
     waiting, _ = spawn(die)
     assert "from rank 1, owed by rank 1: all_reduce0.push[0]" in waiting
-    assert set(os.listdir("/dev/shm")) <= before
+    assert shared_names() <= before
 
 
 def share(rank: int, answers: Sequence[Sequence[object]], sizes: PeerSizes = SIZES) -> object:

@@ -2,11 +2,12 @@
 
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+
+from tests.leftovers import shared_names
 
 GONE_S = 10.0
 
@@ -21,11 +22,6 @@ QUICK_TO_NOTICE = {
 def children() -> set[int]:
     """Processes that this one started; what they started is ended with them, or is Ray's own."""
     return {child.pid for child in psutil.Process().children()}
-
-
-def shared_memory() -> set[str]:
-    folder = Path("/dev/shm")
-    return {path.name for path in folder.iterdir()} if folder.exists() else set()
 
 
 def wait_until(condition: Callable[[], bool], limit_s: float = GONE_S) -> bool:
@@ -47,10 +43,10 @@ def is_gone(pid: int) -> bool:
 
 @pytest.fixture(autouse=True)
 def _nothing_left_behind() -> Iterator[None]:
-    children_before, memory_before = children(), shared_memory()
+    children_before, memory_before = children(), shared_names()
     yield
     assert wait_until(lambda: children() <= children_before), "a process is left"
-    assert wait_until(lambda: shared_memory() <= memory_before), "shared memory is left"
+    assert wait_until(lambda: shared_names() <= memory_before), "shared memory is left"
 
 
 @pytest.fixture(scope="session")

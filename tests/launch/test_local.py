@@ -25,7 +25,8 @@ def start(target: str, payload: object, *, num_ranks: int = 2, **options) -> lis
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_values_come_in_order_and_the_result_last(num_ranks: int):
+def test_values_come_in_order_and_the_result_last(num_ranks: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("DISTMEGA_THREADS", raising=False)
     *values, result = start("sum_ranks", 3, num_ranks=num_ranks)
     assert values == [Emitted(value=step) for step in range(3)]
     assert isinstance(result, Result)
