@@ -125,17 +125,24 @@ def block_of(tile, index: gl.constexpr, count: gl.constexpr):
 
 
 @gluon.jit
+def store_block(part, i: gl.constexpr, count: gl.constexpr, out, top, left, leaving):
+    """Block i of `count` of a half tile, through shared memory, which is returned with it."""
+    tma_store_wait(BUFFERS - 1)
+    cta_barrier()
+    buffer = leaving.index(i % BUFFERS)
+    buffer.store(block_of(part, i, count).to(buffer.dtype))
+    fence_async_shared()
+    cta_barrier()
+    tma_store(out, [top, left + i * HALF_M], buffer)
+    return buffer
+
+
+@gluon.jit
 def store_tile(part, out, top, left, leaving):
     """Columns of a half tile to local memory."""
     count: gl.constexpr = part.shape[1] // HALF_M
     for i in gl.static_range(count):
-        tma_store_wait(BUFFERS - 1)
-        cta_barrier()
-        buffer = leaving.index(i % BUFFERS)
-        buffer.store(block_of(part, i, count).to(buffer.dtype))
-        fence_async_shared()
-        cta_barrier()
-        tma_store(out, [top, left + i * HALF_M], buffer)
+        store_block(part, i, count, out, top, left, leaving)
 
 
 @gluon.jit
@@ -149,14 +156,7 @@ def push_tile(part, home, top, left, leaving, pushing, rank, spec: gl.constexpr)
     columns = left + gl.arange(0, HALF_M, layout=gl.SliceLayout(0, layout))
     lines = gl.expand_dims((top + rows).to(gl.int64) * width, 1)
     for i in gl.static_range(count):
-        tma_store_wait(BUFFERS - 1)
-        cta_barrier()
-        buffer = leaving.index(i % BUFFERS)
-        buffer.store(block_of(part, i, count).to(buffer.dtype))
-        fence_async_shared()
-        cta_barrier()
-        tma_store(home, [top, left + i * HALF_M], buffer)
-        block = buffer.load(layout)
+        block = store_block(part, i, count, home, top, left, leaving).load(layout)
         places = gl.expand_dims(columns + i * HALF_M, 0)
         inside = places < width
         for other in range(spec.num_ranks - 1):
