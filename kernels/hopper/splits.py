@@ -48,7 +48,8 @@ def combine_task(
     sums = e0 * as_float(p[3]) + e1 * as_float(p[7]) + e2 * as_float(p[11]) + e3 * as_float(p[15])
     low = e0 * as_float(p[0]) + e1 * as_float(p[4]) + e2 * as_float(p[8]) + e3 * as_float(p[12])
     high = e0 * as_float(p[1]) + e1 * as_float(p[5]) + e2 * as_float(p[9]) + e3 * as_float(p[13])
-    inv = 1.0 / gl.sum(sums, axis=0)
+    total = gl.sum(sums, axis=0)
+    inv = gl.where(total > 0, 1.0 / total, 0.0)  # 0 where a wait was given up: no NaN in the cache
     payload = bf16_pair(gl.sum(low, axis=0) * inv, gl.sum(high, axis=0) * inv)
     at = gl.arange(0, D // 2, layout=gl.SliceLayout(0, FOUR_SPLITS))
     gl.store(exchange + words[DST] + words[HEAD] * (D // 2) + at, tagged(payload, tag))
