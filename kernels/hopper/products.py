@@ -22,7 +22,6 @@ from distmega.kernels.hopper.words import TILE_BYTES, TILE_K
 
 CHUNK_BYTES = gl.constexpr(2 * TILE_K)
 """Of x in shared memory: [8 warps, 2 slices, 4, 8] pairs of columns, a lane's eight together."""
-WARP_BYTES = gl.constexpr(TILE_K // 4)
 STEPS = 4
 """Products of 16 columns in a slice."""
 UNIT_BYTES = 32
