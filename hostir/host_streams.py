@@ -6,7 +6,7 @@ until something needs it, so that loops which have nothing in common run side by
 lower_loops.py.
 """
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 
 from distmega.hostir.nodes import Node, RecordEvent, Slot, WaitEvent
@@ -30,31 +30,44 @@ class StreamOrder:
     """Event 0 marks the main stream, event 1 + n stream 1 + n of the ring.
 
     written, touched: storage -> the last moment of the main stream that did; what the caller gives
-    is written at moment 0. known: stream of the ring -> the moment that it has waited for.
+    is written at moment 0. known: stream of the ring -> the moment that it has waited for. open:
+    what loops did, and on which streams the main stream has not waited for it.
     """
 
     moment: int = 0
     written: dict[str, int] = field(default_factory=dict)
     touched: dict[str, int] = field(default_factory=dict)
     known: dict[int, int] = field(default_factory=dict)
-    open: list[tuple[Touched, int]] = field(default_factory=list)
+    open: list[tuple[Touched, frozenset[int]]] = field(default_factory=list)
 
-    def join(self, followed: int = 0) -> Iterator[Node]:
-        """Lets the main stream wait for all open loops, where it has waited for the first
-        `followed` streams already.
-        """
-        for number in range(followed, max((count for _, count in self.open), default=0)):
+    def join(self, streams: Set[int] | None = None) -> Iterator[Node]:
+        """Lets the main stream wait for streams of the ring, by default all that are open."""
+        if streams is None:
+            streams = _all_streams(self.open)
+        for number in sorted(streams):
             yield WaitEvent(event=Slot(base=1 + number))
-        for work, _ in self.open:
-            self.note(work)
-        self.open.clear()
+        self.close(streams)
+
+    def close(self, streams: Set[int]) -> None:
+        """Notes that the main stream has waited for all that streams of the ring did."""
+        left = [(work, rest - streams) for work, rest in self.open]
+        for work, rest in left:
+            if not rest:
+                self.note(work)
+        self.open = [(work, rest) for work, rest in left if rest]
 
     def before(self, work: Touched, count: int = 0) -> Iterator[Node]:
         """What must come before work on the main stream, or on `count` of the ring, that may not
         overtake an open loop. Loops on one and the same stream can't.
         """
-        if any(work.conflicts(other) and (count, num) != (1, 1) for other, num in self.open):
-            yield from self.join()
+        same = frozenset({0}) if count == 1 else frozenset()
+        ahead = [each for each in self.open if work.conflicts(each[0]) and each[1] != same]
+        yield from self.join(_all_streams(ahead))
+
+    def before_freeing(self, names: Set[str]) -> Iterator[Node]:
+        """What must come before storage is freed on the main stream."""
+        users = [each for each in self.open if names & (each[0].reads | each[0].writes)]
+        yield from self.join(_all_streams(users))
 
     def note(self, work: Touched) -> None:
         """Work that is on the main stream, or that the main stream has waited for."""
@@ -73,6 +86,10 @@ class StreamOrder:
     def follow(self, count: int) -> None:
         """Streams 1 to `count` wait for the main stream."""
         self.known |= dict.fromkeys(range(1, 1 + count), self.moment)
+
+
+def _all_streams(loops: Sequence[tuple[Touched, frozenset[int]]]) -> frozenset[int]:
+    return frozenset().union(*(streams for _, streams in loops))
 
 
 MAIN = Slot(base=0)

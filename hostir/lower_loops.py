@@ -102,11 +102,11 @@ class LoopLowering:
             self.order.follow(count)
             yield FORK
         yield from self.streams(bodies, scope, count, waiting, marked=not chained)
-        self.order.open.append((work, count))
+        self.order.open.append((work, frozenset(range(count))))
         if chained:
             yield WaitEvent(event=self.sum_event(len(sums) - 1))
-        if chained or ending & (work.reads | work.writes):
-            yield from self.order.join(followed=count if chained else 0)
+            self.order.close(frozenset(range(count)))
+        yield from self.order.before_freeing(ending)
 
     def sum_event(self, number: int) -> Slot:
         """The event that marks the latest addition to a result; one is free of each ring's."""

@@ -153,7 +153,11 @@ REPLICATED = Layout()
 
 
 def shard(dim: int, axis: str) -> Layout:
-    """The layout that divides tensor dim `dim` over mesh axis `axis`; join several with `|`."""
+    """The layout that divides tensor dim `dim` over mesh axis `axis`; join several with `|`.
+
+    PlanError unless these are a whole number and a name.
+    """
+    _require(f"shard({dim!r}, {axis!r})", dim, axis=axis)
     return Layout(((axis, Shard(dim)),))
 
 
@@ -168,9 +172,22 @@ def stream(dim: int, num: int, *, ring: str = "") -> Layout:
     Iterations overlap on several streams. Join it with `shard` or `replicate` by `|`; alone it
     leaves the devices to the planner. num=1 keeps the op that makes the tensor out of loops. ring:
     a mesh axis; each rank starts with the chunk of its own coordinate, so that a gather of that dim
-    becomes a ring of sends and receives beside the work on each part.
+    becomes a ring of sends and receives beside the work on each part. PlanError unless these are
+    two whole numbers and a name.
     """
+    _require(f"stream({dim!r}, {num!r}, ring={ring!r})", dim, num, axis=ring)
     return Layout(chunks=Chunks(dim, num, ring), is_open=True)
+
+
+def _require(found: str, *numbers: object, axis: object) -> None:
+    """PlanError unless the numbers are whole and the mesh axis is a name."""
+    if not all(type(number) is int for number in numbers):
+        raise PlanError(
+            found, expected="whole numbers", remedy="count dims and chunks from 0 and 1"
+        )
+    if not isinstance(axis, str):
+        remedy = "name an axis of the mesh, such as 'tp'"
+        raise PlanError(found, expected="the name of a mesh axis", remedy=remedy)
 
 
 def layout_of_part(layout: Layout, dim: int) -> Layout:

@@ -99,8 +99,16 @@ class _Planner:
         return program
 
     def resolve_pins(self, annotations: Mapping[str, Layout]) -> dict[str, Layout]:
-        """Annotations with chunks filled in. PlanError for a tensor that the program lacks."""
-        for name in annotations:
+        """Annotations with chunks filled in. PlanError for a tensor that the program lacks, or an
+        annotation that is no layout.
+        """
+        for name, layout in annotations.items():
+            if not isinstance(layout, Layout):
+                raise PlanError(
+                    f"annotation {layout!r} of tensor {name!r}",
+                    expected="a layout",
+                    remedy="make it with shard, replicate or stream",
+                )
             if name not in self.tensors:
                 raise PlanError(
                     f"annotation of tensor {name!r}",

@@ -7,11 +7,12 @@ first wins. Where two annotated operands disagree, the cost model decides which 
 search.py.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from distmega.program import Access, Op, Program
 from distmega.sharding.mesh import DeviceMesh
 from distmega.sharding.options import SplitOption
+from distmega.sharding.padding import additive_reads
 from distmega.sharding.placements import (
     REPLICATE,
     REPLICATED,
@@ -64,17 +65,25 @@ class _Propagation:
                     self.take(op, axis, placement, place, is_write=is_write)
 
     def disagreements(self, op: Op) -> list[str]:
-        """Mesh axes along which annotated operands ask for different divisions of an op."""
+        """Mesh axes along which annotated operands ask for different divisions of an op. What is
+        added to a sum doesn't count: it can be added after it, divided as it likes.
+        """
         found: dict[str, set[str]] = {axis: set() for axis in self.mesh.names}
+        added = additive_reads(op)
         for place, access in enumerate(op.reads):
             for axis, placement in self.pins.get(access.tensor, REPLICATED).placements:
                 if not isinstance(placement, Shard):
                     continue
                 for option in self.table.options(op, self.mesh.size(axis)).options:
                     if option.reads[place] == placement and not self.contradicts(op, axis, option):
-                        found[axis].add(option.axis)
+                        if not (place in added and self.is_summed(op, found[axis])):
+                            found[axis].add(option.axis)
                         break
         return [axis for axis, names in found.items() if len(names) > 1]
+
+    def is_summed(self, op: Op, names: Iterable[str]) -> bool:
+        """Whether one of an op's axes of these names is summed over."""
+        return any(op.axis(name).role == "reduce" for name in names)
 
     def take(self, op: Op, axis: str, placement: Placement, place: int, *, is_write: bool) -> None:
         """Divides the op as an operand is divided, if that is exact and contradicts no pin."""

@@ -8,7 +8,7 @@ positions per coordinate). Next: search.py.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import permutations
+from itertools import permutations, product
 
 from distmega.errors import PlanError
 from distmega.sharding.cost import Machine, collective_bytes, collective_time_us, copy_time_us
@@ -108,11 +108,10 @@ def find_moves(
     used = [axis for axis in mesh.names if axis in dict(source.placements + target.placements)]
     ends = source, target
     best: tuple[Move, ...] | None = None
-    orders = list(permutations(changed))
-    if any(len(end.shards_of(dim)) > 1 for end in ends for dim in range(len(shape))):
-        orders += permutations(used)
-    for order in orders:
-        for first in ((), order, order[::-1]):
+    nested = any(len(end.shards_of(dim)) > 1 for end in ends for dim in range(len(shape)))
+    for axes in (changed, used) if nested else (changed,):
+        firsts = [part for num in range(len(axes) + 1) for part in permutations(axes, num)]
+        for order, first in product(permutations(axes), firsts):
             moves = _walk(shape, item_bytes, source, target, order, first, mesh, machine)
             if moves is not None and (best is None or _time(moves) < _time(best)):
                 best = moves
@@ -142,7 +141,7 @@ def _walk(
     """Moves in one order of mesh axes; None where they would gather or divide a dim within what
     another axis divides further.
 
-    first: the order in which the changed axes are made whole before, if they are.
+    first: axes that are made whole before, in that order.
     """
     legs = [(axis, REPLICATE) for axis in first] + [(axis, target.at(axis)) for axis in order]
     moves: list[Move] = []

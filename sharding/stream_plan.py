@@ -5,11 +5,12 @@ order in which ops that share a loop stand together, and its StreamPlan. PlanErr
 has no effect anywhere. Next: finalize.py.
 """
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 
 from distmega.errors import PlanError
-from distmega.program import Attr, Program, Tensor, accesses
+from distmega.program import Attr, Op, Program, Tensor, accesses
 from distmega.sharding.host_loops import StreamPlan, form_loops
 from distmega.sharding.local_ops import LocalOps
 from distmega.sharding.mesh import DeviceMesh
@@ -61,24 +62,50 @@ def plan_streams(
     forms: dict[str, list[str]] = {whole: [] for whole in streams}
     for name in pins:
         forms[schedule.locals[name][0]].append(name)
-    used: dict[str, set[Part | None]] = {name: set() for name in pins}
-    for op in ops:
-        for access, part in zip(accesses(op), spread.parts.get(op.name, ()), strict=False):
-            if access.tensor in used:
-                used[access.tensor].add(part)
+    uses = {op.name: _uses(op, spread) for op in ops}
+    refused = dict(_refusals(uses, spread))
+    followed = {name for found in uses.values() for name in _followed(found, spread)}
     for whole in streams:
-        _require_effect(whole, forms[whole], used, spread)
+        wanted = [name for name in forms[whole] if pins[name] != WHOLE]
+        if (wanted or not forms[whole]) and not followed.intersection(wanted):
+            raise _no_effect(whole, [each for each in refused.items() if each[0][0] in wanted])
     steps = tuple(schedule.steps[at] for at in plan.order)
-    refused = {
-        (name, op): why
-        for (name, op), why in spread.refused.items()
-        if name in pins and op not in spread.splits
-    }
-    for op in ops:
-        for access, part in zip(accesses(op), spread.parts.get(op.name, ()), strict=False):
-            if access.tensor in pins and part not in (pins[access.tensor], None):
-                refused[access.tensor, op.name] = f"it has chunks of dim {part.dim} instead"
     return replace(schedule, steps=steps), replace(plan, refused=refused)
+
+
+def _uses(op: Op, spread: StreamSpread) -> dict[str, set[Part | None]]:
+    """The chunks in which an op touches annotated tensors."""
+    found: dict[str, set[Part | None]] = {}
+    for access, part in zip_longest(accesses(op), spread.parts.get(op.name, ())):
+        if access.tensor in spread.pins:
+            found.setdefault(access.tensor, set()).add(part)
+    return found
+
+
+def _followed(uses: Mapping[str, Container[Part | None]], spread: StreamSpread) -> list[str]:
+    """Tensors that an op touches in the chunks which they are annotated with."""
+    return [name for name, parts in uses.items() if spread.pins[name] in parts]
+
+
+def _refusals(
+    uses: Mapping[str, Mapping[str, Container[Part | None]]], spread: StreamSpread
+) -> Iterator[tuple[tuple[str, str], str]]:
+    """Why ops do not run in the chunks of tensors annotated with some: (tensor, op), why.
+
+    uses: op -> annotated tensor -> the chunks in which it touches it.
+    """
+    for op, touched in uses.items():
+        split, followed = spread.splits.get(op), _followed(touched, spread)
+        for name in touched:
+            if spread.pins[name] == WHOLE or name in followed:
+                continue
+            if split is not None:
+                chosen = (
+                    f"as annotated for {', '.join(followed)}" if followed else "as ops around it"
+                )
+                yield (name, op), f"it runs in {split.num_chunks} chunks of {split.axis}, {chosen}"
+            elif (name, op) in spread.refused:
+                yield (name, op), spread.refused[name, op]
 
 
 def _part(
@@ -99,22 +126,11 @@ def _part(
     return Part(chunks.dim, -(-extent // chunks.num), chunks.ring, int(ends_at_home))
 
 
-def _require_effect(
-    whole: str,
-    forms: Sequence[str],
-    used: Mapping[str, Container[Part | None]],
-    spread: StreamSpread,
-) -> None:
-    """PlanError if chunks were asked for and no op around any form of the tensor runs in them.
-
-    used: the chunks in which ops use each annotated form.
-    """
-    wanted = {name: spread.pins[name] for name in forms if spread.pins[name] != WHOLE}
-    if (forms and not wanted) or any(part in used[name] for name, part in wanted.items()):
-        return
-    reasons = [f"{op}: {why}" for (name, op), why in spread.refused.items() if name in wanted]
-    raise PlanError(
-        f"no op can run in the chunks asked for {whole!r} ({'; '.join(reasons) or 'nothing does'})",
+def _no_effect(whole: str, refused: Sequence[tuple[tuple[str, str], str]]) -> PlanError:
+    """The error for chunks that no op around any form of a tensor runs in."""
+    reasons = "; ".join(f"{op}: {why}" for (_, op), why in refused) or "no op uses it"
+    return PlanError(
+        f"no op can run in the chunks asked for {whole!r} ({reasons})",
         expected="a dim that an op around it runs over, chunk by chunk",
         remedy="cut another dim, or leave the annotation out",
     )

@@ -42,6 +42,23 @@ def test_loops_that_have_nothing_in_common_are_joined_once():
     assert_exact(apart(), local, host)
 
 
+def test_a_loop_that_nothing_needs_yet_stays_open_on_its_own_streams():
+    """m waits for a's two streams, the third has only done b; the end waits for that one alone."""
+    p = ProgramBuilder("open")
+    a = p.input("x", (6, 4)).map("a0 + 1", name="a")
+    b = p.input("z", (3, 3)).map("a0 * 2", name="b")
+    program = p.build(p.reduce(a, 0, name="m"), b)
+    _, local, host = lowered(program, ONE, {"a": stream(0, 2), "b": stream(0, 3)})
+    assert ordering(host) == [
+        "record event 0", "loop", "stream 0", "record event 0", "loop", "stream 0",
+        "wait event 1", "wait event 2", "reduce", "wait event 3",
+    ]  # fmt: skip
+    assert_exact(program, local, host)
+    for number in wait_numbers(host):
+        with pytest.raises(CheckError):
+            check_host(without(host, number))
+
+
 def test_the_main_stream_goes_on_beside_a_loop_it_does_not_need():
     _, local, host = lowered(apart(), ONE, {"a": stream(0, 2)})
     assert ordering(host) == [

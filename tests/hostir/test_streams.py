@@ -321,6 +321,7 @@ def test_megakernels_run_in_stream_loops():
         ({"a": stream(0, 2, ring="pp")}, "axes of mesh"),
         ({"nothing": stream(0, 2)}, "tensor 'nothing'"),
         ({"x": stream(2, 3, ring="tp")}, "a ring needs equal chunks, and 8 is cut by 3"),
+        ({"a": stream(0, 2), "b": stream(1, 2)} | {"c": "tp"}, "annotation 'tp' of tensor 'c'"),
     ],
 )
 def test_annotations_that_cannot_be_followed_are_refused(marks: dict[str, Layout], message: str):

@@ -18,10 +18,28 @@ from distmega.sharding.placements import (
     replicate,
     resolve_layout,
     shard,
+    stream,
 )
 
 MESH = DeviceMesh(dp=2, tp=4)
 TENSOR = Tensor(name="w", shape=(9, 64), dtype="f32")
+
+
+@pytest.mark.parametrize(
+    ("make", "found", "expected"),
+    [
+        (lambda: shard(0.5, "tp"), "shard(0.5, 'tp')", "whole numbers"),
+        (lambda: shard(True, "tp"), "shard(True, 'tp')", "whole numbers"),
+        (lambda: shard(0, 1), "shard(0, 1)", "the name of a mesh axis"),
+        (lambda: stream("0", 2), "stream('0', 2, ring='')", "whole numbers"),
+        (lambda: stream(0, 2.0), "stream(0, 2.0, ring='')", "whole numbers"),
+        (lambda: stream(0, 2, ring=None), "stream(0, 2, ring=None)", "the name of a mesh axis"),
+    ],
+)
+def test_users_words_take_numbers_and_names(make, found, expected):
+    with pytest.raises(PlanError) as caught:
+        make()
+    assert (caught.value.found, caught.value.expected) == (found, expected)
 
 
 def test_users_words_join():

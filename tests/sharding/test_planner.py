@@ -170,6 +170,18 @@ def test_a_divided_sum_adds_its_bias_once():
     assert again.fingerprint() == plan.fingerprint()
 
 
+def test_a_divided_bias_does_not_keep_its_sum_from_being_divided_too():
+    """x and w are held for a sum over ranks: a reduce-scatter, then the bias, nothing gathered."""
+    p = ProgramBuilder("p")
+    x, b = p.input("x", (6, 8)), p.input("b", (4,))
+    program = p.build(p.linear(x, p.weight("w", (4, 8)), b, name="y"))
+    marks = {"x": shard(1, "tp"), "w": shard(1, "tp"), "b": shard(0, "tp"), "y": shard(1, "tp")}
+    plan = plan_program(program, DeviceMesh(tp=2), CPU, marks)
+    assert [step.move.kind for step in plan.reshards] == ["reduce_scatter"]
+    assert divisions(plan) == {"y.sum": ["k"], "y": ["n"]}
+    check_plan(plan, random_arrays(program, 0))
+
+
 @pytest.mark.parametrize(
     ("heads", "group", "ranks", "most"), [(3, 3, 8, 5), (2, 2, 4, 3), (1, 1, 2, 1)]
 )

@@ -49,6 +49,23 @@ def test_nothing_becomes_a_part_by_moving():
         find_moves((4,), 4, REPLICATED, Layout.of({"tp": SUM}), TP, CPU)
 
 
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        (shard(0, "dp") | shard(1, "tp"), shard(1, "dp") | shard(0, "tp")),
+        (shard(0, "dp") | shard(0, "tp"), shard(1, "dp") | shard(1, "tp")),
+        (shard(0, "dp") | shard(0, "tp"), shard(1, "dp") | shard(0, "tp")),
+    ],
+)
+def test_one_mesh_axis_is_gathered_so_that_the_other_can_go_elsewhere(source, target):
+    """Not both: one steps aside, and takes its part again for nothing."""
+    mesh, tensor = DeviceMesh(dp=2, tp=2), Tensor(name="x", shape=(4, 4), dtype="f32")
+    ends = [resolve_layout(tensor, layout, mesh) for layout in (source, target)]
+    moves = find_moves(tensor.shape, 4, *ends, mesh, CPU)
+    assert [move.kind for move in moves] == ["all_gather", "all_to_all", "take_shard"]
+    assert moves[0].axis == moves[2].axis != moves[1].axis
+
+
 def test_bytes_follow_the_collective():
     assert collective_bytes("all_reduce", 800, 4) == 1200
     assert collective_bytes("all_gather", 800, 4) == 600
