@@ -386,8 +386,8 @@ def view_sources(body: Sequence[Node]) -> dict[str, str]:
         match node:
             case SliceView(view=view, buffer=buffer):
                 sources[view] = buffer
-            case LibraryOp(op=op) if op.kind == "view":
-                sources[op.writes[0].tensor] = op.reads[0].tensor
+            case LibraryOp(op=Op(kind="view", reads=(read,), writes=(write,))):
+                sources[write.tensor] = read.tensor
     return sources
 
 

@@ -82,7 +82,7 @@ def _walk(nodes: Sequence[Node], found: list[Step], index: int) -> int:
 
 
 def known_names(walked: Walked) -> Iterator[Violation]:
-    """Buffers, segments and mesh axes are declared, once."""
+    """Buffers, segments and mesh axes are declared, once; a view shows one buffer as another."""
     host, buffers, segments = walked.host, walked.buffers, walked.segments
     axes = host.mesh.names
     if len(buffers) != len(host.buffers) or len(segments) != len(host.segments):
@@ -100,6 +100,10 @@ def known_names(walked: Walked) -> Iterator[Violation]:
         for axis in _named_axes(node):
             if axis not in axes:
                 yield index, f"mesh axis {axis!r}", f"one of {list(axes)}"
+        if isinstance(node, LibraryOp) and node.op.kind == "view":
+            counts = len(node.op.reads), len(node.op.writes)
+            if counts != (1, 1):
+                yield index, f"a view of {counts[0]} as {counts[1]} tensors", "one as one"
 
 
 def _named_axes(node: Node) -> tuple[str, ...]:
@@ -129,12 +133,16 @@ def fitting_operands(walked: Walked) -> Iterator[Violation]:
                 extents = {axis.name: axis.extent for axis in op.axes}
                 for access in accesses(op):
                     shape = buffers[access.tensor].shape
-                    if len(access.dims) != len(shape):
+                    unknown = {name for each in access.dims for name in each.axes} - extents.keys()
+                    if unknown:
+                        found = f"{access.tensor!r} indexed by {', '.join(sorted(unknown))}"
+                        yield index, found, f"axes of {op.name!r}"
+                    elif len(access.dims) != len(shape):
                         found = f"{access.tensor!r} indexed by {len(access.dims)} dims"
                         yield index, found, f"{len(shape)} dims"
                     elif op.kind not in CLIPPED and not _reaches(extents, access, shape):
-                        found = f"{access.tensor!r} of {list(shape)} is too small"
-                        yield index, found, "all it indexes"
+                        found = f"{access.tensor!r} of {list(shape)} indexed beyond its ends"
+                        yield index, found, "positions that it has"
             case Send(peer=peer) | Recv(peer=peer) | Signal(peer=peer) | WaitSignal(peer=peer):
                 size = host.mesh.size(peer.mesh_axis)
                 if not peer.ring and not 0 <= peer.offset < size:
@@ -142,12 +150,12 @@ def fitting_operands(walked: Walked) -> Iterator[Violation]:
 
 
 def _reaches(extents: Mapping[str, int], access: Access, shape: Sequence[int]) -> bool:
-    """Whether a buffer is as large as an op with axes of these extents indexes it."""
+    """Whether all that an op with axes of these extents indexes lies in a buffer."""
     for index, extent in zip(access.dims, shape, strict=True):
         count = 1
         for name in index.axes:
             count *= extents[name]
-        if index.offset + index.stride * (count - 1) >= extent:
+        if index.offset < 0 or index.offset + index.stride * (count - 1) >= extent:
             return False
     return True
 

@@ -3,8 +3,8 @@
 Comes in: local ops in program order, the StreamSplit of those that run in chunks. Goes out: a
 StreamPlan: an order of the ops in which those that can share a loop stand together, the loops, and
 the tensors of which a chunk at a time is enough. Two ops can share a loop if they have the same
-chunks, and whatever one leaves to the other is used chunk by chunk as it was made. Next:
-finalize.py.
+chunks, and whatever one leaves to the other is used chunk by chunk as it was made; an op that could
+run in several loops runs in that of the ops which need it, as sink.py says. Next: finalize.py.
 """
 
 import heapq
@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from distmega.program import Access, Op, Tensor, accesses
+from distmega.sharding.sink import Edge, Storage, sink_ops
 from distmega.sharding.streams import (
     Part,
     StreamSplit,
@@ -82,7 +83,7 @@ class _Former:
         self.open: dict[str, list[_Use]] = {}
         """Storage -> its last write and the reads since."""
         self.levels = [0] * len(ops)
-        self.edges: list[tuple[int, int]] = []
+        self.edges: list[Edge] = []
 
     def is_cut(self, op: Op, splits: Mapping[str, StreamSplit]) -> bool:
         """Whether an op runs in a loop: it has chunks, and each writes its own part of storage."""
@@ -124,6 +125,7 @@ class _Former:
         compute = [at for at, op in enumerate(self.ops) if op.kind != "view"]
         for at in compute:
             self.place(at)
+        self.levels = sink_ops(self.levels, self.edges, [*self.storages()])
         groups = self.groups(compute)
         order = self.sort(groups)
         loops: dict[int, list[tuple[str, StreamSplit]]] = {}
@@ -145,10 +147,11 @@ class _Former:
             before = self.open.setdefault(root, [])
             for other in before if use.writes else before[:1]:
                 if other.op != at and (other.writes or use.writes):
-                    self.edges.append((other.op, at))
-                    apart = self.ops[other.op].name in self.splits
-                    apart = apart and not (cut and self.can_share(other, use))
-                    self.levels[at] = max(self.levels[at], self.levels[other.op] + apart)
+                    looped = self.ops[other.op].name in self.splits
+                    shared = looped and cut and self.can_share(other, use)
+                    self.edges.append(Edge(one=other.op, two=at, shared=shared))
+                    level = self.levels[other.op] + (looped and not shared)
+                    self.levels[at] = max(self.levels[at], level)
             if use.writes:
                 before.clear()
             before.append(use)
@@ -176,9 +179,9 @@ class _Former:
         for at, group in groups.items():
             members.setdefault(group, []).append(at)
         after: dict[int, set[int]] = {group: set() for group in members}
-        for one, two in self.edges:
-            if groups[one] != groups[two]:
-                after[groups[one]].add(groups[two])
+        for edge in self.edges:
+            if groups[edge.one] != groups[edge.two]:
+                after[groups[edge.one]].add(groups[edge.two])
         num_open = dict.fromkeys(members, 0)
         for followers in after.values():
             for each in followers:
@@ -215,24 +218,38 @@ class _Former:
         for name in list(left):
             yield from before(self.ops[places[name]].writes[0].tensor)
 
-    def chunks(self, groups: Mapping[int, int]) -> Iterator[tuple[str, Part]]:
-        """Temporaries that never leave an iteration: made and used by one loop, in equal parts.
+    def storages(self) -> Iterator[Storage]:
+        """The temporaries, and who touches them."""
+        for root, uses in self.uses.items():
+            if self.tensors[root].role == "temp" and root not in self.kept:
+                yield Storage(
+                    size=self.tensors[root].num_elements,
+                    writers=frozenset(use.op for use in uses if use.writes),
+                    users=frozenset(use.op for use in uses),
+                    cuts=self.part(root, uses) is not None,
+                )
+
+    def part(self, root: str, uses: Sequence[_Use]) -> Part | None:
+        """The part in which all ops touch a temporary that doesn't leave, if it is the same.
 
         What a ring gathers is whole: a part comes while the one before is used.
         """
+        if self.tensors[root].role != "temp" or root in self.kept:
+            return None
+        for use in uses:
+            op = self.ops[use.op]
+            if use.part != uses[0].part:
+                return None
+            if use.writes and use.part and is_gather_ring(op, self.splits[op.name]):
+                return None
+        return uses[0].part
+
+    def chunks(self, groups: Mapping[int, int]) -> Iterator[tuple[str, Part]]:
+        """Temporaries that never leave an iteration: made and used by one loop, in equal parts."""
         found: dict[str, Part] = {}
         for root, uses in self.uses.items():
-            part = uses[0].part
-            names = [self.ops[use.op].name for use in uses]
-            if self.tensors[root].role != "temp" or root in self.kept or part is None:
-                continue
-            alike = all(u.part == part and groups[u.op] == groups[uses[0].op] for u in uses)
-            splits = [self.splits[name] for name in names if name in self.splits]
-            rings = any(
-                u.writes and is_gather_ring(self.ops[u.op], s)
-                for u, s in zip(uses, splits, strict=False)
-            )
-            if alike and not rings:
+            part = self.part(root, uses)
+            if part is not None and len({groups[use.op] for use in uses}) == 1:
                 found[root] = part
         yield from found.items()
         for op in self.ops:

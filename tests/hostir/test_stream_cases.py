@@ -96,6 +96,14 @@ def pairs(p: ProgramBuilder) -> tuple[Handle, ...]:
     return (p.linear(c, d, spec=MM, name="e"),)
 
 
+def waited(p: ProgramBuilder) -> tuple[Handle, ...]:
+    """An op on a that could wait for y, which also needs b, and one that could not."""
+    a = p.input("x", (6, 4)).map("a0 + 1", name="a")
+    b = p.input("z", (4, 6)).map("a0 * 2", name="b")
+    y = p.linear(a.map("a0 * 3", name="c"), b, spec=MM, name="y")
+    return y, a.map("a0 - 1", name="t")
+
+
 def centred(p: ProgramBuilder) -> tuple[Handle, ...]:
     a = double(p, 4, 6)
     return (p.pointwise("a0 - a1", a, p.reduce(a, 0, name="s"), name="b"),)
@@ -235,10 +243,14 @@ CASES = {
     "a bias by chunk": Case(
         biased, {**SPLIT, "y": stream(0, 2)}, TP, (2,), ("all_reduce",), ("y.sum", "y.sum.partial")
     ),
-    "loops that share nothing": Case(
+    "ops wait for the loop that needs them": Case(
         pairs,
         {"a": stream(0, 2), "b": stream(0, 3), "c": stream(0, 2), "d": stream(0, 3)},
-        loops=(2, 3, 2), chunks=("a", "b"),
+        loops=(3, 2), chunks=("a", "b", "c"),
+    ),
+    "ops that wait would keep as much as they save": Case(
+        waited, {"a": stream(0, 2), "b": stream(1, 3), "y": stream(0, 2)}, loops=(2, 3, 2),
+        chunks=("a",),
     ),
     "a sum between parts a loop in two": Case(
         centred, {"a": stream(0, 2), "b": stream(0, 2)}, loops=(2, 2)
