@@ -234,6 +234,12 @@ class ProgramBuilder:
 
     def _declare(self, name: str, shape: Sequence[int], dtype: str, role: Role) -> Handle:
         tensor = Tensor(name=name, shape=tuple(shape), dtype=dtype, role=role)
+        if not all(type(extent) is int for extent in tensor.shape):
+            raise ProgramError(
+                f"{role} {name!r} of shape {tensor.shape}",
+                expected="whole numbers",
+                remedy="give the extent of each dim",
+            )
         known = self._tensors.setdefault(name, tensor)
         if known != tensor or (role != "weight" and known is not tensor):
             raise ProgramError(

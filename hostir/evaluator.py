@@ -141,13 +141,11 @@ def allocated_names(body: Sequence[Node]) -> set[str]:
 
 def _fitting(buffer: program.Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
     found = tensors.get(buffer.name)
-    if (
-        found is not None
-        and found.shape == buffer.shape
-        and dtype_name(found.dtype) == buffer.dtype
-    ):
-        return found
-    what = "no tensor" if found is None else f"{dtype_name(found.dtype)}{list(found.shape)}"
+    what = "no tensor"
+    if isinstance(found, Tensor):
+        if found.shape == buffer.shape and dtype_name(found.dtype) == buffer.dtype:
+            return found
+        what = f"{dtype_name(found.dtype)}{list(found.shape)}"
     raise ProgramError(
         f"{what} for {buffer.role} {buffer.name!r}",
         expected=f"{buffer.dtype}{list(buffer.shape)}",

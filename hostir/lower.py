@@ -248,8 +248,14 @@ def lower_program(
     segment, and what the plan fuses is one kernel. max_streams: of how many streams the iterations
     of a host loop take turns. fuse: joins library ops that one kernel can do (fuse.py), which
     rounds fewer intermediate results. PlanError if a user asked for fused kernels without peer
-    memory.
+    memory, or for no stream.
     """
+    if type(max_streams) is not int or max_streams < 1:
+        raise PlanError(
+            f"max_streams {max_streams!r}",
+            expected="a whole number of at least 1",
+            remedy="use 1 to run the iterations of a host loop one after the other",
+        )
     if not peer_memory and any(choice.forced for choice in local.fused):
         raise PlanError(
             'overlap "kernel" without peer memory',

@@ -113,7 +113,11 @@ class Layout:
         return " ".join(words) or "R"
 
     def __or__(self, other: "Layout") -> "Layout":
-        """Both layouts' placements and chunks; those of `other` win."""
+        """Both layouts' placements and chunks; those of `other` win. PlanError if it is none."""
+        if not isinstance(other, Layout):
+            found = f"layout [{self}] joined with {other!r}"
+            remedy = "join what shard, replicate and stream give"
+            raise PlanError(found, expected="another layout", remedy=remedy)
         joined = Layout.of({**dict(self.placements), **dict(other.placements)})
         chunks, is_open = other.chunks or self.chunks, self.is_open and other.is_open
         return Layout(joined.placements, chunks, is_open)

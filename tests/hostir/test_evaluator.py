@@ -107,17 +107,18 @@ def test_a_missing_kernel_is_named():
     ("wrong", "named"),
     [
         (None, r"no tensor for weight 'w1'; expected f32\[16, 8\]"),
+        ([0.0], r"no tensor for weight 'w1'; expected f32\[16, 8\]"),
         (torch.zeros(8, 16), r"f32\[8, 16\] for weight 'w1'"),
         (torch.zeros(16, 8, dtype=torch.float64), r"f64\[16, 8\] for weight 'w1'"),
         (torch.zeros(16, 8, dtype=torch.uint8), r"torch.uint8\[16, 8\] for weight 'w1'"),
     ],
 )
-def test_tensors_are_checked(wrong: torch.Tensor | None, named: str):
+def test_tensors_are_checked(wrong: torch.Tensor | list[float] | None, named: str):
     host = lowered(mlp(), megakernel=False)
     tensors = random_tensors(host)
     del tensors["w1"]
     if wrong is not None:
-        tensors["w1"] = wrong
+        tensors["w1"] = wrong  # type: ignore[assignment]
     with pytest.raises(ProgramError, match=named):
         evaluator(host).run(tensors)
 

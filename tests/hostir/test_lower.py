@@ -3,6 +3,7 @@
 import pytest
 
 from distmega.builder import ProgramBuilder
+from distmega.errors import PlanError
 from distmega.hostir.lower import KERNEL_KINDS, lower_program
 from distmega.hostir.nodes import Collective, HostProgram, LaunchMegakernel, LibraryOp
 from distmega.hostir.passes import run_passes
@@ -196,3 +197,9 @@ def test_inputs_that_leave_need_no_storage():
 def test_segments_are_programs_of_their_own():
     host = lower_program(local(chain()), megakernel=True, peer_memory=True)
     assert [verify_program(segment).name for segment in host.segments] == ["chain.0"]
+
+
+@pytest.mark.parametrize("num", [0, -1, 1.5])
+def test_a_host_loop_needs_a_stream(num: int):
+    with pytest.raises(PlanError, match=f"max_streams {num}; expected a whole number of at least"):
+        lower_program(local(mlp()), megakernel=False, peer_memory=False, max_streams=num)

@@ -76,6 +76,12 @@ def test_an_input_or_state_is_declared_once(role: str):
         getattr(p, role)("x", (4,))
 
 
+@pytest.mark.parametrize("shape", [(2.5, 3), ("2", 3), (True, 3)])
+def test_extents_are_whole_numbers(shape: tuple[int, ...]):
+    with pytest.raises(ProgramError, match="expected whole numbers"):
+        ProgramBuilder("p").input("x", shape)
+
+
 def test_a_weight_of_another_shape_is_another_weight():
     p = ProgramBuilder("p")
     p.weight("w", (4,))

@@ -31,6 +31,7 @@ TENSOR = Tensor(name="w", shape=(9, 64), dtype="f32")
         (lambda: shard(0.5, "tp"), "shard(0.5, 'tp')", "whole numbers"),
         (lambda: shard(True, "tp"), "shard(True, 'tp')", "whole numbers"),
         (lambda: shard(0, 1), "shard(0, 1)", "the name of a mesh axis"),
+        (lambda: shard(0, "tp") | "dp", "layout [tp=S0] joined with 'dp'", "another layout"),
         (lambda: stream("0", 2), "stream('0', 2, ring='')", "whole numbers"),
         (lambda: stream(0, 2.0), "stream(0, 2.0, ring='')", "whole numbers"),
         (lambda: stream(0, 2, ring=None), "stream(0, 2, ring=None)", "the name of a mesh axis"),
