@@ -68,7 +68,10 @@ def plan_streams(
     for whole in streams:
         wanted = [name for name in forms[whole] if pins[name] != WHOLE]
         if (wanted or not forms[whole]) and not followed.intersection(wanted):
-            raise _no_effect(whole, [each for each in refused.items() if each[0][0] in wanted])
+            found = [f"{op}: {why}" for (name, op), why in refused.items() if name in wanted]
+            if not wanted and whole in schedule.locals:
+                found = [f"only parts of it are used, one chunk each of {streams[whole].ring}"]
+            raise _no_effect(whole, found or ["no op uses it"])
     steps = tuple(schedule.steps[at] for at in plan.order)
     return replace(schedule, steps=steps), replace(plan, refused=refused)
 
@@ -126,11 +129,10 @@ def _part(
     return Part(chunks.dim, -(-extent // chunks.num), chunks.ring, int(ends_at_home))
 
 
-def _no_effect(whole: str, refused: Sequence[tuple[tuple[str, str], str]]) -> PlanError:
+def _no_effect(whole: str, reasons: Sequence[str]) -> PlanError:
     """The error for chunks that no op around any form of a tensor runs in."""
-    reasons = "; ".join(f"{op}: {why}" for (_, op), why in refused) or "no op uses it"
     return PlanError(
-        f"no op can run in the chunks asked for {whole!r} ({reasons})",
+        f"no op can run in the chunks asked for {whole!r} ({'; '.join(reasons)})",
         expected="a dim that an op around it runs over, chunk by chunk",
         remedy="cut another dim, or leave the annotation out",
     )

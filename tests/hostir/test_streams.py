@@ -321,7 +321,12 @@ def test_megakernels_run_in_stream_loops():
         ({"a": stream(0, 2, ring="pp")}, "axes of mesh"),
         ({"nothing": stream(0, 2)}, "tensor 'nothing'"),
         ({"x": stream(2, 3, ring="tp")}, "a ring needs equal chunks, and 8 is cut by 3"),
-        ({"a": stream(0, 2), "b": stream(1, 2)} | {"c": "tp"}, "annotation 'tp' of tensor 'c'"),
+        ({"c": "tp"}, "annotation 'tp' of tensor 'c'"),
+        (
+            dict.fromkeys("xabc", shard(0, "tp")) | {"a": shard(0, "tp") | stream(0, 2, ring="tp")},
+            "only parts of it are used, one chunk each of tp",
+        ),
+        ({"x": stream(0, 4), "a": stream(1, 2)}, "runs in 2 chunks of i1, as annotated for a"),
     ],
 )
 def test_annotations_that_cannot_be_followed_are_refused(marks: dict[str, Layout], message: str):
