@@ -6,9 +6,9 @@ positions per coordinate). Next: search.py.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import permutations, product
+from heapq import heappop, heappush
 
 from distmega.errors import PlanError
 from distmega.sharding.cost import Machine, collective_bytes, collective_time_us, copy_time_us
@@ -102,70 +102,60 @@ def find_moves(
 ) -> tuple[Move, ...]:
     """The cheapest sequence of collectives from one layout to another, one mesh axis at a time.
 
-    PlanError if there is none: nothing becomes a part of a combination by moving.
+    On the way a mesh axis is as in the source, whole, or as in the target. PlanError if there is no
+    way: nothing becomes a part of a combination by moving.
     """
-    changed = [axis for axis in mesh.names if source.at(axis) != target.at(axis)]
-    used = [axis for axis in mesh.names if axis in dict(source.placements + target.placements)]
-    ends = source, target
-    best: tuple[Move, ...] | None = None
-    nested = any(len(end.shards_of(dim)) > 1 for end in ends for dim in range(len(shape)))
-    for axes in (changed, used) if nested else (changed,):
-        firsts = [part for num in range(len(axes) + 1) for part in permutations(axes, num)]
-        for order, first in product(permutations(axes), firsts):
-            moves = _walk(shape, item_bytes, source, target, order, first, mesh, machine)
-            if moves is not None and (best is None or _time(moves) < _time(best)):
-                best = moves
-    if best is None:
-        raise PlanError(
-            f"no collective leads from layout [{source}] to [{target}]",
-            expected="a target that is sharded or replicated",
-            remedy="annotate the tensor with shard or replicate",
-        )
-    return best
+    found: list[tuple[float, int, Layout, tuple[Move, ...]]] = [(0.0, 0, source, ())]
+    done: set[Layout] = set()
+    number = 0
+    while found:
+        time, _, here, moves = heappop(found)
+        if here == target:
+            return moves
+        if here in done:
+            continue
+        done.add(here)
+        for move in _next_moves(shape, item_bytes, here, source, target, mesh, machine):
+            number += 1
+            heappush(found, (time + move.time_us, number, move.target, (*moves, move)))
+    raise PlanError(
+        f"no collective leads from layout [{source}] to [{target}]",
+        expected="a target that is sharded or replicated",
+        remedy="annotate the tensor with shard or replicate",
+    )
 
 
-def _time(moves: Sequence[Move]) -> float:
-    return sum(move.time_us for move in moves)
-
-
-def _walk(
+def _next_moves(
     shape: Sequence[int],
     item_bytes: int,
+    here: Layout,
     source: Layout,
     target: Layout,
-    order: Sequence[str],
-    first: Sequence[str],
     mesh: DeviceMesh,
     machine: Machine,
-) -> tuple[Move, ...] | None:
-    """Moves in one order of mesh axes; None where they would gather or divide a dim within what
+) -> Iterator[Move]:
+    """Single collectives out of a layout, none of which gathers or divides a dim within what
     another axis divides further.
-
-    first: axes that are made whole before, in that order.
     """
-    legs = [(axis, REPLICATE) for axis in first] + [(axis, target.at(axis)) for axis in order]
-    moves: list[Move] = []
-    here = source
-    for axis, placement in legs:
-        steps = table(here.at(axis), placement)
-        if steps is None:
-            return None
-        for kind, after in steps:
+    axes = {axis for end in (source, target) for axis, _ in end.placements}
+    for axis in (name for name in mesh.names if name in axes and here.is_innermost(name)):
+        before, whole = here.at(axis), here.moved(axis, REPLICATE)
+        for after in dict.fromkeys((target.at(axis), REPLICATE)):
+            steps = table(before, after)
             there = here.moved(axis, after)
-            if not (here.is_innermost(axis) and there.is_innermost(axis)):
-                return None
-            seen = local_shape(shape, here.moved(axis, REPLICATE))
-            cost = step_cost(kind, here.at(axis), after, seen, item_bytes, mesh.size(axis), machine)
-            moves.append(
-                Move(
-                    kind=kind,
-                    axis=axis,
-                    source=here,
-                    target=there,
-                    num_bytes=cost[0],
-                    time_us=cost[1],
-                    layout_copy=cost[2],
-                )
+            if steps is None or len(steps) != 1 or not there.is_innermost(axis):
+                continue
+            seen, size = local_shape(shape, whole), mesh.size(axis)
+            if isinstance(after, Shard) and after.chunk * size < seen[after.dim]:
+                continue
+            kind = steps[0][0]
+            cost = step_cost(kind, before, after, seen, item_bytes, size, machine)
+            yield Move(
+                kind=kind,
+                axis=axis,
+                source=here,
+                target=there,
+                num_bytes=cost[0],
+                time_us=cost[1],
+                layout_copy=cost[2],
             )
-            here = there
-    return tuple(moves)

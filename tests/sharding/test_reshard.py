@@ -1,6 +1,8 @@
 """The table of collectives, layout copies, paths over several mesh axes, annotations."""
 
+from functools import reduce
 from itertools import product
+from operator import or_
 
 import pytest
 
@@ -64,6 +66,24 @@ def test_one_mesh_axis_is_gathered_so_that_the_other_can_go_elsewhere(source, ta
     moves = find_moves(tensor.shape, 4, *ends, mesh, CPU)
     assert [move.kind for move in moves] == ["all_gather", "all_to_all", "take_shard"]
     assert moves[0].axis == moves[2].axis != moves[1].axis
+
+
+def test_sums_are_scattered_before_another_mesh_axis_is_gathered():
+    """The gather then moves half; and five mesh axes are searched at once, not in each order."""
+    mesh, tensor = DeviceMesh(a=2, b=2, c=2), Tensor(name="x", shape=(2, 4), dtype="f32")
+    source = Layout.of({"a": SUM, "c": Shard(1, 2)})
+    target = resolve_layout(tensor, shard(0, "a") | shard(1, "b") | shard(1, "c"), mesh)
+    moves = find_moves(tensor.shape, 4, source, target, mesh, H200)
+    assert [(move.kind, move.axis) for move in moves] == [
+        ("reduce_scatter", "a"), ("all_gather", "c"), ("take_shard", "b"), ("take_shard", "c"),
+    ]  # fmt: skip
+    wide = DeviceMesh(a=2, b=2, c=2, d=2, e=2)
+    tensor = Tensor(name="y", shape=(64, 64), dtype="f32")
+    ends = [
+        resolve_layout(tensor, reduce(or_, (shard(dim, a) for a in wide.names)), wide)
+        for dim in (0, 1)
+    ]
+    assert find_moves(tensor.shape, 4, *ends, wide, CPU)[-1].target == ends[1]
 
 
 def test_bytes_follow_the_collective():
