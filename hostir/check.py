@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from distmega.errors import CheckError
 from distmega.hostir.nodes import HostProgram
-from distmega.hostir.order_graph import Access, OrderGraph
+from distmega.hostir.order_graph import Access, Before, OrderGraph
 from distmega.hostir.orders import build_orders
 
 
@@ -28,7 +28,7 @@ def check_host(programs: HostProgram | Sequence[HostProgram]) -> None:
         programs = [programs] * programs.mesh.num_ranks
     graph = build_orders(programs)
     order = _topological_order(graph)
-    before = _ancestors(graph, order)
+    before = Before(graph, order)
     for accesses in graph.accesses.values():
         _check_buffer(graph, accesses, before)
     for rank, alone in graph.alone.items():
@@ -38,12 +38,12 @@ def check_host(programs: HostProgram | Sequence[HostProgram]) -> None:
 
 
 def _check_apart(
-    graph: OrderGraph, one: tuple[int, int], other: tuple[int, int], before: Sequence[int]
+    graph: OrderGraph, one: tuple[int, int], other: tuple[int, int], before: Before
 ) -> None:
     """A kernel that fills its GPU and waits for peers would wait for ever beside an exchange that
     needs room on it.
     """
-    if not (before[one[0]] >> other[1] & 1 or before[other[0]] >> one[1] & 1):
+    if not (before(other[1], one[0]) or before(one[1], other[0])):
         raise CheckError(
             f"{graph.labels[one[0]]} may run beside {graph.labels[other[0]]}",
             expected="one to end before the other begins",
@@ -88,30 +88,26 @@ def _raise_cycle(graph: OrderGraph, num_open: Sequence[int]) -> None:
     )
 
 
-def _ancestors(graph: OrderGraph, order: Sequence[int]) -> list[int]:
-    """For each vertex, a bit set of the vertices that have completed before it starts."""
-    before = [0] * len(order)
-    for vertex in order:
-        for previous in graph.follows[vertex]:
-            before[vertex] |= before[previous] | 1 << previous
-    return before
-
-
-def _check_buffer(graph: OrderGraph, accesses: Sequence[Access], before: Sequence[int]) -> None:
-    """Accesses of one buffer in the order in which the host issues them."""
+def _check_buffer(graph: OrderGraph, accesses: Sequence[Access], before: Before) -> None:
+    """Accesses of one buffer in the order in which the host issues them. Reads of it need no order
+    among themselves.
+    """
+    writes: list[Access] = []
     for position, later in enumerate(accesses):
         written = False
-        for earlier in accesses[:position]:
+        for earlier in accesses[:position] if later.writes else writes:
             if earlier.start == later.start or not earlier.overlaps(later):
                 continue
             written = written or earlier.fills
-            if (earlier.writes or later.writes) and not before[later.start] >> earlier.done & 1:
+            if not before(earlier.done, later.start):
                 raise CheckError(
                     f"buffer {later.buffer!r}: {graph.labels[later.start]} is not ordered after "
                     f"{graph.labels[earlier.done]}",
                     expected="a stream, event, handle or signal that orders them",
                     remedy="record an event after the first and wait for it before the second",
                 )
+        if later.writes:
+            writes.append(later)
         if not written and later.needs_contents:
             raise CheckError(
                 f"buffer {later.buffer!r}: {graph.labels[later.start]} reads what nobody wrote",

@@ -1,11 +1,13 @@
 """The graph of what host programs order: vertices of all ranks, edges, accesses of buffers,
-exchanges.
+exchanges; and which vertices come before which.
 
 orders.py fills it from programs; check.py searches it.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 Box = tuple[tuple[int, int], ...]
 """Half-open range per dim of a buffer."""
@@ -76,3 +78,36 @@ class Exchanges:
     teams: dict[Meeting, list[Exchange]] = field(default_factory=dict)
     sends: dict[Meeting, list[Exchange]] = field(default_factory=dict)
     recvs: dict[Meeting, list[Exchange]] = field(default_factory=dict)
+
+
+class Before:
+    """Which vertices have completed before others start: one clock a vertex.
+
+    Vertices are dealt out to chains, in each of which every vertex follows the one before; as many
+    as run beside each other, so that clocks stay short. A clock counts, for each chain, the
+    vertices that have completed when its own has.
+    """
+
+    def __init__(self, graph: OrderGraph, order: Sequence[int]) -> None:
+        """order: all vertices, each after those it follows."""
+        self.chains, self.places = [0] * len(order), [0] * len(order)
+        self.clocks = np.zeros((len(order), 8), np.int32)
+        lengths = np.zeros(8, np.int32)
+        num_chains = 0
+        for vertex in order:
+            follows = graph.follows[vertex]
+            clock = self.clocks[follows].max(axis=0) if follows else self.clocks[vertex]
+            ended = np.flatnonzero(clock[:num_chains] == lengths[:num_chains])
+            chain = int(ended[0]) if ended.size else num_chains
+            if chain == lengths.size:
+                self.clocks = np.pad(self.clocks, ((0, 0), (0, chain)))
+                lengths, clock = np.pad(lengths, (0, chain)), np.pad(clock, (0, chain))
+            num_chains = max(num_chains, chain + 1)
+            lengths[chain] += 1
+            self.chains[vertex], self.places[vertex] = chain, int(lengths[chain])
+            self.clocks[vertex] = clock
+            self.clocks[vertex, chain] = lengths[chain]
+
+    def __call__(self, one: int, other: int) -> bool:
+        """Whether vertex `one` has completed before vertex `other` starts."""
+        return one != other and bool(self.clocks[other, self.chains[one]] >= self.places[one])
