@@ -7,6 +7,7 @@ weights arena and one KV cache. Next on the walk: hostir/evaluator.py.
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -42,13 +43,11 @@ from distmega.requests import EngineOptions
 from distmega.sharding.cost import CPU, H200
 from distmega.sharding.mesh import DeviceMesh
 from distmega.sharding.stages import AXIS
+from distmega.steps_ahead import decode_ahead
 from distmega.trace_file import Span
 from distmega.weight_loading import Progress, load_weights, no_progress
 
 logger = logging.getLogger(__name__)
-
-MAX_STEPS = 16
-"""Decode steps of one launch, at most, before their tokens are given out."""
 
 
 class Engine:
@@ -111,35 +110,33 @@ class Engine:
             shared = options.collectives != "host"
             open_signals(comm, AXIS, (FREE,), options.timeout_s, peer_memory=shared)
 
-    def generate(self, prompt: Sequence[int]) -> Iterator[int]:
+    def generate(self, prompt: Sequence[int], limit: int = 0) -> Iterator[int]:
         """As generate_all, of one prompt."""
-        for (token,) in self.generate_all([prompt]):
+        for (token,) in self.generate_all([prompt], limit):
             yield token
 
-    def generate_all(self, prompts: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:
-        """Tokens after each prompt, a step at a time, until a cache is full; starts new sequences.
+    def generate_all(
+        self, prompts: Sequence[Sequence[int]], limit: int = 0
+    ) -> Iterator[tuple[int, ...]]:
+        """Tokens after each prompt, a step at a time, until a cache is full or there are `limit`
+        steps; starts new sequences.
 
-        On a GPU later tokens come several at a time, so a caller that stops early has caused a few
-        steps too many. RequestError for more prompts than the engine's batch.
+        On a GPU later tokens come several at a time, and the next ones are computed meanwhile, so
+        a caller that stops before the limit has caused some steps too many. RequestError for more
+        prompts than the engine's batch.
         """
         tokens = tuple(self.prefill(prompt, slot) for slot, prompt in enumerate(prompts))
         self._num_cached[len(prompts) :] = [0] * (self.batch - len(prompts))
         yield tokens
-        num_steps = 1
-        while room := self.blueprint.max_context - max(self._num_cached):
-            if self.stepping is None:
+        room = self.blueprint.max_context - max(self._num_cached)
+        room = min(room, limit - 1) if limit else room
+        if self.stepping is None:
+            for _ in range(room):
                 tokens = tuple(self.decode_step(tokens)["next"].tolist()[: len(prompts)])
                 yield tokens
-                continue
-            if num_steps == 1:
-                cached = self._num_cached[: len(prompts)]
-                self.stepping.start(tokens, cached, self._draws)
-            num_steps = min(2 * num_steps, MAX_STEPS, room)
-            chosen = self.stepping.decode(num_steps)
-            self._grow(len(prompts), num_steps)
-            rows = chosen.tolist()
-            self.stepping.raise_hang()
-            yield from map(tuple, rows)
+            return
+        self.stepping.start(tokens, self._num_cached[: len(prompts)], self._draws)
+        yield from decode_ahead(self.stepping, room, partial(self._grow, len(prompts)))
 
     def trace(self, num_steps: int, position: int) -> list[Span]:
         """The timeline of decode steps from `position` on, whatever the caches hold there; the

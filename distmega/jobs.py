@@ -4,7 +4,6 @@ Comes in: a RankContext and a request. Goes out: emitted tokens and a result fro
 Next on the walk: engine.py.
 """
 
-import itertools
 import math
 import time
 from dataclasses import replace
@@ -62,8 +61,7 @@ def generate(context: RankContext, request: GenerateRequest, emit: Emit) -> Gene
     )
     loaded = first = time.perf_counter()
     answers = [_GrowingAnswer(tokenizer, prompt) for prompt in prompts]
-    steps = itertools.islice(engine.generate_all(prompts), request.max_new_tokens)
-    for number, tokens in enumerate(steps):
+    for number, tokens in enumerate(engine.generate_all(prompts, request.max_new_tokens)):
         if number == 0:
             first = time.perf_counter()
         for place, (answer, token) in enumerate(zip(answers, tokens, strict=True)):

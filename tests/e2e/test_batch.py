@@ -73,6 +73,13 @@ def test_generating_together_equals_generating_alone() -> None:
         assert len(tokens) == 32 - max(map(len, prompts)) + 1
 
 
+def test_a_limit_ends_the_tokens() -> None:
+    engine = open_tiny(2)
+    every = list(engine.generate_all([[5, 6, 7], [8]]))
+    assert list(engine.generate_all([[5, 6, 7], [8]], 4)) == every[:4]
+    assert list(engine.generate_all([[5, 6, 7], [8]], 1000)) == every
+
+
 def test_each_sequence_draws_with_a_seed_of_its_own() -> None:
     """The same prompt thrice: different answers, each that of its seed alone."""
     sampling = Sampling(temperature=1.0, top_k=20, seed=7)

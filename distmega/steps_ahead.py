@@ -1,0 +1,61 @@
+"""Decode steps of a GPU's kernel, launched ahead of what the host does with their tokens.
+
+In: a runner that was told where to start. Out: the tokens of one step after another. While those of
+a launch are given out the next launch runs, so the GPU does not wait for the host. Next on the
+walk: kernels/runners.py.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from distmega.kernels.runners import SteppingRunner
+
+MAX_STEPS = 16
+"""Decode steps of one launch, at most, before their tokens are given out."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    """rows: tokens in the host's memory, [steps, sequences], there once `done` has come."""
+
+    rows: Tensor
+    done: torch.cuda.Event
+
+
+def decode_ahead(
+    stepping: SteppingRunner, num_steps: int, note: Callable[[int], None]
+) -> Iterator[tuple[int, ...]]:
+    """Tokens of the next `num_steps` steps, on the current stream. note: called with the steps of
+    each launch. HangError if a wait in the kernel has expired.
+    """
+    launches = (_launch(stepping, size, note) for size in launch_sizes(num_steps))
+    running = next(launches, None)
+    try:
+        while running:
+            following = next(launches, None)
+            running.done.synchronize()
+            stepping.raise_hang()
+            yield from map(tuple, running.rows.tolist())
+            running = following
+    finally:  # a caller may stop early, and other ranks wait for what this one's last launch sends
+        torch.cuda.current_stream().synchronize()
+
+
+def launch_sizes(num_steps: int) -> Iterator[int]:
+    """Steps of each launch for so many: few at first, so that the first tokens are out soon."""
+    size = 1
+    while num_steps > 0:
+        size = min(2 * size, MAX_STEPS, num_steps)
+        num_steps -= size
+        yield size
+
+
+def _launch(stepping: SteppingRunner, num_steps: int, note: Callable[[int], None]) -> _Launch:
+    rows = stepping.decode(num_steps).to("cpu", non_blocking=True)
+    note(num_steps)
+    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    done.record()
+    return _Launch(rows, done)
