@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench.ranks import run_on_ranks
+from bench.ranks import AHEAD_CYCLES, run_on_ranks
 from bench.records import RESULTS, Record, current_commit, result_name, write_records
 from bench.timing import Call, elapsed_us
 from bench.torch_decoder import make_peer
@@ -150,8 +150,11 @@ def backends(case: Case) -> AbstractContextManager[None]:
 
 
 def meet(comm: Communicator) -> None:
-    """All GPUs begin what follows at the same time, and have it in their queues by then."""
+    """All GPUs begin what follows at the same time, and have it in their queues by then, as where
+    each launch is made while the one before runs.
+    """
     comm.barrier()
+    torch.cuda._sleep(AHEAD_CYCLES)
     if dist.is_initialized():
         dist.all_reduce(torch.zeros(1, device="cuda"))
 
