@@ -31,6 +31,7 @@ OP_RESIDUAL = gl.constexpr(int(Opcode.RESIDUAL))
 OP_GATED = gl.constexpr(int(Opcode.GATED))
 OP_HEAD = gl.constexpr(int(Opcode.HEAD))
 OP_ATTENTION = gl.constexpr(int(Opcode.ATTENTION))
+OP_DRAW = gl.constexpr(int(Opcode.DRAW))
 
 OPCODE = _place(BatchLinear, "opcode")
 EVENT = _place(BatchLinear, "event")

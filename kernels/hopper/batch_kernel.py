@@ -19,17 +19,19 @@ from distmega.kernels.hopper.batch_fields import (
     BY_SM,
     EVENT,
     OP_ATTENTION,
+    OP_DRAW,
     OP_EMBED,
     OP_HEAD,
     OPCODE,
     STATE_EPOCH,
     STATE_POSITIONS,
 )
+from distmega.kernels.hopper.batch_limits import draw_within_limits
 from distmega.kernels.hopper.batch_linear import embed_task, linear_task, next_tokens
 from distmega.kernels.hopper.batch_loader import loader
 from distmega.kernels.hopper.batch_sample import draw_tokens
 from distmega.kernels.hopper.device import fence_all, fetch
-from distmega.kernels.hopper.fields import GREEDY, WORDS
+from distmega.kernels.hopper.fields import DRAWN, WORDS
 from distmega.kernels.hopper.shapes import (
     MMA_M,
     NUM_WARPS,
@@ -97,15 +99,19 @@ def compute(
                 if (sm == 0) & (step > 0):
                     write_tokens(tokens, step - 1, chosen)
                 embed_task(words, chosen, embed, residual, acts, vectors, sums, sm, hidden)
+            elif CHOICE > DRAWN and words[OPCODE] == OP_DRAW:
+                draw_within_limits(
+                    words, logits, events, sample_words, bests, best_rows, state, batch, step, sm,
+                    num_sms,
+                )
             else:
                 it = linear_task(
                     words, acts, qkv, residual, logits, vectors, sums, bests, best_rows,
                     sm, hidden, eps, inv_hidden, red, bufs, ready, free, it, STAGES,
                 )
-                if CHOICE != GREEDY and words[OPCODE] == OP_HEAD:
+                if CHOICE == DRAWN and words[OPCODE] == OP_HEAD:
                     draw_tokens(
-                        words, logits, events, sample_words, bests, best_rows, state, batch, step,
-                        sm, num_sms, (epoch0 + step) * BATCH + 1, CHOICE, HEAD_ROWS,
+                        words, logits, events, bests, best_rows, state, batch, step, sm, HEAD_ROWS
                     )
                     ahead = fetch(queue, following)  # again: no registers to keep it in meanwhile
             signal_event(events, event)

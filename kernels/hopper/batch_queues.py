@@ -98,6 +98,8 @@ class _BatchBuilder:
         for block, following in zip(blocks, norms[1:], strict=True):
             self.add_block(block, following)
         self.add(Opcode.HEAD, shape.vocab, (head.weight,), src="x", norm=head.norm)
+        if head.draw and head.draw.limits != "given":
+            self.add(Opcode.DRAW, shape.vocab)
         return BatchQueues(
             shape=shape,
             matrices=self.placed.matrices,

@@ -14,8 +14,8 @@ from distmega.errors import RequestError, VerifyError
 from distmega.kernels.arena import ArenaLayout
 from distmega.kernels.hopper import batch_kernel
 from distmega.kernels.hopper.alarm import LOCAL_LIMIT_S, Alarm
+from distmega.kernels.hopper.batch_limits import list_words
 from distmega.kernels.hopper.batch_queues import CHUNK, BatchQueues, build_batch_queues
-from distmega.kernels.hopper.batch_sample import sequence_words
 from distmega.kernels.hopper.batch_words import (
     BATCH,
     EVENT_WORDS,
@@ -32,7 +32,6 @@ from distmega.kernels.hopper.batch_words import (
 from distmega.kernels.hopper.diagnosis import explain_batch_hang
 from distmega.kernels.hopper.launcher import Launcher
 from distmega.kernels.hopper.plan import MAX_QUERIES
-from distmega.kernels.hopper.queues import num_sample_words
 from distmega.kernels.hopper.runner import (
     LOG2_E,
     MAX_STEPS,
@@ -100,7 +99,7 @@ class BatchRunner:
             return torch.zeros(extents, dtype=dtype, device=device)
 
         self._sample_words = EVENTS_AT + num_events * EVENT_WORDS // 2
-        num_words = _num_exchanged(queues)
+        num_words = _num_listed(queues)
         self._report = zeros(2 * (self._sample_words + num_words), dtype=torch.int32)
         self._alarm = Alarm(self._report.view(torch.int64), min(timeout_s, LOCAL_LIMIT_S))
         self._acts = zeros(queues.num_chunks * CHUNK // 2, dtype=torch.int32)
@@ -240,13 +239,10 @@ class BatchRunner:
         )
 
 
-def _num_exchanged(queues: BatchQueues) -> int:
-    """Tagged words in which SMs exchange what they need to draw."""
-    if queues.draw is None:
-        return 0
-    rows = padded_head_rows(queues.head_rows)
-    searched_apart = queues.draw.limits == "candidates"
-    return BATCH * sequence_words(rows) if searched_apart else num_sample_words(queues.draw, rows)
+def _num_listed(queues: BatchQueues) -> int:
+    """64-bit words of the lists of draws within limits."""
+    limited = queues.draw is not None and queues.draw.limits != "given"
+    return BATCH * list_words(queues.shape.vocab) if limited else 0
 
 
 def _encode(queues: BatchQueues) -> Tensor:

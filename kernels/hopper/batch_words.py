@@ -27,7 +27,7 @@ SETTINGS = 3
 """Numbers that say how the tokens of a sequence are drawn: see sample.py."""
 SEEDS_AT, SETTINGS_AT, EVENTS_AT = REPORT_WORDS, REPORT_WORDS + BATCH, 64
 """64-bit words behind the report: a seed a sequence; its settings, as float32; the events. Behind
-these lie the tagged words that SMs exchange to draw.
+these lie the lists of logits that may be drawn (batch_limits.py).
 """
 
 STATE_EPOCH = 0
@@ -46,6 +46,7 @@ class Opcode(IntEnum):
     GATED = 3
     HEAD = 4
     ATTENTION = 5
+    DRAW = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from distmega.errors import HangError
 from distmega.kernels.hopper.batch_queues import BatchQueues
-from distmega.kernels.hopper.batch_words import BATCH, EVENT_WORDS, EVENTS_AT
 from distmega.kernels.hopper.plan import DecodeQueues, DecodeShape
 from distmega.kernels.hopper.words import (
     EMBEDDED,
@@ -33,7 +32,7 @@ NAMED_DEBTORS = 3
 class Report:
     """A wait that was given up, the least of all. Of the decode kernel: SM `last` waited for tag
     (steps ever run) * layers + layer + 1 at a tagged word. Of the batched kernel: for the count
-    `tag` of event `word`, which `last` SMs still owed; or as the decode kernel, where it draws.
+    `tag` of event `word`, which `last` SMs still owed.
     """
 
     tag: int
@@ -209,16 +208,9 @@ def _linear_writes(one: Linear, queues: DecodeQueues, sm: int) -> Iterator[Write
 
 def explain_batch_hang(queues: BatchQueues, report: Report, limit_s: float) -> HangError:
     """The error for a report of the batched kernel, of an event that every SM counts up once a
-    step, or of a tagged word that SMs exchange to draw a token.
+    step.
     """
     num_sms, queue = len(queues.queues), queues.queues[0]
-    if report.word >= EVENTS_AT + len(queue) * EVENT_WORDS // 2:
-        step, sequence = divmod(report.tag - 1, BATCH)
-        return HangError(
-            f"SM {report.last} waited {limit_s:g} s for logits of other SMs",
-            expected=f"tag {report.tag}: step {step}, the draw for sequence {sequence}",
-            remedy="see whether all SMs ran, or report this as a bug",
-        )
     one = queue[report.word] if report.word < len(queue) else None
     what = f"{one.opcode.name.lower()}, instruction {report.word}" if one else "no instruction"
     return HangError(

@@ -7,7 +7,7 @@ logits from a cutoff on, which all SMs find alike, in two exchanges: the highest
 of each SM, which bounds the top_k-th from below, then the few logits that reach this bound. SMs
 with more than 8 of these write further chunks of 8, so that any logits are handled exactly; up to
 two chunks stay in registers. SEARCHED has more candidates than that is for: sample_all.py.
-batch_sample.py has several sequences. Next on the walk: kernel.py.
+batch_sample.py and batch_limits.py have several sequences. Next on the walk: kernel.py.
 """
 
 from triton.experimental import gluon

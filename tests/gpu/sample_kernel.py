@@ -4,6 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from distmega.kernels.hopper import words
+from distmega.kernels.hopper.batch_limits import draw_within
 from distmega.kernels.hopper.sample import sample_task
 from distmega.kernels.hopper.team import most_likely
 
@@ -30,3 +31,16 @@ def draw(
         token = most_likely(exchange, BEST_WORDS, num_sms, tag, 1)
         if sm == 0:
             gl.store(tokens + step, token)
+
+
+@gluon.jit(do_not_specialize=["vocab", "list_words", "num_steps"])
+def draw_apart(logits, sampling, seeds, lists, tokens, vocab, list_words, num_steps):
+    """Draws as above within limits, each program alone: num_steps tokens at positions of its own.
+    lists: i64 [programs, list_words].
+    """
+    sm = gl.program_id(0)
+    for step in range(num_steps):
+        position = sm * num_steps + step
+        seed = gl.load(seeds)
+        token = draw_within(logits, vocab, sampling, seed, position, lists + sm * list_words)
+        gl.store(tokens + position, token)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from distmega.hostir import choice
 from distmega.kernels.hopper.alarm import LOCAL_LIMIT_S, Alarm
+from distmega.kernels.hopper.batch_limits import list_words
 from distmega.kernels.hopper.words import (
     DRAWN,
     LIMITED,
@@ -55,6 +56,24 @@ def drawn_by_kernel(logits: Tensor, settings: list[float], seed: int) -> list[in
     drawn = tokens.tolist()
     assert alarm.take() is None
     return drawn
+
+
+def drawn_apart(logits: Tensor, settings: list[float], seed: int) -> list[int]:
+    """As drawn_by_kernel by what draws for one of several sequences, 50 programs at once."""
+    size, programs = list_words(len(logits)), 50
+    tokens = torch.full((NUM_DRAWS,), -1, dtype=torch.int32, device="cuda")
+    sample_kernel.draw_apart[(programs,)](
+        logits,
+        torch.tensor(settings, device="cuda"),
+        torch.tensor([seed], device="cuda"),
+        torch.empty(programs * size, dtype=torch.int64, device="cuda"),
+        tokens,
+        len(logits),
+        size,
+        NUM_DRAWS // programs,
+        num_warps=8,
+    )
+    return tokens.tolist()
 
 
 def kind_of(settings: list[float]) -> int:
@@ -112,6 +131,8 @@ def test_tokens_are_the_librarys(kind, vocab, settings):
     found = drawn_by_kernel(logits, values, seed)
     assert found == drawn_by_library(logits, values, seed)
     assert found == drawn_by_kernel(logits, values, seed)
+    if len(values) == 3:
+        assert found == drawn_apart(logits, values, seed)
 
 
 DRAWS = {

@@ -40,8 +40,13 @@ def random_launches(rng: random.Random) -> list[int]:
 
 @pytest.mark.parametrize(
     ("batch", "sampling"),
-    [(1, Sampling()), (1, Sampling(temperature=15.0, top_k=40, seed=3)), (3, Sampling())],
-    ids=["greedy", "drawn", "batch of 3"],
+    [
+        (1, Sampling()),
+        (1, Sampling(temperature=15.0, top_k=40, seed=3)),
+        (3, Sampling()),
+        (3, Sampling(temperature=15.0, top_k=40, top_p=0.9, seed=3)),
+    ],
+    ids=["greedy", "drawn", "batch of 3", "batch of 3, drawn"],
 )
 def test_every_run_is_the_first_of_its_inputs(batch, sampling, request):
     source = random_model("smollm2-135m", num_layers=3)

@@ -7,8 +7,8 @@ import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from distmega.blueprint import draw_decode, plan_decode
+from distmega.kernels.hopper.batch_limits import list_words
 from distmega.kernels.hopper.batch_runner import BatchRunner
-from distmega.kernels.hopper.batch_sample import sequence_words
 from distmega.kernels.hopper.batch_words import BATCH
 from distmega.kernels.hopper.runner import DecodeRunner
 from distmega.models.presets import PRESETS
@@ -35,7 +35,7 @@ def test_later_launches_are_the_first(monkeypatch, num_ranks):
 
 
 def test_batched_launches_are_the_first(monkeypatch):
-    """Of a kernel that draws within limits, for which each sequence has words of its own."""
+    """Of a kernel that draws within limits, for which each sequence has lists of its own."""
     seen: list[tuple[object, ...]] = []
     monkeypatch.setattr(offline._Launcher, "__call__", lambda self, *given: seen.append(given))
     options = EngineOptions(max_context=256, batch=3)
@@ -51,7 +51,7 @@ def test_batched_launches_are_the_first(monkeypatch):
             states=drawn.states,
             state_arena=torch.empty(drawn.states.num_bytes, dtype=torch.uint8),
         )
-        assert runner._report.numel() > 2 * BATCH * sequence_words(runner.queues.head_rows)
+        assert runner._report.numel() > 2 * BATCH * list_words(runner.queues.shape.vocab)
         for num_steps in (1, 1, 3):
             runner.decode(num_steps)
     assert_alike(seen)
