@@ -1,7 +1,8 @@
 """Drawing the next tokens of several sequences at a temperature alone, each SM from its own logits.
 
 In: an SM's logits of all sequences, settings and seeds. Out: its best candidates, in place of its
-highest logits. Next on the walk: batch_limits.py.
+highest logits. Each thread keeps its own best candidate of every sequence, all of which are then
+compared at once. Next on the walk: batch_limits.py.
 """
 
 from triton.experimental import gluon
@@ -9,6 +10,7 @@ from triton.experimental.gluon import language as gl
 
 from distmega.kernels.gluon_compat import cta_barrier
 from distmega.kernels.hopper.batch_fields import (
+    BATCH,
     LIN_ROW0,
     MAX_SMS,
     NUM_ROWS,
@@ -18,18 +20,27 @@ from distmega.kernels.hopper.batch_fields import (
     SETTINGS_AT,
     STATE_POSITIONS,
 )
+from distmega.kernels.hopper.batch_limits import NO_ROW, columns_of, places
 from distmega.kernels.hopper.device import keep
-from distmega.kernels.hopper.sample import best_candidate, load_logits
-from distmega.kernels.hopper.shapes import UNIT_ROWS
+from distmega.kernels.hopper.sample import gumbel
+from distmega.kernels.hopper.shapes import THREADS, UNIT_ROWS
 
 
 @gluon.jit
-def head_rows(words):
-    """First row of this SM's logits and the end; found anew for each sequence, or else these stay
-    in registers through other tasks.
-    """
+def better(value0, row0, value1, row1):
+    """The better one of two candidates, the lower row among equals."""
+    first = (value0 > value1) | ((value0 == value1) & (row0 < row1))
+    return gl.where(first, value0, value1), gl.where(first, row0, row1)
+
+
+@gluon.jit
+def load_own(words, logits, b, ROWS: gl.constexpr):
+    """This SM's logits of sequence b, [rows / 256, 256], -inf behind the last, and their rows."""
     row0 = keep(words[LIN_ROW0])
-    return row0, gl.minimum(row0 + words[NUM_UNITS] * UNIT_ROWS, words[NUM_ROWS])
+    limit = gl.minimum(row0 + words[NUM_UNITS] * UNIT_ROWS, words[NUM_ROWS])
+    row = places(row0, ROWS // THREADS)
+    at = logits + b * words[NUM_ROWS] + row
+    return gl.load(at, mask=row < limit, other=float("-inf")), row
 
 
 @gluon.jit
@@ -38,23 +49,26 @@ def draw_tokens(
 ):
     """This SM's best candidates of all sequences, in place of its highest logits."""
     exchange = gl.multiple_of(events.to(gl.pointer_type(gl.int64), bitcast=True), 16)
-    seeds = exchange + SEEDS_AT
     settings = (exchange + SETTINGS_AT).to(gl.pointer_type(gl.float32), bitcast=True)
     cta_barrier()
+    sequence = places(0, BATCH) // THREADS
+    best = gl.full([BATCH, THREADS], float("-inf"), gl.float32, layout=columns_of(BATCH))
+    best_row = gl.full([BATCH, THREADS], NO_ROW, gl.int32, layout=columns_of(BATCH))
+    x, row = load_own(words, logits, 0, ROWS)
     for b in range(keep(batch)):
-        row0, limit = head_rows(words)
-        x = load_logits(row0, limit, logits + b * words[NUM_ROWS], ROWS)
+        ahead, _ = load_own(words, logits, gl.minimum(b + 1, batch - 1), ROWS)
+        temperature = gl.load(settings + b * SETTINGS)
+        least = gl.load(settings + b * SETTINGS + 1)
         position = gl.load(state + STATE_POSITIONS + b) + step
-        value, row = best_candidate(
-            x,
-            gl.load(settings + b * SETTINGS + 1),
-            row0,
-            limit,
-            gl.load(settings + b * SETTINGS),
-            gl.load(seeds + b),
-            position,
-            ROWS,
-        )
-        place = keep(sm)
-        gl.store(bests + b * MAX_SMS + place, value)
-        gl.store(best_rows + b * MAX_SMS + place, row)
+        noise = gumbel(row, position, gl.load(exchange + SEEDS_AT + b))
+        drawn = gl.where(x >= least, x + temperature * noise, float("-inf"))
+        own, own_row = gl.reduce((drawn, row), 0, better)
+        own = gl.convert_layout(own, gl.SliceLayout(0, columns_of(BATCH)))
+        own_row = gl.convert_layout(own_row, gl.SliceLayout(0, columns_of(BATCH)))
+        best = gl.where(sequence == b, gl.expand_dims(own, 0), best)
+        best_row = gl.where(sequence == b, gl.expand_dims(own_row, 0), best_row)
+        x = ahead
+    value, row = gl.reduce((best, best_row), 1, better)
+    b = gl.arange(0, BATCH, layout=gl.SliceLayout(1, columns_of(BATCH)))
+    gl.store(bests + b * MAX_SMS + sm, value, mask=b < batch)
+    gl.store(best_rows + b * MAX_SMS + sm, row, mask=b < batch)
