@@ -12,6 +12,7 @@ walk: batch_linear.py.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.runtime.jit import constexpr_function
 
 from distmega.kernels.gluon_compat import cta_barrier
 from distmega.kernels.hopper.batch_fields import (
@@ -25,49 +26,61 @@ from distmega.kernels.hopper.batch_fields import (
 from distmega.kernels.hopper.shapes import NUM_WARPS, PER_THREAD, SLICE_K, THREADS, X_DOT
 from distmega.kernels.hopper.spins import accuse, look, look_registers
 
-_WAIT = gl.constexpr(
-    "\n".join(
-        [
-            "{",
-            ".reg .pred mine;",
-            ".reg .b32 v;",
-            *look_registers(),
-            "mov.b32 $0, 0;",
-            "mov.u32 polls, 0;",
-            "setp.ne.s32 mine, $3, 0;",
-            "@!mine bra DONE;",
-            "SPIN:",
-            "ld.acquire.gpu.global.s32 v, [$1];",
-            "sub.s32 v, v, $2;",
-            "setp.lt.s32 again, v, 0;",
-            "@!again bra DONE;",
-            *look("$4", "SPIN"),
-            "mov.b32 word, $5;",
-            "neg.s32 found, v;",
-            "min.s32 found, found, 255;",
-            *accuse("$4", "$2"),
-            "DONE:",
-            "}",
-        ]
-    )
-)
+
+@constexpr_function
+def wait_asm(tag: str) -> str:
+    """PTX for inline_asm_elementwise. tag: the operand that a wait is reported with."""
+    lines = [
+        "{",
+        ".reg .pred mine;",
+        ".reg .b32 v;",
+        *look_registers(),
+        "mov.b32 $0, 0;",
+        "mov.u32 polls, 0;",
+        "setp.ne.s32 mine, $3, 0;",
+        "@!mine bra DONE;",
+        "SPIN:",
+        "ld.acquire.gpu.global.s32 v, [$1];",
+        "sub.s32 v, v, $2;",
+        "setp.lt.s32 again, v, 0;",
+        "@!again bra DONE;",
+        *look("$4", "SPIN"),
+        "mov.b32 word, $5;",
+        "neg.s32 found, v;",
+        "min.s32 found, found, 255;",
+        *accuse("$4", tag),
+        "DONE:",
+        "}",
+    ]
+    return "\n".join(lines)
 
 
 @gluon.jit
-def wait_event(events, event, target):
+def wait_event(events, event, target, tag, RANKS: gl.constexpr):
     """Until the counter of `event` has reached `target`, or the limit; then all threads see what
-    came before. events: see batch_words.EVENTS_AT.
+    came before. events: see batch_words.EVENTS_AT. tag: of the instruction that waits, which stands
+    in the report instead of the target where waits for tagged words of other ranks do too.
     """
     threads = gl.arange(0, THREADS, layout=PER_THREAD)
     counter = events + 2 * EVENTS_AT + event * EVENT_WORDS + threads * 0
-    gl.inline_asm_elementwise(
-        _WAIT,
-        "=&r,l,r,r,l,r",
-        [counter, target, (threads == 0).to(gl.int32), events, event],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    if RANKS == 1:
+        gl.inline_asm_elementwise(
+            wait_asm("$2"),
+            "=&r,l,r,r,l,r",
+            [counter, target, (threads == 0).to(gl.int32), events, event],
+            dtype=gl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        gl.inline_asm_elementwise(
+            wait_asm("$6"),
+            "=&r,l,r,r,l,r,r",
+            [counter, target, (threads == 0).to(gl.int32), events, event, tag],
+            dtype=gl.int32,
+            is_pure=False,
+            pack=1,
+        )
     cta_barrier()
 
 

@@ -5,10 +5,17 @@ layouts. Next on the walk: batch_device.py.
 from triton.experimental.gluon import language as gl
 
 from distmega.kernels.hopper import batch_words, words
-from distmega.kernels.hopper.batch_words import PLACES, BatchAttention, BatchLinear, Opcode
+from distmega.kernels.hopper.batch_words import (
+    PLACES,
+    BatchAttention,
+    BatchEmbed,
+    BatchInstruction,
+    BatchLinear,
+    Opcode,
+)
 
 
-def _place(kind: type[BatchLinear] | type[BatchAttention], name: str) -> gl.constexpr:
+def _place(kind: type[BatchInstruction], name: str) -> gl.constexpr:
     return gl.constexpr(PLACES[kind][name])
 
 
@@ -17,6 +24,7 @@ BLOCK = gl.constexpr(batch_words.BLOCK)
 MAX_SMS = gl.constexpr(words.MAX_SMS)
 EVENT_WORDS = gl.constexpr(batch_words.EVENT_WORDS)
 GROUP_UNITS = gl.constexpr(batch_words.GROUP_UNITS)
+BEST_WORDS = gl.constexpr(batch_words.BEST_WORDS)
 PARTIAL_EXTRA = gl.constexpr(batch_words.PARTIAL_EXTRA)
 SETTINGS = gl.constexpr(batch_words.SETTINGS)
 SEEDS_AT = gl.constexpr(batch_words.SEEDS_AT)
@@ -47,6 +55,15 @@ LIN_NORM = _place(BatchLinear, "norm")
 LIN_NEXT_NORM = _place(BatchLinear, "next_norm")
 LIN_BIAS = _place(BatchLinear, "bias")
 LIN_ROW0 = _place(BatchLinear, "row0")
+PARTS_AT = _place(BatchLinear, "parts")
+OWN_PART = _place(BatchLinear, "own_part")
+EMB_FIRST_TOKEN = _place(BatchEmbed, "first_token")
+EMB_NUM_TOKENS = _place(BatchEmbed, "num_tokens")
+EMB_FIRST_COLUMN = _place(BatchEmbed, "first_column")
+EMB_NUM_COLUMNS = _place(BatchEmbed, "num_columns")
+EMB_FIRST_ID = _place(BatchEmbed, "first_id")
+EMB_BEST = _place(BatchEmbed, "best")
+EMB_OWN_BEST = _place(BatchEmbed, "own_best")
 ATT_K_ROW = _place(BatchAttention, "k_row")
 ATT_V_ROW = _place(BatchAttention, "v_row")
 ATT_WINDOW = _place(BatchAttention, "window")

@@ -3,7 +3,8 @@ several tokens of up to 16 sequences a launch.
 
 In: queues (batch_words.py), the weight arena, the KV caches, positions. Out: tokens, logits of the
 last step, the state advanced. Its size does not depend on the number of layers, the context, or how
-many of the 16 sequences are in use. Next on the walk: the end.
+many of the 16 sequences are in use. RANKS GPUs share a model as in kernel.py. Next on the walk: the
+end.
 """
 
 from triton.experimental import gluon
@@ -16,6 +17,7 @@ from distmega.kernels.hopper.batch_device import signal_event, wait_event
 from distmega.kernels.hopper.batch_fields import (
     ATT_WINDOW,
     BATCH,
+    BEST_WORDS,
     BY_SM,
     EVENT,
     OP_ATTENTION,
@@ -56,14 +58,18 @@ def write_tokens(tokens, step, chosen):
 def compute(
     queue, num_instructions, num_steps, state, batch, num_sms, max_context, tokens, events, acts,
     qkv, residual, logits, sums, bests, best_rows, partials, arrivals, vectors, embed, cache, rope,
-    hidden, eps, inv_hidden, scale, sample_words, red, qs, ml, scratch, bufs, ready, free, step_bar,
-    D: gl.constexpr, G: gl.constexpr, H: gl.constexpr, KVH: gl.constexpr, PARTS: gl.constexpr,
-    QK_NORM: gl.constexpr, CHOICE: gl.constexpr, HEAD_ROWS: gl.constexpr, STAGES: gl.constexpr,
+    hidden, eps, inv_hidden, scale, sample_words, peers, red, qs, ml, scratch, bufs, ready, free,
+    step_bar, D: gl.constexpr, G: gl.constexpr, H: gl.constexpr, KVH: gl.constexpr, PARTS:
+    gl.constexpr, QK_NORM: gl.constexpr, CHOICE: gl.constexpr, HEAD_ROWS: gl.constexpr, RANKS:
+    gl.constexpr, STAGES: gl.constexpr,
 ):
-    """Partition of eight warps."""
+    """Partition of eight warps. With several ranks what instruction i of step s exchanges is tagged
+    s * num_instructions + i + 1.
+    """
     sm = gl.program_id(0)
     epoch0 = gl.load(state + STATE_EPOCH)
     it = 0
+    tag = 0
     words = fetch(queue, 0)
     for step in range(num_steps):
         window = 0
@@ -79,7 +85,9 @@ def compute(
             event = words[EVENT]
             epoch = epoch0 + step + gl.where(event > 0, 1, 0)
             before = gl.where(event > 0, event, num_instructions) - 1
-            wait_event(events, before, epoch * num_sms)
+            if RANKS > 1:
+                tag = (epoch0 + step) * num_instructions + event + 1
+            wait_event(events, before, epoch * num_sms, tag, RANKS)
             if words[OPCODE] == OP_ATTENTION:
                 if words[ATT_WINDOW] != window:
                     window = words[ATT_WINDOW]
@@ -95,10 +103,13 @@ def compute(
             elif words[OPCODE] == OP_EMBED:
                 fence_all()
                 mbarrier.arrive(step_bar.index(0), count=1)
-                chosen = next_tokens(bests, best_rows)
+                chosen = next_tokens(words, bests, best_rows, events, peers, 0, sm, tag, RANKS)
                 if (sm == 0) & (step > 0):
                     write_tokens(tokens, step - 1, chosen)
-                embed_task(words, chosen, embed, residual, acts, vectors, sums, sm, hidden)
+                embed_task(
+                    words, chosen, embed, residual, acts, vectors, sums, events, peers, sm, hidden,
+                    tag, RANKS,
+                )
             elif CHOICE > DRAWN and words[OPCODE] == OP_DRAW:
                 draw_within_limits(
                     words, logits, events, sample_words, bests, best_rows, state, batch, step, sm,
@@ -106,8 +117,9 @@ def compute(
                 )
             else:
                 it = linear_task(
-                    words, acts, qkv, residual, logits, vectors, sums, bests, best_rows,
-                    sm, hidden, eps, inv_hidden, red, bufs, ready, free, it, STAGES,
+                    words, acts, qkv, residual, logits, vectors, sums, bests, best_rows, events,
+                    peers, sm, hidden, eps, inv_hidden, red, bufs, ready, free, it, tag, RANKS,
+                    STAGES,
                 )
                 if CHOICE == DRAWN and words[OPCODE] == OP_HEAD:
                     draw_tokens(
@@ -117,8 +129,13 @@ def compute(
             signal_event(events, event)
             words = ahead
     if sm == 0:
-        wait_event(events, num_instructions - 1, (epoch0 + num_steps) * num_sms)
-        write_tokens(tokens, num_steps - 1, next_tokens(bests, best_rows))
+        if RANKS > 1:
+            tag = (epoch0 + num_steps) * num_instructions
+        wait_event(events, num_instructions - 1, (epoch0 + num_steps) * num_sms, tag, RANKS)
+        # in words of their own: the next launch's first must not overwrite what no one has read
+        after = RANKS * BEST_WORDS
+        chosen = next_tokens(words, bests, best_rows, events, peers, after, sm, tag, RANKS)
+        write_tokens(tokens, num_steps - 1, chosen)
         b = gl.arange(0, BATCH, layout=gl.SliceLayout(1, BY_SM))
         position = gl.load(state + STATE_POSITIONS + b)
         gl.store(state + STATE_POSITIONS + b, position + num_steps)
@@ -139,22 +156,23 @@ def decode_batch(
     weights0, weights1, weights2, cache_tiles, queues, num_instructions, num_steps, state, batch,
     num_sms, max_context, tokens, events, acts, qkv, residual, logits, sums, bests, best_rows,
     partials, arrivals, vectors, embed, cache, rope, hidden, eps, inv_hidden, scale,
-    sample_words, D: gl.constexpr, G: gl.constexpr, H: gl.constexpr, KVH: gl.constexpr,
+    sample_words, peers, D: gl.constexpr, G: gl.constexpr, H: gl.constexpr, KVH: gl.constexpr,
     PARTS: gl.constexpr, QK_NORM: gl.constexpr, CHOICE: gl.constexpr, HEAD_ROWS: gl.constexpr,
-    STAGES: gl.constexpr, AHEAD: gl.constexpr,
+    RANKS: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
 ):
     """num_steps decode steps of `batch` sequences; one program an SM, all resident.
 
     weights0 to 2: descriptors of row-major matrices, one a row length k: bf16 [k / 64, rows, 64].
     cache_tiles: descriptor of cache, bf16 [rows, d]. vectors: norm weights and biases, bf16.
-    embed: bf16 [vocab, hidden]. queues: int32 [num_sms, num_instructions, 16]. events: int32, a
-    report (spins.py), what draws take, and counters, as batch_words.py has it; tagged words of the
-    draws from sample_words on. acts: activations, as int32 pairs of bf16. qkv: f32 [16, rows].
-    residual: f32 [16, hidden], each row used by one SM. sums, bests, best_rows: [16, 256], f32,
-    f32, int32. partials: f32, two a SM. arrivals: int32 [16 * kv heads * PARTS]. rope: f32 [t, d],
-    cosines then sines. logits: f32 [16, vocab]. All but report, partials, qkv and logits must be
-    zero when allocated, bests -inf. CHOICE: see sample.py; HEAD_ROWS: logits of an SM, at most, a
-    power of two.
+    embed: bf16, this rank's part of [vocab, hidden]. queues: int32 [num_sms, num_instructions, 16].
+    events: int32, a report (spins.py), what draws take, and counters, as batch_words.py has it;
+    lists of the draws from sample_words on, or words of ranks. peers: a tuple of all RANKS
+    ranks' events, as int64, or None for one rank. acts: activations, as int32 pairs of bf16. qkv:
+    f32 [16, rows]. residual: f32 [16, hidden], each row used by one SM. sums, bests, best_rows:
+    [16, 256], f32, f32, int32. partials: f32, two a SM. arrivals: int32 [16 * kv heads * PARTS].
+    rope: f32 [t, d], cosines then sines. logits: f32 [16, this rank's tokens]. All but report,
+    partials, qkv and logits must be zero when allocated, bests -inf. CHOICE: see sample.py;
+    HEAD_ROWS: logits of an SM, at most, a power of two.
     """
     sm = gl.program_id(0)
     queue = queues + sm * num_instructions * WORDS
@@ -172,9 +190,9 @@ def decode_batch(
                 (
                     queue, num_instructions, num_steps, state, batch, num_sms, max_context, tokens,
                     events, acts, qkv, residual, logits, sums, bests, best_rows, partials, arrivals,
-                    vectors, embed, cache, rope, hidden, eps, inv_hidden, scale, sample_words, red,
-                    qs, ml, scratch, bufs, ready, free, step_bar, D, G, H, KVH, PARTS, QK_NORM,
-                    CHOICE, HEAD_ROWS, STAGES,
+                    vectors, embed, cache, rope, hidden, eps, inv_hidden, scale, sample_words,
+                    peers, red, qs, ml, scratch, bufs, ready, free, step_bar, D, G, H, KVH, PARTS,
+                    QK_NORM, CHOICE, HEAD_ROWS, RANKS, STAGES,
                 ),
             ),
             (

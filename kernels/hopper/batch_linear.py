@@ -18,6 +18,10 @@ from distmega.kernels.hopper.batch_fields import (
     BY_SM,
     COLUMNS,
     DST,
+    EMB_FIRST_COLUMN,
+    EMB_FIRST_TOKEN,
+    EMB_NUM_COLUMNS,
+    EMB_NUM_TOKENS,
     GATE_PAIRS,
     GATE_UP,
     GROUP_UNITS,
@@ -41,7 +45,14 @@ from distmega.kernels.hopper.batch_fields import (
     ROUND_COLUMNS,
     ROUND_UNITS,
 )
+from distmega.kernels.hopper.batch_team import (
+    exchange_of,
+    likeliest,
+    push_round,
+    sum_round_of_ranks,
+)
 from distmega.kernels.hopper.device import bf16_pair, keep
+from distmega.kernels.hopper.fields import NO_REPORT
 from distmega.kernels.hopper.shapes import (
     MMA3,
     MMA_M,
@@ -51,6 +62,7 @@ from distmega.kernels.hopper.shapes import (
     W_DOT,
     WEIGHT_SHARED,
 )
+from distmega.kernels.hopper.team import read_alarm
 
 
 @gluon.jit
@@ -164,27 +176,78 @@ def write_best(best, best_row, bests, best_rows, sm):
 
 
 @gluon.jit
-def next_tokens(bests, best_rows):
-    """[16] tokens with the highest logits over all SMs' parts; the lowest id among equals."""
+def next_tokens(
+    words, bests, best_rows, events, peers, after, sm, tag, RANKS: gl.constexpr
+):
+    """[16] tokens with the highest logits over all SMs' parts, of all ranks; the lowest id among
+    equals. words, after: see likeliest.
+    """
     b = gl.expand_dims(gl.arange(0, BATCH, layout=gl.SliceLayout(1, BY_SM)), 1)
-    sm = gl.expand_dims(gl.arange(0, MAX_SMS, layout=gl.SliceLayout(0, BY_SM)), 0)
-    at = b * MAX_SMS + sm
+    each = gl.expand_dims(gl.arange(0, MAX_SMS, layout=gl.SliceLayout(0, BY_SM)), 0)
+    at = b * MAX_SMS + each
     values = gl.load(bests + at, cache_modifier=".cg")
     rows = gl.load(best_rows + at, cache_modifier=".cg")
     highest = gl.expand_dims(gl.max(values, axis=1), 1)
-    return gl.min(gl.where(values == highest, rows, 0x7FFFFFFF), axis=1)
+    lowest = gl.min(gl.where(values == highest, rows, 0x7FFFFFFF), axis=1)
+    if RANKS > 1:
+        value = gl.max(values, axis=1)
+        exchange = exchange_of(events)
+        lowest = likeliest(words, value, lowest, exchange, peers, after, sm, tag, RANKS)
+    return lowest
 
 
 @gluon.jit
-def embed_task(words, tokens, embed, residual, acts, vectors, sums, sm, hidden):
+def embed_task(
+    words, tokens, embed, residual, acts, vectors, sums, events, peers, sm, hidden, tag,
+    RANKS: gl.constexpr,
+):
     """This SM's columns of every sequence's embedding row, as the residual stream."""
     token = gl.expand_dims(spread(tokens), 0).to(gl.int64)
+    if RANKS > 1:
+        push_embedding(words, token, embed, events, peers, tag, RANKS)
+        squares = sum_residual(words, residual, acts, vectors, events, hidden, tag, False, RANKS)
+    else:
+        squares = gl.zeros([ROUND_UNITS, COLUMNS], gl.float32, layout=ROUND)
+        for unit in range(0, keep(words[NUM_UNITS]), ROUND_UNITS):
+            row, b, mine = round_rows(words, unit)
+            y = gl.load(embed + token * hidden + row, mask=mine, other=0.0).to(gl.float32)
+            squares += write_residual(words, residual, acts, vectors, y, unit, row, b, mine, hidden)
+    write_squares(sums, squares, sm)
+
+
+@gluon.jit
+def push_embedding(words, token, embed, events, peers, tag, RANKS: gl.constexpr):
+    """This rank's part of the embedding rows of `token`, [1, 128], as its part of a sum: zeros
+    where other ranks have it.
+    """
+    alarm = read_alarm(exchange_of(events))
+    local = token - words[EMB_FIRST_TOKEN]
+    num_columns = words[EMB_NUM_COLUMNS]
+    for unit in range(0, keep(words[NUM_UNITS]), ROUND_UNITS):
+        row, _, mine = round_rows(words, unit)
+        column = row - words[EMB_FIRST_COLUMN]
+        mine = mine & (local >= 0) & (local < words[EMB_NUM_TOKENS])
+        mine = mine & (column >= 0) & (column < num_columns)
+        y = gl.load(embed + local * num_columns + column, mask=mine, other=0.0).to(gl.float32)
+        push_round(words, peers, y, unit, tag, alarm, RANKS)
+
+
+@gluon.jit
+def sum_residual(
+    words, residual, acts, vectors, events, hidden, tag, ADDS: gl.constexpr, RANKS: gl.constexpr
+):
+    """The residual stream of this SM's rows from all ranks' parts, added to what it was if ADDS;
+    squares.
+    """
     squares = gl.zeros([ROUND_UNITS, COLUMNS], gl.float32, layout=ROUND)
     for unit in range(0, keep(words[NUM_UNITS]), ROUND_UNITS):
         row, b, mine = round_rows(words, unit)
-        y = gl.load(embed + token * hidden + row, mask=mine, other=0.0).to(gl.float32)
+        y = gl.zeros([ROUND_UNITS, COLUMNS], gl.float32, layout=ROUND)
+        if ADDS:
+            y = gl.load(residual + b * hidden + row, mask=mine, other=0.0)
+        y += sum_round_of_ranks(words, exchange_of(events), unit, tag, RANKS)
         squares += write_residual(words, residual, acts, vectors, y, unit, row, b, mine, hidden)
-    write_squares(sums, squares, sm)
+    return squares
 
 
 @gluon.jit
@@ -238,11 +301,15 @@ def store_round(red, a0, a1, a2, a3):
 
 @gluon.jit
 def linear_task(
-    words, acts, qkv, residual, logits, vectors, sums, bests, best_rows, sm, hidden, eps,
-    inv_hidden, red, bufs, ready, free, it, STAGES: gl.constexpr,
+    words, acts, qkv, residual, logits, vectors, sums, bests, best_rows, events, peers, sm, hidden,
+    eps, inv_hidden, red, bufs, ready, free, it, tag, RANKS: gl.constexpr, STAGES: gl.constexpr,
 ):
     """All rows of this SM, 64 at a time; returns the ring position."""
     opcode = words[OPCODE]
+    alarm = gl.to_tensor(NO_REPORT)
+    if RANKS > 1:  # noqa: SIM102  a constant, so that the rest is compiled only then
+        if opcode == OP_RESIDUAL:
+            alarm = read_alarm(exchange_of(events))
     x = acts.to(gl.pointer_type(gl.bfloat16), bitcast=True)
     factor = gl.full([COLUMNS], 1.0, gl.float32, layout=ROUND_COLUMNS)
     if words[LIN_NORM] > 0:
@@ -268,10 +335,13 @@ def linear_task(
                     y += bias.to(gl.float32)
                 gl.store(qkv + b * words[NUM_ROWS] + row, y, mask=mine)
             elif opcode == OP_RESIDUAL:
-                y += gl.load(residual + b * hidden + row, mask=mine, other=0.0)
-                squares += write_residual(
-                    words, residual, acts, vectors, y, unit, row, b, mine, hidden
-                )
+                if RANKS > 1:
+                    push_round(words, peers, y, unit, tag, alarm, RANKS)
+                else:
+                    y += gl.load(residual + b * hidden + row, mask=mine, other=0.0)
+                    squares += write_residual(
+                        words, residual, acts, vectors, y, unit, row, b, mine, hidden
+                    )
             elif opcode == OP_GATED:
                 write_gated(words, acts, y, unit)
             else:
@@ -280,6 +350,8 @@ def linear_task(
                 best = gl.where(better, y, best)
                 best_row = gl.where(better, row, best_row)
     if opcode == OP_RESIDUAL:
+        if RANKS > 1:
+            squares = sum_residual(words, residual, acts, vectors, events, hidden, tag, True, RANKS)
         write_squares(sums, squares, sm)
     elif opcode == OP_HEAD:
         write_best(best, best_row, bests, best_rows, sm)

@@ -6,22 +6,39 @@ a BatchQueues. Torch-free. Next on the walk: batch_runner.py.
 Every SM takes part in every instruction, if only to count up its event, and waits for all SMs at
 the one before. So whatever an instruction reads may be overwritten by the next but one, and one
 buffer serves all layers.
+
+Where ranks share the model, all have the same queues but for the vocabulary, and what is summed
+over ranks goes through two buffers in turn, of the parts of h and of x: an SM's next push into the
+same one comes after it has read what its like pushed into the other, which its like did after
+reading this one. Between the last sum of a step and the embedding of the next, both into x, a rank
+waits for the likeliest tokens of all, which each sends once all its SMs are past that sum.
 """
 
 from dataclasses import dataclass, field
 
 from distmega.kernels.arena import ArenaLayout
-from distmega.kernels.fusion import Draw, Fused, FusedAttention, Norm, fuse_segment
+from distmega.kernels.fusion import (
+    Draw,
+    Fused,
+    FusedAttention,
+    FusedEmbedding,
+    Norm,
+    fuse_segment,
+)
 from distmega.kernels.hopper.batch_words import (
     BATCH,
+    BEST_WORDS,
+    EVENT_WORDS,
+    EVENTS_AT,
     BatchAttention,
+    BatchEmbed,
     BatchInstruction,
     BatchLinear,
     Opcode,
 )
 from distmega.kernels.hopper.layers import Block, find_parts, find_shape
 from distmega.kernels.hopper.matrices import Weights, tiles_k
-from distmega.kernels.hopper.plan import ITEM_BYTES, DecodeShape, Matrix, unfit
+from distmega.kernels.hopper.plan import ITEM_BYTES, Buffer, DecodeShape, Matrix, unfit
 from distmega.kernels.hopper.queues import num_units, share
 from distmega.kernels.hopper.words import MAX_SMS, NO_WINDOW, TILE_K, UNIT_ROWS
 from distmega.program import Program
@@ -34,7 +51,8 @@ CHUNK = TILE_K * BATCH
 class BatchQueues:
     """Instructions of every SM, equally many. num_chunks: of the activations, 1024 columns each.
     qkv_rows: of the qkv output. draw: where tokens are not the likeliest. head_rows: of an SM, at
-    most. Names: tensors that the runner binds.
+    most. logit_rows: this rank's logits, of tokens from first_id on. buffers: tagged words that
+    ranks exchange, which lie behind the events. Names: tensors that the runner binds.
     """
 
     shape: DecodeShape
@@ -45,6 +63,9 @@ class BatchQueues:
     qkv_rows: int
     draw: Draw | None
     head_rows: int
+    logit_rows: int
+    first_id: int
+    buffers: tuple[Buffer, ...]
     embed: str
     rope_table: str
     tokens: str
@@ -52,29 +73,46 @@ class BatchQueues:
     token: str
     logits: str
 
+    @property
+    def first_word(self) -> int:
+        """The first tagged word behind the report and the events."""
+        return first_word(len(self.queues[0]))
+
+
+def first_word(num_events: int) -> int:
+    """The first tagged word behind so many events."""
+    return EVENTS_AT + num_events * EVENT_WORDS // 2
+
 
 def build_batch_queues(
-    segment: Program, weights: ArenaLayout, states: ArenaLayout, num_sms: int
+    segment: Program, weights: ArenaLayout, states: ArenaLayout, num_sms: int, place: int = 0
 ) -> BatchQueues:
-    """Queues for `num_sms` SMs. VerifyError where the kernel can't do the segment."""
+    """Queues for `num_sms` SMs of rank number `place` of its team. VerifyError where the kernel
+    can't do the segment.
+    """
     fused = fuse_segment(segment)
     placed = Weights(segment, weights)
     shape = find_shape(segment, fused, placed, BATCH)
-    if shape.num_ranks > 1:
-        raise unfit(f"several sequences on {shape.num_ranks} ranks")
-    return _BatchBuilder(segment, fused, placed, states, shape, min(num_sms, MAX_SMS)).build()
+    num_sms = min(num_sms, MAX_SMS)
+    return _BatchBuilder(segment, fused, placed, weights, states, shape, num_sms, place).build()
 
 
 @dataclass
 class _BatchBuilder:
-    """Fills the queues op by op. chunks: first chunk of each buffer of activations."""
+    """Fills the queues op by op. chunks: first chunk of each buffer of activations; exchange: first
+    tagged word of each buffer that ranks exchange.
+    """
 
     segment: Program
     fused: tuple[Fused, ...]
     placed: Weights
+    weights: ArenaLayout
     states: ArenaLayout
     shape: DecodeShape
     num_sms: int
+    place: int
+    exchange: dict[str, int] = field(default_factory=dict)
+    buffers: list[Buffer] = field(default_factory=list)
     chunks: dict[str, int] = field(default_factory=dict)
     num_chunks: int = 0
     queues: list[list[BatchInstruction]] = field(default_factory=list)
@@ -94,10 +132,15 @@ class _BatchBuilder:
         if head.draw and head.draw.positions != attention.positions:
             raise unfit(f"draws at {head.draw.positions!r} instead of {attention.positions!r}")
         norms = [block[0].norm for block in blocks] + [head.norm]
-        self.add(Opcode.EMBED, shape.hidden, dst="x", next_norm=norms[0])
+        first_id = self.place * shape.vocab
+        self.reserve(2 + 5 * len(blocks))
+        self.add_embedding(first, norms[0])
         for block, following in zip(blocks, norms[1:], strict=True):
             self.add_block(block, following)
-        self.add(Opcode.HEAD, shape.vocab, (head.weight,), src="x", norm=head.norm)
+        logit_rows = min(shape.vocab, max(0, head.vocab - first_id))
+        self.add(
+            Opcode.HEAD, shape.vocab, (head.weight,), src="x", norm=head.norm, limit=logit_rows
+        )
         if head.draw and head.draw.limits != "given":
             self.add(Opcode.DRAW, shape.vocab)
         return BatchQueues(
@@ -109,6 +152,9 @@ class _BatchBuilder:
             qkv_rows=(shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim,
             draw=head.draw,
             head_rows=UNIT_ROWS * -(-num_units(shape.vocab) // self.num_sms),
+            logit_rows=logit_rows,
+            first_id=first_id,
+            buffers=tuple(self.buffers),
             embed=first.table,
             rope_table=attention.table,
             tokens=first.ids,
@@ -116,6 +162,52 @@ class _BatchBuilder:
             token=head.token,
             logits=head.logits,
         )
+
+    def reserve(self, num_events: int) -> None:
+        """Room behind the events for what ranks exchange: their parts of the two sums, and their
+        likeliest tokens, before a step and behind the last one.
+        """
+        ranks, word = self.shape.num_ranks, first_word(num_events)
+        part = ranks * self.shape.hidden * BATCH
+        sizes = {"parts of h": part, "parts of x": part, "best": 2 * ranks * BEST_WORDS}
+        for name, size in sizes.items() if ranks > 1 else ():
+            assert size % 16 == 0
+            self.exchange[name] = word
+            self.buffers.append(Buffer(name=name, first=word, num_words=size))
+            word += size
+
+    def part_of(self, name: str) -> int:
+        """First tagged word of this rank's part of a sum, 0 for one rank."""
+        parts = self.exchange.get(f"parts of {name}", 0)
+        return parts + self.place * self.shape.hidden * BATCH
+
+    def add_embedding(self, op: FusedEmbedding, norm: Norm | None) -> None:
+        """Each rank has all columns of some tokens, or some columns of all."""
+        rows, columns = self.weights.tensors[op.table].shape
+        is_whole = columns == self.shape.hidden
+        best = self.exchange.get("best", 0)
+        assert norm is not None, "find_parts asks for norms"
+        for sm, queue in enumerate(self.queues):
+            first, last = share(self.shape.hidden, 1, sm, self.num_sms)
+            queue.append(
+                BatchEmbed(
+                    event=len(queue),
+                    row0=first * UNIT_ROWS,
+                    num_units=last - first,
+                    num_rows=self.shape.hidden,
+                    dst=self.chunks["x"] * CHUNK,
+                    next_norm=self.placed.vector(norm.weight),
+                    parts=self.exchange.get("parts of x", 0),
+                    own_part=self.part_of("x"),
+                    first_token=self.place * rows if is_whole else 0,
+                    num_tokens=rows,
+                    first_column=0 if is_whole else self.place * columns,
+                    num_columns=columns,
+                    first_id=self.place * self.shape.vocab,
+                    best=best,
+                    own_best=best + self.place * BEST_WORDS,
+                )
+            )
 
     def add_block(self, block: Block, following: Norm | None) -> None:
         """One layer; `following`: the norm of what it gives."""
@@ -125,19 +217,25 @@ class _BatchBuilder:
         self.add_shares(attention, rows)
         hidden = self.shape.hidden
         self.add(
-            Opcode.RESIDUAL, hidden, (out.weight,), src="attended", dst="x",
-            next_norm=gated.norm,
+            Opcode.RESIDUAL, hidden, (out.weight,), src="attended", dst="x", next_norm=gated.norm,
+            total="h",
         )  # fmt: skip
         rows = 2 * self.placed.rows_of(gated.gate)
         weights = (gated.gate, gated.up)
         self.add(Opcode.GATED, rows, weights, src="x", dst="ffn", norm=gated.norm)
-        self.add(Opcode.RESIDUAL, hidden, (down.weight,), src="ffn", dst="x", next_norm=following)
+        self.add(
+            Opcode.RESIDUAL, hidden, (down.weight,), src="ffn", dst="x", next_norm=following,
+            total="x",
+        )  # fmt: skip
 
     def add(
         self, opcode: Opcode, rows: int, names: tuple[str, ...] = (), *, src: str = "",
         dst: str = "", norm: Norm | None = None, next_norm: Norm | None = None,
-        biases: tuple[str, ...] = (),
+        biases: tuple[str, ...] = (), limit: int | None = None, total: str = "",
     ) -> None:  # fmt: skip
+        """A matrix, or none, its rows shared out. limit: of the last row that counts, `rows` if
+        None. total: which sum over ranks it is.
+        """
         columns = self.placed.columns[names[0]] if names else 0
         matrix = [m.columns for m in self.placed.matrices].index(columns) if names else 0
         starts = [self.placed.row_in(self.placed.matrices[matrix], name) for name in names]
@@ -153,7 +251,7 @@ class _BatchBuilder:
                     event=len(queue),
                     row0=first * UNIT_ROWS,
                     num_units=last - first,
-                    num_rows=rows,
+                    num_rows=rows if limit is None else limit,
                     matrix=matrix,
                     weight_row=starts[0] + first // step * UNIT_ROWS if names else 0,
                     pair_row=starts[1] + first // 2 * UNIT_ROWS if step == 2 else 0,
@@ -163,6 +261,8 @@ class _BatchBuilder:
                     bias=self.placed.vector(biases[0]) if any(biases) else -1,
                     dst=self.chunks[dst] * CHUNK if dst else 0,
                     next_norm=self.placed.vector(next_norm.weight) if next_norm else 0,
+                    parts=self.exchange.get(f"parts of {total}", 0),
+                    own_part=self.part_of(total) if total else 0,
                 )
             )
 

@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from distmega.errors import RequestError, VerifyError
+from distmega.errors import RequestError
 from distmega.kernels.arena import ArenaLayout
 from distmega.kernels.hopper import batch_kernel
 from distmega.kernels.hopper.alarm import LOCAL_LIMIT_S, Alarm
@@ -38,6 +39,7 @@ from distmega.kernels.hopper.runner import (
     choice_of,
     describe,
     describe_cache,
+    open_exchange,
     padded_head_rows,
     require_hopper,
     require_steps,
@@ -72,18 +74,13 @@ class BatchRunner:
         mode: Mode = "overlap",
         timeout_s: float = LOCAL_LIMIT_S,
     ) -> None:
-        """As DecodeRunner, for one rank; it has one event an op in either mode. Raises VerifyError
-        for a GPU, a segment or a team that the kernel can't do.
+        """As DecodeRunner; it has one event an op in either mode. Raises VerifyError for a GPU or a
+        segment that the kernel can't do.
         """
-        if team is not None:
-            raise VerifyError(
-                "several sequences on ranks that share the decode kernel",
-                expected="one sequence, or one rank",
-                remedy="run the segment by library ops",
-            )
         device = weights_arena.device
         all_sms = require_hopper(device)
-        queues = build_batch_queues(segment, weights, states, num_sms or all_sms)
+        place = team.place if team else 0
+        queues = build_batch_queues(segment, weights, states, num_sms or all_sms, place)
         self.segment, self.queues, shape = segment, queues, queues.shape
         self._words = _encode(queues).to(device)
         views = arena_views(weights, weights_arena)
@@ -93,19 +90,21 @@ class BatchRunner:
         descriptors = [describe(weights_arena, matrix) for matrix in queues.matrices]
         self._weights = [descriptors[min(i, len(descriptors) - 1)] for i in range(3)]
         self._cache_tiles = describe_cache(self._cache, shape.head_dim)
-        num_sms, num_events = self._words.shape[:2]
+        num_sms = len(queues.queues)
 
         def zeros(*extents: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.zeros(extents, dtype=dtype, device=device)
 
-        self._sample_words = EVENTS_AT + num_events * EVENT_WORDS // 2
-        num_words = _num_listed(queues)
-        self._report = zeros(2 * (self._sample_words + num_words), dtype=torch.int32)
-        self._alarm = Alarm(self._report.view(torch.int64), min(timeout_s, LOCAL_LIMIT_S))
+        self._team = team
+        self._memory, exchanges = open_exchange(_num_words(queues), shape.num_ranks, team, device)
+        self._report = exchanges[place].view(torch.int32)
+        self._peers = exchanges if team else None
+        limit_s = timeout_s if team else min(timeout_s, LOCAL_LIMIT_S)
+        self._alarm = Alarm(exchanges[place], limit_s)
         self._acts = zeros(queues.num_chunks * CHUNK // 2, dtype=torch.int32)
         self._qkv = zeros(BATCH, queues.qkv_rows)
         self._residual = zeros(BATCH, shape.hidden)
-        self.logits = zeros(BATCH, shape.vocab)
+        self.logits = zeros(BATCH, max(queues.logit_rows, 1))
         self._sums = zeros(BATCH, MAX_SMS)
         self._bests = zeros(BATCH, MAX_SMS)
         self._best_rows = zeros(BATCH, MAX_SMS, dtype=torch.int32)
@@ -125,7 +124,16 @@ class BatchRunner:
         if queues.token:
             tensors[queues.token].copy_(self._tokens[0, : queues.batch])
         if queues.logits in self.segment.outputs:
-            tensors[queues.logits].copy_(self.logits[: queues.batch])
+            self._write_logits(tensors[queues.logits])
+
+    def _write_logits(self, out: Tensor) -> None:
+        """[batch, vocab] of all ranks, or of this one alone where they are not gathered."""
+        vocab, rows = self.queues.shape.vocab, self.queues.logit_rows
+        found = pad(self.logits[: self.queues.batch, :rows], (0, vocab - rows))
+        if self._team is None or out.shape[1] == vocab:
+            out.copy_(found)
+        else:
+            self._team.gather(found.to(out.dtype), out)
 
     def start(
         self,
@@ -165,11 +173,13 @@ class BatchRunner:
         )
 
     def raise_hang(self) -> None:
-        """As DecodeRunner's; events and tagged words are as new after it."""
+        """As DecodeRunner's; events are what they ought to be after it."""
         if report := self._alarm.take():
-            self._report[2 * EVENTS_AT :].zero_()
-            self._state[STATE_EPOCH] = 0
-            raise explain_batch_hang(self.queues, report, self._alarm.limit_s)
+            events = self._report[2 * EVENTS_AT : 2 * self.queues.first_word]
+            epoch, num_sms = self._state[STATE_EPOCH], len(self.queues.queues)
+            events.view(-1, EVENT_WORDS)[:, 0] = epoch * num_sms
+            place = self._team.place if self._team else 0
+            raise explain_batch_hang(self.queues, report, self._alarm.limit_s, place)
 
     def _begin(self, tokens: Tensor, positions: Tensor) -> None:
         """Puts the tokens where the kernel looks for those of the step before."""
@@ -177,7 +187,7 @@ class BatchRunner:
         self._num_sequences = num
         self._bests.fill_(-math.inf)
         self._bests[:, 0] = 0.0
-        self._best_rows[:num, 0] = tokens.to(torch.int32)
+        self._best_rows[:num, 0] = (tokens - self.queues.first_id).to(torch.int32)
         self._state[STATE_POSITIONS : STATE_POSITIONS + num] = positions.to(torch.int32)
 
     def _run(self, num_steps: int) -> None:
@@ -212,7 +222,8 @@ class BatchRunner:
             shape.eps,
             1.0 / shape.hidden,
             shape.scale * LOG2_E,
-            self._sample_words,
+            queues.first_word,
+            self._peers,
         )
 
     def _launcher(self) -> Launcher:
@@ -226,6 +237,7 @@ class BatchRunner:
             "QK_NORM": shape.qk_norm,
             "CHOICE": choice_of(queues.draw),
             "HEAD_ROWS": padded_head_rows(queues.head_rows),
+            "RANKS": shape.num_ranks,
             "STAGES": STAGES,
             "AHEAD": AHEAD,
         }
@@ -239,10 +251,13 @@ class BatchRunner:
         )
 
 
-def _num_listed(queues: BatchQueues) -> int:
-    """64-bit words of the lists of draws within limits."""
+def _num_words(queues: BatchQueues) -> int:
+    """64-bit words of the report, the events, the lists of draws within limits, and what ranks
+    exchange.
+    """
     limited = queues.draw is not None and queues.draw.limits != "given"
-    return BATCH * list_words(queues.shape.vocab) if limited else 0
+    lists = BATCH * list_words(queues.shape.vocab) if limited else 0
+    return queues.first_word + lists + sum(buffer.num_words for buffer in queues.buffers)
 
 
 def _encode(queues: BatchQueues) -> Tensor:

@@ -2,9 +2,9 @@
 instructions lies.
 
 An instruction is WORDS int32 words. Every SM has the same instructions in the same order, each
-with its own part of the rows; instruction i waits until all SMs have done instruction i - 1 and
-then counts up event i. Numbers are int32 and float32 in places of their own, activations bf16 in
-the order of BLOCK (see batch_device.py). Next on the walk: batch_queues.py.
+with its own part of the rows; instruction i waits until all SMs of the GPU have done instruction
+i - 1 and then counts up event i. Numbers are int32 and float32 in places of their own, activations
+bf16 in the order of BLOCK (see batch_device.py). Next on the walk: batch_queues.py.
 """
 
 from dataclasses import dataclass
@@ -20,6 +20,8 @@ EVENT_WORDS = 32
 """int32 words from one event to the next: 128 bytes."""
 GROUP_UNITS = 8
 """Units of 8 weight rows that a task multiplies by one read of x."""
+BEST_WORDS = 2 * BATCH
+"""Tagged words of a rank's likeliest tokens: of each sequence, its logit and the token."""
 PARTIAL_EXTRA = 16
 """float32 words after the 8 rows of outputs of a partial: 8 maxima, 8 sums."""
 
@@ -27,7 +29,8 @@ SETTINGS = 3
 """Numbers that say how the tokens of a sequence are drawn: see sample.py."""
 SEEDS_AT, SETTINGS_AT, EVENTS_AT = REPORT_WORDS, REPORT_WORDS + BATCH, 64
 """64-bit words behind the report: a seed a sequence; its settings, as float32; the events. Behind
-these lie the lists of logits that may be drawn (batch_limits.py).
+these lie the lists of logits that may be drawn (batch_limits.py), or the tagged words that ranks
+exchange.
 """
 
 STATE_EPOCH = 0
@@ -59,7 +62,8 @@ class BatchLinear:
     being 1024 columns. dst: first element of the output. norm: 1 where x carries its norm's weight
     already and only the factor is missing. bias: offset in the vectors, or -1. next_norm: offset of
     the weights that the output is multiplied by for the norm after it. row0: first row of the
-    output; num_rows: of the whole output. EMBED has rows of the embedding as output and no matrix.
+    output; num_rows: of the whole output. parts: first tagged word of all ranks' parts of a product
+    that is summed over ranks; own_part: that of this rank's.
     """
 
     opcode: Opcode
@@ -76,6 +80,37 @@ class BatchLinear:
     bias: int = -1
     dst: int = 0
     next_norm: int = 0
+    parts: int = 0
+    own_part: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchEmbed:
+    """8 * num_units columns, from row0 on, of the embedding of each sequence's token, as a linear's
+    num_rows rows of output.
+
+    Where ranks share the matrix, this one has num_columns columns of num_tokens tokens, from
+    first_column and first_token on, and the rest adds zeros to a sum over ranks (parts, own_part).
+    The token itself is the likeliest of all ranks: best is the first tagged word of theirs, of
+    which this rank's are at own_best; first_id: the token of its first logit.
+    """
+
+    event: int
+    row0: int
+    num_units: int
+    num_rows: int
+    dst: int
+    next_norm: int
+    parts: int = 0
+    own_part: int = 0
+    first_token: int = 0
+    num_tokens: int = 0
+    first_column: int = 0
+    num_columns: int = 0
+    first_id: int = 0
+    best: int = 0
+    own_best: int = 0
+    opcode: Opcode = Opcode.EMBED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,13 +133,18 @@ class BatchAttention:
     opcode: Opcode = Opcode.ATTENTION
 
 
-BatchInstruction = BatchLinear | BatchAttention
+BatchInstruction = BatchLinear | BatchEmbed | BatchAttention
 
 PLACES: dict[type[BatchInstruction], dict[str, int]] = {
     BatchLinear: {
         "opcode": 0, "event": 1, "weight_row": 2, "num_units": 3, "num_tiles_k": 4, "src": 5,
-        "norm": 6, "next_norm": 7, "bias": 9, "dst": 10, "row0": 11, "num_rows": 13, "matrix": 14,
-        "pair_row": 15,
+        "norm": 6, "next_norm": 7, "parts": 8, "bias": 9, "dst": 10, "row0": 11, "own_part": 12,
+        "num_rows": 13, "matrix": 14, "pair_row": 15,
+    },
+    BatchEmbed: {
+        "opcode": 0, "event": 1, "first_token": 2, "num_units": 3, "num_tokens": 4,
+        "first_column": 5, "num_columns": 6, "next_norm": 7, "parts": 8, "first_id": 9, "dst": 10,
+        "row0": 11, "own_part": 12, "num_rows": 13, "best": 14, "own_best": 15,
     },
     BatchAttention: {
         "opcode": 0, "event": 1, "k_row": 2, "v_row": 4, "window": 6, "q_norm": 8, "k_norm": 9,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from distmega.errors import HangError
 from distmega.kernels.hopper.batch_queues import BatchQueues
+from distmega.kernels.hopper.batch_words import BATCH, BEST_WORDS, BatchAttention
 from distmega.kernels.hopper.plan import DecodeQueues, DecodeShape
 from distmega.kernels.hopper.words import (
     EMBEDDED,
@@ -26,13 +27,17 @@ from distmega.kernels.hopper.words import (
 )
 
 NAMED_DEBTORS = 3
+LAYER_OPS = ("qkv", "attention", "o", "gated", "down")
+"""Instructions of a layer of the batched kernel, the first of which is instruction 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """A wait that was given up, the least of all. Of the decode kernel: SM `last` waited for tag
     (steps ever run) * layers + layer + 1 at a tagged word. Of the batched kernel: for the count
-    `tag` of event `word`, which `last` SMs still owed.
+    `tag` of event `word`, which `last` SMs still owed; or where ranks share the model, for an event
+    or as the decode kernel for a tagged word, `tag` being (steps ever run) * instructions +
+    instruction + 1 of the one that waits.
     """
 
     tag: int
@@ -93,7 +98,7 @@ def _queue(queues: DecodeQueues, sm: int) -> tuple[Instruction, ...]:
     return queues.queues[sm] if sm < len(queues.queues) else ()
 
 
-def name_word(queues: DecodeQueues, word: int) -> str:
+def name_word(queues: DecodeQueues | BatchQueues, word: int) -> str:
     """A tagged word by the buffer it lies in."""
     for buffer in queues.buffers:
         if word in buffer.words:
@@ -206,10 +211,14 @@ def _linear_writes(one: Linear, queues: DecodeQueues, sm: int) -> Iterator[Write
             yield Write(words=range(part + first, part + last), rank=rank)
 
 
-def explain_batch_hang(queues: BatchQueues, report: Report, limit_s: float) -> HangError:
+def explain_batch_hang(
+    queues: BatchQueues, report: Report, limit_s: float, rank: int = 0
+) -> HangError:
     """The error for a report of the batched kernel, of an event that every SM counts up once a
-    step.
+    step, or of a tagged word that ranks exchange.
     """
+    if queues.shape.num_ranks > 1:
+        return _explain_team_hang(queues, report, limit_s, rank)
     num_sms, queue = len(queues.queues), queues.queues[0]
     one = queue[report.word] if report.word < len(queue) else None
     what = f"{one.opcode.name.lower()}, instruction {report.word}" if one else "no instruction"
@@ -219,3 +228,62 @@ def explain_batch_hang(queues: BatchQueues, report: Report, limit_s: float) -> H
         remedy=f"{report.last} of {num_sms} SMs still owed it; see whether those ran, "
         "or report this as a bug",
     )
+
+
+def _explain_team_hang(queues: BatchQueues, report: Report, limit_s: float, rank: int) -> HangError:
+    """Of several ranks, whose waits all carry the tag of the instruction that waits."""
+    num_sms, queue = len(queues.queues), queues.queues[0]
+    step, number = divmod(report.tag - 1, len(queue))
+    expected = f"tag {report.tag} (step {step}, instruction {number})"
+    if report.word < len(queue):
+        return HangError(
+            f"rank {rank}: {describe_batch(queues, number)} waited {limit_s:g} s for event "
+            f"{report.word} ({describe_batch(queues, report.word)})",
+            expected=expected,
+            remedy=f"it is owed by rank {rank}, by {report.last} of {num_sms} SMs; see whether "
+            "those ran, or report this as a bug",
+        )
+    last = report.last
+    waiter = describe_batch(queues, number, last) if last < num_sms else "which has no queue"
+    return HangError(
+        f"rank {rank}, SM {last} ({waiter}) waited {limit_s:g} s for "
+        f"{name_word(queues, report.word)}",
+        expected=expected,
+        remedy=f"it is owed by {_batch_debtor(queues, report.word, number)}; see whether that SM "
+        "ran, or report this as a bug",
+    )
+
+
+def _batch_debtor(queues: BatchQueues, word: int, number: int) -> str:
+    """Who pushes a tagged word in instruction `number`."""
+    buffer = next((one for one in queues.buffers if word in one.words), None)
+    if buffer is None:
+        return "nobody: no instruction writes it"
+    ranks, at = queues.shape.num_ranks, word - buffer.first
+    if buffer.name == "best":
+        return f"rank {at // BEST_WORDS % ranks}, SM 0, behind {describe_batch(queues, -1)}"
+    rank, at = divmod(at, buffer.num_words // ranks)
+    row = at // (BATCH * UNIT_ROWS) * UNIT_ROWS
+    sm = next(
+        (
+            sm
+            for sm, queue in enumerate(queues.queues)
+            if not isinstance(one := queue[number], BatchAttention)
+            and one.row0 <= row < one.row0 + one.num_units * UNIT_ROWS
+        ),
+        None,
+    )
+    return f"rank {rank}, SM {sm}, {describe_batch(queues, number, sm)}"
+
+
+def describe_batch(queues: BatchQueues, number: int, sm: int | None = None) -> str:
+    """An instruction of the batched kernel as "instruction 4, o of layer 0, rows 16 to 32"."""
+    number %= len(queues.queues[0])
+    layer, place = divmod(number - 1, len(LAYER_OPS))
+    found = f"instruction {number}, {LAYER_OPS[place]} of layer {layer}"
+    if number in (0, len(queues.queues[0]) - 1):
+        found = f"instruction {number}, {'head' if number else 'embed'}"
+    one = queues.queues[sm or 0][number]
+    if sm is None or isinstance(one, BatchAttention):
+        return found
+    return f"{found}, rows {one.row0} to {min(one.row0 + one.num_units * UNIT_ROWS, one.num_rows)}"

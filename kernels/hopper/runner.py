@@ -119,7 +119,7 @@ class DecodeRunner:
         self._weights = [descriptors[min(i, len(descriptors) - 1)] for i in range(3)]
         self._cache_tiles = describe_cache(self._cache, shape.head_dim)
         self._team = team
-        self._memory, self._peers = _open_exchange(queues, team, device)
+        self._memory, self._peers = open_exchange(queues.num_words, shape.num_ranks, team, device)
         self._exchange = self._peers[team.place if team else 0]
         self._residual = torch.zeros(shape.hidden, device=device)
         self.logits = torch.zeros(max(shape.vocab, 1), device=device)
@@ -287,20 +287,22 @@ def require_steps(num_steps: int) -> None:
         )
 
 
-def _open_exchange(
-    queues: DecodeQueues, team: Team | None, device: torch.device
+def open_exchange(
+    num_words: int, planned: int, team: Team | None, device: torch.device
 ) -> tuple[SymmetricMemory | None, tuple[Tensor, ...]]:
-    """Tagged words of every rank, zeroed, and the memory they lie in where ranks share it."""
+    """Tagged words of every rank, zeroed, and the memory they lie in where ranks share it. planned:
+    ranks of the segment; VerifyError where these are others.
+    """
     num_ranks = team.size if team else 1
-    if num_ranks != queues.shape.num_ranks:
+    if num_ranks != planned:
         raise VerifyError(
-            f"a segment of {queues.shape.num_ranks} ranks on {num_ranks}",
+            f"a segment of {planned} ranks on {num_ranks}",
             expected="as many ranks as the segment was planned for",
             remedy="plan and run with the same mesh",
         )
     if team is None:
-        return None, (torch.zeros(queues.num_words, dtype=torch.int64, device=device),)
-    memory, size = team.open(8 * queues.num_words), (queues.num_words,)
+        return None, (torch.zeros(num_words, dtype=torch.int64, device=device),)
+    memory, size = team.open(8 * num_words), (num_words,)
     return memory, tuple(memory.tensor(r, size, torch.int64) for r in range(num_ranks))
 
 

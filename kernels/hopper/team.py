@@ -3,7 +3,8 @@
 In: `peers`, the exchange of every rank, in team order; memory that peers write is polled at home.
 Out: the same bits on every rank, since sums are taken in rank order everywhere. A pushed datum
 carries its tag, so a push is one store to each rank and needs no fence; it costs one way over
-NVLink. With RANKS = 1 only the local exchange is touched. Next on the walk: linear.py.
+NVLink. With RANKS = 1 only the local exchange is touched. batch_team.py has several sequences. Next
+on the walk: linear.py.
 """
 
 from triton.experimental import gluon
@@ -40,6 +41,25 @@ from distmega.kernels.hopper.spins import spin2, spin_ranks
 
 
 @gluon.jit
+def push_words(peers, at, word, wanted, RANKS: gl.constexpr):
+    """Tagged words into every rank's exchange, from `at` words on."""
+    for rank in gl.static_range(RANKS):
+        gl.store(peers[rank] + at, word, mask=wanted)
+
+
+@gluon.jit
+def sum_ranks(exchange, pointers, stride_bytes, tag, wanted, RANKS: gl.constexpr):
+    """Two consecutive numbers of each rank's part, from the first rank's on, in rank order."""
+    parts = spin_ranks(exchange, pointers, stride_bytes, tag, wanted, RANKS)
+    low = as_float(parts[0])
+    high = as_float(parts[1])
+    for rank in gl.static_range(1, RANKS):
+        low += as_float(parts[2 * rank])
+        high += as_float(parts[2 * rank + 1])
+    return low, high
+
+
+@gluon.jit
 def embed_task(words, peers, embed, token, tag, RANKS: gl.constexpr):
     """Pushes a part of the token's row, if this rank holds it, to every rank: bf16 pairs."""
     local = token - words[EMB_ROW0]
@@ -48,8 +68,7 @@ def embed_task(words, peers, embed, token, tag, RANKS: gl.constexpr):
         wanted = at < words[EMB_NUM_WORDS]
         pairs = embed.to(gl.pointer_type(gl.int32), bitcast=True)
         pair = gl.load(pairs + local.to(gl.int64) * words[EMB_NUM_WORDS] + at, wanted, 0)
-        for rank in gl.static_range(RANKS):
-            gl.store(peers[rank] + (words[DST] + at), tagged(pair, tag), mask=wanted)
+        push_words(peers, words[DST] + at, tagged(pair, tag), wanted, RANKS)
 
 
 @gluon.jit
@@ -74,8 +93,7 @@ def push_partial(words, peers, place, row0, limit, y, tag, alarm, RANKS: gl.cons
     # kept until here, or else the product would wait for the alarm
     is_sound = keep(alarm) == NO_REPORT
     wanted = at < gl.multiple_of(gl.where(is_sound, limit - row0, 0), 8)
-    for rank in gl.static_range(RANKS):
-        gl.store(peers[rank] + to, word, mask=wanted)
+    push_words(peers, to, word, wanted, RANKS)
 
 
 @gluon.jit
@@ -97,12 +115,9 @@ def sum_partials(words, exchange, residual, tag, tag0, RANKS: gl.constexpr):
         low = low_half(pair)
         high = high_half(pair)
     first = exchange + (words[DST] - RANKS * num_rows + row)
-    parts = spin_ranks(exchange, first, num_rows.to(gl.int64) * 8, tag, wanted, RANKS)
-    total_low = as_float(parts[0])
-    total_high = as_float(parts[1])
-    for rank in gl.static_range(1, RANKS):
-        total_low += as_float(parts[2 * rank])
-        total_high += as_float(parts[2 * rank + 1])
+    total_low, total_high = sum_ranks(
+        exchange, first, num_rows.to(gl.int64) * 8, tag, wanted, RANKS
+    )
     low += total_low
     high += total_high
     gl.store(residual + row, low, mask=wanted)

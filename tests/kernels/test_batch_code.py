@@ -148,7 +148,7 @@ def test_attention_has_the_rows_of_the_first_sequence_and_head():
 def compiled(head_dim: int, num_parts: int, qk_norm: bool, choice: int) -> Machine:
     tiles = f"tensordesc<bf16[16, 8, 64],{WEIGHT_SHARED.value!r}>"
     blocks = f"tensordesc<bf16[128, 64],{TILE_SHARED.value!r}>"
-    types = dict.fromkeys(batch_kernel.decode_batch.arg_names[:-10], "*fp32")
+    types = dict.fromkeys(batch_kernel.decode_batch.arg_names[:-11], "*fp32")
     numbers = ("num_instructions", "num_steps", "batch", "num_sms", "max_context", "hidden")
     numbers += ("sample_words",)
     types |= dict.fromkeys(("weights0", "weights1", "weights2"), tiles) | {"cache_tiles": blocks}
@@ -157,8 +157,9 @@ def compiled(head_dim: int, num_parts: int, qk_norm: bool, choice: int) -> Machi
     types |= dict.fromkeys(words, "*i32")
     types |= dict.fromkeys(("vectors", "embed", "cache"), "*bf16")
     constants = {"D": head_dim, "G": 4, "H": 32, "KVH": 8 // num_parts, "PARTS": num_parts}
-    constants |= {"CHOICE": choice, "HEAD_ROWS": 1024}
+    constants |= {"CHOICE": choice, "HEAD_ROWS": 1024, "RANKS": 1}
     constants |= {"QK_NORM": qk_norm, "STAGES": STAGES, "AHEAD": AHEAD}
+    del types["peers"]
     return compile_kernel(batch_kernel.decode_batch, types, constants, 8, None)
 
 

@@ -38,7 +38,7 @@ LOADER_WARPS, LOADER_REGISTERS = 1, 40
 
 
 @dataclass(frozen=True, slots=True)
-class _Team:
+class LoneTeam:
     """The first of `size` ranks that share nothing: what is compiled does not run."""
 
     size: int
@@ -63,7 +63,7 @@ def open_runner(
         weights_arena=torch.empty(drawn.weights.num_bytes, dtype=torch.uint8),
         states=drawn.states,
         state_arena=torch.empty(drawn.states.num_bytes, dtype=torch.uint8),
-        team=_Team(num_ranks) if num_ranks > 1 else None,
+        team=LoneTeam(num_ranks) if num_ranks > 1 else None,
         mode=mode,
     )
 
