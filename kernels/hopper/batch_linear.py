@@ -128,10 +128,16 @@ def store_pairs(acts, first, y, unit, words):
 
 
 @gluon.jit
+def next_weight(words, vectors, row, mine):
+    """The weights of the norm behind this op."""
+    return gl.load(vectors + words[LIN_NEXT_NORM] + row, mask=mine, other=0.0).to(gl.float32)
+
+
+@gluon.jit
 def write_residual(words, residual, acts, vectors, y, unit, row, b, mine, hidden):
     """The residual stream after a round: itself, x for the next linear, and squares."""
     gl.store(residual + b * hidden + row, y, mask=mine)
-    weight = gl.load(vectors + words[LIN_NEXT_NORM] + row, mask=mine, other=0.0).to(gl.float32)
+    weight = next_weight(words, vectors, row, mine)
     store_pairs(acts, words[DST], y * weight, unit, words)
     return gl.where(mine, y * y, 0.0)
 
@@ -242,11 +248,15 @@ def sum_residual(
     squares = gl.zeros([ROUND_UNITS, COLUMNS], gl.float32, layout=ROUND)
     for unit in range(0, keep(words[NUM_UNITS]), ROUND_UNITS):
         row, b, mine = round_rows(words, unit)
+        # asked for before the wait
+        weight = next_weight(words, vectors, row, mine)
         y = gl.zeros([ROUND_UNITS, COLUMNS], gl.float32, layout=ROUND)
         if ADDS:
             y = gl.load(residual + b * hidden + row, mask=mine, other=0.0)
         y += sum_round_of_ranks(words, exchange_of(events), unit, tag, RANKS)
-        squares += write_residual(words, residual, acts, vectors, y, unit, row, b, mine, hidden)
+        gl.store(residual + b * hidden + row, y, mask=mine)
+        store_pairs(acts, words[DST], y * weight, unit, words)
+        squares += gl.where(mine, y * y, 0.0)
     return squares
 
 

@@ -12,12 +12,12 @@ from distmega.kernels.hopper.batch_runner import BatchRunner
 from distmega.kernels.hopper.batch_words import BATCH
 from distmega.kernels.hopper.runner import DecodeRunner
 from distmega.models.presets import PRESETS
-from distmega.models.sampling import Method
+from distmega.models.sampling import GREEDY, Method
 from distmega.requests import EngineOptions
 from distmega.sharding.cost import H200
 from distmega.sharding.mesh import DeviceMesh
 from tests.kernels import offline
-from tests.kernels.test_decode_code import open_runner
+from tests.kernels.test_decode_code import LoneTeam, open_runner
 
 METADATA = 6
 """Place of what hooks may ask for, made anew for each launch."""
@@ -34,13 +34,18 @@ def test_later_launches_are_the_first(monkeypatch, num_ranks):
     assert_alike(seen)
 
 
-def test_batched_launches_are_the_first(monkeypatch):
-    """Of a kernel that draws within limits, for which each sequence has lists of its own."""
+@pytest.mark.parametrize(
+    ("num_ranks", "method"), [(1, Method(kind="limited", num_candidates=64)), (2, GREEDY)]
+)
+def test_batched_launches_are_the_first(monkeypatch, num_ranks, method):
+    """Of a kernel that draws within limits, for which each sequence has lists of its own; of one
+    that shares the model with another rank.
+    """
     seen: list[tuple[object, ...]] = []
     monkeypatch.setattr(offline._Launcher, "__call__", lambda self, *given: seen.append(given))
     options = EngineOptions(max_context=256, batch=3)
-    method = Method(kind="limited", num_candidates=64)
-    plan = plan_decode(PRESETS["smollm2-135m"], DeviceMesh(tp=1), H200, options, method=method)
+    mesh = DeviceMesh(tp=num_ranks)
+    plan = plan_decode(PRESETS["smollm2-135m"], mesh, H200, options, method=method)
     drawn = draw_decode(PRESETS["smollm2-135m"], plan, options, peer_memory=True, method=method)
     (segment,) = drawn.host.segments
     with offline.offline(monkeypatch):
@@ -50,8 +55,10 @@ def test_batched_launches_are_the_first(monkeypatch):
             weights_arena=torch.empty(drawn.weights.num_bytes, dtype=torch.uint8),
             states=drawn.states,
             state_arena=torch.empty(drawn.states.num_bytes, dtype=torch.uint8),
+            team=LoneTeam(num_ranks) if num_ranks > 1 else None,
         )
-        assert runner._report.numel() > 2 * BATCH * list_words(runner.queues.shape.vocab)
+        if method.draws:
+            assert runner._report.numel() > 2 * BATCH * list_words(runner.queues.shape.vocab)
         for num_steps in (1, 1, 3):
             runner.decode(num_steps)
     assert_alike(seen)
