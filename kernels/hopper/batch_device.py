@@ -7,7 +7,7 @@ scope gpu.
 Activations of 16 columns and 16 sequences are one block of 512 bytes in the order in which a lane
 of m16n8k16 holds its operand: column c of sequence b is element ((b % 8) * 4 + c % 8 // 2) * 8 +
 c // 8 * 4 + b // 8 * 2 + c % 2. So x needs no shared memory on its way into a product. Next on the
-walk: batch_linear.py.
+walk: batch_team.py.
 """
 
 from triton.experimental import gluon
