@@ -210,7 +210,8 @@ def prune_event_waits(host: HostProgram) -> HostProgram:
 
 
 def insert_deallocations(host: HostProgram) -> HostProgram:
-    """Frees each temp after its last use in the body that allocates it, and never an output.
+    """Frees each temp after its last use in the body that allocates it, unless that body does, and
+    never an output.
 
     With several streams the free comes after the streams have joined: past the events and loops of
     events that follow the last use.
@@ -221,6 +222,7 @@ def insert_deallocations(host: HostProgram) -> HostProgram:
     def insert(body: Sequence[Node]) -> tuple[Node, ...]:
         last_use: dict[str, int] = {}
         owned = {node.buffer for node in body if isinstance(node, Allocate)} - outputs
+        owned -= {node.buffer for node in body if isinstance(node, Deallocate)}
         pending: dict[str, set[str]] = {}
         group: set[str] = set()
         for at, node in enumerate(body):

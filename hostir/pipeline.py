@@ -29,6 +29,8 @@ from dataclasses import dataclass, replace
 from distmega.hostir.matmul_nodes import largest_rooms
 from distmega.hostir.nodes import (
     Allocate,
+    Deallocate,
+    EndCoalescing,
     ForLoop,
     HostProgram,
     Node,
@@ -37,6 +39,7 @@ from distmega.hostir.nodes import (
     Send,
     Signal,
     SliceView,
+    StartCoalescing,
     Wait,
     WaitSignal,
 )
@@ -98,8 +101,7 @@ class _Link:
             looped = ForLoop(index=CHUNK, extent=part.count, body=nodes)
             body += [looped] if part.count > 1 else nodes
         body += [self.await_free(target) for target in self.targets for _ in range(self.credits)]
-        body += _receive([t for t in self.received if t.final], lambda name: name)
-        body += _send([t for t in self.sent if t.final], lambda name: name)
+        body += _exchange([t for t in self.received if t.final], [t for t in self.sent if t.final])
         first = self.parts[0].host
         return HostProgram(
             name=first.name,
@@ -124,7 +126,7 @@ class _Link:
                 so_far = self.buffers.get(buffer.name)
                 extent = part.count * buffer.shape[dim] + (so_far.shape[dim] if so_far else 0)
                 shape = (*buffer.shape[:dim], extent, *buffer.shape[dim + 1 :])
-                self.buffers[buffer.name] = replace(buffer, shape=shape)
+                self.buffers[buffer.name] = replace(self.as_temp(buffer), shape=shape)
             elif buffer.role != "temp" or buffer.name in self.results:
                 self.buffers.setdefault(buffer.name, self.as_temp(buffer))
 
@@ -134,7 +136,9 @@ class _Link:
         return replace(buffer, role="temp") if given else buffer
 
     def part_nodes(self, number: int, part: Part) -> Iterator[Node]:
-        """The nodes of one micro-batch of a part."""
+        """The nodes of one micro-batch of a part. Its streams may use what it received until they
+        join at the end, since to the part's own program that is the caller's.
+        """
         names = {name: f"{name}#{number}" for name in self.chunk_dims}
         own = [b for b in map(self.as_temp, part.host.buffers) if b.role == "temp"]
         own = [buffer for buffer in own if buffer.name not in self.results]
@@ -155,6 +159,8 @@ class _Link:
         for node in part.host.body:
             if not (isinstance(node, Allocate) and node.buffer in self.results):
                 yield rename_node(node, name_of, name_of)
+        if part.host.num_streams > 1:
+            yield from (Deallocate(buffer=name_of(name)) for name in alone)
         if self.credits:
             yield from map(self.await_free, self.targets)
         yield from _send([t for t in self.sent if not t.final], name_of)
@@ -186,18 +192,32 @@ class _Link:
 
 
 def _receive(transfers: Sequence[Transfer], name_of: Names) -> list[Node]:
-    names = [name_of(t.tensor.name) for t in transfers]
-    recvs = [
-        Recv(buffer=name, peer=Peer(mesh_axis=AXIS, offset=t.source), handle=f"{name}.recv")
-        for name, t in zip(names, transfers, strict=True)
-    ]
+    recvs = [_recv(name_of(t.tensor.name), t) for t in transfers]
     return [*recvs, *(Wait(handle=recv.handle) for recv in recvs)]
 
 
 def _send(transfers: Sequence[Transfer], name_of: Names) -> list[Node]:
-    sends = []
-    for t in transfers:
-        name = name_of(t.tensor.name)
-        peer = Peer(mesh_axis=AXIS, offset=t.target)
-        sends.append(Send(buffer=name, peer=peer, handle=f"{name}.to{t.target}"))
+    sends = [_send_one(name_of(t.tensor.name), t) for t in transfers]
     return [*sends, *(Wait(handle=send.handle) for send in sends)]
+
+
+def _exchange(received: Sequence[Transfer], sent: Sequence[Transfer]) -> list[Node]:
+    """All receives and sends at once, where there are both: of two stages that send each other
+    something, neither can take before it gives.
+    """
+    if not (received and sent):
+        return [*_receive(received, str), *_send(sent, str)]
+    recvs = [_recv(t.tensor.name, t) for t in received]
+    members: list[Send | Recv] = [*recvs, *(_send_one(t.tensor.name, t) for t in sent)]
+    handle = recvs[0].handle
+    bare = (replace(member, handle="") for member in members)
+    return [StartCoalescing(), *bare, EndCoalescing(handle=handle), Wait(handle=handle)]
+
+
+def _recv(name: str, t: Transfer) -> Recv:
+    return Recv(buffer=name, peer=Peer(mesh_axis=AXIS, offset=t.source), handle=f"{name}.recv")
+
+
+def _send_one(name: str, t: Transfer) -> Send:
+    handle = f"{name}.to{t.target}"
+    return Send(buffer=name, peer=Peer(mesh_axis=AXIS, offset=t.target), handle=handle)
