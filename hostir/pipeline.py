@@ -26,6 +26,7 @@ coordinates talk to each other. Next: passes.py.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from distmega.errors import PlanError
 from distmega.hostir.matmul_nodes import largest_rooms
 from distmega.hostir.nodes import (
     Allocate,
@@ -68,8 +69,15 @@ def link_stage(parts: Sequence[Part], chunk_dims: Mapping[str, int] | None = Non
 
     chunk_dims: inputs and results that are cut into micro-batches, and the dim; of other results
     the last micro-batch's stays. All parts but the last have one size, the last may be smaller.
-    One micro-batch of the only stage stays as it is.
+    One micro-batch of the only stage stays as it is. PlanError if programs share a name.
     """
+    names = [part.host.name for part in parts]
+    if len(set(names)) < len(names):
+        raise PlanError(
+            f"parts of a stage named {names}",
+            expected="different names",
+            remedy="name the program of each size of micro-batch after it",
+        )
     if parts[0].stage.num_stages == len(parts) == parts[0].count == 1:
         return parts[0].host
     return _Link(parts, chunk_dims or {}).run()

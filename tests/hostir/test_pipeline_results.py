@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from distmega.builder import ProgramBuilder
-from distmega.errors import CheckError
+from distmega.errors import CheckError, PlanError
 from distmega.hostir.check import check_host
 from distmega.hostir.evaluator import Evaluator
 from distmega.hostir.lower import lower_program
@@ -102,3 +102,11 @@ def test_stages_that_give_each_other_results_do_so_at_once():
     first, second, last = stages({})
     with pytest.raises(CheckError, match="these wait for each other"):
         check_host([first, one_by_one(second), one_by_one(last)])
+
+
+def test_programs_of_two_sizes_have_names_of_their_own():
+    (stage,) = split_stages(rows_program(ROWS), ())
+    local = localize(plan_program(stage.program, DeviceMesh(tp=1), CPU))
+    host = lower_program(local, megakernel=False, peer_memory=False)
+    with pytest.raises(PlanError, match=r"parts of a stage named \['rows', 'rows'\]"):
+        link_stage([Part(stage=stage, host=host)] * 2, {"x": 0})
