@@ -81,59 +81,30 @@ def scale_pair(word, weight, ss):
 
 
 @gluon.jit
-def stage_four(words, exchange, vectors, tag, place, RANKS: gl.constexpr):
-    """x from tagged words into shared memory; returns each thread's part of its sum of squares.
-
-    Four chunks at a time; those past the last hold zeros.
+def stage_chunks(
+    words, exchange, vectors, tag, place, ss, chunk, NUM: gl.constexpr, RANKS: gl.constexpr
+):
+    """NUM chunks of x from tagged words into shared memory, zeros past the last; adds each thread's
+    part of their sum of squares.
     """
-    ss = gl.zeros([THREADS], gl.float32, layout=PER_THREAD)
-    norm = words[LIN_NORM]
-    num_chunks = keep(words[LIN_NUM_TILES_K])
-    num_words = words[LIN_NUM_SRC_WORDS]
-    weights = vectors + gl.multiple_of(norm, 8)
-    for group in range(0, num_chunks, STAGE_CHUNKS):
-        first = group * WORDS_A_CHUNK + own_word()
-        num = gl.where(norm >= 0, num_words, 0)
-        n0, n1 = pairs_at(weights, first, num)
-        n2, n3 = pairs_at(weights, first + WORDS_A_CHUNK, num)
-        n4, n5 = pairs_at(weights, first + 2 * WORDS_A_CHUNK, num)
-        n6, n7 = pairs_at(weights, first + 3 * WORDS_A_CHUNK, num)
-        w0, w1, w2, w3, w4, w5, w6, w7 = spin_chunks(
-            exchange, exchange + words[SRC] + first, tag, num_words - first, 4, RANKS
-        )
-        if norm >= 0:
-            w0, ss = scale_pair(w0, n0, ss)
-            w1, ss = scale_pair(w1, n1, ss)
-            w2, ss = scale_pair(w2, n2, ss)
-            w3, ss = scale_pair(w3, n3, ss)
-            w4, ss = scale_pair(w4, n4, ss)
-            w5, ss = scale_pair(w5, n5, ss)
-            w6, ss = scale_pair(w6, n6, ss)
-            w7, ss = scale_pair(w7, n7, ss)
-        store_x(place + group * CHUNK_BYTES, (w0, w1, w2, w3, w4, w5, w6, w7), 4)
-    return ss
-
-
-@gluon.jit
-def stage_two(words, exchange, vectors, tag, place, RANKS: gl.constexpr):
-    """As stage_four, of at most two chunks, in fewer instructions."""
-    ss = gl.zeros([THREADS], gl.float32, layout=PER_THREAD)
     norm = words[LIN_NORM]
     num_words = words[LIN_NUM_SRC_WORDS]
+    num_weights = gl.where(norm >= 0, num_words, 0)
     weights = vectors + gl.multiple_of(norm, 8)
-    num = gl.where(norm >= 0, num_words, 0)
-    first = own_word()
-    n0, n1 = pairs_at(weights, first, num)
-    n2, n3 = pairs_at(weights, first + WORDS_A_CHUNK, num)
-    w0, w1, w2, w3 = spin_chunks(
-        exchange, exchange + words[SRC] + first, tag, num_words - first, 2, RANKS
-    )
+    first = chunk * WORDS_A_CHUNK + own_word()
+    factors = ()
+    for i in gl.static_range(NUM):
+        factors += pairs_at(weights, first + i * WORDS_A_CHUNK, num_weights)
+    at = exchange + words[SRC] + first
+    pairs = spin_chunks(exchange, at, tag, num_words - first, NUM, RANKS)
     if norm >= 0:
-        w0, ss = scale_pair(w0, n0, ss)
-        w1, ss = scale_pair(w1, n1, ss)
-        w2, ss = scale_pair(w2, n2, ss)
-        w3, ss = scale_pair(w3, n3, ss)
-    store_x(place, (w0, w1, w2, w3), 2)
+        scaled = ()
+        for i in gl.static_range(2 * NUM):
+            pair, ss = scale_pair(pairs[i], factors[i], ss)
+            scaled += (pair,)
+        store_x(place, scaled, NUM)
+    else:
+        store_x(place, pairs, NUM)
     return ss
 
 
@@ -141,10 +112,15 @@ def stage_two(words, exchange, vectors, tag, place, RANKS: gl.constexpr):
 def stage_tagged(words, exchange, vectors, tag, place, RANKS: gl.constexpr):
     """x from tagged words into shared memory; returns each thread's part of its sum of squares."""
     ss = gl.zeros([THREADS], gl.float32, layout=PER_THREAD)
-    if words[LIN_NUM_TILES_K] <= 2:
-        ss = stage_two(words, exchange, vectors, tag, place, RANKS)
+    num_chunks = keep(words[LIN_NUM_TILES_K])
+    if num_chunks == 1:
+        ss = stage_chunks(words, exchange, vectors, tag, place, ss, 0, 1, RANKS)
+    elif num_chunks == 2:
+        ss = stage_chunks(words, exchange, vectors, tag, place, ss, 0, 2, RANKS)
     else:
-        ss = stage_four(words, exchange, vectors, tag, place, RANKS)
+        for chunk in range(0, num_chunks, STAGE_CHUNKS):
+            to = place + chunk * CHUNK_BYTES
+            ss = stage_chunks(words, exchange, vectors, tag, to, ss, chunk, STAGE_CHUNKS, RANKS)
     return ss
 
 
@@ -234,10 +210,9 @@ def linear_task(
     num_tiles_k = words[LIN_NUM_TILES_K]
     num_units = keep(words[NUM_UNITS])
     limit = gl.minimum(words[LIN_ROW0] + num_units * UNIT_ROWS, words[LIN_NUM_ROWS])
-    aims = aim(places)
-    add = addend(words, vectors, embed, token, residual, group_rows(words, 0), limit)
-    slot = keep(it % STAGES)
+    aims = aim(places, it % STAGES)
     phase = keep((it // STAGES) & 1)
+    add = addend(words, vectors, embed, token, residual, group_rows(words, 0), limit)
     if (opcode == OP_QKV) & (words[LIN_FLAGS] == FROM_EMBEDDING):
         ss = stage_embedding(words, embed, token, vectors, aims[0])
     else:
@@ -260,7 +235,6 @@ def linear_task(
             aims,
             num_tiles,
             num_tiles_k,
-            slot,
             phase,
             ss,
             gl.where(group == 0, words[LIN_NORM], -1),
@@ -271,9 +245,8 @@ def linear_task(
         if TRACE and group == 0:
             gl.store(stamps + 2, clock())
         y = sum_warps(red)
-        if words[LIN_NORM] >= 0:
-            y *= gl.rsqrt(gl.sum(squares.load(EVERY_WARP), axis=0) * inv_hidden + eps)
-        y += add
+        factor = gl.rsqrt(gl.sum(squares.load(EVERY_WARP), axis=0) * inv_hidden + eps)
+        y = y * gl.where(words[LIN_NORM] >= 0, factor, 1.0) + add
         if opcode == OP_QKV:
             gl.store(exchange + words[DST] + row, tagged_float(y, tag), mask=wanted)
         elif opcode == OP_RESIDUAL:
@@ -298,7 +271,7 @@ def linear_task(
             best_row = gl.where(better, row, best_row)
         cta_barrier()
         if group + GROUP_UNITS < num_units:
-            slot = it % STAGES
+            aims = aim(places, it % STAGES)
             phase = (it // STAGES) & 1
             row = group_rows(words, group + GROUP_UNITS)
             add = addend(words, vectors, embed, token, residual, row, limit)

@@ -78,26 +78,27 @@ def own_word():
 
 @constexpr_function
 def aim_asm() -> str:
-    """See aim. Operands 4 to 6: the ring, x, sums."""
-    return """
-        {
+    """See aim. Operands 5 to 9: the ring, x, sums, the ring's barriers, the slot."""
+    return f"""
+        {{
         .reg .b32 lane, warp, at, part;
         mov.u32 lane, %tid.x;
         shr.u32 warp, lane, 5;
         and.b32 lane, lane, 31;
-        mad.lo.u32 $0, warp, 256, $5;
+        mad.lo.u32 $0, warp, 256, $6;
         shr.u32 at, lane, 4;
         mad.lo.u32 $0, at, 128, $0;
         and.b32 at, lane, 1;
         mad.lo.u32 $0, at, 64, $0;
         and.b32 at, lane, 14;
         mad.lo.u32 $0, at, 2, $0;
-        mad.lo.u32 $1, warp, 256, $5;
+        mad.lo.u32 $1, warp, 256, $6;
         and.b32 at, lane, 4;
         mad.lo.u32 $1, at, 32, $1;
         and.b32 at, lane, 3;
         mad.lo.u32 $1, at, 32, $1;
-        mad.lo.u32 $2, warp, 1024, $4;
+        mad.lo.u32 $2, warp, 1024, $5;
+        mad.lo.u32 $2, $9, {TILE_BYTES}, $2;
         and.b32 at, lane, 8;
         mad.lo.u32 $2, at, 1024, $2;
         and.b32 at, lane, 7;
@@ -106,25 +107,27 @@ def aim_asm() -> str:
         xor.b32 part, part, at;
         mad.lo.u32 $2, part, 16, $2;
         shr.u32 at, lane, 2;
-        mad.lo.u32 $3, at, 4, $6;
+        mad.lo.u32 $3, at, 4, $7;
         mad.lo.u32 $3, warp, 256, $3;
-        }
+        mad.lo.u32 $4, $9, 8, $8;
+        }}
         """
 
 
 @gluon.jit
-def aim(places):
+def aim(places, slot):
     """Addresses in shared memory for each thread: where it stages its first word of x (the second
-    being 32 bytes further), its part of x, its row of the ring's first slot, its sums of a group.
+    being 32 bytes further), its part of x, its row of the ring's slot, its sums of a group, and the
+    slot's barrier.
 
     They are found at this point, and not later: before x is waited for. places: see kernel.decode.
     """
-    bufs, _, _, xs, sums, _ = places
+    bufs, ready, _, xs, sums, _ = places
     return gl.inline_asm_elementwise(
         aim_asm(),
-        "=&r,=&r,=&r,=&r,r,r,r",
-        [bufs + gl.full([THREADS], 0, gl.int32, layout=PER_THREAD), xs, sums],
-        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
+        "=&r,=&r,=&r,=&r,=&r,r,r,r,r,r",
+        [bufs + gl.full([THREADS], 0, gl.int32, layout=PER_THREAD), xs, sums, ready, slot],
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32, gl.int32),
         is_pure=False,
         pack=1,
     )
@@ -176,10 +179,10 @@ def load_lines(s: str, label: str, stages: int) -> list[str]:
         lines.append(f"ld.shared.v4.b32 {{{to}}}, [x+{16 * half}];")
     return [
         *lines,
-        f"add.u32 free{s}, bar, gap;",
+        f"add.u32 free{s}, bar, $GAP;",
         f"add.u32 tile, tile, {TILE_BYTES};",
         "add.u32 bar, bar, 8;",
-        "setp.eq.u32 p, bar, bar_end;",
+        "setp.eq.u32 p, bar, $END;",
         f"@p sub.u32 tile, tile, {TILE_BYTES * stages};",
         "@p mov.u32 bar, $READY;",
         "@p xor.b32 phase, phase, 1;",
@@ -218,11 +221,11 @@ def product_lines(s: str) -> list[str]:
 
 
 @constexpr_function
-def begin_lines(stages: int) -> list[str]:
+def begin_lines() -> list[str]:
     """Everything before the first tile."""
     return [
         ".reg .pred p, more, one, quarter, normed;",
-        ".reg .b32 lane, at, x, x_end, tile, bar, bar_end, gap, phase, sums, left, k;",
+        ".reg .b32 lane, at, x, x_end, tile, bar, phase, sums, left, k;",
         ".reg .b32 freeA, freeB, wA<16>, wB<16>, xA<8>, xB<8>;",
         ".reg .f32 c<4>, d<4>, y, z;",
         "mov.u32 lane, %laneid;",
@@ -232,10 +235,8 @@ def begin_lines(stages: int) -> list[str]:
         "mov.u32 x, $X;",
         f"mad.lo.u32 x_end, $TILES_K, {2 * TILE_K}, x;",
         "mov.u32 sums, $SUMS;",
-        f"mad.lo.u32 tile, $SLOT, {TILE_BYTES}, $TILE;",
-        "mad.lo.u32 bar, $SLOT, 8, $READY;",
-        f"add.u32 bar_end, $READY, {8 * stages};",
-        "sub.u32 gap, $FREE, $READY;",
+        "mov.u32 tile, $TILE;",
+        "mov.u32 bar, $BAR;",
         "mov.u32 phase, $PHASE;",
         "mov.u32 left, $NUM_TILES;",
         "mov.u32 k, $TILES_K;",
@@ -265,11 +266,11 @@ def square_lines() -> list[str]:
 def multiply_asm(stages: int) -> str:
     """See multiply_tiles. Operand 0 is 0."""
     operands = (
-        "TILE", "READY", "FREE", "X", "SUMS", "NUM_TILES", "TILES_K", "SLOT", "PHASE", "SS",
+        "TILE", "BAR", "READY", "END", "GAP", "X", "SUMS", "NUM_TILES", "TILES_K", "PHASE", "SS",
         "SQUARES", "NORM",
     )  # fmt: skip
     lines = [
-        *begin_lines(stages),
+        *begin_lines(),
         *load_lines("A", "WAIT0", stages),
         *square_lines(),
         "LOOP:",
@@ -295,18 +296,22 @@ def multiply_asm(stages: int) -> str:
 
 @gluon.jit
 def multiply_tiles(
-    places, aims, num_tiles, num_tiles_k, slot, phase, ss, norm, STAGES: gl.constexpr
+    places, aims, num_tiles, num_tiles_k, phase, ss, norm, STAGES: gl.constexpr
 ):  # fmt: skip
     """The ring's next num_tiles tiles times x, num_tiles_k to a unit of 8 rows; each warp's sums of
-    its units go to shared memory, and its sum of ss, unless norm is negative. aims: see aim.
+    its units go to shared memory, and its sum of ss, unless norm is negative. aims: see aim; phase:
+    of the slot there.
     """
     _, ready, free, _, _, squares = places
-    _, x, tile, sums = aims
+    _, x, tile, sums, bar = aims
     gl.inline_asm_elementwise(
         multiply_asm(STAGES),
-        "=&r" + ",r" * 9 + ",f,r,r",
-        [tile, ready, free, x, sums, num_tiles, num_tiles_k, slot, phase, ss, squares, norm],
+        "=&r" + ",r" * 10 + ",f,r,r",
+        [
+            tile, bar, ready, ready + 8 * STAGES, free - ready, x, sums, num_tiles, num_tiles_k,
+            phase, ss, squares, norm,
+        ],
         dtype=gl.int32,
         is_pure=False,
         pack=1,
-    )
+    )  # fmt: skip

@@ -52,8 +52,8 @@ RED, SQUARES, READY, FREE, END = (XS + more for more in (8192, 12288, 12352, 124
 def run_tiles(warp: Warp, x: np.ndarray, num_tiles: int, first: int, ss: np.ndarray) -> None:
     """Stages x and multiplies the ring's tiles from slot `first` on."""
     num_tiles_k = len(x) // 1024
-    aims = warp.run(aim_tiles(), {4: lanes(0), 5: lanes(XS), 6: lanes(RED)})
-    place, part, tile, own_sums = (aims[f"${i}"] for i in range(4))
+    aims = warp.run(aim_tiles(), dict(enumerate(map(lanes, (0, XS, RED, READY, first)), 5)))
+    place, part, tile, own_sums, bar = (aims[f"${i}"] for i in range(5))
     lane = np.arange(LANES)
     word = warp.number * 32 + lane // 16 * 256 + lane % 16 * 2
     pairs = bf16_bits(x).reshape(-1, 512, 2)
@@ -61,9 +61,9 @@ def run_tiles(warp: Warp, x: np.ndarray, num_tiles: int, first: int, ss: np.ndar
     for chunk in range(num_tiles_k):
         two = {2: pairs[chunk, word], 3: pairs[chunk, word + 1]}
         warp.run(store_asm(1), {1: place + 2048 * chunk, **two})
-    numbers = (0, READY, FREE, 0, 0, num_tiles, num_tiles_k, first, 0, 0, SQUARES, 0)
-    given = dict(enumerate(map(lanes, numbers), 1))
-    given |= {1: tile, 4: part, 5: own_sums, 10: ss.view(np.uint32)}
+    numbers = (READY, READY + 8 * STAGES, FREE - READY, 0, 0, num_tiles, num_tiles_k, 0, 0, SQUARES)
+    given = {1: tile, 2: bar, **dict(enumerate(map(lanes, numbers), 3)), 13: lanes(0)}
+    given |= {6: part, 7: own_sums, 11: ss.view(np.uint32)}
     warp.run(multiply_asm(STAGES), given)
 
 
