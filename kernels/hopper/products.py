@@ -208,7 +208,7 @@ def product_lines(s: str) -> list[str]:
         f"@one mbarrier.arrive.shared::cta.b64 _, [free{s}];",
         "sub.u32 k, k, 1;",
         "setp.ne.u32 p, k, 0;",
-        f"@p bra NEXT{s};",
+        f"@p bra.uni NEXT{s};",
         "add.f32 y, c0, c3;",
         "add.f32 z, d0, d3;",
         "add.f32 y, y, z;",
@@ -250,7 +250,7 @@ def begin_lines() -> list[str]:
 @constexpr_function
 def square_lines() -> list[str]:
     """The sum of squares over the warp, while the first tile is on its way to registers."""
-    lines = ["@!normed bra LOOP;"]
+    lines = ["@!normed bra.uni LOOP;"]
     for far in (16, 8, 4, 2, 1):
         lines += [f"shfl.sync.bfly.b32 z, y, {far}, 31, 0xffffffff;", "add.f32 y, y, z;"]
     return [
@@ -275,18 +275,18 @@ def multiply_asm(stages: int) -> str:
         *square_lines(),
         "LOOP:",
         "setp.gt.s32 more, left, 1;",
-        "@!more bra PRODUCTA;",
+        "@!more bra.uni PRODUCTA;",
         *load_lines("B", "WAIT1", stages),
         "PRODUCTA:",
         *product_lines("A"),
-        "@!more bra DONE;",
+        "@!more bra.uni DONE;",
         "setp.gt.s32 more, left, 2;",
-        "@!more bra PRODUCTB;",
+        "@!more bra.uni PRODUCTB;",
         *load_lines("A", "WAIT2", stages),
         "PRODUCTB:",
         *product_lines("B"),
         "sub.s32 left, left, 2;",
-        "@more bra LOOP;",
+        "@more bra.uni LOOP;",
         "DONE:",
         "mov.b32 $0, 0;",
     ]

@@ -9,11 +9,11 @@ from triton.runtime.jit import constexpr_function
 
 @constexpr_function
 def wait(label: str, bar: str, phase: str) -> list[str]:
-    """Until the mbarrier at `bar` is past the phase."""
+    """Until the mbarrier at `bar` is past the phase; all lanes wait."""
     return [
         f"{label}:",
         f"mbarrier.try_wait.parity.shared::cta.b64 p, [{bar}], {phase};",
-        f"@!p bra {label};",
+        f"@!p bra.uni {label};",
     ]
 
 

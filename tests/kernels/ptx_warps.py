@@ -81,7 +81,7 @@ class Warp:
             holds = self.registers[guard.lstrip("@!")].astype(bool)
             mask = mask & (~holds if guard.startswith("@!") else holds)
         name, _, rest = line.partition(" ")
-        if name == "bra":
+        if name in ("bra", "bra.uni"):
             return rest, mask
         arguments = [word.strip() for word in rest.split(",")]
         self.execute(name, arguments, mask)
