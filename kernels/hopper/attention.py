@@ -6,12 +6,14 @@ split's outputs, maxima and sums, and the new position in the cache. Next on the
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.runtime.jit import constexpr_function
 
 from distmega.kernels.gluon_compat import cta_barrier
 from distmega.kernels.hopper.blocks import (
     add_values,
     aim_block,
     aim_rows,
+    keep_all,
     place_new,
     score_block,
     stage_queries,
@@ -38,7 +40,6 @@ from distmega.kernels.hopper.fields import (
 )
 from distmega.kernels.hopper.loader import first_seen, num_active_splits
 from distmega.kernels.hopper.shapes import (
-    MMA_M,
     PARTIAL_EXTRA,
     PER_THREAD,
     THREADS,
@@ -48,11 +49,25 @@ from distmega.kernels.hopper.shapes import (
 from distmega.kernels.hopper.spins import spin_rows
 
 
+@constexpr_function
+def columns_a_thread(head_dim: int, num_queries: int) -> int:
+    """Of either half of a row; of 8 rows, one a warp, where queries, key and value are no more."""
+    return 2 if num_queries <= 6 or head_dim < 128 else 4
+
+
+@constexpr_function
+def num_rows(head_dim: int, num_queries: int) -> int:
+    """Rows that the eight warps hold."""
+    return 8 if num_queries <= 6 else 16
+
+
 @gluon.jit
-def half_rows(w0, w1, w2, w3, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
-    """[16, COLUMNS] float32 from payloads, four consecutive ones a thread."""
-    joined = gl.join(gl.join(w0, w2), gl.join(w1, w3))
-    return gl.convert_layout(as_float(gl.reshape(joined, [MMA_M, COLUMNS])), LAYOUT)
+def half_rows(payloads, SIZE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
+    """[n, d / 2] float32 from payloads, SIZE consecutive ones a thread."""
+    joined = gl.join(payloads[0], payloads[1])
+    if SIZE == 4:
+        joined = gl.join(gl.join(payloads[0], payloads[2]), gl.join(payloads[1], payloads[3]))
+    return gl.convert_layout(as_float(gl.reshape(joined, SHAPE)), LAYOUT)
 
 
 @gluon.jit
@@ -70,27 +85,29 @@ def rotated_rows(
     KVH: gl.constexpr,
     QK_NORM: gl.constexpr,
 ):
-    """Both halves [16, d / 2] of G queries and the new key, normed and rotated, and the value."""
+    """Both halves [n, d / 2] of G queries and the new key, normed and rotated, and the value."""
     half: gl.constexpr = D // 2
-    QUAD: gl.constexpr = head_rows(half // 4, 1)
-    PAIR: gl.constexpr = head_rows(half, 4)
-    r = gl.arange(0, MMA_M, layout=gl.SliceLayout(1, QUAD))
-    c = gl.arange(0, half // 4, layout=gl.SliceLayout(0, QUAD))
+    SIZE: gl.constexpr = columns_a_thread(D, G)
+    ROWS: gl.constexpr = num_rows(D, G)
+    GROUP: gl.constexpr = head_rows(half // SIZE, 1)
+    PAIR: gl.constexpr = head_rows(half, SIZE)
+    r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, GROUP))
+    c = gl.arange(0, half // SIZE, layout=gl.SliceLayout(0, GROUP))
     head = words[HEAD]
     source = gl.where(r < G, words[ATT_QUERY0] + r, gl.where(r == G, H + head, H + KVH + head))
-    at = exchange + words[SRC] + gl.expand_dims(source * D, 1) + gl.expand_dims(c * 4, 0)
+    at = exchange + words[SRC] + gl.expand_dims(source * D, 1) + gl.expand_dims(c * SIZE, 0)
     wanted = gl.expand_dims(r < G + 2, 1) & gl.expand_dims(c >= 0, 0)
     columns = gl.arange(0, half, layout=gl.SliceLayout(0, PAIR))
     cos = gl.expand_dims(gl.load(rope + position * D + columns), 0)
     sin = gl.expand_dims(gl.load(rope + position * D + half + columns), 0)
-    rows = gl.expand_dims(gl.arange(0, MMA_M, layout=gl.SliceLayout(1, PAIR)), 1)
+    rows = gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(1, PAIR)), 1)
     if QK_NORM:
         weight = gl.where(rows < G, words[ATT_Q_NORM], words[ATT_K_NORM])
         weight1 = gl.load(vectors + weight + gl.expand_dims(columns, 0)).to(gl.float32)
         weight2 = gl.load(vectors + weight + half + gl.expand_dims(columns, 0)).to(gl.float32)
-    w0, w1, w2, w3, w4, w5, w6, w7 = spin_rows(exchange, at, tag, wanted, D)
-    a = half_rows(w0, w1, w2, w3, half, PAIR)
-    b = half_rows(w4, w5, w6, w7, half, PAIR)
+    payloads = spin_rows(exchange, at, tag, wanted, D, SIZE)
+    a = half_rows(payloads[0:SIZE], SIZE, [ROWS, half], PAIR)
+    b = half_rows(payloads[SIZE : 2 * SIZE], SIZE, [ROWS, half], PAIR)
     is_value = rows > G
     if QK_NORM:
         inv = gl.rsqrt(gl.expand_dims(gl.sum(a * a + b * b, axis=1), 1) / D + eps)
@@ -103,8 +120,9 @@ def rotated_rows(
 def append_position(words, cache, position, a, b, D: gl.constexpr, G: gl.constexpr):
     """Rows G (key) and G + 1 (value) of both halves into the cache at `position`."""
     half: gl.constexpr = D // 2
-    PAIR: gl.constexpr = head_rows(half, 4)
-    row = gl.expand_dims(gl.arange(0, MMA_M, layout=gl.SliceLayout(1, PAIR)), 1)
+    PAIR: gl.constexpr = head_rows(half, columns_a_thread(D, G))
+    ROWS: gl.constexpr = num_rows(D, G)
+    row = gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(1, PAIR)), 1)
     columns = gl.expand_dims(gl.arange(0, half, layout=gl.SliceLayout(0, PAIR)), 0)
     first = gl.where(row == G, words[ATT_K_ROW], words[ATT_V_ROW]) + position
     at = cache + first.to(gl.int64) * D + columns
@@ -114,27 +132,34 @@ def append_position(words, cache, position, a, b, D: gl.constexpr, G: gl.constex
 
 
 @gluon.jit
+def aim_partial(words, split, D: gl.constexpr):
+    """Tagged words that a thread's first output and its maximum go to: see add_values."""
+    thread = gl.arange(0, THREADS, layout=PER_THREAD)
+    stride: gl.constexpr = D + PARTIAL_EXTRA
+    first = words[PARTIAL] + (words[ATT_QUERY0] * words[MAX_SPLITS] + split) * stride
+    step = words[MAX_SPLITS] * stride
+    row = thread % 32 // 4
+    outputs = first + thread % 4 * 2 * step + thread // 32 * 16 + row
+    return keep_all(outputs), keep_all(first + row * step + D)
+
+
+@gluon.jit
 def write_partial(
-    words, exchange, split, o0, o1, o2, o3, m, l, tag, D: gl.constexpr, G: gl.constexpr
+    words, exchange, aims, o0, o1, o2, o3, m, l, tag, D: gl.constexpr, G: gl.constexpr
 ):
     """Outputs, maxima and sums of a split, as add_values leaves them in threads."""
     thread = gl.arange(0, THREADS, layout=PER_THREAD)
-    warp = thread // 32
-    row = thread % 32 // 4
     query = thread % 4 * 2
-    stride: gl.constexpr = D + PARTIAL_EXTRA
-    step = words[MAX_SPLITS] * stride
-    first = exchange + words[PARTIAL] + (words[ATT_QUERY0] * words[MAX_SPLITS] + split) * stride
-    column = warp * 16 + row
-    at = first + query * step + column
-    inside = (query < G) & (column < D)
+    step = words[MAX_SPLITS] * (D + PARTIAL_EXTRA)
+    at = exchange + aims[0]
+    inside = (query < G) & (thread // 32 * 16 < D)
     gl.store(at, tagged_float(o0, tag), mask=inside)
     gl.store(at + 8, tagged_float(o2, tag), mask=inside)
-    inside = (query + 1 < G) & (column < D)
+    inside = (query + 1 < G) & (thread // 32 * 16 < D)
     gl.store(at + step, tagged_float(o1, tag), mask=inside)
     gl.store(at + step + 8, tagged_float(o3, tag), mask=inside)
-    at = first + row * step + D
-    inside = (warp == 0) & (query == 0) & (row < G)
+    at = exchange + aims[1]
+    inside = (thread < 4 * G) & (query == 0)
     gl.store(at, tagged_float(m, tag), mask=inside)
     gl.store(at + 1, tagged_float(l, tag), mask=inside)
 
@@ -166,7 +191,9 @@ def attention_task(
     the ring position. `scale` includes log2(e). places: see kernel.decode. it: of the ring.
     """
     HALVES: gl.constexpr = D // 64
-    PAIR: gl.constexpr = head_rows(D // 2, 4)
+    SIZE: gl.constexpr = columns_a_thread(D, G)
+    ROWS: gl.constexpr = num_rows(D, G)
+    PAIR: gl.constexpr = head_rows(D // 2, SIZE)
     active = num_active_splits(position, words[WINDOW], words[MAX_SPLITS], min_blocks)
     split = words[ATT_SPLIT]
     if split < active:
@@ -175,12 +202,21 @@ def attention_task(
         block = keep(first // TILE_ROWS + split)
         num_blocks = keep((last - block) // active + 1)
         is_last = keep(((last - block) % active == 0).to(gl.int32))
-        row = gl.expand_dims(gl.arange(0, MMA_M, layout=gl.SliceLayout(1, PAIR)), 1)
+        row = gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(1, PAIR)), 1)
         column = gl.expand_dims(gl.arange(0, D // 2, layout=gl.SliceLayout(0, PAIR)), 0)
         aims = aim_block(places, G)
         row_aims = aim_rows(
-            places, it + (num_blocks - 1) * (2 * HALVES), position, row, column, G, HALVES, STAGES
+            places,
+            it + (num_blocks - 1) * (2 * HALVES),
+            position,
+            row,
+            column,
+            G,
+            SIZE,
+            HALVES,
+            STAGES,
         )
+        partial_aims = aim_partial(words, split, D)
         slot = keep(it % STAGES)
         phase = keep(it // STAGES % 2)
         it += HALVES
@@ -193,7 +229,7 @@ def attention_task(
             gl.store(stamps + 1, clock())
         a = a.to(gl.bfloat16)
         b = b.to(gl.bfloat16)
-        stage_queries(row_aims, a, b)
+        stage_queries(row_aims, a, b, SIZE)
         o0 = gl.zeros([THREADS], gl.float32, layout=PER_THREAD)
         o1 = o0
         o2 = o0
@@ -204,7 +240,7 @@ def attention_task(
             number = keep(i)  # unknown to the compiler, which would copy the loop for the first
             holds_new = (number + 1 == num_blocks) & (is_last != 0)
             if holds_new:
-                place_new(row_aims, a, b)
+                place_new(row_aims, a, b, SIZE)
             if holds_new | (number == 0):
                 cta_barrier()
             turn = number & 1
@@ -225,7 +261,7 @@ def attention_task(
         it -= HALVES
         if TRACE:
             gl.store(stamps + 2, clock())
-        write_partial(words, exchange, split, o0, o1, o2, o3, m, l, tag, D, G)
+        write_partial(words, exchange, partial_aims, o0, o1, o2, o3, m, l, tag, D, G)
         if is_last != 0:
             append_position(words, cache, position, a, b, D, G)
             fence_all()

@@ -220,7 +220,11 @@ def value_asm(halves: int, stages: int) -> str:
         "mov.u32 slot, $SLOT;",
         "mov.u32 phase, $PHASE;",
         # the upper warps have the second half of the columns, if there is one
-        *(["@upper bra.uni FREE;"] if halves == 1 else ["@!upper bra.uni LOAD;", *next_slot(stages)]),
+        *(
+            ["@upper bra.uni FREE;"]
+            if halves == 1
+            else ["@!upper bra.uni LOAD;", *next_slot(stages)]
+        ),
         "LOAD:",
         "mad.lo.u32 bar, slot, 8, $READY;",
         *wait("WAIT", "bar", "phase"),
@@ -249,46 +253,52 @@ def value_asm(halves: int, stages: int) -> str:
 
 
 @constexpr_function
-def stage_asm(half: int) -> str:
-    """See blocks.stage_queries. Operands 4: address, 8 to 11: four columns of either half."""
+def stage_asm(half: int, size: int) -> str:
+    """See blocks.stage_queries. Operands after `size` results: so many addresses, all alike, then
+    the pairs of `size` columns of either half.
+    """
     far = 128 if half == 64 else half // 2
-    return f"""
-        {{
-        .reg .pred p;
-        setp.ne.s32 p, $4, -1;
-        @p st.shared.b32 [$4], $8;
-        @p st.shared.b32 [$4+32], $9;
-        @p st.shared.b32 [$4+{far}], $10;
-        @p st.shared.b32 [$4+{far + 32}], $11;
-        mov.b32 $0, 0;
-        mov.b32 $1, 0;
-        mov.b32 $2, 0;
-        mov.b32 $3, 0;
-        }}
-        """
+    lines = ["{", ".reg .pred p;", f"setp.ne.s32 p, ${size}, -1;"]
+    for number, after in enumerate((0, far)):
+        for i in range(size // 2):
+            pair = 2 * size + number * (size // 2) + i
+            lines.append(f"@p st.shared.b32 [${size}+{after + 32 * i}], ${pair};")
+    return "\n".join([*lines, *(f"mov.b32 ${i}, 0;" for i in range(size)), "}"])
 
 
 @constexpr_function
-def place_asm(half: int) -> str:
-    """See blocks.place_new. Operands 4 and 8: where either half goes, 12, 16 and 20, 24: barriers
-    and phases, 28 to 31: four columns of either half.
+def place_asm(half: int, size: int) -> str:
+    """See blocks.place_new. Operands after `size` results, so many of each: where either half goes,
+    a barrier and its phase for each; then the pairs of `size` columns of either half.
     """
+    to0, to1, bar0, phase0, bar1, phase1 = (f"${size * (1 + i)}" for i in range(6))
+    pairs = [f"${7 * size + i}" for i in range(size)]
+    kind = "b32" if size == 2 else "v2.b32"
+    first, second = (", ".join(pairs[i : i + size // 2]) for i in (0, size // 2))
     two = half == 64
+    apart = [wait("FIRST", bar0, phase0), wait("SECOND", bar1, phase1) if two else []]
+    wait0, wait1 = ([line.replace(".uni", "") for line in lines] for lines in apart)
     return "\n".join(
         [
             "{",
             ".reg .pred p;",
             ".reg .b32 at;",
-            "setp.eq.s32 p, $4, -1;",
+            f"setp.eq.s32 p, {to0}, -1;",
             "@p bra DONE;",
-            *(line.replace(".uni", "") for line in wait("FIRST", "$12", "$16")),
-            "st.shared.v2.b32 [$4], {$28, $29};",
-            "xor.b32 at, $4, 64;",
-            *(line.replace(".uni", "") for line in wait("SECOND", "$20", "$24") if two),
-            f"st.shared.v2.b32 [{'$8' if two else 'at'}], {{$30, $31}};",
+            *wait0,
+            f"st.shared.{kind} [{to0}], {{{first}}};",
+            f"xor.b32 at, {to0}, 64;",
+            *wait1,
+            f"st.shared.{kind} [{to1 if two else 'at'}], {{{second}}};",
             "fence.proxy.async.shared::cta;",
             "DONE:",
-            *(f"mov.b32 ${i}, 0;" for i in range(4)),
+            *(f"mov.b32 ${i}, 0;" for i in range(size)),
             "}",
         ]
     )
+
+
+@constexpr_function
+def row_operands(size: int, num_addresses: int) -> str:
+    """Constraints of stage_asm and place_asm."""
+    return ",".join(["=&r"] * size + ["r"] * (num_addresses * size + size))

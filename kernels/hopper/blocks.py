@@ -15,6 +15,7 @@ from distmega.kernels.hopper import block_ptx
 from distmega.kernels.hopper.block_ptx import (
     aim_asm,
     place_asm,
+    row_operands,
     score_asm,
     stage_asm,
     value_asm,
@@ -106,19 +107,22 @@ def add_values(
 
 @gluon.jit
 def aim_rows(
-    places, it, position, row, column, G: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr
+    places, it, position, row, column, G: gl.constexpr, SIZE: gl.constexpr, HALVES: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Addresses of both halves of rows: of queries 0 to G - 1 where score_block reads them, then of
-    the new key (row G) and value (row G + 1) in the ring, whose last block's first tile is number
-    `it`, and their tiles' barriers and phases; -1 for other rows. row: [16, 1], column: [1, d / 2].
+    """Addresses of SIZE columns of both halves of rows: of queries 0 to G - 1 where score_block
+    reads them, then of the new key (row G) and value (row G + 1) in the ring, whose last block's
+    first tile is number `it`, and their tiles' barriers and phases; -1 for other rows. row: [n, 1],
+    column: [1, d / 2].
     """
     bufs, ready, _, xs, _, _ = places
-    four = column // 4
-    queries = gl.where(row < G, xs + row * QUERY_BYTES + four % 2 * 64 + four // 2 * 4, -1)
+    column = column // SIZE * SIZE
+    pair = column // 2
+    queries = gl.where(row < G, xs + row * QUERY_BYTES + pair % 4 * 32 + pair // 4 * 4, -1)
     first = it + gl.where(row == G, 0, HALVES)
     second = first + HALVES - 1
     line = position % TILE_ROWS
-    inside = line * 128 + ((four // 2) ^ (line % 8)) * 16 + four % 2 * 8
+    inside = line * 128 + ((column // 8) ^ (line % 8)) * 16 + column % 8 * 2
     is_new = (row == G) | (row == G + 1)
     to0 = gl.where(is_new, bufs + first % STAGES * TILE_BYTES + inside, -1)
     to1 = bufs + second % STAGES * TILE_BYTES + inside
@@ -134,27 +138,27 @@ def aim_rows(
 
 
 @gluon.jit
-def stage_queries(aims, a, b):
+def stage_queries(aims, a, b, SIZE: gl.constexpr):
     """Both halves of the queries into shared memory. aims: see aim_rows."""
     gl.inline_asm_elementwise(
-        stage_asm(a.shape[1]),
-        "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r",
+        stage_asm(a.shape[1], SIZE),
+        row_operands(SIZE, 1),
         [aims[0], a, b],
         dtype=gl.int32,
         is_pure=False,
-        pack=4,
+        pack=SIZE,
     )
 
 
 @gluon.jit
-def place_new(aims, a, b):
+def place_new(aims, a, b, SIZE: gl.constexpr):
     """The new key and value into the ring's tiles of the last block. aims: see aim_rows."""
     _, to0, to1, bar0, bar1, phase0, phase1 = aims
     gl.inline_asm_elementwise(
-        place_asm(a.shape[1]),
-        "=&r,=&r,=&r,=&r" + ",r" * 28,
+        place_asm(a.shape[1], SIZE),
+        row_operands(SIZE, 6),
         [to0, to1, bar0, phase0, bar1, phase1, a, b],
         dtype=gl.int32,
         is_pure=False,
-        pack=4,
+        pack=SIZE,
     )

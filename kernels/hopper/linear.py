@@ -98,7 +98,7 @@ def stage_chunks(
     at = exchange + words[SRC] + first
     pairs = spin_chunks(exchange, at, tag, num_words - first, NUM, RANKS)
     if norm >= 0:
-        scaled = ()
+        scaled = pairs[0:0]
         for i in gl.static_range(2 * NUM):
             pair, ss = scale_pair(pairs[i], factors[i], ss)
             scaled += (pair,)

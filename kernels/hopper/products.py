@@ -165,8 +165,8 @@ def store_x(at, pairs, NUM: gl.constexpr):
 
 
 @constexpr_function
-def load_lines(s: str, label: str, stages: int) -> list[str]:
-    """The ring's next tile and its x into registers of set s, once it has landed."""
+def weight_lines(s: str, label: str, stages: int) -> list[str]:
+    """The ring's next tile into registers of set s, once it has landed."""
     lines = wait(label, "bar", "phase")
     for step in range(STEPS):
         lines += [
@@ -174,9 +174,6 @@ def load_lines(s: str, label: str, stages: int) -> list[str]:
             "ldmatrix.sync.aligned.m8n8.x4.shared.b16 "
             f"{{{registers(f'w{s}', 4 * step, 4)}}}, [at];",
         ]
-    for half in (0, 1):
-        to = registers(f"x{s}", 4 * half, 4)
-        lines.append(f"ld.shared.v4.b32 {{{to}}}, [x+{16 * half}];")
     return [
         *lines,
         f"add.u32 free{s}, bar, $GAP;",
@@ -186,6 +183,17 @@ def load_lines(s: str, label: str, stages: int) -> list[str]:
         f"@p sub.u32 tile, tile, {TILE_BYTES * stages};",
         "@p mov.u32 bar, $READY;",
         "@p xor.b32 phase, phase, 1;",
+    ]
+
+
+@constexpr_function
+def x_lines(s: str) -> list[str]:
+    """The next chunk of x, the first after the last, into registers of set s."""
+    return [
+        *(
+            f"ld.shared.v4.b32 {{{registers(f'x{s}', 4 * half, 4)}}}, [x+{16 * half}];"
+            for half in (0, 1)
+        ),
         f"add.u32 x, x, {2 * TILE_K};",
         "setp.eq.u32 p, x, x_end;",
         "@p mov.u32 x, $X;",
@@ -208,7 +216,7 @@ def product_lines(s: str) -> list[str]:
         f"@one mbarrier.arrive.shared::cta.b64 _, [free{s}];",
         "sub.u32 k, k, 1;",
         "setp.ne.u32 p, k, 0;",
-        f"@p bra.uni NEXT{s};",
+        f"@p bra.uni SAME{s};",
         "add.f32 y, c0, c3;",
         "add.f32 z, d0, d3;",
         "add.f32 y, y, z;",
@@ -216,7 +224,7 @@ def product_lines(s: str) -> list[str]:
         f"add.u32 sums, sums, {UNIT_BYTES};",
         "mov.u32 k, $TILES_K;",
         *zeros("cd"),
-        f"NEXT{s}:",
+        f"SAME{s}:",
     ]
 
 
@@ -224,14 +232,14 @@ def product_lines(s: str) -> list[str]:
 def begin_lines() -> list[str]:
     """Everything before the first tile."""
     return [
-        ".reg .pred p, more, one, quarter, normed;",
+        ".reg .pred p, more, one, quarter, normed, store;",
         ".reg .b32 lane, at, x, x_end, tile, bar, phase, sums, left, k;",
         ".reg .b32 freeA, freeB, wA<16>, wB<16>, xA<8>, xB<8>;",
-        ".reg .f32 c<4>, d<4>, y, z;",
+        ".reg .f32 c<4>, d<4>, cA<4>, dA<4>, cB<4>, dB<4>, y, z, none;",
         "mov.u32 lane, %laneid;",
         "setp.eq.u32 one, lane, 0;",
-        "and.b32 k, lane, 3;",
-        "setp.eq.u32 quarter, k, 0;",
+        "and.b32 at, lane, 3;",
+        "setp.eq.u32 quarter, at, 0;",
         "mov.u32 x, $X;",
         f"mad.lo.u32 x_end, $TILES_K, {2 * TILE_K}, x;",
         "mov.u32 sums, $SUMS;",
@@ -242,7 +250,6 @@ def begin_lines() -> list[str]:
         "mov.u32 k, $TILES_K;",
         "mov.f32 y, $SS;",
         "setp.ge.s32 normed, $NORM, 0;",
-        *zeros("cd"),
         "bar.warp.sync 0xffffffff;",
     ]
 
@@ -250,7 +257,7 @@ def begin_lines() -> list[str]:
 @constexpr_function
 def square_lines() -> list[str]:
     """The sum of squares over the warp, while the first tile is on its way to registers."""
-    lines = ["@!normed bra.uni LOOP;"]
+    lines = ["@!normed bra.uni BEGIN;"]
     for far in (16, 8, 4, 2, 1):
         lines += [f"shfl.sync.bfly.b32 z, y, {far}, 31, 0xffffffff;", "add.f32 y, y, z;"]
     return [
@@ -259,6 +266,90 @@ def square_lines() -> list[str]:
         "shr.u32 at, at, 5;",
         "mad.lo.u32 at, at, 4, $SQUARES;",
         "@one st.shared.f32 [at], y;",
+        "BEGIN:",
+    ]
+
+
+@constexpr_function
+def general_lines(stages: int) -> list[str]:
+    """Units of any number of tiles, the first of which is in set A."""
+    return [
+        *x_lines("A"),
+        "LOOP:",
+        "setp.gt.s32 more, left, 1;",
+        "@!more bra.uni PRODUCTA;",
+        *weight_lines("B", "WAIT1", stages),
+        *x_lines("B"),
+        "PRODUCTA:",
+        *product_lines("A"),
+        "@!more bra.uni DONE;",
+        "setp.gt.s32 more, left, 2;",
+        "@!more bra.uni PRODUCTB;",
+        *weight_lines("A", "WAIT2", stages),
+        *x_lines("A"),
+        "PRODUCTB:",
+        *product_lines("B"),
+        "sub.s32 left, left, 2;",
+        "@more bra.uni LOOP;",
+    ]
+
+
+@constexpr_function
+def unit_lines(s: str) -> list[str]:
+    """The products of a unit of one tile, in set s; and the sums of the unit before."""
+    before = "AB"[s == "A"]
+    lines = []
+    for step in range(STEPS):
+        sums = registers(f"{'cd'[step % 2]}{s}", 0, 4)
+        text = multiply(sums, registers(f"w{s}", 4 * step, 4), registers("xA", 2 * step, 2))
+        lines.append(
+            text if step > 1 else text.replace(f"{{{sums}}};", "{none, none, none, none};")
+        )
+    return [*lines, f"@one mbarrier.arrive.shared::cta.b64 _, [free{s}];", *sum_lines(before)]
+
+
+@constexpr_function
+def sum_lines(s: str) -> list[str]:
+    """The sums of a unit of one tile, in set s, if there was one."""
+    return [
+        f"add.f32 y, c{s}0, c{s}3;",
+        f"add.f32 z, d{s}0, d{s}3;",
+        "add.f32 y, y, z;",
+        "@store st.shared.f32 [sums], y;",
+        f"add.u32 sums, sums, {UNIT_BYTES};",
+    ]
+
+
+@constexpr_function
+def single_lines(stages: int) -> list[str]:
+    """Units of one tile, the first of which is in set A: x stays in registers, and sums are written
+    while the next unit is multiplied.
+    """
+    return [
+        *x_lines("A"),
+        f"sub.u32 sums, sums, {UNIT_BYTES};",
+        "setp.gt.u32 store, lane, 31;",
+        "mov.f32 none, 0f00000000;",
+        *zeros(("cB", "dB")),
+        "NEXT:",
+        "setp.gt.s32 more, left, 1;",
+        "@!more bra.uni UNITA;",
+        *weight_lines("B", "WAIT3", stages),
+        "UNITA:",
+        *unit_lines("A"),
+        "mov.pred store, quarter;",
+        "@!more bra.uni LASTA;",
+        "setp.gt.s32 more, left, 2;",
+        "@!more bra.uni UNITB;",
+        *weight_lines("A", "WAIT4", stages),
+        "UNITB:",
+        *unit_lines("B"),
+        "sub.s32 left, left, 2;",
+        "@more bra.uni NEXT;",
+        *sum_lines("B"),
+        "bra.uni DONE;",
+        "LASTA:",
+        *sum_lines("A"),
     ]
 
 
@@ -271,22 +362,15 @@ def multiply_asm(stages: int) -> str:
     )  # fmt: skip
     lines = [
         *begin_lines(),
-        *load_lines("A", "WAIT0", stages),
+        *weight_lines("A", "WAIT0", stages),
         *square_lines(),
-        "LOOP:",
-        "setp.gt.s32 more, left, 1;",
-        "@!more bra.uni PRODUCTA;",
-        *load_lines("B", "WAIT1", stages),
-        "PRODUCTA:",
-        *product_lines("A"),
-        "@!more bra.uni DONE;",
-        "setp.gt.s32 more, left, 2;",
-        "@!more bra.uni PRODUCTB;",
-        *load_lines("A", "WAIT2", stages),
-        "PRODUCTB:",
-        *product_lines("B"),
-        "sub.s32 left, left, 2;",
-        "@more bra.uni LOOP;",
+        "setp.eq.u32 p, k, 1;",
+        "@p bra.uni SINGLE;",
+        *zeros("cd"),
+        *general_lines(stages),
+        "bra.uni DONE;",
+        "SINGLE:",
+        *single_lines(stages),
         "DONE:",
         "mov.b32 $0, 0;",
     ]

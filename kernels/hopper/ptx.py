@@ -44,7 +44,7 @@ def next_slot(stages: int) -> list[str]:
 
 
 @constexpr_function
-def zeros(names: str) -> list[str]:
+def zeros(names: str | tuple[str, ...]) -> list[str]:
     """Four f32 registers of each name."""
     return [f"mov.f32 {name}{i}, 0f00000000;" for name in names for i in range(4)]
 

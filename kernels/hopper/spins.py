@@ -134,9 +134,9 @@ def chunk_loads(num_chunks: int) -> tuple[tuple[int, int, int], ...]:
 
 
 @constexpr_function
-def row_loads(head_dim: int) -> tuple[tuple[int, int, int], ...]:
-    """Four words of either half of a row."""
-    return tuple((0, after + i, 0) for after in (0, head_dim // 2) for i in (0, 2))
+def row_loads(head_dim: int, size: int) -> tuple[tuple[int, int, int], ...]:
+    """So many words of either half of a row."""
+    return tuple((0, after + i, 0) for after in (0, head_dim // 2) for i in range(0, size, 2))
 
 
 @constexpr_function
@@ -203,13 +203,13 @@ def spin_chunks(exchange, pointers, tag, num_left, NUM: gl.constexpr, WRITERS: g
 
 
 @gluon.jit
-def spin_rows(exchange, pointers, tag, wanted, D: gl.constexpr):
-    """Four words of either half of a row of D words, from the pointer and from d / 2 later on."""
+def spin_rows(exchange, pointers, tag, wanted, D: gl.constexpr, SIZE: gl.constexpr):
+    """SIZE words of either half of a row of D words, from the pointer and from d / 2 later on."""
     return gl.inline_asm_elementwise(
-        spin_asm(row_loads(D), "gpu", False),
-        spin_operands(4, 1),
+        spin_asm(row_loads(D, SIZE), "gpu", False),
+        spin_operands(SIZE, 1),
         [exchange, tag, wanted.to(gl.int32), pointers],
-        dtype=spin_types(4),
+        dtype=spin_types(SIZE),
         is_pure=False,
         pack=1,
     )

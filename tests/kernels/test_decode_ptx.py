@@ -280,27 +280,30 @@ def test_attention_has_room_where_x_lies():
     assert padded_tiles_k(1) * 2048 >= SUMS + 2 * SUMS_BYTES
 
 
-@pytest.mark.parametrize("half", [32, 64])
-def test_rows_are_staged_and_placed(half):
-    """Four columns a lane of both halves of a row: of a query, and of position 77 of a block."""
+@pytest.mark.parametrize(("half", "size"), [(32, 2), (64, 2), (64, 4)])
+def test_rows_are_staged_and_placed(half, size):
+    """`size` columns a lane of both halves of a row: of a query, and of position 77 of a block."""
     task = Attention(half // 32, 1, 0, 0)
     row = rounded(np.random.default_rng(2), 1, 2 * half)
     task.stage(row)
-    four = np.arange(LANES)
-    used = four < half // 4
+    column = np.arange(LANES) * size
+    used = column < half
+    pair = column // 2
     pairs = bf16_bits(row).reshape(2, -1, 2)
-    pairs = (pairs[..., 0] | pairs[..., 1] << 16)[:, four[:, None] % (half // 4) * 2 + [0, 1]]
-    given = dict(enumerate(np.concatenate([pairs[0].T, pairs[1].T]), 8))
+    pairs = pairs[..., 0] | pairs[..., 1] << 16
+    pairs = pairs[:, pair[:, None] % (half // 2) + np.arange(size // 2)]
+    columns = np.concatenate([pairs[0].T, pairs[1].T])
     shared = np.full_like(task.shared, NAN)
-    at = np.where(used, QUERIES + four % 2 * 64 + four // 2 * 4, -1)
-    Warp(0, shared).run(stage_asm(half), {**given, 4: at.astype(np.uint32)})
+    at = np.where(used, QUERIES + pair % 4 * 32 + pair // 4 * 4, -1).astype(np.uint32)
+    Warp(0, shared).run(stage_asm(half, size), {size: at, **dict(enumerate(columns, 2 * size))})
     assert (shared == task.shared).all()
     shared[:] = 0
-    inside = 77 * 128 + (four // 2 ^ 77 % 8) * 16 + four % 2 * 8
+    inside = 77 * 128 + (column // 8 ^ 77 % 8) * 16 + column % 8 * 2
     at = np.where(used, inside, -1).astype(np.uint32)
-    given = {i + 20: bits for i, bits in given.items()}
-    places = {8: at + np.uint32(TILE_BYTES), **dict.fromkeys((12, 16, 20, 24), lanes(0))}
-    Warp(0, shared).run(place_asm(half), {**given, **places, 4: at})
+    places = at, at + np.uint32(TILE_BYTES), *(lanes(0) for _ in range(4))
+    given = {size * i: place for i, place in enumerate(places, 1)}
+    given |= dict(enumerate(columns, 7 * size))
+    Warp(0, shared).run(place_asm(half, size), given)
     block = np.zeros((128, 2 * half), np.float32)
     block[77] = row
     expected = np.concatenate([swizzled(block[:, i : i + 64]) for i in range(0, 2 * half, 64)])
