@@ -46,6 +46,7 @@ from distmega.kernels.hopper.products import (
     multiply_tiles,
     own_word,
     store_x,
+    take_tiles,
 )
 from distmega.kernels.hopper.shapes import (
     EVERY_WARP,
@@ -210,40 +211,37 @@ def linear_task(
     num_tiles_k = words[LIN_NUM_TILES_K]
     num_units = keep(words[NUM_UNITS])
     limit = gl.minimum(words[LIN_ROW0] + num_units * UNIT_ROWS, words[LIN_NUM_ROWS])
-    aims = aim(places, it % STAGES)
-    phase = keep((it // STAGES) & 1)
-    add = addend(words, vectors, embed, token, residual, group_rows(words, 0), limit)
-    if (opcode == OP_QKV) & (words[LIN_FLAGS] == FROM_EMBEDDING):
-        ss = stage_embedding(words, embed, token, vectors, aims[0])
-    else:
-        ss = stage_tagged(words, exchange, vectors, tag - words[LIN_TAG_DELTA], aims[0], RANKS)
-    alarm = gl.to_tensor(NO_REPORT)
-    if RANKS > 1:  # noqa: SIM102  a constant, so that the rest is compiled only then
-        if opcode == OP_PARTIAL:
-            alarm = read_alarm(exchange)
-    if TRACE:
-        gl.store(stamps + 1, clock())
+    ss = gl.zeros([THREADS], gl.float32, layout=PER_THREAD)
     best = gl.full([GROUP_ROWS], float("-inf"), gl.float32, layout=TWOS)
     best_row = gl.full([GROUP_ROWS], 0, gl.int32, layout=TWOS)
     for group in range(0, num_units, GROUP_UNITS):
-        row0 = words[LIN_ROW0] + group * UNIT_ROWS
-        row = group_rows(words, group)
+        number = keep(group)  # unknown to the compiler, which would copy the loop for the first
+        row0 = words[LIN_ROW0] + number * UNIT_ROWS
+        row = group_rows(words, number)
         wanted = row < limit
-        num_tiles = gl.minimum(num_units - group, GROUP_UNITS) * num_tiles_k
-        multiply_tiles(
-            places,
-            aims,
-            num_tiles,
-            num_tiles_k,
-            phase,
-            ss,
-            gl.where(group == 0, words[LIN_NORM], -1),
-            STAGES,
-        )
+        num_tiles = keep(gl.minimum(num_units - number, GROUP_UNITS) * num_tiles_k)
+        aims = aim(places, it % STAGES)
+        add = addend(words, vectors, embed, token, residual, row, limit)
+        taken = take_tiles(places, aims, num_tiles, (it // STAGES) & 1, STAGES)
+        if number == 0:
+            if (opcode == OP_QKV) & (words[LIN_FLAGS] == FROM_EMBEDDING):
+                ss = stage_embedding(words, embed, token, vectors, aims[0])
+            else:
+                before = tag - words[LIN_TAG_DELTA]
+                ss = stage_tagged(words, exchange, vectors, before, aims[0], RANKS)
+            if TRACE:
+                gl.store(stamps + 1, clock())
+        alarm = gl.to_tensor(NO_REPORT)
+        if RANKS > 1:  # noqa: SIM102  a constant, so that the rest is compiled only then
+            if opcode == OP_PARTIAL:
+                alarm = read_alarm(exchange)
+        norm = gl.where(number == 0, words[LIN_NORM], -1)
+        multiply_tiles(places, aims, taken, num_tiles, num_tiles_k, ss, norm, STAGES)
         it += num_tiles
         cta_barrier()
-        if TRACE and group == 0:
-            gl.store(stamps + 2, clock())
+        if TRACE:  # noqa: SIM102  a constant
+            if number == 0:
+                gl.store(stamps + 2, clock())
         y = sum_warps(red)
         factor = gl.rsqrt(gl.sum(squares.load(EVERY_WARP), axis=0) * inv_hidden + eps)
         y = y * gl.where(words[LIN_NORM] >= 0, factor, 1.0) + add
@@ -270,11 +268,6 @@ def linear_task(
             best = gl.where(better, y, best)
             best_row = gl.where(better, row, best_row)
         cta_barrier()
-        if group + GROUP_UNITS < num_units:
-            aims = aim(places, it % STAGES)
-            phase = (it // STAGES) & 1
-            row = group_rows(words, group + GROUP_UNITS)
-            add = addend(words, vectors, embed, token, residual, row, limit)
     if opcode == OP_HEAD:
         value = gl.max(best, axis=0)
         index = gl.min(gl.where(best == value, best_row, 0x7FFFFFFF), axis=0)

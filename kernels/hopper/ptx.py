@@ -1,7 +1,7 @@
 """Pieces of PTX that the text of several tasks is put together from.
 
 They use the predicate p, the registers slot and phase, and mbarriers in shared memory. Next on the
-walk: products.py.
+walk: product_ptx.py.
 """
 
 from triton.runtime.jit import constexpr_function

@@ -15,8 +15,8 @@ from distmega.kernels.hopper.block_ptx import (
     stage_asm,
     value_asm,
 )
-from distmega.kernels.hopper.products import aim_asm as aim_tiles
-from distmega.kernels.hopper.products import multiply_asm, store_asm
+from distmega.kernels.hopper.product_ptx import NUM_TAKEN, multiply_asm, store_asm, take_asm
+from distmega.kernels.hopper.product_ptx import aim_asm as aim_tiles
 from distmega.kernels.hopper.runner import padded_tiles_k
 from distmega.kernels.hopper.words import TILE_BYTES
 from tests.kernels.ptx_warps import LANES, Warp, bf16_bits, bf16_floats
@@ -52,7 +52,9 @@ RED, SQUARES, READY, FREE, END = (XS + more for more in (8192, 12288, 12352, 124
 def run_tiles(warp: Warp, x: np.ndarray, num_tiles: int, first: int, ss: np.ndarray) -> None:
     """Stages x and multiplies the ring's tiles from slot `first` on."""
     num_tiles_k = len(x) // 1024
-    aims = warp.run(aim_tiles(), dict(enumerate(map(lanes, (0, XS, RED, READY, first)), 5)))
+    aims = warp.run(
+        aim_tiles(), dict(enumerate(map(lanes, (0, XS, RED, READY, first % STAGES)), 5))
+    )
     place, part, tile, own_sums, bar = (aims[f"${i}"] for i in range(5))
     lane = np.arange(LANES)
     word = warp.number * 32 + lane // 16 * 256 + lane % 16 * 2
@@ -61,15 +63,27 @@ def run_tiles(warp: Warp, x: np.ndarray, num_tiles: int, first: int, ss: np.ndar
     for chunk in range(num_tiles_k):
         two = {2: pairs[chunk, word], 3: pairs[chunk, word + 1]}
         warp.run(store_asm(1), {1: place + 2048 * chunk, **two})
-    numbers = (READY, READY + 8 * STAGES, FREE - READY, 0, 0, num_tiles, num_tiles_k, 0, 0, SQUARES)
-    given = {1: tile, 2: bar, **dict(enumerate(map(lanes, numbers), 3)), 13: lanes(0)}
-    given |= {6: part, 7: own_sums, 11: ss.view(np.uint32)}
+    ring = READY, READY + 8 * STAGES, FREE - READY
+    given = {
+        0: tile,
+        1: bar,
+        **dict(enumerate(map(lanes, (first // STAGES % 2, num_tiles, *ring)), 2)),
+    }
+    found = warp.run(take_asm(STAGES), {NUM_TAKEN + i: bits for i, bits in given.items()})
+    taken = [found.get(f"${i}", lanes(0)) for i in range(NUM_TAKEN)]
+    rest = map(lanes, (*ring, 0, 0, num_tiles, num_tiles_k, 0, SQUARES, 0))
+    given = dict(enumerate((*taken, *rest), 1))
+    given |= {NUM_TAKEN + 4: part, NUM_TAKEN + 5: own_sums, NUM_TAKEN + 8: ss.view(np.uint32)}
     warp.run(multiply_asm(STAGES), given)
 
 
 @pytest.mark.parametrize(
-    ("num_units", "num_tiles_k", "first"), [(1, 1, 0), (3, 2, 1), (2, 3, 3), (5, 1, 2)]
-)
+    ("num_units", "num_tiles_k", "first"),
+    [
+        (1, 1, 0), (2, 1, 3), (4, 1, 1), (5, 1, 2), (8, 1, 3), (1, 2, 5), (1, 3, 2), (2, 2, 0),
+        (3, 2, 1), (2, 3, 3),
+    ],
+)  # fmt: skip
 def test_tiles_times_x(num_units, num_tiles_k, first):
     rng = np.random.default_rng(0)
     x = rounded(rng, 1024 * num_tiles_k)
