@@ -102,10 +102,12 @@ def test_nothing_lies_where_x_does(name, num_ranks, trace):
 
 
 @pytest.mark.parametrize(
-    ("kind", "num_candidates", "spilled"), [("plain", 0, 0), ("limited", 64, 8)]
+    ("kind", "num_candidates", "spilled"), [("plain", 0, 0), ("limited", 64, 64)]
 )
 def test_drawing_spills_little(kind, num_candidates, spilled):
-    """What is kept across the search for limits; nothing without limits."""
+    """What is kept across the search for limits, and scalars that a task or a step reads back
+    once; nothing without limits.
+    """
     method = Method(kind=kind, num_candidates=num_candidates)
     code = decode_code("qwen3-0.6b", 1, False, method)
     assert code.stack_bytes <= spilled
