@@ -13,14 +13,17 @@ from distmega.sharding.overlap_rates import OverlapRates, Table
 from distmega.sharding.tile_times import (
     GROUP,
     NUM_WORDS,
+    PUSHING_RANKS,
     TILE_ROWS,
     Extents,
+    Split,
     Tiles,
     band_rows,
     ceil_div,
     gather_us,
     plan_sending,
     send_us,
+    split_last_wave,
     tile_us,
 )
 
@@ -49,7 +52,7 @@ MIN_EVENT_ROWS = 1024
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
     """How a matmul with its collective runs. If by "tiles", the rest is of the kernel:
-    lag, parts as in plan_sending if it sends.
+    lag, parts, split as in plan_sending if it sends.
     """
 
     means: Means
@@ -57,6 +60,7 @@ class Choice:
     tiles: Tiles | None = None
     lag: int = 0
     parts: int = 1
+    split: Split | None = None
 
 
 def kernel_us(extents: Extents, tile_n: int, rates: OverlapRates) -> float:
@@ -149,13 +153,17 @@ def tiles_choice(collective: Collective, extents: Extents, rates: OverlapRates) 
                 found.append(Choice(means="tiles", us=max(us, least), tiles=tiles))
                 continue
             shares = collective == "all_reduce"
+            pushes = shares and extents.num_ranks <= PUSHING_RANKS
+            splits = dict.fromkeys((None, split_last_wave(extents, tiles, rates, pushes=pushes)))
             lags = (0, 2) if chunk_rows // group > 2 else (0,)
-            for lag, parts in product(lags, PARTS):
+            for lag, parts, split in product(lags, PARTS, splits):
                 plan = plan_sending(
-                    extents, tiles, rates.num_sms, lag=lag, parts=parts, shares=shares
+                    extents, tiles, rates.num_sms, lag=lag, parts=parts, split=split, shares=shares
                 )
                 us = max(send_us(extents, plan, rates) * (NARROW if group < GROUP else 1.0), least)
-                found.append(Choice(means="tiles", us=us, tiles=tiles, lag=lag, parts=parts))
+                found.append(
+                    Choice(means="tiles", us=us, tiles=tiles, lag=lag, parts=parts, split=split)
+                )
     return min(found, key=lambda choice: choice.us)
 
 

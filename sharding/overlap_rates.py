@@ -23,9 +23,10 @@ class OverlapRates:
     kernel_multiples: what the kernel with a collective beside it needs of rows a rank, columns and
     depth. slice_us: its time of 64 elements of depth, by columns of a tile, all SMs busy, nothing
     where the two run one after the other; tile_us: of a tile's start and end; add_us: of adding
-    partial results; peers_us: what its launch takes longer. copy_us, copy_bytes_per_us: of a copy
-    to a peer, from the last store to the event word; copy_gap_us: from a copy to the next. push_us,
-    push_bytes_per_us: where the kernel stores to the peers itself.
+    partial results, help_us: until those of a program of the same GPU are there; peers_us: what its
+    launch takes longer. copy_us, copy_bytes_per_us: of a copy to a peer, from the last store to the
+    event word; copy_gap_us: from a copy to the next. push_us, push_bytes_per_us: where the kernel
+    stores to the peers itself.
     exchange_us, exchange_peer_us: of copies around a library matmul, and for each peer.
     two_shot_us, two_shot_bytes_per_us: of torch's all-reduce.
     host_us: of the host, for one small op; replay_us: where it is captured.
@@ -49,6 +50,7 @@ class OverlapRates:
     slice_us: tuple[tuple[int, float], ...] = ()
     tile_us: float = 0.0
     add_us: float = 0.0
+    help_us: float = 0.0
     peers_us: float = 0.0
     copy_us: float = 0.0
     copy_bytes_per_us: float = 1.0
@@ -100,6 +102,7 @@ H200_RATES = OverlapRates(
     slice_us=((256, 0.656), (128, 0.352)),
     tile_us=1.0,
     add_us=1.0,
+    help_us=3.0,
     peers_us=10.0,
     copy_us=15.0,
     copy_bytes_per_us=3.6e5,

@@ -92,12 +92,23 @@ def gather_us(extents: Extents, tiles: Tiles, event_rows: int, rates: OverlapRat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """Slices along K that tiles of the last wave give to programs that would be idle: the first
+    tiles, one a helper, `given`, the next as many `fewer` less, and so on.
+    """
+
+    given: int
+    fewer: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SendPlan:
     """What a sending kernel and the copies behind it agree on.
 
     num_bands: of a rank's rows. columns: of tiles; part: so many are sent at once. lag: as
     place_turns. shares: sums go to all ranks; num_late: so many of the last tiles the kernel itself
-    pushes to the peers, whole columns of the last band.
+    pushes to the peers, whole columns of the last band. num_helpers: programs that the last wave
+    leaves idle, which take slices of its tiles as `split` says; 0 where they do not.
     """
 
     tiles: Tiles
@@ -108,6 +119,8 @@ class SendPlan:
     lag: int
     shares: bool
     num_late: int
+    num_helpers: int
+    split: Split
 
     @property
     def num_parts(self) -> int:
@@ -132,24 +145,32 @@ def plan_sending(
     *,
     lag: int = 0,
     parts: int = 1,
+    split: Split | None = None,
     shares: bool,
 ) -> SendPlan:
-    """tiles.group is cut to a divisor of a rank's rows, lag 0 means all bands. parts: of a band."""
+    """tiles.group is cut to a divisor of a rank's rows, lag 0 means all bands. parts: of a band.
+    split: by default the last wave's tiles stay whole, as they do where not all are of own rows.
+    """
     chunk_rows = extents.rows // (extents.num_ranks * TILE_ROWS)
     group = band_rows(chunk_rows, tiles.group)
     columns = ceil_div(extents.columns, tiles.tile_n)
     num_tiles = chunk_rows * columns * extents.num_ranks
     last_wave = (num_tiles - 1) % num_sms + 1
     late = min(ceil_div(last_wave, group), columns) * group
+    lag = lag or chunk_rows // group
+    is_own = num_sms < num_tiles and last_wave <= lag * group * columns
+    helps = split is not None and is_own
     return SendPlan(
         tiles=replace(tiles, group=group),
         num_bands=chunk_rows // group,
         columns=columns,
         part=ceil_div(columns, parts),
         num_tiles=num_tiles,
-        lag=lag or chunk_rows // group,
+        lag=lag,
         shares=shares,
         num_late=late if shares and extents.num_ranks <= PUSHING_RANKS else 0,
+        num_helpers=num_sms - last_wave if helps else 0,
+        split=split or Split(given=0),
     )
 
 
@@ -160,12 +181,11 @@ def band_rows(chunk_rows: int, most: int) -> int:
 
 def send_us(extents: Extents, plan: SendPlan, rates: OverlapRates) -> float:
     """A kernel that sends parts of bands as they are done, and its sums too if it shares them."""
-    one_us = tile_us(extents, plan.tiles.tile_n, rates)
+    work = _Work(extents, plan, rates)
     group, others = plan.tiles.group, extents.num_ranks - 1
     column_bytes = 2 * group * TILE_ROWS * extents.columns / plan.columns
-    free = [rates.launch_us + rates.peers_us] * min(rates.num_sms, plan.num_tiles)
     here = [0.0] * (plan.num_bands * plan.num_parts)
-    link, number = 0.0, 0
+    link = 0.0
     for chunk, band in place_turns(plan.num_bands, 0, plan.lag, extents.num_ranks):
         copied = sum(plan.part_columns(not chunk and band == plan.num_bands - 1))
         for part, columns in enumerate(plan.part_columns()):
@@ -173,16 +193,92 @@ def send_us(extents: Extents, plan: SendPlan, rates: OverlapRates) -> float:
             done, start = 0.0, part * plan.part
             for column in range(start, start + columns):
                 for _ in range(group):
-                    program = number % len(free)
-                    end = free[program] + one_us
-                    free[program] = end if chunk else max(end, here[place]) + rates.add_us
-                    done = max(done, free[program]) if column < copied else done
-                    number += 1
+                    end = work.end_us(None if chunk else here[place])
+                    done = max(done, end) if column < copied else done
             if done and (chunk or plan.shares):
                 sent = max(min(columns, copied - start), 0) * column_bytes
                 sent_us = sent / rates.copy_bytes_per_us + rates.copy_gap_us
                 link = max(link, done + rates.copy_us) + sent_us * (1 if chunk else others)
             if chunk:
                 here[place] = max(here[place], link)
-    pushed_us = plan.num_late // group * column_bytes * others / rates.push_bytes_per_us
-    return max(link, max(free) + (rates.push_us + pushed_us if plan.num_late else 0.0))
+    pushed = 0.0
+    for end in sorted(work.late):
+        pushed = max(pushed, end + rates.push_us)
+        pushed += column_bytes / group * others / rates.push_bytes_per_us
+    return max(link, pushed, *work.free)
+
+
+class _Work:
+    """The programs of a sending kernel, which take its tiles in turn.
+
+    free: when each is done with what it has been given; late: when tiles that the kernel itself
+    pushes were done.
+    """
+
+    def __init__(self, extents: Extents, plan: SendPlan, rates: OverlapRates) -> None:
+        self.plan, self.rates = plan, rates
+        self.free = [rates.launch_us + rates.peers_us] * min(rates.num_sms, plan.num_tiles)
+        self.late: list[float] = []
+        self._tile_us = tile_us(extents, plan.tiles.tile_n, rates)
+        self._slice_us = dict(rates.slice_us)[plan.tiles.tile_n]
+        self._wave = plan.num_tiles // len(self.free) * len(self.free)
+        self._number = 0
+
+    def end_us(self, partials: float | None) -> float:
+        """When the next tile is done; partials: when other ranks' results for it are here, if it is
+        of own rows.
+        """
+        free, number, rates = self.free, self._number, self.rates
+        self._number += 1
+        end = free[number % len(free)] + self._tile_us
+        if partials is not None:
+            end = max(end, partials) + rates.add_us
+        if self.plan.num_helpers and number >= self._wave:
+            turn, helper = divmod(number - self._wave, self.plan.num_helpers)
+            given_us = self._slice_us * (self.plan.split.given - turn * self.plan.split.fewer)
+            helper -= self.plan.num_helpers
+            free[helper] += given_us + rates.tile_us
+            end = max(end - given_us, free[helper] + rates.help_us) + rates.add_us
+        free[number % len(free)] = end
+        if number >= self.plan.num_tiles - self.plan.num_late:
+            self.late.append(end)
+        return end
+
+
+def split_last_wave(
+    extents: Extents, tiles: Tiles, rates: OverlapRates, *, pushes: bool
+) -> Split | None:
+    """How the last wave's tiles end soonest, or their sums are at the peers soonest if the kernel
+    pushes them; None where splitting gains nothing.
+    """
+    slices = ceil_div(extents.depth, SLICE_K)
+    columns = ceil_div(extents.columns, tiles.tile_n)
+    wave = extents.rows // TILE_ROWS * columns % rates.num_sms
+    if not wave:
+        return None
+    helpers = rates.num_sms - wave
+    one_us = dict(rates.slice_us)[tiles.tile_n]
+    turns = ceil_div(wave, helpers)
+    tile_bytes = 2 * TILE_ROWS * extents.columns / columns
+    push_us = tile_bytes / rates.push_bytes_per_us * (extents.num_ranks - 1) if pushes else 0.0
+    best, least = None, slices * one_us + wave * push_us
+    for fewer in range(slices // turns if pushes and turns > 1 else 1):
+        # Of tiles of each turn, the helper's part must be done when the rest is.
+        given = min(
+            int(
+                (slices - ((turn + 1) * rates.tile_us + rates.help_us) / one_us
+                 + fewer * turn * (turn + 3) / 2)
+                / (turn + 2)
+            )
+            for turn in range(turns)
+        )  # fmt: skip
+        if given <= (turns - 1) * fewer:
+            break
+        end = 0.0
+        for turn in range(turns):
+            count = min(helpers, wave - turn * helpers)
+            done = (slices - given + turn * fewer) * one_us + rates.add_us
+            end = max(end, done) + count * push_us
+        if end < least:
+            best, least = Split(given=given, fewer=fewer), end
+    return best

@@ -82,7 +82,7 @@ def all_gather_matmul(
     if choice.means != "nccl":
         workspace = _workspace(workspace, comm, axis, 2 * extents.rows * extents.depth)
         if choice.means == "peer":
-            return matmul(_kernels("exchange").all_gather(own, workspace), b)
+            return torch.mm(_kernels("exchange").all_gather(own, workspace), b.T)
         launch = _kernels("launch")
         return _kernels("overlap").all_gather_matmul(  # type: ignore[no-any-return]
             launch.aligned(own), launch.aligned(b), workspace, choice
@@ -92,7 +92,7 @@ def all_gather_matmul(
         dist.all_gather_into_tensor(full, own.contiguous(), group=group)
     else:
         comm.all_gather(axis, own, full, 0).wait()
-    return matmul(full, b)
+    return torch.mm(full, b.T)
 
 
 def matmul_reduce_scatter(
@@ -119,7 +119,7 @@ def matmul_reduce_scatter(
     if choice.means != "nccl":
         workspace = _workspace(workspace, comm, axis, 4 * a.shape[0] * b.shape[0])
         return _sending("matmul_reduce_scatter", a, b, choice, workspace)
-    partial = matmul(a, b)
+    partial = torch.mm(a, b.T)
     result = partial.new_empty(extents.rows // extents.num_ranks, extents.columns)
     if group := _nccl(comm, axis):
         dist.reduce_scatter_tensor(result, partial, group=group)
@@ -150,7 +150,7 @@ def matmul_all_reduce(
         workspace = _workspace(workspace, comm, axis, 4 * a.shape[0] * b.shape[0])
         result = _sending("matmul_all_reduce", a, b, choice, workspace)
         return result if borrow else result.clone()
-    partial = matmul(a, b)
+    partial = torch.mm(a, b.T)
     if group := _nccl(comm, axis):
         dist.all_reduce(partial, group=group)
         return partial

@@ -257,7 +257,13 @@ def _fused(rates: OverlapRates, clock: _Clock, comm: NcclCommunicator, axis: str
     )
     peers_us = max(gathered - gather_us(extents, gathers.tiles, event_rows(extents), none), 0.0)
     plan = plan_sending(
-        extents, sums.tiles, rates.num_sms, lag=sums.lag, parts=sums.parts, shares=True
+        extents,
+        sums.tiles,
+        rates.num_sms,
+        lag=sums.lag,
+        parts=sums.parts,
+        split=sums.split,
+        shares=True,
     )
     ended = send_us(extents, plan, replace(none, peers_us=peers_us))
     return replace(rates, peers_us=peers_us, push_us=max(summed - ended, 0.0))

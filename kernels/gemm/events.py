@@ -2,7 +2,9 @@
 
 An arrival word has one writer, a copy engine of one peer, and becomes 1 when its data lies there. A
 count, on which this GPU's copy engines wait, is of tiles stored. Streams set both to 0 after the
-call. The kernel releases and acquires at scope sys. Next: kernel.py.
+call. Words of a rank for itself are of its programs, for slices of a tile that another program has
+computed; who has waited for one sets it to 0. The kernel releases and acquires at scope sys.
+Next: kernel.py.
 """
 
 # Kernels' arguments have no Python types.
@@ -36,6 +38,12 @@ def wait_event(events, index, stuck, debug: gl.constexpr):
     else:
         while found == 0:
             found = gl.atomic_add(events + index, 0, sem="acquire", scope="sys")
+
+
+@gluon.jit
+def clear_event(events, index):
+    """Of a word for which this partition alone has waited, for the next call."""
+    gl.atomic_xchg(events + index, 0, sem="relaxed", scope="gpu")
 
 
 @gluon.jit

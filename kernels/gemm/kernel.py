@@ -21,12 +21,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from distmega.kernels.gemm.events import (
     before_tma_reads,
+    clear_event,
     count_at_peers,
     count_event,
     finish_stores,
     wait_event,
 )
-from distmega.kernels.gemm.order import place_part, place_tile
+from distmega.kernels.gemm.order import end_work, place_part, place_tile, place_work
 from distmega.kernels.gemm.spec import BUFFERS, EARLY, HALF_M, TILE_K, TILE_M, WORDS
 from distmega.kernels.gluon_compat import (
     cta_barrier,
@@ -39,24 +40,32 @@ from distmega.kernels.mbarriers import make_barriers
 
 EXTENTS = (
     "k_tiles", "chunk_rows", "columns", "rank", "group", "lag", "part", "arrival_rows", "late",
-    "column_blocks",
+    "column_blocks", "helpers", "given", "fewer",
 )  # fmt: skip
 """Arguments that one compiled kernel takes at any value."""
 
 
 @gluon.jit
-def load_partials(partials, it, row, left, grid, arrivals, stuck, ring,
+def load_partials(partials, it, row, left, grid, arrivals, helped, stuck, ring,
                   spec: gl.constexpr):  # fmt: skip
-    """Other ranks' partial results of a tile, each in two slots of the ring, a half in each."""
+    """Partial results of a tile, each in two slots of the ring, a half in each: other ranks', then
+    that of the program that helped with it, whose word is `helped`, if that is not -1.
+    """
     chunk_rows, _, rank, _, _, _ = grid
     place, _ = place_part(row, left // spec.tile_n, grid)
     _, _, part_ring, ready, free = ring
     part_bytes: gl.constexpr = 2 * HALF_M * spec.tile_n
     others: gl.constexpr = spec.num_ranks - 1
-    for other in range(others):
+    for other in range(others + (helped >= 0).to(gl.int32)):
         source = other + (other >= rank).to(gl.int32)
-        wait_event(arrivals, source * WORDS + place, stuck, spec.debug)
+        word = place
+        if other == others:
+            source = rank
+            word = helped
+        wait_event(arrivals, source * WORDS + word, stuck, spec.debug)
         before_tma_reads()
+        if other == others:
+            clear_event(arrivals, source * WORDS + word)
         for half in gl.static_range(2):
             slot = it % spec.stages
             mbarrier.wait(free.index(slot), ((it // spec.stages) & 1) ^ 1)
@@ -69,7 +78,7 @@ def load_partials(partials, it, row, left, grid, arrivals, stuck, ring,
 
 
 @gluon.jit
-def load_tiles(a, own, b, partials, k_tiles, grid, arrivals, arrival_rows, stuck, ring,
+def load_tiles(a, own, b, partials, k_tiles, grid, split, arrivals, arrival_rows, stuck, ring,
                spec: gl.constexpr):  # fmt: skip
     """The loader's partition, of one warp."""
     chunk_rows, columns, rank, _, _, _ = grid
@@ -77,7 +86,8 @@ def load_tiles(a, own, b, partials, k_tiles, grid, arrivals, arrival_rows, stuck
     num_tiles = chunk_rows * columns * spec.num_ranks
     slice_bytes: gl.constexpr = 2 * TILE_K * (TILE_M + spec.tile_n)
     it = 0
-    for number in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+    for item in range(gl.program_id(0), end_work(num_tiles, split, spec), gl.num_programs(0)):
+        number, first, slices, word = place_work(item, num_tiles, k_tiles, split, spec)
         chunk, row, column = place_tile(number, grid, spec)
         top = row * TILE_M
         is_own = chunk == rank
@@ -87,7 +97,7 @@ def load_tiles(a, own, b, partials, k_tiles, grid, arrivals, arrival_rows, stuck
             before_tma_reads()
         if spec.num_ranks > 1:
             top += chunk * chunk_rows * TILE_M
-        for k in range(k_tiles):
+        for k in range(first, first + slices):
             slot = it % spec.stages
             mbarrier.wait(free.index(slot), ((it // spec.stages) & 1) ^ 1)
             bar = ready.index(slot)
@@ -104,8 +114,8 @@ def load_tiles(a, own, b, partials, k_tiles, grid, arrivals, arrival_rows, stuck
                 tma_load(a, [top + HALF_M, left], bar, lower)
             tma_load(b, [column * spec.tile_n, left], bar, b_ring.index(slot))
             it += 1
-        if spec.sends != "" and is_own:
-            it = load_partials(partials, it, row, column * spec.tile_n, grid, arrivals,
+        if spec.sends != "" and is_own and first == 0:
+            it = load_partials(partials, it, row, column * spec.tile_n, grid, arrivals, word,
                                stuck, ring, spec)  # fmt: skip
 
 
@@ -181,11 +191,10 @@ def multiply(acc, it, start, end, ring, half: gl.constexpr, spec: gl.constexpr):
 
 
 @gluon.jit
-def add_partials(acc, it, ring, half: gl.constexpr, spec: gl.constexpr):
-    """The other ranks' partial results of a half tile, in the order of ranks."""
+def add_partials(acc, it, num_partials, ring, half: gl.constexpr, spec: gl.constexpr):
+    """Partial results of a half tile, as load_partials brings them."""
     _, _, part_ring, ready, free = ring
-    others: gl.constexpr = spec.num_ranks - 1
-    for _other in range(others):
+    for _ in range(num_partials):
         for part in gl.static_range(2):
             slot = it % spec.stages
             mbarrier.wait(ready.index(slot), (it // spec.stages) & 1)
@@ -209,21 +218,25 @@ def hand_over(tiles_done, boxes, half: gl.constexpr):
 
 
 @gluon.jit
-def count_tiles(grid, counts, pushing, boxes, spec: gl.constexpr):
+def count_tiles(k_tiles, grid, split, arrivals, counts, pushing, boxes, spec: gl.constexpr):
     """The counter's partition, of one warp, which spares the compute warps the release: a count for
-    each part that copy engines wait for, and one at the peers for tiles that this kernel pushes.
+    each part that copy engines wait for, one at the peers for tiles that this kernel pushes, and a
+    word for each tile that this program helps with.
     """
     late, _, _, words = pushing
     outbox, sentbox = boxes
     chunk_rows, columns, rank, _, _, _ = grid
     num_tiles = chunk_rows * columns * spec.num_ranks
     tiles_done = 0
-    for number in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+    for item in range(gl.program_id(0), end_work(num_tiles, split, spec), gl.num_programs(0)):
+        number, first, _, word = place_work(item, num_tiles, k_tiles, split, spec)
         chunk, row, column = place_tile(number, grid, spec)
         for half in gl.static_range(2):
             mbarrier.wait(outbox.index(half), tiles_done & 1)
             mbarrier.arrive(sentbox.index(half), count=1)
-        if (spec.sends == "all") & (number >= late):
+        if first > 0:
+            count_event(arrivals, rank * WORDS + word)
+        elif (spec.sends == "all") & (number >= late):
             count_at_peers(words, rank, spec.num_ranks)
         elif (chunk != rank) | (spec.sends == "all"):
             place, parts = place_part(row, column, grid)
@@ -232,8 +245,8 @@ def count_tiles(grid, counts, pushing, boxes, spec: gl.constexpr):
 
 
 @gluon.jit
-def compute_tiles(out, home, k_tiles, grid, pushing, ring, boxes, leaving, half: gl.constexpr,
-                  spec: gl.constexpr):  # fmt: skip
+def compute_tiles(out, home, k_tiles, grid, split, pushing, ring, boxes, leaving,
+                  half: gl.constexpr, spec: gl.constexpr):  # fmt: skip
     """A warp group's partition: rows half * 64 to half * 64 + 63 of each tile."""
     chunk_rows, columns, rank, _, _, _ = grid
     tile_n: gl.constexpr = spec.tile_n
@@ -243,32 +256,36 @@ def compute_tiles(out, home, k_tiles, grid, pushing, ring, boxes, leaving, half:
     it = 0
     tiles_done = 0
     acc = gl.zeros([HALF_M, tile_n], gl.float32, layout=layout)
-    for number in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+    for item in range(gl.program_id(0), end_work(num_tiles, split, spec), gl.num_programs(0)):
+        number, first, slices, word = place_work(item, num_tiles, k_tiles, split, spec)
         chunk, row, column = place_tile(number, grid, spec)
         top, left = row * TILE_M + half * HALF_M, column * tile_n
         below = chunk * slot_rows + top
         if spec.sends == "":
-            acc, it = multiply(acc, it, 0, k_tiles, ring, half, spec)
+            acc, it = multiply(acc, it, 0, slices, ring, half, spec)
         else:
-            early = gl.minimum(EARLY, k_tiles)
+            early = gl.minimum(EARLY, slices)
             acc, it = multiply(acc, it, 0, early, ring, half, spec)
             hand_over(tiles_done, boxes, half)
             tiles_done += 1
-            acc, it = multiply(acc, it, early, k_tiles, ring, half, spec)
+            acc, it = multiply(acc, it, early, slices, ring, half, spec)
         acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
         mbarrier.arrive(ring[4].index((it + spec.stages - 1) % spec.stages), count=1)
         if spec.sends == "":
             store_tile(acc, out, below, left, leaving)
         else:
-            if chunk == rank:
-                acc, it = add_partials(acc, it, ring, half, spec)
-            if (chunk == rank) & (spec.sends == "scatter"):
+            whole = first == 0
+            if (chunk == rank) & whole:
+                others: gl.constexpr = spec.num_ranks - 1
+                num_partials = others + (word >= 0).to(gl.int32)
+                acc, it = add_partials(acc, it, num_partials, ring, half, spec)
+            results = whole.to(gl.int32) * (spec.num_ranks * slot_rows)
+            if (chunk == rank) & whole & (spec.sends == "scatter"):
                 store_tile(acc, out, top, left, leaving)
-            elif spec.sends == "all" and number >= pushing[0]:
-                push_tile(acc, home, spec.num_ranks * slot_rows + below, left, leaving, pushing,
-                          rank, spec)  # fmt: skip
+            elif spec.sends == "all" and whole and number >= pushing[0]:
+                push_tile(acc, home, results + below, left, leaving, pushing, rank, spec)
             else:
-                store_tile(acc, home, spec.num_ranks * slot_rows + below, left, leaving)
+                store_tile(acc, home, results + below, left, leaving)
     if spec.sends == "":
         tma_store_wait(0)
     else:
@@ -277,8 +294,8 @@ def compute_tiles(out, home, k_tiles, grid, pushing, ring, boxes, leaving, half:
 
 @gluon.jit(do_not_specialize=EXTENTS)
 def matmul_kernel(a, own, b, out, home, partials, k_tiles, chunk_rows, columns, rank, group, lag,
-                  part, arrivals, arrival_rows, counts, late, column_blocks, rooms, words, stuck,
-                  spec: gl.constexpr):  # fmt: skip
+                  part, arrivals, arrival_rows, counts, late, column_blocks, rooms, words, helpers,
+                  given, fewer, stuck, spec: gl.constexpr):  # fmt: skip
     """Extents: k_tiles, chunk_rows (of one rank), columns, group, part in tiles. lag, part: see
     order.py.
 
@@ -290,7 +307,9 @@ def matmul_kernel(a, own, b, out, home, partials, k_tiles, chunk_rows, columns, 
     part of its partial results. counts, int32: a word for each part of results. late: number of
     the first tile that this kernel itself pushes to all peers, if it sends to all, and
     column_blocks: N / 64. rooms, words: int64 [num_ranks], addresses of each rank's room and of its
-    count of such tiles from this rank. stuck: as in wait_event. All words are 0 when a call begins.
+    count of such tiles from this rank. helpers, given, fewer: see order.py; this rank's own slot
+    and words in arrivals are for tiles that programs help with. stuck: as in wait_event. All words
+    are 0 when a call begins.
     """
     stages: gl.constexpr = spec.stages
     a_ring = gl.allocate_shared_memory(gl.bfloat16, [2 * stages, HALF_M, TILE_K], a.layout)
@@ -304,16 +323,17 @@ def matmul_kernel(a, own, b, out, home, partials, k_tiles, chunk_rows, columns, 
     part_ring = reinterpret(b_ring, gl.bfloat16, part_shape, part_layout)
     ring = (a_ring, b_ring, part_ring, ready, free)
     grid = (chunk_rows, columns, rank, group, lag, part)
+    split = (helpers, given, fewer)
     pushing = (late, column_blocks, rooms, words)
     if spec.sends == "":
         gl.warp_specialize(
             [
-                (compute_tiles, (out, home, k_tiles, grid, pushing, ring, boxes, leaving0, 0,
-                                 spec)),
-                (compute_tiles, (out, home, k_tiles, grid, pushing, ring, boxes, leaving1, 1,
-                                 spec)),
-                (load_tiles, (a, own, b, partials, k_tiles, grid, arrivals, arrival_rows, stuck,
-                              ring, spec)),
+                (compute_tiles, (out, home, k_tiles, grid, split, pushing, ring, boxes, leaving0,
+                                 0, spec)),
+                (compute_tiles, (out, home, k_tiles, grid, split, pushing, ring, boxes, leaving1,
+                                 1, spec)),
+                (load_tiles, (a, own, b, partials, k_tiles, grid, split, arrivals, arrival_rows,
+                              stuck, ring, spec)),
             ],
             [4, 1],
             [240, 24],
@@ -321,13 +341,13 @@ def matmul_kernel(a, own, b, out, home, partials, k_tiles, chunk_rows, columns, 
     else:
         gl.warp_specialize(
             [
-                (compute_tiles, (out, home, k_tiles, grid, pushing, ring, boxes, leaving0, 0,
-                                 spec)),
-                (compute_tiles, (out, home, k_tiles, grid, pushing, ring, boxes, leaving1, 1,
-                                 spec)),
-                (load_tiles, (a, own, b, partials, k_tiles, grid, arrivals, arrival_rows, stuck,
-                              ring, spec)),
-                (count_tiles, (grid, counts, pushing, boxes, spec)),
+                (compute_tiles, (out, home, k_tiles, grid, split, pushing, ring, boxes, leaving0,
+                                 0, spec)),
+                (compute_tiles, (out, home, k_tiles, grid, split, pushing, ring, boxes, leaving1,
+                                 1, spec)),
+                (load_tiles, (a, own, b, partials, k_tiles, grid, split, arrivals, arrival_rows,
+                              stuck, ring, spec)),
+                (count_tiles, (k_tiles, grid, split, arrivals, counts, pushing, boxes, spec)),
             ],
             [4, 1, 1],
             [232, 40, 40],

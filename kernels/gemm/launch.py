@@ -38,6 +38,9 @@ class Peering:
     late: int = 0
     rooms: Tensor
     words: Tensor
+    helpers: int = 0
+    given: int = 0
+    fewer: int = 0
 
 
 def aligned(x: Tensor) -> Tensor:
@@ -128,6 +131,9 @@ def launch_matmul(
         columns // HALF_M.value,
         with_peers.rooms,
         with_peers.words,
+        with_peers.helpers,
+        with_peers.given,
+        with_peers.fewer,
         words if stuck is None else stuck,
         spec=spec,
         num_warps=4,

@@ -5,7 +5,12 @@ rank, a chunk in bands of `group` rows of tiles, which are crossed together, so 
 one time reads few rows and columns, which stay in the L2. A kernel that gathers takes the chunks as
 a ring that begins with this rank's, which is there already. One that sends takes the bands of other
 ranks first, since these still have to travel, and its own when their partial results should have
-come. Tiles are sent in parts, some columns of a band, which are done in turn. Next: kernel.py.
+come. Tiles are sent in parts, some columns of a band, which are done in turn.
+
+The last wave of a kernel that sends, all of its own rows, may leave programs idle. These then help:
+of the first `helpers` tiles of that wave each gives the last `given` slices along K to one of them,
+of the next as many each gives `fewer` less, and so on, so that tiles end, and their sums leave, one
+after the other. Next: kernel.py.
 """
 
 # Kernels' arguments have no Python types.
@@ -76,3 +81,54 @@ def place_part(row, column, grid):
     chunk_rows, columns, _, group, _, part = grid
     parts = (columns + part - 1) // part
     return row // group * parts + column // part, chunk_rows // group * parts
+
+
+@gluon.jit
+def end_work(num_tiles, split, spec: gl.constexpr):
+    """The number behind this program's last piece of work; they are num_programs apart."""
+    if spec.sends == "":
+        return num_tiles
+    else:
+        return end_pieces(num_tiles, gl.program_id(0), gl.num_programs(0), split)
+
+
+@gluon.jit
+def end_pieces(num_tiles, program, programs, split):
+    """As end_work."""
+    helpers, _, _ = split
+    end = num_tiles
+    busy = programs - helpers
+    if (helpers > 0) & (program >= busy):
+        end += (2 * busy - program + helpers - 1) // helpers * programs
+    return end
+
+
+@gluon.jit
+def place_work(item, num_tiles, k_tiles, split, spec: gl.constexpr):
+    """(number of a tile, its first slice along K, slices, word) of a piece of work. From item
+    num_tiles on these are slices that a tile has given away. word: of the event for them, for both
+    pieces of such a tile; -1 for others.
+    """
+    if spec.sends == "":
+        return item, 0, k_tiles, -1
+    else:
+        return place_piece(item, num_tiles, k_tiles, gl.num_programs(0), split)
+
+
+@gluon.jit
+def place_piece(item, num_tiles, k_tiles, programs, split):
+    """As place_work."""
+    helpers, given, fewer = split
+    wave = num_tiles // programs * programs
+    number, first, slices, word = item, 0, k_tiles, -1
+    if (helpers > 0) & (item >= wave):
+        word = item - wave
+        if item >= num_tiles:
+            late = item - num_tiles
+            word = late // programs * helpers + late % programs
+        gives = given - word // helpers * fewer
+        number = wave + word
+        slices = k_tiles - gives
+        if item >= num_tiles:
+            first, slices = slices, gives
+    return number, first, slices, word

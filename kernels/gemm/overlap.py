@@ -168,6 +168,7 @@ def _send(
         num_sms(a.device.index),
         lag=choice.lag,
         parts=choice.parts,
+        split=choice.split,
         shares=out is None,
     )
     spec = _spec(plan.tiles, workspace, sends="all" if plan.shares else "scatter", debug=debug)
@@ -182,6 +183,9 @@ def _send(
         late=plan.num_tiles - plan.num_late,
         rooms=workspace.rooms,
         words=workspace.pushed,
+        helpers=plan.num_helpers,
+        given=plan.split.given,
+        fewer=plan.split.fewer,
     )
     launch_matmul(a, b, result, spec, plan.tiles.group, peering, stuck.words)
     counts = send_rows(plan, home, workspace)

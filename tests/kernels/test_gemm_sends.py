@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from distmega.sharding.tile_times import NUM_WORDS, Extents, SendPlan, Tiles, plan_sending
@@ -107,6 +107,41 @@ def test_all_arrives_once(ranks, chunk_rows, blocks, tile_n, group, lag, parts, 
                 expected[peer, rows + rank * chunk : rows + (rank + 1) * chunk] = int(shares)
         assert torch.equal(arrived, expected)
         _check_words(found, plan, rank, ranks, chunk_rows)
+
+
+@given(
+    programs=st.integers(1, 12), num_tiles=st.integers(1, 60), k_tiles=st.integers(2, 30),
+    given_slices=st.integers(1, 29), fewer=st.integers(0, 4),
+)  # fmt: skip
+def test_slices_that_tiles_give_away_are_computed_once_by_programs_that_were_idle(
+    programs, num_tiles, k_tiles, given_slices, fewer
+):
+    programs = min(programs, num_tiles)
+    wave = num_tiles % programs
+    helpers = programs - wave if wave else 0
+    turns = -(-wave // max(helpers, 1))
+    assume(given_slices < k_tiles)
+    assume(given_slices > (turns - 1) * fewer)
+    split = helpers, given_slices, fewer
+    computed: Counter[tuple[int, int]] = Counter()
+    words: dict[int, list[tuple[int, int, bool]]] = {}
+    for program in range(programs):
+        end = order.end_pieces.fn(num_tiles, program, programs, split)
+        for item in range(program, end, programs):
+            number, first, slices, word = order.place_piece.fn(
+                item, num_tiles, k_tiles, programs, split
+            )
+            computed.update((number, k) for k in range(first, first + slices))
+            if word >= 0:
+                words.setdefault(word, []).append((program, number, first > 0))
+            else:
+                assert (first, slices) == (0, k_tiles)
+    assert computed == Counter({(n, k): 1 for n in range(num_tiles) for k in range(k_tiles)})
+    assert sorted(words) == list(range(wave if helpers else 0))
+    for owner, helper in words.values():
+        assert owner[1] == helper[1]
+        assert (owner[2], helper[2]) == (False, True)
+        assert owner[0] < wave <= helper[0]
 
 
 def _push(arrived: torch.Tensor, plan: SendPlan, rank: int, ranks: int, chunk_rows: int) -> None:

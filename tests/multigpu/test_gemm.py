@@ -4,6 +4,7 @@ small integers: chosen, forced, call after call, and what is refused.
 
 import importlib
 from dataclasses import replace
+from itertools import product as product_of
 from types import ModuleType
 from typing import Any
 
@@ -16,7 +17,7 @@ from distmega.hostir.comm import Communicator
 from distmega.hostir.nccl import NcclCommunicator
 from distmega.kernels import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from distmega.sharding.matmul_ways import STAGES, Choice
-from distmega.sharding.tile_times import Tiles
+from distmega.sharding.tile_times import Extents, Split, Tiles, plan_sending
 from tests.multigpu.ranks import ON_EITHER, ON_GPUS
 
 HERE = "tests.multigpu.test_gemm"
@@ -94,6 +95,34 @@ def use_every_tile(comm: NcclCommunicator) -> None:
                 cut = replace(choice, parts=num_parts)
                 found = overlap.matmul_all_reduce(*parts[rank], shared, cut, debug=True)
                 assert torch.equal(found, total)
+
+
+def share_the_last_wave(comm: NcclCommunicator) -> None:
+    """Programs that the last wave leaves idle help with its tiles, one or several each, call after
+    call in the same event words.
+    """
+    overlap, workspace = kernels("overlap"), kernels("workspace")
+    size, rank, sms = comm.mesh.num_ranks, comm.rank, kernels("launch").num_sms(comm.rank)
+    shared = workspace.workspace_of(comm, "tp", 2**28)
+    rows, turns = 1024 * size, []
+    for (tile_n, stages), wave in product_of(STAGES.items(), (1, 108, 72)):
+        columns = -(-(sms + wave) * 128 // rows) * tile_n
+        parts = [[x.sign() for x in operands(r, rows, columns, 1024, wave)] for r in range(size)]
+        total = torch.stack([product(*part) for part in parts]).sum(0).bfloat16()
+        for split in (Split(given=7), Split(given=13, fewer=3)):
+            tiles = Tiles(tile_n=tile_n, stages=stages)
+            choice = Choice(means="tiles", us=0.0, tiles=tiles, split=split)
+            extents = Extents(rows=rows, columns=columns, depth=1024, num_ranks=size)
+            plan = plan_sending(extents, tiles, sms, split=split, shares=True)
+            if plan.num_helpers:
+                turns.append(-(-(plan.num_tiles % sms) // plan.num_helpers))
+            for _ in range(3):
+                found = overlap.matmul_reduce_scatter(*parts[rank], shared, choice, debug=True)
+                assert torch.equal(found, total.chunk(size)[rank])
+                found = overlap.matmul_all_reduce(*parts[rank], shared, choice, debug=True)
+                assert torch.equal(found, total)
+    assert min(turns) == 1
+    assert size > 2 or max(turns) > 2
 
 
 def replay_captured(comm: NcclCommunicator) -> None:
@@ -184,6 +213,7 @@ def test_overlapped(rows, columns, device, num_ranks, run_ranks):
     "body",
     [
         "use_every_tile",
+        "share_the_last_wave",
         "replay_captured",
         "exchange_by_peer_memory",
         "keep_bits_on_all_ranks",

@@ -17,7 +17,14 @@ from distmega.sharding.matmul_ways import (
     tiles_choice,
 )
 from distmega.sharding.overlap_rates import H200_RATES
-from distmega.sharding.tile_times import Extents, Tiles, band_rows, plan_sending, send_us
+from distmega.sharding.tile_times import (
+    Extents,
+    Tiles,
+    band_rows,
+    plan_sending,
+    send_us,
+    split_last_wave,
+)
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 
@@ -77,10 +84,51 @@ def test_sending_beside_the_tiles_costs_little_of_sending_behind_them(shares):
         sent_bytes("all_reduce" if shares else "reduce_scatter", extents)
         / H200_RATES.copy_bytes_per_us
     )
-    assert least < choice.us < least + behind / 2
+    assert 0.9 * least < choice.us < least + behind / 2, "the last wave may be shared"
     slow = replace(H200_RATES, copy_bytes_per_us=H200_RATES.copy_bytes_per_us / 100)
     plan = plan_sending(extents, choice.tiles, 132, shares=shares)
     assert send_us(extents, plan, slow) > 90 * behind
+
+
+@pytest.mark.parametrize("collective", ["reduce_scatter", "all_reduce"])
+def test_idle_programs_help_in_the_last_wave_where_that_is_quicker(collective):
+    extents = Extents(rows=4096, columns=8192, depth=5120, num_ranks=2)
+    choice = tiles_choice(collective, extents, H200_RATES)
+    assert choice.tiles == Tiles(tile_n=256, stages=4)
+    assert choice.split is not None
+    shares = collective == "all_reduce"
+    whole = plan_sending(extents, choice.tiles, 132, shares=shares)
+    assert (whole.num_helpers, whole.num_tiles % 132) == (0, 100)
+    plan = plan_sending(extents, choice.tiles, 132, split=choice.split, shares=shares)
+    assert plan.num_helpers == 32
+    gained = send_us(extents, whole, H200_RATES) - send_us(extents, plan, H200_RATES)
+    assert gained > (12.0 if shares else 6.0)
+    waiting = replace(H200_RATES, help_us=1000.0)
+    assert tiles_choice(collective, extents, waiting).split is None
+    full = replace(extents, columns=256 * 33)
+    assert split_last_wave(full, choice.tiles, H200_RATES, pushes=shares) is None
+
+
+@given(
+    chunk_rows=st.integers(1, 40), columns=st.integers(1, 60), slices=st.integers(1, 300),
+    tile_n=st.sampled_from([128, 256]), pushes=st.booleans(),
+)  # fmt: skip
+def test_each_tile_that_is_shared_keeps_and_gives_a_slice(
+    chunk_rows, columns, slices, tile_n, pushes
+):
+    extents = Extents(rows=256 * chunk_rows, columns=tile_n * columns, depth=64 * slices,
+                      num_ranks=2)  # fmt: skip
+    tiles = Tiles(tile_n=tile_n, stages=4)
+    split = split_last_wave(extents, tiles, H200_RATES, pushes=pushes)
+    if split is not None:
+        wave = 2 * chunk_rows * columns % 132
+        turns = -(-wave // (132 - wave))
+        assert 0 < split.given - (turns - 1) * split.fewer <= split.given < slices
+    for shares in (False, True):
+        plan = plan_sending(extents, tiles, 132, split=split, shares=shares)
+        if plan.num_helpers:
+            assert plan.num_helpers == 132 - plan.num_tiles % 132
+            assert plan.num_tiles % 132 <= plan.num_tiles // 2
 
 
 def test_bytes_of_a_collective():
