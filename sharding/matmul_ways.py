@@ -4,7 +4,8 @@ In: extents, OverlapRates, the same on every rank, so that ranks choose alike. O
 where the library's own matmul is expected to win, and a `Choice`. Next: overlap_cost.py.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise, product
 from typing import Literal
@@ -45,6 +46,8 @@ NARROW = 1.01
 """How much longer the kernel takes in bands of fewer rows of tiles than GROUP."""
 PARTS = (1, 2, 4)
 """Into how many parts a band is cut to be sent."""
+FEW = 4
+"""Ways to run the kernel that are also tried with the last wave split, the best without."""
 MIN_EVENT_ROWS = 1024
 """Rows of A that one copy brings: each copy costs some microseconds of the link."""
 
@@ -52,7 +55,7 @@ MIN_EVENT_ROWS = 1024
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
     """How a matmul with its collective runs. If by "tiles", the rest is of the kernel:
-    lag, parts, split as in plan_sending if it sends.
+    split, and lag, parts as in plan_sending if it sends.
     """
 
     means: Means
@@ -140,31 +143,58 @@ def _between(table: Table, x: float) -> float:
 
 @cache
 def tiles_choice(collective: Collective, extents: Extents, rates: OverlapRates) -> Choice:
-    """The kernel's best tiles and lag with the collective beside it."""
+    """The kernel's best tiles, lag, parts and split with the collective beside it."""
+    whole = [
+        replace(choice, us=tiles_us(collective, extents, choice, rates))
+        for choice in _kernel_ways(collective, extents)
+    ]
+    whole.sort(key=lambda choice: choice.us)
+    pushes = collective == "all_reduce" and extents.num_ranks <= PUSHING_RANKS
+    found = whole[:]
+    for choice in whole[:FEW]:
+        assert choice.tiles is not None
+        if split := split_last_wave(extents, choice.tiles, rates, pushes=pushes):
+            choice = replace(choice, split=split)
+            found.append(replace(choice, us=tiles_us(collective, extents, choice, rates)))
+    return min(found, key=lambda choice: choice.us)
+
+
+def _kernel_ways(collective: Collective, extents: Extents) -> Iterator[Choice]:
+    """What the kernel is tried with, the last wave whole, of no time yet."""
     chunk_rows = extents.rows // (extents.num_ranks * TILE_ROWS)
-    found = []
+    groups = (8,) if collective == "all_gather" else (4, 8)
     for tile_n, stages in STAGES.items():
-        groups = (8,) if collective == "all_gather" else (4, 8)
         for group in sorted({band_rows(chunk_rows, n) for n in groups}, reverse=True):
             tiles = Tiles(tile_n=tile_n, stages=stages, group=group)
-            least = rates.launch_us + STREAMING * _stream_us(extents, group, rates)
             if collective == "all_gather":
-                us = gather_us(extents, tiles, event_rows(extents), rates)
-                found.append(Choice(means="tiles", us=max(us, least), tiles=tiles))
+                yield Choice(means="tiles", us=0.0, tiles=tiles)
                 continue
-            shares = collective == "all_reduce"
-            pushes = shares and extents.num_ranks <= PUSHING_RANKS
-            splits = dict.fromkeys((None, split_last_wave(extents, tiles, rates, pushes=pushes)))
             lags = (0, 2) if chunk_rows // group > 2 else (0,)
-            for lag, parts, split in product(lags, PARTS, splits):
-                plan = plan_sending(
-                    extents, tiles, rates.num_sms, lag=lag, parts=parts, split=split, shares=shares
-                )
-                us = max(send_us(extents, plan, rates) * (NARROW if group < GROUP else 1.0), least)
-                found.append(
-                    Choice(means="tiles", us=us, tiles=tiles, lag=lag, parts=parts, split=split)
-                )
-    return min(found, key=lambda choice: choice.us)
+            for lag, parts in product(lags, PARTS):
+                yield Choice(means="tiles", us=0.0, tiles=tiles, lag=lag, parts=parts)
+
+
+def tiles_us(
+    collective: Collective, extents: Extents, choice: Choice, rates: OverlapRates
+) -> float:
+    """Predicted time of the kernel with the collective beside it, as `choice` says."""
+    tiles = choice.tiles
+    assert tiles is not None
+    least = rates.launch_us + STREAMING * _stream_us(extents, tiles.group, rates)
+    if collective == "all_gather":
+        us = gather_us(extents, tiles, event_rows(extents), rates, choice.split)
+        return max(us, least)
+    plan = plan_sending(
+        extents,
+        tiles,
+        rates.num_sms,
+        lag=choice.lag,
+        parts=choice.parts,
+        split=choice.split,
+        shares=collective == "all_reduce",
+    )
+    narrow = NARROW if tiles.group < GROUP else 1.0
+    return max(send_us(extents, plan, rates) * narrow, least)
 
 
 def _stream_us(extents: Extents, group: int, rates: OverlapRates) -> float:

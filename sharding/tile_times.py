@@ -72,25 +72,6 @@ def place_turns(bands: int, rank: int, lag: int, num_ranks: int) -> Iterator[tup
         yield (rank + step) % num_ranks, band
 
 
-def gather_us(extents: Extents, tiles: Tiles, event_rows: int, rates: OverlapRates) -> float:
-    """A kernel that computes rows as they come, `event_rows` with each copy."""
-    one_us = tile_us(extents, tiles.tile_n, rates)
-    rows = extents.rows // extents.num_ranks
-    in_chunk = rows // TILE_ROWS * ceil_div(extents.columns, tiles.tile_n)
-    tiles_each = ceil_div(extents.columns, tiles.tile_n) * tiles.group
-    copies = rows // event_rows
-    copy_us = 2 * event_rows * extents.depth / rates.copy_bytes_per_us + rates.copy_gap_us
-    free = [rates.launch_us + rates.peers_us] * min(rates.num_sms, in_chunk * extents.num_ranks)
-    for number in range(in_chunk * extents.num_ranks):
-        step, place = divmod(number, in_chunk)
-        lowest = min((place // tiles_each + 1) * tiles.group * TILE_ROWS, rows)
-        done = (step - 1) * copies + ceil_div(lowest, event_rows)
-        ready = rates.copy_us + done * copy_us if step else 0.0
-        program = number % len(free)
-        free[program] = max(free[program], ready) + one_us
-    return max(free)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
     """Slices along K that tiles of the last wave give to programs that would be idle: the first
@@ -99,6 +80,80 @@ class Split:
 
     given: int
     fewer: int = 0
+
+
+def idle_programs(num_tiles: int, num_sms: int) -> int:
+    """Programs that have no tile in the last of several waves."""
+    return -num_tiles % num_sms if num_tiles > num_sms else 0
+
+
+class _Programs:
+    """The programs of a kernel with peers, which take its tiles in turn.
+
+    free: when each is done with what it has been given. num_helpers, split: as in SendPlan.
+    """
+
+    def __init__(
+        self,
+        extents: Extents,
+        tile_n: int,
+        num_helpers: int,
+        split: Split,
+        rates: OverlapRates,
+    ) -> None:
+        tiles = extents.rows // TILE_ROWS * ceil_div(extents.columns, tile_n)
+        self.free = [rates.launch_us + rates.peers_us] * min(rates.num_sms, tiles)
+        self.number = 0
+        self._num_helpers, self._split, self._rates = num_helpers, split, rates
+        self._tile_us = tile_us(extents, tile_n, rates)
+        self._slice_us = dict(rates.slice_us)[tile_n]
+        self._wave = tiles // len(self.free) * len(self.free) if num_helpers else tiles
+
+    def end_us(self, ready: float = 0.0, partials: float | None = None) -> float:
+        """When the next tile is done; ready: when its rows are here, partials: when other ranks'
+        results for it are, if they are added to it.
+        """
+        free, rates = self.free, self._rates
+        program, late = self.number % len(free), self.number - self._wave
+        self.number += 1
+        end = max(free[program], ready) + self._tile_us
+        helped = 0.0
+        if late >= 0:
+            turn = late // self._num_helpers
+            given_us = (self._split.given - turn * self._split.fewer) * self._slice_us
+            helper = late % self._num_helpers - self._num_helpers
+            free[helper] = max(free[helper], ready) + given_us + rates.tile_us
+            end, helped = end - given_us, free[helper] + rates.help_us
+        if partials is not None:
+            end = max(end, partials) + rates.add_us
+        if helped:
+            end = max(end, helped) + rates.add_us
+        free[program] = end
+        return end
+
+
+def gather_us(
+    extents: Extents,
+    tiles: Tiles,
+    event_rows: int,
+    rates: OverlapRates,
+    split: Split | None = None,
+) -> float:
+    """A kernel that computes rows as they come, `event_rows` with each copy."""
+    rows = extents.rows // extents.num_ranks
+    in_chunk = rows // TILE_ROWS * ceil_div(extents.columns, tiles.tile_n)
+    tiles_each = ceil_div(extents.columns, tiles.tile_n) * tiles.group
+    copies = rows // event_rows
+    copy_us = 2 * event_rows * extents.depth / rates.copy_bytes_per_us + rates.copy_gap_us
+    num_tiles = in_chunk * extents.num_ranks
+    helpers = idle_programs(num_tiles, rates.num_sms) if split else 0
+    programs = _Programs(extents, tiles.tile_n, helpers, split or Split(given=0), rates)
+    for number in range(num_tiles):
+        step, place = divmod(number, in_chunk)
+        lowest = min((place // tiles_each + 1) * tiles.group * TILE_ROWS, rows)
+        done = (step - 1) * copies + ceil_div(lowest, event_rows)
+        programs.end_us(rates.copy_us + done * copy_us if step else 0.0)
+    return max(programs.free)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,8 +213,7 @@ def plan_sending(
     last_wave = (num_tiles - 1) % num_sms + 1
     late = min(ceil_div(last_wave, group), columns) * group
     lag = lag or chunk_rows // group
-    is_own = num_sms < num_tiles and last_wave <= lag * group * columns
-    helps = split is not None and is_own
+    helps = split is not None and last_wave <= lag * group * columns
     return SendPlan(
         tiles=replace(tiles, group=group),
         num_bands=chunk_rows // group,
@@ -169,7 +223,7 @@ def plan_sending(
         lag=lag,
         shares=shares,
         num_late=late if shares and extents.num_ranks <= PUSHING_RANKS else 0,
-        num_helpers=num_sms - last_wave if helps else 0,
+        num_helpers=idle_programs(num_tiles, num_sms) if helps else 0,
         split=split or Split(given=0),
     )
 
@@ -181,11 +235,11 @@ def band_rows(chunk_rows: int, most: int) -> int:
 
 def send_us(extents: Extents, plan: SendPlan, rates: OverlapRates) -> float:
     """A kernel that sends parts of bands as they are done, and its sums too if it shares them."""
-    work = _Work(extents, plan, rates)
+    programs = _Programs(extents, plan.tiles.tile_n, plan.num_helpers, plan.split, rates)
     group, others = plan.tiles.group, extents.num_ranks - 1
     column_bytes = 2 * group * TILE_ROWS * extents.columns / plan.columns
     here = [0.0] * (plan.num_bands * plan.num_parts)
-    link = 0.0
+    link, late = 0.0, []
     for chunk, band in place_turns(plan.num_bands, 0, plan.lag, extents.num_ranks):
         copied = sum(plan.part_columns(not chunk and band == plan.num_bands - 1))
         for part, columns in enumerate(plan.part_columns()):
@@ -193,8 +247,10 @@ def send_us(extents: Extents, plan: SendPlan, rates: OverlapRates) -> float:
             done, start = 0.0, part * plan.part
             for column in range(start, start + columns):
                 for _ in range(group):
-                    end = work.end_us(None if chunk else here[place])
+                    end = programs.end_us(partials=None if chunk else here[place])
                     done = max(done, end) if column < copied else done
+                    if programs.number > plan.num_tiles - plan.num_late:
+                        late.append(end)
             if done and (chunk or plan.shares):
                 sent = max(min(columns, copied - start), 0) * column_bytes
                 sent_us = sent / rates.copy_bytes_per_us + rates.copy_gap_us
@@ -202,47 +258,10 @@ def send_us(extents: Extents, plan: SendPlan, rates: OverlapRates) -> float:
             if chunk:
                 here[place] = max(here[place], link)
     pushed = 0.0
-    for end in sorted(work.late):
+    for end in sorted(late):
         pushed = max(pushed, end + rates.push_us)
         pushed += column_bytes / group * others / rates.push_bytes_per_us
-    return max(link, pushed, *work.free)
-
-
-class _Work:
-    """The programs of a sending kernel, which take its tiles in turn.
-
-    free: when each is done with what it has been given; late: when tiles that the kernel itself
-    pushes were done.
-    """
-
-    def __init__(self, extents: Extents, plan: SendPlan, rates: OverlapRates) -> None:
-        self.plan, self.rates = plan, rates
-        self.free = [rates.launch_us + rates.peers_us] * min(rates.num_sms, plan.num_tiles)
-        self.late: list[float] = []
-        self._tile_us = tile_us(extents, plan.tiles.tile_n, rates)
-        self._slice_us = dict(rates.slice_us)[plan.tiles.tile_n]
-        self._wave = plan.num_tiles // len(self.free) * len(self.free)
-        self._number = 0
-
-    def end_us(self, partials: float | None) -> float:
-        """When the next tile is done; partials: when other ranks' results for it are here, if it is
-        of own rows.
-        """
-        free, number, rates = self.free, self._number, self.rates
-        self._number += 1
-        end = free[number % len(free)] + self._tile_us
-        if partials is not None:
-            end = max(end, partials) + rates.add_us
-        if self.plan.num_helpers and number >= self._wave:
-            turn, helper = divmod(number - self._wave, self.plan.num_helpers)
-            given_us = self._slice_us * (self.plan.split.given - turn * self.plan.split.fewer)
-            helper -= self.plan.num_helpers
-            free[helper] += given_us + rates.tile_us
-            end = max(end - given_us, free[helper] + rates.help_us) + rates.add_us
-        free[number % len(free)] = end
-        if number >= self.plan.num_tiles - self.plan.num_late:
-            self.late.append(end)
-        return end
+    return max(link, pushed, *programs.free)
 
 
 def split_last_wave(

@@ -49,30 +49,34 @@ EXTENTS = (
 def load_partials(partials, it, row, left, grid, arrivals, helped, stuck, ring,
                   spec: gl.constexpr):  # fmt: skip
     """Partial results of a tile, each in two slots of the ring, a half in each: other ranks', then
-    that of the program that helped with it, whose word is `helped`, if that is not -1.
+    what the program that helped with it has stored, if `helped`, its word, is not -1.
     """
     chunk_rows, _, rank, _, _, _ = grid
     place, _ = place_part(row, left // spec.tile_n, grid)
     _, _, part_ring, ready, free = ring
     part_bytes: gl.constexpr = 2 * HALF_M * spec.tile_n
-    others: gl.constexpr = spec.num_ranks - 1
-    for other in range(others + (helped >= 0).to(gl.int32)):
+    others: gl.constexpr = spec.num_ranks - 1 if spec.sends != "" else 0
+    pieces: gl.constexpr = 1 if spec.sends != "" else 2
+    for other in range(others + pieces * (helped >= 0).to(gl.int32)):
         source = other + (other >= rank).to(gl.int32)
         word = place
-        if other == others:
+        top = (source * chunk_rows + row) * TILE_M
+        if other >= others:
             source = rank
             word = helped
+            if spec.sends == "":
+                top = (pieces * helped + other) * TILE_M
+                left = 0
         wait_event(arrivals, source * WORDS + word, stuck, spec.debug)
         before_tma_reads()
-        if other == others:
+        if other == others + pieces - 1:
             clear_event(arrivals, source * WORDS + word)
         for half in gl.static_range(2):
             slot = it % spec.stages
             mbarrier.wait(free.index(slot), ((it // spec.stages) & 1) ^ 1)
             bar = ready.index(slot)
             mbarrier.expect(bar, part_bytes)
-            top = (source * chunk_rows + row) * TILE_M + half * HALF_M
-            tma_load(partials, [top, left], bar, part_ring.index(slot))
+            tma_load(partials, [top + half * HALF_M, left], bar, part_ring.index(slot))
             it += 1
     return it
 
@@ -114,7 +118,7 @@ def load_tiles(a, own, b, partials, k_tiles, grid, split, arrivals, arrival_rows
                 tma_load(a, [top + HALF_M, left], bar, lower)
             tma_load(b, [column * spec.tile_n, left], bar, b_ring.index(slot))
             it += 1
-        if spec.sends != "" and is_own and first == 0:
+        if (spec.num_ranks > 1 and first == 0) and (spec.gathers or is_own):
             it = load_partials(partials, it, row, column * spec.tile_n, grid, arrivals, word,
                                stuck, ring, spec)  # fmt: skip
 
@@ -135,12 +139,18 @@ def block_of(tile, index: gl.constexpr, count: gl.constexpr):
 
 
 @gluon.jit
-def store_block(part, i: gl.constexpr, count: gl.constexpr, out, top, left, leaving):
-    """Block i of `count` of a half tile, through shared memory, which is returned with it."""
+def store_block(part, i: gl.constexpr, count: gl.constexpr, out, top, left, leaving,
+                rest: gl.constexpr = False):  # fmt: skip
+    """Block i of `count` of a half tile, through shared memory, which is returned with it; rest:
+    what rounding leaves of it.
+    """
     tma_store_wait(BUFFERS - 1)
     cta_barrier()
     buffer = leaving.index(i % BUFFERS)
-    buffer.store(block_of(part, i, count).to(buffer.dtype))
+    block = block_of(part, i, count)
+    if rest:
+        block -= block.to(buffer.dtype).to(gl.float32)
+    buffer.store(block.to(buffer.dtype))
     fence_async_shared()
     cta_barrier()
     tma_store(out, [top, left + i * HALF_M], buffer)
@@ -148,11 +158,11 @@ def store_block(part, i: gl.constexpr, count: gl.constexpr, out, top, left, leav
 
 
 @gluon.jit
-def store_tile(part, out, top, left, leaving):
-    """Columns of a half tile to local memory."""
+def store_tile(part, out, top, left, leaving, rest: gl.constexpr = False):
+    """Columns of a half tile to local memory; rest: as store_block."""
     count: gl.constexpr = part.shape[1] // HALF_M
     for i in gl.static_range(count):
-        store_block(part, i, count, out, top, left, leaving)
+        store_block(part, i, count, out, top, left, leaving, rest)
 
 
 @gluon.jit
@@ -238,7 +248,7 @@ def count_tiles(k_tiles, grid, split, arrivals, counts, pushing, boxes, spec: gl
             count_event(arrivals, rank * WORDS + word)
         elif (spec.sends == "all") & (number >= late):
             count_at_peers(words, rank, spec.num_ranks)
-        elif (chunk != rank) | (spec.sends == "all"):
+        elif spec.sends != "" and (chunk != rank or spec.sends == "all"):
             place, parts = place_part(row, column, grid)
             count_event(counts, chunk * parts + place)
         tiles_done += 1  # noqa: SIM113
@@ -261,7 +271,7 @@ def compute_tiles(out, home, k_tiles, grid, split, pushing, ring, boxes, leaving
         chunk, row, column = place_tile(number, grid, spec)
         top, left = row * TILE_M + half * HALF_M, column * tile_n
         below = chunk * slot_rows + top
-        if spec.sends == "":
+        if spec.num_ranks == 1:
             acc, it = multiply(acc, it, 0, slices, ring, half, spec)
         else:
             early = gl.minimum(EARLY, slices)
@@ -271,10 +281,19 @@ def compute_tiles(out, home, k_tiles, grid, split, pushing, ring, boxes, leaving
             acc, it = multiply(acc, it, early, slices, ring, half, spec)
         acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
         mbarrier.arrive(ring[4].index((it + spec.stages - 1) % spec.stages), count=1)
-        if spec.sends == "":
+        whole = first == 0
+        if spec.num_ranks == 1:
             store_tile(acc, out, below, left, leaving)
+        elif spec.gathers:
+            if whole:
+                num_partials = 2 * (word >= 0).to(gl.int32)
+                acc, it = add_partials(acc, it, num_partials, ring, half, spec)
+                store_tile(acc, out, below, left, leaving)
+            else:
+                top = 2 * word * TILE_M + half * HALF_M
+                store_tile(acc, home, top, 0, leaving)
+                store_tile(acc, home, top + TILE_M, 0, leaving, rest=True)
         else:
-            whole = first == 0
             if (chunk == rank) & whole:
                 others: gl.constexpr = spec.num_ranks - 1
                 num_partials = others + (word >= 0).to(gl.int32)
@@ -286,7 +305,7 @@ def compute_tiles(out, home, k_tiles, grid, split, pushing, ring, boxes, leaving
                 push_tile(acc, home, results + below, left, leaving, pushing, rank, spec)
             else:
                 store_tile(acc, home, results + below, left, leaving)
-    if spec.sends == "":
+    if spec.num_ranks == 1:
         tma_store_wait(0)
     else:
         hand_over(tiles_done, boxes, half)
@@ -302,14 +321,16 @@ def matmul_kernel(a, own, b, out, home, partials, k_tiles, chunk_rows, columns, 
     a [M, K], own [M / num_ranks, K] (this rank's rows when it gathers), b [N, K], out (M rows, or
     this rank's when it scatters), home [2 M, N] (this rank's room), all in blocks of 64 columns,
     and the same room as partials in those of tile_n: descriptors of local memory. A room has first
-    a slot of M / num_ranks rows of partial results for each source rank, then M rows of results.
+    a slot of M / num_ranks rows of partial results for each source rank, then M rows of results; if
+    the kernel gathers, home and partials are [2 * 128 * tiles of the last wave, tile_n], for what
+    helpers compute of each, rounded, and then what rounding leaves.
     arrivals, int32 [num_ranks, WORDS]: a word for arrival_rows rows of A of each rank, or for a
     part of its partial results. counts, int32: a word for each part of results. late: number of
     the first tile that this kernel itself pushes to all peers, if it sends to all, and
     column_blocks: N / 64. rooms, words: int64 [num_ranks], addresses of each rank's room and of its
-    count of such tiles from this rank. helpers, given, fewer: see order.py; this rank's own slot
-    and words in arrivals are for tiles that programs help with. stuck: as in wait_event. All words
-    are 0 when a call begins.
+    count of such tiles from this rank. helpers, given, fewer: see order.py; a rank's own slot and
+    its words for itself in arrivals are for tiles that programs help with. stuck: as in wait_event.
+    All words are 0 when a call begins.
     """
     stages: gl.constexpr = spec.stages
     a_ring = gl.allocate_shared_memory(gl.bfloat16, [2 * stages, HALF_M, TILE_K], a.layout)
@@ -325,7 +346,7 @@ def matmul_kernel(a, own, b, out, home, partials, k_tiles, chunk_rows, columns, 
     grid = (chunk_rows, columns, rank, group, lag, part)
     split = (helpers, given, fewer)
     pushing = (late, column_blocks, rooms, words)
-    if spec.sends == "":
+    if spec.num_ranks == 1:
         gl.warp_specialize(
             [
                 (compute_tiles, (out, home, k_tiles, grid, split, pushing, ring, boxes, leaving0,

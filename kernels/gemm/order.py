@@ -7,7 +7,8 @@ a ring that begins with this rank's, which is there already. One that sends take
 ranks first, since these still have to travel, and its own when their partial results should have
 come. Tiles are sent in parts, some columns of a band, which are done in turn.
 
-The last wave of a kernel that sends, all of its own rows, may leave programs idle. These then help:
+The last wave of a kernel with peers, all of its own rows if it sends, may leave programs idle. They
+help:
 of the first `helpers` tiles of that wave each gives the last `given` slices along K to one of them,
 of the next as many each gives `fewer` less, and so on, so that tiles end, and their sums leave, one
 after the other. Next: kernel.py.
@@ -86,7 +87,7 @@ def place_part(row, column, grid):
 @gluon.jit
 def end_work(num_tiles, split, spec: gl.constexpr):
     """The number behind this program's last piece of work; they are num_programs apart."""
-    if spec.sends == "":
+    if spec.num_ranks == 1:
         return num_tiles
     else:
         return end_pieces(num_tiles, gl.program_id(0), gl.num_programs(0), split)
@@ -109,7 +110,7 @@ def place_work(item, num_tiles, k_tiles, split, spec: gl.constexpr):
     num_tiles on these are slices that a tile has given away. word: of the event for them, for both
     pieces of such a tile; -1 for others.
     """
-    if spec.sends == "":
+    if spec.num_ranks == 1:
         return item, 0, k_tiles, -1
     else:
         return place_piece(item, num_tiles, k_tiles, gl.num_programs(0), split)

@@ -21,7 +21,10 @@ from distmega.sharding.tile_times import (
     TILE_ROWS,
     Extents,
     SendPlan,
+    Split,
     Tiles,
+    ceil_div,
+    idle_programs,
     place_turns,
     plan_sending,
 )
@@ -79,17 +82,28 @@ def all_gather_matmul(
     gather_rows(own, workspace, rows)
     out = torch.empty(extents.rows, extents.columns, dtype=own.dtype, device=own.device)
     stuck = Stuck(own.device, debug)
+    tiles, split = choice.tiles, choice.split or Split(given=0)
+    sms = num_sms(own.device.index)
+    num_tiles = extents.rows // TILE_ROWS * ceil_div(extents.columns, tiles.tile_n)
+    helpers = idle_programs(num_tiles, sms) if split.given else 0
+    pieces = None
+    if helpers:
+        pieces = own.new_empty(2 * (sms - helpers) * TILE_ROWS, tiles.tile_n)
     peering = Peering(
         rank=workspace.rank,
         own=own,
+        home=pieces,
+        helpers=helpers,
+        given=split.given,
+        fewer=split.fewer,
         arrivals=workspace.arrivals,
         arrival_rows=rows,
         counts=workspace.counts,
         rooms=workspace.rooms,
         words=workspace.pushed,
     )
-    spec = _spec(choice.tiles, workspace, gathers=True, debug=debug)
-    launch_matmul(room, b, out, spec, choice.tiles.group, peering, stuck.words)
+    spec = _spec(tiles, workspace, gathers=True, debug=debug)
+    launch_matmul(room, b, out, spec, tiles.group, peering, stuck.words)
     workspace.end(range(own.shape[0] // rows))
     stuck.check(workspace)
     return out
