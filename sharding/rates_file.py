@@ -18,7 +18,7 @@ from distmega.sharding.cost import Machine
 from distmega.sharding.overlap_rates import OverlapRates
 
 FOLDER = Path.home() / ".cache" / "distmega"
-VERSION = 2
+VERSION = 3
 """Of the file's form."""
 REMEDY = "run: distmega doctor --calibrate (or remove the file to use built-in rates)"
 

@@ -23,8 +23,8 @@ SHARED = gl.NVMMASharedLayout(128, 16, 2)
 class Peering:
     """What a launch with peers needs beside the operands; see matmul_kernel for each.
 
-    home: bf16, this rank's room [2 M, N] if it sends, else for what helpers compute; late: number of
-    the first tile that is pushed, if it sends to all.
+    home: bf16, this rank's room [2 M, N] if it sends, else for what helpers compute; late: number
+    of the first tile that is pushed, if it sends to all.
     """
 
     rank: int
