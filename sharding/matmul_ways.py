@@ -12,10 +12,13 @@ from typing import Literal
 
 from distmega.sharding.overlap_rates import OverlapRates, Table
 from distmega.sharding.tile_times import (
+    GATHERED,
     GROUP,
     NUM_WORDS,
     PUSHING_RANKS,
+    SUMMED,
     TILE_ROWS,
+    WHOLE,
     Extents,
     Split,
     Tiles,
@@ -46,6 +49,8 @@ NARROW = 1.01
 """How much longer the kernel takes in bands of fewer rows of tiles than GROUP."""
 PARTS = (1, 2, 4)
 """Into how many parts a band is cut to be sent."""
+SPLIT_US = 4.0
+"""By how much splitting the last wave must be expected to win."""
 FEW = 4
 """Ways to run the kernel that are also tried with the last wave split, the best without."""
 MIN_EVENT_ROWS = 1024
@@ -63,7 +68,7 @@ class Choice:
     tiles: Tiles | None = None
     lag: int = 0
     parts: int = 1
-    split: Split | None = None
+    split: Split = WHOLE
 
 
 def kernel_us(extents: Extents, tile_n: int, rates: OverlapRates) -> float:
@@ -150,13 +155,15 @@ def tiles_choice(collective: Collective, extents: Extents, rates: OverlapRates) 
     ]
     whole.sort(key=lambda choice: choice.us)
     pushes = collective == "all_reduce" and extents.num_ranks <= PUSHING_RANKS
-    found = whole[:]
+    pieces = GATHERED if collective == "all_gather" else SUMMED
+    found = whole[:1]
     for choice in whole[:FEW]:
         assert choice.tiles is not None
-        if split := split_last_wave(extents, choice.tiles, rates, pushes=pushes):
+        split = split_last_wave(extents, choice.tiles, rates, pieces=pieces, pushes=pushes)
+        if split.given:
             choice = replace(choice, split=split)
             found.append(replace(choice, us=tiles_us(collective, extents, choice, rates)))
-    return min(found, key=lambda choice: choice.us)
+    return min(found, key=lambda choice: choice.us + (SPLIT_US if choice.split.given else 0.0))
 
 
 def _kernel_ways(collective: Collective, extents: Extents) -> Iterator[Choice]:

@@ -26,7 +26,7 @@ class OverlapRates:
     partial results, help_us: until those of a program of the same GPU are there; peers_us: what its
     launch takes longer. copy_us, copy_bytes_per_us: of a copy to a peer, from the last store to the
     event word; copy_gap_us: from a copy to the next. push_us, push_bytes_per_us: where the kernel
-    stores to the peers itself.
+    stores to the peers itself, push_program_bytes_per_us: one program of it.
     exchange_us, exchange_peer_us: of copies around a library matmul, and for each peer.
     two_shot_us, two_shot_bytes_per_us: of torch's all-reduce.
     host_us: of the host, for one small op; replay_us: where it is captured.
@@ -57,6 +57,7 @@ class OverlapRates:
     copy_gap_us: float = 0.0
     push_us: float = 0.0
     push_bytes_per_us: float = 1.0
+    push_program_bytes_per_us: float = 1.0
     exchange_us: float = 0.0
     exchange_peer_us: float = 0.0
     two_shot_us: float = 0.0
@@ -109,6 +110,7 @@ H200_RATES = OverlapRates(
     copy_gap_us=5.0,
     push_us=4.0,
     push_bytes_per_us=3.8e5,
+    push_program_bytes_per_us=7.5e3,
     exchange_us=8.0,
     exchange_peer_us=9.7,
     two_shot_us=9.5,

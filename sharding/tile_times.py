@@ -4,7 +4,7 @@ In: extents, tiles, OverlapRates. Out: microseconds from launch to the last byte
 taken to run in step, so what one sends at a time is what it receives. Next: matmul_ways.py.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from distmega.sharding.overlap_rates import OverlapRates
@@ -16,6 +16,10 @@ NUM_WORDS = 2**12
 """Event words for each rank of a team."""
 PUSHING_RANKS = 2
 """Most ranks of a team whose kernels push sums themselves; to three peers it gained nothing."""
+SUMMED, GATHERED = 1, 2
+"""Tiles of bf16 that a program stores of what it has computed for another: with sums over ranks,
+whose parts are rounded anyway, one; else a second for what rounding leaves.
+"""
 GROUP = 8
 """Rows of tiles that are crossed together; 4 to 16 differ by less than 1% on an H200."""
 
@@ -75,22 +79,30 @@ def place_turns(bands: int, rank: int, lag: int, num_ranks: int) -> Iterator[tup
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
     """Slices along K that tiles of the last wave give to programs that would be idle: the first
-    tiles, one a helper, `given`, the next as many `fewer` less, and so on.
+    tiles, one a helper, `given`, the next as many `fewer` less, and so on; 0 for none.
     """
 
     given: int
     fewer: int = 0
 
 
-def idle_programs(num_tiles: int, num_sms: int) -> int:
-    """Programs that have no tile in the last of several waves."""
-    return -num_tiles % num_sms if num_tiles > num_sms else 0
+WHOLE = Split(given=0)
+
+
+def count_helpers(split: Split, num_tiles: int, slices: int, num_sms: int) -> int:
+    """Programs without a tile in the last of several waves; 0 if its tiles stay whole."""
+    helpers = -num_tiles % num_sms if num_tiles > num_sms and split.given else 0
+    if helpers:
+        turns = ceil_div(num_sms - helpers, helpers)
+        assert (turns - 1) * split.fewer < split.given < slices, "each tile gives and keeps some"
+    return helpers
 
 
 class _Programs:
     """The programs of a kernel with peers, which take its tiles in turn.
 
     free: when each is done with what it has been given. num_helpers, split: as in SendPlan.
+    pieces: as split_last_wave.
     """
 
     def __init__(
@@ -99,12 +111,14 @@ class _Programs:
         tile_n: int,
         num_helpers: int,
         split: Split,
+        pieces: int,
         rates: OverlapRates,
     ) -> None:
         tiles = extents.rows // TILE_ROWS * ceil_div(extents.columns, tile_n)
         self.free = [rates.launch_us + rates.peers_us] * min(rates.num_sms, tiles)
         self.number = 0
-        self._num_helpers, self._split, self._rates = num_helpers, split, rates
+        self._num_helpers, self._split, self._pieces = num_helpers, split, pieces
+        self._rates = rates
         self._tile_us = tile_us(extents, tile_n, rates)
         self._slice_us = dict(rates.slice_us)[tile_n]
         self._wave = tiles // len(self.free) * len(self.free) if num_helpers else tiles
@@ -122,12 +136,13 @@ class _Programs:
             turn = late // self._num_helpers
             given_us = (self._split.given - turn * self._split.fewer) * self._slice_us
             helper = late % self._num_helpers - self._num_helpers
-            free[helper] = max(free[helper], ready) + given_us + rates.tile_us
+            free[helper] = max(free[helper], ready) + given_us
+            free[helper] += rates.tile_us + self._pieces * rates.add_us
             end, helped = end - given_us, free[helper] + rates.help_us
         if partials is not None:
             end = max(end, partials) + rates.add_us
         if helped:
-            end = max(end, helped) + rates.add_us
+            end = max(end, helped) + self._pieces * rates.add_us
         free[program] = end
         return end
 
@@ -137,7 +152,7 @@ def gather_us(
     tiles: Tiles,
     event_rows: int,
     rates: OverlapRates,
-    split: Split | None = None,
+    split: Split = WHOLE,
 ) -> float:
     """A kernel that computes rows as they come, `event_rows` with each copy."""
     rows = extents.rows // extents.num_ranks
@@ -146,8 +161,9 @@ def gather_us(
     copies = rows // event_rows
     copy_us = 2 * event_rows * extents.depth / rates.copy_bytes_per_us + rates.copy_gap_us
     num_tiles = in_chunk * extents.num_ranks
-    helpers = idle_programs(num_tiles, rates.num_sms) if split else 0
-    programs = _Programs(extents, tiles.tile_n, helpers, split or Split(given=0), rates)
+    slices = ceil_div(extents.depth, SLICE_K)
+    helpers = count_helpers(split, num_tiles, slices, rates.num_sms)
+    programs = _Programs(extents, tiles.tile_n, helpers, split, GATHERED, rates)
     for number in range(num_tiles):
         step, place = divmod(number, in_chunk)
         lowest = min((place // tiles_each + 1) * tiles.group * TILE_ROWS, rows)
@@ -200,11 +216,11 @@ def plan_sending(
     *,
     lag: int = 0,
     parts: int = 1,
-    split: Split | None = None,
+    split: Split = WHOLE,
     shares: bool,
 ) -> SendPlan:
     """tiles.group is cut to a divisor of a rank's rows, lag 0 means all bands. parts: of a band.
-    split: by default the last wave's tiles stay whole, as they do where not all are of own rows.
+    split: the last wave's tiles stay whole all the same if not all are of own rows.
     """
     chunk_rows = extents.rows // (extents.num_ranks * TILE_ROWS)
     group = band_rows(chunk_rows, tiles.group)
@@ -213,7 +229,8 @@ def plan_sending(
     last_wave = (num_tiles - 1) % num_sms + 1
     late = min(ceil_div(last_wave, group), columns) * group
     lag = lag or chunk_rows // group
-    helps = split is not None and last_wave <= lag * group * columns
+    slices = ceil_div(extents.depth, SLICE_K)
+    is_own = last_wave <= lag * group * columns
     return SendPlan(
         tiles=replace(tiles, group=group),
         num_bands=chunk_rows // group,
@@ -223,8 +240,8 @@ def plan_sending(
         lag=lag,
         shares=shares,
         num_late=late if shares and extents.num_ranks <= PUSHING_RANKS else 0,
-        num_helpers=idle_programs(num_tiles, num_sms) if helps else 0,
-        split=split or Split(given=0),
+        num_helpers=count_helpers(split, num_tiles, slices, num_sms) if is_own else 0,
+        split=split,
     )
 
 
@@ -235,7 +252,7 @@ def band_rows(chunk_rows: int, most: int) -> int:
 
 def send_us(extents: Extents, plan: SendPlan, rates: OverlapRates) -> float:
     """A kernel that sends parts of bands as they are done, and its sums too if it shares them."""
-    programs = _Programs(extents, plan.tiles.tile_n, plan.num_helpers, plan.split, rates)
+    programs = _Programs(extents, plan.tiles.tile_n, plan.num_helpers, plan.split, SUMMED, rates)
     group, others = plan.tiles.group, extents.num_ranks - 1
     column_bytes = 2 * group * TILE_ROWS * extents.columns / plan.columns
     here = [0.0] * (plan.num_bands * plan.num_parts)
@@ -257,35 +274,44 @@ def send_us(extents: Extents, plan: SendPlan, rates: OverlapRates) -> float:
                 link = max(link, done + rates.copy_us) + sent_us * (1 if chunk else others)
             if chunk:
                 here[place] = max(here[place], link)
-    pushed = 0.0
-    for end in sorted(late):
-        pushed = max(pushed, end + rates.push_us)
-        pushed += column_bytes / group * others / rates.push_bytes_per_us
-    return max(link, pushed, *programs.free)
+    return max(link, _pushed_us(sorted(late), column_bytes / group * others, rates), *programs.free)
+
+
+def _pushed_us(ends: Iterable[float], num_bytes: float, rates: OverlapRates) -> float:
+    """When tiles that are done at `ends`, ascending, each of so many bytes, are at the peers."""
+    link = last = 0.0
+    for end in ends:
+        link = max(link, end) + num_bytes / rates.push_bytes_per_us
+        last = max(link, end + num_bytes / rates.push_program_bytes_per_us)
+    return last + rates.push_us if last else 0.0
 
 
 def split_last_wave(
-    extents: Extents, tiles: Tiles, rates: OverlapRates, *, pushes: bool
-) -> Split | None:
+    extents: Extents, tiles: Tiles, rates: OverlapRates, *, pieces: int, pushes: bool = False
+) -> Split:
     """How the last wave's tiles end soonest, or their sums are at the peers soonest if the kernel
-    pushes them; None where splitting gains nothing.
+    pushes them; whole where splitting gains nothing. pieces: tiles of bf16 that a helper stores.
     """
     slices = ceil_div(extents.depth, SLICE_K)
     columns = ceil_div(extents.columns, tiles.tile_n)
     wave = extents.rows // TILE_ROWS * columns % rates.num_sms
     if not wave:
-        return None
+        return WHOLE
     helpers = rates.num_sms - wave
     one_us = dict(rates.slice_us)[tiles.tile_n]
     turns = ceil_div(wave, helpers)
-    tile_bytes = 2 * TILE_ROWS * extents.columns / columns
-    push_us = tile_bytes / rates.push_bytes_per_us * (extents.num_ranks - 1) if pushes else 0.0
-    best, least = None, slices * one_us + wave * push_us
+    piece_us = rates.tile_us + pieces * rates.add_us
+    sent = 2 * TILE_ROWS * extents.columns / columns * (extents.num_ranks - 1)
+
+    def end_us(ends: list[float]) -> float:
+        return _pushed_us(ends, sent, rates) if pushes else max(ends)
+
+    best, least = WHOLE, end_us([slices * one_us] * wave)
     for fewer in range(slices // turns if pushes and turns > 1 else 1):
         # Of tiles of each turn, the helper's part must be done when the rest is.
         given = min(
             int(
-                (slices - ((turn + 1) * rates.tile_us + rates.help_us) / one_us
+                (slices - ((turn + 1) * piece_us + rates.help_us) / one_us
                  + fewer * turn * (turn + 3) / 2)
                 / (turn + 2)
             )
@@ -293,11 +319,12 @@ def split_last_wave(
         )  # fmt: skip
         if given <= (turns - 1) * fewer:
             break
-        end = 0.0
-        for turn in range(turns):
-            count = min(helpers, wave - turn * helpers)
-            done = (slices - given + turn * fewer) * one_us + rates.add_us
-            end = max(end, done) + count * push_us
+        end = end_us(
+            [
+                (slices - given + place // helpers * fewer) * one_us + pieces * rates.add_us
+                for place in range(wave)
+            ]
+        )
         if end < least:
             best, least = Split(given=given, fewer=fewer), end
     return best

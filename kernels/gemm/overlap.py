@@ -18,13 +18,14 @@ from distmega.kernels.gemm.workspace import PUSHED, Workspace
 from distmega.kernels.stream_ops import copy_bytes, copy_columns, wait_word, write_word
 from distmega.sharding.matmul_ways import Choice, event_rows
 from distmega.sharding.tile_times import (
+    GATHERED,
+    SLICE_K,
     TILE_ROWS,
     Extents,
     SendPlan,
-    Split,
     Tiles,
     ceil_div,
-    idle_programs,
+    count_helpers,
     place_turns,
     plan_sending,
 )
@@ -82,20 +83,20 @@ def all_gather_matmul(
     gather_rows(own, workspace, rows)
     out = torch.empty(extents.rows, extents.columns, dtype=own.dtype, device=own.device)
     stuck = Stuck(own.device, debug)
-    tiles, split = choice.tiles, choice.split or Split(given=0)
-    sms = num_sms(own.device.index)
+    tiles, sms = choice.tiles, num_sms(own.device.index)
     num_tiles = extents.rows // TILE_ROWS * ceil_div(extents.columns, tiles.tile_n)
-    helpers = idle_programs(num_tiles, sms) if split.given else 0
+    slices = ceil_div(extents.depth, SLICE_K)
+    helpers = count_helpers(choice.split, num_tiles, slices, sms)
     pieces = None
     if helpers:
-        pieces = own.new_empty(2 * (sms - helpers) * TILE_ROWS, tiles.tile_n)
+        pieces = own.new_empty(GATHERED * (sms - helpers) * TILE_ROWS, tiles.tile_n)
     peering = Peering(
         rank=workspace.rank,
         own=own,
         home=pieces,
         helpers=helpers,
-        given=split.given,
-        fewer=split.fewer,
+        given=choice.split.given,
+        fewer=choice.split.fewer,
         arrivals=workspace.arrivals,
         arrival_rows=rows,
         counts=workspace.counts,

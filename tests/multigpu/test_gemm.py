@@ -3,8 +3,8 @@ small integers: chosen, forced, call after call, and what is refused.
 """
 
 import importlib
-from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product as cross
 from types import ModuleType
 from typing import Any
 
@@ -97,25 +97,6 @@ def use_every_tile(comm: NcclCommunicator) -> None:
                 assert torch.equal(found, total)
 
 
-SPLITS = Split(given=7), Split(given=13, fewer=3)
-"""Of 16 slices."""
-
-
-def splits_that_help(rows: int, wave: int, size: int, sms: int) -> Iterator[tuple[Choice, int]]:
-    """Kernels whose last wave leaves programs idle, and columns for which it has at least `wave`
-    tiles.
-    """
-    for tile_n, stages in STAGES.items():
-        columns = -(-(sms + wave) * 128 // rows) * tile_n
-        for split in SPLITS:
-            yield (
-                Choice(
-                    means="tiles", us=0.0, tiles=Tiles(tile_n=tile_n, stages=stages), split=split
-                ),
-                columns,
-            )
-
-
 def share_the_last_wave(comm: NcclCommunicator) -> None:
     """Programs that the last wave leaves idle help with its tiles, one or several each, call after
     call in the same event words.
@@ -123,29 +104,31 @@ def share_the_last_wave(comm: NcclCommunicator) -> None:
     overlap, workspace = kernels("overlap"), kernels("workspace")
     size, rank, sms = comm.mesh.num_ranks, comm.rank, kernels("launch").num_sms(comm.rank)
     shared = workspace.workspace_of(comm, "tp", 2**28)
-    rows, turns = 1024 * size, []
-    for wave in (1, 72, 108):
-        for choice, columns in splits_that_help(rows, wave, size, sms):
-            extents = Extents(rows=rows, columns=columns, depth=1024, num_ranks=size)
-            plan = plan_sending(extents, choice.tiles, sms, split=choice.split, shares=True)
-            if plan.num_helpers:
-                turns.append(-(-(plan.num_tiles % sms) // plan.num_helpers))
-            drawn = [operands(r, rows, columns, 1024, wave) for r in range(size)]
-            signs = [(a.sign(), b.sign()) for a, b in drawn]
-            total = torch.stack([product(*part) for part in signs]).sum(0).bfloat16()
-            wide = [5 * a[:1024] + 1 for a, _ in drawn]
-            gathered = product(torch.cat(wide), signs[rank][1]).bfloat16()
-            for _ in range(3):
-                found = overlap.matmul_reduce_scatter(*signs[rank], shared, choice, debug=True)
-                assert torch.equal(found, total.chunk(size)[rank])
-                found = overlap.matmul_all_reduce(*signs[rank], shared, choice, debug=True)
-                assert torch.equal(found, total)
-                found = overlap.all_gather_matmul(
-                    wide[rank], signs[rank][1], shared, choice, debug=True
-                )
-                assert torch.equal(found, gathered), "parts of more than 8 bits are added too"
-    assert min(turns) == 1
-    assert size > 2 or max(turns) > 2
+    rows, helped = 1024 * size, []
+    for wave, (tile_n, stages) in cross((1, sms * 6 // 11, sms * 9 // 11), STAGES.items()):
+        columns = -(-(sms + wave) * 128 // rows) * tile_n
+        last = rows // 128 * (columns // tile_n) % sms
+        turns = -(-last // (sms - last))
+        split = Split(given=13, fewer=min(3, 12 // turns))
+        tiles = Tiles(tile_n=tile_n, stages=stages)
+        choice = Choice(means="tiles", us=0.0, tiles=tiles, split=split)
+        extents = Extents(rows=rows, columns=columns, depth=1024, num_ranks=size)
+        plan = plan_sending(extents, tiles, sms, split=split, shares=True)
+        helped.append(turns if plan.num_helpers else 0)
+        drawn = [operands(r, rows, columns, 1024, wave) for r in range(size)]
+        signs = [(a.sign(), b.sign()) for a, b in drawn]
+        total = torch.stack([product(*part) for part in signs]).sum(0).bfloat16()
+        wide, b = [5 * a[:1024] + 1 for a, _ in drawn], signs[rank][1]
+        gathered = product(torch.cat(wide), b).bfloat16()
+        for _ in range(3):
+            found = overlap.matmul_reduce_scatter(*signs[rank], shared, choice, debug=True)
+            assert torch.equal(found, total.chunk(size)[rank])
+            found = overlap.matmul_all_reduce(*signs[rank], shared, choice, debug=True)
+            assert torch.equal(found, total)
+            found = overlap.all_gather_matmul(wide[rank], b, shared, choice, debug=True)
+            assert torch.equal(found, gathered), "parts of more than 8 bits are added too"
+    assert 1 in helped
+    assert size > 2 or max(helped) > 2
 
 
 def replay_captured(comm: NcclCommunicator) -> None:
