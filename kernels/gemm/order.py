@@ -11,7 +11,7 @@ The last wave of a kernel with peers, all of its own rows if it sends, may leave
 help:
 of the first `helpers` tiles of that wave each gives the last `given` slices along K to one of them,
 of the next as many each gives `fewer` less, and so on, so that tiles end, and their sums leave, one
-after the other. Next: kernel.py.
+after the other. A tile waits for its helper, so all programs must run at one time. Next: kernel.py.
 """
 
 # Kernels' arguments have no Python types.

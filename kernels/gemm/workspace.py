@@ -132,7 +132,9 @@ class Workspace:
 
     @property
     def arrivals(self) -> Tensor:
-        """This call's words that peers' copy engines write, int32 [num_ranks, NUM_WORDS]."""
+        """This call's words that peers' copy engines write, int32 [num_ranks, NUM_WORDS]; those of
+        this rank are left to its kernel, which sets them to 0 again.
+        """
         return self._arrivals[self.turn]
 
     def arrival_address(self, rank: int, source: int, word: int) -> int:
