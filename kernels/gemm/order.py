@@ -8,10 +8,10 @@ ranks first, since these still have to travel, and its own when their partial re
 come. Tiles are sent in parts, some columns of a band, which are done in turn.
 
 The last wave of a kernel with peers, all of its own rows if it sends, may leave programs idle. They
-help:
-of the first `helpers` tiles of that wave each gives the last `given` slices along K to one of them,
-of the next as many each gives `fewer` less, and so on, so that tiles end, and their sums leave, one
-after the other. A tile waits for its helper, so all programs must run at one time. Next: kernel.py.
+help: of the first `helpers` tiles of that wave each gives the last `given` slices along K to one of
+them, of the next as many each gives `fewer` less, and so on, so that tiles end, and their sums
+leave, one after the other. A tile waits for its helper, so all programs must run at one time. Next:
+kernel.py.
 """
 
 # Kernels' arguments have no Python types.
