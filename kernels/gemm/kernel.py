@@ -60,13 +60,13 @@ def load_partials(partials, it, row, left, grid, arrivals, helped, stuck, ring,
     for other in range(others + pieces * (helped >= 0).to(gl.int32)):
         source = other + (other >= rank).to(gl.int32)
         word = place
-        top = (source * chunk_rows + row) * TILE_M
         if other >= others:
             source = rank
             word = helped
-            if spec.sends == "":
-                top = (pieces * helped + other) * TILE_M
-                left = 0
+        top = (source * chunk_rows + row) * TILE_M
+        if spec.sends == "":
+            top = (pieces * helped + other) * TILE_M
+            left = 0
         wait_event(arrivals, source * WORDS + word, stuck, spec.debug)
         before_tma_reads()
         if other == others + pieces - 1:
