@@ -115,6 +115,7 @@ def compute(
                     words, logits, events, sample_words, bests, best_rows, state, batch, step, sm,
                     num_sms,
                 )
+                ahead = fetch(queue, following)  # again: no registers to keep it in meanwhile
             else:
                 it = linear_task(
                     words, acts, qkv, residual, logits, vectors, sums, bests, best_rows, events,

@@ -25,7 +25,7 @@ from distmega.kernels.hopper.sample import PROBES, add, add_pairs, gumbel
 from distmega.kernels.hopper.sample_all import NEVER_DRAWN
 from distmega.kernels.hopper.shapes import THREADS
 
-DEPTH = gl.constexpr(64)
+DEPTH = gl.constexpr(32)
 """Logits that a thread loads at a time: as many bytes under way as hide their latency."""
 LISTED = gl.constexpr(8)
 """Of its list."""
@@ -57,7 +57,7 @@ def places(first, ROWS: gl.constexpr):
 
 @gluon.jit
 def load_some(logits, first, num_rows):
-    """[64, 256] logits from row `first` on, -inf behind the last, and their rows. Past the
+    """[32, 256] logits from row `first` on, -inf behind the last, and their rows. Past the
     first-level cache, which may hold those of the step before.
     """
     row = places(first, DEPTH)
@@ -74,6 +74,13 @@ def find_peaks(logits, num_rows):
         parts = gl.max(gl.reshape(x, [PEAKS, DEPTH // PEAKS, THREADS]), axis=1)
         peaks = gl.maximum(peaks, gl.convert_layout(parts, columns_of(PEAKS)))
     return peaks
+
+
+@gluon.jit
+def load_peaks(highs, num_highs):
+    """[4, 256]: the maxima of num_highs parts of the logits; -inf behind them."""
+    place = places(keep(0), PEAKS)
+    return gl.load(highs + place, mask=place < num_highs, other=float("-inf"), cache_modifier=".cg")
 
 
 @gluon.jit
@@ -218,16 +225,20 @@ def draw_listed(lists, num, longest, cutoff, temperature, seed, position):
 
 
 @gluon.jit
-def draw_within(logits, num_rows, sampling, seed, position, lists):
-    """The row drawn from num_rows logits. sampling: f32, (temperature, top_k, top_p). lists: i64
-    [list_words(num_rows)], this program's.
+def draw_within(logits, num_rows, highs, num_highs, sampling, seed, position, lists):
+    """The row drawn from num_rows logits. highs: f32, the highest logit of each of num_highs parts
+    of them. sampling: f32, (temperature, top_k, top_p). lists: i64 [list_words(num_rows)], this
+    program's.
     """
     temperature = gl.load(sampling)
     top_k = gl.load(sampling + 1).to(gl.int32)
     top_p = gl.load(sampling + 2)
     heat = gl.maximum(temperature, 1e-30)
     scale = LOG2_E / heat
-    peaks = find_peaks(logits, num_rows)
+    if (top_k == 0) | (top_k > num_highs):
+        peaks = find_peaks(logits, num_rows)
+    else:
+        peaks = load_peaks(highs, num_highs)
     highest = gl.max(gl.max(peaks, axis=0), axis=0)
     bound = find_bound(peaks, highest, top_k)
     wanted = 0.0
@@ -256,11 +267,15 @@ def draw_within_limits(
         row = draw_within(
             logits + b * num_rows,
             num_rows,
+            bests + b * MAX_SMS,
+            keep(num_sms),
             sampling + b * SETTINGS,
             gl.load(exchange + SEEDS_AT + b),
             gl.load(state + STATE_POSITIONS + b) + step,
             exchange + keep(sample_words) + b * size,
         )
-        place = b * MAX_SMS + places(0, 1)
-        gl.store(bests + place, gl.zeros([1, THREADS], gl.float32, layout=columns_of(1)))
-        gl.store(best_rows + place, gl.zeros([1, THREADS], gl.int32, layout=columns_of(1)) + row)
+        place = places(keep(0), 1)
+        none = gl.zeros([1, THREADS], gl.int32, layout=columns_of(1))
+        at, mine = b * MAX_SMS + place, place < keep(num_sms)
+        gl.store(bests + at, none.to(gl.float32), mask=mine)
+        gl.store(best_rows + at, none + row, mask=mine)

@@ -33,14 +33,17 @@ def draw(
             gl.store(tokens + step, token)
 
 
-@gluon.jit(do_not_specialize=["vocab", "list_words", "num_steps"])
-def draw_apart(logits, sampling, seeds, lists, tokens, vocab, list_words, num_steps):
+@gluon.jit(do_not_specialize=["vocab", "num_highs", "list_words", "num_steps"])
+def draw_apart(
+    logits, highs, sampling, seeds, lists, tokens, vocab, num_highs, list_words, num_steps
+):  # fmt: skip
     """Draws as above within limits, each program alone: num_steps tokens at positions of its own.
-    lists: i64 [programs, list_words].
+    highs: f32 [num_highs], maxima of parts. lists: i64 [programs, list_words].
     """
     sm = gl.program_id(0)
     for step in range(num_steps):
         position = sm * num_steps + step
         seed = gl.load(seeds)
-        token = draw_within(logits, vocab, sampling, seed, position, lists + sm * list_words)
+        own = lists + sm * list_words
+        token = draw_within(logits, vocab, highs, num_highs, sampling, seed, position, own)
         gl.store(tokens + position, token)

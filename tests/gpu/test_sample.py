@@ -61,14 +61,17 @@ def drawn_by_kernel(logits: Tensor, settings: list[float], seed: int) -> list[in
 def drawn_apart(logits: Tensor, settings: list[float], seed: int) -> list[int]:
     """As drawn_by_kernel by what draws for one of several sequences, 50 programs at once."""
     size, programs = list_words(len(logits)), 50
+    highs = torch.stack([part.max() for part in logits.chunk(132)])
     tokens = torch.full((NUM_DRAWS,), -1, dtype=torch.int32, device="cuda")
     sample_kernel.draw_apart[(programs,)](
         logits,
+        highs,
         torch.tensor(settings, device="cuda"),
         torch.tensor([seed], device="cuda"),
         torch.empty(programs * size, dtype=torch.int64, device="cuda"),
         tokens,
         len(logits),
+        len(highs),
         size,
         NUM_DRAWS // programs,
         num_warps=8,
