@@ -120,7 +120,9 @@ def _measured(
 
 
 def _median_us(choices: Sequence[Choice], run: Callable[[Choice], object]) -> dict[Choice, float]:
-    """Time on the GPU of a run of each, in turn, whose inputs have left the cache."""
+    """Time on the GPU of a run of each, in turn, whose inputs have left the cache; in every other
+    round backwards, so that none always follows the same one.
+    """
     for choice in choices:
         run(choice)
     times = _turns_us(choices, run, NUM_RUNS)
@@ -135,7 +137,7 @@ def _turns_us(
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
     events = {choice: [(_event(), _event()) for _ in range(num_runs)] for choice in choices}
     for number in range(num_runs):
-        for choice in choices:
+        for choice in choices[:: -1 if number % 2 else 1]:
             start, end = events[choice][number]
             flush.zero_()
             start.record()
