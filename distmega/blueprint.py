@@ -33,7 +33,7 @@ from distmega.sharding.stages import AXIS, Stage, cut_places, split_stages
 MICRO_BATCHES = 4
 """Parts in which a pipeline prefills a prompt unless asked otherwise."""
 
-CHOICES = frozenset({"cutoff", "sample"})
+CHOICES = frozenset({"top", "cutoff", "sample"})
 """Kinds that turn logits into tokens."""
 
 
@@ -110,9 +110,12 @@ class DecodeBlueprint:
         return context_limit(self.config, self.options)
 
 
-def sorts_apart(method: Method, staged: StagePlan) -> bool:
-    """Whether library ops look for limits among all tokens: where ranks share the vocabulary."""
-    return method.sorts_all and staged.plan.mesh.num_ranks > 1
+def draws_apart(method: Method, staged: StagePlan) -> bool:
+    """Whether library ops look for limits and draw: where ranks share the vocabulary, on the CPU
+    only among all tokens.
+    """
+    limited = method.sorts_all if staged.plan.machine == CPU else method.kind == "limited"
+    return limited and staged.plan.mesh.num_ranks > 1
 
 
 def model_mesh(tp: int, pp: int) -> DeviceMesh:
@@ -180,12 +183,11 @@ def draw_decode(
     method: Method = GREEDY,
 ) -> DecodeBlueprint:
     """Lowers a decode plan made for `method`. With peer memory the stage's layers are one
-    megakernel launch, otherwise it is split where ranks communicate. Where ranks
-    share the vocabulary, a method that sorts all of it leaves that, and what follows, to library
-    ops.
+    megakernel launch, otherwise it is split where ranks communicate. What library ops choose
+    tokens by (draws_apart) comes after it.
     """
     local = localize(staged.plan)
-    apart = CHOICES if sorts_apart(method, staged) else frozenset[str]()
+    apart = CHOICES if draws_apart(method, staged) else frozenset[str]()
     host = staged.lower(local, megakernel=True, peer_memory=peer_memory, apart=apart)
     persistent = [*order_weights(local.program), *local.program.with_role("state")]
     arenas = {

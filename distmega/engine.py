@@ -18,8 +18,8 @@ from distmega.blueprint import (
     draw_decode,
     draw_library_decode,
     draw_prefill,
+    draws_apart,
     plan_decode,
-    sorts_apart,
 )
 from distmega.errors import LaunchError, RequestError, VerifyError
 from distmega.hostir.comm import Communicator
@@ -268,7 +268,7 @@ class Engine:
         if runner is None:
             return self._evaluator(draw_library_decode(self.blueprint), {})
         staged = self.blueprint.staged
-        if not sorts_apart(self.blueprint.method, staged) and staged.stage.num_stages == 1:
+        if not draws_apart(self.blueprint.method, staged) and staged.stage.num_stages == 1:
             self.stepping = runner
         return self._evaluator(host, {host.segments[0].name: runner})
 
