@@ -173,11 +173,12 @@ class BatchRunner:
         )
 
     def raise_hang(self) -> None:
-        """As DecodeRunner's; events are what they ought to be after it."""
+        """As DecodeRunner's; events and arrivals are what they ought to be after it."""
         if report := self._alarm.take():
             events = self._report[2 * EVENTS_AT : 2 * self.queues.first_word]
             epoch, num_sms = self._state[STATE_EPOCH], len(self.queues.queues)
             events.view(-1, EVENT_WORDS)[:, 0] = epoch * num_sms
+            self._arrivals.zero_()
             place = self._team.place if self._team else 0
             raise explain_batch_hang(self.queues, report, self._alarm.limit_s, place)
 

@@ -225,14 +225,16 @@ def lose_a_signal(comm: Communicator) -> None:
 
 
 def die(comm: Communicator) -> None:
-    """The last rank is killed while all run."""
-    engine = open_small(comm)
-    for _ in range(2):
-        start(engine, 4000)
-    if comm.rank == comm.mesh.num_ranks - 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    torch.cuda.synchronize()
-    engine.stepping.raise_hang()
+    """The last rank is killed with a launch of its own under way. Launches are short, since one
+    that has given up takes longer over each step that is left than one that has not.
+    """
+    engine, last = open_small(comm), comm.mesh.num_ranks - 1
+    for launch in range(200):
+        start(engine, 64)
+        if comm.rank == last and launch == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        torch.cuda.synchronize()
+        engine.stepping.raise_hang()
 
 
 @pytest.mark.parametrize("body", ["drop_a_part", "lose_a_signal"])
