@@ -255,7 +255,8 @@ def _fused(rates: OverlapRates, clock: _Clock, comm: NcclCommunicator, axis: str
         lambda: overlap.all_gather_matmul(own, b, workspace, gathers),
         lambda: overlap.matmul_all_reduce(a, b, workspace, sums),
     )
-    peers_us = max(gathered - gather_us(extents, gathers.tiles, event_rows(extents), none), 0.0)
+    alone_us = gather_us(extents, gathers.tiles, event_rows(extents), none, gathers.split)
+    peers_us = max(gathered - alone_us, 0.0)
     plan = plan_sending(
         extents,
         sums.tiles,

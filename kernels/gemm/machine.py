@@ -3,6 +3,7 @@
 In: a communicator of a mesh of GPUs. Out: a Machine, the same on all ranks. Next: api.py.
 """
 
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -16,8 +17,10 @@ _machines: dict[NcclCommunicator, Machine] = {}
 
 @cache
 def built_in(index: int) -> Machine:
-    """What is known of a CUDA device without measuring."""
-    return H100 if "H100" in torch.cuda.get_device_name(index) else H200
+    """What is known of a CUDA device without measuring, of as many SMs as it has."""
+    known = H100 if "H100" in torch.cuda.get_device_name(index) else H200
+    num_sms = torch.cuda.get_device_properties(index).multi_processor_count
+    return replace(known, num_sms=num_sms, overlap=replace(known.overlap, num_sms=num_sms))
 
 
 def measured(comm: NcclCommunicator) -> Machine:

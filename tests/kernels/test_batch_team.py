@@ -3,11 +3,13 @@
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from distmega.blueprint import DecodeBlueprint, draw_decode, plan_decode
+from distmega.engine import Engine
 from distmega.errors import VerifyError
 from distmega.kernels.hopper.batch_queues import BatchQueues, build_batch_queues
 from distmega.kernels.hopper.batch_runner import BatchRunner
@@ -151,6 +153,14 @@ def test_draws_without_limits_are_left_to_library_ops():
     drawn = blueprint("smollm2-135m", 2, method=Method(kind="plain"))
     with pytest.raises(VerifyError, match="of kind sample does not fuse"):
         build_batch_queues(drawn.host.segments[0], drawn.weights, drawn.states, 132)
+
+
+def test_draws_without_limits_are_refused_by_all_stages_alike():
+    """One stage could run them: it has no head. But all must say so before their ranks meet."""
+    drawn = blueprint("smollm2-135m", 2, method=Method(kind="plain"))
+    engine = SimpleNamespace(blueprint=drawn)
+    with pytest.raises(VerifyError, match="a temperature alone over 2 ranks"):
+        Engine._open_stepping(engine, drawn.host.segments, drawn.options)
 
 
 @pytest.mark.parametrize("num_candidates", [0, 64])
