@@ -89,8 +89,14 @@ class Split:
 WHOLE = Split(given=0)
 
 
-def count_helpers(split: Split, num_tiles: int, slices: int, num_sms: int) -> int:
+def count_tiles(extents: Extents, tile_n: int) -> int:
+    """Tiles of a result of whole rows of tiles."""
+    return extents.rows // TILE_ROWS * ceil_div(extents.columns, tile_n)
+
+
+def count_helpers(extents: Extents, tile_n: int, split: Split, num_sms: int) -> int:
     """Programs without a tile in the last of several waves; 0 if its tiles stay whole."""
+    num_tiles, slices = count_tiles(extents, tile_n), ceil_div(extents.depth, SLICE_K)
     helpers = -num_tiles % num_sms if num_tiles > num_sms and split.given else 0
     if helpers:
         turns = ceil_div(num_sms - helpers, helpers)
@@ -114,7 +120,7 @@ class _Programs:
         pieces: int,
         rates: OverlapRates,
     ) -> None:
-        tiles = extents.rows // TILE_ROWS * ceil_div(extents.columns, tile_n)
+        tiles = count_tiles(extents, tile_n)
         self.free = [rates.launch_us + rates.peers_us] * min(rates.num_sms, tiles)
         self.number = 0
         self._num_helpers, self._split, self._pieces = num_helpers, split, pieces
@@ -161,8 +167,7 @@ def gather_us(
     copies = rows // event_rows
     copy_us = 2 * event_rows * extents.depth / rates.copy_bytes_per_us + rates.copy_gap_us
     num_tiles = in_chunk * extents.num_ranks
-    slices = ceil_div(extents.depth, SLICE_K)
-    helpers = count_helpers(split, num_tiles, slices, rates.num_sms)
+    helpers = count_helpers(extents, tiles.tile_n, split, rates.num_sms)
     programs = _Programs(extents, tiles.tile_n, helpers, split, GATHERED, rates)
     for number in range(num_tiles):
         step, place = divmod(number, in_chunk)
@@ -229,7 +234,6 @@ def plan_sending(
     last_wave = (num_tiles - 1) % num_sms + 1
     late = min(ceil_div(last_wave, group), columns) * group
     lag = lag or chunk_rows // group
-    slices = ceil_div(extents.depth, SLICE_K)
     is_own = last_wave <= lag * group * columns
     return SendPlan(
         tiles=replace(tiles, group=group),
@@ -240,7 +244,7 @@ def plan_sending(
         lag=lag,
         shares=shares,
         num_late=late if shares and extents.num_ranks <= PUSHING_RANKS else 0,
-        num_helpers=count_helpers(split, num_tiles, slices, num_sms) if is_own else 0,
+        num_helpers=count_helpers(extents, tiles.tile_n, split, num_sms) if is_own else 0,
         split=split,
     )
 

@@ -19,12 +19,10 @@ from distmega.kernels.stream_ops import copy_bytes, copy_columns, wait_word, wri
 from distmega.sharding.matmul_ways import Choice, event_rows
 from distmega.sharding.tile_times import (
     GATHERED,
-    SLICE_K,
     TILE_ROWS,
     Extents,
     SendPlan,
     Tiles,
-    ceil_div,
     count_helpers,
     place_turns,
     plan_sending,
@@ -84,9 +82,7 @@ def all_gather_matmul(
     out = torch.empty(extents.rows, extents.columns, dtype=own.dtype, device=own.device)
     stuck = Stuck(own.device, debug)
     tiles, sms = choice.tiles, num_sms(own.device.index)
-    num_tiles = extents.rows // TILE_ROWS * ceil_div(extents.columns, tiles.tile_n)
-    slices = ceil_div(extents.depth, SLICE_K)
-    helpers = count_helpers(choice.split, num_tiles, slices, sms)
+    helpers = count_helpers(extents, tiles.tile_n, choice.split, sms)
     pieces = None
     if helpers:
         pieces = own.new_empty(GATHERED * (sms - helpers) * TILE_ROWS, tiles.tile_n)

@@ -86,6 +86,13 @@ def wait_numbers(host: HostProgram) -> list[int]:
     ]
 
 
+def require_every_wait(host: HostProgram) -> None:
+    """Fails if the program is sound without one of its waits."""
+    for number in wait_numbers(host):
+        with pytest.raises(CheckError):
+            check_host(without(host, number))
+
+
 SOUND = [STREAMED, PIPELINED, PUSHED]
 
 

@@ -5,16 +5,14 @@ from collections.abc import Mapping
 import pytest
 
 from distmega.builder import ProgramBuilder
-from distmega.errors import CheckError, PlanError
-from distmega.hostir.check import check_host
+from distmega.errors import PlanError
 from distmega.hostir.passes import peak_memory
 from distmega.program import Program
 from distmega.sharding.cost import CPU
 from distmega.sharding.mesh import DeviceMesh
 from distmega.sharding.placements import Layout, replicate, shard, stream
 from distmega.sharding.planner import plan_program
-from tests.hostir.programs import without
-from tests.hostir.test_check import wait_numbers
+from tests.hostir.test_check import require_every_wait
 from tests.hostir.test_streams import ONE, TP, allocated_bytes, assert_exact, loops, lowered, words
 
 Marks = Mapping[str, Layout]
@@ -176,9 +174,7 @@ def test_every_wait_is_needed(case: str):
     program, mesh, marks = CASES[case]
     _, local, host = lowered(program, mesh, marks)
     assert_exact(program, local, host)
-    for number in wait_numbers(host):
-        with pytest.raises(CheckError):
-            check_host(without(host, number))
+    require_every_wait(host)
 
 
 @pytest.mark.parametrize("case", CASES)

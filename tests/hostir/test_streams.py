@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from distmega.builder import ProgramBuilder
-from distmega.errors import CheckError, PlanError, VerifyError
+from distmega.errors import PlanError, VerifyError
 from distmega.hostir.check import check_host
 from distmega.hostir.lower import lower_program
 from distmega.hostir.nodes import Allocate, ForLoop, HostProgram, Node, walk_nodes
@@ -19,8 +19,8 @@ from distmega.sharding.localize import LocalProgram, localize
 from distmega.sharding.mesh import DeviceMesh
 from distmega.sharding.placements import Layout, replicate, shard, stream
 from distmega.sharding.planner import Plan, plan_program
-from tests.hostir.programs import run_program, without
-from tests.hostir.test_check import wait_numbers
+from tests.hostir.programs import run_program
+from tests.hostir.test_check import require_every_wait
 from tests.hostir.threads import HeldBytes, join, run_mesh
 
 ONE = DeviceMesh(tp=1)
@@ -355,9 +355,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_every_wait_is_needed(case: str):
     host = lowered(*CASES[case])[2]
-    for number in wait_numbers(host):
-        with pytest.raises(CheckError):
-            check_host(without(host, number))
+    require_every_wait(host)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -173,20 +173,23 @@ def test_library_ops_draw_within_limits_from_the_kernel_logits(num_candidates: i
     assert segment.tensor_map()[queues.logits].shape == (3, PRESETS["smollm2-135m"].vocab)
 
 
+def open_batch_runner(drawn: DecodeBlueprint) -> BatchRunner:
+    """To be used within `offline`."""
+    (segment,), tp = drawn.host.segments, drawn.staged.plan.mesh.num_ranks
+    return BatchRunner(
+        segment,
+        weights=drawn.weights,
+        weights_arena=torch.empty(drawn.weights.num_bytes, dtype=torch.uint8),
+        states=drawn.states,
+        state_arena=torch.empty(drawn.states.num_bytes, dtype=torch.uint8),
+        team=LoneTeam(tp) if tp > 1 else None,
+    )
+
+
 @cache
 def compiled(name: str, tp: int) -> Machine:
-    drawn = blueprint(name, tp)
-    (segment,) = drawn.host.segments
     with pytest.MonkeyPatch.context() as patch, offline(patch) as launched:
-        runner = BatchRunner(
-            segment,
-            weights=drawn.weights,
-            weights_arena=torch.empty(drawn.weights.num_bytes, dtype=torch.uint8),
-            states=drawn.states,
-            state_arena=torch.empty(drawn.states.num_bytes, dtype=torch.uint8),
-            team=LoneTeam(tp),
-        )
-        runner.decode(1)
+        open_batch_runner(blueprint(name, tp)).decode(1)
     (machine,) = launched
     return machine
 

@@ -6,18 +6,13 @@ import pytest
 import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from distmega.blueprint import draw_decode, plan_decode
 from distmega.kernels.hopper.batch_limits import list_words
-from distmega.kernels.hopper.batch_runner import BatchRunner
 from distmega.kernels.hopper.batch_words import BATCH
 from distmega.kernels.hopper.runner import DecodeRunner
-from distmega.models.presets import PRESETS
 from distmega.models.sampling import GREEDY, Method
-from distmega.requests import EngineOptions
-from distmega.sharding.cost import H200
-from distmega.sharding.mesh import DeviceMesh
 from tests.kernels import offline
-from tests.kernels.test_decode_code import LoneTeam, open_runner
+from tests.kernels.test_batch_team import blueprint, open_batch_runner
+from tests.kernels.test_decode_code import open_runner
 
 METADATA = 6
 """Place of what hooks may ask for, made anew for each launch."""
@@ -43,20 +38,9 @@ def test_batched_launches_are_the_first(monkeypatch, num_ranks, method):
     """
     seen: list[tuple[object, ...]] = []
     monkeypatch.setattr(offline._Launcher, "__call__", lambda self, *given: seen.append(given))
-    options = EngineOptions(max_context=256, batch=3)
-    mesh = DeviceMesh(tp=num_ranks)
-    plan = plan_decode(PRESETS["smollm2-135m"], mesh, H200, options, method=method)
-    drawn = draw_decode(PRESETS["smollm2-135m"], plan, options, peer_memory=True, method=method)
-    (segment,) = drawn.host.segments
+    drawn = blueprint("smollm2-135m", num_ranks, 3, method=method)
     with offline.offline(monkeypatch):
-        runner = BatchRunner(
-            segment,
-            weights=drawn.weights,
-            weights_arena=torch.empty(drawn.weights.num_bytes, dtype=torch.uint8),
-            states=drawn.states,
-            state_arena=torch.empty(drawn.states.num_bytes, dtype=torch.uint8),
-            team=LoneTeam(num_ranks) if num_ranks > 1 else None,
-        )
+        runner = open_batch_runner(drawn)
         if method.draws:
             assert runner._report.numel() > 2 * BATCH * list_words(runner.queues.shape.vocab)
         for num_steps in (1, 1, 3):

@@ -128,6 +128,19 @@ def die(comm: NcclCommunicator) -> None:
     engine.stepping.raise_hang()
 
 
+def errors_of_survivors(body: str, device: str, num_ranks: int, run_ranks) -> str:
+    """What all ranks say when `body` kills the last one: each other names it in time."""
+    last = num_ranks - 1
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(body, device, num_ranks)
+    found = str(caught.value)
+    for rank in range(last):
+        error = re.search(rf"HangError: rank {rank}, SM \d+ .* waited 1 s for .*", found)
+        assert error, found
+        assert f"rank {last}, SM" in error[0].partition("owed by")[2], found
+    return found
+
+
 @pytest.mark.parametrize("body", ["drop_a_signal", "wait_for_the_wrong_tag", "come_late"])
 @pytest.mark.parametrize(("device", "num_ranks"), ON_GPUS)
 def test_a_fault_ends_in_time(body: str, device: str, num_ranks: int, run_ranks):
@@ -136,12 +149,5 @@ def test_a_fault_ends_in_time(body: str, device: str, num_ranks: int, run_ranks)
 
 @pytest.mark.parametrize(("device", "num_ranks"), ON_GPUS)
 def test_a_killed_rank_is_named(device: str, num_ranks: int, run_ranks):
-    last = num_ranks - 1
-    with pytest.raises(RanksFailed) as caught:
-        run_ranks(f"{HERE}:die", device, num_ranks)
-    found = str(caught.value)
-    assert f"rank {last}: died, exit code -9" in found
-    for rank in range(last):
-        error = re.search(rf"HangError: rank {rank}, SM \d+ .* waited 1 s for .*", found)
-        assert error, found
-        assert f"rank {last}, SM" in error[0].partition("owed by")[2], found
+    found = errors_of_survivors(f"{HERE}:die", device, num_ranks, run_ranks)
+    assert f"rank {num_ranks - 1}: died, exit code -9" in found
