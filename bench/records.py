@@ -2,7 +2,7 @@
 
 A record is {case, device, num_gpus, ours_us, peers: {name: us}, floor_us, commit}. Times are
 medians in microseconds, taken side by side in one run; floor_us is what the bytes or flops alone
-take at rates measured in that run. tables.py turns the files into the README's tables.
+take at rates measured in that run. tables.py turns the files into tables.
 """
 
 import json

@@ -1,7 +1,7 @@
-"""Writes the README's tables from bench/results/*.json, one file a table, nothing typed by hand.
+"""Writes the tables of PAGES from bench/results/*.json, one file a table, nothing typed by hand.
 
-A table stands in README.md between `<!-- table:NAME -->` and `<!-- end -->`, NAME being the file's
-stem. A name without a file reads "no results yet".
+A table stands between `<!-- table:NAME -->` and `<!-- end -->`, NAME being the file's stem. A name
+without a file reads "no results yet".
 """
 
 import re
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from bench.records import RESULTS, ROOT, Record, read_records
 
-README = ROOT / "README.md"
+PAGES = (ROOT / "README.md", RESULTS / "README.md")
 
 _SECTION = re.compile(r"(<!-- table:([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -66,8 +66,9 @@ def unused(text: str, results: Path) -> list[str]:
 
 
 def main() -> None:
-    """Rewrites README.md."""
-    README.write_text(fill(README.read_text(), RESULTS))
+    """Rewrites the pages."""
+    for page in PAGES:
+        page.write_text(fill(page.read_text(), RESULTS))
 
 
 if __name__ == "__main__":

@@ -48,10 +48,9 @@ def matmul(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
     if _on_hopper(a):
         tiles = choose_tiles(_extents(a, b), built_in(a.device.index).overlap)
     if tiles is None or not (out is None or _kernels("launch").can_store(out)):
-        return torch.mm(a, b.T, out=out) if out is not None else torch.mm(a, b.T)
+        return torch.mm(a, b.T, out=out)
     launch = _kernels("launch")
-    result = torch.empty(a.shape[0], b.shape[0], dtype=a.dtype, device=a.device)
-    result = result if out is None else out
+    result = a.new_empty(a.shape[0], b.shape[0]) if out is None else out
     with torch.cuda.device(a.device):
         launch.launch_matmul(
             launch.aligned(a), launch.aligned(b), result, launch.plain_spec(tiles), tiles.group

@@ -80,8 +80,15 @@ def test_an_example_runs(example: str):
 
 
 def test_tables_are_what_the_results_give():
-    assert tables.fill(README, tables.RESULTS) == README, "run `make tables`"
-    assert not tables.unused(README, tables.RESULTS)
+    pages = "".join(page.read_text() for page in tables.PAGES)
+    assert tables.fill(pages, tables.RESULTS) == pages, "run `make tables`"
+    assert not tables.unused(pages, tables.RESULTS)
+
+
+def test_links_lead_to_files():
+    for page in tables.PAGES:
+        for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):
+            assert (page.parent / link).exists(), f"{page}: {link}"
 
 
 def record(case: str, ours_us: float, peers: dict[str, float]) -> Record:
