@@ -14,8 +14,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from distmega.kernels.gemm.kernel import matmul_kernel
 from distmega.kernels.gemm.spec import HALF_M, TILE_K, TILE_M, MatmulSpec
+from distmega.kernels.launcher import Launcher
 from distmega.sharding.tile_times import Tiles
 
+POINTER_ALIGNMENT = 16
+"""Bytes to which Triton looks whether a pointer is aligned."""
 SHARED = gl.NVMMASharedLayout(128, 16, 2)
 
 
@@ -110,7 +113,16 @@ def launch_matmul(
     chunk_rows = -(-rows // (spec.num_ranks * TILE_M.value))
     tile_columns = -(-columns // spec.tile_n)
     num_programs = min(num_sms(index), chunk_rows * tile_columns * spec.num_ranks)
-    matmul_kernel[(num_programs,)](
+    pointers = (
+        with_peers.arrivals,
+        with_peers.counts,
+        with_peers.rooms,
+        with_peers.words,
+        words if stuck is None else stuck,
+    )
+    arrivals, counts, rooms, pushed, report = pointers
+    launcher = _launcher(index, spec, num_programs, tuple(map(_is_aligned, pointers)))
+    launcher(
         a_blocks,
         own,
         _blocks(b, spec.tile_n),
@@ -124,17 +136,27 @@ def launch_matmul(
         group,
         with_peers.lag,
         with_peers.part,
-        with_peers.arrivals,
+        arrivals,
         with_peers.arrival_rows,
-        with_peers.counts,
+        counts,
         with_peers.late,
         columns // HALF_M.value,
-        with_peers.rooms,
-        with_peers.words,
+        rooms,
+        pushed,
         with_peers.helpers,
         with_peers.given,
         with_peers.fewer,
-        words if stuck is None else stuck,
-        spec=spec,
-        num_warps=4,
+        report,
     )
+
+
+@cache
+def _launcher(
+    index: int, spec: MatmulSpec, num_programs: int, aligned: tuple[bool, ...]
+) -> Launcher:
+    """Of a kernel on one device. aligned: of each pointer, since Triton compiles for it."""
+    return Launcher(matmul_kernel, num_programs, {"spec": spec}, num_warps=4)
+
+
+def _is_aligned(x: Tensor) -> bool:
+    return x.data_ptr() % POINTER_ALIGNMENT == 0

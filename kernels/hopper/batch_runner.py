@@ -31,7 +31,6 @@ from distmega.kernels.hopper.batch_words import (
     pack,
 )
 from distmega.kernels.hopper.diagnosis import explain_batch_hang
-from distmega.kernels.hopper.launcher import Launcher
 from distmega.kernels.hopper.plan import MAX_QUERIES
 from distmega.kernels.hopper.runner import (
     LOG2_E,
@@ -45,6 +44,7 @@ from distmega.kernels.hopper.runner import (
     require_steps,
 )
 from distmega.kernels.hopper.words import MAX_SMS, WORDS
+from distmega.kernels.launcher import Launcher
 from distmega.kernels.memory import arena_views
 from distmega.kernels.runners import NO_DRAWS
 from distmega.kernels.symmetric import Team

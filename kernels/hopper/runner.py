@@ -2,7 +2,7 @@
 
 In: a segment, the arenas of weights and states on the GPU. Out: a KernelRunner for
 hostir/evaluator.py, one step a launch, and `decode`, several steps a launch. Weights and states are
-used where they lie, so library ops of the same model share them. Next on the walk: launcher.py.
+used where they lie, so library ops of the same model share them. Next on the walk: ../launcher.py.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,6 @@ from distmega.kernels.fusion import Draw
 from distmega.kernels.hopper import kernel
 from distmega.kernels.hopper.alarm import LOCAL_LIMIT_S, Alarm
 from distmega.kernels.hopper.diagnosis import explain_hang
-from distmega.kernels.hopper.launcher import Launcher
 from distmega.kernels.hopper.plan import DecodeQueues, Matrix
 from distmega.kernels.hopper.queues import build_queues
 from distmega.kernels.hopper.shapes import TILE_SHARED, WEIGHT_SHARED
@@ -37,6 +36,7 @@ from distmega.kernels.hopper.words import (
     WORDS,
     pack,
 )
+from distmega.kernels.launcher import Launcher
 from distmega.kernels.memory import arena_views
 from distmega.kernels.runners import NO_DRAWS
 from distmega.kernels.symmetric import SymmetricMemory, Team

@@ -6,10 +6,12 @@ import pytest
 import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from distmega.kernels.gemm import launch
 from distmega.kernels.hopper.batch_limits import list_words
 from distmega.kernels.hopper.batch_words import BATCH
 from distmega.kernels.hopper.runner import DecodeRunner
 from distmega.models.sampling import GREEDY, Method
+from distmega.sharding.tile_times import Tiles
 from tests.kernels import offline
 from tests.kernels.test_batch_team import blueprint, open_batch_runner
 from tests.kernels.test_decode_code import open_runner
@@ -48,6 +50,36 @@ def test_batched_launches_are_the_first(monkeypatch, num_ranks, method):
     assert_alike(seen)
 
 
+@pytest.mark.parametrize("stuck", [False, True])
+def test_later_launches_of_a_matmul_are_the_first(monkeypatch, stuck):
+    """Also of other extents; an unaligned report has a kernel of its own."""
+    seen: list[tuple[object, ...]] = []
+    monkeypatch.setattr(offline._Launcher, "__call__", lambda self, *given: seen.append(given))
+    words = torch.zeros(4, dtype=torch.int32)
+    monkeypatch.setattr(launch, "_unused_words", lambda index: words)
+    report = words[1:] if stuck else None
+    with offline.offline(monkeypatch):
+        launch._launcher.cache_clear()
+        for rows, depth in ((1024, 512), (1024, 512), (2048, 64)):
+            a, b, out = (
+                torch.empty(shape, dtype=torch.bfloat16)
+                for shape in ((rows, depth), (5120, depth), (rows, 5120))
+            )
+            spec = launch.plain_spec(Tiles(tile_n=256, stages=4, group=8))
+            launch.launch_matmul(a, b, out, spec, 8, stuck=report)
+    first, second, third = map(shown, seen)
+    assert first == second
+    assert [pair for pair in zip(first, third, strict=True) if pair[0] != pair[1]] == [
+        *[(described(1024, 512, 64), described(2048, 64, 64))] * 2,
+        (described(5120, 512, 256), described(5120, 64, 256)),
+        *[(described(1024, 5120, 64), described(2048, 5120, 64))] * 2,
+        (described(1024, 5120, 64, 256), described(2048, 5120, 64, 256)),
+        (8, 1),
+        (8, 16),
+    ]
+    launch._launcher.cache_clear()
+
+
 def assert_alike(launches: Sequence[tuple[object, ...]]) -> None:
     """Three launches that differ in the number of steps alone: 1, 1 and 3."""
     first, second, third = map(shown, launches)
@@ -62,11 +94,18 @@ def shown(given: tuple[object, ...]) -> list[object]:
     return [*before, *map(identity, after)]
 
 
+def described(rows: int, columns: int, block_rows: int, block_columns: int = 64) -> object:
+    """What `identity` makes of a matrix's descriptor."""
+    return (rows, columns), (block_rows, block_columns)
+
+
 def identity(argument: object) -> object:
     """Tensors and descriptors by what they are, constants by value."""
     match argument:
         case tuple():
             return tuple(map(identity, argument))
-        case torch.Tensor() | TensorDescriptor():
-            return id(argument)
+        case torch.Tensor():
+            return argument.data_ptr(), argument.dtype
+        case TensorDescriptor():
+            return tuple(argument.shape), tuple(argument.block_shape)
     return getattr(argument, "value", argument)

@@ -2,7 +2,7 @@
 
 In: a kernel, its grid, constants and options. Out: a callable that takes the other arguments. To
 find the compiled kernel Triton looks at each argument, which takes 0.2 to 0.3 ms for the decode
-kernel; only the first launch does so. Next on the walk: kernel.py.
+kernel; only the first launch does so. Next on the walk: hopper/kernel.py.
 """
 
 from collections.abc import Callable, Mapping
