@@ -140,13 +140,13 @@ def block_of(tile, index: gl.constexpr, count: gl.constexpr):
 
 @gluon.jit
 def store_block(part, i: gl.constexpr, count: gl.constexpr, out, top, left, leaving,
-                rest: gl.constexpr = False):  # fmt: skip
-    """Block i of `count` of a half tile, through shared memory, which is returned with it; rest:
-    what rounding leaves of it.
+                number: gl.constexpr, rest: gl.constexpr = False):  # fmt: skip
+    """Block i of `count` of a half tile, through shared memory, which is returned with it; number:
+    of the blocks stored before it. rest: what rounding leaves of it.
     """
     tma_store_wait(BUFFERS - 1)
     cta_barrier()
-    buffer = leaving.index(i % BUFFERS)
+    buffer = leaving.index(number % BUFFERS)
     block = block_of(part, i, count)
     if rest:
         block -= block.to(buffer.dtype).to(gl.float32)
@@ -158,11 +158,22 @@ def store_block(part, i: gl.constexpr, count: gl.constexpr, out, top, left, leav
 
 
 @gluon.jit
-def store_tile(part, out, top, left, leaving, rest: gl.constexpr = False):
-    """Columns of a half tile to local memory; rest: as store_block."""
+def store_tile(part, out, top, left, leaving):
+    """Columns of a half tile to local memory."""
     count: gl.constexpr = part.shape[1] // HALF_M
     for i in gl.static_range(count):
-        store_block(part, i, count, out, top, left, leaving, rest)
+        store_block(part, i, count, out, top, left, leaving, i)
+
+
+@gluon.jit
+def store_tile_and_rest(part, out, top, leaving):
+    """As store_tile, from column 0 on, and a tile below what rounding leaves, a block after its
+    own, so that no rounded block is kept.
+    """
+    count: gl.constexpr = part.shape[1] // HALF_M
+    for i in gl.static_range(count):
+        store_block(part, i, count, out, top, 0, leaving, 2 * i)
+        store_block(part, i, count, out, top + TILE_M, 0, leaving, 2 * i + 1, rest=True)
 
 
 @gluon.jit
@@ -176,7 +187,7 @@ def push_tile(part, home, top, left, leaving, pushing, rank, spec: gl.constexpr)
     columns = left + gl.arange(0, HALF_M, layout=gl.SliceLayout(0, layout))
     lines = gl.expand_dims((top + rows).to(gl.int64) * width, 1)
     for i in gl.static_range(count):
-        block = store_block(part, i, count, home, top, left, leaving).load(layout)
+        block = store_block(part, i, count, home, top, left, leaving, i).load(layout)
         places = gl.expand_dims(columns + i * HALF_M, 0)
         inside = places < width
         for other in range(spec.num_ranks - 1):
@@ -290,9 +301,7 @@ def compute_tiles(out, home, k_tiles, grid, split, pushing, ring, boxes, leaving
                 acc, it = add_partials(acc, it, num_partials, ring, half, spec)
                 store_tile(acc, out, below, left, leaving)
             else:
-                top = 2 * word * TILE_M + half * HALF_M
-                store_tile(acc, home, top, 0, leaving)
-                store_tile(acc, home, top + TILE_M, 0, leaving, rest=True)
+                store_tile_and_rest(acc, home, 2 * word * TILE_M + half * HALF_M, leaving)
         else:
             if (chunk == rank) & whole:
                 others: gl.constexpr = spec.num_ranks - 1
