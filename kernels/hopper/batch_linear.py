@@ -45,6 +45,7 @@ from distmega.kernels.hopper.batch_fields import (
     ROUND_COLUMNS,
     ROUND_UNITS,
 )
+from distmega.kernels.hopper.batch_limits import NO_ROW
 from distmega.kernels.hopper.batch_team import (
     exchange_of,
     likeliest,
@@ -194,7 +195,8 @@ def next_tokens(
     values = gl.load(bests + at, cache_modifier=".cg")
     rows = gl.load(best_rows + at, cache_modifier=".cg")
     highest = gl.expand_dims(gl.max(values, axis=1), 1)
-    lowest = gl.min(gl.where(values == highest, rows, 0x7FFFFFFF), axis=1)
+    lowest = gl.min(gl.where(values == highest, rows, NO_ROW), axis=1)
+    lowest = gl.where(lowest == NO_ROW, 0, lowest)  # where all logits are NaN or -inf
     if RANKS > 1:
         value = gl.max(values, axis=1)
         exchange = exchange_of(events)

@@ -30,7 +30,7 @@ from distmega.kernels.hopper.device import as_float, keep, tagged, tagged_float
 from distmega.kernels.hopper.fields import NO_REPORT
 from distmega.kernels.hopper.shapes import PER_THREAD, UNIT_ROWS
 from distmega.kernels.hopper.spins import spin_ranks
-from distmega.kernels.hopper.team import push_words, sum_ranks
+from distmega.kernels.hopper.team import push_words, read_alarm, sum_ranks
 
 
 @gluon.jit
@@ -76,8 +76,9 @@ def likeliest(words, values, rows, exchange, peers, after, sm, tag, RANKS: gl.co
     b = gl.arange(0, BATCH, layout=gl.SliceLayout(1, BY_SM))
     if sm == 0:
         own = words[EMB_OWN_BEST] + after + 2 * b
-        push_words(peers, own, tagged_float(values, tag), b >= 0, RANKS)
-        push_words(peers, own + 1, tagged(words[EMB_FIRST_ID] + rows, tag), b >= 0, RANKS)
+        sound = (b >= 0) & (read_alarm(exchange) == NO_REPORT)
+        push_words(peers, own, tagged_float(values, tag), sound, RANKS)
+        push_words(peers, own + 1, tagged(words[EMB_FIRST_ID] + rows, tag), sound, RANKS)
     b = gl.arange(0, BATCH, layout=PER_THREAD)
     first = exchange + (words[EMB_BEST] + after + 2 * b)
     stride_bytes = gl.to_tensor(16 * BATCH).to(gl.int64)

@@ -271,7 +271,9 @@ def linear_task(
     if opcode == OP_HEAD:
         value = gl.max(best, axis=0)
         index = gl.min(gl.where(best == value, best_row, 0x7FFFFFFF), axis=0)
-        push_best(peers, place, best_words, num_sms, sm, value, first_id + index, tag, RANKS)
+        push_best(
+            exchange, peers, place, best_words, num_sms, sm, value, first_id + index, tag, RANKS
+        )
     if RANKS > 1:  # noqa: SIM102  a constant, so that the rest is compiled only then
         if opcode == OP_PARTIAL:
             sum_partials(words, exchange, residual, tag, tag - words[LAYER], RANKS)

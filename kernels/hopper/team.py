@@ -127,12 +127,19 @@ def sum_partials(words, exchange, residual, tag, tag0, RANKS: gl.constexpr):
 
 
 @gluon.jit
-def push_best(peers, place, best_words, num_sms, sm, value, index, tag, RANKS: gl.constexpr):
-    """This SM's highest logit and its token, to every rank."""
+def push_best(
+    exchange, peers, place, best_words, num_sms, sm, value, index, tag, RANKS: gl.constexpr
+):
+    """This SM's highest logit and its token, to every rank; none that are void (push_partial)."""
     at = keep(best_words) + 2 * (place * num_sms + sm)
-    for rank in gl.static_range(RANKS):
-        gl.store(peers[rank] + at, tagged_float(value, tag))
-        gl.store(peers[rank] + at + 1, tagged(index, tag))
+    if RANKS == 1:
+        gl.store(peers[0] + at, tagged_float(value, tag))
+        gl.store(peers[0] + at + 1, tagged(index, tag))
+    else:
+        is_sound = read_alarm(exchange) == NO_REPORT
+        for rank in gl.static_range(RANKS):
+            gl.store(peers[rank] + at, tagged_float(value, tag), mask=is_sound)
+            gl.store(peers[rank] + at + 1, tagged(index, tag), mask=is_sound)
 
 
 @gluon.jit
