@@ -149,7 +149,8 @@ def store_block(part, i: gl.constexpr, count: gl.constexpr, out, top, left, leav
     buffer = leaving.index(number % BUFFERS)
     block = block_of(part, i, count)
     if rest:
-        block -= block.to(buffer.dtype).to(gl.float32)
+        rounded = block.to(buffer.dtype).to(gl.float32)
+        block = gl.where(gl.abs(rounded) < float("inf"), block - rounded, 0.0)  # inf leaves nothing
     buffer.store(block.to(buffer.dtype))
     fence_async_shared()
     cta_barrier()
