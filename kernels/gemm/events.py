@@ -16,8 +16,8 @@ from triton.experimental.gluon import language as gl
 
 from distmega.kernels.gluon_compat import cta_barrier
 
-MAX_POLLS = gl.constexpr(1 << 22)
-"""Polls of a debug build before it gives up: some seconds."""
+MAX_POLLS = gl.constexpr(1 << 24)
+"""Polls of a debug build before it gives up: more seconds than a peer needs to compile a kernel."""
 
 
 @gluon.jit

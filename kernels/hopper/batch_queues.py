@@ -164,12 +164,13 @@ class _BatchBuilder:
         )
 
     def reserve(self, num_events: int) -> None:
-        """Room behind the events for what ranks exchange: their parts of the two sums, and their
-        likeliest tokens, before a step and behind the last one.
+        """Room behind the events for what ranks exchange: their likeliest tokens, before a step and
+        behind the last one, and their parts of the two sums. In the order in which the embedding
+        waits for them, since of waits with one tag the lowest word is reported (spins.py).
         """
         ranks, word = self.shape.num_ranks, first_word(num_events)
         part = ranks * self.shape.hidden * BATCH
-        sizes = {"parts of h": part, "parts of x": part, "best": 2 * ranks * BEST_WORDS}
+        sizes = {"best": 2 * ranks * BEST_WORDS, "parts of h": part, "parts of x": part}
         for name, size in sizes.items() if ranks > 1 else ():
             assert size % 16 == 0
             self.exchange[name] = word

@@ -135,7 +135,8 @@ def test_buffers_lie_behind_the_events(team: list[BatchQueues]):
             assert word % 16 == 0
             word += buffer.num_words
         assert word < 2**24, "the words of a report"
-        best = queues.buffers[-1]
+        best = queues.buffers[0]
+        assert best.name == "best", "awaited before the parts of x with the same tag"
         (embed,) = {one[0] for one in queues.queues if one[0].row0 == 0 and one[0].num_units}
         assert best.first == embed.best <= embed.own_best < best.first + best.num_words // 2
 
