@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from distmega.cli import main
+from tests.interrupts import interruptible
 
 PROMPT = "The capital of France is"
 NUM_TOKENS = "8"
@@ -109,11 +110,12 @@ def test_a_rank_that_dies_ends_the_others_and_is_named() -> None:
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_all_ranks_at_once_and_quietly(number: signal.Signals, code: int) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "distmega", "generate", "tiny-llama", PROMPT, "--tp", "2",
-         "--max-context", "512", "--max-new-tokens", "480"],
-        env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    with interruptible():
+        process = subprocess.Popen(
+            [sys.executable, "-m", "distmega", "generate", "tiny-llama", PROMPT, "--tp", "2",
+             "--max-context", "512", "--max-new-tokens", "480"],
+            env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
     assert process.stdout
     assert process.stdout.read(1)
     ranks = psutil.Process(process.pid).children(recursive=True)

@@ -13,6 +13,7 @@ from distmega.errors import LaunchError, RankFailure, RequestError
 from distmega.launch.contract import Emitted, Event, LauncherOptions, Result
 from distmega.launch.launchers import launch
 from distmega.ranks import RankContext
+from tests.interrupts import interruptible
 from tests.launch.conftest import is_gone, wait_until
 from tests.launch.targets import Trap
 
@@ -137,11 +138,29 @@ for event in launch("tests.launch.targets:hang", None, LauncherOptions(num_ranks
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
 def test_the_ranks_end_with_their_caller(end: signal.Signals):
     # a script without a main guard, which the start method spawn of multiprocessing would not take
-    with subprocess.Popen(
-        [sys.executable, "-c", CALLER], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as caller:
+    with interruptible():
+        caller = subprocess.Popen(
+            [sys.executable, "-c", CALLER],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+    with caller:
         assert caller.stdout is not None
         pid = int(caller.stdout.readline())
         caller.send_signal(end)
         assert caller.wait(10) == -end
     assert wait_until(lambda: is_gone(pid))
+
+
+def test_interruptible_children_heed_sigint_though_the_tests_ignore_it():
+    tell = [sys.executable, "-c", "import signal; print(signal.getsignal(2) is signal.SIG_IGN)"]
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        ignoring = subprocess.check_output(tell, text=True)
+        with interruptible():
+            heeding = subprocess.check_output(tell, text=True)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (ignoring, heeding) == ("True\n", "False\n")
