@@ -78,6 +78,12 @@ def _unused_words(index: int) -> Tensor:
     return torch.zeros(4, dtype=torch.int32, device=f"cuda:{index}")
 
 
+def _without_peers(index: int) -> Peering:
+    words = _unused_words(index)
+    addresses = words.view(torch.int64)
+    return Peering(rank=0, arrivals=words, counts=words, rooms=addresses, words=addresses)
+
+
 def _blocks(x: Tensor, rows: int, columns: int = HALF_M.value) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(x, [rows, columns], SHARED)
 
@@ -98,14 +104,7 @@ def launch_matmul(
     128 and, where it sends, group a divisor of a rank's rows of tiles.
     """
     index = a.device.index
-    words = _unused_words(index)
-    with_peers = peering or Peering(
-        rank=0,
-        arrivals=words,
-        counts=words,
-        rooms=words.view(torch.int64),
-        words=words.view(torch.int64),
-    )
+    with_peers = peering or _without_peers(index)
     home = out if with_peers.home is None else with_peers.home
     a_blocks = _blocks(a, HALF_M.value)
     own = a_blocks if with_peers.own is None else _blocks(with_peers.own, HALF_M.value)
@@ -118,9 +117,9 @@ def launch_matmul(
         with_peers.counts,
         with_peers.rooms,
         with_peers.words,
-        words if stuck is None else stuck,
+        _unused_words(index) if stuck is None else stuck,
     )
-    arrivals, counts, rooms, pushed, report = pointers
+    arrivals, counts, rooms, words, report = pointers
     launcher = _launcher(index, spec, num_programs, tuple(map(_is_aligned, pointers)))
     launcher(
         a_blocks,
@@ -142,7 +141,7 @@ def launch_matmul(
         with_peers.late,
         columns // HALF_M.value,
         rooms,
-        pushed,
+        words,
         with_peers.helpers,
         with_peers.given,
         with_peers.fewer,

@@ -234,7 +234,7 @@ def test_the_rank_and_the_sm_that_owe_a_part_are_named():
 
 def test_who_owes_the_likeliest_tokens_is_named():
     queues = team_queues("llama-3.2-1b", 4)[1]
-    best = queues.buffers[-1].first
+    best = queues.buffers[0].first
     text = explain(best + 3 * 2 * BATCH, 1, 4, rank=1)
     assert "rank 1, SM 4 (instruction 0, embed" in text
     assert "owed by rank 3, SM 0, behind instruction 81, head" in text
