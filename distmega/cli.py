@@ -107,7 +107,7 @@ class Explain:
     machine: Literal["cpu", "h100", "h200"] = "cpu"
     """Whose cost model plans."""
     memory_limit_gb: float = 0.0
-    """Memory of a rank that weights and KV cache may take, 10^9 bytes; 0 is the machine's."""
+    """Memory of a rank that weights and KV cache may take, 10^9 bytes; 0 sets no limit."""
     full: bool = False
     """Print the segments op by op."""
     engine: Options = EngineOptions()

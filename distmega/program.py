@@ -114,9 +114,9 @@ class Op:
         return next((value for key, value in self.attrs if key == name), default)
 
     @property
-    def num_points(self) -> int:
-        """Points of the iteration space that do work: lookup axes count once."""
-        return math.prod(a.extent for a in self.axes if not a.lookup)
+    def extents(self) -> dict[str, int]:
+        """Extents of the axes by name."""
+        return {axis.name: axis.extent for axis in self.axes}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,7 +262,7 @@ def _verify_accesses(program: Program, op: Op, tensors: dict[str, Tensor]) -> No
 
 
 def _verify_index(program: Program, op: Op, access: Access, index: Index, extent: int) -> None:
-    extents = {axis.name: axis.extent for axis in op.axes}
+    extents = op.extents
     unknown = [name for name in index.axes if name not in extents]
     if unknown:
         found = f"op {op.name!r} uses unknown axes {unknown}"

@@ -12,12 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from distmega.program import Access, Op
-
-
-def axis_extents(op: Op) -> dict[str, int]:
-    """Extent of each iteration axis by name."""
-    return {axis.name: axis.extent for axis in op.axes}
+from distmega.program import Access
 
 
 def access_axes(access: Access) -> tuple[str, ...]:

@@ -88,7 +88,6 @@ class Collectives(ABC):
 
     def __init__(self, mesh: DeviceMesh, rank: int) -> None:
         self.mesh, self.rank = mesh, rank
-        self._coordinate = mesh.coordinate(rank)
 
     @abstractmethod
     def _gather(self, axis: str, x: Tensor) -> Callable[[], list[Tensor]]:

@@ -231,7 +231,7 @@ def _in_axes_of(first: Op, read: Access, then: Op) -> Op | None:
     """The first op with the axis names of the second, which reads its result whole, one axis a
     dim and in the order of its own results; None if it doesn't.
     """
-    extents = {axis.name: axis.extent for axis in then.axes}
+    extents = then.extents
     outs = [_whole_axes(access, first) for access in first.writes]
     there = _whole_axes(read, then)
     if there is None or any(names != outs[0] for names in outs) or outs[0] is None:

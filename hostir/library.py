@@ -20,7 +20,6 @@ from distmega.errors import ProgramError
 from distmega.hostir import choice
 from distmega.hostir.axis_views import (
     access_axes,
-    axis_extents,
     fold_axes,
     is_plain,
     order_axes,
@@ -204,7 +203,7 @@ def _base(op: Op, coordinate: Coordinate) -> int:
 
 
 def _compile_linear(op: Op, coordinate: Coordinate) -> OpFunction:
-    spec, extents = linear_spec(op), axis_extents(op)
+    spec, extents = linear_spec(op), op.extents
     num_rows = spec.num_rows
     bias_at = 2 if len(op.reads) == 3 else None
     if all(map(is_plain, (*op.reads, *op.writes))):
@@ -221,7 +220,7 @@ def _compile_linear(op: Op, coordinate: Coordinate) -> OpFunction:
 
 
 def _compile_reduce(op: Op, coordinate: Coordinate) -> OpFunction:
-    extents, combine = axis_extents(op), str(op.attr("combine"))
+    extents, combine = op.extents, str(op.attr("combine"))
     read, write = op.reads[0], op.writes[0]
     axes, kept = access_axes(read), access_axes(write)
     dims = [dim for dim, name in enumerate(axes) if name not in kept]
@@ -238,7 +237,7 @@ def _compile_move(op: Op, coordinate: Coordinate) -> OpFunction:
     """set, slice, transpose and reshape: the same elements at the indices of the access maps,
     copied.
     """
-    extents, read, write = axis_extents(op), op.reads[0], op.writes[0]
+    extents, read, write = op.extents, op.reads[0], op.writes[0]
     axes = access_axes(read)
 
     def run(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -249,7 +248,7 @@ def _compile_move(op: Op, coordinate: Coordinate) -> OpFunction:
 
 
 def _compile_view(op: Op, coordinate: Coordinate) -> OpFunction:
-    extents, read, write = axis_extents(op), op.reads[0], op.writes[0]
+    extents, read, write = op.extents, op.reads[0], op.writes[0]
     axes, ordered = access_axes(read), access_axes(write)
     shape = [math.prod(extents[n] for n in index.axes) for index in write.dims]
 
@@ -261,7 +260,7 @@ def _compile_view(op: Op, coordinate: Coordinate) -> OpFunction:
 
 def _compile_attention(op: Op, coordinate: Coordinate) -> OpFunction:
     scale, window = _number(op, "scale"), int(_number(op, "window"))
-    extents = axis_extents(op)
+    extents = op.extents
     if op.get("in_order", False) and not window and extents["m"] == extents["t"]:
         return lambda xs: (ordered_attention(xs[0], xs[1], xs[2], scale),)
     return lambda xs: (attention(xs[0], xs[1], xs[2], xs[3], scale, window),)
@@ -298,7 +297,7 @@ def _compile_concat(op: Op, coordinate: Coordinate) -> OpFunction:
 
 def _compile_take_shard(op: Op, coordinate: Coordinate) -> OpFunction:
     dim, here = int(_number(op, "dim")), coordinate[str(op.attr("mesh_axis"))]
-    extents = axis_extents(op)
+    extents = op.extents
     extent = math.prod(extents[name] for name in op.writes[0].dims[dim].axes)
     return lambda xs: (take_shard(xs[0], dim, extent, here),)
 

@@ -1,16 +1,14 @@
 """The host program's node for a matmul with its collective, and the peer memory that it needs.
 
 Comes in: pairs of ops that sharding/overlap.py chose, from lower.py. Goes out: FusedMatmul, one of
-the nodes of nodes.py, and Rooms, which a HostProgram declares. Next: nodes.py, fused.py.
+the nodes of nodes.py, and Rooms, which a HostProgram declares. Next: nodes.py, matmuls.py.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 from distmega.program import Tensor
-
-FusedKind = Literal["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
+from distmega.sharding.overlap import PairKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +21,7 @@ class FusedMatmul:
     device may do it in what way is quicker.
     """
 
-    kind: FusedKind
+    kind: PairKind
     mesh_axis: str
     x: str
     w: str

@@ -14,7 +14,6 @@ from torch import Tensor
 from distmega import expr
 from distmega.hostir.axis_views import (
     access_axes,
-    axis_extents,
     fold_axes,
     is_plain,
     order_axes,
@@ -82,7 +81,7 @@ def _op_dtypes(op: Op) -> tuple[torch.dtype, ...] | None:
 
 def compile_pointwise(op: Op, evaluate: Evaluate) -> OpFunction:
     """The op bound to its access maps: `evaluate` sees operands that broadcast from the right."""
-    exprs, dtypes, extents = op_exprs(op), _op_dtypes(op), axis_extents(op)
+    exprs, dtypes, extents = op_exprs(op), _op_dtypes(op), op.extents
     out_axes = access_axes(op.writes[0])
     if all(is_plain(a) and access_axes(a) == out_axes for a in (*op.reads, *op.writes)):
         return lambda xs: evaluate(exprs, xs, dtypes)

@@ -130,7 +130,7 @@ def fitting_operands(walked: Walked) -> Iterator[Violation]:
                     found = str(wrong[0][0]) if wrong else f"{len(given)} arguments"
                     yield index, found, str(wrong[0][1]) if wrong else f"{len(wanted)} arguments"
             case LibraryOp(op=op):
-                extents = {axis.name: axis.extent for axis in op.axes}
+                extents = op.extents
                 for access in accesses(op):
                     shape = buffers[access.tensor].shape
                     unknown = {name for each in access.dims for name in each.axes} - extents.keys()

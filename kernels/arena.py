@@ -7,14 +7,12 @@ lies. This is the only place that decides layout: today every tensor is row-majo
 own. Next on the walk: encoding.py, the words that hold offsets.
 """
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import pairwise
 
 from distmega.errors import PlanError, ProgramError
-from distmega.program import Access, Op, Program, Tensor
+from distmega.program import Access, Op, Program, Tensor, packed_strides, view_strides
 
 ALIGNMENT_BYTES = 128
 """Every tensor starts on a multiple of this: one memory transaction, one TMA row. Device words hold
@@ -156,7 +154,7 @@ def layout_segment(
     for tensor in stored:
         space = tensor_space(tensor)
         offset = arenas[space].require(tensor)
-        strides = row_major(tensor.shape)
+        strides = packed_strides(tensor.shape)
         operands[tensor.name] = Operand(
             space=space,
             dtype=tensor.dtype,
@@ -180,11 +178,6 @@ def layout_segment(
     )
 
 
-def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides in elements of a contiguous tensor."""
-    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
-
-
 def axis_strides(
     access: Access, operand: Operand, extents: Mapping[str, int]
 ) -> tuple[int, dict[str, int]]:
@@ -203,25 +196,21 @@ def axis_strides(
 
 
 def _view(op: Op, source: Operand, target: Tensor) -> Operand:
-    extents = {axis.name: axis.extent for axis in op.axes}
-    first, steps = axis_strides(op.reads[0], source, extents)
-    strides = []
-    for index in op.writes[0].dims:
-        axes = [axis for axis in index.axes if extents[axis] > 1]
-        if any(steps[a] != steps[b] * extents[b] for a, b in pairwise(axes)):
-            raise ProgramError(
-                f"view {op.name!r} of strides {source.strides}",
-                expected="dims that merge without moving elements",
-                remedy="use reshape, which copies",
-            )
-        strides.append(steps[axes[-1]] if axes else 1)
+    first, _ = axis_strides(op.reads[0], source, op.extents)
+    strides = view_strides(op, source.strides)
+    if strides is None:
+        raise ProgramError(
+            f"view {op.name!r} of strides {source.strides}",
+            expected="dims that merge without moving elements",
+            remedy="use reshape, which copies",
+        )
     return Operand(
         space=source.space,
         dtype=target.dtype,
         offset_bytes=source.offset_bytes,
         first=first,
         shape=target.shape,
-        strides=tuple(strides),
+        strides=strides,
     )
 
 

@@ -136,7 +136,7 @@ class Footprints:
         return self._intern(tuple(chain))
 
     def _resolve(self, access: Access, op: Op, tiles: Sequence[Tile]) -> Region:
-        extents = {axis.name: axis.extent for axis in op.axes}
+        extents = op.extents
         region = access_boxes(access, tiles, extents, self._shapes[access.tensor])
         tensor = access.tensor
         while tensor in self._views:
@@ -147,7 +147,7 @@ class Footprints:
 
     def _build(self, group: TaskGroup, access: Access, pin: tuple[str, int] | None) -> Footprint:
         used = {name for index in access.dims for name in index.axes}
-        extents = {axis.name: axis.extent for axis in group.op.axes}
+        extents = group.op.extents
         whole = {name: range(extent) for name, extent in extents.items()}
         if pin is not None:
             whole[pin[0]] = range(pin[1], pin[1] + 1)

@@ -151,7 +151,7 @@ def make_geometry(
 ) -> Geometry:
     """Geometry of a group; `operands` in the order of the op's accesses."""
     op = group.op
-    extents = {axis.name: axis.extent for axis in op.axes}
+    extents = op.extents
     firsts, steps = [], []
     for access, operand in zip(accesses(op), operands, strict=True):
         first, strides = axis_strides(access, operand, extents)

@@ -9,13 +9,13 @@ has instructions at all; hostir keeps the others as library ops. Next on the wal
 from collections.abc import Mapping, Sequence
 
 from distmega.errors import ProgramError
-from distmega.kernels.arena import Operand, Space, row_major
+from distmega.kernels.arena import Operand, Space
 from distmega.kernels.geometry import make_geometry, unfit
 from distmega.kernels.opcodes import Instruction, Nop
 from distmega.kernels.rules import COMPUTE_RULES, Context, Rule, all_axes
 from distmega.kernels.rules_move import COPY_DIMS, COPY_KINDS, MOVE_RULES, copy_instructions
 from distmega.kernels.tasks import TaskGroup
-from distmega.program import Op, Tensor, accesses
+from distmega.program import Op, Tensor, accesses, packed_strides
 
 RULES: Mapping[str, Rule] = {**COMPUTE_RULES, **MOVE_RULES}
 
@@ -84,5 +84,5 @@ def _plain_operand(tensor: Tensor) -> Operand:
         offset_bytes=0,
         first=0,
         shape=tensor.shape,
-        strides=row_major(tensor.shape),
+        strides=packed_strides(tensor.shape),
     )

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from distmega.dtypes import item_bytes
 from distmega.hostir.torch_types import torch_dtype
-from distmega.kernels.arena import ALIGNMENT_BYTES, ArenaLayout, Operand, row_major
+from distmega.kernels.arena import ALIGNMENT_BYTES, ArenaLayout, Operand
 from distmega.kernels.encoding import Words
 from distmega.kernels.opcodes import Ref
+from distmega.program import packed_strides
 
 
 def allocate_arena(layout: ArenaLayout, copies: int = 1, device: str = "cpu") -> Tensor:
@@ -30,7 +31,7 @@ def arena_views(layout: ArenaLayout, arena: Tensor) -> dict[str, Tensor]:
     """The tensors of an arena by name, as views of its memory."""
     return {
         name: _typed(
-            arena, tensor.dtype, layout.offset(name), 0, tensor.shape, row_major(tensor.shape)
+            arena, tensor.dtype, layout.offset(name), 0, tensor.shape, packed_strides(tensor.shape)
         )
         for name, tensor in layout.tensors.items()
     }

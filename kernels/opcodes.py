@@ -76,7 +76,7 @@ class Linear:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pointwise:
     """out[i, j] = expr(a0[i, j], ...): `expr` is the index of its first word in the constant table
-    (see expressions.py).
+    (see encoding.py).
     """
 
     out: Ref

@@ -8,11 +8,10 @@ interpreter.py.
 
 from collections.abc import Callable, Mapping
 
-import torch
 from torch import Tensor
 
 from distmega.hostir import choice, library, norms, pointwise
-from distmega.hostir.torch_types import widen
+from distmega.hostir.collectives import combine_parts
 from distmega.kernels import opcodes
 from distmega.kernels.encoding import unpack_expression
 from distmega.kernels.memory import RankMemory, peer_view
@@ -22,11 +21,6 @@ Run = Callable[[], None]
 
 _SPEC = library.LinearSpec(x=("m", "k"), w=("n", "k"), bias=(), out=("m", "n"))
 _BIASED = library.LinearSpec(x=("m", "k"), w=("n", "k"), bias=("n",), out=("m", "n"))
-_PAIRWISE: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "sum": torch.add,
-    "max": torch.maximum,
-    "min": torch.minimum,
-}
 
 
 def bind(instruction: Instruction, memory: RankMemory) -> Run:
@@ -244,13 +238,10 @@ def _sum_ranks(i: opcodes.SumRanks, memory: RankMemory) -> Run:
         for slot in range(i.num_ranks)
     ]
     out = memory.view(i.out, i.extents, i.out_strides)
-    combine = _PAIRWISE[COMBINES[i.combine]]
+    parts, combine = [(slot,) for slot in slots], COMBINES[i.combine]
 
     def run() -> None:
-        total = widen(slots[0])
-        for slot in slots[1:]:
-            total = combine(total, widen(slot))
-        out.copy_(total)
+        out.copy_(combine_parts(parts, combine)[0])
 
     return run
 

@@ -36,7 +36,7 @@ def tile_intervals(group: TaskGroup, task: int) -> tuple[tuple[int, int], ...]:
 
 def task_tiles(group: TaskGroup, task: int) -> tuple[Tile, ...]:
     """The boxes of axis values that one task covers; axes in no split run whole."""
-    extents = {axis.name: axis.extent for axis in group.op.axes}
+    extents = group.op.extents
     whole = {name: range(extent) for name, extent in extents.items()}
     parts = []
     intervals = tile_intervals(group, task)
@@ -143,7 +143,7 @@ def access_boxes(
 
 def view_source(region: Region, view: Op, shape: Sequence[int]) -> Region:
     """The region of a view's source (of `shape`) that holds `region` of the view."""
-    extents = {axis.name: axis.extent for axis in view.axes}
+    extents = view.extents
     whole = {name: range(extent) for name, extent in extents.items()}
     tiles: list[Tile] = []
     for box in region:

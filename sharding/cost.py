@@ -28,7 +28,6 @@ class Machine:
     memory_bandwidth_bytes_per_us: float
     flops_per_us: tuple[tuple[str, float], ...]
     num_sms: int
-    memory_bytes: int
     link_bandwidth_bytes_per_us: float
     collective_us: float
     launch_us: float
@@ -46,7 +45,6 @@ CPU = Machine(
     memory_bandwidth_bytes_per_us=1.0e4,
     flops_per_us=(("f32", 5.0e4), ("bf16", 2.5e4), ("f64", 2.5e4)),
     num_sms=8,
-    memory_bytes=16 * 2**30,
     link_bandwidth_bytes_per_us=1.0e3,
     collective_us=150.0,
     launch_us=10.0,
@@ -59,7 +57,6 @@ H200 = Machine(
     memory_bandwidth_bytes_per_us=4.12e6,
     flops_per_us=(("bf16", 6.8e8), ("f16", 6.8e8), ("f32", 6.0e7), ("f64", 3.0e7)),
     num_sms=132,
-    memory_bytes=141 * 10**9,
     link_bandwidth_bytes_per_us=3.15e5,
     collective_us=6.4,
     launch_us=2.0,
@@ -71,18 +68,12 @@ H100 = replace(
     H200,
     name="h100",
     memory_bandwidth_bytes_per_us=2.96e6,
-    memory_bytes=80 * 10**9,
     overlap=H100_RATES,
 )
 """An H100 joined alike, by its memory; nothing else was measured on one."""
 
 MACHINES: dict[str, Machine] = {machine.name: machine for machine in (CPU, H100, H200)}
 """Machines by the name a user types."""
-
-
-def op_extents(op: Op) -> dict[str, int]:
-    """Extents of an op's axes by name."""
-    return {axis.name: axis.extent for axis in op.axes}
 
 
 def op_bytes(
@@ -92,7 +83,7 @@ def op_bytes(
 
     extents: axes whose extent differs from the op's (one rank's part); by default none.
     """
-    sizes = {**op_extents(op), **(extents or {})}
+    sizes = {**op.extents, **(extents or {})}
     touched: dict[str, int] = {}
     for access in accesses(op):
         elements = _touched(op, access, tensors, sizes)
@@ -127,7 +118,7 @@ def is_index(op: Op, access: Access, tensors: Mapping[str, Tensor]) -> bool:
 
 def op_flops(op: Op, extents: Mapping[str, int] | None = None) -> int:
     """Arithmetic of an op: two a multiply-add of a contraction, a few an element elsewhere."""
-    sizes = {**op_extents(op), **(extents or {})}
+    sizes = {**op.extents, **(extents or {})}
     points = math.prod(sizes[axis.name] for axis in op.axes if not axis.lookup)
     if op.kind == "linear":
         return 2 * points

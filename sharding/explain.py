@@ -4,11 +4,13 @@ Comes in: a plan. Goes out: plain text. Ops and tensors whose names differ in a 
 are treated alike are told once, so a deep model reads like a shallow one.
 """
 
+import math
 import re
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from distmega.dtypes import item_bytes
 from distmega.program import Tensor, accesses
 from distmega.sharding.conflicts import list_conflicts
 from distmega.sharding.local_ops import LocalOps
@@ -269,9 +271,7 @@ def _tensors(plan: PlanFacts, what_if: WhatIf) -> list[str]:
         tensor = group.first
         layout = plan.layouts[tensor.name]
         local = local_shape(tensor.shape, layout)
-        part = tensor.num_bytes // max(tensor.num_elements, 1)
-        for extent in local:
-            part *= extent
+        part = math.prod(local) * item_bytes(tensor.dtype)
         times = f"{group.times} x " if group.times > 1 else ""
         fixed = ", as annotated" if tensor.name in plan.annotations else ""
         lines.append(

@@ -79,7 +79,7 @@ def seen_shape(
     if not taken:
         return tensor.shape
     chunks = dict(taken)
-    extents = {axis.name: axis.extent for axis in op.axes}
+    extents = op.extents
     shape = list(tensor.shape)
     for dim, index in enumerate(access.dims):
         if index.axes and index.axes[0] in chunks:

@@ -7,7 +7,7 @@ gguf's. Next: gguf_source.py.
 
 import mmap
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,7 @@ from distmega.errors import ModelError
 from distmega.models.fields import Fields
 from distmega.models.weights import Array, Range
 
-_STRING, _ARRAY, _BOOL, _FLOAT = 8, 9, 7, 6
+_STRING, _ARRAY, _FLOAT = 8, 9, 6
 _SCALARS = {
     0: "<B",
     1: "<b",
@@ -129,13 +129,7 @@ def _place_tensors(
     base = -(-cursor.position // alignment) * alignment
     placed: dict[str, GgufTensor] = {}
     for tensor in tensors:
-        moved = GgufTensor(
-            name=tensor.name,
-            shape=tensor.shape,
-            kind=tensor.kind,
-            offset=base + tensor.offset,
-            row_bytes=tensor.row_bytes,
-        )
+        moved = replace(tensor, offset=base + tensor.offset)
         if moved.stop > len(cursor.data):
             raise cursor.truncated(moved.stop)
         if placed.setdefault(tensor.name, moved) is not moved:

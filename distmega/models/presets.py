@@ -1,5 +1,5 @@
 """Configurations by name, for `explain` and benchmarks without any download; their weights are
-random (random.py).
+random (random_source.py).
 """
 
 from dataclasses import replace

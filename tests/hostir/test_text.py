@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distmega.errors import ParseError, VerifyError
-from distmega.hostir.matmul_nodes import FusedKind, FusedMatmul, Room
+from distmega.hostir.matmul_nodes import FusedMatmul, Room
 from distmega.hostir.nodes import (
     Allocate,
     Arg,
@@ -36,6 +36,7 @@ from distmega.hostir.nodes import (
 from distmega.hostir.text import parse_host, print_host
 from distmega.program import Access, Axis, Index, Op, Tensor
 from distmega.sharding.mesh import DeviceMesh
+from distmega.sharding.overlap import PairKind
 from tests.hostir.programs import RING, STREAMED, chain, mlp
 
 names = st.from_regex(r"[a-z_][a-z0-9_.]{0,6}", fullmatch=True)
@@ -107,7 +108,7 @@ LEAVES = {
     ),
     FusedMatmul: st.builds(
         FusedMatmul,
-        kind=st.sampled_from(get_args(FusedKind)),
+        kind=st.sampled_from(get_args(PairKind)),
         mesh_axis=axis_names,
         x=names,
         w=names,

@@ -47,7 +47,7 @@ def explicit_launch(schedule: Schedule, launch: int, copies: int) -> list[list[l
         group, name = groups[task.group], footprints.base(access.tensor)
         region = footprints.region(access, group, task.task)
         if access.tensor in received and group.all_ranks:
-            extents = {axis.name: axis.extent for axis in group.op.axes}
+            extents = group.op.extents
             tiles = [t | {SOURCE: range(rank, rank + 1)} for t in task_tiles(group, task.task)]
             region = access_boxes(access, tiles, extents, shapes[access.tensor].shape)
         copy = f" copy {launch % copies}" if name in received else ""

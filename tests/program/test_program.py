@@ -158,7 +158,7 @@ def test_an_op_answers_by_name():
     )
     assert op.axis("v").extent == 100
     assert (op.attr("a"), op.get("b", ""), op.get("z", 3)) == (1, "c", 3)
-    assert op.num_points == 5
+    assert op.extents == {"m": 5, "v": 100}
     assert [access.tensor for access in accesses(op)] == ["x", "y"]
     with pytest.raises(KeyError):
         op.axis("q")

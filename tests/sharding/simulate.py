@@ -35,7 +35,7 @@ def numpy_dtype(tensor: Tensor) -> type:
 
 def positions(op: Op, index: Index, order: Sequence[str]) -> np.ndarray:
     """Positions in a dim over the axes `order`, each a dim of the result (1 where unused)."""
-    extents = {axis.name: axis.extent for axis in op.axes}
+    extents = op.extents
     place = np.zeros([1] * len(order), dtype=np.int64)
     for name in index.axes:
         shape = [extents[name] if axis == name else 1 for axis in order]
@@ -57,7 +57,7 @@ def load(op: Op, access: Access, x: np.ndarray, order: Sequence[str]) -> np.ndar
 
 def store(op: Op, access: Access, values: np.ndarray, order: Sequence[str], out: np.ndarray):
     """Writes values given at every point of the axes `order`."""
-    extents = {axis.name: axis.extent for axis in op.axes}
+    extents = op.extents
     values = np.broadcast_to(values, [extents[name] for name in order])
     places = np.broadcast_arrays(*(positions(op, index, order) for index in access.dims), values)
     out[tuple(places[:-1])] = places[-1]
@@ -65,7 +65,7 @@ def store(op: Op, access: Access, values: np.ndarray, order: Sequence[str], out:
 
 def share(op: Op, x: np.ndarray) -> np.ndarray:
     """The result of a view, on x's storage."""
-    extents = {axis.name: axis.extent for axis in op.axes}
+    extents = op.extents
     strides: dict[str, int] = {}
     offset = 0
     for index, stride in zip(op.reads[0].dims, x.strides, strict=True):

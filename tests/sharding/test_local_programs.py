@@ -23,7 +23,6 @@ FREE_LINKS = Machine(
     memory_bandwidth_bytes_per_us=1.0,
     flops_per_us=(("f32", 1.0),),
     num_sms=4,
-    memory_bytes=2**30,
     link_bandwidth_bytes_per_us=1e9,
     collective_us=0.0,
     launch_us=0.0,
