@@ -10,6 +10,7 @@ builds the graph.
 """
 
 from collections.abc import Sequence
+from itertools import combinations, product
 
 from distmega.errors import CheckError
 from distmega.hostir.nodes import HostProgram
@@ -32,16 +33,18 @@ def check_host(programs: HostProgram | Sequence[HostProgram]) -> None:
     for accesses in graph.accesses.values():
         _check_buffer(graph, accesses, before)
     for rank, alone in graph.alone.items():
-        for number, one in enumerate(alone):
-            for other in (*graph.exchanges.get(rank, ()), *alone[:number]):
-                _check_apart(graph, one, other, before)
+        for one, other in product(alone, graph.exchanges.get(rank, ())):
+            _check_apart(graph, one, other, before)
+    for filling in graph.filling.values():
+        for one, other in combinations(filling, 2):
+            _check_apart(graph, one, other, before)
 
 
 def _check_apart(
     graph: OrderGraph, one: tuple[int, int], other: tuple[int, int], before: Before
 ) -> None:
     """A kernel that fills its GPU and waits for peers would wait for ever beside an exchange that
-    needs room on it.
+    needs room on it, and one whose programs wait for each other beside another such kernel.
     """
     if not (before(other[1], one[0]) or before(one[1], other[0])):
         raise CheckError(

@@ -155,7 +155,7 @@ class _Lowering:
                 yield from self.lowered.loop(run.loop, run.ops, scope, ending)
                 continue
             work = touched(run.ops, scope)
-            work = Touched(work.reads, work.writes | ending | ({PEERS} if run.fused else set()))
+            work = Touched(work.reads, work.writes | ending | ({PEERS} if run.meets else set()))
             yield from self.order.before(work)
             if run.fused:
                 yield from _fused_nodes(run.fused, run.ops, scope)
@@ -195,11 +195,13 @@ class _Lowering:
 
     def split_runs(self, ops: Sequence[Op], scope: Scope, alone: Container[str] = ()) -> list[Run]:
         """Ops but views, in order: host loops, maximal runs that fit a kernel, over one mesh axis
-        each, and the rest one by one. alone: ops that are in no kernel.
+        each, and the rest one by one. alone: ops that are in no kernel. Nor are collectives of a
+        loop: beside a kernel of several ranks no other iteration might exchange anything.
         """
 
         def fits(op: Op) -> bool:
-            return op.name not in alone and self.fits(op, scope.tensors)
+            outside = scope.outer is None or op.kind not in PEER_KINDS
+            return outside and op.name not in alone and self.fits(op, scope.tensors)
 
         runs: list[Run] = []
         loops = {} if scope.outer is not None else self.loops
@@ -244,11 +246,11 @@ def lower_program(
     """One rank's host program, not yet freed: run passes.run_passes on it.
 
     kernel_kinds, is_encodable: which ops a megakernel can do; the others become library ops between
-    segments. peer_memory: all_reduce and all_gather stay in the kernel, over one mesh axis a
-    segment, and what the plan fuses is one kernel. max_streams: of how many streams the iterations
-    of a host loop take turns. fuse: joins library ops that one kernel can do (fuse.py), which
-    rounds fewer intermediate results. PlanError if a user asked for fused kernels without peer
-    memory, or for no stream.
+    segments. peer_memory: outside of loops all_reduce and all_gather stay in the kernel, over one
+    mesh axis a segment, and what the plan fuses is one kernel. max_streams: of how many streams the
+    iterations of a host loop take turns. fuse: joins library ops that one kernel can do (fuse.py),
+    which rounds fewer intermediate results. PlanError if a user asked for fused kernels without
+    peer memory, or for no stream.
     """
     if type(max_streams) is not int or max_streams < 1:
         raise PlanError(

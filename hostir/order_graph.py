@@ -42,7 +42,7 @@ class OrderGraph:
     """Vertices by number. follows: what has completed before a vertex starts, on every device.
     issued: what the host or a communicator has started or completed before, which bounds progress
     but orders no memory. exchanges: (start, done) on each rank; alone: those of kernels beside
-    which there may be none.
+    which there may be none; filling: those of kernels of which there may be one at a time.
     """
 
     labels: list[str] = field(default_factory=list)
@@ -51,6 +51,7 @@ class OrderGraph:
     accesses: dict[tuple[int, str, int], list[Access]] = field(default_factory=dict)
     exchanges: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     alone: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    filling: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
 
     def add(self, label: str, follows: Sequence[int], issued: Sequence[int]) -> int:
         """A new vertex."""

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from distmega.errors import CheckError
+from distmega.hostir.kernel_order import team_axes
 from distmega.hostir.matmul_nodes import FusedMatmul
 from distmega.hostir.nodes import (
     Allocate,
@@ -38,7 +39,6 @@ from distmega.hostir.nodes import (
 )
 from distmega.hostir.order_graph import Access, Box, Exchange, Exchanges, Meeting, OrderGraph
 from distmega.hostir.text import print_node
-from distmega.ops import COLLECTIVES
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,25 +197,30 @@ class _RankWalk:
         """A kernel; with collectives inside, its ranks run it together, so it can end only when all
         have begun.
         """
-        start = self.vertex()
-        axes = dict.fromkeys(
-            str(op.attr("mesh_axis"))
-            for op in self.segments[node.kernel].ops
-            if op.kind in COLLECTIVES and op.kind != "take_shard"
-        )
-        done = self.vertex() if axes else start
-        for axis in axes:
-            self.meet_team(axis, start, done, ("launch", node.kernel))
+        start, done = self.filling(node, ("launch", node.kernel))
         self.uses(node, start, done)
 
     def fused(self, node: FusedMatmul) -> None:
-        """One kernel of the whole team, which ends when all have begun, beside no exchange."""
-        start = self.vertex()
-        done = self.vertex()
+        """One kernel of the whole team, which ends when all have begun."""
         shapes = tuple(self.buffers[name].shape for name in (node.x, node.w, node.out))
-        self.meet_team(node.mesh_axis, start, done, (node.kind, node.num_rows, shapes))
+        start, done = self.filling(node, (node.kind, node.num_rows, shapes))
         self.uses(node, start, done)
-        self.graph.alone.setdefault(self.rank, []).append((start, done))
+
+    def filling(
+        self, node: LaunchMegakernel | FusedMatmul, terms: tuple[object, ...]
+    ) -> tuple[int, int]:
+        """Start and end of a kernel beside which there is no other such, nor an exchange if ranks
+        run it together.
+        """
+        start = self.vertex()
+        axes = team_axes(node, self.segments)
+        done = self.vertex() if axes else start
+        for axis in axes:
+            self.meet_team(axis, start, done, terms)
+        self.graph.filling.setdefault(self.rank, []).append((start, done))
+        if axes:
+            self.graph.alone.setdefault(self.rank, []).append((start, done))
+        return start, done
 
     def communication(self, node: Node) -> None:
         match node:

@@ -12,8 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from distmega.collecting import uncollected
+from distmega.hostir.kernel_order import order_kernels, team_axes
 from distmega.hostir.lending import lend_results
-from distmega.hostir.matmul_nodes import FusedMatmul
 from distmega.hostir.nodes import (
     Allocate,
     Collective,
@@ -46,10 +46,8 @@ logger = logging.getLogger(__name__)
 Pass = Callable[[HostProgram], HostProgram]
 
 
-_HANDS_ON = RecordEvent | SetStream | Signal | ForLoop | StartCoalescing | FusedMatmul
-"""Nodes before which a stream must have waited: they hand its progress on, may not be parted, or
-need the peers for themselves.
-"""
+_HANDS_ON = RecordEvent | SetStream | Signal | ForLoop | StartCoalescing
+"""Nodes before which a stream must have waited: they hand its progress on, or may not be parted."""
 
 
 @uncollected
@@ -86,9 +84,9 @@ def _dump(host: HostProgram, folder: Path | None, number: int, name: str) -> Non
 def sink_waits(host: HostProgram) -> HostProgram:
     """Moves each wait for a communication down to just before the first node that needs it.
 
-    That is a node which touches what it writes or overwrites what it reads, one of _HANDS_ON, or
-    the end of the body. The node's allocations and slices come after the wait, so that what the
-    wait lets go can be freed before.
+    That is a node which touches what it writes or overwrites what it reads, one of _HANDS_ON, a
+    kernel of several ranks, or the end of the body. The node's allocations and slices come after
+    the wait, so that what the wait lets go can be freed before.
     """
     sources, segments = view_sources(host.body), host.segment_map()
 
@@ -111,7 +109,7 @@ def sink_waits(host: HostProgram) -> HostProgram:
             reads, writes = roots(node_reads(node, segments)), roots(node_writes(node, segments))
             if isinstance(node, Deallocate):
                 writes = {node.buffer}
-            handing = isinstance(node, _HANDS_ON)
+            handing = isinstance(node, _HANDS_ON) or bool(team_axes(node, segments))
             for wait in tuple(waiting):
                 ins, outs = pinned[wait.handle]
                 if handing or outs & (reads | writes) or ins & writes:
@@ -278,6 +276,7 @@ def _only_orders(node: Node) -> bool:
 PASSES: tuple[Pass, ...] = (
     sink_waits,
     coalesce_send_recv,
+    order_kernels,
     prune_event_waits,
     insert_deallocations,
     lend_results,

@@ -26,6 +26,12 @@ class Run:
     loop: HostLoop | None = None
     fused: OverlapChoice | None = None
 
+    @property
+    def meets(self) -> bool:
+        """Whether it is a kernel that several ranks run together."""
+        inside = self.segment and any(op.kind in PEER_KINDS for op in self.ops)
+        return inside or self.fused is not None
+
 
 def kernel_runs(
     ops: Iterable[Op],

@@ -8,6 +8,7 @@ proves the order of reads and writes, which these rules do not look at.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from distmega.errors import VerifyError
+from distmega.hostir.kernel_order import team_axes
 from distmega.hostir.matmul_nodes import FusedMatmul, Room
 from distmega.hostir.nodes import (
     Allocate,
@@ -16,6 +17,7 @@ from distmega.hostir.nodes import (
     EndCoalescing,
     ForLoop,
     HostProgram,
+    LaunchMegakernel,
     LibraryOp,
     Node,
     RecordEvent,
@@ -146,7 +148,7 @@ def _leaks(allocated: Mapping[str, int], kept: set[str] | frozenset[str]) -> Ite
 
 def waited_communication(walked: Walked) -> Iterator[Violation]:
     """Every collective, send and receive is waited for, once, in the body that starts it, and
-    before a fused matmul.
+    before a kernel of several ranks.
     """
     scopes: list[dict[str, int]] = [{}]
     for index, node in walked.steps:
@@ -158,8 +160,9 @@ def waited_communication(walked: Walked) -> Iterator[Violation]:
             case Wait(handle=handle):
                 if scopes[-1].pop(handle, None) is None:
                     yield index, f"nothing pending is called {handle!r}", "a handle started above"
-            case FusedMatmul() if busy := [name for scope in scopes for name in scope]:
-                yield index, f"{busy} under way beside it", "a wait before"
+            case LaunchMegakernel() | FusedMatmul() if team_axes(node, walked.segments):
+                if busy := [name for scope in scopes for name in scope]:
+                    yield index, f"{busy} under way beside it", "a wait before"
             case Collective() | Send() | Recv() | EndCoalescing() if node.handle:
                 if any(node.handle in scope for scope in scopes):
                     yield index, f"handle {node.handle!r} is pending already", "a wait before reuse"

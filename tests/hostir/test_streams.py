@@ -9,6 +9,7 @@ import torch
 from distmega.builder import ProgramBuilder
 from distmega.errors import PlanError, VerifyError
 from distmega.hostir.check import check_host
+from distmega.hostir.kernel_order import order_kernels
 from distmega.hostir.lower import lower_program
 from distmega.hostir.nodes import Allocate, ForLoop, HostProgram, Node, walk_nodes
 from distmega.hostir.passes import peak_memory, run_passes
@@ -47,7 +48,7 @@ def lowered(
     settings = {"megakernel": False, "peer_memory": False, **options}
     raw = lower_program(local, **settings)
     host = run_passes(raw)
-    check_host(raw)
+    check_host(order_kernels(raw))
     check_host(host)
     assert parse_host(print_host(host)) == host
     return plan, local, host
