@@ -80,7 +80,7 @@ def _matmul(x: Tensor, w: Tensor, bias: Tensor | None, num_rows: int) -> Tensor:
     num_sums = math.prod(x.shape[num_rows:])
     flat_bias = None if bias is None else bias.reshape(-1)
     out = F.linear(x.reshape(-1, num_sums), w.reshape(-1, num_sums), flat_bias)
-    return out.reshape(*x.shape[:num_rows], *columns)
+    return out.reshape(x.shape[:num_rows] + columns)
 
 
 def _einsum(x: Tensor, w: Tensor, bias: Tensor | None, spec: LinearSpec) -> Tensor:

@@ -1,8 +1,8 @@
 """Linears summed over ranks with a bias that can't be held in parts: a sum, then the bias.
 
 Comes in: a program, what annotations decided of it. Goes out: the program with such a linear as two
-ops, so that the bias is added once, to the sum of all ranks. A weight that is free is left where it
-is: one rank holds it and the others zeros. Used by planner.py.
+ops, so that the bias is added once, to the sum of all ranks. A weight that is free and added so
+wherever it is used is left where it is: one rank holds it and the others zeros. Used by planner.py.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,7 +17,8 @@ from distmega.sharding.propagate import Hints
 def split_biases(program: Program, hints: Hints, pins: Mapping[str, Layout]) -> Program:
     """The program with an op of its own for each bias that has to be added after a collective."""
     tensors = program.tensor_map()
-    divided = [op for op in program.ops if _needs_sum_first(op, tensors, hints[op.name], pins)]
+    added = _axes_added_over(program, hints)
+    divided = [op for op in program.ops if _needs_sum_first(op, added, hints[op.name], pins)]
     if not divided:
         return program
     names, taken = {op.name for op in divided}, {*tensors, *(op.name for op in program.ops)}
@@ -27,14 +28,29 @@ def split_biases(program: Program, hints: Hints, pins: Mapping[str, Layout]) -> 
     return verify_program(replace(program, tensors=tuple(tensors.values()), ops=tuple(ops)))
 
 
+def _axes_added_over(program: Program, hints: Hints) -> dict[str, set[str]]:
+    """Weight -> mesh axes over which every op that uses it adds it to a divided sum. Outputs are
+    whole, and without dims there is no part of a weight that a rank could leave out.
+    """
+    found: dict[str, set[str]] = {}
+    for op in program.ops:
+        summed = {axis for axis, name in hints[op.name].items() if op.axis(name).role == "reduce"}
+        for place, read in enumerate(op.reads):
+            axes = summed if place in additive_reads(op) else set()
+            found[read.tensor] = found.get(read.tensor, axes) & axes
+    weights = {tensor.name for tensor in program.with_role("weight") if tensor.shape}
+    weights -= {*program.outputs}
+    return {name: axes for name, axes in found.items() if name in weights}
+
+
 def _needs_sum_first(
-    op: Op, tensors: Mapping[str, Tensor], hints: Mapping[str, str], pins: Mapping[str, Layout]
+    op: Op, added: Mapping[str, set[str]], hints: Mapping[str, str], pins: Mapping[str, Layout]
 ) -> bool:
     for place in additive_reads(op):
         name = op.reads[place].tensor
         for axis, divided in hints.items():
             held = isinstance(pins[name].at(axis), Partial) if name in pins else None
-            fixed = held is False or (held is None and tensors[name].role != "weight")
+            fixed = held is False or (held is None and axis not in added.get(name, ()))
             if fixed and op.axis(divided).role == "reduce":
                 return True
     return False

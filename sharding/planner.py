@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from distmega.collecting import uncollected
 from distmega.errors import PlanError
-from distmega.program import Access, Op, Program
+from distmega.program import Access, Op, Program, accesses
 from distmega.sharding.cost import Machine, residency_prices_us
 from distmega.sharding.decompose import split_biases
 from distmega.sharding.explain import explain_plan
@@ -244,18 +244,28 @@ class _Planner:
     def relaxed(
         self, error: NoOptionError, axis: str, wanted: Mapping[str, tuple[str, ...]]
     ) -> dict[str, tuple[str, ...]]:
-        """Leaves the producers of an op's operands free, since with what they gave it fits nowhere.
+        """Leaves free the producers of an op's operands and the other users of its weights and
+        states, since with what they gave or how they held these it fits nowhere.
 
         PlanError if they are free already.
         """
         op = error.op
         reads = {access.tensor for access in op.reads}
-        producers = {
+        held = {
+            access.tensor
+            for access in accesses(op)
+            if self.tensors[access.tensor].role != "temp" and access.tensor not in self.given
+        }
+        others = {
             other.name
             for other in self.program.ops
-            if reads.intersection(access.tensor for access in other.writes)
+            if other is not op
+            and (
+                reads.intersection(access.tensor for access in other.writes)
+                or held.intersection(access.tensor for access in other.reads)
+            )
         }
-        if not any(wanted[name] for name in producers):
+        if not any(wanted[name] for name in others):
             reasons = "; ".join(f"{name}: {why}" for name, why in error.options.rejected)
             touched = [access.tensor for access in (*op.reads, *op.writes)]
             raise PlanError(
@@ -264,7 +274,7 @@ class _Planner:
                 expected="annotations that the op can read and write",
                 remedy=f"leave out the annotation of one of {touched}",
             ) from error
-        return {name: () if name in producers else axes for name, axes in wanted.items()}
+        return {name: () if name in others else axes for name, axes in wanted.items()}
 
 
 def _shared_parallel_axes(op: Op, operands: Iterable[Access]) -> list[str]:

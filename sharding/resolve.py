@@ -161,8 +161,8 @@ class Resolver:
         """
         if op.kind != "pointwise" or len(op.reads) < 2 or not self.adds_alike(op):
             return None
-        found = {layout for read in op.reads for layout in self.forms.get(read.tensor, {})}
         names = [read.tensor for read in op.reads]
+        found = {layout for name in names for layout in self.forms.get(name, {REPLICATED: ""})}
         if len(found) != 1 or any(n in self.homes or self.num_reads[n] != 1 for n in names):
             return None
         (layout,) = found

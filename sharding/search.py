@@ -239,7 +239,7 @@ class AxisSearch:
     def choose(self, operand: Operand, need: int, held: list[Held]) -> tuple[int, int] | None:
         """First use of a weight or state: it will live as it is needed here."""
         placement = self.placements[need]
-        if isinstance(placement, Partial) and operand.is_state:
+        if isinstance(placement, Partial) and (operand.is_state or not operand.shape):
             return None
         held[operand.slot] = (4 * need,)
         share = 1.0

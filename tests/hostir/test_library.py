@@ -45,6 +45,8 @@ def test_an_unknown_kind_is_named():
         ("b m k, b n k -> b m n", [(2, 3, 5), (2, 4, 5)], False),
         ("m k, n k -> n m", [(3, 5), (4, 5)], False),
         ("m j k, n k -> m n", [(3, 2, 5), (4, 5)], False),
+        ("k, k -> ", [(5,), (5,)], True),
+        ("m, n -> m n", [(3,), (4,)], True),
     ],
 )
 @pytest.mark.parametrize("bias", [False, True])

@@ -62,8 +62,10 @@ def used_twice(p: ProgramBuilder) -> tuple[Handle, ...]:
     return p.pointwise("a0 * a1", a, a, name="y"), a, p.input("z", (2, 2))
 
 
-def projected(p: ProgramBuilder, rows: int = 8, depth: int = 6) -> tuple[Handle, ...]:
-    x, w = p.input("x", (rows, depth)), p.weight("w", (depth, 4))
+def projected(
+    p: ProgramBuilder, rows: int = 8, depth: int = 6, columns: int = 4
+) -> tuple[Handle, ...]:
+    x, w = p.input("x", (rows, depth)), p.weight("w", (depth, columns))
     return (p.linear(x, w, spec=MM, name="y"),)
 
 
@@ -157,6 +159,18 @@ def turned_sum(p: ProgramBuilder) -> tuple[Handle, ...]:
 
 def cut(p: ProgramBuilder) -> tuple[Handle, ...]:
     return (p.slice(double(p, 8, 4), 0, 2, 8, name="l").map("a0 + 1", name="y"),)
+
+
+def accumulated(p: ProgramBuilder) -> tuple[Handle, ...]:
+    """A sum over ranks, added to a state that every rank holds."""
+    s, (y,) = p.state("s", (1, 1)), projected(p, 1, 8, 1)
+    total = p.pointwise("a0 + a1", y, s, name="total")
+    return (p.set(total, into=s, name="again"), total)
+
+
+def dot(p: ProgramBuilder) -> tuple[Handle, ...]:
+    x, w, b = p.input("x", (8,)), p.weight("w", (8,)), p.weight("b", ())
+    return (p.linear(x, w, b, spec="k, k, -> ", name="y"),)
 
 
 HALVES = shard(0, "dp")
@@ -299,6 +313,11 @@ CASES = {
     "parts that others read are summed each": Case(
         lambda p: added(p, shared=True), PARTS, TP, (), ("all_reduce", "all_reduce")
     ),
+    "a sum over ranks and a state": Case(accumulated, SPLIT, TP, (), ("all_reduce",)),
+    "a number from a sum over ranks and a bias": Case(
+        dot, {"x": ROWS, "w": ROWS}, TP, (), ("all_reduce",)
+    ),
+    "a number from chunks": Case(dot, {"w": stream(0, 2)}, loops=(1, 1)),
     "parts over two mesh axes": Case(
         added,
         {"x": shard(1, "dp") | COLUMNS, "w": QUARTERS, "v": QUARTERS, "y": QUARTERS},

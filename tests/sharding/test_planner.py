@@ -182,6 +182,50 @@ def test_a_divided_bias_does_not_keep_its_sum_from_being_divided_too():
     check_plan(plan, random_arrays(program, 0))
 
 
+SUM = {"x": shard(1, "tp"), "w": shard(1, "tp")}
+"""Annotations that divide the sum of `y` in the programs below."""
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda p, b: b.map("a0 * 2", name="z"),
+        lambda p, b: p.pointwise("a0 + a1", p.input("r", (6, 4)), b, name="z"),
+        lambda p, b: p.slice(b, 0, 0, 2, view=True).map("a0 + 1", name="z"),
+        lambda p, b: p.linear(p.input("r", (6, 8)), p.weight("v", (4, 8)), b, name="z"),
+        lambda p, b: b,
+    ],
+)
+def test_a_bias_with_other_uses_is_added_after_the_sum(use):
+    p = ProgramBuilder("p")
+    x, w, b = p.input("x", (6, 8)), p.weight("w", (4, 8)), p.weight("b", (4,))
+    program = p.build(p.linear(x, w, b, name="y"), use(p, b))
+    plan = plan_program(program, DeviceMesh(tp=2), CPU, SUM)
+    assert "y.sum" in divisions(plan)
+    assert not plan.layouts["b"].partial_axes
+    check_plan(plan, random_arrays(program, 0))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda p, w: p.slice(w, 1, 1, 5, name="z"),
+        lambda p, w: p.slice(w, 1, 1, 5, view=True).map("a0 + 1", name="z"),
+        lambda p, w: p.concat([w, w], 1, name="z"),
+    ],
+)
+@pytest.mark.parametrize("is_state", [False, True])
+def test_what_one_use_of_a_weight_rules_out_others_do_without(use, is_state):
+    """x would have w in parts along dim 1, of which the other op needs all."""
+    p = ProgramBuilder("p")
+    w = p.state("w", (4, 8)) if is_state else p.weight("w", (4, 8))
+    program = p.build(p.linear(p.input("x", (6, 8)), w, name="y"), use(p, w))
+    plan = plan_program(program, DeviceMesh(tp=2), CPU, {"x": shard(1, "tp")})
+    assert "k" not in divisions(plan)["y"]
+    assert "y reads x" in plan.explain()
+    check_plan(plan, random_arrays(program, 0))
+
+
 @pytest.mark.parametrize(
     ("heads", "group", "ranks", "most"), [(3, 3, 8, 5), (2, 2, 4, 3), (1, 1, 2, 1)]
 )
