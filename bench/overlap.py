@@ -62,7 +62,7 @@ class Operands:
     """Random bf16 tensors of one rank, and the cases over them."""
 
     def __init__(self, comm: NcclCommunicator, rows: int, hidden: int, inner: int) -> None:
-        self.comm, self.group = comm, comm.group("tp")[0]
+        self.comm, self.group, self.fused = comm, comm.group("tp")[0], fused(comm)
         self.rows, self.hidden, self.inner = rows, hidden, inner
         ranks = comm.mesh.num_ranks
         self.own = symm_mem.empty(rows // ranks, hidden, dtype=torch.bfloat16, device="cuda")
@@ -81,16 +81,6 @@ class Operands:
         dist.reduce_scatter_tensor(out, x, group=self.group)
         return out
 
-    def fused_gather(self, b: Tensor) -> Tensor:
-        name = self.group.group_name
-        found = torch.ops.symm_mem.fused_all_gather_matmul(self.own, [b.T], 0, name)
-        return found[1][0]  # type: ignore[no-any-return]
-
-    def fused_scatter(self, a: Tensor, b: Tensor) -> Tensor:
-        name = self.group.group_name
-        found = torch.ops.symm_mem.fused_matmul_reduce_scatter(a, b.T, "sum", 0, name)
-        return found  # type: ignore[no-any-return]
-
     def cases(self) -> list[Case]:
         """A gathering matmul, two sending ones."""
         forward = f"M={self.rows} K={self.hidden} N={self.inner}"
@@ -99,12 +89,12 @@ class Operands:
         gathering = {
             "ours": lambda: all_gather_matmul(self.own, self.up, self.comm),
             SEQUENTIAL: lambda: self.gather() @ self.up.T,
-            FUSED: lambda: self.fused_gather(self.up),
+            FUSED: lambda: self.fused.gathered(self.own, self.up),
         }
         scattering = {
             "ours": lambda: matmul_reduce_scatter(self.wide, self.down, self.comm),
             SEQUENTIAL: lambda: self.scatter(self.wide @ self.down.T),
-            FUSED: lambda: self.fused_scatter(self.wide, self.down),
+            FUSED: lambda: self.fused.scattered(self.wide, self.down),
         }
         reducing = {
             "ours": lambda: matmul_all_reduce(self.wide, self.down, self.comm, borrow=True),

@@ -8,7 +8,7 @@ found. Next: sharding/rates_file.py.
 from collections.abc import Iterator
 from pathlib import Path
 
-from distmega.doctor import Facts, Finding
+from distmega.doctor import HOPPER, Facts, Finding
 from distmega.errors import RequestError
 from distmega.launch.contract import Emitted, LauncherOptions
 from distmega.launch.launchers import launch
@@ -18,7 +18,6 @@ from distmega.sharding.rates_file import FOLDER, Measured, library_versions, wri
 TEAMS = (2, 4, 8)
 """Numbers of ranks that are measured, as far as there are GPUs."""
 LIMIT_S = 120.0
-HOPPER = (9, 0)
 
 
 def calibrate_machine(facts: Facts, folder: Path = FOLDER) -> Iterator[Finding]:

@@ -193,7 +193,7 @@ def _check_devices(facts: Facts) -> Iterator[Finding]:
         yield Finding(topic="devices", found=found, state="problem", remedy=remedy)
     for number, gpu in enumerate(facts.gpus):
         found = f"cuda:{number} {gpu.name}, {gpu.num_bytes / 1e9:.0f} GB"
-        if gpu.capability >= HOPPER:
+        if gpu.capability == HOPPER:
             yield Finding(topic="devices", found=found)
         else:
             found += f", compute capability {_dotted(gpu.capability)}"

@@ -18,7 +18,7 @@ from distmega.kernels.tasks import TaskGraph
 from distmega.kernels.tiling import tile_segment
 from distmega.models.config import ModelConfig
 from distmega.ops import COLLECTIVES
-from distmega.program import Program
+from distmega.program import Program, accesses
 from distmega.requests import EngineOptions
 from distmega.sharding.cost import Machine, collective_time_us, op_time_us
 from distmega.sharding.mesh import DeviceMesh
@@ -119,7 +119,7 @@ def predict_us(program: Program, mesh: DeviceMesh, machine: Machine) -> float:
     for op in program.ops:
         if op.kind in COLLECTIVES:
             axis = str(op.attr("mesh_axis"))
-            larger = max((*op.reads, *op.writes), key=lambda a: tensors[a.tensor].num_bytes)
+            larger = max(accesses(op), key=lambda a: tensors[a.tensor].num_bytes)
             num_bytes = tensors[larger.tensor].num_bytes
             total += collective_time_us(op.kind, num_bytes, mesh.size(axis), machine)
         else:

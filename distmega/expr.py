@@ -170,8 +170,8 @@ def is_zero(expr: Expr, zero_args: frozenset[int]) -> bool:
         case Const(value):
             return value == 0.0
         case Call("mul", (left, right)):
-            return (is_zero(left, zero_args) and _is_finite(right)) or (
-                is_zero(right, zero_args) and _is_finite(left)
+            return (is_zero(left, zero_args) and is_finite(right)) or (
+                is_zero(right, zero_args) and is_finite(left)
             )
         case Call("add" | "sub" | "maximum" | "minimum", (left, right)):
             return is_zero(left, zero_args) and is_zero(right, zero_args)
@@ -182,12 +182,16 @@ def is_zero(expr: Expr, zero_args: frozenset[int]) -> bool:
     return False
 
 
-def _is_finite(expr: Expr) -> bool:
-    """Whether finite arguments give a finite value, short of overflow in sums and products."""
+def is_finite(expr: Expr, zero_args: frozenset[int] = frozenset()) -> bool:
+    """Whether `expr` is provably finite, short of overflow in sums and products, when the named
+    arguments are zero and the others any finite numbers.
+    """
     match expr:
         case Arg() | Const():
             return True
         case Call("div", (left, Const(value))):
-            return value != 0.0 and _is_finite(left)
+            return value != 0.0 and is_finite(left, zero_args)
+        case Call("exp" | "sqrt", (inner,)):
+            return is_zero(inner, zero_args)
         case Call(fn, parts):
-            return fn in _FINITE_AT_FINITE and all(map(_is_finite, parts))
+            return fn in _FINITE_AT_FINITE and all(is_finite(part, zero_args) for part in parts)

@@ -26,6 +26,7 @@ from distmega.program import (
     Program,
     Role,
     Tensor,
+    accesses,
     verify_program,
 )
 
@@ -36,7 +37,7 @@ def print_program(program: Program) -> str:
     lines = [f"program {program.name}"]
     lines += [f"  {print_tensor(t)}" for t in program.tensors]
     for op in program.ops:
-        assert all(access.tensor in tensors for access in (*op.reads, *op.writes))
+        assert all(access.tensor in tensors for access in accesses(op))
         lines.append(f"  {print_op(op)}")
     lines.append(f"  return {', '.join(program.outputs)}".rstrip())
     return "\n".join(lines) + "\n"

@@ -199,7 +199,7 @@ class _Fusion:
 
     def count_joined(self, first: Op, then: Op) -> None:
         """Two readers become one, which doesn't read what it makes."""
-        names = {access.tensor for access in (*first.reads, *first.writes)}
+        names = {access.tensor for access in accesses(first)}
         self.readers.subtract(names & {access.tensor for access in then.reads})
 
     def with_residual(self, first: Op, then: Op) -> Op | None:

@@ -29,7 +29,7 @@ from distmega.hostir.fused_kinds import NORMS, POINTWISE
 from distmega.hostir.norms import compile_norm, normalise
 from distmega.hostir.pointwise import OpFunction, compile_pointwise, evaluate_all
 from distmega.hostir.torch_types import operand_dtype, widen
-from distmega.program import Op
+from distmega.program import Op, accesses
 
 IN_PLACE = frozenset({"kv_append"})
 """Kinds that update the tensor they write; it comes as the last operand and goes out as the result.
@@ -206,7 +206,7 @@ def _compile_linear(op: Op, coordinate: Coordinate) -> OpFunction:
     spec, extents = linear_spec(op), op.extents
     num_rows = spec.num_rows
     bias_at = 2 if len(op.reads) == 3 else None
-    if all(map(is_plain, (*op.reads, *op.writes))):
+    if all(map(is_plain, accesses(op))):
         return lambda xs: (
             linear(xs[0], xs[1], None if bias_at is None else xs[bias_at], spec, num_rows),
         )

@@ -21,7 +21,7 @@ from distmega.hostir.axis_views import (
 )
 from distmega.hostir.fused_kinds import op_exprs
 from distmega.hostir.torch_types import torch_dtype, widen
-from distmega.program import Op
+from distmega.program import Op, accesses
 
 OpFunction = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
 """An op bound to its attributes: operands in the order of `op_operands`, results in the order of
@@ -83,7 +83,7 @@ def compile_pointwise(op: Op, evaluate: Evaluate) -> OpFunction:
     """The op bound to its access maps: `evaluate` sees operands that broadcast from the right."""
     exprs, dtypes, extents = op_exprs(op), _op_dtypes(op), op.extents
     out_axes = access_axes(op.writes[0])
-    if all(is_plain(a) and access_axes(a) == out_axes for a in (*op.reads, *op.writes)):
+    if all(is_plain(a) and access_axes(a) == out_axes for a in accesses(op)):
         return lambda xs: evaluate(exprs, xs, dtypes)
     shape = [extents[name] for name in out_axes]
 

@@ -11,7 +11,8 @@ from distmega.hostir.fused_kinds import NORMS, POINTWISE
 from distmega.hostir.library import compile_op
 from distmega.hostir.norms import compile_norm
 from distmega.hostir.pointwise import OpFunction, compile_pointwise
-from distmega.kernels.pipelined.api import MAX_INPUTS, normalise_rows, pointwise_results
+from distmega.kernels.pipelined.api import normalise_rows, pointwise_results
+from distmega.kernels.pipelined.exprs import MAX_INPUTS
 from distmega.program import Op
 
 

@@ -138,7 +138,7 @@ def _summary(plan: PlanFacts) -> list[str]:
 def _ops(plan: PlanFacts, what_if: WhatIf) -> list[str]:
     groups: _Groups[PlacedOp] = _Groups()
     for step in plan.decisions:
-        around = tuple(plan.layouts[access.tensor] for access in (*step.op.reads, *step.op.writes))
+        around = tuple(plan.layouts[access.tensor] for access in accesses(step.op))
         groups.add(step.op.name, (what_if.table.class_of(step.op), step.splits, around), step)
     lines: list[str] = []
     for group in groups:
@@ -257,7 +257,7 @@ def _parts_with_gaps(plan: PlanFacts) -> Iterator[str]:
 def _tensors(plan: PlanFacts, what_if: WhatIf) -> list[str]:
     users: dict[str, dict[tuple[str, Splits], PlacedOp]] = {}
     for step in plan.decisions:
-        for access in (*step.op.reads, *step.op.writes):
+        for access in accesses(step.op):
             alike = _pattern(step.op.name), step.splits
             users.setdefault(access.tensor, {}).setdefault(alike, step)
     groups: _Groups[Tensor] = _Groups()
@@ -302,7 +302,7 @@ def _tensor_axis(
 def _verdict(what_if: WhatIf, tensor: Tensor, step: PlacedOp, axis: str, dim: int) -> str:
     """What one op says of a tensor divided along `dim` (-1: whole)."""
     op, name = step.op, _pattern(step.op.name)
-    places = [i for i, a in enumerate((*op.reads, *op.writes)) if a.tensor == tensor.name]
+    places = [i for i, a in enumerate(accesses(op)) if a.tensor == tensor.name]
     found = what_if.alternatives(step, axis)
     now = dict(step.splits).get(axis)
     if now is not None and _wants((*now.reads, *now.writes)[places[0]], dim):

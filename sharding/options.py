@@ -6,7 +6,7 @@ every operand, and the reason for each axis that can't. Next: propagate.py.
 """
 
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from distmega.ops import BY_ACCESS
@@ -101,13 +101,12 @@ def _split(
     if uneven and axis.combine in ("max", "min"):
         return f"{extent} is uneven, and a {axis.combine} over padding isn't exact"
     chunk = -(-extent // num_ranks)
-    extents = {other.name: other.extent for other in op.axes}
     placed: list[Placement] = []
     for place, access in enumerate(accesses(op)):
-        found = _operand(access.dims, tensors[access.tensor].shape, axis.name, chunk, extents)
+        found = axis_dim(op, access.dims, tensors[access.tensor].shape, axis.name)
         if isinstance(found, str):
             return f"operand {place}: {found}"
-        placed.append(found)
+        placed.append(Shard(found[0], chunk * found[1]) if found else REPLICATE)
     reads, writes = placed[: len(op.reads)], placed[len(op.reads) :]
     if axis.role == "reduce":
         for i in additive_reads(op):
@@ -131,25 +130,24 @@ def _split(
     )
 
 
-def _operand(
-    dims: tuple[Index, ...],
-    shape: tuple[int, ...],
-    axis: str,
-    chunk: int,
-    extents: Mapping[str, int],
-) -> Placement | str:
-    """Placement of one operand when `axis` runs `chunk` values a rank, or why there is none."""
-    found: Placement = REPLICATE
+def axis_dim(
+    op: Op, dims: Sequence[Index], shape: Sequence[int], axis: str
+) -> tuple[int, int] | str | None:
+    """The dim of an operand that an axis of the op runs over, and how far it steps there; None
+    without one, or why a chunk of the axis is no chunk of a dim.
+    """
+    found: tuple[int, int] | None = None
     for dim, (index, extent) in enumerate(zip(dims, shape, strict=True)):
         if axis not in index.axes:
             continue
-        if found != REPLICATE:
+        if found is not None:
             return "it indexes two dims"
         if index.axes[0] != axis:
             return f"it is an inner part of dim {dim}"
         if index.stride != 1 or index.offset != 0:
             return f"it indexes dim {dim} with a stride or an offset"
-        if math.prod(extents[name] for name in index.axes) != extent:
+        step = math.prod(op.axis(name).extent for name in index.axes[1:])
+        if op.axis(axis).extent * step != extent:
             return f"it covers only part of dim {dim}"
-        found = Shard(dim, chunk * math.prod(extents[name] for name in index.axes[1:]))
+        found = dim, step
     return found

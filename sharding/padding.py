@@ -81,7 +81,7 @@ def _result_pad(op: Op, name: str, reads: Sequence[AxisPads]) -> Pad:
         return Pad.ZERO
     if op.kind == "pointwise":
         tree = expr.parse(str(op.attr("expr")))
-        return Pad.FINITE if _is_finite(tree, zero) else Pad.ANY
+        return Pad.FINITE if expr.is_finite(tree, zero) else Pad.ANY
     return Pad.FINITE if op.kind not in _SCALED or _positive_eps(op) else Pad.ANY
 
 
@@ -104,25 +104,3 @@ def _zero_result(op: Op, holders: set[int], zero: frozenset[int]) -> bool:
 def _positive_eps(op: Op) -> bool:
     eps = op.get("eps", 0.0)
     return isinstance(eps, float) and eps > 0
-
-
-_SAFE = frozenset(
-    {
-        "abs", "neg", "relu", "silu", "gelu", "tanh", "sigmoid", "sin", "cos",
-        "add", "sub", "mul", "maximum", "minimum",
-    }
-)  # fmt: skip
-"""Functions that give finite values for all finite arguments."""
-
-
-def _is_finite(tree: expr.Expr, zero: frozenset[int]) -> bool:
-    """Whether an expression is provably finite where arguments `zero` are zero, others finite."""
-    match tree:
-        case expr.Arg() | expr.Const():
-            return True
-        case expr.Call("div", (left, expr.Const(value))):
-            return value != 0.0 and _is_finite(left, zero)
-        case expr.Call("exp" | "sqrt", (inner,)):
-            return expr.is_zero(inner, zero)
-        case expr.Call(fn, parts):
-            return fn in _SAFE and all(_is_finite(part, zero) for part in parts)

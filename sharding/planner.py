@@ -267,7 +267,7 @@ class _Planner:
         }
         if not any(wanted[name] for name in others):
             reasons = "; ".join(f"{name}: {why}" for name, why in error.options.rejected)
-            touched = [access.tensor for access in (*op.reads, *op.writes)]
+            touched = [access.tensor for access in accesses(op)]
             raise PlanError(
                 f"op {op.name!r} fits mesh axis {axis!r} of {self.mesh.size(axis)} in no way"
                 f" ({reasons or 'every axis contradicts the layouts around it'})",

@@ -9,7 +9,7 @@ search.py.
 
 from collections.abc import Iterable, Mapping
 
-from distmega.program import Access, Op, Program
+from distmega.program import Access, Op, Program, accesses
 from distmega.sharding.mesh import DeviceMesh
 from distmega.sharding.options import SplitOption
 from distmega.sharding.padding import additive_reads
@@ -113,7 +113,7 @@ class _Propagation:
     def learn(self, op: Op, axis: str, option: SplitOption) -> None:
         """Notes what an op's division says of its other operands, unless they are annotated."""
         placed = (*option.reads, *option.writes)
-        for access, placement in zip((*op.reads, *op.writes), placed, strict=True):
+        for access, placement in zip(accesses(op), placed, strict=True):
             if access.tensor in self.pins or not isinstance(placement, Shard):
                 continue
             before = self.known.get(access.tensor, REPLICATED)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from distmega import expr
 from distmega.dtypes import item_bytes
-from distmega.program import Access, Op, Program
+from distmega.program import Access, Op, Program, accesses
 from distmega.sharding.aliases import alias_roots
 from distmega.sharding.cost import Machine, op_bytes, op_flops, op_time_us
 from distmega.sharding.mesh import DeviceMesh
@@ -179,7 +179,7 @@ class Resolver:
     def adds_alike(self, op: Op) -> bool:
         """Whether an op adds up its operands, all indexed alike."""
         summed = expr.is_sum(expr.parse(str(op.attr("expr"))))
-        return summed and len({a.dims for a in (*op.reads, *op.writes)}) == 1
+        return summed and len({a.dims for a in accesses(op)}) == 1
 
     def cost(self, op: Op, splits: Splits) -> OpCost:
         extents = {option.axis: option.chunk for _, option in splits}

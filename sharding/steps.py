@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from distmega.dtypes import item_bytes
-from distmega.program import Access, Op, Program, Tensor
+from distmega.program import Access, Op, Program, Tensor, accesses
 from distmega.sharding.aliases import volatile_tensors
 from distmega.sharding.placements import REPLICATE, Placement
 from distmega.sharding.signatures import OptionTable
@@ -100,7 +100,7 @@ class StepBuilder:
         self.volatile = volatile_tensors(program)
         self.last_use = {name: len(program.ops) for name in program.outputs}
         for i, op in reversed(list(enumerate(program.ops))):
-            for access in (*op.reads, *op.writes):
+            for access in accesses(op):
                 self.last_use.setdefault(access.tensor, i)
         self.useful = self.useful_placements()
         self.live: list[str] = []
@@ -129,7 +129,7 @@ class StepBuilder:
         slots = {name: slot for slot, name in enumerate(self.live)}
         num_before = len(slots)
         taken = self.situation.taken.get(op.name, ())
-        for access in (*op.reads, *op.writes):
+        for access in accesses(op):
             if not self.is_constant(access.tensor):
                 slots.setdefault(access.tensor, len(slots))
         reads = tuple(self.operand(op, a, slots, taken, is_read=True) for a in op.reads)

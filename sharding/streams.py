@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from distmega.ops import BY_ACCESS, COLLECTIVES
-from distmega.program import Access, Axis, Index, Op, Tensor, accesses
+from distmega.program import Access, Axis, Op, Tensor, accesses
 from distmega.sharding.collectives import RANK_AXIS
 from distmega.sharding.domains import LoopDomain, Stream
+from distmega.sharding.options import axis_dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,10 +129,10 @@ def operand_parts(
         return refused
     found: list[Part | None] = []
     for place, access in enumerate(accesses(op)):
-        part = _operand(op, access.dims, tensors[access.tensor].shape, split)
-        if isinstance(part, str):
-            return f"operand {place}: {part}"
-        found.append(part)
+        dim = axis_dim(op, access.dims, tensors[access.tensor].shape, split.axis)
+        if isinstance(dim, str):
+            return f"operand {place}: {dim}"
+        found.append(Part(dim[0], split.chunk * dim[1], split.ring, split.shift) if dim else None)
     whole = is_sum(op, split) or is_scatter_ring(op, split)
     if None in found[len(op.reads) :] and not whole:
         return "it doesn't index every result"
@@ -170,26 +171,6 @@ def _refuse_collective(op: Op, axis: Axis, split: StreamSplit) -> str:
     if op.kind == "reduce_scatter" and around and split.shift and op.attr("combine") in SUMS:
         return ""
     return f"ranks bring their parts of it at once; only a ring over {over} can"
-
-
-def _operand(
-    op: Op, dims: Sequence[Index], shape: Sequence[int], split: StreamSplit
-) -> Part | None | str:
-    found: Part | None = None
-    for dim, (index, extent) in enumerate(zip(dims, shape, strict=True)):
-        if split.axis not in index.axes:
-            continue
-        inner = math.prod(op.axis(name).extent for name in index.axes[1:])
-        if found is not None:
-            return "it indexes two dims"
-        if index.axes[0] != split.axis:
-            return f"it is an inner part of dim {dim}"
-        if index.stride != 1 or index.offset != 0:
-            return f"it indexes dim {dim} with a stride or an offset"
-        if split.extent * inner != extent:
-            return f"it covers {split.extent * inner} of the {extent} of dim {dim}"
-        found = Part(dim, split.chunk * inner, split.ring, split.shift)
-    return found
 
 
 def through_view(view: Op, part: Part, tensors: Mapping[str, Tensor]) -> Part | None:

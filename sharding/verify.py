@@ -8,7 +8,7 @@ it are, or if an op works on a tensor of which parts are still to be combined.
 from collections.abc import Mapping
 
 from distmega.errors import VerifyError
-from distmega.program import Access
+from distmega.program import Access, accesses
 from distmega.sharding.allocation import AllocationDomain
 from distmega.sharding.domains import Device, LoopDomain, Parallel, Stream, dim_positions
 from distmega.sharding.mesh import DeviceMesh
@@ -46,8 +46,7 @@ def _verify_op(
     kinds = [_depth(axis.parallel) for axis in loop.axes]
     if kinds != sorted(kinds):
         raise _broken(f"loop {loop} of {step.op.name!r}", "the stream axis, then device axes")
-    accesses = (*step.op.reads, *step.op.writes)
-    for access, allocation in zip(accesses, operands, strict=True):
+    for access, allocation in zip(accesses(step.op), operands, strict=True):
         for coordinate in mesh.coordinates():
             _verify_access(step, loop, access, allocation, coordinate)
 

@@ -35,7 +35,7 @@ def _gpu_problem(num_gpus: int) -> str:
         return "no CUDA GPU on this machine"
     if torch.cuda.device_count() < num_gpus:
         return f"needs {num_gpus} CUDA GPUs, this machine has {torch.cuda.device_count()}"
-    if torch.cuda.get_device_capability() < (9, 0):
+    if torch.cuda.get_device_capability() != (9, 0):
         return f"needs compute capability 9.0, this GPU has {torch.cuda.get_device_capability()}"
     return ""
 

@@ -1,7 +1,7 @@
 """The loader warp: walks the SM's queue and keeps the ring full, ahead of every dependency.
 
 In: the queue, descriptors of the weight arena and of the KV cache. Out: ring slots, in the order in
-which compute.py takes them. The only wait besides free slots is for the start of a step, before its
+which tasks take them. The only wait besides free slots is for the start of a step, before its
 first cached keys are read. Next on the walk: ptx.py.
 """
 

@@ -18,11 +18,9 @@ from distmega import expr
 from distmega.errors import ProgramError
 from distmega.hostir.norms import normalise
 from distmega.hostir.pointwise import evaluate_all
-from distmega.kernels.pipelined.exprs import Formula, formula_of
+from distmega.kernels.pipelined.exprs import MAX_INPUTS, MAX_OUTPUTS, Formula, formula_of
 from distmega.kernels.pipelined.views import broadcast_shapes
 
-MAX_INPUTS = 8
-MAX_OUTPUTS = 4
 FLOATS = frozenset({torch.bfloat16, torch.float16, torch.float32})
 
 

@@ -20,14 +20,11 @@ from distmega.kernels.pipelined.choices import (
     plain_choices,
 )
 from distmega.kernels.pipelined.device import INT32, device_facts, has_tma, num_programs
-from distmega.kernels.pipelined.exprs import Formula
+from distmega.kernels.pipelined.exprs import MAX_INPUTS, MAX_OUTPUTS, Formula
 from distmega.kernels.pipelined.launches import Argument, Block, Family, Launch, Vector, pointer
 from distmega.kernels.pipelined.pointwise_kernel import PointwiseSpec, pointwise_kernel
 from distmega.kernels.pipelined.triton_path import pointwise_plain
 from distmega.kernels.pipelined.views import Matrix, as_matrix, is_aligned, layout_key, result_key
-
-MAX_INPUTS = 8
-MAX_OUTPUTS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

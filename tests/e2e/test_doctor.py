@@ -138,6 +138,10 @@ def test_a_problem_comes_with_its_remedy(facts: Facts, words: str) -> None:
             replace(GPU_MACHINE, gpus=(replace(H200, capability=(8, 0)),)),
             "compute capability 8.0; the decode kernel needs 9.0; library ops run instead",
         ),
+        (
+            replace(GPU_MACHINE, gpus=(replace(H200, capability=(10, 0)),)),
+            "compute capability 10.0; the decode kernel needs 9.0; library ops run instead",
+        ),
     ],
 )
 def test_what_is_only_slower_or_not_needed_is_noted(facts: Facts, words: str) -> None:

@@ -1,6 +1,8 @@
 """Imports point down: launch > models, engine > kernels > hostir > sharding > program and ops."""
 
+import ast
 import graphlib
+import re
 
 from tests.repo.source import PACKAGES, ROOT, import_graph, imports, modules, python_files
 
@@ -93,6 +95,18 @@ def test_every_source_folder_is_a_known_package():
         for path in (ROOT / top).rglob("*.py")
     }
     assert folders == set(PACKAGES.values())
+
+
+def test_docstrings_name_files_that_exist():
+    files = [str(path) for path in python_files()]
+    docstrings = {path: ast.get_docstring(ast.parse(path.read_text())) for path in python_files()}
+    missing = [
+        f"{path} names {name}"
+        for path, text in docstrings.items()
+        for name in re.findall(r"[\w/]+\.py\b", text or "")
+        if not any(file.endswith(f"/{name.lstrip('/')}") for file in files)
+    ]
+    assert not missing
 
 
 def test_explaining_a_plan_needs_no_torch():
