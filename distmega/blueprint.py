@@ -6,8 +6,9 @@ stages (sharding/stages.py), each planned on its own ranks; on any other there i
 engine.py runs them, explain.py prints them.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
+from itertools import dropwhile
 
 from distmega.errors import RequestError
 from distmega.hostir.lower import lower_program
@@ -21,7 +22,7 @@ from distmega.kernels.megakernel import Megakernel, compile_megakernel
 from distmega.models.config import ModelConfig
 from distmega.models.decoder import Logits, build_decoder, layer_starts
 from distmega.models.sampling import GREEDY, Method
-from distmega.program import Op, Tensor
+from distmega.program import Program
 from distmega.requests import DEFAULT_CONTEXT, EngineOptions
 from distmega.sharding.cost import CPU, Machine
 from distmega.sharding.localize import LocalProgram, localize
@@ -71,20 +72,17 @@ class StagePlan:
         *,
         megakernel: bool,
         peer_memory: bool,
-        apart: Collection[str] = (),
+        apart: Container[str] = (),
     ) -> HostProgram:
-        """One rank's host program, its peers named on the mesh of all ranks. apart: kinds of ops
-        that no megakernel shall do.
+        """One rank's host program, its peers named on the mesh of all ranks. apart: ops that no
+        megakernel shall do.
         """
-
-        def in_kernel(op: Op, tensors: Mapping[str, Tensor]) -> bool:
-            return op.kind not in apart and is_encodable(op, tensors)
-
         return lower_program(
             replace(local, mesh=self.mesh),
             megakernel=megakernel,
             peer_memory=peer_memory,
-            is_encodable=in_kernel,
+            is_encodable=is_encodable,
+            apart=apart,
             fuse=self.plan.machine != CPU,
         )
 
@@ -114,8 +112,15 @@ def draws_apart(method: Method, staged: StagePlan) -> bool:
     """Whether library ops look for limits and draw: where ranks share the vocabulary, on the CPU
     only among all tokens.
     """
-    limited = method.sorts_all if staged.plan.machine == CPU else method.kind == "limited"
-    return limited and staged.plan.mesh.num_ranks > 1
+    draws = method.sorts_all if staged.plan.machine == CPU else method.draws
+    return draws and staged.plan.mesh.num_ranks > 1
+
+
+def choosing_ops(program: Program) -> frozenset[str]:
+    """Ops from the first one on that turns logits into tokens: none of them leads back to what a
+    megakernel does, so all before them can be one.
+    """
+    return frozenset(op.name for op in dropwhile(lambda op: op.kind not in CHOICES, program.ops))
 
 
 def model_mesh(tp: int, pp: int) -> DeviceMesh:
@@ -183,11 +188,11 @@ def draw_decode(
     method: Method = GREEDY,
 ) -> DecodeBlueprint:
     """Lowers a decode plan made for `method`. With peer memory the stage's layers are one
-    megakernel launch, otherwise it is split where ranks communicate. What library ops choose
-    tokens by (draws_apart) comes after it.
+    megakernel launch, otherwise it is split where ranks communicate. Where library ops draw
+    (draws_apart), they and what follows from them come after it.
     """
     local = localize(staged.plan)
-    apart = CHOICES if draws_apart(method, staged) else frozenset[str]()
+    apart = choosing_ops(local.program) if draws_apart(method, staged) else ()
     host = staged.lower(local, megakernel=True, peer_memory=peer_memory, apart=apart)
     persistent = [*order_weights(local.program), *local.program.with_role("state")]
     arenas = {

@@ -280,13 +280,7 @@ class Engine:
         self, segments: Sequence[Program], options: EngineOptions
     ) -> SteppingRunner | None:
         """The decode kernel; None where the host program communicates between segments."""
-        mesh, method = self.blueprint.staged.plan.mesh, self.blueprint.method
-        if method.kind == "plain" and mesh.num_ranks > 1:  # seen by all stages, before they meet
-            raise VerifyError(
-                f"draws at a temperature alone over {mesh.num_ranks} ranks",
-                expected="one rank, the likeliest token or limits of top-k or top-p",
-                remedy="set one of these limits to decode by the kernel",
-            )
+        mesh = self.blueprint.staged.plan.mesh
         if len(segments) > 1:
             return None
         axes = [axis for axis in mesh.names if mesh.size(axis) > 1]

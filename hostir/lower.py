@@ -240,17 +240,18 @@ def lower_program(
     peer_memory: bool,
     kernel_kinds: frozenset[str] = KERNEL_KINDS,
     is_encodable: Callable[[Op, Mapping[str, Tensor]], bool] | None = None,
+    apart: Container[str] = (),
     max_streams: int = MAX_STREAMS,
     fuse: bool = False,
 ) -> HostProgram:
     """One rank's host program, not yet freed: run passes.run_passes on it.
 
-    kernel_kinds, is_encodable: which ops a megakernel can do; the others become library ops between
-    segments. peer_memory: outside of loops all_reduce and all_gather stay in the kernel, over one
-    mesh axis a segment, and what the plan fuses is one kernel. max_streams: of how many streams the
-    iterations of a host loop take turns. fuse: joins library ops that one kernel can do (fuse.py),
-    which rounds fewer intermediate results. PlanError if a user asked for fused kernels without
-    peer memory, or for no stream.
+    kernel_kinds, is_encodable: which ops a megakernel can do; the others, and the ops named in
+    `apart`, become library ops and collectives between segments. peer_memory: outside of loops
+    all_reduce and all_gather stay in the kernel, over one mesh axis a segment, and what the plan
+    fuses is one kernel. max_streams: of how many streams the iterations of a host loop take turns.
+    fuse: joins library ops that one kernel can do (fuse.py), which rounds fewer intermediate
+    results. PlanError if a user asked for fused kernels without peer memory, or for no stream.
     """
     if type(max_streams) is not int or max_streams < 1:
         raise PlanError(
@@ -267,7 +268,7 @@ def lower_program(
     fused = local.fused if peer_memory else ()
 
     def fits(op: Op, tensors: Mapping[str, Tensor]) -> bool:
-        if not megakernel:
+        if not megakernel or op.name in apart:
             return False
         if op.kind in PEER_KINDS:
             return peer_memory

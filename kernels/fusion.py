@@ -134,7 +134,9 @@ def fuse_segment(segment: Program) -> tuple[Fused, ...]:
 
 
 class _Fusion:
-    """One pass over a segment. `taken`: ops that a fused op already contains."""
+    """One pass over a segment. `taken`: ops that a fused op already contains. num_ranks: that share
+    the segment.
+    """
 
     def __init__(self, segment: Program) -> None:
         self.segment = segment
@@ -144,6 +146,8 @@ class _Fusion:
             for name in dict.fromkeys(read.tensor for read in op.reads):
                 self.users.setdefault(name, []).append(op)
         self.taken: set[str] = set()
+        sums = [op for op in segment.ops if op.kind == "all_reduce"]
+        self.num_ranks = max(map(_num_ranks, sums), default=1)
 
     def run(self) -> tuple[Fused, ...]:
         """Fused ops, each at the place of the first linear, attention or embedding in it."""
@@ -208,7 +212,7 @@ class _Fusion:
     def fuse_head(self, op: Op, x: str, norm: Norm | None) -> FusedHead | None:
         """A linear whose result a token is chosen from: by an argmax, gathered before or compared
         afterwards where several ranks have parts of it, by a draw on one rank, or by whoever takes
-        the logits.
+        the logits, gathered or each rank's own.
         """
         logits, num_ranks, ops = _out(op), 1, [op]
         for gather in self.users.get(logits, []):
@@ -220,6 +224,8 @@ class _Fusion:
         if chosen is None and (users or logits not in self.segment.outputs):
             return None
         token, vocab, draw = "", self.segment.tensor_map()[logits].shape[-1], None
+        if chosen is None and num_ranks == 1:  # others take each rank's own
+            num_ranks, vocab = self.num_ranks, self.num_ranks * vocab
         if chosen is not None:
             token, ops = chosen.writes[1].tensor, [*ops, chosen]
             if chosen.kind == "sample":

@@ -22,6 +22,7 @@ from distmega.kernels.hopper.batch_words import (
     PLACES,
     BatchLinear,
 )
+from distmega.models.decoder import Logits
 from distmega.models.load import open_model
 from distmega.models.sampling import MOST_LIKELY, Sampling
 from distmega.requests import EngineOptions
@@ -48,6 +49,7 @@ def open_engine(
     max_context: int = 1024,
     timeout_s: float = 10.0,
     sampling: Sampling = MOST_LIKELY,
+    logits: Logits = "last",
 ) -> Engine:
     """The model on all ranks; `layers`: the first ones alone."""
     device = str(torch.get_default_device())
@@ -59,7 +61,7 @@ def open_engine(
         source = replace(source, config=replace(source.config, num_layers=layers))
     with torch.device("cpu"):
         return Engine(
-            source, comm.mesh, comm, options, device=device, logits="last", sampling=sampling
+            source, comm.mesh, comm, options, device=device, logits=logits, sampling=sampling
         )
 
 
@@ -126,26 +128,6 @@ def require_exact(lone: Engine, ids: list[int], found: Tensor) -> None:
 @pytest.mark.parametrize(("device", "num_ranks"), ON_GPUS)
 def test_batches(device: str, num_ranks: int, model: str, batch: int, run_ranks):
     run_ranks(f"{HERE}:decode_as_exactly", device, num_ranks, model, batch)
-
-
-def draw_alike(comm: Communicator, batch: int, top_k: int) -> None:
-    """Within a top-k of few or a top-p of all tokens: by library ops, from the kernel's logits."""
-    sampling = Sampling(temperature=1.0, top_k=top_k, top_p=0.9, seed=5)
-    team = open_engine(comm, "smollm2-135m", batch, sampling=sampling)
-    assert team.uses_megakernel
-    assert team.stepping is None
-    prompts = random_ids(team.blueprint.config.vocab, [3, 40, 130][:batch])
-    found = [tuple(itertools.islice(team.generate_all(prompts), 8)) for _ in range(2)]
-    assert found[0] == found[1]
-    assert len(set(comm.all_gather_object(found[0]))) == 1
-
-
-@pytest.mark.parametrize(("batch", "top_k"), [(3, 0), (3, 50), (1, 50)])
-@pytest.mark.parametrize(("device", "num_ranks"), ON_GPUS)
-def test_draws_are_the_same_on_all_ranks(
-    device: str, num_ranks: int, batch: int, top_k: int, run_ranks
-):
-    run_ranks(f"{HERE}:draw_alike", device, num_ranks, batch, top_k)
 
 
 def keep_every_bit(comm: Communicator, num_steps: int) -> None:

@@ -1,0 +1,95 @@
+"""Several ranks draw tokens by library ops, from the logits of the decode kernel."""
+
+import itertools
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from distmega.engine import Engine
+from distmega.hostir import choice
+from distmega.hostir.comm import Communicator, SingleCommunicator
+from distmega.models.decoder import Logits
+from distmega.models.sampling import Sampling
+from distmega.sharding.mesh import DeviceMesh
+from tests.multigpu.ranks import ON_GPUS
+from tests.multigpu.test_batch import open_engine, random_ids
+
+HERE = "tests.multigpu.test_draws"
+NUM_DRAWN = 8
+LENGTHS = 3, 40, 130
+"""Of prompts."""
+LIMITS = [(3, 0, 1.0), (1, 0, 1.0), (3, 0, 0.9), (3, 50, 0.9), (1, 50, 0.9)]
+"""Batch, top-k and top-p."""
+
+
+def open_drawing(
+    comm: Communicator, batch: int, sampling: Sampling, logits: Logits = "none"
+) -> Engine:
+    """A small model; on GPUs one that the decode kernel takes."""
+    on_gpu = torch.get_default_device().type == "cuda"
+    model = "smollm2-135m" if on_gpu else "tiny-llama"
+    return open_engine(comm, model, batch, max_context=256, sampling=sampling, logits=logits)
+
+
+def drawn(engine: Engine, prompts: list[list[int]]) -> list[tuple[int, ...]]:
+    return list(itertools.islice(engine.generate_all(prompts), NUM_DRAWN))
+
+
+def draw_as_told(logits: Tensor, sampling: Sampling, positions: list[int]) -> tuple[int, ...]:
+    """The tokens that the logits of each sequence, its seed and its position give."""
+    num, vocab = logits.shape
+    settings = torch.tensor([sampling.settings] * num)
+    limits = choice.cutoff(logits, settings) if sampling.method.kind == "limited" else settings
+    seeds = torch.tensor([sampling.seed_of(sequence) for sequence in range(num)])
+    _, found = choice.sample(logits, limits, seeds, torch.tensor(positions), 0, vocab)
+    return tuple(found.tolist())
+
+
+def draw_from_logits(comm: Communicator, batch: int, top_k: int, top_p: float) -> None:
+    """The same tokens from what each rank has of the logits, where that is enough, as from all of
+    them; the same on all ranks and again.
+    """
+    sampling = Sampling(temperature=1.0, top_k=top_k, top_p=top_p, seed=5)
+    team = open_drawing(comm, batch, sampling)
+    assert team.uses_megakernel
+    assert len(team.blueprint.host.segments) == 1
+    assert team.stepping is None
+    prompts = random_ids(team.blueprint.config.vocab, list(LENGTHS[:batch]))
+    found = drawn(team, prompts)
+    assert found == drawn(team, prompts)
+    team = open_drawing(comm, batch, sampling, "last")
+    tokens = tuple(team.prefill(prompt, slot) for slot, prompt in enumerate(prompts))
+    for number, expected in enumerate(found):
+        assert tokens == expected, f"token {number}"
+        outputs = team.decode_step(tokens)
+        tokens = tuple(outputs["next"].tolist())
+        positions = [len(prompt) + number for prompt in prompts]
+        assert tokens == draw_as_told(outputs["logits"], sampling, positions)
+    assert len(set(comm.all_gather_object(tuple(found)))) == 1
+
+
+@pytest.mark.parametrize(("batch", "top_k", "top_p"), LIMITS)
+@pytest.mark.parametrize(("device", "num_ranks"), ON_GPUS)
+def test_draws_are_those_of_the_kernel_logits(
+    device: str, num_ranks: int, batch: int, top_k: int, top_p: float, run_ranks
+):
+    run_ranks(f"{HERE}:draw_from_logits", device, num_ranks, batch, top_k, top_p)
+
+
+def draw_as_the_kernel(comm: Communicator, batch: int) -> None:
+    """On CPUs, whose kernels can draw: library ops give the same tokens, and those of one rank."""
+    sampling = Sampling(temperature=1.0, seed=5)
+    with patch("distmega.blueprint.draws_apart", return_value=True):
+        draw_from_logits(comm, batch, 0, 1.0)
+        apart = open_drawing(comm, batch, sampling)
+    lone = open_drawing(SingleCommunicator(DeviceMesh(tp=1)), batch, sampling)
+    prompts = random_ids(lone.blueprint.config.vocab, list(LENGTHS[:batch]))
+    found = [drawn(one, prompts) for one in (apart, open_drawing(comm, batch, sampling), lone)]
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_draws_are_those_of_a_kernel_and_of_one_rank(batch: int, run_ranks):
+    run_ranks(f"{HERE}:draw_as_the_kernel", "cpu", 2, batch)
