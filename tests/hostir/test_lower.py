@@ -123,6 +123,15 @@ def test_ops_that_cannot_be_encoded_split_the_segment():
     assert kinds(host) == ["linear", "pointwise", "mlp.0"]
 
 
+def test_ops_that_shall_stay_apart():
+    """Collectives too, whether a kernel could do them or not."""
+    local, options = sharded_mlp(), {"megakernel": True, "peer_memory": True}
+    *_, last, reduced = (op.name for op in local.program.ops)
+    host = lower_program(local, **options, apart={last, reduced})
+    assert kinds(host) == ["mlp.0", "linear", "all_reduce"]
+    assert kinds(lower_program(local, **options, apart={reduced})) == ["mlp.0", "all_reduce"]
+
+
 def with_views() -> Program:
     """A view that a library op and two segments use, and one that leaves."""
     p = ProgramBuilder("viewed")

@@ -3,14 +3,11 @@
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from distmega.blueprint import DecodeBlueprint, draw_decode, plan_decode
-from distmega.engine import Engine
-from distmega.errors import VerifyError
 from distmega.kernels.hopper.batch_queues import BatchQueues, build_batch_queues
 from distmega.kernels.hopper.batch_runner import BatchRunner
 from distmega.kernels.hopper.batch_words import (
@@ -25,7 +22,6 @@ from distmega.kernels.hopper.batch_words import (
 from distmega.kernels.hopper.diagnosis import Report, explain_batch_hang
 from distmega.kernels.hopper.words import WORDS
 from distmega.models.presets import PRESETS
-from distmega.models.sampling import Method
 from distmega.requests import EngineOptions
 from distmega.sharding.cost import H200
 from distmega.sharding.mesh import DeviceMesh
@@ -148,30 +144,6 @@ def test_words_of_an_embedding():
     assert len(words) == WORDS
     assert {n: words[at] for n, at in places.items()} == {n: int(getattr(task, n)) for n in places}
     assert len(set(places.values())) == len(places)
-
-
-def test_draws_without_limits_are_left_to_library_ops():
-    drawn = blueprint("smollm2-135m", 2, method=Method(kind="plain"))
-    with pytest.raises(VerifyError, match="of kind sample does not fuse"):
-        build_batch_queues(drawn.host.segments[0], drawn.weights, drawn.states, 132)
-
-
-def test_draws_without_limits_are_refused_by_all_stages_alike():
-    """One stage could run them: it has no head. But all must say so before their ranks meet."""
-    drawn = blueprint("smollm2-135m", 2, method=Method(kind="plain"))
-    engine = SimpleNamespace(blueprint=drawn)
-    with pytest.raises(VerifyError, match="a temperature alone over 2 ranks"):
-        Engine._open_stepping(engine, drawn.host.segments, drawn.options)
-
-
-@pytest.mark.parametrize("num_candidates", [0, 64])
-def test_library_ops_draw_within_limits_from_the_kernel_logits(num_candidates: int):
-    method = Method(kind="limited", num_candidates=num_candidates)
-    drawn = blueprint("smollm2-135m", 2, 3, method=method)
-    (segment,) = drawn.host.segments
-    queues = build_batch_queues(segment, drawn.weights, drawn.states, 132)
-    assert (queues.token, queues.draw, queues.batch) == ("", None, 3)
-    assert segment.tensor_map()[queues.logits].shape == (3, PRESETS["smollm2-135m"].vocab)
 
 
 def open_batch_runner(drawn: DecodeBlueprint) -> BatchRunner:
