@@ -12,8 +12,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from distmega.agreement import on_all_ranks, require_agreement, share_memory
 from distmega.blueprint import (
-    StagePlan,
     compile_kernels,
     draw_decode,
     draw_library_decode,
@@ -32,7 +32,7 @@ from distmega.kernels.device_ops import KernelOps
 from distmega.kernels.megakernel import Megakernel
 from distmega.kernels.memory import allocate_arena, arena_views
 from distmega.kernels.peer import peer_memory_problem
-from distmega.kernels.runners import SteppingRunner, open_hopper
+from distmega.kernels.runners import SteppingRunner, open_hopper, plan_hopper
 from distmega.kernels.signals import open_signals
 from distmega.kernels.symmetric import Team
 from distmega.models.decoder import Logits
@@ -81,7 +81,7 @@ class Engine:
         )
         found = comm.all_gather_object((node, "" if on_gpu else peer_memory_problem()))
         mates = dict(zip(mesh.ranks, found, strict=True))
-        peer_memory = _share_memory([mates[rank] for rank in plan.plan.mesh.ranks], options)
+        peer_memory = share_memory([mates[rank] for rank in plan.plan.mesh.ranks], options)
         self.blueprint = draw_decode(
             source.config, plan, options, peer_memory=peer_memory, method=method
         )
@@ -103,7 +103,7 @@ class Engine:
         self._decode = self._open_gpu(options) if on_gpu else self._open_cpu(options)
         fingerprints = [plan.fingerprint()]
         fingerprints += [runner.kernel.fingerprint() for runner in self._runners.values()]
-        _require_agreement(comm, plan, fingerprints)
+        require_agreement(comm, plan, fingerprints)
         self._prefills: dict[tuple[int, Logits], Evaluator] = {}
         if on_gpu and plan.stage.num_stages > 1:
             assert isinstance(comm, NcclCommunicator), "GPUs communicate over NCCL"
@@ -279,24 +279,37 @@ class Engine:
     def _open_stepping(
         self, segments: Sequence[Program], options: EngineOptions
     ) -> SteppingRunner | None:
-        """The decode kernel; None where the host program communicates between segments."""
-        mesh = self.blueprint.staged.plan.mesh
-        if len(segments) > 1:
-            return None
+        """The decode kernel; None where a stage's host program communicates between segments.
+
+        Stages differ in what a kernel can do, and open their memory together: so all of them open
+        a kernel, or all have this answer or error.
+        """
+        mesh, weights = self.blueprint.staged.plan.mesh, self.blueprint.weights
         axes = [axis for axis in mesh.names if mesh.size(axis) > 1]
         team = None
         if axes:
             assert isinstance(self.comm, NcclCommunicator), "GPUs communicate over NCCL"
             team = Team(comm=self.comm, axis=axes[0])
-        return open_hopper(
+        plan = partial(
+            plan_hopper,
             segments[0],
-            weights=self.blueprint.weights,
-            weights_arena=self._weights,
+            weights=weights,
             states=self.blueprint.states,
-            state_arena=self._states,
+            device=self._weights.device,
             team=team,
             batch=self.batch,
-            mode=self.blueprint.options.events,
+            mode=options.events,
+        )
+        queues = on_all_ranks(self.comm, plan if len(segments) == 1 else None)
+        if queues is None:
+            return None
+        return open_hopper(
+            segments[0],
+            queues,
+            weights=weights,
+            weights_arena=self._weights,
+            state_arena=self._states,
+            team=team,
             timeout_s=options.timeout_s,
         )
 
@@ -324,42 +337,3 @@ def _draw_inputs(sampling: Sampling, batch: int, device: torch.device) -> dict[s
     settings = torch.tensor([sampling.settings] * batch, dtype=torch.float32, device=device)
     seeds = [sampling.seed_of(sequence) for sequence in range(batch)]
     return {"sampling": settings, "seeds": torch.tensor(seeds, device=device)}
-
-
-def _share_memory(mates: Sequence[tuple[str, str]], options: EngineOptions) -> bool:
-    """Whether collectives run inside the megakernel; the same answer on every rank of a stage.
-
-    mates: host and problem with shared memory of each of them; GPUs of one host show only when
-    memory is opened whether they reach each other.
-    """
-    nodes = {name for name, _ in mates}
-    problems = {problem for _, problem in mates if problem}
-    if len(nodes) > 1:
-        problems.add(f"ranks are on {len(nodes)} hosts ({', '.join(sorted(nodes))})")
-    if options.collectives == "kernel" and problems:
-        raise LaunchError(
-            f"--collectives kernel, but {'; '.join(sorted(problems))}",
-            expected="ranks that share memory",
-            remedy="use --collectives host or auto",
-        )
-    return options.collectives != "host" and not problems
-
-
-def _require_agreement(comm: Communicator, plan: StagePlan, fingerprints: list[str]) -> None:
-    """All ranks must have cut the program at the same places, those of a stage have planned the
-    same.
-    """
-    mine = plan.cuts, plan.stage.index, fingerprints
-    found = dict(zip(comm.mesh.ranks, comm.all_gather_object(mine), strict=True))
-    first = {index: theirs for _, index, theirs in reversed(found.values())}
-    differing = [
-        rank
-        for rank, (cuts, index, theirs) in found.items()
-        if cuts != plan.cuts or theirs != first[index]
-    ]
-    if differing:
-        raise LaunchError(
-            f"ranks {differing} made another plan than rank {comm.mesh.ranks[0]}",
-            expected="the same plan and kernels on every rank of a stage",
-            remedy="run the same version of distmega, model and options on every rank",
-        )

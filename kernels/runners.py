@@ -1,7 +1,8 @@
 """The runner of a segment on a GPU, for code that also runs where there is no triton.
 
-In: a segment and the arenas on a GPU. Out: a runner. Its module is loaded when it is asked for, so
-that the CPU path needs no triton. Next on the walk: hopper/runner.py.
+In: a segment and the arenas on a GPU. Out: its queues, which a rank makes alone, then a runner,
+which the ranks of a team open together. The runner's module is loaded when it is asked for, so that
+the CPU path needs no triton. Next on the walk: hopper/runner.py.
 """
 
 import importlib
@@ -9,15 +10,23 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
+from distmega.errors import VerifyError
 from distmega.hostir.evaluator import KernelRunner
 from distmega.kernels.arena import ArenaLayout
+from distmega.kernels.hopper.batch_queues import BatchQueues, build_batch_queues
+from distmega.kernels.hopper.plan import DecodeQueues
+from distmega.kernels.hopper.queues import build_queues
 from distmega.kernels.symmetric import Team
 from distmega.kernels.task_graph import Mode
 from distmega.program import Program
 from distmega.trace_file import Span
 
+Queues = DecodeQueues | BatchQueues
+
+CAPABILITY = (9, 0)
 HOPPER = "distmega.kernels.hopper.runner", "DecodeRunner"
 HOPPER_BATCH = "distmega.kernels.hopper.batch_runner", "BatchRunner"
 NO_DRAWS: Mapping[str, Tensor] = MappingProxyType({})
@@ -55,31 +64,70 @@ class SteppingRunner(KernelRunner, Protocol):
         ...
 
 
-def open_hopper(
+def plan_hopper(
     segment: Program,
     *,
     weights: ArenaLayout,
-    weights_arena: Tensor,
     states: ArenaLayout,
-    state_arena: Tensor,
+    device: torch.device,
     team: Team | None = None,
     batch: int = 1,
     mode: Mode = "overlap",
+) -> Queues:
+    """What the decode kernel for Hopper GPUs is to do on this rank, of one sequence or of a batch;
+    VerifyError for a GPU or a segment that it can't do. team: the ranks that share it; nothing is
+    asked of them. mode: see build_queues; a batch has one event an op in either.
+    """
+    place, num_ranks = (team.place, team.size) if team else (0, 1)
+    num_sms = require_hopper(device)
+    queues: Queues = (
+        build_batch_queues(segment, weights, states, num_sms, place)
+        if batch > 1
+        else build_queues(segment, weights, states, num_sms, place, mode)
+    )
+    if queues.shape.num_ranks != num_ranks:
+        raise VerifyError(
+            f"a segment of {queues.shape.num_ranks} ranks on {num_ranks}",
+            expected="as many ranks as the segment was planned for",
+            remedy="plan and run with the same mesh",
+        )
+    return queues
+
+
+def require_hopper(device: torch.device) -> int:
+    """Number of SMs of a GPU that the kernels run on; VerifyError for another one."""
+    properties = torch.cuda.get_device_properties(device)
+    if (properties.major, properties.minor) != CAPABILITY:
+        raise VerifyError(
+            f"{properties.name} of compute capability {properties.major}.{properties.minor}",
+            expected="a Hopper GPU, 9.0",
+            remedy="run the segment by library ops",
+        )
+    return int(properties.multi_processor_count)
+
+
+def open_hopper(
+    segment: Program,
+    queues: Queues,
+    *,
+    weights: ArenaLayout,
+    weights_arena: Tensor,
+    state_arena: Tensor,
+    team: Team | None = None,
     timeout_s: float = 60.0,
 ) -> SteppingRunner:
-    """The decode kernel for Hopper GPUs, of one sequence or of a batch; VerifyError for a segment
-    that it can't do. team: the ranks that share it, all of which make this call; LaunchError where
-    they share no memory. mode: see build_task_graph. timeout_s: bound on a wait for another rank.
+    """The decode kernel that does what plan_hopper gave. team: as there; all of its ranks, and all
+    other teams, make this call; LaunchError, on all, where some share no memory. timeout_s: bound
+    on a wait for another rank.
     """
-    module, name = HOPPER_BATCH if batch > 1 else HOPPER
+    module, name = HOPPER_BATCH if isinstance(queues, BatchQueues) else HOPPER
     runner: SteppingRunner = getattr(importlib.import_module(module), name)(
         segment,
+        queues,
         weights=weights,
         weights_arena=weights_arena,
-        states=states,
         state_arena=state_arena,
         team=team,
-        mode=mode,
         timeout_s=timeout_s,
     )
     return runner

@@ -16,7 +16,7 @@ from distmega.kernels.arena import ArenaLayout
 from distmega.kernels.hopper import batch_kernel
 from distmega.kernels.hopper.alarm import LOCAL_LIMIT_S, Alarm
 from distmega.kernels.hopper.batch_limits import list_words
-from distmega.kernels.hopper.batch_queues import CHUNK, BatchQueues, build_batch_queues
+from distmega.kernels.hopper.batch_queues import CHUNK, BatchQueues
 from distmega.kernels.hopper.batch_words import (
     BATCH,
     EVENT_WORDS,
@@ -40,7 +40,6 @@ from distmega.kernels.hopper.runner import (
     describe_cache,
     open_exchange,
     padded_head_rows,
-    require_hopper,
     require_steps,
 )
 from distmega.kernels.hopper.words import MAX_SMS, WORDS
@@ -48,7 +47,6 @@ from distmega.kernels.launcher import Launcher
 from distmega.kernels.memory import arena_views
 from distmega.kernels.runners import NO_DRAWS
 from distmega.kernels.symmetric import Team
-from distmega.kernels.task_graph import Mode
 from distmega.program import Program
 from distmega.trace_file import Span
 
@@ -64,23 +62,17 @@ class BatchRunner:
     def __init__(
         self,
         segment: Program,
+        queues: BatchQueues,
         *,
         weights: ArenaLayout,
         weights_arena: Tensor,
-        states: ArenaLayout,
         state_arena: Tensor,
         team: Team | None = None,
-        num_sms: int = 0,
-        mode: Mode = "overlap",
         timeout_s: float = LOCAL_LIMIT_S,
     ) -> None:
-        """As DecodeRunner; it has one event an op in either mode. Raises VerifyError for a GPU or a
-        segment that the kernel can't do.
-        """
+        """As DecodeRunner."""
         device = weights_arena.device
-        all_sms = require_hopper(device)
         place = team.place if team else 0
-        queues = build_batch_queues(segment, weights, states, num_sms or all_sms, place)
         self.segment, self.queues, shape = segment, queues, queues.shape
         self._words = _encode(queues).to(device)
         views = arena_views(weights, weights_arena)
@@ -96,7 +88,7 @@ class BatchRunner:
             return torch.zeros(extents, dtype=dtype, device=device)
 
         self._team = team
-        self._memory, exchanges = open_exchange(_num_words(queues), shape.num_ranks, team, device)
+        self._memory, exchanges = open_exchange(_num_words(queues), team, device)
         self._report = exchanges[place].view(torch.int32)
         self._peers = exchanges if team else None
         limit_s = timeout_s if team else min(timeout_s, LOCAL_LIMIT_S)

@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from distmega.errors import RequestError, VerifyError
+from distmega.errors import RequestError
 from distmega.kernels.arena import ArenaLayout
 from distmega.kernels.fusion import Draw
 from distmega.kernels.hopper import kernel
 from distmega.kernels.hopper.alarm import LOCAL_LIMIT_S, Alarm
 from distmega.kernels.hopper.diagnosis import explain_hang
 from distmega.kernels.hopper.plan import DecodeQueues, Matrix
-from distmega.kernels.hopper.queues import build_queues
 from distmega.kernels.hopper.shapes import TILE_SHARED, WEIGHT_SHARED
 from distmega.kernels.hopper.timeline import timeline_spans
 from distmega.kernels.hopper.words import (
@@ -40,11 +39,9 @@ from distmega.kernels.launcher import Launcher
 from distmega.kernels.memory import arena_views
 from distmega.kernels.runners import NO_DRAWS
 from distmega.kernels.symmetric import SymmetricMemory, Team
-from distmega.kernels.task_graph import Mode
 from distmega.program import Program
 from distmega.trace_file import Span
 
-CAPABILITY = (9, 0)
 SHARED_BYTES = 227 * 1024
 LOG2_E = 1.4426950408889634
 MAX_STEPS = 4096
@@ -87,27 +84,20 @@ class DecodeRunner:
     def __init__(
         self,
         segment: Program,
+        queues: DecodeQueues,
         *,
         weights: ArenaLayout,
         weights_arena: Tensor,
-        states: ArenaLayout,
         state_arena: Tensor,
         team: Team | None = None,
-        num_sms: int = 0,
-        mode: Mode = "overlap",
         timeout_s: float = LOCAL_LIMIT_S,
     ) -> None:
         """The arenas are uint8 tensors on the GPU that the layouts describe, weights in the order
         of queues.order_weights. team: the ranks that share the segment, which must all make their
-        runner together. num_sms: 0 for all of the GPU. mode: see build_queues. timeout_s: bound on
-        a wait for a peer; one for another SM of this GPU lasts LOCAL_LIMIT_S at most.
-
-        Raises VerifyError for a GPU or a segment that the kernel can't do.
+        runner together. timeout_s: bound on a wait for a peer; one for another SM of this GPU lasts
+        LOCAL_LIMIT_S at most.
         """
         device = weights_arena.device
-        all_sms = require_hopper(device)
-        num_sms = num_sms or all_sms
-        queues = build_queues(segment, weights, states, num_sms, team.place if team else 0, mode)
         self.segment, self.queues, shape = segment, queues, queues.shape
         self._words, self._counts = _encode(queues, device)
         views = arena_views(weights, weights_arena)
@@ -119,7 +109,7 @@ class DecodeRunner:
         self._weights = [descriptors[min(i, len(descriptors) - 1)] for i in range(3)]
         self._cache_tiles = describe_cache(self._cache, shape.head_dim)
         self._team = team
-        self._memory, self._peers = open_exchange(queues.num_words, shape.num_ranks, team, device)
+        self._memory, self._peers = open_exchange(queues.num_words, team, device)
         self._exchange = self._peers[team.place if team else 0]
         self._residual = torch.zeros(shape.hidden, device=device)
         self.logits = torch.zeros(max(shape.vocab, 1), device=device)
@@ -288,22 +278,13 @@ def require_steps(num_steps: int) -> None:
 
 
 def open_exchange(
-    num_words: int, planned: int, team: Team | None, device: torch.device
+    num_words: int, team: Team | None, device: torch.device
 ) -> tuple[SymmetricMemory | None, tuple[Tensor, ...]]:
-    """Tagged words of every rank, zeroed, and the memory they lie in where ranks share it. planned:
-    ranks of the segment; VerifyError where these are others.
-    """
-    num_ranks = team.size if team else 1
-    if num_ranks != planned:
-        raise VerifyError(
-            f"a segment of {planned} ranks on {num_ranks}",
-            expected="as many ranks as the segment was planned for",
-            remedy="plan and run with the same mesh",
-        )
+    """Tagged words of every rank, zeroed, and the memory they lie in where ranks share it."""
     if team is None:
         return None, (torch.zeros(num_words, dtype=torch.int64, device=device),)
     memory, size = team.open(8 * num_words), (num_words,)
-    return memory, tuple(memory.tensor(r, size, torch.int64) for r in range(num_ranks))
+    return memory, tuple(memory.tensor(r, size, torch.int64) for r in range(team.size))
 
 
 def _encode(queues: DecodeQueues, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -314,18 +295,6 @@ def _encode(queues: DecodeQueues, device: torch.device) -> tuple[Tensor, Tensor]
         words[sm, : len(queue)] = torch.tensor(list(map(pack, queue)), dtype=torch.int32)
     counts = torch.tensor(list(map(len, queues.queues)), dtype=torch.int32)
     return words.to(device), counts.to(device)
-
-
-def require_hopper(device: torch.device) -> int:
-    """Number of SMs of a GPU that the kernels run on; VerifyError for another one."""
-    properties = torch.cuda.get_device_properties(device)
-    if (properties.major, properties.minor) != CAPABILITY:
-        raise VerifyError(
-            f"{properties.name} of compute capability {properties.major}.{properties.minor}",
-            expected="a Hopper GPU, 9.0",
-            remedy="run the segment by library ops",
-        )
-    return int(properties.multi_processor_count)
 
 
 def describe_cache(cache: Tensor, head_dim: int) -> TensorDescriptor:

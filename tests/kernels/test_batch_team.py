@@ -25,7 +25,7 @@ from distmega.models.presets import PRESETS
 from distmega.requests import EngineOptions
 from distmega.sharding.cost import H200
 from distmega.sharding.mesh import DeviceMesh
-from tests.kernels.offline import offline
+from tests.kernels.offline import NUM_SMS, offline
 from tests.kernels.ptx import bare_signals, plain_spins
 from tests.kernels.sm90 import SHARED_BYTES, Machine
 from tests.kernels.test_decode_code import SPILLED_BYTES, LoneTeam
@@ -151,9 +151,9 @@ def open_batch_runner(drawn: DecodeBlueprint) -> BatchRunner:
     (segment,), tp = drawn.host.segments, drawn.staged.plan.mesh.num_ranks
     return BatchRunner(
         segment,
+        build_batch_queues(segment, drawn.weights, drawn.states, NUM_SMS),
         weights=drawn.weights,
         weights_arena=torch.empty(drawn.weights.num_bytes, dtype=torch.uint8),
-        states=drawn.states,
         state_arena=torch.empty(drawn.states.num_bytes, dtype=torch.uint8),
         team=LoneTeam(tp) if tp > 1 else None,
     )

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from distmega.blueprint import draw_decode, plan_decode
+from distmega.kernels.hopper.queues import build_queues
 from distmega.kernels.hopper.runner import DecodeRunner, num_stages, padded_tiles_k
 from distmega.kernels.hopper.words import TILE_BYTES
 from distmega.kernels.task_graph import Mode
@@ -20,7 +21,7 @@ from distmega.models.sampling import GREEDY, Method
 from distmega.requests import EngineOptions
 from distmega.sharding.cost import H200
 from distmega.sharding.mesh import DeviceMesh
-from tests.kernels.offline import offline
+from tests.kernels.offline import NUM_SMS, offline
 from tests.kernels.ptx import WAIT, bare_signals, loads, plain_spins
 from tests.kernels.sm90 import REGISTERS, SHARED_BYTES, Machine
 
@@ -59,12 +60,11 @@ def open_runner(
     (segment,) = drawn.host.segments
     return DecodeRunner(
         segment,
+        build_queues(segment, drawn.weights, drawn.states, NUM_SMS, mode=mode),
         weights=drawn.weights,
         weights_arena=torch.empty(drawn.weights.num_bytes, dtype=torch.uint8),
-        states=drawn.states,
         state_arena=torch.empty(drawn.states.num_bytes, dtype=torch.uint8),
         team=LoneTeam(num_ranks) if num_ranks > 1 else None,
-        mode=mode,
     )
 
 

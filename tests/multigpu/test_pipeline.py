@@ -2,16 +2,24 @@
 gives.
 """
 
+from types import SimpleNamespace
+from unittest.mock import patch
+
 import pytest
 import torch
 
-from distmega.blueprint import model_mesh
+from distmega.blueprint import draw_decode, model_mesh, plan_decode
+from distmega.engine import Engine
+from distmega.errors import VerifyError
 from distmega.hostir.comm import Communicator, GlooCommunicator
 from distmega.hostir.evaluator import Evaluator
 from distmega.hostir.nccl import NcclCommunicator
 from distmega.hostir.pipeline import FREE
 from distmega.kernels.signals import PeerSignals, open_signals
 from distmega.kernels.symmetric import open_symmetric
+from distmega.models.presets import PRESETS
+from distmega.requests import EngineOptions
+from distmega.sharding.cost import H200
 from distmega.sharding.mesh import DeviceMesh
 from distmega.sharding.stages import AXIS
 from examples.pipeline import expected_rows, make_stages, make_values
@@ -77,6 +85,38 @@ def decode_in_stages(comm: Communicator, model: str) -> None:
     mesh, kind = model_mesh(comm.mesh.num_ranks // 2, 2), type(comm)
     assert kind in (NcclCommunicator, GlooCommunicator)
     decode_as_exactly(kind(mesh, comm.rank, TIMEOUT_S), model)
+
+
+def open_all_or_none(comm: Communicator) -> None:
+    """Stages of one rank each, of which the last has another GPU, or a program in two segments."""
+    mesh, options = model_mesh(1, comm.mesh.num_ranks), EngineOptions(max_context=64)
+    is_last, config = comm.rank == comm.mesh.num_ranks - 1, PRESETS["smollm2-135m"]
+    plan = plan_decode(config, mesh, H200, options, index=comm.rank)
+    drawn = draw_decode(config, plan, options, peer_memory=True)
+    engine = SimpleNamespace(
+        blueprint=drawn,
+        comm=GlooCommunicator(mesh, comm.rank, TIMEOUT_S),
+        batch=1,
+        _weights=torch.empty(0),
+        _states=torch.empty(0),
+    )
+    other = VerifyError("another GPU", expected="a Hopper GPU", remedy="use one")
+    segments = drawn.host.segments
+    with (
+        patch("distmega.engine.open_hopper") as opened,
+        patch("distmega.kernels.runners.require_hopper", return_value=132) as asked,
+    ):
+        assert Engine._open_stepping(engine, segments, options) is opened.return_value
+        opened.reset_mock()
+        assert Engine._open_stepping(engine, segments * (1 + is_last), options) is None
+        asked.side_effect = other if is_last else None
+        with pytest.raises(VerifyError, match=r"rank 1: another GPU; expected a Hopper GPU; use"):
+            Engine._open_stepping(engine, segments, options)
+        opened.assert_not_called()
+
+
+def test_all_stages_open_their_kernels_or_none_does(run_ranks):
+    run_ranks(f"{HERE}:open_all_or_none", "cpu", 2)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
