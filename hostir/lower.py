@@ -293,6 +293,7 @@ def _fused_nodes(choice: OverlapChoice, ops: Sequence[Op], scope: Scope) -> Iter
         w=w,
         out=pair.result,
         num_rows=pair.num_rows,
+        alike=pair.product.extents.alike,
         forced=choice.forced,
     )
 

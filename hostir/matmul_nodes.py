@@ -17,8 +17,9 @@ class FusedMatmul:
 
     x [rows, sums], w [columns, sums], out [rows, columns], each a group of dims, x with `num_rows`
     dims of rows; dim 0 is gathered or scattered. borrows: out lies in peer memory, which holds
-    until the next FusedMatmul of the mesh axis. forced: a user asked for one kernel; otherwise the
-    device may do it in what way is quicker.
+    until the next FusedMatmul of the mesh axis. alike: w is the same on all ranks of the team that
+    gathers x, and so is out, bit by bit. forced: a user asked for one kernel; otherwise the device
+    may do it in what way is quicker.
     """
 
     kind: PairKind
@@ -28,6 +29,7 @@ class FusedMatmul:
     out: str
     num_rows: int = 1
     borrows: bool = False
+    alike: bool = False
     forced: bool = False
 
 

@@ -117,7 +117,7 @@ def _print_slice(node: SliceView) -> str:
 
 def _print_fused(node: FusedMatmul) -> str:
     text = f"{node.kind} {node.mesh_axis} ({node.x}, {node.w}) -> {node.out} rows {node.num_rows}"
-    return text + " borrowed" * node.borrows + " forced" * node.forced
+    return text + " borrowed" * node.borrows + " alike" * node.alike + " forced" * node.forced
 
 
 def _print_order(node: SetStream | RecordEvent | WaitEvent | Signal | WaitSignal) -> str:
@@ -260,7 +260,15 @@ def _parse_slice(
 
 
 def _parse_fused(
-    kind: str, axis: str, x: str, w: str, out: str, rows: str, borrowed: str, forced: str
+    kind: str,
+    axis: str,
+    x: str,
+    w: str,
+    out: str,
+    rows: str,
+    borrowed: str,
+    alike: str,
+    forced: str,
 ) -> Node:
     return FusedMatmul(
         kind=kind,  # type: ignore[arg-type]
@@ -270,6 +278,7 @@ def _parse_fused(
         out=out,
         num_rows=int(rows),
         borrows=bool(borrowed),
+        alike=bool(alike),
         forced=bool(forced),
     )
 
@@ -320,7 +329,7 @@ _FORMS: tuple[tuple[str, Callable[..., Node]], ...] = (
     ),
     (
         r"(all_gather_matmul|matmul_reduce_scatter|matmul_all_reduce) (\S+)"
-        r" \((\S+), (\S+)\) -> (\S+) rows (\d+)( borrowed)?( forced)?",
+        r" \((\S+), (\S+)\) -> (\S+) rows (\d+)( borrowed)?( alike)?( forced)?",
         _parse_fused,
     ),
 )

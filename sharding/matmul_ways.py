@@ -148,7 +148,10 @@ def _between(table: Table, x: float) -> float:
 
 @cache
 def tiles_choice(collective: Collective, extents: Extents, rates: OverlapRates) -> Choice:
-    """The kernel's best tiles, lag, parts and split with the collective beside it."""
+    """The kernel's best tiles, lag, parts and split with the collective beside it. Where ranks
+    gather and compute alike, tiles stay whole: each rank begins with other rows, so those of the
+    last wave are others, and a tile summed in two pieces is rounded otherwise.
+    """
     whole = [
         replace(choice, us=tiles_us(collective, extents, choice, rates))
         for choice in _kernel_ways(collective, extents)
@@ -157,7 +160,7 @@ def tiles_choice(collective: Collective, extents: Extents, rates: OverlapRates) 
     pushes = collective == "all_reduce" and extents.num_ranks <= PUSHING_RANKS
     pieces = GATHERED if collective == "all_gather" else SUMMED
     found = whole[:1]
-    for choice in whole[:FEW]:
+    for choice in whole[: 0 if extents.alike else FEW]:
         assert choice.tiles is not None
         split = split_last_wave(extents, choice.tiles, rates, pieces=pieces, pushes=pushes)
         if split.given:

@@ -8,7 +8,7 @@ times. Next: stream_plan.py.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from distmega.dtypes import item_bytes
@@ -17,6 +17,7 @@ from distmega.program import Access, Op, Tensor, accesses
 from distmega.sharding.cost import Machine
 from distmega.sharding.mesh import DeviceMesh
 from distmega.sharding.overlap_cost import Product, Way, way_times_us
+from distmega.sharding.placements import REPLICATE, Layout
 from distmega.sharding.tile_times import Extents
 
 PairKind = Literal["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
@@ -98,9 +99,13 @@ class OverlapChoice:
 
 
 def find_pairs(
-    ops: Sequence[Op], tensors: Mapping[str, Tensor], mesh: DeviceMesh, outputs: Sequence[str]
+    ops: Sequence[Op],
+    tensors: Mapping[str, Tensor],
+    layouts: Mapping[str, Layout],
+    mesh: DeviceMesh,
+    outputs: Sequence[str],
 ) -> list[Pair]:
-    """Pairs in order, no op in two of them. tensors: of one rank, by local name."""
+    """Pairs in order, no op in two of them. tensors, layouts: of one rank, by local name."""
     readers: dict[str, list[Op]] = {}
     writers: dict[str, list[Op]] = {}
     for op in ops:
@@ -131,6 +136,8 @@ def find_pairs(
         taken |= {first.name, second.name}
         collective = first if second is op else second
         axis = str(collective.attr("mesh_axis"))
+        alike = second is op and layouts[out].at(axis) == REPLICATE
+        product = _product(op, num_rows, tensors, mesh.size(axis), kind)
         pairs.append(
             Pair(
                 kind=_KINDS[kind],
@@ -141,7 +148,7 @@ def find_pairs(
                 between=between,
                 result=second.writes[0].tensor,
                 num_rows=num_rows,
-                product=_product(op, num_rows, tensors, mesh.size(axis), kind),
+                product=replace(product, extents=replace(product.extents, alike=alike)),
             )
         )
     return pairs

@@ -84,7 +84,8 @@ def _pairs(program: Program, local: LocalOps, schedule: Schedule, looped: set[st
     """Pairs among the ops of one rank outside of loops."""
     tensors = {name: local.tensor(name) for name in schedule.locals}
     ops = [local.op(step) for step in schedule.steps]
-    found = find_pairs(ops, tensors, local.mesh, program.outputs)
+    layouts = {name: layout for name, (_, layout) in schedule.locals.items()}
+    found = find_pairs(ops, tensors, layouts, local.mesh, program.outputs)
     return [pair for pair in found if not {pair.first, pair.second} & looped]
 
 

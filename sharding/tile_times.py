@@ -36,7 +36,8 @@ class Tiles:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extents:
     """A product A[rows, depth] B[columns, depth]^T on each of num_ranks ranks, of elements of
-    item_bytes; `rows` are those of all ranks together.
+    item_bytes; `rows` are those of all ranks together. alike: A is gathered and B the same on all
+    ranks, and so shall the results be, bit by bit.
     """
 
     rows: int
@@ -44,6 +45,7 @@ class Extents:
     depth: int
     num_ranks: int = 1
     item_bytes: int = 2
+    alike: bool = False
 
     @property
     def flops(self) -> int:

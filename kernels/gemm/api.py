@@ -11,6 +11,7 @@ Next: overlap.py.
 
 import importlib
 import importlib.util
+from dataclasses import replace
 from types import ModuleType
 
 import torch
@@ -64,19 +65,22 @@ def all_gather_matmul(
     comm: Communicator,
     axis: str = "tp",
     *,
+    alike: bool = False,
     overlap: bool | None = None,
     workspace: Workspace | None = None,
 ) -> Tensor:
     """A B^T, [M, N], where member r of the mesh axis has rows r M / ranks to (r + 1) M / ranks of A
     in `own`, and b [N, K] is its own.
 
-    overlap: True for the kernel that overlaps, False for NCCL's collective after torch's matmul, by
-    default what is expected to be fastest. workspace: of the axis, large enough; by default the
-    team's own. ProgramError if shapes do not fit, or can't overlap when forced.
+    alike: all have the same b, and want the same result bit by bit. overlap: True for the kernel
+    that overlaps, False for NCCL's collective after torch's matmul, by default what is expected to
+    be fastest. workspace: of the axis, large enough; by default the team's own. ProgramError if
+    shapes do not fit, or can't overlap when forced.
     """
     _check(own, b)
     num_ranks = comm.mesh.size(axis)
     extents = _extents(own, b, num_ranks, rows=own.shape[0] * num_ranks)
+    extents = replace(extents, alike=alike)
     choice = _choose("all_gather", own, comm, extents, overlap)
     if choice.means != "nccl":
         workspace = _workspace(workspace, comm, axis, 2 * extents.rows * extents.depth)

@@ -44,7 +44,7 @@ class PeerMatmuls:
         match node.kind:
             case "all_gather_matmul":
                 return lambda x, w: all_gather_matmul(
-                    x, w, comm, axis, overlap=overlap, workspace=room
+                    x, w, comm, axis, alike=node.alike, overlap=overlap, workspace=room
                 )
             case "matmul_reduce_scatter":
                 return lambda x, w: matmul_reduce_scatter(

@@ -21,7 +21,7 @@ from distmega.program import Program
 from distmega.sharding.cost import CPU
 from distmega.sharding.localize import LocalProgram, localize
 from distmega.sharding.mesh import DeviceMesh
-from distmega.sharding.placements import shard
+from distmega.sharding.placements import replicate, shard
 from distmega.sharding.planner import Plan, plan_program
 from tests.hostir.programs import run_program, without
 from tests.hostir.test_random_streams import plan_marked, tensors_of, without_dead_ops
@@ -105,6 +105,18 @@ def test_what_is_gathered_or_partial_is_not_allocated():
         "    free y",
         "  return z",
     ]
+
+
+@pytest.mark.parametrize("alike", [False, True])
+def test_an_instruction_says_where_all_ranks_compute_the_same(alike: bool):
+    p = ProgramBuilder("wide")
+    program = p.build(p.linear(p.input("x", (4, 2)), p.weight("w", (64, 2)), name="y"))
+    same = {"w": replicate(), "y": replicate()}
+    marks = {"x": shard(0, "tp")} | (same if alike else {"w": shard(0, "tp"), "y": shard(1, "tp")})
+    _, local, host = lowered(marks, program)
+    assert [(node.kind, node.alike) for node in fused(host)] == [("all_gather_matmul", alike)]
+    found = join(run_mesh(host, local, small(program)), local, ["y"])
+    assert torch.equal(found["y"], run_program(program, small(program))["y"])
 
 
 def test_a_sum_is_borrowed_where_it_is_used_before_the_next():

@@ -115,6 +115,7 @@ LEAVES = {
         out=names,
         num_rows=whole,
         borrows=st.booleans(),
+        alike=st.booleans(),
         forced=st.booleans(),
     ),
     Send: st.builds(Send, buffer=names, peer=peers, handle=st.one_of(st.just(""), names)),

@@ -8,12 +8,13 @@ from distmega.builder import ProgramBuilder
 from distmega.errors import PlanError
 from distmega.program import Program
 from distmega.sharding.cost import CPU, H100, H200
+from distmega.sharding.matmul_ways import tiles_choice
 from distmega.sharding.mesh import DeviceMesh
 from distmega.sharding.overlap import Overlap
 from distmega.sharding.overlap_cost import Product, way_times_us
-from distmega.sharding.placements import shard, stream
+from distmega.sharding.placements import replicate, shard, stream
 from distmega.sharding.planner import plan_program
-from distmega.sharding.tile_times import Extents
+from distmega.sharding.tile_times import WHOLE, Extents
 
 TP = DeviceMesh(tp=2)
 ROWS, COLUMNS = shard(0, "tp"), shard(1, "tp")
@@ -44,6 +45,22 @@ def test_what_is_a_pair():
     assert pairs(one_linear(), summed) == ["matmul_all_reduce"]
     assert pairs(one_linear(), {"w": ROWS, "y": COLUMNS}) == []
     assert pairs(one_linear(bias=True), gathered) == []
+
+
+@pytest.mark.parametrize(
+    ("marks", "alike"),
+    [({"w": replicate(), "y": replicate()}, True), ({"w": ROWS, "y": COLUMNS}, False)],
+)
+def test_tiles_stay_whole_where_all_ranks_compute_the_same(marks: dict, alike: bool):
+    """Rows come to each rank in an order of its own, so its last wave has tiles of its own."""
+    p = ProgramBuilder("wide")
+    x, w = p.input("x", (4096, 512), "bf16"), p.weight("w", (5120, 512), "bf16")
+    program = p.build(p.linear(x, w, name="y"))
+    (choice,) = plan_program(program, TP, H200, {"x": ROWS} | marks).overlaps
+    extents = choice.pair.product.extents
+    assert (choice.pair.kind, extents.alike) == ("all_gather_matmul", alike)
+    deep = replace(extents, depth=8192, columns=5120)
+    assert (tiles_choice("all_gather", deep, H200.overlap).split == WHOLE) == alike
 
 
 def test_a_sum_over_ranks_in_front_of_a_matmul_is_in_no_pair():
