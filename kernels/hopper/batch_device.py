@@ -28,8 +28,10 @@ from distmega.kernels.hopper.spins import accuse, look, look_registers
 
 
 @constexpr_function
-def wait_asm(tag: str) -> str:
-    """PTX for inline_asm_elementwise. tag: the operand that a wait is reported with."""
+def wait_asm() -> str:
+    """PTX for inline_asm_elementwise. Operands: counter, target, whether this thread waits, the
+    report, the event, and the tag that a wait is reported with.
+    """
     lines = [
         "{",
         ".reg .pred mine;",
@@ -48,7 +50,7 @@ def wait_asm(tag: str) -> str:
         "mov.b32 word, $5;",
         "neg.s32 found, v;",
         "min.s32 found, found, 255;",
-        *accuse("$4", tag),
+        *accuse("$4", "$6"),
         "DONE:",
         "}",
     ]
@@ -63,24 +65,15 @@ def wait_event(events, event, target, tag, RANKS: gl.constexpr):
     """
     threads = gl.arange(0, THREADS, layout=PER_THREAD)
     counter = events + 2 * EVENTS_AT + event * EVENT_WORDS + threads * 0
-    if RANKS == 1:
-        gl.inline_asm_elementwise(
-            wait_asm("$2"),
-            "=&r,l,r,r,l,r",
-            [counter, target, (threads == 0).to(gl.int32), events, event],
-            dtype=gl.int32,
-            is_pure=False,
-            pack=1,
-        )
-    else:
-        gl.inline_asm_elementwise(
-            wait_asm("$6"),
-            "=&r,l,r,r,l,r,r",
-            [counter, target, (threads == 0).to(gl.int32), events, event, tag],
-            dtype=gl.int32,
-            is_pure=False,
-            pack=1,
-        )
+    told = tag if RANKS > 1 else target
+    gl.inline_asm_elementwise(
+        wait_asm(),
+        "=&r,l,r,r,l,r,r",
+        [counter, target, (threads == 0).to(gl.int32), events, event, told],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
     cta_barrier()
 
 
