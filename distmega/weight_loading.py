@@ -46,14 +46,13 @@ def load_shard(
     into: Tensor,
 ) -> None:
     """Reads the part of a weight that `coordinate` stores; the rest of `into` becomes zeros."""
-    ranges = [domain.local_range(dim, coordinate) for dim in range(into.dim())]
-    extents = [stop - start for start, stop in ranges]
+    slices = domain.local_slices(coordinate)
+    extents = [each.stop - each.start for each in slices]
     if list(into.shape) != extents:
         into.zero_()
     if not all(extents):
         return
-    reader, slices = source.weight(name), tuple(slice(*bounds) for bounds in ranges)
-    part = into[tuple(slice(extent) for extent in extents)]
+    reader, part = source.weight(name), into[tuple(slice(extent) for extent in extents)]
     if isinstance(reader, RandomReader) and into.is_cuda:
         fill_random(reader, slices, part)
     else:

@@ -36,10 +36,7 @@ def run_rank(context: RankContext, values: Values, emit: Emit) -> torch.Tensor:
     plan = plan_program(build_mlp(), mesh, CPU)
     emit(plan.explain())
     local, at = localize(plan), mesh.coordinate(context.rank)
-    mine = {}
-    for name, value in values.items():
-        domain = local.allocations[name]
-        mine[name] = value[tuple(slice(*domain.local_range(d, at)) for d in range(value.dim()))]
+    mine = {name: x[local.allocations[name].local_slices(at)] for name, x in values.items()}
     host = lower_program(local, megakernel=False, peer_memory=False)
     return Evaluator(host, GlooCommunicator(mesh, context.rank), {}).run(mine)["y"]
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distmega.errors import ProgramError
-from distmega.hostir import choice
+from distmega.hostir import sampling
 from distmega.hostir.axis_views import (
     access_axes,
     fold_axes,
@@ -276,18 +276,18 @@ def _compile_embedding(op: Op, coordinate: Coordinate) -> OpFunction:
 def _compile_argmax(op: Op, coordinate: Coordinate) -> OpFunction:
     base = _base(op, coordinate) if op.get("base_axis", "") else 0
     extent = int(_number(op, "extent", -1))
-    return lambda xs: choice.argmax(xs[0], base, None if extent < 0 else extent)
+    return lambda xs: sampling.argmax(xs[0], base, None if extent < 0 else extent)
 
 
 def _compile_top(op: Op, coordinate: Coordinate) -> OpFunction:
     num_parts, num_top = op.axis("s").extent, op.axis("c").extent
-    return lambda xs: (choice.top(xs[0], num_parts, num_top),)
+    return lambda xs: (sampling.top(xs[0], num_parts, num_top),)
 
 
 def _compile_sample(op: Op, coordinate: Coordinate) -> OpFunction:
     base = _base(op, coordinate) if op.get("base_axis", "") else 0
     extent = int(_number(op, "extent", op.axis("v").extent))
-    return lambda xs: choice.sample(xs[0], xs[1], xs[2], xs[3], base, extent)
+    return lambda xs: sampling.sample(xs[0], xs[1], xs[2], xs[3], base, extent)
 
 
 def _compile_concat(op: Op, coordinate: Coordinate) -> OpFunction:
@@ -319,7 +319,7 @@ COMPILERS: dict[str, Callable[[Op, Coordinate], OpFunction]] = {
     "set": _compile_move,
     "argmax": _compile_argmax,
     "top": _compile_top,
-    "cutoff": lambda op, coordinate: lambda xs: (choice.cutoff(xs[0], xs[1]),),
+    "cutoff": lambda op, coordinate: lambda xs: (sampling.cutoff(xs[0], xs[1]),),
     "sample": _compile_sample,
     "take_shard": _compile_take_shard,
 }

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-from distmega.hostir import choice, library, norms, pointwise
+from distmega.hostir import library, norms, pointwise, sampling
 from distmega.hostir.collectives import combine_parts
 from distmega.kernels import opcodes
 from distmega.kernels.encoding import unpack_expression
@@ -173,7 +173,7 @@ def _argmax(i: opcodes.Argmax, memory: RankMemory) -> Run:
     base = _base(i.axis, i.stride, memory)
 
     def run() -> None:
-        best, place = choice.argmax(x, base, i.extent)
+        best, place = sampling.argmax(x, base, i.extent)
         value.copy_(best)
         index.copy_(place)
 
@@ -185,7 +185,7 @@ def _top(i: opcodes.Top, memory: RankMemory) -> Run:
     out = memory.view(i.out, (i.rows, i.num_top), (i.strides[1], 1))
 
     def run() -> None:
-        out.copy_(choice.top(x, 1, i.num_top).squeeze(1))
+        out.copy_(sampling.top(x, 1, i.num_top).squeeze(1))
 
     return run
 
@@ -196,7 +196,7 @@ def _cutoff(i: opcodes.Cutoff, memory: RankMemory) -> Run:
     limits = memory.view(i.limits, (i.rows, 2), (i.strides[2], 1))
 
     def run() -> None:
-        limits.copy_(choice.cutoff(x, settings))
+        limits.copy_(sampling.cutoff(x, settings))
 
     return run
 
@@ -211,7 +211,7 @@ def _sample(i: opcodes.Sample, memory: RankMemory) -> Run:
     base = _base(i.axis, i.stride, memory)
 
     def run() -> None:
-        best, place = choice.sample(x, limits, seeds, positions, base, i.extent)
+        best, place = sampling.sample(x, limits, seeds, positions, base, i.extent)
         value.copy_(best)
         index.copy_(place)
 
@@ -254,7 +254,7 @@ def _argmax_ranks(i: opcodes.ArgmaxRanks, memory: RankMemory) -> Run:
     index = memory.view(i.index, (i.rows,), rows[3:])
 
     def run() -> None:
-        best, slot = choice.argmax(values)
+        best, slot = sampling.argmax(values)
         value.copy_(best)
         index.copy_(indices.gather(1, slot.unsqueeze(1)).squeeze(1))
 

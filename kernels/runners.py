@@ -16,6 +16,7 @@ from torch import Tensor
 from distmega.errors import VerifyError
 from distmega.hostir.evaluator import KernelRunner
 from distmega.kernels.arena import ArenaLayout
+from distmega.kernels.gpus import is_hopper, num_sms
 from distmega.kernels.hopper.batch_queues import BatchQueues, build_batch_queues
 from distmega.kernels.hopper.plan import DecodeQueues
 from distmega.kernels.hopper.queues import build_queues
@@ -26,7 +27,6 @@ from distmega.trace_file import Span
 
 Queues = DecodeQueues | BatchQueues
 
-CAPABILITY = (9, 0)
 HOPPER = "distmega.kernels.hopper.runner", "DecodeRunner"
 HOPPER_BATCH = "distmega.kernels.hopper.batch_runner", "BatchRunner"
 NO_DRAWS: Mapping[str, Tensor] = MappingProxyType({})
@@ -79,11 +79,11 @@ def plan_hopper(
     asked of them. mode: see build_queues; a batch has one event an op in either.
     """
     place, num_ranks = (team.place, team.size) if team else (0, 1)
-    num_sms = require_hopper(device)
+    all_sms = require_hopper(device)
     queues: Queues = (
-        build_batch_queues(segment, weights, states, num_sms, place)
+        build_batch_queues(segment, weights, states, all_sms, place)
         if batch > 1
-        else build_queues(segment, weights, states, num_sms, place, mode)
+        else build_queues(segment, weights, states, all_sms, place, mode)
     )
     if queues.shape.num_ranks != num_ranks:
         raise VerifyError(
@@ -96,14 +96,14 @@ def plan_hopper(
 
 def require_hopper(device: torch.device) -> int:
     """Number of SMs of a GPU that the kernels run on; VerifyError for another one."""
-    properties = torch.cuda.get_device_properties(device)
-    if (properties.major, properties.minor) != CAPABILITY:
+    if not is_hopper(device.index):
+        major, minor = torch.cuda.get_device_capability(device)
         raise VerifyError(
-            f"{properties.name} of compute capability {properties.major}.{properties.minor}",
+            f"{torch.cuda.get_device_name(device)} of compute capability {major}.{minor}",
             expected="a Hopper GPU, 9.0",
             remedy="run the segment by library ops",
         )
-    return int(properties.multi_processor_count)
+    return num_sms(device.index)
 
 
 def open_hopper(

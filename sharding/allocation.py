@@ -1,7 +1,7 @@
 """The allocation domain of a tensor: its dims in stride order, and which part a rank stores.
 
 Comes in: a tensor, its Layout and the mesh. Goes out: AllocationDomain, final once finalize.py has
-made it. Loaders ask `local_range` what to load; everything outside of it is zero padding.
+made it. Loaders ask `local_slices` what to load; everything outside of it is zero padding.
 """
 
 from collections.abc import Mapping
@@ -123,6 +123,11 @@ class AllocationDomain:
         if any(coordinate[axis] for axis in self.partial_axes):
             return 0, 0
         return self.stored_range(dim, coordinate)
+
+    def local_slices(self, coordinate: Mapping[str, int]) -> tuple[slice, ...]:
+        """local_range of every dim: this coordinate's part of the whole tensor."""
+        ranges = (self.local_range(dim, coordinate) for dim in range(len(self.dims)))
+        return tuple(slice(*bounds) for bounds in ranges)
 
     def stored_range(self, dim: int, coordinate: Mapping[str, int]) -> tuple[int, int]:
         """Positions [start, stop) of a tensor dim that this coordinate stores, parts of a

@@ -23,6 +23,7 @@ from distmega.hostir.comm import Communicator
 from distmega.hostir.nccl import NcclCommunicator
 from distmega.kernels.gemm.machine import built_in, measured
 from distmega.kernels.gemm.workspace import Workspace, workspace_of
+from distmega.kernels.gpus import is_hopper
 from distmega.sharding.matmul_ways import (
     Choice,
     Collective,
@@ -235,7 +236,7 @@ def _on_hopper(x: Tensor) -> bool:
         x.is_cuda
         and x.dtype is torch.bfloat16
         and importlib.util.find_spec("triton") is not None
-        and bool(_kernels("launch").is_hopper(x.device.index))
+        and is_hopper(x.device.index)
     )
 
 

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from distmega.hostir.nccl import NcclCommunicator
 from distmega.kernels.gemm import exchange, overlap
-from distmega.kernels.gemm.launch import launch_matmul, num_sms, plain_spec
+from distmega.kernels.gemm.launch import launch_matmul, plain_spec
 from distmega.kernels.gemm.workspace import workspace_of
+from distmega.kernels.gpus import num_sms
 from distmega.kernels.stream_ops import copy_bytes
 from distmega.sharding.matmul_ways import STAGES, event_rows, tiles_choice
 from distmega.sharding.overlap_rates import H200_RATES, OverlapRates

@@ -14,6 +14,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from distmega.kernels.gemm.kernel import matmul_kernel
 from distmega.kernels.gemm.spec import HALF_M, TILE_K, TILE_M, MatmulSpec
+from distmega.kernels.gpus import num_sms
 from distmega.kernels.launcher import Launcher
 from distmega.sharding.tile_times import Tiles
 
@@ -59,18 +60,6 @@ def can_store(x: Tensor) -> bool:
 def plain_spec(tiles: Tiles) -> MatmulSpec:
     """The kernel without peers."""
     return MatmulSpec(tile_n=tiles.tile_n, stages=tiles.stages)
-
-
-@cache
-def is_hopper(index: int) -> bool:
-    """Whether kernels built for sm_90a run on a CUDA device."""
-    return torch.cuda.get_device_capability(index) == (9, 0)
-
-
-@cache
-def num_sms(index: int) -> int:
-    """SMs of a CUDA device."""
-    return int(torch.cuda.get_device_properties(index).multi_processor_count)
 
 
 @cache

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from distmega.kernels.gpus import is_hopper
 from distmega.kernels.pipelined.blocks import common_width, padded_to
 from distmega.kernels.pipelined.choices import (
     Choice,
@@ -17,7 +18,7 @@ from distmega.kernels.pipelined.choices import (
     plain_row_choices,
     row_choices,
 )
-from distmega.kernels.pipelined.device import INT32, device_facts, has_tma, num_programs
+from distmega.kernels.pipelined.device import INT32, device_facts, num_programs
 from distmega.kernels.pipelined.launches import Block, Family, Launch, Vector, pointer
 from distmega.kernels.pipelined.long_norm_kernel import long_norm_kernel
 from distmega.kernels.pipelined.norm_kernel import NormSpec, norm_kernel
@@ -200,4 +201,4 @@ def _make_family(op: str, eps: float, operands: Operands) -> Family | None:
 def _takes_tma(made: _Class) -> bool:
     """Whether the Gluon kernels run there for rows of such types and lengths."""
     width = common_width(made.sizes, made.columns)
-    return has_tma(made.index) and width > 0 and made.count < INT32
+    return is_hopper(made.index) and width > 0 and made.count < INT32

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from distmega.kernels.gpus import is_hopper
 from distmega.kernels.pipelined.blocks import SWIZZLE_BYTES, padded_to
 from distmega.kernels.pipelined.choices import (
     Choice,
@@ -19,7 +20,7 @@ from distmega.kernels.pipelined.choices import (
     matrix_choices,
     plain_choices,
 )
-from distmega.kernels.pipelined.device import INT32, device_facts, has_tma, num_programs
+from distmega.kernels.pipelined.device import INT32, device_facts, num_programs
 from distmega.kernels.pipelined.exprs import MAX_INPUTS, MAX_OUTPUTS, Formula
 from distmega.kernels.pipelined.launches import Argument, Block, Family, Launch, Vector, pointer
 from distmega.kernels.pipelined.pointwise_kernel import PointwiseSpec, pointwise_kernel
@@ -190,7 +191,7 @@ def _kind(matrix: Matrix, strides: tuple[int, int]) -> str:
 
 def _takes_tma(made: _Class, tensors: Sequence[Tensor], results: Sequence[Tensor]) -> bool:
     """Whether the Gluon kernel runs there and descriptors can address what comes or leaves."""
-    if "" in made.kinds or not has_tma(made.index):
+    if "" in made.kinds or not is_hopper(made.index):
         return False
     rows, columns = made.matrix.rows, made.matrix.columns
     extent = columns // max(1, made.width) if rows == 1 else max(rows, columns)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from distmega.hostir import choice
+from distmega.hostir import sampling
 from distmega.kernels.hopper.alarm import LOCAL_LIMIT_S, Alarm
 from distmega.kernels.hopper.batch_limits import list_words
 from distmega.kernels.hopper.words import (
@@ -88,12 +88,12 @@ def kind_of(settings: list[float]) -> int:
 def drawn_by_library(logits: Tensor, settings: list[float], seed: int) -> list[int]:
     limits = torch.tensor([settings], device=logits.device)
     if len(settings) == 3:
-        limits = choice.cutoff(logits[None], limits)
+        limits = sampling.cutoff(logits[None], limits)
     positions = torch.arange(NUM_DRAWS, device=logits.device)
     rows = logits.expand(NUM_DRAWS, -1)
     seeds = torch.full_like(positions, seed)
     limits = limits.expand(NUM_DRAWS, -1)
-    return choice.sample(rows, limits, seeds, positions, 0, len(logits))[1].tolist()
+    return sampling.sample(rows, limits, seeds, positions, 0, len(logits))[1].tolist()
 
 
 def make_logits(kind: str, vocab: int) -> Tensor:
@@ -164,10 +164,10 @@ def test_sequences_draw_from_their_logits(name, batch):
         outputs = engine.decode_step(one[-1])
         one.append(tuple(outputs["next"].tolist()))
         logits = engine.stepping.logits[:batch] if engine.stepping else outputs["logits"]
-        limits = choice.cutoff(logits, settings) if settings.shape[1] == 3 else settings
+        limits = sampling.cutoff(logits, settings) if settings.shape[1] == 3 else settings
         cached = [len(prompt) + len(one) - 2 for prompt in prompts]
         positions = torch.tensor(cached, device="cuda")
-        drawn = choice.sample(logits, limits, seeds, positions, 0, logits.shape[1])[1]
+        drawn = sampling.sample(logits, limits, seeds, positions, 0, logits.shape[1])[1]
         assert one[-1] == tuple(drawn.tolist())
     assert many == one
     assert len({token for tokens in many for token in tokens}) > 3 * batch
@@ -185,10 +185,10 @@ def test_steps_draw_from_their_logits(name):
         outputs = engine.decode_step([one[-1]])
         one.append(int(outputs["next"][0]))
         logits = engine.stepping.logits[None] if engine.stepping else outputs["logits"]
-        limits = choice.cutoff(logits, settings) if settings.shape[1] == 3 else settings
+        limits = sampling.cutoff(logits, settings) if settings.shape[1] == 3 else settings
         seeds = torch.tensor([sampling.seed], device="cuda")
         positions = torch.tensor([len(prompt) + len(one) - 2], device="cuda")
-        drawn = choice.sample(logits, limits, seeds, positions, 0, logits.shape[1])[1]
+        drawn = sampling.sample(logits, limits, seeds, positions, 0, logits.shape[1])[1]
         assert one[-1] == int(drawn)
     assert many == one
     assert len(set(many)) > 10

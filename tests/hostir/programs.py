@@ -188,7 +188,6 @@ def shard_tensors(
     for name, whole in tensors.items():
         domain = local.allocations[name]
         parts[name] = torch.zeros(domain.local_shape, dtype=whole.dtype)
-        bounds = [domain.local_range(dim, coordinate) for dim in range(whole.dim())]
-        part = whole[tuple(slice(*each) for each in bounds)]
-        parts[name][tuple(slice(extent) for extent in part.shape)] = part
+        part = whole[domain.local_slices(coordinate)]
+        parts[name][tuple(map(slice, part.shape))] = part
     return parts

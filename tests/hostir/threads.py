@@ -121,9 +121,8 @@ def join(
         domain = local.allocations[name]
         whole[name] = torch.full(domain.shape, 10**6, dtype=found[0][name].dtype)
         for part, at in zip(found, local.mesh.coordinates(), strict=True):
-            ranges = [domain.local_range(dim, at) for dim in range(len(domain.shape))]
-            here = tuple(slice(a, b) for a, b in ranges)
-            whole[name][here] = part[name][tuple(slice(b - a) for a, b in ranges)]
+            here = whole[name][domain.local_slices(at)]
+            here.copy_(part[name][tuple(map(slice, here.shape))])
     return whole
 
 

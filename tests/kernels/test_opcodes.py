@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distmega.builder import ProgramBuilder
-from distmega.hostir import choice
+from distmega.hostir import sampling
 from distmega.kernels.tasks import Split, TaskGroup
 from distmega.program import Op, Program
 from tests.kernels.running import launch_all, make_ranks, random_values, tiled_kernel
@@ -238,9 +238,9 @@ def test_sampling_equals_the_library(data):
     }
     arrays, (least, chosen) = run(data, program, values)
     logits = torch.from_numpy(arrays["x"]).float()
-    expected = choice.cutoff(logits, values["settings"])
+    expected = sampling.cutoff(logits, values["settings"])
     np.testing.assert_array_equal(least, expected.double().numpy())
-    drawn = choice.sample(logits, expected, values["seeds"], values["positions"], 0, vocab)[1]
+    drawn = sampling.sample(logits, expected, values["seeds"], values["positions"], 0, vocab)[1]
     assert (chosen == drawn.numpy()).all()
 
 

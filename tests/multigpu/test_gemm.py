@@ -16,6 +16,7 @@ from distmega.errors import HangError, ProgramError
 from distmega.hostir.comm import Communicator
 from distmega.hostir.nccl import NcclCommunicator
 from distmega.kernels import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+from distmega.kernels.gpus import num_sms
 from distmega.sharding.matmul_ways import STAGES, Choice
 from distmega.sharding.tile_times import Extents, Split, Tiles, plan_sending
 from tests.multigpu.ranks import ON_EITHER, ON_GPUS
@@ -102,7 +103,7 @@ def share_the_last_wave(comm: NcclCommunicator) -> None:
     call in the same event words.
     """
     overlap, workspace = kernels("overlap"), kernels("workspace")
-    size, rank, sms = comm.mesh.num_ranks, comm.rank, kernels("launch").num_sms(comm.rank)
+    size, rank, sms = comm.mesh.num_ranks, comm.rank, num_sms(comm.rank)
     shared = workspace.workspace_of(comm, "tp", 2**28)
     rows, helped = 1024 * size, []
     for wave, (tile_n, stages) in cross((1, sms * 6 // 11, sms * 9 // 11), STAGES.items()):

@@ -60,10 +60,8 @@ def assert_same(
     """A rank's outputs are its parts of the whole ones, bit by bit, where they are no padding."""
     at = local.mesh.coordinate(rank)
     for name, x in found.items():
-        domain = local.allocations[name]
-        ranges = [domain.local_range(dim, at) for dim in range(x.dim())]
-        part = expected[name][tuple(slice(*each) for each in ranges)]
-        assert torch.equal(x.cpu()[tuple(slice(b - a) for a, b in ranges)], part), name
+        part = expected[name][local.allocations[name].local_slices(at)]
+        assert torch.equal(x.cpu()[tuple(map(slice, part.shape))], part), name
 
 
 def run_random(comm: Communicator, first: int) -> None:

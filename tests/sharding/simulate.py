@@ -227,10 +227,9 @@ def scattered(op: Op, xs: Sequence[np.ndarray], out: Tensor, size: int) -> list[
 
 def shard_array(x: np.ndarray, domain: AllocationDomain, at: Mapping[str, int]) -> np.ndarray:
     """What a loader gives one rank: its range of every dim, then zeros."""
-    ranges = [domain.local_range(dim, at) for dim in range(x.ndim)]
     part = np.zeros(domain.local_shape, x.dtype)
-    found = x[tuple(slice(*r) for r in ranges)]
-    part[tuple(slice(0, extent) for extent in found.shape)] = found
+    found = x[domain.local_slices(at)]
+    part[tuple(map(slice, found.shape))] = found
     return part
 
 
@@ -241,9 +240,8 @@ def join_arrays(
     whole = np.zeros(domain.shape, parts[0].dtype)
     written = np.zeros(domain.shape, dtype=bool)
     for part, at in zip(parts, mesh.coordinates(), strict=True):
-        ranges = [domain.local_range(dim, at) for dim in range(part.ndim)]
-        here = tuple(slice(*r) for r in ranges)
-        found = part[tuple(slice(0, b - a) for a, b in ranges)]
+        here = domain.local_slices(at)
+        found = part[tuple(map(slice, whole[here].shape))]
         assert np.array_equal(np.where(written[here], whole[here], found), found, equal_nan=True)
         whole[here], written[here] = found, True
     assert written.all()
