@@ -86,13 +86,17 @@ def philox(seeds: Tensor, positions: Tensor, indices: Tensor) -> Tensor:
 
     Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (SC 2011).
     """
-    c0, c1 = indices & MASK, positions & MASK
-    c2 = c3 = torch.zeros_like(c0)
-    k0, k1 = seeds & MASK, (seeds >> 32) & MASK
+    seeds, positions, indices = torch.broadcast_tensors(seeds, positions, indices)
+    multipliers, weyl = (
+        torch.tensor(pair, device=indices.device).view(2, *[1] * indices.dim())
+        for pair in (MULTIPLIERS, WEYL)
+    )
+    counter = torch.stack((indices, torch.zeros_like(indices)))
+    others = torch.stack((positions, torch.zeros_like(positions)))
+    keys = torch.stack((seeds, seeds >> 32))
     for _ in range(ROUNDS):
         # products wrap to 64 bits, which keeps all of them
-        first, second = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
-        c0, c1 = ((second >> 32) & MASK) ^ c1 ^ k0, second & MASK
-        c2, c3 = ((first >> 32) & MASK) ^ c3 ^ k1, first & MASK
-        k0, k1 = (k0 + WEYL[0]) & MASK, (k1 + WEYL[1]) & MASK
-    return c0
+        products = (counter * multipliers).flip(0)
+        counter = ((products >> 32) ^ others ^ keys) & MASK
+        others, keys = products, keys + weyl
+    return counter[0]
