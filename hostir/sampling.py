@@ -86,7 +86,8 @@ def philox(seeds: Tensor, positions: Tensor, indices: Tensor) -> Tensor:
 
     Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (SC 2011).
     """
-    seeds, positions, indices = torch.broadcast_tensors(seeds, positions, indices)
+    given = seeds, positions, indices
+    seeds, positions, indices = torch.broadcast_tensors(*given)  # type: ignore[no-untyped-call]
     multipliers, weyl = (
         torch.tensor(pair, device=indices.device).view(2, *[1] * indices.dim())
         for pair in (MULTIPLIERS, WEYL)
