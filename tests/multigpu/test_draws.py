@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from distmega.engine import Engine
-from distmega.hostir import choice
+from distmega.hostir import sampling as drawing
 from distmega.hostir.comm import Communicator, SingleCommunicator
 from distmega.models.decoder import Logits
 from distmega.models.sampling import Sampling
@@ -41,9 +41,9 @@ def draw_as_told(logits: Tensor, sampling: Sampling, positions: list[int]) -> tu
     """The tokens that the logits of each sequence, its seed and its position give."""
     num, vocab = logits.shape
     settings = torch.tensor([sampling.settings] * num)
-    limits = choice.cutoff(logits, settings) if sampling.method.kind == "limited" else settings
+    limits = drawing.cutoff(logits, settings) if sampling.method.kind == "limited" else settings
     seeds = torch.tensor([sampling.seed_of(sequence) for sequence in range(num)])
-    _, found = choice.sample(logits, limits, seeds, torch.tensor(positions), 0, vocab)
+    _, found = drawing.sample(logits, limits, seeds, torch.tensor(positions), 0, vocab)
     return tuple(found.tolist())
 
 
