@@ -119,7 +119,10 @@ class LoopDomain:
 
     @staticmethod
     def of(roots: Sequence[tuple[str, int]]) -> "LoopDomain":
-        """A domain without transforms: every root a serial axis."""
+        """A domain without transforms: every root a serial axis. VerifyError for equal names."""
+        names = [name for name, _ in roots]
+        if len(set(names)) < len(names):
+            raise _bad(f"roots {names}", "different names")
         axes = tuple(LoopAxis(name=name, extent=extent) for name, extent in roots)
         return LoopDomain(roots=tuple(roots), axes=axes)
 
@@ -139,8 +142,8 @@ class LoopDomain:
         The other extent is rounded up; values past the axis' extent are padding.
         """
         source = self.axis(name)
-        if factor < 1:
-            raise _bad(f"split of {name!r} by {factor}", "a factor of at least 1")
+        if type(factor) is not int or factor < 1:
+            raise _bad(f"split of {name!r} by {factor}", "a whole number of at least 1")
         other = -(-source.extent // factor)
         outer_extent, inner_extent = (factor, other) if outer else (other, factor)
         transform = Split(
@@ -159,6 +162,8 @@ class LoopDomain:
     def merge(self, outer: str, inner: str) -> "LoopDomain":
         """Joins two axes into one named outer&inner, placed where the outer one was."""
         first, second = self.axis(outer), self.axis(inner)
+        if outer == inner:
+            raise _bad(f"merge of {outer!r} with itself", "two axes")
         result = f"{outer}&{inner}"
         transform = Merge(outer=outer, inner=inner, inner_extent=second.extent, result=result)
         new = (LoopAxis(name=result, extent=first.extent * second.extent),)
@@ -185,7 +190,9 @@ class LoopDomain:
         return replace(self, axes=tuple(axes))
 
     def reorder(self, front: Sequence[str]) -> "LoopDomain":
-        """Moves the named axes to the front, in that order."""
+        """Moves the named axes to the front, in that order. VerifyError if one comes twice."""
+        if len(set(front)) < len(front):
+            raise _bad(f"reorder with {list(front)} in front", "each axis once")
         first = tuple(self.axis(name) for name in front)
         rest = tuple(axis for axis in self.axes if axis.name not in front)
         return replace(self, axes=first + rest)
@@ -232,6 +239,8 @@ class LoopDomain:
             if axis.name in needed
         ]
         names = [axis.name for axis in self.axes if axis.name in needed]
+        if not names:
+            return {}
         mesh = np.meshgrid(*grids, indexing="ij")
         values: dict[str, Array] = {n: g.reshape(-1) for n, g in zip(names, mesh, strict=True)}
         valid = np.ones(next(iter(values.values())).shape, dtype=bool)
@@ -251,6 +260,9 @@ class LoopDomain:
     def _replaced(
         self, old: Sequence[str], new: Sequence[LoopAxis], transform: Transform
     ) -> "LoopDomain":
+        names = {name for name, _ in self.roots} | {axis.name for axis in self.axes}
+        if taken := sorted(names.intersection(axis.name for axis in new)):
+            raise _bad(f"{old} becoming {taken} in {self}", "names that no axis or root has")
         at = next(i for i, axis in enumerate(self.axes) if axis.name == old[0])
         axes = list(self.axes)
         axes[at : at + 1] = new

@@ -81,6 +81,12 @@ def test_reorder_moves_axes_in_front_and_keeps_the_rest():
         lambda: vector(4).split("i", 0),
         lambda: matrix(4, 4).shard("i", "tp", 2).shard("j", "tp", 2),
         lambda: vector(4).split("i", 2).axis("i"),
+        lambda: vector(4).split("i", 2.0),
+        lambda: vector(4).split("i", True),
+        lambda: vector(4).merge("i", "i"),
+        lambda: matrix(4, 4).reorder(["i", "i"]),
+        lambda: LoopDomain.of([("i", 2), ("i", 3)]),
+        lambda: LoopDomain.of([("i", 4), ("i.o", 3)]).split("i", 2),
     ],
 )
 def test_bad_transforms_are_refused(make):
@@ -185,3 +191,12 @@ def test_a_merged_split_is_compared_point_by_point():
     for other, differ in ((columns, False), (turned, True)):
         sides = (merged, ROWS), (other, ROWS)
         assert shardings_differ((4, 4), *sides, Device("tp"), TP) is differ
+
+
+@pytest.mark.parametrize(("shape", "dims"), [((), []), ((1,), [Index()])])
+def test_a_number_is_everywhere_however_axes_are_merged(shape, dims):
+    domain = matrix(4, 6).merge("i", "j").split("i&j", 2, outer=True)
+    devices, streams = (domain.parallelize("i&j.o", kind) for kind in (Device("tp"), Stream()))
+    plain = LoopDomain.of([])
+    assert not shardings_differ(shape, (devices, dims), (plain, dims), Device("tp"), TP)
+    assert not shardings_differ(shape, (streams, dims), (plain, dims), Stream(), TP)
