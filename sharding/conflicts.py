@@ -53,5 +53,18 @@ def _told(
 
 
 def _stream_conflicts(plan: PlanFacts) -> Iterator[str]:
+    for name, (whole, layout) in plan.locals.items():
+        asked = plan.streams.get(whole)
+        if asked is None or asked.ring in dict(layout.shards_of(asked.dim)):
+            continue
+        extent = plan.allocations[name].local_shape[asked.dim]
+        chunk = -(-extent // asked.num)
+        num = -(-extent // chunk)
+        if num < asked.num:
+            found = "one chunk" if num == 1 else f"{num} chunks"
+            yield (
+                f"{name} comes in {found} of dim {asked.dim}, not in {asked.num}: "
+                f"{chunk} of {extent} positions a chunk"
+            )
     for (tensor, op), reason in plan.refused_chunks.items():
         yield f"{op} does not run in the chunks of {tensor}: {reason}"

@@ -7,15 +7,24 @@ are treated alike are told once, so a deep model reads like a shallow one.
 import math
 import re
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from distmega.dtypes import item_bytes
 from distmega.program import Tensor, accesses
 from distmega.sharding.conflicts import list_conflicts
+from distmega.sharding.host_loops import HostLoop
 from distmega.sharding.local_ops import LocalOps
 from distmega.sharding.overlap import OverlapChoice
-from distmega.sharding.placements import REPLICATE, Layout, Partial, Placement, Shard, local_shape
+from distmega.sharding.placements import (
+    REPLICATE,
+    Chunks,
+    Layout,
+    Partial,
+    Placement,
+    Shard,
+    local_shape,
+)
 from distmega.sharding.plan import PlanFacts
 from distmega.sharding.resolve import PlacedOp, Reshard, Splits
 from distmega.sharding.streams import Part, operand_parts
@@ -106,7 +115,7 @@ def explain_plan(plan: PlanFacts) -> str:
     if plan.overlaps:
         lines += ["", "matmuls and their collectives", *_overlaps(plan)]
     if conflicts := list_conflicts(plan):
-        lines += ["", "conflicts", *(f"  {line}" for line in conflicts)]
+        lines += ["", "conflicts", *_once(conflicts)]
     lines += ["", "tensors", *_tensors(plan, what_if)]
     return "\n".join(lines) + "\n"
 
@@ -132,7 +141,28 @@ def _summary(plan: PlanFacts) -> list[str]:
     fixed: _Groups[Layout] = _Groups()
     for name, layout in plan.annotations.items():
         fixed.add(name, layout, layout)
-    return lines + [f"  fixed: {group.name} [{group.first}]" for group in fixed]
+    lines += [f"  fixed: {group.name} [{group.first}]" for group in fixed]
+    asked: _Groups[Chunks] = _Groups()
+    for name, chunks in plan.streams.items():
+        asked.add(name, chunks, chunks)
+    return lines + [f"  fixed: {group.name} in {_chunks(group.first)}" for group in asked]
+
+
+def _chunks(chunks: Chunks) -> str:
+    """What a user asked for."""
+    if chunks.num == 1:
+        return "one chunk"
+    ring = f" in ring order of {chunks.ring}" if chunks.ring else ""
+    return f"{chunks.num} chunks of dim {chunks.dim}{ring}"
+
+
+def _once(told: Sequence[str]) -> list[str]:
+    """Lines that differ in numbers of layers only, once."""
+    groups: dict[str, list[str]] = {}
+    for line in told:
+        groups.setdefault(_NUMBER.sub("#", line), []).append(line)
+    times = ((f"{len(lines)} x " if lines[1:] else "", lines[0]) for lines in groups.values())
+    return [f"  {count}{first}" for count, first in times]
 
 
 def _ops(plan: PlanFacts, what_if: WhatIf) -> list[str]:
@@ -226,16 +256,39 @@ def _overlaps(plan: PlanFacts) -> list[str]:
 
 def _host_loops(plan: PlanFacts) -> list[str]:
     """The loops, what is allocated anew in each of their iterations, and of what is allocated in
-    full the parts that have gaps.
+    full the parts that have gaps; equal layers once.
     """
-    lines = [f"  {loop}" for loop in plan.host_loops]
+    shapes: _Groups[str] = _Groups()
     for name, allocation in plan.allocations.items():
         if allocation.chunk:
-            lines.append(f"  {name} by chunk: {list(allocation.stored_shape)}")
-    return lines + sorted(set(_parts_with_gaps(plan)))
+            told = f"by chunk: {list(allocation.stored_shape)}"
+            shapes.add(name, told, told)
+    for name, shape in sorted(set(_parts_with_gaps(plan))):
+        told = f"in parts with gaps: {list(shape)}"
+        shapes.add(name, told, told)
+    return [*_loops(plan), *(f"  {group.name} {group.first}" for group in shapes)]
 
 
-def _parts_with_gaps(plan: PlanFacts) -> Iterator[str]:
+def _loops(plan: PlanFacts) -> Iterator[str]:
+    """Loops of the same ops, maybe of other layers, in a line."""
+    found: dict[Hashable, list[HostLoop]] = {}
+    for loop in plan.host_loops:
+        numbers = [int(n[0]) if (n := _NUMBER.search(op)) else -1 for op, _ in loop.splits]
+        first = next((n for n in numbers if n >= 0), 0)
+        layers = (n - first if n >= 0 else None for n in numbers)
+        ops = ((_pattern(op), split) for op, split in loop.splits)
+        found.setdefault((*zip(ops, layers, strict=True),), []).append(loop)
+    for loops in found.values():
+        names: _Groups[None] = _Groups()
+        for loop in loops:
+            for place, (op, _) in enumerate(loop.splits):
+                names.add(op, place, None)
+        splits = zip(names, loops[0].splits, strict=True)
+        told = replace(loops[0], splits=tuple((name.name, split) for name, (_, split) in splits))
+        yield f"  {f'{len(loops)} x ' if loops[1:] else ''}{told}"
+
+
+def _parts_with_gaps(plan: PlanFacts) -> Iterator[tuple[str, tuple[int, ...]]]:
     splits = {name: split for loop in plan.host_loops for name, split in loop.splits}
     if not splits:
         return
@@ -251,7 +304,7 @@ def _parts_with_gaps(plan: PlanFacts) -> Iterator[str]:
             if isinstance(part, Part) and not allocation.chunk:
                 seen = allocation.sliced(part.dim, part.chunk)
                 if seen.has_gaps:
-                    yield f"  {access.tensor} in parts with gaps: {list(seen.local_shape)}"
+                    yield access.tensor, seen.local_shape
 
 
 def _tensors(plan: PlanFacts, what_if: WhatIf) -> list[str]:

@@ -49,7 +49,7 @@ class HostLoop:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamPlan:
     """order: positions of the ops given. chunks: tensor -> the part of it that is allocated.
-    refused: (annotated tensor, op that uses it) -> why the op does not run in its chunks.
+    refused: (tensor, op that uses it) -> why the op does not run in the chunks that it comes in.
     """
 
     order: tuple[int, ...]

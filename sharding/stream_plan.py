@@ -93,7 +93,8 @@ def _followed(uses: Mapping[str, Container[Part | None]], spread: StreamSpread) 
 def _refusals(
     uses: Mapping[str, Mapping[str, Container[Part | None]]], spread: StreamSpread
 ) -> Iterator[tuple[tuple[str, str], str]]:
-    """Why ops do not run in the chunks of tensors annotated with some: (tensor, op), why.
+    """Why ops do not run in the chunks of tensors annotated with some, or in those in which the ops
+    before them run: (tensor, op), why.
 
     uses: op -> annotated tensor -> the chunks in which it touches it.
     """
@@ -109,6 +110,9 @@ def _refusals(
                 yield (name, op), f"it runs in {split.num_chunks} chunks of {split.axis}, {chosen}"
             elif (name, op) in spread.refused:
                 yield (name, op), spread.refused[name, op]
+    for (name, op), why in spread.refused.items():
+        if name not in spread.pins and op not in spread.splits:
+            yield (name, op), why
 
 
 def _part(

@@ -78,6 +78,31 @@ def test_conflicts_say_which_annotation_won():
     assert "conflicts" not in plan_program(program, DeviceMesh(tp=2), CPU).explain()
 
 
+def test_host_loops_of_equal_layers_are_told_once():
+    block = {"mid": stream(0, 2), "gate": stream(1, 2), "up": shard(0, "tp") | stream(0, 2)}
+    marks = {f"layers.{i}.{name}": mark for i in range(4) for name, mark in block.items()}
+    text = plan_program(decoder(layers=4, rows=4), DeviceMesh(tp=2), CPU, marks).explain()
+    assert "fixed: layers.{0-3}.up [tp=S0:2]" in text
+    assert "fixed: layers.{0-3}.up in 2 chunks of dim 0" in text
+    assert "4 x i2 in 2: layers.{0-3}.gate(n 10 by 5), layers.{0-3}.act(i1 10 by 5)" in text
+    assert "layers.{0-2}.out(i0 2 by 1), layers.{1-3}.a(m0 2 by 1)" in text
+    assert "layers.{0-3}.gate by chunk: [2, 5]" in text
+    assert "layers.{0-3}.act in parts with gaps: [2, 5]" in text
+    assert "4 x layers.0.act does not run in the chunks of layers.0.up" in text
+
+
+def test_where_chunks_end_is_told():
+    """At ops that can't run in them, and at extents that give fewer."""
+    p = ProgramBuilder("p")
+    a = p.input("x", (9, 1)).map("a0 + 1", name="a")
+    program = p.build(p.softmax(p.transpose(a, (1, 0), name="t"), name="y"))
+    text = plan_program(program, DeviceMesh(tp=1), CPU, {"x": stream(0, 4)}).explain()
+    assert "x comes in 3 chunks of dim 0, not in 4: 3 of 9 positions a chunk" in text
+    assert "y does not run in the chunks of t: softmax" in text
+    text = plan_program(program, DeviceMesh(tp=1), CPU, {"a": stream(1, 2)}).explain()
+    assert "a comes in one chunk of dim 1, not in 2: 1 of 1 positions a chunk" in text
+
+
 def test_an_axis_that_divides_nothing_is_called_idle():
     p = ProgramBuilder("p")
     program = p.build(p.set(p.input("x", (8, 8))))
