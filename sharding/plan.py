@@ -29,8 +29,8 @@ class PlanFacts:
     of the program, layout). layouts: tensor -> the layout it has under its own name. allocations:
     by local tensor, final. loops: by op. host_loops: which steps run together in chunks.
     annotations: what the user fixed; streams: the chunks that the user asked for; refused_chunks:
-    (local tensor, op) -> why the op does not run in those it comes in. prices_us: what holding a weight or state
-    whole was priced at. overlaps: how matmuls and collectives run together.
+    (local tensor, op) -> why the op does not run in those it comes in. prices_us: what holding a
+    weight or state whole was priced at. overlaps: how matmuls and collectives run together.
     """
 
     program: Program
