@@ -7,6 +7,7 @@ weights arena and one KV cache. Next on the walk: hostir/evaluator.py.
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -21,7 +22,7 @@ from distmega.blueprint import (
     draws_apart,
     plan_decode,
 )
-from distmega.errors import LaunchError, RequestError, VerifyError
+from distmega.errors import HangError, LaunchError, RequestError, VerifyError
 from distmega.hostir.comm import Communicator
 from distmega.hostir.evaluator import Evaluator, KernelRunner
 from distmega.hostir.nccl import NcclCommunicator
@@ -51,7 +52,12 @@ logger = logging.getLogger(__name__)
 
 
 class Engine:
-    """A model on one rank. All ranks of the mesh must make the same calls in the same order."""
+    """A model on one rank. All ranks of the mesh must make the same calls in the same order.
+
+    With several ranks a HangError is the last thing that a call gives: a rank that gave up starts
+    fewer launches than those that did not yet, and from then on they number their steps differently
+    and would take each other's results for others. Later calls on it raise RequestError.
+    """
 
     def __init__(
         self,
@@ -73,6 +79,7 @@ class Engine:
         """
         self.mesh, self.comm, self.device = mesh, comm, torch.device(device)
         self._num_cached = [0] * options.batch
+        self._hang = ""
         on_gpu = self.device.type == "cuda"
         machine, method = H200 if on_gpu else CPU, sampling.method
         stage = mesh.coordinate(comm.rank).get(AXIS, 0)
@@ -135,8 +142,9 @@ class Engine:
                 tokens = tuple(self.decode_step(tokens)["next"].tolist()[: len(prompts)])
                 yield tokens
             return
-        self.stepping.start(tokens, self._num_cached[: len(prompts)], self._draws)
-        yield from decode_ahead(self.stepping, room, partial(self._grow, len(prompts)))
+        with self._in_step():
+            self.stepping.start(tokens, self._num_cached[: len(prompts)], self._draws)
+            yield from decode_ahead(self.stepping, room, partial(self._grow, len(prompts)))
 
     def trace(self, num_steps: int, position: int) -> list[Span]:
         """The timeline of decode steps from `position` on, whatever the caches hold there; the
@@ -149,10 +157,11 @@ class Engine:
                 remedy="run on such a GPU with triton installed",
             )
         self._require_room(2 * num_steps, position)
-        for _ in range(2):
-            self.stepping.start([0] * self.batch, [position] * self.batch, self._draws)
-            self.comm.barrier()
-            spans = self.stepping.trace(num_steps)
+        with self._in_step():
+            for _ in range(2):
+                self.stepping.start([0] * self.batch, [position] * self.batch, self._draws)
+                self.comm.barrier()
+                spans = self.stepping.trace(num_steps)
         return spans
 
     @property
@@ -186,7 +195,8 @@ class Engine:
         """Appends one token to the sequence in slot 0; the next one."""
         found = int(self.decode_step([token])["next"][0])
         if self.stepping:
-            self.stepping.raise_hang()
+            with self._in_step():
+                self.stepping.raise_hang()
         return found
 
     def decode_step(self, tokens: Sequence[int]) -> Mapping[str, Tensor]:
@@ -200,14 +210,17 @@ class Engine:
             self._require_room(1, num_cached)
         last = self.blueprint.max_context - 1
         positions = [min(num_cached, last) for num_cached in self._num_cached]
-        outputs = self._decode.run(
-            {
-                "tokens": torch.tensor([*tokens, *[0] * (self.batch - num)], device=self.device),
-                "positions": torch.tensor(positions, device=self.device),
-                **self._draws,
-                **self._persistent,
-            }
-        )
+        with self._in_step():
+            outputs = self._decode.run(
+                {
+                    "tokens": torch.tensor(
+                        [*tokens, *[0] * (self.batch - num)], device=self.device
+                    ),
+                    "positions": torch.tensor(positions, device=self.device),
+                    **self._draws,
+                    **self._persistent,
+                }
+            )
         self._grow(num, 1)
         return outputs
 
@@ -232,14 +245,31 @@ class Engine:
             "positions": torch.arange(len(ids), device=self.device),
         }
         draws = {name: rows[slot : slot + 1] for name, rows in self._draws.items()}
-        outputs = self._prefills[key].run(
-            {**inputs, **draws, **self._persistent, **self._slots[slot]}
-        )
-        if self.blueprint.staged.stage.num_stages > 1 and self.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
-            self.comm.check_signals()
+        with self._in_step():
+            outputs = self._prefills[key].run(
+                {**inputs, **draws, **self._persistent, **self._slots[slot]}
+            )
+            if self.blueprint.staged.stage.num_stages > 1 and self.device.type == "cuda":
+                torch.cuda.current_stream().synchronize()
+                self.comm.check_signals()
         self._num_cached[slot] = len(ids)
         return outputs
+
+    @contextmanager
+    def _in_step(self) -> Iterator[None]:
+        """Around what ranks do together; RequestError if they are no longer in step."""
+        if self._hang:
+            raise RequestError(
+                f"a call after a hang ({self._hang})",
+                expected="ranks that have run the same launches",
+                remedy="open the engine anew on all ranks",
+            )
+        try:
+            yield
+        except HangError as error:
+            if self.mesh.num_ranks > 1:
+                self._hang = error.found
+            raise
 
     def _require_room(self, num_tokens: int, num_cached: int) -> None:
         limit = self.blueprint.max_context

@@ -8,8 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import pytest
+
 from distmega.blueprint import model_mesh
 from distmega.engine import Engine
+from distmega.errors import HangError, RequestError
 from distmega.hostir.comm import GlooCommunicator
 from distmega.models.load import open_model
 from distmega.ranks import Emit, RankContext
@@ -35,7 +38,7 @@ class Fault:
 
 
 def decode(context: RankContext, fault: Fault, emit: Emit) -> list[int]:
-    """Emits and returns NUM_TOKENS tokens after PROMPT."""
+    """Emits and returns NUM_TOKENS tokens after PROMPT; after a hang the engine is of no use."""
     mesh = model_mesh(context.world_size // fault.pp, fault.pp)
     comm = GlooCommunicator(mesh, context.rank)
     options = EngineOptions(max_context=64, timeout_s=fault.timeout_s)
@@ -45,9 +48,21 @@ def decode(context: RankContext, fault: Fault, emit: Emit) -> list[int]:
     for step in range(1, NUM_TOKENS):
         if step == FAULTY_STEP and context.rank == fault.rank and not _is_over(fault):
             FAULTS[fault.kind](engine)
-        tokens.append(engine.decode(tokens[-1]))
+        try:
+            tokens.append(engine.decode(tokens[-1]))
+        except HangError as error:
+            _assert_refuses(engine, error)
+            raise
         emit(tokens[-1])
     return tokens
+
+
+def _assert_refuses(engine: Engine, hang: HangError) -> None:
+    """Its ranks may have started different launches, so it does nothing any more."""
+    for call in (lambda: engine.prefill(PROMPT), lambda: engine.decode(1)):
+        with pytest.raises(RequestError) as refusal:
+            call()
+        assert refusal.value.found == f"a call after a hang ({hang.found})"
 
 
 def _is_over(fault: Fault) -> bool:
