@@ -67,12 +67,20 @@ def compute_all(comm: Communicator, rows: int, columns: int, overlap: bool | Non
 
 
 def keep_bits_on_all_ranks(comm: Communicator) -> None:
-    """Sums that round differently in another order."""
+    """Sums that round differently in another order; a gather into a matmul that all ranks compute
+    alike, of extents at which one that differs between them shares its last wave.
+    """
     torch.manual_seed(comm.rank)
     a, b = torch.randn(1024, 256).bfloat16(), torch.randn(512, 256).bfloat16()
     found = matmul_all_reduce(a, b, comm, overlap=True).view(torch.int16)
     assert len(set(comm.all_gather_object(tuple(found.flatten()[:4096].tolist())))) == 1
     assert len(set(comm.all_gather_object(int(found.long().sum())))) == 1
+    own = torch.randn(4096 // comm.mesh.num_ranks, 8192).bfloat16()
+    torch.manual_seed(0)
+    b = torch.randn(5120, 8192).bfloat16()
+    found = all_gather_matmul(own, b, comm, overlap=True, alike=True).view(torch.int16).long()
+    weighed = found.flatten() * (1 + torch.arange(found.numel()) % 1009)
+    assert len(set(comm.all_gather_object(int(weighed.sum())))) == 1
 
 
 def use_every_tile(comm: NcclCommunicator) -> None:
