@@ -1,7 +1,5 @@
-"""The `distmega` command: generate, explain, perplexity, trace, doctor; the only module that
-prints.
+"""The `distmega` command and what it prints; no other module prints.
 
-An error ends in one line on stderr: exit code 2 for a wrong request, 1 for a fault while running.
 Next on the walk: launch/launchers.py for what runs, explain.py for what only plans.
 """
 
@@ -49,6 +47,11 @@ from distmega.requests import (
 )
 from distmega.sharding.cost import CPU, MACHINES
 from distmega.sharding.mesh import DeviceMesh
+
+DESCRIPTION = """LLM inference at low latency on 1 to 8 GPUs.
+
+An error ends in one line on stderr: exit code 2 for a wrong request, 1 for a fault while running.
+"""
 
 Options = Annotated[EngineOptions, tyro.conf.arg(name="", prefix_name=False)]
 Choice = Annotated[Sampling, tyro.conf.arg(name="", prefix_name=False)]
@@ -163,7 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run_reported(arguments: Sequence[str] | None) -> int:
     """Runs a command and says what was wrong; the exit code."""
     try:
-        command = tyro.cli(Command, prog="distmega", args=arguments, description=__doc__)
+        command = tyro.cli(Command, prog="distmega", args=arguments, description=DESCRIPTION)
         run_command(command, Console(soft_wrap=True, highlight=False))
         sys.stdout.flush()
     except BrokenPipeError:

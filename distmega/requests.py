@@ -23,26 +23,24 @@ def _require(name: str, value: int, least: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """How a model is run. Any interleave_seed gives the same result.
-
-    max_context: positions of the KV cache; 0 is the model's limit, at most DEFAULT_CONTEXT.
-    batch: sequences that are decoded together, each with a cache of its own. micro_batches: parts
-    in which a prompt is prefilled, so that the stages of a pipeline work at the same time; 0 is 4
-    in a pipeline, else 1. num_sms: task queues of the CPU interpreter. interleave_seed: the order
-    in which they take turns. timeout_s: bound on a wait for another rank. collectives: done by the
-    megakernel over memory that ranks share, or by the host program; auto: the kernel where they
-    can share. events: what a task of a megakernel waits for: the tasks that it overlaps, or all of
-    the op before, a slow baseline whose results are the same.
-    """
+    """How a model is run."""
 
     max_context: int = 0
+    """Positions of the KV cache; 0 is the model's limit, at most 2048."""
     batch: int = 1
+    """Sequences that are decoded together, each with a cache of its own."""
     micro_batches: int = 0
+    """Parts of a prompt that pipeline stages prefill at a time; 0 is 4, or 1 without stages."""
     num_sms: int = 2
+    """Task queues of the CPU interpreter; a GPU has one for each SM."""
     interleave_seed: int = 0
+    """The order in which these queues take turns; any gives the same result."""
     timeout_s: float = 60.0
+    """Bound on a wait for another rank, in seconds."""
     collectives: Literal["auto", "kernel", "host"] = "auto"
+    """Done by the megakernel or the host program; auto: the kernel where ranks can share memory."""
     events: Literal["overlap", "op"] = "overlap"
+    """A task waits for the tasks it overlaps, or for all of the op before (a slow baseline)."""
 
     def __post_init__(self) -> None:
         _require("--max-context", self.max_context, 0)
@@ -81,11 +79,13 @@ class GenerateRequest:
                 raise RequestError(
                     f"prompt {prompt!r} is empty", expected="some text", remedy="give a prompt"
                 )
-        if not 1 <= len(self.prompts) <= self.options.batch:
+        if not self.prompts:
+            raise RequestError("no prompt", expected="at least one", remedy="give a prompt")
+        if (num_prompts := len(self.prompts)) > self.options.batch:
             raise RequestError(
-                f"{len(self.prompts)} prompts in a batch of {self.options.batch}",
-                expected="at least one, and at most the batch",
-                remedy="give a prompt, or raise --batch",
+                f"{num_prompts} prompts in a batch of {self.options.batch}",
+                expected="at most the batch",
+                remedy=f"raise --batch to {num_prompts} or more",
             )
 
 

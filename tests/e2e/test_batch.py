@@ -114,4 +114,4 @@ def test_the_command_continues_several_prompts(
 
 def test_no_prompt(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "smollm2"]) == 2
-    assert "0 prompts in a batch of 1; expected at least one" in capsys.readouterr().err
+    assert "no prompt; expected at least one" in capsys.readouterr().err

@@ -39,6 +39,15 @@ def run(
     )
 
 
+@pytest.mark.parametrize("command", ["generate", "explain", "perplexity", "trace", "doctor"])
+def test_every_option_is_explained(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    ends = re.findall(r"(\w+\S)\s+\(default", capsys.readouterr().out.replace("\u2502", ""))
+    assert ends
+    assert [end for end in ends if not end.endswith(".")] == []
+
+
 def answer(done: subprocess.CompletedProcess[str]) -> str:
     """The generated text, without the line of figures."""
     assert done.returncode == 0, done.stderr
