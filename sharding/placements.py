@@ -113,14 +113,23 @@ class Layout:
         return " ".join(words) or "R"
 
     def __or__(self, other: "Layout") -> "Layout":
-        """Both layouts' placements and chunks; those of `other` win. PlanError if it is none."""
+        """Both layouts' placements and chunks. PlanError if `other` is none, or if they place one
+        mesh axis or cut chunks in two ways.
+        """
         if not isinstance(other, Layout):
             found = f"layout [{self}] joined with {other!r}"
             remedy = "join what shard, replicate and stream give"
             raise PlanError(found, expected="another layout", remedy=remedy)
-        joined = Layout.of({**dict(self.placements), **dict(other.placements)})
-        chunks, is_open = other.chunks or self.chunks, self.is_open and other.is_open
-        return Layout(joined.placements, chunks, is_open)
+        ours, theirs = dict(self.placements), dict(other.placements)
+        twice = any(theirs.get(axis, placed) != placed for axis, placed in ours.items())
+        if twice or (self.chunks or other.chunks) != (other.chunks or self.chunks):
+            raise PlanError(
+                f"layout [{self}] joined with [{other}]",
+                expected="each mesh axis on one dim, and chunks of one dim",
+                remedy="leave one of the two out",
+            )
+        is_open = self.is_open and other.is_open
+        return Layout(Layout.of(ours | theirs).placements, self.chunks or other.chunks, is_open)
 
     def at(self, axis: str) -> Placement:
         """Placement along one mesh axis."""

@@ -46,8 +46,9 @@ def random_marks(program: Program, mesh: DeviceMesh, seed: int) -> dict[str, Lay
         dim = rng.randrange(len(tensor.shape))
         if rng.random() < 0.4 and fits(tensor.shape[dim], size):
             layout = shard(dim, axis)
-            if rng.random() < 0.3:
-                layout = layout | shard(rng.randrange(len(tensor.shape)), rng.choice(mesh.names))
+            others = [name for name in mesh.names if name != axis]
+            if others and rng.random() < 0.5:
+                layout = layout | shard(rng.randrange(len(tensor.shape)), rng.choice(others))
         if rng.random() < 0.7:
             ring = axis if rng.random() < 0.3 else ""
             num = size if ring else rng.choice((1, 2, 3, 4))

@@ -32,6 +32,16 @@ TENSOR = Tensor(name="w", shape=(9, 64), dtype="f32")
         (lambda: shard(True, "tp"), "shard(True, 'tp')", "whole numbers"),
         (lambda: shard(0, 1), "shard(0, 1)", "the name of a mesh axis"),
         (lambda: shard(0, "tp") | "dp", "layout [tp=S0] joined with 'dp'", "another layout"),
+        (
+            lambda: shard(0, "tp") | shard(1, "tp"),
+            "layout [tp=S0] joined with [tp=S1]",
+            "each mesh axis on one dim, and chunks of one dim",
+        ),
+        (
+            lambda: stream(0, 2) | stream(1, 2),
+            "layout [stream=C0:2] joined with [stream=C1:2]",
+            "each mesh axis on one dim, and chunks of one dim",
+        ),
         (lambda: stream("0", 2), "stream('0', 2, ring='')", "whole numbers"),
         (lambda: stream(0, 2.0), "stream(0, 2.0, ring='')", "whole numbers"),
         (lambda: stream(0, 2, ring=None), "stream(0, 2, ring=None)", "the name of a mesh axis"),
@@ -48,6 +58,7 @@ def test_users_words_join():
     assert layout.at("tp") == Shard(1) and layout.at("other") == replicate().at("tp")  # noqa: PT018
     assert layout.moved("dp", replicate().at("dp")) == shard(1, "tp")
     assert shard(0, "tp") | replicate() == shard(0, "tp")
+    assert shard(0, "tp") | stream(1, 2) | shard(0, "tp") == stream(1, 2) | shard(0, "tp")
     assert layout.shards_of(1) == (("tp", Shard(1)),)
 
 
