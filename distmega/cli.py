@@ -37,6 +37,7 @@ from distmega.models.locate import read_config
 from distmega.models.sampling import Sampling
 from distmega.requests import (
     EngineOptions,
+    ExplainRequest,
     GenerateRequest,
     GenerateResult,
     ScoreRequest,
@@ -286,13 +287,14 @@ def _summary(result: GenerateResult, num_ranks: int) -> str:
 
 
 def _explain(command: Explain, console: Console) -> None:
-    limit = round(command.memory_limit_gb * 1e9) or None
+    limit = command.memory_limit_gb
+    request = ExplainRequest(tp=command.tp, pp=command.pp, memory_limit_gb=limit)
     sections = explain_decode(
         read_config(command.model),
-        model_mesh(command.tp, command.pp),
+        model_mesh(request.tp, request.pp),
         MACHINES[command.machine],
         command.engine,
-        memory_limit_bytes=limit,
+        memory_limit_bytes=request.memory_limit_bytes,
         full=command.full,
     )
     for title, text in sections:

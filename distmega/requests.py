@@ -4,6 +4,7 @@ Comes in: command-line options. Goes out: to jobs.py on each rank, and to engine
 EngineOptions. What can be judged from the values alone is checked on construction.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -102,6 +103,32 @@ class ScoreRequest:
     def __post_init__(self) -> None:
         _require("--tp", self.tp, 1)
         _require("--pp", self.pp, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExplainRequest:
+    """Plan for a mesh of tp * pp ranks, of which each may hold memory_limit_gb of 10^9 bytes; 0 sets
+    no limit.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    memory_limit_gb: float = 0.0
+
+    def __post_init__(self) -> None:
+        _require("--tp", self.tp, 1)
+        _require("--pp", self.pp, 1)
+        if not 0 <= self.memory_limit_gb < math.inf:
+            raise RequestError(
+                f"--memory-limit-gb {self.memory_limit_gb}",
+                expected="at least 0, and finite",
+                remedy="give the memory of a GPU, or 0 for no limit",
+            )
+
+    @property
+    def memory_limit_bytes(self) -> int | None:
+        """The limit as plan_program takes it."""
+        return math.ceil(self.memory_limit_gb * 1e9) or None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

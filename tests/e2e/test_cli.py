@@ -165,6 +165,25 @@ def test_wrong_requests(
     assert captured.out == ""
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tp", "0"], "--tp 0; expected at least 1"),
+        (["--pp", "0"], "--pp 0; expected at least 1"),
+        (["--memory-limit-gb", "nan"], "--memory-limit-gb nan; expected at least 0, and finite"),
+        (["--memory-limit-gb", "-1"], "--memory-limit-gb -1.0; expected at least 0"),
+        (["--memory-limit-gb", "1e-6"], "program .* expected at most 1000 bytes per rank"),
+    ],
+)
+def test_wrong_requests_to_explain(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", "tiny-llama", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert re.match(f"distmega: error: {message}", captured.err), captured.err
+    assert captured.err.count("\n") == 1
+
+
 def test_perplexity(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = tmp_path / "text.txt"
     text.write_text("The sun is the star at the center of the solar system.")
