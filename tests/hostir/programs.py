@@ -3,17 +3,31 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
+import pytest
 import torch
 from torch import Tensor
 
 from distmega.builder import ProgramBuilder
+from distmega.errors import CheckError
+from distmega.hostir.check import check_host
 from distmega.hostir.library import run_op
-from distmega.hostir.nodes import ForLoop, HostProgram, Node
+from distmega.hostir.nodes import (
+    ForLoop,
+    HostProgram,
+    Node,
+    Wait,
+    WaitEvent,
+    WaitSignal,
+    walk_nodes,
+)
 from distmega.hostir.text import parse_host
 from distmega.hostir.torch_types import torch_dtype
 from distmega.program import Program
-from distmega.sharding.localize import LocalProgram
+from distmega.sharding.cost import CPU
+from distmega.sharding.localize import LocalProgram, localize
 from distmega.sharding.mesh import DeviceMesh
+from distmega.sharding.placements import shard
+from distmega.sharding.planner import plan_program
 
 
 def local(program: Program, mesh: DeviceMesh | None = None) -> LocalProgram:
@@ -191,3 +205,38 @@ def shard_tensors(
         part = whole[domain.local_slices(coordinate)]
         parts[name][tuple(map(slice, part.shape))] = part
     return parts
+
+
+def sharded_mlp() -> LocalProgram:
+    """Column-parallel, then row-parallel, with one all-reduce at the end."""
+    plan = plan_program(mlp(), DeviceMesh(tp=2), CPU, annotations={"w1": shard(0, "tp")})
+    return localize(plan)
+
+
+def with_views() -> Program:
+    """A view that a library op and two segments use, and one that leaves."""
+    p = ProgramBuilder("viewed")
+    x = p.input("x", (4, 6))
+    a = x.map("a0 + 1", name="a")
+    flat = p.reshape(a, (24,), view=True, name="flat")
+    half = p.slice(flat, 0, 0, 12, view=True, name="half")
+    b = half.map("a0 * 2", name="b")
+    top = p.reduce(b, 0, "max", name="top")
+    c = p.concat([b, half], 0, name="c")
+    return p.build(top, c, p.transpose(a, (1, 0), view=True, name="turned"))
+
+
+def wait_numbers(host: HostProgram) -> list[int]:
+    """Indices of the nodes that wait."""
+    return [
+        number
+        for number, node in enumerate(walk_nodes(host.body))
+        if isinstance(node, Wait | WaitEvent | WaitSignal)
+    ]
+
+
+def require_every_wait(host: HostProgram) -> None:
+    """Fails if the program is sound without one of its waits."""
+    for number in wait_numbers(host):
+        with pytest.raises(CheckError):
+            check_host(without(host, number))

@@ -32,7 +32,7 @@ from tests.hostir.programs import (
     run_program,
     shard_tensors,
 )
-from tests.hostir.test_streams import SPLIT_SUM, gathered, lowered, row_parallel, small_integers
+from tests.hostir.streams import SPLIT_SUM, gathered, lowered, row_parallel, small_integers
 
 
 def spawn(function: str, num_ranks: int, folder: Path) -> None:

@@ -9,17 +9,22 @@ from distmega.hostir.lower import lower_program
 from distmega.hostir.nodes import (
     HostProgram,
     LaunchMegakernel,
-    Wait,
-    WaitEvent,
-    WaitSignal,
     node_reads,
     node_writes,
     walk_nodes,
 )
 from distmega.hostir.passes import coalesce_send_recv, run_passes
 from distmega.hostir.text import parse_host, print_node
-from tests.hostir.programs import RING, STREAMED, chain, local, streamed, without
-from tests.hostir.test_lower import sharded_mlp
+from tests.hostir.programs import (
+    RING,
+    STREAMED,
+    chain,
+    local,
+    sharded_mlp,
+    streamed,
+    wait_numbers,
+    without,
+)
 
 PIPELINED = """
 host pipelined on mesh(tp=2)
@@ -75,22 +80,6 @@ host pushed on mesh(tp=2)
     wait swap
   return y
 """
-
-
-def wait_numbers(host: HostProgram) -> list[int]:
-    """Indices of the nodes that wait."""
-    return [
-        number
-        for number, node in enumerate(walk_nodes(host.body))
-        if isinstance(node, Wait | WaitEvent | WaitSignal)
-    ]
-
-
-def require_every_wait(host: HostProgram) -> None:
-    """Fails if the program is sound without one of its waits."""
-    for number in wait_numbers(host):
-        with pytest.raises(CheckError):
-            check_host(without(host, number))
 
 
 SOUND = [STREAMED, PIPELINED, PUSHED]

@@ -13,8 +13,15 @@ from distmega.hostir.nodes import HostProgram
 from distmega.hostir.passes import run_passes
 from distmega.hostir.text import parse_host
 from distmega.program import Program
-from tests.hostir.programs import RING, STREAMED, SegmentRunner, local, mlp, random_tensors
-from tests.hostir.test_lower import with_views
+from tests.hostir.programs import (
+    RING,
+    STREAMED,
+    SegmentRunner,
+    local,
+    mlp,
+    random_tensors,
+    with_views,
+)
 
 
 def lowered(program: Program, *, megakernel: bool, **options: frozenset[str]) -> HostProgram:

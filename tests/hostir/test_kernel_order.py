@@ -23,7 +23,7 @@ from distmega.sharding.mesh import DeviceMesh
 from distmega.sharding.placements import shard, stream
 from distmega.sharding.planner import plan_program
 from tests.hostir.programs import run_program, without
-from tests.hostir.test_streams import small_integers
+from tests.hostir.streams import small_integers
 from tests.hostir.threads import join, run_mesh
 
 TP = DeviceMesh(tp=2)

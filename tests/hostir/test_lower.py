@@ -8,13 +8,13 @@ from distmega.hostir.lower import KERNEL_KINDS, lower_program
 from distmega.hostir.nodes import Collective, HostProgram, LaunchMegakernel, LibraryOp
 from distmega.hostir.passes import run_passes
 from distmega.hostir.text import print_host
-from distmega.program import Program, verify_program
+from distmega.program import verify_program
 from distmega.sharding.cost import CPU
-from distmega.sharding.localize import LocalProgram, localize
+from distmega.sharding.localize import localize
 from distmega.sharding.mesh import DeviceMesh
 from distmega.sharding.placements import shard
 from distmega.sharding.planner import plan_program
-from tests.hostir.programs import chain, local, mlp
+from tests.hostir.programs import chain, local, mlp, sharded_mlp, with_views
 
 AS_LIBRARY_OPS = """\
 host mlp on mesh(tp=1)
@@ -66,12 +66,6 @@ host mlp on mesh(tp=1)
 def test_text(megakernel: bool, expected: str):
     host = lower_program(local(mlp()), megakernel=megakernel, peer_memory=True)
     assert print_host(run_passes(host)) == expected
-
-
-def sharded_mlp() -> LocalProgram:
-    """Column-parallel, then row-parallel, with one all-reduce at the end."""
-    plan = plan_program(mlp(), DeviceMesh(tp=2), CPU, annotations={"w1": shard(0, "tp")})
-    return localize(plan)
 
 
 def kinds(host: HostProgram) -> list[str]:
@@ -130,19 +124,6 @@ def test_ops_that_shall_stay_apart():
     host = lower_program(local, **options, apart={last, reduced})
     assert kinds(host) == ["mlp.0", "linear", "all_reduce"]
     assert kinds(lower_program(local, **options, apart={reduced})) == ["mlp.0", "all_reduce"]
-
-
-def with_views() -> Program:
-    """A view that a library op and two segments use, and one that leaves."""
-    p = ProgramBuilder("viewed")
-    x = p.input("x", (4, 6))
-    a = x.map("a0 + 1", name="a")
-    flat = p.reshape(a, (24,), view=True, name="flat")
-    half = p.slice(flat, 0, 0, 12, view=True, name="half")
-    b = half.map("a0 * 2", name="b")
-    top = p.reduce(b, 0, "max", name="top")
-    c = p.concat([b, half], 0, name="c")
-    return p.build(top, c, p.transpose(a, (1, 0), view=True, name="turned"))
 
 
 def test_views_never_cross_the_edge_of_a_segment():

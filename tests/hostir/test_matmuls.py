@@ -24,7 +24,7 @@ from distmega.sharding.mesh import DeviceMesh
 from distmega.sharding.placements import replicate, shard
 from distmega.sharding.planner import Plan, plan_program
 from tests.hostir.programs import run_program, without
-from tests.hostir.test_random_streams import plan_marked, tensors_of, without_dead_ops
+from tests.hostir.streams import plan_marked, tensors_of, without_dead_ops
 from tests.hostir.threads import join, run_mesh
 from tests.sharding.programs import random_program
 

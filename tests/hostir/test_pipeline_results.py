@@ -31,7 +31,7 @@ from distmega.sharding.placements import Layout, stream
 from distmega.sharding.planner import plan_program
 from distmega.sharding.stages import split_stages
 from tests.hostir.programs import run_program
-from tests.hostir.test_streams import small_integers
+from tests.hostir.streams import small_integers
 from tests.hostir.threads import ThreadCommunicator, Wires
 
 MESH = DeviceMesh(pp=3)

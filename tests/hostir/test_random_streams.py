@@ -1,6 +1,5 @@
 """Random programs under random device and stream annotations: exact, checked, peaks as reported."""
 
-import random
 import time
 from dataclasses import replace
 
@@ -9,103 +8,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distmega.errors import CheckError, PlanError, VerifyError
+from distmega.errors import CheckError, VerifyError
 from distmega.hostir.check import check_host
-from distmega.hostir.kernel_order import order_kernels
 from distmega.hostir.lower import lower_program
-from distmega.hostir.nodes import Allocate, Collective, HostProgram, LibraryOp, walk_nodes
+from distmega.hostir.nodes import Allocate, Collective, LibraryOp, walk_nodes
 from distmega.hostir.passes import peak_memory, run_passes
-from distmega.hostir.text import parse_host, print_host
-from distmega.program import Program, accesses
-from distmega.sharding.aliases import alias_roots
-from distmega.sharding.cost import CPU, H200
-from distmega.sharding.localize import LocalProgram, localize
+from distmega.sharding.cost import H200
+from distmega.sharding.localize import localize
 from distmega.sharding.mesh import DeviceMesh
-from distmega.sharding.overlap import CHEAPEST, OverlapRequest
-from distmega.sharding.placements import Layout, fits, replicate, shard, stream
-from distmega.sharding.planner import Plan, plan_program
-from tests.hostir.programs import run_program, without
-from tests.hostir.test_check import wait_numbers
+from distmega.sharding.placements import Layout, shard, stream
+from distmega.sharding.planner import plan_program
+from tests.hostir.programs import run_program, wait_numbers, without
+from tests.hostir.streams import MESHES, plan_marked, planned, tensors_of
 from tests.hostir.threads import HeldBytes, join, run_mesh
 from tests.sharding.programs import decoder, random_program
 from tests.sharding.simulate import check_plan, random_arrays
-
-PLAIN = {"megakernel": False, "peer_memory": False}
-MESHES = [DeviceMesh(tp=1), DeviceMesh(tp=2), DeviceMesh(dp=2, tp=2), DeviceMesh(dp=1, tp=3)]
-
-
-def random_marks(program: Program, mesh: DeviceMesh, seed: int) -> dict[str, Layout]:
-    """Annotations of some tensors: chunks of a dim, in ring order at times, or a shard, or both."""
-    rng = random.Random(seed)
-    marks: dict[str, Layout] = {}
-    for tensor in program.tensors:
-        if not tensor.shape or tensor.dtype == "i64" or rng.random() > 0.4:
-            continue
-        layout = replicate()
-        axis, size = rng.choice(mesh.axes)
-        dim = rng.randrange(len(tensor.shape))
-        if rng.random() < 0.4 and fits(tensor.shape[dim], size):
-            layout = shard(dim, axis)
-            others = [name for name in mesh.names if name != axis]
-            if others and rng.random() < 0.5:
-                layout = layout | shard(rng.randrange(len(tensor.shape)), rng.choice(others))
-        if rng.random() < 0.7:
-            ring = axis if rng.random() < 0.3 else ""
-            num = size if ring else rng.choice((1, 2, 3, 4))
-            along = dim if ring and rng.random() < 0.7 else rng.randrange(len(tensor.shape))
-            chunks = stream(along, num, ring=ring)
-            layout = layout | chunks if rng.random() < 0.5 else chunks
-        marks[tensor.name] = layout
-    return marks
-
-
-def without_dead_ops(program: Program) -> Program:
-    """The program without ops whose results nobody sees: nothing has to wait for those."""
-    roots, needed, kept = alias_roots(program), set(program.outputs), []
-    needed |= {roots[name] for name in needed}
-    for op in reversed(program.ops):
-        if {roots[access.tensor] for access in op.writes} & needed:
-            kept.append(op)
-            needed |= {roots[access.tensor] for access in op.reads}
-    used = {a.tensor for op in kept for a in accesses(op)} | set(program.outputs)
-    tensors = tuple(t for t in program.tensors if t.name in used)
-    return replace(program, name="random", ops=tuple(reversed(kept)), tensors=tensors)
-
-
-def plan_marked(
-    program: Program, mesh: DeviceMesh, seed: int, overlap: OverlapRequest = CHEAPEST
-) -> Plan:
-    """A plan under random annotations; those that can't be followed are left out one by one."""
-    marks = random_marks(program, mesh, seed)
-    while True:
-        try:
-            return plan_program(program, mesh, CPU, marks, overlap=overlap)
-        except PlanError:
-            if not marks:
-                raise
-            marks.popitem()
-
-
-def planned(
-    seed: int, mesh: DeviceMesh, *, megakernel: bool = False
-) -> tuple[Plan, LocalProgram, HostProgram]:
-    program = random_program(seed, num_ops=7, overwrite=seed % 3 == 0)
-    plan = plan_marked(without_dead_ops(program), mesh, seed)
-    local = localize(plan)
-    options = {"max_streams": 1 + seed % 4, "fuse": seed % 2 == 1}
-    raw = lower_program(local, megakernel=megakernel, peer_memory=False, **options)
-    host = run_passes(raw)
-    check_host(order_kernels(raw))
-    check_host(host)
-    assert parse_host(print_host(host)) == host
-    return plan, local, host
-
-
-def tensors_of(program: Program, seed: int) -> dict[str, torch.Tensor]:
-    types = {"f32": torch.float32, "i64": torch.int64}
-    dtypes = {t.name: types[t.dtype] for t in program.tensors}
-    arrays = random_arrays(program, seed)
-    return {name: torch.from_numpy(x).to(dtypes[name]) for name, x in arrays.items()}
 
 
 @settings(max_examples=60, deadline=None)
@@ -167,7 +84,9 @@ def test_full_allocations_turned_into_chunks_are_caught():
                 broken = {**local.allocations, name: domain.chunked(dim, -(-extent // 2))}
                 changed = replace(local, allocations=broken)
                 with pytest.raises((VerifyError, CheckError)):
-                    check_host(run_passes(lower_program(changed, **PLAIN)))
+                    check_host(
+                        run_passes(lower_program(changed, megakernel=False, peer_memory=False))
+                    )
                 num += 1
     assert num > 300
 

@@ -11,9 +11,8 @@ from distmega.hostir.check import check_host
 from distmega.hostir.passes import peak_memory
 from distmega.sharding.mesh import DeviceMesh
 from distmega.sharding.placements import Layout, replicate, shard, stream
-from tests.hostir.programs import without
-from tests.hostir.test_check import wait_numbers
-from tests.hostir.test_streams import ONE, TP, assert_exact, loops, lowered, words
+from tests.hostir.programs import wait_numbers, without
+from tests.hostir.streams import ONE, TP, assert_exact, loops, lowered, words
 
 GRID = DeviceMesh(dp=2, tp=2)
 ROWS, COLUMNS = shard(0, "tp"), shard(1, "tp")

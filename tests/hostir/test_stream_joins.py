@@ -4,8 +4,8 @@ from distmega.builder import ProgramBuilder
 from distmega.hostir.nodes import HostProgram
 from distmega.program import Program
 from distmega.sharding.placements import stream
-from tests.hostir.test_check import require_every_wait
-from tests.hostir.test_streams import ONE, assert_exact, lowered, words
+from tests.hostir.programs import require_every_wait
+from tests.hostir.streams import ONE, assert_exact, lowered, words
 
 
 def ordering(host: HostProgram) -> list[str]:

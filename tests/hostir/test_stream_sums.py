@@ -12,8 +12,8 @@ from distmega.sharding.cost import CPU
 from distmega.sharding.mesh import DeviceMesh
 from distmega.sharding.placements import Layout, replicate, shard, stream
 from distmega.sharding.planner import plan_program
-from tests.hostir.test_check import require_every_wait
-from tests.hostir.test_streams import ONE, TP, allocated_bytes, assert_exact, loops, lowered, words
+from tests.hostir.programs import require_every_wait
+from tests.hostir.streams import ONE, TP, allocated_bytes, assert_exact, loops, lowered, words
 
 Marks = Mapping[str, Layout]
 

@@ -1,98 +1,37 @@
 """Stream parallelism: the cases by name, as node sequences, bytes and results."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
-import torch
 
 from distmega.builder import ProgramBuilder
 from distmega.errors import PlanError, VerifyError
-from distmega.hostir.check import check_host
-from distmega.hostir.kernel_order import order_kernels
 from distmega.hostir.lower import lower_program
-from distmega.hostir.nodes import Allocate, ForLoop, HostProgram, Node, walk_nodes
+from distmega.hostir.nodes import Allocate
 from distmega.hostir.passes import peak_memory, run_passes
-from distmega.hostir.text import parse_host, print_host, print_node
-from distmega.program import Program
+from distmega.hostir.text import parse_host, print_host
 from distmega.sharding.cost import CPU
-from distmega.sharding.localize import LocalProgram, localize
 from distmega.sharding.mesh import DeviceMesh
 from distmega.sharding.placements import Layout, replicate, shard, stream
-from distmega.sharding.planner import Plan, plan_program
-from tests.hostir.programs import run_program
-from tests.hostir.test_check import require_every_wait
-from tests.hostir.threads import HeldBytes, join, run_mesh
-
-ONE = DeviceMesh(tp=1)
-TP = DeviceMesh(tp=2)
-
-
-def small_integers(program: Program, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Values that any order of additions leaves exact."""
-    generator = torch.Generator().manual_seed(seed)
-    types = {"f32": torch.float32, "bf16": torch.bfloat16, "f64": torch.float64}
-    return {
-        t.name: torch.randint(-3, 4, t.shape, generator=generator).to(types[t.dtype])
-        for t in program.tensors
-        if t.role != "temp"
-    }
-
-
-def lowered(
-    program: Program, mesh: DeviceMesh, annotations: Mapping[str, Layout], **options: bool | int
-) -> tuple[Plan, LocalProgram, HostProgram]:
-    """A checked host program; what it prints reads back."""
-    plan = plan_program(program, mesh, CPU, annotations)
-    local = localize(plan)
-    settings = {"megakernel": False, "peer_memory": False, **options}
-    raw = lower_program(local, **settings)
-    host = run_passes(raw)
-    check_host(order_kernels(raw))
-    check_host(host)
-    assert parse_host(print_host(host)) == host
-    return plan, local, host
-
-
-def assert_exact(program: Program, local: LocalProgram, host: HostProgram) -> None:
-    """All ranks together give what the program does on one, bit by bit."""
-    tensors = small_integers(program)
-    expected = run_program(program, {k: v.clone() for k, v in tensors.items()})
-    found = join(run_mesh(host, local, tensors), local, program.outputs)
-    for name in program.outputs:
-        assert torch.equal(found[name], expected[name]), name
-
-
-def words(body: tuple[Node, ...]) -> list[str]:
-    """A word or two a node, ops and collectives by kind."""
-    found = []
-    for node in walk_nodes(body):
-        line = print_node(node)
-        found.append(line.partition(" = ")[2].partition("[")[0] if " = " in line else line)
-    return found
-
-
-def loops(host: HostProgram) -> list[ForLoop]:
-    return [node for node in host.body if isinstance(node, ForLoop)]
-
-
-def allocated_bytes(host: HostProgram, name: str, *, in_loop: bool) -> int:
-    """Bytes of the one allocation of a buffer."""
-    outside = [n for n in host.body if isinstance(n, Allocate) and n.buffer == name]
-    inside = [
-        n for loop in loops(host) for n in loop.body if isinstance(n, Allocate) and n.buffer == name
-    ]
-    assert (len(outside), len(inside)) == (not in_loop, in_loop)
-    return host.buffer_map()[name].num_bytes
-
-
-def sums() -> Program:
-    """Case N1: a from x, and from it a sum and a half."""
-    p = ProgramBuilder("sums")
-    x = p.input("x", (4, 6, 8))
-    a = x.map("a0 + 1", name="a")
-    b = p.reduce(a, 2, name="b")
-    return p.build(b, a.map("a0 / 2", name="c"))
+from distmega.sharding.planner import plan_program
+from tests.hostir.programs import require_every_wait
+from tests.hostir.streams import (
+    CASES,
+    ONE,
+    SPLIT_SUM,
+    TP,
+    allocated_bytes,
+    assert_exact,
+    gathered,
+    loops,
+    lowered,
+    row_parallel,
+    small_integers,
+    sums,
+    two_linears,
+    words,
+)
+from tests.hostir.threads import HeldBytes, run_mesh
 
 
 def test_case_n1_one_loop_with_the_intermediate_by_chunk():
@@ -128,13 +67,6 @@ def test_case_n2_other_dims_are_other_loops():
     assert_exact(sums(), local, host)
 
 
-def two_linears(hidden: int, rows: int = 6) -> Program:
-    p = ProgramBuilder("two")
-    x, w1, w2 = p.input("x", (rows, 3)), p.weight("w1", (3, hidden)), p.weight("w2", (hidden, 3))
-    h = p.linear(x, w1, spec="m k, k n -> m n", name="h")
-    return p.build(p.linear(h, w2, spec="m k, k n -> m n", name="y"))
-
-
 def test_case_n3_columns_then_rows_are_two_loops():
     program = two_linears(15)
     _, local, host = lowered(program, ONE, {"h": stream(1, 3), "y": stream(0, 3)})
@@ -152,15 +84,6 @@ def test_case_n4_rows_are_one_loop():
     assert allocated_bytes(host, "y", in_loop=False) == 72
     assert host.body.index(Allocate(buffer="y")) < host.body.index(loop)
     assert_exact(program, local, host)
-
-
-def row_parallel(dtype: str = "bf16") -> Program:
-    p = ProgramBuilder("row_parallel")
-    x, w = p.input("x", (6, 4), dtype), p.weight("w", (2, 4), dtype)
-    return p.build(p.linear(x, w, name="y"))
-
-
-SPLIT_SUM = {"x": shard(1, "tp"), "w": shard(1, "tp")}
 
 
 def test_case_n6_a_linear_and_its_all_reduce_by_chunk():
@@ -229,15 +152,6 @@ def test_a_stream_inside_a_shard():
     assert host.buffer_map()["h"].shape == (2, 5)
     assert str(plan.loops["h"]).startswith("[m.i.o:2 Stream, m.o:2 Device(tp), m.i.i:2")
     assert_exact(program, local, host)
-
-
-def gathered(size: int) -> tuple[Program, dict[str, Layout]]:
-    """An all-gather of rows and two ops on them, column-parallel, in ring order."""
-    p = ProgramBuilder("gathered")
-    x, w = p.input("x", (12, 4)), p.weight("w", (4, 4))
-    program = p.build(p.linear(x, w, name="h").map("relu(a0)", name="y"))
-    ring = shard(1, "tp") | stream(0, size, ring="tp")
-    return program, {"x": shard(0, "tp"), "w": shard(0, "tp"), "h": shard(1, "tp"), "y": ring}
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -341,16 +255,6 @@ def test_one_chunk_keeps_an_op_out_of_loops():
     assert "reduce" not in words(loop.body)
     assert allocated_bytes(host, "a", in_loop=False) == 768
     assert_exact(sums(), local, host)
-
-
-CASES = {
-    "n1": (sums(), ONE, {"x": stream(0, 2)}),
-    "n2": (sums(), ONE, {"x": stream(0, 2), "b": stream(1, 2)}),
-    "n3": (two_linears(15), ONE, {"h": stream(1, 3), "y": stream(0, 3)}),
-    "n6": (row_parallel(), TP, {**SPLIT_SUM, "y": stream(0, 3)}),
-    "uneven": (two_linears(5, rows=7), ONE, {"x": stream(0, 3)}),
-    "ring": (gathered(2)[0], TP, gathered(2)[1]),
-}
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -18,9 +18,16 @@ from distmega.sharding.localize import localize
 from distmega.sharding.placements import stream
 from distmega.sharding.planner import Plan, plan_program
 from tests.hostir.programs import run_program
-from tests.hostir.test_random_streams import MESHES, plan_marked, tensors_of, without_dead_ops
+from tests.hostir.streams import (
+    CASES,
+    MESHES,
+    ONE,
+    plan_marked,
+    small_integers,
+    tensors_of,
+    without_dead_ops,
+)
 from tests.hostir.test_stream_sums import CASES as SUMS
-from tests.hostir.test_streams import CASES, ONE, small_integers
 from tests.hostir.threads import join, run_mesh
 from tests.sharding.programs import random_program
 

@@ -24,7 +24,7 @@ from distmega.sharding.overlap import CHEAPEST, Overlap
 from distmega.sharding.placements import Layout, shard, stream
 from distmega.sharding.planner import plan_program
 from tests.hostir.programs import run_program, shard_tensors
-from tests.hostir.test_random_streams import planned, tensors_of
+from tests.hostir.streams import planned, tensors_of
 from tests.multigpu.ranks import ON_EITHER, ON_GPUS, TIMEOUT_S
 
 HERE = "tests.multigpu.test_streams"
