@@ -49,10 +49,9 @@ from distmega.requests import (
 from distmega.sharding.cost import CPU, MACHINES
 from distmega.sharding.mesh import DeviceMesh
 
-DESCRIPTION = """LLM inference at low latency on 1 to 8 GPUs.
-
-An error ends in one line on stderr: exit code 2 for a wrong request, 1 for a fault while running.
-"""
+DESCRIPTION = (
+    "LLM inference on 1 to 8 GPUs; exit code 2: a wrong request, 1: a fault while running."
+)
 
 Options = Annotated[EngineOptions, tyro.conf.arg(name="", prefix_name=False)]
 Choice = Annotated[Sampling, tyro.conf.arg(name="", prefix_name=False)]
@@ -334,11 +333,8 @@ def _trace(command: Trace, console: Console) -> None:
     _check_model(request.model, model_mesh(request.tp, 1), request.options)
     for value in _run("distmega.jobs:trace", request, options):
         if isinstance(value, TraceResult):
-            console.print(value.summary, markup=False)
-            console.print(
-                f"[{value.num_spans} spans in {command.out}; open it in ui.perfetto.dev]",
-                markup=False,
-            )
+            end = f"[{value.num_spans} spans in {command.out}; open it in ui.perfetto.dev]"
+            console.print(value.summary, end, sep="\n", markup=False)
 
 
 def _doctor(command: Doctor, console: Console) -> None:

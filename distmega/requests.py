@@ -107,9 +107,7 @@ class ScoreRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExplainRequest:
-    """Plan for a mesh of tp * pp ranks, of which each may hold memory_limit_gb of 10^9 bytes; 0 sets
-    no limit.
-    """
+    """Plan for tp * pp ranks that hold at most memory_limit_gb each, in 10^9 bytes; 0: no limit."""
 
     tp: int = 1
     pp: int = 1
