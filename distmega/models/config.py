@@ -67,7 +67,6 @@ class ModelConfig:
     windows: tuple[int, ...] = ()
     qkv_bias: bool = False
     qk_norm: bool = False
-    bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
     dtype: str = "f32"
 

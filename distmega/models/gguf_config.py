@@ -49,7 +49,6 @@ def config_from_gguf(file: GgufFile) -> ModelConfig:
         windows=(window,) * num_layers if window else (),
         qkv_bias=name == "qwen2",
         qk_norm=name == "qwen3",
-        bos_id=next(iter(fields.token_ids("tokenizer.ggml.bos_token_id")), None),
         eos_ids=fields.token_ids("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id"),
     )
 

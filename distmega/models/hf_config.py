@@ -57,7 +57,6 @@ def config_from_hf(fields: Fields) -> ModelConfig:
     head_dim = fields.integer("head_dim", family.head_dim or hidden // max(num_heads, 1))
     max_positions = fields.integer("max_position_embeddings", family.max_positions)
     rope = _rope_fields(fields)
-    bos_ids = fields.token_ids("bos_token_id")
     dtype = fields.text("dtype", fields.text("torch_dtype", "float32"))
     return ModelConfig(
         architecture=architecture,
@@ -76,7 +75,6 @@ def config_from_hf(fields: Fields) -> ModelConfig:
         windows=_windows(fields, family, num_layers),
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
-        bos_id=bos_ids[0] if bos_ids else None,
         eos_ids=fields.token_ids("eos_token_id"),
         dtype=_DTYPES.get(dtype, "f32"),
     )

@@ -40,7 +40,6 @@ def _llama3(
         rope_base=500000.0,
         rope_scaling=_llama3_scaling(factor) if factor else RopeScaling(),
         tied=tied,
-        bos_id=128000,
         eos_ids=(128001, 128009),
         dtype="bf16",
     )
@@ -61,7 +60,6 @@ def _qwen3(hidden: int, num_layers: int, num_heads: int, ffn: int, *, tied: bool
         rope_base=1e6,
         tied=tied,
         qk_norm=True,
-        bos_id=151643,
         eos_ids=(151645, 151643),
         dtype="bf16",
     )
@@ -80,7 +78,6 @@ def _smollm2() -> ModelConfig:
         max_positions=8192,
         rope_base=1e5,
         tied=True,
-        bos_id=0,
         eos_ids=(0,),
         dtype="bf16",
     )

@@ -43,7 +43,6 @@ def test_smollm2_gguf_values(smollm2: ModelSource):
         norm_eps=1e-5,
         rope_base=1e5,
         tied=True,
-        bos_id=1,
         eos_ids=(2,),
     )
     assert smollm2.config.group == 3
@@ -98,12 +97,10 @@ def test_qwen2_windows():
 
 
 def test_several_end_tokens_and_generation_config(tmp_path: Path):
-    (tmp_path / "config.json").write_text(
-        json.dumps(BASE | {"eos_token_id": [7, 8], "bos_token_id": 1})
-    )
+    (tmp_path / "config.json").write_text(json.dumps(BASE | {"eos_token_id": [7, 8]}))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [8, 9]}))
     config = read_config(str(tmp_path / "config.json"))
-    assert (config.bos_id, config.eos_ids) == (1, (7, 8, 9))
+    assert config.eos_ids == (7, 8, 9)
 
 
 @pytest.mark.parametrize(
