@@ -21,6 +21,7 @@ from distmega.hostir.nodes import (
     EndCoalescing,
     ForLoop,
     HostProgram,
+    LibraryOp,
     Node,
     RecordEvent,
     Recv,
@@ -85,8 +86,8 @@ def sink_waits(host: HostProgram) -> HostProgram:
     """Moves each wait for a communication down to just before the first node that needs it.
 
     That is a node which touches what it writes or overwrites what it reads, one of _HANDS_ON, a
-    kernel of several ranks, or the end of the body. The node's allocations and slices come after
-    the wait, so that what the wait lets go can be freed before.
+    kernel of several ranks, or the end of the body. The node's allocations, slices and views come
+    after the wait, so that what the wait lets go can be freed before.
     """
     sources, segments = view_sources(host.body), host.segment_map()
 
@@ -103,7 +104,7 @@ def sink_waits(host: HostProgram) -> HostProgram:
             if isinstance(node, Wait):
                 waiting.append(node)
                 continue
-            if isinstance(node, Allocate | SliceView):
+            if isinstance(node, Allocate | SliceView) or _is_view(node):
                 named.append(node)
                 continue
             reads, writes = roots(node_reads(node, segments)), roots(node_writes(node, segments))
@@ -131,6 +132,10 @@ def sink_waits(host: HostProgram) -> HostProgram:
         return (*out, *named, *waiting)
 
     return replace(host, body=sink(host.body))
+
+
+def _is_view(node: Node) -> bool:
+    return isinstance(node, LibraryOp) and node.op.kind == "view"
 
 
 def coalesce_send_recv(host: HostProgram) -> HostProgram:

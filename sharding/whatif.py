@@ -52,6 +52,8 @@ class WhatIf:
         self.plan = plan
         self.tensors = plan.program.tensor_map()
         self.table = OptionTable.of(plan.program)
+        self.parts = {form for form in plan.locals.values() if form[1].partial_axes}
+        """Tensors that are there in parts, and how."""
 
     def bill(self, step: PlacedOp, splits: Splits) -> Bill | str:
         """Costs of an op under other divisions, or why its operands can't be brought there."""
@@ -72,6 +74,8 @@ class WhatIf:
                 kept = target if name in {a.tensor for a in step.op.reads} else source
                 share = math.prod(local_shape(tensor.shape, kept)) / tensor.num_elements
                 residency_us += share * self.plan.prices_us.get(name, 0.0)
+                continue
+            if (name, target) in self.parts:
                 continue
             try:
                 path = find_moves(

@@ -134,6 +134,11 @@ def block(p: ProgramBuilder) -> tuple[Handle, ...]:
     return (p.linear(h, p.weight("w2", (4, 12)), name="y"),)
 
 
+def seen(p: ProgramBuilder) -> tuple[Handle, ...]:
+    v = p.slice(double(p, 8, 8), 0, 0, 8, view=True, name="v")
+    return (p.linear(v, p.weight("w", (8, 8)), spec=MM, name="y"),)
+
+
 def totals(p: ProgramBuilder) -> tuple[Handle, ...]:
     y = p.input("x", (16, 4)).map("a0 + 1", name="y")
     return y, p.reduce(y, 0, name="s")
@@ -307,6 +312,14 @@ CASES = {
         lambda p: projected(p, 16, 4),
         {"x": QUARTERS, "w": COLUMNS, "y": HALVES | COLUMNS | stream(0, 2, ring="tp")},
         GRID, (1, 1), ("send",),
+    ),
+    "a view of what was gathered goes around a ring": Case(
+        seen,
+        {
+            "x": shard(1, "dp") | ROWS, "a": shard(1, "dp") | ROWS, "v": ROWS, "w": COLUMNS,
+            "y": COLUMNS | stream(0, 2, ring="tp"),
+        },
+        GRID, (1, 1), ("all_gather", "send"),
     ),
     "parts are added, then summed over ranks": Case(added, PARTS, TP, (), ("all_reduce",)),
     "parts that others read are summed each": Case(

@@ -103,6 +103,18 @@ def test_where_chunks_end_is_told():
     assert "a comes in one chunk of dim 1, not in 2: 1 of 1 positions a chunk" in text
 
 
+def test_a_bias_that_comes_in_parts_is_told():
+    """A sum over ranks that is needed whole, and by an op that sums over ranks as well."""
+    p = ProgramBuilder("p")
+    b = p.reduce(p.input("x", (6, 4)), 0, name="b")
+    y = p.linear(p.input("z", (5, 8)), p.weight("w", (4, 8)), b, name="y")
+    marks = {"x": shard(0, "tp")}
+    plan = plan_program(p.build(y, b), DeviceMesh(tp=2), CPU, marks)
+    assert [step.move.kind for step in plan.reshards].count("all_reduce") == 2
+    assert "y.partial" in plan.locals
+    assert "tp: k 8 -> 4, with take_shard z, all_reduce y" in plan.explain()
+
+
 def test_an_axis_that_divides_nothing_is_called_idle():
     p = ProgramBuilder("p")
     program = p.build(p.set(p.input("x", (8, 8))))
