@@ -47,7 +47,7 @@ def tile_segment(
     for op in segment.ops:
         if op.kind == "view":
             continue
-        wanted = min(num_sms, max(1, op_bytes(op, tensors) // min_task_bytes))
+        wanted = min(num_sms, max(1, accessed_bytes(op, tensors) // min_task_bytes))
         if _in_place(op, footprints):
             wanted = 1
         splits = _splits(op, wanted, row_multiple)
@@ -80,8 +80,8 @@ def verify_groups(segment: Program, groups: Sequence[TaskGroup]) -> None:
                     )
 
 
-def op_bytes(op: Op, tensors: dict[str, Tensor]) -> int:
-    """Bytes that an op touches; of a looked-up axis only one value."""
+def accessed_bytes(op: Op, tensors: dict[str, Tensor]) -> int:
+    """Bytes of all accesses of an op; of a looked-up axis only one value."""
     return sum(_access_bytes(op, access, tensors) for access in accesses(op))
 
 

@@ -8,7 +8,7 @@ import pytest
 from distmega.builder import ProgramBuilder
 from distmega.errors import VerifyError
 from distmega.kernels.tasks import Split, TaskGroup
-from distmega.kernels.tiling import op_bytes, task_bytes, tile_segment, verify_groups
+from distmega.kernels.tiling import accessed_bytes, task_bytes, tile_segment, verify_groups
 from distmega.program import Program
 from tests.kernels.programs import decoder, even, tile_ops
 
@@ -130,7 +130,7 @@ def test_bytes_count_looked_up_rows_once():
     p = ProgramBuilder("embedding")
     table = p.weight("table", (1000, 64))
     program = p.build(p.embedding(p.input("ids", (2,), "i64"), table))
-    assert op_bytes(program.ops[0], program.tensor_map()) == 2 * 8 + 64 * 4 + 2 * 64 * 4
+    assert accessed_bytes(program.ops[0], program.tensor_map()) == 2 * 8 + 64 * 4 + 2 * 64 * 4
 
 
 def test_task_bytes_add_up_over_what_is_cut():
