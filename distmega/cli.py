@@ -53,8 +53,8 @@ DESCRIPTION = (
     "LLM inference on 1 to 8 GPUs; exit code 2: a wrong request, 1: a fault while running."
 )
 
-Options = Annotated[EngineOptions, tyro.conf.arg(name="", prefix_name=False)]
-Choice = Annotated[Sampling, tyro.conf.arg(name="", prefix_name=False)]
+EngineFlags = Annotated[EngineOptions, tyro.conf.arg(name="", prefix_name=False)]
+SamplingFlags = Annotated[Sampling, tyro.conf.arg(name="", prefix_name=False)]
 Model = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
 Prompts = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[PROMPT ...]")]
 
@@ -75,7 +75,7 @@ class Ranks:
     """Start all ranks again this often after one has failed (local and ray)."""
 
 
-Place = Annotated[Ranks, tyro.conf.arg(name="", prefix_name=False)]
+RankFlags = Annotated[Ranks, tyro.conf.arg(name="", prefix_name=False)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,9 +92,9 @@ class Generate:
     """Stop after this many tokens, or at the model's end token."""
     chat: bool = False
     """Put the prompt into the model's chat template."""
-    sampling: Choice = Sampling()
-    ranks: Place = Ranks()
-    engine: Options = EngineOptions()
+    sampling: SamplingFlags = Sampling()
+    ranks: RankFlags = Ranks()
+    engine: EngineFlags = EngineOptions()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +113,7 @@ class Explain:
     """Memory of a rank that weights and KV cache may take, 10^9 bytes; 0 sets no limit."""
     full: bool = False
     """Print the segments op by op."""
-    engine: Options = EngineOptions()
+    engine: EngineFlags = EngineOptions()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,8 +124,8 @@ class Perplexity:
     """Preset, GGUF file, Hugging Face folder, or config.json (random weights)."""
     file: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
     """UTF-8 text that fits the context."""
-    ranks: Place = Ranks()
-    engine: Options = EngineOptions()
+    ranks: RankFlags = Ranks()
+    engine: EngineFlags = EngineOptions()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,8 +150,8 @@ class Trace:
     """Decode steps."""
     context: int = 512
     """Cached positions before the first step; what they hold does not matter."""
-    ranks: Place = Ranks()
-    engine: Options = EngineOptions()
+    ranks: RankFlags = Ranks()
+    engine: EngineFlags = EngineOptions()
 
 
 Command = Generate | Explain | Perplexity | Trace | Doctor
