@@ -280,7 +280,9 @@ class Resolver:
         return results
 
     def written(self, op: Op, access: Access, name: str, pads: Mapping[str, Pad]) -> None:
-        """Notes padding of a result, and forgets copies of storage that it overwrote."""
+        """Notes padding of a result, seen through views too, and forgets copies of storage that it
+        overwrote.
+        """
         self.pads[name] = {
             dim: pads[index.axes[0]]
             for dim, index in enumerate(access.dims)
@@ -289,10 +291,16 @@ class Resolver:
         if op.kind == "view":
             return
         assert self.tensors[access.tensor].role == "temp" or name == access.tensor, op
+        worst = max(self.pads[name].values(), default=Pad.ZERO)
         for alias in self.aliases[self.roots[access.tensor]]:
             forms = self.forms.get(alias, {})
             for layout in [at for at, form in forms.items() if form not in (alias, name)]:
                 del forms[layout]
+            if alias != access.tensor and alias in self.locals:
+                seen = self.pads.setdefault(alias, {})
+                placed = (p for _, p in self.locals[alias][1].placements)
+                for dim in {p.dim for p in placed if isinstance(p, Shard)}:
+                    seen[dim] = max(seen.get(dim, Pad.ZERO), worst)
 
     def settle(self, op: Op, writes: Sequence[str], layouts: Sequence[Layout]) -> None:
         """Brings results home: outputs and annotated tensors, and the pair of a divided argmax."""

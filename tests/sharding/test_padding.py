@@ -153,3 +153,21 @@ def test_joined_arrays_are_all_written():
     parts = [here["logits"] for here in run_local(local, random_arrays(program, 1))]
     assert [part.shape for part in parts] == [(1, 4)] * 3
     assert join_arrays(parts, local.allocations["logits"], local.mesh).shape == (1, 11)
+
+
+@pytest.mark.parametrize("through_view", [False, True])
+def test_padding_that_an_overwrite_leaves_is_seen_through_views(through_view):
+    """Rows divided unevenly are summed over once they were overwritten by what is not zero in
+    padding, which is at hand in parts although it is annotated whole.
+    """
+    p = ProgramBuilder("p")
+    base = p.set(p.input("x", (5, 3)), name="base")
+    view = p.slice(base, 1, 0, 2, view=True, name="view")
+    changed, read = (view, base) if through_view else (base, view)
+    p.set(changed.map("a0 + 1", name="more"), into=changed)
+    double = read.map("a0 * 2")
+    program = p.build(p.linear(double, read, spec="k m, k n -> n m", name="y"))
+    marks = {"base": shard(0, "tp"), "more": REPLICATED}
+    plan = plan_program(program, DeviceMesh(tp=2), CPU, marks)
+    assert plan.layouts["view"] == plan.layouts["base"]
+    check_plan(plan, random_arrays(program, 0))
