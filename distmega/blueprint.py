@@ -10,7 +10,7 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from itertools import dropwhile
 
-from distmega.errors import RequestError
+from distmega.errors import PlanError, RequestError
 from distmega.hostir.lower import lower_program
 from distmega.hostir.nodes import HostProgram
 from distmega.hostir.passes import run_passes
@@ -149,6 +149,12 @@ def plan_decode(
     Caches of several sequences are divided by heads, as those of one are, since a prefill writes
     all of a sequence's.
     """
+    if (num_stages := num_stages_of(mesh)) > config.num_layers:
+        raise PlanError(
+            f"{num_stages} stages of a model of {config.num_layers} layers",
+            expected="a layer a stage at least",
+            remedy="use a smaller --pp",
+        )
     context, batch = context_limit(config, options), options.batch
     program = build_decoder(
         config,
@@ -159,7 +165,7 @@ def plan_decode(
         dtype=machine.dtype,
         method=method,
     )
-    cuts = cut_places(program, num_stages_of(mesh), starts=layer_starts(config))
+    cuts = cut_places(program, num_stages, starts=layer_starts(config))
     stage = split_stages(program, cuts)[index]
     ranks = mesh.part(AXIS, index) if AXIS in mesh.names else mesh
     caches = stage.program.with_role("state") if batch > 1 else ()

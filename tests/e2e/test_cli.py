@@ -150,7 +150,10 @@ def test_a_signal_ends_all_ranks_at_once_and_quietly(number: signal.Signals, cod
         (["smollm2", "x", "--tp", "-1"], "--tp -1; expected at least 1"),
         (["smollm2", "x", "--pp", "0"], "1 ranks in 0 stages; expected at least one stage"),
         (["smollm2", "x", "--pp", "9", "--tp", "6"], "tp=6 can't divide attention"),
-        (["smollm2", "x", "--pp", "999"], "999 stages of program .* use a smaller --pp"),
+        (
+            ["smollm2", "x", "--pp", "999"],
+            "999 stages of a model of 30 layers; .* use a smaller --pp",
+        ),
         (["smollm2", "x", "--max-new-tokens", "0"], "--max-new-tokens 0; expected at least 1"),
         (["smollm2", "x", "--temperature", "-1"], "--temperature -1.0; expected at least 0"),
         (["smollm2", "x", "--top-k", "5"], "--top-k with temperature 0.* add --temperature 1"),
