@@ -367,10 +367,9 @@ def _verdict(what_if: WhatIf, tensor: Tensor, step: PlacedOp, axis: str, dim: in
         change = best.total_us - what_if.chosen(step).total_us
         return f"{op.kind} {name} {_signed(change)}"
     names = {
-        index.axes[0]
-        for place in places
-        for index in ((*op.reads, *op.writes)[place].dims[dim],)
-        if index.axes and dim >= 0
+        access.dims[dim].axes[0]
+        for access in accesses(op)
+        if access.tensor == tensor.name and dim >= 0 and access.dims[dim].axes
     }
     reasons = [f"{alt.axis}: {alt.reason}" for alt in found if alt.axis in names and alt.reason]
     return f"{op.kind} {name}: {reasons[0]}" if reasons else ""

@@ -7,8 +7,9 @@ loops, as a user's `stream` would; lower.py makes kernels FusedMatmuls. overlap_
 times. Next: stream_plan.py.
 """
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 from distmega.dtypes import item_bytes
@@ -137,7 +138,7 @@ def find_pairs(
         collective = first if second is op else second
         axis = str(collective.attr("mesh_axis"))
         alike = second is op and layouts[out].at(axis) == REPLICATE
-        product = _product(op, num_rows, tensors, mesh.size(axis), kind)
+        size = mesh.size(axis)
         pairs.append(
             Pair(
                 kind=_KINDS[kind],
@@ -148,7 +149,7 @@ def find_pairs(
                 between=between,
                 result=second.writes[0].tensor,
                 num_rows=num_rows,
-                product=replace(product, extents=replace(product.extents, alike=alike)),
+                product=_product(op, num_rows, tensors, size, kind, alike=alike),
             )
         )
     return pairs
@@ -167,7 +168,7 @@ def _plain_rows(op: Op) -> int:
     """
     if op.kind != "linear" or len(op.reads) != 2:
         return 0
-    found = [_axes(access) for access in (*op.reads, *op.writes)]
+    found = [_axes(access) for access in accesses(op)]
     if any(axes is None for axes in found):
         return 0
     x, w, out = (axes or () for axes in found)
@@ -197,13 +198,16 @@ def _is_whole(op: Op, tensors: Mapping[str, Tensor], mesh: DeviceMesh) -> bool:
 
 
 def _product(
-    op: Op, num_rows: int, tensors: Mapping[str, Tensor], size: int, collective: str
+    op: Op,
+    num_rows: int,
+    tensors: Mapping[str, Tensor],
+    size: int,
+    collective: str,
+    *,
+    alike: bool,
 ) -> Product:
     def count(names: Sequence[str]) -> int:
-        total = 1
-        for name in names:
-            total *= op.axis(name).extent
-        return total
+        return math.prod(op.axis(name).extent for name in names)
 
     x, out = _axes(op.reads[0]) or (), _axes(op.writes[0]) or ()
     dtype = tensors[op.writes[0].tensor].dtype
@@ -215,6 +219,7 @@ def _product(
             depth=count(x[num_rows:]),
             num_ranks=size,
             item_bytes=item_bytes(dtype),
+            alike=alike,
         ),
         dtype=dtype,
     )

@@ -10,6 +10,7 @@ import torch
 
 from distmega.hostir.machines import machine_of
 from distmega.hostir.nccl import NcclCommunicator
+from distmega.kernels.gpus import num_sms
 from distmega.sharding.cost import H100, H200, Machine
 
 _machines: dict[NcclCommunicator, Machine] = {}
@@ -19,8 +20,8 @@ _machines: dict[NcclCommunicator, Machine] = {}
 def built_in(index: int) -> Machine:
     """What is known of a CUDA device without measuring, of as many SMs as it has."""
     known = H100 if "H100" in torch.cuda.get_device_name(index) else H200
-    num_sms = torch.cuda.get_device_properties(index).multi_processor_count
-    return replace(known, num_sms=num_sms, overlap=replace(known.overlap, num_sms=num_sms))
+    sms = num_sms(index)
+    return replace(known, num_sms=sms, overlap=replace(known.overlap, num_sms=sms))
 
 
 def measured(comm: NcclCommunicator) -> Machine:

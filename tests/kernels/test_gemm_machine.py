@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from distmega.kernels import gpus
 from distmega.kernels.gemm.machine import built_in
 from distmega.sharding.cost import H100, H200
 
@@ -17,9 +18,15 @@ def test_a_machine_has_the_sms_of_its_gpu(monkeypatch, name, num_sms, alike):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: name)
     properties = SimpleNamespace(multi_processor_count=num_sms)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
-    built_in.cache_clear()
+    forget()
     machine = built_in(0)
-    built_in.cache_clear()
+    forget()
     assert (machine.num_sms, machine.overlap.num_sms) == (num_sms, num_sms)
     assert machine.overlap.memory_bytes_per_us == alike.overlap.memory_bytes_per_us
     assert (machine == alike) == (num_sms == alike.num_sms)
+
+
+def forget() -> None:
+    """What was asked of a device before."""
+    built_in.cache_clear()
+    gpus.num_sms.cache_clear()
