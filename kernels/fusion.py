@@ -16,6 +16,8 @@ from distmega.program import Op, Program
 SUM = expr.parse("a0 + a1")
 GATED = expr.parse("silu(a0) * a1")
 
+Limits = Literal["given", "candidates", "all"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Norm:
@@ -97,13 +99,13 @@ class Draw:
     """A token drawn as ops.sample says, at the last of `positions`, instead of the likeliest.
 
     limits: "given", and sampling is what ops.sample takes; else sampling is settings of ops.cutoff,
-    whose limits are looked for among few "candidates" or among "all" tokens.
+    whose limits are looked for among few "candidates" or among "all" tokens, of all ranks.
     """
 
     sampling: str
     seeds: str
     positions: str
-    limits: Literal["given", "candidates", "all"] = "given"
+    limits: Limits = "given"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,9 +212,9 @@ class _Fusion:
         )
 
     def fuse_head(self, op: Op, x: str, norm: Norm | None) -> FusedHead | None:
-        """A linear whose result a token is chosen from: by an argmax, gathered before or compared
-        afterwards where several ranks have parts of it, by a draw on one rank, or by whoever takes
-        the logits, gathered or each rank's own.
+        """A linear whose result a token is chosen from: by an argmax or a draw, gathered before or
+        compared afterwards where several ranks have parts of it, or by whoever takes the logits,
+        gathered or each rank's own.
         """
         logits, num_ranks, ops = _out(op), 1, [op]
         for gather in self.users.get(logits, []):
@@ -228,9 +230,7 @@ class _Fusion:
             num_ranks, vocab = self.num_ranks, self.num_ranks * vocab
         if chosen is not None:
             token, ops = chosen.writes[1].tensor, [*ops, chosen]
-            if chosen.kind == "sample":
-                draw = self.draw(chosen, logits, num_ranks)
-            elif chosen.get("base_axis", ""):
+            if chosen.get("base_axis", ""):
                 compare = self.only_user(token)
                 if compare is None or compare.kind != "all_reduce":
                     raise _unfit(chosen)
@@ -239,28 +239,37 @@ class _Fusion:
                 extent = chosen.attr("extent")
                 assert isinstance(extent, int)
                 vocab = extent
+            if chosen.kind == "sample":
+                draw = self.draw(chosen, logits)
         self.take(*ops)
         return FusedHead(
             x=x, norm=norm, weight=_read(op, 1), logits=logits, token=token, vocab=vocab,
             num_ranks=num_ranks, draw=draw,
         )  # fmt: skip
 
-    def draw(self, sample: Op, logits: str, num_ranks: int) -> Draw:
-        """How `sample` draws: at a temperature, within limits or not."""
-        if num_ranks > 1 or sample.get("base_axis", ""):
-            raise _unfit(sample)
+    def draw(self, sample: Op, logits: str) -> Draw:
+        """How `sample` draws: at a temperature, within limits or not. Where each rank draws from
+        its own logits, limits come from candidates that all ranks gathered.
+        """
         seeds, positions = _read(sample, 2), _read(sample, 3)
         cutoff = self.producers.get(_read(sample, 1))
         if cutoff is None:
             return Draw(sampling=_read(sample, 1), seeds=seeds, positions=positions)
-        limits: Literal["candidates", "all"] = "all"
-        if _read(cutoff, 0) != logits:
-            top = self.producers.get(_read(cutoff, 0))
+        found, is_whole = _read(cutoff, 0), not sample.get("base_axis", "")
+        ops, gather = [cutoff], self.producers.get(found)
+        if not is_whole and gather is not None and gather.kind == "all_gather":
+            found, is_whole = _read(gather, 0), True
+            ops.append(gather)
+        limits: Limits = "all"
+        if found != logits:
+            top = self.producers.get(found)
             if top is None or top.kind != "top" or _read(top, 0) != logits:
                 raise _unfit(cutoff)
             limits = "candidates"
-            self.take(top)
-        self.take(cutoff)
+            ops.append(top)
+        if not is_whole:
+            raise _unfit(cutoff)
+        self.take(*ops)
         return Draw(sampling=_read(cutoff, 1), seeds=seeds, positions=positions, limits=limits)
 
     def fuse_attention(self, op: Op) -> Fused:

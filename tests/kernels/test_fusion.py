@@ -21,7 +21,7 @@ from distmega.kernels.fusion import (
 from distmega.models.decoder import build_decoder
 from distmega.models.presets import PRESETS
 from distmega.models.sampling import Method
-from distmega.sharding.cost import CPU
+from distmega.sharding.cost import CPU, H200
 from distmega.sharding.localize import localize
 from distmega.sharding.mesh import DeviceMesh
 from distmega.sharding.planner import plan_program
@@ -99,6 +99,57 @@ def test_a_head_that_draws(method: Method, limits: str):
     assert head.draw == Draw(
         sampling="sampling", seeds="seeds", positions="positions", limits=limits
     )
+
+
+DRAWN_OVER_RANKS = (
+    ("plain", 0, 1, "none", "sample all_reduce", "given"),
+    ("plain", 0, 1, "last", "all_gather sample", "given"),
+    ("limited", 64, 1, "none", "all_gather top cutoff sample", "candidates"),
+    ("limited", 64, 1, "last", "all_gather top cutoff sample", "candidates"),
+    ("limited", 64, 16, "none", "top all_gather cutoff sample all_reduce", "candidates"),
+    ("limited", 0, 1, "none", "all_gather cutoff sample", "all"),
+)
+"""Method, sequences, wanted logits; the ops behind the head on each rank, what they fuse to."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_candidates", "batch", "logits", "behind", "limits"), DRAWN_OVER_RANKS
+)
+@pytest.mark.parametrize("tp", [2, 4])
+def test_a_head_that_draws_over_ranks(kind, num_candidates, batch, logits, behind, limits, tp):
+    config = replace(PRESETS["qwen3-8b"], num_layers=1)
+    method = Method(kind=kind, num_candidates=num_candidates)
+    program = build_decoder(config, 1, 64, batch=batch, logits=logits, dtype="bf16", method=method)
+    local = localize(plan_program(program, DeviceMesh(tp=tp), H200)).program
+    kinds = [op.kind for op in local.ops]
+    assert " ".join(kinds[kinds.index("linear", -len(behind.split()) - 1) + 1 :]) == behind
+    head = fuse_segment(local)[-1]
+    assert isinstance(head, FusedHead)
+    assert (head.token, head.vocab, head.num_ranks) == ("next", config.vocab, tp)
+    assert ("logits" in local.outputs) == (head.logits in local.outputs)
+    assert head.draw == Draw(
+        sampling="sampling", seeds="seeds", positions="positions", limits=limits
+    )
+
+
+def test_limits_of_a_part_of_the_logits_do_not_fuse():
+    """Those that one rank finds among its own are not the limits of all."""
+    program = build_decoder(
+        replace(PRESETS["qwen3-8b"], num_layers=1), 1, 64, batch=16, dtype="bf16",
+        method=Method(kind="limited", num_candidates=64),
+    )  # fmt: skip
+    local = localize(plan_program(program, DeviceMesh(tp=2), H200)).program
+    gather = local.ops[-4]
+    (top,) = (op for op in local.ops if op.kind == "top")
+    assert gather.kind == "all_gather"
+    found = top.writes[0].tensor, gather.writes[0].tensor
+    cutoff = next(op for op in local.ops if op.kind == "cutoff")
+    reads = tuple(
+        replace(read, tensor=found[0]) if read.tensor == found[1] else read for read in cutoff.reads
+    )
+    ops = [replace(op, reads=reads) if op is cutoff else op for op in local.ops if op is not gather]
+    with pytest.raises(VerifyError, match="'limits' of kind cutoff does not fuse"):
+        fuse_segment(replace(local, ops=tuple(ops)))
 
 
 def test_a_head_whose_logits_others_sort():
