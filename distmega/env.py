@@ -4,6 +4,7 @@ values raise.
 DISTMEGA_LOG: the lowest level that is logged: debug, info, warning (default) or error.
 DISTMEGA_TIMEOUT_S: seconds without news from the ranks after which a job is given up (default 300).
 DISTMEGA_THREADS: torch threads of each rank (default: the node's cores divided by its ranks).
+DISTMEGA_SHARE_GPUS: 1 where ranks may share GPUs, slowly, for tests; 0 (default): one each.
 """
 
 import math
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from distmega.errors import RequestError
 
 PREFIX = "DISTMEGA_"
-NAMES = ("DISTMEGA_LOG", "DISTMEGA_TIMEOUT_S", "DISTMEGA_THREADS")
+NAMES = ("DISTMEGA_LOG", "DISTMEGA_TIMEOUT_S", "DISTMEGA_THREADS", "DISTMEGA_SHARE_GPUS")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -25,6 +26,7 @@ class Settings:
     log: str
     timeout_s: float
     num_threads: int | None
+    share_gpus: bool = False
 
 
 def read_settings(environment: Mapping[str, str] = os.environ) -> Settings:
@@ -36,6 +38,7 @@ def read_settings(environment: Mapping[str, str] = os.environ) -> Settings:
         log=_read_choice(environment, "DISTMEGA_LOG", LOG_LEVELS, "warning"),
         timeout_s=_read_seconds(environment, "DISTMEGA_TIMEOUT_S", 300.0),
         num_threads=_read_count(environment, "DISTMEGA_THREADS"),
+        share_gpus=_read_choice(environment, "DISTMEGA_SHARE_GPUS", ("0", "1"), "0") == "1",
     )
 
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 
+from distmega.env import read_settings
 from distmega.errors import LaunchError
 from distmega.hostir.nccl import NcclCommunicator
 
@@ -121,7 +122,7 @@ def _reach_problem() -> str:
     here = torch.cuda.current_device()
     others = [i for i in range(torch.cuda.device_count()) if i != here]
     if not others:
-        return "it sees no GPU but its own"
+        return "" if read_settings().share_gpus else "it sees no GPU but its own"
     far = [i for i in others if not torch.cuda.can_device_access_peer(here, i)]
     return f"no peer access from GPU {here} to {far}" if far else ""
 

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from distmega.env import read_settings
 from distmega.errors import DistmegaError, LaunchError
 from distmega.launch.contract import Job, load_function
+from distmega.launch.devices import allow_sharing, gpu_of
 from distmega.launch.reports import Done, Failed, Ready, Report, Value
 from distmega.launch.stores import DistError, PrefixStore, Store
 from distmega.ranks import DeviceKind, RankContext
@@ -115,9 +116,10 @@ def open_group(context: RankContext, store: Store, timeout_s: float) -> None:
                 f"rank {context.rank} is to run on {context.device}, node {context.node} has "
                 f"{torch.cuda.device_count()} CUDA devices",
                 expected="one device for every rank",
-                remedy="ask for fewer ranks, or for CPU ranks",
+                remedy="ask for fewer ranks, for CPU ranks, or, to test, set DISTMEGA_SHARE_GPUS=1",
             )
         torch.cuda.set_device(device_id)
+        allow_sharing(context.rank)
     dist.init_process_group(
         context.backend,
         store=PrefixStore("group", store),
@@ -154,7 +156,7 @@ def make_context(
         local_world_size=local[1],
         node=node,
         backend="nccl" if kind == "cuda" else "gloo",
-        device=f"cuda:{index}" if kind == "cuda" else "cpu",
+        device=f"cuda:{gpu_of(index)}" if kind == "cuda" else "cpu",
     )
 
 

@@ -12,6 +12,8 @@ from hypothesis import settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
+from distmega.env import read_settings
+
 if "PYTEST_XDIST_WORKER" in os.environ:  # threads that wait for each other need a core each
     os.environ |= {"OMP_NUM_THREADS": "1", "DISTMEGA_THREADS": "1"}
 
@@ -33,7 +35,7 @@ def _gpu_problem(num_gpus: int) -> str:
 
     if not torch.cuda.is_available():
         return "no CUDA GPU on this machine"
-    if torch.cuda.device_count() < num_gpus:
+    if torch.cuda.device_count() < num_gpus and not read_settings().share_gpus:
         return f"needs {num_gpus} CUDA GPUs, this machine has {torch.cuda.device_count()}"
     if torch.cuda.get_device_capability() != (9, 0):
         return f"needs compute capability 9.0, this GPU has {torch.cuda.get_device_capability()}"

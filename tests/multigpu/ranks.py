@@ -28,6 +28,7 @@ import torch.distributed as dist
 from distmega.hostir.comm import Communicator, GlooCommunicator
 from distmega.hostir.nccl import NcclCommunicator
 from distmega.launch.contract import MULTICAST_OFF
+from distmega.launch.devices import allow_sharing, gpu_of
 from distmega.sharding.mesh import DeviceMesh
 
 TIMEOUT_S = 60.0
@@ -203,7 +204,8 @@ def _join(device: str, num_ranks: int, rank: int, store: str | None) -> Communic
     """This rank's communicator over a mesh with the axis "tp"; without a store, torchrun's."""
     _set_defaults(os.environ, MULTICAST_OFF)
     if device == "cuda":
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(gpu_of(rank))
+        allow_sharing(rank)
     if not dist.is_initialized():
         dist.init_process_group(
             "nccl" if device == "cuda" else "gloo",
@@ -211,7 +213,7 @@ def _join(device: str, num_ranks: int, rank: int, store: str | None) -> Communic
             rank=rank if store else -1,
             world_size=num_ranks if store else -1,
             timeout=timedelta(seconds=TIMEOUT_S),
-            device_id=torch.device("cuda", rank) if device == "cuda" else None,
+            device_id=torch.device("cuda", gpu_of(rank)) if device == "cuda" else None,
         )
     kind = NcclCommunicator if device == "cuda" else GlooCommunicator
     comm: Communicator = kind(DeviceMesh(tp=num_ranks), rank, TIMEOUT_S)
@@ -226,7 +228,7 @@ def _set_defaults(environment: "os._Environ[str]", defaults: Mapping[str, str]) 
 def _call(comm: Communicator, device: str, body: str, args: tuple[object, ...]) -> None:
     """A body, and then nothing of it is left on any rank."""
     module, _, function = body.partition(":")
-    place = torch.device("cuda", comm.rank) if device == "cuda" else torch.device("cpu")
+    place = torch.device("cuda", gpu_of(comm.rank)) if device == "cuda" else torch.device("cpu")
     with torch.device(place):
         getattr(importlib.import_module(module), function)(comm, *args)
     gc.collect()

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from distmega.env import read_settings
 from distmega.hostir.nccl import NcclCommunicator
 from distmega.kernels.symmetric import Backend, open_symmetric
 from tests.multigpu.ranks import ON_GPUS, is_under_torchrun
@@ -51,6 +52,8 @@ def own(backend: str) -> str:
     """The group that uses a backend: a process can't use two."""
     if is_under_torchrun() and backend != "CUDA":
         pytest.skip("torchrun's processes use the CUDA backend already")
+    if read_settings().share_gpus and backend != "CUDA":
+        pytest.skip("NCCL has no windows between ranks that share a GPU")
     return "" if backend == "CUDA" else backend
 
 
