@@ -111,7 +111,8 @@ def share_the_last_wave(comm: NcclCommunicator) -> None:
     call in the same event words.
     """
     overlap, workspace = kernels("overlap"), kernels("workspace")
-    size, rank, sms = comm.mesh.num_ranks, comm.rank, num_sms(comm.rank)
+    size, rank = comm.mesh.num_ranks, comm.rank
+    sms = num_sms(torch.cuda.current_device())
     shared = workspace.workspace_of(comm, "tp", 2**28)
     rows, helped = 1024 * size, []
     for wave, (tile_n, stages) in cross((1, sms * 6 // 11, sms * 9 // 11), STAGES.items()):
@@ -200,7 +201,10 @@ def name_a_missing_rank(comm: NcclCommunicator) -> None:
     if comm.rank == 0:
         own, b = operands(0, 128, 128, 64, 0)
         choice = Choice(means="tiles", us=0.0, tiles=Tiles(tile_n=128, stages=STAGES[128]))
-        with pytest.raises(HangError, match="rank 0 waited for event 4096"):
+        missing = "|".join(
+            f"event {4096 * other}; expected rank {other} to" for other in shared.peers
+        )
+        with pytest.raises(HangError, match=f"rank 0 waited for ({missing})"):
             overlap.all_gather_matmul(own, b, shared, choice, debug=True)
 
 
