@@ -18,12 +18,13 @@ import tyro
 from rich.console import Console
 from rich.text import Text
 
-from distmega.blueprint import model_mesh, num_stages_of, plan_decode
+from distmega.blueprint import model_mesh
 from distmega.calibration import calibrate_machine
 from distmega.doctor import examine, gather_facts
 from distmega.errors import DistmegaError, LaunchError, RequestError
 from distmega.explain import explain_decode
-from distmega.launch.contract import LauncherOptions, RayOptions
+from distmega.generation import check_model, place_ranks
+from distmega.launch.contract import LauncherOptions
 from distmega.launch.launchers import (
     choose_device,
     choose_launcher,
@@ -46,8 +47,7 @@ from distmega.requests import (
     TraceRequest,
     TraceResult,
 )
-from distmega.sharding.cost import CPU, MACHINES
-from distmega.sharding.mesh import DeviceMesh
+from distmega.sharding.cost import MACHINES
 
 DESCRIPTION = (
     "LLM inference on 1 to 8 GPUs; exit code 2: a wrong request, 1: a fault while running."
@@ -253,7 +253,7 @@ def _generate(command: Generate, console: Console) -> None:
         sampling=command.sampling,
         options=replace(command.engine, batch=max(command.engine.batch, len(prompts))),
     )
-    _check_model(request.model, model_mesh(request.tp, request.pp), request.options)
+    check_model(request.model, model_mesh(request.tp, request.pp), request.options)
     for value in _run("distmega.jobs:generate", request, options):
         match value:
             case Token(text=text) if len(prompts) == 1:
@@ -310,7 +310,7 @@ def _perplexity(command: Perplexity, console: Console) -> None:
         pp=command.ranks.pp,
         options=command.engine,
     )
-    _check_model(request.model, model_mesh(request.tp, request.pp), request.options)
+    check_model(request.model, model_mesh(request.tp, request.pp), request.options)
     for value in _run("distmega.jobs:score", request, options):
         if isinstance(value, ScoreResult):
             console.print(f"perplexity {value.perplexity:.3f} over {value.num_tokens} tokens")
@@ -330,7 +330,7 @@ def _trace(command: Trace, console: Console) -> None:
         tp=tp,
         options=command.engine,
     )
-    _check_model(request.model, model_mesh(request.tp, 1), request.options)
+    check_model(request.model, model_mesh(request.tp, 1), request.options)
     for value in _run("distmega.jobs:trace", request, options):
         if isinstance(value, TraceResult):
             end = f"[{value.num_spans} spans in {command.out}; open it in ui.perfetto.dev]"
@@ -367,19 +367,9 @@ def _launcher_options(ranks: Ranks) -> tuple[LauncherOptions, int]:
         )
     tp = num_ranks // ranks.pp
     options = LauncherOptions(
-        launcher=launcher,
-        num_ranks=num_ranks,
-        device=choose_device(ranks.device),
-        max_restarts=ranks.max_restarts,
-        ray=RayOptions(ranks_per_bundle=max(tp, 1) if ranks.pp > 1 else 1),
+        launcher=launcher, device=choose_device(ranks.device), max_restarts=ranks.max_restarts
     )
-    return options, tp
-
-
-def _check_model(model: str, mesh: DeviceMesh, options: EngineOptions) -> None:
-    """Finds a wrong model or degree before any rank starts."""
-    for stage in range(num_stages_of(mesh)):
-        plan_decode(read_config(model), mesh, CPU, options, index=stage)
+    return place_ranks(options, tp, ranks.pp), tp
 
 
 def _run(target: str, request: object, options: LauncherOptions) -> Iterator[object]:

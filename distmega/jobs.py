@@ -13,10 +13,9 @@ import torch
 import torch.nn.functional as F
 
 from distmega.blueprint import context_limit, model_mesh
+from distmega.communicators import open_communicator
 from distmega.engine import Engine
 from distmega.errors import RequestError
-from distmega.hostir.comm import Communicator, GlooCommunicator, SingleCommunicator
-from distmega.hostir.nccl import NcclCommunicator
 from distmega.models.decoder import Logits
 from distmega.models.load import ModelSource, open_model
 from distmega.models.sampling import MOST_LIKELY, Sampling
@@ -34,7 +33,6 @@ from distmega.requests import (
     TraceRequest,
     TraceResult,
 )
-from distmega.sharding.mesh import DeviceMesh
 from distmega.trace_file import write_trace
 from distmega.trace_summary import summarise
 from distmega.weight_loading import Progress, no_progress
@@ -188,14 +186,6 @@ def report_loading(emit: Emit) -> Progress:
             emit(Loaded(done_bytes=done_bytes, all_bytes=all_bytes))
 
     return report
-
-
-def open_communicator(context: RankContext, mesh: DeviceMesh) -> Communicator:
-    """How this rank reaches the others of the mesh: NCCL between GPUs, gloo between CPUs."""
-    if mesh.num_ranks == 1:
-        return SingleCommunicator(mesh)
-    kind = NcclCommunicator if context.backend == "nccl" else GlooCommunicator
-    return kind(mesh, context.rank)
 
 
 def encode_prompt(

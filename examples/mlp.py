@@ -6,18 +6,17 @@ and compared with plain torch. The walk through the code starts here; next: dist
 
 import torch
 
-from distmega import ProgramBuilder
-from distmega.hostir.comm import GlooCommunicator
-from distmega.hostir.evaluator import Evaluator
-from distmega.hostir.lower import lower_program
-from distmega.launch.contract import LauncherOptions, Result
-from distmega.launch.launchers import launch
-from distmega.program import Program
-from distmega.ranks import Emit, RankContext
-from distmega.sharding.cost import CPU
-from distmega.sharding.localize import localize
-from distmega.sharding.mesh import DeviceMesh
-from distmega.sharding.planner import plan_program
+from distmega import (
+    CPU,
+    DeviceMesh,
+    Emit,
+    Program,
+    ProgramBuilder,
+    RankContext,
+    compile_plan,
+    plan_program,
+)
+from distmega.launch import LauncherOptions, Result, launch
 
 Values = dict[str, torch.Tensor]
 
@@ -35,10 +34,8 @@ def run_rank(context: RankContext, values: Values, emit: Emit) -> torch.Tensor:
     mesh = DeviceMesh(tp=context.world_size)
     plan = plan_program(build_mlp(), mesh, CPU)
     emit(plan.explain())
-    local, at = localize(plan), mesh.coordinate(context.rank)
-    mine = {name: x[local.allocations[name].local_slices(at)] for name, x in values.items()}
-    host = lower_program(local, megakernel=False, peer_memory=False)
-    return Evaluator(host, GlooCommunicator(mesh, context.rank), {}).run(mine)["y"]
+    step = compile_plan(plan, context)
+    return step(step.parts(values))["y"]
 
 
 def main() -> None:
@@ -47,7 +44,7 @@ def main() -> None:
     values = {t.name: torch.randn(t.shape) / t.shape[-1] ** 0.5 for t in given}
     x, w1, w2 = values["x"], values["w1"], values["w2"]
     expected = torch.nn.functional.silu(x @ w1.T) @ w2.T + x
-    for event in launch("mlp:run_rank", values, LauncherOptions(num_ranks=2)):
+    for event in launch(run_rank, values, LauncherOptions(num_ranks=2)):
         if isinstance(event, Result):
             print("largest difference to torch:", (event.value - expected).abs().max().item())
             torch.testing.assert_close(event.value, expected)

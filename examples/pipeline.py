@@ -11,26 +11,24 @@ from dataclasses import replace
 
 import torch
 
-from distmega.builder import ProgramBuilder
+from distmega import CPU, DeviceMesh, Emit, Program, ProgramBuilder, RankContext, plan_program
+from distmega.communicators import open_communicator
 from distmega.errors import CheckError
-from distmega.hostir.check import check_host
-from distmega.hostir.evaluator import Evaluator
-from distmega.hostir.lower import lower_program
-from distmega.hostir.nccl import NcclCommunicator
-from distmega.hostir.nodes import HostProgram, WaitSignal
-from distmega.hostir.passes import run_passes
+from distmega.hostir import (
+    Evaluator,
+    HostProgram,
+    NcclCommunicator,
+    check_host,
+    lower_program,
+    print_host,
+    run_passes,
+)
+from distmega.hostir.nodes import WaitSignal
 from distmega.hostir.pipeline import FREE, Part, link_stage
-from distmega.hostir.text import print_host
-from distmega.jobs import open_communicator
 from distmega.kernels.signals import open_signals
-from distmega.launch.contract import LauncherOptions
-from distmega.launch.launchers import launch
-from distmega.program import Program
-from distmega.ranks import DeviceKind, Emit, RankContext
-from distmega.sharding.cost import CPU
+from distmega.launch import LauncherOptions, launch
+from distmega.ranks import DeviceKind
 from distmega.sharding.localize import localize
-from distmega.sharding.mesh import DeviceMesh
-from distmega.sharding.planner import plan_program
 from distmega.sharding.stages import AXIS, cut_places, split_stages
 
 MESH = DeviceMesh(pp=2)
@@ -107,7 +105,7 @@ def main() -> None:
         print(f"without its waits for signals, stage 0 is refused: {error}\n")
     values = make_values()
     device: DeviceKind = "cuda" if torch.cuda.device_count() >= len(hosts) else "cpu"
-    *_, last = launch("pipeline:run_rank", values, LauncherOptions(num_ranks=2, device=device))
+    *_, last = launch(run_rank, values, LauncherOptions(num_ranks=2, device=device))
     torch.testing.assert_close(last.value, expected_rows(values))
     print(f"{NUM_BATCHES} micro-batches, {len(hosts)} stages on {device}: as plain torch has it")
 

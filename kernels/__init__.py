@@ -9,24 +9,32 @@ bare name `kernels` as well, which is a Hugging Face package that transformers l
 that name this file steps aside for the package.
 """
 
-import importlib
 import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from distmega.lazy import names_from
+
+if TYPE_CHECKING:
+    from distmega.kernels.gemm.api import all_gather_matmul as all_gather_matmul
+    from distmega.kernels.gemm.api import matmul as matmul
+    from distmega.kernels.gemm.api import matmul_all_reduce as matmul_all_reduce
+    from distmega.kernels.gemm.api import matmul_reduce_scatter as matmul_reduce_scatter
+    from distmega.kernels.pipelined.api import layer_norm as layer_norm
+    from distmega.kernels.pipelined.api import pointwise as pointwise
+    from distmega.kernels.pipelined.api import rms_norm as rms_norm
+    from distmega.kernels.pipelined.api import softmax as softmax
+    from distmega.kernels.pipelined.tuning import tuning as tuning
 
 _HOMES = {
-    "rms_norm": "pipelined.api", "layer_norm": "pipelined.api", "softmax": "pipelined.api",
-    "pointwise": "pipelined.api", "tuning": "pipelined.tuning", "matmul": "gemm.api",
-    "all_gather_matmul": "gemm.api", "matmul_reduce_scatter": "gemm.api",
-    "matmul_all_reduce": "gemm.api",
+    "rms_norm": "kernels.pipelined.api", "layer_norm": "kernels.pipelined.api",
+    "softmax": "kernels.pipelined.api", "pointwise": "kernels.pipelined.api",
+    "tuning": "kernels.pipelined.tuning", "matmul": "kernels.gemm.api",
+    "all_gather_matmul": "kernels.gemm.api", "matmul_reduce_scatter": "kernels.gemm.api",
+    "matmul_all_reduce": "kernels.gemm.api",
 }  # fmt: skip
-"""Name -> its module in distmega.kernels."""
-
-
-def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"distmega.kernels.{_HOMES[name]}"), name)
+"""Public name -> its module."""
 
 
 def _step_aside() -> None:
@@ -44,3 +52,6 @@ def _step_aside() -> None:
 
 if __name__ == "kernels":
     _step_aside()
+else:
+    __all__ = [*_HOMES]
+    __getattr__ = names_from(__name__, _HOMES)

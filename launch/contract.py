@@ -10,10 +10,11 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from distmega.env import PREFIX
-from distmega.errors import LaunchError
+from distmega.errors import LaunchError, RequestError
 from distmega.ranks import DeviceKind
 
 MULTICAST_OFF = {
@@ -89,15 +90,59 @@ class Result:
 Event = Emitted | Result
 
 
+def function_name(target: str | Callable[..., object]) -> str:
+    """A target by name; the script that runs, `__main__` here, is a module of its own name on the
+    ranks. RequestError for a function that no other process finds by its name.
+    """
+    if isinstance(target, str):
+        return target
+    module, name = getattr(target, "__module__", None), getattr(target, "__qualname__", "")
+    if module == "__main__":
+        module = _main_module()
+    if not module or not name.isidentifier():
+        raise RequestError(
+            f"target {name or target!r}",
+            expected="a function of a module, or of the script that runs",
+            remedy="define it at the top level of a file",
+        )
+    return f"{module}:{name}"
+
+
+def _main_module() -> str | None:
+    """The name under which others import what runs as `__main__`, if they can."""
+    main = sys.modules["__main__"]
+    if spec := getattr(main, "__spec__", None):
+        return str(spec.name)
+    file = getattr(main, "__file__", None)
+    return Path(file).stem if file else None
+
+
+_importing: list[str] = []
+"""Targets whose module is being imported."""
+
+
+def require_no_import() -> None:
+    """RequestError while a target's module is imported: every rank would start ranks again."""
+    if _importing:
+        raise RequestError(
+            f"launch is called while the module of {_importing[-1]!r} is imported",
+            expected="a module that starts nothing when it is imported, as each rank does",
+            remedy='put what starts ranks under `if __name__ == "__main__":`',
+        )
+
+
 def load_function(name: str) -> Callable[..., Any]:
     """The function called `name`, "module:function"; raises LaunchError if there is none."""
-    module_name, _, function_name = name.partition(":")
-    if not module_name or not function_name:
+    module_name, _, attribute = name.partition(":")
+    if not module_name or not attribute:
         raise _bad_target(name, "it is not of the form module:function")
+    _importing.append(name)
     try:
-        function = getattr(importlib.import_module(module_name), function_name, None)
+        function = getattr(importlib.import_module(module_name), attribute, None)
     except ImportError as error:
         raise _bad_target(name, f"{type(error).__name__}: {error}") from error
+    finally:
+        _importing.pop()
     if not callable(function):
         raise _bad_target(name, f"module {module_name} has no such function")
     return function  # type: ignore[no-any-return]

@@ -13,12 +13,20 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from distmega.env import read_settings
 from distmega.errors import LaunchError, RankFailure, RequestError
-from distmega.launch.contract import Emitted, Event, Job, LauncherOptions, load_function
-from distmega.ranks import DeviceKind
+from distmega.launch.contract import (
+    Emitted,
+    Event,
+    Job,
+    LauncherOptions,
+    function_name,
+    load_function,
+    require_no_import,
+)
+from distmega.ranks import DeviceKind, Emit, RankContext
 
 logger = logging.getLogger(__name__)
 
@@ -34,9 +42,14 @@ before it has.
 """
 
 
-def launch(target: str, payload: object, options: LauncherOptions) -> Iterator[Event]:
-    """Call `target` ("module:function") on every rank with (RankContext, payload, emit); see
-    distmega/ranks.py.
+def launch(
+    target: str | Callable[[RankContext, Any, Emit], object],
+    payload: object,
+    options: LauncherOptions,
+) -> Iterator[Event]:
+    """Call `target`, a function or "module:function", on every rank with (RankContext, payload,
+    emit); see distmega/ranks.py. Ranks import its module, so what calls `launch` in it must stand
+    under `if __name__ == "__main__":`.
 
     Yields Emitted for each value emitted on rank 0, as it comes, then one Result once all ranks
     have returned. Under torchrun, where every rank runs this, ranks other than 0 yield nothing.
@@ -47,8 +60,9 @@ def launch(target: str, payload: object, options: LauncherOptions) -> Iterator[E
     """
     timeout_s = read_settings().timeout_s if options.timeout_s is None else options.timeout_s
     _check_options(options, timeout_s)
+    require_no_import()
     job = Job(
-        target=target,
+        target=function_name(target),
         payload=_pickle_payload(payload),
         num_ranks=options.num_ranks,
         device=options.device,

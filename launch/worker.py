@@ -92,7 +92,7 @@ class RankRun:
 
     def _call_target(self, report: Callable[[Report], None]) -> object:
         function = load_function(self._job.target)
-        payload = pickle.loads(self._job.payload)
+        payload = _read_payload(self._job.payload)
         torch.set_num_threads(_choose_num_threads(self._context.local_world_size))
         open_group(self._context, self._join(), self._collective_timeout_s)
         report(Ready(rank=self._context.rank))
@@ -102,6 +102,17 @@ class RankRun:
                 report(Value(rank=0, data=pickle.dumps(value)))
 
         return function(self._context, payload, emit)
+
+
+def _read_payload(data: bytes) -> object:
+    try:
+        return pickle.loads(data)
+    except (AttributeError, ImportError) as error:
+        raise LaunchError(
+            f"a payload of a type that the ranks don't find ({error})",
+            expected="values of types that they can import",
+            remedy="send plain values, or define the type in a module of its own",
+        ) from error
 
 
 def open_group(context: RankContext, store: Store, timeout_s: float) -> None:

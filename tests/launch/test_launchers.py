@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -69,3 +70,50 @@ def test_settings_are_typed():
 def test_bad_settings_are_refused_by_name(name: str, text: str):
     with pytest.raises(RequestError, match=f"environment variable {name}='{text}'; expected"):
         read_settings({name: text})
+
+
+def main_of(path: Path, lines: str) -> subprocess.CompletedProcess[str]:
+    """A script that defines a target and calls launch."""
+    path.write_text(
+        "import os\n"
+        "from dataclasses import dataclass\n"
+        "from distmega.launch import LauncherOptions, launch\n"
+        "@dataclass\n"
+        "class Request: number: int\n"
+        "def double(context, payload, emit): return 2 * payload\n" + lines
+    )
+    command = [sys.executable, path.name]
+    return subprocess.run(
+        command, cwd=path.parent, capture_output=True, text=True, check=False, timeout=60
+    )
+
+
+def test_a_function_of_the_script_that_runs_is_a_target(tmp_path: Path):
+    lines = (
+        "if __name__ == '__main__':\n"
+        "    (last,) = launch(double, 21, LauncherOptions())\n"
+        "    print(last.value)\n"
+    )
+    done = main_of(tmp_path / "my_script.py", lines)
+    assert done.stdout == "42\n", done.stderr
+
+
+def test_a_script_that_starts_ranks_when_imported_is_told_to_guard_it(tmp_path: Path):
+    done = main_of(tmp_path / "bare.py", "print(list(launch(double, 21, LauncherOptions())))\n")
+    assert done.returncode == 1
+    assert "launch is called while the module of 'bare:double' is imported" in done.stderr
+    assert 'under `if __name__ == "__main__":`' in done.stderr
+
+
+def test_a_payload_that_ranks_cannot_read_is_refused(tmp_path: Path):
+    lines = "if __name__ == '__main__': list(launch(double, Request(1), LauncherOptions()))\n"
+    done = main_of(tmp_path / "own_type.py", lines)
+    assert "a payload of a type that the ranks don't find" in done.stderr
+
+
+def test_a_function_without_a_name_is_refused():
+    def inner(context: object, payload: object, emit: object) -> None: ...
+
+    for target in (inner, lambda context, payload, emit: None):
+        with pytest.raises(RequestError, match="expected a function of a module, or of the script"):
+            launch(target, None, LauncherOptions())

@@ -60,6 +60,8 @@ def _walk(node: ast.AST, *, local: bool) -> Iterator[Import]:
             base = "." * level + (module or "")
             yield Import(base, node.lineno, local)
             yield from (Import(f"{base}.{alias.name}", node.lineno, local) for alias in names)
+        case ast.If(test=ast.Name(id="TYPE_CHECKING")):
+            return  # an __init__'s public names, loaded when they are used
         case _:
             inside = local or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
             for child in ast.iter_child_nodes(node):

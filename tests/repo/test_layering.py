@@ -8,13 +8,14 @@ from tests.repo.source import PACKAGES, ROOT, import_graph, imports, modules, py
 
 BOTTOM = {
     "distmega", "distmega.errors", "distmega.dtypes", "distmega.env", "distmega.expr",
-    "distmega.collecting",
+    "distmega.collecting", "distmega.lazy",
     "distmega.program", "distmega.op_parts", "distmega.ops", "distmega.norms", "distmega.moves",
     "distmega.builder", "distmega.text", "distmega.trace_file",
 }  # fmt: skip
 """What sharding may stand on; the rest of distmega/ is the top half, above kernels."""
 
-COMMANDS = {"distmega.cli", "distmega.doctor", "distmega.calibration", "distmega.__main__"}
+COMMANDS = {"distmega.cli", "distmega.doctor", "distmega.calibration", "distmega.__main__",
+            "distmega.generation"}  # fmt: skip
 BARE = ("sharding", "hostir", "kernels", "launch")
 HOMES = {"triton": "distmega.kernels", "ray": "distmega.launch"}
 """Third-party package -> the only package that may import it."""
@@ -84,6 +85,15 @@ def test_torch_is_not_imported_below_the_host_ir():
         for module, path in modules().items()
         for found in imports(path)
         if layer(module) <= 1 and found.target.split(".")[0] == "torch"
+    ]
+    assert not wrong
+
+
+def test_only_an_init_imports_for_type_checkers():
+    wrong = [
+        str(path.relative_to(ROOT))
+        for path in modules().values()
+        if path.name != "__init__.py" and "TYPE_CHECKING" in path.read_text()
     ]
     assert not wrong
 

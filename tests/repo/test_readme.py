@@ -62,10 +62,15 @@ def test_every_environment_variable_is_listed():
     assert len(named) <= 10
 
 
-def test_the_example_in_the_readme_is_the_file():
-    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    example = (ROOT / "examples/mlp.py").read_text()
-    assert any(block.strip() in example for block in blocks)
+def test_code_from_an_example_is_that_of_its_file():
+    parts = re.findall(
+        r"^From `(examples/\w+\.py)`(.*?)^(?:#|\|)", README, re.DOTALL | re.MULTILINE
+    )
+    assert sorted(path for path, _ in parts) == ["examples/generate.py", "examples/mlp.py"]
+    for path, text in parts:
+        blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+        assert blocks
+        assert not [block for block in blocks if block.strip() not in (ROOT / path).read_text()]
 
 
 @pytest.mark.slow

@@ -1,0 +1,62 @@
+"""One call that answers prompts: a GenerateRequest in, ranks started and ended, answers out.
+
+The command (cli.py) checks and places ranks by the same functions. Next: launch/launchers.py.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from distmega.blueprint import model_mesh, num_stages_of, plan_decode
+from distmega.errors import RequestError
+from distmega.launch.contract import LauncherOptions
+from distmega.launch.launchers import choose_device, choose_launcher, launch
+from distmega.models.locate import read_config
+from distmega.requests import EngineOptions, GenerateRequest, GenerateResult, Token
+from distmega.sharding.cost import CPU
+from distmega.sharding.mesh import DeviceMesh
+
+
+def generate(
+    request: GenerateRequest,
+    launcher: LauncherOptions | None = None,
+    on_token: Callable[[Token], None] | None = None,
+) -> GenerateResult:
+    """Starts request.tp * request.pp ranks, which load the model, answer and end. on_token: called
+    with each token as it comes.
+
+    launcher: how ranks are started, whatever its number of them; by default as processes of this
+    machine, on its GPUs if it has some. Under torchrun, where every rank would return, start a job
+    with launch("distmega.jobs:generate", ...) instead.
+
+    Raises the errors of launch, and ModelError, PlanError or RequestError before any rank starts
+    where the model is unknown, or can't be divided so.
+    """
+    options = launcher or LauncherOptions(device=choose_device("auto"))
+    if choose_launcher(options.launcher) == "torchrun":
+        raise RequestError(
+            "generate under torchrun",
+            expected="the launcher local or ray",
+            remedy='call launch("distmega.jobs:generate", request, options) on every rank',
+        )
+    check_model(request.model, model_mesh(request.tp, request.pp), request.options)
+    options = place_ranks(options, request.tp, request.pp)
+    last: object = None
+    for event in launch("distmega.jobs:generate", request, options):
+        last = event.value
+        if isinstance(last, Token) and on_token is not None:
+            on_token(last)
+    assert isinstance(last, GenerateResult), "a job ends with its result"
+    return last
+
+
+def place_ranks(options: LauncherOptions, tp: int, pp: int) -> LauncherOptions:
+    """The options for pp stages of tp ranks; ranks of a stage stay together on a node."""
+    together = tp if pp > 1 else options.ray.ranks_per_bundle
+    ray = replace(options.ray, ranks_per_bundle=max(together, 1))
+    return replace(options, num_ranks=tp * pp, ray=ray)
+
+
+def check_model(model: str, mesh: DeviceMesh, options: EngineOptions) -> None:
+    """Finds a wrong model or degree before any rank starts."""
+    for stage in range(num_stages_of(mesh)):
+        plan_decode(read_config(model), mesh, CPU, options, index=stage)

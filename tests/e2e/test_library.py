@@ -1,0 +1,105 @@
+"""The library as its users call it: a plan compiled for each rank, prompts answered in one call."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+import distmega
+from distmega.compiled import CompiledProgram
+from distmega.errors import MeshError, ModelError, PlanError, ProgramError, RequestError
+from distmega.launch import LauncherOptions
+from tests.hostir.threads import ThreadCommunicator, Wires
+
+CPU_RANK = distmega.RankContext(
+    rank=0, world_size=1, local_rank=0, local_world_size=1, node="here", backend="gloo",
+    device="cpu",
+)  # fmt: skip
+
+
+def mlp() -> distmega.Program:
+    """y = silu(x w1') w2' with an inner extent that two ranks can't halve."""
+    p = distmega.ProgramBuilder("mlp")
+    h = p.linear(p.input("x", (4, 6)), p.weight("w1", (7, 6))).map("silu(a0)")
+    return p.build(p.linear(h, p.weight("w2", (6, 7)), name="y"))
+
+
+def values() -> dict[str, torch.Tensor]:
+    """Whole tensors; small integers times a power of two."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"x": (4, 6), "w1": (7, 6), "w2": (6, 7)}
+    return {
+        name: torch.randint(-4, 5, shape, generator=generator) / 4 for name, shape in shapes.items()
+    }
+
+
+def in_torch(given: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.nn.functional.silu(given["x"] @ given["w1"].T) @ given["w2"].T
+
+
+def test_a_plan_runs_on_one_rank():
+    plan = distmega.plan_program(mlp(), distmega.DeviceMesh(tp=1), distmega.CPU)
+    step = distmega.compile_plan(plan, CPU_RANK)
+    given = values()
+    torch.testing.assert_close(step(step.parts(given))["y"], in_torch(given))
+
+
+def test_ranks_take_unequal_parts_of_whole_tensors():
+    marks = {"w1": distmega.shard(0, "tp"), "w2": distmega.shard(1, "tp")}
+    mesh = distmega.DeviceMesh(tp=2)
+    plan = distmega.plan_program(mlp(), mesh, distmega.CPU, marks)
+    wires, given = Wires(mesh), values()
+    steps = [CompiledProgram(plan, ThreadCommunicator(mesh, rank, wires)) for rank in (0, 1)]
+    assert [step.slices("w1")[0] for step in steps] == [slice(0, 4), slice(4, 7)]
+    last = steps[1].part("w1", given["w1"])
+    assert last.shape == (4, 6)
+    assert torch.equal(last[3], torch.zeros(6))
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda step: step(step.parts(given))["y"], steps))
+    for y in found:
+        torch.testing.assert_close(y, in_torch(given))
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        ("w3", torch.zeros(1), r"a value for 'w3'; expected one of \['w1', 'w2', 'x'\]"),
+        ("w1", torch.zeros(6, 7), r"f32\[6, 7\] for weight 'w1'; expected f32\[7, 6\]"),
+        ("x", torch.zeros(4, 6).half(), r"f16\[4, 6\] for input 'x'; expected f32\[4, 6\]"),
+    ],
+)
+def test_a_tensor_that_does_not_fit_is_refused(name: str, tensor: torch.Tensor, message: str):
+    plan = distmega.plan_program(mlp(), distmega.DeviceMesh(tp=1), distmega.CPU)
+    step = distmega.compile_plan(plan, CPU_RANK)
+    with pytest.raises(ProgramError, match=message):
+        step.part(name, tensor)
+    with pytest.raises(ProgramError, match="tensor 'w3'; expected one of program 'mlp'"):
+        step.slices("w3")
+
+
+def test_a_mesh_of_other_ranks_is_refused():
+    plan = distmega.plan_program(mlp(), distmega.DeviceMesh(tp=2), distmega.CPU)
+    with pytest.raises(MeshError, match=r"mesh\(tp=2\) in a job of 1 ranks; expected a mesh of"):
+        distmega.compile_plan(plan, CPU_RANK)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"model": "gpt-9"}, ModelError, "gpt-9"),
+        ({"tp": 3, "pp": 5}, PlanError, "5 stages of a model of 2 layers"),
+    ],
+)
+def test_a_wrong_request_starts_no_ranks(
+    changes: dict[str, object], error: type[Exception], message: str, monkeypatch
+):
+    monkeypatch.setattr("distmega.generation.launch", lambda *given: pytest.fail("ranks started"))
+    request = distmega.GenerateRequest(**{"model": "tiny-llama", "prompts": ("a",), **changes})
+    with pytest.raises(error, match=message):
+        distmega.generate(request, LauncherOptions())
+
+
+def test_generate_under_torchrun_names_what_to_call(monkeypatch):
+    request = distmega.GenerateRequest(model="tiny-llama", prompts=("a",))
+    with pytest.raises(RequestError, match="generate under torchrun; expected the launcher local"):
+        distmega.generate(request, LauncherOptions(launcher="torchrun"))
