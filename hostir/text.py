@@ -173,7 +173,7 @@ def _peer(peer: Peer) -> str:
 def parse_host(text: str) -> HostProgram:
     """Reads the printed form back; ParseError names the line that does not fit."""
     lines = [line.rstrip() for line in text.splitlines() if line.strip()]
-    name, mesh = _fields(r"host (\S+) on (.+)", lines[0] if lines else "")
+    name, mesh = _fields(r"host (.+) on (mesh\(.+)", lines[0] if lines else "")
     streams, events = _fields(r"streams (\d+), events (\d+)", "".join(lines[1:2]).strip())
     buffers, segments, rooms, at = [], [], [], 2
     while at < len(lines) and lines[at].strip() != "body":
@@ -304,7 +304,7 @@ _FORMS: tuple[tuple[str, Callable[..., Node]], ...] = (
     (r"signal (\S+) to (\S+)", lambda n, p: Signal(name=n, peer=_parse_peer(p))),
     (r"wait (\S+)", lambda h: Wait(handle=h)),
     (
-        r"launch (\S+?)\((.*)\)",
+        r"launch (.+)\(([^()]*)\)",
         lambda k, a: LaunchMegakernel(kernel=k, args=tuple(map(_parse_arg, parse_names(a)))),
     ),
     (

@@ -40,6 +40,7 @@ from distmega.sharding.overlap import PairKind
 from tests.hostir.programs import RING, STREAMED, chain, mlp
 
 names = st.from_regex(r"[a-z_][a-z0-9_.]{0,6}", fullmatch=True)
+program_names = st.from_regex(r"[a-z]([a-z0-9 _.()]{0,6}[a-z0-9)])?", fullmatch=True)
 axis_names = st.from_regex(r"[a-z][a-z0-9_]{0,3}", fullmatch=True)
 whole = st.integers(0, 9)
 slots = st.one_of(
@@ -93,7 +94,7 @@ LEAVES = {
     WaitEvent: st.builds(WaitEvent, event=slots),
     LaunchMegakernel: st.builds(
         LaunchMegakernel,
-        kernel=names,
+        kernel=program_names,
         args=st.lists(st.builds(Arg, name=names, buffer=names), max_size=3).map(tuple),
     ),
     LibraryOp: st.builds(LibraryOp, op=library_ops),
@@ -154,7 +155,7 @@ meshes = st.sampled_from(
 )
 programs = st.builds(
     HostProgram,
-    name=names,
+    name=program_names,
     mesh=meshes,
     buffers=st.lists(buffers, max_size=4).map(tuple),
     body=st.lists(nodes, max_size=8).map(tuple),
