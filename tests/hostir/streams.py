@@ -14,6 +14,7 @@ from distmega.hostir.lower import lower_program
 from distmega.hostir.nodes import Allocate, ForLoop, HostProgram, Node, walk_nodes
 from distmega.hostir.passes import run_passes
 from distmega.hostir.text import parse_host, print_host, print_node
+from distmega.hostir.torch_types import torch_dtype
 from distmega.program import Program, accesses
 from distmega.sharding.aliases import alias_roots
 from distmega.sharding.cost import CPU
@@ -23,8 +24,8 @@ from distmega.sharding.overlap import CHEAPEST, OverlapRequest
 from distmega.sharding.placements import Layout, fits, replicate, shard, stream
 from distmega.sharding.planner import Plan, plan_program
 from tests.hostir.programs import run_program
-from tests.hostir.threads import join, run_mesh
-from tests.sharding.programs import random_program
+from tests.hostir.threads import Bind, join, op_by_op, run_mesh
+from tests.sharding.random_programs import random_program
 from tests.sharding.simulate import random_arrays
 
 ONE = DeviceMesh(tp=1)
@@ -32,13 +33,10 @@ TP = DeviceMesh(tp=2)
 
 
 def small_integers(program: Program, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Values that any order of additions leaves exact."""
-    generator = torch.Generator().manual_seed(seed)
-    types = {"f32": torch.float32, "bf16": torch.bfloat16, "f64": torch.float64}
+    """Values that any order of additions leaves exact, as random_arrays gives them."""
+    arrays, tensors = random_arrays(program, seed), program.tensor_map()
     return {
-        t.name: torch.randint(-3, 4, t.shape, generator=generator).to(types[t.dtype])
-        for t in program.tensors
-        if t.role != "temp"
+        name: torch.from_numpy(x).to(torch_dtype(tensors[name].dtype)) for name, x in arrays.items()
     }
 
 
@@ -57,12 +55,20 @@ def lowered(
     return plan, local, host
 
 
-def assert_exact(program: Program, local: LocalProgram, host: HostProgram) -> None:
-    """All ranks together give what the program does on one, bit by bit."""
-    tensors = small_integers(program)
+def assert_exact(
+    program: Program,
+    local: LocalProgram,
+    host: HostProgram,
+    *,
+    seed: int = 0,
+    bind: Bind = op_by_op,
+) -> None:
+    """All ranks together give and keep what the program does on one, bit by bit."""
+    tensors = small_integers(program, seed)
     expected = run_program(program, {k: v.clone() for k, v in tensors.items()})
-    found = join(run_mesh(host, local, tensors), local, program.outputs)
-    for name in program.outputs:
+    names = {*program.outputs, *(state.name for state in program.with_role("state"))}
+    found = join(run_mesh(host, local, tensors, bind), local, sorted(names))
+    for name in names:
         assert torch.equal(found[name], expected[name]), name
 
 
@@ -133,7 +139,16 @@ CASES = {
 }
 
 
-MESHES = [DeviceMesh(tp=1), DeviceMesh(tp=2), DeviceMesh(dp=2, tp=2), DeviceMesh(dp=1, tp=3)]
+MESHES = [
+    DeviceMesh(tp=1),
+    DeviceMesh(tp=2),
+    DeviceMesh(dp=2, tp=2),
+    DeviceMesh(dp=1, tp=3),
+    DeviceMesh.from_ranks([3, 1], ["tp"]),
+    DeviceMesh.from_ranks([[5, 2], [0, 7]], ["dp", "tp"]),
+    DeviceMesh(a=2, one=1, b=2),
+    DeviceMesh(tp=5),
+]
 
 
 def random_marks(program: Program, mesh: DeviceMesh, seed: int) -> dict[str, Layout]:
@@ -141,20 +156,21 @@ def random_marks(program: Program, mesh: DeviceMesh, seed: int) -> dict[str, Lay
     rng = random.Random(seed)
     marks: dict[str, Layout] = {}
     for tensor in program.tensors:
-        if not tensor.shape or tensor.dtype == "i64" or rng.random() > 0.4:
+        rank = len(tensor.shape)
+        if not rank or rng.random() > 0.4:
             continue
         layout = replicate()
         axis, size = rng.choice(mesh.axes)
-        dim = rng.randrange(len(tensor.shape))
+        dim = rng.randrange(rank)
         if rng.random() < 0.4 and fits(tensor.shape[dim], size):
             layout = shard(dim, axis)
             others = [name for name in mesh.names if name != axis]
             if others and rng.random() < 0.5:
-                layout = layout | shard(rng.randrange(len(tensor.shape)), rng.choice(others))
+                layout = layout | shard(rng.randrange(rank), rng.choice(others))
         if rng.random() < 0.7:
             ring = axis if rng.random() < 0.3 else ""
-            num = size if ring else rng.choice((1, 2, 3, 4))
-            along = dim if ring and rng.random() < 0.7 else rng.randrange(len(tensor.shape))
+            num = size if ring else rng.choice((1, 2, 3, 4, 9))
+            along = dim if ring and rng.random() < 0.7 else rng.randrange(-rank, rank)
             chunks = stream(along, num, ring=ring)
             layout = layout | chunks if rng.random() < 0.5 else chunks
         marks[tensor.name] = layout
@@ -189,10 +205,11 @@ def plan_marked(
 
 
 def planned(
-    seed: int, mesh: DeviceMesh, *, megakernel: bool = False
+    seed: int, mesh: DeviceMesh, *, megakernel: bool = False, live: bool = False
 ) -> tuple[Plan, LocalProgram, HostProgram]:
-    program = random_program(seed, num_ops=7, overwrite=seed % 3 == 0)
-    plan = plan_marked(without_dead_ops(program), mesh, seed)
+    """A random program lowered with random options. live: without dead ops."""
+    program = random_program(seed, num_ops=4 + seed % 7)
+    plan = plan_marked(without_dead_ops(program) if live else program, mesh, seed)
     local = localize(plan)
     options = {"max_streams": 1 + seed % 4, "fuse": seed % 2 == 1}
     raw = lower_program(local, megakernel=megakernel, peer_memory=False, **options)
@@ -201,10 +218,3 @@ def planned(
     check_host(host)
     assert parse_host(print_host(host)) == host
     return plan, local, host
-
-
-def tensors_of(program: Program, seed: int) -> dict[str, torch.Tensor]:
-    types = {"f32": torch.float32, "i64": torch.int64}
-    dtypes = {t.name: types[t.dtype] for t in program.tensors}
-    arrays = random_arrays(program, seed)
-    return {name: torch.from_numpy(x).to(dtypes[name]) for name, x in arrays.items()}

@@ -5,7 +5,6 @@ exchange.
 from dataclasses import replace
 
 import pytest
-import torch
 
 from distmega.builder import ProgramBuilder
 from distmega.errors import CheckError, VerifyError
@@ -22,9 +21,8 @@ from distmega.sharding.localize import LocalProgram, localize
 from distmega.sharding.mesh import DeviceMesh
 from distmega.sharding.placements import shard, stream
 from distmega.sharding.planner import plan_program
-from tests.hostir.programs import run_program, without
-from tests.hostir.streams import small_integers
-from tests.hostir.threads import join, run_mesh
+from tests.hostir.programs import without
+from tests.hostir.streams import assert_exact
 
 TP = DeviceMesh(tp=2)
 SUMMED = {"x": shard(1, "tp"), "w": shard(1, "tp"), "y": shard(0, "tp")}
@@ -36,14 +34,6 @@ def planned(program: Program, marks: dict, way: str = "sequential") -> LocalProg
 
 def lowered(local: LocalProgram) -> HostProgram:
     return lower_program(local, megakernel=True, peer_memory=True)
-
-
-def assert_exact(program: Program, local: LocalProgram, host: HostProgram) -> None:
-    tensors = small_integers(program)
-    expected = run_program(program, tensors)
-    found = join(run_mesh(host, local, tensors), local, program.outputs)
-    for name in program.outputs:
-        assert torch.equal(found[name], expected[name]), name
 
 
 def beside() -> Program:

@@ -4,7 +4,6 @@ import time
 from dataclasses import replace
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,10 +17,11 @@ from distmega.sharding.localize import localize
 from distmega.sharding.mesh import DeviceMesh
 from distmega.sharding.placements import Layout, shard, stream
 from distmega.sharding.planner import plan_program
-from tests.hostir.programs import run_program, wait_numbers, without
-from tests.hostir.streams import MESHES, plan_marked, planned, tensors_of
-from tests.hostir.threads import HeldBytes, join, run_mesh
-from tests.sharding.programs import decoder, random_program
+from tests.hostir.programs import wait_numbers, without
+from tests.hostir.streams import MESHES, assert_exact, plan_marked, planned, small_integers
+from tests.hostir.threads import HeldBytes, run_mesh
+from tests.sharding.programs import decoder
+from tests.sharding.random_programs import random_program
 from tests.sharding.simulate import check_plan, random_arrays
 
 
@@ -29,26 +29,22 @@ from tests.sharding.simulate import check_plan, random_arrays
 @given(st.integers(0, 10**6), st.sampled_from(MESHES), st.booleans())
 def test_random_programs_are_exact(seed: int, mesh: DeviceMesh, megakernel: bool):
     plan, local, host = planned(seed, mesh, megakernel=megakernel)
-    program, tensors = plan.program, tensors_of(plan.program, seed)
-    expected = run_program(program, {name: x.clone() for name, x in tensors.items()})
-    found = join(run_mesh(host, local, tensors), local, program.outputs)
-    for name in program.outputs:
-        assert torch.equal(found[name], expected[name]), name
+    assert_exact(plan.program, local, host, seed=seed)
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 10**6), st.sampled_from(MESHES))
 def test_the_local_program_is_exact_in_its_new_order(seed: int, mesh: DeviceMesh):
-    plan = plan_marked(random_program(seed, num_ops=7), mesh, seed)
+    plan = plan_marked(random_program(seed), mesh, seed)
     check_plan(plan, random_arrays(plan.program, seed))
 
 
 def test_reported_peaks_are_what_is_held(monkeypatch: pytest.MonkeyPatch):
     for seed in range(5000, 5080):
-        plan, local, host = planned(seed, MESHES[seed % 4])
+        plan, local, host = planned(seed, MESHES[seed % len(MESHES)])
         with monkeypatch.context() as patched:
             held = HeldBytes(patched)
-            run_mesh(host, local, tensors_of(local.program, seed))
+            run_mesh(host, local, small_integers(plan.program, seed))
         kinds = {node.op.kind for node in walk_nodes(host.body) if isinstance(node, LibraryOp)}
         if kinds & {"fused_pointwise", "fused_norm"}:
             assert held.peak <= peak_memory(host), seed
@@ -59,8 +55,8 @@ def test_reported_peaks_are_what_is_held(monkeypatch: pytest.MonkeyPatch):
 def test_deleted_waits_are_caught():
     """But for a few where chunks of two loops happen to meet on one stream."""
     num = missed = 0
-    for seed in range(100):
-        _, _, host = planned(seed, MESHES[seed % 4])
+    for seed in range(130):
+        _, _, host = planned(seed, MESHES[seed % len(MESHES)], live=True)
         for number in wait_numbers(host):
             num += 1
             try:
@@ -75,7 +71,7 @@ def test_deleted_waits_are_caught():
 def test_full_allocations_turned_into_chunks_are_caught():
     num = 0
     for seed in range(60):
-        _, local, host = planned(seed, MESHES[seed % 4])
+        _, local, host = planned(seed, MESHES[seed % len(MESHES)])
         for name in [node.buffer for node in host.body if isinstance(node, Allocate)]:
             domain = local.allocations[name]
             for dim, extent in enumerate(domain.local_shape):

@@ -24,7 +24,7 @@ from distmega.sharding.overlap import CHEAPEST, Overlap
 from distmega.sharding.placements import Layout, shard, stream
 from distmega.sharding.planner import plan_program
 from tests.hostir.programs import run_program, shard_tensors
-from tests.hostir.streams import planned, tensors_of
+from tests.hostir.streams import planned, small_integers
 from tests.multigpu.ranks import ON_EITHER, ON_GPUS, TIMEOUT_S
 
 HERE = "tests.multigpu.test_streams"
@@ -73,7 +73,7 @@ def run_random(comm: Communicator, first: int) -> None:
         for seed in range(first, first + NUM_SEEDS):
             with torch.device("cpu"):
                 plan, local, host = planned(seed, mesh)
-                tensors = tensors_of(plan.program, seed)
+                tensors = small_integers(plan.program, seed)
                 copies = {name: x.clone() for name, x in tensors.items()}
                 expected = run_program(plan.program, copies)
                 parts = shard_tensors(tensors, local, comm.rank)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from distmega.builder import Handle, ProgramBuilder
 from distmega.program import Program
-from tests.sharding.programs import flattened
+from tests.sharding.random_programs import flattened
 
 Step = Callable[[st.DrawFn, ProgramBuilder, Handle], Handle]
 

@@ -296,13 +296,11 @@ def check_plan(plan: Plan, arrays: Mapping[str, np.ndarray], exact: bool = True)
 
 
 def random_arrays(program: Program, seed: int) -> dict[str, np.ndarray]:
-    """Small integers for everything given; index operands stay within 0 and 1."""
+    """Small integers for everything given; index operands count up from 0."""
     random = np.random.default_rng(seed)
     arrays = {}
     for tensor in program.tensors:
-        if tensor.role == "state":
-            arrays[tensor.name] = np.zeros(tensor.shape, numpy_dtype(tensor))
-        elif tensor.role != "temp" and tensor.dtype == "i64":
+        if tensor.role != "temp" and tensor.dtype == "i64":
             arrays[tensor.name] = np.arange(tensor.num_elements).reshape(tensor.shape)
         elif tensor.role != "temp":
             arrays[tensor.name] = random.integers(-3, 4, tensor.shape).astype(np.float64)

@@ -10,7 +10,8 @@ from distmega.sharding.mesh import DeviceMesh
 from distmega.sharding.options import Options, split_options
 from distmega.sharding.placements import PAIR, REPLICATE, Partial, Shard
 from distmega.sharding.signatures import OptionTable
-from tests.sharding.programs import decoder, random_program
+from tests.sharding.programs import decoder
+from tests.sharding.random_programs import random_program
 
 
 def build(make, *inputs, num_ranks: int = 2) -> tuple[Op, Options]:
