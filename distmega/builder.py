@@ -44,21 +44,35 @@ class Handle:
         return self.builder.pointwise(text, self, *others, name=name)
 
     def __add__(self, other: "Handle | float") -> "Handle":
-        return self._binary("+", other)
+        return self._binary("a0 + {}", other)
 
     def __sub__(self, other: "Handle | float") -> "Handle":
-        return self._binary("-", other)
+        return self._binary("a0 - {}", other)
 
     def __mul__(self, other: "Handle | float") -> "Handle":
-        return self._binary("*", other)
+        return self._binary("a0 * {}", other)
 
     def __truediv__(self, other: "Handle | float") -> "Handle":
-        return self._binary("/", other)
+        return self._binary("a0 / {}", other)
 
-    def _binary(self, symbol: str, other: "Handle | float") -> "Handle":
+    def __radd__(self, other: float) -> "Handle":
+        return self._binary("{} + a0", other)
+
+    def __rsub__(self, other: float) -> "Handle":
+        return self._binary("{} - a0", other)
+
+    def __rmul__(self, other: float) -> "Handle":
+        return self._binary("{} * a0", other)
+
+    def __rtruediv__(self, other: float) -> "Handle":
+        return self._binary("{} / a0", other)
+
+    def _binary(self, text: str, other: "Handle | float") -> "Handle":
         if isinstance(other, Handle):
-            return self.map(f"a0 {symbol} a1", other)
-        return self.map(f"a0 {symbol} {float(other)!r}")
+            return self.map(text.format("a1"), other)
+        if not isinstance(other, int | float):
+            return NotImplemented
+        return self.map(text.format(repr(float(other))))
 
 
 class ProgramBuilder:
@@ -233,13 +247,13 @@ class ProgramBuilder:
         return verify_program(program)
 
     def _declare(self, name: str, shape: Sequence[int], dtype: str, role: Role) -> Handle:
-        tensor = Tensor(name=name, shape=tuple(shape), dtype=dtype, role=role)
-        if not all(type(extent) is int for extent in tensor.shape):
+        if not isinstance(shape, Sequence) or not all(type(extent) is int for extent in shape):
             raise ProgramError(
-                f"{role} {name!r} of shape {tensor.shape}",
-                expected="whole numbers",
+                f"{role} {name!r} of shape {shape!r}",
+                expected="a list or tuple of whole numbers",
                 remedy="give the extent of each dim",
             )
+        tensor = Tensor(name=name, shape=tuple(shape), dtype=dtype, role=role)
         known = self._tensors.setdefault(name, tensor)
         if known != tensor or (role != "weight" and known is not tensor):
             raise ProgramError(
@@ -261,6 +275,12 @@ class ProgramBuilder:
         )
 
     def _own(self, handle: Handle) -> Tensor:
+        if not isinstance(handle, Handle):
+            raise ProgramError(
+                f"an operand of type {type(handle).__name__} in program {self.name!r}",
+                expected="a tensor of the program",
+                remedy="declare values as inputs or weights, and give them when the program runs",
+            )
         if handle.builder is not self:
             raise ProgramError(
                 f"tensor {handle.name!r} of program {handle.builder.name!r} used in {self.name!r}",

@@ -64,15 +64,15 @@ class Ranks:
     """Who runs."""
 
     tp: int = 0
-    """Tensor-parallel ranks of each stage; 0 is WORLD_SIZE / pp under torchrun, else 1."""
+    """Tensor-parallel ranks of each stage; 0 is all that torchrun started, else 1."""
     pp: int = 1
-    """Pipeline stages; layers are cut into as many groups, each on tp ranks."""
+    """Pipeline stages, each with a part of the layers and tp ranks; 1 is no pipeline."""
     launcher: Literal["auto", "local", "torchrun", "ray"] = "auto"
     """Who starts them; auto is torchrun in a process that torchrun started, else local."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where ranks run; auto is cuda on a machine with an NVIDIA GPU, else cpu."""
     max_restarts: int = 0
-    """Start all ranks again this often after one has failed (local and ray)."""
+    """Start all ranks again, up to so many times, after one has failed (local and ray)."""
 
 
 RankFlags = Annotated[Ranks, tyro.conf.arg(name="", prefix_name=False)]
@@ -356,13 +356,15 @@ def _doctor(command: Doctor, console: Console) -> None:
 
 def _launcher_options(ranks: Ranks) -> tuple[LauncherOptions, int]:
     """What the launcher is asked, and the ranks of each stage; the ranks of a stage go together."""
+    if ranks.pp < 1:
+        raise RequestError(f"--pp {ranks.pp}", expected="at least 1", remedy="leave it out")
     launcher = choose_launcher(ranks.launcher)
     least = 0 if launcher == "torchrun" else ranks.pp
     num_ranks = choose_num_ranks(launcher, ranks.tp * ranks.pp or least)
-    if ranks.pp < 1 or num_ranks % ranks.pp:
+    if num_ranks % ranks.pp:
         raise RequestError(
             f"{num_ranks} ranks in {ranks.pp} stages",
-            expected="at least one stage, and as many ranks in each",
+            expected="as many ranks in each stage",
             remedy="correct --pp or the number of ranks",
         )
     tp = num_ranks // ranks.pp

@@ -129,9 +129,15 @@ class Engine:
         steps; starts new sequences.
 
         On a GPU later tokens come several at a time, and the next ones are computed meanwhile, so
-        a caller that stops before the limit has caused some steps too many. RequestError for more
-        prompts than the engine's batch.
+        a caller that stops before the limit has caused some steps too many. RequestError for no
+        prompts, for more than the engine's batch, and for a limit below 0.
         """
+        if not prompts or limit < 0:
+            raise RequestError(
+                f"{len(prompts)} prompts and a limit of {limit} tokens",
+                expected="a prompt at least, and a limit of 0 (none) or more",
+                remedy="give a prompt, or correct the limit",
+            )
         tokens = tuple(self.prefill(prompt, slot) for slot, prompt in enumerate(prompts))
         self._num_cached[len(prompts) :] = [0] * (self.batch - len(prompts))
         yield tokens
@@ -236,6 +242,13 @@ class Engine:
                 remedy="raise --batch",
             )
         self._require_room(len(ids), 0)
+        vocab = self.blueprint.config.vocab
+        if wrong := [token for token in ids if not 0 <= token < vocab]:
+            raise RequestError(
+                f"token {wrong[0]}",
+                expected=f"tokens of 0 to {vocab - 1}",
+                remedy="use the model's own tokenizer",
+            )
         key = len(ids), logits
         if key not in self._prefills:
             host = draw_prefill(self.blueprint, len(ids), logits)

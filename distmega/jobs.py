@@ -202,7 +202,13 @@ def encode_prompt(
         raise RequestError(
             f"a prompt of {len(ids)} tokens and {request.max_new_tokens} new ones",
             expected=f"at most {limit} positions together",
-            remedy="shorten the prompt, lower --max-new-tokens or raise --max-context "
-            f"(the model allows {source.config.max_positions})",
+            remedy="shorten the prompt" + _wider(limit, source.config.max_positions),
         )
     return ids
+
+
+def _wider(limit: int, max_positions: int) -> str:
+    """What else helps where `limit` positions are too few."""
+    if limit == max_positions:
+        return " or lower --max-new-tokens; the model allows no more"
+    return f", lower --max-new-tokens or raise --max-context (the model allows {max_positions})"

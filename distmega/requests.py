@@ -6,7 +6,7 @@ EngineOptions. What can be judged from the values alone is checked on constructi
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from distmega.errors import RequestError
 from distmega.models.sampling import Sampling
@@ -15,10 +15,28 @@ DEFAULT_CONTEXT = 2048
 """Positions of the KV cache unless asked otherwise, where the model allows as many."""
 
 
+MAX_NUM_SMS = 1024
+"""Task queues that are scheduled against each other in a few seconds."""
+
+Collectives = Literal["auto", "kernel", "host"]
+Events = Literal["overlap", "op"]
+
+
 def _require(name: str, value: int, least: int) -> None:
+    if type(value) is not int:
+        raise RequestError(
+            f"{name} {value!r}", expected="a whole number", remedy=f"give {least} or more"
+        )
     if value < least:
         raise RequestError(
             f"{name} {value}", expected=f"at least {least}", remedy=f"raise it to {least} or more"
+        )
+
+
+def _require_one_of(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise RequestError(
+            f"{name} {value!r}", expected=f"one of {', '.join(known)}", remedy="choose one of these"
         )
 
 
@@ -38,9 +56,9 @@ class EngineOptions:
     """The order in which these queues take turns; any gives the same result."""
     timeout_s: float = 60.0
     """Bound on a wait for another rank, in seconds."""
-    collectives: Literal["auto", "kernel", "host"] = "auto"
+    collectives: Collectives = "auto"
     """Done by the megakernel or the host program; auto: the kernel where ranks can share memory."""
-    events: Literal["overlap", "op"] = "overlap"
+    events: Events = "overlap"
     """A task waits for the tasks it overlaps, or for all of the op before (a slow baseline)."""
 
     def __post_init__(self) -> None:
@@ -49,6 +67,12 @@ class EngineOptions:
         _require("--micro-batches", self.micro_batches, 0)
         _require("--num-sms", self.num_sms, 1)
         _require("--interleave-seed", self.interleave_seed, 0)
+        _require_one_of("--collectives", self.collectives, get_args(Collectives))
+        _require_one_of("--events", self.events, get_args(Events))
+        if self.num_sms > MAX_NUM_SMS:
+            raise RequestError(
+                f"--num-sms {self.num_sms}", expected=f"at most {MAX_NUM_SMS}", remedy="lower it"
+            )
         if not self.timeout_s > 0:
             raise RequestError(
                 f"--timeout-s {self.timeout_s}", expected="more than 0", remedy="raise it"
@@ -75,6 +99,10 @@ class GenerateRequest:
         _require("--tp", self.tp, 1)
         _require("--pp", self.pp, 1)
         _require("--max-new-tokens", self.max_new_tokens, 1)
+        if isinstance(self.prompts, str) or not all(isinstance(p, str) for p in self.prompts):
+            raise RequestError(
+                f"prompts {self.prompts!r}", expected="texts in a tuple", remedy='give ("text",)'
+            )
         for prompt in self.prompts:
             if not prompt.strip():
                 raise RequestError(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from distmega.dtypes import item_bytes
+from distmega.errors import RequestError
 from distmega.hostir.torch_types import torch_dtype
 from distmega.kernels.arena import ALIGNMENT_BYTES, ArenaLayout, Operand
 from distmega.kernels.encoding import Words
@@ -20,9 +21,21 @@ from distmega.program import packed_strides
 
 
 def allocate_arena(layout: ArenaLayout, copies: int = 1, device: str = "cpu") -> Tensor:
-    """Zeroed memory for an arena, a flat uint8 tensor aligned as its tensors need; never empty."""
+    """Zeroed memory for an arena, a flat uint8 tensor aligned as its tensors need; never empty.
+
+    RequestError where the device hasn't so much.
+    """
     num_bytes = max(layout.num_bytes * copies, ALIGNMENT_BYTES)
-    raw = torch.zeros(num_bytes + ALIGNMENT_BYTES, dtype=torch.uint8, device=device)
+    try:
+        raw = torch.zeros(num_bytes + ALIGNMENT_BYTES, dtype=torch.uint8, device=device)
+    except RuntimeError as error:
+        if "memory" not in str(error):
+            raise
+        raise RequestError(
+            f"{num_bytes / 1e9:.1f} GB for the {layout.space.name.lower()} arena of a rank",
+            expected=f"memory for it on {device}",
+            remedy="use more ranks, a smaller batch, a shorter context or a smaller model",
+        ) from error
     start = -raw.data_ptr() % ALIGNMENT_BYTES
     return raw[start : start + num_bytes]
 

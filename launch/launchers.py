@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from distmega.env import read_settings
 from distmega.errors import LaunchError, RankFailure, RequestError
@@ -96,8 +96,9 @@ def choose_num_ranks(launcher: str, requested: int) -> int:
     text = os.environ.get("WORLD_SIZE", "")
     num_ranks = requested or (int(text) if launcher == "torchrun" and text.isdecimal() else 1)
     if text and text != str(num_ranks):
+        asked = "1 rank is" if num_ranks == 1 else f"{num_ranks} ranks are"
         raise RequestError(
-            f"{num_ranks} ranks are asked for, and WORLD_SIZE={text}",
+            f"{asked} asked for, and WORLD_SIZE={text}",
             expected="both to be the same",
             remedy="correct --tp or what starts the ranks, or unset WORLD_SIZE",
         )
@@ -136,7 +137,13 @@ def _check_options(options: LauncherOptions, timeout_s: float) -> None:
             expected=f"one of {', '.join(LAUNCHERS)}",
             remedy="choose one of these with --launcher",
         )
-    if options.num_ranks < 1:
+    if options.device not in get_args(DeviceKind):
+        raise RequestError(
+            f"device {options.device!r}",
+            expected=f"one of {', '.join(get_args(DeviceKind))}",
+            remedy="name the kind of device; each rank takes one",
+        )
+    if type(options.num_ranks) is not int or options.num_ranks < 1:
         raise RequestError(
             f"{options.num_ranks} ranks",
             expected="at least 1",

@@ -348,6 +348,7 @@ def plan_program(
     PlanError: an annotation, `overlap` or the limit can't be met, or a mesh axis has more ranks
     than the heads of the program's attention allow.
     """
+    _check_types(program, mesh, machine, annotations)
     start = time.perf_counter()
     planner = _Planner(program, mesh, machine, annotations or {}, overlap)
     smallest: Plan | None = None
@@ -365,3 +366,20 @@ def plan_program(
         expected=f"at most {memory_limit_bytes} bytes per rank",
         remedy="use more ranks, a shorter context or a smaller model",
     )
+
+
+def _check_types(program: object, mesh: object, machine: object, annotations: object) -> None:
+    """PlanError for what a caller is likely to mix up."""
+    remedies: dict[type, tuple[object, str]] = {
+        Program: (program, "call build of the ProgramBuilder"),
+        DeviceMesh: (mesh, "give DeviceMesh(tp=2)"),
+        Machine: (machine, "give CPU, H100 or H200"),
+        Mapping: (annotations or {}, 'give layouts by tensor name, {"w": shard(0, "tp")}'),
+    }
+    for kind, (given, remedy) in remedies.items():
+        if not isinstance(given, kind):
+            raise PlanError(
+                f"{type(given).__name__} in place of a {kind.__name__}",
+                expected=f"a {kind.__name__}",
+                remedy=remedy,
+            )

@@ -6,6 +6,7 @@ the table), so each rank reads its own part. Next on the walk: decoder.py.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 
 from distmega.errors import ModelError
@@ -45,7 +46,7 @@ class ModelSource:
         return self.make_tokenizer()
 
 
-def open_model(name: str, *, seed: int = 0) -> ModelSource:
+def open_model(name: str | PathLike[str], *, seed: int = 0) -> ModelSource:
     """Opens what locate_model finds; `seed` is for weights of presets and of a config.json alone.
 
     Every weight is checked for presence, shape and completeness; ModelError says what is wrong.

@@ -7,6 +7,7 @@ weights.
 import difflib
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from os import PathLike, fspath
 from pathlib import Path
 from typing import Literal
 
@@ -34,11 +35,12 @@ class Location:
     path: Path = Path()
 
 
-def locate_model(name: str) -> Location:
+def locate_model(name: str | PathLike[str]) -> Location:
     """Resolves a preset, a packaged model or a path; ModelError says what there is instead.
 
     Known names win over files of the same name: write ./name for those.
     """
+    name = fspath(name)
     if name in PRESETS:
         return Location(kind="preset", name=name)
     if name in _PACKAGED:
@@ -60,7 +62,7 @@ def locate_model(name: str) -> Location:
     return Location(kind=kinds[path.suffix], name=name, path=path)
 
 
-def read_config(name: str) -> ModelConfig:
+def read_config(name: str | PathLike[str]) -> ModelConfig:
     """The configuration of the model that a name or path means."""
     return config_at(locate_model(name))
 
@@ -98,5 +100,5 @@ def _no_such_model(name: str) -> ModelError:
     return ModelError(
         f"no such model: {name!r}",
         expected=f"a path (.gguf, folder or config.json) or one of {', '.join(known)}",
-        remedy=f"did you mean {close[0]!r}?" if close else "check the path",
+        remedy=f"did you mean {close[0]!r}?" if close else "check the name, or the path",
     )

@@ -135,14 +135,18 @@ def normalise_rows(
     bias: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """As hostir/norms.py's normalise, by a kernel where there is one. ProgramError for shapes that
-    do not fit.
+    """As hostir/norms.py's normalise, by a kernel where there is one. ProgramError for shapes or a
+    type that do not fit.
     """
     if x.dim() == 0 or x.shape[-1] == 0:
         raise ProgramError(
             f"rows of a tensor of shape {list(x.shape)}",
             expected="a last dim of at least one element",
             remedy="pass a tensor with rows",
+        )
+    if not x.is_floating_point():
+        raise ProgramError(
+            f"rows of {x.dtype}", expected="floating-point numbers", remedy="convert them"
         )
     for vector in (weight, bias):
         _check_shape("weight or bias", vector, x.shape[-1:])

@@ -148,7 +148,7 @@ def test_a_signal_ends_all_ranks_at_once_and_quietly(number: signal.Signals, cod
         (["smollm2", " "], "prompt ' ' is empty"),
         (["smollm2", "x", "--tp", "6"], "tp=6 can't divide attention .* use tp=5 or less"),
         (["smollm2", "x", "--tp", "-1"], "--tp -1; expected at least 1"),
-        (["smollm2", "x", "--pp", "0"], "1 ranks in 0 stages; expected at least one stage"),
+        (["smollm2", "x", "--pp", "0"], "--pp 0; expected at least 1"),
         (["smollm2", "x", "--pp", "9", "--tp", "6"], "tp=6 can't divide attention"),
         (
             ["smollm2", "x", "--pp", "999"],
@@ -158,7 +158,10 @@ def test_a_signal_ends_all_ranks_at_once_and_quietly(number: signal.Signals, cod
         (["smollm2", "x", "--temperature", "-1"], "--temperature -1.0; expected at least 0"),
         (["smollm2", "x", "--top-k", "5"], "--top-k with temperature 0.* add --temperature 1"),
         (["smollm2", "x", "--max-context", "9000"], "--max-context 9000; expected at most 8192"),
-        (["smollm2", "word " * 60, "--max-context", "64"], "a prompt of .* positions together"),
+        (
+            ["smollm2", "word " * 60, "--max-context", "64"],
+            "a prompt of .* positions together.*model allows 8192",
+        ),
     ],
 )
 def test_wrong_requests(
@@ -230,7 +233,8 @@ def test_a_reader_that_leaves_ends_the_command_quietly(command: Sequence[str]) -
         assert process.stdout
         assert process.stderr
         process.stdout.close()
-        assert process.stderr.read() == ""
+        told = process.stderr.read().splitlines()
+        assert not [line for line in told if not line.startswith("loading weights")]
         assert process.wait(60) == 1
 
 

@@ -103,3 +103,45 @@ def test_generate_under_torchrun_names_what_to_call(monkeypatch):
     request = distmega.GenerateRequest(model="tiny-llama", prompts=("a",))
     with pytest.raises(RequestError, match="generate under torchrun; expected the launcher local"):
         distmega.generate(request, LauncherOptions(launcher="torchrun"))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: request(prompts="hello"), "prompts 'hello'; expected texts in a tuple"),
+        (lambda: request(prompts=(1,)), r"prompts \(1,\); expected texts in a tuple"),
+        (lambda: request(tp="2"), "--tp '2'; expected a whole number"),
+        (lambda: distmega.EngineOptions(batch=1.5), "--batch 1.5; expected a whole number"),
+        (lambda: distmega.EngineOptions(collectives="nccl"), "'nccl'; expected one of auto, kern"),
+        (lambda: distmega.EngineOptions(events="all"), "'all'; expected one of overlap, op"),
+        (lambda: distmega.EngineOptions(num_sms=10**6), "--num-sms 1000000; expected at most 1024"),
+    ],
+)
+def test_a_value_of_a_wrong_type_is_refused_at_once(make, message: str):
+    with pytest.raises(RequestError, match=message):
+        make()
+
+
+def request(**changes: object) -> distmega.GenerateRequest:
+    return distmega.GenerateRequest(**{"model": "tiny-llama", "prompts": ("a",), **changes})
+
+
+def test_an_engine_names_what_it_can_not_do(monkeypatch):
+    source = distmega.open_model("tiny-llama")
+    engine = distmega.open_engine(CPU_RANK, source, 1, distmega.EngineOptions(max_context=8))
+    for call, message in (
+        (lambda: engine.generate([source.config.vocab]), "token 288; expected tokens of 0 to 287"),
+        (lambda: engine.generate([-1]), "token -1; expected tokens of 0 to 287"),
+        (lambda: engine.generate([1], -1), "1 prompts and a limit of -1 tokens"),
+        (lambda: engine.generate_all([]), "0 prompts and a limit of 0 tokens"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            next(call())
+    refusal = RuntimeError("can't allocate memory")
+    monkeypatch.setattr("torch.zeros", lambda *given, **named: raised(refusal))
+    with pytest.raises(RequestError, match=r"0\.0 GB for the weight arena .* memory for it on cpu"):
+        distmega.open_engine(CPU_RANK, source, 1, distmega.EngineOptions(max_context=8))
+
+
+def raised(error: Exception) -> None:
+    raise error

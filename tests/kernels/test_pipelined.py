@@ -66,6 +66,7 @@ def test_pointwise_broadcasts_and_has_many_results():
         (lambda: api.rms_norm(torch.ones(2, 3), torch.ones(2)), "weight or bias"),
         (lambda: api.rms_norm(torch.ones(2, 3), residual=torch.ones(3)), "residual"),
         (lambda: api.softmax(torch.ones(())), "rows of a tensor"),
+        (lambda: api.softmax(torch.ones(2, dtype=torch.int32)), "rows of torch.int32"),
     ],
 )
 def test_what_does_not_fit_is_named(call, message):

@@ -61,6 +61,11 @@ def test_packaged_model_that_is_not_installed(monkeypatch: pytest.MonkeyPatch):
         open_model("smollm2")
 
 
+def test_a_path_need_not_be_a_text(tmp_path: Path):
+    with pytest.raises(ModelError, match=r"no such model: '/.*/none'"):
+        open_model(tmp_path / "none")
+
+
 def test_no_such_model():
     with pytest.raises(ModelError, match=r"no such model: 'nowhere/model'.*smollm2.*tiny-llama"):
         open_model("nowhere/model")

@@ -29,6 +29,15 @@ def test_operators_are_pointwise_expressions():
         "(a0 - a1)",
         "(a0 / (-0.5))",
     ]
+    program = p.build(1 / (1 - 2 * (1 + x)))
+    assert [op.attr("expr") for op in program.ops[4:]] == [
+        "(1.0 + a0)",
+        "(2.0 * a0)",
+        "(1.0 - a0)",
+        "(1.0 / a0)",
+    ]
+    with pytest.raises(TypeError, match="unsupported operand"):
+        x + "y"  # type: ignore[operator]
 
 
 def test_ops_without_a_name_get_kind_and_number():
@@ -76,9 +85,9 @@ def test_an_input_or_state_is_declared_once(role: str):
         getattr(p, role)("x", (4,))
 
 
-@pytest.mark.parametrize("shape", [(2.5, 3), ("2", 3), (True, 3)])
+@pytest.mark.parametrize("shape", [(2.5, 3), ("2", 3), (True, 3), 8, {4}])
 def test_extents_are_whole_numbers(shape: tuple[int, ...]):
-    with pytest.raises(ProgramError, match="expected whole numbers"):
+    with pytest.raises(ProgramError, match="expected a list or tuple of whole numbers"):
         ProgramBuilder("p").input("x", shape)
 
 
@@ -135,6 +144,14 @@ def test_a_tensor_of_another_program_is_refused():
         p.pointwise("a0 + a1", x, stranger)
     with pytest.raises(ProgramError, match="of program 'other'"):
         p.build(stranger)
+
+
+def test_a_value_is_no_tensor_of_a_program():
+    p = ProgramBuilder("p")
+    with pytest.raises(ProgramError, match="an operand of type list in program 'p'"):
+        p.linear([1.0], p.weight("w", (4, 1)))
+    with pytest.raises(ProgramError, match="an operand of type str in program 'p'"):
+        p.build("y")
 
 
 @pytest.mark.parametrize(("shape", "dtype"), [((4, 0), "f32"), ((-1,), "f32"), ((4,), "float32")])

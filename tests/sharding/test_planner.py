@@ -260,6 +260,20 @@ def test_a_state_that_an_op_can_not_write_is_named():
     assert "layers.0.k_cache" in caught.value.remedy
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ((ProgramBuilder("p"), DeviceMesh(tp=2), CPU), "ProgramBuilder in place of a Program"),
+        ((mlp(), 2, CPU), r"int in place of a DeviceMesh; .* give DeviceMesh\(tp=2\)"),
+        ((mlp(), DeviceMesh(tp=2), "h200"), "str in place of a Machine; .* H200"),
+        ((mlp(), DeviceMesh(tp=2), CPU, ["w1"]), "list in place of a Mapping"),
+    ],
+)
+def test_what_is_no_program_mesh_or_machine_is_named(given, message):
+    with pytest.raises(PlanError, match=message):
+        plan_program(*given)
+
+
 def test_plans_are_reproducible_and_tell_apart():
     program = decoder(layers=2)
     prints = [plan_program(program, DeviceMesh(tp=2), CPU).fingerprint() for _ in range(2)]
