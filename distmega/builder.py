@@ -294,7 +294,7 @@ class ProgramBuilder:
         for tensor in tensors:
             if tensor.name in self._tensors:
                 raise self._taken(tensor.name)
-        if op.kind == "view":
+        if op.is_view:
             self._show(op)
         self._ops.append(op)
         self._tensors.update({tensor.name: tensor for tensor in tensors})

@@ -21,7 +21,7 @@ from distmega.op_parts import (
     normal_dim,
     require_integers,
 )
-from distmega.program import Access, Axis, Index, Tensor
+from distmega.program import Access, Axis, Index, Op, Tensor
 
 KINDS = (
     "linear", "pointwise", "reduce", "rms_norm", "rope", "attention", "kv_append", "embedding",
@@ -35,9 +35,16 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "take
 locally: no bytes move.
 """
 
+EXCHANGES = tuple(kind for kind in COLLECTIVES if kind != "take_shard")
+"""Those that several ranks do together."""
 
 BY_ACCESS = ("linear",)
 """Kinds that may read one tensor in two ways at once, each a part of its own: a x a', by rows."""
+
+
+def exchange_axis(op: Op) -> str:
+    """The mesh axis whose ranks do an op together; empty for an op that a rank does alone."""
+    return str(op.attr("mesh_axis")) if op.kind in EXCHANGES else ""
 
 
 def linear(name: str, x: Tensor, w: Tensor, bias: Tensor | None = None, spec: str = "") -> Built:

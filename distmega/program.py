@@ -114,6 +114,11 @@ class Op:
         return next((value for key, value in self.attrs if key == name), default)
 
     @property
+    def is_view(self) -> bool:
+        """Whether it only shows storage of its operand as another tensor."""
+        return self.kind == "view"
+
+    @property
     def extents(self) -> dict[str, int]:
         """Extents of the axes by name."""
         return {axis.name: axis.extent for axis in self.axes}
@@ -217,7 +222,7 @@ def verify_program(program: Program) -> Program:
 def _verify_views(program: Program, tensors: dict[str, Tensor]) -> None:
     known: dict[str, tuple[int, ...]] = {}
     for op in program.ops:
-        if op.kind == "view":
+        if op.is_view:
             source = tensors[op.reads[0].tensor]
             found = view_strides(op, known.get(source.name) or packed_strides(source.shape))
             if found is None:

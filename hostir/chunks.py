@@ -281,7 +281,7 @@ def verify_homes(
     """VerifyError unless what is allocated by chunk is used by the ops of one loop alone."""
     homes: dict[str, HostLoop | None] = {}
     for op in ops:
-        for access in accesses(op) if chunked and op.kind != "view" else ():
+        for access in accesses(op) if chunked and not op.is_view else ():
             if access.tensor in chunked:
                 loop = loops.get(op.name)
                 if loop is None or homes.setdefault(access.tensor, loop) != loop:

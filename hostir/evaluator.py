@@ -41,13 +41,11 @@ from distmega.hostir.nodes import (
     Wait,
     WaitEvent,
     WaitSignal,
-    node_writes,
-    storage_of,
-    view_sources,
     walk_nodes,
 )
 from distmega.hostir.text import print_node
 from distmega.hostir.torch_types import dtype_name, empty_tensor
+from distmega.hostir.uses import node_writes, storage_of, view_sources
 
 
 class KernelRunner(Protocol):
@@ -296,7 +294,7 @@ class _Compiler:
         outs = [access.tensor for access in op.writes]
         if op.kind in IN_PLACE:
             return lambda f: function([f.tensors[name] for name in names])
-        if op.kind == "view" or (len(outs) == 1 and outs[0] not in self.shared):
+        if op.is_view or (len(outs) == 1 and outs[0] not in self.shared):
             out = outs[0]
 
             def replace(f: Frame) -> None:

@@ -19,12 +19,9 @@ from distmega.hostir.nodes import (
     LibraryOp,
     Node,
     SliceView,
-    node_reads,
-    node_writes,
-    storage_of,
-    view_sources,
     walk_nodes,
 )
+from distmega.hostir.uses import node_reads, node_writes, storage_of, view_sources
 from distmega.op_parts import make_op
 from distmega.program import Access, Index, Op, Program, Tensor, accesses
 
@@ -150,7 +147,7 @@ class _Fusion:
             elif isinstance(node, LibraryOp):
                 read = {storage_of(a.tensor, self.sources) for a in node.op.reads}
                 written = {storage_of(a.tensor, self.sources) for a in node.op.writes}
-                changed = written if node.op.kind != "view" else set()
+                changed = written if not node.op.is_view else set()
                 if writes & (read | written) or reads & changed:
                     return True
         return False

@@ -2,11 +2,10 @@
 hold what the other needs to begin.
 
 Comes in: a host program whose waits stand where they will. Goes out: the pass that lets each such
-kernel wait for the one before, and which kernels several ranks run together. Used by passes.py,
-verify.py and orders.py.
+kernel wait for the one before. Used by passes.py.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from distmega.hostir.matmul_nodes import FusedMatmul
@@ -21,25 +20,9 @@ from distmega.hostir.nodes import (
     WaitEvent,
     walk_nodes,
 )
-from distmega.ops import COLLECTIVES
-from distmega.program import Program
 
 FILLING = LaunchMegakernel | FusedMatmul
 """Kernels whose programs must all be resident at once."""
-
-
-def team_axes(node: Node, segments: Mapping[str, Program]) -> tuple[str, ...]:
-    """Mesh axes whose ranks run a kernel together, which ends only when all have begun; none of
-    another node.
-    """
-    match node:
-        case FusedMatmul(mesh_axis=axis):
-            return (axis,)
-        case LaunchMegakernel(kernel=kernel):
-            ops = (op for op in segments[kernel].ops if op.kind in COLLECTIVES)
-            axes = (str(op.attr("mesh_axis")) for op in ops if op.kind != "take_shard")
-            return tuple(dict.fromkeys(axes))
-    return ()
 
 
 def order_kernels(host: HostProgram) -> HostProgram:

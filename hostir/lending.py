@@ -15,11 +15,9 @@ from distmega.hostir.nodes import (
     ForLoop,
     HostProgram,
     Node,
-    named_buffers,
-    storage_of,
-    view_sources,
     walk_nodes,
 )
+from distmega.hostir.uses import named_buffers, storage_of, view_sources
 
 
 def late_uses(host: HostProgram, lent: Container[str]) -> Iterator[tuple[int, list[str]]]:

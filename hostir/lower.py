@@ -28,13 +28,13 @@ from distmega.hostir.nodes import (
     LibraryOp,
     Node,
     Wait,
-    named_buffers,
     segment_args,
     walk_nodes,
 )
 from distmega.hostir.scope import Scope
-from distmega.hostir.segments import PEER_KINDS, Run, kernel_runs, make_segment
-from distmega.ops import COLLECTIVES
+from distmega.hostir.segments import Run, kernel_runs, make_segment
+from distmega.hostir.uses import named_buffers
+from distmega.ops import EXCHANGES, exchange_axis
 from distmega.program import Op, Program, Tensor, accesses
 from distmega.sharding.allocation import AllocationDomain
 from distmega.sharding.finalize import verify_storage
@@ -52,8 +52,8 @@ KERNEL_KINDS = frozenset({
 MAX_STREAMS = 4
 """Streams besides the main one that a host loop uses, unless the caller knows better."""
 
-LOCAL_KINDS = frozenset({"take_shard"})
-"""Kinds of ops.COLLECTIVES that move no bytes between ranks."""
+PEER_KINDS = frozenset({"all_reduce", "all_gather"})
+"""Collectives that a megakernel does where ranks can write into each other's memory."""
 
 
 class Localized(Protocol):
@@ -106,7 +106,7 @@ class _Lowering:
         verify_homes(program.ops, self.loops, self.chunked)
         tensors = program.tensor_map()
         given = {tensor.name for tensor in program.tensors if tensor.role != "temp"}
-        views = {op.writes[0].tensor: op for op in program.ops if op.kind == "view"}
+        views = {op.writes[0].tensor: op for op in program.ops if op.is_view}
         scope = Scope(tensors=tensors, views=views, slices={}, placed=given)
         body = [*self.body(program.ops, scope, program.outputs), *self.order.join()]
         for name in program.outputs:
@@ -200,13 +200,13 @@ class _Lowering:
         """
 
         def fits(op: Op) -> bool:
-            outside = scope.outer is None or op.kind not in PEER_KINDS
+            outside = scope.outer is None or op.kind not in EXCHANGES
             return outside and op.name not in alone and self.fits(op, scope.tensors)
 
         runs: list[Run] = []
         loops = {} if scope.outer is not None else self.loops
         made: set[str] = set()
-        computing = (op for op in ops if op.kind != "view" and op.name not in self.firsts)
+        computing = (op for op in ops if not op.is_view and op.name not in self.firsts)
 
         def home(op: Op) -> HostLoop | OverlapChoice | None:
             return loops.get(op.name) or self.fused.get(op.name)
@@ -307,12 +307,13 @@ def _host_nodes(op: Op, scope: Scope) -> Iterator[Node]:
     yield from scope.allocated(access.tensor for access in op.writes)
     for access in op.writes:
         yield from scope.named(access.tensor)
-    if op.kind not in COLLECTIVES or op.kind in LOCAL_KINDS:
+    axis = exchange_axis(op)
+    if not axis:
         yield LibraryOp(op=op)
         return
     yield Collective(
         kind=op.kind,  # type: ignore[arg-type]
-        mesh_axis=str(op.attr("mesh_axis")),
+        mesh_axis=axis,
         ins=tuple(access.tensor for access in op.reads),
         outs=tuple(access.tensor for access in op.writes),
         handle=op.name,

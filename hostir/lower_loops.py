@@ -28,7 +28,7 @@ from distmega.hostir.nodes import (
 )
 from distmega.hostir.scope import Scope
 from distmega.moves import copy
-from distmega.ops import COLLECTIVES
+from distmega.ops import exchange_axis
 from distmega.program import Op, Tensor
 from distmega.sharding.host_loops import HostLoop
 from distmega.sharding.streams import is_sum
@@ -75,7 +75,7 @@ class LoopLowering:
         by_name = {op.name: op for op in ops}
         bodies = chunk_bodies(loop, by_name, scope.tensors, scope.views, self.chunked)
         every = touched(ops, scope)
-        peers = {PEERS} if any(op.kind in COLLECTIVES for op in ops) else set()
+        peers = {PEERS} if any(map(exchange_axis, ops)) else set()
         reads = (every.reads - self.chunked.keys()) | peers
         work = Touched(reads, every.writes - self.chunked.keys())
         rings = any(body.gathers or body.scatters for body in bodies)

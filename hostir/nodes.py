@@ -3,17 +3,17 @@
 A HostProgram declares buffers and a body of nodes. Each node is enqueued on the current stream of
 its rank; streams run side by side and are ordered by events, handles and cross-GPU signals only.
 The same program runs on every rank of the mesh; a rank is named relative to the one that runs it.
-lower.py makes these, text.py prints and parses them, verify.py states the rules, evaluator.py runs
-them.
+lower.py makes these, uses.py says what each needs, text.py prints and parses them, verify.py states
+the rules, evaluator.py runs them.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from distmega.errors import VerifyError
 from distmega.hostir.matmul_nodes import FusedMatmul, Room
-from distmega.program import Access, Attr, Op, Program, Tensor, accesses
+from distmega.program import Attr, Op, Program, Tensor
 from distmega.sharding.mesh import DeviceMesh
 
 CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
@@ -313,86 +313,3 @@ def walk_nodes(body: Sequence[Node]) -> Iterator[Node]:
         yield node
         if isinstance(node, ForLoop):
             yield from walk_nodes(node.body)
-
-
-def node_reads(node: Node, segments: dict[str, Program]) -> tuple[str, ...]:
-    """Buffers whose contents a node reads, its body's for a loop; views are named as they are. What
-    a kernel gives is not among them, even if it reads that again.
-    """
-    match node:
-        case LibraryOp(op=op) if op.kind != "view":
-            return tuple(access.tensor for access in op.reads)
-        case LaunchMegakernel(kernel=kernel, args=args):
-            given = {t.name for t in segments[kernel].tensors if t.role != "temp"}
-            read = given & _stored_names(segments[kernel], lambda op: op.reads)
-            return tuple(arg.buffer for arg in args if arg.name in read)
-        case Collective(ins=ins):
-            return ins
-        case FusedMatmul(x=x, w=w):
-            return x, w
-        case Send(buffer=buffer):
-            return (buffer,)
-        case ForLoop(body=body):
-            return tuple(name for inner in body for name in node_reads(inner, segments))
-    return ()
-
-
-def node_writes(node: Node, segments: dict[str, Program]) -> tuple[str, ...]:
-    """Buffers whose contents a node changes, its body's for a loop; views are named as they are."""
-    match node:
-        case LibraryOp(op=op) if op.kind != "view":
-            return tuple(access.tensor for access in op.writes)
-        case LaunchMegakernel(kernel=kernel, args=args):
-            written = _stored_names(segments[kernel], lambda op: op.writes)
-            return tuple(arg.buffer for arg in args if arg.name in written)
-        case Collective(outs=outs):
-            return outs
-        case FusedMatmul(out=out):
-            return (out,)
-        case Recv(buffer=buffer):
-            return (buffer,)
-        case ForLoop(body=body):
-            return tuple(name for inner in body for name in node_writes(inner, segments))
-    return ()
-
-
-def named_buffers(node: Node) -> tuple[str, ...]:
-    """Buffers that a node names, of a loop none: its body's nodes come by themselves."""
-    match node:
-        case Allocate(buffer=buffer) | Deallocate(buffer=buffer):
-            return (buffer,)
-        case SliceView(view=view, buffer=buffer):
-            return view, buffer
-        case LibraryOp(op=op):
-            return tuple(access.tensor for access in accesses(op))
-        case LaunchMegakernel(args=args):
-            return tuple(arg.buffer for arg in args)
-        case ForLoop():
-            return ()
-    return node_reads(node, {}) + node_writes(node, {})
-
-
-def _stored_names(segment: Program, operands: Callable[[Op], tuple[Access, ...]]) -> set[str]:
-    """The tensors that own the storage of some operands of a segment's ops."""
-    views = {op.writes[0].tensor: op.reads[0].tensor for op in segment.ops if op.kind == "view"}
-    used = {a.tensor for op in segment.ops if op.kind != "view" for a in operands(op)}
-    return {storage_of(name, views) for name in used}
-
-
-def view_sources(body: Sequence[Node]) -> dict[str, str]:
-    """Each view's name -> the buffer it is a view of (itself maybe a view)."""
-    sources = {}
-    for node in walk_nodes(body):
-        match node:
-            case SliceView(view=view, buffer=buffer):
-                sources[view] = buffer
-            case LibraryOp(op=Op(kind="view", reads=(read,), writes=(write,))):
-                sources[write.tensor] = read.tensor
-    return sources
-
-
-def storage_of(name: str, sources: dict[str, str]) -> str:
-    """The buffer that owns the storage of `name`, through `view_sources`."""
-    while name in sources:
-        name = sources[name]
-    return name

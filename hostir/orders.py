@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from distmega.errors import CheckError
-from distmega.hostir.kernel_order import team_axes
 from distmega.hostir.matmul_nodes import FusedMatmul
 from distmega.hostir.nodes import (
     Allocate,
@@ -33,12 +32,11 @@ from distmega.hostir.nodes import (
     Wait,
     WaitEvent,
     WaitSignal,
-    node_reads,
-    node_writes,
     walk_nodes,
 )
 from distmega.hostir.order_graph import Access, Box, Exchange, Exchanges, Meeting, OrderGraph
 from distmega.hostir.text import print_node
+from distmega.hostir.uses import node_reads, node_writes, team_axes
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +167,7 @@ class _RankWalk:
                 self.access(buffer, vertex, vertex, writes=True)
             case SliceView():
                 self.slice_view(node)
-            case LibraryOp(op=op) if op.kind == "view":
+            case LibraryOp(op=op) if op.is_view:
                 source = self.places[op.reads[0].tensor]
                 self.places[op.writes[0].tensor] = replace(source, viewed=True)
             case LibraryOp():

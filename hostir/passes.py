@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from distmega.collecting import uncollected
-from distmega.hostir.kernel_order import order_kernels, team_axes
+from distmega.hostir.kernel_order import order_kernels
 from distmega.hostir.lending import lend_results
 from distmega.hostir.nodes import (
     Allocate,
@@ -21,7 +21,6 @@ from distmega.hostir.nodes import (
     EndCoalescing,
     ForLoop,
     HostProgram,
-    LibraryOp,
     Node,
     RecordEvent,
     Recv,
@@ -32,13 +31,17 @@ from distmega.hostir.nodes import (
     StartCoalescing,
     Wait,
     WaitEvent,
-    node_reads,
-    node_writes,
-    storage_of,
-    view_sources,
     walk_nodes,
 )
 from distmega.hostir.text import print_host
+from distmega.hostir.uses import (
+    node_reads,
+    node_writes,
+    shown,
+    storage_of,
+    team_axes,
+    view_sources,
+)
 from distmega.hostir.verify import verify_host
 from distmega.program import Program
 
@@ -104,7 +107,7 @@ def sink_waits(host: HostProgram) -> HostProgram:
             if isinstance(node, Wait):
                 waiting.append(node)
                 continue
-            if isinstance(node, Allocate | SliceView) or _is_view(node):
+            if isinstance(node, Allocate) or shown(node):
                 named.append(node)
                 continue
             reads, writes = roots(node_reads(node, segments)), roots(node_writes(node, segments))
@@ -132,10 +135,6 @@ def sink_waits(host: HostProgram) -> HostProgram:
         return (*out, *named, *waiting)
 
     return replace(host, body=sink(host.body))
-
-
-def _is_view(node: Node) -> bool:
-    return isinstance(node, LibraryOp) and node.op.kind == "view"
 
 
 def coalesce_send_recv(host: HostProgram) -> HostProgram:

@@ -27,12 +27,9 @@ from distmega.hostir.nodes import (
     SliceView,
     WaitEvent,
     WaitSignal,
-    named_buffers,
-    node_writes,
     segment_args,
-    storage_of,
-    view_sources,
 )
+from distmega.hostir.uses import named_buffers, node_writes, storage_of, view_sources
 from distmega.program import CLIPPED, Access, Program, Tensor, accesses
 
 Violation = tuple[int, str, str]
@@ -100,7 +97,7 @@ def known_names(walked: Walked) -> Iterator[Violation]:
         for axis in _named_axes(node):
             if axis not in axes:
                 yield index, f"mesh axis {axis!r}", f"one of {list(axes)}"
-        if isinstance(node, LibraryOp) and node.op.kind == "view":
+        if isinstance(node, LibraryOp) and node.op.is_view:
             counts = len(node.op.reads), len(node.op.writes)
             if counts != (1, 1):
                 yield index, f"a view of {counts[0]} as {counts[1]} tensors", "one as one"

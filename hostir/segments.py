@@ -8,13 +8,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from distmega.hostir.scope import Scope
+from distmega.ops import exchange_axis
 from distmega.program import Op, Program, Role, Tensor, accesses
 from distmega.sharding.host_loops import HostLoop
 from distmega.sharding.mesh import DeviceMesh
 from distmega.sharding.overlap import OverlapChoice
-
-PEER_KINDS = frozenset({"all_reduce", "all_gather"})
-"""Collectives that stay inside a megakernel where ranks can write into each other's memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +27,7 @@ class Run:
     @property
     def meets(self) -> bool:
         """Whether it is a kernel that several ranks run together."""
-        inside = self.segment and any(op.kind in PEER_KINDS for op in self.ops)
-        return inside or self.fused is not None
+        return self.fused is not None or (self.segment and any(map(exchange_axis, self.ops)))
 
 
 def kernel_runs(
@@ -63,7 +60,7 @@ def kernel_runs(
             runs.append(Run(ops=(op,), segment=False))
             made.update(written)
             continue
-        over = str(op.attr("mesh_axis")) if op.kind in PEER_KINDS else ""
+        over = exchange_axis(op)
         if over and mesh.size(over) > 1:
             if axis not in ("", over):
                 close()

@@ -106,7 +106,7 @@ class Timeline:
             match node:
                 case SetStream(stream=slot):
                     self._stream = slot.at(frame.indices)
-                case LibraryOp(op=op) if op.kind != "view":
+                case LibraryOp(op=op) if not op.is_view:
                     end.record()
                     self._marks.append(_Mark(f"stream {self._stream}", op.name, begin, end))
                 case LaunchMegakernel() | FusedMatmul():

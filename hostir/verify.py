@@ -8,7 +8,6 @@ proves the order of reads and writes, which these rules do not look at.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from distmega.errors import VerifyError
-from distmega.hostir.kernel_order import team_axes
 from distmega.hostir.matmul_nodes import FusedMatmul, Room
 from distmega.hostir.nodes import (
     Allocate,
@@ -18,20 +17,14 @@ from distmega.hostir.nodes import (
     ForLoop,
     HostProgram,
     LaunchMegakernel,
-    LibraryOp,
-    Node,
     RecordEvent,
     Recv,
     Send,
     SetStream,
-    SliceView,
     Slot,
     StartCoalescing,
     Wait,
     WaitEvent,
-    named_buffers,
-    node_writes,
-    storage_of,
 )
 from distmega.hostir.rules import (
     Violation,
@@ -44,6 +37,13 @@ from distmega.hostir.rules import (
     written_roles,
 )
 from distmega.hostir.text import print_node
+from distmega.hostir.uses import (
+    named_buffers,
+    node_writes,
+    shown,
+    storage_of,
+    team_axes,
+)
 from distmega.program import Tensor
 
 
@@ -106,21 +106,13 @@ def buffer_lifetimes(walked: Walked) -> Iterator[Violation]:
                 for scope in scopes:
                     scope -= gone
             case _:
+                view, _ = shown(node) or ("", "")
                 for name in named_buffers(node):
-                    if _defines(node, name):
+                    if name == view:
                         scopes[-1].add(name)
                         alive.add(name)
                     elif name not in alive:
                         yield index, f"{name!r} has no storage here", "an allocation above"
-
-
-def _defines(node: Node, name: str) -> bool:
-    match node:
-        case SliceView(view=view):
-            return view == name
-        case LibraryOp(op=op) if op.kind == "view":
-            return op.writes[0].tensor == name
-    return False
 
 
 def no_leak(walked: Walked) -> Iterator[Violation]:

@@ -142,7 +142,7 @@ def layout_segment(
     Without them the segment gets arenas of its own. Raises PlanError if a shared arena lacks a
     tensor, and ProgramError for a view that no strides can express.
     """
-    views = {access.tensor for op in segment.ops if op.kind == "view" for access in op.writes}
+    views = {access.tensor for op in segment.ops if op.is_view for access in op.writes}
     stored = [tensor for tensor in segment.tensors if tensor.name not in views]
     shared = {Space.WEIGHT: weights, Space.STATE: states}
     arenas = {
@@ -165,7 +165,7 @@ def layout_segment(
         )
     tensors = segment.tensor_map()
     for op in segment.ops:
-        if op.kind == "view":
+        if op.is_view:
             operands[op.writes[0].tensor] = _view(
                 op, operands[op.reads[0].tensor], tensors[op.writes[0].tensor]
             )

@@ -34,7 +34,7 @@ from dataclasses import replace
 
 from distmega.errors import VerifyError
 from distmega.kernels.arena import PEER_SUFFIX
-from distmega.ops import COLLECTIVES
+from distmega.ops import EXCHANGES
 from distmega.program import Access, Axis, Index, Op, Program, Tensor, verify_program
 from distmega.sharding.mesh import DeviceMesh
 
@@ -43,8 +43,6 @@ SOURCE = "src"
 
 REMOTE_KINDS = ("push",)
 """Kinds whose tasks write and signal on every rank of the team."""
-
-LOCAL_COLLECTIVES = ("take_shard",)
 
 
 def expand_collectives(segment: Program, mesh: DeviceMesh) -> Program:
@@ -58,7 +56,7 @@ def expand_collectives(segment: Program, mesh: DeviceMesh) -> Program:
     ops: list[Op] = []
     axes_used: set[str] = set()
     for op in segment.ops:
-        if op.kind not in COLLECTIVES or op.kind in LOCAL_COLLECTIVES:
+        if op.kind not in EXCHANGES:
             ops.append(op)
             continue
         axis = _mesh_axis(op, mesh)
@@ -85,7 +83,7 @@ def team_size(segment: Program, mesh: DeviceMesh) -> int:
     found = {
         mesh.size(str(op.attr("mesh_axis")))
         for op in segment.ops
-        if op.kind in REMOTE_KINDS or (op.kind in COLLECTIVES and op.kind not in LOCAL_COLLECTIVES)
+        if op.kind in (*REMOTE_KINDS, *EXCHANGES)
     }
     assert len(found) <= 1, f"mesh axes of sizes {found} in one segment"
     return found.pop() if found else 1

@@ -59,7 +59,7 @@ class Footprints:
 
     def __init__(self, segment: Program) -> None:
         self._shapes = {tensor.name: tensor.shape for tensor in segment.tensors}
-        self._views = {op.writes[0].tensor: op for op in segment.ops if op.kind == "view"}
+        self._views = {op.writes[0].tensor: op for op in segment.ops if op.is_view}
         self._ids: dict[Hashable, int] = {}
         self._group_ids: dict[int, tuple[TaskGroup, int]] = {}
         self._footprints: dict[int, Footprint] = {}

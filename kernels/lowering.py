@@ -35,7 +35,7 @@ def lower_group(
     the constant table.
     """
     op = group.op
-    if op.kind == "view":
+    if op.is_view:
         return [[Nop()] for _ in range(group.num_tasks)]
     if op.kind in COPY_KINDS:
         context = _context(group, operands, all_axes(op), COPY_DIMS, mesh_axes, expression)

@@ -45,7 +45,7 @@ def tile_segment(
     footprints = Footprints(segment)
     groups = []
     for op in segment.ops:
-        if op.kind == "view":
+        if op.is_view:
             continue
         wanted = min(num_sms, max(1, accessed_bytes(op, tensors) // min_task_bytes))
         if _in_place(op, footprints):

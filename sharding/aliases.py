@@ -13,7 +13,7 @@ def alias_roots(program: Program) -> dict[str, str]:
     """For each tensor the one whose storage it shares; itself if it is no view."""
     roots = {tensor.name: tensor.name for tensor in program.tensors}
     for op in program.ops:
-        if op.kind == "view":
+        if op.is_view:
             roots[op.writes[0].tensor] = roots[op.reads[0].tensor]
     return roots
 
@@ -23,7 +23,7 @@ def volatile_tensors(program: Program) -> frozenset[str]:
     roots = alias_roots(program)
     tensors = program.tensor_map()
     writes = Counter(
-        roots[access.tensor] for op in program.ops if op.kind != "view" for access in op.writes
+        roots[access.tensor] for op in program.ops if not op.is_view for access in op.writes
     )
     rewritten = {root for root, n in writes.items() if n + (tensors[root].role != "temp") > 1}
     return frozenset(

@@ -22,7 +22,7 @@ def _device_conflicts(plan: PlanFacts) -> Iterator[str]:
     for step in plan.decisions if plan.annotations else ():
         for access, name in zip(accesses(step.op), (*step.reads, *step.writes), strict=True):
             asked = plan.annotations.get(access.tensor)
-            if asked is None or step.op.kind == "view":
+            if asked is None or step.op.is_view:
                 continue
             used = plan.locals[name][1]
             for axis in plan.mesh.names:

@@ -143,7 +143,7 @@ def op_time_us(
 
     A view moves nothing and takes no time.
     """
-    if op.kind == "view":
+    if op.is_view:
         return 0.0
     moved = op_bytes(op, tensors, extents) / machine.memory_bandwidth_bytes_per_us
     rate = machine.flops_rate(tensors[op.reads[0].tensor].dtype)

@@ -76,7 +76,7 @@ class _Former:
         outputs: Sequence[str],
     ) -> None:
         self.ops, self.tensors = ops, tensors
-        self.views = {op.writes[0].tensor: op for op in ops if op.kind == "view"}
+        self.views = {op.writes[0].tensor: op for op in ops if op.is_view}
         self.splits = {op.name: splits[op.name] for op in ops if self.is_cut(op, splits)}
         self.kept = {self.root(name) for name in outputs}
         self.uses: dict[str, list[_Use]] = {}
@@ -87,7 +87,7 @@ class _Former:
 
     def is_cut(self, op: Op, splits: Mapping[str, StreamSplit]) -> bool:
         """Whether an op runs in a loop: it has chunks, and each writes its own part of storage."""
-        if op.kind == "view" or op.name not in splits or splits[op.name].num_chunks < 2:
+        if op.is_view or op.name not in splits or splits[op.name].num_chunks < 2:
             return False
         if not any(access.tensor in self.views for access in op.writes):
             return True
@@ -122,7 +122,7 @@ class _Former:
         return name, part
 
     def run(self) -> StreamPlan:
-        compute = [at for at, op in enumerate(self.ops) if op.kind != "view"]
+        compute = [at for at, op in enumerate(self.ops) if not op.is_view]
         for at in compute:
             self.place(at)
         self.levels = sink_ops(self.levels, self.edges, [*self.storages()])
@@ -202,7 +202,7 @@ class _Former:
     def with_views(self, order: Sequence[int]) -> Iterator[int]:
         """The order with each view before its first use; those that nothing uses come last."""
         places = {op.name: at for at, op in enumerate(self.ops)}
-        left = dict.fromkeys(op.name for op in self.ops if op.kind == "view")
+        left = dict.fromkeys(op.name for op in self.ops if op.is_view)
 
         def before(name: str) -> Iterator[int]:
             view = self.views.get(name)
@@ -253,7 +253,7 @@ class _Former:
                 found[root] = part
         yield from found.items()
         for op in self.ops:
-            if op.kind == "view" and op.reads[0].tensor in found:
+            if op.is_view and op.reads[0].tensor in found:
                 seen = onto_view(op, found[op.reads[0].tensor], self.tensors)
                 if seen is not None:
                     found[op.writes[0].tensor] = seen

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from distmega.dtypes import item_bytes
+from distmega.ops import EXCHANGES
 from distmega.program import Program
 from distmega.sharding.allocation import AllocationDomain
 from distmega.sharding.collectives import RANK_AXIS
@@ -228,7 +229,7 @@ def _temp_peak(
 ) -> int:
     views: dict[str, str] = {}
     for step in schedule.steps:
-        if isinstance(step, PlacedOp) and step.op.kind == "view":
+        if isinstance(step, PlacedOp) and step.op.is_view:
             views[step.writes[0]] = views.get(step.reads[0], step.reads[0])
     chunks = {name: allocations[name] for name in schedule.locals if allocations[name].chunk}
     turns: list[_Use | _Loop] = []
@@ -288,7 +289,7 @@ def _uses(
     waiting: dict[str, frozenset[str]] = {}
     loops = {name: (loop, split) for loop in host_loops for name, split in loop.splits}
     for step in schedule.steps:
-        if isinstance(step, PlacedOp) and step.op.kind == "view":
+        if isinstance(step, PlacedOp) and step.op.is_view:
             continue
         reads, writes = (
             frozenset(views.get(name, name) for name in names)
@@ -309,7 +310,7 @@ def _uses(
             use = _Use(
                 reads=reads,
                 writes=writes,
-                travels=kind != "take_shard",
+                travels=kind in EXCHANGES,
                 gathers=rings and kind == "all_gather",
                 scatters=rings and kind == "reduce_scatter",
             )

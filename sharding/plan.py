@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from distmega.ops import EXCHANGES
 from distmega.program import Program
 from distmega.sharding.allocation import AllocationDomain
 from distmega.sharding.cost import Machine
@@ -73,7 +74,7 @@ class PlanFacts:
     @property
     def num_collectives(self) -> int:
         """Collectives of one run; a local slice isn't one."""
-        return sum(step.move.kind != "take_shard" for step in self.reshards)
+        return sum(step.move.kind in EXCHANGES for step in self.reshards)
 
     def persistent_layouts(self) -> dict[str, Layout]:
         """Layouts of weights and states: annotations for another program that shares them."""

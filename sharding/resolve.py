@@ -288,7 +288,7 @@ class Resolver:
             for dim, index in enumerate(access.dims)
             if index.axes and index.axes[0] in pads
         }
-        if op.kind == "view":
+        if op.is_view:
             return
         assert self.tensors[access.tensor].role == "temp" or name == access.tensor, op
         worst = max(self.pads[name].values(), default=Pad.ZERO)

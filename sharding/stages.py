@@ -148,7 +148,7 @@ def _bounds(
 def _crossing_bytes(program: Program) -> list[int | None]:
     """For each op, what would cross a cut before it; None where none can be."""
     tensors = program.tensor_map()
-    views = {op.writes[0].tensor for op in program.ops if op.kind == "view"}
+    views = {op.writes[0].tensor for op in program.ops if op.is_view}
     uses: dict[str, list[int]] = {}
     for at, op in enumerate(program.ops):
         for access in accesses(op):

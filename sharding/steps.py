@@ -163,7 +163,7 @@ class StepBuilder:
         constant, temp = self.is_constant(tensor.name), tensor.role == "temp"
         volatile = tensor.name in self.volatile
         if is_read:
-            shared = op.kind == "view" and (volatile or tensor.role == "state")
+            shared = op.is_view and (volatile or tensor.role == "state")
             exact = (not temp and not constant) or shared
         else:
             exact = not temp or volatile

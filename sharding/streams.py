@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from distmega.ops import BY_ACCESS, COLLECTIVES
+from distmega.ops import BY_ACCESS, COLLECTIVES, EXCHANGES
 from distmega.program import Access, Axis, Op, Tensor, accesses
 from distmega.sharding.collectives import RANK_AXIS
 from distmega.sharding.domains import LoopDomain, Stream
@@ -147,7 +147,7 @@ def _refuse(op: Op, axis: Axis, split: StreamSplit) -> str:
     """Why the axis itself can't run in such chunks; "" if it can."""
     if split.ring and split.tail:
         return f"a ring needs equal chunks, and {split.extent} is cut by {split.chunk}"
-    if op.kind in COLLECTIVES and op.kind != "take_shard":
+    if op.kind in EXCHANGES:
         return _refuse_collective(op, axis, split)
     if axis.role == "parallel":
         return ""

@@ -38,7 +38,7 @@ def verify_chunks(
     roots: dict[str, str] = {}
     uses: dict[str, list[_Use]] = {}
     for op in map(local.op, schedule.steps):
-        if op.kind == "view":
+        if op.is_view:
             source = op.reads[0].tensor
             roots[op.writes[0].tensor] = roots.get(source, source)
             continue

@@ -141,7 +141,7 @@ def run_program(
     for op in program.ops:
         for name, result in run_op(op, env, coordinate or {"tp": 0}).items():
             written_before = name in env and op.kind != "kv_append"
-            fresh = result if op.kind == "view" else result.contiguous()
+            fresh = result if op.is_view else result.contiguous()
             env[name] = env[name].copy_(result) if written_before else fresh
     return env
 

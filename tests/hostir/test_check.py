@@ -9,12 +9,11 @@ from distmega.hostir.lower import lower_program
 from distmega.hostir.nodes import (
     HostProgram,
     LaunchMegakernel,
-    node_reads,
-    node_writes,
     walk_nodes,
 )
 from distmega.hostir.passes import coalesce_send_recv, run_passes
 from distmega.hostir.text import parse_host, print_node
+from distmega.hostir.uses import node_reads, node_writes
 from tests.hostir.programs import (
     RING,
     STREAMED,

@@ -30,7 +30,7 @@ def tile_ops(program: Program, **splits: tuple[Split, ...]) -> tuple[TaskGroup, 
     return tuple(
         TaskGroup(op=op, splits=splits.get(op.name, ()), all_ranks=op.kind == "push")
         for op in program.ops
-        if op.kind != "view"
+        if not op.is_view
     )
 
 
@@ -162,7 +162,7 @@ def random_programs(draw: st.DrawFn, tp: int = 1) -> tuple[Program, tuple[TaskGr
     groups = tuple(
         TaskGroup(op=op, splits=draw(random_splits(op)), all_ranks=op.kind == "push")
         for op in program.ops
-        if op.kind != "view"
+        if not op.is_view
     )
     return program, groups
 

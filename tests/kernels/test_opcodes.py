@@ -45,7 +45,7 @@ def run(
     draw: st.DataObject, program: Program, values: dict[str, torch.Tensor] | None = None
 ) -> tuple[dict[str, Array], list[Array]]:
     """Inputs as numpy float64 (indices as int64), and the outputs, of a program cut at random."""
-    cut = [op for op in program.ops if op.kind != "view"]
+    cut = [op for op in program.ops if not op.is_view]
     groups = [TaskGroup(op=op, splits=draw.draw(cuts(op), label=op.name)) for op in cut]
     (rank,) = make_ranks(tiled_kernel(program, groups), seed=draw.draw(st.integers(0, 99)))
     given_values = random_values(program, draw.draw(st.integers(0, 9))) | (values or {})

@@ -149,7 +149,7 @@ def test_views_resolve_to_the_elements_they_share(data: st.DataObject, view: tup
     box = tuple(data.draw(ranges(extent)) for extent in held.shape)
     region: Region = (box,)
     for op in reversed(program.ops):
-        if op.kind == "view":
+        if op.is_view:
             region = view_source(region, op, shapes[op.reads[0].tensor])
     flat = [int(np.ravel_multi_index(e, shapes["x"])) for e in elements(region)]
     assert len(flat) == len(set(flat))

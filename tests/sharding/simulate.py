@@ -85,7 +85,7 @@ def share(op: Op, x: np.ndarray) -> np.ndarray:
 
 def run_op(op: Op, tensors: Mapping[str, Tensor], here: Arrays, at: Mapping[str, int]) -> None:
     """One op on one rank's arrays."""
-    if op.kind == "view":
+    if op.is_view:
         here[op.writes[0].tensor] = share(op, here[op.reads[0].tensor])
         return
     for access in op.writes:
