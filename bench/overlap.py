@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,7 @@ from bench.blocks import (
     transformer_block,
 )
 from bench.ranks import median_us, run_on_ranks
-from bench.records import Record, add_book_options, open_book
+from bench.records import RESULTS, Record, current_commit, result_name, write_records
 from distmega.hostir.nccl import NcclCommunicator
 from distmega.kernels import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from distmega.kernels.copy_engines import CopyCommunicator
@@ -133,7 +134,7 @@ def random(*shape: int) -> Tensor:
     return torch.randn(shape, device="cuda").bfloat16()
 
 
-def measure(case: Case, num_ranks: int) -> Record:
+def measure(case: Case, num_ranks: int, commit: str) -> Record:
     """One case; the floor in alternation with the rest."""
     times = median_us(case.calls | {"matmul": case.matmul, "collective": case.collective})
     matmul, collective = times.pop("matmul"), times.pop("collective")
@@ -145,6 +146,7 @@ def measure(case: Case, num_ranks: int) -> Record:
         ours_us=round(ours, 1),
         peers={name: round(us, 1) for name, us in times.items()},
         floor_us=round(max(matmul, collective), 1),
+        commit=commit,
     )
 
 
@@ -172,10 +174,11 @@ def _record(
     """Measures and writes some cases, unless the time is over on any rank; frees their memory."""
     if max(comm.all_gather_object(time.monotonic() > end)):
         return
+    stem = result_name("overlap", torch.cuda.get_device_name())
     for case in make():
-        record = measure(case, options.ranks)
+        record = measure(case, options.ranks, options.commit)
         if comm.rank == 0:
-            options.book.write("overlap", record, by_ranks=True)
+            write_records(options.results / f"{stem}-tp{options.ranks}.json", [record])
             print(summary(record), flush=True)
     del case
     torch.cuda.empty_cache()
@@ -195,9 +198,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rows", type=int, nargs="+", default=[], help="only these M")
     parser.add_argument("--seconds", type=float, default=120.0, help="after which no case starts")
-    add_book_options(parser)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
+    parser.add_argument("--commit", default=current_commit(), help="what the records say")
     options = parser.parse_args()
-    options.book = open_book(options.results, options.commit)
     run_on_ranks(run_rank, options.ranks, options)
 
 

@@ -108,11 +108,11 @@ class DecodeBlueprint:
         return context_limit(self.config, self.options)
 
 
-def draws_apart(method: Method, staged: StagePlan) -> bool:
-    """Whether library ops look for limits and draw: where ranks share the vocabulary, on the CPU
-    only among all tokens.
+def draws_apart(method: Method, staged: StagePlan, batch: int) -> bool:
+    """Whether library ops look for limits and draw, where ranks share the vocabulary: among all
+    tokens on the CPU, for several sequences on a GPU.
     """
-    draws = method.sorts_all if staged.plan.machine == CPU else method.draws
+    draws = method.sorts_all if staged.plan.machine == CPU else method.draws and batch > 1
     return draws and staged.plan.mesh.num_ranks > 1
 
 
@@ -198,7 +198,7 @@ def draw_decode(
     (draws_apart), they and what follows from them come after it.
     """
     local = localize(staged.plan)
-    apart = choosing_ops(local.program) if draws_apart(method, staged) else ()
+    apart = choosing_ops(local.program) if draws_apart(method, staged, options.batch) else ()
     host = staged.lower(local, megakernel=True, peer_memory=peer_memory, apart=apart)
     persistent = [*order_weights(local.program), *local.program.with_role("state")]
     arenas = {

@@ -310,8 +310,8 @@ class Engine:
             runner = None
         if runner is None:
             return self._evaluator(draw_library_decode(self.blueprint), {})
-        staged = self.blueprint.staged
-        if not draws_apart(self.blueprint.method, staged) and staged.stage.num_stages == 1:
+        staged, method = self.blueprint.staged, self.blueprint.method
+        if staged.stage.num_stages == 1 and not draws_apart(method, staged, self.batch):
             self.stepping = runner
         return self._evaluator(host, {host.segments[0].name: runner})
 

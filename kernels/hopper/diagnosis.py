@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from distmega.errors import HangError
 from distmega.kernels.hopper.batch_queues import BatchQueues
 from distmega.kernels.hopper.batch_words import BATCH, BEST_WORDS, BatchAttention
-from distmega.kernels.hopper.plan import DecodeQueues, DecodeShape
+from distmega.kernels.hopper.plan import DecodeQueues
 from distmega.kernels.hopper.words import (
     EMBEDDED,
+    MAX_SMS,
     PARTIAL_EXTRA,
     UNIT_ROWS,
     Attention,
@@ -24,6 +25,7 @@ from distmega.kernels.hopper.words import (
     Instruction,
     Linear,
     Opcode,
+    Sample,
 )
 
 NAMED_DEBTORS = 3
@@ -70,7 +72,7 @@ def explain_hang(
         (
             f"instruction {i}, {describe(one, queues)}"
             for i, one in enumerate(_queue(queues, report.last))
-            if report.word in words_read(one, queues.shape)
+            if report.word in words_read(one, queues)
             and (one.layer - tag_delta(one)) % layers == layer
         ),
         "the choice of the next token",
@@ -117,6 +119,8 @@ def describe(one: Instruction, queues: DecodeQueues) -> str:
             return f"{where}, kv head {one.head}, split {one.split}"
         case Combine():
             return f"{where}, head {one.head}"
+        case Sample():
+            return f"{where}, {'slots' if one.vocab else 'rows'} {one.row0} to {one.num_rows}"
         case Barrier():
             return where
         case Embed():
@@ -126,8 +130,7 @@ def describe(one: Instruction, queues: DecodeQueues) -> str:
 def name_op(one: Instruction, queues: DecodeQueues) -> str:
     """The op of an instruction in a word; sums into the residual are told apart by their inputs."""
     if isinstance(one, Linear) and one.opcode in (Opcode.RESIDUAL, Opcode.PARTIAL):
-        first = next((b.first for b in queues.buffers if b.name == "attended"), None)
-        return "o" if one.src == first else "down"
+        return "o" if one.src == _buffer(queues, "attended").start else "down"
     return one.opcode.name.lower()
 
 
@@ -136,8 +139,9 @@ def tag_delta(one: Instruction) -> int:
     return one.tag_delta if isinstance(one, Linear) else 0
 
 
-def words_read(one: Instruction, shape: DecodeShape) -> range:
+def words_read(one: Instruction, queues: DecodeQueues) -> range:
     """Tagged words that an instruction polls, from the first to the last."""
+    shape = queues.shape
     match one:
         case Linear(opcode=Opcode.PARTIAL):
             first = min(one.src, one.dst - shape.num_ranks * one.num_rows)
@@ -152,6 +156,9 @@ def words_read(one: Instruction, shape: DecodeShape) -> range:
             return range(one.partial + one.head * size, one.partial + (one.head + 1) * size)
         case Barrier():
             return range(one.dst, one.dst + one.num_words)
+        case Sample():  # logits of all ranks, if any, lie before what SMs exchange
+            chunks = _buffer(queues, "sample")
+            return range(one.src + one.row0 if one.vocab else chunks.start, chunks.stop)
         case Embed():
             return range(0)
 
@@ -174,6 +181,10 @@ def writes(one: Instruction, queues: DecodeQueues, sm: int) -> Iterator[Write]:
             yield Write(words=range(one.dst + 2 * sm, one.dst + 2 * sm + 2))
         case Embed():
             yield from _embed_writes(one, queues)
+        case Sample():
+            for plane in _buffer(queues, "sample")[:: 2 * MAX_SMS]:
+                yield Write(words=range(plane + 2 * sm, plane + 2 * sm + 2))
+            yield from _best_writes(queues, sm)
 
 
 def _embed_writes(one: Embed, queues: DecodeQueues) -> Iterator[Write]:
@@ -191,14 +202,34 @@ def _embed_writes(one: Embed, queues: DecodeQueues) -> Iterator[Write]:
             yield Write(words=range(one.dst + one.column, one.dst + one.num_words), rank=rank)
 
 
+def _best_writes(queues: DecodeQueues, sm: int) -> Iterator[Write]:
+    """The candidate of an SM: on every rank, or at home where each rank draws for itself."""
+    words = _buffer(queues, "best")
+    num_writers = len(words) // (2 * len(queues.queues))
+    for rank, part in enumerate(_parts(words, num_writers)):
+        yield Write(words=part[2 * sm : 2 * sm + 2], rank=rank if num_writers > 1 else None)
+
+
+def _buffer(queues: DecodeQueues, name: str) -> range:
+    """Tagged words of a buffer."""
+    return next(buffer.words for buffer in queues.buffers if buffer.name == name)
+
+
+def _parts(words: range, num: int) -> list[range]:
+    """Equal parts."""
+    size = len(words) // num
+    return [words[part * size : (part + 1) * size] for part in range(num)]
+
+
 def _linear_writes(one: Linear, queues: DecodeQueues, sm: int) -> Iterator[Write]:
     ranks, first = range(queues.shape.num_ranks), one.row0
     last = min(first + one.num_units * UNIT_ROWS, one.num_rows)
     match one.opcode:
-        case Opcode.HEAD:
-            for rank in ranks:
-                at = queues.best + 2 * (rank * len(queues.queues) + sm)
-                yield Write(words=range(at, at + 2), rank=rank)
+        case Opcode.HEAD if queues.draw is None:
+            yield from _best_writes(queues, sm)
+        case Opcode.HEAD:  # the same rows on each rank, in words of their own
+            for rank, own in enumerate(_parts(_buffer(queues, "logits"), len(ranks))):
+                yield Write(words=own[first : first + one.num_units * UNIT_ROWS], rank=rank)
         case Opcode.QKV:
             yield Write(words=range(one.dst + first, one.dst + last))
         case Opcode.GATED:

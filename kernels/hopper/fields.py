@@ -11,6 +11,7 @@ from distmega.kernels.hopper.words import (
     Instruction,
     Linear,
     Opcode,
+    Sample,
 )
 
 
@@ -37,6 +38,7 @@ OP_COMBINE = gl.constexpr(int(Opcode.COMBINE))
 OP_EMBED = gl.constexpr(int(Opcode.EMBED))
 OP_BARRIER = gl.constexpr(int(Opcode.BARRIER))
 OP_PARTIAL = gl.constexpr(int(Opcode.PARTIAL))
+OP_SAMPLE = gl.constexpr(int(Opcode.SAMPLE))
 
 OPCODE = _place(Linear, "opcode")
 LAYER = _place(Linear, "layer")
@@ -65,6 +67,9 @@ EMB_NUM_ROWS = _place(Embed, "num_rows")
 EMB_COLUMN = _place(Embed, "column")
 EMB_NUM_WORDS = _place(Embed, "num_words")
 BAR_NUM_WORDS = _place(Barrier, "num_words")
+SAMPLE_ROW0 = _place(Sample, "row0")
+SAMPLE_NUM_ROWS = _place(Sample, "num_rows")
+SAMPLE_VOCAB = _place(Sample, "vocab")
 HEAD = _place(Attention, "head")
 PARTIAL = _place(Attention, "partial")
 WINDOW = _place(Attention, "window")

@@ -14,16 +14,14 @@ from distmega.kernels.gluon_compat import cta_barrier, keep_alive
 from distmega.kernels.hopper.attention import attention_task
 from distmega.kernels.hopper.device import clock, fence_all, fetch, keep
 from distmega.kernels.hopper.fields import (
+    DRAWN,
     GREEDY,
     LAYER,
-    LIN_NUM_ROWS,
-    LIN_ROW0,
-    NUM_UNITS,
     OP_ATTENTION,
     OP_BARRIER,
     OP_COMBINE,
     OP_EMBED,
-    OP_HEAD,
+    OP_SAMPLE,
     OPCODE,
     STAMPS,
     STATE_EPOCH,
@@ -43,7 +41,6 @@ from distmega.kernels.hopper.shapes import (
     SLICE_K,
     TILE_ROWS,
     TILE_SHARED,
-    UNIT_ROWS,
     WORDS_A_CHUNK,
 )
 from distmega.kernels.hopper.splits import combine_task
@@ -67,14 +64,13 @@ def compute(
     epoch0 = gl.load(state + STATE_EPOCH)
     token = begin(state + STATE_TOKEN, first_token)
     it = 0
-    head_words = best_words
-    if CHOICE != GREEDY:
-        head_words += 2 * num_sms
+    # within limits each rank draws by itself
+    BESTS: gl.constexpr = 1 if CHOICE != GREEDY and CHOICE != DRAWN else RANKS
     words = fetch(queue, 0)
     for step in range(num_steps):
         base = (epoch0 + step) * num_layers + 1
         if step > 0:
-            token = most_likely(exchange, best_words, num_sms, base - 1, RANKS)
+            token = most_likely(exchange, best_words, num_sms, base - 1, BESTS)
             fence_all()
             if sm == 0:
                 gl.store(tokens + step - 1, token)
@@ -99,27 +95,25 @@ def compute(
             elif words[OPCODE] == OP_EMBED:
                 if RANKS > 1:
                     embed_task(words, peers, embed, token, tag, RANKS)
+            elif CHOICE != GREEDY and words[OPCODE] == OP_SAMPLE:
+                # kept here, or else what follows from them takes registers from other tasks
+                sample_task(
+                    words, logits, first_id, sampling, seeds, position0 + step, exchange, peers,
+                    place, keep(sample_words), best_words, keep(sm), keep(num_sms), tag, CHOICE,
+                    HEAD_ROWS, RANKS,
+                )
             else:
                 it = linear_task(
-                    words, exchange, vectors, embed, token, residual, logits, tag, sm, head_words,
+                    words, exchange, vectors, embed, token, residual, logits, tag, sm, best_words,
                     num_sms, peers, place, first_id, eps, inv_hidden, squares, red, places,
-                    it, at, RANKS, STAGES, TRACE,
+                    it, at, CHOICE, RANKS, STAGES, TRACE,
                 )
-                if CHOICE != GREEDY and words[OPCODE] == OP_HEAD:
-                    # kept here, or else what follows from them takes registers from other tasks
-                    row0 = keep(words[LIN_ROW0])
-                    end = gl.minimum(row0 + words[NUM_UNITS] * UNIT_ROWS, words[LIN_NUM_ROWS])
-                    sample_task(
-                        row0, end, logits, sampling, seeds, position0 + step, exchange,
-                        keep(sample_words), best_words, keep(sm), keep(num_sms), tag, CHOICE,
-                        HEAD_ROWS,
-                    )
             if TRACE:
                 gl.store(at + STAMPS - 1, clock())
             words = ahead
     if sm == 0:
         last = (epoch0 + num_steps) * num_layers
-        token = most_likely(exchange, best_words, num_sms, last, RANKS)
+        token = most_likely(exchange, best_words, num_sms, last, BESTS)
         gl.store(tokens + num_steps - 1, token)
         gl.store(state + STATE_TOKEN, token)
         gl.store(state + STATE_POSITION, position0 + num_steps)

@@ -19,8 +19,10 @@ from distmega.kernels.hopper.device import (
     tagged_float,
 )
 from distmega.kernels.hopper.fields import (
+    DRAWN,
     DST,
     FROM_EMBEDDING,
+    GREEDY,
     LAYER,
     LIN_BIAS,
     LIN_FLAGS,
@@ -62,7 +64,13 @@ from distmega.kernels.hopper.shapes import (
     WORDS_A_CHUNK,
 )
 from distmega.kernels.hopper.spins import spin_chunks
-from distmega.kernels.hopper.team import push_best, push_partial, read_alarm, sum_partials
+from distmega.kernels.hopper.team import (
+    push_best,
+    push_logits,
+    push_partial,
+    read_alarm,
+    sum_partials,
+)
 
 
 @gluon.jit
@@ -202,11 +210,15 @@ def linear_task(
     places,
     it,
     stamps,
+    CHOICE: gl.constexpr,
     RANKS: gl.constexpr,
     STAGES: gl.constexpr,
     TRACE: gl.constexpr,
 ):
-    """Stages x, then for each group of units multiplies and writes; returns the ring position."""
+    """Stages x, then for each group of units multiplies and writes; returns the ring position.
+
+    Where tokens are drawn, the head only writes its logits, for SAMPLE.
+    """
     opcode = words[OPCODE]
     num_tiles_k = words[LIN_NUM_TILES_K]
     num_units = keep(words[NUM_UNITS])
@@ -264,16 +276,20 @@ def linear_task(
             store_pairs(exchange, first, mixed, tag, num_words, GROUP_ROWS // 2)
         else:
             gl.store(logits + row, y, mask=wanted)
-            better = wanted & (y > best)
-            best = gl.where(better, y, best)
-            best_row = gl.where(better, row, best_row)
+            if CHOICE == GREEDY:
+                better = wanted & (y > best)
+                best = gl.where(better, y, best)
+                best_row = gl.where(better, row, best_row)
+            elif CHOICE != DRAWN and RANKS > 1:
+                push_logits(words, exchange, peers, row, limit, y, tag, RANKS)
         cta_barrier()
-    if opcode == OP_HEAD:
-        value = gl.max(best, axis=0)
-        index = gl.min(gl.where(best == value, best_row, 0x7FFFFFFF), axis=0)
-        push_best(
-            exchange, peers, place, best_words, num_sms, sm, value, first_id + index, tag, RANKS
-        )
+    if CHOICE == GREEDY:  # noqa: SIM102  a constant
+        if opcode == OP_HEAD:
+            value = gl.max(best, axis=0)
+            index = gl.min(gl.where(best == value, best_row, 0x7FFFFFFF), axis=0)
+            push_best(
+                exchange, peers, place, best_words, num_sms, sm, value, first_id + index, tag, RANKS
+            )
     if RANKS > 1:  # noqa: SIM102  a constant, so that the rest is compiled only then
         if opcode == OP_PARTIAL:
             sum_partials(words, exchange, residual, tag, tag - words[LAYER], RANKS)

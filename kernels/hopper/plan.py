@@ -79,11 +79,11 @@ class DecodeShape:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeQueues:
     """Instructions of every SM. mode: with barriers where "op". draw: where tokens are not the
-    likeliest. head_rows: of an SM, at most. best, sample, num_words: first tagged word of the
-    heads' maxima and of what draws exchange, count of all words; buffers: all that lies there.
-    Names: tensors that the runner binds. A stage of a pipeline that is not the first has no `embed`
-    and no `tokens` (""), but x as `entry`; one that is not the last has no head, but x as `exit`,
-    from tagged word `exit_word` on.
+    likeliest. head_rows: of the logits, what one SM draws from, at most. best, sample, num_words:
+    first tagged word of the heads' maxima and of what draws exchange, count of all words; buffers:
+    all that lies there. Names: tensors that the runner binds. A stage of a pipeline that is not the
+    first has no `embed` and no `tokens` (""), but x as `entry`; one that is not the last has no
+    head, but x as `exit`, from tagged word `exit_word` on.
     """
 
     shape: DecodeShape

@@ -14,8 +14,11 @@ Where ranks share the model, all have the same queues, so an SM owns the same ro
 pushes its part of the sums over ranks into the buffers of its likes, and each adds them up. No rank
 can overwrite what another has not read: an SM's next push into the same buffer comes a layer later,
 after it has read what its like pushed in the other sum of that layer, which its like did after
-reading this one. The embedded token and the heads' maxima, once a step, come after all SMs of all
-ranks have passed the whole layers between.
+reading this one. What is pushed once a step, the embedded token, the logits and the best of them,
+comes after all SMs of all ranks have read it, even with one layer: to push logits or the best of
+them an SM needs x of the last layer, which needs the ffn words of all SMs of all ranks, each of
+which has then read what it needed of this step's token and of the last step's logits. And to push
+the token's row a rank needs the token, so x of the last layer as well.
 """
 
 from collections.abc import Sequence
@@ -59,6 +62,7 @@ from distmega.kernels.hopper.words import (
     Instruction,
     Linear,
     Opcode,
+    Sample,
 )
 from distmega.kernels.task_graph import Mode
 from distmega.program import Program
@@ -118,19 +122,23 @@ class _Builder:
         first_id = self.place * self.shape.vocab
         attention, last = blocks[0][1], blocks[-1][4]
         if head:
+            limit = min(self.shape.vocab, max(0, head.vocab - first_id))
             self.add_linear(
-                Opcode.HEAD, (head.weight,), self.shape.vocab, src="x", dst="best", norm=head.norm,
-                layer=len(blocks) - 1, limit=max(0, head.vocab - first_id),
+                Opcode.HEAD, (head.weight,), self.shape.vocab, src="x", dst="logits",
+                dst_offset=self.place * self.slots, norm=head.norm, layer=len(blocks) - 1,
+                limit=limit,
             )  # fmt: skip
             if head.draw and head.draw.positions != attention.positions:
                 raise unfit(f"draws at {head.draw.positions!r} instead of {attention.positions!r}")
+            if head.draw:
+                self.add_samples(head.draw, len(blocks) - 1, limit)
         return DecodeQueues(
             shape=self.shape,
             mode=self.mode,
             matrices=self.placed.matrices,
             queues=tuple(map(tuple, self.queues)),
             draw=head.draw if head else None,
-            head_rows=UNIT_ROWS * self.head_units,
+            head_rows=self.head_rows(head.draw if head else None),
             best=self.exchange["best"],
             sample=self.exchange["sample"],
             num_words=self.num_words,
@@ -157,10 +165,10 @@ class _Builder:
         spins.py); bf16 pairs but for qkv, partials, sample and best.
 
         With several ranks the embedded token is first, and right before x and h lie all ranks'
-        parts of the sums that they come from. best: twice where tokens are drawn, since the head's
-        own are not those. sample: see num_sample_words.
+        parts of the sums that they come from. logits: of all ranks, where limits are looked for
+        among them; then best is a rank's own, and else all ranks'. sample: see num_sample_words.
         """
-        s, gated = self.shape, blocks[0][3]
+        s, gated, draw = self.shape, blocks[0][3], head.draw if head else None
         heads = s.num_heads + 2 * s.num_kv_heads
         parts = s.num_ranks * s.hidden if s.num_ranks > 1 else 0
         sizes = {
@@ -173,13 +181,12 @@ class _Builder:
             "ffn": self.placed.rows_of(gated.gate) // 2,
             "parts of x": parts,
             "x": s.hidden // 2,
-            "sample": 0,
-            "best": 2 * self.num_sms * (2 if head and head.draw else s.num_ranks),
+            "logits": s.num_ranks * self.slots if self.draws_from_all(draw) else 0,
+            "sample": num_sample_words(draw, self.head_rows(draw)) if draw else 0,
+            "best": 2 * self.num_sms * (1 if self.draws_from_all(draw) else s.num_ranks),
         }
         if self.mode == "op":
             sizes |= {f"barrier {number}": 2 * self.num_sms for number in range(NUM_BARRIERS)}
-        if head and head.draw:
-            sizes["sample"] = num_sample_words(head.draw, UNIT_ROWS * self.head_units)
         for name, size in sizes.items():
             self.exchange[name] = self.num_words
             self.buffers.append(Buffer(name=name, first=self.num_words, num_words=size))
@@ -207,9 +214,39 @@ class _Builder:
             )
 
     @property
-    def head_units(self) -> int:
-        """Units of the head of one SM, at most."""
-        return -(-num_units(self.shape.vocab) // self.num_sms)
+    def slots(self) -> int:
+        """Of a rank's logits where all ranks have those of all: a whole number of units."""
+        return UNIT_ROWS * num_units(self.shape.vocab)
+
+    def draws_from_all(self, draw: Draw | None) -> bool:
+        """Whether a rank needs the logits of others: limits are those of all tokens."""
+        return draw is not None and draw.limits != "given" and self.shape.num_ranks > 1
+
+    def head_rows(self, draw: Draw | None) -> int:
+        """Logits from which one SM chooses, at most; two a thread where it polls them."""
+        if not self.draws_from_all(draw):
+            return UNIT_ROWS * -(-num_units(self.shape.vocab) // self.num_sms)
+        units = self.shape.num_ranks * num_units(self.shape.vocab)
+        return max(2 * MAX_SMS, UNIT_ROWS * -(-units // self.num_sms))
+
+    def add_samples(self, draw: Draw, layer: int, limit: int) -> None:
+        """Each SM draws from what it has of the head, or from as large a part of all logits."""
+        if self.draws_from_all(draw):
+            rows = self.shape.num_ranks * self.slots
+            src, limit, vocab = self.exchange["logits"], rows, self.shape.vocab
+        else:
+            rows, src, vocab = self.shape.vocab, 0, 0
+        for sm, queue in enumerate(self.queues):
+            first, last = share(rows, 1, sm, self.num_sms)
+            queue.append(
+                Sample(
+                    layer=layer,
+                    row0=first * UNIT_ROWS,
+                    num_rows=min(last * UNIT_ROWS, limit),
+                    src=src,
+                    vocab=vocab,
+                )
+            )
 
     @property
     def max_splits(self) -> int:
@@ -253,7 +290,7 @@ class _Builder:
     def add_linear(
         self, opcode: Opcode, names: tuple[str, ...], rows: int, *, src: str, dst: str, layer: int,
         norm: Norm | None = None, biases: tuple[str, ...] = (), tag_delta: int = 0, flags: int = 0,
-        limit: int | None = None,
+        limit: int | None = None, dst_offset: int = 0,
     ) -> None:  # fmt: skip
         """A matrix, its rows shared out. limit: of the last row that counts, `rows` if None."""
         columns = self.placed.columns[names[0]]
@@ -282,7 +319,7 @@ class _Builder:
                     tag_delta=tag_delta,
                     norm=self.placed.vector(norm.weight) if norm else -1,
                     bias=bias,
-                    dst=self.exchange[dst],
+                    dst=self.exchange[dst] + dst_offset,
                     row0=first * UNIT_ROWS,
                     num_rows=rows if limit is None else min(rows, limit),
                     flags=flags,

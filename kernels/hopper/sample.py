@@ -1,7 +1,10 @@
 """Drawing the next token in the kernel: what every SM does with its logits once the head is done.
 
 In: this SM's logits, the settings and the seed of the request. Out: its best candidate, tagged, in
-the place where the greedy kernel has its highest logit, so that all else stays as it is. A token is
+the place where the greedy kernel has its highest logit, so that all else stays as it is. Where
+several ranks share the vocabulary, each SM draws from its own logits and tells all ranks if there
+are no limits. If there are, all ranks have pushed their logits to all, and each rank draws from the
+whole vocabulary for itself, which gives the same token on all. A token is
 the argmax of logit + temperature * Gumbel noise (hostir/sampling.py is the reference). LIMITED
 takes only logits from a cutoff on, which all SMs find alike, in two exchanges: the highest logit of
 each warp of each SM, which bounds the top_k-th from below, then the few logits that reach this
@@ -13,19 +16,43 @@ kernel.py.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.runtime.jit import constexpr_function
 
 from distmega.kernels.gluon_compat import cta_barrier
-from distmega.kernels.hopper.device import tagged, tagged_float
-from distmega.kernels.hopper.fields import CHUNK, LIMITED, SEARCHED
+from distmega.kernels.hopper.device import as_float, tagged, tagged_float
+from distmega.kernels.hopper.fields import (
+    CHUNK,
+    DRAWN,
+    LIMITED,
+    SAMPLE_NUM_ROWS,
+    SAMPLE_ROW0,
+    SAMPLE_VOCAB,
+    SEARCHED,
+    SRC,
+)
 from distmega.kernels.hopper.sample_all import cutoff_of_all
 from distmega.kernels.hopper.sample_chunks import CHUNK_WORDS, chunk_place, read_chunk, widen
-from distmega.kernels.hopper.shapes import NUM_WARPS, PER_THREAD, THREADS
+from distmega.kernels.hopper.shapes import (
+    NUM_WARPS,
+    PER_THREAD,
+    THREADS,
+    UNIT_ROWS,
+    WORDS_A_CHUNK,
+)
+from distmega.kernels.hopper.spins import spin_chunks
+from distmega.kernels.hopper.team import push_best
 
 PROBES = gl.constexpr(6)
 """Halvings of the range in which the lower bound is looked for; more leave fewer candidates."""
 LOWEST = gl.constexpr(-1e38)
 """Where limits are looked for from when all logits are candidates: below any of them."""
 LOW_BITS = gl.constexpr(0xFFFFFFFF)
+
+
+@constexpr_function
+def spread(num: int) -> gl.BlockedLayout:
+    """Layout of `num` logits, the same number a thread."""
+    return gl.BlockedLayout([num // THREADS.value], [32], [8], [0])
 
 
 @gluon.jit
@@ -261,8 +288,7 @@ def find_cutoff(x, sampling, exchange, first, sm, num_sms, tag, ROWS: gl.constex
 @gluon.jit
 def row_numbers(row0, ROWS: gl.constexpr):
     """Rows row0 to row0 + ROWS, over all threads."""
-    spread: gl.constexpr = gl.BlockedLayout([ROWS // THREADS], [32], [8], [0])
-    place = gl.arange(0, ROWS, layout=spread)
+    place = gl.arange(0, ROWS, layout=spread(ROWS))
     per: gl.constexpr = ROWS // THREADS
     return row0 + place % per * THREADS + place // per
 
@@ -275,39 +301,91 @@ def load_logits(row0, limit, logits, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def best_candidate(
-    x, cutoff, row0, limit, temperature, seed, position, ROWS: gl.constexpr,
-):  # fmt: skip
-    """The best candidate of this SM's logits x from `cutoff` on: its value and its row."""
-    row = row_numbers(row0, ROWS)
-    noise = gumbel(row, position, seed)
+def slot_numbers(slot0, ROWS: gl.constexpr):
+    """Slots slot0 to slot0 + ROWS, over all threads: two in a row of each WORDS_A_CHUNK."""
+    place = gl.arange(0, ROWS, layout=spread(ROWS))
+    per: gl.constexpr = ROWS // THREADS
+    number = place % per
+    return slot0 + number // 2 * WORDS_A_CHUNK + place // per * 2 + number % 2
+
+
+@gluon.jit
+def await_logits(exchange, first, slot0, limit, tag, ROWS: gl.constexpr, RANKS: gl.constexpr):
+    """Logits in slots slot0 to limit, at most ROWS of them, once their ranks have pushed them; -inf
+    beyond. first: the tagged word of slot 0.
+    """
+    word = 2 * gl.arange(0, THREADS, layout=PER_THREAD)
+    num_left = limit - slot0 - word
+    NUM: gl.constexpr = ROWS // WORDS_A_CHUNK
+    found = spin_chunks(exchange, exchange + (first + slot0 + word), tag, num_left, NUM, RANKS)
+    x = gl.reshape(join_all(found, 2 * NUM), [ROWS])
+    x = as_float(gl.convert_layout(x, spread(ROWS)))
+    return gl.where(slot_numbers(slot0, ROWS) < limit, x, float("-inf"))
+
+
+@gluon.jit
+def join_all(parts, NUM: gl.constexpr):
+    """NUM tensors, a power of two, as one, their number in the dims behind."""
+    if NUM == 1:
+        return parts[0]
+    else:
+        half: gl.constexpr = NUM // 2
+        joined = parts[0:0]
+        for i in gl.static_range(half):
+            joined += (gl.join(parts[i], parts[i + half]),)
+        return join_all(joined, half)
+
+
+@gluon.jit
+def best_candidate(x, cutoff, ids, wanted, temperature, seed, position):
+    """The best candidate of logits x of tokens `ids` from `cutoff` on: its value and its token."""
+    noise = gumbel(ids, position, seed)
     drawn = gl.where(x >= cutoff, x + temperature * noise, float("-inf"))
     value = gl.max(drawn, axis=0)
-    index = gl.min(gl.where((drawn == value) & (row < limit), row, 0x7FFFFFFF), axis=0)
+    index = gl.min(gl.where((drawn == value) & wanted, ids, 0x7FFFFFFF), axis=0)
     return value, index
 
 
 @gluon.jit
 def sample_task(
-    row0, limit, logits, sampling, seeds, position, exchange, sample_words, best_words, sm, num_sms,
-    tag, KIND: gl.constexpr, ROWS: gl.constexpr,
+    words, logits, first_id, sampling, seeds, position, exchange, peers, rank, sample_words,
+    best_words, sm, num_sms, tag, KIND: gl.constexpr, ROWS: gl.constexpr, RANKS: gl.constexpr,
 ):  # fmt: skip
-    """Publishes the best candidate of rows row0 to limit, at most ROWS of them.
+    """Publishes the best candidate of an instruction SAMPLE, of at most ROWS logits.
 
-    sampling: f32, (temperature, least logit) where DRAWN, else (temperature, top_k, top_p).
-    seeds: i64. position: of the token before the drawn one. sample_words: where in the exchange
-    chunks begin.
+    logits: f32, this rank's, of tokens from first_id on. sampling: f32, (temperature, least logit)
+    where DRAWN, else (temperature, top_k, top_p). seeds: i64. position: of the token before the
+    drawn one. peers: all ranks' exchanges, of which this one's is number `rank`. sample_words:
+    where in the exchange chunks begin.
     """
     cta_barrier()
-    x = load_logits(row0, limit, logits, ROWS)
+    row0 = words[SAMPLE_ROW0]
+    limit = words[SAMPLE_NUM_ROWS]
+    if RANKS > 1 and KIND != DRAWN:
+        x = await_logits(exchange, words[SRC], row0, limit, tag, ROWS, RANKS)
+    else:
+        x = load_logits(row0, limit, logits, ROWS)
     if KIND == LIMITED:
         cutoff = find_cutoff(x, sampling, exchange, sample_words, sm, num_sms, tag, ROWS)
     elif KIND == SEARCHED:
         cutoff = cutoff_of_all(x, sampling, exchange, sample_words, sm, num_sms, tag)
     else:
         cutoff = gl.load(sampling + 1)
+    if RANKS > 1 and KIND != DRAWN:
+        slot = slot_numbers(row0, ROWS)
+        wanted = slot < limit
+        vocab = words[SAMPLE_VOCAB]
+        units = (vocab + UNIT_ROWS - 1) // UNIT_ROWS * UNIT_ROWS
+        ids = slot - slot // units * (units - vocab)
+    else:
+        row = row_numbers(row0, ROWS)
+        wanted = row < limit
+        ids = first_id + row
     value, index = best_candidate(
-        x, cutoff, row0, limit, gl.load(sampling), gl.load(seeds), position, ROWS
+        x, cutoff, ids, wanted, gl.load(sampling), gl.load(seeds), position
     )
-    gl.store(exchange + best_words + 2 * sm, tagged_float(value, tag))
-    gl.store(exchange + best_words + 2 * sm + 1, tagged(index, tag))
+    if RANKS > 1 and KIND == DRAWN:
+        push_best(exchange, peers, rank, best_words, num_sms, sm, value, index, tag, RANKS)
+    else:
+        gl.store(exchange + best_words + 2 * sm, tagged_float(value, tag))
+        gl.store(exchange + best_words + 2 * sm + 1, tagged(index, tag))

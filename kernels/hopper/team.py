@@ -130,7 +130,9 @@ def sum_partials(words, exchange, residual, tag, tag0, RANKS: gl.constexpr):
 def push_best(
     exchange, peers, place, best_words, num_sms, sm, value, index, tag, RANKS: gl.constexpr
 ):
-    """This SM's highest logit and its token, to every rank; none that are void (push_partial)."""
+    """This SM's highest logit, or what it drew, and its token, to every rank; none that are void
+    (push_partial).
+    """
     at = keep(best_words) + 2 * (place * num_sms + sm)
     if RANKS == 1:
         gl.store(peers[0] + at, tagged_float(value, tag))
@@ -140,6 +142,18 @@ def push_best(
         for rank in gl.static_range(RANKS):
             gl.store(peers[rank] + at, tagged_float(value, tag), mask=is_sound)
             gl.store(peers[rank] + at + 1, tagged(index, tag), mask=is_sound)
+
+
+@gluon.jit
+def push_logits(words, exchange, peers, row, limit, y, tag, RANKS: gl.constexpr):
+    """Rows of this SM's logits into its part of all ranks' on every rank; -inf for those behind the
+    last token, so that all words of its units are written. None that are void (push_partial): who
+    calls has passed a barrier since x came, so the alarm tells of all that was given up for it.
+    """
+    is_sound = read_alarm(exchange) == NO_REPORT
+    wanted = row < words[LIN_ROW0] + words[NUM_UNITS] * UNIT_ROWS
+    word = tagged_float(gl.where(row < limit, y, float("-inf")), tag)
+    push_words(peers, words[DST] + row, word, wanted & is_sound, RANKS)
 
 
 @gluon.jit

@@ -71,6 +71,7 @@ class Opcode(IntEnum):
     EMBED = 6
     PARTIAL = 7
     BARRIER = 8
+    SAMPLE = 9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +84,7 @@ class Linear:
     num_rows words of each rank's part. num_tiles_k: tiles of 1024 columns. src: first tagged word
     of x (bf16 pairs), num_src_words of them, tagged `tag_delta` layers ago. norm, bias: offsets in
     the vectors, or -1. dst: first tagged word of the whole output; row0: first row there; num_rows:
-    of the output.
+    of the output. dst of HEAD: this rank's part of all ranks' logits, where those are exchanged.
     """
 
     opcode: Opcode
@@ -169,7 +170,23 @@ class Barrier:
     opcode: Opcode = Opcode.BARRIER
 
 
-Instruction = Linear | Attention | Combine | Embed | Barrier
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """The best candidate of logits row0 to num_rows - 1, where tokens are drawn: this rank's own
+    or, if vocab > 0, those of all ranks, which lie in tagged words from src on: of each rank a
+    whole number of units, the first `vocab` rows of which are tokens, so rows are slots there. The
+    loader takes it for a linear of no units.
+    """
+
+    layer: int
+    row0: int
+    num_rows: int
+    src: int = 0
+    vocab: int = 0
+    opcode: Opcode = Opcode.SAMPLE
+
+
+Instruction = Linear | Attention | Combine | Embed | Barrier | Sample
 
 PLACES: dict[type[Instruction], dict[str, int]] = {
     Linear: {
@@ -189,6 +206,7 @@ PLACES: dict[type[Instruction], dict[str, int]] = {
         "opcode": 0, "layer": 1, "num_words": 6, "column": 7, "dst": 10, "row0": 11, "num_rows": 13,
     },
     Barrier: {"opcode": 0, "layer": 1, "num_words": 6, "dst": 10},
+    Sample: {"opcode": 0, "layer": 1, "src": 5, "vocab": 6, "row0": 11, "num_rows": 13},
 }  # fmt: skip
 """Word of each field. Fields that kernels read before they look at the opcode share a place."""
 

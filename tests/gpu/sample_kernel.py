@@ -5,28 +5,43 @@ from triton.experimental.gluon import language as gl
 
 from distmega.kernels.hopper import words
 from distmega.kernels.hopper.batch_limits import draw_within
-from distmega.kernels.hopper.sample import sample_task
+from distmega.kernels.hopper.device import fetch, tagged_float
+from distmega.kernels.hopper.fields import DRAWN, SAMPLE_NUM_ROWS, SAMPLE_ROW0, SRC
+from distmega.kernels.hopper.sample import sample_task, slot_numbers
 from distmega.kernels.hopper.team import most_likely
 
 BEST_WORDS = gl.constexpr(words.REPORT_WORDS)
 """Of the exchange: after the report come the SMs' candidates."""
 
 
-@gluon.jit(do_not_specialize=["vocab", "rows_a_sm", "num_steps", "epoch0", "sample_words"])
+@gluon.jit
+def push_slots(words, logits, exchange, tag, ROWS: gl.constexpr):
+    """Logits of an instruction's slots, which lie as they shall be read."""
+    slot = slot_numbers(words[SAMPLE_ROW0], ROWS)
+    wanted = slot < words[SAMPLE_NUM_ROWS]
+    x = gl.load(logits + slot, mask=wanted)
+    gl.store(exchange + words[SRC] + slot, tagged_float(x, tag), mask=wanted)
+
+
+@gluon.jit(do_not_specialize=["first_id", "num_steps", "epoch0", "sample_words"])
 def draw(
-    logits, sampling, seeds, exchange, tokens, vocab, rows_a_sm, num_steps, epoch0, sample_words,
-    KIND: gl.constexpr, ROWS: gl.constexpr,
+    queues, logits, first_id, sampling, seeds, exchange, tokens, num_steps, epoch0, sample_words,
+    KIND: gl.constexpr, ROWS: gl.constexpr, RANKS: gl.constexpr,
 ):  # fmt: skip
-    """Draws num_steps tokens at positions 0, 1, ... from the same logits."""
+    """Draws num_steps tokens at positions 0, 1, ... from the same logits. queues: an instruction
+    SAMPLE of each SM. RANKS: of which this is the first and pushes to none but itself; for limits
+    it has the logits of all of them, which other SMs push than those that draw from them.
+    """
     sm = gl.program_id(0)
     num_sms = gl.num_programs(0)
-    row0 = sm * rows_a_sm
-    limit = gl.minimum(row0 + rows_a_sm, vocab)
+    words = fetch(queues, sm)
     for step in range(num_steps):
         tag = epoch0 + step + 1
+        if RANKS > 1 and KIND != DRAWN:
+            push_slots(fetch(queues, (sm + 1) % num_sms), logits, exchange, tag, ROWS)
         sample_task(
-            row0, limit, logits, sampling, seeds, step, exchange, sample_words, BEST_WORDS, sm,
-            num_sms, tag, KIND, ROWS,
+            words, logits, first_id, sampling, seeds, step, exchange, (exchange,) * RANKS, 0,
+            sample_words, BEST_WORDS, sm, num_sms, tag, KIND, ROWS, RANKS,
         )  # fmt: skip
         token = most_likely(exchange, BEST_WORDS, num_sms, tag, 1)
         if sm == 0:

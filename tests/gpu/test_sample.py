@@ -6,17 +6,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from distmega.hostir import sampling
+from distmega.hostir import sampling as drawing
 from distmega.kernels.hopper.alarm import LOCAL_LIMIT_S, Alarm
 from distmega.kernels.hopper.batch_limits import list_words
 from distmega.kernels.hopper.words import (
     DRAWN,
     LIMITED,
     MAX_SMS,
-    REPORT_WORDS,
     SAMPLE_CHUNK,
     SEARCH_CHUNKS,
     SEARCHED,
+    UNIT_ROWS,
+    Sample,
+    pack,
 )
 from distmega.models.sampling import MAX_CANDIDATES, Sampling
 from tests.gpu import sample_kernel
@@ -27,35 +29,59 @@ pytestmark = pytest.mark.gpu
 NUM_DRAWS = 200
 
 
-def drawn_by_kernel(logits: Tensor, settings: list[float], seed: int) -> list[int]:
-    """Tokens at NUM_DRAWS positions; settings of two values are limits, of three are looked for."""
+def drawn_by_kernel(
+    logits: Tensor, settings: list[float], seed: int, num_ranks: int = 1, first_id: int = 0
+) -> list[int]:
+    """Tokens at NUM_DRAWS positions; settings of two values are limits, of three are looked for.
+
+    num_ranks: that share the logits where limits are looked for, else only make way for others'
+    candidates. first_id: of the logits, where they are not all.
+    """
     num_sms = torch.cuda.get_device_properties(0).multi_processor_count
-    rows = -(-len(logits) // num_sms)
-    chunks_at = REPORT_WORDS + 2 * MAX_SMS
-    num_chunks = max(2 + rows // SAMPLE_CHUNK + 1, SEARCH_CHUNKS)
-    words = chunks_at + num_chunks * SAMPLE_CHUNK * MAX_SMS
-    exchange = torch.zeros(words, dtype=torch.int64, device="cuda")
+    vocab, kind = 0, kind_of(settings)
+    if num_ranks > 1 and kind != DRAWN:
+        vocab = -(-len(logits) // num_ranks)
+        logits = in_slots(logits, num_ranks, vocab)
+    units = -(-len(logits) // UNIT_ROWS)
+    starts = [units * sm // num_sms * UNIT_ROWS for sm in range(num_sms + 1)]
+    rows = max(256 * (2 if vocab else 1), UNIT_ROWS * -(-units // num_sms))
+    chunks_at = sample_kernel.BEST_WORDS.value + 2 * MAX_SMS * num_ranks
+    src = chunks_at + max(2 + rows // SAMPLE_CHUNK + 1, SEARCH_CHUNKS) * SAMPLE_CHUNK * MAX_SMS
+    queues = [
+        pack(Sample(layer=0, row0=first, num_rows=min(last, len(logits)), src=src, vocab=vocab))
+        for first, last in itertools.pairwise(starts)
+    ]
+    exchange = torch.zeros(src + len(logits), dtype=torch.int64, device="cuda")
     alarm = Alarm(exchange, LOCAL_LIMIT_S)
     tokens = torch.full((NUM_DRAWS,), -1, dtype=torch.int32, device="cuda")
     sample_kernel.draw[(num_sms,)](
+        torch.tensor(queues, dtype=torch.int32, device="cuda"),
         logits,
+        first_id,
         torch.tensor(settings, device="cuda"),
         torch.tensor([seed], device="cuda"),
         exchange,
         tokens,
-        len(logits),
-        rows,
         NUM_DRAWS,
         0,
         chunks_at,
-        KIND=kind_of(settings),
-        ROWS=max(256, 1 << (rows - 1).bit_length()),
+        KIND=kind,
+        ROWS=1 << (rows - 1).bit_length(),
+        RANKS=num_ranks,
         num_warps=8,
         launch_cooperative_grid=True,
     )
     drawn = tokens.tolist()
     assert alarm.take() is None
     return drawn
+
+
+def in_slots(logits: Tensor, num_ranks: int, vocab: int) -> Tensor:
+    """As ranks push them that have `vocab` ones each: whole units of each rank."""
+    slots = torch.full((num_ranks, -(-vocab // UNIT_ROWS) * UNIT_ROWS), float("-inf"))
+    for rank, part in enumerate(logits.split(vocab)):
+        slots[rank, : len(part)] = part
+    return slots.flatten().cuda()
 
 
 def drawn_apart(logits: Tensor, settings: list[float], seed: int) -> list[int]:
@@ -85,15 +111,18 @@ def kind_of(settings: list[float]) -> int:
     return LIMITED if 0 < settings[1] <= MAX_CANDIDATES else SEARCHED
 
 
-def drawn_by_library(logits: Tensor, settings: list[float], seed: int) -> list[int]:
+def drawn_by_library(
+    logits: Tensor, settings: list[float], seed: int, first_id: int = 0
+) -> list[int]:
     limits = torch.tensor([settings], device=logits.device)
     if len(settings) == 3:
-        limits = sampling.cutoff(logits[None], limits)
+        limits = drawing.cutoff(logits[None], limits)
     positions = torch.arange(NUM_DRAWS, device=logits.device)
     rows = logits.expand(NUM_DRAWS, -1)
     seeds = torch.full_like(positions, seed)
     limits = limits.expand(NUM_DRAWS, -1)
-    return sampling.sample(rows, limits, seeds, positions, 0, len(logits))[1].tolist()
+    last = first_id + len(logits)
+    return drawing.sample(rows, limits, seeds, positions, first_id, last)[1].tolist()
 
 
 def make_logits(kind: str, vocab: int) -> Tensor:
@@ -138,6 +167,25 @@ def test_tokens_are_the_librarys(kind, vocab, settings):
         assert found == drawn_apart(logits, values, seed)
 
 
+@pytest.mark.parametrize("vocab", [151936, 49152, 1003])
+@pytest.mark.parametrize("kind", ["random", "in order", "with ties", "far below"])
+@pytest.mark.parametrize("settings", [(0.8, 50.0, 0.9), (1.3, 1024.0, 0.5), (0.9, 0.0, 0.9)])
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_tokens_of_all_ranks_are_those_of_one(kind, vocab, settings, num_ranks):
+    """The last rank of 1003 tokens has fewer than the others, and none has whole units."""
+    logits, values = make_logits(kind, vocab), list(settings)
+    found = drawn_by_kernel(logits, values, vocab, num_ranks)
+    assert found == drawn_by_library(logits, values, vocab)
+
+
+def test_a_part_of_the_vocabulary_draws_with_its_own_noise():
+    """The second rank's candidate is the library's for a base of 24576 tokens."""
+    logits, settings = make_logits("random", 24576), [0.7, float("-inf")]
+    found = drawn_by_kernel(logits, settings, 7, num_ranks=2, first_id=24576)
+    assert found == drawn_by_library(logits, settings, 7, first_id=24576)
+    assert found != [24576 + token for token in drawn_by_library(logits, settings, 7)]
+
+
 DRAWS = {
     "plain": Sampling(temperature=15.0, seed=5),
     "limited": Sampling(temperature=40.0, top_k=50, top_p=0.9, seed=6),
@@ -164,10 +212,10 @@ def test_sequences_draw_from_their_logits(name, batch):
         outputs = engine.decode_step(one[-1])
         one.append(tuple(outputs["next"].tolist()))
         logits = engine.stepping.logits[:batch] if engine.stepping else outputs["logits"]
-        limits = sampling.cutoff(logits, settings) if settings.shape[1] == 3 else settings
+        limits = drawing.cutoff(logits, settings) if settings.shape[1] == 3 else settings
         cached = [len(prompt) + len(one) - 2 for prompt in prompts]
         positions = torch.tensor(cached, device="cuda")
-        drawn = sampling.sample(logits, limits, seeds, positions, 0, logits.shape[1])[1]
+        drawn = drawing.sample(logits, limits, seeds, positions, 0, logits.shape[1])[1]
         assert one[-1] == tuple(drawn.tolist())
     assert many == one
     assert len({token for tokens in many for token in tokens}) > 3 * batch
@@ -185,10 +233,10 @@ def test_steps_draw_from_their_logits(name):
         outputs = engine.decode_step([one[-1]])
         one.append(int(outputs["next"][0]))
         logits = engine.stepping.logits[None] if engine.stepping else outputs["logits"]
-        limits = sampling.cutoff(logits, settings) if settings.shape[1] == 3 else settings
+        limits = drawing.cutoff(logits, settings) if settings.shape[1] == 3 else settings
         seeds = torch.tensor([sampling.seed], device="cuda")
         positions = torch.tensor([len(prompt) + len(one) - 2], device="cuda")
-        drawn = sampling.sample(logits, limits, seeds, positions, 0, logits.shape[1])[1]
+        drawn = drawing.sample(logits, limits, seeds, positions, 0, logits.shape[1])[1]
         assert one[-1] == int(drawn)
     assert many == one
     assert len(set(many)) > 10

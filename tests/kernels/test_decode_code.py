@@ -102,16 +102,27 @@ def test_nothing_lies_where_x_does(name, num_ranks, trace):
 
 
 @pytest.mark.parametrize(
-    ("kind", "num_candidates", "spilled"), [("plain", 0, 0), ("limited", 64, 64)]
+    ("name", "num_ranks", "kind", "num_candidates", "spilled"),
+    [
+        ("qwen3-0.6b", 1, "plain", 0, 0),
+        ("qwen3-0.6b", 1, "limited", 64, 64),
+        ("qwen3-8b", 4, "plain", 0, 0),
+        ("qwen3-8b", 4, "limited", 64, 96),
+        ("llama-3.2-1b", 2, "limited", 0, 128),
+    ],
 )
-def test_drawing_spills_little(kind, num_candidates, spilled):
+def test_drawing_spills_little(name, num_ranks, kind, num_candidates, spilled):
     """What is kept across the search for limits, and scalars that a task or a step reads back
-    once; nothing without limits.
+    once; nothing without limits. Where there are ranks, all that is pushed waits for the report,
+    of sums and of logits or candidates; only their sums, logits and candidates come from peers.
     """
     method = Method(kind=kind, num_candidates=num_candidates)
-    code = decode_code("qwen3-0.6b", 1, False, method)
+    code = decode_code(name, num_ranks, False, method)
     assert code.stack_bytes <= spilled
     assert code.shared_bytes <= SHARED_BYTES
+    assert code.ptx.count("ld.volatile.global") == (2 if num_ranks > 1 else 0)
+    assert ("ld.relaxed.sys" in code.ptx) == (num_ranks > 1)
+    assert plain_spins(code.ptx) == []
 
 
 def test_barriers_spill_nothing():

@@ -2,6 +2,7 @@
 
 import pytest
 
+from distmega.errors import HangError
 from distmega.kernels.hopper.batch_words import Opcode as BatchOpcode
 from distmega.kernels.hopper.diagnosis import (
     Report,
@@ -12,7 +13,9 @@ from distmega.kernels.hopper.diagnosis import (
 from distmega.kernels.hopper.plan import DecodeQueues
 from distmega.kernels.hopper.words import Attention, Linear, Opcode
 from distmega.models.presets import PRESETS
+from distmega.models.sampling import Method
 from tests.kernels.test_batch_code import queues_of as batch_queues_of
+from tests.kernels.test_hopper_draws import odd_queues
 from tests.kernels.test_hopper_queues import linears, queues_of
 from tests.kernels.test_hopper_team import team_queues
 
@@ -38,10 +41,11 @@ def test_report_of_the_device():
 
 def test_buffers_lie_in_the_order_of_dataflow():
     """So the least (tag, word) of a report is the wait on which the others hang."""
-    for queues in (QUEUES, *team_queues("smollm2-135m", 2)):
+    for queues in (QUEUES, *team_queues("smollm2-135m", 2), *DRAWING):
         names = [buffer.name for buffer in queues.buffers if buffer.num_words]
         order = ["embedded", "qkv", "partial", "attended", "parts of h", "h", "ffn", "parts of x"]
-        assert names == [name for name in [*order, "x", "best"] if name in names]
+        order += ["x", "logits", "sample", "best"]
+        assert names == [name for name in order if name in names]
         ends = [buffer.first + buffer.num_words for buffer in queues.buffers]
         firsts = [buffer.first for buffer in queues.buffers]
         assert all(end <= first for end, first in zip(ends, firsts[1:], strict=False))
@@ -115,6 +119,48 @@ def test_the_rank_that_owes_a_part_is_named():
     report = Report(last=0, word=best, tag=mine.shape.num_layers)
     error = explain_hang(mine, report, limit_s=60.0, rank=0)
     assert "owed by rank 1, SM 5, instruction" in error.remedy
+
+
+DRAWING = odd_queues(Method(kind="limited"), 2)
+
+
+def explain_drawing(name: str, offset: int, sm: int, queues: DecodeQueues) -> HangError:
+    """Rank 1's error, of the only layer's tag."""
+    report = Report(last=sm, word=first_word(name, queues) + offset, tag=1)
+    return explain_hang(queues, report, limit_s=60.0, rank=1)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_rank_that_owes_logits_is_named(rank: int):
+    """504 words of each rank, of which 502 and 501 are tokens: units of 8 rows an SM."""
+    mine = DRAWING[1]
+    slot = 504 * rank + 40
+    sm = next(
+        sm for sm, queue in enumerate(mine.queues) if queue[-1].row0 <= slot < queue[-1].num_rows
+    )
+    error = explain_drawing("logits", slot, sm, mine)
+    assert f"rank 1, SM {sm} (instruction" in error.found
+    assert "sample of layer 0, slots" in error.found
+    assert f"word {slot} of 'logits'" in error.found
+    owes = next(i for i, queue in enumerate(mine.queues) if 0 <= 40 - queue[-2].row0 < 8)
+    assert f"owed by rank {rank}, SM {owes}, instruction" in error.remedy
+    assert "head of layer 0" in error.remedy
+    assert " or rank" not in error.remedy
+
+
+def test_the_sm_that_owes_a_number_or_a_candidate_of_a_draw_is_named():
+    error = explain_drawing("sample", 3 * 512 + 2 * 31 + 1, 4, DRAWING[1])
+    assert "SM 4 (instruction" in error.found
+    assert "sample of layer 0" in error.found
+    assert "owed by rank 1, SM 31, instruction" in error.remedy
+    error = explain_drawing("best", 2 * 31, 4, DRAWING[1])
+    assert "SM 4 (the choice of the next token)" in error.found
+    assert "owed by rank 1, SM 31, instruction" in error.remedy
+    assert "sample of layer 0" in error.remedy
+    plain = odd_queues(Method(kind="plain"), 2)[1]
+    error = explain_drawing("best", 2 * 31, 4, plain)
+    assert "owed by rank 0, SM 31, instruction" in error.remedy
+    assert "sample of layer 0, rows" in error.remedy
 
 
 def test_an_event_of_the_batched_kernel():

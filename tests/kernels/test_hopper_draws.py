@@ -1,6 +1,8 @@
-"""Where GPUs share a model, their kernel ends with the logits and library ops draw from them: one
-segment, what comes behind it, and the hand-over.
+"""Where GPUs share a model, their kernel draws for one sequence; for several it ends with the
+logits, and library ops draw from them: segments, queues, what comes behind, and the hand-over.
 """
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from distmega.hostir.nodes import Collective, HostProgram, LaunchMegakernel, Lib
 from distmega.kernels.hopper.batch_queues import BatchQueues, build_batch_queues
 from distmega.kernels.hopper.plan import DecodeQueues
 from distmega.kernels.hopper.queues import build_queues
+from distmega.kernels.hopper.words import Sample
 from distmega.models.decoder import Logits
 from distmega.models.presets import PRESETS
 from distmega.models.sampling import Method
@@ -28,15 +31,18 @@ BEHIND = {
     SEARCHED: ["cutoff", "sample"],
     LIMITED: ["top", "cutoff", "sample"],
 }
-"""What comes behind the kernel."""
-BATCHES = [1, 3]
+"""What comes behind the kernel of several sequences."""
+LOOKED_FOR = {PLAIN: "given", SEARCHED: "all", LIMITED: "candidates"}
+"""Limits of the draw in the kernel of one sequence."""
+MANY = 3
 
 
 def blueprint(
     method: Method, batch: int = 1, *, tp: int = 2, pp: int = 1, index: int = 0,
     logits: Logits = "none",
 ) -> DecodeBlueprint:  # fmt: skip
-    options, config = EngineOptions(max_context=256, batch=batch), PRESETS[MODEL]
+    options = EngineOptions(max_context=256, batch=batch)
+    config = replace(PRESETS[MODEL], num_layers=2)
     mesh = model_mesh(tp, pp)
     plan = plan_decode(config, mesh, H200, options, logits, method=method, index=index)
     return draw_decode(config, plan, options, peer_memory=True, method=method)
@@ -64,15 +70,22 @@ def queues_of(drawn: DecodeBlueprint, place: int) -> DecodeQueues | BatchQueues:
     return build(segment, drawn.weights, drawn.states, 132, place)
 
 
-@pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("method", BEHIND)
-def test_one_kernel_then_library_ops(method: Method, batch: int):
-    assert steps(blueprint(method, batch).host) == ["kernel", *BEHIND[method]]
+def test_several_sequences_have_one_kernel_then_library_ops(method: Method):
+    assert steps(blueprint(method, MANY).host) == ["kernel", *BEHIND[method]]
 
 
-@pytest.mark.parametrize("batch", BATCHES)
-def test_one_rank_draws_in_its_kernel(batch: int):
-    assert steps(blueprint(PLAIN, batch, tp=1).host) == ["kernel"]
+@pytest.mark.parametrize("logits", ["none", "last"])
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("method", BEHIND)
+def test_one_sequence_draws_in_its_kernel(method: Method, tp: int, logits: Logits):
+    drawn = blueprint(method, tp=tp, logits=logits)
+    assert steps(drawn.host) == ["kernel"]
+    queues = queues_of(drawn, tp - 1)
+    assert queues.token == "next"
+    assert queues.draw is not None
+    assert queues.draw.limits == LOOKED_FOR[method]
+    assert (queues.logits in drawn.host.segments[0].outputs) == (logits == "last")
 
 
 @pytest.mark.parametrize("method", BEHIND)
@@ -80,24 +93,82 @@ def test_the_last_stage_of_a_pipeline_draws(method: Method):
     first, last = (blueprint(method, pp=2, index=index) for index in range(2))
     assert steps(first.host)[0] == "kernel"
     assert not set(steps(first.host)) & {"sample", "cutoff", "top", "all_reduce argmax"}
-    assert steps(last.host) == ["kernel", *BEHIND[method], "send next"]
+    assert steps(last.host) == ["kernel", "send next"]
     for place in range(2):
-        assert queues_of(last, place).draw is None
-        assert queues_of(last, place).logits
+        assert queues_of(last, place).token == "next"
 
 
-@pytest.mark.parametrize("batch", BATCHES)
+def words_of(queues: DecodeQueues, name: str) -> range:
+    return next(buffer.words for buffer in queues.buffers if buffer.name == name)
+
+
+def samples(queues: DecodeQueues) -> list[Sample]:
+    """The last instruction of every SM."""
+    found = [queue[-1] for queue in queues.queues]
+    assert all(isinstance(one, Sample) for one in found)
+    return [one for one in found if isinstance(one, Sample)]
+
+
+def odd_queues(method: Method, tp: int) -> list[DecodeQueues]:
+    """Of ranks whose rows are no whole units, the last of which has padding."""
+    config = replace(PRESETS["llama-3.2-1b"], num_layers=1, vocab=1003)
+    options, mesh = EngineOptions(max_context=256), model_mesh(tp, 1)
+    plan = plan_decode(config, mesh, H200, options, method=method)
+    drawn = draw_decode(config, plan, options, peer_memory=True, method=method)
+    (segment,) = drawn.host.segments
+    return [build_queues(segment, drawn.weights, drawn.states, 100, place) for place in range(tp)]
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_at_a_temperature_each_rank_draws_from_its_logits(tp: int):
+    rows = -(-1003 // tp)
+    for place, queues in enumerate(odd_queues(PLAIN, tp)):
+        assert queues.first_id == place * rows
+        valid = min(rows, 1003 - queues.first_id)
+        drawn = [row for one in samples(queues) for row in range(one.row0, one.num_rows)]
+        assert drawn == list(range(valid))
+        assert not words_of(queues, "logits")
+        assert not words_of(queues, "sample")
+        assert len(words_of(queues, "best")) == 2 * tp * len(queues.queues)
+
+
+@pytest.mark.parametrize("method", [LIMITED, SEARCHED])
+@pytest.mark.parametrize("tp", [2, 4])
+def test_within_limits_each_rank_draws_from_all_logits(method: Method, tp: int):
+    """Every word that one polls is pushed by one SM of one rank, to all ranks."""
+    team, rows = odd_queues(method, tp), -(-1003 // tp)
+    slots = -(-rows // 8) * 8
+    pushed = [
+        head.dst + row
+        for queues in team
+        for *_, head, _ in queues.queues
+        for row in range(head.row0, head.row0 + 8 * head.num_units)
+    ]
+    assert len(set(pushed)) == len(pushed)
+    for queues in team:
+        polled = [
+            one.src + slot for one in samples(queues) for slot in range(one.row0, one.num_rows)
+        ]
+        assert polled == sorted(pushed) == list(words_of(queues, "logits"))
+        assert len(polled) == tp * slots
+        assert {one.vocab for one in samples(queues)} == {rows}
+        assert max(one.num_rows - one.row0 for one in samples(queues)) <= queues.head_rows
+        assert all(one.row0 % 2 == one.num_rows % 2 == 0 for one in samples(queues))
+        assert len(words_of(queues, "best")) == 2 * len(queues.queues)
+        assert words_of(queues, "sample")
+
+
 @pytest.mark.parametrize(("method", "logits"), [(PLAIN, "last"), (SEARCHED, "none")])
-def test_a_kernel_gives_all_logits_to_who_asks(method: Method, logits: Logits, batch: int):
-    drawn = blueprint(method, batch, logits=logits)
+def test_a_kernel_gives_all_logits_to_who_asks(method: Method, logits: Logits):
+    drawn = blueprint(method, MANY, logits=logits)
     for place in range(2):
         queues = queues_of(drawn, place)
         assert (queues.token, queues.draw) == ("", None)
-        assert drawn.host.segments[0].tensor_map()[queues.logits].shape == (batch, VOCAB)
+        assert drawn.host.segments[0].tensor_map()[queues.logits].shape == (MANY, VOCAB)
 
 
-@pytest.mark.parametrize("batch", BATCHES)
-def test_a_kernel_gives_the_logits_of_its_rank(batch: int):
+def test_a_kernel_gives_the_logits_of_its_rank():
+    batch = MANY
     drawn = blueprint(PLAIN, batch)
     for place in range(2):
         queues = queues_of(drawn, place)
@@ -111,7 +182,7 @@ def test_a_kernel_gives_the_logits_of_its_rank(batch: int):
         assert rows[-1][1] == VOCAB // 2
 
 
-@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("batch", [1, MANY])
 def test_logits_are_handed_over_rounded_to_bf16(batch: int, monkeypatch: pytest.MonkeyPatch):
     with offline(monkeypatch):
         runner = (

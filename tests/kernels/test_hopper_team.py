@@ -64,7 +64,7 @@ def test_ranks_have_the_same_queues_but_for_their_vocabulary(team):
     def common(one: Instruction) -> Instruction:
         if isinstance(one, Embed):
             return replace(one, row0=0, dst=0)
-        return replace(one, num_rows=0) if one.opcode is Opcode.HEAD else one
+        return replace(one, num_rows=0, dst=0) if one.opcode is Opcode.HEAD else one
 
     _, (first, *others) = team
     shape = first.shape

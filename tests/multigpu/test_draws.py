@@ -1,4 +1,6 @@
-"""Several ranks draw tokens by library ops, from the logits of the decode kernel."""
+"""Several ranks draw tokens: of one sequence in the decode kernel, of several by library ops from
+its logits.
+"""
 
 import itertools
 from unittest.mock import patch
@@ -20,8 +22,12 @@ HERE = "tests.multigpu.test_draws"
 NUM_DRAWN = 8
 LENGTHS = 3, 40, 130
 """Of prompts."""
-LIMITS = [(3, 0, 1.0), (1, 0, 1.0), (3, 0, 0.9), (3, 50, 0.9), (1, 50, 0.9)]
+LIMITS = [(3, 0, 1.0), (1, 0, 1.0), (3, 0, 0.9), (1, 0, 0.9), (3, 50, 0.9), (1, 50, 0.9)]
 """Batch, top-k and top-p."""
+TEMPERATURES = {0: 15.0, 50: 40.0}
+"""By top-k: the most likely token of the random model has some percent of the probability, as its
+logits have a deviation of 24.
+"""
 
 
 def open_drawing(
@@ -47,15 +53,27 @@ def draw_as_told(logits: Tensor, sampling: Sampling, positions: list[int]) -> tu
     return tuple(found.tolist())
 
 
+def all_logits(engine: Engine, told: Tensor) -> Tensor:
+    """What tokens of a step were drawn from: where the kernel draws, all ranks' logits before they
+    are rounded to those that it gives.
+    """
+    if engine.stepping is None:
+        return told
+    parts = engine.comm.all_gather_object(engine.stepping.logits.cpu())
+    found = torch.cat(parts)[: told.shape[1]][None]
+    assert torch.equal(found.to(told.dtype), told.cpu())
+    return found.to(told.device)
+
+
 def draw_from_logits(comm: Communicator, batch: int, top_k: int, top_p: float) -> None:
     """The same tokens from what each rank has of the logits, where that is enough, as from all of
     them; the same on all ranks and again.
     """
-    sampling = Sampling(temperature=1.0, top_k=top_k, top_p=top_p, seed=5)
+    sampling = Sampling(temperature=TEMPERATURES[top_k], top_k=top_k, top_p=top_p, seed=5)
     team = open_drawing(comm, batch, sampling)
     assert team.uses_megakernel
     assert len(team.blueprint.host.segments) == 1
-    assert team.stepping is None
+    assert (team.stepping is not None) == (batch == 1 and team.device.type == "cuda")
     prompts = random_ids(team.blueprint.config.vocab, list(LENGTHS[:batch]))
     found = drawn(team, prompts)
     assert found == drawn(team, prompts)
@@ -66,7 +84,9 @@ def draw_from_logits(comm: Communicator, batch: int, top_k: int, top_p: float) -
         outputs = team.decode_step(tokens)
         tokens = tuple(outputs["next"].tolist())
         positions = [len(prompt) + number for prompt in prompts]
-        assert tokens == draw_as_told(outputs["logits"], sampling, positions)
+        logits = all_logits(team, outputs["logits"])
+        assert tokens == draw_as_told(logits, sampling, positions)
+    assert len(set(itertools.chain(*found))) > NUM_DRAWN // 2
     assert len(set(comm.all_gather_object(tuple(found)))) == 1
 
 

@@ -17,6 +17,7 @@ from distmega.errors import HangError
 from distmega.hostir.nccl import NcclCommunicator
 from distmega.kernels.hopper.words import PLACES, Linear, Opcode
 from distmega.models.load import open_model
+from distmega.models.sampling import MOST_LIKELY, Sampling
 from distmega.requests import EngineOptions
 from tests.multigpu.ranks import ON_GPUS, RanksFailed
 
@@ -25,14 +26,16 @@ LIMIT_S = 1.0
 SM, LAYER = 5, 1
 
 
-def open_small(comm: NcclCommunicator, timeout_s: float = LIMIT_S) -> Engine:
+def open_small(
+    comm: NcclCommunicator, timeout_s: float = LIMIT_S, sampling: Sampling = MOST_LIKELY
+) -> Engine:
     """Two layers of Llama-3.2-1B, after a first launch, which loads the kernel."""
     source = open_model("llama-3.2-1b")
     source = replace(source, config=replace(source.config, num_layers=2))
     device = str(torch.get_default_device())
     options = EngineOptions(max_context=4096, collectives="kernel", timeout_s=timeout_s)
     with torch.device("cpu"):
-        engine = Engine(source, comm.mesh, comm, options, device=device)
+        engine = Engine(source, comm.mesh, comm, options, device=device, sampling=sampling)
     start(engine, 2)
     torch.cuda.synchronize()
     comm.barrier()
@@ -42,7 +45,7 @@ def open_small(comm: NcclCommunicator, timeout_s: float = LIMIT_S) -> Engine:
 def start(engine: Engine, num_steps: int) -> torch.Tensor:
     """Queues decode steps from an empty cache; their tokens."""
     assert engine.stepping is not None
-    engine.stepping.start([1], [0])
+    engine.stepping.start([1], [0], engine._draws)
     return engine.stepping.decode(num_steps)
 
 
@@ -79,6 +82,22 @@ def drop_a_signal(comm: NcclCommunicator) -> None:
     if comm.rank != last:
         assert f"rank {comm.rank}, SM {SM} (instruction" in found, found
         assert "of 'parts of h'" in found, found
+
+
+def drop_logits(comm: NcclCommunicator) -> None:
+    """One SM of the last rank pushes no logits, from which all ranks draw."""
+    sampling = Sampling(temperature=1.0, top_k=50)
+    engine, last = open_small(comm, sampling=sampling), comm.mesh.num_ranks - 1
+    if comm.rank == last:
+        change(engine, Opcode.HEAD, "num_units", 0)
+    start(engine, 1)
+    found = hang_of(engine)
+    assert re.search(rf"rank {comm.rank}, SM \d+ \(instruction \d+, sample of layer 1", found), (
+        found
+    )
+    assert "of 'logits'" in found, found
+    assert f"owed by rank {last}, SM {SM}, instruction" in found, found
+    assert "head of layer 1" in found, found
 
 
 def wait_for_the_wrong_tag(comm: NcclCommunicator) -> None:
@@ -141,7 +160,9 @@ def errors_of_survivors(body: str, device: str, num_ranks: int, run_ranks) -> st
     return found
 
 
-@pytest.mark.parametrize("body", ["drop_a_signal", "wait_for_the_wrong_tag", "come_late"])
+@pytest.mark.parametrize(
+    "body", ["drop_a_signal", "drop_logits", "wait_for_the_wrong_tag", "come_late"]
+)
 @pytest.mark.parametrize(("device", "num_ranks"), ON_GPUS)
 def test_a_fault_ends_in_time(body: str, device: str, num_ranks: int, run_ranks):
     run_ranks(f"{HERE}:{body}", device, num_ranks)
