@@ -1,0 +1,89 @@
+"""What the pages say of the results in words is what the result files give."""
+
+import re
+
+from bench.records import RESULTS, Record, read_records
+from tests.repo.source import ROOT
+
+LATENESS = 1.06
+"""Of the floor, from FROM_ROWS on: the target for matmuls with a collective."""
+FROM_ROWS = 4096
+
+
+def words(page: str) -> str:
+    return " ".join((ROOT / page).read_text().split())
+
+
+def speedups(records: list[Record]) -> list[float]:
+    """Of each case the best peer's time over ours; none for a case without peers."""
+    return [min(record.peers.values()) / record.ours_us for record in records if record.peers]
+
+
+def extent(values: list[float]) -> str:
+    return f"{min(values):.2f} to {max(values):.2f}"
+
+
+def overlap_cases(num_ranks: int) -> list[Record]:
+    return read_records(RESULTS / f"overlap-nvidia-h200-tp{num_ranks}.json")
+
+
+def late(records: list[Record]) -> list[float]:
+    """Our time over the floor, of cases that miss the target."""
+    wide = [r for r in records if int(re.findall(r"M=(\d+)", r.case)[0]) >= FROM_ROWS]
+    return [r.ours_us / r.floor_us for r in wide if r.ours_us / r.floor_us > LATENESS]
+
+
+def test_speedups_of_decode_steps():
+    records = read_records(RESULTS / "decode-nvidia-h200.json")
+    alone = [record for record in records if record.num_gpus == 1]
+    one = [record for record in alone if " batch=1 " in record.case]
+    many = [record for record in alone if " batch=16 " in record.case]
+    two = [record for record in records if record.num_gpus == 2]
+    said = words("README.md")
+    assert f"of one sequence is {extent(speedups(one))} times as fast as torch.compile" in said
+    assert f"of 16 sequences {extent(speedups(many))} times;" in said
+    assert f"at tp 2 one is {extent(speedups(two))} times as fast as torch.compile" in said
+
+
+def test_speedups_of_blocks():
+    found = {record.case.split()[0]: speedups([record])[0] for record in overlap_cases(2)
+             if f"M={FROM_ROWS} hidden" in record.case}  # fmt: skip
+    mlp, transformer = f"{found['mlp']:.2f}", f"{found['transformer']:.2f}"
+    said = words("README.md")
+    assert f"{FROM_ROWS} rows {mlp} and {transformer} times as fast as the best of" in said
+
+
+def test_targets_that_are_missed_are_told():
+    said = words("README.md")
+    two, four = overlap_cases(2), overlap_cases(4)
+    slower = [ratio for ratio in speedups(two) if ratio < 1]
+    assert not late(two)
+    assert f"a peer is faster in {len(slower)} case of {len(two)}, by 1%" in said
+    assert min(slower) > 0.985
+    slower = [ratio for ratio in speedups(four) if ratio < 1]
+    assert f"older kernel, {len(late(four))} cases miss the first" in said
+    assert f"faster in {len(slower)} cases of {len(four)}" in said
+    misses = [record for record in four if late([record])]
+    reduces = late([record for record in misses if "gemm_ar" in record.case])
+    assert f"the {len(reduces)} all-reduces ({extent(reduces)})" in said
+    for record in misses:
+        assert "gemm_ar" in record.case or f"{late([record])[0]:.2f}" in said
+
+
+def test_all_reduces_that_torch_does_faster_are_told():
+    four = read_records(RESULTS / "collectives-nvidia-h200-tp4.json")
+    behind = [r.case for r in four if speedups([r])[0] < 1]
+    assert behind == ["all-reduce 512 KB", "all-reduce 1024 KB"]
+    assert "torch's two-shot is faster from 512 KB on" in words("bench/results/README.md")
+    two = read_records(RESULTS / "collectives-nvidia-h200-tp2.json")
+    assert min(speedups(two)) > 1
+
+
+def test_pipelined_kernels_beside_torch_compile():
+    records = read_records(RESULTS / "pipelined-nvidia-h200.json")
+    ratios = [record.peers["torch.compile"] / record.ours_us for record in records]
+    said = words("bench/results/README.md")
+    assert f"All {len(records)} points" in said
+    assert f"{sum(ratio >= 1 for ratio in ratios)} are at least as fast as torch.compile" in said
+    assert sum(0.99 <= ratio < 1 for ratio in ratios) == 5
+    assert "five within 1%, and one" in said
