@@ -9,14 +9,13 @@ two GPUs. Writes bench/results/collectives-<device>-tp<N>.json.
 
 import argparse
 import statistics
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
 from bench.ranks import run_on_ranks
-from bench.records import RESULTS, Record, current_commit, result_name, write_records
+from bench.records import Book, Record, add_book_options, open_book
 from bench.timing import Call, elapsed_us
 from distmega.hostir.nccl import NcclCommunicator
 from distmega.kernels.hopper.all_reduce import PushedAllReduce
@@ -92,7 +91,7 @@ def link_bytes_per_us(comm: NcclCommunicator) -> float:
     return (1 << 26) / statistics.median(times)
 
 
-def measure(comm: NcclCommunicator, rounds: int, sizes_kb: tuple[int, ...], out: Path) -> None:
+def measure(comm: NcclCommunicator, rounds: int, sizes_kb: tuple[int, ...], book: Book) -> None:
     """All sizes; the first rank writes the records."""
     rate, size = link_bytes_per_us(comm), comm.mesh.num_ranks
     for kb in sizes_kb:
@@ -111,11 +110,9 @@ def measure(comm: NcclCommunicator, rounds: int, sizes_kb: tuple[int, ...], out:
             ours_us=min(medians[name] for name in ours),
             peers={name: medians[name] for name in peers},
             floor_us=round(2 * (size - 1) / size * kb * 1024 / rate, 2),
-            commit=current_commit(),
         )
         if comm.rank == 0:
-            name = f"{result_name('collectives', record.device)}-tp{size}.json"
-            write_records(out / name, [record])
+            book.write("collectives", record, by_ranks=True)
             print(record, medians, flush=True)
 
 
@@ -125,9 +122,10 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--kb", type=int, nargs="+", default=SIZES_KB)
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    add_book_options(parser)
     given = parser.parse_args()
-    run_on_ranks(measure, given.ranks, given.rounds, tuple(given.kb), given.out)
+    book = open_book(given.results, given.commit)
+    run_on_ranks(measure, given.ranks, given.rounds, tuple(given.kb), book)
 
 
 if __name__ == "__main__":

@@ -16,14 +16,13 @@ import re
 import statistics
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.ranks import AHEAD_CYCLES, run_on_ranks
-from bench.records import RESULTS, Record, current_commit, result_name, write_records
+from bench.records import Book, Record, add_book_options, open_book
 from bench.timing import Call, elapsed_us
 from bench.torch_decoder import make_peer
 from distmega.engine import Engine
@@ -185,15 +184,14 @@ def measure(case: Case, comm: Communicator, rounds: int, with_peer: bool) -> Rec
         ours_us=ours_us,
         peers=medians,
         floor_us=round(floor_us, 1),
-        commit=current_commit(),
     )
 
 
-def run_case(comm: Communicator, text: str, rounds: int, with_peer: bool, out: Path) -> None:
+def run_case(comm: Communicator, text: str, rounds: int, with_peer: bool, book: Book) -> None:
     """Measures one case on this rank; the first writes the record."""
     record = measure(parse_case(text), comm, rounds, with_peer)
     if comm.rank == 0:
-        write_records(out / f"{result_name('decode', record.device)}.json", [record])
+        book.write("decode", record)
         print(record, flush=True)
     gc.collect()
     torch.cuda.empty_cache()
@@ -205,10 +203,11 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", default=CASES)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--no-peer", action="store_true")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    add_book_options(parser)
     arguments = parser.parse_args()
+    book = open_book(arguments.results, arguments.commit)
     for text in arguments.cases:
-        given = text, arguments.rounds, not arguments.no_peer, arguments.out
+        given = text, arguments.rounds, not arguments.no_peer, book
         run_on_ranks(run_case, parse_case(text).num_ranks, *given)
 
 

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -29,7 +28,7 @@ from bench.blocks import (
     transformer_block,
 )
 from bench.ranks import median_us, run_on_ranks
-from bench.records import RESULTS, Record, current_commit, result_name, write_records
+from bench.records import Record, add_book_options, open_book
 from distmega.hostir.nccl import NcclCommunicator
 from distmega.kernels import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from distmega.kernels.copy_engines import CopyCommunicator
@@ -134,7 +133,7 @@ def random(*shape: int) -> Tensor:
     return torch.randn(shape, device="cuda").bfloat16()
 
 
-def measure(case: Case, num_ranks: int, commit: str) -> Record:
+def measure(case: Case, num_ranks: int) -> Record:
     """One case; the floor in alternation with the rest."""
     times = median_us(case.calls | {"matmul": case.matmul, "collective": case.collective})
     matmul, collective = times.pop("matmul"), times.pop("collective")
@@ -146,7 +145,6 @@ def measure(case: Case, num_ranks: int, commit: str) -> Record:
         ours_us=round(ours, 1),
         peers={name: round(us, 1) for name, us in times.items()},
         floor_us=round(max(matmul, collective), 1),
-        commit=commit,
     )
 
 
@@ -174,11 +172,10 @@ def _record(
     """Measures and writes some cases, unless the time is over on any rank; frees their memory."""
     if max(comm.all_gather_object(time.monotonic() > end)):
         return
-    stem = result_name("overlap", torch.cuda.get_device_name())
     for case in make():
-        record = measure(case, options.ranks, options.commit)
+        record = measure(case, options.ranks)
         if comm.rank == 0:
-            write_records(options.results / f"{stem}-tp{options.ranks}.json", [record])
+            options.book.write("overlap", record, by_ranks=True)
             print(summary(record), flush=True)
     del case
     torch.cuda.empty_cache()
@@ -198,9 +195,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rows", type=int, nargs="+", default=[], help="only these M")
     parser.add_argument("--seconds", type=float, default=120.0, help="after which no case starts")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
-    parser.add_argument("--commit", default=current_commit(), help="what the records say")
+    add_book_options(parser)
     options = parser.parse_args()
+    options.book = open_book(options.results, options.commit)
     run_on_ranks(run_rank, options.ranks, options)
 
 

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.records import RESULTS, Record, current_commit, result_name, write_records
+from bench.records import Record, add_book_options, open_book
 from bench.timing import Call, alternating_us
 from distmega import kernels
 from distmega.kernels.pipelined import norms, pointwise
@@ -182,7 +182,7 @@ def host_us(call: Call) -> float:
     return sorted(spans)[len(spans) // 2]
 
 
-def measure_host(commit: str) -> list[Record]:
+def measure_host() -> list[Record]:
     """Time on the host of one call, through the functions that users call; the floor is that of one
     torch op.
     """
@@ -208,11 +208,11 @@ def measure_host(commit: str) -> list[Record]:
         times = {peer_name: round(host_us(call), 2) for peer_name, call in calls.items()}
         found = host_us(ours)
         print(f"host time of {name}: {found:.1f} us, {times}, one torch op {add:.1f}", flush=True)
-        records.append(_record(f"host time of {name}", found, times, add, commit))
+        records.append(_record(f"host time of {name}", found, times, add))
     return records
 
 
-def _record(case: str, ours: float, peers: dict[str, float], floor: float, commit: str) -> Record:
+def _record(case: str, ours: float, peers: dict[str, float], floor: float) -> Record:
     return Record(
         case=case,
         device=torch.cuda.get_device_name(),
@@ -220,11 +220,10 @@ def _record(case: str, ours: float, peers: dict[str, float], floor: float, commi
         ours_us=round(ours, 2),
         peers={name: round(us, 2) for name, us in peers.items()},
         floor_us=round(floor, 2),
-        commit=commit,
     )
 
 
-def measure(case: Case, data: list[Tensor], commit: str) -> Record:
+def measure(case: Case, data: list[Tensor]) -> Record:
     """One case, its copy included, in alternation."""
     calls = calls_of(case, data)
     count = case.size_mb * MB // 2
@@ -240,7 +239,7 @@ def measure(case: Case, data: list[Tensor], commit: str) -> Record:
     print(
         f"{title}: {ours:.1f} us {tb / ours:.2f} TB/s, {rates}, copy {rate / 1e6:.2f}", flush=True
     )
-    return _record(title, ours, times, floor, commit)
+    return _record(title, ours, times, floor)
 
 
 def main() -> None:
@@ -248,22 +247,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--sizes-mb", type=int, nargs="+", default=[1, 4, 16, 64, 256, 1024, 4096])
     parser.add_argument("--host", action="store_true", help="also the time on the host of a call")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
-    parser.add_argument("--commit", default=current_commit(), help="what the records say")
+    add_book_options(parser)
     options = parser.parse_args()
+    book = open_book(options.results, options.commit)
     logging.basicConfig(format="%(message)s")
     logging.getLogger(tuning.__module__).setLevel(logging.INFO)  # says which kernel is chosen
     largest = max(options.sizes_mb) * MB // 2
     data = [torch.randn(largest, device="cuda", dtype=torch.bfloat16) for _ in range(5)]
-    path = options.results / f"{result_name('pipelined', torch.cuda.get_device_name())}.json"
-    if options.host:
-        host_path = path.with_name(path.name.replace("pipelined", "pipelined-host"))
-        write_records(host_path, measure_host(options.commit))
+    for record in measure_host() if options.host else ():
+        book.write("pipelined-host", record)
     worst = math.inf
     with tempfile.TemporaryDirectory() as folder, tuning(Path(folder) / "choices.json"):
         for case in all_cases(options.sizes_mb):
-            record = measure(case, data, options.commit)
-            write_records(path, [record])
+            record = measure(case, data)
+            book.write("pipelined", record)
             worst = min(worst, record.peers["torch.compile"] / record.ours_us)
     print(f"least against torch.compile: {worst:.2f}")
 

@@ -49,8 +49,9 @@ def connect() -> bool:
     except (OSError, ValueError) as error:
         raise LaunchError(
             f"can't connect to Ray at RAY_ADDRESS={address or 'local'} ({error})",
-            expected="host:port of a running cluster",
-            remedy="correct RAY_ADDRESS, or unset it to start Ray on this machine",
+            expected="host:port of a running cluster, and its token if it demands one",
+            remedy="correct RAY_ADDRESS, unset it to start Ray on this machine, or set "
+            "RAY_AUTH_MODE=token where `ray start` said that token authentication is enabled",
         ) from error
     return True
 

@@ -15,6 +15,9 @@ fi
 result=$(realpath --canonicalize-missing "$1")
 shift
 rm -f "$result" "$result.code"
+if [ -z "${RAY_AUTH_MODE:-}" ] && { [ -n "${RAY_AUTH_TOKEN:-}" ] || [ -e "${RAY_AUTH_TOKEN_PATH:-$HOME/.ray/auth_token}" ]; }; then
+  export RAY_AUTH_MODE=token  # where there is a token, `ray start` demands it, and `ray job submit` (2.60) forgets it
+fi
 command=$(printf '%q ' "${PYTHON:-python3}" -m distmega "$@" --launcher ray)
 ray job submit --log-style record -- \
   bash -c "$command >$(printf %q "$result"); echo \$? >$(printf %q "$result.code")" >&2 || true

@@ -12,7 +12,7 @@ PROMPT = 'it\'s $HOME; "two"  words'
 RAY = """#!/usr/bin/env bash
 while [ "$1" != -- ]; do shift; done
 shift
-echo submitted
+echo "submitted ${RAY_AUTH_MODE:-}"
 "$@"
 """
 """A `ray` whose jobs run here."""
@@ -31,13 +31,15 @@ def write_program(path: Path, text: str) -> Path:
     return path
 
 
-def run_script(folder: Path, name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_script(
+    folder: Path, name: str, *arguments: str, **environment: str
+) -> subprocess.CompletedProcess[str]:
     write_program(folder / "ray", RAY)
     python = write_program(folder / "a python", COMMAND)
     path = f"{folder}:{os.environ['PATH']}"
     return subprocess.run(
         [str(ROOT / "launch" / name), *arguments],
-        env={**os.environ, "PATH": path, "PYTHON": str(python)},
+        env={**os.environ, "PATH": path, "PYTHON": str(python), **environment},
         capture_output=True,
         text=True,
         timeout=30,
@@ -54,8 +56,20 @@ def test_a_ray_job_gives_the_command_s_output_and_exit_code(tmp_path: Path) -> N
     result = tmp_path / "its answer"
     done = run_script(tmp_path, "ray_job.sh", str(result), "generate", "m", PROMPT)
     expected = as_printed("-m", "distmega", "generate", "m", PROMPT, "--launcher", "ray")
-    assert (done.stdout, done.stderr, done.returncode) == (expected, "submitted\n", 3)
+    assert (done.stdout, done.returncode) == (expected, 3)
+    assert done.stderr.startswith("submitted")
     assert result.read_text() == expected
+
+
+def test_a_ray_job_shows_the_token_that_there_is(tmp_path: Path) -> None:
+    arguments = "ray_job.sh", str(tmp_path / "answer"), "doctor"
+    environment = {"HOME": str(tmp_path), "RAY_AUTH_MODE": ""}
+    assert run_script(tmp_path, *arguments, **environment).stderr == "submitted \n"
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text("secret")
+    assert run_script(tmp_path, *arguments, **environment).stderr == "submitted token\n"
+    environment["RAY_AUTH_MODE"] = "disabled"
+    assert run_script(tmp_path, *arguments, **environment).stderr == "submitted disabled\n"
 
 
 def test_a_ray_job_whose_result_is_elsewhere(tmp_path: Path) -> None:

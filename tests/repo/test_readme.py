@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bench import tables
-from bench.records import Record, read_records, write_records
+from bench.records import RESULTS, UNKNOWN, Book, Record, open_book, read_records, write_records
 from tests.repo.source import ROOT
 
 README = (ROOT / "README.md").read_text()
@@ -123,6 +123,30 @@ def test_a_case_measured_again_replaces_the_old_one(tmp_path: Path):
     write_records(path, [record("a", 100.0, {}), record("b", 62.5, {})])
     write_records(path, [record("b", 60.0, {})])
     assert [(found.case, found.ours_us) for found in read_records(path)] == [("a", 100), ("b", 60)]
+
+
+def test_a_record_names_the_commit_of_its_book(tmp_path: Path):
+    Book(folder=tmp_path, commit="def").write("decode", record("a", 1.0, {}), by_ranks=True)
+    (found,) = read_records(tmp_path / "decode-nvidia-h200-tp1.json")
+    assert found.commit == "def"
+
+
+def test_results_of_the_repository_need_a_commit(tmp_path: Path, monkeypatch, capsys):
+    assert not [path for path in RESULTS.glob("*.json") if f'"{UNKNOWN}"' in path.read_text()]
+    monkeypatch.setattr("bench.records.current_commit", lambda: UNKNOWN)
+    with pytest.raises(SystemExit, match="no commit known; expected git here, or --commit"):
+        open_book(RESULTS, None)
+    assert open_book(RESULTS, "abc") == Book(folder=RESULTS, commit="abc")
+    assert open_book(tmp_path, None) == Book(folder=tmp_path, commit=UNKNOWN)
+    assert "records will say 'unknown'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["decode", "overlap", "collectives", "pipelined"])
+def test_benchmarks_that_write_take_the_same_options(name: str):
+    text = (ROOT / f"bench/{name}.py").read_text()
+    assert "add_book_options(parser)" in text
+    assert "open_book(" in text
+    assert not re.findall(r'"--(?:out|results|commit)"', text)
 
 
 def test_an_unnamed_result_file_is_reported(tmp_path: Path):
