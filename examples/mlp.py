@@ -1,7 +1,7 @@
 """An MLP written op by op, planned for two tensor-parallel ranks, run by two processes on the CPU
 and compared with plain torch. The walk through the code starts here; next: distmega/program.py.
 
-    python examples/mlp.py
+    python examples/mlp.py      or      torchrun --standalone --nproc-per-node 2 examples/mlp.py
 """
 
 import torch
@@ -40,11 +40,12 @@ def run_rank(context: RankContext, values: Values, emit: Emit) -> torch.Tensor:
 
 def main() -> None:
     """Prints the plan and the largest difference to torch."""
+    torch.manual_seed(0)  # under torchrun each rank makes the values, and they must be the same
     given = [t for t in build_mlp().tensors if t.role != "temp"]
     values = {t.name: torch.randn(t.shape) / t.shape[-1] ** 0.5 for t in given}
     x, w1, w2 = values["x"], values["w1"], values["w2"]
     expected = torch.nn.functional.silu(x @ w1.T) @ w2.T + x
-    for event in launch(run_rank, values, LauncherOptions(num_ranks=2)):
+    for event in launch(run_rank, values, LauncherOptions(launcher="auto", num_ranks=2)):
         if isinstance(event, Result):
             print("largest difference to torch:", (event.value - expected).abs().max().item())
             torch.testing.assert_close(event.value, expected)

@@ -42,8 +42,10 @@ class RayOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LauncherOptions:
-    """Who starts the ranks and how many. `timeout_s` is the longest silence allowed from running
-    ranks, by default DISTMEGA_TIMEOUT_S; `start_timeout_s` is the longest until all of them run.
+    """Who starts the ranks and how many. launcher: "local", "torchrun", "ray", or "auto", which is
+    torchrun in a process that it started, else local. `timeout_s` is the longest silence allowed
+    from running ranks, by default DISTMEGA_TIMEOUT_S; `start_timeout_s` is the longest until all of
+    them run.
 
     After a RankFailure the ranks are started again up to `max_restarts` times. Values that were
     already yielded are then left out, so the target must emit the same values again.
@@ -114,7 +116,7 @@ def _main_module() -> str | None:
     if spec := getattr(main, "__spec__", None):
         return str(spec.name)
     file = getattr(main, "__file__", None)
-    return Path(file).stem if file else None
+    return Path(file).stem if file and Path(file).is_file() else None
 
 
 _importing: list[str] = []

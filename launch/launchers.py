@@ -12,6 +12,7 @@ import pickle
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -59,7 +60,8 @@ def launch(
     the rank if one dies, raises or hangs, and any DistmegaError that a rank raises.
     """
     timeout_s = read_settings().timeout_s if options.timeout_s is None else options.timeout_s
-    _check_options(options, timeout_s)
+    launcher = choose_launcher(options.launcher)
+    _check_options(replace(options, launcher=launcher), timeout_s)
     require_no_import()
     job = Job(
         target=function_name(target),
@@ -70,7 +72,7 @@ def launch(
         start_timeout_s=options.start_timeout_s,
         ray=options.ray,
     )
-    return _run_with_restarts(_load_launcher(options.launcher), job, options.max_restarts)
+    return _run_with_restarts(_load_launcher(launcher), job, options.max_restarts)
 
 
 def choose_launcher(name: str) -> str:
@@ -134,7 +136,7 @@ def _check_options(options: LauncherOptions, timeout_s: float) -> None:
     if launcher not in LAUNCHERS:
         raise RequestError(
             f"launcher {launcher!r}",
-            expected=f"one of {', '.join(LAUNCHERS)}",
+            expected=f"one of auto, {', '.join(LAUNCHERS)}",
             remedy="choose one of these with --launcher",
         )
     if options.device not in get_args(DeviceKind):

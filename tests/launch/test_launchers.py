@@ -15,7 +15,10 @@ from distmega.launch.launchers import launch
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"launcher": "slurm"}, "launcher 'slurm'; expected one of local, torchrun, ray; choose"),
+        (
+            {"launcher": "slurm"},
+            "launcher 'slurm'; expected one of auto, local, torch",
+        ),
         ({"num_ranks": 0}, "0 ranks; expected at least 1; raise"),
         ({"num_ranks": "2"}, "2 ranks; expected at least 1; raise"),
         ({"device": "tpu"}, "device 'tpu'; expected one of cpu, cuda; name"),
@@ -98,6 +101,24 @@ def test_a_function_of_the_script_that_runs_is_a_target(tmp_path: Path):
     )
     done = main_of(tmp_path / "my_script.py", lines)
     assert done.stdout == "42\n", done.stderr
+
+
+def test_a_function_of_no_file_is_refused():
+    code = (
+        "from distmega.launch import LauncherOptions, launch\n"
+        "def double(context, payload, emit): return 2 * payload\n"
+        "launch(double, 21, LauncherOptions())\n"
+    )
+    done = subprocess.run(
+        [sys.executable], input=code, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert "target 'double'; expected a function of a module, or of the script" in done.stderr
+
+
+def test_a_process_of_torchrun_starts_no_ranks_of_its_own(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    with pytest.raises(RequestError, match="local in a process that torchrun started"):
+        launch("module:function", None, LauncherOptions())
 
 
 def test_a_script_that_starts_ranks_when_imported_is_told_to_guard_it(tmp_path: Path):

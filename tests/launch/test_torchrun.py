@@ -107,6 +107,7 @@ def test_a_world_size_set_by_hand_must_agree(
     launcher: str, requested: int, text: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("WORLD_SIZE", text)
-    message = f"{requested or 1} ranks are asked for, and WORLD_SIZE={text}; expected both"
+    asked = f"{requested} ranks are" if requested else "1 rank is"
+    message = f"{asked} asked for, and WORLD_SIZE={text}; expected both"
     with pytest.raises(RequestError, match=message):
         choose_num_ranks(launcher, requested)
