@@ -3,8 +3,8 @@
 Comes in: the user's layouts. Goes out: for each op, which iteration axis runs on which mesh axis as
 far as annotations decide it. A decision is never overwritten, neither the user's nor an earlier
 one: what a user annotated comes before what was derived, and of derived layouts that disagree the
-first wins. Where two annotated operands disagree, the cost model decides which is resharded. Next:
-search.py.
+first wins. The cost model decides where two annotated operands disagree, and whether a sum is
+divided as follows from others or as its annotated result. Next: search.py.
 """
 
 from collections.abc import Iterable, Mapping
@@ -41,7 +41,8 @@ class _Propagation:
     def run(self) -> Hints:
         for op in self.program.ops:
             self.visit(op, op.reads, is_write=False, pinned=True)
-            self.visit(op, op.writes, is_write=True, pinned=True)
+            if not self.is_summed(op, op.extents):
+                self.visit(op, op.writes, is_write=True, pinned=True)
         while self.changed:
             self.changed = False
             for op in self.program.ops:
@@ -95,11 +96,25 @@ class _Propagation:
             if mine != placement or option.axis in inner:
                 continue
             if not self.contradicts(op, axis, option):
+                if not is_write and self.competes(op, axis, place, option):
+                    self.open[op.name].append(axis)
+                    return
                 hints[axis] = option.axis
                 self.taken[op.name][option.axis] = option.chunk
                 self.learn(op, axis, option)
                 self.changed = True
                 return
+
+    def competes(self, op: Op, axis: str, place: int, option: SplitOption) -> bool:
+        """Whether a division that only follows from others leaves parts of a sum, of a result that
+        is annotated as divided. It may come of either, so costs decide.
+        """
+        return any(
+            isinstance(made, Partial)
+            and op.reads[place].tensor not in self.pins
+            and isinstance(self.pins.get(access.tensor, REPLICATED).at(axis), Shard)
+            for access, made in zip(op.writes, option.writes, strict=True)
+        )
 
     def contradicts(self, op: Op, axis: str, option: SplitOption) -> bool:
         """Whether a result would not come out as its annotation says."""

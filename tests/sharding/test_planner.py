@@ -183,6 +183,27 @@ def test_a_divided_bias_does_not_keep_its_sum_from_being_divided_too():
     check_plan(plan, random_arrays(program, 0))
 
 
+@pytest.mark.parametrize("machine", [CPU, H200], ids=lambda m: m.name)
+def test_costs_decide_between_a_derived_sum_and_an_annotated_result(machine):
+    """Parts that follow from x are summed and scattered where that moves less than dividing the op
+    as its result is annotated.
+    """
+    p = ProgramBuilder("p")
+    a = p.input("x", (60, 80, 40)).map("a0 * 2", name="a")
+    program = p.build(p.reduce(a, 0, name="b"))
+    marks = {"x": shard(0, "tp"), "b": shard(0, "tp")}
+    plan = plan_program(program, DeviceMesh(tp=2), machine, marks)
+    assert collectives(plan) == ["reduce_scatter b"]
+    check_plan(plan, random_arrays(program, 0))
+    p = ProgramBuilder("p")
+    a = p.input("x", (60, 8)).map("a0 * 2", name="a")
+    program = p.build(p.linear(a, p.weight("w", (400, 8)), name="y"))
+    marks = {"x": shard(1, "tp"), "y": shard(1, "tp")}
+    plan = plan_program(program, DeviceMesh(tp=2), machine, marks)
+    assert collectives(plan) == ["all_gather a.whole"]
+    check_plan(plan, random_arrays(program, 0))
+
+
 SUM = {"x": shard(1, "tp"), "w": shard(1, "tp")}
 """Annotations that divide the sum of `y` in the programs below."""
 
