@@ -1,8 +1,9 @@
-"""The peer of bench/decode.py: a decode step as a user of plain torch writes it, for torch.compile.
+"""The peer of bench/decode.py and bench/prefill.py: a model as a user of plain torch writes it, for
+torch.compile.
 
-In: a ModelConfig and static KV caches. Out: a module that appends one token a sequence to the
-caches and gives the next tokens; weights are random bf16. Compiled with mode "max-autotune",
-which also captures CUDA graphs. Over several ranks it is Megatron's tensor parallelism: a part of
+In: a ModelConfig and static KV caches. Out: a module that appends tokens to the caches, one of each
+sequence or a prompt, and gives the next ones; weights are random bf16. It is compiled with a mode
+that also captures CUDA graphs. Over several ranks it is Megatron's tensor parallelism: a part of
 the heads, the feed-forward and the vocabulary each, two NCCL all-reduces a layer. Ids are then
 those of the rank's own vocabulary, which spares it the exchanges of embedding and argmax.
 """
@@ -37,18 +38,24 @@ class Attention(nn.Module):
         self.register_buffer("values", values)
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, position: Tensor, mask: Tensor
+        self, x: Tensor, cos: Tensor, sin: Tensor, position: Tensor, mask: Tensor | None
     ) -> Tensor:
-        batch = x.shape[0]
+        batch, num_tokens = x.shape[:2]
         parts = [self.heads, self.kv_heads, self.kv_heads]
-        q, k, v = self.qkv(self.norm(x)).view(batch, 1, -1, self.d).split(parts, 2)
+        q, k, v = self.qkv(self.norm(x)).view(batch, num_tokens, -1, self.d).split(parts, 2)
         q, k = (rotate(norm(t), cos, sin) for norm, t in zip(self.head_norms, (q, k), strict=True))
         self.keys[:, :, position] = k.transpose(1, 2)
         self.values[:, :, position] = v.transpose(1, 2)
-        mixed = F.scaled_dot_product_attention(
-            q.transpose(1, 2), self.keys, self.values, attn_mask=mask, enable_gqa=True
-        )
-        return x + total(self.out(mixed.transpose(1, 2).reshape(batch, 1, -1)))
+        q = q.transpose(1, 2)
+        if mask is not None:
+            mixed = F.scaled_dot_product_attention(
+                q, self.keys, self.values, attn_mask=mask, enable_gqa=True
+            )
+        else:
+            mixed = F.scaled_dot_product_attention(
+                q, k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True
+            )
+        return x + total(self.out(mixed.transpose(1, 2).reshape(batch, num_tokens, -1)))
 
 
 class Mlp(nn.Module):
@@ -66,7 +73,9 @@ class Mlp(nn.Module):
 
 
 class TorchDecoder(nn.Module):
-    """tokens [batch, 1] at position [1] -> next tokens [batch, 1]."""
+    """tokens [batch, 1] at position [1], or a prompt [1, m] at positions 0 to m - 1 -> next tokens
+    [batch, 1].
+    """
 
     def __init__(self, config: ModelConfig, caches: Sequence[tuple[Tensor, Tensor]]) -> None:
         super().__init__()
@@ -86,10 +95,10 @@ class TorchDecoder(nn.Module):
     def forward(self, tokens: Tensor, position: Tensor) -> Tensor:
         x = self.embed(tokens)
         cos, sin = self.cos[position][:, None], self.sin[position][:, None]
-        mask = (self.all_positions <= position)[None, None, None]
+        mask = None if len(position) > 1 else (self.all_positions <= position)[None, None, None]
         for layer in self.layers:
             x = layer(x, cos, sin, position, mask) if isinstance(layer, Attention) else layer(x)
-        return self.head(self.norm(x))[:, -1].argmax(-1, keepdim=True)
+        return self.head(self.norm(x[:, -1:]))[:, -1].argmax(-1, keepdim=True)
 
 
 def total(x: Tensor) -> Tensor:

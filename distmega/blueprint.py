@@ -34,6 +34,9 @@ from distmega.sharding.stages import AXIS, Stage, cut_places, split_stages
 MICRO_BATCHES = 4
 """Parts in which a pipeline prefills a prompt unless asked otherwise."""
 
+FEWEST_TOKENS = 64
+"""Of a program that prefills a prompt on a GPU."""
+
 CHOICES = frozenset({"top", "cutoff", "sample"})
 """Kinds that turn logits into tokens."""
 
@@ -240,23 +243,43 @@ def draw_library_decode(blueprint: DecodeBlueprint) -> HostProgram:
     return run_passes(link_stage([Part(stage=staged.stage, host=host)]))
 
 
+def num_micro_batches(blueprint: DecodeBlueprint) -> int:
+    """Parts in which a prompt is prefilled."""
+    several = blueprint.staged.stage.num_stages > 1
+    return blueprint.options.micro_batches or (MICRO_BATCHES if several else 1)
+
+
+def prefill_size(blueprint: DecodeBlueprint, num_tokens: int) -> int:
+    """Tokens of the program that prefills a prompt of num_tokens.
+
+    A program takes 0.1 to 0.6 s to plan, so on GPUs prompts share one of few sizes: multiples of 64
+    up to 1024, then 8 to an octave. A GPU waits for the weights' bytes up to some 100 tokens, and
+    beyond 512 at most an eighth is filled up. A CPU waits for every token.
+    """
+    if blueprint.machine == CPU or num_micro_batches(blueprint) > 1:
+        return num_tokens
+    step = max(FEWEST_TOKENS, (1 << (num_tokens - 1).bit_length()) // 16)
+    return min(-(-num_tokens // step) * step, blueprint.max_context)
+
+
 def draw_prefill(blueprint: DecodeBlueprint, num_tokens: int, logits: Logits) -> HostProgram:
     """Host program of `num_tokens` tokens of one sequence at once by library ops, on the decode
-    plan's layouts; in micro-batches where there are several stages. Its caches are those of one
+    plan's layouts: of a prompt, see build_decoder, or in micro-batches. Its caches are those of one
     sequence, [h, t, d].
     """
-    wanted = blueprint.options.micro_batches
-    wanted = wanted or (MICRO_BATCHES if blueprint.staged.stage.num_stages > 1 else 1)
+    wanted = num_micro_batches(blueprint)
     size = -(-num_tokens // wanted)
     count, rest = divmod(num_tokens, size)
-    parts = [_prefill_part(blueprint, size, count, logits)]
+    parts = [_prefill_part(blueprint, size, count, logits, prompt=wanted == 1)]
     if rest:
         parts.append(_prefill_part(blueprint, rest, 1, logits))
     by_rows = ("tokens", "positions", *(["logits"] if logits == "all" else []))
     return run_passes(link_stage(parts, dict.fromkeys(by_rows, 0)))
 
 
-def _prefill_part(blueprint: DecodeBlueprint, num_tokens: int, count: int, logits: Logits) -> Part:
+def _prefill_part(
+    blueprint: DecodeBlueprint, num_tokens: int, count: int, logits: Logits, *, prompt: bool = False
+) -> Part:
     """Micro-batches of `num_tokens` tokens, on this stage."""
     layouts = blueprint.staged.plan.persistent_layouts()
     if blueprint.options.batch > 1:
@@ -269,6 +292,7 @@ def _prefill_part(blueprint: DecodeBlueprint, num_tokens: int, count: int, logit
         logits=logits,
         dtype=blueprint.machine.dtype,
         method=blueprint.method,
+        prompt=prompt,
     )
     staged = blueprint.staged
     stage = split_stages(program, staged.cuts)[staged.stage.index]

@@ -18,7 +18,6 @@ from distmega.blueprint import (
     compile_kernels,
     draw_decode,
     draw_library_decode,
-    draw_prefill,
     draws_apart,
     plan_decode,
 )
@@ -39,6 +38,7 @@ from distmega.kernels.symmetric import Team
 from distmega.models.decoder import Logits
 from distmega.models.load import ModelSource
 from distmega.models.sampling import MOST_LIKELY, Sampling
+from distmega.prefills import Prefills
 from distmega.program import Program
 from distmega.requests import EngineOptions
 from distmega.sharding.cost import CPU, H200
@@ -111,7 +111,12 @@ class Engine:
         fingerprints = [plan.fingerprint()]
         fingerprints += [runner.kernel.fingerprint() for runner in self._runners.values()]
         require_agreement(comm, plan, fingerprints)
-        self._prefills: dict[tuple[int, Logits], Evaluator] = {}
+        self._prefills = Prefills(
+            self.blueprint,
+            partial(self._evaluator, kernels={}),
+            self.device,
+            captures=on_gpu and mesh.num_ranks == 1 and not method.draws,
+        )
         if on_gpu and plan.stage.num_stages > 1:
             assert isinstance(comm, NcclCommunicator), "GPUs communicate over NCCL"
             shared = options.collectives != "host"
@@ -191,7 +196,7 @@ class Engine:
 
     def logits(self, ids: Sequence[int]) -> Tensor:
         """Logits of every position of a new sequence in slot 0, [len(ids), vocab]."""
-        return self._run_prefill(ids, 0, "all")["logits"]
+        return self._run_prefill(ids, 0, "all")["logits"][: len(ids)]
 
     def prefill(self, ids: Sequence[int], slot: int = 0) -> int:
         """Starts a new sequence in one of the batch's slots; the next token."""
@@ -249,19 +254,10 @@ class Engine:
                 expected=f"tokens of 0 to {vocab - 1}",
                 remedy="use the model's own tokenizer",
             )
-        key = len(ids), logits
-        if key not in self._prefills:
-            host = draw_prefill(self.blueprint, len(ids), logits)
-            self._prefills[key] = self._evaluator(host, {})
-        inputs = {
-            "tokens": torch.tensor(ids, device=self.device),
-            "positions": torch.arange(len(ids), device=self.device),
-        }
         draws = {name: rows[slot : slot + 1] for name, rows in self._draws.items()}
         with self._in_step():
-            outputs = self._prefills[key].run(
-                {**inputs, **draws, **self._persistent, **self._slots[slot]}
-            )
+            tensors = {**draws, **self._persistent, **self._slots[slot]}
+            outputs = self._prefills.run(ids, slot, logits, tensors)
             if self.blueprint.staged.stage.num_stages > 1 and self.device.type == "cuda":
                 torch.cuda.current_stream().synchronize()
                 self.comm.check_signals()

@@ -205,7 +205,7 @@ def attention(
     h is the kv head, g the query head within its group. window > 0 also requires t > positions[i] -
     window. Output [m, h, g, e]. Softmax in fp32. With caches [m, h, t, d] and [m, h, t, e] each row
     sees its own: rows are sequences, not tokens of one. in_order: positions are 0, 1, 2 ..., which
-    allows faster kernels.
+    allows faster kernels; the attribute is the number of rows that this holds of, all of them.
     """
     shapes = (q.shape, k_cache.shape, v_cache.shape, positions.shape)
     own = cache_rows(k_cache)
@@ -225,7 +225,7 @@ def attention(
     out = Tensor(name=name, shape=(m, h, g, e), dtype=q.dtype)
     caches = access(k_cache, *own, "h", "t", "d"), access(v_cache, *own, "h", "t", "e")
     reads = [access(q, "m", "h", "g", "d"), *caches, access(positions, "m")]
-    ordered = {"in_order": True} if in_order else {}
+    ordered = {"in_order": m} if in_order else {}
     return make_op(
         name,
         "attention",

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from distmega.errors import ProgramError
 from distmega.hostir.evaluator import Evaluator
+from distmega.hostir.library import attends_in_order
 from distmega.hostir.nodes import LibraryOp, Node, Signal, WaitSignal, walk_nodes
 from distmega.hostir.text import print_node
 
@@ -23,7 +24,7 @@ NUM_WARM_UPS = 2
 def _blocks(node: Node) -> bool:
     """Whether a node waits for the GPU, or is not the same each time."""
     if isinstance(node, LibraryOp):
-        return node.op.kind == "attention" and not node.op.get("in_order", False)
+        return node.op.kind == "attention" and not attends_in_order(node.op)
     return isinstance(node, Signal | WaitSignal)
 
 

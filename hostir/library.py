@@ -150,13 +150,28 @@ def attention(
     return out.permute(2, 0, 1, 3).contiguous().to(q.dtype)
 
 
-def ordered_attention(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-    """As attention, of q [m, h, g, d] over [h, m, d] and [h, m, e] at positions 0, 1, 2 ..."""
+def attends_in_order(op: Op) -> bool:
+    """Whether an op has all rows of an attention whose positions are 0, 1, 2 ..."""
+    rows = op.extents["m"]
+    return op.get("in_order", 0) == rows <= op.extents["t"]
+
+
+def ordered_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, window: int = 0
+) -> Tensor:
+    """As attention, of q [m, h, g, d] over [h, t, d] and [h, t, e] at positions 0, 1, 2 ..."""
     num_rows, heads, group, dim = q.shape
     dtype = operand_dtype(q)
     rows = q.to(dtype).reshape(num_rows, heads * group, dim).transpose(0, 1)
+    keys, values = k_cache[:, :num_rows], v_cache[:, :num_rows]
     q4, k4, v4 = (x.to(dtype).unsqueeze(0) for x in (rows, keys, values))
-    out = F.scaled_dot_product_attention(q4, k4, v4, is_causal=True, scale=scale, enable_gqa=True)
+    mask = None
+    if 0 < window < num_rows:
+        mask = torch.ones(num_rows, num_rows, dtype=torch.bool, device=q.device)
+        mask = mask.tril().triu(1 - window)
+    out = F.scaled_dot_product_attention(
+        q4, k4, v4, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
+    )
     return out[0].transpose(0, 1).reshape(num_rows, heads, group, -1).to(q.dtype)
 
 
@@ -260,9 +275,8 @@ def _compile_view(op: Op, coordinate: Coordinate) -> OpFunction:
 
 def _compile_attention(op: Op, coordinate: Coordinate) -> OpFunction:
     scale, window = _number(op, "scale"), int(_number(op, "window"))
-    extents = op.extents
-    if op.get("in_order", False) and not window and extents["m"] == extents["t"]:
-        return lambda xs: (ordered_attention(xs[0], xs[1], xs[2], scale),)
+    if attends_in_order(op):
+        return lambda xs: (ordered_attention(xs[0], xs[1], xs[2], scale, window),)
     return lambda xs: (attention(xs[0], xs[1], xs[2], xs[3], scale, window),)
 
 

@@ -1,17 +1,18 @@
 """Library ops of a host program on a GPU: the pipelined kernels for pointwise ops, norms and
-softmax, torch for the rest.
+softmax, rope.py for rotations, torch for the rest.
 
 Comes in: ops as lowered, fused ones too. Goes out: KernelOps, which an Evaluator is given. On
 devices and types that the kernels don't take they fall back to torch. Next: pipelined/api.py.
 """
 
+import importlib
 from collections.abc import Mapping
 
 from distmega.hostir.fused_kinds import NORMS, POINTWISE
 from distmega.hostir.library import compile_op
 from distmega.hostir.norms import compile_norm
 from distmega.hostir.pointwise import OpFunction, compile_pointwise
-from distmega.kernels.pipelined.api import normalise_rows, pointwise_results
+from distmega.kernels.pipelined.api import has_triton, normalise_rows, pointwise_results
 from distmega.kernels.pipelined.exprs import MAX_INPUTS
 from distmega.program import Op
 
@@ -25,4 +26,7 @@ class KernelOps:
             return compile_pointwise(op, pointwise_results)
         if op.kind in NORMS:
             return compile_norm(op, normalise_rows)
+        if op.kind == "rope" and has_triton():
+            rotate = importlib.import_module("distmega.kernels.rope").rotate
+            return lambda xs: (rotate(xs[0], xs[2], xs[3]),)
         return compile_op(op, coordinate)

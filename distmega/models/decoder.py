@@ -26,6 +26,7 @@ def build_decoder(
     logits: Logits = "none",
     dtype: str = "f32",
     method: Method = GREEDY,
+    prompt: bool = False,
 ) -> Program:
     """The program that appends num_tokens tokens to caches of max_context positions and predicts
     the next.
@@ -34,7 +35,9 @@ def build_decoder(
     `seeds`, i64 [r]: Sampling.settings and .seed_of. Outputs: `logits`, of all tokens or the last,
     unless "none"; and `next`, i64 [r], the token after the last one; r is 1. batch > 1: one token
     of each of so many sequences, which have caches of their own, [batch, h, t, d]; m, r and the
-    rows of logits are the sequences. RequestError when the context does not fit the model.
+    rows of logits are the sequences. prompt: positions are 0, 1, 2 ..., and input `last`, i64 [1],
+    is that of the last token; what follows it fills up the program, and the next tokens overwrite
+    it in the caches. RequestError when the context does not fit the model.
     """
     if batch < 1 or (batch > 1 and num_tokens > 1):
         raise RequestError(
@@ -48,7 +51,7 @@ def build_decoder(
             f"1 <= tokens <= context <= {config.max_positions}, what the model was trained for"
         )
         raise RequestError(found, expected=expected, remedy="choose a shorter prompt or context")
-    return _Decoder(config, num_tokens, max_context, batch, dtype).build(logits, method)
+    return _Decoder(config, num_tokens, max_context, batch, dtype, prompt).build(logits, method)
 
 
 def layer_starts(config: ModelConfig) -> tuple[str, ...]:
@@ -60,7 +63,13 @@ class _Decoder:
     """The builder with what every layer needs at hand."""
 
     def __init__(
-        self, config: ModelConfig, num_tokens: int, max_context: int, batch: int, dtype: str
+        self,
+        config: ModelConfig,
+        num_tokens: int,
+        max_context: int,
+        batch: int,
+        dtype: str,
+        prompt: bool,
     ) -> None:
         self.config = config
         self.dtype = dtype
@@ -69,6 +78,7 @@ class _Decoder:
         self.specs = weight_specs(config)
         self.p = ProgramBuilder(f"decoder_{num_tokens}" + (f"x{batch}" if batch > 1 else ""))
         self.positions = self.p.input("positions", (self.num_rows,), "i64")
+        self.last = self.p.input("last", (1,), "i64") if prompt else None
         self.rope_table = self.p.weight("rope_table", (max_context, config.head_dim), "f32")
         caches = (batch,) if batch > 1 else ()
         self.cache_shape = (*caches, config.num_kv_heads, max_context, config.head_dim)
@@ -82,7 +92,7 @@ class _Decoder:
             x = self.attention_block(layer, x)
             x = self.ffn_block(layer, x)
         if logits != "all":
-            x = self.last_row(x, "last")
+            x = self.last_row(x, "last_hidden")
         x = self.p.rms_norm(x, self.weight("norm"), self.config.norm_eps, name="normed")
         head = embed if self.config.tied else self.weight("head")
         scores = self.p.linear(x, head, spec="m k, v k -> m v", name="logits")
@@ -94,7 +104,7 @@ class _Decoder:
         p, rows, vocab = self.p, scores.shape[0], self.config.vocab
         if not method.draws:
             return p.argmax(scores, name="next")
-        at = self.last_row(self.positions, "last_position")
+        at = self.last_row(self.positions, "last_position") if self.last is None else self.last
         limited = method.kind == "limited"
         limits = p.input("sampling", (rows, 3 if limited else 2), "f32")
         if limited:
@@ -121,7 +131,14 @@ class _Decoder:
         p.kv_append(v_cache, v, self.positions, name=f"{at}.v_append")
         scale, window = config.head_dim**-0.5, config.window(layer)
         mixed = p.attention(
-            q, k_cache, v_cache, self.positions, scale, window, name=f"{at}.attention"
+            q,
+            k_cache,
+            v_cache,
+            self.positions,
+            scale,
+            window,
+            in_order=self.last is not None,
+            name=f"{at}.attention",
         )
         wo = self.weight(f"{at}.wo")
         out = p.linear(mixed, wo, spec="m h g d, n h g d -> m n", name=f"{at}.attn_out")
@@ -163,6 +180,8 @@ class _Decoder:
     def last_row(self, x: Handle, name: str) -> Handle:
         """The last token's row of each sequence, [batch, ...]."""
         rows = x.shape[0]
+        if self.last is not None and rows > 1:
+            return self.p.embedding(self.last, x, name=name)
         return x if rows == self.batch else self.p.slice(x, 0, rows - 1, rows, name=name)
 
     def weight(self, name: str) -> Handle:

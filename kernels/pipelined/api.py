@@ -173,11 +173,11 @@ def _check_shape(name: str, found: Tensor | None, shape: torch.Size) -> None:
 
 def _on_gpu(tensors: Sequence[Tensor]) -> bool:
     """Whether the kernels take these tensors."""
-    return tensors[0].is_cuda and FLOATS.issuperset([x.dtype for x in tensors]) and _has_triton()
+    return tensors[0].is_cuda and FLOATS.issuperset([x.dtype for x in tensors]) and has_triton()
 
 
 @cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 

@@ -187,6 +187,20 @@ def test_attention(positions: list[int], window: int, dtype: torch.dtype):
     assert result.is_contiguous()
 
 
+@pytest.mark.parametrize("window", [0, 1, 3, 9])
+@pytest.mark.parametrize(("num_rows", "context"), [(1, 9), (5, 5), (6, 9)])
+def test_attention_in_order_reads_no_positions(num_rows: int, context: int, window: int):
+    at = torch.arange(num_rows)
+    q, k, v = torch.randn(num_rows, 2, 3, 4), torch.randn(2, context, 4), torch.randn(2, context, 5)
+    k[:, num_rows:], v[:, num_rows:] = math.nan, math.nan
+    tensors = [declared(n, t) for n, t in zip("qkvp", (q, k, v, at), strict=True)]
+    op, _ = ops.attention("y", *tensors, scale=0.3, window=window, in_order=True)
+    given = dict(zip("qkvp", (q, k, v, torch.full_like(at, 99)), strict=True))
+    found = run_op(op, given, {})["y"].double()
+    expected = naive_attention(q, k, v, at, 0.3, window)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("window", [0, 3])
 def test_rows_with_caches_of_their_own_are_sequences_on_their_own(window: int):
     at, caches = torch.tensor([6, 0, 3]), torch.randn(2, 3, 2, 8, 4)

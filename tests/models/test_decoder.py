@@ -7,7 +7,7 @@ import pytest
 from distmega.errors import RequestError
 from distmega.models.decoder import Logits, build_decoder
 from distmega.models.presets import PRESETS
-from distmega.models.sampling import Method
+from distmega.models.sampling import GREEDY, Method
 from distmega.models.weights import RopeTableReader, weight_specs
 from distmega.text import parse_program, print_program
 
@@ -78,10 +78,24 @@ def test_methods_of_choice(num_tokens: int, method: Method, kinds: list[str], nu
 def test_only_the_last_row_reaches_the_head():
     program = build_decoder(PRESETS["tiny-llama"], 7, 32, logits="last")
     ops = {op.name: op for op in program.ops}
-    assert ops["last"].kind == "slice"
-    assert ops["last"].reads[0].dims[0].offset == 6
+    assert ops["last_hidden"].kind == "slice"
+    assert ops["last_hidden"].reads[0].dims[0].offset == 6
     assert program.tensor_map()["normed"].shape == (1, 48)
     assert all(op.kind != "slice" for op in build_decoder(PRESETS["tiny-llama"], 1, 32).ops)
+
+
+@pytest.mark.parametrize("method", [GREEDY, Method(kind="plain")])
+def test_a_prompt_says_which_row_is_its_last(method: Method):
+    program = build_decoder(PRESETS["tiny-qwen3"], 7, 32, method=method, prompt=True)
+    ops = {op.name: op for op in program.ops}
+    assert ops["last_hidden"].kind == "embedding"
+    assert [read.tensor for read in ops["last_hidden"].reads] == ["last", "layers.1.ffn_sum"]
+    assert program.tensor_map()["normed"].shape == (1, 48)
+    attentions = [op for op in program.ops if op.kind == "attention"]
+    assert {op.get("in_order", 0) for op in attentions} == {7}
+    if method.draws:
+        assert ops["next"].reads[3].tensor == "last"
+
 
 
 def test_families_differ_where_they_should():

@@ -1,0 +1,59 @@
+"""Prompts share programs, of which the rows behind a prompt are filled up."""
+
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from distmega.blueprint import prefill_size
+from distmega.engine import Engine
+from distmega.hostir.comm import SingleCommunicator
+from distmega.models.load import open_model
+from distmega.models.sampling import MOST_LIKELY, Sampling
+from distmega.requests import EngineOptions
+from distmega.sharding.mesh import DeviceMesh
+
+CONTEXT = 48
+DRAWN = Sampling(temperature=1.0, top_k=20, top_p=0.9, seed=3)
+
+
+def open_tiny(sampling: Sampling = MOST_LIKELY, batch: int = 1) -> Engine:
+    mesh, options = DeviceMesh(tp=1), EngineOptions(max_context=CONTEXT, num_sms=3, batch=batch)
+    comm = SingleCommunicator(mesh)
+    return Engine(open_model("tiny-qwen3"), mesh, comm, options, sampling=sampling)
+
+
+def prompt_of(num_tokens: int) -> list[int]:
+    generator = torch.Generator().manual_seed(num_tokens)
+    return torch.randint(0, 288, (num_tokens,), generator=generator).tolist()
+
+
+@pytest.mark.parametrize("sampling", [MOST_LIKELY, DRAWN])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_filled_up_prompts_give_the_tokens_of_exact_ones(sampling: Sampling, batch: int):
+    exact, filled = open_tiny(sampling, batch), open_tiny(sampling, batch)
+    slot = batch - 1
+    with patch("distmega.prefills.prefill_size", lambda blueprint, num: 16 * -(-num // 16)):
+        for num_tokens in (1, 5, 16, 47):
+            ids = prompt_of(num_tokens)
+            found, wanted = filled.prefill(ids, slot), exact.prefill(ids, slot)
+            assert found == wanted, num_tokens
+            if num_tokens < CONTEXT:
+                steps = [one.decode_step([0] * slot + [wanted]) for one in (filled, exact)]
+                assert steps[0]["next"][slot] == steps[1]["next"][slot]
+        logits = filled.logits(prompt_of(5))
+        assert len(filled._prefills._programs) == 3
+    torch.testing.assert_close(logits, exact.logits(prompt_of(5)))
+    assert logits.shape[0] == 5
+
+
+def test_sizes_are_few_and_hold_the_prompt():
+    blueprint = open_tiny().blueprint
+    assert [prefill_size(blueprint, num) for num in (1, 17, 40)] == [1, 17, 40]
+    with patch("distmega.blueprint.CPU", None):
+        assert [prefill_size(blueprint, num) for num in (1, 17, 48)] == [CONTEXT] * 3
+        with patch("distmega.blueprint.context_limit", return_value=8192):
+            sizes = {num: prefill_size(blueprint, num) for num in range(1, 8193)}
+    assert all(num <= size <= max(1.125 * num + 1, num + 63) for num, size in sizes.items())
+    assert (sizes[64], sizes[65], sizes[1025], sizes[5000]) == (64, 128, 1152, 5120)
+    assert len(set(sizes.values())) == 16 + 8 * 3
