@@ -2,10 +2,10 @@
 
     python -m bench.prefill "llama-3.2-1b prompt=512" "llama-3.2-1b prompt=512 tp=2" ... [--no-peer]
 
-On the host's clock, from the prompt's tokens on the host to the first token there, by turns. Weights
-are random, bf16; both sides know the prompt's length from before, ours its program, the peer its
-graph. The floor is what a GPU needs for its part of the products or, if that is longer, of the
-weights' bytes, at the rates of a large matmul and of a copy measured in the same run.
+On the host's clock, from the prompt's tokens on the host to the first token there, by turns.
+Weights are random, bf16; both sides know the prompt's length from before, ours its program, the
+peer its graph. The floor is what a GPU needs for its part of the products or, if that is longer, of
+the weights' bytes, at the rates of a large matmul and of a copy measured in the same run.
 Writes bench/results/prefill-<device>.json; `make tables` writes the README's table from it.
 """
 

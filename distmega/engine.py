@@ -111,12 +111,7 @@ class Engine:
         fingerprints = [plan.fingerprint()]
         fingerprints += [runner.kernel.fingerprint() for runner in self._runners.values()]
         require_agreement(comm, plan, fingerprints)
-        self._prefills = Prefills(
-            self.blueprint,
-            partial(self._evaluator, kernels={}),
-            self.device,
-            captures=on_gpu and mesh.num_ranks == 1 and not method.draws,
-        )
+        self._prefills = Prefills(self.blueprint, partial(self._evaluator, kernels={}), self.device)
         if on_gpu and plan.stage.num_stages > 1:
             assert isinstance(comm, NcclCommunicator), "GPUs communicate over NCCL"
             shared = options.collectives != "host"

@@ -1,12 +1,14 @@
 """Prefill of one rank: the programs that start a sequence, one for each size of prompt.
 
 In: a prompt, the tensors of the slot it goes to. Out: the outputs of its program. Programs of
-library ops are planned when first needed (blueprint.prefill_size says for which prompts); on one
+library ops are planned when first needed (blueprint.prefill_size says for which prompts). On one
 GPU those of short prompts, whose kernels end before a host has launched the next, become CUDA
-graphs when needed again (not where tokens are drawn, which asks the GPU back). Used by engine.py; next on the walk: hostir/evaluator.py.
+graphs when needed again, unless tokens are drawn: library ops then ask the GPU how many there are
+to choose from. Used by engine.py; next on the walk: hostir/evaluator.py.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +19,7 @@ from distmega.hostir.evaluator import Evaluator
 from distmega.hostir.nodes import HostProgram
 from distmega.models.decoder import Logits
 
-MOST_CAPTURED = 1024
+MOST_CAPTURED = 4096
 """Tokens of the largest program that becomes a graph."""
 
 
@@ -29,14 +31,13 @@ class Prefills:
         blueprint: DecodeBlueprint,
         open_program: Callable[[HostProgram], Evaluator],
         device: torch.device,
-        *,
-        captures: bool,
     ) -> None:
-        """captures: whether programs become graphs, which those of one GPU can."""
         self._blueprint, self._open, self._device = blueprint, open_program, device
-        self._captures = captures
+        alone = device.type == "cuda" and blueprint.staged.mesh.num_ranks == 1
+        self._captures = alone and not blueprint.method.draws
         self._programs: dict[tuple[int, Logits], Evaluator] = {}
         self._graphs: dict[tuple[int, int], CapturedHost] = {}
+        self._pool: Any = None
 
     def run(
         self, ids: Sequence[int], slot: int, logits: Logits, tensors: Mapping[str, Tensor]
@@ -51,9 +52,9 @@ class Prefills:
             "positions": torch.arange(size, device=self._device),
             "last": torch.tensor([len(ids) - 1], device=self._device),
         }
-        if graph := self._graphs.get((size, slot)):
-            if logits == "none":
-                return graph.run({**inputs, **tensors})
+        graph = self._graphs.get((size, slot))
+        if graph and logits == "none":
+            return graph.run({**inputs, **tensors})
         given = {**tensors, **inputs}
         known = (size, logits) in self._programs
         if not known:
@@ -61,6 +62,7 @@ class Prefills:
             self._programs[size, logits] = self._open(host)
         program = self._programs[size, logits]
         if known and self._captures and size <= MOST_CAPTURED and logits == "none":
-            self._graphs[size, slot] = graph = CapturedHost(program, given)
+            self._pool = self._pool or torch.cuda.graph_pool_handle()
+            self._graphs[size, slot] = graph = CapturedHost(program, given, self._pool)
             return graph.run({})
         return program.run(given)

@@ -6,7 +6,9 @@ NCCL's collectives its nodes; signals between hosts, attention that asks positio
 and megakernels that keep state on the host can't be captured.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,11 +30,30 @@ def _blocks(node: Node) -> bool:
     return isinstance(node, Signal | WaitSignal)
 
 
+@contextmanager
+def _own_workspaces() -> Iterator[None]:
+    """Around a capture: cuBLAS takes a new workspace, of the graph's memory, and leaves it to the
+    graph. Torch keeps the one of a stream until someone asks it to free them, as torch.compile
+    does, and a graph that used it would then write into memory of others.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        yield
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()
+
+
 class CapturedHost:
     """A host program bound to tensors: weights, states and inputs stay where they were given."""
 
-    def __init__(self, evaluator: Evaluator, tensors: Mapping[str, Tensor]) -> None:
-        """Runs the program a few times, so states must be such that this does no harm.
+    def __init__(
+        self,
+        evaluator: Evaluator,
+        tensors: Mapping[str, Tensor],
+        pool: Any = None,
+    ) -> None:
+        """Runs the program a few times, so states must be such that this does no harm. pool: as of
+        torch.cuda.graph; graphs that share one overwrite each other's outputs.
 
         Every rank of the mesh captures at the same point of its program. ProgramError for nodes
         that block the host.
@@ -56,7 +77,10 @@ class CapturedHost:
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, stream=side, capture_error_mode="thread_local"):
+        with (
+            _own_workspaces(),
+            torch.cuda.graph(self._graph, pool, side, capture_error_mode="thread_local"),
+        ):
             self._outputs = evaluator.run(self._given)
             self._matmuls.settle()
 

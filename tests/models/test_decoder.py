@@ -97,7 +97,6 @@ def test_a_prompt_says_which_row_is_its_last(method: Method):
         assert ops["next"].reads[3].tensor == "last"
 
 
-
 def test_families_differ_where_they_should():
     programs = {name: build_decoder(PRESETS[name], 2, 32) for name in TINY}
     ops = {name: {op.name: op for op in program.ops} for name, program in programs.items()}
