@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from bench.timing import Call, alternating_us
+from distmega.hostir.capture import release_graphs
 from distmega.hostir.comm import Communicator, SingleCommunicator
 from distmega.hostir.nccl import NcclCommunicator
 from distmega.launch.contract import MULTICAST_OFF
@@ -58,6 +59,7 @@ def _enter(
     comm: Communicator = NcclCommunicator(DeviceMesh(tp=num_ranks), rank, TIMEOUT_S)
     function(comm, *args)
     comm.barrier()
+    release_graphs()
     dist.destroy_process_group()
 
 

@@ -111,7 +111,9 @@ class Engine:
         fingerprints = [plan.fingerprint()]
         fingerprints += [runner.kernel.fingerprint() for runner in self._runners.values()]
         require_agreement(comm, plan, fingerprints)
-        self._prefills = Prefills(self.blueprint, partial(self._evaluator, kernels={}), self.device)
+        self._prefills = Prefills(
+            self.blueprint, partial(self._evaluator, kernels={}), comm, self.device
+        )
         if on_gpu and plan.stage.num_stages > 1:
             assert isinstance(comm, NcclCommunicator), "GPUs communicate over NCCL"
             shared = options.collectives != "host"

@@ -6,9 +6,11 @@ NCCL's collectives its nodes; signals between hosts, attention that asks positio
 and megakernels that keep state on the host can't be captured.
 """
 
+import atexit
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -79,10 +81,12 @@ class CapturedHost:
         self._graph = torch.cuda.CUDAGraph()
         with (
             _own_workspaces(),
+            torch.cuda.stream(torch.cuda.current_stream()),  # restored even if the capture fails
             torch.cuda.graph(self._graph, pool, side, capture_error_mode="thread_local"),
         ):
             self._outputs = evaluator.run(self._given)
             self._matmuls.settle()
+        _ALIVE.add(self)
 
     def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Outputs by name, overwritten by the next run. inputs: those to change since the last."""
@@ -92,3 +96,22 @@ class CapturedHost:
         self._matmuls.settle()
         self._graph.replay()
         return self._outputs
+
+    def release(self) -> None:
+        """Frees the graph; there are no more runs."""
+        self._graph.reset()
+
+
+_ALIVE: WeakSet[CapturedHost] = WeakSet()
+
+
+def release_graphs() -> None:
+    """Frees all graphs. Before torch.distributed ends: NCCL then waits for graphs that hold its
+    collectives, without limit.
+    """
+    for captured in list(_ALIVE):
+        captured.release()
+    _ALIVE.clear()
+
+
+atexit.register(release_graphs)

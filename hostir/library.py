@@ -185,7 +185,7 @@ def embedding_shard(ids: Tensor, table: Tensor, base: int) -> Tensor:
     local = ids - base
     mine = (local >= 0) & (local < table.shape[0])
     rows = table.index_select(0, local.clamp(0, table.shape[0] - 1))
-    return torch.where(mine.unsqueeze(1), rows, torch.zeros((), dtype=table.dtype))
+    return rows.masked_fill(~mine.unsqueeze(1), 0)
 
 
 def concat(xs: Sequence[Tensor], dim: int) -> Tensor:

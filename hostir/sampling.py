@@ -3,10 +3,12 @@
 Torch functions of the kinds argmax, top, cutoff and sample, for library.py and for the CPU
 megakernel's instructions. A draw is the argmax of logit + temperature * Gumbel noise, and the noise
 comes from a counter-based generator (Philox4x32-10) keyed by the seed and counted by position and
-index: the same on any number of ranks, whoever computes it.
+index: the same on any number of ranks, whoever computes it. On a GPU nothing asks the device
+for a number or copies one to it, so that a CUDA graph can hold these functions once they have run.
 """
 
 import math
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -46,10 +48,11 @@ def cutoff(x: Tensor, settings: Tensor) -> Tensor:
     ordered = x.flatten(1).float().sort(-1, descending=True).values
     wide, places = ordered.double(), torch.arange(ordered.shape[1], device=x.device)
     temperature, top_k, top_p = settings.double().unsqueeze(-1).unbind(1)
-    last = torch.where(top_k > 0, top_k, ordered.shape[1]).clamp(max=ordered.shape[1]).long() - 1
+    num = ordered.shape[1]
+    last = top_k.masked_fill(top_k <= 0, num).clamp(max=num).long() - 1
     likely = wide >= wide.gather(1, last)
     heat = temperature.clamp(min=torch.finfo(torch.float32).tiny)
-    weights = torch.where(likely, torch.exp((wide - wide[:, :1]) / heat), 0.0)
+    weights = torch.exp((wide - wide[:, :1]) / heat).masked_fill(~likely, 0.0)
     above = weights.cumsum(-1) - weights
     within = above < top_p * weights.sum(-1, keepdim=True)
     kept = likely & (within | (top_p >= 1) | (places == 0))
@@ -62,13 +65,33 @@ def sample(
 ) -> tuple[Tensor, Tensor]:
     """Drawn index of rows x [m, v] and its value f32, logit + temperature * noise, [m]; see
     ops.sample. base, extent: as of argmax.
+
+    Noise is made for what is kept, on other devices than the CPU for all: there the host would have
+    to wait to learn how much is kept.
     """
-    rows, columns = (x.float() >= limits[:, 1:]).nonzero(as_tuple=True)
-    noise = gumbel(seeds[rows], positions[rows], columns + base)
-    drawn = x[rows, columns].double() + limits[rows, 0].double() * noise
-    values = torch.full(x.shape, -math.inf, device=x.device)
-    values[rows, columns] = drawn.float()
+    kept = x.float() >= limits[:, 1:]
+    if x.is_cpu:
+        rows, columns = kept.nonzero(as_tuple=True)
+        values = torch.full(x.shape, -math.inf, device=x.device)
+        heat, given = limits[rows, 0], (seeds[rows], positions[rows], columns + base)
+        values[rows, columns] = _add_noise(x[rows, columns], heat, *given)
+    else:
+        values = sample_values(x, kept, limits, seeds, positions, base)
     return argmax(values, base, extent)
+
+
+def sample_values(
+    x: Tensor, kept: Tensor, limits: Tensor, seeds: Tensor, positions: Tensor, base: int
+) -> Tensor:
+    """What `sample` takes the largest of, [m, v] f32, -inf where not kept."""
+    columns = torch.arange(base, base + x.shape[1], device=x.device)
+    values = _add_noise(x, limits[:, :1], seeds.unsqueeze(1), positions.unsqueeze(1), columns)
+    return values.masked_fill(~kept, -math.inf)
+
+
+def _add_noise(x: Tensor, heat: Tensor, seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
+    """x + heat * noise, f32, of operands that broadcast."""
+    return (x.double() + heat.double() * gumbel(seeds, positions, ids)).float()
 
 
 def gumbel(seeds: Tensor, positions: Tensor, indices: Tensor) -> Tensor:
@@ -89,7 +112,7 @@ def philox(seeds: Tensor, positions: Tensor, indices: Tensor) -> Tensor:
     given = seeds, positions, indices
     seeds, positions, indices = torch.broadcast_tensors(*given)  # type: ignore[no-untyped-call]
     multipliers, weyl = (
-        torch.tensor(pair, device=indices.device).view(2, *[1] * indices.dim())
+        _constant(pair, indices.device).view(2, *[1] * indices.dim())
         for pair in (MULTIPLIERS, WEYL)
     )
     counter = torch.stack((indices, torch.zeros_like(indices)))
@@ -101,3 +124,9 @@ def philox(seeds: Tensor, positions: Tensor, indices: Tensor) -> Tensor:
         counter = ((products >> 32) ^ others ^ keys) & MASK
         others, keys = products, keys + weyl
     return counter[0]
+
+
+@cache
+def _constant(pair: tuple[int, int], device: torch.device) -> Tensor:
+    """The pair as i64 on a device, copied there once."""
+    return torch.tensor(pair, device=device)

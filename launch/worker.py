@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from distmega.env import read_settings
 from distmega.errors import DistmegaError, LaunchError
+from distmega.hostir.capture import release_graphs
 from distmega.launch.contract import Job, load_function
 from distmega.launch.devices import allow_sharing, gpu_of
 from distmega.launch.reports import Done, Failed, Ready, Report, Value
@@ -151,6 +152,7 @@ def close_group() -> None:
     this rank sent.
     """
     if dist.is_initialized():
+        release_graphs()
         dist.destroy_process_group()
 
 

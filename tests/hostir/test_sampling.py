@@ -127,6 +127,24 @@ def test_temperature_zero_takes_the_largest():
     assert (found == logits.argmax(-1)).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (5, 0.9), (0, 0.5)])
+def test_noise_for_all_gives_what_noise_for_the_kept_gives(
+    dtype: torch.dtype, top_k: int, top_p: float
+):
+    """As devices other than the CPU draw, bit by bit; half types have ties."""
+    logits = torch.randn(3, 200, generator=torch.Generator().manual_seed(7)).to(dtype)
+    limits = sampling.cutoff(logits, torch.tensor([[0.7, top_k, top_p]] * 3))
+    seeds, positions = torch.tensor([1, 2, 2**40]), torch.tensor([0, 9, 300])
+    kept = logits.float() >= limits[:, 1:]
+    assert kept.sum() < kept.numel() or top_p == 1
+    values = sampling.sample_values(logits, kept, limits, seeds, positions, 64)
+    assert ((values > -math.inf) == kept).all()
+    expected = sampling.sample(logits, limits, seeds, positions, 64, 1000)
+    for found, wanted in zip(sampling.argmax(values, 64, 1000), expected, strict=True):
+        assert torch.equal(found, wanted)
+
+
 def sampling_program(rows: int, vocab: int, num_top: int) -> Program:
     p = ProgramBuilder("sampling")
     x, w = p.input("x", (rows, 16)), p.weight("w", (vocab, 16))

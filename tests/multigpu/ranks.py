@@ -25,6 +25,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from distmega.hostir.capture import release_graphs
 from distmega.hostir.comm import Communicator, GlooCommunicator
 from distmega.hostir.nccl import NcclCommunicator
 from distmega.launch.contract import MULTICAST_OFF
@@ -107,6 +108,7 @@ class Groups:
         for rank in self.spare:
             rank.end()
         if is_under_torchrun() and dist.is_initialized():
+            release_graphs()
             dist.destroy_process_group()
 
 
