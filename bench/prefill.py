@@ -17,13 +17,12 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from bench.decode import copy_bytes_per_us
 from bench.ranks import run_on_ranks
-from bench.records import RESULTS, Record, current_commit, result_name, write_records
+from bench.records import Book, Record, add_book_options, open_book
 from bench.timing import elapsed_us
 from bench.torch_decoder import make_peer
 from distmega.engine import Engine
@@ -129,15 +128,14 @@ def measure(case: Case, comm: Communicator, rounds: int, with_peer: bool) -> Rec
         ours_us=ours_us,
         peers=medians,
         floor_us=round(floor_us(config, case), 1),
-        commit=current_commit(),
     )
 
 
-def run_case(comm: Communicator, text: str, rounds: int, with_peer: bool, out: Path) -> None:
+def run_case(comm: Communicator, text: str, rounds: int, with_peer: bool, book: Book) -> None:
     """Measures one case on this rank; the first writes the record."""
     record = measure(parse_case(text), comm, rounds, with_peer)
     if comm.rank == 0:
-        write_records(out / f"{result_name('prefill', record.device)}.json", [record])
+        book.write("prefill", record)
         print(record, flush=True)
     gc.collect()
     torch.cuda.empty_cache()
@@ -149,10 +147,11 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", default=CASES)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--no-peer", action="store_true")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    add_book_options(parser)
     arguments = parser.parse_args()
+    book = open_book(arguments.results, arguments.commit)
     for text in arguments.cases:
-        given = text, arguments.rounds, not arguments.no_peer, arguments.out
+        given = text, arguments.rounds, not arguments.no_peer, book
         run_on_ranks(run_case, parse_case(text).num_ranks, *given)
 
 

@@ -141,7 +141,7 @@ def test_results_of_the_repository_need_a_commit(tmp_path: Path, monkeypatch, ca
     assert "records will say 'unknown'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["decode", "overlap", "collectives", "pipelined"])
+@pytest.mark.parametrize("name", ["decode", "prefill", "overlap", "collectives", "pipelined"])
 def test_benchmarks_that_write_take_the_same_options(name: str):
     text = (ROOT / f"bench/{name}.py").read_text()
     assert "add_book_options(parser)" in text
