@@ -4,6 +4,7 @@ Next on the walk: launch/launchers.py for what runs, explain.py for what only pl
 """
 
 import errno
+import logging
 import os
 import signal
 import sys
@@ -21,6 +22,7 @@ from rich.text import Text
 from distmega.blueprint import model_mesh
 from distmega.calibration import calibrate_machine
 from distmega.doctor import examine, gather_facts
+from distmega.env import read_settings
 from distmega.errors import DistmegaError, LaunchError, RequestError
 from distmega.explain import explain_decode
 from distmega.generation import check_model, place_ranks
@@ -55,7 +57,11 @@ DESCRIPTION = (
 
 EngineFlags = Annotated[EngineOptions, tyro.conf.arg(name="", prefix_name=False)]
 SamplingFlags = Annotated[Sampling, tyro.conf.arg(name="", prefix_name=False)]
-Model = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+MODEL_HELP = (
+    "Preset (a wrong name lists them), GGUF file, Hugging Face folder, or config.json (random "
+    "weights)."
+)
+Model = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL", help=MODEL_HELP)]
 Prompts = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[PROMPT ...]")]
 
 
@@ -83,7 +89,6 @@ class Generate:
     """Continue prompts, token by token; several are decoded together."""
 
     model: Model
-    """Preset, GGUF file, Hugging Face folder, or config.json (random weights)."""
     prompts: Prompts = ()
     """Texts to continue."""
     prompts_file: Path | None = None
@@ -102,7 +107,6 @@ class Explain:
     """Print plan, host program and task graph of a decode step; reads no weights."""
 
     model: Model
-    """Preset, GGUF file, Hugging Face folder, or config.json."""
     tp: int = 1
     """Tensor-parallel ranks of each stage."""
     pp: int = 1
@@ -121,7 +125,6 @@ class Perplexity:
     """Perplexity of a text file under a model."""
 
     model: Model
-    """Preset, GGUF file, Hugging Face folder, or config.json (random weights)."""
     file: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
     """UTF-8 text that fits the context."""
     ranks: RankFlags = Ranks()
@@ -143,7 +146,6 @@ class Trace:
     """
 
     model: Model
-    """Preset, GGUF file, Hugging Face folder, or config.json (random weights)."""
     out: Path = Path("trace.json")
     """File to write."""
     steps: int = 2
@@ -375,6 +377,9 @@ def _launcher_options(ranks: Ranks) -> tuple[LauncherOptions, int]:
 
 
 def _run(target: str, request: object, options: LauncherOptions) -> Iterator[object]:
+    if not is_under_torchrun():  # whose ranks log for themselves
+        level = read_settings().log.upper()
+        logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     yield from show_loading((event.value for event in launch(target, request, options)), console)
 
