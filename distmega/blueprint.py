@@ -10,6 +10,7 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from itertools import dropwhile
 
+from distmega.collecting import uncollected
 from distmega.errors import PlanError, RequestError
 from distmega.hostir.lower import lower_program
 from distmega.hostir.nodes import HostProgram
@@ -136,6 +137,7 @@ def num_stages_of(mesh: DeviceMesh) -> int:
     return mesh.size(AXIS) if AXIS in mesh.names else 1
 
 
+@uncollected
 def plan_decode(
     config: ModelConfig,
     mesh: DeviceMesh,
@@ -188,6 +190,7 @@ def plan_decode(
     return StagePlan(plan=plan, mesh=mesh, stage=stage, cuts=cuts)
 
 
+@uncollected
 def draw_decode(
     config: ModelConfig,
     staged: StagePlan,
@@ -262,6 +265,7 @@ def prefill_size(blueprint: DecodeBlueprint, num_tokens: int) -> int:
     return min(-(-num_tokens // step) * step, blueprint.max_context)
 
 
+@uncollected
 def draw_prefill(blueprint: DecodeBlueprint, num_tokens: int, logits: Logits) -> HostProgram:
     """Host program of `num_tokens` tokens of one sequence at once by library ops, on the decode
     plan's layouts: of a prompt, see build_decoder, or in micro-batches. Its caches are those of one

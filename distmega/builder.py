@@ -84,7 +84,7 @@ class ProgramBuilder:
         self.name = name
         self._tensors: dict[str, Tensor] = {}
         self._strides: dict[str, tuple[int, ...]] = {}
-        self._ops: list[Op] = []
+        self._ops: dict[str, Op] = {}
 
     def input(self, name: str, shape: Sequence[int], dtype: str = "f32") -> Handle:
         """A tensor given with each call."""
@@ -149,7 +149,7 @@ class ProgramBuilder:
         op, _ = ops.kv_append(
             self._name(name, "kv_append"), self._own(cache), self._own(x), self._own(positions)
         )
-        self._ops.append(op)
+        self._ops[op.name] = op
 
     def attention(
         self,
@@ -241,7 +241,7 @@ class ProgramBuilder:
         program = Program(
             name=self.name,
             tensors=tuple(self._tensors.values()),
-            ops=tuple(self._ops),
+            ops=tuple(self._ops.values()),
             outputs=names,
         )
         return verify_program(program)
@@ -265,7 +265,7 @@ class ProgramBuilder:
 
     def _name(self, name: str, kind: str) -> str:
         name = name or f"{kind}_{len(self._ops)}"
-        if name in self._tensors or any(op.name == name for op in self._ops):
+        if name in self._tensors or name in self._ops:
             raise self._taken(name)
         return name
 
@@ -296,7 +296,7 @@ class ProgramBuilder:
                 raise self._taken(tensor.name)
         if op.is_view:
             self._show(op)
-        self._ops.append(op)
+        self._ops[op.name] = op
         self._tensors.update({tensor.name: tensor for tensor in tensors})
         return Handle(self, tensors[-1])
 
@@ -311,5 +311,5 @@ class ProgramBuilder:
         self._strides[view.writes[0].tensor] = found
 
     def _overwrite(self, op: Op, into: Handle) -> Handle:
-        self._ops.append(op)
+        self._ops[op.name] = op
         return into

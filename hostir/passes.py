@@ -58,8 +58,8 @@ _HANDS_ON = RecordEvent | SetStream | Signal | ForLoop | StartCoalescing
 def run_passes(
     host: HostProgram, dump: Path | None = None, passes: Sequence[Pass] | None = None
 ) -> HostProgram:
-    """Applies `passes` (PASSES by default), verifying after each; buffers' allocations stay as they
-    come in.
+    """Applies `passes` (PASSES by default), verifying after each that changes something; buffers'
+    allocations stay as they come in.
 
     dump: a folder for the text after each pass, "01_sink_waits.hostir" and so on. Raises
     VerifyError.
@@ -70,9 +70,11 @@ def run_passes(
     _dump(host, dump, 0, "lowered")
     for number, each in enumerate(passes, start=1):
         start = time.perf_counter()
-        host = each(host)
-        freed = freed or each is insert_deallocations
-        verify_host(host, freed=freed, finalized=finalized, rooms=rooms)
+        before, host = host, each(host)
+        frees = each is insert_deallocations
+        freed = freed or frees
+        if frees or host != before:
+            verify_host(host, freed=freed, finalized=finalized, rooms=rooms)
         elapsed_us = (time.perf_counter() - start) * 1e6
         logger.debug("%s: pass %s took %.0f us", host.name, each.__name__, elapsed_us)
         _dump(host, dump, number, each.__name__)
