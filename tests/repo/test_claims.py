@@ -45,6 +45,12 @@ def test_speedups_of_decode_steps():
     assert f"at tp 2 one is {extent(speedups(two))} times as fast as torch.compile" in said
 
 
+def test_speedups_of_prompts():
+    records = read_records(RESULTS / "prefill-nvidia-h200.json")
+    alone = [record for record in records if record.num_gpus == 1]
+    assert f"{extent(speedups(alone))} times as fast as torch.compile" in words("README.md")
+
+
 def test_speedups_of_blocks():
     found = {record.case.split()[0]: speedups([record])[0] for record in overlap_cases(2)
              if f"M={FROM_ROWS} hidden" in record.case}  # fmt: skip
