@@ -59,6 +59,14 @@ def assert_equal_on_all_ranks(comm: Communicator, x: Tensor) -> None:
     assert len(set(found)) == 1
 
 
+def assert_near(found: Tensor, expected: Tensor) -> None:
+    """As near as torch.testing.assert_close wants f32, without the half second of imports that it
+    costs each process.
+    """
+    assert found.shape == expected.shape
+    assert torch.allclose(found, expected, rtol=1.3e-6, atol=1e-5)
+
+
 def values(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """What a rank contributes; any rank can tell what another has."""
     x = torch.randn(shape, generator=torch.Generator().manual_seed(rank), device="cpu")
@@ -132,7 +140,7 @@ def check_moves(comm: Communicator) -> None:
     assert torch.equal(out, torch.cat([whole.chunk(size, 1)[rank] for whole in wholes]))
     sums = torch.empty(2, 3)
     comm.reduce_scatter("tp", wholes[rank], sums, 1, "sum").wait()
-    torch.testing.assert_close(sums, sum(wholes).chunk(size, 1)[rank])
+    assert_near(sums, sum(wholes).chunk(size, 1)[rank])
     out = torch.empty(2, 3, dtype=torch.bfloat16)
     comm.broadcast("tp", parts[rank], out, size - 1).wait()
     assert torch.equal(out, parts[-1])
@@ -190,9 +198,9 @@ def check_programs(comm: GlooCommunicator) -> None:
         found = Evaluator(host, comm, runners).run(given)
         assert torch.equal(found["next"], expected["next"])
         if found["logits"].shape == expected["logits"].shape:
-            torch.testing.assert_close(found["logits"], expected["logits"])
+            assert_near(found["logits"], expected["logits"])
         states = shard_tensors({"k_cache": expected["k_cache"]}, local_block, rank)
-        torch.testing.assert_close(given["k_cache"], states["k_cache"])
+        assert_near(given["k_cache"], states["k_cache"])
         assert_equal_on_all_ranks(comm, found["next"])
     check_streams_and_rings(comm)
     check_streamed_plans(comm)
@@ -207,7 +215,7 @@ def check_streams_and_rings(comm: GlooCommunicator) -> None:
         parts = [{**tensors, "w": values(r, 4, 4)} for r in range(size)]
         found = Evaluator(host, comm, {}).run(parts[rank])["y"]
         if not swizzle:
-            torch.testing.assert_close(found, sum(p["x"] @ p["w"].T for p in parts))
+            assert_near(found, sum(p["x"] @ p["w"].T for p in parts))
     ring = parse_host(RING.replace("pp=3", f"tp={size}").replace("pp[", "tp["))
     for host in (ring, run_passes(ring)):
         found = Evaluator(host, comm, {}).run({"x": values(rank, 4)})["from_left"]

@@ -14,7 +14,7 @@ from distmega.kernels.hopper.plan import DecodeQueues
 from distmega.kernels.hopper.words import Attention, Linear, Opcode
 from distmega.models.presets import PRESETS
 from distmega.models.sampling import Method
-from tests.kernels.test_batch_code import queues_of as batch_queues_of
+from tests.kernels.test_batch_queues import queues_of as batch_queues_of
 from tests.kernels.test_hopper_draws import odd_queues
 from tests.kernels.test_hopper_queues import linears, queues_of
 from tests.kernels.test_hopper_team import team_queues
