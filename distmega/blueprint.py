@@ -112,12 +112,12 @@ class DecodeBlueprint:
         return context_limit(self.config, self.options)
 
 
-def draws_apart(method: Method, staged: StagePlan, batch: int) -> bool:
-    """Whether library ops look for limits and draw, where ranks share the vocabulary: among all
-    tokens on the CPU, for several sequences on a GPU.
+def draws_apart(method: Method, staged: StagePlan) -> bool:
+    """Whether library ops look for limits and draw: on the CPU, among all tokens, where ranks share
+    the vocabulary.
     """
-    draws = method.sorts_all if staged.plan.machine == CPU else method.draws and batch > 1
-    return draws and staged.plan.mesh.num_ranks > 1
+    on_cpu = staged.plan.machine == CPU
+    return on_cpu and method.sorts_all and staged.plan.mesh.num_ranks > 1
 
 
 def choosing_ops(program: Program) -> frozenset[str]:
@@ -204,7 +204,7 @@ def draw_decode(
     (draws_apart), they and what follows from them come after it.
     """
     local = localize(staged.plan)
-    apart = choosing_ops(local.program) if draws_apart(method, staged, options.batch) else ()
+    apart = choosing_ops(local.program) if draws_apart(method, staged) else ()
     host = staged.lower(local, megakernel=True, peer_memory=peer_memory, apart=apart)
     persistent = [*order_weights(local.program), *local.program.with_role("state")]
     arenas = {

@@ -18,7 +18,6 @@ from distmega.blueprint import (
     compile_kernels,
     draw_decode,
     draw_library_decode,
-    draws_apart,
     plan_decode,
 )
 from distmega.errors import HangError, LaunchError, RequestError, VerifyError
@@ -303,8 +302,7 @@ class Engine:
             runner = None
         if runner is None:
             return self._evaluator(draw_library_decode(self.blueprint), {})
-        staged, method = self.blueprint.staged, self.blueprint.method
-        if staged.stage.num_stages == 1 and not draws_apart(method, staged, self.batch):
+        if self.blueprint.staged.stage.num_stages == 1:
             self.stepping = runner
         return self._evaluator(host, {host.segments[0].name: runner})
 

@@ -110,11 +110,10 @@ class Draw:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FusedHead:
-    """token = argmax of weight x, x normalised first, or drawn; `logits` is the product. Without
-    a token (""), others choose it from the logits.
+    """token = argmax of weight x, x normalised first, or drawn; `logits` is the product.
 
     Over num_ranks ranks, each has as many rows of all `vocab` ones, in rank order, and `logits` is
-    what all ranks have or, not gathered, the rank's own.
+    what all ranks have or, where none asks for them, the rank's own.
     """
 
     x: str
@@ -136,9 +135,7 @@ def fuse_segment(segment: Program) -> tuple[Fused, ...]:
 
 
 class _Fusion:
-    """One pass over a segment. `taken`: ops that a fused op already contains. num_ranks: that share
-    the segment.
-    """
+    """One pass over a segment. `taken`: ops that a fused op already contains."""
 
     def __init__(self, segment: Program) -> None:
         self.segment = segment
@@ -148,8 +145,6 @@ class _Fusion:
             for name in dict.fromkeys(read.tensor for read in op.reads):
                 self.users.setdefault(name, []).append(op)
         self.taken: set[str] = set()
-        sums = [op for op in segment.ops if op.kind == "all_reduce"]
-        self.num_ranks = max(map(_num_ranks, sums), default=1)
 
     def run(self) -> tuple[Fused, ...]:
         """Fused ops, each at the place of the first linear, attention or embedding in it."""
@@ -212,9 +207,8 @@ class _Fusion:
         )
 
     def fuse_head(self, op: Op, x: str, norm: Norm | None) -> FusedHead | None:
-        """A linear whose result a token is chosen from: by an argmax or a draw, gathered before or
-        compared afterwards where several ranks have parts of it, or by whoever takes the logits,
-        gathered or each rank's own.
+        """A linear whose result a token is chosen from, by an argmax or a draw, gathered before or
+        compared afterwards where several ranks have parts of it.
         """
         logits, num_ranks, ops = _out(op), 1, [op]
         for gather in self.users.get(logits, []):
@@ -223,24 +217,20 @@ class _Fusion:
                 ops.append(gather)
         users = self.users.get(logits, [])
         chosen = next((one for one in users if one.kind in ("argmax", "sample")), None)
-        if chosen is None and (users or logits not in self.segment.outputs):
+        if chosen is None:
             return None
-        token, vocab, draw = "", self.segment.tensor_map()[logits].shape[-1], None
-        if chosen is None and num_ranks == 1:  # others take each rank's own
-            num_ranks, vocab = self.num_ranks, self.num_ranks * vocab
-        if chosen is not None:
-            token, ops = chosen.writes[1].tensor, [*ops, chosen]
-            if chosen.get("base_axis", ""):
-                compare = self.only_user(token)
-                if compare is None or compare.kind != "all_reduce":
-                    raise _unfit(chosen)
-                token, num_ranks = compare.writes[1].tensor, _num_ranks(compare)
-                ops.append(compare)
-                extent = chosen.attr("extent")
-                assert isinstance(extent, int)
-                vocab = extent
-            if chosen.kind == "sample":
-                draw = self.draw(chosen, logits)
+        token, vocab = chosen.writes[1].tensor, self.segment.tensor_map()[logits].shape[-1]
+        ops.append(chosen)
+        if chosen.get("base_axis", ""):
+            compare = self.only_user(token)
+            if compare is None or compare.kind != "all_reduce":
+                raise _unfit(chosen)
+            token, num_ranks = compare.writes[1].tensor, _num_ranks(compare)
+            ops.append(compare)
+            extent = chosen.attr("extent")
+            assert isinstance(extent, int)
+            vocab = extent
+        draw = self.draw(chosen, logits) if chosen.kind == "sample" else None
         self.take(*ops)
         return FusedHead(
             x=x, norm=norm, weight=_read(op, 1), logits=logits, token=token, vocab=vocab,

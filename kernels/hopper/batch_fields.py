@@ -9,6 +9,7 @@ from distmega.kernels.hopper.batch_words import (
     PLACES,
     BatchAttention,
     BatchEmbed,
+    BatchHead,
     BatchInstruction,
     BatchLinear,
     Opcode,
@@ -25,6 +26,7 @@ MAX_SMS = gl.constexpr(words.MAX_SMS)
 EVENT_WORDS = gl.constexpr(batch_words.EVENT_WORDS)
 GROUP_UNITS = gl.constexpr(batch_words.GROUP_UNITS)
 BEST_WORDS = gl.constexpr(batch_words.BEST_WORDS)
+TOLD_WORDS = gl.constexpr(batch_words.TOLD_WORDS)
 PARTIAL_EXTRA = gl.constexpr(batch_words.PARTIAL_EXTRA)
 SETTINGS = gl.constexpr(batch_words.SETTINGS)
 SEEDS_AT = gl.constexpr(batch_words.SEEDS_AT)
@@ -64,6 +66,12 @@ EMB_NUM_COLUMNS = _place(BatchEmbed, "num_columns")
 EMB_FIRST_ID = _place(BatchEmbed, "first_id")
 EMB_BEST = _place(BatchEmbed, "best")
 EMB_OWN_BEST = _place(BatchEmbed, "own_best")
+HEAD_FIRST_ID = _place(BatchHead, "first_id")
+HEAD_PLACE = _place(BatchHead, "place")
+HEAD_NUM_TOKENS = _place(BatchHead, "num_tokens")
+ALL_LOGITS = _place(BatchHead, "logits")
+ALL_HIGHS = _place(BatchHead, "highs")
+TOLD = _place(BatchHead, "told")
 ATT_K_ROW = _place(BatchAttention, "k_row")
 ATT_V_ROW = _place(BatchAttention, "v_row")
 ATT_WINDOW = _place(BatchAttention, "window")

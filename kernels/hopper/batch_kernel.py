@@ -15,6 +15,8 @@ from distmega.kernels.gluon_compat import reinterpret
 from distmega.kernels.hopper.batch_attention import attention_task, count_blocks, first_piece
 from distmega.kernels.hopper.batch_device import signal_event, wait_event
 from distmega.kernels.hopper.batch_fields import (
+    ALL_HIGHS,
+    ALL_LOGITS,
     ATT_WINDOW,
     BATCH,
     BEST_WORDS,
@@ -32,8 +34,9 @@ from distmega.kernels.hopper.batch_limits import draw_within_limits
 from distmega.kernels.hopper.batch_linear import embed_task, linear_task, next_tokens
 from distmega.kernels.hopper.batch_loader import loader
 from distmega.kernels.hopper.batch_sample import draw_tokens
-from distmega.kernels.hopper.device import fence_all, fetch
-from distmega.kernels.hopper.fields import DRAWN, WORDS
+from distmega.kernels.hopper.batch_team import as_floats, exchange_of, hear_ranks, push_logits
+from distmega.kernels.hopper.device import fence_all, fetch, keep
+from distmega.kernels.hopper.fields import DRAWN, GREEDY, WORDS
 from distmega.kernels.hopper.shapes import (
     MMA_M,
     NUM_WARPS,
@@ -55,6 +58,32 @@ def write_tokens(tokens, step, chosen):
 
 
 @gluon.jit
+def draw_from_all(
+    queue, num_instructions, logits, events, peers, sample_words, bests, best_rows, state, batch,
+    step, sm, num_sms, tag, RANKS: gl.constexpr,
+):
+    """The last instruction, a draw within limits, where ranks share the model: the head's logits to
+    every rank, then tokens from those of all. It waits for words of all SMs in place of an event.
+    """
+    # or else what follows from them stays in registers, see threads_here
+    sm = keep(sm)
+    batch = keep(batch)
+    num_sms = keep(num_sms)
+    num_instructions = keep(num_instructions)
+    push_logits(
+        fetch(queue, num_instructions - 2), logits, bests, events, peers, batch, sm, tag, RANKS
+    )
+    words = fetch(queue, num_instructions - 1)
+    exchange = exchange_of(events)
+    hear_ranks(words, exchange, num_sms, tag, RANKS)
+    draw_within_limits(
+        words, as_floats(exchange, words[ALL_LOGITS]), as_floats(exchange, words[ALL_HIGHS]),
+        events, sample_words, bests, best_rows, state, batch, step, sm, num_sms, RANKS,
+    )
+    signal_event(events, words[EVENT])
+
+
+@gluon.jit
 def compute(
     queue, num_instructions, num_steps, state, batch, num_sms, max_context, tokens, events, acts,
     qkv, residual, logits, sums, bests, best_rows, partials, arrivals, vectors, embed, cache, rope,
@@ -66,12 +95,15 @@ def compute(
     """Partition of eight warps. With several ranks what instruction i of step s exchanges is tagged
     s * num_instructions + i + 1.
     """
+    GATHERS: gl.constexpr = RANKS > 1 and CHOICE > DRAWN
     sm = gl.program_id(0)
     epoch0 = gl.load(state + STATE_EPOCH)
     it = 0
     tag = 0
     words = fetch(queue, 0)
     for step in range(num_steps):
+        if GATHERS:
+            words = fetch(queue, 0)
         window = 0
         total = 0
         sequence = 0
@@ -79,7 +111,7 @@ def compute(
         block = 0
         left = 0
         start = 0
-        for i in range(num_instructions):
+        for i in range(num_instructions - 1 if GATHERS else num_instructions):
             following = gl.where(i + 1 == num_instructions, 0, i + 1)
             ahead = fetch(queue, following)
             event = words[EVENT]
@@ -103,17 +135,19 @@ def compute(
             elif words[OPCODE] == OP_EMBED:
                 fence_all()
                 mbarrier.arrive(step_bar.index(0), count=1)
-                chosen = next_tokens(words, bests, best_rows, events, peers, 0, sm, tag, RANKS)
+                chosen = next_tokens(
+                    words, bests, best_rows, events, peers, 0, sm, tag, CHOICE, RANKS
+                )
                 if (sm == 0) & (step > 0):
                     write_tokens(tokens, step - 1, chosen)
                 embed_task(
                     words, chosen, embed, residual, acts, vectors, sums, events, peers, sm, hidden,
                     tag, RANKS,
                 )
-            elif CHOICE > DRAWN and words[OPCODE] == OP_DRAW:
+            elif CHOICE > DRAWN and RANKS == 1 and words[OPCODE] == OP_DRAW:
                 draw_within_limits(
-                    words, logits, events, sample_words, bests, best_rows, state, batch, step, sm,
-                    num_sms,
+                    words, logits, bests, events, sample_words, bests, best_rows, state, batch,
+                    step, sm, num_sms, RANKS,
                 )
                 ahead = fetch(queue, following)  # again: no registers to keep it in meanwhile
             else:
@@ -124,18 +158,27 @@ def compute(
                 )
                 if CHOICE == DRAWN and words[OPCODE] == OP_HEAD:
                     draw_tokens(
-                        words, logits, events, bests, best_rows, state, batch, step, sm, HEAD_ROWS
+                        words, logits, events, bests, best_rows, state, batch, step, sm, HEAD_ROWS,
+                        RANKS,
                     )
                     ahead = fetch(queue, following)  # again: no registers to keep it in meanwhile
+            if RANKS > 1 and CHOICE > GREEDY:
+                ahead = fetch(queue, following)  # here: no registers to keep it in before
             signal_event(events, event)
             words = ahead
+        if GATHERS:
+            draw_from_all(
+                queue, num_instructions, logits, events, peers, sample_words, bests, best_rows,
+                state, batch, step, sm, num_sms,
+                (epoch0 + step + 1) * keep(num_instructions), RANKS,
+            )
     if sm == 0:
         if RANKS > 1:
             tag = (epoch0 + num_steps) * num_instructions
         wait_event(events, num_instructions - 1, (epoch0 + num_steps) * num_sms, tag, RANKS)
         # in words of their own: the next launch's first must not overwrite what no one has read
         after = RANKS * BEST_WORDS
-        chosen = next_tokens(words, bests, best_rows, events, peers, after, sm, tag, RANKS)
+        chosen = next_tokens(words, bests, best_rows, events, peers, after, sm, tag, CHOICE, RANKS)
         write_tokens(tokens, num_steps - 1, chosen)
         b = gl.arange(0, BATCH, layout=gl.SliceLayout(1, BY_SM))
         position = gl.load(state + STATE_POSITIONS + b)

@@ -1,5 +1,6 @@
 """Drawing tokens within top-k and top-p for several sequences: an SM a sequence, from all of its
-logits, behind the event at which all SMs have written theirs.
+logits, behind the event at which all SMs have written theirs. Where ranks share the model, each has
+all of their logits (batch_team.py) and draws as one alone would.
 
 In: the logits of a sequence, its settings and seed. Out: its token, in place of every SM's highest
 logit. No SM waits for another's numbers, so that little of it lives beside the rest of the kernel.
@@ -77,10 +78,22 @@ def find_peaks(logits, num_rows):
 
 
 @gluon.jit
-def load_peaks(highs, num_highs):
-    """[4, 256]: the maxima of num_highs parts of the logits; -inf behind them."""
+def load_peaks(highs, num_highs, ROWS: gl.constexpr):
+    """[4, 256]: the maxima of num_highs parts of the logits, from each of ROWS times 256 places;
+    -inf behind them. More than four rows share places.
+    """
+    none = float("-inf")
     place = places(keep(0), PEAKS)
-    return gl.load(highs + place, mask=place < num_highs, other=float("-inf"), cache_modifier=".cg")
+    if ROWS == 1:
+        return gl.load(highs + place, mask=place < num_highs, other=none, cache_modifier=".cg")
+    is_there = place % THREADS < num_highs
+    peaks = gl.full([PEAKS, THREADS], none, gl.float32, layout=columns_of(PEAKS))
+    for row in gl.static_range(0, ROWS, PEAKS):
+        at = place + row * THREADS
+        wanted = is_there & (at < ROWS * THREADS)
+        found = gl.load(highs + at, mask=wanted, other=none, cache_modifier=".cg")
+        peaks = gl.maximum(peaks, found)
+    return peaks
 
 
 @gluon.jit
@@ -225,20 +238,23 @@ def draw_listed(lists, num, longest, cutoff, temperature, seed, position):
 
 
 @gluon.jit
-def draw_within(logits, num_rows, highs, num_highs, sampling, seed, position, lists):
-    """The row drawn from num_rows logits. highs: f32, the highest logit of each of num_highs parts
-    of them. sampling: f32, (temperature, top_k, top_p). lists: i64 [list_words(num_rows)], this
-    program's.
+def draw_within(
+    logits, num_rows, highs, num_highs, sampling, seed, position, lists, HIGH_ROWS: gl.constexpr = 1
+):
+    """The row drawn from num_rows logits. highs: f32 [HIGH_ROWS, 256], of which num_highs a row
+    are the highest logit of each of as many parts of them. sampling: f32, (temperature, top_k,
+    top_p). lists: i64 [list_words(num_rows)], this program's.
     """
     temperature = gl.load(sampling)
     top_k = gl.load(sampling + 1).to(gl.int32)
     top_p = gl.load(sampling + 2)
     heat = gl.maximum(temperature, 1e-30)
     scale = LOG2_E / heat
-    if (top_k == 0) | (top_k > num_highs):
+    num_parts = num_highs if HIGH_ROWS == 1 else num_highs * min(HIGH_ROWS, PEAKS)
+    if (top_k == 0) | (top_k > num_parts):
         peaks = find_peaks(logits, num_rows)
     else:
-        peaks = load_peaks(highs, num_highs)
+        peaks = load_peaks(highs, num_highs, HIGH_ROWS)
     highest = gl.max(gl.max(peaks, axis=0), axis=0)
     bound = find_bound(peaks, highest, top_k)
     wanted = 0.0
@@ -256,7 +272,19 @@ def draw_within(logits, num_rows, highs, num_highs, sampling, seed, position, li
 
 @gluon.jit
 def draw_within_limits(
-    words, logits, events, sample_words, bests, best_rows, state, batch, step, sm, num_sms
+    words,
+    logits,
+    highs,
+    events,
+    sample_words,
+    bests,
+    best_rows,
+    state,
+    batch,
+    step,
+    sm,
+    num_sms,
+    RANKS: gl.constexpr,
 ):
     """The tokens of this SM's sequences, as the best candidates of all SMs."""
     exchange = gl.multiple_of(events.to(gl.pointer_type(gl.int64), bitcast=True), 16)
@@ -267,12 +295,13 @@ def draw_within_limits(
         row = draw_within(
             logits + b * num_rows,
             num_rows,
-            bests + b * MAX_SMS,
+            highs + b * (RANKS * MAX_SMS),
             keep(num_sms),
             sampling + b * SETTINGS,
             gl.load(exchange + SEEDS_AT + b),
             gl.load(state + STATE_POSITIONS + b) + step,
             exchange + keep(sample_words) + b * size,
+            RANKS,
         )
         place = places(keep(0), 1)
         none = gl.zeros([1, THREADS], gl.int32, layout=columns_of(1))

@@ -53,7 +53,7 @@ from distmega.kernels.hopper.batch_team import (
     sum_round_of_ranks,
 )
 from distmega.kernels.hopper.device import bf16_pair, keep
-from distmega.kernels.hopper.fields import NO_REPORT
+from distmega.kernels.hopper.fields import DRAWN, NO_REPORT
 from distmega.kernels.hopper.shapes import (
     MMA3,
     MMA_M,
@@ -184,10 +184,12 @@ def write_best(best, best_row, bests, best_rows, sm):
 
 @gluon.jit
 def next_tokens(
-    words, bests, best_rows, events, peers, after, sm, tag, RANKS: gl.constexpr
+    words, bests, best_rows, events, peers, after, sm, tag, CHOICE: gl.constexpr,
+    RANKS: gl.constexpr,
 ):
     """[16] tokens with the highest logits over all SMs' parts, of all ranks; the lowest id among
-    equals. words, after: see likeliest.
+    equals. Those drawn within limits are the same on all ranks already. words, after: see
+    likeliest.
     """
     b = gl.expand_dims(gl.arange(0, BATCH, layout=gl.SliceLayout(1, BY_SM)), 1)
     each = gl.expand_dims(gl.arange(0, MAX_SMS, layout=gl.SliceLayout(0, BY_SM)), 0)
@@ -197,7 +199,7 @@ def next_tokens(
     highest = gl.expand_dims(gl.max(values, axis=1), 1)
     lowest = gl.min(gl.where(values == highest, rows, NO_ROW), axis=1)
     lowest = gl.where(lowest == NO_ROW, 0, lowest)  # where all logits are NaN or -inf
-    if RANKS > 1:
+    if RANKS > 1 and CHOICE <= DRAWN:
         value = gl.max(values, axis=1)
         exchange = exchange_of(events)
         lowest = likeliest(words, value, lowest, exchange, peers, after, sm, tag, RANKS)

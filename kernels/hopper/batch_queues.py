@@ -12,6 +12,13 @@ over ranks goes through two buffers in turn, of the parts of h and of x: an SM's
 same one comes after it has read what its like pushed into the other, which its like did after
 reading this one. Between the last sum of a step and the embedding of the next, both into x, a rank
 waits for the likeliest tokens of all, which each sends once all its SMs are past that sum.
+
+Draws within limits need all logits of a sequence: each SM, done with the head, writes its own into
+every rank's memory as plain numbers, then, behind a fence, two tagged words that tell that rank so.
+The draw waits for these words of all SMs of all ranks in place of the head's event. They stand in
+for the likeliest tokens above, too: an SM sends them when it is past all sums of the step. No one
+overwrites logits that another still needs: the next step's come behind its embedding, to which each
+rank adds its part only once all of its own SMs are done with the draw.
 """
 
 from dataclasses import dataclass, field
@@ -22,6 +29,7 @@ from distmega.kernels.fusion import (
     Fused,
     FusedAttention,
     FusedEmbedding,
+    FusedHead,
     Norm,
     fuse_segment,
 )
@@ -30,8 +38,11 @@ from distmega.kernels.hopper.batch_words import (
     BEST_WORDS,
     EVENT_WORDS,
     EVENTS_AT,
+    TOLD_WORDS,
     BatchAttention,
+    BatchDraw,
     BatchEmbed,
+    BatchHead,
     BatchInstruction,
     BatchLinear,
     Opcode,
@@ -51,8 +62,8 @@ CHUNK = TILE_K * BATCH
 class BatchQueues:
     """Instructions of every SM, equally many. num_chunks: of the activations, 1024 columns each.
     qkv_rows: of the qkv output. draw: where tokens are not the likeliest. head_rows: of an SM, at
-    most. logit_rows: this rank's logits, of tokens from first_id on. buffers: tagged words that
-    ranks exchange, which lie behind the events. Names: tensors that the runner binds.
+    most. logit_rows: this rank's logits, of tokens from first_id on, of all num_tokens. buffers:
+    what ranks exchange, which lies behind the events. Names: tensors that the runner binds.
     """
 
     shape: DecodeShape
@@ -65,6 +76,7 @@ class BatchQueues:
     head_rows: int
     logit_rows: int
     first_id: int
+    num_tokens: int
     buffers: tuple[Buffer, ...]
     embed: str
     rope_table: str
@@ -78,10 +90,30 @@ class BatchQueues:
         """The first tagged word behind the report and the events."""
         return first_word(len(self.queues[0]))
 
+    @property
+    def first_list(self) -> int:
+        """The first 64-bit word behind all that, where the lists of draws within limits lie."""
+        return self.first_word + sum(buffer.num_words for buffer in self.buffers)
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether tokens are drawn within limits that are looked for."""
+        return is_limited(self.draw)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether each rank gets the logits of all, and chooses from them by itself."""
+        return self.is_limited and self.shape.num_ranks > 1
+
 
 def first_word(num_events: int) -> int:
     """The first tagged word behind so many events."""
     return EVENTS_AT + num_events * EVENT_WORDS // 2
+
+
+def is_limited(draw: Draw | None) -> bool:
+    """Whether it is a draw within limits that are looked for."""
+    return draw is not None and draw.limits != "given"
 
 
 def build_batch_queues(
@@ -133,16 +165,12 @@ class _BatchBuilder:
             raise unfit(f"draws at {head.draw.positions!r} instead of {attention.positions!r}")
         norms = [block[0].norm for block in blocks] + [head.norm]
         first_id = self.place * shape.vocab
-        self.reserve(2 + 5 * len(blocks))
+        self.reserve(2 + 5 * len(blocks), head)
         self.add_embedding(first, norms[0])
         for block, following in zip(blocks, norms[1:], strict=True):
             self.add_block(block, following)
         logit_rows = min(shape.vocab, max(0, head.vocab - first_id))
-        self.add(
-            Opcode.HEAD, shape.vocab, (head.weight,), src="x", norm=head.norm, limit=logit_rows
-        )
-        if head.draw and head.draw.limits != "given":
-            self.add(Opcode.DRAW, shape.vocab)
+        self.add_head(head, logit_rows)
         return BatchQueues(
             shape=shape,
             matrices=self.placed.matrices,
@@ -154,6 +182,7 @@ class _BatchBuilder:
             head_rows=UNIT_ROWS * -(-num_units(shape.vocab) // self.num_sms),
             logit_rows=logit_rows,
             first_id=first_id,
+            num_tokens=head.vocab,
             buffers=tuple(self.buffers),
             embed=first.table,
             rope_table=attention.table,
@@ -163,16 +192,24 @@ class _BatchBuilder:
             logits=head.logits,
         )
 
-    def reserve(self, num_events: int) -> None:
+    def reserve(self, num_events: int, head: FusedHead) -> None:
         """Room behind the events for what ranks exchange: their likeliest tokens, before a step and
         behind the last one, and their parts of the two sums. In the order in which the embedding
-        waits for them, since of waits with one tag the lowest word is reported (spins.py).
+        waits for them, since of waits with one tag the lowest word is reported (spins.py). For
+        draws within limits, in place of the tokens, what BatchHead names.
         """
-        ranks, word = self.shape.num_ranks, first_word(num_events)
+        ranks = self.shape.num_ranks
         part = ranks * self.shape.hidden * BATCH
-        sizes = {"best": 2 * ranks * BEST_WORDS, "parts of h": part, "parts of x": part}
+        gathers = is_limited(head.draw)
+        sizes = {} if gathers else {"best": 2 * ranks * BEST_WORDS}
+        sizes |= {"parts of h": part, "parts of x": part}
+        if gathers:
+            num_events += 1
+            sizes |= {"told": ranks * TOLD_WORDS, "highs": ranks * MAX_SMS * BATCH // 2}
+            sizes["logits"] = head.vocab * BATCH // 2
+        word = first_word(num_events)
         for name, size in sizes.items() if ranks > 1 else ():
-            assert size % 16 == 0
+            size = -(-size // 16) * 16
             self.exchange[name] = word
             self.buffers.append(Buffer(name=name, first=word, num_words=size))
             word += size
@@ -229,17 +266,51 @@ class _BatchBuilder:
             total="x",
         )  # fmt: skip
 
+    def add_head(self, head: FusedHead, num_rows: int) -> None:
+        """The head, num_rows of whose rows are tokens, and what draws from its logits."""
+        matrix, (start,) = self.find_rows((head.weight,))
+        logits, highs, told = (self.exchange.get(name, 0) for name in ("logits", "highs", "told"))
+        for sm, queue in enumerate(self.queues):
+            first, last = share(self.shape.vocab, 1, sm, self.num_sms)
+            queue.append(
+                BatchHead(
+                    event=len(queue),
+                    row0=first * UNIT_ROWS,
+                    num_units=last - first,
+                    num_rows=num_rows,
+                    matrix=matrix,
+                    weight_row=start + first * UNIT_ROWS,
+                    num_tiles_k=tiles_k(self.placed.columns[head.weight]),
+                    src=self.chunks["x"],
+                    norm=1,
+                    first_id=self.place * self.shape.vocab,
+                    place=self.place,
+                    num_tokens=head.vocab,
+                    logits=logits,
+                    highs=highs,
+                    told=told,
+                )
+            )
+            if is_limited(head.draw):
+                queue.append(
+                    BatchDraw(
+                        event=len(queue), num_rows=head.vocab, logits=logits, highs=highs, told=told
+                    )
+                )
+
+    def find_rows(self, names: tuple[str, ...]) -> tuple[int, list[int]]:
+        """Which matrix has the weights, and the first row of each there."""
+        columns = [m.columns for m in self.placed.matrices]
+        matrix = columns.index(self.placed.columns[names[0]])
+        return matrix, [self.placed.row_in(self.placed.matrices[matrix], name) for name in names]
+
     def add(
-        self, opcode: Opcode, rows: int, names: tuple[str, ...] = (), *, src: str = "",
+        self, opcode: Opcode, rows: int, names: tuple[str, ...], *, src: str,
         dst: str = "", norm: Norm | None = None, next_norm: Norm | None = None,
-        biases: tuple[str, ...] = (), limit: int | None = None, total: str = "",
+        biases: tuple[str, ...] = (), total: str = "",
     ) -> None:  # fmt: skip
-        """A matrix, or none, its rows shared out. limit: of the last row that counts, `rows` if
-        None. total: which sum over ranks it is.
-        """
-        columns = self.placed.columns[names[0]] if names else 0
-        matrix = [m.columns for m in self.placed.matrices].index(columns) if names else 0
-        starts = [self.placed.row_in(self.placed.matrices[matrix], name) for name in names]
+        """A matrix, its rows shared out. total: which sum over ranks it is."""
+        matrix, starts = self.find_rows(names)
         if opcode is Opcode.QKV:
             self.placed.require_adjacent(names, starts)
             self.placed.require_biases(biases)
@@ -252,12 +323,12 @@ class _BatchBuilder:
                     event=len(queue),
                     row0=first * UNIT_ROWS,
                     num_units=last - first,
-                    num_rows=rows if limit is None else limit,
+                    num_rows=rows,
                     matrix=matrix,
-                    weight_row=starts[0] + first // step * UNIT_ROWS if names else 0,
+                    weight_row=starts[0] + first // step * UNIT_ROWS,
                     pair_row=starts[1] + first // 2 * UNIT_ROWS if step == 2 else 0,
-                    num_tiles_k=tiles_k(columns),
-                    src=self.chunks[src] if src else 0,
+                    num_tiles_k=tiles_k(self.placed.columns[names[0]]),
+                    src=self.chunks[src],
                     norm=int(norm is not None),
                     bias=self.placed.vector(biases[0]) if any(biases) else -1,
                     dst=self.chunks[dst] * CHUNK if dst else 0,

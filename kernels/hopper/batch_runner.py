@@ -96,7 +96,10 @@ class BatchRunner:
         self._acts = zeros(queues.num_chunks * CHUNK // 2, dtype=torch.int32)
         self._qkv = zeros(BATCH, queues.qkv_rows)
         self._residual = zeros(BATCH, shape.hidden)
-        self.logits = zeros(BATCH, max(queues.logit_rows, 1))
+        self._own_logits = zeros(BATCH, max(queues.logit_rows, 1))
+        self.logits = self._own_logits
+        if queues.gathers:
+            self.logits = _view_logits(queues, exchanges[place])
         self._sums = zeros(BATCH, MAX_SMS)
         self._bests = zeros(BATCH, MAX_SMS)
         self._best_rows = zeros(BATCH, MAX_SMS, dtype=torch.int32)
@@ -113,19 +116,19 @@ class BatchRunner:
         self._begin(tensors[queues.tokens], tensors[queues.positions])
         self._set_draws(tensors)
         self._run(1)
-        if queues.token:
-            tensors[queues.token].copy_(self._tokens[0, : queues.batch])
+        tensors[queues.token].copy_(self._tokens[0, : queues.batch])
         if queues.logits in self.segment.outputs:
             self._write_logits(tensors[queues.logits])
 
     def _write_logits(self, out: Tensor) -> None:
-        """[batch, vocab] of all ranks, or of this one alone where they are not gathered."""
-        vocab, rows = self.queues.shape.vocab, self.queues.logit_rows
-        found = pad(self.logits[: self.queues.batch, :rows], (0, vocab - rows))
-        if self._team is None or out.shape[1] == vocab:
+        """[batch, vocab] of all ranks."""
+        queues = self.queues
+        found = self.logits[: queues.batch]
+        if self._team is None or queues.gathers:
             out.copy_(found)
         else:
-            self._team.gather(found.to(out.dtype), out)
+            padding = queues.shape.vocab - queues.logit_rows
+            self._team.gather(pad(found[:, : queues.logit_rows], (0, padding)).to(out.dtype), out)
 
     def start(
         self,
@@ -180,7 +183,8 @@ class BatchRunner:
         self._num_sequences = num
         self._bests.fill_(-math.inf)
         self._bests[:, 0] = 0.0
-        self._best_rows[:num, 0] = (tokens - self.queues.first_id).to(torch.int32)
+        first_id = 0 if self.queues.gathers else self.queues.first_id
+        self._best_rows[:num, 0] = (tokens - first_id).to(torch.int32)
         self._state[STATE_POSITIONS : STATE_POSITIONS + num] = positions.to(torch.int32)
 
     def _run(self, num_steps: int) -> None:
@@ -201,7 +205,7 @@ class BatchRunner:
             self._acts,
             self._qkv,
             self._residual,
-            self.logits,
+            self._own_logits,
             self._sums,
             self._bests,
             self._best_rows,
@@ -215,7 +219,7 @@ class BatchRunner:
             shape.eps,
             1.0 / shape.hidden,
             shape.scale * LOG2_E,
-            queues.first_word,
+            queues.first_list,
             self._peers,
         )
 
@@ -248,9 +252,15 @@ def _num_words(queues: BatchQueues) -> int:
     """64-bit words of the report, the events, the lists of draws within limits, and what ranks
     exchange.
     """
-    limited = queues.draw is not None and queues.draw.limits != "given"
-    lists = BATCH * list_words(queues.shape.vocab) if limited else 0
-    return queues.first_word + lists + sum(buffer.num_words for buffer in queues.buffers)
+    lists = BATCH * list_words(queues.num_tokens) if queues.is_limited else 0
+    return queues.first_list + lists
+
+
+def _view_logits(queues: BatchQueues, exchange: Tensor) -> Tensor:
+    """[16, tokens] of all ranks, in the exchange of one of them."""
+    (buffer,) = (one for one in queues.buffers if one.name == "logits")
+    logits = exchange[buffer.first :].view(torch.float32)
+    return logits[: BATCH * queues.num_tokens].view(BATCH, queues.num_tokens)
 
 
 def _encode(queues: BatchQueues) -> Tensor:

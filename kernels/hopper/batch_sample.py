@@ -11,6 +11,7 @@ from triton.experimental.gluon import language as gl
 from distmega.kernels.gluon_compat import cta_barrier
 from distmega.kernels.hopper.batch_fields import (
     BATCH,
+    HEAD_FIRST_ID,
     LIN_ROW0,
     MAX_SMS,
     NUM_ROWS,
@@ -45,9 +46,22 @@ def load_own(words, logits, b, ROWS: gl.constexpr):
 
 @gluon.jit
 def draw_tokens(
-    words, logits, events, bests, best_rows, state, batch, step, sm, ROWS: gl.constexpr
+    words,
+    logits,
+    events,
+    bests,
+    best_rows,
+    state,
+    batch,
+    step,
+    sm,
+    ROWS: gl.constexpr,
+    RANKS: gl.constexpr,
 ):
-    """This SM's best candidates of all sequences, in place of its highest logits."""
+    """This SM's best candidates of all sequences, in place of its highest logits. The noise is that
+    of the token, whichever rank has its logit.
+    """
+    first_id = words[HEAD_FIRST_ID] if RANKS > 1 else 0
     exchange = gl.multiple_of(events.to(gl.pointer_type(gl.int64), bitcast=True), 16)
     settings = (exchange + SETTINGS_AT).to(gl.pointer_type(gl.float32), bitcast=True)
     cta_barrier()
@@ -60,7 +74,7 @@ def draw_tokens(
         temperature = gl.load(settings + b * SETTINGS)
         least = gl.load(settings + b * SETTINGS + 1)
         position = gl.load(state + STATE_POSITIONS + b) + step
-        noise = gumbel(row, position, gl.load(exchange + SEEDS_AT + b))
+        noise = gumbel(first_id + row, position, gl.load(exchange + SEEDS_AT + b))
         drawn = gl.where(x >= least, x + temperature * noise, float("-inf"))
         own, own_row = gl.reduce((drawn, row), 0, better)
         own = gl.convert_layout(own, gl.SliceLayout(0, columns_of(BATCH)))

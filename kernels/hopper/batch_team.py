@@ -1,22 +1,33 @@
-"""What the ranks of a team do together for several sequences: sums over ranks, the next tokens.
+"""What the ranks of a team do together for several sequences: sums over ranks, the next tokens, the
+logits that these are drawn from.
 
 In: `peers`, the exchange of every rank, in team order. Out: the same bits on every rank. As in
 team.py, numbers are pushed as tagged words, and an SM has the same rows on every rank: it pushes
 its part of them to its likes and sums what they pushed, in rank order. A rank's part of a sum lies
-in units of 8 rows, 16 sequences each. Next on the walk: batch_linear.py.
+in units of 8 rows, 16 sequences each. Logits are plain numbers, which are read several times: an SM
+that has written its own to every rank says so by tagged words behind a fence at scope sys, and who
+has polled those of all SMs passes such a fence before it reads. Next on the walk: batch_linear.py.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.runtime.jit import constexpr_function
 
+from distmega.kernels.gluon_compat import cta_barrier
 from distmega.kernels.hopper.batch_fields import (
+    ALL_HIGHS,
+    ALL_LOGITS,
     BATCH,
     BY_SM,
     COLUMNS,
     EMB_BEST,
     EMB_FIRST_ID,
     EMB_OWN_BEST,
+    HEAD_FIRST_ID,
+    HEAD_NUM_TOKENS,
+    HEAD_PLACE,
     LIN_ROW0,
+    MAX_SMS,
     NUM_ROWS,
     NUM_UNITS,
     OWN_PART,
@@ -25,10 +36,13 @@ from distmega.kernels.hopper.batch_fields import (
     ROUND,
     ROUND_COLUMNS,
     ROUND_UNITS,
+    TOLD,
+    TOLD_WORDS,
 )
+from distmega.kernels.hopper.batch_limits import columns_of
 from distmega.kernels.hopper.device import as_float, keep, tagged, tagged_float
 from distmega.kernels.hopper.fields import NO_REPORT
-from distmega.kernels.hopper.shapes import PER_THREAD, UNIT_ROWS
+from distmega.kernels.hopper.shapes import PER_THREAD, THREADS, UNIT_ROWS
 from distmega.kernels.hopper.spins import spin_ranks
 from distmega.kernels.hopper.team import push_words, read_alarm, sum_ranks
 
@@ -91,3 +105,100 @@ def likeliest(words, values, rows, exchange, peers, after, sm, tag, RANKS: gl.co
         highest = gl.where(better, value, highest)
         tokens = gl.where(better, found[2 * rank + 1], tokens)
     return gl.convert_layout(tokens, gl.SliceLayout(1, BY_SM))
+
+
+@gluon.jit
+def as_floats(words, at):
+    """The float32 numbers from 64-bit word `at` on."""
+    return gl.multiple_of(words + at, 16).to(gl.pointer_type(gl.float32), bitcast=True)
+
+
+@constexpr_function
+def tell_asm() -> str:
+    """PTX for inline_asm_elementwise. Operands: whether this thread does it, the word, where it
+    goes twice.
+    """
+    lines = [
+        "{",
+        ".reg .pred mine;",
+        "setp.ne.s32 mine, $1, 0;",
+        "@mine fence.acq_rel.sys;",
+        "@mine st.relaxed.sys.global.v2.b64 [$3], {$2, $2};",
+        "mov.b32 $0, 0;",
+        "}",
+    ]
+    return "\n".join(lines)
+
+
+@gluon.jit
+def threads_here():
+    """[256]: the threads' numbers, anew. Else addresses that follow from them are computed once and
+    stay in registers, and the loop over k has to spill.
+    """
+    return keep(0) + gl.arange(0, THREADS, layout=PER_THREAD)
+
+
+@gluon.jit
+def push_logits(words, logits, bests, events, peers, batch, sm, tag, RANKS: gl.constexpr):
+    """This SM's logits of all sequences and the highest of each to where every rank has all, and
+    then that they are there. Nothing if they are void: they might overwrite what others still draw
+    from. words: of the head.
+    """
+    cta_barrier()
+    exchange = exchange_of(events)
+    is_sound = read_alarm(exchange) == NO_REPORT
+    row0 = keep(words[LIN_ROW0])
+    limit = gl.minimum(row0 + words[NUM_UNITS] * UNIT_ROWS, words[NUM_ROWS])
+    limit = gl.where(is_sound, limit, row0)
+    columns: gl.constexpr = columns_of(BATCH)
+    b = gl.expand_dims(gl.arange(0, BATCH, layout=gl.SliceLayout(1, columns)), 1)
+    t = gl.expand_dims(gl.convert_layout(threads_here(), gl.SliceLayout(0, columns)), 0)
+    for first in range(row0, keep(limit), THREADS):
+        row = first + t
+        wanted = (b < batch) & (row < limit)
+        x = gl.load(logits + b * words[NUM_ROWS] + row, mask=wanted)
+        at = words[HEAD_FIRST_ID] + b * words[HEAD_NUM_TOKENS] + row
+        for rank in gl.static_range(RANKS):
+            gl.store(as_floats(peers[rank], words[ALL_LOGITS]) + at, x, mask=wanted)
+    b = threads_here()
+    wanted = (b < batch) & is_sound
+    high = gl.load(bests + b * MAX_SMS + sm, mask=wanted)
+    at = (b * RANKS + words[HEAD_PLACE]) * MAX_SMS + sm
+    for rank in gl.static_range(RANKS):
+        gl.store(as_floats(peers[rank], words[ALL_HIGHS]) + at, high, mask=wanted)
+    cta_barrier()
+    at = words[TOLD] + words[HEAD_PLACE] * TOLD_WORDS + 2 * sm
+    tell_ranks(at, exchange, peers, tag, RANKS)
+
+
+@gluon.jit
+def tell_ranks(at, exchange, peers, tag, RANKS: gl.constexpr):
+    """Two words at `at` of every rank, after all that this SM did before the last barrier; none if
+    any thread may have found then that it is void.
+    """
+    is_sound = read_alarm(exchange) == NO_REPORT
+    threads = threads_here()
+    there = peers[0] + (at + 0 * threads)  # a rank a thread
+    for rank in gl.static_range(1, RANKS):
+        there = gl.where(threads == rank, peers[rank] + (at + 0 * threads), there)
+    gl.inline_asm_elementwise(
+        tell_asm(),
+        "=r,r,l,l",
+        [((threads < RANKS) & is_sound).to(gl.int32), tagged(threads, tag), there],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def hear_ranks(words, exchange, num_sms, tag, RANKS: gl.constexpr):
+    """Until all SMs of all ranks have told that their logits are here; all threads see them."""
+    sms = threads_here()
+    stride_bytes = gl.to_tensor(8 * TOLD_WORDS).to(gl.int64)
+    first = exchange + (words[TOLD] + 2 * sms)
+    spin_ranks(exchange, first, stride_bytes, tag, sms < num_sms, RANKS)
+    gl.inline_asm_elementwise(
+        "fence.acq_rel.sys; mov.b32 $0, $1;", "=r,r", [sms], dtype=gl.int32, is_pure=False, pack=1
+    )
+    cta_barrier()

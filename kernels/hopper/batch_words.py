@@ -3,14 +3,15 @@ instructions lies.
 
 An instruction is WORDS int32 words. Every SM has the same instructions in the same order, each
 with its own part of the rows; instruction i waits until all SMs of the GPU have done instruction
-i - 1 and then counts up event i. Numbers are int32 and float32 in places of their own, activations
-bf16 in the order of BLOCK (see batch_device.py). Next on the walk: batch_queues.py.
+i - 1 (over ranks, BatchDraw until all of all ranks have) and then counts up event i. Numbers are
+int32 and float32 in places of their own, activations bf16 in the order of BLOCK (batch_device.py).
+Next on the walk: batch_queues.py.
 """
 
 from dataclasses import dataclass
 from enum import IntEnum
 
-from distmega.kernels.hopper.words import REPORT_WORDS, pack_fields
+from distmega.kernels.hopper.words import MAX_SMS, REPORT_WORDS, pack_fields
 
 BATCH = 16
 """Sequences that the kernel computes, whether all are in use or not: the rows of an m16n8k16."""
@@ -22,6 +23,8 @@ GROUP_UNITS = 8
 """Units of 8 weight rows that a task multiplies by one read of x."""
 BEST_WORDS = 2 * BATCH
 """Tagged words of a rank's likeliest tokens: of each sequence, its logit and the token."""
+TOLD_WORDS = 2 * MAX_SMS
+"""Tagged words by which a rank's SMs tell that their logits are written, two an SM."""
 PARTIAL_EXTRA = 16
 """float32 words after the 8 rows of outputs of a partial: 8 maxima, 8 sums."""
 
@@ -114,6 +117,48 @@ class BatchEmbed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BatchHead:
+    """As a linear whose rows are logits, of num_rows tokens from first_id on.
+
+    Where ranks draw within limits, what all of them need to do so lies in every rank's exchange:
+    from 64-bit word `logits` on, float32, those of all num_tokens tokens, a row a sequence; from
+    `highs` on, float32 [16, ranks, MAX_SMS], the highest of each SM; from `told` on, two tagged
+    words an SM, MAX_SMS a rank, by which it says that its numbers are there. place: of this rank.
+    """
+
+    event: int
+    row0: int
+    num_units: int
+    num_rows: int
+    matrix: int
+    weight_row: int
+    num_tiles_k: int
+    src: int
+    norm: int
+    first_id: int
+    place: int = 0
+    num_tokens: int = 0
+    logits: int = 0
+    highs: int = 0
+    told: int = 0
+    opcode: Opcode = Opcode.HEAD
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchDraw:
+    """Draws tokens within limits from the logits of num_rows tokens; for the rest see BatchHead,
+    which it follows. The loader takes it for a linear of no units.
+    """
+
+    event: int
+    num_rows: int
+    logits: int = 0
+    highs: int = 0
+    told: int = 0
+    opcode: Opcode = Opcode.DRAW
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BatchAttention:
     """This SM's share of the cached positions of all sequences and kv heads, found at run time.
 
@@ -133,7 +178,7 @@ class BatchAttention:
     opcode: Opcode = Opcode.ATTENTION
 
 
-BatchInstruction = BatchLinear | BatchEmbed | BatchAttention
+BatchInstruction = BatchLinear | BatchEmbed | BatchHead | BatchDraw | BatchAttention
 
 PLACES: dict[type[BatchInstruction], dict[str, int]] = {
     BatchLinear: {
@@ -146,6 +191,12 @@ PLACES: dict[type[BatchInstruction], dict[str, int]] = {
         "first_column": 5, "num_columns": 6, "next_norm": 7, "parts": 8, "first_id": 9, "dst": 10,
         "row0": 11, "own_part": 12, "num_rows": 13, "best": 14, "own_best": 15,
     },
+    BatchHead: {
+        "opcode": 0, "event": 1, "weight_row": 2, "num_units": 3, "num_tiles_k": 4, "src": 5,
+        "norm": 6, "logits": 7, "told": 8, "highs": 9, "first_id": 10, "row0": 11, "place": 12,
+        "num_rows": 13, "matrix": 14, "num_tokens": 15,
+    },
+    BatchDraw: {"opcode": 0, "event": 1, "logits": 7, "told": 8, "highs": 9, "num_rows": 13},
     BatchAttention: {
         "opcode": 0, "event": 1, "k_row": 2, "v_row": 4, "window": 6, "q_norm": 8, "k_norm": 9,
         "dst": 10, "num_rows": 13,

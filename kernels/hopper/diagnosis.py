@@ -11,7 +11,15 @@ from dataclasses import dataclass
 
 from distmega.errors import HangError
 from distmega.kernels.hopper.batch_queues import BatchQueues
-from distmega.kernels.hopper.batch_words import BATCH, BEST_WORDS, BatchAttention
+from distmega.kernels.hopper.batch_words import (
+    BATCH,
+    BEST_WORDS,
+    TOLD_WORDS,
+    BatchAttention,
+    BatchDraw,
+    BatchEmbed,
+    BatchHead,
+)
 from distmega.kernels.hopper.plan import DecodeQueues
 from distmega.kernels.hopper.words import (
     EMBEDDED,
@@ -293,13 +301,16 @@ def _batch_debtor(queues: BatchQueues, word: int, number: int) -> str:
     ranks, at = queues.shape.num_ranks, word - buffer.first
     if buffer.name == "best":
         return f"rank {at // BEST_WORDS % ranks}, SM 0, behind {describe_batch(queues, -1)}"
+    if buffer.name == "told":
+        who = f"rank {at // TOLD_WORDS}, SM {at % TOLD_WORDS // 2}"
+        return f"{who}, {describe_batch(queues, number - 1)}"
     rank, at = divmod(at, buffer.num_words // ranks)
     row = at // (BATCH * UNIT_ROWS) * UNIT_ROWS
     sm = next(
         (
             sm
             for sm, queue in enumerate(queues.queues)
-            if not isinstance(one := queue[number], BatchAttention)
+            if not isinstance(one := queue[number], BatchAttention | BatchDraw)
             and one.row0 <= row < one.row0 + one.num_units * UNIT_ROWS
         ),
         None,
@@ -311,10 +322,10 @@ def describe_batch(queues: BatchQueues, number: int, sm: int | None = None) -> s
     """An instruction of the batched kernel as "instruction 4, o of layer 0, rows 16 to 32"."""
     number %= len(queues.queues[0])
     layer, place = divmod(number - 1, len(LAYER_OPS))
-    found = f"instruction {number}, {LAYER_OPS[place]} of layer {layer}"
-    if number in (0, len(queues.queues[0]) - 1):
-        found = f"instruction {number}, {'head' if number else 'embed'}"
     one = queues.queues[sm or 0][number]
-    if sm is None or isinstance(one, BatchAttention):
+    found = f"instruction {number}, {LAYER_OPS[place]} of layer {layer}"
+    if isinstance(one, BatchEmbed | BatchHead | BatchDraw):
+        found = f"instruction {number}, {one.opcode.name.lower()}"
+    if sm is None or isinstance(one, BatchAttention | BatchDraw):
         return found
     return f"{found}, rows {one.row0} to {min(one.row0 + one.num_units * UNIT_ROWS, one.num_rows)}"

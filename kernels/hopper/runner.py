@@ -146,8 +146,8 @@ class DecodeRunner:
             self._write_logits(tensors[queues.logits])
 
     def _write_logits(self, out: Tensor) -> None:
-        """[1, vocab] of all ranks, or of this one alone where they are not gathered."""
-        if self._team is None or out.shape[1] == self.logits.numel():
+        """[1, vocab] of all ranks."""
+        if self._team is None:
             out[0].copy_(self.logits)
         else:
             self._team.gather(self.logits.to(out.dtype)[None], out)

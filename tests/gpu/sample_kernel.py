@@ -50,15 +50,16 @@ def draw(
 
 @gluon.jit(do_not_specialize=["vocab", "num_highs", "list_words", "num_steps"])
 def draw_apart(
-    logits, highs, sampling, seeds, lists, tokens, vocab, num_highs, list_words, num_steps
+    logits, highs, sampling, seeds, lists, tokens, vocab, num_highs, list_words, num_steps,
+    RANKS: gl.constexpr,
 ):  # fmt: skip
     """Draws as above within limits, each program alone: num_steps tokens at positions of its own.
-    highs: f32 [num_highs], maxima of parts. lists: i64 [programs, list_words].
+    highs: f32 [RANKS, 256], num_highs maxima of parts a row. lists: i64 [programs, list_words].
     """
     sm = gl.program_id(0)
     for step in range(num_steps):
         position = sm * num_steps + step
         seed = gl.load(seeds)
         own = lists + sm * list_words
-        token = draw_within(logits, vocab, highs, num_highs, sampling, seed, position, own)
+        token = draw_within(logits, vocab, highs, num_highs, sampling, seed, position, own, RANKS)
         gl.store(tokens + position, token)

@@ -84,22 +84,29 @@ def in_slots(logits: Tensor, num_ranks: int, vocab: int) -> Tensor:
     return slots.flatten().cuda()
 
 
-def drawn_apart(logits: Tensor, settings: list[float], seed: int) -> list[int]:
-    """As drawn_by_kernel by what draws for one of several sequences, 50 programs at once."""
-    size, programs = list_words(len(logits)), 50
-    highs = torch.stack([part.max() for part in logits.chunk(132)])
+def drawn_apart(logits: Tensor, settings: list[float], seed: int, num_ranks: int = 1) -> list[int]:
+    """As drawn_by_kernel by what draws for one of several sequences, 50 programs at once.
+    num_ranks: by so many ranks' logits of 100 SMs each, the last of which may have none.
+    """
+    size, programs, num_sms = list_words(len(logits)), 50, 100
+    highs = torch.full((num_ranks, MAX_SMS), float("nan"))
+    highs[:, :num_sms] = float("-inf")
+    for rank, own in enumerate(logits.cpu().chunk(num_ranks)):
+        parts = torch.stack([part.max() for part in own.chunk(num_sms)])
+        highs[rank, : len(parts)] = parts
     tokens = torch.full((NUM_DRAWS,), -1, dtype=torch.int32, device="cuda")
     sample_kernel.draw_apart[(programs,)](
         logits,
-        highs,
+        highs.cuda(),
         torch.tensor(settings, device="cuda"),
         torch.tensor([seed], device="cuda"),
         torch.empty(programs * size, dtype=torch.int64, device="cuda"),
         tokens,
         len(logits),
-        len(highs),
+        num_sms,
         size,
         NUM_DRAWS // programs,
+        RANKS=num_ranks,
         num_warps=8,
     )
     return tokens.tolist()
@@ -176,6 +183,14 @@ def test_tokens_of_all_ranks_are_those_of_one(kind, vocab, settings, num_ranks):
     logits, values = make_logits(kind, vocab), list(settings)
     found = drawn_by_kernel(logits, values, vocab, num_ranks)
     assert found == drawn_by_library(logits, values, vocab)
+    assert found == drawn_apart(logits, values, vocab, num_ranks)
+
+
+@pytest.mark.parametrize("settings", [(0.8, 50.0, 0.9), (1.0, 400.0, 0.95), (0.9, 0.0, 0.9)])
+def test_eight_ranks_share_the_places_of_four(settings):
+    """Of maxima, for one of several sequences."""
+    logits, values = make_logits("random", 128256), list(settings)
+    assert drawn_apart(logits, values, 7, 8) == drawn_by_library(logits, values, 7)
 
 
 def test_a_part_of_the_vocabulary_draws_with_its_own_noise():

@@ -20,13 +20,14 @@ SHARED_BYTES = 232448
 REGISTERS = 65536
 """Of an SM."""
 _PLACE = re.compile(r"@global_smem, i\d+ (\d+)\)")
-_OBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+OBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
     """A compiled kernel: PTX, and per thread registers and bytes of local memory (spills); bytes of
-    shared memory, and where in them Triton's own accesses begin, one for each that it writes out.
+    shared memory, and where in them Triton's own accesses begin, one for each that it writes out;
+    where its code is.
     """
 
     ptx: str
@@ -34,6 +35,7 @@ class Machine:
     stack_bytes: int
     shared_bytes: int
     shared_places: tuple[int, ...]
+    cubin: Path
 
 
 def descriptor(dtype: str, block: tuple[int, ...]) -> str:
@@ -71,7 +73,7 @@ def compile_kernel(
 def read_machine(files: Mapping[str, str]) -> Machine:
     """A compiled kernel from Triton's files of it, by name."""
     paths = {Path(path).suffix: Path(path) for path in files.values()}
-    command = [str(_OBJDUMP), "--dump-resource-usage", str(paths[".cubin"])]
+    command = [str(OBJDUMP), "--dump-resource-usage", str(paths[".cubin"])]
     usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found, usage
@@ -80,5 +82,6 @@ def read_machine(files: Mapping[str, str]) -> Machine:
         registers=int(found[1]),
         stack_bytes=int(found[2]),
         shared_bytes=json.loads(paths[".json"].read_text())["shared"],
+        cubin=paths[".cubin"],
         shared_places=tuple(map(int, _PLACE.findall(paths[".llir"].read_text()))),
     )

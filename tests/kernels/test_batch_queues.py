@@ -14,6 +14,7 @@ from distmega.kernels.hopper.batch_words import (
     GROUP_UNITS,
     PLACES,
     BatchAttention,
+    BatchHead,
     BatchLinear,
     Opcode,
     pack,
@@ -39,12 +40,12 @@ def queues_of(
     return build_batch_queues(program, weights, states, num_sms)
 
 
-def rows_read(task: BatchLinear) -> list[int]:
+def rows_read(task: BatchLinear | BatchHead) -> list[int]:
     """Rows of its matrix in the order in which the loader brings them, tile by tile along k."""
     rows = []
     for unit in range(task.num_units):
         first = task.weight_row + unit * UNIT_ROWS
-        if task.opcode is Opcode.GATED:
+        if isinstance(task, BatchLinear) and task.opcode is Opcode.GATED:
             first = (task.pair_row if unit % 2 else task.weight_row) + unit // 2 * UNIT_ROWS
         rows += range(first, first + UNIT_ROWS)
     return rows
@@ -55,7 +56,8 @@ def test_every_weight_row_is_read_once(name: str):
     program = build_decoder(PRESETS[name], 1, 256, batch=16, dtype="bf16")
     columns, queues = matrix_columns(program), queues_of(PRESETS[name])
     tensors = program.tensor_map()
-    tasks = [one for queue in queues.queues for one in queue if isinstance(one, BatchLinear)]
+    linears = BatchLinear | BatchHead
+    tasks = [one for queue in queues.queues for one in queue if isinstance(one, linears)]
     for matrix, place in enumerate(queues.matrices):
         own = [task for task in tasks if task.matrix == matrix and task.num_tiles_k]
         rows = sorted(row for task in own for row in rows_read(task))
@@ -106,7 +108,7 @@ def test_norm_weights_go_to_whoever_writes_x():
     writers = [t for t in queue if t.opcode in (Opcode.EMBED, Opcode.RESIDUAL)]
     names = [f"layers.{i}.{part}_norm" for i in range(28) for part in ("attn", "ffn")] + ["norm"]
     assert [t.next_norm for t in writers] == [weights.offset(name) // 2 for name in names]
-    readers = [t.opcode for t in queue if isinstance(t, BatchLinear) and t.norm]
+    readers = [t.opcode for t in queue if isinstance(t, BatchLinear | BatchHead) and t.norm]
     assert readers == [Opcode.QKV, Opcode.GATED] * 28 + [Opcode.HEAD]
 
 

@@ -14,6 +14,7 @@ from distmega.kernels.hopper.batch_words import (
     BATCH,
     PLACES,
     BatchEmbed,
+    BatchHead,
     BatchInstruction,
     BatchLinear,
     Opcode,
@@ -68,8 +69,8 @@ def test_ranks_have_the_same_queues_but_for_their_parts(team: list[BatchQueues])
                 return replace(
                     one, own_part=0, own_best=0, first_token=0, first_column=0, first_id=0
                 )
-            case BatchLinear(opcode=Opcode.HEAD):
-                return replace(one, num_rows=0)
+            case BatchHead():
+                return replace(one, num_rows=0, first_id=0, place=0)
             case BatchLinear():
                 return replace(one, own_part=0)
         return one

@@ -21,7 +21,7 @@ from distmega.kernels.fusion import (
 from distmega.models.decoder import build_decoder
 from distmega.models.presets import PRESETS
 from distmega.models.sampling import Method
-from distmega.sharding.cost import CPU, H200
+from distmega.sharding.cost import H200
 from distmega.sharding.localize import localize
 from distmega.sharding.mesh import DeviceMesh
 from distmega.sharding.planner import plan_program
@@ -150,26 +150,6 @@ def test_limits_of_a_part_of_the_logits_do_not_fuse():
     ops = [replace(op, reads=reads) if op is cutoff else op for op in local.ops if op is not gather]
     with pytest.raises(VerifyError, match="'limits' of kind cutoff does not fuse"):
         fuse_segment(replace(local, ops=tuple(ops)))
-
-
-def test_a_head_whose_logits_others_sort():
-    """The logits are the result then."""
-    program = build_decoder(PRESETS["tiny-llama"], 1, 64, method=Method(kind="limited"))
-    rest = replace(program, ops=program.ops[:-2], outputs=("logits",))
-    head = fuse_segment(rest)[-1]
-    assert isinstance(head, FusedHead)
-    assert (head.logits, head.token, head.draw) == ("logits", "", None)
-
-
-def test_a_head_whose_ranks_keep_their_logits():
-    """As many ranks as share what is summed before it."""
-    program = build_decoder(PRESETS["tiny-llama"], 1, 64, method=Method(kind="plain"))
-    rest = localize(plan_program(program, DeviceMesh(tp=2), CPU)).program
-    rest = replace(rest, ops=rest.ops[:-2], outputs=("logits",))
-    head = fuse_segment(rest)[-1]
-    assert isinstance(head, FusedHead)
-    assert (head.logits, head.token, head.num_ranks) == ("logits", "", 2)
-    assert head.vocab == PRESETS["tiny-llama"].vocab
 
 
 def test_biases_are_kept():

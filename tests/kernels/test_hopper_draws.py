@@ -1,11 +1,10 @@
-"""Where GPUs share a model, their kernel draws for one sequence; for several it ends with the
-logits, and library ops draw from them: segments, queues, what comes behind, and the hand-over.
+"""Where GPUs share a model, their kernel draws: segments, and the queues of one sequence. Several
+have test_batch_draws.py.
 """
 
 from dataclasses import replace
 
 import pytest
-import torch
 
 from distmega.blueprint import DecodeBlueprint, draw_decode, model_mesh, plan_decode
 from distmega.hostir.nodes import Collective, HostProgram, LaunchMegakernel, LibraryOp, Send
@@ -18,23 +17,13 @@ from distmega.models.presets import PRESETS
 from distmega.models.sampling import Method
 from distmega.requests import EngineOptions
 from distmega.sharding.cost import H200
-from tests.kernels.offline import offline
-from tests.kernels.test_batch_team import open_batch_runner
-from tests.kernels.test_decode_code import open_runner
 
 PLAIN, SEARCHED = Method(kind="plain"), Method(kind="limited")
 LIMITED = Method(kind="limited", num_candidates=64)
 MODEL = "smollm2-135m"
 VOCAB = PRESETS[MODEL].vocab
-BEHIND = {
-    PLAIN: ["sample", "all_reduce argmax"],
-    SEARCHED: ["cutoff", "sample"],
-    LIMITED: ["top", "cutoff", "sample"],
-}
-"""What comes behind the kernel of several sequences."""
 LOOKED_FOR = {PLAIN: "given", SEARCHED: "all", LIMITED: "candidates"}
-"""Limits of the draw in the kernel of one sequence."""
-MANY = 3
+"""Limits of the draw in the kernel."""
 
 
 def blueprint(
@@ -70,16 +59,12 @@ def queues_of(drawn: DecodeBlueprint, place: int) -> DecodeQueues | BatchQueues:
     return build(segment, drawn.weights, drawn.states, 132, place)
 
 
-@pytest.mark.parametrize("method", BEHIND)
-def test_several_sequences_have_one_kernel_then_library_ops(method: Method):
-    assert steps(blueprint(method, MANY).host) == ["kernel", *BEHIND[method]]
-
-
 @pytest.mark.parametrize("logits", ["none", "last"])
 @pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("method", BEHIND)
-def test_one_sequence_draws_in_its_kernel(method: Method, tp: int, logits: Logits):
-    drawn = blueprint(method, tp=tp, logits=logits)
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("method", LOOKED_FOR)
+def test_tokens_are_drawn_in_the_kernel(method: Method, batch: int, tp: int, logits: Logits):
+    drawn = blueprint(method, batch, tp=tp, logits=logits)
     assert steps(drawn.host) == ["kernel"]
     queues = queues_of(drawn, tp - 1)
     assert queues.token == "next"
@@ -88,7 +73,7 @@ def test_one_sequence_draws_in_its_kernel(method: Method, tp: int, logits: Logit
     assert (queues.logits in drawn.host.segments[0].outputs) == (logits == "last")
 
 
-@pytest.mark.parametrize("method", BEHIND)
+@pytest.mark.parametrize("method", LOOKED_FOR)
 def test_the_last_stage_of_a_pipeline_draws(method: Method):
     first, last = (blueprint(method, pp=2, index=index) for index in range(2))
     assert steps(first.host)[0] == "kernel"
@@ -156,42 +141,3 @@ def test_within_limits_each_rank_draws_from_all_logits(method: Method, tp: int):
         assert all(one.row0 % 2 == one.num_rows % 2 == 0 for one in samples(queues))
         assert len(words_of(queues, "best")) == 2 * len(queues.queues)
         assert words_of(queues, "sample")
-
-
-@pytest.mark.parametrize(("method", "logits"), [(PLAIN, "last"), (SEARCHED, "none")])
-def test_a_kernel_gives_all_logits_to_who_asks(method: Method, logits: Logits):
-    drawn = blueprint(method, MANY, logits=logits)
-    for place in range(2):
-        queues = queues_of(drawn, place)
-        assert (queues.token, queues.draw) == ("", None)
-        assert drawn.host.segments[0].tensor_map()[queues.logits].shape == (MANY, VOCAB)
-
-
-def test_a_kernel_gives_the_logits_of_its_rank():
-    batch = MANY
-    drawn = blueprint(PLAIN, batch)
-    for place in range(2):
-        queues = queues_of(drawn, place)
-        assert (queues.token, queues.draw) == ("", None)
-        assert queues.first_id == place * VOCAB // 2
-        assert drawn.host.segments[0].tensor_map()[queues.logits].shape == (batch, VOCAB // 2)
-        heads = [queue[-1] for queue in queues.queues]
-        assert {head.num_rows for head in heads} == {VOCAB // 2}, "all of them count"
-        rows = sorted((head.row0, head.row0 + 8 * head.num_units) for head in heads)
-        assert [first for first, _ in rows] == [0, *(last for _, last in rows[:-1])]
-        assert rows[-1][1] == VOCAB // 2
-
-
-@pytest.mark.parametrize("batch", [1, MANY])
-def test_logits_are_handed_over_rounded_to_bf16(batch: int, monkeypatch: pytest.MonkeyPatch):
-    with offline(monkeypatch):
-        runner = (
-            open_batch_runner(blueprint(PLAIN, batch))
-            if batch > 1
-            else open_runner(MODEL, 2, PLAIN)
-        )
-    generator = torch.Generator().manual_seed(1)
-    runner.logits.copy_(torch.randn(runner.logits.shape, generator=generator))
-    out = torch.full((batch, VOCAB // 2), 7.0, dtype=torch.bfloat16)
-    runner._write_logits(out)
-    assert torch.equal(out, runner.logits.view(-1, VOCAB // 2)[:batch].bfloat16())

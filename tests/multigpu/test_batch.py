@@ -20,6 +20,7 @@ from distmega.kernels.hopper.batch_words import (
     EVENT_WORDS,
     EVENTS_AT,
     PLACES,
+    BatchHead,
     BatchLinear,
 )
 from distmega.models.decoder import Logits
@@ -36,7 +37,7 @@ NUM_DECODED, NUM_GREEDY = 6, 32
 LENGTHS = 701, 130, 1, 257
 """Of prompts, in turn."""
 STEPS_A_LAUNCH = 500
-SM, LAYER = 5, 1
+NUM_LAYERS, SM, LAYER = 2, 5, 1
 MODELS = ("smollm2-135m", "llama-3.2-1b", "qwen3-0.6b")
 
 
@@ -151,9 +152,12 @@ def test_fifty_thousand_steps_without_a_differing_bit(device: str, num_ranks: in
     run_ranks(f"{HERE}:keep_every_bit", device, num_ranks, 50_000)
 
 
-def open_small(comm: Communicator) -> Engine:
+def open_small(comm: Communicator, sampling: Sampling = MOST_LIKELY) -> Engine:
     """Two layers of Llama-3.2-1B, after a first launch, which loads the kernel."""
-    engine = open_engine(comm, "llama-3.2-1b", BATCH, layers=2, max_context=4096, timeout_s=LIMIT_S)
+    engine = open_engine(
+        comm, "llama-3.2-1b", BATCH, layers=NUM_LAYERS, max_context=4096, timeout_s=LIMIT_S,
+        sampling=sampling,
+    )  # fmt: skip
     start(engine, 2)
     torch.cuda.synchronize()
     comm.barrier()
@@ -163,7 +167,7 @@ def open_small(comm: Communicator) -> Engine:
 def start(engine: Engine, num_steps: int) -> Tensor:
     """Queues decode steps from empty caches; their tokens."""
     assert engine.stepping is not None
-    engine.stepping.start([1] * BATCH, [0] * BATCH)
+    engine.stepping.start([1] * BATCH, [0] * BATCH, engine._draws)
     return engine.stepping.decode(num_steps)
 
 
@@ -184,6 +188,31 @@ def drop_a_part(comm: Communicator) -> None:
         assert f"rank {last}, SM {SM}, instruction {number}, o of layer {LAYER}, rows" in owed
         assert f"SM {SM} (instruction {number}" in found, found
         assert "of 'parts of h'" in found, found
+    stepping._words.copy_(saved)
+    torch.cuda.synchronize()
+    comm.barrier()
+    assert start(engine, 8).tolist() == expected
+    stepping.raise_hang()
+
+
+def drop_a_word(comm: Communicator) -> None:
+    """One SM of the last rank tells none that its logits are there: all ranks name it, and the
+    kernels can be used again.
+    """
+    sampling = Sampling(temperature=1.0, top_k=50, seed=2)
+    engine, last = open_small(comm, sampling), comm.mesh.num_ranks - 1
+    stepping = engine.stepping
+    expected = start(engine, 8).tolist()
+    head = 5 * NUM_LAYERS + 1
+    saved = stepping._words.clone()
+    if comm.rank == last:  # where that of SM 205 would be
+        stepping._words[SM, head, PLACES[BatchHead]["told"]] += 2 * 200
+    start(engine, 1)
+    found = hang_of(engine)
+    assert f"rank {comm.rank}, SM" in found, found
+    assert f"(instruction {head + 1}, draw) waited" in found, found
+    assert "of 'told'" in found, found
+    assert f"owed by rank {last}, SM {SM}, instruction {head}, head" in found, found
     stepping._words.copy_(saved)
     torch.cuda.synchronize()
     comm.barrier()
@@ -218,7 +247,7 @@ def die(comm: Communicator) -> None:
         engine.stepping.raise_hang()
 
 
-@pytest.mark.parametrize("body", ["drop_a_part", "lose_a_signal"])
+@pytest.mark.parametrize("body", ["drop_a_part", "drop_a_word", "lose_a_signal"])
 @pytest.mark.parametrize(("device", "num_ranks"), ON_GPUS)
 def test_a_fault_ends_in_time(body: str, device: str, num_ranks: int, run_ranks):
     run_ranks(f"{HERE}:{body}", device, num_ranks)
