@@ -191,7 +191,7 @@ def plan_decode(
 
 
 @uncollected
-def draw_decode(
+def lower_decode(
     config: ModelConfig,
     staged: StagePlan,
     options: EngineOptions,
@@ -239,7 +239,7 @@ def compile_kernels(blueprint: DecodeBlueprint, num_sms: int) -> Mapping[str, Me
     }
 
 
-def draw_library_decode(blueprint: DecodeBlueprint) -> HostProgram:
+def lower_library_decode(blueprint: DecodeBlueprint) -> HostProgram:
     """The same decode step with every op a library op."""
     staged = blueprint.staged
     host = staged.lower(blueprint.local, megakernel=False, peer_memory=False)
@@ -266,7 +266,7 @@ def prefill_size(blueprint: DecodeBlueprint, num_tokens: int) -> int:
 
 
 @uncollected
-def draw_prefill(blueprint: DecodeBlueprint, num_tokens: int, logits: Logits) -> HostProgram:
+def lower_prefill(blueprint: DecodeBlueprint, num_tokens: int, logits: Logits) -> HostProgram:
     """Host program of `num_tokens` tokens of one sequence at once by library ops, on the decode
     plan's layouts: of a prompt, see build_decoder, or in micro-batches. Its caches are those of one
     sequence, [h, t, d].

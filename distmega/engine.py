@@ -15,9 +15,10 @@ from torch import Tensor
 
 from distmega.agreement import on_all_ranks, require_agreement, share_memory
 from distmega.blueprint import (
+    StagePlan,
     compile_kernels,
-    draw_decode,
-    draw_library_decode,
+    lower_decode,
+    lower_library_decode,
     plan_decode,
 )
 from distmega.errors import HangError, LaunchError, RequestError, VerifyError
@@ -34,9 +35,10 @@ from distmega.kernels.peer import peer_memory_problem
 from distmega.kernels.runners import SteppingRunner, open_hopper, plan_hopper
 from distmega.kernels.signals import open_signals
 from distmega.kernels.symmetric import Team
+from distmega.models.config import ModelConfig
 from distmega.models.decoder import Logits
 from distmega.models.load import ModelSource
-from distmega.models.sampling import MOST_LIKELY, Sampling
+from distmega.models.sampling import MOST_LIKELY, Method, Sampling
 from distmega.prefills import Prefills
 from distmega.program import Program
 from distmega.requests import EngineOptions
@@ -80,26 +82,17 @@ class Engine:
         self._num_cached = [0] * options.batch
         self._hang = ""
         on_gpu = self.device.type == "cuda"
-        machine, method = H200 if on_gpu else CPU, sampling.method
-        stage = mesh.coordinate(comm.rank).get(AXIS, 0)
-        plan = plan_decode(
-            source.config, mesh, machine, options, logits, method=method, index=stage
-        )
-        found = comm.all_gather_object((node, "" if on_gpu else peer_memory_problem()))
-        mates = dict(zip(mesh.ranks, found, strict=True))
-        peer_memory = share_memory([mates[rank] for rank in plan.plan.mesh.ranks], options)
-        self.blueprint = draw_decode(
-            source.config, plan, options, peer_memory=peer_memory, method=method
+        plan = self._plan(source.config, options, logits, sampling.method)
+        peer_memory = self._share_memory(plan, options, node)
+        self.blueprint = lower_decode(
+            source.config, plan, options, peer_memory=peer_memory, method=sampling.method
         )
         self._weights = allocate_arena(self.blueprint.weights, device=device)
         self._states = allocate_arena(self.blueprint.states, device=device)
         weights = arena_views(self.blueprint.weights, self._weights)
         states = arena_views(self.blueprint.states, self._states)
         self._persistent = {**weights, **states}
-        caches = states if options.batch > 1 else {}
-        self._slots = [
-            {name: cache[slot] for name, cache in caches.items()} for slot in range(options.batch)
-        ]
+        self._slots = _slots_of(states, options.batch)
         self._draws = _draw_inputs(sampling, options.batch, self.device)
         self._runners: dict[str, CpuMegakernel] = {}
         self.stepping: SteppingRunner | None = None
@@ -117,6 +110,21 @@ class Engine:
             assert isinstance(comm, NcclCommunicator), "GPUs communicate over NCCL"
             shared = options.collectives != "host"
             open_signals(comm, AXIS, (FREE,), options.timeout_s, peer_memory=shared)
+
+    def _plan(
+        self, config: ModelConfig, options: EngineOptions, logits: Logits, method: Method
+    ) -> StagePlan:
+        """The plan of a decode step of this rank's stage."""
+        machine = H200 if self.device.type == "cuda" else CPU
+        index = self.mesh.coordinate(self.comm.rank).get(AXIS, 0)
+        return plan_decode(config, self.mesh, machine, options, logits, method=method, index=index)
+
+    def _share_memory(self, plan: StagePlan, options: EngineOptions, node: str) -> bool:
+        """share_memory of this rank's stage; all ranks of the mesh ask together."""
+        problem = "" if self.device.type == "cuda" else peer_memory_problem()
+        found = self.comm.all_gather_object((node, problem))
+        mates = dict(zip(self.mesh.ranks, found, strict=True))
+        return share_memory([mates[rank] for rank in plan.plan.mesh.ranks], options)
 
     def generate(self, prompt: Sequence[int], limit: int = 0) -> Iterator[int]:
         """As generate_all, of one prompt."""
@@ -301,7 +309,7 @@ class Engine:
             logger.warning("decoding by library ops: %s", error)
             runner = None
         if runner is None:
-            return self._evaluator(draw_library_decode(self.blueprint), {})
+            return self._evaluator(lower_library_decode(self.blueprint), {})
         if self.blueprint.staged.stage.num_stages == 1:
             self.stepping = runner
         return self._evaluator(host, {host.segments[0].name: runner})
@@ -362,6 +370,12 @@ class Engine:
             seed=options.interleave_seed or None,
             timeout_s=options.timeout_s,
         )
+
+
+def _slots_of(states: Mapping[str, Tensor], batch: int) -> list[dict[str, Tensor]]:
+    """The caches of each sequence where there are several; one has `states` as they are."""
+    caches = states if batch > 1 else {}
+    return [{name: cache[slot] for name, cache in caches.items()} for slot in range(batch)]
 
 
 def _draw_inputs(sampling: Sampling, batch: int, device: torch.device) -> dict[str, Tensor]:

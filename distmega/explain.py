@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from distmega.blueprint import DecodeBlueprint, draw_decode, num_stages_of, plan_decode
+from distmega.blueprint import DecodeBlueprint, lower_decode, num_stages_of, plan_decode
 from distmega.hostir.host_cost import explain_host
 from distmega.hostir.nodes import HostProgram
 from distmega.hostir.text import print_host
@@ -54,7 +54,7 @@ def explain_decode(
         )
         yield f"{title}plan", plan.plan.explain()
         peer_memory = options.collectives != "host"
-        blueprint = draw_decode(config, plan, options, peer_memory=peer_memory)
+        blueprint = lower_decode(config, plan, options, peer_memory=peer_memory)
         yield f"{title}host program", _host_text(blueprint.host, machine, full)
         yield f"{title}task graph", "\n".join(_graph_lines(blueprint, machine.num_sms))
         yield f"{title}one rank", "\n".join(_rank_lines(blueprint))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distmega.blueprint import DecodeBlueprint, draw_prefill, prefill_size
+from distmega.blueprint import DecodeBlueprint, lower_prefill, prefill_size
 from distmega.errors import ProgramError, RankFailure
 from distmega.hostir.capture import CapturedHost
 from distmega.hostir.comm import Communicator
@@ -63,7 +63,7 @@ class Prefills:
         }
         known = (size, logits) in self._programs
         if not known:
-            host = draw_prefill(self._blueprint, size, logits)
+            host = lower_prefill(self._blueprint, size, logits)
             self._programs[size, logits] = self._open(host)
         program = self._programs[size, logits]
         if logits != "none":

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distmega.blueprint import draw_decode, draw_library_decode, draw_prefill, plan_decode
+from distmega.blueprint import lower_decode, lower_library_decode, lower_prefill, plan_decode
 from distmega.hostir import library
 from distmega.hostir.nodes import HostProgram, LibraryOp
 from distmega.hostir.torch_types import torch_dtype
@@ -76,8 +76,8 @@ def host_program(batch: int, sampling: Sampling, decodes: bool = False) -> HostP
     options = EngineOptions(max_context=64, batch=batch)
     method, mesh = sampling.method, DeviceMesh(tp=2)
     staged = plan_decode(config, mesh, H200, options, method=method)
-    drawn = draw_decode(config, staged, options, peer_memory=True, method=method)
-    return draw_library_decode(drawn) if decodes else draw_prefill(drawn, 48, "none")
+    lowered = lower_decode(config, staged, options, peer_memory=True, method=method)
+    return lower_library_decode(lowered) if decodes else lower_prefill(lowered, 48, "none")
 
 
 def run_ops(host: HostProgram, kinds: set[str]) -> None:

@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 import torch
 
-from distmega.blueprint import DecodeBlueprint, draw_decode, model_mesh, plan_decode
+from distmega.blueprint import DecodeBlueprint, lower_decode, model_mesh, plan_decode
 from distmega.kernels.hopper.batch_queues import BatchQueues, build_batch_queues
 from distmega.kernels.hopper.batch_words import (
     BATCH,
@@ -37,14 +37,14 @@ def blueprint(method: Method, tp: int) -> DecodeBlueprint:
     config = replace(PRESETS["llama-3.2-1b"], num_layers=1, vocab=VOCAB)
     options = EngineOptions(max_context=256, batch=3)
     plan = plan_decode(config, model_mesh(tp, 1), H200, options, "last", method=method)
-    return draw_decode(config, plan, options, peer_memory=True, method=method)
+    return lower_decode(config, plan, options, peer_memory=True, method=method)
 
 
 @cache
 def team_of(method: Method, tp: int) -> list[BatchQueues]:
-    drawn = blueprint(method, tp)
-    (segment,) = drawn.host.segments
-    arenas = drawn.weights, drawn.states
+    lowered = blueprint(method, tp)
+    (segment,) = lowered.host.segments
+    arenas = lowered.weights, lowered.states
     return [build_batch_queues(segment, *arenas, NUM_SMS, place) for place in range(tp)]
 
 

@@ -20,9 +20,9 @@ SPILLED_BYTES = 48
 
 @cache
 def compiled(name: str, tp: int, method: Method) -> Machine:
-    drawn = blueprint(name, tp, method=method)
+    lowered = blueprint(name, tp, method=method)
     with pytest.MonkeyPatch.context() as patch, offline(patch) as launched:
-        open_batch_runner(drawn).decode(1)
+        open_batch_runner(lowered).decode(1)
     (machine,) = launched
     return machine
 

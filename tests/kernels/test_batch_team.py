@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from distmega.blueprint import DecodeBlueprint, draw_decode, plan_decode
+from distmega.blueprint import DecodeBlueprint, lower_decode, plan_decode
 from distmega.kernels.hopper.batch_queues import BatchQueues, build_batch_queues
 from distmega.kernels.hopper.batch_runner import BatchRunner
 from distmega.kernels.hopper.batch_words import (
@@ -38,15 +38,16 @@ COMPILED = [("llama-3.2-1b", 2), ("qwen3-8b", 4)]
 def blueprint(name: str, tp: int, batch: int = BATCH, **more: object) -> DecodeBlueprint:
     options = EngineOptions(max_context=256, batch=batch)
     plan = plan_decode(PRESETS[name], DeviceMesh(tp=tp), H200, options, **more)
-    return draw_decode(PRESETS[name], plan, options, peer_memory=True, **more)
+    return lower_decode(PRESETS[name], plan, options, peer_memory=True, **more)
 
 
 @cache
 def team_queues(name: str, tp: int) -> list[BatchQueues]:
-    drawn = blueprint(name, tp)
-    (segment,) = drawn.host.segments
+    lowered = blueprint(name, tp)
+    (segment,) = lowered.host.segments
     return [
-        build_batch_queues(segment, drawn.weights, drawn.states, 132, place) for place in range(tp)
+        build_batch_queues(segment, lowered.weights, lowered.states, 132, place)
+        for place in range(tp)
     ]
 
 
@@ -147,15 +148,15 @@ def test_words_of_an_embedding():
     assert len(set(places.values())) == len(places)
 
 
-def open_batch_runner(drawn: DecodeBlueprint) -> BatchRunner:
+def open_batch_runner(lowered: DecodeBlueprint) -> BatchRunner:
     """To be used within `offline`."""
-    (segment,), tp = drawn.host.segments, drawn.staged.plan.mesh.num_ranks
+    (segment,), tp = lowered.host.segments, lowered.staged.plan.mesh.num_ranks
     return BatchRunner(
         segment,
-        build_batch_queues(segment, drawn.weights, drawn.states, NUM_SMS),
-        weights=drawn.weights,
-        weights_arena=torch.empty(drawn.weights.num_bytes, dtype=torch.uint8),
-        state_arena=torch.empty(drawn.states.num_bytes, dtype=torch.uint8),
+        build_batch_queues(segment, lowered.weights, lowered.states, NUM_SMS),
+        weights=lowered.weights,
+        weights_arena=torch.empty(lowered.weights.num_bytes, dtype=torch.uint8),
+        state_arena=torch.empty(lowered.states.num_bytes, dtype=torch.uint8),
         team=LoneTeam(tp) if tp > 1 else None,
     )
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from distmega.blueprint import draw_decode, plan_decode
+from distmega.blueprint import lower_decode, plan_decode
 from distmega.errors import CheckError
 from distmega.kernels.arena import PEER_BUFFERS
 from distmega.kernels.checker import check_schedule, lay_out, num_ranks_to_check
@@ -164,7 +164,7 @@ def test_a_70b_model_is_proven_in_seconds() -> None:
     mesh, options = DeviceMesh(tp=8), EngineOptions(max_context=512)
     config = PRESETS["llama-3-70b"]
     plan = plan_decode(config, mesh, H200, options)
-    (segment,) = draw_decode(config, plan, options, peer_memory=True).host.segments
+    (segment,) = lower_decode(config, plan, options, peer_memory=True).host.segments
     segment = expand_collectives(segment, mesh)
     graph = build_task_graph(segment, tile_segment(segment, 132), team_size(segment, mesh))
     schedule = schedule_graph(graph, 132)

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from distmega.blueprint import draw_decode, plan_decode
+from distmega.blueprint import lower_decode, plan_decode
 from distmega.kernels.hopper.queues import build_queues
 from distmega.kernels.hopper.runner import DecodeRunner, num_stages, padded_tiles_k
 from distmega.kernels.hopper.words import TILE_BYTES
@@ -56,14 +56,14 @@ def open_runner(
     """A preset's runner, to be used within `offline`."""
     options, mesh = EngineOptions(max_context=256), DeviceMesh(tp=num_ranks)
     plan = plan_decode(PRESETS[name], mesh, H200, options, "none", method=method)
-    drawn = draw_decode(PRESETS[name], plan, options, peer_memory=True, method=method)
-    (segment,) = drawn.host.segments
+    lowered = lower_decode(PRESETS[name], plan, options, peer_memory=True, method=method)
+    (segment,) = lowered.host.segments
     return DecodeRunner(
         segment,
-        build_queues(segment, drawn.weights, drawn.states, NUM_SMS, mode=mode),
-        weights=drawn.weights,
-        weights_arena=torch.empty(drawn.weights.num_bytes, dtype=torch.uint8),
-        state_arena=torch.empty(drawn.states.num_bytes, dtype=torch.uint8),
+        build_queues(segment, lowered.weights, lowered.states, NUM_SMS, mode=mode),
+        weights=lowered.weights,
+        weights_arena=torch.empty(lowered.weights.num_bytes, dtype=torch.uint8),
+        state_arena=torch.empty(lowered.states.num_bytes, dtype=torch.uint8),
         team=LoneTeam(num_ranks) if num_ranks > 1 else None,
     )
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from distmega.blueprint import DecodeBlueprint, draw_decode, model_mesh, plan_decode
+from distmega.blueprint import DecodeBlueprint, lower_decode, model_mesh, plan_decode
 from distmega.hostir.nodes import Collective, HostProgram, LaunchMegakernel, LibraryOp, Send
 from distmega.kernels.hopper.batch_queues import BatchQueues, build_batch_queues
 from distmega.kernels.hopper.plan import DecodeQueues
@@ -34,7 +34,7 @@ def blueprint(
     config = replace(PRESETS[MODEL], num_layers=2)
     mesh = model_mesh(tp, pp)
     plan = plan_decode(config, mesh, H200, options, logits, method=method, index=index)
-    return draw_decode(config, plan, options, peer_memory=True, method=method)
+    return lower_decode(config, plan, options, peer_memory=True, method=method)
 
 
 def steps(host: HostProgram) -> list[str]:
@@ -53,10 +53,10 @@ def steps(host: HostProgram) -> list[str]:
     return found
 
 
-def queues_of(drawn: DecodeBlueprint, place: int) -> DecodeQueues | BatchQueues:
-    build = build_batch_queues if drawn.options.batch > 1 else build_queues
-    (segment,) = drawn.host.segments
-    return build(segment, drawn.weights, drawn.states, 132, place)
+def queues_of(lowered: DecodeBlueprint, place: int) -> DecodeQueues | BatchQueues:
+    build = build_batch_queues if lowered.options.batch > 1 else build_queues
+    (segment,) = lowered.host.segments
+    return build(segment, lowered.weights, lowered.states, 132, place)
 
 
 @pytest.mark.parametrize("logits", ["none", "last"])
@@ -64,13 +64,13 @@ def queues_of(drawn: DecodeBlueprint, place: int) -> DecodeQueues | BatchQueues:
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("method", LOOKED_FOR)
 def test_tokens_are_drawn_in_the_kernel(method: Method, batch: int, tp: int, logits: Logits):
-    drawn = blueprint(method, batch, tp=tp, logits=logits)
-    assert steps(drawn.host) == ["kernel"]
-    queues = queues_of(drawn, tp - 1)
+    lowered = blueprint(method, batch, tp=tp, logits=logits)
+    assert steps(lowered.host) == ["kernel"]
+    queues = queues_of(lowered, tp - 1)
     assert queues.token == "next"
     assert queues.draw is not None
     assert queues.draw.limits == LOOKED_FOR[method]
-    assert (queues.logits in drawn.host.segments[0].outputs) == (logits == "last")
+    assert (queues.logits in lowered.host.segments[0].outputs) == (logits == "last")
 
 
 @pytest.mark.parametrize("method", LOOKED_FOR)
@@ -99,9 +99,11 @@ def odd_queues(method: Method, tp: int) -> list[DecodeQueues]:
     config = replace(PRESETS["llama-3.2-1b"], num_layers=1, vocab=1003)
     options, mesh = EngineOptions(max_context=256), model_mesh(tp, 1)
     plan = plan_decode(config, mesh, H200, options, method=method)
-    drawn = draw_decode(config, plan, options, peer_memory=True, method=method)
-    (segment,) = drawn.host.segments
-    return [build_queues(segment, drawn.weights, drawn.states, 100, place) for place in range(tp)]
+    lowered = lower_decode(config, plan, options, peer_memory=True, method=method)
+    (segment,) = lowered.host.segments
+    return [
+        build_queues(segment, lowered.weights, lowered.states, 100, place) for place in range(tp)
+    ]
 
 
 @pytest.mark.parametrize("tp", [2, 4])

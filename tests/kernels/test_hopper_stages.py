@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from distmega.blueprint import draw_decode, model_mesh, plan_decode
+from distmega.blueprint import lower_decode, model_mesh, plan_decode
 from distmega.kernels.hopper.plan import DecodeQueues
 from distmega.kernels.hopper.queues import build_queues
 from distmega.kernels.hopper.words import FROM_EMBEDDING, Embed, Linear, Opcode
@@ -20,9 +20,9 @@ def stage_queues(name: str, tp: int, pp: int, place: int = 0) -> list[DecodeQueu
     found = []
     for index in range(pp):
         plan = plan_decode(config, model_mesh(tp, pp), H200, options, index=index)
-        drawn = draw_decode(config, plan, options, peer_memory=True)
-        (segment,) = drawn.host.segments
-        found.append(build_queues(segment, drawn.weights, drawn.states, 132, place))
+        lowered = lower_decode(config, plan, options, peer_memory=True)
+        (segment,) = lowered.host.segments
+        found.append(build_queues(segment, lowered.weights, lowered.states, 132, place))
     return found
 
 

@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 
-from distmega.blueprint import DecodeBlueprint, draw_decode, plan_decode
+from distmega.blueprint import DecodeBlueprint, lower_decode, plan_decode
 from distmega.kernels.fusion import FusedEmbedding, FusedHead, FusedResidual, fuse_segment
 from distmega.kernels.hopper.plan import DecodeQueues
 from distmega.kernels.hopper.queues import build_queues
@@ -22,14 +22,16 @@ CASES = [("smollm2-135m", 2), ("llama-3.2-1b", 4), ("qwen3-8b", 2), ("llama-3-70
 def blueprint(name: str, tp: int, logits: str = "none") -> DecodeBlueprint:
     options = EngineOptions(max_context=256)
     plan = plan_decode(PRESETS[name], DeviceMesh(tp=tp), H200, options, logits)
-    return draw_decode(PRESETS[name], plan, options, peer_memory=True)
+    return lower_decode(PRESETS[name], plan, options, peer_memory=True)
 
 
 @cache
 def team_queues(name: str, tp: int) -> list[DecodeQueues]:
-    drawn = blueprint(name, tp)
-    (segment,) = drawn.host.segments
-    return [build_queues(segment, drawn.weights, drawn.states, 132, place) for place in range(tp)]
+    lowered = blueprint(name, tp)
+    (segment,) = lowered.host.segments
+    return [
+        build_queues(segment, lowered.weights, lowered.states, 132, place) for place in range(tp)
+    ]
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]} tp={case[1]}")
@@ -46,8 +48,8 @@ def tasks(queues: DecodeQueues, opcode: Opcode) -> list[Instruction]:
 @pytest.mark.parametrize(("name", "tp"), CASES)
 @pytest.mark.parametrize("logits", ["none", "last"])
 def test_collectives_become_part_of_what_they_follow(name, tp, logits):
-    drawn = blueprint(name, tp, logits)
-    (segment,) = drawn.host.segments
+    lowered = blueprint(name, tp, logits)
+    (segment,) = lowered.host.segments
     first, *rest, head = fuse_segment(segment)
     config = PRESETS[name]
     sums = [op for op in rest if isinstance(op, FusedResidual)]

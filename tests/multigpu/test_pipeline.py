@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from distmega.blueprint import draw_decode, model_mesh, plan_decode
+from distmega.blueprint import lower_decode, model_mesh, plan_decode
 from distmega.engine import Engine
 from distmega.errors import VerifyError
 from distmega.hostir.comm import Communicator, GlooCommunicator
@@ -92,16 +92,16 @@ def open_all_or_none(comm: Communicator) -> None:
     mesh, options = model_mesh(1, comm.mesh.num_ranks), EngineOptions(max_context=64)
     is_last, config = comm.rank == comm.mesh.num_ranks - 1, PRESETS["smollm2-135m"]
     plan = plan_decode(config, mesh, H200, options, index=comm.rank)
-    drawn = draw_decode(config, plan, options, peer_memory=True)
+    lowered = lower_decode(config, plan, options, peer_memory=True)
     engine = SimpleNamespace(
-        blueprint=drawn,
+        blueprint=lowered,
         comm=GlooCommunicator(mesh, comm.rank, TIMEOUT_S),
         batch=1,
         _weights=torch.empty(0),
         _states=torch.empty(0),
     )
     other = VerifyError("another GPU", expected="a Hopper GPU", remedy="use one")
-    segments = drawn.host.segments
+    segments = lowered.host.segments
     with (
         patch("distmega.engine.open_hopper") as opened,
         patch("distmega.kernels.runners.require_hopper", return_value=132) as asked,
