@@ -56,6 +56,10 @@ PEER_KINDS = frozenset({"all_reduce", "all_gather"})
 """Collectives that a megakernel does where ranks can write into each other's memory."""
 
 
+Encodable = Callable[[Op, Mapping[str, Tensor], Mapping[str, tuple[int, ...]]], bool]
+"""Whether a megakernel can do an op, given tensors by name, and the strides of its operands."""
+
+
 class Localized(Protocol):
     """What is needed of a LocalProgram: one rank's program, the rank symbolic, its mesh, its final
     allocations, its host loops and the pairs of ops that run as one kernel.
@@ -83,7 +87,7 @@ class _Lowering:
     def __init__(
         self,
         local: Localized,
-        fits: Callable[[Op, Mapping[str, Tensor]], bool],
+        fits: Callable[[Op, Scope], bool],
         max_streams: int,
         fuse: bool,
         fused: Sequence[OverlapChoice],
@@ -201,7 +205,7 @@ class _Lowering:
 
         def fits(op: Op) -> bool:
             outside = scope.outer is None or op.kind not in EXCHANGES
-            return outside and op.name not in alone and self.fits(op, scope.tensors)
+            return outside and op.name not in alone and self.fits(op, scope)
 
         runs: list[Run] = []
         loops = {} if scope.outer is not None else self.loops
@@ -239,7 +243,7 @@ def lower_program(
     megakernel: bool,
     peer_memory: bool,
     kernel_kinds: frozenset[str] = KERNEL_KINDS,
-    is_encodable: Callable[[Op, Mapping[str, Tensor]], bool] | None = None,
+    is_encodable: Encodable | None = None,
     apart: Container[str] = (),
     max_streams: int = MAX_STREAMS,
     fuse: bool = False,
@@ -267,12 +271,15 @@ def lower_program(
         )
     fused = local.fused if peer_memory else ()
 
-    def fits(op: Op, tensors: Mapping[str, Tensor]) -> bool:
+    def fits(op: Op, scope: Scope) -> bool:
         if not megakernel or op.name in apart:
             return False
         if op.kind in PEER_KINDS:
             return peer_memory
-        return op.kind in kernel_kinds and (is_encodable is None or is_encodable(op, tensors))
+        if op.kind not in kernel_kinds or is_encodable is None:
+            return op.kind in kernel_kinds
+        strides = {access.tensor: scope.strides(access.tensor) for access in accesses(op)}
+        return is_encodable(op, scope.tensors, strides)
 
     return _Lowering(local, fits, max_streams, fuse, fused).run()
 

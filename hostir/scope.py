@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 
 from distmega.hostir.nodes import Allocate, LibraryOp, Node, SliceView
-from distmega.program import Op, Tensor
+from distmega.program import Op, Tensor, packed_strides, view_strides
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,6 +52,15 @@ class Scope:
         while name in self.views:
             name = self.views[name].reads[0].tensor
         return name
+
+    def strides(self, name: str) -> tuple[int, ...]:
+        """How far each dim of a name steps through its storage, in elements."""
+        if name not in self.views:
+            return packed_strides(self.tensors[name].shape)
+        view = self.views[name]
+        found = view_strides(view, self.strides(view.reads[0].tensor))
+        assert found is not None, f"{name} is no view"
+        return found
 
     def written_temps(self, op: Op) -> set[str]:
         """Temporary storage that an op writes."""

@@ -7,6 +7,7 @@ has instructions at all; hostir keeps the others as library ops. Next on the wal
 """
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from distmega.errors import ProgramError
 from distmega.kernels.arena import Operand, Space
@@ -52,11 +53,15 @@ def lower_group(
     ]
 
 
-def is_encodable(op: Op, tensors: Mapping[str, Tensor]) -> bool:
-    """Whether an op on row-major tensors has instructions, and few enough to be worth a place in a
-    megakernel.
+def is_encodable(
+    op: Op,
+    tensors: Mapping[str, Tensor],
+    strides: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+) -> bool:
+    """Whether an op has instructions, and few enough to be worth a place in a megakernel. strides:
+    of operands that may be views, in elements; the others are row-major.
     """
-    operands = [_plain_operand(tensors[access.tensor]) for access in accesses(op)]
+    operands = [_plain_operand(tensors[a.tensor], strides.get(a.tensor)) for a in accesses(op)]
     mesh_axes = tuple(str(op.get(name, "")) for name in ("mesh_axis", "base_axis"))
     try:
         (instructions,) = lower_group(TaskGroup(op=op), operands, mesh_axes, 0)
@@ -77,12 +82,12 @@ def _context(
     return Context(geometry, operands, mesh_axes, expression)
 
 
-def _plain_operand(tensor: Tensor) -> Operand:
+def _plain_operand(tensor: Tensor, strides: tuple[int, ...] | None) -> Operand:
     return Operand(
         space=Space.ACT,
         dtype=tensor.dtype,
         offset_bytes=0,
         first=0,
         shape=tensor.shape,
-        strides=packed_strides(tensor.shape),
+        strides=packed_strides(tensor.shape) if strides is None else strides,
     )

@@ -112,7 +112,7 @@ def test_ops_that_cannot_be_encoded_split_the_segment():
         local(mlp()),
         megakernel=True,
         peer_memory=True,
-        is_encodable=lambda op, tensors: tensors[op.writes[0].tensor].shape != (4, 16),
+        is_encodable=lambda op, tensors, _: tensors[op.writes[0].tensor].shape != (4, 16),
     )
     assert kinds(host) == ["linear", "pointwise", "mlp.0"]
 

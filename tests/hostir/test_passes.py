@@ -80,7 +80,7 @@ def test_case_n21_as_three_segments():
         local(chain()),
         megakernel=True,
         peer_memory=True,
-        is_encodable=lambda op, tensors: op.name != "b",
+        is_encodable=lambda op, tensors, _: op.name != "b",
     )
     freed = run_passes(host)
     assert sum(isinstance(n, LaunchMegakernel) for n in freed.body) == 2

@@ -15,7 +15,7 @@ from distmega.kernels.megakernel import compile_megakernel
 from distmega.kernels.memory import allocate_arena, arena_views
 from distmega.sharding.cost import CPU
 from distmega.sharding.localize import localize
-from distmega.sharding.placements import stream
+from distmega.sharding.placements import Layout, stream
 from distmega.sharding.planner import Plan, plan_program
 from tests.hostir.streams import CASES, MESHES, ONE, assert_exact, plan_marked, without_dead_ops
 from tests.hostir.test_stream_sums import CASES as SUMS
@@ -75,6 +75,23 @@ def test_what_a_loop_made_is_overwritten_by_the_host():
     program = p.build(base)
     host = check(plan_program(program, ONE, CPU, {"x": stream(0, 2)}))
     assert any("again" in str(node) for node in host.body if isinstance(node, LibraryOp))
+
+
+@pytest.mark.parametrize("marks", [{}, {"y": stream(0, 2)}])
+def test_sums_over_several_dims_of_a_view_with_gaps_are_the_hosts(marks: dict[str, Layout]):
+    """An instruction sums over one dim; those of the copy merge into one."""
+    p = ProgramBuilder("gaps")
+    x = p.input("x", (4, 8, 7)).map("a0 + 1", name="a")
+    v = p.slice(x, 2, 0, 6, 2, view=True, name="v")
+    whole = p.slice(v, 0, 0, 4, view=True, name="whole")
+    w = p.weight("w", (8, 3))
+    y = p.linear(whole, w, spec="m a b, a b -> m", name="y")
+    z = p.linear(p.set(whole, name="copy"), w, spec="m a b, a b -> m", name="z")
+    program = p.build(y, z)
+    host = check(plan_program(program, ONE, CPU, marks))
+    ops = {node.op.name for node in walk_nodes(host.body) if isinstance(node, LibraryOp)}
+    assert "y" in ops
+    assert "z" not in ops
 
 
 @pytest.mark.parametrize("seed", range(75, 87))
