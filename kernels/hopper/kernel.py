@@ -102,6 +102,8 @@ def compute(
                     place, keep(sample_words), best_words, keep(sm), keep(num_sms), tag, CHOICE,
                     HEAD_ROWS, RANKS,
                 )
+                # again, since meanwhile these words would take registers from all tasks
+                ahead = fetch(queue, gl.where(i + 1 == num_instructions, 0, i + 1))
             else:
                 it = linear_task(
                     words, exchange, vectors, embed, token, residual, logits, tag, sm, best_words,

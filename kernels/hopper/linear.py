@@ -219,6 +219,7 @@ def linear_task(
 
     Where tokens are drawn, the head only writes its logits, for SAMPLE.
     """
+    PUSHES: gl.constexpr = RANKS > 1 and CHOICE != GREEDY and CHOICE != DRAWN
     opcode = words[OPCODE]
     num_tiles_k = words[LIN_NUM_TILES_K]
     num_units = keep(words[NUM_UNITS])
@@ -247,10 +248,17 @@ def linear_task(
         if RANKS > 1:  # noqa: SIM102  a constant, so that the rest is compiled only then
             if opcode == OP_PARTIAL:
                 alarm = read_alarm(exchange)
+        if PUSHES:  # noqa: SIM102  a constant
+            if opcode == OP_HEAD:
+                alarm = read_alarm(exchange)
         norm = gl.where(number == 0, words[LIN_NORM], -1)
         multiply_tiles(places, aims, taken, num_tiles, num_tiles_k, ss, norm, STAGES)
         it += num_tiles
         cta_barrier()
+        if PUSHES:  # noqa: SIM102  a constant
+            # logits are the last that others get, so none may follow from an x that is void
+            if (opcode == OP_HEAD) & (number == 0):
+                alarm = read_alarm(exchange)
         if TRACE:  # noqa: SIM102  a constant
             if number == 0:
                 gl.store(stamps + 2, clock())
@@ -280,8 +288,9 @@ def linear_task(
                 better = wanted & (y > best)
                 best = gl.where(better, y, best)
                 best_row = gl.where(better, row, best_row)
-            elif CHOICE != DRAWN and RANKS > 1:
-                push_logits(words, exchange, peers, row, limit, y, tag, RANKS)
+            elif PUSHES:
+                num_rows = gl.minimum(num_units - number, GROUP_UNITS) * UNIT_ROWS
+                push_logits(words, peers, row0, num_rows, wanted, y, tag, alarm, RANKS)
         cta_barrier()
     if CHOICE == GREEDY:  # noqa: SIM102  a constant
         if opcode == OP_HEAD:

@@ -145,15 +145,17 @@ def push_best(
 
 
 @gluon.jit
-def push_logits(words, exchange, peers, row, limit, y, tag, RANKS: gl.constexpr):
-    """Rows of this SM's logits into its part of all ranks' on every rank; -inf for those behind the
-    last token, so that all words of its units are written. None that are void (push_partial): who
-    calls has passed a barrier since x came, so the alarm tells of all that was given up for it.
+def push_logits(words, peers, row0, num_rows, wanted, y, tag, alarm, RANKS: gl.constexpr):
+    """Rows row0 to row0 + num_rows of this SM's logits into its part of all ranks' on every rank:
+    whole units, -inf where no row is wanted. None that are void (push_partial).
     """
-    is_sound = read_alarm(exchange) == NO_REPORT
-    wanted = row < words[LIN_ROW0] + words[NUM_UNITS] * UNIT_ROWS
-    word = tagged_float(gl.where(row < limit, y, float("-inf")), tag)
-    push_words(peers, words[DST] + row, word, wanted & is_sound, RANKS)
+    first = gl.multiple_of(words[DST] + row0, 8)
+    at = gl.arange(0, GROUP_ROWS, layout=TWOS)
+    to = first + at
+    word = tagged_float(gl.where(wanted, y, float("-inf")), tag)
+    is_sound = keep(alarm) == NO_REPORT
+    pushed = at < gl.multiple_of(gl.where(is_sound, num_rows, 0), 8)
+    push_words(peers, to, word, pushed, RANKS)
 
 
 @gluon.jit

@@ -113,14 +113,16 @@ def test_nothing_lies_where_x_does(name, num_ranks, trace):
 )
 def test_drawing_spills_little(name, num_ranks, kind, num_candidates, spilled):
     """What is kept across the search for limits, and scalars that a task or a step reads back
-    once; nothing without limits. Where there are ranks, all that is pushed waits for the report,
-    of sums and of logits or candidates; only their sums, logits and candidates come from peers.
+    once; nothing without limits. Where there are ranks, what is pushed waits for the report: sums,
+    candidates, and logits, before each product and once more when all of x has come. Only sums,
+    logits and candidates come from peers.
     """
     method = Method(kind=kind, num_candidates=num_candidates)
     code = decode_code(name, num_ranks, False, method)
     assert code.stack_bytes <= spilled
     assert code.shared_bytes <= SHARED_BYTES
-    assert code.ptx.count("ld.volatile.global") == (2 if num_ranks > 1 else 0)
+    asked = {"plain": 2, "limited": 3}[kind]
+    assert code.ptx.count("ld.volatile.global") == (asked if num_ranks > 1 else 0)
     assert ("ld.relaxed.sys" in code.ptx) == (num_ranks > 1)
     assert plain_spins(code.ptx) == []
 
