@@ -9,8 +9,6 @@ the weights' bytes, at the rates of a large matmul and of a copy measured in the
 Writes bench/results/prefill-<device>.json; `make tables` writes the README's table from it.
 """
 
-import argparse
-import gc
 import math
 import re
 import statistics
@@ -20,9 +18,9 @@ from dataclasses import dataclass
 
 import torch
 
+from bench.cases import run_cases
 from bench.decode import copy_bytes_per_us
-from bench.ranks import run_on_ranks
-from bench.records import Book, Record, add_book_options, open_book
+from bench.records import Record
 from bench.timing import elapsed_us
 from bench.torch_decoder import make_peer
 from distmega.engine import Engine
@@ -131,29 +129,5 @@ def measure(case: Case, comm: Communicator, rounds: int, with_peer: bool) -> Rec
     )
 
 
-def run_case(comm: Communicator, text: str, rounds: int, with_peer: bool, book: Book) -> None:
-    """Measures one case on this rank; the first writes the record."""
-    record = measure(parse_case(text), comm, rounds, with_peer)
-    if comm.rank == 0:
-        book.write("prefill", record)
-        print(record, flush=True)
-    gc.collect()
-    torch.cuda.empty_cache()
-
-
-def main() -> None:
-    """Measures the cases named, or all, and writes their records as they come."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("cases", nargs="*", default=CASES)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--no-peer", action="store_true")
-    add_book_options(parser)
-    arguments = parser.parse_args()
-    book = open_book(arguments.results, arguments.commit)
-    for text in arguments.cases:
-        given = text, arguments.rounds, not arguments.no_peer, book
-        run_on_ranks(run_case, parse_case(text).num_ranks, *given)
-
-
 if __name__ == "__main__":
-    main()
+    run_cases("prefill", __doc__, CASES, 15, parse_case, measure)

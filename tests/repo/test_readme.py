@@ -4,13 +4,16 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from bench import tables
+from bench.cases import run_cases
 from bench.records import RESULTS, UNKNOWN, Book, Record, open_book, read_records, write_records
+from distmega.hostir.comm import Communicator
 from tests.repo.source import ROOT
 
 README = (ROOT / "README.md").read_text()
@@ -141,12 +144,36 @@ def test_results_of_the_repository_need_a_commit(tmp_path: Path, monkeypatch, ca
     assert "records will say 'unknown'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["decode", "prefill", "overlap", "collectives", "pipelined"])
+@pytest.mark.parametrize("name", ["cases", "overlap", "collectives", "pipelined"])
 def test_benchmarks_that_write_take_the_same_options(name: str):
     text = (ROOT / f"bench/{name}.py").read_text()
     assert "add_book_options(parser)" in text
     assert "open_book(" in text
     assert not re.findall(r'"--(?:out|results|commit)"', text)
+
+
+@dataclass(frozen=True)
+class OneRank:
+    """A case of one rank."""
+
+    text: str
+    num_ranks: int = 1
+
+
+def test_cases_are_measured_and_written_as_they_come(tmp_path: Path, monkeypatch, capsys):
+    asked = []
+
+    def measure(case: OneRank, comm: Communicator, rounds: int, with_peer: bool) -> Record:
+        asked.append((case.text, comm.mesh.num_ranks, rounds, with_peer))
+        return record(case.text, 2.0, {})
+
+    options = ["a", "b", "--no-peer", "--results", str(tmp_path), "--commit", "abc"]
+    monkeypatch.setattr("sys.argv", ["bench", *options])
+    run_cases("decode", None, ["c"], 7, OneRank, measure)
+    assert asked == [("a", 1, 7, False), ("b", 1, 7, False)]
+    found = read_records(tmp_path / "decode-nvidia-h200.json")
+    assert [(one.case, one.commit) for one in found] == [("a", "abc"), ("b", "abc")]
+    assert capsys.readouterr().out.count("Record(case=") == 2
 
 
 def test_an_unnamed_result_file_is_reported(tmp_path: Path):

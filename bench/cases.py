@@ -1,0 +1,73 @@
+"""The command of a benchmark that measures cases by name, each on as many GPUs as it says.
+
+In: what a name says, how a case is measured. Out: records as they come. decode.py and prefill.py
+use it.
+"""
+
+import argparse
+import gc
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+import torch
+
+from bench.ranks import run_on_ranks
+from bench.records import Book, Record, add_book_options, open_book
+from distmega.hostir.comm import Communicator
+
+
+class Case(Protocol):
+    """What a name says."""
+
+    @property
+    def num_ranks(self) -> int:
+        """GPUs that share the model."""
+        ...
+
+
+C = TypeVar("C", bound=Case)
+Measure = Callable[[C, Communicator, int, bool], Record]
+"""Called with a case, the communicator, the number of rounds and whether peers are measured, on
+every rank.
+"""
+
+
+def run_cases(
+    benchmark: str,
+    doc: str | None,
+    cases: Sequence[str],
+    rounds: int,
+    parse: Callable[[str], C],
+    measure: Measure[C],
+) -> None:
+    """Measures the cases that the command line names, `cases` if none, and writes their records as
+    they come. rounds: unless it says how many.
+    """
+    parser = argparse.ArgumentParser(description=doc)
+    parser.add_argument("cases", nargs="*", default=cases)
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--no-peer", action="store_true")
+    add_book_options(parser)
+    arguments = parser.parse_args()
+    book = open_book(arguments.results, arguments.commit)
+    for case in map(parse, arguments.cases):
+        given = arguments.rounds, not arguments.no_peer, benchmark, book
+        run_on_ranks(_run_case, case.num_ranks, measure, case, *given)
+
+
+def _run_case(
+    comm: Communicator,
+    measure: Measure[C],
+    case: C,
+    rounds: int,
+    with_peer: bool,
+    benchmark: str,
+    book: Book,
+) -> None:
+    """Measures one case on this rank; the first writes the record."""
+    record = measure(case, comm, rounds, with_peer)
+    if comm.rank == 0:
+        book.write(benchmark, record)
+        print(record, flush=True)
+    gc.collect()
+    torch.cuda.empty_cache()
