@@ -6,8 +6,9 @@ use it.
 
 import argparse
 import gc
+import re
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -23,6 +24,19 @@ class Case(Protocol):
     def num_ranks(self) -> int:
         """GPUs that share the model."""
         ...
+
+
+def read_case(text: str, *numbers: str) -> tuple[Any, ...]:
+    """The model, the numbers and the GPUs that "MODEL NUMBER=N ... tp=N" names, one GPU unless
+    said; ends the program where it does not name all numbers, in this order.
+    """
+    pattern = r"(\S+)" + "".join(rf" {name}=(\d+)" for name in numbers) + r"(?: tp=(\d+))?"
+    match = re.fullmatch(pattern, text)
+    if not match:
+        form = " ".join(f"{name}=N" for name in (*numbers, "tp"))
+        raise SystemExit(f"case {text!r}; expected 'MODEL {form}'; correct it")
+    model, *found = match.groups("1")
+    return model, *map(int, found)
 
 
 C = TypeVar("C", bound=Case)

@@ -10,7 +10,6 @@ Writes bench/results/decode-<device>.json; `make tables` writes the README's tab
 """
 
 import math
-import re
 import statistics
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -19,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench.cases import run_cases
+from bench.cases import read_case, run_cases
 from bench.ranks import AHEAD_CYCLES
 from bench.records import Record
-from bench.timing import Call, elapsed_us
+from bench.timing import Call, copy_bytes_per_us, elapsed_us
 from bench.torch_decoder import make_peer
 from distmega.engine import Engine
 from distmega.hostir.comm import Communicator
@@ -57,10 +56,7 @@ class Case:
 
 def parse_case(text: str) -> Case:
     """Reads "MODEL batch=N ctx=N", with " tp=N" behind it for several GPUs."""
-    match = re.fullmatch(r"(\S+) batch=(\d+) ctx=(\d+)(?: tp=(\d+))?", text)
-    if not match:
-        raise SystemExit(f"case {text!r}; expected 'MODEL batch=N ctx=N tp=N'; correct it")
-    return Case(text, match[1], int(match[2]), int(match[3]), int(match[4] or 1))
+    return Case(text, *read_case(text, "batch", "ctx"))
 
 
 def step_bytes(config: ModelConfig, case: Case) -> int:
@@ -72,14 +68,6 @@ def step_bytes(config: ModelConfig, case: Case) -> int:
     weights = sum(2 * math.prod(specs[name].shape) for name in specs if name not in skipped)
     position = 2 * 2 * config.num_layers * config.num_kv_heads * config.head_dim
     return weights + case.batch * (case.context - 1) * position
-
-
-def copy_bytes_per_us() -> float:
-    """Rate of a device copy of 1 GiB, reads and writes counted."""
-    source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    times = [elapsed_us(lambda: target.copy_(source), 1) for _ in range(20)]
-    return 2 * source.numel() / statistics.median(times)
 
 
 def open_engine(case: Case, comm: Communicator) -> Engine:

@@ -10,7 +10,6 @@ Writes bench/results/prefill-<device>.json; `make tables` writes the README's ta
 """
 
 import math
-import re
 import statistics
 import time
 from collections.abc import Callable
@@ -18,10 +17,9 @@ from dataclasses import dataclass
 
 import torch
 
-from bench.cases import run_cases
-from bench.decode import copy_bytes_per_us
+from bench.cases import read_case, run_cases
 from bench.records import Record
-from bench.timing import elapsed_us
+from bench.timing import copy_bytes_per_us, elapsed_us
 from bench.torch_decoder import make_peer
 from distmega.engine import Engine
 from distmega.hostir.comm import Communicator
@@ -48,10 +46,7 @@ class Case:
 
 def parse_case(text: str) -> Case:
     """Reads "MODEL prompt=N", with " tp=N" behind it for several GPUs."""
-    match = re.fullmatch(r"(\S+) prompt=(\d+)(?: tp=(\d+))?", text)
-    if not match:
-        raise SystemExit(f"case {text!r}; expected 'MODEL prompt=N tp=N'; correct it")
-    return Case(text, match[1], int(match[2]), int(match[3] or 1))
+    return Case(text, *read_case(text, "prompt"))
 
 
 def flops_per_us() -> float:

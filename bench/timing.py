@@ -2,6 +2,7 @@
 slowest of several GPUs.
 """
 
+import statistics
 from collections.abc import Callable, Mapping
 
 import torch
@@ -17,6 +18,14 @@ def elapsed_us(call: Call, num: int) -> float:
     end.record()
     torch.cuda.synchronize()
     return start.elapsed_time(end) * 1e3 / num
+
+
+def copy_bytes_per_us() -> float:
+    """Rate of a device copy of 1 GiB, reads and writes counted."""
+    source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    times = [elapsed_us(lambda: target.copy_(source), 1) for _ in range(20)]
+    return 2 * source.numel() / statistics.median(times)
 
 
 def alternating_us(calls: Mapping[str, Call], rounds: int, before: Call) -> dict[str, float]:

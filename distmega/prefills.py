@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distmega.blueprint import DecodeBlueprint, lower_prefill, prefill_size
+from distmega.blueprint import DecodeBlueprint, lower_prefill, num_micro_batches, prefill_size
 from distmega.errors import ProgramError, RankFailure
 from distmega.hostir.capture import CapturedHost
 from distmega.hostir.comm import Communicator
@@ -42,7 +42,8 @@ class Prefills:
     ) -> None:
         self._blueprint, self._open, self._comm = blueprint, open_program, comm
         self._device = device
-        self._captures = device.type == "cuda" and blueprint.staged.stage.num_stages == 1
+        alone = blueprint.staged.stage.num_stages == num_micro_batches(blueprint) == 1
+        self._captures = device.type == "cuda" and alone
         self._programs: dict[tuple[int, Logits], Evaluator] = {}
         self._graphs: dict[tuple[int, int], CapturedHost] = {}
         self._pool: Any = None

@@ -1,6 +1,7 @@
 """Prompts share programs, of which the rows behind a prompt are filled up."""
 
-from unittest.mock import patch
+from dataclasses import replace
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from distmega.engine import Engine
 from distmega.hostir.comm import SingleCommunicator
 from distmega.models.load import open_model
 from distmega.models.sampling import MOST_LIKELY, Sampling
+from distmega.prefills import Prefills
 from distmega.requests import EngineOptions
 from distmega.sharding.mesh import DeviceMesh
 
@@ -57,3 +59,12 @@ def test_sizes_are_few_and_hold_the_prompt():
     assert all(num <= size <= max(1.125 * num + 1, num + 63) for num, size in sizes.items())
     assert (sizes[64], sizes[65], sizes[1025], sizes[5000]) == (64, 128, 1152, 5120)
     assert len(set(sizes.values())) == 16 + 8 * 3
+
+
+@pytest.mark.parametrize(("micro_batches", "captures"), [(0, True), (1, True), (2, False)])
+def test_prompts_in_micro_batches_do_not_become_graphs(micro_batches: int, captures: bool):
+    engine = open_tiny()
+    options = replace(engine.blueprint.options, micro_batches=micro_batches)
+    blueprint = replace(engine.blueprint, options=options)
+    found = Prefills(blueprint, Mock(), engine.comm, torch.device("cuda"))
+    assert found._captures == captures

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bench import tables
-from bench.cases import run_cases
+from bench.cases import read_case, run_cases
 from bench.records import RESULTS, UNKNOWN, Book, Record, open_book, read_records, write_records
 from distmega.hostir.comm import Communicator
 from tests.repo.source import ROOT
@@ -174,6 +174,13 @@ def test_cases_are_measured_and_written_as_they_come(tmp_path: Path, monkeypatch
     found = read_records(tmp_path / "decode-nvidia-h200.json")
     assert [(one.case, one.commit) for one in found] == [("a", "abc"), ("b", "abc")]
     assert capsys.readouterr().out.count("Record(case=") == 2
+
+
+def test_a_case_is_read_from_its_name():
+    assert read_case("a-1b batch=2 ctx=30", "batch", "ctx") == ("a-1b", 2, 30, 1)
+    assert read_case("a-1b prompt=7 tp=4", "prompt") == ("a-1b", 7, 4)
+    with pytest.raises(SystemExit, match="case 'a batch=2'; expected 'MODEL batch=N ctx=N tp=N'"):
+        read_case("a batch=2", "batch", "ctx")
 
 
 def test_an_unnamed_result_file_is_reported(tmp_path: Path):
