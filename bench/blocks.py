@@ -17,27 +17,27 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.ranks import AHEAD_CYCLES, ROUNDS, median_us, run_on_ranks
-from distmega.builder import Handle, ProgramBuilder
-from distmega.hostir.capture import CapturedHost
-from distmega.hostir.comm import Communicator
-from distmega.hostir.evaluator import Evaluator, Watch
-from distmega.hostir.library import rope
-from distmega.hostir.lower import lower_program
-from distmega.hostir.nccl import NcclCommunicator
-from distmega.hostir.nodes import HostProgram
-from distmega.hostir.passes import run_passes
-from distmega.hostir.timeline import HostClock, Timeline
-from distmega.hostir.torch_types import torch_dtype
+from distmega.hostir.comm.communicator import Communicator
+from distmega.hostir.comm.nccl import NcclCommunicator
+from distmega.hostir.ir.nodes import HostProgram
+from distmega.hostir.library.ops import rope
+from distmega.hostir.library.torch_types import torch_dtype
+from distmega.hostir.lower.lower import lower_program
+from distmega.hostir.passes.passes import run_passes
+from distmega.hostir.run.cuda_graph import CapturedHost
+from distmega.hostir.run.evaluator import Evaluator, Watch
+from distmega.hostir.run.timeline import HostClock, Timeline
 from distmega.kernels.copy_engines import CopyCommunicator
 from distmega.kernels.device_ops import KernelOps
 from distmega.kernels.gemm.host import PeerMatmuls
 from distmega.kernels.gemm.machine import measured
-from distmega.program import Program
-from distmega.sharding.cost import H200, Machine
+from distmega.program.builder import Handle, ProgramBuilder
+from distmega.program.types import Program
+from distmega.sharding.layout.placements import Layout, shard
 from distmega.sharding.localize import LocalProgram, localize
-from distmega.sharding.overlap import CHEAPEST, OverlapRequest
-from distmega.sharding.placements import Layout, shard
+from distmega.sharding.overlap.pairs import CHEAPEST, OverlapRequest
 from distmega.sharding.planner import Plan, plan_program
+from distmega.sharding.search.cost import H200, Machine
 from distmega.trace_file import Span, write_trace
 
 EPS = 1e-5

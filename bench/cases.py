@@ -14,7 +14,7 @@ import torch
 
 from bench.ranks import run_on_ranks
 from bench.records import Book, Record, add_book_options, open_book
-from distmega.hostir.comm import Communicator
+from distmega.hostir.comm.communicator import Communicator
 
 
 class Case(Protocol):

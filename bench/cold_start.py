@@ -18,12 +18,12 @@ import time
 
 import torch
 
-from distmega import engine, weight_loading
-from distmega.hostir.comm import SingleCommunicator
+from distmega.engine import engine, weight_loading
+from distmega.engine.requests import EngineOptions
+from distmega.hostir.comm.communicator import SingleCommunicator
 from distmega.kernels.hopper.runner import DecodeRunner
 from distmega.models.load import open_model
-from distmega.requests import EngineOptions
-from distmega.sharding.mesh import DeviceMesh
+from distmega.sharding.layout.mesh import DeviceMesh
 
 PROMPT = range(100, 228)
 

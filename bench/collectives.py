@@ -17,7 +17,7 @@ import torch.distributed._symmetric_memory as symm_mem
 from bench.ranks import run_on_ranks
 from bench.records import Book, Record, add_book_options, open_book
 from bench.timing import Call, elapsed_us
-from distmega.hostir.nccl import NcclCommunicator
+from distmega.hostir.comm.nccl import NcclCommunicator
 from distmega.kernels.hopper.all_reduce import PushedAllReduce
 from distmega.kernels.symmetric import Team
 

@@ -23,12 +23,12 @@ from bench.ranks import AHEAD_CYCLES
 from bench.records import Record
 from bench.timing import Call, copy_bytes_per_us, elapsed_us
 from bench.torch_decoder import make_peer
-from distmega.engine import Engine
-from distmega.hostir.comm import Communicator
+from distmega.engine.engine import Engine
+from distmega.engine.requests import EngineOptions
+from distmega.hostir.comm.communicator import Communicator
 from distmega.models.config import ModelConfig
 from distmega.models.load import open_model
 from distmega.models.weights import weight_specs
-from distmega.requests import EngineOptions
 
 CASES = (
     *(f"{n} batch=1 ctx=512" for n in ("llama-3.2-1b", "qwen3-0.6b", "qwen3-1.7b", "qwen3-8b")),

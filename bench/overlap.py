@@ -29,12 +29,12 @@ from bench.blocks import (
 )
 from bench.ranks import median_us, run_on_ranks
 from bench.records import Record, add_book_options, open_book
-from distmega.hostir.nccl import NcclCommunicator
+from distmega.hostir.comm.nccl import NcclCommunicator
 from distmega.kernels import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from distmega.kernels.copy_engines import CopyCommunicator
 from distmega.kernels.gemm.machine import measured
 from distmega.kernels.gemm.workspace import workspace_of
-from distmega.sharding.overlap import CHEAPEST
+from distmega.sharding.overlap.pairs import CHEAPEST
 
 WIDE, LONG, NARROW = (8192, 28672), (4096, 14336), (8192, 10240)
 """K and N of a gathering matmul, N and K of a sending one."""

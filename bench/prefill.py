@@ -21,12 +21,12 @@ from bench.cases import read_case, run_cases
 from bench.records import Record
 from bench.timing import copy_bytes_per_us, elapsed_us
 from bench.torch_decoder import make_peer
-from distmega.engine import Engine
-from distmega.hostir.comm import Communicator
+from distmega.engine.engine import Engine
+from distmega.engine.requests import EngineOptions
+from distmega.hostir.comm.communicator import Communicator
 from distmega.models.config import ModelConfig
 from distmega.models.load import open_model
 from distmega.models.weights import weight_specs
-from distmega.requests import EngineOptions
 
 LENGTHS = 32, 128, 512, 2048
 CASES = tuple(f"{n} prompt={length}" for n in ("llama-3.2-1b", "qwen3-8b") for length in LENGTHS)

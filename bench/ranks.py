@@ -15,11 +15,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from bench.timing import Call, alternating_us
-from distmega.hostir.capture import release_graphs
-from distmega.hostir.comm import Communicator, SingleCommunicator
-from distmega.hostir.nccl import NcclCommunicator
+from distmega.hostir.comm.communicator import Communicator, SingleCommunicator
+from distmega.hostir.comm.nccl import NcclCommunicator
+from distmega.hostir.run.cuda_graph import release_graphs
 from distmega.launch.contract import MULTICAST_OFF
-from distmega.sharding.mesh import DeviceMesh
+from distmega.sharding.layout.mesh import DeviceMesh
 
 TIMEOUT_S = 120.0
 ROUNDS = 9

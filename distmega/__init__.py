@@ -15,57 +15,72 @@ from typing import TYPE_CHECKING
 from distmega.lazy import names_from
 
 if TYPE_CHECKING:
-    from distmega.builder import ProgramBuilder as ProgramBuilder
     from distmega.compiled import CompiledProgram as CompiledProgram
     from distmega.compiled import compile_plan as compile_plan
-    from distmega.engine import Engine as Engine
+    from distmega.engine.engine import Engine as Engine
+    from distmega.engine.jobs import open_engine as open_engine
+    from distmega.engine.ranks import Emit as Emit
+    from distmega.engine.ranks import RankContext as RankContext
+    from distmega.engine.requests import EngineOptions as EngineOptions
+    from distmega.engine.requests import GenerateRequest as GenerateRequest
+    from distmega.engine.requests import GenerateResult as GenerateResult
+    from distmega.engine.requests import Token as Token
     from distmega.errors import DistmegaError as DistmegaError
     from distmega.generation import generate as generate
-    from distmega.jobs import open_engine as open_engine
     from distmega.models.load import open_model as open_model
     from distmega.models.sampling import Sampling as Sampling
-    from distmega.program import Program as Program
-    from distmega.ranks import Emit as Emit
-    from distmega.ranks import RankContext as RankContext
-    from distmega.requests import EngineOptions as EngineOptions
-    from distmega.requests import GenerateRequest as GenerateRequest
-    from distmega.requests import GenerateResult as GenerateResult
-    from distmega.requests import Token as Token
-    from distmega.sharding.cost import CPU as CPU
-    from distmega.sharding.cost import H100 as H100
-    from distmega.sharding.cost import H200 as H200
-    from distmega.sharding.cost import Machine as Machine
-    from distmega.sharding.mesh import DeviceMesh as DeviceMesh
-    from distmega.sharding.overlap import Overlap as Overlap
-    from distmega.sharding.placements import replicate as replicate
-    from distmega.sharding.placements import shard as shard
-    from distmega.sharding.placements import stream as stream
+    from distmega.program.builder import ProgramBuilder as ProgramBuilder
+    from distmega.program.types import Program as Program
+    from distmega.sharding.layout.mesh import DeviceMesh as DeviceMesh
+    from distmega.sharding.layout.placements import replicate as replicate
+    from distmega.sharding.layout.placements import shard as shard
+    from distmega.sharding.layout.placements import stream as stream
+    from distmega.sharding.overlap.pairs import Overlap as Overlap
     from distmega.sharding.planner import Plan as Plan
     from distmega.sharding.planner import plan_program as plan_program
+    from distmega.sharding.search.cost import CPU as CPU
+    from distmega.sharding.search.cost import H100 as H100
+    from distmega.sharding.search.cost import H200 as H200
+    from distmega.sharding.search.cost import Machine as Machine
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "ProgramBuilder": "builder", "Program": "program",
-    "DeviceMesh": "sharding.mesh", "plan_program": "sharding.planner", "Plan": "sharding.planner",
-    "shard": "sharding.placements", "replicate": "sharding.placements",
-    "stream": "sharding.placements", "Overlap": "sharding.overlap",
-    "Machine": "sharding.cost", "CPU": "sharding.cost", "H100": "sharding.cost",
-    "H200": "sharding.cost",
-    "compile_plan": "compiled", "CompiledProgram": "compiled",
-    "RankContext": "ranks", "Emit": "ranks",
-    "generate": "generation", "GenerateRequest": "requests", "GenerateResult": "requests",
-    "Token": "requests", "EngineOptions": "requests", "Sampling": "models.sampling",
-    "open_model": "models.load", "open_engine": "jobs", "Engine": "engine",
+    "ProgramBuilder": "program.builder",
+    "Program": "program.types",
+    "DeviceMesh": "sharding.layout.mesh",
+    "plan_program": "sharding.planner",
+    "Plan": "sharding.planner",
+    "shard": "sharding.layout.placements",
+    "replicate": "sharding.layout.placements",
+    "stream": "sharding.layout.placements",
+    "Overlap": "sharding.overlap.pairs",
+    "Machine": "sharding.search.cost",
+    "CPU": "sharding.search.cost",
+    "H100": "sharding.search.cost",
+    "H200": "sharding.search.cost",
+    "compile_plan": "compiled",
+    "CompiledProgram": "compiled",
+    "RankContext": "engine.ranks",
+    "Emit": "engine.ranks",
+    "generate": "generation",
+    "GenerateRequest": "engine.requests",
+    "GenerateResult": "engine.requests",
+    "Token": "engine.requests",
+    "EngineOptions": "engine.requests",
+    "Sampling": "models.sampling",
+    "open_model": "models.load",
+    "open_engine": "engine.jobs",
+    "Engine": "engine.engine",
     "DistmegaError": "errors",
-}  # fmt: skip
+}
 """Public name -> its module."""
 
 __all__ = ["__version__", *_HOMES]
 __getattr__ = names_from(__name__, _HOMES)
 
 _ROOT = Path(__file__).resolve().parent.parent
-if (_ROOT / "hostir" / "nodes.py").exists():
+if (_ROOT / "hostir" / "ir" / "nodes.py").exists():
     __path__.append(str(_ROOT))
 
 

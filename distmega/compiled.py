@@ -2,7 +2,7 @@
 
 Comes in: a Plan and the rank's place in the job. Goes out: a CompiledProgram, called with this
 rank's tensors. Ops are library ops, on a GPU with the kernels for pointwise ops, norms, softmax and
-matmuls with a collective beside them. Next: hostir/lower.py.
+matmuls with a collective beside them. Next: hostir/lower/lower.py.
 """
 
 from collections.abc import Mapping
@@ -11,19 +11,19 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from distmega import program
-from distmega.communicators import open_communicator
+from distmega.engine.communicators import open_communicator
+from distmega.engine.ranks import RankContext
 from distmega.errors import ProgramError
-from distmega.hostir.comm import Communicator
-from distmega.hostir.evaluator import Evaluator
-from distmega.hostir.lower import lower_program
-from distmega.hostir.nccl import NcclCommunicator
-from distmega.hostir.nodes import HostProgram
-from distmega.hostir.passes import run_passes
-from distmega.hostir.torch_types import dtype_name, empty_tensor
+from distmega.hostir.comm.communicator import Communicator
+from distmega.hostir.comm.nccl import NcclCommunicator
+from distmega.hostir.ir.nodes import HostProgram
+from distmega.hostir.library.torch_types import dtype_name, empty_tensor
+from distmega.hostir.lower.lower import lower_program
+from distmega.hostir.passes.passes import run_passes
+from distmega.hostir.run.evaluator import Evaluator
 from distmega.kernels.device_ops import KernelOps
 from distmega.kernels.gemm.host import PeerMatmuls
-from distmega.ranks import RankContext
+from distmega.program import types as program
 from distmega.sharding.localize import localize
 from distmega.sharding.planner import Plan
 

@@ -6,14 +6,14 @@ The command (cli.py) checks and places ranks by the same functions. Next: launch
 from collections.abc import Callable
 from dataclasses import replace
 
-from distmega.blueprint import model_mesh, num_stages_of, plan_decode
+from distmega.engine.decode_plan import model_mesh, num_stages_of, plan_decode
+from distmega.engine.requests import EngineOptions, GenerateRequest, GenerateResult, Token
 from distmega.errors import RequestError
 from distmega.launch.contract import LauncherOptions
 from distmega.launch.launchers import choose_device, choose_launcher, launch
 from distmega.models.locate import read_config
-from distmega.requests import EngineOptions, GenerateRequest, GenerateResult, Token
-from distmega.sharding.cost import CPU
-from distmega.sharding.mesh import DeviceMesh
+from distmega.sharding.layout.mesh import DeviceMesh
+from distmega.sharding.search.cost import CPU
 
 
 def generate(
@@ -26,7 +26,7 @@ def generate(
 
     launcher: how ranks are started, whatever its number of them; by default as processes of this
     machine, on its GPUs if it has some. Under torchrun, where every rank would return, start a job
-    with launch("distmega.jobs:generate", ...) instead.
+    with launch("distmega.engine.jobs:generate", ...) instead.
 
     Raises the errors of launch, and ModelError, PlanError or RequestError before any rank starts
     where the model is unknown, or can't be divided so.
@@ -36,12 +36,12 @@ def generate(
         raise RequestError(
             "generate under torchrun",
             expected="the launcher local or ray",
-            remedy='call launch("distmega.jobs:generate", request, options) on every rank',
+            remedy='call launch("distmega.engine.jobs:generate", request, options) on every rank',
         )
     check_model(request.model, model_mesh(request.tp, request.pp), request.options)
     options = place_ranks(options, request.tp, request.pp)
     last: object = None
-    for event in launch("distmega.jobs:generate", request, options):
+    for event in launch("distmega.engine.jobs:generate", request, options):
         last = event.value
         if isinstance(last, Token) and on_token is not None:
             on_token(last)

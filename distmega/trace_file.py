@@ -1,7 +1,7 @@
 """Timelines as files that Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
 Comes in: Spans, each on a track of a process (a rank, a GPU). Goes out: a file in the JSON trace
-event format, tracks in the order given. Used by hostir/timeline.py and wherever else times are
+event format, tracks in the order given. Used by hostir/run/timeline.py and wherever else times are
 drawn.
 """
 

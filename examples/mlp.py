@@ -1,5 +1,6 @@
 """An MLP written op by op, planned for two tensor-parallel ranks, run by two processes on the CPU
-and compared with plain torch. The walk through the code starts here; next: distmega/program.py.
+and compared with plain torch. The walk through the code starts here; next:
+distmega/program/types.py.
 
     python examples/mlp.py      or      torchrun --standalone --nproc-per-node 2 examples/mlp.py
 """

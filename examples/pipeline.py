@@ -4,7 +4,7 @@
 
 Stage 0 has the first layers, stage 1 the rest. Rows come in four micro-batches: while stage 1 works
 on one, stage 0 works on the next, and the event `free` keeps it from running further ahead. How the
-program is cut: sharding/stages.py. How stages are linked: hostir/pipeline.py.
+program is cut: sharding/stages.py. How stages are linked: hostir/lower/pipeline.py.
 """
 
 from dataclasses import replace
@@ -12,7 +12,8 @@ from dataclasses import replace
 import torch
 
 from distmega import CPU, DeviceMesh, Emit, Program, ProgramBuilder, RankContext, plan_program
-from distmega.communicators import open_communicator
+from distmega.engine.communicators import open_communicator
+from distmega.engine.ranks import DeviceKind
 from distmega.errors import CheckError
 from distmega.hostir import (
     Evaluator,
@@ -23,11 +24,10 @@ from distmega.hostir import (
     print_host,
     run_passes,
 )
-from distmega.hostir.nodes import WaitSignal
-from distmega.hostir.pipeline import FREE, Part, link_stage
+from distmega.hostir.ir.nodes import WaitSignal
+from distmega.hostir.lower.pipeline import FREE, Part, link_stage
 from distmega.kernels.signals import open_signals
 from distmega.launch import LauncherOptions, launch
-from distmega.ranks import DeviceKind
 from distmega.sharding.localize import localize
 from distmega.sharding.stages import AXIS, cut_places, split_stages
 

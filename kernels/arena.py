@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from distmega.errors import PlanError, ProgramError
-from distmega.program import Access, Op, Program, Tensor, packed_strides, view_strides
+from distmega.program.types import Access, Op, Program, Tensor, packed_strides, view_strides
 
 ALIGNMENT_BYTES = 128
 """Every tensor starts on a multiple of this: one memory transaction, one TMA row. Device words hold

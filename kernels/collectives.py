@@ -34,9 +34,9 @@ from dataclasses import replace
 
 from distmega.errors import VerifyError
 from distmega.kernels.arena import PEER_SUFFIX
-from distmega.ops import EXCHANGES
-from distmega.program import Access, Axis, Index, Op, Program, Tensor, verify_program
-from distmega.sharding.mesh import DeviceMesh
+from distmega.program.ops.compute import EXCHANGES
+from distmega.program.types import Access, Axis, Index, Op, Program, Tensor, verify_program
+from distmega.sharding.layout.mesh import DeviceMesh
 
 SOURCE = "src"
 """Axis of receive buffers: the rank a slot belongs to, by its place in the team."""

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from distmega.hostir.collectives import Handle, join_handles
-from distmega.hostir.comm import flat_bytes
-from distmega.hostir.nccl_native import NativeNccl
+from distmega.hostir.comm.collectives import Handle, join_handles
+from distmega.hostir.comm.communicator import flat_bytes
+from distmega.hostir.comm.nccl_native import NativeNccl
 from distmega.kernels.stream_ops import wait_word, write_word
 from distmega.kernels.symmetric import SymmetricMemory, open_symmetric
-from distmega.sharding.mesh import DeviceMesh
+from distmega.sharding.layout.mesh import DeviceMesh
 
 NUM_SLOTS = 2
 SLOT_BYTES = 64 * 2**20

@@ -1,8 +1,8 @@
 """Runs a compiled megakernel on the CPU, as one rank of its team.
 
 In: a Megakernel, this rank's weight and state arenas, and its peers. Out: a KernelRunner for
-hostir/evaluator.py: `launch` copies inputs in, interprets the queues, copies outputs out; weights
-and states are used where they lie.
+hostir/run/evaluator.py: `launch` copies inputs in, interprets the queues, copies outputs out;
+weights and states are used where they lie.
 """
 
 from collections.abc import Mapping
@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from distmega.errors import LaunchError
-from distmega.hostir.nodes import segment_args
-from distmega.hostir.torch_types import dtype_name
+from distmega.hostir.ir.nodes import segment_args
+from distmega.hostir.library.torch_types import dtype_name
 from distmega.kernels.arena import PEER_BUFFERS, Space, tensor_space
 from distmega.kernels.interpreter import RankInterpreter
 from distmega.kernels.megakernel import Megakernel

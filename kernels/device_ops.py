@@ -8,13 +8,13 @@ devices and types that the kernels don't take they fall back to torch. Next: pip
 import importlib
 from collections.abc import Mapping
 
-from distmega.hostir.fused_kinds import NORMS, POINTWISE
-from distmega.hostir.library import compile_op
-from distmega.hostir.norms import compile_norm
-from distmega.hostir.pointwise import OpFunction, compile_pointwise
+from distmega.hostir.library.norms import compile_norm
+from distmega.hostir.library.ops import compile_op
+from distmega.hostir.library.pointwise import OpFunction, compile_pointwise
+from distmega.hostir.passes.fused_kinds import NORMS, POINTWISE
 from distmega.kernels.pipelined.api import has_triton, normalise_rows, pointwise_results
 from distmega.kernels.pipelined.exprs import MAX_INPUTS
-from distmega.program import Op
+from distmega.program.types import Op
 
 
 class KernelOps:

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from distmega import expr
 from distmega.errors import CheckError
 from distmega.kernels.arena import ALIGNMENT_BYTES, Operand, SegmentLayout
 from distmega.kernels.encoding import (
@@ -27,7 +26,8 @@ from distmega.kernels.encoding import (
 )
 from distmega.kernels.lowering import lower_group
 from distmega.kernels.tasks import Schedule, ScheduledTask, Signal, TaskGroup, Wait
-from distmega.program import accesses
+from distmega.program import expr
+from distmega.program.types import accesses
 
 MeshAxes = Sequence[tuple[str, int]]
 """Name and size of each mesh axis, as DeviceMesh.axes has them."""

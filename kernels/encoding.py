@@ -29,11 +29,11 @@ from typing import NamedTuple, get_args, get_origin, get_type_hints
 import numpy as np
 import numpy.typing as npt
 
-from distmega.dtypes import ITEM_BYTES
 from distmega.errors import ProgramError
-from distmega.expr import FUNCTIONS, Arg, Call, Const, Expr
 from distmega.kernels.arena import Space
 from distmega.kernels.opcodes import OPCODES, Instruction, Ref
+from distmega.program.dtypes import ITEM_BYTES
+from distmega.program.expr import FUNCTIONS, Arg, Call, Const, Expr
 
 Words = npt.NDArray[np.int32]
 

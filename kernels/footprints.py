@@ -24,7 +24,7 @@ from distmega.kernels.regions import (
     view_source,
 )
 from distmega.kernels.tasks import TaskGroup
-from distmega.program import Access, Op, Program
+from distmega.program.types import Access, Op, Program
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]

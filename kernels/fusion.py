@@ -9,9 +9,9 @@ is an error that names the op.
 from dataclasses import dataclass
 from typing import Literal
 
-from distmega import expr
 from distmega.errors import VerifyError
-from distmega.program import Op, Program
+from distmega.program import expr
+from distmega.program.types import Op, Program
 
 SUM = expr.parse("a0 + a1")
 GATED = expr.parse("silu(a0) * a1")

@@ -15,7 +15,7 @@ from distmega.errors import ProgramError
 from distmega.kernels.arena import Operand, axis_strides
 from distmega.kernels.regions import split_digits, tile_intervals
 from distmega.kernels.tasks import TaskGroup
-from distmega.program import Access, Op, accesses
+from distmega.program.types import Access, Op, accesses
 
 Strides = tuple[int, ...]
 """Elements a dim steps, for each operand of an op in the order of its accesses."""

@@ -16,7 +16,7 @@ from distmega.kernels.opcodes import Instruction, Nop
 from distmega.kernels.rules import COMPUTE_RULES, Context, Rule, all_axes
 from distmega.kernels.rules_move import COPY_DIMS, COPY_KINDS, MOVE_RULES, copy_instructions
 from distmega.kernels.tasks import TaskGroup
-from distmega.program import Op, Tensor, accesses, packed_strides
+from distmega.program.types import Op, Tensor, accesses, packed_strides
 
 RULES: Mapping[str, Rule] = {**COMPUTE_RULES, **MOVE_RULES}
 

@@ -22,9 +22,9 @@ from distmega.kernels.schedule import schedule_graph
 from distmega.kernels.task_graph import Mode, build_task_graph
 from distmega.kernels.tasks import Schedule
 from distmega.kernels.tiling import tile_segment
-from distmega.ops import COLLECTIVES
-from distmega.program import Program
-from distmega.sharding.mesh import DeviceMesh
+from distmega.program.ops.compute import COLLECTIVES
+from distmega.program.types import Program
+from distmega.sharding.layout.mesh import DeviceMesh
 
 T = TypeVar("T")
 

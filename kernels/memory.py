@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from distmega.dtypes import item_bytes
 from distmega.errors import RequestError
-from distmega.hostir.torch_types import torch_dtype
+from distmega.hostir.library.torch_types import torch_dtype
 from distmega.kernels.arena import ALIGNMENT_BYTES, ArenaLayout, Operand
 from distmega.kernels.encoding import Words
 from distmega.kernels.opcodes import Ref
-from distmega.program import packed_strides
+from distmega.program.dtypes import item_bytes
+from distmega.program.types import packed_strides
 
 
 def allocate_arena(layout: ArenaLayout, copies: int = 1, device: str = "cpu") -> Tensor:

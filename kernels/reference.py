@@ -2,7 +2,7 @@
 
 In: an instruction and the rank's memory. Out: a function without arguments that executes it. Views
 are made once, when an instruction is bound; what runs a task is the bound function alone. The maths
-is that of hostir/library.py, on tiles. GPU kernels are compared with these. Next on the walk:
+is that of hostir/library/ops.py, on tiles. GPU kernels are compared with these. Next on the walk:
 interpreter.py.
 """
 
@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-from distmega.hostir import library, norms, pointwise, sampling
-from distmega.hostir.collectives import combine_parts
+from distmega.hostir.comm.collectives import combine_parts
+from distmega.hostir.library import norms, pointwise, sampling
+from distmega.hostir.library import ops as library
 from distmega.kernels import opcodes
 from distmega.kernels.encoding import unpack_expression
 from distmega.kernels.memory import RankMemory, peer_view

@@ -13,7 +13,7 @@ from itertools import product
 
 from distmega.errors import ProgramError
 from distmega.kernels.tasks import TaskGroup
-from distmega.program import Access, Index, Op
+from distmega.program.types import Access, Index, Op
 
 Box = tuple[range, ...]
 """One strided half-open range a dim (or axis): all combinations."""

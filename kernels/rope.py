@@ -1,8 +1,8 @@
 """Rotary embedding of queries or keys on a GPU, in one pass over memory.
 
-In: x [m, ..., d] of a float type, positions, the table of angles, as hostir/library.py's rope takes
-them. Out: a new contiguous tensor. A program has a row's heads, or some of them, and reads the
-row's angles once. What the kernel does not take, torch does. Used by device_ops.py.
+In: x [m, ..., d] of a float type, positions, the table of angles, as hostir/library/ops.py's rope
+takes them. Out: a new contiguous tensor. A program has a row's heads, or some of them, and reads
+the row's angles once. What the kernel does not take, torch does. Used by device_ops.py.
 """
 
 # Kernels' arguments have no Python types.
@@ -14,7 +14,7 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
-from distmega.hostir import library
+from distmega.hostir.library import ops as library
 
 MOST_ELEMENTS = 4096
 """Of x that a program holds."""

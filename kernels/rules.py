@@ -12,7 +12,7 @@ from distmega.kernels import opcodes
 from distmega.kernels.arena import Operand
 from distmega.kernels.geometry import Geometry, Part, unfit
 from distmega.kernels.opcodes import COMBINES, Instruction, Ref
-from distmega.program import Op, accesses
+from distmega.program.types import Op, accesses
 
 
 class Context(NamedTuple):

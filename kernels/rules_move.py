@@ -10,7 +10,7 @@ from distmega.kernels import opcodes
 from distmega.kernels.geometry import Part, both, inside
 from distmega.kernels.opcodes import Instruction
 from distmega.kernels.rules import Context, Rule
-from distmega.program import Op
+from distmega.program.types import Op
 
 
 def copy_instructions(context: Context, task: int) -> Iterator[Instruction]:

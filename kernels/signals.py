@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from distmega.errors import HangError, LaunchError
-from distmega.hostir.nccl import NcclCommunicator
-from distmega.hostir.nccl_signals import NcclSignals
+from distmega.hostir.comm.nccl import NcclCommunicator
+from distmega.hostir.comm.nccl_signals import NcclSignals
 from distmega.kernels.symmetric import ALIGNMENT_BYTES, open_symmetric
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ def open_signals(
 
 
 class PeerSignals:
-    """Signals along one axis; hostir/nccl_signals.py states the protocol."""
+    """Signals along one axis; hostir/comm/nccl_signals.py states the protocol."""
 
     def __init__(
         self, comm: NcclCommunicator, axis: str, names: Sequence[str], timeout_s: float

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from distmega.env import read_settings
 from distmega.errors import LaunchError
-from distmega.hostir.nccl import NcclCommunicator
+from distmega.hostir.comm.nccl import NcclCommunicator
 
 Backend = Literal["CUDA", "NCCL"]
 

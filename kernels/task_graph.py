@@ -19,7 +19,7 @@ import numpy as np
 from distmega.errors import VerifyError
 from distmega.kernels.footprints import Bools, Footprints
 from distmega.kernels.tasks import EventTensor, TaskGraph, TaskGroup
-from distmega.program import Program
+from distmega.program.types import Program
 
 Mode = Literal["overlap", "op"]
 TaskSet = tuple[int, ...]

@@ -10,7 +10,7 @@ encoding.py turns that into device words. All ranks of a mesh run the same graph
 import math
 from dataclasses import dataclass
 
-from distmega.program import Op, Program
+from distmega.program.types import Op, Program
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from distmega.dtypes import item_bytes
 from distmega.errors import VerifyError
 from distmega.kernels.collectives import REMOTE_KINDS
 from distmega.kernels.footprints import Footprints
 from distmega.kernels.tasks import Split, TaskGroup
-from distmega.program import Access, Op, Program, Role, Tensor, accesses
+from distmega.program.dtypes import item_bytes
+from distmega.program.types import Access, Op, Program, Role, Tensor, accesses
 
 ROW_MULTIPLE = 8
 """Boundaries between tasks fall on multiples of this along the cut axes."""

@@ -1,7 +1,7 @@
 """What a launcher is asked and what it answers: a Job in, Emitted values and one Result out.
 
-A job is a target function named "module:function", called on every rank (distmega/ranks.py states
-how). This file needs neither torch nor Ray, so that a caller can be quick. Next:
+A job is a target function named "module:function", called on every rank (distmega/engine/ranks.py
+states how). This file needs neither torch nor Ray, so that a caller can be quick. Next:
 launch/launchers.py.
 """
 
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from distmega.engine.ranks import DeviceKind
 from distmega.env import PREFIX
 from distmega.errors import LaunchError, RequestError
-from distmega.ranks import DeviceKind
 
 MULTICAST_OFF = {
     "NCCL_NVLS_ENABLE": "0",

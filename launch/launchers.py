@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from distmega.engine.ranks import DeviceKind, Emit, RankContext
 from distmega.env import read_settings
 from distmega.errors import LaunchError, RankFailure, RequestError
 from distmega.launch.contract import (
@@ -27,7 +28,6 @@ from distmega.launch.contract import (
     load_function,
     require_no_import,
 )
-from distmega.ranks import DeviceKind, Emit, RankContext
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +49,8 @@ def launch(
     options: LauncherOptions,
 ) -> Iterator[Event]:
     """Call `target`, a function or "module:function", on every rank with (RankContext, payload,
-    emit); see distmega/ranks.py. Ranks import its module, so what calls `launch` in it must stand
-    under `if __name__ == "__main__":`.
+    emit); see distmega/engine/ranks.py. Ranks import its module, so what calls `launch` in it must
+    stand under `if __name__ == "__main__":`.
 
     Yields Emitted for each value emitted on rank 0, as it comes, then one Result once all ranks
     have returned. Under torchrun, where every rank runs this, ranks other than 0 yield nothing.

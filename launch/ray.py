@@ -19,6 +19,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from distmega.engine.ranks import DeviceKind, RankContext
 from distmega.errors import LaunchError
 from distmega.launch.contract import Event, Job, rank_environment
 from distmega.launch.ray_cluster import connect, is_node_up, place_ranks
@@ -32,7 +33,6 @@ from distmega.launch.worker import (
     start_logging,
     supervised_timeout_s,
 )
-from distmega.ranks import DeviceKind, RankContext
 
 logger = logging.getLogger(__name__)
 

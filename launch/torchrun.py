@@ -17,6 +17,7 @@ from datetime import timedelta
 from itertools import chain
 from pathlib import Path
 
+from distmega.engine.ranks import RankContext
 from distmega.errors import DistmegaError, LaunchError, RankFailure
 from distmega.launch.contract import MULTICAST_OFF, Emitted, Event, Job, Result
 from distmega.launch.reports import Done, Failed, Value
@@ -30,7 +31,6 @@ from distmega.launch.stores import (
 )
 from distmega.launch.supervise import describe_failure
 from distmega.launch.worker import RankRun, close_group, make_context, start_logging
-from distmega.ranks import RankContext
 
 REACH_S = 60.0
 """How long to try to reach the store that torchrun's agent serves."""

@@ -21,14 +21,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from distmega.engine.ranks import DeviceKind, RankContext
 from distmega.env import read_settings
 from distmega.errors import DistmegaError, LaunchError
-from distmega.hostir.capture import release_graphs
+from distmega.hostir.run.cuda_graph import release_graphs
 from distmega.launch.contract import Job, load_function
 from distmega.launch.devices import allow_sharing, gpu_of
 from distmega.launch.reports import Done, Failed, Ready, Report, Value
 from distmega.launch.stores import DistError, PrefixStore, Store
-from distmega.ranks import DeviceKind, RankContext
 
 GATHER_S = 0.005
 """Nobody sees a token come so much later."""

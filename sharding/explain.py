@@ -10,13 +10,9 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
-from distmega.dtypes import item_bytes
-from distmega.program import Tensor, accesses
-from distmega.sharding.conflicts import list_conflicts
-from distmega.sharding.host_loops import HostLoop
-from distmega.sharding.local_ops import LocalOps
-from distmega.sharding.overlap import OverlapChoice
-from distmega.sharding.placements import (
+from distmega.program.dtypes import item_bytes
+from distmega.program.types import Tensor, accesses
+from distmega.sharding.layout.placements import (
     REPLICATE,
     Chunks,
     Layout,
@@ -25,10 +21,14 @@ from distmega.sharding.placements import (
     Shard,
     local_shape,
 )
+from distmega.sharding.local_ops import LocalOps
+from distmega.sharding.overlap.pairs import OverlapChoice
 from distmega.sharding.plan import PlanFacts
-from distmega.sharding.resolve import PlacedOp, Reshard, Splits
-from distmega.sharding.streams import Part, operand_parts
-from distmega.sharding.whatif import Alternative, Bill, WhatIf
+from distmega.sharding.resolve.conflicts import list_conflicts
+from distmega.sharding.resolve.resolve import PlacedOp, Reshard, Splits
+from distmega.sharding.search.whatif import Alternative, Bill, WhatIf
+from distmega.sharding.streams.host_loops import HostLoop
+from distmega.sharding.streams.streams import Part, operand_parts
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 

@@ -8,14 +8,14 @@ Next: localize.py.
 from collections.abc import Mapping, Sequence
 
 from distmega.errors import VerifyError
-from distmega.program import Program, Tensor
-from distmega.sharding.allocation import AllocationDomain
-from distmega.sharding.domains import Device, LoopDomain
-from distmega.sharding.host_loops import HostLoop
-from distmega.sharding.mesh import DeviceMesh
-from distmega.sharding.resolve import PlacedOp, Schedule
-from distmega.sharding.signatures import OptionTable
-from distmega.sharding.streams import Part, StreamSplit, stream_axis
+from distmega.program.types import Program, Tensor
+from distmega.sharding.layout.allocation import AllocationDomain
+from distmega.sharding.layout.domains import Device, LoopDomain
+from distmega.sharding.layout.mesh import DeviceMesh
+from distmega.sharding.resolve.resolve import PlacedOp, Schedule
+from distmega.sharding.search.signatures import OptionTable
+from distmega.sharding.streams.host_loops import HostLoop
+from distmega.sharding.streams.streams import Part, StreamSplit, stream_axis
 
 
 def finalize_allocations(

@@ -9,12 +9,12 @@ elsewhere on each rank, attributes say so: global index = local index + coordina
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from distmega.program import Access, Attr, Axis, Op, Tensor
-from distmega.sharding.collectives import collective_op
-from distmega.sharding.mesh import DeviceMesh
-from distmega.sharding.padding import MASKED
-from distmega.sharding.placements import REPLICATE, Layout, local_shape
-from distmega.sharding.resolve import PlacedOp, Reshard, Splits
+from distmega.program.types import Access, Attr, Axis, Op, Tensor
+from distmega.sharding.layout.mesh import DeviceMesh
+from distmega.sharding.layout.placements import REPLICATE, Layout, local_shape
+from distmega.sharding.resolve.collectives import collective_op
+from distmega.sharding.resolve.padding import MASKED
+from distmega.sharding.resolve.resolve import PlacedOp, Reshard, Splits
 
 
 @dataclass(slots=True)

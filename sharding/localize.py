@@ -1,22 +1,22 @@
 """One rank's program: local shapes, collectives as ops, the rank itself left symbolic.
 
 Comes in: a Plan. Goes out: a LocalProgram, a Program like any other with the host loops that its
-ops run in, which hostir/lower.py cuts into segments. Shapes are those of a rank's whole part; what
-is allocated per iteration of a loop says so in its allocation. Next: hostir/lower.py.
+ops run in, which hostir/lower/lower.py cuts into segments. Shapes are those of a rank's whole part;
+what is allocated per iteration of a loop says so in its allocation. Next: hostir/lower/lower.py.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from distmega.collecting import uncollected
-from distmega.program import Program, Tensor, verify_program
-from distmega.sharding.allocation import AllocationDomain
+from distmega.program.types import Program, Tensor, verify_program
 from distmega.sharding.finalize import verify_allocations
-from distmega.sharding.host_loops import HostLoop
+from distmega.sharding.layout.allocation import AllocationDomain
+from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.local_ops import LocalOps
-from distmega.sharding.mesh import DeviceMesh
-from distmega.sharding.overlap import OverlapChoice
+from distmega.sharding.overlap.pairs import OverlapChoice
 from distmega.sharding.planner import Plan
+from distmega.sharding.streams.host_loops import HostLoop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,9 +1,9 @@
 """The memory one rank needs, from a schedule and its host loops: what the host program will hold.
 
 Comes in: a Schedule, final allocations, host loops. Goes out: a Memory. It follows the order in
-which hostir/lower.py allocates and hostir/passes.py frees, chunk by chunk in loops: a collective
-holds its operands until something needs its result, and the first and last chunk may need other
-bytes than those between. Used by planner.py.
+which hostir/lower/lower.py allocates and hostir/passes/passes.py frees, chunk by chunk in loops: a
+collective holds its operands until something needs its result, and the first and last chunk may
+need other bytes than those between. Used by planner.py.
 """
 
 import math
@@ -12,16 +12,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
-from distmega.dtypes import item_bytes
-from distmega.ops import EXCHANGES
-from distmega.program import Program
-from distmega.sharding.allocation import AllocationDomain
-from distmega.sharding.collectives import RANK_AXIS
-from distmega.sharding.host_loops import HostLoop
-from distmega.sharding.overlap import Pair
-from distmega.sharding.padding import additive_reads
-from distmega.sharding.resolve import PlacedOp, Reshard, Schedule
-from distmega.sharding.streams import is_sum
+from distmega.program.dtypes import item_bytes
+from distmega.program.ops.compute import EXCHANGES
+from distmega.program.types import Program
+from distmega.sharding.layout.allocation import AllocationDomain
+from distmega.sharding.overlap.pairs import Pair
+from distmega.sharding.resolve.collectives import RANK_AXIS
+from distmega.sharding.resolve.padding import additive_reads
+from distmega.sharding.resolve.resolve import PlacedOp, Reshard, Schedule
+from distmega.sharding.streams.host_loops import HostLoop
+from distmega.sharding.streams.streams import is_sum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +119,7 @@ class _Holding:
 
 
 class _Loop:
-    """One host loop: its steps, as the bodies that hostir/chunks.py makes of them."""
+    """One host loop: its steps, as the bodies that hostir/lower/chunks.py makes of them."""
 
     def __init__(
         self,

@@ -9,17 +9,17 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from distmega.ops import EXCHANGES
-from distmega.program import Program
-from distmega.sharding.allocation import AllocationDomain
-from distmega.sharding.cost import Machine
-from distmega.sharding.domains import LoopDomain
-from distmega.sharding.host_loops import HostLoop
+from distmega.program.ops.compute import EXCHANGES
+from distmega.program.types import Program
+from distmega.sharding.layout.allocation import AllocationDomain
+from distmega.sharding.layout.domains import LoopDomain
+from distmega.sharding.layout.mesh import DeviceMesh
+from distmega.sharding.layout.placements import Chunks, Layout
 from distmega.sharding.memory import Memory
-from distmega.sharding.mesh import DeviceMesh
-from distmega.sharding.overlap import OverlapChoice
-from distmega.sharding.placements import Chunks, Layout
-from distmega.sharding.resolve import PlacedOp, Reshard
+from distmega.sharding.overlap.pairs import OverlapChoice
+from distmega.sharding.resolve.resolve import PlacedOp, Reshard
+from distmega.sharding.search.cost import Machine
+from distmega.sharding.streams.host_loops import HostLoop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

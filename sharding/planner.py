@@ -13,18 +13,11 @@ from dataclasses import dataclass
 
 from distmega.collecting import uncollected
 from distmega.errors import PlanError
-from distmega.program import Access, Op, Program, accesses
-from distmega.sharding.cost import Machine, residency_prices_us
-from distmega.sharding.decompose import split_biases
+from distmega.program.types import Access, Op, Program, accesses
 from distmega.sharding.explain import explain_plan
 from distmega.sharding.finalize import finalize_allocations, finalize_loops
-from distmega.sharding.local_ops import LocalOps
-from distmega.sharding.memory import measure_memory
-from distmega.sharding.mesh import DeviceMesh
-from distmega.sharding.options import SplitOption
-from distmega.sharding.overlap import CHEAPEST, OverlapRequest, fused_pairs
-from distmega.sharding.overlap_plan import plan_overlaps
-from distmega.sharding.placements import (
+from distmega.sharding.layout.mesh import DeviceMesh
+from distmega.sharding.layout.placements import (
     REPLICATED,
     Chunks,
     Layout,
@@ -32,19 +25,26 @@ from distmega.sharding.placements import (
     fits,
     resolve_layout,
 )
+from distmega.sharding.local_ops import LocalOps
+from distmega.sharding.memory import measure_memory
+from distmega.sharding.overlap.pairs import CHEAPEST, OverlapRequest, fused_pairs
+from distmega.sharding.overlap.plan import plan_overlaps
 from distmega.sharding.plan import PlanFacts
-from distmega.sharding.propagate import Hints, propagate_annotations
-from distmega.sharding.resolve import (
+from distmega.sharding.resolve.decompose import split_biases
+from distmega.sharding.resolve.propagate import Hints, propagate_annotations
+from distmega.sharding.resolve.resolve import (
     InexactSplitError,
     Resolver,
     Splits,
 )
-from distmega.sharding.search import AxisSearch, NoOptionError, Problem
-from distmega.sharding.signatures import OptionTable
-from distmega.sharding.steps import Situation
-from distmega.sharding.stream_plan import resolve_chunks
+from distmega.sharding.search.cost import Machine, residency_prices_us
+from distmega.sharding.search.options import SplitOption
+from distmega.sharding.search.search import AxisSearch, NoOptionError, Problem
+from distmega.sharding.search.signatures import OptionTable
+from distmega.sharding.search.steps import Situation
+from distmega.sharding.streams.stream_plan import resolve_chunks
+from distmega.sharding.streams.verify_chunks import verify_chunks
 from distmega.sharding.verify import verify_plan_parts
-from distmega.sharding.verify_chunks import verify_chunks
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 Comes in: a whole program, the number of stages, and stages that a user fixed by op. Goes out: one
 Stage each, whose program any planner call takes: what comes from another stage is an input of it,
 what another stage needs an output. planner.py then divides a stage's program over its own ranks,
-and hostir/pipeline.py links the host programs. Next: planner.py.
+and hostir/lower/pipeline.py links the host programs. Next: planner.py.
 
 Where to cut: only where no state is used on both sides and no view crosses. The largest stage is
 made as small as can be, counted in the bytes that its ops move, weights above all: first by cuts
@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from distmega.errors import PlanError
-from distmega.program import Program, Tensor, accesses, verify_program
-from distmega.sharding.cost import op_bytes
+from distmega.program.types import Program, Tensor, accesses, verify_program
+from distmega.sharding.search.cost import op_bytes
 
 AXIS = "pp"
 """The mesh axis of stages."""

@@ -8,12 +8,12 @@ it are, or if an op works on a tensor of which parts are still to be combined.
 from collections.abc import Mapping
 
 from distmega.errors import VerifyError
-from distmega.program import Access, accesses
-from distmega.sharding.allocation import AllocationDomain
-from distmega.sharding.domains import Device, LoopDomain, Parallel, Stream, dim_positions
-from distmega.sharding.mesh import DeviceMesh
-from distmega.sharding.resolve import PlacedOp, Reshard, Schedule
-from distmega.sharding.signatures import OptionTable
+from distmega.program.types import Access, accesses
+from distmega.sharding.layout.allocation import AllocationDomain
+from distmega.sharding.layout.domains import Device, LoopDomain, Parallel, Stream, dim_positions
+from distmega.sharding.layout.mesh import DeviceMesh
+from distmega.sharding.resolve.resolve import PlacedOp, Reshard, Schedule
+from distmega.sharding.search.signatures import OptionTable
 
 
 def verify_plan_parts(

@@ -7,12 +7,12 @@ weights.py. Next on the walk: sharding/planner.py.
 
 from typing import Literal
 
-from distmega.builder import Handle, ProgramBuilder
 from distmega.errors import RequestError
 from distmega.models.config import ModelConfig
 from distmega.models.sampling import GREEDY, Method
 from distmega.models.weights import weight_specs
-from distmega.program import Program
+from distmega.program.builder import Handle, ProgramBuilder
+from distmega.program.types import Program
 
 Logits = Literal["none", "last", "all"]
 

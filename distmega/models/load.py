@@ -11,14 +11,14 @@ from pathlib import Path
 
 from distmega.errors import ModelError
 from distmega.models.config import ModelConfig
-from distmega.models.gguf_config import config_from_gguf
-from distmega.models.gguf_file import open_gguf
-from distmega.models.gguf_source import read_gguf
-from distmega.models.gguf_tokenizer import tokenizer_from_gguf
-from distmega.models.hf_tokenizer import TOKENIZER_FILE, tokenizer_from_folder
+from distmega.models.gguf.config import config_from_gguf
+from distmega.models.gguf.file import open_gguf
+from distmega.models.gguf.source import read_gguf
+from distmega.models.gguf.tokenizer import tokenizer_from_gguf
+from distmega.models.huggingface.safetensors_source import read_safetensors
+from distmega.models.huggingface.tokenizer import TOKENIZER_FILE, tokenizer_from_folder
 from distmega.models.locate import Location, config_at, locate_model
 from distmega.models.random_source import RandomReader
-from distmega.models.safetensors_source import read_safetensors
 from distmega.models.tokenizer import Tokenizer, byte_tokenizer
 from distmega.models.weights import RopeTableReader, WeightReader, weight_specs
 

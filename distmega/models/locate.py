@@ -14,9 +14,9 @@ from typing import Literal
 from distmega.errors import ModelError
 from distmega.models.config import ModelConfig
 from distmega.models.fields import read_json
-from distmega.models.gguf_config import config_from_gguf
-from distmega.models.gguf_file import open_gguf
-from distmega.models.hf_config import config_from_hf
+from distmega.models.gguf.config import config_from_gguf
+from distmega.models.gguf.file import open_gguf
+from distmega.models.huggingface.config import config_from_hf
 from distmega.models.presets import PRESETS
 
 _PACKAGED = ("smollm2", "smollm2-135m-instruct")

@@ -2,10 +2,10 @@
 `matmul_reduce_scatter`, `matmul_all_reduce` of `distmega.kernels`.
 
 In: a [M, K] and b [N, K] of one type on one device, b as a linear layer holds its weight. Out: new
-tensors A B^T. On Hopper GPUs in bf16 the model of sharding/matmul_ways.py chooses: the kernel of
-this package, alone (launch.py) or with the collective beside it (overlap.py), or torch's matmul and
-a collective by peer memory (exchange.py) or by NCCL, in turn. Elsewhere it is torch's matmul and
-the communicator's collective. All ranks of a team make the same calls in the same order.
+tensors A B^T. On Hopper GPUs in bf16 the model of sharding/overlap/matmul_ways.py chooses: the
+kernel of this package, alone (launch.py) or with the collective beside it (overlap.py), or torch's
+matmul and a collective by peer memory (exchange.py) or by NCCL, in turn. Elsewhere it is torch's
+matmul and the communicator's collective. All ranks of a team make the same calls in the same order.
 Next: overlap.py.
 """
 
@@ -19,12 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distmega.errors import ProgramError
-from distmega.hostir.comm import Communicator
-from distmega.hostir.nccl import NcclCommunicator
+from distmega.hostir.comm.communicator import Communicator
+from distmega.hostir.comm.nccl import NcclCommunicator
 from distmega.kernels.gemm.machine import built_in, measured
 from distmega.kernels.gemm.workspace import Workspace, workspace_of
 from distmega.kernels.gpus import is_hopper
-from distmega.sharding.matmul_ways import (
+from distmega.sharding.overlap.matmul_ways import (
     Choice,
     Collective,
     choose_means,
@@ -32,7 +32,7 @@ from distmega.sharding.matmul_ways import (
     kernel_problem,
     tiles_choice,
 )
-from distmega.sharding.tile_times import Extents
+from distmega.sharding.overlap.tile_times import Extents
 
 
 def matmul(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:

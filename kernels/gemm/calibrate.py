@@ -2,7 +2,7 @@
 
 Comes in: the communicator of a mesh of GPUs, one axis of it. Goes out: rates, the same on all
 ranks: every time is the slowest rank's. `distmega doctor --calibrate` calls this and keeps the
-result; sharding/overlap_cost.py and matmul_ways.py use it, machine.py hands it to them.
+result; sharding/overlap/cost.py and matmul_ways.py use it, machine.py hands it to them.
 """
 
 import time
@@ -14,15 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distmega.hostir.nccl import NcclCommunicator
+from distmega.hostir.comm.nccl import NcclCommunicator
 from distmega.kernels.gemm import exchange, overlap
 from distmega.kernels.gemm.launch import launch_matmul, plain_spec
 from distmega.kernels.gemm.workspace import workspace_of
 from distmega.kernels.gpus import num_sms
 from distmega.kernels.stream_ops import copy_bytes
-from distmega.sharding.matmul_ways import STAGES, event_rows, tiles_choice
-from distmega.sharding.overlap_rates import H200_RATES, OverlapRates
-from distmega.sharding.tile_times import (
+from distmega.sharding.overlap.matmul_ways import STAGES, event_rows, tiles_choice
+from distmega.sharding.overlap.rates import H200_RATES, OverlapRates
+from distmega.sharding.overlap.tile_times import (
     GROUP,
     Extents,
     Tiles,

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from distmega.hostir.matmul_nodes import FusedMatmul, Room
-from distmega.hostir.nccl import NcclCommunicator
+from distmega.hostir.comm.nccl import NcclCommunicator
+from distmega.hostir.lower.matmul_nodes import FusedMatmul, Room
 from distmega.kernels.gemm.api import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from distmega.kernels.gemm.workspace import Workspace, workspace_of
 

@@ -16,7 +16,7 @@ from distmega.kernels.gemm.kernel import matmul_kernel
 from distmega.kernels.gemm.spec import HALF_M, TILE_K, TILE_M, MatmulSpec
 from distmega.kernels.gpus import num_sms
 from distmega.kernels.launcher import Launcher
-from distmega.sharding.tile_times import Tiles
+from distmega.sharding.overlap.tile_times import Tiles
 
 POINTER_ALIGNMENT = 16
 """Bytes to which Triton looks whether a pointer is aligned."""

@@ -8,10 +8,10 @@ from functools import cache
 
 import torch
 
-from distmega.hostir.machines import machine_of
-from distmega.hostir.nccl import NcclCommunicator
+from distmega.hostir.comm.machine import machine_of
+from distmega.hostir.comm.nccl import NcclCommunicator
 from distmega.kernels.gpus import num_sms
-from distmega.sharding.cost import H100, H200, Machine
+from distmega.sharding.search.cost import H100, H200, Machine
 
 _machines: dict[NcclCommunicator, Machine] = {}
 

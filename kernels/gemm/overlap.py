@@ -17,8 +17,8 @@ from distmega.kernels.gemm.spec import WORDS, MatmulSpec
 from distmega.kernels.gemm.workspace import PUSHED, Workspace
 from distmega.kernels.gpus import num_sms
 from distmega.kernels.stream_ops import copy_bytes, copy_columns, wait_word, write_word
-from distmega.sharding.matmul_ways import Choice, event_rows
-from distmega.sharding.tile_times import (
+from distmega.sharding.overlap.matmul_ways import Choice, event_rows
+from distmega.sharding.overlap.tile_times import (
     GATHERED,
     TILE_ROWS,
     Extents,

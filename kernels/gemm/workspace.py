@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from distmega.errors import RequestError
-from distmega.hostir.nccl import NcclCommunicator
+from distmega.hostir.comm.nccl import NcclCommunicator
 from distmega.kernels.stream_ops import wait_word, write_word, write_words
 from distmega.kernels.symmetric import open_symmetric
-from distmega.sharding.tile_times import NUM_WORDS
+from distmega.sharding.overlap.tile_times import NUM_WORDS
 
 WORD_BYTES = 4
 ALIGNMENT_BYTES = 256

@@ -52,7 +52,7 @@ from distmega.kernels.hopper.matrices import Weights, tiles_k
 from distmega.kernels.hopper.plan import ITEM_BYTES, Buffer, DecodeShape, Matrix, unfit
 from distmega.kernels.hopper.queues import num_units, share
 from distmega.kernels.hopper.words import MAX_SMS, NO_WINDOW, TILE_K, UNIT_ROWS
-from distmega.program import Program
+from distmega.program.types import Program
 
 CHUNK = TILE_K * BATCH
 """Elements of 1024 columns of x."""

@@ -47,7 +47,7 @@ from distmega.kernels.launcher import Launcher
 from distmega.kernels.memory import arena_views
 from distmega.kernels.runners import NO_DRAWS
 from distmega.kernels.symmetric import Team
-from distmega.program import Program
+from distmega.program.types import Program
 from distmega.trace_file import Span
 
 STAGES = 12

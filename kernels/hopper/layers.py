@@ -18,7 +18,7 @@ from distmega.kernels.fusion import (
 )
 from distmega.kernels.hopper.matrices import Weights, tiles_k
 from distmega.kernels.hopper.plan import HEAD_DIMS, DecodeShape, unfit
-from distmega.program import Program
+from distmega.program.types import Program
 
 Block = tuple[FusedLinear, FusedAttention, FusedResidual, FusedGated, FusedResidual]
 """The ops of a layer: qkv, attention, output, gated, down."""

@@ -10,7 +10,7 @@ from distmega.kernels.arena import ArenaLayout
 from distmega.kernels.hopper.plan import ITEM_BYTES, MAX_MATRICES, Matrix, unfit
 from distmega.kernels.hopper.weight_order import matrix_columns
 from distmega.kernels.hopper.words import TILE_K
-from distmega.program import Program
+from distmega.program.types import Program
 
 
 class Weights:

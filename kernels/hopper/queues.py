@@ -65,7 +65,7 @@ from distmega.kernels.hopper.words import (
     Sample,
 )
 from distmega.kernels.task_graph import Mode
-from distmega.program import Program
+from distmega.program.types import Program
 
 NUM_BARRIERS = 5
 """Of a layer: one behind each of its ops."""

@@ -1,8 +1,9 @@
 """Runs the decode kernel on a GPU: the queues, buffers and launches of one segment.
 
 In: a segment, the arenas of weights and states on the GPU. Out: a KernelRunner for
-hostir/evaluator.py, one step a launch, and `decode`, several steps a launch. Weights and states are
-used where they lie, so library ops of the same model share them. Next on the walk: ../launcher.py.
+hostir/run/evaluator.py, one step a launch, and `decode`, several steps a launch. Weights and states
+are used where they lie, so library ops of the same model share them. Next on the walk:
+../launcher.py.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,7 +40,7 @@ from distmega.kernels.launcher import Launcher
 from distmega.kernels.memory import arena_views
 from distmega.kernels.runners import NO_DRAWS
 from distmega.kernels.symmetric import SymmetricMemory, Team
-from distmega.program import Program
+from distmega.program.types import Program
 from distmega.trace_file import Span
 
 SHARED_BYTES = 227 * 1024

@@ -4,14 +4,13 @@ In: this SM's logits, the settings and the seed of the request. Out: its best ca
 the place where the greedy kernel has its highest logit, so that all else stays as it is. Where
 several ranks share the vocabulary, each SM draws from its own logits and tells all ranks if there
 are no limits. If there are, all ranks have pushed their logits to all, and each rank draws from the
-whole vocabulary for itself, which gives the same token on all. A token is
-the argmax of logit + temperature * Gumbel noise (hostir/sampling.py is the reference). LIMITED
-takes only logits from a cutoff on, which all SMs find alike, in two exchanges: the highest logit of
-each warp of each SM, which bounds the top_k-th from below, then the few logits that reach this
-bound. SMs with more than 8 of these write further chunks of 8, so that any logits are handled
-exactly; up to two chunks stay in registers. SEARCHED has more candidates than that is for:
-sample_all.py. batch_sample.py and batch_limits.py have several sequences. Next on the walk:
-kernel.py.
+whole vocabulary for itself, which gives the same token on all. A token is the argmax of logit +
+temperature * Gumbel noise (hostir/library/sampling.py is the reference). LIMITED takes only logits
+from a cutoff on, which all SMs find alike, in two exchanges: the highest logit of each warp of each
+SM, which bounds the top_k-th from below, then the few logits that reach this bound. SMs with more
+than 8 of these write further chunks of 8, so that any logits are handled exactly; up to two chunks
+stay in registers. SEARCHED has more candidates than that is for: sample_all.py. batch_sample.py and
+batch_limits.py have several sequences. Next on the walk: kernel.py.
 """
 
 from triton.experimental import gluon

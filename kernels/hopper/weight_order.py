@@ -4,7 +4,7 @@ In: a segment, or a whole local program. Out: its weights in order; the CPU path
 on the walk: queues.py.
 """
 
-from distmega.program import Program, Tensor
+from distmega.program.types import Program, Tensor
 
 
 def matrix_columns(segment: Program) -> dict[str, int]:

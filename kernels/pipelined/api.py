@@ -1,8 +1,8 @@
 """Fused pointwise ops, norms and softmax on tensors: the functions of `distmega.kernels`.
 
 In: tensors of any strides on one device. Out: new contiguous tensors. On a CUDA device with float
-types the kernels run (norms.py, pointwise.py), else plain torch (hostir/norms.py and pointwise.py);
-all in fp32.
+types the kernels run (norms.py, pointwise.py), else plain torch (hostir/library/norms.py and
+pointwise.py); all in fp32.
 """
 
 import importlib.util
@@ -14,12 +14,12 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from distmega import expr
 from distmega.errors import ProgramError
-from distmega.hostir.norms import normalise
-from distmega.hostir.pointwise import evaluate_all
+from distmega.hostir.library.norms import normalise
+from distmega.hostir.library.pointwise import evaluate_all
 from distmega.kernels.pipelined.exprs import MAX_INPUTS, MAX_OUTPUTS, Formula, formula_of
 from distmega.kernels.pipelined.views import broadcast_shapes
+from distmega.program import expr
 
 FLOATS = frozenset({torch.bfloat16, torch.float16, torch.float32})
 
@@ -135,8 +135,8 @@ def normalise_rows(
     bias: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """As hostir/norms.py's normalise, by a kernel where there is one. ProgramError for shapes or a
-    type that do not fit.
+    """As hostir/library/norms.py's normalise, by a kernel where there is one. ProgramError for
+    shapes or a type that do not fit.
     """
     if x.dim() == 0 or x.shape[-1] == 0:
         raise ProgramError(

@@ -1,12 +1,12 @@
 """The expressions of a pointwise op together, as what is compiled and kept for them goes by.
 
-In: texts or trees of distmega.expr. Out: `Formula`. Next: views.py.
+In: texts or trees of distmega.program.expr. Out: `Formula`. Next: views.py.
 """
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from distmega import expr
+from distmega.program import expr
 
 MAX_INPUTS = 8
 MAX_OUTPUTS = 4

@@ -1,5 +1,5 @@
-"""Pointwise expressions inside kernels: a tree of distmega.expr is a constexpr of the kernel, and
-one jitted function takes it apart while the kernel is compiled.
+"""Pointwise expressions inside kernels: a tree of distmega.program.expr is a constexpr of the
+kernel, and one jitted function takes it apart while the kernel is compiled.
 
 In: expr.Expr. Out: `evaluate`, in Triton and Gluon kernels alike. Next: pointwise_kernel.py.
 """
@@ -12,7 +12,7 @@ import triton
 from triton import language as tl
 from triton.language.extra import libdevice
 
-from distmega.expr import Arg, Call, Const, Expr
+from distmega.program.expr import Arg, Call, Const, Expr
 
 
 @triton.constexpr_function

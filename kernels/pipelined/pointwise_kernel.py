@@ -16,11 +16,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from distmega.expr import Expr
 from distmega.kernels.gluon_compat import tma_load, tma_store, tma_store_wait
 from distmega.kernels.mbarriers import make_barriers
 from distmega.kernels.pipelined.formula import evaluate
 from distmega.kernels.pipelined.layouts import count_tiles, tile_layout, tile_number
+from distmega.program.expr import Expr
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,9 +12,9 @@ the results, contiguous. Launched by pointwise.py and norms.py. Next: norm_kerne
 import triton
 from triton import language as tl
 
-from distmega.expr import Expr
 from distmega.kernels.pipelined.exprs import Formula
 from distmega.kernels.pipelined.formula import evaluate
+from distmega.program.expr import Expr
 
 
 @triton.constexpr_function

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from distmega.jobs import open_engine
+from distmega.engine.jobs import open_engine
+from distmega.engine.ranks import Emit, RankContext
+from distmega.engine.requests import EngineOptions
 from distmega.models.load import open_model
-from distmega.ranks import Emit, RankContext
-from distmega.requests import EngineOptions
 
 Logits = NDArray[np.float32]
 

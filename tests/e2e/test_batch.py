@@ -6,16 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from distmega.cli import main
-from distmega.engine import Engine
+from distmega.cli.main import main
+from distmega.engine.engine import Engine
+from distmega.engine.requests import EngineOptions
 from distmega.errors import RequestError
-from distmega.hostir.comm import SingleCommunicator
+from distmega.hostir.comm.communicator import SingleCommunicator
 from distmega.launch.contract import LauncherOptions, Result
 from distmega.launch.launchers import launch
 from distmega.models.load import open_model
 from distmega.models.sampling import MOST_LIKELY, Sampling
-from distmega.requests import EngineOptions
-from distmega.sharding.mesh import DeviceMesh
+from distmega.sharding.layout.mesh import DeviceMesh
 from tests.e2e.running import relative_error
 from tests.e2e.targets import MeasureBatch
 from tests.models.files import FAMILIES

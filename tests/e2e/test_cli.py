@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from distmega.cli import main
+from distmega.cli.main import main
 from tests.interrupts import interruptible
 
 PROMPT = "The capital of France is"
@@ -218,7 +218,7 @@ def test_explain_is_quick_and_complete(arguments: tuple[str, ...]) -> None:
 
 def test_explain_does_not_import_torch() -> None:
     code = (
-        "import sys; from distmega.cli import main; "
+        "import sys; from distmega.cli.main import main; "
         "assert main(['explain', 'smollm2', '--tp', '2']) == 0; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from distmega.calibration import calibrate_machine
-from distmega.cli import main
-from distmega.doctor import Facts, Finding, Gpu, examine, gather_facts
+from distmega.cli.calibration import calibrate_machine
+from distmega.cli.doctor import Facts, Finding, Gpu, examine, gather_facts
+from distmega.cli.main import main
 from distmega.errors import RequestError
 
 CPU_MACHINE = Facts(

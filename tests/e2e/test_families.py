@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from distmega.requests import EngineOptions
+from distmega.engine.requests import EngineOptions
 from tests.e2e.running import relative_error, run_measure
 from tests.e2e.targets import Logits, Measure, Measured
 from tests.models.files import FAMILIES

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import distmega
-from distmega.cli import main
+from distmega.cli.main import main
 from distmega.compiled import CompiledProgram
 from distmega.errors import MeshError, ModelError, PlanError, ProgramError, RequestError
 from distmega.launch import LauncherOptions
@@ -152,6 +152,6 @@ def test_the_command_logs_from_the_level_asked_for(monkeypatch):
     told = {}
     monkeypatch.setenv("DISTMEGA_LOG", "debug")
     monkeypatch.setattr("logging.basicConfig", lambda **given: told.update(given))
-    monkeypatch.setattr("distmega.cli.launch", lambda *given: iter(()))
+    monkeypatch.setattr("distmega.cli.main.launch", lambda *given: iter(()))
     assert main(["generate", "tiny-llama", "hi"]) == 0
     assert told["level"] == "DEBUG"

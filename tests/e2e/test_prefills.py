@@ -6,14 +6,14 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 
-from distmega.blueprint import prefill_size
-from distmega.engine import Engine
-from distmega.hostir.comm import SingleCommunicator
+from distmega.engine.decode_plan import prefill_size
+from distmega.engine.engine import Engine
+from distmega.engine.prefill import Prefills
+from distmega.engine.requests import EngineOptions
+from distmega.hostir.comm.communicator import SingleCommunicator
 from distmega.models.load import open_model
 from distmega.models.sampling import MOST_LIKELY, Sampling
-from distmega.prefills import Prefills
-from distmega.requests import EngineOptions
-from distmega.sharding.mesh import DeviceMesh
+from distmega.sharding.layout.mesh import DeviceMesh
 
 CONTEXT = 48
 DRAWN = Sampling(temperature=1.0, top_k=20, top_p=0.9, seed=3)
@@ -35,7 +35,7 @@ def prompt_of(num_tokens: int) -> list[int]:
 def test_filled_up_prompts_give_the_tokens_of_exact_ones(sampling: Sampling, batch: int):
     exact, filled = open_tiny(sampling, batch), open_tiny(sampling, batch)
     slot = batch - 1
-    with patch("distmega.prefills.prefill_size", lambda blueprint, num: 16 * -(-num // 16)):
+    with patch("distmega.engine.prefill.prefill_size", lambda blueprint, num: 16 * -(-num // 16)):
         for num_tokens in (1, 5, 16, 47):
             ids = prompt_of(num_tokens)
             found, wanted = filled.prefill(ids, slot), exact.prefill(ids, slot)
@@ -52,9 +52,9 @@ def test_filled_up_prompts_give_the_tokens_of_exact_ones(sampling: Sampling, bat
 def test_sizes_are_few_and_hold_the_prompt():
     blueprint = open_tiny().blueprint
     assert [prefill_size(blueprint, num) for num in (1, 17, 40)] == [1, 17, 40]
-    with patch("distmega.blueprint.CPU", None):
+    with patch("distmega.engine.decode_plan.CPU", None):
         assert [prefill_size(blueprint, num) for num in (1, 17, 48)] == [CONTEXT] * 3
-        with patch("distmega.blueprint.context_limit", return_value=8192):
+        with patch("distmega.engine.decode_plan.context_limit", return_value=8192):
             sizes = {num: prefill_size(blueprint, num) for num in range(1, 8193)}
     assert all(num <= size <= max(1.125 * num + 1, num + 63) for num, size in sizes.items())
     assert (sizes[64], sizes[65], sizes[1025], sizes[5000]) == (64, 128, 1152, 5120)

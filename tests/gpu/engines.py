@@ -2,16 +2,16 @@
 
 from dataclasses import replace
 
-from distmega.engine import Engine
-from distmega.hostir.comm import SingleCommunicator
+from distmega.engine.engine import Engine
+from distmega.engine.requests import EngineOptions
+from distmega.hostir.comm.communicator import SingleCommunicator
 from distmega.models.config import ModelConfig
 from distmega.models.load import ModelSource, open_model
 from distmega.models.presets import PRESETS
 from distmega.models.random_source import RandomReader
 from distmega.models.sampling import MOST_LIKELY, Sampling
 from distmega.models.weights import RopeTableReader, weight_specs
-from distmega.requests import EngineOptions
-from distmega.sharding.mesh import DeviceMesh
+from distmega.sharding.layout.mesh import DeviceMesh
 
 
 def random_model(name: str, **changes: object) -> ModelSource:

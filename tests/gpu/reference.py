@@ -6,7 +6,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from distmega.engine import Engine
+from distmega.engine.engine import Engine
 from distmega.models.config import ModelConfig
 from distmega.models.weights import weight_specs
 

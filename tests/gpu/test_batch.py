@@ -5,7 +5,7 @@ again.
 import pytest
 import torch
 
-from distmega.engine import Engine
+from distmega.engine.engine import Engine
 from tests.gpu.engines import open_engine
 from tests.gpu.reference import reference_logits
 from tests.gpu.test_decode import random_ids, relative_error

@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distmega.engine import Engine
-from distmega.hostir.comm import SingleCommunicator
+from distmega.engine.engine import Engine
+from distmega.engine.requests import EngineOptions
+from distmega.engine.steps_ahead import MAX_STEPS
+from distmega.hostir.comm.communicator import SingleCommunicator
 from distmega.models.load import open_model
-from distmega.requests import EngineOptions
-from distmega.sharding.mesh import DeviceMesh
-from distmega.steps_ahead import MAX_STEPS
+from distmega.sharding.layout.mesh import DeviceMesh
 from tests.gpu.engines import open_engine
 from tests.gpu.reference import reference_logits
 

@@ -5,14 +5,14 @@ import time
 
 import pytest
 
-from distmega.engine import Engine
+from distmega.engine.engine import Engine
+from distmega.engine.requests import EngineOptions
 from distmega.errors import HangError
-from distmega.hostir.comm import SingleCommunicator
+from distmega.hostir.comm.communicator import SingleCommunicator
 from distmega.kernels.hopper.batch_words import EVENT_WORDS, EVENTS_AT
 from distmega.kernels.hopper.words import Linear, Opcode
 from distmega.models.load import open_model
-from distmega.requests import EngineOptions
-from distmega.sharding.mesh import DeviceMesh
+from distmega.sharding.layout.mesh import DeviceMesh
 
 pytestmark = pytest.mark.gpu
 pytest.importorskip("triton", reason="triton is not installed (pip install 'distmega[gpu]')")

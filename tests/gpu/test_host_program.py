@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from distmega.builder import ProgramBuilder
-from distmega.hostir.capture import CapturedHost
-from distmega.hostir.comm import SingleCommunicator
-from distmega.hostir.evaluator import Evaluator
-from distmega.hostir.lower import lower_program
-from distmega.hostir.nodes import HostProgram, LibraryOp
-from distmega.hostir.passes import run_passes
+from distmega.hostir.comm.communicator import SingleCommunicator
+from distmega.hostir.ir.nodes import HostProgram, LibraryOp
+from distmega.hostir.lower.lower import lower_program
+from distmega.hostir.passes.passes import run_passes
+from distmega.hostir.run.cuda_graph import CapturedHost
+from distmega.hostir.run.evaluator import Evaluator
 from distmega.kernels.device_ops import KernelOps
 from distmega.kernels.pipelined import api
-from distmega.program import Program
+from distmega.program.builder import ProgramBuilder
+from distmega.program.types import Program
 from tests.hostir.programs import local, run_program
 
 pytestmark = pytest.mark.gpu

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from distmega import expr
-from distmega.hostir import pointwise
+from distmega.hostir.library import pointwise
 from distmega.kernels.pipelined import api, norms
 from distmega.kernels.pipelined import pointwise as launches
 from distmega.kernels.pipelined.choices import Choice
 from distmega.kernels.pipelined.exprs import formula_of
 from distmega.kernels.pipelined.launches import Family
+from distmega.program import expr
 
 pytestmark = pytest.mark.gpu
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from distmega.hostir import library
+from distmega.hostir.library import ops as library
 from distmega.kernels.rope import rotate
 from tests.gpu.engines import open_engine
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from distmega.hostir import sampling as drawing
+from distmega.hostir.library import sampling as drawing
 from distmega.kernels.hopper.alarm import LOCAL_LIMIT_S, Alarm
 from distmega.kernels.hopper.batch_limits import list_words
 from distmega.kernels.hopper.words import (

@@ -7,11 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from distmega.builder import ProgramBuilder
 from distmega.errors import CheckError
-from distmega.hostir.check import check_host
-from distmega.hostir.library import run_op
-from distmega.hostir.nodes import (
+from distmega.hostir.check.check import check_host
+from distmega.hostir.ir.nodes import (
     ForLoop,
     HostProgram,
     Node,
@@ -20,14 +18,16 @@ from distmega.hostir.nodes import (
     WaitSignal,
     walk_nodes,
 )
-from distmega.hostir.text import parse_host
-from distmega.hostir.torch_types import torch_dtype
-from distmega.program import Program
-from distmega.sharding.cost import CPU
+from distmega.hostir.ir.text import parse_host
+from distmega.hostir.library.ops import run_op
+from distmega.hostir.library.torch_types import torch_dtype
+from distmega.program.builder import ProgramBuilder
+from distmega.program.types import Program
+from distmega.sharding.layout.mesh import DeviceMesh
+from distmega.sharding.layout.placements import shard
 from distmega.sharding.localize import LocalProgram, localize
-from distmega.sharding.mesh import DeviceMesh
-from distmega.sharding.placements import shard
 from distmega.sharding.planner import plan_program
+from distmega.sharding.search.cost import CPU
 
 
 def local(program: Program, mesh: DeviceMesh | None = None) -> LocalProgram:

@@ -11,17 +11,17 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from distmega.errors import RankFailure
-from distmega.hostir.check import check_host
-from distmega.hostir.comm import Communicator, GlooCommunicator
-from distmega.hostir.evaluator import Evaluator
-from distmega.hostir.lower import KERNEL_KINDS, lower_program
-from distmega.hostir.passes import run_passes
-from distmega.hostir.text import parse_host
-from distmega.sharding.cost import CPU
+from distmega.hostir.check.check import check_host
+from distmega.hostir.comm.communicator import Communicator, GlooCommunicator
+from distmega.hostir.ir.text import parse_host
+from distmega.hostir.lower.lower import KERNEL_KINDS, lower_program
+from distmega.hostir.passes.passes import run_passes
+from distmega.hostir.run.evaluator import Evaluator
+from distmega.sharding.layout.mesh import DeviceMesh
+from distmega.sharding.layout.placements import stream
 from distmega.sharding.localize import localize
-from distmega.sharding.mesh import DeviceMesh
-from distmega.sharding.placements import stream
 from distmega.sharding.planner import plan_program
+from distmega.sharding.search.cost import CPU
 from tests.hostir.programs import (
     RING,
     STREAMED,

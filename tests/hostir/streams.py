@@ -6,23 +6,23 @@ from dataclasses import replace
 
 import torch
 
-from distmega.builder import ProgramBuilder
 from distmega.errors import PlanError
-from distmega.hostir.check import check_host
-from distmega.hostir.kernel_order import order_kernels
-from distmega.hostir.lower import lower_program
-from distmega.hostir.nodes import Allocate, ForLoop, HostProgram, Node, walk_nodes
-from distmega.hostir.passes import run_passes
-from distmega.hostir.text import parse_host, print_host, print_node
-from distmega.hostir.torch_types import torch_dtype
-from distmega.program import Program, accesses
-from distmega.sharding.aliases import alias_roots
-from distmega.sharding.cost import CPU
+from distmega.hostir.check.check import check_host
+from distmega.hostir.ir.nodes import Allocate, ForLoop, HostProgram, Node, walk_nodes
+from distmega.hostir.ir.text import parse_host, print_host, print_node
+from distmega.hostir.library.torch_types import torch_dtype
+from distmega.hostir.lower.lower import lower_program
+from distmega.hostir.passes.kernel_order import order_kernels
+from distmega.hostir.passes.passes import run_passes
+from distmega.program.builder import ProgramBuilder
+from distmega.program.types import Program, accesses
+from distmega.sharding.layout.aliases import alias_roots
+from distmega.sharding.layout.mesh import DeviceMesh
+from distmega.sharding.layout.placements import Layout, fits, replicate, shard, stream
 from distmega.sharding.localize import LocalProgram, localize
-from distmega.sharding.mesh import DeviceMesh
-from distmega.sharding.overlap import CHEAPEST, OverlapRequest
-from distmega.sharding.placements import Layout, fits, replicate, shard, stream
+from distmega.sharding.overlap.pairs import CHEAPEST, OverlapRequest
 from distmega.sharding.planner import Plan, plan_program
+from distmega.sharding.search.cost import CPU
 from tests.hostir.programs import run_program
 from tests.hostir.threads import Bind, join, op_by_op, run_mesh
 from tests.sharding.random_programs import random_program

@@ -11,15 +11,20 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distmega.blueprint import lower_decode, lower_library_decode, lower_prefill, plan_decode
-from distmega.hostir import library
-from distmega.hostir.nodes import HostProgram, LibraryOp
-from distmega.hostir.torch_types import torch_dtype
+from distmega.engine.decode_plan import (
+    lower_decode,
+    lower_library_decode,
+    lower_prefill,
+    plan_decode,
+)
+from distmega.engine.requests import EngineOptions
+from distmega.hostir.ir.nodes import HostProgram, LibraryOp
+from distmega.hostir.library import ops as library
+from distmega.hostir.library.torch_types import torch_dtype
 from distmega.models.load import open_model
 from distmega.models.sampling import Sampling
-from distmega.requests import EngineOptions
-from distmega.sharding.cost import H200
-from distmega.sharding.mesh import DeviceMesh
+from distmega.sharding.layout.mesh import DeviceMesh
+from distmega.sharding.search.cost import H200
 
 META = torch.device("meta")
 WAITING = ("nonzero", "_local_scalar_dense", "masked_select", "unique")

@@ -2,18 +2,18 @@
 
 import pytest
 
-from distmega.builder import ProgramBuilder
 from distmega.errors import CheckError
-from distmega.hostir.check import check_host
-from distmega.hostir.lower import lower_program
-from distmega.hostir.nodes import (
+from distmega.hostir.check.check import check_host
+from distmega.hostir.ir.nodes import (
     HostProgram,
     LaunchMegakernel,
     walk_nodes,
 )
-from distmega.hostir.passes import coalesce_send_recv, run_passes
-from distmega.hostir.text import parse_host, print_node
-from distmega.hostir.uses import node_reads, node_writes
+from distmega.hostir.ir.text import parse_host, print_node
+from distmega.hostir.ir.uses import node_reads, node_writes
+from distmega.hostir.lower.lower import lower_program
+from distmega.hostir.passes.passes import coalesce_send_recv, run_passes
+from distmega.program.builder import ProgramBuilder
 from tests.hostir.programs import (
     RING,
     STREAMED,

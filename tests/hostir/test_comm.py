@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from distmega.errors import RankFailure
-from distmega.hostir.collectives import combine_parts
-from distmega.hostir.comm import SingleCommunicator
-from distmega.sharding.mesh import DeviceMesh
+from distmega.hostir.comm.collectives import combine_parts
+from distmega.hostir.comm.communicator import SingleCommunicator
+from distmega.sharding.layout.mesh import DeviceMesh
 from tests.hostir.ranks import spawn
 
 

@@ -4,15 +4,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from distmega.builder import ProgramBuilder
 from distmega.errors import ProgramError, RankFailure
-from distmega.hostir.comm import SingleCommunicator
-from distmega.hostir.evaluator import Evaluator
-from distmega.hostir.lower import KERNEL_KINDS, lower_program
-from distmega.hostir.nodes import HostProgram
-from distmega.hostir.passes import run_passes
-from distmega.hostir.text import parse_host
-from distmega.program import Program
+from distmega.hostir.comm.communicator import SingleCommunicator
+from distmega.hostir.ir.nodes import HostProgram
+from distmega.hostir.ir.text import parse_host
+from distmega.hostir.lower.lower import KERNEL_KINDS, lower_program
+from distmega.hostir.passes.passes import run_passes
+from distmega.hostir.run.evaluator import Evaluator
+from distmega.program.builder import ProgramBuilder
+from distmega.program.types import Program
 from tests.hostir.programs import (
     RING,
     STREAMED,

@@ -5,16 +5,16 @@ import random
 import pytest
 import torch
 
-from distmega.builder import Handle, ProgramBuilder
-from distmega.hostir.check import check_host
-from distmega.hostir.comm import SingleCommunicator
-from distmega.hostir.evaluator import Evaluator
-from distmega.hostir.lower import lower_program
-from distmega.hostir.nodes import Allocate, HostProgram, LibraryOp, walk_nodes
-from distmega.hostir.passes import run_passes
-from distmega.hostir.text import parse_host, print_host
+from distmega.hostir.check.check import check_host
+from distmega.hostir.comm.communicator import SingleCommunicator
+from distmega.hostir.ir.nodes import Allocate, HostProgram, LibraryOp, walk_nodes
+from distmega.hostir.ir.text import parse_host, print_host
+from distmega.hostir.lower.lower import lower_program
+from distmega.hostir.passes.passes import run_passes
+from distmega.hostir.run.evaluator import Evaluator
 from distmega.kernels.device_ops import KernelOps
-from distmega.program import Program
+from distmega.program.builder import Handle, ProgramBuilder
+from distmega.program.types import Program
 from tests.hostir.programs import local, random_tensors, run_program
 
 

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from distmega.hostir.host_cost import count_instructions, explain_host
-from distmega.hostir.matmul_nodes import Room
-from distmega.sharding.cost import H200
+from distmega.hostir.lower.matmul_nodes import Room
+from distmega.hostir.run.host_cost import count_instructions, explain_host
+from distmega.sharding.search.cost import H200
 from tests.hostir.programs import streamed
 
 RATES = replace(H200.overlap, host_us=10.0, replay_us=0.5)

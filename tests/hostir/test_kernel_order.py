@@ -6,21 +6,21 @@ from dataclasses import replace
 
 import pytest
 
-from distmega.builder import ProgramBuilder
 from distmega.errors import CheckError, VerifyError
-from distmega.hostir.check import check_host
-from distmega.hostir.kernel_order import order_kernels
-from distmega.hostir.lower import lower_program
-from distmega.hostir.nodes import HostProgram, Wait, walk_nodes
-from distmega.hostir.passes import run_passes
-from distmega.hostir.text import print_node
-from distmega.hostir.verify import verify_host
-from distmega.program import Program
-from distmega.sharding.cost import CPU
+from distmega.hostir.check.check import check_host
+from distmega.hostir.ir.nodes import HostProgram, Wait, walk_nodes
+from distmega.hostir.ir.text import print_node
+from distmega.hostir.ir.verify import verify_host
+from distmega.hostir.lower.lower import lower_program
+from distmega.hostir.passes.kernel_order import order_kernels
+from distmega.hostir.passes.passes import run_passes
+from distmega.program.builder import ProgramBuilder
+from distmega.program.types import Program
+from distmega.sharding.layout.mesh import DeviceMesh
+from distmega.sharding.layout.placements import shard, stream
 from distmega.sharding.localize import LocalProgram, localize
-from distmega.sharding.mesh import DeviceMesh
-from distmega.sharding.placements import shard, stream
 from distmega.sharding.planner import plan_program
+from distmega.sharding.search.cost import CPU
 from tests.hostir.programs import without
 from tests.hostir.streams import assert_exact
 

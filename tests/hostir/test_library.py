@@ -9,12 +9,13 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distmega import norms, ops
-from distmega.builder import ProgramBuilder
 from distmega.errors import ProgramError
-from distmega.hostir import library
-from distmega.hostir.library import linear_spec, run_op
-from distmega.program import Access, Axis, Index, Op, Tensor
+from distmega.hostir.library import ops as library
+from distmega.hostir.library.ops import linear_spec, run_op
+from distmega.program.builder import ProgramBuilder
+from distmega.program.ops import compute as ops
+from distmega.program.ops import norms
+from distmega.program.types import Access, Axis, Index, Op, Tensor
 from tests.hostir.programs import run_program
 
 

@@ -2,18 +2,18 @@
 
 import pytest
 
-from distmega.builder import ProgramBuilder
 from distmega.errors import PlanError
-from distmega.hostir.lower import KERNEL_KINDS, lower_program
-from distmega.hostir.nodes import Collective, HostProgram, LaunchMegakernel, LibraryOp
-from distmega.hostir.passes import run_passes
-from distmega.hostir.text import print_host
-from distmega.program import verify_program
-from distmega.sharding.cost import CPU
+from distmega.hostir.ir.nodes import Collective, HostProgram, LaunchMegakernel, LibraryOp
+from distmega.hostir.ir.text import print_host
+from distmega.hostir.lower.lower import KERNEL_KINDS, lower_program
+from distmega.hostir.passes.passes import run_passes
+from distmega.program.builder import ProgramBuilder
+from distmega.program.types import verify_program
+from distmega.sharding.layout.mesh import DeviceMesh
+from distmega.sharding.layout.placements import shard
 from distmega.sharding.localize import localize
-from distmega.sharding.mesh import DeviceMesh
-from distmega.sharding.placements import shard
 from distmega.sharding.planner import plan_program
+from distmega.sharding.search.cost import CPU
 from tests.hostir.programs import chain, local, mlp, sharded_mlp, with_views
 
 AS_LIBRARY_OPS = """\

@@ -3,13 +3,13 @@
 import pytest
 
 from distmega.errors import RequestError
-from distmega.hostir import machines
-from distmega.hostir.comm import SingleCommunicator
-from distmega.sharding import rates_file
-from distmega.sharding.cost import H200
-from distmega.sharding.mesh import DeviceMesh
-from distmega.sharding.overlap_rates import H100_RATES
-from distmega.sharding.rates_file import Measured, library_versions, write_rates
+from distmega.hostir.comm import machine as machines
+from distmega.hostir.comm.communicator import SingleCommunicator
+from distmega.sharding.layout.mesh import DeviceMesh
+from distmega.sharding.overlap import rates_file
+from distmega.sharding.overlap.rates import H100_RATES
+from distmega.sharding.overlap.rates_file import Measured, library_versions, write_rates
+from distmega.sharding.search.cost import H200
 
 
 def test_measured_rates_come_from_the_first_rank(tmp_path, monkeypatch):

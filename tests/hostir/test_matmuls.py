@@ -8,21 +8,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distmega.builder import ProgramBuilder
 from distmega.errors import CheckError, PlanError, VerifyError
-from distmega.hostir.check import check_host
-from distmega.hostir.lower import lower_program
-from distmega.hostir.matmul_nodes import FusedMatmul, Room
-from distmega.hostir.nodes import HostProgram, walk_nodes
-from distmega.hostir.passes import peak_memory, run_passes
-from distmega.hostir.text import parse_host, print_host
-from distmega.hostir.verify import verify_host
-from distmega.program import Program
-from distmega.sharding.cost import CPU
+from distmega.hostir.check.check import check_host
+from distmega.hostir.ir.nodes import HostProgram, walk_nodes
+from distmega.hostir.ir.text import parse_host, print_host
+from distmega.hostir.ir.verify import verify_host
+from distmega.hostir.lower.lower import lower_program
+from distmega.hostir.lower.matmul_nodes import FusedMatmul, Room
+from distmega.hostir.passes.passes import peak_memory, run_passes
+from distmega.program.builder import ProgramBuilder
+from distmega.program.types import Program
+from distmega.sharding.layout.mesh import DeviceMesh
+from distmega.sharding.layout.placements import replicate, shard
 from distmega.sharding.localize import LocalProgram, localize
-from distmega.sharding.mesh import DeviceMesh
-from distmega.sharding.placements import replicate, shard
 from distmega.sharding.planner import Plan, plan_program
+from distmega.sharding.search.cost import CPU
 from tests.hostir.programs import run_program, without
 from tests.hostir.streams import assert_exact, plan_marked, without_dead_ops
 from tests.hostir.threads import join, run_mesh

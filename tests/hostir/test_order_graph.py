@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distmega.hostir.order_graph import Before, OrderGraph
+from distmega.hostir.check.order_graph import Before, OrderGraph
 
 
 @st.composite

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from distmega.errors import VerifyError
-from distmega.hostir.comm import SingleCommunicator
-from distmega.hostir.evaluator import Evaluator
-from distmega.hostir.lower import lower_program
-from distmega.hostir.nodes import Deallocate, HostProgram, LaunchMegakernel, walk_nodes
-from distmega.hostir.passes import (
+from distmega.hostir.comm.communicator import SingleCommunicator
+from distmega.hostir.ir.nodes import Deallocate, HostProgram, LaunchMegakernel, walk_nodes
+from distmega.hostir.ir.text import parse_host, print_host, print_node
+from distmega.hostir.lower.lower import lower_program
+from distmega.hostir.passes.passes import (
     PASSES,
     coalesce_send_recv,
     insert_deallocations,
@@ -20,7 +20,7 @@ from distmega.hostir.passes import (
     run_passes,
     sink_waits,
 )
-from distmega.hostir.text import parse_host, print_host, print_node
+from distmega.hostir.run.evaluator import Evaluator
 from tests.hostir.programs import (
     RING,
     STREAMED,
@@ -220,7 +220,7 @@ def test_needed_event_waits_stay():
 
 def test_the_runner_verifies_and_logs(caplog: pytest.LogCaptureFixture):
     host = lower_program(local(chain()), megakernel=False, peer_memory=False)
-    with caplog.at_level(logging.DEBUG, "distmega.hostir.passes"):
+    with caplog.at_level(logging.DEBUG, "distmega.hostir.passes.passes"):
         run_passes(host)
     assert [record.args[1] for record in caplog.records] == [each.__name__ for each in PASSES]
 

@@ -8,10 +8,8 @@ import pytest
 import torch
 
 from distmega.errors import CheckError
-from distmega.hostir.check import check_host
-from distmega.hostir.evaluator import Evaluator
-from distmega.hostir.lower import lower_program
-from distmega.hostir.nodes import (
+from distmega.hostir.check.check import check_host
+from distmega.hostir.ir.nodes import (
     ForLoop,
     HostProgram,
     Node,
@@ -22,17 +20,19 @@ from distmega.hostir.nodes import (
     WaitSignal,
     walk_nodes,
 )
-from distmega.hostir.passes import run_passes
-from distmega.hostir.pipeline import IN_FLIGHT, Part, link_stage
-from distmega.hostir.text import parse_host, print_host
+from distmega.hostir.ir.text import parse_host, print_host
+from distmega.hostir.lower.lower import lower_program
+from distmega.hostir.lower.pipeline import IN_FLIGHT, Part, link_stage
+from distmega.hostir.passes.passes import run_passes
+from distmega.hostir.run.evaluator import Evaluator
 from distmega.models.config import ModelConfig
 from distmega.models.decoder import build_decoder
 from distmega.models.presets import PRESETS
-from distmega.program import Program
-from distmega.sharding.cost import CPU
+from distmega.program.types import Program
+from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.localize import LocalProgram, localize
-from distmega.sharding.mesh import DeviceMesh
 from distmega.sharding.planner import plan_program
+from distmega.sharding.search.cost import CPU
 from distmega.sharding.stages import cut_places, split_stages
 from tests.hostir.programs import SegmentRunner, run_program, shard_tensors
 from tests.hostir.threads import ThreadCommunicator, Wires

@@ -7,12 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from distmega.builder import ProgramBuilder
 from distmega.errors import CheckError, PlanError
-from distmega.hostir.check import check_host
-from distmega.hostir.evaluator import Evaluator
-from distmega.hostir.lower import lower_program
-from distmega.hostir.nodes import (
+from distmega.hostir.check.check import check_host
+from distmega.hostir.ir.nodes import (
     EndCoalescing,
     HostProgram,
     Node,
@@ -21,14 +18,17 @@ from distmega.hostir.nodes import (
     StartCoalescing,
     Wait,
 )
-from distmega.hostir.passes import run_passes
-from distmega.hostir.pipeline import Part, link_stage
-from distmega.program import Program
-from distmega.sharding.cost import CPU
+from distmega.hostir.lower.lower import lower_program
+from distmega.hostir.lower.pipeline import Part, link_stage
+from distmega.hostir.passes.passes import run_passes
+from distmega.hostir.run.evaluator import Evaluator
+from distmega.program.builder import ProgramBuilder
+from distmega.program.types import Program
+from distmega.sharding.layout.mesh import DeviceMesh
+from distmega.sharding.layout.placements import Layout, stream
 from distmega.sharding.localize import localize
-from distmega.sharding.mesh import DeviceMesh
-from distmega.sharding.placements import Layout, stream
 from distmega.sharding.planner import plan_program
+from distmega.sharding.search.cost import CPU
 from distmega.sharding.stages import split_stages
 from tests.hostir.programs import run_program
 from tests.hostir.streams import small_integers

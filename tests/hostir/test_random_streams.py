@@ -8,15 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distmega.errors import CheckError, VerifyError
-from distmega.hostir.check import check_host
-from distmega.hostir.lower import lower_program
-from distmega.hostir.nodes import Allocate, Collective, LibraryOp, walk_nodes
-from distmega.hostir.passes import peak_memory, run_passes
-from distmega.sharding.cost import H200
+from distmega.hostir.check.check import check_host
+from distmega.hostir.ir.nodes import Allocate, Collective, LibraryOp, walk_nodes
+from distmega.hostir.lower.lower import lower_program
+from distmega.hostir.passes.passes import peak_memory, run_passes
+from distmega.sharding.layout.mesh import DeviceMesh
+from distmega.sharding.layout.placements import Layout, shard, stream
 from distmega.sharding.localize import localize
-from distmega.sharding.mesh import DeviceMesh
-from distmega.sharding.placements import Layout, shard, stream
 from distmega.sharding.planner import plan_program
+from distmega.sharding.search.cost import H200
 from tests.hostir.programs import wait_numbers, without
 from tests.hostir.streams import MESHES, assert_exact, plan_marked, planned, small_integers
 from tests.hostir.threads import HeldBytes, run_mesh

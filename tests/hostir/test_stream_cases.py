@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 import pytest
 
-from distmega.builder import Handle, ProgramBuilder
 from distmega.errors import CheckError
-from distmega.hostir.check import check_host
-from distmega.hostir.passes import peak_memory
-from distmega.sharding.mesh import DeviceMesh
-from distmega.sharding.placements import Layout, replicate, shard, stream
+from distmega.hostir.check.check import check_host
+from distmega.hostir.passes.passes import peak_memory
+from distmega.program.builder import Handle, ProgramBuilder
+from distmega.sharding.layout.mesh import DeviceMesh
+from distmega.sharding.layout.placements import Layout, replicate, shard, stream
 from tests.hostir.programs import wait_numbers, without
 from tests.hostir.streams import ONE, TP, assert_exact, loops, lowered, words
 

@@ -1,9 +1,9 @@
 """Streams meet only where one needs what another did."""
 
-from distmega.builder import ProgramBuilder
-from distmega.hostir.nodes import HostProgram
-from distmega.program import Program
-from distmega.sharding.placements import stream
+from distmega.hostir.ir.nodes import HostProgram
+from distmega.program.builder import ProgramBuilder
+from distmega.program.types import Program
+from distmega.sharding.layout.placements import stream
 from tests.hostir.programs import require_every_wait
 from tests.hostir.streams import ONE, assert_exact, lowered, words
 

@@ -4,16 +4,16 @@ from dataclasses import replace
 
 import pytest
 
-from distmega.builder import ProgramBuilder
 from distmega.errors import PlanError, VerifyError
-from distmega.hostir.lower import lower_program
-from distmega.hostir.nodes import Allocate
-from distmega.hostir.passes import peak_memory, run_passes
-from distmega.hostir.text import parse_host, print_host
-from distmega.sharding.cost import CPU
-from distmega.sharding.mesh import DeviceMesh
-from distmega.sharding.placements import Layout, replicate, shard, stream
+from distmega.hostir.ir.nodes import Allocate
+from distmega.hostir.ir.text import parse_host, print_host
+from distmega.hostir.lower.lower import lower_program
+from distmega.hostir.passes.passes import peak_memory, run_passes
+from distmega.program.builder import ProgramBuilder
+from distmega.sharding.layout.mesh import DeviceMesh
+from distmega.sharding.layout.placements import Layout, replicate, shard, stream
 from distmega.sharding.planner import plan_program
+from distmega.sharding.search.cost import CPU
 from tests.hostir.programs import require_every_wait
 from tests.hostir.streams import (
     CASES,

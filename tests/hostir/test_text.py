@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distmega.errors import ParseError, VerifyError
-from distmega.hostir.matmul_nodes import FusedMatmul, Room
-from distmega.hostir.nodes import (
+from distmega.hostir.ir.nodes import (
     Allocate,
     Arg,
     Collective,
@@ -33,10 +32,11 @@ from distmega.hostir.nodes import (
     WaitEvent,
     WaitSignal,
 )
-from distmega.hostir.text import parse_host, print_host
-from distmega.program import Access, Axis, Index, Op, Tensor
-from distmega.sharding.mesh import DeviceMesh
-from distmega.sharding.overlap import PairKind
+from distmega.hostir.ir.text import parse_host, print_host
+from distmega.hostir.lower.matmul_nodes import FusedMatmul, Room
+from distmega.program.types import Access, Axis, Index, Op, Tensor
+from distmega.sharding.layout.mesh import DeviceMesh
+from distmega.sharding.overlap.pairs import PairKind
 from tests.hostir.programs import RING, STREAMED, chain, mlp
 
 names = st.from_regex(r"[a-z_][a-z0-9_.]{0,6}", fullmatch=True)

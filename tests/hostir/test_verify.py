@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from distmega.errors import VerifyError
-from distmega.hostir.lower import lower_program
-from distmega.hostir.passes import run_passes
-from distmega.hostir.text import parse_host, print_host
-from distmega.hostir.verify import verify_host
+from distmega.hostir.ir.text import parse_host, print_host
+from distmega.hostir.ir.verify import verify_host
+from distmega.hostir.lower.lower import lower_program
+from distmega.hostir.passes.passes import run_passes
 from tests.hostir.programs import RING, STREAMED, local, mlp
 
 KERNEL = print_host(run_passes(lower_program(local(mlp()), megakernel=True, peer_memory=True)))

@@ -8,12 +8,12 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
-from distmega.hostir import evaluator
-from distmega.hostir.collectives import Collectives, Handle, copy_into, token
-from distmega.hostir.evaluator import Evaluator, KernelRunner
-from distmega.hostir.nodes import HostProgram
+from distmega.hostir.comm.collectives import Collectives, Handle, copy_into, token
+from distmega.hostir.ir.nodes import HostProgram
+from distmega.hostir.run import evaluator
+from distmega.hostir.run.evaluator import Evaluator, KernelRunner
+from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.localize import LocalProgram
-from distmega.sharding.mesh import DeviceMesh
 from tests.hostir.programs import SegmentRunner, shard_tensors
 
 

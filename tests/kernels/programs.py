@@ -5,13 +5,13 @@ from math import prod
 
 from hypothesis import strategies as st
 
-from distmega.builder import Handle, ProgramBuilder
 from distmega.kernels.collectives import expand_collectives, team_size
 from distmega.kernels.task_graph import build_task_graph
 from distmega.kernels.tasks import Split, TaskGraph, TaskGroup
 from distmega.kernels.tiling import tile_segment, verify_groups
-from distmega.program import Op, Program
-from distmega.sharding.mesh import DeviceMesh
+from distmega.program.builder import Handle, ProgramBuilder
+from distmega.program.types import Op, Program
+from distmega.sharding.layout.mesh import DeviceMesh
 
 
 def even(axes: str, extent: int, num_tiles: int) -> Split:

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from distmega.hostir.library import run_op
-from distmega.hostir.nodes import segment_args
-from distmega.hostir.torch_types import torch_dtype
+from distmega.hostir.ir.nodes import segment_args
+from distmega.hostir.library.ops import run_op
+from distmega.hostir.library.torch_types import torch_dtype
 from distmega.kernels.arena import Space, layout_segment, tensor_space
 from distmega.kernels.collectives import team_size
 from distmega.kernels.cpu_megakernel import CpuMegakernel, peer_sizes
@@ -19,8 +19,8 @@ from distmega.kernels.peer import Peers, local_peers
 from distmega.kernels.schedule import schedule_graph
 from distmega.kernels.task_graph import build_task_graph
 from distmega.kernels.tasks import Schedule, TaskGroup
-from distmega.program import Op, Program
-from distmega.sharding.mesh import DeviceMesh
+from distmega.program.types import Op, Program
+from distmega.sharding.layout.mesh import DeviceMesh
 
 Tensors = dict[str, Tensor]
 

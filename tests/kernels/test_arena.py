@@ -7,12 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distmega.builder import ProgramBuilder
-from distmega.dtypes import ITEM_BYTES
 from distmega.errors import PlanError, ProgramError
 from distmega.kernels.arena import ALIGNMENT_BYTES, Space, layout_arena, layout_segment
 from distmega.kernels.memory import allocate_arena, arena_views, operand_view
-from distmega.program import Program, Tensor
+from distmega.program.builder import ProgramBuilder
+from distmega.program.dtypes import ITEM_BYTES
+from distmega.program.types import Program, Tensor
 
 SHAPES = st.lists(st.integers(1, 9), max_size=3).map(tuple)
 

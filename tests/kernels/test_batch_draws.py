@@ -8,7 +8,8 @@ from functools import cache
 import pytest
 import torch
 
-from distmega.blueprint import DecodeBlueprint, lower_decode, model_mesh, plan_decode
+from distmega.engine.decode_plan import DecodeBlueprint, lower_decode, model_mesh, plan_decode
+from distmega.engine.requests import EngineOptions
 from distmega.kernels.hopper.batch_queues import BatchQueues, build_batch_queues
 from distmega.kernels.hopper.batch_words import (
     BATCH,
@@ -22,8 +23,7 @@ from distmega.kernels.hopper.diagnosis import Report, explain_batch_hang
 from distmega.kernels.hopper.words import MAX_SMS
 from distmega.models.presets import PRESETS
 from distmega.models.sampling import Method
-from distmega.requests import EngineOptions
-from distmega.sharding.cost import H200
+from distmega.sharding.search.cost import H200
 from tests.kernels.offline import offline
 from tests.kernels.test_batch_team import open_batch_runner
 

@@ -7,7 +7,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from distmega.blueprint import DecodeBlueprint, lower_decode, plan_decode
+from distmega.engine.decode_plan import DecodeBlueprint, lower_decode, plan_decode
+from distmega.engine.requests import EngineOptions
 from distmega.kernels.hopper.batch_queues import BatchQueues, build_batch_queues
 from distmega.kernels.hopper.batch_runner import BatchRunner
 from distmega.kernels.hopper.batch_words import (
@@ -23,9 +24,8 @@ from distmega.kernels.hopper.batch_words import (
 from distmega.kernels.hopper.diagnosis import Report, explain_batch_hang
 from distmega.kernels.hopper.words import WORDS
 from distmega.models.presets import PRESETS
-from distmega.requests import EngineOptions
-from distmega.sharding.cost import H200
-from distmega.sharding.mesh import DeviceMesh
+from distmega.sharding.layout.mesh import DeviceMesh
+from distmega.sharding.search.cost import H200
 from tests.kernels.offline import NUM_SMS, offline
 from tests.kernels.ptx import bare_signals, plain_spins
 from tests.kernels.sm90 import SHARED_BYTES, Machine

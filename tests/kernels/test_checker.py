@@ -9,7 +9,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from distmega.blueprint import lower_decode, plan_decode
+from distmega.engine.decode_plan import lower_decode, plan_decode
+from distmega.engine.requests import EngineOptions
 from distmega.errors import CheckError
 from distmega.kernels.arena import PEER_BUFFERS
 from distmega.kernels.checker import check_schedule, lay_out, num_ranks_to_check
@@ -22,10 +23,9 @@ from distmega.kernels.task_graph import build_task_graph
 from distmega.kernels.tasks import Schedule, ScheduledTask, Signal, Wait
 from distmega.kernels.tiling import tile_segment
 from distmega.models.presets import PRESETS
-from distmega.program import Access
-from distmega.requests import EngineOptions
-from distmega.sharding.cost import H200
-from distmega.sharding.mesh import DeviceMesh
+from distmega.program.types import Access
+from distmega.sharding.layout.mesh import DeviceMesh
+from distmega.sharding.search.cost import H200
 from tests.kernels.programs import decoder, graph_of, random_programs
 from tests.kernels.test_schedule import without_wait
 

@@ -4,16 +4,16 @@ from dataclasses import replace
 
 import pytest
 
-from distmega.builder import ProgramBuilder
 from distmega.errors import CheckError, VerifyError
 from distmega.kernels.checker import check_schedule
 from distmega.kernels.collectives import expand_collectives, team_size
 from distmega.kernels.schedule import schedule_graph
 from distmega.kernels.task_graph import build_task_graph
 from distmega.kernels.tiling import tile_segment, verify_groups
-from distmega.program import Access, Axis, Index, Op, Program, Tensor
-from distmega.sharding.mesh import DeviceMesh
-from distmega.text import print_program
+from distmega.program.builder import ProgramBuilder
+from distmega.program.text import print_program
+from distmega.program.types import Access, Axis, Index, Op, Program, Tensor
+from distmega.sharding.layout.mesh import DeviceMesh
 from tests.kernels.programs import decoder, graph_of, waits_of, with_collectives
 
 

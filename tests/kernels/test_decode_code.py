@@ -11,16 +11,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from distmega.blueprint import lower_decode, plan_decode
+from distmega.engine.decode_plan import lower_decode, plan_decode
+from distmega.engine.requests import EngineOptions
 from distmega.kernels.hopper.queues import build_queues
 from distmega.kernels.hopper.runner import DecodeRunner, num_stages, padded_tiles_k
 from distmega.kernels.hopper.words import TILE_BYTES
 from distmega.kernels.task_graph import Mode
 from distmega.models.presets import PRESETS
 from distmega.models.sampling import GREEDY, Method
-from distmega.requests import EngineOptions
-from distmega.sharding.cost import H200
-from distmega.sharding.mesh import DeviceMesh
+from distmega.sharding.layout.mesh import DeviceMesh
+from distmega.sharding.search.cost import H200
 from tests.kernels.offline import NUM_SMS, offline
 from tests.kernels.ptx import WAIT, bare_signals, loads, plain_spins
 from tests.kernels.sm90 import REGISTERS, SHARED_BYTES, Machine

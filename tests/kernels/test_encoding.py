@@ -10,8 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distmega import expr
-from distmega.dtypes import ITEM_BYTES
 from distmega.errors import CheckError, ProgramError
 from distmega.kernels import encoding
 from distmega.kernels.arena import Space, layout_segment
@@ -22,7 +20,9 @@ from distmega.kernels.schedule import schedule_graph
 from distmega.kernels.task_graph import build_task_graph
 from distmega.kernels.tasks import Schedule, ScheduledTask, Signal, TaskGraph, TaskGroup, Wait
 from distmega.kernels.tiling import tile_segment
-from distmega.program import Program
+from distmega.program import expr
+from distmega.program.dtypes import ITEM_BYTES
+from distmega.program.types import Program
 from tests.kernels.programs import decoder
 
 INT32 = st.integers(-(2**31), 2**31 - 1)

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from distmega.builder import ProgramBuilder
 from distmega.errors import VerifyError
 from distmega.kernels.fusion import (
     Draw,
@@ -21,10 +20,11 @@ from distmega.kernels.fusion import (
 from distmega.models.decoder import build_decoder
 from distmega.models.presets import PRESETS
 from distmega.models.sampling import Method
-from distmega.sharding.cost import H200
+from distmega.program.builder import ProgramBuilder
+from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.localize import localize
-from distmega.sharding.mesh import DeviceMesh
 from distmega.sharding.planner import plan_program
+from distmega.sharding.search.cost import H200
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))

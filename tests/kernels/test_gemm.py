@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from distmega.errors import ProgramError
 from distmega.kernels import matmul
-from distmega.sharding.tile_times import place_turns
+from distmega.sharding.overlap.tile_times import place_turns
 
 order = pytest.importorskip("distmega.kernels.gemm.order")
 

@@ -7,7 +7,7 @@ import torch
 
 from distmega.kernels import gpus
 from distmega.kernels.gemm.machine import built_in
-from distmega.sharding.cost import H100, H200
+from distmega.sharding.search.cost import H100, H200
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from distmega.sharding.tile_times import NUM_WORDS, Extents, SendPlan, Tiles, plan_sending
+from distmega.sharding.overlap.tile_times import NUM_WORDS, Extents, SendPlan, Tiles, plan_sending
 
 pytest.importorskip("triton", reason="triton is not installed (pip install 'distmega[gpu]')")
 order = pytest.importorskip("distmega.kernels.gemm.order")

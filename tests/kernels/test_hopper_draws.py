@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from distmega.blueprint import DecodeBlueprint, lower_decode, model_mesh, plan_decode
-from distmega.hostir.nodes import Collective, HostProgram, LaunchMegakernel, LibraryOp, Send
+from distmega.engine.decode_plan import DecodeBlueprint, lower_decode, model_mesh, plan_decode
+from distmega.engine.requests import EngineOptions
+from distmega.hostir.ir.nodes import Collective, HostProgram, LaunchMegakernel, LibraryOp, Send
 from distmega.kernels.hopper.batch_queues import BatchQueues, build_batch_queues
 from distmega.kernels.hopper.plan import DecodeQueues
 from distmega.kernels.hopper.queues import build_queues
@@ -15,8 +16,7 @@ from distmega.kernels.hopper.words import Sample
 from distmega.models.decoder import Logits
 from distmega.models.presets import PRESETS
 from distmega.models.sampling import Method
-from distmega.requests import EngineOptions
-from distmega.sharding.cost import H200
+from distmega.sharding.search.cost import H200
 
 PLAIN, SEARCHED = Method(kind="plain"), Method(kind="limited")
 LIMITED = Method(kind="limited", num_candidates=64)

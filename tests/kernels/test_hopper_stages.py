@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from distmega.blueprint import lower_decode, model_mesh, plan_decode
+from distmega.engine.decode_plan import lower_decode, model_mesh, plan_decode
+from distmega.engine.requests import EngineOptions
 from distmega.kernels.hopper.plan import DecodeQueues
 from distmega.kernels.hopper.queues import build_queues
 from distmega.kernels.hopper.words import FROM_EMBEDDING, Embed, Linear, Opcode
 from distmega.models.presets import PRESETS
-from distmega.requests import EngineOptions
-from distmega.sharding.cost import H200
+from distmega.sharding.search.cost import H200
 
 CASES = [("smollm2-135m", 1, 2), ("llama-3.2-1b", 1, 4), ("qwen3-8b", 2, 2)]
 

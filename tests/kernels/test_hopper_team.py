@@ -5,16 +5,16 @@ from functools import cache
 
 import pytest
 
-from distmega.blueprint import DecodeBlueprint, lower_decode, plan_decode
+from distmega.engine.decode_plan import DecodeBlueprint, lower_decode, plan_decode
+from distmega.engine.requests import EngineOptions
 from distmega.kernels.fusion import FusedEmbedding, FusedHead, FusedResidual, fuse_segment
 from distmega.kernels.hopper.plan import DecodeQueues
 from distmega.kernels.hopper.queues import build_queues
 from distmega.kernels.hopper.words import EMBEDDED, Embed, Instruction, Linear, Opcode
 from distmega.models.config import ModelConfig
 from distmega.models.presets import PRESETS
-from distmega.requests import EngineOptions
-from distmega.sharding.cost import H200
-from distmega.sharding.mesh import DeviceMesh
+from distmega.sharding.layout.mesh import DeviceMesh
+from distmega.sharding.search.cost import H200
 
 CASES = [("smollm2-135m", 2), ("llama-3.2-1b", 4), ("qwen3-8b", 2), ("llama-3-70b", 8)]
 

@@ -7,15 +7,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distmega.builder import ProgramBuilder
 from distmega.errors import HangError
 from distmega.kernels.arena import Space, tensor_space
 from distmega.kernels.checker import check_schedule
 from distmega.kernels.megakernel import Megakernel
 from distmega.kernels.schedule import schedule_graph
 from distmega.kernels.tasks import Schedule, ScheduledTask, Signal, TaskGraph, TaskGroup, Wait
-from distmega.program import Program
-from distmega.sharding.mesh import DeviceMesh
+from distmega.program.builder import ProgramBuilder
+from distmega.program.types import Program
+from distmega.sharding.layout.mesh import DeviceMesh
 from tests.kernels.programs import decoder, even, graph_of, random_programs, tile_ops
 from tests.kernels.running import (
     Rank,

@@ -11,7 +11,7 @@ from distmega.kernels.hopper.batch_limits import list_words
 from distmega.kernels.hopper.batch_words import BATCH
 from distmega.kernels.hopper.runner import DecodeRunner
 from distmega.models.sampling import GREEDY, Method
-from distmega.sharding.tile_times import Tiles
+from distmega.sharding.overlap.tile_times import Tiles
 from tests.kernels import offline
 from tests.kernels.test_batch_team import blueprint, open_batch_runner
 from tests.kernels.test_decode_code import open_runner

@@ -8,15 +8,15 @@ import sys
 import pytest
 import torch
 
-from distmega.builder import ProgramBuilder
 from distmega.errors import LaunchError, PlanError, ProgramError
-from distmega.hostir.library import run_op
+from distmega.hostir.library.ops import run_op
 from distmega.kernels.arena import Space, layout_arena
 from distmega.kernels.cpu_megakernel import CpuMegakernel, open_peers
 from distmega.kernels.megakernel import Megakernel, compile_megakernel
 from distmega.kernels.memory import allocate_arena, arena_views
-from distmega.program import Program
-from distmega.sharding.mesh import DeviceMesh
+from distmega.program.builder import ProgramBuilder
+from distmega.program.types import Program
+from distmega.sharding.layout.mesh import DeviceMesh
 
 ALONE = DeviceMesh(tp=1)
 

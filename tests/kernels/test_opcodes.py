@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distmega.builder import ProgramBuilder
-from distmega.hostir import sampling
+from distmega.hostir.library import sampling
 from distmega.kernels.tasks import Split, TaskGroup
-from distmega.program import Op, Program
+from distmega.program.builder import ProgramBuilder
+from distmega.program.types import Op, Program
 from tests.kernels.running import launch_all, make_ranks, random_values, tiled_kernel
 
 Array = np.ndarray

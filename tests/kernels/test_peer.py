@@ -11,7 +11,6 @@ from multiprocessing.connection import Connection
 import pytest
 import torch
 
-from distmega.builder import ProgramBuilder
 from distmega.errors import HangError, LaunchError
 from distmega.kernels import peer
 from distmega.kernels.cpu_megakernel import CpuMegakernel, open_peers
@@ -19,8 +18,9 @@ from distmega.kernels.interpreter import interpret_ranks
 from distmega.kernels.megakernel import Megakernel, compile_megakernel
 from distmega.kernels.memory import allocate_arena
 from distmega.kernels.peer import PeerSizes, local_peers, share_peers
-from distmega.program import Program
-from distmega.sharding.mesh import DeviceMesh
+from distmega.program.builder import ProgramBuilder
+from distmega.program.types import Program
+from distmega.sharding.layout.mesh import DeviceMesh
 from tests.kernels.programs import with_collectives
 from tests.kernels.running import make_ranks
 from tests.leftovers import shared_names

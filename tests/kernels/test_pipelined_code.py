@@ -6,7 +6,6 @@ import re
 
 import pytest
 
-from distmega import expr
 from distmega.kernels.pipelined.blocks import common_width
 from distmega.kernels.pipelined.choices import (
     REGISTERS,
@@ -24,6 +23,7 @@ from distmega.kernels.pipelined.long_norm_kernel import long_norm_kernel
 from distmega.kernels.pipelined.norm_kernel import NormSpec, norm_kernel
 from distmega.kernels.pipelined.pointwise_kernel import PointwiseSpec, pointwise_kernel
 from distmega.kernels.pipelined.triton_path import long_norm_plain, norm_plain, pointwise_plain
+from distmega.program import expr
 from tests.kernels.ptx import WAIT, loads, stores, vector_accesses
 from tests.kernels.sm90 import Machine, compile_kernel, descriptor
 

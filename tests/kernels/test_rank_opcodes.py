@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from distmega.builder import ProgramBuilder
 from distmega.kernels.collectives import expand_collectives
 from distmega.kernels.tiling import tile_segment
-from distmega.program import Access, Axis, Index, Op, Program, Tensor
-from distmega.sharding.mesh import DeviceMesh
+from distmega.program.builder import ProgramBuilder
+from distmega.program.types import Access, Axis, Index, Op, Program, Tensor
+from distmega.sharding.layout.mesh import DeviceMesh
 from tests.kernels.running import Rank, Tensors, launch_all, make_ranks, tiled_kernel
 
 TEAM = [2, 3, 4]

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distmega.builder import ProgramBuilder
 from distmega.errors import ProgramError
 from distmega.kernels.footprints import Footprints
 from distmega.kernels.regions import (
@@ -24,7 +23,8 @@ from distmega.kernels.regions import (
     view_source,
 )
 from distmega.kernels.tasks import Split, TaskGroup
-from distmega.program import Access, Axis, Index, Op, Program, accesses
+from distmega.program.builder import ProgramBuilder
+from distmega.program.types import Access, Axis, Index, Op, Program, accesses
 from tests.kernels.programs import even, random_programs, tile_ops
 
 extents = st.lists(st.integers(1, 5), min_size=1, max_size=4)

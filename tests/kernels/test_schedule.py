@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distmega.builder import ProgramBuilder
 from distmega.errors import CheckError, VerifyError
 from distmega.kernels.checker import check_schedule
 from distmega.kernels.collectives import expand_collectives
@@ -17,7 +16,8 @@ from distmega.kernels.schedule import schedule_graph
 from distmega.kernels.task_graph import build_task_graph
 from distmega.kernels.tasks import Schedule, ScheduledTask
 from distmega.kernels.tiling import tile_segment
-from distmega.sharding.mesh import DeviceMesh
+from distmega.program.builder import ProgramBuilder
+from distmega.sharding.layout.mesh import DeviceMesh
 from tests.kernels.programs import decoder, edges, graph_of, random_programs, with_collectives
 
 

@@ -3,20 +3,20 @@
 import pytest
 import torch
 
-from distmega.builder import ProgramBuilder
-from distmega.hostir.evaluator import KernelRunner
-from distmega.hostir.lower import lower_program
-from distmega.hostir.nodes import ForLoop, HostProgram, LaunchMegakernel, LibraryOp, walk_nodes
-from distmega.hostir.passes import run_passes
+from distmega.hostir.ir.nodes import ForLoop, HostProgram, LaunchMegakernel, LibraryOp, walk_nodes
+from distmega.hostir.lower.lower import lower_program
+from distmega.hostir.passes.passes import run_passes
+from distmega.hostir.run.evaluator import KernelRunner
 from distmega.kernels.arena import ArenaLayout, Space, layout_arena
 from distmega.kernels.cpu_megakernel import CpuMegakernel, open_peers
 from distmega.kernels.lowering import is_encodable
 from distmega.kernels.megakernel import compile_megakernel
 from distmega.kernels.memory import allocate_arena, arena_views
-from distmega.sharding.cost import CPU
+from distmega.program.builder import ProgramBuilder
+from distmega.sharding.layout.placements import Layout, stream
 from distmega.sharding.localize import localize
-from distmega.sharding.placements import Layout, stream
 from distmega.sharding.planner import Plan, plan_program
+from distmega.sharding.search.cost import CPU
 from tests.hostir.streams import CASES, MESHES, ONE, assert_exact, plan_marked, without_dead_ops
 from tests.hostir.test_stream_sums import CASES as SUMS
 from tests.sharding.random_programs import random_program

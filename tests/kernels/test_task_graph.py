@@ -4,13 +4,13 @@ brute-force oracle over random programs."""
 import pytest
 from hypothesis import given
 
-from distmega.builder import Handle, ProgramBuilder
 from distmega.errors import VerifyError
 from distmega.kernels.footprints import Footprints
 from distmega.kernels.regions import regions_meet
 from distmega.kernels.task_graph import build_task_graph
 from distmega.kernels.tasks import Split, TaskGraph, TaskGroup
-from distmega.program import Program
+from distmega.program.builder import Handle, ProgramBuilder
+from distmega.program.types import Program
 from tests.kernels.programs import (
     decoder,
     edges,

@@ -5,11 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from distmega.builder import ProgramBuilder
 from distmega.errors import VerifyError
 from distmega.kernels.tasks import Split, TaskGroup
 from distmega.kernels.tiling import accessed_bytes, task_bytes, tile_segment, verify_groups
-from distmega.program import Program
+from distmega.program.builder import ProgramBuilder
+from distmega.program.types import Program
 from tests.kernels.programs import decoder, even, tile_ops
 
 

@@ -10,13 +10,13 @@ from typing import Literal
 
 import pytest
 
-from distmega.blueprint import model_mesh
-from distmega.engine import Engine
+from distmega.engine.decode_plan import model_mesh
+from distmega.engine.engine import Engine
+from distmega.engine.ranks import Emit, RankContext
+from distmega.engine.requests import EngineOptions
 from distmega.errors import HangError, RequestError
-from distmega.hostir.comm import GlooCommunicator
+from distmega.hostir.comm.communicator import GlooCommunicator
 from distmega.models.load import open_model
-from distmega.ranks import Emit, RankContext
-from distmega.requests import EngineOptions
 
 PROMPT = (11, 42, 7, 99, 5)
 NUM_TOKENS = 6

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from distmega.engine.ranks import Emit, RankContext
 from distmega.errors import RequestError
-from distmega.ranks import Emit, RankContext
 
 MULTICAST = ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS")
 

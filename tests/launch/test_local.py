@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from distmega.engine.ranks import RankContext
 from distmega.errors import LaunchError, RankFailure, RequestError
 from distmega.launch.contract import Emitted, Event, LauncherOptions, Result
 from distmega.launch.launchers import launch
-from distmega.ranks import RankContext
 from tests.interrupts import interruptible
 from tests.launch.conftest import is_gone, wait_until
 from tests.launch.targets import Trap

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from distmega.engine.requests import EngineOptions, GenerateRequest, GenerateResult
 from distmega.launch.contract import Emitted, Event, LauncherOptions, RayOptions, Result
 from distmega.launch.launchers import launch
-from distmega.requests import EngineOptions, GenerateRequest, GenerateResult
 from tests.launch.conftest import NODE, wait_until
 from tests.launch.targets import Seen
 
@@ -64,12 +64,14 @@ def test_a_request_outlives_a_node(ray_cluster: Any, caplog: pytest.LogCaptureFi
     """The same tokens as one rank gives, each once, though the second stage's node dies after the
     third and another takes its place a little later.
     """
-    *_, alone = launch("distmega.jobs:generate", request(), LauncherOptions())
+    *_, alone = launch("distmega.engine.jobs:generate", request(), LauncherOptions())
     assert isinstance(alone.value, GenerateResult)
     found: list[Event] = []
 
     def generate() -> None:
-        asked = launch("distmega.jobs:generate", request(tp=2, pp=2), options(max_restarts=1))
+        asked = launch(
+            "distmega.engine.jobs:generate", request(tp=2, pp=2), options(max_restarts=1)
+        )
         for event in asked:
             found.append(event)
 

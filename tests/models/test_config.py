@@ -11,9 +11,9 @@ import transformers
 from distmega.errors import ModelError
 from distmega.models.config import ModelConfig, RopeScaling
 from distmega.models.fields import Fields
-from distmega.models.gguf_config import config_from_gguf
-from distmega.models.gguf_file import GgufFile
-from distmega.models.hf_config import config_from_hf
+from distmega.models.gguf.config import config_from_gguf
+from distmega.models.gguf.file import GgufFile
+from distmega.models.huggingface.config import config_from_hf
 from distmega.models.load import ModelSource
 from distmega.models.locate import read_config
 from distmega.models.presets import PRESETS

@@ -11,7 +11,7 @@ import pytest
 
 from distmega.errors import ModelError
 from distmega.models.config import RopeScaling
-from distmega.models.gguf_file import open_gguf
+from distmega.models.gguf.file import open_gguf
 from distmega.models.load import ModelSource, open_model
 from distmega.models.locate import locate_model
 from distmega.models.presets import PRESETS

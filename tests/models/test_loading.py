@@ -6,13 +6,14 @@ from itertools import pairwise
 import torch
 from rich.console import Console
 
-from distmega import jobs, loading_bar
-from distmega.engine import Engine
-from distmega.hostir.comm import SingleCommunicator
-from distmega.loading_bar import LoadingBar, show_loading
+from distmega.cli import loading_bar
+from distmega.cli.loading_bar import LoadingBar, show_loading
+from distmega.engine import jobs
+from distmega.engine.engine import Engine
+from distmega.engine.requests import EngineOptions, Loaded
+from distmega.hostir.comm.communicator import SingleCommunicator
 from distmega.models.load import open_model
-from distmega.requests import EngineOptions, Loaded
-from distmega.sharding.mesh import DeviceMesh
+from distmega.sharding.layout.mesh import DeviceMesh
 
 
 def test_progress_counts_every_weight_once():

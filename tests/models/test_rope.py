@@ -10,7 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from distmega.models.config import RopeScaling
 from distmega.models.fields import Fields
-from distmega.models.hf_config import config_from_hf
+from distmega.models.huggingface.config import config_from_hf
 from distmega.models.presets import PRESETS
 from distmega.models.rope import rope_frequencies, rope_table
 from distmega.models.weights import RopeTableReader

@@ -14,8 +14,8 @@ from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from distmega.errors import ModelError, RequestError
 from distmega.models.fields import Fields, read_json
-from distmega.models.gguf_file import open_gguf
-from distmega.models.gguf_tokenizer import tokenizer_from_gguf
+from distmega.models.gguf.file import open_gguf
+from distmega.models.gguf.tokenizer import tokenizer_from_gguf
 from distmega.models.load import ModelSource, open_model
 from distmega.models.locate import locate_model
 from distmega.models.tokenizer import Tokenizer, byte_tokenizer

@@ -25,12 +25,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distmega.hostir.capture import release_graphs
-from distmega.hostir.comm import Communicator, GlooCommunicator
-from distmega.hostir.nccl import NcclCommunicator
+from distmega.hostir.comm.communicator import Communicator, GlooCommunicator
+from distmega.hostir.comm.nccl import NcclCommunicator
+from distmega.hostir.run.cuda_graph import release_graphs
 from distmega.launch.contract import MULTICAST_OFF
 from distmega.launch.devices import allow_sharing, gpu_of
-from distmega.sharding.mesh import DeviceMesh
+from distmega.sharding.layout.mesh import DeviceMesh
 
 TIMEOUT_S = 60.0
 """Of a collective."""

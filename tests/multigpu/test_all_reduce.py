@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from distmega.errors import HangError, RequestError
-from distmega.hostir.nccl import NcclCommunicator
+from distmega.hostir.comm.nccl import NcclCommunicator
 from distmega.kernels.hopper.all_reduce import PushedAllReduce
 from distmega.kernels.symmetric import Team
 from tests.hostir.ranks import values

@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from distmega.engine import Engine
-from distmega.hostir.comm import Communicator, SingleCommunicator
+from distmega.engine.engine import Engine
+from distmega.engine.requests import EngineOptions
+from distmega.hostir.comm.communicator import Communicator, SingleCommunicator
 from distmega.kernels.hopper.batch_words import (
     BATCH,
     EVENT_WORDS,
@@ -26,8 +27,7 @@ from distmega.kernels.hopper.batch_words import (
 from distmega.models.decoder import Logits
 from distmega.models.load import open_model
 from distmega.models.sampling import MOST_LIKELY, Sampling
-from distmega.requests import EngineOptions
-from distmega.sharding.mesh import DeviceMesh
+from distmega.sharding.layout.mesh import DeviceMesh
 from tests.multigpu.ranks import ON_GPUS
 from tests.multigpu.test_decode import relative_errors
 from tests.multigpu.test_faults import LIMIT_S, errors_of_survivors, hang_of

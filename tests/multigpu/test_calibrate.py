@@ -4,9 +4,9 @@ from dataclasses import asdict
 
 import pytest
 
-from distmega.hostir.nccl import NcclCommunicator
+from distmega.hostir.comm.nccl import NcclCommunicator
 from distmega.kernels.copy_engines import CopyCommunicator
-from distmega.sharding.overlap_rates import H200_RATES
+from distmega.sharding.overlap.rates import H200_RATES
 from tests.multigpu.ranks import ON_GPUS, TIMEOUT_S
 
 HERE = "tests.multigpu.test_calibrate"

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from distmega.engine import Engine
-from distmega.hostir.comm import Communicator, SingleCommunicator
+from distmega.engine.engine import Engine
+from distmega.engine.requests import EngineOptions
+from distmega.hostir.comm.communicator import Communicator, SingleCommunicator
 from distmega.models.load import open_model
-from distmega.requests import EngineOptions
-from distmega.sharding.mesh import DeviceMesh
+from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.stages import AXIS
 from tests.multigpu.ranks import ON_GPUS
 

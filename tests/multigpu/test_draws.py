@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from distmega.engine import Engine
-from distmega.hostir import sampling as drawing
-from distmega.hostir.comm import Communicator, SingleCommunicator
+from distmega.engine.engine import Engine
+from distmega.hostir.comm.communicator import Communicator, SingleCommunicator
+from distmega.hostir.library import sampling as drawing
 from distmega.kernels.hopper.batch_words import BATCH
 from distmega.models.decoder import Logits
 from distmega.models.sampling import Sampling
-from distmega.sharding.mesh import DeviceMesh
+from distmega.sharding.layout.mesh import DeviceMesh
 from tests.multigpu.ranks import ON_GPUS
 from tests.multigpu.test_batch import open_engine, random_ids
 
@@ -102,7 +102,7 @@ def test_draws_are_those_of_the_kernel_logits(
 def draw_as_the_kernel(comm: Communicator, batch: int) -> None:
     """On CPUs, whose kernels can draw: library ops give the same tokens, and those of one rank."""
     sampling = Sampling(temperature=1.0, seed=5)
-    with patch("distmega.blueprint.draws_apart", return_value=True):
+    with patch("distmega.engine.decode_plan.draws_apart", return_value=True):
         draw_from_logits(comm, batch, 0, 1.0)
         apart = open_drawing(comm, batch, sampling)
     lone = open_drawing(SingleCommunicator(DeviceMesh(tp=1)), batch, sampling)

@@ -12,13 +12,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from distmega.engine import Engine
+from distmega.engine.engine import Engine
+from distmega.engine.requests import EngineOptions
 from distmega.errors import HangError
-from distmega.hostir.nccl import NcclCommunicator
+from distmega.hostir.comm.nccl import NcclCommunicator
 from distmega.kernels.hopper.words import PLACES, Linear, Opcode
 from distmega.models.load import open_model
 from distmega.models.sampling import MOST_LIKELY, Sampling
-from distmega.requests import EngineOptions
 from tests.multigpu.ranks import ON_GPUS, RanksFailed
 
 HERE = "tests.multigpu.test_faults"

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from distmega.errors import HangError, ProgramError
-from distmega.hostir.comm import Communicator
-from distmega.hostir.nccl import NcclCommunicator
+from distmega.hostir.comm.communicator import Communicator
+from distmega.hostir.comm.nccl import NcclCommunicator
 from distmega.kernels import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from distmega.kernels.gpus import num_sms
-from distmega.sharding.matmul_ways import STAGES, Choice
-from distmega.sharding.tile_times import Extents, Split, Tiles, plan_sending
+from distmega.sharding.overlap.matmul_ways import STAGES, Choice
+from distmega.sharding.overlap.tile_times import Extents, Split, Tiles, plan_sending
 from tests.multigpu.ranks import ON_EITHER, ON_GPUS
 
 HERE = "tests.multigpu.test_gemm"

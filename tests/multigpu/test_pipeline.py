@@ -8,19 +8,19 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from distmega.blueprint import lower_decode, model_mesh, plan_decode
-from distmega.engine import Engine
+from distmega.engine.decode_plan import lower_decode, model_mesh, plan_decode
+from distmega.engine.engine import Engine
+from distmega.engine.requests import EngineOptions
 from distmega.errors import VerifyError
-from distmega.hostir.comm import Communicator, GlooCommunicator
-from distmega.hostir.evaluator import Evaluator
-from distmega.hostir.nccl import NcclCommunicator
-from distmega.hostir.pipeline import FREE
+from distmega.hostir.comm.communicator import Communicator, GlooCommunicator
+from distmega.hostir.comm.nccl import NcclCommunicator
+from distmega.hostir.lower.pipeline import FREE
+from distmega.hostir.run.evaluator import Evaluator
 from distmega.kernels.signals import PeerSignals, open_signals
 from distmega.kernels.symmetric import open_symmetric
 from distmega.models.presets import PRESETS
-from distmega.requests import EngineOptions
-from distmega.sharding.cost import H200
-from distmega.sharding.mesh import DeviceMesh
+from distmega.sharding.layout.mesh import DeviceMesh
+from distmega.sharding.search.cost import H200
 from distmega.sharding.stages import AXIS
 from examples.pipeline import expected_rows, make_stages, make_values
 from tests.multigpu.ranks import ON_EITHER, ON_GPUS, TIMEOUT_S
@@ -103,7 +103,7 @@ def open_all_or_none(comm: Communicator) -> None:
     other = VerifyError("another GPU", expected="a Hopper GPU", remedy="use one")
     segments = lowered.host.segments
     with (
-        patch("distmega.engine.open_hopper") as opened,
+        patch("distmega.engine.engine.open_hopper") as opened,
         patch("distmega.kernels.runners.require_hopper", return_value=132) as asked,
     ):
         assert Engine._open_stepping(engine, segments, options) is opened.return_value

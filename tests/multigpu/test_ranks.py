@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from distmega.hostir.comm import Communicator
+from distmega.hostir.comm.communicator import Communicator
 from tests.multigpu import ranks
 from tests.multigpu.ranks import Groups, RanksFailed, is_under_torchrun
 

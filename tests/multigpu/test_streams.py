@@ -6,23 +6,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from distmega.builder import ProgramBuilder
-from distmega.hostir.capture import CapturedHost
-from distmega.hostir.comm import Communicator, GlooCommunicator
-from distmega.hostir.evaluator import Evaluator
-from distmega.hostir.lower import lower_program
-from distmega.hostir.nccl_native import NativeNccl
-from distmega.hostir.nodes import HostProgram
-from distmega.hostir.passes import run_passes
+from distmega.hostir.comm.communicator import Communicator, GlooCommunicator
+from distmega.hostir.comm.nccl_native import NativeNccl
+from distmega.hostir.ir.nodes import HostProgram
+from distmega.hostir.lower.lower import lower_program
+from distmega.hostir.passes.passes import run_passes
+from distmega.hostir.run.cuda_graph import CapturedHost
+from distmega.hostir.run.evaluator import Evaluator
 from distmega.kernels.copy_engines import CopyCommunicator
 from distmega.kernels.gemm.host import PeerMatmuls
-from distmega.program import Program
-from distmega.sharding.cost import CPU, H200
+from distmega.program.builder import ProgramBuilder
+from distmega.program.types import Program
+from distmega.sharding.layout.mesh import DeviceMesh
+from distmega.sharding.layout.placements import Layout, shard, stream
 from distmega.sharding.localize import LocalProgram, localize
-from distmega.sharding.mesh import DeviceMesh
-from distmega.sharding.overlap import CHEAPEST, Overlap
-from distmega.sharding.placements import Layout, shard, stream
+from distmega.sharding.overlap.pairs import CHEAPEST, Overlap
 from distmega.sharding.planner import plan_program
+from distmega.sharding.search.cost import CPU, H200
 from tests.hostir.programs import run_program, shard_tensors
 from tests.hostir.streams import planned, small_integers
 from tests.multigpu.ranks import ON_EITHER, ON_GPUS, TIMEOUT_S

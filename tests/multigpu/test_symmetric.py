@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from distmega.env import read_settings
-from distmega.hostir.nccl import NcclCommunicator
+from distmega.hostir.comm.nccl import NcclCommunicator
 from distmega.kernels.symmetric import Backend, open_symmetric
 from tests.multigpu.ranks import ON_GPUS, is_under_torchrun
 from tests.multigpu.rounds import exchange_rounds

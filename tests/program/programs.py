@@ -5,8 +5,8 @@ from math import prod
 
 from hypothesis import strategies as st
 
-from distmega.builder import Handle, ProgramBuilder
-from distmega.program import Program
+from distmega.program.builder import Handle, ProgramBuilder
+from distmega.program.types import Program
 from tests.sharding.random_programs import flattened
 
 Step = Callable[[st.DrawFn, ProgramBuilder, Handle], Handle]

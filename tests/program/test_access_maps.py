@@ -7,9 +7,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distmega import moves
-from distmega.op_parts import Built
-from distmega.program import Access, Index, Op, Tensor
+from distmega.program.ops import data_movement as moves
+from distmega.program.ops.parts import Built
+from distmega.program.types import Access, Index, Op, Tensor
 
 shapes = st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple)
 

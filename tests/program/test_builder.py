@@ -4,7 +4,7 @@ import pytest
 
 from distmega import ProgramBuilder
 from distmega.errors import ProgramError
-from distmega.text import print_program
+from distmega.program.text import print_program
 
 
 def test_an_mlp_takes_a_few_lines():

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distmega.errors import ProgramError
-from distmega.expr import (
+from distmega.program.expr import (
     FUNCTIONS,
     Arg,
     Call,

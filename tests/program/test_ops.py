@@ -4,11 +4,13 @@ from collections.abc import Callable
 
 import pytest
 
-from distmega import moves, norms, ops
 from distmega.errors import ProgramError
-from distmega.op_parts import Built
-from distmega.program import Op, Tensor
-from distmega.text import print_op
+from distmega.program.ops import compute as ops
+from distmega.program.ops import data_movement as moves
+from distmega.program.ops import norms
+from distmega.program.ops.parts import Built
+from distmega.program.text import print_op
+from distmega.program.types import Op, Tensor
 
 
 def t(name: str, *shape: int, dtype: str = "f32", role: str = "input") -> Tensor:

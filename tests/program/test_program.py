@@ -6,9 +6,18 @@ from dataclasses import FrozenInstanceError, replace
 import pytest
 from hypothesis import given
 
-from distmega.builder import ProgramBuilder
 from distmega.errors import ProgramError
-from distmega.program import Access, Axis, Index, Op, Program, Tensor, accesses, verify_program
+from distmega.program.builder import ProgramBuilder
+from distmega.program.types import (
+    Access,
+    Axis,
+    Index,
+    Op,
+    Program,
+    Tensor,
+    accesses,
+    verify_program,
+)
 from tests.program.programs import programs
 
 

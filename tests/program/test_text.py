@@ -6,10 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distmega.builder import ProgramBuilder
 from distmega.errors import DistmegaError, ParseError, ProgramError
-from distmega.program import Access, Attr, Axis, Index, Op, Program
-from distmega.text import parse_attrs, parse_op, parse_program, print_attrs, print_op, print_program
+from distmega.program.builder import ProgramBuilder
+from distmega.program.text import (
+    parse_attrs,
+    parse_op,
+    parse_program,
+    print_attrs,
+    print_op,
+    print_program,
+)
+from distmega.program.types import Access, Attr, Axis, Index, Op, Program
 from tests.program.programs import programs
 
 MLP = """\

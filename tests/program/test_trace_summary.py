@@ -1,7 +1,7 @@
 """The table of a made-up timeline: what each op adds to the step, and what a task's time is."""
 
+from distmega.engine.trace_summary import summarise
 from distmega.trace_file import Span
-from distmega.trace_summary import summarise
 
 
 def task(sm: int, name: str, start_us: float, *parts_us: float) -> list[Span]:

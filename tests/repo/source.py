@@ -8,16 +8,19 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
-PACKAGES: dict[str, Path] = {
+TOPS = {
     "distmega": ROOT / "distmega",
-    "distmega.models": ROOT / "distmega/models",
     "distmega.sharding": ROOT / "sharding",
     "distmega.hostir": ROOT / "hostir",
     "distmega.kernels": ROOT / "kernels",
-    "distmega.kernels.hopper": ROOT / "kernels/hopper",
-    "distmega.kernels.gemm": ROOT / "kernels/gemm",
-    "distmega.kernels.pipelined": ROOT / "kernels/pipelined",
     "distmega.launch": ROOT / "launch",
+}
+"""Package -> its folder at the root."""
+
+PACKAGES: dict[str, Path] = {
+    ".".join((top, *door.parent.relative_to(folder).parts)): door.parent
+    for top, folder in TOPS.items()
+    for door in sorted(folder.rglob("__init__.py"))
 }
 """Package name -> its folder; a folder's own files only."""
 

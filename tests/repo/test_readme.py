@@ -13,7 +13,7 @@ import pytest
 from bench import tables
 from bench.cases import read_case, run_cases
 from bench.records import RESULTS, UNKNOWN, Book, Record, open_book, read_records, write_records
-from distmega.hostir.comm import Communicator
+from distmega.hostir.comm.communicator import Communicator
 from tests.repo.source import ROOT
 
 README = (ROOT / "README.md").read_text()

@@ -30,7 +30,7 @@ def test_wheel_metadata_names_licence_and_command(wheel: Path):
         scripts = archive.read(names["entry_points.txt"]).decode()
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Requires-Python"] == ">=3.11"
-    assert "distmega = distmega.cli:main" in scripts
+    assert "distmega = distmega.cli.main:main" in scripts
 
 
 def test_installed_packages_import_outside_the_repository(installed: Path, tmp_path: Path):

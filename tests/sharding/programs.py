@@ -1,7 +1,7 @@
 """Programs that tests of sharding plan: a small decoder, an MLP; random ones are next door."""
 
-from distmega.builder import Handle, ProgramBuilder
-from distmega.program import Program
+from distmega.program.builder import Handle, ProgramBuilder
+from distmega.program.types import Program
 
 
 def decoder(

@@ -9,9 +9,9 @@ import math
 import random
 from collections.abc import Callable, Sequence
 
-from distmega.builder import Handle, ProgramBuilder
 from distmega.errors import ProgramError
-from distmega.program import Program
+from distmega.program.builder import Handle, ProgramBuilder
+from distmega.program.types import Program
 
 EXTENTS = (1, 2, 3, 4, 5, 6, 8)
 UNARY = ("relu(a0)", "a0 + 1.0", "abs(a0) - 2.0", "a0 * 2.0", "neg(a0)")

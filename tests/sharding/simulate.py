@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from distmega import expr
-from distmega.ops import COLLECTIVES
-from distmega.program import Access, Index, Op, Program, Tensor
-from distmega.sharding.allocation import AllocationDomain
+from distmega.program import expr
+from distmega.program.ops.compute import COLLECTIVES
+from distmega.program.types import Access, Index, Op, Program, Tensor
+from distmega.sharding.layout.allocation import AllocationDomain
+from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.localize import LocalProgram, localize
-from distmega.sharding.mesh import DeviceMesh
 from distmega.sharding.planner import Plan
 
 Arrays = dict[str, np.ndarray]

@@ -3,10 +3,17 @@
 import pytest
 
 from distmega.errors import PlanError
-from distmega.sharding.cost import CPU
-from distmega.sharding.mesh import DeviceMesh
-from distmega.sharding.placements import REPLICATE, Layout, Shard, layout_of_part, replicate, shard
+from distmega.sharding.layout.mesh import DeviceMesh
+from distmega.sharding.layout.placements import (
+    REPLICATE,
+    Layout,
+    Shard,
+    layout_of_part,
+    replicate,
+    shard,
+)
 from distmega.sharding.planner import plan_program
+from distmega.sharding.search.cost import CPU
 from tests.sharding.programs import decoder
 from tests.sharding.simulate import check_plan, random_arrays
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from distmega.builder import ProgramBuilder
-from distmega.program import Op, Program
-from distmega.sharding.cost import (
+from distmega.program.builder import ProgramBuilder
+from distmega.program.types import Op, Program
+from distmega.sharding.search.cost import (
     CPU,
     H100,
     H200,

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distmega.errors import VerifyError
-from distmega.program import Index
-from distmega.sharding.domains import (
+from distmega.program.types import Index
+from distmega.sharding.layout.domains import (
     Device,
     LoopDomain,
     Merge,
@@ -19,8 +19,8 @@ from distmega.sharding.domains import (
     Task,
     dim_positions,
 )
-from distmega.sharding.equality import Side, shardings_differ
-from distmega.sharding.mesh import DeviceMesh
+from distmega.sharding.layout.equality import Side, shardings_differ
+from distmega.sharding.layout.mesh import DeviceMesh
 
 MESH = DeviceMesh(dp=2, tp=2)
 Place = dict[Parallel, int]

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distmega.errors import VerifyError
-from distmega.program import Index
-from distmega.sharding.domains import (
+from distmega.program.types import Index
+from distmega.sharding.layout.domains import (
     Device,
     LoopDomain,
     Serial,
@@ -14,8 +14,8 @@ from distmega.sharding.domains import (
     Task,
     dim_positions,
 )
-from distmega.sharding.equality import shardings_differ
-from distmega.sharding.mesh import DeviceMesh
+from distmega.sharding.layout.equality import shardings_differ
+from distmega.sharding.layout.mesh import DeviceMesh
 
 TP = DeviceMesh(tp=2)
 

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from distmega.errors import PlanError
-from distmega.program import Program
-from distmega.sharding.cost import CPU, H200, Machine
-from distmega.sharding.mesh import DeviceMesh
-from distmega.sharding.placements import REPLICATED, Layout, Partial, Shard, resolve_layout
+from distmega.program.types import Program
+from distmega.sharding.layout.mesh import DeviceMesh
+from distmega.sharding.layout.placements import REPLICATED, Layout, Partial, Shard, resolve_layout
 from distmega.sharding.planner import Plan, build_plan, plan_program
-from distmega.sharding.resolve import InexactSplitError, Splits
-from distmega.sharding.signatures import OptionTable
+from distmega.sharding.resolve.resolve import InexactSplitError, Splits
+from distmega.sharding.search.cost import CPU, H200, Machine
+from distmega.sharding.search.signatures import OptionTable
 from tests.sharding.programs import decoder
 from tests.sharding.random_programs import random_program
 from tests.sharding.simulate import check_plan, random_arrays, run_whole

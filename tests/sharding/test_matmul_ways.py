@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distmega.sharding.matmul_ways import (
+from distmega.sharding.overlap.matmul_ways import (
     best_tiles,
     choose_means,
     choose_tiles,
@@ -16,8 +16,8 @@ from distmega.sharding.matmul_ways import (
     sent_bytes,
     tiles_choice,
 )
-from distmega.sharding.overlap_rates import H200_RATES
-from distmega.sharding.tile_times import (
+from distmega.sharding.overlap.rates import H200_RATES
+from distmega.sharding.overlap.tile_times import (
     WHOLE,
     Extents,
     Tiles,

@@ -5,7 +5,7 @@ import pickle
 import pytest
 
 from distmega.errors import MeshError
-from distmega.sharding.mesh import DeviceMesh
+from distmega.sharding.layout.mesh import DeviceMesh
 
 GIVEN = DeviceMesh.from_ranks([[3, 4, 1], [0, 8, 2]], ("dp", "tp"))
 

@@ -2,14 +2,14 @@
 
 import pytest
 
-from distmega.builder import Handle, ProgramBuilder
-from distmega.program import Op, Tensor
-from distmega.sharding.domains import Device, LoopDomain
-from distmega.sharding.equality import shardings_differ
-from distmega.sharding.mesh import DeviceMesh
-from distmega.sharding.options import Options, split_options
-from distmega.sharding.placements import PAIR, REPLICATE, Partial, Shard
-from distmega.sharding.signatures import OptionTable
+from distmega.program.builder import Handle, ProgramBuilder
+from distmega.program.types import Op, Tensor
+from distmega.sharding.layout.domains import Device, LoopDomain
+from distmega.sharding.layout.equality import shardings_differ
+from distmega.sharding.layout.mesh import DeviceMesh
+from distmega.sharding.layout.placements import PAIR, REPLICATE, Partial, Shard
+from distmega.sharding.search.options import Options, split_options
+from distmega.sharding.search.signatures import OptionTable
 from tests.sharding.programs import decoder
 from tests.sharding.random_programs import random_program
 

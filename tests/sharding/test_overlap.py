@@ -4,17 +4,17 @@ from dataclasses import replace
 
 import pytest
 
-from distmega.builder import ProgramBuilder
 from distmega.errors import PlanError
-from distmega.program import Program
-from distmega.sharding.cost import CPU, H100, H200
-from distmega.sharding.matmul_ways import tiles_choice
-from distmega.sharding.mesh import DeviceMesh
-from distmega.sharding.overlap import Overlap
-from distmega.sharding.overlap_cost import Product, way_times_us
-from distmega.sharding.placements import replicate, shard, stream
+from distmega.program.builder import ProgramBuilder
+from distmega.program.types import Program
+from distmega.sharding.layout.mesh import DeviceMesh
+from distmega.sharding.layout.placements import replicate, shard, stream
+from distmega.sharding.overlap.cost import Product, way_times_us
+from distmega.sharding.overlap.matmul_ways import tiles_choice
+from distmega.sharding.overlap.pairs import Overlap
+from distmega.sharding.overlap.tile_times import WHOLE, Extents
 from distmega.sharding.planner import plan_program
-from distmega.sharding.tile_times import WHOLE, Extents
+from distmega.sharding.search.cost import CPU, H100, H200
 
 TP = DeviceMesh(tp=2)
 ROWS, COLUMNS = shard(0, "tp"), shard(1, "tp")

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from distmega.errors import PlanError, VerifyError
-from distmega.program import Program, Tensor
-from distmega.sharding.allocation import AllocationDomain
+from distmega.program.types import Program, Tensor
 from distmega.sharding.finalize import verify_allocations
-from distmega.sharding.mesh import DeviceMesh
-from distmega.sharding.placements import (
+from distmega.sharding.layout.allocation import AllocationDomain
+from distmega.sharding.layout.mesh import DeviceMesh
+from distmega.sharding.layout.placements import (
     REPLICATED,
     Layout,
     Partial,

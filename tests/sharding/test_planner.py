@@ -7,18 +7,18 @@ from itertools import product
 
 import pytest
 
-from distmega.builder import ProgramBuilder
 from distmega.errors import PlanError, VerifyError
-from distmega.program import Program
-from distmega.sharding.cost import CPU, H200
+from distmega.program.builder import ProgramBuilder
+from distmega.program.text import parse_program, print_program
+from distmega.program.types import Program
+from distmega.sharding.layout.mesh import DeviceMesh
+from distmega.sharding.layout.placements import REPLICATED, Layout, Partial, Shard, shard
 from distmega.sharding.localize import localize
-from distmega.sharding.mesh import DeviceMesh
-from distmega.sharding.placements import REPLICATED, Layout, Partial, Shard, shard
 from distmega.sharding.planner import Plan, build_plan, plan_program
-from distmega.sharding.resolve import InexactSplitError, Schedule
-from distmega.sharding.signatures import OptionTable
+from distmega.sharding.resolve.resolve import InexactSplitError, Schedule
+from distmega.sharding.search.cost import CPU, H200
+from distmega.sharding.search.signatures import OptionTable
 from distmega.sharding.verify import verify_plan_parts
-from distmega.text import parse_program, print_program
 from tests.sharding.programs import decoder, mlp
 from tests.sharding.random_programs import random_program
 from tests.sharding.simulate import check_plan, random_arrays

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from distmega.errors import RequestError
-from distmega.sharding.cost import H200
-from distmega.sharding.overlap_rates import H200_RATES
-from distmega.sharding.rates_file import Measured, calibrated, rates_path, write_rates
+from distmega.sharding.overlap.rates import H200_RATES
+from distmega.sharding.overlap.rates_file import Measured, calibrated, rates_path, write_rates
+from distmega.sharding.search.cost import H200
 
 DEVICE = "NVIDIA H200"
 LIBRARIES = {"torch": "2.11.0", "triton": "3.6.0"}

@@ -6,12 +6,11 @@ from operator import or_
 
 import pytest
 
-from distmega.builder import ProgramBuilder
 from distmega.errors import PlanError
-from distmega.program import Tensor
-from distmega.sharding.cost import CPU, H200, collective_bytes, collective_time_us
-from distmega.sharding.mesh import DeviceMesh
-from distmega.sharding.placements import (
+from distmega.program.builder import ProgramBuilder
+from distmega.program.types import Tensor
+from distmega.sharding.layout.mesh import DeviceMesh
+from distmega.sharding.layout.placements import (
     REPLICATE,
     REPLICATED,
     Layout,
@@ -21,7 +20,8 @@ from distmega.sharding.placements import (
     shard,
 )
 from distmega.sharding.planner import plan_program
-from distmega.sharding.reshard import find_moves, table
+from distmega.sharding.resolve.reshard import find_moves, table
+from distmega.sharding.search.cost import CPU, H200, collective_bytes, collective_time_us
 from tests.sharding.simulate import check_plan, random_arrays
 
 TP = DeviceMesh(tp=2)

@@ -5,12 +5,12 @@ from itertools import pairwise
 
 import pytest
 
-from distmega.builder import ProgramBuilder
 from distmega.errors import PlanError
 from distmega.models.decoder import build_decoder
 from distmega.models.presets import PRESETS
-from distmega.program import Program, accesses, verify_program
-from distmega.sharding.cost import op_bytes
+from distmega.program.builder import ProgramBuilder
+from distmega.program.types import Program, accesses, verify_program
+from distmega.sharding.search.cost import op_bytes
 from distmega.sharding.stages import Stage, cut_places, split_stages
 from tests.sharding.programs import decoder
 

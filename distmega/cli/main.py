@@ -1,0 +1,395 @@
+"""The `distmega` command and what it prints; no other module prints.
+
+Next on the walk: launch/launchers.py for what runs, explain.py for what only plans.
+"""
+
+import errno
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+from rich.console import Console
+from rich.text import Text
+
+from distmega.cli.calibration import calibrate_machine
+from distmega.cli.doctor import examine, gather_facts
+from distmega.cli.explain import explain_decode
+from distmega.cli.loading_bar import show_loading
+from distmega.engine.decode_plan import model_mesh
+from distmega.engine.requests import (
+    EngineOptions,
+    ExplainRequest,
+    GenerateRequest,
+    GenerateResult,
+    ScoreRequest,
+    ScoreResult,
+    Token,
+    TraceRequest,
+    TraceResult,
+)
+from distmega.env import read_settings
+from distmega.errors import DistmegaError, LaunchError, RequestError
+from distmega.generation import check_model, place_ranks
+from distmega.launch.contract import LauncherOptions
+from distmega.launch.launchers import (
+    choose_device,
+    choose_launcher,
+    choose_num_ranks,
+    is_under_torchrun,
+    launch,
+    should_report,
+)
+from distmega.models.locate import read_config
+from distmega.models.sampling import Sampling
+from distmega.sharding.search.cost import MACHINES
+
+DESCRIPTION = (
+    "LLM inference on 1 to 8 GPUs; exit code 2: a wrong request, 1: a fault while running."
+)
+
+EngineFlags = Annotated[EngineOptions, tyro.conf.arg(name="", prefix_name=False)]
+SamplingFlags = Annotated[Sampling, tyro.conf.arg(name="", prefix_name=False)]
+MODEL_HELP = (
+    "Preset (a wrong name lists them), GGUF file, Hugging Face folder, or config.json (random "
+    "weights)."
+)
+Model = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL", help=MODEL_HELP)]
+Prompts = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[PROMPT ...]")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """Who runs."""
+
+    tp: int = 0
+    """Tensor-parallel ranks of each stage; 0 is all that torchrun started, else 1."""
+    pp: int = 1
+    """Pipeline stages, each with a part of the layers and tp ranks; 1 is no pipeline."""
+    launcher: Literal["auto", "local", "torchrun", "ray"] = "auto"
+    """Who starts them; auto is torchrun in a process that torchrun started, else local."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where ranks run; auto is cuda on a machine with an NVIDIA GPU, else cpu."""
+    max_restarts: int = 0
+    """Start all ranks again, up to so many times, after one has failed (local and ray)."""
+
+
+RankFlags = Annotated[Ranks, tyro.conf.arg(name="", prefix_name=False)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generate:
+    """Continue prompts, token by token; several are decoded together."""
+
+    model: Model
+    prompts: Prompts = ()
+    """Texts to continue."""
+    prompts_file: Path | None = None
+    """A UTF-8 file with a prompt on each line, besides those given."""
+    max_new_tokens: int = 64
+    """Stop after this many tokens, or at the model's end token."""
+    chat: bool = False
+    """Put the prompt into the model's chat template."""
+    sampling: SamplingFlags = Sampling()
+    ranks: RankFlags = Ranks()
+    engine: EngineFlags = EngineOptions()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explain:
+    """Print plan, host program and task graph of a decode step; reads no weights."""
+
+    model: Model
+    tp: int = 1
+    """Tensor-parallel ranks of each stage."""
+    pp: int = 1
+    """Pipeline stages."""
+    machine: Literal["cpu", "h100", "h200"] = "cpu"
+    """Whose cost model plans."""
+    memory_limit_gb: float = 0.0
+    """Memory of a rank that weights and KV cache may take, 10^9 bytes; 0 sets no limit."""
+    full: bool = False
+    """Print the segments op by op."""
+    engine: EngineFlags = EngineOptions()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Perplexity:
+    """Perplexity of a text file under a model."""
+
+    model: Model
+    file: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
+    """UTF-8 text that fits the context."""
+    ranks: RankFlags = Ranks()
+    engine: EngineFlags = EngineOptions()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Doctor:
+    """Say what this machine has, what does not fit, and what to do about it."""
+
+    calibrate: bool = False
+    """Measure on this machine's GPUs what the choice of overlap needs, and keep it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """Write a timeline of decode steps on Hopper GPUs, for ui.perfetto.dev, and say in a table
+    where the time went.
+    """
+
+    model: Model
+    out: Path = Path("trace.json")
+    """File to write."""
+    steps: int = 2
+    """Decode steps."""
+    context: int = 512
+    """Cached positions before the first step; what they hold does not matter."""
+    ranks: RankFlags = Ranks()
+    engine: EngineFlags = EngineOptions()
+
+
+Command = Generate | Explain | Perplexity | Trace | Doctor
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code. SystemExit, once all ranks have ended, after SIGTERM."""
+    with _ending_in_order():
+        return _run_reported(arguments)
+
+
+def _run_reported(arguments: Sequence[str] | None) -> int:
+    """Runs a command and says what was wrong; the exit code."""
+    try:
+        command = tyro.cli(Command, prog="distmega", args=arguments, description=DESCRIPTION)
+        run_command(command, Console(soft_wrap=True, highlight=False))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _drop_output()  # nobody reads on
+        return 1
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            raise
+        _drop_output()
+        _report(
+            RequestError(
+                f"the output can't be written ({error.strerror})",
+                expected="room where it goes",
+                remedy="free some, or write it elsewhere",
+            )
+        )
+        return 1
+    except DistmegaError as error:
+        _report(error)
+        return 2 if isinstance(error, ValueError) else 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+@contextmanager
+def _ending_in_order() -> Iterator[None]:
+    """SIGTERM ends the command as Ctrl-C does, with exit code 143. Not under torchrun, whose agent
+    ends its ranks so and tells how they ended.
+    """
+    if is_under_torchrun() or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, _frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _drop_output() -> None:
+    """What is left to write must not fail again at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _report(error: DistmegaError) -> None:
+    if should_report():
+        Console(stderr=True, soft_wrap=True, highlight=False).print(
+            f"distmega: error: {error}", markup=False
+        )
+
+
+def run_command(command: Command, console: Console) -> None:
+    """Does what the command says; raises DistmegaError."""
+    match command:
+        case Generate():
+            _generate(command, console)
+        case Explain():
+            _explain(command, console)
+        case Perplexity():
+            _perplexity(command, console)
+        case Doctor():
+            _doctor(command, console)
+        case Trace():
+            _trace(command, console)
+
+
+def _generate(command: Generate, console: Console) -> None:
+    options, tp = _launcher_options(command.ranks)
+    prompts = command.prompts
+    if command.prompts_file:
+        prompts += tuple(filter(str.strip, _read_text(command.prompts_file).splitlines()))
+    request = GenerateRequest(
+        model=command.model,
+        prompts=prompts,
+        tp=tp,
+        pp=command.ranks.pp,
+        max_new_tokens=command.max_new_tokens,
+        chat=command.chat,
+        sampling=command.sampling,
+        options=replace(command.engine, batch=max(command.engine.batch, len(prompts))),
+    )
+    check_model(request.model, model_mesh(request.tp, request.pp), request.options)
+    for value in _run("distmega.engine.jobs:generate", request, options):
+        match value:
+            case Token(text=text) if len(prompts) == 1:
+                console.file.write(text)
+                console.file.flush()
+            case GenerateResult(answers=answers) as result:
+                if len(prompts) == 1:
+                    console.file.write(answers[0].tail + "\n")
+                else:
+                    _print_answers(prompts, result, console)
+                console.print(_summary(result, request.tp * request.pp), markup=False)
+
+
+def _print_answers(prompts: Sequence[str], result: GenerateResult, console: Console) -> None:
+    """Each prompt as a heading, its answer below."""
+    for prompt, answer in zip(prompts, result.answers, strict=True):
+        console.rule(Text(" ".join(prompt.split())), align="left")
+        console.file.write(answer.text + "\n")
+
+
+def _summary(result: GenerateResult, num_ranks: int) -> str:
+    num_tokens = sum(len(answer.ids) for answer in result.answers)
+    num_prompt_tokens = sum(answer.num_prompt_tokens for answer in result.answers)
+    ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
+    return (
+        f"[{num_tokens} tokens after {num_prompt_tokens} on {ranks}: "
+        f"{result.tokens_per_s:.1f} tokens/s, first token after {result.first_token_s:.2f} s, "
+        f"loading {result.load_s:.1f} s]"
+    )
+
+
+def _explain(command: Explain, console: Console) -> None:
+    limit = command.memory_limit_gb
+    request = ExplainRequest(tp=command.tp, pp=command.pp, memory_limit_gb=limit)
+    sections = explain_decode(
+        read_config(command.model),
+        model_mesh(request.tp, request.pp),
+        MACHINES[command.machine],
+        command.engine,
+        memory_limit_bytes=request.memory_limit_bytes,
+        full=command.full,
+    )
+    for title, text in sections:
+        console.rule(title, align="left")
+        console.print(text, markup=False)
+
+
+def _perplexity(command: Perplexity, console: Console) -> None:
+    options, tp = _launcher_options(command.ranks)
+    request = ScoreRequest(
+        model=command.model,
+        text=_read_text(command.file),
+        tp=tp,
+        pp=command.ranks.pp,
+        options=command.engine,
+    )
+    check_model(request.model, model_mesh(request.tp, request.pp), request.options)
+    for value in _run("distmega.engine.jobs:score", request, options):
+        if isinstance(value, ScoreResult):
+            console.print(f"perplexity {value.perplexity:.3f} over {value.num_tokens} tokens")
+
+
+def _trace(command: Trace, console: Console) -> None:
+    options, tp = _launcher_options(command.ranks)
+    if command.ranks.pp > 1:
+        raise RequestError(
+            f"a trace of {command.ranks.pp} stages", expected="one", remedy="leave out --pp"
+        )
+    request = TraceRequest(
+        model=command.model,
+        path=str(command.out.absolute()),
+        num_steps=command.steps,
+        position=command.context,
+        tp=tp,
+        options=command.engine,
+    )
+    check_model(request.model, model_mesh(request.tp, 1), request.options)
+    for value in _run("distmega.engine.jobs:trace", request, options):
+        if isinstance(value, TraceResult):
+            end = f"[{value.num_spans} spans in {command.out}; open it in ui.perfetto.dev]"
+            console.print(value.summary, end, sep="\n", markup=False)
+
+
+def _doctor(command: Doctor, console: Console) -> None:
+    facts = gather_facts()
+    findings = examine(facts)
+    for finding in findings:
+        console.print(str(finding), markup=False)
+    num_problems = sum(finding.state == "problem" for finding in findings)
+    if num_problems:
+        raise LaunchError(
+            f"{num_problems} problem{'s' * (num_problems > 1)} of this machine",
+            expected="none",
+            remedy="follow the remedies above",
+        )
+    if command.calibrate:
+        for finding in calibrate_machine(facts):
+            console.print(str(finding), markup=False)
+
+
+def _launcher_options(ranks: Ranks) -> tuple[LauncherOptions, int]:
+    """What the launcher is asked, and the ranks of each stage; the ranks of a stage go together."""
+    if ranks.pp < 1:
+        raise RequestError(f"--pp {ranks.pp}", expected="at least 1", remedy="leave it out")
+    launcher = choose_launcher(ranks.launcher)
+    least = 0 if launcher == "torchrun" else ranks.pp
+    num_ranks = choose_num_ranks(launcher, ranks.tp * ranks.pp or least)
+    if num_ranks % ranks.pp:
+        raise RequestError(
+            f"{num_ranks} ranks in {ranks.pp} stages",
+            expected="as many ranks in each stage",
+            remedy="correct --pp or the number of ranks",
+        )
+    tp = num_ranks // ranks.pp
+    options = LauncherOptions(
+        launcher=launcher, device=choose_device(ranks.device), max_restarts=ranks.max_restarts
+    )
+    return place_ranks(options, tp, ranks.pp), tp
+
+
+def _run(target: str, request: object, options: LauncherOptions) -> Iterator[object]:
+    if not is_under_torchrun():  # whose ranks log for themselves
+        level = read_settings().log.upper()
+        logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    yield from show_loading((event.value for event in launch(target, request, options)), console)
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(
+            f"text file {str(path)!r} can't be read ({error})",
+            expected="a UTF-8 text file",
+            remedy="check the path and the encoding",
+        ) from error

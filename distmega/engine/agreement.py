@@ -1,0 +1,71 @@
+"""What ranks decide together, before any of them does something that needs the others.
+
+Comes in: what one rank sees. Goes out: the same answer or error on every rank that asks. Next on
+the walk: engine.py.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from distmega.engine.decode_plan import StagePlan
+from distmega.engine.requests import EngineOptions
+from distmega.errors import LaunchError, VerifyError
+from distmega.hostir.comm.communicator import Communicator
+
+T = TypeVar("T")
+
+
+def share_memory(mates: Sequence[tuple[str, str]], options: EngineOptions) -> bool:
+    """Whether collectives run inside the megakernel; the same answer on every rank of a stage.
+
+    mates: host and problem with shared memory of each of them; GPUs of one host show only when
+    memory is opened whether they reach each other.
+    """
+    nodes = {name for name, _ in mates}
+    problems = {problem for _, problem in mates if problem}
+    if len(nodes) > 1:
+        problems.add(f"ranks are on {len(nodes)} hosts ({', '.join(sorted(nodes))})")
+    if options.collectives == "kernel" and problems:
+        raise LaunchError(
+            f"--collectives kernel, but {'; '.join(sorted(problems))}",
+            expected="ranks that share memory",
+            remedy="use --collectives host or auto",
+        )
+    return options.collectives != "host" and not problems
+
+
+def on_all_ranks(comm: Communicator, make: Callable[[], T] | None) -> T | None:
+    """What `make` gives on this rank; None, everywhere, where some rank has nothing to make.
+    VerifyError, everywhere, that names the first rank on which it raised one.
+    """
+    made, problem = None, None
+    try:
+        made = make() if make else None
+    except VerifyError as error:
+        problem = error
+    answers = comm.all_gather_object((made is not None, problem))
+    for rank, (_, theirs) in zip(comm.mesh.ranks, answers, strict=True):
+        if theirs:
+            found = f"rank {rank}: {theirs.found}"
+            raise VerifyError(found, expected=theirs.expected, remedy=theirs.remedy)
+    return made if all(has_made for has_made, _ in answers) else None
+
+
+def require_agreement(comm: Communicator, plan: StagePlan, fingerprints: list[str]) -> None:
+    """All ranks must have cut the program at the same places, those of a stage have planned the
+    same.
+    """
+    mine = plan.cuts, plan.stage.index, fingerprints
+    found = dict(zip(comm.mesh.ranks, comm.all_gather_object(mine), strict=True))
+    first = {index: theirs for _, index, theirs in reversed(found.values())}
+    differing = [
+        rank
+        for rank, (cuts, index, theirs) in found.items()
+        if cuts != plan.cuts or theirs != first[index]
+    ]
+    if differing:
+        raise LaunchError(
+            f"ranks {differing} made another plan than rank {comm.mesh.ranks[0]}",
+            expected="the same plan and kernels on every rank of a stage",
+            remedy="run the same version of distmega, model and options on every rank",
+        )

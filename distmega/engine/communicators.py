@@ -1,0 +1,24 @@
+"""How the ranks of a job reach each other: a RankContext and a mesh in, a Communicator out."""
+
+from distmega.engine.ranks import RankContext
+from distmega.errors import MeshError
+from distmega.hostir.comm.communicator import Communicator, GlooCommunicator, SingleCommunicator
+from distmega.hostir.comm.nccl import NcclCommunicator
+from distmega.sharding.layout.mesh import DeviceMesh
+
+
+def open_communicator(context: RankContext, mesh: DeviceMesh) -> Communicator:
+    """How this rank reaches the others of the mesh: NCCL between GPUs, gloo between CPUs.
+
+    MeshError for a mesh that is not of the job's ranks.
+    """
+    if sorted(mesh.ranks) != list(range(context.world_size)):
+        raise MeshError(
+            f"{mesh} in a job of {context.world_size} ranks",
+            expected="a mesh of just these ranks",
+            remedy=f"start {mesh.num_ranks} ranks, or correct the sizes of the mesh",
+        )
+    if mesh.num_ranks == 1:
+        return SingleCommunicator(mesh)
+    kind = NcclCommunicator if context.backend == "nccl" else GlooCommunicator
+    return kind(mesh, context.rank)

@@ -1,0 +1,310 @@
+"""From a configuration to everything that is decided before weights are read, without torch.
+
+Comes in: a ModelConfig, a mesh, a Machine, options. Goes out: plans, host programs and compiled
+megakernels, the same on every rank of a stage. On a mesh with an axis `pp` the layers are cut into
+stages (sharding/stages.py), each planned on its own ranks; on any other there is one stage.
+engine.py runs them, explain.py prints them.
+"""
+
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, replace
+from itertools import dropwhile
+
+from distmega.collecting import uncollected
+from distmega.engine.requests import DEFAULT_CONTEXT, EngineOptions
+from distmega.errors import PlanError, RequestError
+from distmega.hostir.ir.nodes import HostProgram
+from distmega.hostir.lower.lower import lower_program
+from distmega.hostir.lower.pipeline import Part, link_stage
+from distmega.hostir.passes.passes import run_passes
+from distmega.kernels.arena import ArenaLayout, Space, layout_arena, tensor_space
+from distmega.kernels.hopper.weight_order import order_weights
+from distmega.kernels.lowering import is_encodable
+from distmega.kernels.megakernel import Megakernel, compile_megakernel
+from distmega.models.config import ModelConfig
+from distmega.models.decoder import Logits, build_decoder, layer_starts
+from distmega.models.sampling import GREEDY, Method
+from distmega.program.types import Program
+from distmega.sharding.layout.mesh import DeviceMesh
+from distmega.sharding.layout.placements import fits, layout_of_part, shard
+from distmega.sharding.localize import LocalProgram, localize
+from distmega.sharding.planner import Plan, plan_program
+from distmega.sharding.search.cost import CPU, Machine
+from distmega.sharding.stages import AXIS, Stage, cut_places, split_stages
+
+MICRO_BATCHES = 4
+"""Parts in which a pipeline prefills a prompt unless asked otherwise."""
+
+FEWEST_TOKENS = 64
+"""Of a program that prefills a prompt on a GPU."""
+
+CHOICES = frozenset({"top", "cutoff", "sample"})
+"""Kinds that turn logits into tokens."""
+
+
+def context_limit(config: ModelConfig, options: EngineOptions) -> int:
+    """Positions of the KV cache under these options; RequestError for more than the model's."""
+    if options.max_context > config.max_positions:
+        raise RequestError(
+            f"--max-context {options.max_context}",
+            expected=f"at most {config.max_positions}, what the model was trained for",
+            remedy="lower it",
+        )
+    return options.max_context or min(config.max_positions, DEFAULT_CONTEXT)
+
+
+SEQUENCE_DIM = 0
+"""Dim of a cache of several sequences that tells them apart."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePlan:
+    """The plan of one stage on its own ranks. mesh: of all ranks; cuts: where stages begin."""
+
+    plan: Plan
+    mesh: DeviceMesh
+    stage: Stage
+    cuts: tuple[str, ...]
+
+    def fingerprint(self) -> str:
+        """A stable hash of everything the ranks of this stage must agree on."""
+        return f"{self.plan.fingerprint()} {self.mesh} {self.stage.transfers}"
+
+    def lower(
+        self,
+        local: LocalProgram,
+        *,
+        megakernel: bool,
+        peer_memory: bool,
+        apart: Container[str] = (),
+    ) -> HostProgram:
+        """One rank's host program, its peers named on the mesh of all ranks. apart: ops that no
+        megakernel shall do.
+        """
+        return lower_program(
+            replace(local, mesh=self.mesh),
+            megakernel=megakernel,
+            peer_memory=peer_memory,
+            is_encodable=is_encodable,
+            apart=apart,
+            fuse=self.plan.machine != CPU,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeBlueprint:
+    """One decode step: the plan, one rank's program, its host program, and arenas for what lives
+    across calls. Prefill is planned on top of it, with the same weights and caches.
+    """
+
+    config: ModelConfig
+    machine: Machine
+    options: EngineOptions
+    method: Method
+    staged: StagePlan
+    local: LocalProgram
+    host: HostProgram
+    weights: ArenaLayout
+    states: ArenaLayout
+
+    @property
+    def max_context(self) -> int:
+        return context_limit(self.config, self.options)
+
+
+def draws_apart(method: Method, staged: StagePlan) -> bool:
+    """Whether library ops look for limits and draw: on the CPU, among all tokens, where ranks share
+    the vocabulary.
+    """
+    on_cpu = staged.plan.machine == CPU
+    return on_cpu and method.sorts_all and staged.plan.mesh.num_ranks > 1
+
+
+def choosing_ops(program: Program) -> frozenset[str]:
+    """Ops from the first one on that turns logits into tokens: none of them leads back to what a
+    megakernel does, so all before them can be one.
+    """
+    return frozenset(op.name for op in dropwhile(lambda op: op.kind not in CHOICES, program.ops))
+
+
+def model_mesh(tp: int, pp: int) -> DeviceMesh:
+    """Stages of `tp` ranks each, one stage's ranks after the other's."""
+    return DeviceMesh(pp=pp, tp=tp) if pp > 1 else DeviceMesh(tp=tp)
+
+
+def num_stages_of(mesh: DeviceMesh) -> int:
+    """Stages of the pipeline that runs on a mesh."""
+    return mesh.size(AXIS) if AXIS in mesh.names else 1
+
+
+@uncollected
+def plan_decode(
+    config: ModelConfig,
+    mesh: DeviceMesh,
+    machine: Machine,
+    options: EngineOptions,
+    logits: Logits = "none",
+    memory_limit_bytes: int | None = None,
+    method: Method = GREEDY,
+    index: int = 0,
+) -> StagePlan:
+    """The plan of one decode step, of stage `index`. Raises PlanError where `mesh` or the limit
+    can't be used.
+
+    Caches of several sequences are divided by heads, as those of one are, since a prefill writes
+    all of a sequence's.
+    """
+    if (num_stages := num_stages_of(mesh)) > config.num_layers:
+        raise PlanError(
+            f"{num_stages} stages of a model of {config.num_layers} layers",
+            expected="a layer a stage at least",
+            remedy="use a smaller --pp",
+        )
+    context, batch = context_limit(config, options), options.batch
+    program = build_decoder(
+        config,
+        1,
+        context,
+        batch=batch,
+        logits=logits,
+        dtype=machine.dtype,
+        method=method,
+    )
+    cuts = cut_places(program, num_stages, starts=layer_starts(config))
+    stage = split_stages(program, cuts)[index]
+    ranks = mesh.part(AXIS, index) if AXIS in mesh.names else mesh
+    caches = stage.program.with_role("state") if batch > 1 else ()
+    by_heads = {
+        cache.name: shard(SEQUENCE_DIM + 1, axis)
+        for cache in caches
+        for axis, size in ranks.axes
+        if size > 1 and fits(config.num_kv_heads, size)
+    }
+    plan = plan_program(
+        stage.program,
+        ranks,
+        machine,
+        annotations=by_heads,
+        memory_limit_bytes=memory_limit_bytes,
+    )
+    return StagePlan(plan=plan, mesh=mesh, stage=stage, cuts=cuts)
+
+
+@uncollected
+def lower_decode(
+    config: ModelConfig,
+    staged: StagePlan,
+    options: EngineOptions,
+    *,
+    peer_memory: bool,
+    method: Method = GREEDY,
+) -> DecodeBlueprint:
+    """Lowers a decode plan made for `method`. With peer memory the stage's layers are one
+    megakernel launch, otherwise it is split where ranks communicate. Where library ops draw
+    (draws_apart), they and what follows from them come after it.
+    """
+    local = localize(staged.plan)
+    apart = choosing_ops(local.program) if draws_apart(method, staged) else ()
+    host = staged.lower(local, megakernel=True, peer_memory=peer_memory, apart=apart)
+    persistent = [*order_weights(local.program), *local.program.with_role("state")]
+    arenas = {
+        space: layout_arena(space, (t for t in persistent if tensor_space(t) is space))
+        for space in (Space.WEIGHT, Space.STATE)
+    }
+    return DecodeBlueprint(
+        config=config,
+        machine=staged.plan.machine,
+        options=options,
+        method=method,
+        staged=staged,
+        local=local,
+        host=run_passes(link_stage([Part(stage=staged.stage, host=host)])),
+        weights=arenas[Space.WEIGHT],
+        states=arenas[Space.STATE],
+    )
+
+
+def compile_kernels(blueprint: DecodeBlueprint, num_sms: int) -> Mapping[str, Megakernel]:
+    """Task graph, schedule, proof and device words of each segment of the host program."""
+    return {
+        segment.name: compile_megakernel(
+            segment,
+            blueprint.staged.mesh,
+            num_sms=num_sms,
+            weights=blueprint.weights,
+            states=blueprint.states,
+            mode=blueprint.options.events,
+        )
+        for segment in blueprint.host.segments
+    }
+
+
+def lower_library_decode(blueprint: DecodeBlueprint) -> HostProgram:
+    """The same decode step with every op a library op."""
+    staged = blueprint.staged
+    host = staged.lower(blueprint.local, megakernel=False, peer_memory=False)
+    return run_passes(link_stage([Part(stage=staged.stage, host=host)]))
+
+
+def num_micro_batches(blueprint: DecodeBlueprint) -> int:
+    """Parts in which a prompt is prefilled."""
+    several = blueprint.staged.stage.num_stages > 1
+    return blueprint.options.micro_batches or (MICRO_BATCHES if several else 1)
+
+
+def prefill_size(blueprint: DecodeBlueprint, num_tokens: int) -> int:
+    """Tokens of the program that prefills a prompt of num_tokens.
+
+    A program takes 0.1 to 0.6 s to plan, so on GPUs prompts share one of few sizes: multiples of 64
+    up to 1024, then 8 to an octave. A GPU waits for the weights' bytes up to some 100 tokens, and
+    beyond 512 at most an eighth is filled up. A CPU waits for every token.
+    """
+    if blueprint.machine == CPU or num_micro_batches(blueprint) > 1:
+        return num_tokens
+    step = max(FEWEST_TOKENS, (1 << (num_tokens - 1).bit_length()) // 16)
+    return min(-(-num_tokens // step) * step, blueprint.max_context)
+
+
+@uncollected
+def lower_prefill(blueprint: DecodeBlueprint, num_tokens: int, logits: Logits) -> HostProgram:
+    """Host program of `num_tokens` tokens of one sequence at once by library ops, on the decode
+    plan's layouts: of a prompt, see build_decoder, or in micro-batches. Its caches are those of one
+    sequence, [h, t, d].
+    """
+    wanted = num_micro_batches(blueprint)
+    size = -(-num_tokens // wanted)
+    count, rest = divmod(num_tokens, size)
+    parts = [_prefill_part(blueprint, size, count, logits, prompt=wanted == 1)]
+    if rest:
+        parts.append(_prefill_part(blueprint, rest, 1, logits))
+    by_rows = ("tokens", "positions", *(["logits"] if logits == "all" else []))
+    return run_passes(link_stage(parts, dict.fromkeys(by_rows, 0)))
+
+
+def _prefill_part(
+    blueprint: DecodeBlueprint, num_tokens: int, count: int, logits: Logits, *, prompt: bool = False
+) -> Part:
+    """Micro-batches of `num_tokens` tokens, on this stage."""
+    layouts = blueprint.staged.plan.persistent_layouts()
+    if blueprint.options.batch > 1:
+        for cache in blueprint.local.program.with_role("state"):
+            layouts[cache.name] = layout_of_part(layouts[cache.name], SEQUENCE_DIM)
+    program = build_decoder(
+        blueprint.config,
+        num_tokens,
+        blueprint.max_context,
+        logits=logits,
+        dtype=blueprint.machine.dtype,
+        method=blueprint.method,
+        prompt=prompt,
+    )
+    staged = blueprint.staged
+    stage = split_stages(program, staged.cuts)[staged.stage.index]
+    plan = plan_program(
+        stage.program,
+        staged.plan.mesh,
+        blueprint.machine,
+        annotations=layouts,
+    )
+    host = staged.lower(localize(plan), megakernel=False, peer_memory=False)
+    return Part(stage=stage, host=host, count=count)

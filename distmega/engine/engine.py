@@ -1,0 +1,387 @@
+"""One rank of a running model: reads its part of the weights, then runs prefill and decode.
+
+Comes in: a ModelSource and a blueprint (blueprint.py). Goes out: logits and tokens. Prefill runs
+library ops, one program a prompt length; decode launches one megakernel a token. Both share one
+weights arena and one KV cache. Next on the walk: hostir/run/evaluator.py.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from distmega.engine.agreement import on_all_ranks, require_agreement, share_memory
+from distmega.engine.decode_plan import (
+    StagePlan,
+    compile_kernels,
+    lower_decode,
+    lower_library_decode,
+    plan_decode,
+)
+from distmega.engine.prefill import Prefills
+from distmega.engine.requests import EngineOptions
+from distmega.engine.steps_ahead import decode_ahead
+from distmega.engine.weight_loading import Progress, load_weights, no_progress
+from distmega.errors import HangError, LaunchError, RequestError, VerifyError
+from distmega.hostir.comm.communicator import Communicator
+from distmega.hostir.comm.nccl import NcclCommunicator
+from distmega.hostir.ir.nodes import HostProgram
+from distmega.hostir.lower.pipeline import FREE
+from distmega.hostir.run.evaluator import Evaluator, KernelRunner
+from distmega.kernels.cpu_megakernel import CpuMegakernel, open_peers
+from distmega.kernels.device_ops import KernelOps
+from distmega.kernels.megakernel import Megakernel
+from distmega.kernels.memory import allocate_arena, arena_views
+from distmega.kernels.peer import peer_memory_problem
+from distmega.kernels.runners import SteppingRunner, open_hopper, plan_hopper
+from distmega.kernels.signals import open_signals
+from distmega.kernels.symmetric import Team
+from distmega.models.config import ModelConfig
+from distmega.models.decoder import Logits
+from distmega.models.load import ModelSource
+from distmega.models.sampling import MOST_LIKELY, Method, Sampling
+from distmega.program.types import Program
+from distmega.sharding.layout.mesh import DeviceMesh
+from distmega.sharding.search.cost import CPU, H200
+from distmega.sharding.stages import AXIS
+from distmega.trace_file import Span
+
+logger = logging.getLogger(__name__)
+
+
+class Engine:
+    """A model on one rank. All ranks of the mesh must make the same calls in the same order.
+
+    With several ranks a HangError is the last thing that a call gives: a rank that gave up starts
+    fewer launches than those that did not yet, and from then on they number their steps differently
+    and would take each other's results for others. Later calls on it raise RequestError.
+    """
+
+    def __init__(
+        self,
+        source: ModelSource,
+        mesh: DeviceMesh,
+        comm: Communicator,
+        options: EngineOptions,
+        *,
+        node: str = "",
+        device: str = "cpu",
+        logits: Logits = "none",
+        sampling: Sampling = MOST_LIKELY,
+        progress: Progress = no_progress,
+    ) -> None:
+        """Plans, compiles and loads weights. node: the host of this rank. logits: what a decode
+        step gives besides the token. sampling: how tokens are chosen. progress: of the weights.
+
+        Raises PlanError where the mesh can't be used, LaunchError where ranks disagree.
+        """
+        self.mesh, self.comm, self.device = mesh, comm, torch.device(device)
+        self._num_cached = [0] * options.batch
+        self._hang = ""
+        on_gpu = self.device.type == "cuda"
+        plan = self._plan(source.config, options, logits, sampling.method)
+        peer_memory = self._share_memory(plan, options, node)
+        self.blueprint = lower_decode(
+            source.config, plan, options, peer_memory=peer_memory, method=sampling.method
+        )
+        self._weights = allocate_arena(self.blueprint.weights, device=device)
+        self._states = allocate_arena(self.blueprint.states, device=device)
+        weights = arena_views(self.blueprint.weights, self._weights)
+        states = arena_views(self.blueprint.states, self._states)
+        self._persistent = {**weights, **states}
+        self._slots = _slots_of(states, options.batch)
+        self._draws = _draw_inputs(sampling, options.batch, self.device)
+        self._runners: dict[str, CpuMegakernel] = {}
+        self.stepping: SteppingRunner | None = None
+        """The decode kernel of a GPU where it chooses the tokens, several in one launch."""
+        coordinate, allocations = mesh.coordinate(comm.rank), self.blueprint.local.allocations
+        load_weights(source, allocations, coordinate, weights, progress)
+        self._decode = self._open_gpu(options) if on_gpu else self._open_cpu(options)
+        fingerprints = [plan.fingerprint()]
+        fingerprints += [runner.kernel.fingerprint() for runner in self._runners.values()]
+        require_agreement(comm, plan, fingerprints)
+        self._prefills = Prefills(
+            self.blueprint, partial(self._evaluator, kernels={}), comm, self.device
+        )
+        if on_gpu and plan.stage.num_stages > 1:
+            assert isinstance(comm, NcclCommunicator), "GPUs communicate over NCCL"
+            shared = options.collectives != "host"
+            open_signals(comm, AXIS, (FREE,), options.timeout_s, peer_memory=shared)
+
+    def _plan(
+        self, config: ModelConfig, options: EngineOptions, logits: Logits, method: Method
+    ) -> StagePlan:
+        """The plan of a decode step of this rank's stage."""
+        machine = H200 if self.device.type == "cuda" else CPU
+        index = self.mesh.coordinate(self.comm.rank).get(AXIS, 0)
+        return plan_decode(config, self.mesh, machine, options, logits, method=method, index=index)
+
+    def _share_memory(self, plan: StagePlan, options: EngineOptions, node: str) -> bool:
+        """share_memory of this rank's stage; all ranks of the mesh ask together."""
+        problem = "" if self.device.type == "cuda" else peer_memory_problem()
+        found = self.comm.all_gather_object((node, problem))
+        mates = dict(zip(self.mesh.ranks, found, strict=True))
+        return share_memory([mates[rank] for rank in plan.plan.mesh.ranks], options)
+
+    def generate(self, prompt: Sequence[int], limit: int = 0) -> Iterator[int]:
+        """As generate_all, of one prompt."""
+        for (token,) in self.generate_all([prompt], limit):
+            yield token
+
+    def generate_all(
+        self, prompts: Sequence[Sequence[int]], limit: int = 0
+    ) -> Iterator[tuple[int, ...]]:
+        """Tokens after each prompt, a step at a time, until a cache is full or there are `limit`
+        steps; starts new sequences.
+
+        On a GPU later tokens come several at a time, and the next ones are computed meanwhile, so
+        a caller that stops before the limit has caused some steps too many. RequestError for no
+        prompts, for more than the engine's batch, and for a limit below 0.
+        """
+        if not prompts or limit < 0:
+            raise RequestError(
+                f"{len(prompts)} prompts and a limit of {limit} tokens",
+                expected="a prompt at least, and a limit of 0 (none) or more",
+                remedy="give a prompt, or correct the limit",
+            )
+        tokens = tuple(self.prefill(prompt, slot) for slot, prompt in enumerate(prompts))
+        self._num_cached[len(prompts) :] = [0] * (self.batch - len(prompts))
+        yield tokens
+        room = self.blueprint.max_context - max(self._num_cached)
+        room = min(room, limit - 1) if limit else room
+        if self.stepping is None:
+            for _ in range(room):
+                tokens = tuple(self.decode_step(tokens)["next"].tolist()[: len(prompts)])
+                yield tokens
+            return
+        with self._in_step():
+            self.stepping.start(tokens, self._num_cached[: len(prompts)], self._draws)
+            yield from decode_ahead(self.stepping, room, partial(self._grow, len(prompts)))
+
+    def trace(self, num_steps: int, position: int) -> list[Span]:
+        """The timeline of decode steps from `position` on, whatever the caches hold there; the
+        second launch of two, on the GPU's clock. RequestError where no decode kernel runs.
+        """
+        if self.stepping is None:
+            raise RequestError(
+                f"a trace on {self.device}",
+                expected="a Hopper GPU and a model that the decode kernel runs",
+                remedy="run on such a GPU with triton installed",
+            )
+        self._require_room(2 * num_steps, position)
+        with self._in_step():
+            for _ in range(2):
+                self.stepping.start([0] * self.batch, [position] * self.batch, self._draws)
+                self.comm.barrier()
+                spans = self.stepping.trace(num_steps)
+        return spans
+
+    @property
+    def batch(self) -> int:
+        """Sequences that a decode step takes, at most."""
+        return len(self._num_cached)
+
+    @property
+    def uses_megakernel(self) -> bool:
+        """Whether decode steps run as megakernels rather than library ops."""
+        return bool(self._decode.host.segments)
+
+    def tensor(self, name: str) -> Tensor:
+        """A weight or state as this rank holds it; KeyError is a bug of the caller."""
+        return self._persistent[name]
+
+    def reseed(self, seed: int) -> None:
+        """From now on, decode steps interleave tasks as `seed` says; 0 takes SMs in turn."""
+        for runner in self._runners.values():
+            runner.interpreter.reseed(seed or None)
+
+    def logits(self, ids: Sequence[int]) -> Tensor:
+        """Logits of every position of a new sequence in slot 0, [len(ids), vocab]."""
+        return self._run_prefill(ids, 0, "all")["logits"][: len(ids)]
+
+    def prefill(self, ids: Sequence[int], slot: int = 0) -> int:
+        """Starts a new sequence in one of the batch's slots; the next token."""
+        return int(self._run_prefill(ids, slot, "none")["next"])
+
+    def decode(self, token: int) -> int:
+        """Appends one token to the sequence in slot 0; the next one."""
+        found = int(self.decode_step([token])["next"][0])
+        if self.stepping:
+            with self._in_step():
+                self.stepping.raise_hang()
+        return found
+
+    def decode_step(self, tokens: Sequence[int]) -> Mapping[str, Tensor]:
+        """Appends a token to each of the first sequences.
+
+        Outputs: `next` [batch], and `logits` [batch, vocab] if asked for; rows of slots that got no
+        token mean nothing.
+        """
+        num = len(tokens)
+        for num_cached in self._num_cached[:num]:
+            self._require_room(1, num_cached)
+        last = self.blueprint.max_context - 1
+        positions = [min(num_cached, last) for num_cached in self._num_cached]
+        with self._in_step():
+            outputs = self._decode.run(
+                {
+                    "tokens": torch.tensor(
+                        [*tokens, *[0] * (self.batch - num)], device=self.device
+                    ),
+                    "positions": torch.tensor(positions, device=self.device),
+                    **self._draws,
+                    **self._persistent,
+                }
+            )
+        self._grow(num, 1)
+        return outputs
+
+    def _grow(self, num: int, num_steps: int) -> None:
+        """Notes num_steps more positions in the first `num` slots."""
+        self._num_cached[:num] = [cached + num_steps for cached in self._num_cached[:num]]
+
+    def _run_prefill(self, ids: Sequence[int], slot: int, logits: Logits) -> Mapping[str, Tensor]:
+        if not 0 <= slot < self.batch:
+            raise RequestError(
+                f"a sequence for slot {slot}",
+                expected=f"slots below the batch of {self.batch}",
+                remedy="raise --batch",
+            )
+        self._require_room(len(ids), 0)
+        vocab = self.blueprint.config.vocab
+        if wrong := [token for token in ids if not 0 <= token < vocab]:
+            raise RequestError(
+                f"token {wrong[0]}",
+                expected=f"tokens of 0 to {vocab - 1}",
+                remedy="use the model's own tokenizer",
+            )
+        draws = {name: rows[slot : slot + 1] for name, rows in self._draws.items()}
+        with self._in_step():
+            tensors = {**draws, **self._persistent, **self._slots[slot]}
+            outputs = self._prefills.run(ids, slot, logits, tensors)
+            if self.blueprint.staged.stage.num_stages > 1 and self.device.type == "cuda":
+                torch.cuda.current_stream().synchronize()
+                self.comm.check_signals()
+        self._num_cached[slot] = len(ids)
+        return outputs
+
+    @contextmanager
+    def _in_step(self) -> Iterator[None]:
+        """Around what ranks do together; RequestError if they are no longer in step."""
+        if self._hang:
+            raise RequestError(
+                f"a call after a hang ({self._hang})",
+                expected="ranks that have run the same launches",
+                remedy="open the engine anew on all ranks",
+            )
+        try:
+            yield
+        except HangError as error:
+            if self.mesh.num_ranks > 1:
+                self._hang = error.found
+            raise
+
+    def _require_room(self, num_tokens: int, num_cached: int) -> None:
+        limit = self.blueprint.max_context
+        if num_tokens < 1 or num_cached + num_tokens > limit:
+            raise RequestError(
+                f"{num_tokens} tokens after {num_cached}",
+                expected=f"at least 1, and at most {limit} positions together",
+                remedy="shorten the text or raise --max-context",
+            )
+
+    def _open_cpu(self, options: EngineOptions) -> Evaluator:
+        kernels = compile_kernels(self.blueprint, options.num_sms)
+        self._runners = {name: self._runner(kernel, options) for name, kernel in kernels.items()}
+        return self._evaluator(self.blueprint.host, self._runners)
+
+    def _open_gpu(self, options: EngineOptions) -> Evaluator:
+        """The decode kernel, or library ops for a model or GPUs that it can't do."""
+        host = self.blueprint.host
+        try:
+            runner = self._open_stepping(host.segments, options)
+        except (VerifyError, LaunchError) as error:
+            if options.collectives == "kernel":
+                raise
+            logger.warning("decoding by library ops: %s", error)
+            runner = None
+        if runner is None:
+            return self._evaluator(lower_library_decode(self.blueprint), {})
+        if self.blueprint.staged.stage.num_stages == 1:
+            self.stepping = runner
+        return self._evaluator(host, {host.segments[0].name: runner})
+
+    def _evaluator(self, host: HostProgram, kernels: Mapping[str, KernelRunner]) -> Evaluator:
+        ops = KernelOps() if self.device.type == "cuda" else None
+        return Evaluator(host, self.comm, kernels, str(self.device), ops=ops)
+
+    def _open_stepping(
+        self, segments: Sequence[Program], options: EngineOptions
+    ) -> SteppingRunner | None:
+        """The decode kernel; None where a stage's host program communicates between segments.
+
+        Stages differ in what a kernel can do, and open their memory together: so all of them open
+        a kernel, or all have this answer or error.
+        """
+        mesh, weights = self.blueprint.staged.plan.mesh, self.blueprint.weights
+        axes = [axis for axis in mesh.names if mesh.size(axis) > 1]
+        team = None
+        if axes:
+            assert isinstance(self.comm, NcclCommunicator), "GPUs communicate over NCCL"
+            team = Team(comm=self.comm, axis=axes[0])
+        plan = partial(
+            plan_hopper,
+            segments[0],
+            weights=weights,
+            states=self.blueprint.states,
+            device=self._weights.device,
+            team=team,
+            batch=self.batch,
+            mode=options.events,
+        )
+        queues = on_all_ranks(self.comm, plan if len(segments) == 1 else None)
+        if queues is None:
+            return None
+        return open_hopper(
+            segments[0],
+            queues,
+            weights=weights,
+            weights_arena=self._weights,
+            state_arena=self._states,
+            team=team,
+            timeout_s=options.timeout_s,
+        )
+
+    def _runner(self, kernel: Megakernel, options: EngineOptions) -> CpuMegakernel:
+        rank = self.comm.rank
+
+        def exchange(value: object) -> list[object]:
+            return self.comm.all_gather_object(value, kernel.team_axis)
+
+        return CpuMegakernel(
+            kernel,
+            rank=rank,
+            weights_arena=self._weights,
+            state_arena=self._states,
+            peers=open_peers(kernel, rank, exchange),
+            seed=options.interleave_seed or None,
+            timeout_s=options.timeout_s,
+        )
+
+
+def _slots_of(states: Mapping[str, Tensor], batch: int) -> list[dict[str, Tensor]]:
+    """The caches of each sequence where there are several; one has `states` as they are."""
+    caches = states if batch > 1 else {}
+    return [{name: cache[slot] for name, cache in caches.items()} for slot in range(batch)]
+
+
+def _draw_inputs(sampling: Sampling, batch: int, device: torch.device) -> dict[str, Tensor]:
+    """What a program takes that draws tokens, a row a sequence; see decoder.py."""
+    if not sampling.method.draws:
+        return {}
+    settings = torch.tensor([sampling.settings] * batch, dtype=torch.float32, device=device)
+    seeds = [sampling.seed_of(sequence) for sequence in range(batch)]
+    return {"sampling": settings, "seeds": torch.tensor(seeds, device=device)}

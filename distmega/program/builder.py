@@ -1,0 +1,317 @@
+"""ProgramBuilder: write a tensor program a line an op; handles carry names and arithmetic
+operators.
+
+p = ProgramBuilder("mlp")
+x = p.input("x", (8, 64))
+h = p.linear(x, p.weight("w1", (256, 64))).map("silu(a0)")
+program = p.build(p.linear(h, p.weight("w2", (64, 256))))
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from distmega.errors import ProgramError
+from distmega.program.ops import compute as ops
+from distmega.program.ops import data_movement as moves
+from distmega.program.ops import norms
+from distmega.program.ops.parts import Built, bad_op
+from distmega.program.types import (
+    Op,
+    Program,
+    Role,
+    Tensor,
+    packed_strides,
+    verify_program,
+    view_strides,
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Handle:
+    """A tensor of a program under construction."""
+
+    builder: "ProgramBuilder"
+    tensor: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.tensor.shape
+
+    @property
+    def name(self) -> str:
+        return self.tensor.name
+
+    def map(self, text: str, *others: "Handle", name: str = "") -> "Handle":
+        """Pointwise expression with this tensor as a0 and `others` as a1, a2, ..."""
+        return self.builder.pointwise(text, self, *others, name=name)
+
+    def __add__(self, other: "Handle | float") -> "Handle":
+        return self._binary("a0 + {}", other)
+
+    def __sub__(self, other: "Handle | float") -> "Handle":
+        return self._binary("a0 - {}", other)
+
+    def __mul__(self, other: "Handle | float") -> "Handle":
+        return self._binary("a0 * {}", other)
+
+    def __truediv__(self, other: "Handle | float") -> "Handle":
+        return self._binary("a0 / {}", other)
+
+    def __radd__(self, other: float) -> "Handle":
+        return self._binary("{} + a0", other)
+
+    def __rsub__(self, other: float) -> "Handle":
+        return self._binary("{} - a0", other)
+
+    def __rmul__(self, other: float) -> "Handle":
+        return self._binary("{} * a0", other)
+
+    def __rtruediv__(self, other: float) -> "Handle":
+        return self._binary("{} / a0", other)
+
+    def _binary(self, text: str, other: "Handle | float") -> "Handle":
+        if isinstance(other, Handle):
+            return self.map(text.format("a1"), other)
+        if not isinstance(other, int | float):
+            return NotImplemented
+        return self.map(text.format(repr(float(other))))
+
+
+class ProgramBuilder:
+    """Collects tensors and ops; `build` checks and freezes them. Names are unique; ops without one
+    get kind and number.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._tensors: dict[str, Tensor] = {}
+        self._strides: dict[str, tuple[int, ...]] = {}
+        self._ops: dict[str, Op] = {}
+
+    def input(self, name: str, shape: Sequence[int], dtype: str = "f32") -> Handle:
+        """A tensor given with each call."""
+        return self._declare(name, shape, dtype, "input")
+
+    def weight(self, name: str, shape: Sequence[int], dtype: str = "f32") -> Handle:
+        """A tensor given once, before the first call. Declaring the same weight again gives the
+        same handle (tying).
+        """
+        return self._declare(name, shape, dtype, "weight")
+
+    def state(self, name: str, shape: Sequence[int], dtype: str = "f32") -> Handle:
+        """A tensor that lives across calls, zero at first, updated in place."""
+        return self._declare(name, shape, dtype, "state")
+
+    def linear(
+        self, x: Handle, w: Handle, bias: Handle | None = None, spec: str = "", name: str = ""
+    ) -> Handle:
+        """See ops.linear: contraction by named axes, "m k, n k -> m n"; by default over the last
+        dims.
+        """
+        operand = self._own(bias) if bias else None
+        return self._add(
+            ops.linear(self._name(name, "linear"), self._own(x), self._own(w), operand, spec)
+        )
+
+    def pointwise(self, text: str, *args: Handle, name: str = "") -> Handle:
+        """See ops.pointwise: an expression such as "silu(a0) * a1"."""
+        return self._add(
+            ops.pointwise(self._name(name, "pointwise"), text, *(self._own(a) for a in args))
+        )
+
+    def reduce(self, x: Handle, dim: int, combine: str = "sum", name: str = "") -> Handle:
+        """See ops.reduce: "sum", "max" or "min" over one dim."""
+        return self._add(ops.reduce(self._name(name, "reduce"), self._own(x), dim, combine))
+
+    def rms_norm(self, x: Handle, weight: Handle, eps: float, name: str = "") -> Handle:
+        """See norms.rms_norm, over the last dim."""
+        return self._add(
+            norms.rms_norm(self._name(name, "rms_norm"), self._own(x), self._own(weight), eps)
+        )
+
+    def layer_norm(
+        self, x: Handle, weight: Handle, bias: Handle, eps: float, name: str = ""
+    ) -> Handle:
+        """See norms.layer_norm, over the last dim."""
+        operands = (self._own(x), self._own(weight), self._own(bias))
+        return self._add(norms.layer_norm(self._name(name, "layer_norm"), *operands, eps))
+
+    def softmax(self, x: Handle, name: str = "") -> Handle:
+        """See norms.softmax, over the last dim."""
+        return self._add(norms.softmax(self._name(name, "softmax"), self._own(x)))
+
+    def rope(self, x: Handle, positions: Handle, table: Handle, name: str = "") -> Handle:
+        """See ops.rope: half-split rotary embedding."""
+        return self._add(
+            ops.rope(self._name(name, "rope"), self._own(x), self._own(positions), self._own(table))
+        )
+
+    def kv_append(self, cache: Handle, x: Handle, positions: Handle, name: str = "") -> None:
+        """See ops.kv_append: in place."""
+        op, _ = ops.kv_append(
+            self._name(name, "kv_append"), self._own(cache), self._own(x), self._own(positions)
+        )
+        self._ops[op.name] = op
+
+    def attention(
+        self,
+        q: Handle,
+        k: Handle,
+        v: Handle,
+        positions: Handle,
+        scale: float,
+        window: int = 0,
+        in_order: bool = False,
+        name: str = "",
+    ) -> Handle:
+        """See ops.attention: causal, over caches."""
+        operands = (self._own(q), self._own(k), self._own(v), self._own(positions))
+        name = self._name(name, "attention")
+        return self._add(ops.attention(name, *operands, scale, window, in_order))
+
+    def embedding(self, ids: Handle, table: Handle, name: str = "") -> Handle:
+        """See ops.embedding."""
+        return self._add(
+            ops.embedding(self._name(name, "embedding"), self._own(ids), self._own(table))
+        )
+
+    def argmax(self, x: Handle, name: str = "") -> Handle:
+        """See ops.argmax; the handle is the index, i64."""
+        return self._add(ops.argmax(self._name(name, "argmax"), self._own(x)))
+
+    def top(self, x: Handle, num_top: int, name: str = "") -> Handle:
+        """See ops.top: the largest elements of each part of a row."""
+        return self._add(ops.top(self._name(name, "top"), self._own(x), num_top))
+
+    def cutoff(self, x: Handle, settings: Handle, name: str = "") -> Handle:
+        """See ops.cutoff: temperature and the least logit that may be sampled."""
+        built = ops.cutoff(self._name(name, "cutoff"), self._own(x), self._own(settings))
+        return self._add(built)
+
+    def sample(
+        self, x: Handle, limits: Handle, seeds: Handle, positions: Handle, name: str = ""
+    ) -> Handle:
+        """See ops.sample; the handle is the index, i64."""
+        operands = (self._own(x), self._own(limits), self._own(seeds), self._own(positions))
+        return self._add(ops.sample(self._name(name, "sample"), *operands))
+
+    def set(self, x: Handle, into: Handle | None = None, name: str = "") -> Handle:
+        """See moves.copy: a copy, or an overwrite of `into`."""
+        built = moves.copy(self._name(name, "set"), self._own(x), self._own(into) if into else None)
+        return self._add(built) if into is None else self._overwrite(built[0], into)
+
+    def slice(
+        self,
+        x: Handle,
+        dim: int,
+        start: int,
+        stop: int,
+        step: int = 1,
+        *,
+        view: bool = False,
+        name: str = "",
+    ) -> Handle:
+        """See moves.slice_dim; view=True shares storage."""
+        kind = "view" if view else "slice"
+        return self._add(
+            moves.slice_dim(self._name(name, kind), self._own(x), dim, start, stop, step, kind)
+        )
+
+    def concat(self, xs: Sequence[Handle], dim: int, name: str = "") -> Handle:
+        """See moves.concat."""
+        return self._add(moves.concat(self._name(name, "concat"), [self._own(x) for x in xs], dim))
+
+    def transpose(
+        self, x: Handle, order: Sequence[int], *, view: bool = False, name: str = ""
+    ) -> Handle:
+        """See moves.transpose; view=True shares storage."""
+        kind = "view" if view else "transpose"
+        return self._add(moves.transpose(self._name(name, kind), self._own(x), order, kind))
+
+    def reshape(
+        self, x: Handle, shape: Sequence[int], *, view: bool = False, name: str = ""
+    ) -> Handle:
+        """See moves.reshape; view=True shares storage."""
+        kind = "view" if view else "reshape"
+        return self._add(moves.reshape(self._name(name, kind), self._own(x), shape, kind))
+
+    def build(self, *outputs: Handle) -> Program:
+        """The finished program; `outputs` leave it, in this order. Raises ProgramError if it is
+        malformed.
+        """
+        names = tuple(self._own(handle).name for handle in outputs)
+        program = Program(
+            name=self.name,
+            tensors=tuple(self._tensors.values()),
+            ops=tuple(self._ops.values()),
+            outputs=names,
+        )
+        return verify_program(program)
+
+    def _declare(self, name: str, shape: Sequence[int], dtype: str, role: Role) -> Handle:
+        if not isinstance(shape, Sequence) or not all(type(extent) is int for extent in shape):
+            raise ProgramError(
+                f"{role} {name!r} of shape {shape!r}",
+                expected="a list or tuple of whole numbers",
+                remedy="give the extent of each dim",
+            )
+        tensor = Tensor(name=name, shape=tuple(shape), dtype=dtype, role=role)
+        known = self._tensors.setdefault(name, tensor)
+        if known != tensor or (role != "weight" and known is not tensor):
+            raise ProgramError(
+                f"{role} {name!r} of shape {tuple(shape)} declared as {known}",
+                expected="one declaration",
+                remedy="rename it",
+            )
+        return Handle(self, known)
+
+    def _name(self, name: str, kind: str) -> str:
+        name = name or f"{kind}_{len(self._ops)}"
+        if name in self._tensors or name in self._ops:
+            raise self._taken(name)
+        return name
+
+    def _taken(self, name: str) -> ProgramError:
+        return ProgramError(
+            f"name {name!r} is taken", expected="a new name", remedy="pass name=..."
+        )
+
+    def _own(self, handle: Handle) -> Tensor:
+        if not isinstance(handle, Handle):
+            raise ProgramError(
+                f"an operand of type {type(handle).__name__} in program {self.name!r}",
+                expected="a tensor of the program",
+                remedy="declare values as inputs or weights, and give them when the program runs",
+            )
+        if handle.builder is not self:
+            raise ProgramError(
+                f"tensor {handle.name!r} of program {handle.builder.name!r} used in {self.name!r}",
+                expected="tensors of one program",
+                remedy="declare it with this builder",
+            )
+        return handle.tensor
+
+    def _add(self, built: Built) -> Handle:
+        op, tensors = built
+        for tensor in tensors:
+            if tensor.name in self._tensors:
+                raise self._taken(tensor.name)
+        if op.is_view:
+            self._show(op)
+        self._ops[op.name] = op
+        self._tensors.update({tensor.name: tensor for tensor in tensors})
+        return Handle(self, tensors[-1])
+
+    def _show(self, view: Op) -> None:
+        """Notes a view's strides. ProgramError if it can't share storage."""
+        source = self._tensors[view.reads[0].tensor]
+        strides = self._strides.get(source.name) or packed_strides(source.shape)
+        found = view_strides(view, strides)
+        if found is None:
+            what = f"a view of {source.name!r} that joins dims which have gaps or are turned"
+            raise bad_op(view.name, what, "dims that follow each other", "copy it, view=False")
+        self._strides[view.writes[0].tensor] = found
+
+    def _overwrite(self, op: Op, into: Handle) -> Handle:
+        self._ops[op.name] = op
+        return into

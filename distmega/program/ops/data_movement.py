@@ -1,0 +1,141 @@
+"""Ops that only move data: set, slice, concat, transpose, reshape, and the views among them.
+
+Like ops.py: one function an op, names and tensors in, the Op and the tensors it writes out.
+"""
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+from distmega.program.ops.parts import Built, access, axis_names, bad_op, index, make_op, normal_dim
+from distmega.program.types import Access, Axis, Index, Tensor
+
+
+def copy(name: str, x: Tensor, into: Tensor | None = None) -> Built:
+    """Kind `set`: out = x, or overwrites `into`, a state or temporary of the same shape."""
+    if into is not None and into.shape != x.shape:
+        raise bad_op(name, f"set of {x.shape} into {into.shape}", "equal shapes")
+    names = axis_names("i", len(x.shape))
+    axes = [Axis(name=n, extent=e) for n, e in zip(names, x.shape, strict=True)]
+    out = into or Tensor(name=name, shape=x.shape, dtype=x.dtype)
+    return make_op(name, "set", axes, [access(x, *names)], [access(out, *names)]), (
+        () if into else (out,)
+    )
+
+
+def slice_dim(
+    name: str, x: Tensor, dim: int, start: int, stop: int, step: int = 1, kind: str = "slice"
+) -> Built:
+    """x[start:stop:step] along one dim. kind "view" shares x's storage."""
+    dim = normal_dim(name, x, dim)
+    if not 0 <= start < stop <= x.shape[dim] or step < 1:
+        raise bad_op(
+            name,
+            f"slice {start}:{stop}:{step} of extent {x.shape[dim]}",
+            "0 <= start < stop <= extent, step >= 1",
+        )
+    names = axis_names("i", len(x.shape))
+    shape = tuple(-(-(stop - start) // step) if i == dim else e for i, e in enumerate(x.shape))
+    axes = [Axis(name=n, extent=e) for n, e in zip(names, shape, strict=True)]
+    dims = tuple(
+        Index(axes=(n,), offset=start, stride=step) if i == dim else index(n)
+        for i, n in enumerate(names)
+    )
+    out = Tensor(name=name, shape=shape, dtype=x.dtype)
+    return make_op(name, kind, axes, [Access(tensor=x.name, dims=dims)], [access(out, *names)]), (
+        out,
+    )
+
+
+def concat(name: str, xs: Sequence[Tensor], dim: int) -> Built:
+    """Joins tensors along one dim; positions outside an operand are simply not read from it."""
+    if not xs:
+        raise bad_op(name, "concat of no tensors", "at least one")
+    dim = normal_dim(name, xs[0], dim)
+    for x in xs:
+        if len(x.shape) != len(xs[0].shape) or any(
+            a != b for i, (a, b) in enumerate(zip(x.shape, xs[0].shape, strict=True)) if i != dim
+        ):
+            raise bad_op(
+                name,
+                f"concat of {[x.shape for x in xs]} along dim {dim}",
+                "equal shapes but for that dim",
+            )
+    total = sum(x.shape[dim] for x in xs)
+    names = axis_names("i", len(xs[0].shape))
+    shape = tuple(total if i == dim else e for i, e in enumerate(xs[0].shape))
+    reads, offset = [], 0
+    for x in xs:
+        dims = tuple(
+            Index(axes=(n,), offset=-offset if i == dim else 0) for i, n in enumerate(names)
+        )
+        reads.append(Access(tensor=x.name, dims=dims))
+        offset += x.shape[dim]
+    out = Tensor(name=name, shape=shape, dtype=xs[0].dtype)
+    axes = [Axis(name=n, extent=e) for n, e in zip(names, shape, strict=True)]
+    return make_op(name, "concat", axes, reads, [access(out, *names)], dim=dim), (out,)
+
+
+def transpose(name: str, x: Tensor, order: Sequence[int], kind: str = "transpose") -> Built:
+    """Dims of x in a new order: out dim i is x dim order[i]. kind "view" shares x's storage."""
+    if sorted(order) != list(range(len(x.shape))):
+        raise bad_op(
+            name, f"order {list(order)} for {len(x.shape)} dims", "a permutation of the dims"
+        )
+    names = axis_names("i", len(x.shape))
+    axes = [Axis(name=names[i], extent=x.shape[i]) for i in order]
+    out = Tensor(name=name, shape=tuple(x.shape[i] for i in order), dtype=x.dtype)
+    return make_op(
+        name, kind, axes, [access(x, *names)], [access(out, *(names[i] for i in order))]
+    ), (out,)
+
+
+def reshape(name: str, x: Tensor, shape: Sequence[int], kind: str = "reshape") -> Built:
+    """Same elements in row-major order under another shape. kind "view" shares x's storage."""
+    if math.prod(shape) != x.num_elements or min(shape, default=1) < 1:
+        raise bad_op(
+            name, f"reshape of {x.shape} to {tuple(shape)}", f"a shape of {x.num_elements} elements"
+        )
+    axes, x_dims, out_dims = _factor(name, x.shape, tuple(shape))
+    out = Tensor(name=name, shape=tuple(shape), dtype=x.dtype)
+    read = Access(tensor=x.name, dims=tuple(index(*d) for d in x_dims))
+    return make_op(
+        name, kind, axes, [read], [Access(tensor=name, dims=tuple(index(*d) for d in out_dims))]
+    ), (out,)
+
+
+def _factor(
+    name: str, old: tuple[int, ...], new: tuple[int, ...]
+) -> tuple[list[Axis], list[list[str]], list[list[str]]]:
+    """Common refinement of two shapes: axes such that every dim of both is a composition of
+    consecutive axes.
+    """
+    ends_old = _suffix_products(old)
+    ends_new = _suffix_products(new)
+    cuts = sorted({*ends_old, *ends_new}, reverse=True)
+    if any(big % small for big, small in pairwise(cuts)):
+        raise bad_op(
+            name,
+            f"reshape of {old} to {new}",
+            "dims that split or merge evenly",
+            "reshape in two steps",
+        )
+    axes = [
+        Axis(name=f"i{n}", extent=big // small) for n, (big, small) in enumerate(pairwise(cuts))
+    ]
+    spans = list(pairwise(cuts))
+
+    def compose(ends: list[int]) -> list[list[str]]:
+        dims = []
+        for big, small in pairwise(ends):
+            dims.append([f"i{n}" for n, (hi, lo) in enumerate(spans) if hi <= big and lo >= small])
+        return dims
+
+    return axes, compose(ends_old), compose(ends_new)
+
+
+def _suffix_products(shape: tuple[int, ...]) -> list[int]:
+    ends = [1]
+    for extent in reversed(shape):
+        ends.append(ends[-1] * extent)
+    return ends[::-1]

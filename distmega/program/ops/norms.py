@@ -1,0 +1,52 @@
+"""Ops over whole rows, the last dim: norms and softmax; each element needs all of its row.
+
+As ops.py: a function takes the op's name and operand tensors, and returns the Op with the tensors
+it writes.
+"""
+
+import math
+from collections.abc import Sequence
+
+from distmega.program.ops.parts import Built, access, axis_names, bad_op, make_op
+from distmega.program.types import Attr, Axis, Tensor
+
+
+def rms_norm(name: str, x: Tensor, weight: Tensor, eps: float) -> Built:
+    """x / sqrt(mean(x^2 over the last dim) + eps) * weight, in fp32; weight has the extent of the
+    last dim.
+    """
+    return _row_op(name, "rms_norm", x, [weight], eps=_checked_eps(name, eps))
+
+
+def layer_norm(name: str, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Built:
+    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dim, in fp32; weight and bias
+    have its extent.
+    """
+    return _row_op(name, "layer_norm", x, [weight, bias], eps=_checked_eps(name, eps))
+
+
+def softmax(name: str, x: Tensor) -> Built:
+    """exp(x) over its sum along the last dim, in fp32."""
+    return _row_op(name, "softmax", x, [])
+
+
+def _checked_eps(name: str, eps: float) -> float:
+    if not 0 <= eps < math.inf:
+        raise bad_op(name, f"eps {eps}", "a finite number of at least 0", "change eps")
+    return eps
+
+
+def _row_op(name: str, kind: str, x: Tensor, vectors: Sequence[Tensor], **attrs: Attr) -> Built:
+    """Reads x twice: the element, and along `r` all of its row."""
+    for vector in vectors:
+        if not x.shape or vector.shape != x.shape[-1:]:
+            found = f"{vector.name!r} of shape {vector.shape} for x of shape {x.shape}"
+            raise bad_op(name, found, "x [..., d] and weight or bias [d]")
+    if not x.shape:
+        raise bad_op(name, "x of shape ()", "x [..., d]")
+    rows = axis_names("m", len(x.shape) - 1)
+    axes = [Axis(name=n, extent=e) for n, e in zip([*rows, "d"], x.shape, strict=True)]
+    axes.append(Axis(name="r", extent=x.shape[-1], role="reduce"))
+    out = Tensor(name=name, shape=x.shape, dtype=x.dtype)
+    reads = [access(x, *rows, "d"), access(x, *rows, "r"), *(access(v, "d") for v in vectors)]
+    return make_op(name, kind, axes, reads, [access(out, *rows, "d")], **attrs), (out,)

@@ -1,0 +1,67 @@
+"""What every op is put together from: accesses, axis names, and the error of a bad operand.
+
+Used by ops.py and moves.py, which state the ops.
+"""
+
+from collections.abc import Sequence
+
+from distmega.errors import ProgramError
+from distmega.program.types import Access, Attr, Axis, Index, Op, Tensor
+
+Built = tuple[Op, tuple[Tensor, ...]]
+"""An op and the tensors it declares."""
+
+
+def index(*axes: str) -> Index:
+    """A dim indexed by the axes composed, outer first."""
+    return Index(axes=axes)
+
+
+def access(tensor: Tensor, *axes: str) -> Access:
+    """A tensor indexed by one axis a dim."""
+    return Access(tensor=tensor.name, dims=tuple(index(axis) for axis in axes))
+
+
+def make_op(
+    name: str,
+    kind: str,
+    axes: Sequence[Axis],
+    reads: Sequence[Access],
+    out: Sequence[Access],
+    **attrs: Attr,
+) -> Op:
+    """The Op of these parts, attributes sorted by name."""
+    return Op(
+        name=name,
+        kind=kind,
+        axes=tuple(axes),
+        reads=tuple(reads),
+        writes=tuple(out),
+        attrs=tuple(sorted(attrs.items())),
+    )
+
+
+def bad_op(
+    name: str, found: str, expected: str, remedy: str = "change the operands"
+) -> ProgramError:
+    """The error of an op whose operands do not fit."""
+    return ProgramError(f"op {name!r}: {found}", expected=expected, remedy=remedy)
+
+
+def axis_names(prefix: str, num: int) -> list[str]:
+    """prefix0, prefix1, ...; none if `num` is not positive."""
+    return [f"{prefix}{i}" for i in range(num)]
+
+
+def normal_dim(name: str, x: Tensor, dim: int) -> int:
+    """`dim` counted from the front; negative ones count from the back."""
+    if not -len(x.shape) <= dim < len(x.shape):
+        found = f"dim {dim} of a tensor with {len(x.shape)} dims"
+        raise bad_op(name, found, f"at least {-len(x.shape)} and below {len(x.shape)}")
+    return dim % len(x.shape)
+
+
+def require_integers(name: str, x: Tensor) -> None:
+    """Raises ProgramError unless x holds integers, as token ids and positions do."""
+    if x.dtype not in ("i32", "i64"):
+        raise bad_op(name, f"{x.name!r} of dtype {x.dtype}", "dtype i32 or i64")

@@ -1,0 +1,289 @@
+"""The tensor program: frozen value types in which every op is stated once, as iteration axes and
+access maps.
+
+An op is an iteration space. Its `axes` name the loop nest; each `Access` says which axes index
+which dim of which tensor. Sharding, streams, tiles, dependencies, bytes and flops are all derived
+from this one statement; nothing else describes an op. Programs come from builder.py (or text.py,
+which prints and parses them) and go to sharding/planner.py.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal, get_args
+
+from distmega.errors import ProgramError
+from distmega.program.dtypes import ITEM_BYTES, item_bytes
+
+Attr = str | int | float | bool | tuple["Attr", ...]
+Role = Literal["input", "weight", "state", "temp"]
+AxisRole = Literal["parallel", "reduce", "scatter"]
+COMBINES = ("", "sum", "max", "min", "argmax")
+"""How values of a reduce axis are combined; "" where the op needs all of them at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axis:
+    """One iteration axis of an op.
+
+    role `parallel`: every value writes its own output elements. `reduce`: values are combined into
+    one output element by `combine` ("sum", "max", "min", "argmax"; "" means the op needs all of
+    them at once, as softmax does, so the axis can't be split across ranks). `scatter`: indexes an
+    output dim at positions known only at run time. lookup: only one value per output element is
+    touched, chosen at run time (a row of an embedding table).
+    """
+
+    name: str
+    extent: int
+    role: AxisRole = "parallel"
+    combine: str = ""
+    lookup: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Index:
+    """How a tensor dim is indexed: offset + stride * (axes composed as mixed-radix digits, outer
+    first).
+
+    No axes means the constant `offset`. Positions outside the dim are not accessed (concat and
+    slices use this).
+    """
+
+    axes: tuple[str, ...] = ()
+    offset: int = 0
+    stride: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Access:
+    """One operand of an op: a tensor and one Index per dim of it."""
+
+    tensor: str
+    dims: tuple[Index, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tensor:
+    """A named tensor. `input`s come with each call, `weight`s once, `state` lives across calls and
+    is updated in place.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    role: Role = "temp"
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_elements * item_bytes(self.dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """An operation: `kind` of ops.KINDS, iteration axes, accesses, attributes sorted by name."""
+
+    name: str
+    kind: str
+    axes: tuple[Axis, ...]
+    reads: tuple[Access, ...]
+    writes: tuple[Access, ...]
+    attrs: tuple[tuple[str, Attr], ...] = ()
+
+    def axis(self, name: str) -> Axis:
+        """The axis of that name; KeyError is a bug of the caller."""
+        for axis in self.axes:
+            if axis.name == name:
+                return axis
+        raise KeyError(name)
+
+    def attr(self, name: str) -> Attr:
+        """The attribute of that name; KeyError is a bug of the caller."""
+        for key, value in self.attrs:
+            if key == name:
+                return value
+        raise KeyError(name)
+
+    def get(self, name: str, default: Attr) -> Attr:
+        """The attribute of that name, or `default`."""
+        return next((value for key, value in self.attrs if key == name), default)
+
+    @property
+    def is_view(self) -> bool:
+        """Whether it only shows storage of its operand as another tensor."""
+        return self.kind == "view"
+
+    @property
+    def extents(self) -> dict[str, int]:
+        """Extents of the axes by name."""
+        return {axis.name: axis.extent for axis in self.axes}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """Tensors by name, ops in execution order, and which tensors leave as outputs. Build with
+    ProgramBuilder.
+    """
+
+    name: str
+    tensors: tuple[Tensor, ...]
+    ops: tuple[Op, ...]
+    outputs: tuple[str, ...]
+
+    def tensor_map(self) -> dict[str, Tensor]:
+        """Tensors by name."""
+        return {tensor.name: tensor for tensor in self.tensors}
+
+    def with_role(self, role: Role) -> tuple[Tensor, ...]:
+        """Tensors of one role, in order of declaration."""
+        return tuple(tensor for tensor in self.tensors if tensor.role == role)
+
+
+def accesses(op: Op) -> Iterator[Access]:
+    """All accesses of an op, reads first."""
+    yield from op.reads
+    yield from op.writes
+
+
+def view_strides(view: Op, strides: Sequence[int]) -> tuple[int, ...] | None:
+    """Strides of a view's dims from those of what it shows; None where no strides show it, as of
+    dims joined that have a gap between them.
+    """
+    steps: dict[str, int] = {}
+    for index, stride in zip(view.reads[0].dims, strides, strict=True):
+        step = index.stride * stride
+        for name in reversed(index.axes):
+            steps[name] = step
+            step *= view.axis(name).extent
+    found: list[int] = []
+    for index in view.writes[0].dims:
+        names = [name for name in index.axes if view.axis(name).extent > 1]
+        for outer, inner in pairwise(names):
+            if steps[outer] != steps[inner] * view.axis(inner).extent:
+                return None
+        found.append(steps[names[-1]] if names else 1)
+    return tuple(found)
+
+
+def packed_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides, in elements, of a tensor whose dims follow each other without gaps, row-major."""
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+_NAME = re.compile(r"\w[\w./@#-]*")
+"""Names print as one word; "return" and "program" begin other lines of the printed form."""
+
+
+CLIPPED = ("concat", "all_gather", "reduce_scatter", "all_to_all", "take_shard")
+"""Kinds whose access maps may reach past a dim: an operand of a concat covers only its part of the
+output, and of a dim divided unevenly over ranks the positions past its end are padding.
+"""
+
+
+def verify_program(program: Program) -> Program:
+    """Checks names, ranks, extents and definition before use, and returns the program.
+
+    Raises ProgramError.
+    """
+    if program.name != " ".join(program.name.split()) or not program.name:
+        raise _broken(program, "its name", "one line of text, without spaces at its ends")
+    tensors = program.tensor_map()
+    if len(tensors) != len(program.tensors):
+        raise _broken(program, "two tensors share a name", "unique tensor names")
+    for tensor in program.tensors:
+        _verify_name(program, tensor.name)
+        if tensor.dtype not in ITEM_BYTES or any(extent < 1 for extent in tensor.shape):
+            dtypes = ", ".join(ITEM_BYTES)
+            raise _broken(program, f"{tensor}", f"dims of at least 1 and a dtype of {dtypes}")
+    if len({op.name for op in program.ops}) != len(program.ops):
+        raise _broken(program, "two ops share a name", "unique op names")
+    defined = {tensor.name for tensor in program.tensors if tensor.role != "temp"}
+    for op in program.ops:
+        _verify_name(program, op.name)
+        _verify_axes(program, op)
+        _verify_accesses(program, op, tensors)
+        for access in op.reads:
+            if access.tensor not in defined:
+                found = f"op {op.name!r} reads {access.tensor!r} before it is written"
+                raise _broken(program, found, "a producer above")
+        defined.update(access.tensor for access in op.writes)
+    _verify_views(program, tensors)
+    for name in program.outputs:
+        if name not in defined:
+            raise _broken(program, f"output {name!r} is never written", "outputs that an op writes")
+    return program
+
+
+def _verify_views(program: Program, tensors: dict[str, Tensor]) -> None:
+    known: dict[str, tuple[int, ...]] = {}
+    for op in program.ops:
+        if op.is_view:
+            source = tensors[op.reads[0].tensor]
+            found = view_strides(op, known.get(source.name) or packed_strides(source.shape))
+            if found is None:
+                what = (
+                    f"view {op.name!r} joins dims of {source.name!r} that have gaps or are turned"
+                )
+                raise _broken(program, what, "dims that follow each other", "copy it, view=False")
+            known[op.writes[0].tensor] = found
+
+
+def _verify_name(program: Program, name: str) -> None:
+    if not _NAME.fullmatch(name) or name in ("return", "program"):
+        raise _broken(program, f"name {name!r}", "letters, digits, _ . / @ # - and no keyword")
+
+
+def _verify_axes(program: Program, op: Op) -> None:
+    if len({axis.name for axis in op.axes}) != len(op.axes):
+        raise _broken(program, f"op {op.name!r}: two axes share a name", "unique axis names")
+    for axis in op.axes:
+        known = axis.role in get_args(AxisRole) and axis.combine in COMBINES
+        known = known and (axis.role == "reduce" or not axis.combine)
+        if not axis.name.isidentifier() or axis.extent < 1 or not known:
+            expected = "an identifier, an extent of at least 1, a known role and combine"
+            raise _broken(program, f"op {op.name!r} has {axis}", expected)
+
+
+def _verify_accesses(program: Program, op: Op, tensors: dict[str, Tensor]) -> None:
+    for access in accesses(op):
+        if access.tensor not in tensors:
+            found = f"op {op.name!r} accesses unknown tensor {access.tensor!r}"
+            raise _broken(program, found, "a declared tensor")
+        shape = tensors[access.tensor].shape
+        if len(access.dims) != len(shape):
+            found = f"op {op.name!r} indexes {access.tensor!r} by {len(access.dims)} dims"
+            raise _broken(program, found, f"one index for each of its {len(shape)} dims")
+        for index, extent in zip(access.dims, shape, strict=True):
+            _verify_index(program, op, access, index, extent)
+    for access in op.writes:
+        if tensors[access.tensor].role in ("input", "weight"):
+            found = f"op {op.name!r} writes {access.tensor!r}"
+            raise _broken(program, found, "inputs and weights are only read")
+
+
+def _verify_index(program: Program, op: Op, access: Access, index: Index, extent: int) -> None:
+    extents = op.extents
+    unknown = [name for name in index.axes if name not in extents]
+    if unknown:
+        found = f"op {op.name!r} uses unknown axes {unknown}"
+        raise _broken(program, found, f"axes of {list(extents)}")
+    if index.stride < 1 or (index.stride > 1 and not index.axes):
+        found = f"op {op.name!r} indexes {access.tensor!r} with stride {index.stride}"
+        raise _broken(program, found, "a stride of at least 1, and 1 where there are no axes")
+    if op.kind in CLIPPED:
+        return
+    last = index.offset + index.stride * (math.prod(extents[name] for name in index.axes) - 1)
+    if last >= extent or (not index.axes and index.offset < 0):
+        found = f"op {op.name!r} reaches past a dim of {extent} of {access.tensor!r}"
+        raise _broken(program, found, "an index inside")
+
+
+def _broken(
+    program: Program, found: str, expected: str, remedy: str = "build it with ProgramBuilder"
+) -> ProgramError:
+    return ProgramError(f"program {program.name!r}: {found}", expected=expected, remedy=remedy)

@@ -1,0 +1,119 @@
+"""Happens-before checker: proves that streams and ranks are ordered enough, and that no wait is in
+vain.
+
+Comes in: a host program for all ranks of its mesh, or one a rank. Loops are unrolled and every node
+becomes one vertex of a graph, every exchange two (start, done). Edges are what the device promises:
+stream order, events, handles, the meeting of a team, sends and signals. Proved on it: conflicting
+accesses of one buffer are ordered, a read follows a write, frees follow all uses, exchanges match
+across ranks, everything started is waited for, and there is no cycle. Raises CheckError. orders.py
+builds the graph.
+"""
+
+from collections.abc import Sequence
+from itertools import combinations, product
+
+from distmega.errors import CheckError
+from distmega.hostir.check.order_graph import Access, Before, OrderGraph
+from distmega.hostir.check.orders import build_orders
+from distmega.hostir.ir.nodes import HostProgram
+
+
+def check_host(programs: HostProgram | Sequence[HostProgram]) -> None:
+    """Checks a program that all ranks of its mesh run, or a program for each of mesh.ranks, in
+    order.
+
+    CheckError names the two nodes that are not ordered, the wait that nobody satisfies, or the
+    cycle.
+    """
+    if isinstance(programs, HostProgram):
+        programs = [programs] * programs.mesh.num_ranks
+    graph = build_orders(programs)
+    order = _topological_order(graph)
+    before = Before(graph, order)
+    for accesses in graph.accesses.values():
+        _check_buffer(graph, accesses, before)
+    for rank, alone in graph.alone.items():
+        for one, other in product(alone, graph.exchanges.get(rank, ())):
+            _check_apart(graph, one, other, before)
+    for filling in graph.filling.values():
+        for one, other in combinations(filling, 2):
+            _check_apart(graph, one, other, before)
+
+
+def _check_apart(
+    graph: OrderGraph, one: tuple[int, int], other: tuple[int, int], before: Before
+) -> None:
+    """A kernel that fills its GPU and waits for peers would wait for ever beside an exchange that
+    needs room on it, and one whose programs wait for each other beside another such kernel.
+    """
+    if not (before(other[1], one[0]) or before(one[1], other[0])):
+        raise CheckError(
+            f"{graph.labels[one[0]]} may run beside {graph.labels[other[0]]}",
+            expected="one to end before the other begins",
+            remedy="wait for the first before the second",
+        )
+
+
+def _topological_order(graph: OrderGraph) -> list[int]:
+    """All vertices, each after what it waits for; CheckError with the cycle if there is none."""
+    after: list[list[int]] = [[] for _ in graph.labels]
+    num_open = [0] * len(graph.labels)
+    for vertex, (first, second) in enumerate(zip(graph.follows, graph.issued, strict=True)):
+        for previous in (*first, *second):
+            after[previous].append(vertex)
+            num_open[vertex] += 1
+    ready = [vertex for vertex, num in enumerate(num_open) if not num]
+    order = []
+    while ready:
+        vertex = ready.pop()
+        order.append(vertex)
+        for following in after[vertex]:
+            num_open[following] -= 1
+            if not num_open[following]:
+                ready.append(following)
+    if len(order) < len(num_open):
+        _raise_cycle(graph, num_open)
+    return order
+
+
+def _raise_cycle(graph: OrderGraph, num_open: Sequence[int]) -> None:
+    vertex = next(each for each, num in enumerate(num_open) if num)
+    path: list[int] = []
+    while vertex not in path:
+        path.append(vertex)
+        vertex = next(p for p in (*graph.follows[vertex], *graph.issued[vertex]) if num_open[p])
+    cycle = path[path.index(vertex) :]
+    labels = dict.fromkeys(graph.labels[each] for each in cycle)
+    raise CheckError(
+        f"these wait for each other: {' <- '.join(labels)}",
+        expected="no cycle of waits",
+        remedy="start exchanges in one order on all ranks; coalesce sends with receives",
+    )
+
+
+def _check_buffer(graph: OrderGraph, accesses: Sequence[Access], before: Before) -> None:
+    """Accesses of one buffer in the order in which the host issues them. Reads of it need no order
+    among themselves.
+    """
+    writes: list[Access] = []
+    for position, later in enumerate(accesses):
+        written = False
+        for earlier in accesses[:position] if later.writes else writes:
+            if earlier.start == later.start or not earlier.overlaps(later):
+                continue
+            written = written or earlier.fills
+            if not before(earlier.done, later.start):
+                raise CheckError(
+                    f"buffer {later.buffer!r}: {graph.labels[later.start]} is not ordered after "
+                    f"{graph.labels[earlier.done]}",
+                    expected="a stream, event, handle or signal that orders them",
+                    remedy="record an event after the first and wait for it before the second",
+                )
+        if later.writes:
+            writes.append(later)
+        if not written and later.needs_contents:
+            raise CheckError(
+                f"buffer {later.buffer!r}: {graph.labels[later.start]} reads what nobody wrote",
+                expected="a write before it",
+                remedy="write the buffer first",
+            )

@@ -1,0 +1,181 @@
+"""Collectives on the CPU in terms of two exchanges of bytes: gather, and give part i to rank i.
+
+Results are combined here, in rank order and in fp32 or wider, so every rank gets the same bits.
+comm.py supplies the exchanges.
+"""
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from distmega.errors import RankFailure
+from distmega.hostir.library.ops import take_shard
+from distmega.hostir.library.torch_types import widen
+from distmega.sharding.layout.mesh import DeviceMesh
+
+
+class Handle:
+    """An exchange under way; `wait` returns once its results are there, more than once.
+
+    arrive: lets the current CUDA stream follow the transfer alone, any number of times.
+    """
+
+    def __init__(
+        self, finish: Callable[[], None], arrive: Callable[[], object] | None = None
+    ) -> None:
+        self._finish: Callable[[], None] | None = finish
+        self._arrive = arrive
+
+    def wait(self) -> None:
+        """Blocks until done. RankFailure if a peer is gone."""
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+
+    def follow(self) -> None:
+        """The current stream goes on after the transfer; what `wait` does with it is still to do.
+        Nothing where the transport can't tell.
+        """
+        if self._arrive is not None:
+            self._arrive()
+
+
+def join_handles(handles: Sequence[Handle]) -> Handle:
+    """One handle for several exchanges."""
+
+    def finish() -> None:
+        for handle in handles:
+            handle.wait()
+
+    def arrive() -> None:
+        for handle in handles:
+            handle.follow()
+
+    return Handle(finish, arrive)
+
+
+_MERGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
+
+
+def combine_parts(parts: Sequence[Sequence[Tensor]], combine: str) -> tuple[Tensor, ...]:
+    """One result of each rank's operands, in rank order: (x,) for sum, max and min, (value, index)
+    for argmax.
+
+    argmax takes the largest value, and the lowest index where values tie.
+    """
+    if combine == "argmax":
+        value, index = parts[0]
+        for other, at in parts[1:]:
+            better = (other > value) | ((other == value) & (at < index))
+            value, index = torch.where(better, other, value), torch.where(better, at, index)
+        return value, index
+    merge = _MERGES[combine]
+    total = widen(parts[0][0])
+    for (part,) in parts[1:]:
+        total = merge(total, widen(part))
+    return (total.to(parts[0][0].dtype),)
+
+
+class Collectives(ABC):
+    """Collectives on top of two exchanges of bytes, which a transport supplies."""
+
+    def __init__(self, mesh: DeviceMesh, rank: int) -> None:
+        self.mesh, self.rank = mesh, rank
+
+    @abstractmethod
+    def _gather(self, axis: str, x: Tensor) -> Callable[[], list[Tensor]]:
+        """Starts to gather; the result blocks and gives one tensor like x a rank."""
+
+    def begin_group(self) -> None:  # noqa: B027  a transport may need nothing
+        """Sends and receives need no grouping where each is under way at once."""
+
+    def end_group(self, members: Sequence[Handle]) -> Handle:
+        """One handle for the sends and receives since begin_group."""
+        return join_handles(members)
+
+    @abstractmethod
+    def _exchange(self, axis: str, parts: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        """Starts to give part i to rank i of the team; the result gives the parts for this rank."""
+
+    def check_signals(self) -> None:  # noqa: B027  a transport that blocks raises at once
+        """Nothing is given up unnoticed where waits block the host."""
+
+    def all_reduce(
+        self, axis: str, xs: Sequence[Tensor], outs: Sequence[Tensor], combine: str
+    ) -> Handle:
+        gathers = [self._gather(axis, x) for x in xs]
+
+        def finish() -> None:
+            parts = list(zip(*(gather() for gather in gathers), strict=True))
+            for out, result in zip(outs, combine_parts(parts, combine), strict=True):
+                out.copy_(result)
+
+        return Handle(finish)
+
+    def all_gather(self, axis: str, x: Tensor, out: Tensor, dim: int) -> Handle:
+        gather = self._gather(axis, x)
+        return Handle(lambda: _join(gather(), out, dim))
+
+    def reduce_scatter(self, axis: str, x: Tensor, out: Tensor, dim: int, combine: str) -> Handle:
+        exchange = self._exchange(axis, self._parts(axis, x, dim, out.shape[dim]))
+
+        def finish() -> None:
+            (result,) = combine_parts([(part,) for part in exchange()], combine)
+            out.copy_(result)
+
+        return Handle(finish)
+
+    def all_to_all(self, axis: str, x: Tensor, out: Tensor, dim: int, dst_dim: int) -> Handle:
+        exchange = self._exchange(axis, self._parts(axis, x, dst_dim, out.shape[dst_dim]))
+        return Handle(lambda: _join(exchange(), out, dim))
+
+    def _parts(self, axis: str, x: Tensor, dim: int, extent: int) -> list[Tensor]:
+        """x cut along a dim into one part of `extent` a rank; what lies past its end is zero."""
+        return [take_shard(x, dim, extent, each) for each in range(self.mesh.size(axis))]
+
+
+def _join(parts: Sequence[Tensor], out: Tensor, dim: int) -> None:
+    """The parts along a dim, but for padding past the end of `out`."""
+    out.copy_(torch.cat(tuple(parts), dim).narrow(dim, 0, out.shape[dim]))
+
+
+class Mailbox:
+    """What a rank that is a team by itself sends to itself."""
+
+    def __init__(self) -> None:
+        self._sent: dict[tuple[str, str], deque[Tensor]] = {}
+
+    def send(self, axis: str, x: Tensor, name: str = "") -> Handle:
+        """Keeps a copy; `name` tells signals from data."""
+        self._sent.setdefault((axis, name), deque()).append(x.clone())
+        return Handle(lambda: None)
+
+    def recv(self, axis: str, out: Tensor, name: str = "") -> Handle:
+        """The oldest of what was sent; RankFailure if there is nothing."""
+        return Handle(lambda: copy_into(out, self._take(axis, name)))
+
+    def _take(self, axis: str, name: str) -> Tensor:
+        if not self._sent.get((axis, name)):
+            raise RankFailure(
+                f"a receive over mesh axis {axis!r} {name} from the rank itself",
+                expected="a send or signal before it",
+                remedy="check the host program with hostir/check/check.py",
+            )
+        return self._sent[axis, name].popleft()
+
+
+def copy_into(out: Tensor, x: Tensor) -> None:
+    """out = x, as a statement."""
+    out.copy_(x)
+
+
+def token() -> Tensor:
+    """What a signal sends: its arrival is the message."""
+    return torch.ones(1, dtype=torch.uint8, device="cpu")

@@ -1,0 +1,327 @@
+"""Communication between the ranks of a mesh: one team a mesh axis and coordinate, results bitwise
+equal on all ranks.
+
+The Communicator protocol is what the evaluator asks for. Every call starts an exchange and gives a
+Handle; operands belong to it until `wait`. Sums are taken in rank order, in fp32 or wider, so each
+rank gets the same bits whatever the team's network does. GlooCommunicator moves bytes over
+torch.distributed between CPU processes; SingleCommunicator is a mesh of one rank. A peer that fails
+raises RankFailure.
+"""
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distmega.errors import RankFailure
+from distmega.hostir.comm.collectives import Collectives, Handle, Mailbox, copy_into, token
+from distmega.sharding.layout.mesh import DeviceMesh
+
+T = TypeVar("T")
+
+DATA_TAG = 0
+"""Tag of sent tensors; signals have tags from 1 on."""
+
+
+class Communicator(Protocol):
+    """Exchanges of one rank with its teams. `axis` is a mesh axis; peers are coordinates on it.
+
+    Tensors are on the rank's device, of any dtype; `out` has the shape that hostir/ir/rules.py
+    states for the kind. On a GPU exchanges follow the current stream: what was queued on it before
+    the call is done before, and `wait` orders the result before what is queued on it after.
+    """
+
+    mesh: DeviceMesh
+    rank: int
+
+    def all_reduce(
+        self, axis: str, xs: Sequence[Tensor], outs: Sequence[Tensor], combine: str
+    ) -> Handle:
+        """Combines elementwise over the team: "sum", "max", "min" of one tensor, or "argmax" of
+        value and index.
+        """
+        ...
+
+    def all_gather(self, axis: str, x: Tensor, out: Tensor, dim: int) -> Handle:
+        """Joins the team's tensors along `dim`, in rank order."""
+        ...
+
+    def reduce_scatter(self, axis: str, x: Tensor, out: Tensor, dim: int, combine: str) -> Handle:
+        """Combines over the team; this rank keeps its part of `dim`."""
+        ...
+
+    def all_to_all(self, axis: str, x: Tensor, out: Tensor, dim: int, dst_dim: int) -> Handle:
+        """Scatters `dst_dim` and gathers `dim`: part of the one, all of the other."""
+        ...
+
+    def broadcast(self, axis: str, x: Tensor, out: Tensor, source: int) -> Handle:
+        """`out` becomes the source's `x`."""
+        ...
+
+    def send(self, axis: str, x: Tensor, peer: int) -> Handle:
+        """Sends to a peer, whose receives match in order."""
+        ...
+
+    def recv(self, axis: str, out: Tensor, peer: int) -> Handle:
+        """Receives from a peer."""
+        ...
+
+    def begin_group(self) -> None:
+        """Sends and receives up to `end_group` are one exchange, whatever order peers name them."""
+        ...
+
+    def end_group(self, members: Sequence[Handle]) -> Handle:
+        """Starts the group; one handle for its members, the handles of its sends and receives."""
+        ...
+
+    def signal(self, axis: str, name: str, peer: int) -> None:
+        """Adds one to the peer's counter `name`."""
+        ...
+
+    def wait_signal(self, axis: str, name: str, peer: int) -> None:
+        """What follows runs after one more signal `name` from the peer."""
+        ...
+
+    def check_signals(self) -> None:
+        """Raises HangError for a signal that a GPU gave up waiting for; call it once the results
+        behind it are there.
+        """
+        ...
+
+    def barrier(self) -> None:
+        """Returns when every rank of the mesh has called it."""
+        ...
+
+    def all_gather_object(self, value: T, axis: str = "") -> list[T]:
+        """The picklable values of all ranks of the mesh, or of this rank's team along an axis, in
+        mesh order.
+        """
+        ...
+
+
+class SingleCommunicator(Collectives):
+    """A mesh of one rank: collectives copy, and there is nobody to send to."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        if mesh.num_ranks != 1:
+            raise RankFailure(
+                f"one process for {mesh}",
+                expected="a mesh of one rank",
+                remedy="start one process a rank, with a GlooCommunicator each",
+            )
+        super().__init__(mesh, mesh.ranks[0])
+        self._mail = Mailbox()
+
+    def _gather(self, axis: str, x: Tensor) -> Callable[[], list[Tensor]]:
+        return lambda: [x]
+
+    def _exchange(self, axis: str, parts: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        return lambda: list(parts)
+
+    def broadcast(self, axis: str, x: Tensor, out: Tensor, source: int) -> Handle:
+        return Handle(lambda: copy_into(out, x))
+
+    def send(self, axis: str, x: Tensor, peer: int) -> Handle:
+        return self._mail.send(axis, x)
+
+    def recv(self, axis: str, out: Tensor, peer: int) -> Handle:
+        return self._mail.recv(axis, out)
+
+    def signal(self, axis: str, name: str, peer: int) -> None:
+        self._mail.send(axis, token(), name)
+
+    def wait_signal(self, axis: str, name: str, peer: int) -> None:
+        self._mail.recv(axis, token(), name).wait()
+
+    def barrier(self) -> None:
+        """Nobody to wait for."""
+
+    def all_gather_object(self, value: T, axis: str = "") -> list[T]:
+        return [value]
+
+
+class TeamCommunicator(Collectives):
+    """What communicators over torch.distributed share: a process group for each team of this rank.
+
+    Needs an initialised default process group that holds the mesh's ranks. Groups are made for each
+    team of each axis in the same order everywhere. timeout_s bounds every exchange.
+    """
+
+    def __init__(self, mesh: DeviceMesh, rank: int, backend: str, timeout_s: float) -> None:
+        super().__init__(mesh, rank)
+        self._teams = {axis: mesh.team(axis, rank) for axis in mesh.names}
+        self._places = {axis: _group_places(team) for axis, team in self._teams.items()}
+        self._groups: dict[str, dist.ProcessGroup | None] = {}
+        self._mail = Mailbox()
+        with self._guard("set-up", ""):
+            for axis in mesh.names:
+                for team in dict.fromkeys(mesh.team(axis, each) for each in mesh.ranks):
+                    group = _new_group(team, backend, timeout_s) if len(team) > 1 else None
+                    if rank in team:
+                        self._groups[axis] = group
+
+    @contextmanager
+    def _guard(self, what: str, axis: str) -> Iterator[None]:
+        """Turns a fault of the network into RankFailure, naming the exchange and the team."""
+        try:
+            yield
+        except RuntimeError as error:
+            team = self._teams[axis] if axis else self.mesh.ranks
+            reason = str(error).partition("\n")[0]
+            where = f"over mesh axis {axis!r}, ranks {list(team)}," if axis else f"of {list(team)}"
+            raise RankFailure(
+                f"{what} {where} failed on rank {self.rank}: {reason}",
+                expected="every rank of the team alive",
+                remedy="look for the rank that ended first, and start the job again",
+            ) from error
+
+    def _gather(self, axis: str, x: Tensor) -> Callable[[], list[Tensor]]:
+        group, places = self._groups[axis], self._places[axis]
+        if group is None:
+            return lambda: [x]
+        mine = flat_bytes(x)
+        found = mine.new_empty(len(places), mine.numel())
+        with self._guard("gather", axis):
+            work = dist.all_gather([*found], mine, group=group, async_op=True)
+
+        def finish() -> list[Tensor]:
+            with self._guard("gather", axis):
+                work.wait()
+            return [found[place].view(x.dtype).view(x.shape) for place in places]
+
+        return finish
+
+    def _exchange(self, axis: str, parts: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        group, places = self._groups[axis], self._places[axis]
+        if group is None:
+            return lambda: list(parts)
+        given = torch.stack([flat_bytes(parts[places.index(i)]) for i in range(len(places))])
+        found = torch.empty_like(given)
+        with self._guard("all-to-all", axis):
+            work = dist.all_to_all_single(found, given, group=group, async_op=True)
+
+        def finish() -> list[Tensor]:
+            with self._guard("all-to-all", axis):
+                work.wait()
+            return [found[place].view(parts[0].dtype).view(parts[0].shape) for place in places]
+
+        return finish
+
+    def broadcast(self, axis: str, x: Tensor, out: Tensor, source: int) -> Handle:
+        group = self._groups[axis]
+        if group is None:
+            return Handle(lambda: copy_into(out, x))
+        data = flat_bytes(x).clone()
+        with self._guard("broadcast", axis):
+            work = dist.broadcast(data, self._teams[axis][source], group=group, async_op=True)
+
+        def finish() -> None:
+            with self._guard("broadcast", axis):
+                work.wait()
+            out.copy_(data.view(out.dtype).view(out.shape))
+
+        return Handle(finish)
+
+
+class GlooCommunicator(TeamCommunicator):
+    """Teams of CPU processes over gloo. Every rank of the mesh makes one, at the same point of its
+    program.
+    """
+
+    def __init__(self, mesh: DeviceMesh, rank: int, timeout_s: float = 300.0) -> None:
+        super().__init__(mesh, rank, "gloo", timeout_s)
+        self._signals: list[dist.Work] = []
+        with self._guard("set-up", ""):
+            self._world = _new_group(mesh.ranks, "gloo", timeout_s)
+
+    def send(self, axis: str, x: Tensor, peer: int) -> Handle:
+        if self._groups[axis] is None:
+            return self._mail.send(axis, x)
+        work = self._post_send(axis, flat_bytes(x), peer, DATA_TAG)
+
+        def finish() -> None:
+            with self._guard("send", axis):
+                work.wait()
+
+        return Handle(finish)
+
+    def recv(self, axis: str, out: Tensor, peer: int) -> Handle:
+        if self._groups[axis] is None:
+            return self._mail.recv(axis, out)
+        data = torch.empty(out.numel() * out.element_size(), dtype=torch.uint8)
+        work = self._post_recv(axis, data, peer, DATA_TAG)
+
+        def finish() -> None:
+            with self._guard("receive", axis):
+                work.wait()
+            out.copy_(data.view(out.dtype).view(out.shape))
+
+        return Handle(finish)
+
+    def signal(self, axis: str, name: str, peer: int) -> None:
+        if self._groups[axis] is None:
+            self._mail.send(axis, token(), name)
+            return
+        self._signals = [work for work in self._signals if not work.is_completed()]
+        self._signals.append(self._post_send(axis, token(), peer, _signal_tag(name)))
+
+    def wait_signal(self, axis: str, name: str, peer: int) -> None:
+        if self._groups[axis] is None:
+            self._mail.recv(axis, token(), name).wait()
+            return
+        work = self._post_recv(axis, token(), peer, _signal_tag(name))
+        with self._guard(f"wait for signal {name!r}", axis):
+            work.wait()
+
+    def _post_send(self, axis: str, data: Tensor, peer: int, tag: int) -> dist.Work:
+        with self._guard("send", axis):
+            group, to = self._groups[axis], self._teams[axis][peer]
+            work = dist.isend(data, to, group=group, tag=tag)
+        assert work is not None, "this rank is in the team"
+        return work
+
+    def _post_recv(self, axis: str, data: Tensor, peer: int, tag: int) -> dist.Work:
+        with self._guard("receive", axis):
+            group, source = self._groups[axis], self._teams[axis][peer]
+            work = dist.irecv(data, source, group=group, tag=tag)
+        assert work is not None, "this rank is in the team"
+        return work
+
+    def barrier(self) -> None:
+        with self._guard("barrier", ""):
+            dist.barrier(group=self._world)
+
+    def all_gather_object(self, value: T, axis: str = "") -> list[T]:
+        team = self._teams[axis] if axis else self.mesh.ranks
+        group = self._groups[axis] if axis else self._world
+        if len(team) == 1:
+            return [value]
+        found: list[T] = [value] * len(team)
+        with self._guard("exchange of objects", axis):
+            dist.all_gather_object(found, value, group=group)
+        return [found[place] for place in _group_places(team)]
+
+
+def _group_places(team: Sequence[int]) -> list[int]:
+    """Where each rank of a team stands in its process group: torch sorts the ranks of a group."""
+    return [sorted(team).index(rank) for rank in team]
+
+
+def _new_group(ranks: Sequence[int], backend: str, timeout_s: float) -> dist.ProcessGroup:
+    timeout = timedelta(seconds=timeout_s)
+    group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=timeout, backend=backend)
+    return group
+
+
+def flat_bytes(x: Tensor) -> Tensor:
+    """x's elements, row-major, as bytes; the network then needs to know no dtype."""
+    return x.contiguous().view(-1).view(torch.uint8)
+
+
+def _signal_tag(name: str) -> int:
+    return 1 + zlib.crc32(name.encode()) % (1 << 30)

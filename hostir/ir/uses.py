@@ -1,0 +1,123 @@
+"""What a node of a host program uses: buffers it reads, writes and names, storage behind views, and
+ranks that run it together.
+
+Used by whoever orders nodes or checks their order: passes, verify.py, check.py, fuse.py.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from distmega.hostir.ir.nodes import (
+    Allocate,
+    Collective,
+    Deallocate,
+    ForLoop,
+    LaunchMegakernel,
+    LibraryOp,
+    Node,
+    Recv,
+    Send,
+    SliceView,
+    walk_nodes,
+)
+from distmega.hostir.lower.matmul_nodes import FusedMatmul
+from distmega.program.ops.compute import exchange_axis
+from distmega.program.types import Access, Op, Program, accesses
+
+
+def node_reads(node: Node, segments: dict[str, Program]) -> tuple[str, ...]:
+    """Buffers whose contents a node reads, its body's for a loop; views are named as they are. What
+    a kernel gives is not among them, even if it reads that again.
+    """
+    match node:
+        case LibraryOp(op=op) if not op.is_view:
+            return tuple(access.tensor for access in op.reads)
+        case LaunchMegakernel(kernel=kernel, args=args):
+            given = {t.name for t in segments[kernel].tensors if t.role != "temp"}
+            read = given & _stored_names(segments[kernel], lambda op: op.reads)
+            return tuple(arg.buffer for arg in args if arg.name in read)
+        case Collective(ins=ins):
+            return ins
+        case FusedMatmul(x=x, w=w):
+            return x, w
+        case Send(buffer=buffer):
+            return (buffer,)
+        case ForLoop(body=body):
+            return tuple(name for inner in body for name in node_reads(inner, segments))
+    return ()
+
+
+def node_writes(node: Node, segments: dict[str, Program]) -> tuple[str, ...]:
+    """Buffers whose contents a node changes, its body's for a loop; views are named as they are."""
+    match node:
+        case LibraryOp(op=op) if not op.is_view:
+            return tuple(access.tensor for access in op.writes)
+        case LaunchMegakernel(kernel=kernel, args=args):
+            written = _stored_names(segments[kernel], lambda op: op.writes)
+            return tuple(arg.buffer for arg in args if arg.name in written)
+        case Collective(outs=outs):
+            return outs
+        case FusedMatmul(out=out):
+            return (out,)
+        case Recv(buffer=buffer):
+            return (buffer,)
+        case ForLoop(body=body):
+            return tuple(name for inner in body for name in node_writes(inner, segments))
+    return ()
+
+
+def named_buffers(node: Node) -> tuple[str, ...]:
+    """Buffers that a node names, of a loop none: its body's nodes come by themselves."""
+    match node:
+        case Allocate(buffer=buffer) | Deallocate(buffer=buffer):
+            return (buffer,)
+        case SliceView(view=view, buffer=buffer):
+            return view, buffer
+        case LibraryOp(op=op):
+            return tuple(access.tensor for access in accesses(op))
+        case LaunchMegakernel(args=args):
+            return tuple(arg.buffer for arg in args)
+        case ForLoop():
+            return ()
+    return node_reads(node, {}) + node_writes(node, {})
+
+
+def _stored_names(segment: Program, operands: Callable[[Op], tuple[Access, ...]]) -> set[str]:
+    """The tensors that own the storage of some operands of a segment's ops."""
+    views = {op.writes[0].tensor: op.reads[0].tensor for op in segment.ops if op.is_view}
+    used = {a.tensor for op in segment.ops if not op.is_view for a in operands(op)}
+    return {storage_of(name, views) for name in used}
+
+
+def shown(node: Node) -> tuple[str, str] | None:
+    """The view that a node makes, and the buffer it is a view of; None for any other node."""
+    match node:
+        case SliceView(view=view, buffer=buffer):
+            return view, buffer
+        case LibraryOp(op=Op(is_view=True, reads=(read,), writes=(write,))):
+            return write.tensor, read.tensor
+    return None
+
+
+def view_sources(body: Sequence[Node]) -> dict[str, str]:
+    """Each view's name -> the buffer it is a view of (itself maybe a view)."""
+    return dict(filter(None, map(shown, walk_nodes(body))))
+
+
+def storage_of(name: str, sources: Mapping[str, str]) -> str:
+    """The buffer that owns the storage of `name`, through `view_sources`."""
+    while name in sources:
+        name = sources[name]
+    return name
+
+
+def team_axes(node: Node, segments: Mapping[str, Program]) -> tuple[str, ...]:
+    """Mesh axes whose ranks run a kernel together, which ends only when all have begun; none of
+    another node.
+    """
+    match node:
+        case FusedMatmul(mesh_axis=axis):
+            return (axis,)
+        case LaunchMegakernel(kernel=kernel):
+            axes = (exchange_axis(op) for op in segments[kernel].ops)
+            return tuple(dict.fromkeys(axis for axis in axes if axis))
+    return ()

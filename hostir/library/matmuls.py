@@ -1,0 +1,98 @@
+"""What the evaluator calls for a matmul with its collective.
+
+Comes in: FusedMatmul nodes, the rooms of a program. Goes out: functions of tensors. On GPUs one
+kernel computes the product while its collective runs (kernels/gemm/host.py); SequentialMatmuls, for
+every other device, does one after the other. Next: evaluator.py.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from distmega.hostir.comm.communicator import Communicator
+from distmega.hostir.library.torch_types import operand_dtype
+from distmega.hostir.lower.matmul_nodes import FusedMatmul, Room
+from distmega.program import types as program
+
+
+class Matmuls(Protocol):
+    """How a device does matmuls with a collective."""
+
+    def open_rooms(self, rooms: Sequence[Room]) -> None:
+        """Makes the peer memory of a program before it runs; every rank calls it."""
+        ...
+
+    def settle(self) -> None:
+        """Brings the peer memory to where each run of a captured graph begins and ends. All ranks
+        call it; it queues work.
+        """
+        ...
+
+    def compile(self, node: FusedMatmul) -> Callable[[Tensor, Tensor], Tensor]:
+        """What a node does with x [rows, sums] and w [columns, sums]: its out, [rows, columns]."""
+        ...
+
+
+class SequentialMatmuls:
+    """Torch's matmul, the communicator's collective before or after it."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+
+    def open_rooms(self, rooms: Sequence[Room]) -> None:
+        """Nothing to make."""
+
+    def settle(self) -> None:
+        """Nothing to do."""
+
+    def compile(self, node: FusedMatmul) -> Callable[[Tensor, Tensor], Tensor]:
+        """See Matmuls; sums over ranks are the communicator's."""
+        comm, axis = self.comm, node.mesh_axis
+        size = comm.mesh.size(axis)
+
+        def gather(x: Tensor, w: Tensor) -> Tensor:
+            whole = x.new_empty(size * x.shape[0], x.shape[1])
+            comm.all_gather(axis, x, whole, 0).wait()
+            return product(whole, w)
+
+        def scatter(x: Tensor, w: Tensor) -> Tensor:
+            partial = product(x, w)
+            out = partial.new_empty(partial.shape[0] // size, partial.shape[1])
+            comm.reduce_scatter(axis, partial, out, 0, "sum").wait()
+            return out
+
+        def reduce(x: Tensor, w: Tensor) -> Tensor:
+            partial = product(x, w)
+            out = torch.empty_like(partial)
+            comm.all_reduce(axis, [partial], [out], "sum").wait()
+            return out
+
+        ways = {
+            "all_gather_matmul": gather,
+            "matmul_reduce_scatter": scatter,
+            "matmul_all_reduce": reduce,
+        }
+        return ways[node.kind]
+
+
+def product(x: Tensor, w: Tensor) -> Tensor:
+    """x W', in the type in which library linears multiply."""
+    dtype = operand_dtype(x)
+    return F.linear(x.to(dtype), w.to(dtype)).to(x.dtype)
+
+
+def compile_matmul(
+    node: FusedMatmul, out: program.Tensor, matmuls: Matmuls
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """What a node does with x and w of any number of dims: a tensor of out's shape."""
+    call = matmuls.compile(node)
+
+    def run(x: Tensor, w: Tensor) -> Tensor:
+        num_sums = math.prod(x.shape[node.num_rows :])
+        return call(x.reshape(-1, num_sums), w.reshape(-1, num_sums)).view(out.shape)
+
+    return run

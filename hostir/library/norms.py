@@ -1,0 +1,65 @@
+"""Norms and softmax over rows in torch, with the sum of two tensors as their input where fused.
+
+Comes in: an op of one of NORMS. Goes out: a function of its operands, by torch here or by a kernel
+that takes the same arguments. Used by library.py.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from distmega.hostir.library.pointwise import OpFunction
+from distmega.hostir.library.torch_types import widen
+from distmega.program.types import Op
+
+Normalise = Callable[
+    [str, Tensor, Tensor | None, Tensor | None, Tensor | None, float], tuple[Tensor, Tensor]
+]
+"""As normalise."""
+
+
+def normalise(
+    op: str,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """Result and the sum x + residual, x itself without a residual; in fp32 or wider. op: rms,
+    layer or softmax.
+    """
+    total = x if residual is None else (widen(x) + widen(residual)).to(x.dtype)
+    wide = widen(total)
+    if op == "rms":
+        result = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    elif op == "layer":
+        result = F.layer_norm(wide, wide.shape[-1:], eps=eps)
+    else:
+        result = torch.softmax(wide, -1)
+    if weight is not None:
+        result = result * widen(weight)
+    if bias is not None:
+        result = result + widen(bias)
+    return result.to(x.dtype), total
+
+
+def compile_norm(op: Op, run: Normalise) -> OpFunction:
+    """The op bound to its attributes; `run` does the work."""
+    eps = op.get("eps", 0.0)
+    assert isinstance(eps, int | float), f"eps={eps!r} of a verified norm"
+    if op.kind == "fused_norm":
+        norm, has_bias = str(op.attr("norm")), len(op.reads) == 6
+        return lambda xs: run(norm, xs[0], xs[2], xs[4], xs[5] if has_bias else None, eps)
+    weight, bias = (2 if len(op.reads) > 2 else None), (3 if len(op.reads) > 3 else None)
+    kind = op.kind.removesuffix("_norm")
+    return lambda xs: run(
+        kind,
+        xs[0],
+        None,
+        None if weight is None else xs[weight],
+        None if bias is None else xs[bias],
+        eps,
+    )[:1]

@@ -1,0 +1,382 @@
+"""Library ops: what each op kind computes, one torch function a kind.
+
+The plain functions take tensors in the order of the op's reads, of any extents, so that kernels can
+run them on tiles. `compile_op` binds an Op once to a function of its operands; `run_op` is the same
+by tensor names. Sums are taken in fp32 or wider, results have the operand's type and own their
+storage (kind `view` excepted). Pointwise ops and norms are in pointwise.py and norms.py. Used by
+evaluator.py.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from distmega.errors import ProgramError
+from distmega.hostir.library import sampling
+from distmega.hostir.library.axis_views import (
+    access_axes,
+    fold_axes,
+    is_plain,
+    order_axes,
+    unfold_axes,
+)
+from distmega.hostir.library.norms import compile_norm, normalise
+from distmega.hostir.library.pointwise import OpFunction, compile_pointwise, evaluate_all
+from distmega.hostir.library.torch_types import operand_dtype, widen
+from distmega.hostir.passes.fused_kinds import NORMS, POINTWISE
+from distmega.program.types import Op, accesses
+
+IN_PLACE = frozenset({"kv_append"})
+"""Kinds that update the tensor they write; it comes as the last operand and goes out as the result.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearSpec:
+    """Axis names of a contraction, one a dim. `bias` is empty without one."""
+
+    x: tuple[str, ...]
+    w: tuple[str, ...]
+    bias: tuple[str, ...]
+    out: tuple[str, ...]
+
+    @property
+    def num_rows(self) -> int:
+        """Leading dims of x that are rows of a plain matrix product, -1 where the axes are not so
+        grouped.
+
+        Grouped means x = rows + sums, w = columns + sums, out = rows + columns, bias = columns.
+        """
+        sums = tuple(name for name in self.x if name not in self.out)
+        rows, columns = self.x[: len(self.x) - len(sums)], self.w[: len(self.w) - len(sums)]
+        grouped = self.x == rows + sums and self.w == columns + sums and self.out == rows + columns
+        return len(rows) if grouped and self.bias in ((), columns) else -1
+
+
+def linear_spec(op: Op) -> LinearSpec:
+    """The contraction that an op of kind linear states by its access maps."""
+    reads = [access_axes(access) for access in op.reads]
+    bias = reads[2] if len(reads) == 3 else ()
+    return LinearSpec(x=reads[0], w=reads[1], bias=bias, out=access_axes(op.writes[0]))
+
+
+def linear(x: Tensor, w: Tensor, bias: Tensor | None, spec: LinearSpec, num_rows: int) -> Tensor:
+    """Sum of x * w over the axes missing from the output, plus bias; `num_rows` is spec.num_rows,
+    asked once.
+    """
+    dtype = operand_dtype(x)
+    wide = x.to(dtype), w.to(dtype), None if bias is None else bias.to(dtype)
+    out = _einsum(*wide, spec) if num_rows < 0 else _matmul(*wide, num_rows)
+    return out.to(x.dtype)
+
+
+def _matmul(x: Tensor, w: Tensor, bias: Tensor | None, num_rows: int) -> Tensor:
+    columns = w.shape[: w.dim() - x.dim() + num_rows]
+    num_sums = math.prod(x.shape[num_rows:])
+    flat_bias = None if bias is None else bias.reshape(-1)
+    out = F.linear(x.reshape(-1, num_sums), w.reshape(-1, num_sums), flat_bias)
+    return out.reshape(x.shape[:num_rows] + columns)
+
+
+def _einsum(x: Tensor, w: Tensor, bias: Tensor | None, spec: LinearSpec) -> Tensor:
+    names = {name: n for n, name in enumerate(dict.fromkeys(spec.x + spec.w))}
+    x_axes, w_axes, out_axes = ([names[n] for n in part] for part in (spec.x, spec.w, spec.out))
+    out = torch.einsum(x, x_axes, w, w_axes, out_axes)
+    return out if bias is None else out + order_axes(bias, spec.bias, spec.out)
+
+
+def reduce(x: Tensor, dims: Sequence[int], combine: str) -> Tensor:
+    """Combines dims away by "sum", "max" or "min"."""
+    if combine == "sum":
+        return widen(x).sum(tuple(dims)).to(x.dtype)
+    return x.amax(tuple(dims)) if combine == "max" else x.amin(tuple(dims))
+
+
+def rope(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
+    """Rotates pairs (i, i + d/2) of x [m, ..., d]; table [t, d] holds cosines, then sines, of the
+    d/2 angles.
+    """
+    half = x.shape[-1] // 2
+    rows = table.index_select(0, positions).view(x.shape[0], *[1] * (x.dim() - 2), 2 * half)
+    cos, sin = rows[..., :half], rows[..., half:]
+    left, right = torch.split(widen(x), half, -1)
+    return torch.cat((left * cos - right * sin, right * cos + left * sin), -1).to(x.dtype)
+
+
+def kv_append(cache: Tensor, x: Tensor, positions: Tensor) -> Tensor:
+    """Writes x [m, h, d] into cache [h, t, d], or row m into cache[m] of [m, h, t, d], at t =
+    positions[m], in place; gives the cache.
+    """
+    if cache.dim() == 4:
+        cache[torch.arange(len(x), device=x.device), :, positions] = x.to(cache.dtype)
+        return cache
+    return cache.index_copy_(1, positions, x.transpose(0, 1).to(cache.dtype))
+
+
+def attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, positions: Tensor, scale: float, window: int = 0
+) -> Tensor:
+    """Causal attention of q [m, h, g, d] over caches [h, t, d] and [h, t, e], or over [m, h, t, d]
+    and [m, h, t, e], a cache a row; only what some query sees is read.
+
+    Query i sees t <= positions[i], and t > positions[i] - window where window > 0. Softmax in fp32
+    or wider.
+    """
+    num_rows, _, group, _ = q.shape
+    stop = int(positions.max()) + 1
+    start = max(0, int(positions.min()) + 1 - window) if window else 0
+    dtype = operand_dtype(q)
+    keys, values = (cache[..., start:stop, :].to(dtype) for cache in (k_cache, v_cache))
+    mask = None
+    if num_rows > 1:
+        seen = torch.arange(start, stop, device=positions.device)
+        here = positions.unsqueeze(1)
+        mask = seen <= here
+        if window:
+            mask &= seen > here - window
+    rows = q.to(dtype)
+    if k_cache.dim() == 4:
+        mask = None if mask is None else mask[:, None, None]
+        out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scale)
+        return out.contiguous().to(q.dtype)
+    keys, values = (x.unsqueeze(1).expand(-1, group, -1, -1) for x in (keys, values))
+    rows = rows.permute(1, 2, 0, 3)
+    out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scale)
+    return out.permute(2, 0, 1, 3).contiguous().to(q.dtype)
+
+
+def attends_in_order(op: Op) -> bool:
+    """Whether an op has all rows of an attention whose positions are 0, 1, 2 ..."""
+    rows = op.extents["m"]
+    return op.get("in_order", 0) == rows <= op.extents["t"]
+
+
+def ordered_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, window: int = 0
+) -> Tensor:
+    """As attention, of q [m, h, g, d] over [h, t, d] and [h, t, e] at positions 0, 1, 2 ..."""
+    num_rows, heads, group, dim = q.shape
+    dtype = operand_dtype(q)
+    rows = q.to(dtype).reshape(num_rows, heads * group, dim).transpose(0, 1)
+    keys, values = k_cache[:, :num_rows], v_cache[:, :num_rows]
+    q4, k4, v4 = (x.to(dtype).unsqueeze(0) for x in (rows, keys, values))
+    mask = None
+    if 0 < window < num_rows:
+        mask = torch.ones(num_rows, num_rows, dtype=torch.bool, device=q.device)
+        mask = mask.tril().triu(1 - window)
+    out = F.scaled_dot_product_attention(
+        q4, k4, v4, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
+    )
+    return out[0].transpose(0, 1).reshape(num_rows, heads, group, -1).to(q.dtype)
+
+
+def embedding(ids: Tensor, table: Tensor) -> Tensor:
+    """Rows of table [v, d] at ids [m]; torch raises IndexError for an id outside."""
+    return table.index_select(0, ids)
+
+
+def embedding_shard(ids: Tensor, table: Tensor, base: int) -> Tensor:
+    """Rows of a table that holds the ids from `base` on; zero rows for other ids."""
+    local = ids - base
+    mine = (local >= 0) & (local < table.shape[0])
+    rows = table.index_select(0, local.clamp(0, table.shape[0] - 1))
+    return rows.masked_fill(~mine.unsqueeze(1), 0)
+
+
+def concat(xs: Sequence[Tensor], dim: int) -> Tensor:
+    """Joins tensors along one dim."""
+    return torch.cat(tuple(xs), dim)
+
+
+def take_shard(x: Tensor, dim: int, extent: int, coordinate: int) -> Tensor:
+    """Rows [coordinate * extent, + extent) of one dim; zeros where they lie past its end."""
+    start = min(coordinate * extent, x.shape[dim])
+    shard = x.narrow(dim, start, min(extent, x.shape[dim] - start))
+    out = x.new_zeros([extent if i == dim else e for i, e in enumerate(x.shape)])
+    out.narrow(dim, 0, shard.shape[dim]).copy_(shard)
+    return out
+
+
+Coordinate = Mapping[str, int]
+
+
+def _number(op: Op, name: str, default: float = 0.0) -> float:
+    value = op.get(name, default)
+    if not isinstance(value, int | float):
+        raise _unfit(op, f"{name}={value!r}", "a number")
+    return value
+
+
+def _base(op: Op, coordinate: Coordinate) -> int:
+    """First global index of this rank's part of an op's sharded index space."""
+    return coordinate[str(op.attr("base_axis"))] * int(_number(op, "base_stride"))
+
+
+def _compile_linear(op: Op, coordinate: Coordinate) -> OpFunction:
+    spec, extents = linear_spec(op), op.extents
+    num_rows = spec.num_rows
+    bias_at = 2 if len(op.reads) == 3 else None
+    if all(map(is_plain, accesses(op))):
+        return lambda xs: (
+            linear(xs[0], xs[1], None if bias_at is None else xs[bias_at], spec, num_rows),
+        )
+
+    def run(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        xs = [unfold_axes(x, read, extents) for x, read in zip(operands, op.reads, strict=True)]
+        out = linear(xs[0], xs[1], None if bias_at is None else xs[bias_at], spec, num_rows)
+        return (fold_axes(out, spec.out, op.writes[0], extents).contiguous(),)
+
+    return run
+
+
+def _compile_reduce(op: Op, coordinate: Coordinate) -> OpFunction:
+    extents, combine = op.extents, str(op.attr("combine"))
+    read, write = op.reads[0], op.writes[0]
+    axes, kept = access_axes(read), access_axes(write)
+    dims = [dim for dim, name in enumerate(axes) if name not in kept]
+    left = [name for name in axes if name in kept]
+
+    def run(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        out = reduce(unfold_axes(operands[0], read, extents), dims, combine)
+        return (fold_axes(out, left, write, extents).contiguous(),)
+
+    return run
+
+
+def _compile_move(op: Op, coordinate: Coordinate) -> OpFunction:
+    """set, slice, transpose and reshape: the same elements at the indices of the access maps,
+    copied.
+    """
+    extents, read, write = op.extents, op.reads[0], op.writes[0]
+    axes = access_axes(read)
+
+    def run(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        out = fold_axes(unfold_axes(operands[0], read, extents), axes, write, extents)
+        return (out.clone(memory_format=torch.contiguous_format),)
+
+    return run
+
+
+def _compile_view(op: Op, coordinate: Coordinate) -> OpFunction:
+    extents, read, write = op.extents, op.reads[0], op.writes[0]
+    axes, ordered = access_axes(read), access_axes(write)
+    shape = [math.prod(extents[n] for n in index.axes) for index in write.dims]
+
+    def run(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return (order_axes(unfold_axes(operands[0], read, extents), axes, ordered).view(shape),)
+
+    return run
+
+
+def _compile_attention(op: Op, coordinate: Coordinate) -> OpFunction:
+    scale, window = _number(op, "scale"), int(_number(op, "window"))
+    if attends_in_order(op):
+        return lambda xs: (ordered_attention(xs[0], xs[1], xs[2], scale, window),)
+    return lambda xs: (attention(xs[0], xs[1], xs[2], xs[3], scale, window),)
+
+
+def _compile_embedding(op: Op, coordinate: Coordinate) -> OpFunction:
+    if not op.get("base_axis", ""):
+        return lambda xs: (embedding(xs[0], xs[1]),)
+    base = _base(op, coordinate)
+    return lambda xs: (embedding_shard(xs[0], xs[1], base),)
+
+
+def _compile_argmax(op: Op, coordinate: Coordinate) -> OpFunction:
+    base = _base(op, coordinate) if op.get("base_axis", "") else 0
+    extent = int(_number(op, "extent", -1))
+    return lambda xs: sampling.argmax(xs[0], base, None if extent < 0 else extent)
+
+
+def _compile_top(op: Op, coordinate: Coordinate) -> OpFunction:
+    num_parts, num_top = op.axis("s").extent, op.axis("c").extent
+    return lambda xs: (sampling.top(xs[0], num_parts, num_top),)
+
+
+def _compile_sample(op: Op, coordinate: Coordinate) -> OpFunction:
+    base = _base(op, coordinate) if op.get("base_axis", "") else 0
+    extent = int(_number(op, "extent", op.axis("v").extent))
+    return lambda xs: sampling.sample(xs[0], xs[1], xs[2], xs[3], base, extent)
+
+
+def _compile_concat(op: Op, coordinate: Coordinate) -> OpFunction:
+    dim = int(_number(op, "dim"))
+    return lambda xs: (concat(xs, dim),)
+
+
+def _compile_take_shard(op: Op, coordinate: Coordinate) -> OpFunction:
+    dim, here = int(_number(op, "dim")), coordinate[str(op.attr("mesh_axis"))]
+    extents = op.extents
+    extent = math.prod(extents[name] for name in op.writes[0].dims[dim].axes)
+    return lambda xs: (take_shard(xs[0], dim, extent, here),)
+
+
+COMPILERS: dict[str, Callable[[Op, Coordinate], OpFunction]] = {
+    "linear": _compile_linear,
+    "reduce": _compile_reduce,
+    **{kind: lambda op, coordinate: compile_pointwise(op, evaluate_all) for kind in POINTWISE},
+    **{kind: lambda op, coordinate: compile_norm(op, normalise) for kind in NORMS},
+    "rope": lambda op, coordinate: lambda xs: (rope(xs[0], xs[2], xs[3]),),
+    "attention": _compile_attention,
+    "kv_append": lambda op, coordinate: lambda xs: (kv_append(xs[2], xs[0], xs[1]),),
+    "embedding": _compile_embedding,
+    "slice": _compile_move,
+    "concat": _compile_concat,
+    "reshape": _compile_move,
+    "transpose": _compile_move,
+    "view": _compile_view,
+    "set": _compile_move,
+    "argmax": _compile_argmax,
+    "top": _compile_top,
+    "cutoff": lambda op, coordinate: lambda xs: (sampling.cutoff(xs[0], xs[1]),),
+    "sample": _compile_sample,
+    "take_shard": _compile_take_shard,
+}
+"""Op kind -> binds an op at a rank's mesh coordinate."""
+
+
+def op_operands(op: Op) -> tuple[str, ...]:
+    """Tensor names in the order in which a compiled op takes them."""
+    names = tuple(access.tensor for access in op.reads)
+    return names + tuple(a.tensor for a in op.writes) if op.kind in IN_PLACE else names
+
+
+def compile_op(op: Op, coordinate: Coordinate) -> OpFunction:
+    """The op bound to its attributes and to a rank's mesh coordinate; ProgramError for a kind that
+    is no library op.
+    """
+    if op.kind not in COMPILERS:
+        raise _unfit(op, f"kind {op.kind!r}", f"one of {', '.join(COMPILERS)}")
+    return COMPILERS[op.kind](op, coordinate)
+
+
+class DeviceOps(Protocol):
+    """How a device does library ops."""
+
+    def compile(self, op: Op, coordinate: Coordinate) -> OpFunction:
+        """As compile_op."""
+        ...
+
+
+class TorchOps:
+    """All by torch."""
+
+    def compile(self, op: Op, coordinate: Coordinate) -> OpFunction:
+        return compile_op(op, coordinate)
+
+
+def run_op(op: Op, operands: Mapping[str, Tensor], coordinate: Coordinate) -> dict[str, Tensor]:
+    """Results by tensor name of one op over operands by tensor name."""
+    results = compile_op(op, coordinate)([operands[name] for name in op_operands(op)])
+    return {access.tensor: result for access, result in zip(op.writes, results, strict=True)}
+
+
+def _unfit(op: Op, found: str, expected: str) -> ProgramError:
+    return ProgramError(
+        f"op {op.name!r}: {found}", expected=expected, remedy="build it with ProgramBuilder"
+    )

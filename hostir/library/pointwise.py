@@ -1,0 +1,100 @@
+"""Pointwise ops in torch: one expression, or several fused, over operands that broadcast.
+
+Comes in: an op of kind pointwise, or fused_pointwise as fuse.py makes it. Goes out: a function of
+its operands, by torch here or by a kernel that takes the same arguments. Used by library.py.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from distmega.hostir.library.axis_views import (
+    access_axes,
+    fold_axes,
+    is_plain,
+    order_axes,
+    unfold_axes,
+)
+from distmega.hostir.library.torch_types import torch_dtype, widen
+from distmega.hostir.passes.fused_kinds import op_exprs
+from distmega.program import expr
+from distmega.program.types import Op, accesses
+
+OpFunction = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
+"""An op bound to its attributes: operands in the order of `op_operands`, results in the order of
+the op's writes.
+"""
+
+Evaluate = Callable[
+    [Sequence[expr.Expr], Sequence[Tensor], Sequence[torch.dtype] | None], tuple[Tensor, ...]
+]
+"""As evaluate_all."""
+
+FUNCTIONS: dict[str, Callable[..., Tensor]] = {
+    "exp": torch.exp, "log": torch.log, "sqrt": torch.sqrt, "rsqrt": torch.rsqrt,
+    "abs": torch.abs, "neg": torch.neg, "relu": torch.relu, "silu": F.silu, "gelu": F.gelu,
+    "tanh": torch.tanh, "sigmoid": torch.sigmoid, "sin": torch.sin, "cos": torch.cos,
+    "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div, "pow": torch.pow,
+    "maximum": torch.maximum, "minimum": torch.minimum,
+}  # fmt: skip
+"""expr.FUNCTIONS on tensors."""
+
+
+@cache
+def _lift(value: float) -> Tensor:
+    """A constant as a scalar tensor; it takes the type of the float tensor it meets."""
+    return torch.tensor(value, dtype=torch.float64)
+
+
+def pointwise(tree: expr.Expr, args: Sequence[Tensor]) -> Tensor:
+    """Value of an expression over operands that broadcast; computed in fp32 for half types, in the
+    type of args[0].
+    """
+    out = expr.evaluate(tree, [widen(a) for a in args], FUNCTIONS, _lift).to(args[0].dtype)
+    return out.clone() if any(out is a for a in args) else out
+
+
+def evaluate_all(
+    exprs: Sequence[expr.Expr], args: Sequence[Tensor], dtypes: Sequence[torch.dtype] | None
+) -> tuple[Tensor, ...]:
+    """New tensors with the value of each expression, of the operands' common shape, in `dtypes` or
+    else the type of args[0].
+    """
+    shape = torch.broadcast_shapes(*(x.shape for x in args))  # type: ignore[no-untyped-call]
+    if dtypes is None:
+        results = [pointwise(tree, args) for tree in exprs]
+    else:
+        wide = [widen(x) for x in args]
+        found = (pointwise(tree, wide) for tree in exprs)
+        results = [y.to(dtype) for y, dtype in zip(found, dtypes, strict=True)]
+    return tuple(torch.broadcast_to(y, shape).contiguous() for y in results)
+
+
+def _op_dtypes(op: Op) -> tuple[torch.dtype, ...] | None:
+    names = op.get("dtypes", ())
+    assert isinstance(names, tuple), "fuse.py writes a tuple"
+    return tuple(torch_dtype(str(name)) for name in names) or None
+
+
+def compile_pointwise(op: Op, evaluate: Evaluate) -> OpFunction:
+    """The op bound to its access maps: `evaluate` sees operands that broadcast from the right."""
+    exprs, dtypes, extents = op_exprs(op), _op_dtypes(op), op.extents
+    out_axes = access_axes(op.writes[0])
+    if all(is_plain(a) and access_axes(a) == out_axes for a in accesses(op)):
+        return lambda xs: evaluate(exprs, xs, dtypes)
+    shape = [extents[name] for name in out_axes]
+
+    def run(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        xs = [
+            order_axes(unfold_axes(x, read, extents), access_axes(read), out_axes)
+            for x, read in zip(operands, op.reads, strict=True)
+        ]
+        return tuple(
+            fold_axes(out.expand(shape), out_axes, write, extents).contiguous()
+            for out, write in zip(evaluate(exprs, xs, dtypes), op.writes, strict=True)
+        )
+
+    return run

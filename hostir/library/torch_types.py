@@ -1,0 +1,52 @@
+"""Element types as torch sees them: short names of distmega/program/dtypes.py to torch dtypes and
+back.
+
+The bottom half never imports torch, so the mapping lives here, with the first code that runs
+tensors.
+"""
+
+import torch
+from torch import Tensor
+
+from distmega.program import types as program
+
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    "f64": torch.float64,
+    "f32": torch.float32,
+    "bf16": torch.bfloat16,
+    "f16": torch.float16,
+    "i64": torch.int64,
+    "i32": torch.int32,
+    "bool": torch.bool,
+}
+
+_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+_HALF = (torch.bfloat16, torch.float16)
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype of a short name; KeyError is a bug of the caller."""
+    return TORCH_DTYPES[name]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The short name of a torch dtype, or torch's own name for one that programs cannot hold."""
+    return _NAMES.get(dtype, str(dtype))
+
+
+def empty_tensor(buffer: program.Tensor, device: torch.device) -> Tensor:
+    """Uninitialised row-major storage for a buffer."""
+    return torch.empty(buffer.shape, dtype=torch_dtype(buffer.dtype), device=device)
+
+
+def widen(x: Tensor) -> Tensor:
+    """x in the type its sums are taken in: fp32 for the half types, otherwise x itself."""
+    return x.float() if x.dtype in _HALF else x
+
+
+def operand_dtype(x: Tensor) -> torch.dtype:
+    """The type in which products of x are formed so that their sums are taken in fp32 or wider.
+
+    A GPU sums products of half types in fp32 by itself; the CPU does not, so they are widened.
+    """
+    return x.dtype if x.is_cuda else widen(x).dtype

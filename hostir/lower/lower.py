@@ -1,0 +1,329 @@
+"""From one rank's tensor program to a host program: megakernel launches, library ops, collectives.
+
+Comes in: a LocalProgram of sharding/localize.py. Goes out: a HostProgram whose temps are allocated
+before their first write; passes.py frees them and moves waits. It runs on one stream but for host
+loops, whose iterations take turns on several. With `megakernel`, maximal runs of ops that kernels
+can do become segments; with `fuse`, other ops that one library kernel can do become one. A view
+costs nothing, so it is stated again wherever it is used and never crosses a segment's edge. Next:
+passes.py, then kernels/task_graph.py for the segments.
+"""
+
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import Protocol
+
+from distmega.collecting import uncollected
+from distmega.errors import PlanError
+from distmega.hostir.ir.nodes import (
+    Arg,
+    Collective,
+    HostProgram,
+    LaunchMegakernel,
+    LibraryOp,
+    Node,
+    Wait,
+    segment_args,
+    walk_nodes,
+)
+from distmega.hostir.ir.uses import named_buffers
+from distmega.hostir.lower.chunks import verify_homes
+from distmega.hostir.lower.loops import PEERS, Around, LoopLowering, touched
+from distmega.hostir.lower.matmul_nodes import FusedMatmul, needed_rooms
+from distmega.hostir.lower.scope import Scope
+from distmega.hostir.lower.segments import Run, kernel_runs, make_segment
+from distmega.hostir.passes.fuse import fuse_ops
+from distmega.hostir.passes.host_streams import Touched
+from distmega.program.ops.compute import EXCHANGES, exchange_axis
+from distmega.program.types import Op, Program, Tensor, accesses
+from distmega.sharding.finalize import verify_storage
+from distmega.sharding.layout.allocation import AllocationDomain
+from distmega.sharding.layout.mesh import DeviceMesh
+from distmega.sharding.overlap.pairs import OverlapChoice
+from distmega.sharding.streams.host_loops import HostLoop
+
+KERNEL_KINDS = frozenset({
+    "linear", "pointwise", "reduce", "rms_norm", "rope", "attention", "kv_append", "embedding",
+    "slice", "concat", "reshape", "transpose", "set", "argmax", "take_shard",
+    "top", "cutoff", "sample",
+})  # fmt: skip
+"""Op kinds that a megakernel does, unless the caller knows better."""
+
+MAX_STREAMS = 4
+"""Streams besides the main one that a host loop uses, unless the caller knows better."""
+
+PEER_KINDS = frozenset({"all_reduce", "all_gather"})
+"""Collectives that a megakernel does where ranks can write into each other's memory."""
+
+
+Encodable = Callable[[Op, Mapping[str, Tensor], Mapping[str, tuple[int, ...]]], bool]
+"""Whether a megakernel can do an op, given tensors by name, and the strides of its operands."""
+
+
+class Localized(Protocol):
+    """What is needed of a LocalProgram: one rank's program, the rank symbolic, its mesh, its final
+    allocations, its host loops and the pairs of ops that run as one kernel.
+    """
+
+    @property
+    def program(self) -> Program: ...
+
+    @property
+    def mesh(self) -> DeviceMesh: ...
+
+    @property
+    def allocations(self) -> Mapping[str, AllocationDomain]: ...
+
+    @property
+    def host_loops(self) -> tuple[HostLoop, ...]: ...
+
+    @property
+    def fused(self) -> tuple[OverlapChoice, ...]: ...
+
+
+class _Lowering:
+    """Makes the nodes of one program."""
+
+    def __init__(
+        self,
+        local: Localized,
+        fits: Callable[[Op, Scope], bool],
+        max_streams: int,
+        fuse: bool,
+        fused: Sequence[OverlapChoice],
+    ) -> None:
+        self.fused = {choice.pair.second: choice for choice in fused}
+        self.firsts = {choice.pair.first for choice in fused}
+        self.ops = {op.name: op for op in local.program.ops}
+        self.local, self.program, self.mesh = local, local.program, local.mesh
+        self.fits, self.fuse = fits, fuse
+        self.chunked = {
+            name: domain.chunk for name, domain in local.allocations.items() if domain.chunk
+        }
+        self.loops = {name: loop for loop in local.host_loops for name, _ in loop.splits}
+        self.segments: list[Program] = []
+        self.lowered = LoopLowering(self.chunked, max_streams, self.iteration)
+        self.order = self.lowered.order
+
+    def run(self) -> HostProgram:
+        program = self.program
+        verify_homes(program.ops, self.loops, self.chunked)
+        tensors = program.tensor_map()
+        given = {tensor.name for tensor in program.tensors if tensor.role != "temp"}
+        views = {op.writes[0].tensor: op for op in program.ops if op.is_view}
+        scope = Scope(tensors=tensors, views=views, slices={}, placed=given)
+        body = [*self.body(program.ops, scope, program.outputs), *self.order.join()]
+        for name in program.outputs:
+            body += scope.named(name)
+        if self.fuse:
+            buffers = {**tensors, **self.lowered.chunks}
+            segments = {segment.name: segment for segment in self.segments}
+            body = [*fuse_ops(body, buffers, program.outputs, segments)]
+        used = {name for node in walk_nodes(body) for name in named_buffers(node)}
+        used |= set(program.outputs)
+        whole = [t for t in program.tensors if t.role != "temp" or t.name in used]
+        parts = [
+            t for t in self.lowered.chunks.values() if t.name not in tensors and t.name in used
+        ]
+        host = HostProgram(
+            name=program.name,
+            mesh=self.mesh,
+            buffers=(*(self.stored(t) for t in whole), *parts),
+            body=tuple(body),
+            outputs=program.outputs,
+            segments=tuple(self.segments),
+            num_streams=self.lowered.num_streams,
+            num_events=self.lowered.num_events,
+        )
+        sizes = dict(self.mesh.axes)
+        host = replace(host, rooms=needed_rooms(walk_nodes(body), host.buffer_map(), sizes))
+        verify_storage(host.buffers, self.local.allocations)
+        return host
+
+    def stored(self, tensor: Tensor) -> Tensor:
+        return (
+            self.lowered.chunks.get(tensor.name, tensor) if tensor.name in self.chunked else tensor
+        )
+
+    def body(self, ops: Sequence[Op], scope: Scope, kept: Sequence[str]) -> Iterator[Node]:
+        """Nodes of a program's ops in order. kept: what must outlive them."""
+        runs = self.split_runs(ops, scope)
+        last_use = self.last_uses(runs, scope, kept)
+        ends: dict[int, set[str]] = {}
+        for name, last in last_use.items():
+            if scope.tensors[name].role == "temp":
+                ends.setdefault(last, set()).add(name)
+        for position, run in enumerate(runs):
+            ending = ends.get(position, set())
+            if run.loop is not None:
+                yield from self.lowered.loop(run.loop, run.ops, scope, ending)
+                continue
+            work = touched(run.ops, scope)
+            work = Touched(work.reads, work.writes | ending | ({PEERS} if run.meets else set()))
+            yield from self.order.before(work)
+            if run.fused:
+                yield from _fused_nodes(run.fused, run.ops, scope)
+            elif run.segment:
+                needed = {each for each, last in last_use.items() if last > position}
+                yield from self.segment(run.ops, scope, needed)
+            else:
+                yield from _host_nodes(run.ops[0], scope)
+            self.order.note(work)
+
+    def iteration(self, ops: Sequence[Op], scope: Scope, around: Around) -> Iterator[Node]:
+        """Nodes of the ops of one iteration of a loop."""
+        runs = self.split_runs(ops, scope, around)
+        last_use = self.last_uses(runs, scope, ())
+        for position, run in enumerate(runs):
+            before, after = around.get(run.ops[0].name, ((), ()))
+            yield from before
+            if run.segment:
+                needed = {each for each, last in last_use.items() if last > position}
+                yield from self.segment(run.ops, scope, needed)
+            else:
+                yield from _host_nodes(run.ops[0], scope)
+            yield from after
+
+    def segment(self, ops: Sequence[Op], scope: Scope, needed: set[str]) -> Iterator[Node]:
+        names = dict.fromkeys(scope.storage(a.tensor) for op in ops for a in accesses(op))
+        for name in names:
+            if name in scope.slices:
+                yield from scope.named(name)
+        name = f"{self.program.name}.{len(self.segments)}"
+        segment = make_segment(name, ops, scope, needed)
+        self.segments.append(segment)
+        given = segment_args(segment)
+        yield from scope.allocated([tensor.name for tensor in given])
+        args = tuple(Arg(name=tensor.name, buffer=tensor.name) for tensor in given)
+        yield LaunchMegakernel(kernel=name, args=args)
+
+    def split_runs(self, ops: Sequence[Op], scope: Scope, alone: Container[str] = ()) -> list[Run]:
+        """Ops but views, in order: host loops, maximal runs that fit a kernel, over one mesh axis
+        each, and the rest one by one. alone: ops that are in no kernel. Nor are collectives of a
+        loop: beside a kernel of several ranks no other iteration might exchange anything.
+        """
+
+        def fits(op: Op) -> bool:
+            outside = scope.outer is None or op.kind not in EXCHANGES
+            return outside and op.name not in alone and self.fits(op, scope)
+
+        runs: list[Run] = []
+        loops = {} if scope.outer is not None else self.loops
+        made: set[str] = set()
+        computing = (op for op in ops if not op.is_view and op.name not in self.firsts)
+
+        def home(op: Op) -> HostLoop | OverlapChoice | None:
+            return loops.get(op.name) or self.fused.get(op.name)
+
+        for loop, group in groupby(computing, key=home):
+            if isinstance(loop, OverlapChoice):
+                pair = (self.ops[loop.pair.first], self.ops[loop.pair.second])
+                runs.append(Run(ops=pair, segment=False, fused=loop))
+            elif loop is not None:
+                runs.append(Run(ops=tuple(group), segment=False, loop=loop))
+            else:
+                runs += kernel_runs(group, self.mesh, fits, scope, made)
+                continue
+            made |= {name for op in runs[-1].ops for name in scope.written_temps(op)}
+        return runs
+
+    def last_uses(self, runs: Sequence[Run], scope: Scope, kept: Sequence[str]) -> dict[str, int]:
+        """Storage -> the last run that reads or writes it, one past the end for what is kept."""
+        last: dict[str, int] = {}
+        for position, run in enumerate(runs):
+            for op in run.ops:
+                last |= {scope.storage(access.tensor): position for access in accesses(op)}
+        return last | {scope.storage(name): len(runs) for name in kept}
+
+
+@uncollected
+def lower_program(
+    local: Localized,
+    *,
+    megakernel: bool,
+    peer_memory: bool,
+    kernel_kinds: frozenset[str] = KERNEL_KINDS,
+    is_encodable: Encodable | None = None,
+    apart: Container[str] = (),
+    max_streams: int = MAX_STREAMS,
+    fuse: bool = False,
+) -> HostProgram:
+    """One rank's host program, not yet freed: run passes.run_passes on it.
+
+    kernel_kinds, is_encodable: which ops a megakernel can do; the others, and the ops named in
+    `apart`, become library ops and collectives between segments. peer_memory: outside of loops
+    all_reduce and all_gather stay in the kernel, over one mesh axis a segment, and what the plan
+    fuses is one kernel. max_streams: of how many streams the iterations of a host loop take turns.
+    fuse: joins library ops that one kernel can do (fuse.py), which rounds fewer intermediate
+    results. PlanError if a user asked for fused kernels without peer memory, or for no stream.
+    """
+    if type(max_streams) is not int or max_streams < 1:
+        raise PlanError(
+            f"max_streams {max_streams!r}",
+            expected="a whole number of at least 1",
+            remedy="use 1 to run the iterations of a host loop one after the other",
+        )
+    if not peer_memory and any(choice.forced for choice in local.fused):
+        raise PlanError(
+            'overlap "kernel" without peer memory',
+            expected="ranks that reach each other's memory",
+            remedy='lower with peer_memory=True, or plan with overlap "sequential"',
+        )
+    fused = local.fused if peer_memory else ()
+
+    def fits(op: Op, scope: Scope) -> bool:
+        if not megakernel or op.name in apart:
+            return False
+        if op.kind in PEER_KINDS:
+            return peer_memory
+        if op.kind not in kernel_kinds or is_encodable is None:
+            return op.kind in kernel_kinds
+        strides = {access.tensor: scope.strides(access.tensor) for access in accesses(op)}
+        return is_encodable(op, scope.tensors, strides)
+
+    return _Lowering(local, fits, max_streams, fuse, fused).run()
+
+
+def _fused_nodes(choice: OverlapChoice, ops: Sequence[Op], scope: Scope) -> Iterator[Node]:
+    """A pair as one node: what its operands stand for, the allocation of its result, itself."""
+    pair = choice.pair
+    matmul = ops[1] if pair.kind == "all_gather_matmul" else ops[0]
+    x, w = ops[0].reads[0].tensor, matmul.reads[1].tensor
+    for name in (x, w):
+        yield from scope.named(name)
+    yield from scope.allocated([pair.result])
+    yield from scope.named(pair.result)
+    yield FusedMatmul(
+        kind=pair.kind,
+        mesh_axis=pair.mesh_axis,
+        x=x,
+        w=w,
+        out=pair.result,
+        num_rows=pair.num_rows,
+        alike=pair.product.extents.alike,
+        forced=choice.forced,
+    )
+
+
+def _host_nodes(op: Op, scope: Scope) -> Iterator[Node]:
+    """An op outside of segments: what its operands stand for, allocations of what it writes,
+    itself, and a wait.
+    """
+    for access in op.reads:
+        yield from scope.named(access.tensor)
+    yield from scope.allocated(access.tensor for access in op.writes)
+    for access in op.writes:
+        yield from scope.named(access.tensor)
+    axis = exchange_axis(op)
+    if not axis:
+        yield LibraryOp(op=op)
+        return
+    yield Collective(
+        kind=op.kind,  # type: ignore[arg-type]
+        mesh_axis=axis,
+        ins=tuple(access.tensor for access in op.reads),
+        outs=tuple(access.tensor for access in op.writes),
+        handle=op.name,
+        attrs=tuple((key, value) for key, value in op.attrs if key != "mesh_axis"),
+    )
+    yield Wait(handle=op.name)

@@ -1,0 +1,72 @@
+"""The host program's node for a matmul with its collective, and the peer memory that it needs.
+
+Comes in: pairs of ops that sharding/overlap/pairs.py chose, from lower.py. Goes out: FusedMatmul,
+one of the nodes of nodes.py, and Rooms, which a HostProgram declares. Next: nodes.py, matmuls.py.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from distmega.program.types import Tensor
+from distmega.sharding.overlap.pairs import PairKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FusedMatmul:
+    """A product and its collective over a team as one kernel, which no exchange may run beside.
+
+    x [rows, sums], w [columns, sums], out [rows, columns], each a group of dims, x with `num_rows`
+    dims of rows; dim 0 is gathered or scattered. borrows: out lies in peer memory, which holds
+    until the next FusedMatmul of the mesh axis. alike: w is the same on all ranks of the team that
+    gathers x, and so is out, bit by bit. forced: a user asked for one kernel; otherwise the device
+    may do it in what way is quicker.
+    """
+
+    kind: PairKind
+    mesh_axis: str
+    x: str
+    w: str
+    out: str
+    num_rows: int = 1
+    borrows: bool = False
+    alike: bool = False
+    forced: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """Memory that the ranks of a team write into each other's, for its fused matmuls: twice
+    `num_bytes`, for one instruction and the next.
+    """
+
+    mesh_axis: str
+    num_bytes: int
+
+
+def needed_rooms(
+    nodes: Iterable[object], buffers: Mapping[str, Tensor], sizes: Mapping[str, int]
+) -> tuple[Room, ...]:
+    """The peer memory of a program's fused matmuls, the largest need of each mesh axis. sizes: of
+    mesh axes.
+    """
+    fused = [node for node in nodes if isinstance(node, FusedMatmul)]
+    return largest_rooms(
+        Room(mesh_axis=node.mesh_axis, num_bytes=room_bytes(node, buffers, sizes[node.mesh_axis]))
+        for node in fused
+    )
+
+
+def room_bytes(node: FusedMatmul, buffers: Mapping[str, Tensor], size: int) -> int:
+    """Bytes of a room for a node: the gathered x, or the partial result and the sums."""
+    if node.kind == "all_gather_matmul":
+        return size * buffers[node.x].num_bytes
+    whole = size if node.kind == "matmul_reduce_scatter" else 1
+    return 2 * whole * buffers[node.out].num_bytes
+
+
+def largest_rooms(rooms: Iterable[Room]) -> tuple[Room, ...]:
+    """One room a mesh axis, as large as the largest of them."""
+    most: dict[str, int] = {}
+    for room in rooms:
+        most[room.mesh_axis] = max(most.get(room.mesh_axis, 0), room.num_bytes)
+    return tuple(Room(mesh_axis=axis, num_bytes=need) for axis, need in most.items())

@@ -1,0 +1,231 @@
+"""Links the host programs of a pipeline's stages: what they send each other, several micro-batches
+under way.
+
+Comes in: a stage, and its lowered host programs for a micro-batch of each size, with how many of
+them there are. Goes out: one host program for all of them, not yet freed: run passes.run_passes on
+it. A stage receives what it needs of a micro-batch, works, and sends on what others need:
+
+    signal free to pp[0]             as often as micro-batches may be under way
+    for chunk in 3:
+      slice tokens#0 of tokens dim 0 by chunk step 4
+      recv x from pp[0] as x.recv
+      wait x.recv
+      ...                            the stage's own nodes
+      wait signal free from pp[2]
+      send y to pp[2] as y.send
+      wait y.send
+      signal free to pp[0]
+    wait signal free from pp[2]      as often: by then all have been taken
+    recv next from pp[2] as next.recv
+
+The event `free` says that a receiver is done with a micro-batch, so that a sender is never more
+than IN_FLIGHT ahead. Stages are coordinates of the mesh axis AXIS; ranks with equal other
+coordinates talk to each other. Next: passes.py.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from distmega.errors import PlanError
+from distmega.hostir.ir.nodes import (
+    Allocate,
+    Deallocate,
+    EndCoalescing,
+    ForLoop,
+    HostProgram,
+    Node,
+    Peer,
+    Recv,
+    Send,
+    Signal,
+    SliceView,
+    StartCoalescing,
+    Wait,
+    WaitSignal,
+)
+from distmega.hostir.ir.rename import Names, rename_node
+from distmega.hostir.lower.matmul_nodes import largest_rooms
+from distmega.program.types import Tensor
+from distmega.sharding.stages import AXIS, Stage, Transfer
+
+IN_FLIGHT = 2
+"""Micro-batches that a stage may have sent and the next one not yet have done."""
+
+FREE = "free"
+CHUNK = "chunk"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A stage, its host program for micro-batches of one size, and how many there are."""
+
+    stage: Stage
+    host: HostProgram
+    count: int = 1
+
+
+def link_stage(parts: Sequence[Part], chunk_dims: Mapping[str, int] | None = None) -> HostProgram:
+    """One program for the micro-batches of all parts, one after the other.
+
+    chunk_dims: inputs and results that are cut into micro-batches, and the dim; of other results
+    the last micro-batch's stays. All parts but the last have one size, the last may be smaller.
+    One micro-batch of the only stage stays as it is. PlanError if programs share a name.
+    """
+    names = [part.host.name for part in parts]
+    if len(set(names)) < len(names):
+        raise PlanError(
+            f"parts of a stage named {names}",
+            expected="different names",
+            remedy="name the program of each size of micro-batch after it",
+        )
+    if parts[0].stage.num_stages == len(parts) == parts[0].count == 1:
+        return parts[0].host
+    return _Link(parts, chunk_dims or {}).run()
+
+
+class _Link:
+    """Makes the linked program."""
+
+    def __init__(self, parts: Sequence[Part], chunk_dims: Mapping[str, int]) -> None:
+        stage = parts[0].stage
+        num_batches = sum(part.count for part in parts)
+        self.parts = parts
+        self.chunk_dims = chunk_dims if num_batches > 1 else {}
+        self.credits = min(IN_FLIGHT, num_batches) if num_batches > 1 else 0
+        self.results = tuple(tensor.name for tensor in stage.results)
+        self.received = [t for t in stage.transfers if t.target == stage.index]
+        self.sent = [t for t in stage.transfers if t.source == stage.index]
+        self.sources = sorted({t.source for t in self.received if not t.final})
+        self.targets = sorted({t.target for t in self.sent if not t.final})
+        self.buffers: dict[str, Tensor] = {}
+
+    def run(self) -> HostProgram:
+        for part in self.parts:
+            self.declare_whole(part)
+        body = [self.signal(source) for source in self.sources for _ in range(self.credits)]
+        body += [Allocate(buffer=name) for name in self.results]
+        for number, part in enumerate(self.parts):
+            nodes = tuple(self.part_nodes(number, part))
+            looped = ForLoop(index=CHUNK, extent=part.count, body=nodes)
+            body += [looped] if part.count > 1 else nodes
+        body += [self.await_free(target) for target in self.targets for _ in range(self.credits)]
+        body += _exchange([t for t in self.received if t.final], [t for t in self.sent if t.final])
+        first = self.parts[0].host
+        return HostProgram(
+            name=first.name,
+            mesh=first.mesh,
+            buffers=tuple(self.buffers.values()),
+            body=tuple(body),
+            outputs=self.results,
+            segments=tuple(segment for part in self.parts for segment in part.host.segments),
+            num_streams=max(part.host.num_streams for part in self.parts),
+            num_events=max(part.host.num_events for part in self.parts),
+            rooms=largest_rooms(room for part in self.parts for room in part.host.rooms),
+        )
+
+    def declare_whole(self, part: Part) -> None:
+        """Buffers of all micro-batches: what is cut into them, in full, and the caller's."""
+        mine = part.stage.index
+        finals = [t.tensor for t in part.stage.transfers if t.target == mine and t.final]
+        here = part.host.buffer_map() | {tensor.name: tensor for tensor in finals}
+        for buffer in here.values():
+            dim = self.chunk_dims.get(buffer.name)
+            if dim is not None:
+                so_far = self.buffers.get(buffer.name)
+                extent = part.count * buffer.shape[dim] + (so_far.shape[dim] if so_far else 0)
+                shape = (*buffer.shape[:dim], extent, *buffer.shape[dim + 1 :])
+                self.buffers[buffer.name] = replace(self.as_temp(buffer), shape=shape)
+            elif buffer.role != "temp" or buffer.name in self.results:
+                self.buffers.setdefault(buffer.name, self.as_temp(buffer))
+
+    def as_temp(self, buffer: Tensor) -> Tensor:
+        """A buffer as it stands in the linked program: what other stages send is no input."""
+        given = any(t.tensor.name == buffer.name for t in self.received)
+        return replace(buffer, role="temp") if given else buffer
+
+    def part_nodes(self, number: int, part: Part) -> Iterator[Node]:
+        """The nodes of one micro-batch of a part. Its streams may use what it received until they
+        join at the end, since to the part's own program that is the caller's.
+        """
+        names = {name: f"{name}#{number}" for name in self.chunk_dims}
+        own = [b for b in map(self.as_temp, part.host.buffers) if b.role == "temp"]
+        own = [buffer for buffer in own if buffer.name not in self.results]
+        if number:
+            names |= {buffer.name: f"{buffer.name}#{number}" for buffer in own}
+        self.buffers |= {
+            names.get(b.name, b.name): replace(b, name=names.get(b.name, b.name)) for b in own
+        }
+
+        def name_of(name: str) -> str:
+            return names.get(name, name)
+
+        yield from self.slices(number, part)
+        flowing = [t for t in self.received if not t.final]
+        alone = [t.tensor.name for t in flowing if t.tensor.name not in self.results]
+        yield from (Allocate(buffer=name_of(name)) for name in alone)
+        yield from _receive(flowing, name_of)
+        for node in part.host.body:
+            if not (isinstance(node, Allocate) and node.buffer in self.results):
+                yield rename_node(node, name_of, name_of)
+        if part.host.num_streams > 1:
+            yield from (Deallocate(buffer=name_of(name)) for name in alone)
+        if self.credits:
+            yield from map(self.await_free, self.targets)
+        yield from _send([t for t in self.sent if not t.final], name_of)
+        if self.credits:
+            yield from map(self.signal, self.sources)
+
+    def slices(self, number: int, part: Part) -> Iterator[Node]:
+        """The micro-batch's parts of what is cut into them."""
+        first, here = self.parts[0].host.buffer_map(), part.host.buffer_map()
+        for name, dim in self.chunk_dims.items():
+            if name not in here:
+                continue
+            view = f"{name}#{number}"
+            self.buffers[view] = replace(here[name], name=view, role="temp")
+            yield SliceView(
+                view=view,
+                buffer=name,
+                dim=dim,
+                index=CHUNK if part.count > 1 else "",
+                shift=sum(before.count for before in self.parts[:number]),
+                step=first[name].shape[dim],
+            )
+
+    def signal(self, stage: int) -> Node:
+        return Signal(name=FREE, peer=Peer(mesh_axis=AXIS, offset=stage))
+
+    def await_free(self, stage: int) -> Node:
+        return WaitSignal(name=FREE, peer=Peer(mesh_axis=AXIS, offset=stage))
+
+
+def _receive(transfers: Sequence[Transfer], name_of: Names) -> list[Node]:
+    recvs = [_recv(name_of(t.tensor.name), t) for t in transfers]
+    return [*recvs, *(Wait(handle=recv.handle) for recv in recvs)]
+
+
+def _send(transfers: Sequence[Transfer], name_of: Names) -> list[Node]:
+    sends = [_send_one(name_of(t.tensor.name), t) for t in transfers]
+    return [*sends, *(Wait(handle=send.handle) for send in sends)]
+
+
+def _exchange(received: Sequence[Transfer], sent: Sequence[Transfer]) -> list[Node]:
+    """All receives and sends at once, where there are both: of two stages that send each other
+    something, neither can take before it gives.
+    """
+    if not (received and sent):
+        return [*_receive(received, str), *_send(sent, str)]
+    recvs = [_recv(t.tensor.name, t) for t in received]
+    members: list[Send | Recv] = [*recvs, *(_send_one(t.tensor.name, t) for t in sent)]
+    handle = recvs[0].handle
+    bare = (replace(member, handle="") for member in members)
+    return [StartCoalescing(), *bare, EndCoalescing(handle=handle), Wait(handle=handle)]
+
+
+def _recv(name: str, t: Transfer) -> Recv:
+    return Recv(buffer=name, peer=Peer(mesh_axis=AXIS, offset=t.source), handle=f"{name}.recv")
+
+
+def _send_one(name: str, t: Transfer) -> Send:
+    handle = f"{name}.to{t.target}"
+    return Send(buffer=name, peer=Peer(mesh_axis=AXIS, offset=t.target), handle=handle)

@@ -1,0 +1,268 @@
+"""Joins library ops that one kernel can do: chains of pointwise ops, and a sum with the norm of it.
+
+Comes in: a body of lower.py, buffers still as lowered. Goes out: the body with ops of kind
+fused_pointwise and fused_norm in place of the last op of each group, without allocations of what
+stays inside a kernel. An op moves down to the one that reads its result if nothing between them
+touches what it reads or writes. A result that others read too is an output of both. Next:
+passes.py.
+"""
+
+from collections import Counter
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import replace
+
+from distmega.hostir.ir.nodes import (
+    Allocate,
+    ForLoop,
+    LibraryOp,
+    Node,
+    SliceView,
+    walk_nodes,
+)
+from distmega.hostir.ir.uses import node_reads, node_writes, storage_of, view_sources
+from distmega.hostir.passes.fused_kinds import POINTWISE, op_exprs
+from distmega.program import expr
+from distmega.program.ops.parts import make_op
+from distmega.program.types import Access, Index, Op, Program, Tensor, accesses
+
+MAX_READS = 8
+MAX_WRITES = 4
+MAX_FLOPS = 64
+"""What one kernel takes: operands, results, and function applications an element."""
+
+FLOATS = frozenset({"bf16", "f16", "f32", "f64"})
+FUSED_NORMS = frozenset({"rms_norm", "layer_norm"})
+_SUM = expr.parse("a0 + a1")
+
+
+def fuse_ops(
+    body: Sequence[Node],
+    buffers: Mapping[str, Tensor],
+    outputs: Sequence[str],
+    segments: Mapping[str, Program],
+) -> tuple[Node, ...]:
+    """The body, loops included, with fused ops."""
+    return _Fusion(body, buffers, outputs, dict(segments)).body(body)
+
+
+class _Fusion:
+    """What ops of one program may know of each other."""
+
+    def __init__(
+        self,
+        body: Sequence[Node],
+        buffers: Mapping[str, Tensor],
+        outputs: Sequence[str],
+        segments: dict[str, Program],
+    ) -> None:
+        self.buffers = buffers
+        self.sources = view_sources(body)
+        self.viewed = {*self.sources.values()}
+        self.readers = Counter(outputs)
+        self.writers = Counter[str]()
+        """Nodes that read or write a buffer; being an output counts as being read."""
+        for node in walk_nodes(body):
+            if not isinstance(node, ForLoop):
+                self.readers.update({*node_reads(node, segments)})
+                self.writers.update({*node_writes(node, segments)})
+        self.inside: set[str] = set()
+        """Temps that no longer exist."""
+
+    def body(self, body: Sequence[Node]) -> tuple[Node, ...]:
+        """One body: runs of ops with nothing between them but names and allocations."""
+        out: list[Node] = []
+        run: list[Node] = []
+        for node in body:
+            if isinstance(node, LibraryOp | Allocate | SliceView):
+                run.append(node)
+                continue
+            out += self.run(run)
+            run = []
+            out.append(
+                replace(node, body=self.body(node.body)) if isinstance(node, ForLoop) else node
+            )
+        out += self.run(run)
+        return tuple(n for n in out if not (isinstance(n, Allocate) and n.buffer in self.inside))
+
+    def run(self, nodes: Sequence[Node]) -> list[Node]:
+        """Joins each op with those above whose results it reads, as often as that goes."""
+        out: list[Node | None] = []
+        places: dict[str, int] = {}
+        allocated = {node.buffer for node in nodes if isinstance(node, Allocate)}
+        for node in nodes:
+            joined = node
+            while isinstance(joined, LibraryOp):
+                found = self.join_above(out, places, allocated, joined.op)
+                if found is None:
+                    places |= {access.tensor: len(out) for access in joined.op.writes}
+                    break
+                at, op = found
+                out[at], joined = None, LibraryOp(op=op)
+            out.append(joined)
+        return [node for node in out if node is not None]
+
+    def join_above(
+        self,
+        above: Sequence[Node | None],
+        places: Mapping[str, int],
+        allocated: Container[str],
+        op: Op,
+    ) -> tuple[int, Op] | None:
+        """Where the nearest op stands that can be done together with `op`, and both as one."""
+        made = {places[access.tensor] for access in op.reads if access.tensor in places}
+        for at in sorted(made, reverse=True):
+            node = above[at]
+            if (
+                isinstance(node, LibraryOp)
+                and self.is_movable(node.op, allocated)
+                and not self.touches(above[at + 1 :], node.op)
+                and (joined := self.join(node.op, op)) is not None
+            ):
+                return at, joined
+        return None
+
+    def is_movable(self, op: Op, allocated: Container[str]) -> bool:
+        """Whether an op is pointwise on floats, into temps of its own that have no other names."""
+        names = [access.tensor for access in op.writes]
+        return (
+            op.kind in POINTWISE
+            and self.is_float(op)
+            and all(self.writers[name] == 1 and name in allocated for name in names)
+            and self.viewed.isdisjoint(names)
+        )
+
+    def is_float(self, op: Op) -> bool:
+        return all(self.buffers[access.tensor].dtype in FLOATS for access in accesses(op))
+
+    def touches(self, between: Sequence[Node | None], op: Op) -> bool:
+        """Whether what lies between reads or changes what an op writes, changes what it reads, or
+        gives a name of it another meaning.
+        """
+        reads = {storage_of(a.tensor, self.sources) for a in op.reads}
+        writes = {storage_of(a.tensor, self.sources) for a in op.writes}
+        for node in between:
+            if isinstance(node, SliceView):
+                if node.view in {a.tensor for a in op.reads}:
+                    return True
+            elif isinstance(node, LibraryOp):
+                read = {storage_of(a.tensor, self.sources) for a in node.op.reads}
+                written = {storage_of(a.tensor, self.sources) for a in node.op.writes}
+                changed = written if not node.op.is_view else set()
+                if writes & (read | written) or reads & changed:
+                    return True
+        return False
+
+    def join(self, first: Op, then: Op) -> Op | None:
+        """Both ops as one; None if no kernel does that."""
+        if then.kind in FUSED_NORMS:
+            return self.with_residual(first, then)
+        if then.kind not in POINTWISE or not self.is_float(then):
+            return None
+        names = {access.tensor for access in first.writes}
+        read = next(access for access in then.reads if access.tensor in names)
+        renamed = _in_axes_of(first, read, then)
+        return None if renamed is None else self.composed(renamed, then)
+
+    def composed(self, first: Op, then: Op) -> Op | None:
+        """Both pointwise ops over the same axes; results that others read stay results."""
+        trees = dict(zip(first.writes, op_exprs(first), strict=True))
+        made = {access.tensor for access in first.writes}
+        rest = [access for access in then.reads if access not in trees]
+        if any(access.tensor in made for access in rest):
+            return None
+        order = list(dict.fromkeys((*first.reads, *rest)))
+        args = {access: expr.Arg(place) for place, access in enumerate(order)}
+        outer = {w: _substitute(tree, [args[a] for a in first.reads]) for w, tree in trees.items()}
+        inner = [outer[access] if access in outer else args[access] for access in then.reads]
+        results = {
+            w: _substitute(t, inner) for w, t in zip(then.writes, op_exprs(then), strict=True)
+        }
+        gone = {a.tensor for a in first.writes if a in then.reads and self.readers[a.tensor] == 1}
+        results |= {access: tree for access, tree in outer.items() if access.tensor not in gone}
+        fits = len(order) <= MAX_READS and len(results) <= MAX_WRITES
+        if not fits or sum(map(expr.num_flops, results.values())) > MAX_FLOPS:
+            return None
+        self.count_joined(first, then)
+        self.inside |= gone
+        return make_op(
+            then.name,
+            "fused_pointwise",
+            then.axes,
+            order,
+            tuple(results),
+            exprs=tuple(map(str, results.values())),
+            dtypes=tuple(self.buffers[access.tensor].dtype for access in results),
+        )
+
+    def count_joined(self, first: Op, then: Op) -> None:
+        """Two readers become one, which doesn't read what it makes."""
+        names = {access.tensor for access in accesses(first)}
+        self.readers.subtract(names & {access.tensor for access in then.reads})
+
+    def with_residual(self, first: Op, then: Op) -> Op | None:
+        """A sum of two tensors of one shape and type, and its norm; the sum is a result too."""
+        sources = [self.buffers[access.tensor] for access in first.reads]
+        total = self.buffers[_out(first)]
+        x, row, *vectors = then.reads
+        if (
+            op_exprs(first) != (_SUM,)
+            or {(t.shape, t.dtype) for t in sources} != {(total.shape, total.dtype)}
+            or any(_in_axes_of(first, read, then) is None for read in (x, row))
+        ):
+            return None
+        moved = [replace(read, tensor=source.name) for source in sources for read in (x, row)]
+        self.count_joined(first, then)
+        writes = (*then.writes, replace(x, tensor=total.name))
+        norm = then.kind.removesuffix("_norm")
+        return make_op(
+            then.name, "fused_norm", then.axes, [*moved, *vectors], writes,
+            norm=norm, eps=then.attr("eps"),
+        )  # fmt: skip
+
+
+def _out(op: Op) -> str:
+    return op.writes[0].tensor
+
+
+def _in_axes_of(first: Op, read: Access, then: Op) -> Op | None:
+    """The first op with the axis names of the second, which reads its result whole, one axis a
+    dim and in the order of its own results; None if it doesn't.
+    """
+    extents = then.extents
+    outs = [_whole_axes(access, first) for access in first.writes]
+    there = _whole_axes(read, then)
+    if there is None or any(names != outs[0] for names in outs) or outs[0] is None:
+        return None
+    names = dict(zip(outs[0], there, strict=True))
+    same = all(first.axis(mine).extent == extents[other] for mine, other in names.items())
+    if not same or len(names) != len(first.axes):
+        return None
+    if then.kind in POINTWISE and any(_whole_axes(a, then) != there for a in then.writes):
+        return None
+
+    def renamed(access: Access) -> Access:
+        dims = (replace(i, axes=tuple(names[n] for n in i.axes)) for i in access.dims)
+        return Access(tensor=access.tensor, dims=tuple(dims))
+
+    return replace(
+        first,
+        reads=tuple(map(renamed, first.reads)),
+        writes=tuple(map(renamed, first.writes)),
+    )
+
+
+def _whole_axes(access: Access, op: Op) -> tuple[str, ...] | None:
+    """The axes of an access that has one axis a dim."""
+    if any(index != Index(axes=index.axes) or len(index.axes) != 1 for index in access.dims):
+        return None
+    return tuple(index.axes[0] for index in access.dims)
+
+
+def _substitute(tree: expr.Expr, args: Sequence[expr.Expr]) -> expr.Expr:
+    match tree:
+        case expr.Arg(index):
+            return args[index]
+        case expr.Const():
+            return tree
+        case expr.Call(fn, parts):
+            return expr.Call(fn, tuple(_substitute(part, args) for part in parts))

@@ -1,0 +1,394 @@
+"""Runs a host program: torch for library ops, a Communicator for the rest of the mesh, runners for
+kernels, on a GPU its streams and events.
+
+Comes in: a HostProgram and, with each call, tensors by name. Goes out: its outputs; states are
+updated in place. Nodes become closures once, so that a call costs little more than its ops. On the
+CPU streams and events order nothing, since the host runs nodes in program order, which any verified
+program allows; check.py proves that for the device as well. Next: kernels/megakernel.py.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from distmega.errors import DistmegaError, ProgramError, RankFailure
+from distmega.hostir.comm.collectives import Handle
+from distmega.hostir.comm.communicator import Communicator
+from distmega.hostir.ir.nodes import (
+    Allocate,
+    Collective,
+    Deallocate,
+    EndCoalescing,
+    ForLoop,
+    HostProgram,
+    LaunchMegakernel,
+    LibraryOp,
+    Node,
+    RecordEvent,
+    Recv,
+    Send,
+    SetStream,
+    Signal,
+    SliceView,
+    StartCoalescing,
+    Wait,
+    WaitEvent,
+    WaitSignal,
+    walk_nodes,
+)
+from distmega.hostir.ir.text import print_node
+from distmega.hostir.ir.uses import node_writes, storage_of, view_sources
+from distmega.hostir.library.matmuls import Matmuls, SequentialMatmuls, compile_matmul
+from distmega.hostir.library.ops import IN_PLACE, DeviceOps, TorchOps, op_operands
+from distmega.hostir.library.torch_types import dtype_name, empty_tensor
+from distmega.hostir.lower.matmul_nodes import FusedMatmul
+from distmega.hostir.run.streams import CudaStreams
+from distmega.program import types as program
+
+
+class KernelRunner(Protocol):
+    """A compiled segment on one rank."""
+
+    def launch(self, tensors: Mapping[str, Tensor]) -> None:
+        """Runs once. Tensors by their names in the segment; outputs are allocated, states updated
+        in place.
+        """
+        ...
+
+
+class Frame:
+    """What one call of a program holds."""
+
+    __slots__ = ("group", "handles", "indices", "tensors")
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self.tensors = tensors
+        self.handles: dict[str, Handle] = {}
+        self.group: list[Handle] = []
+        self.indices: dict[str, int] = {}
+
+
+Step = Callable[[Frame], object]
+
+Watch = Callable[[Node, Step], Step]
+"""Puts something around a node's work, such as a clock; loops themselves are not watched."""
+
+
+class Evaluator:
+    """A host program bound to one rank: `run` it any number of times."""
+
+    def __init__(
+        self,
+        host: HostProgram,
+        comm: Communicator,
+        kernels: Mapping[str, KernelRunner],
+        device: str = "cpu",
+        watch: Watch | None = None,
+        ops: DeviceOps | None = None,
+        matmuls: Matmuls | None = None,
+    ) -> None:
+        """kernels: a runner for each segment, by name. device: where tensors given to `run` are.
+        watch: goes around each node. ops: how the device does library ops, by default in torch;
+        matmuls: those with a collective, by default one after the other.
+
+        ProgramError if a runner is missing.
+        """
+        self.host, self.comm = host, comm
+        missing = [segment.name for segment in host.segments if segment.name not in kernels]
+        if missing:
+            raise ProgramError(
+                f"no kernels for segments {missing} of host program {host.name!r}",
+                expected="a runner for every segment",
+                remedy="compile each of host.segments, or lower with megakernel=False",
+            )
+        self._given = [buffer for buffer in host.buffers if buffer.role != "temp"]
+        self.matmuls = matmuls or SequentialMatmuls(comm)
+        self.matmuls.open_rooms(host.rooms)
+        compiler = _Compiler(
+            host, comm, kernels, torch.device(device), watch, ops or TorchOps(), self.matmuls
+        )
+        self._streams = compiler.streams
+        self._run = compiler.block(host.body, 0)
+
+    def run(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Outputs by name. tensors: the inputs, weights and states of this rank, of their local
+        shapes.
+
+        Raises ProgramError for a tensor that is missing or does not fit, RankFailure if a node or a
+        peer fails.
+        """
+        frame = Frame({buffer.name: _fitting(buffer, tensors) for buffer in self._given})
+        with torch.no_grad():
+            if self._streams is None:
+                self._run(frame)
+            else:
+                self._streams.begin()
+                try:
+                    self._run(frame)
+                finally:
+                    self._streams.end()
+        return {name: frame.tensors[name] for name in self.host.outputs}
+
+
+def allocated_names(body: Sequence[Node]) -> set[str]:
+    """What a body allocates itself."""
+    return {node.buffer for node in body if isinstance(node, Allocate)}
+
+
+def _fitting(buffer: program.Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
+    found = tensors.get(buffer.name)
+    what = "no tensor"
+    if isinstance(found, Tensor):
+        if found.shape == buffer.shape and dtype_name(found.dtype) == buffer.dtype:
+            return found
+        what = f"{dtype_name(found.dtype)}{list(found.shape)}"
+    raise ProgramError(
+        f"{what} for {buffer.role} {buffer.name!r}",
+        expected=f"{buffer.dtype}{list(buffer.shape)}",
+        remedy="pass every input, weight and state of this rank by name",
+    )
+
+
+class _Compiler:
+    """Turns nodes into closures over a frame. One method a group of nodes."""
+
+    def __init__(
+        self,
+        host: HostProgram,
+        comm: Communicator,
+        kernels: Mapping[str, KernelRunner],
+        device: torch.device,
+        watch: Watch | None,
+        ops: DeviceOps,
+        matmuls: Matmuls,
+    ) -> None:
+        self.ops, self.matmuls = ops, matmuls
+        self.host, self.comm, self.kernels, self.device = host, comm, kernels, device
+        self.watch = watch
+        self.streams = (
+            CudaStreams(device, host.num_streams, host.num_events)
+            if device.type == "cuda" and host.num_streams > 1
+            else None
+        )
+        self.buffers = host.buffer_map()
+        self.coordinate = host.mesh.coordinate(comm.rank)
+        self.sources = view_sources(host.body)
+        viewed = {storage_of(name, self.sources) for name in self.sources}
+        given = {buffer.name for buffer in host.buffers if buffer.role != "temp"}
+        segments = host.segment_map()
+        looped = {
+            name
+            for node in host.body
+            if isinstance(node, ForLoop) and host.num_streams > 1
+            for name in set(node_writes(node, segments)) - allocated_names(node.body)
+        }
+        self.shared = viewed | given | set(self.sources) | looped
+        """Buffers whose storage has another name or owner, or another stream than the ops that
+        write it: those write into it and don't replace it.
+        """
+        self.filled = {
+            name
+            for node in walk_nodes(host.body)
+            if not isinstance(node, LibraryOp | FusedMatmul | ForLoop)
+            for name in node_writes(node, segments)
+        }
+        """Buffers that kernels and communication write: they must exist before."""
+
+    def block(self, body: Sequence[Node], first: int) -> Step:
+        """The nodes of a body, the first of which has index `first` in printed order."""
+        steps: list[Step] = []
+        places: list[tuple[int, Node]] = []
+        index = first
+        for node in body:
+            step = self.step(node, index)
+            if step is not None:
+                if self.watch is not None and not isinstance(node, ForLoop):
+                    step = self.watch(node, step)
+                steps.append(step)
+                places.append((index, node))
+            index += sum(1 for _ in walk_nodes([node]))
+        name, rank = self.host.name, self.comm.rank
+
+        def run(frame: Frame) -> None:
+            at = 0
+            try:
+                for at, step in enumerate(steps):  # noqa: B007  `at` tells where a step failed
+                    step(frame)
+            except Exception as error:
+                if getattr(error, "__notes__", None):
+                    raise
+                number, node = places[at]
+                place = f"node {number} ({print_node(node)}) of host program {name!r}, rank {rank}"
+                if isinstance(error, DistmegaError):
+                    if isinstance(error, RankFailure):
+                        error = error.at(place)
+                    error.add_note(f"at {place}")
+                    raise error
+                failure = RankFailure(
+                    f"{place} failed: {type(error).__name__}: {error}",
+                    expected="every node to complete",
+                    remedy="check the values given to the program",
+                )
+                failure.add_note(f"at {place}")
+                raise failure from error
+
+        return run
+
+    def step(self, node: Node, index: int) -> Step | None:
+        """The closure of a node; None for what needs no work."""
+        match node:
+            case LibraryOp():
+                return self.library_op(node)
+            case FusedMatmul():
+                return self.fused(node)
+            case LaunchMegakernel(kernel=kernel, args=args):
+                launch = self.kernels[kernel].launch
+                pairs = [(arg.name, arg.buffer) for arg in args]
+                return lambda f: launch({name: f.tensors[buffer] for name, buffer in pairs})
+            case Allocate() | Deallocate() | SliceView():
+                return self.storage(node)
+            case ForLoop(index=name, extent=extent, body=body):
+                return self.loop(name, extent, self.block(body, index + 1))
+            case SetStream() | RecordEvent() | WaitEvent():
+                if self.streams is None:
+                    return None
+                order = self.streams.step(node)
+                return lambda f: order(f.indices)
+            case Collective():
+                return self.collective(node)
+            case _:
+                return self.point_to_point(node)
+
+    def loop(self, name: str, extent: int, block: Step) -> Step:
+        def run(frame: Frame) -> None:
+            for value in range(extent):
+                frame.indices[name] = value
+                block(frame)
+
+        return run
+
+    def storage(self, node: Allocate | Deallocate | SliceView) -> Step | None:
+        match node:
+            case Allocate(buffer=name):
+                if name not in self.filled | self.shared:
+                    return None
+                buffer = self.buffers[name]
+                return lambda f: f.tensors.update({name: empty_tensor(buffer, self.device)})
+            case Deallocate(buffer=name):
+                views = [each for each in self.sources if storage_of(each, self.sources) == name]
+                return lambda f: [f.tensors.pop(each, None) for each in (name, *views)]
+            case SliceView(view=view, buffer=buffer, dim=dim):
+                shapes = self.buffers[buffer].shape, self.buffers[view].shape
+
+                def slice_view(f: Frame) -> None:
+                    start = node.start(f.indices, self.coordinate, *shapes)
+                    f.tensors[view] = f.tensors[buffer].narrow(dim, start, shapes[1][dim])
+
+                return slice_view
+
+    def library_op(self, node: LibraryOp) -> Step:
+        op = node.op
+        function, names = self.ops.compile(op, self.coordinate), op_operands(op)
+        outs = [access.tensor for access in op.writes]
+        if op.kind in IN_PLACE:
+            return lambda f: function([f.tensors[name] for name in names])
+        if op.is_view or (len(outs) == 1 and outs[0] not in self.shared):
+            out = outs[0]
+
+            def replace(f: Frame) -> None:
+                tensors = f.tensors
+                (tensors[out],) = function([tensors[name] for name in names])
+
+            return replace
+        shared = [out in self.shared for out in outs]
+
+        def write(f: Frame) -> None:
+            results = function([f.tensors[name] for name in names])
+            for out, keep, result in zip(outs, shared, results, strict=True):
+                if keep:
+                    f.tensors[out].copy_(result)
+                else:
+                    f.tensors[out] = result
+
+        return write
+
+    def fused(self, node: FusedMatmul) -> Step:
+        call = compile_matmul(node, self.buffers[node.out], self.matmuls)
+        if node.out not in self.shared:
+            return lambda f: f.tensors.update(
+                {node.out: call(f.tensors[node.x], f.tensors[node.w])}
+            )
+        return lambda f: f.tensors[node.out].copy_(call(f.tensors[node.x], f.tensors[node.w]))
+
+    def collective(self, node: Collective) -> Step:
+        start = self.starter(node)
+
+        def run(f: Frame) -> None:
+            ins = [f.tensors[name] for name in node.ins]
+            f.handles[node.handle] = start(ins, [f.tensors[name] for name in node.outs])
+
+        return run
+
+    def starter(self, node: Collective) -> Callable[[list[Tensor], list[Tensor]], Handle]:
+        comm, axis = self.comm, node.mesh_axis
+        dim, dst_dim, source = (_number(node, key) for key in ("dim", "dst_dim", "source"))
+        combine = str(node.get("combine", "sum"))
+        match node.kind:
+            case "all_reduce":
+                return lambda xs, outs: comm.all_reduce(axis, xs, outs, combine)
+            case "all_gather":
+                return lambda xs, outs: comm.all_gather(axis, xs[0], outs[0], dim)
+            case "reduce_scatter":
+                return lambda xs, outs: comm.reduce_scatter(axis, xs[0], outs[0], dim, combine)
+            case "all_to_all":
+                return lambda xs, outs: comm.all_to_all(axis, xs[0], outs[0], dim, dst_dim)
+            case "broadcast":
+                return lambda xs, outs: comm.broadcast(axis, xs[0], outs[0], source)
+
+    def point_to_point(
+        self, node: Send | Recv | StartCoalescing | EndCoalescing | Wait | Signal | WaitSignal
+    ) -> Step:
+        match node:
+            case Send() | Recv():
+                return self.transfer(node)
+            case StartCoalescing():
+
+                def open_group(f: Frame) -> None:
+                    f.group.clear()
+                    self.comm.begin_group()
+
+                return open_group
+            case EndCoalescing(handle=handle):
+
+                def close(f: Frame) -> None:
+                    members = tuple(f.group)
+                    f.handles[handle] = self.comm.end_group(members)
+
+                return close
+            case Wait(handle=handle):
+                return lambda f: f.handles.pop(handle).wait()
+            case Signal(name=name, peer=peer) | WaitSignal(name=name, peer=peer):
+                to = peer.of(self.coordinate, self.host.mesh)
+                call = self.comm.signal if isinstance(node, Signal) else self.comm.wait_signal
+                return lambda f: call(peer.mesh_axis, name, to)
+
+    def transfer(self, node: Send | Recv) -> Step:
+        axis, peer = node.peer.mesh_axis, node.peer.of(self.coordinate, self.host.mesh)
+        call = self.comm.send if isinstance(node, Send) else self.comm.recv
+
+        def run(f: Frame) -> None:
+            handle = call(axis, f.tensors[node.buffer], peer)
+            if node.handle:
+                f.handles[node.handle] = handle
+            else:
+                f.group.append(handle)
+
+        return run
+
+
+def _number(node: Collective, key: str) -> int:
+    value = node.get(key, 0)
+    assert isinstance(value, int), f"{key}={value!r} of a verified collective"
+    return value

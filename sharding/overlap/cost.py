@@ -1,0 +1,117 @@
+"""How long a matmul and a collective take in each way of running them.
+
+Comes in: a Product, the machine's OverlapRates, which `distmega doctor --calibrate` measures. Goes
+out: predicted microseconds by way. Chunks and rings are pipelines of parts; whole matmuls are
+matmul_ways.py's. overlap.py chooses.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Literal
+
+from distmega.sharding.overlap.matmul_ways import (
+    Collective,
+    can_exchange,
+    kernel_problem,
+    library_us,
+    nccl_us,
+    peer_us,
+    sent_bytes,
+    tiles_choice,
+    transfer_us,
+)
+from distmega.sharding.overlap.rates import OverlapRates
+from distmega.sharding.overlap.tile_times import Extents, ceil_div
+from distmega.sharding.search.cost import Machine
+
+Way = Literal["sequential", "chunks", "ring", "kernel"]
+"""One after the other; chunks on streams; parts around a ring of ranks; tiles of one kernel."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Product:
+    """A matmul on each rank of a team, and its collective."""
+
+    collective: Collective
+    extents: Extents
+    dtype: str
+
+    @property
+    def room_bytes(self) -> int:
+        """Peer memory of one fused matmul: the gathered operand, or partial results and sums."""
+        extents = self.extents
+        width = extents.depth if self.collective == "all_gather" else 2 * extents.columns
+        return extents.rows * width * extents.item_bytes
+
+
+def way_times_us(
+    product: Product, machine: Machine, chunk_counts: Sequence[int]
+) -> tuple[dict[tuple[Way, int], float], dict[str, str]]:
+    """Predicted time by way and chunks (0 where there are none), and why other ways can't be."""
+    rates, collective, extents = machine.overlap, product.collective, product.extents
+    times: dict[tuple[Way, int], float] = {("sequential", 0): nccl_us(collective, extents, rates)}
+    refused: dict[str, str] = {}
+    extent = extents.columns if collective == "reduce_scatter" else extents.rows
+    counts = [count for count in chunk_counts if count <= extent]
+    if collective == "all_gather":
+        refused["chunks"] = "a sum over ranks; parts of a gather come around a ring"
+        counts = []
+    for count in counts:
+        times["chunks", count] = chunks_us(collective, extents, rates, count)
+    if not counts:
+        refused.setdefault("chunks", f"at most {extent} chunks")
+    if collective == "all_reduce":
+        refused["ring"] = "an all-gather or a reduce-scatter"
+    else:
+        times["ring", extents.num_ranks] = ring_us(collective, extents, rates)
+    if reason := kernel_problem(collective, extents, product.dtype, rates):
+        refused["kernel"] = reason
+    else:
+        times["kernel", 0] = fused_us(collective, extents, rates)
+    return times, refused
+
+
+def chunks_us(collective: Collective, extents: Extents, rates: OverlapRates, count: int) -> float:
+    """Chunks on streams, of rows, or of columns where rows are scattered: a pipeline of two stages,
+    which slow each other down.
+    """
+    if collective == "reduce_scatter":
+        chunk = replace(extents, columns=ceil_div(extents.columns, count))
+    else:
+        chunk = replace(extents, rows=ceil_div(extents.rows, count))
+    part = library_us(chunk, rates)
+    moved = transfer_us(collective, sent_bytes(collective, extents) / count, rates)
+    both = _beside(part, moved, rates.beside_factor)
+    return part + moved + (count - 1) * both
+
+
+def ring_us(collective: Collective, extents: Extents, rates: OverlapRates) -> float:
+    """Each rank's part at a time, while the next comes from, or the last sum goes to, a neighbour.
+
+    A gather begins with what is here and a scatter ends with it, so one part has no transfer
+    beside it.
+    """
+    size = extents.num_ranks
+    part = library_us(replace(extents, rows=extents.rows // size), rates)
+    sent = sent_bytes(collective, extents)
+    moved = rates.peer_us + sent / (size - 1) / rates.peer_bytes_per_us
+    return part + (size - 1) * _beside(part, moved, rates.ring_factor)
+
+
+def _beside(one: float, other: float, factor: float) -> float:
+    """Time of two things side by side: the longer where the factor is 1, both in turn where 2."""
+    return max(one, other) + (factor - 1) * min(one, other)
+
+
+@cache
+def fused_us(collective: Collective, extents: Extents, rates: OverlapRates) -> float:
+    """One kernel with its collective beside it, or the library's matmul and a collective by peer
+    memory, whichever is quicker; where ranks share cores, one after the other.
+    """
+    if not rates.slice_us:
+        return nccl_us(collective, extents, rates)
+    us = tiles_choice(collective, extents, rates).us
+    if can_exchange(collective, extents, rates):
+        us = min(us, peer_us(collective, extents, rates))
+    return us

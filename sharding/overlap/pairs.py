@@ -1,0 +1,276 @@
+"""Which matmuls run beside the collective before or after them, and how.
+
+Comes in: the local ops of one rank in order, what a user asked for (`Overlap`), the machine's
+rates. Goes out: an OverlapChoice for each pair of a matmul and a collective: one after the other,
+in chunks on streams, around a ring, or as one kernel. overlap_plan.py makes chunks and rings host
+loops, as a user's `stream` would; lower.py makes kernels FusedMatmuls. overlap_cost.py has the
+times. Next: stream_plan.py.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from distmega.errors import PlanError
+from distmega.program.dtypes import item_bytes
+from distmega.program.types import Access, Op, Tensor, accesses
+from distmega.sharding.layout.mesh import DeviceMesh
+from distmega.sharding.layout.placements import REPLICATE, Layout
+from distmega.sharding.overlap.cost import Product, Way, way_times_us
+from distmega.sharding.overlap.tile_times import Extents
+from distmega.sharding.search.cost import Machine
+
+PairKind = Literal["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
+CHUNK_COUNTS = (2, 4, 8)
+"""Numbers of chunks that the cost model looks at."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overlap:
+    """What a user asks of all pairs: a way, "" for what the cost model expects to be fastest; and
+    chunks, 0 for a number that it chooses.
+    """
+
+    way: Way | Literal[""] = ""
+    num_chunks: int = 0
+
+    def __post_init__(self) -> None:
+        if self.way and self.way not in get_args(Way):
+            raise PlanError(
+                f"overlap {self.way!r}",
+                expected=f"one of {', '.join(get_args(Way))}",
+                remedy="leave it out to let the cost model choose",
+            )
+        if self.num_chunks and (self.num_chunks < 2 or self.way != "chunks"):
+            raise PlanError(
+                f"{self.num_chunks} chunks with overlap {self.way!r}",
+                expected='at least 2, with overlap "chunks"',
+                remedy="leave the number out",
+            )
+
+
+CHEAPEST = Overlap()
+
+OverlapRequest = Overlap | Way | Mapping[str, Overlap | Way]
+"""For all pairs; or by the tensor that a pair's second op writes, the others being left to the cost
+model.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """A matmul and a collective of which one uses only the other's result. first, second: names of
+    the ops in order; operand: what the matmul multiplies; between: the tensor that one op hands to
+    the other; result: what leaves the second.
+    """
+
+    kind: PairKind
+    mesh_axis: str
+    first: str
+    second: str
+    operand: str
+    between: str
+    result: str
+    num_rows: int
+    product: Product
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverlapChoice:
+    """How a pair runs. times_us: predicted, by way, of those that are possible; refused: why the
+    others are not; forced: the user's choice.
+    """
+
+    pair: Pair
+    way: Way
+    num_chunks: int
+    times_us: tuple[tuple[str, float], ...]
+    refused: tuple[tuple[str, str], ...]
+    forced: bool
+
+    def __str__(self) -> str:
+        told = [f"{name} {time:.0f} us" for name, time in self.times_us]
+        told += [f"not {name}: {why}" for name, why in self.refused]
+        chunks = f" of {self.num_chunks}" if self.num_chunks else ""
+        why = "as asked" if self.forced else "cheapest"
+        return (
+            f"{self.pair.first} + {self.pair.second}: {self.way}{chunks}, {why} ({'; '.join(told)})"
+        )
+
+
+def find_pairs(
+    ops: Sequence[Op],
+    tensors: Mapping[str, Tensor],
+    layouts: Mapping[str, Layout],
+    mesh: DeviceMesh,
+    outputs: Sequence[str],
+) -> list[Pair]:
+    """Pairs in order, no op in two of them. tensors, layouts: of one rank, by local name."""
+    readers: dict[str, list[Op]] = {}
+    writers: dict[str, list[Op]] = {}
+    for op in ops:
+        for access in op.reads:
+            readers.setdefault(access.tensor, []).append(op)
+        for access in op.writes:
+            writers.setdefault(access.tensor, []).append(op)
+    pairs: list[Pair] = []
+    taken: set[str] = set()
+    for op in ops:
+        num_rows = _plain_rows(op)
+        if not num_rows or any(tensors[a.tensor].role == "state" for a in accesses(op)):
+            continue
+        x, out = op.reads[0].tensor, op.writes[0].tensor
+        before, after = writers.get(x, []), readers.get(out, [])
+        gathers = len(before) == len(readers[x]) == 1 and x not in outputs
+        gathers = gathers and before[0].kind == "all_gather"
+        sends = len(after) == len(writers[out]) == 1 and out not in outputs
+        sends = sends and after[0].kind != "all_gather"
+        if gathers and before[0].name not in taken and _is_whole(before[0], tensors, mesh):
+            first, second, between, kind = before[0], op, x, "all_gather"
+        elif sends and _is_whole(after[0], tensors, mesh):
+            first, second, between, kind = op, after[0], out, after[0].kind
+        else:
+            continue
+        if tensors[first.reads[0].tensor].role == "state":
+            continue
+        taken |= {first.name, second.name}
+        collective = first if second is op else second
+        axis = str(collective.attr("mesh_axis"))
+        alike = second is op and layouts[out].at(axis) == REPLICATE
+        size = mesh.size(axis)
+        pairs.append(
+            Pair(
+                kind=_KINDS[kind],
+                mesh_axis=axis,
+                first=first.name,
+                second=second.name,
+                operand=x,
+                between=between,
+                result=second.writes[0].tensor,
+                num_rows=num_rows,
+                product=_product(op, num_rows, tensors, size, kind, alike=alike),
+            )
+        )
+    return pairs
+
+
+_KINDS: dict[str, PairKind] = {
+    "all_gather": "all_gather_matmul",
+    "reduce_scatter": "matmul_reduce_scatter",
+    "all_reduce": "matmul_all_reduce",
+}
+
+
+def _plain_rows(op: Op) -> int:
+    """Dims of rows of a matmul x [rows, sums] w [columns, sums] -> [rows, columns] without a bias;
+    0 for anything else.
+    """
+    if op.kind != "linear" or len(op.reads) != 2:
+        return 0
+    found = [_axes(access) for access in accesses(op)]
+    if any(axes is None for axes in found):
+        return 0
+    x, w, out = (axes or () for axes in found)
+    sums = tuple(name for name in x if name not in out)
+    rows, columns = x[: len(x) - len(sums)], w[: len(w) - len(sums)]
+    grouped = x == rows + sums and w == columns + sums and out == rows + columns
+    return len(rows) if grouped and columns else 0
+
+
+def _axes(access: Access) -> tuple[str, ...] | None:
+    """The axes of an operand, one a dim; None where a dim is not just an axis."""
+    if any(len(i.axes) != 1 or i.offset or i.stride != 1 for i in access.dims):
+        return None
+    return tuple(index.axes[0] for index in access.dims)
+
+
+def _is_whole(op: Op, tensors: Mapping[str, Tensor], mesh: DeviceMesh) -> bool:
+    """Whether an op is a collective of one tensor in equal parts of dim 0, if it is cut at all."""
+    if op.kind not in _KINDS or len(op.reads) != 1 or op.get("combine", "sum") != "sum":
+        return False
+    size = mesh.size(str(op.attr("mesh_axis")))
+    given, made = (tensors[a.tensor].shape for a in (op.reads[0], op.writes[0]))
+    few, many = (given, made) if op.kind == "all_gather" else (made, given)
+    if op.kind != "all_reduce" and (op.get("dim", 0) != 0 or few[0] * size != many[0]):
+        return False
+    return size > 1 and few[1:] == many[1:]
+
+
+def _product(
+    op: Op,
+    num_rows: int,
+    tensors: Mapping[str, Tensor],
+    size: int,
+    collective: str,
+    *,
+    alike: bool,
+) -> Product:
+    def count(names: Sequence[str]) -> int:
+        return math.prod(op.axis(name).extent for name in names)
+
+    x, out = _axes(op.reads[0]) or (), _axes(op.writes[0]) or ()
+    dtype = tensors[op.writes[0].tensor].dtype
+    return Product(
+        collective=collective,  # type: ignore[arg-type]
+        extents=Extents(
+            rows=count(x[:num_rows]),
+            columns=count(out[num_rows:]),
+            depth=count(x[num_rows:]),
+            num_ranks=size,
+            item_bytes=item_bytes(dtype),
+            alike=alike,
+        ),
+        dtype=dtype,
+    )
+
+
+def choose_overlaps(
+    pairs: Sequence[Pair], machine: Machine, asked: OverlapRequest = CHEAPEST
+) -> list[OverlapChoice]:
+    """A choice for each pair. PlanError where what the user asked for is impossible for one, or
+    where a way other than "sequential" was asked for and there is no pair.
+    """
+    wanted = asked if isinstance(asked, Mapping) else {}
+    default = CHEAPEST if isinstance(asked, Mapping) else asked
+    missing = sorted(wanted.keys() - {pair.result for pair in pairs})
+    if missing or (_as_overlap(default).way not in ("", "sequential") and not pairs):
+        raise PlanError(
+            f"overlap {asked!r}",
+            expected="a matmul whose operand is gathered, or whose result is summed over ranks, "
+            f"for it alone; there are {[pair.result for pair in pairs]}",
+            remedy="leave overlap out",
+        )
+    asks = [_as_overlap(wanted.get(pair.result, default)) for pair in pairs]
+    return [_choose(pair, machine, ask) for pair, ask in zip(pairs, asks, strict=True)]
+
+
+def _as_overlap(asked: Overlap | Way) -> Overlap:
+    return asked if isinstance(asked, Overlap) else Overlap(way=asked)
+
+
+def fused_pairs(choices: Sequence[OverlapChoice]) -> tuple[Pair, ...]:
+    """The pairs that run as one kernel."""
+    return tuple(choice.pair for choice in choices if choice.way == "kernel")
+
+
+def _choose(pair: Pair, machine: Machine, asked: Overlap) -> OverlapChoice:
+    counts = (asked.num_chunks,) if asked.num_chunks else CHUNK_COUNTS
+    times, refused = way_times_us(pair.product, machine, counts)
+    if asked.way and not any(way == asked.way for way, _ in times):
+        raise PlanError(
+            f"overlap {asked.way!r} of {pair.first!r} and {pair.second!r}",
+            expected=dict(refused)[asked.way],
+            remedy="ask for another way, or leave overlap out",
+        )
+    open_ways = {key: time for key, time in times.items() if asked.way in ("", key[0])}
+    (way, num_chunks), _ = min(open_ways.items(), key=lambda item: item[1])
+    told = tuple((f"{w} of {n}" if n else w, time) for (w, n), time in times.items())
+    return OverlapChoice(
+        pair=pair,
+        way=way,
+        num_chunks=num_chunks,
+        times_us=told,
+        refused=tuple(refused.items()),
+        forced=bool(asked.way),
+    )

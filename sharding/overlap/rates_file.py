@@ -1,0 +1,135 @@
+"""The file of measured OverlapRates: written once a machine, read by whoever plans for its GPUs.
+
+Comes in: what `distmega doctor --calibrate` measured. Goes out: a Machine with these rates, or the
+built-in ones where nothing was measured. A file that is damaged, or of other GPUs or libraries, is
+refused rather than passed over. Next: overlap_cost.py.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields, replace
+from importlib import metadata
+from pathlib import Path
+
+from distmega.errors import RequestError
+from distmega.sharding.overlap.rates import OverlapRates
+from distmega.sharding.search.cost import Machine
+
+FOLDER = Path.home() / ".cache" / "distmega"
+VERSION = 3
+"""Of the file's form."""
+REMEDY = "run: distmega doctor --calibrate (or remove the file to use built-in rates)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """Rates and where they hold. device: as torch names it; libraries: versions by name."""
+
+    device: str
+    num_ranks: int
+    libraries: Mapping[str, str]
+    rates: OverlapRates
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of what rates depend on, as far as it is installed."""
+    found = {}
+    for name in ("torch", "triton"):
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
+def rates_path(device: str, num_ranks: int, folder: Path = FOLDER) -> Path:
+    """Where the rates of so many ranks on GPUs of that name are."""
+    words = "".join(c if c.isalnum() else "-" for c in device.lower())
+    return folder / f"overlap-{words}-{num_ranks}.json"
+
+
+def write_rates(measured: Measured, folder: Path = FOLDER) -> Path:
+    """Replaces the file in one step, so that no reader sees half of it."""
+    path = rates_path(measured.device, measured.num_ranks, folder)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps({"version": VERSION, **asdict(measured)}, indent=1) + "\n")
+    part.replace(path)
+    return path
+
+
+def calibrated(
+    machine: Machine,
+    device: str,
+    num_ranks: int,
+    libraries: Mapping[str, str],
+    folder: Path = FOLDER,
+) -> Machine:
+    """The machine with measured rates, or as it is if there is no file. RequestError for a file
+    that does not fit.
+    """
+    path = rates_path(device, num_ranks, folder)
+    if not path.exists():
+        return machine
+    measured = read_rates(path)
+    here = {"device": device, "num_ranks": num_ranks, "libraries": dict(libraries)}
+    for name, value in here.items():
+        if getattr(measured, name) != value:
+            raise _unfit(path, f"{name} {getattr(measured, name)}", f"{name} {value}")
+    return replace(machine, overlap=measured.rates)
+
+
+def read_rates(path: Path) -> Measured:
+    """What `write_rates` wrote. RequestError names what is wrong with the file."""
+    try:
+        stored = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise _unfit(path, f"can't be read ({error})", "JSON as doctor writes it") from error
+    if not isinstance(stored, dict) or stored.get("version") != VERSION:
+        found = stored.get("version") if isinstance(stored, dict) else type(stored).__name__
+        raise _unfit(path, f"version {found!r}", f"version {VERSION}")
+    try:
+        rates = OverlapRates(**{k: _frozen(v) for k, v in stored["rates"].items()})  # type: ignore[arg-type]
+        measured = Measured(
+            device=stored["device"],
+            num_ranks=stored["num_ranks"],
+            libraries=stored["libraries"],
+            rates=rates,
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise _unfit(path, f"its fields ({error})", "those that doctor writes") from error
+    for field in fields(OverlapRates):
+        if not _is_fit(getattr(rates, field.name), _SAMPLES.get(field.name, 1.0)):
+            found = f"{field.name} = {getattr(rates, field.name)!r}"
+            raise _unfit(path, found, "positive numbers where doctor writes them")
+    return measured
+
+
+def _frozen(value: object) -> object:
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+
+
+def _is_fit(value: object, sample: object) -> bool:
+    """Whether a value has the form of a sample, and numbers in it are finite and not negative."""
+    if isinstance(sample, tuple):
+        fits = isinstance(value, tuple) and len(value) >= len(sample)
+        return fits and all(_is_fit(each, sample[0]) for each in value)  # type: ignore[attr-defined]
+    if isinstance(sample, str):
+        return isinstance(value, str)
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and 0 <= value < math.inf  # type: ignore[operator]
+
+
+_POINTS = ((1.0, 1.0), (2.0, 2.0))
+_SAMPLES: dict[str, object] = {
+    "nccl_us": _POINTS,
+    "nccl_reduce_us": _POINTS,
+    "slice_us": _POINTS,
+    "kernel_multiples": (1, 1, 1),
+    "kernel_dtypes": ("bf16",),
+}
+"""The form of each field that is not a number."""
+
+
+def _unfit(path: Path, found: str, expected: str) -> RequestError:
+    return RequestError(f"rates in {path}: {found}", expected=expected, remedy=REMEDY)

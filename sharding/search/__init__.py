@@ -1,0 +1,5 @@
+"""The search for a plan: which iteration axis of each op is divided, at the least predicted time.
+
+A program, a mesh and a Machine come in; one option an op goes out, with what was rejected.
+cost.py says what an op and a collective cost; start at options.py, then search.py.
+"""

@@ -1,0 +1,324 @@
+"""The search for one mesh axis: which iteration axis of each op to divide, at the least total time.
+
+Comes in: a program's Steps and Options. Goes out: one SplitOption an op. A state is the set of
+placements in which every live tensor is available; it moves from op to op, paying the op's time on
+its local extents, collectives for operands held otherwise, and residency of weights and states.
+The frontier of states is kept relative and nameless: when it comes back to what it was a layer
+ago, so do its successors, and a layer costs a dictionary lookup. Next: resolve.py.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from distmega.program.dtypes import item_bytes
+from distmega.program.types import Op, Program, Tensor
+from distmega.sharding.layout.placements import (
+    PAIR,
+    REPLICATE,
+    Partial,
+    Placement,
+    Shard,
+)
+from distmega.sharding.resolve.padding import Pad, inexact_reason, result_pads
+from distmega.sharding.resolve.reshard import step_cost, table
+from distmega.sharding.search.cost import Machine, op_time_us
+from distmega.sharding.search.options import Options, SplitOption
+from distmega.sharding.search.signatures import OptionTable
+from distmega.sharding.search.steps import CONSTANT, Operand, Situation, Step, StepBuilder
+
+Held = tuple[int, ...]
+"""Ways in which one tensor is available: 4 * placement number + padding, sorted."""
+State = tuple[Held, ...]
+Frontier = tuple[tuple[State, int], ...]
+"""States with their cost in ns above the best, best first."""
+
+MAX_STATES = 96
+_WHOLE = 0
+"""Number of Replicate."""
+
+
+class NoOptionError(Exception):
+    """No option of an op fits what is held of its operands; the planner tries another way."""
+
+    def __init__(self, op: Op, options: Options) -> None:
+        super().__init__(op.name)
+        self.op, self.options = op, options
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advance:
+    """One step taken by a whole frontier: the next one, its best cost, and where states came from.
+
+    origins: for each next state, the index of the state before and of the option taken.
+    """
+
+    frontier: int
+    cost: int
+    origins: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One mesh axis to plan."""
+
+    program: Program
+    axis: str
+    num_ranks: int
+    machine: Machine
+    situation: Situation
+
+
+class AxisSearch:
+    """Dynamic programming over the ops of a Problem."""
+
+    def __init__(self, problem: Problem, options: OptionTable) -> None:
+        self.problem, self.options = problem, options
+        self.tensors: Mapping[str, Tensor] = options.tensors
+        self.numbers: dict[Placement, int] = {REPLICATE: _WHOLE}
+        self.placements: list[Placement] = [REPLICATE]
+        self.moves: dict[tuple[tuple[int, ...], int, int, int], int | None] = {}
+        self.times: dict[tuple[int, tuple[tuple[str, int], ...], str], int] = {}
+        self.pads: dict[tuple[int, str, tuple[int, ...]], Pad | None] = {}
+        self.frontiers: list[Frontier] = []
+        self.frontier_numbers: dict[Frontier, int] = {}
+
+    def run(self) -> dict[str, SplitOption]:
+        """The chosen option of every op. NoOptionError where an op fits in no way."""
+        ops = self.problem.program.ops
+        problem = self.problem
+        builder = StepBuilder(problem.program, problem.situation, self.options, problem.num_ranks)
+        here = self.number_frontier((((), 0),))
+        memo: dict[tuple[Step, int], Advance] = {}
+        trail: list[Advance] = []
+        for op, step in zip(ops, builder.run(), strict=True):
+            key = step, here
+            if key not in memo:
+                memo[key] = self.advance(op, step, self.frontiers[here])
+            trail.append(memo[key])
+            here = memo[key].frontier
+        best = self.best_end(builder.live, self.frontiers[here])
+        chosen: dict[str, SplitOption] = {}
+        for op, advance in zip(reversed(ops), reversed(trail), strict=True):
+            best, number = advance.origins[best]
+            taken = problem.situation.taken.get(op.name, ())
+            found = self.options.options(op, problem.num_ranks, taken)
+            chosen[op.name] = found.options[number]
+        return chosen
+
+    def number_frontier(self, frontier: Frontier) -> int:
+        number = self.frontier_numbers.setdefault(frontier, len(self.frontiers))
+        if number == len(self.frontiers):
+            self.frontiers.append(frontier)
+        return number
+
+    def number(self, placement: Placement) -> int:
+        found = self.numbers.get(placement)
+        if found is None:
+            found = self.numbers[placement] = len(self.placements)
+            self.placements.append(placement)
+        return found
+
+    def best_end(self, live: Sequence[str], frontier: Frontier) -> int:
+        """Index of the state that is cheapest once outputs are in the layout they leave in."""
+        pins = self.problem.situation.pins
+
+        def final(state: State) -> int:
+            total = 0
+            for name, held in zip(live, state, strict=True):
+                tensor, target = self.tensors[name], self.number(pins.get(name, REPLICATE))
+                item = item_bytes(tensor.dtype)
+                prices = (self.move(tensor.shape, item, way // 4, target) for way in held)
+                total += min(price for price in prices if price is not None)
+            return total
+
+        costs = [cost + final(state) for state, cost in frontier]
+        return costs.index(min(costs))
+
+    def advance(self, op: Op, step: Step, frontier: Frontier) -> Advance:
+        """All states after an op; of all its options where the wanted one fits nowhere."""
+        found = self.options.options(op, self.problem.num_ranks, step.taken)
+        usable = [n for n, o in enumerate(found.options) if o.axis not in step.closed]
+        wanted = [n for n in usable if found.options[n].axis in step.wanted]
+        reached: dict[State, tuple[int, int, int]] = {}
+        for numbers in (wanted, usable) if step.wanted else (usable,):
+            prepared = [(n, *self.prepare(op, step, found.options[n])) for n in numbers]
+            for place, (state, cost) in enumerate(frontier):
+                for number, time, reads, writes in prepared:
+                    option = found.options[number]
+                    for after, price in self.apply(op, step, found, option, state, reads, writes):
+                        total = cost + time + price
+                        known = reached.get(after)
+                        if known is None or total < known[0]:
+                            reached[after] = (total, place, number)
+            if reached:
+                break
+        if not reached:
+            raise NoOptionError(op, found)
+        ordered = sorted(reached.items(), key=lambda item: item[1][0])[:MAX_STATES]
+        best = ordered[0][1][0]
+        return Advance(
+            frontier=self.number_frontier(tuple((s, how[0] - best) for s, how in ordered)),
+            cost=best,
+            origins=tuple((place, number) for _, (_, place, number) in ordered),
+        )
+
+    def prepare(
+        self, op: Op, step: Step, option: SplitOption
+    ) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+        """Time of an op under an option, and the numbers of the placements it needs and gives."""
+        key = step.op_class, step.taken, option.axis
+        if key not in self.times:
+            extents = dict(step.taken)
+            if option.axis:
+                extents[option.axis] = option.chunk
+            time = op_time_us(op, self.tensors, self.problem.machine, extents)
+            self.times[key] = round(1000 * time)
+        reads = tuple(map(self.number, option.reads))
+        return self.times[key], reads, tuple(map(self.number, option.writes))
+
+    def apply(
+        self,
+        op: Op,
+        step: Step,
+        found: Options,
+        option: SplitOption,
+        state: State,
+        reads: tuple[int, ...],
+        writes: tuple[int, ...],
+    ) -> Iterator[tuple[State, int]]:
+        """States after an op under an option with what operands cost; none where it can't be."""
+        held: list[Held] = [*state, *((),) * step.num_new]
+        cost = 0
+        pads: list[int] = []
+        for operand, need in zip(step.reads, reads, strict=True):
+            way = self.read(operand, need, held)
+            if way is None:
+                return
+            cost += way[0]
+            pads.append(way[1])
+        pad = self.padding(op, step, found, option, tuple(pads)) if option.uneven else Pad.ZERO
+        if pad is None:
+            return
+        results = [
+            self.write(operand, made, pad, held)
+            for operand, made in zip(step.writes, writes, strict=True)
+        ]
+        slots = [operand.slot for operand in step.writes]
+        for ways in product(*results):
+            for slot, (_, result) in zip(slots, ways, strict=True):
+                if slot != CONSTANT:
+                    held[slot] = result
+            prices = [price for price, _ in ways]
+            paid = prices[:1] if option.writes[0] == PAIR else prices
+            yield tuple([held[slot] for slot in step.keep]), cost + sum(paid)
+
+    def read(self, operand: Operand, need: int, held: list[Held]) -> tuple[int, int] | None:
+        """Cost of having an operand as needed, and its padding; notes a kept copy in `held`."""
+        if operand.slot == CONSTANT:
+            assert operand.fixed is not None
+            ways: Held = (4 * self.number(operand.fixed),)
+        else:
+            ways = held[operand.slot]
+        if not ways:
+            return self.choose(operand, need, held)
+        for way in ways:
+            if way // 4 == need:
+                return 0, way % 4
+        if operand.exact:
+            return None
+        prices = [self.move(operand.shape, operand.item_bytes, way // 4, need) for way in ways]
+        possible = [price for price in prices if price is not None]
+        if not possible:
+            return None
+        if operand.keeps:
+            kept = [w for w in ways if not isinstance(self.placements[w // 4], Partial)]
+            held[operand.slot] = tuple(sorted([*kept, 4 * need]))
+        return min(possible), Pad.ZERO
+
+    def choose(self, operand: Operand, need: int, held: list[Held]) -> tuple[int, int] | None:
+        """First use of a weight or state: it will live as it is needed here."""
+        placement = self.placements[need]
+        if isinstance(placement, Partial) and (operand.is_state or not operand.shape):
+            return None
+        held[operand.slot] = (4 * need,)
+        share = 1.0
+        if isinstance(placement, Shard):
+            share = placement.chunk / operand.shape[placement.dim]
+        return round(share * operand.price_ns), Pad.ZERO
+
+    def write(
+        self, operand: Operand, made: int, pad: Pad, held: list[Held]
+    ) -> list[tuple[int, Held]]:
+        """Ways to have a result, with their cost: as made, or at once as something can use it."""
+        cost = 0
+        if self.placements[made] == PAIR:
+            cost, made = self.move(operand.shape, operand.item_bytes, made, _WHOLE) or 0, _WHOLE
+        padding = int(pad) if isinstance(self.placements[made], Shard) else 0
+        if operand.exact:
+            return self.overwrite(operand, made, padding, cost, held)
+        useful = operand.useful if operand.fixed is None else (operand.fixed,)
+        targets = tuple(map(self.number, useful))
+        if not targets or made in targets:
+            return [(cost, (4 * made + padding,))]
+        prices = [
+            (self.move(operand.shape, operand.item_bytes, made, target), target)
+            for target in targets
+        ]
+        return [(cost + price, (4 * target,)) for price, target in prices if price is not None]
+
+    def overwrite(
+        self, operand: Operand, made: int, padding: int, cost: int, held: list[Held]
+    ) -> list[tuple[int, Held]]:
+        """A result that goes to where a tensor already lives, or will from here on."""
+        ways = held[operand.slot] if operand.slot != CONSTANT else ()
+        if operand.fixed is not None:
+            ways = (4 * self.number(operand.fixed),)
+        if isinstance(self.placements[made], Partial) or padding:
+            return []
+        if ways:
+            return [(cost, ways)] if ways == (4 * made,) else []
+        if operand.is_free:
+            chosen = self.choose(operand, made, held)
+            return [(cost + chosen[0], (4 * made,))] if chosen else []
+        return [(cost, (4 * made,))]
+
+    def padding(
+        self, op: Op, step: Step, found: Options, option: SplitOption, pads: tuple[int, ...]
+    ) -> Pad | None:
+        """Padding of the results of an uneven option; None if it isn't exact."""
+        key = step.op_class, option.axis, pads
+        if key not in self.pads:
+            reads = [
+                {option.axis: Pad(pad)} if isinstance(need, Shard) else {}
+                for need, pad in zip(option.reads, pads, strict=True)
+            ]
+            uneven = (option.axis,)
+            inexact = inexact_reason(op, uneven, reads, found.index_reads)
+            results = result_pads(op, uneven, reads)
+            self.pads[key] = None if inexact else results.get(option.axis, Pad.ZERO)
+        return self.pads[key]
+
+    def move(self, shape: tuple[int, ...], item_bytes: int, source: int, target: int) -> int | None:
+        """Nanoseconds from one placement to another; None if there is no way."""
+        key = shape, item_bytes, source, target
+        if key not in self.moves:
+            self.moves[key] = self.move_time(shape, item_bytes, source, target)
+        return self.moves[key]
+
+    def move_time(
+        self, shape: tuple[int, ...], item_bytes: int, source: int, target: int
+    ) -> int | None:
+        here = self.placements[source]
+        steps = table(here, self.placements[target])
+        if steps is None:
+            return None
+        total = 0.0
+        for kind, after in steps:
+            problem = self.problem
+            cost = step_cost(
+                kind, here, after, shape, item_bytes, problem.num_ranks, problem.machine
+            )
+            total += cost[1]
+            here = after
+        return round(1000 * total)
