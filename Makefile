@@ -19,7 +19,7 @@ PROMPT ?= The capital of France is
 TP ?= 2
 PYTEST_ARGS ?=
 
-.PHONY: demo test venv lint tables clean
+.PHONY: demo test test-nightly venv lint tables clean
 .DELETE_ON_ERROR:
 
 demo: $(BASE)
@@ -27,6 +27,10 @@ demo: $(BASE)
 
 test: $(FULL)
 	$(PY) -m pytest -n 2 $(PYTEST_ARGS)
+
+# no limit a test: a sweep takes as long as it takes
+test-nightly: $(FULL)
+	$(PY) -m pytest -m nightly --timeout 0 $(PYTEST_ARGS)
 
 venv: $(FULL)
 

@@ -1,6 +1,7 @@
-"""What tests need of the machine (gpu, multigpu(n), ray), how many were skipped for what, and which
-stay in one process where several share the work (`pytest -n 2`): those of a file, and all those in
-folders whose tests start ranks.
+"""What tests need of the machine (gpu, multigpu(n), ray), and how many were skipped for what.
+
+Nightly sweeps run only when -m names them. Where several processes share the work (`pytest -n 2`),
+the tests of a file stay in one, and so do all those in folders whose tests start ranks.
 """
 
 import importlib.util
@@ -52,7 +53,11 @@ def _problem(item: pytest.Item) -> str:
     return ""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "nightly" not in config.option.markexpr:
+        sweeps = [item for item in items if item.get_closest_marker("nightly")]
+        items[:] = [item for item in items if item not in sweeps]
+        config.hook.pytest_deselected(items=sweeps)
     for item in items:
         if problem := _problem(item):
             item.add_marker(pytest.mark.skip(reason=problem))
