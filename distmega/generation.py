@@ -1,6 +1,6 @@
 """One call that answers prompts: a GenerateRequest in, ranks started and ended, answers out.
 
-The command (cli.py) checks and places ranks by the same functions. Next: launch/launchers.py.
+The command (cli/main.py) checks and places ranks by the same functions. Next: launch/launchers.py.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """What would run, without running it: plan, host program, task graph, memory and predicted time.
 
 Comes in: a ModelConfig and a machine. Goes out: plain text by section. Reads no weights and
-imports no torch, so that a 70B model takes seconds. Next on the walk: blueprint.py.
+imports no torch, so that a 70B model takes seconds. Next on the walk: decode_plan.py.
 """
 
 from collections import Counter

@@ -1,6 +1,6 @@
 """One rank of a running model: reads its part of the weights, then runs prefill and decode.
 
-Comes in: a ModelSource and a blueprint (blueprint.py). Goes out: logits and tokens. Prefill runs
+Comes in: a ModelSource and a blueprint (decode_plan.py). Goes out: logits and tokens. Prefill runs
 library ops, one program a prompt length; decode launches one megakernel a token. Both share one
 weights arena and one KV cache. Next on the walk: hostir/run/evaluator.py.
 """

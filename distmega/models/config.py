@@ -1,9 +1,9 @@
 """ModelConfig: what a decoder of the Llama family is, as one frozen value; a config.json or GGUF
 metadata comes in.
 
-hf_config.py and gguf_config.py read it from files, presets.py holds known ones. Nothing here
-imports torch, so that `explain` works from a configuration alone. Next on the walk: decoder.py,
-which turns it into a Program.
+huggingface/config.py and gguf/config.py read it from files, presets.py holds known ones. Nothing
+here imports torch, so that `explain` works from a configuration alone. Next on the walk:
+decoder.py, which turns it into a Program.
 """
 
 import math

@@ -1,8 +1,8 @@
 """Typed access to the loose mappings that models come with: config.json and GGUF metadata in,
 checked values out.
 
-Every complaint names the file, the key and the value. Used by hf_config.py, gguf_config.py and the
-tokenizers.
+Every complaint names the file, the key and the value. Used by huggingface/config.py, gguf/config.py
+and the tokenizers.
 """
 
 import json

@@ -1,8 +1,8 @@
 """Tokenizer: text to token ids and back, streaming, and chat prompts; a thin wrapper of the library
 `tokenizers`.
 
-hf_tokenizer.py reads one from tokenizer.json, gguf_tokenizer.py rebuilds one from GGUF metadata,
-and byte_tokenizer here serves models of random weights.
+huggingface/tokenizer.py reads one from tokenizer.json, gguf/tokenizer.py rebuilds one from GGUF
+metadata, and byte_tokenizer here serves models of random weights.
 """
 
 from collections.abc import Mapping, Sequence

@@ -3,7 +3,7 @@
 One table says everything: `wq` is logically [h, g, d, k] and stored as a matrix of (h g d) rows and
 k columns. A WeightReader gives any slice of a logical weight as float32; StoredReader does it over
 the matrices of a file, reading only the rows and columns that the slice touches. The sources are
-safetensors_source.py, gguf_source.py and random_source.py.
+safetensors_source.py, gguf/source.py and random_source.py.
 """
 
 import math

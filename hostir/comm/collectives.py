@@ -1,7 +1,7 @@
 """Collectives on the CPU in terms of two exchanges of bytes: gather, and give part i to rank i.
 
 Results are combined here, in rank order and in fp32 or wider, so every rank gets the same bits.
-comm.py supplies the exchanges.
+communicator.py supplies the exchanges.
 """
 
 from abc import ABC, abstractmethod

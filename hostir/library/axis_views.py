@@ -1,7 +1,7 @@
 """Access maps as torch views: an operand seen with one dim per iteration axis, and results put back
 in tensor dims.
 
-Comes in: a tensor and its Access. Goes out: strided views, no data is copied. library.py uses them
+Comes in: a tensor and its Access. Goes out: strided views, no data is copied. ops.py uses them
 for every op whose meaning is "the same point of the iteration space", whatever the order and
 grouping of the dims.
 """

@@ -1,7 +1,7 @@
 """Pointwise ops in torch: one expression, or several fused, over operands that broadcast.
 
 Comes in: an op of kind pointwise, or fused_pointwise as fuse.py makes it. Goes out: a function of
-its operands, by torch here or by a kernel that takes the same arguments. Used by library.py.
+its operands, by torch here or by a kernel that takes the same arguments. Used by ops.py.
 """
 
 from collections.abc import Callable, Sequence

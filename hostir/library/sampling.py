@@ -1,6 +1,6 @@
 """How one element of a row is chosen: the largest, or one drawn at random among the most likely.
 
-Torch functions of the kinds argmax, top, cutoff and sample, for library.py and for the CPU
+Torch functions of the kinds argmax, top, cutoff and sample, for ops.py and for the CPU
 megakernel's instructions. A draw is the argmax of logit + temperature * Gumbel noise, and the noise
 comes from a counter-based generator (Philox4x32-10) keyed by the seed and counted by position and
 index: the same on any number of ranks, whoever computes it. On a GPU nothing asks the device

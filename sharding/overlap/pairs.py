@@ -2,8 +2,8 @@
 
 Comes in: the local ops of one rank in order, what a user asked for (`Overlap`), the machine's
 rates. Goes out: an OverlapChoice for each pair of a matmul and a collective: one after the other,
-in chunks on streams, around a ring, or as one kernel. overlap_plan.py makes chunks and rings host
-loops, as a user's `stream` would; lower.py makes kernels FusedMatmuls. overlap_cost.py has the
+in chunks on streams, around a ring, or as one kernel. plan.py makes chunks and rings host
+loops, as a user's `stream` would; lower.py makes kernels FusedMatmuls. cost.py has the
 times. Next: stream_plan.py.
 """
 

@@ -2,7 +2,7 @@
 
 Comes in: what `distmega doctor --calibrate` measured. Goes out: a Machine with these rates, or the
 built-in ones where nothing was measured. A file that is damaged, or of other GPUs or libraries, is
-refused rather than passed over. Next: overlap_cost.py.
+refused rather than passed over. Next: cost.py.
 """
 
 import json

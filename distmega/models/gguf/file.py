@@ -2,7 +2,7 @@
 
 Comes in: a path. Goes out: a GgufFile whose every tensor is known to lie inside the file, so that a
 truncated download fails here and not in the middle of loading. Dequantisation is the package
-gguf's. Next: gguf_source.py.
+gguf's. Next: gguf/source.py.
 """
 
 import mmap

@@ -3,8 +3,8 @@ its outputs.
 
 A function takes the op's name and operand tensors, and returns the Op with the tensors it writes.
 Users call the methods of ProgramBuilder instead, which add names and checks. Ops that only move
-data are in moves.py, norms over rows in norms.py. The meaning of each kind (what is computed at
-each point) is `hostir/library/ops.py`, one function a kind.
+data are in data_movement.py, norms over rows in norms.py. The meaning of each kind (what is
+computed at each point) is `hostir/library/ops.py`, one function a kind.
 """
 
 import math
