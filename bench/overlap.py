@@ -183,6 +183,7 @@ def _record(
 
 def summary(record: Record) -> str:
     """A line: times, and ratios to the floor and to the best peer."""
+    assert record.floor_us is not None, "measure() gives one"
     best = min(record.peers.values())
     peers = ", ".join(f"{name} {us:.0f}" for name, us in record.peers.items())
     ratios = f"{record.ours_us / record.floor_us:.3f} of floor, {best / record.ours_us:.3f}x"

@@ -3,7 +3,8 @@ where to, by the same two options of every benchmark that writes.
 
 A record is {case, device, num_gpus, ours_us, peers: {name: us}, floor_us, commit}. Times are
 medians in microseconds, taken side by side in one run; floor_us is what the bytes or flops alone
-take at rates measured in that run. tables.py turns the files into tables.
+take at rates measured in that run, None where none was measured. tables.py turns the files into
+tables.
 """
 
 import json
@@ -28,7 +29,7 @@ class Record:
     num_gpus: int
     ours_us: float
     peers: dict[str, float]
-    floor_us: float
+    floor_us: float | None
     commit: str = UNKNOWN
 
 

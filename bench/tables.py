@@ -36,8 +36,13 @@ def table(path: Path) -> str:
 
 def _cells(record: Record, peers: list[str]) -> list[str]:
     times = [_peer(record, peer) for peer in peers]
-    share = f"{100 * record.floor_us / record.ours_us:.0f}%"
-    return [record.case, _us(record.ours_us), *times, _us(record.floor_us), share]
+    return [record.case, _us(record.ours_us), *times, *_floor(record)]
+
+
+def _floor(record: Record) -> tuple[str, str]:
+    if record.floor_us is None:
+        return "-", "-"
+    return _us(record.floor_us), f"{100 * record.floor_us / record.ours_us:.0f}%"
 
 
 def _peer(record: Record, peer: str) -> str:

@@ -4,7 +4,7 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -119,6 +119,13 @@ def test_a_table_is_written_from_its_result_file(tmp_path: Path):
         "\n1 x NVIDIA H200; commit abc.\n<!-- end -->\n"
         "<!-- table:gone -->\nno results yet\n<!-- end -->\n"
     )
+
+
+def test_a_floor_that_was_not_measured_is_left_out(tmp_path: Path):
+    path = tmp_path / "decode.json"
+    write_records(path, [replace(record("a", 100.0, {"torch": 200.0}), floor_us=None)])
+    assert read_records(path)[0].floor_us is None
+    assert "| a | 100 | 200 (2.00) | - | - |\n" in tables.table(path)
 
 
 def test_a_case_measured_again_replaces_the_old_one(tmp_path: Path):
