@@ -17,7 +17,7 @@ from distmega.errors import ProgramError
 from distmega.hostir.comm.communicator import Communicator
 from distmega.hostir.comm.nccl import NcclCommunicator
 from distmega.hostir.ir.nodes import HostProgram
-from distmega.hostir.library.torch_types import dtype_name, empty_tensor
+from distmega.hostir.library.torch_types import check_mapping, describe, empty_tensor, fits
 from distmega.hostir.lower.lower import lower_program
 from distmega.hostir.passes.passes import run_passes
 from distmega.hostir.run.evaluator import Evaluator
@@ -71,22 +71,31 @@ class CompiledProgram:
             )
         return self._domains[name].local_slices(self._at)
 
-    def part(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's part of a whole input, weight or state, on its device; with zeros behind it
-        where ranks hold unequal parts.
+    def part(self, name: str, whole: Tensor, *, copy: bool = True) -> Tensor:
+        """This rank's part of a whole input, weight or state, contiguous and on its device; with
+        zeros behind it where ranks hold unequal parts.
+
+        The part has memory of its own, so that a step which updates a state leaves `whole` as it
+        is. copy=False: the part is a view of `whole`, which sees the updates of a state.
+        ProgramError where no view can be that part: `whole` is on another device, the part isn't
+        contiguous in it, or has zeros behind it.
         """
         self._check_whole(name, whole)
-        found = whole[self.slices(name)]
+        found = whole.detach()[self.slices(name)]
         buffer = self._given[name]
-        if found.shape == buffer.shape:
-            return found.to(self.device).contiguous()
-        padded = empty_tensor(buffer, self.device).zero_()
-        padded[tuple(slice(extent) for extent in found.shape)] = found.to(self.device)
-        return padded
+        if not copy:
+            self._check_view(name, found, buffer)
+            return found
+        part = empty_tensor(buffer, self.device)
+        if found.shape != buffer.shape:
+            part.zero_()
+        part[tuple(slice(extent) for extent in found.shape)].copy_(found)
+        return part
 
-    def parts(self, wholes: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def parts(self, wholes: Mapping[str, Tensor], *, copy: bool = True) -> dict[str, Tensor]:
         """`part` of each, by name."""
-        return {name: self.part(name, whole) for name, whole in wholes.items()}
+        check_mapping(wholes)
+        return {name: self.part(name, whole, copy=copy) for name, whole in wholes.items()}
 
     @cached_property
     def _wholes(self) -> Mapping[str, program.Tensor]:
@@ -104,12 +113,27 @@ class CompiledProgram:
                 remedy="give inputs, weights and states of the program by name",
             )
         tensor = self._wholes[name]
-        if whole.shape != tensor.shape or dtype_name(whole.dtype) != tensor.dtype:
+        if not isinstance(whole, Tensor) or not fits(whole, tensor):
             raise ProgramError(
-                f"{dtype_name(whole.dtype)}{list(whole.shape)} for {tensor.role} {name!r}",
+                f"{describe(whole)} for {tensor.role} {name!r}",
                 expected=f"{tensor.dtype}{list(tensor.shape)}, the whole tensor",
                 remedy="correct its shape, or convert it",
             )
+
+    def _check_view(self, name: str, found: Tensor, buffer: program.Tensor) -> None:
+        if found.device != self.device:
+            problem = f"is on {found.device}, not on {self.device}"
+        elif found.shape != buffer.shape:
+            problem = f"is {list(found.shape)}, and has zeros behind it up to {list(buffer.shape)}"
+        elif not found.is_contiguous():
+            problem = f"isn't contiguous in the whole: strides {list(found.stride())}"
+        else:
+            return
+        raise ProgramError(
+            f"the part of {name!r} on rank {self.comm.rank} {problem}",
+            expected="a part that can be a view of the whole tensor",
+            remedy="leave out copy=False",
+        )
 
 
 def compile_plan(plan: Plan, context: RankContext) -> CompiledProgram:

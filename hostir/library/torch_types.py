@@ -5,9 +5,12 @@ The bottom half never imports torch, so the mapping lives here, with the first c
 tensors.
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
+from distmega.errors import ProgramError
 from distmega.program import types as program
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
@@ -37,6 +40,38 @@ def dtype_name(dtype: torch.dtype) -> str:
 def empty_tensor(buffer: program.Tensor, device: torch.device) -> Tensor:
     """Uninitialised row-major storage for a buffer."""
     return torch.empty(buffer.shape, dtype=torch_dtype(buffer.dtype), device=device)
+
+
+def fits(found: Tensor, wanted: program.Tensor) -> bool:
+    """Whether a given tensor has the shape and type asked for, and values at all: a meta tensor has
+    none, and a sparse one no strides.
+    """
+    return (
+        found.shape == wanted.shape
+        and dtype_name(found.dtype) == wanted.dtype
+        and found.layout is torch.strided
+        and not found.is_meta
+    )
+
+
+def describe(given: object) -> str:
+    """What was given in place of a tensor, for a message."""
+    if not isinstance(given, Tensor):
+        return f"{type(given).__name__}, no tensor"
+    kind = "meta " if given.is_meta else ""
+    if given.layout is not torch.strided:
+        kind += f"{given.layout} "
+    return f"{kind}{dtype_name(given.dtype)}{list(given.shape)}"
+
+
+def check_mapping(tensors: object) -> None:
+    """ProgramError unless tensors come by name."""
+    if not isinstance(tensors, Mapping):
+        raise ProgramError(
+            f"{type(tensors).__name__} in place of tensors by name",
+            expected="a mapping of names to tensors",
+            remedy="give inputs, weights and states of the program by name",
+        )
 
 
 def widen(x: Tensor) -> Tensor:

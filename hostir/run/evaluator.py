@@ -42,7 +42,7 @@ from distmega.hostir.ir.text import print_node
 from distmega.hostir.ir.uses import node_writes, storage_of, view_sources
 from distmega.hostir.library.matmuls import Matmuls, SequentialMatmuls, compile_matmul
 from distmega.hostir.library.ops import IN_PLACE, DeviceOps, TorchOps, op_operands
-from distmega.hostir.library.torch_types import dtype_name, empty_tensor
+from distmega.hostir.library.torch_types import check_mapping, describe, empty_tensor, fits
 from distmega.hostir.lower.matmul_nodes import FusedMatmul
 from distmega.hostir.run.streams import CudaStreams
 from distmega.program import types as program
@@ -119,6 +119,7 @@ class Evaluator:
         Raises ProgramError for a tensor that is missing or does not fit, RankFailure if a node or a
         peer fails.
         """
+        check_mapping(tensors)
         frame = Frame({buffer.name: _fitting(buffer, tensors) for buffer in self._given})
         with torch.no_grad():
             if self._streams is None:
@@ -139,11 +140,9 @@ def allocated_names(body: Sequence[Node]) -> set[str]:
 
 def _fitting(buffer: program.Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
     found = tensors.get(buffer.name)
-    what = "no tensor"
-    if isinstance(found, Tensor):
-        if found.shape == buffer.shape and dtype_name(found.dtype) == buffer.dtype:
-            return found
-        what = f"{dtype_name(found.dtype)}{list(found.shape)}"
+    if isinstance(found, Tensor) and fits(found, buffer):
+        return found
+    what = describe(found) if buffer.name in tensors else "no tensor"
     raise ProgramError(
         f"{what} for {buffer.role} {buffer.name!r}",
         expected=f"{buffer.dtype}{list(buffer.shape)}",

@@ -61,12 +61,56 @@ def test_ranks_take_unequal_parts_of_whole_tensors():
         torch.testing.assert_close(y, in_torch(given))
 
 
+def cache_program() -> distmega.Program:
+    """y = x + the state s, into which x is appended first."""
+    p = distmega.ProgramBuilder("cached")
+    x, at = p.input("x", (2, 1, 4)), p.input("at", (2,), "i64")
+    cache = p.state("s", (1, 8, 4))
+    p.kv_append(cache, x, at)
+    return p.build(x.map("a0 + a0", name="y"))
+
+
+@pytest.mark.parametrize("rows", [8, 16], ids=["contiguous", "strided"])
+def test_a_state_has_memory_of_its_own_unless_asked_otherwise(rows: int):
+    plan = distmega.plan_program(cache_program(), distmega.DeviceMesh(tp=1), distmega.CPU)
+    step = distmega.compile_plan(plan, CPU_RANK)
+    state = torch.zeros(1, rows, 4)[:, :: rows // 8]
+    given = {"x": torch.ones(2, 1, 4), "at": torch.tensor([2, 5]), "s": state}
+    parts = step.parts(given)
+    step(parts)
+    assert parts["s"].sum() == 8
+    assert state.sum() == 0
+    if rows == 8:
+        step(step.parts(given, copy=False))
+        assert state.nonzero()[:, 1].unique().tolist() == [2, 5]
+    else:
+        with pytest.raises(ProgramError, match=r"'s' on rank 0 isn't contiguous .* out copy="):
+            step.part("s", state, copy=False)
+
+
+def test_no_view_is_a_part_with_zeros_behind_it():
+    marks = {"w1": distmega.shard(0, "tp"), "w2": distmega.shard(1, "tp")}
+    mesh = distmega.DeviceMesh(tp=2)
+    plan = distmega.plan_program(mlp(), mesh, distmega.CPU, marks)
+    first, last = (
+        CompiledProgram(plan, ThreadCommunicator(mesh, rank, Wires(mesh))) for rank in (0, 1)
+    )
+    given = values()
+    assert first.part("w1", given["w1"], copy=False).data_ptr() == given["w1"].data_ptr()
+    with pytest.raises(ProgramError, match=r"\[3, 6\], and has zeros behind it up to \[4, 6\]"):
+        last.part("w1", given["w1"], copy=False)
+
+
 @pytest.mark.parametrize(
     ("name", "tensor", "message"),
     [
         ("w3", torch.zeros(1), r"a value for 'w3'; expected one of \['w1', 'w2', 'x'\]"),
         ("w1", torch.zeros(6, 7), r"f32\[6, 7\] for weight 'w1'; expected f32\[7, 6\]"),
         ("x", torch.zeros(4, 6).half(), r"f16\[4, 6\] for input 'x'; expected f32\[4, 6\]"),
+        ("x", None, r"NoneType, no tensor for input 'x'; expected f32\[4, 6\]"),
+        ("x", [[0.0] * 6] * 4, r"list, no tensor for input 'x'"),
+        ("x", torch.zeros(4, 6, device="meta"), r"meta f32\[4, 6\] for input 'x'"),
+        ("x", torch.zeros(4, 6).to_sparse(), r"torch.sparse_coo f32\[4, 6\] for input 'x'"),
     ],
 )
 def test_a_tensor_that_does_not_fit_is_refused(name: str, tensor: torch.Tensor, message: str):
@@ -74,6 +118,12 @@ def test_a_tensor_that_does_not_fit_is_refused(name: str, tensor: torch.Tensor, 
     step = distmega.compile_plan(plan, CPU_RANK)
     with pytest.raises(ProgramError, match=message):
         step.part(name, tensor)
+    if name == "x":
+        with pytest.raises(ProgramError, match=message):
+            step({**step.parts(values()), name: tensor})
+    for call in (step, step.parts):
+        with pytest.raises(ProgramError, match="NoneType in place of tensors by name"):
+            call(None)
     with pytest.raises(ProgramError, match="tensor 'w3'; expected one of program 'mlp'"):
         step.slices("w3")
 
