@@ -19,7 +19,7 @@ from bench.records import Book, Record, add_book_options, open_book
 from bench.timing import Call, elapsed_us
 from distmega.hostir.comm.nccl import NcclCommunicator
 from distmega.kernels.hopper.all_reduce import PushedAllReduce
-from distmega.kernels.symmetric import Team
+from distmega.kernels.runtime.symmetric import Team
 
 SIZES_KB = (8, 16, 32, 64, 128, 256, 512, 1024)
 CALLS = 20

@@ -31,9 +31,9 @@ from bench.ranks import median_us, run_on_ranks
 from bench.records import Record, add_book_options, open_book
 from distmega.hostir.comm.nccl import NcclCommunicator
 from distmega.kernels import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
-from distmega.kernels.copy_engines import CopyCommunicator
 from distmega.kernels.gemm.machine import measured
 from distmega.kernels.gemm.workspace import workspace_of
+from distmega.kernels.runtime.copy_engines import CopyCommunicator
 from distmega.sharding.overlap.pairs import CHEAPEST
 
 WIDE, LONG, NARROW = (8192, 28672), (4096, 14336), (8192, 10240)

@@ -13,15 +13,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from distmega.kernels.arena import PEER_BUFFERS, ArenaLayout, SegmentLayout, layout_segment
-from distmega.kernels.checker import check_schedule
-from distmega.kernels.collectives import expand_collectives, team_size
-from distmega.kernels.encoder import encode
-from distmega.kernels.encoding import Encoded
-from distmega.kernels.schedule import schedule_graph
-from distmega.kernels.task_graph import Mode, build_task_graph
-from distmega.kernels.tasks import Schedule
-from distmega.kernels.tiling import tile_segment
+from distmega.kernels.isa.encoder import encode
+from distmega.kernels.isa.encoding import Encoded
+from distmega.kernels.runtime.arena import PEER_BUFFERS, ArenaLayout, SegmentLayout, layout_segment
+from distmega.kernels.tasks.check import check_schedule
+from distmega.kernels.tasks.expand import expand_collectives, team_size
+from distmega.kernels.tasks.graph import Mode, build_task_graph
+from distmega.kernels.tasks.schedule import schedule_graph
+from distmega.kernels.tasks.tile import tile_segment
+from distmega.kernels.tasks.types import Schedule
 from distmega.program.ops.compute import COLLECTIVES
 from distmega.program.types import Program
 from distmega.sharding.layout.mesh import DeviceMesh

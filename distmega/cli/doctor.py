@@ -34,7 +34,7 @@ SHARED_BYTES = 64 * 2**20
 
 PROBE_S = 60.0
 BACKENDS = ("CUDA", "NCCL")
-"""Backends of symmetric memory, as kernels/symmetric.py has them."""
+"""Backends of symmetric memory, as kernels/runtime/symmetric.py has them."""
 
 NCCL_PACKAGES = ("nvidia-nccl-cu12", "nvidia-nccl-cu13")
 

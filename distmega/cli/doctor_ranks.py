@@ -6,7 +6,7 @@ by name.
 
 from distmega.engine.ranks import Emit, RankContext
 from distmega.hostir.comm.nccl import NcclCommunicator
-from distmega.kernels.symmetric import Backend, open_symmetric
+from distmega.kernels.runtime.symmetric import Backend, open_symmetric
 from distmega.sharding.layout.mesh import DeviceMesh
 
 PROBE_BYTES = 4096

@@ -13,10 +13,10 @@ from distmega.engine.requests import EngineOptions
 from distmega.hostir.ir.nodes import HostProgram
 from distmega.hostir.ir.text import print_host
 from distmega.hostir.run.host_cost import explain_host
-from distmega.kernels.collectives import expand_collectives, team_size
-from distmega.kernels.task_graph import build_task_graph
-from distmega.kernels.tasks import TaskGraph
-from distmega.kernels.tiling import tile_segment
+from distmega.kernels.tasks.expand import expand_collectives, team_size
+from distmega.kernels.tasks.graph import build_task_graph
+from distmega.kernels.tasks.tile import tile_segment
+from distmega.kernels.tasks.types import TaskGraph
 from distmega.models.config import ModelConfig
 from distmega.program.ops.compute import COLLECTIVES
 from distmega.program.types import Program, accesses

@@ -17,10 +17,10 @@ from distmega.hostir.ir.nodes import HostProgram
 from distmega.hostir.lower.lower import lower_program
 from distmega.hostir.lower.pipeline import Part, link_stage
 from distmega.hostir.passes.passes import run_passes
-from distmega.kernels.arena import ArenaLayout, Space, layout_arena, tensor_space
 from distmega.kernels.hopper.weight_order import order_weights
-from distmega.kernels.lowering import is_encodable
+from distmega.kernels.isa.lowering import is_encodable
 from distmega.kernels.megakernel import Megakernel, compile_megakernel
+from distmega.kernels.runtime.arena import ArenaLayout, Space, layout_arena, tensor_space
 from distmega.models.config import ModelConfig
 from distmega.models.decoder import Logits, build_decoder, layer_starts
 from distmega.models.sampling import GREEDY, Method

@@ -31,14 +31,14 @@ from distmega.hostir.comm.nccl import NcclCommunicator
 from distmega.hostir.ir.nodes import HostProgram
 from distmega.hostir.lower.pipeline import FREE
 from distmega.hostir.run.evaluator import Evaluator, KernelRunner
-from distmega.kernels.cpu_megakernel import CpuMegakernel, open_peers
+from distmega.kernels.cpu.peer import peer_memory_problem
+from distmega.kernels.cpu.runner import CpuMegakernel, open_peers
 from distmega.kernels.device_ops import KernelOps
 from distmega.kernels.megakernel import Megakernel
-from distmega.kernels.memory import allocate_arena, arena_views
-from distmega.kernels.peer import peer_memory_problem
-from distmega.kernels.runners import SteppingRunner, open_hopper, plan_hopper
-from distmega.kernels.signals import open_signals
-from distmega.kernels.symmetric import Team
+from distmega.kernels.runtime.memory import allocate_arena, arena_views
+from distmega.kernels.runtime.runners import SteppingRunner, open_hopper, plan_hopper
+from distmega.kernels.runtime.signals import open_signals
+from distmega.kernels.runtime.symmetric import Team
 from distmega.models.config import ModelConfig
 from distmega.models.decoder import Logits
 from distmega.models.load import ModelSource

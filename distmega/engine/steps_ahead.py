@@ -2,7 +2,7 @@
 
 In: a runner that was told where to start. Out: the tokens of one step after another. While those of
 a launch are given out the next launch runs, so the GPU does not wait for the host. Next on the
-walk: kernels/runners.py.
+walk: kernels/runtime/runners.py.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from distmega.kernels.runners import SteppingRunner
+from distmega.kernels.runtime.runners import SteppingRunner
 
 MAX_STEPS = 16
 """Decode steps of one launch, at most, before their tokens are given out."""

@@ -4,7 +4,8 @@ for those that do.
 NcclCommunicator moves bytes as GlooCommunicator does, but between GPUs and on CUDA streams: a call
 queues behind the current stream, and waiting for a handle makes the current stream wait. Results
 are combined in rank order by every rank, so they are bitwise equal. Objects and barriers go over
-gloo, signals as nccl_signals.py or kernels/signals.py have it. Next on the walk: evaluator.py.
+gloo, signals as nccl_signals.py or kernels/runtime/signals.py have it. Next on the walk:
+evaluator.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,7 +35,8 @@ class NcclCommunicator(TeamCommunicator):
     def __init__(self, mesh: DeviceMesh, rank: int, timeout_s: float = 300.0) -> None:
         super().__init__(mesh, rank, "nccl", timeout_s)
         self.signals: Signals | None = None
-        """How ranks signal each other, if they do; see open_signals of kernels/signals.py."""
+        """How ranks signal each other, if they do; see open_signals of
+        kernels/runtime/signals.py."""
         self._control = GlooCommunicator(mesh, rank, timeout_s)
         self._pending: list[dist.P2POp] | None = None
         for axis in mesh.names:

@@ -5,7 +5,7 @@ before their first write; passes.py frees them and moves waits. It runs on one s
 loops, whose iterations take turns on several. With `megakernel`, maximal runs of ops that kernels
 can do become segments; with `fuse`, other ops that one library kernel can do become one. A view
 costs nothing, so it is stated again wherever it is used and never crosses a segment's edge. Next:
-passes.py, then kernels/task_graph.py for the segments.
+passes.py, then kernels/tasks/graph.py for the segments.
 """
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence

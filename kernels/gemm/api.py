@@ -23,7 +23,7 @@ from distmega.hostir.comm.communicator import Communicator
 from distmega.hostir.comm.nccl import NcclCommunicator
 from distmega.kernels.gemm.machine import built_in, measured
 from distmega.kernels.gemm.workspace import Workspace, workspace_of
-from distmega.kernels.gpus import is_hopper
+from distmega.kernels.runtime.gpus import is_hopper
 from distmega.sharding.overlap.matmul_ways import (
     Choice,
     Collective,

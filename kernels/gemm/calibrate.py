@@ -18,8 +18,8 @@ from distmega.hostir.comm.nccl import NcclCommunicator
 from distmega.kernels.gemm import exchange, overlap
 from distmega.kernels.gemm.launch import launch_matmul, plain_spec
 from distmega.kernels.gemm.workspace import workspace_of
-from distmega.kernels.gpus import num_sms
-from distmega.kernels.stream_ops import copy_bytes
+from distmega.kernels.runtime.gpus import num_sms
+from distmega.kernels.runtime.stream_ops import copy_bytes
 from distmega.sharding.overlap.matmul_ways import STAGES, event_rows, tiles_choice
 from distmega.sharding.overlap.rates import H200_RATES, OverlapRates
 from distmega.sharding.overlap.tile_times import (

@@ -36,7 +36,7 @@ from distmega.kernels.gluon_compat import (
     tma_store,
     tma_store_wait,
 )
-from distmega.kernels.mbarriers import make_barriers
+from distmega.kernels.runtime.mbarriers import make_barriers
 
 EXTENTS = (
     "k_tiles", "chunk_rows", "columns", "rank", "group", "lag", "part", "arrival_rows", "late",

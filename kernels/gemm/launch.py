@@ -14,8 +14,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from distmega.kernels.gemm.kernel import matmul_kernel
 from distmega.kernels.gemm.spec import HALF_M, TILE_K, TILE_M, MatmulSpec
-from distmega.kernels.gpus import num_sms
-from distmega.kernels.launcher import Launcher
+from distmega.kernels.runtime.gpus import num_sms
+from distmega.kernels.runtime.launcher import Launcher
 from distmega.sharding.overlap.tile_times import Tiles
 
 POINTER_ALIGNMENT = 16

@@ -10,7 +10,7 @@ import torch
 
 from distmega.hostir.comm.machine import machine_of
 from distmega.hostir.comm.nccl import NcclCommunicator
-from distmega.kernels.gpus import num_sms
+from distmega.kernels.runtime.gpus import num_sms
 from distmega.sharding.search.cost import H100, H200, Machine
 
 _machines: dict[NcclCommunicator, Machine] = {}

@@ -15,8 +15,8 @@ from distmega.errors import HangError
 from distmega.kernels.gemm.launch import Peering, launch_matmul
 from distmega.kernels.gemm.spec import WORDS, MatmulSpec
 from distmega.kernels.gemm.workspace import PUSHED, Workspace
-from distmega.kernels.gpus import num_sms
-from distmega.kernels.stream_ops import copy_bytes, copy_columns, wait_word, write_word
+from distmega.kernels.runtime.gpus import num_sms
+from distmega.kernels.runtime.stream_ops import copy_bytes, copy_columns, wait_word, write_word
 from distmega.sharding.overlap.matmul_ways import Choice, event_rows
 from distmega.sharding.overlap.tile_times import (
     GATHERED,

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from distmega.errors import RequestError
 from distmega.hostir.comm.nccl import NcclCommunicator
-from distmega.kernels.stream_ops import wait_word, write_word, write_words
-from distmega.kernels.symmetric import open_symmetric
+from distmega.kernels.runtime.stream_ops import wait_word, write_word, write_words
+from distmega.kernels.runtime.symmetric import open_symmetric
 from distmega.sharding.overlap.tile_times import NUM_WORDS
 
 WORD_BYTES = 4

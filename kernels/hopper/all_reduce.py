@@ -22,7 +22,7 @@ from distmega.kernels.hopper.device import bf16_pair, high_half, low_half, tagge
 from distmega.kernels.hopper.shapes import PER_THREAD, THREADS, TWOS
 from distmega.kernels.hopper.spins import spin_ranks
 from distmega.kernels.hopper.words import REPORT_WORDS
-from distmega.kernels.symmetric import Team
+from distmega.kernels.runtime.symmetric import Team
 
 CHUNK_WORDS = gl.constexpr(512)
 """Words that a program pushes or sums at a time: two a thread."""

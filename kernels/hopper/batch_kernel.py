@@ -47,7 +47,7 @@ from distmega.kernels.hopper.shapes import (
     TILE_SHARED,
     UNIT_ROWS,
 )
-from distmega.kernels.mbarriers import make_barriers
+from distmega.kernels.runtime.mbarriers import make_barriers
 
 
 @gluon.jit

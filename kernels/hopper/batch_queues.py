@@ -23,7 +23,6 @@ rank adds its part only once all of its own SMs are done with the draw.
 
 from dataclasses import dataclass, field
 
-from distmega.kernels.arena import ArenaLayout
 from distmega.kernels.fusion import (
     Draw,
     Fused,
@@ -52,6 +51,7 @@ from distmega.kernels.hopper.matrices import Weights, tiles_k
 from distmega.kernels.hopper.plan import ITEM_BYTES, Buffer, DecodeShape, Matrix, unfit
 from distmega.kernels.hopper.queues import num_units, share
 from distmega.kernels.hopper.words import MAX_SMS, NO_WINDOW, TILE_K, UNIT_ROWS
+from distmega.kernels.runtime.arena import ArenaLayout
 from distmega.program.types import Program
 
 CHUNK = TILE_K * BATCH

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from distmega.errors import RequestError
-from distmega.kernels.arena import ArenaLayout
 from distmega.kernels.hopper import batch_kernel
 from distmega.kernels.hopper.alarm import LOCAL_LIMIT_S, Alarm
 from distmega.kernels.hopper.batch_limits import list_words
@@ -43,10 +42,11 @@ from distmega.kernels.hopper.runner import (
     require_steps,
 )
 from distmega.kernels.hopper.words import MAX_SMS, WORDS
-from distmega.kernels.launcher import Launcher
-from distmega.kernels.memory import arena_views
-from distmega.kernels.runners import NO_DRAWS
-from distmega.kernels.symmetric import Team
+from distmega.kernels.runtime.arena import ArenaLayout
+from distmega.kernels.runtime.launcher import Launcher
+from distmega.kernels.runtime.memory import arena_views
+from distmega.kernels.runtime.runners import NO_DRAWS
+from distmega.kernels.runtime.symmetric import Team
 from distmega.program.types import Program
 from distmega.trace_file import Span
 

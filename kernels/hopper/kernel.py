@@ -45,7 +45,7 @@ from distmega.kernels.hopper.shapes import (
 )
 from distmega.kernels.hopper.splits import combine_task
 from distmega.kernels.hopper.team import embed_task, most_likely, pass_barrier
-from distmega.kernels.mbarriers import init_barriers, make_barriers
+from distmega.kernels.runtime.mbarriers import init_barriers, make_barriers
 
 
 @gluon.jit

@@ -6,10 +6,10 @@ rows, a weight as rows of its block, a vector as an offset. Next on the walk: qu
 
 from itertools import pairwise
 
-from distmega.kernels.arena import ArenaLayout
 from distmega.kernels.hopper.plan import ITEM_BYTES, MAX_MATRICES, Matrix, unfit
 from distmega.kernels.hopper.weight_order import matrix_columns
 from distmega.kernels.hopper.words import TILE_K
+from distmega.kernels.runtime.arena import ArenaLayout
 from distmega.program.types import Program
 
 

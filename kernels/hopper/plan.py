@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from distmega.errors import VerifyError
 from distmega.kernels.fusion import Draw
 from distmega.kernels.hopper.words import Instruction
-from distmega.kernels.task_graph import Mode
+from distmega.kernels.tasks.graph import Mode
 
 HEAD_DIMS = (64, 128)
 MAX_QUERIES = 8

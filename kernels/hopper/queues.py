@@ -25,7 +25,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
-from distmega.kernels.arena import ArenaLayout
 from distmega.kernels.fusion import (
     Draw,
     Fused,
@@ -64,7 +63,8 @@ from distmega.kernels.hopper.words import (
     Opcode,
     Sample,
 )
-from distmega.kernels.task_graph import Mode
+from distmega.kernels.runtime.arena import ArenaLayout
+from distmega.kernels.tasks.graph import Mode
 from distmega.program.types import Program
 
 NUM_BARRIERS = 5

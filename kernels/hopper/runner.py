@@ -13,7 +13,6 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from distmega.errors import RequestError
-from distmega.kernels.arena import ArenaLayout
 from distmega.kernels.fusion import Draw
 from distmega.kernels.hopper import kernel
 from distmega.kernels.hopper.alarm import LOCAL_LIMIT_S, Alarm
@@ -36,10 +35,11 @@ from distmega.kernels.hopper.words import (
     WORDS,
     pack,
 )
-from distmega.kernels.launcher import Launcher
-from distmega.kernels.memory import arena_views
-from distmega.kernels.runners import NO_DRAWS
-from distmega.kernels.symmetric import SymmetricMemory, Team
+from distmega.kernels.runtime.arena import ArenaLayout
+from distmega.kernels.runtime.launcher import Launcher
+from distmega.kernels.runtime.memory import arena_views
+from distmega.kernels.runtime.runners import NO_DRAWS
+from distmega.kernels.runtime.symmetric import SymmetricMemory, Team
 from distmega.program.types import Program
 from distmega.trace_file import Span
 

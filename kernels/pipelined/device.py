@@ -7,8 +7,8 @@ from functools import cache
 
 import torch
 
-from distmega.kernels.gpus import num_sms
 from distmega.kernels.pipelined.choices import Choice, Device
+from distmega.kernels.runtime.gpus import num_sms
 
 INT32 = 2**31
 """Coordinates of a descriptor stay below."""

@@ -14,7 +14,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from distmega.kernels.gluon_compat import tma_store, tma_store_wait
-from distmega.kernels.mbarriers import make_barriers
 from distmega.kernels.pipelined.layouts import row_layout
 from distmega.kernels.pipelined.norm_kernel import (
     allocate_tiles,
@@ -25,6 +24,7 @@ from distmega.kernels.pipelined.norm_kernel import (
     take_tile,
     tile_columns,
 )
+from distmega.kernels.runtime.mbarriers import make_barriers
 
 
 @gluon.jit

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from distmega.kernels.gpus import is_hopper
 from distmega.kernels.pipelined.blocks import common_width, padded_to
 from distmega.kernels.pipelined.choices import (
     Choice,
@@ -24,6 +23,7 @@ from distmega.kernels.pipelined.long_norm_kernel import long_norm_kernel
 from distmega.kernels.pipelined.norm_kernel import NormSpec, norm_kernel
 from distmega.kernels.pipelined.triton_path import long_norm_plain, norm_plain
 from distmega.kernels.pipelined.views import as_rows, is_aligned, layout_key, result_key
+from distmega.kernels.runtime.gpus import is_hopper
 
 Operands = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor, Tensor | None]
 """x, residual, weight, bias, results and sums; x, residual, results and sums of one shape, the last

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from distmega.kernels.gpus import is_hopper
 from distmega.kernels.pipelined.blocks import SWIZZLE_BYTES, padded_to
 from distmega.kernels.pipelined.choices import (
     Choice,
@@ -26,6 +25,7 @@ from distmega.kernels.pipelined.launches import Argument, Block, Family, Launch,
 from distmega.kernels.pipelined.pointwise_kernel import PointwiseSpec, pointwise_kernel
 from distmega.kernels.pipelined.triton_path import pointwise_plain
 from distmega.kernels.pipelined.views import Matrix, as_matrix, is_aligned, layout_key, result_key
+from distmega.kernels.runtime.gpus import is_hopper
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

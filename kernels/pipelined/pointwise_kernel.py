@@ -17,9 +17,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from distmega.kernels.gluon_compat import tma_load, tma_store, tma_store_wait
-from distmega.kernels.mbarriers import make_barriers
 from distmega.kernels.pipelined.formula import evaluate
 from distmega.kernels.pipelined.layouts import count_tiles, tile_layout, tile_number
+from distmega.kernels.runtime.mbarriers import make_barriers
 from distmega.program.expr import Expr
 
 

@@ -5,10 +5,10 @@ from math import prod
 
 from hypothesis import strategies as st
 
-from distmega.kernels.collectives import expand_collectives, team_size
-from distmega.kernels.task_graph import build_task_graph
-from distmega.kernels.tasks import Split, TaskGraph, TaskGroup
-from distmega.kernels.tiling import tile_segment, verify_groups
+from distmega.kernels.tasks.expand import expand_collectives, team_size
+from distmega.kernels.tasks.graph import build_task_graph
+from distmega.kernels.tasks.tile import tile_segment, verify_groups
+from distmega.kernels.tasks.types import Split, TaskGraph, TaskGroup
 from distmega.program.builder import Handle, ProgramBuilder
 from distmega.program.types import Op, Program
 from distmega.sharding.layout.mesh import DeviceMesh

@@ -8,17 +8,17 @@ from torch import Tensor
 from distmega.hostir.ir.nodes import segment_args
 from distmega.hostir.library.ops import run_op
 from distmega.hostir.library.torch_types import torch_dtype
-from distmega.kernels.arena import Space, layout_segment, tensor_space
-from distmega.kernels.collectives import team_size
-from distmega.kernels.cpu_megakernel import CpuMegakernel, peer_sizes
-from distmega.kernels.encoder import encode
-from distmega.kernels.interpreter import interpret_ranks
+from distmega.kernels.cpu.interpreter import interpret_ranks
+from distmega.kernels.cpu.peer import Peers, local_peers
+from distmega.kernels.cpu.runner import CpuMegakernel, peer_sizes
+from distmega.kernels.isa.encoder import encode
 from distmega.kernels.megakernel import Megakernel
-from distmega.kernels.memory import allocate_arena, arena_views
-from distmega.kernels.peer import Peers, local_peers
-from distmega.kernels.schedule import schedule_graph
-from distmega.kernels.task_graph import build_task_graph
-from distmega.kernels.tasks import Schedule, TaskGroup
+from distmega.kernels.runtime.arena import Space, layout_segment, tensor_space
+from distmega.kernels.runtime.memory import allocate_arena, arena_views
+from distmega.kernels.tasks.expand import team_size
+from distmega.kernels.tasks.graph import build_task_graph
+from distmega.kernels.tasks.schedule import schedule_graph
+from distmega.kernels.tasks.types import Schedule, TaskGroup
 from distmega.program.types import Op, Program
 from distmega.sharding.layout.mesh import DeviceMesh
 

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distmega.errors import PlanError, ProgramError
-from distmega.kernels.arena import ALIGNMENT_BYTES, Space, layout_arena, layout_segment
-from distmega.kernels.memory import allocate_arena, arena_views, operand_view
+from distmega.kernels.runtime.arena import ALIGNMENT_BYTES, Space, layout_arena, layout_segment
+from distmega.kernels.runtime.memory import allocate_arena, arena_views, operand_view
 from distmega.program.builder import ProgramBuilder
 from distmega.program.dtypes import ITEM_BYTES
 from distmega.program.types import Program, Tensor

@@ -8,7 +8,6 @@ from functools import cache
 import pytest
 
 from distmega.errors import VerifyError
-from distmega.kernels.arena import Space, layout_arena
 from distmega.kernels.hopper.batch_queues import BatchQueues, build_batch_queues
 from distmega.kernels.hopper.batch_words import (
     GROUP_UNITS,
@@ -21,6 +20,7 @@ from distmega.kernels.hopper.batch_words import (
 )
 from distmega.kernels.hopper.weight_order import matrix_columns, order_weights
 from distmega.kernels.hopper.words import UNIT_ROWS, WORDS
+from distmega.kernels.runtime.arena import Space, layout_arena
 from distmega.models.config import ModelConfig
 from distmega.models.decoder import build_decoder
 from distmega.models.presets import PRESETS

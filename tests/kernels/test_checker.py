@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 from distmega.engine.decode_plan import lower_decode, plan_decode
 from distmega.engine.requests import EngineOptions
 from distmega.errors import CheckError
-from distmega.kernels.arena import PEER_BUFFERS
-from distmega.kernels.checker import check_schedule, lay_out, num_ranks_to_check
-from distmega.kernels.collectives import SOURCE, expand_collectives, team_size
-from distmega.kernels.footprints import Footprints
-from distmega.kernels.queue_checker import Memory, Task, check_queues
-from distmega.kernels.regions import access_boxes, task_tiles
-from distmega.kernels.schedule import schedule_graph
-from distmega.kernels.task_graph import build_task_graph
-from distmega.kernels.tasks import Schedule, ScheduledTask, Signal, Wait
-from distmega.kernels.tiling import tile_segment
+from distmega.kernels.runtime.arena import PEER_BUFFERS
+from distmega.kernels.tasks.check import check_schedule, lay_out, num_ranks_to_check
+from distmega.kernels.tasks.check_queues import Memory, Task, check_queues
+from distmega.kernels.tasks.expand import SOURCE, expand_collectives, team_size
+from distmega.kernels.tasks.footprints import Footprints
+from distmega.kernels.tasks.graph import build_task_graph
+from distmega.kernels.tasks.regions import access_boxes, task_tiles
+from distmega.kernels.tasks.schedule import schedule_graph
+from distmega.kernels.tasks.tile import tile_segment
+from distmega.kernels.tasks.types import Schedule, ScheduledTask, Signal, Wait
 from distmega.models.presets import PRESETS
 from distmega.program.types import Access
 from distmega.sharding.layout.mesh import DeviceMesh

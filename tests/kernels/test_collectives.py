@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 
 from distmega.errors import CheckError, VerifyError
-from distmega.kernels.checker import check_schedule
-from distmega.kernels.collectives import expand_collectives, team_size
-from distmega.kernels.schedule import schedule_graph
-from distmega.kernels.task_graph import build_task_graph
-from distmega.kernels.tiling import tile_segment, verify_groups
+from distmega.kernels.tasks.check import check_schedule
+from distmega.kernels.tasks.expand import expand_collectives, team_size
+from distmega.kernels.tasks.graph import build_task_graph
+from distmega.kernels.tasks.schedule import schedule_graph
+from distmega.kernels.tasks.tile import tile_segment, verify_groups
 from distmega.program.builder import ProgramBuilder
 from distmega.program.text import print_program
 from distmega.program.types import Access, Axis, Index, Op, Program, Tensor

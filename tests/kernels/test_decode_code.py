@@ -16,7 +16,7 @@ from distmega.engine.requests import EngineOptions
 from distmega.kernels.hopper.queues import build_queues
 from distmega.kernels.hopper.runner import DecodeRunner, num_stages, padded_tiles_k
 from distmega.kernels.hopper.words import TILE_BYTES
-from distmega.kernels.task_graph import Mode
+from distmega.kernels.tasks.graph import Mode
 from distmega.models.presets import PRESETS
 from distmega.models.sampling import GREEDY, Method
 from distmega.sharding.layout.mesh import DeviceMesh

@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distmega.errors import CheckError, ProgramError
-from distmega.kernels import encoding
-from distmega.kernels.arena import Space, layout_segment
-from distmega.kernels.encoder import encode
-from distmega.kernels.encoding import MAX_WAITS, WORDS, Header, pack, unpack
-from distmega.kernels.opcodes import OPCODES, Linear, Nop, Ref
-from distmega.kernels.schedule import schedule_graph
-from distmega.kernels.task_graph import build_task_graph
-from distmega.kernels.tasks import Schedule, ScheduledTask, Signal, TaskGraph, TaskGroup, Wait
-from distmega.kernels.tiling import tile_segment
+from distmega.kernels.isa import encoding
+from distmega.kernels.isa.encoder import encode
+from distmega.kernels.isa.encoding import MAX_WAITS, WORDS, Header, pack, unpack
+from distmega.kernels.isa.opcodes import OPCODES, Linear, Nop, Ref
+from distmega.kernels.runtime.arena import Space, layout_segment
+from distmega.kernels.tasks.graph import build_task_graph
+from distmega.kernels.tasks.schedule import schedule_graph
+from distmega.kernels.tasks.tile import tile_segment
+from distmega.kernels.tasks.types import Schedule, ScheduledTask, Signal, TaskGraph, TaskGroup, Wait
 from distmega.program import expr
 from distmega.program.dtypes import ITEM_BYTES
 from distmega.program.types import Program

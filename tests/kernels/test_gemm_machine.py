@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from distmega.kernels import gpus
 from distmega.kernels.gemm.machine import built_in
+from distmega.kernels.runtime import gpus
 from distmega.sharding.search.cost import H100, H200
 
 

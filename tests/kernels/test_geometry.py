@@ -3,10 +3,10 @@
 import pytest
 
 from distmega.errors import ProgramError
-from distmega.kernels.arena import layout_segment
-from distmega.kernels.lowering import is_encodable, lower_group
-from distmega.kernels.opcodes import Copy, Instruction, Linear, Nop, Pointwise
-from distmega.kernels.tasks import Split, TaskGroup
+from distmega.kernels.isa.lowering import is_encodable, lower_group
+from distmega.kernels.isa.opcodes import Copy, Instruction, Linear, Nop, Pointwise
+from distmega.kernels.runtime.arena import layout_segment
+from distmega.kernels.tasks.types import Split, TaskGroup
 from distmega.program.builder import ProgramBuilder
 from distmega.program.types import Op, Program, accesses
 from tests.kernels.programs import decoder

@@ -6,7 +6,6 @@ from itertools import pairwise
 import pytest
 
 from distmega.errors import VerifyError
-from distmega.kernels.arena import Space, layout_arena
 from distmega.kernels.hopper.queues import DecodeQueues, build_queues
 from distmega.kernels.hopper.weight_order import matrix_columns, order_weights
 from distmega.kernels.hopper.words import (
@@ -25,7 +24,8 @@ from distmega.kernels.hopper.words import (
     Sample,
     pack,
 )
-from distmega.kernels.task_graph import Mode
+from distmega.kernels.runtime.arena import Space, layout_arena
+from distmega.kernels.tasks.graph import Mode
 from distmega.models.config import ModelConfig
 from distmega.models.decoder import build_decoder
 from distmega.models.presets import PRESETS

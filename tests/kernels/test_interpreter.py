@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distmega.errors import HangError
-from distmega.kernels.arena import Space, tensor_space
-from distmega.kernels.checker import check_schedule
 from distmega.kernels.megakernel import Megakernel
-from distmega.kernels.schedule import schedule_graph
-from distmega.kernels.tasks import Schedule, ScheduledTask, Signal, TaskGraph, TaskGroup, Wait
+from distmega.kernels.runtime.arena import Space, tensor_space
+from distmega.kernels.tasks.check import check_schedule
+from distmega.kernels.tasks.schedule import schedule_graph
+from distmega.kernels.tasks.types import Schedule, ScheduledTask, Signal, TaskGraph, TaskGroup, Wait
 from distmega.program.builder import ProgramBuilder
 from distmega.program.types import Program
 from distmega.sharding.layout.mesh import DeviceMesh

@@ -10,10 +10,10 @@ import torch
 
 from distmega.errors import LaunchError, PlanError, ProgramError
 from distmega.hostir.library.ops import run_op
-from distmega.kernels.arena import Space, layout_arena
-from distmega.kernels.cpu_megakernel import CpuMegakernel, open_peers
+from distmega.kernels.cpu.runner import CpuMegakernel, open_peers
 from distmega.kernels.megakernel import Megakernel, compile_megakernel
-from distmega.kernels.memory import allocate_arena, arena_views
+from distmega.kernels.runtime.arena import Space, layout_arena
+from distmega.kernels.runtime.memory import allocate_arena, arena_views
 from distmega.program.builder import ProgramBuilder
 from distmega.program.types import Program
 from distmega.sharding.layout.mesh import DeviceMesh

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distmega.hostir.library import sampling
-from distmega.kernels.tasks import Split, TaskGroup
+from distmega.kernels.tasks.types import Split, TaskGroup
 from distmega.program.builder import ProgramBuilder
 from distmega.program.types import Op, Program
 from tests.kernels.running import launch_all, make_ranks, random_values, tiled_kernel

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from distmega.errors import HangError, LaunchError
-from distmega.kernels import peer
-from distmega.kernels.cpu_megakernel import CpuMegakernel, open_peers
-from distmega.kernels.interpreter import interpret_ranks
+from distmega.kernels.cpu import peer
+from distmega.kernels.cpu.interpreter import interpret_ranks
+from distmega.kernels.cpu.peer import PeerSizes, local_peers, share_peers
+from distmega.kernels.cpu.runner import CpuMegakernel, open_peers
 from distmega.kernels.megakernel import Megakernel, compile_megakernel
-from distmega.kernels.memory import allocate_arena
-from distmega.kernels.peer import PeerSizes, local_peers, share_peers
+from distmega.kernels.runtime.memory import allocate_arena
 from distmega.program.builder import ProgramBuilder
 from distmega.program.types import Program
 from distmega.sharding.layout.mesh import DeviceMesh

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distmega.errors import CheckError
-from distmega.kernels.queue_checker import Memory, Task, check_queues
+from distmega.kernels.tasks.check_queues import Memory, Task, check_queues
 
 
 def memory(start: int, stop: int, rank: int = 0) -> Memory:

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from distmega.kernels.collectives import expand_collectives
-from distmega.kernels.tiling import tile_segment
+from distmega.kernels.tasks.expand import expand_collectives
+from distmega.kernels.tasks.tile import tile_segment
 from distmega.program.builder import ProgramBuilder
 from distmega.program.types import Access, Axis, Index, Op, Program, Tensor
 from distmega.sharding.layout.mesh import DeviceMesh

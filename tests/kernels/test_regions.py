@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distmega.errors import ProgramError
-from distmega.kernels.footprints import Footprints
-from distmega.kernels.regions import (
+from distmega.kernels.tasks.footprints import Footprints
+from distmega.kernels.tasks.regions import (
     Region,
     access_boxes,
     index_ranges,
@@ -22,7 +22,7 @@ from distmega.kernels.regions import (
     task_tiles,
     view_source,
 )
-from distmega.kernels.tasks import Split, TaskGroup
+from distmega.kernels.tasks.types import Split, TaskGroup
 from distmega.program.builder import ProgramBuilder
 from distmega.program.types import Access, Axis, Index, Op, Program, accesses
 from tests.kernels.programs import even, random_programs, tile_ops

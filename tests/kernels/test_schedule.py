@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distmega.errors import CheckError, VerifyError
-from distmega.kernels.checker import check_schedule
-from distmega.kernels.collectives import expand_collectives
-from distmega.kernels.schedule import schedule_graph
-from distmega.kernels.task_graph import build_task_graph
-from distmega.kernels.tasks import Schedule, ScheduledTask
-from distmega.kernels.tiling import tile_segment
+from distmega.kernels.tasks.check import check_schedule
+from distmega.kernels.tasks.expand import expand_collectives
+from distmega.kernels.tasks.graph import build_task_graph
+from distmega.kernels.tasks.schedule import schedule_graph
+from distmega.kernels.tasks.tile import tile_segment
+from distmega.kernels.tasks.types import Schedule, ScheduledTask
 from distmega.program.builder import ProgramBuilder
 from distmega.sharding.layout.mesh import DeviceMesh
 from tests.kernels.programs import decoder, edges, graph_of, random_programs, with_collectives

@@ -7,11 +7,11 @@ from distmega.hostir.ir.nodes import ForLoop, HostProgram, LaunchMegakernel, Lib
 from distmega.hostir.lower.lower import lower_program
 from distmega.hostir.passes.passes import run_passes
 from distmega.hostir.run.evaluator import KernelRunner
-from distmega.kernels.arena import ArenaLayout, Space, layout_arena
-from distmega.kernels.cpu_megakernel import CpuMegakernel, open_peers
-from distmega.kernels.lowering import is_encodable
+from distmega.kernels.cpu.runner import CpuMegakernel, open_peers
+from distmega.kernels.isa.lowering import is_encodable
 from distmega.kernels.megakernel import compile_megakernel
-from distmega.kernels.memory import allocate_arena, arena_views
+from distmega.kernels.runtime.arena import ArenaLayout, Space, layout_arena
+from distmega.kernels.runtime.memory import allocate_arena, arena_views
 from distmega.program.builder import ProgramBuilder
 from distmega.sharding.layout.placements import Layout, stream
 from distmega.sharding.localize import localize

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given
 
 from distmega.errors import VerifyError
-from distmega.kernels.footprints import Footprints
-from distmega.kernels.regions import regions_meet
-from distmega.kernels.task_graph import build_task_graph
-from distmega.kernels.tasks import Split, TaskGraph, TaskGroup
+from distmega.kernels.tasks.footprints import Footprints
+from distmega.kernels.tasks.graph import build_task_graph
+from distmega.kernels.tasks.regions import regions_meet
+from distmega.kernels.tasks.types import Split, TaskGraph, TaskGroup
 from distmega.program.builder import Handle, ProgramBuilder
 from distmega.program.types import Program
 from tests.kernels.programs import (

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from distmega.errors import VerifyError
-from distmega.kernels.tasks import Split, TaskGroup
-from distmega.kernels.tiling import accessed_bytes, task_bytes, tile_segment, verify_groups
+from distmega.kernels.tasks.tile import accessed_bytes, task_bytes, tile_segment, verify_groups
+from distmega.kernels.tasks.types import Split, TaskGroup
 from distmega.program.builder import ProgramBuilder
 from distmega.program.types import Program
 from tests.kernels.programs import decoder, even, tile_ops

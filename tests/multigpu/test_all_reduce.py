@@ -7,7 +7,7 @@ from torch import Tensor
 from distmega.errors import HangError, RequestError
 from distmega.hostir.comm.nccl import NcclCommunicator
 from distmega.kernels.hopper.all_reduce import PushedAllReduce
-from distmega.kernels.symmetric import Team
+from distmega.kernels.runtime.symmetric import Team
 from tests.hostir.ranks import values
 from tests.multigpu.ranks import ON_GPUS
 

@@ -5,7 +5,7 @@ from dataclasses import asdict
 import pytest
 
 from distmega.hostir.comm.nccl import NcclCommunicator
-from distmega.kernels.copy_engines import CopyCommunicator
+from distmega.kernels.runtime.copy_engines import CopyCommunicator
 from distmega.sharding.overlap.rates import H200_RATES
 from tests.multigpu.ranks import ON_GPUS, TIMEOUT_S
 

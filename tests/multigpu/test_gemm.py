@@ -16,7 +16,7 @@ from distmega.errors import HangError, ProgramError
 from distmega.hostir.comm.communicator import Communicator
 from distmega.hostir.comm.nccl import NcclCommunicator
 from distmega.kernels import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
-from distmega.kernels.gpus import num_sms
+from distmega.kernels.runtime.gpus import num_sms
 from distmega.sharding.overlap.matmul_ways import STAGES, Choice
 from distmega.sharding.overlap.tile_times import Extents, Split, Tiles, plan_sending
 from tests.multigpu.ranks import ON_EITHER, ON_GPUS

@@ -16,8 +16,8 @@ from distmega.hostir.comm.communicator import Communicator, GlooCommunicator
 from distmega.hostir.comm.nccl import NcclCommunicator
 from distmega.hostir.lower.pipeline import FREE
 from distmega.hostir.run.evaluator import Evaluator
-from distmega.kernels.signals import PeerSignals, open_signals
-from distmega.kernels.symmetric import open_symmetric
+from distmega.kernels.runtime.signals import PeerSignals, open_signals
+from distmega.kernels.runtime.symmetric import open_symmetric
 from distmega.models.presets import PRESETS
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.search.cost import H200
@@ -104,7 +104,7 @@ def open_all_or_none(comm: Communicator) -> None:
     segments = lowered.host.segments
     with (
         patch("distmega.engine.engine.open_hopper") as opened,
-        patch("distmega.kernels.runners.require_hopper", return_value=132) as asked,
+        patch("distmega.kernels.runtime.runners.require_hopper", return_value=132) as asked,
     ):
         assert Engine._open_stepping(engine, segments, options) is opened.return_value
         opened.reset_mock()

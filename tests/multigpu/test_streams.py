@@ -13,8 +13,8 @@ from distmega.hostir.lower.lower import lower_program
 from distmega.hostir.passes.passes import run_passes
 from distmega.hostir.run.cuda_graph import CapturedHost
 from distmega.hostir.run.evaluator import Evaluator
-from distmega.kernels.copy_engines import CopyCommunicator
 from distmega.kernels.gemm.host import PeerMatmuls
+from distmega.kernels.runtime.copy_engines import CopyCommunicator
 from distmega.program.builder import ProgramBuilder
 from distmega.program.types import Program
 from distmega.sharding.layout.mesh import DeviceMesh

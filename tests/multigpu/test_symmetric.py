@@ -5,7 +5,7 @@ import torch
 
 from distmega.env import read_settings
 from distmega.hostir.comm.nccl import NcclCommunicator
-from distmega.kernels.symmetric import Backend, open_symmetric
+from distmega.kernels.runtime.symmetric import Backend, open_symmetric
 from tests.multigpu.ranks import ON_GPUS, is_under_torchrun
 from tests.multigpu.rounds import exchange_rounds
 

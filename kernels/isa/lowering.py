@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from distmega.errors import ProgramError
-from distmega.kernels.arena import Operand, Space
-from distmega.kernels.geometry import make_geometry, unfit
-from distmega.kernels.opcodes import Instruction, Nop
-from distmega.kernels.rules import COMPUTE_RULES, Context, Rule, all_axes
-from distmega.kernels.rules_move import COPY_DIMS, COPY_KINDS, MOVE_RULES, copy_instructions
-from distmega.kernels.tasks import TaskGroup
+from distmega.kernels.isa.opcodes import Instruction, Nop
+from distmega.kernels.isa.rules import COMPUTE_RULES, Context, Rule, all_axes
+from distmega.kernels.isa.rules_move import COPY_DIMS, COPY_KINDS, MOVE_RULES, copy_instructions
+from distmega.kernels.runtime.arena import Operand, Space
+from distmega.kernels.tasks.geometry import make_geometry, unfit
+from distmega.kernels.tasks.types import TaskGroup
 from distmega.program.types import Op, Tensor, accesses, packed_strides
 
 RULES: Mapping[str, Rule] = {**COMPUTE_RULES, **MOVE_RULES}

@@ -13,10 +13,10 @@ from torch import Tensor
 from distmega.hostir.comm.collectives import combine_parts
 from distmega.hostir.library import norms, pointwise, sampling
 from distmega.hostir.library import ops as library
-from distmega.kernels import opcodes
-from distmega.kernels.encoding import unpack_expression
-from distmega.kernels.memory import RankMemory, peer_view
-from distmega.kernels.opcodes import COMBINES, Instruction, Ref
+from distmega.kernels.isa import opcodes
+from distmega.kernels.isa.encoding import unpack_expression
+from distmega.kernels.isa.opcodes import COMBINES, Instruction, Ref
+from distmega.kernels.runtime.memory import RankMemory, peer_view
 
 Run = Callable[[], None]
 

@@ -21,8 +21,15 @@ import numpy as np
 import numpy.typing as npt
 
 from distmega.errors import VerifyError
-from distmega.kernels.tasks import EventTensor, Schedule, ScheduledTask, Signal, TaskGraph, Wait
-from distmega.kernels.tiling import task_bytes
+from distmega.kernels.tasks.tile import task_bytes
+from distmega.kernels.tasks.types import (
+    EventTensor,
+    Schedule,
+    ScheduledTask,
+    Signal,
+    TaskGraph,
+    Wait,
+)
 
 TASK_BYTES = 16 * 1024
 """What starting a task costs, in bytes one SM could have read meanwhile."""

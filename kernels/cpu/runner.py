@@ -12,11 +12,11 @@ from torch import Tensor
 from distmega.errors import LaunchError
 from distmega.hostir.ir.nodes import segment_args
 from distmega.hostir.library.torch_types import dtype_name
-from distmega.kernels.arena import PEER_BUFFERS, Space, tensor_space
-from distmega.kernels.interpreter import RankInterpreter
+from distmega.kernels.cpu.interpreter import RankInterpreter
+from distmega.kernels.cpu.peer import Exchange, Peers, PeerSizes, local_peers, share_peers
 from distmega.kernels.megakernel import Megakernel
-from distmega.kernels.memory import RankMemory, allocate_arena, operand_view
-from distmega.kernels.peer import Exchange, Peers, PeerSizes, local_peers, share_peers
+from distmega.kernels.runtime.arena import PEER_BUFFERS, Space, tensor_space
+from distmega.kernels.runtime.memory import RankMemory, allocate_arena, operand_view
 
 POISON = 0xFF
 """Byte that makes every float a NaN and every index negative."""

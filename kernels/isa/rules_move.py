@@ -6,10 +6,10 @@ Used by lowering.py through MOVE_RULES; see rules.py for the ops that compute.
 
 from collections.abc import Iterator, Mapping
 
-from distmega.kernels import opcodes
-from distmega.kernels.geometry import Part, both, inside
-from distmega.kernels.opcodes import Instruction
-from distmega.kernels.rules import Context, Rule
+from distmega.kernels.isa import opcodes
+from distmega.kernels.isa.opcodes import Instruction
+from distmega.kernels.isa.rules import Context, Rule
+from distmega.kernels.tasks.geometry import Part, both, inside
 from distmega.program.types import Op
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 
 from distmega.errors import ProgramError
-from distmega.kernels.tasks import TaskGroup
+from distmega.kernels.tasks.types import TaskGroup
 from distmega.program.types import Access, Index, Op
 
 Box = tuple[range, ...]

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from itertools import pairwise, product
 
 from distmega.errors import ProgramError
-from distmega.kernels.arena import Operand, axis_strides
-from distmega.kernels.regions import split_digits, tile_intervals
-from distmega.kernels.tasks import TaskGroup
+from distmega.kernels.runtime.arena import Operand, axis_strides
+from distmega.kernels.tasks.regions import split_digits, tile_intervals
+from distmega.kernels.tasks.types import TaskGroup
 from distmega.program.types import Access, Op, accesses
 
 Strides = tuple[int, ...]

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from distmega.errors import CheckError
-from distmega.kernels.tasks import Schedule, ScheduledTask
+from distmega.kernels.tasks.types import Schedule, ScheduledTask
 
 Ints = npt.NDArray[np.int64]
 Clock = npt.NDArray[np.int32]

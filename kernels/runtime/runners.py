@@ -15,13 +15,13 @@ from torch import Tensor
 
 from distmega.errors import VerifyError
 from distmega.hostir.run.evaluator import KernelRunner
-from distmega.kernels.arena import ArenaLayout
-from distmega.kernels.gpus import is_hopper, num_sms
 from distmega.kernels.hopper.batch_queues import BatchQueues, build_batch_queues
 from distmega.kernels.hopper.plan import DecodeQueues
 from distmega.kernels.hopper.queues import build_queues
-from distmega.kernels.symmetric import Team
-from distmega.kernels.task_graph import Mode
+from distmega.kernels.runtime.arena import ArenaLayout
+from distmega.kernels.runtime.gpus import is_hopper, num_sms
+from distmega.kernels.runtime.symmetric import Team
+from distmega.kernels.tasks.graph import Mode
 from distmega.program.types import Program
 from distmega.trace_file import Span
 

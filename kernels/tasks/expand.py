@@ -33,7 +33,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from distmega.errors import VerifyError
-from distmega.kernels.arena import PEER_SUFFIX
+from distmega.kernels.runtime.arena import PEER_SUFFIX
 from distmega.program.ops.compute import EXCHANGES
 from distmega.program.types import Access, Axis, Index, Op, Program, Tensor, verify_program
 from distmega.sharding.layout.mesh import DeviceMesh

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from distmega.errors import CheckError
-from distmega.kernels.regions import Region, regions_meet
+from distmega.kernels.tasks.regions import Region, regions_meet
 
 Ints = npt.NDArray[np.int64]
 Clock = npt.NDArray[np.int16] | npt.NDArray[np.int32]

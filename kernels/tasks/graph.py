@@ -17,8 +17,8 @@ from typing import Literal
 import numpy as np
 
 from distmega.errors import VerifyError
-from distmega.kernels.footprints import Bools, Footprints
-from distmega.kernels.tasks import EventTensor, TaskGraph, TaskGroup
+from distmega.kernels.tasks.footprints import Bools, Footprints
+from distmega.kernels.tasks.types import EventTensor, TaskGraph, TaskGroup
 from distmega.program.types import Program
 
 Mode = Literal["overlap", "op"]

@@ -17,11 +17,11 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from distmega.errors import HangError
-from distmega.kernels.encoding import Encoded, Words, unpack
-from distmega.kernels.memory import RankMemory
-from distmega.kernels.opcodes import touches_peers
-from distmega.kernels.peer import Peers
-from distmega.kernels.reference import Run, bind
+from distmega.kernels.cpu.peer import Peers
+from distmega.kernels.isa.encoding import Encoded, Words, unpack
+from distmega.kernels.isa.opcodes import touches_peers
+from distmega.kernels.isa.reference import Run, bind
+from distmega.kernels.runtime.memory import RankMemory
 
 SPIN_POLLS = 100
 SLEEP_S = 50e-6

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from distmega.errors import LaunchError
-from distmega.kernels.arena import ALIGNMENT_BYTES
+from distmega.kernels.runtime.arena import ALIGNMENT_BYTES
 
 Exchange = Callable[[object], Sequence[object]]
 """Gathers one object from each rank, in rank order, on all of them."""

@@ -9,7 +9,7 @@ in words. Next on the walk: encoding.py.
 from dataclasses import dataclass, fields
 from typing import get_args
 
-from distmega.kernels.arena import ALIGNMENT_BYTES, Space
+from distmega.kernels.runtime.arena import ALIGNMENT_BYTES, Space
 
 Pair = tuple[int, int]
 Triple = tuple[int, int, int]

@@ -14,7 +14,7 @@ from itertools import product
 import numpy as np
 import numpy.typing as npt
 
-from distmega.kernels.regions import (
+from distmega.kernels.tasks.regions import (
     Box,
     Region,
     Tile,
@@ -23,7 +23,7 @@ from distmega.kernels.regions import (
     task_tiles,
     view_source,
 )
-from distmega.kernels.tasks import TaskGroup
+from distmega.kernels.tasks.types import TaskGroup
 from distmega.program.types import Access, Op, Program
 
 Ints = npt.NDArray[np.int64]

@@ -30,8 +30,8 @@ import numpy as np
 import numpy.typing as npt
 
 from distmega.errors import ProgramError
-from distmega.kernels.arena import Space
-from distmega.kernels.opcodes import OPCODES, Instruction, Ref
+from distmega.kernels.isa.opcodes import OPCODES, Instruction, Ref
+from distmega.kernels.runtime.arena import Space
 from distmega.program.dtypes import ITEM_BYTES
 from distmega.program.expr import FUNCTIONS, Arg, Call, Const, Expr
 

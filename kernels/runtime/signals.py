@@ -18,11 +18,11 @@ from torch import Tensor
 from distmega.errors import HangError, LaunchError
 from distmega.hostir.comm.nccl import NcclCommunicator
 from distmega.hostir.comm.nccl_signals import NcclSignals
-from distmega.kernels.symmetric import ALIGNMENT_BYTES, open_symmetric
+from distmega.kernels.runtime.symmetric import ALIGNMENT_BYTES, open_symmetric
 
 logger = logging.getLogger(__name__)
 
-_KERNELS = "distmega.kernels.signal_kernels"
+_KERNELS = "distmega.kernels.runtime.signal_kernels"
 ONE = 1, 1, 1
 """Programs of a launch."""
 

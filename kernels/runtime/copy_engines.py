@@ -17,8 +17,8 @@ from torch import Tensor
 from distmega.hostir.comm.collectives import Handle, join_handles
 from distmega.hostir.comm.communicator import flat_bytes
 from distmega.hostir.comm.nccl_native import NativeNccl
-from distmega.kernels.stream_ops import wait_word, write_word
-from distmega.kernels.symmetric import SymmetricMemory, open_symmetric
+from distmega.kernels.runtime.stream_ops import wait_word, write_word
+from distmega.kernels.runtime.symmetric import SymmetricMemory, open_symmetric
 from distmega.sharding.layout.mesh import DeviceMesh
 
 NUM_SLOTS = 2

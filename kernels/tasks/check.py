@@ -25,12 +25,12 @@ import numpy as np
 import numpy.typing as npt
 
 from distmega.errors import CheckError
-from distmega.kernels.arena import PEER_BUFFERS
-from distmega.kernels.collectives import SOURCE
-from distmega.kernels.footprints import Footprints
-from distmega.kernels.launch_clocks import Clocks, StuckError, compute_clocks
-from distmega.kernels.queue_checker import Queues, Task, run_queues
-from distmega.kernels.tasks import Schedule, ScheduledTask
+from distmega.kernels.runtime.arena import PEER_BUFFERS
+from distmega.kernels.tasks.check_queues import Queues, Task, run_queues
+from distmega.kernels.tasks.expand import SOURCE
+from distmega.kernels.tasks.footprints import Footprints
+from distmega.kernels.tasks.launch_clocks import Clocks, StuckError, compute_clocks
+from distmega.kernels.tasks.types import Schedule, ScheduledTask
 
 MAX_RANKS = 3
 

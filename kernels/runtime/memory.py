@@ -13,9 +13,9 @@ from torch import Tensor
 
 from distmega.errors import RequestError
 from distmega.hostir.library.torch_types import torch_dtype
-from distmega.kernels.arena import ALIGNMENT_BYTES, ArenaLayout, Operand
-from distmega.kernels.encoding import Words
-from distmega.kernels.opcodes import Ref
+from distmega.kernels.isa.encoding import Words
+from distmega.kernels.isa.opcodes import Ref
+from distmega.kernels.runtime.arena import ALIGNMENT_BYTES, ArenaLayout, Operand
 from distmega.program.dtypes import item_bytes
 from distmega.program.types import packed_strides
 

@@ -8,10 +8,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from distmega.kernels import opcodes
-from distmega.kernels.arena import Operand
-from distmega.kernels.geometry import Geometry, Part, unfit
-from distmega.kernels.opcodes import COMBINES, Instruction, Ref
+from distmega.kernels.isa import opcodes
+from distmega.kernels.isa.opcodes import COMBINES, Instruction, Ref
+from distmega.kernels.runtime.arena import Operand
+from distmega.kernels.tasks.geometry import Geometry, Part, unfit
 from distmega.program.types import Op, accesses
 
 

@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from distmega.errors import VerifyError
-from distmega.kernels.collectives import REMOTE_KINDS
-from distmega.kernels.footprints import Footprints
-from distmega.kernels.tasks import Split, TaskGroup
+from distmega.kernels.tasks.expand import REMOTE_KINDS
+from distmega.kernels.tasks.footprints import Footprints
+from distmega.kernels.tasks.types import Split, TaskGroup
 from distmega.program.dtypes import item_bytes
 from distmega.program.types import Access, Op, Program, Role, Tensor, accesses
 

@@ -11,8 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from distmega.errors import CheckError
-from distmega.kernels.arena import ALIGNMENT_BYTES, Operand, SegmentLayout
-from distmega.kernels.encoding import (
+from distmega.kernels.isa.encoding import (
     SIGNAL_COLUMNS,
     WAIT_COLUMNS,
     WORDS,
@@ -24,8 +23,9 @@ from distmega.kernels.encoding import (
     patch_bases,
     write_headers,
 )
-from distmega.kernels.lowering import lower_group
-from distmega.kernels.tasks import Schedule, ScheduledTask, Signal, TaskGroup, Wait
+from distmega.kernels.isa.lowering import lower_group
+from distmega.kernels.runtime.arena import ALIGNMENT_BYTES, Operand, SegmentLayout
+from distmega.kernels.tasks.types import Schedule, ScheduledTask, Signal, TaskGroup, Wait
 from distmega.program import expr
 from distmega.program.types import accesses
 
