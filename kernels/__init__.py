@@ -1,4 +1,4 @@
-"""The task level: a segment of ops in, one persistent kernel a rank out. Starts at task_graph.py.
+"""The task level: a segment of ops in, one persistent kernel a rank out. Starts at tasks/graph.py.
 
 `rms_norm`, `layer_norm`, `softmax`, `pointwise` and `tuning` are kernels for tensors outside a
 segment, of pipelined/api.py; `matmul` and its forms with a collective are of gemm/api.py. They

@@ -2,7 +2,7 @@
 every rank.
 
 In: a segment (a Program of ops for one rank) and the mesh. Out: a frozen `Megakernel`, made without
-torch, so that plans of any size can be explained. `cpu_megakernel.py` runs it on CPUs; next on the
+torch, so that plans of any size can be explained. `cpu/runner.py` runs it on CPUs; next on the
 walk: launch/worker.py.
 """
 

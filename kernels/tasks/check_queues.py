@@ -11,9 +11,9 @@ CheckError that names tasks and ranks.
    wait of a real execution that some later signal let through too early: all waits before it kept
    what they guarantee, so the later signal came after the ones it stood in for.)
 3. Races: two tasks that touch an element, one of them writing, must be ordered by the clocks;
-   which comes first is for the caller to demand (checker.py does).
+   which comes first is for the caller to demand (check.py does).
 
-checker.py lays out a Schedule for it.
+check.py lays out a Schedule for it.
 """
 
 from collections import defaultdict

@@ -11,7 +11,7 @@ A receive buffer `<y>.recv` has one slot a rank: shape [ranks, *x.shape]. The in
 rank s writes slot s of every rank, itself included; as a rank's own buffer sees it, the instances
 on all ranks together write all slots. So the access map says recv(src, i...), with `src` run whole,
 and overlap gives the consumer its event: complete when the tile's push has signalled from every
-rank. After this the segment is tiled; next on the walk: tiling.py.
+rank. After this the segment is tiled; next on the walk: tile.py.
 
 Why one launch can't disturb another. Two facts hold for any graph: a rank starts a launch after its
 own previous launch has completed, and every push has a consumer on every rank that waits for all
@@ -26,7 +26,7 @@ ranks' instances of it. Say rank A pushes in launch e into a slot that rank B re
 Counters need the same care: a rank that is ahead may signal launch e before a slow rank's signal of
 launch e - 1 has arrived, and one counter for both would pass too early. So an event that all ranks
 trigger has one counter for each source rank, and a wait looks at all of them; triggers from one
-rank come in launch order. checker.py proves both for a given schedule.
+rank come in launch order. check.py proves both for a given schedule.
 """
 
 from collections.abc import Iterator

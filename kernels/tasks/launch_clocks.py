@@ -1,6 +1,6 @@
 """Launch clocks: what is complete when each task of a launch starts, for all tasks at once.
 
-In: a Schedule. Out: `Clocks`, by which checker.py judges every pair of tasks. All ranks run the
+In: a Schedule. Out: `Clocks`, by which check.py judges every pair of tasks. All ranks run the
 same queues, and an event that all ranks trigger is waited for from all of them, so no rank differs
 from another: one rank's queues stand for all, and a task's knowledge is two rows, of its own rank's
 queues and of any peer's. Waits are for all signals of their event in a launch, which is checked;

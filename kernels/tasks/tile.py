@@ -4,7 +4,7 @@ In: a segment, the number of workers (SMs), and the machine. Out: one TaskGroup 
 excepted, in program order. A linear is cut into ranges of weight rows that give every worker the
 same bytes. Everything else is small in decoding: it is cut only into as many tasks as are worth
 starting, each one box of the iteration space. Reduced, scattered and looked-up axes stay whole
-inside a task. Next on the walk: task_graph.py.
+inside a task. Next on the walk: graph.py.
 """
 
 import math

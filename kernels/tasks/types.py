@@ -1,8 +1,8 @@
 """Value types of the task level: tasks as tiles of an op, events between them, and the static
 schedule.
 
-A segment (a Program of ops that become one megakernel) is cut by tiling.py into TaskGroups, one an
-op. task_graph.py derives EventTensors from region overlap; schedule.py orders tasks on SMs;
+A segment (a Program of ops that become one megakernel) is cut by tile.py into TaskGroups, one an
+op. graph.py derives EventTensors from region overlap; schedule.py orders tasks on SMs;
 encoding.py turns that into device words. All ranks of a mesh run the same graph; a group with
 `all_ranks` writes and signals on every rank of its team.
 """
