@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from distmega.errors import ProgramError
 from distmega.program.ops import compute as ops
 from distmega.program.ops import data_movement as moves
-from distmega.program.ops import norms
+from distmega.program.ops import lookups, masked, norms, opaque
 from distmega.program.ops.parts import Built, bad_op
 from distmega.program.types import (
     Op,
@@ -113,11 +113,11 @@ class ProgramBuilder:
             ops.linear(self._name(name, "linear"), self._own(x), self._own(w), operand, spec)
         )
 
-    def pointwise(self, text: str, *args: Handle, name: str = "") -> Handle:
+    def pointwise(self, text: str, *args: Handle, dtype: str = "", name: str = "") -> Handle:
         """See ops.pointwise: an expression such as "silu(a0) * a1"."""
-        return self._add(
-            ops.pointwise(self._name(name, "pointwise"), text, *(self._own(a) for a in args))
-        )
+        operands = (self._own(a) for a in args)
+        name = self._name(name, "pointwise")
+        return self._add(ops.pointwise(name, text, *operands, dtype=dtype))
 
     def reduce(self, x: Handle, dim: int, combine: str = "sum", name: str = "") -> Handle:
         """See ops.reduce: "sum", "max" or "min" over one dim."""
@@ -130,15 +130,20 @@ class ProgramBuilder:
         )
 
     def layer_norm(
-        self, x: Handle, weight: Handle, bias: Handle, eps: float, name: str = ""
+        self, x: Handle, weight: Handle | None, bias: Handle | None, eps: float, name: str = ""
     ) -> Handle:
         """See norms.layer_norm, over the last dim."""
-        operands = (self._own(x), self._own(weight), self._own(bias))
-        return self._add(norms.layer_norm(self._name(name, "layer_norm"), *operands, eps))
+        vectors = (None if vector is None else self._own(vector) for vector in (weight, bias))
+        name = self._name(name, "layer_norm")
+        return self._add(norms.layer_norm(name, self._own(x), *vectors, eps))
 
     def softmax(self, x: Handle, name: str = "") -> Handle:
         """See norms.softmax, over the last dim."""
         return self._add(norms.softmax(self._name(name, "softmax"), self._own(x)))
+
+    def cumsum(self, x: Handle, name: str = "") -> Handle:
+        """See norms.cumsum, along the last dim."""
+        return self._add(norms.cumsum(self._name(name, "cumsum"), self._own(x)))
 
     def rope(self, x: Handle, positions: Handle, table: Handle, name: str = "") -> Handle:
         """See ops.rope: half-split rotary embedding."""
@@ -168,6 +173,46 @@ class ProgramBuilder:
         operands = (self._own(q), self._own(k), self._own(v), self._own(positions))
         name = self._name(name, "attention")
         return self._add(ops.attention(name, *operands, scale, window, in_order))
+
+    def attend(
+        self,
+        q: Handle,
+        k: Handle,
+        v: Handle,
+        mask: Handle | None,
+        scale: float,
+        softcap: float = 0.0,
+        name: str = "",
+    ) -> Handle:
+        """See masked.attend: attention under any mask."""
+        operands = self._own(q), self._own(k), self._own(v), self._own(mask) if mask else None
+        return self._add(masked.attend(self._name(name, "attend"), *operands, scale, softcap))
+
+    def gather(self, x: Handle, ids: Handle, dim: int, name: str = "") -> Handle:
+        """See lookups.gather."""
+        name = self._name(name, "gather")
+        return self._add(lookups.gather(name, self._own(x), self._own(ids), dim))
+
+    def topk(self, x: Handle, num_top: int, name: str = "") -> tuple[Handle, Handle]:
+        """See lookups.topk; values and indices."""
+        built = lookups.topk(self._name(name, "topk"), self._own(x), num_top)
+        self._add(built)
+        values, chosen = (Handle(self, tensor) for tensor in built[1])
+        return values, chosen
+
+    def opaque(
+        self,
+        target: str,
+        call: str,
+        operands: Sequence[Handle],
+        results: Sequence[tuple[tuple[int, ...], str]],
+        name: str = "",
+    ) -> tuple[Handle, ...]:
+        """See opaque.opaque: an operator of torch."""
+        name = self._name(name, "opaque")
+        built = opaque.opaque(name, target, call, [self._own(x) for x in operands], results)
+        self._add(built)
+        return tuple(Handle(self, tensor) for tensor in built[1])
 
     def embedding(self, ids: Handle, table: Handle, name: str = "") -> Handle:
         """See ops.embedding."""
@@ -220,6 +265,10 @@ class ProgramBuilder:
     def concat(self, xs: Sequence[Handle], dim: int, name: str = "") -> Handle:
         """See moves.concat."""
         return self._add(moves.concat(self._name(name, "concat"), [self._own(x) for x in xs], dim))
+
+    def expand(self, x: Handle, shape: Sequence[int], name: str = "") -> Handle:
+        """See moves.expand."""
+        return self._add(moves.expand(self._name(name, "expand"), self._own(x), shape))
 
     def transpose(
         self, x: Handle, order: Sequence[int], *, view: bool = False, name: str = ""

@@ -2,7 +2,7 @@
 as Python arithmetic.
 
 `parse("silu(a0) * a1")` gives a tree; `evaluate` runs it over any values whose functions the caller
-supplies (torch tensors on the CPU path). Next on the walk: ops.py.
+supplies (torch tensors on the CPU path). Next on the walk: ops/compute.py.
 """
 
 import ast
@@ -17,11 +17,13 @@ T = TypeVar("T")
 
 FUNCTIONS: dict[str, int] = {
     "exp": 1, "log": 1, "sqrt": 1, "rsqrt": 1, "abs": 1, "neg": 1, "relu": 1, "silu": 1, "gelu": 1,
-    "tanh": 1, "sigmoid": 1, "sin": 1, "cos": 1,
+    "tanh": 1, "sigmoid": 1, "sin": 1, "cos": 1, "erf": 1, "floor": 1,
     "add": 2, "sub": 2, "mul": 2, "div": 2, "maximum": 2, "minimum": 2, "pow": 2,
+    "eq": 2, "lt": 2, "le": 2, "where": 3,
 }  # fmt: skip
 """Function name -> number of arguments. Infix + - * / ** are add, sub, mul, div, pow; gelu is the
-exact one (erf).
+exact one (erf). eq, lt and le are 1 where they hold, else 0; where(a, b, c) is b where a isn't 0,
+else c.
 """
 
 _INFIX: dict[type[ast.operator], str] = {
@@ -141,10 +143,10 @@ def num_flops(expr: Expr) -> int:
     return 1 + sum(map(num_flops, expr.args)) if isinstance(expr, Call) else 0
 
 
-_ZERO_AT_ZERO = {"sqrt", "abs", "neg", "relu", "silu", "gelu", "tanh", "sin"}
+_ZERO_AT_ZERO = {"sqrt", "abs", "neg", "relu", "silu", "gelu", "tanh", "sin", "erf", "floor"}
 _FINITE_AT_FINITE = {
-    "abs", "neg", "relu", "silu", "gelu", "tanh", "sigmoid", "sin", "cos",
-    "add", "sub", "mul", "maximum", "minimum",
+    "abs", "neg", "relu", "silu", "gelu", "tanh", "sigmoid", "sin", "cos", "erf", "floor",
+    "add", "sub", "mul", "maximum", "minimum", "eq", "lt", "le", "where",
 }  # fmt: skip
 
 
@@ -177,6 +179,8 @@ def is_zero(expr: Expr, zero_args: frozenset[int]) -> bool:
             return is_zero(left, zero_args) and is_zero(right, zero_args)
         case Call("div", (left, Const(value))):
             return value != 0.0 and is_zero(left, zero_args)
+        case Call("where", (_, chosen, other)):
+            return is_zero(chosen, zero_args) and is_zero(other, zero_args)
         case Call(fn, (inner,)):
             return fn in _ZERO_AT_ZERO and is_zero(inner, zero_args)
     return False

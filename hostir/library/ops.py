@@ -26,6 +26,7 @@ from distmega.hostir.library.axis_views import (
     unfold_axes,
 )
 from distmega.hostir.library.norms import compile_norm, normalise
+from distmega.hostir.library.opaque import compile_opaque
 from distmega.hostir.library.pointwise import OpFunction, compile_pointwise, evaluate_all
 from distmega.hostir.library.torch_types import operand_dtype, widen
 from distmega.hostir.passes.fused_kinds import NORMS, POINTWISE
@@ -150,6 +151,48 @@ def attention(
     return out.permute(2, 0, 1, 3).contiguous().to(q.dtype)
 
 
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float = 0.0
+) -> Tensor:
+    """Attention of q [b, h g, m, d] over k [b, h, t, d] and v [b, h, t, e] under a mask: bool, what
+    may be seen, or floats, added. Rows that may see nothing are zero. Softmax in fp32 or wider.
+    """
+    dtype, group = operand_dtype(q), q.shape[1] // k.shape[1]
+    rows, keys, values = (x.to(dtype) for x in (q, k, v))
+    added = mask is not None and mask.dtype != torch.bool
+    seen = None if mask is None else mask.to(dtype) if added else mask
+    if not softcap:
+        out = F.scaled_dot_product_attention(
+            rows, keys, values, attn_mask=seen, scale=scale, enable_gqa=group > 1
+        )
+        return _without_nothing_seen(out, mask).contiguous().to(q.dtype)
+    keys, values = (x.repeat_interleave(group, 1) if group > 1 else x for x in (keys, values))
+    scores = widen(rows @ keys.transpose(-1, -2)) * scale
+    scores = torch.tanh(scores / softcap) * softcap
+    if seen is not None:
+        scores = scores + seen if added else scores.masked_fill(~seen, -math.inf)
+    weights = torch.softmax(scores, -1).to(dtype)
+    return _without_nothing_seen(weights @ values, mask).contiguous().to(q.dtype)
+
+
+def _without_nothing_seen(out: Tensor, mask: Tensor | None) -> Tensor:
+    """Zero rows where a mask of bools lets nothing be seen."""
+    if mask is None or mask.dtype != torch.bool:
+        return out
+    return out.masked_fill(~mask.any(-1, keepdim=True), 0.0)
+
+
+def topk(x: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
+    """The largest elements of each row, largest first, and their indices."""
+    values, chosen = torch.topk(x, num_top, -1)
+    return values, chosen
+
+
+def cumsum(x: Tensor) -> Tensor:
+    """Sums up to each element along the last dim, in fp32 for half types."""
+    return widen(x).cumsum(-1).to(x.dtype)
+
+
 def attends_in_order(op: Op) -> bool:
     """Whether an op has all rows of an attention whose positions are 0, 1, 2 ..."""
     rows = op.extents["m"]
@@ -262,6 +305,34 @@ def _compile_move(op: Op, coordinate: Coordinate) -> OpFunction:
     return run
 
 
+def _compile_expand(op: Op, coordinate: Coordinate) -> OpFunction:
+    extents, read = op.extents, op.reads[0]
+    axes, out_axes = access_axes(read), access_axes(op.writes[0])
+    shape = [extents[name] for name in out_axes]
+
+    def run(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        seen = order_axes(unfold_axes(operands[0], read, extents), axes, out_axes)
+        return (seen.expand(shape).clone(memory_format=torch.contiguous_format),)
+
+    return run
+
+
+def _compile_attend(op: Op, coordinate: Coordinate) -> OpFunction:
+    scale, softcap = _number(op, "scale"), _number(op, "softcap")
+    masked = len(op.reads) == 4
+    return lambda xs: (attend(xs[0], xs[1], xs[2], xs[3] if masked else None, scale, softcap),)
+
+
+def _compile_gather(op: Op, coordinate: Coordinate) -> OpFunction:
+    dim = int(_number(op, "dim"))
+    return lambda xs: (torch.gather(xs[0], dim, xs[1].long()),)
+
+
+def _compile_topk(op: Op, coordinate: Coordinate) -> OpFunction:
+    num_top = op.axis("c").extent
+    return lambda xs: topk(xs[0], num_top)
+
+
 def _compile_view(op: Op, coordinate: Coordinate) -> OpFunction:
     extents, read, write = op.extents, op.reads[0], op.writes[0]
     axes, ordered = access_axes(read), access_axes(write)
@@ -336,6 +407,12 @@ COMPILERS: dict[str, Callable[[Op, Coordinate], OpFunction]] = {
     "cutoff": lambda op, coordinate: lambda xs: (sampling.cutoff(xs[0], xs[1]),),
     "sample": _compile_sample,
     "take_shard": _compile_take_shard,
+    "expand": _compile_expand,
+    "attend": _compile_attend,
+    "gather": _compile_gather,
+    "topk": _compile_topk,
+    "cumsum": lambda op, coordinate: lambda xs: (cumsum(xs[0]),),
+    "opaque": lambda op, coordinate: compile_opaque(op),
 }
 """Op kind -> binds an op at a rank's mesh coordinate."""
 

@@ -38,7 +38,11 @@ FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "abs": torch.abs, "neg": torch.neg, "relu": torch.relu, "silu": F.silu, "gelu": F.gelu,
     "tanh": torch.tanh, "sigmoid": torch.sigmoid, "sin": torch.sin, "cos": torch.cos,
     "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div, "pow": torch.pow,
-    "maximum": torch.maximum, "minimum": torch.minimum,
+    "maximum": torch.maximum, "minimum": torch.minimum, "erf": torch.erf, "floor": torch.floor,
+    "eq": lambda x, y: torch.eq(x, y).to(torch.result_type(x, y)),
+    "lt": lambda x, y: torch.lt(x, y).to(torch.result_type(x, y)),
+    "le": lambda x, y: torch.le(x, y).to(torch.result_type(x, y)),
+    "where": lambda condition, x, y: torch.where(condition != 0, x, y),
 }  # fmt: skip
 """expr.FUNCTIONS on tensors."""
 
@@ -49,11 +53,20 @@ def _lift(value: float) -> Tensor:
     return torch.tensor(value, dtype=torch.float64)
 
 
-def pointwise(tree: expr.Expr, args: Sequence[Tensor]) -> Tensor:
-    """Value of an expression over operands that broadcast; computed in fp32 for half types, in the
-    type of args[0].
+@cache
+def _lift_whole(value: float) -> Tensor:
+    """A constant among integers, which stay integers where it is a whole number."""
+    return torch.tensor(int(value)) if value.is_integer() and abs(value) < 2**63 else _lift(value)
+
+
+def pointwise(tree: expr.Expr, args: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
+    """Value of an expression over operands that broadcast; computed in fp32 for half types, of
+    integers alone in integers where division and roots allow it. In `dtype` or the type of args[0].
     """
-    out = expr.evaluate(tree, [widen(a) for a in args], FUNCTIONS, _lift).to(args[0].dtype)
+    wide = [x.to(torch.int64) if x.dtype == torch.bool else widen(x) for x in args]
+    whole = not any(x.is_floating_point() for x in wide)
+    out = expr.evaluate(tree, wide, FUNCTIONS, _lift_whole if whole else _lift)
+    out = out.to(dtype or args[0].dtype)
     return out.clone() if any(out is a for a in args) else out
 
 
@@ -67,9 +80,7 @@ def evaluate_all(
     if dtypes is None:
         results = [pointwise(tree, args) for tree in exprs]
     else:
-        wide = [widen(x) for x in args]
-        found = (pointwise(tree, wide) for tree in exprs)
-        results = [y.to(dtype) for y, dtype in zip(found, dtypes, strict=True)]
+        results = [pointwise(tree, args, to) for tree, to in zip(exprs, dtypes, strict=True)]
     return tuple(torch.broadcast_to(y, shape).contiguous() for y in results)
 
 

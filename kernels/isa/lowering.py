@@ -45,6 +45,8 @@ def lower_group(
         ]
     if op.kind not in RULES:
         raise unfit(op, "no instruction computes this kind")
+    if op.kind == "pointwise" and op.get("dtypes", ()):
+        raise unfit(op, "its result has another type than its first operand")
     rule = RULES[op.kind]
     context = _context(group, operands, rule.classes(op), rule.limits, mesh_axes, expression)
     return [

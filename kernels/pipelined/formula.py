@@ -65,6 +65,10 @@ def evaluate(expr: tl.constexpr, args):
         return base * base
     elif _num_parts(expr) == 1:
         return _unary(fn, evaluate(_part(expr, 0), args))
+    elif fn == "where":
+        condition = evaluate(_part(expr, 0), args)
+        chosen, other = evaluate(_part(expr, 1), args), evaluate(_part(expr, 2), args)
+        return tl.where(condition != 0.0, chosen, other)
     else:
         return _binary(fn, evaluate(_part(expr, 0), args), evaluate(_part(expr, 1), args))
 
@@ -95,6 +99,10 @@ def _unary(fn: tl.constexpr, x):
         return _sigmoid(x)
     elif fn == "sin":
         return libdevice.sin(x)
+    elif fn == "erf":
+        return tl.erf(x)
+    elif fn == "floor":
+        return tl.floor(x)
     else:
         tl.static_assert(fn == "cos")
         return libdevice.cos(x)
@@ -119,6 +127,12 @@ def _binary(fn: tl.constexpr, x, y):
         return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
     elif fn == "minimum":
         return tl.minimum(x, y, propagate_nan=tl.PropagateNan.ALL)
+    elif fn == "eq":
+        return tl.where(x == y, 1.0, 0.0)
+    elif fn == "lt":
+        return tl.where(x < y, 1.0, 0.0)
+    elif fn == "le":
+        return tl.where(x <= y, 1.0, 0.0)
     else:
         tl.static_assert(fn == "pow")
         return libdevice.pow(x, y)

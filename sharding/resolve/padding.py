@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from enum import IntEnum
 
 from distmega.program import expr
+from distmega.program.ops.compute import ATTENTIONS
 from distmega.program.types import Op
 
 
@@ -96,7 +97,7 @@ def _zero_result(op: Op, holders: set[int], zero: frozenset[int]) -> bool:
         return holders == zero
     if op.kind in _LINEAR_IN_FIRST:
         return 0 in zero and (op.kind != "rms_norm" or _positive_eps(op))
-    if op.kind == "attention":
+    if op.kind in ATTENTIONS:
         return _ATTENTION_VALUES in zero
     return op.kind == "embedding" and _EMBEDDING_TABLE in zero
 

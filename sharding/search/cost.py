@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from distmega.program import expr
 from distmega.program.dtypes import item_bytes
+from distmega.program.ops.compute import ATTENTIONS
 from distmega.program.types import Access, Op, Program, Tensor, accesses
 from distmega.sharding.overlap.rates import CPU_RATES, H100_RATES, H200_RATES, OverlapRates
 
@@ -122,15 +123,15 @@ def op_flops(op: Op, extents: Mapping[str, int] | None = None) -> int:
     points = math.prod(sizes[axis.name] for axis in op.axes if not axis.lookup)
     if op.kind == "linear":
         return 2 * points
-    if op.kind == "attention":
-        rows = math.prod(sizes[name] for name in ("m", "h", "g", "t"))
+    if op.kind in ATTENTIONS:
+        rows = math.prod(sizes[name] for name in ("b", "m", "h", "g", "t") if name in sizes)
         return rows * (2 * sizes["d"] + 2 * sizes["e"] + 4)
     if op.kind == "pointwise":
         return points * expr.num_flops(expr.parse(str(op.attr("expr"))))
-    if op.kind in ("reduce", "argmax", "sample"):
+    if op.kind in ("reduce", "argmax", "sample", "topk"):
         return points
     written = math.prod(sizes[a.name] for a in op.axes if a.role == "parallel")
-    return 4 * written if op.kind in ("rms_norm", "layer_norm", "softmax", "rope") else 0
+    return 4 * written if op.kind in ("rms_norm", "layer_norm", "softmax", "cumsum", "rope") else 0
 
 
 def op_time_us(
@@ -146,7 +147,7 @@ def op_time_us(
     if op.is_view:
         return 0.0
     moved = op_bytes(op, tensors, extents) / machine.memory_bandwidth_bytes_per_us
-    rate = machine.flops_rate(tensors[op.reads[0].tensor].dtype)
+    rate = machine.flops_rate(tensors[next(accesses(op)).tensor].dtype)
     return machine.launch_us + max(moved, op_flops(op, extents) / rate)
 
 

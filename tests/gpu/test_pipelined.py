@@ -79,7 +79,8 @@ def test_all_functions():
     x, y = (make(8, 512, dtype=torch.float32, seed=n).abs() + 0.1 for n in range(2))
     for n in range(0, len(expr.FUNCTIONS), 4):
         names = list(expr.FUNCTIONS)[n : n + 4]
-        texts = [f"{f}(a0)" if expr.FUNCTIONS[f] == 1 else f"{f}(a0, a1)" for f in names]
+        calls = {1: "{}(a0)", 2: "{}(a0, a1)", 3: "{}(lt(a0, a1), a0, a1)"}
+        texts = [calls[expr.FUNCTIONS[f]].format(f) for f in names]
         check_pointwise(texts, [x, y], [torch.float32] * len(texts))
 
 

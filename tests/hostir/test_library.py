@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from distmega.errors import ProgramError
 from distmega.hostir.library import ops as library
+from distmega.hostir.library.opaque import encode_call, find_operator
 from distmega.hostir.library.ops import linear_spec, run_op
 from distmega.program.builder import ProgramBuilder
 from distmega.program.ops import compute as ops
@@ -302,3 +303,110 @@ def test_take_shard_pads_with_zeros(extent: int, num_ranks: int):
     x = torch.arange(1.0, extent + 1)
     parts = [run_op(op, {"x": x}, {"tp": rank})["y"] for rank in range(num_ranks)]
     assert torch.equal(torch.cat(parts), F.pad(x, (0, num_ranks * local - extent)))
+
+
+@pytest.mark.parametrize(
+    ("text", "dtype", "expected"),
+    [
+        ("where(lt(a0, 0), a1, 2 * a0)", "", lambda a, b: torch.where(a < 0, b, 2 * a)),
+        ("le(a0, a1)", "bool", lambda a, b: a <= b),
+        ("eq(a0, a0) - lt(a1, a0) * 2 + erf(a1)", "", lambda a, b: 1 - 2.0 * (b < a) + b.erf()),
+        ("a0 + a1", "f64", lambda a, b: (a + b).double()),
+        ("floor(a0)", "i64", lambda a, b: a.floor().long()),
+    ],
+)
+def test_comparisons_and_other_result_types(text: str, dtype: str, expected):
+    a, b = torch.randn(3, 4), torch.randn(3, 4)
+    p = ProgramBuilder("p")
+    operands = [p.input("a", a.shape), p.input("b", b.shape)][: 2 if "a1" in text else 1]
+    program = p.build(p.pointwise(text, *operands, dtype=dtype, name="y"))
+    result = run_program(program, {"a": a, "b": b})["y"]
+    assert torch.equal(result, expected(a, b))
+    assert result.dtype == expected(a, b).dtype
+
+
+def test_whole_numbers_stay_exact():
+    x = torch.tensor([2**53 + 1, -5, 7])
+    p = ProgramBuilder("p")
+    program = p.build(p.input("x", (3,), "i64").map("a0 * 3 - 1", name="y"))
+    assert torch.equal(run_program(program, {"x": x})["y"], x * 3 - 1)
+
+
+def formula_of_attention(q, k, v, mask, scale, softcap):
+    """In float64, a head at a time, from the definition."""
+    group = q.shape[1] // k.shape[1]
+    out = torch.zeros(*q.shape[:3], v.shape[-1], dtype=torch.float64)
+    for head in range(q.shape[1]):
+        scores = q[:, head].double() @ k[:, head // group].double().transpose(-1, -2) * scale
+        scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+        if mask is not None:
+            here = mask.expand(q.shape[0], q.shape[1], *scores.shape[1:])[:, head]
+            added = torch.where(here, 0.0, -math.inf) if here.dtype == torch.bool else here
+            scores = scores + added
+        weights = torch.softmax(scores, -1).nan_to_num(0.0)
+        out[:, head] = weights @ v[:, head // group].double()
+    return out
+
+
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+@pytest.mark.parametrize("kind", ["none", "bools", "floats", "heads"])
+def test_attend(kind: str, softcap: float):
+    q, k, v = torch.randn(2, 6, 5, 8), torch.randn(2, 3, 7, 8), torch.randn(2, 3, 7, 4)
+    masks = {
+        "none": None,
+        "bools": torch.rand(2, 1, 5, 7) < 0.5,
+        "floats": torch.randn(1, 1, 5, 7),
+        "heads": torch.randn(1, 6, 1, 7),
+    }
+    mask = masks[kind]
+    if kind == "bools":
+        mask[0, 0, 2] = False
+    p = ProgramBuilder("p")
+    given = {"q": q, "k": k, "v": v} | ({} if mask is None else {"mask": mask})
+    handles = {
+        name: p.input(name, x.shape, "bool" if x.dtype == torch.bool else "f32")
+        for name, x in given.items()
+    }
+    out = p.attend(
+        handles["q"], handles["k"], handles["v"], handles.get("mask"), 0.3, softcap, name="y"
+    )
+    result = run_program(p.build(out), given)["y"]
+    expected = formula_of_attention(q, k, v, mask, 0.3, softcap)
+    torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_lookups_and_sums_by_element():
+    x, at = torch.randn(4, 9), torch.randint(0, 9, (4, 3))
+    p = ProgramBuilder("p")
+    given = p.input("x", (4, 9))
+    largest, places = p.topk(given, 2, name="top")
+    found = p.gather(given, p.input("at", (4, 3), "i64"), 1, name="found")
+    spread = p.expand(p.slice(given, 0, 0, 1), (2, 4, 9), name="spread")
+    program = p.build(largest, places, found, p.cumsum(given, name="sums"), spread)
+    results = run_program(program, {"x": x, "at": at})
+    values, chosen = torch.topk(x, 2)
+    assert torch.equal(results["top.value"], values)
+    assert torch.equal(results["top"], chosen)
+    assert torch.equal(results["found"], torch.gather(x, 1, at))
+    torch.testing.assert_close(results["sums"], x.cumsum(-1))
+    assert torch.equal(results["spread"], x[:1].expand(2, 4, 9))
+
+
+def test_an_operator_of_torch():
+    x, w = torch.randn(1, 3, 8), torch.randn(5, 3, 2)
+    call = encode_call(
+        [x, w, None, [1], [0], [1], False, [0], 1], {"unused": torch.device("cpu")},
+        lambda value: {id(x): 0, id(w): 1}.get(id(value)),
+    )  # fmt: skip
+    p = ProgramBuilder("p")
+    operands = [p.input("x", x.shape), p.input("w", w.shape)]
+    (out,) = p.opaque("aten.convolution.default", call, operands, [((1, 5, 7), "f32")], name="y")
+    result = run_program(p.build(out), {"x": x, "w": w})["y"]
+    torch.testing.assert_close(result, F.conv1d(x, w))
+
+
+def test_what_torch_lacks_or_text_can_not_hold_is_named():
+    with pytest.raises(ProgramError, match=r"operator 'aten.nothing.default'; expected an operat"):
+        find_operator("aten.nothing.default")
+    with pytest.raises(ProgramError, match=r"an argument .* of type object"):
+        encode_call([object()], {}, lambda value: None)

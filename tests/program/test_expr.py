@@ -34,6 +34,12 @@ MATH = {
     "sub": lambda x, y: x - y,
     "mul": lambda x, y: x * y,
     "div": lambda x, y: x / y,
+    "erf": math.erf,
+    "floor": math.floor,
+    "eq": lambda x, y: float(x == y),
+    "lt": lambda x, y: float(x < y),
+    "le": lambda x, y: float(x <= y),
+    "where": lambda c, x, y: x if c else y,
 }  # fmt: skip
 
 leaves = st.builds(Arg, st.integers(0, 3)) | st.builds(
@@ -44,7 +50,9 @@ leaves = st.builds(Arg, st.integers(0, 3)) | st.builds(
 def calls(inner: st.SearchStrategy[Expr]) -> st.SearchStrategy[Expr]:
     one = st.sampled_from([fn for fn, n in FUNCTIONS.items() if n == 1])
     two = st.sampled_from([fn for fn, n in FUNCTIONS.items() if n == 2])
-    return st.builds(Call, one, st.tuples(inner)) | st.builds(Call, two, st.tuples(inner, inner))
+    three = st.builds(Call, st.just("where"), st.tuples(inner, inner, inner))
+    few = st.builds(Call, one, st.tuples(inner)) | st.builds(Call, two, st.tuples(inner, inner))
+    return few | three
 
 
 exprs = st.recursive(leaves, calls, max_leaves=8)

@@ -7,7 +7,8 @@ import pytest
 from distmega.errors import ProgramError
 from distmega.program.ops import compute as ops
 from distmega.program.ops import data_movement as moves
-from distmega.program.ops import norms
+from distmega.program.ops import lookups, masked, norms
+from distmega.program.ops.opaque import opaque
 from distmega.program.ops.parts import Built
 from distmega.program.text import print_op
 from distmega.program.types import Op, Tensor
@@ -142,6 +143,39 @@ STATEMENTS: list[tuple[Built, str]] = [
     ),
     (moves.reshape("y", t("x", 1, 4, 1), (4,)), "reshape[i0:4] x(#0, i0, #0) -> y(i0)"),
     (moves.reshape("y", t("x", 1), ()), "reshape[] x(#0) -> y()"),
+    (
+        ops.pointwise("y", "lt(a0, 3)", ids("x", 4), dtype="bool"),
+        "pointwise[i0:4] x(i0) -> y(i0) | dtypes=('bool',) expr='lt(a0, 3.0)'",
+    ),
+    (
+        norms.layer_norm("y", X, None, None, 1e-5),
+        "layer_norm[m0:8 d:64 r:64:reduce] x(m0, d) x(m0, r) -> y(m0, d) | eps=1e-05",
+    ),
+    (
+        norms.cumsum("y", t("x", 2, 3)),
+        "cumsum[m0:2 d:3 r:3:reduce] x(m0, d) x(m0, r) -> y(m0, d)",
+    ),
+    (moves.expand("y", t("x", 3, 1), (2, 3, 4)), "expand[i0:2 i1:3 i2:4]"
+        " x(i1, #0) -> y(i0, i1, i2)"),
+    (
+        masked.attend("y", t("q", 2, 6, 5, 16), t("k", 2, 3, 9, 16), t("v", 2, 3, 9, 24),
+                      t("seen", 1, 1, 5, 9, dtype="bool"), 0.25, 30.0),
+        "attend[b:2 h:3 g:2 m:5 e:24 d:16:reduce t:9:reduce] q(b, h.g, m, d) k(b, h, t, d)"
+        " v(b, h, t, e) seen(#0, #0, m, t) -> y(b, h.g, m, e) | scale=0.25 softcap=30.0",
+    ),
+    (
+        lookups.gather("y", t("x", 4, 9), ids("at", 4, 2), 1),
+        "gather[i0:4 i1:2 v:9:reduce:lookup] x(i0, v) at(i0, i1) -> y(i0, i1) | dim=1",
+    ),
+    (
+        lookups.topk("y", t("x", 4, 9), 2),
+        "topk[m0:4 u:9:reduce c:2:scatter] x(m0, u) -> y.value(m0, c) y(m0, c)",
+    ),
+    (
+        opaque("y", "aten.fft_rfft.default", '[[{"tensor": 0}], {}]', [t("x", 4)], [((3,), "f32")]),
+        "opaque[r0_0:4:reduce w0_0:3:scatter] x(r0_0) -> y(w0_0)"
+        """ | call='[[{"tensor": 0}], {}]' target='aten.fft_rfft.default'""",
+    ),
 ]  # fmt: skip
 
 
@@ -183,6 +217,28 @@ def test_in_place_ops_declare_no_tensor():
 
 
 MISUSES: dict[str, tuple[Callable[[], Built], str]] = {
+    "a bias alone": (lambda: norms.layer_norm("y", X, None, t("b", 64), 1e-5), "without a weight"),
+    "no broadcast": (lambda: moves.expand("y", t("x", 2, 1), (3, 4)), "(2, 1) repeated to (3, 4)"),
+    "a mask of numbers": (
+        lambda: masked.attend(
+            "y",
+            t("q", 1, 2, 3, 4),
+            t("k", 1, 2, 5, 4),
+            t("v", 1, 2, 5, 4),
+            ids("seen", 1, 1, 3, 5),
+            1.0,
+        ),
+        "mask of dtype i64",
+    ),
+    "query heads": (
+        lambda: masked.attend(
+            "y", t("q", 1, 3, 3, 4), t("k", 1, 2, 5, 4), t("v", 1, 2, 5, 4), None, 1.0
+        ),
+        "(1, 3, 3, 4), (1, 2, 5, 4)",
+    ),
+    "a gather of other rows": (lambda: lookups.gather("y", X, ids("at", 3, 2), 1), "(3, 2)"),
+    "too many of a row": (lambda: lookups.topk("y", X, 65), "65 largest"),
+    "no operator": (lambda: opaque("y", "sort", "[[], {}]", [X], [((8,), "f32")]), "'sort'"),
     "linear: extents differ": (lambda: ops.linear("y", X, t("w", 32, 65)), "64 and 65"),
     "linear: w of three dims": (lambda: ops.linear("y", X, t("w", 2, 32, 64)), "(2, 32, 64)"),
     "linear: scalar x": (lambda: ops.linear("y", t("x"), W), "shape ()"),

@@ -21,12 +21,13 @@ from distmega.program.ops.parts import (
     normal_dim,
     require_integers,
 )
-from distmega.program.types import Access, Axis, Index, Op, Tensor
+from distmega.program.types import Access, Attr, Axis, Index, Op, Tensor
 
 KINDS = (
     "linear", "pointwise", "reduce", "rms_norm", "rope", "attention", "kv_append", "embedding",
     "slice", "concat", "reshape", "transpose", "view", "set", "argmax",
     "top", "cutoff", "sample", "layer_norm", "softmax",
+    "expand", "attend", "gather", "topk", "cumsum", "opaque",
 )  # fmt: skip
 """Kinds that a user's program may hold."""
 
@@ -37,6 +38,9 @@ locally: no bytes move.
 
 EXCHANGES = tuple(kind for kind in COLLECTIVES if kind != "take_shard")
 """Those that several ranks do together."""
+
+ATTENTIONS = ("attention", "attend")
+"""Kinds that mix values by a softmax of scores; operands 1 and 2 are keys and values."""
 
 BY_ACCESS = ("linear",)
 """Kinds that may read one tensor in two ways at once, each a part of its own: a x a', by rows."""
@@ -94,9 +98,9 @@ def _default_spec(x: Tensor, w: Tensor, bias: Tensor | None) -> str:
     return f"{rows} k, n k{', n' if bias else ''} -> {rows} n"
 
 
-def pointwise(name: str, text: str, *args: Tensor) -> Built:
+def pointwise(name: str, text: str, *args: Tensor, dtype: str = "") -> Built:
     """An expression of expr.py over a0, a1, ...; dims align from the right and broadcast where the
-    extent is 1.
+    extent is 1. dtype: of the result, by default that of a0.
     """
     tree = expr.parse(text)
     if not args or expr.num_args(tree) != len(args):
@@ -118,10 +122,10 @@ def pointwise(name: str, text: str, *args: Tensor) -> Built:
             index(n.name) if e == n.extent else Index() for n, e in zip(names, a.shape, strict=True)
         )
         reads.append(Access(tensor=a.name, dims=tuple(dims)))
-    out = Tensor(name=name, shape=tuple(shape), dtype=args[0].dtype)
-    return make_op(
-        name, "pointwise", axes, reads, [access(out, *axis_names("i", rank))], expr=str(tree)
-    ), (out,)
+    out = Tensor(name=name, shape=tuple(shape), dtype=dtype or args[0].dtype)
+    other: dict[str, Attr] = {} if out.dtype == args[0].dtype else {"dtypes": (out.dtype,)}
+    write = access(out, *axis_names("i", rank))
+    return make_op(name, "pointwise", axes, reads, [write], expr=str(tree), **other), (out,)
 
 
 def reduce(name: str, x: Tensor, dim: int, combine: str = "sum") -> Built:

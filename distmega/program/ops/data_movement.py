@@ -1,6 +1,6 @@
-"""Ops that only move data: set, slice, concat, transpose, reshape, and the views among them.
+"""Ops that only move data: set, slice, concat, expand, transpose, reshape, and views of these.
 
-Like ops.py: one function an op, names and tensors in, the Op and the tensors it writes out.
+Like compute.py: one function an op, names and tensors in, the Op and the tensors it writes out.
 """
 
 import math
@@ -74,6 +74,23 @@ def concat(name: str, xs: Sequence[Tensor], dim: int) -> Built:
     out = Tensor(name=name, shape=shape, dtype=xs[0].dtype)
     axes = [Axis(name=n, extent=e) for n, e in zip(names, shape, strict=True)]
     return make_op(name, "concat", axes, reads, [access(out, *names)], dim=dim), (out,)
+
+
+def expand(name: str, x: Tensor, shape: Sequence[int]) -> Built:
+    """x repeated along dims of extent 1 and along new dims in front, to `shape`."""
+    behind = shape[len(shape) - len(x.shape) :]
+    fits = len(shape) >= len(x.shape) and all(
+        mine in (1, wanted) for mine, wanted in zip(x.shape, behind, strict=True)
+    )
+    if not fits or min(shape, default=1) < 1:
+        raise bad_op(name, f"{x.shape} repeated to {tuple(shape)}", "a shape it broadcasts to")
+    names = axis_names("i", len(shape))
+    axes = [Axis(name=n, extent=e) for n, e in zip(names, shape, strict=True)]
+    mine = zip(names[len(shape) - len(x.shape) :], x.shape, behind, strict=True)
+    dims = tuple(index(n) if extent == wanted else Index() for n, extent, wanted in mine)
+    out = Tensor(name=name, shape=tuple(shape), dtype=x.dtype)
+    reads = [Access(tensor=x.name, dims=dims)]
+    return make_op(name, "expand", axes, reads, [access(out, *names)]), (out,)
 
 
 def transpose(name: str, x: Tensor, order: Sequence[int], kind: str = "transpose") -> Built:

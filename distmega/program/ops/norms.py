@@ -1,4 +1,4 @@
-"""Ops over whole rows, the last dim: norms and softmax; each element needs all of its row.
+"""Ops over whole rows, the last dim: norms, softmax, cumsum; each element needs all of its row.
 
 As ops.py: a function takes the op's name and operand tensors, and returns the Op with the tensors
 it writes.
@@ -18,16 +18,26 @@ def rms_norm(name: str, x: Tensor, weight: Tensor, eps: float) -> Built:
     return _row_op(name, "rms_norm", x, [weight], eps=_checked_eps(name, eps))
 
 
-def layer_norm(name: str, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Built:
+def layer_norm(
+    name: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Built:
     """(x - mean) / sqrt(variance + eps) * weight + bias over the last dim, in fp32; weight and bias
-    have its extent.
+    have its extent. Either may be missing, a bias only with a weight.
     """
-    return _row_op(name, "layer_norm", x, [weight, bias], eps=_checked_eps(name, eps))
+    if weight is None and bias is not None:
+        raise bad_op(name, "a bias without a weight", "both, a weight, or none", "add the bias")
+    vectors = [vector for vector in (weight, bias) if vector is not None]
+    return _row_op(name, "layer_norm", x, vectors, eps=_checked_eps(name, eps))
 
 
 def softmax(name: str, x: Tensor) -> Built:
     """exp(x) over its sum along the last dim, in fp32."""
     return _row_op(name, "softmax", x, [])
+
+
+def cumsum(name: str, x: Tensor) -> Built:
+    """Sums of the elements up to each one along the last dim; half types in fp32."""
+    return _row_op(name, "cumsum", x, [])
 
 
 def _checked_eps(name: str, eps: float) -> float:

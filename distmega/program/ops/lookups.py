@@ -1,0 +1,52 @@
+"""Ops that pick elements by what the data say: gather and topk.
+
+As compute.py: names and tensors in, the Op and the tensors it writes out. Lookups of rows by token
+or position are kind `embedding` there.
+"""
+
+from distmega.program.ops.parts import (
+    Built,
+    access,
+    axis_names,
+    bad_op,
+    make_op,
+    normal_dim,
+    require_integers,
+)
+from distmega.program.types import Axis, Tensor
+
+
+def gather(name: str, x: Tensor, ids: Tensor, dim: int) -> Built:
+    """out[.., i, ..] = x[.., ids[.., i, ..], ..] along `dim`, of the shape of ids, which equals x's
+    but for that dim.
+    """
+    dim = normal_dim(name, x, dim)
+    alike = [(mine, other) for n, (mine, other) in enumerate(zip(x.shape, ids.shape, strict=False))
+             if n != dim]  # fmt: skip
+    if len(x.shape) != len(ids.shape) or any(mine != other for mine, other in alike):
+        raise bad_op(name, f"x {x.shape}, ids {ids.shape}", f"equal dims but for dim {dim}")
+    require_integers(name, ids)
+    names = axis_names("i", len(x.shape))
+    axes = [Axis(name=n, extent=e) for n, e in zip(names, ids.shape, strict=True)]
+    axes.append(Axis(name="v", extent=x.shape[dim], role="reduce", lookup=True))
+    read = access(x, *("v" if n == dim else each for n, each in enumerate(names)))
+    out = Tensor(name=name, shape=ids.shape, dtype=x.dtype)
+    reads = [read, access(ids, *names)]
+    return make_op(name, "gather", axes, reads, [access(out, *names)], dim=dim), (out,)
+
+
+def topk(name: str, x: Tensor, num_top: int) -> Built:
+    """The num_top largest elements of the last dim, largest first, and their indices: outputs
+    [name].value and [name] (i64).
+    """
+    if not x.shape or not 1 <= num_top <= x.shape[-1]:
+        raise bad_op(name, f"the {num_top} largest of rows of {x.shape}", "at most a row of x")
+    rows = axis_names("m", len(x.shape) - 1)
+    axes = [Axis(name=n, extent=e) for n, e in zip(rows, x.shape[:-1], strict=True)]
+    axes.append(Axis(name="u", extent=x.shape[-1], role="reduce"))
+    axes.append(Axis(name="c", extent=num_top, role="scatter"))
+    shape = (*x.shape[:-1], num_top)
+    value = Tensor(name=f"{name}.value", shape=shape, dtype=x.dtype)
+    chosen = Tensor(name=name, shape=shape, dtype="i64")
+    writes = [access(value, *rows, "c"), access(chosen, *rows, "c")]
+    return make_op(name, "topk", axes, [access(x, *rows, "u")], writes), (value, chosen)

@@ -1,0 +1,118 @@
+"""Operators of torch that stand in a program as they are: kind `opaque`.
+
+Comes in: an op that names an operator and holds its arguments as JSON text, tensors as
+{"tensor": place among the op's reads}. Goes out: a function of its operands. `encode_call` writes
+that text. Used by ops.py, and by who captures torch modules.
+"""
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distmega.errors import ProgramError
+from distmega.hostir.library.pointwise import OpFunction
+from distmega.hostir.library.torch_types import TORCH_DTYPES
+from distmega.program.types import Op
+
+_DTYPES = {str(dtype): dtype for dtype in (*TORCH_DTYPES.values(), torch.complex64, torch.uint8)}
+_FORMATS = {
+    str(each): each
+    for each in (torch.contiguous_format, torch.preserve_format, torch.channels_last)
+}
+
+
+def encode_call(
+    args: Sequence[object], kwargs: Mapping[str, object], place: Callable[[object], int | None]
+) -> str:
+    """Arguments as text. place: where a value stands among the operands; None for no tensor.
+
+    Devices are left out: tensors are made where the operands are. ProgramError for a value that
+    text can't hold.
+    """
+
+    def encode(value: object) -> object:
+        at = place(value)
+        if at is not None:
+            return {"tensor": at}
+        if isinstance(value, float) and not math.isfinite(value):
+            return {"float": str(value)}
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        if isinstance(value, list | tuple):
+            return [encode(each) for each in value]
+        if isinstance(value, torch.dtype) and str(value) in _DTYPES:
+            return {"dtype": str(value)}
+        if isinstance(value, torch.memory_format):
+            return {"format": str(value)}
+        raise ProgramError(
+            f"an argument {value!r} of type {type(value).__name__}",
+            expected="tensors, numbers, texts, dtypes, and lists of these",
+            remedy="leave it out of the module",
+        )
+
+    named = {
+        key: encode(value)
+        for key, value in kwargs.items()
+        if not isinstance(value, torch.device | torch.layout) and key != "pin_memory"
+    }
+    return json.dumps([[encode(value) for value in args], named])
+
+
+def compile_opaque(op: Op) -> OpFunction:
+    """The operator bound to its arguments; ProgramError for one that torch doesn't have."""
+    function = find_operator(str(op.attr("target")))
+    args, kwargs = json.loads(str(op.attr("call")))
+
+    def run(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        filled = [_decode(value, operands) for value in args]
+        named = {key: _decode(value, operands) for key, value in kwargs.items()}
+        found = function(*filled, **named)
+        several = found if isinstance(found, tuple | list) else (found,)
+        results = [each for each in several if isinstance(each, Tensor)]
+        return tuple(_owned(each, operands) for each in results)
+
+    return run
+
+
+def _owned(result: Tensor, operands: Sequence[Tensor]) -> Tensor:
+    """The result in storage of its own, row-major."""
+    shared = {x.untyped_storage().data_ptr() for x in operands}
+    if result.untyped_storage().data_ptr() in shared:
+        return result.clone(memory_format=torch.contiguous_format)
+    return result.contiguous()
+
+
+def find_operator(target: str) -> Callable[..., Any]:
+    """torch's operator of a name such as "aten.convolution.default"."""
+    found: Any = torch.ops
+    for part in target.split("."):
+        found = getattr(found, part, None)
+    if found is None:
+        raise ProgramError(
+            f"operator {target!r}",
+            expected="an operator that this torch has",
+            remedy="import the library that defines it, or use the torch that captured it",
+        )
+    operator: Callable[..., Any] = found
+    return operator
+
+
+def _decode(value: object, operands: Sequence[Tensor]) -> object:
+    if isinstance(value, list):
+        return [_decode(each, operands) for each in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    match kind:
+        case "tensor":
+            return operands[content]
+        case "float":
+            return float(content)
+        case "dtype":
+            return _DTYPES[content]
+        case _:
+            return _FORMATS[content]
