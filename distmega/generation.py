@@ -11,7 +11,7 @@ from distmega.engine.requests import EngineOptions, GenerateRequest, GenerateRes
 from distmega.errors import RequestError
 from distmega.launch.contract import LauncherOptions
 from distmega.launch.launchers import choose_device, choose_launcher, launch
-from distmega.models.locate import read_config
+from distmega.models.locate import locate_model, read_config
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.search.cost import CPU
 
@@ -57,6 +57,7 @@ def place_ranks(options: LauncherOptions, tp: int, pp: int) -> LauncherOptions:
 
 
 def check_model(model: str, mesh: DeviceMesh, options: EngineOptions) -> None:
-    """Finds a wrong model or degree before any rank starts."""
+    """Finds a wrong model or degree before any rank starts, and fetches a model of the Hub."""
     for stage in range(num_stages_of(mesh)):
         plan_decode(read_config(model), mesh, CPU, options, index=stage)
+    locate_model(model, weights=True)

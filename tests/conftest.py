@@ -18,6 +18,8 @@ from distmega.env import read_settings
 if "PYTEST_XDIST_WORKER" in os.environ:  # threads that wait for each other need a core each
     os.environ |= {"OMP_NUM_THREADS": "1", "DISTMEGA_THREADS": "1"}
 
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks the Hugging Face Hub
+
 WITH_RANKS = ("tests/e2e/", "tests/launch/", "tests/multigpu/")
 
 settings.register_profile("distmega", deadline=None, derandomize="CI" in os.environ)

@@ -29,6 +29,7 @@ from distmega.engine.requests import (
     ExplainRequest,
     GenerateRequest,
     GenerateResult,
+    Opened,
     ScoreRequest,
     ScoreResult,
     Token,
@@ -58,8 +59,8 @@ DESCRIPTION = (
 EngineFlags = Annotated[EngineOptions, tyro.conf.arg(name="", prefix_name=False)]
 SamplingFlags = Annotated[Sampling, tyro.conf.arg(name="", prefix_name=False)]
 MODEL_HELP = (
-    "Preset (a wrong name lists them), GGUF file, Hugging Face folder, or config.json (random "
-    "weights)."
+    "Preset (a wrong name lists them), GGUF file, Hugging Face folder, config.json (random "
+    "weights), or org/name of the Hugging Face Hub."
 )
 Model = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL", help=MODEL_HELP)]
 Prompts = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[PROMPT ...]")]
@@ -258,6 +259,8 @@ def _generate(command: Generate, console: Console) -> None:
     check_model(request.model, model_mesh(request.tp, request.pp), request.options)
     for value in _run("distmega.engine.jobs:generate", request, options):
         match value:
+            case Opened(random_weights=True):
+                _announce_random("text", console)
             case Token(text=text) if len(prompts) == 1:
                 console.file.write(text)
                 console.file.flush()
@@ -267,6 +270,10 @@ def _generate(command: Generate, console: Console) -> None:
                 else:
                     _print_answers(prompts, result, console)
                 console.print(_summary(result, request.tp * request.pp), markup=False)
+
+
+def _announce_random(what: str, console: Console) -> None:
+    console.print(f"[random weights: the {what} means nothing]", markup=False)
 
 
 def _print_answers(prompts: Sequence[str], result: GenerateResult, console: Console) -> None:
@@ -314,7 +321,9 @@ def _perplexity(command: Perplexity, console: Console) -> None:
     )
     check_model(request.model, model_mesh(request.tp, request.pp), request.options)
     for value in _run("distmega.engine.jobs:score", request, options):
-        if isinstance(value, ScoreResult):
+        if value == Opened(random_weights=True):
+            _announce_random("figure", console)
+        elif isinstance(value, ScoreResult):
             console.print(f"perplexity {value.perplexity:.3f} over {value.num_tokens} tokens")
 
 

@@ -23,6 +23,7 @@ from distmega.engine.requests import (
     GenerateRequest,
     GenerateResult,
     Loaded,
+    Opened,
     ScoreRequest,
     ScoreResult,
     Token,
@@ -47,6 +48,7 @@ def generate(context: RankContext, request: GenerateRequest, emit: Emit) -> Gene
     """
     start = time.perf_counter()
     source = open_model(request.model)
+    emit(Opened(random_weights=source.random))
     tokenizer = source.tokenizer()
     prompts = [encode_prompt(source, tokenizer, prompt, request) for prompt in request.prompts]
     engine = open_engine(
@@ -74,6 +76,7 @@ def generate(context: RankContext, request: GenerateRequest, emit: Emit) -> Gene
         load_s=loaded - start,
         first_token_s=first - loaded,
         decode_s=time.perf_counter() - first,
+        random_weights=source.random,
     )
 
 
@@ -107,6 +110,7 @@ class _GrowingAnswer:
 def score(context: RankContext, request: ScoreRequest, emit: Emit) -> ScoreResult:
     """Perplexity of a text that fits the context."""
     source = open_model(request.model)
+    emit(Opened(random_weights=source.random))
     ids = source.tokenizer().encode(request.text)
     if len(ids) < 2:
         raise RequestError(
@@ -121,7 +125,11 @@ def score(context: RankContext, request: ScoreRequest, emit: Emit) -> ScoreResul
         progress=report_loading(emit),
     )
     losses = F.cross_entropy(engine.logits(ids)[:-1].float().cpu(), torch.tensor(ids[1:]))
-    return ScoreResult(perplexity=math.exp(losses.item()), num_tokens=len(ids) - 1)
+    return ScoreResult(
+        perplexity=math.exp(losses.item()),
+        num_tokens=len(ids) - 1,
+        random_weights=source.random,
+    )
 
 
 def trace(context: RankContext, request: TraceRequest, emit: Emit) -> TraceResult:

@@ -183,6 +183,15 @@ class TraceResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """Rank 0 has found the model. random_weights: it has none of its own, so that what comes of
+    random ones means nothing.
+    """
+
+    random_weights: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
     """How much of rank 0's part of the weights is loaded."""
 
@@ -224,6 +233,8 @@ class GenerateResult:
     load_s: float
     first_token_s: float
     decode_s: float
+    random_weights: bool = False
+    """The model had no weights: random ones, whose text means nothing, stood in for them."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -238,3 +249,5 @@ class ScoreResult:
 
     perplexity: float
     num_tokens: int
+    random_weights: bool = False
+    """The model had no weights: random ones, which predict nothing, stood in for them."""

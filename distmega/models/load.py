@@ -51,7 +51,7 @@ def open_model(name: str | PathLike[str], *, seed: int = 0) -> ModelSource:
 
     Every weight is checked for presence, shape and completeness; ModelError says what is wrong.
     """
-    location = locate_model(name)
+    location = locate_model(name, weights=True)
     if location.kind == "gguf":
         return _open_gguf(location)
     config = config_at(location)
@@ -63,8 +63,8 @@ def open_model(name: str | PathLike[str], *, seed: int = 0) -> ModelSource:
     }
     beside = location.path.parent if location.kind == "config" else None
     if beside and (beside / TOKENIZER_FILE).is_file():
-        return _source(location, config, random, _folder_tokenizer(beside, config), random=True)
-    return _source(location, config, random, lambda: byte_tokenizer(config.vocab), random=True)
+        return _source(location, config, random, _folder_tokenizer(beside, config))
+    return _source(location, config, random, lambda: byte_tokenizer(config.vocab))
 
 
 def _open_gguf(location: Location) -> ModelSource:
@@ -85,13 +85,11 @@ def _source(
     config: ModelConfig,
     readers: Mapping[str, WeightReader],
     make_tokenizer: Callable[[], Tokenizer],
-    *,
-    random: bool = False,
 ) -> ModelSource:
     return ModelSource(
         name=location.name,
         config=config,
         readers={**readers, "rope_table": RopeTableReader(config=config)},
         make_tokenizer=make_tokenizer,
-        random=random,
+        random=location.random,
     )

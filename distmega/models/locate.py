@@ -17,6 +17,7 @@ from distmega.models.fields import read_json
 from distmega.models.gguf.config import config_from_gguf
 from distmega.models.gguf.file import open_gguf
 from distmega.models.huggingface.config import config_from_hf
+from distmega.models.huggingface.hub import hub_folder, is_hub_id
 from distmega.models.presets import PRESETS
 
 _PACKAGED = ("smollm2", "smollm2-135m-instruct")
@@ -34,11 +35,18 @@ class Location:
     name: str
     path: Path = Path()
 
+    @property
+    def random(self) -> bool:
+        """Whether it has no weights, so that random ones are made up."""
+        return self.kind in ("preset", "config")
 
-def locate_model(name: str | PathLike[str]) -> Location:
-    """Resolves a preset, a packaged model or a path; ModelError says what there is instead.
 
-    Known names win over files of the same name: write ./name for those.
+def locate_model(name: str | PathLike[str], *, weights: bool = False) -> Location:
+    """Resolves a preset, a packaged model, a path or an id of the Hugging Face Hub; ModelError says
+    what there is instead.
+
+    Known names win over files of the same name, and these over ids: write ./name for files.
+    weights: of an id, fetch these too where they are not cached, not the configuration alone.
     """
     name = fspath(name)
     if name in PRESETS:
@@ -47,7 +55,10 @@ def locate_model(name: str | PathLike[str]) -> Location:
         return Location(kind="gguf", name=name, path=_packaged_gguf(name))
     path = Path(name).expanduser()
     if not name or not path.exists():
-        raise _no_such_model(name)
+        if not is_hub_id(name):
+            raise _no_such_model(name)
+        folder = hub_folder(name, _expected_names(), weights=weights)
+        return Location(kind="folder", name=name, path=folder)
     if path.is_dir():
         if not (path / _CONFIG).is_file():
             found = f"folder {name!r} has no {_CONFIG}"
@@ -95,10 +106,14 @@ def _packaged_gguf(name: str) -> Path:
 
 
 def _no_such_model(name: str) -> ModelError:
-    known = [*_PACKAGED, *PRESETS]
-    close = difflib.get_close_matches(name, known, n=1)
+    close = difflib.get_close_matches(name, [*_PACKAGED, *PRESETS], n=1)
     return ModelError(
         f"no such model: {name!r}",
-        expected=f"a path (.gguf, folder or config.json) or one of {', '.join(known)}",
+        expected=_expected_names(),
         remedy=f"did you mean {close[0]!r}?" if close else "check the name, or the path",
     )
+
+
+def _expected_names() -> str:
+    known = ", ".join((*_PACKAGED, *PRESETS))
+    return f"a path (.gguf, folder or config.json), an id of the Hub or one of {known}"

@@ -252,3 +252,15 @@ def test_a_full_device_is_told_in_one_line() -> None:
     assert done.returncode == 1
     assert done.stderr.startswith("distmega: error: the output can't be written (No space left")
     assert done.stderr.count("\n") == 1
+
+
+def test_random_weights_are_announced(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("some words")
+    generate = ("generate", "tiny-llama", "a", "--max-new-tokens", "2", "--max-context", "16")
+    assert main(generate) == 0
+    assert capsys.readouterr().out.startswith("[random weights: the text means nothing]\n")
+    assert main(["perplexity", "tiny-llama", str(text)]) == 0
+    assert capsys.readouterr().out.startswith("[random weights: the figure means nothing]\nperp")
+    assert main(["generate", "smollm2", *generate[2:]]) == 0
+    assert "random weights" not in capsys.readouterr().out

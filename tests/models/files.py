@@ -12,7 +12,7 @@ import transformers
 
 from distmega.models.config import ModelConfig
 from distmega.models.random_source import RandomReader
-from distmega.models.tokenizer import byte_letters
+from distmega.models.tokenizer import byte_letters, byte_tokenizer
 from distmega.models.weights import Array, weight_specs
 
 TINY = {
@@ -58,6 +58,11 @@ FAMILIES = {
     ),
     "qwen3": Family(transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {}),
 }
+
+
+def save_tokenizer(folder: Path, vocab: int = TINY["vocab_size"]) -> None:
+    """Writes a tokenizer.json whose ids are bytes."""
+    byte_tokenizer(vocab)._backend.save(str(folder / "tokenizer.json"))
 
 
 def interleave(rows: Array, head_dim: int) -> Array:
