@@ -68,9 +68,15 @@ class RankFailure(DistmegaError, RuntimeError):
     def at(self, place: str) -> "RankFailure":
         """The same failure, which also says where the rank that noticed it stood."""
         found = f"{self.found}, at {place}"
-        failure = RankFailure(found, expected=self.expected, remedy=self.remedy)
+        failure = type(self)(found, expected=self.expected, remedy=self.remedy)
         failure.__cause__ = self
         return failure
+
+
+class LostPeerError(RankFailure):
+    """An exchange with other ranks failed, so one of them most likely ended or stands still; where
+    that one is known, a RankFailure names it instead.
+    """
 
 
 class HangError(DistmegaError, RuntimeError):

@@ -6,17 +6,19 @@ either side at once that the other is gone. Rank 0 opens the rendezvous store on
 system's choice and says which; nobody has to guess a free one.
 """
 
+import logging
 import os
 import pickle
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe, wait
 
 from distmega.launch.contract import Event, Job, rank_environment
+from distmega.launch.processes import process_state
 from distmega.launch.reports import (
     AskPosition,
     Command,
@@ -28,6 +30,8 @@ from distmega.launch.reports import (
     describe_exit,
 )
 from distmega.launch.supervise import supervise
+
+logger = logging.getLogger(__name__)
 
 EXIT_S = 5.0
 """How long a rank may take to leave in good order, and a killed process to disappear."""
@@ -71,14 +75,17 @@ class LocalTeam:
             reports.append(report)
         return reports
 
-    def ask_positions(self) -> Mapping[int, str]:
+    def ask_positions(self) -> Sequence[Report]:
         self._command(AskPosition(), to=range(self.job.num_ranks))
-        positions: dict[int, str] = {}
+        reports: list[Report] = []
         deadline = time.monotonic() + POSITION_S
-        while len(positions) < len(self.open) and (left_s := deadline - time.monotonic()) > 0:
-            reports = self.poll(left_s)
-            positions |= {r.rank: r.place for r in reports if isinstance(r, Position)}
-        return positions
+        while not self._have_answered(reports) and (left_s := deadline - time.monotonic()) > 0:
+            reports += self.poll(left_s)
+        return [*reports, *self.poll(0.0)]
+
+    def find_stopped(self) -> Sequence[int]:
+        states = {rank: process_state(each.process.pid) for rank, each in enumerate(self.ranks)}
+        return [rank for rank, state in states.items() if state in ("T", "t")]
 
     def finish(self) -> None:
         self._command(Finish(), to=range(self.job.num_ranks))
@@ -89,11 +96,18 @@ class LocalTeam:
     def kill(self) -> None:
         for rank in self.ranks:
             _kill_session(rank.process)
-        for rank in self.ranks:
-            rank.process.wait(EXIT_S)
+        for number, rank in enumerate(self.ranks):
+            try:
+                rank.process.wait(EXIT_S)
+            except subprocess.TimeoutExpired:
+                logger.warning("rank %d is killed, and still there after %g s", number, EXIT_S)
             rank.connection.close()
         self.ranks.clear()
         self.open.clear()
+
+    def _have_answered(self, reports: Sequence[Report]) -> bool:
+        """Whether each rank that still may report is among those that said where they stand."""
+        return {r.rank for r in reports if isinstance(r, Position)} >= set(self.open.values())
 
     def _receive(self, connection: Connection) -> Report:
         rank = self.open[connection]

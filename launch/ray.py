@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,7 @@ from distmega.engine.ranks import DeviceKind, RankContext
 from distmega.errors import LaunchError
 from distmega.launch.contract import Event, Job, rank_environment
 from distmega.launch.ray_cluster import connect, is_node_up, place_ranks
-from distmega.launch.reports import Died, Failed, Report
+from distmega.launch.reports import Died, Failed, Position, Report
 from distmega.launch.stores import TCPStore, reach_store, serve_store
 from distmega.launch.supervise import supervise
 from distmega.launch.worker import (
@@ -152,13 +152,18 @@ class RayTeam:
                 return reports
         return []
 
-    def ask_positions(self) -> Mapping[int, str]:
+    def ask_positions(self) -> Sequence[Report]:
         asked = {
             actor.position.options(concurrency_group=HEARTBEAT_GROUP).remote(): rank
             for rank, actor in enumerate(self.actors)
         }
         ready, _ = ray.wait([*asked], num_returns=len(asked), timeout=POSITION_S)
-        return {asked[answer]: place for answer in ready if (place := _try_get(answer)) is not None}
+        places = {asked[answer]: _try_get(answer) for answer in ready}
+        positions = [Position(rank=rank, place=place) for rank, place in places.items() if place]
+        return [*positions, *self.poll(0.0)]
+
+    def find_stopped(self) -> Sequence[int]:
+        return ()  # heartbeats tell
 
     def finish(self) -> None:
         ray.wait(

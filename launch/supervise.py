@@ -14,12 +14,15 @@ from typing import Protocol
 
 from distmega.errors import DistmegaError, HangError, RankFailure
 from distmega.launch.contract import Emitted, Event, Job, Result
-from distmega.launch.reports import Died, Done, Failed, Ready, Report, Value
+from distmega.launch.reports import Died, Done, Failed, Position, Ready, Report, Value
 
 logger = logging.getLogger(__name__)
 
 ROOT_CAUSE_S = 3.0
 """How long to wait for a better explanation when a rank reports that it lost a peer."""
+
+LOOK_S = 0.2
+"""How often to look meanwhile whether a rank is stopped."""
 
 
 class Team(Protocol):
@@ -33,8 +36,12 @@ class Team(Protocol):
         """Reports that arrived, waiting at most `timeout_s` for the first one."""
         ...
 
-    def ask_positions(self) -> Mapping[int, str]:
-        """Where each rank that still answers stands."""
+    def ask_positions(self) -> Sequence[Report]:
+        """A Position of each rank that still answers, and what else was reported meanwhile."""
+        ...
+
+    def find_stopped(self) -> Sequence[int]:
+        """Ranks whose process is stopped by a signal, as far as that can be seen from here."""
         ...
 
     def finish(self) -> None:
@@ -59,9 +66,11 @@ def _follow(team: Team, job: Job) -> Generator[Event]:
     while set(states.values()) != {"done"}:
         is_starting = "starting" in states.values()
         limit_s = job.start_timeout_s if is_starting else job.timeout_s
-        reports = team.poll(limit_s)
+        # this process may itself have stood still until the limit had passed, hence the second look
+        reports = team.poll(limit_s) or team.poll(0.0)
         if not reports:
-            raise _describe_silence(states, team.ask_positions(), limit_s)
+            raise _explain_silence(team, states, limit_s)
+        failures: list[Failed | Died] = []
         for report in reports:
             match report:
                 case Ready(rank=rank):
@@ -74,41 +83,64 @@ def _follow(team: Team, job: Job) -> Generator[Event]:
                 case Died(rank=rank) if states[rank] == "done":
                     logger.warning("rank %d %s after it was done", rank, report.how)
                 case Failed() | Died():
-                    raise _find_root_cause(team, report, job.num_ranks)
+                    failures.append(report)
                 case _:
                     pass
+        if failures:
+            raise _find_root_cause(team, failures, job.num_ranks)
     team.finish()
     yield Result(value=pickle.loads(result))
 
 
-def _find_root_cause(team: Team, first: Failed | Died, num_ranks: int) -> DistmegaError:
-    """The error for the failure that caused the others: a death or an own mistake before a rank
-    that waits in vain, and that before a lost peer. Of ranks that wait for each other, all are told
-    of.
+def _failures(reports: Sequence[Report]) -> list[Failed | Died]:
+    return [report for report in reports if isinstance(report, Failed | Died)]
+
+
+def _find_root_cause(team: Team, first: Sequence[Failed | Died], num_ranks: int) -> DistmegaError:
+    """The error for the failure that caused the others: a death before an own mistake, that before
+    a stopped rank, then a rank that waits in vain, then a lost peer. Of ranks that wait for each
+    other, all are told of.
     """
-    failures = [first]
+    failures = [*first, *_failures(team.poll(0.0))]
     deadline = time.monotonic() + ROOT_CAUSE_S
-    while min(map(_distance, failures)) and len({f.rank for f in failures}) < num_ranks:
-        reports = team.poll(deadline - time.monotonic())
-        if not reports:
+    stopped: Sequence[int] = ()
+    while min(map(_distance, failures)) > OWN and len({f.rank for f in failures}) < num_ranks:
+        stopped = team.find_stopped()
+        left_s = deadline - time.monotonic()
+        if stopped or left_s <= 0:
             break
-        failures += [report for report in reports if isinstance(report, Failed | Died)]
+        failures += _failures(team.poll(min(left_s, LOOK_S)))
     cause = min(failures, key=_distance)
     error = describe_failure(cause, num_ranks)
+    if _distance(cause) <= OWN or not isinstance(error, HangError | RankFailure):
+        return error
     alike = [
         f.error for f in failures if isinstance(f, Failed) and _distance(f) == _distance(cause)
     ]
-    if _distance(cause) and isinstance(error, HangError | RankFailure):
-        found = "; ".join(dict.fromkeys((error.found, *(e.found for e in alike if e))))
-        return type(error)(found, expected=error.expected, remedy=error.remedy)
-    return error
+    found = "; ".join(dict.fromkeys((error.found, *(e.found for e in alike if e))))
+    if stopped:
+        names = ", ".join(map(str, stopped))
+        return type(error)(
+            f"rank {names} of {num_ranks} is stopped by a signal: {found}",
+            expected="every rank to run until its target returns",
+            remedy="look for what stopped its process, and start the job again",
+        )
+    return type(error)(found, expected=error.expected, remedy=error.remedy)
+
+
+OWN = 1
+"""Distance up to which a failure explains itself."""
 
 
 def _distance(report: Failed | Died) -> int:
-    """How far a report is from the cause: 0 is the cause."""
+    """How far a report is from the cause. A failed rank stays until it is killed, so a death never
+    follows from another failure: 0. An own mistake is 1, a wait in vain 2, a lost peer 3.
+    """
     if isinstance(report, Died):
         return 0
-    return 2 if report.lost_peer else int(isinstance(report.error, HangError))
+    if report.lost_peer:
+        return 3
+    return 2 if isinstance(report.error, HangError) else OWN
 
 
 def describe_failure(report: Failed | Died, num_ranks: int) -> DistmegaError:
@@ -132,16 +164,24 @@ def describe_failure(report: Failed | Died, num_ranks: int) -> DistmegaError:
     return error
 
 
-def _describe_silence(
-    states: Mapping[int, str], positions: Mapping[int, str], timeout_s: float
-) -> RankFailure:
+def _explain_silence(team: Team, states: Mapping[int, str], limit_s: float) -> DistmegaError:
+    """The error for ranks of which nothing is heard; a failure that comes while they are asked
+    where they stand explains it better.
+    """
+    reports = team.ask_positions()
+    if failures := _failures(reports):
+        return _find_root_cause(team, failures, len(states))
+    positions = {report.rank: report.place for report in reports if isinstance(report, Position)}
+    stopped = team.find_stopped()
+    unknown = "an unknown place: it does not answer"
     late = [
-        f"rank {rank} ({state}, at {positions.get(rank, 'an unknown place: it does not answer')})"
+        f"rank {rank} ({state}, at {positions.get(rank, unknown)}"
+        f"{', stopped by a signal' * (rank in stopped)})"
         for rank, state in states.items()
         if state != "done"
     ]
     return RankFailure(
-        f"no news for {timeout_s:g} s from {', '.join(late)}",
+        f"no news for {limit_s:g} s from {', '.join(late)}",
         expected="a value, or the end, from every rank within that time",
         remedy="see where the ranks stand; if they are only slow, raise DISTMEGA_TIMEOUT_S",
     )

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from distmega.engine.ranks import DeviceKind, RankContext
 from distmega.env import read_settings
-from distmega.errors import DistmegaError, LaunchError
+from distmega.errors import DistmegaError, LaunchError, LostPeerError
 from distmega.hostir.run.cuda_graph import release_graphs
 from distmega.launch.contract import Job, load_function
 from distmega.launch.devices import allow_sharing, gpu_of
@@ -34,6 +34,7 @@ GATHER_S = 0.005
 """Nobody sees a token come so much later."""
 
 TORCH_FOLDER = str(Path(torch.__file__).parent)
+DISTRIBUTED_FOLDER = str(Path(dist.__file__).parent)
 
 
 class RankRun:
@@ -197,9 +198,24 @@ def _describe_failure(rank: int, error: BaseException) -> Failed:
 
 
 def _is_lost_peer(error: BaseException) -> bool:
-    """Whether this is how a collective or the store fails when another rank is gone (gloo raises
-    RuntimeError).
+    """Whether another rank is the likely cause: an exchange between ranks, or the store, failed in
+    the error or in what caused it.
     """
-    if isinstance(error, RuntimeError) and "gloo" in str(error).lower():
-        return True
-    return isinstance(error, DistError | ConnectionError)
+    each: BaseException | None = error
+    while each is not None:
+        if isinstance(each, LostPeerError | DistError | ConnectionError) or _in_exchange(each):
+            return True
+        each = each.__cause__
+    return False
+
+
+def _in_exchange(error: BaseException) -> bool:
+    """Whether torch.distributed raised it, or gloo, whose handles raise it where they are awaited:
+    both have no class of their own for that.
+    """
+    if type(error) is not RuntimeError:
+        return False
+    frames = traceback.extract_tb(error.__traceback__)
+    return "/gloo/" in str(error) or (
+        bool(frames) and frames[-1].filename.startswith(DISTRIBUTED_FOLDER)
+    )

@@ -5,7 +5,7 @@ The Communicator protocol is what the evaluator asks for. Every call starts an e
 Handle; operands belong to it until `wait`. Sums are taken in rank order, in fp32 or wider, so each
 rank gets the same bits whatever the team's network does. GlooCommunicator moves bytes over
 torch.distributed between CPU processes; SingleCommunicator is a mesh of one rank. A peer that fails
-raises RankFailure.
+raises LostPeerError.
 """
 
 import zlib
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distmega.errors import RankFailure
+from distmega.errors import LostPeerError, RankFailure
 from distmega.hostir.comm.collectives import Collectives, Handle, Mailbox, copy_into, token
 from distmega.sharding.layout.mesh import DeviceMesh
 
@@ -167,14 +167,14 @@ class TeamCommunicator(Collectives):
 
     @contextmanager
     def _guard(self, what: str, axis: str) -> Iterator[None]:
-        """Turns a fault of the network into RankFailure, naming the exchange and the team."""
+        """Turns a fault of the network into LostPeerError, naming the exchange and the team."""
         try:
             yield
         except RuntimeError as error:
             team = self._teams[axis] if axis else self.mesh.ranks
             reason = str(error).partition("\n")[0]
             where = f"over mesh axis {axis!r}, ranks {list(team)}," if axis else f"of {list(team)}"
-            raise RankFailure(
+            raise LostPeerError(
                 f"{what} {where} failed on rank {self.rank}: {reason}",
                 expected="every rank of the team alive",
                 remedy="look for the rank that ended first, and start the job again",
