@@ -7,6 +7,7 @@ in its summary as well. Next: launch/worker.py.
 """
 
 import functools
+import logging
 import os
 import pickle
 import socket
@@ -15,11 +16,11 @@ from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain
-from pathlib import Path
 
 from distmega.engine.ranks import RankContext
 from distmega.errors import DistmegaError, LaunchError, RankFailure
 from distmega.launch.contract import MULTICAST_OFF, Emitted, Event, Job, Result
+from distmega.launch.processes import end_with_parent, process_state
 from distmega.launch.reports import Done, Failed, Value
 from distmega.launch.stores import (
     DistError,
@@ -31,6 +32,8 @@ from distmega.launch.stores import (
 )
 from distmega.launch.supervise import describe_failure
 from distmega.launch.worker import RankRun, close_group, make_context, start_logging
+
+logger = logging.getLogger(__name__)
 
 REACH_S = 60.0
 """How long to try to reach the store that torchrun's agent serves."""
@@ -86,6 +89,7 @@ def run_torchrun(job: Job) -> Generator[Event]:
     for name, off in MULTICAST_OFF.items():
         os.environ.setdefault(name, off)
     start_logging(place.rank)
+    end_with_parent(_end_with_agent)
     store = _reach_store()
     run = RankRun(
         _make_context(place, job),
@@ -211,5 +215,10 @@ def _is_running(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    stat = Path(f"/proc/{pid}/stat")
-    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] != "Z"
+    return process_state(pid) != "Z"
+
+
+def _end_with_agent() -> None:
+    """Nobody is left who would end this rank, should it wait for another."""
+    logger.error("the process that started this rank is gone, so the rank ends")
+    os._exit(1)

@@ -7,19 +7,23 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from distmega.errors import LaunchError, RequestError
 from distmega.launch.contract import LauncherOptions
 from distmega.launch.launchers import choose_launcher, choose_num_ranks, launch
+from tests.launch.conftest import is_gone, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+
+
 def torchrun(*arguments: object, num_ranks: int = 2) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks)]
     return subprocess.run(
-        [*command, "-m", "tests.launch.command", *map(str, arguments)],
+        [*TORCHRUN, str(num_ranks), "-m", "tests.launch.command", *map(str, arguments)],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -78,6 +82,22 @@ def test_a_rank_that_hangs_is_named_after_the_timeout():
     (message,) = errors(done)
     assert "rank 0 of 2 lost contact with rank 1" in message
     assert "Timed out" in message
+
+
+def test_ranks_end_with_the_agent_that_started_them():
+    with subprocess.Popen(
+        [*TORCHRUN, "2", "-m", "tests.launch.command", "hang", "0", "2", "60"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as agent:
+        assert agent.stdout is not None
+        assert agent.stdout.readline().startswith("rank 0: Emitted(value=")
+        ranks = [child.pid for child in psutil.Process(agent.pid).children()]
+        assert len(ranks) == 2
+        agent.kill()
+        assert wait_until(lambda: all(map(is_gone, ranks)))
 
 
 def test_outside_of_torchrun_the_launcher_says_how_to_start(monkeypatch: pytest.MonkeyPatch):
