@@ -14,7 +14,7 @@ from distmega.hostir.library.pointwise import OpFunction, compile_pointwise
 from distmega.hostir.passes.fused_kinds import NORMS, POINTWISE
 from distmega.kernels.pipelined.api import has_triton, normalise_rows, pointwise_results
 from distmega.kernels.pipelined.exprs import MAX_INPUTS
-from distmega.program.types import Op
+from distmega.program.types import Op, grouped_index
 
 
 class KernelOps:
@@ -22,6 +22,8 @@ class KernelOps:
 
     def compile(self, op: Op, coordinate: Mapping[str, int]) -> OpFunction:
         """As library.compile_op."""
+        if grouped_index(op) is not None:
+            return compile_op(op, coordinate)
         if op.kind in POINTWISE and len(op.reads) <= MAX_INPUTS:
             return compile_pointwise(op, pointwise_results)
         if op.kind in NORMS:

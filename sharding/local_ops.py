@@ -3,13 +3,14 @@
 Comes in: a step and the shapes of local tensors. Goes out: an Op. streams.py looks at these ops to
 find what can run in chunks, localize.py makes a program of them. Where an op's index space starts
 elsewhere on each rank, attributes say so: global index = local index + coordinate along `base_axis`
-* `base_stride`, valid below `extent`.
+* `base_stride`, valid below `extent`. A rank's groups of rows start at its coordinate along
+`group_axis` times their number; there are `num_groups` in all.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from distmega.program.types import Access, Attr, Axis, Op, Tensor
+from distmega.program.types import Access, Attr, Axis, Op, Tensor, grouped_index
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.layout.placements import REPLICATE, Layout, local_shape
 from distmega.sharding.resolve.collectives import collective_op
@@ -64,7 +65,7 @@ class LocalOps:
             axes=self._axes[key],
             reads=tuple(Access(tensor=name, dims=a.dims) for a, name in reads),
             writes=tuple(Access(tensor=name, dims=a.dims) for a, name in writes),
-            attrs=_based(step) if op.kind in MASKED else op.attrs,
+            attrs=_placed_attrs(step),
         )
 
     def _collective(self, step: Reshard) -> Op:
@@ -74,6 +75,18 @@ class LocalOps:
         move, size = step.move, self.mesh.size(step.move.axis)
         shape = local_shape(self.tensors[whole].shape, move.source.moved(move.axis, REPLICATE))
         return collective_op(step, shape, local, size)
+
+
+def _placed_attrs(step: PlacedOp) -> tuple[tuple[str, Attr], ...]:
+    """Attributes of a local op, with where its index space starts if it asks for that."""
+    attrs = _based(step) if step.op.kind in MASKED else step.op.attrs
+    index = grouped_index(step.op)
+    groups = [(axis, o) for axis, o in step.splits if index and o.axis == index.axes[0]]
+    if not groups:
+        return attrs
+    ((axis, option),) = groups
+    more: dict[str, Attr] = {"group_axis": axis, "num_groups": step.op.axis(option.axis).extent}
+    return tuple(sorted((dict(attrs) | more).items()))
 
 
 def _based(step: PlacedOp) -> tuple[tuple[str, Attr], ...]:

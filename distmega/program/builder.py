@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from distmega.errors import ProgramError
 from distmega.program.ops import compute as ops
 from distmega.program.ops import data_movement as moves
-from distmega.program.ops import lookups, masked, norms, opaque
+from distmega.program.ops import experts, lookups, masked, norms, opaque
 from distmega.program.ops.parts import Built, bad_op
 from distmega.program.types import (
     Op,
@@ -75,6 +75,16 @@ class Handle:
         if not isinstance(other, int | float):
             return NotImplemented
         return self.map(text.format(repr(float(other))))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Routing:
+    """Rows sorted by the group that each was sent to; see experts.route for the tensors."""
+
+    counts: Handle
+    offsets: Handle
+    order: Handle
+    slots: Handle
 
 
 class ProgramBuilder:
@@ -239,6 +249,48 @@ class ProgramBuilder:
         """See ops.sample; the handle is the index, i64."""
         operands = (self._own(x), self._own(limits), self._own(seeds), self._own(positions))
         return self._add(ops.sample(self._name(name, "sample"), *operands))
+
+    def top_k(
+        self, x: Handle, num: int, weights: experts.Weighing = "softmax", name: str = ""
+    ) -> tuple[Handle, Handle]:
+        """See experts.top_k: the weights, f32, and the columns, i32, of the largest of each row."""
+        op, tensors = experts.top_k(self._name(name, "top_k"), self._own(x), num, weights)
+        chosen = self._add((op, tensors))
+        return Handle(self, tensors[0]), chosen
+
+    def route(self, ids: Handle, num_groups: int, name: str = "") -> Routing:
+        """See experts.route: rows sorted by group."""
+        op, tensors = experts.route(self._name(name, "route"), self._own(ids), num_groups)
+        self._add((op, tensors))
+        return Routing(*(Handle(self, tensor) for tensor in tensors))
+
+    def gather_rows(self, x: Handle, routing: Routing, name: str = "") -> Handle:
+        """See experts.gather_rows: x's rows, sorted by group."""
+        name, slots = self._name(name, "gather_rows"), self._own(routing.slots)
+        operands = (self._own(x), self._own(routing.order), self._own(routing.offsets))
+        return self._add(experts.gather_rows(name, *operands, slots.shape))
+
+    def grouped_linear(self, x: Handle, w: Handle, routing: Routing, name: str = "") -> Handle:
+        """See experts.grouped_linear: the rows of each group times a matrix of its own."""
+        name, rows = self._name(name, "grouped_linear"), routing.slots.shape[0]
+        operands = (self._own(x), self._own(w), self._own(routing.offsets))
+        return self._add(experts.grouped_linear(name, *operands, rows))
+
+    def grouped_pointwise(
+        self, text: str, *args: Handle, routing: Routing, name: str = ""
+    ) -> Handle:
+        """See experts.grouped_pointwise: an expression over rows sorted by group."""
+        name, rows = self._name(name, "pointwise"), routing.slots.shape[0]
+        operands = [self._own(each) for each in args]
+        return self._add(
+            experts.grouped_pointwise(name, text, operands, self._own(routing.offsets), rows)
+        )
+
+    def scatter_add(self, y: Handle, weights: Handle, routing: Routing, name: str = "") -> Handle:
+        """See experts.scatter_add: weighted rows added up where they came from."""
+        name = self._name(name, "scatter_add")
+        operands = (y, weights, routing.slots, routing.offsets)
+        return self._add(experts.scatter_add(name, *map(self._own, operands)))
 
     def set(self, x: Handle, into: Handle | None = None, name: str = "") -> Handle:
         """See moves.copy: a copy, or an overwrite of `into`."""

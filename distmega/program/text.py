@@ -8,7 +8,8 @@
       return h
 
 An index prints as its axes joined by `.`, with `*stride` and `+offset` when they are not 1 and 0; a
-constant as `#offset`.
+constant as `#offset`. Groups of rows print as `group.row@place`, the place among the reads of the
+vector of their starts.
 """
 
 import ast
@@ -80,6 +81,8 @@ def _index(index: Index) -> str:
     text = ".".join(index.axes)
     if index.stride != 1:
         text += f"*{index.stride}"
+    if index.is_grouped:
+        text += f"@{index.starts}"
     return text + (f"{index.offset:+d}" if index.offset else "")
 
 
@@ -90,7 +93,7 @@ _TENSOR = re.compile(rf"(input|weight|state|temp) ({_NAME}): (\w+)\[((?:\d+(?:, 
 _OP = re.compile(rf"({_NAME}) = (\w+)\[([^\]]*)\]({_ACCESSES}) ->({_ACCESSES})(?: \|(.*))?")
 _ACCESS = re.compile(rf" ({_NAME})\(([^()]*)\)")
 _AXIS = re.compile(r"(\w+):(\d+)(?::(reduce|scatter))?(?::(sum|max|min|argmax))?(:lookup)?")
-_INDEX = re.compile(r"([\w.]+)(?:\*(\d+))?([+-]\d+)?")
+_INDEX = re.compile(r"([\w.]+)(?:\*(\d+))?(?:@(\d+))?([+-]\d+)?")
 _CONSTANT = re.compile(r"#(-?\d+)")
 _ATTR = re.compile(rf" (\w+)=((?:{_QUOTED}|[^'\"])*?)(?= \w+=|$)")
 
@@ -175,8 +178,13 @@ def _parse_index(text: str) -> Index:
     if match := _CONSTANT.fullmatch(text):
         return Index(offset=int(match[1]))
     if match := _INDEX.fullmatch(text):
-        axes, stride, offset = match.groups()
-        return Index(axes=tuple(axes.split(".")), stride=int(stride or 1), offset=int(offset or 0))
+        axes, stride, starts, offset = match.groups()
+        return Index(
+            axes=tuple(axes.split(".")),
+            stride=int(stride or 1),
+            offset=int(offset or 0),
+            starts=int(starts or -1),
+        )
     raise unreadable(text)
 
 

@@ -49,11 +49,22 @@ class Index:
 
     No axes means the constant `offset`. Positions outside the dim are not accessed (concat and
     slices use this).
+
+    starts: place among the op's reads of a vector that says at run time where groups of positions
+    start, -1 without one. The axes are then (group, row): row r of group g is position
+    starts[g] + r, and group g has the rows below starts[g + 1] - starts[g] and no others, whichever
+    positions these are.
     """
 
     axes: tuple[str, ...] = ()
     offset: int = 0
     stride: int = 1
+    starts: int = -1
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether positions come in groups whose extents the data decide."""
+        return self.starts >= 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +153,11 @@ class Program:
     def with_role(self, role: Role) -> tuple[Tensor, ...]:
         """Tensors of one role, in order of declaration."""
         return tuple(tensor for tensor in self.tensors if tensor.role == role)
+
+
+def grouped_index(op: Op) -> Index | None:
+    """The index by which an op runs over groups of rows; None where its extents are all known."""
+    return next((i for a in accesses(op) for i in a.dims if i.is_grouped), None)
 
 
 def accesses(op: Op) -> Iterator[Access]:
@@ -277,10 +293,30 @@ def _verify_index(program: Program, op: Op, access: Access, index: Index, extent
         raise _broken(program, found, "a stride of at least 1, and 1 where there are no axes")
     if op.kind in CLIPPED:
         return
+    if index.is_grouped:
+        _verify_groups(program, op, access, index, extent)
+        return
     last = index.offset + index.stride * (math.prod(extents[name] for name in index.axes) - 1)
     if last >= extent or (not index.axes and index.offset < 0):
         found = f"op {op.name!r} reaches past a dim of {extent} of {access.tensor!r}"
         raise _broken(program, found, "an index inside")
+
+
+def _verify_groups(program: Program, op: Op, access: Access, index: Index, extent: int) -> None:
+    """A grouped dim: two parallel or summed axes of its own, and an integer vector of starts."""
+    extents, tensors = op.extents, program.tensor_map()
+    starts = tensors[op.reads[index.starts].tensor] if index.starts < len(op.reads) else None
+    plain = len(index.axes) == 2 and index.offset == 0 and index.stride == 1
+    known = starts is not None and starts.dtype in ("i32", "i64")
+    if not plain or not known or any(i.is_grouped for i in op.reads[index.starts].dims):
+        found = f"op {op.name!r} indexes {access.tensor!r} by groups {index}"
+        raise _broken(program, found, "a group and a row axis, and an operand of integer starts")
+    if starts is not None and starts.shape != (starts.num_elements,):
+        found = f"op {op.name!r} takes starts of groups from {starts}"
+        raise _broken(program, found, "a vector")
+    if extents[index.axes[1]] > extent:
+        found = f"op {op.name!r} has groups of {extents[index.axes[1]]} rows"
+        raise _broken(program, found, f"at most the {extent} of {access.tensor!r}")
 
 
 def _broken(

@@ -147,10 +147,12 @@ def fitting_operands(walked: Walked) -> Iterator[Violation]:
 
 
 def _reaches(extents: Mapping[str, int], access: Access, shape: Sequence[int]) -> bool:
-    """Whether all that an op with axes of these extents indexes lies in a buffer."""
+    """Whether all that an op with axes of these extents indexes lies in a buffer: of groups, all
+    rows that one may have, for all of them together have no more than the buffer.
+    """
     for index, extent in zip(access.dims, shape, strict=True):
         count = 1
-        for name in index.axes:
+        for name in index.axes[1:] if index.is_grouped else index.axes:
             count *= extents[name]
         if index.offset < 0 or index.offset + index.stride * (count - 1) >= extent:
             return False

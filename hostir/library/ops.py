@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distmega.errors import ProgramError
-from distmega.hostir.library import sampling
+from distmega.hostir.library import experts, sampling
 from distmega.hostir.library.axis_views import (
     access_axes,
     fold_axes,
@@ -30,7 +30,7 @@ from distmega.hostir.library.opaque import compile_opaque
 from distmega.hostir.library.pointwise import OpFunction, compile_pointwise, evaluate_all
 from distmega.hostir.library.torch_types import operand_dtype, widen
 from distmega.hostir.passes.fused_kinds import NORMS, POINTWISE
-from distmega.program.types import Op, accesses
+from distmega.program.types import Op, accesses, grouped_index
 
 IN_PLACE = frozenset({"kv_append"})
 """Kinds that update the tensor they write; it comes as the last operand and goes out as the result.
@@ -277,6 +277,12 @@ def _compile_linear(op: Op, coordinate: Coordinate) -> OpFunction:
     return run
 
 
+def _compile_pointwise(op: Op, coordinate: Coordinate) -> OpFunction:
+    if grouped_index(op) is not None:
+        return experts.compile_grouped_pointwise(op, coordinate)
+    return compile_pointwise(op, evaluate_all)
+
+
 def _compile_reduce(op: Op, coordinate: Coordinate) -> OpFunction:
     extents, combine = op.extents, str(op.attr("combine"))
     read, write = op.reads[0], op.writes[0]
@@ -390,7 +396,7 @@ def _compile_take_shard(op: Op, coordinate: Coordinate) -> OpFunction:
 COMPILERS: dict[str, Callable[[Op, Coordinate], OpFunction]] = {
     "linear": _compile_linear,
     "reduce": _compile_reduce,
-    **{kind: lambda op, coordinate: compile_pointwise(op, evaluate_all) for kind in POINTWISE},
+    **dict.fromkeys(POINTWISE, _compile_pointwise),
     **{kind: lambda op, coordinate: compile_norm(op, normalise) for kind in NORMS},
     "rope": lambda op, coordinate: lambda xs: (rope(xs[0], xs[2], xs[3]),),
     "attention": _compile_attention,
@@ -413,6 +419,11 @@ COMPILERS: dict[str, Callable[[Op, Coordinate], OpFunction]] = {
     "topk": _compile_topk,
     "cumsum": lambda op, coordinate: lambda xs: (cumsum(xs[0]),),
     "opaque": lambda op, coordinate: compile_opaque(op),
+    "top_k": experts.compile_top_k,
+    "route": experts.compile_route,
+    "gather_rows": experts.compile_gather_rows,
+    "grouped_linear": experts.compile_grouped_linear,
+    "scatter_add": experts.compile_scatter_add,
 }
 """Op kind -> binds an op at a rank's mesh coordinate."""
 

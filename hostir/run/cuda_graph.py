@@ -3,7 +3,8 @@
 Comes in: an Evaluator on a GPU and the tensors to bind. Goes out: a CapturedHost whose `run` copies
 inputs to where the graph reads them and replays it. Streams and events become the graph's edges,
 NCCL's collectives its nodes; signals between hosts, attention that asks positions how much to read,
-and megakernels that keep state on the host can't be captured.
+grouped linears that ask how many rows each group has, and megakernels that keep state on the host
+can't be captured.
 """
 
 import atexit
@@ -28,7 +29,8 @@ NUM_WARM_UPS = 2
 def _blocks(node: Node) -> bool:
     """Whether a node waits for the GPU, or is not the same each time."""
     if isinstance(node, LibraryOp):
-        return node.op.kind == "attention" and not attends_in_order(node.op)
+        attends = node.op.kind == "attention" and not attends_in_order(node.op)
+        return attends or node.op.kind == "grouped_linear"
     return isinstance(node, Signal | WaitSignal)
 
 

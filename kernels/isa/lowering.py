@@ -16,7 +16,7 @@ from distmega.kernels.isa.rules_move import COPY_DIMS, COPY_KINDS, MOVE_RULES, c
 from distmega.kernels.runtime.arena import Operand, Space
 from distmega.kernels.tasks.geometry import make_geometry, unfit
 from distmega.kernels.tasks.types import TaskGroup
-from distmega.program.types import Op, Tensor, accesses, packed_strides
+from distmega.program.types import Op, Tensor, accesses, grouped_index, packed_strides
 
 RULES: Mapping[str, Rule] = {**COMPUTE_RULES, **MOVE_RULES}
 
@@ -38,6 +38,8 @@ def lower_group(
     op = group.op
     if op.is_view:
         return [[Nop()] for _ in range(group.num_tasks)]
+    if grouped_index(op) is not None:
+        raise unfit(op, "no instruction runs over groups of rows")
     if op.kind in COPY_KINDS:
         context = _context(group, operands, all_axes(op), COPY_DIMS, mesh_axes, expression)
         return [

@@ -67,6 +67,8 @@ Placement = Replicate | Shard | Partial
 REPLICATE = Replicate()
 PAIR = Partial("argmax")
 """Parts of an argmax: value and index, combined at once by one collective."""
+ROWS = Partial("rows")
+"""Rows sorted by group, of which a coordinate holds those of its own groups and zeros elsewhere."""
 
 _PLACEMENT = re.compile(r"(\w+)=(?:(R)|S(\d+)(?::(\d+))?|P\((\w+)\))$")
 

@@ -27,7 +27,7 @@ class Pad(IntEnum):
 AxisPads = Mapping[str, Pad]
 """Padding by iteration axis, of one operand; axes that are not padded are absent."""
 
-MASKED = frozenset({"embedding", "argmax", "sample"})
+MASKED = frozenset({"embedding", "argmax", "sample", "gather_rows"})
 """Kinds that compare indices with the true extent, so that padding is never chosen."""
 
 _MOVES = frozenset({"slice", "concat", "reshape", "transpose", "view", "set", "reduce"})
@@ -61,7 +61,7 @@ def inexact_reason(
             return f"a {axis.combine} over zero padding of {name} isn't exact"
         added = additive_reads(op)
         pads = [pads[name] for i, pads in enumerate(reads) if name in pads and i not in added]
-        if min(pads) != Pad.ZERO or max(pads) == Pad.ANY:
+        if pads and (min(pads) != Pad.ZERO or max(pads) == Pad.ANY):
             return f"padding of {name} isn't provably zero"
     return ""
 

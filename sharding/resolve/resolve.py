@@ -7,7 +7,7 @@ proved here once more, over all mesh axes together. Next: finalize.py.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from distmega.program import expr
@@ -19,6 +19,7 @@ from distmega.sharding.layout.placements import (
     PAIR,
     REPLICATE,
     REPLICATED,
+    ROWS,
     Layout,
     Partial,
     Placement,
@@ -27,7 +28,7 @@ from distmega.sharding.layout.placements import (
 from distmega.sharding.resolve.padding import AxisPads, Pad, inexact_reason, result_pads
 from distmega.sharding.resolve.reshard import Move, find_moves
 from distmega.sharding.search.cost import Machine, op_bytes, op_flops, op_time_us
-from distmega.sharding.search.options import SplitOption
+from distmega.sharding.search.options import SUM, SplitOption, summed_read
 from distmega.sharding.search.signatures import OptionTable
 
 Splits = tuple[tuple[str, SplitOption], ...]
@@ -139,6 +140,9 @@ class Resolver:
         read_layouts, write_layouts = self.needs[key]
         if parts is not None:
             read_layouts, write_layouts = (parts,) * len(op.reads), (parts,)
+        elif carried := self.sums_carried(op, splits, read_layouts):
+            read_layouts = _moved(read_layouts, (summed_read(op),), carried)
+            write_layouts = _moved(write_layouts, range(len(op.writes)), carried)
         reads = tuple(
             self.form(access.tensor, layout)
             for access, layout in zip(op.reads, read_layouts, strict=True)
@@ -175,6 +179,24 @@ class Resolver:
             whole = whole.moved(axis, REPLICATE)
         wanted = operand_layouts(op, rest)
         return layout if {*wanted[0], *wanted[1]} == {whole} else None
+
+    def sums_carried(
+        self, op: Op, splits: Splits, read_layouts: Sequence[Layout]
+    ) -> tuple[str, ...]:
+        """Mesh axes along which an op takes an operand in parts of a sum and leaves its results so,
+        where it is linear in it and nobody else wants it: there is less to sum afterwards.
+        """
+        place = summed_read(op)
+        if place is None:
+            return ()
+        name, wanted = op.reads[place].tensor, read_layouts[place]
+        forms = tuple(self.forms.get(name, {}))
+        if len(forms) != 1 or name in self.homes or self.num_reads[name] != 1:
+            return ()
+        divided = {axis for axis, _ in splits}
+        summed = (a for a in forms[0].partial_axes if forms[0].at(a) == SUM)
+        axes = tuple(a for a in summed if a not in divided)
+        return axes if _moved((wanted,), (0,), axes) == forms else ()
 
     def adds_alike(self, op: Op) -> bool:
         """Whether an op adds up its operands, all indexed alike."""
@@ -218,6 +240,7 @@ class Resolver:
             name = self.new_form(tensor, move.target)
             source = move.source.at(move.axis)
             combine = source.combine if isinstance(source, Partial) else ""
+            combine = "sum" if source == ROWS else combine
             self.steps.append(self.reshard(move, (here,), (name,), combine))
             fresh = {p.dim for p in _changed(move) if isinstance(p, Shard)}
             fresh -= {
@@ -266,7 +289,7 @@ class Resolver:
                 {
                     index.axes[0]: pads.get(dim, Pad.ZERO)
                     for dim, index in enumerate(access.dims)
-                    if index.axes and index.axes[0] in uneven
+                    if index.axes and index.axes[0] in uneven and not index.is_grouped
                 }
             )
         found = self.table.options(op, self.mesh.size(next(iter(uneven.values()))))
@@ -286,7 +309,7 @@ class Resolver:
         self.pads[name] = {
             dim: pads[index.axes[0]]
             for dim, index in enumerate(access.dims)
-            if index.axes and index.axes[0] in pads
+            if index.axes and index.axes[0] in pads and not index.is_grouped
         }
         if op.is_view:
             return
@@ -331,6 +354,18 @@ def operand_layouts(op: Op, splits: Splits) -> tuple[tuple[Layout, ...], tuple[L
 
     reads = tuple(joined(i, is_write=False) for i in range(len(op.reads)))
     return reads, tuple(joined(i, is_write=True) for i in range(len(op.writes)))
+
+
+def _moved(
+    layouts: Sequence[Layout], places: Iterable[int | None], axes: Sequence[str]
+) -> tuple[Layout, ...]:
+    """The layouts, with those at some places in parts of a sum along mesh axes."""
+    found = list(layouts)
+    for place in places:
+        assert place is not None
+        for axis in axes:
+            found[place] = found[place].moved(axis, SUM)
+    return tuple(found)
 
 
 def _changed(move: Move) -> tuple[Placement, Placement]:

@@ -13,6 +13,7 @@ from distmega.program.dtypes import item_bytes
 from distmega.program.ops.compute import ATTENTIONS
 from distmega.program.types import Access, Op, Program, Tensor, accesses
 from distmega.sharding.overlap.rates import CPU_RATES, H100_RATES, H200_RATES, OverlapRates
+from distmega.sharding.search.groups import GroupLoad, group_load
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,24 +79,38 @@ MACHINES: dict[str, Machine] = {machine.name: machine for machine in (CPU, H100,
 
 
 def op_bytes(
-    op: Op, tensors: Mapping[str, Tensor], extents: Mapping[str, int] | None = None
+    op: Op,
+    tensors: Mapping[str, Tensor],
+    extents: Mapping[str, int] | None = None,
+    *,
+    worst: bool = False,
 ) -> int:
     """Bytes an op moves between memory and cores: every element it touches, each tensor once.
 
-    extents: axes whose extent differs from the op's (one rank's part); by default none.
+    extents: axes whose extent differs from the op's (one rank's part); by default none. worst: the
+    most that it can be where the data decide, else what is expected.
     """
     sizes = {**op.extents, **(extents or {})}
+    load = group_load(op, tensors, sizes, worst=worst)
     touched: dict[str, int] = {}
     for access in accesses(op):
-        elements = _touched(op, access, tensors, sizes)
+        elements = _touched(op, access, tensors, sizes, load)
         touched[access.tensor] = max(touched.get(access.tensor, 0), elements)
     return sum(count * item_bytes(tensors[name].dtype) for name, count in touched.items())
 
 
 def _touched(
-    op: Op, access: Access, tensors: Mapping[str, Tensor], sizes: Mapping[str, int]
+    op: Op,
+    access: Access,
+    tensors: Mapping[str, Tensor],
+    sizes: Mapping[str, int],
+    load: GroupLoad | None,
 ) -> int:
-    """Elements an access touches: a lookup axis counts once per index operand's element."""
+    """Elements an access touches: a lookup axis counts once per index operand's element, groups
+    where they have rows.
+    """
+    if load is not None:
+        return _touched_groups(op, access, tensors, sizes, load)
     lookups = {axis.name for axis in op.axes if axis.lookup}
     count, looked_up = 1, False
     for index, extent in zip(access.dims, tensors[access.tensor].shape, strict=True):
@@ -111,15 +126,48 @@ def _touched(
     return count * min(math.prod(sizes[name] for name in rows - used), table)
 
 
+def _touched_groups(
+    op: Op,
+    access: Access,
+    tensors: Mapping[str, Tensor],
+    sizes: Mapping[str, int],
+    load: GroupLoad,
+) -> int:
+    """As _touched; of what is looked up, at most as many positions as there are rows."""
+    count = 1.0
+    for index, extent in zip(access.dims, tensors[access.tensor].shape, strict=True):
+        if index.is_grouped:
+            count *= load.num_rows
+        elif any(op.axis(name).lookup for name in index.axes):
+            count *= min(load.num_rows, extent)
+        elif load.axis in index.axes:
+            count *= load.num_groups
+        else:
+            count *= min(math.prod(sizes[name] for name in index.axes), extent)
+    return math.ceil(count)
+
+
 def is_index(op: Op, access: Access, tensors: Mapping[str, Tensor]) -> bool:
     """Whether an operand holds positions to look up rather than values."""
     looks_up = op.kind == "attention" or any(axis.lookup for axis in op.axes)
     return looks_up and tensors[access.tensor].dtype in ("i32", "i64")
 
 
-def op_flops(op: Op, extents: Mapping[str, int] | None = None) -> int:
-    """Arithmetic of an op: two a multiply-add of a contraction, a few an element elsewhere."""
+def op_flops(
+    op: Op,
+    extents: Mapping[str, int] | None = None,
+    tensors: Mapping[str, Tensor] | None = None,
+    *,
+    worst: bool = False,
+) -> int:
+    """Arithmetic of an op: two a multiply-add of a contraction, a few an element elsewhere.
+
+    tensors: needed of an op that runs over groups of rows. worst: as of op_bytes.
+    """
     sizes = {**op.extents, **(extents or {})}
+    load = group_load(op, tensors, sizes, worst=worst) if tensors else None
+    if load is not None:
+        return _grouped_flops(op, sizes, load)
     points = math.prod(sizes[axis.name] for axis in op.axes if not axis.lookup)
     if op.kind == "linear":
         return 2 * points
@@ -134,21 +182,39 @@ def op_flops(op: Op, extents: Mapping[str, int] | None = None) -> int:
     return 4 * written if op.kind in ("rms_norm", "layer_norm", "softmax", "cumsum", "rope") else 0
 
 
+def _grouped_flops(op: Op, sizes: Mapping[str, int], load: GroupLoad) -> int:
+    """As op_flops, of the rows that groups have."""
+    inside = {
+        name
+        for access in accesses(op)
+        if any(index.is_grouped for index in access.dims)
+        for index in access.dims
+        if not index.is_grouped
+        for name in index.axes
+    }
+    points = load.num_rows * math.prod(sizes[name] for name in inside)
+    if op.kind == "pointwise":
+        return round(points * expr.num_flops(expr.parse(str(op.attr("expr")))))
+    return 0 if op.kind == "gather_rows" else round(2 * points)
+
+
 def op_time_us(
     op: Op,
     tensors: Mapping[str, Tensor],
     machine: Machine,
     extents: Mapping[str, int] | None = None,
+    *,
+    worst: bool = False,
 ) -> float:
     """Time of an op on one rank: its launch, then bytes or flops, whichever takes longer.
 
-    A view moves nothing and takes no time.
+    A view moves nothing and takes no time. worst: as of op_bytes.
     """
     if op.is_view:
         return 0.0
-    moved = op_bytes(op, tensors, extents) / machine.memory_bandwidth_bytes_per_us
+    moved = op_bytes(op, tensors, extents, worst=worst) / machine.memory_bandwidth_bytes_per_us
     rate = machine.flops_rate(tensors[next(accesses(op)).tensor].dtype)
-    return machine.launch_us + max(moved, op_flops(op, extents) / rate)
+    return machine.launch_us + max(moved, op_flops(op, extents, tensors, worst=worst) / rate)
 
 
 def collective_bytes(kind: str, num_bytes: int, num_ranks: int) -> int:

@@ -11,14 +11,22 @@ from dataclasses import dataclass
 
 from distmega.program.ops.compute import BY_ACCESS
 from distmega.program.types import Axis, Index, Op, Tensor, accesses
-from distmega.sharding.layout.placements import REPLICATE, Partial, Placement, Shard, fits
+from distmega.sharding.layout.placements import (
+    REPLICATE,
+    ROWS,
+    Partial,
+    Placement,
+    Shard,
+    fits,
+)
 from distmega.sharding.resolve.padding import MASKED, additive_reads
 from distmega.sharding.search.cost import is_index
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitOption:
-    """One iteration axis divided over a mesh axis; axis "" is the op run whole on every rank.
+    """One iteration axis divided over a mesh axis; axis "" is the op run whole on every rank, on
+    whole operands or, where it is linear in one, on a part of a sum.
 
     extent: of the axis before; chunk: on one rank after. uneven: the last ranks hold padding.
     """
@@ -63,6 +71,16 @@ def op_signature(op: Op, tensors: Mapping[str, Tensor]) -> Hashable:
     return op.kind, op.axes, operands, len(op.reads), op.attrs
 
 
+SUM = Partial("sum")
+
+
+def summed_read(op: Op) -> int | None:
+    """The operand in which an op is linear, its others being what they are on every rank, so that
+    parts of a sum may be summed after it: there is less to sum there.
+    """
+    return 0 if op.kind == "scatter_add" else None
+
+
 def split_options(
     op: Op, tensors: Mapping[str, Tensor], num_ranks: int, taken: Mapping[str, int] | None = None
 ) -> Options:
@@ -72,6 +90,9 @@ def split_options(
     """
     whole = SplitOption(reads=(REPLICATE,) * len(op.reads), writes=(REPLICATE,) * len(op.writes))
     options, rejected = [whole], []
+    if num_ranks > 1 and (place := summed_read(op)) is not None:
+        reads: list[Placement] = [REPLICATE if i != place else SUM for i in range(len(op.reads))]
+        options.append(SplitOption(reads=tuple(reads), writes=(SUM,) * len(op.writes)))
     for axis in op.axes:
         found = _split(op, axis, tensors, num_ranks, (taken or {}).get(axis.name))
         if isinstance(found, SplitOption):
@@ -103,6 +124,9 @@ def _split(
     chunk = -(-extent // num_ranks)
     placed: list[Placement] = []
     for place, access in enumerate(accesses(op)):
+        if any(index.is_grouped and index.axes[0] == axis.name for index in access.dims):
+            placed.append(ROWS)
+            continue
         found = axis_dim(op, access.dims, tensors[access.tensor].shape, axis.name)
         if isinstance(found, str):
             return f"operand {place}: {found}"
@@ -142,6 +166,8 @@ def axis_dim(
             continue
         if found is not None:
             return "it indexes two dims"
+        if index.is_grouped:
+            return "the data decide which positions it covers"
         if index.axes[0] != axis:
             return f"it is an inner part of dim {dim}"
         if index.stride != 1 or index.offset != 0:

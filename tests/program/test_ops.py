@@ -12,6 +12,7 @@ from distmega.program.ops.opaque import opaque
 from distmega.program.ops.parts import Built
 from distmega.program.text import print_op
 from distmega.program.types import Op, Tensor
+from tests.program import experts
 
 
 def t(name: str, *shape: int, dtype: str = "f32", role: str = "input") -> Tensor:
@@ -176,6 +177,7 @@ STATEMENTS: list[tuple[Built, str]] = [
         "opaque[r0_0:4:reduce w0_0:3:scatter] x(r0_0) -> y(w0_0)"
         """ | call='[[{"tensor": 0}], {}]' target='aten.fft_rfft.default'""",
     ),
+    *experts.STATEMENTS,
 ]  # fmt: skip
 
 
@@ -194,11 +196,11 @@ def test_outputs_have_the_extents_of_their_axes(built: Built, expected: str):
     for tensor in tensors:
         (write,) = (access for access in op.writes if access.tensor == tensor.name)
         sizes = []
-        for index in write.dims:
+        for index, extent in zip(write.dims, tensor.shape, strict=True):
             size = 1
             for axis in index.axes:
                 size *= op.axis(axis).extent
-            sizes.append(size)
+            sizes.append(extent if index.is_grouped else size)
         assert tensor.shape == tuple(sizes)
         assert tensor.role == "temp"
 

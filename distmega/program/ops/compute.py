@@ -28,6 +28,7 @@ KINDS = (
     "slice", "concat", "reshape", "transpose", "view", "set", "argmax",
     "top", "cutoff", "sample", "layer_norm", "softmax",
     "expand", "attend", "gather", "topk", "cumsum", "opaque",
+    "top_k", "route", "gather_rows", "grouped_linear", "scatter_add",
 )  # fmt: skip
 """Kinds that a user's program may hold."""
 

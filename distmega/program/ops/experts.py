@@ -1,0 +1,190 @@
+"""Ops on groups of rows whose extents the data decide: each row goes to a few of many experts.
+
+`route` sorts rows by group; the others run over (group, row of the group), which a grouped Index
+turns into positions: "rows of expert e, whichever they are". Buffers hold the worst case, which is
+all rows of all groups together, so nothing can overflow. What each kind computes is
+`hostir/library/experts.py`.
+"""
+
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+from distmega.program import expr
+from distmega.program.ops.parts import (
+    Built,
+    access,
+    axis_names,
+    bad_op,
+    index,
+    make_op,
+    require_integers,
+)
+from distmega.program.types import Access, Axis, Index, Tensor
+
+Weighing = Literal["values", "softmax", "softmax_chosen"]
+"""What top_k weighs a column by: itself, its probability among all, or among the chosen ones."""
+
+GROUPED = ("gather_rows", "grouped_linear", "scatter_add")
+"""Kinds that only ever run over groups of rows; pointwise ops may."""
+
+
+def top_k(name: str, x: Tensor, num: int, weights: Weighing = "softmax") -> Built:
+    """The columns [m, num] i32 of the num largest of each row of x [m, e], largest first and the
+    lower column first on ties, and their weights [name].weights [m, num] f32.
+
+    Computed in fp32 or wider. A weight that is not a number is an error when the op runs.
+    """
+    if len(x.shape) != 2 or not 1 <= num <= x.shape[-1]:
+        found = f"the {num} largest of rows of shape {x.shape}"
+        remedy = "choose at most as many experts per token as there are experts"
+        raise bad_op(name, found, "x [m, e] and at least 1, at most e of them", remedy)
+    if weights not in get_args(Weighing):
+        found = f"weights {weights!r}"
+        raise bad_op(name, found, f"one of {', '.join(get_args(Weighing))}", "choose one of these")
+    rows, extent = x.shape
+    axes = [Axis(name="m", extent=rows), Axis(name="e", extent=extent, role="reduce")]
+    axes.append(Axis(name="c", extent=num, role="scatter"))
+    chosen = Tensor(name=name, shape=(rows, num), dtype="i32")
+    weight = Tensor(name=f"{name}.weights", shape=(rows, num), dtype="f32")
+    writes = [access(weight, "m", "c"), access(chosen, "m", "c")]
+    op = make_op(name, "top_k", axes, [access(x, "m", "e")], writes, weights=weights)
+    return op, (weight, chosen)
+
+
+def route(name: str, ids: Tensor, num_groups: int) -> Built:
+    """Sorts the pairs (row, choice) of ids [m, c] by the group that each names, all i32: counts
+    [num_groups], offsets [num_groups + 1], order [m * c] and slots [m, c].
+
+    Group g has counts[g] pairs at the positions offsets[g] to offsets[g + 1], in order of their
+    numbers row * c + choice. order: the number of the pair at each position. slots: the position of
+    each pair. Each row names a group at most once. Ids outside of the groups are an error when the
+    op runs.
+    """
+    if len(ids.shape) != 2 or not ids.shape[1] <= num_groups:
+        found = f"ids {ids.shape} of {num_groups} groups"
+        raise bad_op(name, found, "[m, c] and at least c groups")
+    require_integers(name, ids)
+    rows, num = ids.shape
+    axes = [Axis(name="m", extent=rows, role="reduce"), Axis(name="c", extent=num, role="reduce")]
+    extents = {"g": num_groups, "o": num_groups + 1, "p": rows * num, "i": rows, "j": num}
+    axes += [Axis(name=n, extent=e, role="scatter") for n, e in extents.items()]
+    made = {"counts": "g", "offsets": "o", "order": "p", "slots": "ij"}
+    tensors = [
+        Tensor(name=f"{name}.{n}", shape=tuple(extents[a] for a in over), dtype="i32")
+        for n, over in made.items()
+    ]
+    writes = [access(t, *over) for t, over in zip(tensors, made.values(), strict=True)]
+    return make_op(name, "route", axes, [access(ids, "m", "c")], writes), tuple(tensors)
+
+
+def _group_axes(num_groups: int, rows: int, role: Literal["parallel", "reduce"]) -> list[Axis]:
+    """Axes of groups and of the rows of each, at most `rows`."""
+    combine = "sum" if role == "reduce" else ""
+    return [
+        Axis(name="e", extent=num_groups, role=role, combine=combine),
+        Axis(name="r", extent=rows, role=role),
+    ]
+
+
+def _rows(tensor: Tensor, starts: int, *inner: str) -> Access:
+    """A tensor of rows sorted by group, indexed by group and row; `starts` as of Index."""
+    dims = (Index(axes=("e", "r"), starts=starts), *map(index, inner))
+    return Access(tensor=tensor.name, dims=dims)
+
+
+def _require_offsets(name: str, offsets: Tensor) -> int:
+    """The number of groups."""
+    if len(offsets.shape) != 1 or offsets.shape[0] < 2:
+        raise bad_op(name, f"offsets {offsets.shape}", "[groups + 1]")
+    require_integers(name, offsets)
+    return offsets.shape[0] - 1
+
+
+def gather_rows(
+    name: str, x: Tensor, order: Tensor, offsets: Tensor, slots: Sequence[int]
+) -> Built:
+    """Rows of x [m, ...] sorted by group: [m * c, ...]. slots: (m, c), the shape of route's slots.
+
+    Row p is x[order[p] // c].
+    """
+    num_groups = _require_offsets(name, offsets)
+    rows, num = slots
+    if not x.shape or x.shape[0] != rows or order.shape != (rows * num,):
+        found = f"x {x.shape}, order {order.shape}, slots {tuple(slots)}"
+        raise bad_op(name, found, "[m, ...], [m * c], (m, c)")
+    require_integers(name, order)
+    inner = axis_names("k", len(x.shape) - 1)
+    axes = _group_axes(num_groups, rows, "parallel")
+    axes += [Axis(name=n, extent=e) for n, e in zip(inner, x.shape[1:], strict=True)]
+    axes.append(Axis(name="m", extent=rows, role="reduce", combine="sum", lookup=True))
+    axes.append(Axis(name="p", extent=rows * num, role="reduce"))
+    axes.append(Axis(name="o", extent=num_groups + 1, role="reduce"))
+    out = Tensor(name=name, shape=(rows * num, *x.shape[1:]), dtype=x.dtype)
+    reads = [access(x, "m", *inner), access(order, "p"), access(offsets, "o")]
+    return make_op(name, "gather_rows", axes, reads, [_rows(out, 2, *inner)]), (out,)
+
+
+def grouped_linear(name: str, x: Tensor, w: Tensor, offsets: Tensor, rows: int) -> Built:
+    """Each row of x [p, k], sorted by group, times the matrix of its group of w [e, n, k]: [p, n].
+
+    rows: the most that a group can have. Sums in fp32 or wider; the output dtype is x's.
+    """
+    num_groups = _require_offsets(name, offsets)
+    fits = len(x.shape) == 2 and len(w.shape) == 3 and w.shape[2] == x.shape[1]
+    if not fits or w.shape[0] != num_groups or not 1 <= rows <= x.shape[0]:
+        found = f"x {x.shape}, w {w.shape}, offsets {offsets.shape}, {rows} rows a group"
+        raise bad_op(name, found, "[p, k], [e, n, k], [e + 1], at most p rows")
+    axes = _group_axes(num_groups, rows, "parallel")
+    axes.append(Axis(name="n", extent=w.shape[1]))
+    axes.append(Axis(name="k", extent=w.shape[2], role="reduce", combine="sum"))
+    axes.append(Axis(name="o", extent=num_groups + 1, role="reduce"))
+    out = Tensor(name=name, shape=(x.shape[0], w.shape[1]), dtype=x.dtype)
+    reads = [_rows(x, 2, "k"), access(w, "e", "n", "k"), access(offsets, "o")]
+    return make_op(name, "grouped_linear", axes, reads, [_rows(out, 2, "n")]), (out,)
+
+
+def grouped_pointwise(
+    name: str, text: str, args: Sequence[Tensor], offsets: Tensor, rows: int
+) -> Built:
+    """Kind pointwise, of equal shapes [p, ...] whose rows are sorted by group."""
+    num_groups = _require_offsets(name, offsets)
+    tree = expr.parse(text)
+    if not args or expr.num_args(tree) != len(args):
+        found = f"expression {text!r} over {len(args)} operands"
+        raise bad_op(name, found, f"{max(expr.num_args(tree), 1)} operands")
+    if not args[0].shape or any(a.shape != args[0].shape for a in args):
+        raise bad_op(name, f"shapes {[a.shape for a in args]}", "equal shapes [p, ...]")
+    shape = args[0].shape
+    if not 1 <= rows <= shape[0]:
+        raise bad_op(name, f"{rows} rows a group of {shape[0]}", "at least 1, at most all")
+    inner = axis_names("i", len(shape) - 1)
+    axes = _group_axes(num_groups, rows, "parallel")
+    axes += [Axis(name=n, extent=e) for n, e in zip(inner, shape[1:], strict=True)]
+    axes.append(Axis(name="o", extent=num_groups + 1, role="reduce"))
+    out = Tensor(name=name, shape=shape, dtype=args[0].dtype)
+    reads = [*(_rows(a, len(args), *inner) for a in args), access(offsets, "o")]
+    writes = [_rows(out, len(args), *inner)]
+    return make_op(name, "pointwise", axes, reads, writes, expr=str(tree)), (out,)
+
+
+def scatter_add(name: str, y: Tensor, weights: Tensor, slots: Tensor, offsets: Tensor) -> Built:
+    """Adds each row of y [m * c, n], sorted by group, times its weight to the row that it came
+    from: out [m, n] = sum over choices of weights [m, c] * y[slots [m, c]].
+
+    Sums in fp32 or wider, in order of the choices, whatever the groups; the output dtype is y's.
+    """
+    num_groups = _require_offsets(name, offsets)
+    fits = len(y.shape) == 2 and len(slots.shape) == 2 and weights.shape == slots.shape
+    if not fits or y.shape[0] != slots.num_elements:
+        found = f"y {y.shape}, weights {weights.shape}, slots {slots.shape}"
+        raise bad_op(name, found, "[m * c, n], [m, c], [m, c]")
+    require_integers(name, slots)
+    rows, num = slots.shape
+    axes = [Axis(name="m", extent=rows), Axis(name="n", extent=y.shape[1])]
+    axes.append(Axis(name="c", extent=num, role="reduce"))
+    axes += _group_axes(num_groups, rows, "reduce")
+    axes.append(Axis(name="o", extent=num_groups + 1, role="reduce"))
+    out = Tensor(name=name, shape=(rows, y.shape[1]), dtype=y.dtype)
+    reads = [_rows(y, 3, "n"), access(weights, "m", "c"), access(slots, "m", "c")]
+    reads.append(access(offsets, "o"))
+    return make_op(name, "scatter_add", axes, reads, [access(out, "m", "n")]), (out,)

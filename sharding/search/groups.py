@@ -1,0 +1,58 @@
+"""What the ops on groups of rows touch, when the data decide how many rows each group has.
+
+Comes in: an op with a grouped index, extents of one rank's part. Goes out: how many groups have a
+row and how many rows there are, expected of rows sent at random, or in the worst case. Used by
+cost.py; nothing here looks at kinds, only at access maps.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from distmega.program.types import Op, Tensor, accesses, grouped_index
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupLoad:
+    """Of the groups along `axis`, how many have rows, and how many rows (along `rows_axis`) these
+    have together.
+    """
+
+    axis: str
+    rows_axis: str
+    num_groups: float
+    num_rows: float
+
+
+def group_load(
+    op: Op, tensors: Mapping[str, Tensor], sizes: Mapping[str, int], *, worst: bool = False
+) -> GroupLoad | None:
+    """The load of one rank's part of an op; None for an op that runs over no groups.
+
+    sizes: extents of that part. Expected: each of the rows that can be in a group goes to equally
+    many of all groups, which are drawn at random. Worst: all rows come here, to as many groups as
+    they can.
+    """
+    index = grouped_index(op)
+    if index is None:
+        return None
+    axis, rows_axis = index.axes
+    total = max(
+        tensors[a.tensor].shape[dim]
+        for a in accesses(op)
+        for dim, each in enumerate(a.dims)
+        if each.is_grouped
+    )
+    here = sizes[axis]
+    if worst:
+        groups = float(min(here, total))
+        return GroupLoad(axis=axis, rows_axis=rows_axis, num_groups=groups, num_rows=float(total))
+    num = int(str(op.get("num_groups", op.extents[axis])))
+    share = min(1.0, total / (op.extents[rows_axis] * num))
+    missed = math.pow(1.0 - share, op.extents[rows_axis])
+    return GroupLoad(
+        axis=axis,
+        rows_axis=rows_axis,
+        num_groups=here * (1.0 - missed),
+        num_rows=total * min(1.0, here / num),
+    )
