@@ -252,29 +252,34 @@ def num_micro_batches(blueprint: DecodeBlueprint) -> int:
     return blueprint.options.micro_batches or (MICRO_BATCHES if several else 1)
 
 
-def prefill_size(blueprint: DecodeBlueprint, num_tokens: int) -> int:
-    """Tokens of the program that prefills a prompt of num_tokens.
+def prefill_size(blueprint: DecodeBlueprint, num_tokens: int, most: int) -> int:
+    """Rows of the program that takes num_tokens rows of prompts, where `most` is as many as their
+    caches and the budget have room for.
 
-    A program takes 0.1 to 0.6 s to plan, so on GPUs prompts share one of few sizes: multiples of 64
-    up to 1024, then 8 to an octave. A GPU waits for the weights' bytes up to some 100 tokens, and
-    beyond 512 at most an eighth is filled up. A CPU waits for every token.
+    On GPUs programs have few sizes, each of which becomes a graph: multiples of 64 up to 1024, then
+    8 to an octave. A GPU waits for the weights' bytes up to some 100 rows, and beyond 512 at most
+    an eighth is filled up. A CPU waits for every row.
     """
     if blueprint.machine == CPU or num_micro_batches(blueprint) > 1:
         return num_tokens
     step = max(FEWEST_TOKENS, (1 << (num_tokens - 1).bit_length()) // 16)
-    return min(-(-num_tokens // step) * step, blueprint.max_context)
+    size = -(-num_tokens // step) * step
+    return size if size <= most else num_tokens
 
 
 @uncollected
 def lower_prefill(blueprint: DecodeBlueprint, num_tokens: int, logits: Logits) -> HostProgram:
-    """Host program of `num_tokens` tokens of one sequence at once by library ops, on the decode
-    plan's layouts: of a prompt, see build_decoder, or in micro-batches. Its caches are those of one
-    sequence, [h, t, d].
+    """Host program of `num_tokens` tokens of prompts at once by library ops, on the decode plan's
+    layouts and caches: see build_decoder's `prompt`. In micro-batches it takes one sequence, and
+    caches are those of one, [h, t, d].
     """
     wanted = num_micro_batches(blueprint)
+    if wanted == 1:
+        parts = [_prefill_part(blueprint, num_tokens, 1, logits, prompt=True)]
+        return run_passes(link_stage(parts))
     size = -(-num_tokens // wanted)
     count, rest = divmod(num_tokens, size)
-    parts = [_prefill_part(blueprint, size, count, logits, prompt=wanted == 1)]
+    parts = [_prefill_part(blueprint, size, count, logits)]
     if rest:
         parts.append(_prefill_part(blueprint, rest, 1, logits))
     by_rows = ("tokens", "positions", *(["logits"] if logits == "all" else []))
@@ -284,15 +289,16 @@ def lower_prefill(blueprint: DecodeBlueprint, num_tokens: int, logits: Logits) -
 def _prefill_part(
     blueprint: DecodeBlueprint, num_tokens: int, count: int, logits: Logits, *, prompt: bool = False
 ) -> Part:
-    """Micro-batches of `num_tokens` tokens, on this stage."""
+    """`count` times `num_tokens` tokens, on this stage. prompt: of all sequences."""
     layouts = blueprint.staged.plan.persistent_layouts()
-    if blueprint.options.batch > 1:
+    if blueprint.options.batch > 1 and not prompt:
         for cache in blueprint.local.program.with_role("state"):
             layouts[cache.name] = layout_of_part(layouts[cache.name], SEQUENCE_DIM)
     program = build_decoder(
         blueprint.config,
         num_tokens,
         blueprint.max_context,
+        batch=blueprint.options.batch if prompt else 1,
         logits=logits,
         dtype=blueprint.machine.dtype,
         method=blueprint.method,

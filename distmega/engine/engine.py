@@ -147,7 +147,7 @@ class Engine:
                 expected="a prompt at least, and a limit of 0 (none) or more",
                 remedy="give a prompt, or correct the limit",
             )
-        tokens = tuple(self.prefill(prompt, slot) for slot, prompt in enumerate(prompts))
+        tokens = tuple(self.prefill_all(prompts))
         self._num_cached[len(prompts) :] = [0] * (self.batch - len(prompts))
         yield tokens
         room = self.blueprint.max_context - max(self._num_cached)
@@ -200,11 +200,23 @@ class Engine:
 
     def logits(self, ids: Sequence[int]) -> Tensor:
         """Logits of every position of a new sequence in slot 0, [len(ids), vocab]."""
-        return self._run_prefill(ids, 0, "all")["logits"][: len(ids)]
+        _, scores = self._run_prefill({0: ids}, "all")
+        return torch.cat(scores) if len(scores) > 1 else scores[0]
 
     def prefill(self, ids: Sequence[int], slot: int = 0) -> int:
         """Starts a new sequence in one of the batch's slots; the next token."""
-        return int(self._run_prefill(ids, slot, "none")["next"])
+        found, _ = self._run_prefill({slot: ids}, "none")
+        return found[slot]
+
+    def prefill_all(self, prompts: Sequence[Sequence[int]]) -> list[int]:
+        """Starts new sequences in the first slots, packed into passes of at most
+        options.max_batched_tokens tokens; the next token of each.
+
+        RequestError, before anything runs, for more prompts than slots, and for one that is empty
+        or longer than its cache.
+        """
+        found, _ = self._run_prefill(dict(enumerate(prompts)), "none")
+        return [found[slot] for slot in range(len(prompts))]
 
     def decode(self, token: int) -> int:
         """Appends one token to the sequence in slot 0; the next one."""
@@ -243,30 +255,50 @@ class Engine:
         """Notes num_steps more positions in the first `num` slots."""
         self._num_cached[:num] = [cached + num_steps for cached in self._num_cached[:num]]
 
-    def _run_prefill(self, ids: Sequence[int], slot: int, logits: Logits) -> Mapping[str, Tensor]:
+    def _run_prefill(
+        self, prompts: Mapping[int, Sequence[int]], logits: Logits
+    ) -> tuple[dict[int, int], list[Tensor]]:
+        """As Prefills.run; RequestError where a prompt fits no slot, before anything runs."""
+        for slot, ids in prompts.items():
+            self._require_prompt(slot, ids)
+        tensors = {**self._draws, **self._persistent}
+        own = [
+            {**{name: rows[slot : slot + 1] for name, rows in self._draws.items()},
+             **self._persistent, **caches}
+            for slot, caches in enumerate(self._slots)
+        ]  # fmt: skip
+        with self._in_step():
+            found = self._prefills.run(prompts, logits, tensors, own)
+            if self.blueprint.staged.stage.num_stages > 1 and self.device.type == "cuda":
+                torch.cuda.current_stream().synchronize()
+                self.comm.check_signals()
+        for slot, ids in prompts.items():
+            self._num_cached[slot] = len(ids)
+        return found
+
+    def _require_prompt(self, slot: int, ids: Sequence[int]) -> None:
+        """RequestError unless a slot can take this prompt."""
         if not 0 <= slot < self.batch:
             raise RequestError(
                 f"a sequence for slot {slot}",
                 expected=f"slots below the batch of {self.batch}",
                 remedy="raise --batch",
             )
+        if not ids:
+            raise RequestError(
+                f"an empty prompt in slot {slot}",
+                expected="a token at least",
+                remedy="leave the prompt out, or begin it with the model's first token",
+            )
         self._require_room(len(ids), 0)
         vocab = self.blueprint.config.vocab
-        if wrong := [token for token in ids if not 0 <= token < vocab]:
+        if min(ids) < 0 or max(ids) >= vocab:
+            wrong = next(token for token in ids if not 0 <= token < vocab)
             raise RequestError(
-                f"token {wrong[0]}",
+                f"token {wrong}",
                 expected=f"tokens of 0 to {vocab - 1}",
                 remedy="use the model's own tokenizer",
             )
-        draws = {name: rows[slot : slot + 1] for name, rows in self._draws.items()}
-        with self._in_step():
-            tensors = {**draws, **self._persistent, **self._slots[slot]}
-            outputs = self._prefills.run(ids, slot, logits, tensors)
-            if self.blueprint.staged.stage.num_stages > 1 and self.device.type == "cuda":
-                torch.cuda.current_stream().synchronize()
-                self.comm.check_signals()
-        self._num_cached[slot] = len(ids)
-        return outputs
 
     @contextmanager
     def _in_step(self) -> Iterator[None]:

@@ -1,14 +1,16 @@
-"""Prefill of one rank: the programs that start a sequence, one for each size of prompt.
+"""Prefill of one rank: prompts packed into passes, and the programs that run those.
 
-In: a prompt, the tensors of the slot it goes to. Out: the outputs of its program. Programs of
-library ops are planned when first needed (blueprint.prefill_size says for which prompts). On GPUs
-those of short prompts, whose kernels end before a host has launched the next, become CUDA graphs
-when needed again. Used by engine.py; next on the walk: hostir/run/cuda_graph.py.
+In: prompts by slot, the tensors of the rank. Out: the token after each prompt. A pass takes rows of
+several prompts end to end; which rows are whose is data, so that a program serves every pass of its
+size (decode_plan.prefill_size). A program of library ops is planned once for a range of sizes and
+given other extents for each size. On GPUs a size that is needed again becomes a CUDA graph. Used by
+engine.py; next on the walk: packing.py, hostir/run/cuda_graph.py.
 """
 
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, dataclass, fields
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from distmega.engine.decode_plan import (
     num_micro_batches,
     prefill_size,
 )
+from distmega.engine.packing import Part, Rows, lay_rows, pack_prompts
 from distmega.errors import ProgramError, RankFailure
 from distmega.hostir.comm.communicator import Communicator
 from distmega.hostir.ir.nodes import HostProgram
@@ -29,10 +32,21 @@ from distmega.models.decoder import Logits
 
 logger = logging.getLogger(__name__)
 
-MOST_CAPTURED = 4096
-"""Tokens of the largest program that becomes a graph."""
 MARGIN_S = 5.0
 """What a graph may take beside its waits for other ranks."""
+
+Tensors = Mapping[str, Tensor]
+
+
+@dataclass(slots=True)
+class _Program:
+    """A program of one size. given: its inputs, parts of `rows`, which one copy fills."""
+
+    evaluator: Evaluator
+    rows: Tensor
+    given: dict[str, Tensor]
+    used: bool = False
+    graph: CapturedHost | None = None
 
 
 class Prefills:
@@ -47,49 +61,87 @@ class Prefills:
     ) -> None:
         self._blueprint, self._open, self._comm = blueprint, open_program, comm
         self._device = device
-        alone = blueprint.staged.stage.num_stages == num_micro_batches(blueprint) == 1
+        self._packs = num_micro_batches(blueprint) == 1
+        alone = blueprint.staged.stage.num_stages == 1 and self._packs
         self._captures = device.type == "cuda" and alone
-        self._programs: dict[tuple[int, Logits], Evaluator] = {}
-        self._graphs: dict[tuple[int, int], CapturedHost] = {}
+        self._programs: dict[tuple[int, Logits], _Program] = {}
         self._pool: Any = None
 
     def run(
-        self, ids: Sequence[int], slot: int, logits: Logits, tensors: Mapping[str, Tensor]
-    ) -> Mapping[str, Tensor]:
-        """Starts a sequence in a slot. tensors: weights, the slot's caches and, if tokens are
-        drawn, how. Outputs may be overwritten by the next run; rows of `logits` behind those of the
-        prompt mean nothing.
-        """
-        size = prefill_size(self._blueprint, len(ids))
-        given = {
-            **tensors,
-            "tokens": torch.tensor([*ids, *[0] * (size - len(ids))], device=self._device),
-            "positions": torch.arange(size, device=self._device),
-            "last": torch.tensor([len(ids) - 1], device=self._device),
-        }
-        known = (size, logits) in self._programs
-        if not known:
-            host = lower_prefill(self._blueprint, size, logits)
-            self._programs[size, logits] = self._open(host)
-        program = self._programs[size, logits]
-        if logits != "none":
-            return program.run(given)
-        if known and self._captures and size <= MOST_CAPTURED and (size, slot) not in self._graphs:
-            self._capture(program, size, slot, given)
-        if (size, slot) not in self._graphs:
-            return program.run(given)
-        outputs = self._graphs[size, slot].run(given)
-        self._wait()
-        return outputs
+        self,
+        prompts: Mapping[int, Sequence[int]],
+        logits: Logits,
+        tensors: Tensors,
+        slots: Sequence[Tensors],
+    ) -> tuple[dict[int, int], list[Tensor]]:
+        """Starts a sequence in each slot of `prompts`: the token after each, and the logits of all
+        tokens if asked for, [tokens of a pass, vocab] a pass.
 
-    def _capture(
-        self, program: Evaluator, size: int, slot: int, given: Mapping[str, Tensor]
-    ) -> None:
+        tensors: weights, caches and, if tokens are drawn, how, a row a slot. slots: the same of
+        each slot alone.
+        """
+        if not self._packs:
+            found = {}
+            for slot, ids in sorted(prompts.items()):
+                outputs = self._run_parts(ids, logits, slots[slot])
+                found[slot] = int(outputs["next"][-1])
+            return found, [outputs["logits"]] if logits == "all" else []
+        ended: list[tuple[list[int], Tensor]] = []
+        scores: list[Tensor] = []
+        for parts in pack_prompts(prompts, self._blueprint.options.max_batched_tokens):
+            outputs = self._run_pass(parts, logits, tensors)
+            ended.append(([part.slot for part in parts if part.ends], outputs["next"].clone()))
+            if logits == "all":
+                scores.append(outputs["logits"][: sum(len(part.ids) for part in parts)].clone())
+        if self._captures:
+            self._wait()
+        following = [(slots, tokens.tolist()) for slots, tokens in ended]
+        return {slot: tokens[slot] for slots, tokens in following for slot in slots}, scores
+
+    def _run_parts(self, ids: Sequence[int], logits: Logits, tensors: Tensors) -> Tensors:
+        """One prompt in micro-batches."""
+        program = self._program(len(ids), logits)
+        tokens = torch.tensor(ids, device=self._device)
+        positions = torch.arange(len(ids), device=self._device)
+        return program.evaluator.run({**tensors, "tokens": tokens, "positions": positions})
+
+    def _run_pass(self, parts: Sequence[Part], logits: Logits, tensors: Tensors) -> Tensors:
+        """Outputs of a pass, which the next one may overwrite; rows of `logits` behind those of the
+        prompts mean nothing, nor does `next` of a slot whose prompt does not end.
+        """
+        options, last = self._blueprint.options, parts[-1]
+        num_tokens = sum(len(part.ids) for part in parts)
+        room = num_tokens + self._blueprint.max_context - last.stop
+        size = prefill_size(self._blueprint, num_tokens, min(room, options.max_batched_tokens))
+        program = self._program(size, logits)
+        rows = lay_rows(parts, size, options.batch)
+        program.rows.copy_(torch.tensor([number for part in astuple(rows) for number in part]))
+        if program.used and program.graph is None and self._captures and logits == "none":
+            program.graph = self._capture(program, tensors)
+        program.used = True
+        if program.graph is not None:
+            return program.graph.run({})
+        return program.evaluator.run({**tensors, **program.given})
+
+    def _program(self, size: int, logits: Logits) -> _Program:
+        found = self._programs.get((size, logits))
+        if found is None:
+            evaluator = self._open(lower_prefill(self._blueprint, size, logits))
+            batch = self._blueprint.options.batch
+            lengths = size, size, size, batch + 1, batch, batch
+            rows = torch.zeros(sum(lengths), dtype=torch.int64, device=self._device)
+            names = [field.name for field in fields(Rows)]
+            given = dict(zip(names, rows.split(lengths), strict=True))
+            found = self._programs[size, logits] = _Program(evaluator, rows, given)
+        return found
+
+    def _capture(self, program: _Program, tensors: Tensors) -> CapturedHost | None:
         """On all ranks or none: NCCL may prepare captured collectives unlike others."""
         captured, problem = None, ""
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         try:
-            captured = CapturedHost(program, given, self._pool)
+            given = {**tensors, **program.given}
+            captured = CapturedHost(program.evaluator, given, self._pool)
         except (RuntimeError, ProgramError) as error:
             # where a capture has failed, ending it fails too
             problem = str(error.__context__ or error).partition("\n")[0]
@@ -97,8 +149,8 @@ class Prefills:
         if problems:
             self._captures = False
             logger.warning("prompts run op by op, not as CUDA graphs: %s", problems[0])
-        elif captured:
-            self._graphs[size, slot] = captured
+            return None
+        return captured
 
     def _wait(self) -> None:
         """Until what is queued has ended. Nobody else watches a collective inside a graph."""

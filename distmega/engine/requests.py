@@ -50,6 +50,8 @@ class EngineOptions:
     """Sequences that are decoded together, each with a cache of its own."""
     micro_batches: int = 0
     """Parts of a prompt that pipeline stages prefill at a time; 0 is 4, or 1 without stages."""
+    max_batched_tokens: int = 8192
+    """Tokens of all prompts that one pass takes at most; longer prompts are taken in parts."""
     num_sms: int = 2
     """Task queues of the CPU interpreter; a GPU has one for each SM."""
     interleave_seed: int = 0
@@ -65,6 +67,7 @@ class EngineOptions:
         _require("--max-context", self.max_context, 0)
         _require("--batch", self.batch, 1)
         _require("--micro-batches", self.micro_batches, 0)
+        _require("--max-batched-tokens", self.max_batched_tokens, 1)
         _require("--num-sms", self.num_sms, 1)
         _require("--interleave-seed", self.interleave_seed, 0)
         _require_one_of("--collectives", self.collectives, get_args(Collectives))

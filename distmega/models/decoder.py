@@ -35,17 +35,23 @@ def build_decoder(
     `seeds`, i64 [r]: Sampling.settings and .seed_of. Outputs: `logits`, of all tokens or the last,
     unless "none"; and `next`, i64 [r], the token after the last one; r is 1. batch > 1: one token
     of each of so many sequences, which have caches of their own, [batch, h, t, d]; m, r and the
-    rows of logits are the sequences. prompt: positions are 0, 1, 2 ..., and input `last`, i64 [1],
-    is that of the last token; what follows it fills up the program, and the next tokens overwrite
-    it in the caches. RequestError when the context does not fit the model.
+    rows of logits are the sequences.
+
+    prompt: the m tokens are those of `batch` sequences, one sequence's behind another's, and may be
+    any part of each. More inputs: `sequences`, i64 [m], of each token; `starts`, i64 [batch + 1],
+    where each sequence's rows begin and the last one's end; `last`, i64 [batch], the row after
+    which a sequence's next token comes, r is the batch; and where `method` draws
+    `last_positions`, i64 [batch], the positions of these rows. RequestError when the context does
+    not fit the model.
     """
-    if batch < 1 or (batch > 1 and num_tokens > 1):
+    if batch < 1 or (batch > 1 and num_tokens > 1 and not prompt):
         raise RequestError(
             f"{num_tokens} tokens of each of {batch} sequences",
             expected="at least one sequence, and one token of each where there are several",
-            remedy="prefill one sequence at a time",
+            remedy="build the program of a prompt",
         )
-    if not 1 <= num_tokens <= max_context <= config.max_positions:
+    most = max_context * batch if prompt else max_context
+    if not 1 <= num_tokens <= most or max_context > config.max_positions:
         found = f"{num_tokens} tokens in a context of {max_context}"
         expected = (
             f"1 <= tokens <= context <= {config.max_positions}, what the model was trained for"
@@ -74,11 +80,17 @@ class _Decoder:
         self.config = config
         self.dtype = dtype
         self.batch = batch
-        self.num_rows = num_tokens * batch
+        self.num_rows = num_tokens if prompt else num_tokens * batch
         self.specs = weight_specs(config)
         self.p = ProgramBuilder(f"decoder_{num_tokens}" + (f"x{batch}" if batch > 1 else ""))
         self.positions = self.p.input("positions", (self.num_rows,), "i64")
-        self.last = self.p.input("last", (1,), "i64") if prompt else None
+        self.sequences: Handle | None = None
+        self.packed: tuple[Handle, Handle] | None = None
+        self.last: Handle | None = None
+        if prompt:
+            self.sequences = self.p.input("sequences", (self.num_rows,), "i64")
+            self.packed = self.sequences, self.p.input("starts", (batch + 1,), "i64")
+            self.last = self.p.input("last", (batch,), "i64")
         self.rope_table = self.p.weight("rope_table", (max_context, config.head_dim), "f32")
         caches = (batch,) if batch > 1 else ()
         self.cache_shape = (*caches, config.num_kv_heads, max_context, config.head_dim)
@@ -96,7 +108,8 @@ class _Decoder:
         x = self.p.rms_norm(x, self.weight("norm"), self.config.norm_eps, name="normed")
         head = embed if self.config.tied else self.weight("head")
         scores = self.p.linear(x, head, spec="m k, v k -> m v", name="logits")
-        chosen = self.choose(self.last_row(scores, "last_logits"), method)
+        last = self.last_row(scores, "last_logits") if logits == "all" else scores
+        chosen = self.choose(last, method)
         return self.p.build(chosen) if logits == "none" else self.p.build(scores, chosen)
 
     def choose(self, scores: Handle, method: Method) -> Handle:
@@ -104,7 +117,10 @@ class _Decoder:
         p, rows, vocab = self.p, scores.shape[0], self.config.vocab
         if not method.draws:
             return p.argmax(scores, name="next")
-        at = self.last_row(self.positions, "last_position") if self.last is None else self.last
+        if self.last is None:
+            at = self.last_row(self.positions, "last_position")
+        else:
+            at = p.input("last_positions", (rows,), "i64")
         limited = method.kind == "limited"
         limits = p.input("sampling", (rows, 3 if limited else 2), "f32")
         if limited:
@@ -127,8 +143,9 @@ class _Decoder:
         v = self.project(at, "v", normed, "h d")
         k_cache = p.state(f"{at}.k_cache", self.cache_shape, self.dtype)
         v_cache = p.state(f"{at}.v_cache", self.cache_shape, self.dtype)
-        p.kv_append(k_cache, k, self.positions, name=f"{at}.k_append")
-        p.kv_append(v_cache, v, self.positions, name=f"{at}.v_append")
+        own = self.sequences if self.batch > 1 else None
+        p.kv_append(k_cache, k, self.positions, own, name=f"{at}.k_append")
+        p.kv_append(v_cache, v, self.positions, own, name=f"{at}.v_append")
         scale, window = config.head_dim**-0.5, config.window(layer)
         mixed = p.attention(
             q,
@@ -137,7 +154,7 @@ class _Decoder:
             self.positions,
             scale,
             window,
-            in_order=self.last is not None,
+            packed=self.packed,
             name=f"{at}.attention",
         )
         wo = self.weight(f"{at}.wo")
@@ -180,7 +197,7 @@ class _Decoder:
     def last_row(self, x: Handle, name: str) -> Handle:
         """The last token's row of each sequence, [batch, ...]."""
         rows = x.shape[0]
-        if self.last is not None and rows > 1:
+        if self.last is not None:
             return self.p.embedding(self.last, x, name=name)
         return x if rows == self.batch else self.p.slice(x, 0, rows - 1, rows, name=name)
 

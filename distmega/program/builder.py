@@ -161,11 +161,18 @@ class ProgramBuilder:
             ops.rope(self._name(name, "rope"), self._own(x), self._own(positions), self._own(table))
         )
 
-    def kv_append(self, cache: Handle, x: Handle, positions: Handle, name: str = "") -> None:
+    def kv_append(
+        self,
+        cache: Handle,
+        x: Handle,
+        positions: Handle,
+        sequences: Handle | None = None,
+        name: str = "",
+    ) -> None:
         """See ops.kv_append: in place."""
-        op, _ = ops.kv_append(
-            self._name(name, "kv_append"), self._own(cache), self._own(x), self._own(positions)
-        )
+        operands = (self._own(each) for each in (cache, x, positions))
+        chosen = None if sequences is None else self._own(sequences)
+        op, _ = ops.kv_append(self._name(name, "kv_append"), *operands, sequences=chosen)
         self._ops[op.name] = op
 
     def attention(
@@ -177,12 +184,14 @@ class ProgramBuilder:
         scale: float,
         window: int = 0,
         in_order: bool = False,
+        packed: tuple[Handle, Handle] | None = None,
         name: str = "",
     ) -> Handle:
         """See ops.attention: causal, over caches."""
         operands = (self._own(q), self._own(k), self._own(v), self._own(positions))
         name = self._name(name, "attention")
-        return self._add(ops.attention(name, *operands, scale, window, in_order))
+        data = None if packed is None else (self._own(packed[0]), self._own(packed[1]))
+        return self._add(ops.attention(name, *operands, scale, window, in_order, data))
 
     def attend(
         self,

@@ -109,12 +109,16 @@ def rope(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
     return torch.cat((left * cos - right * sin, right * cos + left * sin), -1).to(x.dtype)
 
 
-def kv_append(cache: Tensor, x: Tensor, positions: Tensor) -> Tensor:
-    """Writes x [m, h, d] into cache [h, t, d], or row m into cache[m] of [m, h, t, d], at t =
-    positions[m], in place; gives the cache.
+def kv_append(
+    cache: Tensor, x: Tensor, positions: Tensor, sequences: Tensor | None = None
+) -> Tensor:
+    """Writes x [m, h, d] into cache [h, t, d], or row m into cache[sequences[m]] of [s, h, t, d],
+    into cache[m] without `sequences`, at t = positions[m], in place; gives the cache.
     """
     if cache.dim() == 4:
-        cache[torch.arange(len(x), device=x.device), :, positions] = x.to(cache.dtype)
+        if sequences is None:
+            sequences = torch.arange(len(x), device=x.device)
+        cache[sequences, :, positions] = x.to(cache.dtype)
         return cache
     return cache.index_copy_(1, positions, x.transpose(0, 1).to(cache.dtype))
 
@@ -191,6 +195,33 @@ def topk(x: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
 def cumsum(x: Tensor) -> Tensor:
     """Sums up to each element along the last dim, in fp32 for half types."""
     return widen(x).cumsum(-1).to(x.dtype)
+
+
+def packed_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    positions: Tensor,
+    sequences: Tensor,
+    scale: float,
+    window: int = 0,
+) -> Tensor:
+    """As attention, of q [m, h, g, d] whose row m sees cache sequences[m] of [s, h, t, d] and
+    [s, h, t, e], or of the only one where there is no s. Asks the device which rows those are.
+    """
+    if k_cache.dim() == 3:
+        return attention(q, k_cache, v_cache, positions, scale, window)
+    out = q.new_zeros(*q.shape[:3], v_cache.shape[-1])
+    for sequence in torch.unique(sequences).tolist():
+        rows = (sequences == sequence).nonzero().squeeze(1)
+        own = k_cache[sequence], v_cache[sequence], positions[rows]
+        out[rows] = attention(q[rows], *own, scale, window)
+    return out
+
+
+def is_packed(op: Op) -> bool:
+    """Whether an op has all rows of an attention over packed sequences, as its `starts` say."""
+    return op.get("packed", 0) == op.extents["m"]
 
 
 def attends_in_order(op: Op) -> bool:
@@ -352,6 +383,8 @@ def _compile_view(op: Op, coordinate: Coordinate) -> OpFunction:
 
 def _compile_attention(op: Op, coordinate: Coordinate) -> OpFunction:
     scale, window = _number(op, "scale"), int(_number(op, "window"))
+    if op.get("packed", 0):
+        return lambda xs: (packed_attention(*xs[:5], scale, window),)
     if attends_in_order(op):
         return lambda xs: (ordered_attention(xs[0], xs[1], xs[2], scale, window),)
     return lambda xs: (attention(xs[0], xs[1], xs[2], xs[3], scale, window),)
@@ -400,7 +433,7 @@ COMPILERS: dict[str, Callable[[Op, Coordinate], OpFunction]] = {
     **{kind: lambda op, coordinate: compile_norm(op, normalise) for kind in NORMS},
     "rope": lambda op, coordinate: lambda xs: (rope(xs[0], xs[2], xs[3]),),
     "attention": _compile_attention,
-    "kv_append": lambda op, coordinate: lambda xs: (kv_append(xs[2], xs[0], xs[1]),),
+    "kv_append": lambda op, coordinate: lambda xs: (kv_append(xs[-1], *xs[:-1]),),
     "embedding": _compile_embedding,
     "slice": _compile_move,
     "concat": _compile_concat,

@@ -203,6 +203,8 @@ def _rope(context: Context, part: Part) -> Instruction:
 
 
 def _kv_append_classes(op: Op) -> dict[str, str]:
+    if len(op.reads) > 2:
+        raise unfit(op, "no instruction takes rows of several sequences")
     return {"h": "h", "d": "d", "m": "m", "t": ""}
 
 
@@ -224,6 +226,8 @@ def _kv_append(context: Context, part: Part) -> Instruction:
 
 
 def _attention_classes(op: Op) -> dict[str, str]:
+    if len(op.reads) > 4:
+        raise unfit(op, "no instruction takes rows of several sequences")
     return {"m": "m", "h": "h", "g": "g", "e": "", "d": "", "t": ""}
 
 

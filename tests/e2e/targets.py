@@ -57,6 +57,42 @@ class MeasureBatch:
     options: EngineOptions
 
 
+@dataclass(frozen=True, kw_only=True)
+class MeasurePacked:
+    """Prefill all but the last `num_decoded` of each sequence in one call, then decode these
+    together.
+    """
+
+    model: str
+    sequences: Sequence[Sequence[int]]
+    num_decoded: int
+    options: EngineOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packed:
+    """The token after each prompt; logits [num_decoded, vocab] of each sequence; and of a prefill
+    of the first sequence [its tokens, vocab].
+    """
+
+    tokens: list[int]
+    decode: list[Logits]
+    prefill: Logits
+
+
+def measure_packed(context: RankContext, request: MeasurePacked, emit: Emit) -> Packed:
+    """Does what the request says with one engine."""
+    source = open_model(request.model)
+    engine = open_engine(context, source, context.world_size, request.options, logits="last")
+    tokens = engine.prefill_all([ids[: -request.num_decoded] for ids in request.sequences])
+    steps = zip(*(ids[-request.num_decoded :] for ids in request.sequences), strict=True)
+    rows = [engine.decode_step(step)["logits"].clone() for step in steps]
+    together = torch.stack(rows, 1)[: len(request.sequences)]
+    decode = [rows.float().numpy() for rows in together]
+    prefill = engine.logits(request.sequences[0]).float().numpy()
+    return Packed(tokens=tokens, decode=decode, prefill=prefill)
+
+
 def measure_batch(context: RankContext, request: MeasureBatch, emit: Emit) -> list[Logits]:
     """Logits [num_decoded, vocab] of each sequence."""
     source = open_model(request.model)

@@ -35,7 +35,10 @@ def prompt_of(num_tokens: int) -> list[int]:
 def test_filled_up_prompts_give_the_tokens_of_exact_ones(sampling: Sampling, batch: int):
     exact, filled = open_tiny(sampling, batch), open_tiny(sampling, batch)
     slot = batch - 1
-    with patch("distmega.engine.prefill.prefill_size", lambda blueprint, num: 16 * -(-num // 16)):
+    with patch(
+        "distmega.engine.prefill.prefill_size",
+        lambda blueprint, num, most: min(16 * -(-num // 16), most),
+    ):
         for num_tokens in (1, 5, 16, 47):
             ids = prompt_of(num_tokens)
             found, wanted = filled.prefill(ids, slot), exact.prefill(ids, slot)
@@ -51,11 +54,10 @@ def test_filled_up_prompts_give_the_tokens_of_exact_ones(sampling: Sampling, bat
 
 def test_sizes_are_few_and_hold_the_prompt():
     blueprint = open_tiny().blueprint
-    assert [prefill_size(blueprint, num) for num in (1, 17, 40)] == [1, 17, 40]
+    assert [prefill_size(blueprint, num, CONTEXT) for num in (1, 17, 40)] == [1, 17, 40]
     with patch("distmega.engine.decode_plan.CPU", None):
-        assert [prefill_size(blueprint, num) for num in (1, 17, 48)] == [CONTEXT] * 3
-        with patch("distmega.engine.decode_plan.context_limit", return_value=8192):
-            sizes = {num: prefill_size(blueprint, num) for num in range(1, 8193)}
+        assert [prefill_size(blueprint, num, CONTEXT) for num in (1, 17, 48)] == [1, 17, 48]
+        sizes = {num: prefill_size(blueprint, num, 8192) for num in range(1, 8193)}
     assert all(num <= size <= max(1.125 * num + 1, num + 63) for num, size in sizes.items())
     assert (sizes[64], sizes[65], sizes[1025], sizes[5000]) == (64, 128, 1152, 5120)
     assert len(set(sizes.values())) == 16 + 8 * 3

@@ -92,9 +92,9 @@ def test_a_prompt_says_which_row_is_its_last(method: Method):
     assert [read.tensor for read in ops["last_hidden"].reads] == ["last", "layers.1.ffn_sum"]
     assert program.tensor_map()["normed"].shape == (1, 48)
     attentions = [op for op in program.ops if op.kind == "attention"]
-    assert {op.get("in_order", 0) for op in attentions} == {7}
+    assert {op.get("packed", 0) for op in attentions} == {7}
     if method.draws:
-        assert ops["next"].reads[3].tensor == "last"
+        assert ops["next"].reads[3].tensor == "last_positions"
 
 
 def test_families_differ_where_they_should():

@@ -170,22 +170,35 @@ def rope(name: str, x: Tensor, positions: Tensor, table: Tensor) -> Built:
     return make_op(name, "rope", axes, reads, [access(out, "m", *middle, "d")]), (out,)
 
 
-def kv_append(name: str, cache: Tensor, x: Tensor, positions: Tensor) -> Built:
+def kv_append(
+    name: str, cache: Tensor, x: Tensor, positions: Tensor, sequences: Tensor | None = None
+) -> Built:
     """Writes x [m, h, d] into cache [h, t, d] at t = positions[m], in place; no new tensor.
 
     With caches [m, h, t, d] each row goes into its own: rows are sequences, not tokens of one.
+    sequences, [m]: row m goes into cache sequences[m] of caches [s, h, t, d].
     """
-    own = cache_rows(cache)
-    fits = (*cache.shape[:-2], cache.shape[-1]) == x.shape[1 - len(own) :]
-    if not fits or cache.role != "state" or len(x.shape) != 3 or positions.shape != x.shape[:1]:
+    own = cache_rows(cache) if sequences is None else ("s",)
+    fits = len(cache.shape) == 3 + len(own) and len(x.shape) == 3
+    fits = fits and (*cache.shape[-3:-2], cache.shape[-1]) == x.shape[1:]
+    fits = fits and (own != ("m",) or cache.shape[0] == x.shape[0])
+    fits = fits and (sequences is None or sequences.shape == positions.shape)
+    if not fits or cache.role != "state" or positions.shape != x.shape[:1]:
         found = f"cache {cache.shape} ({cache.role}), x {x.shape}, positions {positions.shape}"
         expected = "state [h, t, d] or [m, h, t, d], x [m, h, d] and positions [m]"
+        if sequences is not None:
+            found += f", sequences {sequences.shape}"
+            expected = "state [s, h, t, d], x [m, h, d], positions [m] and sequences [m]"
         raise bad_op(name, found, expected)
     require_integers(name, positions)
     axes = [Axis(name=n, extent=e) for n, e in (("h", x.shape[1]), ("d", x.shape[2]))]
-    axes.append(Axis(name="m", extent=x.shape[0], role="parallel" if own else "reduce"))
+    axes.append(Axis(name="m", extent=x.shape[0], role="parallel" if own == ("m",) else "reduce"))
     axes.append(Axis(name="t", extent=cache.shape[-2], role="scatter", lookup=True))
     reads = [access(x, "m", "h", "d"), access(positions, "m")]
+    if sequences is not None:
+        require_integers(name, sequences)
+        axes.append(Axis(name="s", extent=cache.shape[0], role="scatter", lookup=True))
+        reads.append(access(sequences, "m"))
     return make_op(name, "kv_append", axes, reads, [access(cache, *own, "h", "t", "d")]), ()
 
 
@@ -203,6 +216,7 @@ def attention(
     scale: float,
     window: int = 0,
     in_order: bool = False,
+    packed: tuple[Tensor, Tensor] | None = None,
 ) -> Built:
     """Causal attention of q [m, h, g, d] over caches [h, t, d] and [h, t, e]: query i sees t <=
     positions[i].
@@ -211,13 +225,21 @@ def attention(
     window. Output [m, h, g, e]. Softmax in fp32. With caches [m, h, t, d] and [m, h, t, e] each row
     sees its own: rows are sequences, not tokens of one. in_order: positions are 0, 1, 2 ..., which
     allows faster kernels; the attribute is the number of rows that this holds of, all of them.
+
+    packed: sequences [m] and starts [s + 1], of caches [s, h, t, ...], or of one without s. Row m
+    sees cache sequences[m]; rows starts[i] to starts[i + 1] are those of sequence i, whose
+    positions follow each other, and there are no others. The attribute `packed` is the number of
+    rows of which this is said, all of them: kernels read starts, a part of the rows can't.
     """
     shapes = (q.shape, k_cache.shape, v_cache.shape, positions.shape)
     own = cache_rows(k_cache)
+    if own and packed:
+        own = ("s",)
     if tuple(map(len, shapes)) != (4, 3 + len(own), 3 + len(own), 1):
         raise _bad_attention(name, shapes)
     (m, h, g, d), (t, e) = q.shape, v_cache.shape[-2:]
-    rows = (m, h) if own else (h,)
+    num_caches = k_cache.shape[0] if own == ("s",) else 1
+    rows = {"m": (m, h), "s": (num_caches, h), "": (h,)}[own[0] if own else ""]
     caches_fit = k_cache.shape == (*rows, t, d) and v_cache.shape == (*rows, t, e)
     if not caches_fit or positions.shape != (m,):
         raise _bad_attention(name, shapes)
@@ -230,17 +252,25 @@ def attention(
     out = Tensor(name=name, shape=(m, h, g, e), dtype=q.dtype)
     caches = access(k_cache, *own, "h", "t", "d"), access(v_cache, *own, "h", "t", "e")
     reads = [access(q, "m", "h", "g", "d"), *caches, access(positions, "m")]
-    ordered = {"in_order": m} if in_order else {}
-    return make_op(
-        name,
-        "attention",
-        axes,
-        reads,
-        [access(out, "m", "h", "g", "e")],
-        scale=scale,
-        window=window,
-        **ordered,
-    ), (out,)
+    attrs: dict[str, Attr] = {"scale": scale, "window": window}
+    if in_order:
+        attrs["in_order"] = m
+    if packed:
+        sequences, starts = packed
+        if sequences.shape != (m,) or starts.shape != (num_caches + 1,):
+            found = f"sequences {sequences.shape} and starts {starts.shape}"
+            expected = f"[{m}] and [{num_caches + 1}], of {num_caches} caches"
+            raise bad_op(name, found, expected)
+        for given in packed:
+            require_integers(name, given)
+        if own:
+            axes.append(Axis(name="s", extent=num_caches, role="reduce", lookup=True))
+        axes.append(Axis(name="r", extent=num_caches + 1, role="reduce"))
+        reads += [access(sequences, "m"), access(starts, "r")]
+        attrs["packed"] = m
+    return make_op(name, "attention", axes, reads, [access(out, "m", "h", "g", "e")], **attrs), (
+        out,
+    )
 
 
 def _bad_attention(name: str, shapes: tuple[tuple[int, ...], ...]) -> ProgramError:
