@@ -1,37 +1,44 @@
-"""Time to the first token of a prompt: distmega and torch.compile with CUDA graphs, in one run.
+"""Time to the first tokens of prompts: distmega and torch.compile with CUDA graphs, in one run.
 
-    python -m bench.prefill "llama-3.2-1b prompt=512" "llama-3.2-1b prompt=512 tp=2" ... [--no-peer]
+    python -m bench.prefill "llama-3.2-1b prompt=512 batch=1" "qwen3-8b prompt=448 batch=16 tp=2"
 
-On the host's clock, from the prompt's tokens on the host to the first token there, by turns.
-Weights are random, bf16; both sides know the prompt's length from before, ours its program, the
-peer its graph. The floor is what a GPU needs for its part of the products or, if that is longer, of
-the weights' bytes, at the rates of a large matmul and of a copy measured in the same run.
+On the host's clock, from the prompts' tokens on the host to the first token of each there, by
+turns. Weights are random, bf16; both sides know the sizes from before, ours its programs, the peer
+its graph. The floor is each product of a pass at cuBLAS's rate for its own shape, measured in the
+same run, and attention at ATTENTION_FLOPS, of a GPU's part of the model.
 Writes bench/results/prefill-<device>.json; `make tables` writes the README's table from it.
 """
 
-import math
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from bench.cases import read_case, run_cases
 from bench.records import Record
-from bench.timing import copy_bytes_per_us, elapsed_us
+from bench.timing import elapsed_us
 from bench.torch_decoder import make_peer
 from distmega.engine.engine import Engine
 from distmega.engine.requests import EngineOptions
 from distmega.hostir.comm.communicator import Communicator
 from distmega.models.config import ModelConfig
 from distmega.models.load import open_model
-from distmega.models.weights import weight_specs
 
-LENGTHS = 32, 128, 512, 2048
-CASES = tuple(f"{n} prompt={length}" for n in ("llama-3.2-1b", "qwen3-8b") for length in LENGTHS)
-MATMUL = 8192
-"""Rows, columns and depth of the matmul that the rate is of."""
+SIZES = (128, 1), (448, 1), (2048, 1), (448, 16), (4032, 16)
+CASES = tuple(
+    f"{model} prompt={length} batch={batch}"
+    for model in ("llama-3.2-1b", "qwen3-8b")
+    for length, batch in SIZES
+)
+ATTENTION_FLOPS_PER_US = 600e6
+NARROW_FLOPS_PER_US = 400e6
+"""At head dim 64 and below, where softmax takes more of the time."""
+BUDGET = EngineOptions().max_batched_tokens
+CACHED_BYTES = 2**28
+"""Weights that are multiplied in turn, more than a GPU's cache holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,56 +48,83 @@ class Case:
     text: str
     model: str
     num_tokens: int
+    batch: int
     num_ranks: int
 
 
 def parse_case(text: str) -> Case:
-    """Reads "MODEL prompt=N", with " tp=N" behind it for several GPUs."""
-    return Case(text, *read_case(text, "prompt"))
+    """Reads "MODEL prompt=N batch=N", with " tp=N" behind it for several GPUs."""
+    return Case(text, *read_case(text, "prompt", "batch"))
 
 
-def flops_per_us() -> float:
-    """Rate of a bf16 matmul by cuBLAS."""
-    x, w = (torch.randn(MATMUL, MATMUL, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    times = [elapsed_us(lambda: x @ w, 1) for _ in range(20)]
-    return 2.0 * MATMUL**3 / statistics.median(times)
+def product_us(rows: int, columns: int, depth: int) -> float:
+    """Time of x [rows, depth] times a weight [columns, depth] by cuBLAS, the weight not cached."""
+    num = max(1, -(-CACHED_BYTES // (2 * columns * depth)))
+    x = torch.randn(rows, depth, device="cuda", dtype=torch.bfloat16)
+    w = torch.randn(num, columns, depth, device="cuda", dtype=torch.bfloat16)
+
+    def run() -> None:
+        for weight in w:
+            F.linear(x, weight)
+
+    run()
+    return statistics.median(elapsed_us(run, num) for _ in range(5))
 
 
 def floor_us(config: ModelConfig, case: Case) -> float:
-    """Products of all tokens with the layers' weights, or all weights read once."""
-    specs = weight_specs(config)
-    sizes = {name: math.prod(spec.shape) for name, spec in specs.items()}
-    flops = 2.0 * case.num_tokens * sum(n for name, n in sizes.items() if name.startswith("layers"))
-    num_bytes = 2.0 * (sum(sizes.values()) - (0 if config.tied else sizes["embed"]))
-    return max(flops / flops_per_us(), num_bytes / copy_bytes_per_us()) / case.num_ranks
+    """Products and attention of all prompts, in passes of at most BUDGET tokens."""
+    ranks, tokens = case.num_ranks, case.num_tokens * case.batch
+    heads, width = config.num_heads // ranks, config.head_dim
+    kv_heads, ffn = max(config.num_kv_heads // ranks, 1), config.ffn // ranks
+    shapes = (
+        ((heads + 2 * kv_heads) * width, config.hidden),
+        (config.hidden, heads * width),
+        (2 * ffn, config.hidden),
+        (config.hidden, ffn),
+    )
+    rows = min(tokens, BUDGET)
+    layer = sum(product_us(rows, *shape) for shape in shapes) * tokens / rows
+    rate = ATTENTION_FLOPS_PER_US if width > 64 else NARROW_FLOPS_PER_US
+    layer += case.batch * 2.0 * case.num_tokens**2 * heads * width / rate
+    return config.num_layers * layer + product_us(case.batch, config.vocab // ranks, config.hidden)
 
 
-def our_prefill(case: Case, comm: Communicator) -> tuple[Engine, Callable[[], int]]:
-    """An engine, and how it starts a sequence."""
-    options = EngineOptions(max_context=case.num_tokens + 64)
+def prompts_of(case: Case) -> list[list[int]]:
+    """Token ids."""
+    return [list(range(1 + n, 1 + n + case.num_tokens)) for n in range(case.batch)]
+
+
+def our_prefill(case: Case, comm: Communicator) -> tuple[Engine, Callable[[], object]]:
+    """An engine, and how it starts the sequences."""
+    options = EngineOptions(max_context=case.num_tokens + 64, batch=case.batch)
     device = f"cuda:{torch.cuda.current_device()}"
     engine = Engine(open_model(case.model), comm.mesh, comm, options, device=device)
-    prompt = list(range(1, case.num_tokens + 1))
-    return engine, lambda: engine.prefill(prompt)
+    prompts = prompts_of(case)
+    return engine, lambda: engine.prefill_all(prompts)
 
 
-def peer_prefill(case: Case, config: ModelConfig) -> Callable[[], int]:
-    """The compiled peer on caches of its own."""
+def peer_prefill(case: Case, config: ModelConfig) -> Callable[[], object]:
+    """The compiled peer on caches of its own, as many prompts at a time as the budget lets it."""
     torch._dynamo.reset()
+    together = max(1, min(case.batch, BUDGET // case.num_tokens))
     heads = config.num_kv_heads // case.num_ranks
-    shape = (1, heads, case.num_tokens + 64, config.head_dim)
+    shape = (together, heads, case.num_tokens + 64, config.head_dim)
     caches = [
         tuple(torch.zeros(shape, dtype=torch.bfloat16, device="cuda") for _ in range(2))
         for _ in range(config.num_layers)
     ]
     model = make_peer(config, [(keys, values) for keys, values in caches], case.num_ranks)
     step = torch.compile(model, mode="reduce-overhead", fullgraph=True)
-    prompt = list(range(1, case.num_tokens + 1))
+    prompts = prompts_of(case)
     positions = torch.arange(case.num_tokens, device="cuda")
 
-    def run() -> int:
+    def run() -> list[list[int]]:
+        found = []
         with torch.inference_mode():
-            return int(step(torch.tensor([prompt], device="cuda"), positions))
+            for first in range(0, case.batch, together):
+                tokens = torch.tensor(prompts[first : first + together], device="cuda")
+                found += step(tokens, positions).tolist()
+        return found
 
     return run
 

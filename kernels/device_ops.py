@@ -1,5 +1,5 @@
 """Library ops of a host program on a GPU: the pipelined kernels for pointwise ops, norms and
-softmax, rope.py for rotations, torch for the rest.
+softmax, rope.py for rotations, packed_attention.py for prompts, torch for the rest.
 
 Comes in: ops as lowered, fused ones too. Goes out: KernelOps, which an Evaluator is given. On
 devices and types that the kernels don't take they fall back to torch. Next: pipelined/api.py.
@@ -9,7 +9,7 @@ import importlib
 from collections.abc import Mapping
 
 from distmega.hostir.library.norms import compile_norm
-from distmega.hostir.library.ops import compile_op
+from distmega.hostir.library.ops import compile_op, is_packed
 from distmega.hostir.library.pointwise import OpFunction, compile_pointwise
 from distmega.hostir.passes.fused_kinds import NORMS, POINTWISE
 from distmega.kernels.pipelined.api import has_triton, normalise_rows, pointwise_results
@@ -31,4 +31,8 @@ class KernelOps:
         if op.kind == "rope" and has_triton():
             rotate = importlib.import_module("distmega.kernels.rope").rotate
             return lambda xs: (rotate(xs[0], xs[2], xs[3]),)
+        if op.kind == "attention" and is_packed(op) and has_triton():
+            attend = importlib.import_module("distmega.kernels.packed_attention").attend_packed
+            scale, window = op.attr("scale"), op.attr("window")
+            return lambda xs: (attend(*xs, scale, window),)
         return compile_op(op, coordinate)

@@ -19,7 +19,7 @@ from torch import Tensor
 from distmega.errors import ProgramError
 from distmega.hostir.ir.nodes import LibraryOp, Node, Signal, WaitSignal, walk_nodes
 from distmega.hostir.ir.text import print_node
-from distmega.hostir.library.ops import attends_in_order
+from distmega.hostir.library.ops import attends_in_order, is_packed
 from distmega.hostir.run.evaluator import Evaluator
 
 NUM_WARM_UPS = 2
@@ -29,8 +29,8 @@ NUM_WARM_UPS = 2
 def _blocks(node: Node) -> bool:
     """Whether a node waits for the GPU, or is not the same each time."""
     if isinstance(node, LibraryOp):
-        attends = node.op.kind == "attention" and not attends_in_order(node.op)
-        return attends or node.op.kind == "grouped_linear"
+        asks = not (attends_in_order(node.op) or is_packed(node.op))
+        return (node.op.kind == "attention" and asks) or node.op.kind == "grouped_linear"
     return isinstance(node, Signal | WaitSignal)
 
 

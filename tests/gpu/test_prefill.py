@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from distmega.hostir.library import ops as library
+from distmega.kernels.packed_attention import attend_packed
 from distmega.kernels.rope import rotate
 from tests.gpu.engines import open_engine
 
@@ -25,16 +26,63 @@ def test_rotations_are_those_of_torch(shape: tuple[int, ...], dtype: torch.dtype
         assert found.is_contiguous()
 
 
+@pytest.mark.parametrize("window", [0, 300])
+@pytest.mark.parametrize(("dim", "group"), [(64, 4), (96, 2), (128, 4), (256, 1)])
+def test_packed_attention_is_that_of_float64(dim: int, group: int, window: int):
+    """Sequences of several tiles and of one row, behind prefixes, one without rows."""
+    torch.manual_seed(0)
+    lengths, cached = (700, 0, 1, 129, 64), (0, 40, 900, 300, 0)
+    kv_heads, context = 3, 1000
+    num_rows = sum(lengths)
+    q = torch.randn(num_rows, kv_heads, group, dim, device="cuda").bfloat16()
+    shape = (len(lengths), kv_heads, context, dim)
+    caches = [torch.randn(shape, device="cuda").bfloat16() for _ in range(2)]
+    spans = [range(start, start + num) for num, start in zip(lengths, cached, strict=True)]
+    positions = torch.tensor([at for span in spans for at in span], device="cuda")
+    sequences = torch.tensor([i for i, span in enumerate(spans) for _ in span], device="cuda")
+    starts = torch.tensor([sum(lengths[:i]) for i in range(6)], device="cuda")
+    given = (q, *caches, positions, sequences)
+    found = attend_packed(*given, starts, dim**-0.5, window)
+    exact = library.packed_attention(*(x.double() if x.is_floating_point() else x for x in given),
+                                     dim**-0.5, window)  # fmt: skip
+    error = (found.double() - exact).norm(dim=-1) / exact.norm(dim=-1)
+    print(f"d={dim} window={window}: {error.max():.2e}")
+    assert error.max() < 1.6e-2
+
+
+def test_packed_prompts_give_what_each_gives_alone():
+    """Whole and in parts, as programs and as graphs; logits within bf16's rounding."""
+    engine = open_engine("smollm2-135m", batch=8, max_context=1024, max_batched_tokens=512)
+    generator = torch.Generator().manual_seed(0)
+    lengths = 100, 1, 700, 333, 64, 5
+    prompts = [torch.randint(0, 49152, (n,), generator=generator).tolist() for n in lengths]
+    alone = [engine.prefill(prompt, slot) for slot, prompt in enumerate(prompts)]
+    scores = [engine.logits(prompt)[-1].float() for prompt in prompts]
+    for _ in range(3):
+        found = engine.prefill_all(prompts)
+        for token, one, row in zip(found, alone, scores, strict=True):
+            assert token == one or row[token] >= row.max() - 0.05 * row.abs().max()
+    assert any(program.graph for program in engine._prefills._programs.values())
+    steps = [engine.decode_step(found)["logits"][: len(lengths)].float().clone()]
+    for slot, prompt in enumerate(prompts):
+        engine.prefill(prompt, slot)
+    steps.append(engine.decode_step(found)["logits"][: len(lengths)].float())
+    error = (steps[0] - steps[1]).norm(dim=-1) / steps[1].norm(dim=-1)
+    print(f"logits behind packed prompts: {error.max():.2e}")
+    assert error.max() < 3e-2
+
+
 def test_a_prompt_gives_the_same_token_in_a_graph():
     """Prompts of one size by a program, then by a graph, between prompts of other sizes."""
     engine = open_engine("llama-3.2-1b", max_context=2048)
     vocab = engine.blueprint.config.vocab
     generator = torch.Generator().manual_seed(0)
-    sizes = 100, 128, 5, 97, 1500, 101, 60, 1400
+    sizes = 100, 128, 5, 97, 1500, 101, 60, 1410
     prompts = [torch.randint(0, vocab, (n,), generator=generator).tolist() for n in sizes]
-    graphs = engine._prefills._graphs
+    programs = engine._prefills._programs
     first = [engine.prefill(prompt) for prompt in prompts]
-    assert {size for size, _ in graphs} == {64, 128}
+    graphs = {size for (size, _), program in programs.items() if program.graph}
+    assert graphs == {64, 128, 1536}
     for _ in range(2):
         assert [engine.prefill(prompt) for prompt in prompts] == first
     for prompt, token in zip(prompts, first, strict=True):

@@ -1,0 +1,178 @@
+"""Attention of packed prompts on a GPU: causal or windowed, over caches, with a prefix in them.
+
+In: q [m, h, g, d] of rows that lie end to end, caches, and where each sequence's rows begin, as
+hostir/library/ops.py's packed_attention takes them. Out: a new tensor. A program has a tile of
+rows of one sequence and one query head; which tiles there are it finds from `starts` on the
+device, so that a CUDA graph serves any lengths. What the kernel does not take, torch does. Used by
+device_ops.py.
+"""
+
+# Kernels' arguments have no Python types.
+# ruff: noqa: ANN001, ANN201
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+from triton import language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from distmega.hostir.library import ops as library
+
+LOG2_E = 1 / math.log(2)
+MOST_DIM = 256
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Rows of queries and of keys multiplied at a time; warps; slots of keys on the way."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+TILES = {
+    64: Tiles(rows=128, keys=128, warps=8, stages=3),
+    128: Tiles(rows=128, keys=128, warps=8, stages=2),
+    256: Tiles(rows=64, keys=64, warps=8, stages=2),
+}
+"""By head dim, the next power of two."""
+
+
+@triton.jit
+def attend_span(acc, total, most, q, keys, values, top, first, stop, at, scale, window,
+                masked: tl.constexpr, windowed: tl.constexpr, num_keys: tl.constexpr):  # fmt: skip
+    """Keys `first` to `stop` of a sequence, whose key 0 is row `top` of keys and values, added to
+    the sums of rows at positions `at`. masked: some of the keys lie behind some of the rows, or
+    before their window. scale: of scores, in powers of two.
+    """
+    for start in tl.range(first, stop, num_keys):
+        key = keys.load([top + start, 0])
+        scores = tl.dot(q, key.T) * scale
+        if masked:
+            places = start + tl.arange(0, num_keys)[None, :]
+            seen = places <= at[:, None]
+            if windowed:
+                seen = seen & (places > at[:, None] - window)
+            scores = tl.where(seen, scores, float("-inf"))
+        larger = tl.maximum(most, tl.max(scores, 1))
+        base = tl.where(larger == float("-inf"), 0.0, larger)  # of rows that saw no key so far
+        weights = tl.exp2(scores - base[:, None])
+        shrink = tl.exp2(most - base)
+        total = total * shrink + tl.sum(weights, 1)
+        value = values.load([top + start, 0])
+        acc = tl.dot(weights.to(value.dtype), value, acc * shrink[:, None])
+        most = larger
+    return acc, total, most
+
+
+@triton.jit
+def attend_rows(q, keys, values, out, starts, positions, num_sequences, context, kv_heads,
+                row_stride, head_stride, scale, window, group: tl.constexpr, dim: tl.constexpr,
+                padded: tl.constexpr, windowed: tl.constexpr, slots: tl.constexpr,
+                num_rows: tl.constexpr, num_keys: tl.constexpr):  # fmt: skip
+    """Head program_id(0) of tile program_id(1), the last rows of the last sequence first: they see
+    most keys.
+
+    q: row_stride, head_stride in elements; out [m, kv_heads * group, dim], contiguous. keys,
+    values: descriptors of the caches, [sequences * kv_heads * context, dim]. starts: i64
+    [num_sequences + 1], at most `slots` sequences; positions: i64 [m]. scale: of scores, in powers
+    of two. padded: dim or the next power of two.
+    """
+    head = tl.program_id(0)
+    number = tl.arange(0, slots)
+    known = number < num_sequences
+    begin = tl.load(starts + number, mask=known, other=0).to(tl.int32)
+    end = tl.load(starts + number + 1, mask=known, other=0).to(tl.int32)
+    tiles = (end - begin + num_rows - 1) // num_rows
+    ends = tl.cumsum(tiles, 0)
+    tile = tl.sum(tiles, 0) - 1 - tl.program_id(1)
+    if tile < 0:
+        return
+    sequence = tl.sum((ends <= tile).to(tl.int32), 0)
+    mine = number == sequence
+    top = tl.sum(tl.where(mine, begin, 0), 0)
+    length = tl.sum(tl.where(mine, end - begin, 0), 0)
+    inner = (tile - tl.sum(tl.where(mine, ends - tiles, 0), 0)) * num_rows
+    origin = tl.load(positions + top).to(tl.int32)
+
+    row = inner + tl.arange(0, num_rows)
+    column = tl.arange(0, padded)
+    inside = (row < length)[:, None] & (column < dim)[None, :]
+    line = (top + row).to(tl.int64)
+    query = tl.load(q + line[:, None] * row_stride + head * head_stride + column[None, :],
+                    mask=inside, other=0.0)  # fmt: skip
+    at = origin + row
+    near = origin + inner
+    behind = origin + tl.minimum(inner + num_rows, length)
+    first = 0
+    if windowed:
+        first = tl.maximum(near - window + 1, 0) // num_keys * num_keys
+    whole = tl.maximum((near + 1) // num_keys * num_keys, first)
+    cache = (sequence * kv_heads + head // group) * context
+
+    acc = tl.zeros([num_rows, padded], tl.float32)
+    total = tl.zeros([num_rows], tl.float32)
+    most = tl.full([num_rows], float("-inf"), tl.float32)
+    acc, total, most = attend_span(acc, total, most, query, keys, values, cache, first, whole, at,
+                                   scale, window, windowed, windowed, num_keys)  # fmt: skip
+    acc, total, most = attend_span(acc, total, most, query, keys, values, cache, whole, behind, at,
+                                   scale, window, True, windowed, num_keys)  # fmt: skip
+    to = out + (line[:, None] * (kv_heads * group) + head) * dim + column[None, :]
+    tl.store(to, (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
+
+
+def attend_packed(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    positions: Tensor,
+    sequences: Tensor,
+    starts: Tensor,
+    scale: float,
+    window: int = 0,
+) -> Tensor:
+    """As library.packed_attention. starts, i64 [s + 1]: rows starts[i] to starts[i + 1] are those
+    of sequence i, their positions follow each other.
+    """
+    if not _takes(q, k_cache, v_cache):
+        return library.packed_attention(q, k_cache, v_cache, positions, sequences, scale, window)
+    num_rows, kv_heads, group, dim = q.shape
+    heads = q.view(num_rows, kv_heads * group, dim)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    padded = max(64, triton.next_power_of_2(dim))
+    tiles = TILES[padded]
+    num_sequences = starts.shape[0] - 1
+    keys, values = (
+        TensorDescriptor.from_tensor(cache.view(-1, dim), [tiles.keys, padded])
+        for cache in (k_cache, v_cache)
+    )
+    most_tiles = triton.cdiv(num_rows, tiles.rows) + min(num_sequences, num_rows) - 1
+    attend_rows[(kv_heads * group, most_tiles)](
+        heads, keys, values, out, starts, positions, num_sequences, k_cache.shape[-2], kv_heads,
+        *heads.stride()[:2], scale * LOG2_E, window, group=group, dim=dim, padded=padded,
+        windowed=window > 0, slots=triton.next_power_of_2(num_sequences), num_rows=tiles.rows,
+        num_keys=tiles.keys, num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip
+    return out
+
+
+def _takes(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
+    """Whether the kernel takes tensors of these kinds."""
+    caches = k_cache, v_cache
+    dim = q.shape[-1]
+    return (
+        q.is_cuda
+        and torch.cuda.get_device_capability(q.device) >= (9, 0)
+        and q.dtype in DTYPES
+        and q.is_contiguous()
+        and all(x.dtype == q.dtype and x.is_contiguous() for x in caches)
+        and v_cache.shape[-1] == dim <= MOST_DIM
+        and dim % 8 == 0
+    )
