@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import dropwhile
 
 from distmega.collecting import uncollected
-from distmega.engine.requests import DEFAULT_CONTEXT, EngineOptions
+from distmega.engine.requests import DEFAULT_CONTEXT, EngineOptions, Experts
 from distmega.errors import PlanError, RequestError
 from distmega.hostir.ir.nodes import HostProgram
 from distmega.hostir.lower.lower import lower_program
@@ -26,7 +26,13 @@ from distmega.models.decoder import Logits, build_decoder, layer_starts
 from distmega.models.sampling import GREEDY, Method
 from distmega.program.types import Program
 from distmega.sharding.layout.mesh import DeviceMesh
-from distmega.sharding.layout.placements import fits, layout_of_part, shard
+from distmega.sharding.layout.placements import (
+    Layout,
+    fits,
+    layout_of_part,
+    replicate,
+    shard,
+)
 from distmega.sharding.localize import LocalProgram, localize
 from distmega.sharding.planner import Plan, plan_program
 from distmega.sharding.search.cost import CPU, Machine
@@ -137,6 +143,33 @@ def num_stages_of(mesh: DeviceMesh) -> int:
     return mesh.size(AXIS) if AXIS in mesh.names else 1
 
 
+def expert_layouts(
+    config: ModelConfig, program: Program, ranks: DeviceMesh, way: Experts
+) -> dict[str, Layout]:
+    """Annotations of what belongs to experts. Every rank has the routers, since each needs all
+    scores; experts are divided by `way`. RequestError where so many ranks can't share them.
+    """
+    found: dict[str, Layout] = {}
+    for tensor in program.with_role("weight"):
+        kind = tensor.name.rpartition(".")[2]
+        if kind in ("router", "shared_router"):
+            found[tensor.name] = replicate()
+        divided = {"tensor": 2 if kind == "expert_down" else 1, "expert": 0, "auto": -1}[way]
+        if not kind.startswith("expert_") or divided < 0:
+            continue
+        for axis, size in ranks.axes:
+            if not fits(tensor.shape[divided], size):
+                what = "experts" if way == "expert" else "rows of each expert"
+                raise RequestError(
+                    f"--experts {way} with {tensor.shape[divided]} {what} on {size} ranks",
+                    expected="ranks of which less than half hold nothing",
+                    remedy="use fewer ranks, or another --experts",
+                )
+            if size > 1:
+                found[tensor.name] = shard(divided, axis)
+    return found
+
+
 @uncollected
 def plan_decode(
     config: ModelConfig,
@@ -184,7 +217,7 @@ def plan_decode(
         stage.program,
         ranks,
         machine,
-        annotations=by_heads,
+        annotations=by_heads | expert_layouts(config, stage.program, ranks, options.experts),
         memory_limit_bytes=memory_limit_bytes,
     )
     return StagePlan(plan=plan, mesh=mesh, stage=stage, cuts=cuts)

@@ -20,6 +20,7 @@ MAX_NUM_SMS = 1024
 
 Collectives = Literal["auto", "kernel", "host"]
 Events = Literal["overlap", "op"]
+Experts = Literal["auto", "tensor", "expert"]
 
 
 def _require(name: str, value: int, least: int) -> None:
@@ -62,6 +63,8 @@ class EngineOptions:
     """Done by the megakernel or the host program; auto: the kernel where ranks can share memory."""
     events: Events = "overlap"
     """A task waits for the tasks it overlaps, or for all of the op before (a slow baseline)."""
+    experts: Experts = "auto"
+    """How ranks share experts out: a part of each, whole ones, or whichever costs less."""
 
     def __post_init__(self) -> None:
         _require("--max-context", self.max_context, 0)
@@ -72,6 +75,7 @@ class EngineOptions:
         _require("--interleave-seed", self.interleave_seed, 0)
         _require_one_of("--collectives", self.collectives, get_args(Collectives))
         _require_one_of("--events", self.events, get_args(Events))
+        _require_one_of("--experts", self.experts, get_args(Experts))
         if self.num_sms > MAX_NUM_SMS:
             raise RequestError(
                 f"--num-sms {self.num_sms}", expected=f"at most {MAX_NUM_SMS}", remedy="lower it"

@@ -14,7 +14,9 @@ from distmega.errors import ModelError
 
 RopeKind = Literal["none", "linear", "llama3", "yarn", "factors"]
 
-ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+ARCHITECTURES = (
+    "llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "olmoe",
+)  # fmt: skip
 """The decoder families that decoder.py can build."""
 
 MAX_LAYERS = 10_000
@@ -46,7 +48,12 @@ class RopeScaling:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """Extents and constants of a decoder. `windows`: attention window of each layer, 0 for full; ()
-    when all are full.
+    when all are full. qk_norm: queries and keys are normed, a head at a time, or with
+    qk_norm_whole all heads of a token at once.
+
+    num_experts: 0, or the experts of each layer but `dense_layers`, of which experts_per_token see
+    a token, each of extent expert_ffn. norm_top: their weights are made to sum to one. shared_ffn:
+    0, or the extent of an expert with a gate of its own that sees all tokens.
 
     dtype is the type the weights were published in; every reader gives float32.
     """
@@ -67,6 +74,13 @@ class ModelConfig:
     windows: tuple[int, ...] = ()
     qkv_bias: bool = False
     qk_norm: bool = False
+    qk_norm_whole: bool = False
+    num_experts: int = 0
+    experts_per_token: int = 0
+    expert_ffn: int = 0
+    norm_top: bool = False
+    shared_ffn: int = 0
+    dense_layers: tuple[int, ...] = ()
     eos_ids: tuple[int, ...] = ()
     dtype: str = "f32"
 
@@ -100,6 +114,31 @@ class ModelConfig:
                 f"one for each of {self.num_layers} layers",
             )
         _check_scaling(self.rope_scaling, self.head_dim, self.rope_base)
+        self._check_experts()
+
+    def _check_experts(self) -> None:
+        if not self.num_experts:
+            if self.experts_per_token or self.expert_ffn or self.shared_ffn:
+                raise _bad("experts of which there are none", "num_experts of at least 1")
+            return
+        if not 1 <= self.experts_per_token <= self.num_experts:
+            raise _bad(
+                f"{self.experts_per_token} experts per token of {self.num_experts}",
+                "at least 1 and at most as many as there are experts",
+            )
+        if self.expert_ffn < 1 or self.shared_ffn < 0:
+            raise _bad(
+                f"expert_ffn {self.expert_ffn} and shared_ffn {self.shared_ffn}",
+                "expert_ffn of at least 1, shared_ffn of at least 0",
+            )
+        if not {*self.dense_layers} <= {*range(self.num_layers)}:
+            raise _bad(
+                f"dense layers {self.dense_layers}", f"layers from 0 to {self.num_layers - 1}"
+            )
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether the tokens of a layer go to experts."""
+        return self.num_experts > 0 and layer not in self.dense_layers
 
     @property
     def group(self) -> int:
@@ -112,11 +151,14 @@ class ModelConfig:
 
     def extents(self) -> dict[str, int]:
         """Extents by the letters of weights.py: v vocab, k hidden, f ffn, h kv heads, g group, d
-        head dim.
+        head dim, a and b all query and all kv heads' dims, e experts, j ffn of each, s of the
+        shared one, o one.
         """
         return {
             "v": self.vocab, "k": self.hidden, "f": self.ffn,
             "h": self.num_kv_heads, "g": self.group, "d": self.head_dim,
+            "a": self.num_heads * self.head_dim, "b": self.num_kv_heads * self.head_dim,
+            "e": self.num_experts, "j": self.expert_ffn, "s": self.shared_ffn, "o": 1,
         }  # fmt: skip
 
 

@@ -102,7 +102,8 @@ class _Decoder:
         x = self.p.embedding(tokens, embed, name="embedded")
         for layer in range(self.config.num_layers):
             x = self.attention_block(layer, x)
-            x = self.ffn_block(layer, x)
+            sparse = self.config.has_experts(layer)
+            x = self.expert_block(layer, x) if sparse else self.ffn_block(layer, x)
         if logits != "all":
             x = self.last_row(x, "last_hidden")
         x = self.p.rms_norm(x, self.weight("norm"), self.config.norm_eps, name="normed")
@@ -176,6 +177,62 @@ class _Decoder:
         )
         return p.pointwise("a0 + a1", x, out, name=f"{at}.ffn_sum")
 
+    def expert_block(self, layer: int, x: Handle) -> Handle:
+        """x + the experts of norm(x): each token's, weighted by the router, and the shared one."""
+        p, config, at = self.p, self.config, f"layers.{layer}"
+        ffn_norm = self.weight(f"{at}.ffn_norm")
+        normed = p.rms_norm(x, ffn_norm, config.norm_eps, name=f"{at}.ffn_in")
+        router = self.weight(f"{at}.router")
+        scores = p.linear(normed, router, spec="m k, e k -> m e", name=f"{at}.scores")
+        weights, chosen = p.top_k(
+            scores,
+            config.experts_per_token,
+            "softmax_chosen" if config.norm_top else "softmax",
+            name=f"{at}.chosen",
+        )
+        routing = p.route(chosen, config.num_experts, name=f"{at}.routing")
+        rows = p.gather_rows(normed, routing, name=f"{at}.gathered")
+        gate, up = (
+            p.grouped_linear(
+                rows, self.weight(f"{at}.expert_{part}"), routing, name=f"{at}.expert_{part}s"
+            )
+            for part in ("gate", "up")
+        )
+        mixed = p.grouped_pointwise(
+            "silu(a0) * a1", gate, up, routing=routing, name=f"{at}.expert_mixed"
+        )
+        down = p.grouped_linear(
+            mixed, self.weight(f"{at}.expert_down"), routing, name=f"{at}.expert_out"
+        )
+        out = p.scatter_add(down, weights, routing, name=f"{at}.experts")
+        if config.shared_ffn:
+            shared = self.shared_expert(at, normed)
+            out = p.pointwise("a0 + a1", out, shared, name=f"{at}.all_experts")
+        return p.pointwise("a0 + a1", x, out, name=f"{at}.ffn_sum")
+
+    def shared_expert(self, at: str, x: Handle) -> Handle:
+        """down(sigmoid(router(x)) * silu(gate(x)) * up(x)): the factor stands before the product,
+        so that ranks that share the sum out need not know it.
+        """
+        p = self.p
+        opened = p.linear(
+            x, self.weight(f"{at}.shared_router"), spec="m k, o k -> m o", name=f"{at}.shared_open"
+        )
+        gate, up = (
+            p.linear(
+                x,
+                self.weight(f"{at}.shared_{part}"),
+                spec="m k, s k -> m s",
+                name=f"{at}.shared_{part}s",
+            )
+            for part in ("gate", "up")
+        )
+        mixed = p.pointwise(
+            "sigmoid(a2) * silu(a0) * a1", gate, up, opened, name=f"{at}.shared_mixed"
+        )
+        down = self.weight(f"{at}.shared_down")
+        return p.linear(mixed, down, spec="m s, k s -> m k", name=f"{at}.shared_out")
+
     def project(self, at: str, letter: str, x: Handle, heads: str) -> Handle:
         """Queries, keys or values of x: [m, heads], with a bias in the families that have one."""
         weight = self.weight(f"{at}.w{letter}")
@@ -190,8 +247,12 @@ class _Decoder:
     def rotated(self, at: str, letter: str, x: Handle) -> Handle:
         """Rotary embedding of queries or keys, after their norm in the families that have one."""
         if self.config.qk_norm:
-            weight = self.weight(f"{at}.{letter}_norm")
+            weight, shape = self.weight(f"{at}.{letter}_norm"), x.shape
+            if self.config.qk_norm_whole:
+                x = self.p.reshape(x, (shape[0], *weight.shape), name=f"{at}.{letter}_joined")
             x = self.p.rms_norm(x, weight, self.config.norm_eps, name=f"{at}.{letter}_normed")
+            if self.config.qk_norm_whole:
+                x = self.p.reshape(x, shape, name=f"{at}.{letter}_heads")
         return self.p.rope(x, self.positions, self.rope_table, name=f"{at}.{letter}_rotated")
 
     def last_row(self, x: Handle, name: str) -> Handle:

@@ -65,6 +65,29 @@ def _qwen3(hidden: int, num_layers: int, num_heads: int, ffn: int, *, tied: bool
     )
 
 
+def _qwen3_30b_a3b() -> ModelConfig:
+    return ModelConfig(
+        architecture="qwen3_moe",
+        hidden=2048,
+        num_layers=48,
+        num_heads=32,
+        num_kv_heads=4,
+        head_dim=128,
+        ffn=6144,
+        vocab=151936,
+        max_positions=40960,
+        norm_eps=1e-6,
+        rope_base=1e6,
+        qk_norm=True,
+        num_experts=128,
+        experts_per_token=8,
+        expert_ffn=768,
+        norm_top=True,
+        eos_ids=(151645, 151643),
+        dtype="bf16",
+    )
+
+
 def _smollm2() -> ModelConfig:
     return ModelConfig(
         architecture="llama",
@@ -96,6 +119,10 @@ _TINY = ModelConfig(
 )
 """Uneven on purpose: 6 query and 3 kv heads, so that tp=2 pads."""
 
+_TINY_EXPERTS = replace(
+    _TINY, num_heads=4, num_kv_heads=2, num_experts=6, experts_per_token=2, expert_ffn=32
+)
+
 _TINY_SCALING = RopeScaling(
     kind="llama3", factor=8.0, original_max_positions=64, low_freq_factor=1.0, high_freq_factor=4.0
 )
@@ -107,10 +134,19 @@ PRESETS: dict[str, ModelConfig] = {
     "qwen3-0.6b": _qwen3(1024, 28, 16, 3072, tied=True),
     "qwen3-1.7b": _qwen3(2048, 28, 16, 6144, tied=True),
     "qwen3-8b": _qwen3(4096, 36, 32, 12288, tied=False),
+    "qwen3-30b-a3b": _qwen3_30b_a3b(),
     "smollm2-135m": _smollm2(),
     "tiny-llama": replace(_TINY, rope_scaling=_TINY_SCALING),
     "tiny-mistral": replace(_TINY, architecture="mistral", windows=(8, 8)),
     "tiny-qwen2": replace(_TINY, architecture="qwen2", qkv_bias=True, tied=True),
     "tiny-qwen3": replace(_TINY, architecture="qwen3", qk_norm=True, num_heads=4, num_kv_heads=2),
+    "tiny-qwen3-moe": replace(_TINY_EXPERTS, architecture="qwen3_moe", qk_norm=True, norm_top=True),
+    "tiny-mixtral": replace(_TINY_EXPERTS, architecture="mixtral", norm_top=True, expert_ffn=80),
+    "tiny-olmoe": replace(
+        _TINY_EXPERTS, architecture="olmoe", qk_norm=True, qk_norm_whole=True, expert_ffn=80
+    ),
+    "tiny-qwen2-moe": replace(
+        _TINY_EXPERTS, architecture="qwen2_moe", qkv_bias=True, shared_ffn=40
+    ),
 }
 """Name -> configuration. The tiny ones are for tests and first steps; they answer nonsense."""

@@ -67,7 +67,7 @@ class RandomReader:
             return 1.0, 0.25
         if kind in ("embed", "bq", "bk", "bv"):
             return 0.0, math.sqrt(3.0)
-        return 0.0, math.sqrt(3.0 / self.spec.stored_shape[1])
+        return 0.0, math.sqrt(3.0 / self.spec.stored_shape[-1])
 
 
 def _hash(values: NDArray[np.uint32], key: np.uint32) -> NDArray[np.uint32]:

@@ -26,7 +26,7 @@ Range = tuple[int, int]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightSpec:
     """One weight: `dims` are the letters of ModelConfig.extents, one group a dim of the stored
-    array.
+    array. A Hugging Face name with {} is of one array for each index of the first dim.
     """
 
     name: str
@@ -35,6 +35,13 @@ class WeightSpec:
     stored_shape: tuple[int, ...]
     hf_name: str
     gguf_name: str
+
+    def hf_arrays(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the arrays that a Hugging Face folder keeps it in."""
+        if "{}" not in self.hf_name:
+            return {self.hf_name: self.stored_shape}
+        names = (self.hf_name.format(n) for n in range(self.stored_shape[0]))
+        return dict.fromkeys(names, self.stored_shape[1:])
 
 
 _MODEL = (
@@ -57,9 +64,30 @@ _LAYER = (
     ("w_gate", "f, k", "mlp.gate_proj.weight", "ffn_gate.weight"),
     ("w_up", "f, k", "mlp.up_proj.weight", "ffn_up.weight"),
     ("w_down", "k, f", "mlp.down_proj.weight", "ffn_down.weight"),
+    ("router", "e, k", "mlp.gate.weight", "ffn_gate_inp.weight"),
+    ("expert_gate", "e, j, k", "mlp.experts.{}.gate_proj.weight", "ffn_gate_exps.weight"),
+    ("expert_up", "e, j, k", "mlp.experts.{}.up_proj.weight", "ffn_up_exps.weight"),
+    ("expert_down", "e, k, j", "mlp.experts.{}.down_proj.weight", "ffn_down_exps.weight"),
+    ("shared_router", "o, k", "mlp.shared_expert_gate.weight", "ffn_gate_inp_shexp.weight"),
+    ("shared_gate", "s, k", "mlp.shared_expert.gate_proj.weight", "ffn_gate_shexp.weight"),
+    ("shared_up", "s, k", "mlp.shared_expert.up_proj.weight", "ffn_up_shexp.weight"),
+    ("shared_down", "k, s", "mlp.shared_expert.down_proj.weight", "ffn_down_shexp.weight"),
 )
 """Name, dims, Hugging Face name, GGUF name; those of a layer come after model.layers.N. and blk.N.
 """
+
+
+_FFN = frozenset({"w_gate", "w_up", "w_down"})
+_EXPERTS = frozenset({"router", "expert_gate", "expert_up", "expert_down"})
+_SHARED = frozenset({"shared_router", "shared_gate", "shared_up", "shared_down"})
+
+_MIXTRAL_NAMES = {
+    "router": "block_sparse_moe.gate.weight",
+    "expert_gate": "block_sparse_moe.experts.{}.w1.weight",
+    "expert_up": "block_sparse_moe.experts.{}.w3.weight",
+    "expert_down": "block_sparse_moe.experts.{}.w2.weight",
+}
+"""What this family calls some weights in its own way."""
 
 
 def weight_specs(config: ModelConfig) -> dict[str, WeightSpec]:
@@ -74,13 +102,20 @@ def _specs(config: ModelConfig) -> Iterator[WeightSpec]:
     absent = {"head"} if config.tied else set()
     absent |= set() if config.qkv_bias else {"bq", "bk", "bv"}
     absent |= set() if config.qk_norm else {"q_norm", "k_norm"}
+    absent |= set() if config.shared_ffn else _SHARED
+    own = _MIXTRAL_NAMES if config.architecture == "mixtral" else {}
     for name, dims, hf_name, gguf_name in _MODEL:
         if name not in absent:
             yield _spec(name, dims, hf_name, gguf_name, extents)
     for layer in range(config.num_layers):
+        sparse = config.has_experts(layer)
+        missing = absent | (_FFN if sparse else _EXPERTS | _SHARED)
         for name, dims, hf_name, gguf_name in _LAYER:
-            if name not in absent:
-                hf_name, gguf_name = f"model.layers.{layer}.{hf_name}", f"blk.{layer}.{gguf_name}"
+            if name not in missing:
+                hf_name = f"model.layers.{layer}.{own.get(name, hf_name)}"
+                gguf_name = f"blk.{layer}.{gguf_name}"
+                if config.qk_norm_whole and name in ("q_norm", "k_norm"):
+                    dims = "a" if name == "q_norm" else "b"
                 yield _spec(f"layers.{layer}.{name}", dims, hf_name, gguf_name, extents)
 
 
@@ -99,13 +134,13 @@ def _spec(
 
 
 def check_stored(
-    wanted: Mapping[str, WeightSpec],
+    wanted: Mapping[str, tuple[int, ...]],
     shapes: Mapping[str, tuple[int, ...]],
     ignored: Callable[[str], bool],
     where: str,
 ) -> None:
-    """Raises ModelError unless the arrays in a file are the weights wanted, by stored name, and no
-    others.
+    """Raises ModelError unless the arrays in a file are the weights wanted, by stored name and
+    shape, and no others.
 
     ignored: says which further arrays are known to hold nothing that the decoder needs.
     """
@@ -114,10 +149,10 @@ def check_stored(
     if missing:
         found = f"{where} lacks {len(missing)} of {len(wanted)} weights: {_some(missing)}"
         raise ModelError(found, expected="all weights of the configuration", remedy=remedy)
-    for name, spec in wanted.items():
-        if shapes[name] != spec.stored_shape:
+    for name, shape in wanted.items():
+        if shapes[name] != shape:
             found = f"{name} in {where} has shape {list(shapes[name])}"
-            raise ModelError(found, expected=str(list(spec.stored_shape)), remedy=remedy)
+            raise ModelError(found, expected=str(list(shape)), remedy=remedy)
     stray = [name for name in shapes if name not in wanted and not ignored(name)]
     if stray:
         found = f"{where} holds {len(stray)} weights that the model does not use: {_some(stray)}"
@@ -146,6 +181,18 @@ class StoredArray(Protocol):
 
     def read(self, ranges: tuple[Range, ...]) -> Array:
         """The box of these half-open ranges, one a stored dim, as float32."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StackedArray:
+    """Arrays of equal shapes as one, along a dim in front of theirs."""
+
+    parts: tuple[StoredArray, ...]
+
+    def read(self, ranges: tuple[Range, ...]) -> Array:
+        """The box of these ranges; of arrays outside of it nothing is read."""
+        (start, stop), *inner = ranges
+        return np.stack([part.read(tuple(inner)) for part in self.parts[start:stop]])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

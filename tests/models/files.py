@@ -26,6 +26,9 @@ LLAMA3_ROPE = {
 }  # fmt: skip
 
 
+FOUR_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """A transformers class pair and what its configuration adds to TINY."""
@@ -58,6 +61,34 @@ FAMILIES = {
     ),
     "qwen3": Family(transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {}),
 }
+
+SPARSE_FAMILIES = {
+    "qwen3_moe": Family(
+        transformers.Qwen3MoeConfig,
+        transformers.Qwen3MoeForCausalLM,
+        FOUR_HEADS
+        | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+           "norm_topk_prob": True, "mlp_only_layers": [1], "num_hidden_layers": 3},
+    ),
+    "mixtral": Family(
+        transformers.MixtralConfig,
+        transformers.MixtralForCausalLM,
+        FOUR_HEADS | {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 8},
+    ),
+    "olmoe": Family(
+        transformers.OlmoeConfig,
+        transformers.OlmoeForCausalLM,
+        FOUR_HEADS | {"num_experts": 6, "num_experts_per_tok": 3, "hidden_size": 64},
+    ),
+    "qwen2_moe": Family(
+        transformers.Qwen2MoeConfig,
+        transformers.Qwen2MoeForCausalLM,
+        FOUR_HEADS
+        | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+           "shared_expert_intermediate_size": 40, "hidden_size": 64},
+    ),
+}  # fmt: skip
+"""With experts, of which ranks can't have equally many; qwen3_moe also has a layer without."""
 
 
 def save_tokenizer(folder: Path, vocab: int = TINY["vocab_size"]) -> None:

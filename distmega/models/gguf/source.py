@@ -18,7 +18,8 @@ def read_gguf(file: GgufFile, config: ModelConfig) -> dict[str, StoredReader]:
     """
     wanted = {spec.gguf_name: spec for spec in weight_specs(config).values()}
     shapes = {name: tensor.shape for name, tensor in file.tensors.items()}
-    check_stored(wanted, shapes, lambda name: name == ROPE_FACTORS, str(file.path))
+    stored = {name: spec.stored_shape for name, spec in wanted.items()}
+    check_stored(stored, shapes, lambda name: name == ROPE_FACTORS, str(file.path))
     return {
         spec.name: StoredReader(
             spec=spec,

@@ -30,17 +30,94 @@ class _Family:
     num_kv_heads: int = 0
     head_dim: int = 0
     max_positions: int = 2048
+    norm_eps: float = 1e-6
+    rope_base: float = 10000.0
+    windowed: bool = False
     sliding_window: int = 0
+    first_window: int = 0
     qkv_bias: bool = False
     qk_norm: bool = False
+    experts: bool = False
 
 
 _FAMILIES = {
     "llama": _Family(),
-    "mistral": _Family(num_kv_heads=8, max_positions=131072, sliding_window=4096),
-    "qwen2": _Family(max_positions=32768, sliding_window=4096, qkv_bias=True),
-    "qwen3": _Family(head_dim=128, max_positions=32768, sliding_window=4096, qk_norm=True),
+    "mistral": _Family(num_kv_heads=8, max_positions=131072, windowed=True, sliding_window=4096),
+    "qwen2": _Family(
+        max_positions=32768, windowed=True, sliding_window=4096, first_window=28, qkv_bias=True
+    ),
+    "qwen3": _Family(
+        head_dim=128,
+        max_positions=32768,
+        windowed=True,
+        sliding_window=4096,
+        first_window=28,
+        qk_norm=True,
+    ),
+    "qwen2_moe": _Family(
+        num_kv_heads=16,
+        max_positions=32768,
+        windowed=True,
+        sliding_window=4096,
+        first_window=28,
+        qkv_bias=True,
+        experts=True,
+    ),
+    "qwen3_moe": _Family(
+        num_kv_heads=4,
+        max_positions=32768,
+        windowed=True,
+        sliding_window=4096,
+        qk_norm=True,
+        experts=True,
+    ),
+    "mixtral": _Family(
+        num_kv_heads=8,
+        max_positions=131072,
+        norm_eps=1e-5,
+        rope_base=1e6,
+        windowed=True,
+        experts=True,
+    ),
+    "olmoe": _Family(max_positions=4096, norm_eps=1e-5, qk_norm=True, experts=True),
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Experts:
+    """The experts of a config.json; none by default."""
+
+    num: int = 0
+    per_token: int = 0
+    ffn: int = 0
+    norm_top: bool = False
+    shared_ffn: int = 0
+    dense_layers: tuple[int, ...] = ()
+
+
+def _experts(fields: Fields, architecture: str, num_layers: int) -> _Experts:
+    """What the families say of their experts, each in its own words."""
+    counted = "num_local_experts" if "num_local_experts" in fields else "num_experts"
+    own_ffn = "moe_intermediate_size" if architecture.startswith("qwen") else "intermediate_size"
+    shared = architecture == "qwen2_moe"
+    return _Experts(
+        num=fields.integer(counted),
+        per_token=fields.integer("num_experts_per_tok"),
+        ffn=fields.integer(own_ffn),
+        norm_top=architecture == "mixtral" or fields.flag("norm_topk_prob", False),
+        shared_ffn=fields.integer("shared_expert_intermediate_size") if shared else 0,
+        dense_layers=_dense_layers(fields, num_layers),
+    )
+
+
+def _dense_layers(fields: Fields, num_layers: int) -> tuple[int, ...]:
+    """Layers without experts: those listed, and all but every decoder_sparse_step-th."""
+    step = fields.integer("decoder_sparse_step", 1)
+    if step < 1:
+        raise fields.bad("decoder_sparse_step", "a step of at least 1")
+    listed = fields.sequence("mlp_only_layers", int) if "mlp_only_layers" in fields else []
+    layers = range(num_layers)
+    return tuple(layer for layer in layers if layer in listed or (layer + 1) % step)
 
 
 def config_from_hf(fields: Fields) -> ModelConfig:
@@ -57,6 +134,7 @@ def config_from_hf(fields: Fields) -> ModelConfig:
     head_dim = fields.integer("head_dim", family.head_dim or hidden // max(num_heads, 1))
     max_positions = fields.integer("max_position_embeddings", family.max_positions)
     rope = _rope_fields(fields)
+    experts = _experts(fields, architecture, num_layers) if family.experts else _Experts()
     dtype = fields.text("dtype", fields.text("torch_dtype", "float32"))
     return ModelConfig(
         architecture=architecture,
@@ -68,13 +146,20 @@ def config_from_hf(fields: Fields) -> ModelConfig:
         ffn=fields.integer("intermediate_size"),
         vocab=fields.integer("vocab_size"),
         max_positions=max_positions,
-        norm_eps=fields.number("rms_norm_eps", 1e-6),
-        rope_base=rope.number("rope_theta", fields.number("rope_theta", 10000.0)),
+        norm_eps=fields.number("rms_norm_eps", family.norm_eps),
+        rope_base=rope.number("rope_theta", fields.number("rope_theta", family.rope_base)),
         rope_scaling=_rope_scaling(rope, max_positions),
         tied=fields.flag("tie_word_embeddings", False),
         windows=_windows(fields, family, num_layers),
-        qkv_bias=family.qkv_bias,
+        qkv_bias=family.qkv_bias and fields.flag("qkv_bias", True),
         qk_norm=family.qk_norm,
+        qk_norm_whole=architecture == "olmoe",
+        num_experts=experts.num,
+        experts_per_token=experts.per_token,
+        expert_ffn=experts.ffn,
+        norm_top=experts.norm_top,
+        shared_ffn=experts.shared_ffn,
+        dense_layers=experts.dense_layers,
         eos_ids=fields.token_ids("eos_token_id"),
         dtype=_DTYPES.get(dtype, "f32"),
     )
@@ -86,6 +171,8 @@ def _refuse_unsupported(fields: Fields) -> None:
             raise _unsupported(fields, key, "false, for no family here has this bias")
     if fields.text("hidden_act", "silu") not in ("silu", "swish"):
         raise _unsupported(fields, "hidden_act", "silu")
+    if "clip_qkv" in fields:
+        raise _unsupported(fields, "clip_qkv", "null")
     if "quantization_config" in fields:
         raise _unsupported(
             fields, "quantization_config", "weights in float32, float16 or bfloat16, or a GGUF file"
@@ -146,7 +233,7 @@ def _windows(fields: Fields, family: _Family, num_layers: int) -> tuple[int, ...
     """Window of each layer, as layer_types says, or use_sliding_window and max_window_layers, or
     the window alone.
     """
-    if not family.sliding_window:
+    if not family.windowed:
         return ()
     absent = "sliding_window" not in fields.data
     window = fields.integer("sliding_window", family.sliding_window if absent else 0)
@@ -161,7 +248,7 @@ def _windows(fields: Fields, family: _Family, num_layers: int) -> tuple[int, ...
             raise fields.bad("layer_types", f"{num_layers} of full_attention or sliding_attention")
         sliding = [kind == "sliding_attention" for kind in types]
     else:
-        first = fields.integer("max_window_layers", 28) if qwen else 0
+        first = fields.integer("max_window_layers", family.first_window) if qwen else 0
         sliding = [layer >= first for layer in range(num_layers)]
     return tuple(window if slides else 0 for slides in sliding) if any(sliding) else ()
 

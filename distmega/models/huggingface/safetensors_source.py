@@ -14,7 +14,16 @@ from safetensors import SafetensorError, safe_open
 from distmega.errors import ModelError
 from distmega.models.config import ModelConfig
 from distmega.models.fields import read_json
-from distmega.models.weights import Array, Range, StoredReader, check_stored, weight_specs
+from distmega.models.weights import (
+    Array,
+    Range,
+    StackedArray,
+    StoredArray,
+    StoredReader,
+    WeightSpec,
+    check_stored,
+    weight_specs,
+)
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -63,7 +72,8 @@ def read_safetensors(folder: Path, config: ModelConfig) -> dict[str, StoredReade
     it.
     """
     arrays = _open_arrays(folder)
-    wanted = {spec.hf_name: spec for spec in weight_specs(config).values()}
+    specs = weight_specs(config).values()
+    wanted = {name: shape for spec in specs for name, shape in spec.hf_arrays().items()}
 
     def ignored(name: str) -> bool:
         return name.endswith("rotary_emb.inv_freq") or (config.tied and name == "lm_head.weight")
@@ -76,9 +86,12 @@ def read_safetensors(folder: Path, config: ModelConfig) -> dict[str, StoredReade
             found = f"{name} in {folder} is of type {dtype}"
             remedy = "convert the weights to bfloat16"
             raise ModelError(found, expected=f"one of {', '.join(_DTYPES)}", remedy=remedy)
-    return {
-        spec.name: StoredReader(spec=spec, stored=arrays[name]) for name, spec in wanted.items()
-    }
+
+    def stored(spec: WeightSpec) -> StoredArray:
+        parts = tuple(arrays[name] for name in spec.hf_arrays())
+        return StackedArray(parts=parts) if spec.hf_name not in arrays else parts[0]
+
+    return {spec.name: StoredReader(spec=spec, stored=stored(spec)) for spec in specs}
 
 
 def _open_arrays(folder: Path) -> dict[str, SafetensorsArray]:
