@@ -74,7 +74,7 @@ class Handle:
             return self.map(text.format("a1"), other)
         if not isinstance(other, int | float):
             return NotImplemented
-        return self.map(text.format(repr(float(other))))
+        return self.map(text.format(repr(other if type(other) is int else float(other))))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,3 +12,12 @@ def item_bytes(dtype: str) -> int:
     built.
     """
     return ITEM_BYTES[dtype]
+
+
+INTEGER_BITS: dict[str, int] = {"i64": 64, "i32": 32, "bool": 1}
+"""Bits of the types that hold whole numbers."""
+
+
+def is_integer(dtype: str) -> bool:
+    """Whether elements are whole numbers."""
+    return dtype in INTEGER_BITS

@@ -6,12 +6,16 @@ supplies (torch tensors on the CPU path). Next on the walk: ops/compute.py.
 """
 
 import ast
+import math
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import TypeVar
 
 from distmega.errors import ProgramError
+from distmega.program.dtypes import INTEGER_BITS, is_integer
 
 T = TypeVar("T")
 
@@ -30,6 +34,19 @@ _INFIX: dict[type[ast.operator], str] = {
     ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div", ast.Pow: "pow",
 }  # fmt: skip
 _LARGEST = sys.float_info.max
+
+MAX_CHARS = 50_000
+MAX_DEPTH = 200
+"""Of functions inside each other; in `a0 + a0 + ...` each term is one deeper."""
+MAX_PARTS = 1000
+"""Arguments, constants and functions; as many print in MAX_CHARS."""
+MAX_WORD_CHARS = 1000
+_PART = re.compile(r"[\w.]+|[-+*/]")
+"""At most four make a part of an Expr, as in `+ 1e-6`."""
+_LONG = re.compile(rf"\w{{{MAX_WORD_CHARS + 1},}}")
+_SIGNS = re.compile(rf"(?:[-+~]\s*){{{MAX_DEPTH + 1},}}")
+_SHOWN_CHARS = 500
+_ARG = re.compile(r"a([0-9]{1,4})")
 _SYMBOL = {"add": "+", "sub": "-", "mul": "*", "div": "/", "pow": "**"}
 
 
@@ -45,9 +62,9 @@ class Arg:
 
 @dataclass(frozen=True, slots=True)
 class Const:
-    """A finite scalar constant."""
+    """A finite scalar constant; an int only where no float equals it."""
 
-    value: float
+    value: float | int
 
     def __str__(self) -> str:
         text = repr(self.value)
@@ -71,49 +88,148 @@ Expr = Arg | Const | Call
 
 
 def parse(text: str) -> Expr:
-    """Reads an expression such as "silu(a0) * a1 + 0.5"; ProgramError names what can't be read."""
+    """Reads an expression such as "silu(a0) * a1 + 0.5"; ProgramError names what can't be read, and
+    where.
+    """
+    if not isinstance(text, str):
+        raise _unreadable(text, type(text).__name__)
+    if len(text) > MAX_CHARS:
+        raise _too_large(text, MAX_CHARS, f"{len(text)} characters", f"{MAX_CHARS}")
+    for parts, found, most in (
+        (islice(_PART.finditer(text), 4 * MAX_PARTS, None), "too many parts", MAX_PARTS),
+        (_LONG.finditer(text), "a word of too many characters", MAX_WORD_CHARS),
+        (_SIGNS.finditer(text), "too many signs", MAX_DEPTH),
+    ):
+        if part := next(parts, None):
+            raise _too_large(text, part.start() + 1, found, f"{most}")
     try:
         tree = ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError) as error:
-        raise _unreadable(text, text) from error
-    return _convert(tree, text)
+        at = getattr(error, "offset", None)
+        raise _unreadable(text, text, at and f"{error.args[0]} at character {at}") from error
+    except (RecursionError, MemoryError) as error:
+        raise _too_large(
+            text, 0, "too many brackets or terms", f"a depth of {MAX_DEPTH}"
+        ) from error
+    return _Reader(text).read(tree, 1)
 
 
-def _convert(node: ast.expr, text: str) -> Expr:
-    match node:
-        case ast.Name(id=name) if name[:1] == "a" and name[1:].isdigit():
-            return Arg(int(name[1:]))
-        case ast.Constant(value=int() | float() as value) if _is_finite_number(value):
-            return Const(float(value))
-        case ast.UnaryOp(op=ast.USub(), operand=operand):
-            inner = _convert(operand, text)
-            return Const(-inner.value) if isinstance(inner, Const) else Call("neg", (inner,))
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in _INFIX:
-            return Call(_INFIX[type(op)], (_convert(left, text), _convert(right, text)))
-        case ast.Call(func=ast.Name(id=fn), args=args, keywords=[]) if FUNCTIONS.get(fn) == len(
-            args
-        ):
-            return Call(fn, tuple(_convert(a, text) for a in args))
-    raise _unreadable(text, ast.unparse(node))
+class _Reader:
+    """Turns Python's tree of a text into an Expr, and counts its parts."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.num_parts = 0
+
+    def read(self, node: ast.expr, depth: int) -> Expr:
+        """The Expr of a node that is `depth` functions deep."""
+        self.num_parts += 1
+        if depth > MAX_DEPTH:
+            raise self.too_large(node, f"functions {depth} deep", f"a depth of {MAX_DEPTH}")
+        if self.num_parts > MAX_PARTS:
+            raise self.too_large(node, f"{self.num_parts} parts", f"{MAX_PARTS}")
+        match node:
+            case ast.Name(id=name) if found := _ARG.fullmatch(name):
+                return Arg(int(found[1]))
+            case ast.Constant(value=int() | float() as value) if _is_finite_number(value):
+                return Const(float(value) if float(value) == value else value)
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                inner = self.read(operand, depth + 1)
+                return Const(-inner.value) if isinstance(inner, Const) else Call("neg", (inner,))
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in _INFIX:
+                return self.call(_INFIX[type(op)], (left, right), depth)
+            case ast.Call(func=ast.Name(id=fn), args=args, keywords=[]) if FUNCTIONS.get(fn) == len(
+                args
+            ):
+                return self.call(fn, args, depth)
+        raise _unreadable(self.text, _shown(node, self.text), f"at character {self.place(node)}")
+
+    def call(self, fn: str, args: Sequence[ast.expr], depth: int) -> Call:
+        return Call(fn, tuple(self.read(arg, depth + 1) for arg in args))
+
+    def place(self, node: ast.expr) -> int:
+        """Where a node begins, in characters from 1."""
+        lines = self.text.splitlines(keepends=True)[: node.lineno]
+        before = lines[-1].encode()[: node.col_offset].decode()
+        return sum(map(len, lines[:-1])) + len(before) + 1
+
+    def too_large(self, node: ast.expr, found: str, most: str) -> ProgramError:
+        return _too_large(self.text, self.place(node), found, most)
+
+
+def _shown(node: ast.expr, text: str) -> str:
+    try:
+        return ast.unparse(node)
+    except (ValueError, RecursionError):  # digits beyond what Python prints, or brackets
+        return text
 
 
 def _is_finite_number(value: int | float) -> bool:
     return not isinstance(value, bool) and -_LARGEST <= value <= _LARGEST
 
 
-def _unreadable(text: str, part: str) -> ProgramError:
+def _short(text: object) -> str:
+    shown = repr(text[: _SHOWN_CHARS + 1]) if isinstance(text, str) else repr(text)
+    return shown if len(shown) <= _SHOWN_CHARS else f"{shown[:_SHOWN_CHARS]}..."
+
+
+def _unreadable(text: object, part: str, place: str | None = None) -> ProgramError:
     return ProgramError(
-        f"pointwise expression {text!r} holds {part!r}",
+        f"pointwise expression {_short(text)} holds {_short(part)}"
+        + (f", {place}" if place else ""),
         expected=f"arguments a0, a1, ..., numbers, + - * / ** and {', '.join(FUNCTIONS)}",
         remedy="rewrite the expression with these",
     )
+
+
+def _too_large(text: str, place: int, found: str, most: str) -> ProgramError:
+    return ProgramError(
+        f"pointwise expression {_short(text)} holds {found} at character {place}",
+        expected=f"at most {most}",
+        remedy="divide it over several ops",
+    )
+
+
+_EXACT_IN_INTEGERS = {
+    "abs", "neg", "relu", "floor", "add", "sub", "mul", "maximum", "minimum", "pow",
+    "eq", "lt", "le", "where",
+}  # fmt: skip
+
+
+def inexact_part(expr: Expr, dtypes: Sequence[str]) -> str:
+    """What of an expression has no exact value where the result is in integers; empty if all has,
+    or if the result is a float. dtypes: of the arguments; the result has that of a0.
+
+    Sums and products that leave the range of the type wrap around, as in torch; of a bool what
+    isn't 0 is true.
+    """
+    if not is_integer(dtypes[0]):
+        return ""
+    for index, dtype in enumerate(dtypes):
+        if INTEGER_BITS.get(dtype, 64) > INTEGER_BITS[dtypes[0]] or not is_integer(dtype):
+            return f"a{index} in {dtype}"
+    return _inexact(expr, INTEGER_BITS[dtypes[0]])
+
+
+def _inexact(expr: Expr, num_bits: int) -> str:
+    match expr:
+        case Const(value):
+            least, most = (0, 1) if num_bits == 1 else (-(2 ** (num_bits - 1)), 2 ** (num_bits - 1))
+            fits = value == math.floor(value) and least <= value <= most - (num_bits > 1)
+            return "" if fits else str(expr)
+        case Call(fn, args):
+            whole_power = isinstance(args[-1], Const) and args[-1].value >= 0
+            if fn not in _EXACT_IN_INTEGERS or (fn == "pow" and not whole_power):
+                return str(expr)
+            return next(filter(None, (_inexact(arg, num_bits) for arg in args)), "")
+    return ""
 
 
 def evaluate(
     expr: Expr,
     args: Sequence[T],
     functions: Mapping[str, Callable[..., T]],
-    lift: Callable[[float], T],
+    lift: Callable[[float | int], T],
 ) -> T:
     """Value of `expr` over `args`; `functions` maps names of FUNCTIONS, `lift` turns a constant
     into a value.

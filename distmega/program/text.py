@@ -13,6 +13,7 @@ vector of their starts.
 """
 
 import ast
+import math
 import re
 from typing import cast
 
@@ -98,9 +99,43 @@ _CONSTANT = re.compile(r"#(-?\d+)")
 _ATTR = re.compile(rf" (\w+)=((?:{_QUOTED}|[^'\"])*?)(?= \w+=|$)")
 
 
+MAX_CHARS = 50_000_000
+MAX_LINE_CHARS = 1_000_000
+"""Of a text that is parsed; the program of a model of 80 layers has half a million."""
+MAX_ATTR_CHARS = 200_000
+MAX_ATTR_BITS = 1024
+MAX_ATTR_DEPTH = 32
+MAX_DIGITS = 19
+_SHOWN_CHARS = 500
+
+
+def bounded_lines(text: str) -> list[str]:
+    """The lines that aren't empty; ParseError where the text, or one of them, is too large."""
+    if not isinstance(text, str):
+        raise ParseError(
+            f"{type(text).__name__} in place of a text",
+            expected="a program as print_program writes it",
+            remedy="pass its text",
+        )
+    if len(text) > MAX_CHARS:
+        raise _too_large(f"a text of {len(text)} characters", f"{MAX_CHARS}")
+    lines = text.splitlines()
+    for number, line in enumerate(lines, start=1):
+        if len(line) > MAX_LINE_CHARS:
+            raise _too_large(f"line {number} of {len(line)} characters", f"{MAX_LINE_CHARS}")
+    return [line for line in lines if line.strip()]
+
+
+def parse_number(text: str) -> int:
+    """A whole number of at most MAX_DIGITS digits."""
+    if len(text.lstrip("+-")) > MAX_DIGITS:
+        raise _too_large(f"a number of {len(text)} digits, {text[:40]}...", f"{MAX_DIGITS} digits")
+    return int(text)
+
+
 def parse_program(text: str) -> Program:
     """Reads the printed form back; ParseError names the line that does not fit."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    lines = [line.strip() for line in bounded_lines(text)]
     if not lines or not lines[0].startswith("program "):
         raise unreadable(lines[0] if lines else text)
     name = lines[0].removeprefix("program ")
@@ -128,7 +163,7 @@ def parse_tensor(line: str) -> Tensor | None:
     if not match:
         return None
     role, name, dtype, shape = match.groups()
-    dims = tuple(int(extent) for extent in shape.split(", ") if extent)
+    dims = tuple(parse_number(extent) for extent in shape.split(", ") if extent)
     return Tensor(name=name, shape=dims, dtype=dtype, role=cast(Role, role))
 
 
@@ -163,7 +198,7 @@ def _parse_axis(text: str) -> Axis:
     name, extent, role, combine, lookup = match.groups()
     return Axis(
         name=name,
-        extent=int(extent),
+        extent=parse_number(extent),
         role=cast(AxisRole, role or "parallel"),
         combine=combine or "",
         lookup=bool(lookup),
@@ -176,38 +211,47 @@ def _parse_access(tensor: str, dims: str) -> Access:
 
 def _parse_index(text: str) -> Index:
     if match := _CONSTANT.fullmatch(text):
-        return Index(offset=int(match[1]))
+        return Index(offset=parse_number(match[1]))
     if match := _INDEX.fullmatch(text):
         axes, stride, starts, offset = match.groups()
         return Index(
             axes=tuple(axes.split(".")),
-            stride=int(stride or 1),
-            offset=int(offset or 0),
-            starts=int(starts or -1),
+            stride=parse_number(stride or "1"),
+            offset=parse_number(offset or "0"),
+            starts=parse_number(starts or "-1"),
         )
     raise unreadable(text)
 
 
 def _parse_attr(text: str) -> Attr:
+    if len(text) > MAX_ATTR_CHARS:
+        raise _too_large(f"an attribute of {len(text)} characters", f"{MAX_ATTR_CHARS}")
     try:
         value: object = ast.literal_eval(text)
-    except (ValueError, SyntaxError) as error:
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError) as error:
         raise unreadable(text) from error
-    if not _is_attr(value):
+    if not _is_attr(value, MAX_ATTR_DEPTH):
         raise unreadable(text)
     return cast(Attr, value)
 
 
-def _is_attr(value: object) -> bool:
+def _is_attr(value: object, depth: int) -> bool:
     if isinstance(value, tuple):
-        return all(map(_is_attr, value))
-    return isinstance(value, str | int | float)
+        return depth > 0 and all(_is_attr(each, depth - 1) for each in value)
+    if isinstance(value, int):
+        return value.bit_length() <= MAX_ATTR_BITS
+    return isinstance(value, str) or (isinstance(value, float) and math.isfinite(value))
 
 
-def unreadable(text: str) -> ParseError:
-    """The error for a line that cannot be read."""
+def unreadable(text: str, form: str = "distmega/program/text.py") -> ParseError:
+    """The error for a line that cannot be read; form: where it is said what lines there are."""
+    shown = repr(text.strip()[: _SHOWN_CHARS + 1])
     return ParseError(
-        f"cannot read {text!r}",
-        expected="a line as print_program writes it",
-        remedy="see distmega/program/text.py",
+        f"cannot read {shown if len(text) <= _SHOWN_CHARS else shown[:_SHOWN_CHARS] + '...'}",
+        expected="a line of the printed form",
+        remedy=f"see {form}",
     )
+
+
+def _too_large(found: str, most: str) -> ParseError:
+    return ParseError(found, expected=f"at most {most}", remedy="check where the text comes from")

@@ -239,6 +239,7 @@ def _verify_views(program: Program, tensors: dict[str, Tensor]) -> None:
     known: dict[str, tuple[int, ...]] = {}
     for op in program.ops:
         if op.is_view:
+            _verify_view(program, op)
             source = tensors[op.reads[0].tensor]
             found = view_strides(op, known.get(source.name) or packed_strides(source.shape))
             if found is None:
@@ -247,6 +248,18 @@ def _verify_views(program: Program, tensors: dict[str, Tensor]) -> None:
                 )
                 raise _broken(program, what, "dims that follow each other", "copy it, view=False")
             known[op.writes[0].tensor] = found
+
+
+def _verify_view(program: Program, view: Op) -> None:
+    """Whether it shows one tensor as one other, whose axes are all found in the first."""
+    if len(view.reads) == len(view.writes) == 1:
+        read, written = (
+            {name for index in access.dims for name in index.axes} for access in accesses(view)
+        )
+        if written <= read:
+            return
+    expected = "one tensor read and one written, by axes that the read has"
+    raise _broken(program, f"view {view.name!r} of other operands or axes", expected)
 
 
 def _verify_name(program: Program, name: str) -> None:

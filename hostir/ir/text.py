@@ -46,8 +46,10 @@ from distmega.hostir.ir.nodes import (
 )
 from distmega.hostir.lower.matmul_nodes import FusedMatmul, Room
 from distmega.program.text import (
+    bounded_lines,
     parse_attrs,
     parse_names,
+    parse_number,
     parse_op,
     parse_program,
     parse_tensor,
@@ -55,9 +57,11 @@ from distmega.program.text import (
     print_op,
     print_program,
     print_tensor,
+    unreadable,
 )
 from distmega.sharding.layout.mesh import DeviceMesh
 
+MAX_LOOP_DEPTH = 16
 _STEP = "  "
 _ROOM = re.compile(r"room (\S+): (\d+) bytes")
 
@@ -172,7 +176,7 @@ def _peer(peer: Peer) -> str:
 
 def parse_host(text: str) -> HostProgram:
     """Reads the printed form back; ParseError names the line that does not fit."""
-    lines = [line.rstrip() for line in text.splitlines() if line.strip()]
+    lines = [line.rstrip() for line in bounded_lines(text)]
     name, mesh = _fields(r"host (.+) on (mesh\(.+)", lines[0] if lines else "")
     streams, events = _fields(r"streams (\d+), events (\d+)", "".join(lines[1:2]).strip())
     buffers, segments, rooms, at = [], [], [], 2
@@ -182,7 +186,7 @@ def parse_host(text: str) -> HostProgram:
             segments.append(parse_program("\n".join(lines[at : end + 1])))
             at = end + 1
         elif match := _ROOM.fullmatch(lines[at].strip()):
-            rooms.append(Room(mesh_axis=match[1], num_bytes=int(match[2])))
+            rooms.append(Room(mesh_axis=match[1], num_bytes=parse_number(match[2])))
             at += 1
         elif buffer := parse_tensor(lines[at].strip()):
             buffers.append(buffer)
@@ -195,11 +199,11 @@ def parse_host(text: str) -> HostProgram:
         name=name,
         mesh=DeviceMesh.parse(mesh),
         buffers=tuple(buffers),
-        body=_parse_body(lines[at + 1 : -1]),
+        body=_parse_body(lines[at + 1 : -1], MAX_LOOP_DEPTH),
         outputs=parse_names(lines[-1].strip().removeprefix("return")),
         segments=tuple(segments),
-        num_streams=int(streams),
-        num_events=int(events),
+        num_streams=parse_number(streams),
+        num_events=parse_number(events),
         rooms=tuple(rooms),
     )
 
@@ -212,7 +216,7 @@ def _indent(line: str) -> int:
     return len(line) - len(line.lstrip())
 
 
-def _parse_body(lines: Sequence[str]) -> tuple[Node, ...]:
+def _parse_body(lines: Sequence[str], max_depth: int) -> tuple[Node, ...]:
     nodes: list[Node] = []
     at = 0
     while at < len(lines):
@@ -222,9 +226,15 @@ def _parse_body(lines: Sequence[str]) -> tuple[Node, ...]:
         if head is None:
             nodes.append(parse_node(line.strip()))
             continue
+        if not max_depth:
+            raise ParseError(
+                f"loops inside each other down to {line.strip()!r}",
+                expected=f"at most {MAX_LOOP_DEPTH}",
+                remedy="check where the text comes from",
+            )
         end = next((i for i in range(at, len(lines)) if _indent(lines[i]) <= depth), len(lines))
-        loop = ForLoop(index=head[1], extent=int(head[2]), body=_parse_body(lines[at:end]))
-        nodes.append(loop)
+        body = _parse_body(lines[at:end], max_depth - 1)
+        nodes.append(ForLoop(index=head[1], extent=parse_number(head[2]), body=body))
         at = end
     return tuple(nodes)
 
@@ -232,12 +242,17 @@ def _parse_body(lines: Sequence[str]) -> tuple[Node, ...]:
 def _parse_slot(text: str) -> Slot:
     pattern = r"(\d+)(?: \+ \(?([^\s()]+)(?: \+ (\d+)\))? % (\d+))?"
     base, index, shift, count = _fields(pattern, text)
-    return Slot(base=int(base), index=index, count=int(count or 1), shift=int(shift or 0))
+    return Slot(
+        base=parse_number(base),
+        index=index,
+        count=parse_number(count or "1"),
+        shift=parse_number(shift or "0"),
+    )
 
 
 def _parse_peer(text: str) -> Peer:
     axis, offset = _fields(r"(\S+)\[([+-]?\d+)\]", text)
-    return Peer(mesh_axis=axis, offset=int(offset), ring=offset[0] in "+-")
+    return Peer(mesh_axis=axis, offset=parse_number(offset), ring=offset[0] in "+-")
 
 
 def _parse_arg(text: str) -> Arg:
@@ -251,10 +266,10 @@ def _parse_slice(
     return SliceView(
         view=view,
         buffer=buffer,
-        dim=int(dim),
+        dim=parse_number(dim),
         index=index,
-        shift=int(shift or 0),
-        step=int(step or 0),
+        shift=parse_number(shift or "0"),
+        step=parse_number(step or "0"),
         swizzle=ring,
     )
 
@@ -276,7 +291,7 @@ def _parse_fused(
         x=x,
         w=w,
         out=out,
-        num_rows=int(rows),
+        num_rows=parse_number(rows),
         borrows=bool(borrowed),
         alike=bool(alike),
         forced=bool(forced),
@@ -324,7 +339,7 @@ _FORMS: tuple[tuple[str, Callable[..., Node]], ...] = (
     (r"end coalesce as (\S+)", lambda h: EndCoalescing(handle=h)),
     (
         r"(all_reduce|all_gather|reduce_scatter|all_to_all|broadcast) (\S+)"
-        r" \((.*?)\) -> \((.*?)\) as (\S+)(?: \|(.*))?",
+        r" \(([^()]*)\) -> \(([^()]*)\) as (\S+)(?: \|(.*))?",
         _parse_collective,
     ),
     (
@@ -352,8 +367,4 @@ def _fields(pattern: str, text: str) -> tuple[str, ...]:
 
 
 def _unreadable(line: str) -> ParseError:
-    return ParseError(
-        f"cannot read {line.strip()!r}",
-        expected="a line as print_host writes it",
-        remedy="see the head of hostir/ir/text.py",
-    )
+    return unreadable(line, "the head of hostir/ir/text.py")

@@ -18,9 +18,10 @@ from distmega.hostir.library.axis_views import (
     order_axes,
     unfold_axes,
 )
-from distmega.hostir.library.torch_types import torch_dtype, widen
+from distmega.hostir.library.torch_types import dtype_name, torch_dtype, widen
 from distmega.hostir.passes.fused_kinds import op_exprs
 from distmega.program import expr
+from distmega.program.ops.parts import inexact_integers
 from distmega.program.types import Op, accesses
 
 OpFunction = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
@@ -48,23 +49,33 @@ FUNCTIONS: dict[str, Callable[..., Tensor]] = {
 
 
 @cache
-def _lift(value: float) -> Tensor:
+def _lift(value: float | int) -> Tensor:
     """A constant as a scalar tensor; it takes the type of the float tensor it meets."""
-    return torch.tensor(value, dtype=torch.float64)
+    return torch.tensor(float(value), dtype=torch.float64)
 
 
 @cache
-def _lift_whole(value: float) -> Tensor:
+def _check_integers(tree: expr.Expr, dtypes: tuple[torch.dtype, ...]) -> None:
+    if part := expr.inexact_part(tree, [dtype_name(dtype) for dtype in dtypes]):
+        raise inexact_integers(str(tree), part, dtype_name(dtypes[0]))
+
+
+@cache
+def _lift_whole(value: float | int) -> Tensor:
     """A constant among integers, which stay integers where it is a whole number."""
-    return torch.tensor(int(value)) if value.is_integer() and abs(value) < 2**63 else _lift(value)
+    whole = value == int(value) and -(2**63) <= value < 2**63
+    return torch.tensor(int(value)) if whole else _lift(value)
 
 
 def pointwise(tree: expr.Expr, args: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
     """Value of an expression over operands that broadcast; computed in fp32 for half types, of
-    integers alone in integers where division and roots allow it. In `dtype` or the type of args[0].
+    integers alone in i64 where division and roots allow it. In `dtype` or the type of args[0],
+    where ProgramError says what has no exact value in integers.
     """
-    wide = [x.to(torch.int64) if x.dtype == torch.bool else widen(x) for x in args]
-    whole = not any(x.is_floating_point() for x in wide)
+    if dtype is None and not args[0].is_floating_point():
+        _check_integers(tree, tuple([x.dtype for x in args]))
+    whole = not any(x.is_floating_point() for x in args)
+    wide = [widen(x) if x.is_floating_point() else x.to(torch.int64) for x in args]
     out = expr.evaluate(tree, wide, FUNCTIONS, _lift_whole if whole else _lift)
     out = out.to(dtype or args[0].dtype)
     return out.clone() if any(out is a for a in args) else out

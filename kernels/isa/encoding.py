@@ -221,9 +221,10 @@ def _bits_float(bits: int) -> float:
     return float(struct.unpack("<f", struct.pack("<i", bits))[0])
 
 
-_CODES = (None, "arg", "const", *FUNCTIONS)
+_CODES = (None, "arg", "const", "integer", *FUNCTIONS)
 """Words of a pointwise program: 0 ends it, 1 is followed by an argument index, 2 by the two halves
-of an fp64 constant (low first), the others apply a function to the values on the stack."""
+of an fp64 constant (low first), 3 by those of an i64 one, the others apply a function to the values
+on the stack."""
 
 
 def pack_expression(expr: Expr) -> list[int]:
@@ -236,7 +237,9 @@ def _postfix(expr: Expr) -> list[int]:
         case Arg(index):
             return [1, index]
         case Const(value):
-            return [2, *struct.unpack("<2i", struct.pack("<d", value))]
+            whole = isinstance(value, int) and -(2**63) <= value < 2**63
+            halves = struct.pack("<q", value) if whole else struct.pack("<d", float(value))
+            return [3 if whole else 2, *struct.unpack("<2i", halves)]
         case Call(fn, args):
             return [word for arg in args for word in _postfix(arg)] + [_CODES.index(fn)]
 
@@ -250,9 +253,9 @@ def unpack_expression(constants: Words, start: int) -> Expr:
     while code := next(words):
         if code == 1:
             stack.append(Arg(next(words)))
-        elif code == 2:
-            low, high = next(words), next(words)
-            stack.append(Const(float(struct.unpack("<d", struct.pack("<2i", low, high))[0])))
+        elif code in (2, 3):
+            halves = struct.pack("<2i", next(words), next(words))
+            stack.append(Const(struct.unpack("<d" if code == 2 else "<q", halves)[0]))
         else:
             fn = str(_CODES[code])
             num_args = FUNCTIONS[fn]

@@ -80,7 +80,7 @@ def pointwise_results(
     device = _common_device(tensors)
     types = tuple(dtypes) if dtypes else (tensors[0].dtype,) * len(exprs)
     if not (_on_gpu(tensors) and FLOATS.issuperset(types)):
-        return evaluate_all(formula.exprs, tensors, types)
+        return evaluate_all(formula.exprs, tensors, dtypes)
     results = tuple([tensors[0].new_empty(shape, dtype=dtype) for dtype in types])
     with _current(device):
         _kernels("pointwise").run_pointwise(formula, tensors, results)

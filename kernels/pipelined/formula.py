@@ -30,7 +30,7 @@ def _index(expr: Arg) -> int:
 
 @triton.constexpr_function
 def _value(expr: Const) -> float:
-    return expr.value
+    return float(expr.value)
 
 
 @triton.constexpr_function

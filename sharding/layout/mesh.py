@@ -6,6 +6,7 @@ placements, collectives and launchers refer to by axis name. Next: domains.py.
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -14,8 +15,9 @@ from distmega.errors import MeshError
 
 Nested = int | Sequence["Nested"]
 
-_TEXT = re.compile(r"mesh\(([^)]*)\)(?: on ([\d,]+))?$")
-_AXIS = re.compile(r"([A-Za-z_]\w*)=(\d+)$")
+MAX_RANKS = 65_536
+_TEXT = re.compile(r"mesh\(([^)]*)\)(?: on (\d{1,9}(?:,\d{1,9})*))?$")
+_AXIS = re.compile(r"([A-Za-z_]\w*)=(\d{1,9})$")
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -27,8 +29,7 @@ class DeviceMesh:
 
     def __init__(self, **sizes: int) -> None:
         """A mesh over ranks 0 to n - 1: DeviceMesh(dp=2, tp=4). MeshError for a size below 1."""
-        count = math.prod(size for size in sizes.values() if isinstance(size, int))
-        self._fill(tuple(sizes.items()), tuple(range(max(count, 0))))
+        self._fill(tuple(sizes.items()), None)
 
     @classmethod
     def from_ranks(cls, ranks: Sequence[Nested], names: Sequence[str]) -> "DeviceMesh":
@@ -50,19 +51,24 @@ class DeviceMesh:
             raise _bad(f"mesh text {text!r}", "text such as 'mesh(dp=2, tp=4)'")
         axes = tuple((axis[1], int(axis[2])) for axis in found if axis)
         mesh = cls.__new__(cls)
-        count = math.prod(size for _, size in axes)
-        mesh._fill(axes, tuple(map(int, match[2].split(","))) if match[2] else tuple(range(count)))
+        mesh._fill(axes, tuple(map(int, match[2].split(","))) if match[2] else None)
         return mesh
 
-    def _fill(self, axes: tuple[tuple[str, int], ...], ranks: tuple[int, ...]) -> None:
+    def _fill(self, axes: tuple[tuple[str, int], ...], given: tuple[int, ...] | None) -> None:
+        """given: ranks in order of their coordinates; None for 0, 1, 2 ..."""
         for name, size in axes:
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise _bad(f"size {size!r} of mesh axis {name!r}", "a whole number of at least 1")
         if len({name for name, _ in axes}) != len(axes):
             raise _bad(f"axis names {[name for name, _ in axes]}", "different names")
-        if len(ranks) != math.prod(size for _, size in axes):
+        count = math.prod(size for _, size in axes)
+        if count > MAX_RANKS:
+            found = f"mesh axes {[name for name, _ in axes]} of more than {MAX_RANKS} ranks"
+            raise _bad(found, "as many at most")
+        ranks = tuple(range(count)) if given is None else given
+        if len(ranks) != count:
             raise _bad(f"{len(ranks)} ranks for axes {dict(axes)}", "one rank a coordinate")
-        repeated = sorted({rank for rank in ranks if ranks.count(rank) > 1 or rank < 0})
+        repeated = sorted(rank for rank, num in Counter(ranks).items() if num > 1 or rank < 0)
         if repeated:
             raise _bad(f"ranks {repeated} in {list(ranks)}", "each rank once and none negative")
         object.__setattr__(self, "axes", axes)

@@ -199,6 +199,23 @@ def test_a_line_that_cannot_be_read_is_named(old: str, new: str, named: str):
         parse_host(STREAMED.replace(old, new))
 
 
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        ("\n".join("    " + "  " * i + f"for i{i} in 4:" for i in range(3000)), "at most 16"),
+        ("    for i in " + "9" * 5000 + ":", "5000 digits"),
+        ("    stream " + "9" * 20, "20 digits"),
+        ("    all_reduce tp (" + ") -> (" * 100_000, "cannot read 'all_reduce tp"),
+        ("    record event " + "1 + " * 200_000, "cannot read '1 "),
+        ("    free " + "x" * 1_000_000, "line 4 of 1000009 characters"),
+    ],
+)
+def test_what_is_too_large_is_refused(body: str, named: str):
+    with pytest.raises(ParseError, match=named) as caught:
+        parse_host(f"host p on mesh(tp=2)\n  streams 1, events 0\n  body\n{body}\n  return x\n")
+    assert len(str(caught.value)) < 2000
+
+
 def test_an_empty_text_is_refused():
     with pytest.raises(ParseError):
         parse_host("")

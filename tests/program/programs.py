@@ -6,6 +6,7 @@ from math import prod
 from hypothesis import strategies as st
 
 from distmega.program.builder import Handle, ProgramBuilder
+from distmega.program.dtypes import is_integer
 from distmega.program.types import Program
 from tests.sharding.random_programs import flattened
 
@@ -19,8 +20,9 @@ def _linear(draw: st.DrawFn, p: ProgramBuilder, x: Handle) -> Handle:
 
 
 def _pointwise(draw: st.DrawFn, p: ProgramBuilder, x: Handle) -> Handle:
-    text = draw(st.sampled_from(["silu(a0)", "a0 * -2.5", "(-1) ** a0", "exp(-a0) + 1e-6"]))
-    return x.map(text)
+    floats = ["silu(a0)", "a0 * -2.5", "(-1) ** a0", "exp(-a0) + 1e-6"]
+    whole = ["a0 * -2", "relu(a0) + 9007199254740993", "-a0 ** 3"]
+    return x.map(draw(st.sampled_from(whole if is_integer(x.tensor.dtype) else floats)))
 
 
 def _add(draw: st.DrawFn, p: ProgramBuilder, x: Handle) -> Handle:

@@ -1,6 +1,7 @@
 """Expressions print and parse back, and a claimed zero is zero."""
 
 import math
+import re
 
 import pytest
 from hypothesis import given
@@ -110,6 +111,50 @@ def test_what_is_no_expression_is_named(text: str, part: str):
         parse(text)
     assert part in caught.value.found
     assert "a0, a1" in caught.value.expected
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        (" + ".join(["a0"] * 20_000), "99997 characters at character 50000$"),
+        (" + ".join(["a0"] * 9_000), "too many parts at character 10001$"),
+        (" + ".join(["a0"] * 201), "functions 201 deep at character 1$"),
+        ("(" * 3000 + "a0" + ")" * 3000, "too many nested parentheses at character"),
+        ("exp(" * 300 + "a0" + ")" * 300, "too many nested parentheses at character"),
+        ("-" * 49_000 + "a0", "too many parts at character 4001$"),
+        ("-" * 3000 + "a0", "too many signs at character 1$"),
+        ("a0 + " + "9" * 5000, "a word of too many characters at character 6$"),
+        ("a0 + 0x" + "f" * 6000, "at character 6$"),
+        ("(a0 +\n a" + "1" * 5000 + ")", "at character 8$"),
+        ("a0 if " + "a0." * 900 + "b else a1", "at character 1$"),
+    ],
+)
+def test_what_is_too_large_is_refused_with_its_place(text: str, named: str):
+    with pytest.raises(ProgramError) as caught:
+        parse(text)
+    assert re.search(named, caught.value.found)
+    assert len(str(caught.value)) < 2000
+
+
+def test_the_largest_expressions_print_and_parse_back():
+    for text in (" + ".join(["a0"] * 200), "exp(" * 199 + "a0" + ")" * 199):
+        tree = parse(text)
+        assert parse(str(tree)) == tree
+        assert num_flops(tree) == 199
+    balanced = "a0"
+    for _ in range(8):
+        balanced = f"({balanced} * {balanced})"
+    assert num_flops(parse(balanced)) == 255
+    with pytest.raises(ProgramError, match=r"1001 parts at character .*; expected at most 1000"):
+        parse(f"({balanced} + {balanced}) / {balanced}")
+
+
+@pytest.mark.parametrize("number", [2**53 + 1, -(2**63), 2**63 - 1, 10**30 + 1])
+def test_a_whole_constant_stays_exact(number: int):
+    tree = parse(f"a0 + {number}")
+    assert parse(str(tree)) == tree
+    assert isinstance(tree, Call)
+    assert tree.args[1] == Const(number)
 
 
 def test_counts():

@@ -114,6 +114,41 @@ def test_a_line_that_is_none_is_named(old: str, new: str):
         parse_program(MLP.replace(old, new))
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "named"),
+    [
+        ("[8, 64]", f"[{'9' * 5000}]", "a number of 5000 digits"),
+        ("m0:8", "m0:" + "9" * 20, "a number of 20 digits"),
+        ("'silu(a0)'", "(" * 3000 + ")" * 3000, "cannot read"),
+        ("'silu(a0)'", "-" * 3000 + "1", "cannot read"),
+        ("'silu(a0)'", "(" * 40 + "1," + "),"* 39 + ")", "cannot read"),
+        ("'silu(a0)'", "1" * 300_000, "an attribute of 300000 characters"),
+        ("'silu(a0)'", "{[]: 1}", "cannot read"),
+        ("'silu(a0)'", "1e999", "cannot read"),
+        ("return y", "return y" + ", y" * 400_000, "characters; expected at most 1000000"),
+    ],
+)  # fmt: skip
+def test_what_is_too_large_is_refused(old: str, new: str, named: str):
+    assert old in MLP
+    with pytest.raises(ParseError, match=named) as caught:
+        parse_program(MLP.replace(old, new))
+    assert len(str(caught.value)) < 2000
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "v = view[i:8] -> v(i)",
+        "v = view[i:8] v(i) ->",
+        "v = view[i:8 j:1] v(i) -> v(j)",
+        "v = view[i:8] v(#0) -> v(i)",
+    ],
+)
+def test_a_view_of_nothing_is_refused(line: str):
+    with pytest.raises(ProgramError, match="view 'v' of other operands or axes"):
+        parse_program(f"program p\n  state v: f32[8]\n  {line}\n  return v\n")
+
+
 def test_nothing_is_no_program():
     with pytest.raises(ParseError):
         parse_program("")

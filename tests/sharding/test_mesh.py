@@ -51,6 +51,11 @@ def test_a_mesh_can_not_be_changed():
         (lambda: GIVEN.team("pp", 3), "'pp'"),
         (lambda: DeviceMesh.parse("mesh(tp)"), "'mesh(tp)'"),
         (lambda: DeviceMesh.parse("tp=2"), "'tp=2'"),
+        (lambda: DeviceMesh(tp=10**12), "['tp'] of more than 65536 ranks"),
+        (lambda: DeviceMesh(dp=10**5000), "['dp'] of more than 65536 ranks"),
+        (lambda: DeviceMesh.parse("mesh(tp=999999999)"), "['tp'] of more than 65536 ranks"),
+        (lambda: DeviceMesh.parse(f"mesh(tp={10**20})"), "mesh text"),
+        (lambda: DeviceMesh.parse("mesh(tp=2) on 1,,2"), "mesh text"),
     ],
 )
 def test_bad_meshes_name_what_is_wrong(make, found):

@@ -11,12 +11,14 @@ import math
 
 from distmega.errors import ProgramError
 from distmega.program import expr
+from distmega.program.dtypes import is_integer
 from distmega.program.ops.parts import (
     Built,
     access,
     axis_names,
     bad_op,
     index,
+    inexact_integers,
     make_op,
     normal_dim,
     require_integers,
@@ -102,11 +104,16 @@ def _default_spec(x: Tensor, w: Tensor, bias: Tensor | None) -> str:
 def pointwise(name: str, text: str, *args: Tensor, dtype: str = "") -> Built:
     """An expression of expr.py over a0, a1, ...; dims align from the right and broadcast where the
     extent is 1. dtype: of the result, by default that of a0.
+
+    Constants take the operands' type. Of integers only what is exact in a0's type is accepted,
+    unless dtype says what to convert to; sums and products out of range wrap around.
     """
     tree = expr.parse(text)
     if not args or expr.num_args(tree) != len(args):
         found = f"expression {text!r} over {len(args)} operands"
         raise bad_op(name, found, f"{max(expr.num_args(tree), 1)} operands")
+    if not dtype and (part := expr.inexact_part(tree, [a.dtype for a in args])):
+        raise inexact_integers(text, part, args[0].dtype)
     rank = max(len(a.shape) for a in args)
     shape = [1] * rank
     for a in args:
@@ -124,7 +131,8 @@ def pointwise(name: str, text: str, *args: Tensor, dtype: str = "") -> Built:
         )
         reads.append(Access(tensor=a.name, dims=tuple(dims)))
     out = Tensor(name=name, shape=tuple(shape), dtype=dtype or args[0].dtype)
-    other: dict[str, Attr] = {} if out.dtype == args[0].dtype else {"dtypes": (out.dtype,)}
+    converts = out.dtype != args[0].dtype or (dtype and is_integer(dtype))
+    other: dict[str, Attr] = {"dtypes": (out.dtype,)} if converts else {}
     write = access(out, *axis_names("i", rank))
     return make_op(name, "pointwise", axes, reads, [write], expr=str(tree), **other), (out,)
 

@@ -65,3 +65,13 @@ def require_integers(name: str, x: Tensor) -> None:
     """Raises ProgramError unless x holds integers, as token ids and positions do."""
     if x.dtype not in ("i32", "i64"):
         raise bad_op(name, f"{x.name!r} of dtype {x.dtype}", "dtype i32 or i64")
+
+
+def inexact_integers(text: str, part: str, dtype: str) -> ProgramError:
+    """The error of an expression with a part that has no exact value in integers."""
+    return ProgramError(
+        f"expression {text!r} with a result in {dtype} holds {part!r}",
+        expected=f"whole constants that {dtype} holds, operands no wider, and neither division nor "
+        "roots nor powers but of a constant that isn't negative",
+        remedy="change it, or give dtype=... for the type to convert the result to",
+    )
