@@ -16,7 +16,8 @@ from typing import Any
 
 from distmega.launch.contract import Job
 from distmega.launch.reports import AskPosition, Finish, Position, Report, StoreOpened
-from distmega.launch.stores import Store, reach_store, serve_store
+from distmega.launch.sockets import LOOPBACK, listen_at
+from distmega.launch.stores import HashStore, Store, reach_store, serve_store
 from distmega.launch.worker import (
     RankRun,
     close_group,
@@ -24,8 +25,6 @@ from distmega.launch.worker import (
     start_logging,
     supervised_timeout_s,
 )
-
-HOST = "127.0.0.1"
 
 
 class LocalRank:
@@ -61,11 +60,13 @@ class LocalRank:
         close_group()
 
     def _join_store(self) -> Store:
+        if self._job.num_ranks == 1:
+            return HashStore()
         if self._rank > 0:
             address = self._store_address.get()
             return reach_store(address.host, address.port, self._job.start_timeout_s)
-        store = serve_store(HOST, self._job.start_timeout_s)
-        self._report(StoreOpened(rank=0, host=HOST, port=store.port))
+        store = serve_store(LOOPBACK, self._job.start_timeout_s)
+        self._report(StoreOpened(rank=0, host=LOOPBACK, port=store.port))
         return store
 
     def _obey(self) -> None:
@@ -96,8 +97,7 @@ class LocalRank:
 def main() -> None:
     file_descriptor = int(sys.argv[1])
     os.set_inheritable(file_descriptor, False)
-    if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # whatever the host's name resolves to
+    listen_at(LOOPBACK)  # whatever the host's name resolves to
     LocalRank(Connection(file_descriptor)).work()
 
 

@@ -24,6 +24,7 @@ from distmega.errors import LaunchError
 from distmega.launch.contract import Event, Job, rank_environment
 from distmega.launch.ray_cluster import connect, is_node_up, place_ranks
 from distmega.launch.reports import Died, Failed, Position, Report
+from distmega.launch.sockets import LOOPBACK, listen_at
 from distmega.launch.stores import TCPStore, reach_store, serve_store
 from distmega.launch.supervise import supervise
 from distmega.launch.worker import (
@@ -87,9 +88,11 @@ class RankActor:
         return port
 
     def run(
-        self, context: RankContext, job: Job, address: tuple[str, int]
+        self, context: RankContext, job: Job, host: str, address: tuple[str, int]
     ) -> Iterator[list[Report]]:
+        """host: where this rank's sockets listen. address: of the store."""
         start_logging(context.rank)
+        listen_at(host)
         self._run = RankRun(
             context,
             job,
@@ -191,13 +194,14 @@ class RayTeam:
         asked = [actor.take_seat.remote(index) for index, actor in enumerate(self.actors)]
         seats = self.seats = sorted(ray.get(asked, timeout=timeout_s))
         self.actors = [self.actors[seat.index] for seat in seats]
-        opened = self.actors[0].open_store.remote(seats[0].address, timeout_s)
-        address = (seats[0].address, ray.get(opened, timeout=timeout_s))
-        for rank, (actor, context) in enumerate(
-            zip(self.actors, make_contexts(seats, self.job.device), strict=True)
-        ):
+        is_one_node = len({seat.node for seat in seats}) == 1
+        hosts = [LOOPBACK if is_one_node else seat.address for seat in seats]
+        opened = self.actors[0].open_store.remote(hosts[0], timeout_s)
+        address = (hosts[0], ray.get(opened, timeout=timeout_s))
+        contexts = make_contexts(seats, self.job.device)
+        for rank, (actor, context) in enumerate(zip(self.actors, contexts, strict=True)):
             run = actor.run.options(num_returns="streaming")
-            self.streams[run.remote(context, self.job, address)] = rank
+            self.streams[run.remote(context, self.job, hosts[rank], address)] = rank
 
     def _take(self, stream: Any) -> list[Report]:
         """The next reports of a stream that has some; nothing if the stream has ended."""

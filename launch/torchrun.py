@@ -1,9 +1,9 @@
 """Runs a job inside the ranks that torchrun has started: a Job in, values and result out on rank 0.
 
-Every rank calls this with the same job. Rendezvous is the store that torchrun's agent serves. A
-rank that fails claims the right to explain before its peers can notice, so the job ends with one
-message, of the rank that knows most; the agent then ends the other ranks and names the failed one
-in its summary as well. Next: launch/worker.py.
+Every rank calls this with the same job. Rendezvous is the store that torchrun's agent serves, or
+one of rank 0 where the agent has none. A rank that fails claims the right to explain before its
+peers can notice, so the job ends with one message, of the rank that knows most; the agent then ends
+the other ranks and names the failed one in its summary as well. Next: launch/worker.py.
 """
 
 import functools
@@ -22,6 +22,7 @@ from distmega.errors import DistmegaError, LaunchError, RankFailure
 from distmega.launch.contract import MULTICAST_OFF, Emitted, Event, Job, Result
 from distmega.launch.processes import end_with_parent, process_state
 from distmega.launch.reports import Done, Failed, Value
+from distmega.launch.sockets import LOOPBACK, listen_at
 from distmega.launch.stores import (
     DistError,
     DistNetworkError,
@@ -90,6 +91,8 @@ def run_torchrun(job: Job) -> Generator[Event]:
         os.environ.setdefault(name, off)
     start_logging(place.rank)
     end_with_parent(_end_with_agent)
+    if place.local_world_size == place.world_size:
+        listen_at(LOOPBACK)
     store = _reach_store()
     run = RankRun(
         _make_context(place, job),
@@ -113,9 +116,6 @@ def run_torchrun(job: Job) -> Generator[Event]:
 @functools.cache
 def claim_report() -> bool:
     """Whether this rank is the first of its job to ask, and so the one to explain the failure."""
-    place = read_place()
-    if not place.has_agent_store:
-        return place.rank == 0
     try:
         num_reporters: int = _reach_store().add("reporters", 1)
     except DistError:

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -43,6 +44,19 @@ def sum_ranks(context: RankContext, payload: int, emit: Emit) -> list[Seen]:
     everything: list[Seen] = [seen] * context.world_size
     dist.all_gather_object(everything, seen)
     return everything
+
+
+def listeners(context: RankContext, payload: None, emit: Emit) -> list[tuple[str, int]]:
+    """Addresses and ports at which the ranks listen while they exchange something."""
+    dist.barrier()
+    mine = [
+        tuple(each.laddr)
+        for each in psutil.Process().net_connections(kind="inet")
+        if each.status == psutil.CONN_LISTEN
+    ]
+    everything: list[list[tuple[str, int]]] = [mine] * context.world_size
+    dist.all_gather_object(everything, mine)
+    return [place for one in everything for place in one]
 
 
 def kill_last(context: RankContext, payload: signal.Signals | None, emit: Emit) -> None:
