@@ -9,7 +9,7 @@ behind. `python -m bench.blocks --ranks 2` times both on as many GPUs of one hos
 import argparse
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -310,7 +310,8 @@ def trace_spans(block: Block, comm: Communicator, call: str) -> list[Span]:
     line.start()
     torch.cuda._sleep(AHEAD_CYCLES)
     evaluator.run(block.tensors)
-    return [span for spans in comm.all_gather_object([*line.spans()]) for span in spans]
+    everyone = comm.all_gather_object([asdict(span) for span in line.spans()])
+    return [Span(**fields) for found in everyone for fields in found]
 
 
 def run_rank(given: Communicator, rows: list[int], trace: Path | None) -> None:

@@ -43,11 +43,12 @@ def on_all_ranks(comm: Communicator, make: Callable[[], T] | None) -> T | None:
         made = make() if make else None
     except VerifyError as error:
         problem = error
-    answers = comm.all_gather_object((made is not None, problem))
+    told = (problem.found, problem.expected, problem.remedy) if problem else None
+    answers = comm.all_gather_object((made is not None, told))
     for rank, (_, theirs) in zip(comm.mesh.ranks, answers, strict=True):
         if theirs:
-            found = f"rank {rank}: {theirs.found}"
-            raise VerifyError(found, expected=theirs.expected, remedy=theirs.remedy)
+            found, expected, remedy = theirs
+            raise VerifyError(f"rank {rank}: {found}", expected=expected, remedy=remedy)
     return made if all(has_made for has_made, _ in answers) else None
 
 

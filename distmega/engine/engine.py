@@ -28,6 +28,7 @@ from distmega.engine.weight_loading import Progress, load_weights, no_progress
 from distmega.errors import HangError, LaunchError, RequestError, VerifyError
 from distmega.hostir.comm.communicator import Communicator
 from distmega.hostir.comm.nccl import NcclCommunicator
+from distmega.hostir.comm.plain import Plain
 from distmega.hostir.ir.nodes import HostProgram
 from distmega.hostir.lower.pipeline import FREE
 from distmega.hostir.run.evaluator import Evaluator, KernelRunner
@@ -390,7 +391,7 @@ class Engine:
     def _runner(self, kernel: Megakernel, options: EngineOptions) -> CpuMegakernel:
         rank = self.comm.rank
 
-        def exchange(value: object) -> list[object]:
+        def exchange(value: Plain) -> Sequence[object]:
             return self.comm.all_gather_object(value, kernel.team_axis)
 
         return CpuMegakernel(

@@ -7,7 +7,7 @@ Next on the walk: engine.py.
 
 import math
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -37,7 +37,7 @@ from distmega.models.decoder import Logits
 from distmega.models.load import ModelSource, open_model
 from distmega.models.sampling import MOST_LIKELY, Sampling
 from distmega.models.tokenizer import Tokenizer
-from distmega.trace_file import write_trace
+from distmega.trace_file import Span, write_trace
 
 LOADED_S = 0.25
 
@@ -136,7 +136,8 @@ def trace(context: RankContext, request: TraceRequest, emit: Emit) -> TraceResul
     """Rank 0 writes the timeline of all ranks, from the first span on."""
     engine = open_engine(context, open_model(request.model), request.tp, request.options)
     mine = engine.trace(request.num_steps, request.position)
-    spans = [span for found in engine.comm.all_gather_object(mine) for span in found]
+    everyone = engine.comm.all_gather_object([asdict(span) for span in mine])
+    spans = [Span(**fields) for found in everyone for fields in found]
     start_us = min(span.start_us for span in spans)
     spans = [replace(span, start_us=span.start_us - start_us) for span in spans]
     if context.rank == 0:

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -20,9 +20,10 @@ from torch import Tensor
 
 from distmega.errors import LostPeerError, RankFailure
 from distmega.hostir.comm.collectives import Collectives, Handle, Mailbox, copy_into, token
+from distmega.hostir.comm.plain import Plain, decode_plain, encode_plain, gather_bytes
 from distmega.sharding.layout.mesh import DeviceMesh
 
-T = TypeVar("T")
+P = TypeVar("P", bound=Plain)
 
 DATA_TAG = 0
 """Tag of sent tensors; signals have tags from 1 on."""
@@ -97,9 +98,9 @@ class Communicator(Protocol):
         """Returns when every rank of the mesh has called it."""
         ...
 
-    def all_gather_object(self, value: T, axis: str = "") -> list[T]:
-        """The picklable values of all ranks of the mesh, or of this rank's team along an axis, in
-        mesh order.
+    def all_gather_object(self, value: P, axis: str = "") -> list[P]:
+        """The plain values (plain.py) of all ranks of the mesh, or of this rank's team along an
+        axis, in mesh order.
         """
         ...
 
@@ -141,8 +142,8 @@ class SingleCommunicator(Collectives):
     def barrier(self) -> None:
         """Nobody to wait for."""
 
-    def all_gather_object(self, value: T, axis: str = "") -> list[T]:
-        return [value]
+    def all_gather_object(self, value: P, axis: str = "") -> list[P]:
+        return [cast(P, decode_plain(encode_plain(value)))]
 
 
 class TeamCommunicator(Collectives):
@@ -296,15 +297,27 @@ class GlooCommunicator(TeamCommunicator):
         with self._guard("barrier", ""):
             dist.barrier(group=self._world)
 
-    def all_gather_object(self, value: T, axis: str = "") -> list[T]:
+    def all_gather_object(self, value: P, axis: str = "") -> list[P]:
         team = self._teams[axis] if axis else self.mesh.ranks
         group = self._groups[axis] if axis else self._world
         if len(team) == 1:
-            return [value]
-        found: list[T] = [value] * len(team)
-        with self._guard("exchange of objects", axis):
-            dist.all_gather_object(found, value, group=group)
-        return [found[place] for place in _group_places(team)]
+            return [self._read(encode_plain(value), self.rank)]
+        order = enumerate(_group_places(team))
+        mine = encode_plain(value)
+        with self._guard("exchange of values", axis):
+            found = gather_bytes(mine, len(team), group)
+        return [self._read(found[place], team[number]) for number, place in order]
+
+    def _read(self, data: bytes, sender: int) -> Any:
+        """What another rank told. RankFailure for bytes of no meaning."""
+        try:
+            return decode_plain(data)
+        except ValueError as error:
+            raise RankFailure(
+                f"rank {sender} told rank {self.rank} what it can't read ({error})",
+                expected="a plain value",
+                remedy="run one version of distmega on all ranks, and let no one else connect",
+            ) from error
 
 
 def _group_places(team: Sequence[int]) -> list[int]:

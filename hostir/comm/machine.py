@@ -4,9 +4,16 @@ Comes in: a communicator, a built-in Machine. Goes out: it with the rates that w
 GPUs, if any were (sharding/overlap/rates_file.py).
 """
 
-from distmega.errors import DistmegaError
+from dataclasses import replace
+
+from distmega.errors import RequestError
 from distmega.hostir.comm.communicator import Communicator
-from distmega.sharding.overlap.rates_file import calibrated, library_versions
+from distmega.sharding.overlap.rates_file import (
+    calibrated,
+    library_versions,
+    rates_fields,
+    rates_of_fields,
+)
 from distmega.sharding.search.cost import Machine
 
 
@@ -14,12 +21,15 @@ def machine_of(comm: Communicator, machine: Machine, device: str) -> Machine:
     """`machine` with the rates that the mesh's first rank finds measured for its GPUs.
     RequestError, on all ranks, for a file there that does not fit.
     """
-    found: Machine | DistmegaError
+    rates, problem = None, None
     try:
         found = calibrated(machine, device, comm.mesh.num_ranks, library_versions())
-    except DistmegaError as error:
-        found = error
-    first: Machine | DistmegaError = comm.all_gather_object(found)[0]
-    if isinstance(first, DistmegaError):
-        raise first
-    return first
+        rates = rates_fields(found.overlap)
+    except RequestError as error:
+        problem = error.found, error.expected, error.remedy
+    rates, problem = comm.all_gather_object((rates, problem))[0]
+    if problem:
+        wrong, expected, remedy = problem
+        raise RequestError(wrong, expected=expected, remedy=remedy)
+    assert rates is not None, "there are rates or a problem with them"
+    return replace(machine, overlap=rates_of_fields(rates))

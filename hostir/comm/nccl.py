@@ -18,10 +18,11 @@ from torch import Tensor
 from distmega.hostir.comm.collectives import Handle, join_handles
 from distmega.hostir.comm.communicator import GlooCommunicator, TeamCommunicator, flat_bytes
 from distmega.hostir.comm.nccl_signals import Signals
+from distmega.hostir.comm.plain import Plain
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.stages import AXIS
 
-T = TypeVar("T")
+P = TypeVar("P", bound=Plain)
 
 
 class NcclCommunicator(TeamCommunicator):
@@ -136,5 +137,5 @@ class NcclCommunicator(TeamCommunicator):
     def barrier(self) -> None:
         self._control.barrier()
 
-    def all_gather_object(self, value: T, axis: str = "") -> list[T]:
+    def all_gather_object(self, value: P, axis: str = "") -> list[P]:
         return self._control.all_gather_object(value, axis)

@@ -24,10 +24,11 @@ import torch
 from torch import Tensor
 
 from distmega.errors import LaunchError
+from distmega.hostir.comm.plain import Plain
 from distmega.kernels.runtime.arena import ALIGNMENT_BYTES
 
-Exchange = Callable[[object], Sequence[object]]
-"""Gathers one object from each rank, in rank order, on all of them."""
+Exchange = Callable[[Plain], Sequence[object]]
+"""Gathers one plain value (hostir/comm/plain.py) from each rank, in rank order, on all of them."""
 
 COUNTER_BYTES = 4
 TOKEN_BYTES = ALIGNMENT_BYTES
@@ -76,6 +77,31 @@ class _Offer:
     sizes: PeerSizes
     problem: str = ""
 
+    def told(self) -> Plain:
+        """The offer as the exchange takes it: numbers, text, bytes, and a tuple of such."""
+        sizes = self.sizes.arena_bytes, self.sizes.num_events, self.sizes.num_lanes
+        return self.rank, self.path, self.token, sizes, self.problem
+
+
+def _heard(told: object) -> _Offer:
+    """The offer of which `told` made this. LaunchError for anything else."""
+    match told:
+        case (
+            int(rank),
+            str(path),
+            bytes(token),
+            (int(arena_bytes), int(num_events), int(num_lanes)),
+            str(problem),
+        ):
+            sizes = PeerSizes(arena_bytes=arena_bytes, num_events=num_events, num_lanes=num_lanes)
+            return _Offer(rank=rank, path=path, token=token, sizes=sizes, problem=problem)
+        case _:
+            raise LaunchError(
+                f"an offer of shared memory of unknown form, {told!r}",
+                expected="that of this version of distmega",
+                remedy="run the same version on every rank",
+            )
+
 
 def peer_memory_problem() -> str:
     """Why ranks on this machine can't share memory in the way needed here; empty if they can."""
@@ -102,9 +128,9 @@ def share_peers(rank: int, ranks: Sequence[int], sizes: PeerSizes, exchange: Exc
     descriptor, problem = _create(sizes, token)
     try:
         path = f"/proc/{os.getpid()}/fd/{descriptor}"
-        offers = exchange(_Offer(rank=rank, path=path, token=token, sizes=sizes, problem=problem))
-        offered = [offer for offer in offers if isinstance(offer, _Offer)]
-        assert [offer.rank for offer in offered] == list(ranks), f"exchange gave {offers}"
+        mine = _Offer(rank=rank, path=path, token=token, sizes=sizes, problem=problem)
+        offered = [_heard(told) for told in exchange(mine.told())]
+        assert [offer.rank for offer in offered] == list(ranks), f"exchange gave {offered}"
         _raise_first({offer.rank: offer.problem for offer in offered}, "create peer memory")
         buffers, problem = _map_all(offered, sizes)
         _raise_first(dict(zip(ranks, map(str, exchange(problem)), strict=True)), "map peer memory")

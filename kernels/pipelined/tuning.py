@@ -6,7 +6,7 @@ In: candidates of choices.py and a way to run one. Out: the choice to run. Next:
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from distmega.hostir.comm.plain import gather_bytes
 from distmega.kernels.pipelined.choices import Choice
 
 CHOICES = Path.home() / ".cache" / "distmega" / "choices.json"
@@ -168,9 +169,9 @@ def tuning(path: Path = CHOICES) -> Iterator[None]:
         _table.measuring = False
     many = dist.is_initialized() and dist.get_world_size() > 1
     if many:
-        shared = [_table.known()]
-        dist.broadcast_object_list(shared, src=0)
-        _table.entries = shared[0]
+        text = _as_text(_table.known()).encode()
+        first, *_ = gather_bytes(text, dist.get_world_size(), None)
+        _table.entries = _of_text(first.decode())
     _table.version += 1
     if not many or dist.get_rank() == 0:
         write_choices(path, _table.known())
@@ -179,11 +180,7 @@ def tuning(path: Path = CHOICES) -> Iterator[None]:
 def read_choices(path: Path) -> dict[str, Choice]:
     """The table of a file; empty if there is none or it is damaged: it can be measured anew."""
     try:
-        stored = json.loads(path.read_text())
-        return {
-            key: Choice(**{**fields, "tile": tuple(fields["tile"])})
-            for key, fields in stored.items()
-        }
+        return _of_text(path.read_text())
     except FileNotFoundError:
         return {}
     except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
@@ -195,5 +192,17 @@ def write_choices(path: Path, entries: dict[str, Choice]) -> None:
     """Replaces the file in one step, so that no reader sees half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
-    part.write_text(json.dumps({key: asdict(choice) for key, choice in entries.items()}, indent=1))
+    part.write_text(_as_text(entries))
     part.replace(path)
+
+
+def _as_text(entries: Mapping[str, Choice]) -> str:
+    return json.dumps({key: asdict(choice) for key, choice in entries.items()}, indent=1)
+
+
+def _of_text(text: str) -> dict[str, Choice]:
+    """What _as_text was given."""
+    stored = json.loads(text)
+    return {
+        key: Choice(**{**fields, "tile": tuple(fields["tile"])}) for key, fields in stored.items()
+    }

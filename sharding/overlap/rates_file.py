@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from distmega.errors import RequestError
 from distmega.sharding.overlap.rates import OverlapRates
@@ -89,20 +90,30 @@ def read_rates(path: Path) -> Measured:
         found = stored.get("version") if isinstance(stored, dict) else type(stored).__name__
         raise _unfit(path, f"version {found!r}", f"version {VERSION}")
     try:
-        rates = OverlapRates(**{k: _frozen(v) for k, v in stored["rates"].items()})  # type: ignore[arg-type]
-        measured = Measured(
+        return Measured(
             device=stored["device"],
             num_ranks=stored["num_ranks"],
             libraries=stored["libraries"],
-            rates=rates,
+            rates=rates_of_fields(stored["rates"]),
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise _unfit(path, f"its fields ({error})", "those that doctor writes") from error
+    except ValueError as error:
+        raise _unfit(path, str(error), "positive numbers where doctor writes them") from error
+
+
+def rates_fields(rates: OverlapRates) -> dict[str, Any]:
+    """Rates as numbers, text and tuples of such by name, for a file or another rank."""
+    return asdict(rates)
+
+
+def rates_of_fields(stored: Mapping[str, object]) -> OverlapRates:
+    """What rates_fields was given. TypeError for other names, ValueError for unfit values."""
+    rates = OverlapRates(**{k: _frozen(v) for k, v in stored.items()})  # type: ignore[arg-type]
     for field in fields(OverlapRates):
         if not _is_fit(getattr(rates, field.name), _SAMPLES.get(field.name, 1.0)):
-            found = f"{field.name} = {getattr(rates, field.name)!r}"
-            raise _unfit(path, found, "positive numbers where doctor writes them")
-    return measured
+            raise ValueError(f"{field.name} = {getattr(rates, field.name)!r}")
+    return rates
 
 
 def _frozen(value: object) -> object:

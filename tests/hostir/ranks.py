@@ -1,6 +1,7 @@
 """What each process of a multi-rank test runs. An assertion that fails in one ends the test."""
 
 import os
+import pickle
 from datetime import timedelta
 from pathlib import Path
 
@@ -9,9 +10,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
 
 from distmega.errors import RankFailure
 from distmega.hostir.check.check import check_host
+from distmega.hostir.comm import communicator
 from distmega.hostir.comm.communicator import Communicator, GlooCommunicator
 from distmega.hostir.ir.text import parse_host
 from distmega.hostir.lower.lower import KERNEL_KINDS, lower_program
@@ -76,6 +79,7 @@ def values(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor
 def run_all_checks(rank: int, num_ranks: int) -> None:
     """Every kind of exchange, on all ranks as one team and as a grid, then whole programs."""
     comm = GlooCommunicator(DeviceMesh(tp=num_ranks), rank)
+    check_values(comm)
     check_reductions(comm)
     check_moves(comm)
     check_point_to_point(comm)
@@ -83,6 +87,24 @@ def run_all_checks(rank: int, num_ranks: int) -> None:
         check_grid(rank)
     check_programs(comm)
     comm.barrier()
+
+
+def check_values(comm: GlooCommunicator) -> None:
+    """Plain values, and bytes that mean nothing, which pickle would run; it is never asked."""
+    size, rank = comm.mesh.num_ranks, comm.rank
+    values = [{"rank": r, "parts": (b"x" * r, [None, 1.5, "y" * 9 * r])} for r in range(size)]
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("dumps", "loads", "Pickler", "Unpickler"):
+            patch.setattr(pickle, name, None)
+        patch.setattr(c10d, "_pickler", None)
+        patch.setattr(c10d, "_unpickler", None)
+        assert comm.all_gather_object(values[rank]) == values
+        assert comm.all_gather_object(values[rank], "tp") == values
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == size - 1:
+            patch.setattr(communicator, "encode_plain", pickle.dumps)
+        with pytest.raises(RankFailure, match=f"rank {size - 1} told rank {rank} what it can't"):
+            comm.all_gather_object("value")
 
 
 def check_reductions(comm: Communicator) -> None:

@@ -61,7 +61,8 @@ def all_logits(engine: Engine, told: Tensor) -> Tensor:
     num, vocab = told.shape
     found = engine.stepping.logits.cpu().view(num if num == 1 else BATCH, -1)[:num]
     if found.shape[1] < vocab:
-        found = torch.cat(engine.comm.all_gather_object(found), dim=1)[:, :vocab]
+        parts = [torch.tensor(part) for part in engine.comm.all_gather_object(found.tolist())]
+        found = torch.cat(parts, dim=1)[:, :vocab].to(found.dtype)
     assert torch.equal(found.to(told.dtype), told.cpu())
     return found.to(told.device)
 
