@@ -17,21 +17,37 @@ DEFAULT_CONTEXT = 2048
 
 MAX_NUM_SMS = 1024
 """Task queues that are scheduled against each other in a few seconds."""
+MAX_DEGREE = 1024
+"""Ranks of a stage, and stages."""
+MAX_BATCH = 4096
+"""Sequences that are decoded together."""
+MAX_COUNT = 2**31 - 1
+MAX_MEMORY_GB = 1e9
+MAX_SECONDS = 1e6
+"""More than a week is no limit, and more than some clocks take."""
 
 Collectives = Literal["auto", "kernel", "host"]
 Events = Literal["overlap", "op"]
 Experts = Literal["auto", "tensor", "expert"]
 
 
-def _require(name: str, value: int, least: int) -> None:
+def _require(name: str, value: int, least: int, most: int = MAX_COUNT) -> None:
     if type(value) is not int:
         raise RequestError(
             f"{name} {value!r}", expected="a whole number", remedy=f"give {least} or more"
         )
+    shown = value if value.bit_length() < 64 else f"of {value.bit_length()} bits"
     if value < least:
         raise RequestError(
-            f"{name} {value}", expected=f"at least {least}", remedy=f"raise it to {least} or more"
+            f"{name} {shown}", expected=f"at least {least}", remedy=f"raise it to {least} or more"
         )
+    if value > most:
+        raise RequestError(f"{name} {shown}", expected=f"at most {most}", remedy="lower it")
+
+
+def _require_type(name: str, value: object, kind: type, expected: str) -> None:
+    if not isinstance(value, kind):
+        raise RequestError(f"{name} {value!r}", expected=expected, remedy="give one of that type")
 
 
 def _require_one_of(name: str, value: str, known: tuple[str, ...]) -> None:
@@ -68,21 +84,20 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         _require("--max-context", self.max_context, 0)
-        _require("--batch", self.batch, 1)
+        _require("--batch", self.batch, 1, MAX_BATCH)
         _require("--micro-batches", self.micro_batches, 0)
         _require("--max-batched-tokens", self.max_batched_tokens, 1)
-        _require("--num-sms", self.num_sms, 1)
+        _require("--num-sms", self.num_sms, 1, MAX_NUM_SMS)
         _require("--interleave-seed", self.interleave_seed, 0)
         _require_one_of("--collectives", self.collectives, get_args(Collectives))
         _require_one_of("--events", self.events, get_args(Events))
         _require_one_of("--experts", self.experts, get_args(Experts))
-        if self.num_sms > MAX_NUM_SMS:
+        in_range = type(self.timeout_s) in (int, float) and 0 < self.timeout_s <= MAX_SECONDS
+        if not in_range:
             raise RequestError(
-                f"--num-sms {self.num_sms}", expected=f"at most {MAX_NUM_SMS}", remedy="lower it"
-            )
-        if not self.timeout_s > 0:
-            raise RequestError(
-                f"--timeout-s {self.timeout_s}", expected="more than 0", remedy="raise it"
+                f"--timeout-s {self.timeout_s!r}",
+                expected=f"more than 0, at most {MAX_SECONDS:g}",
+                remedy="choose a number of seconds in that range",
             )
 
 
@@ -103,10 +118,13 @@ class GenerateRequest:
     options: EngineOptions = EngineOptions()
 
     def __post_init__(self) -> None:
-        _require("--tp", self.tp, 1)
-        _require("--pp", self.pp, 1)
+        _require("--tp", self.tp, 1, MAX_DEGREE)
+        _require("--pp", self.pp, 1, MAX_DEGREE)
         _require("--max-new-tokens", self.max_new_tokens, 1)
-        if isinstance(self.prompts, str) or not all(isinstance(p, str) for p in self.prompts):
+        _require_type("model", self.model, str, "a name or path as text")
+        _require_type("options", self.options, EngineOptions, "EngineOptions")
+        listed = isinstance(self.prompts, tuple | list)
+        if not listed or not all(isinstance(p, str) for p in self.prompts):
             raise RequestError(
                 f"prompts {self.prompts!r}", expected="texts in a tuple", remedy='give ("text",)'
             )
@@ -136,8 +154,8 @@ class ScoreRequest:
     options: EngineOptions = EngineOptions()
 
     def __post_init__(self) -> None:
-        _require("--tp", self.tp, 1)
-        _require("--pp", self.pp, 1)
+        _require("--tp", self.tp, 1, MAX_DEGREE)
+        _require("--pp", self.pp, 1, MAX_DEGREE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,12 +167,12 @@ class ExplainRequest:
     memory_limit_gb: float = 0.0
 
     def __post_init__(self) -> None:
-        _require("--tp", self.tp, 1)
-        _require("--pp", self.pp, 1)
-        if not 0 <= self.memory_limit_gb < math.inf:
+        _require("--tp", self.tp, 1, MAX_DEGREE)
+        _require("--pp", self.pp, 1, MAX_DEGREE)
+        if not 0 <= self.memory_limit_gb <= MAX_MEMORY_GB:
             raise RequestError(
                 f"--memory-limit-gb {self.memory_limit_gb}",
-                expected="at least 0, and finite",
+                expected=f"at least 0, and finite: at most {MAX_MEMORY_GB:g}",
                 remedy="give the memory of a GPU, or 0 for no limit",
             )
 
@@ -176,7 +194,7 @@ class TraceRequest:
     options: EngineOptions = EngineOptions()
 
     def __post_init__(self) -> None:
-        _require("--tp", self.tp, 1)
+        _require("--tp", self.tp, 1, MAX_DEGREE)
         _require("--steps", self.num_steps, 1)
         _require("--context", self.position, 1)
 

@@ -14,6 +14,7 @@ MIN_CANDIDATES = 64
 MAX_CANDIDATES = 1024
 """A top_k of at most this many is found among the largest of each part of the vocabulary."""
 
+MAX_TOP_K = 2**31
 MAX_SEED = 2**63
 
 
@@ -63,9 +64,13 @@ class Sampling:
     """Equal seeds draw equal tokens, on any number of ranks."""
 
     def __post_init__(self) -> None:
+        self._check_types()
+        in_range = not self.temperature or 1e-30 <= self.temperature <= 1e30  # in fp32
         for option, value, fits, expected in (
             ("--temperature", self.temperature, 0 <= self.temperature < math.inf, "at least 0"),
+            ("--temperature", self.temperature, in_range, "0, or from 1e-30 to 1e30"),
             ("--top-k", self.top_k, self.top_k >= 0, "at least 0"),
+            ("--top-k", self.top_k, self.top_k < MAX_TOP_K, "below 2^31"),
             ("--top-p", self.top_p, 0 < self.top_p <= 1, "more than 0, at most 1"),
             ("--seed", self.seed, 0 <= self.seed < MAX_SEED, "at least 0, below 2^63"),
         ):
@@ -80,6 +85,14 @@ class Sampling:
                 expected="--temperature above 0",
                 remedy=f"add --temperature 1, or leave out {option}",
             )
+
+    def _check_types(self) -> None:
+        for option, value in (("--temperature", self.temperature), ("--top-p", self.top_p)):
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise _bad_type(option, value, "a number")
+        for option, value in (("--top-k", self.top_k), ("--seed", self.seed)):
+            if type(value) is not int:
+                raise _bad_type(option, value, "a whole number")
 
     @property
     def method(self) -> Method:
@@ -102,6 +115,10 @@ class Sampling:
         if self.method.kind == "plain":
             return self.temperature, -math.inf
         return self.temperature, float(self.top_k), self.top_p
+
+
+def _bad_type(option: str, value: object, expected: str) -> RequestError:
+    return RequestError(f"{option} {value!r}", expected=expected, remedy="give one of that type")
 
 
 MOST_LIKELY = Sampling()

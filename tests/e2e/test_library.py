@@ -1,5 +1,6 @@
 """The library as its users call it: a plan compiled for each rank, prompts answered in one call."""
 
+import math
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -166,6 +167,19 @@ def test_generate_under_torchrun_names_what_to_call(monkeypatch):
         (lambda: distmega.EngineOptions(collectives="nccl"), "'nccl'; expected one of auto, kern"),
         (lambda: distmega.EngineOptions(events="all"), "'all'; expected one of overlap, op"),
         (lambda: distmega.EngineOptions(num_sms=10**6), "--num-sms 1000000; expected at most 1024"),
+        (lambda: distmega.EngineOptions(batch=10**11), "--batch 100000000000; expected at most"),
+        (lambda: distmega.EngineOptions(batch=True), "--batch True; expected a whole number"),
+        (
+            lambda: distmega.EngineOptions(timeout_s=1e300),
+            r"--timeout-s 1e\+300; expected",
+        ),
+        (lambda: distmega.EngineOptions(timeout_s=None), "--timeout-s None; expected more than 0"),
+        (lambda: distmega.EngineOptions(timeout_s=math.nan), "--timeout-s nan; expected more than"),
+        (lambda: request(tp=10**6), "--tp 1000000; expected at most 1024"),
+        (lambda: request(pp=10**5000), "--pp of 16610 bits; expected at most 1024"),
+        (lambda: request(prompts=None), "prompts None; expected texts in a tuple"),
+        (lambda: request(model=None), "model None; expected a name or path as text"),
+        (lambda: request(options=None), "options None; expected EngineOptions"),
     ],
 )
 def test_a_value_of_a_wrong_type_is_refused_at_once(make, message: str):

@@ -22,6 +22,14 @@ from distmega.models.sampling import GREEDY, MOST_LIKELY, Method, Sampling
         ({"top_k": 5}, "--top-k with temperature 0, where .* add --temperature 1"),
         ({"top_p": 0.5}, "--top-p with temperature 0"),
         ({"seed": 3}, "--seed with temperature 0"),
+        ({"temperature": 1.0, "top_k": 2.5}, "--top-k 2.5; expected a whole number"),
+        ({"temperature": 1.0, "top_k": True}, "--top-k True; expected a whole number"),
+        ({"temperature": 1.0, "top_k": 2**31}, "--top-k 2147483648; expected below 2.31"),
+        ({"temperature": 1.0, "seed": "1"}, "--seed '1'; expected a whole number"),
+        ({"temperature": True}, "--temperature True; expected a number"),
+        ({"temperature": None}, "--temperature None; expected a number"),
+        ({"temperature": 1e-40}, "--temperature 1e-40; expected 0, or from 1e-30"),
+        ({"temperature": 1.0, "top_p": "x"}, "--top-p 'x'; expected a number"),
     ],
 )
 def test_refused(values: dict[str, float], message: str):
