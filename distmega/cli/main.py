@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -98,6 +99,10 @@ class Generate:
     """Stop after this many tokens, or at the model's end token."""
     chat: bool = False
     """Put the prompt into the model's chat template."""
+    stop: tuple[str, ...] = ()
+    """Texts before which an answer ends."""
+    ignore_eos: bool = False
+    """Go on after the model's end token."""
     sampling: SamplingFlags = Sampling()
     ranks: RankFlags = Ranks()
     engine: EngineFlags = EngineOptions()
@@ -254,13 +259,18 @@ def _generate(command: Generate, console: Console) -> None:
         max_new_tokens=command.max_new_tokens,
         chat=command.chat,
         sampling=command.sampling,
+        stop=command.stop,
+        ignore_eos=command.ignore_eos,
         options=replace(command.engine, batch=max(command.engine.batch, len(prompts))),
     )
     check_model(request.model, model_mesh(request.tp, request.pp), request.options)
+    start = opened = time.monotonic()
     for value in _run("distmega.engine.jobs:generate", request, options):
         match value:
-            case Opened(random_weights=True):
-                _announce_random("text", console)
+            case Opened(random_weights=is_random):
+                opened = time.monotonic()
+                if is_random:
+                    _announce_random("text", console)
             case Token(text=text) if len(prompts) == 1:
                 console.file.write(text)
                 console.file.flush()
@@ -269,7 +279,8 @@ def _generate(command: Generate, console: Console) -> None:
                     console.file.write(answers[0].tail + "\n")
                 else:
                     _print_answers(prompts, result, console)
-                console.print(_summary(result, request.tp * request.pp), markup=False)
+                line = _summary(result, request.tp * request.pp, opened - start)
+                console.print(line, markup=False)
 
 
 def _announce_random(what: str, console: Console) -> None:
@@ -283,14 +294,17 @@ def _print_answers(prompts: Sequence[str], result: GenerateResult, console: Cons
         console.file.write(answer.text + "\n")
 
 
-def _summary(result: GenerateResult, num_ranks: int) -> str:
+def _summary(result: GenerateResult, num_ranks: int, start_s: float) -> str:
+    """One line of figures; start_s: seconds until the ranks ran."""
     num_tokens = sum(len(answer.ids) for answer in result.answers)
     num_prompt_tokens = sum(answer.num_prompt_tokens for answer in result.answers)
     ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
+    rate = f"{result.tokens_per_s:.1f} tokens/s, " if result.tokens_per_s else ""
+    second = f", the second {result.second_token_s:.2f} s later" if result.second_token_s else ""
     return (
-        f"[{num_tokens} tokens after {num_prompt_tokens} on {ranks}: "
-        f"{result.tokens_per_s:.1f} tokens/s, first token after {result.first_token_s:.2f} s, "
-        f"loading {result.load_s:.1f} s]"
+        f"[{num_tokens} tokens after {num_prompt_tokens} on {ranks}: {rate}"
+        f"first token after {result.first_token_s:.2f} s{second}; "
+        f"starting {start_s:.1f} s, loading {result.load_s:.1f} s]"
     )
 
 
@@ -390,7 +404,10 @@ def _run(target: str, request: object, options: LauncherOptions) -> Iterator[obj
         level = read_settings().log.upper()
         logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
     console = Console(stderr=True, soft_wrap=True, highlight=False)
-    yield from show_loading((event.value for event in launch(target, request, options)), console)
+    num = options.num_ranks
+    values = (event.value for event in launch(target, request, options))
+    first = "starting 1 rank" if num == 1 else f"starting {num} ranks"
+    yield from show_loading(values, console, first)
 
 
 def _read_text(path: Path) -> str:

@@ -6,8 +6,8 @@ weights arena and one KV cache. Next on the walk: hostir/run/evaluator.py.
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Container, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from functools import partial
 
 import torch
@@ -24,7 +24,13 @@ from distmega.engine.decode_plan import (
 from distmega.engine.prefill import Prefills
 from distmega.engine.requests import EngineOptions
 from distmega.engine.steps_ahead import decode_ahead
-from distmega.engine.weight_loading import Progress, load_weights, no_progress
+from distmega.engine.weight_loading import (
+    Progress,
+    Tell,
+    load_weights,
+    no_progress,
+    tell_nobody,
+)
 from distmega.errors import HangError, LaunchError, RequestError, VerifyError
 from distmega.hostir.comm.communicator import Communicator
 from distmega.hostir.comm.nccl import NcclCommunicator
@@ -43,7 +49,14 @@ from distmega.kernels.runtime.symmetric import Team
 from distmega.models.config import ModelConfig
 from distmega.models.decoder import Logits
 from distmega.models.load import ModelSource
-from distmega.models.sampling import MOST_LIKELY, Method, Sampling
+from distmega.models.sampling import (
+    MOST_LIKELY,
+    Method,
+    Sampling,
+    Samplings,
+    joint_method,
+    sampling_of_each,
+)
 from distmega.program.types import Program
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.search.cost import CPU, H200
@@ -71,22 +84,32 @@ class Engine:
         node: str = "",
         device: str = "cpu",
         logits: Logits = "none",
-        sampling: Sampling = MOST_LIKELY,
+        sampling: Samplings = MOST_LIKELY,
         progress: Progress = no_progress,
+        tell: Tell = tell_nobody,
     ) -> None:
         """Plans, compiles and loads weights. node: the host of this rank. logits: what a decode
-        step gives besides the token. sampling: how tokens are chosen. progress: of the weights.
+        step gives besides the token. sampling: how tokens are chosen where a call does not say; of
+        several, each sequence of the batch takes its own, those behind them the most likely token,
+        and a call may ask for all of them. progress: of the weights. tell: called with what is done
+        next, in words.
 
         Raises PlanError where the mesh can't be used, LaunchError where ranks disagree.
         """
         self.mesh, self.comm, self.device = mesh, comm, torch.device(device)
+        self.eos_ids = frozenset(source.config.eos_ids)
+        """Tokens that end a sequence."""
+        self._logits = logits
+        self._method = joint_method(sampling)
+        self._sampling = _fill_up(sampling, options.batch)
         self._num_cached = [0] * options.batch
         self._hang = ""
         on_gpu = self.device.type == "cuda"
-        plan = self._plan(source.config, options, logits, sampling.method)
+        tell("planning a decode step")
+        plan = self._plan(source.config, options, logits, self._method)
         peer_memory = self._share_memory(plan, options, node)
         self.blueprint = lower_decode(
-            source.config, plan, options, peer_memory=peer_memory, method=sampling.method
+            source.config, plan, options, peer_memory=peer_memory, method=self._method
         )
         self._weights = allocate_arena(self.blueprint.weights, device=device)
         self._states = allocate_arena(self.blueprint.states, device=device)
@@ -94,12 +117,14 @@ class Engine:
         states = arena_views(self.blueprint.states, self._states)
         self._persistent = {**weights, **states}
         self._slots = _slots_of(states, options.batch)
-        self._draws = _draw_inputs(sampling, options.batch, self.device)
+        self._draws = _draw_inputs(self._method, options.batch, self.device)
         self._runners: dict[str, CpuMegakernel] = {}
         self.stepping: SteppingRunner | None = None
         """The decode kernel of a GPU where it chooses the tokens, several in one launch."""
         coordinate, allocations = mesh.coordinate(comm.rank), self.blueprint.local.allocations
+        tell("loading weights")
         load_weights(source, allocations, coordinate, weights, progress)
+        tell("preparing the decode step")
         self._decode = self._open_gpu(options) if on_gpu else self._open_cpu(options)
         fingerprints = [plan.fingerprint()]
         fingerprints += [runner.kernel.fingerprint() for runner in self._runners.values()]
@@ -127,20 +152,74 @@ class Engine:
         mates = dict(zip(self.mesh.ranks, found, strict=True))
         return share_memory([mates[rank] for rank in plan.plan.mesh.ranks], options)
 
-    def generate(self, prompt: Sequence[int], limit: int = 0) -> Iterator[int]:
+    def generate(
+        self,
+        prompt: Sequence[int],
+        limit: int = 0,
+        sampling: Sampling | None = None,
+        *,
+        ignore_eos: bool = False,
+    ) -> Iterator[int]:
         """As generate_all, of one prompt."""
-        for (token,) in self.generate_all([prompt], limit):
+        given = None if sampling is None else [sampling]
+        for (token,) in self.generate_all([prompt], limit, given, ignore_eos=ignore_eos):
             yield token
 
     def generate_all(
-        self, prompts: Sequence[Sequence[int]], limit: int = 0
+        self,
+        prompts: Sequence[Sequence[int]],
+        limit: int = 0,
+        sampling: Samplings | None = None,
+        *,
+        ignore_eos: bool = False,
     ) -> Iterator[tuple[int, ...]]:
-        """Tokens after each prompt, a step at a time, until a cache is full or there are `limit`
-        steps; starts new sequences.
+        """Tokens after each prompt, a step at a time, until a cache is full, there are `limit`
+        steps, or all sequences have ended, each with one of eos_ids; starts new sequences.
+
+        A sequence that has ended repeats its end token while others go on. sampling: of these
+        prompts, one for all or one for each, instead of the engine's own. ignore_eos: no token ends
+        a sequence.
 
         On a GPU later tokens come several at a time, and the next ones are computed meanwhile, so
         a caller that stops before the limit has caused some steps too many. RequestError for no
-        prompts, for more than the engine's batch, and for a limit below 0.
+        prompts, for more than the engine's batch, for a limit below 0, and for a sampling that the
+        engine was not opened for.
+        """
+        with closing(self._steps(prompts, limit, sampling)) as steps:
+            yield from steps if ignore_eos else _until_ended(steps, self.eos_ids)
+
+    def generate_with_logits(
+        self,
+        prompts: Sequence[Sequence[int]],
+        limit: int = 0,
+        sampling: Samplings | None = None,
+    ) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+        """As generate_all with ignore_eos, with the logits that each step chose from, [prompts,
+        vocab]; one step at a time. RequestError for an engine opened without logits="last".
+        """
+        if self._logits == "none":
+            raise RequestError(
+                "logits of decode steps",
+                expected='an engine that was opened with logits="last"',
+                remedy='open it with logits="last"',
+            )
+        tokens, scores = self._prefill_all(prompts, limit, sampling, "last")
+        yield tokens, torch.cat(scores)
+        for _ in range(self._num_further(limit)):
+            outputs = self.decode_step(tokens)
+            tokens = tuple(outputs["next"].tolist()[: len(prompts)])
+            self._raise_hang()
+            yield tokens, outputs["logits"][: len(prompts)]
+
+    def _prefill_all(
+        self,
+        prompts: Sequence[Sequence[int]],
+        limit: int,
+        sampling: Samplings | None,
+        logits: Logits,
+    ) -> tuple[tuple[int, ...], list[Tensor]]:
+        """Starts a sequence for each prompt in the first slots: their tokens, and the logits as
+        Prefills.run gives them.
         """
         if not prompts or limit < 0:
             raise RequestError(
@@ -148,11 +227,26 @@ class Engine:
                 expected="a prompt at least, and a limit of 0 (none) or more",
                 remedy="give a prompt, or correct the limit",
             )
-        tokens = tuple(self.prefill_all(prompts))
+        own = self._sampling[: len(prompts)]
+        each = own if sampling is None else sampling_of_each(sampling, len(prompts))
+        each += [MOST_LIKELY] * (len(prompts) - len(each))
+        given = dict(enumerate(zip(prompts, each, strict=True)))
+        found, scores = self._run_prefill(given, logits)
         self._num_cached[len(prompts) :] = [0] * (self.batch - len(prompts))
-        yield tokens
+        return tuple(found[slot] for slot in range(len(prompts))), scores
+
+    def _num_further(self, limit: int) -> int:
+        """Steps that caches and limit leave room for after the first tokens."""
         room = self.blueprint.max_context - max(self._num_cached)
-        room = min(room, limit - 1) if limit else room
+        return min(room, limit - 1) if limit else room
+
+    def _steps(
+        self, prompts: Sequence[Sequence[int]], limit: int, sampling: Samplings | None
+    ) -> Generator[tuple[int, ...]]:
+        """The steps of generate_all, whatever tokens they give."""
+        tokens, _ = self._prefill_all(prompts, limit, sampling, "none")
+        yield tokens
+        room = self._num_further(limit)
         if self.stepping is None:
             for _ in range(room):
                 tokens = tuple(self.decode_step(tokens)["next"].tolist()[: len(prompts)])
@@ -201,12 +295,14 @@ class Engine:
 
     def logits(self, ids: Sequence[int]) -> Tensor:
         """Logits of every position of a new sequence in slot 0, [len(ids), vocab]."""
-        _, scores = self._run_prefill({0: ids}, "all")
+        _, scores = self._run_prefill({0: (ids, None)}, "all")
         return torch.cat(scores) if len(scores) > 1 else scores[0]
 
-    def prefill(self, ids: Sequence[int], slot: int = 0) -> int:
-        """Starts a new sequence in one of the batch's slots; the next token."""
-        found, _ = self._run_prefill({slot: ids}, "none")
+    def prefill(self, ids: Sequence[int], slot: int = 0, sampling: Sampling | None = None) -> int:
+        """Starts a new sequence in one of the batch's slots; the next token. sampling: of this
+        sequence, instead of the engine's own; see generate_all.
+        """
+        found, _ = self._run_prefill({slot: (ids, sampling)}, "none")
         return found[slot]
 
     def prefill_all(self, prompts: Sequence[Sequence[int]]) -> list[int]:
@@ -216,16 +312,21 @@ class Engine:
         RequestError, before anything runs, for more prompts than slots, and for one that is empty
         or longer than its cache.
         """
-        found, _ = self._run_prefill(dict(enumerate(prompts)), "none")
+        given = {slot: (ids, None) for slot, ids in enumerate(prompts)}
+        found, _ = self._run_prefill(given, "none")
         return [found[slot] for slot in range(len(prompts))]
 
     def decode(self, token: int) -> int:
         """Appends one token to the sequence in slot 0; the next one."""
         found = int(self.decode_step([token])["next"][0])
+        self._raise_hang()
+        return found
+
+    def _raise_hang(self) -> None:
+        """HangError if the decode kernel has given up a wait."""
         if self.stepping:
             with self._in_step():
                 self.stepping.raise_hang()
-        return found
 
     def decode_step(self, tokens: Sequence[int]) -> Mapping[str, Tensor]:
         """Appends a token to each of the first sequences.
@@ -257,11 +358,19 @@ class Engine:
         self._num_cached[:num] = [cached + num_steps for cached in self._num_cached[:num]]
 
     def _run_prefill(
-        self, prompts: Mapping[int, Sequence[int]], logits: Logits
+        self, given: Mapping[int, tuple[Sequence[int], Sampling | None]], logits: Logits
     ) -> tuple[dict[int, int], list[Tensor]]:
-        """As Prefills.run; RequestError where a prompt fits no slot, before anything runs."""
+        """As Prefills.run, of a prompt and its sampling for each slot, by default the engine's own;
+        RequestError where one fits no slot, before anything runs.
+        """
+        prompts = {slot: ids for slot, (ids, _) in given.items()}
         for slot, ids in prompts.items():
             self._require_prompt(slot, ids)
+        chosen = {slot: one or self._sampling[slot] for slot, (_, one) in given.items()}
+        for sampling in chosen.values():
+            self._require_served(sampling)
+        for slot, sampling in chosen.items():
+            self._choose_by(sampling, slot)
         tensors = {**self._draws, **self._persistent}
         own = [
             {**{name: rows[slot : slot + 1] for name, rows in self._draws.items()},
@@ -276,6 +385,23 @@ class Engine:
         for slot, ids in prompts.items():
             self._num_cached[slot] = len(ids)
         return found
+
+    def _require_served(self, sampling: Sampling) -> None:
+        if not self._method.serves(sampling):
+            raise RequestError(
+                f"{sampling} in an engine for {self._method.describe()}",
+                expected="a sampling that its programs were built for",
+                remedy="open the engine with all samplings that it will be asked for",
+            )
+
+    def _choose_by(self, sampling: Sampling, slot: int) -> None:
+        """Tokens of the sequence in this slot are chosen so from now on; in place, for graphs hold
+        these tensors.
+        """
+        if self._draws:
+            row = self._method.settings_of(sampling)
+            self._draws["sampling"][slot] = torch.tensor(row, dtype=torch.float32)
+            self._draws["seeds"][slot] = sampling.seed
 
     def _require_prompt(self, slot: int, ids: Sequence[int]) -> None:
         """RequestError unless a slot can take this prompt."""
@@ -411,10 +537,32 @@ def _slots_of(states: Mapping[str, Tensor], batch: int) -> list[dict[str, Tensor
     return [{name: cache[slot] for name, cache in caches.items()} for slot in range(batch)]
 
 
-def _draw_inputs(sampling: Sampling, batch: int, device: torch.device) -> dict[str, Tensor]:
-    """What a program takes that draws tokens, a row a sequence; see decoder.py."""
-    if not sampling.method.draws:
+def _fill_up(samplings: Samplings, batch: int) -> list[Sampling]:
+    """The sampling of each slot; those of which nothing is said take the most likely token."""
+    if isinstance(samplings, Sampling):
+        return sampling_of_each(samplings, batch)
+    return [*samplings, *[MOST_LIKELY] * (batch - len(samplings))]
+
+
+def _draw_inputs(method: Method, batch: int, device: torch.device) -> dict[str, Tensor]:
+    """What a program takes that draws tokens, a row a sequence, as MOST_LIKELY has it; see
+    decoder.py.
+    """
+    if not method.draws:
         return {}
-    settings = torch.tensor([sampling.settings] * batch, dtype=torch.float32, device=device)
-    seeds = [sampling.seed_of(sequence) for sequence in range(batch)]
-    return {"sampling": settings, "seeds": torch.tensor(seeds, device=device)}
+    settings = torch.tensor([method.settings_of(MOST_LIKELY)] * batch, dtype=torch.float32)
+    seeds = torch.zeros(batch, dtype=torch.int64)
+    return {"sampling": settings.to(device), "seeds": seeds.to(device)}
+
+
+def _until_ended(
+    steps: Iterator[tuple[int, ...]], eos_ids: Container[int]
+) -> Iterator[tuple[int, ...]]:
+    """The steps until every sequence has had an end token, which it repeats from then on."""
+    ended: dict[int, int] = {}
+    for tokens in steps:
+        told = tuple(ended.get(place, token) for place, token in enumerate(tokens))
+        yield told
+        ended |= {place: token for place, token in enumerate(told) if token in eos_ids}
+        if len(ended) == len(told):
+            return

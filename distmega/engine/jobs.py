@@ -7,22 +7,27 @@ Next on the walk: engine.py.
 
 import math
 import time
+from collections.abc import Generator, Sequence
+from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
+from distmega.engine.answers import GrowingAnswer
 from distmega.engine.communicators import open_communicator
 from distmega.engine.decode_plan import context_limit, model_mesh
 from distmega.engine.engine import Engine
 from distmega.engine.ranks import Emit, RankContext
 from distmega.engine.requests import (
-    Answer,
+    Doing,
     EngineOptions,
     GenerateRequest,
     GenerateResult,
     Loaded,
+    Logprob,
     Opened,
     ScoreRequest,
     ScoreResult,
@@ -31,11 +36,11 @@ from distmega.engine.requests import (
     TraceResult,
 )
 from distmega.engine.trace_summary import summarise
-from distmega.engine.weight_loading import Progress, no_progress
+from distmega.engine.weight_loading import Progress, Tell, no_progress, tell_nobody
 from distmega.errors import RequestError
 from distmega.models.decoder import Logits
 from distmega.models.load import ModelSource, open_model
-from distmega.models.sampling import MOST_LIKELY, Sampling
+from distmega.models.sampling import MOST_LIKELY, Samplings
 from distmega.models.tokenizer import Tokenizer
 from distmega.trace_file import Span, write_trace
 
@@ -43,9 +48,7 @@ LOADED_S = 0.25
 
 
 def generate(context: RankContext, request: GenerateRequest, emit: Emit) -> GenerateResult:
-    """Emits a Token as soon as it is known; each answer has up to max_new_tokens tokens or ends
-    with an end token.
-    """
+    """Emits a Token as soon as it is known."""
     start = time.perf_counter()
     source = open_model(request.model)
     emit(Opened(random_weights=source.random))
@@ -56,55 +59,62 @@ def generate(context: RankContext, request: GenerateRequest, emit: Emit) -> Gene
         source,
         request.tp,
         request.options,
+        "none" if request.logprobs is None else "last",
         sampling=request.sampling,
         pp=request.pp,
         progress=report_loading(emit),
+        tell=report_doing(emit),
     )
-    loaded = first = time.perf_counter()
-    answers = [_GrowingAnswer(tokenizer, prompt) for prompt in prompts]
-    for number, tokens in enumerate(engine.generate_all(prompts, request.max_new_tokens)):
-        if number == 0:
-            first = time.perf_counter()
-        for place, (answer, token) in enumerate(zip(answers, tokens, strict=True)):
-            if not answer.ended:
-                piece = answer.push(token)
-                emit(Token(id=token, text=piece, prompt=place))
-        if all(answer.ended for answer in answers):
-            break
+    several = f"{len(prompts)} prompts" if len(prompts) > 1 else "the prompt"
+    emit(Doing(what=f"reading {several}"))
+    times = [time.perf_counter()]
+    eos_ids = () if request.ignore_eos else tokenizer.eos_ids
+    answers = [GrowingAnswer(tokenizer, prompt, eos_ids, request.stop) for prompt in prompts]
+    with closing(_steps(engine, prompts, request)) as steps:
+        for tokens, logprobs in steps:
+            times = [*times[:3], time.perf_counter()]
+            for place, (answer, token) in enumerate(zip(answers, tokens, strict=True)):
+                if not answer.finish_reason:
+                    found = logprobs[place] if logprobs else None
+                    piece = answer.push(token, found)
+                    emit(Token(id=token, text=piece, prompt=place, logprob=found))
+            if all(answer.finish_reason for answer in answers):
+                break
+    loaded, first, second, last = (*times, *[times[-1]] * (4 - len(times)))
     return GenerateResult(
         answers=tuple(answer.finish() for answer in answers),
         load_s=loaded - start,
         first_token_s=first - loaded,
-        decode_s=time.perf_counter() - first,
+        second_token_s=second - first,
+        decode_s=last - second,
         random_weights=source.random,
     )
 
 
-class _GrowingAnswer:
-    """The tokens that continue a prompt so far. ended: an end token came."""
+def _steps(
+    engine: Engine, prompts: list[list[int]], request: GenerateRequest
+) -> Generator[tuple[tuple[int, ...], list[Logprob]]]:
+    """Tokens of each step and, if asked for, their probabilities."""
+    limit, sampling = request.max_new_tokens, request.sampling
+    if request.logprobs is None:
+        for tokens in engine.generate_all(prompts, limit, sampling, ignore_eos=True):
+            yield tokens, []
+        return
+    for tokens, logits in engine.generate_with_logits(prompts, limit, sampling):
+        yield tokens, logprobs_of(logits, tokens, request.logprobs)
 
-    def __init__(self, tokenizer: Tokenizer, prompt: list[int]) -> None:
-        self.ended = False
-        self._stream, self._eos_ids = tokenizer.stream(prompt), tokenizer.eos_ids
-        self._ids, self._text, self._num_prompt_tokens = list[int](), "", len(prompt)
 
-    def push(self, token: int) -> str:
-        """Adds a token; the text that it adds."""
-        self._ids.append(token)
-        self.ended = token in self._eos_ids
-        piece = "" if self.ended else self._stream.push(token)
-        self._text += piece
-        return piece
-
-    def finish(self) -> Answer:
-        """The whole answer."""
-        tail = self._stream.finish()
-        return Answer(
-            ids=tuple(self._ids),
-            text=self._text + tail,
-            tail=tail,
-            num_prompt_tokens=self._num_prompt_tokens,
+def logprobs_of(logits: Tensor, tokens: Sequence[int], num_top: int) -> list[Logprob]:
+    """Of each row of logits, [rows, vocab], that of its token and the num_top largest."""
+    found = logits.float().log_softmax(-1)
+    chosen = found.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0]
+    values, ids = found.topk(min(num_top, found.shape[1]), -1)
+    return [
+        Logprob(logprob=one, top=tuple(zip(places, likeliest, strict=True)))
+        for one, places, likeliest in zip(
+            chosen.tolist(), ids.tolist(), values.tolist(), strict=True
         )
+    ]
 
 
 def score(context: RankContext, request: ScoreRequest, emit: Emit) -> ScoreResult:
@@ -123,7 +133,9 @@ def score(context: RankContext, request: ScoreRequest, emit: Emit) -> ScoreResul
         request.options,
         pp=request.pp,
         progress=report_loading(emit),
+        tell=report_doing(emit),
     )
+    emit(Doing(what=f"reading {len(ids)} tokens"))
     losses = F.cross_entropy(engine.logits(ids)[:-1].float().cpu(), torch.tensor(ids[1:]))
     return ScoreResult(
         perplexity=math.exp(losses.item()),
@@ -158,10 +170,11 @@ def open_engine(
     tp: int,
     options: EngineOptions,
     logits: Logits = "none",
-    sampling: Sampling = MOST_LIKELY,
+    sampling: Samplings = MOST_LIKELY,
     *,
     pp: int = 1,
     progress: Progress = no_progress,
+    tell: Tell = tell_nobody,
 ) -> Engine:
     """This rank's engine on a mesh of `pp` stages of `tp` ranks, which must be all there are."""
     if tp * pp != context.world_size:
@@ -182,7 +195,13 @@ def open_engine(
         logits=logits,
         sampling=sampling,
         progress=progress,
+        tell=tell,
     )
+
+
+def report_doing(emit: Emit) -> Tell:
+    """Emits a Doing for what is done next."""
+    return lambda what: emit(Doing(what=what))
 
 
 def report_loading(emit: Emit) -> Progress:

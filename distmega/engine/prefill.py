@@ -74,28 +74,35 @@ class Prefills:
         tensors: Tensors,
         slots: Sequence[Tensors],
     ) -> tuple[dict[int, int], list[Tensor]]:
-        """Starts a sequence in each slot of `prompts`: the token after each, and the logits of all
-        tokens if asked for, [tokens of a pass, vocab] a pass.
+        """Starts a sequence in each slot of `prompts`: the token after each, and the logits if
+        asked for: of all tokens, [tokens of a pass, vocab] a pass, or of the last one of each
+        prompt, [1, vocab] a slot.
 
         tensors: weights, caches and, if tokens are drawn, how, a row a slot. slots: the same of
         each slot alone.
         """
         if not self._packs:
-            found = {}
+            found, rows = {}, list[Tensor]()
             for slot, ids in sorted(prompts.items()):
                 outputs = self._run_parts(ids, logits, slots[slot])
                 found[slot] = int(outputs["next"][-1])
-            return found, [outputs["logits"]] if logits == "all" else []
+                rows += [outputs["logits"].clone()] if logits != "none" else []
+            return found, rows
         ended: list[tuple[list[int], Tensor]] = []
         scores: list[Tensor] = []
+        of_slots: dict[int, Tensor] = {}
         for parts in pack_prompts(prompts, self._blueprint.options.max_batched_tokens):
             outputs = self._run_pass(parts, logits, tensors)
             ended.append(([part.slot for part in parts if part.ends], outputs["next"].clone()))
             if logits == "all":
                 scores.append(outputs["logits"][: sum(len(part.ids) for part in parts)].clone())
+            if logits == "last":
+                last = outputs["logits"].clone()
+                of_slots |= {slot: last[slot : slot + 1] for slot in ended[-1][0]}
         if self._captures:
             self._wait()
         following = [(slots, tokens.tolist()) for slots, tokens in ended]
+        scores += [of_slots[slot] for slot in sorted(of_slots)]
         return {slot: tokens[slot] for slots, tokens in following for slot in slots}, scores
 
     def _run_parts(self, ids: Sequence[int], logits: Logits, tensors: Tensors) -> Tensors:

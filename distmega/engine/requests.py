@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from distmega.errors import RequestError
-from distmega.models.sampling import Sampling
+from distmega.models.sampling import Sampling, Samplings, sampling_of_each
 
 DEFAULT_CONTEXT = 2048
 """Positions of the KV cache unless asked otherwise, where the model allows as many."""
@@ -26,9 +26,13 @@ MAX_MEMORY_GB = 1e9
 MAX_SECONDS = 1e6
 """More than a week is no limit, and more than some clocks take."""
 
+MAX_LOGPROBS = 100
+"""Alternatives to a token whose probabilities are told."""
+
 Collectives = Literal["auto", "kernel", "host"]
 Events = Literal["overlap", "op"]
 Experts = Literal["auto", "tensor", "expert"]
+FinishReason = Literal["length", "eos", "stop"]
 
 
 def _require(name: str, value: int, least: int, most: int = MAX_COUNT) -> None:
@@ -105,7 +109,11 @@ class EngineOptions:
 class GenerateRequest:
     """Continue each of `prompts`; `chat` puts them into the model's chat template first.
 
-    options.batch is at least their number.
+    An answer ends with max_new_tokens, with a token that the model ends answers with unless
+    ignore_eos, or before the first of the texts of `stop`, which it does not include. sampling: one
+    for all prompts, or a tuple with one for each. logprobs: each token comes with the probability
+    that the model gave it, and with so many likeliest ones; these come a step at a time.
+    options.batch is at least the number of prompts.
     """
 
     model: str
@@ -114,7 +122,10 @@ class GenerateRequest:
     pp: int = 1
     max_new_tokens: int = 64
     chat: bool = False
-    sampling: Sampling = Sampling()
+    sampling: Samplings = Sampling()
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
     options: EngineOptions = EngineOptions()
 
     def __post_init__(self) -> None:
@@ -141,6 +152,22 @@ class GenerateRequest:
                 expected="at most the batch",
                 remedy=f"raise --batch to {num_prompts} or more",
             )
+        self._check_answers()
+
+    def _check_answers(self) -> None:
+        sampling_of_each(self.sampling, len(self.prompts))
+        if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop):
+            raise RequestError(
+                f"stop {self.stop!r}", expected="texts in a tuple", remedy='give ("text",)'
+            )
+        if self.logprobs is not None:
+            _require("logprobs", self.logprobs, 0)
+            if self.logprobs > MAX_LOGPROBS:
+                raise RequestError(
+                    f"logprobs {self.logprobs}",
+                    expected=f"at most {MAX_LOGPROBS}",
+                    remedy="lower it",
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,6 +244,13 @@ class Opened:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Doing:
+    """What rank 0 does from now on, in words."""
+
+    what: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
     """How much of rank 0's part of the weights is loaded."""
 
@@ -225,46 +259,64 @@ class Loaded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Logprob:
+    """The logarithm of the probability that the model gave a token, before temperature and limits;
+    top: ids and logarithms of the likeliest tokens, likeliest first.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Token:
     """A generated token of the answer to prompt number `prompt`; `text` is what it adds, empty
-    within a character.
+    within a character and where what follows may make it the beginning of a stop text, which a
+    later token then brings. logprob: if asked for.
     """
 
     id: int
     text: str
     prompt: int = 0
+    logprob: Logprob | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     """What continues a prompt.
 
-    tail: the end of `text` that no Token carried, of a character that was never completed.
+    tail: the end of `text` that no Token carried, of a character that was never completed or that
+    a stop text might have begun with. finish_reason: why it ended; "eos" is an end token, the last
+    of `ids`. logprobs: of each of `ids`, if asked for.
     """
 
     ids: tuple[int, ...]
     text: str
     tail: str
     num_prompt_tokens: int
+    finish_reason: FinishReason
+    logprobs: tuple[Logprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateResult:
-    """Answers in the order of the prompts, and the seconds that loading, the first token (prefill
-    of all prompts) and the other tokens took.
+    """Answers in the order of the prompts, and the seconds that it took to load the model, from
+    there to the first token (all prompts are read), to the second one (the first decode step, for
+    which kernels may be compiled) and to the last.
     """
 
     answers: tuple[Answer, ...]
     load_s: float
     first_token_s: float
+    second_token_s: float
     decode_s: float
     random_weights: bool = False
     """The model had no weights: random ones, whose text means nothing, stood in for them."""
 
     @property
     def tokens_per_s(self) -> float:
-        """Rate of the tokens after the first of each answer; 0 when there are none."""
-        later = sum(len(answer.ids) - 1 for answer in self.answers)
+        """The steady rate: of the tokens after the second of each answer; 0 when there are none."""
+        later = sum(max(len(answer.ids) - 2, 0) for answer in self.answers)
         return later / self.decode_s if later else 0.0
 
 

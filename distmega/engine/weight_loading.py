@@ -19,6 +19,14 @@ Progress = Callable[[int, int], None]
 """Called with the bytes that are loaded, and all bytes there are, after each weight."""
 
 
+Tell = Callable[[str], None]
+"""Called with what is done from now on, in words."""
+
+
+def tell_nobody(what: str) -> None:
+    """Tells nobody."""
+
+
 def no_progress(done_bytes: int, all_bytes: int) -> None:
     """Tells nobody."""
 

@@ -5,7 +5,8 @@ values that these take as inputs. Neither torch nor a device is involved.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from distmega.errors import RequestError
@@ -38,6 +39,33 @@ class Method:
     def sorts_all(self) -> bool:
         """Whether limits take a look at the whole vocabulary in order."""
         return self.kind == "limited" and self.num_candidates == 0
+
+    def describe(self) -> str:
+        """In words."""
+        if not self.draws:
+            return "the most likely token"
+        if self.kind == "plain":
+            return "draws without limits"
+        return f"draws with top_k of 1 to {self.num_candidates}" if self.num_candidates else "any"
+
+    def serves(self, sampling: "Sampling") -> bool:
+        """Whether a program built for this method can choose tokens as `sampling` says: the most
+        likely one always.
+        """
+        wanted = sampling.method
+        if not wanted.draws or wanted == self or self.sorts_all:
+            return True
+        return self.kind == wanted.kind == "limited" and (
+            0 < wanted.num_candidates <= self.num_candidates
+        )
+
+    def settings_of(self, sampling: "Sampling") -> tuple[float, ...]:
+        """A row of the program's input `sampling`, for a sampling that it serves: see ops.cutoff,
+        or ops.sample's limits. A temperature of 0 leaves the most likely token alone.
+        """
+        if self.kind == "plain":
+            return sampling.temperature, -math.inf
+        return sampling.temperature, float(sampling.top_k), sampling.top_p
 
 
 GREEDY = Method()
@@ -111,10 +139,12 @@ class Sampling:
 
     @property
     def settings(self) -> tuple[float, ...]:
-        """A row of the program's input `sampling`: see ops.cutoff, or ops.sample's limits."""
-        if self.method.kind == "plain":
-            return self.temperature, -math.inf
-        return self.temperature, float(self.top_k), self.top_p
+        """A row of the input `sampling` of a program for its own method."""
+        return self.method.settings_of(self)
+
+    def at(self, sequence: int) -> "Sampling":
+        """The same, with the seed of one of the sequences that are decoded together."""
+        return replace(self, seed=self.seed_of(sequence)) if self.method.draws else self
 
 
 def _bad_type(option: str, value: object, expected: str) -> RequestError:
@@ -123,3 +153,34 @@ def _bad_type(option: str, value: object, expected: str) -> RequestError:
 
 MOST_LIKELY = Sampling()
 """Nothing is drawn."""
+
+Samplings = Sampling | Sequence[Sampling]
+"""One for all sequences, which draw with seeds of their own, or one for each sequence."""
+
+
+def sampling_of_each(samplings: Samplings, num: int) -> list[Sampling]:
+    """The sampling of each of `num` sequences; RequestError for another number of them."""
+    if isinstance(samplings, Sampling):
+        return [samplings.at(sequence) for sequence in range(num)]
+    if not isinstance(samplings, Sequence):
+        raise RequestError(
+            f"sampling {samplings!r}", expected="a Sampling, or several", remedy="give one"
+        )
+    if len(samplings) != num or not all(isinstance(one, Sampling) for one in samplings):
+        raise RequestError(
+            f"{len(samplings)} samplings of {num} sequences",
+            expected="one Sampling for all, or one for each",
+            remedy="give as many as prompts",
+        )
+    return list(samplings)
+
+
+def joint_method(samplings: Samplings) -> Method:
+    """The method of one program that serves all of them, the cheapest there is."""
+    found = [samplings] if isinstance(samplings, Sampling) else samplings
+    wanted = [one.method for one in found if one.method.draws]
+    if not wanted:
+        return GREEDY
+    most = max(wanted, key=lambda method: method.num_candidates)
+    serves_all = all(most.serves(one) for one in found)
+    return most if serves_all else Method(kind="limited")

@@ -118,6 +118,8 @@ def measure(context: RankContext, request: Measure, emit: Emit) -> Measured:
         engine.prefill(request.ids[:start])
         rows = [engine.decode_step([token])["logits"] for token in request.ids[start:stop]]
         decode.append(np.concatenate([row.numpy() for row in rows]))
-    greedy = list(itertools.islice(engine.generate(request.prompt), request.num_greedy))
+    greedy = list(
+        itertools.islice(engine.generate(request.prompt, ignore_eos=True), request.num_greedy)
+    )
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return Measured(prefill=prefill, decode=decode, greedy=greedy, peak_bytes=peak_bytes)

@@ -49,7 +49,7 @@ def require_transformers_logits(engine: Engine, lengths: list[int]) -> None:
 def test_several_steps_a_launch_equal_single_steps():
     engine = open_engine("smollm2-135m", 5)
     prompts = [random_ids(engine.blueprint.config.vocab, n) for n in (3, 700, 128, 129, 257)]
-    stepwise = engine.generate_all(prompts)
+    stepwise = engine.generate_all(prompts, ignore_eos=True)
     together = [next(stepwise) for _ in range(40)]
     assert engine.stepping is not None
     first = tuple(engine.prefill(prompt, slot) for slot, prompt in enumerate(prompts))
@@ -63,8 +63,14 @@ def test_several_steps_a_launch_equal_single_steps():
 def test_fewer_sequences_than_slots_and_again():
     engine = open_engine("smollm2-135m", 16)
     prompts = [random_ids(engine.blueprint.config.vocab, n) for n in (40, 2, 300)]
-    first = [tokens for tokens, _ in zip(engine.generate_all(prompts), range(30), strict=False)]
-    again = [tokens for tokens, _ in zip(engine.generate_all(prompts), range(30), strict=False)]
+    first = [
+        tokens
+        for tokens, _ in zip(engine.generate_all(prompts, ignore_eos=True), range(30), strict=False)
+    ]
+    again = [
+        tokens
+        for tokens, _ in zip(engine.generate_all(prompts, ignore_eos=True), range(30), strict=False)
+    ]
     assert first == again
     assert all(len(tokens) == 3 for tokens in first)
 

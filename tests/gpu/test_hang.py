@@ -30,7 +30,7 @@ def open_engine(batch: int) -> Engine:
 def hang_of(engine: Engine, prompts: list[list[int]]) -> HangError:
     begin = time.perf_counter()
     with pytest.raises(HangError) as found:
-        list(itertools.islice(engine.generate_all(prompts), 20))
+        list(itertools.islice(engine.generate_all(prompts, ignore_eos=True), 20))
     took_s = time.perf_counter() - begin
     print(f"{took_s:.2f} s: {found.value}")
     assert took_s < 10
@@ -41,7 +41,7 @@ def hang_of(engine: Engine, prompts: list[list[int]]) -> HangError:
 def test_an_instruction_missing_from_a_queue_is_named(opcode):
     engine = open_engine(1)
     prompts = [[1, 2, 3]]
-    expected = list(itertools.islice(engine.generate_all(prompts), 20))
+    expected = list(itertools.islice(engine.generate_all(prompts, ignore_eos=True), 20))
     runner = engine.stepping
     queue, words, counts = runner.queues.queues[LOST_SM], runner._words, runner._counts
     layer = engine.blueprint.config.num_layers - 1 if opcode is Opcode.HEAD else LOST_LAYER
@@ -60,17 +60,17 @@ def test_an_instruction_missing_from_a_queue_is_named(opcode):
     assert lost in error.remedy
     words.copy_(saved[0])
     counts.copy_(saved[1])
-    assert list(itertools.islice(engine.generate_all(prompts), 20)) == expected
+    assert list(itertools.islice(engine.generate_all(prompts, ignore_eos=True), 20)) == expected
 
 
 def test_a_lost_signal_of_the_batched_kernel_is_named():
     """The counter of an event loses one signal."""
     engine = open_engine(2)
     prompts = [[1, 2, 3], [4, 5]]
-    expected = list(itertools.islice(engine.generate_all(prompts), 20))
+    expected = list(itertools.islice(engine.generate_all(prompts, ignore_eos=True), 20))
     lost = 12
     engine.stepping._report[2 * EVENTS_AT + lost * EVENT_WORDS] -= 1
     error = hang_of(engine, prompts)
     assert f"event {lost} (" in error.found
     assert "1 of " in error.remedy
-    assert list(itertools.islice(engine.generate_all(prompts), 20)) == expected
+    assert list(itertools.islice(engine.generate_all(prompts, ignore_eos=True), 20)) == expected

@@ -219,7 +219,7 @@ def test_sequences_draw_from_their_logits(name, batch):
     sampling = DRAWS[name]
     engine = open_engine("smollm2-135m", batch, sampling=sampling)
     prompts = [list(range(7, 12 + 5 * slot)) for slot in range(batch)]
-    many = list(itertools.islice(engine.generate_all(prompts), 12))
+    many = list(itertools.islice(engine.generate_all(prompts, ignore_eos=True), 12))
     one = [tuple(engine.prefill(prompt, slot) for slot, prompt in enumerate(prompts))]
     settings = torch.tensor([sampling.settings] * batch, device="cuda")
     seeds = torch.tensor([sampling.seed_of(slot) for slot in range(batch)], device="cuda")
@@ -241,7 +241,7 @@ def test_steps_draw_from_their_logits(name):
     """Several steps a launch give the tokens of single steps, and these are the library's."""
     engine, sampling = open_engine("smollm2-135m", sampling=DRAWS[name]), DRAWS[name]
     prompt = list(range(7, 40))
-    many = list(itertools.islice(engine.generate(prompt), 40))
+    many = list(itertools.islice(engine.generate(prompt, ignore_eos=True), 40))
     one = [engine.prefill(prompt)]
     settings = torch.tensor([sampling.settings], device="cuda")
     while len(one) < len(many):

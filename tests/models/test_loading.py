@@ -10,10 +10,23 @@ from distmega.cli import loading_bar
 from distmega.cli.loading_bar import LoadingBar, show_loading
 from distmega.engine import jobs
 from distmega.engine.engine import Engine
-from distmega.engine.requests import EngineOptions, Loaded
+from distmega.engine.ranks import RankContext
+from distmega.engine.requests import (
+    Doing,
+    EngineOptions,
+    GenerateRequest,
+    Loaded,
+    Opened,
+    Token,
+)
 from distmega.hostir.comm.communicator import SingleCommunicator
 from distmega.models.load import open_model
 from distmega.sharding.layout.mesh import DeviceMesh
+
+CPU_RANK = RankContext(
+    rank=0, world_size=1, local_rank=0, local_world_size=1, node="here", backend="gloo",
+    device="cpu",
+)  # fmt: skip
 
 
 def test_progress_counts_every_weight_once():
@@ -62,3 +75,33 @@ def test_elsewhere_a_line_now_and_then(monkeypatch):
         "loading weights: 11.0 of 32.0 GB",
         "loading weights: 22.0 of 32.0 GB",
     ]
+
+
+def test_a_terminal_is_told_what_is_done():
+    text = io.StringIO()
+    console = Console(file=text, force_terminal=True, width=100)
+    values = [Doing(what="planning"), Loaded(done_bytes=1, all_bytes=2), Doing(what="reading"), "a"]
+    assert list(show_loading(iter(values), console, "starting")) == ["a"]
+    told = text.getvalue()
+    places = [told.index(part) for part in ("starting", "planning", "loading weights", "reading")]
+    assert places == sorted(places)
+    assert told.endswith("\x1b[2K")
+
+
+def test_elsewhere_what_is_done_is_logged(caplog):
+    text = io.StringIO()
+    with caplog.at_level("INFO", logger=loading_bar.__name__):
+        assert list(show_loading(iter([Doing(what="planning")]), Console(file=text), "go")) == []
+    assert (caplog.messages, text.getvalue()) == (["go", "planning"], "")
+
+
+def test_a_job_tells_what_it_does():
+    request = GenerateRequest(model="tiny-llama", prompts=("ab",), max_new_tokens=3)
+    emitted = []
+    jobs.generate(CPU_RANK, request, emitted.append)
+    assert emitted[0] == Opened(random_weights=True)
+    assert [value.what for value in emitted if isinstance(value, Doing)] == [
+        "planning a decode step", "loading weights", "preparing the decode step",
+        "reading the prompt",
+    ]  # fmt: skip
+    assert len([value for value in emitted if isinstance(value, Token)]) == 3

@@ -81,7 +81,7 @@ def decoded(engine: Engine, prompts: list[list[int]], following: list[list[int]]
 
 
 def greedy_tokens(engine: Engine, prompts: list[list[int]]) -> list[tuple[int, ...]]:
-    return list(itertools.islice(engine.generate_all(prompts), NUM_GREEDY))
+    return list(itertools.islice(engine.generate_all(prompts, ignore_eos=True), NUM_GREEDY))
 
 
 def decode_as_exactly(comm: Communicator, model: str, batch: int) -> None:

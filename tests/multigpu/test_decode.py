@@ -60,7 +60,7 @@ def decoded(engine: Engine, ids: list[int]) -> Tensor:
 
 def greedy_tokens(engine: Engine, ids: list[int]) -> list[int]:
     num = NUM_GREEDY if engine.device.type == "cuda" else 4
-    return list(itertools.islice(engine.generate(ids[:NUM_PREFILLED]), num))
+    return list(itertools.islice(engine.generate(ids[:NUM_PREFILLED], ignore_eos=True), num))
 
 
 def decode_as_exactly(comm: Communicator, model: str) -> None:
@@ -137,11 +137,13 @@ def give_the_tokens_of_one_rank(comm: Communicator) -> None:
         team = open_engine(comm, "smollm2", device, "kernel")
         tokenizer = open_model("smollm2").tokenizer()
         prompt = tokenizer.encode("The capital of France is")
-        found = list(itertools.islice(team.generate(prompt), 2 * NUM_GREEDY))
+        found = list(itertools.islice(team.generate(prompt, ignore_eos=True), 2 * NUM_GREEDY))
         expected = found
         if comm.rank == 0:
             lone = open_engine(SingleCommunicator(DeviceMesh(tp=1)), "smollm2", "cpu")
-            expected = list(itertools.islice(lone.generate(prompt), 2 * NUM_GREEDY))
+            expected = list(
+                itertools.islice(lone.generate(prompt, ignore_eos=True), 2 * NUM_GREEDY)
+            )
     assert tokenizer.decode(found).startswith(" Paris")
     assert found == expected
     assert len(set(comm.all_gather_object(tuple(found)))) == 1

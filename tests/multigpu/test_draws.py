@@ -39,7 +39,7 @@ def open_drawing(
 
 
 def drawn(engine: Engine, prompts: list[list[int]]) -> list[tuple[int, ...]]:
-    return list(itertools.islice(engine.generate_all(prompts), NUM_DRAWN))
+    return list(itertools.islice(engine.generate_all(prompts, ignore_eos=True), NUM_DRAWN))
 
 
 def draw_as_told(logits: Tensor, sampling: Sampling, positions: list[int]) -> tuple[int, ...]:
