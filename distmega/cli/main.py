@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -261,7 +261,7 @@ def _generate(command: Generate, console: Console) -> None:
         sampling=command.sampling,
         stop=command.stop,
         ignore_eos=command.ignore_eos,
-        options=replace(command.engine, batch=max(command.engine.batch, len(prompts))),
+        options=command.engine,
     )
     check_model(request.model, model_mesh(request.tp, request.pp), request.options)
     start = opened = time.monotonic()

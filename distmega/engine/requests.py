@@ -5,7 +5,7 @@ EngineOptions. What can be judged from the values alone is checked on constructi
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from distmega.errors import RequestError
@@ -113,7 +113,7 @@ class GenerateRequest:
     ignore_eos, or before the first of the texts of `stop`, which it does not include. sampling: one
     for all prompts, or a tuple with one for each. logprobs: each token comes with the probability
     that the model gave it, and with so many likeliest ones; these come a step at a time.
-    options.batch is at least the number of prompts.
+    options.batch is raised to the number of prompts.
     """
 
     model: str
@@ -147,11 +147,7 @@ class GenerateRequest:
         if not self.prompts:
             raise RequestError("no prompt", expected="at least one", remedy="give a prompt")
         if (num_prompts := len(self.prompts)) > self.options.batch:
-            raise RequestError(
-                f"{num_prompts} prompts in a batch of {self.options.batch}",
-                expected="at most the batch",
-                remedy=f"raise --batch to {num_prompts} or more",
-            )
+            object.__setattr__(self, "options", replace(self.options, batch=num_prompts))
         self._check_answers()
 
     def _check_answers(self) -> None:
@@ -161,13 +157,7 @@ class GenerateRequest:
                 f"stop {self.stop!r}", expected="texts in a tuple", remedy='give ("text",)'
             )
         if self.logprobs is not None:
-            _require("logprobs", self.logprobs, 0)
-            if self.logprobs > MAX_LOGPROBS:
-                raise RequestError(
-                    f"logprobs {self.logprobs}",
-                    expected=f"at most {MAX_LOGPROBS}",
-                    remedy="lower it",
-                )
+            _require("logprobs", self.logprobs, 0, MAX_LOGPROBS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

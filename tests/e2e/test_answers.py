@@ -155,6 +155,15 @@ def test_requests_that_are_refused(changes: dict[str, object], message: str):
         distmega.GenerateRequest(model="tiny-llama", prompts=("a", "b"), **changes)
 
 
+def test_the_batch_follows_from_the_prompts():
+    request = distmega.GenerateRequest(model="tiny-llama", prompts=("a", "b", "c"))
+    assert request.options.batch == 3
+    options = distmega.EngineOptions(batch=5)
+    assert replace(request, options=options).options.batch == 5
+    with pytest.raises(RequestError, match="batch 5000; expected at most 4096"):
+        distmega.GenerateRequest(model="tiny-llama", prompts=("a",) * 5000)
+
+
 def cut(text: str, stops: list[str]) -> str:
     """The text before the stop text that is complete first."""
     for end in range(len(text) + 1):
