@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from distmega.engine.agreement import on_all_ranks, require_agreement, share_memory
+from distmega.engine.calls import Calls, require_tokens
 from distmega.engine.decode_plan import (
     StagePlan,
     compile_kernels,
@@ -104,6 +105,7 @@ class Engine:
         self._sampling = _fill_up(sampling, options.batch)
         self._num_cached = [0] * options.batch
         self._hang = ""
+        self._calls = Calls()
         on_gpu = self.device.type == "cuda"
         tell("planning a decode step")
         plan = self._plan(source.config, options, logits, self._method)
@@ -182,11 +184,11 @@ class Engine:
 
         On a GPU later tokens come several at a time, and the next ones are computed meanwhile, so
         a caller that stops before the limit has caused some steps too many. RequestError for no
-        prompts, for more than the engine's batch, for a limit below 0, and for a sampling that the
-        engine was not opened for.
+        prompts, for more than the engine's batch, for a limit below 0, for a sampling that the
+        engine was not opened for, and where the caller goes on after another call of the engine.
         """
-        with closing(self._steps(prompts, limit, sampling)) as steps:
-            yield from steps if ignore_eos else _until_ended(steps, self.eos_ids)
+        steps = self._calls.uninterrupted(self._steps(prompts, limit, sampling))
+        return steps if ignore_eos else _until_ended(steps, self.eos_ids)
 
     def generate_with_logits(
         self,
@@ -203,6 +205,12 @@ class Engine:
                 expected='an engine that was opened with logits="last"',
                 remedy='open it with logits="last"',
             )
+        return self._calls.uninterrupted(self._steps_with_logits(prompts, limit, sampling))
+
+    def _steps_with_logits(
+        self, prompts: Sequence[Sequence[int]], limit: int, sampling: Samplings | None
+    ) -> Generator[tuple[tuple[int, ...], Tensor]]:
+        """The steps of generate_with_logits."""
         tokens, scores = self._prefill_all(prompts, limit, sampling, "last")
         yield tokens, torch.cat(scores)
         for _ in range(self._num_further(limit)):
@@ -267,7 +275,7 @@ class Engine:
                 remedy="run on such a GPU with triton installed",
             )
         self._require_room(2 * num_steps, position)
-        with self._in_step():
+        with self._calls.alone(), self._in_step():
             for _ in range(2):
                 self.stepping.start([0] * self.batch, [position] * self.batch, self._draws)
                 self.comm.barrier()
@@ -325,7 +333,7 @@ class Engine:
     def _raise_hang(self) -> None:
         """HangError if the decode kernel has given up a wait."""
         if self.stepping:
-            with self._in_step():
+            with self._calls.alone(), self._in_step():
                 self.stepping.raise_hang()
 
     def decode_step(self, tokens: Sequence[int]) -> Mapping[str, Tensor]:
@@ -334,8 +342,25 @@ class Engine:
         Outputs: `next` [batch], and `logits` [batch, vocab] if asked for; rows of slots that got no
         token mean nothing.
         """
+        with self._calls.alone():
+            return self._append(require_tokens(tokens, self.blueprint.config.vocab))
+
+    def _append(self, tokens: list[int]) -> Mapping[str, Tensor]:
+        """A decode step of the first sequences; RequestError, before it runs, if it can't be."""
         num = len(tokens)
-        for num_cached in self._num_cached[:num]:
+        if not 1 <= num <= self.batch:
+            raise RequestError(
+                f"a decode step of {num} tokens",
+                expected=f"one for each of 1 to {self.batch} sequences",
+                remedy="give a token for each sequence, or raise --batch",
+            )
+        for slot, num_cached in enumerate(self._num_cached[:num]):
+            if not num_cached:
+                raise RequestError(
+                    f"a decode step of slot {slot}, in which no sequence has started",
+                    expected="a prefill of it before",
+                    remedy="call prefill with the tokens that the sequence starts with",
+                )
             self._require_room(1, num_cached)
         last = self.blueprint.max_context - 1
         positions = [min(num_cached, last) for num_cached in self._num_cached]
@@ -363,6 +388,18 @@ class Engine:
         """As Prefills.run, of a prompt and its sampling for each slot, by default the engine's own;
         RequestError where one fits no slot, before anything runs.
         """
+        vocab = self.blueprint.config.vocab
+        with self._calls.alone():
+            known = {
+                slot: (require_tokens(ids, vocab), sampling)
+                for slot, (ids, sampling) in given.items()
+            }
+            return self._start(known, logits)
+
+    def _start(
+        self, given: Mapping[int, tuple[list[int], Sampling | None]], logits: Logits
+    ) -> tuple[dict[int, int], list[Tensor]]:
+        """_run_prefill of tokens that the model knows."""
         prompts = {slot: ids for slot, (ids, _) in given.items()}
         for slot, ids in prompts.items():
             self._require_prompt(slot, ids)
@@ -418,14 +455,6 @@ class Engine:
                 remedy="leave the prompt out, or begin it with the model's first token",
             )
         self._require_room(len(ids), 0)
-        vocab = self.blueprint.config.vocab
-        if min(ids) < 0 or max(ids) >= vocab:
-            wrong = next(token for token in ids if not 0 <= token < vocab)
-            raise RequestError(
-                f"token {wrong}",
-                expected=f"tokens of 0 to {vocab - 1}",
-                remedy="use the model's own tokenizer",
-            )
 
     @contextmanager
     def _in_step(self) -> Iterator[None]:
@@ -556,13 +585,14 @@ def _draw_inputs(method: Method, batch: int, device: torch.device) -> dict[str, 
 
 
 def _until_ended(
-    steps: Iterator[tuple[int, ...]], eos_ids: Container[int]
+    steps: Generator[tuple[int, ...]], eos_ids: Container[int]
 ) -> Iterator[tuple[int, ...]]:
     """The steps until every sequence has had an end token, which it repeats from then on."""
     ended: dict[int, int] = {}
-    for tokens in steps:
-        told = tuple(ended.get(place, token) for place, token in enumerate(tokens))
-        yield told
-        ended |= {place: token for place, token in enumerate(told) if token in eos_ids}
-        if len(ended) == len(told):
-            return
+    with closing(steps):
+        for tokens in steps:
+            told = tuple(ended.get(place, token) for place, token in enumerate(tokens))
+            yield told
+            ended |= {place: token for place, token in enumerate(told) if token in eos_ids}
+            if len(ended) == len(told):
+                return

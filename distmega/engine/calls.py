@@ -1,0 +1,91 @@
+"""The calls of an engine: one at a time, in the process that made it, and generators that notice
+other calls.
+
+Comes in: the number of threads and processes that a user happens to have. Goes out: the work of one
+call after the other, or RequestError, since caches and positions belong to one caller. Used by
+engine.py.
+"""
+
+import os
+import threading
+from collections.abc import Generator, Iterator
+from contextlib import closing, contextmanager
+from operator import index
+from typing import TypeVar
+
+from distmega.errors import RequestError
+
+T = TypeVar("T")
+
+
+class Calls:
+    """The calls of one engine so far; see `alone` and `uninterrupted`."""
+
+    def __init__(self) -> None:
+        self._process = os.getpid()
+        self._lock = threading.RLock()
+        self._number = 0
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Around a call, or a part of one that makes a whole. RequestError while another thread is
+        in one, and in a process that was forked from the engine's.
+        """
+        if os.getpid() != self._process:
+            raise RequestError(
+                f"a call in process {os.getpid()} of an engine of process {self._process}",
+                expected="calls in the process that opened it, since a fork has no threads, no "
+                "GPU and no connections of its own",
+                remedy='start processes with the method "spawn", and open an engine in each',
+            )
+        if not self._lock.acquire(blocking=False):
+            raise RequestError(
+                "a call while another thread's call of this engine runs",
+                expected="one call at a time",
+                remedy="take turns with a lock, or put prompts into one batch (generate_all)",
+            )
+        try:
+            self._number += 1
+            yield
+        finally:
+            self._lock.release()
+
+    def uninterrupted(self, steps: Generator[T]) -> Generator[T]:
+        """What `steps` yields, each item by a call alone. RequestError where another call came
+        between two of them: it may have started other sequences, or gone on with these.
+        """
+        with closing(steps):
+            while True:
+                with self.alone():
+                    item = next(steps, self)
+                if isinstance(item, Calls):
+                    return
+                number = self._number
+                yield item
+                if self._number != number:
+                    raise RequestError(
+                        "a generator resumed after another call of its engine",
+                        expected="no other call until it has ended or is left",
+                        remedy="take its tokens first, generate for several prompts at once "
+                        "(generate_all), or open an engine for each",
+                    )
+
+
+def require_tokens(ids: object, vocab: int) -> list[int]:
+    """Token ids as whole numbers, from 0 to vocab - 1; RequestError for anything else."""
+    try:
+        found = [index(token) for token in ids]  # type: ignore[attr-defined]
+    except TypeError as error:
+        raise RequestError(
+            f"tokens {ids!r:.80}",
+            expected="whole numbers in a sequence",
+            remedy="give what the model's tokenizer gives",
+        ) from error
+    if found and not 0 <= min(found) <= max(found) < vocab:
+        wrong = next(token for token in found if not 0 <= token < vocab)
+        raise RequestError(
+            f"token {wrong}",
+            expected=f"tokens of 0 to {vocab - 1}",
+            remedy="use the model's own tokenizer",
+        )
+    return found
