@@ -42,6 +42,9 @@ if TYPE_CHECKING:
     from distmega.sharding.search.cost import H100 as H100
     from distmega.sharding.search.cost import H200 as H200
     from distmega.sharding.search.cost import Machine as Machine
+    from distmega.torch_import.captured import Captured as Captured
+    from distmega.torch_import.captured import CapturedModule as CapturedModule
+    from distmega.torch_import.captured import capture as capture
 
 __version__ = "0.1.0"
 
@@ -59,6 +62,9 @@ _HOMES = {
     "CPU": "sharding.search.cost",
     "H100": "sharding.search.cost",
     "H200": "sharding.search.cost",
+    "capture": "torch_import.captured",
+    "Captured": "torch_import.captured",
+    "CapturedModule": "torch_import.captured",
     "compile_plan": "compiled",
     "CompiledProgram": "compiled",
     "RankContext": "engine.ranks",

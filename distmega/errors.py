@@ -54,6 +54,10 @@ class ModelError(DistmegaError, ValueError):
     """A model, its configuration or its weights are missing, damaged or unknown."""
 
 
+class CaptureError(DistmegaError, ValueError):
+    """A torch module, its inputs or its weights can't become a program."""
+
+
 class RequestError(DistmegaError, ValueError):
     """A prompt or an option is outside what the model or the machine allows."""
 

@@ -6,6 +6,7 @@ are treated alike are told once, so a deep model reads like a shallow one.
 
 import math
 import re
+from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
@@ -109,6 +110,8 @@ def explain_plan(plan: PlanFacts) -> str:
     """The whole text, a trailing newline included."""
     what_if = WhatIf(plan)
     lines = [*_summary(plan), "", "ops", _NOTE, *_ops(plan, what_if)]
+    if opaque := _opaque(plan):
+        lines += ["", "operators of torch, run whole on every rank", *opaque]
     lines += ["", "collectives", *(_collectives(plan) or ["  none"])]
     if plan.host_loops:
         lines += ["", "host loops", *_host_loops(plan)]
@@ -182,6 +185,12 @@ def _ops(plan: PlanFacts, what_if: WhatIf) -> list[str]:
             if size > 1:
                 lines += _op_axis(plan, what_if, step, axis, size)
     return lines
+
+
+def _opaque(plan: PlanFacts) -> list[str]:
+    """Operators that no other kind of op states, and how often each stands."""
+    targets = (str(op.attr("target")) for op in plan.program.ops if op.kind == "opaque")
+    return [f"  {count} x {target}" for target, count in Counter(targets).most_common()]
 
 
 def _op_axis(plan: PlanFacts, what_if: WhatIf, step: PlacedOp, axis: str, size: int) -> list[str]:

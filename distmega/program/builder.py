@@ -143,9 +143,9 @@ class ProgramBuilder:
         self, x: Handle, weight: Handle | None, bias: Handle | None, eps: float, name: str = ""
     ) -> Handle:
         """See norms.layer_norm, over the last dim."""
-        vectors = (None if vector is None else self._own(vector) for vector in (weight, bias))
+        scale, shift = (None if each is None else self._own(each) for each in (weight, bias))
         name = self._name(name, "layer_norm")
-        return self._add(norms.layer_norm(name, self._own(x), *vectors, eps))
+        return self._add(norms.layer_norm(name, self._own(x), scale, shift, eps))
 
     def softmax(self, x: Handle, name: str = "") -> Handle:
         """See norms.softmax, over the last dim."""
@@ -344,6 +344,10 @@ class ProgramBuilder:
         """See moves.reshape; view=True shares storage."""
         kind = "view" if view else "reshape"
         return self._add(moves.reshape(self._name(name, kind), self._own(x), shape, kind))
+
+    def is_view(self, x: Handle) -> bool:
+        """Whether a tensor shows the storage of another."""
+        return self._own(x).name in self._strides
 
     def build(self, *outputs: Handle) -> Program:
         """The finished program; `outputs` leave it, in this order. Raises ProgramError if it is

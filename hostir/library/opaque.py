@@ -15,10 +15,10 @@ from torch import Tensor
 
 from distmega.errors import ProgramError
 from distmega.hostir.library.pointwise import OpFunction
-from distmega.hostir.library.torch_types import TORCH_DTYPES
+from distmega.hostir.library.torch_types import HOLDERS, TORCH_DTYPES, hold, unhold
 from distmega.program.types import Op
 
-_DTYPES = {str(dtype): dtype for dtype in (*TORCH_DTYPES.values(), torch.complex64, torch.uint8)}
+_DTYPES = {str(dtype): dtype for dtype in (*TORCH_DTYPES.values(), *HOLDERS)}
 _FORMATS = {
     str(each): each
     for each in (torch.contiguous_format, torch.preserve_format, torch.channels_last)
@@ -26,9 +26,13 @@ _FORMATS = {
 
 
 def encode_call(
-    args: Sequence[object], kwargs: Mapping[str, object], place: Callable[[object], int | None]
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    place: Callable[[object], tuple[int, str] | None],
+    kept: Sequence[int] = (0,),
 ) -> str:
-    """Arguments as text. place: where a value stands among the operands; None for no tensor.
+    """Arguments as text. place: where a value stands among the operands, and its type where
+    programs lack that one; None for no tensor. kept: places of the results that are wanted.
 
     Devices are left out: tensors are made where the operands are. ProgramError for a value that
     text can't hold.
@@ -37,7 +41,7 @@ def encode_call(
     def encode(value: object) -> object:
         at = place(value)
         if at is not None:
-            return {"tensor": at}
+            return {"held": at} if at[1] else {"tensor": at[0]}
         if isinstance(value, float) and not math.isfinite(value):
             return {"float": str(value)}
         if value is None or isinstance(value, bool | int | float | str):
@@ -59,21 +63,20 @@ def encode_call(
         for key, value in kwargs.items()
         if not isinstance(value, torch.device | torch.layout) and key != "pin_memory"
     }
-    return json.dumps([[encode(value) for value in args], named])
+    return json.dumps([[encode(value) for value in args], named, [*kept]])
 
 
 def compile_opaque(op: Op) -> OpFunction:
     """The operator bound to its arguments; ProgramError for one that torch doesn't have."""
     function = find_operator(str(op.attr("target")))
-    args, kwargs = json.loads(str(op.attr("call")))
+    args, kwargs, kept = json.loads(str(op.attr("call")))
 
     def run(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
         filled = [_decode(value, operands) for value in args]
         named = {key: _decode(value, operands) for key, value in kwargs.items()}
         found = function(*filled, **named)
         several = found if isinstance(found, tuple | list) else (found,)
-        results = [each for each in several if isinstance(each, Tensor)]
-        return tuple(_owned(each, operands) for each in results)
+        return tuple(_owned(hold(several[place]), operands) for place in kept)
 
     return run
 
@@ -110,6 +113,8 @@ def _decode(value: object, operands: Sequence[Tensor]) -> object:
     match kind:
         case "tensor":
             return operands[content]
+        case "held":
+            return unhold(operands[content[0]], _DTYPES[content[1]])
         case "float":
             return float(content)
         case "dtype":

@@ -23,6 +23,19 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
     "bool": torch.bool,
 }
 
+HOLDERS: dict[torch.dtype, torch.dtype] = {
+    torch.uint8: torch.int32,
+    torch.int8: torch.int32,
+    torch.int16: torch.int32,
+    torch.complex64: torch.float32,
+    torch.complex128: torch.float64,
+    torch.float8_e4m3fn: torch.float32,
+    torch.float8_e5m2: torch.float32,
+}
+"""Element types that programs lack -> one that has all their values; complex numbers get a dim of
+two behind the others.
+"""
+
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -72,6 +85,18 @@ def check_mapping(tensors: object) -> None:
             expected="a mapping of names to tensors",
             remedy="give inputs, weights and states of the program by name",
         )
+
+
+def hold(x: Tensor) -> Tensor:
+    """x in an element type of programs: HOLDERS; itself where it has one."""
+    if x.is_complex():
+        return torch.view_as_real(x.resolve_conj())
+    return x.to(HOLDERS[x.dtype]) if x.dtype in HOLDERS else x
+
+
+def unhold(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """What `hold` gave for a tensor of `dtype`."""
+    return torch.view_as_complex(x.contiguous()) if dtype.is_complex else x.to(dtype)
 
 
 def widen(x: Tensor) -> Tensor:

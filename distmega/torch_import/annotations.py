@@ -1,0 +1,34 @@
+"""Layouts by patterns of names: {"*.up_proj.weight": shard(0, "tp")}.
+
+In: a program and a user's patterns. Out: annotations by tensor name, as plan_program takes them.
+"""
+
+import difflib
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+
+from distmega.errors import PlanError
+from distmega.program.types import Program
+from distmega.sharding.layout.placements import Layout
+
+
+def match_annotations(program: Program, patterns: Mapping[str, Layout]) -> dict[str, Layout]:
+    """Layouts of the weights, states and inputs that patterns name; the later of two patterns wins.
+
+    A pattern is a tensor's name or a module's, with the wildcards * ? [ ]; of a module, it means
+    its parameters and buffers. PlanError for one that names nothing.
+    """
+    names = [tensor.name for tensor in program.tensors if tensor.role != "temp"]
+    found: dict[str, Layout] = {}
+    for pattern, layout in patterns.items():
+        matched = [name for name in names if fnmatchcase(name, pattern)]
+        matched = matched or [name for name in names if fnmatchcase(name, f"{pattern}.*")]
+        if not matched:
+            close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3)
+            raise PlanError(
+                f"annotation of {pattern!r}, which names nothing in {program.name!r}",
+                expected="a weight, state, input or module, * for any part of its name",
+                remedy=f"names are like {', '.join(close or names[:3])}",
+            )
+        found |= dict.fromkeys(matched, layout)
+    return found

@@ -1,0 +1,259 @@
+"""A captured module: its program with the weights bound, planned, and run like the module.
+
+In: a torch module and example inputs. Out: Captured, and from it CapturedModule, which is called as
+the module is. Start at `capture`; next on the walk: exported.py.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from distmega.compiled import CompiledProgram
+from distmega.engine.communicators import open_communicator
+from distmega.engine.ranks import RankContext
+from distmega.errors import CaptureError, ProgramError
+from distmega.hostir.comm.communicator import Communicator, SingleCommunicator
+from distmega.hostir.library.torch_types import hold, torch_dtype, unhold
+from distmega.program.types import Program
+from distmega.sharding.layout.mesh import DeviceMesh
+from distmega.sharding.layout.placements import Layout
+from distmega.sharding.planner import Plan, plan_program
+from distmega.sharding.search.cost import CPU, H200, Machine
+from distmega.torch_import.annotations import match_annotations
+from distmega.torch_import.convert import Graph, Output, convert
+from distmega.torch_import.exported import export_module
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Captured:
+    """A module as a program.
+
+    tensors: weights and the first values of states, by name; they are the module's own. inputs:
+    names of the program's inputs in the order of the module's flat inputs, None where one is no
+    tensor. in_spec, out_spec: how torch flattens arguments and results.
+    """
+
+    graph: Graph
+    tensors: Mapping[str, Tensor]
+    module: nn.Module
+    in_spec: pytree.TreeSpec
+    out_spec: pytree.TreeSpec
+    dynamic: bool = False
+
+    @property
+    def program(self) -> Program:
+        """The tensor program: parameters are weights, buffers that change are states."""
+        return self.graph.program
+
+    @property
+    def opaque(self) -> Counter[str]:
+        """Operators that torch runs, replicated over ranks, and how often each stands."""
+        return self.graph.opaque
+
+    def plan(
+        self,
+        mesh: DeviceMesh | None = None,
+        machine: Machine = CPU,
+        annotations: Mapping[str, Layout] | None = None,
+        memory_limit_bytes: int | None = None,
+    ) -> Plan:
+        """As plan_program; annotations by patterns of parameter or module names. By default for
+        one rank.
+        """
+        return plan_program(
+            self.program,
+            mesh or DeviceMesh(tp=1),
+            machine,
+            match_annotations(self.program, annotations or {}),
+            memory_limit_bytes,
+        )
+
+    def compile(
+        self,
+        context: RankContext | None = None,
+        mesh: DeviceMesh | None = None,
+        annotations: Mapping[str, Layout] | None = None,
+    ) -> "CapturedModule":
+        """This rank's part of the module, which runs as the module does. context: the rank's place
+        in a job, by default alone on the CPU. All ranks call it together.
+        """
+        mesh = mesh or DeviceMesh(tp=1)
+        comm = open_communicator(context, mesh) if context else SingleCommunicator(mesh)
+        device = context.device if context else "cpu"
+        return CapturedModule(self, comm, mesh, device, annotations or {})
+
+
+class CapturedModule:
+    """A captured module on one rank. All ranks of the mesh make the same calls in the same order.
+
+    Inputs and results are whole on every rank. States live here from call to call; the module's own
+    buffers stay as they are.
+    """
+
+    def __init__(
+        self,
+        captured: Captured,
+        comm: Communicator,
+        mesh: DeviceMesh,
+        device: str,
+        annotations: Mapping[str, Layout],
+    ) -> None:
+        self.captured, self._comm, self._mesh = captured, comm, mesh
+        self._device, self._annotations = device, dict(annotations)
+        machine = H200 if torch.device(device).type == "cuda" else CPU
+        self.plan = captured.plan(mesh, machine, annotations)
+        self._persistent: dict[str, Tensor] = {}
+        self._steps: dict[tuple[object, ...], _Step] = {
+            _signature(captured.program): self._open(captured, self.plan)
+        }
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module gives. CaptureError for inputs that don't fit those it was captured
+        with.
+        """
+        flat, spec = pytree.tree_flatten((args, kwargs))
+        if spec != self.captured.in_spec:
+            raise CaptureError(
+                f"arguments {_told(flat)}",
+                expected=f"arguments like those at capture: {_wanted(self.captured)}",
+                remedy="give as many, under the same names",
+            )
+        step = self._step(flat, args, kwargs)
+        graph = step.captured.graph
+        given = {name: x for name, x in zip(graph.inputs, flat, strict=True) if name is not None}
+        parts = {name: step.compiled.part(name, hold(x)) for name, x in given.items()}
+        out = step.compiled({**self._persistent, **step.constants, **parts})
+        for result, name in graph.updated.items():
+            given[name].copy_(unhold(out[result], given[name].dtype))
+        leaves = [_result(x, out) if isinstance(x, Output) else x for x in graph.outputs]
+        return pytree.tree_unflatten(leaves, step.captured.out_spec)
+
+    def state(self, name: str) -> Tensor:
+        """This rank's part of a state; KeyError is a bug of the caller."""
+        return self._persistent[name]
+
+    def _step(
+        self, flat: Sequence[Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> "_Step":
+        """The program for inputs of these shapes; captured anew for others, if that is allowed."""
+        tensors = [x for x in flat if isinstance(x, Tensor)]
+        held = [hold(x.detach()) for x in tensors]
+        key = tuple((tuple(x.shape), x.dtype) for x in held)
+        if key in self._steps:
+            return self._steps[key]
+        if not self.captured.dynamic:
+            raise CaptureError(
+                f"inputs {_told(tensors)}",
+                expected=f"inputs like those at capture: {_wanted(self.captured)}",
+                remedy="capture with dynamic=True, or give tensors of these shapes and types",
+            )
+        captured = capture(self.captured.module, args, kwargs, dynamic=True)
+        layouts = {
+            name: layout
+            for name, layout in self.plan.persistent_layouts().items()
+            if name in captured.tensors
+        }
+        plan = plan_program(captured.program, self._mesh, self.plan.machine, layouts)
+        self._steps[key] = self._open(captured, plan)
+        return self._steps[key]
+
+    def _open(self, captured: Captured, plan: Plan) -> "_Step":
+        """A program ready to run, on the weights and states that are there already."""
+        compiled = CompiledProgram(plan, self._comm, self._device)
+        constants: dict[str, Tensor] = {}
+        for name, whole in captured.tensors.items():
+            place = constants if name in captured.graph.constants else self._persistent
+            if name not in place:
+                place[name] = _part(compiled, name, whole)
+        return _Step(captured, compiled, constants)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A program for inputs of some shapes, and this rank's parts of its constants."""
+
+    captured: Captured
+    compiled: CompiledProgram
+    constants: Mapping[str, Tensor]
+
+
+def _part(compiled: CompiledProgram, name: str, whole: Tensor) -> Tensor:
+    """This rank's part: a state in storage of its own, a weight where the module has it if that
+    can be.
+    """
+    if compiled.plan.program.tensor_map()[name].role == "weight":
+        try:
+            return compiled.part(name, whole, copy=False)
+        except ProgramError:
+            pass
+    return compiled.part(name, whole)
+
+
+def capture(
+    module: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    dynamic: bool = False,
+) -> Captured:
+    """The program that a module runs on inputs of these shapes, its weights bound.
+
+    args, kwargs: example inputs; their values do not matter. Parameters become weights, buffers
+    that forward updates become states, operators of torch that programs do not state stay opaque.
+    dynamic: a CapturedModule takes inputs of other shapes too, each captured when first seen.
+    The module runs as it is, in training or evaluation mode. CaptureError says what torch.export
+    refused, and what programs can't hold.
+    """
+    if not isinstance(args, tuple | list):
+        raise CaptureError(
+            f"example inputs {_told([args])}",
+            expected="a tuple of the module's arguments",
+            remedy="write capture(module, (x,))",
+        )
+    exported = export_module(module, args, kwargs or {})
+    graph = convert(exported, type(module).__name__)
+    stored = {**exported.constants, **exported.state_dict}
+    tensors = {name: hold(stored[target].detach()) for name, target in graph.targets.items()}
+    in_spec = pytree.tree_flatten((tuple(args), dict(kwargs or {})))[1]
+    return Captured(
+        graph=graph,
+        tensors={**tensors, **graph.constants},
+        module=module,
+        in_spec=in_spec,
+        out_spec=exported.call_spec.out_spec,
+        dynamic=dynamic,
+    )
+
+
+def _result(output: Output, out: Mapping[str, Tensor]) -> Tensor:
+    """A result in the type that the module gives it."""
+    found = out[output.name]
+    if not output.dtype:
+        return found
+    dtype: torch.dtype = getattr(torch, output.dtype.removeprefix("torch."))
+    return unhold(found, dtype)
+
+
+def _signature(program: Program) -> tuple[object, ...]:
+    """Shapes and types of the inputs."""
+    return tuple((x.shape, torch_dtype(x.dtype)) for x in program.with_role("input"))
+
+
+def _told(values: Sequence[object]) -> str:
+    words = (
+        f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
+        if isinstance(x, Tensor)
+        else repr(x)
+        for x in values
+    )
+    return ", ".join(words) or "none"
+
+
+def _wanted(captured: Captured) -> str:
+    inputs = captured.program.with_role("input")
+    return ", ".join(f"{x.name} {x.dtype}{list(x.shape)}" for x in inputs) or "none"

@@ -1,0 +1,437 @@
+"""From an exported graph to a Program: the graph is walked once, each node becomes ops.
+
+In: an ExportedProgram (exported.py). Out: Graph, the program with what its tensors were in torch.
+What depends on no input is computed at once; in-place updates of buffers become states; operators
+without a rule become opaque ops. Next on the walk: rules.py.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
+
+from distmega.errors import CaptureError
+from distmega.hostir.library.opaque import encode_call
+from distmega.hostir.library.torch_types import HOLDERS, dtype_name, hold
+from distmega.program.builder import Handle, ProgramBuilder
+from distmega.program.dtypes import ITEM_BYTES
+from distmega.program.types import Program
+from distmega.torch_import import torch_ops
+from distmega.torch_import.build import Build, Result, require_dtype
+from distmega.torch_import.pointwise_rules import EXPRESSIONS
+from distmega.torch_import.rules import RULES, Rule
+from distmega.torch_import.values import (
+    TENSORS,
+    Constant,
+    Foreign,
+    Spread,
+    Value,
+    any_value,
+    map_values,
+)
+
+IGNORED = ("aten._assert_tensor_metadata", "aten._assert_async", "aten._assert_scalar",
+           "aten.sym_constrain_range", "aten.sym_constrain_range_for_size")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Graph:
+    """A program, and where its tensors come from.
+
+    inputs: in the order of the module's flat inputs, None for one that is no tensor; one of a type
+    that programs lack comes as `hold` gives it. outputs: of
+    the module's flat outputs, a name, or a value that is always the same. targets: weight or state
+    -> parameter or buffer of the module. constants: weights known at capture. updated: output ->
+    input that the module overwrites. opaque: operators that torch runs, and how often.
+    """
+
+    program: Program
+    inputs: tuple[str | None, ...]
+    outputs: tuple[object, ...]
+    targets: Mapping[str, str]
+    constants: Mapping[str, torch.Tensor]
+    updated: Mapping[str, str]
+    opaque: Counter[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A result of the module that is a tensor of the program. dtype: torch's name of its element
+    type, where programs lack it.
+    """
+
+    name: str
+    dtype: str = ""
+
+
+def convert(exported: ExportedProgram, name: str) -> Graph:
+    """The program of an exported module. CaptureError for what programs can't hold."""
+    return _Converter(exported, name).run()
+
+
+@dataclass(slots=True)
+class _Converter:
+    exported: ExportedProgram
+    name: str
+    values: dict[fx.Node, Value] = field(default_factory=dict)
+    targets: dict[str, str] = field(default_factory=dict)
+    states: dict[str, Handle] = field(default_factory=dict)
+    inputs: list[str | None] = field(default_factory=list)
+    opaque: Counter[str] = field(default_factory=Counter)
+    order: dict[fx.Node, int] = field(default_factory=dict)
+    b: Build = field(init=False)
+    tied: dict[tuple[object, ...], str] = field(default_factory=dict)
+
+    def run(self) -> Graph:
+        p = ProgramBuilder(self.name)
+        self.b = Build(p)
+        nodes = list(self.exported.graph.nodes)
+        self.order = {node: place for place, node in enumerate(nodes)}
+        specs = iter(self.exported.graph_signature.input_specs)
+        for node in nodes:
+            if node.op == "placeholder":
+                self.values[node] = self.placeholder(node, next(specs))
+            elif node.op == "call_function":
+                self.values[node] = self.call(node)
+            elif node.op == "get_attr":
+                raise CaptureError(
+                    f"{self.name}: a part of its own is called by {_users(node)}",
+                    expected="no control flow of torch (cond, while_loop, map)",
+                    remedy="capture the parts of the module one by one",
+                )
+        (last,) = (node for node in nodes if node.op == "output")
+        return self.finish(last)
+
+    def placeholder(self, node: fx.Node, spec: Any) -> Value:
+        """A parameter, a buffer, a constant or an input."""
+        used = bool(node.users)
+        match spec.kind:
+            case InputKind.PARAMETER | InputKind.BUFFER:
+                return self.stored(node, spec) if used else None
+            case InputKind.CONSTANT_TENSOR:
+                return Constant(self.exported.constants[spec.target])
+            case InputKind.USER_INPUT:
+                return self.user_input(node)
+        raise CaptureError(
+            f"{self.name}: an input of kind {spec.kind.name}",
+            expected="tensors, parameters and buffers",
+            remedy="keep other objects out of the module's forward",
+        )
+
+    def stored(self, node: fx.Node, spec: Any) -> Value:
+        """A parameter or buffer: a weight, or a state where the module updates it; a buffer that no
+        checkpoint holds is known.
+        """
+        updated = {*self.exported.graph_signature.buffers_to_mutate.values()}
+        signature = self.exported.graph_signature
+        fixed = spec.kind is InputKind.BUFFER and spec.target in signature.non_persistent_buffers
+        held = {**self.exported.constants, **self.exported.state_dict}[spec.target]
+        if fixed and spec.target not in updated and not held.is_meta:
+            return Constant(held)
+        name, like = _plain(spec.target), node.meta["val"]
+        if 0 in like.shape:
+            return Constant(torch.empty(like.shape, dtype=held.dtype))
+        self.targets[name] = spec.target
+        if spec.target not in updated:
+            return self.declared(name, like, self.b.p.weight)
+        state = self.declared(name, like, self.b.p.state)
+        self.states[spec.target] = state.held if isinstance(state, Foreign) else state
+        return state
+
+    def user_input(self, node: fx.Node) -> Value:
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor):
+            self.inputs.append(None)
+            return value
+        name = _plain(node.name)
+        self.inputs.append(name)
+        return self.declared(name, value, self.b.p.input)
+
+    def declared(
+        self, name: str, like: torch.Tensor, declare: Callable[[str, Sequence[int], str], Handle]
+    ) -> Handle | Foreign:
+        """A tensor from outside, held in a type that programs have."""
+        _as_result(like, name)
+        foreign = like.dtype in HOLDERS
+        held = hold(torch.empty_like(like, device="meta")) if foreign else like
+        dtype = require_dtype(dtype_name(held.dtype), name)
+        handle = declare(name, tuple(held.shape), dtype)
+        return Foreign(handle, str(like.dtype)) if foreign else handle
+
+    def call(self, node: fx.Node) -> Value:
+        """The value of an operator's result."""
+        if getattr(node.target, "__name__", "") == "getitem":
+            source, place = node.args
+            found = self.values[source]  # type: ignore[index]
+            assert isinstance(found, list | tuple | dict), node
+            return found[place]  # type: ignore[index]
+        if not isinstance(node.target, torch._ops.OpOverload):
+            return self.plain_call(node)
+        packet = node.target._schema.name.replace("::", ".")
+        if packet in IGNORED or (not node.users and not node.target._schema.is_mutable):
+            return None
+        args, kwargs = self.given(node.args), self.given(node.kwargs)
+        if self.is_known(node, args, kwargs):
+            return self.evaluate(node, args, kwargs)
+        results = _results(node)
+        self.b.start(_op_name(node), results)
+        if packet == "distmega.kv_append":
+            return self.append(node, args)
+        found = self.stated(node.target, packet, args, kwargs)
+        return self.as_opaque(node, args, kwargs) if found is NotImplemented else found
+
+    def plain_call(self, node: fx.Node) -> Value:
+        """A function of numbers; CaptureError for torch's control flow."""
+        args = self.given(node.args)
+        if callable(node.target) and not any_value(args, _is_tensor):
+            return node.target(*args)
+        raise CaptureError(
+            f"{self.name}: {_op_name(node)} calls {node.target}",
+            expected="operators of torch",
+            remedy="capture the parts of the module one by one",
+        )
+
+    def stated(
+        self, target: Any, packet: str, args: Sequence[Value], kwargs: Mapping[str, Value]
+    ) -> Value:
+        """By its rule; NotImplemented without one."""
+        if 0 in self.b.shape:
+            return NotImplemented
+        if any_value((args, kwargs), _is_foreign) or self.b.dtype not in ITEM_BYTES:
+            return NotImplemented
+        named = _bound(target, args, kwargs)
+        overload = f"{packet}.{target._overloadname}"
+        for key in (overload, packet):
+            if key in EXPRESSIONS:
+                names = list(dict.fromkeys(re.findall(r"{(\w+)}", EXPRESSIONS[key])))
+                text = re.sub(r"{(\w+)}", lambda m: f"{{{names.index(m[1])}}}", EXPRESSIONS[key])  # noqa: B023
+                return self.b.pointwise(text, *(named[each] for each in names))
+            if key in RULES:
+                rule: Rule = RULES[key]
+                return rule(self.b, **named)
+        if packet in torch_ops.RULES:
+            return torch_ops.RULES[packet](self.b, **named)
+        return NotImplemented
+
+    def is_known(self, node: fx.Node, args: Any, kwargs: Any) -> bool:
+        """Whether a node depends on no input, weight or state, and gives the same every time."""
+        tags = getattr(node.target, "tags", ())
+        if torch.Tag.nondeterministic_seeded in tags:
+            return False
+        return not any_value((args, kwargs), _varies)
+
+    def given(self, arguments: Any) -> Any:
+        """Arguments of a node with the values of other nodes in their places."""
+        return map_values(
+            arguments, lambda each: self.values[each] if isinstance(each, fx.Node) else each
+        )
+
+    def evaluate(self, node: fx.Node, args: Any, kwargs: Any) -> Value:
+        """What it gives, computed here and now."""
+        known = map_values(args, _known_tensor)
+        named = {
+            key: torch.device("cpu") if isinstance(value, torch.device) else value
+            for key, value in map_values(kwargs, _known_tensor).items()
+        }
+        with torch.no_grad():
+            found = node.target(*known, **named)  # type: ignore[operator]
+        return map_values(
+            found, lambda each: Constant(each) if isinstance(each, torch.Tensor) else each
+        )
+
+    def as_opaque(self, node: fx.Node, args: Any, kwargs: Any) -> Value:
+        """The operator as torch has it."""
+        target = str(node.target)
+        operands: list[Handle] = []
+
+        def place(value: object) -> tuple[int, str] | None:
+            if not isinstance(value, TENSORS):
+                return None
+            if isinstance(value, Constant) and value.tensor.dtype in HOLDERS:
+                held = self.b.constant(hold(value.tensor))
+                value = Foreign(held, str(value.tensor.dtype))
+            handle = value.held if isinstance(value, Foreign) else self.b.handle(value)
+            if handle not in operands:
+                operands.append(handle)
+            return operands.index(handle), value.dtype if isinstance(value, Foreign) else ""
+
+        several = not isinstance(node.meta["val"], torch.Tensor)
+        kept: list[int] = [0]
+        if several:
+            kept = sorted({each for user in node.users if isinstance(each := user.args[1], int)})
+        call = encode_call(args, kwargs, place, kept)
+        values = node.meta["val"] if several else [node.meta["val"]]
+        shapes, foreign = [], []
+        for at in kept:
+            _as_result(values[at], node.name)
+            held = hold(torch.empty_like(values[at], device="meta"))
+            foreign.append(str(values[at].dtype) if values[at].dtype in HOLDERS else "")
+            dtype = require_dtype(dtype_name(held.dtype), f"{target} in {self.b.base}")
+            shapes.append((tuple(held.shape), dtype))
+        if not shapes or any(0 in shape for shape, _ in shapes):
+            raise CaptureError(
+                f"{target} in {self.b.base} gives {shapes}",
+                expected="tensors with elements",
+                remedy="keep this part out of what is captured",
+            )
+        self.opaque[target] += 1
+        made = self.b.p.opaque(target, call, operands, shapes, name=self.b.name())
+        found = [
+            Foreign(handle, dtype) if dtype else handle
+            for handle, dtype in zip(made, foreign, strict=True)
+        ]
+        return dict(zip(kept, found, strict=True)) if several else found[0]
+
+    def append(self, node: fx.Node, args: Sequence[Value]) -> Value:
+        """New rows of a cache, in place where nobody reads the cache as it was afterwards."""
+        cache, x, positions = args
+        old = node.args[0]
+        assert isinstance(old, fx.Node)
+        held = self.b.handle(cache)
+        if held in self.states.values() and self.last_read(old, node) <= self.order[node]:
+            self.b.p.kv_append(held, self.b.handle(x), self.b.handle(positions), name=self.b.name())
+            return held
+        return NotImplemented if node.target is None else self.as_opaque(node, args, {})
+
+    def last_read(self, node: fx.Node, but: fx.Node) -> int:
+        """Place of the last node that reads a value, through what may share its storage."""
+        places = [-1]
+        for user in node.users:
+            if user is but:
+                continue
+            places.append(self.order[user])
+            if self.values.get(user) is not None and _may_share(user):
+                places.append(self.last_read(user, but))
+        return max(places)
+
+    def finish(self, last: fx.Node) -> Graph:
+        """Writes states, and gives the outputs."""
+        p, signature = self.b.p, self.exported.graph_signature
+        named: dict[str, Handle] = {}
+        outputs: list[object] = []
+        updated: dict[str, str] = {}
+        pending: list[tuple[Handle, Handle]] = []
+        for spec, node in zip(signature.output_specs, last.args[0], strict=True):  # type: ignore[arg-type]
+            value = self.values[node] if isinstance(node, fx.Node) else node
+            if spec.kind is OutputKind.BUFFER_MUTATION:
+                self.b.start(f"{_plain(spec.target)}.new", _results(node))
+                if spec.target in self.states:
+                    value = value.held if isinstance(value, Foreign) else value
+                    pending.append((self.own(value), self.states[spec.target]))
+                continue
+            if not isinstance(value, TENSORS):
+                outputs.append(value)
+                continue
+            self.b.start(f"out.{len(named)}", _results(node))
+            dtype = value.dtype if isinstance(value, Foreign) else ""
+            handle = self.own(value.held if isinstance(value, Foreign) else value)
+            named[handle.name] = handle
+            if spec.kind is OutputKind.USER_INPUT_MUTATION:
+                updated[handle.name] = _plain(spec.target)
+            else:
+                outputs.append(Output(handle.name, dtype))
+        for handle, state in pending:
+            if handle is not state:
+                p.set(handle, into=state, name=f"{state.name}.update")
+        return Graph(
+            program=p.build(*named.values()),
+            inputs=tuple(self.inputs),
+            outputs=tuple(outputs),
+            targets=self.targets,
+            constants=self.b.constants,
+            updated=updated,
+            opaque=self.opaque,
+        )
+
+    def own(self, value: Value) -> Handle:
+        """A handle in storage of its own: no view, which a state below it could change."""
+        handle = self.b.handle(value)
+        if handle in self.states.values():
+            return (
+                handle if self.b.base.endswith(".new") else self.b.p.set(handle, name=self.b.name())
+            )
+        if handle.tensor.role != "temp" or self.b.p.is_view(handle):
+            return self.b.p.set(handle, name=self.b.name())
+        return handle
+
+
+def _bound(target: Any, args: Sequence[Value], kwargs: Mapping[str, Value]) -> dict[str, Any]:
+    """Arguments by the names of the operator's schema, without those left at None."""
+    named = {}
+    for place, argument in enumerate(target._schema.arguments):
+        if place < len(args):
+            named[argument.name] = args[place]
+        elif argument.name in kwargs:
+            named[argument.name] = kwargs[argument.name]
+        elif argument.has_default_value() and argument.default_value is not None:
+            named[argument.name] = argument.default_value
+    return named
+
+
+def _results(node: fx.Node) -> list[Result]:
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    several = value if isinstance(value, list | tuple) else [value]
+    return [_as_result(each, node.name) for each in several if isinstance(each, torch.Tensor)]
+
+
+def _as_result(value: torch.Tensor, name: str) -> Result:
+    """Shape and type. CaptureError for a shape that isn't known."""
+    if not all(type(extent) is int for extent in value.shape):
+        raise CaptureError(
+            f"{name} has the shape {tuple(value.shape)}",
+            expected="shapes that follow from those of the inputs",
+            remedy="capture the parts before and after it one by one",
+        )
+    return Result(tuple(value.shape), dtype_name(value.dtype))
+
+
+def _plain(name: str) -> str:
+    """A name that programs allow."""
+    plain = re.sub(r"[^\w./@#-]", "_", name)
+    return plain if re.match(r"\w", plain) and plain not in ("return", "program") else f"x{plain}"
+
+
+def _op_name(node: fx.Node) -> str:
+    """The module that a node belongs to and its own name."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    path = str(stack[-1][0]) if stack else ""
+    path = re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", path).removeprefix("L.self.").strip(".")
+    return _plain(f"{path}.{node.name}" if path else node.name)
+
+
+def _users(node: fx.Node) -> str:
+    return ", ".join(sorted({str(user.target) for user in node.users})) or "nobody"
+
+
+def _is_tensor(value: Value) -> bool:
+    return isinstance(value, TENSORS)
+
+
+def _is_foreign(value: Value) -> bool:
+    """Whether a tensor has a type that programs lack."""
+    known = isinstance(value, Constant) and value.tensor.dtype in HOLDERS
+    return known or isinstance(value, Foreign)
+
+
+def _varies(value: Value) -> bool:
+    return isinstance(value, Handle | Spread | Foreign)
+
+
+def _known_tensor(value: Value) -> Value:
+    return value.tensor if isinstance(value, Constant) else value
+
+
+def _may_share(node: fx.Node) -> bool:
+    """Whether a node's value may be another view of what it reads."""
+    schema = getattr(node.target, "_schema", None)
+    packet = schema.name.replace("::", ".") if schema is not None else "getitem"
+    computes = packet in EXPRESSIONS or packet in ("aten.linear", "aten.matmul", "aten.softmax",
+                                                   "aten.scaled_dot_product_attention",
+                                                   "distmega.attend")  # fmt: skip
+    return not computes

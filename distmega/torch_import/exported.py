@@ -1,0 +1,84 @@
+"""From a torch module to a functional graph of its operators, by torch.export.
+
+In: a module and example inputs. Out: an ExportedProgram whose in-place updates are results, whose
+operators are torch's core ones and those that programs state whole. Next on the walk: convert.py.
+"""
+
+import threading
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+
+from distmega.errors import CaptureError
+
+WHOLE = (
+    "aten.linear.default",
+    "aten.matmul.default",
+    "aten.scaled_dot_product_attention.default",
+    "aten.layer_norm.default",
+    "aten.rms_norm.default",
+    "aten.gelu.default",
+    "aten.silu.default",
+    "aten.softmax.int",
+    "aten.hardtanh.default",
+)
+"""Operators that are kept as they are, since programs state them exactly."""
+
+
+_EXPORTING = threading.RLock()
+"""torch.export patches torch while it runs: one thread at a time."""
+
+
+def export_module(
+    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> ExportedProgram:
+    """The module on inputs like these. CaptureError with what torch.export says where it refuses.
+
+    The module's parameters and buffers are not read.
+    """
+    if not isinstance(module, nn.Module):
+        raise CaptureError(
+            f"a {type(module).__name__} in place of a module",
+            expected="a torch.nn.Module",
+            remedy="put the function into the forward of one",
+        )
+    try:
+        with _EXPORTING, warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            exported = torch.export.export(module, tuple(args), dict(kwargs), strict=False)
+            functional: ExportedProgram = exported.run_decompositions(decompositions())
+            return functional
+    except Exception as error:  # torch.export raises errors of many kinds, the module any other
+        raise _refused(module, error) from error
+
+
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """torch's own, but for the operators that are kept whole."""
+    table: dict[Any, Callable[..., Any]] = dict(torch.export.default_decompositions())
+    return {target: rule for target, rule in table.items() if str(target) not in WHOLE}
+
+
+def _refused(module: nn.Module, error: Exception) -> CaptureError:
+    reason = " ".join(str(error).split())[:400] or type(error).__name__
+    name = type(module).__name__
+    if "data-dependent" in reason or "GuardOnDataDependent" in type(error).__name__:
+        return CaptureError(
+            f"{name}: its control flow or shapes depend on data ({reason})",
+            expected="a module that does the same for all inputs of these shapes",
+            remedy="use torch.where in place of if, or capture the parts around it",
+        )
+    if isinstance(error, TypeError) and "argument" in reason:
+        return CaptureError(
+            f"{name}: the example inputs don't fit its forward ({reason})",
+            expected="inputs that its forward takes",
+            remedy="give the arguments in a tuple, named ones in kwargs",
+        )
+    return CaptureError(
+        f"{name}: torch.export refused it ({type(error).__name__}: {reason})",
+        expected="a module that torch.export(..., strict=False) takes, and inputs that it runs on",
+        remedy="run torch.export.export on it alone to see all that it says",
+    )

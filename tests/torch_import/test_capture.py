@@ -1,0 +1,195 @@
+"""Capture: states, inputs of many kinds, annotations by name, and an error for each mistake."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import distmega
+from distmega.errors import CaptureError, PlanError
+from distmega.program.text import parse_program, print_program
+from distmega.sharding.layout.placements import Shard
+from tests.torch_import.running import assert_close, call, check_module, open_ranks
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+class Counting(nn.Module):
+    """Buffers that forward changes: whole, in part, by each other, and one that it only reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(4, 6))
+        self.register_buffer("old", torch.ones(6))
+        self.register_buffer("new", torch.full((6,), 2.0))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.register_buffer("fixed", torch.arange(6.0), persistent=False)
+        self.scale = nn.Parameter(torch.randn(6))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        before = self.total[1:3]
+        self.total[1:3] += x[:2] * self.scale
+        self.total.mul_(0.5)
+        self.old, self.new = self.new.clone(), self.old + x.sum(0)
+        self.calls += 1
+        seen = before.clone()
+        x = x.clone()
+        x[:, 0] = self.fixed[3]
+        x.add_(self.old)
+        return seen, x, self.total
+
+
+def test_buffers_that_change_are_states():
+    module = Counting()
+    ranks = open_ranks(distmega.capture(module, (torch.randn(3, 6),)), 1)
+    program = ranks[0].captured.program
+    assert {state.name for state in program.with_role("state")} == {"total", "old", "new", "calls"}
+    assert program.with_role("weight")[0].name == "scale"
+    assert parse_program(print_program(program)) == program
+    start = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    for _ in range(3):
+        x = torch.randn(3, 6)
+        found = call(ranks, x)
+        with torch.no_grad():
+            assert_close(found, module(x))
+    for name in ("total", "old", "new", "calls"):
+        assert_close(ranks[0].state(name), getattr(module, name))
+        assert not torch.equal(start[name], getattr(module, name))
+
+
+def test_an_input_that_the_module_overwrites_is_overwritten():
+    class Adds(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            x.add_(y)
+            return x * 2
+
+    ranks = open_ranks(distmega.capture(Adds(), (torch.zeros(3), torch.zeros(3))), 1)
+    x = torch.ones(3)
+    assert_close(call(ranks, x, torch.tensor([1.0, 2.0, 3.0])), torch.tensor([4.0, 6.0, 8.0]))
+    assert_close(x, torch.tensor([2.0, 3.0, 4.0]))
+
+
+def test_arguments_and_results_keep_their_structure():
+    class Structured(nn.Module):
+        def forward(self, pair: dict[str, Tensor], scale: float, *, flag: bool, last: Tensor):
+            first = pair["a"] @ pair["b"]
+            return {"first": first * scale, "rest": [last if flag else first, None, 7]}
+
+    a, b, last = torch.randn(2, 3), torch.randn(3, 2), torch.randn(4)
+    captured = distmega.capture(Structured(), ({"a": a, "b": b}, 0.5), {"flag": True, "last": last})
+    ranks = open_ranks(captured, 2)
+    found = call(ranks, {"a": a + 1, "b": b}, 0.5, flag=True, last=last)
+    assert_close(found["first"], (a + 1) @ b * 0.5)
+    assert_close(found["rest"][0], last)
+    assert found["rest"][1:] == [None, 7]
+
+
+def test_types_that_programs_lack_pass_through():
+    class Pictures(nn.Module):
+        def forward(self, image: Tensor, wave: Tensor) -> tuple[Tensor, ...]:
+            x = image.float() / 255
+            spectrum = torch.fft.rfft(wave)
+            return x, image + 1, spectrum, (spectrum * spectrum.conj()).real
+
+    image = torch.randint(0, 256, (2, 5), dtype=torch.uint8)
+    captured = check_module(Pictures(), (image, torch.randn(8)), (255 - image, torch.ones(8)))
+    assert "aten._fft_r2c.default" in captured.opaque
+
+
+def test_tied_weights_are_one():
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(9, 4)
+            self.head = nn.Linear(4, 9, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.head(self.embed(ids))
+
+    captured = check_module(Tied(), (torch.randint(0, 9, (2, 3)),))
+    assert len(captured.program.with_role("weight")) == 1
+
+
+def test_other_shapes_are_captured_when_they_come():
+    module = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2)).eval()
+    captured = distmega.capture(module, (torch.randn(3, 4),), dynamic=True)
+    ranks = open_ranks(captured, 2)
+    for shape in ((3, 4), (5, 4), (2, 6, 4), (5, 4)):
+        x = torch.randn(shape)
+        with torch.no_grad():
+            assert_close(call(ranks, x), module(x))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up_proj, self.down_proj = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(torch.relu(self.up_proj(x)))
+
+
+def test_annotations_go_by_patterns_of_names():
+    module = nn.Sequential(Block(), Block())
+    x = torch.randn(3, 8)
+    captured = distmega.capture(module, (x,))
+    marks = {"*.up_proj.weight": distmega.shard(0, "tp"), "1.down_proj": distmega.replicate()}
+    plan = captured.plan(distmega.DeviceMesh(tp=2), annotations=marks)
+    for name in ("0.up_proj.weight", "1.up_proj.weight"):
+        assert plan.layouts[name].at("tp") == Shard(0, 8)
+    assert {name for name in plan.annotations if "down" in name} == {
+        "1.down_proj.weight",
+        "1.down_proj.bias",
+    }
+    ranks = open_ranks(captured, 2, marks)
+    with torch.no_grad():
+        assert_close(call(ranks, x), module(x))
+    with pytest.raises(PlanError, match=r"'\*.up_prj.weight', which names nothing"):
+        captured.plan(annotations={"*.up_prj.weight": distmega.replicate()})
+
+
+class Branching(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 1 if x.sum() > 0 else x - 1
+
+
+class Growing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[x > 0]
+
+
+class Failing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise KeyError("no such thing")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: distmega.capture(Branching(), (torch.ones(3),)), "control flow or shapes depend"),
+        (lambda: distmega.capture(Growing(), (torch.ones(3),)), "depend on data|has the shape"),
+        (lambda: distmega.capture(Failing(), (torch.ones(3),)), "refused it .*no such thing"),
+        (lambda: distmega.capture(nn.Linear(4, 2), (torch.ones(3),)), "torch.export refused it"),
+        (lambda: distmega.capture(nn.Linear(4, 2), ()), "missing .*required .*argument"),
+        (lambda: distmega.capture(nn.Linear(4, 2), torch.ones(4)), r"write capture\(module, \(x,"),
+        (lambda: distmega.capture(torch.relu, (torch.ones(4),)), "expected a torch.nn.Module"),
+    ],
+)
+def test_what_can_not_be_captured_is_one_clear_error(make, message: str):
+    with pytest.raises(CaptureError, match=message):
+        make()
+
+
+def test_inputs_unlike_those_at_capture_are_refused():
+    (rank,) = open_ranks(distmega.capture(nn.Linear(4, 2), (torch.ones(3, 4),)), 1)
+    for args, message in (
+        ((torch.ones(2, 4),), r"float32\[2, 4\]; expected inputs like .* f32\[3, 4\]"),
+        ((torch.ones(3, 4).long(),), r"int64\[3, 4\]; expected inputs like"),
+        ((), "arguments none; expected arguments like"),
+        ((torch.ones(3, 4), 1), r"float32\[3, 4\], 1; expected arguments like"),
+    ):
+        with pytest.raises(CaptureError, match=message):
+            rank(*args)

@@ -1,0 +1,132 @@
+"""Operators of torch by their rules, each against eager, on one rank and on two; several in one
+module, since an export costs most of a test.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.torch_import.running import check_module
+
+
+class Calls(nn.Module):
+    """Several functions of the same inputs."""
+
+    def __init__(self, *functions: Callable[..., Any]) -> None:
+        super().__init__()
+        self.functions = functions
+
+    def forward(self, *args: Tensor) -> list[Any]:
+        return [function(*args) for function in self.functions]
+
+
+def opaque_of(*functions: Callable[..., Any], args: tuple[Tensor, ...]) -> set[str]:
+    """Checks functions of inputs; the operators that torch runs."""
+    return {*check_module(Calls(*functions), args).opaque}
+
+
+X = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(1))
+IDS = torch.tensor([[3, 1, 0, 2], [2, 2, 1, 3]])
+
+
+def test_expressions():
+    functions = [
+        torch.abs, torch.ceil, torch.cos, torch.erf, torch.exp, torch.exp2, torch.floor, torch.neg,
+        torch.relu, torch.sigmoid, torch.sign, torch.sin, torch.square, torch.tanh, torch.trunc,
+        torch.reciprocal, torch.isnan, torch.isinf, torch.logical_not, F.silu, F.gelu, F.mish,
+        F.leaky_relu, F.elu, F.hardswish, F.softplus, F.relu6, F.glu, F.logsigmoid, F.selu,
+        lambda x: F.gelu(x, approximate="tanh"),
+        lambda x: x.abs().sqrt() + x.exp().rsqrt() + x.exp().log() + x.exp().log1p(),
+        lambda x: (x**3, 2**x, x.exp() ** x.abs(), x / 3, x / x.exp(), 1 - x, x.sub(x, alpha=2)),
+        lambda x: (x > 0) & (x < 1) | ~(x != x) ^ (x >= 2) | (x == 0) | (x <= -1),
+        lambda x: (x.clamp(-1, 1), x.clamp(min=0), x.clamp(max=x.mean()), torch.maximum(x, -x)),
+        lambda x: (torch.where(x > 0, x, 0.0), x.masked_fill(x > 0, -math.inf), x.nan_to_num()),
+        lambda x: (torch.lerp(x, -x, 0.3), torch.addcmul(x, x, x, value=2), x.minimum(x * x)),
+        lambda x: (x.double() + x, x.half().float(), x.bfloat16() * 2, x.long() * 3, x.bool()),
+        lambda x: (torch.div(x, 0.3, rounding_mode="floor"), x.log2(), x.abs().log10()),
+    ]  # fmt: skip
+    assert not opaque_of(*functions, args=(X,))
+
+
+def test_movement():
+    functions = [
+        lambda x, i: (x[1:], x[..., ::2], x[:, -1], x[:, None], x.squeeze(), x[0, 1:3, 2:]),
+        lambda x, i: (x.reshape(8, 6), x.permute(2, 0, 1).reshape(3, 16), x.flatten(1), x.mT),
+        lambda x, i: (*x.chunk(2, 1), *x.split([1, 5], 2), *x.unbind(0), torch.stack([x, x], 1)),
+        lambda x, i: (torch.cat([x, x[:, :1]], 1), x.repeat(2, 1, 3), x.expand(3, 2, 4, 6) + 1),
+        lambda x, i: (F.pad(x, (1, 2, 0, 1), value=3.0), F.pad(x, (-1, 1)), x.flip(0, 2)),
+        lambda x, i: (x.roll(1, 1), x.tril(), x.triu(1), x.repeat_interleave(2, 1)),
+        lambda x, i: x.movedim(0, 2),
+        lambda x, i: (x[:, i[0]], x[0][i], x[:, i, i], x[[1, 0]], x.index_select(1, i[1] - 1 + 1)),
+        lambda x, i: (x[:, -i[0] - 1], torch.gather(x, 1, i[:, :, None])),
+        lambda x, i: (torch.zeros_like(x), x.new_full((2,), 3.0), torch.full_like(x, 2.0) * x),
+        lambda x, i: (F.one_hot(i, 5), torch.arange(4) + i, torch.eye(4) @ x, i.float() / 2),
+        lambda x, i: torch.meshgrid(x[0, 0], x[0, :, 0], indexing="ij"),
+    ]  # fmt: skip
+    assert not opaque_of(*functions, args=(X, IDS))
+
+
+def test_reductions():
+    functions = [
+        lambda x: (x.sum(), x.sum((0, 2)), x.mean(1, keepdim=True), x.mean(), x.sum(1).sum(-1)),
+        lambda x: (x.amax(1), x.amin((0, 1)), x.max(), x.min(), *x.max(1), (x > 0).any(1)),
+        lambda x: ((x > 0).all(-1, keepdim=True), (x > 0).sum(1), x.var(-1), x.std(0)),
+        lambda x: x.norm(dim=1),
+        lambda x: (x.argmax(-1), x.argmax(), x.argmax(0, keepdim=True), *x.topk(3), *x.topk(2, 1)),
+        lambda x: (x.softmax(0), x.log_softmax(1), x.logsumexp(-1), x.cumsum(1), (x > 0).cumsum(0)),
+        lambda x: (x.half().mean(1), F.normalize(x, dim=1), torch.var_mean(x, 1, correction=0)),
+    ]  # fmt: skip
+    assert not opaque_of(*functions, args=(X,))
+
+
+def test_products():
+    w, y = torch.randn(5, 6), torch.randn(2, 6, 3)
+    functions = [
+        lambda x, w, y: (F.linear(x, w, w[:, 0]), x @ y, x @ w.T, x[0] @ y[0], x[0, 0] @ w.T),
+        lambda x, w, y: (w @ x[0, 0], torch.dot(x[0, 0], x[0, 1]), torch.mv(w, x[1, 1])),
+        lambda x, w, y: (torch.bmm(x, y), torch.addmm(w[:, 0], x[0], w.T, beta=2, alpha=0.5)),
+        lambda x, w, y: (torch.baddbmm(x @ y, x, y), x[:, None] @ y[:, None].repeat(1, 3, 1, 1)),
+        lambda x, w, y: (torch.einsum("bmk,nk->nbm", x, w), torch.einsum("bmk,bkn->bn", x, y)),
+        lambda x, w, y: (x[0][None] @ y, torch.outer(w[0], w[1]), torch.kron(w[:2], w[3:])),
+        lambda x, w, y: F.cosine_similarity(x, -x, dim=-1),
+    ]  # fmt: skip
+    assert not opaque_of(*functions, args=(X, w, y))
+
+
+def test_norms_and_attention():
+    q, k = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 7, 8)
+    mask = torch.rand(2, 1, 5, 7) < 0.7
+    mask[..., 0] = True
+    functions = [
+        lambda q, k, m: (F.layer_norm(q, (8,)), F.rms_norm(q, (8,)), F.layer_norm(q, (5, 8))),
+        lambda q, k, m: F.layer_norm(q, (8,), q[0, 0, 0], q[0, 0, 1], 1e-3),
+        lambda q, k, m: (F.layer_norm(q, (8,), bias=q[0, 0, 0]), F.rms_norm(q, (8,), q[0, 0, 0])),
+        lambda q, k, m: (F.group_norm(q, 2, q[0, :, 0, 0]), F.instance_norm(q)),
+        lambda q, k, m: F.scaled_dot_product_attention(q, q, q, is_causal=True),
+        lambda q, k, m: F.scaled_dot_product_attention(q[0], q[0], q[1]),
+        lambda q, k, m: F.scaled_dot_product_attention(q, k, k, m, scale=0.2, enable_gqa=True),
+        lambda q, k, m: F.scaled_dot_product_attention(q, k, k, m.float() * 3, enable_gqa=True),
+    ]  # fmt: skip
+    assert not opaque_of(*functions, args=(q, k, mask))
+
+
+def test_what_has_no_rule_is_run_by_torch():
+    found = opaque_of(
+        lambda x, i: x.round(),
+        lambda x, i: (x.prod(1), i // 3, i % 3, x.min(1), x.take_along_dim(i[:, :, None], 2)),
+        lambda x, i: torch.fft.rfft(x).abs(),
+        lambda x, i: (x.sort(1), x.scatter(1, i[:, :, None], 1.0), x.unfold(1, 2, 1)),
+        args=(X, IDS),
+    )  # fmt: skip
+    assert {"aten.round.default", "aten.prod.dim_int", "aten.sort.default"} <= found
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1, 3)])
+def test_small_shapes(shape: tuple[int, ...]):
+    functions = [lambda x: (x + 1, x.sum(), x.unsqueeze(0), x.mean() * x, x.reshape(-1))]
+    assert not opaque_of(*functions, args=(torch.randn(shape),))
