@@ -1,0 +1,154 @@
+"""torch.compile(model, backend="distmega"): graphs of dynamo as programs.
+
+Comes in: a graph module and example inputs from dynamo, which keeps the guards and asks again for
+what they don't cover. Goes out: a callable on the same inputs. Found by torch through the entry
+point group torch_dynamo_backends; options={"mesh": DeviceMesh(tp=2), "annotations": {...}} under
+torchrun. Next on the walk: captured.py.
+"""
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+
+from distmega.engine.ranks import RankContext
+from distmega.errors import CaptureError
+from distmega.sharding.layout.mesh import DeviceMesh
+from distmega.torch_import.captured import CapturedModule, capture
+
+OPTIONS = ("mesh", "annotations")
+"""What torch.compile's options may hold."""
+
+
+def compile_graph(
+    graph: fx.GraphModule, example_inputs: Sequence[Any], options: Mapping[str, Any] | None = None
+) -> Callable[..., tuple[Any, ...]]:
+    """The graph as a program on this rank. options: mesh, of all ranks of the job (by default one
+    rank), and annotations by patterns of parameter names.
+
+    Each combination of input shapes is captured when it first comes. CaptureError for other
+    options, a mesh without a process group, and gradients.
+    """
+    given = dict(options or {})
+    if unknown := sorted({*given} - {*OPTIONS}):
+        raise CaptureError(
+            f"option {unknown[0]!r} of torch.compile",
+            expected=f"one of {', '.join(OPTIONS)}",
+            remedy="leave it out",
+        )
+    mesh = given.get("mesh", DeviceMesh(tp=1))
+    return _Compiled(graph, mesh, given.get("annotations", {}))
+
+
+class _Compiled:
+    """Takes the inputs of dynamo's graph: tensors, parameters among them, and sizes."""
+
+    def __init__(
+        self, graph: fx.GraphModule, mesh: DeviceMesh, annotations: Mapping[str, Any]
+    ) -> None:
+        self._graph, self._mesh, self._annotations = graph, mesh, annotations
+        self._modules: dict[tuple[object, ...], CapturedModule] = {}
+
+    def __call__(self, *args: Any) -> tuple[Any, ...]:
+        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args):
+            raise CaptureError(
+                "a call that records gradients",
+                expected="inference",
+                remedy="call the compiled model under torch.no_grad()",
+            )
+        key = tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else x for x in args)
+        if key not in self._modules:
+            self._modules[key] = self._compile(args)
+        tensors = [x for x in args if isinstance(x, Tensor) and not isinstance(x, nn.Parameter)]
+        results: tuple[Any, ...] = self._modules[key](*tensors)
+        return results
+
+    def _compile(self, args: Sequence[Any]) -> CapturedModule:
+        """The program for inputs of these shapes; parameters and sizes are bound to it."""
+        nodes = (node for node in self._graph.graph.nodes if node.op == "placeholder")
+        names = [_parameter_name(node) for node in nodes]
+        bound = _Bound(self._graph, names, args)
+        tensors = tuple(x.detach() for x in args if _comes_with_a_call(x))
+        captured = capture(bound, tensors)
+        device = next((x.device for x in args if isinstance(x, Tensor)), torch.device("cpu"))
+        return captured.compile(_context(device, self._mesh), self._mesh, self._annotations)
+
+
+class _Bound(nn.Module):
+    """A graph with its parameters, under their own names, and sizes in place."""
+
+    def __init__(self, graph: fx.GraphModule, names: Sequence[str], args: Sequence[Any]) -> None:
+        super().__init__()
+        self._graph = graph.forward
+        self._places: list[object] = []
+        for name, value in zip(names, args, strict=True):
+            if isinstance(value, nn.Parameter):
+                _attach(self, name.split("."), value)
+            self._places.append(_Named(name) if isinstance(value, nn.Parameter) else value)
+
+    def forward(self, *tensors: Tensor) -> Any:
+        left = iter(tensors)
+        return self._graph(*(self._filled(each, left) for each in self._places))
+
+    def _filled(self, value: object, left: Iterator[Tensor]) -> object:
+        """What stands in a place: a parameter is the one that the module has now."""
+        if isinstance(value, _Named):
+            return self.get_parameter(value.name)
+        return next(left) if isinstance(value, Tensor) else value
+
+
+@dataclass(frozen=True, slots=True)
+class _Named:
+    """The place of a parameter."""
+
+    name: str
+
+
+def _attach(module: nn.Module, path: Sequence[str], parameter: nn.Parameter) -> None:
+    """Makes it the parameter of that path."""
+    for part in path[:-1]:
+        if part not in dict(module.named_children()):
+            module.add_module(part, nn.Module())
+        module = module.get_submodule(part)
+    module.register_parameter(path[-1], parameter)
+
+
+def _comes_with_a_call(value: object) -> bool:
+    return isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+
+
+def _parameter_name(node: fx.Node) -> str:
+    """A parameter's name in the model, from where dynamo found it; else the node's."""
+    source = getattr(node, "_dynamo_source", None)
+    name = getattr(source, "name", "")
+    path = re.findall(r"_(?:modules|parameters)\['(\w+)'\]", name() if callable(name) else name)
+    return ".".join(path) or node.name
+
+
+def _context(device: torch.device, mesh: DeviceMesh) -> RankContext:
+    """This rank's place in the job that torchrun started, or alone."""
+    rank, world = 0, 1
+    if mesh.num_ranks > 1:
+        if not dist.is_initialized():
+            raise CaptureError(
+                f"{mesh} without a process group",
+                expected="torch.distributed.init_process_group before the first call",
+                remedy="start the script with torchrun and initialise the group",
+            )
+        rank, world = dist.get_rank(), dist.get_world_size()
+    local = int(os.environ.get("LOCAL_RANK", rank))
+    on_gpu = device.type == "cuda"
+    return RankContext(
+        rank=rank,
+        world_size=world,
+        local_rank=local,
+        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", world)),
+        node=os.environ.get("GROUP_RANK", "0"),
+        backend="nccl" if on_gpu else "gloo",
+        device=f"cuda:{device.index or 0}" if on_gpu else "cpu",
+    )

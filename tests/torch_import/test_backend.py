@@ -1,0 +1,92 @@
+"""torch.compile with distmega as its backend, on one rank here and on two under a launcher."""
+
+import importlib
+import tomllib
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import distmega
+from distmega.errors import CaptureError
+from distmega.torch_import import backend
+from tests.repo.source import ROOT
+from tests.torch_import.running import assert_close
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up_proj, self.down_proj = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor, twice: bool = False) -> tuple[Tensor, int]:
+        self.calls += 1
+        y = self.down_proj(torch.relu(self.up_proj(x)))
+        return (2 * y if twice else y) + self.calls, x.shape[0]
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+
+
+def test_torch_finds_the_backend_by_its_entry_point():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    place = project["entry-points"]["torch_dynamo_backends"]["distmega"]
+    module, _, name = place.partition(":")
+    assert getattr(importlib.import_module(module), name) is backend.compile_graph
+
+
+@torch.no_grad()
+def test_compiled_models_agree_with_eager_as_inputs_change():
+    model, plain = Model(), Model()
+    plain.load_state_dict(model.state_dict())
+    compiled = torch.compile(model, backend=backend.compile_graph)
+    for rows, twice in ((3, False), (3, True), (5, False), (7, False), (5, True)):
+        x = torch.randn(rows, 4)
+        assert_close(compiled(x, twice), plain(x, twice))
+    assert_close(model.calls, plain.calls)
+
+
+@torch.no_grad()
+def test_a_graph_break_leaves_parts_that_are_programs():
+    class Breaks(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.softmax(-1)
+            torch._dynamo.graph_break()
+            return x.cumsum(0) * 3
+
+    x = torch.randn(3, 4)
+    found = torch.compile(Breaks(), backend=backend.compile_graph)(x)
+    assert_close(found, Breaks()(x))
+
+
+@torch.no_grad()
+def test_annotations_name_the_parameters_of_the_model():
+    model, x = Model(), torch.randn(3, 4)
+    marks = {"up_proj.weight": distmega.replicate(), "down_proj": distmega.replicate()}
+    compiled = torch.compile(model, backend=backend.compile_graph, options={"annotations": marks})
+    assert_close(compiled(x)[0] - 1, model(x)[0] - 2)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mode": "fast"}, "option 'mode' of torch.compile; expected one of mesh, annotations"),
+        ({"mesh": distmega.DeviceMesh(tp=2)}, "without a process group"),
+        ({"annotations": {"*.gate": distmega.replicate()}}, "which names nothing"),
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, object], message: str):
+    compiled = torch.compile(Model(), backend=backend.compile_graph, options=options)
+    with pytest.raises(Exception, match=message):
+        compiled(torch.randn(3, 4))
+
+
+def test_gradients_are_refused():
+    compiled = torch.compile(Model(), backend=backend.compile_graph)
+    with pytest.raises(CaptureError, match="records gradients; expected inference"):
+        compiled(torch.randn(3, 4))
