@@ -62,6 +62,12 @@ class RequestError(DistmegaError, ValueError):
     """A prompt or an option is outside what the model or the machine allows."""
 
 
+class ChatTemplateError(ModelError, RequestError):
+    """The chat template of a model fails on messages, refuses them or takes too much: the model's
+    fault or the messages', which nobody can tell apart.
+    """
+
+
 class LaunchError(DistmegaError, RuntimeError):
     """Ranks could not be started, or do not agree on what to run."""
 

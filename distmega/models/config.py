@@ -19,8 +19,10 @@ ARCHITECTURES = (
 )  # fmt: skip
 """The decoder families that decoder.py can build."""
 
-MAX_LAYERS = 10_000
+MAX_LAYERS, MAX_VOCAB, MAX_EXPERTS = 1000, 2**22, 4096
+MAX_EXTENT = 2**31 - 1
 """More than this is a damaged file, not a model."""
+_MOST = {"num_layers": MAX_LAYERS, "vocab": MAX_VOCAB}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +101,8 @@ class ModelConfig:
         ):
             if getattr(self, name) < 1:
                 raise _bad(f"{name} {getattr(self, name)}", f"{name} of at least 1")
+            if getattr(self, name) > (most := _MOST.get(name, MAX_EXTENT)):
+                raise _bad(f"{name} {getattr(self, name)}", f"{name} of at most {most}")
         if self.num_heads % self.num_kv_heads:
             found = f"{self.num_heads} query heads over {self.num_kv_heads} kv heads"
             raise _bad(found, "num_heads a multiple of num_kv_heads")
@@ -121,6 +125,8 @@ class ModelConfig:
             if self.experts_per_token or self.expert_ffn or self.shared_ffn:
                 raise _bad("experts of which there are none", "num_experts of at least 1")
             return
+        if self.num_experts > MAX_EXPERTS:
+            raise _bad(f"{self.num_experts} experts", f"at most {MAX_EXPERTS}")
         if not 1 <= self.experts_per_token <= self.num_experts:
             raise _bad(
                 f"{self.experts_per_token} experts per token of {self.num_experts}",
@@ -179,6 +185,8 @@ def _check_scaling(scaling: RopeScaling, head_dim: int, base: float) -> None:
             f"yarn with beta_slow {scaling.beta_slow}, beta_fast {scaling.beta_fast}, base {base}"
         )
         raise _bad(found, "0 < beta_slow < beta_fast and a base above 1")
+    if scaling.kind == "yarn" and not 0 < scaling.attention_factor < math.inf:
+        raise _bad(f"yarn with attention_factor {scaling.attention_factor}", "a finite one above 0")
     if scaling.kind == "factors":
         if len(scaling.factors) != head_dim // 2:
             raise _bad(

@@ -99,16 +99,52 @@ class Fields:
         return default
 
 
-def read_json(path: Path) -> Fields:
-    """The object that a JSON file holds; ModelError when it can't be read."""
-    remedy = "download the file again"
+MAX_TEXT_BYTES = 2**28
+"""Of a JSON file or a template; the largest tokenizer.json in use has 2^25."""
+
+
+def require_file(path: Path) -> None:
+    """ModelError for what is there and no file: reading a pipe or a device might never end."""
+    if path.exists() and not path.is_file():
+        raise ModelError(
+            f"{path} is not a file", expected="a regular file", remedy="check the path"
+        )
+
+
+def read_text(path: Path) -> str:
+    """The UTF-8 text of a model's file; ModelError when it can't be read."""
+    require_file(path)
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        if (num_bytes := path.stat().st_size) > MAX_TEXT_BYTES:
+            raise ModelError(
+                f"{path} of {num_bytes} bytes",
+                expected=f"at most {MAX_TEXT_BYTES}",
+                remedy="download the file again",
+            )
+        return path.read_text(encoding="utf-8")
     except OSError as error:
         reason = error.strerror or "unreadable"
         raise ModelError(
-            f"{path}: {reason}", expected="a readable JSON file", remedy="check the path"
+            f"{path}: {reason}", expected="a readable file", remedy="check the path"
         ) from error
+    except UnicodeDecodeError as error:
+        raise ModelError(
+            f"{path} is not UTF-8 ({error})",
+            expected="UTF-8 text",
+            remedy="convert it, or download the file again",
+        ) from error
+
+
+def read_json(path: Path) -> Fields:
+    """The object that a JSON file holds; ModelError when it can't be read."""
+    return parse_json(read_text(path), path)
+
+
+def parse_json(text: str, path: Path) -> Fields:
+    """The object that the text of a file is; ModelError when it is none."""
+    remedy = "download the file again"
+    try:
+        data = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ModelError(
             f"{path} is not JSON ({error})", expected="a JSON object", remedy=remedy

@@ -5,20 +5,17 @@ huggingface/tokenizer.py reads one from tokenizer.json, gguf/tokenizer.py rebuil
 metadata, and byte_tokenizer here serves models of random weights.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
-from jinja2 import TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from distmega.errors import ModelError, RequestError
+from distmega.models.chat_template import render_chat
 
 _REPLACEMENT = "\ufffd"
 _STREAM_CONTEXT = 16
-
-_TEMPLATE_ERRORS = (TemplateError, ArithmeticError, LookupError, TypeError, ValueError)
-"""What the expressions of a chat template can raise."""
 
 
 class Tokenizer:
@@ -49,14 +46,16 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, with the begin token in front if the model wants one."""
         try:
-            return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+            with _library("the model's files", (TypeError, UnicodeError)):
+                return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
         except (TypeError, UnicodeError) as error:
             found = f"text {text[:40]!r} can't be encoded"
             raise RequestError(found, expected="valid Unicode", remedy="pass UTF-8 text") from error
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids; bytes that are not UTF-8 become U+FFFD."""
-        return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+        with _library("the model's files", (OverflowError, TypeError)):
+            return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def stream(self, context: Sequence[int] = ()) -> "TokenStream":
         """A decoder of one token at a time; context: the ids of the prompt, whose text is not
@@ -67,33 +66,46 @@ class Tokenizer:
     def chat_prompt(self, messages: Sequence[Mapping[str, str]]) -> str:
         """The text of a conversation of {"role", "content"} messages up to where the model answers.
 
-        Encode it with add_special_tokens=False. RequestError when the model has no chat template or
-        refuses.
+        Encode it with add_special_tokens=False. RequestError when the model has no chat template,
+        ChatTemplateError when that fails, refuses or takes too much (chat_template.py).
         """
         if not self.chat_template:
             found = "the model has no chat template"
             raise RequestError(
                 found, expected="an instruction-tuned model", remedy="give a plain prompt"
             )
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.globals["raise_exception"] = _refuse
-        try:
-            template = environment.from_string(self.chat_template)
-            return template.render(
-                messages=[dict(message) for message in messages],
-                add_generation_prompt=True,
-                **self._special_tokens,
-            )
-        except _TEMPLATE_ERRORS as error:
-            found = f"the chat template of the model fails: {error}"
-            remedy = "give a plain prompt, or other messages"
-            raise RequestError(found, expected="messages that it accepts", remedy=remedy) from error
+        return render_chat(self.chat_template, messages, self._special_tokens)
+
+    def check(self, where: str) -> "Tokenizer":
+        """Itself; ModelError for one that can't encode and decode some texts."""
+        for text in _PROBES:
+            for special in (False, True):
+                with _library(where):
+                    ids = self._backend.encode(text, add_special_tokens=special).ids
+                    self._backend.decode(ids, skip_special_tokens=not special)
+        return self
 
 
-def _refuse(message: str) -> str:
-    raise TemplateError(message)
+_PROBES = ("", "a", "Hello, world! 12\n\t<|x|> \u65e5\u672c \U0001f642 \u00e9")
+
+
+@contextmanager
+def _library(where: str, passed: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """Turns what the library raises, but for `passed`, into ModelErrors, and so panics of what it
+    is written in.
+    """
+    try:
+        yield
+    except passed:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ModelError(
+            f"the tokenizer in {where} is damaged ({str(error)[:200]})",
+            expected="one that encodes and decodes text",
+            remedy="download the file again",
+        ) from error
 
 
 class TokenStream:

@@ -1,6 +1,7 @@
 """Configurations from config.json and GGUF metadata, and what they refuse."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -103,6 +104,11 @@ def test_several_end_tokens_and_generation_config(tmp_path: Path):
     assert config.eos_ids == (7, 8, 9)
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+ZERO = -1.0 / (0.1 * math.log(4.0))
+"""The mscale_all_dim by which the attention would be divided by zero."""
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
@@ -133,6 +139,12 @@ def test_several_end_tokens_and_generation_config(tmp_path: Path):
         ({"rope_scaling": LLAMA3_ROPE | {"low_freq_factor": 4.0}}, "low_freq_factor 4.0"),
         ({"model_type": "mistral", "sliding_window": -3, "num_key_value_heads": 4}, "-3"),
         ({"eos_token_id": "end"}, "eos_token_id"),
+        ({"num_hidden_layers": 10_000}, "num_hidden_layers is '10000'"),
+        ({"vocab_size": 10**9}, "vocab 1000000000"),
+        ({"hidden_size": 2**35, "head_dim": 16}, f"hidden {2**35}"),
+        ({"rope_scaling": YARN | {"attention_factor": -1.0}}, "attention_factor -1.0"),
+        ({"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": ZERO}}, "mscale_all_dim is"),
+        ({"rope_scaling": YARN | {"mscale": -20.0, "mscale_all_dim": 1.0}}, "attention_factor -"),
     ],
 )
 def test_refusals_name_the_value(changes: dict[str, object], named: str):

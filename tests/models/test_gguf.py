@@ -1,5 +1,6 @@
 """GGUF: container, weights in half-split order, quantised slices, and damaged files."""
 
+import os
 import random
 import shutil
 from dataclasses import replace
@@ -160,3 +161,68 @@ def test_not_gguf(tmp_path: Path):
     (tmp_path / "m.gguf").write_bytes(b"not a model at all")
     with pytest.raises(ModelError, match="does not start with GGUF"):
         open_model(str(tmp_path / "m.gguf"))
+
+
+def changed_word(path: Path, before: bytes, old: int, new: int, width: int) -> None:
+    """Replaces the number that stands behind some bytes."""
+    data = bytearray(path.read_bytes())
+    at = data.index(before) + len(before)
+    assert int.from_bytes(data[at : at + width], "little") == old
+    data[at : at + width] = new.to_bytes(width, "little")
+    path.write_bytes(data)
+
+
+def offset_of(path: Path, name: str) -> tuple[bytes, int]:
+    """What stands in the table before a tensor's offset, and the offset in the data part."""
+    data, key = path.read_bytes(), name.encode()
+    at = data.index(len(key).to_bytes(8, "little") + key) + 8 + len(key)
+    num_dims = int.from_bytes(data[at : at + 4], "little")
+    end = at + 4 + 8 * num_dims + 4
+    return data[at - len(key) : end], int.from_bytes(data[end : end + 8], "little")
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (-32, "tensors '.*' and 'blk.1.attn_norm.weight' overlap"),
+        (+4, "tensor 'blk.1.attn_norm.weight' at offset .*; expected a multiple of 32"),
+    ],
+)
+def test_tensors_lie_apart_and_aligned(tiny: Path, tmp_path: Path, change: int, named: str):
+    path = Path(shutil.copy(tiny, tmp_path / "m.gguf"))
+    before, offset = offset_of(path, "blk.1.attn_norm.weight")
+    changed_word(path, before, offset, offset + change, 8)
+    with pytest.raises(ModelError, match=named):
+        open_model(path)
+
+
+@pytest.mark.parametrize("alignment", [0, 3, 48])
+def test_an_alignment_is_a_power_of_two(tmp_path: Path, alignment: int):
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_custom_alignment(64)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert open_gguf(tmp_path / "m.gguf").tensors == {}
+    key = b"general.alignment" + (4).to_bytes(4, "little")
+    changed_word(tmp_path / "m.gguf", key, 64, alignment, 4)
+    with pytest.raises(ModelError, match=f"alignment {alignment}; expected .* a power of two"):
+        open_gguf(tmp_path / "m.gguf")
+
+
+def test_an_array_is_bounded_before_it_is_read(tmp_path: Path):
+    path = tmp_path / "m.gguf"
+    numbers = b"".join(n.to_bytes(size, "little") for n, size in ((3, 4), (0, 8), (1, 8), (1, 8)))
+    kinds = b"".join(n.to_bytes(size, "little") for n, size in ((9, 4), (0, 4), (2**33, 8)))
+    path.write_bytes(b"GGUF" + numbers + b"k" + kinds)
+    with path.open("r+b") as file:
+        file.truncate(2**33 + 2**10)  # a sparse file: it takes no room
+    with pytest.raises(ModelError, match=f"{2**33} items at byte .*; expected at most {2**24}"):
+        open_gguf(path)
+
+
+def test_a_pipe_is_no_file(tmp_path: Path):
+    os.mkfifo(tmp_path / "m.gguf")
+    with pytest.raises(ModelError, match="is not a file"):
+        open_model(tmp_path / "m.gguf")

@@ -3,6 +3,7 @@ incomplete folders.
 """
 
 import json
+import os
 import random
 import shutil
 from pathlib import Path
@@ -14,6 +15,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from distmega.errors import ModelError
+from distmega.models.fields import read_json
 from distmega.models.load import ModelSource, open_model
 from distmega.models.weights import weight_specs
 from tests.models.files import FAMILIES
@@ -155,6 +157,49 @@ def test_index_that_names_the_wrong_shard(sharded: Path):
     (sharded / INDEX).write_text(json.dumps(index))
     with pytest.raises(ModelError, match=r"does not hold 'model\.norm\.weight'"):
         open_model(str(sharded))
+
+
+@pytest.mark.parametrize("name", ["../outside/{}", "{folder}/outside/{}", "sub/../../outside/{}"])
+def test_index_that_leaves_its_folder(sharded: Path, name: str):
+    index = json.loads((sharded / INDEX).read_text())
+    shard = index["weight_map"]["model.norm.weight"]
+    outside = sharded.parent / "outside"
+    outside.mkdir()
+    (sharded / "sub").mkdir()
+    shutil.move(sharded / shard, outside / shard)
+    named = name.format(shard, folder=sharded.parent)
+    assert (sharded / named).is_file()
+    index["weight_map"]["model.norm.weight"] = named
+    (sharded / INDEX).write_text(json.dumps(index))
+    with pytest.raises(ModelError, match="which is outside of its folder"):
+        open_model(str(sharded))
+
+
+def test_shards_may_be_links_and_lie_in_folders(sharded: Path):
+    index = json.loads((sharded / INDEX).read_text())
+    first, *_ = sorted(set(index["weight_map"].values()))
+    (sharded / "parts").mkdir()
+    shutil.move(sharded / first, sharded.parent / "blob")
+    (sharded / "parts" / first).symlink_to(sharded.parent / "blob")
+    places = index["weight_map"]
+    index["weight_map"] = {
+        key: f"parts/{first}" if place == first else place for key, place in places.items()
+    }
+    (sharded / INDEX).write_text(json.dumps(index))
+    assert open_model(str(sharded)).weight("norm").read().size == 48
+
+
+@pytest.mark.parametrize("name", [SINGLE, "config.json", "generation_config.json"])
+def test_a_pipe_is_no_file(copied: Path, name: str):
+    (copied / name).unlink(missing_ok=True)
+    os.mkfifo(copied / name)
+    if name == "generation_config.json":
+        assert open_model(str(copied)).config
+        return
+    with pytest.raises(ModelError, match=r"is not a file|has no config\.json"):
+        open_model(str(copied))
+    with pytest.raises(ModelError, match="is not a file"):
+        read_json(copied / name)
 
 
 def test_shards_without_index(sharded: Path):

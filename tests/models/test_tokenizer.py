@@ -124,6 +124,15 @@ def test_begin_token(metadata: Fields):
     assert 1 not in ours.encode("Hi", add_special_tokens=False)
 
 
+@pytest.mark.parametrize("token", ["<a b>", ":0", "$A", "a:b:c", " "])
+def test_a_begin_token_may_be_any_text(metadata: Fields, token: str):
+    tokens = list(metadata.sequence(f"{G}tokens", str))
+    tokens[1] = token
+    ours = changed(metadata, tokens=tokens, add_bos_token=True)
+    assert ours.encode("Hi")[0] == 1
+    assert 1 not in ours.encode("Hi", add_special_tokens=False)
+
+
 @pytest.fixture(scope="module")
 def sentencepiece() -> Fields:
     return read_json(DATA / "sentencepiece.json")
@@ -243,6 +252,33 @@ def test_named_chat_templates(folder: Path):
 def test_damaged_tokenizer_file(folder: Path, text: str):
     (folder / "tokenizer.json").write_text(text)
     with pytest.raises(ModelError, match=r"tokenizer\.json"):
+        open_model(str(folder)).tokenizer()
+
+
+def test_a_tokenizer_whose_library_panics(folder: Path):
+    value = json.loads((folder / "tokenizer.json").read_text())
+    part = {"SpecialToken": {"id": "none", "type_id": 0}}
+    value["post_processor"] = {
+        "type": "TemplateProcessing", "single": [part], "pair": [part], "special_tokens": {},
+    }  # fmt: skip
+    (folder / "tokenizer.json").write_text(json.dumps(value))
+    with pytest.raises(ModelError, match=r"tokenizer\.json is damaged .*encodes and decodes text"):
+        open_model(str(folder)).tokenizer()
+
+
+def test_a_tokenizer_file_neither_cuts_nor_pads(folder: Path):
+    before = open_model(str(folder)).tokenizer().encode("one two three")
+    value = json.loads((folder / "tokenizer.json").read_text())
+    value["truncation"] = {
+        "direction": "Right", "max_length": 1, "strategy": "LongestFirst", "stride": 0,
+    }  # fmt: skip
+    (folder / "tokenizer.json").write_text(json.dumps(value))
+    assert open_model(str(folder)).tokenizer().encode("one two three") == before
+
+
+def test_a_template_in_another_encoding(folder: Path):
+    (folder / "chat_template.jinja").write_bytes("{{ 'é' }}".encode("latin-1"))
+    with pytest.raises(ModelError, match=r"chat_template\.jinja is not UTF-8"):
         open_model(str(folder)).tokenizer()
 
 

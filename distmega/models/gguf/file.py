@@ -8,6 +8,7 @@ gguf's. Next: gguf/source.py.
 import mmap
 import struct
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +16,11 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from distmega.errors import ModelError
-from distmega.models.fields import Fields
+from distmega.models.fields import Fields, require_file
 from distmega.models.weights import Array, Range
+
+MAX_ITEMS = 2**24
+"""Of an array, and bytes of a text: the largest vocabularies have 2^18 tokens."""
 
 _STRING, _ARRAY, _FLOAT = 8, 9, 6
 _SCALARS = {
@@ -92,6 +96,7 @@ def open_gguf(path: Path) -> GgufFile:
     """Reads header, metadata and tensor table; ModelError when the file is not GGUF, truncated or
     damaged.
     """
+    require_file(path)
     try:
         with path.open("rb") as file:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -124,16 +129,23 @@ def _place_tensors(
     """Turns offsets within the data part into offsets in the file, and checks that all bytes are
     there.
     """
-    if alignment < 1:
-        raise cursor.damaged(f"alignment {alignment}", "an alignment of at least 1")
+    if alignment < 1 or alignment.bit_count() > 1:
+        raise cursor.damaged(f"alignment {alignment}", "an alignment that is a power of two")
     base = -(-cursor.position // alignment) * alignment
     placed: dict[str, GgufTensor] = {}
     for tensor in tensors:
+        if tensor.offset % alignment:
+            found = f"tensor {tensor.name!r} at offset {tensor.offset}"
+            raise cursor.damaged(found, f"a multiple of {alignment}")
         moved = replace(tensor, offset=base + tensor.offset)
         if moved.stop > len(cursor.data):
             raise cursor.truncated(moved.stop)
         if placed.setdefault(tensor.name, moved) is not moved:
             raise cursor.damaged(f"two tensors are named {tensor.name!r}", "unique names")
+    for before, after in pairwise(sorted(placed.values(), key=lambda tensor: tensor.offset)):
+        if after.offset < before.stop:
+            found = f"tensors {before.name!r} and {after.name!r} overlap"
+            raise cursor.damaged(found, "each tensor in bytes of its own")
     for kind in {tensor.kind for tensor in tensors}:
         _check_kind(cursor, kind)
     return placed
@@ -170,9 +182,17 @@ class _Cursor:
         (value,) = struct.unpack(form, self.take(struct.calcsize(form)))
         return int(value)
 
+    def bounded(self, count: int, what: str) -> int:
+        """The count; ModelError where it is more than a file has of them."""
+        if count > len(self.data):
+            raise self.truncated(self.position + count)
+        if count > MAX_ITEMS:
+            raise self.damaged(f"{count} {what} at byte {self.position}", f"at most {MAX_ITEMS}")
+        return count
+
     def string(self) -> str:
         """The next string: its length in bytes, then UTF-8."""
-        raw = self.take(self.scalar("<Q"))
+        raw = self.take(self.bounded(self.scalar("<Q"), "bytes of text"))
         try:
             return raw.decode("utf-8")
         except UnicodeDecodeError as error:
@@ -184,7 +204,7 @@ class _Cursor:
             return self.string()
         if kind == _ARRAY:
             item, count = self.scalar("<I"), self.scalar("<Q")
-            return self._array(item, count)
+            return self._array(item, self.bounded(count, "items"))
         if kind not in _SCALARS:
             raise self.damaged(f"value type {kind} at byte {self.position}", "a type from 0 to 12")
         (value,) = struct.unpack(_SCALARS[kind], self.take(struct.calcsize(_SCALARS[kind])))

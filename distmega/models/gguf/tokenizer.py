@@ -49,7 +49,8 @@ def tokenizer_from_gguf(metadata: Fields, eos_ids: tuple[int, ...]) -> Tokenizer
     if metadata.flag(f"{_PREFIX}add_bos_token", add_bos):
         _put_first(backend, metadata, special)
     template = metadata.text("tokenizer.chat_template", "")
-    return Tokenizer(backend, eos_ids=eos_ids, chat_template=template, special_tokens=special)
+    tokenizer = Tokenizer(backend, eos_ids=eos_ids, chat_template=template, special_tokens=special)
+    return tokenizer.check(metadata.where)
 
 
 def _byte_level_bpe(metadata: Fields, tokens: list[str]) -> Backend:
@@ -165,6 +166,11 @@ def _put_first(backend: Backend, metadata: Fields, special: dict[str, str]) -> N
         raise ModelError(found, expected=expected, remedy="download the file again")
     token = special["bos_token"]
     number = metadata.integer(f"{_PREFIX}bos_token_id")
+    begin = {
+        "id": "begin",
+        "ids": [number],
+        "tokens": [token],
+    }  # a token may hold spaces and colons
     backend.post_processor = processors.TemplateProcessing(
-        single=f"{token}:0 $A:0", special_tokens=[(token, number)]
+        single="begin:0 $A:0", special_tokens=[begin]
     )

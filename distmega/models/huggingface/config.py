@@ -220,7 +220,10 @@ def _rope_scaling(rope: Fields, max_positions: int) -> RopeScaling:
 def _yarn_attention(rope: Fields, factor: float) -> float:
     mscale, mscale_all_dim = rope.number("mscale", 0.0), rope.number("mscale_all_dim", 0.0)
     if mscale and mscale_all_dim:
-        return yarn_mscale(factor, mscale) / yarn_mscale(factor, mscale_all_dim)
+        divisor = yarn_mscale(factor, mscale_all_dim)
+        if not divisor:
+            raise rope.bad("mscale_all_dim", "one by which the attention can be divided")
+        return yarn_mscale(factor, mscale) / divisor
     return yarn_mscale(factor)
 
 

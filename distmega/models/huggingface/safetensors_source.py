@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from distmega.errors import ModelError
 from distmega.models.config import ModelConfig
-from distmega.models.fields import read_json
+from distmega.models.fields import read_json, require_file
 from distmega.models.weights import (
     Array,
     Range,
@@ -125,6 +125,11 @@ def _open_arrays(folder: Path) -> dict[str, SafetensorsArray]:
 def _open_indexed(folder: Path) -> dict[str, SafetensorsArray]:
     index = read_json(folder / _INDEX).mapping("weight_map")
     places = {name: index.text(name) for name in index.data}
+    for shard in sorted(set(places.values())):
+        if Path(shard).is_absolute() or ".." in Path(shard).parts or "\0" in shard:
+            found = f"{folder / _INDEX} names {shard!r}, which is outside of its folder"
+            remedy = "download the model from where you trust it"
+            raise ModelError(found, expected="names of files in the folder", remedy=remedy)
     missing = sorted({shard for shard in places.values() if not (folder / shard).is_file()})
     if missing:
         found = f"{folder / _INDEX} names {missing[0]!r}, which is not there"
@@ -141,6 +146,7 @@ def _open_indexed(folder: Path) -> dict[str, SafetensorsArray]:
 
 
 def _open_file(path: Path) -> _File:
+    require_file(path)
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:

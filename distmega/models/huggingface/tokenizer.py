@@ -5,7 +5,7 @@ from pathlib import Path
 from tokenizers import Tokenizer as Backend
 
 from distmega.errors import ModelError
-from distmega.models.fields import Fields, read_json
+from distmega.models.fields import Fields, parse_json, read_json, read_text
 from distmega.models.tokenizer import Tokenizer
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -18,10 +18,15 @@ def tokenizer_from_folder(folder: Path, eos_ids: tuple[int, ...]) -> Tokenizer:
         found = f"{folder} has no {TOKENIZER_FILE}"
         remedy = "download it, or save the tokenizer with transformers"
         raise ModelError(found, expected=f"a {TOKENIZER_FILE} beside config.json", remedy=remedy)
-    read_json(path)
+    text = read_text(path)
+    parse_json(text, path)
     try:
-        backend = Backend.from_file(str(path))
-    except Exception as error:  # the library raises bare Exceptions
+        backend = Backend.from_str(text)
+        backend.no_padding()
+        backend.no_truncation()
+    except BaseException as error:  # the library raises bare Exceptions, or panics
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
         found = f"{path} can't be read ({error})"
         remedy = "download it again"
         raise ModelError(
@@ -35,7 +40,7 @@ def tokenizer_from_folder(folder: Path, eos_ids: tuple[int, ...]) -> Tokenizer:
         special_tokens={
             key: token for key in ("bos_token", "eos_token") if (token := _special(settings, key))
         },
-    )
+    ).check(str(path))
 
 
 def _optional_json(path: Path) -> Fields:
@@ -52,8 +57,8 @@ def _special(settings: Fields, key: str) -> str:
 def _chat_template(folder: Path, settings: Fields) -> str:
     """The template of its own file, or of the settings: one text, or a list of named ones."""
     path = folder / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
+    if path.exists():
+        return read_text(path)
     if isinstance(settings.data.get("chat_template"), list):
         named = [Fields(item, settings.where) for item in settings.sequence("chat_template", dict)]
         return next((t.text("template") for t in named if t.text("name", "") == "default"), "")
