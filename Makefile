@@ -15,7 +15,7 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 KEY := $(shell { cat pyproject.toml constraints/cpu.txt Makefile; pwd; } | cksum | cut -d ' ' -f 1)
 BASE := $(VENV)/.base-$(KEY)
 FULL := $(VENV)/.full-$(KEY)
-PROMPT ?= The capital of France is
+PROMPT ?= What is the capital of France?
 TP ?= 2
 PYTEST_ARGS ?=
 
@@ -23,7 +23,7 @@ PYTEST_ARGS ?=
 .DELETE_ON_ERROR:
 
 demo: $(BASE)
-	$(VENV)/bin/distmega generate smollm2-135m-instruct "$(PROMPT)" --tp $(TP) --launcher local --max-new-tokens 32
+	$(VENV)/bin/distmega generate smollm2-135m-instruct "$(PROMPT)" --chat --echo --tp $(TP) --launcher local --max-new-tokens 32
 
 test: $(FULL)
 	$(PY) -m pytest -n 2 $(PYTEST_ARGS)

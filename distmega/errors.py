@@ -2,8 +2,21 @@
 
 A message names the value, what was expected and the remedy, in that order. Errors in what was asked
 derive from ValueError, faults of a running job from RuntimeError; the command line prints either in
-one line.
+one line. Arguments that the command has as flags are marked in it, so that the command can name the
+flag and the library the argument.
 """
+
+import re
+from collections.abc import Mapping
+
+_MARK = "\x1f"
+_MARKED = re.compile(f"{_MARK}(\\w+){_MARK}")
+NO_NAMES: Mapping[str, str] = {}
+
+
+def argument(name: str) -> str:
+    """The name of an argument as messages hold it: what is printed is the name, or the flag."""
+    return f"{_MARK}{name}{_MARK}"
 
 
 class DistmegaError(Exception):
@@ -16,6 +29,19 @@ class DistmegaError(Exception):
         super().__init__(found, expected, remedy)
 
     def __str__(self) -> str:
+        return _MARKED.sub(r"\1", self._text())
+
+    def with_flags(self, names: Mapping[str, str] = NO_NAMES) -> str:
+        """The message with flags in place of arguments. names: of arguments whose flag is not
+        their own name.
+        """
+
+        def flag(match: re.Match[str]) -> str:
+            return "--" + names.get(match[1], match[1]).replace("_", "-")
+
+        return _MARKED.sub(flag, self._text())
+
+    def _text(self) -> str:
         return f"{self.found}; expected {self.expected}; {self.remedy}"
 
     def __reduce__(self) -> tuple[object, ...]:

@@ -10,7 +10,7 @@ from distmega.engine.decode_plan import model_mesh, num_stages_of, plan_decode
 from distmega.engine.requests import EngineOptions, GenerateRequest, GenerateResult, Token
 from distmega.errors import RequestError
 from distmega.launch.contract import LauncherOptions
-from distmega.launch.launchers import choose_device, choose_launcher, launch
+from distmega.launch.launchers import choose_launcher, launch
 from distmega.models.locate import locate_model, read_config
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.search.cost import CPU
@@ -31,7 +31,7 @@ def generate(
     Raises the errors of launch, and ModelError, PlanError or RequestError before any rank starts
     where the model is unknown, or can't be divided so.
     """
-    options = launcher or LauncherOptions(device=choose_device("auto"))
+    options = launcher or LauncherOptions()
     if choose_launcher(options.launcher) == "torchrun":
         raise RequestError(
             "generate under torchrun",

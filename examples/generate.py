@@ -2,12 +2,15 @@
 of your own takes what it wants.
 
     python examples/generate.py [MODEL]
+
+Under torchrun, whose processes are the ranks and each run all of this, it starts none of its own:
+torchrun --standalone --nproc-per-node 2 examples/generate.py
 """
 
 import sys
 
 import distmega
-from distmega.launch import LauncherOptions, launch
+from distmega.launch import LauncherOptions, Result, is_under_torchrun, launch
 
 PROMPT = "The capital of France is"
 
@@ -24,13 +27,20 @@ def next_tokens(context: distmega.RankContext, model: str, emit: distmega.Emit) 
     return [tokenizer.decode([int(token)]) for token in logits.topk(5).indices]
 
 
-def main(model: str = "smollm2-135m-instruct") -> None:
-    """Answers on one rank, then looks at the logits on two, all on this machine's CPUs."""
+def answer(model: str) -> None:
+    """One rank, started and ended for it, continues the prompt."""
     request = distmega.GenerateRequest(model=model, prompts=(PROMPT,), max_new_tokens=8)
     result = distmega.generate(request, LauncherOptions(device="cpu"))
     print(PROMPT + result.answers[0].text)
-    *_, last = launch(next_tokens, model, LauncherOptions(num_ranks=2))
-    print("most likely to follow:", last.value)
+
+
+def main(model: str = "smollm2-135m-instruct") -> None:
+    """Answers on one rank, then looks at the logits on two, all on this machine's CPUs."""
+    if not is_under_torchrun():
+        answer(model)
+    for event in launch(next_tokens, model, LauncherOptions(num_ranks=2, device="cpu")):
+        if isinstance(event, Result):
+            print("most likely to follow:", event.value)
 
 
 if __name__ == "__main__":

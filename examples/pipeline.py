@@ -1,6 +1,6 @@
 """A pipeline of two stages: host programs that send, signal and wait, proven together, then run.
 
-    python examples/pipeline.py
+    python examples/pipeline.py      or      torchrun --nproc-per-node 2 examples/pipeline.py
 
 Stage 0 has the first layers, stage 1 the rest. Rows come in four micro-batches: while stage 1 works
 on one, stage 0 works on the next, and the event `free` keeps it from running further ahead. How the
@@ -27,7 +27,7 @@ from distmega.hostir import (
 from distmega.hostir.ir.nodes import WaitSignal
 from distmega.hostir.lower.pipeline import FREE, Part, link_stage
 from distmega.kernels.runtime.signals import open_signals
-from distmega.launch import LauncherOptions, launch
+from distmega.launch import LauncherOptions, Result, launch
 from distmega.sharding.localize import localize
 from distmega.sharding.stages import AXIS, cut_places, split_stages
 
@@ -105,9 +105,10 @@ def main() -> None:
         print(f"without its waits for signals, stage 0 is refused: {error}\n")
     values = make_values()
     device: DeviceKind = "cuda" if torch.cuda.device_count() >= len(hosts) else "cpu"
-    *_, last = launch(run_rank, values, LauncherOptions(num_ranks=2, device=device))
-    torch.testing.assert_close(last.value, expected_rows(values))
-    print(f"{NUM_BATCHES} micro-batches, {len(hosts)} stages on {device}: as plain torch has it")
+    for event in launch(run_rank, values, LauncherOptions(num_ranks=2, device=device)):
+        if isinstance(event, Result):
+            torch.testing.assert_close(event.value, expected_rows(values))
+            print(f"{NUM_BATCHES} micro-batches, {len(hosts)} stages on {device}: as torch has it")
 
 
 if __name__ == "__main__":

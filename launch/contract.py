@@ -43,7 +43,8 @@ class RayOptions:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LauncherOptions:
     """Who starts the ranks and how many. launcher: "local", "torchrun", "ray", or "auto", which is
-    torchrun in a process that it started, else local. `timeout_s` is the longest silence allowed
+    torchrun in a process that it started, else local. device: "auto" is cuda on a machine with an
+    NVIDIA GPU, else cpu. `timeout_s` is the longest silence allowed
     from running ranks, by default DISTMEGA_TIMEOUT_S; `start_timeout_s` is the longest until all of
     them run.
 
@@ -51,9 +52,9 @@ class LauncherOptions:
     already yielded are then left out, so the target must emit the same values again.
     """
 
-    launcher: str = "local"
+    launcher: str = "auto"
     num_ranks: int = 1
-    device: DeviceKind = "cpu"
+    device: DeviceKind | Literal["auto"] = "auto"
     timeout_s: float | None = None
     start_timeout_s: float = 120.0
     max_restarts: int = 0

@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args
 
 from distmega.engine.ranks import DeviceKind, Emit, RankContext
 from distmega.env import read_settings
-from distmega.errors import LaunchError, RankFailure, RequestError
+from distmega.errors import LaunchError, RankFailure, RequestError, argument
 from distmega.launch.contract import (
     Emitted,
     Event,
@@ -28,6 +28,7 @@ from distmega.launch.contract import (
     load_function,
     require_no_import,
 )
+from distmega.launch.ray_token import show_token
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +68,7 @@ def launch(
         target=function_name(target),
         payload=_pickle_payload(payload),
         num_ranks=options.num_ranks,
-        device=options.device,
+        device=choose_device(options.device),
         timeout_s=timeout_s,
         start_timeout_s=options.start_timeout_s,
         ray=options.ray,
@@ -83,9 +84,9 @@ def choose_launcher(name: str) -> str:
         return "torchrun" if is_under_torchrun() else "local"
     if name != "torchrun" and is_under_torchrun():
         raise RequestError(
-            f"--launcher {name} in a process that torchrun started",
-            expected="--launcher torchrun or auto there",
-            remedy="leave --launcher out, or start without torchrun",
+            f"{argument('launcher')} {name} in a process that torchrun started",
+            expected=f"{argument('launcher')} torchrun or auto there",
+            remedy=f"leave {argument('launcher')} out, or start without torchrun",
         )
     return name
 
@@ -102,12 +103,12 @@ def choose_num_ranks(launcher: str, requested: int) -> int:
         raise RequestError(
             f"{asked} asked for, and WORLD_SIZE={text}",
             expected="both to be the same",
-            remedy="correct --tp or what starts the ranks, or unset WORLD_SIZE",
+            remedy=f"correct {argument('tp')} or what starts the ranks, or unset WORLD_SIZE",
         )
     return num_ranks
 
 
-def choose_device(name: Literal["auto", "cpu", "cuda"]) -> DeviceKind:
+def choose_device(name: DeviceKind | Literal["auto"]) -> DeviceKind:
     """The device meant by `name`; "auto" is cuda on a machine with an NVIDIA GPU, else cpu."""
     if name == "auto":
         return "cuda" if Path("/dev/nvidia0").exists() else "cpu"
@@ -137,12 +138,12 @@ def _check_options(options: LauncherOptions, timeout_s: float) -> None:
         raise RequestError(
             f"launcher {launcher!r}",
             expected=f"one of auto, {', '.join(LAUNCHERS)}",
-            remedy="choose one of these with --launcher",
+            remedy=f"choose one of these with {argument('launcher')}",
         )
-    if options.device not in get_args(DeviceKind):
+    if options.device not in ("auto", *get_args(DeviceKind)):
         raise RequestError(
             f"device {options.device!r}",
-            expected=f"one of {', '.join(get_args(DeviceKind))}",
+            expected=f"one of auto, {', '.join(get_args(DeviceKind))}",
             remedy="name the kind of device; each rank takes one",
         )
     if type(options.num_ranks) is not int or options.num_ranks < 1:
@@ -178,6 +179,8 @@ def _pickle_payload(payload: object) -> bytes:
 
 
 def _load_launcher(launcher: str) -> Callable[[Job], Generator[Event]]:
+    if launcher == "ray":
+        show_token(os.environ)
     try:
         return load_function(LAUNCHERS[launcher])
     except LaunchError as error:

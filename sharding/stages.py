@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from distmega.errors import PlanError
+from distmega.errors import PlanError, argument
 from distmega.program.types import Program, Tensor, accesses, verify_program
 from distmega.sharding.search.cost import op_bytes
 
@@ -85,7 +85,7 @@ def cut_places(
             f"{num_stages} stages of program {program.name!r}"
             + (f" with {len(fixed)} ops fixed" if fixed else ""),
             expected="as many places between its ops where no state and no view would be cut",
-            remedy="use a smaller --pp" + (", or fix fewer ops" if fixed else ""),
+            remedy=f"use a smaller {argument('pp')}" + (", or fix fewer ops" if fixed else ""),
         )
     return tuple(program.ops[at].name for at in min(found)[1])
 

@@ -20,6 +20,7 @@ import tyro
 from rich.console import Console
 from rich.text import Text
 
+from distmega import __version__
 from distmega.cli.calibration import calibrate_machine
 from distmega.cli.doctor import examine, gather_facts
 from distmega.cli.explain import explain_decode
@@ -54,8 +55,12 @@ from distmega.models.sampling import Sampling
 from distmega.sharding.search.cost import MACHINES
 
 DESCRIPTION = (
-    "LLM inference on 1 to 8 GPUs; exit code 2: a wrong request, 1: a fault while running."
+    "LLM inference on 1 to 8 GPUs; exit code 2: a wrong request, 1: a fault while running. "
+    "distmega --version prints the version."
 )
+FLAGS = {"num_steps": "steps", "position": "context", "path": "out"}
+"""Arguments of the library by the flags that set them, where these have names of their own."""
+STDIN = Path("-")
 
 EngineFlags = Annotated[EngineOptions, tyro.conf.arg(name="", prefix_name=False)]
 SamplingFlags = Annotated[Sampling, tyro.conf.arg(name="", prefix_name=False)]
@@ -94,11 +99,13 @@ class Generate:
     prompts: Prompts = ()
     """Texts to continue."""
     prompts_file: Path | None = None
-    """A UTF-8 file with a prompt on each line, besides those given."""
+    """A UTF-8 file with a prompt on each line, besides those given; - is standard input."""
     max_new_tokens: int = 64
     """Stop after this many tokens, or at the model's end token."""
     chat: bool = False
     """Put the prompt into the model's chat template."""
+    echo: bool = False
+    """Print the prompt before its answer."""
     stop: tuple[str, ...] = ()
     """Texts before which an answer ends."""
     ignore_eos: bool = False
@@ -132,7 +139,9 @@ class Perplexity:
 
     model: Model
     file: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
-    """UTF-8 text that fits the context."""
+    """UTF-8 text; - is standard input. One longer than the context is read in windows of its size,
+    each token with at least half of one before it.
+    """
     ranks: RankFlags = Ranks()
     engine: EngineFlags = EngineOptions()
 
@@ -174,6 +183,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run_reported(arguments: Sequence[str] | None) -> int:
     """Runs a command and says what was wrong; the exit code."""
     try:
+        if list(sys.argv[1:] if arguments is None else arguments) == ["--version"]:
+            Console().print(f"distmega {__version__}", markup=False, highlight=False)
+            return 0
         command = tyro.cli(Command, prog="distmega", args=arguments, description=DESCRIPTION)
         run_command(command, Console(soft_wrap=True, highlight=False))
         sys.stdout.flush()
@@ -227,7 +239,7 @@ def _drop_output() -> None:
 def _report(error: DistmegaError) -> None:
     if should_report():
         Console(stderr=True, soft_wrap=True, highlight=False).print(
-            f"distmega: error: {error}", markup=False
+            f"distmega: error: {error.with_flags(FLAGS)}", markup=False
         )
 
 
@@ -264,7 +276,8 @@ def _generate(command: Generate, console: Console) -> None:
         options=command.engine,
     )
     check_model(request.model, model_mesh(request.tp, request.pp), request.options)
-    start = opened = time.monotonic()
+    start, started = time.monotonic(), False
+    opened = start
     for value in _run("distmega.engine.jobs:generate", request, options):
         match value:
             case Opened(random_weights=is_random):
@@ -272,6 +285,9 @@ def _generate(command: Generate, console: Console) -> None:
                 if is_random:
                     _announce_random("text", console)
             case Token(text=text) if len(prompts) == 1:
+                if command.echo and not started:
+                    _print_prompt(prompts[0], command.chat, console)
+                started = True
                 console.file.write(text)
                 console.file.flush()
             case GenerateResult(answers=answers) as result:
@@ -285,6 +301,11 @@ def _generate(command: Generate, console: Console) -> None:
 
 def _announce_random(what: str, console: Console) -> None:
     console.print(f"[random weights: the {what} means nothing]", markup=False)
+
+
+def _print_prompt(prompt: str, is_question: bool, console: Console) -> None:
+    """Before what continues it, or on a line of its own before what answers it."""
+    console.file.write(f"> {prompt}\n" if is_question else prompt)
 
 
 def _print_answers(prompts: Sequence[str], result: GenerateResult, console: Console) -> None:
@@ -411,7 +432,15 @@ def _run(target: str, request: object, options: LauncherOptions) -> Iterator[obj
 
 
 def _read_text(path: Path) -> str:
+    if path == STDIN and is_under_torchrun():
+        raise RequestError(
+            "standard input of ranks that torchrun started",
+            expected="a file, which all of them can read",
+            remedy="write the text to a file, or start without torchrun",
+        )
     try:
+        if path == STDIN:
+            return sys.stdin.buffer.read().decode("utf-8")
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from distmega.engine.decode_plan import StagePlan
 from distmega.engine.requests import EngineOptions
-from distmega.errors import LaunchError, VerifyError
+from distmega.errors import LaunchError, VerifyError, argument
 from distmega.hostir.comm.communicator import Communicator
 
 T = TypeVar("T")
@@ -27,9 +27,9 @@ def share_memory(mates: Sequence[tuple[str, str]], options: EngineOptions) -> bo
         problems.add(f"ranks are on {len(nodes)} hosts ({', '.join(sorted(nodes))})")
     if options.collectives == "kernel" and problems:
         raise LaunchError(
-            f"--collectives kernel, but {'; '.join(sorted(problems))}",
+            f"{argument('collectives')} kernel, but {'; '.join(sorted(problems))}",
             expected="ranks that share memory",
-            remedy="use --collectives host or auto",
+            remedy=f"use {argument('collectives')} host or auto",
         )
     return options.collectives != "host" and not problems
 

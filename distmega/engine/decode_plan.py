@@ -12,7 +12,7 @@ from itertools import dropwhile
 
 from distmega.collecting import uncollected
 from distmega.engine.requests import DEFAULT_CONTEXT, EngineOptions, Experts
-from distmega.errors import PlanError, RequestError
+from distmega.errors import PlanError, RequestError, argument
 from distmega.hostir.ir.nodes import HostProgram
 from distmega.hostir.lower.lower import lower_program
 from distmega.hostir.lower.pipeline import Part, link_stage
@@ -52,7 +52,7 @@ def context_limit(config: ModelConfig, options: EngineOptions) -> int:
     """Positions of the KV cache under these options; RequestError for more than the model's."""
     if options.max_context > config.max_positions:
         raise RequestError(
-            f"--max-context {options.max_context}",
+            f"{argument('max_context')} {options.max_context}",
             expected=f"at most {config.max_positions}, what the model was trained for",
             remedy="lower it",
         )
@@ -160,10 +160,11 @@ def expert_layouts(
         for axis, size in ranks.axes:
             if not fits(tensor.shape[divided], size):
                 what = "experts" if way == "expert" else "rows of each expert"
+                found = f"{way} with {tensor.shape[divided]} {what} on {size} ranks"
                 raise RequestError(
-                    f"--experts {way} with {tensor.shape[divided]} {what} on {size} ranks",
+                    f"{argument('experts')} {found}",
                     expected="ranks of which less than half hold nothing",
-                    remedy="use fewer ranks, or another --experts",
+                    remedy=f"use fewer ranks, or another {argument('experts')}",
                 )
             if size > 1:
                 found[tensor.name] = shard(divided, axis)
@@ -191,7 +192,7 @@ def plan_decode(
         raise PlanError(
             f"{num_stages} stages of a model of {config.num_layers} layers",
             expected="a layer a stage at least",
-            remedy="use a smaller --pp",
+            remedy=f"use a smaller {argument('pp')}",
         )
     context, batch = context_limit(config, options), options.batch
     program = build_decoder(

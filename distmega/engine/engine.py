@@ -32,7 +32,7 @@ from distmega.engine.weight_loading import (
     no_progress,
     tell_nobody,
 )
-from distmega.errors import HangError, LaunchError, RequestError, VerifyError
+from distmega.errors import HangError, LaunchError, RequestError, VerifyError, argument
 from distmega.hostir.comm.communicator import Communicator
 from distmega.hostir.comm.nccl import NcclCommunicator
 from distmega.hostir.comm.plain import Plain
@@ -446,7 +446,7 @@ class Engine:
             raise RequestError(
                 f"a sequence for slot {slot}",
                 expected=f"slots below the batch of {self.batch}",
-                remedy="raise --batch",
+                remedy=f"raise {argument('batch')}",
             )
         if not ids:
             raise RequestError(
@@ -478,7 +478,7 @@ class Engine:
             raise RequestError(
                 f"{num_tokens} tokens after {num_cached}",
                 expected=f"at least 1, and at most {limit} positions together",
-                remedy="shorten the text or raise --max-context",
+                remedy=f"shorten the text or raise {argument('max_context')}",
             )
 
     def _open_cpu(self, options: EngineOptions) -> Evaluator:

@@ -7,9 +7,9 @@ Next on the walk: engine.py.
 
 import math
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -37,7 +37,7 @@ from distmega.engine.requests import (
 )
 from distmega.engine.trace_summary import summarise
 from distmega.engine.weight_loading import Progress, Tell, no_progress, tell_nobody
-from distmega.errors import RequestError
+from distmega.errors import RequestError, argument
 from distmega.models.decoder import Logits
 from distmega.models.load import ModelSource, open_model
 from distmega.models.sampling import MOST_LIKELY, Samplings
@@ -118,7 +118,7 @@ def logprobs_of(logits: Tensor, tokens: Sequence[int], num_top: int) -> list[Log
 
 
 def score(context: RankContext, request: ScoreRequest, emit: Emit) -> ScoreResult:
-    """Perplexity of a text that fits the context."""
+    """Perplexity of a text, in windows where it is longer than the context."""
     source = open_model(request.model)
     emit(Opened(random_weights=source.random))
     ids = source.tokenizer().encode(request.text)
@@ -136,12 +136,45 @@ def score(context: RankContext, request: ScoreRequest, emit: Emit) -> ScoreResul
         tell=report_doing(emit),
     )
     emit(Doing(what=f"reading {len(ids)} tokens"))
-    losses = F.cross_entropy(engine.logits(ids)[:-1].float().cpu(), torch.tensor(ids[1:]))
+    if engine.blueprint.max_context < 2:
+        raise RequestError(
+            f"{argument('max_context')} {engine.blueprint.max_context}",
+            expected="at least 2, a token and the next one",
+            remedy="raise it",
+        )
+    total = 0.0
+    for window in text_windows(len(ids), engine.blueprint.max_context):
+        logits = engine.logits(ids[window.start : window.stop])
+        rows = logits[window.first - window.start - 1 : -1].float().cpu()
+        wanted = torch.tensor(ids[window.first : window.stop])
+        total += F.cross_entropy(rows, wanted, reduction="sum").item()
     return ScoreResult(
-        perplexity=math.exp(losses.item()),
+        perplexity=math.exp(total / (len(ids) - 1)),
         num_tokens=len(ids) - 1,
         random_weights=source.random,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Tokens start to stop of a text are read together; those from `first` on are predicted."""
+
+    start: int
+    first: int
+    stop: int
+
+
+def text_windows(num_tokens: int, size: int) -> Iterator[Window]:
+    """Windows of at most `size` tokens that predict each token but the first once, after at least
+    half a window where there are as many before it.
+    """
+    first = 1
+    while first < num_tokens:
+        start = max(0, min(first - size // 2, num_tokens - size)) if num_tokens > size else 0
+        start = min(start, first - 1)
+        stop = min(start + size, num_tokens)
+        yield Window(start, first, stop)
+        first = stop
 
 
 def trace(context: RankContext, request: TraceRequest, emit: Emit) -> TraceResult:
@@ -159,7 +192,7 @@ def trace(context: RankContext, request: TraceRequest, emit: Emit) -> TraceResul
             raise RequestError(
                 f"trace file {request.path!r} can't be written ({error})",
                 expected="a path that can be made",
-                remedy="give another --out",
+                remedy=f"give another {argument('path')}",
             ) from error
     return TraceResult(num_spans=len(spans), summary=summarise(spans))
 
@@ -181,7 +214,7 @@ def open_engine(
         raise RequestError(
             f"{pp} stages of {tp} tensor-parallel ranks in a job of {context.world_size}",
             expected="as many as ranks",
-            remedy=f"use --tp {context.world_size}",
+            remedy=f"use {argument('tp')} {context.world_size}",
         )
     mesh = model_mesh(tp, pp)
     comm = open_communicator(context, mesh)
@@ -238,6 +271,7 @@ def encode_prompt(
 
 def _wider(limit: int, max_positions: int) -> str:
     """What else helps where `limit` positions are too few."""
+    fewer, more = f"lower {argument('max_new_tokens')}", f"raise {argument('max_context')}"
     if limit == max_positions:
-        return " or lower --max-new-tokens; the model allows no more"
-    return f", lower --max-new-tokens or raise --max-context (the model allows {max_positions})"
+        return f" or {fewer}; the model allows no more"
+    return f", {fewer} or {more} (the model allows {max_positions})"

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from distmega.errors import RequestError
+from distmega.errors import RequestError, argument
 from distmega.models.sampling import Sampling, Samplings, sampling_of_each
 
 DEFAULT_CONTEXT = 2048
@@ -36,6 +36,7 @@ FinishReason = Literal["length", "eos", "stop"]
 
 
 def _require(name: str, value: int, least: int, most: int = MAX_COUNT) -> None:
+    name = argument(name)
     if type(value) is not int:
         raise RequestError(
             f"{name} {value!r}", expected="a whole number", remedy=f"give {least} or more"
@@ -51,13 +52,17 @@ def _require(name: str, value: int, least: int, most: int = MAX_COUNT) -> None:
 
 def _require_type(name: str, value: object, kind: type, expected: str) -> None:
     if not isinstance(value, kind):
-        raise RequestError(f"{name} {value!r}", expected=expected, remedy="give one of that type")
+        raise RequestError(
+            f"{argument(name)} {value!r}", expected=expected, remedy="give one of that type"
+        )
 
 
 def _require_one_of(name: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
         raise RequestError(
-            f"{name} {value!r}", expected=f"one of {', '.join(known)}", remedy="choose one of these"
+            f"{argument(name)} {value!r}",
+            expected=f"one of {', '.join(known)}",
+            remedy="choose one of these",
         )
 
 
@@ -87,19 +92,19 @@ class EngineOptions:
     """How ranks share experts out: a part of each, whole ones, or whichever costs less."""
 
     def __post_init__(self) -> None:
-        _require("--max-context", self.max_context, 0)
-        _require("--batch", self.batch, 1, MAX_BATCH)
-        _require("--micro-batches", self.micro_batches, 0)
-        _require("--max-batched-tokens", self.max_batched_tokens, 1)
-        _require("--num-sms", self.num_sms, 1, MAX_NUM_SMS)
-        _require("--interleave-seed", self.interleave_seed, 0)
-        _require_one_of("--collectives", self.collectives, get_args(Collectives))
-        _require_one_of("--events", self.events, get_args(Events))
-        _require_one_of("--experts", self.experts, get_args(Experts))
+        _require("max_context", self.max_context, 0)
+        _require("batch", self.batch, 1, MAX_BATCH)
+        _require("micro_batches", self.micro_batches, 0)
+        _require("max_batched_tokens", self.max_batched_tokens, 1)
+        _require("num_sms", self.num_sms, 1, MAX_NUM_SMS)
+        _require("interleave_seed", self.interleave_seed, 0)
+        _require_one_of("collectives", self.collectives, get_args(Collectives))
+        _require_one_of("events", self.events, get_args(Events))
+        _require_one_of("experts", self.experts, get_args(Experts))
         in_range = type(self.timeout_s) in (int, float) and 0 < self.timeout_s <= MAX_SECONDS
         if not in_range:
             raise RequestError(
-                f"--timeout-s {self.timeout_s!r}",
+                f"{argument('timeout_s')} {self.timeout_s!r}",
                 expected=f"more than 0, at most {MAX_SECONDS:g}",
                 remedy="choose a number of seconds in that range",
             )
@@ -129,9 +134,9 @@ class GenerateRequest:
     options: EngineOptions = EngineOptions()
 
     def __post_init__(self) -> None:
-        _require("--tp", self.tp, 1, MAX_DEGREE)
-        _require("--pp", self.pp, 1, MAX_DEGREE)
-        _require("--max-new-tokens", self.max_new_tokens, 1)
+        _require("tp", self.tp, 1, MAX_DEGREE)
+        _require("pp", self.pp, 1, MAX_DEGREE)
+        _require("max_new_tokens", self.max_new_tokens, 1)
         _require_type("model", self.model, str, "a name or path as text")
         _require_type("options", self.options, EngineOptions, "EngineOptions")
         listed = isinstance(self.prompts, tuple | list)
@@ -162,7 +167,9 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreRequest:
-    """Perplexity of `text`: every token but the first predicted from those before it."""
+    """Perplexity of `text`: every token but the first predicted from those before it; in a text
+    longer than the context, from at least half a context of them.
+    """
 
     model: str
     text: str
@@ -171,8 +178,8 @@ class ScoreRequest:
     options: EngineOptions = EngineOptions()
 
     def __post_init__(self) -> None:
-        _require("--tp", self.tp, 1, MAX_DEGREE)
-        _require("--pp", self.pp, 1, MAX_DEGREE)
+        _require("tp", self.tp, 1, MAX_DEGREE)
+        _require("pp", self.pp, 1, MAX_DEGREE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,11 +191,11 @@ class ExplainRequest:
     memory_limit_gb: float = 0.0
 
     def __post_init__(self) -> None:
-        _require("--tp", self.tp, 1, MAX_DEGREE)
-        _require("--pp", self.pp, 1, MAX_DEGREE)
+        _require("tp", self.tp, 1, MAX_DEGREE)
+        _require("pp", self.pp, 1, MAX_DEGREE)
         if not 0 <= self.memory_limit_gb <= MAX_MEMORY_GB:
             raise RequestError(
-                f"--memory-limit-gb {self.memory_limit_gb}",
+                f"{argument('memory_limit_gb')} {self.memory_limit_gb}",
                 expected=f"at least 0, and finite: at most {MAX_MEMORY_GB:g}",
                 remedy="give the memory of a GPU, or 0 for no limit",
             )
@@ -211,9 +218,9 @@ class TraceRequest:
     options: EngineOptions = EngineOptions()
 
     def __post_init__(self) -> None:
-        _require("--tp", self.tp, 1, MAX_DEGREE)
-        _require("--steps", self.num_steps, 1)
-        _require("--context", self.position, 1)
+        _require("tp", self.tp, 1, MAX_DEGREE)
+        _require("num_steps", self.num_steps, 1)
+        _require("position", self.position, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

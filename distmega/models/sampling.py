@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from distmega.errors import RequestError
+from distmega.errors import RequestError, argument
 
 MIN_CANDIDATES = 64
 MAX_CANDIDATES = 1024
@@ -95,30 +95,32 @@ class Sampling:
         self._check_types()
         in_range = not self.temperature or 1e-30 <= self.temperature <= 1e30  # in fp32
         for option, value, fits, expected in (
-            ("--temperature", self.temperature, 0 <= self.temperature < math.inf, "at least 0"),
-            ("--temperature", self.temperature, in_range, "0, or from 1e-30 to 1e30"),
-            ("--top-k", self.top_k, self.top_k >= 0, "at least 0"),
-            ("--top-k", self.top_k, self.top_k < MAX_TOP_K, "below 2^31"),
-            ("--top-p", self.top_p, 0 < self.top_p <= 1, "more than 0, at most 1"),
-            ("--seed", self.seed, 0 <= self.seed < MAX_SEED, "at least 0, below 2^63"),
+            ("temperature", self.temperature, 0 <= self.temperature < math.inf, "at least 0"),
+            ("temperature", self.temperature, in_range, "0, or from 1e-30 to 1e30"),
+            ("top_k", self.top_k, self.top_k >= 0, "at least 0"),
+            ("top_k", self.top_k, self.top_k < MAX_TOP_K, "below 2^31"),
+            ("top_p", self.top_p, 0 < self.top_p <= 1, "more than 0, at most 1"),
+            ("seed", self.seed, 0 <= self.seed < MAX_SEED, "at least 0, below 2^63"),
         ):
             if not fits:
                 raise RequestError(
-                    f"{option} {value}", expected=expected, remedy="choose a value in that range"
+                    f"{argument(option)} {value}",
+                    expected=expected,
+                    remedy="choose a value in that range",
                 )
-        unused = {"--top-k": self.top_k, "--top-p": self.top_p % 1, "--seed": self.seed}
+        unused = {"top_k": self.top_k, "top_p": self.top_p % 1, "seed": self.seed}
         for option in (name for name, value in unused.items() if value and not self.temperature):
             raise RequestError(
-                f"{option} with temperature 0, where nothing is drawn",
-                expected="--temperature above 0",
-                remedy=f"add --temperature 1, or leave out {option}",
+                f"{argument(option)} with temperature 0, where nothing is drawn",
+                expected=f"{argument('temperature')} above 0",
+                remedy=f"add {argument('temperature')} 1, or leave out {argument(option)}",
             )
 
     def _check_types(self) -> None:
-        for option, value in (("--temperature", self.temperature), ("--top-p", self.top_p)):
+        for option, value in (("temperature", self.temperature), ("top_p", self.top_p)):
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise _bad_type(option, value, "a number")
-        for option, value in (("--top-k", self.top_k), ("--seed", self.seed)):
+        for option, value in (("top_k", self.top_k), ("seed", self.seed)):
             if type(value) is not int:
                 raise _bad_type(option, value, "a whole number")
 
@@ -148,7 +150,9 @@ class Sampling:
 
 
 def _bad_type(option: str, value: object, expected: str) -> RequestError:
-    return RequestError(f"{option} {value!r}", expected=expected, remedy="give one of that type")
+    return RequestError(
+        f"{argument(option)} {value!r}", expected=expected, remedy="give one of that type"
+    )
 
 
 MOST_LIKELY = Sampling()

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from distmega.errors import ProgramError
+from distmega.program.dtypes import short_dtype
 from distmega.program.ops import compute as ops
 from distmega.program.ops import data_movement as moves
 from distmega.program.ops import experts, lookups, masked, norms, opaque
@@ -98,17 +99,17 @@ class ProgramBuilder:
         self._strides: dict[str, tuple[int, ...]] = {}
         self._ops: dict[str, Op] = {}
 
-    def input(self, name: str, shape: Sequence[int], dtype: str = "f32") -> Handle:
+    def input(self, name: str, shape: Sequence[int], dtype: object = "f32") -> Handle:
         """A tensor given with each call."""
         return self._declare(name, shape, dtype, "input")
 
-    def weight(self, name: str, shape: Sequence[int], dtype: str = "f32") -> Handle:
+    def weight(self, name: str, shape: Sequence[int], dtype: object = "f32") -> Handle:
         """A tensor given once, before the first call. Declaring the same weight again gives the
         same handle (tying).
         """
         return self._declare(name, shape, dtype, "weight")
 
-    def state(self, name: str, shape: Sequence[int], dtype: str = "f32") -> Handle:
+    def state(self, name: str, shape: Sequence[int], dtype: object = "f32") -> Handle:
         """A tensor that lives across calls, zero at first, updated in place."""
         return self._declare(name, shape, dtype, "state")
 
@@ -123,11 +124,12 @@ class ProgramBuilder:
             ops.linear(self._name(name, "linear"), self._own(x), self._own(w), operand, spec)
         )
 
-    def pointwise(self, text: str, *args: Handle, dtype: str = "", name: str = "") -> Handle:
+    def pointwise(self, text: str, *args: Handle, dtype: object = "", name: str = "") -> Handle:
         """See ops.pointwise: an expression such as "silu(a0) * a1"."""
         operands = (self._own(a) for a in args)
         name = self._name(name, "pointwise")
-        return self._add(ops.pointwise(name, text, *operands, dtype=dtype))
+        result = short_dtype(dtype) if dtype else ""
+        return self._add(ops.pointwise(name, text, *operands, dtype=result))
 
     def reduce(self, x: Handle, dim: int, combine: str = "sum", name: str = "") -> Handle:
         """See ops.reduce: "sum", "max" or "min" over one dim."""
@@ -362,14 +364,14 @@ class ProgramBuilder:
         )
         return verify_program(program)
 
-    def _declare(self, name: str, shape: Sequence[int], dtype: str, role: Role) -> Handle:
+    def _declare(self, name: str, shape: Sequence[int], dtype: object, role: Role) -> Handle:
         if not isinstance(shape, Sequence) or not all(type(extent) is int for extent in shape):
             raise ProgramError(
                 f"{role} {name!r} of shape {shape!r}",
                 expected="a list or tuple of whole numbers",
                 remedy="give the extent of each dim",
             )
-        tensor = Tensor(name=name, shape=tuple(shape), dtype=dtype, role=role)
+        tensor = Tensor(name=name, shape=tuple(shape), dtype=short_dtype(dtype), role=role)
         known = self._tensors.setdefault(name, tensor)
         if known != tensor or (role != "weight" and known is not tensor):
             raise ProgramError(

@@ -2,6 +2,8 @@
 runs.
 """
 
+from distmega.errors import ProgramError
+
 ITEM_BYTES: dict[str, int] = {
     "f64": 8, "f32": 4, "bf16": 2, "f16": 2, "i64": 8, "i32": 4, "bool": 1,
 }  # fmt: skip
@@ -12,6 +14,28 @@ def item_bytes(dtype: str) -> int:
     built.
     """
     return ITEM_BYTES[dtype]
+
+
+TORCH_NAMES = {
+    "float64": "f64", "double": "f64", "float32": "f32", "float": "f32", "bfloat16": "bf16",
+    "float16": "f16", "half": "f16", "int64": "i64", "long": "i64", "int32": "i32", "int": "i32",
+}  # fmt: skip
+"""What torch calls these types; it has `bool` too."""
+
+
+def short_dtype(dtype: object) -> str:
+    """The short name of a type that is given by it, by torch's name or as a torch.dtype;
+    ProgramError for another one.
+    """
+    text = str(dtype).removeprefix("torch.")
+    name = TORCH_NAMES.get(text, text)
+    if name not in ITEM_BYTES:
+        raise ProgramError(
+            f"dtype {text!r}",
+            expected=f"one of {', '.join(ITEM_BYTES)}, or a name that torch has for one",
+            remedy="convert the tensor to one of these",
+        )
+    return name
 
 
 INTEGER_BITS: dict[str, int] = {"i64": 64, "i32": 32, "bool": 1}

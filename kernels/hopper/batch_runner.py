@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from distmega.errors import RequestError
+from distmega.errors import RequestError, argument
 from distmega.kernels.hopper import batch_kernel
 from distmega.kernels.hopper.alarm import LOCAL_LIMIT_S, Alarm
 from distmega.kernels.hopper.batch_limits import list_words
@@ -164,7 +164,7 @@ class BatchRunner:
         raise RequestError(
             "a trace of several sequences",
             expected="a batch of one",
-            remedy="trace with --batch 1",
+            remedy=f"trace with {argument('batch')} 1",
         )
 
     def raise_hang(self) -> None:

@@ -14,10 +14,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from distmega.folders import cache_folder
 from distmega.hostir.comm.plain import gather_bytes
 from distmega.kernels.pipelined.choices import Choice
 
-CHOICES = Path.home() / ".cache" / "distmega" / "choices.json"
+CHOICES = cache_folder() / "choices.json"
 NUM_TMA, NUM_PLAIN = 8, 16
 """Candidates of either kind that are measured first."""
 NUM_LEADING, NUM_FINALISTS = 3, 4

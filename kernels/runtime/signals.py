@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from distmega.errors import HangError, LaunchError
+from distmega.errors import HangError, LaunchError, argument
 from distmega.hostir.comm.nccl import NcclCommunicator
 from distmega.hostir.comm.nccl_signals import NcclSignals
 from distmega.kernels.runtime.symmetric import ALIGNMENT_BYTES, open_symmetric
@@ -99,5 +99,6 @@ class PeerSignals:
                     f"rank {self._rank} waited {self._timeout_s:g} s for signal {name!r} from "
                     f"rank {self._team[peer]} over mesh axis {self._axis!r}",
                     expected="the peer to come so far within that time",
-                    remedy="see what holds it up; if it is only slow, raise --timeout-s",
+                    remedy="see what holds it up; if it is only slow, raise "
+                    + argument("timeout_s"),
                 )

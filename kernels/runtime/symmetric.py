@@ -18,7 +18,7 @@ import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 
 from distmega.env import read_settings
-from distmega.errors import LaunchError
+from distmega.errors import LaunchError, argument
 from distmega.hostir.comm.nccl import NcclCommunicator
 
 Backend = Literal["CUDA", "NCCL"]
@@ -107,7 +107,7 @@ def open_symmetric(
     raise LaunchError(
         f"GPUs of mesh axis {axis!r} can't reach each other's memory: {'; '.join(problems)}",
         expected="GPUs of one host with peer access, all visible to every rank",
-        remedy="use --collectives host, which goes over NCCL",
+        remedy=f"use {argument('collectives')} host, which goes over NCCL",
     )
 
 

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from distmega.errors import RequestError
+from distmega.folders import cache_folder
 from distmega.sharding.overlap.rates import OverlapRates
 from distmega.sharding.search.cost import Machine
 
-FOLDER = Path.home() / ".cache" / "distmega"
+FOLDER = cache_folder()
 VERSION = 3
 """Of the file's form."""
 REMEDY = "run: distmega doctor --calibrate (or remove the file to use built-in rates)"

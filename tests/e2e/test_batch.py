@@ -44,7 +44,7 @@ def test_each_sequence_is_as_alone(name: str, num_ranks: int, tmp_path: Path) ->
         num_decoded=NUM_DECODED,
         options=EngineOptions(max_context=64, num_sms=4, batch=4),
     )
-    options = LauncherOptions(launcher="local", num_ranks=num_ranks, timeout_s=120.0)
+    options = LauncherOptions(launcher="local", num_ranks=num_ranks, timeout_s=120.0, device="cpu")
     *_, last = launch("tests.e2e.targets:measure_batch", request, options)
     assert isinstance(last, Result)
     for ids, found in zip(sequences(), last.value, strict=True):

@@ -41,7 +41,7 @@ def random_prompts(*lengths: int) -> list[list[int]]:
 
 
 def run_packed(request: MeasurePacked, num_ranks: int) -> Packed:
-    options = LauncherOptions(launcher="local", num_ranks=num_ranks, timeout_s=120.0)
+    options = LauncherOptions(launcher="local", num_ranks=num_ranks, timeout_s=120.0, device="cpu")
     *_, last = launch("tests.e2e.targets:measure_packed", request, options)
     assert isinstance(last, Result)
     assert isinstance(last.value, Packed)

@@ -19,7 +19,9 @@ LIMIT_S = 60.0
 def run(
     fault: Fault, *, target: str = "decode", num_ranks: int = 2, max_restarts: int = 0
 ) -> list[Event]:
-    options = LauncherOptions(num_ranks=num_ranks, timeout_s=LIMIT_S, max_restarts=max_restarts)
+    options = LauncherOptions(
+        num_ranks=num_ranks, timeout_s=LIMIT_S, max_restarts=max_restarts, device="cpu"
+    )
     return list(launch(f"tests.launch.faults:{target}", fault, options))
 
 

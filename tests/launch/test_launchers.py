@@ -36,14 +36,14 @@ def test_bad_options_are_refused_at_once(options: dict[str, object], message: st
 
 def test_a_payload_that_cannot_be_pickled_is_refused():
     with pytest.raises(RequestError, match="a payload of type function"):
-        launch("module:function", lambda: None, LauncherOptions())
+        launch("module:function", lambda: None, LauncherOptions(device="cpu"))
 
 
 def test_ray_that_is_not_installed_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "distmega.launch.ray", raising=False)
     with pytest.raises(LaunchError, match=r"pip install 'distmega\[ray\]'"):
-        launch("module:function", None, LauncherOptions(launcher="ray"))
+        launch("module:function", None, LauncherOptions(launcher="ray", device="cpu"))
 
 
 def test_a_caller_that_starts_no_ranks_loads_neither_torch_nor_ray():
@@ -96,7 +96,7 @@ def main_of(path: Path, lines: str) -> subprocess.CompletedProcess[str]:
 def test_a_function_of_the_script_that_runs_is_a_target(tmp_path: Path):
     lines = (
         "if __name__ == '__main__':\n"
-        "    (last,) = launch(double, 21, LauncherOptions())\n"
+        "    (last,) = launch(double, 21, LauncherOptions(device='cpu'))\n"
         "    print(last.value)\n"
     )
     done = main_of(tmp_path / "my_script.py", lines)
@@ -107,7 +107,7 @@ def test_a_function_of_no_file_is_refused():
     code = (
         "from distmega.launch import LauncherOptions, launch\n"
         "def double(context, payload, emit): return 2 * payload\n"
-        "launch(double, 21, LauncherOptions())\n"
+        "launch(double, 21, LauncherOptions(device='cpu'))\n"
     )
     done = subprocess.run(
         [sys.executable], input=code, capture_output=True, text=True, check=False, timeout=60
@@ -118,18 +118,22 @@ def test_a_function_of_no_file_is_refused():
 def test_a_process_of_torchrun_starts_no_ranks_of_its_own(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     with pytest.raises(RequestError, match="local in a process that torchrun started"):
-        launch("module:function", None, LauncherOptions())
+        launch("module:function", None, LauncherOptions(launcher="local", device="cpu"))
 
 
 def test_a_script_that_starts_ranks_when_imported_is_told_to_guard_it(tmp_path: Path):
-    done = main_of(tmp_path / "bare.py", "print(list(launch(double, 21, LauncherOptions())))\n")
+    lines = "print(list(launch(double, 21, LauncherOptions(device='cpu'))))\n"
+    done = main_of(tmp_path / "bare.py", lines)
     assert done.returncode == 1
     assert "launch is called while the module of 'bare:double' is imported" in done.stderr
     assert 'under `if __name__ == "__main__":`' in done.stderr
 
 
 def test_a_payload_that_ranks_cannot_read_is_refused(tmp_path: Path):
-    lines = "if __name__ == '__main__': list(launch(double, Request(1), LauncherOptions()))\n"
+    lines = (
+        "if __name__ == '__main__':\n"
+        "    list(launch(double, Request(1), LauncherOptions(device='cpu')))\n"
+    )
     done = main_of(tmp_path / "own_type.py", lines)
     assert "a payload of a type that the ranks don't find" in done.stderr
 
@@ -139,4 +143,4 @@ def test_a_function_without_a_name_is_refused():
 
     for target in (inner, lambda context, payload, emit: None):
         with pytest.raises(RequestError, match="expected a function of a module, or of the script"):
-            launch(target, None, LauncherOptions())
+            launch(target, None, LauncherOptions(device="cpu"))

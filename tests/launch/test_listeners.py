@@ -57,7 +57,7 @@ def test_a_command_listens_on_loopback_alone(script: str):
 
 
 def test_a_rank_alone_opens_no_store():
-    (*_, last) = launch("tests.launch.targets:listeners", None, LauncherOptions())
+    (*_, last) = launch("tests.launch.targets:listeners", None, LauncherOptions(device="cpu"))
     assert isinstance(last, Result)
     assert {address for address, _ in last.value} <= {LOOPBACK}
     assert len(last.value) <= 1  # gloo opens a socket even so
@@ -69,7 +69,7 @@ def test_ranks_of_ray_on_one_node_listen_on_loopback_beside_ray_itself():
     import ray  # noqa: PLC0415  not where Ray is not installed
 
     plain = ray.get(ray.remote(own_listeners).remote())
-    options = LauncherOptions(launcher="ray", num_ranks=2)
+    options = LauncherOptions(launcher="ray", num_ranks=2, device="cpu")
     *_, last = launch("tests.launch.targets:listeners", None, options)
     assert isinstance(last, Result)
     for_all = [address for address, _ in last.value if address != LOOPBACK]

@@ -21,7 +21,7 @@ KILL_LIMIT_S = 10.0
 
 
 def start(target: str, payload: object, *, num_ranks: int = 2, **options) -> list[Event]:
-    chosen = LauncherOptions(num_ranks=num_ranks, **options)
+    chosen = LauncherOptions(num_ranks=num_ranks, device="cpu", **options)
     return list(launch(f"tests.launch.targets:{target}", payload, chosen))
 
 
@@ -56,7 +56,7 @@ def test_values_come_in_order_and_the_result_last(num_ranks: int, monkeypatch: p
     [(signal.SIGKILL, "was killed by SIGKILL (signal 9)"), (None, "exited with code 7")],
 )
 def test_a_rank_that_dies_is_named_and_ends_the_others_at_once(payload, how: str):
-    options = LauncherOptions(num_ranks=3)
+    options = LauncherOptions(num_ranks=3, device="cpu")
     events = launch("tests.launch.targets:kill_last", payload, options)
     survivor = next(events).value
     died = time.monotonic()
@@ -110,11 +110,11 @@ def test_a_result_that_cannot_be_pickled_is_the_ranks_failure():
 @pytest.mark.parametrize("target", ["nowhere:run", "tests.launch.targets:missing", "targets"])
 def test_a_target_that_cannot_be_imported_is_refused(target: str):
     with pytest.raises(LaunchError, match=f"target '{target}' can't be loaded"):
-        list(launch(target, None, LauncherOptions()))
+        list(launch(target, None, LauncherOptions(device="cpu")))
 
 
 def test_closing_the_iterator_ends_the_ranks():
-    events = launch("tests.launch.targets:hang", None, LauncherOptions(num_ranks=2))
+    events = launch("tests.launch.targets:hang", None, LauncherOptions(num_ranks=2, device="cpu"))
     pid = next(events).value
     assert not is_gone(pid)
     events.close()
@@ -130,7 +130,8 @@ CALLER = """
 from distmega.launch.contract import LauncherOptions
 from distmega.launch.launchers import launch
 
-for event in launch("tests.launch.targets:hang", None, LauncherOptions(num_ranks=2)):
+options = LauncherOptions(num_ranks=2, device="cpu")
+for event in launch("tests.launch.targets:hang", None, options):
     print(event.value, flush=True)
 """
 

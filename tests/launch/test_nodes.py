@@ -37,7 +37,9 @@ def second_node(cluster: Any) -> Iterator[Any]:
 
 
 def options(**changes: Any) -> LauncherOptions:
-    return LauncherOptions(launcher="ray", num_ranks=4, ray=TWO_STAGES, timeout_s=60.0, **changes)
+    return LauncherOptions(
+        launcher="ray", num_ranks=4, ray=TWO_STAGES, timeout_s=60.0, **changes, device="cpu"
+    )
 
 
 def request(**changes: Any) -> GenerateRequest:
@@ -64,7 +66,7 @@ def test_a_request_outlives_a_node(ray_cluster: Any, caplog: pytest.LogCaptureFi
     """The same tokens as one rank gives, each once, though the second stage's node dies after the
     third and another takes its place a little later.
     """
-    *_, alone = launch("distmega.engine.jobs:generate", request(), LauncherOptions())
+    *_, alone = launch("distmega.engine.jobs:generate", request(), LauncherOptions(device="cpu"))
     assert isinstance(alone.value, GenerateResult)
     found: list[Event] = []
 

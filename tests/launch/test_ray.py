@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
 
 def start(target: str, payload: object, *, num_ranks: int = 2, **options):
-    chosen = LauncherOptions(launcher="ray", num_ranks=num_ranks, **options)
+    chosen = LauncherOptions(launcher="ray", num_ranks=num_ranks, device="cpu", **options)
     return launch(f"tests.launch.targets:{target}", payload, chosen)
 
 

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from distmega.launch.ray_token import show_token
+
 ROOT = Path(__file__).parents[2]
 PROMPT = 'it\'s $HOME; "two"  words'
 
@@ -70,6 +72,24 @@ def test_a_ray_job_shows_the_token_that_there_is(tmp_path: Path) -> None:
     assert run_script(tmp_path, *arguments, **environment).stderr == "submitted token\n"
     environment["RAY_AUTH_MODE"] = "disabled"
     assert run_script(tmp_path, *arguments, **environment).stderr == "submitted disabled\n"
+
+
+def test_the_launcher_shows_the_token_that_there_is(tmp_path: Path) -> None:
+    home = {"HOME": str(tmp_path)}
+
+    def shown(**given: str) -> str:
+        environment = {**home, **given}
+        show_token(environment)
+        return environment.get("RAY_AUTH_MODE", "")
+
+    assert shown() == ""
+    assert shown(RAY_AUTH_TOKEN="secret") == "token"
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text("secret")
+    assert shown() == shown(RAY_AUTH_MODE="") == "token"
+    assert shown(RAY_AUTH_MODE="disabled") == "disabled"
+    assert shown(HOME="/nowhere") == ""
+    assert shown(HOME="/nowhere", RAY_AUTH_TOKEN_PATH=str(tmp_path / ".ray/auth_token")) == "token"
 
 
 def test_a_ray_job_whose_result_is_elsewhere(tmp_path: Path) -> None:

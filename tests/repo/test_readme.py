@@ -76,10 +76,14 @@ def test_code_from_an_example_is_that_of_its_file():
         assert not [block for block in blocks if block.strip() not in (ROOT / path).read_text()]
 
 
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("how", [(), TORCHRUN], ids=["python", "torchrun"])
 @pytest.mark.parametrize("example", sorted(path.name for path in (ROOT / "examples").glob("*.py")))
-def test_an_example_runs(example: str):
-    command = [sys.executable, f"examples/{example}"]
+def test_an_example_runs(example: str, how: tuple[str, ...]):
+    command = [sys.executable, *how, f"examples/{example}"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False
