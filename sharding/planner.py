@@ -73,17 +73,23 @@ class _Planner:
         machine: Machine,
         annotations: Mapping[str, Layout],
         overlap: OverlapRequest,
+        *,
+        spreads: bool,
     ) -> None:
         self.overlap = overlap
         self.mesh, self.machine = mesh, machine
         self.set_program(program)
         self.pins = self.resolve_pins(annotations)
         self.streams = self.resolve_streams(annotations)
-        self.hints: Hints = propagate_annotations(program, mesh, self.table, self.pins)
+        self.hints: Hints = propagate_annotations(
+            program, mesh, self.table, self.pins, spreads=spreads
+        )
         changed = split_biases(program, self.hints, self.pins)
         if changed is not program:
             program = self.set_program(changed)
-            self.hints = propagate_annotations(program, mesh, self.table, self.pins)
+            self.hints = propagate_annotations(
+                program, mesh, self.table, self.pins, spreads=spreads
+            )
         self.given = self.given_layouts()
         self.prices = residency_prices_us(program, machine)
         self.demands: dict[tuple[str, str], tuple[list[str], ...]] = {
@@ -340,17 +346,20 @@ def plan_program(
     annotations: Mapping[str, Layout] | None = None,
     memory_limit_bytes: int | None = None,
     overlap: OverlapRequest = CHEAPEST,
+    *,
+    spreads: bool = True,
 ) -> Plan:
     """The cheapest plan found. Inputs and outputs are whole on every rank unless annotated.
 
-    memory_limit_bytes: what one rank may hold (inputs, weights, states, temporaries at their peak).
+    spreads: what annotated tensors say of the ops around them goes on to the ops around those;
+    otherwise costs decide there. memory_limit_bytes: what one rank may hold (inputs, weights, states, temporaries at their peak).
     overlap: how matmuls run beside collectives, by default as the cost model expects to be fastest.
     PlanError: an annotation, `overlap` or the limit can't be met, or a mesh axis has more ranks
     than the heads of the program's attention allow.
     """
     _check_types(program, mesh, machine, annotations)
     start = time.perf_counter()
-    planner = _Planner(program, mesh, machine, annotations or {}, overlap)
+    planner = _Planner(program, mesh, machine, annotations or {}, overlap, spreads=spreads)
     smallest: Plan | None = None
     for factor in RESIDENCY_FACTORS:
         plan = planner.plan(factor, {})

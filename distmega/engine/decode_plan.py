@@ -345,6 +345,7 @@ def _prefill_part(
         staged.plan.mesh,
         blueprint.machine,
         annotations=layouts,
+        spreads=False,
     )
     host = staged.lower(localize(plan), megakernel=False, peer_memory=False)
     return Part(stage=stage, host=host, count=count)

@@ -29,8 +29,15 @@ Hints = dict[str, dict[str, str]]
 
 class _Propagation:
     def __init__(
-        self, program: Program, mesh: DeviceMesh, table: OptionTable, pins: Mapping[str, Layout]
+        self,
+        program: Program,
+        mesh: DeviceMesh,
+        table: OptionTable,
+        pins: Mapping[str, Layout],
+        *,
+        spreads: bool,
     ) -> None:
+        self.spreads = spreads
         self.program, self.mesh, self.table, self.pins = program, mesh, table, pins
         self.known = dict(pins)
         self.hints: Hints = {op.name: {} for op in program.ops}
@@ -43,7 +50,7 @@ class _Propagation:
             self.visit(op, op.reads, is_write=False, pinned=True)
             if not self.is_summed(op, op.extents):
                 self.visit(op, op.writes, is_write=True, pinned=True)
-        while self.changed:
+        while self.changed and self.spreads:
             self.changed = False
             for op in self.program.ops:
                 self.visit(op, op.reads, is_write=False)
@@ -148,9 +155,16 @@ class _Propagation:
 
 
 def propagate_annotations(
-    program: Program, mesh: DeviceMesh, table: OptionTable, pins: Mapping[str, Layout]
+    program: Program,
+    mesh: DeviceMesh,
+    table: OptionTable,
+    pins: Mapping[str, Layout],
+    *,
+    spreads: bool = True,
 ) -> Hints:
-    """Iteration axes decided by annotations; `pins` are resolved layouts."""
+    """Iteration axes decided by annotations; `pins` are resolved layouts. spreads: through ops
+    that touch no annotated tensor, too.
+    """
     if not any(layout.placements for layout in pins.values()):
         return {op.name: {} for op in program.ops}
-    return _Propagation(program, mesh, table, pins).run()
+    return _Propagation(program, mesh, table, pins, spreads=spreads).run()
