@@ -352,7 +352,8 @@ def plan_program(
     """The cheapest plan found. Inputs and outputs are whole on every rank unless annotated.
 
     spreads: what annotated tensors say of the ops around them goes on to the ops around those;
-    otherwise costs decide there. memory_limit_bytes: what one rank may hold (inputs, weights, states, temporaries at their peak).
+    otherwise costs decide there. memory_limit_bytes: what one rank may hold (inputs, weights,
+    states, temporaries at their peak).
     overlap: how matmuls run beside collectives, by default as the cost model expects to be fastest.
     PlanError: an annotation, `overlap` or the limit can't be met, or a mesh axis has more ranks
     than the heads of the program's attention allow.

@@ -46,9 +46,13 @@ class Product:
 
 
 def way_times_us(
-    product: Product, machine: Machine, chunk_counts: Sequence[int]
+    product: Product, machine: Machine, chunk_counts: Sequence[int], *, exchanges: bool = False
 ) -> tuple[dict[tuple[Way, int], float], dict[str, str]]:
-    """Predicted time by way and chunks (0 where there are none), and why other ways can't be."""
+    """Predicted time by way and chunks (0 where there are none), and why other ways can't be.
+
+    exchanges: "kernel" may also be the library's matmul and a collective by peer memory alone,
+    which takes rows that no kernel does.
+    """
     rates, collective, extents = machine.overlap, product.collective, product.extents
     times: dict[tuple[Way, int], float] = {("sequential", 0): nccl_us(collective, extents, rates)}
     refused: dict[str, str] = {}
@@ -65,10 +69,14 @@ def way_times_us(
         refused["ring"] = "an all-gather or a reduce-scatter"
     else:
         times["ring", extents.num_ranks] = ring_us(collective, extents, rates)
-    if reason := kernel_problem(collective, extents, product.dtype, rates):
-        refused["kernel"] = reason
-    else:
+    exchanges = exchanges and product.dtype in rates.kernel_dtypes
+    reason = kernel_problem(collective, extents, product.dtype, rates)
+    if not reason:
         times["kernel", 0] = fused_us(collective, extents, rates)
+    elif exchanges and can_exchange(collective, extents, rates):
+        times["kernel", 0] = peer_us(collective, extents, rates)
+    else:
+        refused["kernel"] = reason
     return times, refused
 
 

@@ -8,7 +8,7 @@ times. Next: stream_plan.py.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -16,7 +16,6 @@ from distmega.errors import PlanError
 from distmega.program.dtypes import item_bytes
 from distmega.program.types import Access, Op, Tensor, accesses
 from distmega.sharding.layout.mesh import DeviceMesh
-from distmega.sharding.layout.placements import REPLICATE, Layout
 from distmega.sharding.overlap.cost import Product, Way, way_times_us
 from distmega.sharding.overlap.tile_times import Extents
 from distmega.sharding.search.cost import Machine
@@ -29,11 +28,13 @@ CHUNK_COUNTS = (2, 4, 8)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overlap:
     """What a user asks of all pairs: a way, "" for what the cost model expects to be fastest; and
-    chunks, 0 for a number that it chooses.
+    chunks, 0 for a number that it chooses. exchanges: a pair of rows that no kernel takes may be
+    the library's matmul and a collective by peer memory, for programs of library ops.
     """
 
     way: Way | Literal[""] = ""
     num_chunks: int = 0
+    exchanges: bool = False
 
     def __post_init__(self) -> None:
         if self.way and self.way not in get_args(Way):
@@ -48,9 +49,17 @@ class Overlap:
                 expected='at least 2, with overlap "chunks"',
                 remedy="leave the number out",
             )
+        if self.exchanges and self.way:
+            raise PlanError(
+                f"exchanges with overlap {self.way!r}",
+                expected="them where the cost model chooses",
+                remedy="leave the way out",
+            )
 
 
 CHEAPEST = Overlap()
+BY_LIBRARY = Overlap(exchanges=True)
+"""For a program whose matmuls are all the library's."""
 
 OverlapRequest = Overlap | Way | Mapping[str, Overlap | Way]
 """For all pairs; or by the tensor that a pair's second op writes, the others being left to the cost
@@ -102,11 +111,13 @@ class OverlapChoice:
 def find_pairs(
     ops: Sequence[Op],
     tensors: Mapping[str, Tensor],
-    layouts: Mapping[str, Layout],
+    is_whole: Callable[[str, str], bool],
     mesh: DeviceMesh,
     outputs: Sequence[str],
 ) -> list[Pair]:
-    """Pairs in order, no op in two of them. tensors, layouts: of one rank, by local name."""
+    """Pairs in order, no op in two of them. tensors: of one rank, by local name. is_whole: whether
+    a tensor is the same on all ranks of a mesh axis.
+    """
     readers: dict[str, list[Op]] = {}
     writers: dict[str, list[Op]] = {}
     for op in ops:
@@ -117,7 +128,7 @@ def find_pairs(
     pairs: list[Pair] = []
     taken: set[str] = set()
     for op in ops:
-        num_rows = _plain_rows(op)
+        num_rows = plain_rows(op)
         if not num_rows or any(tensors[a.tensor].role == "state" for a in accesses(op)):
             continue
         x, out = op.reads[0].tensor, op.writes[0].tensor
@@ -137,7 +148,7 @@ def find_pairs(
         taken |= {first.name, second.name}
         collective = first if second is op else second
         axis = str(collective.attr("mesh_axis"))
-        alike = second is op and layouts[out].at(axis) == REPLICATE
+        alike = second is op and is_whole(out, axis)
         size = mesh.size(axis)
         pairs.append(
             Pair(
@@ -162,7 +173,7 @@ _KINDS: dict[str, PairKind] = {
 }
 
 
-def _plain_rows(op: Op) -> int:
+def plain_rows(op: Op) -> int:
     """Dims of rows of a matmul x [rows, sums] w [columns, sums] -> [rows, columns] without a bias;
     0 for anything else.
     """
@@ -256,7 +267,7 @@ def fused_pairs(choices: Sequence[OverlapChoice]) -> tuple[Pair, ...]:
 
 def _choose(pair: Pair, machine: Machine, asked: Overlap) -> OverlapChoice:
     counts = (asked.num_chunks,) if asked.num_chunks else CHUNK_COUNTS
-    times, refused = way_times_us(pair.product, machine, counts)
+    times, refused = way_times_us(pair.product, machine, counts, exchanges=asked.exchanges)
     if asked.way and not any(way == asked.way for way, _ in times):
         raise PlanError(
             f"overlap {asked.way!r} of {pair.first!r} and {pair.second!r}",

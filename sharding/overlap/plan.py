@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from distmega.errors import PlanError
 from distmega.program.types import Program
-from distmega.sharding.layout.placements import Chunks
+from distmega.sharding.layout.placements import REPLICATE, Chunks
 from distmega.sharding.local_ops import LocalOps
 from distmega.sharding.overlap.pairs import (
     CHEAPEST,
@@ -84,8 +84,11 @@ def _pairs(program: Program, local: LocalOps, schedule: Schedule, looped: set[st
     """Pairs among the ops of one rank outside of loops."""
     tensors = {name: local.tensor(name) for name in schedule.locals}
     ops = [local.op(step) for step in schedule.steps]
-    layouts = {name: layout for name, (_, layout) in schedule.locals.items()}
-    found = find_pairs(ops, tensors, layouts, local.mesh, program.outputs)
+
+    def is_whole(name: str, axis: str) -> bool:
+        return schedule.locals[name][1].at(axis) == REPLICATE
+
+    found = find_pairs(ops, tensors, is_whole, local.mesh, program.outputs)
     return [pair for pair in found if not {pair.first, pair.second} & looped]
 
 
