@@ -1,0 +1,80 @@
+"""A host program of other extents is what lowering it for these extents gives."""
+
+from dataclasses import replace
+
+import pytest
+
+from distmega.engine.decode_plan import DecodeBlueprint, lower_decode, lower_prefill, plan_decode
+from distmega.engine.requests import EngineOptions
+from distmega.errors import VerifyError
+from distmega.hostir.ir.nodes import HostProgram
+from distmega.hostir.ir.text import print_host
+from distmega.hostir.ir.verify import verify_host
+from distmega.hostir.passes.resize import resize_inputs
+from distmega.models.presets import PRESETS
+from distmega.models.sampling import GREEDY, Method
+from distmega.sharding.layout.mesh import DeviceMesh
+from distmega.sharding.search.cost import CPU, H200, Machine
+
+BY_ROWS = ("tokens", "positions", "sequences")
+
+
+def blueprint_of(
+    model: str, num_ranks: int, batch: int = 1, machine: Machine = H200, method: Method = GREEDY
+) -> DecodeBlueprint:
+    config = replace(PRESETS[model], num_layers=2)
+    options = EngineOptions(max_context=4096, batch=batch)
+    staged = plan_decode(config, DeviceMesh(tp=num_ranks), machine, options, method=method)
+    return lower_decode(config, staged, options, peer_memory=True, method=method)
+
+
+def resized(host: HostProgram, size: int, name: str) -> HostProgram:
+    return resize_inputs(host, dict.fromkeys(BY_ROWS, (size,)), name)
+
+
+@pytest.mark.parametrize(
+    ("model", "num_ranks", "batch", "sizes"),
+    [
+        ("qwen3-8b", 1, 1, (64, 448, 2048)),
+        ("llama-3.2-1b", 1, 4, (100, 2048, 8192)),
+        ("qwen3-8b", 2, 16, (2048, 2560, 8192)),
+        ("qwen3-8b", 2, 1, (64, 192, 448)),
+    ],
+)
+def test_other_rows_give_the_text_of_a_program_lowered_for_them(
+    model: str, num_ranks: int, batch: int, sizes: tuple[int, ...]
+):
+    blueprint = blueprint_of(model, num_ranks, batch, method=Method(kind="plain"))
+    hosts = [lower_prefill(blueprint, size, "none") for size in sizes]
+    for host in hosts:
+        for size, expected in zip(sizes, hosts, strict=True):
+            found = verify_host(resized(host, size, expected.name))
+            rooms = zip(found.rooms, expected.rooms, strict=True)
+            assert all(room.num_bytes >= least.num_bytes for room, least in rooms)
+            assert print_host(replace(found, rooms=expected.rooms)) == print_host(expected)
+
+
+def test_all_logits_and_other_chunks_of_a_vocabulary():
+    blueprint = blueprint_of("llama-3.2-1b", 4)
+    host, expected = (lower_prefill(blueprint, size, "all") for size in (2048, 2304))
+    found = verify_host(resized(host, 2304, expected.name))
+    assert found.buffer_map()["logits"].shape == expected.buffer_map()["logits"].shape
+    assert found.outputs == expected.outputs
+
+
+def test_rows_that_do_not_divide_over_ranks_are_refused():
+    """On the CPU rows are as many as tokens."""
+    blueprint = blueprint_of("qwen3-8b", 2)
+    host = lower_prefill(blueprint, 2048, "none")
+    with pytest.raises(VerifyError, match="extents that divide as those of the program do"):
+        resized(host, 2047, "odd")
+
+
+def test_a_pipelines_micro_batches_are_refused():
+    options = EngineOptions(max_context=256, micro_batches=2)
+    config = PRESETS["tiny-llama"]
+    staged = plan_decode(config, DeviceMesh(tp=1), CPU, replace(options, max_context=64))
+    blueprint = lower_decode(config, staged, replace(options, max_context=64), peer_memory=False)
+    host = lower_prefill(blueprint, 16, "none")
+    with pytest.raises(VerifyError, match="ForLoop in a program to resize"):
+        resize_inputs(host, {"tokens": (32,), "positions": (32,)}, "longer")
