@@ -14,6 +14,7 @@ from distmega.collecting import uncollected
 from distmega.engine.requests import DEFAULT_CONTEXT, EngineOptions, Experts
 from distmega.errors import PlanError, RequestError, argument
 from distmega.hostir.ir.nodes import HostProgram
+from distmega.hostir.lower.join_products import join_products
 from distmega.hostir.lower.lower import lower_program
 from distmega.hostir.lower.pipeline import Part, link_stage
 from distmega.hostir.passes.passes import run_passes
@@ -34,6 +35,7 @@ from distmega.sharding.layout.placements import (
     shard,
 )
 from distmega.sharding.localize import LocalProgram, localize
+from distmega.sharding.overlap.pairs import BY_LIBRARY
 from distmega.sharding.planner import Plan, plan_program
 from distmega.sharding.search.cost import CPU, Machine
 from distmega.sharding.stages import AXIS, Stage, cut_places, split_stages
@@ -112,6 +114,8 @@ class DecodeBlueprint:
     host: HostProgram
     weights: ArenaLayout
     states: ArenaLayout
+    peer_memory: bool
+    """Whether ranks reach each other's memory."""
 
     @property
     def max_context(self) -> int:
@@ -255,6 +259,7 @@ def lower_decode(
         host=run_passes(link_stage([Part(stage=staged.stage, host=host)])),
         weights=arenas[Space.WEIGHT],
         states=arenas[Space.STATE],
+        peer_memory=peer_memory,
     )
 
 
@@ -345,7 +350,11 @@ def _prefill_part(
         staged.plan.mesh,
         blueprint.machine,
         annotations=layouts,
+        overlap=BY_LIBRARY,
         spreads=False,
     )
-    host = staged.lower(localize(plan), megakernel=False, peer_memory=False)
+    neighbours = blueprint.weights.neighbours()
+    local = join_products(localize(plan), neighbours, blueprint.machine)
+    shares = blueprint.peer_memory and staged.stage.num_stages == 1
+    host = staged.lower(local, megakernel=False, peer_memory=shares)
     return Part(stage=stage, host=host, count=count)

@@ -37,13 +37,15 @@ from distmega.hostir.comm.communicator import Communicator
 from distmega.hostir.comm.nccl import NcclCommunicator
 from distmega.hostir.comm.plain import Plain
 from distmega.hostir.ir.nodes import HostProgram
+from distmega.hostir.lower.join_products import SPAN
 from distmega.hostir.lower.pipeline import FREE
 from distmega.hostir.run.evaluator import Evaluator, KernelRunner
 from distmega.kernels.cpu.peer import peer_memory_problem
 from distmega.kernels.cpu.runner import CpuMegakernel, open_peers
 from distmega.kernels.device_ops import KernelOps
+from distmega.kernels.gemm.host import PeerMatmuls
 from distmega.kernels.megakernel import Megakernel
-from distmega.kernels.runtime.memory import allocate_arena, arena_views
+from distmega.kernels.runtime.memory import allocate_arena, arena_views, spanning_view
 from distmega.kernels.runtime.runners import SteppingRunner, open_hopper, plan_hopper
 from distmega.kernels.runtime.signals import open_signals
 from distmega.kernels.runtime.symmetric import Team
@@ -131,9 +133,7 @@ class Engine:
         fingerprints = [plan.fingerprint()]
         fingerprints += [runner.kernel.fingerprint() for runner in self._runners.values()]
         require_agreement(comm, plan, fingerprints)
-        self._prefills = Prefills(
-            self.blueprint, partial(self._evaluator, kernels={}), comm, self.device
-        )
+        self._prefills = Prefills(self.blueprint, self._open_prompts, comm, self.device)
         if on_gpu and plan.stage.num_stages > 1:
             assert isinstance(comm, NcclCommunicator), "GPUs communicate over NCCL"
             shared = options.collectives != "host"
@@ -504,7 +504,18 @@ class Engine:
 
     def _evaluator(self, host: HostProgram, kernels: Mapping[str, KernelRunner]) -> Evaluator:
         ops = KernelOps() if self.device.type == "cuda" else None
-        return Evaluator(host, self.comm, kernels, str(self.device), ops=ops)
+        matmuls = PeerMatmuls(self.comm) if isinstance(self.comm, NcclCommunicator) else None
+        return Evaluator(host, self.comm, kernels, str(self.device), ops=ops, matmuls=matmuls)
+
+    def _open_prompts(self, host: HostProgram) -> tuple[Evaluator, dict[str, Tensor]]:
+        """A program of prompts, and the joined weights that it multiplies by."""
+        layout = self.blueprint.weights
+        joined = {
+            buffer.name: spanning_view(layout, self._weights, buffer, buffer.name.split(SPAN)[0])
+            for buffer in host.buffers
+            if buffer.role == "weight" and buffer.name not in layout.tensors
+        }
+        return self._evaluator(host, {}), joined
 
     def _open_stepping(
         self, segments: Sequence[Program], options: EngineOptions

@@ -10,7 +10,7 @@ engine.py; next on the walk: packing.py, hostir/run/cuda_graph.py.
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -23,15 +23,20 @@ from distmega.engine.decode_plan import (
     prefill_size,
 )
 from distmega.engine.packing import Part, Rows, lay_rows, pack_prompts
-from distmega.errors import ProgramError, RankFailure
+from distmega.errors import ProgramError, RankFailure, VerifyError
 from distmega.hostir.comm.communicator import Communicator
 from distmega.hostir.ir.nodes import HostProgram
+from distmega.hostir.passes.resize import resize_inputs
 from distmega.hostir.run.cuda_graph import CapturedHost
 from distmega.hostir.run.evaluator import Evaluator
 from distmega.models.decoder import Logits
 
 logger = logging.getLogger(__name__)
 
+LEAST_RANGE = 511
+"""Ranks plan prompts of up to one more rows alike, those of each octave above apart."""
+BY_ROWS = frozenset({"tokens", "positions", "sequences"})
+"""Inputs whose extents are a program's size."""
 MARGIN_S = 5.0
 """What a graph may take beside its waits for other ranks."""
 
@@ -40,7 +45,9 @@ Tensors = Mapping[str, Tensor]
 
 @dataclass(slots=True)
 class _Program:
-    """A program of one size. given: its inputs, parts of `rows`, which one copy fills."""
+    """A program of one size. given: its inputs, parts of `rows`, which one copy fills, and weights
+    that it knows under other names.
+    """
 
     evaluator: Evaluator
     rows: Tensor
@@ -55,7 +62,7 @@ class Prefills:
     def __init__(
         self,
         blueprint: DecodeBlueprint,
-        open_program: Callable[[HostProgram], Evaluator],
+        open_program: Callable[[HostProgram], tuple[Evaluator, dict[str, Tensor]]],
         comm: Communicator,
         device: torch.device,
     ) -> None:
@@ -65,6 +72,7 @@ class Prefills:
         alone = blueprint.staged.stage.num_stages == 1 and self._packs
         self._captures = device.type == "cuda" and alone
         self._programs: dict[tuple[int, Logits], _Program] = {}
+        self._planned: dict[tuple[int, Logits], HostProgram] = {}
         self._pool: Any = None
 
     def run(
@@ -110,7 +118,8 @@ class Prefills:
         program = self._program(len(ids), logits)
         tokens = torch.tensor(ids, device=self._device)
         positions = torch.arange(len(ids), device=self._device)
-        return program.evaluator.run({**tensors, "tokens": tokens, "positions": positions})
+        given = {"tokens": tokens, "positions": positions}
+        return program.evaluator.run({**tensors, **program.given, **given})
 
     def _run_pass(self, parts: Sequence[Part], logits: Logits, tensors: Tensors) -> Tensors:
         """Outputs of a pass, which the next one may overwrite; rows of `logits` behind those of the
@@ -133,14 +142,36 @@ class Prefills:
     def _program(self, size: int, logits: Logits) -> _Program:
         found = self._programs.get((size, logits))
         if found is None:
-            evaluator = self._open(lower_prefill(self._blueprint, size, logits))
+            evaluator, joined = self._open(self._host_program(size, logits))
             batch = self._blueprint.options.batch
             lengths = size, size, size, batch + 1, batch, batch
             rows = torch.zeros(sum(lengths), dtype=torch.int64, device=self._device)
             names = [field.name for field in fields(Rows)]
-            given = dict(zip(names, rows.split(lengths), strict=True))
+            given = joined | dict(zip(names, rows.split(lengths), strict=True))
             found = self._programs[size, logits] = _Program(evaluator, rows, given)
         return found
+
+    def _host_program(self, size: int, logits: Logits) -> HostProgram:
+        """The program of a size: that of another size of its range with other extents, if one was
+        planned and extents divide alike.
+        """
+        if not self._packs:
+            return lower_prefill(self._blueprint, size, logits)
+        alone = self._blueprint.staged.plan.mesh.num_ranks == 1
+        key = 0 if alone else max(size - 1, LEAST_RANGE).bit_length(), logits
+        known = self._planned.get(key)
+        if known is not None:
+            inputs = dict.fromkeys(BY_ROWS & known.buffer_map().keys(), (size,))
+            try:
+                return resize_inputs(known, inputs, f"decoder_{size}")
+            except VerifyError as error:
+                logger.debug("%d rows are planned anew: %s", size, error)
+        host = lower_prefill(self._blueprint, size, logits)
+        options, context = self._blueprint.options, self._blueprint.max_context
+        most = max(size, min(options.max_batched_tokens, context * options.batch))
+        rooms = (replace(room, num_bytes=room.num_bytes * -(-most // size)) for room in host.rooms)
+        self._planned[key] = host = replace(host, rooms=tuple(rooms))
+        return host
 
     def _capture(self, program: _Program, tensors: Tensors) -> CapturedHost | None:
         """On all ranks or none: NCCL may prepare captured collectives unlike others."""

@@ -51,6 +51,14 @@ class ArenaLayout:
         """Byte offset of a tensor; KeyError is a bug of the caller."""
         return self.offsets[name]
 
+    def neighbours(self) -> dict[str, str]:
+        """Tensor -> the one of its type that follows it without a gap."""
+        starts = {offset: name for name, offset in self.offsets.items()}
+        ends = {name: self.offsets[name] + t.num_bytes for name, t in self.tensors.items()}
+        found = {name: starts[end] for name, end in ends.items() if end in starts}
+        types = {name: tensor.dtype for name, tensor in self.tensors.items()}
+        return {name: after for name, after in found.items() if types[name] == types[after]}
+
     def require(self, tensor: Tensor) -> int:
         """Byte offset of `tensor`; PlanError unless this arena holds it in this shape and dtype."""
         known = self.tensors.get(tensor.name)

@@ -16,6 +16,7 @@ from distmega.hostir.library.torch_types import torch_dtype
 from distmega.kernels.isa.encoding import Words
 from distmega.kernels.isa.opcodes import Ref
 from distmega.kernels.runtime.arena import ALIGNMENT_BYTES, ArenaLayout, Operand
+from distmega.program import types as program
 from distmega.program.dtypes import item_bytes
 from distmega.program.types import packed_strides
 
@@ -48,6 +49,12 @@ def arena_views(layout: ArenaLayout, arena: Tensor) -> dict[str, Tensor]:
         )
         for name, tensor in layout.tensors.items()
     }
+
+
+def spanning_view(layout: ArenaLayout, arena: Tensor, tensor: program.Tensor, first: str) -> Tensor:
+    """What begins where tensor `first` of the arena does and may reach over those behind it."""
+    strides = packed_strides(tensor.shape)
+    return _typed(arena, tensor.dtype, layout.offset(first), 0, tensor.shape, strides)
 
 
 def operand_view(arenas: Sequence[Tensor], operand: Operand) -> Tensor:
