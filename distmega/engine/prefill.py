@@ -131,7 +131,8 @@ class Prefills:
         size = prefill_size(self._blueprint, num_tokens, min(room, options.max_batched_tokens))
         program = self._program(size, logits)
         rows = lay_rows(parts, size, options.batch)
-        program.rows.copy_(torch.tensor([number for part in astuple(rows) for number in part]))
+        numbers = [number for part in astuple(rows) for number in part]
+        program.rows.copy_(torch.tensor(numbers, device="cpu"))
         if program.used and program.graph is None and self._captures and logits == "none":
             program.graph = self._capture(program, tensors)
         program.used = True
@@ -147,7 +148,8 @@ class Prefills:
             lengths = size, size, size, batch + 1, batch, batch
             rows = torch.zeros(sum(lengths), dtype=torch.int64, device=self._device)
             names = [field.name for field in fields(Rows)]
-            given = joined | dict(zip(names, rows.split(lengths), strict=True))
+            parts = torch.split(rows, lengths)  # type: ignore[no-untyped-call]
+            given = joined | dict(zip(names, parts, strict=True))
             found = self._programs[size, logits] = _Program(evaluator, rows, given)
         return found
 

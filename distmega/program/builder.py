@@ -172,9 +172,14 @@ class ProgramBuilder:
         name: str = "",
     ) -> None:
         """See ops.kv_append: in place."""
-        operands = (self._own(each) for each in (cache, x, positions))
         chosen = None if sequences is None else self._own(sequences)
-        op, _ = ops.kv_append(self._name(name, "kv_append"), *operands, sequences=chosen)
+        op, _ = ops.kv_append(
+            self._name(name, "kv_append"),
+            self._own(cache),
+            self._own(x),
+            self._own(positions),
+            chosen,
+        )
         self._ops[op.name] = op
 
     def attention(

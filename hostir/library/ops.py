@@ -384,7 +384,7 @@ def _compile_view(op: Op, coordinate: Coordinate) -> OpFunction:
 def _compile_attention(op: Op, coordinate: Coordinate) -> OpFunction:
     scale, window = _number(op, "scale"), int(_number(op, "window"))
     if op.get("packed", 0):
-        return lambda xs: (packed_attention(*xs[:5], scale, window),)
+        return lambda xs: (packed_attention(xs[0], xs[1], xs[2], xs[3], xs[4], scale, window),)
     if attends_in_order(op):
         return lambda xs: (ordered_attention(xs[0], xs[1], xs[2], scale, window),)
     return lambda xs: (attention(xs[0], xs[1], xs[2], xs[3], scale, window),)

@@ -52,7 +52,7 @@ def test_several_steps_a_launch_equal_single_steps():
     stepwise = engine.generate_all(prompts, ignore_eos=True)
     together = [next(stepwise) for _ in range(40)]
     assert engine.stepping is not None
-    first = tuple(engine.prefill(prompt, slot) for slot, prompt in enumerate(prompts))
+    first = tuple(engine.prefill_all(prompts))
     assert first == together[0]
     tokens = first
     for expected in together[1:]:

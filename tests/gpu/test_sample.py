@@ -220,7 +220,7 @@ def test_sequences_draw_from_their_logits(name, batch):
     engine = open_engine("smollm2-135m", batch, sampling=sampling)
     prompts = [list(range(7, 12 + 5 * slot)) for slot in range(batch)]
     many = list(itertools.islice(engine.generate_all(prompts, ignore_eos=True), 12))
-    one = [tuple(engine.prefill(prompt, slot) for slot, prompt in enumerate(prompts))]
+    one = [tuple(engine.prefill_all(prompts))]
     settings = torch.tensor([sampling.settings] * batch, device="cuda")
     seeds = torch.tensor([sampling.seed_of(slot) for slot in range(batch)], device="cuda")
     while len(one) < len(many):

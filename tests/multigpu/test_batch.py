@@ -97,7 +97,7 @@ def decode_as_exactly(comm: Communicator, model: str, batch: int) -> None:
     assert torch.equal(found, decoded(team, prompts, following))
     greedy = greedy_tokens(team, prompts)
     assert greedy == greedy_tokens(team, prompts)
-    stepwise = tuple(team.prefill(prompt, slot) for slot, prompt in enumerate(prompts))
+    stepwise = tuple(team.prefill_all(prompts))
     for expected in greedy:
         assert stepwise == expected
         stepwise = tuple(team.decode_step(stepwise)["next"].tolist())

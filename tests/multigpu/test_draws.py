@@ -80,7 +80,7 @@ def draw_from_logits(comm: Communicator, batch: int, top_k: int, top_p: float) -
     found = drawn(team, prompts)
     assert found == drawn(team, prompts)
     team = open_drawing(comm, batch, sampling, "last")
-    tokens = tuple(team.prefill(prompt, slot) for slot, prompt in enumerate(prompts))
+    tokens = tuple(team.prefill_all(prompts))
     for number, expected in enumerate(found):
         assert tokens == expected, f"token {number}"
         outputs = team.decode_step(tokens)
