@@ -38,8 +38,8 @@ class Tiles:
 
 
 TILES = {
-    64: Tiles(rows=128, keys=128, warps=8, stages=3),
-    128: Tiles(rows=128, keys=128, warps=8, stages=2),
+    64: Tiles(rows=64, keys=64, warps=4, stages=3),
+    128: Tiles(rows=64, keys=64, warps=4, stages=3),
     256: Tiles(rows=64, keys=64, warps=8, stages=2),
 }
 """By head dim, the next power of two."""

@@ -29,8 +29,10 @@ NUM_WARM_UPS = 2
 def _blocks(node: Node) -> bool:
     """Whether a node waits for the GPU, or is not the same each time."""
     if isinstance(node, LibraryOp):
-        asks = not (attends_in_order(node.op) or is_packed(node.op))
-        return (node.op.kind == "attention" and asks) or node.op.kind == "grouped_linear"
+        op = node.op
+        if op.kind == "attention":
+            return not (attends_in_order(op) or is_packed(op))
+        return op.kind == "grouped_linear"
     return isinstance(node, Signal | WaitSignal)
 
 
