@@ -7,8 +7,11 @@ from distmega.hostir.comm.nccl import NcclCommunicator
 from distmega.sharding.layout.mesh import DeviceMesh
 
 
-def open_communicator(context: RankContext, mesh: DeviceMesh) -> Communicator:
-    """How this rank reaches the others of the mesh: NCCL between GPUs, gloo between CPUs.
+def open_communicator(
+    context: RankContext, mesh: DeviceMesh, wait_s: float | None = None
+) -> Communicator:
+    """How this rank reaches the others of the mesh: NCCL between GPUs, gloo between CPUs. wait_s:
+    bound on a wait for another CPU rank inside a program.
 
     MeshError for a mesh that is not of the job's ranks.
     """
@@ -20,5 +23,6 @@ def open_communicator(context: RankContext, mesh: DeviceMesh) -> Communicator:
         )
     if mesh.num_ranks == 1:
         return SingleCommunicator(mesh)
-    kind = NcclCommunicator if context.backend == "nccl" else GlooCommunicator
-    return kind(mesh, context.rank)
+    if context.backend == "nccl":
+        return NcclCommunicator(mesh, context.rank)
+    return GlooCommunicator(mesh, context.rank, wait_s=wait_s)

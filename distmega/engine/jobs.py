@@ -217,7 +217,7 @@ def open_engine(
             remedy=f"use {argument('tp')} {context.world_size}",
         )
     mesh = model_mesh(tp, pp)
-    comm = open_communicator(context, mesh)
+    comm = open_communicator(context, mesh, options.timeout_s)
     return Engine(
         source,
         mesh,

@@ -181,6 +181,10 @@ class TeamCommunicator(Collectives):
                 remedy="look for the rank that ended first, and start the job again",
             ) from error
 
+    def _await(self, work: dist.Work) -> None:
+        """Until what was started is done, or on a GPU until the current stream waits for it."""
+        work.wait()
+
     def _gather(self, axis: str, x: Tensor) -> Callable[[], list[Tensor]]:
         group, places = self._groups[axis], self._places[axis]
         if group is None:
@@ -192,7 +196,7 @@ class TeamCommunicator(Collectives):
 
         def finish() -> list[Tensor]:
             with self._guard("gather", axis):
-                work.wait()
+                self._await(work)
             return [found[place].view(x.dtype).view(x.shape) for place in places]
 
         return finish
@@ -208,7 +212,7 @@ class TeamCommunicator(Collectives):
 
         def finish() -> list[Tensor]:
             with self._guard("all-to-all", axis):
-                work.wait()
+                self._await(work)
             return [found[place].view(parts[0].dtype).view(parts[0].shape) for place in places]
 
         return finish
@@ -223,7 +227,7 @@ class TeamCommunicator(Collectives):
 
         def finish() -> None:
             with self._guard("broadcast", axis):
-                work.wait()
+                self._await(work)
             out.copy_(data.view(out.dtype).view(out.shape))
 
         return Handle(finish)
@@ -231,14 +235,21 @@ class TeamCommunicator(Collectives):
 
 class GlooCommunicator(TeamCommunicator):
     """Teams of CPU processes over gloo. Every rank of the mesh makes one, at the same point of its
-    program.
+    program. wait_s bounds a wait for tensors or a signal; values that ranks tell each other between
+    programs, and barriers, may take timeout_s, since ranks load and plan at their own pace.
     """
 
-    def __init__(self, mesh: DeviceMesh, rank: int, timeout_s: float = 300.0) -> None:
+    def __init__(
+        self, mesh: DeviceMesh, rank: int, timeout_s: float = 300.0, wait_s: float | None = None
+    ) -> None:
         super().__init__(mesh, rank, "gloo", timeout_s)
+        self._wait_limit = timedelta(seconds=timeout_s if wait_s is None else wait_s)
         self._signals: list[dist.Work] = []
         with self._guard("set-up", ""):
             self._world = _new_group(mesh.ranks, "gloo", timeout_s)
+
+    def _await(self, work: dist.Work) -> None:
+        work.wait(self._wait_limit)
 
     def send(self, axis: str, x: Tensor, peer: int) -> Handle:
         if self._groups[axis] is None:
@@ -247,7 +258,7 @@ class GlooCommunicator(TeamCommunicator):
 
         def finish() -> None:
             with self._guard("send", axis):
-                work.wait()
+                self._await(work)
 
         return Handle(finish)
 
@@ -259,7 +270,7 @@ class GlooCommunicator(TeamCommunicator):
 
         def finish() -> None:
             with self._guard("receive", axis):
-                work.wait()
+                self._await(work)
             out.copy_(data.view(out.dtype).view(out.shape))
 
         return Handle(finish)
@@ -277,7 +288,7 @@ class GlooCommunicator(TeamCommunicator):
             return
         work = self._post_recv(axis, token(), peer, _signal_tag(name))
         with self._guard(f"wait for signal {name!r}", axis):
-            work.wait()
+            self._await(work)
 
     def _post_send(self, axis: str, data: Tensor, peer: int, tag: int) -> dist.Work:
         with self._guard("send", axis):

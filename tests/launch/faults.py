@@ -13,7 +13,7 @@ import pytest
 from distmega.engine.decode_plan import model_mesh
 from distmega.engine.engine import Engine
 from distmega.engine.ranks import Emit, RankContext
-from distmega.engine.requests import EngineOptions
+from distmega.engine.requests import Collectives, EngineOptions
 from distmega.errors import HangError, RequestError
 from distmega.hostir.comm.communicator import GlooCommunicator
 from distmega.models.load import open_model
@@ -23,7 +23,7 @@ NUM_TOKENS = 6
 FAULTY_STEP = 3
 DELAY_S = 5.0
 
-Kind = Literal["none", "kill", "delay", "drop", "target"]
+Kind = Literal["none", "kill", "stop", "delay", "drop", "target"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,14 +34,17 @@ class Fault:
     rank: int = 1
     pp: int = 1
     timeout_s: float = 2.0
+    collectives: Collectives = "auto"
     once: Path | None = None
 
 
 def decode(context: RankContext, fault: Fault, emit: Emit) -> list[int]:
     """Emits and returns NUM_TOKENS tokens after PROMPT; after a hang the engine is of no use."""
     mesh = model_mesh(context.world_size // fault.pp, fault.pp)
-    comm = GlooCommunicator(mesh, context.rank)
-    options = EngineOptions(max_context=64, timeout_s=fault.timeout_s)
+    comm = GlooCommunicator(mesh, context.rank, wait_s=fault.timeout_s)
+    options = EngineOptions(
+        max_context=64, timeout_s=fault.timeout_s, collectives=fault.collectives
+    )
     engine = Engine(open_model("tiny-llama"), mesh, comm, options, node=context.node)
     tokens = [engine.prefill(PROMPT)]
     emit(tokens[0])
@@ -75,6 +78,10 @@ def _is_over(fault: Fault) -> bool:
 
 def _kill(engine: Engine) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _stop(engine: Engine) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def _drop_signals(engine: Engine) -> None:
@@ -117,6 +124,7 @@ def prefill_without_signals(context: RankContext, fault: Fault, emit: Emit) -> i
 FAULTS: dict[Kind, Callable[[Engine], None]] = {
     "none": lambda engine: None,
     "kill": _kill,
+    "stop": _stop,
     "delay": lambda engine: time.sleep(DELAY_S),
     "drop": _drop_signals,
     "target": _raise_target,

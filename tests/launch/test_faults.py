@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from distmega.errors import DistmegaError, HangError, RankFailure
+from distmega.engine.requests import Collectives
+from distmega.errors import DistmegaError, HangError, LostPeerError, RankFailure
 from distmega.launch.contract import Emitted, Event, LauncherOptions, Result
 from distmega.launch.launchers import launch
 from tests.launch.faults import DELAY_S, Fault
@@ -49,6 +50,14 @@ def test_a_killed_rank_is_named_and_replaced_and_the_request_finished(
     emitted = [event.value for event in tokens if isinstance(event, Emitted)]
     assert emitted == last.value == sound_tokens()
     assert "rank 1 of 2 was killed by SIGKILL" in caplog.text
+
+
+@pytest.mark.parametrize("collectives", ["kernel", "host"])
+def test_a_stopped_rank_is_named_whoever_waits_for_it(collectives: Collectives) -> None:
+    """By the megakernel, whose wait is a HangError, or in an exchange over gloo."""
+    error = failure_of(Fault(kind="stop", timeout_s=6.0, collectives=collectives))
+    assert str(error).startswith("rank 1 of 2 is stopped by a signal: ")
+    assert isinstance(error, HangError if collectives == "kernel" else LostPeerError)
 
 
 def test_a_delayed_rank_delays_the_others_and_no_more() -> None:
