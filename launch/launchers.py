@@ -20,6 +20,7 @@ from distmega.engine.ranks import DeviceKind, Emit, RankContext
 from distmega.env import read_settings
 from distmega.errors import LaunchError, RankFailure, RequestError, argument
 from distmega.launch.contract import (
+    PASSIVE,
     Emitted,
     Event,
     Job,
@@ -181,6 +182,9 @@ def _pickle_payload(payload: object) -> bytes:
 def _load_launcher(launcher: str) -> Callable[[Job], Generator[Event]]:
     if launcher == "ray":
         show_token(os.environ)
+    if launcher == "torchrun":  # this process is a rank, and OpenMP reads it as torch is loaded
+        for name, value in PASSIVE.items():
+            os.environ.setdefault(name, value)
     try:
         return load_function(LAUNCHERS[launcher])
     except LaunchError as error:
