@@ -1,0 +1,27 @@
+"""Event tensors in full: what waits for what where run-time numbers and data decide how much runs.
+
+A Program comes in with the extents of its tiles; an EventGraph goes out, whose event tensors have
+any number of dims, maps from task coordinates to events, and extents and counts that are numbers,
+symbols or read from a tensor. From it come queues, static and drained, a proof for every value of
+what is unknown, and an interpreter. Start at values.py, then analyse.py; queues.py, check.py and
+interpret.py follow.
+"""
+
+from distmega.kernels.events.analyse import analyse_events
+from distmega.kernels.events.check import check_queues
+from distmega.kernels.events.graph import EventGraph
+from distmega.kernels.events.interpret import run_queues
+from distmega.kernels.events.knowledge import make_queues
+from distmega.kernels.events.text import parse_events, print_events
+from distmega.kernels.events.values import RunTime
+
+__all__ = [
+    "EventGraph",
+    "RunTime",
+    "analyse_events",
+    "check_queues",
+    "make_queues",
+    "parse_events",
+    "print_events",
+    "run_queues",
+]

@@ -1,0 +1,201 @@
+"""analyse_events: a Program and the extents of its tiles in, event tensors out.
+
+    graph = analyse_events(program, {"p": {"m": 64, "n": 64}, "c": {"m": 64, "n": 64}})
+    print(print_events(graph))
+    graph.running(RunTime(symbols={"B": 5}))
+
+Nobody annotates: what waits for what follows from overlap of the regions that tasks touch, as in
+kernels/tasks/graph.py, seen in coordinates of groups and rows where the data decide extents
+(grouped.py). fit.py then finds the maps that give exactly that. Next: graph.py.
+"""
+
+from collections.abc import Iterable, Mapping
+
+from distmega.errors import ProgramError
+from distmega.kernels.events.fit import event_coordinates, fit_map
+from distmega.kernels.events.graph import (
+    EventGraph,
+    GridDim,
+    GroupRows,
+    TaskGrid,
+    verify_events,
+)
+from distmega.kernels.events.grouped import starts_of, ungroup
+from distmega.kernels.events.symbols import AxisSymbols, spread_symbols
+from distmega.kernels.events.values import Count, EventMap, EventTensor, Extent
+from distmega.kernels.tasks.graph import build_task_graph
+from distmega.kernels.tasks.types import EventTensor as EventTable
+from distmega.kernels.tasks.types import TaskGroup
+from distmega.program.ops.compute import EXCHANGES
+from distmega.program.types import Op, Program, grouped_index
+from distmega.sharding.resolve.collectives import RANK_AXIS
+
+Tilings = Mapping[str, Mapping[str, int]]
+"""Op -> axis -> extent of a tile; axes left out run whole inside a task."""
+
+
+def analyse_events(
+    program: Program,
+    tilings: Tilings,
+    *,
+    symbols: Mapping[str, tuple[str, int]] | None = None,
+    num_ranks: int = 1,
+) -> EventGraph:
+    """The event tensors of a program cut into tiles.
+
+    tilings: op -> axis -> tile; any parallel axis, and the rank axis `r` of a collective: of an
+    all-gather the parts of each source, of a reduce-scatter the owners. symbols: name -> (tensor,
+    dim) whose extent is known only at run time, the program's being the most. num_ranks: of the
+    team that runs the program together. ProgramError for tiles of what isn't there.
+    """
+    spread = spread_symbols(program, symbols or {})
+    stated = [op for op in program.ops if not op.is_view]
+    grids = tuple(_grid(op, tilings.get(op.name, {}), spread) for op in stated)
+    names = {grid.op for grid in grids}
+    if unknown := [name for name in tilings if name not in names]:
+        raise ProgramError(
+            f"tiles of {unknown[0]!r}",
+            expected=f"ops of program {program.name!r} that are no views",
+            remedy="name one of its ops",
+        )
+    tasks = ungroup(program)
+    by_name = {op.name: op for op in tasks.ops}
+    groups = [TaskGroup(op=by_name[grid.op], splits=grid.splits()) for grid in grids]
+    table = build_task_graph(tasks, groups, num_ranks)
+    kinds = {op.name: op for op in program.ops}
+    events: list[EventTensor] = []
+    for each in table.events:
+        events += _forms(each, grids, kinds, num_ranks, len(events))
+    tensors = program.tensor_map()
+    bounds = {name: tensors[tensor].shape[dim] for name, (tensor, dim) in (symbols or {}).items()}
+    graph = EventGraph(
+        program=program, tasks=tasks, grids=grids, events=tuple(events), symbols=bounds
+    )
+    return verify_events(graph)
+
+
+def _grid(op: Op, tiles: Mapping[str, int], spread: AxisSymbols) -> TaskGrid:
+    index = grouped_index(op)
+    rows = None
+    if index is not None:
+        group, row = index.axes
+        rows = GroupRows(
+            starts=starts_of(op, index),
+            num_groups=op.extents[group],
+            group_axis=group,
+            row_axis=row,
+        )
+    for name, size in tiles.items():
+        ranks = op.kind in EXCHANGES and name == RANK_AXIS
+        known = name in op.extents
+        if not known or size < 1 or not (ranks or op.axis(name).role == "parallel"):
+            raise ProgramError(
+                f"tiles of {size} along axis {name!r} of op {op.name!r}",
+                expected="at least 1, along one of its parallel axes",
+                remedy=f"cut one of {', '.join(a.name for a in op.axes if a.role == 'parallel')}",
+            )
+    dims = tuple(
+        GridDim(
+            axis=name,
+            extent=op.extents[name],
+            size=min(size, op.extents[name]),
+            symbol=spread[op.name].get(name, ""),
+        )
+        for name, size in tiles.items()
+    )
+    return TaskGrid(op=op.name, dims=dims, rows=rows)
+
+
+def _forms(
+    table: EventTable,
+    grids: tuple[TaskGrid, ...],
+    ops: Mapping[str, Op],
+    num_ranks: int,
+    first: int,
+) -> Iterable[EventTensor]:
+    """Event tensors of one producer: consumers that await the same events share one."""
+    producer = grids[table.producer]
+    shared: dict[tuple[int, ...], list[tuple[TaskGrid, tuple[tuple[int, ...], ...]]]] = {}
+    for place, waits in table.consumers:
+        used = tuple(sorted({event for events in waits for event in events}))
+        shared.setdefault(used, []).append((grids[place], waits))
+    for used, consumers in shared.items():
+        by_source: dict[str, list[tuple[TaskGrid, tuple[tuple[int, ...], ...]]]] = {}
+        for grid, waits in consumers:
+            source = _source(ops[producer.op], ops[grid.op])
+            by_source.setdefault(source, []).append((grid, waits))
+        for source, members in by_source.items():
+            yield _form(table, producer, used, members, source, num_ranks, first)
+            first += 1
+
+
+def _source(producer: Op, consumer: Op) -> str:
+    """Whose tasks trigger what a consumer awaits: a collective reads what other ranks made."""
+    if consumer.kind not in EXCHANGES:
+        return "own"
+    ranks = [axis for axis in consumer.axes if axis.name == RANK_AXIS]
+    return "all" if not ranks or ranks[0].role == "reduce" else "axis"
+
+
+def _form(
+    table: EventTable,
+    producer: TaskGrid,
+    used: tuple[int, ...],
+    consumers: list[tuple[TaskGrid, tuple[tuple[int, ...], ...]]],
+    source: str,
+    num_ranks: int,
+    number: int,
+) -> EventTensor:
+    renumbered = {event: n for n, event in enumerate(used)}
+    notify = [tuple(renumbered[e] for e in es if e in renumbered) for es in table.notify]
+    awaited = [
+        (grid, [tuple(renumbered[e] for e in events) for events in waits])
+        for grid, waits in consumers
+    ]
+    sides = [(producer.shape, notify), *((grid.shape, waits) for grid, waits in awaited)]
+    places = event_coordinates(sides, len(used))
+    order = sorted(range(len(used)), key=lambda n: places[n])
+    counts = tuple(table.counts[used[n]] for n in order)
+    notified = fit_map(producer.shape, notify, places)
+    shape = tuple(max(place[dim] for place in places) + 1 for dim in range(len(places[0])))
+    return EventTensor(
+        name=f"{producer.op}.{number}",
+        producer=producer.op,
+        extents=tuple(_extent(producer, notified, dim, most) for dim, most in enumerate(shape)),
+        notify=notified,
+        count=_count(producer, counts),
+        waits=tuple((grid.op, fit_map(grid.shape, waits, places)) for grid, waits in awaited),
+        sources=source,
+        ranks=num_ranks if source == "all" else 1,
+    )
+
+
+def _extent(producer: TaskGrid, notify: EventMap, dim: int, most: int) -> Extent:
+    """An event dim is as long as the tasks that signal it are many, where one of theirs is it."""
+    if notify.listed or notify.first != notify.last:
+        return Extent(most=most)
+    place = notify.first[dim]
+    if place.dim < 0 or place.values or place.scale != 1 or place.offset:
+        return Extent(most=most)
+    source = producer.dims[place.dim]
+    size = source.size * place.divisor
+    if source.symbol:
+        return Extent(most=most, symbol=source.symbol, size=size)
+    if producer.rows is not None and source.axis == producer.rows.row_axis:
+        return Extent(most=most, starts=producer.rows.starts, size=size)
+    return Extent(most=most)
+
+
+def _count(producer: TaskGrid, counts: tuple[int, ...]) -> Count:
+    each = counts[:1] if len({*counts}) == 1 else counts
+    symbols = sorted({dim.symbol for dim in producer.dims if dim.symbol})
+    rows = producer.rows
+    cut = rows is not None and any(
+        dim.axis in (rows.group_axis, rows.row_axis) for dim in producer.dims
+    )
+    return Count(
+        each=each,
+        active=bool(symbols or cut),
+        symbol=" ".join(symbols),
+        starts=rows.starts if rows is not None and cut else "",
+    )

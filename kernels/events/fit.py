@@ -1,0 +1,103 @@
+"""From tables of who triggers and awaits which event to maps over coordinates.
+
+Comes in: grids of tasks, and for each task the events it has, by number. Goes out: coordinates of
+the events and EventMaps that give exactly these tables. Nothing is guessed: what no formula gives
+stays a table. Used by analyse.py.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import product
+
+from distmega.kernels.events.values import Coordinates, EventMap, Place
+
+Grid = tuple[int, ...]
+Table = Sequence[tuple[int, ...]]
+"""Events of each task, by task number, row-major over the grid."""
+
+MAX_FACTOR = 16
+"""Scales and divisors of formulas that are tried."""
+
+
+def grid_coordinates(grid: Grid) -> Iterator[Coordinates]:
+    """All coordinates, row-major."""
+    return product(*map(range, grid))
+
+
+def event_coordinates(sides: Sequence[tuple[Grid, Table]], num_events: int) -> list[Coordinates]:
+    """Coordinates of events 0 up to num_events: by the first side of which every task has one event
+    and whose dims tell events apart, or the numbers themselves.
+    """
+    for grid, table in sides:
+        if all(len(events) == 1 for events in table):
+            found = _factor(grid, [events[0] for events in table])
+            if found is not None and len(found) == num_events:
+                return [found[event] for event in range(num_events)]
+    return [(event,) for event in range(num_events)]
+
+
+def _factor(grid: Grid, events: Sequence[int]) -> dict[int, Coordinates] | None:
+    """Event -> coordinates, where they are a product of classes of the values of each grid dim; a
+    dim whose values are all alike gives none. None where they are no such product.
+    """
+    at = dict(zip(grid_coordinates(grid), events, strict=True))
+    classes: list[list[int]] = []
+    for dim, extent in enumerate(grid):
+        rows = [
+            tuple(event for place, event in at.items() if place[dim] == value)
+            for value in range(extent)
+        ]
+        known: dict[tuple[int, ...], int] = {}
+        classes.append([known.setdefault(row, len(known)) for row in rows])
+    kept = [dim for dim, found in enumerate(classes) if max(found, default=0) > 0]
+    named: dict[int, Coordinates] = {}
+    for place, event in at.items():
+        coordinates = tuple(classes[dim][place[dim]] for dim in kept)
+        if named.setdefault(event, coordinates) != coordinates:
+            return None
+    total = math.prod(max(classes[dim]) + 1 for dim in kept)
+    return named if len(named) == total == len(set(named.values())) else None
+
+
+def fit_map(grid: Grid, table: Table, coordinates: Sequence[Coordinates]) -> EventMap:
+    """The map from tasks to events that gives a table."""
+    sets = [tuple(sorted(coordinates[event] for event in events)) for events in table]
+    if all(sets):
+        num_dims = len(coordinates[0])
+        ends = [
+            [[pick(event[dim] for event in events) for events in sets] for dim in range(num_dims)]
+            for pick in (min, max)
+        ]
+        places = [[fit_place(grid, values) for values in end] for end in ends]
+        if all(place is not None for end in places for place in end):
+            first, last = (tuple(p for p in end if p is not None) for end in places)
+            found = EventMap(first=first, last=last)
+            tasks = enumerate(grid_coordinates(grid))
+            if all(tuple(sorted(found.events(n, t))) == sets[n] for n, t in tasks):
+                return found
+    return EventMap(listed=tuple(sets))
+
+
+def fit_place(grid: Grid, values: Sequence[int]) -> Place | None:
+    """The place that gives `values`, one a task; None if it depends on several coordinates."""
+    if len(set(values)) <= 1:
+        return Place(offset=values[0] if values else 0)
+    tasks = list(grid_coordinates(grid))
+    for dim, extent in enumerate(grid):
+        seen: dict[int, int] = {}
+        if all(seen.setdefault(t[dim], v) == v for t, v in zip(tasks, values, strict=True)):
+            return _formula(dim, [seen[n] for n in range(extent)])
+    return None
+
+
+def _formula(dim: int, values: Sequence[int]) -> Place:
+    first, num = values[0], len(values)
+    for divisor in range(1, max(MAX_FACTOR, num) + 1):
+        scales = range(1, MAX_FACTOR + 1) if divisor <= MAX_FACTOR else (1,)
+        for scale in scales:
+            if math.gcd(scale, divisor) > 1:
+                continue
+            for offset in range(first * divisor, (first + 1) * divisor):
+                if all((scale * n + offset) // divisor == v for n, v in enumerate(values)):
+                    return Place(dim=dim, scale=scale, offset=offset, divisor=divisor)
+    return Place(dim=dim, values=tuple(values))

@@ -1,0 +1,320 @@
+"""EventGraph: the tasks of a program as grids, the event tensors between them, and which run when.
+
+Comes in: grids and event tensors, from analyse.py or text.py. Goes out: for what is known at run
+time, the tasks that run, the events that these trigger and await, and how many triggers complete
+each. verify_events checks the maps. Next: queues.py.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from distmega.errors import ProgramError, VerifyError
+from distmega.kernels.events.fit import Grid, grid_coordinates
+from distmega.kernels.events.values import (
+    Coordinates,
+    EventTensor,
+    Guard,
+    RowsGuard,
+    RunTime,
+    SymbolGuard,
+)
+from distmega.kernels.tasks.footprints import Footprints
+from distmega.kernels.tasks.graph import touches
+from distmega.kernels.tasks.types import Split, TaskGroup
+from distmega.program.types import Program
+from distmega.sharding.resolve.collectives import RANK_AXIS
+
+TaskId = tuple[str, int]
+"""Op and number of the task in its grid, row-major."""
+EventId = tuple[str, Coordinates]
+"""Event tensor and coordinates."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GridDim:
+    """An axis in tiles of `size`, the last maybe shorter. symbol: of how much of it is in use."""
+
+    axis: str
+    extent: int
+    size: int
+    symbol: str = ""
+
+    @property
+    def num_tiles(self) -> int:
+        return -(-self.extent // self.size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRows:
+    """An op runs over groups of rows: the vector of their starts, how many groups there are, and
+    the names of its axes of groups and rows.
+    """
+
+    starts: str
+    num_groups: int
+    group_axis: str
+    row_axis: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskGrid:
+    """The tasks of one op."""
+
+    op: str
+    dims: tuple[GridDim, ...] = ()
+    rows: GroupRows | None = None
+
+    @property
+    def shape(self) -> Grid:
+        return tuple(dim.num_tiles for dim in self.dims)
+
+    @property
+    def num_tasks(self) -> int:
+        return math.prod(self.shape)
+
+    def guards(self, task: Coordinates) -> tuple[Guard, ...]:
+        """What must hold for a task to run."""
+        found: list[Guard] = [
+            SymbolGuard(symbol=dim.symbol, first=at * dim.size)
+            for dim, at in zip(self.dims, task, strict=True)
+            if dim.symbol
+        ]
+        if self.rows is None:
+            return tuple(found)
+        groups, first_row, cut = range(self.rows.num_groups), 0, False
+        for dim, at in zip(self.dims, task, strict=True):
+            if dim.axis == self.rows.group_axis:
+                cut = True
+                groups = groups[at * dim.size : (at + 1) * dim.size]
+            elif dim.axis == self.rows.row_axis:
+                cut, first_row = True, at * dim.size
+        if cut:
+            guard = RowsGuard(
+                starts=self.rows.starts,
+                first_group=groups.start,
+                stop_group=groups.stop,
+                first_row=first_row,
+            )
+            found.append(guard)
+        return tuple(found)
+
+    def splits(self) -> tuple[Split, ...]:
+        """The dims as splits of a TaskGroup."""
+        return tuple(
+            Split(axes=(d.axis,), bounds=(*range(0, d.extent, d.size), d.extent)) for d in self.dims
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EventGraph:
+    """program: as given; tasks: as its ops see groups and rows. grids: one an op, in order.
+    symbols: with their upper bounds.
+    """
+
+    program: Program
+    tasks: Program
+    grids: tuple[TaskGrid, ...]
+    events: tuple[EventTensor, ...]
+    symbols: Mapping[str, int]
+
+    @cached_property
+    def grid_of(self) -> dict[str, TaskGrid]:
+        """Grids by op."""
+        return {grid.op: grid for grid in self.grids}
+
+    @cached_property
+    def coordinates(self) -> dict[str, list[Coordinates]]:
+        """Of each task of each op."""
+        return {grid.op: list(grid_coordinates(grid.shape)) for grid in self.grids}
+
+    @cached_property
+    def guards(self) -> dict[TaskId, tuple[Guard, ...]]:
+        """What must hold for each task to run; tasks that always run are absent."""
+        found = {
+            (grid.op, number): grid.guards(task)
+            for grid in self.grids
+            for number, task in enumerate(self.coordinates[grid.op])
+        }
+        return {task: guards for task, guards in found.items() if guards}
+
+    @cached_property
+    def triggers(self) -> dict[TaskId, tuple[EventId, ...]]:
+        """Events that each task signals; tasks without any are absent."""
+        found: dict[TaskId, list[EventId]] = {}
+        for event in self.events:
+            for number, task in enumerate(self.coordinates[event.producer]):
+                for place in event.notify.events(number, task):
+                    found.setdefault((event.producer, number), []).append((event.name, place))
+        return {task: tuple(events) for task, events in found.items()}
+
+    @cached_property
+    def waits(self) -> dict[TaskId, tuple[EventId, ...]]:
+        """Events that each task awaits; tasks without any are absent."""
+        found: dict[TaskId, list[EventId]] = {}
+        for event in self.events:
+            for consumer, places in event.waits:
+                for number, task in enumerate(self.coordinates[consumer]):
+                    for place in places.events(number, task):
+                        found.setdefault((consumer, number), []).append((event.name, place))
+        return {task: tuple(events) for task, events in found.items()}
+
+    @cached_property
+    def producers(self) -> dict[EventId, tuple[TaskId, ...]]:
+        """Tasks that signal each event."""
+        found: dict[EventId, list[TaskId]] = {}
+        for task, events in self.triggers.items():
+            for event in events:
+                found.setdefault(event, []).append(task)
+        return {event: tuple(tasks) for event, tasks in found.items()}
+
+    @cached_property
+    def ranks_of(self) -> dict[str, int]:
+        """Event tensor -> ranks whose tasks count."""
+        return {event.name: event.ranks for event in self.events}
+
+    @cached_property
+    def conflicts(self) -> dict[TaskId, list[TaskId]]:
+        """Task -> tasks of earlier ops that touch what it touches, one of the two writing. Found
+        from the regions of tasks, not from events.
+        """
+        groups = [task_group(self, grid.op) for grid in self.grids]
+        footprints = Footprints(self.tasks)
+        found: dict[TaskId, dict[TaskId, None]] = {}
+        for uses in touches(self.tasks, groups, footprints).values():
+            for place, later in enumerate(uses):
+                for earlier in uses[:place]:
+                    if earlier.group == later.group or not (earlier.write or later.write):
+                        continue
+                    meet = footprints.overlap(earlier.footprint, later.footprint)
+                    names = self.grids[earlier.group].op, self.grids[later.group].op
+                    for i, j in zip(*np.nonzero(meet), strict=True):
+                        found.setdefault((names[1], int(j)), {})[names[0], int(i)] = None
+        return {task: list(others) for task, others in found.items()}
+
+    def all_tasks(self) -> list[TaskId]:
+        """All tasks, in program order."""
+        return [(grid.op, n) for grid in self.grids for n in range(grid.num_tasks)]
+
+    def runs(self, task: TaskId, known: RunTime) -> bool:
+        """Whether a task runs."""
+        return all(guard.holds(known) for guard in self.guards.get(task, ()))
+
+    def running(self, known: RunTime, op: str = "") -> list[TaskId]:
+        """The tasks that run, of one op or of all, in program order. ProgramError for a symbol
+        outside its bounds.
+        """
+        for name, most in self.symbols.items():
+            if not 0 <= known.symbols.get(name, -1) <= most:
+                raise ProgramError(
+                    f"symbol {name!r} is {known.symbols.get(name)}",
+                    expected=f"0 to {most}, its bound when this was compiled",
+                    remedy="give it a value, or compile for a larger one",
+                )
+        return [task for task in self.all_tasks() if op in ("", task[0]) and self.runs(task, known)]
+
+    def count(self, event: EventId, known: RunTime) -> int:
+        """Triggers that complete an event: those of tasks that run, on all ranks that count."""
+        tasks = self.producers.get(event, ())
+        return self.ranks_of[event[0]] * sum(self.runs(task, known) for task in tasks)
+
+    def own_first(self, op: str, rank: int) -> list[tuple[TaskId, tuple[EventId, ...]]]:
+        """Tasks of an op in the order in which a rank best runs them, and what each awaits there.
+
+        A rank's own part of what an all-gather brings is read where it is: for it a task awaits
+        only what made it, and such tasks come first; the others follow as their sources do,
+        counted from the rank on.
+        """
+        found: list[tuple[int, int, TaskId, tuple[EventId, ...]]] = []
+        for number in range(self.grid_of[op].num_tasks):
+            waits: dict[EventId, None] = {}
+            distance = 0
+            for event in self.waits.get((op, number), ()):
+                away = {self._distance(task, rank) for task in self.producers[event]}
+                if away == {0}:
+                    made = (self.waits.get(task, ()) for task in self.producers[event])
+                    waits |= dict.fromkeys(each for events in made for each in events)
+                else:
+                    waits[event] = None
+                    distance = max(distance, *away)
+            found.append((distance, number, (op, number), tuple(waits)))
+        return [(task, waits) for _, _, task, waits in sorted(found)]
+
+    def _distance(self, task: TaskId, rank: int) -> int:
+        """Ranks from `rank` on to the source of what a task brings; -1 if it brings nothing."""
+        grid, (stated,) = self.grid_of[task[0]], [o for o in self.program.ops if o.name == task[0]]
+        sources = [n for n, dim in enumerate(grid.dims) if dim.axis == RANK_AXIS]
+        if stated.kind != "all_gather" or not sources:
+            return -1
+        source = self.coordinates[task[0]][task[1]][sources[0]]
+        return (source - rank) % grid.dims[sources[0]].num_tiles
+
+    def tiles(self, known: RunTime, op: str) -> list[int]:
+        """Of an op over groups, the tiles of rows that run, by group; the first tile of others."""
+        grid = self.grid_of[op]
+        if grid.rows is None:
+            raise ProgramError(
+                f"tiles by group of op {op!r}", expected="an op over groups", remedy="name one"
+            )
+        names = [dim.axis for dim in grid.dims]
+        group, row = (
+            names.index(axis) if axis in names else -1
+            for axis in (grid.rows.group_axis, grid.rows.row_axis)
+        )
+        found = [set[int]() for _ in range(grid.shape[group] if group >= 0 else 1)]
+        for _, number in self.running(known, op):
+            task = self.coordinates[op][number]
+            found[task[group] if group >= 0 else 0].add(task[row] if row >= 0 else 0)
+        return list(map(len, found))
+
+
+def verify_events(graph: EventGraph) -> EventGraph:
+    """Checks that maps lead to events that there are, that what somebody awaits somebody triggers
+    as often as counts say, and that consumers come later; returns the graph. VerifyError.
+    """
+    order = {grid.op: place for place, grid in enumerate(graph.grids)}
+    for event in graph.events:
+        consumers = [consumer for consumer, _ in event.waits]
+        if event.producer not in order or not {*consumers} <= order.keys():
+            raise _broken(event, "an op without tasks", "ops of the program")
+        if any(order[consumer] <= order[event.producer] for consumer in consumers):
+            raise _broken(event, f"waits of {consumers}", "consumers after the producer")
+        shape = tuple(extent.most for extent in event.extents)
+        numbers = {place: n for n, place in enumerate(grid_coordinates(shape))}
+        found = dict.fromkeys(numbers, 0)
+        for number, task in enumerate(graph.coordinates[event.producer]):
+            for place in event.notify.events(number, task):
+                if place not in numbers:
+                    raise _broken(event, f"task {number} signals {place}", f"events of {shape}")
+                found[place] += 1
+        for place, num in found.items():
+            if event.count.most(numbers[place]) != num:
+                raise _broken(event, f"{num} triggers of {place}", f"its count, {event.count}")
+        for consumer, places in event.waits:
+            for number, task in enumerate(graph.coordinates[consumer]):
+                for place in places.events(number, task):
+                    if not found.get(place, 0):
+                        what = f"task {number} of {consumer!r} waits for {place}"
+                        raise _broken(event, what, "events that somebody triggers")
+        guarded = any((event.producer, n) in graph.guards for n in range(
+            graph.grid_of[event.producer].num_tasks))  # fmt: skip
+        if guarded and not event.count.active:
+            raise _broken(event, "a fixed count of tasks that may not run", "an active count")
+    return graph
+
+
+def task_group(graph: EventGraph, op: str) -> TaskGroup:
+    """The tasks of an op as kernels/tasks sees them."""
+    (found,) = (each for each in graph.tasks.ops if each.name == op)
+    return TaskGroup(op=found, splits=graph.grid_of[op].splits())
+
+
+def _broken(event: EventTensor, found: str, expected: str) -> VerifyError:
+    return VerifyError(
+        f"event tensor {event.name!r}: {found}",
+        expected=expected,
+        remedy="derive it with analyse_events",
+    )

@@ -1,0 +1,230 @@
+"""Runs queues on virtual SMs in any order that events allow, and finds races as they happen.
+
+Comes in: Queues, symbols, tensors, a seed. Goes out: the tensors after a launch, and what ran. An
+SM looks at what it awaits, then at guards, which it reads from memory as a device would, then
+awaits the rest and executes. Of a region it takes the next record off the list that the routing
+task wrote; an atomic head says which. Each task that runs must find all that it conflicts with
+ended: else a CheckError, even where the values came out right. HangError where nobody can go on.
+"""
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from distmega.errors import CheckError, HangError
+from distmega.kernels.events.graph import EventGraph, EventId, TaskId
+from distmega.kernels.events.queues import Drain, Entry, Queues, graph_writers
+from distmega.kernels.events.reference import TileReference
+from distmega.kernels.events.values import RunTime
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """What a launch did: tensors by name; tasks in the order in which they ended, with the SM that
+    ran each; how many triggers each event got.
+    """
+
+    tensors: Mapping[str, Tensor]
+    ran: tuple[tuple[TaskId, int], ...]
+    triggers: Mapping[EventId, int]
+
+    def tasks(self, op: str) -> list[TaskId]:
+        """Those of one op that ran, by number."""
+        return sorted(task for task, _ in self.ran if task[0] == op)
+
+
+def run_queues(
+    queues: Queues,
+    given: dict[str, Tensor],
+    *,
+    symbols: Mapping[str, int] | None = None,
+    seed: int = 0,
+) -> Launch:
+    """One launch on one rank. given: inputs, weights and states by name. symbols: values of those
+    that the graph has. seed: which SM goes on when several can.
+    """
+    return _Machine(queues, given, symbols or {}, seed).run()
+
+
+@dataclass(slots=True)
+class _Sm:
+    """A virtual SM: where it is in its queue, and the task it took off a list."""
+
+    queue: tuple[Entry | Drain, ...]
+    at: int = 0
+    taken: Entry | None = None
+
+
+@dataclass(slots=True)
+class _List:
+    """Records of a region's tasks, and how many were taken."""
+
+    records: list[Entry] = field(default_factory=list)
+    written: bool = False
+    head: int = 0
+
+
+class _Machine:
+    """The state of one launch."""
+
+    def __init__(
+        self, queues: Queues, given: dict[str, Tensor], symbols: Mapping[str, int], seed: int
+    ) -> None:
+        self.queues, self.graph, self.symbols = queues, queues.graph, symbols
+        self.graph.running(RunTime(symbols=symbols, starts=_AllRows(self.graph)))
+        self.memory = TileReference(self.graph, given)
+        self.random = random.Random(seed)
+        self.sms = [_Sm(queue) for queue in queues.sms]
+        self.lists = [_List() for _ in queues.regions]
+        self.writers = [graph_writers(self.graph, region.starts) for region in queues.regions]
+        self.conflicts = self.graph.conflicts
+        self.counters: dict[EventId, int] = {}
+        self.started: set[TaskId] = set()
+        self.ran: dict[TaskId, int] = {}
+        self.tensor_writers = {
+            access.tensor: op.name for op in self.graph.program.ops for access in op.writes
+        }
+
+    def run(self) -> Launch:
+        """Until all queues have ended."""
+        while any(sm.at < len(sm.queue) for sm in self.sms):
+            order = self.random.sample(range(len(self.sms)), len(self.sms))
+            if not any(self.step(number) for number in order):
+                raise self.blocked()
+        return Launch(
+            tensors=self.memory.tensors, ran=tuple(self.ran.items()), triggers=self.counters
+        )
+
+    def step(self, number: int) -> bool:
+        """One SM goes on by one task, record or guard, if it can."""
+        sm = self.sms[number]
+        if sm.at >= len(sm.queue):
+            return False
+        entry = sm.taken or sm.queue[sm.at]
+        if isinstance(entry, Drain):
+            return self.drain(sm, entry)
+        if not all(map(self.complete, entry.first)):
+            return False
+        runs = sm.taken is not None or self.graph.runs(entry.task, self.known(entry.task))
+        if runs:
+            if not all(map(self.complete, entry.waits)):
+                return False
+            self.execute(entry.task, number)
+        if sm.taken is None:
+            sm.at += 1
+        sm.taken = None
+        return True
+
+    def drain(self, sm: _Sm, entry: Drain) -> bool:
+        """Takes the next record, or leaves the region when there is none."""
+        if not all(map(self.complete, entry.first)):
+            return False
+        here = self.lists[entry.region]
+        if not here.written:
+            raise CheckError(
+                f"the list of region {entry.region} is read before it is written",
+                expected="a wait for the task that routes",
+                remedy="await its event first",
+            )
+        if here.head == len(here.records):
+            sm.at += 1
+            return True
+        sm.taken = here.records[here.head]
+        here.head += 1
+        return True
+
+    def execute(self, task: TaskId, sm: int) -> None:
+        """Runs a task and signals its events, after looking for races."""
+        known = self.known(task)
+        for other in self.conflicts.get(task, ()):
+            if other not in self.ran and self.graph.runs(other, self.known(other)):
+                raise CheckError(
+                    f"race: {task[0]}[{task[1]}] ran before {other[0]}[{other[1]}]",
+                    expected="what it reads to be written, what it overwrites to be read",
+                    remedy="let it await an event of the earlier task",
+                )
+        assert self.graph.runs(task, known), task
+        self.memory.run(task)
+        self.ran[task] = sm
+        for event in self.graph.triggers.get(task, ()):
+            self.counters[event] = self.counters.get(event, 0) + 1
+        for region, names in enumerate(self.writers):
+            if task[0] in names:
+                self.write_list(region)
+
+    def write_list(self, region: int) -> None:
+        """The routing task writes the records of all tasks that run."""
+        stated, here = self.queues.regions[region], self.lists[region]
+        here.records = [
+            entry for entry in stated.entries if self.graph.runs(entry.task, self.known(entry.task))
+        ]
+        here.written = True
+        if len(here.records) > stated.capacity:
+            raise CheckError(
+                f"{len(here.records)} records of region {region}",
+                expected=f"at most its capacity of {stated.capacity}",
+                remedy="look at the starts of its groups, which do not fit its rows",
+            )
+
+    def complete(self, event: EventId) -> bool:
+        """Whether an event has all its triggers."""
+        return self.counters.get(event, 0) >= self.graph.count(event, self.known(None, event))
+
+    def known(self, task: TaskId | None, event: EventId | None = None) -> RunTime:
+        """Symbols, and starts as memory holds them; CheckError where these are not yet written."""
+        guards = self.graph.guards.get(task, ()) if task else ()
+        names = {guard.starts for guard in guards if hasattr(guard, "starts")}
+        if event is not None:
+            producers = self.graph.producers[event]
+            names |= {
+                guard.starts
+                for producer in producers
+                for guard in self.graph.guards.get(producer, ())
+                if hasattr(guard, "starts")
+            }
+        found = {}
+        for name in names:
+            writer = self.tensor_writers.get(name)
+            if writer is not None and (writer, 0) not in self.ran:
+                raise CheckError(
+                    f"{name!r} is read before {writer!r} has written it",
+                    expected="a wait before guards and counts are read",
+                    remedy="await its event first",
+                )
+            found[name] = self.memory.starts(name)
+        return RunTime(symbols=self.symbols, starts=found)
+
+    def blocked(self) -> HangError:
+        """Who waits for what, and who owes it."""
+        lines = []
+        for number, sm in enumerate(self.sms):
+            if sm.at >= len(sm.queue):
+                continue
+            entry = sm.taken or sm.queue[sm.at]
+            name = "a drain" if isinstance(entry, Drain) else f"{entry.task[0]}[{entry.task[1]}]"
+            events = entry.first if isinstance(entry, Drain) else (*entry.first, *entry.waits)
+            open_events = [event for event in events if not self.complete(event)]
+            owed = [
+                f"{task[0]}[{task[1]}]"
+                for event in open_events
+                for task in self.graph.producers[event]
+                if task not in self.ran
+            ]
+            lines.append(f"SM {number}: {name} waits for {open_events}, owed by {owed[:8]}")
+        return HangError(
+            "; ".join(lines),
+            expected="every wait to be met by tasks that run",
+            remedy="look at the tasks that owe",
+        )
+
+
+class _AllRows(dict[str, list[int]]):
+    """Starts of any name, of groups without rows; only symbols are looked at."""
+
+    def __init__(self, graph: EventGraph) -> None:
+        super().__init__()
+        for grid in graph.grids:
+            if grid.rows is not None:
+                self[grid.rows.starts] = [0] * (grid.rows.num_groups + 1)

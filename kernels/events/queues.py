@@ -1,0 +1,283 @@
+"""Queues of virtual SMs: static ones, and regions that are drained because the data decide their
+size.
+
+Comes in: an EventGraph and a number of SMs. Goes out: Queues. All tasks stand in program order, in
+one queue each, and those whose guard does not hold are passed over; or the ops of a region leave
+their tasks to a list that the routing task writes once it has run, from which every SM takes the
+next one (an atomic head) when it comes to the region. Program order is a linear extension of the
+graph, whatever subset of tasks runs, so no set of queues waits in a circle. Waits that others
+imply, for every value of what is unknown, are left out (knowledge.py). Next: check.py.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby
+from typing import Literal
+
+from distmega.errors import ProgramError
+from distmega.kernels.events.graph import EventGraph, EventId, TaskGrid, TaskId, task_group
+from distmega.kernels.events.values import RunTime
+from distmega.kernels.tasks.tile import task_bytes
+from distmega.program.types import accesses, grouped_index
+
+Dynamic = Literal["auto", "never", "always"]
+"""Whether regions that the data size are drained; auto: where that is expected to take less."""
+
+POP_BYTES = 24 * 1024
+"""What taking a task off a list costs, in bytes that an SM could have read: an L2 atomic and the
+record, one after the other, 0.8 us at 31 KB/us of an H200's SM."""
+
+GUARD_BYTES = 2 * 1024
+"""What passing over a task costs, likewise."""
+
+NUM_SAMPLES = 16
+"""Random routings over which the cost model averages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A task in a queue. first: events awaited before its guards are looked at, for they complete
+    what these read; waits: events awaited after, by tasks that run.
+    """
+
+    task: TaskId
+    first: tuple[EventId, ...] = ()
+    waits: tuple[EventId, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """Take tasks of a region off its list until none is left, once `first` are complete."""
+
+    region: int
+    first: tuple[EventId, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Consecutive ops whose tasks the data pick, by one vector of starts. entries: all tasks that
+    may run, in program order; the list holds those that do. capacity: the most that can.
+    """
+
+    ops: tuple[str, ...]
+    starts: str
+    entries: tuple[Entry, ...]
+    capacity: int
+
+
+@dataclass(frozen=True)
+class Queues:
+    """What each SM does, and the regions that are drained."""
+
+    graph: EventGraph
+    sms: tuple[tuple[Entry | Drain, ...], ...]
+    regions: tuple[Region, ...] = ()
+
+    @cached_property
+    def region_of(self) -> dict[str, int]:
+        """Op -> its region."""
+        return {op: n for n, region in enumerate(self.regions) for op in region.ops}
+
+    def num_waits(self) -> int:
+        """Waits that are left, those of drains included."""
+        entries = [entry for sm in self.sms for entry in sm]
+        entries += [entry for region in self.regions for entry in region.entries]
+        return sum(len(e.first) + (len(e.waits) if isinstance(e, Entry) else 0) for e in entries)
+
+
+def place_tasks(graph: EventGraph, num_sms: int, dynamic: Dynamic = "auto") -> Queues:
+    """Queues for `num_sms` SMs, with all waits. ProgramError for fewer than one, or for regions to
+    be drained across ranks, where each would have to know what the others took.
+    """
+    if num_sms < 1:
+        raise ProgramError(f"{num_sms} SMs", expected="at least 1", remedy="give more")
+    across = any(event.sources != "own" for event in graph.events)
+    regions = [] if dynamic == "never" or across else _regions(graph)
+    if dynamic == "always" and across:
+        raise ProgramError(
+            "a dynamic schedule of tasks that wait for other ranks",
+            expected="regions within a rank",
+            remedy="leave dynamic at auto or never",
+        )
+    if dynamic == "auto":
+        regions = [grids for grids in regions if drains_faster(graph, grids, num_sms)]
+    drained = {grid.op: n for n, grids in enumerate(regions) for grid in grids}
+    sms: list[list[Entry | Drain]] = [[] for _ in range(num_sms)]
+    entered: set[int] = set()
+    place = 0
+    for grid in graph.grids:
+        region = drained.get(grid.op)
+        if region is None:
+            for number in range(grid.num_tasks):
+                sms[place % num_sms].append(Entry((grid.op, number)))
+                place += 1
+        elif region not in entered:
+            entered.add(region)
+            for queue in sms:
+                queue.append(Drain(region))
+    listed = tuple(
+        Region(
+            ops=tuple(grid.op for grid in grids),
+            starts=_starts(grids[0]),
+            entries=tuple(Entry((g.op, n)) for g in grids for n in range(g.num_tasks)),
+            capacity=sum(_capacity(graph, grid) for grid in grids),
+        )
+        for grids in regions
+    )
+    return with_waits(Queues(graph=graph, sms=tuple(map(tuple, sms)), regions=listed))
+
+
+def with_waits(queues: Queues) -> Queues:
+    """Queues with every wait that their order needs: on each event of a task, and before a guard or
+    a count is read on what writes it.
+    """
+    graph = queues.graph
+
+    def first_waits(task: TaskId) -> tuple[EventId, ...]:
+        writers = {op for starts in starts_read(graph, task) for op in graph_writers(graph, starts)}
+        return tuple(e for e in graph.waits.get(task, ()) if _producer(graph, e) in writers)
+
+    def filled(entry: Entry) -> Entry:
+        first = first_waits(entry.task)
+        rest = tuple(e for e in graph.waits.get(entry.task, ()) if e not in first)
+        return Entry(entry.task, first, rest)
+
+    def drain(entry: Drain) -> Drain:
+        tasks = [each.task for each in queues.regions[entry.region].entries]
+        found = dict.fromkeys(event for task in tasks for event in first_waits(task))
+        return Drain(entry.region, tuple(found))
+
+    sms = tuple(
+        tuple(drain(e) if isinstance(e, Drain) else filled(e) for e in queue)
+        for queue in queues.sms
+    )
+    regions = tuple(
+        replace(region, entries=tuple(replace(filled(e), first=()) for e in region.entries))
+        for region in queues.regions
+    )
+    return replace(queues, sms=sms, regions=regions)
+
+
+def starts_read(graph: EventGraph, task: TaskId) -> tuple[str, ...]:
+    """Vectors of starts that a task's guards, or the counts of what it awaits, are read from."""
+    names = [g.starts for g in graph.guards.get(task, ()) if hasattr(g, "starts")]
+    counts = {event.name: event.count.starts for event in graph.events}
+    names += [counts[name] for name, _ in graph.waits.get(task, ()) if counts[name]]
+    return tuple(dict.fromkeys(names))
+
+
+def graph_writers(graph: EventGraph, tensor: str) -> tuple[str, ...]:
+    """Ops that write a tensor."""
+    return tuple(op.name for op in graph.program.ops if any(a.tensor == tensor for a in op.writes))
+
+
+def _producer(graph: EventGraph, event: EventId) -> str:
+    return next(each.producer for each in graph.events if each.name == event[0])
+
+
+def _starts(grid: TaskGrid) -> str:
+    assert grid.rows is not None
+    return grid.rows.starts
+
+
+def _regions(graph: EventGraph) -> list[list[TaskGrid]]:
+    """Runs of consecutive ops all of whose tasks are guarded by rows of the same groups."""
+
+    def key(grid: TaskGrid) -> str:
+        guarded = all((grid.op, n) in graph.guards for n in range(grid.num_tasks))
+        return _starts(grid) if grid.rows is not None and guarded else ""
+
+    return [list(grids) for starts, grids in groupby(graph.grids, key) if starts]
+
+
+def _capacity(graph: EventGraph, grid: TaskGrid) -> int:
+    """The most tasks of an op that can run: each group has a last tile that need not be full, and
+    all groups together no more rows than the tensor that holds them.
+    """
+    assert grid.rows is not None
+    sizes = {dim.axis: dim for dim in grid.dims}
+    row, group = sizes.get(grid.rows.row_axis), sizes.get(grid.rows.group_axis)
+    if row is None or group is None or group.size > 1:
+        return grid.num_tasks
+    rows = _total_rows(graph, grid.op)
+    most_groups = min(group.extent, rows)
+    tiles = min((rows + most_groups * (row.size - 1)) // row.size, group.extent * row.num_tiles)
+    return tiles * (grid.num_tasks // (group.num_tiles * row.num_tiles))
+
+
+def _total_rows(graph: EventGraph, op: str) -> int:
+    (stated,) = (each for each in graph.program.ops if each.name == op)
+    tensors = graph.program.tensor_map()
+    return max(
+        tensors[access.tensor].shape[dim]
+        for access in accesses(stated)
+        for dim, index in enumerate(access.dims)
+        if index.is_grouped
+    )
+
+
+def drains_faster(graph: EventGraph, grids: Sequence[TaskGrid], num_sms: int) -> bool:
+    """Whether draining a region is expected to end earlier than static queues: over random routings
+    these wait for the SM that got most, draining pays for each task that it takes.
+    """
+    generator = random.Random(0)
+    static = drained = 0.0
+    for _ in range(NUM_SAMPLES):
+        known = RunTime(starts={_starts(grids[0]): _random_starts(graph, grids[0], generator)})
+        queued, taken = [0.0] * num_sms, [0.0] * num_sms
+        place = 0
+        for grid in grids:
+            costs = task_bytes(task_group(graph, grid.op), graph.tasks.tensor_map())
+            for number, cost in enumerate(costs.tolist()):
+                runs = graph.runs((grid.op, number), known)
+                queued[place % num_sms] += cost if runs else GUARD_BYTES
+                place += 1
+                if runs:
+                    sm = taken.index(min(taken))
+                    taken[sm] += cost + POP_BYTES
+        static, drained = static + max(queued), drained + max(taken)
+    return drained < static
+
+
+def _random_starts(graph: EventGraph, grid: TaskGrid, generator: random.Random) -> list[int]:
+    """Rows that each go to different groups at random."""
+    assert grid.rows is not None
+    (op,) = (each for each in graph.program.ops if each.name == grid.op)
+    index = grouped_index(op)
+    assert index is not None
+    rows = op.extents[index.axes[1]]
+    each = max(1, _total_rows(graph, grid.op) // rows)
+    counts = [0] * grid.rows.num_groups
+    for _ in range(rows):
+        for group in generator.sample(range(len(counts)), min(each, len(counts))):
+            counts[group] += 1
+    starts = [0]
+    for count in counts:
+        starts.append(starts[-1] + count)
+    return starts
+
+
+def without_wait(queues: Queues, number: int) -> Queues:
+    """The queues without one of their waits, for tests of what finds that: numbers count those of
+    SMs, then those of regions.
+    """
+    left = number
+
+    def cut(events: tuple[EventId, ...]) -> tuple[EventId, ...]:
+        nonlocal left
+        here, left = left, left - len(events)
+        return events[:here] + events[here + 1 :] if 0 <= here < len(events) else events
+
+    def entry(each: Entry | Drain) -> Entry | Drain:
+        if isinstance(each, Drain):
+            return replace(each, first=cut(each.first))
+        return replace(each, first=cut(each.first), waits=cut(each.waits))
+
+    sms = tuple(tuple(map(entry, queue)) for queue in queues.sms)
+    regions = []
+    for region in queues.regions:
+        entries = tuple(e for e in map(entry, region.entries) if isinstance(e, Entry))
+        regions.append(replace(region, entries=entries))
+    return replace(queues, sms=sms, regions=tuple(regions))

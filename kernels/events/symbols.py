@@ -1,0 +1,69 @@
+"""Which iteration axes have extents that are known only at run time, from one dim each.
+
+Comes in: a Program, and for each symbol a tensor's dim whose extent it is. Goes out: op -> axis ->
+symbol. A symbol spreads along access maps, forwards and backwards, wherever an axis is a dim; the
+extents of the program are its upper bounds. Used by analyse.py.
+"""
+
+from collections.abc import Mapping
+
+from distmega.errors import ProgramError
+from distmega.program.types import Access, Index, Op, Program, accesses
+
+AxisSymbols = dict[str, dict[str, str]]
+"""Op -> axis -> symbol."""
+
+
+def spread_symbols(program: Program, symbols: Mapping[str, tuple[str, int]]) -> AxisSymbols:
+    """ProgramError for a dim that the program lacks, or that two symbols meet in."""
+    tensors = program.tensor_map()
+    dims: dict[tuple[str, int], str] = {}
+    for symbol, (tensor, dim) in symbols.items():
+        if tensor not in tensors or not 0 <= dim < len(tensors[tensor].shape):
+            raise ProgramError(
+                f"symbol {symbol!r} for dim {dim} of {tensor!r}",
+                expected=f"a dim of a tensor of program {program.name!r}",
+                remedy="name one of its tensors and a dim that it has",
+            )
+        _agree(dims, (tensor, dim), symbol)
+    found: AxisSymbols = {op.name: {} for op in program.ops}
+    size = -1
+    while size != len(dims):
+        size = len(dims)
+        for op in program.ops:
+            known = found[op.name]
+            for access, dim, axis in _whole_dims(program, op):
+                symbol = dims.get((access.tensor, dim), "")
+                if symbol and known.setdefault(axis, symbol) != symbol:
+                    raise _meet(f"axis {axis!r} of {op.name!r}", known[axis], symbol)
+            for access, dim, axis in _whole_dims(program, op):
+                if axis in known:
+                    _agree(dims, (access.tensor, dim), known[axis])
+    return found
+
+
+def _whole_dims(program: Program, op: Op) -> list[tuple[Access, int, str]]:
+    """Accesses of which a dim is one axis of the op, of the same extent."""
+    tensors, extents = program.tensor_map(), op.extents
+    return [
+        (access, dim, index.axes[0])
+        for access in accesses(op)
+        for dim, index in enumerate(access.dims)
+        if index == Index(axes=index.axes)
+        and len(index.axes) == 1
+        and extents[index.axes[0]] == tensors[access.tensor].shape[dim]
+        and not op.axis(index.axes[0]).lookup
+    ]
+
+
+def _agree(dims: dict[tuple[str, int], str], key: tuple[str, int], symbol: str) -> None:
+    if dims.setdefault(key, symbol) != symbol:
+        raise _meet(f"dim {key[1]} of {key[0]!r}", dims[key], symbol)
+
+
+def _meet(where: str, one: str, other: str) -> ProgramError:
+    return ProgramError(
+        f"symbols {one!r} and {other!r} meet in {where}",
+        expected="one symbol for what has one extent",
+        remedy="name the dim by one of them alone",
+    )

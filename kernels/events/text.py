@@ -1,0 +1,222 @@
+"""Printed form of an EventGraph's tasks and event tensors, and its parser.
+
+    events mlp
+      symbol B: 16
+      tasks p(m:16/1@B)
+      tasks c(m:16/1@B, n:64/16)
+      tasks gate(e:4/1, r:4/2) rows routing.offsets of 4 (e, r)
+      event p.0[ceil(B/1)<=16] own from p(d0) count 1 active B to c(d0)
+
+A dim of a grid prints as axis:extent/tile, with its symbol. A place prints as the task's dim it
+follows, `(d0*4+1)/3`, as `d0{0,0,2}` where only a table gives it, `#2` where it is fixed, and as
+two of them, `first..last`, where a task has several events. parse_events(print_events(g),
+g.program) == g.
+"""
+
+import ast
+import re
+
+from distmega.errors import ParseError
+from distmega.kernels.events.graph import EventGraph, GridDim, GroupRows, TaskGrid, verify_events
+from distmega.kernels.events.grouped import ungroup
+from distmega.kernels.events.values import Count, EventMap, EventTensor, Extent, Place
+from distmega.program.types import Program
+
+
+def print_events(graph: EventGraph) -> str:
+    """One line for each symbol, op with tasks, and event tensor."""
+    lines = [f"events {graph.program.name}"]
+    lines += [f"  symbol {name}: {most}" for name, most in graph.symbols.items()]
+    lines += [f"  {_print_grid(grid)}" for grid in graph.grids]
+    lines += [f"  {_print_event(event)}" for event in graph.events]
+    return "\n".join(lines) + "\n"
+
+
+def _print_grid(grid: TaskGrid) -> str:
+    dims = ", ".join(
+        f"{d.axis}:{d.extent}/{d.size}" + (f"@{d.symbol}" if d.symbol else "") for d in grid.dims
+    )
+    text = f"tasks {grid.op}({dims})"
+    if grid.rows is None:
+        return text
+    rows = grid.rows
+    return f"{text} rows {rows.starts} of {rows.num_groups} ({rows.group_axis}, {rows.row_axis})"
+
+
+def _print_event(event: EventTensor) -> str:
+    extents = ", ".join(map(_print_extent, event.extents))
+    ranks = f"*{event.ranks}" if event.ranks > 1 else ""
+    waits = "".join(f" {consumer}({_print_map(places)})" for consumer, places in event.waits)
+    return (
+        f"event {event.name}[{extents}] {event.sources}{ranks}"
+        f" from {event.producer}({_print_map(event.notify)})"
+        f" count {_print_count(event.count)} to{waits}"
+    )
+
+
+def _print_extent(extent: Extent) -> str:
+    if extent.symbol:
+        return f"ceil({extent.symbol}/{extent.size})<={extent.most}"
+    if extent.starts:
+        return f"rows({extent.starts}/{extent.size})<={extent.most}"
+    return str(extent.most)
+
+
+def _print_count(count: Count) -> str:
+    text = str(count.each[0]) if len(count.each) == 1 else f"{list(count.each)}"
+    if not count.active:
+        return text
+    return text + " active" + f" {count.symbol}".rstrip() + f" {count.starts}".rstrip()
+
+
+def _print_map(places: EventMap) -> str:
+    if places.listed:
+        return f"listed {[list(events) for events in places.listed]}"
+    ends = zip(places.first, places.last, strict=True)
+    return ", ".join(
+        _print_place(first) + (f"..{_print_place(last)}" if last != first else "")
+        for first, last in ends
+    )
+
+
+def _print_place(place: Place) -> str:
+    if place.dim < 0:
+        return f"#{place.offset}"
+    if place.values:
+        return f"d{place.dim}{{{','.join(map(str, place.values))}}}"
+    text = f"d{place.dim}" + (f"*{place.scale}" if place.scale != 1 else "")
+    text += f"{place.offset:+d}" if place.offset else ""
+    return f"({text})/{place.divisor}" if place.divisor != 1 else text
+
+
+_NAME = r"[\w./@#-]+"
+_SYMBOL = re.compile(r"symbol (\w+): (\d+)")
+_GRID = re.compile(rf"tasks ({_NAME})\(([^()]*)\)(?: rows ({_NAME}) of (\d+) \((\w+), (\w+)\))?")
+_DIM = re.compile(r"(\w+):(\d+)/(\d+)(?:@(\w+))?")
+_EVENT = re.compile(
+    rf"event ({_NAME})\[(.*?)\] (own|all|axis)(?:\*(\d+))? from ({_NAME})\((.*)\)"
+    r" count (.*?) to (.*)"
+)
+_EXTENT = re.compile(rf"(\d+)|(?:ceil\((\w+)/(\d+)\)|rows\(({_NAME})/(\d+)\))<=(\d+)")
+_COUNT = re.compile(rf"(\d+|\[[^\]]*\])( active)?((?: {_NAME})*)")
+_PLACE = re.compile(r"#(-?\d+)|d(\d+)\{([\d,]+)\}|(\()?d(\d+)(?:\*(\d+))?([+-]\d+)?(?(4)\)/(\d+))")
+_TARGET = re.compile(rf"({_NAME})\(((?:[^()]|\([^()]*\))*)\) ?")
+
+
+def parse_events(text: str, program: Program) -> EventGraph:
+    """Reads the printed form back, of this program; ParseError names the line that does not fit,
+    VerifyError what its maps contradict.
+    """
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if not lines or lines[0] != f"events {program.name}":
+        raise _unreadable(lines[0] if lines else text)
+    symbols: dict[str, int] = {}
+    grids: list[TaskGrid] = []
+    events: list[EventTensor] = []
+    for line in lines[1:]:
+        if match := _SYMBOL.fullmatch(line):
+            symbols[match[1]] = int(match[2])
+        elif match := _GRID.fullmatch(line):
+            grids.append(_parse_grid(line, match))
+        elif match := _EVENT.fullmatch(line):
+            events.append(_parse_event(line, match, symbols))
+        else:
+            raise _unreadable(line)
+    graph = EventGraph(
+        program=program,
+        tasks=ungroup(program),
+        grids=tuple(grids),
+        events=tuple(events),
+        symbols=symbols,
+    )
+    return verify_events(graph)
+
+
+def _parse_grid(line: str, match: re.Match[str]) -> TaskGrid:
+    op, dims, starts, num_groups, group, row = match.groups()
+    found = [_DIM.fullmatch(dim) for dim in dims.split(", ") if dim]
+    rows = None
+    if starts:
+        rows = GroupRows(starts=starts, num_groups=int(num_groups), group_axis=group, row_axis=row)
+    parsed = []
+    for dim in found:
+        if dim is None:
+            raise _unreadable(line)
+        axis, extent, size, symbol = dim.groups(default="")
+        parsed.append(GridDim(axis=axis, extent=int(extent), size=int(size), symbol=symbol))
+    return TaskGrid(op=op, dims=tuple(parsed), rows=rows)
+
+
+def _parse_event(line: str, match: re.Match[str], symbols: dict[str, int]) -> EventTensor:
+    name, extents, sources, ranks, producer, notify, count, waits = match.groups()
+    targets = list(_TARGET.finditer(waits))
+    if "".join(target[0] for target in targets) != waits:
+        raise _unreadable(line)
+    return EventTensor(
+        name=name,
+        producer=producer,
+        extents=tuple(_parse_extent(line, part) for part in extents.split(", ") if part),
+        notify=_parse_map(line, notify),
+        count=_parse_count(line, count, symbols),
+        waits=tuple((target[1], _parse_map(line, target[2])) for target in targets),
+        sources=sources,
+        ranks=int(ranks or 1),
+    )
+
+
+def _parse_extent(line: str, text: str) -> Extent:
+    match = _EXTENT.fullmatch(text)
+    if not match:
+        raise _unreadable(line)
+    fixed, symbol, size, starts, row_size, most = match.groups(default="")
+    return Extent(
+        most=int(fixed or most), symbol=symbol, size=int(size or row_size or 1), starts=starts
+    )
+
+
+def _parse_count(line: str, text: str, symbols: dict[str, int]) -> Count:
+    match = _COUNT.fullmatch(text)
+    if not match:
+        raise _unreadable(line)
+    each = ast.literal_eval(match[1])
+    words = match[3].split()
+    return Count(
+        each=tuple(each) if isinstance(each, list) else (each,),
+        active=bool(match[2]),
+        symbol=" ".join(word for word in words if word in symbols),
+        starts=" ".join(word for word in words if word not in symbols),
+    )
+
+
+def _parse_map(line: str, text: str) -> EventMap:
+    if text.startswith("listed "):
+        listed = ast.literal_eval(text.removeprefix("listed "))
+        return EventMap(listed=tuple(tuple(map(tuple, events)) for events in listed))
+    first, last = [], []
+    for part in re.split(r", (?![^{]*\})", text) if text else []:
+        ends = part.split("..")
+        first.append(_parse_place(line, ends[0]))
+        last.append(_parse_place(line, ends[-1]))
+    return EventMap(first=tuple(first), last=tuple(last))
+
+
+def _parse_place(line: str, text: str) -> Place:
+    match = _PLACE.fullmatch(text)
+    if not match:
+        raise _unreadable(line)
+    fixed, table_dim, values, _, dim, scale, offset, divisor = match.groups()
+    if fixed is not None:
+        return Place(offset=int(fixed))
+    if table_dim is not None:
+        return Place(dim=int(table_dim), values=tuple(map(int, values.split(","))))
+    return Place(
+        dim=int(dim), scale=int(scale or 1), offset=int(offset or 0), divisor=int(divisor or 1)
+    )
+
+
+def _unreadable(line: str) -> ParseError:
+    return ParseError(
+        f"cannot read {line!r}",
+        expected="a line as print_events writes it",
+        remedy="see kernels/events/text.py",
+    )

@@ -1,0 +1,178 @@
+"""Value types of event tensors: places, maps, extents, counts, guards.
+
+Tasks of an op have coordinates, one a split; events have coordinates, one a dim of their tensor. A
+Place says where along one event dim a task is, from one of its coordinates. A Guard says which
+tasks run, from what is known only at run time (RunTime). Next: analyse.py.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+Coordinates = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """(scale * coordinate `dim` + offset) // divisor; with dim -1 the offset itself. values: where
+    no such formula holds, the place for each value of the coordinate.
+    """
+
+    dim: int = -1
+    scale: int = 1
+    offset: int = 0
+    divisor: int = 1
+    values: tuple[int, ...] = ()
+
+    def at(self, task: Coordinates) -> int:
+        """The place of a task."""
+        if self.dim < 0:
+            return self.offset
+        if self.values:
+            return self.values[task[self.dim]]
+        return (self.scale * task[self.dim] + self.offset) // self.divisor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventMap:
+    """From a task's coordinates to its events: along each event dim all places from `first` to
+    `last`, both included. listed: where no such map holds, the events of each task by number.
+    """
+
+    first: tuple[Place, ...] = ()
+    last: tuple[Place, ...] = ()
+    listed: tuple[tuple[Coordinates, ...], ...] = ()
+
+    def events(self, number: int, task: Coordinates) -> tuple[Coordinates, ...]:
+        """Events of the task with this number and these coordinates."""
+        if self.listed:
+            return self.listed[number]
+        found: list[Coordinates] = [()]
+        for first, last in zip(self.first, self.last, strict=True):
+            places = range(first.at(task), last.at(task) + 1)
+            found = [(*event, place) for event in found for place in places]
+        return tuple(found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extent:
+    """Tiles along a dim: `most` of them, of which ceil(symbol / size) are in use; all without a
+    symbol. With groups, those of each group have rows: a vector of starts by name.
+    """
+
+    most: int
+    symbol: str = ""
+    size: int = 1
+    starts: str = ""
+
+    def value(self, known: "RunTime") -> int:
+        """Tiles in use; of groups the most that any group has."""
+        if self.symbol:
+            return min(self.most, -(-known.symbols[self.symbol] // self.size))
+        if self.starts:
+            rows = max(known.rows(self.starts), default=0)
+            return min(self.most, -(-rows // self.size))
+        return self.most
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SymbolGuard:
+    """Holds where a symbol is more than `first`."""
+
+    symbol: str
+    first: int
+
+    def holds(self, known: "RunTime") -> bool:
+        return known.symbols[self.symbol] > self.first
+
+    def implies(self, other: "Guard") -> bool:
+        """Whether `other` holds wherever this one does."""
+        same = isinstance(other, SymbolGuard) and other.symbol == self.symbol
+        return same and other.first <= self.first  # type: ignore[union-attr]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowsGuard:
+    """Holds where one of the groups first_group up to stop_group has more than first_row rows, by a
+    vector of starts.
+    """
+
+    starts: str
+    first_group: int
+    stop_group: int
+    first_row: int
+
+    def holds(self, known: "RunTime") -> bool:
+        rows = known.rows(self.starts)[self.first_group : self.stop_group]
+        return any(num > self.first_row for num in rows)
+
+    def implies(self, other: "Guard") -> bool:
+        """Whether `other` holds wherever this one does."""
+        if not isinstance(other, RowsGuard) or other.starts != self.starts:
+            return False
+        inside = other.first_group <= self.first_group and self.stop_group <= other.stop_group
+        return inside and other.first_row <= self.first_row
+
+
+Guard = SymbolGuard | RowsGuard
+
+
+@dataclass(frozen=True, slots=True)
+class RunTime:
+    """What is known at run time: symbols, and vectors of the starts of groups, by name."""
+
+    symbols: Mapping[str, int] = field(default_factory=dict)
+    starts: Mapping[str, Sequence[int]] = field(default_factory=dict)
+
+    def rows(self, starts: str) -> list[int]:
+        """Rows of each group."""
+        bounds = self.starts[starts]
+        return [stop - start for start, stop in pairwise(bounds)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Count:
+    """Triggers that complete an event. each: of every event, in order of coordinates, or one number
+    for all, where all tasks run. active: only those count that run, so that the number follows from
+    `symbol`, or is read from the vector of starts `starts`.
+    """
+
+    each: tuple[int, ...]
+    active: bool = False
+    symbol: str = ""
+    starts: str = ""
+
+    def most(self, number: int) -> int:
+        """Triggers of the event of this number where all tasks run."""
+        return self.each[number] if len(self.each) > 1 else self.each[0]
+
+
+Sources = str
+"""Whose tasks trigger an event: "own" rank's, those of "all" ranks, or of the rank that a
+coordinate of the waiting task names ("axis").
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventTensor:
+    """Events of one op's tasks. extents: of its dims. notify: from producer tasks. waits: consumer
+    op and the map from its tasks. ranks: how many ranks' tasks count, more than one where
+    `sources` is "all".
+    """
+
+    name: str
+    producer: str
+    extents: tuple[Extent, ...]
+    notify: EventMap
+    count: Count
+    waits: tuple[tuple[str, EventMap], ...]
+    sources: Sources = "own"
+    ranks: int = 1
+
+    @property
+    def num_events(self) -> int:
+        """Events at most."""
+        total = 1
+        for extent in self.extents:
+            total *= extent.most
+        return total

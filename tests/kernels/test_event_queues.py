@@ -1,0 +1,284 @@
+"""Static queues and drained regions: the same results under any interleaving and any routing, the
+proof for all of them, and what finds a wait that is missing.
+"""
+
+import random
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from distmega.errors import CheckError, HangError, ProgramError
+from distmega.kernels.events import (
+    EventGraph,
+    RunTime,
+    analyse_events,
+    check_queues,
+    make_queues,
+    run_queues,
+)
+from distmega.kernels.events.queues import (
+    Drain,
+    Dynamic,
+    Entry,
+    Queues,
+    drains_faster,
+    place_tasks,
+    without_wait,
+)
+from distmega.program.builder import ProgramBuilder
+from distmega.program.text import parse_program
+from distmega.program.types import Program
+from tests.hostir.programs import run_program
+from tests.kernels.test_events import GATHERED, rows_and_heads
+
+Ids = list[list[int]]
+
+TILES = {"rows": {"e": 1, "r": 2}, "up": {"e": 1, "r": 2, "n": 4}, "act": {"e": 1, "r": 2},
+         "down": {"e": 1, "r": 2, "n": 4}, "y": {"m": 2, "n": 4}}  # fmt: skip
+
+
+def experts(num_rows: int, num: int, num_experts: int = 4, hidden: int = 8) -> Program:
+    """Experts whose routing is given: ids [rows, num]."""
+    p = ProgramBuilder("experts")
+    x, ids = p.input("x", (num_rows, hidden)), p.input("ids", (num_rows, num), "i32")
+    weights = p.input("weights", (num_rows, num))
+    routing = p.route(ids, num_experts, name="routing")
+    rows = p.gather_rows(x, routing, name="rows")
+    up = p.grouped_linear(rows, p.weight("wu", (num_experts, 8, hidden)), routing, name="up")
+    act = p.grouped_pointwise("silu(a0)", up, routing=routing, name="act")
+    down = p.grouped_linear(act, p.weight("wd", (num_experts, hidden, 8)), routing, name="down")
+    return p.build(p.scatter_add(down, weights, routing, name="y"))
+
+
+@cache
+def queues_of(num_rows: int, num: int, num_sms: int, dynamic: Dynamic) -> Queues:
+    graph = analyse_events(experts(num_rows, num), TILES)
+    return make_queues(graph, num_sms, dynamic)
+
+
+def given(program: Program, ids: Ids) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        t.name: torch.randn(t.shape, generator=generator)
+        for t in program.tensors
+        if t.role != "temp"
+    }
+    return tensors | {"ids": torch.tensor(ids, dtype=torch.int32)}
+
+
+def run_all_seeds(queues: Queues, ids: Ids, seeds: range) -> None:
+    """Values as by library ops, and of guarded tasks exactly those that have rows."""
+    program = queues.graph.program
+    tensors = given(program, ids)
+    expected = run_program(program, tensors)
+    offsets = expected["routing.offsets"].tolist()
+    running = set(queues.graph.running(RunTime(starts={"routing.offsets": offsets})))
+    for seed in seeds:
+        launch = run_queues(queues, tensors, seed=seed)
+        torch.testing.assert_close(launch.tensors["y"], expected["y"])
+        assert {task for task, _ in launch.ran} == running
+
+
+E1 = [[[0, 1], [0, 2], [0, 1], [3, 0]], [[1, 2], [1, 2], [1, 2], [1, 2]]]
+"""The two routings of the case, of top-2 of 4."""
+
+ADVERSARIAL = [[[2]] * 4, [[0], [1], [2], [3]], [[3], [3], [0], [3]], [[0]] * 4]
+"""All to one expert, all different, most without a row."""
+
+
+@pytest.mark.parametrize("dynamic", ["never", "always"])
+@pytest.mark.parametrize("ids", E1)
+def test_e1_through_the_same_queues(ids: Ids, dynamic: Dynamic):
+    queues = queues_of(4, 2, 3, dynamic)
+    assert len(queues.regions) == (1 if dynamic == "always" else 0)
+    run_all_seeds(queues, ids, range(20))
+    launch = run_queues(queues, given(queues.graph.program, ids))
+    ran = {queues.graph.coordinates["rows"][n][0] for _, n in launch.tasks("rows")}
+    assert ran == {expert for row in ids for expert in row}
+    for (name, place), num in launch.triggers.items():
+        offsets = launch.tensors["routing.offsets"].tolist()
+        known = RunTime(starts={"routing.offsets": offsets})
+        assert queues.graph.count((name, place), known) == num
+
+
+@pytest.mark.parametrize("dynamic", ["never", "always"])
+@pytest.mark.parametrize("ids", ADVERSARIAL)
+def test_adversarial_routings(ids: Ids, dynamic: Dynamic):
+    run_all_seeds(queues_of(4, 1, 3, dynamic), ids, range(20))
+
+
+@pytest.mark.parametrize("dynamic", ["never", "always"])
+@pytest.mark.parametrize("num_sms", [1, 2, 5, 40])
+def test_the_proof_holds_on_any_number_of_sms(num_sms: int, dynamic: Dynamic):
+    queues = queues_of(4, 2, num_sms, dynamic)
+    check_queues(queues)
+    everything = place_tasks(queues.graph, num_sms, dynamic)
+    check_queues(everything)
+    assert queues.num_waits() <= everything.num_waits()
+    if num_sms == 1 and dynamic == "never":
+        assert queues.num_waits() == 0
+    run_all_seeds(queues, E1[0], range(2))
+
+
+@pytest.mark.parametrize("dynamic", ["never", "always"])
+@pytest.mark.parametrize("num_sms", [2, 5])
+def test_every_deleted_wait_is_caught_without_running(num_sms: int, dynamic: Dynamic):
+    queues = queues_of(4, 2, num_sms, dynamic)
+    for number in range(queues.num_waits()):
+        with pytest.raises(CheckError, match=r"race|need not have written"):
+            check_queues(without_wait(queues, number))
+
+
+@pytest.mark.parametrize("dynamic", ["never", "always"])
+def test_deleted_waits_are_caught_by_running(dynamic: Dynamic):
+    """Under some interleaving of some routing; drained tasks start in order, so that with few SMs
+    most find ended what they should have awaited.
+    """
+    queues = queues_of(4, 2, 12, dynamic)
+    caught = 0
+    for number in range(queues.num_waits()):
+        broken = without_wait(queues, number)
+        try:
+            for ids in (*E1, [[0, 3], [3, 0], [0, 3], [3, 0]]):
+                for seed in range(2):
+                    run_queues(broken, given(queues.graph.program, ids), seed=seed)
+        except CheckError:
+            caught += 1
+    assert caught > queues.num_waits() * (0.5 if dynamic == "never" else 0.2)
+
+
+@pytest.mark.parametrize("symbols", [{}, {"N": ("x", 0)}])
+def test_a_task_that_may_be_passed_over_teaches_nothing(symbols: dict[str, tuple[str, int]]):
+    """B waits for A, and C for both: B's wait tells C of A, unless B may not run."""
+    p = ProgramBuilder("taught")
+    x, z = p.input("x", (4, 8)), p.input("z", (6, 8))
+    a = z.map("exp(a0)", name="A")
+    b = p.linear(x, a, spec="m k, n k -> m n", name="B")
+    program = p.build(p.linear(b, a, spec="m n, n k -> m k", name="C"))
+    graph = analyse_events(program, {"B": {"m": 1}}, symbols=symbols)
+    queues = make_queues(graph, 9)
+    check_queues(queues)
+    (entry,) = (e for queue in queues.sms for e in queue if e.task == ("C", 0))
+    producers = {graph.producers[event][0][0] for event in entry.waits}
+    assert producers == ({"A", "B"} if symbols else {"B"})
+
+
+def test_symbols_run_what_is_in_use():
+    graph = analyse_events(
+        rows_and_heads(), {"P": {"i0": 1}, "C": {"m": 1, "h": 2}}, symbols={"B": ("x", 0)}
+    )
+    queues = make_queues(graph, 3)
+    check_queues(queues)
+    tensors = {"x": torch.randn(16, 64), "w": torch.randn(4, 8, 64)}
+    expected = run_program(graph.program, tensors)["C"]
+    for batch in (0, 1, 3, 16):
+        for seed in range(3):
+            launch = run_queues(queues, tensors, symbols={"B": batch}, seed=seed)
+            torch.testing.assert_close(launch.tensors["C"][:batch], expected[:batch])
+            assert launch.tensors["C"][batch:].isnan().all()
+            assert len(launch.ran) == batch + 2 * batch
+    for number in range(queues.num_waits()):
+        with pytest.raises(CheckError):
+            check_queues(without_wait(queues, number))
+
+
+def test_lists_never_overflow():
+    """The capacity bounds any routing, and some routing comes near it."""
+    for num_rows, num, num_experts in ((4, 2, 4), (7, 3, 5), (1, 2, 9), (12, 1, 3)):
+        graph = analyse_events(experts(num_rows, num, num_experts), TILES)
+        (region,) = make_queues(graph, 2, "always").regions
+        generator = random.Random(0)
+        most = 0
+        for _ in range(200):
+            counts = [0] * num_experts
+            for _ in range(num_rows):
+                for expert in generator.sample(range(num_experts), num):
+                    counts[expert] += 1
+            starts = [sum(counts[:n]) for n in range(num_experts + 1)]
+            known = RunTime(starts={"routing.offsets": starts})
+            records = sum(graph.runs(entry.task, known) for entry in region.entries)
+            most = max(most, records)
+            assert records <= region.capacity
+        assert most >= 0.6 * region.capacity
+        assert region.capacity <= len(region.entries)
+
+
+def test_costs_decide_between_static_and_dynamic():
+    """Few heavy tasks that are unevenly spread are drained; small ones aren't worth a list."""
+
+    def graph_of(hidden: int, num_experts: int) -> EventGraph:
+        program = experts(16, 2, num_experts, hidden)
+        tiles = {"rows": {"e": 1, "r": 16}, "up": {"e": 1, "r": 16}, "act": {"e": 1, "r": 16},
+                 "down": {"e": 1, "r": 16}}  # fmt: skip
+        return analyse_events(program, tiles)
+
+    small, heavy = graph_of(8, 8), graph_of(1 << 16, 64)
+    assert not make_queues(small, 8, "auto").regions
+    assert len(make_queues(heavy, 8, "auto").regions) == 1
+    for graph in (small, heavy):
+        grids = [grid for grid in graph.grids if grid.rows is not None and grid.op != "y"]
+        assert drains_faster(graph, grids, 8) == bool(make_queues(graph, 8, "auto").regions)
+
+
+def test_nothing_is_drained_across_ranks():
+    text = (
+        GATHERED.replace(
+            "bring =",
+            "x2 = pointwise[i0:256 i1:64] x(i0, i1) -> x2(i0, i1) | expr='exp(a0)'\n  bring =",
+        )
+        .replace("temp whole", "temp x2: f32[256, 64]\n  temp whole")
+        .replace("i1:64] x(i0, i1) -> whole", "i1:64] x2(i0, i1) -> whole")
+    )
+    graph = analyse_events(parse_program(text), {"bring": {"r": 1}}, num_ranks=4)
+    assert any(event.sources == "axis" for event in graph.events)
+    with pytest.raises(ProgramError, match="wait for other ranks"):
+        make_queues(graph, 2, "always")
+    assert not make_queues(graph, 2, "auto").regions
+
+
+def reordered(queues: Queues) -> Queues:
+    return replace(queues, sms=tuple(queue[::-1] for queue in queues.sms))
+
+
+def without_a_task(queues: Queues) -> Queues:
+    return replace(queues, sms=(queues.sms[0][:-1], *queues.sms[1:]))
+
+
+def with_a_task_twice(queues: Queues) -> Queues:
+    entry = next(e for e in queues.sms[1] if isinstance(e, Entry))
+    return replace(queues, sms=(*queues.sms, (entry,)))
+
+
+def without_drains(queues: Queues) -> Queues:
+    sms = tuple(tuple(e for e in queue if not isinstance(e, Drain)) for queue in queues.sms)
+    return replace(queues, sms=sms)
+
+
+@pytest.mark.parametrize(
+    ("mutate", "dynamic", "message"),
+    [
+        (reordered, "never", "not in program order"),
+        (reordered, "always", "not in program order"),
+        (without_a_task, "never", "stands in 0 queues and lists"),
+        (with_a_task_twice, "always", "stands in 2 queues and lists"),
+        (without_drains, "always", "nobody drains"),
+    ],
+)
+def test_queues_that_can_not_be(mutate, dynamic: Dynamic, message: str):
+    with pytest.raises(CheckError, match=message):
+        check_queues(mutate(queues_of(4, 2, 3, dynamic)))
+
+
+def test_a_hang_names_who_waits_and_who_owes():
+    queues = reordered(place_tasks(analyse_events(rows_and_heads(), {}), 1, "never"))
+    tensors = {"x": torch.randn(16, 64), "w": torch.randn(4, 8, 64)}
+    with pytest.raises(HangError, match=r"SM 0: C\[0\] waits for .*owed by \['P\[0\]'\]"):
+        run_queues(queues, tensors)
+
+
+def test_a_queue_for_nobody():
+    with pytest.raises(ProgramError, match="0 SMs"):
+        make_queues(queues_of(4, 2, 3, "never").graph, 0)
