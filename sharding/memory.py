@@ -44,8 +44,9 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Use:
-    """A step and the storage it touches. travels: a collective, which ends where it is waited for.
-    alone: a fused matmul, which waits for all of them.
+    """A step and the storage it touches. travels: the mesh axis of a collective, which ends where
+    it is waited for, at the latest before one of another axis. alone: a fused matmul, which waits
+    for all of them.
 
     first: reads of the first chunk alone (a bias). adds: iterations add to its result. gathers,
     scatters: it is passed around a ring, a part an iteration.
@@ -53,7 +54,7 @@ class _Use:
 
     reads: frozenset[str]
     writes: frozenset[str]
-    travels: bool = False
+    travels: str = ""
     alone: bool = False
     first: frozenset[str] = frozenset()
     adds: bool = False
@@ -101,6 +102,13 @@ class _Holding:
                 self.pending.remove(use)
                 self.end(use)
 
+    def settle_others(self, mesh_axis: str) -> None:
+        """Waits for the collectives of other mesh axes."""
+        for use in tuple(self.pending):
+            if use.travels != mesh_axis:
+                self.pending.remove(use)
+                self.end(use)
+
     def settle_all(self) -> None:
         for use in self.pending:
             self.end(use)
@@ -110,6 +118,8 @@ class _Holding:
         """One step: waits, allocations, then what it lets go."""
         if use.alone:
             self.settle_all()
+        if use.travels:
+            self.settle_others(use.travels)
         self.settle(use.names, use.writes)
         self.take(use.names)
         if use.travels:
@@ -169,7 +179,7 @@ class _Loop:
             more = "+part" * use.adds or "+in" * use.scatters
             beside = frozenset(name + more for name in use.writes if more and part != "head")
             if not use.gathers:
-                yield replace(use, writes=use.writes | beside, travels=use.travels and not more)
+                yield replace(use, writes=use.writes | beside, travels="" if more else use.travels)
 
     def size(self, name: str, part: str) -> int:
         """Bytes of a chunk; the first around a scatter ring is made where the sum will be."""
@@ -310,7 +320,7 @@ def _uses(
             use = _Use(
                 reads=reads,
                 writes=writes,
-                travels=kind in EXCHANGES,
+                travels=step.move.axis if kind in EXCHANGES else "",
                 gathers=rings and kind == "all_gather",
                 scatters=rings and kind == "reduce_scatter",
             )

@@ -5,15 +5,17 @@ Comes in: a host program for all ranks of its mesh, or one a rank. Loops are unr
 becomes one vertex of a graph, every exchange two (start, done). Edges are what the device promises:
 stream order, events, handles, the meeting of a team, sends and signals. Proved on it: conflicting
 accesses of one buffer are ordered, a read follows a write, frees follow all uses, exchanges match
-across ranks, everything started is waited for, and there is no cycle. Raises CheckError. orders.py
+across ranks, everything started is waited for, there is no cycle, and all that waits for peers or
+fills a GPU stands in one chain (passes/kernel_order.py says why). Raises CheckError. orders.py
 builds the graph.
 """
 
 from collections.abc import Sequence
-from itertools import combinations, product
+from functools import lru_cache
+from itertools import combinations
 
 from distmega.errors import CheckError
-from distmega.hostir.check.order_graph import Access, Before, OrderGraph
+from distmega.hostir.check.order_graph import Access, Before, Link, OrderGraph
 from distmega.hostir.check.orders import build_orders
 from distmega.hostir.ir.nodes import HostProgram
 
@@ -30,25 +32,25 @@ def check_host(programs: HostProgram | Sequence[HostProgram]) -> None:
     graph = build_orders(programs)
     order = _topological_order(graph)
     before = Before(graph, order)
+    for links in graph.links.values():
+        for one, other in combinations(links, 2):
+            if one.excludes(other):
+                _check_apart(graph, one, other, before)
     for accesses in graph.accesses.values():
         _check_buffer(graph, accesses, before)
-    for rank, alone in graph.alone.items():
-        for one, other in product(alone, graph.exchanges.get(rank, ())):
-            _check_apart(graph, one, other, before)
-    for filling in graph.filling.values():
-        for one, other in combinations(filling, 2):
-            _check_apart(graph, one, other, before)
 
 
-def _check_apart(
-    graph: OrderGraph, one: tuple[int, int], other: tuple[int, int], before: Before
-) -> None:
-    """A kernel that fills its GPU and waits for peers would wait for ever beside an exchange that
-    needs room on it, and one whose programs wait for each other beside another such kernel.
-    """
-    if not (before(other[1], one[0]) or before(one[1], other[0])):
+@lru_cache(maxsize=256)
+def prove_once(programs: HostProgram | tuple[HostProgram, ...]) -> None:
+    """As check_host, once in a process for programs that are equal, found by their hash."""
+    check_host(programs)
+
+
+def _check_apart(graph: OrderGraph, one: Link, other: Link, before: Before) -> None:
+    """Both might begin on one rank in one order and on another in the other, and wait for ever."""
+    if not (before(other.done, one.start) or before(one.done, other.start)):
         raise CheckError(
-            f"{graph.labels[one[0]]} may run beside {graph.labels[other[0]]}",
+            f"{graph.labels[one.start]} may run beside {graph.labels[other.start]}",
             expected="one to end before the other begins",
             remedy="wait for the first before the second",
         )

@@ -37,21 +37,38 @@ class Access:
         return all(max(a, c) < min(b, d) for (a, b), (c, d) in pairs)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """A kernel that fills its GPU, an exchange or the wait for a signal, from vertex `start` until
+    `done`. fills: it is a kernel. axis: of an exchange, empty otherwise.
+    """
+
+    start: int
+    done: int
+    fills: bool = False
+    axis: str = ""
+
+    def excludes(self, other: "Link") -> bool:
+        """Whether they may not run side by side. One communicator does exchanges of an axis in
+        turn, and a wait for a signal is one warp.
+        """
+        exchanges = bool(self.axis and other.axis)
+        return self.fills or other.fills or (exchanges and self.axis != other.axis)
+
+
 @dataclass(slots=True)
 class OrderGraph:
     """Vertices by number. follows: what has completed before a vertex starts, on every device.
     issued: what the host or a communicator has started or completed before, which bounds progress
-    but orders no memory. exchanges: (start, done) on each rank; alone: those of kernels beside
-    which there may be none; filling: those of kernels of which there may be one at a time.
+    but orders no memory. links: of the chain of work on each rank that waits for peers or fills
+    the GPU.
     """
 
     labels: list[str] = field(default_factory=list)
     follows: list[list[int]] = field(default_factory=list)
     issued: list[list[int]] = field(default_factory=list)
     accesses: dict[tuple[int, str, int], list[Access]] = field(default_factory=dict)
-    exchanges: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
-    alone: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
-    filling: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    links: dict[int, list["Link"]] = field(default_factory=dict)
 
     def add(self, label: str, follows: Sequence[int], issued: Sequence[int]) -> int:
         """A new vertex."""

@@ -10,7 +10,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from distmega.errors import CheckError
-from distmega.hostir.check.order_graph import Access, Box, Exchange, Exchanges, Meeting, OrderGraph
+from distmega.hostir.check.order_graph import (
+    Access,
+    Box,
+    Exchange,
+    Exchanges,
+    Link,
+    Meeting,
+    OrderGraph,
+)
 from distmega.hostir.ir.nodes import (
     Allocate,
     Collective,
@@ -207,18 +215,17 @@ class _RankWalk:
     def filling(
         self, node: LaunchMegakernel | FusedMatmul, terms: tuple[object, ...]
     ) -> tuple[int, int]:
-        """Start and end of a kernel beside which there is no other such, nor an exchange if ranks
-        run it together.
-        """
+        """Start and end of a kernel beside which there is no other link of the chain."""
         start = self.vertex()
         axes = team_axes(node, self.segments)
         done = self.vertex() if axes else start
         for axis in axes:
             self.meet_team(axis, start, done, terms)
-        self.graph.filling.setdefault(self.rank, []).append((start, done))
-        if axes:
-            self.graph.alone.setdefault(self.rank, []).append((start, done))
+        self.link(Link(start=start, done=done, fills=True))
         return start, done
+
+    def link(self, link: Link) -> None:
+        self.graph.links.setdefault(self.rank, []).append(link)
 
     def communication(self, node: Node) -> None:
         match node:
@@ -249,6 +256,7 @@ class _RankWalk:
                 self.exchanges.sends.setdefault(meeting, []).append(Exchange(vertex, vertex, ()))
             case WaitSignal(name=name, peer=peer):
                 vertex = self.vertex()
+                self.link(Link(start=vertex, done=vertex))
                 meeting = self.pair(peer, name, outward=False)
                 self.exchanges.recvs.setdefault(meeting, []).append(Exchange(vertex, vertex, ()))
 
@@ -261,7 +269,7 @@ class _RankWalk:
         self.graph.issued[start] += self.busy.get(axis, [])
         done = self.graph.add(self.label, [start], [])
         self.busy[axis] = [done]
-        self.graph.exchanges.setdefault(self.rank, []).append((start, done))
+        self.link(Link(start=start, done=done, axis=axis))
         return start, done
 
     def end_group(self, handle: str) -> None:

@@ -27,7 +27,6 @@ from distmega.hostir.ir.nodes import (
 from distmega.hostir.lower.chunks import ChunkBody, GatherRing, chunk_bodies
 from distmega.hostir.lower.scope import Scope
 from distmega.hostir.passes.host_streams import FORK, MAIN, StreamOrder, Touched
-from distmega.program.ops.compute import exchange_axis
 from distmega.program.ops.data_movement import copy
 from distmega.program.types import Op, Tensor
 from distmega.sharding.streams.host_loops import HostLoop
@@ -35,11 +34,6 @@ from distmega.sharding.streams.streams import is_sum
 
 Around = Mapping[str, tuple[Sequence[Node], Sequence[Node]]]
 """Op that the host runs by itself -> nodes before it and after it."""
-
-PEERS = "peers"
-"""Stands for the links between ranks, as if it were storage: exchanges read it, and what may run
-beside none of them writes it.
-"""
 
 MakeBody = Callable[[Sequence[Op], Scope, Around], Iterator[Node]]
 
@@ -75,9 +69,7 @@ class LoopLowering:
         by_name = {op.name: op for op in ops}
         bodies = chunk_bodies(loop, by_name, scope.tensors, scope.views, self.chunked)
         every = touched(ops, scope)
-        peers = {PEERS} if any(map(exchange_axis, ops)) else set()
-        reads = (every.reads - self.chunked.keys()) | peers
-        work = Touched(reads, every.writes - self.chunked.keys())
+        work = Touched(every.reads - self.chunked.keys(), every.writes - self.chunked.keys())
         rings = any(body.gathers or body.scatters for body in bodies)
         count = 0 if rings else min(self.max_streams, loop.num_chunks)
         yield from self.order.before(work, count)

@@ -28,7 +28,7 @@ from distmega.hostir.ir.nodes import (
 )
 from distmega.hostir.ir.uses import named_buffers
 from distmega.hostir.lower.chunks import verify_homes
-from distmega.hostir.lower.loops import PEERS, Around, LoopLowering, touched
+from distmega.hostir.lower.loops import Around, LoopLowering, touched
 from distmega.hostir.lower.matmul_nodes import FusedMatmul, needed_rooms
 from distmega.hostir.lower.scope import Scope
 from distmega.hostir.lower.segments import Run, kernel_runs, make_segment
@@ -159,7 +159,7 @@ class _Lowering:
                 yield from self.lowered.loop(run.loop, run.ops, scope, ending)
                 continue
             work = touched(run.ops, scope)
-            work = Touched(work.reads, work.writes | ending | ({PEERS} if run.meets else set()))
+            work = Touched(work.reads, work.writes | ending)
             yield from self.order.before(work)
             if run.fused:
                 yield from _fused_nodes(run.fused, run.ops, scope)

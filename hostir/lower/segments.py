@@ -24,11 +24,6 @@ class Run:
     loop: HostLoop | None = None
     fused: OverlapChoice | None = None
 
-    @property
-    def meets(self) -> bool:
-        """Whether it is a kernel that several ranks run together."""
-        return self.fused is not None or (self.segment and any(map(exchange_axis, self.ops)))
-
 
 def kernel_runs(
     ops: Iterable[Op],

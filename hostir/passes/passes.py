@@ -7,8 +7,9 @@ files. `peak_memory` reports what a program holds at most. Next: evaluator.py.
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import count, takewhile
 from pathlib import Path
 
 from distmega.collecting import uncollected
@@ -37,11 +38,10 @@ from distmega.hostir.ir.uses import (
     node_writes,
     shown,
     storage_of,
-    team_axes,
     view_sources,
 )
 from distmega.hostir.ir.verify import verify_host
-from distmega.hostir.passes.kernel_order import order_kernels
+from distmega.hostir.passes.kernel_order import FILLING, exchange_axes, order_kernels
 from distmega.hostir.run.borrow import lend_results
 from distmega.program.types import Program
 
@@ -91,8 +91,9 @@ def sink_waits(host: HostProgram) -> HostProgram:
     """Moves each wait for a communication down to just before the first node that needs it.
 
     That is a node which touches what it writes or overwrites what it reads, one of _HANDS_ON, a
-    kernel of several ranks, or the end of the body. The node's allocations, slices and views come
-    after the wait, so that what the wait lets go can be freed before.
+    link of the chain of kernel_order.py that may not run beside it, or the end of the body. The
+    node's allocations, slices and views come after the wait, so that what the wait lets go can be
+    freed before.
     """
     sources, segments = view_sources(host.body), host.segment_map()
 
@@ -100,8 +101,8 @@ def sink_waits(host: HostProgram) -> HostProgram:
         return {storage_of(name, sources) for name in names}
 
     def sink(body: Sequence[Node]) -> tuple[Node, ...]:
-        pinned: dict[str, tuple[set[str], set[str]]] = {}
-        group: tuple[set[str], set[str]] = set(), set()
+        pinned: dict[str, tuple[set[str], set[str], set[str]]] = {}
+        group: tuple[set[str], set[str], set[str]] = set(), set(), set()
         waiting: list[Wait] = []
         named: list[Node] = []
         out: list[Node] = []
@@ -115,10 +116,10 @@ def sink_waits(host: HostProgram) -> HostProgram:
             reads, writes = roots(node_reads(node, segments)), roots(node_writes(node, segments))
             if isinstance(node, Deallocate):
                 writes = {node.buffer}
-            handing = isinstance(node, _HANDS_ON) or bool(team_axes(node, segments))
+            handing, axes = isinstance(node, _HANDS_ON | FILLING), {*exchange_axes(node)}
             for wait in tuple(waiting):
-                ins, outs = pinned[wait.handle]
-                if handing or outs & (reads | writes) or ins & writes:
+                ins, outs, over = pinned[wait.handle]
+                if handing or outs & (reads | writes) or ins & writes or (axes and axes != over):
                     out.append(wait)
                     waiting.remove(wait)
             if isinstance(node, ForLoop):
@@ -127,13 +128,13 @@ def sink_waits(host: HostProgram) -> HostProgram:
             named.clear()
             match node:
                 case StartCoalescing():
-                    group = set(), set()
+                    group = set(), set(), set()
                 case EndCoalescing(handle=handle):
                     pinned[handle] = group
                 case Collective() | Send() | Recv() if node.handle:
-                    pinned[node.handle] = reads, writes
+                    pinned[node.handle] = reads, writes, axes
                 case Send() | Recv():
-                    group = group[0] | reads, group[1] | writes
+                    group = group[0] | reads, group[1] | writes, group[2] | axes
         return (*out, *named, *waiting)
 
     return replace(host, body=sink(host.body))
@@ -182,35 +183,78 @@ def coalesce_send_recv(host: HostProgram) -> HostProgram:
 
 
 def prune_event_waits(host: HostProgram) -> HostProgram:
-    """Drops waits outside of loops for events whose record the current stream already follows."""
-    position: dict[int, int] = {}
-    known: dict[int, dict[int, int]] = {}
-    records: dict[int, dict[int, int]] = {}
-    stream: int | None = 0
-    out: list[Node] = []
-    for node in host.body:
-        match node:
-            case SetStream(stream=slot):
-                stream = slot.base
-            case ForLoop():
-                inner = list(walk_nodes(node.body))
-                if any(isinstance(x, RecordEvent) for x in inner):
-                    records.clear()
-                if any(isinstance(x, SetStream) for x in inner):
-                    stream = None
-            case RecordEvent(event=slot) if stream is None:
-                records.pop(slot.base, None)
-            case RecordEvent(event=slot) if stream is not None:
-                position[stream] = position.get(stream, 0) + 1
-                known.setdefault(stream, {})[stream] = position[stream]
-                records[slot.base] = dict(known[stream])
-            case WaitEvent(event=slot) if stream is not None and slot.base in records:
-                mine, theirs = known.setdefault(stream, {}), records[slot.base]
-                if all(mine.get(s, 0) >= at for s, at in theirs.items()):
-                    continue
-                known[stream] = {s: max(mine.get(s, 0), theirs.get(s, 0)) for s in mine | theirs}
-        out.append(node)
-    return replace(host, body=tuple(out))
+    """Drops waits for events whose record the current stream already follows, or will by the waits
+    that stand directly behind; of a loop where that is so in all iterations.
+    """
+    prune = _Prune()
+    prune.follow(host.body, 0)
+    numbers = count()
+
+    def kept(body: Sequence[Node]) -> tuple[Node, ...]:
+        out: list[Node] = []
+        for node in body:
+            number = next(numbers)
+            if isinstance(node, ForLoop):
+                node = replace(node, body=kept(node.body))
+            if not isinstance(node, WaitEvent) or number in prune.needed:
+                out.append(node)
+        return tuple(out)
+
+    return replace(host, body=kept(host.body))
+
+
+class _Prune:
+    """Follows a program, its loops unrolled. known: of each stream, how many nodes of work of each
+    stream it comes after, itself included; records: of each event, what its latest record comes after; needed: the waits
+    that order something, by their place in the printed order.
+    """
+
+    def __init__(self) -> None:
+        self.stream = 0
+        self.known: dict[int, dict[int, int]] = {}
+        self.records: dict[int, dict[int, int]] = {}
+        self.indices: dict[str, int] = {}
+        self.needed: set[int] = set()
+
+    def follow(self, body: Sequence[Node], first: int) -> int:
+        """The nodes of a body, the first of which has that place; the place behind the last."""
+        number = first
+        for at, node in enumerate(body):
+            mine = self.known.setdefault(self.stream, {})
+            behind = number + 1
+            match node:
+                case SetStream(stream=slot):
+                    self.stream = slot.at(self.indices)
+                case ForLoop(index=index, extent=extent):
+                    for value in range(extent):
+                        self.indices[index] = value
+                        behind = self.follow(node.body, number + 1)
+                    del self.indices[index]
+                case RecordEvent(event=slot):
+                    self.records[slot.at(self.indices)] = dict(mine)
+                case WaitEvent(event=slot):
+                    theirs = self.records.get(slot.at(self.indices), {})
+                    follows = _later(mine, self.awaited(body[at + 1 :]))
+                    if not theirs or _later(follows, theirs) != follows:
+                        self.needed.add(number)
+                    mine |= _later(mine, theirs)
+                case _ if shown(node) is None:
+                    mine[self.stream] = mine.get(self.stream, 0) + 1
+            number = behind
+        return number
+
+    def awaited(self, body: Sequence[Node]) -> dict[int, int]:
+        """What the waits at the front of a body follow."""
+        found: dict[int, int] = {}
+        for node in takewhile(lambda node: isinstance(node, WaitEvent), body):
+            assert isinstance(node, WaitEvent)
+            found = _later(found, self.records.get(node.event.at(self.indices), {}))
+        return found
+
+
+def _later(one: Mapping[int, int], other: Mapping[int, int]) -> dict[int, int]:
+    """The larger number of each stream."""
+    return {each: max(one.get(each, 0), other.get(each, 0)) for each in {*one, *other}}
 
 
 def insert_deallocations(host: HostProgram) -> HostProgram:
