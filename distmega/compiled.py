@@ -2,10 +2,14 @@
 
 Comes in: a Plan and the rank's place in the job. Goes out: a CompiledProgram, called with this
 rank's tensors. Ops are library ops, on a GPU with the kernels for pointwise ops, norms, softmax and
-matmuls with a collective beside them. Next: hostir/lower/lower.py.
+matmuls with a collective beside them; there the whole host program replays as one CUDA graph. Next:
+hostir/lower/lower.py, then hostir/run/cuda_graph.py.
 """
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -13,29 +17,76 @@ from torch import Tensor
 
 from distmega.engine.communicators import open_communicator
 from distmega.engine.ranks import RankContext
-from distmega.errors import ProgramError
+from distmega.errors import HangError, ProgramError, RankFailure
+from distmega.hostir.check.check import prove_once
 from distmega.hostir.comm.communicator import Communicator
 from distmega.hostir.comm.nccl import NcclCommunicator
-from distmega.hostir.ir.nodes import HostProgram
+from distmega.hostir.ir.nodes import HostProgram, LaunchMegakernel, LibraryOp, walk_nodes
 from distmega.hostir.library.torch_types import check_mapping, describe, empty_tensor, fits
 from distmega.hostir.lower.lower import lower_program
+from distmega.hostir.lower.matmul_nodes import FusedMatmul
 from distmega.hostir.passes.passes import run_passes
+from distmega.hostir.run.cuda_graph import CapturedHost, capture_on_ranks, shared_memory
+from distmega.hostir.run.deadline import Deadline
 from distmega.hostir.run.evaluator import Evaluator
+from distmega.hostir.run.graph_breaks import tensor_breaks
+from distmega.hostir.run.host_cost import explain_host
 from distmega.kernels.device_ops import KernelOps
 from distmega.kernels.gemm.host import PeerMatmuls
+from distmega.kernels.runtime.compilations import num_compiled
+from distmega.kernels.tasks.types import TaskGraph
 from distmega.program import types as program
 from distmega.sharding.localize import localize
 from distmega.sharding.planner import Plan
+
+logger = logging.getLogger(__name__)
+
+NOT_ASKED_FOR = "replay=False"
+MOST_REBOUND = 3
+"""Calls that may bring other weights or states before a program is no longer captured anew."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompiledStats:
+    """What a program consists of on a rank, and how it runs.
+
+    num_megakernels, num_library_ops: nodes of the host program, a fused matmul counted as a library
+    op. num_tasks, num_events: of all megakernels together. num_compilations: kernels that its calls
+    compiled, those in Triton's cache not counted. num_opaque_ops: operators that only torch knows.
+    replayed: whether calls replay one CUDA graph; reason: why not, empty before that is decided.
+    """
+
+    num_megakernels: int
+    num_library_ops: int
+    num_tasks: int
+    num_events: int
+    num_compilations: int
+    num_opaque_ops: int
+    replayed: bool
+    reason: str
 
 
 class CompiledProgram:
     """A plan on one rank; all ranks of its mesh must make the same calls in the same order.
 
-    host: what runs, as hostir.print_host shows it.
+    The first call binds the weights and states that it is given, and captures the program as a CUDA
+    graph where that can be done on all ranks; later calls replay it. host: what runs, as
+    hostir.print_host shows it; proven before it runs.
     """
 
-    def __init__(self, plan: Plan, comm: Communicator, device: str = "cpu") -> None:
-        """comm: of the plan's mesh. device: where this rank's tensors are, "cpu" or "cuda:i"."""
+    def __init__(
+        self,
+        plan: Plan,
+        comm: Communicator,
+        device: str = "cpu",
+        *,
+        replay: bool = True,
+        warm: bool = False,
+    ) -> None:
+        """comm: of the plan's mesh. device: where this rank's tensors are, "cpu" or "cuda:i".
+        replay: False to run node by node in each call. warm: captures now, with weights, states and
+        inputs of its own, all zero, which `tensors` gives and `load` fills.
+        """
         self.plan, self.comm, self.device = plan, comm, torch.device(device)
         on_gpu = self.device.type == "cuda"
         local = localize(plan)
@@ -43,23 +94,188 @@ class CompiledProgram:
         self.host: HostProgram = run_passes(
             lower_program(local, megakernel=False, peer_memory=peers, fuse=on_gpu)
         )
+        prove_once(self.host)
+        self._task_graphs: tuple[TaskGraph, ...] = ()
         self._domains, self._at = local.allocations, plan.mesh.coordinate(comm.rank)
         self._evaluator = Evaluator(
             self.host,
             comm,
             {},
             device,
-            ops=KernelOps() if on_gpu else None,
+            ops=KernelOps(masked=True) if on_gpu else None,
             matmuls=PeerMatmuls(comm) if isinstance(comm, NcclCommunicator) else None,
         )
+        self._bound: dict[str, Tensor] = {}
+        self._captured: CapturedHost | None = None
+        self._reason = "" if replay else NOT_ASKED_FOR
+        self._decided, self._replay, self._void = False, replay, ""
+        self._num_compilations = self._num_rebound = 0
+        what = f"calls of program {plan.program.name!r} on rank {comm.rank}"
+        watched = on_gpu and plan.mesh.num_ranks > 1
+        self._deadline = Deadline(what, comm.timeout_s) if watched else None
+        if warm:
+            self.bind({n: empty_tensor(b, self.device).zero_() for n, b in self._given.items()})
+            self._decide({})
 
-    def __call__(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Outputs by name, this rank's part of each. parts: as `parts` gives them, by name.
+    def __call__(
+        self, tensors: Mapping[str, Tensor], *, in_place: bool = False
+    ) -> dict[str, Tensor]:
+        """Outputs by name, this rank's part of each.
 
-        Raises ProgramError for a tensor that is missing or does not fit, RankFailure if a peer
-        fails.
+        tensors: the inputs that aren't bound and, in the first call, all weights and states that
+        aren't, as `parts` gives them, by name. Inputs are copied; weights and states are bound, so
+        that later calls may leave them out. Others take their place, on all ranks in the same call,
+        and the graph's, which is captured anew. in_place: outputs lie in the memory of the graph,
+        until the next call of any compiled program on this GPU. A state that is an output is the
+        state itself.
+
+        Raises ProgramError for a tensor that is missing or does not fit, and for states that are
+        void; RankFailure if a peer fails.
         """
-        return self._evaluator.run(parts)
+        check_mapping(tensors)
+        with self._voiding():
+            inputs = self._take(tensors)
+            if not self._decided:
+                self._decide(inputs)
+            if self._captured is None:
+                outputs = self._run(inputs)
+            else:
+                outputs = self._captured.run(inputs, copy=not in_place)
+            if self._deadline is not None:
+                self._deadline.note()
+        return outputs
+
+    def bind(self, tensors: Mapping[str, Tensor]) -> None:
+        """Weights, states and inputs to be used where they are, by name, in place of those bound
+        before: states are updated there, inputs read there in each call. All ranks make this call;
+        the next one captures anew. After a HangError or RankFailure states are void until all of
+        them are bound again. ProgramError for a tensor that does not fit.
+        """
+        check_mapping(tensors)
+        for name, x in tensors.items():
+            self._check_given(name, x)
+        if self._captured is not None:
+            torch.cuda.synchronize(self.device)
+            self._captured.release()
+        self._captured, self._decided = None, False
+        self._bound |= tensors
+        if self._states <= tensors.keys():
+            self._void = ""
+
+    def load(self, wholes: Mapping[str, Tensor]) -> None:
+        """Copies this rank's part of whole tensors into those that are bound, by name."""
+        for name, part in self.parts(wholes).items():
+            if name not in self._bound:
+                raise _unbound(name)
+            self._bound[name].copy_(part)
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """What is bound, by name."""
+        return dict(self._bound)
+
+    def wait(self) -> None:
+        """Returns once all calls have ended on the GPU. HangError, after the communicator's limit,
+        if a rank doesn't come, or a signal did not; the program's states are void then.
+        """
+        with self._voiding():
+            if self._deadline is not None:
+                self._deadline.wait()
+            elif self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            self.comm.check_signals()
+
+    @property
+    def stats(self) -> CompiledStats:
+        """Counts, and whether calls replay a graph."""
+        nodes = [*walk_nodes(self.host.body)]
+        ops = [node.op for node in nodes if isinstance(node, LibraryOp) and not node.op.is_view]
+        return CompiledStats(
+            num_megakernels=sum(isinstance(node, LaunchMegakernel) for node in nodes),
+            num_library_ops=len(ops) + sum(isinstance(node, FusedMatmul) for node in nodes),
+            num_tasks=sum(graph.num_tasks for graph in self._task_graphs),
+            num_events=sum(graph.num_events for graph in self._task_graphs),
+            num_compilations=self._num_compilations,
+            num_opaque_ops=sum(op.kind == "opaque" for op in ops),
+            replayed=self._captured is not None,
+            reason=self._reason,
+        )
+
+    def explain(self) -> str:
+        """The plan, what a run costs the host, and whether it replays as a CUDA graph."""
+        if self._captured is not None:
+            told = "replays as one CUDA graph"
+        elif reason := self._reason or next(iter(self._evaluator.graph_breaks), ""):
+            told = f"runs node by node: {reason}"
+        else:
+            told = "will replay as one CUDA graph, if all ranks can capture it"
+        return f"{self.plan.explain()}\n{explain_host(self.host, self.plan.machine)}\n{told}\n"
+
+    def _run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        before = num_compiled()
+        outputs = self._evaluator.run({**self._bound, **inputs})
+        self._num_compilations += num_compiled() - before
+        return outputs
+
+    def _take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The inputs of a call; binds the weights and states that aren't bound yet, or not so."""
+        inputs: dict[str, Tensor] = {}
+        others: dict[str, Tensor] = {}
+        for name, x in tensors.items():
+            bound = self._bound.get(name)
+            if bound is not None and _is_same(bound, x):
+                continue
+            self._check_given(name, x)
+            (others if name in self._kept else inputs)[name] = x
+        for name in self._given:
+            if name not in tensors and name not in self._bound:
+                raise _unbound(name)
+        if others:
+            self._num_rebound += not others.keys().isdisjoint(self._bound)
+            self.bind(others)
+        return inputs
+
+    def _decide(self, inputs: Mapping[str, Tensor]) -> None:
+        """Captures, on all ranks or none."""
+        self._decided = True
+        if not self._replay:
+            return
+        self._reason = next(iter(self._evaluator.graph_breaks), "")
+        if self._num_rebound > MOST_REBOUND:
+            self._reason = "calls bring weights or states of their own"
+        if self._reason:
+            self._tell()
+            return
+        given = self._bound | {name: x.clone() for name, x in inputs.items()}
+        before = num_compiled()
+        self._captured, self._reason = capture_on_ranks(
+            self.comm,
+            next(tensor_breaks(self.host, self.device, given), ""),
+            lambda: CapturedHost(self._evaluator, given, shared_memory(self.device)),
+        )
+        self._num_compilations += num_compiled() - before
+        self._tell()
+
+    def _tell(self) -> None:
+        if self._reason and self.device.type == "cuda":
+            name = self.plan.program.name
+            logger.warning("program %r runs node by node: %s", name, self._reason)
+
+    @contextmanager
+    def _voiding(self) -> Iterator[None]:
+        """Refuses calls whose states are void, and makes them so after a fault."""
+        if self._void:
+            raise ProgramError(
+                f"states of program {self.plan.program.name!r} that are void since {self._void}",
+                expected="states bound again after a fault, on all ranks",
+                remedy="fill them anew and bind() them all",
+            )
+        try:
+            yield
+        except (HangError, RankFailure) as error:
+            if self._states:
+                self._void = f"{type(error).__name__}: {error.found}"
+            raise
 
     def slices(self, name: str) -> tuple[slice, ...]:
         """Where this rank's part of a tensor lies in the whole, a slice a dim."""
@@ -102,16 +318,39 @@ class CompiledProgram:
         return self.plan.program.tensor_map()
 
     @cached_property
+    def _states(self) -> frozenset[str]:
+        return frozenset(n for n, buffer in self._given.items() if buffer.role == "state")
+
+    @cached_property
+    def _kept(self) -> frozenset[str]:
+        """What is bound once."""
+        return frozenset(n for n, buffer in self._given.items() if buffer.role != "input")
+
+    @cached_property
     def _given(self) -> Mapping[str, program.Tensor]:
         return {buffer.name: buffer for buffer in self.host.buffers if buffer.role != "temp"}
 
-    def _check_whole(self, name: str, whole: Tensor) -> None:
+    def _check_given(self, name: str, found: Tensor) -> None:
+        """This rank's part of a tensor, as a call or `bind` is given it."""
+        self._check_name(name)
+        buffer = self._given[name]
+        if not isinstance(found, Tensor) or not fits(found, buffer):
+            raise ProgramError(
+                f"{describe(found)} for {buffer.role} {name!r}",
+                expected=f"{buffer.dtype}{list(buffer.shape)}",
+                remedy="pass every input, weight and state of this rank by name",
+            )
+
+    def _check_name(self, name: str) -> None:
         if name not in self._given:
             raise ProgramError(
                 f"a value for {name!r}",
                 expected=f"one of {sorted(self._given)}",
                 remedy="give inputs, weights and states of the program by name",
             )
+
+    def _check_whole(self, name: str, whole: Tensor) -> None:
+        self._check_name(name)
         tensor = self._wholes[name]
         if not isinstance(whole, Tensor) or not fits(whole, tensor):
             raise ProgramError(
@@ -136,9 +375,32 @@ class CompiledProgram:
         )
 
 
-def compile_plan(plan: Plan, context: RankContext) -> CompiledProgram:
-    """The plan on this rank of a job, which must have as many ranks as the plan's mesh.
+def _is_same(one: Tensor, other: object) -> bool:
+    """Whether something given is a tensor of the same memory."""
+    if one is other:
+        return True
+    if not isinstance(other, Tensor) or other.shape != one.shape or other.dtype != one.dtype:
+        return False
+    if other.layout is not torch.strided or other.device != one.device:
+        return False
+    return one.data_ptr() == other.data_ptr() and one.stride() == other.stride()
+
+
+def _unbound(name: str) -> ProgramError:
+    return ProgramError(
+        f"no tensor for {name!r}",
+        expected="every input of this rank in each call, weights and states in the first",
+        remedy="pass it by name, or bind() it before",
+    )
+
+
+def compile_plan(
+    plan: Plan, context: RankContext, *, replay: bool = True, warm: bool = False
+) -> CompiledProgram:
+    """The plan on this rank of a job, which must have as many ranks as the plan's mesh; replay,
+    warm as in CompiledProgram.
 
     All ranks call it, at the same point. MeshError where the job has other ranks.
     """
-    return CompiledProgram(plan, open_communicator(context, plan.mesh), context.device)
+    comm = open_communicator(context, plan.mesh, native=True)
+    return CompiledProgram(plan, comm, context.device, replay=replay, warm=warm)

@@ -9,7 +9,13 @@ import importlib
 from collections.abc import Mapping
 
 from distmega.hostir.library.norms import compile_norm
-from distmega.hostir.library.ops import compile_op, is_packed
+from distmega.hostir.library.ops import (
+    attends_in_order,
+    compile_op,
+    is_packed,
+    masked_attention,
+    reads_host,
+)
 from distmega.hostir.library.pointwise import OpFunction, compile_pointwise
 from distmega.hostir.passes.fused_kinds import NORMS, POINTWISE
 from distmega.kernels.pipelined.api import has_triton, normalise_rows, pointwise_results
@@ -19,6 +25,19 @@ from distmega.program.types import Op, grouped_index
 
 class KernelOps:
     """Ops by the pipelined kernels where there is one."""
+
+    def __init__(self, *, masked: bool = False) -> None:
+        """masked: attention reads whole caches under a mask, so that the host need not wait for
+        positions and a graph can hold it; otherwise no more of a cache than is in use.
+        """
+        self.masked = masked
+
+    def reads_host(self, op: Op) -> str:
+        """As library.reads_host."""
+        if op.kind == "attention":
+            there = is_packed(op) and has_triton()
+            return "" if there or (self.masked and _is_plain(op)) else reads_host(op)
+        return reads_host(op)
 
     def compile(self, op: Op, coordinate: Mapping[str, int]) -> OpFunction:
         """As library.compile_op."""
@@ -35,4 +54,12 @@ class KernelOps:
             attend = importlib.import_module("distmega.kernels.packed_attention").attend_packed
             scale, window = op.attr("scale"), op.attr("window")
             return lambda xs: (attend(*xs, scale, window),)
+        if op.kind == "attention" and self.masked and _is_plain(op):
+            scale, window = op.attr("scale"), op.attr("window")
+            return lambda xs: (masked_attention(*xs, scale, window),)  # type: ignore[arg-type]
         return compile_op(op, coordinate)
+
+
+def _is_plain(op: Op) -> bool:
+    """Whether rows of an attention are at any positions of one sequence, or of one each."""
+    return not attends_in_order(op) and not op.get("packed", 0)

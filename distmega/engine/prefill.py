@@ -8,10 +8,8 @@ engine.py; next on the walk: packing.py, hostir/run/cuda_graph.py.
 """
 
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,11 +21,12 @@ from distmega.engine.decode_plan import (
     prefill_size,
 )
 from distmega.engine.packing import Part, Rows, lay_rows, pack_prompts
-from distmega.errors import ProgramError, RankFailure, VerifyError
+from distmega.errors import RankFailure, VerifyError
 from distmega.hostir.comm.communicator import Communicator
 from distmega.hostir.ir.nodes import HostProgram
 from distmega.hostir.passes.resize import resize_inputs
-from distmega.hostir.run.cuda_graph import CapturedHost
+from distmega.hostir.run.cuda_graph import CapturedHost, GraphMemory, capture_on_ranks
+from distmega.hostir.run.deadline import ends_within
 from distmega.hostir.run.evaluator import Evaluator
 from distmega.models.decoder import Logits
 
@@ -73,7 +72,7 @@ class Prefills:
         self._captures = device.type == "cuda" and alone
         self._programs: dict[tuple[int, Logits], _Program] = {}
         self._planned: dict[tuple[int, Logits], HostProgram] = {}
-        self._pool: Any = None
+        self._memory: GraphMemory | None = None
 
     def run(
         self,
@@ -177,19 +176,16 @@ class Prefills:
 
     def _capture(self, program: _Program, tensors: Tensors) -> CapturedHost | None:
         """On all ranks or none: NCCL may prepare captured collectives unlike others."""
-        captured, problem = None, ""
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
-        try:
-            given = {**tensors, **program.given}
-            captured = CapturedHost(program.evaluator, given, self._pool)
-        except (RuntimeError, ProgramError) as error:
-            # where a capture has failed, ending it fails too
-            problem = str(error.__context__ or error).partition("\n")[0]
-        problems = [found for found in self._comm.all_gather_object(problem) if found]
-        if problems:
+        given, memory = {**tensors, **program.given}, self._memory or GraphMemory()
+        self._memory = memory
+        captured, problem = capture_on_ranks(
+            self._comm,
+            next(iter(program.evaluator.graph_breaks), ""),
+            lambda: CapturedHost(program.evaluator, given, memory, copy_states=False),
+        )
+        if problem:
             self._captures = False
-            logger.warning("prompts run op by op, not as CUDA graphs: %s", problems[0])
-            return None
+            logger.warning("prompts run op by op, not as CUDA graphs: %s", problem)
         return captured
 
     def _wait(self) -> None:
@@ -197,12 +193,9 @@ class Prefills:
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record()
         limit_s = 2 * self._blueprint.options.timeout_s + MARGIN_S
-        deadline = time.monotonic() + limit_s
-        while not done.query():  # type: ignore[no-untyped-call]
-            if time.monotonic() > deadline:
-                raise RankFailure(
-                    f"a prompt of rank {self._comm.rank} still under way after {limit_s:g} s",
-                    expected="every rank of the mesh to prefill it",
-                    remedy="look for the rank that ended first, and start the job again",
-                )
-            time.sleep(0)
+        if not ends_within(done, limit_s):
+            raise RankFailure(
+                f"a prompt of rank {self._comm.rank} still under way after {limit_s:g} s",
+                expected="every rank of the mesh to prefill it",
+                remedy="look for the rank that ended first, and start the job again",
+            )

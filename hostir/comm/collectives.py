@@ -4,6 +4,7 @@ Results are combined here, in rank order and in fp32 or wider, so every rank get
 communicator.py supplies the exchanges.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -86,8 +87,15 @@ def combine_parts(parts: Sequence[Sequence[Tensor]], combine: str) -> tuple[Tens
 class Collectives(ABC):
     """Collectives on top of two exchanges of bytes, which a transport supplies."""
 
+    timeout_s = math.inf
+
     def __init__(self, mesh: DeviceMesh, rank: int) -> None:
         self.mesh, self.rank = mesh, rank
+
+    @property
+    def signals_on_device(self) -> bool:
+        """Hosts send them."""
+        return False
 
     @abstractmethod
     def _gather(self, axis: str, x: Tensor) -> Callable[[], list[Tensor]]:

@@ -40,6 +40,16 @@ class Communicator(Protocol):
     mesh: DeviceMesh
     rank: int
 
+    @property
+    def signals_on_device(self) -> bool:
+        """Whether GPUs signal each other without the host."""
+        ...
+
+    @property
+    def timeout_s(self) -> float:
+        """Bound of an exchange."""
+        ...
+
     def all_reduce(
         self, axis: str, xs: Sequence[Tensor], outs: Sequence[Tensor], combine: str
     ) -> Handle:
@@ -155,6 +165,7 @@ class TeamCommunicator(Collectives):
 
     def __init__(self, mesh: DeviceMesh, rank: int, backend: str, timeout_s: float) -> None:
         super().__init__(mesh, rank)
+        self.timeout_s = timeout_s
         self._teams = {axis: mesh.team(axis, rank) for axis in mesh.names}
         self._places = {axis: _group_places(team) for axis, team in self._teams.items()}
         self._groups: dict[str, dist.ProcessGroup | None] = {}

@@ -126,6 +126,10 @@ class NcclCommunicator(TeamCommunicator):
         with self._guard(f"wait for signal {name!r}", axis):
             self._opened_signals().wait(axis, name, peer)
 
+    @property
+    def signals_on_device(self) -> bool:
+        return self.signals is not None and self.signals.on_device
+
     def check_signals(self) -> None:
         if self.signals is not None:
             self.signals.check()

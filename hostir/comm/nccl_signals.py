@@ -20,7 +20,11 @@ from distmega.sharding.layout.mesh import DeviceMesh
 
 
 class Signals(Protocol):
-    """Signals between ranks of a team, in order with the current stream; `peer` is a coordinate."""
+    """Signals between ranks of a team, in order with the current stream; `peer` is a coordinate.
+    on_device: whether kernels send them, so that a CUDA graph may hold them.
+    """
+
+    on_device: bool
 
     def signal(self, axis: str, name: str, peer: int) -> None:
         """Signals the peer once the work so far on the current stream is done."""
@@ -37,6 +41,8 @@ class Signals(Protocol):
 
 class NcclSignals:
     """Signals along one axis; a wait that is in vain is ended by torch's watchdog."""
+
+    on_device = False
 
     def __init__(self, mesh: DeviceMesh, rank: int, axis: str, timeout_s: float) -> None:
         """Collective over all processes, whose devices are current."""

@@ -32,6 +32,10 @@ class Matmuls(Protocol):
         """
         ...
 
+    def rewind(self) -> None:
+        """To where runs begin, without work: what was counted belonged to a capture that failed."""
+        ...
+
     def compile(self, node: FusedMatmul) -> Callable[[Tensor, Tensor], Tensor]:
         """What a node does with x [rows, sums] and w [columns, sums]: its out, [rows, columns]."""
         ...
@@ -47,6 +51,9 @@ class SequentialMatmuls:
         """Nothing to make."""
 
     def settle(self) -> None:
+        """Nothing to do."""
+
+    def rewind(self) -> None:
         """Nothing to do."""
 
     def compile(self, node: FusedMatmul) -> Callable[[Tensor, Tensor], Tensor]:

@@ -224,6 +224,31 @@ def is_packed(op: Op) -> bool:
     return op.get("packed", 0) == op.extents["m"]
 
 
+def masked_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, positions: Tensor, scale: float, window: int = 0
+) -> Tensor:
+    """As attention, over whole caches under a mask: the host need not know positions."""
+    num_rows, heads, group, _ = q.shape
+    dtype = operand_dtype(q)
+    keys, values, rows = (x.to(dtype) for x in (k_cache, v_cache, q))
+    seen = torch.arange(k_cache.shape[-2], device=positions.device)
+    here = positions.unsqueeze(1)
+    mask = seen <= here
+    if window:
+        mask &= seen > here - window
+    if k_cache.dim() == 4:
+        mask = mask[:, None, None]
+        out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scale)
+        return out.contiguous().to(q.dtype)
+    rows = rows.permute(1, 2, 0, 3).reshape(1, heads, group * num_rows, -1)
+    mask = mask.repeat(group, 1)
+    out = F.scaled_dot_product_attention(
+        rows, keys.unsqueeze(0), values.unsqueeze(0), attn_mask=mask, scale=scale
+    )
+    out = out.reshape(heads, group, num_rows, -1).permute(2, 0, 1, 3)
+    return out.contiguous().to(q.dtype)
+
+
 def attends_in_order(op: Op) -> bool:
     """Whether an op has all rows of an attention whose positions are 0, 1, 2 ..."""
     rows = op.extents["m"]
@@ -476,8 +501,19 @@ def compile_op(op: Op, coordinate: Coordinate) -> OpFunction:
     return COMPILERS[op.kind](op, coordinate)
 
 
+def reads_host(op: Op) -> str:
+    """What the host reads of the device each time a library op runs; empty if nothing."""
+    if op.kind == "attention" and not attends_in_order(op):
+        return "the host reads positions"
+    return "the host reads where groups start" if op.kind == "grouped_linear" else ""
+
+
 class DeviceOps(Protocol):
     """How a device does library ops."""
+
+    def reads_host(self, op: Op) -> str:
+        """As the function of that name, the way this device does the op."""
+        ...
 
     def compile(self, op: Op, coordinate: Coordinate) -> OpFunction:
         """As compile_op."""
@@ -486,6 +522,9 @@ class DeviceOps(Protocol):
 
 class TorchOps:
     """All by torch."""
+
+    def reads_host(self, op: Op) -> str:
+        return reads_host(op)
 
     def compile(self, op: Op, coordinate: Coordinate) -> OpFunction:
         return compile_op(op, coordinate)

@@ -204,9 +204,11 @@ def prune_event_waits(host: HostProgram) -> HostProgram:
 
 
 class _Prune:
-    """Follows a program, its loops unrolled. known: of each stream, how many nodes of work of each
-    stream it comes after, itself included; records: of each event, what its latest record comes after; needed: the waits
-    that order something, by their place in the printed order.
+    """Follows a program, its loops unrolled.
+
+    known: of each stream, how many nodes of work of each stream it comes after, itself included.
+    records: of each event, what its latest record comes after. needed: the waits that order
+    something, by their place in the printed order.
     """
 
     def __init__(self) -> None:
@@ -237,7 +239,7 @@ class _Prune:
                     follows = _later(mine, self.awaited(body[at + 1 :]))
                     if not theirs or _later(follows, theirs) != follows:
                         self.needed.add(number)
-                    mine |= _later(mine, theirs)
+                        mine |= _later(mine, theirs)
                 case _ if shown(node) is None:
                     mine[self.stream] = mine.get(self.stream, 0) + 1
             number = behind

@@ -2,38 +2,25 @@
 
 Comes in: an Evaluator on a GPU and the tensors to bind. Goes out: a CapturedHost whose `run` copies
 inputs to where the graph reads them and replays it. Streams and events become the graph's edges,
-NCCL's collectives its nodes; signals between hosts, attention that asks positions how much to read,
-grouped linears that ask how many rows each group has, and megakernels that keep state on the host
-can't be captured.
+NCCL's collectives its nodes; graph_breaks.py says what can't be captured. All ranks of a mesh
+capture or none does: `capture_on_ranks`.
 """
 
 import atexit
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from distmega.errors import ProgramError
-from distmega.hostir.ir.nodes import LibraryOp, Node, Signal, WaitSignal, walk_nodes
-from distmega.hostir.ir.text import print_node
-from distmega.hostir.library.ops import attends_in_order, is_packed
+from distmega.hostir.comm.communicator import Communicator
 from distmega.hostir.run.evaluator import Evaluator
+from distmega.hostir.run.graph_breaks import tensor_breaks
 
 NUM_WARM_UPS = 2
 """Runs before the capture: libraries choose and load their kernels, communicators connect."""
-
-
-def _blocks(node: Node) -> bool:
-    """Whether a node waits for the GPU, or is not the same each time."""
-    if isinstance(node, LibraryOp):
-        op = node.op
-        if op.kind == "attention":
-            return not (attends_in_order(op) or is_packed(op))
-        return op.kind == "grouped_linear"
-    return isinstance(node, Signal | WaitSignal)
 
 
 @contextmanager
@@ -49,6 +36,41 @@ def _own_workspaces() -> Iterator[None]:
         torch._C._cuda_clearCublasWorkspaces()
 
 
+class GraphMemory:
+    """Memory for what graphs hold while they run, shared by those that take turns: one replay at a
+    time, whatever streams they are on. What a graph gives lasts until the next replay of any.
+    """
+
+    def __init__(self) -> None:
+        self.pool = torch.cuda.graph_pool_handle()
+        self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._stream: torch.cuda.Stream | None = None
+
+    def begin(self) -> None:
+        """What is queued on the current stream from here on comes after the turn before."""
+        stream = torch.cuda.current_stream()
+        if self._stream is not None and self._stream != stream:
+            stream.wait_event(self._done)
+        self._stream = stream
+
+    def end(self) -> None:
+        """The turn ends with what the current stream has been given."""
+        assert self._stream is not None, "begun before"
+        self._done.record(self._stream)
+
+
+_shared: "WeakValueDictionary[int, GraphMemory]" = WeakValueDictionary()
+
+
+def shared_memory(device: torch.device) -> GraphMemory:
+    """The memory that compiled programs of a GPU share. It lasts as long as one of them has it."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    found = _shared.get(index)
+    if found is None:
+        found = _shared[index] = GraphMemory()
+    return found
+
+
 class CapturedHost:
     """A host program bound to tensors: weights, states and inputs stay where they were given."""
 
@@ -56,54 +78,110 @@ class CapturedHost:
         self,
         evaluator: Evaluator,
         tensors: Mapping[str, Tensor],
-        pool: Any = None,
+        memory: GraphMemory | None = None,
+        *,
+        copy_states: bool = True,
     ) -> None:
-        """Runs the program a few times, so states must be such that this does no harm. pool: as of
-        torch.cuda.graph; graphs that share one overwrite each other's outputs.
+        """Runs the program a few times, on copies of its states, then captures it. memory: by
+        default its own. copy_states: False where runs more or less do no harm.
 
-        Every rank of the mesh captures at the same point of its program. ProgramError for nodes
-        that block the host.
+        Every rank of the mesh captures at the same point of its program. ProgramError for what
+        can't be captured.
         """
         host = evaluator.host
-        blocking = [node for node in walk_nodes(host.body) if _blocks(node)]
-        if blocking:
+        problems = [*evaluator.graph_breaks, *tensor_breaks(host, evaluator.device, tensors)]
+        if problems:
             raise ProgramError(
-                f"host program {host.name!r} with {print_node(blocking[0])!r}",
+                f"host program {host.name!r}: {problems[0]}",
                 expected="nodes that only queue work on the GPU, the same each time",
                 remedy="run it without capture",
             )
         self._given, self._matmuls = dict(tensors), evaluator.matmuls
-        self._inputs = [b.name for b in host.buffers if b.role == "input"]
+        self._inputs = {b.name for b in host.buffers if b.role == "input"}
+        self._memory = memory or GraphMemory()
+        states = {b.name for b in host.buffers if b.role == "state"} if copy_states else set()
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
+            warm = {n: x.clone() if n in states else x for n, x in self._given.items()}
             for _ in range(NUM_WARM_UPS):
-                evaluator.run(self._given)
+                evaluator.run(warm)
             self._matmuls.settle()
+            del warm
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
         self._graph = torch.cuda.CUDAGraph()
-        with (
-            _own_workspaces(),
-            torch.cuda.stream(torch.cuda.current_stream()),  # restored even if the capture fails
-            torch.cuda.graph(self._graph, pool, side, capture_error_mode="thread_local"),
-        ):
-            self._outputs = evaluator.run(self._given)
-            self._matmuls.settle()
+        try:
+            with (
+                _own_workspaces(),
+                torch.cuda.stream(torch.cuda.current_stream()),  # restored if the capture fails
+                torch.cuda.graph(
+                    self._graph, self._memory.pool, side, capture_error_mode="thread_local"
+                ),
+            ):
+                self._outputs = evaluator.run(self._given)
+                self._matmuls.settle()
+        except BaseException:
+            self._matmuls.rewind()
+            raise
         _ALIVE.add(self)
 
-    def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Outputs by name, overwritten by the next run. inputs: those to change since the last."""
-        for name in self._inputs:
-            if name in inputs and inputs[name] is not self._given[name]:
-                self._given[name].copy_(inputs[name])
+    def run(self, inputs: Mapping[str, Tensor], *, copy: bool = False) -> dict[str, Tensor]:
+        """Outputs by name, overwritten by the next run unless copied; what the program was given
+        and gives back is never copied. inputs: those to change since the last.
+        """
+        self._memory.begin()
+        for name, x in inputs.items():
+            mine = self._given[name]
+            if x is not mine and name in self._inputs:
+                mine.copy_(x)
         self._matmuls.settle()
         self._graph.replay()
-        return self._outputs
+        outputs = self._outputs
+        if copy:
+            given = self._given
+            outputs = {n: x if given.get(n) is x else x.clone() for n, x in outputs.items()}
+        self._memory.end()
+        return outputs
 
     def release(self) -> None:
         """Frees the graph; there are no more runs."""
         self._graph.reset()
+
+
+Capture = Callable[[], CapturedHost]
+
+
+def capture_on_ranks(
+    comm: Communicator, problem: str, capture: Capture
+) -> tuple[CapturedHost | None, str]:
+    """What `capture` gives, or why not: on all ranks of the mesh or on none, since NCCL may prepare
+    captured collectives unlike others. Every rank calls it. problem: what this rank knows to stand
+    in the way; empty if nothing.
+    """
+    if found := _first_problem(comm, problem):
+        return None, found
+    captured = None
+    try:
+        captured = capture()
+    except (RuntimeError, ProgramError) as error:
+        # where a capture has failed, ending it fails too
+        problem = str(error.__context__ or error).partition("\n")[0] or type(error).__name__
+    found = _first_problem(comm, problem)
+    if found and captured is not None:
+        captured.release()
+        captured = None
+    return captured, found
+
+
+def _first_problem(comm: Communicator, problem: str) -> str:
+    """The first that a rank of the mesh has; it names the rank where others have another."""
+    problems = comm.all_gather_object(problem)
+    rank, first = next(
+        ((rank, each) for rank, each in zip(comm.mesh.ranks, problems, strict=True) if each),
+        (0, ""),
+    )
+    return first if len({*problems}) == 1 else f"rank {rank}: {first}"
 
 
 _ALIVE: WeakSet[CapturedHost] = WeakSet()

@@ -44,12 +44,17 @@ from distmega.hostir.library.matmuls import Matmuls, SequentialMatmuls, compile_
 from distmega.hostir.library.ops import IN_PLACE, DeviceOps, TorchOps, op_operands
 from distmega.hostir.library.torch_types import check_mapping, describe, empty_tensor, fits
 from distmega.hostir.lower.matmul_nodes import FusedMatmul
+from distmega.hostir.run.graph_breaks import graph_breaks
 from distmega.hostir.run.streams import CudaStreams
 from distmega.program import types as program
 
 
 class KernelRunner(Protocol):
-    """A compiled segment on one rank."""
+    """A compiled segment on one rank. replays: whether a launch does the same each time, with all
+    that changes in device memory, so that it may stand in a CUDA graph.
+    """
+
+    replays: bool
 
     def launch(self, tensors: Mapping[str, Tensor]) -> None:
         """Runs once. Tensors by their names in the segment; outputs are allocated, states updated
@@ -95,7 +100,8 @@ class Evaluator:
 
         ProgramError if a runner is missing.
         """
-        self.host, self.comm = host, comm
+        self.host, self.comm, self.kernels = host, comm, kernels
+        self.device, self.ops = torch.device(device), ops or TorchOps()
         missing = [segment.name for segment in host.segments if segment.name not in kernels]
         if missing:
             raise ProgramError(
@@ -106,9 +112,7 @@ class Evaluator:
         self._given = [buffer for buffer in host.buffers if buffer.role != "temp"]
         self.matmuls = matmuls or SequentialMatmuls(comm)
         self.matmuls.open_rooms(host.rooms)
-        compiler = _Compiler(
-            host, comm, kernels, torch.device(device), watch, ops or TorchOps(), self.matmuls
-        )
+        compiler = _Compiler(host, comm, kernels, self.device, watch, self.ops, self.matmuls)
         self._streams = compiler.streams
         self._run = compiler.block(host.body, 0)
 
@@ -131,6 +135,18 @@ class Evaluator:
                 finally:
                     self._streams.end()
         return {name: frame.tensors[name] for name in self.host.outputs}
+
+    @property
+    def graph_breaks(self) -> tuple[str, ...]:
+        """Why the program can't be one CUDA graph; see graph_breaks.py."""
+        breaks = graph_breaks(
+            self.host,
+            self.device,
+            self.ops,
+            signals_on_device=self.comm.signals_on_device,
+            bound_kernels=[name for name, kernel in self.kernels.items() if not kernel.replays],
+        )
+        return tuple(breaks)
 
 
 def allocated_names(body: Sequence[Node]) -> set[str]:

@@ -43,6 +43,8 @@ def open_peers(kernel: Megakernel, rank: int, exchange: Exchange) -> Peers:
 class CpuMegakernel:
     """A megakernel bound to the memory of one rank."""
 
+    replays = False
+
     def __init__(
         self,
         kernel: Megakernel,

@@ -37,6 +37,12 @@ class PeerMatmuls:
             for workspace in opened:
                 workspace.settle()
 
+    def rewind(self) -> None:
+        """See Matmuls."""
+        for opened in self._opened.values():
+            for workspace in opened:
+                workspace.turn = 0
+
     def compile(self, node: FusedMatmul) -> Callable[[Tensor, Tensor], Tensor]:
         """See Matmuls. ProgramError from a call with what the kernel can't do."""
         comm, axis, overlap = self.comm, node.mesh_axis, True if node.forced else None

@@ -59,6 +59,8 @@ AHEAD = 4
 class BatchRunner:
     """The batched decode kernel bound to the memory of one GPU."""
 
+    replays = False
+
     def __init__(
         self,
         segment: Program,

@@ -82,6 +82,8 @@ def padded_head_rows(head_rows: int) -> int:
 class DecodeRunner:
     """The decode kernel bound to the memory of one GPU."""
 
+    replays = False
+
     def __init__(
         self,
         segment: Program,

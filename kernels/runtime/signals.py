@@ -47,6 +47,8 @@ def open_signals(
 class PeerSignals:
     """Signals along one axis; hostir/comm/nccl_signals.py states the protocol."""
 
+    on_device = True
+
     def __init__(
         self, comm: NcclCommunicator, axis: str, names: Sequence[str], timeout_s: float
     ) -> None:

@@ -1,0 +1,84 @@
+"""How long what was queued on a GPU may take: nobody else watches the collectives of a graph.
+
+Comes in: a mark behind each call. Goes out: HangError from `wait`, in time. A host that never waits
+so, and hangs in torch.cuda.synchronize, is ended by a thread, as torch's watchdog ends one that
+waits for a collective outside of graphs. Used by distmega/compiled.py and engine/prefill.py.
+"""
+
+import logging
+import os
+import threading
+import time
+
+import torch
+
+from distmega.errors import HangError
+
+logger = logging.getLogger(__name__)
+
+GRACE_S = 10.0
+"""How much longer the thread waits than `wait` does."""
+
+
+def ends_within(done: torch.cuda.Event, limit_s: float) -> bool:
+    """Whether an event is reached in time; returns as soon as it is."""
+    deadline = time.monotonic() + limit_s
+    while not done.query():  # type: ignore[no-untyped-call]
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0)
+    return True
+
+
+class Deadline:
+    """Bounds the calls of one program on one GPU."""
+
+    def __init__(self, what: str, limit_s: float) -> None:
+        """what: for messages, such as "calls of program 'mlp' on rank 1"."""
+        self.what, self.limit_s = what, limit_s
+        self._mark: tuple[torch.cuda.Event, float] | None = None
+        self._thread: threading.Thread | None = None
+
+    def note(self) -> None:
+        """A call has been queued on the current stream."""
+        if self._mark is not None and not self._mark[0].query():  # type: ignore[no-untyped-call]
+            return
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record()
+        self._mark = done, time.monotonic()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._watch, name="distmega-watch", daemon=True)
+            self._thread.start()
+
+    def wait(self) -> None:
+        """Returns once all that was queued on the current stream has ended; HangError if that
+        takes longer than the limit.
+        """
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record()
+        ended = ends_within(done, self.limit_s)
+        self._mark = None
+        if not ended:
+            raise self._error()
+
+    def _error(self) -> HangError:
+        return HangError(
+            f"{self.what}: still under way after {self.limit_s:g} s",
+            expected="every rank of the mesh to make the same calls in that time",
+            remedy="look for the rank that ended or stopped first, and start the job again",
+        )
+
+    def _watch(self) -> None:
+        while True:
+            mark = self._mark
+            if mark is None:
+                time.sleep(min(1.0, self.limit_s))
+                continue
+            done, since = mark
+            time.sleep(max(0.0, since + self.limit_s + GRACE_S - time.monotonic()))
+            # asked only now: a question may spoil a capture that is under way elsewhere
+            if self._mark is mark and not done.query():  # type: ignore[no-untyped-call]
+                logger.critical("%s", self._error())
+                os.abort()
+            if self._mark is mark:
+                self._mark = None

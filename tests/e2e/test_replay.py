@@ -1,0 +1,290 @@
+"""Compiled programs between calls: what is bound, what ends a graph, who decides, what a fault
+makes void. A stand-in for the graph runs the program, so that all of it runs on the CPU.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor
+
+import distmega
+from distmega import compiled
+from distmega.compiled import CompiledProgram
+from distmega.errors import CheckError, HangError, ProgramError
+from distmega.hostir import SingleCommunicator
+from distmega.hostir.run import cuda_graph, evaluator
+from tests.hostir.threads import ThreadCommunicator, Wires
+
+ONE = distmega.DeviceMesh(tp=1)
+TWO = distmega.DeviceMesh(tp=2)
+
+
+def counter() -> distmega.Program:
+    """y = x w', s += x, with s a result too."""
+    p = distmega.ProgramBuilder("counter")
+    x, s = p.input("x", (2, 4)), p.state("s", (2, 4))
+    y = p.linear(x, p.weight("w", (4, 4)), name="y")
+    p.set(p.pointwise("a0 + a1", s, x), into=s)
+    return p.build(y, s)
+
+
+def compile_counter(**options: bool) -> CompiledProgram:
+    plan = distmega.plan_program(counter(), ONE, distmega.CPU)
+    return CompiledProgram(plan, SingleCommunicator(ONE), **options)
+
+
+def given() -> dict[str, Tensor]:
+    return {"x": torch.ones(2, 4), "w": torch.eye(4), "s": torch.zeros(2, 4)}
+
+
+class Graph:
+    """In place of a CapturedHost: runs the program on what is bound, and counts."""
+
+    made: list["Graph"] = []
+
+    def __init__(self, runs: evaluator.Evaluator, tensors: Mapping[str, Tensor], memory: object):
+        self.runs, self.tensors, self.num_runs, self.released = runs, dict(tensors), 0, False
+        Graph.made.append(self)
+
+    def run(self, inputs: Mapping[str, Tensor], *, copy: bool) -> dict[str, Tensor]:
+        self.num_runs += 1
+        for name, x in inputs.items():
+            self.tensors[name].copy_(x)
+        return self.runs.run(self.tensors)
+
+    def release(self) -> None:
+        self.released = True
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
+    """Lets programs on the CPU be captured; gives the graphs made so far."""
+    Graph.made = []
+    monkeypatch.setattr(compiled, "CapturedHost", Graph)
+    monkeypatch.setattr(compiled, "shared_memory", lambda device: None)
+    monkeypatch.setattr(evaluator.Evaluator, "graph_breaks", ())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *device: None)
+    return Graph.made
+
+
+def test_weights_and_states_are_bound_once_and_inputs_copied(graphs: list[Graph]):
+    step, tensors = compile_counter(), given()
+    assert (step.stats.replayed, step.stats.reason) == (False, "")
+    first = step(tensors)
+    assert torch.equal(first["y"], torch.ones(2, 4))
+    assert step({"x": torch.full((2, 4), 2.0)})["y"][0, 0] == 2
+    assert step({"x": torch.full((2, 4), 3.0), "w": tensors["w"]})["y"][0, 0] == 3
+    assert torch.equal(tensors["s"], torch.full((2, 4), 6.0))
+    assert torch.equal(tensors["x"], torch.ones(2, 4))
+    (graph,) = graphs
+    assert graph.num_runs == 3
+    assert graph.tensors["s"] is tensors["s"]
+    assert graph.tensors["x"] is not tensors["x"]
+    assert step.stats.replayed
+    assert "replays as one CUDA graph" in step.explain()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda step: step({}), "no tensor for 'x'; expected every input of this rank in each"),
+        (lambda step: step({"x": torch.ones(1, 4)}), r"f32\[1, 4\] for input 'x'; expected f32\[2"),
+        (lambda step: step({"z": torch.ones(1)}), "a value for 'z'; expected one of"),
+        (lambda step: step.bind({"s": torch.ones(2)}), r"f32\[2\] for state 's'"),
+    ],
+)
+@pytest.mark.parametrize("replay", [False, True])
+def test_what_does_not_fit_is_refused(
+    call: Callable[[CompiledProgram], object], message: str, replay: bool, graphs: list[Graph]
+):
+    step, tensors = compile_counter(replay=replay), given()
+    with pytest.raises(ProgramError, match=r"no tensor for '[ws]'"):
+        step({"x": tensors["x"]})
+    step(tensors)
+    with pytest.raises(ProgramError, match=message):
+        call(step)
+    assert torch.equal(tensors["s"], torch.ones(2, 4)), "a refused call changes nothing"
+
+
+def test_other_tensors_are_bound_by_name_and_captured_anew(graphs: list[Graph]):
+    step, tensors = compile_counter(), given()
+    step(tensors)
+    other = torch.full((2, 4), 10.0)
+    step.bind({"s": other, "x": tensors["x"]})
+    assert graphs[0].released
+    step({})
+    tensors["x"].fill_(2)
+    step({})
+    assert torch.equal(other, torch.full((2, 4), 13.0))
+    assert torch.equal(tensors["s"], torch.ones(2, 4))
+    assert len(graphs) == 2
+
+
+@pytest.mark.parametrize("replay", [False, True])
+def test_calls_may_bring_other_states_a_few_times(replay: bool, graphs: list[Graph]):
+    step, tensors = compile_counter(replay=replay), given()
+    step(tensors)
+    for number in range(compiled.MOST_REBOUND + 2):
+        state = torch.full((2, 4), float(number))
+        assert step({**tensors, "s": state})["s"] is state
+        assert torch.equal(state, torch.full((2, 4), number + 1.0))
+    assert torch.equal(tensors["s"], torch.ones(2, 4))
+    assert not step.stats.replayed
+    reason = "calls bring weights or states of their own" if replay else "replay=False"
+    assert step.stats.reason == reason
+    assert len(graphs) == (1 + compiled.MOST_REBOUND) * replay
+
+
+def test_a_warm_program_has_tensors_of_its_own(graphs: list[Graph]):
+    step = compile_counter(warm=True)
+    assert step.stats.replayed
+    assert not any(x.any() for x in step.tensors.values())
+    step.load({"w": torch.eye(4), "x": torch.ones(2, 4)})
+    assert torch.equal(step({})["y"], torch.ones(2, 4))
+    assert torch.equal(step.tensors["s"], torch.ones(2, 4))
+
+
+def test_the_cpu_has_no_graphs_and_says_so():
+    step = compile_counter()
+    step(given())
+    assert not step.stats.replayed
+    assert step.stats.reason == "its tensors are on the CPU, which has no graphs"
+    assert "runs node by node: its tensors are on the CPU" in step.explain()
+    slow = compile_counter(replay=False)
+    slow(given())
+    assert slow.stats.reason == "replay=False"
+
+
+def test_stats_count_what_a_program_consists_of():
+    p = distmega.ProgramBuilder("odd")
+    x = p.input("x", (2, 4))
+    (y,) = p.opaque("aten.sin.default", '[[{"tensor": 0}], {}]', [x], [((2, 4), "f32")])
+    plan = distmega.plan_program(p.build(p.linear(y, p.weight("w", (4, 4)))), ONE, distmega.CPU)
+    stats = CompiledProgram(plan, SingleCommunicator(ONE)).stats
+    assert (stats.num_library_ops, stats.num_opaque_ops, stats.num_megakernels) == (2, 1, 0)
+    assert (stats.num_tasks, stats.num_events, stats.num_compilations) == (0, 0, 0)
+
+
+class Failing(SingleCommunicator):
+    """Gives up a signal when asked to."""
+
+    hangs = False
+
+    def check_signals(self) -> None:
+        if self.hangs:
+            raise HangError("waited 1 s for signal 'go'", expected="it", remedy="look")
+
+
+@pytest.mark.parametrize("replay", [False, True])
+def test_states_are_void_after_a_hang_until_they_are_bound_again(replay: bool, graphs: list[Graph]):
+    comm = Failing(ONE)
+    step = CompiledProgram(distmega.plan_program(counter(), ONE, distmega.CPU), comm, replay=replay)
+    tensors = given()
+    step(tensors)
+    step.wait()
+    comm.hangs = True
+    with pytest.raises(HangError, match="signal 'go'"):
+        step.wait()
+    comm.hangs = False
+    for call in (lambda: step({"x": tensors["x"]}), step.wait):
+        with pytest.raises(ProgramError, match="void since HangError: waited 1 s for signal 'go'"):
+            call()
+    step.bind({"w": torch.eye(4)})
+    with pytest.raises(ProgramError, match="void since HangError"):
+        step({"x": tensors["x"]})
+    step.bind({"s": torch.zeros(2, 4)})
+    assert torch.equal(step({"x": tensors["x"]})["s"], torch.ones(2, 4))
+
+
+class Talking(ThreadCommunicator):
+    """Also tells the other thread what this one found."""
+
+    def all_gather_object(self, value: object, axis: str = "") -> list[object]:
+        for peer in self.mesh.ranks:
+            self.wires.queues["tp", "signal", self.rank, peer].put(value)
+        found = self.wires.queues
+        return [found["tp", "signal", peer, self.rank].get(timeout=20) for peer in self.mesh.ranks]
+
+
+def on_two_ranks(body: Callable[[CompiledProgram, int], object]) -> list[object]:
+    """A product of two halves, called by two ranks that are threads."""
+    p = distmega.ProgramBuilder("halves")
+    y = p.linear(p.input("x", (2, 4)), p.weight("w", (4, 4)), name="y")
+    marks = {"x": distmega.shard(1, "tp"), "w": distmega.shard(1, "tp")}
+    plan = distmega.plan_program(p.build(y), TWO, distmega.CPU, marks)
+    wires = Wires(TWO)
+    steps = [CompiledProgram(plan, Talking(TWO, rank, wires)) for rank in (0, 1)]
+    wholes = {"x": torch.ones(2, 4), "w": torch.eye(4)}
+
+    def run(rank: int) -> object:
+        step = steps[rank]
+        for _ in range(2):
+            parts = step.parts({n: x for n, x in wholes.items() if n not in step.tensors})
+            (found,) = step(parts).values()
+            assert torch.equal(found, torch.ones(2, 4))
+        return body(step, rank)
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(run, (0, 1)))
+
+
+def test_all_ranks_capture(graphs: list[Graph]):
+    assert on_two_ranks(lambda step, rank: step.stats.replayed) == [True, True]
+    assert [graph.num_runs for graph in graphs] == [2, 2]
+
+
+def test_no_rank_captures_where_one_can_not(graphs: list[Graph], monkeypatch: pytest.MonkeyPatch):
+    def capture(runs: evaluator.Evaluator, *given: object) -> Graph:
+        if runs.comm.rank == 1:
+            raise RuntimeError("out of memory\nmore")
+        return Graph(runs, *given)
+
+    monkeypatch.setattr(compiled, "CapturedHost", capture)
+    reasons = on_two_ranks(lambda step, rank: (step.stats.replayed, step.stats.reason))
+    assert reasons == [(False, "rank 1: out of memory")] * 2
+    (graph,) = graphs
+    assert graph.released
+    assert graph.num_runs == 0
+
+
+def test_a_rank_that_knows_of_a_problem_keeps_all_from_capturing(
+    graphs: list[Graph], monkeypatch: pytest.MonkeyPatch
+):
+    def problems(host: object, device: object, tensors: object) -> Iterator[str]:
+        yield "weight 'w' is on the CPU"
+
+    monkeypatch.setattr(compiled, "tensor_breaks", problems)
+    found = on_two_ranks(lambda step, rank: step.stats.reason)
+    assert found == ["weight 'w' is on the CPU"] * 2
+    assert not graphs
+
+
+def test_a_host_program_is_proven_before_it_runs(monkeypatch: pytest.MonkeyPatch):
+    num: list[object] = []
+    compiled.prove_once.cache_clear()
+    monkeypatch.setattr("distmega.hostir.check.check.check_host", num.append)
+    for _ in range(3):
+        compile_counter()
+    assert len(num) == 1
+
+    def refuse(host: object) -> None:
+        raise CheckError("a race", expected="none", remedy="wait")
+
+    compiled.prove_once.cache_clear()
+    monkeypatch.setattr("distmega.hostir.check.check.check_host", refuse)
+    with pytest.raises(CheckError, match="a race"):
+        compile_counter()
+    compiled.prove_once.cache_clear()
+
+
+def test_the_first_problem_names_its_rank():
+    class Two(SingleCommunicator):
+        def __init__(self) -> None:
+            self.mesh, self.rank = TWO, 0
+
+        def all_gather_object(self, value: str, axis: str = "") -> list[str]:
+            return [value, "no room"]
+
+    assert cuda_graph.capture_on_ranks(Two(), "", pytest.fail) == (None, "rank 1: no room")
