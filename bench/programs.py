@@ -1,0 +1,425 @@
+"""Programs that are no language model's decode step, through compile_plan: distmega, torch.compile
+and torch's own CUDA graph of the same ops, alternating.
+
+    python -m bench.programs "gated_mlp rows=1" "gated_mlp rows=64 tp=2" gpt2_step ...
+
+Five processes, one after the other, each time every case by GPU events, calls queued, in turns;
+records hold the medians of the processes. The floor is what a GPU needs to read its weights and
+states, or for its products if that is longer, at rates measured in the same process. The host's
+time of a call stands apart, in its own file. Weights are random, bf16. Over ranks the peer is torch
+with NCCL in a CUDA graph. Writes bench/results/programs-<device>.json and programs-host-<device>.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from bench.cases import read_case
+from bench.decode import meet
+from bench.prefill import flops_per_us
+from bench.ranks import TIMEOUT_S, run_on_ranks
+from bench.records import Record, add_book_options, open_book
+from bench.timing import Call, copy_bytes_per_us, elapsed_us
+from distmega.compiled import CompiledProgram
+from distmega.hostir.comm.communicator import Communicator
+from distmega.hostir.comm.nccl_native import NativeNccl
+from distmega.hostir.library.torch_types import torch_dtype
+from distmega.program.builder import Handle, ProgramBuilder
+from distmega.program.types import Program
+from distmega.sharding.layout.placements import Layout, shard
+from distmega.sharding.planner import plan_program
+from distmega.sharding.search.cost import H200
+
+OURS, COMPILED, GRAPH = "ours", "torch.compile", "torch graph"
+CASES = (
+    *(f"gated_mlp rows={rows}" for rows in (1, 16, 64, 256, 1024)),
+    *(f"gated_mlp rows={rows} tp=2" for rows in (1, 16, 64, 256, 1024)),
+    "gpt2_step", "encoder rows=128", "mixer",
+)  # fmt: skip
+CALLS = 16
+"""Calls between two events."""
+HOST_CALLS = 50
+"""Calls whose host time is taken at once: few enough to fit into a GPU's queue."""
+EPS = 1e-5
+GELU_TANH = "0.5 * a0 * (1.0 + tanh(0.7978845608028654 * (a0 + 0.044715 * a0 * a0 * a0)))"
+TOLERANCE = 0.06
+"""Of the largest value, between distmega and torch, both in bf16 through many layers."""
+
+Tensors = Mapping[str, Tensor]
+Line = Mapping[str, Any]
+"""What a process found of a case: `us` and `host_us` by name, `floor_us`, how `far` from torch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """A program, how ranks divide it, and the same in torch on a rank's tensors by name, given the
+    sum over ranks.
+    """
+
+    program: Program
+    marks: dict[str, Layout]
+    in_torch: Callable[[Tensors, Callable[[Tensor], Tensor]], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What a case's name says."""
+
+    text: str
+    name: str
+    rows: int
+    num_ranks: int
+
+
+def parse_case(text: str) -> Case:
+    """Reads "gated_mlp rows=N tp=N", "encoder rows=N", "gpt2_step" or "mixer"."""
+    numbers = ("rows",) if text.startswith(("gated_mlp", "encoder")) else ()
+    name, *found, num_ranks = read_case(text, *numbers)
+    if name not in MODELS:
+        raise SystemExit(f"case {text!r}; expected one of {', '.join(MODELS)}; correct it")
+    return Case(text, name, found[0] if found else 0, num_ranks)
+
+
+def gated_mlp(rows: int, layers: int = 16, hidden: int = 2048, inner: int = 8192) -> Model:
+    """x + (silu(norm(x) gate') * (norm(x) up')) down', layer after layer."""
+    p = ProgramBuilder("gated_mlp")
+    x = p.input("x", (rows, hidden), "bf16")
+    marks: dict[str, Layout] = {}
+    for i in range(layers):
+        normed = p.rms_norm(x, p.weight(f"{i}.norm", (hidden,), "bf16"), EPS)
+        gate, up = (
+            p.linear(normed, p.weight(f"{i}.{name}", (inner, hidden), "bf16"))
+            for name in ("gate", "up")
+        )
+        down = p.weight(f"{i}.down", (hidden, inner), "bf16")
+        x = p.linear(gate.map("silu(a0) * a1", up), down).map("a0 + a1", x)
+        marks |= {f"{i}.{name}": shard(0, "tp") for name in ("gate", "up")}
+        marks[f"{i}.down"] = shard(1, "tp")
+
+    def in_torch(own: Tensors, total: Callable[[Tensor], Tensor]) -> Tensor:
+        x = own["x"]
+        for i in range(layers):
+            h = F.rms_norm(x, (hidden,), own[f"{i}.norm"], EPS)
+            act = F.silu(F.linear(h, own[f"{i}.gate"])) * F.linear(h, own[f"{i}.up"])
+            x = x + total(F.linear(act, own[f"{i}.down"]))
+        return x
+
+    return Model(program=p.build(x), marks=marks, in_torch=in_torch)
+
+
+def _layer_norm(p: ProgramBuilder, x: Handle, name: str) -> Handle:
+    weight, bias = (p.weight(f"{name}.{part}", x.shape[-1:], "bf16") for part in ("w", "b"))
+    return p.layer_norm(x, weight, bias, EPS)
+
+
+def _linear(p: ProgramBuilder, x: Handle, name: str, columns: int) -> Handle:
+    weight = p.weight(f"{name}.w", (columns, x.shape[-1]), "bf16")
+    return p.linear(x, weight, p.weight(f"{name}.b", (columns,), "bf16"))
+
+
+def _torch_linear(own: Tensors, x: Tensor, name: str) -> Tensor:
+    return F.linear(x, own[f"{name}.w"], own[f"{name}.b"])
+
+
+def _torch_norm(own: Tensors, x: Tensor, name: str) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], own[f"{name}.w"], own[f"{name}.b"], EPS)
+
+
+def gpt2_step(
+    rows: int = 0, layers: int = 12, hidden: int = 768, heads: int = 12, cached: int = 1024
+) -> Model:
+    """A decode step of GPT-2's blocks: one row at a position of caches, which are states."""
+    p, dim = ProgramBuilder("gpt2_step"), hidden // heads
+    x, at = p.input("x", (1, hidden), "bf16"), p.input("position", (1,), "i64")
+    for i in range(layers):
+        qkv = _linear(p, _layer_norm(p, x, f"{i}.ln1"), f"{i}.qkv", 3 * hidden)
+        parts = [p.slice(qkv, 1, n * hidden, (n + 1) * hidden, view=True) for n in range(3)]
+        q = p.reshape(parts[0], (1, heads, 1, dim), view=True)
+        k, v = (p.reshape(part, (1, heads, dim), view=True) for part in parts[1:])
+        caches = [p.state(f"{i}.{name}", (heads, cached, dim), "bf16") for name in "kv"]
+        for cache, new in zip(caches, (k, v), strict=True):
+            p.kv_append(cache, new, at)
+        mixed = p.reshape(p.attention(q, *caches, at, dim**-0.5), (1, hidden), view=True)
+        x = x.map("a0 + a1", _linear(p, mixed, f"{i}.out", hidden))
+        up = _linear(p, _layer_norm(p, x, f"{i}.ln2"), f"{i}.up", 4 * hidden).map(GELU_TANH)
+        x = x.map("a0 + a1", _linear(p, up, f"{i}.down", hidden))
+
+    def in_torch(own: Tensors, total: Callable[[Tensor], Tensor]) -> Tensor:
+        x, at = own["x"], own["position"]
+        for i in range(layers):
+            qkv = _torch_linear(own, _torch_norm(own, x, f"{i}.ln1"), f"{i}.qkv")
+            q, k, v = qkv.view(3, heads, 1, dim).unbind(0)
+            keys, values = own[f"{i}.k"], own[f"{i}.v"]
+            keys.index_copy_(1, at, k)
+            values.index_copy_(1, at, v)
+            seen = (torch.arange(cached, device=x.device) <= at)[None, None]
+            mixed = F.scaled_dot_product_attention(
+                q[None], keys[None], values[None], attn_mask=seen[None]
+            )
+            x = x + _torch_linear(own, mixed.reshape(1, hidden), f"{i}.out")
+            up = _torch_linear(own, _torch_norm(own, x, f"{i}.ln2"), f"{i}.up")
+            x = x + _torch_linear(own, F.gelu(up, approximate="tanh"), f"{i}.down")
+        return x
+
+    return Model(program=p.build(x), marks={}, in_torch=in_torch)
+
+
+def encoder(rows: int, layers: int = 12, hidden: int = 768, heads: int = 12) -> Model:
+    """BERT-base's layers: norms behind the sums, attention to all rows."""
+    p, dim = ProgramBuilder("encoder"), hidden // heads
+    x = p.input("x", (rows, hidden), "bf16")
+    for i in range(layers):
+        qkv = p.reshape(_linear(p, x, f"{i}.qkv", 3 * hidden), (rows, 3, heads, dim), view=True)
+        parts = (p.slice(qkv, 1, n, n + 1, view=True) for n in range(3))
+        q, k, v = (p.transpose(part, (1, 2, 0, 3), view=True) for part in parts)
+        mixed = p.transpose(p.attend(q, k, v, None, dim**-0.5), (0, 2, 1, 3))
+        out = _linear(p, p.reshape(mixed, (rows, hidden), view=True), f"{i}.out", hidden)
+        x = _layer_norm(p, x.map("a0 + a1", out), f"{i}.ln1")
+        up = _linear(p, x, f"{i}.up", 4 * hidden).map("gelu(a0)")
+        x = _layer_norm(p, x.map("a0 + a1", _linear(p, up, f"{i}.down", hidden)), f"{i}.ln2")
+
+    def in_torch(own: Tensors, total: Callable[[Tensor], Tensor]) -> Tensor:
+        x = own["x"]
+        for i in range(layers):
+            qkv = _torch_linear(own, x, f"{i}.qkv").view(1, rows, 3, heads, dim)
+            q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))
+            mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+            x = x + _torch_linear(own, mixed.reshape(rows, hidden), f"{i}.out")
+            x = _torch_norm(own, x, f"{i}.ln1")
+            up = F.gelu(_torch_linear(own, x, f"{i}.up"))
+            x = _torch_norm(own, x + _torch_linear(own, up, f"{i}.down"), f"{i}.ln2")
+        return x
+
+    return Model(program=p.build(x), marks={}, in_torch=in_torch)
+
+
+def mixer(
+    rows: int = 0, layers: int = 12, hidden: int = 768, patches: int = 196, inner: int = 384
+) -> Model:
+    """Blocks of MLP-Mixer: a perceptron over patches, then one over channels."""
+    p = ProgramBuilder("mixer")
+    x = p.input("x", (patches, hidden), "bf16")
+    for i in range(layers):
+        turned = p.transpose(_layer_norm(p, x, f"{i}.ln1"), (1, 0), view=True)
+        up = _linear(p, turned, f"{i}.up1", inner).map("gelu(a0)")
+        down = p.transpose(_linear(p, up, f"{i}.down1", patches), (1, 0), view=True)
+        x = x.map("a0 + a1", down)
+        up = _linear(p, _layer_norm(p, x, f"{i}.ln2"), f"{i}.up2", 4 * hidden).map("gelu(a0)")
+        x = x.map("a0 + a1", _linear(p, up, f"{i}.down2", hidden))
+
+    def in_torch(own: Tensors, total: Callable[[Tensor], Tensor]) -> Tensor:
+        x = own["x"]
+        for i in range(layers):
+            up = F.gelu(_torch_linear(own, _torch_norm(own, x, f"{i}.ln1").T, f"{i}.up1"))
+            x = x + _torch_linear(own, up, f"{i}.down1").T
+            up = F.gelu(_torch_linear(own, _torch_norm(own, x, f"{i}.ln2"), f"{i}.up2"))
+            x = x + _torch_linear(own, up, f"{i}.down2")
+        return x
+
+    return Model(program=p.build(x), marks={}, in_torch=in_torch)
+
+
+MODELS: dict[str, Callable[[int], Model]] = {
+    "gated_mlp": gated_mlp, "gpt2_step": gpt2_step, "encoder": encoder, "mixer": mixer,
+}  # fmt: skip
+
+
+def own_tensors(step: CompiledProgram, rank: int) -> dict[str, Tensor]:
+    """Random tensors of a rank, weights scaled to keep values around 1; inputs are all ranks'."""
+    tensors: dict[str, Tensor] = {}
+    for buffer in step.host.buffers:
+        if buffer.role == "temp":
+            continue
+        shared = buffer.role == "input" or len(buffer.shape) < 2
+        torch.manual_seed(len(tensors) if shared else 1000 * (1 + rank) + len(tensors))
+        if buffer.dtype == "i64":
+            tensors[buffer.name] = torch.tensor([700], device="cuda")
+            continue
+        x = torch.randn(buffer.shape, device="cuda")
+        if buffer.role == "weight":
+            x = x * buffer.shape[-1] ** -0.5 if len(buffer.shape) > 1 else 1 + 0.1 * x
+        tensors[buffer.name] = x.to(torch_dtype(buffer.dtype))
+    return tensors
+
+
+def floor_us(step: CompiledProgram) -> float:
+    """What a rank reads once, or its products, whichever takes longer."""
+    num_bytes = sum(b.num_bytes for b in step.host.buffers if b.role in ("weight", "state"))
+    tensors = step.host.buffer_map()
+    rows = {b.shape[0] for b in step.host.buffers if b.role == "input" and len(b.shape) > 1}
+    weights = sum(
+        b.num_bytes // 2 for b in tensors.values() if b.role == "weight" and len(b.shape) > 1
+    )
+    return max(num_bytes / copy_bytes_per_us(), 2.0 * max(rows) * weights / flops_per_us())
+
+
+def captured(call: Call) -> torch.cuda.CUDAGraph:
+    """Torch's own graph of a call."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        call()
+    return graph
+
+
+def host_us(call: Call) -> float:
+    """The host's time of a call while the GPU's queue is long."""
+    torch.cuda.synchronize()
+    torch.cuda._sleep(20_000_000)
+    start = time.perf_counter()
+    for _ in range(HOST_CALLS):
+        call()
+    taken = time.perf_counter() - start
+    torch.cuda.synchronize()
+    return 1e6 * taken / HOST_CALLS
+
+
+def measure(case: Case, comm: Communicator, rounds: int, with_compile: bool) -> Line:
+    """Medians over rounds in which each is timed once, all ranks at the same time."""
+    model = MODELS[case.name](case.rows)
+    plan = plan_program(model.program, comm.mesh, H200, model.marks)
+    step = CompiledProgram(plan, comm, f"cuda:{torch.cuda.current_device()}")
+    own = own_tensors(step, comm.rank)
+    inputs = {b.name: own[b.name] for b in step.host.buffers if b.role == "input"}
+
+    def total(x: Tensor) -> Tensor:
+        if comm.mesh.num_ranks > 1:
+            dist.all_reduce(x)
+        return x
+
+    def in_torch() -> Tensor:
+        return model.in_torch(own, total)
+
+    with torch.inference_mode():
+        expected = in_torch().float()
+        (found,) = step(own).values()
+        far = float((found.float() - expected).abs().max() / expected.abs().max())
+        assert far < TOLERANCE, f"{case.text}: {far} from torch"
+        assert step.stats.replayed, step.stats.reason
+        graph = captured(in_torch)
+        runs: dict[str, Call] = {OURS: lambda: step(inputs), GRAPH: graph.replay}
+        if with_compile and comm.mesh.num_ranks == 1:
+            torch._dynamo.reset()
+            runs[COMPILED] = torch.compile(in_torch, mode="max-autotune", fullgraph=True)
+        for run in runs.values():
+            for _ in range(3):
+                run()
+        torch.cuda.synchronize()
+        times: dict[str, list[float]] = {name: [] for name in runs}
+        for number in range(rounds):
+            for name, run in list(runs.items())[:: -1 if number % 2 else 1]:
+                meet(comm)
+                times[name].append(elapsed_us(lambda run=run: [run() for _ in range(CALLS)], CALLS))
+        hosts = {name: host_us(run) for name, run in runs.items()}
+    found_us = {name: statistics.median(each) for name, each in times.items()}
+    result = {
+        "case": case.text,
+        "us": found_us,
+        "host_us": hosts,
+        "floor_us": floor_us(step),
+        "far": far,
+    }
+    del graph
+    return result
+
+
+def run_rank(
+    given: Communicator, cases: Sequence[str], rounds: int, with_compile: bool, into: Path
+) -> None:
+    """Measures cases on this rank; the first writes a line each."""
+    many = given.mesh.num_ranks > 1
+    comm = NativeNccl(given.mesh, given.rank, TIMEOUT_S) if many else given
+    for case in map(parse_case, cases):
+        found = measure(case, comm, rounds, with_compile)
+        if comm.rank == 0:
+            with into.open("a") as file:
+                file.write(json.dumps(found) + "\n")
+        torch.cuda.empty_cache()
+
+
+def medians(lines: Sequence[Line], key: str) -> dict[str, float]:
+    """By name, over processes; a name that not all have counts where it is."""
+    names = dict.fromkeys(name for line in lines for name in line[key])
+    return {
+        name: round(statistics.median(line[key][name] for line in lines if name in line[key]), 1)
+        for name in names
+    }
+
+
+def main() -> None:
+    """Runs the processes and writes the records."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("cases", nargs="*", default=CASES)
+    parser.add_argument("--processes", type=int, default=5)
+    parser.add_argument("--compiles", type=int, default=5, help="processes with torch.compile too")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--into", type=Path, help="measure here, once, and write lines to a file")
+    add_book_options(parser)
+    options = parser.parse_args()
+    cases = [*map(parse_case, options.cases)]
+    if options.into is not None:
+        given = options.cases, options.rounds, options.compiles > 0, options.into
+        run_on_ranks(run_rank, cases[0].num_ranks, *given)
+        return
+    book = open_book(options.results, options.commit)
+    with tempfile.TemporaryDirectory() as folder:
+        lines = Path(folder) / "lines"
+        for number in range(options.processes):
+            for ranks in sorted({case.num_ranks for case in cases}):
+                some = [case.text for case in cases if case.num_ranks == ranks]
+                command = [sys.executable, "-m", "bench.programs", *some, "--into", str(lines)]
+                command += ["--rounds", str(options.rounds)]
+                command += ["--compiles", str(max(0, options.compiles - number))]
+                subprocess.run(command, check=True)
+        read = [json.loads(line) for line in lines.read_text().splitlines()]
+    for case in cases:
+        mine = [line for line in read if line["case"] == case.text]
+        for benchmark, record in records(case, mine):
+            book.write(benchmark, record)
+            print(record, flush=True)
+        ratios = " ".join(f"{line['us'][OURS] / line['us'][GRAPH]:.3f}" for line in mine)
+        far = max(line["far"] for line in mine)
+        print(f"  of {GRAPH}, a process each: {ratios}; furthest from torch {far:.4f}", flush=True)
+
+
+def records(case: Case, lines: Sequence[Line]) -> Iterator[tuple[str, Record]]:
+    """Those of a case, with the benchmark that they belong to: time on the GPU, of the host."""
+    floor = round(statistics.median(line["floor_us"] for line in lines), 1)
+    for benchmark, key, text in (
+        ("programs", "us", case.text),
+        ("programs-host", "host_us", f"host time of {case.text}"),
+    ):
+        found = medians(lines, key)
+        yield (
+            benchmark,
+            Record(
+                case=text,
+                device=torch.cuda.get_device_name(),
+                num_gpus=case.num_ranks,
+                ours_us=found.pop(OURS),
+                peers=found,
+                floor_us=floor if key == "us" else found[GRAPH],
+            ),
+        )
+
+
+if __name__ == "__main__":
+    main()
