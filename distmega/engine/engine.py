@@ -33,10 +33,12 @@ from distmega.engine.weight_loading import (
     tell_nobody,
 )
 from distmega.errors import HangError, LaunchError, RequestError, VerifyError, argument
+from distmega.hostir.check.check import prove_once
 from distmega.hostir.comm.communicator import Communicator
 from distmega.hostir.comm.nccl import NcclCommunicator
 from distmega.hostir.comm.plain import Plain
 from distmega.hostir.ir.nodes import HostProgram
+from distmega.hostir.ir.text import parse_host, print_host
 from distmega.hostir.lower.join_products import SPAN
 from distmega.hostir.lower.pipeline import FREE
 from distmega.hostir.run.evaluator import Evaluator, KernelRunner
@@ -502,7 +504,18 @@ class Engine:
             self.stepping = runner
         return self._evaluator(host, {host.segments[0].name: runner})
 
+    def _prove(self, host: HostProgram) -> None:
+        """CheckError for a program that may race or wait for ever; stages have one each, which are
+        proven together, so all ranks of the mesh ask together.
+        """
+        if self.blueprint.staged.stage.num_stages == 1:
+            prove_once(host)
+            return
+        texts = self.comm.all_gather_object(print_host(host))
+        prove_once(tuple(map(parse_host, texts)))
+
     def _evaluator(self, host: HostProgram, kernels: Mapping[str, KernelRunner]) -> Evaluator:
+        self._prove(host)
         ops = KernelOps() if self.device.type == "cuda" else None
         matmuls = PeerMatmuls(self.comm) if isinstance(self.comm, NcclCommunicator) else None
         return Evaluator(host, self.comm, kernels, str(self.device), ops=ops, matmuls=matmuls)

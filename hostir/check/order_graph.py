@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from distmega.hostir.ir.nodes import Node
+from distmega.hostir.ir.text import print_node
+
 Box = tuple[tuple[int, int], ...]
 """Half-open range per dim of a buffer."""
 
@@ -56,6 +59,23 @@ class Link:
         return self.fills or other.fills or (exchanges and self.axis != other.axis)
 
 
+@dataclass(frozen=True, slots=True)
+class Label:
+    """Where a vertex comes from, in words when they are asked for: of a rank's node, or `text`."""
+
+    rank: int
+    text: str = ""
+    node: Node | None = None
+    number: int = 0
+    indices: tuple[tuple[str, int], ...] = ()
+
+    def __str__(self) -> str:
+        if self.node is None:
+            return f"rank {self.rank}: {self.text}"
+        at = "".join(f" {name}={value}" for name, value in self.indices)
+        return f"rank {self.rank} node {self.number}{at} ({print_node(self.node)})"
+
+
 @dataclass(slots=True)
 class OrderGraph:
     """Vertices by number. follows: what has completed before a vertex starts, on every device.
@@ -64,13 +84,13 @@ class OrderGraph:
     the GPU.
     """
 
-    labels: list[str] = field(default_factory=list)
+    labels: list[Label] = field(default_factory=list)
     follows: list[list[int]] = field(default_factory=list)
     issued: list[list[int]] = field(default_factory=list)
     accesses: dict[tuple[int, str, int], list[Access]] = field(default_factory=dict)
     links: dict[int, list["Link"]] = field(default_factory=dict)
 
-    def add(self, label: str, follows: Sequence[int], issued: Sequence[int]) -> int:
+    def add(self, label: Label, follows: Sequence[int], issued: Sequence[int]) -> int:
         """A new vertex."""
         self.labels.append(label)
         self.follows.append(list(follows))

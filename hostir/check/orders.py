@@ -15,6 +15,7 @@ from distmega.hostir.check.order_graph import (
     Box,
     Exchange,
     Exchanges,
+    Label,
     Link,
     Meeting,
     OrderGraph,
@@ -42,7 +43,6 @@ from distmega.hostir.ir.nodes import (
     WaitSignal,
     walk_nodes,
 )
-from distmega.hostir.ir.text import print_node
 from distmega.hostir.ir.uses import node_reads, node_writes, team_axes
 from distmega.hostir.lower.matmul_nodes import FusedMatmul
 
@@ -74,10 +74,10 @@ class _RankWalk:
         self.stream = 0
         self.events: dict[int, int] = {}
         self.handles: dict[str, list[int]] = {}
-        self.group: list[tuple[str, Send | Recv]] | None = None
+        self.group: list[tuple[Label, Send | Recv]] | None = None
         self.busy: dict[str, list[int]] = {}
         self.last_issued: list[int] = []
-        self.label = f"rank {rank}: the start of {host.name!r}"
+        self.label = Label(rank, f"the start of {host.name!r}")
 
     def run(self) -> None:
         begin = self.vertex()
@@ -89,7 +89,7 @@ class _RankWalk:
         self.body(self.host.body)
         if self.handles:
             raise _in_vain(f"rank {self.rank} never waits for {sorted(self.handles)}")
-        self.stream, self.label = 0, f"rank {self.rank}: the end of {self.host.name!r}"
+        self.stream, self.label = 0, Label(self.rank, f"the end of {self.host.name!r}")
         end = self.vertex()
         for name in dict.fromkeys((*given, *self.host.outputs)):
             self.access(name, end, end, needs_contents=True)
@@ -150,9 +150,8 @@ class _RankWalk:
                     self.body(node.body)
                 del self.indices[node.index]
                 continue
-            at = "".join(f" {name}={value}" for name, value in self.indices.items())
             number = self.numbers[id(node)]
-            self.label = f"rank {self.rank} node {number}{at} ({print_node(node)})"
+            self.label = Label(self.rank, "", node, number, (*self.indices.items(),))
             self.node(node)
 
     def node(self, node: Node) -> None:

@@ -213,7 +213,7 @@ class _Prune:
 
     def __init__(self) -> None:
         self.stream = 0
-        self.known: dict[int, dict[int, int]] = {}
+        self.known: dict[int, dict[int, int]] = {0: {0: 1}}  # what was before the program
         self.records: dict[int, dict[int, int]] = {}
         self.indices: dict[str, int] = {}
         self.needed: set[int] = set()
@@ -235,11 +235,11 @@ class _Prune:
                 case RecordEvent(event=slot):
                     self.records[slot.at(self.indices)] = dict(mine)
                 case WaitEvent(event=slot):
-                    theirs = self.records.get(slot.at(self.indices), {})
+                    theirs = self.records.get(slot.at(self.indices))
                     follows = _later(mine, self.awaited(body[at + 1 :]))
-                    if not theirs or _later(follows, theirs) != follows:
+                    if theirs is None or _later(follows, theirs) != follows:
                         self.needed.add(number)
-                        mine |= _later(mine, theirs)
+                        mine |= _later(mine, theirs or {})
                 case _ if shown(node) is None:
                     mine[self.stream] = mine.get(self.stream, 0) + 1
             number = behind

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from distmega.errors import CheckError, VerifyError
-from distmega.hostir.check.check import check_host
-from distmega.hostir.ir.nodes import HostProgram, Wait, walk_nodes
-from distmega.hostir.ir.text import print_node
+from distmega.hostir.check.check import check_host, prove_once
+from distmega.hostir.ir.nodes import HostProgram, Peer, Signal, Wait, walk_nodes
+from distmega.hostir.ir.text import parse_host, print_node
 from distmega.hostir.ir.verify import verify_host
 from distmega.hostir.lower.lower import lower_program
 from distmega.hostir.passes.kernel_order import order_kernels
@@ -21,7 +21,7 @@ from distmega.sharding.layout.placements import shard, stream
 from distmega.sharding.localize import LocalProgram, localize
 from distmega.sharding.planner import plan_program
 from distmega.sharding.search.cost import CPU
-from tests.hostir.programs import without
+from tests.hostir.programs import wait_numbers, without
 from tests.hostir.streams import assert_exact
 
 TP = DeviceMesh(tp=2)
@@ -115,3 +115,158 @@ def test_an_exchange_is_waited_for_before_a_kernel_of_all_ranks():
         verify_host(late, freed=False)
     with pytest.raises(CheckError, match="may run beside"):
         check_host(late)
+
+
+TWO_AXES = """
+host p on mesh(dp=2, tp=2)
+  streams {streams}, events {events}
+  input x: f32[4]
+  input z: f32[4]
+  temp a: f32[4]
+  temp b: f32[4]
+  body
+    allocate a
+    allocate b
+{body}
+  return a, b
+"""
+
+
+def on_two_axes(*body: str, streams: int = 1, events: int = 0) -> HostProgram:
+    nodes = "\n".join(f"    {line}" for line in body)
+    return parse_host(TWO_AXES.format(streams=streams, events=events, body=nodes))
+
+
+BESIDE = on_two_axes(
+    "all_reduce dp (x) -> (a) as one | combine='sum'",
+    "all_reduce tp (z) -> (b) as two | combine='sum'",
+    "wait one",
+    "wait two",
+)
+ON_STREAMS = on_two_axes(
+    "record event 0",
+    "stream 1",
+    "wait event 0",
+    "all_reduce dp (x) -> (a) as one | combine='sum'",
+    "wait one",
+    "record event 1",
+    "stream 0",
+    "all_reduce tp (z) -> (b) as two | combine='sum'",
+    "wait two",
+    "wait event 1",
+    streams=2,
+    events=2,
+)
+
+
+def body_of(host: HostProgram) -> list[str]:
+    return [print_node(node) for node in host.body]
+
+
+def test_exchanges_of_two_axes_take_turns_on_one_stream():
+    with pytest.raises(CheckError, match=r"all_reduce dp.* may run beside .*all_reduce tp"):
+        check_host(BESIDE)
+    host = order_kernels(BESIDE)
+    assert [text for text in body_of(host) if "allocate" not in text] == [
+        "all_reduce dp (x) -> (a) as one | combine='sum'",
+        "wait one",
+        "all_reduce tp (z) -> (b) as two | combine='sum'",
+        "wait two",
+    ]
+    check_host(host)
+
+
+def test_exchanges_of_two_axes_take_turns_on_two_streams():
+    with pytest.raises(CheckError, match=r"all_reduce dp.* may run beside .*all_reduce tp"):
+        check_host(ON_STREAMS)
+    host = run_passes(ON_STREAMS)
+    check_host(host)
+    texts = body_of(host)
+    chained = texts.index("all_reduce tp (z) -> (b) as two | combine='sum'") - 1
+    assert texts[chained] == "wait event 2"
+    with pytest.raises(CheckError, match=r"all_reduce dp.* may run beside .*all_reduce tp"):
+        check_host(without(host, chained))
+    for number in wait_numbers(host):
+        with pytest.raises(CheckError):
+            check_host(without(host, number))
+
+
+def test_exchanges_of_one_axis_stay_as_they_are():
+    body = (
+        "all_reduce tp (x) -> (a) as one | combine='sum'",
+        "all_reduce tp (z) -> (b) as two | combine='sum'",
+        "wait one",
+        "wait two",
+    )
+    host = on_two_axes(*body)
+    assert order_kernels(host) is host
+    check_host(host)
+
+
+def test_ranks_that_run_the_chain_in_different_orders_are_caught():
+    """Each rank has a chain, and they wait for each other."""
+    first = ("all_reduce dp (x) -> (a) as one | combine='sum'", "wait one")
+    second = ("all_reduce tp (z) -> (b) as two | combine='sum'", "wait two")
+    one, other = on_two_axes(*first, *second), on_two_axes(*second, *first)
+    check_host([one] * 4)
+    with pytest.raises(CheckError, match="wait for each other"):
+        check_host([one, other, other, one])
+
+
+def test_an_exchange_under_way_ends_before_a_kernel_of_one_rank():
+    """NCCL and a kernel that fills the GPU would block each other on two GPUs."""
+    p = ProgramBuilder("filled")
+    x = p.input("x", (4, 8))
+    y = p.linear(x, p.weight("w", (8, 8)), name="y")
+    program = p.build(y, p.input("z", (4, 6)).map("a0 + 1", name="m"))
+    raw = lower_program(planned(program, SUMMED), megakernel=True, peer_memory=False)
+    check_host(run_passes(raw))
+    wait = next(node for node in raw.body if isinstance(node, Wait))
+    late = replace(raw, body=(*(node for node in raw.body if node is not wait), wait))
+    launches = [text for text in body_of(raw) if text.startswith("launch")]
+    assert len(launches) == 2
+    with pytest.raises(CheckError, match=r"may run beside .*launch"):
+        check_host(late)
+    check_host(order_kernels(late))
+
+
+def test_a_wait_that_nobody_needs_is_dropped_in_loops_too():
+    text = """
+host p on mesh(tp=1)
+  streams 2, events 2
+  input x: f32[4]
+  temp y: f32[4]
+  body
+    allocate y
+    record event 0
+    for i in 2:
+      stream 1
+      wait event 0
+      wait event 0
+      y = pointwise[m:4] x(m) -> y(m) | expr='a0 + 1.0'
+      record event 1
+    stream 0
+    wait event 1
+    wait event 1
+  return y
+"""
+    host = run_passes(parse_host(text))
+    waits = [text for text in map(print_node, walk_nodes(host.body)) if text.startswith("wait")]
+    assert waits == ["wait event 0", "wait event 1"]
+    check_host(host)
+
+
+def test_two_ranks_an_axis_stand_for_all_that_do_the_same(monkeypatch: pytest.MonkeyPatch):
+    seen = []
+    monkeypatch.setattr(
+        "distmega.hostir.check.check.check_host", lambda host: seen.append(host.mesh.num_ranks)
+    )
+    prove_once.cache_clear()
+    local = localize(plan_program(beside(), DeviceMesh(tp=4), CPU, SUMMED))
+    host = run_passes(lower_program(local, megakernel=False, peer_memory=False))
+    for _ in range(2):
+        prove_once(host)
+    ring = replace(host, body=(*host.body, Signal(name="s", peer=Peer(mesh_axis="tp", offset=1))))
+    prove_once(ring)
+    prove_once.cache_clear()
+    assert seen == [2, 4]
