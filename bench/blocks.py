@@ -1,9 +1,10 @@
 """Blocks of a transformer as programs that the host IR runs, beside the same in plain torch.
 
 `mlp_block` and `transformer_block` give Blocks, whose `calls` a benchmark times in turn; all ranks
-of a mesh axis "tp" make them together. Rows of the input and of the result are divided among the
-ranks, weights by columns and rows, so that each matmul has a gather before or a reduce-scatter
-behind. `python -m bench.blocks --ranks 2` times both on as many GPUs of one host.
+of a mesh axis "tp" make them together. On GPUs calls replay CUDA graphs, on both sides. Rows of the
+input and of the result are divided among the ranks, weights by columns and rows, so that each
+matmul has a gather before or a reduce-scatter behind. `python -m bench.blocks --ranks 2` times both
+on as many GPUs of one host.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.ranks import AHEAD_CYCLES, ROUNDS, median_us, run_on_ranks
+from bench.timing import captured
 from distmega.hostir.comm.communicator import Communicator
 from distmega.hostir.comm.nccl import NcclCommunicator
 from distmega.hostir.ir.nodes import HostProgram
@@ -24,7 +26,7 @@ from distmega.hostir.library.ops import rope
 from distmega.hostir.library.torch_types import torch_dtype
 from distmega.hostir.lower.lower import lower_program
 from distmega.hostir.passes.passes import run_passes
-from distmega.hostir.run.cuda_graph import CapturedHost
+from distmega.hostir.run.cuda_graph import CapturedHost, shared_memory
 from distmega.hostir.run.evaluator import Evaluator, Watch
 from distmega.hostir.run.timeline import HostClock, Timeline
 from distmega.kernels.device_ops import KernelOps
@@ -194,11 +196,29 @@ def _block(
         block.hosts[call] = run_passes(host)
         block.calls[call] = _runner(block.evaluator(comm, call), block.tensors)
     block.calls[TORCH] = lambda: block.in_torch(in_turn(comm))
+    if block.tensors["x"].is_cuda:
+        block.calls[TORCH] = _replayed(block.calls[TORCH])
     return block
 
 
 def _runner(evaluator: Evaluator, tensors: Mapping[str, Tensor]) -> Call:
-    return lambda: evaluator.run(tensors)["y"]
+    """Replays the program as a CUDA graph; node by node on the CPU."""
+    if evaluator.device.type == "cpu":
+        return lambda: evaluator.run(tensors)["y"]
+    graph = CapturedHost(evaluator, tensors, shared_memory(evaluator.device))
+    return lambda: graph.run({})["y"]
+
+
+def _replayed(call: Call) -> Call:
+    """The same of a call in torch."""
+    graph, result = captured(call)
+
+    def replay() -> Tensor:
+        graph.replay()
+        assert isinstance(result, Tensor)
+        return result
+
+    return replay
 
 
 def _own_tensors(local: LocalProgram, shape: Shape, comm: Communicator) -> dict[str, Tensor]:

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from bench.blocks import (
     OURS,
+    TORCH,
     Shape,
     alone,
     fused,
-    in_turn,
     mlp_block,
     transformer_block,
 )
@@ -121,9 +121,8 @@ def block_cases(comm: NcclCommunicator, rows: int) -> list[Case]:
     for make in (mlp_block, transformer_block):
         shape = Shape(rows=rows, hidden=WIDE[0], inner=WIDE[1])
         block = make(comm, shape, measured(comm), ways={OURS: CHEAPEST})
-        calls = {"ours": block.calls[OURS]}
-        for name, products in ((SEQUENTIAL, in_turn(comm)), (FUSED, fused(comm))):
-            calls[name] = partial(block.in_torch, products)
+        calls = {"ours": block.calls[OURS], SEQUENTIAL: block.calls[TORCH]}
+        calls[FUSED] = partial(block.in_torch, fused(comm))
         least = partial(block.in_torch, alone(comm))
         cases.append(Case(name=block.name, calls=calls, matmul=least, collective=least))
     return cases

@@ -32,7 +32,7 @@ from bench.decode import meet
 from bench.prefill import flops_per_us
 from bench.ranks import TIMEOUT_S, run_on_ranks
 from bench.records import Record, add_book_options, open_book
-from bench.timing import Call, copy_bytes_per_us, elapsed_us
+from bench.timing import Call, captured, copy_bytes_per_us, elapsed_us
 from distmega.compiled import CompiledProgram
 from distmega.hostir.comm.communicator import Communicator
 from distmega.hostir.comm.nccl_native import NativeNccl
@@ -266,20 +266,6 @@ def floor_us(step: CompiledProgram) -> float:
     return max(num_bytes / copy_bytes_per_us(), 2.0 * max(rows) * weights / flops_per_us())
 
 
-def captured(call: Call) -> torch.cuda.CUDAGraph:
-    """Torch's own graph of a call."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        call()
-    return graph
-
-
 def host_us(call: Call) -> float:
     """The host's time of a call while the GPU's queue is long."""
     torch.cuda.synchronize()
@@ -314,7 +300,7 @@ def measure(case: Case, comm: Communicator, rounds: int, with_compile: bool) -> 
         far = float((found.float() - expected).abs().max() / expected.abs().max())
         assert far < TOLERANCE, f"{case.text}: {far} from torch"
         assert step.stats.replayed, step.stats.reason
-        graph = captured(in_torch)
+        graph, _ = captured(in_torch)
         runs: dict[str, Call] = {OURS: lambda: step(inputs), GRAPH: graph.replay}
         if with_compile and comm.mesh.num_ranks == 1:
             torch._dynamo.reset()

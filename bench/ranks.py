@@ -4,6 +4,7 @@ In: a function of this folder and its arguments. Out: it is called as function(c
 every rank; with one rank it is called here.
 """
 
+import gc
 import os
 import tempfile
 from collections.abc import Callable, Mapping
@@ -58,6 +59,7 @@ def _enter(
     )
     comm: Communicator = NcclCommunicator(DeviceMesh(tp=num_ranks), rank, TIMEOUT_S)
     function(comm, *args)
+    gc.collect()  # graphs of torch, too, end before their communicators
     comm.barrier()
     release_graphs()
     dist.destroy_process_group()

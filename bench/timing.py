@@ -4,6 +4,7 @@ slowest of several GPUs.
 
 import statistics
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
@@ -18,6 +19,21 @@ def elapsed_us(call: Call, num: int) -> float:
     end.record()
     torch.cuda.synchronize()
     return start.elapsed_time(end) * 1e3 / num
+
+
+def captured(call: Call) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """Torch's own CUDA graph of a call, and what a replay gives; a few calls come first."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        result = call()
+    return graph, result
 
 
 def copy_bytes_per_us() -> float:
