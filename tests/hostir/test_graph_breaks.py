@@ -1,5 +1,7 @@
 """What ends a CUDA graph is said by name, of every kind; what doesn't is not."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -123,3 +125,10 @@ def test_attention_under_a_mask_is_attention(
     found = masked_attention(*given, positions, 0.3, window)
     torch.testing.assert_close(found, attention(*given, positions, 0.3, window))
     assert found.is_contiguous()
+
+
+def test_the_page_has_what_is_told():
+    page = (Path(__file__).resolve().parents[2] / "docs" / "host-ir.md").read_text()
+    told = [*breaks(attending(in_order=False)), *breaks(attending(in_order=True), CPU)]
+    assert len(told) == 2
+    assert all(f"`{each}`" in page for each in told)
