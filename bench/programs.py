@@ -51,8 +51,10 @@ CASES = (
 )  # fmt: skip
 CALLS = 16
 """Calls between two events."""
-HOST_CALLS = 50
+HOST_CALLS = 20
 """Calls whose host time is taken at once: few enough to fit into a GPU's queue."""
+BUSY_CYCLES = 40_000_000
+"""Clock cycles that a GPU is kept busy meanwhile: about 20 ms."""
 EPS = 1e-5
 GELU_TANH = "0.5 * a0 * (1.0 + tanh(0.7978845608028654 * (a0 + 0.044715 * a0 * a0 * a0)))"
 TOLERANCE = 0.06
@@ -269,7 +271,7 @@ def floor_us(step: CompiledProgram) -> float:
 def host_us(call: Call) -> float:
     """The host's time of a call while the GPU's queue is long."""
     torch.cuda.synchronize()
-    torch.cuda._sleep(20_000_000)
+    torch.cuda._sleep(BUSY_CYCLES)
     start = time.perf_counter()
     for _ in range(HOST_CALLS):
         call()
@@ -318,6 +320,7 @@ def measure(case: Case, comm: Communicator, rounds: int, with_compile: bool) -> 
     found_us = {name: statistics.median(each) for name, each in times.items()}
     result = {
         "case": case.text,
+        "device": torch.cuda.get_device_name(),
         "us": found_us,
         "host_us": hosts,
         "floor_us": floor_us(step),
@@ -358,6 +361,7 @@ def main() -> None:
     parser.add_argument("--compiles", type=int, default=5, help="processes with torch.compile too")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--into", type=Path, help="measure here, once, and write lines to a file")
+    parser.add_argument("--keep", type=Path, help="file of lines to add to, of earlier runs too")
     add_book_options(parser)
     options = parser.parse_args()
     cases = [*map(parse_case, options.cases)]
@@ -367,7 +371,7 @@ def main() -> None:
         return
     book = open_book(options.results, options.commit)
     with tempfile.TemporaryDirectory() as folder:
-        lines = Path(folder) / "lines"
+        lines = options.keep or Path(folder) / "lines"
         for number in range(options.processes):
             for ranks in sorted({case.num_ranks for case in cases}):
                 some = [case.text for case in cases if case.num_ranks == ranks]
@@ -378,6 +382,8 @@ def main() -> None:
         read = [json.loads(line) for line in lines.read_text().splitlines()]
     for case in cases:
         mine = [line for line in read if line["case"] == case.text]
+        if not mine:
+            continue
         for benchmark, record in records(case, mine):
             book.write(benchmark, record)
             print(record, flush=True)

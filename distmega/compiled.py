@@ -218,7 +218,7 @@ class CompiledProgram:
         return outputs
 
     def _take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The inputs of a call; binds the weights and states that aren't bound yet, or not so."""
+        """The inputs of a call; binds what else it brings and isn't bound yet, or not so."""
         inputs: dict[str, Tensor] = {}
         others: dict[str, Tensor] = {}
         for name, x in tensors.items():
@@ -226,10 +226,10 @@ class CompiledProgram:
             if bound is not None and _is_same(bound, x):
                 continue
             self._check_given(name, x)
-            (others if name in self._kept else inputs)[name] = x
-        for name in self._given:
-            if name not in tensors and name not in self._bound:
-                raise _unbound(name)
+            (inputs if bound is None and name in self._inputs else others)[name] = x
+        if len(inputs) + len({*self._bound, *others}) < len(self._given):
+            missing = self._given.keys() - self._bound.keys() - tensors.keys()
+            raise _unbound(min(missing))
         if others:
             self._num_rebound += not others.keys().isdisjoint(self._bound)
             self.bind(others)
@@ -322,9 +322,8 @@ class CompiledProgram:
         return frozenset(n for n, buffer in self._given.items() if buffer.role == "state")
 
     @cached_property
-    def _kept(self) -> frozenset[str]:
-        """What is bound once."""
-        return frozenset(n for n, buffer in self._given.items() if buffer.role != "input")
+    def _inputs(self) -> frozenset[str]:
+        return frozenset(n for n, buffer in self._given.items() if buffer.role == "input")
 
     @cached_property
     def _given(self) -> Mapping[str, program.Tensor]:

@@ -43,19 +43,23 @@ class GraphMemory:
 
     def __init__(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
+        self._device = torch.cuda.current_device()
         self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._stream: torch.cuda.Stream | None = None
+        self._place = -1
 
     def begin(self) -> None:
         """What is queued on the current stream from here on comes after the turn before."""
-        stream = torch.cuda.current_stream()
-        if self._stream is not None and self._stream != stream:
-            stream.wait_event(self._done)
-        self._stream = stream
+        # asked for by its address, which takes a twentieth of the time that torch's object takes
+        place: int = torch._C._cuda_getCurrentRawStream(self._device)
+        if place != self._place:
+            stream = torch.cuda.current_stream(self._device)
+            if self._stream is not None:
+                stream.wait_event(self._done)
+            self._stream, self._place = stream, place
 
     def end(self) -> None:
         """The turn ends with what the current stream has been given."""
-        assert self._stream is not None, "begun before"
         self._done.record(self._stream)
 
 

@@ -120,6 +120,9 @@ def test_other_tensors_are_bound_by_name_and_captured_anew(graphs: list[Graph]):
     assert torch.equal(other, torch.full((2, 4), 13.0))
     assert torch.equal(tensors["s"], torch.ones(2, 4))
     assert len(graphs) == 2
+    step({"x": torch.full((2, 4), 5.0)})
+    assert torch.equal(other, torch.full((2, 4), 18.0))
+    assert torch.equal(tensors["x"], torch.full((2, 4), 2.0))
 
 
 @pytest.mark.parametrize("replay", [False, True])

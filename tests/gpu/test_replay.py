@@ -129,7 +129,7 @@ def test_two_programs_and_an_engine_take_turns():
     graphs = [compiled(program) for program in programs]
     nodes = [compiled(program, replay=False) for program in programs]
     streams = [torch.cuda.Stream() for _ in programs]
-    engine = open_engine(random_model("tiny-llama"), max_context=64)
+    engine = open_engine(random_model("llama-3.2-1b", num_layers=2), max_context=64)
     tokens = list(engine.generate([1, 2, 3], 6))
     first = [random_values(step, 7) for step in graphs]
     own = [{name: x.clone() for name, x in values.items()} for values in first]
