@@ -29,10 +29,9 @@ from torch import Tensor
 
 from bench.cases import read_case
 from bench.decode import meet
-from bench.prefill import flops_per_us
 from bench.ranks import TIMEOUT_S, run_on_ranks
 from bench.records import Record, add_book_options, open_book
-from bench.timing import Call, captured, copy_bytes_per_us, elapsed_us
+from bench.timing import Call, captured, copy_bytes_per_us, elapsed_us, flops_per_us
 from distmega.compiled import CompiledProgram
 from distmega.hostir.comm.communicator import Communicator
 from distmega.hostir.comm.nccl_native import NativeNccl

@@ -44,6 +44,12 @@ def copy_bytes_per_us() -> float:
     return 2 * source.numel() / statistics.median(times)
 
 
+def flops_per_us() -> float:
+    """Rate of a large bf16 matmul by cuBLAS."""
+    x, w = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return 2.0 * 8192**3 / statistics.median(elapsed_us(lambda: x @ w, 1) for _ in range(20))
+
+
 def alternating_us(calls: Mapping[str, Call], rounds: int, before: Call) -> dict[str, float]:
     """Median time on the GPU of each call, all of them in turn in every round, in every
     other one backwards, so that none always follows the same one; each behind `before`, which is
