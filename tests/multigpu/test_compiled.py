@@ -46,6 +46,9 @@ def check(comm: Communicator, device: torch.device) -> None:
         assert y.device.type == device.type
         tolerance = {"rtol": 1.6e-2, "atol": 1.6e-2} if on_gpu else {"rtol": 1e-5, "atol": 1e-5}
         torch.testing.assert_close(y.double().cpu(), expected, **tolerance)
+    (nodes,) = CompiledProgram(plan, comm, str(device), replay=False)(parts).values()
+    assert torch.equal(nodes, y)
+    assert step.stats.replayed == on_gpu
 
 
 def run_compiled(comm: Communicator) -> None:

@@ -15,6 +15,7 @@ from distmega.errors import VerifyError
 from distmega.hostir.comm.communicator import Communicator, GlooCommunicator
 from distmega.hostir.comm.nccl import NcclCommunicator
 from distmega.hostir.lower.pipeline import FREE
+from distmega.hostir.run.cuda_graph import CapturedHost
 from distmega.hostir.run.evaluator import Evaluator
 from distmega.kernels.runtime.signals import PeerSignals, open_signals
 from distmega.kernels.runtime.symmetric import open_symmetric
@@ -78,6 +79,12 @@ def run_on(mine: Communicator) -> None:
     for _ in range(3):
         torch.testing.assert_close(evaluator.run(here)["y"].cpu(), expected)
     mine.check_signals()
+    if mine.signals_on_device:
+        captured = CapturedHost(evaluator, here)
+        for _ in range(3):
+            torch.testing.assert_close(captured.run({})["y"].cpu(), expected)
+        mine.check_signals()
+        captured.release()
 
 
 def decode_in_stages(comm: Communicator, model: str) -> None:

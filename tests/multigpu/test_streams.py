@@ -64,6 +64,20 @@ def assert_same(
         assert torch.equal(x.cpu()[tuple(map(slice, part.shape))], part), name
 
 
+def assert_replays(
+    evaluator: Evaluator, given: dict[str, Tensor], expected: dict[str, Tensor], local: LocalProgram
+) -> None:
+    """A CUDA graph of a program gives what the program gives, from the same states."""
+    own = {name: x.clone() for name, x in given.items()}
+    states = [t.name for t in evaluator.host.buffers if t.role == "state"]
+    captured = CapturedHost(evaluator, own)
+    for _ in range(2):
+        for name in states:
+            own[name].copy_(given[name])
+        assert_same(captured.run({}), expected, local, evaluator.comm.rank)
+    captured.release()
+
+
 def run_random(comm: Communicator, first: int) -> None:
     num = comm.mesh.num_ranks
     meshes = [DeviceMesh(tp=num)] + ([DeviceMesh(dp=2, tp=num // 2)] if num > 2 else [])
@@ -82,6 +96,8 @@ def run_random(comm: Communicator, first: int) -> None:
             for _ in range(2):
                 states = {t.name: given[t.name].clone() for t in host.buffers if t.role == "state"}
                 assert_same(evaluator.run(given | states), expected, local, comm.rank)
+            if device.startswith("cuda"):
+                assert_replays(evaluator, given, expected, local)
 
 
 @pytest.mark.parametrize(("device", "num_ranks"), ON_EITHER)
@@ -144,6 +160,8 @@ def run_layers(comm: Communicator) -> None:
             for _ in range(2):
                 found = evaluator.run(on_device(given))
                 assert_same(found, expected, local, comm.rank)
+            if on_gpu:
+                assert_replays(evaluator, on_device(given), expected, local)
 
 
 @pytest.mark.parametrize(("device", "num_ranks"), ON_EITHER)
