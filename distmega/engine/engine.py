@@ -514,21 +514,26 @@ class Engine:
         texts = self.comm.all_gather_object(print_host(host))
         prove_once(tuple(map(parse_host, texts)))
 
-    def _evaluator(self, host: HostProgram, kernels: Mapping[str, KernelRunner]) -> Evaluator:
-        self._prove(host)
+    def _evaluator(
+        self, host: HostProgram, kernels: Mapping[str, KernelRunner], *, proven: bool = False
+    ) -> Evaluator:
+        if not proven:
+            self._prove(host)
         ops = KernelOps() if self.device.type == "cuda" else None
         matmuls = PeerMatmuls(self.comm) if isinstance(self.comm, NcclCommunicator) else None
         return Evaluator(host, self.comm, kernels, str(self.device), ops=ops, matmuls=matmuls)
 
-    def _open_prompts(self, host: HostProgram) -> tuple[Evaluator, dict[str, Tensor]]:
-        """A program of prompts, and the joined weights that it multiplies by."""
+    def _open_prompts(self, host: HostProgram, proven: bool) -> tuple[Evaluator, dict[str, Tensor]]:
+        """A program of prompts, and the joined weights that it multiplies by. proven: it is one
+        that was proven, with other extents, which change no order.
+        """
         layout = self.blueprint.weights
         joined = {
             buffer.name: spanning_view(layout, self._weights, buffer, buffer.name.split(SPAN)[0])
             for buffer in host.buffers
             if buffer.role == "weight" and buffer.name not in layout.tensors
         }
-        return self._evaluator(host, {}), joined
+        return self._evaluator(host, {}, proven=proven), joined
 
     def _open_stepping(
         self, segments: Sequence[Program], options: EngineOptions

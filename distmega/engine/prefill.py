@@ -61,7 +61,7 @@ class Prefills:
     def __init__(
         self,
         blueprint: DecodeBlueprint,
-        open_program: Callable[[HostProgram], tuple[Evaluator, dict[str, Tensor]]],
+        open_program: Callable[[HostProgram, bool], tuple[Evaluator, dict[str, Tensor]]],
         comm: Communicator,
         device: torch.device,
     ) -> None:
@@ -142,7 +142,7 @@ class Prefills:
     def _program(self, size: int, logits: Logits) -> _Program:
         found = self._programs.get((size, logits))
         if found is None:
-            evaluator, joined = self._open(self._host_program(size, logits))
+            evaluator, joined = self._open(*self._host_program(size, logits))
             batch = self._blueprint.options.batch
             lengths = size, size, size, batch + 1, batch, batch
             rows = torch.zeros(sum(lengths), dtype=torch.int64, device=self._device)
@@ -152,19 +152,19 @@ class Prefills:
             found = self._programs[size, logits] = _Program(evaluator, rows, given)
         return found
 
-    def _host_program(self, size: int, logits: Logits) -> HostProgram:
+    def _host_program(self, size: int, logits: Logits) -> tuple[HostProgram, bool]:
         """The program of a size: that of another size of its range with other extents, if one was
-        planned and extents divide alike.
+        planned and extents divide alike. And whether it is such a one.
         """
         if not self._packs:
-            return lower_prefill(self._blueprint, size, logits)
+            return lower_prefill(self._blueprint, size, logits), False
         alone = self._blueprint.staged.plan.mesh.num_ranks == 1
         key = 0 if alone else max(size - 1, LEAST_RANGE).bit_length(), logits
         known = self._planned.get(key)
         if known is not None:
             inputs = dict.fromkeys(BY_ROWS & known.buffer_map().keys(), (size,))
             try:
-                return resize_inputs(known, inputs, f"decoder_{size}")
+                return resize_inputs(known, inputs, f"decoder_{size}"), True
             except VerifyError as error:
                 logger.debug("%d rows are planned anew: %s", size, error)
         host = lower_prefill(self._blueprint, size, logits)
@@ -172,7 +172,7 @@ class Prefills:
         most = max(size, min(options.max_batched_tokens, context * options.batch))
         rooms = (replace(room, num_bytes=room.num_bytes * -(-most // size)) for room in host.rooms)
         self._planned[key] = host = replace(host, rooms=tuple(rooms))
-        return host
+        return host, False
 
     def _capture(self, program: _Program, tensors: Tensors) -> CapturedHost | None:
         """On all ranks or none: NCCL may prepare captured collectives unlike others."""
