@@ -163,7 +163,7 @@ def test_the_cpu_has_no_graphs_and_says_so():
 def test_stats_count_what_a_program_consists_of():
     p = distmega.ProgramBuilder("odd")
     x = p.input("x", (2, 4))
-    (y,) = p.opaque("aten.sin.default", '[[{"tensor": 0}], {}]', [x], [((2, 4), "f32")])
+    (y,) = p.opaque("aten.sin.default", '[[{"tensor": 0}], {}, [0]]', [x], [((2, 4), "f32")])
     plan = distmega.plan_program(p.build(p.linear(y, p.weight("w", (4, 4)))), ONE, distmega.CPU)
     stats = CompiledProgram(plan, SingleCommunicator(ONE)).stats
     assert (stats.num_library_ops, stats.num_opaque_ops, stats.num_megakernels) == (2, 1, 0)

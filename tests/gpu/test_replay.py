@@ -155,7 +155,7 @@ def test_what_a_graph_can_not_hold_runs_node_by_node():
     p = ProgramBuilder("asking")
     x = p.input("x", (4, 4))
     (same,) = p.opaque(
-        "aten.masked_select.default", '[[{"tensor": 0}, {"tensor": 1}], {}]',
+        "aten.masked_select.default", '[[{"tensor": 0}, {"tensor": 1}], {}, [0]]',
         [x, p.input("seen", (4, 4), "bool")], [((16,), "f32")],
     )  # fmt: skip
     step = compiled(p.build(same.map("a0 + 1.0")))
