@@ -4,6 +4,7 @@ Comes in: a hypothesis strategy and what reads its values. Goes out: a test of 1
 of 2,000 that runs at night (make test-nightly).
 """
 
+import json
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TypeVar
@@ -75,3 +76,33 @@ def damaged_bytes(draw: st.DrawFn, seeds: Sequence[bytes]) -> bytes:
         elif kind == "end":
             del data[start:]
     return bytes(data)
+
+
+_NUMBERS = [0, 1, -1, 2, 3, 2**31, 2**40, 10**30, 0.0, -1.0, 0.5, 1e-45, 1e30, 1e300, float("nan")]
+_plain = (
+    st.sampled_from([*_NUMBERS, None, True, "", "a", "yarn", "<a b>", ":0", "x" * 100])
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=5)
+)
+json_values = st.recursive(
+    _plain, lambda v: st.lists(v, max_size=3) | st.dictionaries(st.text(max_size=3), v, max_size=2)
+)
+
+
+@st.composite
+def changed(draw: st.DrawFn, seeds: Sequence[object]) -> object:
+    """One of some JSON values with up to three parts, at any depth, replaced, left out or added."""
+    root = json.loads(json.dumps({"root": draw(st.sampled_from(seeds))}))
+    for _ in range(draw(st.integers(1, 3))):
+        at, key = root, "root"
+        while isinstance(at[key], dict | list) and at[key] and draw(st.integers(0, 3)):
+            at = at[key]
+            key = draw(st.sampled_from(sorted(at) if isinstance(at, dict) else range(len(at))))
+        if draw(st.booleans()) or at is root:
+            at[key] = draw(json_values)
+        elif isinstance(at, dict):
+            del at[key]
+        else:
+            at.append(draw(json_values))
+    return root["root"]

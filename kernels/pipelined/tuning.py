@@ -10,12 +10,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from distmega.folders import cache_folder
 from distmega.hostir.comm.plain import gather_bytes
+from distmega.json_file import parse_json_text, read_json_file
 from distmega.kernels.pipelined.choices import Choice
 
 CHOICES = cache_folder() / "choices.json"
@@ -181,7 +183,7 @@ def tuning(path: Path = CHOICES) -> Iterator[None]:
 def read_choices(path: Path) -> dict[str, Choice]:
     """The table of a file; empty if there is none or it is damaged: it can be measured anew."""
     try:
-        return _of_text(path.read_text())
+        return _of_stored(read_json_file(path))
     except FileNotFoundError:
         return {}
     except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
@@ -203,7 +205,15 @@ def _as_text(entries: Mapping[str, Choice]) -> str:
 
 def _of_text(text: str) -> dict[str, Choice]:
     """What _as_text was given."""
-    stored = json.loads(text)
-    return {
+    return _of_stored(parse_json_text(text))
+
+
+def _of_stored(stored: Any) -> dict[str, Choice]:
+    choices = {
         key: Choice(**{**fields, "tile": tuple(fields["tile"])}) for key, fields in stored.items()
     }
+    for key, choice in choices.items():
+        numbers = (*choice.tile, choice.num_warps, choice.stages, choice.buffers, choice.run)
+        if not all(type(number) is int and 0 <= number < 2**31 for number in numbers):
+            raise ValueError(f"{choice} of {key[:80]!r}")
+    return choices

@@ -6,16 +6,17 @@ refused rather than passed over. Next: cost.py.
 """
 
 import json
-import math
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from importlib import metadata
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from distmega.errors import RequestError
 from distmega.folders import cache_folder
+from distmega.json_file import read_json_file
 from distmega.sharding.overlap.rates import OverlapRates
 from distmega.sharding.search.cost import Machine
 
@@ -84,7 +85,7 @@ def calibrated(
 def read_rates(path: Path) -> Measured:
     """What `write_rates` wrote. RequestError names what is wrong with the file."""
     try:
-        stored = json.loads(path.read_text())
+        stored = read_json_file(path)
     except (OSError, ValueError) as error:
         raise _unfit(path, f"can't be read ({error})", "JSON as doctor writes it") from error
     if not isinstance(stored, dict) or stored.get("version") != VERSION:
@@ -112,8 +113,15 @@ def rates_of_fields(stored: Mapping[str, object]) -> OverlapRates:
     """What rates_fields was given. TypeError for other names, ValueError for unfit values."""
     rates = OverlapRates(**{k: _frozen(v) for k, v in stored.items()})  # type: ignore[arg-type]
     for field in fields(OverlapRates):
-        if not _is_fit(getattr(rates, field.name), _SAMPLES.get(field.name, 1.0)):
-            raise ValueError(f"{field.name} = {getattr(rates, field.name)!r}")
+        value = getattr(rates, field.name)
+        if not _is_fit(value, _SAMPLES.get(field.name, 1.0)) or (
+            field.name.endswith(_DIVISORS) and not value
+        ):
+            raise ValueError(f"{field.name} = {repr(value)[:200]}")
+    for name in ("nccl_us", "nccl_reduce_us"):
+        points = [x for x, _ in getattr(rates, name)]
+        if any(before >= after for before, after in pairwise(points)):
+            raise ValueError(f"{name} = {getattr(rates, name)!r}")
     return rates
 
 
@@ -122,16 +130,23 @@ def _frozen(value: object) -> object:
 
 
 def _is_fit(value: object, sample: object) -> bool:
-    """Whether a value has the form of a sample, and numbers in it are finite and not negative."""
+    """Whether a value has the form of a sample: numbers in it are from 0 to MAX_NUMBER, whole ones
+    at least 1, and a tuple of numbers has as many.
+    """
     if isinstance(sample, tuple):
-        fits = isinstance(value, tuple) and len(value) >= len(sample)
-        return fits and all(_is_fit(each, sample[0]) for each in value)  # type: ignore[attr-defined]
+        if not isinstance(value, tuple) or len(value) < len(sample):
+            return False
+        listed = isinstance(sample[0], tuple | str)
+        return (listed or len(value) == len(sample)) and all(_is_fit(v, sample[0]) for v in value)
     if isinstance(sample, str):
         return isinstance(value, str)
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and 0 <= value < math.inf  # type: ignore[operator]
+    if isinstance(sample, int):
+        return type(value) is int and 1 <= value <= MAX_NUMBER
+    return type(value) in (int, float) and 0 <= value <= MAX_NUMBER  # type: ignore[operator]
 
 
+MAX_NUMBER = 1e18
+_DIVISORS = ("_per_us", "num_sms", "kernel_ranks")
 _POINTS = ((1.0, 1.0), (2.0, 2.0))
 _SAMPLES: dict[str, object] = {
     "nccl_us": _POINTS,

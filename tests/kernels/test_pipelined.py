@@ -1,7 +1,12 @@
 """Norms and pointwise ops on the CPU, how operands become a matrix, what the choices promise."""
 
+import json
+import os
 import subprocess
 import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
@@ -26,6 +31,7 @@ from distmega.kernels.pipelined.choices import (
 )
 from distmega.kernels.pipelined.tuning import read_choices, write_choices
 from distmega.kernels.pipelined.views import as_matrix
+from tests.fuzz import changed, fuzz_target
 
 H200 = Device(num_sms=132, bandwidth_bytes_per_us=4.3e6)
 
@@ -152,3 +158,26 @@ def test_choices_are_kept_in_a_file(tmp_path, caplog):
     path.write_text('{"a class": {"tile": 5}}')
     assert read_choices(path) == {}
     assert "measuring anew" in caplog.text
+    for text in ("[" * 10**5, '{"a": ' + json.dumps(asdict(replace(choice, num_warps=-1))) + "}"):
+        path.write_text(text)
+        assert read_choices(path) == {}
+    path.unlink()
+    os.mkfifo(path)
+    assert read_choices(path) == {}
+
+
+def read_damaged(data: object) -> None:
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "choices.json"
+        path.write_text(json.dumps(data))
+        for choice in read_choices(path).values():
+            assert min(choice.tile, default=0) >= 0
+            assert choice.num_warps >= 0
+
+
+STORED = {
+    "a class": asdict(
+        Choice(tile=(1, 64), num_warps=4, stages=2, buffers=1, programs_per_sm=2, run=0)
+    )
+}
+test_choice_files = fuzz_target(changed([STORED]), read_damaged)

@@ -26,7 +26,7 @@ from distmega.models.random_source import RandomReader
 from distmega.models.rope import rope_table
 from distmega.models.tokenizer import byte_tokenizer
 from distmega.models.weights import weight_specs
-from tests.fuzz import damaged, damaged_bytes, fuzz_target
+from tests.fuzz import changed, damaged, damaged_bytes, fuzz_target
 from tests.models.files import LLAMA3_ROPE, TINY, write_gguf
 
 CONFIG = replace(
@@ -38,36 +38,6 @@ JSON = {
     "head_dim": 4, "intermediate_size": 8, "vocab_size": 300, "num_hidden_layers": 1,
     "max_position_embeddings": 512, "rms_norm_eps": 1e-5,
 }  # fmt: skip
-NUMBERS = [0, 1, -1, 2, 3, 2**31, 2**40, 10**30, 0.0, -1.0, 0.5, 1e-45, 1e30, 1e300, float("nan")]
-plain = (
-    st.sampled_from([*NUMBERS, None, True, "", "a", "yarn", "<a b>", ":0", "x" * 100])
-    | st.integers()
-    | st.floats()
-    | st.text(max_size=5)
-)
-values = st.recursive(
-    plain, lambda v: st.lists(v, max_size=3) | st.dictionaries(st.text(max_size=3), v, max_size=2)
-)
-
-
-@st.composite
-def changed(draw: st.DrawFn, seeds: list[object]) -> object:
-    """One of some JSON values with up to three parts, at any depth, replaced, left out or added."""
-    root = json.loads(json.dumps({"root": draw(st.sampled_from(seeds))}))
-    for _ in range(draw(st.integers(1, 3))):
-        at, key = root, "root"
-        while isinstance(at[key], dict | list) and at[key] and draw(st.integers(0, 3)):
-            at = at[key]
-            key = draw(st.sampled_from(sorted(at) if isinstance(at, dict) else range(len(at))))
-        if draw(st.booleans()) or at is root:
-            at[key] = draw(values)
-        elif isinstance(at, dict):
-            del at[key]
-        else:
-            at.append(draw(values))
-    return root["root"]
-
-
 ROPES = [
     LLAMA3_ROPE,
     {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0, "truncate": False,

@@ -1,15 +1,29 @@
 """Measured rates: kept, read back, refused where they do not fit."""
 
 import json
-from dataclasses import replace
+import math
+import os
+from dataclasses import asdict, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import get_args
 
 import pytest
 
 from distmega.errors import RequestError
+from distmega.sharding.overlap.cost import Product, way_times_us
+from distmega.sharding.overlap.matmul_ways import Collective
 from distmega.sharding.overlap.rates import H200_RATES
-from distmega.sharding.overlap.rates_file import Measured, calibrated, rates_path, write_rates
+from distmega.sharding.overlap.rates_file import (
+    VERSION,
+    Measured,
+    calibrated,
+    rates_path,
+    write_rates,
+)
+from distmega.sharding.overlap.tile_times import Extents
 from distmega.sharding.search.cost import H200
+from tests.fuzz import changed, fuzz_target
 
 DEVICE = "NVIDIA H200"
 LIBRARIES = {"torch": "2.11.0", "triton": "3.6.0"}
@@ -60,6 +74,13 @@ def change(stored: dict, name: str, value: object) -> None:
         ("nccl_us", [[1, 2]], r"nccl_us = \(\(1, 2\),\)"),
         ("slice_us", [[256, "x"]], "slice_us = "),
         ("kernel_dtypes", [16], "kernel_dtypes = "),
+        ("kernel_multiples", [128, 0, 8], "kernel_multiples = "),
+        ("kernel_multiples", [128, 128, 8, 8], "kernel_multiples = "),
+        ("nccl_us", [[1, 2], [1, 3]], "nccl_us = "),
+        ("nccl_us", [[1, 2, 3], [2, 3, 4]], "nccl_us = "),
+        ("memory_bytes_per_us", 0, "memory_bytes_per_us = 0"),
+        ("num_sms", 0, "num_sms = 0"),
+        ("tile_us", 10**30, "tile_us = 10000"),
     ],
 )
 def test_a_field_that_does_not_fit_is_named(tmp_path: Path, name: str, value: object, words: str):
@@ -71,9 +92,40 @@ def test_a_field_that_does_not_fit_is_named(tmp_path: Path, name: str, value: ob
         calibrated(H200, DEVICE, 2, LIBRARIES, tmp_path)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"version": 0}', '{"version": 1}'])
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "null", '{"version": 0}', '{"version": 1}', "[" * 10**5, "[9" + "9" * 5000],
+)
 def test_a_damaged_file_is_refused(tmp_path: Path, text: str):
     path = write_rates(MEASURED, tmp_path)
     path.write_text(text)
     with pytest.raises(RequestError, match="doctor --calibrate"):
         calibrated(H200, DEVICE, 2, LIBRARIES, tmp_path)
+
+
+def test_a_pipe_or_a_flood_is_refused(tmp_path: Path):
+    path = rates_path(DEVICE, 2, tmp_path)
+    os.mkfifo(path)
+    with pytest.raises(RequestError, match="it is not a regular file"):
+        calibrated(H200, DEVICE, 2, LIBRARIES, tmp_path)
+    path.unlink()
+    with path.open("w") as file:
+        file.truncate(2**40)
+    with pytest.raises(RequestError, match="it has 1099511627776 bytes"):
+        calibrated(H200, DEVICE, 2, LIBRARIES, tmp_path)
+
+
+def read_stored(data: object) -> None:
+    with TemporaryDirectory() as folder:
+        write_rates(MEASURED, Path(folder))
+        rates_path(DEVICE, 2, Path(folder)).write_text(json.dumps(data))
+        machine = calibrated(H200, DEVICE, 2, LIBRARIES, Path(folder))
+    extents = Extents(rows=512, columns=1024, depth=256, num_ranks=2, item_bytes=2)
+    for collective in get_args(Collective):
+        product = Product(collective=collective, extents=extents, dtype="bf16")
+        times, _ = way_times_us(product, machine, (2, 4))
+        assert all(0 <= time < math.inf for time in times.values())
+
+
+STORED = {"version": VERSION, **asdict(MEASURED)}
+test_files = fuzz_target(changed([STORED]), read_stored)
