@@ -164,9 +164,9 @@ def expert_layouts(
         for axis, size in ranks.axes:
             if not fits(tensor.shape[divided], size):
                 what = "experts" if way == "expert" else "rows of each expert"
-                found = f"{way} with {tensor.shape[divided]} {what} on {size} ranks"
+                asked = f"{way} with {tensor.shape[divided]} {what} on {size} ranks"
                 raise RequestError(
-                    f"{argument('experts')} {found}",
+                    f"{argument('experts')} {asked}",
                     expected="ranks of which less than half hold nothing",
                     remedy=f"use fewer ranks, or another {argument('experts')}",
                 )

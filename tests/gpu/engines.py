@@ -9,7 +9,7 @@ from distmega.models.config import ModelConfig
 from distmega.models.load import ModelSource, open_model
 from distmega.models.presets import PRESETS
 from distmega.models.random_source import RandomReader
-from distmega.models.sampling import MOST_LIKELY, Sampling
+from distmega.models.sampling import MOST_LIKELY, Samplings
 from distmega.models.weights import RopeTableReader, weight_specs
 from distmega.sharding.layout.mesh import DeviceMesh
 
@@ -29,7 +29,7 @@ def open_engine(
     source: ModelSource | str,
     batch: int = 1,
     max_context: int = 1024,
-    sampling: Sampling = MOST_LIKELY,
+    sampling: Samplings = MOST_LIKELY,
     **more: object,
 ) -> Engine:
     """An engine whose decode steps give logits; it must run them by the decode kernel. more:

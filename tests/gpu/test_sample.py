@@ -20,7 +20,7 @@ from distmega.kernels.hopper.words import (
     Sample,
     pack,
 )
-from distmega.models.sampling import MAX_CANDIDATES, Sampling
+from distmega.models.sampling import MAX_CANDIDATES, MOST_LIKELY, Sampling, joint_method
 from tests.gpu import sample_kernel
 from tests.gpu.engines import open_engine
 
@@ -234,6 +234,51 @@ def test_sequences_draw_from_their_logits(name, batch):
         assert one[-1] == tuple(drawn.tolist())
     assert many == one
     assert len({token for tokens in many for token in tokens}) > 3 * batch
+
+
+MIXED = {
+    "plain": (MOST_LIKELY, DRAWS["plain"], MOST_LIKELY, DRAWS["plain"]),
+    "top-k": (DRAWS["limited"], MOST_LIKELY, Sampling(temperature=15.0, top_k=3, seed=9)),
+    "all": (MOST_LIKELY, *DRAWS.values()),
+}
+"""Samplings of sequences that are decoded together."""
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_each_sequence_draws_its_own_way(name):
+    """In one launch and in single steps, as the library does with its logits; those at temperature
+    0 take the most likely token.
+    """
+    samplings = MIXED[name]
+    batch, method = len(samplings), joint_method(samplings)
+    engine = open_engine("smollm2-135m", batch, sampling=samplings)
+    prompts = [list(range(7, 12 + 5 * slot)) for slot in range(batch)]
+    many = list(itertools.islice(engine.generate_all(prompts, ignore_eos=True), 12))
+    one = [tuple(engine.prefill(prompt, slot) for slot, prompt in enumerate(prompts))]
+    settings = torch.tensor([method.settings_of(one) for one in samplings], device="cuda")
+    seeds = torch.tensor([sampling.seed for sampling in samplings], device="cuda")
+    while len(one) < len(many):
+        outputs = engine.decode_step(one[-1])
+        one.append(tuple(outputs["next"].tolist()))
+        logits = engine.stepping.logits[:batch] if engine.stepping else outputs["logits"]
+        limits = drawing.cutoff(logits, settings) if settings.shape[1] == 3 else settings
+        cached = [len(prompt) + len(one) - 2 for prompt in prompts]
+        positions = torch.tensor(cached, device="cuda")
+        drawn = drawing.sample(logits, limits, seeds, positions, 0, logits.shape[1])[1]
+        assert one[-1] == tuple(drawn.tolist())
+        for slot, sampling in enumerate(samplings):
+            assert sampling.temperature or one[-1][slot] == int(logits[slot].argmax())
+    assert many == one
+
+
+def test_one_engine_serves_sequences_of_several_samplings():
+    """One after the other, as engines of their own do."""
+    samplings, prompt = (MOST_LIKELY, *DRAWS.values()), list(range(7, 40))
+    engine = open_engine("smollm2-135m", sampling=samplings)
+    for sampling in samplings:
+        alone = open_engine("smollm2-135m", sampling=sampling)
+        expected = list(alone.generate(prompt, 20, ignore_eos=True))
+        assert list(engine.generate(prompt, 20, sampling, ignore_eos=True)) == expected
 
 
 @pytest.mark.parametrize("name", DRAWS)
