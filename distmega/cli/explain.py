@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from distmega.engine.decode_plan import DecodeBlueprint, lower_decode, num_stages_of, plan_decode
+from distmega.engine.predict import predict_us
 from distmega.engine.requests import EngineOptions
 from distmega.hostir.ir.nodes import HostProgram
 from distmega.hostir.ir.text import print_host
@@ -19,9 +20,9 @@ from distmega.kernels.tasks.tile import tile_segment
 from distmega.kernels.tasks.types import TaskGraph
 from distmega.models.config import ModelConfig
 from distmega.program.ops.compute import COLLECTIVES
-from distmega.program.types import Program, accesses
+from distmega.program.types import Program
 from distmega.sharding.layout.mesh import DeviceMesh
-from distmega.sharding.search.cost import Machine, collective_time_us, op_time_us
+from distmega.sharding.search.cost import Machine
 
 Section = tuple[str, str]
 """Title and text."""
@@ -89,6 +90,9 @@ def _num_triggers(graph: TaskGraph) -> int:
 
 def _rank_lines(blueprint: DecodeBlueprint) -> Iterator[str]:
     program, machine = blueprint.local.program, blueprint.machine
+    if (copies := blueprint.staged.kv_copies) > 1:
+        heads = blueprint.config.num_kv_heads // copies
+        yield f"kv heads: {heads}, each copied {copies} times, for more ranks than there are"
     for name, arena in (("weights", blueprint.weights), ("KV cache", blueprint.states)):
         yield f"{name}: {arena.num_bytes / 2**20:,.1f} MiB"
     for traffic in count_collectives(program):
@@ -110,18 +114,3 @@ def count_collectives(program: Program) -> tuple[Traffic, ...]:
             kind=op.kind, count=known.count + 1, num_bytes=known.num_bytes + moved
         )
     return tuple(found.values())
-
-
-def predict_us(program: Program, mesh: DeviceMesh, machine: Machine) -> float:
-    """Sum of the cost model's times of one rank's ops and collectives."""
-    tensors = program.tensor_map()
-    total = 0.0
-    for op in program.ops:
-        if op.kind in COLLECTIVES:
-            axis = str(op.attr("mesh_axis"))
-            larger = max(accesses(op), key=lambda a: tensors[a.tensor].num_bytes)
-            num_bytes = tensors[larger.tensor].num_bytes
-            total += collective_time_us(op.kind, num_bytes, mesh.size(axis), machine)
-        else:
-            total += op_time_us(op, tensors, machine)
-    return total

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import dropwhile
 
 from distmega.collecting import uncollected
+from distmega.engine.predict import predict_us
 from distmega.engine.requests import DEFAULT_CONTEXT, EngineOptions, Experts
 from distmega.errors import PlanError, RequestError, argument
 from distmega.hostir.ir.nodes import HostProgram
@@ -24,6 +25,7 @@ from distmega.kernels.megakernel import Megakernel, compile_megakernel
 from distmega.kernels.runtime.arena import ArenaLayout, Space, layout_arena, tensor_space
 from distmega.models.config import ModelConfig
 from distmega.models.decoder import Logits, build_decoder, layer_starts
+from distmega.models.kv_copies import copy_kv_heads, most_copies
 from distmega.models.sampling import GREEDY, Method
 from distmega.program.types import Program
 from distmega.sharding.layout.mesh import DeviceMesh
@@ -67,12 +69,15 @@ SEQUENCE_DIM = 0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan:
-    """The plan of one stage on its own ranks. mesh: of all ranks; cuts: where stages begin."""
+    """The plan of one stage on its own ranks. mesh: of all ranks; cuts: where stages begin;
+    kv_copies: of each kv head that the program has (models/kv_copies.py).
+    """
 
     plan: Plan
     mesh: DeviceMesh
     stage: Stage
     cuts: tuple[str, ...]
+    kv_copies: int = 1
 
     def fingerprint(self) -> str:
         """A stable hash of everything the ranks of this stage must agree on."""
@@ -189,8 +194,8 @@ def plan_decode(
     """The plan of one decode step, of stage `index`. Raises PlanError where `mesh` or the limit
     can't be used.
 
-    Caches of several sequences are divided by heads, as those of one are, since a prefill writes
-    all of a sequence's.
+    Where ranks can't divide the kv heads, each of these may be copied to several ranks, which share
+    its query heads: where that costs less, as often as costs least, the same on all stages.
     """
     if (num_stages := num_stages_of(mesh)) > config.num_layers:
         raise PlanError(
@@ -198,6 +203,82 @@ def plan_decode(
             expected="a layer a stage at least",
             remedy=f"use a smaller {argument('pp')}",
         )
+    found: dict[int, StagePlan] = {}
+    problem: PlanError | None = None
+
+    def plan(copies: int, index: int) -> StagePlan:
+        return _plan_copies(
+            config, copies, mesh, machine, options, logits, memory_limit_bytes, method, index
+        )
+
+    for copies in kv_copies_to_try(config, mesh):
+        try:
+            found[copies] = plan(copies, 0)
+        except PlanError as error:
+            problem = problem or error
+    if not found:
+        assert problem is not None
+        raise _undivided(config, mesh) or problem
+    times = {
+        copies: predict_us(localize(staged.plan).program, staged.plan.mesh, machine)
+        for copies, staged in found.items()
+        if len(found) > 1
+    }
+    best = min(times, key=lambda copies: times[copies]) if times else min(found)
+    return plan(best, index) if index else found[best]
+
+
+def kv_copies_to_try(config: ModelConfig, mesh: DeviceMesh) -> tuple[int, ...]:
+    """How often each kv head may be copied: not at all and, where ranks can't divide them, the
+    least that lets them, and the least that gives all as many.
+    """
+    sizes = [size for axis, size in mesh.axes if axis != AXIS and size > 1]
+    heads, possible = config.num_kv_heads, range(1, most_copies(config) + 1)
+    if all(fits(heads, size) for size in sizes):
+        return (1,)
+    fitting = [n for n in possible if all(fits(heads * n, size) for size in sizes)]
+    even = [n for n in fitting if all(heads * n % size == 0 for size in sizes)]
+    return tuple(sorted({1, *fitting[:1], *even[:1]}))
+
+
+def _undivided(config: ModelConfig, mesh: DeviceMesh) -> PlanError | None:
+    """The error where no number of copies lets ranks divide attention."""
+    for axis, size in mesh.axes:
+        if axis == AXIS or size == 1 or _divides(config, axis, size):
+            continue
+        largest = max(n for n in range(1, size) if _divides(config, axis, n))
+        heads = f"{config.num_kv_heads} kv heads, {config.group} query heads per kv head"
+        return PlanError(
+            f"{axis}={size} can't divide attention of {heads}",
+            expected=f"at most {axis}={largest}, where less than half of the heads is padding",
+            remedy=f"use {axis}={largest} or less",
+        )
+    return None
+
+
+def _divides(config: ModelConfig, axis: str, size: int) -> bool:
+    """Whether so many ranks can divide kv heads, query heads of each, or copies of kv heads."""
+    alone = any(fits(extent, size) for extent in (config.num_kv_heads, config.group))
+    return alone or len(kv_copies_to_try(config, DeviceMesh(**{axis: size}))) > 1
+
+
+def _plan_copies(
+    config: ModelConfig,
+    copies: int,
+    mesh: DeviceMesh,
+    machine: Machine,
+    options: EngineOptions,
+    logits: Logits,
+    memory_limit_bytes: int | None,
+    method: Method,
+    index: int,
+) -> StagePlan:
+    """plan_decode with so many copies of each kv head.
+
+    Caches of several sequences are divided by heads, as those of one are, since a prefill writes
+    all of a sequence's.
+    """
+    config, num_stages = copy_kv_heads(config, copies), num_stages_of(mesh)
     context, batch = context_limit(config, options), options.batch
     program = build_decoder(
         config,
@@ -225,7 +306,7 @@ def plan_decode(
         annotations=by_heads | expert_layouts(config, stage.program, ranks, options.experts),
         memory_limit_bytes=memory_limit_bytes,
     )
-    return StagePlan(plan=plan, mesh=mesh, stage=stage, cuts=cuts)
+    return StagePlan(plan=plan, mesh=mesh, stage=stage, cuts=cuts, kv_copies=copies)
 
 
 @uncollected
@@ -250,7 +331,7 @@ def lower_decode(
         for space in (Space.WEIGHT, Space.STATE)
     }
     return DecodeBlueprint(
-        config=config,
+        config=copy_kv_heads(config, staged.kv_copies),
         machine=staged.plan.machine,
         options=options,
         method=method,

@@ -52,6 +52,7 @@ from distmega.kernels.runtime.runners import SteppingRunner, open_hopper, plan_h
 from distmega.kernels.runtime.signals import open_signals
 from distmega.kernels.runtime.symmetric import Team
 from distmega.models.config import ModelConfig
+from distmega.models.copied_source import open_copies
 from distmega.models.decoder import Logits
 from distmega.models.load import ModelSource
 from distmega.models.sampling import (
@@ -129,7 +130,8 @@ class Engine:
         """The decode kernel of a GPU where it chooses the tokens, several in one launch."""
         coordinate, allocations = mesh.coordinate(comm.rank), self.blueprint.local.allocations
         tell("loading weights")
-        load_weights(source, allocations, coordinate, weights, progress)
+        copied = open_copies(source, plan.kv_copies)
+        load_weights(copied, allocations, coordinate, weights, progress)
         tell("preparing the decode step")
         self._decode = self._open_gpu(options) if on_gpu else self._open_cpu(options)
         fingerprints = [plan.fingerprint()]
