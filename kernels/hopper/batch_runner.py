@@ -189,10 +189,18 @@ class BatchRunner:
         self._best_rows[:num, 0] = (tokens - first_id).to(torch.int32)
         self._state[STATE_POSITIONS : STATE_POSITIONS + num] = positions.to(torch.int32)
 
+    def prepare(self) -> None:
+        """See SteppingRunner."""
+        self._decode.prepare(*self._arguments(1))
+
     def _run(self, num_steps: int) -> None:
         self.raise_hang()
+        self._decode(*self._arguments(num_steps))
+
+    def _arguments(self, num_steps: int) -> tuple[object, ...]:
+        """Of a launch, but for constants."""
         queues, shape = self.queues, self.queues.shape
-        self._decode(
+        return (
             *self._weights,
             self._cache_tiles,
             self._words,

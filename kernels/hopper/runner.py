@@ -202,13 +202,23 @@ class DecodeRunner:
     def _place(self) -> int:
         return self._team.place if self._team else 0
 
+    def prepare(self) -> None:
+        """See SteppingRunner."""
+        self._launchers[False] = self._launcher(tracing=False)
+        self._launchers[False].prepare(*self._arguments(1, None))
+
     def _run(self, num_steps: int, stamps: Tensor | None = None) -> None:
         self.raise_hang()
-        queues, shape = self.queues, self.queues.shape
         tracing = stamps is not None
         if tracing not in self._launchers:
             self._launchers[tracing] = self._launcher(tracing)
-        self._launchers[tracing](
+        self._launchers[tracing](*self._arguments(num_steps, stamps))
+        self._first = CONTINUED
+
+    def _arguments(self, num_steps: int, stamps: Tensor | None) -> tuple[object, ...]:
+        """Of a launch, but for constants."""
+        queues, shape = self.queues, self.queues.shape
+        return (
             *self._weights,
             self._cache_tiles,
             self._words,
@@ -240,7 +250,6 @@ class DecodeRunner:
             queues.sample,
             self._no_stamps if stamps is None else stamps,
         )
-        self._first = CONTINUED
 
     def _launcher(self, tracing: bool) -> Launcher:
         queues, shape = self.queues, self.queues.shape

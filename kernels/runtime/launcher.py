@@ -2,11 +2,14 @@
 
 In: a kernel, its grid, constants and options. Out: a callable that takes the other arguments. To
 find the compiled kernel Triton looks at each argument, which takes 0.2 to 0.3 ms for the decode
-kernel; only the first launch does so. Next on the walk: hopper/kernel.py.
+kernel; only the first launch does so. A kernel that takes long to compile can be prepared while the
+host does something else. Next on the walk: hopper/kernel.py.
 """
 
 from collections.abc import Callable, Mapping
+from threading import Thread
 
+import torch
 import triton
 
 
@@ -25,9 +28,28 @@ class Launcher:
         self._kernel, self._num_programs = kernel, num_programs
         self._constants, self._options = dict(constants), options
         self._run: Callable[..., object] | None = None
+        self._preparing: Thread | None = None
+
+    def prepare(self, *arguments: object) -> None:
+        """Compiles in a thread of its own what launches of such arguments need; nothing runs. The
+        first launch waits for it.
+        """
+        device = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+        def compile_kernel() -> None:
+            if device is not None:
+                torch.cuda.set_device(device)
+            given = {**self._constants, **self._options}
+            self._kernel.warmup(*arguments, grid=(self._num_programs,), **given)
+
+        self._preparing = Thread(target=compile_kernel, daemon=True)
+        self._preparing.start()
 
     def __call__(self, *arguments: object) -> None:
         """Launches on the current stream of the current device; the first call compiles."""
+        if self._preparing is not None:
+            self._preparing.join()
+            self._preparing = None
         if self._run is not None:
             self._run(*arguments, *self._constants.values())
             return

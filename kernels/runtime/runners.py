@@ -47,6 +47,10 @@ class SteppingRunner(KernelRunner, Protocol):
         """
         ...
 
+    def prepare(self) -> None:
+        """Begins to compile what the first step launches, beside what the host does next."""
+        ...
+
     def decode(self, num_steps: int) -> Tensor:
         """Runs steps after those before; the tokens they chose, [num_steps, sequences]."""
         ...

@@ -8,13 +8,15 @@ may run beside a persistent kernel, so a rank takes all that it needs as one are
 NVLink multicast stays off unless the environment turns it on. Next: hopper/runner.py.
 """
 
+import importlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from types import ModuleType
 from typing import Any, Literal
 
 import torch
-import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 
 from distmega.env import read_settings
@@ -127,6 +129,12 @@ def _reach_problem() -> str:
     return f"no peer access from GPU {here} to {far}" if far else ""
 
 
+@cache
+def _torch_memory() -> ModuleType:
+    """Torch's module, of which a process without peers need not wait for the import."""
+    return importlib.import_module("torch.distributed._symmetric_memory")
+
+
 def _allocate(
     comm: NcclCommunicator, axis: str, size: int, backend: Backend
 ) -> SymmetricMemory | str:
@@ -136,15 +144,15 @@ def _allocate(
     handle: Any = None
     device = torch.device("cuda", torch.cuda.current_device())
     try:
-        if symm_mem.get_backend(device) != backend:
-            symm_mem.set_backend(backend)
-        local = symm_mem.empty(size, dtype=torch.uint8, device=device)
+        if _torch_memory().get_backend(device) != backend:
+            _torch_memory().set_backend(backend)
+        local = _torch_memory().empty(size, dtype=torch.uint8, device=device)
     except RuntimeError as error:
         problem = str(error).partition("\n")[0]
     if problem := _agree(comm, problem):
         return problem
     try:
-        handle = symm_mem.rendezvous(local, group.group_name)
+        handle = _torch_memory().rendezvous(local, group.group_name)
         if handle.multicast_ptr and os.environ[DISABLE_MULTICAST] != "0":
             problem = f"torch made a multicast address in spite of {DISABLE_MULTICAST}"
     except RuntimeError as error:

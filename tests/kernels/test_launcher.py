@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+import triton
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from distmega.kernels.gemm import launch
@@ -28,6 +29,26 @@ def test_later_launches_are_the_first(monkeypatch, num_ranks):
         runner: DecodeRunner = open_runner("smollm2-135m", num_ranks)
         for num_steps in (1, 1, 3):
             runner.decode(num_steps)
+    assert_alike(seen)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_prepared_kernel_is_the_one_that_runs(monkeypatch, batch):
+    """Compiled beside what the host does, by any number of steps, once."""
+    seen: list[tuple[object, ...]] = []
+    monkeypatch.setattr(offline._Launcher, "__call__", lambda self, *given: seen.append(given))
+    compiled: list[object] = []
+    hook = "jit_post_compile_hook"
+    monkeypatch.setattr(triton.knobs.runtime, hook, lambda **told: compiled.append(told["key"]))
+    with offline.offline(monkeypatch):
+        if batch == 1:
+            runner = open_runner("smollm2-135m", 1)
+        else:
+            runner = open_batch_runner(blueprint("smollm2-135m", 1, batch))
+        runner.prepare()
+        for num_steps in (1, 1, 3):
+            runner.decode(num_steps)
+    assert len(compiled) <= 1, "tests before may have compiled it"
     assert_alike(seen)
 
 

@@ -72,3 +72,13 @@ def test_the_readme_lists_the_public_names():
     listed = set(re.findall(r"`(?:distmega\.)?(\w+)`", section[1]))
     module = importlib.import_module("distmega")
     assert not set(module.__all__) - {"__version__"} - listed
+
+
+def test_an_engine_starts_without_what_it_may_not_need():
+    """Packages for files of one format, and torch's peer memory."""
+    program = (
+        "import sys, distmega.engine.engine; "
+        "late = {'gguf', 'yaml', 'torch.distributed._symmetric_memory'}; "
+        "assert not late & set(sys.modules), late & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -5,15 +5,16 @@ truncated download fails here and not in the middle of loading. Dequantisation i
 gguf's. Next: gguf/source.py.
 """
 
+import importlib
 import mmap
 import struct
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-from gguf.quants import dequantize
 
 from distmega.errors import ModelError
 from distmega.models.fields import Fields, require_file
@@ -39,13 +40,27 @@ _SCALARS = {
 """Value type -> struct format, as the GGUF specification numbers them."""
 
 
+@cache
+def _gguf() -> ModuleType:
+    """The package's constants, for which a process that opens no such file need not wait."""
+    return importlib.import_module("gguf.constants")
+
+
+def _dequantize(box: "np.ndarray[tuple[int, ...], np.dtype[np.uint8]]", kind: int) -> Array:
+    """Rows of quantisation blocks as float32."""
+    values: Array = importlib.import_module("gguf.quants").dequantize(box, kind)
+    return values
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufTensor:
-    """A tensor in a GGUF file: shape in row-major order, first byte, and bytes of a row."""
+    """A tensor in a GGUF file: shape in row-major order, first byte, and bytes of a row. kind: of
+    the package's GGMLQuantizationType.
+    """
 
     name: str
     shape: tuple[int, ...]
-    kind: GGMLQuantizationType
+    kind: int
     offset: int
     row_bytes: int
 
@@ -71,12 +86,12 @@ class GgufFile:
         """The box of these ranges as float32: only its rows, and only the quantisation blocks
         around its columns.
         """
-        block, block_bytes = GGML_QUANT_SIZES[tensor.kind]
+        block, block_bytes = _gguf().GGML_QUANT_SIZES[tensor.kind]
         rows, (start, stop) = (ranges[0] if len(ranges) > 1 else (0, 1)), ranges[-1]
         first, last = start // block, -(-stop // block)
         lines = self.data[tensor.offset : tensor.stop].reshape(tensor.num_rows, tensor.row_bytes)
         box = np.ascontiguousarray(lines[slice(*rows), first * block_bytes : last * block_bytes])
-        values = dequantize(box, tensor.kind)[:, start - first * block : stop - first * block]
+        values = _dequantize(box, tensor.kind)[:, start - first * block : stop - first * block]
         return values.astype(np.float32).reshape([upper - lower for lower, upper in ranges])
 
 
@@ -151,11 +166,11 @@ def _place_tensors(
     return placed
 
 
-def _check_kind(cursor: "_Cursor", kind: GGMLQuantizationType) -> None:
+def _check_kind(cursor: "_Cursor", kind: int) -> None:
     try:
-        dequantize(np.zeros(GGML_QUANT_SIZES[kind][1], np.uint8), kind)
+        _dequantize(np.zeros(_gguf().GGML_QUANT_SIZES[kind][1], np.uint8), kind)
     except NotImplementedError as error:
-        found = f"{cursor.path} holds tensors of type {kind.name}"
+        found = f"{cursor.path} holds tensors of type {_gguf().GGMLQuantizationType(kind).name}"
         remedy = "convert it to another quantisation, such as Q8_0 or F16"
         raise ModelError(
             found, expected="a type that the package gguf can dequantise", remedy=remedy
@@ -228,12 +243,12 @@ class _Cursor:
             raise self.damaged(f"tensor {name!r} of {num_dims} dims", "1 to 4 dims")
         shape = tuple(self.scalar("<Q") for _ in range(num_dims))[::-1]
         number, offset = self.scalar("<I"), self.scalar("<Q")
-        if number not in list(GGMLQuantizationType):
+        if number not in list(_gguf().GGMLQuantizationType):
             raise self.damaged(
                 f"tensor {name!r} of type {number}", "a type that the package gguf knows"
             )
-        kind = GGMLQuantizationType(number)
-        block, block_bytes = GGML_QUANT_SIZES[kind]
+        kind = _gguf().GGMLQuantizationType(number)
+        block, block_bytes = _gguf().GGML_QUANT_SIZES[kind]
         if len(shape) > 2 or min(shape) < 1 or shape[-1] % block:
             raise self.damaged(
                 f"tensor {name!r} of shape {shape}",
