@@ -274,9 +274,12 @@ class ProgramBuilder:
         chosen = self._add((op, tensors))
         return Handle(self, tensors[0]), chosen
 
-    def route(self, ids: Handle, num_groups: int, name: str = "") -> Routing:
+    def route(
+        self, ids: Handle, num_groups: int, num_rows: Handle | None = None, name: str = ""
+    ) -> Routing:
         """See experts.route: rows sorted by group."""
-        op, tensors = experts.route(self._name(name, "route"), self._own(ids), num_groups)
+        used = self._own(num_rows) if num_rows is not None else None
+        op, tensors = experts.route(self._name(name, "route"), self._own(ids), num_groups, used)
         self._add((op, tensors))
         return Routing(*(Handle(self, tensor) for tensor in tensors))
 

@@ -67,18 +67,24 @@ def top_k(x: Tensor, num: int, weights: str) -> tuple[Tensor, Tensor]:
     return chosen.float(), columns.int()
 
 
-def route(ids: Tensor, num_groups: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def route(
+    ids: Tensor, num_groups: int, num_rows: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """counts, offsets, order and slots, i32; see experts.route."""
     flat = ids.reshape(-1).long()
-    if ids.is_cpu and not bool(((flat >= 0) & (flat < num_groups)).all()):
+    if num_rows is not None:
+        pairs = torch.arange(len(flat), device=ids.device)
+        flat = flat.masked_fill(pairs >= num_rows * ids.shape[1], num_groups)
+    allowed = num_groups if num_rows is None else num_groups + 1
+    if ids.is_cpu and not bool(((flat >= 0) & (flat < allowed)).all()):
         raise RequestError(
-            f"a row sent to group {int(flat[(flat < 0) | (flat >= num_groups)][0])}",
+            f"a row sent to group {int(flat[(flat < 0) | (flat >= allowed)][0])}",
             expected=f"groups from 0 to {num_groups - 1}",
             remedy="correct the ids",
         )
     _, order = flat.sort(dim=0, stable=True)
-    counts = torch.zeros(num_groups, dtype=torch.int64, device=ids.device)
-    counts.index_add_(0, flat, torch.ones_like(flat))
+    counts = torch.zeros(num_groups + 1, dtype=torch.int64, device=ids.device)
+    counts = counts.index_add_(0, flat, torch.ones_like(flat))[:num_groups]
     offsets = F.pad(counts.cumsum(0), (1, 0))
     slots = torch.empty_like(order)
     slots[order] = torch.arange(len(flat), device=ids.device)
@@ -136,7 +142,7 @@ def compile_top_k(op: Op, coordinate: Coordinate) -> OpFunction:
 def compile_route(op: Op, coordinate: Coordinate) -> OpFunction:
     """See route."""
     num_groups = op.extents["g"]
-    return lambda xs: route(xs[0], num_groups)
+    return lambda xs: route(xs[0], num_groups, xs[1] if len(xs) > 1 else None)
 
 
 def compile_gather_rows(op: Op, coordinate: Coordinate) -> OpFunction:

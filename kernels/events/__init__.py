@@ -7,7 +7,7 @@ what is unknown, and an interpreter. Start at values.py, then analyse.py; queues
 interpret.py follow.
 """
 
-from distmega.kernels.events.analyse import analyse_events
+from distmega.kernels.events.analyse import analyse_events, choose_tilings
 from distmega.kernels.events.check import check_queues
 from distmega.kernels.events.graph import EventGraph
 from distmega.kernels.events.interpret import run_queues
@@ -20,6 +20,7 @@ __all__ = [
     "RunTime",
     "analyse_events",
     "check_queues",
+    "choose_tilings",
     "make_queues",
     "parse_events",
     "print_events",

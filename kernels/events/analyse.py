@@ -24,6 +24,7 @@ from distmega.kernels.events.grouped import starts_of, ungroup
 from distmega.kernels.events.symbols import AxisSymbols, spread_symbols
 from distmega.kernels.events.values import Count, EventMap, EventTensor, Extent
 from distmega.kernels.tasks.graph import build_task_graph
+from distmega.kernels.tasks.tile import tile_segment
 from distmega.kernels.tasks.types import EventTensor as EventTable
 from distmega.kernels.tasks.types import TaskGroup
 from distmega.program.ops.compute import EXCHANGES
@@ -72,6 +73,29 @@ def analyse_events(
         program=program, tasks=tasks, grids=grids, events=tuple(events), symbols=bounds
     )
     return verify_events(graph)
+
+
+def choose_tilings(program: Program, num_sms: int, *, rows: int = 16) -> dict[str, dict[str, int]]:
+    """Tiles of all ops of a program, about `num_sms` an op: groups one by one, their rows `rows` at
+    a time, other ops as kernels/tasks cuts them.
+    """
+    found: dict[str, dict[str, int]] = {}
+    for group in tile_segment(program, num_sms, min_task_bytes=1, row_multiple=1):
+        op, index = group.op, grouped_index(group.op)
+        if index is None:
+            tiles = {}
+            for split in group.splits:
+                composed = len(split.axes) > 1
+                tiles[split.axes[0]] = 1 if composed else split.bounds[1] - split.bounds[0]
+        else:
+            axes = {axis.name: axis.extent for axis in op.axes if axis.role == "parallel"}
+            wanted = dict(zip(index.axes, (1, rows), strict=True))
+            tiles = {name: wanted[name] for name in axes if name in wanted}
+            last = list(axes)[-1]
+            if last not in tiles:
+                tiles[last] = -(-axes[last] // (2 if tiles else num_sms))
+        found[op.name] = tiles
+    return found
 
 
 def _grid(op: Op, tiles: Mapping[str, int], spread: AxisSymbols) -> TaskGrid:

@@ -1,11 +1,13 @@
 """What a task writes, by the reference of its op: the elements of its tile, and no others.
 
 Comes in: an EventGraph, tensors by name, a task. Goes out: the tensors changed. The op's reference
-(hostir/library) runs on whatever the operands hold; of its results the tile is kept, so that
-what had not been written in time is seen in it. Used by interpret.py.
+(hostir/library) runs on whatever the operands hold, on the tile's part of them where that is a part
+of dims; of its results the tile is kept, so that what had not been written in time is seen in it.
+Used by interpret.py.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -15,7 +17,7 @@ from torch import Tensor
 from distmega.hostir.library.ops import IN_PLACE, compile_op, op_operands
 from distmega.hostir.library.torch_types import torch_dtype
 from distmega.kernels.events.graph import EventGraph, TaskId
-from distmega.program.types import Access, Index, Op
+from distmega.program.types import Access, Index, Op, accesses
 
 
 class TileReference:
@@ -41,27 +43,45 @@ class TileReference:
     def run(self, task: TaskId) -> None:
         """Executes a task."""
         op = self.ops[task[0]]
+        tile = self._tile(op, task)
+        narrowed = {name: part for name, part in tile.items() if _can_narrow(op, name)}
+        if op.kind in IN_PLACE:
+            narrowed = {}
         operands = [self.tensors[name] for name in op_operands(op)]
         if op.kind in IN_PLACE:
             operands[-1] = operands[-1].clone()
-        results = compile_op(op, {})(operands)
+        for place, read in enumerate(op.reads):
+            for dim, index in enumerate(read.dims):
+                part = narrowed.get(index.axes[0]) if index.axes else None
+                if part is not None:
+                    operands[place] = operands[place].narrow(dim, part.start, len(part))
+        axes = (
+            replace(axis, extent=len(narrowed[axis.name])) if axis.name in narrowed else axis
+            for axis in op.axes
+        )
+        results = compile_op(replace(op, axes=tuple(axes)), {})(operands)
         for access, result in zip(op.writes, results, strict=True):
-            places = self._places(op, access, task)
-            if places is None:
+            if not tile:
                 self.tensors[access.tensor] = result
-            else:
-                self.tensors[access.tensor][places] = result[places]
+                continue
+            there = self._places(op, access, tile)
+            inner = {name: range(len(part)) for name, part in narrowed.items()}
+            here = self._places(op, access, tile | inner)
+            self.tensors[access.tensor][there] = result[here]
 
-    def _places(self, op: Op, access: Access, task: TaskId) -> tuple[Tensor, ...] | None:
-        """Indices of the elements that a task writes; None for all."""
+    def _tile(self, op: Op, task: TaskId) -> dict[str, range]:
+        """The part of each axis that is cut."""
         grid = self.graph.grid_of[op.name]
-        if not grid.dims:
-            return None
-        extents = op.extents
-        tile = {name: range(extent) for name, extent in extents.items()}
-        for dim, at in zip(grid.dims, self.graph.coordinates[op.name][task[1]], strict=True):
-            tile[dim.axis] = range(at * dim.size, min((at + 1) * dim.size, dim.extent))
-        dims = [self._dim_places(op, index, tile) for index in access.dims]
+        places = self.graph.coordinates[op.name][task[1]]
+        return {
+            dim.axis: range(at * dim.size, min((at + 1) * dim.size, dim.extent))
+            for dim, at in zip(grid.dims, places, strict=True)
+        }
+
+    def _places(self, op: Op, access: Access, tile: dict[str, range]) -> tuple[Tensor, ...]:
+        """Indices of the elements that a tile writes."""
+        whole = {name: range(extent) for name, extent in op.extents.items()}
+        dims = [self._dim_places(op, index, whole | tile) for index in access.dims]
         return tuple(torch.from_numpy(each) for each in np.ix_(*dims))
 
     def _dim_places(self, op: Op, index: Index, tile: dict[str, range]) -> Sequence[int]:
@@ -81,3 +101,16 @@ class TileReference:
                 flat = flat * op.extents[name] + digit
             places.append(index.offset + index.stride * flat)
         return places
+
+
+def _can_narrow(op: Op, axis: str) -> bool:
+    """Whether a part of an axis is a part of one dim of every operand, read in one way, so that the
+    op on these parts gives that part of its results.
+    """
+    seen: dict[str, tuple[int, ...]] = {}
+    for access in accesses(op):
+        dims = tuple(dim for dim, index in enumerate(access.dims) if axis in index.axes)
+        plain = all(access.dims[dim] == Index(axes=(axis,)) for dim in dims)
+        if not plain or seen.setdefault(access.tensor, dims) != dims:
+            return False
+    return True

@@ -30,8 +30,8 @@ def group_load(
     """The load of one rank's part of an op; None for an op that runs over no groups.
 
     sizes: extents of that part. Expected: each of the rows that can be in a group goes to equally
-    many of all groups, which are drawn at random. Worst: all rows come here, to as many groups as
-    they can.
+    many of all groups, which are drawn at random; where ranks share groups out, of the rank that
+    gets most, for which the others wait. Worst: all rows come here, to as many groups as they can.
     """
     index = grouped_index(op)
     if index is None:
@@ -43,16 +43,28 @@ def group_load(
         for dim, each in enumerate(a.dims)
         if each.is_grouped
     )
-    here = sizes[axis]
+    here, num = sizes[axis], int(str(op.get("num_groups", op.extents[axis])))
     if worst:
         groups = float(min(here, total))
         return GroupLoad(axis=axis, rows_axis=rows_axis, num_groups=groups, num_rows=float(total))
-    num = int(str(op.get("num_groups", op.extents[axis])))
     share = min(1.0, total / (op.extents[rows_axis] * num))
-    missed = math.pow(1.0 - share, op.extents[rows_axis])
+    hit = 1.0 - math.pow(1.0 - share, op.extents[rows_axis])
+    part = min(1.0, here / num)
+    num_ranks = round(1 / part)
     return GroupLoad(
         axis=axis,
         rows_axis=rows_axis,
-        num_groups=here * (1.0 - missed),
-        num_rows=total * min(1.0, here / num),
+        num_groups=min(here, _most_of(num_ranks, here, hit)),
+        num_rows=min(total, _most_of(num_ranks, total, part)),
     )
+
+
+_MOST_NORMAL = (0.0, 0.0, 0.564, 0.846, 1.029, 1.163, 1.267, 1.352, 1.424)
+"""Expected largest of n standard normal values, n from 0 to 8."""
+
+
+def _most_of(num_ranks: int, num: int, chance: float) -> float:
+    """Expected largest over ranks of how many of `num` draws fall to a rank, each by `chance`."""
+    known = num_ranks < len(_MOST_NORMAL)
+    above = _MOST_NORMAL[num_ranks] if known else math.sqrt(2 * math.log(num_ranks))
+    return num * chance + above * math.sqrt(num * chance * (1.0 - chance))

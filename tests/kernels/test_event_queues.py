@@ -66,7 +66,7 @@ def given(program: Program, ids: Ids) -> dict[str, Tensor]:
         for t in program.tensors
         if t.role != "temp"
     }
-    return tensors | {"ids": torch.tensor(ids, dtype=torch.int32)}
+    return tensors | ({"ids": torch.tensor(ids, dtype=torch.int32)} if ids else {})
 
 
 def run_all_seeds(queues: Queues, ids: Ids, seeds: range) -> None:
@@ -183,6 +183,35 @@ def test_symbols_run_what_is_in_use():
     for number in range(queues.num_waits()):
         with pytest.raises(CheckError):
             check_queues(without_wait(queues, number))
+
+
+@pytest.mark.parametrize("dynamic", ["never", "always"])
+def test_rows_in_use_are_routed_and_no_others(dynamic: Dynamic):
+    """A program for 6 rows with 0, 1, 3 and 6 of them: one compile, one set of queues."""
+    p = ProgramBuilder("some")
+    x, used = p.input("x", (6, 8)), p.input("used", (1,), "i32")
+    scores = p.linear(x, p.weight("router", (4, 8)), spec="m k, e k -> m e", name="scores")
+    weights, ids = p.top_k(scores, 2, name="chosen")
+    routing = p.route(ids, 4, used, name="routing")
+    rows = p.gather_rows(x, routing, name="rows")
+    down = p.grouped_linear(rows, p.weight("w", (4, 8, 8)), routing, name="down")
+    program = p.build(p.scatter_add(down, weights, routing, name="y"))
+    tilings = {"scores": {"m": 1}, "chosen": {"m": 1}, "rows": {"e": 1, "r": 2},
+               "down": {"e": 1, "r": 2}, "y": {"m": 1}}  # fmt: skip
+    graph = analyse_events(program, tilings, symbols={"B": ("x", 0)})
+    queues = make_queues(graph, 3, dynamic)
+    check_queues(queues)
+    tensors = given(program, []) | {"used": torch.tensor([6], dtype=torch.int32)}
+    expected = run_program(program, tensors)["y"]
+    for batch in (0, 1, 3, 6):
+        tensors["used"] = torch.tensor([batch], dtype=torch.int32)
+        for seed in range(5):
+            launch = run_queues(queues, tensors, symbols={"B": batch}, seed=seed)
+            torch.testing.assert_close(launch.tensors["y"][:batch], expected[:batch])
+            assert [len(launch.tasks(op)) for op in ("chosen", "y")] == [batch, batch]
+            counts = launch.tensors["routing.counts"]
+            assert counts.sum() == 2 * batch
+            assert len(launch.tasks("down")) == sum(-(-n // 2) for n in counts.tolist())
 
 
 def test_lists_never_overflow():

@@ -51,9 +51,12 @@ def top_k(name: str, x: Tensor, num: int, weights: Weighing = "softmax") -> Buil
     return op, (weight, chosen)
 
 
-def route(name: str, ids: Tensor, num_groups: int) -> Built:
+def route(name: str, ids: Tensor, num_groups: int, num_rows: Tensor | None = None) -> Built:
     """Sorts the pairs (row, choice) of ids [m, c] by the group that each names, all i32: counts
     [num_groups], offsets [num_groups + 1], order [m * c] and slots [m, c].
+
+    num_rows: an integer [1], the rows that are in use; pairs of others belong to no group, and come
+    last. By default all are.
 
     Group g has counts[g] pairs at the positions offsets[g] to offsets[g + 1], in order of their
     numbers row * c + choice. order: the number of the pair at each position. slots: the position of
@@ -66,6 +69,13 @@ def route(name: str, ids: Tensor, num_groups: int) -> Built:
     require_integers(name, ids)
     rows, num = ids.shape
     axes = [Axis(name="m", extent=rows, role="reduce"), Axis(name="c", extent=num, role="reduce")]
+    reads = [access(ids, "m", "c")]
+    if num_rows is not None:
+        require_integers(name, num_rows)
+        if num_rows.shape != (1,):
+            raise bad_op(name, f"num_rows {num_rows.shape}", "[1]")
+        axes.append(Axis(name="u", extent=1, role="reduce"))
+        reads.append(access(num_rows, "u"))
     extents = {"g": num_groups, "o": num_groups + 1, "p": rows * num, "i": rows, "j": num}
     axes += [Axis(name=n, extent=e, role="scatter") for n, e in extents.items()]
     made = {"counts": "g", "offsets": "o", "order": "p", "slots": "ij"}
@@ -74,7 +84,7 @@ def route(name: str, ids: Tensor, num_groups: int) -> Built:
         for n, over in made.items()
     ]
     writes = [access(t, *over) for t, over in zip(tensors, made.values(), strict=True)]
-    return make_op(name, "route", axes, [access(ids, "m", "c")], writes), tuple(tensors)
+    return make_op(name, "route", axes, reads, writes), tuple(tensors)
 
 
 def _group_axes(num_groups: int, rows: int, role: Literal["parallel", "reduce"]) -> list[Axis]:
