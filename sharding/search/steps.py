@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from distmega.program.dtypes import item_bytes
 from distmega.program.types import Access, Op, Program, Tensor, accesses
-from distmega.sharding.layout.aliases import volatile_tensors
+from distmega.sharding.layout.aliases import bound_views, volatile_tensors
 from distmega.sharding.layout.placements import REPLICATE, Placement
 from distmega.sharding.search.signatures import OptionTable
 
@@ -97,7 +97,7 @@ class StepBuilder:
         self.program, self.situation, self.table = program, situation, table
         self.num_ranks = num_ranks
         self.tensors = program.tensor_map()
-        self.volatile = volatile_tensors(program)
+        self.volatile, self.bound = volatile_tensors(program), bound_views(program)
         self.last_use = {name: len(program.ops) for name in program.outputs}
         for i, op in reversed(list(enumerate(program.ops))):
             for access in accesses(op):
@@ -163,7 +163,8 @@ class StepBuilder:
         constant, temp = self.is_constant(tensor.name), tensor.role == "temp"
         volatile = tensor.name in self.volatile
         if is_read:
-            shared = op.is_view and (volatile or tensor.role == "state")
+            is_bound = op.is_view and op.writes[0].tensor in self.bound
+            shared = is_bound and (volatile or tensor.role == "state")
             exact = (not temp and not constant) or shared
         else:
             exact = not temp or volatile

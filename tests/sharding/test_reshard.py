@@ -8,7 +8,8 @@ import pytest
 
 from distmega.errors import PlanError
 from distmega.program.builder import ProgramBuilder
-from distmega.program.types import Tensor
+from distmega.program.types import Program, Tensor
+from distmega.sharding.layout.aliases import bound_views
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.layout.placements import (
     REPLICATE,
@@ -199,3 +200,59 @@ def test_a_view_of_a_state_is_not_moved_before_it_is_written():
     for layout in (shard(1, "tp"), REPLICATED):
         plan = plan_program(program, TP, CPU, {"s": layout})
         check_plan(plan, random_arrays(program, 0))
+
+
+def sliced(role: str, *, after: str = "") -> Program:
+    """Reads a view of the first rows of `s`; `after`: what is done between."""
+    p = ProgramBuilder("p")
+    make = {"weight": p.weight, "state": p.state, "input": p.input}[role]
+    s, x = make("s", (8, 4)), p.input("x", (8, 4))
+    if after == "written before":
+        p.set(x, into=s, name="write")
+    part = p.slice(s, 0, 0, 3, view=True, name="part")
+    if after == "written while used":
+        p.set(x, into=s, name="write")
+    y = part.map("a0 + 1", name="y")
+    if after == "written later":
+        p.set(x, into=s, name="write")
+    return p.build(y, p.set(s, name="out")) if role == "state" else p.build(y)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("role", ["weight", "state", "input"])
+def test_a_view_that_is_only_read_may_cut_a_divided_dim(role: str, ranks: int):
+    program = sliced(role)
+    plan = plan_program(program, DeviceMesh(tp=ranks), CPU, {"s": shard(0, "tp")})
+    assert plan.layouts["s"].at("tp") == Shard(0, -(-8 // ranks))
+    check_plan(plan, random_arrays(program, 0))
+
+
+@pytest.mark.parametrize("when", ["written before", "written later"])
+def test_a_view_of_a_state_may_be_of_a_copy_while_nobody_writes(when: str):
+    program = sliced("state", after=when)
+    assert bound_views(program) == frozenset()
+    plan = plan_program(program, DeviceMesh(tp=2), CPU, {"s": shard(0, "tp")})
+    assert "all_gather" in [step.move.kind for step in plan.reshards]
+    check_plan(plan, random_arrays(program, 0))
+
+
+def test_a_view_that_sees_a_write_is_of_the_storage_itself():
+    program = sliced("state", after="written while used")
+    assert bound_views(program) == {"part"}
+    with pytest.raises(PlanError, match="op 'part' fits mesh axis 'tp' of 2 in no way"):
+        plan_program(program, DeviceMesh(tp=2), CPU, {"s": shard(0, "tp")})
+    plan = plan_program(program, DeviceMesh(tp=2), CPU, {"s": shard(1, "tp")})
+    check_plan(plan, random_arrays(program, 0))
+
+
+def test_a_view_of_a_view_binds_both():
+    p = ProgramBuilder("p")
+    state, x = p.state("s", (8, 4)), p.input("x", (2, 4))
+    outer = p.slice(state, 0, 0, 4, view=True, name="outer")
+    inner = p.slice(outer, 0, 1, 3, view=True, name="inner")
+    other = p.slice(state, 0, 4, 8, view=True, name="other").map("a0 * 2", name="z")
+    p.set(x, into=inner, name="write")
+    program = p.build(outer.map("a0 + 1", name="y"), other)
+    assert bound_views(program) == {"outer", "inner"}
+    plan = plan_program(program, DeviceMesh(tp=2), CPU, {"s": shard(1, "tp")})
+    check_plan(plan, random_arrays(program, 0))
