@@ -35,6 +35,9 @@ def prompt_of(num_tokens: int) -> list[int]:
 def test_filled_up_prompts_give_the_tokens_of_exact_ones(sampling: Sampling, batch: int):
     exact, filled = open_tiny(sampling, batch), open_tiny(sampling, batch)
     slot = batch - 1
+    for one in (exact, filled):
+        for before in range(slot):
+            one.prefill([0], before)
     with patch(
         "distmega.engine.prefill.prefill_size",
         lambda blueprint, num, most: min(16 * -(-num // 16), most),
@@ -47,7 +50,7 @@ def test_filled_up_prompts_give_the_tokens_of_exact_ones(sampling: Sampling, bat
                 steps = [one.decode_step([0] * slot + [wanted]) for one in (filled, exact)]
                 assert steps[0]["next"][slot] == steps[1]["next"][slot]
         logits = filled.logits(prompt_of(5))
-        assert len(filled._prefills._programs) == 3
+        assert len(filled._prefills._programs) == batch + 2
     torch.testing.assert_close(logits, exact.logits(prompt_of(5)))
     assert logits.shape[0] == 5
 
