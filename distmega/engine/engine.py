@@ -128,12 +128,15 @@ class Engine:
         self._runners: dict[str, CpuMegakernel] = {}
         self.stepping: SteppingRunner | None = None
         """The decode kernel of a GPU where it chooses the tokens, several in one launch."""
-        coordinate, allocations = mesh.coordinate(comm.rank), self.blueprint.local.allocations
-        tell("loading weights")
-        copied = open_copies(source, plan.kv_copies)
-        load_weights(copied, allocations, coordinate, weights, progress)
         tell("preparing the decode step")
         self._decode = self._open_gpu(options) if on_gpu else self._open_cpu(options)
+        if self.stepping is not None:
+            self.stepping.prepare()
+        coordinate, allocations = mesh.coordinate(comm.rank), self.blueprint.local.allocations
+        tell("loading weights")
+        load_weights(
+            open_copies(source, plan.kv_copies), allocations, coordinate, weights, progress
+        )
         fingerprints = [plan.fingerprint()]
         fingerprints += [runner.kernel.fingerprint() for runner in self._runners.values()]
         require_agreement(comm, plan, fingerprints)

@@ -101,7 +101,7 @@ def test_a_job_tells_what_it_does():
     jobs.generate(CPU_RANK, request, emitted.append)
     assert emitted[0] == Opened(random_weights=True)
     assert [value.what for value in emitted if isinstance(value, Doing)] == [
-        "planning a decode step", "loading weights", "preparing the decode step",
+        "planning a decode step", "preparing the decode step", "loading weights",
         "reading the prompt",
     ]  # fmt: skip
     assert len([value for value in emitted if isinstance(value, Token)]) == 3
