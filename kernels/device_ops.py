@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from distmega.hostir.library.norms import compile_norm
 from distmega.hostir.library.ops import (
     attends_in_order,
+    compile_masked_attention,
     compile_op,
     is_packed,
-    masked_attention,
     reads_host,
 )
 from distmega.hostir.library.pointwise import OpFunction, compile_pointwise
@@ -55,8 +55,7 @@ class KernelOps:
             scale, window = op.attr("scale"), op.attr("window")
             return lambda xs: (attend(*xs, scale, window),)
         if op.kind == "attention" and self.masked and _is_plain(op):
-            scale, window = op.attr("scale"), op.attr("window")
-            return lambda xs: (masked_attention(*xs, scale, window),)  # type: ignore[arg-type]
+            return compile_masked_attention(op)
         return compile_op(op, coordinate)
 
 

@@ -415,6 +415,12 @@ def _compile_attention(op: Op, coordinate: Coordinate) -> OpFunction:
     return lambda xs: (attention(xs[0], xs[1], xs[2], xs[3], scale, window),)
 
 
+def compile_masked_attention(op: Op) -> OpFunction:
+    """An op of kind attention, of rows at any positions, by masked_attention."""
+    scale, window = _number(op, "scale"), int(_number(op, "window"))
+    return lambda xs: (masked_attention(xs[0], xs[1], xs[2], xs[3], scale, window),)
+
+
 def _compile_embedding(op: Op, coordinate: Coordinate) -> OpFunction:
     if not op.get("base_axis", ""):
         return lambda xs: (embedding(xs[0], xs[1]),)
