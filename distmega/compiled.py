@@ -28,7 +28,7 @@ from distmega.hostir.lower.matmul_nodes import FusedMatmul
 from distmega.hostir.passes.passes import run_passes
 from distmega.hostir.run.cuda_graph import CapturedHost, capture_on_ranks, shared_memory
 from distmega.hostir.run.deadline import Deadline
-from distmega.hostir.run.evaluator import Evaluator
+from distmega.hostir.run.evaluator import Evaluator, KernelRunner
 from distmega.hostir.run.graph_breaks import tensor_breaks
 from distmega.hostir.run.host_cost import explain_host
 from distmega.kernels.device_ops import KernelOps
@@ -95,12 +95,13 @@ class CompiledProgram:
             lower_program(local, megakernel=False, peer_memory=peers, fuse=on_gpu)
         )
         prove_once(self.host)
+        kernels: dict[str, KernelRunner] = {}
         self._task_graphs: tuple[TaskGraph, ...] = ()
         self._domains, self._at = local.allocations, plan.mesh.coordinate(comm.rank)
         self._evaluator = Evaluator(
             self.host,
             comm,
-            {},
+            kernels,
             device,
             ops=KernelOps(masked=True) if on_gpu else None,
             matmuls=PeerMatmuls(comm) if isinstance(comm, NcclCommunicator) else None,
