@@ -10,7 +10,7 @@ interpret.py follow.
 from distmega.kernels.events.analyse import analyse_events, choose_tilings
 from distmega.kernels.events.check import check_queues
 from distmega.kernels.events.graph import EventGraph
-from distmega.kernels.events.interpret import run_queues
+from distmega.kernels.events.interpret import run_queues, run_ranks
 from distmega.kernels.events.knowledge import make_queues
 from distmega.kernels.events.text import parse_events, print_events
 from distmega.kernels.events.values import RunTime
@@ -25,4 +25,5 @@ __all__ = [
     "parse_events",
     "print_events",
     "run_queues",
+    "run_ranks",
 ]

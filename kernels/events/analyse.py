@@ -77,12 +77,14 @@ def analyse_events(
 
 def choose_tilings(program: Program, num_sms: int, *, rows: int = 16) -> dict[str, dict[str, int]]:
     """Tiles of all ops of a program, about `num_sms` an op: groups one by one, their rows `rows` at
-    a time, other ops as kernels/tasks cuts them.
+    a time, collectives whole, other ops as kernels/tasks cuts them.
     """
     found: dict[str, dict[str, int]] = {}
     for group in tile_segment(program, num_sms, min_task_bytes=1, row_multiple=1):
         op, index = group.op, grouped_index(group.op)
-        if index is None:
+        if op.kind in EXCHANGES:
+            tiles = {}
+        elif index is None:
             tiles = {}
             for split in group.splits:
                 composed = len(split.axes) > 1
@@ -108,6 +110,7 @@ def _grid(op: Op, tiles: Mapping[str, int], spread: AxisSymbols) -> TaskGrid:
             num_groups=op.extents[group],
             group_axis=group,
             row_axis=row,
+            mesh_axis=str(op.get("group_axis", "")),
         )
     for name, size in tiles.items():
         ranks = op.kind in EXCHANGES and name == RANK_AXIS
@@ -146,19 +149,22 @@ def _forms(
     for used, consumers in shared.items():
         by_source: dict[str, list[tuple[TaskGrid, tuple[tuple[int, ...], ...]]]] = {}
         for grid, waits in consumers:
-            source = _source(ops[producer.op], ops[grid.op])
+            source = _source(ops[grid.op], grid)
             by_source.setdefault(source, []).append((grid, waits))
         for source, members in by_source.items():
             yield _form(table, producer, used, members, source, num_ranks, first)
             first += 1
 
 
-def _source(producer: Op, consumer: Op) -> str:
-    """Whose tasks trigger what a consumer awaits: a collective reads what other ranks made."""
+def _source(consumer: Op, grid: TaskGrid) -> str:
+    """Whose tasks trigger what a consumer awaits: a collective reads what other ranks made, of one
+    of them where its tasks are cut by source.
+    """
     if consumer.kind not in EXCHANGES:
         return "own"
-    ranks = [axis for axis in consumer.axes if axis.name == RANK_AXIS]
-    return "all" if not ranks or ranks[0].role == "reduce" else "axis"
+    parallel = any(a.name == RANK_AXIS and a.role == "parallel" for a in consumer.axes)
+    cut = any(dim.axis == RANK_AXIS and dim.size == 1 for dim in grid.dims)
+    return "axis" if parallel and cut else "all"
 
 
 def _form(

@@ -25,8 +25,9 @@ from distmega.kernels.events.queues import Drain, Entry, Queues, graph_writers, 
 
 
 def check_queues(queues: Queues) -> None:
-    """Raises CheckError unless all tasks run once in an order that nothing can break. Waits for
-    other ranks are taken as they are: order on a rank is what is proved.
+    """Raises CheckError unless all tasks run once in an order that nothing can break. All ranks
+    have the same queues; what a task reads of another rank it must await itself, since it knows
+    nothing of that rank's order.
     """
     _check_order(queues)
     knowledge = Knowledge(queues)
@@ -36,6 +37,9 @@ def check_queues(queues: Queues) -> None:
             if not knowledge.knows(task, other):
                 raise _race(task, other)
     for entry in _entries(queues):
+        for event in graph.waits.get(entry.task, ()):
+            if graph.sources_of[event[0]] != "own" and event not in entry.waits:
+                raise _race(entry.task, graph.producers[event][0])
         for starts in starts_read(graph, entry.task):
             _check_starts(queues, knowledge, entry, starts)
 

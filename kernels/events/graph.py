@@ -50,14 +50,15 @@ class GridDim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRows:
-    """An op runs over groups of rows: the vector of their starts, how many groups there are, and
-    the names of its axes of groups and rows.
+    """An op runs over groups of rows: the vector of their starts, how many groups a rank has, the
+    names of its axes of groups and rows, and the mesh axis whose ranks share the groups out.
     """
 
     starts: str
     num_groups: int
     group_axis: str
     row_axis: str
+    mesh_axis: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +99,8 @@ class TaskGrid:
                 first_group=groups.start,
                 stop_group=groups.stop,
                 first_row=first_row,
+                mesh_axis=self.rows.mesh_axis,
+                chunk=self.rows.num_groups if self.rows.mesh_axis else 0,
             )
             found.append(guard)
         return tuple(found)
@@ -170,6 +173,11 @@ class EventGraph:
             for event in events:
                 found.setdefault(event, []).append(task)
         return {event: tuple(tasks) for event, tasks in found.items()}
+
+    @cached_property
+    def sources_of(self) -> dict[str, str]:
+        """Event tensor -> whose tasks trigger it."""
+        return {event.name: event.sources for event in self.events}
 
     @cached_property
     def ranks_of(self) -> dict[str, int]:

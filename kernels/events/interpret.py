@@ -8,16 +8,17 @@ ended: else a CheckError, even where the values came out right. HangError where 
 """
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from distmega.errors import CheckError, HangError
+from distmega.errors import CheckError, HangError, ProgramError
 from distmega.kernels.events.graph import EventGraph, EventId, TaskId
 from distmega.kernels.events.queues import Drain, Entry, Queues, graph_writers
 from distmega.kernels.events.reference import TileReference
 from distmega.kernels.events.values import RunTime
+from distmega.sharding.layout.mesh import DeviceMesh
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +46,42 @@ def run_queues(
     """One launch on one rank. given: inputs, weights and states by name. symbols: values of those
     that the graph has. seed: which SM goes on when several can.
     """
-    return _Machine(queues, given, symbols or {}, seed).run()
+    (launch,) = run_ranks(queues, [given], DeviceMesh(rank=1), symbols=symbols, seed=seed)
+    return launch
+
+
+def run_ranks(
+    queues: Queues,
+    given: Sequence[dict[str, Tensor]],
+    mesh: DeviceMesh,
+    *,
+    symbols: Mapping[str, int] | None = None,
+    seed: int = 0,
+) -> list[Launch]:
+    """One launch on every rank of a mesh of one axis, each as far ahead of the others as events
+    allow. given: of each rank, in mesh order. As run_queues.
+    """
+    if any(event.sources == "axis" for event in queues.graph.events):
+        raise ProgramError(
+            "tasks of an all-gather cut by source, on virtual SMs",
+            expected="collectives in one task",
+            remedy="leave its rank axis whole",
+        )
+    order = random.Random(seed)
+    machines = [
+        _Machine(queues, tensors, symbols or {}, order, at)
+        for tensors, at in zip(given, mesh.coordinates(), strict=True)
+    ]
+    for machine in machines:
+        machine.team = machines
+    left = list(machines)
+    while left:
+        machine = next((m for m in order.sample(left, len(left)) if m.step_any()), None)
+        if machine is None:
+            raise left[0].blocked()
+        if machine.ended:
+            left.remove(machine)
+    return [machine.launch() for machine in machines]
 
 
 @dataclass(slots=True)
@@ -70,32 +106,44 @@ class _Machine:
     """The state of one launch."""
 
     def __init__(
-        self, queues: Queues, given: dict[str, Tensor], symbols: Mapping[str, int], seed: int
+        self,
+        queues: Queues,
+        given: dict[str, Tensor],
+        symbols: Mapping[str, int],
+        order: random.Random,
+        at: Mapping[str, int],
     ) -> None:
+        """at: the rank's coordinate."""
         self.queues, self.graph, self.symbols = queues, queues.graph, symbols
-        self.graph.running(RunTime(symbols=symbols, starts=_AllRows(self.graph)))
-        self.memory = TileReference(self.graph, given)
-        self.random = random.Random(seed)
+        self.graph.running(RunTime(symbols=symbols, starts=_AllRows(self.graph), at=at))
+        self.team: list[_Machine] = [self]
+        self.memory = TileReference(self.graph, given, at)
+        self.random = order
         self.sms = [_Sm(queue) for queue in queues.sms]
         self.lists = [_List() for _ in queues.regions]
         self.writers = [graph_writers(self.graph, region.starts) for region in queues.regions]
         self.conflicts = self.graph.conflicts
         self.counters: dict[EventId, int] = {}
-        self.started: set[TaskId] = set()
         self.ran: dict[TaskId, int] = {}
         self.tensor_writers = {
             access.tensor: op.name for op in self.graph.program.ops for access in op.writes
         }
 
-    def run(self) -> Launch:
-        """Until all queues have ended."""
-        while any(sm.at < len(sm.queue) for sm in self.sms):
-            order = self.random.sample(range(len(self.sms)), len(self.sms))
-            if not any(self.step(number) for number in order):
-                raise self.blocked()
+    @property
+    def ended(self) -> bool:
+        """Whether all queues have run to their ends."""
+        return all(sm.at >= len(sm.queue) for sm in self.sms)
+
+    def launch(self) -> Launch:
+        """What was done."""
         return Launch(
             tensors=self.memory.tensors, ran=tuple(self.ran.items()), triggers=self.counters
         )
+
+    def step_any(self) -> bool:
+        """Some SM goes on, if one can."""
+        order = self.random.sample(range(len(self.sms)), len(self.sms))
+        return any(self.step(number) for number in order)
 
     def step(self, number: int) -> bool:
         """One SM goes on by one task, record or guard, if it can."""
@@ -146,13 +194,29 @@ class _Machine:
                     remedy="let it await an event of the earlier task",
                 )
         assert self.graph.runs(task, known), task
-        self.memory.run(task)
+        self.look_for_remote_races(task)
+        self.memory.run(task, [rank.memory for rank in self.team])
         self.ran[task] = sm
         for event in self.graph.triggers.get(task, ()):
-            self.counters[event] = self.counters.get(event, 0) + 1
+            own = self.graph.sources_of[event[0]] == "own"
+            for rank in [self] if own else self.team:
+                rank.counters[event] = rank.counters.get(event, 0) + 1
         for region, names in enumerate(self.writers):
             if task[0] in names:
                 self.write_list(region)
+
+    def look_for_remote_races(self, task: TaskId) -> None:
+        """A collective must find ended on every rank what it reads there."""
+        for event in self.graph.waits.get(task, ()):
+            for rank in self.team if self.graph.sources_of[event[0]] == "all" else ():
+                for other in self.graph.producers[event]:
+                    if other not in rank.ran and self.graph.runs(other, rank.known(other)):
+                        raise CheckError(
+                            f"race: {task[0]}[{task[1]}] ran before {other[0]}[{other[1]}] of"
+                            " another rank",
+                            expected="what it reads there to be written",
+                            remedy="let it await the event of all ranks",
+                        )
 
     def write_list(self, region: int) -> None:
         """The routing task writes the records of all tasks that run."""
@@ -194,7 +258,7 @@ class _Machine:
                     remedy="await its event first",
                 )
             found[name] = self.memory.starts(name)
-        return RunTime(symbols=self.symbols, starts=found)
+        return RunTime(symbols=self.symbols, starts=found, at=self.memory.at)
 
     def blocked(self) -> HangError:
         """Who waits for what, and who owes it."""

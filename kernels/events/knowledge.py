@@ -135,7 +135,8 @@ class Knowledge:
         """The events that are awaited, and what is known after them."""
         kept = list(events)
         if self.prune:
-            for event in sorted(events, key=lambda e: self._latest(e)):
+            own = [event for event in events if self.graph.sources_of[event[0]] == "own"]
+            for event in sorted(own, key=lambda e: self._latest(e)):
                 others = [each for each in kept if each != event]
                 known = base | self._learnt(others, guards)
                 if self.bits(self.graph.producers[event]) & needed & ~known == 0:

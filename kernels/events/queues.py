@@ -225,7 +225,8 @@ def drains_faster(graph: EventGraph, grids: Sequence[TaskGrid], num_sms: int) ->
     generator = random.Random(0)
     static = drained = 0.0
     for _ in range(NUM_SAMPLES):
-        known = RunTime(starts={_starts(grids[0]): _random_starts(graph, grids[0], generator)})
+        starts = {_starts(grids[0]): _random_starts(graph, grids[0], generator)}
+        known = RunTime(starts=starts, at={grid.rows.mesh_axis: 0 for grid in grids if grid.rows})
         queued, taken = [0.0] * num_sms, [0.0] * num_sms
         place = 0
         for grid in grids:
@@ -249,7 +250,7 @@ def _random_starts(graph: EventGraph, grid: TaskGrid, generator: random.Random) 
     assert index is not None
     rows = op.extents[index.axes[1]]
     each = max(1, _total_rows(graph, grid.op) // rows)
-    counts = [0] * grid.rows.num_groups
+    counts = [0] * int(str(op.get("num_groups", grid.rows.num_groups)))
     for _ in range(rows):
         for group in generator.sample(range(len(counts)), min(each, len(counts))):
             counts[group] += 1

@@ -6,7 +6,7 @@ of dims; of its results the tile is kept, so that what had not been written in t
 Used by interpret.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -14,18 +14,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from distmega.errors import ProgramError
 from distmega.hostir.library.ops import IN_PLACE, compile_op, op_operands
 from distmega.hostir.library.torch_types import torch_dtype
 from distmega.kernels.events.graph import EventGraph, TaskId
+from distmega.program.ops.compute import EXCHANGES
 from distmega.program.types import Access, Index, Op, accesses
 
 
 class TileReference:
     """The tensors of one launch. Those that tasks write start as NaN, or the largest integer."""
 
-    def __init__(self, graph: EventGraph, given: dict[str, Tensor]) -> None:
-        """given: inputs, weights and states by name."""
-        self.graph = graph
+    def __init__(self, graph: EventGraph, given: dict[str, Tensor], at: Mapping[str, int]) -> None:
+        """given: inputs, weights and states by name. at: the rank's coordinate."""
+        self.graph, self.at = graph, at
         self.ops = {op.name: op for op in graph.program.ops}
         self.tensors = dict(given)
         for tensor in graph.program.tensors:
@@ -40,9 +42,12 @@ class TileReference:
         found: list[int] = self.tensors[name].tolist()
         return found
 
-    def run(self, task: TaskId) -> None:
-        """Executes a task."""
+    def run(self, task: TaskId, team: Sequence["TileReference"] = ()) -> None:
+        """Executes a task. team: all ranks, in order, whose memory collectives read."""
         op = self.ops[task[0]]
+        if op.kind in EXCHANGES:
+            self._exchange(op, task, team)
+            return
         tile = self._tile(op, task)
         narrowed = {name: part for name, part in tile.items() if _can_narrow(op, name)}
         if op.kind in IN_PLACE:
@@ -59,7 +64,7 @@ class TileReference:
             replace(axis, extent=len(narrowed[axis.name])) if axis.name in narrowed else axis
             for axis in op.axes
         )
-        results = compile_op(replace(op, axes=tuple(axes)), {})(operands)
+        results = compile_op(replace(op, axes=tuple(axes)), self.at)(operands)
         for access, result in zip(op.writes, results, strict=True):
             if not tile:
                 self.tensors[access.tensor] = result
@@ -68,6 +73,26 @@ class TileReference:
             inner = {name: range(len(part)) for name, part in narrowed.items()}
             here = self._places(op, access, tile | inner)
             self.tensors[access.tensor][there] = result[here]
+
+    def _exchange(self, op: Op, task: TaskId, team: Sequence["TileReference"]) -> None:
+        """A collective's part of this rank, read off all ranks' memory in their order."""
+        if op.kind not in ("all_reduce", "all_gather") or op.get("combine", "") == "argmax":
+            raise ProgramError(
+                f"op {op.name!r} of kind {op.kind!r} on virtual SMs",
+                expected="an all_reduce of one tensor or an all_gather",
+                remedy="plan the program for one rank",
+            )
+        parts = [rank.tensors[op.reads[0].tensor] for rank in team]
+        if op.kind == "all_gather":
+            dim = int(str(op.attr("dim")))
+            whole = torch.cat(parts, dim).narrow(dim, 0, int(str(op.attr("extent"))))
+        else:
+            combine = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+            whole = parts[0]
+            for part in parts[1:]:
+                whole = combine[str(op.attr("combine"))](whole, part)
+        places = self._places(op, op.writes[0], self._tile(op, task))
+        self.tensors[op.writes[0].tensor][places] = whole[places]
 
     def _tile(self, op: Op, task: TaskId) -> dict[str, range]:
         """The part of each axis that is cut."""
@@ -88,9 +113,14 @@ class TileReference:
         if index.is_grouped:
             starts = self.starts(op.reads[index.starts].tensor)
             groups, rows = (tile[name] for name in index.axes)
+            base = 0
+            if axis := str(op.get("group_axis", "")):
+                base = self.at[axis] * op.extents[index.axes[0]]
+            starts = starts[base:]
             return [
                 starts[group] + row
                 for group in groups
+                if group + 1 < len(starts)
                 for row in rows
                 if row < starts[group + 1] - starts[group]
             ]

@@ -40,7 +40,8 @@ def _print_grid(grid: TaskGrid) -> str:
     if grid.rows is None:
         return text
     rows = grid.rows
-    return f"{text} rows {rows.starts} of {rows.num_groups} ({rows.group_axis}, {rows.row_axis})"
+    text += f" rows {rows.starts} of {rows.num_groups} ({rows.group_axis}, {rows.row_axis})"
+    return text + (f" over {rows.mesh_axis}" if rows.mesh_axis else "")
 
 
 def _print_event(event: EventTensor) -> str:
@@ -91,7 +92,10 @@ def _print_place(place: Place) -> str:
 
 _NAME = r"[\w./@#-]+"
 _SYMBOL = re.compile(r"symbol (\w+): (\d+)")
-_GRID = re.compile(rf"tasks ({_NAME})\(([^()]*)\)(?: rows ({_NAME}) of (\d+) \((\w+), (\w+)\))?")
+_GRID = re.compile(
+    rf"tasks ({_NAME})\(([^()]*)\)"
+    rf"(?: rows ({_NAME}) of (\d+) \((\w+), (\w+)\)(?: over (\w+))?)?"
+)
 _DIM = re.compile(r"(\w+):(\d+)/(\d+)(?:@(\w+))?")
 _EVENT = re.compile(
     rf"event ({_NAME})\[(.*?)\] (own|all|axis)(?:\*(\d+))? from ({_NAME})\((.*)\)"
@@ -133,11 +137,17 @@ def parse_events(text: str, program: Program) -> EventGraph:
 
 
 def _parse_grid(line: str, match: re.Match[str]) -> TaskGrid:
-    op, dims, starts, num_groups, group, row = match.groups()
+    op, dims, starts, num_groups, group, row, mesh_axis = match.groups(default="")
     found = [_DIM.fullmatch(dim) for dim in dims.split(", ") if dim]
     rows = None
     if starts:
-        rows = GroupRows(starts=starts, num_groups=int(num_groups), group_axis=group, row_axis=row)
+        rows = GroupRows(
+            starts=starts,
+            num_groups=int(num_groups),
+            group_axis=group,
+            row_axis=row,
+            mesh_axis=mesh_axis,
+        )
     parsed = []
     for dim in found:
         if dim is None:

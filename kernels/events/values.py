@@ -94,21 +94,27 @@ class SymbolGuard:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowsGuard:
     """Holds where one of the groups first_group up to stop_group has more than first_row rows, by a
-    vector of starts.
+    vector of starts. mesh_axis: whose ranks share the groups out, `chunk` each, so that these are
+    counted from the rank's first one on.
     """
 
     starts: str
     first_group: int
     stop_group: int
     first_row: int
+    mesh_axis: str = ""
+    chunk: int = 0
 
     def holds(self, known: "RunTime") -> bool:
-        rows = known.rows(self.starts)[self.first_group : self.stop_group]
+        base = known.at[self.mesh_axis] * self.chunk if self.mesh_axis else 0
+        rows = known.rows(self.starts)[base + self.first_group : base + self.stop_group]
         return any(num > self.first_row for num in rows)
 
     def implies(self, other: "Guard") -> bool:
         """Whether `other` holds wherever this one does."""
         if not isinstance(other, RowsGuard) or other.starts != self.starts:
+            return False
+        if (other.mesh_axis, other.chunk) != (self.mesh_axis, self.chunk):
             return False
         inside = other.first_group <= self.first_group and self.stop_group <= other.stop_group
         return inside and other.first_row <= self.first_row
@@ -119,10 +125,11 @@ Guard = SymbolGuard | RowsGuard
 
 @dataclass(frozen=True, slots=True)
 class RunTime:
-    """What is known at run time: symbols, and vectors of the starts of groups, by name."""
+    """What is known at run time: symbols, vectors of starts of groups, the rank's coordinate."""
 
     symbols: Mapping[str, int] = field(default_factory=dict)
     starts: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    at: Mapping[str, int] = field(default_factory=dict)
 
     def rows(self, starts: str) -> list[int]:
         """Rows of each group."""

@@ -191,6 +191,24 @@ def test_e2_symbols():
         graph.running(RunTime(symbols={"B": 17}))
 
 
+def test_events_of_a_symbol_and_a_number():
+    """E(B, 2): halves of each row, from one analysis for B = 1, 2 and 3."""
+    p = ProgramBuilder("halves")
+    x = p.input("x", (3, 8)).map("exp(a0)", name="P")
+    program = p.build(x.map("-a0", name="C"))
+    graph = analysed(
+        program, {"P": {"i0": 1, "i1": 4}, "C": {"i0": 1, "i1": 2}}, symbols={"B": ("x", 0)}
+    )
+    event = between(graph, "P", "C")
+    assert shape(event) == (3, 2)
+    for batch in (1, 2, 3):
+        known = RunTime(symbols={"B": batch})
+        assert [extent.value(known) for extent in event.extents] == [batch, 2]
+        awaited = {e for task in graph.running(known, "C") for e in graph.waits[task]}
+        assert awaited == {(event.name, place) for place in product(range(batch), range(2))}
+        assert {graph.count(e, known) for e in awaited} == {1}
+
+
 def test_symbols_of_tiles_and_sums():
     """Tiles of 4 rows; an op that sums over all rows counts those that are in use."""
     p = ProgramBuilder("sums")
