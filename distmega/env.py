@@ -16,6 +16,9 @@ from distmega.errors import RequestError
 
 PREFIX = "DISTMEGA_"
 NAMES = ("DISTMEGA_LOG", "DISTMEGA_TIMEOUT_S", "DISTMEGA_THREADS", "DISTMEGA_SHARE_GPUS")
+MAX_SECONDS = 1e6
+"""Of a timeout: more than a week is none, and more than some clocks take."""
+MAX_THREADS = 4096
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -57,8 +60,8 @@ def _read_seconds(environment: Mapping[str, str], name: str, default: float) -> 
         seconds = float(text)
     except ValueError:
         seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise _bad_variable(name, text, "a positive number of seconds")
+    if not 0 < seconds <= MAX_SECONDS:
+        raise _bad_variable(name, text, f"a positive number of seconds, at most {MAX_SECONDS:g}")
     return seconds
 
 
@@ -66,14 +69,14 @@ def _read_count(environment: Mapping[str, str], name: str) -> int | None:
     text = environment.get(name)
     if text is None:
         return None
-    if not text.isdecimal() or int(text) < 1:
-        raise _bad_variable(name, text, "a whole number of at least 1")
+    if not text.isdecimal() or len(text) > 9 or not 1 <= int(text) <= MAX_THREADS:
+        raise _bad_variable(name, text, f"a whole number of at least 1, at most {MAX_THREADS}")
     return int(text)
 
 
 def _bad_variable(name: str, text: str, expected: str) -> RequestError:
     return RequestError(
-        f"environment variable {name}={text!r}",
+        f"environment variable {name}={text[:80]!r}",
         expected=expected,
         remedy=f"correct or unset {name}",
     )

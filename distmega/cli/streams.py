@@ -1,0 +1,75 @@
+"""The command's standard streams, as they come from whoever started it: open or closed, of any
+encoding and width.
+
+In: the process's streams and environment. Out: streams that can be written to, and bounded text of
+files. Used by main.py.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+from distmega.errors import RequestError
+
+MIN_COLUMNS = 20
+MAX_TEXT_BYTES = 2**26
+"""Of a file of prompts, or of text to score."""
+STDIN = Path("-")
+_SHOWN_CHARS = 200
+
+
+def open_streams() -> None:
+    """Makes standard streams usable: what can't be encoded is replaced, and a width that nothing
+    fits in is ignored. RequestError where standard output is closed.
+    """
+    for _ in range(3):  # a file that is opened later must not take the number of a closed stream
+        number = os.open(os.devnull, os.O_RDWR)
+        if number > 2:
+            os.close(number)
+            break
+        os.set_inheritable(number, True)
+    closed = sys.stdout is None
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  for as long as the process runs
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+    columns = os.environ.get("COLUMNS", "")
+    if columns.isdecimal() and (len(columns) > 6 or int(columns) < MIN_COLUMNS):
+        del os.environ["COLUMNS"]
+    if closed:
+        raise RequestError(
+            "standard output is closed",
+            expected="somewhere to write to",
+            remedy="redirect it to a file or to /dev/null",
+        )
+
+
+def drop_output() -> None:
+    """What is left to write must not fail again at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def read_text(path: Path) -> str:
+    """The UTF-8 text of a file or of standard input; RequestError where it can't be read, or is
+    longer than MAX_TEXT_BYTES.
+    """
+    try:
+        if path == STDIN:
+            data = sys.stdin.buffer.read(MAX_TEXT_BYTES + 1) if sys.stdin else b""
+        else:
+            with path.open("rb") as file:
+                data = file.read(MAX_TEXT_BYTES + 1)
+        if len(data) > MAX_TEXT_BYTES:
+            raise ValueError(f"it has more than {MAX_TEXT_BYTES} bytes")
+        return data.decode("utf-8")
+    except (OSError, ValueError) as error:
+        shown = str(path)
+        shown = shown if len(shown) <= _SHOWN_CHARS else f"{shown[:_SHOWN_CHARS]}..."
+        raise RequestError(
+            f"text file {shown!r} can't be read ({getattr(error, 'strerror', None) or error})",
+            expected="a UTF-8 text file",
+            remedy="check the path and the encoding",
+        ) from error

@@ -1,0 +1,133 @@
+"""The command line in surroundings that few have: closed or odd streams, odd names and numbers,
+variables of another program. Each ends in an answer or in one line.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from distmega.cli.main import main
+from distmega.env import read_settings
+from distmega.errors import RequestError
+
+TINY = ("generate", "tiny-llama", "hi", "--max-new-tokens", "2", "--max-context", "16")
+
+
+def run(*arguments: str, redirect: str = "", **changes: str) -> subprocess.CompletedProcess[bytes]:
+    """The command under a shell that may close streams; `changes` to its environment."""
+    return subprocess.run(
+        ["sh", "-c", f'exec "$@" {redirect}', "sh", sys.executable, "-m", "distmega", *arguments],
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | changes,
+        capture_output=True,
+        timeout=250,
+        check=False,
+    )
+
+
+def one_line(done: subprocess.CompletedProcess[bytes], code: int) -> str:
+    """The error that ended it."""
+    text = done.stderr.decode()
+    assert done.returncode == code, text
+    assert text.startswith("distmega: error: "), text
+    assert text.count("\n") == 1, text
+    return text.removeprefix("distmega: error: ")
+
+
+@pytest.mark.parametrize("redirect", [">&-", "<&- >&-"])
+def test_a_closed_standard_output_is_told(redirect: str) -> None:
+    done = run("explain", "tiny-llama", redirect=redirect)
+    assert one_line(done, 2).startswith("standard output is closed; expected somewhere to write")
+
+
+def test_closed_standard_input_and_error_change_nothing() -> None:
+    done = run(*TINY, redirect="<&- 2>&-")
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"tokens after" in done.stdout
+
+
+def test_what_a_terminal_can_not_show_is_replaced() -> None:
+    ascii_only = {"PYTHONIOENCODING": "ascii", "LC_ALL": "C"}
+    done = run(*TINY[:2], "a", "b\u00e9", *TINY[3:], "--temperature", "5", **ascii_only)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.isascii()
+    assert b"tokens after" in done.stdout
+    text = run("generate", "\u00e9", "hi", **ascii_only).stderr
+    assert text.startswith(b"distmega: error: no such model: '")
+
+
+@pytest.mark.parametrize("columns", ["0", "1", "99999999999999999999"])
+def test_a_width_of_nothing_is_ignored(columns: str) -> None:
+    done = run("explain", "tiny-llama", COLUMNS=columns)
+    assert done.returncode == 0, done.stderr
+    assert b"us a token" in done.stdout
+    assert run("generate", "--help", COLUMNS=columns).stdout.count(b"\n") < 1000
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "named"),
+    [
+        ({"TORCHELASTIC_RUN_ID": "1"}, 1, "launcher torchrun, but its environment variables do"),
+        ({"GLOO_SOCKET_IFNAME": "nosuch0"}, 1, "GLOO_SOCKET_IFNAME='nosuch0' with no interface"),
+        ({"DISTMEGA_THREADS": "4000"}, 2, "DISTMEGA_THREADS=4000; expected at most"),
+        ({"DISTMEGA_THREADS": "100000"}, 2, "DISTMEGA_THREADS='100000'; expected a whole number"),
+        ({"DISTMEGA_TIMEOUT_S": "1e12"}, 2, "DISTMEGA_TIMEOUT_S='1e12'; expected a positive num"),
+    ],
+)
+def test_a_variable_that_can_not_be_is_named(
+    changes: dict[str, str], code: int, named: str
+) -> None:
+    assert named in one_line(run(*TINY, **changes), code)
+
+
+@pytest.mark.parametrize("text", ["1e999", "nan", "-1", "", "9" * 5000])
+def test_settings_are_bounded(text: str) -> None:
+    for name in ("DISTMEGA_TIMEOUT_S", "DISTMEGA_THREADS"):
+        with pytest.raises(RequestError, match=f"environment variable {name}=") as caught:
+            read_settings({name: text})
+        assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", "~nouser/m.gguf", "x"], "no such model: '~nouser/m.gguf'"),
+        (["generate", "a" * 5000, "x"], "no such model: 'aaaa"),
+        (["generate", "a/" * 2500, "x"], "no such model: 'a/a/"),
+        (["generate", "a\0b", "x"], "no such model: 'a"),
+        (["generate", "tiny-llama", "x", "--tp", "1000000"], "--tp 1000000; expected at most 1024"),
+        (["generate", "tiny-llama", "x", "--tp", "9" * 20], "--tp of 67 bits; expected at most"),
+        (["generate", "tiny-llama", "x", "--pp", "9" * 20], "--pp of 67 bits; expected at most"),
+        (["generate", "tiny-llama", "x", "--batch", "1" + "0" * 11], "--batch 100000000000; exp"),
+        (["generate", "tiny-llama", *["x"] * 5000], "5000 prompts"),
+        (["generate", "tiny-llama", "--prompts-file", "/dev/zero"], "text file '/dev/zero' can't"),
+        (["generate", "tiny-llama", "--prompts-file", "a" * 5000], "text file 'aaa.* too long"),
+        (
+            ["generate", "tiny-llama", "--prompts-file", "/"],
+            "text file '/' can't be read .Is a dir",
+        ),
+        (["explain", "tiny-llama", "--memory-limit-gb", "1e308"], "--memory-limit-gb 1e.308; exp"),
+        (["explain", "tiny-llama", "--tp", "1000000"], "--tp 1000000; expected at most 1024"),
+        (["explain", "tiny-llama", "--tp", "1024"], ".* can't divide .* use tp="),
+    ],
+)
+def test_odd_values_end_in_one_line(
+    arguments: Sequence[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert re.match(f"distmega: error: {message}", captured.err), captured.err[:500]
+    assert captured.err.count("\n") == 1
+    assert len(captured.err) < 1500
+
+
+def test_a_path_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch) -> None:
+    def refuse(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "exists", refuse)
+    assert main(["explain", str(tmp_path / "m.gguf")]) == 2
