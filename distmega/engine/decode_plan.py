@@ -288,6 +288,7 @@ def _plan_copies(
         logits=logits,
         dtype=machine.dtype,
         method=method,
+        peaks=machine == CPU,  # a GPU's kernel leaves its logits where the engine looks at them
     )
     cuts = cut_places(program, num_stages, starts=layer_starts(config))
     stage = split_stages(program, cuts)[index]
@@ -423,6 +424,7 @@ def _prefill_part(
         dtype=blueprint.machine.dtype,
         method=blueprint.method,
         prompt=prompt,
+        peaks=True,
     )
     staged = blueprint.staged
     stage = split_stages(program, staged.cuts)[staged.stage.index]

@@ -6,6 +6,7 @@ weights arena and one KV cache. Next on the walk: hostir/run/evaluator.py.
 """
 
 import logging
+import math
 from collections.abc import Container, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
@@ -24,7 +25,8 @@ from distmega.engine.decode_plan import (
 )
 from distmega.engine.prefill import Prefills
 from distmega.engine.requests import EngineOptions
-from distmega.engine.steps_ahead import decode_ahead
+from distmega.engine.soundness import explain_unsound, is_sound
+from distmega.engine.steps_ahead import decode_ahead, last_logits
 from distmega.engine.weight_loading import (
     Progress,
     Tell,
@@ -32,7 +34,7 @@ from distmega.engine.weight_loading import (
     no_progress,
     tell_nobody,
 )
-from distmega.errors import HangError, LaunchError, RequestError, VerifyError, argument
+from distmega.errors import HangError, LaunchError, ModelError, RequestError, VerifyError, argument
 from distmega.hostir.check.check import prove_once
 from distmega.hostir.comm.communicator import Communicator
 from distmega.hostir.comm.nccl import NcclCommunicator
@@ -53,7 +55,7 @@ from distmega.kernels.runtime.signals import open_signals
 from distmega.kernels.runtime.symmetric import Team
 from distmega.models.config import ModelConfig
 from distmega.models.copied_source import open_copies
-from distmega.models.decoder import Logits
+from distmega.models.decoder import PEAKS, Logits
 from distmega.models.load import ModelSource
 from distmega.models.sampling import (
     MOST_LIKELY,
@@ -111,6 +113,7 @@ class Engine:
         self._num_cached = [0] * options.batch
         self._hang = ""
         self._calls = Calls()
+        self._num_decoded = 1
         on_gpu = self.device.type == "cuda"
         tell("planning a decode step")
         plan = self._plan(source.config, options, logits, self._method)
@@ -122,6 +125,7 @@ class Engine:
         self._states = allocate_arena(self.blueprint.states, device=device)
         weights = arena_views(self.blueprint.weights, self._weights)
         states = arena_views(self.blueprint.states, self._states)
+        self._caches = states
         self._persistent = {**weights, **states}
         self._slots = _slots_of(states, options.batch)
         self._draws = _draw_inputs(self._method, options.batch, self.device)
@@ -269,7 +273,8 @@ class Engine:
             return
         with self._in_step():
             self.stepping.start(tokens, self._num_cached[: len(prompts)], self._draws)
-            yield from decode_ahead(self.stepping, room, partial(self._grow, len(prompts)))
+            note = partial(self._grow, len(prompts))
+            yield from decode_ahead(self.stepping, room, note, self._end_unsound)
 
     def trace(self, num_steps: int, position: int) -> list[Span]:
         """The timeline of decode steps from `position` on, whatever the caches hold there; the
@@ -338,10 +343,34 @@ class Engine:
         return found
 
     def _raise_hang(self) -> None:
-        """HangError if the decode kernel has given up a wait."""
+        """HangError if the decode kernel has given up a wait, ModelError if its logits are not
+        finite; of steps that the host has waited for.
+        """
         if self.stepping:
             with self._calls.alone(), self._in_step():
                 self.stepping.raise_hang()
+                if not is_sound(last_logits(self.stepping, self._num_decoded)):
+                    raise self._end_unsound()
+
+    def _end_unsound(self) -> ModelError:
+        """What to raise for logits that are not finite. All sequences end here, and caches are
+        emptied, since what is behind a sequence's end must be finite too.
+        """
+        error = explain_unsound(self._caches, self.comm.rank)
+        self._states.zero_()
+        self._num_cached = [0] * self.batch
+        return error
+
+    def _require_sound(self, outputs: Mapping[str, Tensor], num: int) -> None:
+        """ModelError where the first `num` tokens of a decode step were chosen from logits that are
+        not finite. A GPU's kernel is asked later, when the host has waited for it; where the
+        program doesn't tell, the last layer's cache does for all layers before it.
+        """
+        if self.stepping is not None:
+            return
+        told = outputs[PEAKS][:num] if PEAKS in outputs else next(reversed(self._caches.values()))
+        if not is_sound(told):
+            raise self._end_unsound()
 
     def decode_step(self, tokens: Sequence[int]) -> Mapping[str, Tensor]:
         """Appends a token to each of the first sequences.
@@ -382,8 +411,10 @@ class Engine:
                     **self._persistent,
                 }
             )
+            self._require_sound(outputs, num)
         self._grow(num, 1)
-        return outputs
+        self._num_decoded = num
+        return {name: x for name, x in outputs.items() if name != PEAKS}
 
     def _grow(self, num: int, num_steps: int) -> None:
         """Notes num_steps more positions in the first `num` slots."""
@@ -422,13 +453,16 @@ class Engine:
             for slot, caches in enumerate(self._slots)
         ]  # fmt: skip
         with self._in_step():
-            found = self._prefills.run(prompts, logits, tensors, own)
+            found, scores = self._prefills.run(prompts, logits, tensors, own)
             if self.blueprint.staged.stage.num_stages > 1 and self.device.type == "cuda":
                 torch.cuda.current_stream().synchronize()
                 self.comm.check_signals()
+            peaks_are_sound = all(math.isfinite(peak) for _, peak in found.values())
+            if not peaks_are_sound or (logits == "all" and not all(map(is_sound, scores))):
+                raise self._end_unsound()
         for slot, ids in prompts.items():
             self._num_cached[slot] = len(ids)
-        return found
+        return {slot: token for slot, (token, _) in found.items()}, scores
 
     def _require_served(self, sampling: Sampling) -> None:
         if not self._method.serves(sampling):

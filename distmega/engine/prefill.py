@@ -28,7 +28,7 @@ from distmega.hostir.passes.resize import resize_inputs
 from distmega.hostir.run.cuda_graph import CapturedHost, GraphMemory, capture_on_ranks
 from distmega.hostir.run.deadline import ends_within
 from distmega.hostir.run.evaluator import Evaluator
-from distmega.models.decoder import Logits
+from distmega.models.decoder import PEAKS, Logits
 
 logger = logging.getLogger(__name__)
 
@@ -80,27 +80,28 @@ class Prefills:
         logits: Logits,
         tensors: Tensors,
         slots: Sequence[Tensors],
-    ) -> tuple[dict[int, int], list[Tensor]]:
-        """Starts a sequence in each slot of `prompts`: the token after each, and the logits if
-        asked for: of all tokens, [tokens of a pass, vocab] a pass, or of the last one of each
-        prompt, [1, vocab] a slot.
+    ) -> tuple[dict[int, tuple[int, float]], list[Tensor]]:
+        """Starts a sequence in each slot of `prompts`: the token after each, with the value for
+        which it was chosen (decoder.PEAKS), and the logits if asked for: of all tokens, [tokens of
+        a pass, vocab] a pass, or of the last one of each prompt, [1, vocab] a slot.
 
         tensors: weights, caches and, if tokens are drawn, how, a row a slot. slots: the same of
         each slot alone.
         """
         if not self._packs:
-            found, rows = {}, list[Tensor]()
+            found, rows = dict[int, tuple[int, float]](), list[Tensor]()
             for slot, ids in sorted(prompts.items()):
                 outputs = self._run_parts(ids, logits, slots[slot])
-                found[slot] = int(outputs["next"][-1])
+                found[slot] = int(outputs["next"][-1]), float(outputs[PEAKS][-1])
                 rows += [outputs["logits"].clone()] if logits != "none" else []
             return found, rows
-        ended: list[tuple[list[int], Tensor]] = []
+        ended: list[tuple[list[int], Tensor, Tensor]] = []
         scores: list[Tensor] = []
         of_slots: dict[int, Tensor] = {}
         for parts in pack_prompts(prompts, self._blueprint.options.max_batched_tokens):
             outputs = self._run_pass(parts, logits, tensors)
-            ended.append(([part.slot for part in parts if part.ends], outputs["next"].clone()))
+            tokens, peaks = outputs["next"].clone(), outputs[PEAKS].clone()
+            ended.append(([part.slot for part in parts if part.ends], tokens, peaks))
             if logits == "all":
                 scores.append(outputs["logits"][: sum(len(part.ids) for part in parts)].clone())
             if logits == "last":
@@ -108,9 +109,11 @@ class Prefills:
                 of_slots |= {slot: last[slot : slot + 1] for slot in ended[-1][0]}
         if self._captures:
             self._wait()
-        following = [(slots, tokens.tolist()) for slots, tokens in ended]
-        scores += [of_slots[slot] for slot in sorted(of_slots)]
-        return {slot: tokens[slot] for slots, tokens in following for slot in slots}, scores
+        following: dict[int, tuple[int, float]] = {}
+        for ending, tokens, peaks in ended:
+            pairs = [*zip(tokens.tolist(), peaks.tolist(), strict=True)]
+            following |= {slot: pairs[slot] for slot in ending}
+        return following, scores + [of_slots[slot] for slot in sorted(of_slots)]
 
     def _run_parts(self, ids: Sequence[int], logits: Logits, tensors: Tensors) -> Tensors:
         """One prompt in micro-batches."""

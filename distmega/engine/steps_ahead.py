@@ -5,12 +5,14 @@ a launch are given out the next launch runs, so the GPU does not wait for the ho
 walk: kernels/runtime/runners.py.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from distmega.errors import ModelError
 from distmega.kernels.runtime.runners import SteppingRunner
 
 MAX_STEPS = 16
@@ -19,17 +21,24 @@ MAX_STEPS = 16
 
 @dataclass(frozen=True, slots=True)
 class _Launch:
-    """rows: tokens in the host's memory, [steps, sequences], there once `done` has come."""
+    """rows: tokens in the host's memory, [steps, sequences]; total: the sum of the last step's
+    logits on this rank, which is NaN or infinite where one of them is. There once `done` has come.
+    """
 
     rows: Tensor
+    total: Tensor
     done: torch.cuda.Event
 
 
 def decode_ahead(
-    stepping: SteppingRunner, num_steps: int, note: Callable[[int], None]
+    stepping: SteppingRunner,
+    num_steps: int,
+    note: Callable[[int], None],
+    explain: Callable[[], ModelError],
 ) -> Iterator[tuple[int, ...]]:
     """Tokens of the next `num_steps` steps, on the current stream. note: called with the steps of
-    each launch. HangError if a wait in the kernel has expired.
+    each launch. HangError if a wait in the kernel has expired; what `explain` gives if a launch
+    ends with logits that are not finite.
     """
     launches = (_launch(stepping, size, note) for size in launch_sizes(num_steps))
     running = next(launches, None)
@@ -38,6 +47,8 @@ def decode_ahead(
             following = next(launches, None)
             running.done.synchronize()
             stepping.raise_hang()
+            if not math.isfinite(running.total):
+                raise explain()
             yield from map(tuple, running.rows.tolist())
             running = following
     finally:  # a caller may stop early, and other ranks wait for what this one's last launch sends
@@ -54,8 +65,16 @@ def launch_sizes(num_steps: int) -> Iterator[int]:
 
 
 def _launch(stepping: SteppingRunner, num_steps: int, note: Callable[[int], None]) -> _Launch:
-    rows = stepping.decode(num_steps).to("cpu", non_blocking=True)
+    tokens = stepping.decode(num_steps)
+    rows = tokens.to("cpu", non_blocking=True)
+    total = last_logits(stepping, tokens.shape[1]).sum().to("cpu", non_blocking=True)
     note(num_steps)
     done = torch.cuda.Event()  # type: ignore[no-untyped-call]
     done.record()
-    return _Launch(rows, done)
+    return _Launch(rows, total, done)
+
+
+def last_logits(stepping: SteppingRunner, num_sequences: int) -> Tensor:
+    """Logits of the last step on this rank, [sequences, its tokens], on the GPU."""
+    logits = stepping.logits
+    return logits[:num_sequences] if logits.dim() > 1 else logits[None]

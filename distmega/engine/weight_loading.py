@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from distmega.engine.soundness import require_sound_weight
 from distmega.models.load import ModelSource
 from distmega.models.random_device import fill_random
 from distmega.models.random_source import RandomReader
@@ -38,7 +39,9 @@ def load_weights(
     views: Mapping[str, Tensor],
     progress: Progress = no_progress,
 ) -> None:
-    """Fills `views`, by name, with the parts of the weights that `coordinate` stores."""
+    """Fills `views`, by name, with the parts of the weights that `coordinate` stores. ModelError
+    for one that holds NaN or infinite numbers.
+    """
     all_bytes, done_bytes = sum(view.nbytes for view in views.values()), 0
     for name, view in views.items():
         load_shard(source, name, allocations[name], coordinate, view)
@@ -65,3 +68,4 @@ def load_shard(
         fill_random(reader, slices, part)
     else:
         part.copy_(torch.from_numpy(reader.read(slices)))
+        require_sound_weight(name, part)

@@ -16,6 +16,9 @@ from distmega.program.types import Program
 
 Logits = Literal["none", "last", "all"]
 
+PEAKS = "next.value"
+"""An output of programs that are asked for it; see build_decoder."""
+
 
 def build_decoder(
     config: ModelConfig,
@@ -27,6 +30,7 @@ def build_decoder(
     dtype: str = "f32",
     method: Method = GREEDY,
     prompt: bool = False,
+    peaks: bool = False,
 ) -> Program:
     """The program that appends num_tokens tokens to caches of max_context positions and predicts
     the next.
@@ -41,8 +45,9 @@ def build_decoder(
     any part of each. More inputs: `sequences`, i64 [m], of each token; `starts`, i64 [batch + 1],
     where each sequence's rows begin and the last one's end; `last`, i64 [batch], the row after
     which a sequence's next token comes, r is the batch; and where `method` draws
-    `last_positions`, i64 [batch], the positions of these rows. RequestError when the context does
-    not fit the model.
+    `last_positions`, i64 [batch], the positions of these rows. peaks: one more output, PEAKS [r],
+    the value for which each token was chosen, which is NaN or infinite where the logits are.
+    RequestError when the context does not fit the model.
     """
     if batch < 1 or (batch > 1 and num_tokens > 1 and not prompt):
         raise RequestError(
@@ -57,7 +62,8 @@ def build_decoder(
             f"1 <= tokens <= context <= {config.max_positions}, what the model was trained for"
         )
         raise RequestError(found, expected=expected, remedy="choose a shorter prompt or context")
-    return _Decoder(config, num_tokens, max_context, batch, dtype, prompt).build(logits, method)
+    decoder = _Decoder(config, num_tokens, max_context, batch, dtype, prompt)
+    return decoder.build(logits, method, peaks)
 
 
 def layer_starts(config: ModelConfig) -> tuple[str, ...]:
@@ -95,7 +101,7 @@ class _Decoder:
         caches = (batch,) if batch > 1 else ()
         self.cache_shape = (*caches, config.num_kv_heads, max_context, config.head_dim)
 
-    def build(self, logits: Logits, method: Method) -> Program:
+    def build(self, logits: Logits, method: Method, peaks: bool) -> Program:
         """Embedding, layers, head, in this order."""
         tokens = self.p.input("tokens", (self.num_rows,), "i64")
         embed = self.weight("embed")
@@ -111,7 +117,8 @@ class _Decoder:
         scores = self.p.linear(x, head, spec="m k, v k -> m v", name="logits")
         last = self.last_row(scores, "last_logits") if logits == "all" else scores
         chosen = self.choose(last, method)
-        return self.p.build(chosen) if logits == "none" else self.p.build(scores, chosen)
+        outputs = [chosen] if logits == "none" else [scores, chosen]
+        return self.p.build(*outputs, *([self.p.value_of(chosen)] if peaks else []))
 
     def choose(self, scores: Handle, method: Method) -> Handle:
         """The next token of each row of logits, [rows]."""

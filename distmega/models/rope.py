@@ -12,7 +12,11 @@ from numpy.typing import NDArray
 
 from distmega.models.config import ModelConfig, RopeScaling
 
+IGNORE_OVERFLOW = np.errstate(over="ignore", invalid="ignore")
+"""A base for which angles are no numbers is named as the table is loaded: engine/soundness.py."""
 
+
+@IGNORE_OVERFLOW
 def rope_frequencies(config: ModelConfig) -> NDArray[np.float32]:
     """Radians per position of each of the head_dim / 2 rotary pairs, after scaling."""
     exponents = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
@@ -29,6 +33,7 @@ def rope_frequencies(config: ModelConfig) -> NDArray[np.float32]:
     return plain.astype(np.float32)
 
 
+@IGNORE_OVERFLOW
 def rope_table(config: ModelConfig, start: int, stop: int) -> NDArray[np.float32]:
     """Rows start to stop of the table: [stop - start, head_dim], cosines of the pairs and then
     their sines.

@@ -250,6 +250,10 @@ class ProgramBuilder:
         """See ops.argmax; the handle is the index, i64."""
         return self._add(ops.argmax(self._name(name, "argmax"), self._own(x)))
 
+    def value_of(self, chosen: Handle) -> Handle:
+        """The value at each index that argmax or sample gave; NaN where its row has one."""
+        return Handle(self, self._tensors[f"{self._own(chosen).name}.value"])
+
     def top(self, x: Handle, num_top: int, name: str = "") -> Handle:
         """See ops.top: the largest elements of each part of a row."""
         return self._add(ops.top(self._name(name, "top"), self._own(x), num_top))

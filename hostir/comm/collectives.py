@@ -69,12 +69,14 @@ def combine_parts(parts: Sequence[Sequence[Tensor]], combine: str) -> tuple[Tens
     """One result of each rank's operands, in rank order: (x,) for sum, max and min, (value, index)
     for argmax.
 
-    argmax takes the largest value, and the lowest index where values tie.
+    argmax takes the largest value, and the lowest index where values tie; NaN is the largest, as in
+    torch.
     """
     if combine == "argmax":
         value, index = parts[0]
         for other, at in parts[1:]:
             better = (other > value) | ((other == value) & (at < index))
+            better |= other.isnan() & ~value.isnan()
             value, index = torch.where(better, other, value), torch.where(better, at, index)
         return value, index
     merge = _MERGES[combine]

@@ -20,7 +20,7 @@ WEYL = (0x9E3779B9, 0xBB67AE85)
 
 
 def argmax(x: Tensor, base: int = 0, extent: int | None = None) -> tuple[Tensor, Tensor]:
-    """Largest element of the last dim and its index plus `base`, the lowest on ties.
+    """Largest element of the last dim and its index plus `base`, the lowest on ties; NaN if any is.
 
     x holds indices from `base` on; those not below `extent` are padding. With nothing but padding:
     least value, `base`.
@@ -56,7 +56,8 @@ def cutoff(x: Tensor, settings: Tensor) -> Tensor:
     above = weights.cumsum(-1) - weights
     within = above < top_p * weights.sum(-1, keepdim=True)
     kept = likely & (within | (top_p >= 1) | (places == 0))
-    least = ordered.gather(1, kept.sum(-1, keepdim=True) - 1)
+    num_kept = kept.sum(-1, keepdim=True).clamp(min=1)  # none where the largest is NaN
+    least = ordered.gather(1, num_kept - 1)
     return torch.cat((settings[:, :1], least), 1)
 
 
@@ -69,7 +70,7 @@ def sample(
     Noise is made for what is kept, on other devices than the CPU for all: there the host would have
     to wait to learn how much is kept.
     """
-    kept = x.float() >= limits[:, 1:]
+    kept = ~(x.float() < limits[:, 1:])  # NaN too, which then is what is drawn
     if x.is_cpu:
         rows, columns = kept.nonzero(as_tuple=True)
         values = torch.full(x.shape, -math.inf, device=x.device)

@@ -34,7 +34,11 @@ NO_DRAWS: Mapping[str, Tensor] = MappingProxyType({})
 
 
 class SteppingRunner(KernelRunner, Protocol):
-    """A runner that also takes several decode steps in one launch."""
+    """A runner that also takes several decode steps in one launch. logits: f32 of the last step, of
+    this rank's tokens, [n], or [sequences at least, n] of a batch.
+    """
+
+    logits: Tensor
 
     def start(
         self,
