@@ -181,7 +181,9 @@ class _Fusion:
         user = self.only_user(_out(op))
         if user is not None and _is_pointwise(user, GATED):
             gate, up = (self.producers[read.tensor] for read in user.reads)
-            if gate.kind == up.kind == "linear" and _read(gate, 0) == _read(up, 0):
+            is_biased = any(map(_bias, (gate, up)))
+            alike = gate.kind == up.kind == "linear" and _read(gate, 0) == _read(up, 0)
+            if alike and not is_biased:
                 self.take(gate, up, user)
                 weights = _read(gate, 1), _read(up, 1)
                 return FusedGated(x=x, norm=norm, gate=weights[0], up=weights[1], out=_out(user))

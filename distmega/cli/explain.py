@@ -5,15 +5,17 @@ imports no torch, so that a 70B model takes seconds. Next on the walk: decode_pl
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from distmega.engine.decode_plan import DecodeBlueprint, lower_decode, num_stages_of, plan_decode
 from distmega.engine.predict import predict_us
 from distmega.engine.requests import EngineOptions
+from distmega.errors import VerifyError
 from distmega.hostir.ir.nodes import HostProgram
 from distmega.hostir.ir.text import print_host
 from distmega.hostir.run.host_cost import explain_host
+from distmega.kernels.fusion import fuse_segment
 from distmega.kernels.tasks.expand import expand_collectives, team_size
 from distmega.kernels.tasks.graph import build_task_graph
 from distmega.kernels.tasks.tile import tile_segment
@@ -22,7 +24,7 @@ from distmega.models.config import ModelConfig
 from distmega.program.ops.compute import COLLECTIVES
 from distmega.program.types import Program
 from distmega.sharding.layout.mesh import DeviceMesh
-from distmega.sharding.search.cost import Machine
+from distmega.sharding.search.cost import CPU, Machine
 
 Section = tuple[str, str]
 """Title and text."""
@@ -93,12 +95,25 @@ def _rank_lines(blueprint: DecodeBlueprint) -> Iterator[str]:
     if (copies := blueprint.staged.kv_copies) > 1:
         heads = blueprint.config.num_kv_heads // copies
         yield f"kv heads: {heads}, each copied {copies} times, for more ranks than there are"
+    if machine != CPU:
+        yield f"decode steps: {_decoder_of(blueprint.host.segments)}"
     for name, arena in (("weights", blueprint.weights), ("KV cache", blueprint.states)):
         yield f"{name}: {arena.num_bytes / 2**20:,.1f} MiB"
     for traffic in count_collectives(program):
         yield f"{traffic.kind}: {traffic.count} a token, {traffic.num_bytes:,} bytes"
     yield f"predicted: {predict_us(program, blueprint.staged.mesh, machine):,.0f} us a token"
     yield f"  if every op were a library call on {machine.name}, one after another"
+
+
+def _decoder_of(segments: Sequence[Program]) -> str:
+    """What does a decode step on a GPU."""
+    if len(segments) != 1:
+        return f"library ops, since a step is {len(segments)} segments"
+    try:
+        fuse_segment(segments[0])
+    except VerifyError as error:
+        return f"library ops, since {error.found}"
+    return "one kernel, on Hopper GPUs"
 
 
 def count_collectives(program: Program) -> tuple[Traffic, ...]:

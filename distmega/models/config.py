@@ -50,8 +50,9 @@ class RopeScaling:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """Extents and constants of a decoder. `windows`: attention window of each layer, 0 for full; ()
-    when all are full. qk_norm: queries and keys are normed, a head at a time, or with
-    qk_norm_whole all heads of a token at once.
+    when all are full. qkv_bias, out_bias, ffn_bias: the projections to queries, keys and values,
+    the one after attention, and the three of the FFN have biases. qk_norm: queries and keys are
+    normed, a head at a time, or with qk_norm_whole all heads of a token at once.
 
     num_experts: 0, or the experts of each layer but `dense_layers`, of which experts_per_token see
     a token, each of extent expert_ffn. norm_top: their weights are made to sum to one. shared_ffn:
@@ -75,6 +76,8 @@ class ModelConfig:
     tied: bool = False
     windows: tuple[int, ...] = ()
     qkv_bias: bool = False
+    out_bias: bool = False
+    ffn_bias: bool = False
     qk_norm: bool = False
     qk_norm_whole: bool = False
     num_experts: int = 0

@@ -165,8 +165,8 @@ class _Decoder:
             packed=self.packed,
             name=f"{at}.attention",
         )
-        wo = self.weight(f"{at}.wo")
-        out = p.linear(mixed, wo, spec="m h g d, n h g d -> m n", name=f"{at}.attn_out")
+        has_bias = config.out_bias
+        out = self.product(f"{at}.attn_out", mixed, f"{at}.wo", "m h g d, n h g d", has_bias)
         return p.pointwise("a0 + a1", x, out, name=f"{at}.attn_sum")
 
     def ffn_block(self, layer: int, x: Handle) -> Handle:
@@ -174,14 +174,11 @@ class _Decoder:
         p, at = self.p, f"layers.{layer}"
         ffn_norm = self.weight(f"{at}.ffn_norm")
         normed = p.rms_norm(x, ffn_norm, self.config.norm_eps, name=f"{at}.ffn_in")
-        gate = p.linear(
-            normed, self.weight(f"{at}.w_gate"), spec="m k, f k -> m f", name=f"{at}.gate"
-        )
-        up = p.linear(normed, self.weight(f"{at}.w_up"), spec="m k, f k -> m f", name=f"{at}.up")
+        has_bias = self.config.ffn_bias
+        gate = self.product(f"{at}.gate", normed, f"{at}.w_gate", "m k, f k", has_bias)
+        up = self.product(f"{at}.up", normed, f"{at}.w_up", "m k, f k", has_bias)
         mixed = p.pointwise("silu(a0) * a1", gate, up, name=f"{at}.ffn_mixed")
-        out = p.linear(
-            mixed, self.weight(f"{at}.w_down"), spec="m f, k f -> m k", name=f"{at}.ffn_out"
-        )
+        out = self.product(f"{at}.ffn_out", mixed, f"{at}.w_down", "m f, k f", has_bias)
         return p.pointwise("a0 + a1", x, out, name=f"{at}.ffn_sum")
 
     def expert_block(self, layer: int, x: Handle) -> Handle:
@@ -242,14 +239,23 @@ class _Decoder:
 
     def project(self, at: str, letter: str, x: Handle, heads: str) -> Handle:
         """Queries, keys or values of x: [m, heads], with a bias in the families that have one."""
-        weight = self.weight(f"{at}.w{letter}")
-        if not self.config.qkv_bias:
-            return self.p.linear(
-                x, weight, spec=f"m k, {heads} k -> m {heads}", name=f"{at}.{letter}"
-            )
-        bias = self.weight(f"{at}.b{letter}")
-        spec = f"m k, {heads} k, {heads} -> m {heads}"
-        return self.p.linear(x, weight, bias, spec=spec, name=f"{at}.{letter}")
+        spec, has_bias = f"m k, {heads} k", self.config.qkv_bias
+        return self.product(f"{at}.{letter}", x, f"{at}.w{letter}", spec, has_bias)
+
+    def product(self, name: str, x: Handle, weight: str, spec: str, has_bias: bool) -> Handle:
+        """x times a weight whose axes stand behind the comma of `spec`, plus its bias: b instead of
+        w. Axes of x that the weight lacks come first in the result, then the weight's own.
+        """
+        of_x, of_weight = (group.split() for group in spec.split(","))
+        rows = [axis for axis in of_x if axis not in of_weight]
+        columns = [axis for axis in of_weight if axis not in of_x]
+        result = f"-> {' '.join(rows)} {' '.join(columns)}"
+        if not has_bias:
+            return self.p.linear(x, self.weight(weight), spec=f"{spec} {result}", name=name)
+        at, _, kind = weight.rpartition(".")
+        bias = self.weight(f"{at}.b{kind.removeprefix('w')}")
+        spec = f"{spec}, {' '.join(columns)} {result}"
+        return self.p.linear(x, self.weight(weight), bias, spec=spec, name=name)
 
     def rotated(self, at: str, letter: str, x: Handle) -> Handle:
         """Rotary embedding of queries or keys, after their norm in the families that have one."""

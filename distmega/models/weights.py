@@ -58,12 +58,16 @@ _LAYER = (
     ("bq", "h g d", "self_attn.q_proj.bias", "attn_q.bias"),
     ("bk", "h d", "self_attn.k_proj.bias", "attn_k.bias"),
     ("bv", "h d", "self_attn.v_proj.bias", "attn_v.bias"),
+    ("bo", "k", "self_attn.o_proj.bias", "attn_output.bias"),
     ("q_norm", "d", "self_attn.q_norm.weight", "attn_q_norm.weight"),
     ("k_norm", "d", "self_attn.k_norm.weight", "attn_k_norm.weight"),
     ("ffn_norm", "k", "post_attention_layernorm.weight", "ffn_norm.weight"),
     ("w_gate", "f, k", "mlp.gate_proj.weight", "ffn_gate.weight"),
     ("w_up", "f, k", "mlp.up_proj.weight", "ffn_up.weight"),
     ("w_down", "k, f", "mlp.down_proj.weight", "ffn_down.weight"),
+    ("b_gate", "f", "mlp.gate_proj.bias", "ffn_gate.bias"),
+    ("b_up", "f", "mlp.up_proj.bias", "ffn_up.bias"),
+    ("b_down", "k", "mlp.down_proj.bias", "ffn_down.bias"),
     ("router", "e, k", "mlp.gate.weight", "ffn_gate_inp.weight"),
     ("expert_gate", "e, j, k", "mlp.experts.{}.gate_proj.weight", "ffn_gate_exps.weight"),
     ("expert_up", "e, j, k", "mlp.experts.{}.up_proj.weight", "ffn_up_exps.weight"),
@@ -77,7 +81,8 @@ _LAYER = (
 """
 
 
-_FFN = frozenset({"w_gate", "w_up", "w_down"})
+_FFN_BIASES = frozenset({"b_gate", "b_up", "b_down"})
+_FFN = frozenset({"w_gate", "w_up", "w_down"}) | _FFN_BIASES
 _EXPERTS = frozenset({"router", "expert_gate", "expert_up", "expert_down"})
 _SHARED = frozenset({"shared_router", "shared_gate", "shared_up", "shared_down"})
 
@@ -101,6 +106,8 @@ def _specs(config: ModelConfig) -> Iterator[WeightSpec]:
     extents = config.extents()
     absent = {"head"} if config.tied else set()
     absent |= set() if config.qkv_bias else {"bq", "bk", "bv"}
+    absent |= set() if config.out_bias else {"bo"}
+    absent |= set() if config.ffn_bias else _FFN_BIASES
     absent |= set() if config.qk_norm else {"q_norm", "k_norm"}
     absent |= set() if config.shared_ffn else _SHARED
     own = _MIXTRAL_NAMES if config.architecture == "mixtral" else {}

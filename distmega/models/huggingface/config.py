@@ -36,17 +36,20 @@ class _Family:
     sliding_window: int = 0
     first_window: int = 0
     qkv_bias: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
     qk_norm: bool = False
     experts: bool = False
 
 
 _FAMILIES = {
-    "llama": _Family(),
+    "llama": _Family(attention_bias=True, mlp_bias=True),
     "mistral": _Family(num_kv_heads=8, max_positions=131072, windowed=True, sliding_window=4096),
     "qwen2": _Family(
         max_positions=32768, windowed=True, sliding_window=4096, first_window=28, qkv_bias=True
     ),
     "qwen3": _Family(
+        attention_bias=True,
         head_dim=128,
         max_positions=32768,
         windowed=True,
@@ -64,6 +67,7 @@ _FAMILIES = {
         experts=True,
     ),
     "qwen3_moe": _Family(
+        attention_bias=True,
         num_kv_heads=4,
         max_positions=32768,
         windowed=True,
@@ -79,7 +83,9 @@ _FAMILIES = {
         windowed=True,
         experts=True,
     ),
-    "olmoe": _Family(max_positions=4096, norm_eps=1e-5, qk_norm=True, experts=True),
+    "olmoe": _Family(
+        attention_bias=True, max_positions=4096, norm_eps=1e-5, qk_norm=True, experts=True
+    ),
 }
 
 
@@ -128,13 +134,14 @@ def config_from_hf(fields: Fields) -> ModelConfig:
     if architecture not in ARCHITECTURES:
         raise unknown_architecture(architecture, fields.where)
     family = _FAMILIES[architecture]
-    _refuse_unsupported(fields)
+    _refuse_unsupported(fields, family)
     hidden, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     num_layers = fields.integer("num_hidden_layers", most=MAX_LAYERS)
     head_dim = fields.integer("head_dim", family.head_dim or hidden // max(num_heads, 1))
     max_positions = fields.integer("max_position_embeddings", family.max_positions)
     rope = _rope_fields(fields)
     experts = _experts(fields, architecture, num_layers) if family.experts else _Experts()
+    all_biases = fields.flag("attention_bias", False)
     dtype = fields.text("dtype", fields.text("torch_dtype", "float32"))
     return ModelConfig(
         architecture=architecture,
@@ -151,7 +158,9 @@ def config_from_hf(fields: Fields) -> ModelConfig:
         rope_scaling=_rope_scaling(rope, max_positions),
         tied=fields.flag("tie_word_embeddings", False),
         windows=_windows(fields, family, num_layers),
-        qkv_bias=family.qkv_bias and fields.flag("qkv_bias", True),
+        qkv_bias=all_biases or (family.qkv_bias and fields.flag("qkv_bias", True)),
+        out_bias=all_biases,
+        ffn_bias=fields.flag("mlp_bias", False),
         qk_norm=family.qk_norm,
         qk_norm_whole=architecture == "olmoe",
         num_experts=experts.num,
@@ -165,10 +174,11 @@ def config_from_hf(fields: Fields) -> ModelConfig:
     )
 
 
-def _refuse_unsupported(fields: Fields) -> None:
-    for key in ("attention_bias", "mlp_bias"):
-        if fields.flag(key, False):
-            raise _unsupported(fields, key, "false, for no family here has this bias")
+def _refuse_unsupported(fields: Fields, family: _Family) -> None:
+    taken = {"attention_bias": family.attention_bias, "mlp_bias": family.mlp_bias}
+    for key, is_taken in taken.items():
+        if fields.flag(key, False) and not is_taken:
+            raise _unsupported(fields, key, "false, for this family has no such bias")
     if fields.text("hidden_act", "silu") not in ("silu", "swish"):
         raise _unsupported(fields, "hidden_act", "silu")
     if "clip_qkv" in fields:
