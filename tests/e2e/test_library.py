@@ -10,6 +10,7 @@ import distmega
 from distmega.cli.main import main
 from distmega.compiled import CompiledProgram
 from distmega.errors import MeshError, ModelError, PlanError, ProgramError, RequestError
+from distmega.hostir import SingleCommunicator
 from distmega.launch import LauncherOptions
 from tests.hostir.threads import ThreadCommunicator, Wires
 
@@ -87,6 +88,21 @@ def test_a_state_has_memory_of_its_own_unless_asked_otherwise(rows: int):
     else:
         with pytest.raises(ProgramError, match=r"'s' on rank 0 isn't contiguous .* out copy="):
             step.part("s", state, copy=False)
+
+
+@pytest.mark.gpu
+def test_parts_on_a_gpu_are_copies_of_what_the_host_holds():
+    plan = distmega.plan_program(mlp(), distmega.DeviceMesh(tp=1), distmega.H200)
+    step = CompiledProgram(plan, SingleCommunicator(plan.mesh), "cuda:0")
+    given = values()
+    torch.testing.assert_close(step(step.parts(given))["y"].cpu(), in_torch(given))
+    with pytest.raises(ProgramError, match="is on cpu, not on cuda:0"):
+        step.part("w1", given["w1"], copy=False)
+    there = {name: value.cuda() for name, value in given.items()}
+    assert step.part("w1", there["w1"], copy=False).data_ptr() == there["w1"].data_ptr()
+    torch.testing.assert_close(step(step.parts(there, copy=False))["y"].cpu(), in_torch(given))
+    with pytest.raises(ProgramError, match=r"meta f32\[4, 6\] for input 'x'"):
+        step({**step.parts(there), "x": torch.zeros(4, 6, device="meta")})
 
 
 def test_no_view_is_a_part_with_zeros_behind_it():

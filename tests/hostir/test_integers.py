@@ -129,3 +129,14 @@ def test_what_is_not_exact_is_refused(text: str, dtypes: tuple[str, ...], part: 
     types = {"i64": torch.int64, "i32": torch.int32, "f32": torch.float32, "bool": torch.bool}
     with pytest.raises(ProgramError, match=f"with a result in {dtypes[0]} holds"):
         pointwise(text, *(torch.ones(2, dtype=types[dtype]) for dtype in dtypes))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("text", MEANING)
+def test_i64_is_exact_on_a_gpu(text: str):
+    a, b = torch.tensor(EDGES), torch.tensor(EDGES[::-1])
+    args = (a, b) if "a1" in text else (a,)
+    found = pointwise(text, *(x.cuda() for x in args))
+    assert found.is_cuda
+    expected = [wrapped(MEANING[text](*pair)) for pair in zip(a.tolist(), b.tolist(), strict=True)]
+    assert found.tolist() == expected

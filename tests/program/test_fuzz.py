@@ -79,3 +79,17 @@ assembled = st.builds(
 test_programs = fuzz_target(
     damaged((_program(),), PROGRAM_WORDS) | assembled | st.text(), read_program
 )
+
+
+SPECS = ("m k, n k -> m n", "m k, h g d k -> m h g d", "m k, n k, n -> m n", "k, k -> ")
+
+
+def read_spec(text: str) -> None:
+    p = ProgramBuilder("p")
+    x, w = p.input("x", (2, 4)), p.weight("w", (3, 4))
+    program = p.build(p.linear(x, w, spec=text), p.linear(x, w, p.weight("b", (3,)), spec=text))
+    assert parse_program(print_program(program)) == program
+
+
+spec_words = ("->", ",", "m", " ", "k k", "é", "9")
+test_specs = fuzz_target(damaged(SPECS, spec_words) | st.text(), read_spec)
