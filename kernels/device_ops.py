@@ -1,5 +1,6 @@
 """Library ops of a host program on a GPU: the pipelined kernels for pointwise ops, norms and
-softmax, rope.py for rotations, packed_attention.py for prompts, torch for the rest.
+softmax, rope.py for rotations, append.py for caches, packed_attention.py for prompts, torch for
+the rest.
 
 Comes in: ops as lowered, fused ones too. Goes out: KernelOps, which an Evaluator is given. On
 devices and types that the kernels don't take they fall back to torch. Next: pipelined/api.py.
@@ -50,6 +51,9 @@ class KernelOps:
         if op.kind == "rope" and has_triton():
             rotate = importlib.import_module("distmega.kernels.rope").rotate
             return lambda xs: (rotate(xs[0], xs[2], xs[3]),)
+        if op.kind == "kv_append" and has_triton():
+            append = importlib.import_module("distmega.kernels.append").append
+            return lambda xs: (append(xs[-1], *xs[:-1]),)
         if op.kind == "attention" and is_packed(op) and has_triton():
             attend = importlib.import_module("distmega.kernels.packed_attention").attend_packed
             scale, window = op.attr("scale"), op.attr("window")

@@ -1,4 +1,4 @@
-"""Which tokens of which prompts one pass of the model takes, without torch.
+"""Which tokens of which prompts one pass of the model takes, and the inputs that say so.
 
 In: prompts by slot, a budget of tokens. Out: passes, each a list of Parts whose rows lie end to
 end. A prompt that does not fit into what is left of a budget is cut there, and goes on in the next
@@ -7,6 +7,10 @@ pass: what came before is in its cache by then. Used by prefill.py.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,16 +30,8 @@ class Part:
         return self.position + len(self.ids)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
-    """What the program of a pass is told of its rows; see build_decoder's `prompt`."""
-
-    tokens: tuple[int, ...]
-    positions: tuple[int, ...]
-    sequences: tuple[int, ...]
-    starts: tuple[int, ...]
-    last: tuple[int, ...]
-    last_positions: tuple[int, ...]
+ROWS = ("tokens", "positions", "sequences", "starts", "last", "last_positions")
+"""Inputs that say what a pass's rows are, as lay_rows orders them; see build_decoder's `prompt`."""
 
 
 def pack_prompts(prompts: Mapping[int, Sequence[int]], budget: int) -> list[list[Part]]:
@@ -56,30 +52,35 @@ def pack_prompts(prompts: Mapping[int, Sequence[int]], budget: int) -> list[list
     return passes
 
 
-def lay_rows(parts: Sequence[Part], size: int, num_slots: int) -> Rows:
-    """The rows of a pass of ascending slots. Up to `size` the last sequence goes on with tokens 0,
-    whose cache rows its next tokens overwrite. A slot without tokens has row 0 for its last.
+def row_lengths(size: int, num_slots: int) -> tuple[int, ...]:
+    """Elements of each of ROWS."""
+    return size, size, size, num_slots + 1, num_slots, num_slots
+
+
+def lay_rows(parts: Sequence[Part], size: int, num_slots: int) -> Tensor:
+    """The rows of a pass of ascending slots: ROWS one behind the other, i64 on the CPU. Up to
+    `size` the last sequence goes on with tokens 0, whose cache rows its next tokens overwrite. A
+    slot without tokens has row 0 for its last.
     """
     num_tokens = sum(len(part.ids) for part in parts)
-    tokens = [token for part in parts for token in part.ids] + [0] * (size - num_tokens)
-    positions: list[int] = []
-    sequences: list[int] = []
-    counts, last = [0] * num_slots, [0] * num_slots
-    for part in parts:
-        last[part.slot] = len(positions) + len(part.ids) - 1
-        counts[part.slot] = len(part.ids)
-        if part is parts[-1]:
-            counts[part.slot] += size - num_tokens
-        positions += range(part.position, part.position + counts[part.slot])
-        sequences += [part.slot] * counts[part.slot]
-    starts = [0]
-    for count in counts:
-        starts.append(starts[-1] + count)
-    return Rows(
-        tokens=tuple(tokens),
-        positions=tuple(positions),
-        sequences=tuple(sequences),
-        starts=tuple(starts),
-        last=tuple(last),
-        last_positions=tuple(positions[row] for row in last),
+    rows = torch.zeros(sum(row_lengths(size, num_slots)), dtype=torch.int64, device="cpu")
+    tokens, positions, sequences, starts, last, last_positions = torch.split(  # type: ignore[no-untyped-call]
+        rows, row_lengths(size, num_slots)
     )
+    counts = [0] * num_slots
+    row = 0
+    last_positions.fill_(parts[0].position)
+    for part in parts:
+        count = len(part.ids) if part is not parts[-1] else size - row
+        tokens[row : row + len(part.ids)] = torch.tensor(part.ids, device="cpu")
+        positions[row : row + count] = torch.arange(
+            part.position, part.position + count, device="cpu"
+        )
+        sequences[row : row + count] = part.slot
+        last[part.slot] = row + len(part.ids) - 1
+        last_positions[part.slot] = part.stop - 1
+        counts[part.slot] = count
+        row += count
+    assert size >= num_tokens, "a size holds its tokens"
+    starts[1:] = torch.tensor(list(accumulate(counts)), device="cpu")
+    return rows

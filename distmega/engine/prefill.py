@@ -9,7 +9,7 @@ engine.py; next on the walk: packing.py, hostir/run/cuda_graph.py.
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from distmega.engine.decode_plan import (
     num_micro_batches,
     prefill_size,
 )
-from distmega.engine.packing import Part, Rows, lay_rows, pack_prompts
+from distmega.engine.packing import ROWS, Part, lay_rows, pack_prompts, row_lengths
 from distmega.errors import RankFailure, VerifyError
 from distmega.hostir.comm.communicator import Communicator
 from distmega.hostir.ir.nodes import HostProgram
@@ -132,9 +132,7 @@ class Prefills:
         room = num_tokens + self._blueprint.max_context - last.stop
         size = prefill_size(self._blueprint, num_tokens, min(room, options.max_batched_tokens))
         program = self._program(size, logits)
-        rows = lay_rows(parts, size, options.batch)
-        numbers = [number for part in astuple(rows) for number in part]
-        program.rows.copy_(torch.tensor(numbers, device="cpu"))
+        program.rows.copy_(lay_rows(parts, size, options.batch))
         if program.used and program.graph is None and self._captures and logits == "none":
             program.graph = self._capture(program, tensors)
         program.used = True
@@ -147,11 +145,10 @@ class Prefills:
         if found is None:
             evaluator, joined = self._open(*self._host_program(size, logits))
             batch = self._blueprint.options.batch
-            lengths = size, size, size, batch + 1, batch, batch
+            lengths = row_lengths(size, batch)
             rows = torch.zeros(sum(lengths), dtype=torch.int64, device=self._device)
-            names = [field.name for field in fields(Rows)]
             parts = torch.split(rows, lengths)  # type: ignore[no-untyped-call]
-            given = joined | dict(zip(names, parts, strict=True))
+            given = joined | dict(zip(ROWS, parts, strict=True))
             found = self._programs[size, logits] = _Program(evaluator, rows, given)
         return found
 

@@ -39,7 +39,7 @@ from distmega.hostir.ir.nodes import (
     walk_nodes,
 )
 from distmega.hostir.ir.text import print_node
-from distmega.hostir.ir.uses import node_writes, storage_of, view_sources
+from distmega.hostir.ir.uses import named_buffers, node_writes, shown, storage_of, view_sources
 from distmega.hostir.library.matmuls import Matmuls, SequentialMatmuls, compile_matmul
 from distmega.hostir.library.ops import IN_PLACE, DeviceOps, TorchOps, op_operands
 from distmega.hostir.library.torch_types import check_mapping, describe, empty_tensor, fits
@@ -154,6 +154,26 @@ def allocated_names(body: Sequence[Node]) -> set[str]:
     return {node.buffer for node in body if isinstance(node, Allocate)}
 
 
+def made_before_views(host: HostProgram, sources: Mapping[str, str]) -> set[str]:
+    """Buffers that one library op outside of loops writes, before anything of theirs is viewed."""
+    made: set[str] = set()
+    again: set[str] = set()
+    segments = host.segment_map()
+    for node in host.body:
+        written: set[str] = set()
+        for each in walk_nodes([node]):
+            if shown(each):
+                again |= {storage_of(name, sources) for name in named_buffers(each)} - made
+            elif not isinstance(each, ForLoop):
+                written |= {storage_of(name, sources) for name in node_writes(each, segments)}
+        again |= written & made
+        if isinstance(node, LibraryOp | FusedMatmul):
+            made |= written
+        else:
+            again |= written
+    return made - again
+
+
 def _fitting(buffer: program.Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
     found = tensors.get(buffer.name)
     if isinstance(found, Tensor) and fits(found, buffer):
@@ -190,7 +210,7 @@ class _Compiler:
         self.buffers = host.buffer_map()
         self.coordinate = host.mesh.coordinate(comm.rank)
         self.sources = view_sources(host.body)
-        viewed = {storage_of(name, self.sources) for name in self.sources}
+        self.viewed = {storage_of(name, self.sources) for name in self.sources}
         given = {buffer.name for buffer in host.buffers if buffer.role != "temp"}
         segments = host.segment_map()
         looped = {
@@ -199,9 +219,10 @@ class _Compiler:
             if isinstance(node, ForLoop) and host.num_streams > 1
             for name in set(node_writes(node, segments)) - allocated_names(node.body)
         }
-        self.shared = viewed | given | set(self.sources) | looped
-        """Buffers whose storage has another name or owner, or another stream than the ops that
-        write it: those write into it and don't replace it.
+        made = made_before_views(host, self.sources)
+        self.shared = (self.viewed - made) | given | set(self.sources) | looped
+        """Buffers whose storage has another name or owner when an op writes it, or another stream
+        than that op: it writes into them and doesn't replace them.
         """
         self.filled = {
             name
@@ -310,11 +331,12 @@ class _Compiler:
         if op.kind in IN_PLACE:
             return lambda f: function([f.tensors[name] for name in names])
         if op.is_view or (len(outs) == 1 and outs[0] not in self.shared):
-            out = outs[0]
+            out, viewed = outs[0], outs[0] in self.viewed
 
             def replace(f: Frame) -> None:
                 tensors = f.tensors
-                (tensors[out],) = function([tensors[name] for name in names])
+                (found,) = function([tensors[name] for name in names])
+                tensors[out] = found.contiguous() if viewed else found
 
             return replace
         shared = [out in self.shared for out in outs]
@@ -325,7 +347,7 @@ class _Compiler:
                 if keep:
                     f.tensors[out].copy_(result)
                 else:
-                    f.tensors[out] = result
+                    f.tensors[out] = result.contiguous() if out in self.viewed else result
 
         return write
 

@@ -1,5 +1,6 @@
 """Prompts packed into passes, whole or in parts, each as it is alone."""
 
+import itertools
 from pathlib import Path
 from unittest.mock import patch
 
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distmega.engine.engine import Engine
-from distmega.engine.packing import lay_rows, pack_prompts
+from distmega.engine.packing import ROWS, lay_rows, pack_prompts, row_lengths
 from distmega.engine.requests import EngineOptions
 from distmega.errors import RequestError
 from distmega.hostir.comm.communicator import SingleCommunicator
@@ -59,23 +60,26 @@ def test_passes_hold_each_token_once_and_in_order(prompts, budget, spare):
     for number, parts in enumerate(passes):
         size = sum(len(part.ids) for part in parts)
         assert size == budget or number == len(passes) - 1
-        rows = lay_rows(parts, size + spare, 6)
-        counts = [stop - start for start, stop in zip(rows.starts, rows.starts[1:], strict=False)]
-        assert rows.starts[0] == 0
-        assert rows.starts[-1] == len(rows.tokens) == size + spare
+        numbers = lay_rows(parts, size + spare, 6).split(row_lengths(size + spare, 6))
+        rows = dict(zip(ROWS, (part.tolist() for part in numbers), strict=True))
+        starts = rows["starts"]
+        counts = [stop - start for start, stop in itertools.pairwise(starts)]
+        assert (starts[0], starts[-1]) == (0, size + spare)
         sequences = [slot for slot, count in enumerate(counts) for _ in range(count)]
-        assert list(rows.sequences) == sequences
-        assert rows.tokens[size:] == (0,) * spare
+        assert rows["sequences"] == sequences
+        assert rows["tokens"][size:] == [0] * spare
         for part in parts:
             assert part.position == cached[part.slot], "what came before is in the cache"
             cached[part.slot] = part.stop
-            first, stop = rows.starts[part.slot : part.slot + 2]
+            first, stop = starts[part.slot : part.slot + 2]
             extra = spare if part is parts[-1] else 0
-            assert rows.positions[first:stop] == (*range(part.position, part.stop + extra),)
-            assert rows.tokens[first : stop - extra] == part.ids
-            assert rows.last[part.slot] == stop - extra - 1
-            assert rows.last_positions[part.slot] == part.stop - 1
+            assert rows["positions"][first:stop] == [*range(part.position, part.stop + extra)]
+            assert rows["tokens"][first : stop - extra] == list(part.ids)
+            assert rows["last"][part.slot] == stop - extra - 1
+            assert rows["last_positions"][part.slot] == part.stop - 1
             assert part.ends == (part.stop == len(prompts[part.slot]))
+        absent = {*range(6)} - {part.slot for part in parts}
+        assert all(rows["last"][slot] == 0 for slot in absent)
     assert cached == {slot: len(ids) for slot, ids in prompts.items()}
 
 
@@ -170,5 +174,5 @@ def test_what_does_not_fit_is_named_and_nothing_runs():
         with pytest.raises(RequestError, match=found):
             engine.prefill_all(prompts)
     assert not engine._prefills._programs, "nothing was planned"
-    with pytest.raises(RequestError, match="--max-batched-tokens 0; expected at least 1"):
+    with pytest.raises(RequestError, match="max_batched_tokens 0; expected at least 1"):
         EngineOptions(max_batched_tokens=0)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from distmega.hostir.library import ops as library
+from distmega.kernels.append import append
 from distmega.kernels.packed_attention import attend_packed
 from distmega.kernels.rope import rotate
 from tests.gpu.engines import open_engine
@@ -24,6 +25,19 @@ def test_rotations_are_those_of_torch(shape: tuple[int, ...], dtype: torch.dtype
         tolerance = 1e-5 if dtype == torch.float32 else 1.6e-2
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
         assert found.is_contiguous()
+
+
+@pytest.mark.parametrize("shape", [(130, 8, 128), (7, 3, 64), (33, 2, 96)])
+def test_appended_rows_are_those_of_torch(shape: tuple[int, int, int]):
+    num_rows, heads, dim = shape
+    wide = torch.randn(num_rows, 3 * heads * dim, device="cuda").bfloat16()
+    x = wide[:, heads * dim : 2 * heads * dim].view(shape)
+    positions = torch.randperm(200, device="cuda")[:num_rows]
+    sequences = torch.randint(0, 4, (num_rows,), device="cuda")
+    for own in ((), (sequences,)):
+        caches = [torch.zeros(*[4] * len(own), heads, 200, dim, device="cuda").bfloat16()] * 2
+        found = append(caches[0].clone(), x, positions, *own)
+        assert torch.equal(found, library.kv_append(caches[1].clone(), x, positions, *own))
 
 
 @pytest.mark.parametrize("window", [0, 300])

@@ -10,10 +10,11 @@ from distmega.engine.requests import EngineOptions
 from distmega.hostir.comm.communicator import SingleCommunicator
 from distmega.hostir.ir.nodes import FusedMatmul, LibraryOp
 from distmega.hostir.ir.text import print_node
+from distmega.hostir.ir.uses import storage_of, view_sources
 from distmega.hostir.lower.join_products import join_products
 from distmega.hostir.lower.lower import lower_program
 from distmega.hostir.passes.passes import run_passes
-from distmega.hostir.run.evaluator import Evaluator
+from distmega.hostir.run.evaluator import Evaluator, made_before_views
 from distmega.models.presets import PRESETS
 from distmega.program.builder import ProgramBuilder
 from distmega.program.types import Program
@@ -90,6 +91,18 @@ def test_results_are_those_of_separate_products():
         results.append(Evaluator(host, comm, {}).run(given))
     for name, expected in results[0].items():
         torch.testing.assert_close(results[1][name], expected)
+
+
+def test_a_product_that_is_viewed_afterwards_is_not_copied():
+    """What has a view before it is written, or is written again, is written in place."""
+    for program, made in ((branching(), {"pa@pc"}), (branching(between="row"), {"pb@pc"})):
+        local = join_products(
+            localize(plan_program(program, DeviceMesh(tp=1), CPU)), NEIGHBOURS, CPU
+        )
+        host = run_passes(lower_program(local, megakernel=False, peer_memory=False))
+        sources = view_sources(host.body)
+        viewed = {storage_of(name, sources) for name in sources}
+        assert made_before_views(host, sources) & viewed == made
 
 
 def test_a_gather_with_several_readers_runs_beside_their_joined_product():
