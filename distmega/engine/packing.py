@@ -64,8 +64,8 @@ def lay_rows(parts: Sequence[Part], size: int, num_slots: int) -> Tensor:
     """
     num_tokens = sum(len(part.ids) for part in parts)
     rows = torch.zeros(sum(row_lengths(size, num_slots)), dtype=torch.int64, device="cpu")
-    tokens, positions, sequences, starts, last, last_positions = torch.split(  # type: ignore[no-untyped-call]
-        rows, row_lengths(size, num_slots)
+    tokens, positions, sequences, starts, last, last_positions = rows.split(  # type: ignore[no-untyped-call]
+        list(row_lengths(size, num_slots))
     )
     counts = [0] * num_slots
     row = 0

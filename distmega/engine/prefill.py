@@ -145,9 +145,9 @@ class Prefills:
         if found is None:
             evaluator, joined = self._open(*self._host_program(size, logits))
             batch = self._blueprint.options.batch
-            lengths = row_lengths(size, batch)
+            lengths = list(row_lengths(size, batch))
             rows = torch.zeros(sum(lengths), dtype=torch.int64, device=self._device)
-            parts = torch.split(rows, lengths)  # type: ignore[no-untyped-call]
+            parts = rows.split(lengths)  # type: ignore[no-untyped-call]
             given = joined | dict(zip(ROWS, parts, strict=True))
             found = self._programs[size, logits] = _Program(evaluator, rows, given)
         return found
