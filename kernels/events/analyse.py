@@ -45,13 +45,14 @@ def analyse_events(
     """The event tensors of a program cut into tiles.
 
     tilings: op -> axis -> tile; any parallel axis, and the rank axis `r` of a collective: of an
-    all-gather the parts of each source, of a reduce-scatter the owners. symbols: name -> (tensor,
+    all-gather the parts of each source, of a reduce-scatter the owners, one by one where nothing is
+    said of it. Other ops of which nothing is said are one task. symbols: name -> (tensor,
     dim) whose extent is known only at run time, the program's being the most. num_ranks: of the
     team that runs the program together. ProgramError for tiles of what isn't there.
     """
     spread = spread_symbols(program, symbols or {})
     stated = [op for op in program.ops if not op.is_view]
-    grids = tuple(_grid(op, tilings.get(op.name, {}), spread) for op in stated)
+    grids = tuple(_grid(op, tilings.get(op.name, _by_rank(op)), spread) for op in stated)
     names = {grid.op for grid in grids}
     if unknown := [name for name in tilings if name not in names]:
         raise ProgramError(
@@ -75,6 +76,12 @@ def analyse_events(
     return verify_events(graph)
 
 
+def _by_rank(op: Op) -> dict[str, int]:
+    """Tiles of a collective of which nothing is said: each rank's part."""
+    ranks = op.kind in EXCHANGES and RANK_AXIS in op.extents
+    return {RANK_AXIS: 1} if ranks else {}
+
+
 def choose_tilings(program: Program, num_sms: int, *, rows: int = 16) -> dict[str, dict[str, int]]:
     """Tiles of all ops of a program, about `num_sms` an op: groups one by one, their rows `rows` at
     a time, collectives whole, other ops as kernels/tasks cuts them.
@@ -82,10 +89,10 @@ def choose_tilings(program: Program, num_sms: int, *, rows: int = 16) -> dict[st
     found: dict[str, dict[str, int]] = {}
     for group in tile_segment(program, num_sms, min_task_bytes=1, row_multiple=1):
         op, index = group.op, grouped_index(group.op)
+        tiles: dict[str, int] = {}
         if op.kind in EXCHANGES:
-            tiles = {}
+            pass
         elif index is None:
-            tiles = {}
             for split in group.splits:
                 composed = len(split.axes) > 1
                 tiles[split.axes[0]] = 1 if composed else split.bounds[1] - split.bounds[0]

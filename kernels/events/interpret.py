@@ -76,11 +76,11 @@ def run_ranks(
         machine.team = machines
     left = list(machines)
     while left:
-        machine = next((m for m in order.sample(left, len(left)) if m.step_any()), None)
-        if machine is None:
+        going = next((m for m in order.sample(left, len(left)) if m.step_any()), None)
+        if going is None:
             raise left[0].blocked()
-        if machine.ended:
-            left.remove(machine)
+        if going.ended:
+            left.remove(going)
     return [machine.launch() for machine in machines]
 
 

@@ -6,7 +6,7 @@ of dims; of its results the tile is kept, so that what had not been written in t
 Used by interpret.py.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -20,6 +20,13 @@ from distmega.hostir.library.torch_types import torch_dtype
 from distmega.kernels.events.graph import EventGraph, TaskId
 from distmega.program.ops.compute import EXCHANGES
 from distmega.program.types import Access, Index, Op, accesses
+
+COMBINE: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda parts: parts.sum(0),
+    "max": lambda parts: parts.amax(0),
+    "min": lambda parts: parts.amin(0),
+}
+"""How ranks' parts, stacked in their order, become one."""
 
 
 class TileReference:
@@ -87,10 +94,7 @@ class TileReference:
             dim = int(str(op.attr("dim")))
             whole = torch.cat(parts, dim).narrow(dim, 0, int(str(op.attr("extent"))))
         else:
-            combine = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
-            whole = parts[0]
-            for part in parts[1:]:
-                whole = combine[str(op.attr("combine"))](whole, part)
+            whole = COMBINE[str(op.attr("combine"))](torch.stack(parts))
         places = self._places(op, op.writes[0], self._tile(op, task))
         self.tensors[op.writes[0].tensor][places] = whole[places]
 

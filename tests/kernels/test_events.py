@@ -97,6 +97,88 @@ def test_m2_row_blocks_of_other_heights():
     assert not event.notify.listed
 
 
+def chain_of(shape: tuple[int, ...], **consumers: str) -> Program:
+    """P = exp(x), and consumers by name and expression."""
+    p = ProgramBuilder("chain")
+    made = p.input("x", shape).map("exp(a0)", name="P")
+    return p.build(*(made.map(text, name=name) for name, text in consumers.items()))
+
+
+def printed(graph: EventGraph) -> list[str]:
+    return [line.strip() for line in print_events(graph).splitlines() if " event " in line]
+
+
+CASES = {
+    "T1": (
+        chain_of((96,), C="-a0"),
+        {"P": {"i0": 3}, "C": {"i0": 12}},
+        ["event P.0[8] own from P((d0)/4) count 4 to C(d0)"],
+    ),
+    "T2": (
+        chain_of((64,), C="-a0"),
+        {"P": {"i0": 8}, "C": {"i0": 2}},
+        ["event P.0[8] own from P(d0) count 1 to C((d0)/4)"],
+    ),
+    "T5": (
+        chain_of((384,), C="-a0"),
+        {"P": {"i0": 32}, "C": {"i0": 48}},
+        ["event P.0[8] own from P((d0*2)/3..(d0*2+1)/3) count 2 to C(d0)"],
+    ),
+    "T7": (
+        chain_of((130,), C="-a0"),
+        {"P": {"i0": 48}, "C": {"i0": 64}},
+        ["event P.0[3] own from P((d0)/2..d0) count [2, 2, 1] to C(d0)"],
+    ),
+    "T8": (
+        chain_of((32, 64), C="-a0", rows="2.0 * a0", columns="3.0 * a0"),
+        {
+            "P": {"i0": 8, "i1": 8},
+            "C": {"i0": 16, "i1": 16},
+            "rows": {"i0": 8},
+            "columns": {"i1": 8},
+        },
+        [
+            "event P.0[2, 4] own from P((d0)/2, (d1)/2) count 4 to C(d0, d1)",
+            "event P.1[4] own from P(d0) count 8 to rows(d0)",
+            "event P.2[8] own from P(d1) count 4 to columns(d0)",
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_worked_cases(case: str):
+    program, tilings, expected = CASES[case]
+    assert printed(analysed(program, tilings)) == expected
+
+
+def test_t3_only_one_axis_of_the_grid_maps():
+    p = ProgramBuilder("grid")
+    made = p.input("x", (96,)).map("exp(a0)", name="P")
+    program = p.build(p.pointwise("a0 + a1", p.input("z", (4, 96)), made, name="C"))
+    graph = analysed(program, {"P": {"i0": 1}, "C": {"i0": 1, "i1": 12}})
+    assert printed(graph) == ["event P.0[8] own from P((d0)/12) count 12 to C(d1)"]
+
+
+def test_t13_a_wait_that_another_implies_is_still_an_event():
+    p = ProgramBuilder("through")
+    a = p.input("x", (8, 8)).map("exp(a0)", name="A")
+    program = p.build(p.linear(a.map("-a0", name="B"), a, spec="m k, n k -> m n", name="C"))
+    graph = analysed(program, {"A": {"i0": 1}, "B": {"i0": 1}, "C": {"m": 1}})
+    assert "event A.1[] own from A() count 8 to C()" in printed(graph)
+
+
+def test_g1_of_tiles_that_two_sources_share():
+    """250 rows a source, tiles of 128: every other tile awaits two of them."""
+    text = GATHERED.replace("256", "250").replace("1024", "1000")
+    graph = analysed(parse_program(text), {"y": {"m": 128}}, num_ranks=4)
+    event = between(graph, "bring", "y")
+    assert event.count.each == (1, 2, 1, 2, 1, 2, 1)
+    order = graph.own_first("y", 1)
+    assert [task for (_, task), waits in order if not waits] == [2]
+    assert order[0][0] == ("y", 2)
+
+
 GATHERED = """\
 program gathered
   input x: f32[256, 64]
@@ -219,6 +301,27 @@ def test_symbols_of_tiles_and_sums():
     assert (event.count.each, event.count.active, event.count.symbol) == ((4,), True, "B")
     for batch, tiles in ((0, 0), (1, 1), (4, 1), (5, 2), (16, 4)):
         assert graph.count((event.name, ()), RunTime(symbols={"B": batch})) == tiles
+
+
+def test_experts_two_at_a_time_and_tiles_in_another_order():
+    program = moe_block(7, 8, 5, 3, 12)
+    graph = analysed(
+        program,
+        {
+            "gathered": {"e": 2, "r": 3},
+            "gate": {"e": 1, "r": 3, "n": 6},
+            "mixed": {"r": 3, "e": 1},
+            "down": {"e": 1},
+        },
+    )
+    known = RunTime(starts={"routing.offsets": (0, 7, 7, 10, 17, 21)})
+    assert graph.tiles(known, "gathered") == [3, 3, 2]
+    assert graph.tiles(known, "gate") == graph.tiles(known, "mixed") == [3, 0, 1, 3, 2]
+    assert graph.tiles(known, "down") == [1, 0, 1, 1, 1]
+    lines = "\n".join(printed(graph))
+    assert "from gathered(d0, d1) count 1 active routing.offsets to gate((d0)/2, d1)" in lines
+    assert "from gate(d0, d1) count 2 active routing.offsets to mixed(d1, d0)" in lines
+    assert "from mixed(d1) count 3 active routing.offsets to down(d0)" in lines
 
 
 E1 = {"gathered": {"e": 1, "r": 2}, "gate": {"e": 1, "r": 2, "n": 6}, "up": {"e": 1, "r": 2},
