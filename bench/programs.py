@@ -403,7 +403,7 @@ def records(case: Case, lines: Sequence[Line]) -> Iterator[tuple[str, Record]]:
             benchmark,
             Record(
                 case=text,
-                device=torch.cuda.get_device_name(),
+                device=lines[0]["device"],
                 num_gpus=case.num_ranks,
                 ours_us=found.pop(OURS),
                 peers=found,
