@@ -6,8 +6,9 @@ and torch's own CUDA graph of the same ops, alternating.
 Five processes, one after the other, each time every case by GPU events, calls queued, in turns;
 records hold the medians of the processes. The floor is what a GPU needs to read its weights and
 states, or for its products if that is longer, at rates measured in the same process. The host's
-time of a call stands apart, in its own file. Weights are random, bf16. Over ranks the peer is torch
-with NCCL in a CUDA graph. Writes bench/results/programs-<device>.json and programs-host-<device>.
+time of a call, while the GPU is at rest, stands apart in its own file. Weights are random, bf16.
+Over ranks the peer is torch with NCCL in a CUDA graph. Writes bench/results/programs-<device>.json
+and programs-host-<device>.json.
 """
 
 import argparse
@@ -50,10 +51,8 @@ CASES = (
 )  # fmt: skip
 CALLS = 16
 """Calls between two events."""
-HOST_CALLS = 20
-"""Calls whose host time is taken at once: few enough to fit into a GPU's queue."""
-BUSY_CYCLES = 40_000_000
-"""Clock cycles that a GPU is kept busy meanwhile: about 20 ms."""
+HOST_CALLS = 50
+"""Calls of which the host's time is the median."""
 EPS = 1e-5
 GELU_TANH = "0.5 * a0 * (1.0 + tanh(0.7978845608028654 * (a0 + 0.044715 * a0 * a0 * a0)))"
 TOLERANCE = 0.06
@@ -268,15 +267,17 @@ def floor_us(step: CompiledProgram) -> float:
 
 
 def host_us(call: Call) -> float:
-    """The host's time of a call while the GPU's queue is long."""
-    torch.cuda.synchronize()
-    torch.cuda._sleep(BUSY_CYCLES)
-    start = time.perf_counter()
+    """The host's time of a call while its GPU is at rest: a graph with NCCL's nodes is not taken
+    while another is under way.
+    """
+    times = []
     for _ in range(HOST_CALLS):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
         call()
-    taken = time.perf_counter() - start
+        times.append(time.perf_counter() - start)
     torch.cuda.synchronize()
-    return 1e6 * taken / HOST_CALLS
+    return 1e6 * statistics.median(times)
 
 
 def measure(case: Case, comm: Communicator, rounds: int, with_compile: bool) -> Line:

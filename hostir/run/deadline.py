@@ -16,6 +16,8 @@ from distmega.errors import HangError
 
 logger = logging.getLogger(__name__)
 
+HUNG = 86
+"""Exit status of such a process. It is not aborted: a core of all that a GPU maps takes minutes."""
 GRACE_S = 10.0
 """How much longer the thread waits than `wait` does."""
 
@@ -79,6 +81,6 @@ class Deadline:
             # asked only now: a question may spoil a capture that is under way elsewhere
             if self._mark is mark and not done.query():  # type: ignore[no-untyped-call]
                 logger.critical("%s", self._error())
-                os.abort()
+                os._exit(HUNG)
             if self._mark is mark:
                 self._mark = None

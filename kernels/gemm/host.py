@@ -41,7 +41,7 @@ class PeerMatmuls:
         """See Matmuls."""
         for opened in self._opened.values():
             for workspace in opened:
-                workspace.turn = 0
+                workspace.rewind()
 
     def compile(self, node: FusedMatmul) -> Callable[[Tensor, Tensor], Tensor]:
         """See Matmuls. ProgramError from a call with what the kernel can't do."""

@@ -38,6 +38,8 @@ class Workspace:
         """Raises LaunchError if the ranks do not reach each other's memory."""
         self.room_bytes = -(-room_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         self.turn = 0
+        self._queued = False
+        """Whether `stream` has work that no settled stream follows yet."""
         self._at_words = TURNS * self.room_bytes
         size = comm.mesh.size(axis)
         self._turn_bytes = size * NUM_WORDS * WORD_BYTES
@@ -70,6 +72,7 @@ class Workspace:
     def begin(self) -> None:
         """The next call's turn; copies come after what the current stream has been given."""
         self.turn ^= 1
+        self._queued = True
         self.stream.wait_stream(torch.cuda.current_stream())
 
     def end(self, words: Iterable[int], counts: Iterable[int] = ()) -> None:
@@ -89,14 +92,23 @@ class Workspace:
         torch.cuda.current_stream().wait_stream(self.stream)
 
     def settle(self) -> None:
-        """To an even turn, by a call without data if need be, and `join`. Collective."""
+        """To an even turn, by a call without data if need be, and `join` if there is anything to
+        wait for: within a capture, a stream of which it knows nothing can't be waited for.
+        Collective.
+        """
         if self.turn:
             self.begin()
             for peer in self.peers:
                 write_word(self.arrival_address(peer, self.rank, 0), 1, self.stream)
             self.await_peers(0)
             self.end([0])
-        self.join()
+        if self._queued:
+            self.join()
+            self._queued = False
+
+    def rewind(self) -> None:
+        """To where a settled workspace is, without work: a capture failed that had begun there."""
+        self.turn, self._queued = 0, False
 
     def await_peers(self, word: int, value: int = 1) -> None:
         """The current stream goes on when that word of all other ranks has reached a value."""

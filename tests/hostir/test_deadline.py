@@ -38,7 +38,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> None:
 def ended(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Set where the process would have been ended."""
     found = threading.Event()
-    monkeypatch.setattr(deadline.os, "abort", found.set)
+    monkeypatch.setattr(deadline.os, "_exit", lambda status: found.set())
     return found
 
 
