@@ -1,4 +1,5 @@
-"""Imports point down: launch > models, engine > kernels > hostir > sharding > program and ops."""
+"""Imports point down: launch > models, engine > kernels > hostir > sharding, superopt > program and
+ops."""
 
 import ast
 import graphlib
@@ -27,6 +28,8 @@ def layer(module: str) -> int:
         return 0
     if _within(module, COMMANDS):
         return 6
+    if _within(module, ("distmega.superopt",)):
+        return 1
     for height, package in enumerate(("sharding", "hostir", "kernels"), start=1):
         if module == f"distmega.{package}" or module.startswith(f"distmega.{package}."):
             return height
