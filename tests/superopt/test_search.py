@@ -1,0 +1,184 @@
+"""What the search finds: graphs of known structure, each once, in the same order every time."""
+
+import pytest
+
+from distmega.errors import ProgramError
+from distmega.program.builder import ProgramBuilder
+from distmega.program.types import Program
+from distmega.sharding.search.cost import H200
+from distmega.superopt.axes import find_axes
+from distmega.superopt.cost import graph_us, program_us
+from distmega.superopt.egraph import EGraph
+from distmega.superopt.equivalence import prove
+from distmega.superopt.generate import Generator
+from distmega.superopt.laws import saturate
+from distmega.superopt.schedule import Limits
+from distmega.superopt.search import Candidate, Search
+from distmega.superopt.terms import lower_program
+from distmega.superopt.text import print_graph
+from distmega.superopt.ugraph import BlockOp, Kernel, UGraph, rescalings
+from tests.superopt import programs
+
+QUICK = Limits(num_scheduled=60, num_kept=40)
+
+
+def found(program: Program, limits: Limits = QUICK) -> list[Candidate]:
+    search = Search(program, H200, limits)
+    for _ in search.run():
+        pass
+    return search.candidates()
+
+
+def generator(program: Program) -> Generator:
+    graph = EGraph()
+    terms = lower_program(program, find_axes(program))
+    roots = [graph.add_term(term) for term in terms.values()]
+    saturate(graph)
+    return Generator(graph, tuple(roots))
+
+
+def kinds(kernel: Kernel) -> list[str]:
+    return [op.kind for op in kernel.ops]
+
+
+def op_of(graph: UGraph, name: str) -> BlockOp:
+    return next(op for kernel in graph.kernels for op in kernel.ops if op.name == name)
+
+
+def test_norm_factor_moves_behind_the_linear_layer():
+    program = programs.norm_linear()
+
+    def is_moved(graph: UGraph) -> bool:
+        """A contraction with w of what has no norm's factor, then a map that has it."""
+        if len(graph.kernels) != 1:
+            return False
+        ops = graph.kernels[0].ops
+        last = ops[-1]
+        products = {op.name for op in ops if op.kind == "contract" and "w" in op.args}
+        return "rsqrt" in last.expr and bool(products & set(last.args))
+
+    moved = [c for c in found(program) if is_moved(c.graph)]
+    assert moved
+    prove(program, moved[0].graph)
+
+
+def test_low_rank_layer_becomes_one_contraction_over_joined_operands():
+    program = programs.lora()
+    joined = [
+        c.graph
+        for c in found(program)
+        if sum(op.kind == "cat" for kernel in c.graph.kernels for op in kernel.ops) == 2
+    ]
+    assert joined
+    last = joined[0].kernels[-1].ops[-1]
+    assert last.kind == "contract"
+    assert last.name == program.outputs[0]
+    assert all(op_of(joined[0], arg).kind == "cat" for arg in last.args)
+    prove(program, joined[0])
+
+
+def test_attention_is_split_over_its_context_and_rescaled():
+    program = programs.attention(ctx=4096, heads=2)
+    split = [
+        c
+        for c in found(program)
+        if len(c.graph.kernels) == 2
+        and "t_o" in dict(c.graph.kernels[0].grid)
+        and {"max", "contract"} <= set(kinds(c.graph.kernels[0]))
+        and {"max", "map", "contract"} <= set(kinds(c.graph.kernels[1]))
+    ]
+    assert split
+    assert split[0].time_us < program_us(program, H200)
+    prove(program, split[0].graph)
+
+
+def test_attention_in_one_kernel_keeps_a_running_maximum():
+    program = programs.attention(ctx=256, heads=256)
+    running = [
+        c.graph
+        for c in found(program)
+        if len(c.graph.kernels) == 1 and rescalings(c.graph.kernels[0])
+    ]
+    assert running
+    prove(program, running[0])
+
+
+def test_gate_and_up_share_a_kernel():
+    program = programs.gated()
+    best = found(program)[0].graph
+    (kernel,) = best.kernels
+    assert {load.tensor for load in kernel.loads} == {"x", "gate", "up"}
+    assert "silu" in kernel.ops[-1].expr
+    assert kinds(kernel).count("contract") == 2
+    prove(program, best)
+
+
+def test_search_gives_the_same_every_time():
+    texts = [[print_graph(c.graph) for c in found(programs.norm_linear())] for _ in range(2)]
+    assert texts[0] == texts[1]
+
+
+def test_search_can_be_left_at_any_time():
+    search = Search(programs.lora(), H200, QUICK)
+    run = search.run()
+    for _ in range(3):
+        next(run)
+    assert search.candidates()
+
+
+@pytest.mark.parametrize("build", [programs.norm_linear, programs.lora, programs.gated])
+def test_recipes_come_once_and_within_the_bound(build):
+    made = generator(build())
+    least = made.least()
+    sizes = {}
+    for bound in range(least, least + 3):
+        recipes = list(made.recipes(bound))
+        assert len({frozenset(r.steps) for r in recipes}) == len(recipes)
+        assert all(len(r.steps) <= bound for r in recipes)
+        assert all(
+            len(set(dict(r.steps))) == len(r.steps) for r in recipes
+        )  # a value is computed once
+        sizes[bound] = {frozenset(r.steps) for r in recipes}
+    assert sizes[least] <= sizes[least + 1] <= sizes[least + 2]
+    assert sizes[least + 2]
+
+
+def test_candidates_are_faster_than_the_program_and_cost_what_is_said():
+    program = programs.lora()
+    best = found(program)[0]
+    assert best.time_us < program_us(program, H200)
+    assert graph_us(best.graph, H200) == pytest.approx(best.time_us, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("build", "named"),
+    [
+        (lambda p, x: p.argmax(x), "argmax_0"),
+        (lambda p, x: p.slice(x, 1, 0, 4), "slice_0"),
+        (lambda p, x: p.linear(p.linear(x, x, spec="m k, n k -> m n", name="gram"), x,
+                               spec="m n, n k -> m k", name="again"), "again"),
+    ],
+)  # fmt: skip
+def test_what_is_outside_the_bounds_is_named(build, named: str):
+    p = ProgramBuilder("outside")
+    x = p.input("x", (8, 16))
+    made = build(p, x)
+    program = p.build(made)
+    if named == "again":
+        found(program)  # a matrix times itself is inside
+        return
+    with pytest.raises(ProgramError, match=f"op '{named}'"):
+        Search(program, H200, QUICK)
+
+
+def test_states_and_long_programs_are_refused():
+    p = ProgramBuilder("long")
+    x = p.state("s", (8, 16)) + p.input("x", (8, 16))
+    with pytest.raises(ProgramError, match="it uses a state"):
+        Search(p.build(x), H200, QUICK)
+    p = ProgramBuilder("long")
+    x = p.input("x", (8, 16))
+    for _ in range(13):
+        x = x * 2.0
+    with pytest.raises(ProgramError, match="op 'pointwise_12': it is the 13th"):
+        Search(p.build(x), H200, QUICK)
