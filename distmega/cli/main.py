@@ -25,6 +25,7 @@ from distmega.cli.doctor import examine, gather_facts
 from distmega.cli.explain import explain_decode
 from distmega.cli.loading_bar import show_loading
 from distmega.cli.streams import STDIN, drop_output, open_streams, read_text
+from distmega.cli.superopt import SuperoptRequest, run_superopt
 from distmega.engine.decode_plan import model_mesh
 from distmega.engine.requests import (
     EngineOptions,
@@ -53,6 +54,7 @@ from distmega.launch.launchers import (
 from distmega.models.locate import read_config
 from distmega.models.sampling import Sampling
 from distmega.sharding.search.cost import MACHINES
+from distmega.superopt.schedule import Limits
 
 DESCRIPTION = (
     "LLM inference on 1 to 8 GPUs; exit code 2: a wrong request, 1: a fault while running. "
@@ -170,7 +172,31 @@ class Trace:
     engine: EngineFlags = EngineOptions()
 
 
-Command = Generate | Explain | Perplexity | Trace | Doctor
+@dataclass(frozen=True, kw_only=True)
+class Superopt:
+    """Search equivalents of a tensor program, prove them, and keep them as rewrite rules. Ctrl-C
+    ends the search; what it has found is kept.
+    """
+
+    program: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PROGRAM")]
+    """A file with a printed program, or a case such as "lora k=4096 n=4096 rank=16 rows=1"."""
+    out: Path = Path("rules.json")
+    """Rules file to write."""
+    machine: Literal["h100", "h200"] = "h200"
+    """Whose cost model predicts."""
+    slack: int = 1
+    """Ops beyond the least that a graph may have."""
+    kernels: int = 3
+    """Kernels that a graph may have."""
+    kept: int = 12
+    """Graphs, of different structure, that are proven at most."""
+    seed: int = 0
+    """Of the proofs' random tests; the search has no chance in it."""
+    full: bool = False
+    """Print all graphs, not the best alone."""
+
+
+Command = Generate | Explain | Perplexity | Trace | Doctor | Superopt
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -251,6 +277,8 @@ def run_command(command: Command, console: Console) -> None:
             _doctor(command, console)
         case Trace():
             _trace(command, console)
+        case Superopt():
+            _superopt(command, console)
 
 
 def _generate(command: Generate, console: Console) -> None:
@@ -393,6 +421,26 @@ def _doctor(command: Doctor, console: Console) -> None:
     if command.calibrate:
         for finding in calibrate_machine(facts):
             console.print(str(finding), markup=False)
+
+
+def _superopt(command: Superopt, console: Console) -> None:
+    if min(command.slack, command.kernels - 1, command.kept - 1, command.seed) < 0:
+        raise RequestError(
+            f"--slack {command.slack} --kernels {command.kernels} --kept {command.kept} "
+            f"--seed {command.seed}",
+            expected="kernels and kept of at least 1, none below 0",
+            remedy="correct these",
+        )
+    limits = Limits(slack=command.slack, max_kernels=command.kernels, num_kept=command.kept)
+    request = SuperoptRequest(
+        program=command.program,
+        machine=MACHINES[command.machine],
+        out=command.out,
+        limits=limits,
+        seed=command.seed,
+        full=command.full,
+    )
+    run_superopt(request, console, Console(stderr=True, soft_wrap=True, highlight=False))
 
 
 def _launcher_options(ranks: Ranks) -> tuple[LauncherOptions, int]:

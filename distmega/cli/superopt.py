@@ -1,0 +1,120 @@
+"""`distmega superopt`: searches a program's equivalents, proves them, writes the rules file.
+
+Comes in: a case of superopt/programs.py or a file with a printed program. Goes out: lines of
+progress on stderr, a table of what was found on stdout, a file. Ctrl-C ends the search; what it has
+found is proven and written. Next: superopt/optimize.py.
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from distmega.errors import RequestError
+from distmega.program.text import parse_program
+from distmega.program.types import Program
+from distmega.sharding.search.cost import Machine
+from distmega.superopt.optimize import Optimizer, Refusal
+from distmega.superopt.programs import FAMILIES, read_case
+from distmega.superopt.rules import Rule, write_rules
+from distmega.superopt.schedule import Limits
+from distmega.superopt.search import Progress
+
+LINE_S = 5.0
+"""Seconds between two lines of progress."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuperoptRequest:
+    """What to search: `program` is a case's name or a file. out: the rules file."""
+
+    program: str
+    machine: Machine
+    out: Path
+    limits: Limits
+    seed: int
+    full: bool
+
+
+def read_program(text: str) -> Program:
+    """The program of a case or of a file."""
+    if text.split(" ")[0] in FAMILIES:
+        return read_case(text)
+    try:
+        found = Path(text).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(
+            f"program {text!r} can't be read ({error})",
+            expected=f"a file with a printed program, or a case of {', '.join(FAMILIES)}",
+            remedy='such as "lora k=4096 n=4096 rank=16 rows=1"',
+        ) from error
+    return parse_program(found)
+
+
+def run_superopt(request: SuperoptRequest, console: Console, errors: Console) -> None:
+    """Searches, proves, prints and writes."""
+    optimizer = Optimizer(
+        read_program(request.program), request.machine, request.limits, request.seed
+    )
+    start = time.monotonic()
+    try:
+        _follow(optimizer.run(), errors, start)
+    except KeyboardInterrupt:
+        errors.print("interrupted; proving what was found", markup=False)
+        _follow(optimizer.prove_found(), errors, start)
+    for line in summary(optimizer, time.monotonic() - start, full=request.full):
+        console.print(line, markup=False)
+    if not optimizer.rules:
+        raise RequestError(
+            f"no graph of program {optimizer.program.name!r} was proven",
+            expected="at least one",
+            remedy="allow more by --slack or --kept",
+        )
+    write_rules(request.out, optimizer.rules)
+    console.print(f"{len(optimizer.rules)} rules in {request.out}", markup=False)
+
+
+def _follow(events: Iterator[Progress | Rule | Refusal], errors: Console, start: float) -> None:
+    """A line now and then while it searches, one for each proof."""
+    last = start
+    for event in events:
+        now = time.monotonic()
+        match event:
+            case Progress() if now - last >= LINE_S:
+                last = now
+                errors.print(f"{now - start:.0f} s: {describe(event)}", markup=False)
+            case Rule():
+                text = f"{event.name} proven by {event.proof.tests} tests"
+                errors.print(f"{now - start:.0f} s: {text}", markup=False)
+            case Refusal():
+                errors.print(f"{now - start:.0f} s: refused: {event.reason}", markup=False)
+
+
+def describe(progress: Progress) -> str:
+    """A line of progress."""
+    where = f"axis {progress.divided} divided" if progress.divided else "no axis divided"
+    return (
+        f"{where}, {progress.num_nodes} nodes, {progress.num_states} states, "
+        f"{progress.num_scheduled} of {progress.num_recipes} recipes scheduled, "
+        f"best {progress.best_us:.2f} us"
+    )
+
+
+def summary(optimizer: Optimizer, seconds: float, *, full: bool) -> Iterator[str]:
+    """What was found, line by line; all graphs if `full`, else the best."""
+    search = optimizer.search
+    yield (
+        f"{optimizer.program.name}: {search.num_states} states, {search.num_recipes} recipes, "
+        f"{len(optimizer.rules)} proven, {len(optimizer.refused)} refused, {seconds:.1f} s"
+    )
+    for rule in optimizer.rules:
+        speedup = rule.program_us / rule.graph_us
+        yield (
+            f"  {rule.name}: {rule.graph_us:.2f} us predicted on {rule.machine}, op by op "
+            f"{rule.program_us:.2f} ({speedup:.2f}x); {rule.proof.tests} tests, "
+            f"2^-{rule.proof.log2_bound}; error {100 * rule.proof.worst:.0f}% of what is allowed"
+        )
+    for rule in optimizer.rules if full else optimizer.rules[:1]:
+        yield rule.graph.rstrip()

@@ -1,0 +1,84 @@
+"""From a program to proven rules: search, then proofs of the fastest candidates.
+
+Comes in: a Program, a Machine, Limits. Goes out: Rules, the fastest first, and what happens
+meanwhile. It may be left at any time: what was proven until then stays. Next: rules.py.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from distmega.errors import ProgramError, VerifyError
+from distmega.program.types import Program
+from distmega.sharding.search.cost import Machine
+from distmega.superopt.cost import program_us
+from distmega.superopt.equivalence import is_as_good, prove
+from distmega.superopt.rewrite import graph_program
+from distmega.superopt.rules import Rule
+from distmega.superopt.schedule import Limits
+from distmega.superopt.search import Candidate, Progress, Search
+from distmega.superopt.text import print_graph
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A candidate that was not proven, and why."""
+
+    candidate: Candidate
+    reason: str
+
+
+@dataclass(slots=True)
+class Optimizer:
+    """One run. rules: what was proven, the fastest first. refused: what was not."""
+
+    program: Program
+    machine: Machine
+    limits: Limits = field(default_factory=Limits)
+    seed: int = 0
+    rules: list[Rule] = field(default_factory=list)
+    refused: list[Refusal] = field(default_factory=list)
+    search: Search = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.search = Search(self.program, self.machine, self.limits)
+
+    def run(self) -> Iterator[Progress | Rule | Refusal]:
+        """Searches, then proves."""
+        yield from self.search.run()
+        yield from self.prove_found()
+
+    def prove_found(self) -> Iterator[Rule | Refusal]:
+        """Proves what the search has found until now; once each."""
+        done = {rule.graph for rule in self.rules}
+        done |= {print_graph(refusal.candidate.graph) for refusal in self.refused}
+        for candidate in self.search.candidates():
+            if print_graph(candidate.graph) in done:
+                continue
+            try:
+                rule = self._rule(candidate)
+            except VerifyError as error:
+                self.refused.append(Refusal(candidate, str(error)))
+                yield self.refused[-1]
+            else:
+                self.rules.append(rule)
+                yield rule
+
+    def _rule(self, candidate: Candidate) -> Rule:
+        proof = prove(self.program, candidate.graph, self.seed)
+        return Rule(
+            name=f"{self.program.name}.{len(self.rules)}",
+            program=self.program,
+            graph=print_graph(candidate.graph),
+            proof=proof,
+            as_ops=self._is_good_in_ops(candidate),
+            machine=self.machine.name,
+            program_us=program_us(self.program, self.machine),
+            graph_us=candidate.time_us,
+        )
+
+    def _is_good_in_ops(self, candidate: Candidate) -> bool:
+        try:
+            graph_program(candidate.graph)
+        except ProgramError:
+            return False
+        return is_as_good(self.program, candidate.graph, graph_program, self.seed)

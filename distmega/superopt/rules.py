@@ -1,0 +1,106 @@
+"""Rewrite rules in a file: what was found once, with the proof of it.
+
+A rule says that a program may be replaced by a graph. The file is JSON: a version, the rules, and a
+digest of both. A file that was edited, or is from another version, is refused whole: a proof speaks
+of what was proven and of the code that proved it. Comes in, goes out: Rules. Next: rewrite.py.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from distmega.errors import DistmegaError, RequestError
+from distmega.program.text import parse_program, print_program
+from distmega.program.types import Program
+from distmega.superopt.equivalence import Proof
+from distmega.superopt.text import parse_graph
+
+VERSION = 1
+"""Of the file's form, of uGraphs' text and of what a proof means."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """program may be replaced by graph (its printed form). as_ops: also by the graph's ops one by
+    one, stored in the program's types. program_us, graph_us: predicted on `machine`.
+    """
+
+    name: str
+    program: Program
+    graph: str
+    proof: Proof
+    as_ops: bool
+    machine: str
+    program_us: float
+    graph_us: float
+
+
+def write_rules(path: Path, rules: Sequence[Rule]) -> None:
+    """Writes the file, whole or not at all."""
+    body = {"version": VERSION, "rules": [_encode(rule) for rule in rules]}
+    text = json.dumps(body | {"digest": _digest(body)}, indent=1) + "\n"
+    part = path.with_name(f"{path.name}.part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+    except OSError as error:
+        raise RequestError(
+            f"rules file {str(path)!r} can't be written ({error.strerror})",
+            expected="a folder that is there and may be written",
+            remedy="give another --out",
+        ) from error
+
+
+def read_rules(path: Path) -> list[Rule]:
+    """Rules of a file. RequestError if it can't be read, was edited or is from another version."""
+    try:
+        body: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise _refused(path, f"it can't be read ({error})") from error
+    if not isinstance(body, dict) or set(body) != {"version", "rules", "digest"}:
+        raise _refused(path, "it is no rules file")
+    if body["version"] != VERSION:
+        raise _refused(path, f"its version is {body['version']!r}, not {VERSION}")
+    digest = body.pop("digest")
+    if digest != _digest(body):
+        raise _refused(path, "it was edited, its digest does not fit")
+    try:
+        rules = [_decode(rule) for rule in body["rules"]]
+    except (DistmegaError, KeyError, TypeError, ValueError) as error:
+        raise _refused(path, f"a rule can't be read ({error})") from error
+    return rules
+
+
+def _refused(path: Path, found: str) -> RequestError:
+    return RequestError(
+        f"rules file {str(path)!r}: {found}",
+        expected="a file as this version's `distmega superopt` writes it",
+        remedy="run `distmega superopt` again",
+    )
+
+
+def _digest(body: object) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def _encode(rule: Rule) -> dict[str, object]:
+    found = {f.name: getattr(rule, f.name) for f in fields(rule)}
+    proof = asdict(rule.proof) | {"extents": [list(pair) for pair in rule.proof.extents]}
+    return found | {
+        "program": print_program(rule.program).splitlines(),
+        "graph": rule.graph.splitlines(),
+        "proof": proof | {"uninterpreted": list(rule.proof.uninterpreted)},
+    }
+
+
+def _decode(body: dict[str, Any]) -> Rule:
+    proof = dict(body["proof"])
+    proof["extents"] = tuple((str(a), int(n)) for a, n in proof["extents"])
+    proof["uninterpreted"] = tuple(proof["uninterpreted"])
+    graph = "\n".join(body["graph"]) + "\n"
+    parse_graph(graph)
+    program = parse_program("\n".join(body["program"]))
+    return Rule(**{**body, "program": program, "graph": graph, "proof": Proof(**proof)})

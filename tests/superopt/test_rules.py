@@ -1,0 +1,185 @@
+"""Rules files are kept whole or refused whole, and applied rules leave results as they are."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from distmega.errors import ProgramError, RequestError
+from distmega.hostir.library.ops import compile_op, op_operands
+from distmega.program.builder import ProgramBuilder
+from distmega.program.text import parse_program, print_program
+from distmega.program.types import Program
+from distmega.sharding.search.cost import H200
+from distmega.superopt.optimize import Optimizer
+from distmega.superopt.rewrite import apply_rules, graph_program
+from distmega.superopt.rules import Rule, read_rules, write_rules
+from distmega.superopt.schedule import Limits
+from distmega.superopt.text import parse_graph
+from tests.superopt import programs
+
+QUICK = Limits(num_scheduled=40, num_kept=6, splits=(4,))
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
+
+
+def rules_of(program: Program) -> list[Rule]:
+    optimizer = Optimizer(program, H200, QUICK)
+    for _ in optimizer.run():
+        pass
+    return optimizer.rules
+
+
+@pytest.fixture(scope="module")
+def norm_rules() -> list[Rule]:
+    return rules_of(programs.norm_linear("f32"))
+
+
+def run(program: Program, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """The program by library ops."""
+    values = dict(inputs)
+    for op in program.ops:
+        results = compile_op(op, {})([values[name] for name in op_operands(op)])
+        values.update(zip((a.tensor for a in op.writes), results, strict=True))
+    return [values[name] for name in program.outputs]
+
+
+def inputs_of(program: Program) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return {
+        t.name: torch.randn(t.shape, dtype=torch.float64).to(DTYPES[t.dtype])
+        for t in program.tensors
+        if t.role != "temp"
+    }
+
+
+def test_file_keeps_rules_and_proofs(tmp_path: Path, norm_rules: list[Rule]):
+    path = tmp_path / "rules.json"
+    write_rules(path, norm_rules)
+    assert read_rules(path) == norm_rules
+    assert norm_rules[0].proof.log2_bound == 40
+    assert [p.name for p in tmp_path.iterdir()] == ["rules.json"]
+
+
+@pytest.mark.parametrize("change", ["graph", "proof", "version", "digest", "rule", "shape", "text"])
+def test_edited_file_is_refused_whole(tmp_path: Path, norm_rules: list[Rule], change: str):
+    path = tmp_path / "rules.json"
+    write_rules(path, norm_rules)
+    body = json.loads(path.read_text())
+    match change:
+        case "graph":
+            body["rules"][0]["graph"][-2] = body["rules"][0]["graph"][-2] + " "
+        case "proof":
+            body["rules"][-1]["proof"]["tests"] += 1
+        case "version":
+            body["version"] += 1
+        case "digest":
+            body["digest"] = "0" * 64
+        case "rule":
+            del body["rules"][0]
+        case "shape":
+            body = body["rules"]
+    path.write_text("{" if change == "text" else json.dumps(body))
+    with pytest.raises(RequestError, match=r"rules file .*run `distmega superopt` again"):
+        read_rules(path)
+
+
+def test_missing_file_and_folder_are_named(tmp_path: Path, norm_rules: list[Rule]):
+    with pytest.raises(RequestError, match="can't be read"):
+        read_rules(tmp_path / "none.json")
+    with pytest.raises(RequestError, match="can't be written"):
+        write_rules(tmp_path / "none" / "rules.json", norm_rules)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [programs.norm_linear, programs.lora, programs.gated,
+     lambda dtype: programs.attention(dtype, ctx=128, heads=2)],
+    ids=["norm_linear", "lora", "gated", "attention"],
+)  # fmt: skip
+def test_graph_as_ops_computes_the_same(build):
+    program = build("f32")
+    inputs = inputs_of(program)
+    expected = run(program, inputs)
+    made = 0
+    for rule in rules_of(program):
+        if not rule.as_ops:
+            continue
+        as_ops = graph_program(parse_graph(rule.graph))
+        assert parse_program(print_program(as_ops)) == as_ops
+        for one, two in zip(run(as_ops, inputs), expected, strict=True):
+            torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-4)
+        made += 1
+    assert made
+
+
+def blocks(dtype: str) -> Program:
+    """Two norms with linear layers, the second norm's result used twice, a residual."""
+    p = ProgramBuilder("blocks")
+    x = p.input("x", (4, 256), dtype)
+    h = p.rms_norm(x, p.weight("g0", (256,), dtype), 1e-5)
+    y = p.linear(h, p.weight("w0", (512, 256), dtype))
+    down = p.linear(y.map("silu(a0)"), p.weight("d", (256, 512), dtype)) + x
+    h = p.rms_norm(down, p.weight("g1", (256,), dtype), 1e-5, name="shared")
+    one = p.linear(h, p.weight("w1", (512, 256), dtype))
+    last = p.rms_norm(down, p.weight("g2", (256,), dtype), 1e-5)
+    two = p.linear(last, p.weight("w2", (512, 256), dtype))
+    return p.build(one, two, h)
+
+
+def test_rules_are_applied_wherever_they_fit(norm_rules: list[Rule]):
+    program = blocks("f32")
+    made = apply_rules(program, norm_rules)
+    name = next(rule.name for rule in norm_rules if rule.as_ops)
+    assert [op.name for op in made.ops if op.kind == "rms_norm"] == ["shared"]
+    named = {op.name.partition(".v")[0] for op in made.ops if op.name.startswith(name)}
+    assert len({n.partition("#")[2].partition(".")[0] for n in named}) == 2
+    inputs = inputs_of(program)
+    for one, two in zip(run(made, inputs), run(program, inputs), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-4)
+
+
+def test_rules_leave_programs_alone_that_they_do_not_fit(norm_rules: list[Rule]):
+    for program in (programs.lora("f32"), programs.norm_linear("bf16"), blocks("bf16"),
+                    programs.norm_linear("f32", rows=8)):  # fmt: skip
+        assert apply_rules(program, norm_rules) == program
+
+
+def test_a_changed_state_is_not_read_later(norm_rules: list[Rule]):
+    """A norm of a state, and an overwrite of it before the result is used."""
+    p = ProgramBuilder("states")
+    s = p.state("s", (4, 256))
+    h = p.rms_norm(s, p.weight("g", (256,)), 1e-5)
+    p.set(p.input("new", (4, 256)), into=s)
+    program = p.build(p.linear(h, p.weight("w", (512, 256))))
+    assert apply_rules(program, norm_rules) == program
+
+
+def test_joined_operands_are_no_ordinary_ops():
+    graphs = [parse_graph(rule.graph) for rule in rules_of(programs.lora("f32"))]
+    joined = [g for g in graphs if any(op.kind == "cat" for k in g.kernels for op in k.ops)]
+    for graph in joined:
+        with pytest.raises(ProgramError, match="joins operands"):
+            graph_program(graph)
+    text = """ugraph joined
+  axis k:32
+  axis r:32
+  axis n:32
+  input x: f32[k]
+  input t: f32[r]
+  input w: f32[n, k]
+  input b: f32[n, r]
+  temp y: f32[n]
+  kernel k0
+    load x = x(k) imap none fmap -
+    load t = t(r) imap none fmap -
+    load w = w(n, k) imap none fmap -
+    load b = b(n, r) imap none fmap -
+    before u = cat[k_r] x t over k, r as k_r
+    before v = cat[n, k_r] w b over k, r as k_r
+    before y = contract[n] u v over k_r
+    store y omap none fmap -
+  return y
+"""
+    with pytest.raises(ProgramError, match="joins operands"):
+        graph_program(parse_graph(text))
