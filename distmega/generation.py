@@ -3,6 +3,7 @@
 The command (cli/main.py) checks and places ranks by the same functions. Next: launch/launchers.py.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ from distmega.engine.decode_plan import model_mesh, num_stages_of, plan_decode
 from distmega.engine.requests import EngineOptions, GenerateRequest, GenerateResult, Token
 from distmega.errors import RequestError
 from distmega.launch.contract import LauncherOptions
-from distmega.launch.launchers import choose_launcher, launch
+from distmega.launch.launchers import choose_device, choose_launcher, launch
 from distmega.models.locate import locate_model, read_config
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.search.cost import CPU
@@ -38,7 +39,7 @@ def generate(
             expected="the launcher local or ray",
             remedy='call launch("distmega.engine.jobs:generate", request, options) on every rank',
         )
-    check_model(request.model, model_mesh(request.tp, request.pp), request.options)
+    check_model(request.model, model_mesh(request.tp, request.pp), request.options, options)
     options = place_ranks(options, request.tp, request.pp)
     last: object = None
     for event in launch("distmega.engine.jobs:generate", request, options):
@@ -56,8 +57,32 @@ def place_ranks(options: LauncherOptions, tp: int, pp: int) -> LauncherOptions:
     return replace(options, num_ranks=tp * pp, ray=ray)
 
 
-def check_model(model: str, mesh: DeviceMesh, options: EngineOptions) -> None:
-    """Finds a wrong model or degree before any rank starts, and fetches a model of the Hub."""
-    for stage in range(num_stages_of(mesh)):
-        plan_decode(read_config(model), mesh, CPU, options, index=stage)
+def check_model(
+    model: str, mesh: DeviceMesh, options: EngineOptions, launcher: LauncherOptions
+) -> None:
+    """Finds a wrong model or degree before any rank starts, and fetches a model of the Hub.
+
+    RequestError where this machine is to run all ranks on its cores and hasn't the memory.
+    """
+    num_stages = num_stages_of(mesh)
+    num_bytes = 0
+    for stage in range(num_stages):
+        staged = plan_decode(read_config(model), mesh, CPU, options, index=stage)
+        num_bytes += staged.plan.memory.total_bytes * (mesh.num_ranks // num_stages)
+    on_cores = choose_launcher(launcher.launcher) == "local"
+    if (
+        on_cores
+        and choose_device(launcher.device) == "cpu"
+        and num_bytes > (most := memory_bytes())
+    ):
+        raise RequestError(
+            f"{num_bytes / 1e9:.1f} GB for the weights and caches of {mesh.num_ranks} ranks",
+            expected=f"at most the {most / 1e9:.1f} GB of this machine",
+            remedy="use GPUs, a smaller model, a smaller batch or a shorter context",
+        )
     locate_model(model, weights=True)
+
+
+def memory_bytes() -> int:
+    """Memory of this machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -298,7 +298,7 @@ def _generate(command: Generate, console: Console) -> None:
         ignore_eos=command.ignore_eos,
         options=command.engine,
     )
-    check_model(request.model, model_mesh(request.tp, request.pp), request.options)
+    check_model(request.model, model_mesh(request.tp, request.pp), request.options, options)
     start, started = time.monotonic(), False
     opened = start
     for value in _run("distmega.engine.jobs:generate", request, options):
@@ -377,7 +377,7 @@ def _perplexity(command: Perplexity, console: Console) -> None:
         pp=command.ranks.pp,
         options=command.engine,
     )
-    check_model(request.model, model_mesh(request.tp, request.pp), request.options)
+    check_model(request.model, model_mesh(request.tp, request.pp), request.options, options)
     for value in _run("distmega.engine.jobs:score", request, options):
         if value == Opened(random_weights=True):
             _announce_random("figure", console)
@@ -399,7 +399,7 @@ def _trace(command: Trace, console: Console) -> None:
         tp=tp,
         options=command.engine,
     )
-    check_model(request.model, model_mesh(request.tp, 1), request.options)
+    check_model(request.model, model_mesh(request.tp, 1), request.options, options)
     for value in _run("distmega.engine.jobs:trace", request, options):
         if isinstance(value, TraceResult):
             end = f"[{value.num_spans} spans in {command.out}; open it in ui.perfetto.dev]"

@@ -2,6 +2,7 @@
 variables of another program. Each ends in an answer or in one line.
 """
 
+import json
 import os
 import re
 import subprocess
@@ -131,3 +132,24 @@ def test_a_path_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch) -> No
 
     monkeypatch.setattr(Path, "exists", refuse)
     assert main(["explain", str(tmp_path / "m.gguf")]) == 2
+
+
+def test_memory_is_looked_at_before_anything_is_built(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distmega.cli.main.launch", lambda *given: pytest.fail("ranks started"))
+    config = {
+        "model_type": "llama", "hidden_size": 65536, "num_attention_heads": 64,
+        "intermediate_size": 262144, "vocab_size": 2**22, "num_hidden_layers": 1000,
+        "max_position_embeddings": 64,
+    }  # fmt: skip
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    for device in ("cpu", "auto"):
+        monkeypatch.setattr("distmega.generation.choose_device", lambda name: "cpu")
+        assert main(["generate", str(path), "x", "--device", device]) == 2
+        found = capsys.readouterr().err
+        named = (
+            r"distmega: error: \d+\.\d GB for the weights and caches of 1 ranks; expected at most"
+        )
+        assert re.match(named, found), found
