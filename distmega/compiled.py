@@ -11,13 +11,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from distmega.engine.agreement import on_all_ranks
 from distmega.engine.communicators import open_communicator
 from distmega.engine.ranks import RankContext
-from distmega.errors import HangError, ProgramError, RankFailure
+from distmega.errors import HangError, ProgramError, RankFailure, UnsupportedError
 from distmega.hostir.check.check import prove_once
 from distmega.hostir.comm.communicator import Communicator
 from distmega.hostir.comm.nccl import NcclCommunicator
@@ -28,18 +30,21 @@ from distmega.hostir.lower.matmul_nodes import FusedMatmul
 from distmega.hostir.passes.passes import run_passes
 from distmega.hostir.run.cuda_graph import CapturedHost, capture_on_ranks, shared_memory
 from distmega.hostir.run.deadline import Deadline
-from distmega.hostir.run.evaluator import Evaluator, KernelRunner
+from distmega.hostir.run.evaluator import Evaluator
 from distmega.hostir.run.graph_breaks import tensor_breaks
 from distmega.hostir.run.host_cost import explain_host
 from distmega.kernels.device_ops import KernelOps
 from distmega.kernels.gemm.host import PeerMatmuls
 from distmega.kernels.runtime.compilations import num_compiled
-from distmega.kernels.tasks.types import TaskGraph
+from distmega.kernels.runtime.whole import WholePlan, open_whole, plan_whole
 from distmega.program import types as program
-from distmega.sharding.localize import localize
+from distmega.sharding.localize import LocalProgram, localize
 from distmega.sharding.planner import Plan
 
 logger = logging.getLogger(__name__)
+
+Megakernels = Literal["auto"] | bool
+"""Whether a program is one persistent kernel a rank."""
 
 NOT_ASKED_FOR = "replay=False"
 MOST_REBOUND = 3
@@ -82,26 +87,36 @@ class CompiledProgram:
         *,
         replay: bool = True,
         warm: bool = False,
+        megakernel: Megakernels = "auto",
     ) -> None:
         """comm: of the plan's mesh. device: where this rank's tensors are, "cpu" or "cuda:i".
         replay: False to run node by node in each call. warm: captures now, with weights, states and
-        inputs of its own, all zero, which `tensors` gives and `load` fills.
+        inputs of its own, all zero, which `tensors` gives and `load` fills. megakernel: True for
+        one persistent kernel a rank, which holds weights and states in memory of its own: weights
+        are copied there when they are bound; False for library ops; "auto" for a kernel on Hopper
+        GPUs where one can do the whole program. A program with states needs `warm` for it.
+        UnsupportedError, with True, names what no kernel does.
         """
         self.plan, self.comm, self.device = plan, comm, torch.device(device)
         on_gpu = self.device.type == "cuda"
         local = localize(plan)
         peers = isinstance(comm, NcclCommunicator)
-        self.host: HostProgram = run_passes(
-            lower_program(local, megakernel=False, peer_memory=peers, fuse=on_gpu)
+        self._whole, self._no_kernel = self._plan_kernel(local, megakernel, warm=warm)
+        self.host: HostProgram = (
+            self._whole.host
+            if self._whole
+            else run_passes(lower_program(local, megakernel=False, peer_memory=peers, fuse=on_gpu))
         )
         prove_once(self.host)
-        kernels: dict[str, KernelRunner] = {}
-        self._task_graphs: tuple[TaskGraph, ...] = ()
+        kernel = open_whole(self._whole, comm, self.device) if self._whole else None
+        self._kernel = kernel
+        self._held: Mapping[str, Tensor] = kernel.tensors if kernel else {}
+        self._sources: dict[str, Tensor] = {}
         self._domains, self._at = local.allocations, plan.mesh.coordinate(comm.rank)
         self._evaluator = Evaluator(
             self.host,
             comm,
-            kernels,
+            {self.host.segments[0].name: kernel.runner} if kernel else {},
             device,
             ops=KernelOps(masked=True) if on_gpu else None,
             matmuls=PeerMatmuls(comm) if isinstance(comm, NcclCommunicator) else None,
@@ -115,7 +130,8 @@ class CompiledProgram:
         watched = on_gpu and plan.mesh.num_ranks > 1
         self._deadline = Deadline(what, comm.timeout_s) if watched else None
         if warm:
-            self.bind({n: empty_tensor(b, self.device).zero_() for n, b in self._given.items()})
+            own = {n: empty_tensor(b, self.device).zero_() for n, b in self._given.items()}
+            self.bind({**own, **self._held})
             self._decide({})
 
     def __call__(
@@ -135,6 +151,8 @@ class CompiledProgram:
         """
         check_mapping(tensors)
         with self._voiding():
+            if self._kernel:
+                self._kernel.raise_hang()
             inputs = self._take(tensors)
             if not self._decided:
                 self._decide(inputs)
@@ -155,6 +173,7 @@ class CompiledProgram:
         check_mapping(tensors)
         for name, x in tensors.items():
             self._check_given(name, x)
+        tensors = {name: self._hold(name, x) for name, x in tensors.items()}
         if self._captured is not None:
             torch.cuda.synchronize(self.device)
             self._captured.release()
@@ -162,6 +181,45 @@ class CompiledProgram:
         self._bound |= tensors
         if self._states <= tensors.keys():
             self._void = ""
+
+    def _hold(self, name: str, x: Tensor) -> Tensor:
+        """Where a tensor is from now on: in the kernel's memory, if it has it there."""
+        held = self._held.get(name)
+        if held is None or _is_same(held, x):
+            return x
+        if name in self._states:
+            raise ProgramError(
+                f"state {name!r} in memory of the caller",
+                expected="the one in `tensors`, which a kernel of the whole program updates",
+                remedy="fill it by load(), or compile with megakernel=False",
+            )
+        self._sources[name] = x
+        return held.copy_(x)
+
+    def _plan_kernel(
+        self, local: LocalProgram, megakernel: Megakernels, *, warm: bool
+    ) -> tuple[WholePlan | None, str]:
+        """What one kernel a rank does, on all ranks or none, and why there is none."""
+        if megakernel is False:
+            return None, "megakernel=False"
+        if megakernel == "auto" and self.device.type != "cuda":
+            return None, "a CPU"
+        if not warm and any(tensor.role == "state" for tensor in local.program.tensors):
+            problem = UnsupportedError(
+                "states in memory of the caller",
+                expected="a program compiled with warm=True, which has its own",
+                remedy="compile with warm=True, and fill states by load()",
+            )
+            if megakernel is True:
+                raise problem
+            return None, str(problem)
+        try:
+            plan = on_all_ranks(self.comm, lambda: plan_whole(local, self.comm, self.device))
+        except UnsupportedError as error:
+            if megakernel is True:
+                raise
+            return None, str(error)
+        return plan, ""
 
     def load(self, wholes: Mapping[str, Tensor]) -> None:
         """Copies this rank's part of whole tensors into those that are bound, by name."""
@@ -184,6 +242,8 @@ class CompiledProgram:
                 self._deadline.wait()
             elif self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
+            if self._kernel:
+                self._kernel.raise_hang()
             self.comm.check_signals()
 
     @property
@@ -194,8 +254,8 @@ class CompiledProgram:
         return CompiledStats(
             num_megakernels=sum(isinstance(node, LaunchMegakernel) for node in nodes),
             num_library_ops=len(ops) + sum(isinstance(node, FusedMatmul) for node in nodes),
-            num_tasks=sum(graph.num_tasks for graph in self._task_graphs),
-            num_events=sum(graph.num_events for graph in self._task_graphs),
+            num_tasks=self._whole.num_tasks if self._whole else 0,
+            num_events=self._whole.num_events if self._whole else 0,
             num_compilations=self._num_compilations,
             num_opaque_ops=sum(op.kind == "opaque" for op in ops),
             replayed=self._captured is not None,
@@ -210,7 +270,12 @@ class CompiledProgram:
             told = f"runs node by node: {reason}"
         else:
             told = "will replay as one CUDA graph, if all ranks can capture it"
-        return f"{self.plan.explain()}\n{explain_host(self.host, self.plan.machine)}\n{told}\n"
+        lines = [self.plan.explain(), explain_host(self.host, self.plan.machine), told]
+        if self._whole:
+            lines.append(f"one megakernel a rank of {self._whole.num_tasks} tasks")
+        else:
+            lines.append(f"no megakernel: {self._no_kernel}")
+        return "\n".join(lines) + "\n"
 
     def _run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         before = num_compiled()
@@ -223,7 +288,7 @@ class CompiledProgram:
         inputs: dict[str, Tensor] = {}
         others: dict[str, Tensor] = {}
         for name, x in tensors.items():
-            bound = self._bound.get(name)
+            bound = self._sources.get(name, self._bound.get(name))
             if bound is not None and _is_same(bound, x):
                 continue
             self._check_given(name, x)
@@ -395,12 +460,19 @@ def _unbound(name: str) -> ProgramError:
 
 
 def compile_plan(
-    plan: Plan, context: RankContext, *, replay: bool = True, warm: bool = False
+    plan: Plan,
+    context: RankContext,
+    *,
+    replay: bool = True,
+    warm: bool = False,
+    megakernel: Megakernels = "auto",
 ) -> CompiledProgram:
     """The plan on this rank of a job, which must have as many ranks as the plan's mesh; replay,
-    warm as in CompiledProgram.
+    warm, megakernel as in CompiledProgram.
 
     All ranks call it, at the same point. MeshError where the job has other ranks.
     """
     comm = open_communicator(context, plan.mesh, native=True)
-    return CompiledProgram(plan, comm, context.device, replay=replay, warm=warm)
+    return CompiledProgram(
+        plan, comm, context.device, replay=replay, warm=warm, megakernel=megakernel
+    )

@@ -72,6 +72,10 @@ class VerifyError(DistmegaError, ValueError):
     """An IR breaks one of its rules; raised by the verifiers after a pass."""
 
 
+class UnsupportedError(DistmegaError, ValueError):
+    """What was asked for is valid, and nothing here does it."""
+
+
 class CheckError(DistmegaError, ValueError):
     """The task graph or host program has a race, a deadlock or a wait nobody satisfies."""
 

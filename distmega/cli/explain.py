@@ -5,17 +5,18 @@ imports no torch, so that a 70B model takes seconds. Next on the walk: decode_pl
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from distmega.engine.decode_plan import DecodeBlueprint, lower_decode, num_stages_of, plan_decode
 from distmega.engine.predict import predict_us
 from distmega.engine.requests import EngineOptions
-from distmega.errors import VerifyError
+from distmega.errors import UnsupportedError
 from distmega.hostir.ir.nodes import HostProgram
 from distmega.hostir.ir.text import print_host
 from distmega.hostir.run.host_cost import explain_host
-from distmega.kernels.fusion import fuse_segment
+from distmega.kernels.hopper.batch_queues import build_batch_queues
+from distmega.kernels.hopper.queues import build_queues
 from distmega.kernels.tasks.expand import expand_collectives, team_size
 from distmega.kernels.tasks.graph import build_task_graph
 from distmega.kernels.tasks.tile import tile_segment
@@ -96,7 +97,7 @@ def _rank_lines(blueprint: DecodeBlueprint) -> Iterator[str]:
         heads = blueprint.config.num_kv_heads // copies
         yield f"kv heads: {heads}, each copied {copies} times, for more ranks than there are"
     if machine != CPU:
-        yield f"decode steps: {_decoder_of(blueprint.host.segments)}"
+        yield f"decode steps: {_decoder_of(blueprint)}"
     for name, arena in (("weights", blueprint.weights), ("KV cache", blueprint.states)):
         yield f"{name}: {arena.num_bytes / 2**20:,.1f} MiB"
     for traffic in count_collectives(program):
@@ -105,15 +106,18 @@ def _rank_lines(blueprint: DecodeBlueprint) -> Iterator[str]:
     yield f"  if every op were a library call on {machine.name}, one after another"
 
 
-def _decoder_of(segments: Sequence[Program]) -> str:
+def _decoder_of(blueprint: DecodeBlueprint) -> str:
     """What does a decode step on a GPU."""
+    segments, num_sms = blueprint.host.segments, blueprint.machine.num_sms
     if len(segments) != 1:
         return f"library ops, since a step is {len(segments)} segments"
+    build = build_batch_queues if blueprint.options.batch > 1 else build_queues
     try:
-        fuse_segment(segments[0])
-    except VerifyError as error:
+        queues = build(segments[0], blueprint.weights, blueprint.states, num_sms)
+    except UnsupportedError as error:
         return f"library ops, since {error.found}"
-    return "one kernel, on Hopper GPUs"
+    num_tasks = sum(map(len, queues.queues))
+    return f"one kernel of {num_tasks} tasks a step, on Hopper GPUs"
 
 
 def count_collectives(program: Program) -> tuple[Traffic, ...]:

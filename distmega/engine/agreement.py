@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from distmega.engine.decode_plan import StagePlan
 from distmega.engine.requests import EngineOptions
-from distmega.errors import LaunchError, VerifyError, argument
+from distmega.errors import LaunchError, UnsupportedError, argument
 from distmega.hostir.comm.communicator import Communicator
 
 T = TypeVar("T")
@@ -36,19 +36,19 @@ def share_memory(mates: Sequence[tuple[str, str]], options: EngineOptions) -> bo
 
 def on_all_ranks(comm: Communicator, make: Callable[[], T] | None) -> T | None:
     """What `make` gives on this rank; None, everywhere, where some rank has nothing to make.
-    VerifyError, everywhere, that names the first rank on which it raised one.
+    UnsupportedError, everywhere, that names the first rank on which it raised one.
     """
     made, problem = None, None
     try:
         made = make() if make else None
-    except VerifyError as error:
+    except UnsupportedError as error:
         problem = error
     told = (problem.found, problem.expected, problem.remedy) if problem else None
     answers = comm.all_gather_object((made is not None, told))
     for rank, (_, theirs) in zip(comm.mesh.ranks, answers, strict=True):
         if theirs:
             found, expected, remedy = theirs
-            raise VerifyError(f"rank {rank}: {found}", expected=expected, remedy=remedy)
+            raise UnsupportedError(f"rank {rank}: {found}", expected=expected, remedy=remedy)
     return made if all(has_made for has_made, _ in answers) else None
 
 

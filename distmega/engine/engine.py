@@ -34,7 +34,14 @@ from distmega.engine.weight_loading import (
     no_progress,
     tell_nobody,
 )
-from distmega.errors import HangError, LaunchError, ModelError, RequestError, VerifyError, argument
+from distmega.errors import (
+    HangError,
+    LaunchError,
+    ModelError,
+    RequestError,
+    UnsupportedError,
+    argument,
+)
 from distmega.hostir.check.check import prove_once
 from distmega.hostir.comm.communicator import Communicator
 from distmega.hostir.comm.nccl import NcclCommunicator
@@ -532,7 +539,7 @@ class Engine:
         host = self.blueprint.host
         try:
             runner = self._open_stepping(host.segments, options)
-        except (VerifyError, LaunchError) as error:
+        except (UnsupportedError, LaunchError) as error:
             if options.collectives == "kernel":
                 raise
             logger.warning("decoding by library ops: %s", error)

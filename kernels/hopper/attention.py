@@ -84,6 +84,7 @@ def rotated_rows(
     H: gl.constexpr,
     KVH: gl.constexpr,
     QK_NORM: gl.constexpr,
+    ROTATED: gl.constexpr,
 ):
     """Both halves [n, d / 2] of G queries and the new key, normed and rotated, and the value."""
     half: gl.constexpr = D // 2
@@ -98,8 +99,9 @@ def rotated_rows(
     at = exchange + words[SRC] + gl.expand_dims(source * D, 1) + gl.expand_dims(c * SIZE, 0)
     wanted = gl.expand_dims(r < G + 2, 1) & gl.expand_dims(c >= 0, 0)
     columns = gl.arange(0, half, layout=gl.SliceLayout(0, PAIR))
-    cos = gl.expand_dims(gl.load(rope + position * D + columns), 0)
-    sin = gl.expand_dims(gl.load(rope + position * D + half + columns), 0)
+    if ROTATED:
+        cos = gl.expand_dims(gl.load(rope + position * D + columns), 0)
+        sin = gl.expand_dims(gl.load(rope + position * D + half + columns), 0)
     rows = gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(1, PAIR)), 1)
     if QK_NORM:
         weight = gl.where(rows < G, words[ATT_Q_NORM], words[ATT_K_NORM])
@@ -113,7 +115,11 @@ def rotated_rows(
         inv = gl.rsqrt(gl.expand_dims(gl.sum(a * a + b * b, axis=1), 1) / D + eps)
         a = gl.where(is_value, a, a * inv * weight1)
         b = gl.where(is_value, b, b * inv * weight2)
-    return gl.where(is_value, a, a * cos - b * sin), gl.where(is_value, b, b * cos + a * sin)
+    if ROTATED:
+        turned = gl.where(is_value, a, a * cos - b * sin)
+        b = gl.where(is_value, b, b * cos + a * sin)
+        a = turned
+    return a, b
 
 
 @gluon.jit
@@ -184,6 +190,7 @@ def attention_task(
     H: gl.constexpr,
     KVH: gl.constexpr,
     QK_NORM: gl.constexpr,
+    ROTATED: gl.constexpr,
     STAGES: gl.constexpr,
     TRACE: gl.constexpr,
 ):
@@ -223,7 +230,7 @@ def attention_task(
         value_slot = keep(it % STAGES)
         value_phase = keep(it // STAGES % 2)
         a, b = rotated_rows(
-            words, exchange, vectors, rope, position, tag, eps, D, G, H, KVH, QK_NORM
+            words, exchange, vectors, rope, position, tag, eps, D, G, H, KVH, QK_NORM, ROTATED
         )
         if TRACE:
             gl.store(stamps + 1, clock())

@@ -23,15 +23,6 @@ rank adds its part only once all of its own SMs are done with the draw.
 
 from dataclasses import dataclass, field
 
-from distmega.kernels.fusion import (
-    Draw,
-    Fused,
-    FusedAttention,
-    FusedEmbedding,
-    FusedHead,
-    Norm,
-    fuse_segment,
-)
 from distmega.kernels.hopper.batch_words import (
     BATCH,
     BEST_WORDS,
@@ -46,12 +37,20 @@ from distmega.kernels.hopper.batch_words import (
     BatchLinear,
     Opcode,
 )
-from distmega.kernels.hopper.layers import Block, find_parts, find_shape
+from distmega.kernels.hopper.layers import Block, Head, find_parts, find_shape
 from distmega.kernels.hopper.matrices import Weights, tiles_k
 from distmega.kernels.hopper.plan import ITEM_BYTES, Buffer, DecodeShape, Matrix, unfit
 from distmega.kernels.hopper.queues import num_units, share
 from distmega.kernels.hopper.words import MAX_SMS, NO_WINDOW, TILE_K, UNIT_ROWS
 from distmega.kernels.runtime.arena import ArenaLayout
+from distmega.kernels.tasks.fuse import (
+    Draw,
+    Fused,
+    FusedAttention,
+    FusedEmbedding,
+    Norm,
+    fuse_segment,
+)
 from distmega.program.types import Program
 
 CHUNK = TILE_K * BATCH
@@ -101,6 +100,11 @@ class BatchQueues:
         return is_limited(self.draw)
 
     @property
+    def num_ranks(self) -> int:
+        """Ranks that share the segment."""
+        return self.shape.num_ranks
+
+    @property
     def gathers(self) -> bool:
         """Whether each rank gets the logits of all, and chooses from them by itself."""
         return self.is_limited and self.shape.num_ranks > 1
@@ -119,8 +123,8 @@ def is_limited(draw: Draw | None) -> bool:
 def build_batch_queues(
     segment: Program, weights: ArenaLayout, states: ArenaLayout, num_sms: int, place: int = 0
 ) -> BatchQueues:
-    """Queues for `num_sms` SMs of rank number `place` of its team. VerifyError where the kernel
-    can't do the segment.
+    """Queues for `num_sms` SMs of rank number `place` of its team. UnsupportedError where the
+    kernel can't do the segment.
     """
     fused = fuse_segment(segment)
     placed = Weights(segment, weights)
@@ -192,7 +196,7 @@ class _BatchBuilder:
             logits=head.logits,
         )
 
-    def reserve(self, num_events: int, head: FusedHead) -> None:
+    def reserve(self, num_events: int, head: Head) -> None:
         """Room behind the events for what ranks exchange: their likeliest tokens, before a step and
         behind the last one, and their parts of the two sums. In the order in which the embedding
         waits for them, since of waits with one tag the lowest word is reported (spins.py). For
@@ -266,7 +270,7 @@ class _BatchBuilder:
             total="x",
         )  # fmt: skip
 
-    def add_head(self, head: FusedHead, num_rows: int) -> None:
+    def add_head(self, head: Head, num_rows: int) -> None:
         """The head, num_rows of whose rows are tokens, and what draws from its logits."""
         matrix, (start,) = self.find_rows((head.weight,))
         logits, highs, told = (self.exchange.get(name, 0) for name in ("logits", "highs", "told"))

@@ -72,7 +72,7 @@ class BatchRunner:
         team: Team | None = None,
         timeout_s: float = LOCAL_LIMIT_S,
     ) -> None:
-        """As DecodeRunner."""
+        """As RowRunner."""
         device = weights_arena.device
         place = team.place if team else 0
         self.segment, self.queues, shape = segment, queues, queues.shape
@@ -170,7 +170,7 @@ class BatchRunner:
         )
 
     def raise_hang(self) -> None:
-        """As DecodeRunner's; events and arrivals are what they ought to be after it."""
+        """As RowRunner's; events and arrivals are what they ought to be after it."""
         if report := self._alarm.take():
             events = self._report[2 * EVENTS_AT : 2 * self.queues.first_word]
             epoch, num_sms = self._state[STATE_EPOCH], len(self.queues.queues)

@@ -6,10 +6,10 @@ op, the layer, the rank and the debtor follow from the queues. Torch-free. Next 
 alarm.py.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from distmega.errors import HangError
+from distmega.kernels.hopper.accesses import Write, last_row, reads, writes
 from distmega.kernels.hopper.batch_queues import BatchQueues
 from distmega.kernels.hopper.batch_words import (
     BATCH,
@@ -20,11 +20,8 @@ from distmega.kernels.hopper.batch_words import (
     BatchEmbed,
     BatchHead,
 )
-from distmega.kernels.hopper.plan import DecodeQueues
+from distmega.kernels.hopper.plan import RowQueues
 from distmega.kernels.hopper.words import (
-    EMBEDDED,
-    MAX_SMS,
-    PARTIAL_EXTRA,
     UNIT_ROWS,
     Attention,
     Barrier,
@@ -32,7 +29,6 @@ from distmega.kernels.hopper.words import (
     Embed,
     Instruction,
     Linear,
-    Opcode,
     Sample,
 )
 
@@ -43,11 +39,11 @@ LAYER_OPS = ("qkv", "attention", "o", "gated", "down")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """A wait that was given up, the least of all. Of the decode kernel: SM `last` waited for tag
-    (steps ever run) * layers + layer + 1 at a tagged word. Of the batched kernel: for the count
-    `tag` of event `word`, which `last` SMs still owed; or where ranks share the model, for an event
-    or as the decode kernel for a tagged word, `tag` being (steps ever run) * instructions +
-    instruction + 1 of the one that waits.
+    """A wait that was given up, the least of all. Of the kernel of one row: SM `last` waited for
+    tag (steps ever run) * generations + generation + 1 at a tagged word. Of the batched kernel: for
+    the count `tag` of event `word`, which `last` SMs still owed; or where ranks share the model,
+    for an event or as the kernel of one row for a tagged word, `tag` being (steps ever run) *
+    instructions + instruction + 1 of the one that waits.
     """
 
     tag: int
@@ -55,60 +51,54 @@ class Report:
     last: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Write:
-    """Tagged words that an instruction writes to every rank; rank: which rank's instruction, or
-    None if each rank's own writes them at home.
-    """
-
-    words: range
-    rank: int | None = None
-
-
 def read_report(word: int) -> Report:
     """The report in a signed 64-bit word."""
     return Report(tag=word >> 32 & 0xFFFFFFFF, word=word >> 8 & 0xFFFFFF, last=word & 0xFF)
 
 
-def explain_hang(
-    queues: DecodeQueues, report: Report, *, limit_s: float, rank: int = 0
-) -> HangError:
+def explain_hang(queues: RowQueues, report: Report, *, limit_s: float, rank: int = 0) -> HangError:
     """The error for a report of the rank; never fails, whatever the words say."""
-    layers = queues.shape.num_layers
-    step, layer = divmod(report.tag - 1, layers)
+    step, generation = divmod(report.tag - 1, queues.num_generations)
     waiter = next(
         (
-            f"instruction {i}, {describe(one, queues)}"
+            f"instruction {i}, {describe(one)}"
             for i, one in enumerate(_queue(queues, report.last))
-            if report.word in words_read(one, queues)
-            and (one.layer - tag_delta(one)) % layers == layer
+            for read in reads(one, queues)
+            if report.word in read.words and read.generation == generation
         ),
         "the choice of the next token",
     )
     debtors = [
         f"rank {rank if write.rank is None else write.rank}, SM {sm}, instruction {i}, "
-        f"{describe(one, queues)}"
+        f"{describe(one)}"
         for sm, queue in enumerate(queues.queues)
         for i, one in enumerate(queue)
-        if one.layer == layer
         for write in writes(one, queues, sm)
-        if report.word in write.words
+        if report.word in write.words and write.generation == generation
+        if not _is_own_row(one, write, rank, queues)
     ]
     more = f" or {len(debtors) - NAMED_DEBTORS} more" if len(debtors) > NAMED_DEBTORS else ""
     owed = " or ".join(debtors[:NAMED_DEBTORS]) + more or "nobody: no instruction writes it"
     return HangError(
         f"rank {rank}, SM {report.last} ({waiter}) waited {limit_s:g} s for "
         f"{name_word(queues, report.word)}",
-        expected=f"tag {report.tag} (step {step}, layer {layer})",
+        expected=f"tag {report.tag} (step {step}, generation {generation})",
         remedy=f"it is owed by {owed}; see whether that SM ran, or report this as a bug",
     )
 
 
-def _queue(queues: DecodeQueues, sm: int) -> tuple[Instruction, ...]:
+def _is_own_row(one: Instruction, write: Write, rank: int, queues: RowQueues) -> bool:
+    """Whether it is a whole row of the embedding that this rank itself would push: it knows that it
+    has none, or it would have.
+    """
+    return isinstance(one, Embed) and write.rank == rank and 2 * one.num_words == queues.hidden
+
+
+def _queue(queues: RowQueues, sm: int) -> tuple[Instruction, ...]:
     return queues.queues[sm] if sm < len(queues.queues) else ()
 
 
-def name_word(queues: DecodeQueues | BatchQueues, word: int) -> str:
+def name_word(queues: RowQueues | BatchQueues, word: int) -> str:
     """A tagged word by the buffer it lies in."""
     for buffer in queues.buffers:
         if word in buffer.words:
@@ -116,138 +106,21 @@ def name_word(queues: DecodeQueues | BatchQueues, word: int) -> str:
     return f"word {word}, which is in no buffer"
 
 
-def describe(one: Instruction, queues: DecodeQueues) -> str:
-    """An instruction as "down of layer 3, rows 16 to 32"."""
-    where = f"{name_op(one, queues)} of layer {one.layer}"
+def describe(one: Instruction) -> str:
+    """An instruction by the op that it is of, as "layers.3.ffn_sum, rows 16 to 32"."""
     match one:
         case Linear():
-            last = min(one.row0 + one.num_units * UNIT_ROWS, one.num_rows)
-            return f"{where}, rows {one.row0} to {last}"
+            return f"{one.name}, rows {one.row0} to {last_row(one)}"
         case Attention():
-            return f"{where}, kv head {one.head}, split {one.split}"
+            return f"{one.name}, kv head {one.head}, split {one.split}"
         case Combine():
-            return f"{where}, head {one.head}"
+            return f"{one.name}, sum of head {one.head}"
         case Sample():
-            return f"{where}, {'slots' if one.vocab else 'rows'} {one.row0} to {one.num_rows}"
+            return f"{one.name}, {'slots' if one.vocab else 'rows'} {one.row0} to {one.num_rows}"
         case Barrier():
-            return where
+            return f"barrier after {one.name}"
         case Embed():
-            return f"{where}, columns from {2 * one.column}"
-
-
-def name_op(one: Instruction, queues: DecodeQueues) -> str:
-    """The op of an instruction in a word; sums into the residual are told apart by their inputs."""
-    if isinstance(one, Linear) and one.opcode in (Opcode.RESIDUAL, Opcode.PARTIAL):
-        return "o" if one.src == _buffer(queues, "attended").start else "down"
-    return one.opcode.name.lower()
-
-
-def tag_delta(one: Instruction) -> int:
-    """Layers between the words that an instruction reads and those it writes."""
-    return one.tag_delta if isinstance(one, Linear) else 0
-
-
-def words_read(one: Instruction, queues: DecodeQueues) -> range:
-    """Tagged words that an instruction polls, from the first to the last."""
-    shape = queues.shape
-    match one:
-        case Linear(opcode=Opcode.PARTIAL):
-            first = min(one.src, one.dst - shape.num_ranks * one.num_rows)
-            return range(first, max(one.src + one.num_src_words, one.dst))
-        case Linear():
-            return range(one.src, one.src + one.num_src_words)
-        case Attention():
-            heads = shape.num_heads + 2 * shape.num_kv_heads
-            return range(one.src, one.src + heads * shape.head_dim)
-        case Combine():
-            size = one.max_splits * (shape.head_dim + PARTIAL_EXTRA)
-            return range(one.partial + one.head * size, one.partial + (one.head + 1) * size)
-        case Barrier():
-            return range(one.dst, one.dst + one.num_words)
-        case Sample():  # logits of all ranks, if any, lie before what SMs exchange
-            chunks = _buffer(queues, "sample")
-            return range(one.src + one.row0 if one.vocab else chunks.start, chunks.stop)
-        case Embed():
-            return range(0)
-
-
-def writes(one: Instruction, queues: DecodeQueues, sm: int) -> Iterator[Write]:
-    """What an instruction of an SM writes, or may write."""
-    shape = queues.shape
-    match one:
-        case Linear():
-            yield from _linear_writes(one, queues, sm)
-        case Attention():
-            stride = shape.head_dim + PARTIAL_EXTRA
-            for query in range(one.query0, one.query0 + shape.num_queries):
-                row = one.partial + (query * one.max_splits + one.split) * stride
-                yield Write(words=range(row, row + stride))
-        case Combine():
-            half = shape.head_dim // 2
-            yield Write(words=range(one.dst + one.head * half, one.dst + (one.head + 1) * half))
-        case Barrier():
-            yield Write(words=range(one.dst + 2 * sm, one.dst + 2 * sm + 2))
-        case Embed():
-            yield from _embed_writes(one, queues)
-        case Sample():
-            for plane in _buffer(queues, "sample")[:: 2 * MAX_SMS]:
-                yield Write(words=range(plane + 2 * sm, plane + 2 * sm + 2))
-            yield from _best_writes(queues, sm)
-
-
-def _embed_writes(one: Embed, queues: DecodeQueues) -> Iterator[Write]:
-    """Each rank's columns of the token's row, or the whole row of any of the other ranks: this one
-    knows that the token is not its own, or it would have pushed.
-    """
-    shape = queues.shape
-    if 2 * one.num_words < shape.hidden:
-        for rank in range(shape.num_ranks):
-            first = EMBEDDED + rank * one.num_words
-            yield Write(words=range(first + one.column, first + one.num_words), rank=rank)
-        return
-    for rank in range(shape.num_ranks):
-        if rank * shape.vocab != queues.first_id:
-            yield Write(words=range(one.dst + one.column, one.dst + one.num_words), rank=rank)
-
-
-def _best_writes(queues: DecodeQueues, sm: int) -> Iterator[Write]:
-    """The candidate of an SM: on every rank, or at home where each rank draws for itself."""
-    words = _buffer(queues, "best")
-    num_writers = len(words) // (2 * len(queues.queues))
-    for rank, part in enumerate(_parts(words, num_writers)):
-        yield Write(words=part[2 * sm : 2 * sm + 2], rank=rank if num_writers > 1 else None)
-
-
-def _buffer(queues: DecodeQueues, name: str) -> range:
-    """Tagged words of a buffer."""
-    return next(buffer.words for buffer in queues.buffers if buffer.name == name)
-
-
-def _parts(words: range, num: int) -> list[range]:
-    """Equal parts."""
-    size = len(words) // num
-    return [words[part * size : (part + 1) * size] for part in range(num)]
-
-
-def _linear_writes(one: Linear, queues: DecodeQueues, sm: int) -> Iterator[Write]:
-    ranks, first = range(queues.shape.num_ranks), one.row0
-    last = min(first + one.num_units * UNIT_ROWS, one.num_rows)
-    match one.opcode:
-        case Opcode.HEAD if queues.draw is None:
-            yield from _best_writes(queues, sm)
-        case Opcode.HEAD:  # the same rows on each rank, in words of their own
-            for rank, own in enumerate(_parts(_buffer(queues, "logits"), len(ranks))):
-                yield Write(words=own[first : first + one.num_units * UNIT_ROWS], rank=rank)
-        case Opcode.QKV:
-            yield Write(words=range(one.dst + first, one.dst + last))
-        case Opcode.GATED:
-            yield Write(words=range(one.dst + first // 4, one.dst + last // 4))
-        case _:
-            yield Write(words=range(one.dst + first // 2, one.dst + last // 2))
-    if one.opcode is Opcode.PARTIAL:
-        for rank in ranks:
-            part = one.dst + (rank - len(ranks)) * one.num_rows
-            yield Write(words=range(part + first, part + last), rank=rank)
+            return f"{one.name}, columns from {2 * one.column}"
 
 
 def explain_batch_hang(

@@ -1,9 +1,9 @@
-"""The decode kernel: one persistent program an SM, a loader warp and eight compute warps, several
-tokens a launch.
+"""The kernel of one row: one persistent program an SM, a loader warp and eight compute warps;
+several steps a launch where each chooses the token of the next.
 
 In: queues (words.py), the weight arena, the KV cache, the exchange of tagged words, the state. Out:
-tokens, logits of the last step, the state advanced. Its size does not depend on the number of
-layers, nor on the context. Next on the walk: the end.
+what SMs keep, tokens, the state advanced. It holds the bodies and epilogues that its segment uses;
+its size depends neither on the number of ops nor on the context. Next on the walk: the end.
 """
 
 from triton.experimental import gluon
@@ -15,8 +15,9 @@ from distmega.kernels.hopper.attention import attention_task
 from distmega.kernels.hopper.device import clock, fence_all, fetch, keep
 from distmega.kernels.hopper.fields import (
     DRAWN,
+    GENERATION,
     GREEDY,
-    LAYER,
+    NO_CHOICE,
     OP_ATTENTION,
     OP_BARRIER,
     OP_COMBINE,
@@ -50,15 +51,17 @@ from distmega.kernels.runtime.mbarriers import init_barriers, make_barriers
 
 @gluon.jit
 def compute(
-    queue, num_instructions, num_instructions_max, num_steps, num_layers, first_token,
-    first_position, state, tokens, exchange, vectors, embed, cache, rope, residual, logits,
-    best_words, num_sms, peers, place, first_id, min_blocks, eps, inv_hidden, scale, sampling,
+    queue, num_instructions, num_instructions_max, num_steps, num_generations, first_token,
+    first_position, state, tokens, exchange, vectors, embed, cache, rope, kept, logits,
+    best_words, num_sms, peers, place, first_id, min_blocks, eps, scale, sampling,
     seeds, sample_words, trace, places, squares, red, step_bar, D: gl.constexpr, G: gl.constexpr,
-    H: gl.constexpr, KVH: gl.constexpr, QK_NORM: gl.constexpr, CHOICE: gl.constexpr, HEAD_ROWS:
-    gl.constexpr, RANKS: gl.constexpr, BARRIERS: gl.constexpr, STAGES: gl.constexpr, TRACE:
-    gl.constexpr,
+    H: gl.constexpr, KVH: gl.constexpr, QK_NORM: gl.constexpr, ROTATED: gl.constexpr, ATTENDS:
+    gl.constexpr, EPILOGUES: gl.constexpr, LAYER_NORMS: gl.constexpr, CHOICE: gl.constexpr,
+    HEAD_ROWS: gl.constexpr, RANKS: gl.constexpr, BARRIERS: gl.constexpr, STAGES: gl.constexpr,
+    TRACE: gl.constexpr,
 ):
-    """Partition of eight warps. A datum of layer l and step s is tagged s * num_layers + l + 1."""
+    """Partition of eight warps. A datum of generation g and step s is tagged
+    s * num_generations + g + 1."""
     sm = gl.program_id(0)
     position0 = begin(state + STATE_POSITION, first_position)
     epoch0 = gl.load(state + STATE_EPOCH)
@@ -68,8 +71,8 @@ def compute(
     BESTS: gl.constexpr = 1 if CHOICE != GREEDY and CHOICE != DRAWN else RANKS
     words = fetch(queue, 0)
     for step in range(num_steps):
-        base = (epoch0 + step) * num_layers + 1
-        if step > 0:
+        base = (epoch0 + step) * num_generations + 1
+        if CHOICE != NO_CHOICE and step > 0:
             token = most_likely(exchange, best_words, num_sms, base - 1, BESTS)
             fence_all()
             if sm == 0:
@@ -77,25 +80,24 @@ def compute(
         mbarrier.arrive(step_bar.index(0), count=1)
         for i in range(num_instructions):
             ahead = fetch(queue, gl.where(i + 1 == num_instructions, 0, i + 1))
-            tag = base + words[LAYER]
+            tag = base + words[GENERATION]
             at = trace
             if TRACE:
                 row = (step * gl.num_programs(0) + sm) * num_instructions_max + i
                 at = trace + row * STAMPS
                 gl.store(at, clock())
-            if words[OPCODE] == OP_ATTENTION:
+            if ATTENDS and words[OPCODE] == OP_ATTENTION:
                 it = attention_task(
                     words, exchange, vectors, cache, rope, position0 + step, tag, eps, scale,
-                    min_blocks, places, it, at, D, G, H, KVH, QK_NORM, STAGES, TRACE,
+                    min_blocks, places, it, at, D, G, H, KVH, QK_NORM, ROTATED, STAGES, TRACE,
                 )
-            elif words[OPCODE] == OP_COMBINE:
+            elif ATTENDS and words[OPCODE] == OP_COMBINE:
                 combine_task(words, exchange, position0 + step, tag, min_blocks, D)
             elif BARRIERS and words[OPCODE] == OP_BARRIER:
                 pass_barrier(words, exchange, sm, tag)
-            elif words[OPCODE] == OP_EMBED:
-                if RANKS > 1:
-                    embed_task(words, peers, embed, token, tag, RANKS)
-            elif CHOICE != GREEDY and words[OPCODE] == OP_SAMPLE:
+            elif RANKS > 1 and words[OPCODE] == OP_EMBED:
+                embed_task(words, peers, embed, token, tag, RANKS)
+            elif CHOICE != GREEDY and CHOICE != NO_CHOICE and words[OPCODE] == OP_SAMPLE:
                 # kept here, or else what follows from them takes registers from other tasks
                 sample_task(
                     words, logits, first_id, sampling, seeds, position0 + step, exchange, peers,
@@ -106,18 +108,19 @@ def compute(
                 ahead = fetch(queue, gl.where(i + 1 == num_instructions, 0, i + 1))
             else:
                 it = linear_task(
-                    words, exchange, vectors, embed, token, residual, logits, tag, sm, best_words,
-                    num_sms, peers, place, first_id, eps, inv_hidden, squares, red, places,
-                    it, at, CHOICE, RANKS, STAGES, TRACE,
+                    words, exchange, vectors, embed, token, kept, logits, tag, sm, best_words,
+                    num_sms, peers, place, first_id, eps, squares, red, places, it, at,
+                    EPILOGUES, LAYER_NORMS, CHOICE, RANKS, STAGES, TRACE,
                 )
             if TRACE:
                 gl.store(at + STAMPS - 1, clock())
             words = ahead
     if sm == 0:
-        last = (epoch0 + num_steps) * num_layers
-        token = most_likely(exchange, best_words, num_sms, last, BESTS)
-        gl.store(tokens + num_steps - 1, token)
-        gl.store(state + STATE_TOKEN, token)
+        last = (epoch0 + num_steps) * num_generations
+        if CHOICE != NO_CHOICE:
+            token = most_likely(exchange, best_words, num_sms, last, BESTS)
+            gl.store(tokens + num_steps - 1, token)
+            gl.store(state + STATE_TOKEN, token)
         gl.store(state + STATE_POSITION, position0 + num_steps)
         gl.store(state + STATE_EPOCH, epoch0 + num_steps)
 
@@ -126,7 +129,7 @@ def compute(
     do_not_specialize=[
         "max_instructions",
         "num_steps",
-        "num_layers",
+        "num_generations",
         "first_token",
         "first_position",
         "best_words",
@@ -139,12 +142,13 @@ def compute(
 )
 def decode(
     weights0, weights1, weights2, cache_tiles, queues, counts, max_instructions, num_steps,
-    num_layers, first_token, first_position, state, tokens, exchange, vectors, embed, cache, rope,
-    residual, logits, best_words, num_sms, peers, place, first_id, min_blocks, eps, inv_hidden,
-    scale, sampling, seeds, sample_words, trace, D: gl.constexpr, G: gl.constexpr, H: gl.constexpr,
-    KVH: gl.constexpr, QK_NORM: gl.constexpr, MAX_TILES_K: gl.constexpr, CHOICE: gl.constexpr,
-    HEAD_ROWS: gl.constexpr, RANKS: gl.constexpr, BARRIERS: gl.constexpr, STAGES: gl.constexpr,
-    AHEAD: gl.constexpr, TRACE: gl.constexpr,
+    num_generations, first_token, first_position, state, tokens, exchange, vectors, embed, cache,
+    rope, kept, logits, best_words, num_sms, peers, place, first_id, min_blocks, eps, scale,
+    sampling, seeds, sample_words, trace, D: gl.constexpr, G: gl.constexpr, H: gl.constexpr,
+    KVH: gl.constexpr, QK_NORM: gl.constexpr, ROTATED: gl.constexpr, ATTENDS: gl.constexpr,
+    EPILOGUES: gl.constexpr, LAYER_NORMS: gl.constexpr, MAX_TILES_K: gl.constexpr,
+    CHOICE: gl.constexpr, HEAD_ROWS: gl.constexpr, RANKS: gl.constexpr, BARRIERS: gl.constexpr,
+    STAGES: gl.constexpr, AHEAD: gl.constexpr, TRACE: gl.constexpr,
 ):
     """num_steps decode steps at batch 1; one program an SM, all resident.
 
@@ -152,9 +156,9 @@ def decode(
     weights0 to 2: descriptors of row-major matrices, one a row length k: bf16 [k / 64, rows, 64].
     cache_tiles: descriptor of cache, bf16 [rows, d]. vectors: norm weights and biases, bf16.
     embed: bf16, this rank's part of [vocab, hidden]. queues: int32 [num_sms, max_instructions, 16].
-    exchange: int64 tagged words behind a report (spins.py), zeroed once when allocated. residual:
-    f32 [hidden], each row used by one SM. rope: f32 [t, d], cosines then sines. logits: f32, those
-    of this rank's tokens, the first of which is first_id. peers: a tuple of all ranks'
+    exchange: int64 tagged words behind a report (spins.py), zeroed once when allocated. kept: f32,
+    each element used by one SM. rope: f32 [t, d], cosines then sines. logits: f32, those
+    of this rank's tokens, the first of which is first_id, in `kept`. peers: a tuple of all ranks'
     exchanges; this rank is number `place` of them. CHOICE, sampling, seeds, sample_words:
     see sample.py; HEAD_ROWS: logits of an SM, at most, a power of two. trace: int64 [num_steps,
     num_sms, max_instructions, STAMPS] if TRACE, nanoseconds.
@@ -184,20 +188,20 @@ def decode(
             (
                 compute,
                 (
-                    queue, num_instructions, max_instructions, num_steps, num_layers, first_token,
-                    first_position, state, tokens, exchange, vectors, embed, cache, rope, residual,
-                    logits, best_words, num_sms, peers, place, first_id, min_blocks, eps,
-                    inv_hidden, scale, sampling, seeds, sample_words, trace, places, squares, red,
-                    step_bar, D, G, H, KVH, QK_NORM, CHOICE, HEAD_ROWS, RANKS, BARRIERS, STAGES,
-                    TRACE,
+                    queue, num_instructions, max_instructions, num_steps, num_generations,
+                    first_token, first_position, state, tokens, exchange, vectors, embed, cache,
+                    rope, kept, logits, best_words, num_sms, peers, place, first_id, min_blocks,
+                    eps, scale, sampling, seeds, sample_words, trace, places, squares, red,
+                    step_bar, D, G, H, KVH, QK_NORM, ROTATED, ATTENDS, EPILOGUES, LAYER_NORMS,
+                    CHOICE, HEAD_ROWS, RANKS, BARRIERS, STAGES, TRACE,
                 ),
             ),
             (
                 loader,
                 (
                     weights0, weights1, weights2, cache_tiles, queue, num_instructions, num_steps,
-                    first_position, state, min_blocks, bufs, ready, free, step_bar, D // 64, STAGES,
-                    AHEAD,
+                    first_position, state, min_blocks, bufs, ready, free, step_bar, ATTENDS,
+                    D // 64, STAGES, AHEAD,
                 ),
             ),
         ],

@@ -1,12 +1,14 @@
 """Linear tasks on the compute warps: stage x, multiply the ring's tiles by it, write the epilogue.
 
-In: tagged words of x and weight tiles in the ring. Out: tagged words of the op's output. The norm
-before a linear is folded in: its weight into x, its factor into the result. Batch 1. Next on the
-walk: block_ptx.py.
+In: tagged words of x and weight tiles in the ring. Out: tagged words of the op's output, what the
+SM keeps of it. An rms norm before a linear is folded in: its weight into x, its factor into the
+result; a layer norm is done while x is staged. The body stands once: epilogues are branches behind
+the products, specialised by the EPILOGUES of the segment. One row. Next on the walk: block_ptx.py.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.runtime.jit import constexpr_function
 
 from distmega.kernels.gluon_compat import cta_barrier
 from distmega.kernels.hopper.device import (
@@ -19,27 +21,27 @@ from distmega.kernels.hopper.device import (
     tagged_float,
 )
 from distmega.kernels.hopper.fields import (
+    CARRY_EMBEDDED,
+    DELTA_SHIFT,
     DRAWN,
     DST,
     FROM_EMBEDDING,
+    GENERATION,
     GREEDY,
-    LAYER,
+    LAYER_NORM,
     LIN_BIAS,
-    LIN_FLAGS,
+    LIN_CARRY,
+    LIN_KEEP,
     LIN_NORM,
     LIN_NUM_ROWS,
     LIN_NUM_SRC_WORDS,
     LIN_NUM_TILES_K,
+    LIN_PACKED,
     LIN_ROW0,
-    LIN_TAG_DELTA,
     NO_REPORT,
     NUM_UNITS,
-    OP_GATED,
-    OP_HEAD,
-    OP_PARTIAL,
-    OP_QKV,
-    OP_RESIDUAL,
     OPCODE,
+    PAIRED,
     SRC,
 )
 from distmega.kernels.hopper.products import (
@@ -71,6 +73,50 @@ from distmega.kernels.hopper.team import (
     read_alarm,
     sum_partials,
 )
+from distmega.kernels.pipelined.formula import evaluate
+
+
+@constexpr_function
+def count(epilogues):
+    return len(epilogues.each)
+
+
+@constexpr_function
+def streams_of(epilogues, number):
+    return epilogues.each[number].num_streams
+
+
+@constexpr_function
+def formula_of(epilogues, number):
+    return epilogues.each[number].formula
+
+
+@constexpr_function
+def published(epilogues, number):
+    return epilogues.each[number].publishes
+
+
+@constexpr_function
+def is_summed(epilogues, number):
+    return epilogues.each[number].summed
+
+
+@constexpr_function
+def is_ranked(epilogues, number):
+    return epilogues.each[number].ranked
+
+
+@constexpr_function
+def has_pairs(epilogues):
+    """Whether products of two streams meet in one."""
+    return any(one.num_streams == 2 for one in epilogues.each)
+
+
+@constexpr_function
+def is_pushed(epilogues, number, pushes):
+    """Whether other ranks get what it writes, and all of them see a void x by an alarm."""
+    one = epilogues.each[number]
+    return one.summed or (pushes and one.ranked)
 
 
 @gluon.jit
@@ -138,15 +184,72 @@ def stage_embedding(words, embed, token, vectors, place):
     """As stage_tagged, x being the token's row of the embedding matrix."""
     ss = gl.zeros([THREADS], gl.float32, layout=PER_THREAD)
     num_words = words[LIN_NUM_SRC_WORDS]
+    num_weights = gl.where(words[LIN_NORM] >= 0, num_words, 0)
     row = embed + token.to(gl.int64) * (num_words * 2)
     for chunk in range(keep(words[LIN_NUM_TILES_K])):
         word = chunk * WORDS_A_CHUNK + own_word()
-        n0, n1 = pairs_at(vectors + gl.multiple_of(words[LIN_NORM], 8), word, num_words)
+        n0, n1 = pairs_at(vectors + gl.multiple_of(words[LIN_NORM], 8), word, num_weights)
         w0, w1 = pairs_at(row, word, num_words)
-        w0, ss = scale_pair(w0, n0, ss)
-        w1, ss = scale_pair(w1, n1, ss)
+        if words[LIN_NORM] >= 0:
+            w0, ss = scale_pair(w0, n0, ss)
+            w1, ss = scale_pair(w1, n1, ss)
         store_x(place + chunk * CHUNK_BYTES, (w0, w1), 1)
     return ss
+
+
+@gluon.jit
+def single(value):
+    """A tuple of it alone."""
+    return (value,)
+
+
+@gluon.jit
+def row_sum(values, inv_length):
+    """Mean of what all threads hold, the same in each of them."""
+    return gl.sum(values, axis=0) * inv_length
+
+
+@gluon.jit
+def stage_layer_norm(
+    words, exchange, vectors, embed, token, tag, eps, inv_length, place, RANKS: gl.constexpr
+):
+    """x after its layer norm into shared memory, zeros past the last; at most STAGE_CHUNKS chunks.
+    The mean is taken off before squares are summed, and before x is rounded.
+    """
+    num_words = words[LIN_NUM_SRC_WORDS]
+    first = own_word()
+    weights = vectors + gl.multiple_of(words[LIN_NORM], 8)
+    scales = ()
+    shifts = ()
+    for i in gl.static_range(STAGE_CHUNKS):
+        word = first + i * WORDS_A_CHUNK
+        scales += pairs_at(weights, word, num_words)
+        shifts += pairs_at(weights + 2 * num_words, word, num_words)
+    if RANKS == 1 and (words[LIN_PACKED] & FROM_EMBEDDING) != 0:
+        row = embed + token.to(gl.int64) * (num_words * 2)
+        pairs = ()
+        for i in gl.static_range(STAGE_CHUNKS):
+            pairs += pairs_at(row, first + i * WORDS_A_CHUNK, num_words)
+    else:
+        at = exchange + words[SRC] + first
+        pairs = spin_chunks(exchange, at, tag, num_words - first, STAGE_CHUNKS, RANKS)
+    total = gl.zeros([THREADS], gl.float32, layout=PER_THREAD)
+    for i in gl.static_range(2 * STAGE_CHUNKS):
+        total += low_half(pairs[i]) + high_half(pairs[i])
+    mean = row_sum(total, inv_length)
+    squares = gl.zeros([THREADS], gl.float32, layout=PER_THREAD)
+    for i in gl.static_range(2 * STAGE_CHUNKS):
+        inside = first + i // 2 * WORDS_A_CHUNK < num_words
+        a = gl.where(inside, low_half(pairs[i]) - mean, 0.0)
+        b = gl.where(inside, high_half(pairs[i]) - mean, 0.0)
+        squares += a * a + b * b
+    factor = gl.rsqrt(row_sum(squares, inv_length) + eps)
+    staged = pairs[0:0]
+    for i in gl.static_range(2 * STAGE_CHUNKS):
+        a = (low_half(pairs[i]) - mean) * factor * low_half(scales[i]) + low_half(shifts[i])
+        b = (high_half(pairs[i]) - mean) * factor * high_half(scales[i]) + high_half(shifts[i])
+        staged += single(bf16_pair(a, b))
+    store_x(place, staged, STAGE_CHUNKS)
 
 
 @gluon.jit
@@ -171,20 +274,43 @@ def group_rows(words, group):
 
 
 @gluon.jit
-def addend(words, vectors, embed, token, residual, row, limit):
-    """What is added to the rows: residual, embedding or bias, or nothing; asked for early."""
+def bias_of(words, vectors, group, row, wanted, PAIRS: gl.constexpr):
+    """Biases of the rows of a group, zeros where there are none; asked for early."""
+    at = row
+    if PAIRS:
+        unit = group + gl.arange(0, GROUP_ROWS, layout=TWOS) // UNIT_ROWS
+        own = words[LIN_ROW0] // 2 + unit // 2 * UNIT_ROWS + row % UNIT_ROWS
+        second = own + unit % 2 * (words[LIN_NUM_ROWS] // 2)
+        at = gl.where((words[LIN_PACKED] & PAIRED) != 0, second, row)
+    given = wanted & (words[LIN_BIAS] >= 0)
+    return gl.load(vectors + words[LIN_BIAS] + at, mask=given, other=0.0).to(gl.float32)
+
+
+@gluon.jit
+def carried(words, embed, token, kept, row, wanted, RANKS: gl.constexpr):
+    """What the SM keeps of the rows of another op, or the embedding's; asked for early. Where ranks
+    share the embedding, sum_partials asks for its row.
+    """
+    if RANKS == 1 and (words[LIN_PACKED] & CARRY_EMBEDDED) != 0:
+        at = embed + token.to(gl.int64) * words[LIN_NUM_ROWS] + row
+        value = gl.load(at, mask=wanted, other=0.0).to(gl.float32)
+    else:
+        given = wanted & (words[LIN_CARRY] >= 0)
+        value = gl.load(kept + words[LIN_CARRY] + row, mask=given, other=0.0)
+    return value
+
+
+@gluon.jit
+def write_result(
+    words, exchange, kept, row0, row, limit, y, tag, KIND: gl.constexpr, N: gl.constexpr
+):
+    """N results, of which those below `limit` count, to where they are kept and polled."""
     wanted = row < limit
-    add = gl.zeros([GROUP_ROWS], gl.float32, layout=TWOS)
-    if words[OPCODE] == OP_RESIDUAL:
-        if words[LIN_FLAGS] == FROM_EMBEDDING:
-            at = embed + token.to(gl.int64) * words[LIN_NUM_ROWS] + row
-            add = gl.load(at, mask=wanted, other=0.0).to(gl.float32)
-        else:
-            add = gl.load(residual + row, mask=wanted, other=0.0)
-    if words[LIN_BIAS] >= 0:
-        at = vectors + words[LIN_BIAS] + row
-        add = gl.load(at, mask=wanted, other=0.0).to(gl.float32)
-    return add
+    gl.store(kept + words[LIN_KEEP] + row, y, mask=wanted & (words[LIN_KEEP] >= 0))
+    if KIND == "numbers":
+        gl.store(exchange + words[DST] + row, tagged_float(y, tag), mask=wanted)
+    elif KIND == "pairs":
+        store_pairs(exchange, words[DST] + row0 // 2, y, tag, (limit - row0) // 2, N)
 
 
 @gluon.jit
@@ -194,7 +320,7 @@ def linear_task(
     vectors,
     embed,
     token,
-    residual,
+    kept,
     logits,
     tag,
     sm,
@@ -204,12 +330,13 @@ def linear_task(
     place,
     first_id,
     eps,
-    inv_hidden,
     squares,
     red,
     places,
     it,
     stamps,
+    EPILOGUES: gl.constexpr,
+    LAYER_NORMS: gl.constexpr,
     CHOICE: gl.constexpr,
     RANKS: gl.constexpr,
     STAGES: gl.constexpr,
@@ -220,10 +347,13 @@ def linear_task(
     Where tokens are drawn, the head only writes its logits, for SAMPLE.
     """
     PUSHES: gl.constexpr = RANKS > 1 and CHOICE != GREEDY and CHOICE != DRAWN
+    NUM: gl.constexpr = count(EPILOGUES)
     opcode = words[OPCODE]
     num_tiles_k = words[LIN_NUM_TILES_K]
     num_units = keep(words[NUM_UNITS])
     limit = gl.minimum(words[LIN_ROW0] + num_units * UNIT_ROWS, words[LIN_NUM_ROWS])
+    inv_length = 1.0 / (2 * words[LIN_NUM_SRC_WORDS]).to(gl.float32)
+    is_folded = (words[LIN_NORM] >= 0) & ((words[LIN_PACKED] & LAYER_NORM) == 0)
     ss = gl.zeros([THREADS], gl.float32, layout=PER_THREAD)
     best = gl.full([GROUP_ROWS], float("-inf"), gl.float32, layout=TWOS)
     best_row = gl.full([GROUP_ROWS], 0, gl.int32, layout=TWOS)
@@ -234,72 +364,122 @@ def linear_task(
         wanted = row < limit
         num_tiles = keep(gl.minimum(num_units - number, GROUP_UNITS) * num_tiles_k)
         aims = aim(places, it % STAGES)
-        add = addend(words, vectors, embed, token, residual, row, limit)
+        bias = bias_of(words, vectors, number, row, wanted, has_pairs(EPILOGUES))
+        carry = carried(words, embed, token, kept, row, wanted, RANKS)
         taken = take_tiles(places, aims, num_tiles, (it // STAGES) & 1, STAGES)
         if number == 0:
-            if (opcode == OP_QKV) & (words[LIN_FLAGS] == FROM_EMBEDDING):
+            before = tag - ((words[LIN_PACKED] << DELTA_SHIFT) >> (2 * DELTA_SHIFT))
+            if LAYER_NORMS and (words[LIN_PACKED] & LAYER_NORM) != 0:
+                stage_layer_norm(
+                    words, exchange, vectors, embed, token, before, eps, inv_length, aims[0], RANKS
+                )
+            elif RANKS == 1 and (words[LIN_PACKED] & FROM_EMBEDDING) != 0:
                 ss = stage_embedding(words, embed, token, vectors, aims[0])
             else:
-                before = tag - words[LIN_TAG_DELTA]
                 ss = stage_tagged(words, exchange, vectors, before, aims[0], RANKS)
             if TRACE:
                 gl.store(stamps + 1, clock())
         alarm = gl.to_tensor(NO_REPORT)
-        if RANKS > 1:  # noqa: SIM102  a constant, so that the rest is compiled only then
-            if opcode == OP_PARTIAL:
-                alarm = read_alarm(exchange)
-        if PUSHES:  # noqa: SIM102  a constant
-            if opcode == OP_HEAD:
-                alarm = read_alarm(exchange)
-        norm = gl.where(number == 0, words[LIN_NORM], -1)
-        multiply_tiles(places, aims, taken, num_tiles, num_tiles_k, ss, norm, STAGES)
+        if RANKS > 1:
+            for i in gl.static_range(NUM):
+                if is_pushed(EPILOGUES, i, PUSHES):  # noqa: SIM102  a constant
+                    if opcode == i:
+                        alarm = read_alarm(exchange)
+        folded = gl.where((number == 0) & is_folded, 0, -1)
+        multiply_tiles(places, aims, taken, num_tiles, num_tiles_k, ss, folded, STAGES)
         it += num_tiles
         cta_barrier()
-        if PUSHES:  # noqa: SIM102  a constant
-            # logits are the last that others get, so none may follow from an x that is void
-            if (opcode == OP_HEAD) & (number == 0):
-                alarm = read_alarm(exchange)
+        if PUSHES:
+            for i in gl.static_range(NUM):
+                if is_ranked(EPILOGUES, i):  # noqa: SIM102  a constant
+                    # logits are the last that others get, so none may follow from an x that is void
+                    if (opcode == i) & (number == 0):
+                        alarm = read_alarm(exchange)
         if TRACE:  # noqa: SIM102  a constant
             if number == 0:
                 gl.store(stamps + 2, clock())
         y = sum_warps(red)
-        factor = gl.rsqrt(gl.sum(squares.load(EVERY_WARP), axis=0) * inv_hidden + eps)
-        y = y * gl.where(words[LIN_NORM] >= 0, factor, 1.0) + add
-        if opcode == OP_QKV:
-            gl.store(exchange + words[DST] + row, tagged_float(y, tag), mask=wanted)
-        elif opcode == OP_RESIDUAL:
-            gl.store(residual + row, y, mask=wanted)
-            num_words = (limit - row0) // 2
-            store_pairs(exchange, words[DST] + row0 // 2, y, tag, num_words, GROUP_ROWS)
-        elif opcode == OP_PARTIAL:
-            if RANKS > 1:
-                push_partial(words, peers, place, row0, limit, y, tag, alarm, RANKS)
-        elif opcode == OP_GATED:
-            pairs = gl.reshape(y, [GROUP_UNITS // 2, 2, UNIT_ROWS])
-            gate, up = gl.split(gl.convert_layout(gl.permute(pairs, [0, 2, 1]), GATE_UP))
-            mixed = gl.reshape(gate / (1.0 + gl.exp(-gate)) * up, [GROUP_ROWS // 2])
-            mixed = gl.convert_layout(mixed, TWOS)
-            first = words[DST] + row0 // 4
-            num_words = (limit - row0) // 4
-            store_pairs(exchange, first, mixed, tag, num_words, GROUP_ROWS // 2)
-        else:
-            gl.store(logits + row, y, mask=wanted)
-            if CHOICE == GREEDY:
-                better = wanted & (y > best)
-                best = gl.where(better, y, best)
-                best_row = gl.where(better, row, best_row)
-            elif PUSHES:
-                num_rows = gl.minimum(num_units - number, GROUP_UNITS) * UNIT_ROWS
-                push_logits(words, peers, row0, num_rows, wanted, y, tag, alarm, RANKS)
+        factor = gl.rsqrt(gl.sum(squares.load(EVERY_WARP), axis=0) * inv_length + eps)
+        y = y * gl.where(is_folded, factor, 1.0) + bias
+        for i in gl.static_range(NUM):
+            if opcode == i:
+                STREAMS: gl.constexpr = streams_of(EPILOGUES, i)
+                TREE: gl.constexpr = formula_of(EPILOGUES, i)
+                if is_summed(EPILOGUES, i):
+                    push_partial(words, peers, place, row0, limit, y, tag, alarm, RANKS)
+                elif STREAMS == 2:
+                    pairs = gl.reshape(y, [GROUP_UNITS // 2, 2, UNIT_ROWS])
+                    first, second = gl.split(
+                        gl.convert_layout(gl.permute(pairs, [0, 2, 1]), GATE_UP)
+                    )
+                    mixed = gl.reshape(evaluate(TREE, (first, second)), [GROUP_ROWS // 2])
+                    mixed = gl.convert_layout(mixed, TWOS)
+                    half = gl.arange(0, GROUP_ROWS // 2, layout=TWOS) + row0 // 2
+                    write_result(
+                        words,
+                        exchange,
+                        kept,
+                        row0 // 2,
+                        half,
+                        limit // 2,
+                        mixed,
+                        tag,
+                        published(EPILOGUES, i),
+                        GROUP_ROWS // 2,
+                    )
+                else:
+                    y1 = evaluate(TREE, (y, carry))
+                    if is_ranked(EPILOGUES, i):
+                        gl.store(logits + row, y1, mask=wanted)
+                        if CHOICE == GREEDY:
+                            better = wanted & (y1 > best)
+                            best = gl.where(better, y1, best)
+                            best_row = gl.where(better, row, best_row)
+                        elif PUSHES:
+                            num_rows = gl.minimum(num_units - number, GROUP_UNITS) * UNIT_ROWS
+                            push_logits(words, peers, row0, num_rows, wanted, y1, tag, alarm, RANKS)
+                    else:
+                        write_result(
+                            words,
+                            exchange,
+                            kept,
+                            row0,
+                            row,
+                            limit,
+                            y1,
+                            tag,
+                            published(EPILOGUES, i),
+                            GROUP_ROWS,
+                        )
         cta_barrier()
-    if CHOICE == GREEDY:  # noqa: SIM102  a constant
-        if opcode == OP_HEAD:
-            value = gl.max(best, axis=0)
-            index = gl.min(gl.where(best == value, best_row, 0x7FFFFFFF), axis=0)
-            push_best(
-                exchange, peers, place, best_words, num_sms, sm, value, first_id + index, tag, RANKS
-            )
-    if RANKS > 1:  # noqa: SIM102  a constant, so that the rest is compiled only then
-        if opcode == OP_PARTIAL:
-            sum_partials(words, exchange, residual, tag, tag - words[LAYER], RANKS)
+    for i in gl.static_range(NUM):
+        if is_ranked(EPILOGUES, i):
+            if CHOICE == GREEDY:  # noqa: SIM102  a constant
+                if opcode == i:
+                    value = gl.max(best, axis=0)
+                    index = gl.min(gl.where(best == value, best_row, 0x7FFFFFFF), axis=0)
+                    push_best(
+                        exchange,
+                        peers,
+                        place,
+                        best_words,
+                        num_sms,
+                        sm,
+                        value,
+                        first_id + index,
+                        tag,
+                        RANKS,
+                    )
+        elif is_summed(EPILOGUES, i):  # noqa: SIM102  a constant
+            if opcode == i:
+                sum_partials(
+                    words,
+                    exchange,
+                    kept,
+                    tag,
+                    tag - words[GENERATION],
+                    formula_of(EPILOGUES, i),
+                    published(EPILOGUES, i),
+                    RANKS,
+                )
     return it

@@ -15,17 +15,17 @@ from distmega.kernels.hopper.fields import (
     ATT_K_ROW,
     ATT_SPLIT,
     ATT_V_ROW,
-    LIN_MATRIX,
     LIN_NUM_TILES_K,
+    LIN_PACKED,
     LIN_PAIR_ROW,
     LIN_WEIGHT_ROW,
+    MATRIX_SHIFT,
+    MAX_EPILOGUES,
     MAX_SPLITS,
     NUM_UNITS,
     OP_ATTENTION,
-    OP_COMBINE,
-    OP_EMBED,
-    OP_GATED,
     OPCODE,
+    PAIRED,
     STATE_POSITION,
     WINDOW,
 )
@@ -156,11 +156,14 @@ def loader(
     ready,
     free,
     step_bar,
+    ATTENDS: gl.constexpr,
     HALVES: gl.constexpr,
     STAGES: gl.constexpr,
     AHEAD: gl.constexpr,
 ):
-    """Partition of one warp. HALVES: ring slots a block of keys takes (head dim / 64)."""
+    """Partition of one warp. ATTENDS: whether the segment has attention. HALVES: ring slots a block
+    of keys takes (head dim / 64).
+    """
     it = 0
     position0 = begin(state + STATE_POSITION, first_position)
     words = fetch(queue, 0)
@@ -168,7 +171,7 @@ def loader(
         position = position0 + step
         for i in range(num_instructions):
             ahead = fetch(queue, gl.where(i + 1 == num_instructions, 0, i + 1))
-            if words[OPCODE] == OP_ATTENTION:
+            if ATTENDS and words[OPCODE] == OP_ATTENTION:
                 mbarrier.wait(step_bar.index(0), step & 1)
                 active = num_active_splits(position, words[WINDOW], words[MAX_SPLITS], min_blocks)
                 first = first_seen(position, words[WINDOW]) // TILE_ROWS
@@ -198,17 +201,18 @@ def loader(
                             STAGES,
                             AHEAD,
                         )
-            elif (words[OPCODE] != OP_COMBINE) & (words[OPCODE] != OP_EMBED):
+            elif words[OPCODE] < MAX_EPILOGUES:
+                matrix = words[LIN_PACKED] >> MATRIX_SHIFT
                 for unit in range(keep(words[NUM_UNITS])):
                     row = words[LIN_WEIGHT_ROW] + unit * UNIT_ROWS
-                    if words[OPCODE] == OP_GATED:
+                    if (words[LIN_PACKED] & PAIRED) != 0:
                         first = gl.where(unit % 2 == 0, words[LIN_WEIGHT_ROW], words[LIN_PAIR_ROW])
                         row = first + unit // 2 * UNIT_ROWS
                     it = load_unit(
                         weights0,
                         weights1,
                         weights2,
-                        words[LIN_MATRIX],
+                        matrix,
                         row,
                         words[LIN_NUM_TILES_K],
                         bufs,

@@ -16,7 +16,7 @@ from distmega.program.types import Program
 class Weights:
     """Addresses of weights. columns: the row length of each matrix by name.
 
-    VerifyError where matrices of one length do not lie together.
+    UnsupportedError where matrices of one length do not lie together.
     """
 
     def __init__(self, segment: Program, layout: ArenaLayout) -> None:

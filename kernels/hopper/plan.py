@@ -1,14 +1,16 @@
-"""What a decode kernel is asked to do: its shape, where its matrices lie, the queue of every SM.
+"""What a kernel is asked to do: its extents, where its matrices lie, the queue of every SM.
 
 Made by queues.py, read by runner.py, which is next on the walk.
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
-from distmega.errors import VerifyError
-from distmega.kernels.fusion import Draw
+from distmega.errors import UnsupportedError
 from distmega.kernels.hopper.words import Instruction
+from distmega.kernels.tasks.fuse import Draw
 from distmega.kernels.tasks.graph import Mode
+from distmega.program.expr import Expr
 
 HEAD_DIMS = (64, 128)
 MAX_QUERIES = 8
@@ -77,40 +79,120 @@ class DecodeShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeQueues:
-    """Instructions of every SM. mode: with barriers where "op". draw: where tokens are not the
-    likeliest. head_rows: of the logits, what one SM draws from, at most. best, sample, num_words:
-    first tagged word of the heads' maxima and of what draws exchange, count of all words; buffers:
-    all that lies there. Names: tensors that the runner binds. A stage of a pipeline that is not the
-    first has no `embed` and no `tokens` (""), but x as `entry`; one that is not the last has no
-    head, but x as `exit`, from tagged word `exit_word` on.
+class AttentionShape:
+    """Extents that all attention ops of a segment share on one rank. rotated: whether queries and
+    keys are; qk_norm: whether they are normalised before.
     """
 
-    shape: DecodeShape
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_context: int
+    qk_norm: bool
+    rotated: bool
+    scale: float
+
+    @property
+    def group(self) -> int:
+        """Query heads of a kv head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def num_parts(self) -> int:
+        """Attention tasks that share a kv head's queries."""
+        return -(-self.group // MAX_QUERIES)
+
+    @property
+    def num_queries(self) -> int:
+        """Query heads of each; the last task begins early enough to have as many as the others."""
+        return -(-self.group // self.num_parts)
+
+    def first_query(self, head: int, part: int) -> int:
+        """First query head of part number `part` of a kv head."""
+        return head * self.group + min(part * self.num_queries, self.group - self.num_queries)
+
+
+Publishes = Literal["nothing", "numbers", "pairs"]
+
+
+@dataclass(frozen=True, slots=True)
+class Epilogue:
+    """What follows the products of a linear: formula(products of the streams, what is carried).
+
+    publishes: "numbers", f32, a tagged word each; "pairs" of bf16, or nothing. carries: whether the
+    formula takes what stays with this SM. summed: the product is summed over ranks first. ranked: a
+    token is chosen from the results.
+    """
+
+    num_streams: int
+    formula: Expr
+    publishes: Publishes
+    carries: bool
+    summed: bool
+    ranked: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Epilogues:
+    """Those of a segment, as one constant of its kernel."""
+
+    each: tuple[Epilogue, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """num elements of f32 from `first` on of what SMs keep: a tensor of the segment."""
+
+    tensor: str
+    first: int
+    num: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowQueues:
+    """Instructions of every SM for a segment of one row. mode: with barriers where "op".
+
+    epilogues: of linears, by opcode. num_generations: tags of a step, more than any buffer has
+    generations. num_kept: f32 elements that SMs keep; outputs: those that leave; logits_at: first
+    of those that a token is chosen from. draw: where tokens are not the likeliest. head_rows: of
+    the logits, what one SM chooses from, at most. best, sample, num_words: first tagged word of the
+    heads' maxima and of what draws exchange, count of all words; buffers: all that lies there, in
+    the order of dataflow. embed: the table that `tokens` look up or, without tokens, the input of
+    one row. Names: tensors that the runner binds, "" where the segment has none.
+    """
+
+    num_ranks: int
     mode: Mode
+    attention: AttentionShape | None
+    epilogues: tuple[Epilogue, ...]
+    num_generations: int
+    max_tiles_k: int
+    eps: float
     matrices: tuple[Matrix, ...]
     queues: tuple[tuple[Instruction, ...], ...]
+    num_kept: int
+    outputs: tuple[Kept, ...]
     draw: Draw | None
+    vocab: int
     head_rows: int
+    logits_at: int
     best: int
     sample: int
     num_words: int
     buffers: tuple[Buffer, ...]
     first_id: int
     embed: str
+    hidden: int
     rope_table: str
     tokens: str
     positions: str
     token: str
     logits: str
-    entry: str = ""
-    exit: str = ""
-    exit_word: int = 0
 
 
-def unfit(found: str) -> VerifyError:
+def unfit(found: str) -> UnsupportedError:
     """The error for a segment that the kernel can't do."""
-    return VerifyError(
+    return UnsupportedError(
         f"the decode kernel can't do {found}",
         expected=f"one token, rows of a multiple of 64 elements, heads of {HEAD_DIMS}",
         remedy="run the segment by library ops",

@@ -1,4 +1,4 @@
-"""Runs the decode kernel on a GPU: the queues, buffers and launches of one segment.
+"""Runs the kernel of one row on a GPU: the queues, buffers and launches of one segment.
 
 In: a segment, the arenas of weights and states on the GPU. Out: a KernelRunner for
 hostir/run/evaluator.py, one step a launch, and `decode`, several steps a launch. Weights and states
@@ -13,18 +13,19 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from distmega.errors import RequestError
-from distmega.kernels.fusion import Draw
 from distmega.kernels.hopper import kernel
 from distmega.kernels.hopper.alarm import LOCAL_LIMIT_S, Alarm
 from distmega.kernels.hopper.diagnosis import explain_hang
-from distmega.kernels.hopper.plan import DecodeQueues, Matrix
+from distmega.kernels.hopper.plan import Epilogues, Matrix, RowQueues
 from distmega.kernels.hopper.shapes import TILE_SHARED, WEIGHT_SHARED
 from distmega.kernels.hopper.timeline import timeline_spans
 from distmega.kernels.hopper.words import (
     DRAWN,
     GREEDY,
+    LAYER_NORM,
     LIMITED,
     MAX_SMS,
+    NO_CHOICE,
     SEARCHED,
     STAGE_CHUNKS,
     STAMPS,
@@ -33,6 +34,7 @@ from distmega.kernels.hopper.words import (
     STATE_WORDS,
     TILE_BYTES,
     WORDS,
+    Linear,
     pack,
 )
 from distmega.kernels.runtime.arena import ArenaLayout
@@ -40,6 +42,7 @@ from distmega.kernels.runtime.launcher import Launcher
 from distmega.kernels.runtime.memory import arena_views
 from distmega.kernels.runtime.runners import NO_DRAWS
 from distmega.kernels.runtime.symmetric import SymmetricMemory, Team
+from distmega.kernels.tasks.fuse import Draw
 from distmega.program.types import Program
 from distmega.trace_file import Span
 
@@ -50,6 +53,8 @@ LOADS_AHEAD = 3
 """Tiles of 16 KB that an SM asks memory for at a time: more do not come sooner."""
 CONTINUED = -1, -1
 """Token and position of a launch that goes on from what the state says."""
+CACHE_ROWS = 128
+"""Of what stands for the cache where there is none: a block."""
 MIN_BLOCKS = 1
 """Blocks of 128 cached positions that a split has at least, where a context is split."""
 
@@ -79,15 +84,15 @@ def padded_head_rows(head_rows: int) -> int:
     return max(MAX_SMS, 1 << (head_rows - 1).bit_length())
 
 
-class DecodeRunner:
-    """The decode kernel bound to the memory of one GPU."""
+class RowRunner:
+    """The kernel of one row bound to the memory of one GPU."""
 
-    replays = False
+    replays = True
 
     def __init__(
         self,
         segment: Program,
-        queues: DecodeQueues,
+        queues: RowQueues,
         *,
         weights: ArenaLayout,
         weights_arena: Tensor,
@@ -101,21 +106,25 @@ class DecodeRunner:
         LOCAL_LIMIT_S at most.
         """
         device = weights_arena.device
-        self.segment, self.queues, shape = segment, queues, queues.shape
+        self.segment, self.queues = segment, queues
         self._words, self._counts = _encode(queues, device)
         views = arena_views(weights, weights_arena)
-        self._rope = views[queues.rope_table]
-        self._embed = self._rope if queues.entry else views[queues.embed]
+        self._unused = torch.zeros(16, device=device)
+        self._rope = views[queues.rope_table] if queues.rope_table else self._unused
+        self._embed = views[queues.embed] if queues.tokens else self._unused.bfloat16()
         self._vectors = weights_arena.view(torch.bfloat16)
+        self._head_dim = queues.attention.head_dim if queues.attention else 64
         self._cache = state_arena.view(torch.bfloat16)
+        if queues.attention is None:
+            self._cache = torch.zeros(CACHE_ROWS, self._head_dim, dtype=torch.bfloat16).to(device)
         descriptors = [describe(weights_arena, matrix) for matrix in queues.matrices]
         self._weights = [descriptors[min(i, len(descriptors) - 1)] for i in range(3)]
-        self._cache_tiles = describe_cache(self._cache, shape.head_dim)
+        self._cache_tiles = describe_cache(self._cache, self._head_dim)
         self._team = team
         self._memory, self._peers = open_exchange(queues.num_words, team, device)
         self._exchange = self._peers[team.place if team else 0]
-        self._residual = torch.zeros(shape.hidden, device=device)
-        self.logits = torch.zeros(max(shape.vocab, 1), device=device)
+        self._kept = torch.zeros(max(queues.num_kept, 1), device=device)
+        self.logits = self._kept[queues.logits_at :][: max(queues.vocab, 1)]
         self._state = torch.zeros(STATE_WORDS, dtype=torch.int32, device=device)
         self._tokens = torch.zeros(MAX_STEPS, dtype=torch.int32, device=device)
         limit_s = timeout_s if team else min(timeout_s, LOCAL_LIMIT_S)
@@ -129,20 +138,20 @@ class DecodeRunner:
     def launch(self, tensors: Mapping[str, Tensor]) -> None:
         """One step; `tensors` are segment_args of the segment by name, outputs are written."""
         queues = self.queues
-        self._first = CONTINUED
-        if queues.entry:  # what another stage gives is the only row of an embedding
-            self._embed = tensors[queues.entry]
-            self._state[STATE_TOKEN] = 0
-        else:
+        if queues.tokens:
             self._state[STATE_TOKEN].copy_(tensors[queues.tokens][0])
-        self._state[STATE_POSITION].copy_(tensors[queues.positions][0])
+        else:  # the input is the only row of an embedding
+            self._embed = tensors[queues.embed]
+            if queues.token:
+                self._state[STATE_TOKEN] = 0
+        if queues.positions:
+            self._state[STATE_POSITION].copy_(tensors[queues.positions][0])
+        self._first = CONTINUED
         self._set_draw(tensors)
         self._run(1)
-        if queues.exit:
-            num_words = queues.shape.hidden // 2
-            words = self._exchange[queues.exit_word : queues.exit_word + num_words]
-            payloads = words.view(torch.int32).view(num_words, 2)[:, 0]
-            tensors[queues.exit].view(torch.int32)[0].copy_(payloads)
+        for kept in queues.outputs:
+            values = self._kept[kept.first : kept.first + kept.num]
+            tensors[kept.tensor].view(-1).copy_(values)
         if queues.token:
             tensors[queues.token].copy_(self._tokens[:1])
         if queues.logits in self.segment.outputs:
@@ -217,7 +226,7 @@ class DecodeRunner:
 
     def _arguments(self, num_steps: int, stamps: Tensor | None) -> tuple[object, ...]:
         """Of a launch, but for constants."""
-        queues, shape = self.queues, self.queues.shape
+        queues = self.queues
         return (
             *self._weights,
             self._cache_tiles,
@@ -225,7 +234,7 @@ class DecodeRunner:
             self._counts,
             self._words.shape[1],
             num_steps,
-            shape.num_layers,
+            queues.num_generations,
             *self._first,
             self._state,
             self._tokens,
@@ -234,17 +243,16 @@ class DecodeRunner:
             self._embed,
             self._cache,
             self._rope,
-            self._residual,
+            self._kept,
             self.logits,
             queues.best,
-            0 if queues.exit else len(queues.queues),
+            len(queues.queues) if queues.token else 0,
             self._peers,
             self._place,
             queues.first_id,
             MIN_BLOCKS,
-            shape.eps,
-            1.0 / shape.hidden,
-            shape.scale * LOG2_E,
+            queues.eps,
+            (queues.attention.scale if queues.attention else 1.0) * LOG2_E,
             self._settings,
             self._seed,
             queues.sample,
@@ -252,18 +260,23 @@ class DecodeRunner:
         )
 
     def _launcher(self, tracing: bool) -> Launcher:
-        queues, shape = self.queues, self.queues.shape
-        tiles_k = padded_tiles_k(shape.max_tiles_k)
+        queues, shape = self.queues, self.queues.attention
+        tiles_k = padded_tiles_k(queues.max_tiles_k)
+        flags = [one.flags for queue in queues.queues for one in queue if isinstance(one, Linear)]
         constants = {
-            "D": shape.head_dim,
-            "G": shape.num_queries,
-            "H": shape.num_heads,
-            "KVH": shape.num_kv_heads,
-            "QK_NORM": shape.qk_norm,
+            "D": self._head_dim,
+            "G": shape.num_queries if shape else 1,
+            "H": shape.num_heads if shape else 1,
+            "KVH": shape.num_kv_heads if shape else 1,
+            "QK_NORM": shape.qk_norm if shape else False,
+            "ROTATED": shape.rotated if shape else False,
+            "ATTENDS": shape is not None,
+            "EPILOGUES": Epilogues(queues.epilogues),
+            "LAYER_NORMS": any(one & LAYER_NORM for one in flags),
             "MAX_TILES_K": tiles_k,
-            "CHOICE": choice_of(queues.draw),
+            "CHOICE": choice_of(queues.draw) if queues.token else NO_CHOICE,
             "HEAD_ROWS": padded_head_rows(queues.head_rows),
-            "RANKS": shape.num_ranks,
+            "RANKS": queues.num_ranks,
             "BARRIERS": queues.mode == "op",
             "STAGES": num_stages(tiles_k),
             "AHEAD": LOADS_AHEAD,
@@ -299,12 +312,13 @@ def open_exchange(
     return memory, tuple(memory.tensor(r, size, torch.int64) for r in range(team.size))
 
 
-def _encode(queues: DecodeQueues, device: torch.device) -> tuple[Tensor, Tensor]:
+def _encode(queues: RowQueues, device: torch.device) -> tuple[Tensor, Tensor]:
     """Words [num_sms, longest queue, WORDS] and queue lengths [num_sms], int32."""
     longest = max(map(len, queues.queues))
     words = torch.zeros(len(queues.queues), longest, WORDS, dtype=torch.int32)
     for sm, queue in enumerate(queues.queues):
-        words[sm, : len(queue)] = torch.tensor(list(map(pack, queue)), dtype=torch.int32)
+        if queue:
+            words[sm, : len(queue)] = torch.tensor(list(map(pack, queue)), dtype=torch.int32)
     counts = torch.tensor(list(map(len, queues.queues)), dtype=torch.int32)
     return words.to(device), counts.to(device)
 

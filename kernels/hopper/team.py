@@ -22,15 +22,17 @@ from distmega.kernels.hopper.device import (
 )
 from distmega.kernels.hopper.fields import (
     BAR_NUM_WORDS,
+    CARRY_EMBEDDED,
     DST,
     EMB_COLUMN,
     EMB_NUM_ROWS,
     EMB_NUM_WORDS,
     EMB_ROW0,
     EMBEDDED,
-    FROM_EMBEDDING,
-    LIN_FLAGS,
+    LIN_CARRY,
+    LIN_KEEP,
     LIN_NUM_ROWS,
+    LIN_PACKED,
     LIN_ROW0,
     NO_REPORT,
     NUM_UNITS,
@@ -38,6 +40,7 @@ from distmega.kernels.hopper.fields import (
 )
 from distmega.kernels.hopper.shapes import GROUP_ROWS, PER_THREAD, THREADS, TWOS, UNIT_ROWS
 from distmega.kernels.hopper.spins import spin2, spin_ranks
+from distmega.kernels.pipelined.formula import evaluate
 
 
 @gluon.jit
@@ -97,18 +100,30 @@ def push_partial(words, peers, place, row0, limit, y, tag, alarm, RANKS: gl.cons
 
 
 @gluon.jit
-def sum_partials(words, exchange, residual, tag, tag0, RANKS: gl.constexpr):
-    """All rows of this SM: the ranks' products in rank order, plus the residual, published here.
+def sum_partials(
+    words,
+    exchange,
+    kept,
+    tag,
+    tag0,
+    FORMULA: gl.constexpr,
+    PUBLISHES: gl.constexpr,
+    RANKS: gl.constexpr,
+):
+    """All rows of this SM: the ranks' products in rank order, then the formula, kept and published
+    here.
 
-    tag0: the tag of the embedded token, the residual of layer 0.
+    tag0: the tag of the embedded token, where the formula takes its row.
     """
     num_rows = words[LIN_NUM_ROWS]
     row = words[LIN_ROW0] + 2 * gl.arange(0, THREADS, layout=PER_THREAD)
     limit = gl.minimum(words[LIN_ROW0] + words[NUM_UNITS] * UNIT_ROWS, num_rows)
     wanted = row < limit
-    low = gl.load(residual + row, mask=wanted, other=0.0)
-    high = gl.load(residual + row + 1, mask=wanted, other=0.0)
-    if words[LIN_FLAGS] == FROM_EMBEDDING:
+    carries = wanted & (words[LIN_CARRY] >= 0)
+    own = kept + words[LIN_CARRY] + row
+    low = gl.load(own, mask=carries, other=0.0)
+    high = gl.load(own + 1, mask=carries, other=0.0)
+    if (words[LIN_PACKED] & CARRY_EMBEDDED) != 0:
         four = exchange + (EMBEDDED + row // 4 * 2)
         even, odd = spin2(exchange, four, tag0, wanted, RANKS)
         pair = gl.where(row % 4 == 0, even, odd)
@@ -118,12 +133,17 @@ def sum_partials(words, exchange, residual, tag, tag0, RANKS: gl.constexpr):
     total_low, total_high = sum_ranks(
         exchange, first, num_rows.to(gl.int64) * 8, tag, wanted, RANKS
     )
-    low += total_low
-    high += total_high
-    gl.store(residual + row, low, mask=wanted)
-    gl.store(residual + row + 1, high, mask=wanted)
-    pair = tagged(bf16_pair(low, high), tag)
-    gl.store(exchange + (words[DST] + row // 2), pair, mask=wanted)
+    low = evaluate(FORMULA, (total_low, low))
+    high = evaluate(FORMULA, (total_high, high))
+    keeps = wanted & (words[LIN_KEEP] >= 0)
+    gl.store(kept + words[LIN_KEEP] + row, low, mask=keeps)
+    gl.store(kept + words[LIN_KEEP] + row + 1, high, mask=keeps)
+    if PUBLISHES == "pairs":
+        pair = tagged(bf16_pair(low, high), tag)
+        gl.store(exchange + (words[DST] + row // 2), pair, mask=wanted)
+    elif PUBLISHES == "numbers":
+        gl.store(exchange + (words[DST] + row), tagged_float(low, tag), mask=wanted)
+        gl.store(exchange + (words[DST] + row + 1), tagged_float(high, tag), mask=wanted)
 
 
 @gluon.jit

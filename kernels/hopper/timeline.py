@@ -7,15 +7,15 @@ Torch-free. Next on the walk: kernel.py.
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from distmega.kernels.hopper.diagnosis import describe, name_op
-from distmega.kernels.hopper.plan import DecodeQueues
+from distmega.kernels.hopper.diagnosis import describe
+from distmega.kernels.hopper.plan import RowQueues
 from distmega.kernels.hopper.words import Attention, Instruction
 from distmega.trace_file import Span
 
 Stamps = Sequence[Sequence[Sequence[Sequence[int]]]]
 
 
-def timeline_spans(queues: DecodeQueues, stamps: Stamps, rank: int) -> Iterator[Span]:
+def timeline_spans(queues: RowQueues, stamps: Stamps, rank: int) -> Iterator[Span]:
     """Spans on the clock of the stamps, in microseconds: each instruction, then its parts.
 
     stamps: [steps][sms][instructions][STAMPS], nanoseconds on a clock that all SMs share, at least
@@ -24,8 +24,8 @@ def timeline_spans(queues: DecodeQueues, stamps: Stamps, rank: int) -> Iterator[
     for sm, queue in enumerate(queues.queues):
         for step, of_step in enumerate(stamps):
             for one, times in zip(queue, of_step[sm], strict=False):
-                name = f"{name_op(one, queues)} {one.layer}"
-                task = describe(one, queues)
+                name = one.name
+                task = describe(one)
                 yield _span(rank, sm, name, times[0], times[-1], {"step": step, "task": task})
                 if all(times):
                     for part, (begin, end) in zip(_parts(one), pairwise(times), strict=True):

@@ -1,9 +1,10 @@
-"""Device words of the decode kernel: the only file that knows where a field of an instruction lies.
+"""Device words of the kernel of one row: the only file that knows where a field lies.
 
 An instruction is WORDS int32 words. One dataclass an opcode names its fields, and PLACES says where
 each lies; fields.py gives kernels the same places. Buffers that tasks exchange hold 64-bit *tagged
-words*: payload in the low half, the tag of its (step, layer) in the high half, so that a reader
-polls the datum itself and needs no event. Next on the walk: queues.py.
+words*: payload in the low half, the tag of its (step, generation) in the high half, so that a
+reader polls the datum itself and needs no event. A generation counts how often a buffer was written
+in this step before. Next on the walk: queues.py.
 """
 
 from collections.abc import Mapping
@@ -42,13 +43,22 @@ STATE_WORDS = 8
 STAMPS = 4
 """Stamps of a traced instruction: start, inputs there, first group or blocks done, end."""
 
-FROM_EMBEDDING = 1
-"""Linear.flags: x (or the residual) is the embedding row of the current token."""
+FROM_EMBEDDING, CARRY_EMBEDDED, PAIRED, LAYER_NORM = 1, 2, 4, 8
+"""Linear.flags: x is the embedding row of the current token; what is carried is; units of two
+streams take turns; the norm of x is a layer norm, else an rms norm.
+"""
+DELTA_SHIFT, MATRIX_SHIFT = 8, 24
+DELTA_MASK = 0xFFFF
+"""Of Linear.tag_delta, 16 bits with a sign, and Linear.matrix in the word that they share with the
+flags.
+"""
+NOTHING = -1
+"""In place of an offset, where there is nothing."""
 EMBEDDED = REPORT_WORDS
 """First tagged word of that row where ranks share the embedding matrix."""
 
-GREEDY, DRAWN, LIMITED, SEARCHED = range(4)
-"""How the kernel chooses tokens; see sample.py."""
+GREEDY, DRAWN, LIMITED, SEARCHED, NO_CHOICE = range(5)
+"""How the kernel chooses tokens, see sample.py, or that it chooses none."""
 SAMPLE_CHUNK = 8
 """Numbers of an SM that are exchanged at a time to find the limits of a draw."""
 SEARCH_CHUNKS = 64
@@ -59,36 +69,38 @@ MAX_SMS = 256
 """SMs that exchange them or have a place in a buffer of all, at most: one a thread."""
 
 
-class Opcode(IntEnum):
-    """What an instruction does; the first four are linears with different epilogues."""
+MAX_EPILOGUES = 16
+"""Opcodes below this are linears with the epilogue of that number."""
 
-    QKV = 0
-    RESIDUAL = 1
-    GATED = 2
-    HEAD = 3
-    ATTENTION = 4
-    COMBINE = 5
-    EMBED = 6
-    PARTIAL = 7
-    BARRIER = 8
-    SAMPLE = 9
+
+class Opcode(IntEnum):
+    """What an instruction does that is no linear."""
+
+    ATTENTION = 16
+    COMBINE = 17
+    EMBED = 18
+    BARRIER = 19
+    SAMPLE = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Linear:
-    """8 * num_units rows of a matrix times x, then the epilogue of the opcode.
+    """8 * num_units rows of a matrix times x, then epilogue number `opcode` of the plan.
 
-    matrix: which of the weight descriptors; weight_row: row there of the first unit. GATED takes
-    units in turn from there and from pair_row on, 8 gate rows and 8 up rows, and counts rows of
-    both. PARTIAL is RESIDUAL with a product that is summed over ranks: before the dst words lie
-    num_rows words of each rank's part. num_tiles_k: tiles of 1024 columns. src: first tagged word
-    of x (bf16 pairs), num_src_words of them, tagged `tag_delta` layers ago. norm, bias: offsets in
-    the vectors, or -1. dst: first tagged word of the whole output; row0: first row there; num_rows:
-    of the output. dst of HEAD: this rank's part of all ranks' logits, where those are exchanged.
+    name: of the op, for reports. matrix: which of the weight descriptors; weight_row: row there of
+    the first unit. PAIRED takes units in turn from there and from pair_row on, 8 rows of either
+    stream, and counts rows of both. num_tiles_k: tiles of 1024 columns. src: first tagged word of x
+    (bf16 pairs), num_src_words of them, tagged `tag_delta` generations ago. norm, bias: offsets in
+    the vectors, or NOTHING; of a layer norm the bias lies behind the weight, of two streams the
+    second one's bias behind the first one's. dst: first tagged word of the whole output, where the
+    epilogue publishes one; in front of it, where the product is summed over ranks, lie num_rows
+    words of each rank's part. row0: first row there; num_rows: of the output. keep, carry: f32
+    elements of what stays with this SM, that the epilogue writes and takes, or NOTHING.
     """
 
-    opcode: Opcode
-    layer: int
+    opcode: int
+    name: str
+    generation: int
     matrix: int
     weight_row: int
     pair_row: int
@@ -103,6 +115,14 @@ class Linear:
     row0: int
     num_rows: int
     flags: int
+    keep: int
+    carry: int
+
+    @property
+    def packed(self) -> int:
+        """flags, tag_delta and matrix in one word."""
+        delta = self.tag_delta & DELTA_MASK
+        return self.flags | delta << DELTA_SHIFT | self.matrix << MATRIX_SHIFT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,12 +130,13 @@ class Attention:
     """Some queries of a kv head over one split of the context; the split that has the last block of
     positions also has the new one, and appends it to the cache.
 
-    k_row, v_row: first row of this layer and head in the cache matrix [rows, d]. query0: first of
+    k_row, v_row: first row of this head in the cache matrix [rows, d]. query0: first of
     DecodeShape.num_queries query heads. window: positions that a query sees, itself included. src:
     tagged words of the qkv output; partial: those of all heads' and splits' partials.
     """
 
-    layer: int
+    name: str
+    generation: int
     k_row: int
     v_row: int
     head: int
@@ -134,7 +155,8 @@ class Attention:
 class Combine:
     """Sum of the splits' partials of one query head."""
 
-    layer: int
+    name: str
+    generation: int
     head: int
     window: int
     max_splits: int
@@ -154,7 +176,8 @@ class Embed:
     column: int
     num_words: int
     dst: int
-    layer: int = 0
+    name: str = ""
+    generation: int = 0
     opcode: Opcode = Opcode.EMBED
 
 
@@ -164,7 +187,8 @@ class Barrier:
     loader takes it for a linear of no units.
     """
 
-    layer: int
+    name: str
+    generation: int
     dst: int
     num_words: int
     opcode: Opcode = Opcode.BARRIER
@@ -178,7 +202,8 @@ class Sample:
     loader takes it for a linear of no units.
     """
 
-    layer: int
+    name: str
+    generation: int
     row0: int
     num_rows: int
     src: int = 0
@@ -190,23 +215,24 @@ Instruction = Linear | Attention | Combine | Embed | Barrier | Sample
 
 PLACES: dict[type[Instruction], dict[str, int]] = {
     Linear: {
-        "opcode": 0, "layer": 1, "weight_row": 2, "num_units": 3, "num_tiles_k": 4, "src": 5,
-        "num_src_words": 6, "tag_delta": 7, "norm": 8, "bias": 9, "dst": 10, "row0": 11,
-        "flags": 12, "num_rows": 13, "matrix": 14, "pair_row": 15,
+        "opcode": 0, "generation": 1, "weight_row": 2, "num_units": 3, "num_tiles_k": 4, "src": 5,
+        "num_src_words": 6, "packed": 7, "norm": 8, "bias": 9, "dst": 10, "row0": 11, "keep": 12,
+        "num_rows": 13, "carry": 14, "pair_row": 15,
     },
     Attention: {
-        "opcode": 0, "layer": 1, "k_row": 2, "v_row": 4, "src": 5, "head": 6, "split": 7,
+        "opcode": 0, "generation": 1, "k_row": 2, "v_row": 4, "src": 5, "head": 6, "split": 7,
         "q_norm": 8, "k_norm": 9, "partial": 11, "max_splits": 12, "window": 13, "query0": 14,
     },
     Combine: {
-        "opcode": 0, "layer": 1, "head": 6, "dst": 10, "partial": 11, "max_splits": 12,
+        "opcode": 0, "generation": 1, "head": 6, "dst": 10, "partial": 11, "max_splits": 12,
         "window": 13,
     },
     Embed: {
-        "opcode": 0, "layer": 1, "num_words": 6, "column": 7, "dst": 10, "row0": 11, "num_rows": 13,
+        "opcode": 0, "generation": 1, "num_words": 6, "column": 7, "dst": 10, "row0": 11,
+        "num_rows": 13,
     },
-    Barrier: {"opcode": 0, "layer": 1, "num_words": 6, "dst": 10},
-    Sample: {"opcode": 0, "layer": 1, "src": 5, "vocab": 6, "row0": 11, "num_rows": 13},
+    Barrier: {"opcode": 0, "generation": 1, "num_words": 6, "dst": 10},
+    Sample: {"opcode": 0, "generation": 1, "src": 5, "vocab": 6, "row0": 11, "num_rows": 13},
 }  # fmt: skip
 """Word of each field. Fields that kernels read before they look at the opcode share a place."""
 

@@ -13,10 +13,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from distmega.errors import VerifyError
+from distmega.errors import UnsupportedError
 from distmega.hostir.run.evaluator import KernelRunner
 from distmega.kernels.hopper.batch_queues import BatchQueues, build_batch_queues
-from distmega.kernels.hopper.plan import DecodeQueues
+from distmega.kernels.hopper.plan import RowQueues
 from distmega.kernels.hopper.queues import build_queues
 from distmega.kernels.runtime.arena import ArenaLayout
 from distmega.kernels.runtime.gpus import is_hopper, num_sms
@@ -25,9 +25,9 @@ from distmega.kernels.tasks.graph import Mode
 from distmega.program.types import Program
 from distmega.trace_file import Span
 
-Queues = DecodeQueues | BatchQueues
+Queues = RowQueues | BatchQueues
 
-HOPPER = "distmega.kernels.hopper.runner", "DecodeRunner"
+HOPPER = "distmega.kernels.hopper.runner", "RowRunner"
 HOPPER_BATCH = "distmega.kernels.hopper.batch_runner", "BatchRunner"
 NO_DRAWS: Mapping[str, Tensor] = MappingProxyType({})
 """For a segment that takes the likeliest token."""
@@ -83,8 +83,8 @@ def plan_hopper(
     mode: Mode = "overlap",
 ) -> Queues:
     """What the decode kernel for Hopper GPUs is to do on this rank, of one sequence or of a batch;
-    VerifyError for a GPU or a segment that it can't do. team: the ranks that share it; nothing is
-    asked of them. mode: see build_queues; a batch has one event an op in either.
+    UnsupportedError for a GPU or a segment that it can't do. team: the ranks that share it; nothing
+    is asked of them. mode: see build_queues; a batch has one event an op in either.
     """
     place, num_ranks = (team.place, team.size) if team else (0, 1)
     all_sms = require_hopper(device)
@@ -93,9 +93,9 @@ def plan_hopper(
         if batch > 1
         else build_queues(segment, weights, states, all_sms, place, mode)
     )
-    if queues.shape.num_ranks != num_ranks:
-        raise VerifyError(
-            f"a segment of {queues.shape.num_ranks} ranks on {num_ranks}",
+    if queues.num_ranks != num_ranks:
+        raise UnsupportedError(
+            f"a segment of {queues.num_ranks} ranks on {num_ranks}",
             expected="as many ranks as the segment was planned for",
             remedy="plan and run with the same mesh",
         )
@@ -103,10 +103,10 @@ def plan_hopper(
 
 
 def require_hopper(device: torch.device) -> int:
-    """Number of SMs of a GPU that the kernels run on; VerifyError for another one."""
+    """Number of SMs of a GPU that the kernels run on; UnsupportedError for another one."""
     if not is_hopper(device.index):
         major, minor = torch.cuda.get_device_capability(device)
-        raise VerifyError(
+        raise UnsupportedError(
             f"{torch.cuda.get_device_name(device)} of compute capability {major}.{minor}",
             expected="a Hopper GPU, 9.0",
             remedy="run the segment by library ops",

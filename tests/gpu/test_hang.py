@@ -10,7 +10,7 @@ from distmega.engine.requests import EngineOptions
 from distmega.errors import HangError
 from distmega.hostir.comm.communicator import SingleCommunicator
 from distmega.kernels.hopper.batch_words import EVENT_WORDS, EVENTS_AT
-from distmega.kernels.hopper.words import Linear, Opcode
+from distmega.kernels.hopper.words import Linear
 from distmega.models.load import open_model
 from distmega.sharding.layout.mesh import DeviceMesh
 
@@ -37,26 +37,24 @@ def hang_of(engine: Engine, prompts: list[list[int]]) -> HangError:
     return found.value
 
 
-@pytest.mark.parametrize("opcode", [Opcode.QKV, Opcode.GATED, Opcode.HEAD])
-def test_an_instruction_missing_from_a_queue_is_named(opcode):
+@pytest.mark.parametrize("name", ["q", "ffn_mixed", "logits"])
+def test_an_instruction_missing_from_a_queue_is_named(name):
     engine = open_engine(1)
     prompts = [[1, 2, 3]]
     expected = list(itertools.islice(engine.generate_all(prompts, ignore_eos=True), 20))
     runner = engine.stepping
     queue, words, counts = runner.queues.queues[LOST_SM], runner._words, runner._counts
-    layer = engine.blueprint.config.num_layers - 1 if opcode is Opcode.HEAD else LOST_LAYER
+    lost_op = name if name == "logits" else f"layers.{LOST_LAYER}.{name}"
     removed = next(
-        i
-        for i, one in enumerate(queue)
-        if isinstance(one, Linear) and one.layer == layer and one.opcode is opcode
+        i for i, one in enumerate(queue) if isinstance(one, Linear) and one.name == lost_op
     )
     saved = words.clone(), counts.clone()
     words[LOST_SM, removed:-1] = saved[0][LOST_SM, removed + 1 :]
     counts[LOST_SM] -= 1
     error = hang_of(engine, prompts)
-    expected_buffer = {Opcode.QKV: "qkv", Opcode.GATED: "ffn", Opcode.HEAD: "best"}[opcode]
+    expected_buffer = "best" if name == "logits" else f"layers.0.{name}"
     assert f"of {expected_buffer!r}" in error.found
-    lost = f"SM {LOST_SM}, instruction {removed}, {opcode.name.lower()} of layer {layer}"
+    lost = f"SM {LOST_SM}, instruction {removed}, {lost_op}"
     assert lost in error.remedy
     words.copy_(saved[0])
     counts.copy_(saved[1])

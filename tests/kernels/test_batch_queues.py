@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 
-from distmega.errors import VerifyError
+from distmega.errors import UnsupportedError
 from distmega.kernels.hopper.batch_queues import BatchQueues, build_batch_queues
 from distmega.kernels.hopper.batch_words import (
     GROUP_UNITS,
@@ -131,7 +131,7 @@ def test_words_of_an_instruction():
     ],
 )
 def test_what_the_kernel_cannot_do_is_refused(changes: dict, batch: int, found: str):
-    with pytest.raises(VerifyError, match=found):
+    with pytest.raises(UnsupportedError, match=found):
         queues_of(replace(PRESETS["llama-3.2-1b"], **changes), batch)
 
 

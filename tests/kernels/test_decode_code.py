@@ -14,7 +14,7 @@ import torch
 from distmega.engine.decode_plan import lower_decode, plan_decode
 from distmega.engine.requests import EngineOptions
 from distmega.kernels.hopper.queues import build_queues
-from distmega.kernels.hopper.runner import DecodeRunner, num_stages, padded_tiles_k
+from distmega.kernels.hopper.runner import RowRunner, num_stages, padded_tiles_k
 from distmega.kernels.hopper.words import TILE_BYTES
 from distmega.kernels.tasks.graph import Mode
 from distmega.models.presets import PRESETS
@@ -52,13 +52,13 @@ class LoneTeam:
 
 def open_runner(
     name: str, num_ranks: int, method: Method = GREEDY, mode: Mode = "overlap"
-) -> DecodeRunner:
+) -> RowRunner:
     """A preset's runner, to be used within `offline`."""
     options, mesh = EngineOptions(max_context=256), DeviceMesh(tp=num_ranks)
     plan = plan_decode(PRESETS[name], mesh, H200, options, "none", method=method)
     lowered = lower_decode(PRESETS[name], plan, options, peer_memory=True, method=method)
     (segment,) = lowered.host.segments
-    return DecodeRunner(
+    return RowRunner(
         segment,
         build_queues(segment, lowered.weights, lowered.states, NUM_SMS, mode=mode),
         weights=lowered.weights,

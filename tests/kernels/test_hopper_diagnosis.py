@@ -10,8 +10,8 @@ from distmega.kernels.hopper.diagnosis import (
     explain_hang,
     read_report,
 )
-from distmega.kernels.hopper.plan import DecodeQueues
-from distmega.kernels.hopper.words import Attention, Linear, Opcode
+from distmega.kernels.hopper.plan import RowQueues
+from distmega.kernels.hopper.words import Attention, Linear
 from distmega.models.presets import PRESETS
 from distmega.models.sampling import Method
 from tests.kernels.test_batch_queues import queues_of as batch_queues_of
@@ -20,11 +20,20 @@ from tests.kernels.test_hopper_queues import linears, queues_of
 from tests.kernels.test_hopper_team import team_queues
 
 QUEUES = queues_of(PRESETS["qwen3-0.6b"])
-LAYERS = QUEUES.shape.num_layers
+LAYERS = PRESETS["qwen3-0.6b"].num_layers
 
 
-def first_word(name: str, queues: DecodeQueues = QUEUES) -> int:
-    return next(buffer.first for buffer in queues.buffers if buffer.name == name)
+AT = "layers.0."
+BUFFERS = {
+    "qkv": f"{AT}q", "partial": f"partial {AT}attention", "attended": f"{AT}attention",
+    "h": f"{AT}attn_sum", "ffn": f"{AT}ffn_mixed", "x": f"{AT}ffn_sum",
+    "parts of h": f"parts of {AT}attn_sum", "parts of x": f"parts of {AT}ffn_sum",
+}  # fmt: skip
+"""Buffers by what a decoder has in them."""
+
+
+def first_word(name: str, queues: RowQueues = QUEUES) -> int:
+    return next(buffer.first for buffer in queues.buffers if buffer.name == BUFFERS.get(name, name))
 
 
 def explain(sm: int, name: str, offset: int, step: int, layer: int) -> str:
@@ -45,6 +54,7 @@ def test_buffers_lie_in_the_order_of_dataflow():
         names = [buffer.name for buffer in queues.buffers if buffer.num_words]
         order = ["embedded", "qkv", "partial", "attended", "parts of h", "h", "ffn", "parts of x"]
         order += ["x", "logits", "sample", "best"]
+        order = [BUFFERS.get(name, name) for name in order]
         assert names == [name for name in order if name in names]
         ends = [buffer.first + buffer.num_words for buffer in queues.buffers]
         firsts = [buffer.first for buffer in queues.buffers]
@@ -54,37 +64,38 @@ def test_buffers_lie_in_the_order_of_dataflow():
 
 @pytest.mark.parametrize("name", ["x", "h", "attended", "ffn"])
 def test_every_word_of_a_linear_input_has_a_waiter_and_a_debtor(name):
-    size = next(buffer.num_words for buffer in QUEUES.buffers if buffer.name == name)
+    size = next(b.num_words for b in QUEUES.buffers if b.name == BUFFERS[name])
     for offset in (0, size // 2, size - 1):
         text = explain(3, name, offset, step=2, layer=4)
-        assert f"word {offset} of '{name}'" in text
+        assert f"word {offset} of '{BUFFERS[name]}'" in text
         assert "rank 0, SM 3 (instruction" in text
-        assert f"tag {2 * LAYERS + 4 + 1} (step 2, layer 4)" in text
+        assert f"tag {2 * LAYERS + 4 + 1} (step 2, generation 4)" in text
         assert "owed by rank 0, SM" in text
 
 
 def test_x_is_read_one_layer_later():
-    assert "qkv of layer 5" in explain(3, "x", 0, step=0, layer=4)
+    assert "layers.5.q, rows" in explain(3, "x", 0, step=0, layer=4)
     text = explain(3, "x", 0, step=0, layer=LAYERS - 1)
-    assert "head of layer" in text or "qkv of layer 0" in text
+    assert "logits, rows" in text or "layers.0.q" in text
 
 
 def test_debtor_is_the_sm_that_writes_the_word():
-    task = linears(QUEUES, Opcode.GATED, 4)[9]
+    task = linears(QUEUES, "gated", 4)[9]
     sm = next(i for i, queue in enumerate(QUEUES.queues) if task in queue)
     text = explain(0, "ffn", task.row0 // 4, step=0, layer=4)
-    assert f"SM {sm}, instruction {QUEUES.queues[sm].index(task)}, gated of layer 4" in text
+    assert f"SM {sm}, instruction {QUEUES.queues[sm].index(task)}, layers.4.ffn_mixed" in text
 
 
 def test_attention_waits_for_qkv_and_owes_partials():
     sm, task = next(
         (i, one) for i, queue in enumerate(QUEUES.queues) for one in queue
-        if isinstance(one, Attention) and one.layer == 6
+        if isinstance(one, Attention) and one.generation == 6
     )  # fmt: skip
-    head = f"attention of layer 6, kv head {task.head}, split {task.split}"
+    head = f"layers.6.attention, kv head {task.head}, split {task.split}"
     assert head in explain(sm, "qkv", 10, step=0, layer=6)
-    stride = QUEUES.shape.head_dim + 4
-    query = task.head * QUEUES.shape.group
+    assert QUEUES.attention is not None
+    stride = QUEUES.attention.head_dim + 4
+    query = task.head * QUEUES.attention.group
     partial = (query * task.max_splits + task.split) * stride
     assert head in explain(0, "partial", partial, step=0, layer=6)
 
@@ -106,17 +117,17 @@ def test_the_rank_that_owes_a_part_is_named():
     mine = team_queues("smollm2-135m", 2)[0]
     sm, task = next(
         (i, one) for i, queue in enumerate(mine.queues) for one in queue
-        if isinstance(one, Linear) and one.opcode is Opcode.PARTIAL and one.layer == 3
+        if isinstance(one, Linear) and one.name == "layers.3.attn_sum"
     )  # fmt: skip
     word = task.dst - task.num_rows + task.row0
     report = Report(last=sm, word=word, tag=4)
     error = explain_hang(mine, report, limit_s=60.0, rank=0)
     assert f"rank 0, SM {sm} (instruction" in error.found
-    assert "'parts of h'" in error.found
+    assert f"'parts of {AT}attn_sum'" in error.found
     assert f"owed by rank 1, SM {sm}, instruction" in error.remedy
-    assert "o of layer 3" in error.remedy
+    assert "layers.3.attn_sum" in error.remedy
     best = first_word("best", mine) + 2 * (len(mine.queues) + 5)
-    report = Report(last=0, word=best, tag=mine.shape.num_layers)
+    report = Report(last=0, word=best, tag=mine.num_generations)
     error = explain_hang(mine, report, limit_s=60.0, rank=0)
     assert "owed by rank 1, SM 5, instruction" in error.remedy
 
@@ -124,7 +135,7 @@ def test_the_rank_that_owes_a_part_is_named():
 DRAWING = odd_queues(Method(kind="limited"), 2)
 
 
-def explain_drawing(name: str, offset: int, sm: int, queues: DecodeQueues) -> HangError:
+def explain_drawing(name: str, offset: int, sm: int, queues: RowQueues) -> HangError:
     """Rank 1's error, of the only layer's tag."""
     report = Report(last=sm, word=first_word(name, queues) + offset, tag=1)
     return explain_hang(queues, report, limit_s=60.0, rank=1)
@@ -140,27 +151,27 @@ def test_the_rank_that_owes_logits_is_named(rank: int):
     )
     error = explain_drawing("logits", slot, sm, mine)
     assert f"rank 1, SM {sm} (instruction" in error.found
-    assert "sample of layer 0, slots" in error.found
+    assert "next, slots" in error.found
     assert f"word {slot} of 'logits'" in error.found
     owes = next(i for i, queue in enumerate(mine.queues) if 0 <= 40 - queue[-2].row0 < 8)
     assert f"owed by rank {rank}, SM {owes}, instruction" in error.remedy
-    assert "head of layer 0" in error.remedy
+    assert "logits, rows" in error.remedy
     assert " or rank" not in error.remedy
 
 
 def test_the_sm_that_owes_a_number_or_a_candidate_of_a_draw_is_named():
     error = explain_drawing("sample", 3 * 512 + 2 * 31 + 1, 4, DRAWING[1])
     assert "SM 4 (instruction" in error.found
-    assert "sample of layer 0" in error.found
+    assert "next, slots" in error.found
     assert "owed by rank 1, SM 31, instruction" in error.remedy
     error = explain_drawing("best", 2 * 31, 4, DRAWING[1])
     assert "SM 4 (the choice of the next token)" in error.found
     assert "owed by rank 1, SM 31, instruction" in error.remedy
-    assert "sample of layer 0" in error.remedy
+    assert "next, slots" in error.remedy
     plain = odd_queues(Method(kind="plain"), 2)[1]
     error = explain_drawing("best", 2 * 31, 4, plain)
     assert "owed by rank 0, SM 31, instruction" in error.remedy
-    assert "sample of layer 0, rows" in error.remedy
+    assert "next, rows" in error.remedy
 
 
 def test_an_event_of_the_batched_kernel():

@@ -10,7 +10,7 @@ from distmega.engine.decode_plan import DecodeBlueprint, lower_decode, model_mes
 from distmega.engine.requests import EngineOptions
 from distmega.hostir.ir.nodes import Collective, HostProgram, LaunchMegakernel, LibraryOp, Send
 from distmega.kernels.hopper.batch_queues import BatchQueues, build_batch_queues
-from distmega.kernels.hopper.plan import DecodeQueues
+from distmega.kernels.hopper.plan import RowQueues
 from distmega.kernels.hopper.queues import build_queues
 from distmega.kernels.hopper.words import Sample
 from distmega.models.decoder import Logits
@@ -53,7 +53,7 @@ def steps(host: HostProgram) -> list[str]:
     return found
 
 
-def queues_of(lowered: DecodeBlueprint, place: int) -> DecodeQueues | BatchQueues:
+def queues_of(lowered: DecodeBlueprint, place: int) -> RowQueues | BatchQueues:
     build = build_batch_queues if lowered.options.batch > 1 else build_queues
     (segment,) = lowered.host.segments
     return build(segment, lowered.weights, lowered.states, 132, place)
@@ -83,18 +83,18 @@ def test_the_last_stage_of_a_pipeline_draws(method: Method):
         assert queues_of(last, place).token == "next"
 
 
-def words_of(queues: DecodeQueues, name: str) -> range:
-    return next(buffer.words for buffer in queues.buffers if buffer.name == name)
+def words_of(queues: RowQueues, name: str) -> range:
+    return next((b.words for b in queues.buffers if b.name == name), range(0))
 
 
-def samples(queues: DecodeQueues) -> list[Sample]:
+def samples(queues: RowQueues) -> list[Sample]:
     """The last instruction of every SM."""
     found = [queue[-1] for queue in queues.queues]
     assert all(isinstance(one, Sample) for one in found)
     return [one for one in found if isinstance(one, Sample)]
 
 
-def odd_queues(method: Method, tp: int) -> list[DecodeQueues]:
+def odd_queues(method: Method, tp: int) -> list[RowQueues]:
     """Of ranks whose rows are no whole units, the last of which has padding."""
     config = replace(PRESETS["llama-3.2-1b"], num_layers=1, vocab=1003)
     options, mesh = EngineOptions(max_context=256), model_mesh(tp, 1)

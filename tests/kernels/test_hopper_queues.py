@@ -5,12 +5,14 @@ from itertools import pairwise
 
 import pytest
 
-from distmega.errors import VerifyError
-from distmega.kernels.hopper.queues import DecodeQueues, build_queues
+from distmega.errors import UnsupportedError
+from distmega.kernels.hopper.plan import RowQueues
+from distmega.kernels.hopper.queues import build_queues
 from distmega.kernels.hopper.weight_order import matrix_columns, order_weights
 from distmega.kernels.hopper.words import (
     MAX_SMS,
     NO_WINDOW,
+    PAIRED,
     PLACES,
     SAMPLE_CHUNK,
     UNIT_ROWS,
@@ -18,9 +20,7 @@ from distmega.kernels.hopper.words import (
     Attention,
     Barrier,
     Combine,
-    Instruction,
     Linear,
-    Opcode,
     Sample,
     pack,
 )
@@ -30,36 +30,27 @@ from distmega.models.config import ModelConfig
 from distmega.models.decoder import build_decoder
 from distmega.models.presets import PRESETS
 from distmega.models.sampling import GREEDY, Method
+from tests.kernels.kinds import kind_of, of_kind
 
 SUPPORTED = ("smollm2-135m", "llama-3.2-1b", "qwen3-0.6b", "qwen3-8b")
 
 
-OPS = (
-    {Opcode.QKV},
-    {Opcode.ATTENTION, Opcode.COMBINE},
-    {Opcode.RESIDUAL},
-    {Opcode.GATED},
-    {Opcode.RESIDUAL},
-)
+OPS = ({"qkv"}, {"attention", "combine"}, {"residual"}, {"gated"}, {"residual"})
 """Of a layer."""
 
 
 def queues_of(
     config: ModelConfig, num_sms: int = 132, method: Method = GREEDY, mode: Mode = "overlap"
-) -> DecodeQueues:
+) -> RowQueues:
     program = build_decoder(config, 1, 256, dtype="bf16", method=method)
     weights = layout_arena(Space.WEIGHT, order_weights(program))
     states = layout_arena(Space.STATE, program.with_role("state"))
     return build_queues(program, weights, states, num_sms, mode=mode)
 
 
-def linears(queues: DecodeQueues, opcode: Opcode, layer: int) -> list[Linear]:
-    return [
-        one
-        for queue in queues.queues
-        for one in queue
-        if isinstance(one, Linear) and (one.opcode, one.layer) == (opcode, layer)
-    ]
+def linears(queues: RowQueues, kind: str, layer: int) -> list[Linear]:
+    found = of_kind(queues, kind)
+    return [one for one in found if isinstance(one, Linear) and one.generation == layer]
 
 
 def rows_read(task: Linear) -> list[int]:
@@ -67,7 +58,7 @@ def rows_read(task: Linear) -> list[int]:
     rows = []
     for unit in range(task.num_units):
         first = task.weight_row + unit * UNIT_ROWS
-        if task.opcode is Opcode.GATED:
+        if task.flags & PAIRED:
             first = (task.pair_row if unit % 2 else task.weight_row) + unit // 2 * UNIT_ROWS
         rows += range(first, first + UNIT_ROWS)
     return rows
@@ -92,12 +83,12 @@ def test_every_weight_row_is_read_once(name):
 @pytest.mark.parametrize("name", SUPPORTED)
 def test_sms_share_each_op_evenly(name):
     queues = queues_of(PRESETS[name])
-    for opcode in (Opcode.QKV, Opcode.RESIDUAL, Opcode.GATED):
-        units = [task.num_units for task in linears(queues, opcode, 0)]
-        step = 2 if opcode is Opcode.GATED else 1
+    for kind in ("qkv", "residual", "gated"):
+        units = [task.num_units for task in linears(queues, kind, 0)]
+        step = 2 if kind == "gated" else 1
         by_matrix = max(units) - min(units)
-        assert by_matrix <= step or opcode is Opcode.RESIDUAL
-    head = linears(queues, Opcode.HEAD, PRESETS[name].num_layers - 1)
+        assert by_matrix <= step or kind == "residual"
+    head = linears(queues, "head", PRESETS[name].num_layers - 1)
     assert max(t.num_units for t in head) - min(t.num_units for t in head) <= 1
     assert len(head) == len(queues.queues)
 
@@ -105,36 +96,31 @@ def test_sms_share_each_op_evenly(name):
 def test_every_head_has_its_splits_and_one_combine():
     queues = queues_of(PRESETS["qwen3-0.6b"])
     found = [one for queue in queues.queues for one in queue]
-    splits = [(o.layer, o.head, o.split) for o in found if isinstance(o, Attention)]
-    shape = queues.shape
+    splits = [(o.generation, o.head, o.split) for o in found if isinstance(o, Attention)]
+    shape = queues.attention
+    assert shape is not None
+    num_layers = PRESETS["qwen3-0.6b"].num_layers
     max_splits = next(o.max_splits for o in found if isinstance(o, Attention))
     assert sorted(splits) == [
         (layer, head, split)
-        for layer in range(shape.num_layers)
+        for layer in range(num_layers)
         for head in range(shape.num_kv_heads)
         for split in range(max_splits)
     ]
-    combined = sorted((o.layer, o.head) for o in found if isinstance(o, Combine))
+    combined = sorted((o.generation, o.head) for o in found if isinstance(o, Combine))
     assert combined == [
-        (layer, head) for layer in range(shape.num_layers) for head in range(shape.num_heads)
+        (layer, head) for layer in range(num_layers) for head in range(shape.num_heads)
     ]
 
 
 def test_queues_are_in_program_order():
-    order = {Opcode.QKV: 0, Opcode.ATTENTION: 1, Opcode.COMBINE: 2, Opcode.GATED: 4}
-
-    def place(one: Instruction, seen: set[Opcode]) -> tuple[int, int]:
-        residual = 5 if Opcode.GATED in seen else 3
-        return one.layer, order.get(one.opcode, 6 if one.opcode is Opcode.HEAD else residual)
-
-    for queue in queues_of(PRESETS["llama-3.2-1b"]).queues:
-        last, layer, seen = (-1, -1), -1, set[Opcode]()
-        for one in queue:
-            if one.layer != layer:
-                layer, seen = one.layer, set()
-            seen.add(one.opcode)
-            assert place(one, seen) >= last
-            last = place(one, seen)
+    config = PRESETS["llama-3.2-1b"]
+    program = build_decoder(config, 1, 256, dtype="bf16")
+    places = {op.name: place for place, op in enumerate(program.ops)}
+    for queue in queues_of(config).queues:
+        order = [(places[one.name], isinstance(one, Combine)) for one in queue]
+        assert order == sorted(order)
+        assert len(order) >= 4 * config.num_layers + 1
 
 
 @pytest.mark.parametrize("name", SUPPORTED)
@@ -146,7 +132,7 @@ def test_draws_have_room_for_all_logits_of_an_sm(name):
         head, sample = queue[-2:]
         assert isinstance(head, Linear)
         assert isinstance(sample, Sample)
-        assert head.opcode is Opcode.HEAD
+        assert kind_of(queues, head) == "head"
         last = min(head.row0 + head.num_units * UNIT_ROWS, head.num_rows)
         assert (sample.row0, sample.num_rows, sample.vocab) == (head.row0, last, 0)
         rows.append(last - head.row0)
@@ -159,7 +145,7 @@ def test_draws_have_room_for_all_logits_of_an_sm(name):
 
 
 def test_words_of_an_instruction():
-    task = linears(queues_of(PRESETS["llama-3.2-1b"]), Opcode.GATED, 3)[7]
+    task = linears(queues_of(PRESETS["llama-3.2-1b"]), "gated", 3)[7]
     words = pack(task)
     assert len(words) == WORDS
     assert {name: words[place] for name, place in PLACES[Linear].items()} == {
@@ -175,14 +161,14 @@ def test_one_event_an_op_has_a_barrier_behind_each():
     config = replace(PRESETS["llama-3.2-1b"], num_layers=3)
     plain, barred = queues_of(config), queues_of(config, mode="op")
     for sm, queue in enumerate(barred.queues):
-        kinds = [(one.opcode, one.layer) for one in queue if not isinstance(one, Barrier)]
-        assert kinds == [(one.opcode, one.layer) for one in plain.queues[sm]]
+        kinds = [(one.opcode, one.name) for one in queue if not isinstance(one, Barrier)]
+        assert kinds == [(one.opcode, one.name) for one in plain.queues[sm]]
         barriers = [i for i, one in enumerate(queue) if isinstance(one, Barrier)]
         assert len(barriers) == 3 * 5
         between = [queue[i:j] for i, j in pairwise([-1, *barriers])]
         for number, ops in enumerate(between):
-            opcodes = {one.opcode for one in ops} - {Opcode.BARRIER}
-            assert opcodes <= OPS[number % 5], (sm, number)
+            kinds = {kind_of(barred, one) for one in ops} - {"barrier"}
+            assert kinds <= OPS[number % 5], (sm, number)
     first = [one for one in barred.queues[0] if isinstance(one, Barrier)]
     assert len({one.dst for one in first[:5]}) == 5
     assert [one.dst for one in first] == [one.dst for one in first[:5]] * 3
@@ -191,18 +177,19 @@ def test_one_event_an_op_has_a_barrier_behind_each():
 def test_windows_and_parts_of_groups():
     changes = {"windows": (64, 0) * 8, "num_heads": 36, "num_kv_heads": 2}
     queues = queues_of(replace(PRESETS["llama-3.2-1b"], **changes))
-    shape = queues.shape
+    shape = queues.attention
+    assert shape is not None
     assert (shape.group, shape.num_parts, shape.num_queries) == (18, 3, 6)
     tasks = [one for queue in queues.queues for one in queue if isinstance(one, Attention)]
     for layer in range(16):
-        own = [one for one in tasks if one.layer == layer]
+        own = [one for one in tasks if one.generation == layer]
         assert {one.window for one in own} == {NO_WINDOW if layer % 2 else 64}
         for split in range(own[0].max_splits):
             heads = [one.query0 + i for one in own if one.split == split for i in range(6)]
             assert sorted(heads) == list(range(36))
         assert all(one.query0 // 18 == one.head for one in own)
     combines = [one for queue in queues.queues for one in queue if isinstance(one, Combine)]
-    assert {(one.layer % 2, one.window) for one in combines} == {(0, 64), (1, NO_WINDOW)}
+    assert {(one.generation % 2, one.window) for one in combines} == {(0, 64), (1, NO_WINDOW)}
 
 
 def test_the_last_part_of_a_group_overlaps_the_one_before():
@@ -210,7 +197,8 @@ def test_the_last_part_of_a_group_overlaps_the_one_before():
     first = [one for queue in queues.queues for one in queue if isinstance(one, Attention)]
     places = {(one.head, one.query0) for one in first}
     assert places == {(0, 0), (0, 5), (1, 11), (1, 16)}
-    assert queues.shape.num_queries == 6
+    assert queues.attention is not None
+    assert queues.attention.num_queries == 6
 
 
 @pytest.mark.parametrize(
@@ -221,5 +209,5 @@ def test_the_last_part_of_a_group_overlaps_the_one_before():
     ],
 )
 def test_what_the_kernel_cannot_do_is_refused(changes, found):
-    with pytest.raises(VerifyError, match=found):
+    with pytest.raises(UnsupportedError, match=found):
         queues_of(replace(PRESETS["llama-3.2-1b"], **changes))

@@ -6,16 +6,17 @@ import pytest
 
 from distmega.engine.decode_plan import lower_decode, model_mesh, plan_decode
 from distmega.engine.requests import EngineOptions
-from distmega.kernels.hopper.plan import DecodeQueues
+from distmega.kernels.hopper.plan import RowQueues
 from distmega.kernels.hopper.queues import build_queues
-from distmega.kernels.hopper.words import FROM_EMBEDDING, Embed, Linear, Opcode
+from distmega.kernels.hopper.words import FROM_EMBEDDING, Embed, Linear
 from distmega.models.presets import PRESETS
 from distmega.sharding.search.cost import H200
+from tests.kernels.kinds import of_kind
 
 CASES = [("smollm2-135m", 1, 2), ("llama-3.2-1b", 1, 4), ("qwen3-8b", 2, 2)]
 
 
-def stage_queues(name: str, tp: int, pp: int, place: int = 0) -> list[DecodeQueues]:
+def stage_queues(name: str, tp: int, pp: int, place: int = 0) -> list[RowQueues]:
     options, config = EngineOptions(max_context=256), PRESETS[name]
     found = []
     for index in range(pp):
@@ -26,30 +27,23 @@ def stage_queues(name: str, tp: int, pp: int, place: int = 0) -> list[DecodeQueu
     return found
 
 
-def work(queues: DecodeQueues, opcode: Opcode) -> list[tuple[int, int, int]]:
-    """Layer, first row and units of the linears of one kind, SM by SM."""
+def work(queues: RowQueues, kind: str) -> list[tuple[str, int, int]]:
+    """Op, first row and units of the linears of one kind, SM by SM."""
     return [
-        (one.layer, one.row0, one.num_units)
-        for queue in queues.queues
-        for one in queue
-        if isinstance(one, Linear) and one.opcode is opcode
+        (one.name, one.row0, one.num_units)
+        for one in of_kind(queues, kind)
+        if isinstance(one, Linear)
     ]
 
 
 @pytest.mark.parametrize(("name", "tp", "pp"), CASES)
 def test_stages_share_the_layers_of_the_model(name: str, tp: int, pp: int) -> None:
     (whole,), stages = stage_queues(name, tp, 1), stage_queues(name, tp, pp)
-    assert sum(stage.shape.num_layers for stage in stages) == whole.shape.num_layers
-    first = 0
-    for stage in stages:
-        for opcode in (Opcode.QKV, Opcode.GATED, Opcode.PARTIAL if tp > 1 else Opcode.RESIDUAL):
-            found = [(layer + first, *rest) for layer, *rest in work(stage, opcode)]
-            last = first + stage.shape.num_layers
-            assert sorted(found) == sorted(
-                one for one in work(whole, opcode) if first <= one[0] < last
-            )
-        first += stage.shape.num_layers
-    assert [bool(work(stage, Opcode.HEAD)) for stage in stages] == [False] * (pp - 1) + [True]
+    for kind in ("qkv", "gated", "sum" if tp > 1 else "residual"):
+        found = [one for stage in stages for one in work(stage, kind)]
+        assert found
+        assert sorted(found) == sorted(work(whole, kind))
+    assert [bool(work(stage, "head")) for stage in stages] == [False] * (pp - 1) + [True]
 
 
 @pytest.mark.parametrize(("name", "tp", "pp"), CASES)
@@ -57,17 +51,18 @@ def test_a_stage_enters_and_leaves_by_x(name: str, tp: int, pp: int) -> None:
     stages = stage_queues(name, tp, pp)
     assert [bool(stage.tokens) for stage in stages] == [True] + [False] * (pp - 1)
     assert [bool(stage.token) for stage in stages] == [False] * (pp - 1) + [True]
-    assert [stage.exit for stage in stages[:-1]] == [stage.entry for stage in stages[1:]]
-    assert (stages[0].entry, stages[-1].exit) == ("", "")
+    leaving = [[kept.tensor for kept in stage.outputs] for stage in stages]
+    assert leaving[:-1] == [[stage.embed] for stage in stages[1:]]
+    assert leaving[-1] == []
     for stage in stages:
-        flags = {
-            one.layer
+        given = {
+            one.generation
             for queue in stage.queues
             for one in queue
             if isinstance(one, Linear) and one.flags & FROM_EMBEDDING
         }
-        assert flags == {0}
-        assert stage.exit_word + stage.shape.hidden // 2 <= stage.num_words
+        assert given == (set() if tp > 1 else {0})
+        assert all(kept.first + kept.num <= stage.num_kept for kept in stage.outputs)
 
 
 def test_the_first_rank_of_a_stage_gives_all_of_them_x() -> None:

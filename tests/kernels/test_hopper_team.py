@@ -7,14 +7,20 @@ import pytest
 
 from distmega.engine.decode_plan import DecodeBlueprint, lower_decode, plan_decode
 from distmega.engine.requests import EngineOptions
-from distmega.kernels.fusion import FusedEmbedding, FusedHead, FusedResidual, fuse_segment
-from distmega.kernels.hopper.plan import DecodeQueues
+from distmega.kernels.hopper.plan import RowQueues
 from distmega.kernels.hopper.queues import build_queues
-from distmega.kernels.hopper.words import EMBEDDED, Embed, Instruction, Linear, Opcode
+from distmega.kernels.hopper.words import EMBEDDED, Embed, Instruction, Linear
+from distmega.kernels.tasks.fuse import (
+    FusedChoice,
+    FusedContraction,
+    FusedEmbedding,
+    fuse_segment,
+)
 from distmega.models.config import ModelConfig
 from distmega.models.presets import PRESETS
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.search.cost import H200
+from tests.kernels.kinds import kind_of, of_kind
 
 CASES = [("smollm2-135m", 2), ("llama-3.2-1b", 4), ("qwen3-8b", 2), ("llama-3-70b", 8)]
 
@@ -26,7 +32,7 @@ def blueprint(name: str, tp: int, logits: str = "none") -> DecodeBlueprint:
 
 
 @cache
-def team_queues(name: str, tp: int) -> list[DecodeQueues]:
+def team_queues(name: str, tp: int) -> list[RowQueues]:
     lowered = blueprint(name, tp)
     (segment,) = lowered.host.segments
     return [
@@ -35,14 +41,10 @@ def team_queues(name: str, tp: int) -> list[DecodeQueues]:
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]} tp={case[1]}")
-def team(request: pytest.FixtureRequest) -> tuple[ModelConfig, list[DecodeQueues]]:
+def team(request: pytest.FixtureRequest) -> tuple[ModelConfig, list[RowQueues]]:
     """A model and the queues of its ranks."""
     name, tp = request.param
     return PRESETS[name], team_queues(name, tp)
-
-
-def tasks(queues: DecodeQueues, opcode: Opcode) -> list[Instruction]:
-    return [one for queue in queues.queues for one in queue if one.opcode is opcode]
 
 
 @pytest.mark.parametrize(("name", "tp"), CASES)
@@ -52,9 +54,9 @@ def test_collectives_become_part_of_what_they_follow(name, tp, logits):
     (segment,) = lowered.host.segments
     first, *rest, head = fuse_segment(segment)
     config = PRESETS[name]
-    sums = [op for op in rest if isinstance(op, FusedResidual)]
+    sums = [op for op in rest if isinstance(op, FusedContraction) and op.operands]
     assert isinstance(first, FusedEmbedding)
-    assert isinstance(head, FusedHead)
+    assert isinstance(head, FusedChoice)
     assert len(sums) == 2 * config.num_layers
     assert {op.num_ranks for op in (first, head, *sums)} == {tp}
     assert head.vocab == config.vocab
@@ -66,15 +68,16 @@ def test_ranks_have_the_same_queues_but_for_their_vocabulary(team):
     def common(one: Instruction) -> Instruction:
         if isinstance(one, Embed):
             return replace(one, row0=0, dst=0)
-        return replace(one, num_rows=0, dst=0) if one.opcode is Opcode.HEAD else one
+        is_head = isinstance(one, Linear) and first.epilogues[one.opcode].ranked
+        return replace(one, num_rows=0, dst=0) if is_head else one
 
     _, (first, *others) = team
-    shape = first.shape
-    assert shape.num_ranks == 1 + len(others)
+    assert first.num_ranks == 1 + len(others)
     for place, queues in enumerate(others, start=1):
-        assert queues.shape == shape
+        assert queues.attention == first.attention
+        assert queues.epilogues == first.epilogues
         assert queues.num_words == first.num_words
-        assert queues.first_id == place * shape.vocab
+        assert queues.first_id == place * first.vocab
         for mine, theirs in zip(queues.queues, first.queues, strict=True):
             assert list(map(common, mine)) == list(map(common, theirs))
 
@@ -84,7 +87,7 @@ def test_every_token_has_its_row_pushed_whole_and_once(team):
     for token in (0, config.vocab // 2 - 1, config.vocab // 2, config.vocab - 1):
         pushed: list[int] = []
         for queues in ranks:
-            for one in tasks(queues, Opcode.EMBED):
+            for one in of_kind(queues, "embed"):
                 assert isinstance(one, Embed)
                 if 0 <= token - one.row0 < one.num_rows:
                     last = min(one.column + 256, one.num_words)
@@ -94,23 +97,22 @@ def test_every_token_has_its_row_pushed_whole_and_once(team):
 
 def test_both_sums_of_a_layer_give_an_sm_the_same_rows(team):
     """Without it an SM could be a layer ahead of its like on another rank."""
-    _, (queues, *_) = team
-    assert not tasks(queues, Opcode.RESIDUAL)
+    config, (queues, *_) = team
+    assert not of_kind(queues, "residual")
     for queue in queues.queues:
-        sums = [one for one in queue if one.opcode is Opcode.PARTIAL]
+        sums = [one for one in queue if kind_of(queues, one) == "sum"]
         assert all(isinstance(one, Linear) for one in sums)
         assert len({(one.row0, one.num_units) for one in sums}) <= 1
-        assert len(sums) in (0, 2 * queues.shape.num_layers)
+        assert len(sums) in (0, 2 * config.num_layers)
 
 
 def test_parts_of_sums_lie_right_before_their_results(team):
-    _, (queues, *others) = team
-    rooms = {one.dst for one in tasks(queues, Opcode.PARTIAL)}
-    ends = {buffer.name: buffer.first + buffer.num_words for buffer in queues.buffers}
+    config, (queues, *others) = team
     firsts = {buffer.name: buffer.first for buffer in queues.buffers}
-    assert rooms == {firsts["x"], firsts["h"]} == {ends["parts of x"], ends["parts of h"]}
-    for name in ("x", "h"):
-        assert (
-            ends[f"parts of {name}"] - firsts[f"parts of {name}"]
-            == (1 + len(others)) * queues.shape.hidden
-        )
+    ends = {buffer.name: buffer.first + buffer.num_words for buffer in queues.buffers}
+    results = ("layers.0.attn_sum", "layers.0.ffn_sum")
+    assert {one.dst for one in of_kind(queues, "sum")} == {firsts[name] for name in results}
+    for name in results:
+        parts = f"parts of {name}"
+        assert ends[parts] == firsts[name]
+        assert ends[parts] - firsts[parts] == (1 + len(others)) * config.hidden

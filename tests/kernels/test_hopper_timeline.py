@@ -1,5 +1,7 @@
 """The timeline of made-up stamps: a track an SM, tasks by name, parts inside their task."""
 
+import re
+
 from distmega.kernels.hopper.timeline import timeline_spans
 from distmega.kernels.hopper.words import STAMPS, Attention, Combine
 from distmega.models.presets import PRESETS
@@ -41,11 +43,11 @@ def test_spans_of_made_up_stamps():
     assert {span.duration_us for span in tasks} == {4.0}
     assert min(span.start_us for span in tasks) == START / 1e3
     assert {span.args["step"] for span in tasks} == {0, 1}
-    kinds = {span.name.split()[0] for span in tasks}
-    assert kinds == {"qkv", "attention", "combine", "o", "gated", "down", "head"}
+    kinds = {re.sub(r"^layers.\d+.", "", span.name) for span in tasks}
+    assert kinds == {"q", "attention", "attn_sum", "ffn_mixed", "ffn_sum", "logits"}
     first = next(span for span in tasks if span.track == "SM 3")
-    assert first.name == "qkv 0"
-    assert "qkv of layer 0, rows" in str(first.args["task"])
+    assert first.name == "layers.0.q"
+    assert "layers.0.q, rows" in str(first.args["task"])
 
 
 def test_parts_follow_their_task_and_fill_it_where_there_are_stamps():

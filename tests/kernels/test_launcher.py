@@ -10,7 +10,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from distmega.kernels.gemm import launch
 from distmega.kernels.hopper.batch_limits import list_words
 from distmega.kernels.hopper.batch_words import BATCH
-from distmega.kernels.hopper.runner import DecodeRunner
+from distmega.kernels.hopper.runner import RowRunner
 from distmega.models.sampling import GREEDY, Method
 from distmega.sharding.overlap.tile_times import Tiles
 from tests.kernels import offline
@@ -26,7 +26,7 @@ def test_later_launches_are_the_first(monkeypatch, num_ranks):
     seen: list[tuple[object, ...]] = []
     monkeypatch.setattr(offline._Launcher, "__call__", lambda self, *given: seen.append(given))
     with offline.offline(monkeypatch):
-        runner: DecodeRunner = open_runner("smollm2-135m", num_ranks)
+        runner: RowRunner = open_runner("smollm2-135m", num_ranks)
         for num_steps in (1, 1, 3):
             runner.decode(num_steps)
     assert_alike(seen)

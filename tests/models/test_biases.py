@@ -13,9 +13,8 @@ from distmega.cli.main import main
 from distmega.engine.decode_plan import lower_decode, model_mesh, plan_decode
 from distmega.engine.engine import Engine
 from distmega.engine.requests import EngineOptions
-from distmega.errors import VerifyError
 from distmega.hostir.comm.communicator import SingleCommunicator
-from distmega.kernels.fusion import fuse_segment
+from distmega.kernels.hopper.queues import build_queues
 from distmega.launch import LauncherOptions
 from distmega.models.load import open_model
 from distmega.models.presets import PRESETS
@@ -74,18 +73,22 @@ def test_ranks_add_a_bias_once(tmp_path: Path):
 
 @pytest.mark.parametrize("biases", [{"out_bias": True}, {"ffn_bias": True}])
 @pytest.mark.parametrize("tp", [1, 2])
-def test_the_decode_kernel_leaves_them_to_library_ops(biases: dict[str, bool], tp: int):
+def test_the_kernel_of_one_row_adds_them(biases: dict[str, bool], tp: int):
+    """Of every product that has one, once: of a sum over ranks, as each rank has a part of it."""
     config = replace(PRESETS["smollm2-135m"], num_layers=2, **biases)
     options = EngineOptions(max_context=256)
     plan = plan_decode(config, model_mesh(tp, 1), H200, options)
-    (segment,) = lower_decode(config, plan, options, peer_memory=True).host.segments
-    with pytest.raises(VerifyError, match=r"does not fuse; .* run the segment by library ops"):
-        fuse_segment(segment)
+    lowered = lower_decode(config, plan, options, peer_memory=True)
+    (segment,) = lowered.host.segments
+    queues = build_queues(segment, lowered.weights, lowered.states, 132)
+    names = ("attn_sum",) if "out_bias" in biases else ("ffn_mixed", "ffn_sum")
+    biased = {one.name for queue in queues.queues for one in queue if getattr(one, "bias", -1) >= 0}
+    assert biased == {f"layers.{layer}.{name}" for layer in range(2) for name in names}
 
 
 def test_explain_says_what_decodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     save("llama", tmp_path)
     assert main(["explain", str(tmp_path), "--machine", "h200"]) == 0
-    assert "decode steps: library ops, since op 'layers.0.attn_sum'" in capsys.readouterr().out
+    assert "decode steps: library ops, since the decode kernel can't do" in capsys.readouterr().out
     assert main(["explain", "smollm2-135m", "--machine", "h200"]) == 0
-    assert "decode steps: one kernel, on Hopper GPUs" in capsys.readouterr().out
+    assert "tasks a step, on Hopper GPUs" in capsys.readouterr().out

@@ -16,14 +16,15 @@ from distmega.engine.engine import Engine
 from distmega.engine.requests import EngineOptions
 from distmega.errors import HangError
 from distmega.hostir.comm.nccl import NcclCommunicator
-from distmega.kernels.hopper.words import PLACES, Linear, Opcode
+from distmega.kernels.hopper.words import pack
 from distmega.models.load import open_model
 from distmega.models.sampling import MOST_LIKELY, Sampling
 from tests.multigpu.ranks import ON_GPUS, RanksFailed
 
 HERE = "tests.multigpu.test_faults"
 LIMIT_S = 1.0
-SM, LAYER = 5, 1
+SM = 5
+AT = "layers.1."
 
 
 def open_small(
@@ -61,11 +62,12 @@ def hang_of(engine: Engine) -> str:
     return str(caught.value)
 
 
-def change(engine: Engine, opcode: Opcode, field: str, value: int) -> int:
-    """Overwrites a field of SM's first instruction of that opcode in LAYER; its number."""
+def change(engine: Engine, op: str, **fields: int) -> int:
+    """Overwrites fields of SM's instruction of that op; its number."""
     queue = engine.stepping.queues.queues[SM]
-    number = next(i for i, one in enumerate(queue) if (one.opcode, one.layer) == (opcode, LAYER))
-    engine.stepping._words[SM, number, PLACES[Linear][field]] = value
+    number, one = next((i, one) for i, one in enumerate(queue) if one.name == op)
+    words = torch.tensor(pack(replace(one, **fields)), dtype=torch.int32)
+    engine.stepping._words[SM, number] = words.to(engine.stepping._words.device)
     return number
 
 
@@ -73,15 +75,15 @@ def drop_a_signal(comm: NcclCommunicator) -> None:
     """One SM of the last rank pushes none of its sums."""
     engine, last = open_small(comm), comm.mesh.num_ranks - 1
     if comm.rank == last:
-        change(engine, Opcode.PARTIAL, "num_units", 0)
+        change(engine, f"{AT}attn_sum", num_units=0)
     start(engine, 1)
     found = hang_of(engine)
     assert f"rank {comm.rank}, SM" in found
     assert f"rank {last}, SM {SM}, instruction" in found, found
-    assert re.search(r"o of layer 1, rows \d+ to \d+", found), found
+    assert re.search(r"layers.1.attn_sum, rows \d+ to \d+", found), found
     if comm.rank != last:
         assert f"rank {comm.rank}, SM {SM} (instruction" in found, found
-        assert "of 'parts of h'" in found, found
+        assert "of 'parts of layers.0.attn_sum'" in found, found
 
 
 def drop_logits(comm: NcclCommunicator) -> None:
@@ -89,28 +91,26 @@ def drop_logits(comm: NcclCommunicator) -> None:
     sampling = Sampling(temperature=1.0, top_k=50)
     engine, last = open_small(comm, sampling=sampling), comm.mesh.num_ranks - 1
     if comm.rank == last:
-        change(engine, Opcode.HEAD, "num_units", 0)
+        change(engine, "logits", num_units=0)
     start(engine, 1)
     found = hang_of(engine)
-    assert re.search(rf"rank {comm.rank}, SM \d+ \(instruction \d+, sample of layer 1", found), (
-        found
-    )
+    assert re.search(rf"rank {comm.rank}, SM \d+ \(instruction \d+, next, slots", found), found
     assert "of 'logits'" in found, found
     assert f"owed by rank {last}, SM {SM}, instruction" in found, found
-    assert "head of layer 1" in found, found
+    assert "logits, rows" in found, found
 
 
 def wait_for_the_wrong_tag(comm: NcclCommunicator) -> None:
     """One SM of rank 0 waits for a layer that is far away, so nobody gets its rows."""
     engine = open_small(comm)
     if comm.rank == 0:
-        change(engine, Opcode.GATED, "tag_delta", -1000)
+        change(engine, f"{AT}ffn_mixed", tag_delta=-1000)
     start(engine, 1)
     found = hang_of(engine)
     if comm.rank == 0:
         assert f"rank 0, SM {SM}, instruction" in found, found
-        assert "gated of layer 1" in found, found
-        assert "of 'ffn'" in found, found
+        assert "layers.1.ffn_mixed, rows" in found, found
+        assert "of 'layers.0.ffn_mixed'" in found, found
     else:
         assert "rank 0, SM" in found.partition("owed by")[2], found
 

@@ -11,7 +11,7 @@ import torch
 from distmega.engine.decode_plan import lower_decode, model_mesh, plan_decode
 from distmega.engine.engine import Engine
 from distmega.engine.requests import EngineOptions
-from distmega.errors import VerifyError
+from distmega.errors import UnsupportedError
 from distmega.hostir.comm.communicator import Communicator, GlooCommunicator
 from distmega.hostir.comm.nccl import NcclCommunicator
 from distmega.hostir.lower.pipeline import FREE
@@ -107,7 +107,7 @@ def open_all_or_none(comm: Communicator) -> None:
         _weights=torch.empty(0),
         _states=torch.empty(0),
     )
-    other = VerifyError("another GPU", expected="a Hopper GPU", remedy="use one")
+    other = UnsupportedError("another GPU", expected="a Hopper GPU", remedy="use one")
     segments = lowered.host.segments
     with (
         patch("distmega.engine.engine.open_hopper") as opened,
@@ -117,7 +117,9 @@ def open_all_or_none(comm: Communicator) -> None:
         opened.reset_mock()
         assert Engine._open_stepping(engine, segments * (1 + is_last), options) is None
         asked.side_effect = other if is_last else None
-        with pytest.raises(VerifyError, match=r"rank 1: another GPU; expected a Hopper GPU; use"):
+        with pytest.raises(
+            UnsupportedError, match=r"rank 1: another GPU; expected a Hopper GPU; use"
+        ):
             Engine._open_stepping(engine, segments, options)
         opened.assert_not_called()
 

@@ -1,33 +1,40 @@
-"""Fusion: every family becomes five fused ops a layer; what can't fuse is named."""
+"""Fusion by structure: every family becomes the same ops a layer, and so do programs of one's own;
+what can't fuse is named.
+"""
 
 from collections import Counter
 from dataclasses import replace
 
 import pytest
 
-from distmega.errors import VerifyError
-from distmega.kernels.fusion import (
+from distmega.errors import UnsupportedError
+from distmega.kernels.tasks.fuse import (
     Draw,
+    Fused,
     FusedAttention,
+    FusedChoice,
+    FusedContraction,
     FusedEmbedding,
-    FusedGated,
-    FusedHead,
-    FusedLinear,
-    FusedResidual,
     Norm,
+    Stream,
+    canonical,
     fuse_segment,
 )
 from distmega.models.decoder import build_decoder
 from distmega.models.presets import PRESETS
 from distmega.models.sampling import Method
+from distmega.program import expr
 from distmega.program.builder import ProgramBuilder
+from distmega.program.types import Program
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.localize import localize
 from distmega.sharding.planner import plan_program
 from distmega.sharding.search.cost import H200
 
+FAMILIES = sorted(name for name, config in PRESETS.items() if not config.num_experts)
 
-@pytest.mark.parametrize("name", sorted(PRESETS))
+
+@pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("logits", ["none", "last"])
 def test_every_family_fuses(name, logits):
     config = PRESETS[name]
@@ -35,11 +42,9 @@ def test_every_family_fuses(name, logits):
     layers = config.num_layers
     assert Counter(map(type, fused)) == {
         FusedEmbedding: 1,
-        FusedLinear: layers,
+        FusedContraction: 4 * layers + 1,
         FusedAttention: layers,
-        FusedResidual: 2 * layers,
-        FusedGated: layers,
-        FusedHead: 1,
+        FusedChoice: 1,
     }
 
 
@@ -47,14 +52,15 @@ def test_what_a_layer_fuses_to():
     config = PRESETS["tiny-qwen3"]
     _, qkv, attention, out, gated, down, *_ = fuse_segment(build_decoder(config, 1, 64))
     at = "layers.0"
-    assert qkv == FusedLinear(
+    assert qkv == FusedContraction(
+        name=f"{at}.q",
         x="embedded",
         norm=Norm(weight=f"{at}.attn_norm", eps=config.norm_eps),
-        weights=(f"{at}.wq", f"{at}.wk", f"{at}.wv"),
-        biases=("", "", ""),
+        streams=(Stream(weights=(f"{at}.wq", f"{at}.wk", f"{at}.wv"), biases=("", "", "")),),
         outs=(f"{at}.q", f"{at}.k", f"{at}.v"),
     )
     assert attention == FusedAttention(
+        name=f"{at}.attention",
         q=f"{at}.q",
         k=f"{at}.k",
         v=f"{at}.v",
@@ -68,19 +74,28 @@ def test_what_a_layer_fuses_to():
         window=0,
         out=f"{at}.attention",
     )
-    assert out == FusedResidual(
-        x=f"{at}.attention", weight=f"{at}.wo", residual="embedded", out=f"{at}.attn_sum"
+    assert out == FusedContraction(
+        name=f"{at}.attn_sum",
+        x=f"{at}.attention",
+        norm=None,
+        streams=(Stream(weights=(f"{at}.wo",), biases=("",)),),
+        formula=expr.parse("a0 + a1"),
+        operands=("embedded",),
+        outs=(f"{at}.attn_sum",),
     )
-    assert gated == FusedGated(
+    assert gated == FusedContraction(
+        name=f"{at}.ffn_mixed",
         x=f"{at}.attn_sum",
         norm=Norm(weight=f"{at}.ffn_norm", eps=config.norm_eps),
-        gate=f"{at}.w_gate",
-        up=f"{at}.w_up",
-        out=f"{at}.ffn_mixed",
+        streams=(
+            Stream(weights=(f"{at}.w_gate",), biases=("",)),
+            Stream(weights=(f"{at}.w_up",), biases=("",)),
+        ),
+        formula=expr.parse("a1 * silu(a0)"),
+        outs=(f"{at}.ffn_mixed",),
     )
-    assert down == FusedResidual(
-        x=f"{at}.ffn_mixed", weight=f"{at}.w_down", residual=f"{at}.attn_sum", out=f"{at}.ffn_sum"
-    )
+    assert isinstance(down, FusedContraction)
+    assert (down.x, down.operands) == (f"{at}.ffn_mixed", (f"{at}.attn_sum",))
 
 
 @pytest.mark.parametrize(
@@ -94,7 +109,7 @@ def test_what_a_layer_fuses_to():
 def test_a_head_that_draws(method: Method, limits: str):
     program = build_decoder(PRESETS["tiny-llama"], 1, 64, method=method)
     head = fuse_segment(program)[-1]
-    assert isinstance(head, FusedHead)
+    assert isinstance(head, FusedChoice)
     assert (head.logits, head.token) == ("logits", "next")
     assert head.draw == Draw(
         sampling="sampling", seeds="seeds", positions="positions", limits=limits
@@ -124,7 +139,7 @@ def test_a_head_that_draws_over_ranks(kind, num_candidates, batch, logits, behin
     kinds = [op.kind for op in local.ops]
     assert " ".join(kinds[kinds.index("linear", -len(behind.split()) - 1) + 1 :]) == behind
     head = fuse_segment(local)[-1]
-    assert isinstance(head, FusedHead)
+    assert isinstance(head, FusedChoice)
     assert (head.token, head.vocab, head.num_ranks) == ("next", config.vocab, tp)
     assert ("logits" in local.outputs) == (head.logits in local.outputs)
     assert head.draw == Draw(
@@ -148,22 +163,64 @@ def test_limits_of_a_part_of_the_logits_do_not_fuse():
         replace(read, tensor=found[0]) if read.tensor == found[1] else read for read in cutoff.reads
     )
     ops = [replace(op, reads=reads) if op is cutoff else op for op in local.ops if op is not gather]
-    with pytest.raises(VerifyError, match="'limits' of kind cutoff does not fuse"):
+    with pytest.raises(UnsupportedError, match="'limits' of kind cutoff does not fuse"):
         fuse_segment(replace(local, ops=tuple(ops)))
 
 
 def test_biases_are_kept():
     config = PRESETS["tiny-qwen2"]
     qkv = fuse_segment(build_decoder(config, 1, 64))[1]
-    assert isinstance(qkv, FusedLinear)
-    assert qkv.biases == ("layers.0.bq", "layers.0.bk", "layers.0.bv")
+    assert isinstance(qkv, FusedContraction)
+    assert qkv.streams[0].biases == ("layers.0.bq", "layers.0.bk", "layers.0.bv")
 
 
-def test_an_op_that_no_rule_takes_is_named():
-    p = ProgramBuilder("odd")
+def contractions(program: Program) -> list[FusedContraction]:
+    fused: tuple[Fused, ...] = fuse_segment(program)
+    assert all(isinstance(op, FusedContraction) for op in fused)
+    return [op for op in fused if isinstance(op, FusedContraction)]
+
+
+def test_a_chain_joins_the_contraction_before_it():
+    p = ProgramBuilder("chain")
     h = p.linear(p.input("x", (1, 64)), p.weight("w", (64, 64)), name="h")
-    program = p.build(h.map("tanh(a0)", name="odd_one"))
-    with pytest.raises(VerifyError, match="'odd_one' of kind pointwise does not fuse"):
+    doubled = h.map("tanh(a0)", name="t").map("a0 * 2 + 1", name="d")
+    (op,) = contractions(p.build(doubled))
+    assert (op.name, op.outs, op.operands) == ("d", ("d",), ())
+    assert op.formula == canonical(expr.parse("tanh(a0) * 2 + 1"))
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_contractions_of_one_x_that_meet_are_streams(turned):
+    p = ProgramBuilder("meet")
+    x = p.input("x", (1, 64))
+    gate, up = (p.linear(x, p.weight(f"w{i}", (64, 64)), name=f"h{i}") for i in range(2))
+    pair = (up, gate) if turned else (gate, up)
+    y = p.pointwise("a0 * silu(a1)" if turned else "a1 * silu(a0)", *pair, name="y")
+    (op,) = contractions(p.build(y))
+    streams = [stream.weights[0] for stream in op.streams]
+    assert sorted(streams) == ["w0", "w1"]
+    gated = streams.index("w0")
+    assert op.formula in (
+        expr.parse(f"a{1 - gated} * silu(a{gated})"),
+        expr.parse(f"silu(a{gated}) * a{1 - gated}"),
+    )
+
+
+def test_a_sum_of_contractions_of_two_x_takes_the_first_as_operand():
+    p = ProgramBuilder("sum")
+    x = p.input("x", (1, 64))
+    a = p.linear(x, p.weight("wa", (64, 64)), name="a")
+    b = p.linear(a.map("relu(a0)", name="r"), p.weight("wb", (64, 64)), name="b")
+    first, second = contractions(p.build(p.pointwise("a0 + a1", x, b, name="y")))
+    assert (first.outs, first.formula) == (("r",), expr.parse("relu(a0)"))
+    assert (second.x, second.operands, second.outs) == ("r", ("x",), ("y",))
+
+
+def test_a_pointwise_op_without_a_contraction_is_named():
+    p = ProgramBuilder("odd")
+    x = p.input("x", (1, 64))
+    program = p.build(p.linear(x.map("tanh(a0)", name="odd_one"), p.weight("w", (64, 64))))
+    with pytest.raises(UnsupportedError, match="'odd_one' of kind pointwise does not fuse"):
         fuse_segment(program)
 
 
@@ -172,5 +229,5 @@ def test_a_norm_with_another_reader_stays_and_is_refused():
     x = p.input("x", (1, 64))
     normed = p.rms_norm(x, p.weight("g", (64,)), 1e-5, name="normed")
     program = p.build(p.linear(normed, p.weight("w", (64, 64))), normed.map("abs(a0)"))
-    with pytest.raises(VerifyError, match="'normed'"):
+    with pytest.raises(UnsupportedError, match=r"'normed'|kind pointwise"):
         fuse_segment(program)

@@ -1,0 +1,185 @@
+"""A whole program as one persistent kernel: what it is asked to do, and its memory.
+
+In: one rank's local program. Out: a host program of one launch, and the runner of that launch with
+the arenas that hold the program's weights and states. On Hopper GPUs it is the kernel of one row
+(hopper/queues.py), on CPUs the interpreter (cpu/runner.py). Used by distmega/compiled.py.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from distmega.errors import UnsupportedError
+from distmega.hostir.comm.communicator import Communicator
+from distmega.hostir.comm.nccl import NcclCommunicator
+from distmega.hostir.comm.plain import Plain
+from distmega.hostir.ir.nodes import (
+    Allocate,
+    Deallocate,
+    HostProgram,
+    LaunchMegakernel,
+    LibraryOp,
+    walk_nodes,
+)
+from distmega.hostir.lower.lower import KERNEL_KINDS, Localized, lower_program
+from distmega.hostir.passes.passes import run_passes
+from distmega.kernels.cpu.runner import CpuMegakernel, open_peers
+from distmega.kernels.hopper.plan import RowQueues
+from distmega.kernels.hopper.weight_order import order_weights
+from distmega.kernels.isa.lowering import is_encodable
+from distmega.kernels.megakernel import Megakernel, compile_megakernel
+from distmega.kernels.runtime.arena import ArenaLayout, Space, layout_arena
+from distmega.kernels.runtime.memory import allocate_arena, arena_views
+from distmega.kernels.runtime.runners import SteppingRunner, open_hopper, plan_hopper
+from distmega.kernels.runtime.symmetric import Team
+from distmega.program.types import Program
+
+CPU_SMS = 8
+"""Virtual SMs of a rank on a CPU."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholePlan:
+    """A host program of one launch. queues: of the GPU's kernel; kernel: of the CPU's, the other is
+    None. num_tasks, num_events: that the launch runs, and what tasks wait for there.
+    """
+
+    host: HostProgram
+    weights: ArenaLayout
+    states: ArenaLayout
+    queues: RowQueues | None
+    kernel: Megakernel | None
+
+    @property
+    def segment(self) -> Program:
+        return self.host.segments[0]
+
+    @property
+    def num_tasks(self) -> int:
+        if self.queues:
+            return sum(map(len, self.queues.queues))
+        return self.kernel.schedule.graph.num_tasks if self.kernel else 0
+
+    @property
+    def num_events(self) -> int:
+        """Buffers whose tagged words are polled, or counters."""
+        if self.queues:
+            return len(self.queues.buffers)
+        return self.kernel.schedule.num_events if self.kernel else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeKernel:
+    """A launch bound to memory. tensors: weights and states by name, where the kernel has them."""
+
+    runner: SteppingRunner | CpuMegakernel
+    tensors: Mapping[str, Tensor]
+
+    def raise_hang(self) -> None:
+        """HangError if a wait of an earlier launch has expired on the GPU; costs nothing."""
+        if not isinstance(self.runner, CpuMegakernel):
+            self.runner.raise_hang()
+
+
+def plan_whole(local: Localized, comm: Communicator, device: torch.device) -> WholePlan:
+    """What one kernel a rank is to do for a whole program; asks nothing of other ranks.
+
+    UnsupportedError names what no kernel does.
+    """
+    on_gpu = device.type == "cuda"
+    host = run_passes(
+        lower_program(
+            local,
+            megakernel=True,
+            peer_memory=True,
+            kernel_kinds=KERNEL_KINDS | {"layer_norm"} if on_gpu else KERNEL_KINDS,
+            is_encodable=None if on_gpu else is_encodable,
+        )
+    )
+    _require_one_launch(host)
+    segment = host.segments[0]
+    layouts = [
+        layout_arena(Space.WEIGHT, order_weights(segment)),
+        layout_arena(Space.STATE, segment.with_role("state")),
+    ]
+    queues, kernel = None, None
+    if on_gpu:
+        found = plan_hopper(
+            segment, weights=layouts[0], states=layouts[1], device=device, team=_team(comm)
+        )
+        assert isinstance(found, RowQueues)
+        queues = found
+    else:
+        kernel = compile_megakernel(
+            segment, comm.mesh, num_sms=CPU_SMS, weights=layouts[0], states=layouts[1]
+        )
+    return WholePlan(host=host, weights=layouts[0], states=layouts[1], queues=queues, kernel=kernel)
+
+
+def open_whole(plan: WholePlan, comm: Communicator, device: torch.device) -> WholeKernel:
+    """The kernel with memory for its weights and states, all zero. Collective over all ranks."""
+    arenas = [allocate_arena(layout, 1, str(device)) for layout in (plan.weights, plan.states)]
+    tensors = {
+        name: view
+        for layout, arena in zip((plan.weights, plan.states), arenas, strict=True)
+        for name, view in arena_views(layout, arena).items()
+    }
+    runner: SteppingRunner | CpuMegakernel
+    if plan.queues is not None:
+        runner = open_hopper(
+            plan.segment,
+            plan.queues,
+            weights=plan.weights,
+            weights_arena=arenas[0],
+            state_arena=arenas[1],
+            team=_team(comm),
+            timeout_s=comm.timeout_s,
+        )
+    else:
+        kernel = plan.kernel
+        assert kernel is not None
+
+        def exchange(value: Plain) -> Sequence[object]:
+            return comm.all_gather_object(value, kernel.team_axis)
+
+        runner = CpuMegakernel(
+            kernel,
+            rank=comm.rank,
+            weights_arena=arenas[0],
+            state_arena=arenas[1],
+            peers=open_peers(kernel, comm.rank, exchange),
+            timeout_s=comm.timeout_s,
+        )
+    return WholeKernel(runner=runner, tensors=tensors)
+
+
+def _team(comm: Communicator) -> Team | None:
+    """The ranks that share the program; UnsupportedError where these are of several mesh axes."""
+    axes = [axis for axis in comm.mesh.names if comm.mesh.size(axis) > 1]
+    if not axes:
+        return None
+    if len(axes) > 1 or not isinstance(comm, NcclCommunicator):
+        raise UnsupportedError(
+            f"a kernel of ranks over mesh axes {axes}",
+            expected="one axis of GPUs that reach each other's memory",
+            remedy="plan on a mesh of one axis, or leave out megakernel=True",
+        )
+    return Team(comm=comm, axis=axes[0])
+
+
+def _require_one_launch(host: HostProgram) -> None:
+    others = [
+        node
+        for node in walk_nodes(host.body)
+        if not isinstance(node, LaunchMegakernel | Allocate | Deallocate)
+        and not (isinstance(node, LibraryOp) and node.op.is_view)
+    ]
+    if len(host.segments) == 1 and not others:
+        return
+    raise UnsupportedError(
+        f"{others[0] if others else f'{len(host.segments)} kernels'} in program {host.name!r}",
+        expected="ops that one megakernel can do",
+        remedy="leave out megakernel=True: library ops do the others",
+    )

@@ -1,0 +1,555 @@
+"""Fuses the ops of a segment into the kinds of work that one persistent kernel does.
+
+In: a segment (a Program) of one row, or of a row of each of several sequences, its collectives
+included. Out: fused ops in an order in which each follows what it reads. The rules look at the
+structure of ops and at who uses their results, never at names and never at one expression:
+
+- a norm that contractions alone read becomes their prologue;
+- a chain of pointwise ops joins the epilogue of the contraction whose result it takes last;
+- contractions of the same x whose results meet in one epilogue are streams of one contraction;
+- contractions of the same x whose results leave as they are stand side by side in one;
+- a sum over ranks, and the choice of a token, join the contraction before them;
+- rotations, the norms before them and appends to caches join the attention that they serve.
+
+What no rule takes is an error that names the op. Next on the walk: ../hopper/queues.py.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from distmega.errors import UnsupportedError
+from distmega.program import expr
+from distmega.program.types import Op, Program, packed_strides, view_strides
+
+Limits = Literal["given", "candidates", "all"]
+IDENTITY = expr.Arg(0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Norm:
+    """A norm applied to x on its way in. kind: "rms_norm" or "layer_norm"; bias: "" without one."""
+
+    weight: str
+    eps: float
+    kind: str = "rms_norm"
+    bias: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stream:
+    """Weights whose rows lie one after the other, and the bias of each, "" where there is none."""
+
+    weights: tuple[str, ...]
+    biases: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FusedContraction:
+    """Rows of one vector or more: formula(products of x with a row of each stream, operands).
+
+    x is normalised first if `norm`. Argument i of the formula is the product of stream i with its
+    bias added; arguments after the streams are `operands`, tensors of as many elements as a stream
+    has rows. With several ranks the product of the only stream is summed over them first. outs: the
+    result, cut where the weights of the first stream are. name: of the op that gave the result.
+    """
+
+    name: str
+    x: str
+    norm: Norm | None
+    streams: tuple[Stream, ...]
+    outs: tuple[str, ...]
+    formula: expr.Expr = IDENTITY
+    operands: tuple[str, ...] = ()
+    num_ranks: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FusedEmbedding:
+    """out = the row of `table` at `ids`; one of num_ranks ranks has it, or each has a part."""
+
+    name: str
+    ids: str
+    table: str
+    out: str
+    num_ranks: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FusedAttention:
+    """Rotates q and k after their norms, appends k and v to the caches, attends.
+
+    q [1, h, g, d], k and v [1, h, d]: before norm and rotation. table: "" where nothing is rotated.
+    """
+
+    name: str
+    q: str
+    k: str
+    v: str
+    q_norm: Norm | None
+    k_norm: Norm | None
+    positions: str
+    table: str
+    k_cache: str
+    v_cache: str
+    scale: float
+    window: int
+    out: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draw:
+    """A token drawn as ops.sample says, at the last of `positions`, instead of the likeliest.
+
+    limits: "given", and sampling is what ops.sample takes; else sampling is settings of ops.cutoff,
+    whose limits are looked for among few "candidates" or among "all" tokens, of all ranks.
+    """
+
+    sampling: str
+    seeds: str
+    positions: str
+    limits: Limits = "given"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FusedChoice:
+    """token = argmax of the result of the contraction before, `source`, or drawn from it.
+
+    Over num_ranks ranks, each has as many rows of all `vocab` ones, in rank order. logits: what all
+    ranks have or, where none asks for them, the rank's own.
+    """
+
+    name: str
+    source: str
+    logits: str
+    token: str
+    vocab: int
+    num_ranks: int = 1
+    draw: Draw | None = None
+
+
+Fused = FusedContraction | FusedEmbedding | FusedAttention | FusedChoice
+
+
+def norms_of(op: Fused) -> list[Norm]:
+    """All norms of a fused op."""
+    if isinstance(op, FusedAttention):
+        return [norm for norm in (op.q_norm, op.k_norm) if norm]
+    norm = getattr(op, "norm", None)
+    return [norm] if isinstance(norm, Norm) else []
+
+
+def fuse_segment(segment: Program) -> tuple[Fused, ...]:
+    """The fused ops of a segment. UnsupportedError names the first op that no rule takes."""
+    return _Fusion(segment).run()
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What a view shows: `num` elements of a tensor from `first` on, in their order."""
+
+    tensor: str
+    first: int
+    num: int
+
+
+def shown_by_views(segment: Program) -> dict[str, Shown]:
+    """Of each view that shows a run of elements: where these are in the tensor that has storage."""
+    tensors = segment.tensor_map()
+    views = {op.writes[0].tensor for op in segment.ops if op.is_view}
+    found: dict[str, Shown] = {}
+    for op in segment.ops:
+        if not op.is_view:
+            continue
+        source, view = tensors[op.reads[0].tensor], tensors[op.writes[0].tensor]
+        if source.name in views - found.keys():
+            continue
+        strides = packed_strides(source.shape)
+        steps = view_strides(op, strides)
+        packed = zip(view.shape, steps or (), packed_strides(view.shape), strict=False)
+        if steps is None or any(step != want for extent, step, want in packed if extent > 1):
+            continue
+        base = found.get(source.name, Shown(source.name, 0, source.num_elements))
+        first = base.first + sum(
+            index.offset * stride for index, stride in zip(op.reads[0].dims, strides, strict=True)
+        )
+        found[view.name] = Shown(base.tensor, first, view.num_elements)
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Product:
+    """A linear with what stands around it: the norm before, the sum over ranks behind."""
+
+    op: Op
+    x: str
+    norm: Norm | None
+    out: str
+    num_ranks: int
+    ops: tuple[Op, ...]
+
+    @property
+    def stream(self) -> Stream:
+        bias = self.op.reads[2].tensor if len(self.op.reads) == 3 else ""
+        return Stream(weights=(self.op.reads[1].tensor,), biases=(bias,))
+
+
+class _Fusion:
+    """One pass over a segment. `taken`: ops that a fused op already contains."""
+
+    def __init__(self, segment: Program) -> None:
+        self.segment = segment
+        self.tensors = segment.tensor_map()
+        self.shown = shown_by_views(segment)
+        self.producers = {w.tensor: op for op in segment.ops for w in op.writes}
+        self.users: dict[str, list[Op]] = {}
+        for op in segment.ops:
+            for name in dict.fromkeys(self.storage(read.tensor) for read in op.reads):
+                if not (op.is_view and op.writes[0].tensor in self.shown):
+                    self.users.setdefault(name, []).append(op)
+        self.outputs = frozenset(map(self.storage, segment.outputs))
+        self.place = {op.name: i for i, op in enumerate(segment.ops)}
+        self.taken: set[str] = set()
+
+    def run(self) -> tuple[Fused, ...]:
+        """Fused ops, each where all that it reads has been made."""
+        rules: tuple[tuple[str, Callable[[Op], Fused]], ...] = (
+            ("embedding", self.fuse_embedding),
+            ("attention", self.fuse_attention),
+            ("argmax", self.fuse_choice),
+            ("sample", self.fuse_choice),
+            ("pointwise", self.fuse_chain),
+            ("linear", self.fuse_linear),
+        )
+        found: list[tuple[int, Fused]] = []
+        for kind, rule in rules:
+            for op in self.segment.ops:
+                if op.kind == kind and op.name not in self.taken and self.is_last(op):
+                    found.append((self.place[op.name], rule(op)))
+        for op in self.segment.ops:
+            if op.name not in self.taken and not op.is_view:
+                raise _unfit(op)
+        return tuple(fused for _, fused in sorted(found, key=lambda item: item[0]))
+
+    def is_last(self, op: Op) -> bool:
+        """Whether no pointwise op goes on with the result of a pointwise op alone."""
+        user = self.only_user(_out(op))
+        return op.kind != "pointwise" or user is None or user.kind != "pointwise"
+
+    def fuse_embedding(self, op: Op) -> Fused:
+        out, num_ranks, ops = self.summed(op)
+        if bool(op.get("base_axis", "")) != (num_ranks > 1):
+            raise _unfit(op)
+        gather = self.only_user(out)
+        if gather is not None and gather.kind == "all_gather" and num_ranks == 1:
+            out, num_ranks, ops = _out(gather), _num_ranks(gather), (op, gather)
+        self.take(*ops)
+        return FusedEmbedding(
+            name=op.name, ids=self.read(op, 0), table=self.read(op, 1), out=out, num_ranks=num_ranks
+        )
+
+    def fuse_linear(self, op: Op) -> Fused:
+        """A linear whose result leaves as it is, and all others of the same x that do."""
+        first = self.product(op)
+        together = [first]
+        if first.num_ranks == 1:
+            together = [
+                one
+                for user in self.users[self.read(op, 0)]
+                if user.kind == "linear" and user.name not in self.taken
+                for one in [self.product(user)]
+                if one.num_ranks == 1 and self.read(user, 0) == self.read(op, 0)
+            ]
+        self.take(*(part for one in together for part in one.ops))
+        streams = [one.stream for one in together]
+        return FusedContraction(
+            name=op.name,
+            x=first.x,
+            norm=first.norm,
+            streams=(
+                Stream(
+                    weights=tuple(name for one in streams for name in one.weights),
+                    biases=tuple(name for one in streams for name in one.biases),
+                ),
+            ),
+            outs=tuple(one.out for one in together),
+            num_ranks=first.num_ranks,
+        )
+
+    def fuse_chain(self, op: Op) -> Fused:
+        """A pointwise op with those before it whose results it alone takes, and the contraction
+        that it follows last; others of the same x are streams beside it.
+        """
+        leaves: list[str] = []
+        chain: list[Op] = []
+        formula = self.formula(op, leaves, chain)
+        products = {leaf: one for leaf in leaves for one in self.product_of(leaf)}
+        if not products:
+            raise _unfit(op)
+        last = max(products.values(), key=lambda one: self.place[one.ops[-1].name])
+        beside = [
+            leaf
+            for leaf, one in products.items()
+            if one is not last
+            and one.num_ranks == last.num_ranks == 1
+            and (one.x, one.norm) == (last.x, last.norm)
+        ]
+        streams = [leaf for leaf in leaves if leaf in beside or products.get(leaf) is last]
+        operands = [leaf for leaf in leaves if leaf not in streams]
+        if len(streams) > MAX_STREAMS:
+            raise _unfit(op)
+        order = {leaf: i for i, leaf in enumerate((*streams, *operands))}
+        self.take(*chain, *(part for leaf in streams for part in products[leaf].ops))
+        arguments = tuple(expr.Arg(order[leaf]) for leaf in leaves)
+        return FusedContraction(
+            name=op.name,
+            x=last.x,
+            norm=last.norm,
+            streams=tuple(products[leaf].stream for leaf in streams),
+            formula=canonical(substitute(formula, arguments)),
+            operands=tuple(operands),
+            outs=(_out(op),),
+            num_ranks=last.num_ranks,
+        )
+
+    def formula(self, op: Op, leaves: list[str], chain: list[Op]) -> expr.Expr:
+        """What a chain of pointwise ops computes of `leaves`, which are appended as they come."""
+        chain.append(op)
+        size = self.size(_out(op))
+        arguments: list[expr.Expr] = []
+        for place in range(len(op.reads)):
+            name = self.read(op, place)
+            before = self.producers.get(name)
+            if self.size(name) != size:
+                raise _unfit(op)
+            if before and before.kind == "pointwise" and self.only_user(name) is op:
+                arguments.append(self.formula(before, leaves, chain))
+                continue
+            if name not in leaves:
+                leaves.append(name)
+            arguments.append(expr.Arg(leaves.index(name)))
+        return substitute(expr.parse(str(op.attr("expr"))), arguments)
+
+    def product_of(self, name: str) -> Sequence[_Product]:
+        """The linear whose result `name` is, if one op alone reads it and no fused op has it."""
+        op = self.producers.get(name)
+        if op is not None and op.kind == "all_reduce":
+            op = self.producers.get(self.read(op, 0))
+        if op is None or op.kind != "linear" or op.name in self.taken:
+            return ()
+        found = self.product(op)
+        return (found,) if found.out == name and self.only_user(name) is not None else ()
+
+    def product(self, op: Op) -> _Product:
+        """A linear, the norm of its x, the sum of its result over ranks."""
+        x, norm = self.normed(self.read(op, 0))
+        out, num_ranks, ops = self.summed(op)
+        return _Product(op=op, x=x, norm=norm, out=out, num_ranks=num_ranks, ops=ops)
+
+    def fuse_choice(self, op: Op) -> Fused:
+        """A token chosen from the result of a linear by an argmax or a draw, gathered before or
+        compared afterwards where several ranks have parts of it.
+        """
+        logits, num_ranks, ops = self.read(op, 0), 1, [op]
+        source = logits
+        gather = self.producers.get(logits)
+        if gather is not None and gather.kind == "all_gather":
+            source, num_ranks = self.read(gather, 0), _num_ranks(gather)
+            ops.append(gather)
+        product = self.producers.get(source)
+        if product is None or product.kind != "linear" or len(product.reads) == 3:
+            raise _unfit(op)
+        token, vocab = op.writes[1].tensor, self.tensors[logits].shape[-1]
+        if op.get("base_axis", ""):
+            compare = self.only_user(token)
+            if compare is None or compare.kind != "all_reduce":
+                raise _unfit(op)
+            token, num_ranks = compare.writes[1].tensor, _num_ranks(compare)
+            ops.append(compare)
+            extent = op.attr("extent")
+            assert isinstance(extent, int)
+            vocab = extent
+            logits = self.gathered(source, ops)
+        draw = self.draw(op, (source, logits)) if op.kind == "sample" else None
+        self.take(*ops)
+        return FusedChoice(
+            name=op.name, source=source, logits=logits, token=token, vocab=vocab,
+            num_ranks=num_ranks, draw=draw,
+        )  # fmt: skip
+
+    def gathered(self, source: str, ops: list[Op]) -> str:
+        """The logits of all ranks where somebody asks for them, else the rank's own."""
+        for gather in self.users.get(source, []):
+            if gather.kind == "all_gather":
+                ops.append(gather)
+                return _out(gather)
+        return source
+
+    def draw(self, sample: Op, logits: tuple[str, ...]) -> Draw:
+        """How `sample` draws: at a temperature, within limits or not. Where each rank draws from
+        its own logits, limits come from candidates that all ranks gathered.
+        """
+        seeds, positions = self.read(sample, 2), self.read(sample, 3)
+        cutoff = self.producers.get(self.read(sample, 1))
+        if cutoff is None:
+            return Draw(sampling=self.read(sample, 1), seeds=seeds, positions=positions)
+        found, is_whole = self.read(cutoff, 0), not sample.get("base_axis", "")
+        ops, gather = [cutoff], self.producers.get(found)
+        if not is_whole and gather is not None and gather.kind == "all_gather":
+            found, is_whole = self.read(gather, 0), True
+            ops.append(gather)
+        limits: Limits = "all"
+        if found not in logits:
+            top = self.producers.get(found)
+            if top is None or top.kind != "top" or self.read(top, 0) not in logits:
+                raise _unfit(cutoff)
+            limits = "candidates"
+            ops.append(top)
+        if not is_whole:
+            raise _unfit(cutoff)
+        self.take(*ops)
+        return Draw(sampling=self.read(cutoff, 1), seeds=seeds, positions=positions, limits=limits)
+
+    def fuse_attention(self, op: Op) -> Fused:
+        """Attention with the rotations, norms and appends in front of it."""
+        appends = [self.append_to(op, self.read(op, place)) for place in (1, 2)]
+        q, q_norm, q_table = self.rotated(op, self.read(op, 0))
+        k, k_norm, k_table = self.rotated(op, self.read(appends[0], 0))
+        if q_table != k_table:
+            raise _unfit(appends[0])
+        self.take(op, *appends)
+        scale, window = op.attr("scale"), op.attr("window")
+        assert isinstance(scale, float)
+        assert isinstance(window, int)
+        return FusedAttention(
+            name=op.name,
+            q=q,
+            k=k,
+            v=self.read(appends[1], 0),
+            q_norm=q_norm,
+            k_norm=k_norm,
+            positions=self.read(op, 3),
+            table=q_table,
+            k_cache=self.read(op, 1),
+            v_cache=self.read(op, 2),
+            scale=scale,
+            window=window,
+            out=_out(op),
+        )
+
+    def normed(self, name: str) -> tuple[str, Norm | None]:
+        """What `name` is the norm of, if it is one that only linears read."""
+        op = self.producers.get(name)
+        if op is None or op.kind not in NORMS or name in self.outputs:
+            return name, None
+        if any(
+            user.kind != "linear" or self.read(user, 0) != name for user in self.users.get(name, [])
+        ):
+            return name, None
+        self.take(op)
+        return self.read(op, 0), _norm(op)
+
+    def rotated(self, attention: Op, name: str) -> tuple[str, Norm | None, str]:
+        """What `name` is the rotation of, the norm before it, and the table of angles."""
+        table, last = "", attention
+        rope = self.producers.get(name)
+        if rope is not None and rope.kind == "rope":
+            if self.read(rope, 2) != self.read(attention, 3):
+                raise _unfit(attention)
+            self.take(rope)
+            name, table, last = self.read(rope, 0), self.read(rope, 3), rope
+        norm = self.producers.get(name)
+        if norm is None or norm.kind != "rms_norm" or not table:
+            return name, None, table
+        if self.only_user(name) is not last:
+            return name, None, table
+        self.take(norm)
+        return self.read(norm, 0), _norm(norm), table
+
+    def append_to(self, attention: Op, cache: str) -> Op:
+        """The op that appends to a cache at the positions of `attention`."""
+        op = self.producers.get(cache)
+        if op is None or op.kind != "kv_append" or self.read(op, 1) != self.read(attention, 3):
+            raise _unfit(attention)
+        return op
+
+    def summed(self, op: Op) -> tuple[str, int, tuple[Op, ...]]:
+        """The result of an op summed over ranks, their number, and the ops that make it."""
+        user = self.only_user(_out(op))
+        if user is None or user.kind != "all_reduce" or user.get("combine", "") != "sum":
+            return _out(op), 1, (op,)
+        return _out(user), _num_ranks(user), (op, user)
+
+    def only_user(self, name: str) -> Op | None:
+        """The op that reads `name`, if there is one alone and it is no output."""
+        users = self.users.get(name, [])
+        return users[0] if len(users) == 1 and name not in self.outputs else None
+
+    def read(self, op: Op, place: int) -> str:
+        """The tensor that an op reads, or the one that it shows all of."""
+        return self.whole(op.reads[place].tensor)
+
+    def whole(self, name: str) -> str:
+        """The tensor that a view shows all of; the name itself if it is none."""
+        found = self.shown.get(name)
+        return found.tensor if found and found.num == self.size(found.tensor) else name
+
+    def storage(self, name: str) -> str:
+        """The tensor that a view shows some of; the name itself if it is none."""
+        return self.shown[name].tensor if name in self.shown else name
+
+    def size(self, name: str) -> int:
+        return self.tensors[name].num_elements
+
+    def take(self, *ops: Op) -> None:
+        self.taken.update(op.name for op in ops)
+
+
+MAX_STREAMS = 2
+"""Products of one x that meet in an epilogue, at most."""
+NORMS = ("rms_norm", "layer_norm")
+COMMUTATIVE = ("add", "mul")
+
+
+def substitute(tree: expr.Expr, arguments: Sequence[expr.Expr]) -> expr.Expr:
+    """The expression with argument i replaced by arguments[i]."""
+    match tree:
+        case expr.Arg(index):
+            return arguments[index]
+        case expr.Call(args=parts):
+            return replace(tree, args=tuple(substitute(part, arguments) for part in parts))
+    return tree
+
+
+def canonical(tree: expr.Expr) -> expr.Expr:
+    """The expression with the arguments of commutative functions in one order: the same bits."""
+    if not isinstance(tree, expr.Call):
+        return tree
+    args = tuple(map(canonical, tree.args))
+    return replace(tree, args=tuple(sorted(args, key=str)) if tree.fn in COMMUTATIVE else args)
+
+
+def _out(op: Op) -> str:
+    return op.writes[0].tensor
+
+
+def _num_ranks(collective: Op) -> int:
+    found = collective.attr("num_ranks")
+    assert isinstance(found, int)
+    return found
+
+
+def _norm(op: Op) -> Norm:
+    eps = op.attr("eps")
+    assert isinstance(eps, float)
+    bias = op.reads[3].tensor if len(op.reads) == 4 else ""
+    return Norm(weight=op.reads[2].tensor, eps=eps, kind=op.kind, bias=bias)
+
+
+def _unfit(op: Op) -> UnsupportedError:
+    return UnsupportedError(
+        f"op {op.name!r} of kind {op.kind} does not fuse",
+        expected="contractions with norms before and pointwise ops behind them, attention with a "
+        "cache, embeddings, the choice of a token",
+        remedy="run the segment by library ops",
+    )

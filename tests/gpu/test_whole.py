@@ -1,0 +1,183 @@
+"""Whole programs as one persistent kernel on a GPU, as exact as torch's own bf16."""
+
+from collections.abc import Callable, Mapping
+
+import pytest
+import torch
+from torch import Tensor
+
+from distmega.compiled import CompiledProgram
+from distmega.errors import UnsupportedError
+from distmega.hostir.comm.communicator import SingleCommunicator
+from distmega.program.builder import Handle, ProgramBuilder
+from distmega.program.types import Program
+from distmega.sharding.layout.mesh import DeviceMesh
+from distmega.sharding.planner import plan_program
+from distmega.sharding.search.cost import CPU, H200
+
+pytestmark = pytest.mark.gpu
+
+MESH = DeviceMesh(tp=1)
+EPS = 1e-5
+MOST_ERROR = 1.25
+"""Times the error of library ops in bf16."""
+
+
+class Maker:
+    """A program in one dtype, with weights by name as they are asked for."""
+
+    def __init__(self, dtype: str) -> None:
+        self.p, self.dtype = ProgramBuilder("whole"), dtype
+
+    def input(self, num: int) -> Handle:
+        return self.p.input("x", (1, num), self.dtype)
+
+    def weight(self, name: str, *shape: int) -> Handle:
+        return self.p.weight(name, shape, self.dtype)
+
+    def linear(self, x: Handle, name: str, rows: int, *, bias: bool = False) -> Handle:
+        w = self.weight(name, rows, x.shape[-1])
+        return self.p.linear(
+            x, w, self.weight(f"{name}.b", rows) if bias else None, name=f"{name}.y"
+        )
+
+    def rms(self, x: Handle, name: str) -> Handle:
+        return self.p.rms_norm(x, self.weight(name, x.shape[-1]), EPS, name=f"{name}.y")
+
+    def layer_norm(self, x: Handle, name: str) -> Handle:
+        size = x.shape[-1]
+        vectors = self.weight(name, size), self.weight(f"{name}.b", size)
+        return self.p.layer_norm(x, *vectors, EPS, name=f"{name}.y")
+
+
+def gated(gate: str) -> Callable[[Maker], Handle]:
+    def build(m: Maker) -> Handle:
+        x = m.input(512)
+        for i in range(3):
+            h = m.rms(x, f"n{i}")
+            mixed = m.p.pointwise(gate, m.linear(h, f"g{i}", 1536), m.linear(h, f"u{i}", 1536))
+            x = m.p.pointwise("a0 + a1", x, m.linear(mixed, f"d{i}", 512))
+        return x
+
+    return build
+
+
+def ungated(m: Maker) -> Handle:
+    x = m.input(320)
+    for i in range(2):
+        h = m.linear(m.rms(x, f"n{i}"), f"u{i}", 704, bias=True).map("gelu(a0)")
+        x = m.p.pointwise("a0 * 0.5 + a1", m.linear(h, f"d{i}", 320, bias=True), x)
+    return x
+
+
+def layer_normed(m: Maker) -> Handle:
+    x = m.input(768)
+    for i in range(2):
+        h = m.linear(m.layer_norm(x, f"n{i}"), f"u{i}", 3072, bias=True).map("gelu(a0)")
+        x = m.p.pointwise("a0 + a1", x, m.linear(h, f"d{i}", 768, bias=True))
+    return x
+
+
+def chain(m: Maker) -> Handle:
+    x = m.input(128)
+    for i, rows in enumerate((192, 1088, 64)):
+        x = m.linear(x, f"w{i}", rows)
+    return x
+
+
+def gates_with_biases(m: Maker) -> Handle:
+    x = m.input(256)
+    h = m.layer_norm(x, "n")
+    pair = (m.linear(h, name, 640, bias=True) for name in ("g", "u"))
+    mixed = m.p.pointwise("tanh(a0) * a1", *pair)
+    return m.p.pointwise("a1 - a0", m.linear(mixed, "d", 256), x)
+
+
+PROGRAMS = {
+    "silu": gated("silu(a0) * a1"),
+    "turned": gated("a1 * silu(a0)"),
+    "tanh": gated("tanh(a0) + a1"),
+    "ungated": ungated,
+    "layer norms": layer_normed,
+    "chain": chain,
+    "biases of gates": gates_with_biases,
+}
+
+
+def program_of(name: str, dtype: str) -> Program:
+    m = Maker(dtype)
+    return m.p.build(PROGRAMS[name](m))
+
+
+def random_values(program: Program) -> dict[str, Tensor]:
+    """Weights of variance 1 / row length, vectors about 1, in bf16's numbers."""
+    torch.manual_seed(1)
+    values = {}
+    for tensor in (*program.with_role("input"), *program.with_role("weight")):
+        x = torch.randn(tensor.shape, device="cpu")
+        if tensor.role == "weight" and len(tensor.shape) == 2:
+            x *= tensor.shape[1] ** -0.5
+        elif tensor.role == "weight":
+            x = 0.1 * x + (0.0 if tensor.name.endswith(".b") else 1.0)
+        values[tensor.name] = x.bfloat16()
+    return values
+
+
+def run(program: Program, values: Mapping[str, Tensor], device: str, **options: object) -> Tensor:
+    machine = CPU if device == "cpu" else H200
+    with torch.device("cpu"):
+        step = CompiledProgram(
+            plan_program(program, MESH, machine), SingleCommunicator(MESH), device, **options
+        )
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    parts = step.parts({name: x.to(dtype).to(device) for name, x in values.items()})
+    outs = [next(iter(step(parts).values())).clone() for _ in range(3)]
+    assert all(torch.equal(outs[0], out) for out in outs)
+    if options.get("megakernel") is True:
+        assert step.stats.num_megakernels == 1
+        assert step.stats.num_library_ops == 0
+        assert step.stats.replayed
+        step.wait()
+    return outs[0].float().cpu()
+
+
+def error(found: Tensor, exact: Tensor) -> float:
+    return float((found - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_is_one_launch_as_exact_as_library_ops(name):
+    values = random_values(program_of(name, "bf16"))
+    exact = run(program_of(name, "f32"), values, "cpu")
+    library = error(run(program_of(name, "bf16"), values, "cuda:0", megakernel=False), exact)
+    whole = error(run(program_of(name, "bf16"), values, "cuda:0", megakernel=True), exact)
+    print(f"{name}: kernel {whole:.2e}, library ops {library:.2e}")
+    assert whole <= MOST_ERROR * library
+
+
+def test_inputs_change_between_replays():
+    program = program_of("silu", "bf16")
+    values = random_values(program)
+    plan = plan_program(program, MESH, H200)
+    step = CompiledProgram(plan, SingleCommunicator(MESH), "cuda:0", megakernel=True)
+    slow = CompiledProgram(plan, SingleCommunicator(MESH), "cuda:0", megakernel=False)
+    parts = step.parts({name: x.cuda() for name, x in values.items()})
+    (out,) = program.outputs
+    step(parts)
+    for number in range(1000):
+        x = torch.randn(1, 512, device="cuda").bfloat16()
+        found = step({"x": x})[out]
+        if number % 250 == 0:
+            expected = slow(parts | {"x": x})[out]
+            torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)
+
+
+def test_what_no_kernel_does_is_named():
+    m = Maker("bf16")
+    program = m.p.build(m.p.softmax(m.linear(m.input(64), "w", 64), name="soft"))
+    plan = plan_program(program, MESH, H200)
+    with pytest.raises(UnsupportedError, match="soft"):
+        CompiledProgram(plan, SingleCommunicator(MESH), "cuda:0", megakernel=True)
+    step = CompiledProgram(plan, SingleCommunicator(MESH), "cuda:0")
+    assert step.stats.num_megakernels == 0
+    assert "no megakernel" in step.explain()

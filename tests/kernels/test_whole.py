@@ -1,0 +1,90 @@
+"""Whole programs as one launch a rank on CPUs: the interpreter against library ops."""
+
+import pytest
+import torch
+
+from distmega.compiled import CompiledProgram
+from distmega.errors import ProgramError, UnsupportedError
+from distmega.hostir.comm.communicator import SingleCommunicator
+from distmega.program.builder import ProgramBuilder
+from distmega.program.types import Program
+from distmega.sharding.layout.mesh import DeviceMesh
+from distmega.sharding.planner import plan_program
+from distmega.sharding.search.cost import CPU
+
+MESH = DeviceMesh(tp=1)
+
+
+def gated(formula: str, rows: int = 3) -> Program:
+    p = ProgramBuilder("gated")
+    x = p.input("x", (rows, 40))
+    h = p.rms_norm(x, p.weight("n", (40,)), 1e-5)
+    pair = (p.linear(h, p.weight(name, (72, 40))) for name in "gu")
+    mixed = p.pointwise(formula, *pair)
+    return p.build(p.pointwise("a0 + a1", p.linear(mixed, p.weight("d", (40, 72))), x))
+
+
+def counting() -> Program:
+    """A state that grows by the input."""
+    p = ProgramBuilder("counting")
+    total, x = p.state("total", (4,)), p.input("x", (4,))
+    p.set(p.pointwise("a0 + a1", total, x), total)
+    return p.build(total.map("a0 * 2"))
+
+
+def compiled(program: Program, **options: object) -> CompiledProgram:
+    plan = plan_program(program, MESH, CPU)
+    return CompiledProgram(plan, SingleCommunicator(MESH), **options)
+
+
+def random_parts(step: CompiledProgram) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    tensors = step.plan.program.tensors
+    return step.parts({t.name: torch.randn(t.shape) for t in tensors if t.role != "temp"})
+
+
+@pytest.mark.parametrize("formula", ["silu(a0) * a1", "tanh(a0) + a1", "a1 * silu(a0)"])
+def test_one_launch_gives_what_library_ops_give(formula):
+    program = gated(formula)
+    slow, fast = compiled(program), compiled(program, megakernel=True)
+    parts = random_parts(slow)
+    (expected,), (found,) = slow(parts).values(), fast(parts).values()
+    torch.testing.assert_close(found, expected)
+    assert (fast.stats.num_megakernels, fast.stats.num_library_ops) == (1, 0)
+    assert fast.stats.num_tasks > 0
+    assert "one megakernel a rank" in fast.explain()
+    assert slow.stats.num_megakernels == 0
+    assert "no megakernel: a CPU" in slow.explain()
+
+
+def test_weights_are_copied_when_they_are_bound():
+    step = compiled(gated("a0 * a1"), megakernel=True)
+    parts = random_parts(step)
+    (first,) = step(parts).values()
+    parts["d"].zero_()
+    (same,) = step(parts).values()
+    assert torch.equal(same, first)
+    (other,) = step(parts | {"d": torch.zeros_like(parts["d"])}).values()
+    assert torch.equal(other, parts["x"])
+
+
+def test_states_are_those_of_the_program():
+    with pytest.raises(UnsupportedError, match="warm=True"):
+        compiled(counting(), megakernel=True)
+    step = compiled(counting(), megakernel=True, warm=True)
+    step.load({"total": torch.ones(4)})
+    for number in range(1, 4):
+        (out,) = step({"x": torch.ones(4)}).values()
+        assert torch.equal(out, torch.full((4,), 2.0 * (number + 1)))
+    assert torch.equal(step.tensors["total"], torch.full((4,), 4.0))
+    with pytest.raises(ProgramError, match="state 'total' in memory of the caller"):
+        step.bind({"total": torch.zeros(4)})
+
+
+def test_what_no_kernel_does_is_named():
+    p = ProgramBuilder("soft")
+    program = p.build(p.softmax(p.input("x", (2, 8)), name="chances"))
+    with pytest.raises(UnsupportedError, match="chances"):
+        compiled(program, megakernel=True)
+    step = compiled(program, megakernel=False)
+    assert "no megakernel: megakernel=False" in step.explain()
