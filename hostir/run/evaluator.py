@@ -7,6 +7,7 @@ CPU streams and events order nothing, since the host runs nodes in program order
 program allows; check.py proves that for the device as well. Next: kernels/megakernel.py.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
@@ -210,7 +211,11 @@ class _Compiler:
         self.buffers = host.buffer_map()
         self.coordinate = host.mesh.coordinate(comm.rank)
         self.sources = view_sources(host.body)
-        self.viewed = {storage_of(name, self.sources) for name in self.sources}
+        self.views = defaultdict[str, list[str]](list)
+        """Storage -> views of it."""
+        for name in self.sources:
+            self.views[storage_of(name, self.sources)].append(name)
+        self.viewed = set(self.views)
         given = {buffer.name for buffer in host.buffers if buffer.role != "temp"}
         segments = host.segment_map()
         looped = {
@@ -313,8 +318,8 @@ class _Compiler:
                 buffer = self.buffers[name]
                 return lambda f: f.tensors.update({name: empty_tensor(buffer, self.device)})
             case Deallocate(buffer=name):
-                views = [each for each in self.sources if storage_of(each, self.sources) == name]
-                return lambda f: [f.tensors.pop(each, None) for each in (name, *views)]
+                freed = name, *self.views[name]
+                return lambda f: [f.tensors.pop(each, None) for each in freed]
             case SliceView(view=view, buffer=buffer, dim=dim):
                 shapes = self.buffers[buffer].shape, self.buffers[view].shape
 
