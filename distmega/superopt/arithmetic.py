@@ -123,7 +123,7 @@ def without_powers(tree: expr.Expr) -> expr.Expr:
         return tree
     args = tuple(map(without_powers, tree.args))
     if tree.fn == "pow" and isinstance(args[1], expr.Const):
-        base, power = args[0], args[1].value
+        base, power = args[0], float(args[1].value)
         if abs(power) == 0.5:
             return expr.Call("sqrt" if power > 0 else "rsqrt", (base,))
         if power.is_integer() and 1 <= abs(power) <= LARGEST_POWER:

@@ -129,7 +129,7 @@ class Forms:
             return []
         found: dict[Choice, None] = {}
         for form in self._forms[number].values():
-            if form.template:
+            if form.template and form.reads:
                 args = tuple(sorted(form.reads))
                 names = {arg: f"a{index}" for index, arg in enumerate(args)}
                 found[Choice("map", (form.text(names),), args)] = None

@@ -97,6 +97,16 @@ def fold_constants(graph: EGraph, owner: int, node: Node) -> Iterator[int]:
             yield other
 
 
+def add_constants(graph: EGraph, owner: int, node: Node) -> Iterator[int]:
+    """A sum of constants is a constant; 0 + a = a."""
+    a, b = (graph.constant(arg) for arg in node[2])
+    if a is not None and b is not None:
+        yield graph.add("const", a + b)
+    for value, other in ((a, node[2][1]), (b, node[2][0])):
+        if value == 0.0:
+            yield other
+
+
 def push_into_sum(graph: EGraph, owner: int, node: Node) -> Iterator[int]:
     """a sum_k(b) = sum_k(a b), where a does not run along k."""
     left, right = node[2]
@@ -215,7 +225,7 @@ def _beside(graph: EGraph, a: int, k: str, b: int, r: str) -> bool:
 
 
 LAWS: Mapping[str, tuple[Law, ...]] = {
-    "add": (associate, factor, join_sums),
+    "add": (associate, add_constants, factor, join_sums),
     "mul": (associate, fold_constants, distribute, push_into_sum),
     "sum": (pull_from_sum, sum_of_sum, merge_reductions, split_reduction),
     "max": (merge_reductions, split_reduction, scale_maximum),

@@ -166,7 +166,7 @@ def lower_expr(tree: expr.Expr, args: Sequence[Term]) -> Term:
         case expr.Arg(index):
             return args[index]
         case expr.Const(value):
-            return const(value)
+            return const(float(value))
         case expr.Call(fn="add", args=(a, b)):
             return add(lower_expr(a, args), lower_expr(b, args))
         case expr.Call(fn="sub", args=(a, b)):
