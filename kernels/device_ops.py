@@ -36,7 +36,7 @@ class KernelOps:
     def reads_host(self, op: Op) -> str:
         """As library.reads_host."""
         if op.kind == "attention":
-            there = is_packed(op) and has_triton()
+            there = _is_packed_uncapped(op) and has_triton()
             return "" if there or (self.masked and _is_plain(op)) else reads_host(op)
         return reads_host(op)
 
@@ -54,13 +54,18 @@ class KernelOps:
         if op.kind == "kv_append" and has_triton():
             append = importlib.import_module("distmega.kernels.append").append
             return lambda xs: (append(xs[-1], *xs[:-1]),)
-        if op.kind == "attention" and is_packed(op) and has_triton():
+        if op.kind == "attention" and _is_packed_uncapped(op) and has_triton():
             attend = importlib.import_module("distmega.kernels.packed_attention").attend_packed
             scale, window = op.attr("scale"), op.attr("window")
             return lambda xs: (attend(*xs, scale, window),)
         if op.kind == "attention" and self.masked and _is_plain(op):
             return compile_masked_attention(op)
         return compile_op(op, coordinate)
+
+
+def _is_packed_uncapped(op: Op) -> bool:
+    """Whether the kernel for packed prompts does an attention."""
+    return is_packed(op) and not op.get("softcap", 0)
 
 
 def _is_plain(op: Op) -> bool:

@@ -71,6 +71,26 @@ def layer_starts(config: ModelConfig) -> tuple[str, ...]:
     return tuple(f"layers.{layer}.attn_in" for layer in range(1, config.num_layers))
 
 
+def choose_tokens(
+    p: ProgramBuilder, scores: Handle, method: Method, positions: Handle | None
+) -> Handle:
+    """The next token of each row of logits [r, v], [r]; declares the inputs that `method` takes.
+    positions: of the rows, [r]; by default input `last_positions`.
+    """
+    rows, vocab = scores.shape
+    if not method.draws:
+        return p.argmax(scores, name="next")
+    at = p.input("last_positions", (rows,), "i64") if positions is None else positions
+    limited = method.kind == "limited"
+    limits = p.input("sampling", (rows, 3 if limited else 2), "f32")
+    if limited:
+        num = method.num_candidates
+        candidates = p.top(scores, num, name="candidates") if 0 < num < vocab else scores
+        limits = p.cutoff(candidates, limits, name="limits")
+    seeds = p.input("seeds", (rows,), "i64")
+    return p.sample(scores, limits, seeds, at, name="next")
+
+
 class _Decoder:
     """The builder with what every layer needs at hand."""
 
@@ -122,21 +142,8 @@ class _Decoder:
 
     def choose(self, scores: Handle, method: Method) -> Handle:
         """The next token of each row of logits, [rows]."""
-        p, rows, vocab = self.p, scores.shape[0], self.config.vocab
-        if not method.draws:
-            return p.argmax(scores, name="next")
-        if self.last is None:
-            at = self.last_row(self.positions, "last_position")
-        else:
-            at = p.input("last_positions", (rows,), "i64")
-        limited = method.kind == "limited"
-        limits = p.input("sampling", (rows, 3 if limited else 2), "f32")
-        if limited:
-            num = method.num_candidates
-            candidates = p.top(scores, num, name="candidates") if 0 < num < vocab else scores
-            limits = p.cutoff(candidates, limits, name="limits")
-        seeds = p.input("seeds", (rows,), "i64")
-        return p.sample(scores, limits, seeds, at, name="next")
+        at = self.last_row(self.positions, "last_position") if self.last is None else None
+        return choose_tokens(self.p, scores, method, at)
 
     def attention_block(self, layer: int, x: Handle) -> Handle:
         """x + attention(norm(x)), with the new keys and values appended to the layer's caches

@@ -192,13 +192,14 @@ class ProgramBuilder:
         window: int = 0,
         in_order: bool = False,
         packed: tuple[Handle, Handle] | None = None,
+        softcap: float = 0.0,
         name: str = "",
     ) -> Handle:
         """See ops.attention: causal, over caches."""
         operands = (self._own(q), self._own(k), self._own(v), self._own(positions))
         name = self._name(name, "attention")
         data = None if packed is None else (self._own(packed[0]), self._own(packed[1]))
-        return self._add(ops.attention(name, *operands, scale, window, in_order, data))
+        return self._add(ops.attention(name, *operands, scale, window, in_order, data, softcap))
 
     def attend(
         self,

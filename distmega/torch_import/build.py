@@ -4,6 +4,7 @@ In: values (values.py) and what torch says of a node's result. Out: values; ops 
 program on the way, named after the module and node they come from. Next on the walk: rules.py.
 """
 
+import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,9 @@ from distmega.torch_import.values import (
     uniform_value,
     value_dtype,
 )
+
+CONSTANT = "constant."
+"""Begins the names of weights that are known at capture."""
 
 LARGEST_WHOLE = 2**53
 """Whole numbers up to this are exact in an expression."""
@@ -49,7 +53,6 @@ class Build:
     results: tuple[Result, ...] = ()
     base: str = ""
     _num_ops: int = 0
-    _known: dict[tuple[object, ...], Handle] = field(default_factory=dict)
 
     def start(self, base: str, results: Sequence[Result]) -> None:
         """Begins a node."""
@@ -82,7 +85,9 @@ class Build:
         return self.constant(value.tensor)
 
     def constant(self, tensor: torch.Tensor) -> Handle:
-        """A weight that holds a known tensor; equal ones are one, one number is stored once."""
+        """A weight that holds a known tensor, named by what it holds, so that programs can share
+        it; one number is stored once.
+        """
         shape = tuple(tensor.shape)
         number = uniform_value(Constant(tensor))
         if number is not None and tensor.numel() > 1:
@@ -90,12 +95,11 @@ class Build:
             return self.p.expand(one, shape, name=self.name())
         tensor = torch.empty(shape, dtype=tensor.dtype).copy_(tensor.detach())
         dtype = require_dtype(dtype_name(tensor.dtype), self.base)
-        key = (shape, dtype, bytes(tensor.reshape(-1).view(torch.uint8).numpy()))
-        if key not in self._known:
-            name = f"constant.{len(self.constants)}"
-            self.constants[name] = tensor
-            self._known[key] = self.p.weight(name, shape, dtype)
-        return self._known[key]
+        content = bytes(tensor.reshape(-1).view(torch.uint8).numpy())
+        digest = hashlib.sha256(f"{dtype}{shape}".encode() + content).hexdigest()
+        name = f"{CONSTANT}{digest[:12]}"
+        self.constants[name] = tensor
+        return self.p.weight(name, shape, dtype)
 
     def pointwise(
         self, text: str, *operands: Value, dtype: str = "", shape: tuple[int, ...] | None = None

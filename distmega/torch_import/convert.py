@@ -40,6 +40,11 @@ IGNORED = ("aten._assert_tensor_metadata", "aten._assert_async", "aten._assert_s
            "aten.sym_constrain_range", "aten.sym_constrain_range_for_size")  # fmt: skip
 
 
+COMPUTING = ("aten.linear", "aten.matmul", "aten.softmax", "aten.scaled_dot_product_attention",
+             "distmega.attend", "distmega.attend_rows")  # fmt: skip
+"""Operators besides expressions whose results share no storage with what they read."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Graph:
     """A program, and where its tensors come from.
@@ -70,18 +75,26 @@ class Output:
     dtype: str = ""
 
 
-def convert(exported: ExportedProgram, name: str) -> Graph:
-    """The program of an exported module. CaptureError for what programs can't hold."""
-    return _Converter(exported, name).run()
+Ending = Callable[[ProgramBuilder, Mapping[str, Handle], Sequence[Handle]], Sequence[Handle]]
+"""More ops, given the inputs by name and the module's results; gives the program's outputs."""
+
+
+def convert(exported: ExportedProgram, name: str, ending: Ending | None = None) -> Graph:
+    """The program of an exported module. CaptureError for what programs can't hold. ending: what
+    comes behind the module's results, which must be tensors, in place of these.
+    """
+    return _Converter(exported, name, ending).run()
 
 
 @dataclass(slots=True)
 class _Converter:
     exported: ExportedProgram
     name: str
+    ending: Ending | None = None
     values: dict[fx.Node, Value] = field(default_factory=dict)
     targets: dict[str, str] = field(default_factory=dict)
     states: dict[str, Handle] = field(default_factory=dict)
+    declared_inputs: dict[str, Handle] = field(default_factory=dict)
     inputs: list[str | None] = field(default_factory=list)
     opaque: Counter[str] = field(default_factory=Counter)
     order: dict[fx.Node, int] = field(default_factory=dict)
@@ -151,7 +164,9 @@ class _Converter:
             return value
         name = _plain(node.name)
         self.inputs.append(name)
-        return self.declared(name, value, self.b.p.input)
+        found = self.declared(name, value, self.b.p.input)
+        self.declared_inputs[name] = found.held if isinstance(found, Foreign) else found
+        return found
 
     def declared(
         self, name: str, like: torch.Tensor, declare: Callable[[str, Sequence[int], str], Handle]
@@ -180,8 +195,10 @@ class _Converter:
         if self.is_known(node, args, kwargs):
             return self.evaluate(node, args, kwargs)
         results = _results(node)
+        if isinstance(node.meta.get("val"), torch.Tensor) and 0 in results[0].shape:
+            return Constant(torch.empty(results[0].shape, dtype=node.meta["val"].dtype))
         self.b.start(_op_name(node), results)
-        if packet == "distmega.kv_append":
+        if packet == "distmega.append_rows":
             return self.append(node, args)
         found = self.stated(node.target, packet, args, kwargs)
         return self.as_opaque(node, args, kwargs) if found is NotImplemented else found
@@ -290,20 +307,22 @@ class _Converter:
 
     def append(self, node: fx.Node, args: Sequence[Value]) -> Value:
         """New rows of a cache, in place where nobody reads the cache as it was afterwards."""
-        cache, x, positions = args
+        cache, x, positions, *more = args
         old = node.args[0]
         assert isinstance(old, fx.Node)
         held = self.b.handle(cache)
-        if held in self.states.values() and self.last_read(old, node) <= self.order[node]:
-            self.b.p.kv_append(held, self.b.handle(x), self.b.handle(positions), name=self.b.name())
-            return held
-        return NotImplemented if node.target is None else self.as_opaque(node, args, {})
+        if held not in self.states.values() or self.last_read(old, node) > self.order[node]:
+            return self.as_opaque(node, args, {})
+        sequences = self.b.handle(more[0]) if more and more[0] is not None else None
+        operands = self.b.handle(x), self.b.handle(positions)
+        self.b.p.kv_append(held, *operands, sequences, name=self.b.name())
+        return held
 
     def last_read(self, node: fx.Node, but: fx.Node) -> int:
         """Place of the last node that reads a value, through what may share its storage."""
         places = [-1]
         for user in node.users:
-            if user is but:
+            if user is but or _overwrites(user, node):
                 continue
             places.append(self.order[user])
             if self.values.get(user) is not None and _may_share(user):
@@ -325,7 +344,7 @@ class _Converter:
                     value = value.held if isinstance(value, Foreign) else value
                     pending.append((self.own(value), self.states[spec.target]))
                 continue
-            if not isinstance(value, TENSORS):
+            if not isinstance(value, TENSORS) or self.ending is not None:
                 outputs.append(value)
                 continue
             self.b.start(f"out.{len(named)}", _results(node))
@@ -336,6 +355,10 @@ class _Converter:
                 updated[handle.name] = _plain(spec.target)
             else:
                 outputs.append(Output(handle.name, dtype))
+        if self.ending is not None:
+            results = [self.b.handle(self.values[node]) for node in self.user_results(last)]
+            declared = {name: self.declared_inputs[name] for name in self.inputs if name}
+            named = {handle.name: handle for handle in self.ending(p, declared, results)}
         for handle, state in pending:
             if handle is not state:
                 p.set(handle, into=state, name=f"{state.name}.update")
@@ -348,6 +371,16 @@ class _Converter:
             updated=updated,
             opaque=self.opaque,
         )
+
+    def user_results(self, last: fx.Node) -> list[fx.Node]:
+        """Nodes that are results of the module itself."""
+        specs = self.exported.graph_signature.output_specs
+        pairs = zip(specs, last.args[0], strict=True)  # type: ignore[arg-type]
+        return [
+            node
+            for spec, node in pairs
+            if spec.kind is OutputKind.USER_OUTPUT and isinstance(node, fx.Node)
+        ]
 
     def own(self, value: Value) -> Handle:
         """A handle in storage of its own: no view, which a state below it could change."""
@@ -427,11 +460,14 @@ def _known_tensor(value: Value) -> Value:
     return value.tensor if isinstance(value, Constant) else value
 
 
+def _overwrites(user: fx.Node, node: fx.Node) -> bool:
+    """Whether `user` stands for a copy into `node`, whose old values it does not read."""
+    return str(user.target) == "aten.copy.default" and user.args[0] is node
+
+
 def _may_share(node: fx.Node) -> bool:
     """Whether a node's value may be another view of what it reads."""
     schema = getattr(node.target, "_schema", None)
     packet = schema.name.replace("::", ".") if schema is not None else "getitem"
-    computes = packet in EXPRESSIONS or packet in ("aten.linear", "aten.matmul", "aten.softmax",
-                                                   "aten.scaled_dot_product_attention",
-                                                   "distmega.attend")  # fmt: skip
+    computes = packet in EXPRESSIONS or packet in COMPUTING
     return not computes

@@ -121,7 +121,7 @@ def split(b: Build, self: TensorValue, dim: int = 0, **other: Value) -> Value:
 
 @rule("cat")
 def cat(b: Build, tensors: Sequence[TensorValue], dim: int = 0) -> Value:
-    full = [x for x in tensors if x.shape != (0,)]
+    full = [x for x in tensors if 0 not in x.shape]
     return b.p.concat([b.handle(b.cast(x, b.dtype)) for x in full], dim, name=b.name())
 
 

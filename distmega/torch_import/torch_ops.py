@@ -1,8 +1,8 @@
 """Operators of our own for torch modules to call, so that capture finds them whole.
 
-`distmega::attend` is attention under a mask with a soft cap; `distmega::kv_append` gives a cache
-with new rows in it. Both run by torch like any other. RULES says what they become. Used by
-convert.py and by the caches of decoders.
+`distmega::attend` is attention under a mask with a soft cap; `append_rows` gives a cache with new
+rows in it; `attend_rows` is causal attention over caches. All run by torch like any other. RULES
+says what they become. Used by convert.py, and by decoders of transformers (hf_attention.py).
 """
 
 from collections.abc import Callable
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from distmega.hostir.library import ops as library
+from distmega.program.builder import Handle
 from distmega.torch_import import rules
 from distmega.torch_import.build import Build
 
@@ -31,15 +32,52 @@ def _(
     return query.new_empty((*query.shape[:-1], value.shape[-1]))
 
 
-@torch.library.custom_op("distmega::kv_append", mutates_args=())
-def kv_append(cache: Tensor, x: Tensor, positions: Tensor) -> Tensor:
-    """The cache [h, t, d] with x [m, h, d] at t = positions[m], or [m, h, t, d] a row each."""
-    return library.kv_append(cache.clone(), x, positions)
+@torch.library.custom_op("distmega::append_rows", mutates_args=())
+def append_rows(
+    cache: Tensor, x: Tensor, positions: Tensor, sequences: Tensor | None = None
+) -> Tensor:
+    """The cache with rows x [m, h, d] in it; see the library's kv_append."""
+    return library.kv_append(cache.clone(), x, positions, sequences)
 
 
-@kv_append.register_fake
-def _(cache: Tensor, x: Tensor, positions: Tensor) -> Tensor:
+@append_rows.register_fake
+def _(cache: Tensor, x: Tensor, positions: Tensor, sequences: Tensor | None = None) -> Tensor:
     return torch.empty_like(cache)
+
+
+@torch.library.custom_op("distmega::attend_rows", mutates_args=())
+def attend_rows(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    sequences: Tensor | None,
+    starts: Tensor | None,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> Tensor:
+    """Causal attention of q [m, h, g, d] over caches; see the program's ops.attention."""
+    if sequences is None:
+        return library.attention(query, keys, values, positions, scale, window, softcap)
+    return library.packed_attention(
+        query, keys, values, positions, sequences, scale, window, softcap
+    )
+
+
+@attend_rows.register_fake
+def _(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    sequences: Tensor | None,
+    starts: Tensor | None,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> Tensor:
+    return query.new_empty((*query.shape[:-1], values.shape[-1]))
 
 
 def _attend_rule(b: Build, **arguments: Any) -> Any:
@@ -47,5 +85,34 @@ def _attend_rule(b: Build, **arguments: Any) -> Any:
     return rules.attend(b, **arguments)
 
 
-RULES: dict[str, Callable[..., Any]] = {"distmega.attend": _attend_rule}
+def _attend_rows_rule(
+    b: Build,
+    query: Any,
+    keys: Any,
+    values: Any,
+    positions: Any,
+    scale: float,
+    window: int,
+    softcap: float,
+    sequences: Any = None,
+    starts: Any = None,
+) -> Handle:
+    packed = None if sequences is None else (b.handle(sequences), b.handle(starts))
+    return b.p.attention(
+        b.handle(query),
+        b.handle(keys),
+        b.handle(values),
+        b.handle(positions),
+        scale,
+        window,
+        packed=packed,
+        softcap=softcap,
+        name=b.name(),
+    )
+
+
+RULES: dict[str, Callable[..., Any]] = {
+    "distmega.attend": _attend_rule,
+    "distmega.attend_rows": _attend_rows_rule,
+}
 """Operator -> its rule."""

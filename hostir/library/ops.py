@@ -124,13 +124,19 @@ def kv_append(
 
 
 def attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, positions: Tensor, scale: float, window: int = 0
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    positions: Tensor,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
 ) -> Tensor:
     """Causal attention of q [m, h, g, d] over caches [h, t, d] and [h, t, e], or over [m, h, t, d]
     and [m, h, t, e], a cache a row; only what some query sees is read.
 
     Query i sees t <= positions[i], and t > positions[i] - window where window > 0. Softmax in fp32
-    or wider.
+    or wider. softcap > 0: of softcap * tanh(score / softcap).
     """
     num_rows, _, group, _ = q.shape
     stop = int(positions.max()) + 1
@@ -147,11 +153,11 @@ def attention(
     rows = q.to(dtype)
     if k_cache.dim() == 4:
         mask = None if mask is None else mask[:, None, None]
-        out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scale)
+        out = _mixed(rows, keys, values, mask, scale, softcap)
         return out.contiguous().to(q.dtype)
     keys, values = (x.unsqueeze(1).expand(-1, group, -1, -1) for x in (keys, values))
     rows = rows.permute(1, 2, 0, 3)
-    out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scale)
+    out = _mixed(rows, keys, values, mask, scale, softcap)
     return out.permute(2, 0, 1, 3).contiguous().to(q.dtype)
 
 
@@ -163,27 +169,27 @@ def attend(
     """
     dtype, group = operand_dtype(q), q.shape[1] // k.shape[1]
     rows, keys, values = (x.to(dtype) for x in (q, k, v))
-    added = mask is not None and mask.dtype != torch.bool
-    seen = None if mask is None else mask.to(dtype) if added else mask
+    if group > 1:
+        keys, values = (x.repeat_interleave(group, 1) for x in (keys, values))
+    out = _mixed(rows, keys, values, mask, scale, softcap)
+    if mask is not None and mask.dtype == torch.bool:
+        out = out.masked_fill(~mask.any(-1, keepdim=True), 0.0)
+    return out.contiguous().to(q.dtype)
+
+
+def _mixed(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float
+) -> Tensor:
+    """Attention of tensors of one type and of as many heads, with a soft cap if there is one."""
+    if mask is not None and mask.dtype != torch.bool:
+        mask = mask.to(q.dtype)
     if not softcap:
-        out = F.scaled_dot_product_attention(
-            rows, keys, values, attn_mask=seen, scale=scale, enable_gqa=group > 1
-        )
-        return _without_nothing_seen(out, mask).contiguous().to(q.dtype)
-    keys, values = (x.repeat_interleave(group, 1) if group > 1 else x for x in (keys, values))
-    scores = widen(rows @ keys.transpose(-1, -2)) * scale
-    scores = torch.tanh(scores / softcap) * softcap
-    if seen is not None:
-        scores = scores + seen if added else scores.masked_fill(~seen, -math.inf)
-    weights = torch.softmax(scores, -1).to(dtype)
-    return _without_nothing_seen(weights @ values, mask).contiguous().to(q.dtype)
-
-
-def _without_nothing_seen(out: Tensor, mask: Tensor | None) -> Tensor:
-    """Zero rows where a mask of bools lets nothing be seen."""
-    if mask is None or mask.dtype != torch.bool:
-        return out
-    return out.masked_fill(~mask.any(-1, keepdim=True), 0.0)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    scores = torch.tanh(widen(q @ k.transpose(-1, -2)) * (scale / softcap)) * softcap
+    if mask is not None:
+        kept = mask.dtype == torch.bool
+        scores = scores.masked_fill(~mask, -math.inf) if kept else scores + mask
+    return torch.softmax(scores, -1).to(q.dtype) @ v
 
 
 def topk(x: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
@@ -205,17 +211,18 @@ def packed_attention(
     sequences: Tensor,
     scale: float,
     window: int = 0,
+    softcap: float = 0.0,
 ) -> Tensor:
     """As attention, of q [m, h, g, d] whose row m sees cache sequences[m] of [s, h, t, d] and
     [s, h, t, e], or of the only one where there is no s. Asks the device which rows those are.
     """
     if k_cache.dim() == 3:
-        return attention(q, k_cache, v_cache, positions, scale, window)
+        return attention(q, k_cache, v_cache, positions, scale, window, softcap)
     out = q.new_zeros(*q.shape[:3], v_cache.shape[-1])
     for sequence in torch.unique(sequences).tolist():
         rows = (sequences == sequence).nonzero().squeeze(1)
         own = k_cache[sequence], v_cache[sequence], positions[rows]
-        out[rows] = attention(q[rows], *own, scale, window)
+        out[rows] = attention(q[rows], *own, scale, window, softcap)
     return out
 
 
@@ -225,7 +232,13 @@ def is_packed(op: Op) -> bool:
 
 
 def masked_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, positions: Tensor, scale: float, window: int = 0
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    positions: Tensor,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
 ) -> Tensor:
     """As attention, over whole caches under a mask: the host need not know positions."""
     num_rows, heads, group, _ = q.shape
@@ -238,13 +251,10 @@ def masked_attention(
         mask &= seen > here - window
     if k_cache.dim() == 4:
         mask = mask[:, None, None]
-        out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scale)
-        return out.contiguous().to(q.dtype)
+        return _mixed(rows, keys, values, mask, scale, softcap).contiguous().to(q.dtype)
     rows = rows.permute(1, 2, 0, 3).reshape(1, heads, group * num_rows, -1)
     mask = mask.repeat(group, 1)
-    out = F.scaled_dot_product_attention(
-        rows, keys.unsqueeze(0), values.unsqueeze(0), attn_mask=mask, scale=scale
-    )
+    out = _mixed(rows, keys.unsqueeze(0), values.unsqueeze(0), mask, scale, softcap)
     out = out.reshape(heads, group, num_rows, -1).permute(2, 0, 1, 3)
     return out.contiguous().to(q.dtype)
 
@@ -252,7 +262,7 @@ def masked_attention(
 def attends_in_order(op: Op) -> bool:
     """Whether an op has all rows of an attention whose positions are 0, 1, 2 ..."""
     rows = op.extents["m"]
-    return op.get("in_order", 0) == rows <= op.extents["t"]
+    return op.get("in_order", 0) == rows <= op.extents["t"] and not op.get("softcap", 0)
 
 
 def ordered_attention(
@@ -408,17 +418,21 @@ def _compile_view(op: Op, coordinate: Coordinate) -> OpFunction:
 
 def _compile_attention(op: Op, coordinate: Coordinate) -> OpFunction:
     scale, window = _number(op, "scale"), int(_number(op, "window"))
+    softcap = _number(op, "softcap")
     if op.get("packed", 0):
-        return lambda xs: (packed_attention(xs[0], xs[1], xs[2], xs[3], xs[4], scale, window),)
+        return lambda xs: (
+            packed_attention(xs[0], xs[1], xs[2], xs[3], xs[4], scale, window, softcap),
+        )
     if attends_in_order(op):
         return lambda xs: (ordered_attention(xs[0], xs[1], xs[2], scale, window),)
-    return lambda xs: (attention(xs[0], xs[1], xs[2], xs[3], scale, window),)
+    return lambda xs: (attention(xs[0], xs[1], xs[2], xs[3], scale, window, softcap),)
 
 
 def compile_masked_attention(op: Op) -> OpFunction:
     """An op of kind attention, of rows at any positions, by masked_attention."""
     scale, window = _number(op, "scale"), int(_number(op, "window"))
-    return lambda xs: (masked_attention(xs[0], xs[1], xs[2], xs[3], scale, window),)
+    softcap = _number(op, "softcap")
+    return lambda xs: (masked_attention(xs[0], xs[1], xs[2], xs[3], scale, window, softcap),)
 
 
 def _compile_embedding(op: Op, coordinate: Coordinate) -> OpFunction:

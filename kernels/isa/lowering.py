@@ -49,6 +49,8 @@ def lower_group(
         raise unfit(op, "no instruction computes this kind")
     if op.kind == "pointwise" and op.get("dtypes", ()):
         raise unfit(op, "its result has another type than its first operand")
+    if op.kind == "attention" and op.get("softcap", 0):
+        raise unfit(op, "its scores have a soft cap")
     rule = RULES[op.kind]
     context = _context(group, operands, rule.classes(op), rule.limits, mesh_axes, expression)
     return [

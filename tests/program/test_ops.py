@@ -99,6 +99,11 @@ STATEMENTS: list[tuple[Built, str]] = [
         " q(m, h, g, d) k(h, t, d) v(h, t, e) p(m) -> y(m, h, g, e) | scale=0.25 window=7",
     ),
     (
+        ops.attention("y", Q, K, V, POSITIONS, 0.25, softcap=30.0),
+        "attention[m:5 h:3 g:2 e:24 d:16:reduce t:100:reduce] q(m, h, g, d) k(h, t, d)"
+        " v(h, t, e) p(m) -> y(m, h, g, e) | scale=0.25 softcap=30.0 window=0",
+    ),
+    (
         ops.embedding("y", POSITIONS, t("table", 100, 8)),
         "embedding[m:5 d:8 v:100:reduce:sum:lookup] p(m) table(v, d) -> y(m, d)",
     ),

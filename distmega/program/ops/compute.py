@@ -225,6 +225,7 @@ def attention(
     window: int = 0,
     in_order: bool = False,
     packed: tuple[Tensor, Tensor] | None = None,
+    softcap: float = 0.0,
 ) -> Built:
     """Causal attention of q [m, h, g, d] over caches [h, t, d] and [h, t, e]: query i sees t <=
     positions[i].
@@ -238,6 +239,8 @@ def attention(
     sees cache sequences[m]; rows starts[i] to starts[i + 1] are those of sequence i, whose
     positions follow each other, and there are no others. The attribute `packed` is the number of
     rows of which this is said, all of them: kernels read starts, a part of the rows can't.
+
+    softcap > 0: scores are softcap * tanh(score / softcap).
     """
     shapes = (q.shape, k_cache.shape, v_cache.shape, positions.shape)
     own = cache_rows(k_cache)
@@ -251,9 +254,10 @@ def attention(
     caches_fit = k_cache.shape == (*rows, t, d) and v_cache.shape == (*rows, t, e)
     if not caches_fit or positions.shape != (m,):
         raise _bad_attention(name, shapes)
-    if window < 0 or not math.isfinite(scale):
-        found = f"scale {scale}, window {window}"
-        raise bad_op(name, found, "a finite scale, a window of at least 0", "change these")
+    if window < 0 or not math.isfinite(scale) or not 0 <= softcap < math.inf:
+        found = f"scale {scale}, window {window}, softcap {softcap}"
+        expected = "finite ones, the window and the softcap at least 0"
+        raise bad_op(name, found, expected, "change these")
     require_integers(name, positions)
     axes = [Axis(name=n, extent=x) for n, x in (("m", m), ("h", h), ("g", g), ("e", e))]
     axes += [Axis(name="d", extent=d, role="reduce"), Axis(name="t", extent=t, role="reduce")]
@@ -263,6 +267,8 @@ def attention(
     attrs: dict[str, Attr] = {"scale": scale, "window": window}
     if in_order:
         attrs["in_order"] = m
+    if softcap:
+        attrs["softcap"] = softcap
     if packed:
         sequences, starts = packed
         if sequences.shape != (m,) or starts.shape != (num_caches + 1,):

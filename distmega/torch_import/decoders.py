@@ -1,0 +1,307 @@
+"""Decoders of transformers as programs with the same inputs, outputs and caches as our own.
+
+In: a configuration of transformers. Out: HfDecoder, whose `build` gives what models/decoder.py's
+build_decoder gives for ours. The model's own class is exported, its caches are states, and tokens
+are chosen from its logits as there. Weights keep the names of the model's parameters. Used by
+hf_source.py; next on the walk: hf_attention.py.
+"""
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from distmega.errors import CaptureError, RequestError
+from distmega.hostir.library.torch_types import torch_dtype
+from distmega.models.decoder import Logits, choose_tokens
+from distmega.models.sampling import GREEDY, Method
+from distmega.program.builder import Handle, ProgramBuilder
+from distmega.program.types import Program
+from distmega.torch_import import torch_ops
+from distmega.torch_import.convert import Graph, convert
+from distmega.torch_import.exported import export_module
+from distmega.torch_import.hf_attention import Rows, capturing, rows_cache
+
+
+class _WithoutRandomness(TorchFunctionMode):
+    """Leaves new parameters as memory gives them: nobody reads them."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if getattr(func, "__name__", "") in ("normal_", "uniform_", "trunc_normal_"):
+            return args[0] if args else (kwargs or {})["tensor"]
+        return func(*args, **(kwargs or {}))
+
+
+def make_model(config: PretrainedConfig, dtype: str, attention: str) -> nn.Module:
+    """The model of a configuration, its parameters without values, its buffers with theirs.
+
+    attention: "sdpa" or "eager", as transformers names implementations.
+    """
+    config = copy.deepcopy(config)
+    with _WithoutRandomness():
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch_dtype(dtype), attn_implementation="eager"
+        )
+    for each in (model.config, model.config.get_text_config(decoder=True)):
+        each._attn_implementation = attention
+    bare: nn.Module = model.eval().requires_grad_(False)
+    return bare
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheShape:
+    """Heads and dim of one of the caches."""
+
+    num_heads: int
+    dim: int
+
+
+@dataclass(slots=True, eq=False)
+class HfDecoder:
+    """A model of transformers that programs are built of.
+
+    shapes: of its caches, keys and values of each layer in turn. covered: whether all of its
+    attention goes through transformers' registry, so that rows may be of any sequences. attention:
+    the implementation that its class is asked for.
+    """
+
+    config: PretrainedConfig
+    vocab: int
+    max_positions: int
+    num_layers: int
+    shapes: tuple[CacheShape, ...]
+    covered: bool
+    attention: str
+    dtype: str = "f32"
+    eos_ids: tuple[int, ...] = ()
+    constants: dict[str, Tensor] = field(default_factory=dict)
+    targets: dict[str, str] = field(default_factory=dict)
+    opaque: dict[str, int] = field(default_factory=dict)
+    _models: dict[str, nn.Module] = field(default_factory=dict)
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Of the cache that has the fewest."""
+        return min(shape.num_heads for shape in self.shapes)
+
+    def model(self, dtype: str) -> nn.Module:
+        """The model in an element type."""
+        if dtype not in self._models:
+            self._models[dtype] = make_model(self.config, dtype, self.attention)
+        return self._models[dtype]
+
+    def build(
+        self,
+        num_tokens: int,
+        max_context: int,
+        *,
+        batch: int = 1,
+        logits: Logits = "none",
+        dtype: str = "f32",
+        method: Method = GREEDY,
+        prompt: bool = False,
+    ) -> Program:
+        """As build_decoder. RequestError where the context does not fit the model."""
+        most = max_context * batch if prompt else max_context
+        if not 1 <= num_tokens <= most or max_context > self.max_positions:
+            raise RequestError(
+                f"{num_tokens} tokens in a context of {max_context}",
+                expected=f"1 <= tokens <= context <= {self.max_positions}, as the model allows",
+                remedy="choose a shorter prompt or context",
+            )
+        num_rows = num_tokens if prompt else num_tokens * batch
+        step = _Step(self, num_rows, max_context, batch, dtype, prompt, logits)
+        inputs: dict[str, Tensor] = {
+            name: torch.zeros(num_rows, dtype=torch.long) for name in ("tokens", "positions")
+        }
+        if prompt:
+            inputs["sequences"] = torch.zeros(num_rows, dtype=torch.long)
+            inputs["starts"] = torch.zeros(batch + 1, dtype=torch.long)
+            inputs["last"] = torch.zeros(batch, dtype=torch.long)
+        exported = export_module(step, (), inputs)
+        name = f"decoder_{num_tokens}" + (f"x{batch}" if batch > 1 else "")
+
+        def choose(
+            p: ProgramBuilder, given: Mapping[str, Handle], out: Sequence[Handle]
+        ) -> list[Handle]:
+            scores, last, at = out[0], out[0], None
+            if prompt and logits == "all":
+                last = p.embedding(given["last"], scores, name="last_logits")
+            elif not prompt:
+                at = _last_rows(p, given["positions"], batch, "last_position")
+                last = _last_rows(p, scores, batch, "last_logits")
+            chosen = choose_tokens(p, last, method, at)
+            return [chosen] if logits == "none" else [p.set(scores, name="logits"), chosen]
+
+        graph = convert(exported, name, choose)
+        self._note(graph)
+        return graph.program
+
+    def _note(self, graph: Graph) -> None:
+        self.constants |= graph.constants
+        self.opaque |= graph.opaque
+        prefix = "model."
+        self.targets |= {
+            name: target.removeprefix(prefix)
+            for name, target in graph.targets.items()
+            if target.startswith(prefix)
+        }
+
+
+def open_decoder(config: PretrainedConfig, *, eos_ids: tuple[int, ...] = ()) -> HfDecoder:
+    """The decoder of a configuration, after a look at what its class does with a cache.
+
+    CaptureError for a class that keeps no keys and values in a cache.
+    """
+    text = config.get_text_config(decoder=True)
+    for attention in ("sdpa", "eager"):
+        model = make_model(config, "f32", attention)
+        shapes, covered = _look(model, text.num_hidden_layers)
+        if covered or (attention == "sdpa" and getattr(model, "_supports_sdpa", False)):
+            break
+    limit = getattr(text, "max_position_embeddings", None) or getattr(text, "max_seq_len", None)
+    return HfDecoder(
+        config=config,
+        vocab=text.vocab_size,
+        max_positions=int(limit or _MOST_POSITIONS),
+        num_layers=text.num_hidden_layers,
+        shapes=shapes,
+        covered=covered,
+        attention=attention,
+        eos_ids=eos_ids,
+        _models={"f32": model},
+    )
+
+
+def _last_rows(p: ProgramBuilder, x: Handle, num: int, name: str) -> Handle:
+    rows = x.shape[0]
+    return x if rows == num else p.slice(x, 0, rows - num, rows, name=name)
+
+
+_MOST_POSITIONS = 1 << 20
+"""Of models that don't say how many positions they take, since they learn nothing about them."""
+
+
+def _look(model: nn.Module, num_layers: int) -> tuple[tuple[CacheShape, ...], bool]:
+    """Runs one token through the model without computing anything."""
+    found: dict[int, CacheShape] = {}
+
+    def store(place: int, x: Tensor) -> Tensor:
+        found[place] = CacheShape(num_heads=x.shape[1], dim=x.shape[2])
+        return x.new_zeros(x.shape[1], 4, x.shape[2])
+
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        rows = Rows(positions=torch.zeros(1, dtype=torch.long), max_context=4)
+        with capturing(rows):
+            _forward(model, torch.zeros(1, 1, dtype=torch.long), rows, num_layers, store, None)
+    if sorted(found) != list(range(2 * num_layers)):
+        raise CaptureError(
+            f"{type(model).__name__}: {len(found) // 2} of {num_layers} layers have caches",
+            expected="a decoder whose layers all do",
+            remedy="use a model without recurrent or shared layers",
+        )
+    return tuple(found[place] for place in range(2 * num_layers)), (
+        rows.num_attended == rows.num_updates == num_layers
+    )
+
+
+def _forward(
+    model: nn.Module,
+    ids: Tensor,
+    rows: Rows,
+    num_layers: int,
+    store: Callable[[int, Tensor], Tensor],
+    last: Tensor | None,
+) -> Tensor:
+    """Logits [b, s, v] of the model; of rows `last` alone where it can tell."""
+    takes = inspect.signature(model.forward).parameters
+    options: dict[str, Any] = {}
+    if "position_ids" in takes:
+        options["position_ids"] = rows.positions.reshape(rows.shape)
+    if last is not None and "logits_to_keep" in takes and rows.flat:
+        options["logits_to_keep"] = last
+    cache = rows_cache(rows, num_layers, store)
+    logits: Tensor = model(input_ids=ids, past_key_values=cache, use_cache=True, **options).logits
+    return logits
+
+
+class _Step(nn.Module):
+    """One step: tokens [m] at positions [m] in; logits of all rows or of the last ones out."""
+
+    def __init__(
+        self,
+        decoder: HfDecoder,
+        num_rows: int,
+        max_context: int,
+        batch: int,
+        dtype: str,
+        prompt: bool,
+        logits: Logits,
+    ) -> None:
+        super().__init__()
+        self.model = decoder.model(dtype)
+        self._decoder, self._context, self._batch = decoder, max_context, batch
+        self._prompt, self._logits = prompt, logits
+        self.layers = nn.ModuleList(nn.Module() for _ in range(decoder.num_layers))
+        front = (batch,) if batch > 1 else ()
+        for place, shape in enumerate(decoder.shapes):
+            whole = (*front, shape.num_heads, max_context, shape.dim)
+            layer = self.layers[place // 2]
+            layer.register_buffer(
+                "kv"[place % 2] + "_cache", torch.zeros(whole, dtype=torch_dtype(dtype))
+            )
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        sequences: Tensor | None = None,
+        starts: Tensor | None = None,
+        last: Tensor | None = None,
+    ) -> Tensor:
+        several = self._batch > 1
+        rows = Rows(
+            positions=positions,
+            max_context=self._context,
+            sequences=sequences if several or self._decoder.covered else None,
+            starts=starts,
+            own=several and not self._prompt,
+            flat=self._decoder.covered or not several,
+        )
+
+        def store(place: int, x: Tensor) -> Tensor:
+            buffer = self.get_buffer(cache_name(place))
+            new = torch_ops.append_rows(buffer, x, positions, sequences if several else None)
+            buffer.copy_(new)
+            return new
+
+        wanted = None if self._logits == "all" else last
+        with capturing(rows):
+            ids = tokens.reshape(rows.shape)
+            num_layers = self._decoder.num_layers
+            logits = _forward(self.model, ids, rows, num_layers, store, wanted)
+        logits = logits.reshape(-1, logits.shape[-1])
+        if wanted is not None and logits.shape[0] != wanted.shape[0]:
+            kept: Tensor = logits.index_select(0, wanted)
+            return kept
+        if self._logits != "all" and not self._prompt:
+            return logits[-self._batch :]
+        return logits
+
+
+def cache_name(place: int) -> str:
+    """The state of a layer's keys or values."""
+    return f"layers.{place // 2}.{'kv'[place % 2]}_cache"

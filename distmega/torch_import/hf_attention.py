@@ -1,0 +1,249 @@
+"""What decoders of transformers are given while they are captured: caches, masks and an attention
+function that speak of rows of tokens at positions.
+
+In: a Rows, entered by `capturing`. Out: the classes' own forward calls these through transformers'
+registries of attention and mask functions and through its Cache; where a mask is proved to be
+causal, with a window or without, attention becomes the operator `attend_rows`, otherwise attention
+under that mask. Used by decoders.py.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from distmega.torch_import import torch_ops
+
+MAX_PROVED = 32768
+"""Positions up to which a mask is compared with a causal one, every pair of them."""
+_PROVED_ROWS = 1024
+
+
+@dataclass(slots=True)
+class Rows:
+    """The rows of a step, and what it has found so far.
+
+    positions [m]; max_context of the caches; sequences [m] and starts [s + 1] of a prompt's rows.
+    own: each row has a cache of its own. flat: the model sees one sequence of m tokens, otherwise
+    m sequences of one. causal: masks proved causal and their windows; caches: what a model was
+    given as keys or values and the cache that this is. num_updates, num_attended: keys and values
+    appended, and attention calls over caches.
+    """
+
+    positions: Tensor
+    max_context: int
+    sequences: Tensor | None = None
+    starts: Tensor | None = None
+    own: bool = False
+    flat: bool = True
+    causal: list[tuple[Tensor, int]] = field(default_factory=list)
+    caches: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    num_updates: int = 0
+    num_attended: int = 0
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Batch and tokens as the model sees them."""
+        num_rows = self.positions.shape[0]
+        return (1, num_rows) if self.flat else (num_rows, 1)
+
+
+_current: ContextVar[Rows] = ContextVar("rows")
+
+
+class RowsLayer(CacheLayerMixin):  # type: ignore[misc]
+    """The keys and values of a layer: `store` appends them, and gives the cache."""
+
+    is_sliding = False
+    is_compileable = True
+
+    def __init__(self, rows: Rows, store: Callable[[int, Tensor], Tensor], place: int) -> None:
+        super().__init__()
+        self._rows, self._store, self._place = rows, store, place
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing: the caches are there."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values [b, h, s, d] go into the caches; all of them come back, [b, h, t, d]."""
+        self._rows.num_updates += 1
+        return self._kept(0, key_states), self._kept(1, value_states)
+
+    def _kept(self, which: int, states: Tensor) -> Tensor:
+        rows = self._rows
+        by_row = states.transpose(1, 2).reshape(-1, states.shape[1], states.shape[3])
+        cache = self._store(2 * self._place + which, by_row)
+        if cache.dim() == 3:
+            seen = cache.unsqueeze(0)
+            if not rows.flat:
+                seen = seen.expand(by_row.shape[0], -1, -1, -1)
+        elif rows.flat:
+            seen = cache[:1]
+        else:
+            seen = cache if rows.sequences is None else cache.index_select(0, rows.sequences)
+        rows.caches.append((seen, cache))
+        return seen
+
+    def get_mask_sizes(self, *args: Any) -> tuple[int, int]:
+        """Every position of the cache is looked at."""
+        return self._rows.max_context, 0
+
+    def get_seq_length(self, *args: Any) -> int:
+        """As if the rows were the last of the cache; positions are given apart from this."""
+        return self._rows.max_context - self._rows.shape[1]
+
+    def get_max_length(self) -> int:
+        return self._rows.max_context
+
+    def get_max_cache_shape(self) -> int:
+        """As older releases call get_max_length."""
+        return self._rows.max_context
+
+
+def rows_cache(rows: Rows, num_layers: int, store: Callable[[int, Tensor], Tensor]) -> Cache:
+    """A cache of transformers for a step. store: appends to cache 2 * layer (keys) or 2 * layer + 1
+    (values), and gives it.
+    """
+    return Cache(layers=[RowsLayer(rows, store, place) for place in range(num_layers)])
+
+
+@contextmanager
+def capturing(rows: Rows) -> Iterator[None]:
+    """Around a forward: attention and masks are those of the rows."""
+    token = _current.set(rows)
+    attention, masks = ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS
+    replaced = ((attention, "sdpa"), (masks, "sdpa"), (masks, "eager"))
+    before = [(each, each._local_mapping.get(name), name) for each, name in replaced]
+    attention["sdpa"] = attend
+    masks["sdpa"] = seen_rows
+    masks["eager"] = added_rows
+    try:
+        yield
+    finally:
+        _current.reset(token)
+        for registry, function, name in before:
+            if function is None:
+                registry._local_mapping.pop(name, None)
+            else:
+                registry[name] = function
+
+
+def seen_rows(*, mask_function: Callable[..., Any], batch_size: int = 1, **other: Any) -> Tensor:
+    """What each row may see of the cache, bool [b, 1, s, t]. mask_function: of batch, head, query
+    and key indices.
+    """
+    rows = _current.get()
+    device = rows.positions.device
+    here = rows.positions.reshape(rows.shape)[:, None, :, None]
+    zero = torch.zeros((1, 1, 1, 1), dtype=torch.long, device=device)
+    there = torch.arange(rows.max_context, device=device)[None, None, None, :]
+    mask: Tensor = mask_function(zero, zero, here, there)
+    mask = mask.expand(rows.shape[0], 1, rows.shape[1], rows.max_context)
+    window = proved_window(mask_function, rows.max_context)
+    if window is not None:
+        rows.causal.append((mask, window))
+    return mask
+
+
+def added_rows(*, dtype: torch.dtype = torch.float32, **options: Any) -> Tensor:
+    """As seen_rows, as what is added to scores."""
+    mask = seen_rows(**options)
+    return torch.where(mask, torch.zeros((), dtype=dtype), torch.finfo(dtype).min)
+
+
+def proved_window(mask_function: Callable[..., Any], num: int) -> int | None:
+    """The window of a mask that is causal for all pairs of `num` positions, 0 for none; None for
+    another mask.
+    """
+    if num > MAX_PROVED:
+        return None
+    with _disable_current_modes():
+        zero, there = torch.zeros((), dtype=torch.long), torch.arange(num)
+        try:
+            last = mask_function(zero, zero, torch.tensor(num - 1), there)
+            width = int(last.sum())
+            for start in range(0, num, _PROVED_ROWS):
+                here = torch.arange(start, min(start + _PROVED_ROWS, num))[:, None]
+                found = mask_function(zero, zero, here, there[None])
+                if not torch.equal(found, (there <= here) & (there > here - width)):
+                    return None
+        except (RuntimeError, TypeError, IndexError, AttributeError):
+            return None
+    return 0 if width == num else width
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    position_bias: Tensor | None = None,
+    s_aux: Tensor | None = None,
+    **other: Any,
+) -> tuple[Tensor, None]:
+    """Attention as transformers calls it: q [b, h g, s, d], out [b, s, h g, e]."""
+    rows = _current.get()
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    cap = 0.0 if softcap is None else float(softcap)
+    window, keys, values = (
+        _find(pairs, given)
+        for pairs, given in (
+            (rows.causal, attention_mask), (rows.caches, key), (rows.caches, value)
+        )
+    )  # fmt: skip
+    plain = position_bias is None and s_aux is None
+    if plain and window is not None and keys is not None and values is not None:
+        rows.num_attended += 1
+        num_heads, num_kv = query.shape[1], keys.shape[-3]
+        by_row = query.transpose(1, 2).reshape(-1, num_kv, num_heads // num_kv, query.shape[-1])
+        options = rows.positions, rows.sequences, rows.starts, scale, window, cap
+        out = torch_ops.attend_rows(by_row, keys, values, *options)
+        return out.reshape(*rows.shape, num_heads, -1), None
+    if s_aux is not None:
+        return _with_sinks(query, key, value, attention_mask, scale, s_aux).transpose(1, 2), None
+    if position_bias is not None:
+        attention_mask = _biased(position_bias, attention_mask)
+    out = torch_ops.attend(query, key, value, attention_mask, scale, cap)
+    return out.transpose(1, 2), None
+
+
+def _find(pairs: Sequence[tuple[Tensor, Any]], given: Tensor | None) -> Any:
+    """What stands beside the very tensor that was given."""
+    return next((found for tensor, found in pairs if tensor is given), None)
+
+
+def _biased(bias: Tensor, mask: Tensor | None) -> Tensor:
+    if mask is None:
+        return bias
+    if mask.dtype == torch.bool:
+        return torch.where(mask, bias, torch.finfo(bias.dtype).min)
+    return bias + mask
+
+
+def _with_sinks(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, sinks: Tensor
+) -> Tensor:
+    """Attention with a score a head that takes weight and gives no value."""
+    group = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(group, 1) for x in (key, value))
+    scores = (query @ key.transpose(-1, -2)).float() * scale
+    if mask is not None:
+        added = mask.dtype != torch.bool
+        scores = scores + mask if added else scores.masked_fill(~mask, torch.finfo().min)
+    sink = sinks.reshape(1, -1, 1, 1).float().expand(*scores.shape[:-1], 1)
+    weights = torch.softmax(torch.cat([scores, sink], -1), -1)[..., :-1]
+    return weights.to(value.dtype) @ value

@@ -1,0 +1,207 @@
+"""Decoders of transformers, captured: logits of every position against the model itself."""
+
+import random
+import zlib
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from distmega import CPU, DeviceMesh, plan_program, replicate, shard
+from distmega.compiled import CompiledProgram
+from distmega.errors import CaptureError, RequestError
+from distmega.program.types import Program
+from distmega.torch_import.decoders import HfDecoder, open_decoder
+from distmega.torch_import.hf_attention import proved_window
+from tests.hostir.threads import ThreadCommunicator, Wires
+from tests.torch_import.families import FAMILIES, VOCAB
+
+CONTEXT, TOLERANCE = 24, 1e-4
+
+
+def reference(config: PretrainedConfig) -> nn.Module:
+    """The model as transformers makes it, with weights that tell its parts apart."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.2)
+            else:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+def weights_of(decoder: HfDecoder, model: nn.Module) -> dict[str, Tensor]:
+    """What the programs that were built so far read."""
+    stored = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+    found = {name: stored[target].detach() for name, target in decoder.targets.items()}
+    return {**found, **decoder.constants}
+
+
+@dataclass
+class Job:
+    """A prompt's program and a decode step's on the ranks of a mesh, over the same caches."""
+
+    prompt: Program
+    decode: Program
+    weights: Mapping[str, Tensor]
+    num_ranks: int
+
+    def __post_init__(self) -> None:
+        mesh = DeviceMesh(tp=self.num_ranks)
+        wires = Wires(mesh)
+        comms = [ThreadCommunicator(mesh, rank, wires) for rank in range(self.num_ranks)]
+        # As the engine has it: a prompt's program writes whole sequences.
+        by_heads = {
+            state.name: shard(1, "tp") if state.shape[1] >= self.num_ranks else replicate()
+            for state in self.decode.with_role("state")
+            if len(state.shape) == 4
+        }
+        self.plan = plan_program(self.decode, mesh, CPU, by_heads)
+        shared = {tensor.name for tensor in self.prompt.tensors}
+        layouts = self.plan.persistent_layouts()
+        plan = plan_program(self.prompt, mesh, CPU, {n: layouts[n] for n in layouts if n in shared})
+        self.steps = {
+            "prompt": [CompiledProgram(plan, comm) for comm in comms],
+            "decode": [CompiledProgram(self.plan, comm) for comm in comms],
+        }
+        zeros = {state.name: torch.zeros(state.shape) for state in self.decode.with_role("state")}
+        self.states = [step.parts(zeros) for step in self.steps["decode"]]
+
+    def run(self, which: str, **rows: Sequence[int]) -> dict[str, Tensor]:
+        """Outputs, which all ranks agree on."""
+
+        def on_rank(rank: int) -> dict[str, Tensor]:
+            step = self.steps[which][rank]
+            names = [x.name for x in step.plan.program.with_role("weight")]
+            given = {
+                x.name: torch.tensor(rows[x.name]) for x in step.plan.program.with_role("input")
+            }
+            held = {name: self.weights[name] for name in names}
+            return step({**self.states[rank], **step.parts({**held, **given})})
+
+        with ThreadPoolExecutor(self.num_ranks) as pool:
+            found = list(pool.map(on_rank, range(self.num_ranks)))
+        assert all(torch.equal(each["next"], found[0]["next"]) for each in found)
+        return found[0]
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+def check_one_sequence(config: PretrainedConfig, num_ranks: Sequence[int] = (1, 2)) -> HfDecoder:
+    """Prefill and teacher-forced decode of one sequence."""
+    model, decoder = reference(config), open_decoder(config)
+    num_prompt, num_decoded = 7, 4
+    ids = torch.randint(3, VOCAB, (num_prompt + num_decoded,)).tolist()
+    with torch.no_grad():
+        expected = model(torch.tensor([ids])).logits[0]
+    prompt = decoder.build(num_prompt, CONTEXT, logits="all", prompt=True)
+    decode = decoder.build(1, CONTEXT, logits="last")
+    for ranks in num_ranks:
+        job = Job(prompt, decode, weights_of(decoder, model), ranks)
+        out = job.run(
+            "prompt", tokens=ids[:num_prompt], positions=range(num_prompt),
+            sequences=[0] * num_prompt, starts=[0, num_prompt], last=[num_prompt - 1],
+        )  # fmt: skip
+        assert relative_error(out["logits"], expected[:num_prompt]) < TOLERANCE
+        assert int(out["next"]) == int(expected[num_prompt - 1].argmax())
+        for position in range(num_prompt, len(ids)):
+            out = job.run("decode", tokens=[ids[position]], positions=[position])
+            assert relative_error(out["logits"], expected[position : position + 1]) < TOLERANCE
+            assert int(out["next"]) == int(expected[position].argmax())
+    return decoder
+
+
+def family_config(name: str, seed: int = 0) -> PretrainedConfig:
+    return FAMILIES[name](random.Random(zlib.crc32(name.encode()) + seed))
+
+
+LIKE_OTHERS = ("gpt_neox", "phi", "gemma", "olmo2", "starcoder2", "cohere", "falcon-old", "bloom")
+"""Families whose operators others below have too; the long sweep has them."""
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in LIKE_OTHERS])
+def test_a_family_gives_the_logits_of_transformers(name: str):
+    decoder = check_one_sequence(family_config(name))
+    assert not decoder.opaque
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_with_several_configurations(name: str, seed: int):
+    assert not check_one_sequence(family_config(name, seed)).opaque
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gptj", "falcon-alibi"])
+def test_several_sequences_in_one_program(name: str):
+    """Prompts packed behind each other, then a token of each at positions of its own."""
+    config = family_config(name)
+    model, decoder = reference(config), open_decoder(config)
+    lengths, num_decoded = (5, 2, 6), 3
+    texts = [torch.randint(3, VOCAB, (n + num_decoded,)).tolist() for n in lengths]
+    with torch.no_grad():
+        expected = [model(torch.tensor([ids])).logits[0] for ids in texts]
+    prompt = decoder.build(sum(lengths), CONTEXT, batch=3, logits="all", prompt=True)
+    decode = decoder.build(1, CONTEXT, batch=3, logits="last")
+    job = Job(prompt, decode, weights_of(decoder, model), 2)
+    starts = [0, 5, 7, 13]
+    out = job.run(
+        "prompt",
+        tokens=[token for ids, n in zip(texts, lengths, strict=True) for token in ids[:n]],
+        positions=[place for n in lengths for place in range(n)],
+        sequences=[which for which, n in enumerate(lengths) for _ in range(n)],
+        starts=starts, last=[stop - 1 for stop in starts[1:]],
+    )  # fmt: skip
+    wanted = torch.cat([rows[:n] for rows, n in zip(expected, lengths, strict=True)])
+    assert relative_error(out["logits"], wanted) < TOLERANCE
+    for step in range(num_decoded):
+        places = [n + step for n in lengths]
+        tokens = [ids[place] for ids, place in zip(texts, places, strict=True)]
+        out = job.run("decode", tokens=tokens, positions=places)
+        wanted = torch.stack([rows[at] for rows, at in zip(expected, places, strict=True)])
+        assert relative_error(out["logits"], wanted) < TOLERANCE
+
+
+def test_attention_over_caches_is_the_op_that_kernels_know():
+    decoder = open_decoder(family_config("gemma2"))
+    program = decoder.build(1, CONTEXT)
+    found = [op for op in program.ops if op.kind == "attention"]
+    window = decoder.config.sliding_window
+    assert [op.attr("window") for op in found] == [window, 0, window]
+    assert {op.attr("softcap") for op in found} == {decoder.config.attn_logit_softcapping}
+    assert {op.reads[1].tensor for op in found} == {f"layers.{n}.k_cache" for n in range(3)}
+    assert not [op for op in program.ops if op.kind in ("attend", "set", "softmax", "gather")]
+
+
+def test_a_mask_is_causal_only_if_it_is_for_every_pair():
+    assert proved_window(lambda b, h, q, k: k <= q, 40) == 0
+    assert proved_window(lambda b, h, q, k: (k <= q) & (k > q - 7), 40) == 7
+    assert proved_window(lambda b, h, q, k: (k <= q) & (k != 3), 40) is None
+    assert proved_window(lambda b, h, q, k: (k <= q) & (q // 8 == k // 8), 40) is None
+    assert proved_window(lambda b, h, q, k: k < q + 2, 40) is None
+
+
+def test_a_context_that_does_not_fit_is_refused():
+    decoder = open_decoder(family_config("llama"))
+    with pytest.raises(RequestError, match="in a context of 65; expected 1 <= tokens"):
+        decoder.build(1, 65)
+
+
+def test_a_model_without_caches_is_refused():
+    config = FAMILIES["llama"](random.Random(0))
+    config.num_hidden_layers = 2
+    decoder = open_decoder(config)
+    assert len(decoder.shapes) == 4
+    recurrent = pytest.importorskip("transformers").RwkvConfig(
+        vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2, attention_hidden_size=16
+    )
+    with pytest.raises(CaptureError, match="0 of 2 layers have caches"):
+        open_decoder(recurrent)
