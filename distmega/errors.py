@@ -84,6 +84,10 @@ class ModelError(DistmegaError, ValueError):
     """A model, its configuration or its weights are missing, damaged or unknown."""
 
 
+class UnknownModelError(ModelError):
+    """A model that our own decoders don't cover; transformers may have it."""
+
+
 class CaptureError(DistmegaError, ValueError):
     """A torch module, its inputs or its weights can't become a program."""
 

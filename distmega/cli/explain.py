@@ -1,6 +1,6 @@
 """What would run, without running it: plan, host program, task graph, memory and predicted time.
 
-Comes in: a ModelConfig and a machine. Goes out: plain text by section. Reads no weights and
+Comes in: a configuration and a machine. Goes out: plain text by section. Reads no weights and
 imports no torch, so that a 70B model takes seconds. Next on the walk: decode_plan.py.
 """
 
@@ -21,7 +21,7 @@ from distmega.kernels.tasks.expand import expand_collectives, team_size
 from distmega.kernels.tasks.graph import build_task_graph
 from distmega.kernels.tasks.tile import tile_segment
 from distmega.kernels.tasks.types import TaskGraph
-from distmega.models.config import ModelConfig
+from distmega.models.decoder import AnyDecoder
 from distmega.program.ops.compute import COLLECTIVES
 from distmega.program.types import Program
 from distmega.sharding.layout.mesh import DeviceMesh
@@ -41,7 +41,7 @@ class Traffic:
 
 
 def explain_decode(
-    config: ModelConfig,
+    config: AnyDecoder,
     mesh: DeviceMesh,
     machine: Machine,
     options: EngineOptions,

@@ -1,6 +1,6 @@
 """From a configuration to everything that is decided before weights are read, without torch.
 
-Comes in: a ModelConfig, a mesh, a Machine, options. Goes out: plans, host programs and compiled
+Comes in: a configuration, a mesh, a Machine, options. Goes out: plans, host programs and compiled
 megakernels, the same on every rank of a stage. On a mesh with an axis `pp` the layers are cut into
 stages (sharding/stages.py), each planned on its own ranks; on any other there is one stage.
 engine.py runs them, explain.py prints them.
@@ -23,11 +23,10 @@ from distmega.kernels.hopper.weight_order import order_weights
 from distmega.kernels.isa.lowering import is_encodable
 from distmega.kernels.megakernel import Megakernel, compile_megakernel
 from distmega.kernels.runtime.arena import ArenaLayout, Space, layout_arena, tensor_space
-from distmega.models.config import ModelConfig
-from distmega.models.decoder import Logits, build_decoder, layer_starts
+from distmega.models.decoder import AnyDecoder, Logits, build_decoder, layer_starts
 from distmega.models.kv_copies import copy_kv_heads, most_copies
 from distmega.models.sampling import GREEDY, Method
-from distmega.program.types import Program
+from distmega.program.types import KNOWN, Program
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.layout.placements import (
     Layout,
@@ -52,7 +51,7 @@ CHOICES = frozenset({"top", "cutoff", "sample"})
 """Kinds that turn logits into tokens."""
 
 
-def context_limit(config: ModelConfig, options: EngineOptions) -> int:
+def context_limit(config: AnyDecoder, options: EngineOptions) -> int:
     """Positions of the KV cache under these options; RequestError for more than the model's."""
     if options.max_context > config.max_positions:
         raise RequestError(
@@ -110,7 +109,7 @@ class DecodeBlueprint:
     across calls. Prefill is planned on top of it, with the same weights and caches.
     """
 
-    config: ModelConfig
+    config: AnyDecoder
     machine: Machine
     options: EngineOptions
     method: Method
@@ -153,7 +152,7 @@ def num_stages_of(mesh: DeviceMesh) -> int:
 
 
 def expert_layouts(
-    config: ModelConfig, program: Program, ranks: DeviceMesh, way: Experts
+    config: AnyDecoder, program: Program, ranks: DeviceMesh, way: Experts
 ) -> dict[str, Layout]:
     """Annotations of what belongs to experts. Every rank has the routers, since each needs all
     scores; experts are divided by `way`. RequestError where so many ranks can't share them.
@@ -180,9 +179,18 @@ def expert_layouts(
     return found
 
 
+def _known_layouts(program: Program) -> dict[str, Layout]:
+    """Every rank has whole what is known when a program is built, which programs share by name."""
+    return {
+        tensor.name: replicate()
+        for tensor in program.with_role("weight")
+        if tensor.name.startswith(KNOWN)
+    }
+
+
 @uncollected
 def plan_decode(
-    config: ModelConfig,
+    config: AnyDecoder,
     mesh: DeviceMesh,
     machine: Machine,
     options: EngineOptions,
@@ -228,7 +236,7 @@ def plan_decode(
     return plan(best, index) if index else found[best]
 
 
-def kv_copies_to_try(config: ModelConfig, mesh: DeviceMesh) -> tuple[int, ...]:
+def kv_copies_to_try(config: AnyDecoder, mesh: DeviceMesh) -> tuple[int, ...]:
     """How often each kv head may be copied: not at all and, where ranks can't divide them, the
     least that lets them, and the least that gives all as many.
     """
@@ -241,7 +249,7 @@ def kv_copies_to_try(config: ModelConfig, mesh: DeviceMesh) -> tuple[int, ...]:
     return tuple(sorted({1, *fitting[:1], *even[:1]}))
 
 
-def _undivided(config: ModelConfig, mesh: DeviceMesh) -> PlanError | None:
+def _undivided(config: AnyDecoder, mesh: DeviceMesh) -> PlanError | None:
     """The error where no number of copies lets ranks divide attention."""
     for axis, size in mesh.axes:
         if axis == AXIS or size == 1 or _divides(config, axis, size):
@@ -256,14 +264,14 @@ def _undivided(config: ModelConfig, mesh: DeviceMesh) -> PlanError | None:
     return None
 
 
-def _divides(config: ModelConfig, axis: str, size: int) -> bool:
+def _divides(config: AnyDecoder, axis: str, size: int) -> bool:
     """Whether so many ranks can divide kv heads, query heads of each, or copies of kv heads."""
     alone = any(fits(extent, size) for extent in (config.num_kv_heads, config.group))
     return alone or len(kv_copies_to_try(config, DeviceMesh(**{axis: size}))) > 1
 
 
 def _plan_copies(
-    config: ModelConfig,
+    config: AnyDecoder,
     copies: int,
     mesh: DeviceMesh,
     machine: Machine,
@@ -304,7 +312,9 @@ def _plan_copies(
         stage.program,
         ranks,
         machine,
-        annotations=by_heads | expert_layouts(config, stage.program, ranks, options.experts),
+        annotations=by_heads
+        | expert_layouts(config, stage.program, ranks, options.experts)
+        | _known_layouts(stage.program),
         memory_limit_bytes=memory_limit_bytes,
     )
     return StagePlan(plan=plan, mesh=mesh, stage=stage, cuts=cuts, kv_copies=copies)
@@ -312,7 +322,7 @@ def _plan_copies(
 
 @uncollected
 def lower_decode(
-    config: ModelConfig,
+    config: AnyDecoder,
     staged: StagePlan,
     options: EngineOptions,
     *,
@@ -428,11 +438,13 @@ def _prefill_part(
     )
     staged = blueprint.staged
     stage = split_stages(program, staged.cuts)[staged.stage.index]
+    held = {tensor.name for tensor in stage.program.tensors}
+    layouts = {name: layout for name, layout in layouts.items() if name in held}
     plan = plan_program(
         stage.program,
         staged.plan.mesh,
         blueprint.machine,
-        annotations=layouts,
+        annotations=layouts | _known_layouts(stage.program),
         overlap=BY_LIBRARY,
         spreads=False,
     )

@@ -60,9 +60,8 @@ from distmega.kernels.runtime.memory import allocate_arena, arena_views, spannin
 from distmega.kernels.runtime.runners import SteppingRunner, open_hopper, plan_hopper
 from distmega.kernels.runtime.signals import open_signals
 from distmega.kernels.runtime.symmetric import Team
-from distmega.models.config import ModelConfig
 from distmega.models.copied_source import open_copies
-from distmega.models.decoder import PEAKS, Logits
+from distmega.models.decoder import PEAKS, AnyDecoder, Logits
 from distmega.models.load import ModelSource
 from distmega.models.sampling import (
     MOST_LIKELY,
@@ -72,7 +71,7 @@ from distmega.models.sampling import (
     joint_method,
     sampling_of_each,
 )
-from distmega.program.types import Program
+from distmega.program.types import KNOWN, Program
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.search.cost import CPU, H200
 from distmega.sharding.stages import AXIS
@@ -158,7 +157,7 @@ class Engine:
             open_signals(comm, AXIS, (FREE,), options.timeout_s, peer_memory=shared)
 
     def _plan(
-        self, config: ModelConfig, options: EngineOptions, logits: Logits, method: Method
+        self, config: AnyDecoder, options: EngineOptions, logits: Logits, method: Method
     ) -> StagePlan:
         """The plan of a decode step of this rank's stage."""
         machine = H200 if self.device.type == "cuda" else CPU
@@ -577,7 +576,9 @@ class Engine:
         joined = {
             buffer.name: spanning_view(layout, self._weights, buffer, buffer.name.split(SPAN)[0])
             for buffer in host.buffers
-            if buffer.role == "weight" and buffer.name not in layout.tensors
+            if buffer.role == "weight"
+            and buffer.name not in layout.tensors
+            and not buffer.name.startswith(KNOWN)
         }
         return self._evaluator(host, {}, proven=proven), joined
 

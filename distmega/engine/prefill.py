@@ -29,6 +29,7 @@ from distmega.hostir.run.cuda_graph import CapturedHost, GraphMemory, capture_on
 from distmega.hostir.run.deadline import ends_within
 from distmega.hostir.run.evaluator import Evaluator
 from distmega.models.decoder import PEAKS, Logits
+from distmega.program.types import KNOWN
 
 logger = logging.getLogger(__name__)
 
@@ -148,9 +149,17 @@ class Prefills:
             lengths = list(row_lengths(size, batch))
             rows = torch.zeros(sum(lengths), dtype=torch.int64, device=self._device)
             parts = rows.split(lengths)  # type: ignore[no-untyped-call]
-            given = joined | dict(zip(ROWS, parts, strict=True))
+            given = joined | dict(zip(ROWS, parts, strict=True)) | self._known(evaluator.host)
             found = self._programs[size, logits] = _Program(evaluator, rows, given)
         return found
+
+    def _known(self, host: HostProgram) -> dict[str, Tensor]:
+        """Weights of a program that were known when it was built."""
+        names = [b.name for b in host.buffers if b.name.startswith(KNOWN)]
+        if not names:
+            return {}
+        constants: Mapping[str, Tensor] = getattr(self._blueprint.config, "constants", {})
+        return {name: constants[name].to(self._device) for name in names if name in constants}
 
     def _host_program(self, size: int, logits: Logits) -> tuple[HostProgram, bool]:
         """The program of a size: that of another size of its range with other extents, if one was

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from distmega.errors import ModelError
+from distmega.errors import ModelError, UnknownModelError
 
 RopeKind = Literal["none", "linear", "llama3", "yarn", "factors"]
 
@@ -203,7 +203,7 @@ def _check_scaling(scaling: RopeScaling, head_dim: int, base: float) -> None:
 
 def unknown_architecture(name: str, where: str) -> ModelError:
     """The error for a model family that decoder.py does not know."""
-    return ModelError(
+    return UnknownModelError(
         f"unknown architecture {name!r} in {where}",
         expected=f"one of {', '.join(ARCHITECTURES)}",
         remedy="use a model of one of these families",

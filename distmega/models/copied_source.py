@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from distmega.models.config import ModelConfig
 from distmega.models.kv_copies import copy_kv_heads
 from distmega.models.load import ModelSource
 from distmega.models.weights import (
@@ -29,6 +30,8 @@ def open_copies(source: ModelSource, copies: int) -> ModelSource:
     if copies == 1:
         return source
     config = copy_kv_heads(source.config, copies)
+    assert isinstance(config, ModelConfig), config
+    assert isinstance(source.config, ModelConfig), source.config
     readers = dict(source.readers)
     for name, spec in weight_specs(config).items():
         if any(HEADS in group for group in spec.dims):

@@ -5,7 +5,7 @@ sequences (one each), for every family of config.py. Weight names and shapes are
 weights.py. Next on the walk: sharding/planner.py.
 """
 
-from typing import Literal
+from typing import Literal, Protocol
 
 from distmega.errors import RequestError
 from distmega.models.config import ModelConfig
@@ -16,12 +16,56 @@ from distmega.program.types import Program
 
 Logits = Literal["none", "last", "all"]
 
+
+class OtherDecoder(Protocol):
+    """A decoder that others build, as torch_import/decoders.py does of transformers' classes.
+
+    group: query heads per kv head.
+    """
+
+    @property
+    def vocab(self) -> int: ...
+
+    @property
+    def max_positions(self) -> int: ...
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def num_kv_heads(self) -> int: ...
+
+    @property
+    def group(self) -> int: ...
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]: ...
+
+    def build(
+        self,
+        num_tokens: int,
+        max_context: int,
+        *,
+        batch: int = 1,
+        logits: Logits = "none",
+        dtype: str = "f32",
+        method: Method = GREEDY,
+        prompt: bool = False,
+        peaks: bool = False,
+    ) -> Program:
+        """As build_decoder."""
+        ...
+
+
+AnyDecoder = ModelConfig | OtherDecoder
+"""What a model's programs are built of."""
+
 PEAKS = "next.value"
 """An output of programs that are asked for it; see build_decoder."""
 
 
 def build_decoder(
-    config: ModelConfig,
+    config: AnyDecoder,
     num_tokens: int,
     max_context: int,
     *,
@@ -49,6 +93,11 @@ def build_decoder(
     the value for which each token was chosen, which is NaN or infinite where the logits are.
     RequestError when the context does not fit the model.
     """
+    if not isinstance(config, ModelConfig):
+        return config.build(
+            num_tokens, max_context, batch=batch, logits=logits, dtype=dtype, method=method,
+            prompt=prompt, peaks=peaks,
+        )  # fmt: skip
     if batch < 1 or (batch > 1 and num_tokens > 1 and not prompt):
         raise RequestError(
             f"{num_tokens} tokens of each of {batch} sequences",
@@ -66,8 +115,10 @@ def build_decoder(
     return decoder.build(logits, method, peaks)
 
 
-def layer_starts(config: ModelConfig) -> tuple[str, ...]:
-    """The first op of each layer but the first, where a pipeline is best cut."""
+def layer_starts(config: AnyDecoder) -> tuple[str, ...]:
+    """The first op of each layer but the first, where a pipeline is best cut; none if unknown."""
+    if not isinstance(config, ModelConfig):
+        return ()
     return tuple(f"layers.{layer}.attn_in" for layer in range(1, config.num_layers))
 
 

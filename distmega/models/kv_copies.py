@@ -8,17 +8,22 @@ Engines choose how many (decode_plan.py). Next: copied_source.py, which reads it
 from dataclasses import replace
 
 from distmega.models.config import ModelConfig
+from distmega.models.decoder import AnyDecoder
 
 
-def most_copies(config: ModelConfig) -> int:
+def most_copies(config: AnyDecoder) -> int:
     """As many as a kv head can have: one for each of its query heads; 1 where a norm spans heads,
-    for which copies would count too.
+    for which copies would count too, and for a decoder that others build.
     """
+    if not isinstance(config, ModelConfig):
+        return 1
     return 1 if config.qk_norm_whole else config.group
 
 
-def copy_kv_heads(config: ModelConfig, copies: int) -> ModelConfig:
+def copy_kv_heads(config: AnyDecoder, copies: int) -> AnyDecoder:
     """The configuration with `copies` of each kv head, 1 to most_copies."""
+    if not isinstance(config, ModelConfig):
+        return config
     assert 1 <= copies <= most_copies(config), (copies, config)
     group = -(-config.group // copies)
     num_kv_heads = config.num_kv_heads * copies

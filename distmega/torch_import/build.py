@@ -15,6 +15,7 @@ from distmega.errors import CaptureError, ProgramError
 from distmega.hostir.library.torch_types import dtype_name, torch_dtype
 from distmega.program.builder import Handle, ProgramBuilder
 from distmega.program.dtypes import ITEM_BYTES
+from distmega.program.types import KNOWN
 from distmega.torch_import.values import (
     TENSORS,
     Constant,
@@ -24,9 +25,6 @@ from distmega.torch_import.values import (
     uniform_value,
     value_dtype,
 )
-
-CONSTANT = "constant."
-"""Begins the names of weights that are known at capture."""
 
 LARGEST_WHOLE = 2**53
 """Whole numbers up to this are exact in an expression."""
@@ -97,7 +95,7 @@ class Build:
         dtype = require_dtype(dtype_name(tensor.dtype), self.base)
         content = bytes(tensor.reshape(-1).view(torch.uint8).numpy())
         digest = hashlib.sha256(f"{dtype}{shape}".encode() + content).hexdigest()
-        name = f"{CONSTANT}{digest[:12]}"
+        name = f"{KNOWN}{digest[:12]}"
         self.constants[name] = tensor
         return self.p.weight(name, shape, dtype)
 

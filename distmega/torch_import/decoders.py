@@ -75,7 +75,7 @@ class HfDecoder:
 
     shapes: of its caches, keys and values of each layer in turn. covered: whether all of its
     attention goes through transformers' registry, so that rows may be of any sequences. attention:
-    the implementation that its class is asked for.
+    the implementation that its class is asked for. group: query heads per kv head.
     """
 
     config: PretrainedConfig
@@ -85,6 +85,7 @@ class HfDecoder:
     shapes: tuple[CacheShape, ...]
     covered: bool
     attention: str
+    group: int
     dtype: str = "f32"
     eos_ids: tuple[int, ...] = ()
     constants: dict[str, Tensor] = field(default_factory=dict)
@@ -113,6 +114,7 @@ class HfDecoder:
         dtype: str = "f32",
         method: Method = GREEDY,
         prompt: bool = False,
+        peaks: bool = False,
     ) -> Program:
         """As build_decoder. RequestError where the context does not fit the model."""
         most = max_context * batch if prompt else max_context
@@ -144,7 +146,8 @@ class HfDecoder:
                 at = _last_rows(p, given["positions"], batch, "last_position")
                 last = _last_rows(p, scores, batch, "last_logits")
             chosen = choose_tokens(p, last, method, at)
-            return [chosen] if logits == "none" else [p.set(scores, name="logits"), chosen]
+            found = [chosen] if logits == "none" else [p.set(scores, name="logits"), chosen]
+            return [*found, p.value_of(chosen)] if peaks else found
 
         graph = convert(exported, name, choose)
         self._note(graph)
@@ -181,6 +184,7 @@ def open_decoder(config: PretrainedConfig, *, eos_ids: tuple[int, ...] = ()) -> 
         shapes=shapes,
         covered=covered,
         attention=attention,
+        group=max(1, text.num_attention_heads // min(shape.num_heads for shape in shapes)),
         eos_ids=eos_ids,
         _models={"f32": model},
     )
@@ -297,9 +301,9 @@ class _Step(nn.Module):
         if wanted is not None and logits.shape[0] != wanted.shape[0]:
             kept: Tensor = logits.index_select(0, wanted)
             return kept
-        if self._logits != "all" and not self._prompt:
-            return logits[-self._batch :]
-        return logits
+        some = self._logits != "all" and not self._prompt
+        rows_given: Tensor = logits[-self._batch :] if some else logits
+        return rows_given
 
 
 def cache_name(place: int) -> str:

@@ -8,7 +8,7 @@ Goes out: a ModelConfig, or a ModelError for whatever the decoder would otherwis
 import math
 from dataclasses import dataclass
 
-from distmega.errors import ModelError
+from distmega.errors import ModelError, UnknownModelError
 from distmega.models.config import (
     ARCHITECTURES,
     MAX_LAYERS,
@@ -268,4 +268,4 @@ def _windows(fields: Fields, family: _Family, num_layers: int) -> tuple[int, ...
 
 def _unsupported(fields: Fields, key: str, expected: str) -> ModelError:
     found = f"{key} {str(fields.data.get(key))[:80]!r} in {fields.where} is not supported"
-    return ModelError(found, expected=expected, remedy="use another model")
+    return UnknownModelError(found, expected=expected, remedy="use another model")

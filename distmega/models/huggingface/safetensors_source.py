@@ -71,7 +71,7 @@ def read_safetensors(folder: Path, config: ModelConfig) -> dict[str, StoredReade
     """A reader for each weight of the configuration; ModelError when files or weights do not fit
     it.
     """
-    arrays = _open_arrays(folder)
+    arrays = open_arrays(folder)
     specs = weight_specs(config).values()
     wanted = {name: shape for spec in specs for name, shape in spec.hf_arrays().items()}
 
@@ -94,7 +94,7 @@ def read_safetensors(folder: Path, config: ModelConfig) -> dict[str, StoredReade
     return {spec.name: StoredReader(spec=spec, stored=stored(spec)) for spec in specs}
 
 
-def _open_arrays(folder: Path) -> dict[str, SafetensorsArray]:
+def open_arrays(folder: Path) -> dict[str, SafetensorsArray]:
     """All arrays of the folder by name: through the index, or of the single file, or of whatever
     files there are.
     """

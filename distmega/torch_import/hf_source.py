@@ -1,0 +1,153 @@
+"""A Hugging Face folder whose decoder we don't write ourselves: its configuration as an HfDecoder,
+its weights straight from safetensors.
+
+In: a folder or a config.json. Out: what models/load.py makes a ModelSource of. Code that a folder
+brings along is never run. Called by models/locate.py and models/load.py where our own decoders do
+not cover the model; next on the walk: decoders.py.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import CONFIG_MAPPING, AutoConfig
+
+from distmega.errors import CaptureError, ModelError
+from distmega.models.fields import read_json
+from distmega.models.huggingface.safetensors_source import SafetensorsArray, open_arrays
+from distmega.models.weights import Slices, resolve_slices
+from distmega.program.types import KNOWN
+from distmega.torch_import.decoders import HfDecoder, open_decoder
+
+_DTYPES = ("F32", "F16", "BF16")
+
+
+def read_decoder(path: Path, eos_ids: tuple[int, ...]) -> HfDecoder:
+    """The decoder that a config.json describes. ModelError for a model with code of its own, for
+    one that transformers does not know or can't make a decoder of, and for quantised weights.
+    """
+    fields = read_json(path)
+    kind = fields.text("model_type")
+    if kind not in CONFIG_MAPPING:
+        own = "auto_map" in fields
+        raise ModelError(
+            f"model_type {kind!r} in {path}" + (", which brings code of its own" if own else ""),
+            expected="a model that the installed transformers has",
+            remedy="such code is never run; use a model of transformers' own"
+            if own
+            else "upgrade transformers",
+        )
+    if "quantization_config" in fields:
+        raise ModelError(
+            f"quantised weights in {path}",
+            expected="weights in float32, float16 or bfloat16, or a GGUF file",
+            remedy="use the model as it was before quantisation",
+        )
+    try:
+        config = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
+        return open_decoder(config, eos_ids=eos_ids)
+    except CaptureError as error:
+        raise ModelError(error.found, expected=error.expected, remedy=error.remedy) from error
+    except Exception as error:  # transformers raises errors of many kinds
+        reason = " ".join(str(error).split())[:300]
+        raise ModelError(
+            f"{path}: transformers makes no decoder of it ({type(error).__name__}: {reason})",
+            expected="the configuration of a decoder, as transformers writes it",
+            remedy="check config.json, or use another model",
+        ) from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stored:
+    """A parameter in a file."""
+
+    array: SafetensorsArray
+    shape: tuple[int, ...]
+
+    def read(self, slices: Slices = ()) -> NDArray[np.float32]:
+        """The part that `slices` select, as float32."""
+        return self.array.read(tuple(resolve_slices(self.shape, slices)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Known:
+    """A tensor that was known at capture."""
+
+    tensor: torch.Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    def read(self, slices: Slices = ()) -> NDArray[Any]:
+        """The part that `slices` select; half types as float32."""
+        part = self.tensor[tuple(slices)]
+        half = part.dtype in (torch.bfloat16, torch.float16)
+        array: NDArray[Any] = (part.float() if half else part).clone().numpy()
+        return array
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Readers(Mapping[str, Any]):
+    """A reader for each weight of the programs that a decoder has built so far."""
+
+    decoder: HfDecoder
+    stored: Mapping[str, Any]
+
+    def __getitem__(self, name: str) -> Any:
+        if name.startswith(KNOWN):
+            return _Known(tensor=self.decoder.constants[name])
+        return self.stored[self.decoder.targets[name]]
+
+    def __iter__(self) -> Iterator[str]:
+        yield from (*self.decoder.targets, *self.decoder.constants)
+
+    def __len__(self) -> int:
+        return len(self.decoder.targets) + len(self.decoder.constants)
+
+
+def read_weights(folder: Path, decoder: HfDecoder) -> Readers:
+    """Readers of the parameters of a folder's model. ModelError where some are missing or have
+    other shapes.
+    """
+    arrays = open_arrays(folder)
+    model = decoder.model(decoder.dtype)
+    buffers = {n: x for n, x in model.state_dict().items() if n in dict(model.named_buffers())}
+    held = {**dict(model.named_parameters(remove_duplicate=False)), **buffers}
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    alike: dict[int, list[str]] = {}
+    for name, tensor in held.items():
+        alike.setdefault(id(tensor), []).append(name)
+    stored: dict[str, Any] = {}
+    missing: list[str] = []
+    for name, tensor in held.items():
+        names = [name, *alike[id(tensor)]]
+        names += [each.removeprefix(prefix) for each in names]
+        found = next((each for each in names if each in arrays), None)
+        if found is None and name in buffers:
+            stored[name] = _Known(tensor=tensor)
+            continue
+        if found is None:
+            missing.append(name)
+            continue
+        array = arrays[found]
+        shape = tuple(array.file.get_slice(found).get_shape())
+        dtype = array.file.get_slice(found).get_dtype()
+        if shape != tuple(tensor.shape) or dtype not in _DTYPES:
+            raise ModelError(
+                f"{found} in {folder} is {dtype}{list(shape)}",
+                expected=f"{', '.join(_DTYPES)} of {list(tensor.shape)}",
+                remedy="check that the configuration belongs to these weights",
+            )
+        stored[name] = _Stored(array=array, shape=shape)
+    if missing:
+        raise ModelError(
+            f"{folder} lacks {len(missing)} of {len(held)} weights: {', '.join(missing[:3])}",
+            expected="all weights of the configuration",
+            remedy="check that the configuration belongs to these weights, or download them again",
+        )
+    return Readers(decoder, stored)

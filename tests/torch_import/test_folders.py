@@ -1,0 +1,77 @@
+"""Hugging Face folders of families that we don't write ourselves, through the Engine."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import distmega
+from distmega.cli.explain import explain_decode
+from distmega.errors import ModelError
+from distmega.models.locate import read_config
+from tests.models.files import save_tokenizer
+from tests.torch_import.test_decoders import family_config, reference
+
+RANK = distmega.RankContext(
+    rank=0, world_size=1, local_rank=0, local_world_size=1, node="here", backend="gloo",
+    device="cpu",
+)  # fmt: skip
+VOCAB = 288
+
+
+def save_model(folder: Path, name: str) -> nn.Module:
+    """A small model of a family as transformers saves it, with a tokenizer of bytes."""
+    config = family_config(name)
+    config.vocab_size = VOCAB
+    model = reference(config)
+    model.save_pretrained(folder)
+    save_tokenizer(folder, VOCAB)
+    return model
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma2", "falcon-alibi"])
+def test_greedy_tokens_equal_those_of_transformers(name: str, tmp_path: Path):
+    model = save_model(tmp_path, name)
+    prompts, num = [[5, 9, 77, 30, 12], [200, 3]], 20
+    options = distmega.EngineOptions(max_context=32, batch=2)
+    engine = distmega.open_engine(RANK, distmega.open_model(tmp_path), 1, options)
+    found = [*engine.generate_all(prompts, num)]
+    for place, ids in enumerate(prompts):
+        expected = model.generate(
+            torch.tensor([ids]), max_new_tokens=num, do_sample=False, pad_token_id=0,
+            eos_token_id=VOCAB + 1, attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+        )  # fmt: skip
+        assert [int(step[place]) for step in found] == expected[0, len(ids) :].tolist()
+
+
+def test_a_plan_of_such_a_folder_is_explained(tmp_path: Path):
+    save_model(tmp_path, "granite")
+    mesh = distmega.DeviceMesh(tp=2)
+    options = distmega.EngineOptions(max_context=32)
+    texts = dict(explain_decode(read_config(tmp_path), mesh, distmega.CPU, options))
+    assert "attention" in texts["plan"]
+    assert "operators of torch" not in texts["plan"]
+
+
+def test_code_of_a_folder_is_never_run(tmp_path: Path):
+    own = {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}
+    (tmp_path / "config.json").write_text(json.dumps(own))
+    (tmp_path / "mine.py").write_text("raise SystemExit('run')")
+    with pytest.raises(ModelError, match=r"brings code of its own; .*such code is never run"):
+        read_config(tmp_path)
+
+
+def test_weights_that_do_not_fit_are_named(tmp_path: Path):
+    save_model(tmp_path, "granite")
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    norm = next(name for name in tensors if name.endswith("norm.weight"))
+    save_file({**tensors, norm: torch.ones(3)}, path)
+    with pytest.raises(ModelError, match=rf"{norm} in .* is F32\[3\]; expected F32, F16, BF16 of"):
+        distmega.open_model(tmp_path)
+    save_file({name: x for name, x in tensors.items() if name != norm}, path)
+    with pytest.raises(ModelError, match=f"lacks 1 of .* weights: {norm}"):
+        distmega.open_model(tmp_path)
