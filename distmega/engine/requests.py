@@ -152,7 +152,7 @@ class GenerateRequest:
             raise RequestError("no prompt", expected="at least one", remedy="give a prompt")
         if (num_prompts := len(self.prompts)) > MAX_BATCH:
             raise RequestError(
-                f"{num_prompts} prompts",
+                f"{num_prompts} prompts, so batch {num_prompts}",
                 expected=f"at most {MAX_BATCH}",
                 remedy="divide them over several calls",
             )
