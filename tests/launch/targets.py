@@ -70,6 +70,14 @@ def kill_last(context: RankContext, payload: signal.Signals | None, emit: Emit) 
     dist.barrier()
 
 
+def reduce_forever(context: RankContext, payload: None, emit: Emit) -> None:
+    """Emits that it began; then all ranks exchange something until they are ended."""
+    total = torch.zeros(1)
+    emit("began")
+    while True:
+        dist.all_reduce(total)
+
+
 def kill_last_once(context: RankContext, payload: Path, emit: Emit) -> str:
     """Emits 0 .. 4; the last rank ends itself at 2, unless the file says that it did so before."""
     for step in range(5):
