@@ -325,7 +325,7 @@ def _share(
     known &= np.isfinite(theirs[1])
     if not known.any():
         return None
-    error = np.abs(ours.astype(np.float64) - exact)[known]
+    error = np.abs(ours[known].astype(np.float64) - exact[known])
     share = float((error / (theirs[1][known] + np.finfo(np.float32).tiny)).max())
     if share > 1.0:
         raise _refused(
