@@ -181,7 +181,7 @@ def test_what_is_accepted_is_equal_in_exact_arithmetic():
 def test_what_is_accepted_is_equal_in_exact_arithmetic_at_length():
     counts = [check_random_program(seed) for seed in range(100, 1100)]
     assert sum(proven for proven, _ in counts) > 1000
-    assert sum(refused for _, refused in counts) > 500
+    assert sum(refused for _, refused in counts) > 400
 
 
 def test_primes_are_what_the_theorem_asks():
