@@ -65,7 +65,7 @@ def gated(gate: str) -> Callable[[Maker], Handle]:
 def ungated(m: Maker) -> Handle:
     x = m.input(320)
     for i in range(2):
-        h = m.linear(m.rms(x, f"n{i}"), f"u{i}", 704, bias=True).map("gelu(a0)")
+        h = m.linear(m.rms(x, f"n{i}"), f"u{i}", 768, bias=True).map("gelu(a0)")
         x = m.p.pointwise("a0 * 0.5 + a1", m.linear(h, f"d{i}", 320, bias=True), x)
     return x
 
