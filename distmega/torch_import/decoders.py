@@ -287,8 +287,10 @@ class _Step(nn.Module):
         )
 
         def store(place: int, x: Tensor) -> Tensor:
-            buffer = self.get_buffer(cache_name(place))
-            new = torch_ops.append_rows(buffer, x, positions, sequences if several else None)
+            buffer: Tensor = self.get_buffer(cache_name(place))
+            new: Tensor = torch_ops.append_rows(
+                buffer, x, positions, sequences if several else None
+            )
             buffer.copy_(new)
             return new
 

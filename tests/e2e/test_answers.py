@@ -160,7 +160,7 @@ def test_the_batch_follows_from_the_prompts():
     assert request.options.batch == 3
     options = distmega.EngineOptions(batch=5)
     assert replace(request, options=options).options.batch == 5
-    with pytest.raises(RequestError, match="5000 prompts; expected at most 4096"):
+    with pytest.raises(RequestError, match="5000 prompts, so batch 5000; expected at most 4096"):
         distmega.GenerateRequest(model="tiny-llama", prompts=("a",) * 5000)
 
 

@@ -105,10 +105,10 @@ def test_nothing_lies_where_x_does(name, num_ranks, trace):
     ("name", "num_ranks", "kind", "num_candidates", "spilled"),
     [
         ("qwen3-0.6b", 1, "plain", 0, 0),
-        ("qwen3-0.6b", 1, "limited", 64, 64),
+        ("qwen3-0.6b", 1, "limited", 64, 104),
         ("qwen3-8b", 4, "plain", 0, 0),
-        ("qwen3-8b", 4, "limited", 64, 96),
-        ("llama-3.2-1b", 2, "limited", 0, 128),
+        ("qwen3-8b", 4, "limited", 64, 112),
+        ("llama-3.2-1b", 2, "limited", 0, 136),
     ],
 )
 def test_drawing_spills_little(name, num_ranks, kind, num_candidates, spilled):

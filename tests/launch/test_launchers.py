@@ -21,7 +21,7 @@ from distmega.launch.launchers import launch
         ),
         ({"num_ranks": 0}, "0 ranks; expected at least 1; raise"),
         ({"num_ranks": "2"}, "2 ranks; expected at least 1; raise"),
-        ({"device": "tpu"}, "device 'tpu'; expected one of cpu, cuda; name"),
+        ({"device": "tpu"}, "device 'tpu'; expected one of auto, cpu, cuda; name"),
         ({"timeout_s": -1.0}, "a timeout of -1.0 s; expected a positive"),
         ({"start_timeout_s": 0.0}, "a timeout of 0.0 s; expected a positive"),
         ({"max_restarts": -1}, "-1 restarts with launcher local; expected 0 or more"),

@@ -110,7 +110,9 @@ def test_the_decode_kernel_takes_copies():
     lowered = lower_decode(config, staged, OPTIONS, peer_memory=True)
     (segment,) = lowered.host.segments
     queues = build_queues(segment, lowered.weights, lowered.states, 132, 3)
-    assert (staged.kv_copies, queues.shape.num_kv_heads, queues.shape.num_queries) == (2, 1, 4)
+    shape = queues.attention
+    assert shape is not None
+    assert (staged.kv_copies, shape.num_kv_heads, shape.num_queries) == (2, 1, 4)
 
 
 def test_stages_agree_on_copies():
