@@ -26,7 +26,7 @@ from distmega.kernels.hopper.periods import Kind, kind_of, kinds_in_order, short
 from distmega.kernels.hopper.plan import RowQueues
 from distmega.kernels.hopper.words import Embed
 
-Clocks = npt.NDArray[np.int16]
+Clocks = npt.NDArray[np.int32]
 """Counts of phases: [SMs] of one SM's knowledge, or [SMs, SMs] of all."""
 PHASES = 2
 NUM_STEPS = 2
@@ -66,7 +66,7 @@ class _Proof:
     def __init__(self, queues: RowQueues) -> None:
         self.queues = queues
         self.num_sms = len(queues.queues)
-        self.lengths = np.array([PHASES * len(queue) for queue in queues.queues], dtype=np.int16)
+        self.lengths = np.array([PHASES * len(queue) for queue in queues.queues], dtype=np.int32)
         self.rounds = list(self.find_rounds())
         self.readers = self.find_readers()
         self.generations = self.find_generations()
@@ -75,8 +75,8 @@ class _Proof:
         """Snapshot and SM of who wrote a word last: snapshot * num_sms + SM."""
         self.of_rank = np.zeros(queues.num_words, dtype=np.int8)
         shape = (self.num_sms, self.num_sms)
-        self.own: Clocks = np.zeros(shape, dtype=np.int16)
-        self.peer: Clocks = np.zeros(shape, dtype=np.int16)
+        self.own: Clocks = np.zeros(shape, dtype=np.int32)
+        self.peer: Clocks = np.zeros(shape, dtype=np.int32)
         self.snapshots: list[tuple[Clocks, Clocks]] = []
         self.known: dict[tuple[tuple[int, int, int], ...], tuple[Clocks, Clocks]] = {}
 
@@ -123,7 +123,7 @@ class _Proof:
         for start, stop, sm, past in entries:
             need = groups.get((start, stop))
             if need is None:
-                need = groups[start, stop] = np.zeros(self.num_sms, dtype=np.int16)
+                need = groups[start, stop] = np.zeros(self.num_sms, dtype=np.int32)
             need[sm] = max(need[sm], past)
         needs: dict[int, Clocks] = {}
         for (start, stop), need in groups.items():
@@ -163,7 +163,7 @@ class _Proof:
         """What SMs know when a step begins: who chose the token, or that a launch has ended."""
         chosen = list(step_reads(self.queues))
         if not chosen:
-            ended = self.lengths * np.int16(step)
+            ended = self.lengths * np.int32(step)
             self.own[:] = np.maximum(self.own.max(axis=0), ended)
             self.peer[:] = self.peer.max(axis=0)
         for read in chosen:
@@ -237,7 +237,7 @@ class _Proof:
         """Of writers together, each with the ranks on which it wrote: of itself if that is one's
         own, of every peer if it did on all of them.
         """
-        own = np.zeros(self.num_sms, dtype=np.int16)
+        own = np.zeros(self.num_sms, dtype=np.int32)
         peer = own.copy()
         for writer, ranks in ranks_of.items():
             snapshot, sm = divmod(writer, self.num_sms)
