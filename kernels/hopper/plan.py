@@ -42,21 +42,11 @@ class Buffer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeShape:
-    """Extents of one of num_ranks ranks that the kernel is specialised for or asks for."""
+class QueryGroups:
+    """Query heads, and the kv heads that groups of them share."""
 
-    num_layers: int
-    hidden: int
     num_heads: int
     num_kv_heads: int
-    head_dim: int
-    vocab: int
-    max_context: int
-    qk_norm: bool
-    eps: float
-    scale: float
-    max_tiles_k: int
-    num_ranks: int
 
     @property
     def group(self) -> int:
@@ -79,37 +69,32 @@ class DecodeShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionShape:
+class DecodeShape(QueryGroups):
+    """Extents of one of num_ranks ranks that the kernel is specialised for or asks for."""
+
+    num_layers: int
+    hidden: int
+    head_dim: int
+    vocab: int
+    max_context: int
+    qk_norm: bool
+    eps: float
+    scale: float
+    max_tiles_k: int
+    num_ranks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionShape(QueryGroups):
     """Extents that all attention ops of a segment share on one rank. rotated: whether queries and
     keys are; qk_norm: whether they are normalised before.
     """
 
-    num_heads: int
-    num_kv_heads: int
     head_dim: int
     max_context: int
     qk_norm: bool
     rotated: bool
     scale: float
-
-    @property
-    def group(self) -> int:
-        """Query heads of a kv head."""
-        return self.num_heads // self.num_kv_heads
-
-    @property
-    def num_parts(self) -> int:
-        """Attention tasks that share a kv head's queries."""
-        return -(-self.group // MAX_QUERIES)
-
-    @property
-    def num_queries(self) -> int:
-        """Query heads of each; the last task begins early enough to have as many as the others."""
-        return -(-self.group // self.num_parts)
-
-    def first_query(self, head: int, part: int) -> int:
-        """First query head of part number `part` of a kv head."""
-        return head * self.group + min(part * self.num_queries, self.group - self.num_queries)
 
 
 Publishes = Literal["nothing", "numbers", "pairs"]
