@@ -43,9 +43,9 @@ from distmega.sharding.overlap.pairs import OverlapChoice
 from distmega.sharding.streams.host_loops import HostLoop
 
 KERNEL_KINDS = frozenset({
-    "linear", "pointwise", "reduce", "rms_norm", "rope", "attention", "kv_append", "embedding",
-    "slice", "concat", "reshape", "transpose", "set", "argmax", "take_shard",
-    "top", "cutoff", "sample",
+    "linear", "pointwise", "reduce", "rms_norm", "layer_norm", "softmax", "rope", "attention",
+    "kv_append", "embedding", "slice", "concat", "reshape", "transpose", "set", "argmax",
+    "take_shard", "top", "cutoff", "sample",
 })  # fmt: skip
 """Op kinds that a megakernel does, unless the caller knows better."""
 

@@ -67,13 +67,28 @@ def is_encodable(
     """Whether an op has instructions, and few enough to be worth a place in a megakernel. strides:
     of operands that may be views, in elements; the others are row-major.
     """
+    return not why_not_encodable(op, tensors, strides, most=MAX_INSTRUCTIONS)
+
+
+def why_not_encodable(
+    op: Op,
+    tensors: Mapping[str, Tensor],
+    strides: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+    *,
+    most: int,
+) -> str:
+    """Empty if an op has at most so many instructions, else what is in the way. strides: as in
+    is_encodable.
+    """
     operands = [_plain_operand(tensors[a.tensor], strides.get(a.tensor)) for a in accesses(op)]
     mesh_axes = tuple(str(op.get(name, "")) for name in ("mesh_axis", "base_axis"))
     try:
         (instructions,) = lower_group(TaskGroup(op=op), operands, mesh_axes, 0)
-    except ProgramError:
-        return False
-    return len(instructions) <= MAX_INSTRUCTIONS
+    except ProgramError as error:
+        return error.found
+    if len(instructions) <= most:
+        return ""
+    return f"op {op.name!r} of kind {op.kind} takes {len(instructions)} instructions"
 
 
 def _context(

@@ -32,6 +32,9 @@ def six(values: tuple[int, ...]) -> Six:
 COMBINES = ("sum", "max", "min")
 """Reductions by the number that stands for them in an instruction."""
 
+NORMS = ("rms", "layer", "softmax")
+"""Ways of normalising a row, likewise."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ref:
@@ -106,14 +109,16 @@ class Reduce:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RmsNorm:
-    """out[m, start + i] for i < count, of rows normalised over all `dim` elements; x and weight
-    start at element 0 of a row.
+class Norm:
+    """out[m, start + i] for i < count, of rows normalised over all `dim` elements; x, weight and
+    bias start at element 0 of a row; `kind` is an index into NORMS.
     """
 
     x: Ref
-    weight: Ref
+    weight: Ref | None
+    bias: Ref | None
     out: Ref
+    kind: int
     rows: int
     dim: int
     start: int
@@ -338,7 +343,7 @@ class ArgmaxRanks:
 
 
 Instruction = (
-    Nop | Linear | Pointwise | Reduce | RmsNorm | Rope | KvAppend | Attention
+    Nop | Linear | Pointwise | Reduce | Norm | Rope | KvAppend | Attention
     | Embedding | Copy | TakeShard | Argmax | Top | Cutoff | Sample | Push | SumRanks | ArgmaxRanks
 )  # fmt: skip
 OPCODES: tuple[type[Instruction], ...] = get_args(Instruction)

@@ -15,7 +15,7 @@ from distmega.hostir.library import norms, pointwise, sampling
 from distmega.hostir.library import ops as library
 from distmega.kernels.isa import opcodes
 from distmega.kernels.isa.encoding import unpack_expression
-from distmega.kernels.isa.opcodes import COMBINES, Instruction, Ref
+from distmega.kernels.isa.opcodes import COMBINES, NORMS, Instruction, Ref
 from distmega.kernels.runtime.memory import RankMemory, peer_view
 
 Run = Callable[[], None]
@@ -71,14 +71,17 @@ def _reduce(i: opcodes.Reduce, memory: RankMemory) -> Run:
     return run
 
 
-def _rms_norm(i: opcodes.RmsNorm, memory: RankMemory) -> Run:
+def _norm(i: opcodes.Norm, memory: RankMemory) -> Run:
     x = memory.view(i.x, (i.rows, i.dim), (i.x_stride, 1))
-    weight = memory.view(i.weight, (i.dim,), (1,))
+    weight, bias = (
+        memory.view(ref, (i.dim,), (1,)) if ref is not None else None for ref in (i.weight, i.bias)
+    )
     out = memory.view(i.out, (i.rows, i.count), (i.out_stride, 1))
     columns = slice(i.start, i.start + i.count)
 
     def run() -> None:
-        out.copy_(norms.normalise("rms", x, None, weight, None, i.eps)[0][:, columns])
+        found, _ = norms.normalise(NORMS[i.kind], x, None, weight, bias, i.eps)
+        out.copy_(found[:, columns])
 
     return run
 
@@ -272,7 +275,7 @@ _BINDERS: Mapping[type, Callable[..., Run]] = {
     opcodes.Linear: _linear,
     opcodes.Pointwise: _pointwise,
     opcodes.Reduce: _reduce,
-    opcodes.RmsNorm: _rms_norm,
+    opcodes.Norm: _norm,
     opcodes.Rope: _rope,
     opcodes.KvAppend: _kv_append,
     opcodes.Attention: _attention,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from distmega.kernels.isa import opcodes
-from distmega.kernels.isa.opcodes import COMBINES, Instruction, Ref
+from distmega.kernels.isa.opcodes import COMBINES, NORMS, Instruction, Ref
 from distmega.kernels.runtime.arena import Operand
 from distmega.kernels.tasks.geometry import Geometry, Part, unfit
 from distmega.program.types import Op, accesses
@@ -75,14 +75,17 @@ def _used(op: Op, operand: int) -> set[str]:
 
 def _linear_classes(op: Op) -> dict[str, str]:
     x, w, out = _used(op, 0), _used(op, 1), _used(op, -1)
-    kinds = {(True, False, True): "m", (False, True, True): "n", (True, True, False): "k"}
+    kinds = {
+        (True, False, True): "m", (False, True, True): "n", (True, True, False): "k",
+        (True, True, True): "b",
+    }  # fmt: skip
     classes = {}
     for axis in op.axes:
         where = (axis.name in x, axis.name in w, axis.name in out)
         if where not in kinds:
-            raise unfit(op, f"axis {axis.name!r} is not a row, a column or a sum")
+            raise unfit(op, f"axis {axis.name!r} is not a row, a column, a sum or a batch")
         classes[axis.name] = kinds[where]
-    if len(op.reads) == 3 and any(classes[name] != "n" for name in _used(op, 2)):
+    if len(op.reads) == 3 and any(classes[name] not in "nb" for name in _used(op, 2)):
         raise unfit(op, "the bias varies along rows")
     return classes
 
@@ -154,24 +157,28 @@ def _reduce(context: Context, part: Part) -> Instruction:
     )
 
 
-def _rms_norm_classes(op: Op) -> dict[str, str]:
+def _norm_classes(op: Op) -> dict[str, str]:
     return {axis.name: {"d": "d", "r": ""}.get(axis.name, "m") for axis in op.axes}
 
 
-def _rms_norm(context: Context, part: Part) -> Instruction:
-    context.require_step_one("d", (0, 2, 3))
+def _norm(context: Context, part: Part) -> Instruction:
+    out = len(context.op.reads)
+    context.require_step_one("d", (0, *range(2, out + 1)))
     (m,), (d,) = part.dims["m"], part.dims["d"]
-    return opcodes.RmsNorm(
+    vectors = [context.ref(part, i, context.geometry.firsts[i]) for i in range(2, out)]
+    return opcodes.Norm(
         x=context.ref(part, 1),
-        weight=context.ref(part, 2, context.geometry.firsts[2]),
-        out=context.ref(part, 3),
+        weight=vectors[0] if vectors else None,
+        bias=vectors[1] if len(vectors) > 1 else None,
+        out=context.ref(part, out),
+        kind=NORMS.index(context.op.kind.removesuffix("_norm")),
         rows=m.length,
         dim=context.op.axis("d").extent,
         start=d.start,
         count=d.length,
         x_stride=m.strides[0],
-        out_stride=m.strides[3],
-        eps=context.number("eps"),
+        out_stride=m.strides[out],
+        eps=context.number("eps", 0.0),
     )
 
 
@@ -368,10 +375,12 @@ def _sample(context: Context, part: Part) -> Instruction:
 
 
 COMPUTE_RULES: Mapping[str, Rule] = {
-    "linear": Rule({"m": 1, "n": 1, "k": 1}, _linear_classes, _linear),
+    "linear": Rule({"b": 0, "m": 1, "n": 1, "k": 1}, _linear_classes, _linear),
     "pointwise": Rule({"i": 2}, all_axes, _pointwise),
     "reduce": Rule({"i": 2, "r": 1}, _reduce_classes, _reduce),
-    "rms_norm": Rule({"m": 1, "d": 1}, _rms_norm_classes, _rms_norm),
+    "rms_norm": Rule({"m": 1, "d": 1}, _norm_classes, _norm),
+    "layer_norm": Rule({"m": 1, "d": 1}, _norm_classes, _norm),
+    "softmax": Rule({"m": 1, "d": 1}, _norm_classes, _norm),
     "rope": Rule({"m": 1, "h": 1, "d": 1}, _rope_classes, _rope),
     "kv_append": Rule({"m": 1, "h": 1, "d": 1}, _kv_append_classes, _kv_append),
     "attention": Rule({"m": 1, "h": 1, "g": 1}, _attention_classes, _attention),

@@ -21,23 +21,27 @@ from distmega.hostir.ir.nodes import (
     HostProgram,
     LaunchMegakernel,
     LibraryOp,
+    Node,
     walk_nodes,
 )
-from distmega.hostir.lower.lower import KERNEL_KINDS, Localized, lower_program
+from distmega.hostir.lower.lower import KERNEL_KINDS, PEER_KINDS, Localized, lower_program
 from distmega.hostir.passes.passes import run_passes
 from distmega.kernels.cpu.runner import CpuMegakernel, open_peers
 from distmega.kernels.hopper.plan import RowQueues
 from distmega.kernels.hopper.weight_order import order_weights
-from distmega.kernels.isa.lowering import is_encodable
+from distmega.kernels.isa.lowering import why_not_encodable
 from distmega.kernels.megakernel import Megakernel, compile_megakernel
 from distmega.kernels.runtime.arena import ArenaLayout, Space, layout_arena
 from distmega.kernels.runtime.memory import allocate_arena, arena_views
 from distmega.kernels.runtime.runners import SteppingRunner, open_hopper, plan_hopper
 from distmega.kernels.runtime.symmetric import Team
-from distmega.program.types import Program
+from distmega.program.types import Op, Program, accesses
+from distmega.program.types import Tensor as ProgramTensor
 
 CPU_SMS = 8
 """Virtual SMs of a rank on a CPU."""
+MOST_INSTRUCTIONS = 1024
+"""Of an op of a program that is asked to be one launch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,8 +98,7 @@ def plan_whole(local: Localized, comm: Communicator, device: torch.device) -> Wh
             local,
             megakernel=True,
             peer_memory=True,
-            kernel_kinds=KERNEL_KINDS | {"layer_norm"} if on_gpu else KERNEL_KINDS,
-            is_encodable=None if on_gpu else is_encodable,
+            is_encodable=None if on_gpu else _is_encodable,
         )
     )
     _require_one_launch(host)
@@ -169,6 +172,12 @@ def _team(comm: Communicator) -> Team | None:
     return Team(comm=comm, axis=axes[0])
 
 
+def _is_encodable(
+    op: Op, tensors: Mapping[str, ProgramTensor], strides: Mapping[str, tuple[int, ...]]
+) -> bool:
+    return not why_not_encodable(op, tensors, strides, most=MOST_INSTRUCTIONS)
+
+
 def _require_one_launch(host: HostProgram) -> None:
     others = [
         node
@@ -179,7 +188,19 @@ def _require_one_launch(host: HostProgram) -> None:
     if len(host.segments) == 1 and not others:
         return
     raise UnsupportedError(
-        f"{others[0] if others else f'{len(host.segments)} kernels'} in program {host.name!r}",
-        expected="ops that one megakernel can do",
+        f"{_describe(others[0], host) if others else f'{len(host.segments)} kernels'} in program "
+        f"{host.name!r}",
+        expected=f"ops of one megakernel: {', '.join(sorted({*KERNEL_KINDS, *PEER_KINDS}))}",
         remedy="leave out megakernel=True: library ops do the others",
     )
+
+
+def _describe(node: Node, host: HostProgram) -> str:
+    """A node that no megakernel does: the op, the extents of its axes, what is in the way."""
+    if not isinstance(node, LibraryOp):
+        return str(node)
+    op, tensors = node.op, host.buffer_map()
+    extents = ", ".join(f"{axis.name} {axis.extent}" for axis in op.axes)
+    known = all(access.tensor in tensors for access in accesses(op))
+    found = why_not_encodable(op, tensors, most=MOST_INSTRUCTIONS) if known else ""
+    return f"{found or f'op {op.name!r} of kind {op.kind}'} ({extents})"

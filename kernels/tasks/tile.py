@@ -29,7 +29,10 @@ dependency between SMs costs two."""
 
 ROLES: tuple[Role, ...] = ("input", "weight", "state", "temp")
 
-_WHOLE_HEADS = {"rms_norm": ("d",), "rope": ("d",), "kv_append": ("d",), "attention": ("g", "e")}
+_WHOLE_HEADS = {
+    "rms_norm": ("d",), "layer_norm": ("d",), "softmax": ("d",), "rope": ("d",),
+    "kv_append": ("d",), "attention": ("g", "e"),
+}  # fmt: skip
 """Kind -> parallel axes that stay whole, since cutting them repeats work of the other tile."""
 
 

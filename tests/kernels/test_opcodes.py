@@ -75,6 +75,9 @@ LINEARS = [
     ("m k, k n -> m n", False),
     ("a m k, n k -> a m n", False),
     ("k, n k -> n", False),
+    ("b m k, b n k -> b m n", False),
+    ("b m k, b n k, b n -> b m n", True),
+    ("m b k, b n k, n -> m b n", True),
 ]
 
 
@@ -138,6 +141,30 @@ def test_rms_norm(data):
     arrays, (out,) = run(data, p.build(p.rms_norm(x, w, 1e-5)))
     x64 = arrays["x"]
     close(out, x64 / np.sqrt((x64**2).mean(-1, keepdims=True) + 1e-5) * arrays["w"])
+
+
+@given(data=st.data())
+@many
+def test_layer_norm(data):
+    shape = data.draw(st.lists(SMALL, min_size=2, max_size=3))
+    num_vectors = data.draw(st.integers(0, 2))
+    p = ProgramBuilder("layer_norm")
+    vectors = [p.weight(name, shape[-1:]) for name in ("w", "b")[:num_vectors]]
+    x = p.input("x", shape)
+    arrays, (out,) = run(data, p.build(p.layer_norm(x, *vectors, *[None] * (2 - num_vectors), 0.1)))
+    far = arrays["x"] - arrays["x"].mean(-1, keepdims=True)
+    expected = far / np.sqrt((far**2).mean(-1, keepdims=True) + 0.1)
+    close(out, expected * arrays.get("w", 1.0) + arrays.get("b", 0.0))
+
+
+@given(data=st.data())
+@many
+def test_softmax(data):
+    shape = data.draw(st.lists(SMALL, min_size=1, max_size=3))
+    p = ProgramBuilder("softmax")
+    arrays, (out,) = run(data, p.build(p.softmax(p.input("x", shape))))
+    chances = np.exp(arrays["x"] - arrays["x"].max(-1, keepdims=True))
+    close(out, chances / chances.sum(-1, keepdims=True))
 
 
 def positions_of(data: st.DataObject, num: int, context: int) -> torch.Tensor:
