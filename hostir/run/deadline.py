@@ -72,14 +72,12 @@ class Deadline:
 
     def _watch(self) -> None:
         while True:
+            time.sleep(min(1.0, self.limit_s / 4))
             mark = self._mark
-            if mark is None:
-                time.sleep(min(1.0, self.limit_s))
+            if mark is None or time.monotonic() < mark[1] + self.limit_s + GRACE_S:
                 continue
-            done, since = mark
-            time.sleep(max(0.0, since + self.limit_s + GRACE_S - time.monotonic()))
             # asked only now: a question may spoil a capture that is under way elsewhere
-            if self._mark is mark and not done.query():  # type: ignore[no-untyped-call]
+            if not mark[0].query():  # type: ignore[no-untyped-call]
                 logger.critical("%s", self._error())
                 os._exit(HUNG)
             if self._mark is mark:
