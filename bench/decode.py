@@ -6,7 +6,8 @@ A case names a preset, a batch, a position of the KV cache, the same for all seq
 many GPUs share the model, 1 unless said; weights and the cache are random, bf16, and both sides
 use one cache. The floor is the bytes of all weights, cached keys and values that a GPU reads in a
 step over the rate of a device copy, measured in the same run.
-Writes bench/results/decode-<device>.json; `make tables` writes the README's table from it.
+Writes bench/results/decode-<device>.json; `make tables` writes
+the table of docs/performance.md from it.
 """
 
 import math

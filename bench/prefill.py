@@ -6,7 +6,8 @@ On the host's clock, from the prompts' tokens on the host to the first token of 
 turns. Weights are random, bf16; both sides know the sizes from before, ours its programs, the peer
 its graph. The floor is each product of a pass at cuBLAS's rate for its own shape, measured in the
 same run, and attention at ATTENTION_FLOPS, of a GPU's part of the model.
-Writes bench/results/prefill-<device>.json; `make tables` writes the README's table from it.
+Writes bench/results/prefill-<device>.json; `make tables` writes
+the table of docs/performance.md from it.
 """
 
 import statistics

@@ -1,7 +1,7 @@
 """Writes the tables of PAGES from bench/results/*.json, one file a table, nothing typed by hand.
 
 A table stands between `<!-- table:NAME -->` and `<!-- end -->`, NAME being the file's stem. A name
-without a file reads "no results yet".
+without a file reads "no results yet". `<!-- summary -->` is followed by the rows of SUMMARY.
 """
 
 import re
@@ -9,8 +9,26 @@ from pathlib import Path
 
 from bench.records import RESULTS, ROOT, Record, read_records
 
-PAGES = (ROOT / "README.md", RESULTS / "README.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md", RESULTS / "README.md")
 
+SUMMARY = (
+    ("a token of one sequence, Llama-3.2-1B", "decode", "llama-3.2-1b batch=1 ctx=512"),
+    ("a token of one sequence, Qwen3-8B", "decode", "qwen3-8b batch=1 ctx=512"),
+    ("a step of 16 sequences, Llama-3.2-1B", "decode", "llama-3.2-1b batch=16 ctx=4096"),
+    ("a token of one sequence, Llama-3.2-1B", "decode", "llama-3.2-1b batch=1 ctx=512 tp=2"),
+    ("a token of one sequence, Qwen3-8B", "decode", "qwen3-8b batch=1 ctx=512 tp=4"),
+    ("a token after a prompt of 448, Qwen3-8B", "decode", "qwen3-8b prompt=448 batch=1 tp=2"),
+    ("first token of a prompt of 512, Llama-3.2-1B", "prefill", "llama-3.2-1b prompt=512"),
+    ("first tokens of 16 prompts of 4032, Qwen3-8B", "prefill", "qwen3-8b prompt=4032 batch=16"),
+    ("a gated MLP of 16 layers, one row", "programs", "gated_mlp rows=1"),
+    ("an encoder, 128 rows", "programs", "encoder rows=128"),
+)
+"""What a row of the front page says, the benchmark, its case."""
+
+DEVICE = "nvidia-h200"
+"""Of the front page."""
+
+_SUMMARY = re.compile(r"(<!-- summary -->\n).*?(<!-- end -->)", re.DOTALL)
 _SECTION = re.compile(r"(<!-- table:([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -32,6 +50,19 @@ def table(path: Path) -> str:
         rows = [[*row, record.commit] for row, record in zip(rows, records, strict=True)]
     lines = [_line(row) for row in (columns, ["---"] * len(columns), *rows)]
     return "\n".join(lines) + f"\n\n{source}.\n"
+
+
+def summary(results: Path) -> str:
+    """The table of SUMMARY; beside each case the fastest of its peers."""
+    columns = ["what", "GPUs", "distmega us", "beside", "us (x)"]
+    rows = []
+    for what, benchmark, case in SUMMARY:
+        records = read_records(results / f"{benchmark}-{DEVICE}.json")
+        for record in (record for record in records if record.case == case):
+            peer = min(record.peers, key=record.peers.__getitem__)
+            gpus, ours_us = str(record.num_gpus), _us(record.ours_us)
+            rows.append([what, gpus, ours_us, peer, _peer(record, peer)])
+    return "".join(f"{_line(row)}\n" for row in (columns, ["---"] * len(columns), *rows))
 
 
 def _cells(record: Record, peers: list[str]) -> list[str]:
@@ -61,6 +92,7 @@ def _line(cells: list[str]) -> str:
 
 def fill(text: str, results: Path) -> str:
     """`text` with every marked section replaced by the table of that name."""
+    text = _SUMMARY.sub(lambda m: m[1] + summary(results) + m[2], text)
     return _SECTION.sub(lambda m: m[1] + table(results / f"{m[2]}.json") + m[3], text)
 
 

@@ -1,7 +1,7 @@
 """distmega: a tensor program in, a plan over device and stream axes, one persistent megakernel per
 GPU out.
 
-The names of `__all__` are the library; what they are for stands in the README, "As a library".
+The names of `__all__` are the library; what they are for stands in docs/library.md.
 `distmega.launch`, `distmega.hostir` and `distmega.kernels` have public names of their own, and
 `distmega.errors` has all errors. Names are loaded when they are first used.
 

@@ -2,7 +2,7 @@
 
 `lower_program` makes one of a localised plan, `run_passes` improves it, `print_host` and
 `parse_host` turn it to text and back, `check_host` proves those of all ranks together, `Evaluator`
-runs it with a communicator. See README.md, "the walk through the code".
+runs it with a communicator. See docs/walk.md.
 """
 
 from typing import TYPE_CHECKING

@@ -1,1 +1,5 @@
-"""See README.md, "the walk through the code"."""
+"""The plan: which rank computes which part of each op, what it holds, which collectives join them.
+
+A Program, a DeviceMesh and a Machine come in; a Plan goes out, and by localize.py the program of
+one rank. Start at planner.py; docs/sharding.md has the idea.
+"""

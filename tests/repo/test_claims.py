@@ -50,7 +50,7 @@ def test_speedups_of_decode_steps():
     many = [record for record in alone if " batch=16 " in record.case]
     two, four = ([record for record in records if record.num_gpus == num] for num in (2, 4))
     two, four = speedups(two, TORCH), speedups(four, TORCH)
-    said = words("README.md")
+    said = words("docs/performance.md")
     assert f"of one sequence is {extent(speedups(one, TORCH))} times as fast as torch.comp" in said
     assert f"of 16 sequences {extent(speedups(many, TORCH))} times;" in said
     assert f"at tp 2 one is {extent(two)} times as fast as torch.compile" in said
@@ -61,7 +61,7 @@ def test_speedups_of_prompts():
     records = read_records(RESULTS / "prefill-nvidia-h200.json")
     alone = speedups([record for record in records if record.num_gpus == 1], TORCH)
     (two,) = speedups([record for record in records if record.num_gpus == 2], TORCH)
-    said = words("README.md")
+    said = words("docs/performance.md")
     assert f"{extent(alone)} times as fast as torch.compile" in said
     assert f"{two:.2f} times as fast as torch.compile with NCCL" in said
 
@@ -72,7 +72,7 @@ def test_speedups_over_vllm():
     one = [record for record in first if record.case.replace(" tp=2", "").endswith("batch=1")]
     many = [record for record in first if " batch=16" in record.case]
     assert len(speedups(tokens, VLLM)) == len(speedups([*one, *many], VLLM)) == 12
-    said = words("README.md")
+    said = words("docs/performance.md")
     assert f"Beside {VLLM} tokens come {extent(speedups(tokens, VLLM))} times as fast" in said
     assert f"first token of one prompt {extent(speedups(one, VLLM))} times" in said
     assert f"of 16 prompts {extent(speedups(many, VLLM))} times" in said
@@ -80,16 +80,28 @@ def test_speedups_over_vllm():
     assert f"vLLM's first token is sooner in {len(behind)} of 12 cases" in said
 
 
+def test_times_of_a_program_that_is_no_decoder():
+    records = read_records(RESULTS / "programs-nvidia-h200.json")
+    one, two = [record for record in records if record.case.startswith("gated_mlp rows=1 ")
+                or record.case == "gated_mlp rows=1"]  # fmt: skip
+    ours, torch = ([f"{us:.0f}" for us in times] for times in (
+        (one.ours_us, two.ours_us), (one.peers["torch graph"], two.peers["torch graph"]),
+    ))  # fmt: skip
+    said = words("docs/performance.md")
+    assert f"one row takes {ours[0]} us on one H200 and {ours[1]} on two" in said
+    assert f"where torch's own CUDA graph takes {torch[0]} and {torch[1]}" in said
+
+
 def test_speedups_of_blocks():
     found = {record.case.split()[0]: speedups([record])[0] for record in overlap_cases(2)
              if f"M={FROM_ROWS} hidden" in record.case}  # fmt: skip
     mlp, transformer = f"{found['mlp']:.2f}", f"{found['transformer']:.2f}"
-    said = words("README.md")
+    said = words("docs/performance.md")
     assert f"{FROM_ROWS} rows {mlp} and {transformer} times as fast as the best of" in said
 
 
 def test_targets_that_are_missed_are_told():
-    said = words("README.md")
+    said = words("docs/performance.md")
     two, four = overlap_cases(2), overlap_cases(4)
     slower = [ratio for ratio in speedups(two) if ratio < 1]
     assert not late(two)

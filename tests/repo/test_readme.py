@@ -1,11 +1,10 @@
-"""The README's commands, walk, variables and tables agree with the code."""
+"""The front page, variables, tables and benchmarks agree with the code."""
 
 import os
 import re
 import subprocess
 import sys
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -19,18 +18,8 @@ from tests.repo.source import ROOT
 README = (ROOT / "README.md").read_text()
 
 
-def section(title: str) -> str:
-    """The text under a heading of level two."""
-    pattern = rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)"
-    match = re.search(pattern, README, re.DOTALL | re.MULTILINE)
-    assert match, f"README.md has no section {title!r}"
-    return match[1]
-
-
-def files_of_the_walk() -> list[str]:
-    """Paths of the numbered list, in order."""
-    walk = section("The walk through the code")
-    return re.findall(r"^\d+\. `([\w/]+\.py)`", walk, re.MULTILINE)
+def test_the_front_page_is_one_page():
+    assert len(README.splitlines()) <= 150
 
 
 def test_the_two_commands_come_first():
@@ -42,38 +31,18 @@ def test_the_two_commands_come_first():
     ]
 
 
-def test_the_files_of_the_walk_exist():
-    walk = files_of_the_walk()
-    assert walk[0] == "examples/mlp.py"
-    assert walk[-1] == "launch/worker.py"
-    assert len(walk) >= 9
-    missing = [path for path in walk if not (ROOT / path).exists()]
-    assert not missing
-
-
-def test_a_file_of_the_walk_names_the_next_one():
-    walk = files_of_the_walk()
-    for path, following in pairwise(walk):
-        docstring = (ROOT / path).read_text().split('"""')[1]
-        assert following.rpartition("/")[2] in docstring, f"{path} does not name {following}"
+def test_the_front_page_has_ten_rows_of_results():
+    rows = tables.summary(RESULTS).splitlines()[2:]
+    assert len(rows) == len(tables.SUMMARY) == 10
 
 
 def test_every_environment_variable_is_listed():
-    named = set(re.findall(r"^\| `(DISTMEGA_\w+)`", section("Environment variables"), re.MULTILINE))
+    text = (ROOT / "docs/command.md").read_text()
+    _, _, section = text.partition("\n## Environment variables\n")
+    named = set(re.findall(r"^\| `(DISTMEGA_\w+)`", section, re.MULTILINE))
     read = set(re.findall(r'"(DISTMEGA_[A-Z_]+)"', (ROOT / "distmega/env.py").read_text()))
     assert named == read
     assert len(named) <= 10
-
-
-def test_code_from_an_example_is_that_of_its_file():
-    parts = re.findall(
-        r"^From `(examples/\w+\.py)`(.*?)^(?:#|\|)", README, re.DOTALL | re.MULTILINE
-    )
-    assert sorted(path for path, _ in parts) == ["examples/generate.py", "examples/mlp.py"]
-    for path, text in parts:
-        blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-        assert blocks
-        assert not [block for block in blocks if block.strip() not in (ROOT / path).read_text()]
 
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -95,12 +64,6 @@ def test_tables_are_what_the_results_give():
     pages = "".join(page.read_text() for page in tables.PAGES)
     assert tables.fill(pages, tables.RESULTS) == pages, "run `make tables`"
     assert not tables.unused(pages, tables.RESULTS)
-
-
-def test_links_lead_to_files():
-    for page in tables.PAGES:
-        for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):
-            assert (page.parent / link).exists(), f"{page}: {link}"
 
 
 def record(case: str, ours_us: float, peers: dict[str, float]) -> Record:
