@@ -83,7 +83,7 @@ def test_passes_hold_each_token_once_and_in_order(prompts, budget, spare):
     assert cached == {slot: len(ids) for slot, ids in prompts.items()}
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("num_ranks", [1, 2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_real_weights_give_what_each_prompt_gives_alone(num_ranks: int):
     """A pass of 100 tokens at a time: the longest prompt is taken in three parts, the second pass
     holds three prompts. Logits are those of transformers, who sees each prompt alone.

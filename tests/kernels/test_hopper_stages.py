@@ -1,6 +1,7 @@
 """Queues of a pipeline's stages: together those of the whole model, joined by x."""
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -16,6 +17,7 @@ from tests.kernels.kinds import of_kind
 CASES = [("smollm2-135m", 1, 2), ("llama-3.2-1b", 1, 4), ("qwen3-8b", 2, 2)]
 
 
+@cache
 def stage_queues(name: str, tp: int, pp: int, place: int = 0) -> list[RowQueues]:
     options, config = EngineOptions(max_context=256), PRESETS[name]
     found = []

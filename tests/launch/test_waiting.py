@@ -19,13 +19,13 @@ list(launch("tests.launch.targets:sum_ranks", 1, LauncherOptions(num_ranks=2)))
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "asked"),
     [
-        ("-c", LOCAL),
-        (*TORCHRUN, "-m", "tests.launch.command", "sum_ranks", "1", "2", "60"),
+        (("-c", LOCAL), ""),
+        (("-c", LOCAL), "active"),
+        ((*TORCHRUN, "-m", "tests.launch.command", "sum_ranks", "1", "2", "60"), ""),
     ],
 )
-@pytest.mark.parametrize("asked", ["", "active"])
 def test_openmp_of_the_ranks_waits_passively_unless_asked(arguments: tuple[str, ...], asked: str):
     """As libgomp says when it is loaded: how often its threads look before they sleep."""
     environment = {**os.environ, "OMP_DISPLAY_ENV": "VERBOSE", "OMP_WAIT_POLICY": asked}
