@@ -48,7 +48,16 @@ def drawn_by_kernel(
     chunks_at = sample_kernel.BEST_WORDS.value + 2 * MAX_SMS * num_ranks
     src = chunks_at + max(2 + rows // SAMPLE_CHUNK + 1, SEARCH_CHUNKS) * SAMPLE_CHUNK * MAX_SMS
     queues = [
-        pack(Sample("sample", 0, row0=first, num_rows=min(last, len(logits)), src=src, vocab=vocab))
+        pack(
+            Sample(
+                name="sample",
+                generation=0,
+                row0=first,
+                num_rows=min(last, len(logits)),
+                src=src,
+                vocab=vocab,
+            )
+        )
         for first, last in itertools.pairwise(starts)
     ]
     exchange = torch.zeros(src + len(logits), dtype=torch.int64, device="cuda")
