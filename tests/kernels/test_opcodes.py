@@ -76,7 +76,7 @@ LINEARS = [
     ("a m k, n k -> a m n", False),
     ("k, n k -> n", False),
     ("b m k, b n k -> b m n", False),
-    ("b m k, b n k, b n -> b m n", True),
+    ("m b k, b n k, b n -> m b n", True),
     ("m b k, b n k, n -> m b n", True),
 ]
 
