@@ -13,6 +13,7 @@ and programs-host-<device>.json.
 
 import argparse
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -44,10 +45,13 @@ from distmega.sharding.planner import plan_program
 from distmega.sharding.search.cost import H200
 
 OURS, COMPILED, GRAPH = "ours", "torch.compile", "torch graph"
+VARIANTS = ("plain", "gelu", "layernorm", "parallel", "postnorm", "heads96")
+"""Of llama-1b."""
 CASES = (
     *(f"gated_mlp rows={rows}" for rows in (1, 16, 64, 256, 1024)),
     *(f"gated_mlp rows={rows} tp=2" for rows in (1, 16, 64, 256, 1024)),
     "gpt2_step", "encoder rows=128", "mixer",
+    *(f"llama-1b variant={name}{tp}" for tp in ("", " tp=2") for name in VARIANTS),
 )  # fmt: skip
 CALLS = 16
 """Calls between two events."""
@@ -66,12 +70,14 @@ Line = Mapping[str, Any]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
     """A program, how ranks divide it, and the same in torch on a rank's tensors by name, given the
-    sum over ranks.
+    sum over ranks: its result, or the logits of a program that gives a token. position: of integer
+    inputs, and a token.
     """
 
     program: Program
     marks: dict[str, Layout]
     in_torch: Callable[[Tensors, Callable[[Tensor], Tensor]], Tensor]
+    position: int = 700
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,15 +88,21 @@ class Case:
     name: str
     rows: int
     num_ranks: int
+    variant: str = ""
 
 
 def parse_case(text: str) -> Case:
-    """Reads "gated_mlp rows=N tp=N", "encoder rows=N", "gpt2_step" or "mixer"."""
+    """Reads "gated_mlp rows=N tp=N", "encoder rows=N", "gpt2_step", "mixer" or "llama-1b
+    variant=NAME tp=N".
+    """
+    variant = re.search(r" variant=(\S+)", text)
     numbers = ("rows",) if text.startswith(("gated_mlp", "encoder")) else ()
-    name, *found, num_ranks = read_case(text, *numbers)
-    if name not in MODELS:
-        raise SystemExit(f"case {text!r}; expected one of {', '.join(MODELS)}; correct it")
-    return Case(text, name, found[0] if found else 0, num_ranks)
+    name, *found, num_ranks = read_case(text.replace(variant[0], "") if variant else text, *numbers)
+    chosen = variant[1] if variant else ""
+    if name not in MODELS or (chosen in VARIANTS) != (name == "llama-1b"):
+        expected = f"one of {', '.join(MODELS)}, llama-1b with variant={'|'.join(VARIANTS)}"
+        raise SystemExit(f"case {text!r}; expected {expected}; correct it")
+    return Case(text, name, found[0] if found else 0, num_ranks, chosen)
 
 
 def gated_mlp(rows: int, layers: int = 16, hidden: int = 2048, inner: int = 8192) -> Model:
@@ -232,12 +244,152 @@ def mixer(
     return Model(program=p.build(x), marks={}, in_torch=in_torch)
 
 
-MODELS: dict[str, Callable[[int], Model]] = {
-    "gated_mlp": gated_mlp, "gpt2_step": gpt2_step, "encoder": encoder, "mixer": mixer,
-}  # fmt: skip
+def llama_1b(
+    variant: str,
+    layers: int = 16,
+    hidden: int = 2048,
+    heads: tuple[int, int, int] = (32, 8, 64),
+    inner: int = 8192,
+    vocab: int = 128256,
+    cached: int = 513,
+    with_state: bool = False,
+) -> Model:
+    """A decode step of Llama-3.2-1B at the last of `cached` positions, and what may stand in place
+    of its parts. variant: plain; gelu: gates by gelu; layernorm: layer norms, and biases
+    everywhere; parallel: attention and feed-forward of the same normed row; postnorm: norm(x +
+    f(x)); heads96: 24 query and 6 kv heads of 96. heads: query heads, kv heads, elements of each.
+    with_state: gives what the head reads too.
+    """
+    num_heads, kv_heads, dim = heads
+    if variant == "heads96":
+        num_heads, kv_heads, dim = num_heads * 3 // 4, kv_heads * 3 // 4, 96
+    group, has_bias = num_heads // kv_heads, variant == "layernorm"
+    gate = "gelu(a0) * a1" if variant == "gelu" else "silu(a0) * a1"
+    p = ProgramBuilder(f"llama_{variant}")
+    token, at = p.input("token", (1,), "i64"), p.input("position", (1,), "i64")
+    table, rope = p.weight("embed", (vocab, hidden), "bf16"), p.weight("rope", (cached, dim))
+    marks: dict[str, Layout] = {"embed": shard(0, "tp")}
+
+    def norm(x: Handle, name: str) -> Handle:
+        if has_bias:
+            return _layer_norm(p, x, name)
+        return p.rms_norm(x, p.weight(f"{name}.w", x.shape[-1:], "bf16"), EPS)
+
+    def linear(x: Handle, name: str, shape: tuple[int, ...], spec: str, split: int) -> Handle:
+        marks[f"{name}.w"] = shard(split, "tp")
+        left, out = spec.split("->")
+        weight = p.weight(f"{name}.w", shape, "bf16")
+        if not has_bias:
+            return p.linear(x, weight, spec=spec)
+        columns = " ".join(out.split()[1:])
+        bias = p.weight(f"{name}.b", shape[:1] if split else shape[:-1], "bf16")
+        return p.linear(x, weight, bias, spec=f"{left}, {columns} -> {out}")
+
+    def attention(x: Handle, i: int) -> Handle:
+        q = linear(x, f"{i}.q", (kv_heads, group, dim, hidden), "m k, h g d k -> m h g d", 0)
+        k, v = (
+            linear(x, f"{i}.{name}", (kv_heads, dim, hidden), "m k, h d k -> m h d", 0)
+            for name in "kv"
+        )
+        caches = [p.state(f"{i}.{name}_cache", (kv_heads, cached, dim), "bf16") for name in "kv"]
+        p.kv_append(caches[0], p.rope(k, at, rope), at)
+        p.kv_append(caches[1], v, at)
+        mixed = p.attention(p.rope(q, at, rope), *caches, at, dim**-0.5)
+        shape = (hidden, kv_heads, group, dim)
+        return linear(mixed, f"{i}.o", shape, "m h g d, k h g d -> m k", 1)
+
+    def feed_forward(x: Handle, i: int) -> Handle:
+        pair = [
+            linear(x, f"{i}.{n}", (inner, hidden), "m k, n k -> m n", 0) for n in ("gate", "up")
+        ]
+        mixed = p.pointwise(gate, *pair)
+        return linear(mixed, f"{i}.down", (hidden, inner), "m k, n k -> m n", 1)
+
+    x = p.embedding(token, table)
+    for i in range(layers):
+        if variant == "postnorm":
+            x = norm(x.map("a0 + a1", attention(x, i)), f"{i}.norm1")
+            x = norm(x.map("a0 + a1", feed_forward(x, i)), f"{i}.norm2")
+        elif variant == "parallel":
+            h = norm(x, f"{i}.norm1")
+            x = p.pointwise("a0 + a1 + a2", x, attention(h, i), feed_forward(h, i))
+        else:
+            x = x.map("a0 + a1", attention(norm(x, f"{i}.norm1"), i))
+            x = x.map("a0 + a1", feed_forward(norm(x, f"{i}.norm2"), i))
+    x = x if variant == "postnorm" else norm(x, "norm")
+    chosen = p.argmax(p.linear(x, table))
+    program = p.build(chosen, x) if with_state else p.build(chosen)
+
+    def in_torch(own: Tensors, total: Callable[[Tensor], Tensor]) -> Tensor:
+        at, activate = own["position"], F.gelu if variant == "gelu" else F.silu
+        cos, sin = own["rope"][at].to(own["embed"].dtype).chunk(2, -1)
+        seen = (torch.arange(cached, device=at.device) <= at)[None, None]
+
+        def normed(x: Tensor, name: str) -> Tensor:
+            if has_bias:
+                return _torch_norm(own, x, name)
+            return F.rms_norm(x, x.shape[-1:], own[f"{name}.w"], EPS)
+
+        def product(x: Tensor, name: str) -> Tensor:
+            weight, bias = own[f"{name}.w"], own.get(f"{name}.b")
+            flat = weight.reshape(-1, x.shape[-1])
+            return F.linear(x, flat, None if bias is None else bias.reshape(-1))
+
+        def rotated(x: Tensor) -> Tensor:
+            a, b = x.chunk(2, -1)
+            return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+        def attend(x: Tensor, i: int) -> Tensor:
+            q, k, v = (product(x, f"{i}.{name}").view(-1, dim) for name in "qkv")
+            keys, values = own[f"{i}.k_cache"], own[f"{i}.v_cache"]
+            keys.index_copy_(1, at, rotated(k)[:, None])
+            values.index_copy_(1, at, v[:, None])
+            queries = rotated(q)[None, :, None]
+            mixed = F.scaled_dot_product_attention(
+                queries, keys[None], values[None], attn_mask=seen, enable_gqa=True
+            )
+            out = own[f"{i}.o.w"].reshape(hidden, -1)
+            bias = own.get(f"{i}.o.b")
+            return total(F.linear(mixed.reshape(1, -1), out, bias))
+
+        def mix(x: Tensor, i: int) -> Tensor:
+            inside = activate(product(x, f"{i}.gate")) * product(x, f"{i}.up")
+            return total(product(inside, f"{i}.down"))
+
+        table = own["embed"]
+        x = table[own["token"] % len(table)]
+        if len(table) < vocab:  # ranks have parts of it, in their order
+            x = total(x * (own["token"] // len(table) == dist.get_rank()))
+        for i in range(layers):
+            if variant == "postnorm":
+                x = normed(x + attend(x, i), f"{i}.norm1")
+                x = normed(x + mix(x, i), f"{i}.norm2")
+            elif variant == "parallel":
+                h = normed(x, f"{i}.norm1")
+                x = x + attend(h, i) + mix(h, i)
+            else:
+                x = x + attend(normed(x, f"{i}.norm1"), i)
+                x = x + mix(normed(x, f"{i}.norm2"), i)
+        logits = F.linear(x if variant == "postnorm" else normed(x, "norm"), table)
+        if len(table) == vocab:
+            return logits
+        parts = [torch.empty_like(logits) for _ in range(vocab // len(table))]
+        dist.all_gather(parts, logits)
+        return torch.cat(parts, -1)
+
+    return Model(program=program, marks=marks, in_torch=in_torch, position=cached - 1)
 
 
-def own_tensors(step: CompiledProgram, rank: int) -> dict[str, Tensor]:
+MODELS: dict[str, Callable[[Case], Model]] = {
+    "gated_mlp": lambda case: gated_mlp(case.rows),
+    "gpt2_step": lambda case: gpt2_step(),
+    "encoder": lambda case: encoder(case.rows),
+    "mixer": lambda case: mixer(),
+    "llama-1b": lambda case: llama_1b(case.variant),
+}
+
+
+def own_tensors(step: CompiledProgram, rank: int, position: int) -> dict[str, Tensor]:
     """Random tensors of a rank, weights scaled to keep values around 1; inputs are all ranks'."""
     tensors: dict[str, Tensor] = {}
     for buffer in step.host.buffers:
@@ -246,7 +398,7 @@ def own_tensors(step: CompiledProgram, rank: int) -> dict[str, Tensor]:
         shared = buffer.role == "input" or len(buffer.shape) < 2
         torch.manual_seed(len(tensors) if shared else 1000 * (1 + rank) + len(tensors))
         if buffer.dtype == "i64":
-            tensors[buffer.name] = torch.tensor([700], device="cuda")
+            tensors[buffer.name] = torch.tensor([position], device="cuda")
             continue
         x = torch.randn(buffer.shape, device="cuda")
         if buffer.role == "weight":
@@ -259,7 +411,7 @@ def floor_us(step: CompiledProgram) -> float:
     """What a rank reads once, or its products, whichever takes longer."""
     num_bytes = sum(b.num_bytes for b in step.host.buffers if b.role in ("weight", "state"))
     tensors = step.host.buffer_map()
-    rows = {b.shape[0] for b in step.host.buffers if b.role == "input" and len(b.shape) > 1}
+    rows = {b.shape[0] for b in step.host.buffers if b.role == "input" and len(b.shape) > 1} | {1}
     weights = sum(
         b.num_bytes // 2 for b in tensors.values() if b.role == "weight" and len(b.shape) > 1
     )
@@ -282,10 +434,10 @@ def host_us(call: Call) -> float:
 
 def measure(case: Case, comm: Communicator, rounds: int, with_compile: bool) -> Line:
     """Medians over rounds in which each is timed once, all ranks at the same time."""
-    model = MODELS[case.name](case.rows)
+    model = MODELS[case.name](case)
     plan = plan_program(model.program, comm.mesh, H200, model.marks)
     step = CompiledProgram(plan, comm, f"cuda:{torch.cuda.current_device()}", warm=True)
-    own = own_tensors(step, comm.rank)
+    own = own_tensors(step, comm.rank, model.position)
     for name, tensor in step.tensors.items():
         tensor.copy_(own[name])
     inputs = {b.name: own[b.name] for b in step.host.buffers if b.role == "input"}
@@ -301,6 +453,8 @@ def measure(case: Case, comm: Communicator, rounds: int, with_compile: bool) -> 
     with torch.inference_mode():
         expected = in_torch().float()
         (found,) = step(inputs).values()
+        if found.dtype == torch.int64:  # a token: how far its logit is from the highest
+            found = expected + (expected.max() - expected[:, found[0]])
         far = float((found.float() - expected).abs().max() / expected.abs().max())
         assert far < TOLERANCE, f"{case.text}: {far} from torch"
         assert step.stats.replayed, step.stats.reason

@@ -56,9 +56,9 @@ def compute(
     best_words, num_sms, peers, place, first_id, min_blocks, eps, scale, sampling,
     seeds, sample_words, trace, places, squares, red, step_bar, D: gl.constexpr, G: gl.constexpr,
     H: gl.constexpr, KVH: gl.constexpr, QK_NORM: gl.constexpr, ROTATED: gl.constexpr, ATTENDS:
-    gl.constexpr, EPILOGUES: gl.constexpr, LAYER_NORMS: gl.constexpr, CHOICE: gl.constexpr,
-    HEAD_ROWS: gl.constexpr, RANKS: gl.constexpr, BARRIERS: gl.constexpr, STAGES: gl.constexpr,
-    TRACE: gl.constexpr,
+    gl.constexpr, EPILOGUES: gl.constexpr, LAYER_NORMS: gl.constexpr, KEEPS_NORMED: gl.constexpr,
+    CHOICE: gl.constexpr, HEAD_ROWS: gl.constexpr, RANKS: gl.constexpr, BARRIERS: gl.constexpr,
+    STAGES: gl.constexpr, TRACE: gl.constexpr,
 ):
     """Partition of eight warps. A datum of generation g and step s is tagged
     s * num_generations + g + 1."""
@@ -110,7 +110,7 @@ def compute(
                 it = linear_task(
                     words, exchange, vectors, embed, token, kept, logits, tag, sm, best_words,
                     num_sms, peers, place, first_id, eps, squares, red, places, it, at,
-                    EPILOGUES, LAYER_NORMS, CHOICE, RANKS, STAGES, TRACE,
+                    EPILOGUES, LAYER_NORMS, KEEPS_NORMED, CHOICE, RANKS, STAGES, TRACE,
                 )
             if TRACE:
                 gl.store(at + STAMPS - 1, clock())
@@ -146,9 +146,9 @@ def decode(
     rope, kept, logits, best_words, num_sms, peers, place, first_id, min_blocks, eps, scale,
     sampling, seeds, sample_words, trace, D: gl.constexpr, G: gl.constexpr, H: gl.constexpr,
     KVH: gl.constexpr, QK_NORM: gl.constexpr, ROTATED: gl.constexpr, ATTENDS: gl.constexpr,
-    EPILOGUES: gl.constexpr, LAYER_NORMS: gl.constexpr, MAX_TILES_K: gl.constexpr,
-    CHOICE: gl.constexpr, HEAD_ROWS: gl.constexpr, RANKS: gl.constexpr, BARRIERS: gl.constexpr,
-    STAGES: gl.constexpr, AHEAD: gl.constexpr, TRACE: gl.constexpr,
+    EPILOGUES: gl.constexpr, LAYER_NORMS: gl.constexpr, KEEPS_NORMED: gl.constexpr,
+    MAX_TILES_K: gl.constexpr, CHOICE: gl.constexpr, HEAD_ROWS: gl.constexpr, RANKS: gl.constexpr,
+    BARRIERS: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr, TRACE: gl.constexpr,
 ):
     """num_steps decode steps at batch 1; one program an SM, all resident.
 
@@ -193,7 +193,7 @@ def decode(
                     rope, kept, logits, best_words, num_sms, peers, place, first_id, min_blocks,
                     eps, scale, sampling, seeds, sample_words, trace, places, squares, red,
                     step_bar, D, G, H, KVH, QK_NORM, ROTATED, ATTENDS, EPILOGUES, LAYER_NORMS,
-                    CHOICE, HEAD_ROWS, RANKS, BARRIERS, STAGES, TRACE,
+                    KEEPS_NORMED, CHOICE, HEAD_ROWS, RANKS, BARRIERS, STAGES, TRACE,
                 ),
             ),
             (

@@ -22,12 +22,14 @@ from distmega.kernels.hopper.device import (
 )
 from distmega.kernels.hopper.fields import (
     CARRY_EMBEDDED,
+    CARRY_TWO,
     DELTA_SHIFT,
     DRAWN,
     DST,
     FROM_EMBEDDING,
     GENERATION,
     GREEDY,
+    KEEP_NORMED,
     LAYER_NORM,
     LIN_BIAS,
     LIN_CARRY,
@@ -37,6 +39,7 @@ from distmega.kernels.hopper.fields import (
     LIN_NUM_SRC_WORDS,
     LIN_NUM_TILES_K,
     LIN_PACKED,
+    LIN_PAIR_ROW,
     LIN_ROW0,
     NO_REPORT,
     NUM_UNITS,
@@ -110,6 +113,17 @@ def is_ranked(epilogues, number):
 def has_pairs(epilogues):
     """Whether products of two streams meet in one."""
     return any(one.num_streams == 2 for one in epilogues.each)
+
+
+@constexpr_function
+def most_carried(epilogues):
+    """Vectors that one of them takes, at most."""
+    return max(one.num_carried for one in epilogues.each)
+
+
+@constexpr_function
+def num_carried(epilogues, number):
+    return epilogues.each[number].num_carried
 
 
 @constexpr_function
@@ -210,9 +224,29 @@ def row_sum(values, inv_length):
 
 
 @gluon.jit
+def keep_normed(words, vectors, kept, sm, mean, factor, HAS_BIAS: gl.constexpr):
+    """Normalises this SM's rows of x where it keeps them, an element a thread. HAS_BIAS: whether
+    there is a mean to take off and a bias to add.
+    """
+    num_rows = 2 * words[LIN_NUM_SRC_WORDS]
+    units = (num_rows + UNIT_ROWS - 1) // UNIT_ROWS
+    num_sms = gl.num_programs(0)
+    row = units * sm // num_sms * UNIT_ROWS + gl.arange(0, THREADS, layout=PER_THREAD)
+    wanted = row < gl.minimum(units * (sm + 1) // num_sms * UNIT_ROWS, num_rows)
+    weights = vectors + words[LIN_NORM] + row
+    own = kept + words[LIN_CARRY] + row
+    y = (gl.load(own, mask=wanted, other=0.0) - mean) * factor
+    y = y * gl.load(weights, mask=wanted, other=0.0).to(gl.float32)
+    if HAS_BIAS:
+        y += gl.load(weights + num_rows, mask=wanted, other=0.0).to(gl.float32)
+    gl.store(own, y, mask=wanted)
+
+
+@gluon.jit
 def stage_layer_norm(
-    words, exchange, vectors, embed, token, tag, eps, inv_length, place, RANKS: gl.constexpr
-):
+    words, exchange, vectors, embed, token, kept, sm, tag, eps, inv_length, place,
+    KEEPS_NORMED: gl.constexpr, RANKS: gl.constexpr,
+):  # fmt: skip
     """x after its layer norm into shared memory, zeros past the last; at most STAGE_CHUNKS chunks.
     The mean is taken off before squares are summed, and before x is rounded.
     """
@@ -250,6 +284,9 @@ def stage_layer_norm(
         b = (high_half(pairs[i]) - mean) * factor * high_half(scales[i]) + high_half(shifts[i])
         staged += single(bf16_pair(a, b))
     store_x(place, staged, STAGE_CHUNKS)
+    if KEEPS_NORMED:  # noqa: SIM102  a constant
+        if (words[LIN_PACKED] & KEEP_NORMED) != 0:
+            keep_normed(words, vectors, kept, sm, mean, factor, True)
 
 
 @gluon.jit
@@ -287,7 +324,9 @@ def bias_of(words, vectors, group, row, wanted, PAIRS: gl.constexpr):
 
 
 @gluon.jit
-def carried(words, embed, token, kept, row, wanted, RANKS: gl.constexpr):
+def carried(
+    words, embed, token, kept, row, wanted, KEEPS_NORMED: gl.constexpr, RANKS: gl.constexpr
+):
     """What the SM keeps of the rows of another op, or the embedding's; asked for early. Where ranks
     share the embedding, sum_partials asks for its row.
     """
@@ -296,6 +335,8 @@ def carried(words, embed, token, kept, row, wanted, RANKS: gl.constexpr):
         value = gl.load(at, mask=wanted, other=0.0).to(gl.float32)
     else:
         given = wanted & (words[LIN_CARRY] >= 0)
+        if KEEPS_NORMED:
+            given = given & ((words[LIN_PACKED] & KEEP_NORMED) == 0)
         value = gl.load(kept + words[LIN_CARRY] + row, mask=given, other=0.0)
     return value
 
@@ -337,6 +378,7 @@ def linear_task(
     stamps,
     EPILOGUES: gl.constexpr,
     LAYER_NORMS: gl.constexpr,
+    KEEPS_NORMED: gl.constexpr,
     CHOICE: gl.constexpr,
     RANKS: gl.constexpr,
     STAGES: gl.constexpr,
@@ -365,14 +407,18 @@ def linear_task(
         num_tiles = keep(gl.minimum(num_units - number, GROUP_UNITS) * num_tiles_k)
         aims = aim(places, it % STAGES)
         bias = bias_of(words, vectors, number, row, wanted, has_pairs(EPILOGUES))
-        carry = carried(words, embed, token, kept, row, wanted, RANKS)
+        carry = carried(words, embed, token, kept, row, wanted, KEEPS_NORMED, RANKS)
+        if most_carried(EPILOGUES) == 2:
+            is_two = wanted & ((words[LIN_PACKED] & CARRY_TWO) != 0)
+            carry2 = gl.load(kept + words[LIN_PAIR_ROW] + row, mask=is_two, other=0.0)
         taken = take_tiles(places, aims, num_tiles, (it // STAGES) & 1, STAGES)
         if number == 0:
             before = tag - ((words[LIN_PACKED] << DELTA_SHIFT) >> (2 * DELTA_SHIFT))
             if LAYER_NORMS and (words[LIN_PACKED] & LAYER_NORM) != 0:
                 stage_layer_norm(
-                    words, exchange, vectors, embed, token, before, eps, inv_length, aims[0], RANKS
-                )
+                    words, exchange, vectors, embed, token, kept, sm, before, eps, inv_length,
+                    aims[0], KEEPS_NORMED, RANKS,
+                )  # fmt: skip
             elif RANKS == 1 and (words[LIN_PACKED] & FROM_EMBEDDING) != 0:
                 ss = stage_embedding(words, embed, token, vectors, aims[0])
             else:
@@ -401,6 +447,9 @@ def linear_task(
         y = sum_warps(red)
         factor = gl.rsqrt(gl.sum(squares.load(EVERY_WARP), axis=0) * inv_length + eps)
         y = y * gl.where(is_folded, factor, 1.0) + bias
+        if KEEPS_NORMED:  # noqa: SIM102  a constant
+            if is_folded & (number == 0) & ((words[LIN_PACKED] & KEEP_NORMED) != 0):
+                keep_normed(words, vectors, kept, sm, 0.0, factor, False)
         for i in gl.static_range(NUM):
             if opcode == i:
                 STREAMS: gl.constexpr = streams_of(EPILOGUES, i)
@@ -428,7 +477,10 @@ def linear_task(
                         GROUP_ROWS // 2,
                     )
                 else:
-                    y1 = evaluate(TREE, (y, carry))
+                    if num_carried(EPILOGUES, i) == 2:
+                        y1 = evaluate(TREE, (y, carry, carry2))
+                    else:
+                        y1 = evaluate(TREE, (y, carry))
                     if is_ranked(EPILOGUES, i):
                         gl.store(logits + row, y1, mask=wanted)
                         if CHOICE == GREEDY:
@@ -479,6 +531,7 @@ def linear_task(
                     tag,
                     tag - words[GENERATION],
                     formula_of(EPILOGUES, i),
+                    num_carried(EPILOGUES, i),
                     published(EPILOGUES, i),
                     RANKS,
                 )

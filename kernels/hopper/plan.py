@@ -104,15 +104,15 @@ Publishes = Literal["nothing", "numbers", "pairs"]
 class Epilogue:
     """What follows the products of a linear: formula(products of the streams, what is carried).
 
-    publishes: "numbers", f32, a tagged word each; "pairs" of bf16, or nothing. carries: whether the
-    formula takes what stays with this SM. summed: the product is summed over ranks first. ranked: a
-    token is chosen from the results.
+    publishes: "numbers", f32, a tagged word each; "pairs" of bf16, or nothing. num_carried: vectors
+    that stay with this SM and that the formula takes. summed: the product is summed over ranks
+    first. ranked: a token is chosen from the results.
     """
 
     num_streams: int
     formula: Expr
     publishes: Publishes
-    carries: bool
+    num_carried: int
     summed: bool
     ranked: bool
 

@@ -18,7 +18,7 @@ ranks into the buffers of its likes, and each adds them up.
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 
 from distmega.kernels.hopper.matrices import Weights, tiles_k
@@ -36,8 +36,10 @@ from distmega.kernels.hopper.plan import (
 from distmega.kernels.hopper.proof import find_hazard
 from distmega.kernels.hopper.words import (
     CARRY_EMBEDDED,
+    CARRY_TWO,
     EMBEDDED,
     FROM_EMBEDDING,
+    KEEP_NORMED,
     LAYER_NORM,
     MAX_EPILOGUES,
     MAX_SMS,
@@ -68,17 +70,24 @@ from distmega.kernels.tasks.fuse import (
     FusedContraction,
     FusedEmbedding,
     Shown,
+    canonical,
     fuse_segment,
     norms_of,
     shown_by_views,
+    substitute,
 )
 from distmega.kernels.tasks.graph import Mode
+from distmega.program import expr
 from distmega.program.types import Program
 
 EMBED_WORDS = 256
 """Tagged words of the embedded token that one SM pushes: one a thread."""
 MAX_COPIES = 2
 """Buffers of one class, at most."""
+MAX_CARRIED = 2
+"""Vectors that an SM keeps and one epilogue takes, at most."""
+MAX_NORMED_UNITS = MAX_SMS // UNIT_ROWS
+"""Units of a row that an SM keeps normalised, at most: an element a thread."""
 
 
 def build_queues(
@@ -179,6 +188,7 @@ class _Builder:
         self.queues = [[] for _ in range(self.num_sms)]
         self.shown = shown_by_views(self.segment)
         self.inspect()
+        self.fused = tuple(map(self.given_first, self.fused))
         self.find_classes()
         self.epilogues = self.find_epilogues()
         self.find_lightest()
@@ -250,6 +260,17 @@ class _Builder:
         if any(length % 64 for length in columns.values()):
             raise unfit(f"rows of {sorted(set(columns.values()))} elements")
 
+    def given_first(self, op: Fused) -> Fused:
+        """The op with the given row as its first operand, if it is one."""
+        given = self.embedding.out if self.embedding else self.entry
+        if not isinstance(op, FusedContraction) or given not in op.operands[1:]:
+            return op
+        operands = tuple(sorted(op.operands, key=lambda name: name != given))
+        num = len(op.streams)
+        arguments = [*range(num), *(num + operands.index(name) for name in op.operands)]
+        formula = canonical(substitute(op.formula, [expr.Arg(index) for index in arguments]))
+        return replace(op, operands=operands, formula=formula)
+
     def inputs(self) -> list[str]:
         """Tensors that ops take and no op makes, weights apart."""
         found: dict[str, None] = {}
@@ -311,21 +332,22 @@ class _Builder:
     def find_classes(self) -> None:
         """A name for each op's buffers, that of the first op that computes alike."""
         known: dict[tuple[object, ...], str] = {}
+        of: dict[str, str] = {}
         for op in self.fused:
-            self.classes.append(known.setdefault(self.signature(op), op.name))
+            key = self.signature(op)
+            if isinstance(op, FusedAttention):
+                key = "attention", of.get(self.storage(op.q), "")
+            self.classes.append(known.setdefault(key, op.name))
+            if isinstance(op, FusedContraction):
+                of |= dict.fromkeys(op.outs, self.classes[-1])
 
     def signature(self, op: Fused) -> tuple[object, ...]:
         """What an op computes, its names apart."""
-        match op:
-            case FusedContraction():
-                columns = self.placed.columns[op.streams[0].weights[0]]
-                sizes = tuple(
-                    self.placed.rows_of(name) for stream in op.streams for name in stream.weights
-                )
-                return "contraction", columns, sizes, op.formula, op.num_ranks, op.norm is None
-            case FusedAttention():
-                return ("attention",)
-        return (type(op).__name__,)
+        if not isinstance(op, FusedContraction):
+            return (type(op).__name__,)
+        columns = self.placed.columns[op.streams[0].weights[0]]
+        sizes = tuple(self.placed.rows_of(name) for stream in op.streams for name in stream.weights)
+        return "contraction", columns, sizes, op.formula, op.num_ranks
 
     def find_epilogues(self) -> list[Epilogue]:
         """Those of all contractions. Ops that differ only in whether somebody polls their result
@@ -343,13 +365,13 @@ class _Builder:
         return list(found.values())
 
     def epilogue(self, op: FusedContraction) -> Epilogue:
-        if len(op.operands) > 1 or (op.operands and len(op.streams) > 1):
+        if len(op.operands) > MAX_CARRIED or (op.operands and len(op.streams) > 1):
             raise unfit(f"{op.name!r}, whose epilogue takes {op.operands}")
         return Epilogue(
             num_streams=len(op.streams),
             formula=op.formula,
             publishes=self.publishes(op),
-            carries=bool(op.operands),
+            num_carried=len(op.operands),
             summed=op.num_ranks > 1,
             ranked=self.is_ranked(op),
         )
@@ -427,9 +449,10 @@ class _Builder:
         return first
 
     def is_taken(self, name: str, place: int) -> bool:
-        """Whether an op after number `place` carries a tensor, or it leaves."""
+        """Whether an op after number `place` carries a tensor or normalises it, or it leaves."""
         return name in map(self.storage, self.segment.outputs) or any(
-            isinstance(op, FusedContraction) and name in op.operands
+            isinstance(op, FusedContraction)
+            and (name in op.operands or (op.normed and op.x == name))
             for op in self.fused[place + 1 :]
         )
 
@@ -500,12 +523,16 @@ class _Builder:
         flags = FROM_EMBEDDING if is_given and self.num_ranks == 1 else 0
         flags |= PAIRED if streams == 2 else 0
         flags |= LAYER_NORM if op.norm and op.norm.kind == "layer_norm" else 0
-        carry = NOTHING
-        for name in op.operands:
-            carry, embedded = self.carried(op, name, out_rows, streams)
-            if embedded and self.num_ranks > 1 and not epilogue.summed:
+        carries = [self.carried(op, name, out_rows, streams) for name in op.operands]
+        if any(embedded for _, embedded in carries):
+            if self.num_ranks > 1 and not epilogue.summed:
                 raise unfit(f"{op.name!r}, which takes the given row that ranks push")
-            flags |= CARRY_EMBEDDED if embedded else 0
+            flags |= CARRY_EMBEDDED
+        carry, second = [carry for carry, _ in (*carries, *[(NOTHING, False)] * MAX_CARRIED)][:2]
+        flags |= CARRY_TWO if second != NOTHING else 0
+        if op.normed:
+            carry = self.normalised(op, place)
+            flags |= KEEP_NORMED
         kept = self.keep(op, out_rows)
         if self.is_ranked(op):
             self.logits_at = kept
@@ -524,7 +551,7 @@ class _Builder:
                     generation=generation,
                     matrix=matrix,
                     weight_row=starts[0] + first // streams * UNIT_ROWS,
-                    pair_row=starts[1] + first // 2 * UNIT_ROWS if streams == 2 else 0,
+                    pair_row=starts[1] + first // 2 * UNIT_ROWS if streams == 2 else second,
                     num_units=last - first,
                     num_tiles_k=tiles_k(columns),
                     src=x.first,
@@ -600,6 +627,24 @@ class _Builder:
         if made is None or made.kept == NOTHING or (made.rows, made.streams) != (rows, streams):
             raise unfit(f"{op.name!r}, which takes {name!r} from other SMs")
         return made.kept, False
+
+    def normalised(self, op: FusedContraction, place: int) -> int:
+        """Where each SM keeps its rows of x, which it normalises there: it must have a part of the
+        op, and x must be wanted by nobody afterwards.
+        """
+        x = self.of_x(op)
+        units, mine = num_units(x.rows), rows_of(op, self.placed)
+        if x.kept == NOTHING or x.streams != 1 or op.operands or self.is_taken(op.x, place):
+            raise unfit(f"{op.name!r}, which normalises {op.x!r} and others take that")
+        if units > MAX_NORMED_UNITS * self.num_sms or any(
+            share(x.rows, 1, sm, self.num_sms)[0] < share(x.rows, 1, sm, self.num_sms)[1]
+            and share(mine, len(op.streams), sm, self.num_sms)[0]
+            == share(mine, len(op.streams), sm, self.num_sms)[1]
+            for sm in range(self.num_sms)
+        ):
+            raise unfit(f"{op.name!r}, of which SMs that keep rows of {op.x!r} have none")
+        self.made[op.normed] = _Made(0, 0, x.rows, x.streams, x.kept)
+        return x.kept
 
     def choice_vocab(self) -> int:
         assert self.choice is not None

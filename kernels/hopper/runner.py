@@ -22,6 +22,7 @@ from distmega.kernels.hopper.timeline import timeline_spans
 from distmega.kernels.hopper.words import (
     DRAWN,
     GREEDY,
+    KEEP_NORMED,
     LAYER_NORM,
     LIMITED,
     MAX_SMS,
@@ -273,6 +274,7 @@ class RowRunner:
             "ATTENDS": shape is not None,
             "EPILOGUES": Epilogues(queues.epilogues),
             "LAYER_NORMS": any(one & LAYER_NORM for one in flags),
+            "KEEPS_NORMED": any(one & KEEP_NORMED for one in flags),
             "MAX_TILES_K": tiles_k,
             "CHOICE": choice_of(queues.draw) if queues.token else NO_CHOICE,
             "HEAD_ROWS": padded_head_rows(queues.head_rows),

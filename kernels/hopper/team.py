@@ -33,6 +33,7 @@ from distmega.kernels.hopper.fields import (
     LIN_KEEP,
     LIN_NUM_ROWS,
     LIN_PACKED,
+    LIN_PAIR_ROW,
     LIN_ROW0,
     NO_REPORT,
     NUM_UNITS,
@@ -107,6 +108,7 @@ def sum_partials(
     tag,
     tag0,
     FORMULA: gl.constexpr,
+    NUM_CARRIED: gl.constexpr,
     PUBLISHES: gl.constexpr,
     RANKS: gl.constexpr,
 ):
@@ -129,12 +131,20 @@ def sum_partials(
         pair = gl.where(row % 4 == 0, even, odd)
         low = low_half(pair)
         high = high_half(pair)
+    if NUM_CARRIED == 2:
+        second = kept + words[LIN_PAIR_ROW] + row
+        low2 = gl.load(second, mask=wanted, other=0.0)
+        high2 = gl.load(second + 1, mask=wanted, other=0.0)
     first = exchange + (words[DST] - RANKS * num_rows + row)
     total_low, total_high = sum_ranks(
         exchange, first, num_rows.to(gl.int64) * 8, tag, wanted, RANKS
     )
-    low = evaluate(FORMULA, (total_low, low))
-    high = evaluate(FORMULA, (total_high, high))
+    if NUM_CARRIED == 2:
+        low = evaluate(FORMULA, (total_low, low, low2))
+        high = evaluate(FORMULA, (total_high, high, high2))
+    else:
+        low = evaluate(FORMULA, (total_low, low))
+        high = evaluate(FORMULA, (total_high, high))
     keeps = wanted & (words[LIN_KEEP] >= 0)
     gl.store(kept + words[LIN_KEEP] + row, low, mask=keeps)
     gl.store(kept + words[LIN_KEEP] + row + 1, high, mask=keeps)

@@ -43,9 +43,10 @@ STATE_WORDS = 8
 STAMPS = 4
 """Stamps of a traced instruction: start, inputs there, first group or blocks done, end."""
 
-FROM_EMBEDDING, CARRY_EMBEDDED, PAIRED, LAYER_NORM = 1, 2, 4, 8
+FROM_EMBEDDING, CARRY_EMBEDDED, PAIRED, LAYER_NORM, KEEP_NORMED, CARRY_TWO = 1, 2, 4, 8, 16, 32
 """Linear.flags: x is the embedding row of the current token; what is carried is; units of two
-streams take turns; the norm of x is a layer norm, else an rms norm.
+streams take turns; the norm of x is a layer norm, else an rms norm; the SM normalises its rows of x
+too, where it keeps them; the epilogue takes a second vector that the SM keeps.
 """
 DELTA_SHIFT, MATRIX_SHIFT = 8, 24
 DELTA_MASK = 0xFFFF
@@ -95,7 +96,9 @@ class Linear:
     second one's bias behind the first one's. dst: first tagged word of the whole output, where the
     epilogue publishes one; in front of it, where the product is summed over ranks, lie num_rows
     words of each rank's part. row0: first row there; num_rows: of the output. keep, carry: f32
-    elements of what stays with this SM, that the epilogue writes and takes, or NOTHING.
+    elements of what stays with this SM, that the epilogue writes and takes, or NOTHING; with
+    KEEP_NORMED, carry is x, of which the SM has as many units as of any matrix of so many rows.
+    With CARRY_TWO, pair_row is the second vector that the epilogue takes.
     """
 
     opcode: int

@@ -4,7 +4,8 @@ In: a segment (a Program) of one row, or of a row of each of several sequences, 
 included. Out: fused ops in an order in which each follows what it reads. The rules look at the
 structure of ops and at who uses their results, never at names and never at one expression:
 
-- a norm that contractions alone read becomes their prologue;
+- a norm that contractions read becomes their prologue; if others take it too, the first of them
+  also gives the normalised row;
 - a chain of pointwise ops joins the epilogue of the contraction whose result it takes last;
 - contractions of the same x whose results meet in one epilogue are streams of one contraction;
 - contractions of the same x whose results leave as they are stand side by side in one;
@@ -14,7 +15,7 @@ structure of ops and at who uses their results, never at names and never at one 
 What no rule takes is an error that names the op. Next on the walk: ../hopper/queues.py.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -51,7 +52,8 @@ class FusedContraction:
     x is normalised first if `norm`. Argument i of the formula is the product of stream i with its
     bias added; arguments after the streams are `operands`, tensors of as many elements as a stream
     has rows. With several ranks the product of the only stream is summed over them first. outs: the
-    result, cut where the weights of the first stream are. name: of the op that gave the result.
+    result, cut where the weights of the first stream are. normed: the normalised x, if it is also
+    an operand of later ops or leaves. name: of the op that gave the result.
     """
 
     name: str
@@ -62,6 +64,7 @@ class FusedContraction:
     formula: expr.Expr = IDENTITY
     operands: tuple[str, ...] = ()
     num_ranks: int = 1
+    normed: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,6 +213,8 @@ class _Fusion:
         self.outputs = frozenset(map(self.storage, segment.outputs))
         self.place = {op.name: i for i, op in enumerate(segment.ops)}
         self.taken: set[str] = set()
+        self.shared_norms: dict[tuple[str, Norm], str] = {}
+        """Results of norms that others than contractions take, by what they are norms of."""
 
     def run(self) -> tuple[Fused, ...]:
         """Fused ops, each where all that it reads has been made."""
@@ -229,7 +234,16 @@ class _Fusion:
         for op in self.segment.ops:
             if op.name not in self.taken and not op.is_view:
                 raise _unfit(op)
-        return tuple(fused for _, fused in sorted(found, key=lambda item: item[0]))
+        return self.give_norms(fused for _, fused in sorted(found, key=lambda item: item[0]))
+
+    def give_norms(self, found: Iterable[Fused]) -> tuple[Fused, ...]:
+        """Fused ops, the first contraction that a shared norm is part of giving its result."""
+        result: list[Fused] = []
+        for op in found:
+            if isinstance(op, FusedContraction) and op.norm:
+                op = replace(op, normed=self.shared_norms.pop((op.x, op.norm), ""))
+            result.append(op)
+        return tuple(result)
 
     def is_last(self, op: Op) -> bool:
         """Whether no pointwise op goes on with the result of a pointwise op alone."""
@@ -438,16 +452,19 @@ class _Fusion:
         )
 
     def normed(self, name: str) -> tuple[str, Norm | None]:
-        """What `name` is the norm of, if it is one that only linears read."""
+        """What `name` is the norm of, if it is one that linears and pointwise ops read."""
         op = self.producers.get(name)
-        if op is None or op.kind not in NORMS or name in self.outputs:
+        if op is None or op.kind not in NORMS or len(op.reads) == 2:
             return name, None
-        if any(
-            user.kind != "linear" or self.read(user, 0) != name for user in self.users.get(name, [])
-        ):
+        users = self.users.get(name, [])
+        others = [user for user in users if user.kind != "linear" or self.read(user, 0) != name]
+        if any(user.kind != "pointwise" for user in others):
             return name, None
+        x, norm = self.read(op, 0), _norm(op)
+        if (others or name in self.outputs) and op.name not in self.taken:
+            self.shared_norms[x, norm] = name
         self.take(op)
-        return self.read(op, 0), _norm(op)
+        return x, norm
 
     def rotated(self, attention: Op, name: str) -> tuple[str, Norm | None, str]:
         """What `name` is the rotation of, the norm before it, and the table of angles."""

@@ -17,7 +17,7 @@ def kind_of(queues: RowQueues, one: Instruction) -> str:
         return "sum"
     if epilogue.num_streams == 2:
         return "gated"
-    return "residual" if epilogue.carries else "qkv"
+    return "residual" if epilogue.num_carried else "qkv"
 
 
 def of_kind(queues: RowQueues, kind: str) -> list[Instruction]:
