@@ -45,6 +45,9 @@ from distmega.kernels.hopper.shapes import (
     THREADS,
     TILE_ROWS,
     head_rows,
+    is_padded,
+    num_halves,
+    padded_half,
 )
 from distmega.kernels.hopper.spins import spin_rows
 
@@ -52,7 +55,7 @@ from distmega.kernels.hopper.spins import spin_rows
 @constexpr_function
 def columns_a_thread(head_dim: int, num_queries: int) -> int:
     """Of either half of a row; of 8 rows, one a warp, where queries, key and value are no more."""
-    return 2 if num_queries <= 6 or head_dim < 128 else 4
+    return 2 if num_queries <= 6 or head_dim <= 64 else 4
 
 
 @constexpr_function
@@ -71,6 +74,12 @@ def half_rows(payloads, SIZE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.cons
 
 
 @gluon.jit
+def is_column(number, SIZE: gl.constexpr, D: gl.constexpr):
+    """Which columns of a half of a head there are, SIZE of them having a number."""
+    return (number * SIZE < D // 2) if is_padded(D) else (number >= 0)
+
+
+@gluon.jit
 def rotated_rows(
     words,
     exchange,
@@ -86,30 +95,37 @@ def rotated_rows(
     QK_NORM: gl.constexpr,
     ROTATED: gl.constexpr,
 ):
-    """Both halves [n, d / 2] of G queries and the new key, normed and rotated, and the value."""
+    """Both halves [n, d / 2] of G queries and the new key, normed and rotated, and the value; with
+    zeros behind d / 2 columns, up to a power of two.
+    """
     half: gl.constexpr = D // 2
+    COLUMNS: gl.constexpr = padded_half(D)
     SIZE: gl.constexpr = columns_a_thread(D, G)
     ROWS: gl.constexpr = num_rows(D, G)
-    GROUP: gl.constexpr = head_rows(half // SIZE, 1)
-    PAIR: gl.constexpr = head_rows(half, SIZE)
+    GROUP: gl.constexpr = head_rows(COLUMNS // SIZE, 1)
+    PAIR: gl.constexpr = head_rows(COLUMNS, SIZE)
     r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, GROUP))
-    c = gl.arange(0, half // SIZE, layout=gl.SliceLayout(0, GROUP))
+    c = gl.arange(0, COLUMNS // SIZE, layout=gl.SliceLayout(0, GROUP))
     head = words[HEAD]
     source = gl.where(r < G, words[ATT_QUERY0] + r, gl.where(r == G, H + head, H + KVH + head))
     at = exchange + words[SRC] + gl.expand_dims(source * D, 1) + gl.expand_dims(c * SIZE, 0)
-    wanted = gl.expand_dims(r < G + 2, 1) & gl.expand_dims(c >= 0, 0)
-    columns = gl.arange(0, half, layout=gl.SliceLayout(0, PAIR))
+    wanted = gl.expand_dims(r < G + 2, 1) & gl.expand_dims(is_column(c, SIZE, D), 0)
+    columns = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, PAIR))
+    inside = is_column(columns, 1, D)
     if ROTATED:
-        cos = gl.expand_dims(gl.load(rope + position * D + columns), 0)
-        sin = gl.expand_dims(gl.load(rope + position * D + half + columns), 0)
+        cos = gl.expand_dims(gl.load(rope + position * D + columns, mask=inside, other=0.0), 0)
+        at_sin = rope + position * D + half + columns
+        sin = gl.expand_dims(gl.load(at_sin, mask=inside, other=0.0), 0)
     rows = gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(1, PAIR)), 1)
     if QK_NORM:
         weight = gl.where(rows < G, words[ATT_Q_NORM], words[ATT_K_NORM])
-        weight1 = gl.load(vectors + weight + gl.expand_dims(columns, 0)).to(gl.float32)
-        weight2 = gl.load(vectors + weight + half + gl.expand_dims(columns, 0)).to(gl.float32)
+        inside = gl.expand_dims(inside, 0) & (rows >= 0)
+        at_norm = vectors + weight + gl.expand_dims(columns, 0)
+        weight1 = gl.load(at_norm, mask=inside, other=0.0).to(gl.float32)
+        weight2 = gl.load(at_norm + half, mask=inside, other=0.0).to(gl.float32)
     payloads = spin_rows(exchange, at, tag, wanted, D, SIZE)
-    a = half_rows(payloads[0:SIZE], SIZE, [ROWS, half], PAIR)
-    b = half_rows(payloads[SIZE : 2 * SIZE], SIZE, [ROWS, half], PAIR)
+    a = half_rows(payloads[0:SIZE], SIZE, [ROWS, COLUMNS], PAIR)
+    b = half_rows(payloads[SIZE : 2 * SIZE], SIZE, [ROWS, COLUMNS], PAIR)
     is_value = rows > G
     if QK_NORM:
         inv = gl.rsqrt(gl.expand_dims(gl.sum(a * a + b * b, axis=1), 1) / D + eps)
@@ -126,13 +142,14 @@ def rotated_rows(
 def append_position(words, cache, position, a, b, D: gl.constexpr, G: gl.constexpr):
     """Rows G (key) and G + 1 (value) of both halves into the cache at `position`."""
     half: gl.constexpr = D // 2
-    PAIR: gl.constexpr = head_rows(half, columns_a_thread(D, G))
+    COLUMNS: gl.constexpr = padded_half(D)
+    PAIR: gl.constexpr = head_rows(COLUMNS, columns_a_thread(D, G))
     ROWS: gl.constexpr = num_rows(D, G)
     row = gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(1, PAIR)), 1)
-    columns = gl.expand_dims(gl.arange(0, half, layout=gl.SliceLayout(0, PAIR)), 0)
+    columns = gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, PAIR)), 0)
     first = gl.where(row == G, words[ATT_K_ROW], words[ATT_V_ROW]) + position
     at = cache + first.to(gl.int64) * D + columns
-    new = (row >= G) & (row < G + 2) & (columns >= 0)
+    new = (row >= G) & (row < G + 2) & is_column(columns, 1, D)
     gl.store(at, a, mask=new)
     gl.store(at + half, b, mask=new)
 
@@ -159,11 +176,13 @@ def write_partial(
     step = words[MAX_SPLITS] * (D + PARTIAL_EXTRA)
     at = exchange + aims[0]
     inside = (query < G) & (thread // 32 * 16 < D)
+    right = inside if D % 16 == 0 else inside & (thread // 32 * 16 + 8 < D)
     gl.store(at, tagged_float(o0, tag), mask=inside)
-    gl.store(at + 8, tagged_float(o2, tag), mask=inside)
+    gl.store(at + 8, tagged_float(o2, tag), mask=right)
     inside = (query + 1 < G) & (thread // 32 * 16 < D)
+    right = inside if D % 16 == 0 else inside & (thread // 32 * 16 + 8 < D)
     gl.store(at + step, tagged_float(o1, tag), mask=inside)
-    gl.store(at + step + 8, tagged_float(o3, tag), mask=inside)
+    gl.store(at + step + 8, tagged_float(o3, tag), mask=right)
     at = exchange + aims[1]
     inside = (thread < 4 * G) & (query == 0)
     gl.store(at, tagged_float(m, tag), mask=inside)
@@ -197,10 +216,11 @@ def attention_task(
     """One split of one kv head, every `active`-th block of 128 positions from its first on; returns
     the ring position. `scale` includes log2(e). places: see kernel.decode. it: of the ring.
     """
-    HALVES: gl.constexpr = D // 64
+    HALVES: gl.constexpr = num_halves(D)
+    COLUMNS: gl.constexpr = padded_half(D)
     SIZE: gl.constexpr = columns_a_thread(D, G)
     ROWS: gl.constexpr = num_rows(D, G)
-    PAIR: gl.constexpr = head_rows(D // 2, SIZE)
+    PAIR: gl.constexpr = head_rows(COLUMNS, SIZE)
     active = num_active_splits(position, words[WINDOW], words[MAX_SPLITS], min_blocks)
     split = words[ATT_SPLIT]
     if split < active:
@@ -210,7 +230,7 @@ def attention_task(
         num_blocks = keep((last - block) // active + 1)
         is_last = keep(((last - block) % active == 0).to(gl.int32))
         row = gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(1, PAIR)), 1)
-        column = gl.expand_dims(gl.arange(0, D // 2, layout=gl.SliceLayout(0, PAIR)), 0)
+        column = gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, PAIR)), 0)
         aims = aim_block(places, G)
         row_aims = aim_rows(
             places,
@@ -220,7 +240,7 @@ def attention_task(
             column,
             G,
             SIZE,
-            HALVES,
+            D,
             STAGES,
         )
         partial_aims = aim_partial(words, split, D)
@@ -236,7 +256,7 @@ def attention_task(
             gl.store(stamps + 1, clock())
         a = a.to(gl.bfloat16)
         b = b.to(gl.bfloat16)
-        stage_queries(row_aims, a, b, SIZE)
+        stage_queries(row_aims, a, b, SIZE, D)
         o0 = gl.zeros([THREADS], gl.float32, layout=PER_THREAD)
         o1 = o0
         o2 = o0
@@ -247,7 +267,7 @@ def attention_task(
             number = keep(i)  # unknown to the compiler, which would copy the loop for the first
             holds_new = (number + 1 == num_blocks) & (is_last != 0)
             if holds_new:
-                place_new(row_aims, a, b, SIZE)
+                place_new(row_aims, a, b, SIZE, D)
             if holds_new | (number == 0):
                 cta_barrier()
             turn = number & 1

@@ -25,6 +25,8 @@ WEIGHTS_BYTES = 2048
 SUMS = WEIGHTS + 2 * WEIGHTS_BYTES
 SUMS_BYTES = 512
 POSITIONS = 128
+FAR = {64: 16, 128: 128}
+"""Bytes from a column of the first half of a query to that of the second, by head dim."""
 LOWEST = "0fFF800000"
 """Minus infinity."""
 
@@ -253,21 +255,23 @@ def value_asm(halves: int, stages: int) -> str:
 
 
 @constexpr_function
-def stage_asm(half: int, size: int) -> str:
-    """See blocks.stage_queries. Operands after `size` results: so many addresses, all alike, then
-    the pairs of `size` columns of either half.
+def stage_asm(head_dim: int, size: int) -> str:
+    """See blocks.stage_queries. Operands after `size` results: so many addresses, all alike, of the
+    first half; if heads are padded, as many of the second; then the pairs of `size` columns of
+    either half.
     """
-    far = 128 if half == 64 else half // 2
+    apart = head_dim not in FAR
     lines = ["{", ".reg .pred p;", f"setp.ne.s32 p, ${size}, -1;"]
-    for number, after in enumerate((0, far)):
+    for number in (0, 1):
+        to, after = size * (1 + apart * number), 0 if apart else FAR[head_dim] * number
         for i in range(size // 2):
-            pair = 2 * size + number * (size // 2) + i
-            lines.append(f"@p st.shared.b32 [${size}+{after + 32 * i}], ${pair};")
+            pair = (2 + apart) * size + number * (size // 2) + i
+            lines.append(f"@p st.shared.b32 [${to}+{after + 32 * i}], ${pair};")
     return "\n".join([*lines, *(f"mov.b32 ${i}, 0;" for i in range(size)), "}"])
 
 
 @constexpr_function
-def place_asm(half: int, size: int) -> str:
+def place_asm(head_dim: int, size: int) -> str:
     """See blocks.place_new. Operands after `size` results, so many of each: where either half goes,
     a barrier and its phase for each; then the pairs of `size` columns of either half.
     """
@@ -275,7 +279,7 @@ def place_asm(half: int, size: int) -> str:
     pairs = [f"${7 * size + i}" for i in range(size)]
     kind = "b32" if size == 2 else "v2.b32"
     first, second = (", ".join(pairs[i : i + size // 2]) for i in (0, size // 2))
-    two = half == 64
+    two = head_dim != 64
     apart = [wait("FIRST", bar0, phase0), wait("SECOND", bar1, phase1) if two else []]
     wait0, wait1 = ([line.replace(".uni", "") for line in lines] for lines in apart)
     return "\n".join(

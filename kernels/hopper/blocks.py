@@ -20,7 +20,15 @@ from distmega.kernels.hopper.block_ptx import (
     stage_asm,
     value_asm,
 )
-from distmega.kernels.hopper.shapes import PER_THREAD, THREADS, TILE_BYTES, TILE_ROWS
+from distmega.kernels.hopper.shapes import (
+    PER_THREAD,
+    THREADS,
+    TILE_BYTES,
+    TILE_ROWS,
+    is_padded,
+    num_halves,
+    padded_half,
+)
 
 QUERY_BYTES = gl.constexpr(block_ptx.QUERY_BYTES)
 
@@ -106,26 +114,53 @@ def add_values(
 
 
 @gluon.jit
+def query_place(xs, row, column):
+    """Where a column of a query lies; see block_ptx.py."""
+    pair = column % 64 // 2
+    return xs + row * QUERY_BYTES + column // 64 * 128 + pair % 4 * 32 + pair // 4 * 4
+
+
+@gluon.jit
+def place_in_tile(line, column):
+    """Where a column of a cached position lies in its ring slot."""
+    return line * 128 + ((column // 8) ^ (line % 8)) * 16 + column % 8 * 2
+
+
+@gluon.jit
 def aim_rows(
-    places, it, position, row, column, G: gl.constexpr, SIZE: gl.constexpr, HALVES: gl.constexpr,
+    places, it, position, row, column, G: gl.constexpr, SIZE: gl.constexpr, D: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
     """Addresses of SIZE columns of both halves of rows: of queries 0 to G - 1 where score_block
     reads them, then of the new key (row G) and value (row G + 1) in the ring, whose last block's
     first tile is number `it`, and their tiles' barriers and phases; -1 for other rows. row: [n, 1],
-    column: [1, d / 2].
+    column: [1, d / 2, or more if padded]; zeros there go behind the columns of queries. The last is
+    where the second half of a query goes, if that is not a fixed way behind the first.
     """
+    HALVES: gl.constexpr = num_halves(D)
     bufs, ready, _, xs, _, _ = places
     column = column // SIZE * SIZE
-    pair = column // 2
-    queries = gl.where(row < G, xs + row * QUERY_BYTES + pair % 4 * 32 + pair // 4 * 4, -1)
-    first = it + gl.where(row == G, 0, HALVES)
-    second = first + HALVES - 1
-    line = position % TILE_ROWS
-    inside = line * 128 + ((column // 8) ^ (line % 8)) * 16 + column % 8 * 2
     is_new = (row == G) | (row == G + 1)
-    to0 = gl.where(is_new, bufs + first % STAGES * TILE_BYTES + inside, -1)
-    to1 = bufs + second % STAGES * TILE_BYTES + inside
+    first = it + gl.where(row == G, 0, HALVES)
+    line = position % TILE_ROWS
+    if is_padded(D):
+        half: gl.constexpr = D // 2
+        is_zero = column >= half
+        second_column = column + gl.where(is_zero, padded_half(D), half)
+        column += gl.where(is_zero, half, 0)
+        queries2 = gl.where(row < G, query_place(xs, row, second_column), -1)
+        second = first + second_column // 64
+        is_new = is_new & (column < half)
+        inside1 = place_in_tile(line, second_column % 64)
+    else:
+        second = first + HALVES - 1
+        inside1 = place_in_tile(line, column)
+        queries2 = column
+    queries = gl.where(row < G, query_place(xs, row, column), -1)
+    to0 = bufs + (first + column // 64) % STAGES * TILE_BYTES + place_in_tile(line, column % 64)
+    to0 = gl.where(is_new, to0, -1)
+    to1 = bufs + second % STAGES * TILE_BYTES + inside1
+    first += column // 64
     none = column * 0
     bar0 = ready + first % STAGES * 8 + none
     bar1 = ready + second % STAGES * 8 + none
@@ -133,17 +168,18 @@ def aim_rows(
     phase1 = second // STAGES % 2 + none
     return (
         keep_all(queries), keep_all(to0), keep_all(to1), keep_all(bar0), keep_all(bar1),
-        keep_all(phase0), keep_all(phase1),
+        keep_all(phase0), keep_all(phase1), keep_all(queries2),
     )  # fmt: skip
 
 
 @gluon.jit
-def stage_queries(aims, a, b, SIZE: gl.constexpr):
+def stage_queries(aims, a, b, SIZE: gl.constexpr, D: gl.constexpr):
     """Both halves of the queries into shared memory. aims: see aim_rows."""
+    args = [aims[0], aims[7], a, b] if is_padded(D) else [aims[0], a, b]
     gl.inline_asm_elementwise(
-        stage_asm(a.shape[1], SIZE),
-        row_operands(SIZE, 1),
-        [aims[0], a, b],
+        stage_asm(D, SIZE),
+        row_operands(SIZE, 2 if is_padded(D) else 1),
+        args,
         dtype=gl.int32,
         is_pure=False,
         pack=SIZE,
@@ -151,11 +187,11 @@ def stage_queries(aims, a, b, SIZE: gl.constexpr):
 
 
 @gluon.jit
-def place_new(aims, a, b, SIZE: gl.constexpr):
+def place_new(aims, a, b, SIZE: gl.constexpr, D: gl.constexpr):
     """The new key and value into the ring's tiles of the last block. aims: see aim_rows."""
-    _, to0, to1, bar0, bar1, phase0, phase1 = aims
+    _, to0, to1, bar0, bar1, phase0, phase1, _ = aims
     gl.inline_asm_elementwise(
-        place_asm(a.shape[1], SIZE),
+        place_asm(D, SIZE),
         row_operands(SIZE, 6),
         [to0, to1, bar0, phase0, bar1, phase1, a, b],
         dtype=gl.int32,

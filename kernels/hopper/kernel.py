@@ -43,6 +43,7 @@ from distmega.kernels.hopper.shapes import (
     TILE_ROWS,
     TILE_SHARED,
     WORDS_A_CHUNK,
+    num_halves,
 )
 from distmega.kernels.hopper.splits import combine_task
 from distmega.kernels.hopper.team import embed_task, most_likely, pass_barrier
@@ -201,7 +202,7 @@ def decode(
                 (
                     weights0, weights1, weights2, cache_tiles, queue, num_instructions, num_steps,
                     first_position, state, min_blocks, bufs, ready, free, step_bar, ATTENDS,
-                    D // 64, STAGES, AHEAD,
+                    num_halves(D), STAGES, AHEAD,
                 ),
             ),
         ],

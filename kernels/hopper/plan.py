@@ -13,6 +13,9 @@ from distmega.kernels.tasks.graph import Mode
 from distmega.program.expr import Expr
 
 HEAD_DIMS = (64, 128)
+"""Elements of a head, where there are several rows."""
+ROW_HEAD_DIMS = range(8, 129, 8)
+"""Elements of a head of one row."""
 MAX_QUERIES = 8
 """Query heads of one attention task."""
 MAX_MATRICES = 3
@@ -179,6 +182,7 @@ def unfit(found: str) -> UnsupportedError:
     """The error for a segment that the kernel can't do."""
     return UnsupportedError(
         f"the decode kernel can't do {found}",
-        expected=f"one token, rows of a multiple of 64 elements, heads of {HEAD_DIMS}",
+        expected=f"one token, rows of a multiple of 64 elements, heads of a multiple of "
+        f"{ROW_HEAD_DIMS.step} up to {ROW_HEAD_DIMS[-1]}; or several with heads of {HEAD_DIMS}",
         remedy="run the segment by library ops",
     )

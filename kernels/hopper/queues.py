@@ -23,8 +23,8 @@ from itertools import product
 
 from distmega.kernels.hopper.matrices import Weights, tiles_k
 from distmega.kernels.hopper.plan import (
-    HEAD_DIMS,
     ITEM_BYTES,
+    ROW_HEAD_DIMS,
     AttentionShape,
     Buffer,
     Epilogue,
@@ -295,7 +295,7 @@ class _Builder:
             if not isinstance(op, FusedAttention):
                 continue
             rows, num_kv_heads, group, head_dim = tensors[op.q].shape
-            if op.window < 0 or rows > 1 or head_dim not in HEAD_DIMS:
+            if op.window < 0 or rows > 1 or head_dim not in ROW_HEAD_DIMS:
                 raise unfit(f"{rows} tokens, heads of {head_dim}")
             found.add(
                 AttentionShape(
@@ -803,7 +803,10 @@ class _Builder:
     def cache_row(self, name: str, head: int) -> int:
         assert self.attention is not None
         row_bytes = self.attention.head_dim * ITEM_BYTES
-        return self.states.offset(name) // row_bytes + head * self.attention.max_context
+        row, rest = divmod(self.states.offset(name), row_bytes)
+        if rest:
+            raise unfit(f"cache {name!r} between rows of {row_bytes} bytes")
+        return row + head * self.attention.max_context
 
 
 def share(rows: int, step: int, sm: int, num_sms: int) -> tuple[int, int]:

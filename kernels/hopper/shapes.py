@@ -68,6 +68,24 @@ WARP_SUM = gl.constexpr(gl.BlockedLayout([8, 1, 2], [1, 1, 32], [1, 8, 1], [2, 1
 
 
 @constexpr_function
+def num_halves(head_dim: int) -> int:
+    """Ring slots that a block of keys takes: 64 columns a slot, zeros past the last."""
+    return -(-head_dim // 64)
+
+
+@constexpr_function
+def padded_half(head_dim: int) -> int:
+    """Columns that threads hold of either half of a head: a power of two, zeros past the last."""
+    return 32 if head_dim <= 64 else 64
+
+
+@constexpr_function
+def is_padded(head_dim: int) -> bool:
+    """Whether there are such zeros."""
+    return head_dim not in (64, 128)
+
+
+@constexpr_function
 def head_rows(columns: int, size: int) -> gl.BlockedLayout:
     """[16, columns] with `size` consecutive columns a thread and each row inside one warp."""
     lanes = min(columns // size, 32)

@@ -13,6 +13,8 @@ from distmega.kernels.hopper.loader import num_active_splits
 from distmega.kernels.hopper.shapes import (
     FOUR_SPLITS,
     PARTIAL_EXTRA,
+    is_padded,
+    padded_half,
 )
 from distmega.kernels.hopper.spins import spin_partials
 
@@ -32,9 +34,13 @@ def combine_task(
     active = num_active_splits(position, words[WINDOW], words[MAX_SPLITS], min_blocks)
     stride: gl.constexpr = D + PARTIAL_EXTRA
     fours = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(1, FOUR_SPLITS)), 1) * 4
-    pair = gl.expand_dims(gl.arange(0, D // 2, layout=gl.SliceLayout(0, FOUR_SPLITS)), 0)
+    COLUMNS: gl.constexpr = padded_half(D)
+    pair = gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, FOUR_SPLITS)), 0)
     row = exchange + words[PARTIAL] + (words[HEAD] * words[MAX_SPLITS] + fours) * stride + pair * 0
-    p = spin_partials(exchange, row + pair * 2, row + D, tag, active - fours + pair * 0, D)
+    num_left = active - fours + pair * 0
+    if is_padded(D):
+        num_left = gl.where(pair * 2 < D, num_left, 0)
+    p = spin_partials(exchange, row + pair * 2, row + D, tag, num_left, D)
     m0 = gl.where(fours < active, as_float(p[2]), float("-inf"))
     m1 = gl.where(fours + 1 < active, as_float(p[6]), float("-inf"))
     m2 = gl.where(fours + 2 < active, as_float(p[10]), float("-inf"))
@@ -51,5 +57,9 @@ def combine_task(
     total = gl.sum(sums, axis=0)
     inv = gl.where(total > 0, 1.0 / total, 0.0)  # 0 where a wait was given up: no NaN in the cache
     payload = bf16_pair(gl.sum(low, axis=0) * inv, gl.sum(high, axis=0) * inv)
-    at = gl.arange(0, D // 2, layout=gl.SliceLayout(0, FOUR_SPLITS))
-    gl.store(exchange + words[DST] + words[HEAD] * (D // 2) + at, tagged(payload, tag))
+    at = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, FOUR_SPLITS))
+    to = exchange + words[DST] + words[HEAD] * (D // 2) + at
+    if is_padded(D):
+        gl.store(to, tagged(payload, tag), mask=at * 2 < D)
+    else:
+        gl.store(to, tagged(payload, tag))

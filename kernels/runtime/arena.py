@@ -7,16 +7,21 @@ lies. This is the only place that decides layout: today every tensor is row-majo
 own. Next on the walk: encoding.py, the words that hold offsets.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
 from distmega.errors import PlanError, ProgramError
+from distmega.program.dtypes import item_bytes
 from distmega.program.types import Access, Op, Program, Tensor, packed_strides, view_strides
 
 ALIGNMENT_BYTES = 128
 """Every tensor starts on a multiple of this: one memory transaction, one TMA row. Device words hold
 offsets in this unit, so that an int32 reaches 256 GB of one space."""
+
+MAX_ROW_BYTES = 512
+"""Rows of a state that count as short: heads of up to 256 elements of 2 bytes."""
 
 PEER_BUFFERS = 2
 """Copies of the peer arena; a launch uses copy `epoch % 2`. A rank that is one launch ahead pushes
@@ -104,7 +109,8 @@ class SegmentLayout:
 
 def layout_arena(space: Space, tensors: Iterable[Tensor]) -> ArenaLayout:
     """Places tensors one after another; a name met again must have the same shape and dtype (tied
-    or shared tensors).
+    or shared tensors). States with short rows start on a multiple of these, so that caches with
+    rows of one length are parts of one matrix.
 
     Raises PlanError for two shapes under one name, or for an arena beyond what an int32 word can
     address.
@@ -121,8 +127,10 @@ def layout_arena(space: Space, tensors: Iterable[Tensor]) -> ArenaLayout:
                 remedy="plan these programs with the same annotations",
             )
         if tensor.name not in offsets:
-            offsets[tensor.name] = end
-            end += -(-tensor.num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+            grid = math.lcm(ALIGNMENT_BYTES, _row_bytes(tensor) if space is Space.STATE else 1)
+            offsets[tensor.name] = -(-end // grid) * grid
+            end = offsets[tensor.name] + tensor.num_bytes
+            end = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     if end // ALIGNMENT_BYTES >= 2**31:
         raise PlanError(
             f"{space.name.lower()} arena of {end} bytes",
@@ -130,6 +138,12 @@ def layout_arena(space: Space, tensors: Iterable[Tensor]) -> ArenaLayout:
             remedy="use more ranks",
         )
     return ArenaLayout(space=space, tensors=known, offsets=offsets, num_bytes=end)
+
+
+def _row_bytes(tensor: Tensor) -> int:
+    """Bytes of a row if it is at most MAX_ROW_BYTES, else 1."""
+    row_bytes = item_bytes(tensor.dtype) * (tensor.shape[-1] if tensor.shape else 1)
+    return row_bytes if 0 < row_bytes <= MAX_ROW_BYTES else 1
 
 
 def tensor_space(tensor: Tensor) -> Space:

@@ -309,7 +309,7 @@ def test_rows_are_staged_and_placed(half, size):
     columns = np.concatenate([pairs[0].T, pairs[1].T])
     shared = np.full_like(task.shared, NAN)
     at = np.where(used, QUERIES + pair % 4 * 32 + pair // 4 * 4, -1).astype(np.uint32)
-    Warp(0, shared).run(stage_asm(half, size), {size: at, **dict(enumerate(columns, 2 * size))})
+    Warp(0, shared).run(stage_asm(2 * half, size), {size: at, **dict(enumerate(columns, 2 * size))})
     assert (shared == task.shared).all()
     shared[:] = 0
     inside = 77 * 128 + (column // 8 ^ 77 % 8) * 16 + column % 8 * 2
@@ -317,8 +317,26 @@ def test_rows_are_staged_and_placed(half, size):
     places = at, at + np.uint32(TILE_BYTES), *(lanes(0) for _ in range(4))
     given = {size * i: place for i, place in enumerate(places, 1)}
     given |= dict(enumerate(columns, 7 * size))
-    Warp(0, shared).run(place_asm(half, size), given)
+    Warp(0, shared).run(place_asm(2 * half, size), given)
     block = np.zeros((128, 2 * half), np.float32)
     block[77] = row
     expected = np.concatenate([swizzled(block[:, i : i + 64]) for i in range(0, 2 * half, 64)])
     assert (shared[: len(expected)] == expected).all()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_halves_of_padded_heads_go_where_they_are_told(size):
+    """Of heads of 96 the second half has addresses of its own."""
+    pairs = np.arange(1, 1 + size * LANES, dtype=np.uint32).reshape(size, LANES)
+    lane = np.arange(LANES)
+    shared = np.zeros(32768, np.uint8)
+    first, second = ((64 * lane + start).astype(np.uint32) for start in (0, 8192))
+    first[5:] = second[5:] = 0xFFFFFFFF
+    given = {size: first, 2 * size: second, **dict(enumerate(pairs, 3 * size))}
+    Warp(0, shared).run(stage_asm(96, size), given)
+    words = shared.view(np.uint32)
+    for half in (0, 1):
+        for i in range(size // 2):
+            found = words[2048 * half + 8 * i :][: 16 * 5 : 16]
+            assert (found == pairs[half * (size // 2) + i, :5]).all()
+    assert np.count_nonzero(words) == 5 * size

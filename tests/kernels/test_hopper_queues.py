@@ -204,7 +204,7 @@ def test_the_last_part_of_a_group_overlaps_the_one_before():
 @pytest.mark.parametrize(
     ("changes", "found"),
     [
-        ({"head_dim": 32}, "heads of 32"),
+        ({"head_dim": 136}, "heads of 136"),
         ({"ffn": 8200}, "rows of"),
     ],
 )
