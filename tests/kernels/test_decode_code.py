@@ -11,15 +11,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from bench.programs import llama_1b
 from distmega.engine.decode_plan import lower_decode, plan_decode
 from distmega.engine.requests import EngineOptions
 from distmega.kernels.hopper.queues import build_queues
 from distmega.kernels.hopper.runner import RowRunner, num_stages, padded_tiles_k
+from distmega.kernels.hopper.weight_order import order_weights
 from distmega.kernels.hopper.words import TILE_BYTES
+from distmega.kernels.runtime.arena import Space, layout_arena
 from distmega.kernels.tasks.graph import Mode
 from distmega.models.presets import PRESETS
 from distmega.models.sampling import GREEDY, Method
 from distmega.sharding.layout.mesh import DeviceMesh
+from distmega.sharding.localize import localize
+from distmega.sharding.planner import plan_program
 from distmega.sharding.search.cost import H200
 from tests.kernels.offline import NUM_SMS, offline
 from tests.kernels.ptx import WAIT, bare_signals, loads, plain_spins
@@ -125,6 +130,41 @@ def test_drawing_spills_little(name, num_ranks, kind, num_candidates, spilled):
     assert code.ptx.count("ld.volatile.global") == (asked if num_ranks > 1 else 0)
     assert ("ld.relaxed.sys" in code.ptx) == (num_ranks > 1)
     assert plain_spins(code.ptx) == []
+
+
+VARIANTS = (
+    ("layernorm", 1, 24), ("parallel", 1, 0), ("postnorm", 1, 0), ("heads96", 2, 0),
+    *(pytest.param(name, tp, 24 if name == "layernorm" else 0, marks=pytest.mark.nightly)
+      for name, tp in (("gelu", 1), ("gelu", 2), ("layernorm", 2), ("parallel", 2),
+                       ("postnorm", 2), ("heads96", 1))),
+)  # fmt: skip
+"""Of bench.programs; ranks, bytes spilled at most."""
+
+
+@pytest.mark.parametrize(("variant", "num_ranks", "spilled"), VARIANTS)
+def test_decoders_of_other_kinds_fit_an_sm(variant, num_ranks, spilled):
+    model = llama_1b(variant, layers=3)
+    plan = plan_program(model.program, DeviceMesh(tp=num_ranks), H200, model.marks)
+    segment = localize(plan).program
+    layouts = [
+        layout_arena(Space.WEIGHT, order_weights(segment)),
+        layout_arena(Space.STATE, segment.with_role("state")),
+    ]
+    arenas = [torch.empty(layout.num_bytes, dtype=torch.uint8) for layout in layouts]
+    queues = build_queues(segment, *layouts, NUM_SMS)
+    assert len(queues.queues) == NUM_SMS
+    with pytest.MonkeyPatch.context() as patch, offline(patch) as launched:
+        RowRunner(
+            segment,
+            queues,
+            weights=layouts[0],
+            weights_arena=arenas[0],
+            state_arena=arenas[1],
+            team=LoneTeam(num_ranks) if num_ranks > 1 else None,
+        ).decode(1)
+    (code,) = launched
+    assert code.stack_bytes <= spilled
+    assert code.shared_bytes <= SHARED_BYTES
 
 
 def test_barriers_spill_nothing():

@@ -224,6 +224,39 @@ def test_a_pointwise_op_without_a_contraction_is_named():
         fuse_segment(program)
 
 
+def test_a_norm_that_sums_take_too_is_given_by_its_first_contraction():
+    """norm(x + f(x)), twice: the norm is folded into f, and x of the next sum is its result."""
+    p = ProgramBuilder("post")
+    x = p.input("x", (1, 64))
+    for i in range(2):
+        h = x
+        for name in "ab":
+            h = p.linear(h, p.weight(f"{name}{i}", (64, 64)), name=f"{name}{i}.y").map("relu(a0)")
+        x = p.rms_norm(x + h, p.weight(f"n{i}", (64,)), 1e-5, name=f"normed{i}")
+    last = p.linear(x, p.weight("head", (64, 64)), name="last")
+    ops = contractions(p.build(last, x))
+    assert [op.normed for op in ops] == ["", "", "normed0", "", "normed1"]
+    assert [op.norm is None for op in ops] == [True, True, False, True, False]
+    assert ops[3].operands == ("normed0",)
+
+
+def test_a_parallel_sum_takes_two_operands():
+    p = ProgramBuilder("parallel")
+    x = p.input("x", (1, 64))
+    h = p.rms_norm(x, p.weight("n", (64,)), 1e-5)
+    a, b = (
+        p.linear(
+            p.linear(h, p.weight(f"u{i}", (64, 64))).map("relu(a0)"), p.weight(f"d{i}", (64, 64)),
+            name=f"y{i}",
+        )
+        for i in range(2)
+    )  # fmt: skip
+    *_, first, up, last = contractions(p.build(p.pointwise("a0 + a1 + a2", x, a, b)))
+    assert (first.outs, first.operands) == (("y0",), ())
+    assert last.operands == ("x", "y0")
+    assert last.x == up.outs[0]
+
+
 def test_a_norm_with_another_reader_stays_and_is_refused():
     p = ProgramBuilder("shared")
     x = p.input("x", (1, 64))
