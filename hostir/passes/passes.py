@@ -268,6 +268,7 @@ def insert_deallocations(host: HostProgram) -> HostProgram:
     """
     sources, segments = view_sources(host.body), host.segment_map()
     outputs = {storage_of(name, sources) for name in host.outputs}
+    declared = [buffer.name for buffer in host.buffers]
 
     def insert(body: Sequence[Node]) -> tuple[Node, ...]:
         last_use: dict[str, int] = {}
@@ -288,8 +289,9 @@ def insert_deallocations(host: HostProgram) -> HostProgram:
             last_use.update(dict.fromkeys(names & owned, at))
         last_use |= {name: at for at, n in enumerate(body) for name in _unused(n, last_use, owned)}
         frees: dict[int, list[Node]] = {}
-        for name, at in last_use.items():
-            frees.setdefault(_after_join(body, at), []).append(Deallocate(buffer=name))
+        for name in filter(last_use.__contains__, declared):  # the same text in every process
+            at = _after_join(body, last_use[name])
+            frees.setdefault(at, []).append(Deallocate(buffer=name))
         out: list[Node] = []
         for at, node in enumerate(body):
             if isinstance(node, ForLoop):
