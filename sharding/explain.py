@@ -59,7 +59,7 @@ class Group(Generic[T]):
         return max(1, len(self.numbers))
 
 
-class _Groups(Generic[T]):
+class Groups(Generic[T]):
     """Collects things by name pattern and treatment, in order of first appearance."""
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class _Groups(Generic[T]):
 
     def add(self, name: str, treatment: Hashable, thing: T) -> None:
         number = _NUMBER.search(name)
-        pattern = _pattern(name)
+        pattern = layer_pattern(name)
         group = self.groups.setdefault((pattern, treatment), Group(thing, pattern, []))
         if number:
             group.numbers.append(int(number[0]))
@@ -76,7 +76,7 @@ class _Groups(Generic[T]):
         return iter(self.groups.values())
 
 
-def _pattern(name: str) -> str:
+def layer_pattern(name: str) -> str:
     """A name with the number of its layer left open."""
     return _NUMBER.sub("#", name, count=1)
 
@@ -141,11 +141,11 @@ def _summary(plan: PlanFacts) -> list[str]:
     ]
     if idle:
         lines.append(f"  idle: {', '.join(idle)} divides no op; below stands why")
-    fixed: _Groups[Layout] = _Groups()
+    fixed: Groups[Layout] = Groups()
     for name, layout in plan.annotations.items():
         fixed.add(name, layout, layout)
     lines += [f"  fixed: {group.name} [{group.first}]" for group in fixed]
-    asked: _Groups[Chunks] = _Groups()
+    asked: Groups[Chunks] = Groups()
     for name, chunks in plan.streams.items():
         asked.add(name, chunks, chunks)
     return lines + [f"  fixed: {group.name} in {_chunks(group.first)}" for group in asked]
@@ -169,7 +169,7 @@ def _once(told: Sequence[str]) -> list[str]:
 
 
 def _ops(plan: PlanFacts, what_if: WhatIf) -> list[str]:
-    groups: _Groups[PlacedOp] = _Groups()
+    groups: Groups[PlacedOp] = Groups()
     for step in plan.decisions:
         around = tuple(plan.layouts[access.tensor] for access in accesses(step.op))
         groups.add(step.op.name, (what_if.table.class_of(step.op), step.splits, around), step)
@@ -206,9 +206,11 @@ def _op_axis(plan: PlanFacts, what_if: WhatIf, step: PlacedOp, axis: str, size: 
     lines = [f"    {axis}: {word}{_with(chosen)}"]
     found = what_if.alternatives(step, axis)
     priced = [(alt.bill.total_us, alt) for alt in found if alt.bill]
-    for _, alt in sorted(priced, key=lambda pair: pair[0]):
+    for total_us, alt in sorted(priced, key=lambda pair: pair[0]):
         assert alt.bill is not None
         lines.append(f"      not {alt.axis or 'whole'}: {_compare(alt.bill, chosen)}")
+        if total_us < chosen.total_us:
+            lines.append(f"        but {what_if.why_lost(step, axis, alt)}")
     reasons: dict[str, list[str]] = {}
     for alt in found:
         if alt.bill is None:
@@ -237,10 +239,10 @@ def _signed(time: float) -> str:
 
 
 def _collectives(plan: PlanFacts) -> list[str]:
-    groups: _Groups[Reshard] = _Groups()
+    groups: Groups[Reshard] = Groups()
     for step in plan.reshards:
         move = step.move
-        treatment = (move, step.combine, tuple(map(_pattern, step.reads)))
+        treatment = (move, step.combine, tuple(map(layer_pattern, step.reads)))
         groups.add(step.writes[0], treatment, step)
     lines = []
     for group in groups:
@@ -256,9 +258,14 @@ def _collectives(plan: PlanFacts) -> list[str]:
 
 def _overlaps(plan: PlanFacts) -> list[str]:
     """How each pair runs, equal layers once."""
-    groups: _Groups[OverlapChoice] = _Groups()
+    groups: Groups[OverlapChoice] = Groups()
     for choice in plan.overlaps:
-        treatment = choice.way, choice.num_chunks, choice.times_us, _pattern(choice.pair.second)
+        treatment = (
+            choice.way,
+            choice.num_chunks,
+            choice.times_us,
+            layer_pattern(choice.pair.second),
+        )
         groups.add(choice.pair.second, treatment, choice)
     return [f"  {group.times} x {group.first}" for group in groups]
 
@@ -267,7 +274,7 @@ def _host_loops(plan: PlanFacts) -> list[str]:
     """The loops, what is allocated anew in each of their iterations, and of what is allocated in
     full the parts that have gaps; equal layers once.
     """
-    shapes: _Groups[str] = _Groups()
+    shapes: Groups[str] = Groups()
     for name, allocation in plan.allocations.items():
         if allocation.chunk:
             told = f"by chunk: {list(allocation.stored_shape)}"
@@ -285,10 +292,10 @@ def _loops(plan: PlanFacts) -> Iterator[str]:
         numbers = [int(n[0]) if (n := _NUMBER.search(op)) else -1 for op, _ in loop.splits]
         first = next((n for n in numbers if n >= 0), 0)
         layers = (n - first if n >= 0 else None for n in numbers)
-        ops = ((_pattern(op), split) for op, split in loop.splits)
+        ops = ((layer_pattern(op), split) for op, split in loop.splits)
         found.setdefault((*zip(ops, layers, strict=True),), []).append(loop)
     for loops in found.values():
-        names: _Groups[None] = _Groups()
+        names: Groups[None] = Groups()
         for loop in loops:
             for place, (op, _) in enumerate(loop.splits):
                 names.add(op, place, None)
@@ -320,9 +327,9 @@ def _tensors(plan: PlanFacts, what_if: WhatIf) -> list[str]:
     users: dict[str, dict[tuple[str, Splits], PlacedOp]] = {}
     for step in plan.decisions:
         for access in accesses(step.op):
-            alike = _pattern(step.op.name), step.splits
+            alike = layer_pattern(step.op.name), step.splits
             users.setdefault(access.tensor, {}).setdefault(alike, step)
-    groups: _Groups[Tensor] = _Groups()
+    groups: Groups[Tensor] = Groups()
     for tensor in plan.program.tensors:
         layout = plan.layouts[tensor.name]
         uses = tuple(users.get(tensor.name, {}))
@@ -363,7 +370,7 @@ def _tensor_axis(
 
 def _verdict(what_if: WhatIf, tensor: Tensor, step: PlacedOp, axis: str, dim: int) -> str:
     """What one op says of a tensor divided along `dim` (-1: whole)."""
-    op, name = step.op, _pattern(step.op.name)
+    op, name = step.op, layer_pattern(step.op.name)
     places = [i for i, a in enumerate(accesses(op)) if a.tensor == tensor.name]
     found = what_if.alternatives(step, axis)
     now = dict(step.splits).get(axis)

@@ -4,6 +4,7 @@ Next on the walk: launch/launchers.py for what runs, explain.py for what only pl
 """
 
 import errno
+import json
 import logging
 import signal
 import sys
@@ -11,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -22,9 +23,22 @@ from rich.text import Text
 from distmega import __version__
 from distmega.cli.calibration import calibrate_machine
 from distmega.cli.doctor import examine, gather_facts
-from distmega.cli.explain import explain_decode
+from distmega.cli.explain import (
+    collect_decode,
+    usual_machine,
+    write_page,
+    write_report,
+)
 from distmega.cli.loading_bar import show_loading
-from distmega.cli.streams import STDIN, drop_output, open_streams, read_text
+from distmega.cli.streams import (
+    STDIN,
+    drop_output,
+    open_streams,
+    read_text,
+    say,
+    wrap_text,
+    write_text,
+)
 from distmega.cli.superopt import SuperoptRequest, run_superopt
 from distmega.engine.decode_plan import model_mesh
 from distmega.engine.requests import (
@@ -57,7 +71,8 @@ from distmega.sharding.search.cost import MACHINES
 from distmega.superopt.schedule import Limits
 
 DESCRIPTION = (
-    "LLM inference on 1 to 8 GPUs; exit code 2: a wrong request, 1: a fault while running. "
+    "LLM inference on 1 to 8 GPUs.\n\n"
+    "Exit code 2: a wrong request, 1: a fault while running.\n\n"
     "distmega --version prints the version."
 )
 FLAGS = {"num_steps": "steps", "position": "context", "path": "out"}
@@ -118,19 +133,25 @@ class Generate:
 
 @dataclass(frozen=True, kw_only=True)
 class Explain:
-    """Print plan, host program and task graph of a decode step; reads no weights."""
+    """Say what a decode step costs, what bounds it, how it runs; reads no weights."""
 
     model: Model
     tp: int = 1
     """Tensor-parallel ranks of each stage."""
     pp: int = 1
     """Pipeline stages."""
-    machine: Literal["cpu", "h100", "h200"] = "cpu"
-    """Whose cost model plans."""
+    machine: Literal["auto", "cpu", "h100", "h200"] = "auto"
+    """Whose cost model plans; auto is h200 for a built-in model of more than 1 GB of bf16 weights,
+    else cpu.
+    """
     memory_limit_gb: float = 0.0
     """Memory of a rank that weights and KV cache may take, 10^9 bytes; 0 sets no limit."""
     full: bool = False
-    """Print the segments op by op."""
+    """Print every choice that was rejected, every tensor, and the segments op by op."""
+    json: bool = False
+    """Print all facts as JSON instead."""
+    html: Path | None = None
+    """Write a page to this file: a layer as a diagram, a timeline, bars. It opens offline."""
     engine: EngineFlags = EngineOptions()
 
 
@@ -157,8 +178,9 @@ class Doctor:
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """Write a timeline of decode steps on Hopper GPUs, for ui.perfetto.dev, and say in a table
-    where the time went.
+    """Write a timeline of decode steps on Hopper GPUs, and say where the time went.
+
+    ui.perfetto.dev opens the file.
     """
 
     model: Model
@@ -174,8 +196,9 @@ class Trace:
 
 @dataclass(frozen=True, kw_only=True)
 class Superopt:
-    """Search equivalents of a tensor program, prove them, and keep them as rewrite rules. Ctrl-C
-    ends the search; what it has found is kept.
+    """Search equivalents of a tensor program, prove them, keep them as rules.
+
+    Ctrl-C ends the search; what it has found is kept.
     """
 
     program: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PROGRAM")]
@@ -259,9 +282,10 @@ def _ending_in_order() -> Iterator[None]:
 
 def _report(error: DistmegaError) -> None:
     if should_report():
-        Console(stderr=True, soft_wrap=True, highlight=False).print(
-            f"distmega: error: {error.with_flags(FLAGS)}", markup=False
-        )
+        console = Console(stderr=True, soft_wrap=True, highlight=False)
+        text = f"distmega: error: {error.with_flags(FLAGS)}"
+        width = console.width if console.is_terminal else 0  # one line for programs that read it
+        console.print(wrap_text(text, width), markup=False)
 
 
 def run_command(command: Command, console: Console) -> None:
@@ -318,8 +342,7 @@ def _generate(command: Generate, console: Console) -> None:
                     console.file.write(answers[0].tail + "\n")
                 else:
                     _print_answers(prompts, result, console)
-                line = _summary(result, request.tp * request.pp, opened - start)
-                console.print(line, markup=False)
+                say(console, _summary(result, request.tp * request.pp, opened - start))
 
 
 def _announce_random(what: str, console: Console) -> None:
@@ -355,17 +378,27 @@ def _summary(result: GenerateResult, num_ranks: int, start_s: float) -> str:
 def _explain(command: Explain, console: Console) -> None:
     limit = command.memory_limit_gb
     request = ExplainRequest(tp=command.tp, pp=command.pp, memory_limit_gb=limit)
-    sections = explain_decode(
-        read_config(command.model),
+    config = read_config(command.model)
+    machine = usual_machine(config) if command.machine == "auto" else MACHINES[command.machine]
+    report = collect_decode(
+        command.model,
+        config,
         model_mesh(request.tp, request.pp),
-        MACHINES[command.machine],
+        machine,
         command.engine,
         memory_limit_bytes=request.memory_limit_bytes,
         full=command.full,
     )
-    for title, text in sections:
+    if command.html:
+        write_text(command.html, write_page(report))
+    if command.json:
+        console.file.write(json.dumps(asdict(report), indent=1) + "\n")
+        return
+    for title, text in write_report(report, full=command.full):
         console.rule(title, align="left")
-        console.print(text, markup=False)
+        say(console, text)
+    if command.html:
+        say(console, f"[the page is in {command.html}]")
 
 
 def _perplexity(command: Perplexity, console: Console) -> None:
@@ -410,7 +443,7 @@ def _doctor(command: Doctor, console: Console) -> None:
     facts = gather_facts()
     findings = examine(facts)
     for finding in findings:
-        console.print(str(finding), markup=False)
+        say(console, str(finding))
     num_problems = sum(finding.state == "problem" for finding in findings)
     if num_problems:
         raise LaunchError(
@@ -420,7 +453,7 @@ def _doctor(command: Doctor, console: Console) -> None:
         )
     if command.calibrate:
         for finding in calibrate_machine(facts):
-            console.print(str(finding), markup=False)
+            say(console, str(finding))
 
 
 def _superopt(command: Superopt, console: Console) -> None:

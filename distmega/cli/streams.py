@@ -7,11 +7,16 @@ files. Used by main.py.
 
 import os
 import sys
+import textwrap
 from pathlib import Path
+
+from rich.console import Console
 
 from distmega.errors import RequestError
 
 MIN_COLUMNS = 20
+NARROWEST = 40
+"""Columns in which lines are broken between words; in fewer the terminal breaks them."""
 MAX_TEXT_BYTES = 2**26
 """Of a file of prompts, or of text to score."""
 STDIN = Path("-")
@@ -73,3 +78,49 @@ def read_text(path: Path) -> str:
             expected="a UTF-8 text file",
             remedy="check the path and the encoding",
         ) from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a UTF-8 file; RequestError where it can't be written."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise RequestError(
+            f"file {str(path)!r} can't be written ({error.strerror})",
+            expected="a path in a folder that exists, with room for it",
+            remedy="correct the path",
+        ) from error
+
+
+def columns_of(console: Console) -> int:
+    """Columns that lines should fit in: of a terminal, or of COLUMNS; 0, which is no limit, for a
+    file or a pipe.
+    """
+    return console.width if console.is_terminal or "COLUMNS" in os.environ else 0
+
+
+def say(console: Console, text: str) -> None:
+    """Prints text as it is, in lines of at most columns_of(console), broken between words."""
+    console.print(wrap_text(text, columns_of(console)), markup=False)
+
+
+def wrap_text(text: str, width: int) -> str:
+    """Lines of at most `width` columns, unless a word is longer, what follows a break indented.
+    Text as it is for fewer than NARROWEST.
+    """
+    if width < NARROWEST:
+        return text
+    lines = []
+    for line in text.split("\n"):
+        if len(line) <= width:
+            lines.append(line)
+            continue
+        indent = " " * (len(line) - len(line.lstrip()) + 4)
+        lines += textwrap.wrap(
+            line,
+            width,
+            subsequent_indent=indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    return "\n".join(lines)

@@ -1,11 +1,13 @@
 """What a rank's program takes if every op were a library call, by the cost model.
 
 Comes in: a local program. Goes out: microseconds. Used by decode_plan.py to choose among programs,
-and by cli/explain.py.
+and by the command explain.
 """
 
+from collections.abc import Mapping
+
 from distmega.program.ops.compute import COLLECTIVES
-from distmega.program.types import Program, accesses
+from distmega.program.types import Op, Program, Tensor, accesses
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.search.cost import Machine, collective_time_us, op_time_us
 
@@ -15,11 +17,13 @@ def predict_us(program: Program, mesh: DeviceMesh, machine: Machine) -> float:
     tensors = program.tensor_map()
     total = 0.0
     for op in program.ops:
-        if op.kind in COLLECTIVES:
-            axis = str(op.attr("mesh_axis"))
-            larger = max(accesses(op), key=lambda a: tensors[a.tensor].num_bytes)
-            num_bytes = tensors[larger.tensor].num_bytes
-            total += collective_time_us(op.kind, num_bytes, mesh.size(axis), machine)
-        else:
-            total += op_time_us(op, tensors, machine)
+        total += local_op_us(op, tensors, mesh, machine)
     return total
+
+
+def local_op_us(op: Op, tensors: Mapping[str, Tensor], mesh: DeviceMesh, machine: Machine) -> float:
+    """The cost model's time of an op or collective of one rank's program."""
+    if op.kind not in COLLECTIVES:
+        return op_time_us(op, tensors, machine)
+    num_bytes = max(tensors[access.tensor].num_bytes for access in accesses(op))
+    return collective_time_us(op.kind, num_bytes, mesh.size(str(op.attr("mesh_axis"))), machine)

@@ -5,11 +5,13 @@ would change, for explain.py. Nothing here takes part in planning.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from distmega.errors import PlanError
 from distmega.program.dtypes import item_bytes
-from distmega.sharding.layout.placements import PAIR, Layout, local_shape
+from distmega.program.types import accesses
+from distmega.sharding.layout.placements import PAIR, Layout, Placement, local_shape
 from distmega.sharding.plan import PlanFacts
 from distmega.sharding.resolve.reshard import find_moves
 from distmega.sharding.resolve.resolve import PlacedOp, Splits, operand_layouts
@@ -128,3 +130,41 @@ class WhatIf:
         for name, why in options.rejected:
             found.append(Alternative(axis=name, option=None, bill=None, reason=why))
         return found
+
+    def why_lost(self, step: PlacedOp, axis: str, other: Alternative) -> str:
+        """Why an alternative along a mesh axis, cheaper by itself, was not taken: a tensor that is
+        fixed, or one that lives across runs and that other ops want as it is.
+        """
+        assert other.option is not None
+        for name, placement in self._operands(step, other.option):
+            tensor = self.tensors[name]
+            if placement == self.plan.layouts[name].at(axis):
+                continue
+            if name in self.plan.annotations:
+                return f"{name} is fixed, as annotated"
+            if tensor.role not in ("weight", "state"):
+                continue
+            for user in self.plan.decisions:
+                if user is step or name not in {a.tensor for a in accesses(user.op)}:
+                    continue
+                change = self._change(user, axis, name, placement)
+                if change is None:
+                    return f"{user.op.name} can't use {name} so"
+                if change > 0:
+                    return f"{user.op.name} uses {name} too, which would add {change:.3g} us there"
+        return "the search prices whole plans, in which what stands around it changes too"
+
+    def _operands(self, step: PlacedOp, option: SplitOption) -> Iterator[tuple[str, Placement]]:
+        """Operands and results of an op with the placements of an option."""
+        placements = (*option.reads, *option.writes)
+        for access, placement in zip(accesses(step.op), placements, strict=False):
+            yield access.tensor, placement
+
+    def _change(self, step: PlacedOp, axis: str, name: str, placement: Placement) -> float | None:
+        """What an op that takes a tensor so would cost more, at least; None where it can't."""
+        bills = [
+            one.bill.total_us
+            for one in self.alternatives(step, axis)
+            if one.bill and one.option and (name, placement) in self._operands(step, one.option)
+        ]
+        return min(bills) - self.chosen(step).total_us if bills else None

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import distmega
-from distmega.cli.explain import explain_decode
+from distmega.cli.explain import collect_decode, write_report
 from distmega.errors import ModelError
 from distmega.models.locate import read_config
 from tests.models.files import save_tokenizer
@@ -51,7 +51,10 @@ def test_a_plan_of_such_a_folder_is_explained(tmp_path: Path):
     save_model(tmp_path, "granite")
     mesh = distmega.DeviceMesh(tp=2)
     options = distmega.EngineOptions(max_context=32)
-    texts = dict(explain_decode(read_config(tmp_path), mesh, distmega.CPU, options))
+    report = collect_decode(
+        "granite", read_config(tmp_path), mesh, distmega.CPU, options, full=True
+    )
+    texts = dict(write_report(report, full=True))
     assert "attention" in texts["plan"]
     assert "operators of torch" not in texts["plan"]
 

@@ -1,46 +1,71 @@
-"""What would run, without running it: plan, host program, task graph, memory and predicted time.
+"""The facts that explain tells, from a configuration: plans, host programs, task graphs, memory.
 
-Comes in: a configuration and a machine. Goes out: plain text by section. Reads no weights and
-imports no torch, so that a 70B model takes seconds. Next on the walk: decode_plan.py.
+Comes in: a configuration, a mesh, a machine. Goes out: a Report. Reads no weights and imports no
+torch, so that a 70B model takes seconds. Next: text.py and page.py, which show it; on the walk,
+distmega/engine/decode_plan.py.
 """
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
+from distmega.cli.explain.facts import (
+    Bound,
+    CollectiveFacts,
+    HostFacts,
+    MemoryFacts,
+    OpFacts,
+    Rejected,
+    Report,
+    SegmentFacts,
+    StageFacts,
+    TensorFacts,
+    TimeFacts,
+)
+from distmega.cli.explain.timeline import predict_timeline
 from distmega.engine.decode_plan import DecodeBlueprint, lower_decode, num_stages_of, plan_decode
-from distmega.engine.predict import predict_us
 from distmega.engine.requests import EngineOptions
 from distmega.errors import UnsupportedError
 from distmega.hostir.ir.nodes import HostProgram
 from distmega.hostir.ir.text import print_host
-from distmega.hostir.run.host_cost import explain_host
+from distmega.hostir.run.host_cost import count_instructions
 from distmega.kernels.hopper.batch_queues import build_batch_queues
 from distmega.kernels.hopper.queues import build_queues
 from distmega.kernels.tasks.expand import expand_collectives, team_size
 from distmega.kernels.tasks.graph import build_task_graph
 from distmega.kernels.tasks.tile import tile_segment
-from distmega.kernels.tasks.types import TaskGraph
+from distmega.models.config import ModelConfig
 from distmega.models.decoder import AnyDecoder
-from distmega.program.ops.compute import COLLECTIVES
-from distmega.program.types import Program
+from distmega.models.weights import weight_specs
+from distmega.program.dtypes import item_bytes
+from distmega.program.text import print_program
+from distmega.program.types import Program, Tensor
+from distmega.sharding.explain import layer_pattern
 from distmega.sharding.layout.mesh import DeviceMesh
-from distmega.sharding.search.cost import CPU, Machine
+from distmega.sharding.layout.placements import Layout, Shard, local_shape
+from distmega.sharding.plan import PlanFacts
+from distmega.sharding.resolve.resolve import PlacedOp
+from distmega.sharding.search.cost import CPU, H200, Machine
+from distmega.sharding.search.whatif import WhatIf
 
-Section = tuple[str, str]
-"""Title and text."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Traffic:
-    """Collectives of one kind: how many, and the bytes of the tensors they work on, per rank."""
-
-    kind: str
-    count: int
-    num_bytes: int
+GPU_BYTES = 10**9
+"""Of weights in bf16: a built-in model that has more is planned for GPUs unless asked otherwise."""
 
 
-def explain_decode(
+def usual_machine(config: AnyDecoder) -> Machine:
+    """The machine that a model is meant for: an H200 for a built-in one of more than GPU_BYTES."""
+    if not isinstance(config, ModelConfig):
+        return CPU
+    sizes = (spec.shape for spec in weight_specs(config).values())
+    return H200 if sum(map(_bf16_bytes, sizes)) > GPU_BYTES else CPU
+
+
+def _bf16_bytes(shape: Sequence[int]) -> int:
+    return Tensor(name="w", shape=tuple(shape), dtype="bf16").num_bytes
+
+
+def collect_decode(
+    model: str,
     config: AnyDecoder,
     mesh: DeviceMesh,
     machine: Machine,
@@ -48,88 +73,230 @@ def explain_decode(
     *,
     memory_limit_bytes: int | None = None,
     full: bool = False,
-) -> Iterator[Section]:
-    """Sections as they become known. `full` prints the segments op by op."""
-    num_stages = num_stages_of(mesh)
-    for index in range(num_stages):
-        title = f"stage {index} of {num_stages}: " if num_stages > 1 else ""
-        plan = plan_decode(
+) -> Report:
+    """What a decode step of `config` is planned to be. full: with the texts of plan and segments,
+    every choice and every op. Raises PlanError where `mesh` or the limit
+    can't be used, RequestError for options that the model can't have.
+    """
+    stages = []
+    for index in range(num_stages_of(mesh)):
+        staged = plan_decode(
             config, mesh, machine, options, memory_limit_bytes=memory_limit_bytes, index=index
         )
-        yield f"{title}plan", plan.plan.explain()
         peer_memory = options.collectives != "host"
-        blueprint = lower_decode(config, plan, options, peer_memory=peer_memory)
-        yield f"{title}host program", _host_text(blueprint.host, machine, full)
-        yield f"{title}task graph", "\n".join(_graph_lines(blueprint, machine.num_sms))
-        yield f"{title}one rank", "\n".join(_rank_lines(blueprint))
+        decode = lower_decode(config, staged, options, peer_memory=peer_memory)
+        stages.append(_stage(index, decode, full))
+    return Report(
+        model=model,
+        machine=machine.name,
+        batch=options.batch,
+        num_layers=config.num_layers,
+        memory_limit_bytes=memory_limit_bytes,
+        stages=tuple(stages),
+    )
 
 
-def _host_text(host: HostProgram, machine: Machine, full: bool) -> str:
-    text, cost = print_host(host), explain_host(host, machine)
-    if full or not host.segments:
-        return f"{text.rstrip()}\n{cost}"
-    body, _, _ = text.partition(f"program {host.segments[0].name}")
-    sizes = (f"segment {s.name}: {len(s.ops)} ops (--full prints them)" for s in host.segments)
-    return "\n".join((body.rstrip(), *sizes, cost))
+def _stage(index: int, decode: DecodeBlueprint, full: bool) -> StageFacts:
+    plan, machine = decode.staged.plan, decode.machine
+    fused_us = {one.pair.result: dict(one.times_us).get(one.way, 0.0) for one in plan.overlaps}
+    memory = plan.memory
+    return StageFacts(
+        index=index,
+        ranks=plan.mesh.axes,
+        runs_as=_runner(decode),
+        notes=tuple(_notes(decode)),
+        time=_time(plan),
+        memory=MemoryFacts(
+            weight_bytes=memory.weight_bytes,
+            state_bytes=memory.state_bytes,
+            input_bytes=memory.input_bytes,
+            temp_peak_bytes=memory.temp_peak_bytes,
+            peer_bytes=memory.room_bytes,
+        ),
+        ops=tuple(_ops(plan)),
+        collectives=tuple(_collectives(plan)),
+        tensors=tuple(
+            _tensor(tensor, plan.layouts[tensor.name], tensor.name)
+            for tensor in plan.program.tensors
+        ),
+        parts=tuple(_parts(plan)),
+        overlaps=tuple(str(choice) for choice in plan.overlaps),
+        host=_host(decode.host, decode.staged.mesh, machine, full),
+        timeline=predict_timeline(decode.host, machine, fused_us),
+        plan_text=plan.explain() if full else "",
+    )
 
 
-def _graph_lines(blueprint: DecodeBlueprint, num_sms: int) -> Iterator[str]:
-    mesh = blueprint.staged.mesh
-    for segment in blueprint.host.segments:
-        expanded = expand_collectives(segment, mesh)
-        groups = tile_segment(expanded, num_sms)
-        graph = build_task_graph(expanded, groups, team_size(expanded, mesh))
-        yield f"{segment.name}: {graph.num_tasks} tasks of {len(groups)} ops on {num_sms} SMs,"
-        yield f"  {graph.num_events} events, {_num_triggers(graph)} triggers a launch"
-        kinds = Counter[str]()
-        for group in groups:
-            kinds[group.op.kind] += group.num_tasks
-        yield "  " + ", ".join(f"{kind} {count}" for kind, count in kinds.most_common())
-
-
-def _num_triggers(graph: TaskGraph) -> int:
-    return sum(sum(event.counts) for event in graph.events)
-
-
-def _rank_lines(blueprint: DecodeBlueprint) -> Iterator[str]:
-    program, machine = blueprint.local.program, blueprint.machine
-    if (copies := blueprint.staged.kv_copies) > 1:
-        heads = blueprint.config.num_kv_heads // copies
-        yield f"kv heads: {heads}, each copied {copies} times, for more ranks than there are"
-    if machine != CPU:
-        yield f"decode steps: {_decoder_of(blueprint)}"
-    for name, arena in (("weights", blueprint.weights), ("KV cache", blueprint.states)):
-        yield f"{name}: {arena.num_bytes / 2**20:,.1f} MiB"
-    for traffic in count_collectives(program):
-        yield f"{traffic.kind}: {traffic.count} a token, {traffic.num_bytes:,} bytes"
-    yield f"predicted: {predict_us(program, blueprint.staged.mesh, machine):,.0f} us a token"
-    yield f"  if every op were a library call on {machine.name}, one after another"
-
-
-def _decoder_of(blueprint: DecodeBlueprint) -> str:
-    """What does a decode step on a GPU."""
-    segments, num_sms = blueprint.host.segments, blueprint.machine.num_sms
+def _runner(decode: DecodeBlueprint) -> str:
+    """What does a decode step on the machine."""
+    segments, num_sms = decode.host.segments, decode.machine.num_sms
+    if decode.machine == CPU:
+        return f"{len(segments)} segments by the interpreter of queues"
     if len(segments) != 1:
         return f"library ops, since a step is {len(segments)} segments"
-    build = build_batch_queues if blueprint.options.batch > 1 else build_queues
+    build = build_batch_queues if decode.options.batch > 1 else build_queues
     try:
-        queues = build(segments[0], blueprint.weights, blueprint.states, num_sms)
+        queues = build(segments[0], decode.weights, decode.states, num_sms)
     except UnsupportedError as error:
         return f"library ops, since {error.found}"
-    num_tasks = sum(map(len, queues.queues))
-    return f"one kernel of {num_tasks} tasks a step, on Hopper GPUs"
+    return f"one kernel of {sum(map(len, queues.queues))} tasks a step, on Hopper GPUs"
 
 
-def count_collectives(program: Program) -> tuple[Traffic, ...]:
-    """Collectives of one rank's program by kind, in the order they first occur."""
-    tensors = program.tensor_map()
-    found: dict[str, Traffic] = {}
-    for op in program.ops:
-        if op.kind not in COLLECTIVES:
+def _notes(decode: DecodeBlueprint) -> Iterator[str]:
+    if (copies := decode.staged.kv_copies) > 1:
+        heads = decode.config.num_kv_heads // copies
+        yield f"kv heads: {heads}, each copied {copies} times, for more ranks than there are"
+    plan = decode.staged.plan
+    used = {axis for step in plan.decisions for axis, _ in step.splits}
+    for axis, size in plan.mesh.axes:
+        if size > 1 and axis not in used:
+            yield f"idle: {axis}={size} divides no op; --full says why, op by op"
+    opaque = Counter(str(op.attr("target")) for op in plan.program.ops if op.kind == "opaque")
+    for target, count in opaque.items():
+        yield f"run whole on every rank by torch: {count} x {target}"
+
+
+def _time(plan: PlanFacts) -> TimeFacts:
+    machine, parts = plan.machine, {"bytes": 0.0, "flops": 0.0}
+    launches_us = 0.0
+    for step in plan.decisions:
+        if step.op.is_view:
             continue
-        known = found.get(op.kind, Traffic(kind=op.kind, count=0, num_bytes=0))
-        moved = sum(tensors[access.tensor].num_bytes for access in op.reads)
-        found[op.kind] = Traffic(
-            kind=op.kind, count=known.count + 1, num_bytes=known.num_bytes + moved
+        by, busy_us = _busy(step, machine)
+        parts[by] += busy_us
+        launches_us += step.cost.time_us - busy_us
+    moved = sum(step.cost.num_bytes for step in plan.decisions if not step.op.is_view)
+    return TimeFacts(
+        bytes_us=parts["bytes"],
+        flops_us=parts["flops"],
+        launch_us=launches_us,
+        collectives_us=sum(step.move.time_us for step in plan.reshards),
+        least_us=moved / machine.memory_bandwidth_bytes_per_us,
+    )
+
+
+def _busy(step: PlacedOp, machine: Machine) -> tuple[str, float]:
+    """Whether bytes or flops take longer, and how long."""
+    bytes_us = step.cost.num_bytes / machine.memory_bandwidth_bytes_per_us
+    busy_us = max(0.0, step.cost.time_us - machine.launch_us)
+    return ("bytes" if bytes_us >= busy_us * (1 - 1e-9) else "flops"), busy_us
+
+
+def _ops(plan: PlanFacts) -> Iterator[OpFacts]:
+    what_if = WhatIf(plan)
+    known: dict[object, tuple[Rejected, ...]] = {}
+    persistent = {t.name for t in plan.program.tensors if t.role in ("weight", "state")}
+    for step in plan.decisions:
+        same = layer_pattern(step.op.name), what_if.table.class_of(step.op), step.splits
+        if same not in known:
+            known[same] = tuple(_rejected(plan, what_if, step))
+        by, busy_us = _busy(step, plan.machine)
+        bound: Bound = "launch"
+        if busy_us >= step.cost.time_us - busy_us:
+            bound = "bytes" if by == "bytes" else "flops"
+        operands = [plan.locals[name][0] for name in step.reads if name in plan.locals]
+        yield OpFacts(
+            name=step.op.name,
+            kind=step.op.kind,
+            time_us=step.cost.time_us,
+            num_bytes=step.cost.num_bytes,
+            flops=step.cost.flops,
+            bound=bound,
+            divided=tuple(f"{option.axis}/{axis}" for axis, option in step.splits),
+            reads=step.reads,
+            writes=step.writes,
+            weights=tuple(name for name in dict.fromkeys(operands) if name in persistent),
+            rejected=known[same],
         )
-    return tuple(found.values())
+
+
+def _rejected(plan: PlanFacts, what_if: WhatIf, step: PlacedOp) -> Iterator[Rejected]:
+    """Alternatives with a price, cheapest first, then those that are ruled out."""
+    chosen_us = what_if.chosen(step).total_us
+    for axis, size in plan.mesh.axes:
+        if size == 1:
+            continue
+        found = what_if.alternatives(step, axis)
+        priced = [(one.bill.total_us - chosen_us, one) for one in found if one.bill]
+        for change_us, one in sorted(priced, key=lambda pair: pair[0]):
+            assert one.bill is not None
+            why = what_if.why_lost(step, axis, one) if change_us < 0 else ", ".join(one.bill.moves)
+            yield Rejected(mesh_axis=axis, choice=one.axis or "whole", change_us=change_us, why=why)
+        for one in found:
+            if one.bill is None:
+                choice = one.axis or "whole"
+                yield Rejected(mesh_axis=axis, choice=choice, change_us=None, why=one.reason)
+
+
+def _collectives(plan: PlanFacts) -> Iterator[CollectiveFacts]:
+    for step in plan.reshards:
+        yield CollectiveFacts(
+            name=plan.locals[step.writes[0]][0],
+            kind=f"{step.move.kind} {step.combine}".rstrip(),
+            mesh_axis=step.move.axis,
+            time_us=step.move.time_us,
+            num_bytes=step.move.num_bytes,
+            reads=step.reads,
+            writes=step.writes,
+        )
+
+
+def _parts(plan: PlanFacts) -> Iterator[TensorFacts]:
+    tensors = plan.program.tensor_map()
+    for local, (name, layout) in plan.locals.items():
+        yield _tensor(tensors[name], layout, local)
+
+
+def _tensor(tensor: Tensor, layout: Layout, name: str) -> TensorFacts:
+    rank_bytes = item_bytes(tensor.dtype)
+    for extent in local_shape(tensor.shape, layout):
+        rank_bytes *= extent
+    return TensorFacts(
+        name=name,
+        role=tensor.role,
+        dtype=tensor.dtype,
+        shape=tensor.shape,
+        axes=dim_axes(layout, len(tensor.shape)),
+        num_bytes=tensor.num_bytes,
+        rank_bytes=rank_bytes,
+        partial=layout.partial_axes,
+    )
+
+
+def dim_axes(layout: Layout, num_dims: int) -> tuple[str, ...]:
+    """For each dim the mesh axes that divide it, joined by *; "" for none."""
+    found: list[list[str]] = [[] for _ in range(num_dims)]
+    for axis, placement in layout.placements:
+        if isinstance(placement, Shard):
+            found[placement.dim].append(axis)
+    return tuple("*".join(axes) for axes in found)
+
+
+def _host(host: HostProgram, mesh: DeviceMesh, machine: Machine, full: bool) -> HostFacts:
+    num, rates = count_instructions(host.body), machine.overlap
+    return HostFacts(
+        text=print_host(replace(host, segments=())),
+        segment_texts=tuple(print_program(segment) for segment in host.segments if full),
+        num_instructions=num,
+        host_us=num * rates.host_us,
+        replay_us=num * rates.replay_us,
+        segments=tuple(_segment(one, mesh, machine.num_sms) for one in host.segments),
+    )
+
+
+def _segment(segment: Program, mesh: DeviceMesh, num_sms: int) -> SegmentFacts:
+    expanded = expand_collectives(segment, mesh)
+    groups = tile_segment(expanded, num_sms)
+    graph = build_task_graph(expanded, groups, team_size(expanded, mesh))
+    kinds = Counter[str]()
+    for group in groups:
+        kinds[group.op.kind] += group.num_tasks
+    return SegmentFacts(
+        name=segment.name,
+        num_ops=len(groups),
+        num_tasks=graph.num_tasks,
+        num_sms=num_sms,
+        num_events=graph.num_events,
+        num_triggers=sum(sum(event.counts) for event in graph.events),
+        tasks=tuple(kinds.most_common()),
+    )

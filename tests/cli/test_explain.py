@@ -1,0 +1,232 @@
+"""What explain tells: the summary first, layers once, reasons, JSON, and the page."""
+
+import json
+import math
+import re
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from distmega.cli.explain import Report, collect_decode, usual_machine, write_page, write_report
+from distmega.cli.explain.facts import Span
+from distmega.cli.explain.fold import fold_lines, folded_text
+from distmega.cli.explain.timeline import predict_timeline
+from distmega.cli.main import main
+from distmega.engine.decode_plan import model_mesh, plan_decode
+from distmega.engine.requests import EngineOptions
+from distmega.models.presets import PRESETS
+from distmega.sharding.search.cost import CPU, H200
+from tests.hostir.programs import streamed
+
+FALLBACK = "the search prices whole plans"
+
+
+def report_of(model: str, tp: int = 1, pp: int = 1, **options: str) -> Report:
+    config = PRESETS[model]
+    mesh, engine = model_mesh(tp, pp), EngineOptions(**options)  # type: ignore[arg-type]
+    return collect_decode(model, config, mesh, usual_machine(config), engine, full=True)
+
+
+@pytest.fixture(scope="module")
+def llama() -> Report:
+    return report_of("llama-3.2-1b", tp=2)
+
+
+@pytest.fixture(scope="module")
+def staged() -> Report:
+    return report_of("tiny-llama", tp=2, pp=2, collectives="host")
+
+
+def test_the_machine_is_that_which_the_model_is_for():
+    assert {name for name, config in PRESETS.items() if usual_machine(config) == CPU} == {
+        name for name in PRESETS if name.startswith(("tiny-", "smollm2"))
+    }
+    assert usual_machine(PRESETS["llama-3.2-1b"]) == H200
+
+
+def test_the_summary_comes_first_and_says_what_bounds(llama: Report):
+    title, text = next(write_report(llama))
+    assert title == "summary"
+    for part in ("planned for h200", "us a token", "bound by: ", "a rank holds: ", "a rank sends"):
+        assert part in text
+    assert "one kernel of " in text
+
+
+def test_figures_add_up_to_those_of_the_plan(llama: Report):
+    plan = plan_decode(PRESETS["llama-3.2-1b"], model_mesh(2, 1), H200, EngineOptions()).plan
+    (stage,) = llama.stages
+    assert stage.time.total_us == pytest.approx(plan.time_us)
+    assert stage.memory.total_bytes == plan.memory.total_bytes
+    assert stage.sent_bytes == plan.num_sent_bytes
+    assert stage.time.least_us <= stage.time.bytes_us + stage.time.flops_us + 1e-6
+    held = sum(t.rank_bytes for t in stage.tensors if t.role == "weight")
+    assert held == stage.memory.weight_bytes
+
+
+def test_equal_layers_are_told_once(llama: Report):
+    texts = [dict(write_report(report)) for report in (llama, report_of("smollm2-135m", tp=2))]
+    for text in texts:
+        assert sum(part.count("\n") for part in text.values()) < 90
+    assert "layers.{0-15}.wq" in texts[0]["one rank"]
+    assert "bf16[8/tp, 4, 64, 2048]" in texts[0]["one rank"]
+    host = dict(write_report(report_of("llama-3.2-1b", tp=2, collectives="host")))["host program"]
+    assert "15 times" in host
+    assert "free layers.{0-14}.attn_out" in host
+    assert host.count("\n") < 120
+
+
+def test_full_has_every_choice_and_every_op(llama: Report):
+    texts = dict(write_report(llama, full=True))
+    assert "not whole: +" in texts["plan"]
+    assert "tensors\n" in texts["plan"]
+    assert "program decoder_1.0" in texts["host program"]
+    assert "layers.7.wq" in texts["host program"]
+
+
+@pytest.mark.parametrize(
+    ("model", "tp"), [("llama-3.2-1b", 8), ("qwen3-30b-a3b", 2), ("smollm2-135m", 2)]
+)
+def test_a_choice_that_looks_cheaper_says_why_it_lost(model: str, tp: int):
+    (stage,) = report_of(model, tp=tp).stages
+    cheaper = [one for op in stage.ops for one in op.rejected if (one.change_us or 0) < 0]
+    assert cheaper
+    assert not [one for one in cheaper if one.why.startswith(FALLBACK) or not one.why]
+    lines = stage.plan_text.splitlines()
+    told = [i for i, line in enumerate(lines) if re.match(r" +not [^:]*: -", line)]
+    assert told
+    assert all(lines[i + 1].lstrip().startswith("but ") for i in told)
+
+
+def test_repeated_lines_are_folded():
+    lines = ["start"]
+    for n in range(5):
+        lines += [f"use b.{n}.x as c.{n + 1}", f"  free b.{n}.x", "always"]
+    lines += ["end"]
+    folded = fold_lines(lines)
+    assert [(part.times, len(part.lines)) for part in folded] == [(1, 1), (5, 3), (1, 1)]
+    assert folded[1].lines[0] == "use b.{0-4}.x as c.{1-5}"
+    assert folded_text(lines)[1] == "5 times"
+    assert len(folded_text(lines)) == 6
+    assert sum(part.times * len(part.lines) for part in folded) == len(lines)
+
+
+def test_numbers_that_do_not_rise_evenly_are_not_folded():
+    lines = [f"a.{n}.x of b.{n * n}" for n in range(4)]
+    assert all(part.times <= 2 for part in fold_lines(lines))
+    assert "a.{0-3}" not in "\n".join(folded_text(lines))
+
+
+def of_track(spans: tuple[Span, ...], track: str) -> list[Span]:
+    return sorted((s for s in spans if s.track == track), key=lambda s: s.start_us)
+
+
+def test_a_track_does_one_thing_at_a_time(llama: Report, staged: Report):
+    for stage in (*llama.stages, *staged.stages):
+        assert {span.track for span in stage.timeline} >= {"stream 0", "collectives tp"}
+        for track in {span.track for span in stage.timeline}:
+            spans = of_track(stage.timeline, track)
+            for one, other in pairwise(spans):
+                assert other.start_us >= one.end_us - 1e-9
+    (stage,) = llama.stages
+    end = max(span.end_us for span in stage.timeline)
+    assert end == pytest.approx(stage.time.total_us, rel=0.05)
+
+
+def test_streams_of_a_host_loop_overlap():
+    spans = predict_timeline(streamed(), CPU, {})
+    tracks = {span.track for span in spans if span.track.startswith("stream")}
+    assert len(tracks) > 1
+    whole = sum(span.end_us - span.start_us for span in spans)
+    assert max(span.end_us for span in spans) < whole
+
+
+class Page(HTMLParser):
+    """Elements with their attributes, and whether every one of them is closed."""
+
+    VOID = {"meta", "br"}
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str]]] = []
+        self.open: list[str] = []
+        self.feed(text)
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, {name: value or "" for name, value in attrs}))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, {name: value or "" for name, value in attrs}))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def of_class(self, name: str) -> list[dict[str, str]]:
+        return [attrs for _, attrs in self.found if attrs.get("class") == name]
+
+
+def test_the_page_opens_offline_and_is_well_formed(llama: Report, staged: Report):
+    for report in (llama, staged):
+        text = write_page(report)
+        page = Page(text)
+        assert not re.findall(r"https?:|@import|url\(", text)
+        assert all(attrs.get("href", "#").startswith("#") for _, attrs in page.found)
+        assert not [attrs for _, attrs in page.found if "src" in attrs]
+        ids = [attrs["id"] for _, attrs in page.found if "id" in attrs]
+        assert len(ids) == len(set(ids))
+        uses = {attrs["href"] for tag, attrs in page.found if tag == "use"}
+        assert uses <= {f"#{name}" for name in ids}
+        numbers = [float(attrs[key]) for tag, attrs in page.found if tag == "rect"
+                   for key in ("x", "y", "width", "height")]  # fmt: skip
+        assert all(math.isfinite(number) for number in numbers)
+
+
+def test_the_page_shows_a_layer_with_its_collectives_and_rejected_choices(llama: Report):
+    page = Page(write_page(llama))
+    (stage,) = llama.stages
+    names = [op.name for op in stage.ops if op.name.startswith("layers.8.")]
+    boxes = page.of_class("op")
+    assert len(boxes) == len(names)
+    assert all("divided: " in box["data-tip"] for box in boxes)
+    assert sum("\nnot " in box["data-tip"] for box in boxes) == len(names)
+    assert len(page.of_class("collective")) == 2
+    text = write_page(llama)
+    assert "Layer 8 on one rank" in text
+    assert "w_gate bf16[8192/tp, 2048]" in text
+    assert "stroke-dasharray" in text
+
+
+def test_the_page_shows_ranks_streams_memory_and_time(llama: Report, staged: Report):
+    text = write_page(llama)
+    for words in ("rank 0 stream 0", "rank 1 collectives tp", "KV cache", "1079 us"):
+        assert words in text
+    page = Page(write_page(staged))
+    assert len(page.of_class("layer")) == 2
+    assert len(page.of_class("timeline")) == 4
+    assert "rank 3" in write_page(staged)
+    bars = [attrs for tag, attrs in page.found if tag == "rect" and "memory" not in attrs]
+    assert all(float(bar["width"]) >= 0 for bar in bars)
+
+
+def test_json_has_all_facts(capsys: pytest.CaptureFixture[str]):
+    assert main(["explain", "tiny-llama", "--tp", "2", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["model"], facts["machine"], facts["num_layers"]) == ("tiny-llama", "cpu", 2)
+    (stage,) = facts["stages"]
+    assert {op["kind"] for op in stage["ops"]} >= {"linear", "attention", "rms_norm"}
+    assert stage["timeline"]
+    assert stage["ops"][1]["rejected"]
+
+
+def test_a_page_is_written_to_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "a.html"
+    assert main(["explain", "tiny-llama", "--html", str(path)]) == 0
+    assert path.read_text().startswith("<!doctype html>")
+    assert main(["explain", "tiny-llama", "--html", str(tmp_path / "no" / "a.html")]) == 2
+    assert (
+        "can't be written (No such file or directory); expected a path" in capsys.readouterr().err
+    )
