@@ -29,6 +29,9 @@ from distmega.torch_import.convert import Graph, convert
 from distmega.torch_import.exported import export_module
 from distmega.torch_import.hf_attention import Rows, capturing, rows_cache
 
+_RANDOM = ("normal_", "uniform_", "trunc_normal_")
+"""Methods of tensors that fill them."""
+
 
 class _WithoutRandomness(TorchFunctionMode):
     """Leaves new parameters as memory gives them: nobody reads them."""
@@ -40,7 +43,8 @@ class _WithoutRandomness(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if getattr(func, "__name__", "") in ("normal_", "uniform_", "trunc_normal_"):
+        name = getattr(func, "__name__", "")
+        if getattr(func, "__module__", "") == "torch.nn.init" or name in _RANDOM:
             return args[0] if args else (kwargs or {})["tensor"]
         return func(*args, **(kwargs or {}))
 

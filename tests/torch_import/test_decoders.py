@@ -15,7 +15,7 @@ from distmega import CPU, DeviceMesh, plan_program, replicate, shard
 from distmega.compiled import CompiledProgram
 from distmega.errors import CaptureError, RequestError
 from distmega.program.types import Program
-from distmega.torch_import.decoders import HfDecoder, open_decoder
+from distmega.torch_import.decoders import HfDecoder, make_model, open_decoder
 from distmega.torch_import.hf_attention import proved_window
 from tests.hostir.threads import ThreadCommunicator, Wires
 from tests.torch_import.families import FAMILIES, VOCAB
@@ -187,6 +187,14 @@ def test_a_mask_is_causal_only_if_it_is_for_every_pair():
     assert proved_window(lambda b, h, q, k: (k <= q) & (k != 3), 40) is None
     assert proved_window(lambda b, h, q, k: (k <= q) & (q // 8 == k // 8), 40) is None
     assert proved_window(lambda b, h, q, k: k < q + 2, 40) is None
+
+
+def test_parameters_are_never_filled():
+    """Which would take their memory, and most of the time of a capture."""
+    before = torch.random.get_rng_state()
+    make_model(family_config("gpt2"), "f32", "sdpa")
+    make_model(family_config("llama"), "f32", "sdpa")
+    assert torch.equal(torch.random.get_rng_state(), before)
 
 
 def test_a_context_that_does_not_fit_is_refused():
