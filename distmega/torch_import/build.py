@@ -93,9 +93,7 @@ class Build:
             return self.p.expand(one, shape, name=self.name())
         tensor = torch.empty(shape, dtype=tensor.dtype).copy_(tensor.detach())
         dtype = require_dtype(dtype_name(tensor.dtype), self.base)
-        content = bytes(tensor.reshape(-1).view(torch.uint8).numpy())
-        digest = hashlib.sha256(f"{dtype}{shape}".encode() + content).hexdigest()
-        name = f"{KNOWN}{digest[:12]}"
+        name = constant_name(tensor)
         self.constants[name] = tensor
         return self.p.weight(name, shape, dtype)
 
@@ -238,6 +236,13 @@ class Build:
             return make(True)
         except ProgramError:
             return make(False)
+
+
+def constant_name(tensor: torch.Tensor) -> str:
+    """Of a weight that holds a known tensor, which is contiguous: equal ones have one name."""
+    what = f"{dtype_name(tensor.dtype)}{tuple(tensor.shape)}".encode()
+    content = bytes(tensor.reshape(-1).view(torch.uint8).numpy())
+    return f"{KNOWN}{hashlib.sha256(what + content).hexdigest()[:12]}"
 
 
 def number_text(number: float | int | bool) -> str:

@@ -27,6 +27,7 @@ from distmega.program.types import Program
 from distmega.torch_import import torch_ops
 from distmega.torch_import.convert import Graph, convert
 from distmega.torch_import.exported import export_module
+from distmega.torch_import.forms import Derived, Normal, normalise
 from distmega.torch_import.hf_attention import Rows, capturing, rows_cache
 
 _RANDOM = ("normal_", "uniform_", "trunc_normal_")
@@ -94,6 +95,7 @@ class HfDecoder:
     eos_ids: tuple[int, ...] = ()
     constants: dict[str, Tensor] = field(default_factory=dict)
     targets: dict[str, str] = field(default_factory=dict)
+    derived: dict[str, Derived] = field(default_factory=dict)
     opaque: dict[str, int] = field(default_factory=dict)
     _models: dict[str, nn.Module] = field(default_factory=dict)
 
@@ -154,11 +156,13 @@ class HfDecoder:
             return [*found, p.value_of(chosen)] if peaks else found
 
         graph = convert(exported, name, choose)
-        self._note(graph)
-        return graph.program
+        normal = normalise(graph.program, dict(graph.constants), "positions", max_context)
+        self._note(graph, normal)
+        return normal.program
 
-    def _note(self, graph: Graph) -> None:
-        self.constants |= graph.constants
+    def _note(self, graph: Graph, normal: Normal) -> None:
+        self.constants |= normal.constants
+        self.derived |= normal.derived
         self.opaque |= graph.opaque
         prefix = "model."
         self.targets |= {

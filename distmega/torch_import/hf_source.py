@@ -19,9 +19,10 @@ from transformers import CONFIG_MAPPING, AutoConfig
 from distmega.errors import CaptureError, ModelError
 from distmega.models.fields import read_json
 from distmega.models.huggingface.safetensors_source import SafetensorsArray, open_arrays
-from distmega.models.weights import Slices, resolve_slices
+from distmega.models.weights import Slices, WeightReader, resolve_slices
 from distmega.program.types import KNOWN
 from distmega.torch_import.decoders import HfDecoder, open_decoder
+from distmega.torch_import.forms import Derived
 
 _DTYPES = ("F32", "F16", "BF16")
 
@@ -91,6 +92,22 @@ class _Known:
         return array
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Derived:
+    """A weight that is computed of another one."""
+
+    derived: Derived
+    reader: WeightReader
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.derived.shape
+
+    def read(self, slices: Slices = ()) -> NDArray[Any]:
+        """The part that `slices` select."""
+        return self.derived.read(self.reader, slices)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Readers(Mapping[str, Any]):
     """A reader for each weight of the programs that a decoder has built so far."""
@@ -101,13 +118,16 @@ class Readers(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         if name.startswith(KNOWN):
             return _Known(tensor=self.decoder.constants[name])
+        if name in self.decoder.derived:
+            derived = self.decoder.derived[name]
+            return _Derived(derived=derived, reader=self[derived.source])
         return self.stored[self.decoder.targets[name]]
 
     def __iter__(self) -> Iterator[str]:
-        yield from (*self.decoder.targets, *self.decoder.constants)
+        yield from (*self.decoder.targets, *self.decoder.constants, *self.decoder.derived)
 
     def __len__(self) -> int:
-        return len(self.decoder.targets) + len(self.decoder.constants)
+        return len(list(iter(self)))
 
 
 def read_weights(folder: Path, decoder: HfDecoder) -> Readers:

@@ -2,6 +2,8 @@
 
 import importlib
 import tomllib
+import warnings
+from types import ModuleType
 
 import pytest
 import torch
@@ -26,10 +28,18 @@ class Model(nn.Module):
         return (2 * y if twice else y) + self.calls, x.shape[0]
 
 
+@pytest.fixture(scope="module")
+def dynamo() -> ModuleType:
+    """torch's own package, which warns of torch's own parts as it is loaded."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return importlib.import_module("torch._dynamo")
+
+
 @pytest.fixture(autouse=True)
-def _fresh() -> None:
+def _fresh(dynamo: ModuleType) -> None:
     torch.manual_seed(0)
-    torch._dynamo.reset()
+    dynamo.reset()
 
 
 def test_torch_finds_the_backend_by_its_entry_point():

@@ -24,9 +24,13 @@ CONTEXT, TOLERANCE = 24, 1e-4
 
 
 def reference(config: PretrainedConfig) -> nn.Module:
-    """The model as transformers makes it, with weights that tell its parts apart."""
+    """The model as transformers makes it, with weights that tell its parts apart.
+
+    Attention with a soft cap is "eager": older releases leave the cap out of torch's own.
+    """
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).eval()
+    attention = "eager" if getattr(config, "attn_logit_softcapping", None) else None
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
@@ -40,7 +44,8 @@ def weights_of(decoder: HfDecoder, model: nn.Module) -> dict[str, Tensor]:
     """What the programs that were built so far read."""
     stored = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
     found = {name: stored[target].detach() for name, target in decoder.targets.items()}
-    return {**found, **decoder.constants}
+    derived = {name: each.of(found[each.source]) for name, each in decoder.derived.items()}
+    return {**found, **derived, **decoder.constants}
 
 
 @dataclass
