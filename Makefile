@@ -19,7 +19,7 @@ PROMPT ?= What is the capital of France?
 TP ?= 2
 PYTEST_ARGS ?=
 
-.PHONY: demo test test-nightly venv lint tables clean
+.PHONY: demo test test-nightly venv lint tables api clean
 .DELETE_ON_ERROR:
 
 demo: $(BASE)
@@ -39,6 +39,11 @@ lint: $(FULL)
 
 tables: $(BASE)
 	$(PY) -m bench.tables
+	$(PY) -m tests.repo.draw_imports
+
+# build/api/index.html
+api: $(FULL)
+	$(PY) docs/build_api.py
 
 $(BASE):
 	@test -n "$(PYTHON)" || { echo "no Python 3.11 or 3.12 with the venv module found;" \

@@ -35,9 +35,14 @@ it makes no difference.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayOptions:
-    """How Ray places the ranks. A CPU rank may ask for a fraction of a core; a GPU rank also gets
-    one whole GPU. ranks_per_bundle: consecutive ranks that must share a node, as the ranks of a
-    pipeline's stage should.
+    """How Ray places the ranks. A GPU rank also gets one whole GPU.
+
+    Attributes:
+        strategy: Ray's strategy of a placement group.
+        cpus_per_rank: Cores that a rank asks for; a fraction of one is allowed.
+        ranks_per_bundle: Consecutive ranks that must share a node, as the ranks of a pipeline's
+            stage should.
+        placement_timeout_s: How long to wait for a place for all of them.
     """
 
     strategy: Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"] = "PACK"
@@ -48,14 +53,18 @@ class RayOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LauncherOptions:
-    """Who starts the ranks and how many. launcher: "local", "torchrun", "ray", or "auto", which is
-    torchrun in a process that it started, else local. device: "auto" is cuda on a machine with an
-    NVIDIA GPU, else cpu. `timeout_s` is the longest silence allowed
-    from running ranks, by default DISTMEGA_TIMEOUT_S; `start_timeout_s` is the longest until all of
-    them run.
+    """Who starts the ranks and how many.
 
-    After a RankFailure the ranks are started again up to `max_restarts` times. Values that were
-    already yielded are then left out, so the target must emit the same values again.
+    Attributes:
+        launcher: "local", "torchrun", "ray", or "auto", which is torchrun in a process that it
+            started, else local.
+        num_ranks: Ranks of the job.
+        device: "auto" is cuda on a machine with an NVIDIA GPU, else cpu.
+        timeout_s: The longest silence allowed from running ranks; None is DISTMEGA_TIMEOUT_S.
+        start_timeout_s: The longest until all of them run.
+        max_restarts: How often the ranks are started again after a RankFailure. Values that were
+            already yielded are then left out, so the target must emit the same values again.
+        ray: How Ray places them.
     """
 
     launcher: str = "auto"
@@ -84,14 +93,22 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Emitted:
-    """A value that the target emitted on rank 0, in order and while it runs."""
+    """What the target emitted on rank 0, in order and while it runs.
+
+    Attributes:
+        value: It, unpickled.
+    """
 
     value: Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What the target returned on rank 0; comes last, once every rank has returned."""
+    """What the target returned on rank 0; comes last, once every rank has returned.
+
+    Attributes:
+        value: It, unpickled.
+    """
 
     value: Any
 

@@ -54,7 +54,25 @@ RESIDENCY_FACTORS = (1.0, 8.0, 64.0, 512.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(PlanFacts):
-    """A PlanFacts that explains itself."""
+    """How a program runs on a mesh, op by op and tensor by tensor.
+
+    Attributes:
+        program: What was planned.
+        mesh: The ranks.
+        machine: Whose cost model chose.
+        steps: Ops and collectives in execution order, on local tensors.
+        locals: Local tensor -> the tensor of the program and the layout in which it holds it.
+        layouts: Tensor of the program -> the layout that it has under its own name.
+        allocations: What a rank stores, by local tensor; final.
+        loops: Iteration axes of each op after its divisions.
+        host_loops: Which steps run together in chunks.
+        memory: Bytes that a rank needs.
+        annotations: Layouts that the user fixed.
+        streams: Chunks that the user asked for.
+        refused_chunks: (local tensor, op) -> why the op does not run in the chunks it comes in.
+        prices_us: What holding a weight or state whole was priced at.
+        overlaps: How matmuls and their collectives run together.
+    """
 
     def explain(self) -> str:
         """Every tensor and op, axis by axis: what was chosen, what it costs, and what else was

@@ -19,8 +19,16 @@ Emit = Callable[[object], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankContext:
-    """One rank's place in a job. `local_rank` counts the ranks of one node; `device` is "cpu" or
-    "cuda:i".
+    """One rank's place in a job.
+
+    Attributes:
+        rank: Its number, from 0.
+        world_size: Ranks of the job.
+        local_rank: Its number among the ranks of its node.
+        local_world_size: Ranks of its node.
+        node: The node's name.
+        backend: What torch.distributed communicates by.
+        device: "cpu" or "cuda:i".
     """
 
     rank: int

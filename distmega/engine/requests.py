@@ -67,28 +67,35 @@ def _require_one_of(name: str, value: str, known: tuple[str, ...]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """How a model is run."""
+    """How a model is run.
+
+    Attributes:
+        max_context: Positions of the KV cache; 0 is the model's limit, at most 2048.
+        batch: Sequences that are decoded together, each with a cache of its own.
+        micro_batches: Parts of a prompt that pipeline stages prefill at a time; 0 is 4, or 1
+            without stages.
+        max_batched_tokens: Tokens of all prompts that one pass takes at most; longer prompts are
+            taken in parts.
+        num_sms: Task queues of the CPU interpreter; a GPU has one for each SM.
+        interleave_seed: The order in which these queues take turns; any gives the same result.
+        timeout_s: Bound on a wait for another rank, in seconds.
+        collectives: Done by the megakernel or the host program; auto: the kernel where ranks can
+            share memory.
+        events: A task waits for the tasks it overlaps, or for all of the op before (a slow
+            baseline).
+        experts: How ranks share experts out: a part of each, whole ones, or whichever costs less.
+    """
 
     max_context: int = 0
-    """Positions of the KV cache; 0 is the model's limit, at most 2048."""
     batch: int = 1
-    """Sequences that are decoded together, each with a cache of its own."""
     micro_batches: int = 0
-    """Parts of a prompt that pipeline stages prefill at a time; 0 is 4, or 1 without stages."""
     max_batched_tokens: int = 8192
-    """Tokens of all prompts that one pass takes at most; longer prompts are taken in parts."""
     num_sms: int = 2
-    """Task queues of the CPU interpreter; a GPU has one for each SM."""
     interleave_seed: int = 0
-    """The order in which these queues take turns; any gives the same result."""
     timeout_s: float = 60.0
-    """Bound on a wait for another rank, in seconds."""
     collectives: Collectives = "auto"
-    """Done by the megakernel or the host program; auto: the kernel where ranks can share memory."""
     events: Events = "overlap"
-    """A task waits for the tasks it overlaps, or for all of the op before (a slow baseline)."""
     experts: Experts = "auto"
-    """How ranks share experts out: a part of each, whole ones, or whichever costs less."""
 
     def __post_init__(self) -> None:
         _require("max_context", self.max_context, 0)
@@ -111,13 +118,21 @@ class EngineOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
-    """Continue each of `prompts`; `chat` puts them into the model's chat template first.
+    """Continue each of several prompts. options.batch is raised to their number.
 
-    An answer ends with max_new_tokens, with a token that the model ends answers with unless
-    ignore_eos, or before the first of the texts of `stop`, which it does not include. sampling: one
-    for all prompts, or a tuple with one for each. logprobs: each token comes with the probability
-    that the model gave it, and with so many likeliest ones; these come a step at a time.
-    options.batch is raised to the number of prompts.
+    Attributes:
+        model: A preset, a path, or an id of the Hugging Face Hub.
+        prompts: Texts to continue.
+        tp: Tensor-parallel ranks of each stage.
+        pp: Pipeline stages.
+        max_new_tokens: Tokens after which an answer ends, unless it has ended before.
+        chat: Put each prompt into the model's chat template first.
+        sampling: How tokens are chosen: one for all prompts, or a tuple with one for each.
+        stop: Texts before the first of which an answer ends, which does not include it.
+        ignore_eos: Go on after tokens with which the model ends answers.
+        logprobs: Each token comes with the probability that the model gave it, and with so many of
+            the most likely ones; tokens then come a step at a time. None for neither.
+        options: How the model is run.
     """
 
     model: str
@@ -272,9 +287,14 @@ class Logprob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Token:
-    """A generated token of the answer to prompt number `prompt`; `text` is what it adds, empty
-    within a character and where what follows may make it the beginning of a stop text, which a
-    later token then brings. logprob: if asked for.
+    """A generated token.
+
+    Attributes:
+        id: Its number in the vocabulary.
+        text: What it adds to the answer: empty within a character, and where what follows may make
+            it the beginning of a stop text, which a later token then brings.
+        prompt: Number of the prompt that it answers.
+        logprob: Its probability, if asked for.
     """
 
     id: int
@@ -302,9 +322,17 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateResult:
-    """Answers in the order of the prompts, and the seconds that it took to load the model, from
-    there to the first token (all prompts are read), to the second one (the first decode step, for
-    which kernels may be compiled) and to the last.
+    """Answers to prompts, and the seconds that they took.
+
+    Attributes:
+        answers: In the order of the prompts.
+        load_s: To load the model.
+        first_token_s: From there to the first token; all prompts are read.
+        second_token_s: From there to the second one: the first decode step, for which kernels may
+            be compiled.
+        decode_s: From there to the last.
+        random_weights: The model had no weights: random ones, whose text means nothing, stood in
+            for them.
     """
 
     answers: tuple[Answer, ...]
@@ -313,7 +341,6 @@ class GenerateResult:
     second_token_s: float
     decode_s: float
     random_weights: bool = False
-    """The model had no weights: random ones, whose text means nothing, stood in for them."""
 
     @property
     def tokens_per_s(self) -> float:

@@ -73,23 +73,23 @@ GREEDY = Method()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How tokens are chosen, in the terms of Hugging Face transformers and in that order.
+    """How tokens are chosen, in the terms of Hugging Face transformers and in that order. Tokens as
+    likely as the last that a limit keeps are kept too. Of several sequences decoded together,
+    number i draws with seed + i.
 
-    Temperature 0 takes the most likely token. Otherwise tokens are drawn by the softmax of logits
-    over the temperature: of the top_k most likely (0: of all), and of these only of the most likely
-    that make up top_p of their probability. Tokens as likely as the last of either are kept too.
-    seed: draws depend on it, on logits and on positions alone, not on ranks. Of several sequences
-    decoded together, number i draws with seed + i.
+    Attributes:
+        temperature: 0 takes the most likely token; above, tokens are drawn by the softmax of
+            logits over the temperature.
+        top_k: Draw among this many most likely tokens; 0 is all.
+        top_p: Draw among the most likely tokens that make up this probability.
+        seed: Equal seeds draw equal tokens, on any number of ranks: draws depend on it, on logits
+            and on positions alone.
     """
 
     temperature: float = 0.0
-    """0 takes the most likely token; above, tokens are drawn."""
     top_k: int = 0
-    """Draw among this many most likely tokens; 0 is all."""
     top_p: float = 1.0
-    """Draw among the most likely tokens that make up this probability."""
     seed: int = 0
-    """Equal seeds draw equal tokens, on any number of ranks."""
 
     def __post_init__(self) -> None:
         self._check_types()

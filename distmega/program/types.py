@@ -140,8 +140,13 @@ class Op:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """Tensors by name, ops in execution order, and which tensors leave as outputs. Build with
-    ProgramBuilder.
+    """A tensor program; build it with ProgramBuilder.
+
+    Attributes:
+        name: Of the program.
+        tensors: All that ops name, each once.
+        ops: In execution order.
+        outputs: Names of the tensors that leave it.
     """
 
     name: str

@@ -33,9 +33,13 @@ from distmega.torch_import.exported import export_module
 class Captured:
     """A module as a program.
 
-    tensors: weights and the first values of states, by name; they are the module's own. inputs:
-    names of the program's inputs in the order of the module's flat inputs, None where one is no
-    tensor. in_spec, out_spec: how torch flattens arguments and results.
+    Attributes:
+        graph: The program, and how its inputs and outputs follow from the module's.
+        tensors: Weights and the first values of states, by name; they are the module's own.
+        module: What was captured.
+        in_spec: How torch flattens arguments.
+        out_spec: How torch flattens results.
+        dynamic: Inputs of other shapes are captured when they first come.
     """
 
     graph: Graph

@@ -274,9 +274,17 @@ Node = (
 class HostProgram:
     """One rank's host program, the same text for all ranks of the mesh.
 
-    buffers: everything the nodes name. Inputs, weights and states are given by the caller, temps
-    come from Allocate, SliceView or a library op of kind view. segments: the programs of the
-    megakernels. outputs: buffers the caller gets. rooms: peer memory, one a mesh axis.
+    Attributes:
+        name: Of the program.
+        mesh: The ranks that run it.
+        buffers: Everything that nodes name. Inputs, weights and states are given by the caller,
+            temps come from Allocate, SliceView or a library op of kind view.
+        body: What the host does, in order.
+        outputs: Buffers that the caller gets.
+        segments: The programs of the megakernels.
+        num_streams: Streams that nodes name, from 0.
+        num_events: Events that nodes name, from 0.
+        rooms: Peer memory, one a mesh axis.
     """
 
     name: str

@@ -22,7 +22,12 @@ _AXIS = re.compile(r"([A-Za-z_]\w*)=(\d{1,9})$")
 
 @dataclass(frozen=True, slots=True, init=False)
 class DeviceMesh:
-    """Named mesh axes over ranks, row-major: the last axis varies fastest in `ranks`."""
+    """Named mesh axes over ranks.
+
+    Attributes:
+        axes: (name, size) of each, in order.
+        ranks: Numbers of the ranks, row-major: the last axis varies fastest.
+    """
 
     axes: tuple[tuple[str, int], ...]
     ranks: tuple[int, ...]

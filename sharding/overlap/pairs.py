@@ -27,9 +27,13 @@ CHUNK_COUNTS = (2, 4, 8)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overlap:
-    """What a user asks of all pairs: a way, "" for what the cost model expects to be fastest; and
-    chunks, 0 for a number that it chooses. exchanges: a pair of rows that no kernel takes may be
-    the library's matmul and a collective by peer memory, for programs of library ops.
+    """What a user asks of a matmul and the collective beside it.
+
+    Attributes:
+        way: How they run; "" for what the cost model expects to be fastest.
+        num_chunks: Chunks on streams; 0 for a number that the cost model chooses.
+        exchanges: A pair of rows that no kernel takes may be the library's matmul and a collective
+            by peer memory, for programs of library ops.
     """
 
     way: Way | Literal[""] = ""

@@ -20,9 +20,16 @@ from distmega.sharding.search.groups import GroupLoad, group_load
 class Machine:
     """Rates of one rank's device and of the link between ranks; bytes and flops per microsecond.
 
-    dtype: what models run in there. flops_per_us: rate by dtype. collective_us: fixed time of one
-    collective. launch_us: fixed time of one op. num_sms: workers of a persistent kernel. overlap:
-    what running matmuls beside collectives costs.
+    Attributes:
+        name: What a user types.
+        dtype: What models run in there.
+        memory_bandwidth_bytes_per_us: Rate at which an op reads and writes.
+        flops_per_us: Rate of arithmetic, by dtype.
+        num_sms: Workers of a persistent kernel.
+        link_bandwidth_bytes_per_us: Rate at which a rank sends.
+        collective_us: Fixed time of one collective.
+        launch_us: Fixed time of one op.
+        overlap: What running matmuls beside collectives costs.
     """
 
     name: str

@@ -5,13 +5,18 @@ import io
 import os
 import re
 import shlex
+import subprocess
+import sys
 import warnings
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import tyro
 
+import distmega
 from distmega.cli.main import Command
+from tests.repo import draw_imports
 from tests.repo.pages import ALL_PAGES, PAGES, Block, blocks_of, prose
 from tests.repo.source import ROOT
 
@@ -157,6 +162,47 @@ def test_links_lead_to_files_and_headings():
 def test_every_page_of_docs_is_reached_from_the_front_page():
     front = (ROOT / "README.md").read_text()
     assert not [name for name in NAMES[1:] if f"]({name})" not in front]
+
+
+def test_the_drawing_of_imports_is_current():
+    assert draw_imports.PICTURE.read_text() == draw_imports.draw(), "run `make tables`"
+    root = ElementTree.fromstring(draw_imports.PICTURE.read_text())
+    texts = {element.text for element in root.iter("{http://www.w3.org/2000/svg}text")}
+    assert {"cli", "launch", "engine", "kernels/tasks", "hostir/run", "sharding/search"} <= texts
+
+
+def test_lines_that_others_imply_are_left_out():
+    graph = {"a": {"b", "c"}, "b": {"c", "d"}, "c": {"d"}, "d": {"e"}, "e": {"d"}}
+    assert draw_imports.needed_lines(graph) == [
+        ("a", "b"), ("b", "c"), ("c", "d"), ("d", "e"), ("e", "d"),
+    ]  # fmt: skip
+
+
+def test_api_pages_are_built_from_the_built_copy_without_warnings(installed: Path, tmp_path: Path):
+    script, out = ROOT / "docs/build_api.py", tmp_path / "api"
+    program = f"import sys; sys.path.insert(0, {str(installed)!r}); import runpy; " + (
+        f"sys.argv[1:] = [{str(out)!r}]; runpy.run_path({str(script)!r}, run_name='__main__')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    page = (out / "distmega.html").read_text()
+    assert not [name for name in distmega.__all__ if f'id="{name}"' not in page]
+    assert "Sequences that are decoded together" in page
+    for door in ("errors", "launch", "hostir", "kernels"):
+        assert (out / "distmega" / f"{door}.html").exists()
+
+
+def test_the_changelog_keeps_its_form():
+    text = (ROOT / "CHANGELOG.md").read_text()
+    assert text.startswith("# Changelog\n")
+    releases = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    assert releases[0] == "[Unreleased]"
+    assert all(re.fullmatch(r"\[\d+\.\d+\.\d+\] - \d{4}-\d\d-\d\d", one) for one in releases[1:])
+    kinds = set(re.findall(r"^### (.*)$", text, re.MULTILINE))
+    assert kinds <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+    assert f"becomes {distmega.__version__}" in text or f"[{distmega.__version__}]" in text
 
 
 def test_files_that_pages_name_exist():

@@ -1,7 +1,9 @@
 """What `import distmega` offers: every name is there, documented, and costs nothing until used."""
 
 import ast
+import dataclasses
 import importlib
+import pydoc
 import re
 import subprocess
 import sys
@@ -37,6 +39,23 @@ def test_public_names_are_found_and_documented(package: str):
         if not (getattr(module, name).__doc__ or "").strip():
             undocumented.append(name)
     assert not undocumented
+
+
+@pytest.mark.parametrize("package", PUBLIC)
+def test_help_explains_every_field(package: str):
+    module, unexplained = importlib.import_module(package), []
+    for name in set(module.__all__) - {"__version__"}:
+        found = getattr(module, name)
+        if isinstance(found, type) and dataclasses.is_dataclass(found):
+            text = pydoc.plain(pydoc.render_doc(found))
+            _, _, told = text.partition("Attributes:\n")
+            fields = [field.name for field in dataclasses.fields(found)]
+            unexplained += [
+                f"{name}.{field}"
+                for field in fields
+                if not re.search(rf"^ \|\s+{field}: \S", told, re.MULTILINE)
+            ]
+    assert not unexplained
 
 
 def test_an_unknown_name_is_an_attribute_error():
