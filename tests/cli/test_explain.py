@@ -19,6 +19,7 @@ from distmega.engine.requests import EngineOptions
 from distmega.models.presets import PRESETS
 from distmega.sharding.search.cost import CPU, H200
 from tests.hostir.programs import streamed
+from tests.repo.source import ROOT
 
 FALLBACK = "the search prices whole plans"
 
@@ -52,6 +53,14 @@ def test_the_summary_comes_first_and_says_what_bounds(llama: Report):
     for part in ("planned for h200", "us a token", "bound by: ", "a rank holds: ", "a rank sends"):
         assert part in text
     assert "one kernel of " in text
+
+
+def test_the_front_page_shows_this_summary(llama: Report):
+    """But for figures, which change with the cost model and the kernel."""
+    blocks = re.findall(r"```text\n(llama-.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    _, text = next(write_report(llama))
+    (shown,) = (re.sub(r"[\d.]+", "#", block) for block in blocks)
+    assert shown == re.sub(r"[\d.]+", "#", text) + "\n"
 
 
 def test_figures_add_up_to_those_of_the_plan(llama: Report):

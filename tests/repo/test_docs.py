@@ -34,6 +34,16 @@ def test_code_stands_in_blocks_of_a_known_language(page: Path):
     assert "```" not in prose(page)
 
 
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_diagrams_name_no_node_by_a_word_of_mermaid(page: Path):
+    """Seen in a browser: such a word as a name ends the drawing in a syntax error."""
+    words = r"(?:call|class|click|default|end|graph|href|style)"
+    for block in blocks_of(page):
+        if block.language == "mermaid" and block.text.startswith("flowchart"):
+            nodes = re.findall(rf"(?:^\s*|--> ){words}\b(?!$)", block.text, re.MULTILINE)
+            assert not nodes, block.where
+
+
 def is_of_an_example(block: Block) -> bool:
     """Whether a block is a part of a file that test_readme.py runs."""
     return any(block.text.strip("\n") in text for text in EXAMPLES.values())

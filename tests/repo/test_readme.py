@@ -31,6 +31,11 @@ def test_the_two_commands_come_first():
     ]
 
 
+def test_the_demo_asks_what_the_front_page_shows():
+    (asked,) = re.findall(r"^PROMPT \?= (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert f"```text\n> {asked}\n" in README
+
+
 def test_the_front_page_has_ten_rows_of_results():
     rows = tables.summary(RESULTS).splitlines()[2:]
     assert len(rows) == len(tables.SUMMARY) == 10

@@ -71,6 +71,19 @@ def test_functions_that_pages_name_exist():
     assert not missing
 
 
+def test_questions_of_newcomers_are_answered_by_files():
+    _, _, table = WALK.partition("## Questions and where the answers are\n")
+    rows = re.findall(r"^\| ([^|]*\?) \| (.*) \|$", table, re.MULTILINE)
+    asked = " ".join(question for question, _ in rows)
+    for words in (
+        "an op's cost", "add a launcher", "two tasks must wait", "weights get cut", "batch of 8",
+    ):  # fmt: skip
+        assert words in asked
+    assert not [
+        question for question, answer in rows if not re.search(r"`[\w/]+(?:\.py|/)", answer)
+    ]
+
+
 def test_the_walk_goes_through_every_layer():
     tops = [step.split("/")[0] for step in steps()]
     order = [top for i, top in enumerate(tops) if top not in tops[:i]]
