@@ -356,6 +356,8 @@ class _Fusion:
 
     def product(self, op: Op) -> _Product:
         """A linear, the norm of its x, the sum of its result over ranks."""
+        if not _is_by_rows(op):
+            raise _unfit(op)
         x, norm = self.normed(self.read(op, 0))
         out, num_ranks, ops = self.summed(op)
         return _Product(op=op, x=x, norm=norm, out=out, num_ranks=num_ranks, ops=ops)
@@ -426,6 +428,8 @@ class _Fusion:
 
     def fuse_attention(self, op: Op) -> Fused:
         """Attention with the rotations, norms and appends in front of it."""
+        if op.get("softcap", 0.0) or len(op.reads) > 4:
+            raise _unfit(op)
         appends = [self.append_to(op, self.read(op, place)) for place in (1, 2)]
         q, q_norm, q_table = self.rotated(op, self.read(op, 0))
         k, k_norm, k_table = self.rotated(op, self.read(appends[0], 0))
@@ -548,6 +552,14 @@ def canonical(tree: expr.Expr) -> expr.Expr:
 
 def _out(op: Op) -> str:
     return op.writes[0].tensor
+
+
+def _is_by_rows(linear: Op) -> bool:
+    """Whether each result is the product of a row of x and one of the weights, as both lie."""
+    x, w = ([dim.axes for dim in access.dims] for access in linear.reads[:2])
+    out = [dim.axes for dim in linear.writes[0].dims]
+    num = sum(axis.role == "reduce" for axis in linear.axes)
+    return x[-num:] == w[-num:] and out == x[:-num] + w[:-num]
 
 
 def _num_ranks(collective: Op) -> int:
