@@ -603,7 +603,6 @@ class Engine:
             states=self.blueprint.states,
             device=self._weights.device,
             team=team,
-            batch=self.batch,
             mode=options.events,
         )
         queues = on_all_ranks(self.comm, plan if len(segments) == 1 else None)

@@ -6,8 +6,8 @@ nothing is compiled or queued for a length. A piece is what of it belongs to one
 Where several SMs share a sequence and head, each leaves a partial, and the last to arrive sums them
 in the order of the SMs.
 
-In: the qkv output, cached keys and values in the ring. Out: the attention output as activations,
-and the new position in the cache. Next on the walk: batch_kernel.py.
+In: queries, keys and values as numbers, cached keys and values in the ring. Out: the attention
+output as activations, and the new position in the cache. Next on the walk: batch_kernel.py.
 """
 
 from triton.experimental import gluon
@@ -31,6 +31,7 @@ from distmega.kernels.hopper.batch_fields import (
     DST,
     NUM_ROWS,
     PARTIAL_EXTRA,
+    SRC,
     STATE_POSITIONS,
 )
 from distmega.kernels.hopper.device import bf16_pair, fence_all, keep
@@ -89,21 +90,25 @@ def first_piece(state, batch, step, window, total, sm, num_sms, HEADS: gl.conste
 
 @gluon.jit
 def rotated_rows(
-    words, qkv, vectors, rope, sequence, head, query0, position, eps, D: gl.constexpr,
+    words, numbers, vectors, rope, sequence, head, query0, position, eps, D: gl.constexpr,
     G: gl.constexpr, H: gl.constexpr, KVH: gl.constexpr, QK_NORM: gl.constexpr,
+    ROTATED: gl.constexpr,
 ):
-    """Both halves [16, d / 2] of G queries and the new key, normed and rotated, and the value."""
+    """Both halves [16, d / 2] of G queries and the new key, normed and rotated where the segment
+    does that, and the value.
+    """
     half: gl.constexpr = D // 2
     PAIR: gl.constexpr = head_rows(half, 4)
     rows = gl.expand_dims(gl.arange(0, MMA_M, layout=gl.SliceLayout(1, PAIR)), 1)
     columns = gl.expand_dims(gl.arange(0, half, layout=gl.SliceLayout(0, PAIR)), 0)
     source = gl.where(rows < G, query0 + rows, gl.where(rows == G, H + head, H + KVH + head))
-    at = qkv + sequence * words[NUM_ROWS] + source * D + columns
+    at = numbers + words[SRC] + sequence * words[NUM_ROWS] + source * D + columns
     wanted = (rows < G + 2) & (columns >= 0)
     a = gl.load(at, mask=wanted, other=0.0, cache_modifier=".cg")
     b = gl.load(at + half, mask=wanted, other=0.0, cache_modifier=".cg")
-    cos = gl.load(rope + position * D + columns)
-    sin = gl.load(rope + position * D + half + columns)
+    if ROTATED:
+        cos = gl.load(rope + position * D + columns)
+        sin = gl.load(rope + position * D + half + columns)
     is_value = rows > G
     if QK_NORM:
         weight = gl.where(rows < G, words[ATT_Q_NORM], words[ATT_K_NORM])
@@ -112,7 +117,11 @@ def rotated_rows(
         inv = gl.rsqrt(gl.expand_dims(gl.sum(a * a + b * b, axis=1), 1) / D + eps)
         a = gl.where(is_value, a, a * inv * weight1)
         b = gl.where(is_value, b, b * inv * weight2)
-    return gl.where(is_value, a, a * cos - b * sin), gl.where(is_value, b, b * cos + a * sin)
+    if ROTATED:
+        turned = a * cos - b * sin
+        b = gl.where(is_value, b, b * cos + a * sin)
+        a = gl.where(is_value, a, turned)
+    return a, b
 
 
 @gluon.jit
@@ -208,16 +217,17 @@ def combine(
 
 @gluon.jit
 def attend_piece(
-    words, qkv, vectors, cache, rope, sequence, head, query0, position, first, block0, num, eps,
+    words, numbers, vectors, cache, rope, sequence, head, query0, position, first, block0, num, eps,
     scale, row0, qs, bufs, ready, free, it, D: gl.constexpr, G: gl.constexpr, H: gl.constexpr,
-    KVH: gl.constexpr, QK_NORM: gl.constexpr, STAGES: gl.constexpr,
+    KVH: gl.constexpr, QK_NORM: gl.constexpr, ROTATED: gl.constexpr, STAGES: gl.constexpr,
 ):
     """num blocks from block0 on, counted from the first that the query sees, which brings the new
     position. `scale` includes log2(e).
     """
     HALVES: gl.constexpr = D // 64
     a, b = rotated_rows(
-        words, qkv, vectors, rope, sequence, head, query0, position, eps, D, G, H, KVH, QK_NORM
+        words, numbers, vectors, rope, sequence, head, query0, position, eps, D, G, H, KVH, QK_NORM,
+        ROTATED,
     )
     a = a.to(gl.bfloat16)
     b = b.to(gl.bfloat16)
@@ -245,10 +255,10 @@ def attend_piece(
 
 @gluon.jit
 def attention_task(
-    words, qkv, acts, vectors, cache, rope, state, partials, arrivals, batch, step, sm, num_sms,
+    words, numbers, acts, vectors, cache, rope, state, partials, arrivals, batch, step, sm, num_sms,
     max_context, eps, scale, qs, ml, scratch, bufs, ready, free, it, sequence, head, block, left,
     start, total, D: gl.constexpr, G: gl.constexpr, H: gl.constexpr, KVH: gl.constexpr,
-    PARTS: gl.constexpr, QK_NORM: gl.constexpr, STAGES: gl.constexpr,
+    PARTS: gl.constexpr, QK_NORM: gl.constexpr, ROTATED: gl.constexpr, STAGES: gl.constexpr,
 ):
     """This SM's share from (sequence, head, block) on, `left` blocks; returns the ring position.
 
@@ -267,8 +277,9 @@ def attention_task(
         query0 = kv_head * GROUP + gl.minimum(head % PARTS * G, GROUP - G)
         row0 = (sequence * KVH + kv_head) * max_context
         it, m, l, o0, o1 = attend_piece(
-            words, qkv, vectors, cache, rope, sequence, kv_head, query0, position, first, block,
-            num, eps, scale, row0, qs, bufs, ready, free, it, D, G, H, KVH, QK_NORM, STAGES,
+            words, numbers, vectors, cache, rope, sequence, kv_head, query0, position, first, block,
+            num, eps, scale, row0, qs, bufs, ready, free, it, D, G, H, KVH, QK_NORM, ROTATED,
+            STAGES,
         )
         ml.index(0).store(m)
         ml.index(1).store(l)

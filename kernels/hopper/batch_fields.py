@@ -12,6 +12,7 @@ from distmega.kernels.hopper.batch_words import (
     BatchHead,
     BatchInstruction,
     BatchLinear,
+    BatchNorm,
     Opcode,
 )
 
@@ -35,28 +36,41 @@ EVENTS_AT = gl.constexpr(batch_words.EVENTS_AT)
 STATE_EPOCH = gl.constexpr(batch_words.STATE_EPOCH)
 STATE_POSITIONS = gl.constexpr(batch_words.STATE_POSITIONS)
 
+MAX_EPILOGUES = gl.constexpr(words.MAX_EPILOGUES)
+NO_CHOICE = gl.constexpr(words.NO_CHOICE)
+NORMED = gl.constexpr(batch_words.NORMED)
+PAIRED = gl.constexpr(batch_words.PAIRED)
+IN_SHIFT = gl.constexpr(batch_words.IN_SHIFT)
+CARRY_SHIFT = gl.constexpr(batch_words.CARRY_SHIFT)
+BLOCK_MASK = gl.constexpr(batch_words.BLOCK_MASK)
+BLOCK_NUMBERS = gl.constexpr(batch_words.BATCH * batch_words.NUMBERS)
+"""float32 elements of a block of numbers."""
+LENGTH_SHIFT = gl.constexpr(batch_words.LENGTH_SHIFT)
+MATRIX_SHIFT = gl.constexpr(batch_words.MATRIX_SHIFT)
+SLOT_MASK = gl.constexpr(batch_words.SLOT_MASK)
+LENGTH_MASK = gl.constexpr(batch_words.LENGTH_MASK)
+NORM_PLAIN = gl.constexpr(batch_words.NORM_KINDS.index("none"))
+NORM_LAYER = gl.constexpr(batch_words.NORM_KINDS.index("layer_norm"))
+
 OP_EMBED = gl.constexpr(int(Opcode.EMBED))
-OP_QKV = gl.constexpr(int(Opcode.QKV))
-OP_RESIDUAL = gl.constexpr(int(Opcode.RESIDUAL))
-OP_GATED = gl.constexpr(int(Opcode.GATED))
-OP_HEAD = gl.constexpr(int(Opcode.HEAD))
 OP_ATTENTION = gl.constexpr(int(Opcode.ATTENTION))
 OP_DRAW = gl.constexpr(int(Opcode.DRAW))
+OP_NORM = gl.constexpr(int(Opcode.NORM))
 
 OPCODE = _place(BatchLinear, "opcode")
-EVENT = _place(BatchLinear, "event")
 NUM_ROWS = _place(BatchLinear, "num_rows")
 DST = _place(BatchLinear, "dst")
+SRC = _place(BatchLinear, "src")
+PACKED = _place(BatchLinear, "packed")
 NUM_UNITS = _place(BatchLinear, "num_units")
-LIN_MATRIX = _place(BatchLinear, "matrix")
 LIN_WEIGHT_ROW = _place(BatchLinear, "weight_row")
 LIN_PAIR_ROW = _place(BatchLinear, "pair_row")
 LIN_NUM_TILES_K = _place(BatchLinear, "num_tiles_k")
-LIN_SRC = _place(BatchLinear, "src")
-LIN_NORM = _place(BatchLinear, "norm")
 LIN_NEXT_NORM = _place(BatchLinear, "next_norm")
 LIN_BIAS = _place(BatchLinear, "bias")
 LIN_ROW0 = _place(BatchLinear, "row0")
+LIN_NUMBERS = _place(BatchLinear, "numbers")
+LIN_CARRY2 = _place(BatchLinear, "carry2")
 PARTS_AT = _place(BatchLinear, "parts")
 OWN_PART = _place(BatchLinear, "own_part")
 EMB_FIRST_TOKEN = _place(BatchEmbed, "first_token")
@@ -65,7 +79,6 @@ EMB_FIRST_COLUMN = _place(BatchEmbed, "first_column")
 EMB_NUM_COLUMNS = _place(BatchEmbed, "num_columns")
 EMB_FIRST_ID = _place(BatchEmbed, "first_id")
 EMB_BEST = _place(BatchEmbed, "best")
-EMB_OWN_BEST = _place(BatchEmbed, "own_best")
 HEAD_FIRST_ID = _place(BatchHead, "first_id")
 HEAD_PLACE = _place(BatchHead, "place")
 HEAD_NUM_TOKENS = _place(BatchHead, "num_tokens")
@@ -77,6 +90,10 @@ ATT_V_ROW = _place(BatchAttention, "v_row")
 ATT_WINDOW = _place(BatchAttention, "window")
 ATT_Q_NORM = _place(BatchAttention, "q_norm")
 ATT_K_NORM = _place(BatchAttention, "k_norm")
+NORM_WEIGHT = _place(BatchNorm, "weight")
+NORM_BIAS = _place(BatchNorm, "bias")
+NORM_KEEP = _place(BatchNorm, "keep")
+NORM_KIND = _place(BatchNorm, "kind")
 
 HALF_CHUNK = gl.constexpr(512 * batch_words.BATCH)
 """Elements of 512 columns of x."""
@@ -107,3 +124,7 @@ GATE_PAIRS = gl.constexpr(gl.BlockedLayout([1, 1], [1, 32], [2, 4], [1, 0]))
 """[2, 64]."""
 BY_SM = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0]))
 """[16 sequences, 256 SMs]."""
+NORM_COLUMNS = gl.constexpr(gl.BlockedLayout([4], [32], [8], [0]))
+"""[1024] columns of a row."""
+NORM_PAIRS = gl.constexpr(gl.BlockedLayout([2], [32], [8], [0]))
+"""[512]: what two neighbours become when they are packed."""

@@ -1,10 +1,10 @@
-"""The batched decode kernel: one persistent program an SM, a loader warp and eight compute warps,
-several tokens of up to 16 sequences a launch.
+"""The kernel of 2 to 16 rows: one persistent program an SM, a loader warp and eight compute warps;
+several steps a launch where each chooses the tokens of the next.
 
-In: queues (batch_words.py), the weight arena, the KV caches, positions. Out: tokens, logits of the
-last step, the state advanced. Its size does not depend on the number of layers, the context, or how
-many of the 16 sequences are in use. RANKS GPUs share a model as in kernel.py. Next on the walk: the
-end.
+In: queues (batch_words.py), the weight arena, the KV caches, positions. Out: numbers that are kept,
+tokens, logits of the last step, the state advanced. It holds the bodies and epilogues that its
+segment uses; its size depends neither on the number of ops nor on the context, nor on how many of
+the 16 rows are in use. RANKS GPUs share a program as in kernel.py. Next on the walk: the end.
 """
 
 from triton.experimental import gluon
@@ -21,18 +21,25 @@ from distmega.kernels.hopper.batch_fields import (
     BATCH,
     BEST_WORDS,
     BY_SM,
-    EVENT,
+    NO_CHOICE,
     OP_ATTENTION,
     OP_DRAW,
     OP_EMBED,
-    OP_HEAD,
+    OP_NORM,
     OPCODE,
     STATE_EPOCH,
     STATE_POSITIONS,
 )
 from distmega.kernels.hopper.batch_limits import draw_within_limits
-from distmega.kernels.hopper.batch_linear import embed_task, linear_task, next_tokens
+from distmega.kernels.hopper.batch_linear import (
+    count,
+    embed_task,
+    is_ranked,
+    linear_task,
+    next_tokens,
+)
 from distmega.kernels.hopper.batch_loader import loader
+from distmega.kernels.hopper.batch_norms import norm_task
 from distmega.kernels.hopper.batch_sample import draw_tokens
 from distmega.kernels.hopper.batch_team import as_floats, exchange_of, hear_ranks, push_logits
 from distmega.kernels.hopper.device import fence_all, fetch, keep
@@ -80,22 +87,40 @@ def draw_from_all(
         words, as_floats(exchange, words[ALL_LOGITS]), as_floats(exchange, words[ALL_HIGHS]),
         events, sample_words, bests, best_rows, state, batch, step, sm, num_sms, RANKS,
     )
-    signal_event(events, words[EVENT])
+    signal_event(events, num_instructions - 1)
+
+
+@gluon.jit
+def rows_given(batch):
+    """[16]: the row of the input for each sequence; the first one for those not in use."""
+    b = gl.arange(0, BATCH, layout=gl.SliceLayout(1, BY_SM))
+    return gl.where(b < batch, b, 0)
+
+
+@gluon.jit
+def is_head(words, EPILOGUES: gl.constexpr):
+    """Whether tokens are chosen from the result of a linear."""
+    found = words[OPCODE] < 0
+    for i in gl.static_range(count(EPILOGUES)):
+        if is_ranked(EPILOGUES, i):
+            found = words[OPCODE] == i
+    return found
 
 
 @gluon.jit
 def compute(
     queue, num_instructions, num_steps, state, batch, num_sms, max_context, tokens, events, acts,
-    qkv, residual, logits, sums, bests, best_rows, partials, arrivals, vectors, embed, cache, rope,
-    hidden, eps, inv_hidden, scale, sample_words, peers, red, qs, ml, scratch, bufs, ready, free,
-    step_bar, D: gl.constexpr, G: gl.constexpr, H: gl.constexpr, KVH: gl.constexpr, PARTS:
-    gl.constexpr, QK_NORM: gl.constexpr, CHOICE: gl.constexpr, HEAD_ROWS: gl.constexpr, RANKS:
+    numbers, logits, sums, bests, best_rows, partials, arrivals, vectors, embed, cache, rope, eps,
+    scale, sample_words, peers, red, qs, ml, scratch, bufs, ready, free, step_bar, D: gl.constexpr,
+    G: gl.constexpr, H: gl.constexpr, KVH: gl.constexpr, PARTS: gl.constexpr, QK_NORM:
+    gl.constexpr, ROTATED: gl.constexpr, ATTENDS: gl.constexpr, NORMS: gl.constexpr, LOOKS_UP:
+    gl.constexpr, EPILOGUES: gl.constexpr, CHOICE: gl.constexpr, HEAD_ROWS: gl.constexpr, RANKS:
     gl.constexpr, STAGES: gl.constexpr,
 ):
     """Partition of eight warps. With several ranks what instruction i of step s exchanges is tagged
     s * num_instructions + i + 1.
     """
-    GATHERS: gl.constexpr = RANKS > 1 and CHOICE > DRAWN
+    GATHERS: gl.constexpr = RANKS > 1 and CHOICE > DRAWN and CHOICE < NO_CHOICE
     sm = gl.program_id(0)
     epoch0 = gl.load(state + STATE_EPOCH)
     it = 0
@@ -114,13 +139,12 @@ def compute(
         for i in range(num_instructions - 1 if GATHERS else num_instructions):
             following = gl.where(i + 1 == num_instructions, 0, i + 1)
             ahead = fetch(queue, following)
-            event = words[EVENT]
-            epoch = epoch0 + step + gl.where(event > 0, 1, 0)
-            before = gl.where(event > 0, event, num_instructions) - 1
+            epoch = epoch0 + step + gl.where(i > 0, 1, 0)
+            before = gl.where(i > 0, i, num_instructions) - 1
             if RANKS > 1:
-                tag = (epoch0 + step) * num_instructions + event + 1
+                tag = (epoch0 + step) * num_instructions + i + 1
             wait_event(events, before, epoch * num_sms, tag, RANKS)
-            if words[OPCODE] == OP_ATTENTION:
+            if ATTENDS and words[OPCODE] == OP_ATTENTION:
                 if words[ATT_WINDOW] != window:
                     window = words[ATT_WINDOW]
                     total = count_blocks(state, batch, step, window, KVH * PARTS)
@@ -128,23 +152,31 @@ def compute(
                         state, batch, step, window, total, sm, num_sms, KVH * PARTS
                     )
                 it = attention_task(
-                    words, qkv, acts, vectors, cache, rope, state, partials, arrivals, batch, step,
-                    sm, num_sms, max_context, eps, scale, qs, ml, scratch, bufs, ready, free, it,
-                    sequence, head, block, left, start, total, D, G, H, KVH, PARTS, QK_NORM, STAGES,
+                    words, numbers, acts, vectors, cache, rope, state, partials, arrivals, batch,
+                    step, sm, num_sms, max_context, eps, scale, qs, ml, scratch, bufs, ready, free,
+                    it, sequence, head, block, left, start, total, D, G, H, KVH, PARTS, QK_NORM,
+                    ROTATED, STAGES,
                 )
             elif words[OPCODE] == OP_EMBED:
                 fence_all()
                 mbarrier.arrive(step_bar.index(0), count=1)
-                chosen = next_tokens(
-                    words, bests, best_rows, events, peers, 0, sm, tag, CHOICE, RANKS
-                )
-                if (sm == 0) & (step > 0):
-                    write_tokens(tokens, step - 1, chosen)
+                if LOOKS_UP:
+                    chosen = next_tokens(
+                        words, bests, best_rows, events, peers, 0, sm, tag, CHOICE, RANKS
+                    )
+                    if (sm == 0) & (step > 0):
+                        write_tokens(tokens, step - 1, chosen)
+                else:
+                    chosen = rows_given(batch)
                 embed_task(
-                    words, chosen, embed, residual, acts, vectors, sums, events, peers, sm, hidden,
-                    tag, RANKS,
+                    words, chosen, embed, numbers, acts, vectors, sums, events, peers, sm, tag,
+                    EPILOGUES, RANKS,
                 )
-            elif CHOICE > DRAWN and RANKS == 1 and words[OPCODE] == OP_DRAW:
+            elif NORMS and words[OPCODE] == OP_NORM:
+                norm_task(words, numbers, acts, vectors, batch, sm, num_sms, eps)
+            elif CHOICE > DRAWN and CHOICE < NO_CHOICE and RANKS == 1 and (
+                words[OPCODE] == OP_DRAW
+            ):
                 draw_within_limits(
                     words, logits, bests, events, sample_words, bests, best_rows, state, batch,
                     step, sm, num_sms, RANKS,
@@ -152,19 +184,19 @@ def compute(
                 ahead = fetch(queue, following)  # again: no registers to keep it in meanwhile
             else:
                 it = linear_task(
-                    words, acts, qkv, residual, logits, vectors, sums, bests, best_rows, events,
-                    peers, sm, hidden, eps, inv_hidden, red, bufs, ready, free, it, tag, RANKS,
+                    words, queue, i, acts, numbers, logits, vectors, sums, bests, best_rows, events,
+                    peers, sm, eps, red, bufs, ready, free, it, tag, EPILOGUES, CHOICE, RANKS,
                     STAGES,
                 )
-                if CHOICE == DRAWN and words[OPCODE] == OP_HEAD:
+                if CHOICE == DRAWN and is_head(words, EPILOGUES):
                     draw_tokens(
                         words, logits, events, bests, best_rows, state, batch, step, sm, HEAD_ROWS,
                         RANKS,
                     )
                     ahead = fetch(queue, following)  # again: no registers to keep it in meanwhile
-            if RANKS > 1 and CHOICE > GREEDY:
+            if RANKS > 1 and CHOICE > GREEDY and CHOICE < NO_CHOICE:
                 ahead = fetch(queue, following)  # here: no registers to keep it in before
-            signal_event(events, event)
+            signal_event(events, i)
             words = ahead
         if GATHERS:
             draw_from_all(
@@ -176,10 +208,13 @@ def compute(
         if RANKS > 1:
             tag = (epoch0 + num_steps) * num_instructions
         wait_event(events, num_instructions - 1, (epoch0 + num_steps) * num_sms, tag, RANKS)
-        # in words of their own: the next launch's first must not overwrite what no one has read
-        after = RANKS * BEST_WORDS
-        chosen = next_tokens(words, bests, best_rows, events, peers, after, sm, tag, CHOICE, RANKS)
-        write_tokens(tokens, num_steps - 1, chosen)
+        if CHOICE != NO_CHOICE:
+            # in words of their own: the next launch's first must not overwrite what no one has read
+            after = RANKS * BEST_WORDS
+            chosen = next_tokens(
+                words, bests, best_rows, events, peers, after, sm, tag, CHOICE, RANKS
+            )
+            write_tokens(tokens, num_steps - 1, chosen)
         b = gl.arange(0, BATCH, layout=gl.SliceLayout(1, BY_SM))
         position = gl.load(state + STATE_POSITIONS + b)
         gl.store(state + STATE_POSITIONS + b, position + num_steps)
@@ -198,25 +233,28 @@ def compute(
 )
 def decode_batch(
     weights0, weights1, weights2, cache_tiles, queues, num_instructions, num_steps, state, batch,
-    num_sms, max_context, tokens, events, acts, qkv, residual, logits, sums, bests, best_rows,
-    partials, arrivals, vectors, embed, cache, rope, hidden, eps, inv_hidden, scale,
-    sample_words, peers, D: gl.constexpr, G: gl.constexpr, H: gl.constexpr, KVH: gl.constexpr,
-    PARTS: gl.constexpr, QK_NORM: gl.constexpr, CHOICE: gl.constexpr, HEAD_ROWS: gl.constexpr,
+    num_sms, max_context, tokens, events, acts, numbers, logits, sums, bests, best_rows, partials,
+    arrivals, vectors, embed, cache, rope, eps, scale, sample_words, peers, D: gl.constexpr,
+    G: gl.constexpr, H: gl.constexpr, KVH: gl.constexpr, PARTS: gl.constexpr,
+    QK_NORM: gl.constexpr, ROTATED: gl.constexpr, ATTENDS: gl.constexpr, NORMS: gl.constexpr,
+    LOOKS_UP: gl.constexpr, EPILOGUES: gl.constexpr, CHOICE: gl.constexpr, HEAD_ROWS: gl.constexpr,
     RANKS: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
 ):
     """num_steps decode steps of `batch` sequences; one program an SM, all resident.
 
     weights0 to 2: descriptors of row-major matrices, one a row length k: bf16 [k / 64, rows, 64].
     cache_tiles: descriptor of cache, bf16 [rows, d]. vectors: norm weights and biases, bf16.
-    embed: bf16, this rank's part of [vocab, hidden]. queues: int32 [num_sms, num_instructions, 16].
-    events: int32, a report (spins.py), what draws take, and counters, as batch_words.py has it;
-    lists of the draws from sample_words on, or words of ranks. peers: a tuple of all RANKS
-    ranks' events, as int64, or None for one rank. acts: activations, as int32 pairs of bf16. qkv:
-    f32 [16, rows]. residual: f32 [16, hidden], each row used by one SM. sums, bests, best_rows:
-    [16, 256], f32, f32, int32. partials: f32, two a SM. arrivals: int32 [16 * kv heads * PARTS].
-    rope: f32 [t, d], cosines then sines. logits: f32 [16, this rank's tokens]. All but report,
-    partials, qkv and logits must be zero when allocated, bests -inf. CHOICE: see sample.py;
-    HEAD_ROWS: logits of an SM, at most, a power of two.
+    embed: bf16, this rank's part of [vocab, hidden] or, unless the segment LOOKS_UP tokens, the
+    rows that come in. queues: int32 [num_sms, num_instructions, 16]. events: int32, a report
+    (spins.py), what draws take, and counters, as batch_words.py has it; lists of the draws from
+    sample_words on, or words of ranks. peers: a tuple of all RANKS ranks' events, as int64, or None
+    for one rank. acts: activations, as int32 pairs of bf16. numbers: f32 [16, rows], one behind the
+    other. sums: f32, slots of [16, 256]; bests, best_rows: [16, 256], f32, int32. partials: f32,
+    two a SM. arrivals: int32 [16 * kv heads * PARTS]. rope: f32 [t, d], cosines then sines. logits:
+    f32 [16, this rank's tokens]. All but report, partials, numbers and logits must be zero when
+    allocated, bests -inf. ATTENDS, NORMS: whether the segment has attention, and rows in another
+    form (batch_norms.py). CHOICE: see sample.py; HEAD_ROWS: logits of an SM, at most, a power of
+    two.
     """
     sm = gl.program_id(0)
     queue = queues + sm * num_instructions * WORDS
@@ -233,18 +271,18 @@ def decode_batch(
                 compute,
                 (
                     queue, num_instructions, num_steps, state, batch, num_sms, max_context, tokens,
-                    events, acts, qkv, residual, logits, sums, bests, best_rows, partials, arrivals,
-                    vectors, embed, cache, rope, hidden, eps, inv_hidden, scale, sample_words,
-                    peers, red, qs, ml, scratch, bufs, ready, free, step_bar, D, G, H, KVH, PARTS,
-                    QK_NORM, CHOICE, HEAD_ROWS, RANKS, STAGES,
+                    events, acts, numbers, logits, sums, bests, best_rows, partials, arrivals,
+                    vectors, embed, cache, rope, eps, scale, sample_words, peers, red, qs, ml,
+                    scratch, bufs, ready, free, step_bar, D, G, H, KVH, PARTS, QK_NORM, ROTATED,
+                    ATTENDS, NORMS, LOOKS_UP, EPILOGUES, CHOICE, HEAD_ROWS, RANKS, STAGES,
                 ),
             ),
             (
                 loader,
                 (
                     weights0, weights1, weights2, cache_tiles, queue, num_instructions, num_steps,
-                    state, batch, num_sms, max_context, bufs, ready, free, step_bar, KVH, PARTS,
-                    D // 64, STAGES, AHEAD,
+                    state, batch, num_sms, max_context, bufs, ready, free, step_bar, ATTENDS,
+                    KVH, PARTS, D // 64, STAGES, AHEAD,
                 ),
             ),
         ], [1], [40],

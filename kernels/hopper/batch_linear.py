@@ -1,21 +1,26 @@
-"""Linear tasks of the batched kernel: the ring's weight tiles times x of 16 sequences, read once
-for up to 64 rows, then the epilogue.
+"""Linear tasks of the kernel of 2 to 16 rows: the ring's weight tiles times x of 16 sequences, read
+once for up to 64 weight rows, then the epilogue.
 
 In: x in the order of batch_device.py, weight tiles in the ring. Out: the op's output. The weight of
-a norm is multiplied into x by whoever writes x, its factor into the result by whoever reads it.
-Next on the walk: batch_attention.py.
+an rms norm is multiplied into x by whoever writes x, its factor into the result by whoever reads
+it. The body stands once: epilogues are branches behind the products, specialised by the EPILOGUES
+of the segment. Next on the walk: batch_norms.py.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.runtime.jit import constexpr_function
 
 from distmega.kernels.gluon_compat import reinterpret
 from distmega.kernels.hopper.batch_device import load_x, pair_index
 from distmega.kernels.hopper.batch_fields import (
     BATCH,
+    BLOCK_MASK,
+    BLOCK_NUMBERS,
     BY_SM,
+    CARRY_SHIFT,
     COLUMNS,
     DST,
     EMB_FIRST_COLUMN,
@@ -25,25 +30,28 @@ from distmega.kernels.hopper.batch_fields import (
     GATE_PAIRS,
     GATE_UP,
     GROUP_UNITS,
+    IN_SHIFT,
+    LENGTH_MASK,
+    LENGTH_SHIFT,
     LIN_BIAS,
+    LIN_CARRY2,
     LIN_NEXT_NORM,
-    LIN_NORM,
     LIN_NUM_TILES_K,
+    LIN_NUMBERS,
     LIN_ROW0,
-    LIN_SRC,
     MAX_SMS,
+    NORMED,
     NUM_ROWS,
     NUM_UNITS,
-    OP_GATED,
-    OP_HEAD,
-    OP_QKV,
-    OP_RESIDUAL,
     OPCODE,
+    PACKED,
     PAIRS,
     PARTS,
     ROUND,
     ROUND_COLUMNS,
     ROUND_UNITS,
+    SLOT_MASK,
+    SRC,
 )
 from distmega.kernels.hopper.batch_limits import NO_ROW
 from distmega.kernels.hopper.batch_team import (
@@ -52,8 +60,8 @@ from distmega.kernels.hopper.batch_team import (
     push_round,
     sum_round_of_ranks,
 )
-from distmega.kernels.hopper.device import bf16_pair, keep
-from distmega.kernels.hopper.fields import DRAWN, NO_REPORT
+from distmega.kernels.hopper.device import bf16_pair, fetch, keep
+from distmega.kernels.hopper.fields import DRAWN, GREEDY, NO_REPORT
 from distmega.kernels.hopper.shapes import (
     MMA3,
     MMA_M,
@@ -64,6 +72,71 @@ from distmega.kernels.hopper.shapes import (
     WEIGHT_SHARED,
 )
 from distmega.kernels.hopper.team import read_alarm
+from distmega.kernels.pipelined.formula import evaluate
+
+ENTRY = gl.constexpr(-1)
+"""In place of an epilogue's number: what becomes of the rows that come in."""
+
+
+@constexpr_function
+def count(epilogues):
+    return len(epilogues.each)
+
+
+@constexpr_function
+def epilogue_of(epilogues, number):
+    return epilogues.each[number] if number >= 0 else epilogues.entry
+
+
+@constexpr_function
+def streams_of(epilogues, number):
+    return epilogue_of(epilogues, number).num_streams
+
+
+@constexpr_function
+def formula_of(epilogues, number):
+    return epilogue_of(epilogues, number).formula
+
+
+@constexpr_function
+def carried_by(epilogues, number):
+    return epilogue_of(epilogues, number).num_carried
+
+
+@constexpr_function
+def has_biases(epilogues, number):
+    return epilogue_of(epilogues, number).biased
+
+
+@constexpr_function
+def keeps(epilogues, number):
+    return epilogue_of(epilogues, number).keeps
+
+
+@constexpr_function
+def publishes(epilogues, number):
+    return epilogue_of(epilogues, number).publishes
+
+
+@constexpr_function
+def is_scaled(epilogues, number):
+    return epilogue_of(epilogues, number).scaled
+
+
+@constexpr_function
+def slot_of(epilogues, number):
+    return epilogue_of(epilogues, number).slot
+
+
+@constexpr_function
+def is_summed(epilogues, number):
+    return epilogue_of(epilogues, number).summed
+
+
+@constexpr_function
+def is_ranked(epilogues, number):
+    return epilogue_of(epilogues, number).ranked
+
 
 
 @gluon.jit
@@ -82,12 +155,15 @@ def multiply_tile(x0, x1, acc, bufs, ready, free, it, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def norm_factors(sums, inv_hidden, eps):
+def norm_factors(words, sums, eps):
     """Factor of each sequence's norm, [128] columns, from every SM's part of the sum of squares."""
+    length = 64 * ((words[PACKED] >> LENGTH_SHIFT) & LENGTH_MASK)
+    inv_length = 1.0 / length.to(gl.float32)
+    sums += ((words[PACKED] >> IN_SHIFT) & SLOT_MASK) * (BATCH * MAX_SMS)
     b = gl.expand_dims(gl.arange(0, BATCH, layout=gl.SliceLayout(1, BY_SM)), 1)
     sm = gl.expand_dims(gl.arange(0, MAX_SMS, layout=gl.SliceLayout(0, BY_SM)), 0)
     parts = gl.load(sums + b * MAX_SMS + sm, cache_modifier=".cg")
-    factors = gl.rsqrt(gl.sum(parts, axis=1) * inv_hidden + eps)
+    factors = gl.rsqrt(gl.sum(parts, axis=1) * inv_length + eps)
     return spread(factors)
 
 
@@ -135,51 +211,107 @@ def next_weight(words, vectors, row, mine):
 
 
 @gluon.jit
-def write_residual(words, residual, acts, vectors, y, unit, row, b, mine, hidden):
-    """The residual stream after a round: itself, x for the next linear, and squares."""
-    gl.store(residual + b * hidden + row, y, mask=mine)
-    weight = next_weight(words, vectors, row, mine)
-    store_pairs(acts, words[DST], y * weight, unit, words)
+def carried(words, numbers, row, b, num_rows, mine, NUM: gl.constexpr):
+    """The NUM operands of an epilogue besides products, of the rows of a round."""
+    found = words[0:0]
+    if NUM > 0:
+        block = ((words[LIN_NUMBERS] >> CARRY_SHIFT) & BLOCK_MASK) - 1
+        at = numbers + block * BLOCK_NUMBERS + b * num_rows + row
+        found += single(gl.load(at, mask=mine, other=0.0))
+    if NUM > 1:
+        at = numbers + words[LIN_CARRY2] + b * num_rows + row
+        found += single(gl.load(at, mask=mine, other=0.0))
+    return found
+
+
+@gluon.jit
+def keep_numbers(words, numbers, y, row, b, num_rows, mine):
+    """Stores results as float32."""
+    block = (words[LIN_NUMBERS] & BLOCK_MASK) - 1
+    at = numbers + block * BLOCK_NUMBERS + b * num_rows + row
+    gl.store(at, y, mask=mine)
+
+
+@gluon.jit
+def write_round(
+    words, numbers, acts, vectors, y, unit, row, b, mine, EPILOGUES: gl.constexpr,
+    NUMBER: gl.constexpr,
+):
+    """The results of a round: as numbers, and as x for linears; their squares."""
+    if keeps(EPILOGUES, NUMBER):
+        keep_numbers(words, numbers, y, row, b, words[NUM_ROWS], mine)
+    if is_scaled(EPILOGUES, NUMBER):
+        weight = next_weight(words, vectors, row, mine)
+        store_pairs(acts, words[DST], y * weight, unit, words)
+    elif publishes(EPILOGUES, NUMBER):
+        store_pairs(acts, words[DST], y, unit, words)
     return gl.where(mine, y * y, 0.0)
 
 
 @gluon.jit
-def write_squares(sums, squares, sm):
+def write_squares(sums, squares, sm, SLOT: gl.constexpr):
     """This SM's part of each sequence's sum of squares."""
     by_column = gl.sum(squares, axis=0)
     by_sequence = gl.sum(gl.reshape(by_column, [BATCH, UNIT_ROWS]), axis=1)
     by_sequence = gl.convert_layout(by_sequence, gl.SliceLayout(1, BY_SM))
     b = gl.arange(0, BATCH, layout=gl.SliceLayout(1, BY_SM))
-    gl.store(sums + b * MAX_SMS + sm, by_sequence)
+    gl.store(sums + SLOT * (BATCH * MAX_SMS) + b * MAX_SMS + sm, by_sequence)
 
 
 @gluon.jit
-def write_gated(words, acts, y, unit):
-    """silu(gate) * up of a round of two pairs of units."""
+def write_mixed(
+    words, numbers, acts, vectors, y, unit, EPILOGUES: gl.constexpr, NUMBER: gl.constexpr
+):
+    """What becomes of a round of two pairs of units of two streams."""
+    FORMULA: gl.constexpr = formula_of(EPILOGUES, NUMBER)
+    CARRIES: gl.constexpr = carried_by(EPILOGUES, NUMBER)
+    MIXED: gl.constexpr = gl.SliceLayout(2, GATE_UP)
     pairs = gl.permute(gl.reshape(y, [ROUND_UNITS // 2, 2, COLUMNS]), [0, 2, 1])
-    gate, up = gl.split(gl.convert_layout(pairs, GATE_UP))
-    mixed = gate / (1.0 + gl.exp(-gate)) * up
-    low, high = gl.split(gl.reshape(mixed, [ROUND_UNITS // 2, COLUMNS // 2, 2]))
-    payload = gl.convert_layout(bf16_pair(low, high), GATE_PAIRS)
-    u = gl.expand_dims(gl.arange(0, ROUND_UNITS // 2, layout=gl.SliceLayout(1, GATE_PAIRS)), 1)
-    c = gl.expand_dims(gl.arange(0, COLUMNS // 2, layout=gl.SliceLayout(0, GATE_PAIRS)), 0) * 2
+    first, second = gl.split(gl.convert_layout(pairs, GATE_UP))
+    row0 = words[LIN_ROW0] // 2
+    num_rows = words[NUM_ROWS] // 2
+    num_own = gl.minimum(words[NUM_UNITS] * UNIT_ROWS // 2, num_rows - row0)
+    u = gl.expand_dims(gl.arange(0, ROUND_UNITS // 2, layout=gl.SliceLayout(1, MIXED)), 1)
+    c = gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, MIXED)), 0)
     own = (unit // 2 + u) * UNIT_ROWS + c % UNIT_ROWS
-    first = words[LIN_ROW0] // 2
-    limit = gl.minimum(words[NUM_UNITS] * UNIT_ROWS, words[NUM_ROWS] - words[LIN_ROW0]) // 2
-    at = acts + words[DST] // 2 + pair_index(first + own, c // UNIT_ROWS)
-    gl.store(at, payload, mask=own < limit)
+    if has_biases(EPILOGUES, NUMBER):
+        first += bias_of(words, vectors, row0 + own, own < num_own)
+        second += bias_of(words, vectors, num_rows + row0 + own, own < num_own)
+    given = (first, second)
+    given += carried(words, numbers, row0 + own, c // UNIT_ROWS, num_rows, own < num_own, CARRIES)
+    mixed = evaluate(FORMULA, given)
+    if keeps(EPILOGUES, NUMBER):
+        keep_numbers(words, numbers, mixed, row0 + own, c // UNIT_ROWS, num_rows, own < num_own)
+    if publishes(EPILOGUES, NUMBER):
+        low, high = gl.split(gl.reshape(mixed, [ROUND_UNITS // 2, COLUMNS // 2, 2]))
+        payload = gl.convert_layout(bf16_pair(low, high), GATE_PAIRS)
+        u = gl.expand_dims(gl.arange(0, ROUND_UNITS // 2, layout=gl.SliceLayout(1, GATE_PAIRS)), 1)
+        c = gl.expand_dims(gl.arange(0, COLUMNS // 2, layout=gl.SliceLayout(0, GATE_PAIRS)), 0) * 2
+        own = (unit // 2 + u) * UNIT_ROWS + c % UNIT_ROWS
+        at = acts + words[DST] // 2 + pair_index(row0 + own, c // UNIT_ROWS)
+        gl.store(at, payload, mask=own < num_own)
 
 
 @gluon.jit
-def write_best(best, best_row, bests, best_rows, sm):
-    """The highest logit of each sequence among this SM's rows, the lowest row among equals."""
+def bias_of(words, vectors, row, mine):
+    """Biases of rows, zeros where the op has none."""
+    given = mine & (words[LIN_BIAS] >= 0)
+    return gl.load(vectors + words[LIN_BIAS] + row, mask=given, other=0.0).to(gl.float32)
+
+
+@gluon.jit
+def write_best(best, best_row, bests, best_rows, sm, CHOICE: gl.constexpr):
+    """The highest logit of each sequence among this SM's rows and, where it is the token's, the
+    lowest row among equals.
+    """
     value = gl.max(gl.reshape(gl.max(best, axis=0), [BATCH, UNIT_ROWS]), axis=1)
-    value_wide = gl.expand_dims(spread(value), 0)
-    row = gl.min(gl.where(best == value_wide, best_row, 0x7FFFFFFF), axis=0)
-    row = gl.min(gl.reshape(row, [BATCH, UNIT_ROWS]), axis=1)
     b = gl.arange(0, BATCH, layout=gl.SliceLayout(1, BY_SM))
     gl.store(bests + b * MAX_SMS + sm, gl.convert_layout(value, gl.SliceLayout(1, BY_SM)))
-    gl.store(best_rows + b * MAX_SMS + sm, gl.convert_layout(row, gl.SliceLayout(1, BY_SM)))
+    if CHOICE == GREEDY:
+        value_wide = gl.expand_dims(spread(value), 0)
+        row = gl.min(gl.where(best == value_wide, best_row, 0x7FFFFFFF), axis=0)
+        row = gl.min(gl.reshape(row, [BATCH, UNIT_ROWS]), axis=1)
+        gl.store(best_rows + b * MAX_SMS + sm, gl.convert_layout(row, gl.SliceLayout(1, BY_SM)))
 
 
 @gluon.jit
@@ -208,21 +340,27 @@ def next_tokens(
 
 @gluon.jit
 def embed_task(
-    words, tokens, embed, residual, acts, vectors, sums, events, peers, sm, hidden, tag,
-    RANKS: gl.constexpr,
+    words, tokens, embed, numbers, acts, vectors, sums, events, peers, sm, tag,
+    EPILOGUES: gl.constexpr, RANKS: gl.constexpr,
 ):
-    """This SM's columns of every sequence's embedding row, as the residual stream."""
+    """This SM's columns of the row that comes in for every sequence: number `tokens` of a table."""
     token = gl.expand_dims(spread(tokens), 0).to(gl.int64)
-    if RANKS > 1:
+    if is_summed(EPILOGUES, ENTRY):
         push_embedding(words, token, embed, events, peers, tag, RANKS)
-        squares = sum_residual(words, residual, acts, vectors, events, hidden, tag, False, RANKS)
+        squares = sum_results(
+            words, numbers, acts, vectors, events, tag, EPILOGUES, ENTRY, RANKS
+        )
     else:
         squares = gl.zeros([ROUND_UNITS, COLUMNS], gl.float32, layout=ROUND)
         for unit in range(0, keep(words[NUM_UNITS]), ROUND_UNITS):
             row, b, mine = round_rows(words, unit)
-            y = gl.load(embed + token * hidden + row, mask=mine, other=0.0).to(gl.float32)
-            squares += write_residual(words, residual, acts, vectors, y, unit, row, b, mine, hidden)
-    write_squares(sums, squares, sm)
+            at = embed + token * words[NUM_ROWS] + row
+            y = gl.load(at, mask=mine, other=0.0).to(gl.float32)
+            squares += write_round(
+                words, numbers, acts, vectors, y, unit, row, b, mine, EPILOGUES, ENTRY
+            )
+    if is_scaled(EPILOGUES, ENTRY):
+        write_squares(sums, squares, sm, slot_of(EPILOGUES, ENTRY))
 
 
 @gluon.jit
@@ -243,24 +381,28 @@ def push_embedding(words, token, embed, events, peers, tag, RANKS: gl.constexpr)
 
 
 @gluon.jit
-def sum_residual(
-    words, residual, acts, vectors, events, hidden, tag, ADDS: gl.constexpr, RANKS: gl.constexpr
+def sum_results(
+    words, numbers, acts, vectors, events, tag, EPILOGUES: gl.constexpr, NUMBER: gl.constexpr,
+    RANKS: gl.constexpr,
 ):
-    """The residual stream of this SM's rows from all ranks' parts, added to what it was if ADDS;
-    squares.
-    """
+    """The results of this SM's rows from the sums of all ranks' parts; squares."""
     squares = gl.zeros([ROUND_UNITS, COLUMNS], gl.float32, layout=ROUND)
     for unit in range(0, keep(words[NUM_UNITS]), ROUND_UNITS):
         row, b, mine = round_rows(words, unit)
         # asked for before the wait
-        weight = next_weight(words, vectors, row, mine)
-        y = gl.zeros([ROUND_UNITS, COLUMNS], gl.float32, layout=ROUND)
-        if ADDS:
-            y = gl.load(residual + b * hidden + row, mask=mine, other=0.0)
-        y += sum_round_of_ranks(words, exchange_of(events), unit, tag, RANKS)
-        gl.store(residual + b * hidden + row, y, mask=mine)
-        store_pairs(acts, words[DST], y * weight, unit, words)
-        squares += gl.where(mine, y * y, 0.0)
+        if is_scaled(EPILOGUES, NUMBER):
+            weight = next_weight(words, vectors, row, mine)
+        CARRIES: gl.constexpr = carried_by(EPILOGUES, NUMBER)
+        given = carried(words, numbers, row, b, words[NUM_ROWS], mine, CARRIES)
+        total = sum_round_of_ranks(words, exchange_of(events), unit, tag, RANKS)
+        y = evaluate(formula_of(EPILOGUES, NUMBER), single(total) + given)
+        if keeps(EPILOGUES, NUMBER):
+            keep_numbers(words, numbers, y, row, b, words[NUM_ROWS], mine)
+        if is_scaled(EPILOGUES, NUMBER):
+            store_pairs(acts, words[DST], y * weight, unit, words)
+            squares += gl.where(mine, y * y, 0.0)
+        elif publishes(EPILOGUES, NUMBER):
+            store_pairs(acts, words[DST], y, unit, words)
     return squares
 
 
@@ -314,20 +456,32 @@ def store_round(red, a0, a1, a2, a3):
 
 
 @gluon.jit
+def single(value):
+    """A tuple of it alone."""
+    return (value,)
+
+
+@gluon.jit
 def linear_task(
-    words, acts, qkv, residual, logits, vectors, sums, bests, best_rows, events, peers, sm, hidden,
-    eps, inv_hidden, red, bufs, ready, free, it, tag, RANKS: gl.constexpr, STAGES: gl.constexpr,
+    words, queue, number, acts, numbers, logits, vectors, sums, bests, best_rows, events, peers, sm,
+    eps, red, bufs, ready, free, it, tag, EPILOGUES: gl.constexpr, CHOICE: gl.constexpr,
+    RANKS: gl.constexpr, STAGES: gl.constexpr,
 ):
-    """All rows of this SM, 64 at a time; returns the ring position."""
+    """All rows of this SM, 64 at a time; returns the ring position. words: of instruction `number`
+    of the queue. CHOICE, see sample.py: draws
+    at a temperature look at the logits again, those within limits take the highest alone.
+    """
+    NUM: gl.constexpr = count(EPILOGUES)
     opcode = words[OPCODE]
     alarm = gl.to_tensor(NO_REPORT)
-    if RANKS > 1:  # noqa: SIM102  a constant, so that the rest is compiled only then
-        if opcode == OP_RESIDUAL:
-            alarm = read_alarm(exchange_of(events))
+    for i in gl.static_range(NUM):
+        if is_summed(EPILOGUES, i):  # noqa: SIM102  a constant, so that the rest is compiled then
+            if opcode == i:
+                alarm = read_alarm(exchange_of(events))
     x = acts.to(gl.pointer_type(gl.bfloat16), bitcast=True)
     factor = gl.full([COLUMNS], 1.0, gl.float32, layout=ROUND_COLUMNS)
-    if words[LIN_NORM] > 0:
-        factor = norm_factors(sums, inv_hidden, eps)
+    if (words[PACKED] & NORMED) != 0:
+        factor = norm_factors(words, sums, eps)
     factor = gl.expand_dims(factor, 0)
     squares = gl.zeros([ROUND_UNITS, COLUMNS], gl.float32, layout=ROUND)
     best = gl.full([ROUND_UNITS, COLUMNS], float("-inf"), gl.float32, layout=ROUND)
@@ -335,38 +489,54 @@ def linear_task(
     num_units = keep(words[NUM_UNITS])
     for group in range(0, num_units, GROUP_UNITS):
         a4, a5, a6, a7, it = multiply_group(
-            x, words[LIN_SRC], words[LIN_NUM_TILES_K], num_units - group, red, bufs, ready, free,
-            it, STAGES,
+            x, words[SRC], words[LIN_NUM_TILES_K], num_units - group, red, bufs, ready, free, it,
+            STAGES,
         )
         for unit in range(group, gl.minimum(group + GROUP_UNITS, num_units), ROUND_UNITS):
             if unit > group:
                 store_round(red, a4, a5, a6, a7)
             y = sum_round(red) * factor
             row, b, mine = round_rows(words, unit)
-            if opcode == OP_QKV:
-                if words[LIN_BIAS] >= 0:
-                    bias = gl.load(vectors + words[LIN_BIAS] + row, mask=mine, other=0.0)
-                    y += bias.to(gl.float32)
-                gl.store(qkv + b * words[NUM_ROWS] + row, y, mask=mine)
-            elif opcode == OP_RESIDUAL:
-                if RANKS > 1:
-                    push_round(words, peers, y, unit, tag, alarm, RANKS)
-                else:
-                    y += gl.load(residual + b * hidden + row, mask=mine, other=0.0)
-                    squares += write_residual(
-                        words, residual, acts, vectors, y, unit, row, b, mine, hidden
-                    )
-            elif opcode == OP_GATED:
-                write_gated(words, acts, y, unit)
-            else:
-                gl.store(logits + b * words[NUM_ROWS] + row, y, mask=mine)
-                better = mine & (y > best)
-                best = gl.where(better, y, best)
-                best_row = gl.where(better, row, best_row)
-    if opcode == OP_RESIDUAL:
-        if RANKS > 1:
-            squares = sum_residual(words, residual, acts, vectors, events, hidden, tag, True, RANKS)
-        write_squares(sums, squares, sm)
-    elif opcode == OP_HEAD:
-        write_best(best, best_row, bests, best_rows, sm)
+            for i in gl.static_range(NUM):
+                if opcode == i:
+                    if streams_of(EPILOGUES, i) == 2:
+                        write_mixed(words, numbers, acts, vectors, y, unit, EPILOGUES, i)
+                    else:
+                        z = y
+                        if has_biases(EPILOGUES, i):
+                            z += bias_of(words, vectors, row, mine)
+                        if is_summed(EPILOGUES, i):
+                            push_round(words, peers, z, unit, tag, alarm, RANKS)
+                        else:
+                            CARRIES: gl.constexpr = carried_by(EPILOGUES, i)
+                            given = carried(words, numbers, row, b, words[NUM_ROWS], mine, CARRIES)
+                            z = evaluate(formula_of(EPILOGUES, i), single(z) + given)
+                            if is_ranked(EPILOGUES, i):
+                                gl.store(logits + b * words[NUM_ROWS] + row, z, mask=mine)
+                                better = mine & (z > best)
+                                if CHOICE != DRAWN:
+                                    best = gl.where(better, z, best)
+                                if CHOICE == GREEDY:
+                                    best_row = gl.where(better, row, best_row)
+                            else:
+                                more = write_round(
+                                    words, numbers, acts, vectors, z, unit, row, b, mine,
+                                    EPILOGUES, i,
+                                )
+                                if is_scaled(EPILOGUES, i):
+                                    squares += more
+    for i in gl.static_range(NUM):
+        if is_summed(EPILOGUES, i):  # noqa: SIM102  a constant
+            if opcode == i:
+                # again: no registers to keep what only the sum needs while weights are multiplied
+                summed = fetch(queue, keep(number))
+                squares = sum_results(
+                    summed, numbers, acts, vectors, events, tag, EPILOGUES, i, RANKS
+                )
+        if is_scaled(EPILOGUES, i):
+            if opcode == i:
+                write_squares(sums, squares, sm, slot_of(EPILOGUES, i))
+        elif is_ranked(EPILOGUES, i) and CHOICE != DRAWN:  # noqa: SIM102  a constant
+            if opcode == i:
+                write_best(best, best_row, bests, best_rows, sm, CHOICE)
     return it

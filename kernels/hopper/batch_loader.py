@@ -16,15 +16,16 @@ from distmega.kernels.hopper.batch_fields import (
     ATT_V_ROW,
     ATT_WINDOW,
     GROUP_UNITS,
-    LIN_MATRIX,
     LIN_NUM_TILES_K,
     LIN_PAIR_ROW,
     LIN_WEIGHT_ROW,
+    MATRIX_SHIFT,
+    MAX_EPILOGUES,
     NUM_UNITS,
     OP_ATTENTION,
-    OP_EMBED,
-    OP_GATED,
     OPCODE,
+    PACKED,
+    PAIRED,
 )
 from distmega.kernels.hopper.device import fetch, keep
 from distmega.kernels.hopper.loader import load_block, load_tile
@@ -43,12 +44,12 @@ def load_rows(
         for k in range(keep(words[LIN_NUM_TILES_K])):
             for unit in range(keep(group), keep(stop)):
                 row = words[LIN_WEIGHT_ROW] + unit * UNIT_ROWS
-                if words[OPCODE] == OP_GATED:
+                if (words[PACKED] & PAIRED) != 0:
                     first = gl.where(unit % 2 == 0, words[LIN_WEIGHT_ROW], words[LIN_PAIR_ROW])
                     row = first + unit // 2 * UNIT_ROWS
                 it = load_tile(
-                    weights0, weights1, weights2, words[LIN_MATRIX], row, k, bufs, ready, free, it,
-                    STAGES, AHEAD,
+                    weights0, weights1, weights2, words[PACKED] >> MATRIX_SHIFT, row, k, bufs,
+                    ready, free, it, STAGES, AHEAD,
                 )
     return it
 
@@ -89,23 +90,25 @@ def load_share(
 @gluon.jit
 def loader(
     weights0, weights1, weights2, cache, queue, num_instructions, num_steps, state, batch, num_sms,
-    max_context, bufs, ready, free, step_bar, KVH: gl.constexpr, PARTS: gl.constexpr,
-    HALVES: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
+    max_context, bufs, ready, free, step_bar, ATTENDS: gl.constexpr, KVH: gl.constexpr,
+    PARTS: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
 ):
-    """Partition of one warp. HALVES: ring slots a block of keys takes (head dim / 64)."""
+    """Partition of one warp. ATTENDS: whether the segment has attention. HALVES: ring slots
+    a block of keys takes (head dim / 64).
+    """
     sm = gl.program_id(0)
     it = 0
     words = fetch(queue, 0)
     for step in range(num_steps):
         for i in range(num_instructions):
             ahead = fetch(queue, gl.where(i + 1 == num_instructions, 0, i + 1))
-            if words[OPCODE] == OP_ATTENTION:
+            if ATTENDS and words[OPCODE] == OP_ATTENTION:
                 mbarrier.wait(step_bar.index(0), step & 1)
                 it = load_share(
                     words, cache, state, batch, step, sm, num_sms, max_context, bufs, ready, free,
                     it, KVH, PARTS, HALVES, STAGES, AHEAD,
                 )
-            elif words[OPCODE] != OP_EMBED:
+            elif words[OPCODE] < MAX_EPILOGUES:
                 it = load_rows(
                     words, weights0, weights1, weights2, bufs, ready, free, it, STAGES, AHEAD
                 )

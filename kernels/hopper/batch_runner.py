@@ -1,7 +1,7 @@
-"""Runs the batched decode kernel on a GPU: the queues, buffers and launches of one segment.
+"""Runs the kernel of 2 to 16 rows on a GPU: the queues, buffers and launches of one segment.
 
-In: a segment of a step of up to 16 sequences, the arenas of weights and states on the GPU. Out: a
-SteppingRunner, as runner.py's for one sequence. Next on the walk: batch_kernel.py.
+In: a segment of up to 16 sequences or rows, the arenas of weights and states on the GPU. Out: a
+SteppingRunner, as runner.py's for one row. Next on the walk: batch_kernel.py.
 """
 
 import math
@@ -15,7 +15,8 @@ from distmega.errors import RequestError, argument
 from distmega.kernels.hopper import batch_kernel
 from distmega.kernels.hopper.alarm import LOCAL_LIMIT_S, Alarm
 from distmega.kernels.hopper.batch_limits import list_words
-from distmega.kernels.hopper.batch_queues import CHUNK, BatchQueues
+from distmega.kernels.hopper.batch_plan import BatchQueues
+from distmega.kernels.hopper.batch_proof import CHUNK
 from distmega.kernels.hopper.batch_words import (
     BATCH,
     EVENT_WORDS,
@@ -32,6 +33,7 @@ from distmega.kernels.hopper.batch_words import (
 from distmega.kernels.hopper.diagnosis import explain_batch_hang
 from distmega.kernels.hopper.plan import MAX_QUERIES
 from distmega.kernels.hopper.runner import (
+    CACHE_ROWS,
     LOG2_E,
     MAX_STEPS,
     choice_of,
@@ -41,7 +43,7 @@ from distmega.kernels.hopper.runner import (
     padded_head_rows,
     require_steps,
 )
-from distmega.kernels.hopper.words import MAX_SMS, WORDS
+from distmega.kernels.hopper.words import MAX_SMS, NO_CHOICE, WORDS
 from distmega.kernels.runtime.arena import ArenaLayout
 from distmega.kernels.runtime.launcher import Launcher
 from distmega.kernels.runtime.memory import arena_views
@@ -57,9 +59,9 @@ AHEAD = 4
 
 
 class BatchRunner:
-    """The batched decode kernel bound to the memory of one GPU."""
+    """The kernel of 2 to 16 rows bound to the memory of one GPU."""
 
-    replays = False
+    replays = True
 
     def __init__(
         self,
@@ -75,15 +77,20 @@ class BatchRunner:
         """As RowRunner."""
         device = weights_arena.device
         place = team.place if team else 0
-        self.segment, self.queues, shape = segment, queues, queues.shape
+        self.segment, self.queues, shape = segment, queues, queues.attention
         self._words = _encode(queues).to(device)
         views = arena_views(weights, weights_arena)
-        self._embed, self._rope = views[queues.embed], views[queues.rope_table]
+        unused = torch.zeros(16, device=device)
+        self._rope = views[queues.rope_table] if queues.rope_table else unused
+        self._embed = views[queues.embed] if queues.tokens else unused.bfloat16()
         self._vectors = weights_arena.view(torch.bfloat16)
+        self._head_dim = shape.head_dim if shape else 64
         self._cache = state_arena.view(torch.bfloat16)
+        if shape is None:
+            self._cache = torch.zeros(CACHE_ROWS, self._head_dim, dtype=torch.bfloat16).to(device)
         descriptors = [describe(weights_arena, matrix) for matrix in queues.matrices]
         self._weights = [descriptors[min(i, len(descriptors) - 1)] for i in range(3)]
-        self._cache_tiles = describe_cache(self._cache, shape.head_dim)
+        self._cache_tiles = describe_cache(self._cache, self._head_dim)
         num_sms = len(queues.queues)
 
         def zeros(*extents: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -96,17 +103,17 @@ class BatchRunner:
         limit_s = timeout_s if team else min(timeout_s, LOCAL_LIMIT_S)
         self._alarm = Alarm(exchanges[place], limit_s)
         self._acts = zeros(queues.num_chunks * CHUNK // 2, dtype=torch.int32)
-        self._qkv = zeros(BATCH, queues.qkv_rows)
-        self._residual = zeros(BATCH, shape.hidden)
+        self._numbers = zeros(max(queues.num_numbers, 1))
         self._own_logits = zeros(BATCH, max(queues.logit_rows, 1))
         self.logits = self._own_logits
         if queues.gathers:
             self.logits = _view_logits(queues, exchanges[place])
-        self._sums = zeros(BATCH, MAX_SMS)
+        self._sums = zeros(max(queues.num_slots, 1), BATCH, MAX_SMS)
         self._bests = zeros(BATCH, MAX_SMS)
         self._best_rows = zeros(BATCH, MAX_SMS, dtype=torch.int32)
-        self._partials = zeros(num_sms * 2, MAX_QUERIES * shape.head_dim + PARTIAL_EXTRA)
-        self._arrivals = zeros(BATCH * shape.num_kv_heads * shape.num_parts, dtype=torch.int32)
+        self._partials = zeros(num_sms * 2, MAX_QUERIES * self._head_dim + PARTIAL_EXTRA)
+        heads = shape.num_kv_heads * shape.num_parts if shape else 1
+        self._arrivals = zeros(BATCH * heads, dtype=torch.int32)
         self._state = zeros(STATE_WORDS, dtype=torch.int32)
         self._tokens = zeros(MAX_STEPS, BATCH, dtype=torch.int32)
         self._num_sequences = queues.batch
@@ -115,10 +122,21 @@ class BatchRunner:
     def launch(self, tensors: Mapping[str, Tensor]) -> None:
         """One step; `tensors` are segment_args of the segment by name, outputs are written."""
         queues = self.queues
-        self._begin(tensors[queues.tokens], tensors[queues.positions])
+        self._num_sequences = queues.batch
+        if queues.tokens:
+            self._set_tokens(tensors[queues.tokens])
+        else:
+            self._embed = tensors[queues.embed]
+        if queues.positions:
+            self._set_positions(tensors[queues.positions])
         self._set_draws(tensors)
         self._run(1)
-        tensors[queues.token].copy_(self._tokens[0, : queues.batch])
+        for kept in queues.outputs:
+            values = self._numbers[kept.first : kept.first + BATCH * kept.num]
+            out = tensors[kept.tensor].view(queues.batch, kept.num)
+            out.copy_(values.view(BATCH, kept.num)[: queues.batch])
+        if queues.token:
+            tensors[queues.token].copy_(self._tokens[0, : queues.batch])
         if queues.logits in self.segment.outputs:
             self._write_logits(tensors[queues.logits])
 
@@ -129,7 +147,7 @@ class BatchRunner:
         if self._team is None or queues.gathers:
             out.copy_(found)
         else:
-            padding = queues.shape.vocab - queues.logit_rows
+            padding = queues.vocab - queues.logit_rows
             self._team.gather(pad(found[:, : queues.logit_rows], (0, padding)).to(out.dtype), out)
 
     def start(
@@ -143,7 +161,9 @@ class BatchRunner:
         """
         self._set_draws(draws)
         device = self._state.device
-        self._begin(torch.tensor(tokens, device=device), torch.tensor(positions, device=device))
+        self._num_sequences = len(tokens)
+        self._set_tokens(torch.tensor(tokens, device=device))
+        self._set_positions(torch.tensor(positions, device=device))
 
     def _set_draws(self, tensors: Mapping[str, Tensor]) -> None:
         if draw := self.queues.draw:
@@ -179,15 +199,16 @@ class BatchRunner:
             place = self._team.place if self._team else 0
             raise explain_batch_hang(self.queues, report, self._alarm.limit_s, place)
 
-    def _begin(self, tokens: Tensor, positions: Tensor) -> None:
+    def _set_tokens(self, tokens: Tensor) -> None:
         """Puts the tokens where the kernel looks for those of the step before."""
-        num = len(tokens)
-        self._num_sequences = num
         self._bests.fill_(-math.inf)
         self._bests[:, 0] = 0.0
         first_id = 0 if self.queues.gathers else self.queues.first_id
-        self._best_rows[:num, 0] = (tokens - first_id).to(torch.int32)
-        self._state[STATE_POSITIONS : STATE_POSITIONS + num] = positions.to(torch.int32)
+        self._best_rows[: len(tokens), 0] = (tokens - first_id).to(torch.int32)
+
+    def _set_positions(self, positions: Tensor) -> None:
+        first = STATE_POSITIONS
+        self._state[first : first + len(positions)] = positions.to(torch.int32)
 
     def prepare(self) -> None:
         """See SteppingRunner."""
@@ -199,7 +220,7 @@ class BatchRunner:
 
     def _arguments(self, num_steps: int) -> tuple[object, ...]:
         """Of a launch, but for constants."""
-        queues, shape = self.queues, self.queues.shape
+        queues, shape = self.queues, self.queues.attention
         return (
             *self._weights,
             self._cache_tiles,
@@ -209,12 +230,11 @@ class BatchRunner:
             self._state,
             self._num_sequences,
             len(queues.queues),
-            shape.max_context,
+            shape.max_context if shape else 0,
             self._tokens,
             self._report,
             self._acts,
-            self._qkv,
-            self._residual,
+            self._numbers,
             self._own_logits,
             self._sums,
             self._bests,
@@ -225,26 +245,29 @@ class BatchRunner:
             self._embed,
             self._cache,
             self._rope,
-            shape.hidden,
-            shape.eps,
-            1.0 / shape.hidden,
-            shape.scale * LOG2_E,
+            queues.eps,
+            (shape.scale if shape else 1.0) * LOG2_E,
             queues.first_list,
             self._peers,
         )
 
     def _launcher(self) -> Launcher:
-        queues, shape = self.queues, self.queues.shape
+        queues, shape = self.queues, self.queues.attention
         constants = {
-            "D": shape.head_dim,
-            "G": shape.num_queries,
-            "H": shape.num_heads,
-            "KVH": shape.num_kv_heads,
-            "PARTS": shape.num_parts,
-            "QK_NORM": shape.qk_norm,
-            "CHOICE": choice_of(queues.draw),
+            "D": self._head_dim,
+            "G": shape.num_queries if shape else 1,
+            "H": shape.num_heads if shape else 1,
+            "KVH": shape.num_kv_heads if shape else 1,
+            "PARTS": shape.num_parts if shape else 1,
+            "QK_NORM": shape.qk_norm if shape else False,
+            "ROTATED": shape.rotated if shape else False,
+            "ATTENDS": shape is not None,
+            "NORMS": queues.normalises,
+            "LOOKS_UP": queues.tokens != "",
+            "EPILOGUES": queues.epilogues,
+            "CHOICE": choice_of(queues.draw) if queues.token else NO_CHOICE,
             "HEAD_ROWS": padded_head_rows(queues.head_rows),
-            "RANKS": shape.num_ranks,
+            "RANKS": queues.num_ranks,
             "STAGES": STAGES,
             "AHEAD": AHEAD,
         }

@@ -18,19 +18,21 @@ from distmega.kernels.hopper.batch_fields import (
     ALL_HIGHS,
     ALL_LOGITS,
     BATCH,
+    BEST_WORDS,
     BY_SM,
     COLUMNS,
     EMB_BEST,
     EMB_FIRST_ID,
-    EMB_OWN_BEST,
     HEAD_FIRST_ID,
     HEAD_NUM_TOKENS,
     HEAD_PLACE,
     LIN_ROW0,
+    MATRIX_SHIFT,
     MAX_SMS,
     NUM_ROWS,
     NUM_UNITS,
     OWN_PART,
+    PACKED,
     PAIRS,
     PARTS_AT,
     ROUND,
@@ -89,7 +91,7 @@ def likeliest(words, values, rows, exchange, peers, after, sm, tag, RANKS: gl.co
     """
     b = gl.arange(0, BATCH, layout=gl.SliceLayout(1, BY_SM))
     if sm == 0:
-        own = words[EMB_OWN_BEST] + after + 2 * b
+        own = words[EMB_BEST] + (words[PACKED] >> MATRIX_SHIFT) * BEST_WORDS + after + 2 * b
         sound = (b >= 0) & (read_alarm(exchange) == NO_REPORT)
         push_words(peers, own, tagged_float(values, tag), sound, RANKS)
         push_words(peers, own + 1, tagged(words[EMB_FIRST_ID] + rows, tag), sound, RANKS)

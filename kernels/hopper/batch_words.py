@@ -3,8 +3,8 @@ instructions lies.
 
 An instruction is WORDS int32 words. Every SM has the same instructions in the same order, each
 with its own part of the rows; instruction i waits until all SMs of the GPU have done instruction
-i - 1 (over ranks, BatchDraw until all of all ranks have) and then counts up event i. Numbers are
-int32 and float32 in places of their own, activations bf16 in the order of BLOCK (batch_device.py).
+i - 1 (over ranks, BatchDraw until all of all ranks have) and then counts up event i. What is taken
+exactly is float32 [16, rows], activations are bf16 in the order of BLOCK (batch_device.py).
 Next on the walk: batch_queues.py.
 """
 
@@ -43,67 +43,108 @@ STATE_POSITIONS = 32
 STATE_WORDS = STATE_POSITIONS + BATCH
 
 
-class Opcode(IntEnum):
-    """What an instruction does; QKV to HEAD are linears with different epilogues."""
+NORMED, PAIRED = 1, 2
+"""Flags of a linear: the factor of x's norm is multiplied into the result; units of two streams
+take turns.
+"""
+IN_SHIFT, LENGTH_SHIFT, MATRIX_SHIFT = 4, 12, 26
+SLOT_MASK, LENGTH_MASK = 0xF, 0x3FFF
+"""Of what shares a word with the flags: where the squares of x lie; 64ths of the elements of x; the
+matrix or, of an embedding, the rank's place.
+"""
+CARRY_SHIFT, BLOCK_MASK = 15, 0x7FFF
+"""Of what shares a word with `keep`, both in blocks, counted from 1 on, 0 for nothing: `carry`."""
+NUMBERS = 64
+"""Rows of float32 numbers [16, rows] that lie and are looked at together."""
+MAX_SLOTS = SLOT_MASK + 1
+NORM_KINDS = ("none", "rms_norm", "layer_norm")
+NOTHING = -1
+"""In place of an offset, where there is nothing."""
 
-    EMBED = 0
-    QKV = 1
-    RESIDUAL = 2
-    GATED = 3
-    HEAD = 4
-    ATTENTION = 5
-    DRAW = 6
+
+class Opcode(IntEnum):
+    """What an instruction does that is no linear, whose opcodes are numbers of epilogues."""
+
+    ATTENTION = 16
+    EMBED = 17
+    DRAW = 18
+    NORM = 19
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchLinear:
-    """8 * num_units rows of a matrix times x of all sequences, then the epilogue of the opcode.
+    """8 * num_units rows of a matrix times x of all sequences, then epilogue number `opcode`.
 
-    matrix: which of the weight descriptors; weight_row: row there of the first unit. GATED takes
-    units in turn from there and from pair_row on, 8 gate rows and 8 up rows, and counts rows of
-    both. num_tiles_k: tiles of 1024 columns. src: first chunk of x in the activations, a chunk
-    being 1024 columns. dst: first element of the output. norm: 1 where x carries its norm's weight
-    already and only the factor is missing. bias: offset in the vectors, or -1. next_norm: offset of
-    the weights that the output is multiplied by for the norm after it. row0: first row of the
-    output; num_rows: of the whole output. parts: first tagged word of all ranks' parts of a product
-    that is summed over ranks; own_part: that of this rank's.
+    name: of the op, for reports. matrix: which of the weight descriptors; weight_row: row there of
+    the first unit. PAIRED takes units in turn from there and from pair_row on, 8 rows of either
+    stream, and counts rows of both. length: elements of x, in num_tiles_k tiles of 1024 columns.
+    src: first chunk of x in the activations, a chunk being 1024 columns. squares: where those of x
+    lie if x carries its norm's weight already and only the factor is missing. bias: offset in the
+    vectors, of two streams the second one's behind the first one's. dst: first element of the
+    output in the activations. next_norm: offset of the weights that the output is multiplied by
+    there, for the norm after it. keep: first of the float32 numbers [16, rows] that stay of the
+    output, for those who take it exactly; carry, carry2: of what the epilogue takes. row0: first
+    row of the output; num_rows: of the whole output. parts: first tagged word of all ranks' parts
+    of a product that is summed over ranks; own_part: that of this rank's.
     """
 
-    opcode: Opcode
-    event: int
+    opcode: int
+    name: str
     row0: int
     num_units: int
     num_rows: int
-    matrix: int = 0
-    weight_row: int = 0
+    matrix: int
+    weight_row: int
+    num_tiles_k: int
+    length: int
+    src: int
     pair_row: int = 0
-    num_tiles_k: int = 0
-    src: int = 0
-    norm: int = 0
-    bias: int = -1
+    flags: int = 0
+    squares: int = 0
+    bias: int = NOTHING
     dst: int = 0
-    next_norm: int = 0
+    next_norm: int = NOTHING
+    keep: int = NOTHING
+    carry: int = NOTHING
+    carry2: int = NOTHING
     parts: int = 0
     own_part: int = 0
+
+    @property
+    def packed(self) -> int:
+        """What shares a word with the flags."""
+        return (
+            self.flags
+            | self.squares << IN_SHIFT
+            | self.length // 64 << LENGTH_SHIFT
+            | self.matrix << MATRIX_SHIFT
+        )
+
+    @property
+    def numbers(self) -> int:
+        """keep and carry in one word."""
+        return pack_numbers(self.keep, self.carry)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchEmbed:
-    """8 * num_units columns, from row0 on, of the embedding of each sequence's token, as a linear's
+    """8 * num_units columns, from row0 on, of the row that comes in for each sequence: of the
+    embedding of its token or, where the segment has none, of the input. Written as a linear's
     num_rows rows of output.
 
     Where ranks share the matrix, this one has num_columns columns of num_tokens tokens, from
     first_column and first_token on, and the rest adds zeros to a sum over ranks (parts, own_part).
     The token itself is the likeliest of all ranks: best is the first tagged word of theirs, of
-    which this rank's are at own_best; first_id: the token of its first logit.
+    which those of rank number `place` are this rank's; first_id: the token of its first logit.
     """
 
-    event: int
+    name: str
     row0: int
     num_units: int
     num_rows: int
-    dst: int
-    next_norm: int
+    dst: int = 0
+    next_norm: int = NOTHING
+    keep: int = NOTHING
     parts: int = 0
     own_part: int = 0
     first_token: int = 0
@@ -112,8 +153,18 @@ class BatchEmbed:
     num_columns: int = 0
     first_id: int = 0
     best: int = 0
-    own_best: int = 0
-    opcode: Opcode = Opcode.EMBED
+    place: int = 0
+    opcode: int = Opcode.EMBED
+
+    @property
+    def packed(self) -> int:
+        """The places of a linear's."""
+        return self.place << MATRIX_SHIFT
+
+    @property
+    def numbers(self) -> int:
+        """See BatchLinear."""
+        return pack_numbers(self.keep, NOTHING)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,22 +177,34 @@ class BatchHead:
     words an SM, MAX_SMS a rank, by which it says that its numbers are there. place: of this rank.
     """
 
-    event: int
+    opcode: int
+    name: str
     row0: int
     num_units: int
     num_rows: int
     matrix: int
     weight_row: int
     num_tiles_k: int
+    length: int
     src: int
-    norm: int
+    flags: int
+    squares: int
     first_id: int
     place: int = 0
     num_tokens: int = 0
     logits: int = 0
     highs: int = 0
     told: int = 0
-    opcode: Opcode = Opcode.HEAD
+
+    @property
+    def packed(self) -> int:
+        """See BatchLinear."""
+        return (
+            self.flags
+            | self.squares << IN_SHIFT
+            | self.length // 64 << LENGTH_SHIFT
+            | self.matrix << MATRIX_SHIFT
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,27 +213,29 @@ class BatchDraw:
     which it follows. The loader takes it for a linear of no units.
     """
 
-    event: int
+    name: str
     num_rows: int
     logits: int = 0
     highs: int = 0
     told: int = 0
-    opcode: Opcode = Opcode.DRAW
+    opcode: int = Opcode.DRAW
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchAttention:
     """This SM's share of the cached positions of all sequences and kv heads, found at run time.
 
-    k_row, v_row: first row of this layer in the cache matrix [rows, d]. window: positions that a
-    query sees, itself included. num_rows: of the qkv output. dst: first element of the attention
-    output. q_norm, k_norm: offsets in the vectors.
+    k_row, v_row: first row of this op in the cache matrix [rows, d]. window: positions that a query
+    sees, itself included. src: first of the float32 numbers [16, num_rows] of queries, keys and
+    values. dst: first element of the output in the activations. q_norm, k_norm: offsets in the
+    vectors.
     """
 
-    event: int
+    name: str
     k_row: int
     v_row: int
     window: int
+    src: int
     num_rows: int
     dst: int
     q_norm: int
@@ -178,28 +243,51 @@ class BatchAttention:
     opcode: Opcode = Opcode.ATTENTION
 
 
-BatchInstruction = BatchLinear | BatchEmbed | BatchHead | BatchDraw | BatchAttention
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchNorm:
+    """Rows that linears take in another form than their writer gives them: SM b makes that of
+    sequence b, from the num_rows numbers of each from src on, into the activations from element dst
+    on; keep: where it also goes as numbers, or NOTHING. kind: of NORM_KINDS. weight, bias: offsets
+    in the vectors; the bias NOTHING without one.
+    """
+
+    name: str
+    num_rows: int
+    src: int
+    dst: int
+    weight: int
+    bias: int
+    kind: int
+    keep: int = NOTHING
+    opcode: Opcode = Opcode.NORM
+
+
+BatchInstruction = BatchLinear | BatchEmbed | BatchHead | BatchDraw | BatchAttention | BatchNorm
 
 PLACES: dict[type[BatchInstruction], dict[str, int]] = {
     BatchLinear: {
-        "opcode": 0, "event": 1, "weight_row": 2, "num_units": 3, "num_tiles_k": 4, "src": 5,
-        "norm": 6, "next_norm": 7, "parts": 8, "bias": 9, "dst": 10, "row0": 11, "own_part": 12,
-        "num_rows": 13, "matrix": 14, "pair_row": 15,
+        "opcode": 0, "carry2": 1, "weight_row": 2, "num_units": 3, "num_tiles_k": 4, "src": 5,
+        "packed": 6, "next_norm": 7, "parts": 8, "bias": 9, "dst": 10, "row0": 11, "own_part": 12,
+        "num_rows": 13, "numbers": 14, "pair_row": 15,
     },
     BatchEmbed: {
-        "opcode": 0, "event": 1, "first_token": 2, "num_units": 3, "num_tokens": 4,
-        "first_column": 5, "num_columns": 6, "next_norm": 7, "parts": 8, "first_id": 9, "dst": 10,
-        "row0": 11, "own_part": 12, "num_rows": 13, "best": 14, "own_best": 15,
+        "opcode": 0, "best": 1, "first_token": 2, "num_units": 3, "num_tokens": 4,
+        "first_column": 5, "packed": 6, "next_norm": 7, "parts": 8, "first_id": 9, "dst": 10,
+        "row0": 11, "own_part": 12, "num_rows": 13, "numbers": 14, "num_columns": 15,
     },
     BatchHead: {
-        "opcode": 0, "event": 1, "weight_row": 2, "num_units": 3, "num_tiles_k": 4, "src": 5,
-        "norm": 6, "logits": 7, "told": 8, "highs": 9, "first_id": 10, "row0": 11, "place": 12,
-        "num_rows": 13, "matrix": 14, "num_tokens": 15,
+        "opcode": 0, "num_tokens": 1, "weight_row": 2, "num_units": 3, "num_tiles_k": 4, "src": 5,
+        "packed": 6, "logits": 7, "told": 8, "highs": 9, "first_id": 10, "row0": 11, "place": 12,
+        "num_rows": 13,
     },
-    BatchDraw: {"opcode": 0, "event": 1, "logits": 7, "told": 8, "highs": 9, "num_rows": 13},
+    BatchDraw: {"opcode": 0, "logits": 7, "told": 8, "highs": 9, "num_rows": 13},
     BatchAttention: {
-        "opcode": 0, "event": 1, "k_row": 2, "v_row": 4, "window": 6, "q_norm": 8, "k_norm": 9,
+        "opcode": 0, "k_row": 2, "v_row": 4, "src": 5, "window": 6, "q_norm": 8, "k_norm": 9,
         "dst": 10, "num_rows": 13,
+    },
+    BatchNorm: {
+        "opcode": 0, "src": 5, "kind": 6, "weight": 7, "bias": 9, "dst": 10, "num_rows": 13,
+        "keep": 14,
     },
 }  # fmt: skip
 """Word of each field. Fields that kernels read before they look at the opcode share a place."""
@@ -208,3 +296,9 @@ PLACES: dict[type[BatchInstruction], dict[str, int]] = {
 def pack(instruction: BatchInstruction) -> list[int]:
     """The WORDS words of an instruction."""
     return pack_fields(instruction, PLACES[type(instruction)])
+
+
+def pack_numbers(keep: int, carry: int) -> int:
+    """The word that says where numbers are kept, and where carried ones lie."""
+    size = BATCH * NUMBERS
+    return keep // size + 1 | (carry // size + 1) << CARRY_SHIFT

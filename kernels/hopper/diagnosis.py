@@ -10,15 +10,14 @@ from dataclasses import dataclass
 
 from distmega.errors import HangError
 from distmega.kernels.hopper.accesses import Write, last_row, reads, writes
-from distmega.kernels.hopper.batch_queues import BatchQueues
+from distmega.kernels.hopper.batch_plan import BatchQueues
 from distmega.kernels.hopper.batch_words import (
     BATCH,
     BEST_WORDS,
     TOLD_WORDS,
     BatchAttention,
     BatchDraw,
-    BatchEmbed,
-    BatchHead,
+    BatchNorm,
 )
 from distmega.kernels.hopper.plan import RowQueues
 from distmega.kernels.hopper.words import (
@@ -33,8 +32,6 @@ from distmega.kernels.hopper.words import (
 )
 
 NAMED_DEBTORS = 3
-LAYER_OPS = ("qkv", "attention", "o", "gated", "down")
-"""Instructions of a layer of the batched kernel, the first of which is instruction 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,11 +126,11 @@ def explain_batch_hang(
     """The error for a report of the batched kernel, of an event that every SM counts up once a
     step, or of a tagged word that ranks exchange.
     """
-    if queues.shape.num_ranks > 1:
+    if queues.num_ranks > 1:
         return _explain_team_hang(queues, report, limit_s, rank)
     num_sms, queue = len(queues.queues), queues.queues[0]
     one = queue[report.word] if report.word < len(queue) else None
-    what = f"{one.opcode.name.lower()}, instruction {report.word}" if one else "no instruction"
+    what = f"{one.name}, instruction {report.word}" if one else "no instruction"
     return HangError(
         f"a wait for event {report.word} ({what}) lasted {limit_s:g} s",
         expected=f"count {report.tag}, that of step {(report.tag - 1) // num_sms}",
@@ -171,7 +168,7 @@ def _batch_debtor(queues: BatchQueues, word: int, number: int) -> str:
     buffer = next((one for one in queues.buffers if word in one.words), None)
     if buffer is None:
         return "nobody: no instruction writes it"
-    ranks, at = queues.shape.num_ranks, word - buffer.first
+    ranks, at = queues.num_ranks, word - buffer.first
     if buffer.name == "best":
         return f"rank {at // BEST_WORDS % ranks}, SM 0, behind {describe_batch(queues, -1)}"
     if buffer.name == "told":
@@ -183,7 +180,7 @@ def _batch_debtor(queues: BatchQueues, word: int, number: int) -> str:
         (
             sm
             for sm, queue in enumerate(queues.queues)
-            if not isinstance(one := queue[number], BatchAttention | BatchDraw)
+            if not isinstance(one := queue[number], BatchAttention | BatchDraw | BatchNorm)
             and one.row0 <= row < one.row0 + one.num_units * UNIT_ROWS
         ),
         None,
@@ -192,13 +189,12 @@ def _batch_debtor(queues: BatchQueues, word: int, number: int) -> str:
 
 
 def describe_batch(queues: BatchQueues, number: int, sm: int | None = None) -> str:
-    """An instruction of the batched kernel as "instruction 4, o of layer 0, rows 16 to 32"."""
+    """An instruction of the batched kernel as "instruction 4, layers.0.attn_sum, rows 16 to 32"."""
     number %= len(queues.queues[0])
-    layer, place = divmod(number - 1, len(LAYER_OPS))
     one = queues.queues[sm or 0][number]
-    found = f"instruction {number}, {LAYER_OPS[place]} of layer {layer}"
-    if isinstance(one, BatchEmbed | BatchHead | BatchDraw):
-        found = f"instruction {number}, {one.opcode.name.lower()}"
-    if sm is None or isinstance(one, BatchAttention | BatchDraw):
+    found = f"instruction {number}, {one.name}"
+    if isinstance(one, BatchNorm):
+        found = f"instruction {number}, norm before {one.name}"
+    if sm is None or isinstance(one, BatchAttention | BatchDraw | BatchNorm):
         return found
     return f"{found}, rows {one.row0} to {min(one.row0 + one.num_units * UNIT_ROWS, one.num_rows)}"

@@ -4,12 +4,14 @@ In: a segment, the layout of its weights. Out: `Weights`: matrices of one row le
 rows, a weight as rows of its block, a vector as an offset. Next on the walk: queues.py.
 """
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 from distmega.kernels.hopper.plan import ITEM_BYTES, MAX_MATRICES, Matrix, unfit
 from distmega.kernels.hopper.weight_order import matrix_columns
-from distmega.kernels.hopper.words import TILE_K
+from distmega.kernels.hopper.words import NOTHING, TILE_K, UNIT_ROWS
 from distmega.kernels.runtime.arena import ArenaLayout
+from distmega.kernels.tasks.fuse import Stream
 from distmega.program.types import Program
 
 
@@ -57,6 +59,26 @@ class Weights:
     def vector(self, name: str) -> int:
         return self.layout.offset(name) // ITEM_BYTES
 
+    def starts(self, op: str, streams: Sequence[Stream], matrix: int) -> list[int]:
+        """First row of each stream of an op in matrix number `matrix`."""
+        found = []
+        sizes = set()
+        for stream in streams:
+            rows = [self.row_in(self.matrices[matrix], name) for name in stream.weights]
+            self.require_adjacent(stream.weights, rows)
+            self.require_biases(stream.biases)
+            found.append(rows[0])
+            sizes.add(sum(map(self.rows_of, stream.weights)))
+        if len(sizes) > 1 or (len(found) > 1 and sizes.pop() % UNIT_ROWS):
+            raise unfit(f"{op!r}, whose streams have other rows than whole units each")
+        return found
+
+    def bias(self, streams: Sequence[Stream]) -> int:
+        """Offset of the biases of all streams, which lie one behind the other, or NOTHING."""
+        biases = tuple(name for stream in streams for name in stream.biases)
+        self.require_biases(biases)
+        return self.vector(biases[0]) if any(biases) else NOTHING
+
     def require_adjacent(self, names: tuple[str, ...], starts: list[int]) -> None:
         ends = [start + self.rows_of(name) for name, start in zip(names, starts, strict=True)]
         if starts[1:] != ends[:-1]:
@@ -69,6 +91,19 @@ class Weights:
             size = self.layout.tensors[one].num_bytes
             if self.layout.offset(one) + size != self.layout.offset(following):
                 raise unfit(f"biases {biases} apart from each other")
+
+
+def count_rows(segment: Program) -> int:
+    """Rows of x of a segment's linears, the most of any; 1 without linears."""
+    columns, tensors = matrix_columns(segment), segment.tensor_map()
+    return max(
+        (
+            tensors[op.reads[0].tensor].num_elements // columns[op.reads[1].tensor]
+            for op in segment.ops
+            if op.kind == "linear"
+        ),
+        default=1,
+    )
 
 
 def tiles_k(columns: int) -> int:

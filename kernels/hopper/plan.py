@@ -72,22 +72,6 @@ class QueryGroups:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeShape(QueryGroups):
-    """Extents of one of num_ranks ranks that the kernel is specialised for or asks for."""
-
-    num_layers: int
-    hidden: int
-    head_dim: int
-    vocab: int
-    max_context: int
-    qk_norm: bool
-    eps: float
-    scale: float
-    max_tiles_k: int
-    num_ranks: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape(QueryGroups):
     """Extents that all attention ops of a segment share on one rank. rotated: whether queries and
     keys are; qk_norm: whether they are normalised before.
@@ -183,6 +167,6 @@ def unfit(found: str) -> UnsupportedError:
     return UnsupportedError(
         f"the decode kernel can't do {found}",
         expected=f"one token, rows of a multiple of 64 elements, heads of a multiple of "
-        f"{ROW_HEAD_DIMS.step} up to {ROW_HEAD_DIMS[-1]}; or several with heads of {HEAD_DIMS}",
+        f"{ROW_HEAD_DIMS.step} up to {ROW_HEAD_DIMS[-1]}; or up to 16 with heads of {HEAD_DIMS}",
         remedy="run the segment by library ops",
     )

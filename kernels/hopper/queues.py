@@ -519,7 +519,7 @@ class _Builder:
         is_given = op.x == (self.embedding.out if self.embedding else self.entry)
         columns = self.length(op)
         matrix = [m.columns for m in self.placed.matrices].index(columns)
-        starts = self.starts(op, matrix)
+        starts = self.placed.starts(op.name, op.streams, matrix)
         flags = FROM_EMBEDDING if is_given and self.num_ranks == 1 else 0
         flags |= PAIRED if streams == 2 else 0
         flags |= LAYER_NORM if op.norm and op.norm.kind == "layer_norm" else 0
@@ -558,7 +558,7 @@ class _Builder:
                     num_src_words=columns // 2,
                     tag_delta=generation - x.generation,
                     norm=self.norm_at(op),
-                    bias=self.bias_at(op),
+                    bias=self.placed.bias(op.streams),
                     dst=dst,
                     row0=first * UNIT_ROWS,
                     num_rows=limit,
@@ -586,21 +586,6 @@ class _Builder:
             self.made[out] = _Made(dst, generation, 0, 0, NOTHING)
             dst += self.placed.rows_of(weight)
 
-    def starts(self, op: FusedContraction, matrix: int) -> list[int]:
-        """First row of each stream in its matrix."""
-        found = []
-        sizes = set()
-        for stream in op.streams:
-            names = stream.weights
-            rows = [self.placed.row_in(self.placed.matrices[matrix], name) for name in names]
-            self.placed.require_adjacent(names, rows)
-            self.placed.require_biases(stream.biases)
-            found.append(rows[0])
-            sizes.add(sum(map(self.placed.rows_of, names)))
-        if len(sizes) > 1 or (len(found) > 1 and sizes.pop() % UNIT_ROWS):
-            raise unfit(f"{op.name!r}, whose streams have other rows than whole units each")
-        return found
-
     def norm_at(self, op: FusedContraction) -> int:
         """Offset of the norm's weight; the bias of a layer norm lies behind it."""
         if op.norm is None:
@@ -610,12 +595,6 @@ class _Builder:
         names = (op.norm.weight, op.norm.bias) if op.norm.bias else (op.norm.weight,)
         self.placed.require_biases(names)
         return self.placed.vector(op.norm.weight)
-
-    def bias_at(self, op: FusedContraction) -> int:
-        """Offset of the biases of all streams, which lie one behind the other."""
-        biases = tuple(name for stream in op.streams for name in stream.biases)
-        self.placed.require_biases(biases)
-        return self.placed.vector(biases[0]) if any(biases) else NOTHING
 
     def carried(self, op: FusedContraction, name: str, rows: int, streams: int) -> tuple[int, bool]:
         """Where an operand lies that the SM itself keeps, and whether it is the given row."""

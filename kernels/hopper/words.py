@@ -134,8 +134,8 @@ class Attention:
     positions also has the new one, and appends it to the cache.
 
     k_row, v_row: first row of this head in the cache matrix [rows, d]. query0: first of
-    DecodeShape.num_queries query heads. window: positions that a query sees, itself included. src:
-    tagged words of the qkv output; partial: those of all heads' and splits' partials.
+    AttentionShape.num_queries query heads. window: positions that a query sees, itself included.
+    src: tagged words of the qkv output; partial: those of all heads' and splits' partials.
     """
 
     name: str

@@ -15,7 +15,9 @@ from torch import Tensor
 
 from distmega.errors import UnsupportedError
 from distmega.hostir.run.evaluator import KernelRunner
-from distmega.kernels.hopper.batch_queues import BatchQueues, build_batch_queues
+from distmega.kernels.hopper.batch_plan import BatchQueues
+from distmega.kernels.hopper.batch_queues import build_batch_queues
+from distmega.kernels.hopper.matrices import count_rows
 from distmega.kernels.hopper.plan import RowQueues
 from distmega.kernels.hopper.queues import build_queues
 from distmega.kernels.runtime.arena import ArenaLayout
@@ -79,18 +81,17 @@ def plan_hopper(
     states: ArenaLayout,
     device: torch.device,
     team: Team | None = None,
-    batch: int = 1,
     mode: Mode = "overlap",
 ) -> Queues:
-    """What the decode kernel for Hopper GPUs is to do on this rank, of one sequence or of a batch;
+    """What a kernel for Hopper GPUs is to do on this rank, that of one row or that of several;
     UnsupportedError for a GPU or a segment that it can't do. team: the ranks that share it; nothing
-    is asked of them. mode: see build_queues; a batch has one event an op in either.
+    is asked of them. mode: see build_queues; several rows have one event an op in either.
     """
     place, num_ranks = (team.place, team.size) if team else (0, 1)
     all_sms = require_hopper(device)
     queues: Queues = (
         build_batch_queues(segment, weights, states, all_sms, place)
-        if batch > 1
+        if count_rows(segment) > 1
         else build_queues(segment, weights, states, all_sms, place, mode)
     )
     if queues.num_ranks != num_ranks:

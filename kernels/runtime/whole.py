@@ -2,7 +2,8 @@
 
 In: one rank's local program. Out: a host program of one launch, and the runner of that launch with
 the arenas that hold the program's weights and states. On Hopper GPUs it is the kernel of one row
-(hopper/queues.py), on CPUs the interpreter (cpu/runner.py). Used by distmega/compiled.py.
+(hopper/queues.py) or that of 2 to 16 (hopper/batch_queues.py), on CPUs the interpreter
+(cpu/runner.py). Used by distmega/compiled.py.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,13 +28,13 @@ from distmega.hostir.ir.nodes import (
 from distmega.hostir.lower.lower import KERNEL_KINDS, PEER_KINDS, Localized, lower_program
 from distmega.hostir.passes.passes import run_passes
 from distmega.kernels.cpu.runner import CpuMegakernel, open_peers
-from distmega.kernels.hopper.plan import RowQueues
+from distmega.kernels.hopper.batch_plan import BatchQueues
 from distmega.kernels.hopper.weight_order import order_weights
 from distmega.kernels.isa.lowering import why_not_encodable
 from distmega.kernels.megakernel import Megakernel, compile_megakernel
 from distmega.kernels.runtime.arena import ArenaLayout, Space, layout_arena
 from distmega.kernels.runtime.memory import allocate_arena, arena_views
-from distmega.kernels.runtime.runners import SteppingRunner, open_hopper, plan_hopper
+from distmega.kernels.runtime.runners import Queues, SteppingRunner, open_hopper, plan_hopper
 from distmega.kernels.runtime.symmetric import Team
 from distmega.program.types import Op, Program, accesses
 from distmega.program.types import Tensor as ProgramTensor
@@ -53,7 +54,7 @@ class WholePlan:
     host: HostProgram
     weights: ArenaLayout
     states: ArenaLayout
-    queues: RowQueues | None
+    queues: Queues | None
     kernel: Megakernel | None
 
     @property
@@ -69,6 +70,8 @@ class WholePlan:
     @property
     def num_events(self) -> int:
         """Buffers whose tagged words are polled, or counters."""
+        if isinstance(self.queues, BatchQueues):
+            return len(self.queues.queues[0])
         if self.queues:
             return len(self.queues.buffers)
         return self.kernel.schedule.num_events if self.kernel else 0
@@ -107,13 +110,12 @@ def plan_whole(local: Localized, comm: Communicator, device: torch.device) -> Wh
         layout_arena(Space.WEIGHT, order_weights(segment)),
         layout_arena(Space.STATE, segment.with_role("state")),
     ]
-    queues, kernel = None, None
+    queues: Queues | None = None
+    kernel = None
     if on_gpu:
-        found = plan_hopper(
+        queues = plan_hopper(
             segment, weights=layouts[0], states=layouts[1], device=device, team=_team(comm)
         )
-        assert isinstance(found, RowQueues)
-        queues = found
     else:
         kernel = compile_megakernel(
             segment, comm.mesh, num_sms=CPU_SMS, weights=layouts[0], states=layouts[1]

@@ -26,11 +26,11 @@ MOST_ERROR = 1.25
 class Maker:
     """A program in one dtype, with weights by name as they are asked for."""
 
-    def __init__(self, dtype: str) -> None:
-        self.p, self.dtype = ProgramBuilder("whole"), dtype
+    def __init__(self, dtype: str, rows: int) -> None:
+        self.p, self.dtype, self.rows = ProgramBuilder("whole"), dtype, rows
 
     def input(self, num: int) -> Handle:
-        return self.p.input("x", (1, num), self.dtype)
+        return self.p.input("x", (self.rows, num), self.dtype)
 
     def weight(self, name: str, *shape: int) -> Handle:
         return self.p.weight(name, shape, self.dtype)
@@ -104,8 +104,8 @@ PROGRAMS = {
 }
 
 
-def program_of(name: str, dtype: str) -> Program:
-    m = Maker(dtype)
+def program_of(name: str, dtype: str, rows: int = 1) -> Program:
+    m = Maker(dtype, rows)
     return m.p.build(PROGRAMS[name](m))
 
 
@@ -145,18 +145,21 @@ def error(found: Tensor, exact: Tensor) -> float:
     return float((found - exact).norm() / exact.norm())
 
 
+@pytest.mark.parametrize("rows", [1, 3, 16])
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_program_is_one_launch_as_exact_as_library_ops(name):
-    values = random_values(program_of(name, "bf16"))
-    exact = run(program_of(name, "f32"), values, "cpu")
-    library = error(run(program_of(name, "bf16"), values, "cuda:0", megakernel=False), exact)
-    whole = error(run(program_of(name, "bf16"), values, "cuda:0", megakernel=True), exact)
+def test_a_program_is_one_launch_as_exact_as_library_ops(name, rows):
+    program = program_of(name, "bf16", rows)
+    values = random_values(program)
+    exact = run(program_of(name, "f32", rows), values, "cpu")
+    library = error(run(program, values, "cuda:0", megakernel=False), exact)
+    whole = error(run(program, values, "cuda:0", megakernel=True), exact)
     print(f"{name}: kernel {whole:.2e}, library ops {library:.2e}")
     assert whole <= MOST_ERROR * library
 
 
-def test_inputs_change_between_replays():
-    program = program_of("silu", "bf16")
+@pytest.mark.parametrize("rows", [1, 7])
+def test_inputs_change_between_replays(rows):
+    program = program_of("silu", "bf16", rows)
     values = random_values(program)
     plan = plan_program(program, MESH, H200)
     step = CompiledProgram(plan, SingleCommunicator(MESH), "cuda:0", megakernel=True)
@@ -165,7 +168,7 @@ def test_inputs_change_between_replays():
     (out,) = program.outputs
     step(parts)
     for number in range(1000):
-        x = torch.randn(1, 512, device="cuda").bfloat16()
+        x = torch.randn(rows, 512, device="cuda").bfloat16()
         found = step({"x": x})[out]
         if number % 250 == 0:
             expected = slow(parts | {"x": x})[out]
@@ -173,7 +176,7 @@ def test_inputs_change_between_replays():
 
 
 def test_what_no_kernel_does_is_named():
-    m = Maker("bf16")
+    m = Maker("bf16", 1)
     program = m.p.build(m.p.softmax(m.linear(m.input(64), "w", 64), name="soft"))
     plan = plan_program(program, MESH, H200)
     with pytest.raises(UnsupportedError, match="soft"):

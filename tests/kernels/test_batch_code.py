@@ -9,7 +9,9 @@ from distmega.kernels.hopper import batch_kernel
 from distmega.kernels.hopper.batch_runner import AHEAD, STAGES
 from distmega.kernels.hopper.shapes import TILE_SHARED, WEIGHT_SHARED
 from distmega.kernels.hopper.words import DRAWN, GREEDY, LIMITED
+from distmega.models.presets import PRESETS
 from tests.kernels.sm90 import Machine, compile_kernel
+from tests.kernels.test_batch_queues import queues_of
 
 SHARED_BYTES = 227 * 1024
 
@@ -18,17 +20,24 @@ SHARED_BYTES = 227 * 1024
 def compiled(head_dim: int, num_parts: int, qk_norm: bool, choice: int) -> Machine:
     tiles = f"tensordesc<bf16[16, 8, 64],{WEIGHT_SHARED.value!r}>"
     blocks = f"tensordesc<bf16[128, 64],{TILE_SHARED.value!r}>"
-    types = dict.fromkeys(batch_kernel.decode_batch.arg_names[:-11], "*fp32")
-    numbers = ("num_instructions", "num_steps", "batch", "num_sms", "max_context", "hidden")
+    types = dict.fromkeys(batch_kernel.decode_batch.arg_names[:-16], "*fp32")
+    numbers = ("num_instructions", "num_steps", "batch", "num_sms", "max_context")
     numbers += ("sample_words",)
     types |= dict.fromkeys(("weights0", "weights1", "weights2"), tiles) | {"cache_tiles": blocks}
-    types |= dict.fromkeys(numbers, "i32") | dict.fromkeys(("eps", "inv_hidden", "scale"), "fp32")
+    types |= dict.fromkeys(numbers, "i32") | dict.fromkeys(("eps", "scale"), "fp32")
     words = ("queues", "state", "tokens", "events", "acts", "best_rows", "arrivals")
     types |= dict.fromkeys(words, "*i32")
     types |= dict.fromkeys(("vectors", "embed", "cache"), "*bf16")
     constants = {"D": head_dim, "G": 4, "H": 32, "KVH": 8 // num_parts, "PARTS": num_parts}
     constants |= {"CHOICE": choice, "HEAD_ROWS": 1024, "RANKS": 1}
-    constants |= {"QK_NORM": qk_norm, "STAGES": STAGES, "AHEAD": AHEAD}
+    constants |= {"ROTATED": True, "ATTENDS": True, "NORMS": False, "LOOKS_UP": True}
+    queues = queues_of(PRESETS["llama-3.2-1b"])
+    constants |= {
+        "EPILOGUES": queues.epilogues,
+        "QK_NORM": qk_norm,
+        "STAGES": STAGES,
+        "AHEAD": AHEAD,
+    }
     del types["peers"]
     return compile_kernel(batch_kernel.decode_batch, types, constants, 8, None)
 

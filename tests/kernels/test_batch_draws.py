@@ -10,7 +10,8 @@ import torch
 
 from distmega.engine.decode_plan import DecodeBlueprint, lower_decode, model_mesh, plan_decode
 from distmega.engine.requests import EngineOptions
-from distmega.kernels.hopper.batch_queues import BatchQueues, build_batch_queues
+from distmega.kernels.hopper.batch_plan import BatchQueues
+from distmega.kernels.hopper.batch_queues import build_batch_queues
 from distmega.kernels.hopper.batch_words import (
     BATCH,
     PLACES,
@@ -78,7 +79,7 @@ def test_within_limits_each_rank_has_what_all_have(method: Method, tp: int):
     for queues in team:
         assert queues.gathers
         buffers = {buffer.name: buffer for buffer in queues.buffers}
-        assert list(buffers) == ["parts of h", "parts of x", "told", "highs", "logits"]
+        assert list(buffers) == ["parts 0", "parts 1", "told", "highs", "logits"]
         draws = {queue[-1] for queue in queues.queues}
         assert {(one.logits, one.highs, one.told, one.num_rows) for one in draws} == {
             (*(buffers[name].first for name in ("logits", "highs", "told")), VOCAB)
@@ -134,10 +135,10 @@ def test_the_rank_and_the_sm_whose_logits_are_missing_are_named(owes: int):
         word = told.first + owes * TOLD_WORDS + 2 * 31 + more
         report = Report(tag=3 * (number + 1) + number + 1, word=word, last=4)
         error = explain_batch_hang(queues, report, 60.0, 1)
-        assert f"rank 1, SM 4 (instruction {number}, draw) waited 60 s for word" in error.found
+        assert f"rank 1, SM 4 (instruction {number}, next) waited 60 s for word" in error.found
         assert "of 'told'" in error.found
         assert f"step 3, instruction {number}" in error.expected
-        assert f"owed by rank {owes}, SM 31, instruction {number - 1}, head" in error.remedy
+        assert f"owed by rank {owes}, SM 31, instruction {number - 1}, logits" in error.remedy
 
 
 def test_an_event_of_the_draw_is_named():
@@ -145,9 +146,8 @@ def test_an_event_of_the_draw_is_named():
     number = len(queues.queues[0]) - 1
     report = Report(tag=2 * (number + 1) + 1, word=number, last=2)
     error = explain_batch_hang(queues, report, 60.0, 0)
-    assert f"instruction 0, embed waited 60 s for event {number} (instruction {number}, draw)" in (
-        error.found
-    )
+    waited = f"instruction 0, embedded waited 60 s for event {number} "
+    assert f"{waited}(instruction {number}, next)" in error.found
 
 
 def test_the_host_sees_the_logits_of_all_ranks(monkeypatch: pytest.MonkeyPatch):

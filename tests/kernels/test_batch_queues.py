@@ -8,14 +8,19 @@ from functools import cache
 import pytest
 
 from distmega.errors import UnsupportedError
-from distmega.kernels.hopper.batch_queues import BatchQueues, build_batch_queues
+from distmega.kernels.hopper.batch_plan import BatchQueues
+from distmega.kernels.hopper.batch_queues import build_batch_queues
 from distmega.kernels.hopper.batch_words import (
     GROUP_UNITS,
+    NORMED,
+    PAIRED,
     PLACES,
     BatchAttention,
+    BatchDraw,
+    BatchEmbed,
     BatchHead,
+    BatchInstruction,
     BatchLinear,
-    Opcode,
     pack,
 )
 from distmega.kernels.hopper.weight_order import matrix_columns, order_weights
@@ -40,12 +45,25 @@ def queues_of(
     return build_batch_queues(program, weights, states, num_sms)
 
 
+def kind_of(one: BatchInstruction, queues: BatchQueues) -> str:
+    """What an instruction of a decoder is."""
+    match one:
+        case BatchLinear():
+            epilogue = queues.epilogues.each[one.opcode]
+            if epilogue.num_streams == 2:
+                return "gated"
+            return "residual" if epilogue.num_carried else "qkv"
+        case BatchAttention() | BatchEmbed() | BatchHead() | BatchDraw():
+            return type(one).__name__.removeprefix("Batch").lower()
+    raise AssertionError(one)
+
+
 def rows_read(task: BatchLinear | BatchHead) -> list[int]:
     """Rows of its matrix in the order in which the loader brings them, tile by tile along k."""
     rows = []
     for unit in range(task.num_units):
         first = task.weight_row + unit * UNIT_ROWS
-        if isinstance(task, BatchLinear) and task.opcode is Opcode.GATED:
+        if task.flags & PAIRED:
             first = (task.pair_row if unit % 2 else task.weight_row) + unit // 2 * UNIT_ROWS
         rows += range(first, first + UNIT_ROWS)
     return rows
@@ -70,46 +88,51 @@ def test_every_weight_row_is_read_once(name: str):
 def test_all_sms_have_the_same_instructions(name: str):
     """So that an event counts every SM, with or without rows; and pairs stay within a round."""
     queues = queues_of(PRESETS[name])
-    kinds = [one.opcode for one in queues.queues[0]]
+    kinds = [kind_of(one, queues) for one in queues.queues[0]]
     num_layers = PRESETS[name].num_layers
-    layer = [Opcode.QKV, Opcode.ATTENTION, Opcode.RESIDUAL, Opcode.GATED, Opcode.RESIDUAL]
-    assert kinds == [Opcode.EMBED, *layer * num_layers, Opcode.HEAD]
+    layer = ["qkv", "attention", "residual", "gated", "residual"]
+    assert kinds == ["embed", *layer * num_layers, "head"]
     for queue in queues.queues:
-        assert [one.opcode for one in queue] == kinds
-        assert [one.event for one in queue] == list(range(len(queue)))
-        assert all(t.num_units % 2 == 0 for t in queue if t.opcode is Opcode.GATED)
+        assert [one.opcode for one in queue] == [one.opcode for one in queues.queues[0]]
+        pairs = [one for one in queue if isinstance(one, BatchLinear) and one.flags & PAIRED]
+        assert len(pairs) == num_layers
+        assert all(one.num_units % 2 == 0 for one in pairs)
     assert GROUP_UNITS % 2 == 0
 
 
 def test_limits_are_looked_for_behind_the_event_of_the_logits():
     config = PRESETS["smollm2-135m"]
     for method, last in (
-        (Method(kind="plain"), Opcode.HEAD),
-        (Method(kind="limited", num_candidates=64), Opcode.DRAW),
-        (Method(kind="limited"), Opcode.DRAW),
+        (Method(kind="plain"), "head"),
+        (Method(kind="limited", num_candidates=64), "draw"),
+        (Method(kind="limited"), "draw"),
     ):
-        (queue, *_) = queues_of(config, method=method).queues
-        assert queue[-1].opcode is last
+        queues = queues_of(config, method=method)
+        (queue, *_) = queues.queues
+        assert kind_of(queue[-1], queues) == last
         assert queue[-1].num_rows == config.vocab
-        assert queue[-1].event == len(queue) - 1
 
 
-@pytest.mark.parametrize("opcode", [Opcode.EMBED, Opcode.RESIDUAL])
-def test_the_residual_stream_of_a_row_stays_on_one_sm(opcode: Opcode):
-    for queue in queues_of(PRESETS["llama-3.2-1b"]).queues:
-        own = [(t.row0, t.num_units) for t in queue if t.opcode in (Opcode.EMBED, opcode)]
-        assert len(set(own)) == 1
+def test_the_residual_stream_of_a_row_stays_on_one_sm():
+    queues = queues_of(PRESETS["llama-3.2-1b"])
+    for queue in queues.queues:
+        own = [one for one in queue if kind_of(one, queues) in ("embed", "residual")]
+        assert len({(one.row0, one.num_units, one.keep) for one in own}) == 1
 
 
 def test_norm_weights_go_to_whoever_writes_x():
     program = build_decoder(PRESETS["qwen3-0.6b"], 1, 256, batch=3, dtype="bf16")
     weights = layout_arena(Space.WEIGHT, order_weights(program))
-    (queue, *_) = queues_of(PRESETS["qwen3-0.6b"], batch=3).queues
-    writers = [t for t in queue if t.opcode in (Opcode.EMBED, Opcode.RESIDUAL)]
+    queues = queues_of(PRESETS["qwen3-0.6b"], batch=3)
+    (queue, *_) = queues.queues
+    writers = [
+        one for one in queue if isinstance(one, BatchLinear | BatchEmbed) and one.next_norm >= 0
+    ]
     names = [f"layers.{i}.{part}_norm" for i in range(28) for part in ("attn", "ffn")] + ["norm"]
     assert [t.next_norm for t in writers] == [weights.offset(name) // 2 for name in names]
-    readers = [t.opcode for t in queue if isinstance(t, BatchLinear | BatchHead) and t.norm]
-    assert readers == [Opcode.QKV, Opcode.GATED] * 28 + [Opcode.HEAD]
+    linears = [one for one in queue if isinstance(one, BatchLinear | BatchHead)]
+    readers = [kind_of(one, queues) for one in linears if one.flags & NORMED]
+    assert readers == ["qkv", "gated"] * 28 + ["head"]
 
 
 def test_words_of_an_instruction():

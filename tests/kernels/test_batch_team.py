@@ -9,16 +9,18 @@ import torch
 
 from distmega.engine.decode_plan import DecodeBlueprint, lower_decode, plan_decode
 from distmega.engine.requests import EngineOptions
-from distmega.kernels.hopper.batch_queues import BatchQueues, build_batch_queues
+from distmega.kernels.hopper.batch_plan import BatchQueues
+from distmega.kernels.hopper.batch_queues import build_batch_queues
 from distmega.kernels.hopper.batch_runner import BatchRunner
 from distmega.kernels.hopper.batch_words import (
     BATCH,
+    BEST_WORDS,
     PLACES,
+    BatchAttention,
     BatchEmbed,
     BatchHead,
     BatchInstruction,
     BatchLinear,
-    Opcode,
     pack,
 )
 from distmega.kernels.hopper.diagnosis import Report, explain_batch_hang
@@ -59,17 +61,17 @@ def team(request: pytest.FixtureRequest) -> list[BatchQueues]:
 
 def sums(queues: BatchQueues) -> list[list[BatchEmbed | BatchLinear]]:
     """What each SM sums over ranks, in the order in which it does."""
-    kinds = Opcode.EMBED, Opcode.RESIDUAL
-    return [[one for one in queue if one.opcode in kinds] for queue in queues.queues]
+    return [
+        [one for one in queue if isinstance(one, BatchEmbed | BatchLinear) and one.parts]
+        for queue in queues.queues
+    ]
 
 
 def test_ranks_have_the_same_queues_but_for_their_parts(team: list[BatchQueues]):
     def common(one: BatchInstruction) -> BatchInstruction:
         match one:
             case BatchEmbed():
-                return replace(
-                    one, own_part=0, own_best=0, first_token=0, first_column=0, first_id=0
-                )
+                return replace(one, own_part=0, place=0, first_token=0, first_column=0, first_id=0)
             case BatchHead():
                 return replace(one, num_rows=0, first_id=0, place=0)
             case BatchLinear():
@@ -78,9 +80,9 @@ def test_ranks_have_the_same_queues_but_for_their_parts(team: list[BatchQueues])
 
     first, *others = team
     for place, queues in enumerate(others, start=1):
-        assert queues.shape == first.shape
+        assert (queues.attention, queues.epilogues) == (first.attention, first.epilogues)
         assert queues.buffers == first.buffers
-        assert queues.first_id == place * first.shape.vocab
+        assert queues.first_id == place * first.vocab
         for mine, theirs in zip(queues.queues, first.queues, strict=True):
             assert list(map(common, mine)) == list(map(common, theirs))
 
@@ -94,15 +96,15 @@ def test_the_vocabulary_is_shared_whole_and_once(name: str, tp: int):
     last = 0
     for queues, one in zip(team, embeds, strict=True):
         assert (queues.first_id, one.first_id, one.first_token) == (last, last, last)
-        assert (one.first_column, one.num_columns) == (0, queues.shape.hidden)
-        assert queues.logit_rows == one.num_tokens == queues.shape.vocab
+        assert (one.first_column, one.num_columns) == (0, queues.hidden)
+        assert queues.logit_rows == one.num_tokens == queues.vocab
         last += queues.logit_rows
     assert last == PRESETS[name].vocab
 
 
 def test_every_rank_pushes_each_word_of_a_sum_once(team: list[BatchQueues]):
-    ranks, hidden = len(team), team[0].shape.hidden
-    for name, number in (("parts of x", 0), ("parts of h", 1), ("parts of x", 2)):
+    ranks, hidden = len(team), team[0].hidden
+    for name, number in (("parts 0", 0), ("parts 1", 1), ("parts 0", 2)):
         buffer = next(one for one in team[0].buffers if one.name == name)
         pushed: list[int] = []
         for queues in team:
@@ -122,7 +124,8 @@ def test_sums_take_turns_and_give_an_sm_the_same_rows(team: list[BatchQueues]):
             assert len({(one.row0, one.num_units) for one in own}) == 1
             parts = [one.parts for one in own]
             assert all(a != b for a, b in pairwise(parts))
-            assert len(parts) == 1 + 2 * queues.shape.num_layers
+            layers = sum(isinstance(one, BatchAttention) for one in queues.queues[0])
+            assert len(parts) == 1 + 2 * layers
 
 
 def test_buffers_lie_behind_the_events(team: list[BatchQueues]):
@@ -136,7 +139,9 @@ def test_buffers_lie_behind_the_events(team: list[BatchQueues]):
         best = queues.buffers[0]
         assert best.name == "best", "awaited before the parts of x with the same tag"
         (embed,) = {one[0] for one in queues.queues if one[0].row0 == 0 and one[0].num_units}
-        assert best.first == embed.best <= embed.own_best < best.first + best.num_words // 2
+        assert best.first == embed.best
+        assert embed.place == queues.first_id // queues.vocab
+        assert 2 * len(team) * BEST_WORDS == best.num_words
 
 
 def test_words_of_an_embedding():
@@ -198,27 +203,27 @@ def test_the_rank_and_the_sm_that_owe_a_part_are_named():
     number, sm = 5 * 3 + 3, 9
     task = queues.queues[sm][number]
     assert isinstance(task, BatchLinear)
-    part = task.parts + 2 * queues.shape.hidden * BATCH + task.row0 * BATCH
+    part = task.parts + 2 * queues.hidden * BATCH + task.row0 * BATCH
     text = explain(part + 17, 2 * len(queues.queues[0]) + number + 1, sm)
-    assert f"rank 0, SM {sm} (instruction {number}, o of layer 3, rows {task.row0} to" in text
-    assert "of 'parts of h'" in text
+    assert f"rank 0, SM {sm} (instruction {number}, layers.3.attn_sum, rows {task.row0} to" in text
+    assert "of 'parts 1'" in text
     assert f"(step 2, instruction {number})" in text
-    assert f"owed by rank 2, SM {sm}, instruction {number}, o of layer 3, rows" in text
+    assert f"owed by rank 2, SM {sm}, instruction {number}, layers.3.attn_sum, rows" in text
 
 
 def test_who_owes_the_likeliest_tokens_is_named():
     queues = team_queues("llama-3.2-1b", 4)[1]
     best = queues.buffers[0].first
     text = explain(best + 3 * 2 * BATCH, 1, 4, rank=1)
-    assert "rank 1, SM 4 (instruction 0, embed" in text
-    assert "owed by rank 3, SM 0, behind instruction 81, head" in text
+    assert "rank 1, SM 4 (instruction 0, embedded" in text
+    assert "owed by rank 3, SM 0, behind instruction 81, logits" in text
 
 
 def test_an_event_of_one_of_several_ranks():
     number = 5 * 1 + 5
     text = explain(number - 1, 82 * 7 + number + 1, 2, rank=3)
-    assert f"rank 3: instruction {number}, down of layer 1 waited 60 s for event" in text
-    assert f"(instruction {number - 1}, gated of layer 1)" in text
+    assert f"rank 3: instruction {number}, layers.1.ffn_sum waited 60 s for event" in text
+    assert f"(instruction {number - 1}, layers.1.ffn_mixed)" in text
     assert "owed by rank 3, by 2 of 132 SMs" in text
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from distmega.errors import HangError
-from distmega.kernels.hopper.batch_words import Opcode as BatchOpcode
+from distmega.kernels.hopper.batch_words import PAIRED, BatchLinear
 from distmega.kernels.hopper.diagnosis import (
     Report,
     explain_batch_hang,
@@ -177,10 +177,12 @@ def test_the_sm_that_owes_a_number_or_a_candidate_of_a_draw_is_named():
 def test_an_event_of_the_batched_kernel():
     queues = batch_queues_of(PRESETS["qwen3-0.6b"])
     gated = next(
-        i for i, one in enumerate(queues.queues[0]) if one.opcode is BatchOpcode.GATED
-    )  # fmt: skip
+        i
+        for i, one in enumerate(queues.queues[0])
+        if isinstance(one, BatchLinear) and one.flags & PAIRED
+    )
     report = Report(tag=3 * len(queues.queues), word=gated, last=2)
     text = str(explain_batch_hang(queues, report, 2.0))
-    assert f"event {gated} (gated, instruction {gated})" in text
+    assert f"event {gated} (layers.0.ffn_mixed, instruction {gated})" in text
     assert "that of step 2" in text
     assert f"2 of {len(queues.queues)} SMs" in text

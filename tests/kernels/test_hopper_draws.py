@@ -9,7 +9,8 @@ import pytest
 from distmega.engine.decode_plan import DecodeBlueprint, lower_decode, model_mesh, plan_decode
 from distmega.engine.requests import EngineOptions
 from distmega.hostir.ir.nodes import Collective, HostProgram, LaunchMegakernel, LibraryOp, Send
-from distmega.kernels.hopper.batch_queues import BatchQueues, build_batch_queues
+from distmega.kernels.hopper.batch_plan import BatchQueues
+from distmega.kernels.hopper.batch_queues import build_batch_queues
 from distmega.kernels.hopper.plan import RowQueues
 from distmega.kernels.hopper.queues import build_queues
 from distmega.kernels.hopper.words import Sample

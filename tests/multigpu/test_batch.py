@@ -185,9 +185,9 @@ def drop_a_part(comm: Communicator) -> None:
     assert f"rank {comm.rank}, SM" in found, found
     if comm.rank != last:
         owed = found.partition("owed by")[2]
-        assert f"rank {last}, SM {SM}, instruction {number}, o of layer {LAYER}, rows" in owed
+        assert f"rank {last}, SM {SM}, instruction {number}, layers.{LAYER}.attn_sum, rows" in owed
         assert f"SM {SM} (instruction {number}" in found, found
-        assert "of 'parts of h'" in found, found
+        assert "of 'parts 1'" in found, found
     stepping._words.copy_(saved)
     torch.cuda.synchronize()
     comm.barrier()
@@ -210,9 +210,9 @@ def drop_a_word(comm: Communicator) -> None:
     start(engine, 1)
     found = hang_of(engine)
     assert f"rank {comm.rank}, SM" in found, found
-    assert f"(instruction {head + 1}, draw) waited" in found, found
+    assert f"(instruction {head + 1}, next) waited" in found, found
     assert "of 'told'" in found, found
-    assert f"owed by rank {last}, SM {SM}, instruction {head}, head" in found, found
+    assert f"owed by rank {last}, SM {SM}, instruction {head}, logits" in found, found
     stepping._words.copy_(saved)
     torch.cuda.synchronize()
     comm.barrier()
@@ -228,7 +228,7 @@ def lose_a_signal(comm: Communicator) -> None:
     start(engine, 1)
     found = hang_of(engine)
     if comm.rank == 0:
-        assert f"for event {event} (instruction {event}, gated of layer {LAYER})" in found, found
+        assert f"for event {event} (instruction {event}, layers.{LAYER}.ffn_mixed)" in found, found
         assert "owed by rank 0, by 1 of " in found, found
     else:
         assert "rank 0, SM" in found.partition("owed by")[2], found
