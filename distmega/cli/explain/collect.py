@@ -100,10 +100,12 @@ def _stage(index: int, decode: DecodeBlueprint, full: bool) -> StageFacts:
     plan, machine = decode.staged.plan, decode.machine
     fused_us = {one.pair.result: dict(one.times_us).get(one.way, 0.0) for one in plan.overlaps}
     memory = plan.memory
+    runs_as, one_kernel = _runner(decode)
     return StageFacts(
         index=index,
         ranks=plan.mesh.axes,
-        runs_as=_runner(decode),
+        runs_as=runs_as,
+        one_kernel=one_kernel,
         notes=tuple(_notes(decode)),
         time=_time(plan),
         memory=MemoryFacts(
@@ -127,19 +129,19 @@ def _stage(index: int, decode: DecodeBlueprint, full: bool) -> StageFacts:
     )
 
 
-def _runner(decode: DecodeBlueprint) -> str:
-    """What does a decode step on the machine."""
+def _runner(decode: DecodeBlueprint) -> tuple[str, bool]:
+    """What does a decode step on the machine, and whether that is one kernel."""
     segments, num_sms = decode.host.segments, decode.machine.num_sms
     if decode.machine == CPU:
-        return f"{len(segments)} segments by the interpreter of queues"
+        return f"{len(segments)} segments by the interpreter of queues", False
     if len(segments) != 1:
-        return f"library ops, since a step is {len(segments)} segments"
+        return f"library ops, since a step is {len(segments)} segments", False
     build = build_batch_queues if decode.options.batch > 1 else build_queues
     try:
         queues = build(segments[0], decode.weights, decode.states, num_sms)
     except UnsupportedError as error:
-        return f"library ops, since {error.found}"
-    return f"one kernel of {sum(map(len, queues.queues))} tasks a step, on Hopper GPUs"
+        return f"library ops, since {error.found}", False
+    return f"one kernel of {sum(map(len, queues.queues))} tasks a step, on Hopper GPUs", True
 
 
 def _notes(decode: DecodeBlueprint) -> Iterator[str]:

@@ -96,14 +96,13 @@ class TimeFacts:
     def total_us(self) -> float:
         return self.bytes_us + self.flops_us + self.launch_us + self.collectives_us
 
-    def parts(self) -> tuple[tuple[str, float], ...]:
-        """Words and times of the parts, the largest first."""
-        parts = (
-            ("reading and writing", self.bytes_us),
-            ("arithmetic", self.flops_us),
-            ("launches", self.launch_us),
-            ("collectives", self.collectives_us),
-        )
+    def parts(self, *, kernel: bool = False) -> tuple[tuple[str, float], ...]:
+        """Words and times of the parts, the largest first; kernel: of those that one kernel has,
+        which launches nothing and calls no library for collectives.
+        """
+        parts = [("reading and writing", self.bytes_us), ("arithmetic", self.flops_us)]
+        if not kernel:
+            parts += [("launches", self.launch_us), ("collectives", self.collectives_us)]
         return tuple(sorted(parts, key=lambda part: -part[1]))
 
 
@@ -173,14 +172,15 @@ class HostFacts:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageFacts:
     """One stage of a pipeline, or all there is. ranks: the mesh of its ranks. runs_as: what does a
-    step there. notes: what else a reader should know. tensors: of the program; parts: those
-    that ranks hold, under local names. plan_text: the plan's own
-    words, of a full report.
+    step there; one_kernel: a persistent one. notes: what else a reader should know. tensors: of the
+    program; parts: those that ranks hold, under local names. plan_text: the plan's own words, of a
+    full report.
     """
 
     index: int
     ranks: tuple[tuple[str, int], ...]
     runs_as: str
+    one_kernel: bool
     notes: tuple[str, ...]
     time: TimeFacts
     memory: MemoryFacts
@@ -199,6 +199,14 @@ class StageFacts:
         for _, size in self.ranks:
             total *= size
         return total
+
+    @property
+    def bound(self) -> str:
+        """What takes most of the predicted time, and what would as one kernel, if it is one."""
+        library, kernel = self.time.parts()[0][0], self.time.parts(kernel=True)[0][0]
+        if not self.one_kernel or library == kernel:
+            return library
+        return f"{library}; as one kernel by {kernel}"
 
     @property
     def first_rank(self) -> int:

@@ -100,9 +100,9 @@ def _body(report: Report, title: str) -> Iterator[str]:
 
 
 def _summary(stage: StageFacts) -> Iterator[str]:
-    time, parts = stage.time, stage.time.parts()
+    time = stage.time
     rows = (
-        ("predicted", f"{format_us(time.total_us)} a token, bound by {parts[0][0]}"),
+        ("predicted", f"{format_us(time.total_us)} a token, bound by {stage.bound}"),
         ("at least", f"{format_us(time.least_us)}, all bytes of ops at the rate of memory"),
         ("runs as", stage.runs_as),
         ("a rank holds", format_bytes(stage.memory.total_bytes)),

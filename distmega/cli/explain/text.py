@@ -50,8 +50,7 @@ def _cost(stage: StageFacts, machine: str) -> Iterator[str]:
     parts = [(word, us) for word, us in time.parts() if us > 0]
     shares = (f"{word} {format_us(us)} ({100 * us / time.total_us:.0f}%)" for word, us in parts)
     yield f"    of that: {', '.join(shares)}"
-    if parts:
-        yield f"  bound by: {parts[0][0]}"
+    yield f"  bound by: {stage.bound}"
     yield f"  at least: {format_us(time.least_us)}, all bytes of ops at the rate of memory"
     yield f"  decode steps: {stage.runs_as}"
     held = (f"{word} {format_bytes(size)}" for word, size in memory.parts() if size)
