@@ -74,10 +74,11 @@ def _used(op: Op, operand: int) -> set[str]:
 
 
 def _linear_classes(op: Op) -> dict[str, str]:
+    """b, along which all operands run, is walked: an instruction for each of its elements."""
     x, w, out = _used(op, 0), _used(op, 1), _used(op, -1)
     kinds = {
-        (True, False, True): "m", (False, True, True): "n", (True, True, False): "k",
-        (True, True, True): "b",
+        (True, False, True): "m", (False, True, True): "n", (True, True, True): "b",
+        **dict.fromkeys(((True, True, False), (True, False, False), (False, True, False)), "k"),
     }  # fmt: skip
     classes = {}
     for axis in op.axes:

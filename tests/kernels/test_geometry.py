@@ -89,8 +89,21 @@ def test_views_need_no_instruction():
 
 
 @pytest.mark.parametrize(
-    "spec", ["b m k, b n k -> b m n", "m k, n k -> k n", "a m b k, n k a b -> m n"]
+    ("spec", "count"),
+    [("b m k, b n k -> b m n", 2), ("m k, n k -> k n", 4), ("a b k, a b k -> a b", 6)],
 )
+def test_axes_of_all_operands_are_walked(spec: str, count: int):
+    sizes = dict(zip("abmnk", (2, 3, 5, 3, 4), strict=True)) | ({"b": 2} if "m" in spec else {})
+    shapes = [tuple(sizes[n] for n in part.split()) for part in spec.partition("->")[0].split(",")]
+    p = ProgramBuilder("linear")
+    x, w = (p.input(n, shape) for n, shape in zip("xw", shapes, strict=True))
+    program = p.build(p.linear(x, w, spec=spec))
+    ((*instructions,),) = lowered(program, program.ops[0])
+    assert len(instructions) == count
+    assert len({i.out.first for i in instructions}) == count
+
+
+@pytest.mark.parametrize("spec", ["a m b k, n k a b -> m n", "a m b, n b a -> m n"])
 def test_contractions_of_other_forms_stay_library_ops(spec):
     sizes = {name: 2 + i for i, name in enumerate("abmnk")}
     shapes = [tuple(sizes[n] for n in part.split()) for part in spec.partition("->")[0].split(",")]
