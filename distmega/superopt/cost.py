@@ -7,6 +7,7 @@ read comes from the L2 cache. Next: schedule.py.
 
 import math
 from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,9 +18,11 @@ from distmega.sharding.search.cost import Machine, op_time_us
 from distmega.superopt.arithmetic import Array
 from distmega.superopt.ugraph import Kernel, UGraph, joint_extents
 
-CACHE_RATE = 2.5
-"""How many times faster the L2 cache feeds an SM than memory feeds its share: a rough figure of
-Hopper GPUs (5.5 to 7 of 12 TB/s), which no measurement here stands behind yet."""
+CACHE_RATE = 1.5
+"""How many times faster the L2 cache feeds an SM than memory feeds its share: about 6 of 4 TB/s."""
+
+VECTOR_COST = 2.5
+"""Instructions of a multiply-add that tensor cores don't do, with what widens its operands."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +30,8 @@ class Work:
     """What a kernel does. Arrays have one element a grid.
 
     memory_bytes: of the tensors it reads and writes, each once. block_bytes: that one block reads
-    and writes. products, functions: multiply-adds of contractions, and functions of maps, of one
-    block. blocks: of the grid. rounds: iterations of the loop.
+    and writes. products, functions: multiply-adds that tensor cores do, and instructions of all
+    else, of one block. blocks: of the grid. rounds: iterations of the loop.
     """
 
     memory_bytes: int
@@ -48,7 +51,7 @@ def kernel_us(work: Work, machine: Machine) -> Array:
     share = CACHE_RATE * rate / machine.num_sms
     moved = np.maximum(work.memory_bytes / rate, waves * work.block_bytes / share)
     fast, slow = (machine.flops_rate(dtype) / machine.num_sms for dtype in ("bf16", "f32"))
-    computed = waves * (2.0 * work.products / fast + work.functions / slow)
+    computed = waves * 2.0 * (work.products / fast + work.functions / slow)
     alone = np.minimum(moved, computed) / (work.rounds * waves)
     found = machine.launch_us + np.maximum(moved, computed) + alone
     return np.asarray(found, dtype=np.float64)
@@ -75,16 +78,24 @@ def work_of(graph: UGraph, kernel: Kernel) -> Work:
         _elements(tensors[s.name].axes, tiles) * item_bytes(tensors[s.name].dtype)
         for s in kernel.stores
     )
-    products = sum(
-        _elements({*op.axes, *op.reduced}, tiles) for op in kernel.ops if op.kind == "contract"
-    )
-    functions = sum(
-        num_functions(op.kind, op.expr) * _elements({*op.axes, *op.reduced}, tiles)
-        for op in kernel.ops
-        if op.kind not in ("contract", "cat")
-    )
+    along = {load.name: {a for dim in load.dims for a in dim} for load in kernel.loads}
+    along |= {op.name: set(op.axes) for op in kernel.ops}
+    products = functions = 0.0
+    for op in kernel.ops:
+        elements = _elements({*op.axes, *op.reduced}, tiles)
+        if op.kind == "contract" and are_matrices(*(along[arg] for arg in op.args)):
+            products += elements
+        elif op.kind == "contract":
+            functions += VECTOR_COST * elements
+        elif op.kind != "cat":
+            functions += num_functions(op.kind, op.expr) * elements
     one = [np.array([float(x)]) for x in (block, products, functions, kernel.num_blocks)]
     return Work(total, one[0], one[1], one[2], one[3], kernel.loop[1] if kernel.loop else 1)
+
+
+def are_matrices(a: AbstractSet[str], b: AbstractSet[str]) -> bool:
+    """Whether operands along these axes both have rows of their own, as tensor cores need."""
+    return bool(a - b) and bool(b - a)
 
 
 def num_functions(kind: str, text: str) -> int:

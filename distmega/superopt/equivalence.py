@@ -33,7 +33,7 @@ from distmega.superopt.verify import verify_graph
 LOG2_BOUND = 40
 """A wrong graph passes with probability at most 2^-40."""
 
-MOST_TESTS = 60_000
+MOST_TESTS = 250_000
 BATCH = 2048
 FEW_TESTS = 32
 """Tests at least, and tests with three parts besides."""

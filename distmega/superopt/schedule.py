@@ -15,7 +15,13 @@ import numpy as np
 from distmega.program.dtypes import item_bytes
 from distmega.sharding.search.cost import Machine
 from distmega.superopt.arithmetic import Array
-from distmega.superopt.cost import Work, kernel_us, num_functions
+from distmega.superopt.cost import (
+    VECTOR_COST,
+    Work,
+    are_matrices,
+    kernel_us,
+    num_functions,
+)
 from distmega.superopt.egraph import EGraph
 from distmega.superopt.generate import Choice, Recipe
 from distmega.superopt.ugraph import SHARED_BYTES, Stage, rescaling_operands
@@ -259,11 +265,15 @@ class Scheduler:
         return moving, resting
 
     def _arithmetic(self, steps: Sequence[Step], tiles: "_Tiles") -> tuple[Array, Array]:
-        """Multiply-adds of contractions and functions of maps of one block."""
+        """Multiply-adds that tensor cores do, and instructions of all else, of one block."""
         products, functions = tiles.none, tiles.none
         for number, choice in steps:
             if choice.kind == "contract":
-                products = products + tiles.of(self.axes(number) | set(choice.data))
+                elements = tiles.of(self.axes(number) | set(choice.data))
+                if are_matrices(*(self.axes(arg) for arg in choice.args)):
+                    products = products + elements
+                else:
+                    functions = functions + VECTOR_COST * elements
             elif choice.kind == "map":
                 count = num_functions("map", choice.data[0])
                 functions = functions + count * tiles.of(self.axes(number))
