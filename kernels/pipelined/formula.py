@@ -64,17 +64,17 @@ def evaluate(expr: tl.constexpr, args):
         base = evaluate(_part(expr, 0), args)
         return base * base
     elif _num_parts(expr) == 1:
-        return _unary(fn, evaluate(_part(expr, 0), args))
+        return unary(fn, evaluate(_part(expr, 0), args))
     elif fn == "where":
         condition = evaluate(_part(expr, 0), args)
         chosen, other = evaluate(_part(expr, 1), args), evaluate(_part(expr, 2), args)
         return tl.where(condition != 0.0, chosen, other)
     else:
-        return _binary(fn, evaluate(_part(expr, 0), args), evaluate(_part(expr, 1), args))
+        return binary(fn, evaluate(_part(expr, 0), args), evaluate(_part(expr, 1), args))
 
 
 @triton.jit
-def _unary(fn: tl.constexpr, x):
+def unary(fn: tl.constexpr, x):
     if fn == "exp":
         return tl.exp(x)
     elif fn == "log":
@@ -114,7 +114,7 @@ def _sigmoid(x):
 
 
 @triton.jit
-def _binary(fn: tl.constexpr, x, y):
+def binary(fn: tl.constexpr, x, y):
     if fn == "add":
         return x + y
     elif fn == "sub":

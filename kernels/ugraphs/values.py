@@ -1,0 +1,104 @@
+"""What a name of an emitted kernel stands for: a block of a tensor along named axes.
+
+In: axes and tile extents of a kernel. Out: Layout, which writes index expressions and changes of
+form as Triton source. An axis of which a block has one element has no dim; one whose extent is no
+power of two is padded to the next one, since Triton's blocks are powers of two. Next: source.py.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+Groups = tuple[tuple[str, ...], ...]
+"""Axes of each dim of a matrix form, such as rows and columns."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A Triton block (or scalar) by its name in the source. axes: of its dims, in the layout's
+    order. exact: the 16-bit type that holds its elements exactly, "" for f32. zeroed: whether
+    elements in the padding are 0.
+    """
+
+    name: str
+    axes: tuple[str, ...]
+    exact: str
+    zeroed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One piece, or several that lie side by side along axis `joined`; inner: what that axis is
+    called in each.
+    """
+
+    pieces: tuple[Piece, ...]
+    joined: str = ""
+    inner: tuple[str, ...] = ()
+
+
+class Layout:
+    """Axes in their order, and how many elements a block has along each."""
+
+    def __init__(self, order: Sequence[str], tiles: Mapping[str, int]) -> None:
+        self._place = {axis: number for number, axis in enumerate(order)}
+        self._tiles = tiles
+
+    def tile(self, axis: str) -> int:
+        """Elements of a block along an axis."""
+        return self._tiles[axis]
+
+    def size(self, axis: str) -> int:
+        """The same with its padding."""
+        return 1 << (self._tiles[axis] - 1).bit_length()
+
+    def is_padded(self, axes: Sequence[str]) -> bool:
+        """Whether a block along these axes has padding."""
+        return any(self.size(axis) != self.tile(axis) for axis in axes)
+
+    def dims(self, axes: Sequence[str]) -> tuple[str, ...]:
+        """Those of the axes that have a dim, in order."""
+        kept = {axis for axis in axes if self.size(axis) > 1}
+        return tuple(sorted(kept, key=self._place.__getitem__))
+
+    def shape(self, axes: Sequence[str]) -> list[int]:
+        """Padded extents."""
+        return [self.size(axis) for axis in axes]
+
+    def elements(self, axes: Sequence[str]) -> int:
+        """Of a block along these axes, padding included."""
+        return math.prod(self.shape(axes))
+
+    def spread(self, text: str, axes: Sequence[str], wanted: Sequence[str]) -> str:
+        """An expression along `axes` with a dim for each of the axes `wanted`."""
+        if not axes or list(axes) == list(wanted):
+            return text
+        return f"{text}[{', '.join(':' if axis in axes else 'None' for axis in wanted)}]"
+
+    def inside(self, axes: Sequence[str], wanted: Sequence[str]) -> str:
+        """The condition for elements that are no padding along `axes`; "" if there is none."""
+        return " & ".join(
+            f"({self.spread(f'r_{axis}', (axis,), wanted)} < {self.tile(axis)})"
+            for axis in axes
+            if self.is_padded((axis,))
+        )
+
+    def to_matrix(self, text: str, axes: Sequence[str], groups: Groups) -> str:
+        """A block along `axes`, some of extent 1 by then, with a dim for each of the groups."""
+        wanted = [axis for group in groups for axis in group]
+        if list(axes) != wanted:
+            places = [list(axes).index(axis) for axis in wanted]
+            text = f"tl.permute({text}, {places})"
+        if any(len(group) != 1 for group in groups):
+            text = f"tl.reshape({text}, {[self.elements(group) for group in groups]})"
+        return text
+
+    def from_matrix(self, text: str, groups: Groups) -> str:
+        """The opposite: dims in the layout's order."""
+        made = [axis for group in groups for axis in group]
+        wanted = list(self.dims(made))
+        if any(len(group) != 1 for group in groups):
+            text = f"tl.reshape({text}, {self.shape(made)})"
+        if made != wanted:
+            text = f"tl.permute({text}, {[made.index(axis) for axis in wanted]})"
+        return text
