@@ -40,6 +40,8 @@ from distmega.kernels.runtime.whole import WholePlan, open_whole, plan_whole
 from distmega.program import types as program
 from distmega.sharding.localize import LocalProgram, localize
 from distmega.sharding.planner import Plan
+from distmega.superopt.rewrite import FUSED_GRAPH
+from distmega.superopt.rules import shipped_rules
 
 logger = logging.getLogger(__name__)
 
@@ -99,13 +101,18 @@ class CompiledProgram:
         """
         self.plan, self.comm, self.device = plan, comm, torch.device(device)
         on_gpu = self.device.type == "cuda"
+        self._rules = shipped_rules() if on_gpu else ()
         local = localize(plan)
         peers = isinstance(comm, NcclCommunicator)
         self._whole, self._no_kernel = self._plan_kernel(local, megakernel, warm=warm)
         self.host: HostProgram = (
             self._whole.host
             if self._whole
-            else run_passes(lower_program(local, megakernel=False, peer_memory=peers, fuse=on_gpu))
+            else run_passes(
+                lower_program(
+                    local, megakernel=False, peer_memory=peers, fuse=on_gpu, rules=self._rules
+                )
+            )
         )
         prove_once(self.host)
         kernel = open_whole(self._whole, comm, self.device) if self._whole else None
@@ -118,7 +125,7 @@ class CompiledProgram:
             comm,
             {self.host.segments[0].name: kernel.runner} if kernel else {},
             device,
-            ops=KernelOps(masked=True) if on_gpu else None,
+            ops=KernelOps(masked=True, rules=self._rules) if on_gpu else None,
             matmuls=PeerMatmuls(comm) if isinstance(comm, NcclCommunicator) else None,
         )
         self._bound: dict[str, Tensor] = {}
@@ -275,6 +282,11 @@ class CompiledProgram:
             lines.append(f"one megakernel a rank of {self._whole.num_tasks} tasks")
         else:
             lines.append(f"no megakernel: {self._no_kernel}")
+        lines += [
+            f"op {node.op.name} is made by rule {node.op.attr('rule')}"
+            for node in walk_nodes(self.host.body)
+            if isinstance(node, LibraryOp) and node.op.kind == FUSED_GRAPH
+        ]
         return "\n".join(lines) + "\n"
 
     def _run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,13 +1,13 @@
 """Library ops of a host program on a GPU: the pipelined kernels for pointwise ops, norms and
-softmax, rope.py for rotations, append.py for caches, packed_attention.py for prompts, torch for
-the rest.
+softmax, ugraphs/ for the graphs of rewrite rules, rope.py for rotations, append.py for caches,
+packed_attention.py for prompts, torch for the rest.
 
 Comes in: ops as lowered, fused ones too. Goes out: KernelOps, which an Evaluator is given. On
 devices and types that the kernels don't take they fall back to torch. Next: pipelined/api.py.
 """
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from distmega.hostir.library.norms import compile_norm
 from distmega.hostir.library.ops import (
@@ -21,17 +21,22 @@ from distmega.hostir.library.pointwise import OpFunction, compile_pointwise
 from distmega.hostir.passes.fused_kinds import NORMS, POINTWISE
 from distmega.kernels.pipelined.api import has_triton, normalise_rows, pointwise_results
 from distmega.kernels.pipelined.exprs import MAX_INPUTS
+from distmega.kernels.ugraphs.ops import compile_graph
 from distmega.program.types import Op, grouped_index
+from distmega.superopt.rewrite import FUSED_GRAPH
+from distmega.superopt.rules import Rule
 
 
 class KernelOps:
     """Ops by the pipelined kernels where there is one."""
 
-    def __init__(self, *, masked: bool = False) -> None:
+    def __init__(self, *, masked: bool = False, rules: Sequence[Rule] = ()) -> None:
         """masked: attention reads whole caches under a mask, so that the host need not wait for
-        positions and a graph can hold it; otherwise no more of a cache than is in use.
+        positions and a graph can hold it; otherwise no more of a cache than is in use. rules: those
+        by which programs were lowered.
         """
         self.masked = masked
+        self.rules = {rule.name: rule for rule in rules}
 
     def reads_host(self, op: Op) -> str:
         """As library.reads_host."""
@@ -42,6 +47,8 @@ class KernelOps:
 
     def compile(self, op: Op, coordinate: Mapping[str, int]) -> OpFunction:
         """As library.compile_op."""
+        if op.kind == FUSED_GRAPH:
+            return compile_graph(op, self.rules)
         if grouped_index(op) is not None:
             return compile_op(op, coordinate)
         if op.kind in POINTWISE and len(op.reads) <= MAX_INPUTS:

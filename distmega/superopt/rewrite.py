@@ -1,11 +1,11 @@
 """Graphs back into programs: the ops of a uGraph as ordinary ops, and rules applied to programs.
 
 Comes in: a Program and Rules. Goes out: a Program in which the ops that a rule's left side matches
-are the ops of its graph; each is named after the rule. Kernels, grids and loops of the graph are
-left to later passes. Next: distmega/program/types.py, whose ops these are.
+are the ops of its graph (apply_rules), or one op that is the graph itself (fuse_graphs); each is
+named after the rule. Next: distmega/program/types.py, whose ops these are.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from distmega.errors import ProgramError
@@ -68,6 +68,38 @@ def graph_program(graph: UGraph) -> Program:
     return verify_program(program)
 
 
+FUSED_GRAPH = "fused_graph"
+"""Kind of an op that a rule's graph does: reads its inputs, writes its outputs, names the rule."""
+
+
+def graph_op(rule: Rule) -> Program:
+    """The rule's graph as one op of kind FUSED_GRAPH."""
+    graph = parse_graph(rule.graph)
+    extents = dict(graph.extents)
+    given = [t for t in graph.tensors if t.role != "temp"]
+    made = [graph.tensor_map()[name] for name in graph.outputs]
+    written = {axis for t in made for axis in t.axes}
+    used = {axis for t in (*given, *made) for axis in t.axes}
+    axes = [
+        Axis(name=axis, extent=extent)
+        if axis in written
+        else Axis(name=axis, extent=extent, role="reduce", combine="sum")
+        for axis, extent in graph.extents
+        if axis in used
+    ]
+    op = Op(
+        name="graph",
+        kind=FUSED_GRAPH,
+        axes=tuple(axes),
+        reads=tuple(_access(t.name, t.dims) for t in given),
+        writes=tuple(_access(t.name, t.dims) for t in made),
+        attrs=(("rule", rule.name),),
+    )
+    tensors = [_tensor(t.name, t.dims, t.dtype, extents, t.role) for t in (*given, *made)]
+    program = Program(name=graph.name, tensors=tuple(tensors), ops=(op,), outputs=graph.outputs)
+    return verify_program(program)
+
+
 def _tensor(name: str, dims: Dims, dtype: str, extents: Mapping[str, int], role: Role) -> Tensor:
     shape = []
     for dim in dims:
@@ -107,13 +139,25 @@ def apply_rules(program: Program, rules: Sequence[Rule]) -> Program:
     Only rules whose graph is as good in ordinary ops are used (Rule.as_ops). Ops of a replaced part
     whose results others use stay out of it.
     """
+    fitting = [rule for rule in rules if rule.as_ops]
+    made = [graph_program(parse_graph(rule.graph)) for rule in fitting]
+    return _apply(program, fitting, made, ())
+
+
+def fuse_graphs(program: Program, rules: Sequence[Rule], kept: Container[str] = ()) -> Program:
+    """The program with every match of every rule replaced by one op of kind FUSED_GRAPH, rules in
+    order, until none matches. kept: names of ops that stay as they are.
+    """
+    return _apply(program, rules, [graph_op(rule) for rule in rules], kept)
+
+
+def _apply(
+    program: Program, rules: Sequence[Rule], made: Sequence[Program], kept: Container[str]
+) -> Program:
     number = 0
-    for rule in rules:
-        if not rule.as_ops:
-            continue
-        pattern, made = rule.program, graph_program(parse_graph(rule.graph))
-        while found := next(_matches(program, pattern), None):
-            program = _replaced(program, pattern, made, found, f"{rule.name}#{number}")
+    for rule, new in zip(rules, made, strict=True):
+        while found := next(_matches(program, rule.program, kept), None):
+            program = _replaced(program, rule.program, new, found, f"{rule.name}#{number}")
             number += 1
     return program
 
@@ -122,8 +166,9 @@ Match = dict[str, int]
 """Pattern op -> number of the program's op."""
 
 
-def _matches(program: Program, pattern: Program) -> Iterator[Match]:
+def _matches(program: Program, pattern: Program, kept: Container[str] = ()) -> Iterator[Match]:
     """Places in a program where the pattern's ops stand, with inputs of the same shapes."""
+    forms = [_form(op) for op in program.ops]
 
     def extend(index: int, match: Match, names: dict[str, str]) -> Iterator[Match]:
         if index == len(pattern.ops):
@@ -131,8 +176,9 @@ def _matches(program: Program, pattern: Program) -> Iterator[Match]:
                 yield dict(match)
             return
         wanted = pattern.ops[index]
+        form = _form(wanted)
         for number, op in enumerate(program.ops):
-            if number in match.values() or _form(op) != _form(wanted):
+            if number in match.values() or forms[number] != form or op.name in kept:
                 continue
             joined = _joined(program, pattern, wanted, op, names)
             if joined is not None:

@@ -9,6 +9,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,19 @@ from distmega.program.types import Program
 from distmega.superopt.equivalence import Proof
 from distmega.superopt.text import parse_graph
 
-VERSION = 1
+VERSION = 2
 """Of the file's form, of uGraphs' text and of what a proof means."""
+
+
+SHIPPED = Path(__file__).with_name("rules.json")
+"""The rules that come with distmega."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
     """program may be replaced by graph (its printed form). as_ops: also by the graph's ops one by
-    one, stored in the program's types. program_us, graph_us: predicted on `machine`.
+    one, stored in the program's types. program_us, graph_us: predicted on `machine`. launches:
+    warps and stages of each of the graph's kernels, as measured there; none where nobody did.
     """
 
     name: str
@@ -36,6 +42,13 @@ class Rule:
     machine: str
     program_us: float
     graph_us: float
+    launches: tuple[tuple[int, int], ...] = ()
+
+
+@cache
+def shipped_rules() -> tuple[Rule, ...]:
+    """The rules that come with distmega; none where the file was left out."""
+    return tuple(read_rules(SHIPPED)) if SHIPPED.exists() else ()
 
 
 def write_rules(path: Path, rules: Sequence[Rule]) -> None:
@@ -93,6 +106,7 @@ def _encode(rule: Rule) -> dict[str, object]:
         "program": print_program(rule.program).splitlines(),
         "graph": rule.graph.splitlines(),
         "proof": proof | {"uninterpreted": list(rule.proof.uninterpreted)},
+        "launches": [list(pair) for pair in rule.launches],
     }
 
 
@@ -100,7 +114,9 @@ def _decode(body: dict[str, Any]) -> Rule:
     proof = dict(body["proof"])
     proof["extents"] = tuple((str(a), int(n)) for a, n in proof["extents"])
     proof["uninterpreted"] = tuple(proof["uninterpreted"])
+    launches = tuple((int(warps), int(stages)) for warps, stages in body["launches"])
     graph = "\n".join(body["graph"]) + "\n"
     parse_graph(graph)
     program = parse_program("\n".join(body["program"]))
-    return Rule(**{**body, "program": program, "graph": graph, "proof": Proof(**proof)})
+    made = {"program": program, "graph": graph, "proof": Proof(**proof), "launches": launches}
+    return Rule(**{**body, **made})

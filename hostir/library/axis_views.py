@@ -61,4 +61,4 @@ def fold_axes(x: Tensor, have: Sequence[str], write: Access, extents: Mapping[st
     ordered = order_axes(x, have, access_axes(write))
     if is_plain(write):
         return ordered
-    return ordered.reshape([math.prod(extents[n] for n in index.axes) for index in write.dims])
+    return ordered.reshape([math.prod([extents[n] for n in index.axes]) for index in write.dims])

@@ -408,7 +408,7 @@ def _compile_topk(op: Op, coordinate: Coordinate) -> OpFunction:
 def _compile_view(op: Op, coordinate: Coordinate) -> OpFunction:
     extents, read, write = op.extents, op.reads[0], op.writes[0]
     axes, ordered = access_axes(read), access_axes(write)
-    shape = [math.prod(extents[n] for n in index.axes) for index in write.dims]
+    shape = [math.prod([extents[n] for n in index.axes]) for index in write.dims]
 
     def run(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
         return (order_axes(unfold_axes(operands[0], read, extents), axes, ordered).view(shape),)

@@ -41,6 +41,8 @@ from distmega.sharding.layout.allocation import AllocationDomain
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.overlap.pairs import OverlapChoice
 from distmega.sharding.streams.host_loops import HostLoop
+from distmega.superopt.rewrite import fuse_graphs
+from distmega.superopt.rules import Rule
 
 KERNEL_KINDS = frozenset({
     "linear", "pointwise", "reduce", "rms_norm", "layer_norm", "softmax", "rope", "attention",
@@ -87,6 +89,7 @@ class _Lowering:
     def __init__(
         self,
         local: Localized,
+        program: Program,
         fits: Callable[[Op, Scope], bool],
         max_streams: int,
         fuse: bool,
@@ -94,8 +97,8 @@ class _Lowering:
     ) -> None:
         self.fused = {choice.pair.second: choice for choice in fused}
         self.firsts = {choice.pair.first for choice in fused}
-        self.ops = {op.name: op for op in local.program.ops}
-        self.local, self.program, self.mesh = local, local.program, local.mesh
+        self.ops = {op.name: op for op in program.ops}
+        self.local, self.program, self.mesh = local, program, local.mesh
         self.fits, self.fuse = fits, fuse
         self.chunked = {
             name: domain.chunk for name, domain in local.allocations.items() if domain.chunk
@@ -247,6 +250,7 @@ def lower_program(
     apart: Container[str] = (),
     max_streams: int = MAX_STREAMS,
     fuse: bool = False,
+    rules: Sequence[Rule] = (),
 ) -> HostProgram:
     """One rank's host program, not yet freed: run passes.run_passes on it.
 
@@ -255,7 +259,9 @@ def lower_program(
     all_reduce and all_gather stay in the kernel, over one mesh axis a segment, and what the plan
     fuses is one kernel. max_streams: of how many streams the iterations of a host loop take turns.
     fuse: joins library ops that one kernel can do (fuse.py), which rounds fewer intermediate
-    results. PlanError if a user asked for fused kernels without peer memory, or for no stream.
+    results. rules: ops that are the program of one become an op that is its graph, before anything
+    else is lowered; not with `megakernel`. PlanError if a user asked for fused kernels without peer
+    memory, or for no stream.
     """
     if type(max_streams) is not int or max_streams < 1:
         raise PlanError(
@@ -281,7 +287,11 @@ def lower_program(
         strides = {access.tensor: scope.strides(access.tensor) for access in accesses(op)}
         return is_encodable(op, scope.tensors, strides)
 
-    return _Lowering(local, fits, max_streams, fuse, fused).run()
+    pairs = {name for choice in fused for name in (choice.pair.first, choice.pair.second)}
+    looped = {name for loop in local.host_loops for name, _ in loop.splits}
+    used = () if megakernel else rules
+    program = fuse_graphs(local.program, used, pairs | looped) if used else local.program
+    return _Lowering(local, program, fits, max_streams, fuse, fused).run()
 
 
 def _fused_nodes(choice: OverlapChoice, ops: Sequence[Op], scope: Scope) -> Iterator[Node]:

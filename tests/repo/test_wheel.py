@@ -19,7 +19,8 @@ def test_wheel_holds_exactly_the_packages(wheel: Path):
     with zipfile.ZipFile(wheel) as archive:
         held = set(archive.namelist())
     metadata = {name for name in held if ".dist-info/" in name}
-    assert held - metadata == expected | {"distmega/py.typed"}
+    data = {"distmega/py.typed", "distmega/superopt/rules.json"}
+    assert held - metadata == expected | data
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in metadata)
 
 

@@ -7,16 +7,28 @@ import pytest
 import torch
 
 from distmega.errors import ProgramError, RequestError
+from distmega.hostir.check.check import check_host
+from distmega.hostir.comm.communicator import SingleCommunicator
+from distmega.hostir.ir.nodes import LibraryOp, walk_nodes
+from distmega.hostir.ir.text import parse_host, print_host
 from distmega.hostir.library.ops import compile_op, op_operands
+from distmega.hostir.lower.lower import lower_program
+from distmega.hostir.passes.passes import run_passes
+from distmega.hostir.run.evaluator import Evaluator
+from distmega.kernels.device_ops import KernelOps
+from distmega.kernels.megakernel import compile_megakernel
 from distmega.program.builder import ProgramBuilder
 from distmega.program.text import parse_program, print_program
 from distmega.program.types import Program
+from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.search.cost import H200
 from distmega.superopt.optimize import Optimizer
-from distmega.superopt.rewrite import apply_rules, graph_program
-from distmega.superopt.rules import Rule, read_rules, write_rules
+from distmega.superopt.rewrite import FUSED_GRAPH, apply_rules, graph_op, graph_program
+from distmega.superopt.rules import Rule, read_rules, shipped_rules, write_rules
 from distmega.superopt.schedule import Limits
 from distmega.superopt.text import parse_graph
+from tests.hostir.programs import local
+from tests.kernels.running import launch_all, make_ranks
 from tests.superopt import programs
 
 QUICK = Limits(num_scheduled=40, num_kept=6, splits=(4,))
@@ -113,6 +125,25 @@ def test_graph_as_ops_computes_the_same(build):
     assert made
 
 
+@pytest.mark.parametrize(
+    "build",
+    [programs.norm_linear, lambda dtype: programs.attention(dtype, ctx=128, heads=2)],
+    ids=["norm_linear", "attention"],
+)
+def test_found_graphs_are_megakernels(build):
+    """The interpreter runs a graph's ops as tasks of one kernel."""
+    program = build("f32")
+    inputs = inputs_of(program)
+    expected = run(program, inputs)
+    made = [graph_program(parse_graph(rule.graph)) for rule in rules_of(program) if rule.as_ops]
+    for as_ops in (made[0], made[-1]):
+        (rank,) = make_ranks(compile_megakernel(as_ops, DeviceMesh(), num_sms=3))
+        rank.fill(inputs)
+        launch_all([rank])
+        for name, wanted in zip(as_ops.outputs, expected, strict=True):
+            torch.testing.assert_close(rank.tensors[name], wanted, rtol=1e-4, atol=1e-4)
+
+
 def blocks(dtype: str) -> Program:
     """Two norms with linear layers, the second norm's result used twice, a residual."""
     p = ProgramBuilder("blocks")
@@ -137,6 +168,39 @@ def test_rules_are_applied_wherever_they_fit(norm_rules: list[Rule]):
     inputs = inputs_of(program)
     for one, two in zip(run(made, inputs), run(program, inputs), strict=True):
         torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-4)
+
+
+def test_host_programs_run_rules_graphs_as_ops(norm_rules: list[Rule]):
+    program, best = blocks("f32"), norm_rules[0]
+    raw = lower_program(
+        local(program), megakernel=False, peer_memory=False, fuse=True, rules=norm_rules
+    )
+    host = run_passes(raw)
+    check_host(host)
+    assert parse_host(print_host(host)) == host
+    ops = [node.op for node in walk_nodes(host.body) if isinstance(node, LibraryOp)]
+    graphs = [op for op in ops if op.kind == FUSED_GRAPH]
+    assert [op.attr("rule") for op in graphs] == [best.name] * 2
+    assert [op.writes[0].tensor for op in graphs] == ["linear_1", "linear_8"]
+    assert "fused_norm shared" in {f"{op.kind} {op.name}" for op in ops}
+    inputs = inputs_of(program)
+    found = Evaluator(host, SingleCommunicator(host.mesh), {}, ops=KernelOps(rules=norm_rules)).run(
+        inputs
+    )
+    for name, wanted in zip(program.outputs, run(program, inputs), strict=True):
+        torch.testing.assert_close(found[name], wanted, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ProgramError, match=f"rule '{best.name}'; expected one of none"):
+        Evaluator(host, SingleCommunicator(host.mesh), {}, ops=KernelOps()).run(inputs)
+
+
+def test_the_shipped_file_is_read_and_its_rules_have_names_of_their_own():
+    rules = shipped_rules()
+    assert len({rule.name for rule in rules}) == len(rules) > 0
+    for rule in rules:
+        kernels = parse_graph(rule.graph).kernels
+        assert len(rule.launches) in (0, len(kernels))
+        assert graph_op(rule).ops[0].attr("rule") == rule.name
+        assert rule.proof.log2_bound >= 40
 
 
 def test_rules_leave_programs_alone_that_they_do_not_fit(norm_rules: list[Rule]):

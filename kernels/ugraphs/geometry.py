@@ -1,0 +1,353 @@
+"""Chooses how a uGraph's kernels are divided on a GPU: blocks, iterations, warps, loads under way.
+
+In: a UGraph and a Machine. Out: Shapes of each kernel, the fastest by a model first. The search's
+cost model (distmega/superopt/cost.py) compares graphs; this one knows what a Triton kernel of a
+Hopper GPU needs besides: enough bytes under way on every SM to hide memory's latency, values that
+fit its registers, whole blocks that fit beside each other. A GPU can measure the first few
+(runner.py). Next: source.py.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from distmega.errors import UnsupportedError, VerifyError
+from distmega.kernels.ugraphs.source import LAZY_ELEMENTS, Launch
+from distmega.program.dtypes import item_bytes
+from distmega.sharding.search.cost import MACHINES, Machine
+from distmega.superopt.cost import num_functions
+from distmega.superopt.named import Dims
+from distmega.superopt.regrid import (
+    Parts,
+    free_axes,
+    regrid_kernel,
+    resplit,
+    split_pairs,
+    with_kernels,
+)
+from distmega.superopt.rules import Rule
+from distmega.superopt.text import parse_graph
+from distmega.superopt.ugraph import (
+    SHARED_BYTES,
+    BlockOp,
+    Kernel,
+    UGraph,
+    is_accumulator,
+    joint_extents,
+    rescalings,
+    tile_extents,
+)
+
+LATENCY_US = 0.9
+"""From a load to its data when memory is busy."""
+
+CACHE_RATE = 1.5
+"""How many times faster the L2 cache feeds an SM than memory feeds its share."""
+
+ROUND_US = 0.15
+"""What an iteration takes besides: barriers, and reductions among warps."""
+
+LANES_PER_US = 128 * 1700.0
+"""Instructions of an SM."""
+
+LOAD_INSTRUCTIONS = 1.5
+PRODUCT_INSTRUCTIONS = 2.5
+"""Per element: of a load that is used, of a multiply-add without tensor cores."""
+
+THREAD_ELEMENTS = 64
+"""Elements of one value that a thread holds, at most."""
+
+REGISTER_WARPS = 20
+"""Warps that an SM's registers have room for, about 100 registers a thread."""
+
+LINE_BYTES = 64
+"""What memory reads at once: shorter runs cost as much."""
+
+SHARPNESS = 4
+"""How closely the slowest of several limits is the time: below it, one that is near adds to it."""
+
+MOST_BLOCKS = 4096
+LOOPS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+WARPS = (4, 8)
+STAGES = (2, 3, 5)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """One way to divide and launch a kernel, and its time by the model."""
+
+    kernel: Kernel
+    launch: Launch
+    time_us: float
+
+
+def describe(kernel: Kernel, launch: Launch) -> str:
+    """Such as "n:256 loop k:4, 8 warps, 3 stages"."""
+    grid = " ".join(f"{axis}:{parts}" for axis, parts in kernel.grid) or "1"
+    loop = f" loop {kernel.loop[0]}:{kernel.loop[1]}" if kernel.loop else ""
+    return f"{grid}{loop}, {launch.num_warps} warps, {launch.stages} stages"
+
+
+def kernel_shapes(
+    graph: UGraph, kernel: Kernel, machine: Machine, count: int, loops: Sequence[int] = LOOPS
+) -> list[Shape]:
+    """The fastest `count` by the model, of different grids or loops each; loops: the numbers of
+    iterations that are looked at. UnsupportedError where no division fits.
+    """
+    found: dict[object, Shape] = {}
+    for divided in _divisions(graph, kernel, loops):
+        shape = min(_launched(graph, divided, machine), key=lambda one: one.time_us, default=None)
+        if shape is not None:
+            found[divided.grid, divided.loop] = shape
+    best: list[Shape] = []
+    for shape in sorted(found.values(), key=lambda one: (one.time_us, one.kernel.num_blocks)):
+        if len(best) == count:
+            break
+        if _is_sound(graph, kernel, shape.kernel):
+            best.append(shape)
+    if not best:
+        raise UnsupportedError(
+            f"graph {graph.name!r}: no division of kernel {kernel.name!r} fits an SM",
+            expected=f"blocks of at most {SHARED_BYTES} bytes and {THREAD_ELEMENTS} elements a "
+            "thread of each value",
+            remedy="run the program by library ops",
+        )
+    return best
+
+
+def _is_sound(graph: UGraph, old: Kernel, new: Kernel) -> bool:
+    try:
+        with_kernels(graph, [new if kernel is old else kernel for kernel in graph.kernels], 2**40)
+    except VerifyError:
+        return False
+    return True
+
+
+def _divisions(graph: UGraph, kernel: Kernel, counts: Sequence[int]) -> Iterator[Kernel]:
+    extents = joint_extents(graph)
+    axes = free_axes(graph, kernel)
+    looped = kernel.loop[0] if kernel.loop else ""
+    options = [_parts_of(extents[axis]) if axis != looped else [1] for axis in axes]
+    most = math.prod(extents[axis] for axis in axes if axis != looped)
+    loops = [n for n in counts if looped and extents[looped] % n == 0] or [1]
+    for parts in product(*options):
+        blocks = math.prod(parts)
+        if min(most, 64) <= blocks <= MOST_BLOCKS:
+            grid: Parts = tuple(zip(axes, parts, strict=True))
+            for count in loops:
+                yield regrid_kernel(graph, kernel, grid, count)
+
+
+def _parts_of(extent: int) -> list[int]:
+    powers = [1 << n for n in range(extent.bit_length()) if extent % (1 << n) == 0]
+    return sorted({*powers, *(extent // n for n in powers)})
+
+
+def _launched(graph: UGraph, kernel: Kernel, machine: Machine) -> Iterator[Shape]:
+    block = _Block(graph, kernel)
+    for warps in WARPS:
+        if block.largest > THREAD_ELEMENTS * 32 * warps:
+            continue
+        for stages in STAGES if kernel.loop else (1,):
+            stages = min(stages, kernel.loop[1]) if kernel.loop else 1
+            early = starts_early(kernel, machine)
+            launch = Launch(num_warps=warps, stages=max(stages, 1), early=early)
+            time = block.time_us(launch, machine)
+            if math.isfinite(time):
+                yield Shape(kernel=kernel, launch=launch, time_us=time)
+
+
+def starts_early(kernel: Kernel, machine: Machine) -> bool:
+    """Whether a kernel leaves SMs free for the next one's blocks, which start early then. Where it
+    doesn't, they would crowd onto the SMs that are done first: measured, that costs a kernel over
+    33 MB of weights 1 to 3 us of 12; one of a single block gains 1 us of 2.4.
+    """
+    return 2 * kernel.num_blocks <= machine.num_sms
+
+
+class _Block:
+    """What one block of a kernel loads, computes and holds."""
+
+    def __init__(self, graph: UGraph, kernel: Kernel) -> None:
+        self.kernel = kernel
+        extents, tensors = joint_extents(graph), graph.tensor_map()
+        self.extents = extents
+        tiles = tile_extents(kernel, extents)
+        self.tiles = {axis: 1 << (size - 1).bit_length() for axis, size in tiles.items()}
+        self.axes = {load.name: tuple(a for d in load.dims for a in d) for load in kernel.loads}
+        self.axes |= {op.name: op.axes for op in kernel.ops}
+        self.rounds = kernel.loop[1] if kernel.loop else 1
+        self.moving = self.resting = 0.0
+        for load in kernel.loads:
+            item = item_bytes(tensors[load.tensor].dtype)
+            run = item * self.run(load.dims)
+            share = min(item * math.prod(extents[a] for a in self.axes[load.name]), LINE_BYTES)
+            size = self.of(self.axes[load.name]) * item * max(1.0, share / run)
+            if load.fmap >= 0:
+                self.moving += size
+            else:
+                self.resting += size
+        names = {x.tensor for x in kernel.loads} | {s.name for s in kernel.stores}
+        self.memory = sum(
+            math.prod(extents[a] for a in tensors[n].axes) * item_bytes(tensors[n].dtype)
+            for n in names
+        )
+        self.instructions = sum(map(self._instructions, kernel.ops))
+        self.largest = max(
+            [self.of(axes) for axes in self.axes.values()] + list(map(self._spread, kernel.ops))
+        )
+
+    def run(self, dims: Dims) -> int:
+        """Elements of a block that lie in a row in memory."""
+        found = 1
+        for axis in reversed([axis for dim in dims for axis in dim]):
+            found *= self.tiles[axis]
+            if self.tiles[axis] < self.extents[axis]:
+                break
+        return found
+
+    def of(self, axes: Iterable[str]) -> int:
+        return math.prod(self.tiles[axis] for axis in set(axes))
+
+    def _is_product(self, op: BlockOp) -> bool:
+        """Whether tensor cores do it."""
+        if op.kind != "contract":
+            return False
+        a, b = (set(self.axes[arg]) for arg in op.args)
+        gone = set(op.reduced)
+        sides = [self.of(found - gone) for found in (a - b, b - a)]
+        return min(sides) > 1 and self.of(gone) >= 16
+
+    def _spread(self, op: BlockOp) -> int:
+        """Elements that an op holds before it reduces them."""
+        if op.kind == "cat" or self._is_product(op):
+            return 1
+        return self.of({a for arg in op.args for a in self.axes[arg]})
+
+    def _instructions(self, op: BlockOp) -> float:
+        rounds = self.rounds if op.stage == "body" else 1
+        read = LOAD_INSTRUCTIONS * sum(self.of(self.axes[arg]) for arg in op.args)
+        if self._is_product(op):
+            return rounds * (read + self.of({*op.axes, *op.reduced}) / 8)
+        if op.kind == "map":
+            return rounds * num_functions("map", op.expr) * self.of(op.axes)
+        if op.kind == "cat":
+            return 0.0
+        return rounds * PRODUCT_INSTRUCTIONS * self._spread(op)
+
+    def time_us(self, launch: Launch, machine: Machine) -> float:
+        """Of the whole launch; inf where a block fits no SM."""
+        kernel, rounds = self.kernel, self.rounds
+        shared = launch.stages * self.moving if rounds > 1 else 0
+        if shared > SHARED_BYTES - 16384:
+            return math.inf
+        each = -(-kernel.num_blocks // machine.num_sms)
+        beside = min(each, max(1, REGISTER_WARPS // launch.num_warps))
+        if shared:
+            beside = int(min(beside, SHARED_BYTES // (shared + 4096)))
+        rate = machine.memory_bandwidth_bytes_per_us / machine.num_sms
+        block = rounds * self.moving + self.resting
+        under_way = beside * (max(launch.stages - 1, 1) * self.moving if rounds > 1 else block)
+        whole = self.memory * each / kernel.num_blocks
+        limits = (
+            whole / rate, each * block / (CACHE_RATE * rate), each * block * LATENCY_US / under_way
+        )  # fmt: skip
+        moved = math.pow(sum(limit**SHARPNESS for limit in limits), 1 / SHARPNESS)
+        computed = each * self.instructions / LANES_PER_US
+        turns = -(-each // beside)
+        barriers = turns * rounds * ROUND_US * (1 + self._num_reductions(launch))
+        ends = turns * LATENCY_US / 2
+        return machine.launch_us + LATENCY_US + max(moved, computed, barriers) + ends
+
+    def _num_reductions(self, launch: Launch) -> int:
+        """Reductions among warps in each iteration."""
+        late = rescalings(self.kernel)
+        small = LAZY_ELEMENTS * 32 * launch.num_warps
+        found = 0
+        for op in self.kernel.ops:
+            if op.stage != "body" or op.kind in ("map", "cat"):
+                continue
+            lazy = is_accumulator(self.kernel, op) and not late & set(op.args)
+            if self._is_product(op) or (lazy and self._spread(op) <= small):
+                continue
+            found += 1
+        return found
+
+
+def shaped(graph: UGraph, shapes: Sequence[Shape]) -> tuple[UGraph, tuple[Launch, ...]]:
+    """The graph with one shape of each kernel."""
+    made = with_kernels(graph, [shape.kernel for shape in shapes], 2**40)
+    return made, tuple(shape.launch for shape in shapes)
+
+
+SPLITS = (4, 8, 16, 32, 64)
+LEAST_PART = 64
+"""Parts of an axis that the graph divides, and elements of each at least."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A graph and how each of its kernels is launched; its time by the model."""
+
+    graph: UGraph
+    launches: tuple[Launch, ...]
+    time_us: float
+
+    def describe(self) -> str:
+        """All kernels, in order."""
+        return "; ".join(map(describe, self.graph.kernels, self.launches))
+
+
+def rule_plan(rule: Rule) -> Plan:
+    """The rule's graph as it was measured, or as the model likes it best where nobody measured it.
+    UnsupportedError where no plan fits.
+    """
+    graph, machine = parse_graph(rule.graph), MACHINES[rule.machine]
+    if not rule.launches:
+        return graph_plans(graph, machine, 1)[0]
+    launches = tuple(
+        Launch(num_warps=warps, stages=stages, early=starts_early(kernel, machine))
+        for kernel, (warps, stages) in zip(graph.kernels, rule.launches, strict=True)
+    )
+    return Plan(graph=graph, launches=launches, time_us=rule.graph_us)
+
+
+def graph_plans(
+    graph: UGraph, machine: Machine, count: int, loops: Sequence[int] = LOOPS
+) -> list[Plan]:
+    """The fastest `count` plans by the model, of these numbers of iterations. UnsupportedError
+    where none fits.
+    """
+    found: list[Plan] = []
+    problem: UnsupportedError | None = None
+    for variant in _variants(graph):
+        try:
+            shapes = [kernel_shapes(variant, k, machine, count, loops) for k in variant.kernels]
+        except UnsupportedError as error:
+            problem = error
+            continue
+        for picked in _fastest(shapes, count):
+            made, launches = shaped(variant, picked)
+            time = sum(shape.time_us for shape in picked)
+            plan = Plan(graph=made, launches=launches, time_us=time)
+            found.append(plan)
+    if not found and problem:
+        raise problem
+    return sorted(found, key=lambda plan: plan.time_us)[:count]
+
+
+def _variants(graph: UGraph) -> Iterator[UGraph]:
+    """The graph, and those with other numbers of parts of axes that it divides."""
+    yield graph
+    extents = dict(graph.extents)
+    for outer, inner in split_pairs(graph):
+        for parts in SPLITS:
+            whole = extents[outer] * extents[inner]
+            if parts != extents[outer] and whole % parts == 0 and whole // parts >= LEAST_PART:
+                yield resplit(graph, outer, inner, parts)
+
+
+def _fastest(shapes: Sequence[Sequence[Shape]], count: int) -> list[tuple[Shape, ...]]:
+    picked = sorted(product(*shapes), key=lambda them: sum(one.time_us for one in them))
+    return picked[:count]

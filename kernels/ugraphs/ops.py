@@ -1,0 +1,69 @@
+"""A rule's graph as an op of a host program.
+
+In: a Rule. Out: a function of the op's operands, as KernelOps compiles ops: on GPUs the graph's own
+kernels, launched as the rule says or, where nobody measured that, as geometry.py chooses; elsewhere
+the graph's ops one by one. Used by ../device_ops.py.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+
+from torch import Tensor
+
+from distmega.errors import ProgramError
+from distmega.hostir.library.ops import compile_op, op_operands
+from distmega.kernels.pipelined.api import has_triton
+from distmega.kernels.ugraphs.geometry import rule_plan
+from distmega.kernels.ugraphs.runner import GraphRunner
+from distmega.program.types import Op
+from distmega.superopt.rewrite import graph_program
+from distmega.superopt.rules import Rule
+from distmega.superopt.text import parse_graph
+
+
+class GraphOp:
+    """One rule's graph, bound to no tensors."""
+
+    def __init__(self, rule: Rule) -> None:
+        self.rule = rule
+        self.graph = parse_graph(rule.graph)
+        self.inputs = [t.name for t in self.graph.tensors if t.role != "temp"]
+
+    def __call__(self, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Outputs of the graph; xs: its inputs and weights, in the order of the graph's tensors."""
+        values = dict(zip(self.inputs, xs, strict=True))
+        if xs[0].is_cuda and has_triton():
+            found = self.runner({name: x.contiguous() for name, x in values.items()})
+            return tuple(found[name] for name in self.graph.outputs)
+        for operands, names, call in self.calls:
+            values.update(zip(names, call([values[name] for name in operands]), strict=True))
+        return tuple(values[name] for name in self.graph.outputs)
+
+    @cached_property
+    def runner(self) -> GraphRunner:
+        """The graph's kernels."""
+        plan = rule_plan(self.rule)
+        return GraphRunner.of(plan.graph, plan.launches)
+
+    @cached_property
+    def calls(
+        self,
+    ) -> list[tuple[tuple[str, ...], list[str], Callable[[Sequence[Tensor]], tuple[Tensor, ...]]]]:
+        """The graph's ops by the library: operands, results, the function."""
+        ops = graph_program(self.graph).ops
+        return [
+            (op_operands(op), [access.tensor for access in op.writes], compile_op(op, {}))
+            for op in ops
+        ]
+
+
+def compile_graph(op: Op, rules: Mapping[str, Rule]) -> GraphOp:
+    """The function of an op of kind FUSED_GRAPH. ProgramError where its rule is unknown."""
+    name = str(op.attr("rule"))
+    if name not in rules:
+        raise ProgramError(
+            f"op {op.name!r}: rule {name!r}",
+            expected=f"one of {', '.join(rules) or 'none'}",
+            remedy="lower and run a program with the same rules",
+        )
+    return GraphOp(rules[name])

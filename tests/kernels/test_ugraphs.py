@@ -1,0 +1,110 @@
+"""uGraphs as kernels: interpreted, they give what the graph gives; compiled for sm_90a, they use
+tensor cores and spill nothing; found graphs run as megakernels.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from distmega.errors import UnsupportedError
+from distmega.kernels.ugraphs.geometry import graph_plans
+from distmega.kernels.ugraphs.runner import load_kernels
+from distmega.kernels.ugraphs.source import Launch, graph_source, kernel_tensors
+from distmega.sharding.search.cost import H200
+from distmega.superopt.text import parse_graph
+from tests.kernels.sm90 import Machine, compile_kernel
+from tests.kernels.ugraphs import GRAPHS
+
+TYPES = {"bf16": "*bf16", "f32": "*fp32"}
+
+
+def test_interpreted_kernels_give_what_graphs_give(tmp_path: Path):
+    files = []
+    for number, text in enumerate(GRAPHS.values()):
+        files.append(tmp_path / f"{number}.txt")
+        files[-1].write_text(text)
+    command = [sys.executable, "-m", "tests.kernels.ugraphs_interpreted", *map(str, files)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    errors = dict(zip(GRAPHS, map(float, done.stdout.split()), strict=True))
+    assert all(error < 2e-6 for error in errors.values()), errors
+
+
+def compiled(text: str) -> list[Machine]:
+    """The kernels of the graph's first plan."""
+    plan = graph_plans(parse_graph(text), H200, 1)[0]
+    kernels, tensors = load_kernels(plan.graph, plan.launches), plan.graph.tensor_map()
+    found = []
+    for kernel, launch in zip(plan.graph.kernels, plan.launches, strict=True):
+        names = kernel_tensors(kernel)
+        types: dict[str, object] = {
+            f"t{number}": TYPES[tensors[name].dtype] for number, name in enumerate(names)
+        }
+        found.append(compile_kernel(kernels[kernel.name], types, {}, launch.num_warps, None))
+    return found
+
+
+VECTOR_NORM = """\
+ugraph norm_linear
+  axis d:4096
+  axis n:4096
+  input x: bf16[1, d]
+  weight g: bf16[d]
+  weight w: bf16[n, d]
+  temp y: bf16[1, n]
+  kernel k0 grid n:2048 loop d:64
+    load x = x(1, d) imap - fmap 1
+    load g = g(d) imap - fmap 0
+    load w = w(n, d) imap 0 fmap 1
+    body v0 = contract[] x x over d
+    body v1 = map[d] '(a0 * a1)' x g
+    body v2 = contract[n] w v1 over d
+    after y = map[n] '(rsqrt(((a0 * 0.000244140625) + 1e-05)) * a1)' v0 v2
+    store y omap 1 fmap -
+  return y
+"""
+
+
+def test_a_matrix_times_a_vector_is_loaded_ahead_and_uses_no_tensor_cores():
+    (code,) = compiled(VECTOR_NORM)
+    assert code.stack_bytes == 0
+    assert "mma" not in code.ptx
+    assert "cp.async.cg.shared.global" in code.ptx
+    assert code.shared_bytes > 32768, "bytes under way on an SM"
+
+
+def test_products_of_matrices_use_tensor_cores():
+    text = VECTOR_NORM.replace("  axis d:", "  axis m:16\n  axis d:").replace("[1, ", "[m, ")
+    text = text.replace("x(1, d)", "x(m, d)").replace("contract[]", "contract[m]")
+    text = text.replace("map[d]", "map[m, d]").replace("contract[n]", "contract[m, n]")
+    text = text.replace("map[n]", "map[m, n]").replace("n:2048", "n:128")
+    (code,) = compiled(text)
+    assert "mma" in code.ptx
+
+
+def test_sources_say_what_blocks_take():
+    graph = parse_graph(VECTOR_NORM)
+    text = graph_source(graph, [Launch(num_warps=4, stages=3)])
+    assert "def k0(t0, t1, t2, t3):" in text
+    assert "o_n = block % 2048 * 2" in text
+    assert "for i in tl.range(0, 64, num_stages=3):" in text
+
+
+def test_plans_are_other_divisions_of_the_same_graph():
+    graph = parse_graph(VECTOR_NORM)
+    plans = graph_plans(graph, H200, 6)
+    assert len({(p.graph.kernels[0].grid, p.graph.kernels[0].loop) for p in plans}) == 6
+    assert [p.time_us for p in plans] == sorted(p.time_us for p in plans)
+    for plan in plans:
+        assert plan.graph.tensors == graph.tensors
+        assert [op.name for op in plan.graph.kernels[0].ops] == ["v0", "v1", "v2", "y"]
+
+
+def test_a_value_that_no_sm_holds_is_named():
+    text = VECTOR_NORM.replace("n:2048 loop d:64", "n:2048").replace(" fmap 1", " fmap -")
+    text = text.replace("fmap 0", "fmap -").replace("body ", "before ").replace("after ", "before ")
+    text = text.replace("axis d:4096", "axis d:24576")
+    with pytest.raises(UnsupportedError, match="no division of kernel 'k0' fits"):
+        graph_plans(parse_graph(text), H200, 1)

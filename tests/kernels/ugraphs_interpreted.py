@@ -1,0 +1,52 @@
+"""Runs uGraphs' kernels under Triton's interpreter, in a process of its own: the interpreter is
+chosen before Triton is imported. Reads graphs from files, prints the largest error of each against
+the graph's own interpreter, as a share of the largest value.
+"""
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import sys
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from triton.runtime import interpreter
+
+from distmega.kernels.ugraphs.runner import GraphRunner
+from distmega.kernels.ugraphs.source import Launch
+from distmega.superopt.arithmetic import Float
+from distmega.superopt.interpret import run_graph
+from distmega.superopt.text import parse_graph
+from distmega.superopt.ugraph import UGraph
+
+PATCH_TENSORS = interpreter._patch_lang_tensor
+
+
+def patch_tensors(tensor: type, scope: interpreter._LangPatchScope) -> None:
+    """As Triton does, but bounds of loops are numbers under numpy 2.4 too."""
+    PATCH_TENSORS(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+
+def error_of(graph: UGraph) -> float:
+    """Of a graph in f32, on normal inputs."""
+    rng = np.random.default_rng(0)
+    run = GraphRunner.of(graph, [Launch(num_warps=4, stages=2)] * len(graph.kernels))
+    inputs = {t.name: rng.standard_normal(run.shape(t)) for t in graph.tensors if t.role != "temp"}
+    given = {name: torch.from_numpy(x).float() for name, x in inputs.items()}
+    expected = run_graph(graph, {name: (x[None],) for name, x in inputs.items()}, Float())
+    found = run(given)
+    return max(
+        float(np.abs(found[n].numpy() - expected[n][0][0]).max() / np.abs(expected[n][0]).max())
+        for n in graph.outputs
+    )
+
+
+if __name__ == "__main__":
+    with patch.object(interpreter, "_patch_lang_tensor", patch_tensors):
+        for name in sys.argv[1:]:
+            text = Path(name).read_text()
+            print(f"{error_of(parse_graph(text)):.2e}", flush=True)
