@@ -1,40 +1,53 @@
 """The paper's programs: what the search finds, how long it takes, and times on a GPU.
 
     python -m bench.superopt --search-only                    no GPU: the search's table
-    python -m bench.superopt "lora k=4096 n=4096 rank=16 rows=1" ...
+    python -m bench.superopt "lora k=4096 n=4096 rank=16 rows=1" ... [--rules FILE ...]
 
-A case is a program of superopt/programs.py. On a GPU it times, in one run and in turn, the best
-proven graph (its ops as library ops in a CUDA graph, until the kernels have it as a fused op),
-torch.compile max-autotune and the unfused program, over copies of the inputs that together exceed
-200 MB, so that no cache holds them. The floor is one reading of the inputs and one writing of
-the outputs at the rate of a copy. Writes bench/results/superopt-<device>.json.
+A case is a program of superopt/programs.py; its proven graphs come from rules files, or a search
+where none has it. On a GPU a rule that was measured is launched as it was then; of other graphs the
+likeliest ways to divide and launch them are measured first. The best one is timed in one run and in
+turn with torch.compile max-autotune and the unfused program, each a CUDA graph over copies of the
+inputs that together exceed 200 MB, so that no cache holds them. Results are compared with the
+program's in float64. The floor is one reading of the inputs and one writing of the outputs at the
+rate of a copy. Writes bench/results/superopt-<device>.json.
 """
 
 import argparse
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench.records import Record, add_book_options, open_book
-from bench.timing import alternating_us, copy_bytes_per_us
+from bench.timing import alternating_us, copy_bytes_per_us, elapsed_us
+from distmega.errors import UnsupportedError
 from distmega.hostir.library.ops import compile_op, op_operands
+from distmega.kernels.ugraphs.geometry import Plan, graph_plans, rule_plan
+from distmega.kernels.ugraphs.runner import GraphRunner
 from distmega.program.types import Program
 from distmega.sharding.search.cost import H200
 from distmega.superopt.optimize import Optimizer
 from distmega.superopt.programs import PAPER_CASES, read_case
-from distmega.superopt.rewrite import graph_program
-from distmega.superopt.rules import Rule
+from distmega.superopt.rules import SHIPPED, Rule, read_rules
 from distmega.superopt.text import parse_graph
 
 CASES = tuple(f"{case} rows={rows}" for rows in (1, 16) for case in PAPER_CASES)
 ROTATED_BYTES = 200_000_000
 ROUNDS = 30
+MEASURED = 16
+MEASURED_OF_GRAPH = 3
+"""Plans of a case that are measured, and of each of its graphs that no one measured yet, beside one
+that loads all at once.
+"""
 
 
-def search(case: str) -> Rule:
-    """The best proven rule of a case; prints a row of the search's table."""
+def search(case: str) -> list[Rule]:
+    """Proven rules of a case, the fastest first; prints a row of the search's table."""
     start = time.perf_counter()
     optimizer = Optimizer(read_case(case), H200)
     for _ in optimizer.run():
@@ -49,7 +62,7 @@ def search(case: str) -> Rule:
         f"{len(parse_graph(best.graph).kernels)} | {best.graph_us:.2f} | {best.program_us:.2f} |",
         flush=True,
     )
-    return best
+    return optimizer.rules
 
 
 def runner(program: Program) -> Callable[[dict[str, torch.Tensor]], list[torch.Tensor]]:
@@ -70,21 +83,96 @@ def draw_inputs(program: Program) -> list[dict[str, torch.Tensor]]:
     """Copies of the inputs that no cache holds together."""
     given = [t for t in program.tensors if t.role != "temp"]
     copies = max(2, -(-ROTATED_BYTES // sum(t.num_bytes for t in given)))
+    torch.manual_seed(0)
     return [
         {t.name: torch.randn(t.shape, device="cuda").to(torch.bfloat16) * 0.1 for t in given}
         for _ in range(copies)
     ]
 
 
-def measure(case: str) -> Record:
-    """Searches, then times. What peers and floor are stands above."""
-    rule, program = search(case), read_case(case)
+def likely_plans(rules: Sequence[Rule]) -> list[Plan]:
+    """Those of the least time by the model: the best of each graph, then the others."""
+    found: list[tuple[int, float, Plan]] = []
+    for rule in rules:
+        if rule.launches:
+            found.append((False, 0.0, rule_plan(rule)))
+            continue
+        graph = parse_graph(rule.graph)
+        try:
+            plans = graph_plans(graph, H200, MEASURED_OF_GRAPH)
+        except UnsupportedError as error:
+            print(f"  {rule.name}: {error}")
+            continue
+        with suppress(UnsupportedError):
+            plans[1:1] = graph_plans(graph, H200, 1, (1,))
+        found += [(place > 1, plan.time_us, plan) for place, plan in enumerate(plans)]
+    found.sort(key=lambda item: item[:2])
+    first = {plan.describe(): plan for _, _, plan in reversed(found)}
+    return [*reversed(first.values())][:MEASURED]
+
+
+def tune(
+    plans: Sequence[Plan], inputs: Sequence[dict[str, torch.Tensor]], exact: Sequence[torch.Tensor]
+) -> tuple[Plan, Callable[[], object]]:
+    """The fastest plan as measured, captured; prints what each took."""
+    runners = [GraphRunner.of(plan.graph, plan.launches) for plan in plans]
+
+    def first(run: GraphRunner) -> str:
+        try:
+            found = list(run(inputs[0]).values())
+            return f"error {error_of(found, exact):.1e}"
+        except Exception as error:  # a plan that the compiler refuses is none
+            return f"{type(error).__name__}: {str(error).splitlines()[0][:80]}"
+
+    with ThreadPoolExecutor(8) as pool:
+        told = list(pool.map(first, runners))
+    best: tuple[float, Plan, Callable[[], object]] | None = None
+    for plan, run, text in zip(plans, runners, told, strict=True):
+        shown = plan.describe()
+        if not text.startswith("error"):
+            print(f"  {plan.time_us:7.2f} predicted, refused: {text}: {shown}", flush=True)
+            continue
+        call = _captured(run, inputs)
+        call()
+        us = sorted(elapsed_us(call, len(inputs)) for _ in range(7))[3]
+        print(f"  {plan.time_us:7.2f} predicted {us:7.2f} us, {text}: {shown}", flush=True)
+        if best is None or us < best[0]:
+            best = us, plan, call
+    if best is None:
+        raise SystemExit("no plan ran")
+    return best[1], best[2]
+
+
+def error_of(found: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> float:
+    """The largest difference, as a share of the largest value."""
+    return max(
+        float((x.double() - y).abs().max() / y.abs().max())
+        for x, y in zip(found, exact, strict=True)
+    )
+
+
+def exact_outputs(program: Program, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """The program's outputs in float64."""
+    wide = replace(program, tensors=tuple(replace(t, dtype="f64") for t in program.tensors))
+    return runner(wide)({name: x.double() for name, x in inputs.items()})
+
+
+def measure(case: str, rules: Sequence[Rule], *, peers: bool) -> Record | None:
+    """Times a case. What peers and floor are stands above. None without peers."""
+    program = read_case(case)
     inputs = draw_inputs(program)
-    made = graph_program(parse_graph(rule.graph))
+    exact = exact_outputs(program, inputs[0])
     plain = runner(program)
+    start = time.perf_counter()
+    plans = likely_plans(rules)
+    print(f"{case}: {len(plans)} plans, chosen in {time.perf_counter() - start:.1f} s", flush=True)
+    _, ours = tune(plans, inputs, exact)
+    print(f"  unfused: error {error_of(plain(inputs[0]), exact):.1e}", flush=True)
+    if not peers:
+        return None
     compiled: Any = torch.compile(plain, mode="max-autotune-no-cudagraphs", fullgraph=True)
     runs = {
-        "ours": _captured(runner(made), inputs),
+        "ours": ours,
         "torch.compile": _captured(compiled, inputs),
         "unfused": _captured(plain, inputs),
     }
@@ -123,19 +211,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("cases", nargs="*", default=CASES)
     parser.add_argument("--search-only", action="store_true")
+    parser.add_argument("--rules", type=Path, nargs="*", default=[SHIPPED], help="rules files")
+    parser.add_argument("--no-peers", action="store_true", help="only measure plans")
     add_book_options(parser)
     arguments = parser.parse_args()
-    print("| case | s | states | recipes | proven | refused | tests | kernels | us | op by op us |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |", flush=True)
     if arguments.search_only:
+        print("| case | s | states | recipes | proven | refused | tests | kernels | us | unfused |")
+        print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |", flush=True)
         for case in arguments.cases:
             search(case)
         return
     book = open_book(arguments.results, arguments.commit)
+    known = [rule for path in arguments.rules for rule in read_rules(path)]
     for case in arguments.cases:
-        record = measure(case)
-        book.write("superopt", record)
-        print(record, flush=True)
+        program = read_case(case)
+        rules = [rule for rule in known if rule.program == program] or search(case)
+        record = measure(case, rules, peers=not arguments.no_peers)
+        if record:
+            book.write("superopt", record)
+            print(record, flush=True)
         torch._dynamo.reset()
         torch.cuda.empty_cache()
 
