@@ -307,15 +307,15 @@ def host_times(block: Block, comm: Communicator, call: str) -> str:
     rows = clock.report()
     total = sum(sum(times) for times in clock.times_us.values()) / ROUNDS
     parts = [f"{num // ROUNDS} {word} {us:.0f}" for word, num, us in rows]
-    told = f"{total:.0f} us in {sum(num for _, num, _ in rows) // ROUNDS} instructions"
+    reported = f"{total:.0f} us in {sum(num for _, num, _ in rows) // ROUNDS} instructions"
     captured = CapturedHost(block.evaluator(comm, call), dict(block.tensors))
     torch.cuda.synchronize()
     start = time.perf_counter()
     for _ in range(ROUNDS):
         captured.run({})
-    told += f", captured {1e6 * (time.perf_counter() - start) / ROUNDS:.0f} us"
+    reported += f", captured {1e6 * (time.perf_counter() - start) / ROUNDS:.0f} us"
     torch.cuda.synchronize()
-    return f"{told} ({', '.join(parts)})"
+    return f"{reported} ({', '.join(parts)})"
 
 
 def trace_spans(block: Block, comm: Communicator, call: str) -> list[Span]:
@@ -349,8 +349,8 @@ def run_rank(given: Communicator, rows: list[int], trace: Path | None) -> None:
             times = median_us(block.calls)
             hosts = {each: host_times(block, comm, each) for each in block.hosts}
             if comm.rank == 0:
-                told = ", ".join(f"{name} {us:.0f} us" for name, us in times.items())
-                lines = [f"{block.name}: {told}; furthest from torch {far:.4f}"]
+                reported = ", ".join(f"{name} {us:.0f} us" for name, us in times.items())
+                lines = [f"{block.name}: {reported}; furthest from torch {far:.4f}"]
                 lines += [f"  host of {call}: {text}" for call, text in hosts.items()]
                 print("\n".join(lines), flush=True)
     if trace is not None:

@@ -81,7 +81,7 @@ def peer_calls(num_elements: int) -> dict[str, Call]:
 def link_bytes_per_us(comm: NcclCommunicator) -> float:
     """Rate of a copy of 64 MiB into the next rank's memory, all ranks at once."""
     memory = Team(comm=comm, axis="tp").open(1 << 26)
-    to = memory.tensor((memory.place + 1) % memory.num_ranks, (1 << 26,), torch.uint8)
+    to = memory.tensor((memory.team_rank + 1) % memory.num_ranks, (1 << 26,), torch.uint8)
     x = torch.zeros_like(memory.local)
     times = []
     for _ in range(10):

@@ -76,7 +76,7 @@ def open_engine(case: Case, comm: Communicator) -> Engine:
     options = EngineOptions(max_context=case.context + STEPS, batch=case.batch)
     device = f"cuda:{torch.cuda.current_device()}"
     engine = Engine(open_model(case.model), comm.mesh, comm, options, device=device)
-    for cache in engine.blueprint.states.tensors:
+    for cache in engine.decode_plan.states.tensors:
         engine.tensor(cache).normal_()
     return engine
 

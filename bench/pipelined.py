@@ -27,7 +27,7 @@ from distmega import kernels
 from distmega.kernels.pipelined import norms, pointwise
 from distmega.kernels.pipelined.choices import Traffic, fits
 from distmega.kernels.pipelined.exprs import formula_of
-from distmega.kernels.pipelined.launches import Family, Launch
+from distmega.kernels.pipelined.families import Launch, LaunchFamily
 from distmega.kernels.pipelined.tuning import known_choice, tuning
 
 MB = 2**20
@@ -115,7 +115,7 @@ def calls_of(case: Case, data: list[Tensor]) -> dict[str, Call]:
     }
 
 
-def _family(case: Case, tensors: list[Tensor], weight: Tensor) -> tuple[Family, Operands]:
+def _family(case: Case, tensors: list[Tensor], weight: Tensor) -> tuple[LaunchFamily, Operands]:
     """The case's launches, and its operands with new results."""
     if case.op in ("rms", "layer"):
         residual = tensors[1] if len(tensors) == 2 else None
@@ -128,7 +128,7 @@ def _family(case: Case, tensors: list[Tensor], weight: Tensor) -> tuple[Family, 
     else:
 
         def operands() -> Sequence[Tensor | None]:
-            return pointwise.in_places(tensors, [torch.empty_like(tensors[0])])
+            return pointwise.inplace_inputs(tensors, [torch.empty_like(tensors[0])])
 
         formula = formula_of((case.op,))
         found = pointwise.family_of(formula, tensors, [torch.empty_like(tensors[0])])
@@ -136,7 +136,7 @@ def _family(case: Case, tensors: list[Tensor], weight: Tensor) -> tuple[Family, 
     return found, operands
 
 
-def one_stage_of(family: Family, case: Case, operands: Operands) -> Launch:
+def one_stage_of(family: LaunchFamily, case: Case, operands: Operands) -> Launch:
     """The chosen kernel without loads ahead (the model's best where that is no TMA kernel): with as
     many programs, or as fit; the faster of both.
     """

@@ -61,10 +61,10 @@ def open_book(folder: Path, commit: str | None) -> Book:
     """
     commit = commit or current_commit()
     if commit == UNKNOWN:
-        told = "no commit known; expected git here, or --commit"
+        reported = "no commit known; expected git here, or --commit"
         if folder.resolve() == RESULTS:
-            sys.exit(f"{told}; give --commit, or another folder than {RESULTS} by --results")
-        print(f"{told}; records will say {UNKNOWN!r}", file=sys.stderr)
+            sys.exit(f"{reported}; give --commit, or another folder than {RESULTS} by --results")
+        print(f"{reported}; records will say {UNKNOWN!r}", file=sys.stderr)
     return Book(folder=folder, commit=commit)
 
 

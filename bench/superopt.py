@@ -5,9 +5,9 @@
 
 A case is a program of superopt/programs.py; its proven graphs come from rules files, or a search
 where none has it. On a GPU a rule that was measured is launched as it was then; of other graphs the
-likeliest ways to divide and launch them are measured first. The best one is timed in one run and in
-turn with torch.compile max-autotune and the unfused program, each a CUDA graph over copies of the
-inputs that together exceed 200 MB, so that no cache holds them. Results are compared with the
+most likely ways to divide and launch them are measured first. The best one is timed in one run and
+in turn with torch.compile max-autotune and the unfused program, each a CUDA graph over copies of
+the inputs that together exceed 200 MB, so that no cache holds them. Results are compared with the
 program's in float64. The floor is one reading of the inputs and one writing of the outputs at the
 rate of a copy. Writes bench/results/superopt-<device>.json.
 """
@@ -33,7 +33,7 @@ from distmega.program.types import Program
 from distmega.sharding.search.cost import H200
 from distmega.superopt.optimize import Optimizer
 from distmega.superopt.programs import PAPER_CASES, read_case
-from distmega.superopt.rules import SHIPPED, Rule, read_rules
+from distmega.superopt.rules import SHIPPED, RewriteRule, read_rules
 from distmega.superopt.text import parse_graph
 
 CASES = tuple(f"{case} rows={rows}" for rows in (1, 16) for case in PAPER_CASES)
@@ -46,7 +46,7 @@ that loads all at once.
 """
 
 
-def search(case: str) -> list[Rule]:
+def search(case: str) -> list[RewriteRule]:
     """Proven rules of a case, the fastest first; prints a row of the search's table."""
     start = time.perf_counter()
     optimizer = Optimizer(read_case(case), H200)
@@ -90,7 +90,7 @@ def draw_inputs(program: Program) -> list[dict[str, torch.Tensor]]:
     ]
 
 
-def likely_plans(rules: Sequence[Rule]) -> list[Plan]:
+def likely_plans(rules: Sequence[RewriteRule]) -> list[Plan]:
     """Those of the least time by the model: the best of each graph, then the others."""
     found: list[tuple[int, float, Plan]] = []
     for rule in rules:
@@ -105,7 +105,7 @@ def likely_plans(rules: Sequence[Rule]) -> list[Plan]:
             continue
         with suppress(UnsupportedError):
             plans[1:1] = graph_plans(graph, H200, 1, (1,))
-        found += [(place > 1, plan.time_us, plan) for place, plan in enumerate(plans)]
+        found += [(position > 1, plan.time_us, plan) for position, plan in enumerate(plans)]
     found.sort(key=lambda item: item[:2])
     first = {plan.describe(): plan for _, _, plan in reversed(found)}
     return [*reversed(first.values())][:MEASURED]
@@ -125,9 +125,9 @@ def tune(
             return f"{type(error).__name__}: {str(error).splitlines()[0][:80]}"
 
     with ThreadPoolExecutor(8) as pool:
-        told = list(pool.map(first, runners))
+        reported = list(pool.map(first, runners))
     best: tuple[float, Plan, Callable[[], object]] | None = None
-    for plan, run, text in zip(plans, runners, told, strict=True):
+    for plan, run, text in zip(plans, runners, reported, strict=True):
         shown = plan.describe()
         if not text.startswith("error"):
             print(f"  {plan.time_us:7.2f} predicted, refused: {text}: {shown}", flush=True)
@@ -157,7 +157,7 @@ def exact_outputs(program: Program, inputs: dict[str, torch.Tensor]) -> list[tor
     return runner(wide)({name: x.double() for name, x in inputs.items()})
 
 
-def measure(case: str, rules: Sequence[Rule], *, peers: bool) -> Record | None:
+def measure(case: str, rules: Sequence[RewriteRule], *, peers: bool) -> Record | None:
     """Times a case. What peers and floor are stands above. None without peers."""
     program = read_case(case)
     inputs = draw_inputs(program)

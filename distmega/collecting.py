@@ -11,7 +11,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def uncollected(function: Callable[P, R]) -> Callable[P, R]:
+def gc_paused(function: Callable[P, R]) -> Callable[P, R]:
     """The function, which no garbage collection interrupts."""
 
     @wraps(function)

@@ -142,14 +142,14 @@ class CompiledProgram:
             self._decide({})
 
     def __call__(
-        self, tensors: Mapping[str, Tensor], *, in_place: bool = False
+        self, tensors: Mapping[str, Tensor], *, inplace: bool = False
     ) -> dict[str, Tensor]:
         """Outputs by name, this rank's part of each.
 
         tensors: the inputs that aren't bound and, in the first call, all weights and states that
         aren't, as `parts` gives them, by name. Inputs are copied; weights and states are bound, so
         that later calls may leave them out. Others take their place, on all ranks in the same call,
-        and the graph's, which is captured anew. in_place: outputs lie in the memory of the graph,
+        and the graph's, which is captured anew. inplace: outputs lie in the memory of the graph,
         until the next call of any compiled program on this GPU. A state that is an output is the
         state itself.
 
@@ -166,7 +166,7 @@ class CompiledProgram:
             if self._captured is None:
                 outputs = self._run(inputs)
             else:
-                outputs = self._captured.run(inputs, copy=not in_place)
+                outputs = self._captured.run(inputs, copy=not inplace)
             if self._deadline is not None:
                 self._deadline.note()
         return outputs
@@ -272,12 +272,12 @@ class CompiledProgram:
     def explain(self) -> str:
         """The plan, what a run costs the host, and whether it replays as a CUDA graph."""
         if self._captured is not None:
-            told = "replays as one CUDA graph"
+            replaying = "replays as one CUDA graph"
         elif reason := self._reason or next(iter(self._evaluator.graph_breaks), ""):
-            told = f"runs node by node: {reason}"
+            replaying = f"runs node by node: {reason}"
         else:
-            told = "will replay as one CUDA graph, if all ranks can capture it"
-        lines = [self.plan.explain(), explain_host(self.host, self.plan.machine), told]
+            replaying = "will replay as one CUDA graph, if all ranks can capture it"
+        lines = [self.plan.explain(), explain_host(self.host, self.plan.machine), replaying]
         if self._whole:
             lines.append(f"one megakernel a rank of {self._whole.num_tasks} tasks")
         else:

@@ -109,9 +109,9 @@ class LaunchError(DistmegaError, RuntimeError):
 class RankFailure(DistmegaError, RuntimeError):
     """A rank died or failed while a request was running."""
 
-    def at(self, place: str) -> "RankFailure":
+    def at(self, where: str) -> "RankFailure":
         """The same failure, which also says where the rank that noticed it stood."""
-        found = f"{self.found}, at {place}"
+        found = f"{self.found}, at {where}"
         failure = type(self)(found, expected=self.expected, remedy=self.remedy)
         failure.__cause__ = self
         return failure

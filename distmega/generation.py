@@ -40,7 +40,7 @@ def generate(
             remedy='call launch("distmega.engine.jobs:generate", request, options) on every rank',
         )
     check_model(request.model, model_mesh(request.tp, request.pp), request.options, options)
-    options = place_ranks(options, request.tp, request.pp)
+    options = reserve_ranks(options, request.tp, request.pp)
     last: object = None
     for event in launch("distmega.engine.jobs:generate", request, options):
         last = event.value
@@ -50,7 +50,7 @@ def generate(
     return last
 
 
-def place_ranks(options: LauncherOptions, tp: int, pp: int) -> LauncherOptions:
+def reserve_ranks(options: LauncherOptions, tp: int, pp: int) -> LauncherOptions:
     """The options for pp stages of tp ranks; ranks of a stage stay together on a node."""
     together = tp if pp > 1 else options.ray.ranks_per_bundle
     ray = replace(options.ray, ranks_per_bundle=max(together, 1))

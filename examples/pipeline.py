@@ -25,11 +25,11 @@ from distmega.hostir import (
     run_passes,
 )
 from distmega.hostir.ir.nodes import WaitSignal
-from distmega.hostir.lower.pipeline import FREE, Part, link_stage
+from distmega.hostir.lower.pipeline import FREE, StagePart, link_stage
 from distmega.kernels.runtime.signals import open_signals
 from distmega.launch import LauncherOptions, Result, launch
 from distmega.sharding.localize import localize
-from distmega.sharding.stages import AXIS, cut_places, split_stages
+from distmega.sharding.stages import AXIS, cut_positions, split_stages
 
 MESH = DeviceMesh(pp=2)
 TIMEOUT_S = 60.0
@@ -52,11 +52,11 @@ def make_stages(mesh: DeviceMesh = MESH) -> list[HostProgram]:
     """The host program of each stage."""
     program = build_layers(ROWS)
     hosts = []
-    for stage in split_stages(program, cut_places(program, mesh.size(AXIS))):
+    for stage in split_stages(program, cut_positions(program, mesh.size(AXIS))):
         plan = plan_program(stage.program, mesh.part(AXIS, stage.index), CPU)
         local = replace(localize(plan), mesh=mesh)
         host = lower_program(local, megakernel=False, peer_memory=False)
-        part = Part(stage=stage, host=host, count=NUM_BATCHES)
+        part = StagePart(stage=stage, host=host, count=NUM_BATCHES)
         hosts.append(run_passes(link_stage([part], {"x": 0, "y": 0})))
     return hosts
 

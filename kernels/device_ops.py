@@ -24,13 +24,13 @@ from distmega.kernels.pipelined.exprs import MAX_INPUTS
 from distmega.kernels.ugraphs.ops import compile_graph
 from distmega.program.types import Op, grouped_index
 from distmega.superopt.rewrite import FUSED_GRAPH
-from distmega.superopt.rules import Rule
+from distmega.superopt.rules import RewriteRule
 
 
 class KernelOps:
     """Ops by the pipelined kernels where there is one."""
 
-    def __init__(self, *, masked: bool = False, rules: Sequence[Rule] = ()) -> None:
+    def __init__(self, *, masked: bool = False, rules: Sequence[RewriteRule] = ()) -> None:
         """masked: attention reads whole caches under a mask, so that the host need not wait for
         positions and a graph can hold it; otherwise no more of a cache than is in use. rules: those
         by which programs were lowered.

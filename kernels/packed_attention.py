@@ -28,7 +28,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
-class Tiles:
+class AttentionTiles:
     """Rows of queries and of keys multiplied at a time; warps; slots of keys on the way."""
 
     rows: int
@@ -38,9 +38,9 @@ class Tiles:
 
 
 TILES = {
-    64: Tiles(rows=64, keys=64, warps=4, stages=3),
-    128: Tiles(rows=64, keys=64, warps=4, stages=3),
-    256: Tiles(rows=64, keys=64, warps=8, stages=2),
+    64: AttentionTiles(rows=64, keys=64, warps=4, stages=3),
+    128: AttentionTiles(rows=64, keys=64, warps=4, stages=3),
+    256: AttentionTiles(rows=64, keys=64, warps=8, stages=2),
 }
 """By head dim, the next power of two."""
 
@@ -56,10 +56,10 @@ def attend_span(acc, total, most, q, keys, values, top, first, stop, at, scale, 
         key = keys.load([top + start, 0])
         scores = tl.dot(q, key.T) * scale
         if masked:
-            places = start + tl.arange(0, num_keys)[None, :]
-            seen = places <= at[:, None]
+            columns = start + tl.arange(0, num_keys)[None, :]
+            seen = columns <= at[:, None]
             if windowed:
-                seen = seen & (places > at[:, None] - window)
+                seen = seen & (columns > at[:, None] - window)
             scores = tl.where(seen, scores, float("-inf"))
         larger = tl.maximum(most, tl.max(scores, 1))
         base = tl.where(larger == float("-inf"), 0.0, larger)  # of rows that saw no key so far

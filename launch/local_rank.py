@@ -75,7 +75,7 @@ class LocalRank:
                 case StoreOpened() as address:
                     self._store_address.put(address)
                 case AskPosition():
-                    self._report(Position(rank=self._rank, place=self._run.position()))
+                    self._report(Position(rank=self._rank, where=self._run.position()))
                 case Finish():
                     self._finish.set()
 

@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from distmega.engine.ranks import DeviceKind, RankContext
 from distmega.errors import LaunchError
 from distmega.launch.contract import Event, Job, rank_environment
-from distmega.launch.ray_cluster import connect, is_node_up, place_ranks
+from distmega.launch.ray_cluster import connect, is_node_up, reserve_ranks
 from distmega.launch.reports import Died, Failed, Position, Report
 from distmega.launch.sockets import LOOPBACK, listen_at
 from distmega.launch.stores import TCPStore, reach_store, serve_store
@@ -132,7 +132,7 @@ class RayTeam:
 
     def start(self) -> None:
         self.owns_ray = connect()
-        self.group = place_ranks(self.job)
+        self.group = reserve_ranks(self.job)
         try:
             self._start_ranks(self.group)
         except ray.exceptions.RayError as error:
@@ -161,8 +161,8 @@ class RayTeam:
             for rank, actor in enumerate(self.actors)
         }
         ready, _ = ray.wait([*asked], num_returns=len(asked), timeout=POSITION_S)
-        places = {asked[answer]: _try_get(answer) for answer in ready}
-        positions = [Position(rank=rank, place=place) for rank, place in places.items() if place]
+        answers = {asked[answer]: _try_get(answer) for answer in ready}
+        positions = [Position(rank=rank, where=where) for rank, where in answers.items() if where]
         return [*positions, *self.poll(0.0)]
 
     def find_stopped(self) -> Sequence[int]:
@@ -294,10 +294,10 @@ def name_nodes(seats: Sequence[Seat]) -> dict[str, str]:
 
 def _try_get(answer: Any) -> str | None:
     try:
-        place: str = ray.get(answer)
+        where: str = ray.get(answer)
     except ray.exceptions.RayError:
         return None
-    return place
+    return where
 
 
 def _first_line(error: Exception) -> str:

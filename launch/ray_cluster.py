@@ -62,7 +62,7 @@ def _probe(address: str) -> None:
     socket.create_connection((host, int(port)), timeout=PROBE_S).close()
 
 
-def place_ranks(job: Job) -> PlacementGroup:
+def reserve_ranks(job: Job) -> PlacementGroup:
     """Reserve a bundle for each group of ranks; raises LaunchError saying what is missing."""
     size = job.ray.ranks_per_bundle
     bundle = {"CPU": size * job.ray.cpus_per_rank}
@@ -103,9 +103,9 @@ def is_node_up(node: str) -> bool:
     known = {each["NodeID"]: each for each in ray.nodes()}  # type: ignore[no-untyped-call]
     if node not in known or not known[node]["Alive"]:
         return False
-    place = known[node]["NodeManagerAddress"], known[node]["NodeManagerPort"]
+    endpoint = known[node]["NodeManagerAddress"], known[node]["NodeManagerPort"]
     try:
-        socket.create_connection(place, timeout=NODE_PROBE_S).close()
+        socket.create_connection(endpoint, timeout=NODE_PROBE_S).close()
     except OSError:
         return False
     return True

@@ -72,7 +72,7 @@ class Position:
     """Where the rank's target stands: innermost line outside of torch."""
 
     rank: int
-    place: str
+    where: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

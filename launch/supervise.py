@@ -25,7 +25,7 @@ LOOK_S = 0.2
 """How often to look meanwhile whether a rank is stopped."""
 
 
-class Team(Protocol):
+class RunningRanks(Protocol):
     """Ranks under a launcher. `kill` may be called at any time, also twice, and leaves no process
     behind.
     """
@@ -51,7 +51,7 @@ class Team(Protocol):
     def kill(self) -> None: ...
 
 
-def supervise(team: Team, job: Job) -> Generator[Event]:
+def supervise(team: RunningRanks, job: Job) -> Generator[Event]:
     """Start the team, yield its values and result; whatever ends this generator ends every rank."""
     try:
         team.start()
@@ -60,7 +60,7 @@ def supervise(team: Team, job: Job) -> Generator[Event]:
         team.kill()
 
 
-def _follow(team: Team, job: Job) -> Generator[Event]:
+def _follow(team: RunningRanks, job: Job) -> Generator[Event]:
     states = dict.fromkeys(range(job.num_ranks), "starting")  # then "running", then "done"
     result = b""
     while set(states.values()) != {"done"}:
@@ -96,7 +96,9 @@ def _failures(reports: Sequence[Report]) -> list[Failed | Died]:
     return [report for report in reports if isinstance(report, Failed | Died)]
 
 
-def _find_root_cause(team: Team, first: Sequence[Failed | Died], num_ranks: int) -> DistmegaError:
+def _find_root_cause(
+    team: RunningRanks, first: Sequence[Failed | Died], num_ranks: int
+) -> DistmegaError:
     """The error for the failure that caused the others: a death before an own mistake, that before
     a stopped rank, then a rank that waits in vain, then a lost peer. Of ranks that wait for each
     other, all are told of.
@@ -114,10 +116,8 @@ def _find_root_cause(team: Team, first: Sequence[Failed | Died], num_ranks: int)
     error = describe_failure(cause, num_ranks)
     if _distance(cause) <= OWN or not isinstance(error, HangError | RankFailure):
         return error
-    alike = [
-        f.error for f in failures if isinstance(f, Failed) and _distance(f) == _distance(cause)
-    ]
-    found = "; ".join(dict.fromkeys((error.found, *(e.found for e in alike if e))))
+    same = [f.error for f in failures if isinstance(f, Failed) and _distance(f) == _distance(cause)]
+    found = "; ".join(dict.fromkeys((error.found, *(e.found for e in same if e))))
     if stopped:
         names = ", ".join(map(str, stopped))
         return type(error)(
@@ -164,14 +164,16 @@ def describe_failure(report: Failed | Died, num_ranks: int) -> DistmegaError:
     return error
 
 
-def _explain_silence(team: Team, states: Mapping[int, str], limit_s: float) -> DistmegaError:
+def _explain_silence(
+    team: RunningRanks, states: Mapping[int, str], limit_s: float
+) -> DistmegaError:
     """The error for ranks of which nothing is heard; a failure that comes while they are asked
     where they stand explains it better.
     """
     reports = team.ask_positions()
     if failures := _failures(reports):
         return _find_root_cause(team, failures, len(states))
-    positions = {report.rank: report.place for report in reports if isinstance(report, Position)}
+    positions = {report.rank: report.where for report in reports if isinstance(report, Position)}
     stopped = team.find_stopped()
     unknown = "an unknown place: it does not answer"
     late = [

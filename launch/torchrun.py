@@ -44,7 +44,7 @@ DEATH_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class TorchrunRank:
     """What torchrun's environment says of this process."""
 
     rank: int
@@ -57,10 +57,10 @@ class Place:
     has_agent_store: bool
 
 
-def read_place(environment: Mapping[str, str] = os.environ) -> Place:
+def read_rank(environment: Mapping[str, str] = os.environ) -> TorchrunRank:
     """Read torchrun's variables; raises LaunchError if this process wasn't started by torchrun."""
     try:
-        return Place(
+        return TorchrunRank(
             rank=int(environment["RANK"]),
             world_size=int(environment["WORLD_SIZE"]),
             local_rank=int(environment["LOCAL_RANK"]),
@@ -80,24 +80,24 @@ def read_place(environment: Mapping[str, str] = os.environ) -> Place:
 
 def run_torchrun(job: Job) -> Generator[Event]:
     """Run this rank's part of `job`; see launchers.launch for what is yielded and raised."""
-    place = read_place()
-    if place.world_size != job.num_ranks:
+    here = read_rank()
+    if here.world_size != job.num_ranks:
         raise LaunchError(
-            f"{job.num_ranks} ranks are asked for, torchrun started {place.world_size}",
+            f"{job.num_ranks} ranks are asked for, torchrun started {here.world_size}",
             expected="both to be the same",
-            remedy=f"give torchrun {job.num_ranks} processes, or ask for {place.world_size} ranks",
+            remedy=f"give torchrun {job.num_ranks} processes, or ask for {here.world_size} ranks",
         )
     for name, off in MULTICAST_OFF.items():
         os.environ.setdefault(name, off)
-    start_logging(place.rank)
+    start_logging(here.rank)
     end_with_parent(_end_with_agent)
-    if place.local_world_size == place.world_size:
+    if here.local_world_size == here.world_size:
         listen_at(LOOPBACK)
     store = _reach_store()
     run = RankRun(
-        _make_context(place, job),
+        _make_context(here, job),
         job,
-        join=lambda: _sign_in(store, place),
+        join=lambda: _sign_in(store, here),
         collective_timeout_s=job.timeout_s,
     )
     for report in chain.from_iterable(run.stream()):
@@ -106,10 +106,10 @@ def run_torchrun(job: Job) -> Generator[Event]:
                 yield Emitted(value=pickle.loads(data))
             case Failed():
                 claim_report()
-                raise _explain_failure(report, store, place)
+                raise _explain_failure(report, store, here)
             case Done(data=data):
-                _leave_together(store, place, job.timeout_s)
-                if place.rank == 0:
+                _leave_together(store, here, job.timeout_s)
+                if here.rank == 0:
                     yield Result(value=pickle.loads(data))
 
 
@@ -125,40 +125,40 @@ def claim_report() -> bool:
 
 @functools.cache
 def _reach_store() -> Store:
-    place = read_place()
-    if place.rank == 0 and not place.has_agent_store:
-        store = serve_store(place.address, REACH_S, port=place.port)
+    here = read_rank()
+    if here.rank == 0 and not here.has_agent_store:
+        store = serve_store(here.address, REACH_S, port=here.port)
     else:
-        store = reach_store(place.address, place.port, REACH_S)
-    return PrefixStore(f"distmega/{place.restart}", store)
+        store = reach_store(here.address, here.port, REACH_S)
+    return PrefixStore(f"distmega/{here.restart}", store)
 
 
-def _sign_in(store: Store, place: Place) -> Store:
+def _sign_in(store: Store, here: TorchrunRank) -> Store:
     """Leave word which process this rank is, for peers that lose it."""
-    store.set(f"process/{place.rank}", f"{os.getpid()} {socket.gethostname()}")
+    store.set(f"process/{here.rank}", f"{os.getpid()} {socket.gethostname()}")
     return store
 
 
-def _make_context(place: Place, job: Job) -> RankContext:
+def _make_context(here: TorchrunRank, job: Job) -> RankContext:
     return make_context(
-        rank=place.rank,
-        world_size=place.world_size,
-        local=(place.local_rank, place.local_world_size),
+        rank=here.rank,
+        world_size=here.world_size,
+        local=(here.local_rank, here.local_world_size),
         node=socket.gethostname(),
         kind=job.device,
-        index=place.local_rank,
+        index=here.local_rank,
     )
 
 
-def _leave_together(store: Store, place: Place, timeout_s: float) -> None:
+def _leave_together(store: Store, here: TorchrunRank, timeout_s: float) -> None:
     """Close the process group once every rank is through."""
-    keys = {f"done/{rank}": rank for rank in range(place.world_size)}
+    keys = {f"done/{rank}": rank for rank in range(here.world_size)}
     try:
-        store.set(f"done/{place.rank}", "")
+        store.set(f"done/{here.rank}", "")
         store.wait(list(keys), timedelta(seconds=timeout_s))
     except DistNetworkError as error:
         raise LaunchError(
-            f"rank {place.rank} of {place.world_size} lost torchrun's store ({error})",
+            f"rank {here.rank} of {here.world_size} lost torchrun's store ({error})",
             expected="torchrun to stay until every rank has ended",
             remedy="look for what ended torchrun, and start again",
         ) from error
@@ -173,14 +173,14 @@ def _leave_together(store: Store, place: Place, timeout_s: float) -> None:
     close_group()
 
 
-def _explain_failure(report: Failed, store: Store, place: Place) -> DistmegaError:
+def _explain_failure(report: Failed, store: Store, here: TorchrunRank) -> DistmegaError:
     if not report.lost_peer:
-        return describe_failure(report, place.world_size)
-    name = f"rank {place.rank} of {place.world_size}"
-    if dead := _find_dead_peers(store, place):
-        found = f"rank {_join(dead)} of {place.world_size} died, as {name} noticed"
+        return describe_failure(report, here.world_size)
+    name = f"rank {here.rank} of {here.world_size}"
+    if dead := _find_dead_peers(store, here):
+        found = f"rank {_join(dead)} of {here.world_size} died, as {name} noticed"
     else:
-        peers = [rank for rank in range(place.world_size) if rank != place.rank]
+        peers = [rank for rank in range(here.world_size) if rank != here.rank]
         found = f"{name} lost contact with rank {_join(peers)}, and saw no process of them dead"
     return RankFailure(
         f"{found} ({report.summary.partition('. ')[0]})",
@@ -193,11 +193,11 @@ def _join(ranks: Iterable[int]) -> str:
     return ", ".join(map(str, ranks))
 
 
-def _find_dead_peers(store: Store, place: Place) -> list[int]:
+def _find_dead_peers(store: Store, here: TorchrunRank) -> list[int]:
     """Ranks of this node whose process is gone; none if it is another node's."""
     pids = {}
-    for rank in range(place.world_size):
-        if rank != place.rank and store.check([f"process/{rank}"]):
+    for rank in range(here.world_size):
+        if rank != here.rank and store.check([f"process/{rank}"]):
             pid, node = store.get(f"process/{rank}").decode().split(" ", 1)
             if node == socket.gethostname():
                 pids[rank] = int(pid)

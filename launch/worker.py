@@ -228,13 +228,13 @@ def _is_lost_peer(error: BaseException) -> bool:
     """
     each: BaseException | None = error
     while each is not None:
-        if isinstance(each, LostPeerError | DistError | ConnectionError) or _in_exchange(each):
+        if isinstance(each, LostPeerError | DistError | ConnectionError) or _is_in_collective(each):
             return True
         each = each.__cause__
     return False
 
 
-def _in_exchange(error: BaseException) -> bool:
+def _is_in_collective(error: BaseException) -> bool:
     """Whether torch.distributed raised it, or gloo, whose handles raise it where they are awaited:
     both have no class of their own for that.
     """

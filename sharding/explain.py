@@ -29,7 +29,7 @@ from distmega.sharding.resolve.conflicts import list_conflicts
 from distmega.sharding.resolve.resolve import PlacedOp, Reshard, Splits
 from distmega.sharding.search.whatif import Alternative, Bill, WhatIf
 from distmega.sharding.streams.host_loops import HostLoop
-from distmega.sharding.streams.streams import Part, operand_parts
+from distmega.sharding.streams.streams import ChunkPart, operand_parts
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
@@ -136,7 +136,11 @@ def _summary(plan: PlanFacts) -> list[str]:
         f" + states {format_bytes(memory.state_bytes)}"
         f" + inputs {format_bytes(memory.input_bytes)}"
         f" + temporaries {format_bytes(memory.temp_peak_bytes)} at their peak"
-        + (f" + peer memory {format_bytes(memory.room_bytes)}" if memory.room_bytes else ""),
+        + (
+            f" + peer memory {format_bytes(memory.symmetric_bytes)}"
+            if memory.symmetric_bytes
+            else ""
+        ),
         "  residency: a matrix or state held whole is priced at three all-reduces a use",
     ]
     if idle:
@@ -159,10 +163,10 @@ def _chunks(chunks: Chunks) -> str:
     return f"{chunks.num} chunks of dim {chunks.dim}{ring}"
 
 
-def _once(told: Sequence[str]) -> list[str]:
+def _once(text: Sequence[str]) -> list[str]:
     """Lines that differ in numbers of layers only, once."""
     groups: dict[str, list[str]] = {}
-    for line in told:
+    for line in text:
         groups.setdefault(_NUMBER.sub("#", line), []).append(line)
     times = ((f"{len(lines)} x " if lines[1:] else "", lines[0]) for lines in groups.values())
     return [f"  {count}{first}" for count, first in times]
@@ -219,19 +223,19 @@ def _op_axis(plan: PlanFacts, what_if: WhatIf, step: PlacedOp, axis: str, size: 
 
 
 def _with(bill: Bill) -> str:
-    return f", with {', '.join(bill.moves)}" if bill.moves else ""
+    return f", with {', '.join(bill.movements)}" if bill.movements else ""
 
 
 def _compare(other: Bill, chosen: Bill) -> str:
     """How another option's costs differ from the chosen one's."""
     parts = [
         ("op", other.op_us - chosen.op_us),
-        ("collectives", other.moves_us - chosen.moves_us),
+        ("collectives", other.movements_us - chosen.movements_us),
         ("residency", other.residency_us - chosen.residency_us),
     ]
-    told = ", ".join(f"{name} {_signed(diff)}" for name, diff in parts if abs(diff) >= 0.005)
+    text = ", ".join(f"{name} {_signed(diff)}" for name, diff in parts if abs(diff) >= 0.005)
     total = other.total_us - chosen.total_us
-    return f"{_signed(total)}{f' ({told})' if told else ''}{_with(other)}"
+    return f"{_signed(total)}{f' ({text})' if text else ''}{_with(other)}"
 
 
 def _signed(time: float) -> str:
@@ -277,11 +281,11 @@ def _host_loops(plan: PlanFacts) -> list[str]:
     shapes: Groups[str] = Groups()
     for name, allocation in plan.allocations.items():
         if allocation.chunk:
-            told = f"by chunk: {list(allocation.stored_shape)}"
-            shapes.add(name, told, told)
+            text = f"by chunk: {list(allocation.stored_shape)}"
+            shapes.add(name, text, text)
     for name, shape in sorted(set(_parts_with_gaps(plan))):
-        told = f"in parts with gaps: {list(shape)}"
-        shapes.add(name, told, told)
+        text = f"in parts with gaps: {list(shape)}"
+        shapes.add(name, text, text)
     return [*_loops(plan), *(f"  {group.name} {group.first}" for group in shapes)]
 
 
@@ -297,11 +301,11 @@ def _loops(plan: PlanFacts) -> Iterator[str]:
     for loops in found.values():
         names: Groups[None] = Groups()
         for loop in loops:
-            for place, (op, _) in enumerate(loop.splits):
-                names.add(op, place, None)
+            for position, (op, _) in enumerate(loop.splits):
+                names.add(op, position, None)
         splits = zip(names, loops[0].splits, strict=True)
-        told = replace(loops[0], splits=tuple((name.name, split) for name, (_, split) in splits))
-        yield f"  {f'{len(loops)} x ' if loops[1:] else ''}{told}"
+        text = replace(loops[0], splits=tuple((name.name, split) for name, (_, split) in splits))
+        yield f"  {f'{len(loops)} x ' if loops[1:] else ''}{text}"
 
 
 def _parts_with_gaps(plan: PlanFacts) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -317,7 +321,7 @@ def _parts_with_gaps(plan: PlanFacts) -> Iterator[tuple[str, tuple[int, ...]]]:
         parts = operand_parts(op, splits[op.name], shapes) if op.name in splits else ""
         for access, part in zip(accesses(op), parts, strict=False):
             allocation = plan.allocations[access.tensor]
-            if isinstance(part, Part) and not allocation.chunk:
+            if isinstance(part, ChunkPart) and not allocation.chunk:
                 seen = allocation.sliced(part.dim, part.chunk)
                 if seen.has_gaps:
                     yield access.tensor, seen.local_shape
@@ -327,8 +331,8 @@ def _tensors(plan: PlanFacts, what_if: WhatIf) -> list[str]:
     users: dict[str, dict[tuple[str, Splits], PlacedOp]] = {}
     for step in plan.decisions:
         for access in accesses(step.op):
-            alike = layer_pattern(step.op.name), step.splits
-            users.setdefault(access.tensor, {}).setdefault(alike, step)
+            same = layer_pattern(step.op.name), step.splits
+            users.setdefault(access.tensor, {}).setdefault(same, step)
     groups: Groups[Tensor] = Groups()
     for tensor in plan.program.tensors:
         layout = plan.layouts[tensor.name]
@@ -363,20 +367,20 @@ def _tensor_axis(
     for dim in range(-1, len(tensor.shape)):
         if not (dim < 0 and now == REPLICATE) and not (isinstance(now, Shard) and now.dim == dim):
             verdicts = [_verdict(what_if, tensor, step, axis, dim) for step in users]
-            told = "; ".join(dict.fromkeys(v for v in verdicts if v))
-            lines.append(f"      not {'R' if dim < 0 else f'S{dim}'}: {told or 'nothing uses it'}")
+            text = "; ".join(dict.fromkeys(v for v in verdicts if v))
+            lines.append(f"      not {'R' if dim < 0 else f'S{dim}'}: {text or 'nothing uses it'}")
     return lines
 
 
 def _verdict(what_if: WhatIf, tensor: Tensor, step: PlacedOp, axis: str, dim: int) -> str:
     """What one op says of a tensor divided along `dim` (-1: whole)."""
     op, name = step.op, layer_pattern(step.op.name)
-    places = [i for i, a in enumerate(accesses(op)) if a.tensor == tensor.name]
+    positions = [i for i, a in enumerate(accesses(op)) if a.tensor == tensor.name]
     found = what_if.alternatives(step, axis)
     now = dict(step.splits).get(axis)
-    if now is not None and _wants((*now.reads, *now.writes)[places[0]], dim):
+    if now is not None and _wants((*now.reads, *now.writes)[positions[0]], dim):
         return f"{op.kind} {name} would take it"
-    fitting = [alt for alt in found if alt.option is not None and _fits(alt, places, dim)]
+    fitting = [alt for alt in found if alt.option is not None and _fits(alt, positions, dim)]
     priced = [alt.bill for alt in fitting if alt.bill is not None]
     if priced:
         best = min(priced, key=lambda bill: bill.total_us)
@@ -391,10 +395,10 @@ def _verdict(what_if: WhatIf, tensor: Tensor, step: PlacedOp, axis: str, dim: in
     return f"{op.kind} {name}: {reasons[0]}" if reasons else ""
 
 
-def _fits(alt: Alternative, places: Sequence[int], dim: int) -> bool:
+def _fits(alt: Alternative, positions: Sequence[int], dim: int) -> bool:
     assert alt.option is not None
     placed = (*alt.option.reads, *alt.option.writes)
-    return _wants(placed[places[0]], dim)
+    return _wants(placed[positions[0]], dim)
 
 
 def _wants(placement: Placement, dim: int) -> bool:

@@ -12,14 +12,14 @@ from distmega.program.types import Program, Tensor
 from distmega.sharding.layout.allocation import AllocationDomain
 from distmega.sharding.layout.domains import Device, LoopDomain
 from distmega.sharding.layout.mesh import DeviceMesh
-from distmega.sharding.resolve.resolve import PlacedOp, Schedule
+from distmega.sharding.resolve.resolve import PlacedOp, RankSchedule
 from distmega.sharding.search.signatures import OptionTable
 from distmega.sharding.streams.host_loops import HostLoop
-from distmega.sharding.streams.streams import Part, StreamSplit, stream_axis
+from distmega.sharding.streams.streams import ChunkPart, StreamSplit, stream_axis
 
 
 def finalize_allocations(
-    program: Program, mesh: DeviceMesh, schedule: Schedule, chunks: Mapping[str, Part]
+    program: Program, mesh: DeviceMesh, schedule: RankSchedule, chunks: Mapping[str, ChunkPart]
 ) -> dict[str, AllocationDomain]:
     """The allocation of every local tensor, by local name. Device axes shard it; order is kept.
 
@@ -40,7 +40,7 @@ def finalize_allocations(
 
 def finalize_loops(
     mesh: DeviceMesh,
-    schedule: Schedule,
+    schedule: RankSchedule,
     table: OptionTable,
     host_loops: Sequence[HostLoop],
 ) -> dict[str, LoopDomain]:

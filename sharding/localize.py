@@ -8,7 +8,7 @@ what is allocated per iteration of a loop says so in its allocation. Next: hosti
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from distmega.collecting import uncollected
+from distmega.collecting import gc_paused
 from distmega.program.types import Program, Tensor, verify_program
 from distmega.sharding.finalize import verify_allocations
 from distmega.sharding.layout.allocation import AllocationDomain
@@ -50,7 +50,7 @@ def _tensors(plan: Plan) -> list[Tensor]:
     return [tensor for group in forms.values() for tensor in group]
 
 
-@uncollected
+@gc_paused
 def localize(plan: Plan) -> LocalProgram:
     """The program every rank runs. VerifyError or ProgramError would be a bug of the planner."""
     ops = LocalOps(plan.program.tensor_map(), plan.mesh, plan.locals)

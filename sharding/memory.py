@@ -13,13 +13,13 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from distmega.program.dtypes import item_bytes
-from distmega.program.ops.compute import EXCHANGES
+from distmega.program.ops.compute import COMMUNICATING
 from distmega.program.types import Program
 from distmega.sharding.layout.allocation import AllocationDomain
 from distmega.sharding.overlap.pairs import Pair
 from distmega.sharding.resolve.collectives import RANK_AXIS
 from distmega.sharding.resolve.padding import additive_reads
-from distmega.sharding.resolve.resolve import PlacedOp, Reshard, Schedule
+from distmega.sharding.resolve.resolve import PlacedOp, RankSchedule, Reshard
 from distmega.sharding.streams.host_loops import HostLoop
 from distmega.sharding.streams.streams import is_sum
 
@@ -27,23 +27,23 @@ from distmega.sharding.streams.streams import is_sum
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
     """Bytes one rank needs; `temp_peak_bytes` is the most that temporaries occupy at once,
-    `room_bytes` the peer memory of fused matmuls, twice the largest need of each mesh axis.
+    `symmetric_bytes` the peer memory of fused matmuls, twice the largest need of each mesh axis.
     """
 
     input_bytes: int
     weight_bytes: int
     state_bytes: int
     temp_peak_bytes: int
-    room_bytes: int = 0
+    symmetric_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
         given = self.input_bytes + self.weight_bytes + self.state_bytes
-        return given + self.temp_peak_bytes + self.room_bytes
+        return given + self.temp_peak_bytes + self.symmetric_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Use:
+class _StorageUse:
     """A step and the storage it touches. travels: the mesh axis of a collective, which ends where
     it is waited for, at the latest before one of another axis. alone: a fused matmul, which waits
     for all of them.
@@ -78,7 +78,7 @@ class _Holding:
     live: int = 0
     peak: int = 0
     held: set[str] = field(default_factory=set)
-    pending: list[_Use] = field(default_factory=list)
+    pending: list[_StorageUse] = field(default_factory=list)
 
     def take(self, names: Iterable[str]) -> None:
         """Allocates what isn't yet."""
@@ -88,7 +88,7 @@ class _Holding:
                 self.live += self.sizes[name]
         self.peak = max(self.peak, self.live)
 
-    def end(self, use: _Use) -> None:
+    def end(self, use: _StorageUse) -> None:
         """Frees what no other step needs."""
         for name in use.names & self.held:
             self.left[name] -= 1
@@ -114,7 +114,7 @@ class _Holding:
             self.end(use)
         self.pending.clear()
 
-    def run(self, use: _Use) -> None:
+    def run(self, use: _StorageUse) -> None:
         """One step: waits, allocations, then what it lets go."""
         if use.alone:
             self.settle_all()
@@ -133,7 +133,7 @@ class _Loop:
 
     def __init__(
         self,
-        uses: Sequence[_Use],
+        uses: Sequence[_StorageUse],
         loop: HostLoop,
         chunks: Mapping[str, AllocationDomain],
         sizes: Mapping[str, int],
@@ -171,7 +171,7 @@ class _Loop:
                 inner.settle_all()
         return inner.peak
 
-    def steps(self, part: str) -> Iterator[_Use]:
+    def steps(self, part: str) -> Iterator[_StorageUse]:
         """The steps of one iteration, with what they allocate beside chunks: sums ("y+part") and
         what comes in around a ring ("y+in").
         """
@@ -194,7 +194,7 @@ class _Loop:
 
 def measure_memory(
     program: Program,
-    schedule: Schedule,
+    schedule: RankSchedule,
     allocations: Mapping[str, AllocationDomain],
     host_loops: Sequence[HostLoop],
     fused: Sequence[Pair] = (),
@@ -216,21 +216,23 @@ def measure_memory(
         weight_bytes=by_role["weight"],
         state_bytes=by_role["state"],
         temp_peak_bytes=_temp_peak(program, schedule, allocations, host_loops, fused, sizes, given),
-        room_bytes=2 * sum(_rooms(fused).values()),
+        symmetric_bytes=2 * sum(_symmetric_buffers(fused).values()),
     )
 
 
-def _rooms(fused: Sequence[Pair]) -> dict[str, int]:
+def _symmetric_buffers(fused: Sequence[Pair]) -> dict[str, int]:
     """Bytes of the largest need of peer memory, by mesh axis."""
-    rooms: dict[str, int] = {}
+    symmetric_buffers: dict[str, int] = {}
     for pair in fused:
-        rooms[pair.mesh_axis] = max(rooms.get(pair.mesh_axis, 0), pair.product.room_bytes)
-    return rooms
+        symmetric_buffers[pair.mesh_axis] = max(
+            symmetric_buffers.get(pair.mesh_axis, 0), pair.product.symmetric_bytes
+        )
+    return symmetric_buffers
 
 
 def _temp_peak(
     program: Program,
-    schedule: Schedule,
+    schedule: RankSchedule,
     allocations: Mapping[str, AllocationDomain],
     host_loops: Sequence[HostLoop],
     fused: Sequence[Pair],
@@ -242,7 +244,7 @@ def _temp_peak(
         if isinstance(step, PlacedOp) and step.op.is_view:
             views[step.writes[0]] = views.get(step.reads[0], step.reads[0])
     chunks = {name: allocations[name] for name in schedule.locals if allocations[name].chunk}
-    turns: list[_Use | _Loop] = []
+    turns: list[_StorageUse | _Loop] = []
     for loop, group in groupby(_uses(schedule, views, host_loops, fused), key=lambda use: use[0]):
         uses = [use for _, use in group]
         turns += uses if loop is None else [_Loop(uses, loop, chunks, sizes)]
@@ -253,16 +255,16 @@ def _temp_peak(
     left.update({views.get(name, name) for name in program.outputs} - given)
     holding = _Holding(sizes, left)
     for turn in turns:
-        if isinstance(turn, _Use):
+        if isinstance(turn, _StorageUse):
             holding.run(turn)
         else:
             _run_loop(turn, holding)
     return holding.peak
 
 
-def _touched(turn: "_Use | _Loop") -> Iterator[frozenset[str]]:
+def _touched(turn: "_StorageUse | _Loop") -> Iterator[frozenset[str]]:
     """What is touched at each of the moments after which something can be freed."""
-    if isinstance(turn, _Use):
+    if isinstance(turn, _StorageUse):
         yield turn.names
         return
     yield from (use.names for use in turn.gathers)
@@ -283,15 +285,15 @@ def _run_loop(loop: _Loop, holding: _Holding) -> None:
     for part in loop.parts:
         holding.peak = max(holding.peak, holding.live + loop.peak(part))
         names = loop.touched(part)
-        holding.end(_Use(reads=names, writes=frozenset()))
+        holding.end(_StorageUse(reads=names, writes=frozenset()))
 
 
 def _uses(
-    schedule: Schedule,
+    schedule: RankSchedule,
     views: Mapping[str, str],
     host_loops: Sequence[HostLoop],
     fused: Sequence[Pair],
-) -> Iterator[tuple[HostLoop | None, _Use]]:
+) -> Iterator[tuple[HostLoop | None, _StorageUse]]:
     """Each step but views, with the loop it is in. Fused pairs are one step, where the second
     stands.
     """
@@ -311,16 +313,16 @@ def _uses(
             continue
         if pair := seconds.get(name):
             reads = (reads | waiting.pop(pair.first)) - {pair.between}
-            yield None, _Use(reads=reads, writes=writes, alone=True)
+            yield None, _StorageUse(reads=reads, writes=writes, alone=True)
             continue
         if isinstance(step, Reshard):
             loop, split = loops.get(step.name, (None, None))
             rings = split is not None and split.axis == RANK_AXIS
             kind = step.move.kind
-            use = _Use(
+            use = _StorageUse(
                 reads=reads,
                 writes=writes,
-                travels=step.move.axis if kind in EXCHANGES else "",
+                travels=step.move.axis if kind in COMMUNICATING else "",
                 gathers=rings and kind == "all_gather",
                 scatters=rings and kind == "reduce_scatter",
             )
@@ -330,5 +332,5 @@ def _uses(
             first = frozenset(
                 views.get(step.reads[n], step.reads[n]) for n in additive_reads(step.op) if adds
             )
-            use = _Use(reads=reads, writes=writes, adds=adds, first=first)
+            use = _StorageUse(reads=reads, writes=writes, adds=adds, first=first)
         yield loop, use

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from distmega.collecting import uncollected
+from distmega.collecting import gc_paused
 from distmega.errors import PlanError
 from distmega.program.types import Access, Op, Program, accesses
 from distmega.sharding.explain import explain_plan
@@ -179,8 +179,8 @@ class _Planner:
         extents = {name: op.axis(name).extent for name in names}
         largest = max(n for n in range(1, size) if any(fits(e, n) for e in extents.values()))
         words = {"h": "kv heads", "g": "query heads per kv head", "m": "query rows"}
-        told = [f"{extent} {words.get(n, n)}" for n, extent in extents.items() if extent > 1]
-        have = ", ".join(told) or "one head"
+        described = [f"{extent} {words.get(n, n)}" for n, extent in extents.items() if extent > 1]
+        have = ", ".join(described) or "one head"
         raise PlanError(
             f"{axis}={size} can't divide {op.kind} {op.name!r} over {states[0].tensor!r} of {have}",
             expected=f"at most {axis}={largest}, where less than half of the heads is padding",
@@ -356,7 +356,7 @@ def build_plan(
     return plan
 
 
-@uncollected
+@gc_paused
 def plan_program(
     program: Program,
     mesh: DeviceMesh,

@@ -51,7 +51,7 @@ class Stage:
     results: tuple[Tensor, ...] = ()
 
 
-def cut_places(
+def cut_positions(
     program: Program,
     num_stages: int,
     fixed: Mapping[str, int] | None = None,
@@ -126,20 +126,20 @@ def _bounds(
     program: Program, num_stages: int, fixed: Mapping[str, int]
 ) -> tuple[list[int], list[int]]:
     """The first and last place that each cut may have, so that fixed ops come into their stage."""
-    places = {op.name: at for at, op in enumerate(program.ops)}
+    positions = {op.name: at for at, op in enumerate(program.ops)}
     for name, stage in fixed.items():
-        if name not in places or not 0 <= stage < num_stages:
+        if name not in positions or not 0 <= stage < num_stages:
             raise PlanError(
                 f"op {name!r} in stage {stage}",
                 expected=f"an op of {program.name!r}, and a stage of 0 to {num_stages - 1}",
                 remedy="name ops as explain prints them, and count stages from 0",
             )
     low = [
-        max((places[n] + 1 for n, s in fixed.items() if s <= cut), default=1)
+        max((positions[n] + 1 for n, s in fixed.items() if s <= cut), default=1)
         for cut in range(num_stages - 1)
     ]
     high = [
-        min((places[n] for n, s in fixed.items() if s > cut), default=len(program.ops) - 1)
+        min((positions[n] for n, s in fixed.items() if s > cut), default=len(program.ops) - 1)
         for cut in range(num_stages - 1)
     ]
     return low, high
@@ -158,9 +158,9 @@ def _crossing_bytes(program: Program) -> list[int | None]:
         if name in uses:
             uses[name].append(uses[name][-1])
     crossing: list[int | None] = [0] * len(program.ops)
-    for name, places in uses.items():
+    for name, positions in uses.items():
         rigid = tensors[name].role == "state" or name in views
-        for at in range(places[0] + 1, places[-1] + 1):
+        for at in range(positions[0] + 1, positions[-1] + 1):
             so_far = crossing[at]
             if so_far is not None:
                 crossing[at] = None if rigid else so_far + tensors[name].num_bytes

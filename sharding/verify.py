@@ -12,12 +12,12 @@ from distmega.program.types import Access, accesses
 from distmega.sharding.layout.allocation import AllocationDomain
 from distmega.sharding.layout.domains import Device, LoopDomain, Parallel, Stream, dim_positions
 from distmega.sharding.layout.mesh import DeviceMesh
-from distmega.sharding.resolve.resolve import PlacedOp, Reshard, Schedule
+from distmega.sharding.resolve.resolve import PlacedOp, RankSchedule, Reshard
 from distmega.sharding.search.signatures import OptionTable
 
 
 def verify_plan_parts(
-    schedule: Schedule,
+    schedule: RankSchedule,
     loops: Mapping[str, LoopDomain],
     allocations: Mapping[str, AllocationDomain],
     mesh: DeviceMesh,
@@ -64,10 +64,10 @@ def _verify_access(
     coordinate: Mapping[str, int],
 ) -> None:
     """What a rank touches of a divided dim must be exactly what it stores of it."""
-    place: dict[Parallel, int] = {Device(axis): c for axis, c in coordinate.items()}
+    here: dict[Parallel, int] = {Device(axis): c for axis, c in coordinate.items()}
     divided = {axis for axis, option in step.splits}
     for index, dim in zip(access.dims, sorted(allocation.dims, key=lambda d: d.dim), strict=True):
-        touched = dim_positions(loop, index, dim.extent, place)
+        touched = dim_positions(loop, index, dim.extent, here)
         begin, end = allocation.stored_range(dim.dim, coordinate)
         stored = ((begin, end),) if begin < end else ()
         if dim.axes and (not divided.issuperset(dict(dim.axes)) or touched != stored):

@@ -45,10 +45,10 @@ def calibrate_machine(facts: Facts, folder: Path = FOLDER) -> Iterator[Finding]:
                     rates=event.value,
                 )
                 path = write_rates(measured, folder)
-                yield from _told(measured.rates, num_ranks, path)
+                yield from _findings(measured.rates, num_ranks, path)
 
 
-def _told(rates: OverlapRates, num_ranks: int, path: Path) -> Iterator[Finding]:
+def _findings(rates: OverlapRates, num_ranks: int, path: Path) -> Iterator[Finding]:
     matmul = rates.library_flops_per_us / 1e6
     (_, least), *_, (few, some), (many, more) = rates.nccl_us
     link = f"{least:.0f} us, {(many - few) / (more - some) / 1e3:.0f} GB/s"

@@ -131,12 +131,12 @@ def examine(facts: Facts) -> list[Finding]:
 
 def _check_python(facts: Facts) -> Iterator[Finding]:
     version = _dotted(facts.python)
-    place = f"{version}, {facts.system} on {facts.processor}, {facts.num_cores} cores"
+    interpreter = f"{version}, {facts.system} on {facts.processor}, {facts.num_cores} cores"
     if facts.python < OLDEST_PYTHON:
         remedy = f"install Python {_dotted(OLDEST_PYTHON)} or later"
-        yield Finding(topic="Python", found=place, state="problem", remedy=remedy)
+        yield Finding(topic="Python", found=interpreter, state="problem", remedy=remedy)
     else:
-        yield Finding(topic="Python", found=place)
+        yield Finding(topic="Python", found=interpreter)
 
 
 def _check_torch(facts: Facts) -> Iterator[Finding]:

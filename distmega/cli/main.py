@@ -55,7 +55,7 @@ from distmega.engine.requests import (
 )
 from distmega.env import read_settings
 from distmega.errors import DistmegaError, LaunchError, RequestError
-from distmega.generation import check_model, place_ranks
+from distmega.generation import check_model, reserve_ranks
 from distmega.launch.contract import LauncherOptions
 from distmega.launch.launchers import (
     choose_device,
@@ -68,7 +68,7 @@ from distmega.launch.launchers import (
 from distmega.models.locate import read_config
 from distmega.models.sampling import Sampling
 from distmega.sharding.search.cost import MACHINES
-from distmega.superopt.schedule import Limits
+from distmega.superopt.schedule import SearchLimits
 
 DESCRIPTION = (
     "LLM inference on 1 to 8 GPUs.\n\n"
@@ -464,7 +464,7 @@ def _superopt(command: Superopt, console: Console) -> None:
             expected="kernels and kept of at least 1, none below 0",
             remedy="correct these",
         )
-    limits = Limits(slack=command.slack, max_kernels=command.kernels, num_kept=command.kept)
+    limits = SearchLimits(slack=command.slack, max_kernels=command.kernels, num_kept=command.kept)
     request = SuperoptRequest(
         program=command.program,
         machine=MACHINES[command.machine],
@@ -493,7 +493,7 @@ def _launcher_options(ranks: Ranks) -> tuple[LauncherOptions, int]:
     options = LauncherOptions(
         launcher=launcher, device=choose_device(ranks.device), max_restarts=ranks.max_restarts
     )
-    return place_ranks(options, tp, ranks.pp), tp
+    return reserve_ranks(options, tp, ranks.pp), tp
 
 
 def _run(target: str, request: object, options: LauncherOptions) -> Iterator[object]:

@@ -18,8 +18,8 @@ from distmega.program.types import Program
 from distmega.sharding.search.cost import Machine
 from distmega.superopt.optimize import Optimizer, Refusal
 from distmega.superopt.programs import FAMILIES, read_case
-from distmega.superopt.rules import Rule, write_rules
-from distmega.superopt.schedule import Limits
+from distmega.superopt.rules import RewriteRule, write_rules
+from distmega.superopt.schedule import SearchLimits
 from distmega.superopt.search import Progress
 
 LINE_S = 5.0
@@ -33,7 +33,7 @@ class SuperoptRequest:
     program: str
     machine: Machine
     out: Path
-    limits: Limits
+    limits: SearchLimits
     seed: int
     full: bool
 
@@ -76,7 +76,9 @@ def run_superopt(request: SuperoptRequest, console: Console, errors: Console) ->
     console.print(f"{len(optimizer.rules)} rules in {request.out}", markup=False)
 
 
-def _follow(events: Iterator[Progress | Rule | Refusal], errors: Console, start: float) -> None:
+def _follow(
+    events: Iterator[Progress | RewriteRule | Refusal], errors: Console, start: float
+) -> None:
     """A line now and then while it searches, one for each proof."""
     last = start
     for event in events:
@@ -85,7 +87,7 @@ def _follow(events: Iterator[Progress | Rule | Refusal], errors: Console, start:
             case Progress() if now - last >= LINE_S:
                 last = now
                 errors.print(f"{now - start:.0f} s: {describe(event)}", markup=False)
-            case Rule():
+            case RewriteRule():
                 text = f"{event.name} proven by {event.proof.tests} tests"
                 errors.print(f"{now - start:.0f} s: {text}", markup=False)
             case Refusal():

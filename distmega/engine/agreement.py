@@ -43,8 +43,8 @@ def on_all_ranks(comm: Communicator, make: Callable[[], T] | None) -> T | None:
         made = make() if make else None
     except UnsupportedError as error:
         problem = error
-    told = (problem.found, problem.expected, problem.remedy) if problem else None
-    answers = comm.all_gather_object((made is not None, told))
+    reported = (problem.found, problem.expected, problem.remedy) if problem else None
+    answers = comm.all_gather_object((made is not None, reported))
     for rank, (_, theirs) in zip(comm.mesh.ranks, answers, strict=True):
         if theirs:
             found, expected, remedy = theirs

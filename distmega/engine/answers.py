@@ -57,8 +57,8 @@ class GrowingAnswer:
     def _give_out(self, piece: str) -> str:
         """Of what is held and this piece: all before a stop text, or before what may be one."""
         text = self._held + piece
-        places = [text.find(stop) for stop in self._stop]
-        if found := [place for place in places if place >= 0]:
+        positions = [text.find(stop) for stop in self._stop]
+        if found := [position for position in positions if position >= 0]:
             self.finish_reason, self._held = "stop", ""
             given = text[: min(found)]
         else:

@@ -10,14 +10,14 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from itertools import dropwhile
 
-from distmega.collecting import uncollected
+from distmega.collecting import gc_paused
 from distmega.engine.predict import predict_us
 from distmega.engine.requests import DEFAULT_CONTEXT, EngineOptions, Experts
 from distmega.errors import PlanError, RequestError, argument
 from distmega.hostir.ir.nodes import HostProgram
 from distmega.hostir.lower.join_products import join_products
 from distmega.hostir.lower.lower import lower_program
-from distmega.hostir.lower.pipeline import Part, link_stage
+from distmega.hostir.lower.pipeline import StagePart, link_stage
 from distmega.hostir.passes.passes import run_passes
 from distmega.kernels.hopper.weight_order import order_weights
 from distmega.kernels.isa.lowering import is_encodable
@@ -39,7 +39,7 @@ from distmega.sharding.localize import LocalProgram, localize
 from distmega.sharding.overlap.pairs import BY_LIBRARY
 from distmega.sharding.planner import Plan, plan_program
 from distmega.sharding.search.cost import CPU, Machine
-from distmega.sharding.stages import AXIS, Stage, cut_places, split_stages
+from distmega.sharding.stages import AXIS, Stage, cut_positions, split_stages
 
 MICRO_BATCHES = 4
 """Parts in which a pipeline prefills a prompt unless asked otherwise."""
@@ -104,7 +104,7 @@ class StagePlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeBlueprint:
+class DecodePlan:
     """One decode step: the plan, one rank's program, its host program, and arenas for what lives
     across calls. Prefill is planned on top of it, with the same weights and caches.
     """
@@ -126,7 +126,7 @@ class DecodeBlueprint:
         return context_limit(self.config, self.options)
 
 
-def draws_apart(method: Method, staged: StagePlan) -> bool:
+def samples_apart(method: Method, staged: StagePlan) -> bool:
     """Whether library ops look for limits and draw: on the CPU, among all tokens, where ranks share
     the vocabulary.
     """
@@ -188,7 +188,7 @@ def _known_layouts(program: Program) -> dict[str, Layout]:
     }
 
 
-@uncollected
+@gc_paused
 def plan_decode(
     config: AnyDecoder,
     mesh: DeviceMesh,
@@ -298,7 +298,7 @@ def _plan_copies(
         method=method,
         peaks=machine == CPU,  # a GPU's kernel leaves its logits where the engine looks at them
     )
-    cuts = cut_places(program, num_stages, starts=layer_starts(config))
+    cuts = cut_positions(program, num_stages, starts=layer_starts(config))
     stage = split_stages(program, cuts)[index]
     ranks = mesh.part(AXIS, index) if AXIS in mesh.names else mesh
     caches = stage.program.with_role("state") if batch > 1 else ()
@@ -320,7 +320,7 @@ def _plan_copies(
     return StagePlan(plan=plan, mesh=mesh, stage=stage, cuts=cuts, kv_copies=copies)
 
 
-@uncollected
+@gc_paused
 def lower_decode(
     config: AnyDecoder,
     staged: StagePlan,
@@ -328,62 +328,62 @@ def lower_decode(
     *,
     peer_memory: bool,
     method: Method = GREEDY,
-) -> DecodeBlueprint:
+) -> DecodePlan:
     """Lowers a decode plan made for `method`. With peer memory the stage's layers are one
-    megakernel launch, otherwise it is split where ranks communicate. Where library ops draw
-    (draws_apart), they and what follows from them come after it.
+    megakernel launch, otherwise it is split where ranks communicate. Where library ops sample
+    (samples_apart), they and what follows from them come after it.
     """
     local = localize(staged.plan)
-    apart = choosing_ops(local.program) if draws_apart(method, staged) else ()
+    apart = choosing_ops(local.program) if samples_apart(method, staged) else ()
     host = staged.lower(local, megakernel=True, peer_memory=peer_memory, apart=apart)
     persistent = [*order_weights(local.program), *local.program.with_role("state")]
     arenas = {
         space: layout_arena(space, (t for t in persistent if tensor_space(t) is space))
         for space in (Space.WEIGHT, Space.STATE)
     }
-    return DecodeBlueprint(
+    return DecodePlan(
         config=copy_kv_heads(config, staged.kv_copies),
         machine=staged.plan.machine,
         options=options,
         method=method,
         staged=staged,
         local=local,
-        host=run_passes(link_stage([Part(stage=staged.stage, host=host)])),
+        host=run_passes(link_stage([StagePart(stage=staged.stage, host=host)])),
         weights=arenas[Space.WEIGHT],
         states=arenas[Space.STATE],
         peer_memory=peer_memory,
     )
 
 
-def compile_kernels(blueprint: DecodeBlueprint, num_sms: int) -> Mapping[str, Megakernel]:
+def compile_kernels(decode_plan: DecodePlan, num_sms: int) -> Mapping[str, Megakernel]:
     """Task graph, schedule, proof and device words of each segment of the host program."""
     return {
         segment.name: compile_megakernel(
             segment,
-            blueprint.staged.mesh,
+            decode_plan.staged.mesh,
             num_sms=num_sms,
-            weights=blueprint.weights,
-            states=blueprint.states,
-            mode=blueprint.options.events,
+            weights=decode_plan.weights,
+            states=decode_plan.states,
+            mode=decode_plan.options.events,
         )
-        for segment in blueprint.host.segments
+        for segment in decode_plan.host.segments
     }
 
 
-def lower_library_decode(blueprint: DecodeBlueprint) -> HostProgram:
+def lower_library_decode(decode_plan: DecodePlan) -> HostProgram:
     """The same decode step with every op a library op."""
-    staged = blueprint.staged
-    host = staged.lower(blueprint.local, megakernel=False, peer_memory=False)
-    return run_passes(link_stage([Part(stage=staged.stage, host=host)]))
+    staged = decode_plan.staged
+    host = staged.lower(decode_plan.local, megakernel=False, peer_memory=False)
+    return run_passes(link_stage([StagePart(stage=staged.stage, host=host)]))
 
 
-def num_micro_batches(blueprint: DecodeBlueprint) -> int:
+def num_micro_batches(decode_plan: DecodePlan) -> int:
     """Parts in which a prompt is prefilled."""
-    several = blueprint.staged.stage.num_stages > 1
-    return blueprint.options.micro_batches or (MICRO_BATCHES if several else 1)
+    several = decode_plan.staged.stage.num_stages > 1
+    return decode_plan.options.micro_batches or (MICRO_BATCHES if several else 1)
 
 
-def prefill_size(blueprint: DecodeBlueprint, num_tokens: int, most: int) -> int:
+def prefill_size(decode_plan: DecodePlan, num_tokens: int, most: int) -> int:
     """Rows of the program that takes num_tokens rows of prompts, where `most` is as many as their
     caches and the budget have room for.
 
@@ -391,65 +391,65 @@ def prefill_size(blueprint: DecodeBlueprint, num_tokens: int, most: int) -> int:
     8 to an octave. A GPU waits for the weights' bytes up to some 100 rows, and beyond 512 at most
     an eighth is filled up. A CPU waits for every row.
     """
-    if blueprint.machine == CPU or num_micro_batches(blueprint) > 1:
+    if decode_plan.machine == CPU or num_micro_batches(decode_plan) > 1:
         return num_tokens
     step = max(FEWEST_TOKENS, (1 << (num_tokens - 1).bit_length()) // 16)
     size = -(-num_tokens // step) * step
     return size if size <= most else num_tokens
 
 
-@uncollected
-def lower_prefill(blueprint: DecodeBlueprint, num_tokens: int, logits: Logits) -> HostProgram:
+@gc_paused
+def lower_prefill(decode_plan: DecodePlan, num_tokens: int, logits: Logits) -> HostProgram:
     """Host program of `num_tokens` tokens of prompts at once by library ops, on the decode plan's
     layouts and caches: see build_decoder's `prompt`. In micro-batches it takes one sequence, and
     caches are those of one, [h, t, d].
     """
-    wanted = num_micro_batches(blueprint)
+    wanted = num_micro_batches(decode_plan)
     if wanted == 1:
-        parts = [_prefill_part(blueprint, num_tokens, 1, logits, prompt=True)]
+        parts = [_prefill_part(decode_plan, num_tokens, 1, logits, prompt=True)]
         return run_passes(link_stage(parts))
     size = -(-num_tokens // wanted)
     count, rest = divmod(num_tokens, size)
-    parts = [_prefill_part(blueprint, size, count, logits)]
+    parts = [_prefill_part(decode_plan, size, count, logits)]
     if rest:
-        parts.append(_prefill_part(blueprint, rest, 1, logits))
+        parts.append(_prefill_part(decode_plan, rest, 1, logits))
     by_rows = ("tokens", "positions", *(["logits"] if logits == "all" else []))
     return run_passes(link_stage(parts, dict.fromkeys(by_rows, 0)))
 
 
 def _prefill_part(
-    blueprint: DecodeBlueprint, num_tokens: int, count: int, logits: Logits, *, prompt: bool = False
-) -> Part:
+    decode_plan: DecodePlan, num_tokens: int, count: int, logits: Logits, *, prompt: bool = False
+) -> StagePart:
     """`count` times `num_tokens` tokens, on this stage. prompt: of all sequences."""
-    layouts = blueprint.staged.plan.persistent_layouts()
-    if blueprint.options.batch > 1 and not prompt:
-        for cache in blueprint.local.program.with_role("state"):
+    layouts = decode_plan.staged.plan.persistent_layouts()
+    if decode_plan.options.batch > 1 and not prompt:
+        for cache in decode_plan.local.program.with_role("state"):
             layouts[cache.name] = layout_of_part(layouts[cache.name], SEQUENCE_DIM)
     program = build_decoder(
-        blueprint.config,
+        decode_plan.config,
         num_tokens,
-        blueprint.max_context,
-        batch=blueprint.options.batch if prompt else 1,
+        decode_plan.max_context,
+        batch=decode_plan.options.batch if prompt else 1,
         logits=logits,
-        dtype=blueprint.machine.dtype,
-        method=blueprint.method,
+        dtype=decode_plan.machine.dtype,
+        method=decode_plan.method,
         prompt=prompt,
         peaks=True,
     )
-    staged = blueprint.staged
+    staged = decode_plan.staged
     stage = split_stages(program, staged.cuts)[staged.stage.index]
     held = {tensor.name for tensor in stage.program.tensors}
     layouts = {name: layout for name, layout in layouts.items() if name in held}
     plan = plan_program(
         stage.program,
         staged.plan.mesh,
-        blueprint.machine,
+        decode_plan.machine,
         annotations=layouts | _known_layouts(stage.program),
         overlap=BY_LIBRARY,
         spreads=False,
     )
-    neighbours = blueprint.weights.neighbours()
-    local = join_products(localize(plan), neighbours, blueprint.machine)
-    shares = blueprint.peer_memory and staged.stage.num_stages == 1
+    neighbours = decode_plan.weights.neighbours()
+    local = join_products(localize(plan), neighbours, decode_plan.machine)
+    shares = decode_plan.peer_memory and staged.stage.num_stages == 1
     host = staged.lower(local, megakernel=False, peer_memory=shares)
-    return Part(stage=stage, host=host, count=count)
+    return StagePart(stage=stage, host=host, count=count)

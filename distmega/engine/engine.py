@@ -1,8 +1,8 @@
 """One rank of a running model: reads its part of the weights, then runs prefill and decode.
 
-Comes in: a ModelSource and a blueprint (decode_plan.py). Goes out: logits and tokens. Prefill runs
-library ops, one program a prompt length; decode launches one megakernel a token. Both share one
-weights arena and one KV cache. Next on the walk: hostir/run/evaluator.py.
+Comes in: a ModelSource and a decode plan (decode_plan.py). Goes out: logits and tokens. Prefill
+runs library ops, one program a prompt length; decode launches one megakernel a token. Both share
+one weights arena and one KV cache. Next on the walk: hostir/run/evaluator.py.
 """
 
 import logging
@@ -124,17 +124,17 @@ class Engine:
         tell("planning a decode step")
         plan = self._plan(source.config, options, logits, self._method)
         peer_memory = self._share_memory(plan, options, node)
-        self.blueprint = lower_decode(
+        self.decode_plan = lower_decode(
             source.config, plan, options, peer_memory=peer_memory, method=self._method
         )
-        self._weights = allocate_arena(self.blueprint.weights, device=device)
-        self._states = allocate_arena(self.blueprint.states, device=device)
-        weights = arena_views(self.blueprint.weights, self._weights)
-        states = arena_views(self.blueprint.states, self._states)
+        self._weights = allocate_arena(self.decode_plan.weights, device=device)
+        self._states = allocate_arena(self.decode_plan.states, device=device)
+        weights = arena_views(self.decode_plan.weights, self._weights)
+        states = arena_views(self.decode_plan.states, self._states)
         self._caches = states
         self._persistent = {**weights, **states}
         self._slots = _slots_of(states, options.batch)
-        self._draws = _draw_inputs(self._method, options.batch, self.device)
+        self._sample_inputs = _sampling_inputs(self._method, options.batch, self.device)
         self._runners: dict[str, CpuMegakernel] = {}
         self.stepping: SteppingRunner | None = None
         """The decode kernel of a GPU where it chooses the tokens, several in one launch."""
@@ -142,7 +142,7 @@ class Engine:
         self._decode = self._open_gpu(options) if on_gpu else self._open_cpu(options)
         if self.stepping is not None:
             self.stepping.prepare()
-        coordinate, allocations = mesh.coordinate(comm.rank), self.blueprint.local.allocations
+        coordinate, allocations = mesh.coordinate(comm.rank), self.decode_plan.local.allocations
         tell("loading weights")
         load_weights(
             open_copies(source, plan.kv_copies), allocations, coordinate, weights, progress
@@ -150,7 +150,7 @@ class Engine:
         fingerprints = [plan.fingerprint()]
         fingerprints += [runner.kernel.fingerprint() for runner in self._runners.values()]
         require_agreement(comm, plan, fingerprints)
-        self._prefills = Prefills(self.blueprint, self._open_prompts, comm, self.device)
+        self._prefills = Prefills(self.decode_plan, self._open_prompts, comm, self.device)
         if on_gpu and plan.stage.num_stages > 1:
             assert isinstance(comm, NcclCommunicator), "GPUs communicate over NCCL"
             shared = options.collectives != "host"
@@ -262,8 +262,8 @@ class Engine:
 
     def _num_further(self, limit: int) -> int:
         """Steps that caches and limit leave room for after the first tokens."""
-        room = self.blueprint.max_context - max(self._num_cached)
-        return min(room, limit - 1) if limit else room
+        capacity = self.decode_plan.max_context - max(self._num_cached)
+        return min(capacity, limit - 1) if limit else capacity
 
     def _steps(
         self, prompts: Sequence[Sequence[int]], limit: int, sampling: Samplings | None
@@ -271,16 +271,16 @@ class Engine:
         """The steps of generate_all, whatever tokens they give."""
         tokens, _ = self._prefill_all(prompts, limit, sampling, "none")
         yield tokens
-        room = self._num_further(limit)
+        capacity = self._num_further(limit)
         if self.stepping is None:
-            for _ in range(room):
+            for _ in range(capacity):
                 tokens = tuple(self.decode_step(tokens)["next"].tolist()[: len(prompts)])
                 yield tokens
             return
         with self._in_step():
-            self.stepping.start(tokens, self._num_cached[: len(prompts)], self._draws)
+            self.stepping.start(tokens, self._num_cached[: len(prompts)], self._sample_inputs)
             note = partial(self._grow, len(prompts))
-            yield from decode_ahead(self.stepping, room, note, self._end_unsound)
+            yield from decode_ahead(self.stepping, capacity, note, self._end_unsound)
 
     def trace(self, num_steps: int, position: int) -> list[Span]:
         """The timeline of decode steps from `position` on, whatever the caches hold there; the
@@ -292,10 +292,10 @@ class Engine:
                 expected="a Hopper GPU and a model that the decode kernel runs",
                 remedy="run on such a GPU with triton installed",
             )
-        self._require_room(2 * num_steps, position)
+        self._require_capacity(2 * num_steps, position)
         with self._calls.alone(), self._in_step():
             for _ in range(2):
-                self.stepping.start([0] * self.batch, [position] * self.batch, self._draws)
+                self.stepping.start([0] * self.batch, [position] * self.batch, self._sample_inputs)
                 self.comm.barrier()
                 spans = self.stepping.trace(num_steps)
         return spans
@@ -374,8 +374,10 @@ class Engine:
         """
         if self.stepping is not None:
             return
-        told = outputs[PEAKS][:num] if PEAKS in outputs else next(reversed(self._caches.values()))
-        if not is_sound(told):
+        watched = (
+            outputs[PEAKS][:num] if PEAKS in outputs else next(reversed(self._caches.values()))
+        )
+        if not is_sound(watched):
             raise self._end_unsound()
 
     def decode_step(self, tokens: Sequence[int]) -> Mapping[str, Tensor]:
@@ -385,7 +387,7 @@ class Engine:
         token mean nothing.
         """
         with self._calls.alone():
-            return self._append(require_tokens(tokens, self.blueprint.config.vocab))
+            return self._append(require_tokens(tokens, self.decode_plan.config.vocab))
 
     def _append(self, tokens: list[int]) -> Mapping[str, Tensor]:
         """A decode step of the first sequences; RequestError, before it runs, if it can't be."""
@@ -403,8 +405,8 @@ class Engine:
                     expected="a prefill of it before",
                     remedy="call prefill with the tokens that the sequence starts with",
                 )
-            self._require_room(1, num_cached)
-        last = self.blueprint.max_context - 1
+            self._require_capacity(1, num_cached)
+        last = self.decode_plan.max_context - 1
         positions = [min(num_cached, last) for num_cached in self._num_cached]
         with self._in_step():
             outputs = self._decode.run(
@@ -413,7 +415,7 @@ class Engine:
                         [*tokens, *[0] * (self.batch - num)], device=self.device
                     ),
                     "positions": torch.tensor(positions, device=self.device),
-                    **self._draws,
+                    **self._sample_inputs,
                     **self._persistent,
                 }
             )
@@ -432,7 +434,7 @@ class Engine:
         """As Prefills.run, of a prompt and its sampling for each slot, by default the engine's own;
         RequestError where one fits no slot, before anything runs.
         """
-        vocab = self.blueprint.config.vocab
+        vocab = self.decode_plan.config.vocab
         with self._calls.alone():
             known = {
                 slot: (require_tokens(ids, vocab), sampling)
@@ -452,15 +454,15 @@ class Engine:
             self._require_served(sampling)
         for slot, sampling in chosen.items():
             self._choose_by(sampling, slot)
-        tensors = {**self._draws, **self._persistent}
+        tensors = {**self._sample_inputs, **self._persistent}
         own = [
-            {**{name: rows[slot : slot + 1] for name, rows in self._draws.items()},
+            {**{name: rows[slot : slot + 1] for name, rows in self._sample_inputs.items()},
              **self._persistent, **caches}
             for slot, caches in enumerate(self._slots)
         ]  # fmt: skip
         with self._in_step():
             found, scores = self._prefills.run(prompts, logits, tensors, own)
-            if self.blueprint.staged.stage.num_stages > 1 and self.device.type == "cuda":
+            if self.decode_plan.staged.stage.num_stages > 1 and self.device.type == "cuda":
                 torch.cuda.current_stream().synchronize()
                 self.comm.check_signals()
             peaks_are_sound = all(math.isfinite(peak) for _, peak in found.values())
@@ -482,10 +484,10 @@ class Engine:
         """Tokens of the sequence in this slot are chosen so from now on; in place, for graphs hold
         these tensors.
         """
-        if self._draws:
+        if self._sample_inputs:
             row = self._method.settings_of(sampling)
-            self._draws["sampling"][slot] = torch.tensor(row, dtype=torch.float32)
-            self._draws["seeds"][slot] = sampling.seed
+            self._sample_inputs["sampling"][slot] = torch.tensor(row, dtype=torch.float32)
+            self._sample_inputs["seeds"][slot] = sampling.seed
 
     def _require_prompt(self, slot: int, ids: Sequence[int]) -> None:
         """RequestError unless a slot can take this prompt."""
@@ -501,7 +503,7 @@ class Engine:
                 expected="a token at least",
                 remedy="leave the prompt out, or begin it with the model's first token",
             )
-        self._require_room(len(ids), 0)
+        self._require_capacity(len(ids), 0)
 
     @contextmanager
     def _in_step(self) -> Iterator[None]:
@@ -519,8 +521,8 @@ class Engine:
                 self._hang = error.found
             raise
 
-    def _require_room(self, num_tokens: int, num_cached: int) -> None:
-        limit = self.blueprint.max_context
+    def _require_capacity(self, num_tokens: int, num_cached: int) -> None:
+        limit = self.decode_plan.max_context
         if num_tokens < 1 or num_cached + num_tokens > limit:
             raise RequestError(
                 f"{num_tokens} tokens after {num_cached}",
@@ -529,13 +531,13 @@ class Engine:
             )
 
     def _open_cpu(self, options: EngineOptions) -> Evaluator:
-        kernels = compile_kernels(self.blueprint, options.num_sms)
+        kernels = compile_kernels(self.decode_plan, options.num_sms)
         self._runners = {name: self._runner(kernel, options) for name, kernel in kernels.items()}
-        return self._evaluator(self.blueprint.host, self._runners)
+        return self._evaluator(self.decode_plan.host, self._runners)
 
     def _open_gpu(self, options: EngineOptions) -> Evaluator:
         """The decode kernel, or library ops for a model or GPUs that it can't do."""
-        host = self.blueprint.host
+        host = self.decode_plan.host
         try:
             runner = self._open_stepping(host.segments, options)
         except (UnsupportedError, LaunchError) as error:
@@ -544,8 +546,8 @@ class Engine:
             logger.warning("decoding by library ops: %s", error)
             runner = None
         if runner is None:
-            return self._evaluator(lower_library_decode(self.blueprint), {})
-        if self.blueprint.staged.stage.num_stages == 1:
+            return self._evaluator(lower_library_decode(self.decode_plan), {})
+        if self.decode_plan.staged.stage.num_stages == 1:
             self.stepping = runner
         return self._evaluator(host, {host.segments[0].name: runner})
 
@@ -553,7 +555,7 @@ class Engine:
         """CheckError for a program that may race or wait for ever; stages have one each, which are
         proven together, so all ranks of the mesh ask together.
         """
-        if self.blueprint.staged.stage.num_stages == 1:
+        if self.decode_plan.staged.stage.num_stages == 1:
             prove_once(host)
             return
         texts = self.comm.all_gather_object(print_host(host))
@@ -572,7 +574,7 @@ class Engine:
         """A program of prompts, and the joined weights that it multiplies by. proven: it is one
         that was proven, with other extents, which change no order.
         """
-        layout = self.blueprint.weights
+        layout = self.decode_plan.weights
         joined = {
             buffer.name: spanning_view(layout, self._weights, buffer, buffer.name.split(SPAN)[0])
             for buffer in host.buffers
@@ -590,7 +592,7 @@ class Engine:
         Stages differ in what a kernel can do, and open their memory together: so all of them open
         a kernel, or all have this answer or error.
         """
-        mesh, weights = self.blueprint.staged.plan.mesh, self.blueprint.weights
+        mesh, weights = self.decode_plan.staged.plan.mesh, self.decode_plan.weights
         axes = [axis for axis in mesh.names if mesh.size(axis) > 1]
         team = None
         if axes:
@@ -600,7 +602,7 @@ class Engine:
             plan_hopper,
             segments[0],
             weights=weights,
-            states=self.blueprint.states,
+            states=self.decode_plan.states,
             device=self._weights.device,
             team=team,
             mode=options.events,
@@ -621,7 +623,7 @@ class Engine:
     def _runner(self, kernel: Megakernel, options: EngineOptions) -> CpuMegakernel:
         rank = self.comm.rank
 
-        def exchange(value: Plain) -> Sequence[object]:
+        def gather(value: Plain) -> Sequence[object]:
             return self.comm.all_gather_object(value, kernel.team_axis)
 
         return CpuMegakernel(
@@ -629,7 +631,7 @@ class Engine:
             rank=rank,
             weights_arena=self._weights,
             state_arena=self._states,
-            peers=open_peers(kernel, rank, exchange),
+            peers=open_peers(kernel, rank, gather),
             seed=options.interleave_seed or None,
             timeout_s=options.timeout_s,
         )
@@ -648,11 +650,11 @@ def _fill_up(samplings: Samplings, batch: int) -> list[Sampling]:
     return [*samplings, *[MOST_LIKELY] * (batch - len(samplings))]
 
 
-def _draw_inputs(method: Method, batch: int, device: torch.device) -> dict[str, Tensor]:
-    """What a program takes that draws tokens, a row a sequence, as MOST_LIKELY has it; see
+def _sampling_inputs(method: Method, batch: int, device: torch.device) -> dict[str, Tensor]:
+    """What a program takes that samples tokens, a row a sequence, as MOST_LIKELY has it; see
     decoder.py.
     """
-    if not method.draws:
+    if not method.samples:
         return {}
     settings = torch.tensor([method.settings_of(MOST_LIKELY)] * batch, dtype=torch.float32)
     seeds = torch.zeros(batch, dtype=torch.int64)
@@ -666,8 +668,10 @@ def _until_ended(
     ended: dict[int, int] = {}
     with closing(steps):
         for tokens in steps:
-            told = tuple(ended.get(place, token) for place, token in enumerate(tokens))
-            yield told
-            ended |= {place: token for place, token in enumerate(told) if token in eos_ids}
-            if len(ended) == len(told):
+            reported = tuple(ended.get(sequence, token) for sequence, token in enumerate(tokens))
+            yield reported
+            ended |= {
+                sequence: token for sequence, token in enumerate(reported) if token in eos_ids
+            }
+            if len(ended) == len(reported):
                 return

@@ -73,11 +73,11 @@ def generate(context: RankContext, request: GenerateRequest, emit: Emit) -> Gene
     with closing(_steps(engine, prompts, request)) as steps:
         for tokens, logprobs in steps:
             times = [*times[:3], time.perf_counter()]
-            for place, (answer, token) in enumerate(zip(answers, tokens, strict=True)):
+            for index, (answer, token) in enumerate(zip(answers, tokens, strict=True)):
                 if not answer.finish_reason:
-                    found = logprobs[place] if logprobs else None
+                    found = logprobs[index] if logprobs else None
                     piece = answer.push(token, found)
-                    emit(Token(id=token, text=piece, prompt=place, logprob=found))
+                    emit(Token(id=token, text=piece, prompt=index, logprob=found))
             if all(answer.finish_reason for answer in answers):
                 break
     loaded, first, second, last = (*times, *[times[-1]] * (4 - len(times)))
@@ -110,8 +110,8 @@ def logprobs_of(logits: Tensor, tokens: Sequence[int], num_top: int) -> list[Log
     chosen = found.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0]
     values, ids = found.topk(min(num_top, found.shape[1]), -1)
     return [
-        Logprob(logprob=one, top=tuple(zip(places, likeliest, strict=True)))
-        for one, places, likeliest in zip(
+        Logprob(logprob=one, top=tuple(zip(top_ids, top_values, strict=True)))
+        for one, top_ids, top_values in zip(
             chosen.tolist(), ids.tolist(), values.tolist(), strict=True
         )
     ]
@@ -136,14 +136,14 @@ def score(context: RankContext, request: ScoreRequest, emit: Emit) -> ScoreResul
         tell=report_doing(emit),
     )
     emit(Doing(what=f"reading {len(ids)} tokens"))
-    if engine.blueprint.max_context < 2:
+    if engine.decode_plan.max_context < 2:
         raise RequestError(
-            f"{argument('max_context')} {engine.blueprint.max_context}",
+            f"{argument('max_context')} {engine.decode_plan.max_context}",
             expected="at least 2, a token and the next one",
             remedy="raise it",
         )
     total = 0.0
-    for window in text_windows(len(ids), engine.blueprint.max_context):
+    for window in text_windows(len(ids), engine.decode_plan.max_context):
         logits = engine.logits(ids[window.start : window.stop])
         rows = logits[window.first - window.start - 1 : -1].float().cpu()
         wanted = torch.tensor(ids[window.first : window.stop])

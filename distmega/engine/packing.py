@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class PromptPart:
     """Tokens `ids` of the sequence in `slot`, at positions `position` and on. ends: they are the
     prompt's last.
     """
@@ -34,20 +34,20 @@ ROWS = ("tokens", "positions", "sequences", "starts", "last", "last_positions")
 """Inputs that say what a pass's rows are, as lay_rows orders them; see build_decoder's `prompt`."""
 
 
-def pack_prompts(prompts: Mapping[int, Sequence[int]], budget: int) -> list[list[Part]]:
+def pack_prompts(prompts: Mapping[int, Sequence[int]], budget: int) -> list[list[PromptPart]]:
     """Passes of at most `budget` tokens, all but the last of as many; slots in ascending order."""
-    passes: list[list[Part]] = []
-    room = 0
+    passes: list[list[PromptPart]] = []
+    capacity = 0
     for slot, ids in sorted(prompts.items()):
         position = 0
         while position < len(ids):
-            if not room:
+            if not capacity:
                 passes.append([])
-                room = budget
-            piece = tuple(ids[position : position + room])
-            room -= len(piece)
+                capacity = budget
+            piece = tuple(ids[position : position + capacity])
+            capacity -= len(piece)
             ends = position + len(piece) == len(ids)
-            passes[-1].append(Part(slot=slot, position=position, ids=piece, ends=ends))
+            passes[-1].append(PromptPart(slot=slot, position=position, ids=piece, ends=ends))
             position += len(piece)
     return passes
 
@@ -57,7 +57,7 @@ def row_lengths(size: int, num_slots: int) -> tuple[int, ...]:
     return size, size, size, num_slots + 1, num_slots, num_slots
 
 
-def lay_rows(parts: Sequence[Part], size: int, num_slots: int) -> Tensor:
+def lay_rows(parts: Sequence[PromptPart], size: int, num_slots: int) -> Tensor:
     """The rows of a pass of ascending slots: ROWS one behind the other, i64 on the CPU. Up to
     `size` the last sequence goes on with tokens 0, whose cache rows its next tokens overwrite. A
     slot without tokens has row 0 for its last.

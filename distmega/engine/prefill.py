@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from distmega.engine.decode_plan import (
-    DecodeBlueprint,
+    DecodePlan,
     lower_prefill,
     num_micro_batches,
     prefill_size,
 )
-from distmega.engine.packing import ROWS, Part, lay_rows, pack_prompts, row_lengths
+from distmega.engine.packing import ROWS, PromptPart, lay_rows, pack_prompts, row_lengths
 from distmega.errors import RankFailure, VerifyError
 from distmega.hostir.comm.communicator import Communicator
 from distmega.hostir.ir.nodes import HostProgram
@@ -61,15 +61,15 @@ class Prefills:
 
     def __init__(
         self,
-        blueprint: DecodeBlueprint,
+        decode_plan: DecodePlan,
         open_program: Callable[[HostProgram, bool], tuple[Evaluator, dict[str, Tensor]]],
         comm: Communicator,
         device: torch.device,
     ) -> None:
-        self._blueprint, self._open, self._comm = blueprint, open_program, comm
+        self._decode_plan, self._open, self._comm = decode_plan, open_program, comm
         self._device = device
-        self._packs = num_micro_batches(blueprint) == 1
-        alone = blueprint.staged.stage.num_stages == 1 and self._packs
+        self._packs = num_micro_batches(decode_plan) == 1
+        alone = decode_plan.staged.stage.num_stages == 1 and self._packs
         self._captures = device.type == "cuda" and alone
         self._programs: dict[tuple[int, Logits], _Program] = {}
         self._planned: dict[tuple[int, Logits], HostProgram] = {}
@@ -86,7 +86,7 @@ class Prefills:
         which it was chosen (decoder.PEAKS), and the logits if asked for: of all tokens, [tokens of
         a pass, vocab] a pass, or of the last one of each prompt, [1, vocab] a slot.
 
-        tensors: weights, caches and, if tokens are drawn, how, a row a slot. slots: the same of
+        tensors: weights, caches and, if tokens are sampled, how, a row a slot. slots: the same of
         each slot alone.
         """
         if not self._packs:
@@ -99,7 +99,7 @@ class Prefills:
         ended: list[tuple[list[int], Tensor, Tensor]] = []
         scores: list[Tensor] = []
         of_slots: dict[int, Tensor] = {}
-        for parts in pack_prompts(prompts, self._blueprint.options.max_batched_tokens):
+        for parts in pack_prompts(prompts, self._decode_plan.options.max_batched_tokens):
             outputs = self._run_pass(parts, logits, tensors)
             tokens, peaks = outputs["next"].clone(), outputs[PEAKS].clone()
             ended.append(([part.slot for part in parts if part.ends], tokens, peaks))
@@ -124,14 +124,16 @@ class Prefills:
         given = {"tokens": tokens, "positions": positions}
         return program.evaluator.run({**tensors, **program.given, **given})
 
-    def _run_pass(self, parts: Sequence[Part], logits: Logits, tensors: Tensors) -> Tensors:
+    def _run_pass(self, parts: Sequence[PromptPart], logits: Logits, tensors: Tensors) -> Tensors:
         """Outputs of a pass, which the next one may overwrite; rows of `logits` behind those of the
         prompts mean nothing, nor does `next` of a slot whose prompt does not end.
         """
-        options, last = self._blueprint.options, parts[-1]
+        options, last = self._decode_plan.options, parts[-1]
         num_tokens = sum(len(part.ids) for part in parts)
-        room = num_tokens + self._blueprint.max_context - last.stop
-        size = prefill_size(self._blueprint, num_tokens, min(room, options.max_batched_tokens))
+        capacity = num_tokens + self._decode_plan.max_context - last.stop
+        size = prefill_size(
+            self._decode_plan, num_tokens, min(capacity, options.max_batched_tokens)
+        )
         program = self._program(size, logits)
         program.rows.copy_(lay_rows(parts, size, options.batch))
         if program.used and program.graph is None and self._captures and logits == "none":
@@ -145,7 +147,7 @@ class Prefills:
         found = self._programs.get((size, logits))
         if found is None:
             evaluator, joined = self._open(*self._host_program(size, logits))
-            batch = self._blueprint.options.batch
+            batch = self._decode_plan.options.batch
             lengths = list(row_lengths(size, batch))
             rows = torch.zeros(sum(lengths), dtype=torch.int64, device=self._device)
             parts = rows.split(lengths)  # type: ignore[no-untyped-call]
@@ -158,7 +160,7 @@ class Prefills:
         names = [b.name for b in host.buffers if b.name.startswith(KNOWN)]
         if not names:
             return {}
-        constants: Mapping[str, Tensor] = getattr(self._blueprint.config, "constants", {})
+        constants: Mapping[str, Tensor] = getattr(self._decode_plan.config, "constants", {})
         return {name: constants[name].to(self._device) for name in names if name in constants}
 
     def _host_program(self, size: int, logits: Logits) -> tuple[HostProgram, bool]:
@@ -166,8 +168,8 @@ class Prefills:
         planned and extents divide alike. And whether it is such a one.
         """
         if not self._packs:
-            return lower_prefill(self._blueprint, size, logits), False
-        alone = self._blueprint.staged.plan.mesh.num_ranks == 1
+            return lower_prefill(self._decode_plan, size, logits), False
+        alone = self._decode_plan.staged.plan.mesh.num_ranks == 1
         key = 0 if alone else max(size - 1, LEAST_RANGE).bit_length(), logits
         known = self._planned.get(key)
         if known is not None:
@@ -176,11 +178,14 @@ class Prefills:
                 return resize_inputs(known, inputs, f"decoder_{size}"), True
             except VerifyError as error:
                 logger.debug("%d rows are planned anew: %s", size, error)
-        host = lower_prefill(self._blueprint, size, logits)
-        options, context = self._blueprint.options, self._blueprint.max_context
+        host = lower_prefill(self._decode_plan, size, logits)
+        options, context = self._decode_plan.options, self._decode_plan.max_context
         most = max(size, min(options.max_batched_tokens, context * options.batch))
-        rooms = (replace(room, num_bytes=room.num_bytes * -(-most // size)) for room in host.rooms)
-        self._planned[key] = host = replace(host, rooms=tuple(rooms))
+        symmetric_buffers = (
+            replace(one, num_bytes=one.num_bytes * -(-most // size))
+            for one in host.symmetric_buffers
+        )
+        self._planned[key] = host = replace(host, symmetric_buffers=tuple(symmetric_buffers))
         return host, False
 
     def _capture(self, program: _Program, tensors: Tensors) -> CapturedHost | None:
@@ -201,7 +206,7 @@ class Prefills:
         """Until what is queued has ended. Nobody else watches a collective inside a graph."""
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record()
-        limit_s = 2 * self._blueprint.options.timeout_s + MARGIN_S
+        limit_s = 2 * self._decode_plan.options.timeout_s + MARGIN_S
         if not ends_within(done, limit_s):
             raise RankFailure(
                 f"a prompt of rank {self._comm.rank} still under way after {limit_s:g} s",

@@ -278,7 +278,7 @@ class Loaded:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Logprob:
     """The logarithm of the probability that the model gave a token, before temperature and limits;
-    top: ids and logarithms of the likeliest tokens, likeliest first.
+    top: ids and logarithms of the most likely tokens, most likely first.
     """
 
     logprob: float

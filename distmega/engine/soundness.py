@@ -36,8 +36,8 @@ def explain_unsound(caches: Mapping[str, Tensor], rank: int) -> ModelError:
     """What to raise where logits are not finite. caches: of a rank, in the order of layers; the
     first that is not finite tells where it began.
     """
-    place = next((name for name, cache in caches.items() if not is_sound(cache)), "")
-    where = f"first in {place!r}" if place else f"behind {[*caches][-1]!r}"
+    unsound = next((name for name, cache in caches.items() if not is_sound(cache)), "")
+    where = f"first in {unsound!r}" if unsound else f"behind {[*caches][-1]!r}"
     return ModelError(
         f"logits that are NaN or infinite; on rank {rank} numbers go wrong {where}",
         expected="finite numbers in every layer",

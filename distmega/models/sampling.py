@@ -23,8 +23,8 @@ MAX_SEED = 2**63
 class Method:
     """What a program is built for; one program serves all values of Sampling with its method.
 
-    greedy: the most likely token. plain: drawn at some temperature. limited: drawn among the most
-    likely, the limits looked for among num_candidates of each part of the vocabulary, or among
+    greedy: the most likely token. plain: sampled at some temperature. limited: sampled among the
+    most likely, the limits looked for among num_candidates of each part of the vocabulary, or among
     all tokens where that is 0.
     """
 
@@ -32,7 +32,7 @@ class Method:
     num_candidates: int = 0
 
     @property
-    def draws(self) -> bool:
+    def samples(self) -> bool:
         return self.kind != "greedy"
 
     @property
@@ -42,18 +42,18 @@ class Method:
 
     def describe(self) -> str:
         """In words."""
-        if not self.draws:
+        if not self.samples:
             return "the most likely token"
         if self.kind == "plain":
-            return "draws without limits"
-        return f"draws with top_k of 1 to {self.num_candidates}" if self.num_candidates else "any"
+            return "samples without limits"
+        return f"samples with top_k of 1 to {self.num_candidates}" if self.num_candidates else "any"
 
     def serves(self, sampling: "Sampling") -> bool:
         """Whether a program built for this method can choose tokens as `sampling` says: the most
         likely one always.
         """
         wanted = sampling.method
-        if not wanted.draws or wanted == self or self.sorts_all:
+        if not wanted.samples or wanted == self or self.sorts_all:
             return True
         return self.kind == wanted.kind == "limited" and (
             0 < wanted.num_candidates <= self.num_candidates
@@ -75,15 +75,15 @@ GREEDY = Method()
 class Sampling:
     """How tokens are chosen, in the terms of Hugging Face transformers and in that order. Tokens as
     likely as the last that a limit keeps are kept too. Of several sequences decoded together,
-    number i draws with seed + i.
+    number i samples with seed + i.
 
     Attributes:
-        temperature: 0 takes the most likely token; above, tokens are drawn by the softmax of
+        temperature: 0 takes the most likely token; above, tokens are sampled by the softmax of
             logits over the temperature.
         top_k: Draw among this many most likely tokens; 0 is all.
         top_p: Draw among the most likely tokens that make up this probability.
-        seed: Equal seeds draw equal tokens, on any number of ranks: draws depend on it, on logits
-            and on positions alone.
+        seed: Equal seeds sample equal tokens, on any number of ranks: samples depend on it, on
+            logits and on positions alone.
     """
 
     temperature: float = 0.0
@@ -111,7 +111,7 @@ class Sampling:
         unused = {"top_k": self.top_k, "top_p": self.top_p % 1, "seed": self.seed}
         for option in (name for name, value in unused.items() if value and not self.temperature):
             raise RequestError(
-                f"{argument(option)} with temperature 0, where nothing is drawn",
+                f"{argument(option)} with temperature 0, where nothing is sampled",
                 expected=f"{argument('temperature')} above 0",
                 remedy=f"add {argument('temperature')} 1, or leave out {argument(option)}",
             )
@@ -146,7 +146,7 @@ class Sampling:
 
     def at(self, sequence: int) -> "Sampling":
         """The same, with the seed of one of the sequences that are decoded together."""
-        return replace(self, seed=self.seed_of(sequence)) if self.method.draws else self
+        return replace(self, seed=self.seed_of(sequence)) if self.method.samples else self
 
 
 def _bad_type(option: str, value: object, expected: str) -> RequestError:
@@ -156,10 +156,10 @@ def _bad_type(option: str, value: object, expected: str) -> RequestError:
 
 
 MOST_LIKELY = Sampling()
-"""Nothing is drawn."""
+"""Nothing is sampled."""
 
 Samplings = Sampling | Sequence[Sampling]
-"""One for all sequences, which draw with seeds of their own, or one for each sequence."""
+"""One for all sequences, which sample with seeds of their own, or one for each sequence."""
 
 
 def sampling_of_each(samplings: Samplings, num: int) -> list[Sampling]:
@@ -182,7 +182,7 @@ def sampling_of_each(samplings: Samplings, num: int) -> list[Sampling]:
 def joint_method(samplings: Samplings) -> Method:
     """The method of one program that serves all of them, the cheapest there is."""
     found = [samplings] if isinstance(samplings, Sampling) else samplings
-    wanted = [one.method for one in found if one.method.draws]
+    wanted = [one.method for one in found if one.method.samples]
     if not wanted:
         return GREEDY
     most = max(wanted, key=lambda method: method.num_candidates)

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from distmega.errors import ProgramError
 from distmega.program.dtypes import short_dtype
 from distmega.program.ops import compute as ops
-from distmega.program.ops import data_movement as moves
-from distmega.program.ops import experts, lookups, masked, norms, opaque
+from distmega.program.ops import data_movement, experts, lookups, masked, norms, opaque
 from distmega.program.ops.parts import Built, bad_op
 from distmega.program.types import (
     Op,
@@ -318,7 +317,9 @@ class ProgramBuilder:
 
     def set(self, x: Handle, into: Handle | None = None, name: str = "") -> Handle:
         """See moves.copy: a copy, or an overwrite of `into`."""
-        built = moves.copy(self._name(name, "set"), self._own(x), self._own(into) if into else None)
+        built = data_movement.copy(
+            self._name(name, "set"), self._own(x), self._own(into) if into else None
+        )
         return self._add(built) if into is None else self._overwrite(built[0], into)
 
     def slice(
@@ -335,30 +336,34 @@ class ProgramBuilder:
         """See moves.slice_dim; view=True shares storage."""
         kind = "view" if view else "slice"
         return self._add(
-            moves.slice_dim(self._name(name, kind), self._own(x), dim, start, stop, step, kind)
+            data_movement.slice_dim(
+                self._name(name, kind), self._own(x), dim, start, stop, step, kind
+            )
         )
 
     def concat(self, xs: Sequence[Handle], dim: int, name: str = "") -> Handle:
         """See moves.concat."""
-        return self._add(moves.concat(self._name(name, "concat"), [self._own(x) for x in xs], dim))
+        return self._add(
+            data_movement.concat(self._name(name, "concat"), [self._own(x) for x in xs], dim)
+        )
 
     def expand(self, x: Handle, shape: Sequence[int], name: str = "") -> Handle:
         """See moves.expand."""
-        return self._add(moves.expand(self._name(name, "expand"), self._own(x), shape))
+        return self._add(data_movement.expand(self._name(name, "expand"), self._own(x), shape))
 
     def transpose(
         self, x: Handle, order: Sequence[int], *, view: bool = False, name: str = ""
     ) -> Handle:
         """See moves.transpose; view=True shares storage."""
         kind = "view" if view else "transpose"
-        return self._add(moves.transpose(self._name(name, kind), self._own(x), order, kind))
+        return self._add(data_movement.transpose(self._name(name, kind), self._own(x), order, kind))
 
     def reshape(
         self, x: Handle, shape: Sequence[int], *, view: bool = False, name: str = ""
     ) -> Handle:
         """See moves.reshape; view=True shares storage."""
         kind = "view" if view else "reshape"
-        return self._add(moves.reshape(self._name(name, kind), self._own(x), shape, kind))
+        return self._add(data_movement.reshape(self._name(name, kind), self._own(x), shape, kind))
 
     def is_view(self, x: Handle) -> bool:
         """Whether a tensor shows the storage of another."""

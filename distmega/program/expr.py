@@ -142,19 +142,19 @@ class _Reader:
                 args
             ):
                 return self.call(fn, args, depth)
-        raise _unreadable(self.text, _shown(node, self.text), f"at character {self.place(node)}")
+        raise _unreadable(self.text, _shown(node, self.text), f"at character {self.location(node)}")
 
     def call(self, fn: str, args: Sequence[ast.expr], depth: int) -> Call:
         return Call(fn, tuple(self.read(arg, depth + 1) for arg in args))
 
-    def place(self, node: ast.expr) -> int:
+    def location(self, node: ast.expr) -> int:
         """Where a node begins, in characters from 1."""
         lines = self.text.splitlines(keepends=True)[: node.lineno]
         before = lines[-1].encode()[: node.col_offset].decode()
         return sum(map(len, lines[:-1])) + len(before) + 1
 
     def too_large(self, node: ast.expr, found: str, most: str) -> ProgramError:
-        return _too_large(self.text, self.place(node), found, most)
+        return _too_large(self.text, self.location(node), found, most)
 
 
 def _shown(node: ast.expr, text: str) -> str:
@@ -173,18 +173,18 @@ def _short(text: object) -> str:
     return shown if len(shown) <= _SHOWN_CHARS else f"{shown[:_SHOWN_CHARS]}..."
 
 
-def _unreadable(text: object, part: str, place: str | None = None) -> ProgramError:
+def _unreadable(text: object, part: str, location: str | None = None) -> ProgramError:
     return ProgramError(
         f"pointwise expression {_short(text)} holds {_short(part)}"
-        + (f", {place}" if place else ""),
+        + (f", {location}" if location else ""),
         expected=f"arguments a0, a1, ..., numbers, + - * / ** and {', '.join(FUNCTIONS)}",
         remedy="rewrite the expression with these",
     )
 
 
-def _too_large(text: str, place: int, found: str, most: str) -> ProgramError:
+def _too_large(text: str, location: int, found: str, most: str) -> ProgramError:
     return ProgramError(
-        f"pointwise expression {_short(text)} holds {found} at character {place}",
+        f"pointwise expression {_short(text)} holds {found} at character {location}",
         expected=f"at most {most}",
         remedy="divide it over several ops",
     )

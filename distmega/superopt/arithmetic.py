@@ -1,9 +1,9 @@
 """What numbers a graph is run over: exact fractions and float64 here, residues of two primes in
 fields.py, half floats with a bound of their rounding in rounding.py, counts of terms in terms.py.
 
-Comes in: arrays of shape [draws, ...], several planes of them where a number needs several parts.
-Goes out: the same. A program and a graph that are run over one arithmetic on the same draws can be
-compared. Next: reference.py for programs, interpret.py for graphs.
+Comes in: arrays of shape [samples, ...], several planes of them where a number needs several parts.
+Goes out: the same. A program and a graph that are run over one arithmetic on the same samples can
+be compared. Next: reference.py for programs, interpret.py for graphs.
 """
 
 import math
@@ -19,7 +19,7 @@ from distmega.program import expr
 
 Array = NDArray[Any]
 Planes = tuple[Array, ...]
-"""One number a place, in one or several arrays of the same shape [draws, ...]."""
+"""One number a place, in one or several arrays of the same shape [samples, ...]."""
 
 OPAQUE = (
     "relu", "gelu", "abs", "log", "sin", "cos", "maximum", "minimum", "pow", "erf", "floor",
@@ -32,7 +32,7 @@ LARGEST_POWER = 8
 
 
 class Arithmetic(ABC):
-    """Operations on planes; binary ones broadcast. Positions of `dims` count the draws' dim.
+    """Operations on planes; binary ones broadcast. Positions of `dims` count the samples' dim.
 
     overflows: whether large numbers are lost, so that a softmax is taken less its largest score.
     """

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from distmega.program.types import Program
 from distmega.superopt.egraph import EGraph
 from distmega.superopt.named import Dims
-from distmega.superopt.schedule import KernelPlan, Schedule
+from distmega.superopt.schedule import KernelPlan, KernelSchedule
 from distmega.superopt.terms import input_of
 from distmega.superopt.ugraph import BlockOp, GraphTensor, Kernel, Load, Store, UGraph
 from distmega.superopt.verify import verify_graph
@@ -20,7 +20,7 @@ def assemble(
     dims: Mapping[str, Dims],
     roots: Mapping[str, int],
     graph: EGraph,
-    schedule: Schedule,
+    schedule: KernelSchedule,
 ) -> UGraph:
     """The graph. dims: axes of the program's tensors. roots: class of each output."""
     return _Assembly(program, dims, roots, graph, schedule).build()
@@ -35,7 +35,7 @@ class _Assembly:
         dims: Mapping[str, Dims],
         roots: Mapping[str, int],
         graph: EGraph,
-        schedule: Schedule,
+        schedule: KernelSchedule,
     ) -> None:
         self._program, self._dims, self._graph, self._schedule = program, dims, graph, schedule
         self._extents = dict(schedule.extents)

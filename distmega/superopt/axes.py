@@ -14,8 +14,8 @@ from distmega.program.types import Access, Op, Program, accesses
 from distmega.superopt.named import Dims
 
 COMPUTE = ("linear", "pointwise", "reduce", "rms_norm", "layer_norm", "softmax", "attend")
-MOVES = ("reshape", "transpose", "view", "set", "expand")
-KNOWN = (*COMPUTE, *MOVES)
+DATA_MOVEMENT = ("reshape", "transpose", "view", "set", "expand")
+KNOWN = (*COMPUTE, *DATA_MOVEMENT)
 """Op kinds that a program to be optimized may hold."""
 
 ROW_KINDS = ("rms_norm", "layer_norm", "softmax")

@@ -23,7 +23,7 @@ from distmega.program.types import Program
 from distmega.superopt.arithmetic import Array, Float, Planes
 from distmega.superopt.axes import Axes, find_axes, shrink_program
 from distmega.superopt.counting import Bound, Counts, bound_of, inputs_of, num_tests
-from distmega.superopt.fields import Fields, P, Q, draw
+from distmega.superopt.fields import P, Q, RandomFields, sample_planes
 from distmega.superopt.interpret import run_graph
 from distmega.superopt.reference import run_program
 from distmega.superopt.rounding import Rounded, round_to
@@ -55,7 +55,7 @@ class Proof:
 
     tests valid ones mod p and q with the given extents; a wrong graph passes with probability at
     most 2^-log2_bound. terms, degree, inner, squares, roots: counting.Bound.
-    uninterpreted: functions that were drawn at random. compared: cases in floats; worst: the
+    uninterpreted: functions that were sampled at random. compared: cases in floats; worst: the
     largest error of the graph, as a share of what the program's own rounding allows.
     """
 
@@ -233,12 +233,12 @@ def _bound(match: _Match, small: UGraph) -> Bound:
 
 def _test(match: _Match, small: UGraph, wanted: int, rng: np.random.Generator) -> set[str]:
     """Runs so many valid tests; the uninterpreted functions. VerifyError on a mismatch."""
-    program, valid, drawn, names = _small_program(match, small), 0, 0, set[str]()
+    program, valid, sampled, names = _small_program(match, small), 0, 0, set[str]()
     shapes = _inputs(program, small)
     size = min(FEW_TESTS, wanted)
     while valid < wanted:
-        fields = Fields(size, rng)
-        inputs = {name: draw(shape, size, rng) for name, shape in shapes.items()}
+        fields = RandomFields(size, rng)
+        inputs = {name: sample_planes(shape, size, rng) for name, shape in shapes.items()}
         ours = run_graph(small, inputs, fields)
         theirs = run_program(program, inputs, fields, match.program)
         for name in match.program.outputs:
@@ -248,9 +248,9 @@ def _test(match: _Match, small: UGraph, wanted: int, rng: np.random.Generator) -
                                "the program's results")  # fmt: skip
         names |= fields.names
         valid += int((~fields.invalid).sum())
-        drawn += size
-        if drawn > 16 * wanted + 64 * BATCH:
-            raise _refused(match.graph, f"{valid} of {drawn} tests say something", f"{wanted}")
+        sampled += size
+        if sampled > 16 * wanted + 64 * BATCH:
+            raise _refused(match.graph, f"{valid} of {sampled} tests say something", f"{wanted}")
         size = min(BATCH, max(wanted - valid, FEW_TESTS))
     return names
 
@@ -288,8 +288,8 @@ def _compare(
     for size, offset in (*((s, 0.0) for s in INPUT_SIZES), (1.0, OFFSET)):
         values: dict[str, Array] = {}
         for name, shape in _inputs(program, graph).items():
-            drawn = size * rng.standard_normal((1, *shape)) + offset
-            values[name] = round_to(drawn.astype(np.float32), dtypes[name])
+            sampled = size * rng.standard_normal((1, *shape)) + offset
+            values[name] = round_to(sampled.astype(np.float32), dtypes[name])
         wide: dict[str, Planes] = {n: (x.astype(np.float64),) for n, x in values.items()}
         halves: dict[str, Planes] = {n: (x, np.zeros(x.shape)) for n, x in values.items()}
         with np.errstate(all="ignore"):

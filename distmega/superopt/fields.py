@@ -1,10 +1,10 @@
 """Arithmetic over two finite fields: Z_p for values, Z_q for what stands in exponents, q | p - 1.
 
-A number is a residue mod p and one mod q. exp(x) is w to the x, w a q-th root of 1 in Z_p drawn for
-each test: exp(x + y) = exp(x) exp(y) holds since exponents count mod q. Its result has no residue
-mod q (NOTHING); an exp of that is uninterpreted. sqrt is x to the (p + 1) / 4: a root of x or of
--x, one function, which takes products to products. max is the largest in some total order, which is
-drawn; other functions are random ones, equal only on equal arguments.
+A number is a residue mod p and one mod q. exp(x) is w to the x, w a q-th root of 1 in Z_p sampled
+for each test: exp(x + y) = exp(x) exp(y) holds since exponents count mod q. Its result has no
+residue mod q (NOTHING); an exp of that is uninterpreted. sqrt is x to the (p + 1) / 4: a root of x
+or of -x, one function, which takes products to products. max is the largest in some total order,
+which is sampled; other functions are random ones, equal only on equal arguments.
 
 Comes in: planes (mod p, mod q) of int64. Goes out: the same. Next: equivalence.py.
 """
@@ -62,8 +62,8 @@ def mixed(x: Array, seed: int) -> Array:
         return z ^ (z >> np.uint64(31))
 
 
-class Fields(Arithmetic):
-    """One draw of the roots and of all uninterpreted functions for `num_tests` tests.
+class RandomFields(Arithmetic):
+    """One sample of the roots and of all uninterpreted functions for `num_tests` tests.
 
     invalid: tests in which something was divided by zero, which say nothing. names: uninterpreted
     functions that were called.
@@ -155,7 +155,7 @@ def _defined(a: Array, b: Array, found: Array) -> Array:
     return np.where((a == NOTHING) | (b == NOTHING), NOTHING, found)
 
 
-def draw(shape: Sequence[int], num_tests: int, rng: np.random.Generator) -> Planes:
+def sample_planes(shape: Sequence[int], num_tests: int, rng: np.random.Generator) -> Planes:
     """Independent residues mod p and mod q, as those of a random number mod p q are."""
     return tuple(
         rng.integers(0, modulus, (num_tests, *shape), dtype=np.int64) for modulus in (P, Q)

@@ -17,7 +17,7 @@ from distmega.superopt.terms import Data
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Choice:
+class OpChoice:
     """An op on classes: kind as ugraph.BlockOp's, `data` its expression or its axes."""
 
     kind: str
@@ -29,7 +29,7 @@ class Choice:
 class Recipe:
     """How each class that is computed is: (class, op), operands before their users."""
 
-    steps: tuple[tuple[int, Choice], ...]
+    steps: tuple[tuple[int, OpChoice], ...]
 
 
 MAX_FORMS = 24
@@ -123,24 +123,24 @@ class Forms:
                 if number not in reads and (known is None or cost < known.cost):
                     found[reads] = Form(cost, reads, text, picked)
 
-    def choices(self, number: int) -> list[Choice]:
+    def choices(self, number: int) -> list[OpChoice]:
         """All ops by which a class can be computed in one step; none for inputs and constants."""
         if self.is_leaf(number):
             return []
-        found: dict[Choice, None] = {}
+        found: dict[OpChoice, None] = {}
         for form in self._forms[number].values():
             if form.template and form.reads:
                 args = tuple(sorted(form.reads))
                 names = {arg: f"a{index}" for index, arg in enumerate(args)}
-                found[Choice("map", (form.text(names),), args)] = None
+                found[OpChoice("map", (form.text(names),), args)] = None
         for op, data, args in self._nodes[number]:
             if op in ("sum", "max", "min", "cat"):
                 assert isinstance(data, tuple)
                 axes = tuple(map(str, data))
-                found[Choice(op, axes, args)] = None
+                found[OpChoice(op, axes, args)] = None
                 for inner, _, pair in self._nodes[args[0]] if op == "sum" else ():
                     if inner == "mul" and all(self._graph.constant(x) is None for x in pair):
-                        found[Choice("contract", axes, tuple(sorted(pair)))] = None
+                        found[OpChoice("contract", axes, tuple(sorted(pair)))] = None
         return sorted(choice for choice in found if number not in choice.args)
 
 
@@ -185,7 +185,7 @@ class Generator:
     roots: tuple[int, ...]
     apart: frozenset[str] = frozenset()
     num_states: int = 0
-    _choices: dict[int, list[Choice]] = field(default_factory=dict)
+    _choices: dict[int, list[OpChoice]] = field(default_factory=dict)
     _depth: dict[int, int] = field(default_factory=dict)
     _needs: dict[int, int] = field(default_factory=dict)
     _bits: dict[int, int] = field(default_factory=dict)
@@ -207,7 +207,7 @@ class Generator:
                 self._choices[number] = [c for c in found if not self._joins(c)]
                 open_ += [arg for choice in self._choices[number] for arg in choice.args]
 
-    def _joins(self, choice: Choice) -> bool:
+    def _joins(self, choice: OpChoice) -> bool:
         reduces = choice.kind in ("contract", "sum", "max", "min")
         return reduces and len(self.apart & set(choice.data)) > 1
 
@@ -260,12 +260,12 @@ class Generator:
 
     def recipes(self, max_ops: int) -> Iterator[Recipe]:
         """All recipes of at most max_ops ops, once each, in canonical order."""
-        chosen: dict[int, Choice] = {}
+        chosen: dict[int, OpChoice] = {}
         open_ = tuple(sorted(root for root in self.roots if self._depth[root]))
         yield from self._extend(chosen, 0, open_, max_ops)
 
     def _extend(
-        self, chosen: dict[int, Choice], done: int, open_: tuple[int, ...], max_ops: int
+        self, chosen: dict[int, OpChoice], done: int, open_: tuple[int, ...], max_ops: int
     ) -> Iterator[Recipe]:
         self.num_states += 1
         if not open_:
@@ -274,7 +274,7 @@ class Generator:
                 yield recipe
             return
         number, rest = open_[-1], open_[:-1]
-        room, done = max_ops - len(chosen) - 1, done | self._bits[number]
+        remaining, done = max_ops - len(chosen) - 1, done | self._bits[number]
         base = 0
         for other in rest:
             base |= self._needs[other]
@@ -284,7 +284,9 @@ class Generator:
             needs = base
             for arg in new:
                 needs |= self._needs[arg]
-            if (needs & ~done).bit_count() > room or any(self._depth[a] > room for a in new):
+            if (needs & ~done).bit_count() > remaining or any(
+                self._depth[a] > remaining for a in new
+            ):
                 continue
             if self._reaches(choice.args, number, chosen):
                 continue
@@ -293,7 +295,7 @@ class Generator:
             yield from self._extend(chosen, done, ordered, max_ops)
             del chosen[number]
 
-    def _reaches(self, args: Sequence[int], number: int, chosen: Mapping[int, Choice]) -> bool:
+    def _reaches(self, args: Sequence[int], number: int, chosen: Mapping[int, OpChoice]) -> bool:
         """Whether a class would need itself."""
         seen: set[int] = set()
         left = list(args)
@@ -306,8 +308,8 @@ class Generator:
                 left += chosen[arg].args
         return False
 
-    def _ordered(self, chosen: Mapping[int, Choice]) -> Recipe:
-        steps: dict[int, Choice] = {}
+    def _ordered(self, chosen: Mapping[int, OpChoice]) -> Recipe:
+        steps: dict[int, OpChoice] = {}
 
         def visit(number: int) -> None:
             if number in chosen and number not in steps:
@@ -320,7 +322,7 @@ class Generator:
         return Recipe(tuple(steps.items()))
 
 
-def _is_wasteful(chosen: Mapping[int, Choice], roots: Sequence[int]) -> bool:
+def _is_wasteful(chosen: Mapping[int, OpChoice], roots: Sequence[int]) -> bool:
     """Whether a product is only made to be summed, which a contraction does at once."""
     uses: dict[int, int] = dict.fromkeys(roots, 1)
     for choice in chosen.values():

@@ -39,7 +39,7 @@ Parts = Mapping[str, tuple[int, int]]
 def run_graph(
     graph: UGraph, inputs: Mapping[str, Planes], arithmetic: Arithmetic
 ) -> dict[str, Planes]:
-    """Outputs by name, of shape [draws, *tensor shape]."""
+    """Outputs by name, of shape [samples, *tensor shape]."""
     memory, tensors, extents = dict(inputs), graph.tensor_map(), joint_extents(graph)
     for kernel in graph.kernels:
         loads = {
@@ -64,15 +64,17 @@ def _assemble(
     """All blocks' parts, each at its place in the whole."""
     first = next(iter(blocks.values()))
     wanted = tuple(sizes)
-    draws = max(part.planes[0].shape[0] for part in blocks.values())
-    whole = tuple(np.empty((draws, *sizes.values()), dtype=plane.dtype) for plane in first.planes)
+    num_tests = max(part.planes[0].shape[0] for part in blocks.values())
+    whole = tuple(
+        np.empty((num_tests, *sizes.values()), dtype=plane.dtype) for plane in first.planes
+    )
     for block, part in blocks.items():
         where: list[slice] = [slice(None)]
-        place = dict(zip((axis for axis, _ in kernel.grid), block, strict=True))
+        position = dict(zip((axis for axis, _ in kernel.grid), block, strict=True))
         counts = dict(kernel.grid)
         for axis, size in sizes.items():
             length = size // counts.get(axis, 1)
-            start = place.get(axis, 0) * length
+            start = position.get(axis, 0) * length
             where.append(slice(start, start + length))
         for into, plane in zip(whole, ordered(part, wanted).planes, strict=True):
             into[tuple(where)] = plane

@@ -1,7 +1,7 @@
 """Arrays whose dims have names: what programs and graphs are interpreted with.
 
-Comes in: planes of shape [draws, ...] and access maps. Goes out: one dim an axis, and back. The
-first dim counts the draws and has no name. Next: reference.py and interpret.py.
+Comes in: planes of shape [samples, ...] and access maps. Goes out: one dim an axis, and back. The
+first dim counts the samples and has no name. Next: reference.py and interpret.py.
 """
 
 import math
@@ -18,7 +18,7 @@ Dims = tuple[tuple[str, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """Planes with an axis a dim, after the draws' dim."""
+    """Planes with an axis a dim, after the samples' dim."""
 
     axes: tuple[str, ...]
     planes: Planes

@@ -13,8 +13,8 @@ from distmega.sharding.search.cost import Machine
 from distmega.superopt.cost import program_us
 from distmega.superopt.equivalence import is_as_good, prove
 from distmega.superopt.rewrite import graph_program
-from distmega.superopt.rules import Rule
-from distmega.superopt.schedule import Limits
+from distmega.superopt.rules import RewriteRule
+from distmega.superopt.schedule import SearchLimits
 from distmega.superopt.search import Candidate, Progress, Search
 from distmega.superopt.text import print_graph
 
@@ -33,21 +33,21 @@ class Optimizer:
 
     program: Program
     machine: Machine
-    limits: Limits = field(default_factory=Limits)
+    limits: SearchLimits = field(default_factory=SearchLimits)
     seed: int = 0
-    rules: list[Rule] = field(default_factory=list)
+    rules: list[RewriteRule] = field(default_factory=list)
     refused: list[Refusal] = field(default_factory=list)
     search: Search = field(init=False)
 
     def __post_init__(self) -> None:
         self.search = Search(self.program, self.machine, self.limits)
 
-    def run(self) -> Iterator[Progress | Rule | Refusal]:
+    def run(self) -> Iterator[Progress | RewriteRule | Refusal]:
         """Searches, then proves."""
         yield from self.search.run()
         yield from self.prove_found()
 
-    def prove_found(self) -> Iterator[Rule | Refusal]:
+    def prove_found(self) -> Iterator[RewriteRule | Refusal]:
         """Proves what the search has found until now; once each."""
         done = {rule.graph for rule in self.rules}
         done |= {print_graph(refusal.candidate.graph) for refusal in self.refused}
@@ -63,9 +63,9 @@ class Optimizer:
                 self.rules.append(rule)
                 yield rule
 
-    def _rule(self, candidate: Candidate) -> Rule:
+    def _rule(self, candidate: Candidate) -> RewriteRule:
         proof = prove(self.program, candidate.graph, self.seed)
-        return Rule(
+        return RewriteRule(
             name=f"{self.program.name}.{len(self.rules)}",
             program=self.program,
             graph=print_graph(candidate.graph),

@@ -73,7 +73,7 @@ def ntrans(rows: int, hidden: int) -> Program:
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class ProgramFamily:
     """A program by its sizes' names."""
 
     build: Callable[..., Program]
@@ -81,12 +81,12 @@ class Family:
 
 
 FAMILIES = {
-    "gqa_decode": Family(gqa_decode, ("ctx", "heads", "kv", "dim")),
-    "qknorm_attention": Family(qknorm_attention, ("ctx", "heads", "dim")),
-    "rmsnorm_linear": Family(rmsnorm_linear, ("k", "n")),
-    "lora": Family(lora, ("k", "n", "rank")),
-    "gated_mlp": Family(gated_mlp, ("k", "n")),
-    "ntrans": Family(ntrans, ("hidden",)),
+    "gqa_decode": ProgramFamily(gqa_decode, ("ctx", "heads", "kv", "dim")),
+    "qknorm_attention": ProgramFamily(qknorm_attention, ("ctx", "heads", "dim")),
+    "rmsnorm_linear": ProgramFamily(rmsnorm_linear, ("k", "n")),
+    "lora": ProgramFamily(lora, ("k", "n", "rank")),
+    "gated_mlp": ProgramFamily(gated_mlp, ("k", "n")),
+    "ntrans": ProgramFamily(ntrans, ("hidden",)),
 }
 """Programs by name."""
 

@@ -19,7 +19,7 @@ def run_program(
     arithmetic: Arithmetic,
     whole: Program | None = None,
 ) -> dict[str, Planes]:
-    """Outputs by name, of shape [draws, *tensor shape].
+    """Outputs by name, of shape [samples, *tensor shape].
 
     whole: the program that this one is a smaller version of; a mean divides by its extents.
     """

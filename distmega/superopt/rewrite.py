@@ -22,7 +22,7 @@ from distmega.program.types import (
     verify_program,
 )
 from distmega.superopt.named import Dims
-from distmega.superopt.rules import Rule
+from distmega.superopt.rules import RewriteRule
 from distmega.superopt.text import parse_graph
 from distmega.superopt.ugraph import BlockOp, UGraph
 
@@ -72,7 +72,7 @@ FUSED_GRAPH = "fused_graph"
 """Kind of an op that a rule's graph does: reads its inputs, writes its outputs, names the rule."""
 
 
-def graph_op(rule: Rule) -> Program:
+def graph_op(rule: RewriteRule) -> Program:
     """The rule's graph as one op of kind FUSED_GRAPH."""
     graph = parse_graph(rule.graph)
     extents = dict(graph.extents)
@@ -133,7 +133,7 @@ def _access(tensor: str, dims: Dims) -> Access:
     return Access(tensor=tensor, dims=tuple(Index(axes=dim) for dim in dims))
 
 
-def apply_rules(program: Program, rules: Sequence[Rule]) -> Program:
+def apply_rules(program: Program, rules: Sequence[RewriteRule]) -> Program:
     """The program with every match of every rule replaced, rules in order, until none matches.
 
     Only rules whose graph is as good in ordinary ops are used (Rule.as_ops). Ops of a replaced part
@@ -144,7 +144,9 @@ def apply_rules(program: Program, rules: Sequence[Rule]) -> Program:
     return _apply(program, fitting, made, ())
 
 
-def fuse_graphs(program: Program, rules: Sequence[Rule], kept: Container[str] = ()) -> Program:
+def fuse_graphs(
+    program: Program, rules: Sequence[RewriteRule], kept: Container[str] = ()
+) -> Program:
     """The program with every match of every rule replaced by one op of kind FUSED_GRAPH, rules in
     order, until none matches. kept: names of ops that stay as they are.
     """
@@ -152,7 +154,7 @@ def fuse_graphs(program: Program, rules: Sequence[Rule], kept: Container[str] = 
 
 
 def _apply(
-    program: Program, rules: Sequence[Rule], made: Sequence[Program], kept: Container[str]
+    program: Program, rules: Sequence[RewriteRule], made: Sequence[Program], kept: Container[str]
 ) -> Program:
     number = 0
     for rule, new in zip(rules, made, strict=True):
@@ -189,9 +191,9 @@ def _matches(program: Program, pattern: Program, kept: Container[str] = ()) -> I
 
 def _form(op: Op) -> object:
     """What two ops that do the same have in common: all but names."""
-    place = {axis.name: n for n, axis in enumerate(op.axes)}
+    position = {axis.name: n for n, axis in enumerate(op.axes)}
     maps = [
-        tuple((tuple(place[a] for a in i.axes), i.offset, i.stride) for i in access.dims)
+        tuple((tuple(position[a] for a in i.axes), i.offset, i.stride) for i in access.dims)
         for access in accesses(op)
     ]
     axes = [(axis.extent, axis.role, axis.combine, axis.lookup) for axis in op.axes]
@@ -230,10 +232,10 @@ def _is_free(program: Program, pattern: Program, match: Match, names: Mapping[st
     if any(written.count(name) > 1 for name in inputs | set(names.values())):
         return False
     states = {t.name for t in program.with_role("state")}
-    return not inputs & states and _place(program, pattern, match, names) is not None
+    return not inputs & states and _position(program, pattern, match, names) is not None
 
 
-def _place(
+def _position(
     program: Program, pattern: Program, match: Match, names: Mapping[str, str]
 ) -> int | None:
     """Before which op the new ones stand: behind what they read, before what reads them."""
@@ -263,8 +265,8 @@ def _replaced(
         for a, b in zip(accesses(op), accesses(found), strict=True):
             names[a.tensor] = b.tensor
     kept = {names[name] for name in pattern.outputs}
-    place = _place(program, pattern, match, names)
-    assert place is not None, "only places with room are matches"
+    position = _position(program, pattern, match, names)
+    assert position is not None, "only places with room are matches"
 
     def renamed(name: str) -> str:
         known = made.tensor_map()[name].role != "temp" or name in made.outputs
@@ -280,9 +282,9 @@ def _replaced(
         for op in made.ops
     ]
     inside = set(match.values())
-    ops = [op for n, op in enumerate(program.ops) if n not in inside and n < place]
+    ops = [op for n, op in enumerate(program.ops) if n not in inside and n < position]
     ops += new
-    ops += [op for n, op in enumerate(program.ops) if n not in inside and n >= place]
+    ops += [op for n, op in enumerate(program.ops) if n not in inside and n >= position]
     gone = {a.tensor for n in inside for a in program.ops[n].writes} - kept
     tensors = [t for t in program.tensors if t.name not in gone]
     tensors += [

@@ -43,9 +43,9 @@ class Rounded(Arithmetic):
 
     def div(self, a: Planes, b: Planes) -> Planes:
         value = a[0] / b[0]
-        room = np.abs(_wide(b[0])) - b[1]
-        error = (a[1] + np.abs(_wide(value)) * b[1]) / np.where(room > 0, room, np.nan)
-        return _rounded(value, np.where(room > 0, error, np.inf))
+        margin = np.abs(_wide(b[0])) - b[1]
+        error = (a[1] + np.abs(_wide(value)) * b[1]) / np.where(margin > 0, margin, np.nan)
+        return _rounded(value, np.where(margin > 0, error, np.inf))
 
     def exp(self, a: Planes) -> Planes:
         value = np.exp(a[0])

@@ -28,7 +28,7 @@ SHIPPED = Path(__file__).with_name("rules.json")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class RewriteRule:
     """program may be replaced by graph (its printed form). as_ops: also by the graph's ops one by
     one, stored in the program's types. program_us, graph_us: predicted on `machine`. launches:
     warps and stages of each of the graph's kernels, as measured there; none where nobody did.
@@ -46,12 +46,12 @@ class Rule:
 
 
 @cache
-def shipped_rules() -> tuple[Rule, ...]:
+def shipped_rules() -> tuple[RewriteRule, ...]:
     """The rules that come with distmega; none where the file was left out."""
     return tuple(read_rules(SHIPPED)) if SHIPPED.exists() else ()
 
 
-def write_rules(path: Path, rules: Sequence[Rule]) -> None:
+def write_rules(path: Path, rules: Sequence[RewriteRule]) -> None:
     """Writes the file, whole or not at all."""
     body = {"version": VERSION, "rules": [_encode(rule) for rule in rules]}
     text = json.dumps(body | {"digest": _digest(body)}, indent=1) + "\n"
@@ -67,7 +67,7 @@ def write_rules(path: Path, rules: Sequence[Rule]) -> None:
         ) from error
 
 
-def read_rules(path: Path) -> list[Rule]:
+def read_rules(path: Path) -> list[RewriteRule]:
     """Rules of a file. RequestError if it can't be read, was edited or is from another version."""
     try:
         body: Any = json.loads(path.read_text(encoding="utf-8"))
@@ -99,7 +99,7 @@ def _digest(body: object) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
-def _encode(rule: Rule) -> dict[str, object]:
+def _encode(rule: RewriteRule) -> dict[str, object]:
     found = {f.name: getattr(rule, f.name) for f in fields(rule)}
     proof = asdict(rule.proof) | {"extents": [list(pair) for pair in rule.proof.extents]}
     return found | {
@@ -110,7 +110,7 @@ def _encode(rule: Rule) -> dict[str, object]:
     }
 
 
-def _decode(body: dict[str, Any]) -> Rule:
+def _decode(body: dict[str, Any]) -> RewriteRule:
     proof = dict(body["proof"])
     proof["extents"] = tuple((str(a), int(n)) for a, n in proof["extents"])
     proof["uninterpreted"] = tuple(proof["uninterpreted"])
@@ -119,4 +119,4 @@ def _decode(body: dict[str, Any]) -> Rule:
     parse_graph(graph)
     program = parse_program("\n".join(body["program"]))
     made = {"program": program, "graph": graph, "proof": Proof(**proof), "launches": launches}
-    return Rule(**{**body, **made})
+    return RewriteRule(**{**body, **made})

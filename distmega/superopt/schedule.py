@@ -23,10 +23,10 @@ from distmega.superopt.cost import (
     num_functions,
 )
 from distmega.superopt.egraph import EGraph
-from distmega.superopt.generate import Choice, Recipe
+from distmega.superopt.generate import OpChoice, Recipe
 from distmega.superopt.ugraph import SHARED_BYTES, Stage, rescaling_operands
 
-Step = tuple[int, Choice]
+Step = tuple[int, OpChoice]
 
 LEAST_CHUNK = 16
 """Elements of a looped axis that an iteration takes, at least."""
@@ -35,7 +35,7 @@ REDUCTIONS = ("contract", "sum", "max", "min")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class SearchLimits:
     """What is searched: kernels of a graph, ops beyond the least, recipes scheduled, parts of a
     loop and of a divided axis, blocks, and shared bytes of a block.
     """
@@ -65,7 +65,7 @@ class KernelPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class KernelSchedule:
     """Kernels in order, and the extents that they were made for."""
 
     kernels: tuple[KernelPlan, ...]
@@ -86,7 +86,7 @@ class Scheduler:
 
     graph: EGraph
     machine: Machine
-    limits: Limits
+    limits: SearchLimits
     roots: tuple[int, ...]
     output_bytes: int
     leaf_bytes: Mapping[int, int]
@@ -102,7 +102,7 @@ class Scheduler:
             self._axes[number] = self.graph.axes(number)
         return self._axes[number]
 
-    def schedule(self, recipe: Recipe, extents: Mapping[str, int]) -> Schedule | None:
+    def schedule(self, recipe: Recipe, extents: Mapping[str, int]) -> KernelSchedule | None:
         """The fastest schedule of a recipe; None if no block's shared memory would do."""
         steps = recipe.steps
         sizes = self._sizes(steps, extents)
@@ -132,7 +132,7 @@ class Scheduler:
         parts: Sequence[Sequence[Step]],
         sizes: Mapping[str, int],
         limit_us: float = math.inf,
-    ) -> Schedule | None:
+    ) -> KernelSchedule | None:
         """The kernels of these parts; None if a part can't be one, or if all take limit_us."""
         plans = []
         for index, part in enumerate(parts):
@@ -148,7 +148,7 @@ class Scheduler:
                 return None
             kernels.append(kernel)
             left += kernel.time_us - floor
-        return Schedule(tuple(kernels), tuple(sizes.items()))
+        return KernelSchedule(tuple(kernels), tuple(sizes.items()))
 
     def _ends(
         self, steps: tuple[Step, ...], later: set[int]
@@ -326,7 +326,7 @@ def _divide(steps: Sequence[Step], cuts: Sequence[frozenset[int]]) -> list[list[
     return [[steps[n] for n in sorted(high - low)] for low, high in pairwise(edges)]
 
 
-def _rescales(choice: Choice, tops: Mapping[int, int]) -> bool:
+def _rescales(choice: OpChoice, tops: Mapping[int, int]) -> bool:
     """Whether an op takes exp of a value less the maximum of its kind that the loop finds."""
     if choice.kind != "map" or len(choice.args) != 2:
         return False

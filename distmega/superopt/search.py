@@ -19,10 +19,10 @@ from distmega.superopt.assemble import assemble
 from distmega.superopt.axes import Axes, find_axes
 from distmega.superopt.cost import least_us, num_functions
 from distmega.superopt.egraph import EGraph
-from distmega.superopt.generate import Choice, Generator, Recipe
+from distmega.superopt.generate import Generator, OpChoice, Recipe
 from distmega.superopt.laws import saturate
 from distmega.superopt.named import Dims
-from distmega.superopt.schedule import Limits, Schedule, Scheduler
+from distmega.superopt.schedule import KernelSchedule, Scheduler, SearchLimits
 from distmega.superopt.terms import (
     Term,
     input_of,
@@ -74,7 +74,7 @@ class Search:
 
     program: Program
     machine: Machine
-    limits: Limits
+    limits: SearchLimits
     num_states: int = 0
     num_recipes: int = 0
     num_scheduled: int = 0
@@ -227,7 +227,7 @@ class Search:
         roots: Mapping[str, int],
         dims: Mapping[str, Dims],
         recipe: Recipe,
-        schedule: Schedule,
+        schedule: KernelSchedule,
     ) -> None:
         structure = f"{structure_of(recipe)} in {len(schedule.kernels)} kernels"
         known = self._best.get(structure)
@@ -243,7 +243,7 @@ class _Found:
     egraph: EGraph
     roots: Mapping[str, int]
     dims: Mapping[str, Dims]
-    schedule: Schedule
+    schedule: KernelSchedule
 
 
 def structure_of(recipe: Recipe) -> str:
@@ -265,7 +265,9 @@ def work_of_recipe(recipe: Recipe, egraph: EGraph, sizes: Mapping[str, int]) -> 
     return total
 
 
-def _work(choice: Choice, axes: frozenset[str], egraph: EGraph, sizes: Mapping[str, int]) -> float:
+def _work(
+    choice: OpChoice, axes: frozenset[str], egraph: EGraph, sizes: Mapping[str, int]
+) -> float:
     def elements(names: frozenset[str]) -> float:
         return float(math.prod(sizes.get(name, 1) for name in names))
 

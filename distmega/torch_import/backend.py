@@ -85,15 +85,15 @@ class _Bound(nn.Module):
     def __init__(self, graph: fx.GraphModule, names: Sequence[str], args: Sequence[Any]) -> None:
         super().__init__()
         self._graph = graph.forward
-        self._places: list[object] = []
+        self._arguments: list[object] = []
         for name, value in zip(names, args, strict=True):
             if isinstance(value, nn.Parameter):
                 _attach(self, name.split("."), value)
-            self._places.append(_Named(name) if isinstance(value, nn.Parameter) else value)
+            self._arguments.append(_Named(name) if isinstance(value, nn.Parameter) else value)
 
     def forward(self, *tensors: Tensor) -> Any:
         left = iter(tensors)
-        return self._graph(*(self._filled(each, left) for each in self._places))
+        return self._graph(*(self._filled(each, left) for each in self._arguments))
 
     def _filled(self, value: object, left: Iterator[Tensor]) -> object:
         """What stands in a place: a parameter is the one that the module has now."""

@@ -31,7 +31,7 @@ LARGEST_WHOLE = 2**53
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class NodeResult:
     """What torch says of one result of a node."""
 
     shape: tuple[int, ...]
@@ -48,11 +48,11 @@ class Build:
 
     p: ProgramBuilder
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
-    results: tuple[Result, ...] = ()
+    results: tuple[NodeResult, ...] = ()
     base: str = ""
     _num_ops: int = 0
 
-    def start(self, base: str, results: Sequence[Result]) -> None:
+    def start(self, base: str, results: Sequence[NodeResult]) -> None:
         """Begins a node."""
         self.base, self.results, self._num_ops = base, tuple(results), 0
 

@@ -112,7 +112,7 @@ class CapturedModule:
         machine = H200 if torch.device(device).type == "cuda" else CPU
         self.plan = captured.plan(mesh, machine, annotations)
         self._persistent: dict[str, Tensor] = {}
-        self._steps: dict[tuple[object, ...], _Step] = {
+        self._steps: dict[tuple[object, ...], _CapturedStep] = {
             _signature(captured.program): self._open(captured, self.plan)
         }
 
@@ -123,7 +123,7 @@ class CapturedModule:
         flat, spec = pytree.tree_flatten((args, kwargs))
         if spec != self.captured.in_spec:
             raise CaptureError(
-                f"arguments {_told(flat)}",
+                f"arguments {_described(flat)}",
                 expected=f"arguments like those at capture: {_wanted(self.captured)}",
                 remedy="give as many, under the same names",
             )
@@ -143,7 +143,7 @@ class CapturedModule:
 
     def _step(
         self, flat: Sequence[Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> "_Step":
+    ) -> "_CapturedStep":
         """The program for inputs of these shapes; captured anew for others, if that is allowed."""
         tensors = [x for x in flat if isinstance(x, Tensor)]
         held = [hold(x.detach()) for x in tensors]
@@ -152,7 +152,7 @@ class CapturedModule:
             return self._steps[key]
         if not self.captured.dynamic:
             raise CaptureError(
-                f"inputs {_told(tensors)}",
+                f"inputs {_described(tensors)}",
                 expected=f"inputs like those at capture: {_wanted(self.captured)}",
                 remedy="capture with dynamic=True, or give tensors of these shapes and types",
             )
@@ -166,19 +166,19 @@ class CapturedModule:
         self._steps[key] = self._open(captured, plan)
         return self._steps[key]
 
-    def _open(self, captured: Captured, plan: Plan) -> "_Step":
+    def _open(self, captured: Captured, plan: Plan) -> "_CapturedStep":
         """A program ready to run, on the weights and states that are there already."""
         compiled = CompiledProgram(plan, self._comm, self._device)
         constants: dict[str, Tensor] = {}
         for name, whole in captured.tensors.items():
-            place = constants if name in captured.graph.constants else self._persistent
-            if name not in place:
-                place[name] = _part(compiled, name, whole)
-        return _Step(captured, compiled, constants)
+            owner = constants if name in captured.graph.constants else self._persistent
+            if name not in owner:
+                owner[name] = _part(compiled, name, whole)
+        return _CapturedStep(captured, compiled, constants)
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _CapturedStep:
     """A program for inputs of some shapes, and this rank's parts of its constants."""
 
     captured: Captured
@@ -215,7 +215,7 @@ def capture(
     """
     if not isinstance(args, tuple | list):
         raise CaptureError(
-            f"example inputs {_told([args])}",
+            f"example inputs {_described([args])}",
             expected="a tuple of the module's arguments",
             remedy="write capture(module, (x,))",
         )
@@ -248,7 +248,7 @@ def _signature(program: Program) -> tuple[object, ...]:
     return tuple((x.shape, torch_dtype(x.dtype)) for x in program.with_role("input"))
 
 
-def _told(values: Sequence[object]) -> str:
+def _described(values: Sequence[object]) -> str:
     words = (
         f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
         if isinstance(x, Tensor)

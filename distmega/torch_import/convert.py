@@ -23,7 +23,7 @@ from distmega.program.builder import Handle, ProgramBuilder
 from distmega.program.dtypes import ITEM_BYTES
 from distmega.program.types import Program
 from distmega.torch_import import torch_ops
-from distmega.torch_import.build import Build, Result, require_dtype
+from distmega.torch_import.build import Build, NodeResult, require_dtype
 from distmega.torch_import.pointwise_rules import EXPRESSIONS
 from distmega.torch_import.rules import RULES, Rule
 from distmega.torch_import.values import (
@@ -105,7 +105,7 @@ class _Converter:
         p = ProgramBuilder(self.name)
         self.b = Build(p)
         nodes = list(self.exported.graph.nodes)
-        self.order = {node: place for place, node in enumerate(nodes)}
+        self.order = {node: position for position, node in enumerate(nodes)}
         specs = iter(self.exported.graph_signature.input_specs)
         for node in nodes:
             if node.op == "placeholder":
@@ -182,10 +182,10 @@ class _Converter:
     def call(self, node: fx.Node) -> Value:
         """The value of an operator's result."""
         if getattr(node.target, "__name__", "") == "getitem":
-            source, place = node.args
+            source, position = node.args
             found = self.values[source]  # type: ignore[index]
             assert isinstance(found, list | tuple | dict), node
-            return found[place]  # type: ignore[index]
+            return found[position]  # type: ignore[index]
         if not isinstance(node.target, torch._ops.OpOverload):
             return self.plain_call(node)
         packet = node.target._schema.name.replace("::", ".")
@@ -267,7 +267,7 @@ class _Converter:
         target = str(node.target)
         operands: list[Handle] = []
 
-        def place(value: object) -> tuple[int, str] | None:
+        def position(value: object) -> tuple[int, str] | None:
             if not isinstance(value, TENSORS):
                 return None
             if isinstance(value, Constant) and value.tensor.dtype in HOLDERS:
@@ -282,7 +282,7 @@ class _Converter:
         kept: list[int] = [0]
         if several:
             kept = sorted({each for user in node.users if isinstance(each := user.args[1], int)})
-        call = encode_call(args, kwargs, place, kept)
+        call = encode_call(args, kwargs, position, kept)
         values = node.meta["val"] if several else [node.meta["val"]]
         shapes, foreign = [], []
         for at in kept:
@@ -320,14 +320,14 @@ class _Converter:
 
     def last_read(self, node: fx.Node, but: fx.Node) -> int:
         """Place of the last node that reads a value, through what may share its storage."""
-        places = [-1]
+        last_uses = [-1]
         for user in node.users:
             if user is but or _overwrites(user, node):
                 continue
-            places.append(self.order[user])
+            last_uses.append(self.order[user])
             if self.values.get(user) is not None and _may_share(user):
-                places.append(self.last_read(user, but))
-        return max(places)
+                last_uses.append(self.last_read(user, but))
+        return max(last_uses)
 
     def finish(self, last: fx.Node) -> Graph:
         """Writes states, and gives the outputs."""
@@ -397,9 +397,9 @@ class _Converter:
 def _bound(target: Any, args: Sequence[Value], kwargs: Mapping[str, Value]) -> dict[str, Any]:
     """Arguments by the names of the operator's schema, without those left at None."""
     named = {}
-    for place, argument in enumerate(target._schema.arguments):
-        if place < len(args):
-            named[argument.name] = args[place]
+    for position, argument in enumerate(target._schema.arguments):
+        if position < len(args):
+            named[argument.name] = args[position]
         elif argument.name in kwargs:
             named[argument.name] = kwargs[argument.name]
         elif argument.has_default_value() and argument.default_value is not None:
@@ -407,13 +407,13 @@ def _bound(target: Any, args: Sequence[Value], kwargs: Mapping[str, Value]) -> d
     return named
 
 
-def _results(node: fx.Node) -> list[Result]:
+def _results(node: fx.Node) -> list[NodeResult]:
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
     several = value if isinstance(value, list | tuple) else [value]
     return [_as_result(each, node.name) for each in several if isinstance(each, torch.Tensor)]
 
 
-def _as_result(value: torch.Tensor, name: str) -> Result:
+def _as_result(value: torch.Tensor, name: str) -> NodeResult:
     """Shape and type. CaptureError for a shape that isn't known."""
     if not all(type(extent) is int for extent in value.shape):
         raise CaptureError(
@@ -421,7 +421,7 @@ def _as_result(value: torch.Tensor, name: str) -> Result:
             expected="shapes that follow from those of the inputs",
             remedy="capture the parts before and after it one by one",
         )
-    return Result(tuple(value.shape), dtype_name(value.dtype))
+    return NodeResult(tuple(value.shape), dtype_name(value.dtype))
 
 
 def _plain(name: str) -> str:

@@ -28,7 +28,7 @@ from distmega.torch_import import torch_ops
 from distmega.torch_import.convert import Graph, convert
 from distmega.torch_import.exported import export_module
 from distmega.torch_import.forms import Derived, Normal, normalise
-from distmega.torch_import.hf_attention import Rows, capturing, rows_cache
+from distmega.torch_import.hf_attention import StepRows, capturing, rows_cache
 
 _RANDOM = ("normal_", "uniform_", "trunc_normal_")
 """Methods of tensors that fill them."""
@@ -131,7 +131,7 @@ class HfDecoder:
                 remedy="choose a shorter prompt or context",
             )
         num_rows = num_tokens if prompt else num_tokens * batch
-        step = _Step(self, num_rows, max_context, batch, dtype, prompt, logits)
+        step = _DecodeStep(self, num_rows, max_context, batch, dtype, prompt, logits)
         inputs: dict[str, Tensor] = {
             name: torch.zeros(num_rows, dtype=torch.long) for name in ("tokens", "positions")
         }
@@ -211,12 +211,12 @@ def _look(model: nn.Module, num_layers: int) -> tuple[tuple[CacheShape, ...], bo
     """Runs one token through the model without computing anything."""
     found: dict[int, CacheShape] = {}
 
-    def store(place: int, x: Tensor) -> Tensor:
-        found[place] = CacheShape(num_heads=x.shape[1], dim=x.shape[2])
+    def store(number: int, x: Tensor) -> Tensor:
+        found[number] = CacheShape(num_heads=x.shape[1], dim=x.shape[2])
         return x.new_zeros(x.shape[1], 4, x.shape[2])
 
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        rows = Rows(positions=torch.zeros(1, dtype=torch.long), max_context=4)
+        rows = StepRows(positions=torch.zeros(1, dtype=torch.long), max_context=4)
         with capturing(rows):
             _forward(model, torch.zeros(1, 1, dtype=torch.long), rows, num_layers, store, None)
     if sorted(found) != list(range(2 * num_layers)):
@@ -225,7 +225,7 @@ def _look(model: nn.Module, num_layers: int) -> tuple[tuple[CacheShape, ...], bo
             expected="a decoder whose layers all do",
             remedy="use a model without recurrent or shared layers",
         )
-    return tuple(found[place] for place in range(2 * num_layers)), (
+    return tuple(found[number] for number in range(2 * num_layers)), (
         rows.num_attended == rows.num_updates == num_layers
     )
 
@@ -233,7 +233,7 @@ def _look(model: nn.Module, num_layers: int) -> tuple[tuple[CacheShape, ...], bo
 def _forward(
     model: nn.Module,
     ids: Tensor,
-    rows: Rows,
+    rows: StepRows,
     num_layers: int,
     store: Callable[[int, Tensor], Tensor],
     last: Tensor | None,
@@ -250,7 +250,7 @@ def _forward(
     return logits
 
 
-class _Step(nn.Module):
+class _DecodeStep(nn.Module):
     """One step: tokens [m] at positions [m] in; logits of all rows or of the last ones out."""
 
     def __init__(
@@ -269,11 +269,11 @@ class _Step(nn.Module):
         self._prompt, self._logits = prompt, logits
         self.layers = nn.ModuleList(nn.Module() for _ in range(decoder.num_layers))
         front = (batch,) if batch > 1 else ()
-        for place, shape in enumerate(decoder.shapes):
+        for number, shape in enumerate(decoder.shapes):
             whole = (*front, shape.num_heads, max_context, shape.dim)
-            layer = self.layers[place // 2]
+            layer = self.layers[number // 2]
             layer.register_buffer(
-                "kv"[place % 2] + "_cache", torch.zeros(whole, dtype=torch_dtype(dtype))
+                "kv"[number % 2] + "_cache", torch.zeros(whole, dtype=torch_dtype(dtype))
             )
 
     def forward(
@@ -285,7 +285,7 @@ class _Step(nn.Module):
         last: Tensor | None = None,
     ) -> Tensor:
         several = self._batch > 1
-        rows = Rows(
+        rows = StepRows(
             positions=positions,
             max_context=self._context,
             sequences=sequences if several or self._decoder.covered else None,
@@ -294,8 +294,8 @@ class _Step(nn.Module):
             flat=self._decoder.covered or not several,
         )
 
-        def store(place: int, x: Tensor) -> Tensor:
-            buffer: Tensor = self.get_buffer(cache_name(place))
+        def store(number: int, x: Tensor) -> Tensor:
+            buffer: Tensor = self.get_buffer(cache_name(number))
             new: Tensor = torch_ops.append_rows(
                 buffer, x, positions, sequences if several else None
             )
@@ -316,6 +316,6 @@ class _Step(nn.Module):
         return rows_given
 
 
-def cache_name(place: int) -> str:
+def cache_name(number: int) -> str:
     """The state of a layer's keys or values."""
-    return f"layers.{place // 2}.{'kv'[place % 2]}_cache"
+    return f"layers.{number // 2}.{'kv'[number % 2]}_cache"

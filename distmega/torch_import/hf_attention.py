@@ -28,7 +28,7 @@ _PROVED_ROWS = 1024
 
 
 @dataclass(slots=True)
-class Rows:
+class StepRows:
     """The rows of a step, and what it has found so far.
 
     positions [m]; max_context of the caches; sequences [m] and starts [s + 1] of a prompt's rows.
@@ -56,7 +56,7 @@ class Rows:
         return (1, num_rows) if self.flat else (num_rows, 1)
 
 
-_current: ContextVar[Rows] = ContextVar("rows")
+_current: ContextVar[StepRows] = ContextVar("rows")
 
 
 class RowsLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -65,9 +65,9 @@ class RowsLayer(CacheLayerMixin):  # type: ignore[misc]
     is_sliding = False
     is_compileable = True
 
-    def __init__(self, rows: Rows, store: Callable[[int, Tensor], Tensor], place: int) -> None:
+    def __init__(self, rows: StepRows, store: Callable[[int, Tensor], Tensor], layer: int) -> None:
         super().__init__()
-        self._rows, self._store, self._place = rows, store, place
+        self._rows, self._store, self._layer = rows, store, layer
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -83,7 +83,7 @@ class RowsLayer(CacheLayerMixin):  # type: ignore[misc]
     def _kept(self, which: int, states: Tensor) -> Tensor:
         rows = self._rows
         by_row = states.transpose(1, 2).reshape(-1, states.shape[1], states.shape[3])
-        cache = self._store(2 * self._place + which, by_row)
+        cache = self._store(2 * self._layer + which, by_row)
         if cache.dim() == 3:
             seen = cache.unsqueeze(0)
             if not rows.flat:
@@ -111,15 +111,15 @@ class RowsLayer(CacheLayerMixin):  # type: ignore[misc]
         return self._rows.max_context
 
 
-def rows_cache(rows: Rows, num_layers: int, store: Callable[[int, Tensor], Tensor]) -> Cache:
+def rows_cache(rows: StepRows, num_layers: int, store: Callable[[int, Tensor], Tensor]) -> Cache:
     """A cache of transformers for a step. store: appends to cache 2 * layer (keys) or 2 * layer + 1
     (values), and gives it.
     """
-    return Cache(layers=[RowsLayer(rows, store, place) for place in range(num_layers)])
+    return Cache(layers=[RowsLayer(rows, store, layer) for layer in range(num_layers)])
 
 
 @contextmanager
-def capturing(rows: Rows) -> Iterator[None]:
+def capturing(rows: StepRows) -> Iterator[None]:
     """Around a forward: attention and masks are those of the rows."""
     token = _current.set(rows)
     attention, masks = ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS

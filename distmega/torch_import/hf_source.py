@@ -139,13 +139,13 @@ def read_weights(folder: Path, decoder: HfDecoder) -> Readers:
     buffers = {n: x for n, x in model.state_dict().items() if n in dict(model.named_buffers())}
     held = {**dict(model.named_parameters(remove_duplicate=False)), **buffers}
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
-    alike: dict[int, list[str]] = {}
+    same: dict[int, list[str]] = {}
     for name, tensor in held.items():
-        alike.setdefault(id(tensor), []).append(name)
+        same.setdefault(id(tensor), []).append(name)
     stored: dict[str, Any] = {}
     missing: list[str] = []
     for name, tensor in held.items():
-        names = [name, *alike[id(tensor)]]
+        names = [name, *same[id(tensor)]]
         names += [each.removeprefix(prefix) for each in names]
         found = next((each for each in names if each in arrays), None)
         if found is None and name in buffers:

@@ -143,8 +143,12 @@ def repeat(b: Build, self: TensorValue, repeats: Sequence[int]) -> Value:
 @rule("constant_pad_nd")
 def constant_pad_nd(b: Build, self: TensorValue, pad: Sequence[int], value: float = 0) -> Value:
     x = self
-    for place in range(len(pad) // 2):
-        dim, before, after = len(self.shape) - 1 - place, pad[2 * place], pad[2 * place + 1]
+    for position in range(len(pad) // 2):
+        dim, before, after = (
+            len(self.shape) - 1 - position,
+            pad[2 * position],
+            pad[2 * position + 1],
+        )
         x = b.slice(x, dim, max(-before, 0), x.shape[dim] - max(-after, 0))
         shape = list(x.shape)
         parts: list[TensorValue] = []
@@ -216,16 +220,16 @@ def index(b: Build, self: TensorValue, indices: Sequence[TensorValue | None]) ->
         return NotImplemented
     extents = self.shape[at[0] : at[-1] + 1]
     shape = b.shape[at[0] : at[0] + max(len(each.shape) for each in given)]
-    place: Value = 0
+    position: Value = 0
     for each, extent in zip(given, extents, strict=True):
         inside = each
         if not isinstance(each, Constant) or bool((each.tensor < 0).any()):
             text = "where(lt({0}, 0), {0} + {1}, {0})"
             inside = known(b, text, each, extent, shape=each.shape)
-        place = known(b, "{0} * {1} + {2}", place, extent, inside, shape=shape)
+        position = known(b, "{0} * {1} + {2}", position, extent, inside, shape=shape)
     joined = b.reshape(self, (*self.shape[: at[0]], math.prod(extents), *self.shape[at[-1] + 1 :]))
-    assert isinstance(place, Constant | Handle | Spread)
-    return index_select(b, joined, at[0], place)
+    assert isinstance(position, Constant | Handle | Spread)
+    return index_select(b, joined, at[0], position)
 
 
 def known(b: Build, text: str, *operands: Value, shape: tuple[int, ...]) -> TensorValue:
@@ -233,7 +237,7 @@ def known(b: Build, text: str, *operands: Value, shape: tuple[int, ...]) -> Tens
     if any(is_tensor(each) and not isinstance(each, Constant) for each in operands):
         return b.pointwise(text, *operands, dtype="i64", shape=shape)
     known = [each.tensor if isinstance(each, Constant) else torch.tensor(each) for each in operands]
-    words = [f"a{place}" for place in range(len(known))]
+    words = [f"a{position}" for position in range(len(known))]
     found = pointwise(parse(text.format(*words)), known, torch.int64)
     return Constant(found.expand(shape))
 
@@ -280,9 +284,9 @@ def gather(b: Build, self: TensorValue, dim: int, index: TensorValue, **other: V
         return NotImplemented
     dim %= len(self.shape)
     x = self
-    for place, extent in enumerate(index.shape):
-        if place != dim:
-            x = b.slice(x, place, 0, extent)
+    for position, extent in enumerate(index.shape):
+        if position != dim:
+            x = b.slice(x, position, 0, extent)
     return b.p.gather(b.handle(x), b.handle(index), dim, name=b.name())
 
 
@@ -490,12 +494,12 @@ def convolution(
     )
     if transposed or groups != 1 or any(padding) or not apart:
         return NotImplemented
-    places, inner = [f"y{n}" for n in range(len(window))], [f"z{n}" for n in range(len(window))]
+    positions, inner = [f"y{n}" for n in range(len(window))], [f"z{n}" for n in range(len(window))]
     split = [n for size, step in zip(sizes, steps, strict=True) for n in (size // step, step)]
     x = b.reshape(input, (*input.shape[:2], *split))
-    axes = [name for pair in zip(places, inner, strict=True) for name in pair]
+    axes = [name for pair in zip(positions, inner, strict=True) for name in pair]
     spec = f"b c {' '.join(axes)}, n c {' '.join(inner)}"
-    spec += f"{', n' if bias is not None else ''} -> b n {' '.join(places)}"
+    spec += f"{', n' if bias is not None else ''} -> b n {' '.join(positions)}"
     return b.linear(x, weight, bias, spec)
 
 

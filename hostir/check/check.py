@@ -2,12 +2,12 @@
 vain.
 
 Comes in: a host program for all ranks of its mesh, or one a rank. Loops are unrolled and every node
-becomes one vertex of a graph, every exchange two (start, done). Edges are what the device promises:
-stream order, events, handles, the meeting of a team, sends and signals. Proved on it: conflicting
-accesses of one buffer are ordered, a read follows a write, frees follow all uses, exchanges match
-across ranks, everything started is waited for, there is no cycle, and all that waits for peers or
-fills a GPU stands in one chain (passes/kernel_order.py says why). Raises CheckError. orders.py
-builds the graph.
+becomes one vertex of a graph, every communication two (start, done). Edges are what the device
+promises: stream order, events, handles, the meeting of a team, sends and signals. Proved on it:
+conflicting accesses of one buffer are ordered, a read follows a write, frees follow all uses,
+communications match across ranks, everything started is waited for, there is no cycle, and all that
+waits for peers or fills a GPU stands in one chain (passes/kernel_order.py says why). Raises
+CheckError. orders.py builds the graph.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from functools import lru_cache
 from itertools import combinations
 
 from distmega.errors import CheckError
-from distmega.hostir.check.order_graph import Access, Before, Link, OrderGraph
+from distmega.hostir.check.order_graph import Before, BufferUse, Link, OrderGraph
 from distmega.hostir.check.orders import build_orders
 from distmega.hostir.ir.nodes import (
     HostProgram,
@@ -115,15 +115,15 @@ def _raise_cycle(graph: OrderGraph, num_open: Sequence[int]) -> None:
     raise CheckError(
         f"these wait for each other: {' <- '.join(map(str, labels))}",
         expected="no cycle of waits",
-        remedy="start exchanges in one order on all ranks; coalesce sends with receives",
+        remedy="start communications in one order on all ranks; coalesce sends with receives",
     )
 
 
-def _check_buffer(graph: OrderGraph, accesses: Sequence[Access], before: Before) -> None:
+def _check_buffer(graph: OrderGraph, accesses: Sequence[BufferUse], before: Before) -> None:
     """Accesses of one buffer in the order in which the host issues them. Reads of it need no order
     among themselves.
     """
-    writes: list[Access] = []
+    writes: list[BufferUse] = []
     for position, later in enumerate(accesses):
         written = False
         for earlier in accesses[:position] if later.writes else writes:

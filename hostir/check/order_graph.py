@@ -1,5 +1,5 @@
 """The graph of what host programs order: vertices of all ranks, edges, accesses of buffers,
-exchanges; and which vertices come before which.
+communications; and which vertices come before which.
 
 orders.py fills it from programs; check.py searches it.
 """
@@ -16,11 +16,11 @@ Box = tuple[tuple[int, int], ...]
 """Half-open range per dim of a buffer."""
 
 Meeting = tuple[object, ...]
-"""What exchanges must agree on to match, and between whom: ("team", ...) or ("pair", ...)."""
+"""What communications must agree on to match, and between whom: ("team", ...) or ("pair", ...)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Access:
+class BufferUse:
     """One use of part of a buffer, from vertex `start` until vertex `done` has completed.
 
     writes: excludes others, as frees do too. fills: gives contents. needs_contents: reads them.
@@ -34,7 +34,7 @@ class Access:
     fills: bool
     needs_contents: bool
 
-    def overlaps(self, other: "Access") -> bool:
+    def overlaps(self, other: "BufferUse") -> bool:
         """Whether both use a common element."""
         pairs = zip(self.box, other.box, strict=True)
         return all(max(a, c) < min(b, d) for (a, b), (c, d) in pairs)
@@ -42,8 +42,8 @@ class Access:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """A kernel that fills its GPU, an exchange or the wait for a signal, from vertex `start` until
-    `done`. fills: it is a kernel. axis: of an exchange, empty otherwise.
+    """A kernel that fills its GPU, a communication or the wait for a signal, from vertex `start`
+    until `done`. fills: it is a kernel. axis: of a communication, empty otherwise.
     """
 
     start: int
@@ -52,11 +52,11 @@ class Link:
     axis: str = ""
 
     def excludes(self, other: "Link") -> bool:
-        """Whether they may not run side by side. One communicator does exchanges of an axis in
+        """Whether they may not run side by side. One communicator does communications of an axis in
         turn, and a wait for a signal is one warp.
         """
-        exchanges = bool(self.axis and other.axis)
-        return self.fills or other.fills or (exchanges and self.axis != other.axis)
+        communications = bool(self.axis and other.axis)
+        return self.fills or other.fills or (communications and self.axis != other.axis)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class OrderGraph:
     labels: list[Label] = field(default_factory=list)
     follows: list[list[int]] = field(default_factory=list)
     issued: list[list[int]] = field(default_factory=list)
-    accesses: dict[tuple[int, str, int], list[Access]] = field(default_factory=dict)
+    accesses: dict[tuple[int, str, int], list[BufferUse]] = field(default_factory=dict)
     links: dict[int, list["Link"]] = field(default_factory=dict)
 
     def add(self, label: Label, follows: Sequence[int], issued: Sequence[int]) -> int:
@@ -99,8 +99,8 @@ class OrderGraph:
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
-    """One side of an exchange: the vertices at which it starts and has completed, and what both
+class Communication:
+    """One side of a communication: the vertices at which it starts and has completed, and what both
     sides must agree on.
     """
 
@@ -110,12 +110,12 @@ class Exchange:
 
 
 @dataclass(slots=True)
-class Exchanges:
-    """Exchanges of one rank, in the order of their start, by whom they meet."""
+class Communications:
+    """Communications of one rank, in the order of their start, by whom they meet."""
 
-    teams: dict[Meeting, list[Exchange]] = field(default_factory=dict)
-    sends: dict[Meeting, list[Exchange]] = field(default_factory=dict)
-    recvs: dict[Meeting, list[Exchange]] = field(default_factory=dict)
+    teams: dict[Meeting, list[Communication]] = field(default_factory=dict)
+    sends: dict[Meeting, list[Communication]] = field(default_factory=dict)
+    recvs: dict[Meeting, list[Communication]] = field(default_factory=dict)
 
 
 class Before:
@@ -128,7 +128,7 @@ class Before:
 
     def __init__(self, graph: OrderGraph, order: Sequence[int]) -> None:
         """order: all vertices, each after those it follows."""
-        self.chains, self.places = [0] * len(order), [0] * len(order)
+        self.chains, self.positions = [0] * len(order), [0] * len(order)
         self.clocks = np.zeros((len(order), 8), np.int32)
         lengths = np.zeros(8, np.int32)
         num_chains = 0
@@ -142,10 +142,10 @@ class Before:
                 lengths, clock = np.pad(lengths, (0, chain)), np.pad(clock, (0, chain))
             num_chains = max(num_chains, chain + 1)
             lengths[chain] += 1
-            self.chains[vertex], self.places[vertex] = chain, int(lengths[chain])
+            self.chains[vertex], self.positions[vertex] = chain, int(lengths[chain])
             self.clocks[vertex] = clock
             self.clocks[vertex, chain] = lengths[chain]
 
     def __call__(self, one: int, other: int) -> bool:
         """Whether vertex `one` has completed before vertex `other` starts."""
-        return one != other and bool(self.clocks[other, self.chains[one]] >= self.places[one])
+        return one != other and bool(self.clocks[other, self.chains[one]] >= self.positions[one])

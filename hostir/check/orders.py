@@ -2,8 +2,8 @@
 buffers.
 
 Comes in: one host program a rank. Goes out: an OrderGraph, which check.py searches. What one rank's
-host does is walked in program order with loops unrolled; afterwards the exchanges of all ranks are
-matched.
+host does is walked in program order with loops unrolled; afterwards the communications of all ranks
+are matched.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 
 from distmega.errors import CheckError
 from distmega.hostir.check.order_graph import (
-    Access,
     Box,
-    Exchange,
-    Exchanges,
+    BufferUse,
+    Communication,
+    Communications,
     Label,
     Link,
     Meeting,
@@ -48,7 +48,7 @@ from distmega.hostir.lower.matmul_nodes import FusedMatmul
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _Region:
     """Where a name's storage is: allocation number `instance` of `buffer`, and the part of it.
 
     viewed: the name has other dims than the buffer, so a chunk of it may be anywhere in the box.
@@ -67,8 +67,8 @@ class _RankWalk:
         self.graph, self.host, self.rank = graph, host, rank
         self.buffers, self.segments = host.buffer_map(), host.segment_map()
         self.coordinate = host.mesh.coordinate(rank)
-        self.exchanges = Exchanges()
-        self.places: dict[str, _Place] = {}
+        self.communications = Communications()
+        self.regions: dict[str, _Region] = {}
         self.indices: dict[str, int] = {}
         self.streams: dict[int, int] = {}
         self.stream = 0
@@ -83,7 +83,7 @@ class _RankWalk:
         begin = self.vertex()
         given = [buffer.name for buffer in self.host.buffers if buffer.role != "temp"]
         for name in given:
-            self.place(name)
+            self.allocate(name)
             self.access(name, begin, begin, writes=True, fills=True)
         self.numbers = {id(node): n for n, node in enumerate(walk_nodes(self.host.body))}
         self.body(self.host.body)
@@ -106,11 +106,11 @@ class _RankWalk:
         self.last_issued = [number]
         return number
 
-    def place(self, name: str) -> None:
+    def allocate(self, name: str) -> None:
         """A new allocation of a buffer."""
-        instance = self.places[name].instance + 1 if name in self.places else 0
+        instance = self.regions[name].instance + 1 if name in self.regions else 0
         box = tuple((0, extent) for extent in self.buffers[name].shape)
-        self.places[name] = _Place(name, instance, box)
+        self.regions[name] = _Region(name, instance, box)
 
     def access(
         self,
@@ -122,17 +122,17 @@ class _RankWalk:
         fills: bool = False,
         needs_contents: bool = False,
     ) -> None:
-        place = self.places[name]
-        access = Access(
+        region = self.regions[name]
+        access = BufferUse(
             buffer=name,
-            box=place.box,
+            box=region.box,
             start=start,
             done=done,
             writes=writes,
             fills=fills,
             needs_contents=needs_contents,
         )
-        key = self.rank, place.buffer, place.instance
+        key = self.rank, region.buffer, region.instance
         self.graph.accesses.setdefault(key, []).append(access)
 
     def uses(self, node: Node, start: int, done: int) -> None:
@@ -166,7 +166,7 @@ class _RankWalk:
                     raise _in_vain(f"{self.label} waits for an event never recorded")
                 self.vertex(recorded)
             case Allocate(buffer=buffer):
-                self.place(buffer)
+                self.allocate(buffer)
                 vertex = self.vertex()
                 self.access(buffer, vertex, vertex, writes=True)
             case Deallocate(buffer=buffer):
@@ -175,8 +175,8 @@ class _RankWalk:
             case SliceView():
                 self.slice_view(node)
             case LibraryOp(op=op) if op.is_view:
-                source = self.places[op.reads[0].tensor]
-                self.places[op.writes[0].tensor] = replace(source, viewed=True)
+                source = self.regions[op.reads[0].tensor]
+                self.regions[op.writes[0].tensor] = replace(source, viewed=True)
             case LibraryOp():
                 vertex = self.vertex()
                 self.uses(node, vertex, vertex)
@@ -188,15 +188,15 @@ class _RankWalk:
                 self.communication(node)
 
     def slice_view(self, node: SliceView) -> None:
-        whole = self.places[node.buffer]
+        whole = self.regions[node.buffer]
         if whole.viewed:
-            self.places[node.view] = whole
+            self.regions[node.view] = whole
             return
         shapes = self.buffers[node.buffer].shape, self.buffers[node.view].shape
         start = whole.box[node.dim][0] + node.start(self.indices, self.coordinate, *shapes)
         box = [*whole.box]
         box[node.dim] = (start, start + shapes[1][node.dim])
-        self.places[node.view] = _Place(whole.buffer, whole.instance, tuple(box))
+        self.regions[node.view] = _Region(whole.buffer, whole.instance, tuple(box))
 
     def launch(self, node: LaunchMegakernel) -> None:
         """A kernel; with collectives inside, its ranks run it together, so it can end only when all
@@ -229,7 +229,7 @@ class _RankWalk:
     def communication(self, node: Node) -> None:
         match node:
             case Collective(mesh_axis=axis):
-                start, done = self.exchange(axis)
+                start, done = self.communicate(axis)
                 shapes = tuple(self.buffers[name].shape for name in node.ins)
                 self.meet_team(axis, start, done, (node.kind, node.attrs, shapes))
                 self.uses(node, start, done)
@@ -239,7 +239,7 @@ class _RankWalk:
                     self.group.append((self.label, node))
                 else:
                     self.handles[node.handle] = [
-                        self.transfer(node, *self.exchange(node.peer.mesh_axis))
+                        self.transfer(node, *self.communicate(node.peer.mesh_axis))
                     ]
             case StartCoalescing():
                 self.group = []
@@ -252,15 +252,19 @@ class _RankWalk:
             case Signal(name=name, peer=peer):
                 vertex = self.vertex()
                 meeting = self.pair(peer, name, outward=True)
-                self.exchanges.sends.setdefault(meeting, []).append(Exchange(vertex, vertex, ()))
+                self.communications.sends.setdefault(meeting, []).append(
+                    Communication(vertex, vertex, ())
+                )
             case WaitSignal(name=name, peer=peer):
                 vertex = self.vertex()
                 self.link(Link(start=vertex, done=vertex))
                 meeting = self.pair(peer, name, outward=False)
-                self.exchanges.recvs.setdefault(meeting, []).append(Exchange(vertex, vertex, ()))
+                self.communications.recvs.setdefault(meeting, []).append(
+                    Communication(vertex, vertex, ())
+                )
 
-    def exchange(self, axis: str) -> tuple[int, int]:
-        """Start and end of an exchange beside the stream; one communicator does one after the
+    def communicate(self, axis: str) -> tuple[int, int]:
+        """Start and end of a communication beside the stream; one communicator does one after the
         other.
         """
         tail = [self.streams[self.stream]] if self.stream in self.streams else []
@@ -276,22 +280,24 @@ class _RankWalk:
         busy, ends = dict(self.busy), []
         for self.label, member in members:
             self.busy = dict(busy)
-            start, done = self.exchange(member.peer.mesh_axis)
+            start, done = self.communicate(member.peer.mesh_axis)
             ends.append((member.peer.mesh_axis, self.transfer(member, start, done)))
         self.busy = busy | {axis: [end for a, end in ends if a == axis] for axis, _ in ends}
         self.handles[handle] = [end for _, end in ends]
 
     def transfer(self, node: Send | Recv, start: int, done: int) -> int:
-        sides = self.exchanges.sends if isinstance(node, Send) else self.exchanges.recvs
+        sides = self.communications.sends if isinstance(node, Send) else self.communications.recvs
         meeting = self.pair(node.peer, "", outward=isinstance(node, Send))
         buffer = self.buffers[node.buffer]
-        sides.setdefault(meeting, []).append(Exchange(start, done, (buffer.shape, buffer.dtype)))
+        sides.setdefault(meeting, []).append(
+            Communication(start, done, (buffer.shape, buffer.dtype))
+        )
         self.uses(node, start, done)
         return done
 
     def meet_team(self, axis: str, start: int, done: int, terms: tuple[object, ...]) -> None:
         meeting = "team", axis, self.host.mesh.team(axis, self.rank)
-        self.exchanges.teams.setdefault(meeting, []).append(Exchange(start, done, terms))
+        self.communications.teams.setdefault(meeting, []).append(Communication(start, done, terms))
 
     def pair(self, peer: Peer, name: str, *, outward: bool) -> Meeting:
         team = self.host.mesh.team(peer.mesh_axis, self.rank)
@@ -301,21 +307,23 @@ class _RankWalk:
 
 
 def build_orders(programs: Sequence[HostProgram]) -> OrderGraph:
-    """The graph of all ranks. CheckError where exchanges of two ranks do not match."""
+    """The graph of all ranks. CheckError where communications of two ranks do not match."""
     graph = OrderGraph()
     mesh = programs[0].mesh
     walks = [_RankWalk(graph, host, rank) for host, rank in zip(programs, mesh.ranks, strict=True)]
     for walk in walks:
         walk.run()
-    by_rank = {walk.rank: walk.exchanges for walk in walks}
+    by_rank = {walk.rank: walk.communications for walk in walks}
     _join_teams(graph, by_rank)
     _join_pairs(graph, by_rank)
     return graph
 
 
-def _join_teams(graph: OrderGraph, by_rank: Mapping[int, Exchanges]) -> None:
-    """The n-th exchanges of a team's ranks are one: none has completed before all have started."""
-    meetings = dict.fromkeys(m for exchanges in by_rank.values() for m in exchanges.teams)
+def _join_teams(graph: OrderGraph, by_rank: Mapping[int, Communications]) -> None:
+    """The n-th communications of a team's ranks are one: none has completed before all have
+    started.
+    """
+    meetings = dict.fromkeys(m for communications in by_rank.values() for m in communications.teams)
     for meeting in meetings:
         team = meeting[2]
         assert isinstance(team, tuple), "built by meet_team"
@@ -330,7 +338,10 @@ def _join_teams(graph: OrderGraph, by_rank: Mapping[int, Exchanges]) -> None:
 
 
 def _difference(
-    graph: OrderGraph, team: tuple[int, ...], one: Sequence[Exchange], two: Sequence[Exchange]
+    graph: OrderGraph,
+    team: tuple[int, ...],
+    one: Sequence[Communication],
+    two: Sequence[Communication],
 ) -> str:
     for a, b in zip(one, two, strict=False):
         if a.terms != b.terms:
@@ -339,10 +350,10 @@ def _difference(
     return f"{graph.labels[extra.start]} is not met by the other ranks of {team}"
 
 
-def _join_pairs(graph: OrderGraph, by_rank: Mapping[int, Exchanges]) -> None:
+def _join_pairs(graph: OrderGraph, by_rank: Mapping[int, Communications]) -> None:
     """A rank's n-th receive is of the n-th send; neither ends before the other has started."""
-    sends = {m: x for exchanges in by_rank.values() for m, x in exchanges.sends.items()}
-    recvs = {m: x for exchanges in by_rank.values() for m, x in exchanges.recvs.items()}
+    sends = {m: x for communications in by_rank.values() for m, x in communications.sends.items()}
+    recvs = {m: x for communications in by_rank.values() for m, x in communications.recvs.items()}
     for meeting in dict.fromkeys((*sends, *recvs)):
         givers, takers = sends.get(meeting, []), recvs.get(meeting, [])
         if len(givers) != len(takers):
@@ -359,6 +370,6 @@ def _join_pairs(graph: OrderGraph, by_rank: Mapping[int, Exchanges]) -> None:
 def _in_vain(found: str) -> CheckError:
     return CheckError(
         found,
-        expected="the same exchanges in the same order on all ranks, each waited for",
+        expected="the same communications in the same order on all ranks, each waited for",
         remedy="give every start its wait, and every rank of the team its part",
     )

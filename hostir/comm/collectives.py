@@ -1,7 +1,8 @@
-"""Collectives on the CPU in terms of two exchanges of bytes: gather, and give part i to rank i.
+"""Collectives on the CPU in terms of two communications of bytes: gather, and give part i to rank
+i.
 
 Results are combined here, in rank order and in fp32 or wider, so every rank gets the same bits.
-communicator.py supplies the exchanges.
+communicator.py supplies the communications.
 """
 
 import math
@@ -18,8 +19,8 @@ from distmega.hostir.library.torch_types import widen
 from distmega.sharding.layout.mesh import DeviceMesh
 
 
-class Handle:
-    """An exchange under way; `wait` returns once its results are there, more than once.
+class CommHandle:
+    """A communication under way; `wait` returns once its results are there, more than once.
 
     arrive: lets the current CUDA stream follow the transfer alone, any number of times.
     """
@@ -44,8 +45,8 @@ class Handle:
             self._arrive()
 
 
-def join_handles(handles: Sequence[Handle]) -> Handle:
-    """One handle for several exchanges."""
+def join_handles(handles: Sequence[CommHandle]) -> CommHandle:
+    """One handle for several communications."""
 
     def finish() -> None:
         for handle in handles:
@@ -55,7 +56,7 @@ def join_handles(handles: Sequence[Handle]) -> Handle:
         for handle in handles:
             handle.follow()
 
-    return Handle(finish, arrive)
+    return CommHandle(finish, arrive)
 
 
 _MERGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -87,7 +88,7 @@ def combine_parts(parts: Sequence[Sequence[Tensor]], combine: str) -> tuple[Tens
 
 
 class Collectives(ABC):
-    """Collectives on top of two exchanges of bytes, which a transport supplies."""
+    """Collectives on top of two communications of bytes, which a transport supplies."""
 
     timeout_s = math.inf
 
@@ -106,12 +107,12 @@ class Collectives(ABC):
     def begin_group(self) -> None:  # noqa: B027  a transport may need nothing
         """Sends and receives need no grouping where each is under way at once."""
 
-    def end_group(self, members: Sequence[Handle]) -> Handle:
+    def end_group(self, members: Sequence[CommHandle]) -> CommHandle:
         """One handle for the sends and receives since begin_group."""
         return join_handles(members)
 
     @abstractmethod
-    def _exchange(self, axis: str, parts: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+    def _swap(self, axis: str, parts: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
         """Starts to give part i to rank i of the team; the result gives the parts for this rank."""
 
     def check_signals(self) -> None:  # noqa: B027  a transport that blocks raises at once
@@ -119,7 +120,7 @@ class Collectives(ABC):
 
     def all_reduce(
         self, axis: str, xs: Sequence[Tensor], outs: Sequence[Tensor], combine: str
-    ) -> Handle:
+    ) -> CommHandle:
         gathers = [self._gather(axis, x) for x in xs]
 
         def finish() -> None:
@@ -127,24 +128,26 @@ class Collectives(ABC):
             for out, result in zip(outs, combine_parts(parts, combine), strict=True):
                 out.copy_(result)
 
-        return Handle(finish)
+        return CommHandle(finish)
 
-    def all_gather(self, axis: str, x: Tensor, out: Tensor, dim: int) -> Handle:
+    def all_gather(self, axis: str, x: Tensor, out: Tensor, dim: int) -> CommHandle:
         gather = self._gather(axis, x)
-        return Handle(lambda: _join(gather(), out, dim))
+        return CommHandle(lambda: _join(gather(), out, dim))
 
-    def reduce_scatter(self, axis: str, x: Tensor, out: Tensor, dim: int, combine: str) -> Handle:
-        exchange = self._exchange(axis, self._parts(axis, x, dim, out.shape[dim]))
+    def reduce_scatter(
+        self, axis: str, x: Tensor, out: Tensor, dim: int, combine: str
+    ) -> CommHandle:
+        swap = self._swap(axis, self._parts(axis, x, dim, out.shape[dim]))
 
         def finish() -> None:
-            (result,) = combine_parts([(part,) for part in exchange()], combine)
+            (result,) = combine_parts([(part,) for part in swap()], combine)
             out.copy_(result)
 
-        return Handle(finish)
+        return CommHandle(finish)
 
-    def all_to_all(self, axis: str, x: Tensor, out: Tensor, dim: int, dst_dim: int) -> Handle:
-        exchange = self._exchange(axis, self._parts(axis, x, dst_dim, out.shape[dst_dim]))
-        return Handle(lambda: _join(exchange(), out, dim))
+    def all_to_all(self, axis: str, x: Tensor, out: Tensor, dim: int, dst_dim: int) -> CommHandle:
+        swap = self._swap(axis, self._parts(axis, x, dst_dim, out.shape[dst_dim]))
+        return CommHandle(lambda: _join(swap(), out, dim))
 
     def _parts(self, axis: str, x: Tensor, dim: int, extent: int) -> list[Tensor]:
         """x cut along a dim into one part of `extent` a rank; what lies past its end is zero."""
@@ -162,14 +165,14 @@ class Mailbox:
     def __init__(self) -> None:
         self._sent: dict[tuple[str, str], deque[Tensor]] = {}
 
-    def send(self, axis: str, x: Tensor, name: str = "") -> Handle:
+    def send(self, axis: str, x: Tensor, name: str = "") -> CommHandle:
         """Keeps a copy; `name` tells signals from data."""
         self._sent.setdefault((axis, name), deque()).append(x.clone())
-        return Handle(lambda: None)
+        return CommHandle(lambda: None)
 
-    def recv(self, axis: str, out: Tensor, name: str = "") -> Handle:
+    def recv(self, axis: str, out: Tensor, name: str = "") -> CommHandle:
         """The oldest of what was sent; RankFailure if there is nothing."""
-        return Handle(lambda: copy_into(out, self._take(axis, name)))
+        return CommHandle(lambda: copy_into(out, self._take(axis, name)))
 
     def _take(self, axis: str, name: str) -> Tensor:
         if not self._sent.get((axis, name)):

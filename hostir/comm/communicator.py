@@ -1,9 +1,9 @@
 """Communication between the ranks of a mesh: one team a mesh axis and coordinate, results bitwise
 equal on all ranks.
 
-The Communicator protocol is what the evaluator asks for. Every call starts an exchange and gives a
-Handle; operands belong to it until `wait`. Sums are taken in rank order, in fp32 or wider, so each
-rank gets the same bits whatever the team's network does. GlooCommunicator moves bytes over
+The Communicator protocol is what the evaluator asks for. Every call starts a communication and
+gives a Handle; operands belong to it until `wait`. Sums are taken in rank order, in fp32 or wider,
+so each rank gets the same bits whatever the team's network does. GlooCommunicator moves bytes over
 torch.distributed between CPU processes; SingleCommunicator is a mesh of one rank. A peer that fails
 raises LostPeerError.
 """
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distmega.errors import LostPeerError, RankFailure
-from distmega.hostir.comm.collectives import Collectives, Handle, Mailbox, copy_into, token
+from distmega.hostir.comm.collectives import Collectives, CommHandle, Mailbox, copy_into, token
 from distmega.hostir.comm.plain import Plain, decode_plain, encode_plain, gather_bytes
 from distmega.sharding.layout.mesh import DeviceMesh
 
@@ -30,11 +30,12 @@ DATA_TAG = 0
 
 
 class Communicator(Protocol):
-    """Exchanges of one rank with its teams. `axis` is a mesh axis; peers are coordinates on it.
+    """Communications of one rank with its teams. `axis` is a mesh axis; peers are coordinates on
+    it.
 
     Tensors are on the rank's device, of any dtype; `out` has the shape that hostir/ir/rules.py
-    states for the kind. On a GPU exchanges follow the current stream: what was queued on it before
-    the call is done before, and `wait` orders the result before what is queued on it after.
+    states for the kind. On a GPU communications follow the current stream: what was queued on it
+    before the call is done before, and `wait` orders the result before what is queued on it after.
     """
 
     mesh: DeviceMesh
@@ -47,38 +48,40 @@ class Communicator(Protocol):
 
     @property
     def timeout_s(self) -> float:
-        """Bound of an exchange."""
+        """Bound of a communication."""
         ...
 
     def all_reduce(
         self, axis: str, xs: Sequence[Tensor], outs: Sequence[Tensor], combine: str
-    ) -> Handle:
+    ) -> CommHandle:
         """Combines elementwise over the team: "sum", "max", "min" of one tensor, or "argmax" of
         value and index.
         """
         ...
 
-    def all_gather(self, axis: str, x: Tensor, out: Tensor, dim: int) -> Handle:
+    def all_gather(self, axis: str, x: Tensor, out: Tensor, dim: int) -> CommHandle:
         """Joins the team's tensors along `dim`, in rank order."""
         ...
 
-    def reduce_scatter(self, axis: str, x: Tensor, out: Tensor, dim: int, combine: str) -> Handle:
+    def reduce_scatter(
+        self, axis: str, x: Tensor, out: Tensor, dim: int, combine: str
+    ) -> CommHandle:
         """Combines over the team; this rank keeps its part of `dim`."""
         ...
 
-    def all_to_all(self, axis: str, x: Tensor, out: Tensor, dim: int, dst_dim: int) -> Handle:
+    def all_to_all(self, axis: str, x: Tensor, out: Tensor, dim: int, dst_dim: int) -> CommHandle:
         """Scatters `dst_dim` and gathers `dim`: part of the one, all of the other."""
         ...
 
-    def broadcast(self, axis: str, x: Tensor, out: Tensor, source: int) -> Handle:
+    def broadcast(self, axis: str, x: Tensor, out: Tensor, source: int) -> CommHandle:
         """`out` becomes the source's `x`."""
         ...
 
-    def send(self, axis: str, x: Tensor, peer: int) -> Handle:
+    def send(self, axis: str, x: Tensor, peer: int) -> CommHandle:
         """Sends to a peer, whose receives match in order."""
         ...
 
-    def recv(self, axis: str, out: Tensor, peer: int) -> Handle:
+    def recv(self, axis: str, out: Tensor, peer: int) -> CommHandle:
         """Receives from a peer."""
         ...
 
@@ -86,7 +89,7 @@ class Communicator(Protocol):
         """Sends and receives up to `end_group` are one exchange, whatever order peers name them."""
         ...
 
-    def end_group(self, members: Sequence[Handle]) -> Handle:
+    def end_group(self, members: Sequence[CommHandle]) -> CommHandle:
         """Starts the group; one handle for its members, the handles of its sends and receives."""
         ...
 
@@ -131,16 +134,16 @@ class SingleCommunicator(Collectives):
     def _gather(self, axis: str, x: Tensor) -> Callable[[], list[Tensor]]:
         return lambda: [x]
 
-    def _exchange(self, axis: str, parts: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+    def _swap(self, axis: str, parts: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
         return lambda: list(parts)
 
-    def broadcast(self, axis: str, x: Tensor, out: Tensor, source: int) -> Handle:
-        return Handle(lambda: copy_into(out, x))
+    def broadcast(self, axis: str, x: Tensor, out: Tensor, source: int) -> CommHandle:
+        return CommHandle(lambda: copy_into(out, x))
 
-    def send(self, axis: str, x: Tensor, peer: int) -> Handle:
+    def send(self, axis: str, x: Tensor, peer: int) -> CommHandle:
         return self._mail.send(axis, x)
 
-    def recv(self, axis: str, out: Tensor, peer: int) -> Handle:
+    def recv(self, axis: str, out: Tensor, peer: int) -> CommHandle:
         return self._mail.recv(axis, out)
 
     def signal(self, axis: str, name: str, peer: int) -> None:
@@ -160,14 +163,14 @@ class TeamCommunicator(Collectives):
     """What communicators over torch.distributed share: a process group for each team of this rank.
 
     Needs an initialised default process group that holds the mesh's ranks. Groups are made for each
-    team of each axis in the same order everywhere. timeout_s bounds every exchange.
+    team of each axis in the same order everywhere. timeout_s bounds every communication.
     """
 
     def __init__(self, mesh: DeviceMesh, rank: int, backend: str, timeout_s: float) -> None:
         super().__init__(mesh, rank)
         self.timeout_s = timeout_s
         self._teams = {axis: mesh.team(axis, rank) for axis in mesh.names}
-        self._places = {axis: _group_places(team) for axis, team in self._teams.items()}
+        self._team_ranks = {axis: _group_ranks(team) for axis, team in self._teams.items()}
         self._groups: dict[str, dist.ProcessGroup | None] = {}
         self._mail = Mailbox()
         with self._guard("set-up", ""):
@@ -179,7 +182,9 @@ class TeamCommunicator(Collectives):
 
     @contextmanager
     def _guard(self, what: str, axis: str) -> Iterator[None]:
-        """Turns a fault of the network into LostPeerError, naming the exchange and the team."""
+        """Turns a fault of the network into LostPeerError, naming the communication and the
+        team.
+        """
         try:
             yield
         except RuntimeError as error:
@@ -197,26 +202,28 @@ class TeamCommunicator(Collectives):
         work.wait()
 
     def _gather(self, axis: str, x: Tensor) -> Callable[[], list[Tensor]]:
-        group, places = self._groups[axis], self._places[axis]
+        group, team_ranks = self._groups[axis], self._team_ranks[axis]
         if group is None:
             return lambda: [x]
         mine = flat_bytes(x)
-        found = mine.new_empty(len(places), mine.numel())
+        found = mine.new_empty(len(team_ranks), mine.numel())
         with self._guard("gather", axis):
             work = dist.all_gather([*found], mine, group=group, async_op=True)
 
         def finish() -> list[Tensor]:
             with self._guard("gather", axis):
                 self._await(work)
-            return [found[place].view(x.dtype).view(x.shape) for place in places]
+            return [found[team_rank].view(x.dtype).view(x.shape) for team_rank in team_ranks]
 
         return finish
 
-    def _exchange(self, axis: str, parts: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        group, places = self._groups[axis], self._places[axis]
+    def _swap(self, axis: str, parts: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        group, team_ranks = self._groups[axis], self._team_ranks[axis]
         if group is None:
             return lambda: list(parts)
-        given = torch.stack([flat_bytes(parts[places.index(i)]) for i in range(len(places))])
+        given = torch.stack(
+            [flat_bytes(parts[team_ranks.index(i)]) for i in range(len(team_ranks))]
+        )
         found = torch.empty_like(given)
         with self._guard("all-to-all", axis):
             work = dist.all_to_all_single(found, given, group=group, async_op=True)
@@ -224,14 +231,17 @@ class TeamCommunicator(Collectives):
         def finish() -> list[Tensor]:
             with self._guard("all-to-all", axis):
                 self._await(work)
-            return [found[place].view(parts[0].dtype).view(parts[0].shape) for place in places]
+            return [
+                found[team_rank].view(parts[0].dtype).view(parts[0].shape)
+                for team_rank in team_ranks
+            ]
 
         return finish
 
-    def broadcast(self, axis: str, x: Tensor, out: Tensor, source: int) -> Handle:
+    def broadcast(self, axis: str, x: Tensor, out: Tensor, source: int) -> CommHandle:
         group = self._groups[axis]
         if group is None:
-            return Handle(lambda: copy_into(out, x))
+            return CommHandle(lambda: copy_into(out, x))
         data = flat_bytes(x).clone()
         with self._guard("broadcast", axis):
             work = dist.broadcast(data, self._teams[axis][source], group=group, async_op=True)
@@ -241,7 +251,7 @@ class TeamCommunicator(Collectives):
                 self._await(work)
             out.copy_(data.view(out.dtype).view(out.shape))
 
-        return Handle(finish)
+        return CommHandle(finish)
 
 
 class GlooCommunicator(TeamCommunicator):
@@ -262,7 +272,7 @@ class GlooCommunicator(TeamCommunicator):
     def _await(self, work: dist.Work) -> None:
         work.wait(self._wait_limit)
 
-    def send(self, axis: str, x: Tensor, peer: int) -> Handle:
+    def send(self, axis: str, x: Tensor, peer: int) -> CommHandle:
         if self._groups[axis] is None:
             return self._mail.send(axis, x)
         work = self._post_send(axis, flat_bytes(x), peer, DATA_TAG)
@@ -271,9 +281,9 @@ class GlooCommunicator(TeamCommunicator):
             with self._guard("send", axis):
                 self._await(work)
 
-        return Handle(finish)
+        return CommHandle(finish)
 
-    def recv(self, axis: str, out: Tensor, peer: int) -> Handle:
+    def recv(self, axis: str, out: Tensor, peer: int) -> CommHandle:
         if self._groups[axis] is None:
             return self._mail.recv(axis, out)
         data = torch.empty(out.numel() * out.element_size(), dtype=torch.uint8)
@@ -284,7 +294,7 @@ class GlooCommunicator(TeamCommunicator):
                 self._await(work)
             out.copy_(data.view(out.dtype).view(out.shape))
 
-        return Handle(finish)
+        return CommHandle(finish)
 
     def signal(self, axis: str, name: str, peer: int) -> None:
         if self._groups[axis] is None:
@@ -324,11 +334,11 @@ class GlooCommunicator(TeamCommunicator):
         group = self._groups[axis] if axis else self._world
         if len(team) == 1:
             return [self._read(encode_plain(value), self.rank)]
-        order = enumerate(_group_places(team))
+        order = enumerate(_group_ranks(team))
         mine = encode_plain(value)
         with self._guard("exchange of values", axis):
             found = gather_bytes(mine, len(team), group)
-        return [self._read(found[place], team[number]) for number, place in order]
+        return [self._read(found[team_rank], team[number]) for number, team_rank in order]
 
     def _read(self, data: bytes, sender: int) -> Any:
         """What another rank told. RankFailure for bytes of no meaning."""
@@ -342,7 +352,7 @@ class GlooCommunicator(TeamCommunicator):
             ) from error
 
 
-def _group_places(team: Sequence[int]) -> list[int]:
+def _group_ranks(team: Sequence[int]) -> list[int]:
     """Where each rank of a team stands in its process group: torch sorts the ranks of a group."""
     return [sorted(team).index(rank) for rank in team]
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distmega.hostir.comm.collectives import Handle, join_handles
+from distmega.hostir.comm.collectives import CommHandle, join_handles
 from distmega.hostir.comm.communicator import GlooCommunicator, TeamCommunicator, flat_bytes
 from distmega.hostir.comm.nccl_signals import Signals
 from distmega.hostir.comm.plain import Plain
@@ -61,18 +61,18 @@ class NcclCommunicator(TeamCommunicator):
         """
         group = self._groups[axis]
         assert group is not None, f"a team of one along {axis}"
-        return group, self._places[axis]
+        return group, self._team_ranks[axis]
 
     def _probe(self, size: int) -> tuple[Tensor, Tensor]:
-        """A first exchange, which makes NCCL connect."""
+        """A first communication, which makes NCCL connect."""
         return torch.zeros(1, device="cuda"), torch.empty(size, device="cuda")
 
-    def send(self, axis: str, x: Tensor, peer: int) -> Handle:
+    def send(self, axis: str, x: Tensor, peer: int) -> CommHandle:
         if self._groups[axis] is None:
             return self._mail.send(axis, x)
         return self._transfer(axis, dist.isend, flat_bytes(x), peer)
 
-    def recv(self, axis: str, out: Tensor, peer: int) -> Handle:
+    def recv(self, axis: str, out: Tensor, peer: int) -> CommHandle:
         if self._groups[axis] is None:
             return self._mail.recv(axis, out)
         data = torch.empty(out.numel() * out.element_size(), dtype=torch.uint8, device=out.device)
@@ -82,12 +82,12 @@ class NcclCommunicator(TeamCommunicator):
             arrived.wait()
             out.copy_(data.view(out.dtype).view(out.shape))
 
-        return Handle(finish)
+        return CommHandle(finish)
 
     def begin_group(self) -> None:
         self._pending = []
 
-    def end_group(self, members: Sequence[Handle]) -> Handle:
+    def end_group(self, members: Sequence[CommHandle]) -> CommHandle:
         pending, self._pending = self._pending, None
         with self._guard("sends and receives", ""):
             works = dist.batch_isend_irecv(pending) if pending else []
@@ -98,16 +98,16 @@ class NcclCommunicator(TeamCommunicator):
                     work.wait()
             join_handles(members).wait()
 
-        return Handle(finish, lambda: [work.wait() for work in works])
+        return CommHandle(finish, lambda: [work.wait() for work in works])
 
     def _transfer(
         self, axis: str, call: Callable[..., dist.Work | None], data: Tensor, peer: int
-    ) -> Handle:
+    ) -> CommHandle:
         """One send or receive, or its place in the open group, whose handle then waits for it."""
         group, other = self._groups[axis], self._teams[axis][peer]
         if self._pending is not None:
             self._pending.append(dist.P2POp(call, data, other, group))
-            return Handle(lambda: None)
+            return CommHandle(lambda: None)
         with self._guard("send or receive", axis):
             work = call(data, other, group=group)
         assert work is not None, "this rank is in the team"
@@ -116,7 +116,7 @@ class NcclCommunicator(TeamCommunicator):
             with self._guard("send or receive", axis):
                 work.wait()
 
-        return Handle(finish)
+        return CommHandle(finish)
 
     def signal(self, axis: str, name: str, peer: int) -> None:
         with self._guard(f"signal {name!r}", axis):

@@ -4,7 +4,7 @@ ranks.
 NativeNccl is what overlapped programs run on. Sums are taken in NCCL's order, which gives the same
 bits on all ranks of a team, though not those of another team size. What NCCL has no call for falls
 back on NcclCommunicator: argmax, uneven parts, teams whose ranks don't ascend. Results that lie
-densely are written in place, others through a copy once the exchange is over.
+densely are written in place, others through a copy once the communication is over.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distmega.hostir.comm.collectives import Handle
+from distmega.hostir.comm.collectives import CommHandle
 from distmega.hostir.comm.communicator import flat_bytes
 from distmega.hostir.comm.nccl import NcclCommunicator
 
@@ -28,12 +28,12 @@ class NativeNccl(NcclCommunicator):
     def _native(self, axis: str, combine: str = "sum") -> dist.ProcessGroup | None:
         """The group, if NCCL's order of ranks is the mesh's and it knows how to combine."""
         group = self._groups[axis]
-        ascending = self._places[axis] == sorted(self._places[axis])
+        ascending = self._team_ranks[axis] == sorted(self._team_ranks[axis])
         return group if ascending and combine in _REDUCTIONS else None
 
     def all_reduce(
         self, axis: str, xs: Sequence[Tensor], outs: Sequence[Tensor], combine: str
-    ) -> Handle:
+    ) -> CommHandle:
         group = self._native(axis, combine)
         if group is None:
             return super().all_reduce(axis, xs, outs, combine)
@@ -44,7 +44,7 @@ class NativeNccl(NcclCommunicator):
             work = dist.all_reduce(data, _REDUCTIONS[combine], group=group, async_op=True)
         return self._handle(axis, work, data, out)
 
-    def all_gather(self, axis: str, x: Tensor, out: Tensor, dim: int) -> Handle:
+    def all_gather(self, axis: str, x: Tensor, out: Tensor, dim: int) -> CommHandle:
         group = self._native(axis)
         size = self.mesh.size(axis)
         if group is None or dim or not out.is_contiguous() or out.shape[0] != size * x.shape[0]:
@@ -55,7 +55,9 @@ class NativeNccl(NcclCommunicator):
             )
         return self._handle(axis, work, out, out)
 
-    def reduce_scatter(self, axis: str, x: Tensor, out: Tensor, dim: int, combine: str) -> Handle:
+    def reduce_scatter(
+        self, axis: str, x: Tensor, out: Tensor, dim: int, combine: str
+    ) -> CommHandle:
         group = self._native(axis, combine)
         size = self.mesh.size(axis)
         if group is None or x.shape[dim] != size * out.shape[dim]:
@@ -68,12 +70,12 @@ class NativeNccl(NcclCommunicator):
             )
         return self._handle(axis, work, data, there)
 
-    def recv(self, axis: str, out: Tensor, peer: int) -> Handle:
+    def recv(self, axis: str, out: Tensor, peer: int) -> CommHandle:
         if self._groups[axis] is None or not out.is_contiguous():
             return super().recv(axis, out, peer)
         return self._transfer(axis, dist.irecv, flat_bytes(out), peer)
 
-    def _handle(self, axis: str, work: dist.Work | None, data: Tensor, out: Tensor) -> Handle:
+    def _handle(self, axis: str, work: dist.Work | None, data: Tensor, out: Tensor) -> CommHandle:
         assert work is not None, "this rank is in the team"
 
         def finish() -> None:
@@ -82,4 +84,4 @@ class NativeNccl(NcclCommunicator):
             if data is not out:
                 out.copy_(data)
 
-        return Handle(finish, work.wait)
+        return CommHandle(finish, work.wait)

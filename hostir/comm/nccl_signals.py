@@ -47,7 +47,7 @@ class NcclSignals:
     def __init__(self, mesh: DeviceMesh, rank: int, axis: str, timeout_s: float) -> None:
         """Collective over all processes, whose devices are current."""
         self._team = mesh.team(axis, rank)
-        self._place = self._team.index(rank)
+        self._team_rank = self._team.index(rank)
         self._sent, self._taken = torch.zeros(2, 1, dtype=torch.uint8, device="cuda").unbind()
         self._groups: dict[bool, dist.ProcessGroup] = {}
         timeout = timedelta(seconds=timeout_s)
@@ -63,21 +63,21 @@ class NcclSignals:
         meet when NCCL first sends from one to the other, later ones do not wait for each other.
         """
         for low, high in combinations(range(len(self._team)), 2):
-            if self._place == low:
+            if self._team_rank == low:
                 self.signal("", "", high)
                 self.wait("", "", high)
-            elif self._place == high:
+            elif self._team_rank == high:
                 self.wait("", "", low)
                 self.signal("", "", low)
         torch.cuda.synchronize()
 
     def signal(self, axis: str, name: str, peer: int) -> None:
         """Sends a byte; nothing on this rank waits for its arrival."""
-        self._start(dist.isend, self._sent, peer, upwards=peer > self._place)
+        self._start(dist.isend, self._sent, peer, upwards=peer > self._team_rank)
 
     def wait(self, axis: str, name: str, peer: int) -> None:
         """The current stream waits for the next byte from the peer."""
-        self._start(dist.irecv, self._taken, peer, upwards=peer < self._place).wait()
+        self._start(dist.irecv, self._taken, peer, upwards=peer < self._team_rank).wait()
 
     def check(self) -> None:
         """Nothing to tell."""

@@ -75,17 +75,17 @@ def _item(pair: object) -> tuple[str, Plain]:
 
 def gather_bytes(mine: bytes, size: int, group: dist.ProcessGroup | None) -> list[bytes]:
     """Each rank's bytes on all ranks of a group, in its order. Collective. RuntimeError where one
-    says to have more than MAX_BYTES, as torch has for any other fault of the exchange.
+    says to have more than MAX_BYTES, as torch has for any other fault of the communication.
     """
     device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
     lengths = torch.empty(size, 1, dtype=torch.int64, device=device)
     dist.all_gather([*lengths], torch.tensor([len(mine)], device=device), group=group)
-    told = lengths.flatten().tolist()
-    if not 0 <= min(told) <= (most := max(told)) <= MAX_BYTES:
-        raise RuntimeError(f"messages of {told} bytes, at most {MAX_BYTES} are taken")
+    sizes = lengths.flatten().tolist()
+    if not 0 <= min(sizes) <= (most := max(sizes)) <= MAX_BYTES:
+        raise RuntimeError(f"messages of {sizes} bytes, at most {MAX_BYTES} are taken")
     own = torch.zeros(most, dtype=torch.uint8, device=device)
     own[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
     found = own.new_empty(size, most)
     dist.all_gather([*found], own, group=group)
-    rows = zip(found.cpu(), told, strict=True)
+    rows = zip(found.cpu(), sizes, strict=True)
     return [row[:length].numpy().tobytes() for row, length in rows]

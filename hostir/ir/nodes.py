@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from distmega.errors import VerifyError
-from distmega.hostir.lower.matmul_nodes import FusedMatmul, Room
+from distmega.hostir.lower.matmul_nodes import FusedMatmul, SymmetricBuffer
 from distmega.program.types import Attr, Op, Program, Tensor
 from distmega.sharding.layout.mesh import DeviceMesh
 
@@ -119,7 +119,7 @@ class WaitEvent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Arg:
+class Binding:
     """Tensor `name` of a segment is buffer `buffer` of the host program."""
 
     name: str
@@ -133,7 +133,7 @@ class LaunchMegakernel:
     """
 
     kernel: str
-    args: tuple[Arg, ...]
+    args: tuple[Binding, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,7 +284,7 @@ class HostProgram:
         segments: The programs of the megakernels.
         num_streams: Streams that nodes name, from 0.
         num_events: Events that nodes name, from 0.
-        rooms: Peer memory, one a mesh axis.
+        symmetric_buffers: Peer memory, one a mesh axis.
     """
 
     name: str
@@ -295,7 +295,7 @@ class HostProgram:
     segments: tuple[Program, ...] = ()
     num_streams: int = 1
     num_events: int = 0
-    rooms: tuple[Room, ...] = ()
+    symmetric_buffers: tuple[SymmetricBuffer, ...] = ()
 
     def buffer_map(self) -> dict[str, Tensor]:
         """Buffers by name."""

@@ -28,7 +28,7 @@ from distmega.hostir.ir.nodes import (
     segment_args,
 )
 from distmega.hostir.ir.uses import named_buffers, node_writes, storage_of, view_sources
-from distmega.hostir.lower.matmul_nodes import FusedMatmul, room_bytes
+from distmega.hostir.lower.matmul_nodes import FusedMatmul, symmetric_bytes
 from distmega.hostir.run.borrow import late_uses
 from distmega.program.types import CLIPPED, Access, Program, Tensor, accesses
 
@@ -100,7 +100,7 @@ def known_names(walked: Walked) -> Iterator[Violation]:
         if isinstance(node, LibraryOp) and node.op.is_view:
             counts = len(node.op.reads), len(node.op.writes)
             if counts != (1, 1):
-                yield index, f"a view of {counts[0]} as {counts[1]} tensors", "one as one"
+                yield index, f"a view of {counts[0]} as {counts[1]} tensors", "one"
 
 
 def _named_axes(node: Node) -> tuple[str, ...]:
@@ -226,22 +226,29 @@ def fitting_collectives(walked: Walked) -> Iterator[Violation]:
 
 
 def fitting_matmuls(walked: Walked) -> Iterator[Violation]:
-    """Shapes of fused matmuls agree with their kind and team, and fit into the room of their axis;
-    what one borrows is used before the next.
+    """Shapes of fused matmuls agree with their kind and team, and fit into the symmetric buffer of
+    their axis; what one borrows is used before the next.
     """
     host, buffers = walked.host, walked.buffers
-    rooms = {room.mesh_axis: room.num_bytes for room in host.rooms}
+    symmetric_buffers = {
+        symmetric_buffer.mesh_axis: symmetric_buffer.num_bytes
+        for symmetric_buffer in host.symmetric_buffers
+    }
     for index, node in enumerate(walked.nodes):
         if isinstance(node, FusedMatmul):
             axis, size = node.mesh_axis, host.mesh.size(node.mesh_axis)
             if not _multiplies(node, buffers, size):
                 shapes = " x ".join(str(list(buffers[n].shape)) for n in (node.x, node.w, node.out))
                 yield index, shapes, f"shapes as {node.kind} over {size} ranks makes them"
-            if (need := room_bytes(node, buffers, size)) > rooms.get(axis, 0):
-                yield index, f"a room of {rooms.get(axis, 0)} bytes", f"one of {need}"
+            if (need := symmetric_bytes(node, buffers, size)) > symmetric_buffers.get(axis, 0):
+                yield (
+                    index,
+                    f"a symmetric buffer of {symmetric_buffers.get(axis, 0)} bytes",
+                    f"one of {need}",
+                )
     fused = [node for node in walked.nodes if isinstance(node, FusedMatmul)]
-    lent = {node.out for node in fused if node.borrows}
-    for index, names in late_uses(host, lent) if lent else ():
+    borrowed = {node.out for node in fused if node.borrows}
+    for index, names in late_uses(host, borrowed) if borrowed else ():
         yield index, f"{names} in peer memory that is used again", "a use before, no output"
 
 

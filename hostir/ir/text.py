@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from distmega.errors import ParseError
 from distmega.hostir.ir.nodes import (
     Allocate,
-    Arg,
+    Binding,
     Collective,
     Deallocate,
     EndCoalescing,
@@ -44,7 +44,7 @@ from distmega.hostir.ir.nodes import (
     WaitEvent,
     WaitSignal,
 )
-from distmega.hostir.lower.matmul_nodes import FusedMatmul, Room
+from distmega.hostir.lower.matmul_nodes import FusedMatmul, SymmetricBuffer
 from distmega.program.text import (
     bounded_lines,
     parse_attrs,
@@ -63,14 +63,17 @@ from distmega.sharding.layout.mesh import DeviceMesh
 
 MAX_LOOP_DEPTH = 16
 _STEP = "  "
-_ROOM = re.compile(r"room (\S+): (\d+) bytes")
+_SYMMETRIC = re.compile(r"symmetric buffer (\S+): (\d+) bytes")
 
 
 def print_host(host: HostProgram) -> str:
     """The readable form; one line a buffer and a node, loop bodies indented."""
     lines = [f"host {host.name} on {host.mesh}"]
     lines.append(f"{_STEP}streams {host.num_streams}, events {host.num_events}")
-    lines += [f"{_STEP}room {room.mesh_axis}: {room.num_bytes} bytes" for room in host.rooms]
+    lines += [
+        f"{_STEP}symmetric buffer {symmetric_buffer.mesh_axis}: {symmetric_buffer.num_bytes} bytes"
+        for symmetric_buffer in host.symmetric_buffers
+    ]
     lines += [_STEP + print_tensor(buffer) for buffer in host.buffers]
     for segment in host.segments:
         lines += [_STEP + line for line in print_program(segment).splitlines()]
@@ -121,7 +124,12 @@ def _print_slice(node: SliceView) -> str:
 
 def _print_fused(node: FusedMatmul) -> str:
     text = f"{node.kind} {node.mesh_axis} ({node.x}, {node.w}) -> {node.out} rows {node.num_rows}"
-    return text + " borrowed" * node.borrows + " alike" * node.alike + " forced" * node.forced
+    return (
+        text
+        + " borrowed" * node.borrows
+        + " replicated" * node.replicated
+        + " forced" * node.forced
+    )
 
 
 def _print_order(node: SetStream | RecordEvent | WaitEvent | Signal | WaitSignal) -> str:
@@ -157,7 +165,7 @@ def _print_communication(
             return f"wait {handle}"
 
 
-def _arg(arg: Arg) -> str:
+def _arg(arg: Binding) -> str:
     return arg.name if arg.name == arg.buffer else f"{arg.name}={arg.buffer}"
 
 
@@ -179,14 +187,16 @@ def parse_host(text: str) -> HostProgram:
     lines = [line.rstrip() for line in bounded_lines(text)]
     name, mesh = _fields(r"host (.+) on (mesh\(.+)", lines[0] if lines else "")
     streams, events = _fields(r"streams (\d+), events (\d+)", "".join(lines[1:2]).strip())
-    buffers, segments, rooms, at = [], [], [], 2
+    buffers, segments, symmetric_buffers, at = [], [], [], 2
     while at < len(lines) and lines[at].strip() != "body":
         if lines[at].lstrip().startswith("program "):
             end = next((i for i in range(at, len(lines)) if _is_return(lines[i])), at)
             segments.append(parse_program("\n".join(lines[at : end + 1])))
             at = end + 1
-        elif match := _ROOM.fullmatch(lines[at].strip()):
-            rooms.append(Room(mesh_axis=match[1], num_bytes=parse_number(match[2])))
+        elif match := _SYMMETRIC.fullmatch(lines[at].strip()):
+            symmetric_buffers.append(
+                SymmetricBuffer(mesh_axis=match[1], num_bytes=parse_number(match[2]))
+            )
             at += 1
         elif buffer := parse_tensor(lines[at].strip()):
             buffers.append(buffer)
@@ -204,7 +214,7 @@ def parse_host(text: str) -> HostProgram:
         segments=tuple(segments),
         num_streams=parse_number(streams),
         num_events=parse_number(events),
-        rooms=tuple(rooms),
+        symmetric_buffers=tuple(symmetric_buffers),
     )
 
 
@@ -255,9 +265,9 @@ def _parse_peer(text: str) -> Peer:
     return Peer(mesh_axis=axis, offset=parse_number(offset), ring=offset[0] in "+-")
 
 
-def _parse_arg(text: str) -> Arg:
+def _parse_arg(text: str) -> Binding:
     name, _, buffer = text.partition("=")
-    return Arg(name=name, buffer=buffer or name)
+    return Binding(name=name, buffer=buffer or name)
 
 
 def _parse_slice(
@@ -282,7 +292,7 @@ def _parse_fused(
     out: str,
     rows: str,
     borrowed: str,
-    alike: str,
+    replicated: str,
     forced: str,
 ) -> Node:
     return FusedMatmul(
@@ -293,7 +303,7 @@ def _parse_fused(
         out=out,
         num_rows=parse_number(rows),
         borrows=bool(borrowed),
-        alike=bool(alike),
+        replicated=bool(replicated),
         forced=bool(forced),
     )
 
@@ -344,7 +354,7 @@ _FORMS: tuple[tuple[str, Callable[..., Node]], ...] = (
     ),
     (
         r"(all_gather_matmul|matmul_reduce_scatter|matmul_all_reduce) (\S+)"
-        r" \((\S+), (\S+)\) -> (\S+) rows (\d+)( borrowed)?( alike)?( forced)?",
+        r" \((\S+), (\S+)\) -> (\S+) rows (\d+)( borrowed)?( replicated)?( forced)?",
         _parse_fused,
     ),
 )

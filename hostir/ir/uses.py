@@ -20,7 +20,7 @@ from distmega.hostir.ir.nodes import (
     walk_nodes,
 )
 from distmega.hostir.lower.matmul_nodes import FusedMatmul
-from distmega.program.ops.compute import exchange_axis
+from distmega.program.ops.compute import communication_axis
 from distmega.program.types import Access, Op, Program, accesses
 
 
@@ -118,6 +118,6 @@ def team_axes(node: Node, segments: Mapping[str, Program]) -> tuple[str, ...]:
         case FusedMatmul(mesh_axis=axis):
             return (axis,)
         case LaunchMegakernel(kernel=kernel):
-            axes = (exchange_axis(op) for op in segments[kernel].ops)
+            axes = (communication_axis(op) for op in segments[kernel].ops)
             return tuple(dict.fromkeys(axis for axis in axes if axis))
     return ()

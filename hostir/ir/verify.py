@@ -43,7 +43,7 @@ from distmega.hostir.ir.uses import (
     storage_of,
     team_axes,
 )
-from distmega.hostir.lower.matmul_nodes import FusedMatmul, Room
+from distmega.hostir.lower.matmul_nodes import FusedMatmul, SymmetricBuffer
 from distmega.program.types import Tensor
 
 
@@ -52,25 +52,28 @@ def verify_host(
     *,
     freed: bool = True,
     finalized: Sequence[Tensor] = (),
-    rooms: Sequence[Room] = (),
+    symmetric_buffers: Sequence[SymmetricBuffer] = (),
 ) -> HostProgram:
     """Checks every rule and returns the program; VerifyError names the first node that breaks one.
 
     freed: temps that are no outputs must be deallocated, as after insert_deallocations. finalized:
-    buffers whose declarations are final and must stand in the program as they are, with `rooms`.
+    buffers whose declarations are final and must stand in the program as they are, with `symmetric
+    buffers`.
     """
     walked = Walked.of(host)
     for rule in (*RULES, no_leak) if freed else RULES:
         _raise_first(walked, rule.__name__, rule(walked))
-    _raise_first(walked, "final_allocations", final_allocations(walked, finalized, rooms))
+    _raise_first(
+        walked, "final_allocations", final_allocations(walked, finalized, symmetric_buffers)
+    )
     return host
 
 
 def _raise_first(walked: Walked, rule: str, violations: Iterator[Violation]) -> None:
     for index, found, expected in violations:
-        place = f", node {index} ({print_node(walked.nodes[index])})" if index >= 0 else ""
+        node_text = f", node {index} ({print_node(walked.nodes[index])})" if index >= 0 else ""
         raise VerifyError(
-            f"host program {walked.host.name!r}{place}: {found} [rule {rule}]",
+            f"host program {walked.host.name!r}{node_text}: {found} [rule {rule}]",
             expected=expected,
             remedy="fix the pass that made this program",
         )
@@ -240,13 +243,17 @@ def written_outputs(walked: Walked) -> Iterator[Violation]:
 
 
 def final_allocations(
-    walked: Walked, finalized: Sequence[Tensor], rooms: Sequence[Room]
+    walked: Walked, finalized: Sequence[Tensor], symmetric_buffers: Sequence[SymmetricBuffer]
 ) -> Iterator[Violation]:
-    """Buffers and rooms whose allocation was final before still have it."""
+    """Buffers and symmetric buffers whose allocation was final before still have it."""
     host, buffers = walked.host, walked.buffers
-    for room in rooms:
-        if room not in host.rooms:
-            yield -1, f"rooms became {list(host.rooms)}", f"{room}"
+    for symmetric_buffer in symmetric_buffers:
+        if symmetric_buffer not in host.symmetric_buffers:
+            yield (
+                -1,
+                f"symmetric buffers became {list(host.symmetric_buffers)}",
+                f"{symmetric_buffer}",
+            )
     for buffer in finalized:
         if buffers.get(buffer.name) != buffer:
             yield -1, f"buffer {buffer.name!r} became {buffers.get(buffer.name)}", f"{buffer}"

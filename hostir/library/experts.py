@@ -101,9 +101,9 @@ def grouped_linear(x: Tensor, w: Tensor, offsets: Tensor, groups: GroupRange) ->
     dtype = operand_dtype(x)
     out = x.new_zeros(x.shape[0], w.shape[1])
     bounds = offsets[groups.first : groups.stop + 1].tolist()
-    for place, (start, stop) in enumerate(pairwise(bounds)):
+    for position, (start, stop) in enumerate(pairwise(bounds)):
         if start < stop:
-            rows = F.linear(x[start:stop].to(dtype), w[place].to(dtype))
+            rows = F.linear(x[start:stop].to(dtype), w[position].to(dtype))
             out[start:stop] = rows.to(x.dtype)
     return out
 

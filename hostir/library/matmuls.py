@@ -1,8 +1,8 @@
 """What the evaluator calls for a matmul with its collective.
 
-Comes in: FusedMatmul nodes, the rooms of a program. Goes out: functions of tensors. On GPUs one
-kernel computes the product while its collective runs (kernels/gemm/host.py); SequentialMatmuls, for
-every other device, does one after the other. Next: evaluator.py.
+Comes in: FusedMatmul nodes, the symmetric buffers of a program. Goes out: functions of tensors. On
+GPUs one kernel computes the product while its collective runs (kernels/gemm/host.py);
+SequentialMatmuls, for every other device, does one after the other. Next: evaluator.py.
 """
 
 import math
@@ -15,14 +15,14 @@ from torch import Tensor
 
 from distmega.hostir.comm.communicator import Communicator
 from distmega.hostir.library.torch_types import operand_dtype
-from distmega.hostir.lower.matmul_nodes import FusedMatmul, Room
+from distmega.hostir.lower.matmul_nodes import FusedMatmul, SymmetricBuffer
 from distmega.program import types as program
 
 
 class Matmuls(Protocol):
     """How a device does matmuls with a collective."""
 
-    def open_rooms(self, rooms: Sequence[Room]) -> None:
+    def open_symmetric_buffers(self, symmetric_buffers: Sequence[SymmetricBuffer]) -> None:
         """Makes the peer memory of a program before it runs; every rank calls it."""
         ...
 
@@ -47,7 +47,7 @@ class SequentialMatmuls:
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
 
-    def open_rooms(self, rooms: Sequence[Room]) -> None:
+    def open_symmetric_buffers(self, symmetric_buffers: Sequence[SymmetricBuffer]) -> None:
         """Nothing to make."""
 
     def settle(self) -> None:

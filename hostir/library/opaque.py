@@ -28,10 +28,10 @@ _FORMATS = {
 def encode_call(
     args: Sequence[object],
     kwargs: Mapping[str, object],
-    place: Callable[[object], tuple[int, str] | None],
+    operand_of: Callable[[object], tuple[int, str] | None],
     kept: Sequence[int] = (0,),
 ) -> str:
-    """Arguments as text. place: where a value stands among the operands, and its type where
+    """Arguments as text. operand_of: where a value stands among the operands, and its type where
     programs lack that one; None for no tensor. kept: places of the results that are wanted.
 
     Devices are left out: tensors are made where the operands are. ProgramError for a value that
@@ -39,7 +39,7 @@ def encode_call(
     """
 
     def encode(value: object) -> object:
-        at = place(value)
+        at = operand_of(value)
         if at is not None:
             return {"held": at} if at[1] else {"tensor": at[0]}
         if isinstance(value, float) and not math.isfinite(value):
@@ -76,7 +76,7 @@ def compile_opaque(op: Op) -> OpFunction:
         named = {key: _decode(value, operands) for key, value in kwargs.items()}
         found = function(*filled, **named)
         several = found if isinstance(found, tuple | list) else (found,)
-        return tuple(_owned(hold(several[place]), operands) for place in kept)
+        return tuple(_owned(hold(several[operand_of]), operands) for operand_of in kept)
 
     return run
 

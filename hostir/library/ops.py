@@ -32,7 +32,7 @@ from distmega.hostir.library.torch_types import operand_dtype, widen
 from distmega.hostir.passes.fused_kinds import NORMS, POINTWISE
 from distmega.program.types import Op, accesses, grouped_index
 
-IN_PLACE = frozenset({"kv_append"})
+INPLACE = frozenset({"kv_append"})
 """Kinds that update the tensor they write; it comes as the last operand and goes out as the result.
 """
 
@@ -509,7 +509,7 @@ COMPILERS: dict[str, Callable[[Op, Coordinate], OpFunction]] = {
 def op_operands(op: Op) -> tuple[str, ...]:
     """Tensor names in the order in which a compiled op takes them."""
     names = tuple(access.tensor for access in op.reads)
-    return names + tuple(a.tensor for a in op.writes) if op.kind in IN_PLACE else names
+    return names + tuple(a.tensor for a in op.writes) if op.kind in INPLACE else names
 
 
 def compile_op(op: Op, coordinate: Coordinate) -> OpFunction:

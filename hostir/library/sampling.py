@@ -1,9 +1,9 @@
-"""How one element of a row is chosen: the largest, or one drawn at random among the most likely.
+"""How one element of a row is chosen: the largest, or one sampled at random among the most likely.
 
 Torch functions of the kinds argmax, top, cutoff and sample, for ops.py and for the CPU
-megakernel's instructions. A draw is the argmax of logit + temperature * Gumbel noise, and the noise
-comes from a counter-based generator (Philox4x32-10) keyed by the seed and counted by position and
-index: the same on any number of ranks, whoever computes it. On a GPU nothing asks the device
+megakernel's instructions. A sample is the argmax of logit + temperature * Gumbel noise, and the
+noise comes from a counter-based generator (Philox4x32-10) keyed by the seed and counted by position
+and index: the same on any number of ranks, whoever computes it. On a GPU nothing asks the device
 for a number or copies one to it, so that a CUDA graph can hold these functions once they have run.
 """
 
@@ -46,7 +46,7 @@ def cutoff(x: Tensor, settings: Tensor) -> Tensor:
     A temperature of 0 leaves the largest alone. Probabilities are summed in float64, largest first.
     """
     ordered = x.flatten(1).float().sort(-1, descending=True).values
-    wide, places = ordered.double(), torch.arange(ordered.shape[1], device=x.device)
+    wide, ranking = ordered.double(), torch.arange(ordered.shape[1], device=x.device)
     temperature, top_k, top_p = settings.double().unsqueeze(-1).unbind(1)
     num = ordered.shape[1]
     last = top_k.masked_fill(top_k <= 0, num).clamp(max=num).long() - 1
@@ -55,7 +55,7 @@ def cutoff(x: Tensor, settings: Tensor) -> Tensor:
     weights = torch.exp((wide - wide[:, :1]) / heat).masked_fill(~likely, 0.0)
     above = weights.cumsum(-1) - weights
     within = above < top_p * weights.sum(-1, keepdim=True)
-    kept = likely & (within | (top_p >= 1) | (places == 0))
+    kept = likely & (within | (top_p >= 1) | (ranking == 0))
     num_kept = kept.sum(-1, keepdim=True).clamp(min=1)  # none where the largest is NaN
     least = ordered.gather(1, num_kept - 1)
     return torch.cat((settings[:, :1], least), 1)
@@ -70,7 +70,7 @@ def sample(
     Noise is made for what is kept, on other devices than the CPU for all: there the host would have
     to wait to learn how much is kept.
     """
-    kept = ~(x.float() < limits[:, 1:])  # NaN too, which then is what is drawn
+    kept = ~(x.float() < limits[:, 1:])  # NaN too, which then is what is sampled
     if x.is_cpu:
         rows, columns = kept.nonzero(as_tuple=True)
         values = torch.full(x.shape, -math.inf, device=x.device)

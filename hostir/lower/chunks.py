@@ -16,7 +16,7 @@ from distmega.sharding.resolve.padding import additive_reads
 from distmega.sharding.streams.host_loops import HostLoop
 from distmega.sharding.streams.streams import (
     SUMS,
-    Part,
+    ChunkPart,
     StreamSplit,
     is_gather_ring,
     is_scatter_ring,
@@ -95,7 +95,7 @@ class _Chunker:
         self.short = part == "tail" and loop.has_tail
         self.is_head = part == "head"
         self.suffix = f".{part}" if part else ""
-        self.names: dict[tuple[str, Part], str] = {}
+        self.names: dict[tuple[str, ChunkPart], str] = {}
         self.homes: set[str] = set()
         """Buffers from outside that a chunk's ops write as if they were a chunk."""
 
@@ -137,11 +137,11 @@ class _Chunker:
         """The part of a scatter ring's first iteration is made where the sums will be."""
         part = operand_parts(op, split, self.tensors)[0]
         source, target = op.reads[0].tensor, op.writes[0].tensor
-        if isinstance(part, Part) and source in self.chunked and source not in self.views:
+        if isinstance(part, ChunkPart) and source in self.chunked and source not in self.views:
             self.names[source, part] = target
             self.homes.add(target)
 
-    def scatter(self, op: Op, part: Part) -> None:
+    def scatter(self, op: Op, part: ChunkPart) -> None:
         """A reduce-scatter's iteration: what came in is added to this rank's part."""
         target = op.writes[0].tensor
         here, whole = self.name(op.reads[0].tensor, part), self.tensors[target]
@@ -172,7 +172,7 @@ class _Chunker:
             return
         part = self.beside(write.tensor, "part")
         bias = additive_reads(op)
-        reads = tuple(read for place, read in enumerate(op.reads) if place not in bias)
+        reads = tuple(read for position, read in enumerate(op.reads) if position not in bias)
         self.body.ops.append(replace(op, reads=reads, writes=(replace(write, tensor=part),)))
         name = f"{op.name}.add"
         self.combine(name, combine, write.tensor, write.tensor, part)
@@ -202,7 +202,7 @@ class _Chunker:
         name = op.name + self.suffix
         return replace(op, name=name, axes=axes, reads=reads, writes=writes)
 
-    def name(self, tensor: str, part: Part) -> str:
+    def name(self, tensor: str, part: ChunkPart) -> str:
         """The name of a chunk of a tensor, declared if it is new. One may be cut along two dims."""
         view = self.views.get(tensor)
         source = view and through_view(view, part, self.tensors)
@@ -229,24 +229,24 @@ class _Chunker:
                 self.body.slices[name] = self.slice(name, tensor, part, shift)
         return name
 
-    def cut_chunk(self, view: Op, part: Part) -> int:
+    def cut_chunk(self, view: Op, part: ChunkPart) -> int:
         inner = 1
         for axis in view.writes[0].dims[part.dim].axes[1:]:
             inner *= view.axis(axis).extent
         return part.chunk // inner
 
-    def shape(self, tensor: str, part: Part) -> tuple[int, ...]:
+    def shape(self, tensor: str, part: ChunkPart) -> tuple[int, ...]:
         shape = self.tensors[tensor].shape
         return tuple(
             self.chunk(e, part.chunk) if dim == part.dim else e for dim, e in enumerate(shape)
         )
 
-    def declare(self, name: str, tensor: str, part: Part) -> None:
+    def declare(self, name: str, tensor: str, part: ChunkPart) -> None:
         whole = self.tensors[tensor]
         shape = self.shape(tensor, part)
         self.body.tensors[name] = Tensor(name=name, shape=shape, dtype=whole.dtype)
 
-    def slice(self, name: str, tensor: str, part: Part, shift: int) -> SliceView:
+    def slice(self, name: str, tensor: str, part: ChunkPart, shift: int) -> SliceView:
         return SliceView(
             view=name,
             buffer=tensor,
@@ -257,7 +257,7 @@ class _Chunker:
             swizzle=part.ring,
         )
 
-    def ring(self, op: Op, part: Part) -> GatherRing:
+    def ring(self, op: Op, part: ChunkPart) -> GatherRing:
         target = op.writes[0].tensor
         here = self.name(target, part)
         own, following = f"{here}.own", f"{here}.next"

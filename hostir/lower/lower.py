@@ -13,10 +13,10 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Protocol
 
-from distmega.collecting import uncollected
+from distmega.collecting import gc_paused
 from distmega.errors import PlanError
 from distmega.hostir.ir.nodes import (
-    Arg,
+    Binding,
     Collective,
     HostProgram,
     LaunchMegakernel,
@@ -29,12 +29,12 @@ from distmega.hostir.ir.nodes import (
 from distmega.hostir.ir.uses import named_buffers
 from distmega.hostir.lower.chunks import verify_homes
 from distmega.hostir.lower.loops import Around, LoopLowering, touched
-from distmega.hostir.lower.matmul_nodes import FusedMatmul, needed_rooms
+from distmega.hostir.lower.matmul_nodes import FusedMatmul, needed_symmetric_buffers
 from distmega.hostir.lower.scope import Scope
 from distmega.hostir.lower.segments import Run, kernel_runs, make_segment
 from distmega.hostir.passes.fuse import fuse_ops
 from distmega.hostir.passes.host_streams import Touched
-from distmega.program.ops.compute import EXCHANGES, exchange_axis
+from distmega.program.ops.compute import COMMUNICATING, communication_axis
 from distmega.program.types import Op, Program, Tensor, accesses
 from distmega.sharding.finalize import verify_storage
 from distmega.sharding.layout.allocation import AllocationDomain
@@ -42,7 +42,7 @@ from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.overlap.pairs import OverlapChoice
 from distmega.sharding.streams.host_loops import HostLoop
 from distmega.superopt.rewrite import fuse_graphs
-from distmega.superopt.rules import Rule
+from distmega.superopt.rules import RewriteRule
 
 KERNEL_KINDS = frozenset({
     "linear", "pointwise", "reduce", "rms_norm", "layer_norm", "softmax", "rope", "attention",
@@ -139,7 +139,10 @@ class _Lowering:
             num_events=self.lowered.num_events,
         )
         sizes = dict(self.mesh.axes)
-        host = replace(host, rooms=needed_rooms(walk_nodes(body), host.buffer_map(), sizes))
+        host = replace(
+            host,
+            symmetric_buffers=needed_symmetric_buffers(walk_nodes(body), host.buffer_map(), sizes),
+        )
         verify_storage(host.buffers, self.local.allocations)
         return host
 
@@ -197,7 +200,7 @@ class _Lowering:
         self.segments.append(segment)
         given = segment_args(segment)
         yield from scope.allocated([tensor.name for tensor in given])
-        args = tuple(Arg(name=tensor.name, buffer=tensor.name) for tensor in given)
+        args = tuple(Binding(name=tensor.name, buffer=tensor.name) for tensor in given)
         yield LaunchMegakernel(kernel=name, args=args)
 
     def split_runs(self, ops: Sequence[Op], scope: Scope, alone: Container[str] = ()) -> list[Run]:
@@ -207,7 +210,7 @@ class _Lowering:
         """
 
         def fits(op: Op) -> bool:
-            outside = scope.outer is None or op.kind not in EXCHANGES
+            outside = scope.outer is None or op.kind not in COMMUNICATING
             return outside and op.name not in alone and self.fits(op, scope)
 
         runs: list[Run] = []
@@ -239,7 +242,7 @@ class _Lowering:
         return last | {scope.storage(name): len(runs) for name in kept}
 
 
-@uncollected
+@gc_paused
 def lower_program(
     local: Localized,
     *,
@@ -250,7 +253,7 @@ def lower_program(
     apart: Container[str] = (),
     max_streams: int = MAX_STREAMS,
     fuse: bool = False,
-    rules: Sequence[Rule] = (),
+    rules: Sequence[RewriteRule] = (),
 ) -> HostProgram:
     """One rank's host program, not yet freed: run passes.run_passes on it.
 
@@ -310,7 +313,7 @@ def _fused_nodes(choice: OverlapChoice, ops: Sequence[Op], scope: Scope) -> Iter
         w=w,
         out=pair.result,
         num_rows=pair.num_rows,
-        alike=pair.product.extents.alike,
+        replicated=pair.product.extents.replicated,
         forced=choice.forced,
     )
 
@@ -324,7 +327,7 @@ def _host_nodes(op: Op, scope: Scope) -> Iterator[Node]:
     yield from scope.allocated(access.tensor for access in op.writes)
     for access in op.writes:
         yield from scope.named(access.tensor)
-    axis = exchange_axis(op)
+    axis = communication_axis(op)
     if not axis:
         yield LibraryOp(op=op)
         return

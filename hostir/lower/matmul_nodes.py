@@ -17,9 +17,9 @@ class FusedMatmul:
 
     x [rows, sums], w [columns, sums], out [rows, columns], each a group of dims, x with `num_rows`
     dims of rows; dim 0 is gathered or scattered. borrows: out lies in peer memory, which holds
-    until the next FusedMatmul of the mesh axis. alike: w is the same on all ranks of the team that
-    gathers x, and so is out, bit by bit. forced: a user asked for one kernel; otherwise the device
-    may do it in what way is quicker.
+    until the next FusedMatmul of the mesh axis. replicated: w is the same on all ranks of the team
+    that gathers x, and so is out, bit by bit. forced: a user asked for one kernel; otherwise the
+    device may do it in what way is quicker.
     """
 
     kind: PairKind
@@ -29,12 +29,12 @@ class FusedMatmul:
     out: str
     num_rows: int = 1
     borrows: bool = False
-    alike: bool = False
+    replicated: bool = False
     forced: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
+class SymmetricBuffer:
     """Memory that the ranks of a team write into each other's, for its fused matmuls: twice
     `num_bytes`, for one instruction and the next.
     """
@@ -43,20 +43,23 @@ class Room:
     num_bytes: int
 
 
-def needed_rooms(
+def needed_symmetric_buffers(
     nodes: Iterable[object], buffers: Mapping[str, Tensor], sizes: Mapping[str, int]
-) -> tuple[Room, ...]:
+) -> tuple[SymmetricBuffer, ...]:
     """The peer memory of a program's fused matmuls, the largest need of each mesh axis. sizes: of
     mesh axes.
     """
     fused = [node for node in nodes if isinstance(node, FusedMatmul)]
-    return largest_rooms(
-        Room(mesh_axis=node.mesh_axis, num_bytes=room_bytes(node, buffers, sizes[node.mesh_axis]))
+    return largest_symmetric_buffers(
+        SymmetricBuffer(
+            mesh_axis=node.mesh_axis,
+            num_bytes=symmetric_bytes(node, buffers, sizes[node.mesh_axis]),
+        )
         for node in fused
     )
 
 
-def room_bytes(node: FusedMatmul, buffers: Mapping[str, Tensor], size: int) -> int:
+def symmetric_bytes(node: FusedMatmul, buffers: Mapping[str, Tensor], size: int) -> int:
     """Bytes of a room for a node: the gathered x, or the partial result and the sums."""
     if node.kind == "all_gather_matmul":
         return size * buffers[node.x].num_bytes
@@ -64,9 +67,13 @@ def room_bytes(node: FusedMatmul, buffers: Mapping[str, Tensor], size: int) -> i
     return 2 * whole * buffers[node.out].num_bytes
 
 
-def largest_rooms(rooms: Iterable[Room]) -> tuple[Room, ...]:
-    """One room a mesh axis, as large as the largest of them."""
+def largest_symmetric_buffers(
+    symmetric_buffers: Iterable[SymmetricBuffer],
+) -> tuple[SymmetricBuffer, ...]:
+    """One symmetric buffer a mesh axis, as large as the largest of them."""
     most: dict[str, int] = {}
-    for room in rooms:
-        most[room.mesh_axis] = max(most.get(room.mesh_axis, 0), room.num_bytes)
-    return tuple(Room(mesh_axis=axis, num_bytes=need) for axis, need in most.items())
+    for symmetric_buffer in symmetric_buffers:
+        most[symmetric_buffer.mesh_axis] = max(
+            most.get(symmetric_buffer.mesh_axis, 0), symmetric_buffer.num_bytes
+        )
+    return tuple(SymmetricBuffer(mesh_axis=axis, num_bytes=need) for axis, need in most.items())

@@ -44,7 +44,7 @@ from distmega.hostir.ir.nodes import (
     WaitSignal,
 )
 from distmega.hostir.ir.rename import Names, rename_node
-from distmega.hostir.lower.matmul_nodes import largest_rooms
+from distmega.hostir.lower.matmul_nodes import largest_symmetric_buffers
 from distmega.program.types import Tensor
 from distmega.sharding.stages import AXIS, Stage, Transfer
 
@@ -56,7 +56,7 @@ CHUNK = "chunk"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class StagePart:
     """A stage, its host program for micro-batches of one size, and how many there are."""
 
     stage: Stage
@@ -64,7 +64,9 @@ class Part:
     count: int = 1
 
 
-def link_stage(parts: Sequence[Part], chunk_dims: Mapping[str, int] | None = None) -> HostProgram:
+def link_stage(
+    parts: Sequence[StagePart], chunk_dims: Mapping[str, int] | None = None
+) -> HostProgram:
     """One program for the micro-batches of all parts, one after the other.
 
     chunk_dims: inputs and results that are cut into micro-batches, and the dim; of other results
@@ -86,7 +88,7 @@ def link_stage(parts: Sequence[Part], chunk_dims: Mapping[str, int] | None = Non
 class _Link:
     """Makes the linked program."""
 
-    def __init__(self, parts: Sequence[Part], chunk_dims: Mapping[str, int]) -> None:
+    def __init__(self, parts: Sequence[StagePart], chunk_dims: Mapping[str, int]) -> None:
         stage = parts[0].stage
         num_batches = sum(part.count for part in parts)
         self.parts = parts
@@ -109,7 +111,7 @@ class _Link:
             looped = ForLoop(index=CHUNK, extent=part.count, body=nodes)
             body += [looped] if part.count > 1 else nodes
         body += [self.await_free(target) for target in self.targets for _ in range(self.credits)]
-        body += _exchange([t for t in self.received if t.final], [t for t in self.sent if t.final])
+        body += _transfer([t for t in self.received if t.final], [t for t in self.sent if t.final])
         first = self.parts[0].host
         return HostProgram(
             name=first.name,
@@ -120,10 +122,14 @@ class _Link:
             segments=tuple(segment for part in self.parts for segment in part.host.segments),
             num_streams=max(part.host.num_streams for part in self.parts),
             num_events=max(part.host.num_events for part in self.parts),
-            rooms=largest_rooms(room for part in self.parts for room in part.host.rooms),
+            symmetric_buffers=largest_symmetric_buffers(
+                symmetric_buffer
+                for part in self.parts
+                for symmetric_buffer in part.host.symmetric_buffers
+            ),
         )
 
-    def declare_whole(self, part: Part) -> None:
+    def declare_whole(self, part: StagePart) -> None:
         """Buffers of all micro-batches: what is cut into them, in full, and the caller's."""
         mine = part.stage.index
         finals = [t.tensor for t in part.stage.transfers if t.target == mine and t.final]
@@ -143,7 +149,7 @@ class _Link:
         given = any(t.tensor.name == buffer.name for t in self.received)
         return replace(buffer, role="temp") if given else buffer
 
-    def part_nodes(self, number: int, part: Part) -> Iterator[Node]:
+    def part_nodes(self, number: int, part: StagePart) -> Iterator[Node]:
         """The nodes of one micro-batch of a part. Its streams may use what it received until they
         join at the end, since to the part's own program that is the caller's.
         """
@@ -175,7 +181,7 @@ class _Link:
         if self.credits:
             yield from map(self.signal, self.sources)
 
-    def slices(self, number: int, part: Part) -> Iterator[Node]:
+    def slices(self, number: int, part: StagePart) -> Iterator[Node]:
         """The micro-batch's parts of what is cut into them."""
         first, here = self.parts[0].host.buffer_map(), part.host.buffer_map()
         for name, dim in self.chunk_dims.items():
@@ -209,7 +215,7 @@ def _send(transfers: Sequence[Transfer], name_of: Names) -> list[Node]:
     return [*sends, *(Wait(handle=send.handle) for send in sends)]
 
 
-def _exchange(received: Sequence[Transfer], sent: Sequence[Transfer]) -> list[Node]:
+def _transfer(received: Sequence[Transfer], sent: Sequence[Transfer]) -> list[Node]:
     """All receives and sends at once, where there are both: of two stages that send each other
     something, neither can take before it gives.
     """

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from distmega.hostir.lower.scope import Scope
-from distmega.program.ops.compute import exchange_axis
+from distmega.program.ops.compute import communication_axis
 from distmega.program.types import Op, Program, Role, Tensor, accesses
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.overlap.pairs import OverlapChoice
@@ -55,7 +55,7 @@ def kernel_runs(
             runs.append(Run(ops=(op,), segment=False))
             made.update(written)
             continue
-        over = exchange_axis(op)
+        over = communication_axis(op)
         if over and mesh.size(over) > 1:
             if axis not in ("", over):
                 close()

@@ -42,10 +42,10 @@ def fuse_ops(
     segments: Mapping[str, Program],
 ) -> tuple[Node, ...]:
     """The body, loops included, with fused ops."""
-    return _Fusion(body, buffers, outputs, dict(segments)).body(body)
+    return _HostFusion(body, buffers, outputs, dict(segments)).body(body)
 
 
-class _Fusion:
+class _HostFusion:
     """What ops of one program may know of each other."""
 
     def __init__(
@@ -87,14 +87,14 @@ class _Fusion:
     def run(self, nodes: Sequence[Node]) -> list[Node]:
         """Joins each op with those above whose results it reads, as often as that goes."""
         out: list[Node | None] = []
-        places: dict[str, int] = {}
+        positions: dict[str, int] = {}
         allocated = {node.buffer for node in nodes if isinstance(node, Allocate)}
         for node in nodes:
             joined = node
             while isinstance(joined, LibraryOp):
-                found = self.join_above(out, places, allocated, joined.op)
+                found = self.join_above(out, positions, allocated, joined.op)
                 if found is None:
-                    places |= {access.tensor: len(out) for access in joined.op.writes}
+                    positions |= {access.tensor: len(out) for access in joined.op.writes}
                     break
                 at, op = found
                 out[at], joined = None, LibraryOp(op=op)
@@ -104,12 +104,12 @@ class _Fusion:
     def join_above(
         self,
         above: Sequence[Node | None],
-        places: Mapping[str, int],
+        positions: Mapping[str, int],
         allocated: Container[str],
         op: Op,
     ) -> tuple[int, Op] | None:
         """Where the nearest op stands that can be done together with `op`, and both as one."""
-        made = {places[access.tensor] for access in op.reads if access.tensor in places}
+        made = {positions[access.tensor] for access in op.reads if access.tensor in positions}
         for at in sorted(made, reverse=True):
             node = above[at]
             if (
@@ -171,7 +171,7 @@ class _Fusion:
         if any(access.tensor in made for access in rest):
             return None
         order = list(dict.fromkeys((*first.reads, *rest)))
-        args = {access: expr.Arg(place) for place, access in enumerate(order)}
+        args = {access: expr.Arg(position) for position, access in enumerate(order)}
         outer = {w: _substitute(tree, [args[a] for a in first.reads]) for w, tree in trees.items()}
         inner = [outer[access] if access in outer else args[access] for access in then.reads]
         results = {

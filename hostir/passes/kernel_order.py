@@ -1,11 +1,11 @@
 """One chain of all work that waits for peers or fills a GPU: two of its links side by side might
 each hold what the other needs to begin.
 
-A kernel whose programs wait for each other needs all of them on the GPU at once; an exchange and a
-kernel of several ranks need their peers there. On two GPUs two of these may stand half begun in
-opposite order, for ever. So each begins after the one before has ended, in the order of the
-program, which is the same on all ranks. Exchanges along one mesh axis need no event for that: one
-communicator does one after the other. The wait for a signal, one warp, keeps out of the way of
+A kernel whose programs wait for each other needs all of them on the GPU at once; a communication
+and a kernel of several ranks need their peers there. On two GPUs two of these may stand half begun
+in opposite order, for ever. So each begins after the one before has ended, in the order of the
+program, which is the same on all ranks. Communications along one mesh axis need no event for that:
+one communicator does one after the other. The wait for a signal, one warp, keeps out of the way of
 kernels that fill a GPU alone.
 
 Comes in: a host program whose waits stand where they will. Goes out: the pass that adds the events
@@ -39,8 +39,8 @@ FILLING = LaunchMegakernel | FusedMatmul
 """Kernels whose programs must all be resident at once."""
 
 
-def exchange_axes(node: Node) -> tuple[str, ...]:
-    """The mesh axis of an exchange that a node starts, or puts into an open group; none of any
+def communication_axes(node: Node) -> tuple[str, ...]:
+    """The mesh axis of a communication that a node starts, or puts into an open group; none of any
     other node.
     """
     match node:
@@ -69,7 +69,9 @@ def order_kernels(host: HostProgram) -> HostProgram:
 
 @dataclass(slots=True)
 class _Links:
-    """What links of the chain there are. axes: of exchanges; fills: whether there are kernels."""
+    """What links of the chain there are. axes: of communications; fills: whether there are
+    kernels.
+    """
 
     axes: set[str] = field(default_factory=set)
     streams: set[Slot] = field(default_factory=set)
@@ -82,7 +84,7 @@ class _Links:
         for node in walk_nodes(nodes):
             if isinstance(node, SetStream):
                 stream = node.stream
-            axes, fills = exchange_axes(node), isinstance(node, FILLING)
+            axes, fills = communication_axes(node), isinstance(node, FILLING)
             if axes or fills or isinstance(node, WaitSignal):
                 links.streams.add(stream)
                 links.axes.update(axes)
@@ -110,7 +112,7 @@ class _Chain:
 
     def body(self, body: Sequence[Node]) -> tuple[Node, ...]:
         """A wait for the event before each link, a record behind its end, which is behind the wait
-        for its handle if it is an exchange.
+        for its handle if it is a communication.
         """
         self.last = None
         pending: dict[str, set[str]] = {}

@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import count, takewhile
 from pathlib import Path
 
-from distmega.collecting import uncollected
+from distmega.collecting import gc_paused
 from distmega.hostir.ir.nodes import (
     Allocate,
     Collective,
@@ -41,8 +41,8 @@ from distmega.hostir.ir.uses import (
     view_sources,
 )
 from distmega.hostir.ir.verify import verify_host
-from distmega.hostir.passes.kernel_order import FILLING, exchange_axes, order_kernels
-from distmega.hostir.run.borrow import lend_results
+from distmega.hostir.passes.kernel_order import FILLING, communication_axes, order_kernels
+from distmega.hostir.run.borrow import borrow_results
 from distmega.program.types import Program
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ _HANDS_ON = RecordEvent | SetStream | Signal | ForLoop | StartCoalescing
 """Nodes before which a stream must have waited: they hand its progress on, or may not be parted."""
 
 
-@uncollected
+@gc_paused
 def run_passes(
     host: HostProgram, dump: Path | None = None, passes: Sequence[Pass] | None = None
 ) -> HostProgram:
@@ -65,7 +65,7 @@ def run_passes(
     VerifyError.
     """
     passes = PASSES if passes is None else passes
-    finalized, rooms = verify_host(host, freed=False).buffers, host.rooms
+    finalized, symmetric_buffers = verify_host(host, freed=False).buffers, host.symmetric_buffers
     freed = False
     _dump(host, dump, 0, "lowered")
     for number, each in enumerate(passes, start=1):
@@ -74,7 +74,7 @@ def run_passes(
         frees = each is insert_deallocations
         freed = freed or frees
         if frees or host != before:
-            verify_host(host, freed=freed, finalized=finalized, rooms=rooms)
+            verify_host(host, freed=freed, finalized=finalized, symmetric_buffers=symmetric_buffers)
         elapsed_us = (time.perf_counter() - start) * 1e6
         logger.debug("%s: pass %s took %.0f us", host.name, each.__name__, elapsed_us)
         _dump(host, dump, number, each.__name__)
@@ -116,7 +116,7 @@ def sink_waits(host: HostProgram) -> HostProgram:
             reads, writes = roots(node_reads(node, segments)), roots(node_writes(node, segments))
             if isinstance(node, Deallocate):
                 writes = {node.buffer}
-            handing, axes = isinstance(node, _HANDS_ON | FILLING), {*exchange_axes(node)}
+            handing, axes = isinstance(node, _HANDS_ON | FILLING), {*communication_axes(node)}
             for wait in tuple(waiting):
                 ins, outs, over = pinned[wait.handle]
                 if handing or outs & (reads | writes) or ins & writes or (axes and axes != over):
@@ -333,7 +333,7 @@ PASSES: tuple[Pass, ...] = (
     order_kernels,
     prune_event_waits,
     insert_deallocations,
-    lend_results,
+    borrow_results,
 )
 """All passes, in order."""
 
@@ -342,7 +342,7 @@ def peak_memory(host: HostProgram) -> int:
     """Most bytes a rank holds at once: what the caller gives, peer memory, and the temps alive."""
     buffers = host.buffer_map()
     given = sum(buffer.num_bytes for buffer in host.buffers if buffer.role != "temp")
-    given += sum(2 * room.num_bytes for room in host.rooms)
+    given += sum(2 * symmetric_buffer.num_bytes for symmetric_buffer in host.symmetric_buffers)
     peak = alive = 0
     for change in _changes(host.body):
         match change:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from distmega.collecting import uncollected
+from distmega.collecting import gc_paused
 from distmega.errors import VerifyError
 from distmega.hostir.ir.nodes import (
     Allocate,
@@ -20,7 +20,11 @@ from distmega.hostir.ir.nodes import (
     Node,
     Wait,
 )
-from distmega.hostir.lower.matmul_nodes import FusedMatmul, largest_rooms, needed_rooms
+from distmega.hostir.lower.matmul_nodes import (
+    FusedMatmul,
+    largest_symmetric_buffers,
+    needed_symmetric_buffers,
+)
 from distmega.program.types import Access, Attr, Index, Op, accesses
 
 Shape = tuple[int, ...]
@@ -29,7 +33,7 @@ ROW_COUNTS = ("packed", "in_order")
 """Attributes that are the extent of an op's axis m."""
 
 
-@uncollected
+@gc_paused
 def resize_inputs(host: HostProgram, shapes: Mapping[str, Shape], name: str) -> HostProgram:
     """`host` under another name, with inputs of these shapes. Rooms never get smaller.
 
@@ -52,8 +56,10 @@ class _Resizing:
         body = tuple(map(self.node, host.body))
         buffers = tuple(replace(b, shape=self.new.get(b.name, b.shape)) for b in host.buffers)
         resized = replace(host, name=name, body=body, buffers=buffers)
-        needed = needed_rooms(body, resized.buffer_map(), dict(host.mesh.axes))
-        return replace(resized, rooms=largest_rooms((*host.rooms, *needed)))
+        needed = needed_symmetric_buffers(body, resized.buffer_map(), dict(host.mesh.axes))
+        return replace(
+            resized, symmetric_buffers=largest_symmetric_buffers((*host.symmetric_buffers, *needed))
+        )
 
     def node(self, node: Node) -> Node:
         match node:

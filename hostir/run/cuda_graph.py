@@ -46,17 +46,17 @@ class GraphMemory:
         self._device = torch.cuda.current_device()
         self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._stream: torch.cuda.Stream | None = None
-        self._place = -1
+        self._raw_stream = -1
 
     def begin(self) -> None:
         """What is queued on the current stream from here on comes after the turn before."""
         # asked for by its address, which takes a twentieth of the time that torch's object takes
-        place: int = torch._C._cuda_getCurrentRawStream(self._device)
-        if place != self._place:
+        raw_stream: int = torch._C._cuda_getCurrentRawStream(self._device)
+        if raw_stream != self._raw_stream:
             stream = torch.cuda.current_stream(self._device)
             if self._stream is not None:
                 stream.wait_event(self._done)
-            self._stream, self._place = stream, place
+            self._stream, self._raw_stream = stream, raw_stream
 
     def end(self) -> None:
         """The turn ends with what the current stream has been given."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from distmega.errors import DistmegaError, ProgramError, RankFailure
-from distmega.hostir.comm.collectives import Handle
+from distmega.hostir.comm.collectives import CommHandle
 from distmega.hostir.comm.communicator import Communicator
 from distmega.hostir.ir.nodes import (
     Allocate,
@@ -42,7 +42,7 @@ from distmega.hostir.ir.nodes import (
 from distmega.hostir.ir.text import print_node
 from distmega.hostir.ir.uses import named_buffers, node_writes, shown, storage_of, view_sources
 from distmega.hostir.library.matmuls import Matmuls, SequentialMatmuls, compile_matmul
-from distmega.hostir.library.ops import IN_PLACE, DeviceOps, TorchOps, op_operands
+from distmega.hostir.library.ops import INPLACE, DeviceOps, TorchOps, op_operands
 from distmega.hostir.library.torch_types import check_mapping, describe, empty_tensor, fits
 from distmega.hostir.lower.matmul_nodes import FusedMatmul
 from distmega.hostir.run.graph_breaks import graph_breaks
@@ -71,8 +71,8 @@ class Frame:
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self.tensors = tensors
-        self.handles: dict[str, Handle] = {}
-        self.group: list[Handle] = []
+        self.handles: dict[str, CommHandle] = {}
+        self.group: list[CommHandle] = []
         self.indices: dict[str, int] = {}
 
 
@@ -112,7 +112,7 @@ class Evaluator:
             )
         self._given = [buffer for buffer in host.buffers if buffer.role != "temp"]
         self.matmuls = matmuls or SequentialMatmuls(comm)
-        self.matmuls.open_rooms(host.rooms)
+        self.matmuls.open_symmetric_buffers(host.symmetric_buffers)
         compiler = _Compiler(host, comm, kernels, self.device, watch, self.ops, self.matmuls)
         self._streams = compiler.streams
         self._run = compiler.block(host.body, 0)
@@ -240,7 +240,7 @@ class _Compiler:
     def block(self, body: Sequence[Node], first: int) -> Step:
         """The nodes of a body, the first of which has index `first` in printed order."""
         steps: list[Step] = []
-        places: list[tuple[int, Node]] = []
+        positions: list[tuple[int, Node]] = []
         index = first
         for node in body:
             step = self.step(node, index)
@@ -248,7 +248,7 @@ class _Compiler:
                 if self.watch is not None and not isinstance(node, ForLoop):
                     step = self.watch(node, step)
                 steps.append(step)
-                places.append((index, node))
+                positions.append((index, node))
             index += sum(1 for _ in walk_nodes([node]))
         name, rank = self.host.name, self.comm.rank
 
@@ -260,19 +260,19 @@ class _Compiler:
             except Exception as error:
                 if getattr(error, "__notes__", None):
                     raise
-                number, node = places[at]
-                place = f"node {number} ({print_node(node)}) of host program {name!r}, rank {rank}"
+                number, node = positions[at]
+                where = f"node {number} ({print_node(node)}) of host program {name!r}, rank {rank}"
                 if isinstance(error, DistmegaError):
                     if isinstance(error, RankFailure):
-                        error = error.at(place)
-                    error.add_note(f"at {place}")
+                        error = error.at(where)
+                    error.add_note(f"at {where}")
                     raise error
                 failure = RankFailure(
-                    f"{place} failed: {type(error).__name__}: {error}",
+                    f"{where} failed: {type(error).__name__}: {error}",
                     expected="every node to complete",
                     remedy="check the values given to the program",
                 )
-                failure.add_note(f"at {place}")
+                failure.add_note(f"at {where}")
                 raise failure from error
 
         return run
@@ -333,7 +333,7 @@ class _Compiler:
         op = node.op
         function, names = self.ops.compile(op, self.coordinate), op_operands(op)
         outs = [access.tensor for access in op.writes]
-        if op.kind in IN_PLACE:
+        if op.kind in INPLACE:
             return lambda f: function([f.tensors[name] for name in names])
         if op.is_view or (len(outs) == 1 and outs[0] not in self.shared):
             out, viewed = outs[0], outs[0] in self.viewed
@@ -373,7 +373,7 @@ class _Compiler:
 
         return run
 
-    def starter(self, node: Collective) -> Callable[[list[Tensor], list[Tensor]], Handle]:
+    def starter(self, node: Collective) -> Callable[[list[Tensor], list[Tensor]], CommHandle]:
         comm, axis = self.comm, node.mesh_axis
         dim, dst_dim, source = (_number(node, key) for key in ("dim", "dst_dim", "source"))
         combine = str(node.get("combine", "sum"))

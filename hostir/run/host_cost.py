@@ -25,6 +25,8 @@ def explain_host(host: HostProgram, machine: Machine) -> str:
         f"{num} instructions a run, about {num * rates.host_us:,.0f} us of the host, "
         f"{num * rates.replay_us:,.0f} us where captured as a graph"
     )
-    rooms = "".join(f"; 2 x {room.num_bytes:,} bytes of peer memory along {room.mesh_axis}"
-                    for room in host.rooms)  # fmt: skip
-    return text + rooms
+    symmetric_buffers = "".join(
+        f"; 2 x {one.num_bytes:,} bytes of peer memory along {one.mesh_axis}"
+        for one in host.symmetric_buffers
+    )
+    return text + symmetric_buffers

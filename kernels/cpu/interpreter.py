@@ -32,17 +32,17 @@ MAX_REPORTED = 8
 
 
 class WaitFor(NamedTuple):
-    """A wait, resolved: every counter at `places` has to reach epoch * count; `sources` are the
+    """A wait, resolved: every counter at `positions` has to reach epoch * count; `sources` are the
     ranks that count there.
     """
 
     event: int
     triggers: int
-    places: tuple[int, ...]
+    positions: tuple[int, ...]
     sources: tuple[int, ...]
 
 
-class Step(NamedTuple):
+class BoundInstruction(NamedTuple):
     """An instruction of a queue, bound: what runs in launches of each parity, and the counters it
     adds to.
     """
@@ -55,7 +55,7 @@ class Step(NamedTuple):
 
 
 class Order:
-    """Chooses SMs, or ranks: in turn without a seed, else at random, with a bias that also draws
+    """Chooses SMs, or ranks: in turn without a seed, else at random, with a bias that also samples
     from the seed.
     """
 
@@ -153,18 +153,18 @@ class RankInterpreter:
             remedy="look at the ranks and tasks that owe; a dead rank stops its whole team",
         )
 
-    def _bind(self, record: Words, memories: Sequence[RankMemory]) -> Step:
+    def _bind(self, record: Words, memories: Sequence[RankMemory]) -> BoundInstruction:
         header, instruction = unpack(record)
         used = memories if touches_peers(instruction) else memories[:1]
-        return Step(
+        return BoundInstruction(
             waits=tuple(
                 map(self._wait, self._rows(self._encoded.waits, header.wait, header.num_waits))
             ),
             runs=tuple(bind(instruction, memory) for memory in used),
             signals=tuple(
-                place
+                position
                 for row in self._rows(self._encoded.signals, header.signal, header.num_signals)
-                for place in self._signal(row)
+                for position in self._signal(row)
             ),
             group=header.group,
             task=header.task,
@@ -177,34 +177,34 @@ class RankInterpreter:
     def _ranks(self, axis: int) -> Sequence[int]:
         return (self.rank,) if axis < 0 else self._teams[axis]
 
-    def _place(self, event: int, source: int) -> int:
+    def _position(self, event: int, source: int) -> int:
         return event * len(self._peers.lanes) + self._peers.lanes[source]
 
     def _wait(self, row: Sequence[int]) -> WaitFor:
         event, count, axis = row
         sources = tuple(self._ranks(axis))
-        places = tuple(self._place(event, source) for source in sources)
-        return WaitFor(event, count, places, sources)
+        positions = tuple(self._position(event, source) for source in sources)
+        return WaitFor(event, count, positions, sources)
 
     def _signal(self, row: Sequence[int]) -> list[tuple[memoryview, int]]:
         event, axis = row
-        place = self._place(event, self.rank)
-        return [(self._peers.counters[rank], place) for rank in self._ranks(axis)]
+        position = self._position(event, self.rank)
+        return [(self._peers.counters[rank], position) for rank in self._ranks(axis)]
 
-    def _met(self, step: Step) -> bool:
+    def _met(self, step: BoundInstruction) -> bool:
         counters, epoch = self._counters, self.epoch
         for wait in step.waits:
             target = epoch * wait.triggers
-            for place in wait.places:
-                if counters[place] < target:
+            for position in wait.positions:
+                if counters[position] < target:
                     return False
         return True
 
     def _execute(self, sm: int) -> None:
         step = self._queues[sm][self._next[sm]]
         step.runs[self.epoch % len(step.runs)]()
-        for counters, place in step.signals:
-            counters[place] += 1
+        for counters, position in step.signals:
+            counters[position] += 1
         self._next[sm] += 1
         self._num_left -= 1
 
@@ -220,17 +220,17 @@ class RankInterpreter:
                 raise self.blocked()
             time.sleep(SLEEP_S)
 
-    def _heads(self) -> list[Step]:
+    def _heads(self) -> list[BoundInstruction]:
         return [
             queue[at] for at, queue in zip(self._next, self._queues, strict=True) if at < len(queue)
         ]
 
-    def _describe(self, sm: int, step: Step) -> str:
+    def _describe(self, sm: int, step: BoundInstruction) -> str:
         names, parts = self._encoded.names, []
         for wait in step.waits:
             target = self.epoch * wait.triggers
-            for place, source in zip(wait.places, wait.sources, strict=True):
-                if (count := self._counters[place]) < target:
+            for position, source in zip(wait.positions, wait.sources, strict=True):
+                if (count := self._counters[position]) < target:
                     parts.append(
                         f"event {wait.event}, at {count} of {target} from rank {source}, "
                         f"owed by {self._owing(wait.event, source)}"
@@ -246,7 +246,7 @@ class RankInterpreter:
             f"{self._encoded.names[step.group]}[{step.task}] on SM {sm}"
             for sm, (at, queue) in enumerate(zip(self._next, self._queues, strict=True))
             for step in (queue[at:] if source == self.rank else queue)
-            if any(place // len(self._peers.lanes) == event for _, place in step.signals)
+            if any(position // len(self._peers.lanes) == event for _, position in step.signals)
         ]
         more = f" and {len(owing) - MAX_REPORTED} more" if len(owing) > MAX_REPORTED else ""
         return f"rank {source}: {', '.join(owing[:MAX_REPORTED]) or 'no task that is left'}{more}"
@@ -269,20 +269,22 @@ def interpret_ranks(
     order = Order(seed)
     launched = [0] * len(ranks)
 
-    def advance(place: int) -> bool:
-        rank = ranks[place]
+    def advance(position: int) -> bool:
+        rank = ranks[position]
         if not rank.done:
             moved = rank.step()
-        elif moved := launched[place] < num_launches:
-            before(place, launched[place])
+        elif moved := launched[position] < num_launches:
+            before(position, launched[position])
             rank.start()
-            launched[place] += 1
+            launched[position] += 1
         if moved and rank.done:
-            after(place, launched[place] - 1)
+            after(position, launched[position] - 1)
         return moved
 
     while True:
-        moved = next((place for place in order.candidates(len(ranks)) if advance(place)), None)
+        moved = next(
+            (position for position in order.candidates(len(ranks)) if advance(position)), None
+        )
         if moved is None:
             break
         order.chose(moved)

@@ -27,7 +27,7 @@ from distmega.errors import LaunchError
 from distmega.hostir.comm.plain import Plain
 from distmega.kernels.runtime.arena import ALIGNMENT_BYTES
 
-Exchange = Callable[[Plain], Sequence[object]]
+Gather = Callable[[Plain], Sequence[object]]
 """Gathers one plain value (hostir/comm/plain.py) from each rank, in rank order, on all of them."""
 
 COUNTER_BYTES = 4
@@ -77,15 +77,15 @@ class _Offer:
     sizes: PeerSizes
     problem: str = ""
 
-    def told(self) -> Plain:
+    def as_plain(self) -> Plain:
         """The offer as the exchange takes it: numbers, text, bytes, and a tuple of such."""
         sizes = self.sizes.arena_bytes, self.sizes.num_events, self.sizes.num_lanes
         return self.rank, self.path, self.token, sizes, self.problem
 
 
-def _heard(told: object) -> _Offer:
-    """The offer of which `told` made this. LaunchError for anything else."""
-    match told:
+def _heard(given: object) -> _Offer:
+    """The offer of which `given` made this. LaunchError for anything else."""
+    match given:
         case (
             int(rank),
             str(path),
@@ -97,7 +97,7 @@ def _heard(told: object) -> _Offer:
             return _Offer(rank=rank, path=path, token=token, sizes=sizes, problem=problem)
         case _:
             raise LaunchError(
-                f"an offer of shared memory of unknown form, {told!r}",
+                f"an offer of shared memory of unknown form, {given!r}",
                 expected="that of this version of distmega",
                 remedy="run the same version on every rank",
             )
@@ -118,7 +118,7 @@ def local_peers(ranks: Sequence[int], sizes: PeerSizes) -> Peers:
     return _peers(buffers, sizes)
 
 
-def share_peers(rank: int, ranks: Sequence[int], sizes: PeerSizes, exchange: Exchange) -> Peers:
+def share_peers(rank: int, ranks: Sequence[int], sizes: PeerSizes, gather: Gather) -> Peers:
     """Peer memory of ranks that are processes of one host. Collective: all of `ranks` call it
     together.
 
@@ -129,11 +129,11 @@ def share_peers(rank: int, ranks: Sequence[int], sizes: PeerSizes, exchange: Exc
     try:
         path = f"/proc/{os.getpid()}/fd/{descriptor}"
         mine = _Offer(rank=rank, path=path, token=token, sizes=sizes, problem=problem)
-        offered = [_heard(told) for told in exchange(mine.told())]
+        offered = [_heard(given) for given in gather(mine.as_plain())]
         assert [offer.rank for offer in offered] == list(ranks), f"exchange gave {offered}"
         _raise_first({offer.rank: offer.problem for offer in offered}, "create peer memory")
         buffers, problem = _map_all(offered, sizes)
-        _raise_first(dict(zip(ranks, map(str, exchange(problem)), strict=True)), "map peer memory")
+        _raise_first(dict(zip(ranks, map(str, gather(problem)), strict=True)), "map peer memory")
     finally:
         if descriptor >= 0:
             os.close(descriptor)

@@ -13,7 +13,7 @@ from distmega.errors import LaunchError
 from distmega.hostir.ir.nodes import segment_args
 from distmega.hostir.library.torch_types import dtype_name
 from distmega.kernels.cpu.interpreter import RankInterpreter
-from distmega.kernels.cpu.peer import Exchange, Peers, PeerSizes, local_peers, share_peers
+from distmega.kernels.cpu.peer import Gather, Peers, PeerSizes, local_peers, share_peers
 from distmega.kernels.megakernel import Megakernel
 from distmega.kernels.runtime.arena import PEER_BUFFERS, Space, tensor_space
 from distmega.kernels.runtime.memory import RankMemory, allocate_arena, operand_view
@@ -30,14 +30,14 @@ def peer_sizes(kernel: Megakernel) -> PeerSizes:
     )
 
 
-def open_peers(kernel: Megakernel, rank: int, exchange: Exchange) -> Peers:
+def open_peers(kernel: Megakernel, rank: int, gather: Gather) -> Peers:
     """Peer memory of a rank that runs in a process of its own; collective over the kernel's team.
 
     exchange gathers one object from each rank of `kernel.team(rank)`. A kernel without a team needs
     no exchange.
     """
     team, sizes = kernel.team(rank), peer_sizes(kernel)
-    return share_peers(rank, team, sizes, exchange) if len(team) > 1 else local_peers(team, sizes)
+    return share_peers(rank, team, sizes, gather) if len(team) > 1 else local_peers(team, sizes)
 
 
 class CpuMegakernel:
@@ -88,10 +88,10 @@ class CpuMegakernel:
         )
         operands = kernel.layout.operands
         args = [t for t in segment_args(kernel.segment) if tensor_space(t) is not Space.PEER]
-        places = {t.name: operand_view(arenas, operands[t.name]) for t in args}
-        self._inputs = {t.name: places[t.name] for t in args if t.role == "input"}
-        self._outputs = {t.name: places[t.name] for t in args if t.role == "temp"}
-        self._shared = {t.name: places[t.name] for t in args if t.role in ("weight", "state")}
+        views = {t.name: operand_view(arenas, operands[t.name]) for t in args}
+        self._inputs = {t.name: views[t.name] for t in args if t.role == "input"}
+        self._outputs = {t.name: views[t.name] for t in args if t.role == "temp"}
+        self._shared = {t.name: views[t.name] for t in args if t.role in ("weight", "state")}
 
     def launch(self, tensors: Mapping[str, Tensor]) -> None:
         """Runs the kernel once. `tensors`: segment_args of the segment by name; outputs are
@@ -107,31 +107,31 @@ class CpuMegakernel:
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """What a launch begins with: checks all tensors, and copies the inputs in."""
-        for name, place in self._shared.items():
+        for name, view in self._shared.items():
             given = tensors[name]
-            if given.data_ptr() != place.data_ptr() or given.stride() != place.stride():
+            if given.data_ptr() != view.data_ptr() or given.stride() != view.stride():
                 raise LaunchError(
                     f"{name!r} lies outside the arenas of kernel {self.kernel.name!r}",
                     expected="the view that arena_views gives",
                     remedy="load weights and states into the views of the arenas",
                 )
-        for name, place in (*self._inputs.items(), *self._outputs.items()):
+        for name, view in (*self._inputs.items(), *self._outputs.items()):
             given = tensors[name]
-            if given.shape != place.shape or given.dtype != place.dtype:
+            if given.shape != view.shape or given.dtype != view.dtype:
                 raise LaunchError(
                     f"{name!r} is {dtype_name(given.dtype)}{list(given.shape)}",
-                    expected=f"{dtype_name(place.dtype)}{list(place.shape)}",
+                    expected=f"{dtype_name(view.dtype)}{list(view.shape)}",
                     remedy="pass tensors as the segment declares them",
                 )
         if self._poison:
             self._activations.fill_(POISON)
-        for name, place in self._inputs.items():
-            place.copy_(tensors[name])
+        for name, view in self._inputs.items():
+            view.copy_(tensors[name])
 
     def store(self, tensors: Mapping[str, Tensor]) -> None:
         """What a launch ends with: copies the outputs out."""
-        for name, place in self._outputs.items():
-            tensors[name].copy_(place)
+        for name, view in self._outputs.items():
+            tensors[name].copy_(view)
 
     def _peer_arena(self, peers: Peers, rank: int, copy: int) -> Tensor:
         """One copy of a rank's peer arena."""

@@ -25,9 +25,9 @@ from distmega.kernels.events.symbols import AxisSymbols, spread_symbols
 from distmega.kernels.events.values import Count, EventMap, EventTensor, Extent
 from distmega.kernels.tasks.graph import build_task_graph
 from distmega.kernels.tasks.tile import tile_segment
-from distmega.kernels.tasks.types import EventTensor as EventTable
+from distmega.kernels.tasks.types import TaskEvents as EventTable
 from distmega.kernels.tasks.types import TaskGroup
-from distmega.program.ops.compute import EXCHANGES
+from distmega.program.ops.compute import COMMUNICATING
 from distmega.program.types import Op, Program, grouped_index
 from distmega.sharding.resolve.collectives import RANK_AXIS
 
@@ -78,7 +78,7 @@ def analyse_events(
 
 def _by_rank(op: Op) -> dict[str, int]:
     """Tiles of a collective of which nothing is said: each rank's part."""
-    ranks = op.kind in EXCHANGES and RANK_AXIS in op.extents
+    ranks = op.kind in COMMUNICATING and RANK_AXIS in op.extents
     return {RANK_AXIS: 1} if ranks else {}
 
 
@@ -90,7 +90,7 @@ def choose_tilings(program: Program, num_sms: int, *, rows: int = 16) -> dict[st
     for group in tile_segment(program, num_sms, min_task_bytes=1, row_multiple=1):
         op, index = group.op, grouped_index(group.op)
         tiles: dict[str, int] = {}
-        if op.kind in EXCHANGES:
+        if op.kind in COMMUNICATING:
             pass
         elif index is None:
             for split in group.splits:
@@ -120,7 +120,7 @@ def _grid(op: Op, tiles: Mapping[str, int], spread: AxisSymbols) -> TaskGrid:
             mesh_axis=str(op.get("group_axis", "")),
         )
     for name, size in tiles.items():
-        ranks = op.kind in EXCHANGES and name == RANK_AXIS
+        ranks = op.kind in COMMUNICATING and name == RANK_AXIS
         known = name in op.extents
         if not known or size < 1 or not (ranks or op.axis(name).role == "parallel"):
             raise ProgramError(
@@ -150,9 +150,9 @@ def _forms(
     """Event tensors of one producer: consumers that await the same events share one."""
     producer = grids[table.producer]
     shared: dict[tuple[int, ...], list[tuple[TaskGrid, tuple[tuple[int, ...], ...]]]] = {}
-    for place, waits in table.consumers:
+    for position, waits in table.consumers:
         used = tuple(sorted({event for events in waits for event in events}))
-        shared.setdefault(used, []).append((grids[place], waits))
+        shared.setdefault(used, []).append((grids[position], waits))
     for used, consumers in shared.items():
         by_source: dict[str, list[tuple[TaskGrid, tuple[tuple[int, ...], ...]]]] = {}
         for grid, waits in consumers:
@@ -167,7 +167,7 @@ def _source(consumer: Op, grid: TaskGrid) -> str:
     """Whose tasks trigger what a consumer awaits: a collective reads what other ranks made, of one
     of them where its tasks are cut by source.
     """
-    if consumer.kind not in EXCHANGES:
+    if consumer.kind not in COMMUNICATING:
         return "own"
     parallel = any(a.name == RANK_AXIS and a.role == "parallel" for a in consumer.axes)
     cut = any(dim.axis == RANK_AXIS and dim.size == 1 for dim in grid.dims)
@@ -190,18 +190,20 @@ def _form(
         for grid, waits in consumers
     ]
     sides = [(producer.shape, notify), *((grid.shape, waits) for grid, waits in awaited)]
-    places = event_coordinates(sides, len(used))
-    order = sorted(range(len(used)), key=lambda n: places[n])
+    positions = event_coordinates(sides, len(used))
+    order = sorted(range(len(used)), key=lambda n: positions[n])
     counts = tuple(table.counts[used[n]] for n in order)
-    notified = fit_map(producer.shape, notify, places)
-    shape = tuple(max(place[dim] for place in places) + 1 for dim in range(len(places[0])))
+    notified = fit_map(producer.shape, notify, positions)
+    shape = tuple(
+        max(position[dim] for position in positions) + 1 for dim in range(len(positions[0]))
+    )
     return EventTensor(
         name=f"{producer.op}.{number}",
         producer=producer.op,
         extents=tuple(_extent(producer, notified, dim, most) for dim, most in enumerate(shape)),
         notify=notified,
         count=_count(producer, counts),
-        waits=tuple((grid.op, fit_map(grid.shape, waits, places)) for grid, waits in awaited),
+        waits=tuple((grid.op, fit_map(grid.shape, waits, positions)) for grid, waits in awaited),
         sources=source,
         ranks=num_ranks if source == "all" else 1,
     )
@@ -211,11 +213,11 @@ def _extent(producer: TaskGrid, notify: EventMap, dim: int, most: int) -> Extent
     """An event dim is as long as the tasks that signal it are many, where one of theirs is it."""
     if notify.listed or notify.first != notify.last:
         return Extent(most=most)
-    place = notify.first[dim]
-    if place.dim < 0 or place.values or place.scale != 1 or place.offset:
+    position = notify.first[dim]
+    if position.dim < 0 or position.values or position.scale != 1 or position.offset:
         return Extent(most=most)
-    source = producer.dims[place.dim]
-    size = source.size * place.divisor
+    source = producer.dims[position.dim]
+    size = source.size * position.divisor
     if source.symbol:
         return Extent(most=most, symbol=source.symbol, size=size)
     if producer.rows is not None and source.axis == producer.rows.row_axis:

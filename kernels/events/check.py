@@ -49,7 +49,7 @@ def _check_starts(queues: Queues, knowledge: Knowledge, entry: Entry, starts: st
     whatever runs.
     """
     for writer in graph_writers(queues.graph, starts):
-        if not knowledge.before_guards[entry.task] >> knowledge.place[writer, 0] & 1:
+        if not knowledge.before_guards[entry.task] >> knowledge.bit[writer, 0] & 1:
             raise CheckError(
                 f"{_name(entry.task)} reads {starts!r}, which {writer!r} need not have written",
                 expected="a wait for it before guards and counts are read",
@@ -74,8 +74,8 @@ def _check_order(queues: Queues) -> None:
                 raise _unordered(f"SM {sm}")
             last = here
     for number, region in enumerate(queues.regions):
-        places = [order[entry.task] for entry in region.entries]
-        if places != sorted(places):
+        positions = [order[entry.task] for entry in region.entries]
+        if positions != sorted(positions):
             raise _unordered(f"the list of region {number}")
         for entry in region.entries:
             seen[entry.task] += 1

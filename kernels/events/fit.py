@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from itertools import product
 
-from distmega.kernels.events.values import Coordinates, EventMap, Place
+from distmega.kernels.events.values import Coordinates, EventCoordinate, EventMap
 
 Grid = tuple[int, ...]
 Table = Sequence[tuple[int, ...]]
@@ -44,15 +44,15 @@ def _factor(grid: Grid, events: Sequence[int]) -> dict[int, Coordinates] | None:
     classes: list[list[int]] = []
     for dim, extent in enumerate(grid):
         rows = [
-            tuple(event for place, event in at.items() if place[dim] == value)
+            tuple(event for position, event in at.items() if position[dim] == value)
             for value in range(extent)
         ]
         known: dict[tuple[int, ...], int] = {}
         classes.append([known.setdefault(row, len(known)) for row in rows])
     kept = [dim for dim, found in enumerate(classes) if max(found, default=0) > 0]
     named: dict[int, Coordinates] = {}
-    for place, event in at.items():
-        coordinates = tuple(classes[dim][place[dim]] for dim in kept)
+    for position, event in at.items():
+        coordinates = tuple(classes[dim][position[dim]] for dim in kept)
         if named.setdefault(event, coordinates) != coordinates:
             return None
     total = math.prod(max(classes[dim]) + 1 for dim in kept)
@@ -68,9 +68,9 @@ def fit_map(grid: Grid, table: Table, coordinates: Sequence[Coordinates]) -> Eve
             [[pick(event[dim] for event in events) for events in sets] for dim in range(num_dims)]
             for pick in (min, max)
         ]
-        places = [[fit_place(grid, values) for values in end] for end in ends]
-        if all(place is not None for end in places for place in end):
-            first, last = (tuple(p for p in end if p is not None) for end in places)
+        positions = [[fit_coordinate(grid, values) for values in end] for end in ends]
+        if all(position is not None for end in positions for position in end):
+            first, last = (tuple(p for p in end if p is not None) for end in positions)
             found = EventMap(first=first, last=last)
             tasks = enumerate(grid_coordinates(grid))
             if all(tuple(sorted(found.events(n, t))) == sets[n] for n, t in tasks):
@@ -78,10 +78,10 @@ def fit_map(grid: Grid, table: Table, coordinates: Sequence[Coordinates]) -> Eve
     return EventMap(listed=tuple(sets))
 
 
-def fit_place(grid: Grid, values: Sequence[int]) -> Place | None:
+def fit_coordinate(grid: Grid, values: Sequence[int]) -> EventCoordinate | None:
     """The place that gives `values`, one a task; None if it depends on several coordinates."""
     if len(set(values)) <= 1:
-        return Place(offset=values[0] if values else 0)
+        return EventCoordinate(offset=values[0] if values else 0)
     tasks = list(grid_coordinates(grid))
     for dim, extent in enumerate(grid):
         seen: dict[int, int] = {}
@@ -90,7 +90,7 @@ def fit_place(grid: Grid, values: Sequence[int]) -> Place | None:
     return None
 
 
-def _formula(dim: int, values: Sequence[int]) -> Place:
+def _formula(dim: int, values: Sequence[int]) -> EventCoordinate:
     first, num = values[0], len(values)
     for divisor in range(1, max(MAX_FACTOR, num) + 1):
         scales = range(1, MAX_FACTOR + 1) if divisor <= MAX_FACTOR else (1,)
@@ -99,5 +99,5 @@ def _formula(dim: int, values: Sequence[int]) -> Place:
                 continue
             for offset in range(first * divisor, (first + 1) * divisor):
                 if all((scale * n + offset) // divisor == v for n, v in enumerate(values)):
-                    return Place(dim=dim, scale=scale, offset=offset, divisor=divisor)
-    return Place(dim=dim, values=tuple(values))
+                    return EventCoordinate(dim=dim, scale=scale, offset=offset, divisor=divisor)
+    return EventCoordinate(dim=dim, values=tuple(values))

@@ -24,7 +24,7 @@ from distmega.kernels.events.values import (
 )
 from distmega.kernels.tasks.footprints import Footprints
 from distmega.kernels.tasks.graph import touches
-from distmega.kernels.tasks.types import Split, TaskGroup
+from distmega.kernels.tasks.types import RangeSplit, TaskGroup
 from distmega.program.types import Program
 from distmega.sharding.resolve.collectives import RANK_AXIS
 
@@ -105,10 +105,11 @@ class TaskGrid:
             found.append(guard)
         return tuple(found)
 
-    def splits(self) -> tuple[Split, ...]:
+    def splits(self) -> tuple[RangeSplit, ...]:
         """The dims as splits of a TaskGroup."""
         return tuple(
-            Split(axes=(d.axis,), bounds=(*range(0, d.extent, d.size), d.extent)) for d in self.dims
+            RangeSplit(axes=(d.axis,), bounds=(*range(0, d.extent, d.size), d.extent))
+            for d in self.dims
         )
 
 
@@ -150,8 +151,8 @@ class EventGraph:
         found: dict[TaskId, list[EventId]] = {}
         for event in self.events:
             for number, task in enumerate(self.coordinates[event.producer]):
-                for place in event.notify.events(number, task):
-                    found.setdefault((event.producer, number), []).append((event.name, place))
+                for position in event.notify.events(number, task):
+                    found.setdefault((event.producer, number), []).append((event.name, position))
         return {task: tuple(events) for task, events in found.items()}
 
     @cached_property
@@ -159,10 +160,10 @@ class EventGraph:
         """Events that each task awaits; tasks without any are absent."""
         found: dict[TaskId, list[EventId]] = {}
         for event in self.events:
-            for consumer, places in event.waits:
+            for consumer, positions in event.waits:
                 for number, task in enumerate(self.coordinates[consumer]):
-                    for place in places.events(number, task):
-                        found.setdefault((consumer, number), []).append((event.name, place))
+                    for position in positions.events(number, task):
+                        found.setdefault((consumer, number), []).append((event.name, position))
         return {task: tuple(events) for task, events in found.items()}
 
     @cached_property
@@ -193,8 +194,8 @@ class EventGraph:
         footprints = Footprints(self.tasks)
         found: dict[TaskId, dict[TaskId, None]] = {}
         for uses in touches(self.tasks, groups, footprints).values():
-            for place, later in enumerate(uses):
-                for earlier in uses[:place]:
+            for position, later in enumerate(uses):
+                for earlier in uses[:position]:
                     if earlier.group == later.group or not (earlier.write or later.write):
                         continue
                     meet = footprints.overlap(earlier.footprint, later.footprint)
@@ -283,7 +284,7 @@ def verify_events(graph: EventGraph) -> EventGraph:
     """Checks that maps lead to events that there are, that what somebody awaits somebody triggers
     as often as counts say, and that consumers come later; returns the graph. VerifyError.
     """
-    order = {grid.op: place for place, grid in enumerate(graph.grids)}
+    order = {grid.op: position for position, grid in enumerate(graph.grids)}
     for event in graph.events:
         consumers = [consumer for consumer, _ in event.waits]
         if event.producer not in order or not {*consumers} <= order.keys():
@@ -291,21 +292,21 @@ def verify_events(graph: EventGraph) -> EventGraph:
         if any(order[consumer] <= order[event.producer] for consumer in consumers):
             raise _broken(event, f"waits of {consumers}", "consumers after the producer")
         shape = tuple(extent.most for extent in event.extents)
-        numbers = {place: n for n, place in enumerate(grid_coordinates(shape))}
+        numbers = {position: n for n, position in enumerate(grid_coordinates(shape))}
         found = dict.fromkeys(numbers, 0)
         for number, task in enumerate(graph.coordinates[event.producer]):
-            for place in event.notify.events(number, task):
-                if place not in numbers:
-                    raise _broken(event, f"task {number} signals {place}", f"events of {shape}")
-                found[place] += 1
-        for place, num in found.items():
-            if event.count.most(numbers[place]) != num:
-                raise _broken(event, f"{num} triggers of {place}", f"its count, {event.count}")
-        for consumer, places in event.waits:
+            for position in event.notify.events(number, task):
+                if position not in numbers:
+                    raise _broken(event, f"task {number} signals {position}", f"events of {shape}")
+                found[position] += 1
+        for position, num in found.items():
+            if event.count.most(numbers[position]) != num:
+                raise _broken(event, f"{num} triggers of {position}", f"its count, {event.count}")
+        for consumer, positions in event.waits:
             for number, task in enumerate(graph.coordinates[consumer]):
-                for place in places.events(number, task):
-                    if not found.get(place, 0):
-                        what = f"task {number} of {consumer!r} waits for {place}"
+                for position in positions.events(number, task):
+                    if not found.get(position, 0):
+                        what = f"task {number} of {consumer!r} waits for {position}"
                         raise _broken(event, what, "events that somebody triggers")
         guarded = any((event.producer, n) in graph.guards for n in range(
             graph.grid_of[event.producer].num_tasks))  # fmt: skip

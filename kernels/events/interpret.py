@@ -22,7 +22,7 @@ from distmega.sharding.layout.mesh import DeviceMesh
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
+class LaunchRecord:
     """What a launch did: tensors by name; tasks in the order in which they ended, with the SM that
     ran each; how many triggers each event got.
     """
@@ -42,7 +42,7 @@ def run_queues(
     *,
     symbols: Mapping[str, int] | None = None,
     seed: int = 0,
-) -> Launch:
+) -> LaunchRecord:
     """One launch on one rank. given: inputs, weights and states by name. symbols: values of those
     that the graph has. seed: which SM goes on when several can.
     """
@@ -57,7 +57,7 @@ def run_ranks(
     *,
     symbols: Mapping[str, int] | None = None,
     seed: int = 0,
-) -> list[Launch]:
+) -> list[LaunchRecord]:
     """One launch on every rank of a mesh of one axis, each as far ahead of the others as events
     allow. given: of each rank, in mesh order. As run_queues.
     """
@@ -134,9 +134,9 @@ class _Machine:
         """Whether all queues have run to their ends."""
         return all(sm.at >= len(sm.queue) for sm in self.sms)
 
-    def launch(self) -> Launch:
+    def launch(self) -> LaunchRecord:
         """What was done."""
-        return Launch(
+        return LaunchRecord(
             tensors=self.memory.tensors, ran=tuple(self.ran.items()), triggers=self.counters
         )
 

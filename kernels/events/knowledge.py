@@ -16,7 +16,7 @@ from distmega.kernels.events.queues import (
     Dynamic,
     Entry,
     Queues,
-    place_tasks,
+    assign_tasks,
     starts_read,
 )
 from distmega.kernels.events.values import Guard
@@ -28,7 +28,7 @@ class Knowledge:
     def __init__(self, queues: Queues, *, prune: bool = False) -> None:
         graph = queues.graph
         self.graph, self.queues, self.prune = graph, queues, prune
-        self.place = {task: n for n, task in enumerate(graph.all_tasks())}
+        self.bit = {task: n for n, task in enumerate(graph.all_tasks())}
         self.known: dict[TaskId, int] = {}
         self.before_guards: dict[TaskId, int] = {}
         self.kept: dict[TaskId | tuple[int, int], Entry | Drain] = {}
@@ -40,12 +40,12 @@ class Knowledge:
         """A set of tasks."""
         found = 0
         for task in tasks:
-            found |= 1 << self.place[task]
+            found |= 1 << self.bit[task]
         return found
 
     def knows(self, task: TaskId, other: TaskId) -> bool:
         """Whether `other` has ended when `task` starts, if both run."""
-        return bool(self.known[task] >> self.place[other] & 1)
+        return bool(self.known[task] >> self.bit[other] & 1)
 
     def _walk(self) -> None:
         """Every queue up to an op before any queue goes beyond it."""
@@ -75,7 +75,7 @@ class Knowledge:
         base = here.always | here.done
         for other, their_guards, known in here.guarded:
             if _implied(their_guards, guards):
-                base |= known | 1 << self.place[other]
+                base |= known | 1 << self.bit[other]
         needed = self._starts_writers(entry.task)
         first, base = self._learn(entry.first, base, (), needed)
         here.always |= self._learnt(first, ())
@@ -83,13 +83,13 @@ class Knowledge:
         waits, base = self._learn(entry.waits, base, guards, self._conflicting(entry.task))
         self.kept[entry.task] = Entry(entry.task, first, waits)
         self.known[entry.task] = base
-        here.done |= 1 << self.place[entry.task]
+        here.done |= 1 << self.bit[entry.task]
         if guards:
             here.guarded.append((entry.task, guards, base))
         else:
             here.always |= base
 
-    def _drain(self, sm: int, place: int, entry: Drain) -> None:
+    def _drain(self, sm: int, position: int, entry: Drain) -> None:
         here = self._queue[sm]
         tasks = [each.task for each in self.queues.regions[entry.region].entries]
         needed = 0
@@ -99,7 +99,7 @@ class Knowledge:
         here.always |= self._learnt(first, ())
         known = here.always | here.done
         self._drained[entry.region] = self._drained.get(entry.region, known) & known
-        self.kept[sm, place] = Drain(entry.region, first)
+        self.kept[sm, position] = Drain(entry.region, first)
 
     def _listed(self, region: int, entry: Entry) -> None:
         """A task that any SM may take: it knows what all of them know when they come to drain."""
@@ -118,7 +118,7 @@ class Knowledge:
             for op in self.graph.program.ops
             if any(access.tensor in names for access in op.writes)
         }
-        return self.bits(each for each in self.place if each[0] in writers)
+        return self.bits(each for each in self.bit if each[0] in writers)
 
     def _conflicting(self, task: TaskId) -> int:
         """Tasks that trigger what a task awaits: all that it conflicts with are among them."""
@@ -144,13 +144,13 @@ class Knowledge:
         return tuple(kept), base | self._learnt(kept, guards)
 
     def _latest(self, event: EventId) -> int:
-        return max(self.place[task] for task in self.graph.producers[event])
+        return max(self.bit[task] for task in self.graph.producers[event])
 
     def _learnt(self, events: Iterable[EventId], guards: tuple[Guard, ...]) -> int:
         found = 0
         for event in events:
             for task in self.graph.producers[event]:
-                found |= 1 << self.place[task]
+                found |= 1 << self.bit[task]
                 if task in self.known and _implied(self.graph.guards.get(task, ()), guards):
                     found |= self.known[task]
         return found
@@ -175,9 +175,9 @@ def _implied(wanted: tuple[Guard, ...], given: tuple[Guard, ...]) -> bool:
 
 def make_queues(graph: EventGraph, num_sms: int, dynamic: Dynamic = "auto") -> Queues:
     """Queues for `num_sms` SMs with the waits that are needed. dynamic: whether regions whose size
-    the data decide are drained; auto: as costs say. ProgramError as of place_tasks.
+    the data decide are drained; auto: as costs say. ProgramError as of assign_tasks.
     """
-    return prune_waits(place_tasks(graph, num_sms, dynamic))
+    return prune_waits(assign_tasks(graph, num_sms, dynamic))
 
 
 def prune_waits(queues: Queues) -> Queues:
@@ -187,8 +187,8 @@ def prune_waits(queues: Queues) -> Queues:
     kept = Knowledge(queues, prune=True).kept
     sms = tuple(
         tuple(
-            kept[sm, place] if isinstance(entry, Drain) else kept[entry.task]
-            for place, entry in enumerate(queue)
+            kept[sm, position] if isinstance(entry, Drain) else kept[entry.task]
+            for position, entry in enumerate(queue)
         )
         for sm, queue in enumerate(queues.sms)
     )

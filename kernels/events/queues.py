@@ -87,7 +87,7 @@ class Queues:
         return sum(len(e.first) + (len(e.waits) if isinstance(e, Entry) else 0) for e in entries)
 
 
-def place_tasks(graph: EventGraph, num_sms: int, dynamic: Dynamic = "auto") -> Queues:
+def assign_tasks(graph: EventGraph, num_sms: int, dynamic: Dynamic = "auto") -> Queues:
     """Queues for `num_sms` SMs, with all waits. ProgramError for fewer than one, or for regions to
     be drained across ranks, where each would have to know what the others took.
     """
@@ -106,13 +106,13 @@ def place_tasks(graph: EventGraph, num_sms: int, dynamic: Dynamic = "auto") -> Q
     drained = {grid.op: n for n, grids in enumerate(regions) for grid in grids}
     sms: list[list[Entry | Drain]] = [[] for _ in range(num_sms)]
     entered: set[int] = set()
-    place = 0
+    position = 0
     for grid in graph.grids:
         region = drained.get(grid.op)
         if region is None:
             for number in range(grid.num_tasks):
-                sms[place % num_sms].append(Entry((grid.op, number)))
-                place += 1
+                sms[position % num_sms].append(Entry((grid.op, number)))
+                position += 1
         elif region not in entered:
             entered.add(region)
             for queue in sms:
@@ -228,13 +228,13 @@ def drains_faster(graph: EventGraph, grids: Sequence[TaskGrid], num_sms: int) ->
         starts = {_starts(grids[0]): _random_starts(graph, grids[0], generator)}
         known = RunTime(starts=starts, at={grid.rows.mesh_axis: 0 for grid in grids if grid.rows})
         queued, taken = [0.0] * num_sms, [0.0] * num_sms
-        place = 0
+        position = 0
         for grid in grids:
             costs = task_bytes(task_group(graph, grid.op), graph.tasks.tensor_map())
             for number, cost in enumerate(costs.tolist()):
                 runs = graph.runs((grid.op, number), known)
-                queued[place % num_sms] += cost if runs else GUARD_BYTES
-                place += 1
+                queued[position % num_sms] += cost if runs else GUARD_BYTES
+                position += 1
                 if runs:
                     sm = taken.index(min(taken))
                     taken[sm] += cost + POP_BYTES

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from distmega.errors import ProgramError
-from distmega.hostir.library.ops import IN_PLACE, compile_op, op_operands
+from distmega.hostir.library.ops import INPLACE, compile_op, op_operands
 from distmega.hostir.library.torch_types import torch_dtype
 from distmega.kernels.events.graph import EventGraph, TaskId
-from distmega.program.ops.compute import EXCHANGES
+from distmega.program.ops.compute import COMMUNICATING
 from distmega.program.types import Access, Index, Op, accesses
 
 COMBINE: dict[str, Callable[[Tensor], Tensor]] = {
@@ -52,21 +52,21 @@ class TileReference:
     def run(self, task: TaskId, team: Sequence["TileReference"] = ()) -> None:
         """Executes a task. team: all ranks, in order, whose memory collectives read."""
         op = self.ops[task[0]]
-        if op.kind in EXCHANGES:
-            self._exchange(op, task, team)
+        if op.kind in COMMUNICATING:
+            self._communicate(op, task, team)
             return
         tile = self._tile(op, task)
         narrowed = {name: part for name, part in tile.items() if _can_narrow(op, name)}
-        if op.kind in IN_PLACE:
+        if op.kind in INPLACE:
             narrowed = {}
         operands = [self.tensors[name] for name in op_operands(op)]
-        if op.kind in IN_PLACE:
+        if op.kind in INPLACE:
             operands[-1] = operands[-1].clone()
-        for place, read in enumerate(op.reads):
+        for position, read in enumerate(op.reads):
             for dim, index in enumerate(read.dims):
                 part = narrowed.get(index.axes[0]) if index.axes else None
                 if part is not None:
-                    operands[place] = operands[place].narrow(dim, part.start, len(part))
+                    operands[position] = operands[position].narrow(dim, part.start, len(part))
         axes = (
             replace(axis, extent=len(narrowed[axis.name])) if axis.name in narrowed else axis
             for axis in op.axes
@@ -76,12 +76,12 @@ class TileReference:
             if not tile:
                 self.tensors[access.tensor] = result
                 continue
-            there = self._places(op, access, tile)
+            there = self._positions(op, access, tile)
             inner = {name: range(len(part)) for name, part in narrowed.items()}
-            here = self._places(op, access, tile | inner)
+            here = self._positions(op, access, tile | inner)
             self.tensors[access.tensor][there] = result[here]
 
-    def _exchange(self, op: Op, task: TaskId, team: Sequence["TileReference"]) -> None:
+    def _communicate(self, op: Op, task: TaskId, team: Sequence["TileReference"]) -> None:
         """A collective's part of this rank, read off all ranks' memory in their order."""
         if op.kind not in ("all_reduce", "all_gather") or op.get("combine", "") == "argmax":
             raise ProgramError(
@@ -95,25 +95,25 @@ class TileReference:
             whole = torch.cat(parts, dim).narrow(dim, 0, int(str(op.attr("extent"))))
         else:
             whole = COMBINE[str(op.attr("combine"))](torch.stack(parts))
-        places = self._places(op, op.writes[0], self._tile(op, task))
-        self.tensors[op.writes[0].tensor][places] = whole[places]
+        positions = self._positions(op, op.writes[0], self._tile(op, task))
+        self.tensors[op.writes[0].tensor][positions] = whole[positions]
 
     def _tile(self, op: Op, task: TaskId) -> dict[str, range]:
         """The part of each axis that is cut."""
         grid = self.graph.grid_of[op.name]
-        places = self.graph.coordinates[op.name][task[1]]
+        positions = self.graph.coordinates[op.name][task[1]]
         return {
             dim.axis: range(at * dim.size, min((at + 1) * dim.size, dim.extent))
-            for dim, at in zip(grid.dims, places, strict=True)
+            for dim, at in zip(grid.dims, positions, strict=True)
         }
 
-    def _places(self, op: Op, access: Access, tile: dict[str, range]) -> tuple[Tensor, ...]:
+    def _positions(self, op: Op, access: Access, tile: dict[str, range]) -> tuple[Tensor, ...]:
         """Indices of the elements that a tile writes."""
         whole = {name: range(extent) for name, extent in op.extents.items()}
-        dims = [self._dim_places(op, index, whole | tile) for index in access.dims]
+        dims = [self._dim_positions(op, index, whole | tile) for index in access.dims]
         return tuple(torch.from_numpy(each) for each in np.ix_(*dims))
 
-    def _dim_places(self, op: Op, index: Index, tile: dict[str, range]) -> Sequence[int]:
+    def _dim_positions(self, op: Op, index: Index, tile: dict[str, range]) -> Sequence[int]:
         if index.is_grouped:
             starts = self.starts(op.reads[index.starts].tensor)
             groups, rows = (tile[name] for name in index.axes)
@@ -128,13 +128,13 @@ class TileReference:
                 for row in rows
                 if row < starts[group + 1] - starts[group]
             ]
-        places = []
+        positions = []
         for digits in product(*(tile[name] for name in index.axes)):
             flat = 0
             for name, digit in zip(index.axes, digits, strict=True):
                 flat = flat * op.extents[name] + digit
-            places.append(index.offset + index.stride * flat)
-        return places
+            positions.append(index.offset + index.stride * flat)
+        return positions
 
 
 def _can_narrow(op: Op, axis: str) -> bool:

@@ -19,7 +19,7 @@ import re
 from distmega.errors import ParseError
 from distmega.kernels.events.graph import EventGraph, GridDim, GroupRows, TaskGrid, verify_events
 from distmega.kernels.events.grouped import ungroup
-from distmega.kernels.events.values import Count, EventMap, EventTensor, Extent, Place
+from distmega.kernels.events.values import Count, EventCoordinate, EventMap, EventTensor, Extent
 from distmega.program.types import Program
 
 
@@ -47,7 +47,7 @@ def _print_grid(grid: TaskGrid) -> str:
 def _print_event(event: EventTensor) -> str:
     extents = ", ".join(map(_print_extent, event.extents))
     ranks = f"*{event.ranks}" if event.ranks > 1 else ""
-    waits = "".join(f" {consumer}({_print_map(places)})" for consumer, places in event.waits)
+    waits = "".join(f" {consumer}({_print_map(positions)})" for consumer, positions in event.waits)
     return (
         f"event {event.name}[{extents}] {event.sources}{ranks}"
         f" from {event.producer}({_print_map(event.notify)})"
@@ -70,24 +70,24 @@ def _print_count(count: Count) -> str:
     return text + " active" + f" {count.symbol}".rstrip() + f" {count.starts}".rstrip()
 
 
-def _print_map(places: EventMap) -> str:
-    if places.listed:
-        return f"listed {[list(events) for events in places.listed]}"
-    ends = zip(places.first, places.last, strict=True)
+def _print_map(positions: EventMap) -> str:
+    if positions.listed:
+        return f"listed {[list(events) for events in positions.listed]}"
+    ends = zip(positions.first, positions.last, strict=True)
     return ", ".join(
-        _print_place(first) + (f"..{_print_place(last)}" if last != first else "")
+        _print_coordinate(first) + (f"..{_print_coordinate(last)}" if last != first else "")
         for first, last in ends
     )
 
 
-def _print_place(place: Place) -> str:
-    if place.dim < 0:
-        return f"#{place.offset}"
-    if place.values:
-        return f"d{place.dim}{{{','.join(map(str, place.values))}}}"
-    text = f"d{place.dim}" + (f"*{place.scale}" if place.scale != 1 else "")
-    text += f"{place.offset:+d}" if place.offset else ""
-    return f"({text})/{place.divisor}" if place.divisor != 1 else text
+def _print_coordinate(position: EventCoordinate) -> str:
+    if position.dim < 0:
+        return f"#{position.offset}"
+    if position.values:
+        return f"d{position.dim}{{{','.join(map(str, position.values))}}}"
+    text = f"d{position.dim}" + (f"*{position.scale}" if position.scale != 1 else "")
+    text += f"{position.offset:+d}" if position.offset else ""
+    return f"({text})/{position.divisor}" if position.divisor != 1 else text
 
 
 _NAME = r"[\w./@#-]+"
@@ -103,7 +103,9 @@ _EVENT = re.compile(
 )
 _EXTENT = re.compile(rf"(\d+)|(?:ceil\((\w+)/(\d+)\)|rows\(({_NAME})/(\d+)\))<=(\d+)")
 _COUNT = re.compile(rf"(\d+|\[[^\]]*\])( active)?((?: {_NAME})*)")
-_PLACE = re.compile(r"#(-?\d+)|d(\d+)\{([\d,]+)\}|(\()?d(\d+)(?:\*(\d+))?([+-]\d+)?(?(4)\)/(\d+))")
+_COORDINATE = re.compile(
+    r"#(-?\d+)|d(\d+)\{([\d,]+)\}|(\()?d(\d+)(?:\*(\d+))?([+-]\d+)?(?(4)\)/(\d+))"
+)
 _TARGET = re.compile(rf"({_NAME})\(((?:[^()]|\([^()]*\))*)\) ?")
 
 
@@ -205,21 +207,21 @@ def _parse_map(line: str, text: str) -> EventMap:
     first, last = [], []
     for part in re.split(r", (?![^{]*\})", text) if text else []:
         ends = part.split("..")
-        first.append(_parse_place(line, ends[0]))
-        last.append(_parse_place(line, ends[-1]))
+        first.append(_parse_coordinate(line, ends[0]))
+        last.append(_parse_coordinate(line, ends[-1]))
     return EventMap(first=tuple(first), last=tuple(last))
 
 
-def _parse_place(line: str, text: str) -> Place:
-    match = _PLACE.fullmatch(text)
+def _parse_coordinate(line: str, text: str) -> EventCoordinate:
+    match = _COORDINATE.fullmatch(text)
     if not match:
         raise _unreadable(line)
     fixed, table_dim, values, _, dim, scale, offset, divisor = match.groups()
     if fixed is not None:
-        return Place(offset=int(fixed))
+        return EventCoordinate(offset=int(fixed))
     if table_dim is not None:
-        return Place(dim=int(table_dim), values=tuple(map(int, values.split(","))))
-    return Place(
+        return EventCoordinate(dim=int(table_dim), values=tuple(map(int, values.split(","))))
+    return EventCoordinate(
         dim=int(dim), scale=int(scale or 1), offset=int(offset or 0), divisor=int(divisor or 1)
     )
 

@@ -13,7 +13,7 @@ Coordinates = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class EventCoordinate:
     """(scale * coordinate `dim` + offset) // divisor; with dim -1 the offset itself. values: where
     no such formula holds, the place for each value of the coordinate.
     """
@@ -39,8 +39,8 @@ class EventMap:
     `last`, both included. listed: where no such map holds, the events of each task by number.
     """
 
-    first: tuple[Place, ...] = ()
-    last: tuple[Place, ...] = ()
+    first: tuple[EventCoordinate, ...] = ()
+    last: tuple[EventCoordinate, ...] = ()
     listed: tuple[tuple[Coordinates, ...], ...] = ()
 
     def events(self, number: int, task: Coordinates) -> tuple[Coordinates, ...]:
@@ -49,8 +49,8 @@ class EventMap:
             return self.listed[number]
         found: list[Coordinates] = [()]
         for first, last in zip(self.first, self.last, strict=True):
-            places = range(first.at(task), last.at(task) + 1)
-            found = [(*event, place) for event in found for place in places]
+            positions = range(first.at(task), last.at(task) + 1)
+            found = [(*event, position) for event in found for position in positions]
         return tuple(found)
 
 

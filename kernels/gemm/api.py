@@ -3,10 +3,10 @@
 
 In: a [M, K] and b [N, K] of one type on one device, b as a linear layer holds its weight. Out: new
 tensors A B^T. On Hopper GPUs in bf16 the model of sharding/overlap/matmul_ways.py chooses: the
-kernel of this package, alone (launch.py) or with the collective beside it (overlap.py), or torch's
-matmul and a collective by peer memory (exchange.py) or by NCCL, in turn. Elsewhere it is torch's
-matmul and the communicator's collective. All ranks of a team make the same calls in the same order.
-Next: overlap.py.
+kernel of this package, alone (start.py) or with the collective beside it (overlap.py), or torch's
+matmul and a collective by peer memory (peer_collectives.py) or by NCCL, in turn. Elsewhere it is
+torch's matmul and the communicator's collective. All ranks of a team make the same calls in the
+same order. Next: overlap.py.
 """
 
 import importlib
@@ -25,8 +25,8 @@ from distmega.kernels.gemm.machine import built_in, measured
 from distmega.kernels.gemm.workspace import Workspace, workspace_of
 from distmega.kernels.runtime.gpus import is_hopper
 from distmega.sharding.overlap.matmul_ways import (
-    Choice,
     Collective,
+    OverlapChoice,
     choose_means,
     choose_tiles,
     kernel_problem,
@@ -66,27 +66,27 @@ def all_gather_matmul(
     comm: Communicator,
     axis: str = "tp",
     *,
-    alike: bool = False,
+    replicated: bool = False,
     overlap: bool | None = None,
     workspace: Workspace | None = None,
 ) -> Tensor:
     """A B^T, [M, N], where member r of the mesh axis has rows r M / ranks to (r + 1) M / ranks of A
     in `own`, and b [N, K] is its own.
 
-    alike: all have the same b, and want the same result bit by bit. overlap: True for the kernel
-    that overlaps, False for NCCL's collective after torch's matmul, by default what is expected to
-    be fastest. workspace: of the axis, large enough; by default the team's own. ProgramError if
-    shapes do not fit, or can't overlap when forced.
+    replicated: all have the same b, and want the same result bit by bit. overlap: True for the
+    kernel that overlaps, False for NCCL's collective after torch's matmul, by default what is
+    expected to be fastest. workspace: of the axis, large enough; by default the team's own.
+    ProgramError if shapes do not fit, or can't overlap when forced.
     """
     _check(own, b)
     num_ranks = comm.mesh.size(axis)
     extents = _extents(own, b, num_ranks, rows=own.shape[0] * num_ranks)
-    extents = replace(extents, alike=alike)
+    extents = replace(extents, replicated=replicated)
     choice = _choose("all_gather", own, comm, extents, overlap)
     if choice.means != "nccl":
         workspace = _workspace(workspace, comm, axis, 2 * extents.rows * extents.depth)
         if choice.means == "peer":
-            return torch.mm(_kernels("exchange").all_gather(own, workspace), b.T)
+            return torch.mm(_kernels("peer_collectives").all_gather(own, workspace), b.T)
         launch = _kernels("launch")
         return _kernels("overlap").all_gather_matmul(  # type: ignore[no-any-return]
             launch.aligned(own), launch.aligned(b), workspace, choice
@@ -163,9 +163,11 @@ def matmul_all_reduce(
     return result
 
 
-def _sending(name: str, a: Tensor, b: Tensor, choice: Choice, workspace: Workspace) -> Tensor:
+def _sending(
+    name: str, a: Tensor, b: Tensor, choice: OverlapChoice, workspace: Workspace
+) -> Tensor:
     if choice.means == "peer":
-        result = getattr(_kernels("exchange"), name)(a, b, workspace)
+        result = getattr(_kernels("peer_collectives"), name)(a, b, workspace)
     else:
         launch = _kernels("launch")
         result = getattr(_kernels("overlap"), name)(
@@ -200,8 +202,8 @@ def _nccl(comm: Communicator, axis: str) -> dist.ProcessGroup | None:
     """The NCCL group of an axis, if its order is the team's."""
     if not isinstance(comm, NcclCommunicator) or comm.mesh.size(axis) == 1:
         return None
-    group, places = comm.group(axis)
-    return group if list(places) == list(range(len(places))) else None
+    group, team_ranks = comm.group(axis)
+    return group if list(team_ranks) == list(range(len(team_ranks))) else None
 
 
 def _choose(
@@ -210,7 +212,7 @@ def _choose(
     comm: Communicator,
     extents: Extents,
     forced: bool | None,
-) -> Choice:
+) -> OverlapChoice:
     """Decided by what is equal on all ranks."""
     if _on_hopper(x) and isinstance(comm, NcclCommunicator):
         rates = measured(comm).overlap
@@ -227,7 +229,7 @@ def _choose(
             expected=problem,
             remedy="pad the rows, or leave overlap out",
         )
-    return Choice(means="nccl", us=0.0)
+    return OverlapChoice(means="nccl", us=0.0)
 
 
 def _on_hopper(x: Tensor) -> bool:
@@ -241,11 +243,11 @@ def _on_hopper(x: Tensor) -> bool:
 
 
 def _workspace(
-    given: Workspace | None, comm: Communicator, axis: str, room_bytes: int
+    given: Workspace | None, comm: Communicator, axis: str, symmetric_bytes: int
 ) -> Workspace:
-    """The given one, or the team's with such rooms."""
+    """The given one, or the team's with such symmetric buffers."""
     assert isinstance(comm, NcclCommunicator)
-    return given or workspace_of(comm, axis, room_bytes)
+    return given or workspace_of(comm, axis, symmetric_bytes)
 
 
 def _kernels(name: str) -> ModuleType:

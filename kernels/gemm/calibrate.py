@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distmega.hostir.comm.nccl import NcclCommunicator
-from distmega.kernels.gemm import exchange, overlap
-from distmega.kernels.gemm.launch import launch_matmul, plain_spec
+from distmega.kernels.gemm import overlap, peer_collectives
+from distmega.kernels.gemm.start import launch_matmul, plain_spec
 from distmega.kernels.gemm.workspace import workspace_of
 from distmega.kernels.runtime.gpus import num_sms
 from distmega.kernels.runtime.stream_ops import copy_bytes
@@ -193,28 +193,28 @@ def _copies(rates: OverlapRates, clock: _Clock, comm: NcclCommunicator, axis: st
     workspace = workspace_of(comm, axis, 4 * WIDTH * WIDTH)
     size, peer = workspace.num_ranks, workspace.peers[0]
     own = torch.empty(32 * MB, dtype=torch.uint8)
-    room, stream = workspace.room_address(peer), torch.cuda.current_stream()
+    buffer, stream = workspace.symmetric_address(peer), torch.cuda.current_stream()
     few = _random(256, 1024)
 
     def reduce(rows: int) -> None:
         workspace.begin()
-        exchange.sum_room(workspace.room((rows, 1024), few.dtype), workspace)
+        peer_collectives.sum_symmetric(workspace.buffer((rows, 1024), few.dtype), workspace)
 
     small, large, gathered, low, high = clock.times_us(
-        lambda: copy_bytes(room, own.data_ptr(), MB, stream),
-        lambda: copy_bytes(room, own.data_ptr(), 32 * MB, stream),
-        lambda: exchange.all_gather(few, workspace),
+        lambda: copy_bytes(buffer, own.data_ptr(), MB, stream),
+        lambda: copy_bytes(buffer, own.data_ptr(), 32 * MB, stream),
+        lambda: peer_collectives.all_gather(few, workspace),
         lambda: reduce(256),
         lambda: reduce(4096),
     )
     _, rate = _line(small, large, MB, 32 * MB)
-    exchanged = gathered - (size - 1) * (few.nbytes / rate + rates.exchange_peer_us)
+    copied = gathered - (size - 1) * (few.nbytes / rate + rates.peer_copy_us)
     sent = 2 * few.nbytes * (size - 1) / size
     two_shot, two_shot_rate = _line(low, high, sent, 16 * sent)
     return replace(
         rates,
         copy_bytes_per_us=rate,
-        exchange_us=max(exchanged, 0.0),
+        peer_copies_us=max(copied, 0.0),
         two_shot_us=two_shot,
         two_shot_bytes_per_us=two_shot_rate,
     )

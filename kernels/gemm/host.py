@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from distmega.hostir.comm.nccl import NcclCommunicator
-from distmega.hostir.lower.matmul_nodes import FusedMatmul, Room
+from distmega.hostir.lower.matmul_nodes import FusedMatmul, SymmetricBuffer
 from distmega.kernels.gemm.api import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from distmega.kernels.gemm.workspace import Workspace, workspace_of
 
@@ -23,11 +23,11 @@ class PeerMatmuls:
         self.comm = comm
         self._opened: dict[str, list[Workspace]] = {}
 
-    def open_rooms(self, rooms: Sequence[Room]) -> None:
+    def open_symmetric_buffers(self, symmetric_buffers: Sequence[SymmetricBuffer]) -> None:
         """LaunchError, on all ranks, where they do not reach each other's memory."""
-        for room in rooms:
-            found = workspace_of(self.comm, room.mesh_axis, room.num_bytes)
-            opened = self._opened.setdefault(room.mesh_axis, [])
+        for symmetric_buffer in symmetric_buffers:
+            found = workspace_of(self.comm, symmetric_buffer.mesh_axis, symmetric_buffer.num_bytes)
+            opened = self._opened.setdefault(symmetric_buffer.mesh_axis, [])
             if found not in opened:
                 opened.append(found)
 
@@ -46,17 +46,29 @@ class PeerMatmuls:
     def compile(self, node: FusedMatmul) -> Callable[[Tensor, Tensor], Tensor]:
         """See Matmuls. ProgramError from a call with what the kernel can't do."""
         comm, axis, overlap = self.comm, node.mesh_axis, True if node.forced else None
-        room = self._opened[axis][-1]
+        symmetric_buffer = self._opened[axis][-1]
         match node.kind:
             case "all_gather_matmul":
                 return lambda x, w: all_gather_matmul(
-                    x, w, comm, axis, alike=node.alike, overlap=overlap, workspace=room
+                    x,
+                    w,
+                    comm,
+                    axis,
+                    replicated=node.replicated,
+                    overlap=overlap,
+                    workspace=symmetric_buffer,
                 )
             case "matmul_reduce_scatter":
                 return lambda x, w: matmul_reduce_scatter(
-                    x, w, comm, axis, overlap=overlap, workspace=room
+                    x, w, comm, axis, overlap=overlap, workspace=symmetric_buffer
                 )
             case "matmul_all_reduce":
                 return lambda x, w: matmul_all_reduce(
-                    x, w, comm, axis, overlap=overlap, workspace=room, borrow=node.borrows
+                    x,
+                    w,
+                    comm,
+                    axis,
+                    overlap=overlap,
+                    workspace=symmetric_buffer,
+                    borrow=node.borrows,
                 )

@@ -3,7 +3,7 @@
 A loader warp streams 64-wide slices of A and B through a ring of shared memory by TMA; two warp
 groups take a half of each tile's 128 rows, multiply by wgmma and store by TMA, 64 columns at a
 time, while the loader already fills the ring for the next tile. In: descriptors, event words
-(events.py), a MatmulSpec. Out: the result in local or peer memory. Next: launch.py.
+(events.py), a MatmulSpec. Out: the result in local or peer memory. Next: start.py.
 """
 
 # Kernels' arguments have no Python types.
@@ -27,7 +27,7 @@ from distmega.kernels.gemm.events import (
     finish_stores,
     wait_event,
 )
-from distmega.kernels.gemm.order import end_work, place_part, place_tile, place_work
+from distmega.kernels.gemm.order import end_work, locate_part, locate_tile, locate_work
 from distmega.kernels.gemm.spec import BUFFERS, EARLY, HALF_M, TILE_K, TILE_M, WORDS
 from distmega.kernels.gluon_compat import (
     cta_barrier,
@@ -52,14 +52,14 @@ def load_partials(partials, it, row, left, grid, arrivals, helped, stuck, ring,
     what the program that helped with it has stored, if `helped`, its word, is not -1.
     """
     chunk_rows, _, rank, _, _, _ = grid
-    place, _ = place_part(row, left // spec.tile_n, grid)
+    position, _ = locate_part(row, left // spec.tile_n, grid)
     _, _, part_ring, ready, free = ring
     part_bytes: gl.constexpr = 2 * HALF_M * spec.tile_n
     others: gl.constexpr = spec.num_ranks - 1 if spec.sends != "" else 0
     pieces: gl.constexpr = 1 if spec.sends != "" else 2
     for other in range(others + pieces * (helped >= 0).to(gl.int32)):
         source = other + (other >= rank).to(gl.int32)
-        word = place
+        word = position
         if other >= others:
             source = rank
             word = helped
@@ -91,8 +91,8 @@ def load_tiles(a, own, b, partials, k_tiles, grid, split, arrivals, arrival_rows
     slice_bytes: gl.constexpr = 2 * TILE_K * (TILE_M + spec.tile_n)
     it = 0
     for item in range(gl.program_id(0), end_work(num_tiles, split, spec), gl.num_programs(0)):
-        number, first, slices, word = place_work(item, num_tiles, k_tiles, split, spec)
-        chunk, row, column = place_tile(number, grid, spec)
+        number, first, slices, word = locate_work(item, num_tiles, k_tiles, split, spec)
+        chunk, row, column = locate_tile(number, grid, spec)
         top = row * TILE_M
         is_own = chunk == rank
         if spec.gathers and not is_own:
@@ -179,8 +179,8 @@ def store_tile_and_rest(part, out, top, leaving):
 
 @gluon.jit
 def push_tile(part, home, top, left, leaving, pushing, rank, spec: gl.constexpr):
-    """As store_tile, and to the same place in all other ranks' rooms."""
-    _, column_blocks, rooms, _ = pushing
+    """As store_tile, and to the same place in all other ranks' symmetric buffers."""
+    _, column_blocks, buffers, _ = pushing
     width = column_blocks * HALF_M
     count: gl.constexpr = part.shape[1] // HALF_M
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -189,12 +189,12 @@ def push_tile(part, home, top, left, leaving, pushing, rank, spec: gl.constexpr)
     lines = gl.expand_dims((top + rows).to(gl.int64) * width, 1)
     for i in gl.static_range(count):
         block = store_block(part, i, count, home, top, left, leaving, i).load(layout)
-        places = gl.expand_dims(columns + i * HALF_M, 0)
-        inside = places < width
+        positions = gl.expand_dims(columns + i * HALF_M, 0)
+        inside = positions < width
         for other in range(spec.num_ranks - 1):
-            room = gl.load(rooms + other + (other >= rank).to(gl.int32))
-            start = gl.multiple_of(room.to(gl.pointer_type(gl.bfloat16)), 16)
-            gl.store(start + lines + places, block, mask=inside)
+            peer_buffer = gl.load(buffers + other + (other >= rank).to(gl.int32))
+            start = gl.multiple_of(peer_buffer.to(gl.pointer_type(gl.bfloat16)), 16)
+            gl.store(start + lines + positions, block, mask=inside)
 
 
 @gluon.jit
@@ -251,8 +251,8 @@ def count_tiles(k_tiles, grid, split, arrivals, counts, pushing, boxes, spec: gl
     num_tiles = chunk_rows * columns * spec.num_ranks
     tiles_done = 0
     for item in range(gl.program_id(0), end_work(num_tiles, split, spec), gl.num_programs(0)):
-        number, first, _, word = place_work(item, num_tiles, k_tiles, split, spec)
-        chunk, row, column = place_tile(number, grid, spec)
+        number, first, _, word = locate_work(item, num_tiles, k_tiles, split, spec)
+        chunk, row, column = locate_tile(number, grid, spec)
         for half in gl.static_range(2):
             mbarrier.wait(outbox.index(half), tiles_done & 1)
             mbarrier.arrive(sentbox.index(half), count=1)
@@ -261,8 +261,8 @@ def count_tiles(k_tiles, grid, split, arrivals, counts, pushing, boxes, spec: gl
         elif (spec.sends == "all") & (number >= late):
             count_at_peers(words, rank, spec.num_ranks)
         elif spec.sends != "" and (chunk != rank or spec.sends == "all"):
-            place, parts = place_part(row, column, grid)
-            count_event(counts, chunk * parts + place)
+            position, parts = locate_part(row, column, grid)
+            count_event(counts, chunk * parts + position)
         tiles_done += 1  # noqa: SIM113
 
 
@@ -279,8 +279,8 @@ def compute_tiles(out, home, k_tiles, grid, split, pushing, ring, boxes, leaving
     tiles_done = 0
     acc = gl.zeros([HALF_M, tile_n], gl.float32, layout=layout)
     for item in range(gl.program_id(0), end_work(num_tiles, split, spec), gl.num_programs(0)):
-        number, first, slices, word = place_work(item, num_tiles, k_tiles, split, spec)
-        chunk, row, column = place_tile(number, grid, spec)
+        number, first, slices, word = locate_work(item, num_tiles, k_tiles, split, spec)
+        chunk, row, column = locate_tile(number, grid, spec)
         top, left = row * TILE_M + half * HALF_M, column * tile_n
         below = chunk * slot_rows + top
         if spec.num_ranks == 1:
@@ -323,24 +323,24 @@ def compute_tiles(out, home, k_tiles, grid, split, pushing, ring, boxes, leaving
 
 @gluon.jit(do_not_specialize=EXTENTS)
 def matmul_kernel(a, own, b, out, home, partials, k_tiles, chunk_rows, columns, rank, group, lag,
-                  part, arrivals, arrival_rows, counts, late, column_blocks, rooms, words, helpers,
-                  given, fewer, stuck, spec: gl.constexpr):  # fmt: skip
+                  part, arrivals, arrival_rows, counts, late, column_blocks, buffers, words,
+                  helpers, given, fewer, stuck, spec: gl.constexpr):  # fmt: skip
     """Extents: k_tiles, chunk_rows (of one rank), columns, group, part in tiles. lag, part: see
     order.py.
 
     a [M, K], own [M / num_ranks, K] (this rank's rows when it gathers), b [N, K], out (M rows, or
-    this rank's when it scatters), home [2 M, N] (this rank's room), all in blocks of 64 columns,
-    and the same room as partials in those of tile_n: descriptors of local memory. A room has first
-    a slot of M / num_ranks rows of partial results for each source rank, then M rows of results; if
-    the kernel gathers, home and partials are [2 * 128 * tiles of the last wave, tile_n], for what
-    helpers compute of each, rounded, and then what rounding leaves.
-    arrivals, int32 [num_ranks, WORDS]: a word for arrival_rows rows of A of each rank, or for a
-    part of its partial results. counts, int32: a word for each part of results. late: number of
-    the first tile that this kernel itself pushes to all peers, if it sends to all, and
-    column_blocks: N / 64. rooms, words: int64 [num_ranks], addresses of each rank's room and of its
-    count of such tiles from this rank. helpers, given, fewer: see order.py; a rank's own slot and
-    its words for itself in arrivals are for tiles that programs help with. stuck: as in wait_event.
-    All words are 0 when a call begins.
+    this rank's when it scatters), home [2 M, N] (this rank's symmetric buffer), all in blocks of 64
+    columns, and the same symmetric buffer as partials in those of tile_n: descriptors of local
+    memory. A symmetric buffer has first a slot of M / num_ranks rows of partial results for each
+    source rank, then M rows of results; if the kernel gathers, home and partials are [2 * 128 *
+    tiles of the last wave, tile_n], for what helpers compute of each, rounded, and then what
+    rounding leaves. arrivals, int32 [num_ranks, WORDS]: a word for arrival_rows rows of A of each
+    rank, or for a part of its partial results. counts, int32: a word for each part of results.
+    late: number of the first tile that this kernel itself pushes to all peers, if it sends to all,
+    and column_blocks: N / 64. symmetric buffers, words: int64 [num_ranks], addresses of each rank's
+    symmetric buffer and of its count of such tiles from this rank. helpers, given, fewer: see
+    order.py; a rank's own slot and its words for itself in arrivals are for tiles that programs
+    help with. stuck: as in wait_event. All words are 0 when a call begins.
     """
     stages: gl.constexpr = spec.stages
     a_ring = gl.allocate_shared_memory(gl.bfloat16, [2 * stages, HALF_M, TILE_K], a.layout)
@@ -355,7 +355,7 @@ def matmul_kernel(a, own, b, out, home, partials, k_tiles, chunk_rows, columns, 
     ring = (a_ring, b_ring, part_ring, ready, free)
     grid = (chunk_rows, columns, rank, group, lag, part)
     split = (helpers, given, fewer)
-    pushing = (late, column_blocks, rooms, words)
+    pushing = (late, column_blocks, buffers, words)
     if spec.num_ranks == 1:
         gl.warp_specialize(
             [

@@ -1,6 +1,6 @@
 """In which order the programs of a matmul take the tiles of the result.
 
-In: a tile's number, extents in tiles. Out: `place_tile`. Rows of the result come in one chunk a
+In: a tile's number, extents in tiles. Out: `locate_tile`. Rows of the result come in one chunk a
 rank, a chunk in bands of `group` rows of tiles, which are crossed together, so that what runs at
 one time reads few rows and columns, which stay in the L2. A kernel that gathers takes the chunks as
 a ring that begins with this rank's, which is there already. One that sends takes the bands of other
@@ -23,7 +23,7 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.jit
-def place_gathered(number, chunk_rows, columns, first, group, chunks: gl.constexpr):
+def locate_gathered(number, chunk_rows, columns, first, group, chunks: gl.constexpr):
     """(chunk, row of tiles in it, column of tiles) of a tile; chunk_rows, columns: in tiles."""
     in_chunk = chunk_rows * columns
     chunk = (first + number // in_chunk) % chunks
@@ -35,7 +35,7 @@ def place_gathered(number, chunk_rows, columns, first, group, chunks: gl.constex
 
 
 @gluon.jit
-def place_band(turn, bands, rank, lag, chunks: gl.constexpr):
+def locate_band(turn, bands, rank, lag, chunks: gl.constexpr):
     """(chunk, band in it) of a turn, of `bands` in each chunk: one band of each other rank in
     turn, and this rank's band of `lag` rounds before, 1 <= lag <= bands.
     """
@@ -54,28 +54,28 @@ def place_band(turn, bands, rank, lag, chunks: gl.constexpr):
 
 
 @gluon.jit
-def place_sent(number, chunk_rows, columns, rank, lag, group, chunks: gl.constexpr):
-    """As place_gathered, where group divides chunk_rows."""
+def locate_sent(number, chunk_rows, columns, rank, lag, group, chunks: gl.constexpr):
+    """As locate_gathered, where group divides chunk_rows."""
     in_band = group * columns
-    chunk, band = place_band(number // in_band, chunk_rows // group, rank, lag, chunks)
+    chunk, band = locate_band(number // in_band, chunk_rows // group, rank, lag, chunks)
     number = number % in_band
     return chunk, band * group + number % group, number // group
 
 
 @gluon.jit
-def place_tile(number, grid, spec: gl.constexpr):
+def locate_tile(number, grid, spec: gl.constexpr):
     """(chunk, row of tiles in it, column of tiles) of a tile of a kernel; grid: (chunk_rows,
     columns, rank, group, lag, part), of which the last two are only used if it sends.
     """
     chunk_rows, columns, rank, group, lag, _ = grid
     if spec.sends == "":
-        return place_gathered(number, chunk_rows, columns, rank, group, spec.num_ranks)
+        return locate_gathered(number, chunk_rows, columns, rank, group, spec.num_ranks)
     else:
-        return place_sent(number, chunk_rows, columns, rank, lag, group, spec.num_ranks)
+        return locate_sent(number, chunk_rows, columns, rank, lag, group, spec.num_ranks)
 
 
 @gluon.jit
-def place_part(row, column, grid):
+def locate_part(row, column, grid):
     """Number of the part of a chunk that a tile is sent with, and that of all parts; a part is
     `part` columns of tiles of a band.
     """
@@ -105,7 +105,7 @@ def end_pieces(num_tiles, program, programs, split):
 
 
 @gluon.jit
-def place_work(item, num_tiles, k_tiles, split, spec: gl.constexpr):
+def locate_work(item, num_tiles, k_tiles, split, spec: gl.constexpr):
     """(number of a tile, its first slice along K, slices, word) of a piece of work. From item
     num_tiles on these are slices that a tile has given away. word: of the event for them, for both
     pieces of such a tile; -1 for others.
@@ -113,12 +113,12 @@ def place_work(item, num_tiles, k_tiles, split, spec: gl.constexpr):
     if spec.num_ranks == 1:
         return item, 0, k_tiles, -1
     else:
-        return place_piece(item, num_tiles, k_tiles, gl.num_programs(0), split)
+        return locate_piece(item, num_tiles, k_tiles, gl.num_programs(0), split)
 
 
 @gluon.jit
-def place_piece(item, num_tiles, k_tiles, programs, split):
-    """As place_work."""
+def locate_piece(item, num_tiles, k_tiles, programs, split):
+    """As locate_work."""
     helpers, given, fewer = split
     wave = num_tiles // programs * programs
     number, first, slices, word = item, 0, k_tiles, -1

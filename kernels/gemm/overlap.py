@@ -2,22 +2,23 @@
 take rows while it runs.
 
 In: bf16 operands, a Workspace. Out: results of this rank. A gather pushes this rank's rows into the
-peers' rooms, each copy followed by its event word. A sending kernel counts the tiles of each band
-of rows that it has stored, by parts of it; copies, queued behind waits for these counts, push the
-parts into the rooms of those who want them, each followed by an event word. Sums of the last tiles,
-which all programs finish at one time, are pushed by the kernel itself. Next: kernel.py.
+peers' symmetric buffers, each copy followed by its event word. A sending kernel counts the tiles of
+each band of rows that it has stored, by parts of it; copies, queued behind waits for these counts,
+push the parts into the symmetric buffers of those who want them, each followed by an event word.
+Sums of the last tiles, which all programs finish at one time, are pushed by the kernel itself.
+Next: kernel.py.
 """
 
 import torch
 from torch import Tensor
 
 from distmega.errors import HangError
-from distmega.kernels.gemm.launch import Peering, launch_matmul
 from distmega.kernels.gemm.spec import WORDS, MatmulSpec
+from distmega.kernels.gemm.start import Peering, launch_matmul
 from distmega.kernels.gemm.workspace import PUSHED, Workspace
 from distmega.kernels.runtime.gpus import num_sms
 from distmega.kernels.runtime.stream_ops import copy_bytes, copy_columns, wait_word, write_word
-from distmega.sharding.overlap.matmul_ways import Choice, event_rows
+from distmega.sharding.overlap.matmul_ways import OverlapChoice, event_rows
 from distmega.sharding.overlap.tile_times import (
     GATHERED,
     TILE_ROWS,
@@ -25,7 +26,7 @@ from distmega.sharding.overlap.tile_times import (
     SendPlan,
     Tiles,
     count_helpers,
-    place_turns,
+    order_turns,
     plan_sending,
 )
 
@@ -49,23 +50,23 @@ class Stuck:
 
 
 def gather_rows(own: Tensor, workspace: Workspace, rows: int) -> None:
-    """Starts the copies of own [M / num_ranks, K] into all peers' rooms, `rows` at a time, the
-    nearest neighbour of the ring first, as its kernel asks for them.
+    """Starts the copies of own [M / num_ranks, K] into all peers' symmetric buffers, `rows` at a
+    time, the nearest neighbour of the ring first, as its kernel asks for them.
     """
     stream, rank = workspace.stream, workspace.rank
     num_bytes = rows * own.shape[1] * own.element_size()
     first = rank * own.numel() * own.element_size()
     for step in range(1, workspace.num_ranks):
         peer = (rank - step) % workspace.num_ranks
-        room = workspace.room_address(peer) + first
+        buffer = workspace.symmetric_address(peer) + first
         for word in range(own.shape[0] // rows):
             start = word * num_bytes
-            copy_bytes(room + start, own.data_ptr() + start, num_bytes, stream)
+            copy_bytes(buffer + start, own.data_ptr() + start, num_bytes, stream)
             write_word(workspace.arrival_address(peer, rank, word), 1, stream)
 
 
 def all_gather_matmul(
-    own: Tensor, b: Tensor, workspace: Workspace, choice: Choice, *, debug: bool = False
+    own: Tensor, b: Tensor, workspace: Workspace, choice: OverlapChoice, *, debug: bool = False
 ) -> Tensor:
     """C [M, N] for own [M / num_ranks, K], b [N, K]; the kernel starts with this rank's rows."""
     assert choice.tiles is not None
@@ -78,7 +79,7 @@ def all_gather_matmul(
         num_ranks=workspace.num_ranks,
     )
     rows = event_rows(extents)
-    room = workspace.room((extents.rows, extents.depth), own.dtype)
+    buffer = workspace.buffer((extents.rows, extents.depth), own.dtype)
     gather_rows(own, workspace, rows)
     out = torch.empty(extents.rows, extents.columns, dtype=own.dtype, device=own.device)
     stuck = Stuck(own.device, debug)
@@ -97,18 +98,18 @@ def all_gather_matmul(
         arrivals=workspace.arrivals,
         arrival_rows=rows,
         counts=workspace.counts,
-        rooms=workspace.rooms,
+        buffers=workspace.buffers,
         words=workspace.pushed,
     )
     spec = _spec(tiles, workspace, gathers=True, debug=debug)
-    launch_matmul(room, b, out, spec, tiles.group, peering, stuck.words)
+    launch_matmul(buffer, b, out, spec, tiles.group, peering, stuck.words)
     workspace.end(range(own.shape[0] // rows))
     stuck.check(workspace)
     return out
 
 
 def matmul_reduce_scatter(
-    a: Tensor, b: Tensor, workspace: Workspace, choice: Choice, *, debug: bool = False
+    a: Tensor, b: Tensor, workspace: Workspace, choice: OverlapChoice, *, debug: bool = False
 ) -> Tensor:
     """This rank's rows [M / num_ranks, N] of the sum over ranks of A B^T; a [M, K], b [N, K]."""
     out = torch.empty(a.shape[0] // workspace.num_ranks, b.shape[0], dtype=a.dtype, device=a.device)
@@ -117,7 +118,7 @@ def matmul_reduce_scatter(
 
 
 def matmul_all_reduce(
-    a: Tensor, b: Tensor, workspace: Workspace, choice: Choice, *, debug: bool = False
+    a: Tensor, b: Tensor, workspace: Workspace, choice: OverlapChoice, *, debug: bool = False
 ) -> Tensor:
     """The sum over ranks of A B^T, [M, N], the same bits on all ranks; a [M, K], b [N, K].
 
@@ -127,8 +128,8 @@ def matmul_all_reduce(
 
 
 def send_rows(plan: SendPlan, home: Tensor, workspace: Workspace) -> list[int]:
-    """Queues the copies that follow a sending kernel, in its order of bands; home: its room. Gives
-    the counts that they wait for.
+    """Queues the copies that follow a sending kernel, in its order of bands; home: its symmetric
+    buffer. Gives the counts that they wait for.
     """
     stream, rank, bands = workspace.stream, workspace.rank, plan.num_bands
     row_bytes = home.shape[1] * home.element_size()
@@ -136,7 +137,7 @@ def send_rows(plan: SendPlan, home: Tensor, workspace: Workspace) -> list[int]:
     band_bytes = plan.tiles.group * TILE_ROWS * row_bytes
     results = home.shape[0] // 2 * row_bytes
     counts = []
-    for chunk, band in place_turns(bands, rank, plan.lag, workspace.num_ranks):
+    for chunk, band in order_turns(bands, rank, plan.lag, workspace.num_ranks):
         if chunk == rank and not plan.shares:
             continue
         for part, columns in enumerate(plan.part_columns(chunk == rank and band == bands - 1)):
@@ -145,11 +146,11 @@ def send_rows(plan: SendPlan, home: Tensor, workspace: Workspace) -> list[int]:
             wait_word(workspace.count_address(index), columns * plan.tiles.group, stream)
             left = part * plan.part * tile_bytes
             lies = results + (chunk * bands + band) * band_bytes + left
-            source = workspace.room_address(rank) + lies
+            source = workspace.symmetric_address(rank) + lies
             width = min(columns * tile_bytes, row_bytes - left)
             for peer in [chunk] if chunk != rank else workspace.peers:
                 to = (rank * bands + band) * band_bytes + left if chunk != rank else lies
-                to += workspace.room_address(peer)
+                to += workspace.symmetric_address(peer)
                 copy_columns(to, source, width, row_bytes, band_bytes // row_bytes, stream)
                 if chunk != rank:
                     word = workspace.arrival_address(chunk, rank, band * plan.num_parts + part)
@@ -165,13 +166,13 @@ def _send(
     b: Tensor,
     out: Tensor | None,
     workspace: Workspace,
-    choice: Choice,
+    choice: OverlapChoice,
     debug: bool,
 ) -> Tensor:
     assert choice.tiles is not None
     workspace.begin()
     rows, columns = a.shape[0], b.shape[0]
-    home = workspace.room((2 * rows, columns), a.dtype)
+    home = workspace.buffer((2 * rows, columns), a.dtype)
     result = home[rows:] if out is None else out
     extents = Extents(rows=rows, columns=columns, depth=a.shape[1], num_ranks=workspace.num_ranks)
     plan = plan_sending(
@@ -193,7 +194,7 @@ def _send(
         home=home,
         counts=workspace.counts,
         late=plan.num_tiles - plan.num_late,
-        rooms=workspace.rooms,
+        buffers=workspace.buffers,
         words=workspace.pushed,
         helpers=plan.num_helpers,
         given=plan.split.given,

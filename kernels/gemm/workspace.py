@@ -1,10 +1,11 @@
 """Memory that the ranks of a team write into each other: rooms for data, and event words.
 
 In: the NCCL team of a mesh axis. Out: a Workspace. Calls that use it take turns: even and odd ones
-have a room and event words each. No call ends on a rank before all ranks have started it, so two
-calls later a room is free again on all of them. A word holds 0, 1 once what it tells of is there,
-and 0 again after the call that waited for it: nothing of a call is counted on the host but its
-turn, so a captured graph that begins and ends at an even turn can be replayed. Next: overlap.py.
+have a symmetric buffer and event words each. No call ends on a rank before all ranks have started
+it, so two calls later a symmetric buffer is free again on all of them. A word holds 0, 1 once what
+it tells of is there, and 0 again after the call that waited for it: nothing of a call is counted on
+the host but its turn, so a captured graph that begins and ends at an even turn can be replayed.
+Next: overlap.py.
 """
 
 import math
@@ -28,33 +29,33 @@ PUSHED = NUM_WORDS - 1
 
 
 class Workspace:
-    """Two rooms of `room_bytes` in every rank's memory. All ranks make it together and use it in
-    the same order, each on one stream at a time.
+    """Two symmetric buffers of `symmetric_bytes` in every rank's memory. All ranks make it together
+    and use it in the same order, each on one stream at a time.
 
     stream: for copies to peers. group: of the ranks, for torch's own ops.
     """
 
-    def __init__(self, comm: NcclCommunicator, axis: str, room_bytes: int) -> None:
+    def __init__(self, comm: NcclCommunicator, axis: str, symmetric_bytes: int) -> None:
         """Raises LaunchError if the ranks do not reach each other's memory."""
-        self.room_bytes = -(-room_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        self.symmetric_bytes = -(-symmetric_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         self.turn = 0
         self._queued = False
         """Whether `stream` has work that no settled stream follows yet."""
-        self._at_words = TURNS * self.room_bytes
+        self._at_words = TURNS * self.symmetric_bytes
         size = comm.mesh.size(axis)
         self._turn_bytes = size * NUM_WORDS * WORD_BYTES
         num_bytes = self._at_words + TURNS * self._turn_bytes
         self._memory = open_symmetric(comm, axis, num_bytes)
         self.group = comm.group(axis)[0]
         self.backend = self._memory.backend
-        self.rank, self.num_ranks = self._memory.place, self._memory.num_ranks
+        self.rank, self.num_ranks = self._memory.team_rank, self._memory.num_ranks
         self.stream = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
         shape = (self.num_ranks, NUM_WORDS)
         starts = [self._at_words + turn * self._turn_bytes for turn in range(TURNS)]
         self._arrivals = [
             self._memory.tensor(self.rank, shape, torch.int32, start) for start in starts
         ]
-        self._rooms = self._addresses(0, self.room_bytes)
+        self._buffers = self._addresses(0, self.symmetric_bytes)
         first = self._at_words + WORD_BYTES * (self.rank * NUM_WORDS + PUSHED)
         self._pushed = self._addresses(first, self._turn_bytes)
         self._counts = torch.zeros(TURNS, *shape, dtype=torch.int32, device=self.device)
@@ -116,26 +117,28 @@ class Workspace:
             address = self.arrival_address(self.rank, source, word)
             wait_word(address, value, torch.cuda.current_stream())
 
-    def room(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """The current call's room in this rank's memory. RequestError if it is too small."""
+    def buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """The current call's symmetric buffer in this rank's memory. RequestError if it is too
+        small.
+        """
         num_bytes = math.prod(shape) * dtype.itemsize
-        if num_bytes > self.room_bytes:
+        if num_bytes > self.symmetric_bytes:
             raise RequestError(
-                f"tensor of {num_bytes} bytes in a workspace for {self.room_bytes}",
+                f"tensor of {num_bytes} bytes in a workspace for {self.symmetric_bytes}",
                 expected="room for the whole gathered tensor, or twice that of the result",
                 remedy="make a larger Workspace",
             )
-        start = self.turn * self.room_bytes
+        start = self.turn * self.symmetric_bytes
         return self._memory.local[start : start + num_bytes].view(dtype).view(*shape)
 
-    def room_address(self, rank: int) -> int:
-        """Of the current call's room in the memory of a rank."""
-        return int(self._memory.pointers[rank]) + self.turn * self.room_bytes
+    def symmetric_address(self, rank: int) -> int:
+        """Of the current call's symmetric buffer in the memory of a rank."""
+        return int(self._memory.pointers[rank]) + self.turn * self.symmetric_bytes
 
     @property
-    def rooms(self) -> Tensor:
-        """Addresses of all ranks' rooms of the current call, int64 [num_ranks]."""
-        return self._rooms[self.turn]
+    def buffers(self) -> Tensor:
+        """Addresses of all ranks' symmetric buffers of the current call, int64 [num_ranks]."""
+        return self._buffers[self.turn]
 
     @property
     def pushed(self) -> Tensor:
@@ -151,9 +154,9 @@ class Workspace:
 
     def arrival_address(self, rank: int, source: int, word: int) -> int:
         """Of a word of this call in the memory of `rank` that only rank `source` writes."""
-        place: int = source * NUM_WORDS + word
+        position: int = source * NUM_WORDS + word
         start = self._at_words + self.turn * self._turn_bytes
-        return int(self._memory.pointers[rank]) + start + place * WORD_BYTES
+        return int(self._memory.pointers[rank]) + start + position * WORD_BYTES
 
     @property
     def counts(self) -> Tensor:
@@ -176,12 +179,12 @@ class Workspace:
 _workspaces: dict[tuple[NcclCommunicator, str], Workspace] = {}
 
 
-def workspace_of(comm: NcclCommunicator, axis: str, room_bytes: int) -> Workspace:
+def workspace_of(comm: NcclCommunicator, axis: str, symmetric_bytes: int) -> Workspace:
     """The workspace of a team, which makes it together when it is first asked for, or asked for
-    with larger rooms than before.
+    with larger symmetric buffers than before.
     """
     known = _workspaces.get((comm, axis))
-    if known is None or known.room_bytes < room_bytes:
+    if known is None or known.symmetric_bytes < symmetric_bytes:
         torch.cuda.synchronize()
-        known = _workspaces[comm, axis] = Workspace(comm, axis, room_bytes)
+        known = _workspaces[comm, axis] = Workspace(comm, axis, symmetric_bytes)
     return known

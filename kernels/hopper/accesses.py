@@ -1,4 +1,4 @@
-"""Which tagged words an instruction of the kernel of one row polls, and which it writes.
+"""Which flagged words an instruction of the kernel of one row polls, and which it writes.
 
 In: an instruction and the queues that it is of. Out: ranges of words, and whose they are. What the
 proof (proof.py) and the report of a hang (diagnosis.py) know of the kernel is said here alone.
@@ -17,13 +17,13 @@ from distmega.kernels.hopper.words import (
     PAIRED,
     PARTIAL_EXTRA,
     UNIT_ROWS,
-    Attention,
-    Barrier,
-    Combine,
-    Embed,
     Instruction,
-    Linear,
-    Sample,
+    RowAttention,
+    RowBarrier,
+    RowCombine,
+    RowEmbed,
+    RowLinear,
+    RowSample,
 )
 
 
@@ -53,11 +53,11 @@ class Write:
 
 
 def buffer_words(queues: RowQueues, name: str) -> range:
-    """Tagged words of a buffer; none if there is no such buffer."""
+    """Flagged words of a buffer; none if there is no such buffer."""
     return next((b.words for b in queues.buffers if b.name == name), range(0))
 
 
-def last_row(one: Linear) -> int:
+def last_row(one: RowLinear) -> int:
     """Behind the last row of the output that an instruction has."""
     return min(one.row0 + one.num_units * UNIT_ROWS, one.num_rows)
 
@@ -65,9 +65,9 @@ def last_row(one: Linear) -> int:
 def reads(one: Instruction, queues: RowQueues) -> Iterator[Read]:
     """What an instruction polls."""
     match one:
-        case Linear():
+        case RowLinear():
             yield from _linear_reads(one, queues)
-        case Attention():
+        case RowAttention():
             shape = queues.attention
             assert shape is not None
             dim, split0 = shape.head_dim, one.split == 0
@@ -77,30 +77,30 @@ def reads(one: Instruction, queues: RowQueues) -> Iterator[Read]:
             for each in (queries, range(key, key + 1), range(value, value + 1)):
                 words = range(one.src + each.start * dim, one.src + each.stop * dim)
                 yield Read(words=words, generation=one.generation, always=split0)
-        case Combine():
+        case RowCombine():
             assert queues.attention is not None
             stride = queues.attention.head_dim + PARTIAL_EXTRA
             for split in range(one.max_splits):
                 first = one.partial + (one.head * one.max_splits + split) * stride
                 words = range(first, first + stride)
                 yield Read(words=words, generation=one.generation, always=split == 0)
-        case Barrier():
+        case RowBarrier():
             words = range(one.dst, one.dst + one.num_words)
             yield Read(words=words, generation=one.generation, phase=1)
-        case Sample():
+        case RowSample():
             if one.vocab:
                 words = range(one.src + one.row0, one.src + one.num_rows)
                 yield Read(words=words, generation=one.generation)
             words = buffer_words(queues, "sample")
             yield Read(words=words, generation=one.generation, always=False, phase=1)
-        case Embed():
+        case RowEmbed():
             return
 
 
-def _linear_reads(one: Linear, queues: RowQueues) -> Iterator[Read]:
+def _linear_reads(one: RowLinear, queues: RowQueues) -> Iterator[Read]:
     if not one.flags & FROM_EMBEDDING:
         words = range(one.src, one.src + one.num_src_words)
-        yield Read(words=words, generation=one.generation - one.tag_delta)
+        yield Read(words=words, generation=one.generation - one.flag_delta)
     if queues.epilogues[one.opcode].summed:
         first, last = one.row0, last_row(one)
         for rank in range(queues.num_ranks):
@@ -122,7 +122,7 @@ def step_reads(queues: RowQueues) -> Iterator[Read]:
 
 
 def _is_ranked(one: Instruction, queues: RowQueues) -> bool:
-    return (isinstance(one, Linear) and one.opcode < MAX_EPILOGUES) and queues.epilogues[
+    return (isinstance(one, RowLinear) and one.opcode < MAX_EPILOGUES) and queues.epilogues[
         one.opcode
     ].ranked
 
@@ -130,32 +130,32 @@ def _is_ranked(one: Instruction, queues: RowQueues) -> bool:
 def writes(one: Instruction, queues: RowQueues, sm: int) -> Iterator[Write]:
     """What an instruction of an SM writes, or may write."""
     match one:
-        case Linear():
+        case RowLinear():
             yield from _linear_writes(one, queues, sm)
-        case Attention():
+        case RowAttention():
             assert queues.attention is not None
             stride = queues.attention.head_dim + PARTIAL_EXTRA
             for query in range(one.query0, one.query0 + queues.attention.num_queries):
                 row = one.partial + (query * one.max_splits + one.split) * stride
                 yield Write(words=range(row, row + stride), generation=one.generation)
-        case Combine():
+        case RowCombine():
             assert queues.attention is not None
             half = queues.attention.head_dim // 2
             words = range(one.dst + one.head * half, one.dst + (one.head + 1) * half)
             yield Write(words=words, generation=one.generation)
-        case Barrier():
+        case RowBarrier():
             words = range(one.dst + 2 * sm, one.dst + 2 * sm + 2)
             yield Write(words=words, generation=one.generation)
-        case Embed():
+        case RowEmbed():
             yield from _embed_writes(one, queues)
-        case Sample():
+        case RowSample():
             for plane in buffer_words(queues, "sample")[:: 2 * MAX_SMS]:
                 words = range(plane + 2 * sm, plane + 2 * sm + 2)
                 yield Write(words=words, generation=one.generation)
             yield from _best_writes(queues, sm, one.generation, 1)
 
 
-def _linear_writes(one: Linear, queues: RowQueues, sm: int) -> Iterator[Write]:
+def _linear_writes(one: RowLinear, queues: RowQueues, sm: int) -> Iterator[Write]:
     epilogue, ranks = queues.epilogues[one.opcode], range(queues.num_ranks)
     first, last = one.row0, last_row(one)
     if epilogue.summed:
@@ -163,7 +163,7 @@ def _linear_writes(one: Linear, queues: RowQueues, sm: int) -> Iterator[Write]:
             part = one.dst + (rank - len(ranks)) * one.num_rows
             words = range(part + first, part + last)
             yield Write(words=words, generation=one.generation, rank=rank)
-    if epilogue.ranked and queues.draw is None:
+    if epilogue.ranked and queues.sampler is None:
         yield from _best_writes(queues, sm, one.generation, 0)
     elif epilogue.ranked:  # the same rows on each rank, in words of their own
         logits = buffer_words(queues, "logits")
@@ -181,7 +181,7 @@ def _linear_writes(one: Linear, queues: RowQueues, sm: int) -> Iterator[Write]:
         yield Write(words=words, generation=one.generation, phase=int(epilogue.summed))
 
 
-def _embed_writes(one: Embed, queues: RowQueues) -> Iterator[Write]:
+def _embed_writes(one: RowEmbed, queues: RowQueues) -> Iterator[Write]:
     """Each rank's columns of the token's row, or the whole row of any of the other ranks: this one
     knows that the token is not its own, or it would have pushed.
     """
@@ -197,7 +197,7 @@ def _embed_writes(one: Embed, queues: RowQueues) -> Iterator[Write]:
 
 
 def _best_writes(queues: RowQueues, sm: int, generation: int, phase: int) -> Iterator[Write]:
-    """The candidate of an SM: on every rank, or at home where each rank draws for itself."""
+    """The candidate of an SM: on every rank, or at home where each rank samples for itself."""
     words = buffer_words(queues, "best")
     num_writers = len(words) // (2 * len(queues.queues))
     size = len(words) // num_writers

@@ -1,10 +1,11 @@
-"""All-reduce of a small bf16 tensor over GPUs that share memory: one kernel, words that carry tags.
+"""All-reduce of a small bf16 tensor over GPUs that share memory: one kernel, words that carry
+flags.
 
 In: x on every rank. Out: the sum on every rank, taken in fp32 in rank order and so bitwise equal.
-As in the decode kernel a rank pushes its words, two bf16 and a tag each, and polls its own memory,
+As in the decode kernel a rank pushes its words, two bf16 and a flag each, and polls its own memory,
 so that no fence and no barrier is needed. One shot pushes all of x to every rank; two shots push
-each rank its part, and then the sum of the part to every rank. The tag is the number of the launch,
-which each program counts in device memory: a launch can be captured in a CUDA graph.
+each rank its part, and then the sum of the part to every rank. The flag is the number of the
+launch, which each program counts in device memory: a launch can be captured in a CUDA graph.
 
 Buffers have two copies, for launches of odd and even number. Whoever pushes in launch n has ended
 launch n - 1, for which every peer's same program had pushed, and that it did after its launch
@@ -18,7 +19,7 @@ from triton.experimental.gluon import language as gl
 
 from distmega.errors import HangError, RequestError
 from distmega.kernels.hopper.alarm import Alarm
-from distmega.kernels.hopper.device import bf16_pair, high_half, low_half, tagged
+from distmega.kernels.hopper.device import bf16_pair, flagged, high_half, low_half
 from distmega.kernels.hopper.shapes import PER_THREAD, THREADS, TWOS
 from distmega.kernels.hopper.spins import spin_ranks
 from distmega.kernels.hopper.words import REPORT_WORDS
@@ -30,15 +31,15 @@ COPIES = 2
 
 
 @gluon.jit
-def push_words(peers, rank: gl.constexpr, at, pair, tag, wanted):
-    """Tagged words into the memory of a rank, [512] in TWOS."""
-    gl.store(peers[rank] + at, tagged(pair, tag), mask=wanted)
+def push_words(peers, rank: gl.constexpr, at, pair, flag, wanted):
+    """Flagged words into the memory of a rank, [512] in TWOS."""
+    gl.store(peers[rank] + at, flagged(pair, flag), mask=wanted)
 
 
 @gluon.jit
-def sum_words(report, mine, at, stride, tag, wanted, RANKS: gl.constexpr):
+def sum_words(report, mine, at, stride, flag, wanted, RANKS: gl.constexpr):
     """Words `at` and at + 1 of all ranks' parts, `stride` words apart, summed: two a thread."""
-    parts = spin_ranks(report, mine + at, stride.to(gl.int64) * 8, tag, wanted, RANKS)
+    parts = spin_ranks(report, mine + at, stride.to(gl.int64) * 8, flag, wanted, RANKS)
     low0 = low_half(parts[0])
     high0 = high_half(parts[0])
     low1 = low_half(parts[1])
@@ -57,17 +58,26 @@ def in_twos(first, second):
     return gl.convert_layout(gl.reshape(gl.join(first, second), [CHUNK_WORDS]), TWOS)
 
 
-@gluon.jit(do_not_specialize=["place"])
+@gluon.jit(do_not_specialize=["team_rank"])
 def reduce_one_shot(
-    x, out, report, mine, peers, epochs, place, num_words, RANKS: gl.constexpr, CHUNKS: gl.constexpr
+    x,
+    out,
+    report,
+    mine,
+    peers,
+    epochs,
+    team_rank,
+    num_words,
+    RANKS: gl.constexpr,
+    CHUNKS: gl.constexpr,
 ):
     """x, out: int32 [num_words], pairs of bf16. report: see spins.py, right before mine. mine:
     int64 [2, RANKS, num_words], zeroed before the first launch; peers: `mine` of all ranks. epochs:
     int32, one a program.
     """
     pid = gl.program_id(0)
-    tag = gl.load(epochs + pid) + 1
-    copy = (tag & 1) * RANKS * num_words
+    flag = gl.load(epochs + pid) + 1
+    copy = (flag & 1) * RANKS * num_words
     words = gl.arange(0, CHUNK_WORDS, layout=TWOS)
     twos = 2 * gl.arange(0, THREADS, layout=PER_THREAD)
     for chunk in gl.static_range(CHUNKS):
@@ -75,26 +85,26 @@ def reduce_one_shot(
         wanted = first + words < num_words
         pair = gl.load(x + first + words, mask=wanted, other=0)
         for rank in gl.static_range(RANKS):
-            to = copy + place * num_words + first
-            push_words(peers, rank, to + words, pair, tag, wanted)
+            to = copy + team_rank * num_words + first
+            push_words(peers, rank, to + words, pair, flag, wanted)
     for chunk in gl.static_range(CHUNKS):
         first = (pid * CHUNKS + chunk) * CHUNK_WORDS
         wanted = first + twos < num_words
-        even, odd = sum_words(report, mine, copy + first + twos, num_words, tag, wanted, RANKS)
+        even, odd = sum_words(report, mine, copy + first + twos, num_words, flag, wanted, RANKS)
         gl.store(out + first + words, in_twos(even, odd), mask=first + words < num_words)
-    gl.store(epochs + pid, tag)
+    gl.store(epochs + pid, flag)
 
 
-@gluon.jit(do_not_specialize=["place"])
+@gluon.jit(do_not_specialize=["team_rank"])
 def reduce_two_shot(
-    x, out, report, mine, peers, epochs, place, size, RANKS: gl.constexpr, CHUNKS: gl.constexpr
+    x, out, report, mine, peers, epochs, team_rank, size, RANKS: gl.constexpr, CHUNKS: gl.constexpr
 ):
     """As reduce_one_shot, of RANKS parts of `size` words; mine: int64 [2, 2, RANKS, size], what is
     to be added up and sums.
     """
     pid = gl.program_id(0)
-    tag = gl.load(epochs + pid) + 1
-    parts = (tag & 1) * 2 * RANKS * size
+    flag = gl.load(epochs + pid) + 1
+    parts = (flag & 1) * 2 * RANKS * size
     sums = parts + RANKS * size
     words = gl.arange(0, CHUNK_WORDS, layout=TWOS)
     twos = 2 * gl.arange(0, THREADS, layout=PER_THREAD)
@@ -103,25 +113,25 @@ def reduce_two_shot(
         wanted = first + words < size
         for rank in gl.static_range(RANKS):
             pair = gl.load(x + rank * size + first + words, mask=wanted, other=0)
-            to = parts + place * size + first
-            push_words(peers, rank, to + words, pair, tag, wanted)
+            to = parts + team_rank * size + first
+            push_words(peers, rank, to + words, pair, flag, wanted)
     for chunk in gl.static_range(CHUNKS):
         first = (pid * CHUNKS + chunk) * CHUNK_WORDS
         wanted = first + twos < size
-        even, odd = sum_words(report, mine, parts + first + twos, size, tag, wanted, RANKS)
+        even, odd = sum_words(report, mine, parts + first + twos, size, flag, wanted, RANKS)
         pair = in_twos(even, odd)
         for rank in gl.static_range(RANKS):
-            to = sums + place * size + first
-            push_words(peers, rank, to + words, pair, tag, first + words < size)
+            to = sums + team_rank * size + first
+            push_words(peers, rank, to + words, pair, flag, first + words < size)
     for chunk in gl.static_range(CHUNKS):
         first = (pid * CHUNKS + chunk) * CHUNK_WORDS
         wanted = first + twos < size
         at = mine + sums + first + twos
-        found = spin_ranks(report, at, size.to(gl.int64) * 8, tag, wanted, RANKS)
+        found = spin_ranks(report, at, size.to(gl.int64) * 8, flag, wanted, RANKS)
         for rank in gl.static_range(RANKS):
             pair = in_twos(found[2 * rank], found[2 * rank + 1])
             gl.store(out + rank * size + first + words, pair, mask=first + words < size)
-    gl.store(epochs + pid, tag)
+    gl.store(epochs + pid, flag)
 
 
 class PushedAllReduce:
@@ -148,7 +158,7 @@ class PushedAllReduce:
                 remedy="pad the tensor, or reduce over NCCL",
             )
         num_words, self._num_ranks = num_elements // 2, num_ranks
-        self._num_shots, self._chunks, self._place = num_shots, chunks, team.place
+        self._num_shots, self._chunks, self._team_rank = num_shots, chunks, team.team_rank
         self._share = num_words // (num_ranks if num_shots == 2 else 1)
         self._num_programs = -(-self._share // (CHUNK_WORDS.value * chunks))
         held = COPIES * num_words * (num_ranks if num_shots == 1 else 2)
@@ -157,10 +167,10 @@ class PushedAllReduce:
             self._memory.tensor(rank, (held + REPORT_WORDS,), torch.int64)
             for rank in range(num_ranks)
         ]
-        self._report = words[team.place]
+        self._report = words[team.team_rank]
         self._alarm = Alarm(self._report, timeout_s)
         self._peers = tuple(each[REPORT_WORDS:] for each in words)
-        self._mine = self._peers[team.place]
+        self._mine = self._peers[team.team_rank]
         self._epochs = torch.zeros_like(self._mine[: self._num_programs], dtype=torch.int32)
 
     def __call__(self, x: Tensor, out: Tensor) -> None:
@@ -170,9 +180,9 @@ class PushedAllReduce:
         if report := self._alarm.take():
             owner = (report.word - REPORT_WORDS) // self._share % self._num_ranks
             raise HangError(
-                f"rank {self._place}, program {report.last} of an all-reduce waited "
+                f"rank {self._team_rank}, program {report.last} of an all-reduce waited "
                 f"{self._alarm.limit_s:g} s for word {report.word}",
-                expected=f"what rank {owner} pushes in launch {report.tag}",
+                expected=f"what rank {owner} pushes in launch {report.flag}",
                 remedy="see whether that rank made the same call",
             )
         kernel = reduce_one_shot if self._num_shots == 1 else reduce_two_shot
@@ -183,7 +193,7 @@ class PushedAllReduce:
             self._mine,
             self._peers,
             self._epochs,
-            self._place,
+            self._team_rank,
             self._share,
             RANKS=self._num_ranks,
             CHUNKS=self._chunks,

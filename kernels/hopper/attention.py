@@ -1,6 +1,6 @@
 """Attention tasks on the compute warps: one kv head's query group over one split of the context.
 
-In: tagged words of the qkv output, cached keys and values in the ring. Out: tagged words of the
+In: flagged words of the qkv output, cached keys and values in the ring. Out: flagged words of the
 split's outputs, maxima and sums, and the new position in the cache. Next on the walk: splits.py.
 """
 
@@ -13,8 +13,8 @@ from distmega.kernels.hopper.blocks import (
     add_values,
     aim_block,
     aim_rows,
+    insert_new,
     keep_all,
-    place_new,
     score_block,
     stage_queries,
 )
@@ -22,8 +22,8 @@ from distmega.kernels.hopper.device import (
     as_float,
     clock,
     fence_all,
+    flagged_float,
     keep,
-    tagged_float,
 )
 from distmega.kernels.hopper.fields import (
     ATT_K_NORM,
@@ -82,11 +82,11 @@ def is_column(number, SIZE: gl.constexpr, D: gl.constexpr):
 @gluon.jit
 def rotated_rows(
     words,
-    exchange,
+    symmetric,
     vectors,
     rope,
     position,
-    tag,
+    flag,
     eps,
     D: gl.constexpr,
     G: gl.constexpr,
@@ -108,7 +108,7 @@ def rotated_rows(
     c = gl.arange(0, COLUMNS // SIZE, layout=gl.SliceLayout(0, GROUP))
     head = words[HEAD]
     source = gl.where(r < G, words[ATT_QUERY0] + r, gl.where(r == G, H + head, H + KVH + head))
-    at = exchange + words[SRC] + gl.expand_dims(source * D, 1) + gl.expand_dims(c * SIZE, 0)
+    at = symmetric + words[SRC] + gl.expand_dims(source * D, 1) + gl.expand_dims(c * SIZE, 0)
     wanted = gl.expand_dims(r < G + 2, 1) & gl.expand_dims(is_column(c, SIZE, D), 0)
     columns = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, PAIR))
     inside = is_column(columns, 1, D)
@@ -123,7 +123,7 @@ def rotated_rows(
         at_norm = vectors + weight + gl.expand_dims(columns, 0)
         weight1 = gl.load(at_norm, mask=inside, other=0.0).to(gl.float32)
         weight2 = gl.load(at_norm + half, mask=inside, other=0.0).to(gl.float32)
-    payloads = spin_rows(exchange, at, tag, wanted, D, SIZE)
+    payloads = spin_rows(symmetric, at, flag, wanted, D, SIZE)
     a = half_rows(payloads[0:SIZE], SIZE, [ROWS, COLUMNS], PAIR)
     b = half_rows(payloads[SIZE : 2 * SIZE], SIZE, [ROWS, COLUMNS], PAIR)
     is_value = rows > G
@@ -156,7 +156,7 @@ def append_position(words, cache, position, a, b, D: gl.constexpr, G: gl.constex
 
 @gluon.jit
 def aim_partial(words, split, D: gl.constexpr):
-    """Tagged words that a thread's first output and its maximum go to: see add_values."""
+    """Flagged words that a thread's first output and its maximum go to: see add_values."""
     thread = gl.arange(0, THREADS, layout=PER_THREAD)
     stride: gl.constexpr = D + PARTIAL_EXTRA
     first = words[PARTIAL] + (words[ATT_QUERY0] * words[MAX_SPLITS] + split) * stride
@@ -168,40 +168,40 @@ def aim_partial(words, split, D: gl.constexpr):
 
 @gluon.jit
 def write_partial(
-    words, exchange, aims, o0, o1, o2, o3, m, l, tag, D: gl.constexpr, G: gl.constexpr
+    words, symmetric, aims, o0, o1, o2, o3, m, l, flag, D: gl.constexpr, G: gl.constexpr
 ):
     """Outputs, maxima and sums of a split, as add_values leaves them in threads."""
     thread = gl.arange(0, THREADS, layout=PER_THREAD)
     query = thread % 4 * 2
     step = words[MAX_SPLITS] * (D + PARTIAL_EXTRA)
-    at = exchange + aims[0]
+    at = symmetric + aims[0]
     inside = (query < G) & (thread // 32 * 16 < D)
     right = inside if D % 16 == 0 else inside & (thread // 32 * 16 + 8 < D)
-    gl.store(at, tagged_float(o0, tag), mask=inside)
-    gl.store(at + 8, tagged_float(o2, tag), mask=right)
+    gl.store(at, flagged_float(o0, flag), mask=inside)
+    gl.store(at + 8, flagged_float(o2, flag), mask=right)
     inside = (query + 1 < G) & (thread // 32 * 16 < D)
     right = inside if D % 16 == 0 else inside & (thread // 32 * 16 + 8 < D)
-    gl.store(at + step, tagged_float(o1, tag), mask=inside)
-    gl.store(at + step + 8, tagged_float(o3, tag), mask=right)
-    at = exchange + aims[1]
+    gl.store(at + step, flagged_float(o1, flag), mask=inside)
+    gl.store(at + step + 8, flagged_float(o3, flag), mask=right)
+    at = symmetric + aims[1]
     inside = (thread < 4 * G) & (query == 0)
-    gl.store(at, tagged_float(m, tag), mask=inside)
-    gl.store(at + 1, tagged_float(l, tag), mask=inside)
+    gl.store(at, flagged_float(m, flag), mask=inside)
+    gl.store(at + 1, flagged_float(l, flag), mask=inside)
 
 
 @gluon.jit
 def attention_task(
     words,
-    exchange,
+    symmetric,
     vectors,
     cache,
     rope,
     position,
-    tag,
+    flag,
     eps,
     scale,
     min_blocks,
-    places,
+    ring,
     it,
     stamps,
     D: gl.constexpr,
@@ -214,7 +214,7 @@ def attention_task(
     TRACE: gl.constexpr,
 ):
     """One split of one kv head, every `active`-th block of 128 positions from its first on; returns
-    the ring position. `scale` includes log2(e). places: see kernel.decode. it: of the ring.
+    the ring position. `scale` includes log2(e). ring: see kernel.decode. it: of the ring.
     """
     HALVES: gl.constexpr = num_halves(D)
     COLUMNS: gl.constexpr = padded_half(D)
@@ -231,9 +231,9 @@ def attention_task(
         is_last = keep(((last - block) % active == 0).to(gl.int32))
         row = gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(1, PAIR)), 1)
         column = gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, PAIR)), 0)
-        aims = aim_block(places, G)
+        aims = aim_block(ring, G)
         row_aims = aim_rows(
-            places,
+            ring,
             it + (num_blocks - 1) * (2 * HALVES),
             position,
             row,
@@ -250,7 +250,7 @@ def attention_task(
         value_slot = keep(it % STAGES)
         value_phase = keep(it // STAGES % 2)
         a, b = rotated_rows(
-            words, exchange, vectors, rope, position, tag, eps, D, G, H, KVH, QK_NORM, ROTATED
+            words, symmetric, vectors, rope, position, flag, eps, D, G, H, KVH, QK_NORM, ROTATED
         )
         if TRACE:
             gl.store(stamps + 1, clock())
@@ -267,16 +267,16 @@ def attention_task(
             number = keep(i)  # unknown to the compiler, which would copy the loop for the first
             holds_new = (number + 1 == num_blocks) & (is_last != 0)
             if holds_new:
-                place_new(row_aims, a, b, SIZE, D)
+                insert_new(row_aims, a, b, SIZE, D)
             if holds_new | (number == 0):
                 cta_barrier()
             turn = number & 1
             score_block(
-                places, aims, turn, slot, phase, block, first, position, scale, HALVES, STAGES
+                ring, aims, turn, slot, phase, block, first, position, scale, HALVES, STAGES
             )
             cta_barrier()
             o0, o1, o2, o3, m, l = add_values(
-                places, aims, turn, value_slot, value_phase, o0, o1, o2, o3, m, l, HALVES, STAGES
+                ring, aims, turn, value_slot, value_phase, o0, o1, o2, o3, m, l, HALVES, STAGES
             )
             it += HALVES
             slot = it % STAGES
@@ -288,7 +288,7 @@ def attention_task(
         it -= HALVES
         if TRACE:
             gl.store(stamps + 2, clock())
-        write_partial(words, exchange, partial_aims, o0, o1, o2, o3, m, l, tag, D, G)
+        write_partial(words, symmetric, partial_aims, o0, o1, o2, o3, m, l, flag, D, G)
         if is_last != 0:
             append_position(words, cache, position, a, b, D, G)
             fence_all()

@@ -30,7 +30,7 @@ from distmega.kernels.hopper.spins import accuse, look, look_registers
 @constexpr_function
 def wait_asm() -> str:
     """PTX for inline_asm_elementwise. Operands: counter, target, whether this thread waits, the
-    report, the event, and the tag that a wait is reported with.
+    report, the event, and the flag that a wait is reported with.
     """
     lines = [
         "{",
@@ -58,18 +58,18 @@ def wait_asm() -> str:
 
 
 @gluon.jit
-def wait_event(events, event, target, tag, RANKS: gl.constexpr):
+def wait_event(events, event, target, flag, RANKS: gl.constexpr):
     """Until the counter of `event` has reached `target`, or the limit; then all threads see what
-    came before. events: see batch_words.EVENTS_AT. tag: of the instruction that waits, which stands
-    in the report instead of the target where waits for tagged words of other ranks do too.
+    came before. events: see batch_words.EVENTS_AT. flag: of the instruction that waits, which
+    stands in the report instead of the target where waits for flagged words of other ranks do too.
     """
     threads = gl.arange(0, THREADS, layout=PER_THREAD)
     counter = events + 2 * EVENTS_AT + event * EVENT_WORDS + threads * 0
-    told = tag if RANKS > 1 else target
+    awaited = flag if RANKS > 1 else target
     gl.inline_asm_elementwise(
         wait_asm(),
         "=&r,l,r,r,l,r,r",
-        [counter, target, (threads == 0).to(gl.int32), events, event, told],
+        [counter, target, (threads == 0).to(gl.int32), events, event, awaited],
         dtype=gl.int32,
         is_pure=False,
         pack=1,

@@ -6,19 +6,19 @@ from triton.experimental.gluon import language as gl
 
 from distmega.kernels.hopper import batch_words, words
 from distmega.kernels.hopper.batch_words import (
-    PLACES,
+    FIELD_WORDS,
     BatchAttention,
     BatchEmbed,
     BatchHead,
     BatchInstruction,
     BatchLinear,
     BatchNorm,
-    Opcode,
+    BatchOpcode,
 )
 
 
-def _place(kind: type[BatchInstruction], name: str) -> gl.constexpr:
-    return gl.constexpr(PLACES[kind][name])
+def _word(kind: type[BatchInstruction], name: str) -> gl.constexpr:
+    return gl.constexpr(FIELD_WORDS[kind][name])
 
 
 BATCH = gl.constexpr(batch_words.BATCH)
@@ -27,7 +27,7 @@ MAX_SMS = gl.constexpr(words.MAX_SMS)
 EVENT_WORDS = gl.constexpr(batch_words.EVENT_WORDS)
 GROUP_UNITS = gl.constexpr(batch_words.GROUP_UNITS)
 BEST_WORDS = gl.constexpr(batch_words.BEST_WORDS)
-TOLD_WORDS = gl.constexpr(batch_words.TOLD_WORDS)
+READY_WORDS = gl.constexpr(batch_words.READY_WORDS)
 PARTIAL_EXTRA = gl.constexpr(batch_words.PARTIAL_EXTRA)
 SETTINGS = gl.constexpr(batch_words.SETTINGS)
 SEEDS_AT = gl.constexpr(batch_words.SEEDS_AT)
@@ -52,48 +52,48 @@ LENGTH_MASK = gl.constexpr(batch_words.LENGTH_MASK)
 NORM_PLAIN = gl.constexpr(batch_words.NORM_KINDS.index("none"))
 NORM_LAYER = gl.constexpr(batch_words.NORM_KINDS.index("layer_norm"))
 
-OP_EMBED = gl.constexpr(int(Opcode.EMBED))
-OP_ATTENTION = gl.constexpr(int(Opcode.ATTENTION))
-OP_DRAW = gl.constexpr(int(Opcode.DRAW))
-OP_NORM = gl.constexpr(int(Opcode.NORM))
+OP_EMBED = gl.constexpr(int(BatchOpcode.EMBED))
+OP_ATTENTION = gl.constexpr(int(BatchOpcode.ATTENTION))
+OP_SAMPLE = gl.constexpr(int(BatchOpcode.SAMPLE))
+OP_NORM = gl.constexpr(int(BatchOpcode.NORM))
 
-OPCODE = _place(BatchLinear, "opcode")
-NUM_ROWS = _place(BatchLinear, "num_rows")
-DST = _place(BatchLinear, "dst")
-SRC = _place(BatchLinear, "src")
-PACKED = _place(BatchLinear, "packed")
-NUM_UNITS = _place(BatchLinear, "num_units")
-LIN_WEIGHT_ROW = _place(BatchLinear, "weight_row")
-LIN_PAIR_ROW = _place(BatchLinear, "pair_row")
-LIN_NUM_TILES_K = _place(BatchLinear, "num_tiles_k")
-LIN_NEXT_NORM = _place(BatchLinear, "next_norm")
-LIN_BIAS = _place(BatchLinear, "bias")
-LIN_ROW0 = _place(BatchLinear, "row0")
-LIN_NUMBERS = _place(BatchLinear, "numbers")
-LIN_CARRY2 = _place(BatchLinear, "carry2")
-PARTS_AT = _place(BatchLinear, "parts")
-OWN_PART = _place(BatchLinear, "own_part")
-EMB_FIRST_TOKEN = _place(BatchEmbed, "first_token")
-EMB_NUM_TOKENS = _place(BatchEmbed, "num_tokens")
-EMB_FIRST_COLUMN = _place(BatchEmbed, "first_column")
-EMB_NUM_COLUMNS = _place(BatchEmbed, "num_columns")
-EMB_FIRST_ID = _place(BatchEmbed, "first_id")
-EMB_BEST = _place(BatchEmbed, "best")
-HEAD_FIRST_ID = _place(BatchHead, "first_id")
-HEAD_PLACE = _place(BatchHead, "place")
-HEAD_NUM_TOKENS = _place(BatchHead, "num_tokens")
-ALL_LOGITS = _place(BatchHead, "logits")
-ALL_HIGHS = _place(BatchHead, "highs")
-TOLD = _place(BatchHead, "told")
-ATT_K_ROW = _place(BatchAttention, "k_row")
-ATT_V_ROW = _place(BatchAttention, "v_row")
-ATT_WINDOW = _place(BatchAttention, "window")
-ATT_Q_NORM = _place(BatchAttention, "q_norm")
-ATT_K_NORM = _place(BatchAttention, "k_norm")
-NORM_WEIGHT = _place(BatchNorm, "weight")
-NORM_BIAS = _place(BatchNorm, "bias")
-NORM_KEEP = _place(BatchNorm, "keep")
-NORM_KIND = _place(BatchNorm, "kind")
+OPCODE = _word(BatchLinear, "opcode")
+NUM_ROWS = _word(BatchLinear, "num_rows")
+DST = _word(BatchLinear, "dst")
+SRC = _word(BatchLinear, "src")
+PACKED = _word(BatchLinear, "packed")
+NUM_UNITS = _word(BatchLinear, "num_units")
+LIN_WEIGHT_ROW = _word(BatchLinear, "weight_row")
+LIN_PAIR_ROW = _word(BatchLinear, "pair_row")
+LIN_NUM_TILES_K = _word(BatchLinear, "num_tiles_k")
+LIN_NEXT_NORM = _word(BatchLinear, "next_norm")
+LIN_BIAS = _word(BatchLinear, "bias")
+LIN_ROW0 = _word(BatchLinear, "row0")
+LIN_NUMBERS = _word(BatchLinear, "numbers")
+LIN_CARRY2 = _word(BatchLinear, "carry2")
+PARTS_AT = _word(BatchLinear, "parts")
+OWN_PART = _word(BatchLinear, "own_part")
+EMB_FIRST_TOKEN = _word(BatchEmbed, "first_token")
+EMB_NUM_TOKENS = _word(BatchEmbed, "num_tokens")
+EMB_FIRST_COLUMN = _word(BatchEmbed, "first_column")
+EMB_NUM_COLUMNS = _word(BatchEmbed, "num_columns")
+EMB_FIRST_ID = _word(BatchEmbed, "first_id")
+EMB_BEST = _word(BatchEmbed, "best")
+HEAD_FIRST_ID = _word(BatchHead, "first_id")
+HEAD_TEAM_RANK = _word(BatchHead, "team_rank")
+HEAD_NUM_TOKENS = _word(BatchHead, "num_tokens")
+ALL_LOGITS = _word(BatchHead, "logits")
+ALL_ROW_MAXIMA = _word(BatchHead, "row_maxima")
+READY_FLAGS = _word(BatchHead, "ready_flags")
+ATT_K_ROW = _word(BatchAttention, "k_row")
+ATT_V_ROW = _word(BatchAttention, "v_row")
+ATT_WINDOW = _word(BatchAttention, "window")
+ATT_Q_NORM = _word(BatchAttention, "q_norm")
+ATT_K_NORM = _word(BatchAttention, "k_norm")
+NORM_WEIGHT = _word(BatchNorm, "weight")
+NORM_BIAS = _word(BatchNorm, "bias")
+NORM_KEEP = _word(BatchNorm, "keep")
+NORM_KIND = _word(BatchNorm, "kind")
 
 HALF_CHUNK = gl.constexpr(512 * batch_words.BATCH)
 """Elements of 512 columns of x."""

@@ -15,22 +15,22 @@ from distmega.kernels.gluon_compat import reinterpret
 from distmega.kernels.hopper.batch_attention import attention_task, count_blocks, first_piece
 from distmega.kernels.hopper.batch_device import signal_event, wait_event
 from distmega.kernels.hopper.batch_fields import (
-    ALL_HIGHS,
     ALL_LOGITS,
+    ALL_ROW_MAXIMA,
     ATT_WINDOW,
     BATCH,
     BEST_WORDS,
     BY_SM,
     NO_CHOICE,
     OP_ATTENTION,
-    OP_DRAW,
     OP_EMBED,
     OP_NORM,
+    OP_SAMPLE,
     OPCODE,
     STATE_EPOCH,
     STATE_POSITIONS,
 )
-from distmega.kernels.hopper.batch_limits import draw_within_limits
+from distmega.kernels.hopper.batch_limits import sample_within_limits
 from distmega.kernels.hopper.batch_linear import (
     count,
     embed_task,
@@ -40,10 +40,10 @@ from distmega.kernels.hopper.batch_linear import (
 )
 from distmega.kernels.hopper.batch_loader import loader
 from distmega.kernels.hopper.batch_norms import norm_task
-from distmega.kernels.hopper.batch_sample import draw_tokens
-from distmega.kernels.hopper.batch_team import as_floats, exchange_of, hear_ranks, push_logits
+from distmega.kernels.hopper.batch_sample import sample_tokens
+from distmega.kernels.hopper.batch_team import as_floats, hear_ranks, push_logits, symmetric_of
 from distmega.kernels.hopper.device import fence_all, fetch, keep
-from distmega.kernels.hopper.fields import DRAWN, GREEDY, WORDS
+from distmega.kernels.hopper.fields import GREEDY, SAMPLED, WORDS
 from distmega.kernels.hopper.shapes import (
     MMA_M,
     NUM_WARPS,
@@ -65,12 +65,13 @@ def write_tokens(tokens, step, chosen):
 
 
 @gluon.jit
-def draw_from_all(
+def sample_from_all(
     queue, num_instructions, logits, events, peers, sample_words, bests, best_rows, state, batch,
-    step, sm, num_sms, tag, RANKS: gl.constexpr,
+    step, sm, num_sms, flag, RANKS: gl.constexpr,
 ):
-    """The last instruction, a draw within limits, where ranks share the model: the head's logits to
-    every rank, then tokens from those of all. It waits for words of all SMs in place of an event.
+    """The last instruction, a sample within limits, where ranks share the model: the head's logits
+    to every rank, then tokens from those of all. It waits for words of all SMs in place of an
+    event.
     """
     # or else what follows from them stays in registers, see threads_here
     sm = keep(sm)
@@ -78,13 +79,13 @@ def draw_from_all(
     num_sms = keep(num_sms)
     num_instructions = keep(num_instructions)
     push_logits(
-        fetch(queue, num_instructions - 2), logits, bests, events, peers, batch, sm, tag, RANKS
+        fetch(queue, num_instructions - 2), logits, bests, events, peers, batch, sm, flag, RANKS
     )
     words = fetch(queue, num_instructions - 1)
-    exchange = exchange_of(events)
-    hear_ranks(words, exchange, num_sms, tag, RANKS)
-    draw_within_limits(
-        words, as_floats(exchange, words[ALL_LOGITS]), as_floats(exchange, words[ALL_HIGHS]),
+    symmetric = symmetric_of(events)
+    hear_ranks(words, symmetric, num_sms, flag, RANKS)
+    sample_within_limits(
+        words, as_floats(symmetric, words[ALL_LOGITS]), as_floats(symmetric, words[ALL_ROW_MAXIMA]),
         events, sample_words, bests, best_rows, state, batch, step, sm, num_sms, RANKS,
     )
     signal_event(events, num_instructions - 1)
@@ -117,14 +118,14 @@ def compute(
     gl.constexpr, EPILOGUES: gl.constexpr, CHOICE: gl.constexpr, HEAD_ROWS: gl.constexpr, RANKS:
     gl.constexpr, STAGES: gl.constexpr,
 ):
-    """Partition of eight warps. With several ranks what instruction i of step s exchanges is tagged
-    s * num_instructions + i + 1.
+    """Partition of eight warps. With several ranks what instruction i of step s exchanges is
+    flagged s * num_instructions + i + 1.
     """
-    GATHERS: gl.constexpr = RANKS > 1 and CHOICE > DRAWN and CHOICE < NO_CHOICE
+    GATHERS: gl.constexpr = RANKS > 1 and CHOICE > SAMPLED and CHOICE < NO_CHOICE
     sm = gl.program_id(0)
     epoch0 = gl.load(state + STATE_EPOCH)
     it = 0
-    tag = 0
+    flag = 0
     words = fetch(queue, 0)
     for step in range(num_steps):
         if GATHERS:
@@ -142,8 +143,8 @@ def compute(
             epoch = epoch0 + step + gl.where(i > 0, 1, 0)
             before = gl.where(i > 0, i, num_instructions) - 1
             if RANKS > 1:
-                tag = (epoch0 + step) * num_instructions + i + 1
-            wait_event(events, before, epoch * num_sms, tag, RANKS)
+                flag = (epoch0 + step) * num_instructions + i + 1
+            wait_event(events, before, epoch * num_sms, flag, RANKS)
             if ATTENDS and words[OPCODE] == OP_ATTENTION:
                 if words[ATT_WINDOW] != window:
                     window = words[ATT_WINDOW]
@@ -162,22 +163,22 @@ def compute(
                 mbarrier.arrive(step_bar.index(0), count=1)
                 if LOOKS_UP:
                     chosen = next_tokens(
-                        words, bests, best_rows, events, peers, 0, sm, tag, CHOICE, RANKS
+                        words, bests, best_rows, events, peers, 0, sm, flag, CHOICE, RANKS
                     )
                     if (sm == 0) & (step > 0):
                         write_tokens(tokens, step - 1, chosen)
                 else:
                     chosen = rows_given(batch)
                 embed_task(
-                    words, chosen, embed, numbers, acts, vectors, sums, events, peers, sm, tag,
+                    words, chosen, embed, numbers, acts, vectors, sums, events, peers, sm, flag,
                     EPILOGUES, RANKS,
                 )
             elif NORMS and words[OPCODE] == OP_NORM:
                 norm_task(words, numbers, acts, vectors, batch, sm, num_sms, eps)
-            elif CHOICE > DRAWN and CHOICE < NO_CHOICE and RANKS == 1 and (
-                words[OPCODE] == OP_DRAW
+            elif CHOICE > SAMPLED and CHOICE < NO_CHOICE and RANKS == 1 and (
+                words[OPCODE] == OP_SAMPLE
             ):
-                draw_within_limits(
+                sample_within_limits(
                     words, logits, bests, events, sample_words, bests, best_rows, state, batch,
                     step, sm, num_sms, RANKS,
                 )
@@ -185,11 +186,11 @@ def compute(
             else:
                 it = linear_task(
                     words, queue, i, acts, numbers, logits, vectors, sums, bests, best_rows, events,
-                    peers, sm, eps, red, bufs, ready, free, it, tag, EPILOGUES, CHOICE, RANKS,
+                    peers, sm, eps, red, bufs, ready, free, it, flag, EPILOGUES, CHOICE, RANKS,
                     STAGES,
                 )
-                if CHOICE == DRAWN and is_head(words, EPILOGUES):
-                    draw_tokens(
+                if CHOICE == SAMPLED and is_head(words, EPILOGUES):
+                    sample_tokens(
                         words, logits, events, bests, best_rows, state, batch, step, sm, HEAD_ROWS,
                         RANKS,
                     )
@@ -199,20 +200,20 @@ def compute(
             signal_event(events, i)
             words = ahead
         if GATHERS:
-            draw_from_all(
+            sample_from_all(
                 queue, num_instructions, logits, events, peers, sample_words, bests, best_rows,
                 state, batch, step, sm, num_sms,
                 (epoch0 + step + 1) * keep(num_instructions), RANKS,
             )
     if sm == 0:
         if RANKS > 1:
-            tag = (epoch0 + num_steps) * num_instructions
-        wait_event(events, num_instructions - 1, (epoch0 + num_steps) * num_sms, tag, RANKS)
+            flag = (epoch0 + num_steps) * num_instructions
+        wait_event(events, num_instructions - 1, (epoch0 + num_steps) * num_sms, flag, RANKS)
         if CHOICE != NO_CHOICE:
             # in words of their own: the next launch's first must not overwrite what no one has read
             after = RANKS * BEST_WORDS
             chosen = next_tokens(
-                words, bests, best_rows, events, peers, after, sm, tag, CHOICE, RANKS
+                words, bests, best_rows, events, peers, after, sm, flag, CHOICE, RANKS
             )
             write_tokens(tokens, num_steps - 1, chosen)
         b = gl.arange(0, BATCH, layout=gl.SliceLayout(1, BY_SM))
@@ -246,7 +247,7 @@ def decode_batch(
     cache_tiles: descriptor of cache, bf16 [rows, d]. vectors: norm weights and biases, bf16.
     embed: bf16, this rank's part of [vocab, hidden] or, unless the segment LOOKS_UP tokens, the
     rows that come in. queues: int32 [num_sms, num_instructions, 16]. events: int32, a report
-    (spins.py), what draws take, and counters, as batch_words.py has it; lists of the draws from
+    (spins.py), what samples take, and counters, as batch_words.py has it; lists of the samples from
     sample_words on, or words of ranks. peers: a tuple of all RANKS ranks' events, as int64, or None
     for one rank. acts: activations, as int32 pairs of bf16. numbers: f32 [16, rows], one behind the
     other. sums: f32, slots of [16, 256]; bests, best_rows: [16, 256], f32, int32. partials: f32,

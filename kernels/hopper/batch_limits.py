@@ -1,10 +1,10 @@
 """Drawing tokens within top-k and top-p for several sequences: an SM a sequence, from all of its
 logits, behind the event at which all SMs have written theirs. Where ranks share the model, each has
-all of their logits (batch_team.py) and draws as one alone would.
+all of their logits (batch_team.py) and samples as one alone would.
 
 In: the logits of a sequence, its settings and seed. Out: its token, in place of every SM's highest
 logit. No SM waits for another's numbers, so that little of it lives beside the rest of the kernel.
-A thread looks at every 256th logit and lists those that may be drawn, at first from a bound on
+A thread looks at every 256th logit and lists those that may be sampled, at first from a bound on
 that the top_k-th reaches; limits are looked for in these lists, whatever their length. A listed
 logit is a 64-bit word: its bits low, its row high. Next on the walk: batch_kernel.py.
 """
@@ -21,9 +21,9 @@ from distmega.kernels.hopper.batch_fields import (
     SETTINGS_AT,
     STATE_POSITIONS,
 )
-from distmega.kernels.hopper.device import as_float, keep, tagged_float
+from distmega.kernels.hopper.device import as_float, flagged_float, keep
 from distmega.kernels.hopper.sample import PROBES, add, add_pairs, gumbel
-from distmega.kernels.hopper.sample_all import NEVER_DRAWN
+from distmega.kernels.hopper.sample_all import NEVER_SAMPLED
 from distmega.kernels.hopper.shapes import THREADS
 
 DEPTH = gl.constexpr(32)
@@ -49,7 +49,7 @@ def list_words(vocab: int) -> int:
 
 
 @gluon.jit
-def places(first, ROWS: gl.constexpr):
+def item_numbers(first, ROWS: gl.constexpr):
     """Numbers of ROWS times 256 words from `first` on."""
     i = gl.arange(0, ROWS, layout=gl.SliceLayout(1, columns_of(ROWS)))
     t = gl.arange(0, THREADS, layout=gl.SliceLayout(0, columns_of(ROWS)))
@@ -61,7 +61,7 @@ def load_some(logits, first, num_rows):
     """[32, 256] logits from row `first` on, -inf behind the last, and their rows. Past the
     first-level cache, which may hold those of the step before.
     """
-    row = places(first, DEPTH)
+    row = item_numbers(first, DEPTH)
     mask = row < num_rows
     return gl.load(logits + row, mask=mask, other=float("-inf"), cache_modifier=".cg"), row
 
@@ -78,20 +78,22 @@ def find_peaks(logits, num_rows):
 
 
 @gluon.jit
-def load_peaks(highs, num_highs, ROWS: gl.constexpr):
-    """[4, 256]: the maxima of num_highs parts of the logits, from each of ROWS times 256 places;
-    -inf behind them. More than four rows share places.
+def load_peaks(row_maxima, num_row_maxima, ROWS: gl.constexpr):
+    """[4, 256]: the maxima of num_row_maxima parts of the logits, from each of ROWS times 256
+    places; -inf behind them. More than four rows share places.
     """
     none = float("-inf")
-    place = places(keep(0), PEAKS)
+    item = item_numbers(keep(0), PEAKS)
     if ROWS == 1:
-        return gl.load(highs + place, mask=place < num_highs, other=none, cache_modifier=".cg")
-    is_there = place % THREADS < num_highs
+        return gl.load(
+            row_maxima + item, mask=item < num_row_maxima, other=none, cache_modifier=".cg"
+        )
+    is_there = item % THREADS < num_row_maxima
     peaks = gl.full([PEAKS, THREADS], none, gl.float32, layout=columns_of(PEAKS))
     for row in gl.static_range(0, ROWS, PEAKS):
-        at = place + row * THREADS
+        at = item + row * THREADS
         wanted = is_there & (at < ROWS * THREADS)
-        found = gl.load(highs + at, mask=wanted, other=none, cache_modifier=".cg")
+        found = gl.load(row_maxima + at, mask=wanted, other=none, cache_modifier=".cg")
         peaks = gl.maximum(peaks, found)
     return peaks
 
@@ -138,7 +140,7 @@ def list_logits(logits, num_rows, bound, lists):
         flags = hit.to(gl.int32)
         slot = gl.associative_scan(flags, 0, add) + gl.expand_dims(num - 1, 0)
         at = slot * THREADS + row % THREADS
-        gl.store(lists + at, tagged_float(x, row), mask=hit)
+        gl.store(lists + at, flagged_float(x, row), mask=hit)
         num += gl.sum(flags, axis=0)
     return gl.convert_layout(num, gl.SliceLayout(0, columns_of(LISTED)))
 
@@ -146,7 +148,7 @@ def list_logits(logits, num_rows, bound, lists):
 @gluon.jit
 def load_listed(lists, first, num):
     """[8, 256] logits from place `first` of the lists on, -inf behind their ends; their rows."""
-    at = places(first * THREADS, LISTED)
+    at = item_numbers(first * THREADS, LISTED)
     here = at // THREADS < gl.expand_dims(num, 0)
     word = gl.load(lists + at, mask=here, other=0)
     return gl.where(here, as_float(word.to(gl.int32)), float("-inf")), (word >> 32).to(gl.int32)
@@ -170,7 +172,7 @@ def list_enough(logits, num_rows, bound, highest, heat, scale, top_k, wanted, li
     """Lists logits from a bound on which top_k of them reach and which have the mass `wanted`, or
     all that can be drawn: the lengths, the longest, the bound, how many are listed, their mass.
     """
-    floor = highest - NEVER_DRAWN * heat
+    floor = highest - NEVER_SAMPLED * heat
     bound = gl.maximum(bound, floor)
     wider = highest - 4.0 * (highest - bound)
     num = gl.zeros([THREADS], gl.int32, layout=gl.SliceLayout(0, columns_of(LISTED)))
@@ -191,8 +193,8 @@ def list_enough(logits, num_rows, bound, highest, heat, scale, top_k, wanted, li
 
 @gluon.jit
 def find_cutoff(lists, num, longest, low, low_num, mass, highest, scale, top_k, top_p, wanted):
-    """The least listed logit that may be drawn; see ops.cutoff. low: a bound, which low_num logits
-    of that mass reach. wanted: mass within top_p where top_k is 0.
+    """The least listed logit that may be sampled; see ops.cutoff. low: a bound, which low_num
+    logits of that mass reach. wanted: mass within top_p where top_k is 0.
     """
     above = highest + gl.maximum(gl.abs(highest) * 1e-3, 1e-3)
     if top_k > 0:
@@ -223,38 +225,48 @@ def find_cutoff(lists, num, longest, low, low_num, mass, highest, scale, top_k, 
 
 
 @gluon.jit
-def draw_listed(lists, num, longest, cutoff, temperature, seed, position):
+def sample_listed(lists, num, longest, cutoff, temperature, seed, position):
     """The row of the best candidate from `cutoff` on, the lowest among equals."""
     best = gl.full([LISTED, THREADS], float("-inf"), gl.float32, layout=columns_of(LISTED))
     best_row = gl.full([LISTED, THREADS], NO_ROW, gl.int32, layout=columns_of(LISTED))
     for first in range(0, keep(longest), LISTED):
         x, row = load_listed(lists, first, num)
-        drawn = gl.where(x >= cutoff, x + temperature * gumbel(row, position, seed), float("-inf"))
-        better = (drawn > best) | ((drawn == best) & (row < best_row) & (x >= cutoff))
-        best = gl.where(better, drawn, best)
+        sampled = gl.where(
+            x >= cutoff, x + temperature * gumbel(row, position, seed), float("-inf")
+        )
+        better = (sampled > best) | ((sampled == best) & (row < best_row) & (x >= cutoff))
+        best = gl.where(better, sampled, best)
         best_row = gl.where(better, row, best_row)
     highest = gl.max(gl.max(best, axis=0), axis=0)
     return gl.min(gl.min(gl.where(best == highest, best_row, NO_ROW), axis=0), axis=0)
 
 
 @gluon.jit
-def draw_within(
-    logits, num_rows, highs, num_highs, sampling, seed, position, lists, HIGH_ROWS: gl.constexpr = 1
+def sample_within(
+    logits,
+    num_rows,
+    row_maxima,
+    num_row_maxima,
+    sampling,
+    seed,
+    position,
+    lists,
+    HIGH_ROWS: gl.constexpr = 1,
 ):
-    """The row drawn from num_rows logits. highs: f32 [HIGH_ROWS, 256], of which num_highs a row
-    are the highest logit of each of as many parts of them. sampling: f32, (temperature, top_k,
-    top_p). lists: i64 [list_words(num_rows)], this program's.
+    """The row sampled from num_rows logits. row_maxima: f32 [HIGH_ROWS, 256], of which
+    num_row_maxima a row are the highest logit of each of as many parts of them. sampling: f32,
+    (temperature, top_k, top_p). lists: i64 [list_words(num_rows)], this program's.
     """
     temperature = gl.load(sampling)
     top_k = gl.load(sampling + 1).to(gl.int32)
     top_p = gl.load(sampling + 2)
     heat = gl.maximum(temperature, 1e-30)
     scale = LOG2_E / heat
-    num_parts = num_highs if HIGH_ROWS == 1 else num_highs * min(HIGH_ROWS, PEAKS)
+    num_parts = num_row_maxima if HIGH_ROWS == 1 else num_row_maxima * min(HIGH_ROWS, PEAKS)
     if (top_k == 0) | (top_k > num_parts):
         peaks = find_peaks(logits, num_rows)
     else:
-        peaks = load_peaks(highs, num_highs, HIGH_ROWS)
+        peaks = load_peaks(row_maxima, num_row_maxima, HIGH_ROWS)
     highest = gl.max(gl.max(peaks, axis=0), axis=0)
     bound = find_bound(peaks, highest, top_k)
     wanted = 0.0
@@ -266,15 +278,15 @@ def draw_within(
     cutoff = find_cutoff(
         lists, num, longest, low, low_num, mass, highest, scale, top_k, top_p, wanted
     )
-    row = draw_listed(lists, num, longest, cutoff, temperature, seed, position)
+    row = sample_listed(lists, num, longest, cutoff, temperature, seed, position)
     return gl.where(row == NO_ROW, 0, row)
 
 
 @gluon.jit
-def draw_within_limits(
+def sample_within_limits(
     words,
     logits,
-    highs,
+    row_maxima,
     events,
     sample_words,
     bests,
@@ -287,24 +299,24 @@ def draw_within_limits(
     RANKS: gl.constexpr,
 ):
     """The tokens of this SM's sequences, as the best candidates of all SMs."""
-    exchange = gl.multiple_of(events.to(gl.pointer_type(gl.int64), bitcast=True), 16)
-    sampling = (exchange + SETTINGS_AT).to(gl.pointer_type(gl.float32), bitcast=True)
+    symmetric = gl.multiple_of(events.to(gl.pointer_type(gl.int64), bitcast=True), 16)
+    sampling = (symmetric + SETTINGS_AT).to(gl.pointer_type(gl.float32), bitcast=True)
     num_rows = words[NUM_ROWS]
     size = (num_rows + DEPTH * THREADS - 1) // (DEPTH * THREADS) * (DEPTH * THREADS)
     for b in range(keep(sm), keep(batch), keep(num_sms)):
-        row = draw_within(
+        row = sample_within(
             logits + b * num_rows,
             num_rows,
-            highs + b * (RANKS * MAX_SMS),
+            row_maxima + b * (RANKS * MAX_SMS),
             keep(num_sms),
             sampling + b * SETTINGS,
-            gl.load(exchange + SEEDS_AT + b),
+            gl.load(symmetric + SEEDS_AT + b),
             gl.load(state + STATE_POSITIONS + b) + step,
-            exchange + keep(sample_words) + b * size,
+            symmetric + keep(sample_words) + b * size,
             RANKS,
         )
-        place = places(keep(0), 1)
+        item = item_numbers(keep(0), 1)
         none = gl.zeros([1, THREADS], gl.int32, layout=columns_of(1))
-        at, mine = b * MAX_SMS + place, place < keep(num_sms)
+        at, mine = b * MAX_SMS + item, item < keep(num_sms)
         gl.store(bests + at, none.to(gl.float32), mask=mine)
         gl.store(best_rows + at, none + row, mask=mine)

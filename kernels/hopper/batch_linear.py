@@ -55,13 +55,13 @@ from distmega.kernels.hopper.batch_fields import (
 )
 from distmega.kernels.hopper.batch_limits import NO_ROW
 from distmega.kernels.hopper.batch_team import (
-    exchange_of,
-    likeliest,
+    argmax_of_ranks,
     push_round,
     sum_round_of_ranks,
+    symmetric_of,
 )
 from distmega.kernels.hopper.device import bf16_pair, fetch, keep
-from distmega.kernels.hopper.fields import DRAWN, GREEDY, NO_REPORT
+from distmega.kernels.hopper.fields import GREEDY, NO_REPORT, SAMPLED
 from distmega.kernels.hopper.shapes import (
     MMA3,
     MMA_M,
@@ -316,12 +316,12 @@ def write_best(best, best_row, bests, best_rows, sm, CHOICE: gl.constexpr):
 
 @gluon.jit
 def next_tokens(
-    words, bests, best_rows, events, peers, after, sm, tag, CHOICE: gl.constexpr,
+    words, bests, best_rows, events, peers, after, sm, flag, CHOICE: gl.constexpr,
     RANKS: gl.constexpr,
 ):
     """[16] tokens with the highest logits over all SMs' parts, of all ranks; the lowest id among
-    equals. Those drawn within limits are the same on all ranks already. words, after: see
-    likeliest.
+    equals. Those sampled within limits are the same on all ranks already. words, after: see
+    most likely.
     """
     b = gl.expand_dims(gl.arange(0, BATCH, layout=gl.SliceLayout(1, BY_SM)), 1)
     each = gl.expand_dims(gl.arange(0, MAX_SMS, layout=gl.SliceLayout(0, BY_SM)), 0)
@@ -331,24 +331,24 @@ def next_tokens(
     highest = gl.expand_dims(gl.max(values, axis=1), 1)
     lowest = gl.min(gl.where(values == highest, rows, NO_ROW), axis=1)
     lowest = gl.where(lowest == NO_ROW, 0, lowest)  # where all logits are NaN or -inf
-    if RANKS > 1 and CHOICE <= DRAWN:
+    if RANKS > 1 and CHOICE <= SAMPLED:
         value = gl.max(values, axis=1)
-        exchange = exchange_of(events)
-        lowest = likeliest(words, value, lowest, exchange, peers, after, sm, tag, RANKS)
+        symmetric = symmetric_of(events)
+        lowest = argmax_of_ranks(words, value, lowest, symmetric, peers, after, sm, flag, RANKS)
     return lowest
 
 
 @gluon.jit
 def embed_task(
-    words, tokens, embed, numbers, acts, vectors, sums, events, peers, sm, tag,
+    words, tokens, embed, numbers, acts, vectors, sums, events, peers, sm, flag,
     EPILOGUES: gl.constexpr, RANKS: gl.constexpr,
 ):
     """This SM's columns of the row that comes in for every sequence: number `tokens` of a table."""
     token = gl.expand_dims(spread(tokens), 0).to(gl.int64)
     if is_summed(EPILOGUES, ENTRY):
-        push_embedding(words, token, embed, events, peers, tag, RANKS)
+        push_embedding(words, token, embed, events, peers, flag, RANKS)
         squares = sum_results(
-            words, numbers, acts, vectors, events, tag, EPILOGUES, ENTRY, RANKS
+            words, numbers, acts, vectors, events, flag, EPILOGUES, ENTRY, RANKS
         )
     else:
         squares = gl.zeros([ROUND_UNITS, COLUMNS], gl.float32, layout=ROUND)
@@ -364,11 +364,11 @@ def embed_task(
 
 
 @gluon.jit
-def push_embedding(words, token, embed, events, peers, tag, RANKS: gl.constexpr):
+def push_embedding(words, token, embed, events, peers, flag, RANKS: gl.constexpr):
     """This rank's part of the embedding rows of `token`, [1, 128], as its part of a sum: zeros
     where other ranks have it.
     """
-    alarm = read_alarm(exchange_of(events))
+    alarm = read_alarm(symmetric_of(events))
     local = token - words[EMB_FIRST_TOKEN]
     num_columns = words[EMB_NUM_COLUMNS]
     for unit in range(0, keep(words[NUM_UNITS]), ROUND_UNITS):
@@ -377,12 +377,12 @@ def push_embedding(words, token, embed, events, peers, tag, RANKS: gl.constexpr)
         mine = mine & (local >= 0) & (local < words[EMB_NUM_TOKENS])
         mine = mine & (column >= 0) & (column < num_columns)
         y = gl.load(embed + local * num_columns + column, mask=mine, other=0.0).to(gl.float32)
-        push_round(words, peers, y, unit, tag, alarm, RANKS)
+        push_round(words, peers, y, unit, flag, alarm, RANKS)
 
 
 @gluon.jit
 def sum_results(
-    words, numbers, acts, vectors, events, tag, EPILOGUES: gl.constexpr, NUMBER: gl.constexpr,
+    words, numbers, acts, vectors, events, flag, EPILOGUES: gl.constexpr, NUMBER: gl.constexpr,
     RANKS: gl.constexpr,
 ):
     """The results of this SM's rows from the sums of all ranks' parts; squares."""
@@ -394,7 +394,7 @@ def sum_results(
             weight = next_weight(words, vectors, row, mine)
         CARRIES: gl.constexpr = carried_by(EPILOGUES, NUMBER)
         given = carried(words, numbers, row, b, words[NUM_ROWS], mine, CARRIES)
-        total = sum_round_of_ranks(words, exchange_of(events), unit, tag, RANKS)
+        total = sum_round_of_ranks(words, symmetric_of(events), unit, flag, RANKS)
         y = evaluate(formula_of(EPILOGUES, NUMBER), single(total) + given)
         if keeps(EPILOGUES, NUMBER):
             keep_numbers(words, numbers, y, row, b, words[NUM_ROWS], mine)
@@ -464,11 +464,11 @@ def single(value):
 @gluon.jit
 def linear_task(
     words, queue, number, acts, numbers, logits, vectors, sums, bests, best_rows, events, peers, sm,
-    eps, red, bufs, ready, free, it, tag, EPILOGUES: gl.constexpr, CHOICE: gl.constexpr,
+    eps, red, bufs, ready, free, it, flag, EPILOGUES: gl.constexpr, CHOICE: gl.constexpr,
     RANKS: gl.constexpr, STAGES: gl.constexpr,
 ):
     """All rows of this SM, 64 at a time; returns the ring position. words: of instruction `number`
-    of the queue. CHOICE, see sample.py: draws
+    of the queue. CHOICE, see sample.py: samples
     at a temperature look at the logits again, those within limits take the highest alone.
     """
     NUM: gl.constexpr = count(EPILOGUES)
@@ -477,7 +477,7 @@ def linear_task(
     for i in gl.static_range(NUM):
         if is_summed(EPILOGUES, i):  # noqa: SIM102  a constant, so that the rest is compiled then
             if opcode == i:
-                alarm = read_alarm(exchange_of(events))
+                alarm = read_alarm(symmetric_of(events))
     x = acts.to(gl.pointer_type(gl.bfloat16), bitcast=True)
     factor = gl.full([COLUMNS], 1.0, gl.float32, layout=ROUND_COLUMNS)
     if (words[PACKED] & NORMED) != 0:
@@ -506,7 +506,7 @@ def linear_task(
                         if has_biases(EPILOGUES, i):
                             z += bias_of(words, vectors, row, mine)
                         if is_summed(EPILOGUES, i):
-                            push_round(words, peers, z, unit, tag, alarm, RANKS)
+                            push_round(words, peers, z, unit, flag, alarm, RANKS)
                         else:
                             CARRIES: gl.constexpr = carried_by(EPILOGUES, i)
                             given = carried(words, numbers, row, b, words[NUM_ROWS], mine, CARRIES)
@@ -514,7 +514,7 @@ def linear_task(
                             if is_ranked(EPILOGUES, i):
                                 gl.store(logits + b * words[NUM_ROWS] + row, z, mask=mine)
                                 better = mine & (z > best)
-                                if CHOICE != DRAWN:
+                                if CHOICE != SAMPLED:
                                     best = gl.where(better, z, best)
                                 if CHOICE == GREEDY:
                                     best_row = gl.where(better, row, best_row)
@@ -531,12 +531,12 @@ def linear_task(
                 # again: no registers to keep what only the sum needs while weights are multiplied
                 summed = fetch(queue, keep(number))
                 squares = sum_results(
-                    summed, numbers, acts, vectors, events, tag, EPILOGUES, i, RANKS
+                    summed, numbers, acts, vectors, events, flag, EPILOGUES, i, RANKS
                 )
         if is_scaled(EPILOGUES, i):
             if opcode == i:
                 write_squares(sums, squares, sm, slot_of(EPILOGUES, i))
-        elif is_ranked(EPILOGUES, i) and CHOICE != DRAWN:  # noqa: SIM102  a constant
+        elif is_ranked(EPILOGUES, i) and CHOICE != SAMPLED:  # noqa: SIM102  a constant
             if opcode == i:
                 write_best(best, best_row, bests, best_rows, sm, CHOICE)
     return it

@@ -12,8 +12,8 @@ from distmega.kernels.hopper.batch_words import (
     BatchInstruction,
     BatchNorm,
 )
-from distmega.kernels.hopper.plan import AttentionShape, Buffer, Kept, Matrix
-from distmega.kernels.tasks.fuse import Draw
+from distmega.kernels.hopper.plan import AttentionShape, Buffer, Kept, WeightMatrix
+from distmega.kernels.tasks.fuse import FusedSample
 from distmega.program.expr import Expr
 
 
@@ -55,8 +55,8 @@ class BatchQueues:
     """Instructions of every SM, equally many, for `batch` rows on one of num_ranks ranks.
 
     num_chunks: of the activations, 1024 columns each. num_numbers: float32 elements that are kept;
-    num_slots: of sums of squares. outputs: what leaves, `num` elements a row. draw: where tokens
-    are not the likeliest. head_rows: of an SM, at most. vocab: rows of this rank's part of the
+    num_slots: of sums of squares. outputs: what leaves, `num` elements a row. sampler: where tokens
+    are not the most likely. head_rows: of an SM, at most. vocab: rows of this rank's part of the
     head, 0 without one, of which logit_rows are tokens, from first_id on, of all num_tokens.
     buffers: what ranks exchange, which lies behind the events. embed: the table that `tokens` look
     up or, without tokens, the input. Names: tensors that the runner binds, "" where the segment has
@@ -67,7 +67,7 @@ class BatchQueues:
     attention: AttentionShape | None
     epilogues: BatchEpilogues
     eps: float
-    matrices: tuple[Matrix, ...]
+    matrices: tuple[WeightMatrix, ...]
     queues: tuple[tuple[BatchInstruction, ...], ...]
     batch: int
     hidden: int
@@ -75,7 +75,7 @@ class BatchQueues:
     num_numbers: int
     num_slots: int
     outputs: tuple[Kept, ...]
-    draw: Draw | None
+    sampler: FusedSample | None
     head_rows: int
     vocab: int
     logit_rows: int
@@ -91,18 +91,18 @@ class BatchQueues:
 
     @property
     def first_word(self) -> int:
-        """The first tagged word behind the report and the events."""
+        """The first flagged word behind the report and the events."""
         return first_word(len(self.queues[0]))
 
     @property
     def first_list(self) -> int:
-        """The first 64-bit word behind all that, where the lists of draws within limits lie."""
+        """The first 64-bit word behind all that, where the lists of samples within limits lie."""
         return self.first_word + sum(buffer.num_words for buffer in self.buffers)
 
     @property
     def is_limited(self) -> bool:
-        """Whether tokens are drawn within limits that are looked for."""
-        return is_limited(self.draw)
+        """Whether tokens are sampled within limits that are looked for."""
+        return is_limited(self.sampler)
 
     @property
     def gathers(self) -> bool:
@@ -116,10 +116,10 @@ class BatchQueues:
 
 
 def first_word(num_events: int) -> int:
-    """The first tagged word behind so many events."""
+    """The first flagged word behind so many events."""
     return EVENTS_AT + num_events * EVENT_WORDS // 2
 
 
-def is_limited(draw: Draw | None) -> bool:
-    """Whether it is a draw within limits that are looked for."""
-    return draw is not None and draw.limits != "given"
+def is_limited(sampler: FusedSample | None) -> bool:
+    """Whether it is a sample within limits that are looked for."""
+    return sampler is not None and sampler.limits != "given"

@@ -22,12 +22,12 @@ from distmega.kernels.hopper.batch_words import (
     NUMBERS,
     PAIRED,
     BatchAttention,
-    BatchDraw,
     BatchEmbed,
     BatchHead,
     BatchInstruction,
     BatchLinear,
     BatchNorm,
+    BatchSample,
 )
 from distmega.kernels.hopper.words import NOTHING, TILE_K, UNIT_ROWS
 from distmega.kernels.tasks.fuse import (
@@ -53,7 +53,7 @@ class _Access:
     """Places of a memory. own: each SM has its own part of them, in the order of its rows."""
 
     memory: Memory
-    places: range
+    ring: range
     content: Content
     own: bool = False
 
@@ -118,8 +118,8 @@ class _BatchProof:
 
     def check_reads(self, one: BatchInstruction, now: int) -> str:
         for read in self.reads(one):
-            for place in read.places:
-                found, writer = self.held.get((read.memory, place), (None, NOTHING))
+            for team_rank in read.ring:
+                found, writer = self.held.get((read.memory, team_rank), (None, NOTHING))
                 if found != read.content or writer >= now:
                     return f"reads {read.content[0]!r} where {found and found[0]!r} lies"
         return ""
@@ -128,15 +128,15 @@ class _BatchProof:
         reads = list(self.reads(one))
         for write in self.writes(one):
             for read in reads:
-                if read.memory == write.memory and _meet(read.places, write.places):
-                    in_place = read.own and write.own and read.places == write.places
-                    if not in_place:
+                if read.memory == write.memory and _meet(read.ring, write.ring):
+                    inplace = read.own and write.own and read.ring == write.ring
+                    if not inplace:
                         return f"overwrites {read.content[0]!r} while other SMs read it"
-            for place in write.places:
-                _, writer = self.held.get((write.memory, place), (None, NOTHING))
+            for team_rank in write.ring:
+                _, writer = self.held.get((write.memory, team_rank), (None, NOTHING))
                 if writer == now:
                     return f"writes {write.content[0]!r} over another result of its own"
-                self.held[write.memory, place] = write.content, now
+                self.held[write.memory, team_rank] = write.content, now
         return ""
 
     def check_pushes(self, one: BatchInstruction, now: int) -> str:
@@ -175,7 +175,7 @@ class _BatchProof:
             case BatchNorm():
                 assert isinstance(op, FusedContraction)
                 yield _Access("kept", _blocks(one.src, one.num_rows), self.exactly(op.x))
-            case BatchEmbed() | BatchDraw():
+            case BatchEmbed() | BatchSample():
                 return
 
     def exactly(self, name: str) -> Content:
@@ -217,7 +217,7 @@ class _BatchProof:
                 if one.keep != NOTHING:
                     content = op.normed, None, False
                     yield _Access("kept", _blocks(one.keep, one.num_rows), content)
-            case BatchHead() | BatchDraw():
+            case BatchHead() | BatchSample():
                 return
 
     def epilogue(self, one: BatchLinear | BatchEmbed) -> BatchEpilogue:
@@ -246,8 +246,8 @@ class _BatchProof:
         if isinstance(one, BatchLinear | BatchEmbed) and one.parts:
             words = range(one.parts, one.parts + ranks * one.num_rows * BATCH)
             yield _Push(words, reads_first=isinstance(one, BatchEmbed) and bool(one.best))
-        if isinstance(one, BatchDraw):
-            for name in ("logits", "highs", "told"):
+        if isinstance(one, BatchSample):
+            for name in ("logits", "row_maxima", "ready_flags"):
                 buffer = next(b for b in self.queues.buffers if b.name == name)
                 yield _Push(buffer.words)
 

@@ -17,12 +17,12 @@ received a sum from all ranks, which they began after all of their SMs had read 
 choice of a token lies between the last sum of a step and the first of the next, the last one has a
 buffer of its own. batch_proof.py proves this and the rest for each program.
 
-Draws within limits need all logits of a sequence: each SM, done with the head, writes its own into
-every rank's memory as plain numbers, then, behind a fence, two tagged words that tell that rank so.
-The draw waits for these words of all SMs of all ranks in place of the head's event. They stand in
-for the likeliest tokens above, too: an SM sends them when it is past all sums of the step. No one
-overwrites logits that another still needs: the next step's come behind its embedding, to which each
-rank adds its part only once all of its own SMs are done with the draw.
+Samples within limits need all logits of a sequence: each SM, done with the head, writes its own
+into every rank's memory as plain numbers, then, behind a fence, two flagged words that tell that
+rank so. The sample waits for these words of all SMs of all ranks in place of the head's event. They
+stand in for the most likely tokens above, too: an SM sends them when it is past all sums of the
+step. No one overwrites logits that another still needs: the next step's come behind its embedding,
+to which each rank adds its part only once all of its own SMs are done with the sample.
 """
 
 import math
@@ -47,14 +47,14 @@ from distmega.kernels.hopper.batch_words import (
     NOTHING,
     NUMBERS,
     PAIRED,
-    TOLD_WORDS,
+    READY_WORDS,
     BatchAttention,
-    BatchDraw,
     BatchEmbed,
     BatchHead,
     BatchInstruction,
     BatchLinear,
     BatchNorm,
+    BatchSample,
 )
 from distmega.kernels.hopper.matrices import Weights, tiles_k
 from distmega.kernels.hopper.plan import (
@@ -76,7 +76,7 @@ from distmega.kernels.tasks.fuse import (
     FusedContraction,
     FusedEmbedding,
     Norm,
-    Stream,
+    WeightStream,
     fuse_segment,
     norms_of,
 )
@@ -85,7 +85,7 @@ from distmega.program.types import Program
 MAX_CARRIED = 2
 """Operands of an epilogue besides products, at most; one less where two streams meet."""
 REPORTED_WORDS = 2**24
-"""Tagged words that a report of a hang can name."""
+"""Flagged words that a report of a hang can name."""
 FOREVER = 2**30
 """When an output is read last."""
 
@@ -94,15 +94,15 @@ Form = tuple[str, Norm | None]
 
 
 def build_batch_queues(
-    segment: Program, weights: ArenaLayout, states: ArenaLayout, num_sms: int, place: int = 0
+    segment: Program, weights: ArenaLayout, states: ArenaLayout, num_sms: int, team_rank: int = 0
 ) -> BatchQueues:
-    """Queues for `num_sms` SMs of rank number `place` of its team. UnsupportedError where the
+    """Queues for `num_sms` SMs of rank `team_rank` of its team. UnsupportedError where the
     kernel can't do the segment.
     """
     placed = Weights(segment, weights)
     fused = tuple(apart(fuse_segment(segment)))
     queues = _BatchBuilder(
-        segment, fused, placed, weights, states, min(num_sms, MAX_SMS), place
+        segment, fused, placed, weights, states, min(num_sms, MAX_SMS), team_rank
     ).build()
     hazard = find_batch_hazard(queues, fused)
     if hazard:
@@ -119,7 +119,7 @@ def apart(fused: Sequence[Fused]) -> Iterator[Fused]:
             continue
         (stream,) = op.streams
         for weight, bias, out in zip(stream.weights, stream.biases, op.outs, strict=True):
-            alone = Stream(weights=(weight,), biases=(bias,))
+            alone = WeightStream(weights=(weight,), biases=(bias,))
             yield replace(op, streams=(alone,), outs=(out,))
 
 
@@ -135,14 +135,14 @@ class _Pool:
         """First of `num` elements for a tensor written at `now` and read until `last`: `reused`,
         or what a tensor of the same kind had that nobody reads any more, or behind all.
         """
-        places = self.known.setdefault((kind, num), [])
-        first = next((one for one in places if self.last[one] < now), NOTHING)
-        if reused in places:
+        ring = self.known.setdefault((kind, num), [])
+        first = next((one for one in ring if self.last[one] < now), NOTHING)
+        if reused in ring:
             first = reused
         if first == NOTHING:
             first = self.size
             self.size += num
-            places.append(first)
+            ring.append(first)
         self.last[first] = max(last, now)
         return first
 
@@ -157,7 +157,7 @@ class _BatchBuilder:
     weights: ArenaLayout
     states: ArenaLayout
     num_sms: int
-    place: int
+    team_rank: int
     queues: list[list[BatchInstruction]] = field(default_factory=list)
     chunks: _Pool = field(default_factory=_Pool)
     numbers: _Pool = field(default_factory=_Pool)
@@ -173,8 +173,8 @@ class _BatchBuilder:
     """In which forms linears take a tensor, and when last."""
     taken: dict[str, int] = field(default_factory=dict)
     """When a tensor is taken last as float32."""
-    exchange: dict[str, int] = field(default_factory=dict)
-    """First tagged word of each buffer that ranks exchange."""
+    symmetric: dict[str, int] = field(default_factory=dict)
+    """First flagged word of each buffer that ranks exchange."""
     buffers: list[Buffer] = field(default_factory=list)
     summed: list[int] = field(default_factory=list)
     """Rows of each sum over ranks, in order."""
@@ -191,7 +191,7 @@ class _BatchBuilder:
     def build(self) -> BatchQueues:
         self.inspect()
         self.find_uses()
-        self.place_squares()
+        self.position_squares()
         self.epilogues = self.find_epilogues()
         self.queues = [[] for _ in range(self.num_sms)]
         self.reserve()
@@ -202,11 +202,11 @@ class _BatchBuilder:
                     self.add_contraction(now, op)
                 case FusedAttention():
                     self.add_attention(now, op)
-                case FusedChoice() if is_limited(op.draw):
-                    self.add_draw(op)
+                case FusedChoice() if is_limited(op.sampler):
+                    self.add_sample(op)
         head = self.choice
         attention = next((op for op in self.fused if isinstance(op, FusedAttention)), None)
-        first_id = self.place * self.vocab
+        first_id = self.team_rank * self.vocab
         return BatchQueues(
             num_ranks=self.num_ranks,
             attention=self.attention,
@@ -220,7 +220,7 @@ class _BatchBuilder:
             num_numbers=BATCH * self.numbers.size,
             num_slots=self.slots.size,
             outputs=self.outputs(),
-            draw=head.draw if head else None,
+            sampler=head.sampler if head else None,
             head_rows=UNIT_ROWS * -(-num_units(self.vocab) // self.num_sms),
             vocab=self.vocab,
             logit_rows=self.logit_rows,
@@ -300,8 +300,8 @@ class _BatchBuilder:
                 )
             )
         positions = {op.positions for op in ops}
-        if self.choice and self.choice.draw and ops:
-            positions.add(self.choice.draw.positions)
+        if self.choice and self.choice.sampler and ops:
+            positions.add(self.choice.sampler.positions)
         if len(found) > 1 or len(positions) > 1:
             raise unfit(f"attention of several shapes, or at several of {sorted(positions)}")
         return found.pop() if found else None
@@ -361,7 +361,7 @@ class _BatchBuilder:
         """Whether an instruction of its own makes this form."""
         return self.published(name) != (norm, True) or (name, norm) in self.normed
 
-    def place_squares(self) -> None:
+    def position_squares(self) -> None:
         """Where the squares of each form are summed that is written without its factor."""
         results = [
             (now, op.outs[0])
@@ -440,39 +440,42 @@ class _BatchBuilder:
     # memory
 
     def reserve(self) -> None:
-        """Room behind the events for what ranks exchange: their likeliest tokens, before a step and
-        behind the last one, and their parts of sums. In the order in which a step waits for them,
-        since of waits with one tag the lowest word is reported (spins.py). For draws within limits,
-        in place of the tokens, what BatchHead names.
+        """Room behind the events for what ranks exchange: their most likely tokens, before a step
+        and behind the last one, and their parts of sums. In the order in which a step waits for
+        them, since of waits with one flag the lowest word is reported (spins.py). For samples
+        within limits, in place of the tokens, what BatchHead names.
         """
         head, ranks = self.choice, self.num_ranks
-        gathers = head is not None and is_limited(head.draw)
+        gathers = head is not None and is_limited(head.sampler)
         sizes = {"best": 2 * ranks * BEST_WORDS} if head and not gathers else {}
         for number, rows in enumerate(self.summed):
             name = self.parts_name(number)
             sizes[name] = max(sizes.get(name, 0), ranks * rows * BATCH)
         if head and gathers:
-            sizes |= {"told": ranks * TOLD_WORDS, "highs": ranks * MAX_SMS * BATCH // 2}
+            sizes |= {
+                "ready_flags": ranks * READY_WORDS,
+                "row_maxima": ranks * MAX_SMS * BATCH // 2,
+            }
             sizes["logits"] = head.vocab * BATCH // 2
         word = first_word(self.num_instructions())
         for name, size in sizes.items() if ranks > 1 else ():
             size = -(-size // 16) * 16
-            self.exchange[name] = word
+            self.symmetric[name] = word
             self.buffers.append(Buffer(name=name, first=word, num_words=size))
             word += size
         if word >= REPORTED_WORDS:
             raise unfit(f"sums over ranks of {self.summed} rows")
 
     def num_instructions(self) -> int:
-        """On each SM: the rows that come in, ops, other forms, a draw within limits."""
+        """On each SM: the rows that come in, ops, other forms, a sample within limits."""
         made = {
             (op.x, op.norm)
             for op in self.fused
             if isinstance(op, FusedContraction) and self.is_made_apart(op.x, op.norm)
         }
         ops = [op for op in self.fused if isinstance(op, FusedContraction | FusedAttention)]
-        draws = self.choice is not None and is_limited(self.choice.draw)
-        return 1 + len(ops) + len(made) + int(draws)
+        sample_inputs = self.choice is not None and is_limited(self.choice.sampler)
+        return 1 + len(ops) + len(made) + int(sample_inputs)
 
     def parts_name(self, number: int) -> str:
         """The buffer of a sum: of two in turn, or its own for a last one before another step."""
@@ -482,11 +485,11 @@ class _BatchBuilder:
 
     def next_parts(self, rows: int) -> dict[str, int]:
         """Where the next sum over ranks has its parts."""
-        parts = self.exchange[self.parts_name(self.num_summed)]
+        parts = self.symmetric[self.parts_name(self.num_summed)]
         self.num_summed += 1
-        return {"parts": parts, "own_part": parts + self.place * rows * BATCH}
+        return {"parts": parts, "own_part": parts + self.team_rank * rows * BATCH}
 
-    def place_result(
+    def position_result(
         self, now: int, names: Sequence[str], rows: int, keeps: bool
     ) -> dict[str, int]:
         """Where a result of `rows` numbers goes, of which `names` are parts: the fields of an
@@ -554,7 +557,7 @@ class _BatchBuilder:
         rows, columns = self.weights.tensors[op.table].shape if op else (self.batch, hidden)
         is_whole = columns == hidden
         self.vocab = self.head_rows()
-        more = self.place_result(-1, (self.entry,), hidden, self.entry in self.taken)
+        more = self.position_result(-1, (self.entry,), hidden, self.entry in self.taken)
         if self.shares_rows:
             more |= self.next_parts(hidden)
         for sm, queue in enumerate(self.queues):
@@ -565,13 +568,13 @@ class _BatchBuilder:
                     row0=first * UNIT_ROWS,
                     num_units=last - first,
                     num_rows=hidden,
-                    first_token=self.place * rows if op and is_whole else 0,
+                    first_token=self.team_rank * rows if op and is_whole else 0,
                     num_tokens=rows,
-                    first_column=0 if is_whole else self.place * columns,
+                    first_column=0 if is_whole else self.team_rank * columns,
                     num_columns=columns,
-                    first_id=self.place * self.vocab,
-                    best=self.exchange.get("best", 0),
-                    place=self.place,
+                    first_id=self.team_rank * self.vocab,
+                    best=self.symmetric.get("best", 0),
+                    team_rank=self.team_rank,
                     **more,
                 )
             )
@@ -589,7 +592,7 @@ class _BatchBuilder:
     def logit_rows(self) -> int:
         """Of them, those that are tokens."""
         num = self.choice.vocab if self.choice else 0
-        return min(self.vocab, max(0, num - self.place * self.vocab))
+        return min(self.vocab, max(0, num - self.team_rank * self.vocab))
 
     def add_contraction(self, now: int, op: FusedContraction) -> None:
         """The rows of its matrix, shared out; before it the form in which it takes x."""
@@ -623,7 +626,7 @@ class _BatchBuilder:
                 raise unfit(f"{op.name!r}, which takes {name!r} of another size")
         common |= zip(("carry", "carry2"), (self.number_of[n] for n in op.operands), strict=False)
         keeps = self.epilogues[common["opcode"]].keeps
-        common |= self.place_result(now, op.outs, rows // streams, keeps)
+        common |= self.position_result(now, op.outs, rows // streams, keeps)
         common |= self.next_parts(rows) if op.num_ranks > 1 else {}
         common["bias"] = self.placed.bias(op.streams)
         for sm, queue in enumerate(self.queues):
@@ -669,7 +672,9 @@ class _BatchBuilder:
     def add_head(self, op: FusedContraction, start: int, common: dict[str, int]) -> None:
         """The rows that a token is chosen from."""
         assert self.choice is not None
-        shared = {name: self.exchange.get(name, 0) for name in ("logits", "highs", "told")}
+        shared = {
+            name: self.symmetric.get(name, 0) for name in ("logits", "row_maxima", "ready_flags")
+        }
         for sm, queue in enumerate(self.queues):
             first, last = share(self.vocab, 1, sm, self.num_sms)
             queue.append(
@@ -679,19 +684,21 @@ class _BatchBuilder:
                     num_units=last - first,
                     num_rows=self.logit_rows,
                     weight_row=start + first * UNIT_ROWS,
-                    first_id=self.place * self.vocab,
-                    place=self.place,
+                    first_id=self.team_rank * self.vocab,
+                    team_rank=self.team_rank,
                     num_tokens=self.choice.vocab,
                     **shared,
                     **common,
                 )
             )
 
-    def add_draw(self, op: FusedChoice) -> None:
-        """What draws within limits from the logits of all."""
-        shared = {name: self.exchange.get(name, 0) for name in ("logits", "highs", "told")}
+    def add_sample(self, op: FusedChoice) -> None:
+        """What samples within limits from the logits of all."""
+        shared = {
+            name: self.symmetric.get(name, 0) for name in ("logits", "row_maxima", "ready_flags")
+        }
         for queue in self.queues:
-            queue.append(BatchDraw(name=op.name, num_rows=op.vocab, **shared))
+            queue.append(BatchSample(name=op.name, num_rows=op.vocab, **shared))
 
     def add_attention(self, now: int, op: FusedAttention) -> None:
         """Shares of the cached positions; k_row and v_row are of the first sequence and head."""

@@ -39,15 +39,15 @@ from distmega.kernels.hopper.runner import (
     choice_of,
     describe,
     describe_cache,
-    open_exchange,
+    open_symmetric,
     padded_head_rows,
     require_steps,
 )
 from distmega.kernels.hopper.words import MAX_SMS, NO_CHOICE, WORDS
 from distmega.kernels.runtime.arena import ArenaLayout
-from distmega.kernels.runtime.launcher import Launcher
 from distmega.kernels.runtime.memory import arena_views
-from distmega.kernels.runtime.runners import NO_DRAWS
+from distmega.kernels.runtime.relaunch import Launcher
+from distmega.kernels.runtime.runners import NO_SAMPLE_INPUTS
 from distmega.kernels.runtime.symmetric import Team
 from distmega.program.types import Program
 from distmega.trace_file import Span
@@ -76,7 +76,7 @@ class BatchRunner:
     ) -> None:
         """As RowRunner."""
         device = weights_arena.device
-        place = team.place if team else 0
+        team_rank = team.team_rank if team else 0
         self.segment, self.queues, shape = segment, queues, queues.attention
         self._words = _encode(queues).to(device)
         views = arena_views(weights, weights_arena)
@@ -97,17 +97,17 @@ class BatchRunner:
             return torch.zeros(extents, dtype=dtype, device=device)
 
         self._team = team
-        self._memory, exchanges = open_exchange(_num_words(queues), team, device)
-        self._report = exchanges[place].view(torch.int32)
-        self._peers = exchanges if team else None
+        self._memory, symmetric_buffers = open_symmetric(_num_words(queues), team, device)
+        self._report = symmetric_buffers[team_rank].view(torch.int32)
+        self._peers = symmetric_buffers if team else None
         limit_s = timeout_s if team else min(timeout_s, LOCAL_LIMIT_S)
-        self._alarm = Alarm(exchanges[place], limit_s)
+        self._alarm = Alarm(symmetric_buffers[team_rank], limit_s)
         self._acts = zeros(queues.num_chunks * CHUNK // 2, dtype=torch.int32)
         self._numbers = zeros(max(queues.num_numbers, 1))
         self._own_logits = zeros(BATCH, max(queues.logit_rows, 1))
         self.logits = self._own_logits
         if queues.gathers:
-            self.logits = _view_logits(queues, exchanges[place])
+            self.logits = _view_logits(queues, symmetric_buffers[team_rank])
         self._sums = zeros(max(queues.num_slots, 1), BATCH, MAX_SMS)
         self._bests = zeros(BATCH, MAX_SMS)
         self._best_rows = zeros(BATCH, MAX_SMS, dtype=torch.int32)
@@ -129,7 +129,7 @@ class BatchRunner:
             self._embed = tensors[queues.embed]
         if queues.positions:
             self._set_positions(tensors[queues.positions])
-        self._set_draws(tensors)
+        self._set_sampling(tensors)
         self._run(1)
         for kept in queues.outputs:
             values = self._numbers[kept.first : kept.first + BATCH * kept.num]
@@ -154,24 +154,24 @@ class BatchRunner:
         self,
         tokens: Sequence[int],
         positions: Sequence[int],
-        draws: Mapping[str, Tensor] = NO_DRAWS,
+        sample_inputs: Mapping[str, Tensor] = NO_SAMPLE_INPUTS,
     ) -> None:
         """The next step appends a token to each of the first sequences, at its position. draws:
-        the segment's inputs that say how tokens are drawn, a row a sequence, if it draws.
+        the segment's inputs that say how tokens are sampled, a row a sequence, if it samples.
         """
-        self._set_draws(draws)
+        self._set_sampling(sample_inputs)
         device = self._state.device
         self._num_sequences = len(tokens)
         self._set_tokens(torch.tensor(tokens, device=device))
         self._set_positions(torch.tensor(positions, device=device))
 
-    def _set_draws(self, tensors: Mapping[str, Tensor]) -> None:
-        if draw := self.queues.draw:
-            num, size = tensors[draw.sampling].shape
+    def _set_sampling(self, tensors: Mapping[str, Tensor]) -> None:
+        if sampler := self.queues.sampler:
+            num, size = tensors[sampler.sampling].shape
             seeds = self._report[2 * SEEDS_AT : 2 * SETTINGS_AT].view(torch.int64)
-            seeds[:num].copy_(tensors[draw.seeds])
-            places = self._report[2 * SETTINGS_AT :][: BATCH * SETTINGS].view(torch.float32)
-            places.view(BATCH, SETTINGS)[:num, :size].copy_(tensors[draw.sampling])
+            seeds[:num].copy_(tensors[sampler.seeds])
+            settings = self._report[2 * SETTINGS_AT :][: BATCH * SETTINGS].view(torch.float32)
+            settings.view(BATCH, SETTINGS)[:num, :size].copy_(tensors[sampler.sampling])
 
     def decode(self, num_steps: int) -> Tensor:
         """Runs steps after those before; their tokens, int32 [num_steps, sequences], on the GPU
@@ -196,8 +196,8 @@ class BatchRunner:
             epoch, num_sms = self._state[STATE_EPOCH], len(self.queues.queues)
             events.view(-1, EVENT_WORDS)[:, 0] = epoch * num_sms
             self._arrivals.zero_()
-            place = self._team.place if self._team else 0
-            raise explain_batch_hang(self.queues, report, self._alarm.limit_s, place)
+            team_rank = self._team.team_rank if self._team else 0
+            raise explain_batch_hang(self.queues, report, self._alarm.limit_s, team_rank)
 
     def _set_tokens(self, tokens: Tensor) -> None:
         """Puts the tokens where the kernel looks for those of the step before."""
@@ -265,7 +265,7 @@ class BatchRunner:
             "NORMS": queues.normalises,
             "LOOKS_UP": queues.tokens != "",
             "EPILOGUES": queues.epilogues,
-            "CHOICE": choice_of(queues.draw) if queues.token else NO_CHOICE,
+            "CHOICE": choice_of(queues.sampler) if queues.token else NO_CHOICE,
             "HEAD_ROWS": padded_head_rows(queues.head_rows),
             "RANKS": queues.num_ranks,
             "STAGES": STAGES,
@@ -282,17 +282,17 @@ class BatchRunner:
 
 
 def _num_words(queues: BatchQueues) -> int:
-    """64-bit words of the report, the events, the lists of draws within limits, and what ranks
+    """64-bit words of the report, the events, the lists of samples within limits, and what ranks
     exchange.
     """
     lists = BATCH * list_words(queues.num_tokens) if queues.is_limited else 0
     return queues.first_list + lists
 
 
-def _view_logits(queues: BatchQueues, exchange: Tensor) -> Tensor:
-    """[16, tokens] of all ranks, in the exchange of one of them."""
+def _view_logits(queues: BatchQueues, symmetric: Tensor) -> Tensor:
+    """[16, tokens] of all ranks, in the symmetric buffer of one of them."""
     (buffer,) = (one for one in queues.buffers if one.name == "logits")
-    logits = exchange[buffer.first :].view(torch.float32)
+    logits = symmetric[buffer.first :].view(torch.float32)
     return logits[: BATCH * queues.num_tokens].view(BATCH, queues.num_tokens)
 
 

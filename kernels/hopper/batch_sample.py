@@ -21,7 +21,7 @@ from distmega.kernels.hopper.batch_fields import (
     SETTINGS_AT,
     STATE_POSITIONS,
 )
-from distmega.kernels.hopper.batch_limits import NO_ROW, columns_of, places
+from distmega.kernels.hopper.batch_limits import NO_ROW, columns_of, item_numbers
 from distmega.kernels.hopper.device import keep
 from distmega.kernels.hopper.sample import gumbel
 from distmega.kernels.hopper.shapes import THREADS, UNIT_ROWS
@@ -39,13 +39,13 @@ def load_own(words, logits, b, ROWS: gl.constexpr):
     """This SM's logits of sequence b, [rows / 256, 256], -inf behind the last, and their rows."""
     row0 = keep(words[LIN_ROW0])
     limit = gl.minimum(row0 + words[NUM_UNITS] * UNIT_ROWS, words[NUM_ROWS])
-    row = places(row0, ROWS // THREADS)
+    row = item_numbers(row0, ROWS // THREADS)
     at = logits + b * words[NUM_ROWS] + row
     return gl.load(at, mask=row < limit, other=float("-inf")), row
 
 
 @gluon.jit
-def draw_tokens(
+def sample_tokens(
     words,
     logits,
     events,
@@ -62,10 +62,10 @@ def draw_tokens(
     of the token, whichever rank has its logit.
     """
     first_id = words[HEAD_FIRST_ID] if RANKS > 1 else 0
-    exchange = gl.multiple_of(events.to(gl.pointer_type(gl.int64), bitcast=True), 16)
-    settings = (exchange + SETTINGS_AT).to(gl.pointer_type(gl.float32), bitcast=True)
+    symmetric = gl.multiple_of(events.to(gl.pointer_type(gl.int64), bitcast=True), 16)
+    settings = (symmetric + SETTINGS_AT).to(gl.pointer_type(gl.float32), bitcast=True)
     cta_barrier()
-    sequence = places(0, BATCH) // THREADS
+    sequence = item_numbers(0, BATCH) // THREADS
     best = gl.full([BATCH, THREADS], float("-inf"), gl.float32, layout=columns_of(BATCH))
     best_row = gl.full([BATCH, THREADS], NO_ROW, gl.int32, layout=columns_of(BATCH))
     x, row = load_own(words, logits, 0, ROWS)
@@ -74,9 +74,9 @@ def draw_tokens(
         temperature = gl.load(settings + b * SETTINGS)
         least = gl.load(settings + b * SETTINGS + 1)
         position = gl.load(state + STATE_POSITIONS + b) + step
-        noise = gumbel(first_id + row, position, gl.load(exchange + SEEDS_AT + b))
-        drawn = gl.where(x >= least, x + temperature * noise, float("-inf"))
-        own, own_row = gl.reduce((drawn, row), 0, better)
+        noise = gumbel(first_id + row, position, gl.load(symmetric + SEEDS_AT + b))
+        sampled = gl.where(x >= least, x + temperature * noise, float("-inf"))
+        own, own_row = gl.reduce((sampled, row), 0, better)
         own = gl.convert_layout(own, gl.SliceLayout(0, columns_of(BATCH)))
         own_row = gl.convert_layout(own_row, gl.SliceLayout(0, columns_of(BATCH)))
         best = gl.where(sequence == b, gl.expand_dims(own, 0), best)

@@ -1,12 +1,13 @@
 """What the ranks of a team do together for several sequences: sums over ranks, the next tokens, the
-logits that these are drawn from.
+logits that these are sampled from.
 
-In: `peers`, the exchange of every rank, in team order. Out: the same bits on every rank. As in
-team.py, numbers are pushed as tagged words, and an SM has the same rows on every rank: it pushes
-its part of them to its likes and sums what they pushed, in rank order. A rank's part of a sum lies
-in units of 8 rows, 16 sequences each. Logits are plain numbers, which are read several times: an SM
-that has written its own to every rank says so by tagged words behind a fence at scope sys, and who
-has polled those of all SMs passes such a fence before it reads. Next on the walk: batch_linear.py.
+In: `peers`, the symmetric buffer of every rank, in team order. Out: the same bits on every rank. As
+in team.py, numbers are pushed as flagged words, and an SM has the same rows on every rank: it
+pushes its part of them to its likes and sums what they pushed, in rank order. A rank's part of a
+sum lies in units of 8 rows, 16 sequences each. Logits are plain numbers, which are read several
+times: an SM that has written its own to every rank says so by flagged words behind a fence at scope
+sys, and who has polled those of all SMs passes such a fence before it reads. Next on the walk:
+batch_linear.py.
 """
 
 from triton.experimental import gluon
@@ -15,8 +16,8 @@ from triton.runtime.jit import constexpr_function
 
 from distmega.kernels.gluon_compat import cta_barrier
 from distmega.kernels.hopper.batch_fields import (
-    ALL_HIGHS,
     ALL_LOGITS,
+    ALL_ROW_MAXIMA,
     BATCH,
     BEST_WORDS,
     BY_SM,
@@ -25,7 +26,7 @@ from distmega.kernels.hopper.batch_fields import (
     EMB_FIRST_ID,
     HEAD_FIRST_ID,
     HEAD_NUM_TOKENS,
-    HEAD_PLACE,
+    HEAD_TEAM_RANK,
     LIN_ROW0,
     MATRIX_SHIFT,
     MAX_SMS,
@@ -35,14 +36,14 @@ from distmega.kernels.hopper.batch_fields import (
     PACKED,
     PAIRS,
     PARTS_AT,
+    READY_FLAGS,
+    READY_WORDS,
     ROUND,
     ROUND_COLUMNS,
     ROUND_UNITS,
-    TOLD,
-    TOLD_WORDS,
 )
 from distmega.kernels.hopper.batch_limits import columns_of
-from distmega.kernels.hopper.device import as_float, keep, tagged, tagged_float
+from distmega.kernels.hopper.device import as_float, flagged, flagged_float, keep
 from distmega.kernels.hopper.fields import NO_REPORT
 from distmega.kernels.hopper.shapes import PER_THREAD, THREADS, UNIT_ROWS
 from distmega.kernels.hopper.spins import spin_ranks
@@ -50,13 +51,13 @@ from distmega.kernels.hopper.team import push_words, read_alarm, sum_ranks
 
 
 @gluon.jit
-def exchange_of(events):
-    """The tagged words behind the events, which start with the report."""
+def symmetric_of(events):
+    """The flagged words behind the events, which start with the report."""
     return gl.multiple_of(events.to(gl.pointer_type(gl.int64), bitcast=True), 16)
 
 
 @gluon.jit
-def push_round(words, peers, y, unit, tag, alarm, RANKS: gl.constexpr):
+def push_round(words, peers, y, unit, flag, alarm, RANKS: gl.constexpr):
     """[4 units, 128] of this rank's part of a sum. None if the alarm says that they are void: then
     the others give up waiting for them, and say so.
     """
@@ -67,38 +68,38 @@ def push_round(words, peers, y, unit, tag, alarm, RANKS: gl.constexpr):
     num = gl.where(keep(alarm) == NO_REPORT, words[NUM_UNITS] - unit, 0)
     wanted = (u < num).broadcast_to([ROUND_UNITS, COLUMNS])
     at = gl.multiple_of(first, 16) + u * COLUMNS + c
-    push_words(peers, at, tagged_float(y, tag), wanted, RANKS)
+    push_words(peers, at, flagged_float(y, flag), wanted, RANKS)
 
 
 @gluon.jit
-def sum_round_of_ranks(words, exchange, unit, tag, RANKS: gl.constexpr):
+def sum_round_of_ranks(words, symmetric, unit, flag, RANKS: gl.constexpr):
     """[4 units, 128] sums over ranks, zeros past the last unit."""
     u = gl.expand_dims(gl.arange(0, ROUND_UNITS, layout=gl.SliceLayout(1, PAIRS)), 1)
     c = gl.expand_dims(gl.arange(0, COLUMNS // 2, layout=gl.SliceLayout(0, PAIRS)), 0) * 2
     first = words[PARTS_AT] + (words[LIN_ROW0] // UNIT_ROWS + unit) * COLUMNS
     wanted = (u < words[NUM_UNITS] - unit).broadcast_to([ROUND_UNITS, COLUMNS // 2])
     stride_bytes = words[NUM_ROWS].to(gl.int64) * (8 * BATCH)
-    pointers = exchange + (first + u * COLUMNS + c)
-    low, high = sum_ranks(exchange, pointers, stride_bytes, tag, wanted, RANKS)
+    pointers = symmetric + (first + u * COLUMNS + c)
+    low, high = sum_ranks(symmetric, pointers, stride_bytes, flag, wanted, RANKS)
     y = gl.reshape(gl.join(low, high), [ROUND_UNITS, COLUMNS])
     return gl.convert_layout(y, ROUND)
 
 
 @gluon.jit
-def likeliest(words, values, rows, exchange, peers, after, sm, tag, RANKS: gl.constexpr):
+def argmax_of_ranks(words, values, rows, symmetric, peers, after, sm, flag, RANKS: gl.constexpr):
     """[16] tokens with the highest logits of all ranks, of which this one has values, of its rows;
-    the lowest id among equals. words: of the embedding; after: tagged words behind its `best`.
+    the lowest id among equals. words: of the embedding; after: flagged words behind its `best`.
     """
     b = gl.arange(0, BATCH, layout=gl.SliceLayout(1, BY_SM))
     if sm == 0:
         own = words[EMB_BEST] + (words[PACKED] >> MATRIX_SHIFT) * BEST_WORDS + after + 2 * b
-        sound = (b >= 0) & (read_alarm(exchange) == NO_REPORT)
-        push_words(peers, own, tagged_float(values, tag), sound, RANKS)
-        push_words(peers, own + 1, tagged(words[EMB_FIRST_ID] + rows, tag), sound, RANKS)
+        sound = (b >= 0) & (read_alarm(symmetric) == NO_REPORT)
+        push_words(peers, own, flagged_float(values, flag), sound, RANKS)
+        push_words(peers, own + 1, flagged(words[EMB_FIRST_ID] + rows, flag), sound, RANKS)
     b = gl.arange(0, BATCH, layout=PER_THREAD)
-    first = exchange + (words[EMB_BEST] + after + 2 * b)
+    first = symmetric + (words[EMB_BEST] + after + 2 * b)
     stride_bytes = gl.to_tensor(16 * BATCH).to(gl.int64)
-    found = spin_ranks(exchange, first, stride_bytes, tag, b >= 0, RANKS)
+    found = spin_ranks(symmetric, first, stride_bytes, flag, b >= 0, RANKS)
     highest = as_float(found[0])
     tokens = found[1]
     for rank in gl.static_range(1, RANKS):
@@ -141,14 +142,14 @@ def threads_here():
 
 
 @gluon.jit
-def push_logits(words, logits, bests, events, peers, batch, sm, tag, RANKS: gl.constexpr):
+def push_logits(words, logits, bests, events, peers, batch, sm, flag, RANKS: gl.constexpr):
     """This SM's logits of all sequences and the highest of each to where every rank has all, and
-    then that they are there. Nothing if they are void: they might overwrite what others still draw
-    from. words: of the head.
+    then that they are there. Nothing if they are void: they might overwrite what others still
+    sample from. words: of the head.
     """
     cta_barrier()
-    exchange = exchange_of(events)
-    is_sound = read_alarm(exchange) == NO_REPORT
+    symmetric = symmetric_of(events)
+    is_sound = read_alarm(symmetric) == NO_REPORT
     row0 = keep(words[LIN_ROW0])
     limit = gl.minimum(row0 + words[NUM_UNITS] * UNIT_ROWS, words[NUM_ROWS])
     limit = gl.where(is_sound, limit, row0)
@@ -165,20 +166,20 @@ def push_logits(words, logits, bests, events, peers, batch, sm, tag, RANKS: gl.c
     b = threads_here()
     wanted = (b < batch) & is_sound
     high = gl.load(bests + b * MAX_SMS + sm, mask=wanted)
-    at = (b * RANKS + words[HEAD_PLACE]) * MAX_SMS + sm
+    at = (b * RANKS + words[HEAD_TEAM_RANK]) * MAX_SMS + sm
     for rank in gl.static_range(RANKS):
-        gl.store(as_floats(peers[rank], words[ALL_HIGHS]) + at, high, mask=wanted)
+        gl.store(as_floats(peers[rank], words[ALL_ROW_MAXIMA]) + at, high, mask=wanted)
     cta_barrier()
-    at = words[TOLD] + words[HEAD_PLACE] * TOLD_WORDS + 2 * sm
-    tell_ranks(at, exchange, peers, tag, RANKS)
+    at = words[READY_FLAGS] + words[HEAD_TEAM_RANK] * READY_WORDS + 2 * sm
+    tell_ranks(at, symmetric, peers, flag, RANKS)
 
 
 @gluon.jit
-def tell_ranks(at, exchange, peers, tag, RANKS: gl.constexpr):
+def tell_ranks(at, symmetric, peers, flag, RANKS: gl.constexpr):
     """Two words at `at` of every rank, after all that this SM did before the last barrier; none if
     any thread may have found then that it is void.
     """
-    is_sound = read_alarm(exchange) == NO_REPORT
+    is_sound = read_alarm(symmetric) == NO_REPORT
     threads = threads_here()
     there = peers[0] + (at + 0 * threads)  # a rank a thread
     for rank in gl.static_range(1, RANKS):
@@ -186,7 +187,7 @@ def tell_ranks(at, exchange, peers, tag, RANKS: gl.constexpr):
     gl.inline_asm_elementwise(
         tell_asm(),
         "=r,r,l,l",
-        [((threads < RANKS) & is_sound).to(gl.int32), tagged(threads, tag), there],
+        [((threads < RANKS) & is_sound).to(gl.int32), flagged(threads, flag), there],
         dtype=gl.int32,
         is_pure=False,
         pack=1,
@@ -194,12 +195,12 @@ def tell_ranks(at, exchange, peers, tag, RANKS: gl.constexpr):
 
 
 @gluon.jit
-def hear_ranks(words, exchange, num_sms, tag, RANKS: gl.constexpr):
+def hear_ranks(words, symmetric, num_sms, flag, RANKS: gl.constexpr):
     """Until all SMs of all ranks have told that their logits are here; all threads see them."""
     sms = threads_here()
-    stride_bytes = gl.to_tensor(8 * TOLD_WORDS).to(gl.int64)
-    first = exchange + (words[TOLD] + 2 * sms)
-    spin_ranks(exchange, first, stride_bytes, tag, sms < num_sms, RANKS)
+    stride_bytes = gl.to_tensor(8 * READY_WORDS).to(gl.int64)
+    first = symmetric + (words[READY_FLAGS] + 2 * sms)
+    spin_ranks(symmetric, first, stride_bytes, flag, sms < num_sms, RANKS)
     gl.inline_asm_elementwise(
         "fence.acq_rel.sys; mov.b32 $0, $1;", "=r,r", [sms], dtype=gl.int32, is_pure=False, pack=1
     )

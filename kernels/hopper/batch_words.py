@@ -3,8 +3,8 @@ instructions lies.
 
 An instruction is WORDS int32 words. Every SM has the same instructions in the same order, each
 with its own part of the rows; instruction i waits until all SMs of the GPU have done instruction
-i - 1 (over ranks, BatchDraw until all of all ranks have) and then counts up event i. What is taken
-exactly is float32 [16, rows], activations are bf16 in the order of BLOCK (batch_device.py).
+i - 1 (over ranks, BatchSample until all of all ranks have) and then counts up event i. What is
+taken exactly is float32 [16, rows], activations are bf16 in the order of BLOCK (batch_device.py).
 Next on the walk: batch_queues.py.
 """
 
@@ -22,9 +22,9 @@ EVENT_WORDS = 32
 GROUP_UNITS = 8
 """Units of 8 weight rows that a task multiplies by one read of x."""
 BEST_WORDS = 2 * BATCH
-"""Tagged words of a rank's likeliest tokens: of each sequence, its logit and the token."""
-TOLD_WORDS = 2 * MAX_SMS
-"""Tagged words by which a rank's SMs tell that their logits are written, two an SM."""
+"""Flagged words of a rank's most likely tokens: of each sequence, its logit and the token."""
+READY_WORDS = 2 * MAX_SMS
+"""Flagged words by which a rank's SMs tell that their logits are written, two an SM."""
 PARTIAL_EXTRA = 16
 """float32 words after the 8 rows of outputs of a partial: 8 maxima, 8 sums."""
 
@@ -32,7 +32,7 @@ SETTINGS = 3
 """Numbers that say how the tokens of a sequence are drawn: see sample.py."""
 SEEDS_AT, SETTINGS_AT, EVENTS_AT = REPORT_WORDS, REPORT_WORDS + BATCH, 64
 """64-bit words behind the report: a seed a sequence; its settings, as float32; the events. Behind
-these lie the lists of logits that may be drawn (batch_limits.py), or the tagged words that ranks
+these lie the lists of logits that may be sampled (batch_limits.py), or the flagged words that ranks
 exchange.
 """
 
@@ -62,12 +62,12 @@ NOTHING = -1
 """In place of an offset, where there is nothing."""
 
 
-class Opcode(IntEnum):
+class BatchOpcode(IntEnum):
     """What an instruction does that is no linear, whose opcodes are numbers of epilogues."""
 
     ATTENTION = 16
     EMBED = 17
-    DRAW = 18
+    SAMPLE = 18
     NORM = 19
 
 
@@ -84,7 +84,7 @@ class BatchLinear:
     output in the activations. next_norm: offset of the weights that the output is multiplied by
     there, for the norm after it. keep: first of the float32 numbers [16, rows] that stay of the
     output, for those who take it exactly; carry, carry2: of what the epilogue takes. row0: first
-    row of the output; num_rows: of the whole output. parts: first tagged word of all ranks' parts
+    row of the output; num_rows: of the whole output. parts: first flagged word of all ranks' parts
     of a product that is summed over ranks; own_part: that of this rank's.
     """
 
@@ -134,8 +134,8 @@ class BatchEmbed:
 
     Where ranks share the matrix, this one has num_columns columns of num_tokens tokens, from
     first_column and first_token on, and the rest adds zeros to a sum over ranks (parts, own_part).
-    The token itself is the likeliest of all ranks: best is the first tagged word of theirs, of
-    which those of rank number `place` are this rank's; first_id: the token of its first logit.
+    The token itself is the most likely of all ranks: best is the first flagged word of theirs, of
+    which those of rank number `team_rank` are this rank's; first_id: the token of its first logit.
     """
 
     name: str
@@ -153,13 +153,13 @@ class BatchEmbed:
     num_columns: int = 0
     first_id: int = 0
     best: int = 0
-    place: int = 0
-    opcode: int = Opcode.EMBED
+    team_rank: int = 0
+    opcode: int = BatchOpcode.EMBED
 
     @property
     def packed(self) -> int:
         """The places of a linear's."""
-        return self.place << MATRIX_SHIFT
+        return self.team_rank << MATRIX_SHIFT
 
     @property
     def numbers(self) -> int:
@@ -171,10 +171,11 @@ class BatchEmbed:
 class BatchHead:
     """As a linear whose rows are logits, of num_rows tokens from first_id on.
 
-    Where ranks draw within limits, what all of them need to do so lies in every rank's exchange:
-    from 64-bit word `logits` on, float32, those of all num_tokens tokens, a row a sequence; from
-    `highs` on, float32 [16, ranks, MAX_SMS], the highest of each SM; from `told` on, two tagged
-    words an SM, MAX_SMS a rank, by which it says that its numbers are there. place: of this rank.
+    Where ranks sample within limits, what all of them need to do so lies in every rank's symmetric
+    buffer: from 64-bit word `logits` on, float32, those of all num_tokens tokens, a row a sequence;
+    from `row_maxima` on, float32 [16, ranks, MAX_SMS], the highest of each SM; from `ready_flags`
+    on, two flagged words an SM, MAX_SMS a rank, by which it says that its numbers are there.
+    team_rank: of this rank.
     """
 
     opcode: int
@@ -190,11 +191,11 @@ class BatchHead:
     flags: int
     squares: int
     first_id: int
-    place: int = 0
+    team_rank: int = 0
     num_tokens: int = 0
     logits: int = 0
-    highs: int = 0
-    told: int = 0
+    row_maxima: int = 0
+    ready_flags: int = 0
 
     @property
     def packed(self) -> int:
@@ -208,17 +209,17 @@ class BatchHead:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchDraw:
-    """Draws tokens within limits from the logits of num_rows tokens; for the rest see BatchHead,
+class BatchSample:
+    """Samples tokens within limits from the logits of num_rows tokens; for the rest see BatchHead,
     which it follows. The loader takes it for a linear of no units.
     """
 
     name: str
     num_rows: int
     logits: int = 0
-    highs: int = 0
-    told: int = 0
-    opcode: int = Opcode.DRAW
+    row_maxima: int = 0
+    ready_flags: int = 0
+    opcode: int = BatchOpcode.SAMPLE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,7 +241,7 @@ class BatchAttention:
     dst: int
     q_norm: int
     k_norm: int
-    opcode: Opcode = Opcode.ATTENTION
+    opcode: BatchOpcode = BatchOpcode.ATTENTION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,12 +260,12 @@ class BatchNorm:
     bias: int
     kind: int
     keep: int = NOTHING
-    opcode: Opcode = Opcode.NORM
+    opcode: BatchOpcode = BatchOpcode.NORM
 
 
-BatchInstruction = BatchLinear | BatchEmbed | BatchHead | BatchDraw | BatchAttention | BatchNorm
+BatchInstruction = BatchLinear | BatchEmbed | BatchHead | BatchSample | BatchAttention | BatchNorm
 
-PLACES: dict[type[BatchInstruction], dict[str, int]] = {
+FIELD_WORDS: dict[type[BatchInstruction], dict[str, int]] = {
     BatchLinear: {
         "opcode": 0, "carry2": 1, "weight_row": 2, "num_units": 3, "num_tiles_k": 4, "src": 5,
         "packed": 6, "next_norm": 7, "parts": 8, "bias": 9, "dst": 10, "row0": 11, "own_part": 12,
@@ -277,10 +278,12 @@ PLACES: dict[type[BatchInstruction], dict[str, int]] = {
     },
     BatchHead: {
         "opcode": 0, "num_tokens": 1, "weight_row": 2, "num_units": 3, "num_tiles_k": 4, "src": 5,
-        "packed": 6, "logits": 7, "told": 8, "highs": 9, "first_id": 10, "row0": 11, "place": 12,
-        "num_rows": 13,
+        "packed": 6, "logits": 7, "ready_flags": 8, "row_maxima": 9, "first_id": 10, "row0": 11,
+        "team_rank": 12, "num_rows": 13,
     },
-    BatchDraw: {"opcode": 0, "logits": 7, "told": 8, "highs": 9, "num_rows": 13},
+    BatchSample: {
+        "opcode": 0, "logits": 7, "ready_flags": 8, "row_maxima": 9, "num_rows": 13,
+    },
     BatchAttention: {
         "opcode": 0, "k_row": 2, "v_row": 4, "src": 5, "window": 6, "q_norm": 8, "k_norm": 9,
         "dst": 10, "num_rows": 13,
@@ -295,7 +298,7 @@ PLACES: dict[type[BatchInstruction], dict[str, int]] = {
 
 def pack(instruction: BatchInstruction) -> list[int]:
     """The WORDS words of an instruction."""
-    return pack_fields(instruction, PLACES[type(instruction)])
+    return pack_fields(instruction, FIELD_WORDS[type(instruction)])
 
 
 def pack_numbers(keep: int, carry: int) -> int:

@@ -271,9 +271,9 @@ def stage_asm(head_dim: int, size: int) -> str:
 
 
 @constexpr_function
-def place_asm(head_dim: int, size: int) -> str:
-    """See blocks.place_new. Operands after `size` results, so many of each: where either half goes,
-    a barrier and its phase for each; then the pairs of `size` columns of either half.
+def insert_asm(head_dim: int, size: int) -> str:
+    """See blocks.insert_new. Operands after `size` results, so many of each: where either half
+    goes, a barrier and its phase for each; then the pairs of `size` columns of either half.
     """
     to0, to1, bar0, phase0, bar1, phase1 = (f"${size * (1 + i)}" for i in range(6))
     pairs = [f"${7 * size + i}" for i in range(size)]
@@ -304,5 +304,5 @@ def place_asm(head_dim: int, size: int) -> str:
 
 @constexpr_function
 def row_operands(size: int, num_addresses: int) -> str:
-    """Constraints of stage_asm and place_asm."""
+    """Constraints of stage_asm and insert_asm."""
     return ",".join(["=&r"] * size + ["r"] * (num_addresses * size + size))

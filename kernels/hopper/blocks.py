@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from distmega.kernels.hopper import block_ptx
 from distmega.kernels.hopper.block_ptx import (
     aim_asm,
-    place_asm,
+    insert_asm,
     row_operands,
     score_asm,
     stage_asm,
@@ -42,7 +42,7 @@ def keep_all(value):
 
 
 @gluon.jit
-def aim_block(places, G: gl.constexpr):
+def aim_block(ring, G: gl.constexpr):
     """For each thread, addresses of: its part of its query; its row of keys in the ring's first
     slot; where the first block's weights of its lane begin, and where its warp's go; where its
     warp's maxima and sums go, and where those of its query begin; its row of values in the first
@@ -50,7 +50,7 @@ def aim_block(places, G: gl.constexpr):
 
     They are found at this point, and not later: before q, k and v are waited for.
     """
-    bufs, _, _, xs, _, _ = places
+    bufs, _, _, xs, _, _ = ring
     return gl.inline_asm_elementwise(
         aim_asm(),
         "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r",
@@ -65,14 +65,14 @@ def aim_block(places, G: gl.constexpr):
 
 @gluon.jit
 def score_block(
-    places, aims, turn, slot, phase, block, first, position, scale, HALVES: gl.constexpr,
+    ring, aims, turn, slot, phase, block, first, position, scale, HALVES: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
     """Weights, maxima and sums of a block into shared memory, those of two blocks in turn; the
     ring's tiles of keys from `slot` on are free then. Positions before `first` and after `position`
     are masked. aims: see aim_block.
     """
-    _, ready, free, _, _, _ = places
+    _, ready, free, _, _, _ = ring
     query, keys, _, weights, sums, _, _, at = aims
     gl.inline_asm_elementwise(
         score_asm(HALVES, STAGES),
@@ -89,7 +89,7 @@ def score_block(
 
 @gluon.jit
 def add_values(
-    places, aims, turn, slot, phase, o0, o1, o2, o3, m, l, HALVES: gl.constexpr,
+    ring, aims, turn, slot, phase, o0, o1, o2, o3, m, l, HALVES: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
     """Adds the weighted values of a block to the outputs; the ring's tiles from `slot` on are free
@@ -99,7 +99,7 @@ def add_values(
     Thread (4 r + c) of a warp: o0 to o3 of its columns r, r, r + 8, r + 8 and queries 2 c, 2 c + 1,
     2 c, 2 c + 1; m, l of query r.
     """
-    _, ready, free, _, _, _ = places
+    _, ready, free, _, _, _ = ring
     _, _, weights, _, _, sums, values, _ = aims
     return gl.inline_asm_elementwise(
         value_asm(HALVES, STAGES),
@@ -114,21 +114,21 @@ def add_values(
 
 
 @gluon.jit
-def query_place(xs, row, column):
+def query_address(xs, row, column):
     """Where a column of a query lies; see block_ptx.py."""
     pair = column % 64 // 2
     return xs + row * QUERY_BYTES + column // 64 * 128 + pair % 4 * 32 + pair // 4 * 4
 
 
 @gluon.jit
-def place_in_tile(line, column):
+def offset_in_tile(line, column):
     """Where a column of a cached position lies in its ring slot."""
     return line * 128 + ((column // 8) ^ (line % 8)) * 16 + column % 8 * 2
 
 
 @gluon.jit
 def aim_rows(
-    places, it, position, row, column, G: gl.constexpr, SIZE: gl.constexpr, D: gl.constexpr,
+    ring, it, position, row, column, G: gl.constexpr, SIZE: gl.constexpr, D: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
     """Addresses of SIZE columns of both halves of rows: of queries 0 to G - 1 where score_block
@@ -138,7 +138,7 @@ def aim_rows(
     where the second half of a query goes, if that is not a fixed way behind the first.
     """
     HALVES: gl.constexpr = num_halves(D)
-    bufs, ready, _, xs, _, _ = places
+    bufs, ready, _, xs, _, _ = ring
     column = column // SIZE * SIZE
     is_new = (row == G) | (row == G + 1)
     first = it + gl.where(row == G, 0, HALVES)
@@ -148,16 +148,16 @@ def aim_rows(
         is_zero = column >= half
         second_column = column + gl.where(is_zero, padded_half(D), half)
         column += gl.where(is_zero, half, 0)
-        queries2 = gl.where(row < G, query_place(xs, row, second_column), -1)
+        queries2 = gl.where(row < G, query_address(xs, row, second_column), -1)
         second = first + second_column // 64
         is_new = is_new & (column < half)
-        inside1 = place_in_tile(line, second_column % 64)
+        inside1 = offset_in_tile(line, second_column % 64)
     else:
         second = first + HALVES - 1
-        inside1 = place_in_tile(line, column)
+        inside1 = offset_in_tile(line, column)
         queries2 = column
-    queries = gl.where(row < G, query_place(xs, row, column), -1)
-    to0 = bufs + (first + column // 64) % STAGES * TILE_BYTES + place_in_tile(line, column % 64)
+    queries = gl.where(row < G, query_address(xs, row, column), -1)
+    to0 = bufs + (first + column // 64) % STAGES * TILE_BYTES + offset_in_tile(line, column % 64)
     to0 = gl.where(is_new, to0, -1)
     to1 = bufs + second % STAGES * TILE_BYTES + inside1
     first += column // 64
@@ -187,11 +187,11 @@ def stage_queries(aims, a, b, SIZE: gl.constexpr, D: gl.constexpr):
 
 
 @gluon.jit
-def place_new(aims, a, b, SIZE: gl.constexpr, D: gl.constexpr):
+def insert_new(aims, a, b, SIZE: gl.constexpr, D: gl.constexpr):
     """The new key and value into the ring's tiles of the last block. aims: see aim_rows."""
     _, to0, to1, bar0, bar1, phase0, phase1, _ = aims
     gl.inline_asm_elementwise(
-        place_asm(D, SIZE),
+        insert_asm(D, SIZE),
         row_operands(SIZE, 6),
         [to0, to1, bar0, phase0, bar1, phase1, a, b],
         dtype=gl.int32,

@@ -1,4 +1,4 @@
-"""What Gluon has no word for: fences, clocks, halves of pairs; and making tagged words.
+"""What Gluon has no word for: fences, clocks, halves of pairs; and making flagged words.
 
 Next on the walk: spins.py.
 """
@@ -37,16 +37,16 @@ def bf16_pair(low, high):
 
 
 @gluon.jit
-def tagged(payload, tag):
-    """int32 payload and tag as one 64-bit word."""
+def flagged(payload, flag):
+    """int32 payload and flag as one 64-bit word."""
     low = payload.to(gl.int64) & 0xFFFFFFFF
-    return (tag.to(gl.int64) << 32) | low
+    return (flag.to(gl.int64) << 32) | low
 
 
 @gluon.jit
-def tagged_float(value, tag):
-    """float32 payload and tag as one 64-bit word."""
-    return tagged(value.to(gl.int32, bitcast=True), tag)
+def flagged_float(value, flag):
+    """float32 payload and flag as one 64-bit word."""
+    return flagged(value.to(gl.int32, bitcast=True), flag)
 
 
 @gluon.jit

@@ -1,9 +1,9 @@
 """Says who waits for what and who owes it, after waits of the decode kernel were given up.
 
 In: the queues of a launch, and the least wait that was given up, as spins.py left it in the report
-at the start of the exchange. Out: a HangError. The kernel records only a tag, a word and an SM; the
-op, the layer, the rank and the debtor follow from the queues. Torch-free. Next on the walk:
-alarm.py.
+at the start of the symmetric buffer. Out: a HangError. The kernel records only a flag, a word and
+an SM; the op, the layer, the rank and the debtor follow from the queues. Torch-free. Next on the
+walk: alarm.py.
 """
 
 from dataclasses import dataclass
@@ -14,21 +14,21 @@ from distmega.kernels.hopper.batch_plan import BatchQueues
 from distmega.kernels.hopper.batch_words import (
     BATCH,
     BEST_WORDS,
-    TOLD_WORDS,
+    READY_WORDS,
     BatchAttention,
-    BatchDraw,
     BatchNorm,
+    BatchSample,
 )
 from distmega.kernels.hopper.plan import RowQueues
 from distmega.kernels.hopper.words import (
     UNIT_ROWS,
-    Attention,
-    Barrier,
-    Combine,
-    Embed,
     Instruction,
-    Linear,
-    Sample,
+    RowAttention,
+    RowBarrier,
+    RowCombine,
+    RowEmbed,
+    RowLinear,
+    RowSample,
 )
 
 NAMED_DEBTORS = 3
@@ -37,25 +37,25 @@ NAMED_DEBTORS = 3
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """A wait that was given up, the least of all. Of the kernel of one row: SM `last` waited for
-    tag (steps ever run) * generations + generation + 1 at a tagged word. Of the batched kernel: for
-    the count `tag` of event `word`, which `last` SMs still owed; or where ranks share the model,
-    for an event or as the kernel of one row for a tagged word, `tag` being (steps ever run) *
-    instructions + instruction + 1 of the one that waits.
+    flag (steps ever run) * generations + generation + 1 at a flagged word. Of the batched kernel:
+    for the count `flag` of event `word`, which `last` SMs still owed; or where ranks share the
+    model, for an event or as the kernel of one row for a flagged word, `flag` being (steps ever
+    run) * instructions + instruction + 1 of the one that waits.
     """
 
-    tag: int
+    flag: int
     word: int
     last: int
 
 
 def read_report(word: int) -> Report:
     """The report in a signed 64-bit word."""
-    return Report(tag=word >> 32 & 0xFFFFFFFF, word=word >> 8 & 0xFFFFFF, last=word & 0xFF)
+    return Report(flag=word >> 32 & 0xFFFFFFFF, word=word >> 8 & 0xFFFFFF, last=word & 0xFF)
 
 
 def explain_hang(queues: RowQueues, report: Report, *, limit_s: float, rank: int = 0) -> HangError:
     """The error for a report of the rank; never fails, whatever the words say."""
-    step, generation = divmod(report.tag - 1, queues.num_generations)
+    step, generation = divmod(report.flag - 1, queues.num_generations)
     waiter = next(
         (
             f"instruction {i}, {describe(one)}"
@@ -79,7 +79,7 @@ def explain_hang(queues: RowQueues, report: Report, *, limit_s: float, rank: int
     return HangError(
         f"rank {rank}, SM {report.last} ({waiter}) waited {limit_s:g} s for "
         f"{name_word(queues, report.word)}",
-        expected=f"tag {report.tag} (step {step}, generation {generation})",
+        expected=f"flag {report.flag} (step {step}, generation {generation})",
         remedy=f"it is owed by {owed}; see whether that SM ran, or report this as a bug",
     )
 
@@ -88,7 +88,7 @@ def _is_own_row(one: Instruction, write: Write, rank: int, queues: RowQueues) ->
     """Whether it is a whole row of the embedding that this rank itself would push: it knows that it
     has none, or it would have.
     """
-    return isinstance(one, Embed) and write.rank == rank and 2 * one.num_words == queues.hidden
+    return isinstance(one, RowEmbed) and write.rank == rank and 2 * one.num_words == queues.hidden
 
 
 def _queue(queues: RowQueues, sm: int) -> tuple[Instruction, ...]:
@@ -96,7 +96,7 @@ def _queue(queues: RowQueues, sm: int) -> tuple[Instruction, ...]:
 
 
 def name_word(queues: RowQueues | BatchQueues, word: int) -> str:
-    """A tagged word by the buffer it lies in."""
+    """A flagged word by the buffer it lies in."""
     for buffer in queues.buffers:
         if word in buffer.words:
             return f"word {word - buffer.first} of {buffer.name!r}"
@@ -106,17 +106,17 @@ def name_word(queues: RowQueues | BatchQueues, word: int) -> str:
 def describe(one: Instruction) -> str:
     """An instruction by the op that it is of, as "layers.3.ffn_sum, rows 16 to 32"."""
     match one:
-        case Linear():
+        case RowLinear():
             return f"{one.name}, rows {one.row0} to {last_row(one)}"
-        case Attention():
+        case RowAttention():
             return f"{one.name}, kv head {one.head}, split {one.split}"
-        case Combine():
+        case RowCombine():
             return f"{one.name}, sum of head {one.head}"
-        case Sample():
+        case RowSample():
             return f"{one.name}, {'slots' if one.vocab else 'rows'} {one.row0} to {one.num_rows}"
-        case Barrier():
+        case RowBarrier():
             return f"barrier after {one.name}"
-        case Embed():
+        case RowEmbed():
             return f"{one.name}, columns from {2 * one.column}"
 
 
@@ -124,7 +124,7 @@ def explain_batch_hang(
     queues: BatchQueues, report: Report, limit_s: float, rank: int = 0
 ) -> HangError:
     """The error for a report of the batched kernel, of an event that every SM counts up once a
-    step, or of a tagged word that ranks exchange.
+    step, or of a flagged word that ranks exchange.
     """
     if queues.num_ranks > 1:
         return _explain_team_hang(queues, report, limit_s, rank)
@@ -133,17 +133,17 @@ def explain_batch_hang(
     what = f"{one.name}, instruction {report.word}" if one else "no instruction"
     return HangError(
         f"a wait for event {report.word} ({what}) lasted {limit_s:g} s",
-        expected=f"count {report.tag}, that of step {(report.tag - 1) // num_sms}",
+        expected=f"count {report.flag}, that of step {(report.flag - 1) // num_sms}",
         remedy=f"{report.last} of {num_sms} SMs still owed it; see whether those ran, "
         "or report this as a bug",
     )
 
 
 def _explain_team_hang(queues: BatchQueues, report: Report, limit_s: float, rank: int) -> HangError:
-    """Of several ranks, whose waits all carry the tag of the instruction that waits."""
+    """Of several ranks, whose waits all carry the flag of the instruction that waits."""
     num_sms, queue = len(queues.queues), queues.queues[0]
-    step, number = divmod(report.tag - 1, len(queue))
-    expected = f"tag {report.tag} (step {step}, instruction {number})"
+    step, number = divmod(report.flag - 1, len(queue))
+    expected = f"flag {report.flag} (step {step}, instruction {number})"
     if report.word < len(queue):
         return HangError(
             f"rank {rank}: {describe_batch(queues, number)} waited {limit_s:g} s for event "
@@ -164,15 +164,15 @@ def _explain_team_hang(queues: BatchQueues, report: Report, limit_s: float, rank
 
 
 def _batch_debtor(queues: BatchQueues, word: int, number: int) -> str:
-    """Who pushes a tagged word in instruction `number`."""
+    """Who pushes a flagged word in instruction `number`."""
     buffer = next((one for one in queues.buffers if word in one.words), None)
     if buffer is None:
         return "nobody: no instruction writes it"
     ranks, at = queues.num_ranks, word - buffer.first
     if buffer.name == "best":
         return f"rank {at // BEST_WORDS % ranks}, SM 0, behind {describe_batch(queues, -1)}"
-    if buffer.name == "told":
-        who = f"rank {at // TOLD_WORDS}, SM {at % TOLD_WORDS // 2}"
+    if buffer.name == "ready_flags":
+        who = f"rank {at // READY_WORDS}, SM {at % READY_WORDS // 2}"
         return f"{who}, {describe_batch(queues, number - 1)}"
     rank, at = divmod(at, buffer.num_words // ranks)
     row = at // (BATCH * UNIT_ROWS) * UNIT_ROWS
@@ -180,7 +180,7 @@ def _batch_debtor(queues: BatchQueues, word: int, number: int) -> str:
         (
             sm
             for sm, queue in enumerate(queues.queues)
-            if not isinstance(one := queue[number], BatchAttention | BatchDraw | BatchNorm)
+            if not isinstance(one := queue[number], BatchAttention | BatchSample | BatchNorm)
             and one.row0 <= row < one.row0 + one.num_units * UNIT_ROWS
         ),
         None,
@@ -195,6 +195,6 @@ def describe_batch(queues: BatchQueues, number: int, sm: int | None = None) -> s
     found = f"instruction {number}, {one.name}"
     if isinstance(one, BatchNorm):
         found = f"instruction {number}, norm before {one.name}"
-    if sm is None or isinstance(one, BatchAttention | BatchDraw | BatchNorm):
+    if sm is None or isinstance(one, BatchAttention | BatchSample | BatchNorm):
         return found
     return f"{found}, rows {one.row0} to {min(one.row0 + one.num_units * UNIT_ROWS, one.num_rows)}"

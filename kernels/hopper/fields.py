@@ -4,19 +4,19 @@ from triton.experimental.gluon import language as gl
 
 from distmega.kernels.hopper import words
 from distmega.kernels.hopper.words import (
-    PLACES,
-    Attention,
-    Barrier,
-    Embed,
+    FIELD_WORDS,
     Instruction,
-    Linear,
-    Opcode,
-    Sample,
+    RowAttention,
+    RowBarrier,
+    RowEmbed,
+    RowLinear,
+    RowOpcode,
+    RowSample,
 )
 
 
-def _place(kind: type[Instruction], name: str) -> gl.constexpr:
-    return gl.constexpr(PLACES[kind][name])
+def _word(kind: type[Instruction], name: str) -> gl.constexpr:
+    return gl.constexpr(FIELD_WORDS[kind][name])
 
 
 WORDS = gl.constexpr(words.WORDS)
@@ -37,49 +37,49 @@ EMBEDDED = gl.constexpr(words.EMBEDDED)
 REPORT_FIRST = gl.constexpr(words.REPORT_FIRST)
 NO_REPORT = gl.constexpr(words.NO_REPORT)
 
-OP_ATTENTION = gl.constexpr(int(Opcode.ATTENTION))
-OP_COMBINE = gl.constexpr(int(Opcode.COMBINE))
-OP_EMBED = gl.constexpr(int(Opcode.EMBED))
-OP_BARRIER = gl.constexpr(int(Opcode.BARRIER))
-OP_SAMPLE = gl.constexpr(int(Opcode.SAMPLE))
+OP_ATTENTION = gl.constexpr(int(RowOpcode.ATTENTION))
+OP_COMBINE = gl.constexpr(int(RowOpcode.COMBINE))
+OP_EMBED = gl.constexpr(int(RowOpcode.EMBED))
+OP_BARRIER = gl.constexpr(int(RowOpcode.BARRIER))
+OP_SAMPLE = gl.constexpr(int(RowOpcode.SAMPLE))
 
-OPCODE = _place(Linear, "opcode")
-GENERATION = _place(Linear, "generation")
-SRC = _place(Linear, "src")
-DST = _place(Linear, "dst")
-NUM_UNITS = _place(Linear, "num_units")
-LIN_WEIGHT_ROW = _place(Linear, "weight_row")
-LIN_PAIR_ROW = _place(Linear, "pair_row")
-LIN_NUM_TILES_K = _place(Linear, "num_tiles_k")
-LIN_NUM_SRC_WORDS = _place(Linear, "num_src_words")
-LIN_NORM = _place(Linear, "norm")
-LIN_BIAS = _place(Linear, "bias")
-LIN_ROW0 = _place(Linear, "row0")
-LIN_NUM_ROWS = _place(Linear, "num_rows")
-LIN_PACKED = _place(Linear, "packed")
-LIN_KEEP = _place(Linear, "keep")
-LIN_CARRY = _place(Linear, "carry")
-ATT_K_ROW = _place(Attention, "k_row")
-ATT_V_ROW = _place(Attention, "v_row")
-ATT_SPLIT = _place(Attention, "split")
-ATT_QUERY0 = _place(Attention, "query0")
-ATT_Q_NORM = _place(Attention, "q_norm")
-ATT_K_NORM = _place(Attention, "k_norm")
-EMB_ROW0 = _place(Embed, "row0")
-EMB_NUM_ROWS = _place(Embed, "num_rows")
-EMB_COLUMN = _place(Embed, "column")
-EMB_NUM_WORDS = _place(Embed, "num_words")
-BAR_NUM_WORDS = _place(Barrier, "num_words")
-SAMPLE_ROW0 = _place(Sample, "row0")
-SAMPLE_NUM_ROWS = _place(Sample, "num_rows")
-SAMPLE_VOCAB = _place(Sample, "vocab")
-HEAD = _place(Attention, "head")
-PARTIAL = _place(Attention, "partial")
-WINDOW = _place(Attention, "window")
-MAX_SPLITS = _place(Attention, "max_splits")
+OPCODE = _word(RowLinear, "opcode")
+GENERATION = _word(RowLinear, "generation")
+SRC = _word(RowLinear, "src")
+DST = _word(RowLinear, "dst")
+NUM_UNITS = _word(RowLinear, "num_units")
+LIN_WEIGHT_ROW = _word(RowLinear, "weight_row")
+LIN_PAIR_ROW = _word(RowLinear, "pair_row")
+LIN_NUM_TILES_K = _word(RowLinear, "num_tiles_k")
+LIN_NUM_SRC_WORDS = _word(RowLinear, "num_src_words")
+LIN_NORM = _word(RowLinear, "norm")
+LIN_BIAS = _word(RowLinear, "bias")
+LIN_ROW0 = _word(RowLinear, "row0")
+LIN_NUM_ROWS = _word(RowLinear, "num_rows")
+LIN_PACKED = _word(RowLinear, "packed")
+LIN_KEEP = _word(RowLinear, "keep")
+LIN_CARRY = _word(RowLinear, "carry")
+ATT_K_ROW = _word(RowAttention, "k_row")
+ATT_V_ROW = _word(RowAttention, "v_row")
+ATT_SPLIT = _word(RowAttention, "split")
+ATT_QUERY0 = _word(RowAttention, "query0")
+ATT_Q_NORM = _word(RowAttention, "q_norm")
+ATT_K_NORM = _word(RowAttention, "k_norm")
+EMB_ROW0 = _word(RowEmbed, "row0")
+EMB_NUM_ROWS = _word(RowEmbed, "num_rows")
+EMB_COLUMN = _word(RowEmbed, "column")
+EMB_NUM_WORDS = _word(RowEmbed, "num_words")
+BAR_NUM_WORDS = _word(RowBarrier, "num_words")
+SAMPLE_ROW0 = _word(RowSample, "row0")
+SAMPLE_NUM_ROWS = _word(RowSample, "num_rows")
+SAMPLE_VOCAB = _word(RowSample, "vocab")
+HEAD = _word(RowAttention, "head")
+PARTIAL = _word(RowAttention, "partial")
+WINDOW = _word(RowAttention, "window")
+MAX_SPLITS = _word(RowAttention, "max_splits")
 
 GREEDY = gl.constexpr(words.GREEDY)
-DRAWN = gl.constexpr(words.DRAWN)
+SAMPLED = gl.constexpr(words.SAMPLED)
 LIMITED = gl.constexpr(words.LIMITED)
 SEARCHED = gl.constexpr(words.SEARCHED)
 NO_CHOICE = gl.constexpr(words.NO_CHOICE)

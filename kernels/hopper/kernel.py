@@ -1,9 +1,10 @@
 """The kernel of one row: one persistent program an SM, a loader warp and eight compute warps;
 several steps a launch where each chooses the token of the next.
 
-In: queues (words.py), the weight arena, the KV cache, the exchange of tagged words, the state. Out:
-what SMs keep, tokens, the state advanced. It holds the bodies and epilogues that its segment uses;
-its size depends neither on the number of ops nor on the context. Next on the walk: the end.
+In: queues (words.py), the weight arena, the KV cache, the symmetric buffer of flagged words, the
+state. Out: what SMs keep, tokens, the state advanced. It holds the bodies and epilogues that its
+segment uses; its size depends neither on the number of ops nor on the context. Next on the walk:
+the end.
 """
 
 from triton.experimental import gluon
@@ -14,7 +15,6 @@ from distmega.kernels.gluon_compat import cta_barrier, keep_alive
 from distmega.kernels.hopper.attention import attention_task
 from distmega.kernels.hopper.device import clock, fence_all, fetch, keep
 from distmega.kernels.hopper.fields import (
-    DRAWN,
     GENERATION,
     GREEDY,
     NO_CHOICE,
@@ -24,6 +24,7 @@ from distmega.kernels.hopper.fields import (
     OP_EMBED,
     OP_SAMPLE,
     OPCODE,
+    SAMPLED,
     STAMPS,
     STATE_EPOCH,
     STATE_POSITION,
@@ -53,35 +54,35 @@ from distmega.kernels.runtime.mbarriers import init_barriers, make_barriers
 @gluon.jit
 def compute(
     queue, num_instructions, num_instructions_max, num_steps, num_generations, first_token,
-    first_position, state, tokens, exchange, vectors, embed, cache, rope, kept, logits,
-    best_words, num_sms, peers, place, first_id, min_blocks, eps, scale, sampling,
-    seeds, sample_words, trace, places, squares, red, step_bar, D: gl.constexpr, G: gl.constexpr,
+    first_position, state, tokens, symmetric, vectors, embed, cache, rope, kept, logits,
+    best_words, num_sms, peers, team_rank, first_id, min_blocks, eps, scale, sampling,
+    seeds, sample_words, trace, ring, squares, red, step_bar, D: gl.constexpr, G: gl.constexpr,
     H: gl.constexpr, KVH: gl.constexpr, QK_NORM: gl.constexpr, ROTATED: gl.constexpr, ATTENDS:
     gl.constexpr, EPILOGUES: gl.constexpr, LAYER_NORMS: gl.constexpr, KEEPS_NORMED: gl.constexpr,
     CHOICE: gl.constexpr, HEAD_ROWS: gl.constexpr, RANKS: gl.constexpr, BARRIERS: gl.constexpr,
     STAGES: gl.constexpr, TRACE: gl.constexpr,
 ):
-    """Partition of eight warps. A datum of generation g and step s is tagged
+    """Partition of eight warps. A datum of generation g and step s is flagged
     s * num_generations + g + 1."""
     sm = gl.program_id(0)
     position0 = begin(state + STATE_POSITION, first_position)
     epoch0 = gl.load(state + STATE_EPOCH)
     token = begin(state + STATE_TOKEN, first_token)
     it = 0
-    # within limits each rank draws by itself
-    BESTS: gl.constexpr = 1 if CHOICE != GREEDY and CHOICE != DRAWN else RANKS
+    # within limits each rank samples by itself
+    BESTS: gl.constexpr = 1 if CHOICE != GREEDY and CHOICE != SAMPLED else RANKS
     words = fetch(queue, 0)
     for step in range(num_steps):
         base = (epoch0 + step) * num_generations + 1
         if CHOICE != NO_CHOICE and step > 0:
-            token = most_likely(exchange, best_words, num_sms, base - 1, BESTS)
+            token = most_likely(symmetric, best_words, num_sms, base - 1, BESTS)
             fence_all()
             if sm == 0:
                 gl.store(tokens + step - 1, token)
         mbarrier.arrive(step_bar.index(0), count=1)
         for i in range(num_instructions):
             ahead = fetch(queue, gl.where(i + 1 == num_instructions, 0, i + 1))
-            tag = base + words[GENERATION]
+            flag = base + words[GENERATION]
             at = trace
             if TRACE:
                 row = (step * gl.num_programs(0) + sm) * num_instructions_max + i
@@ -89,28 +90,28 @@ def compute(
                 gl.store(at, clock())
             if ATTENDS and words[OPCODE] == OP_ATTENTION:
                 it = attention_task(
-                    words, exchange, vectors, cache, rope, position0 + step, tag, eps, scale,
-                    min_blocks, places, it, at, D, G, H, KVH, QK_NORM, ROTATED, STAGES, TRACE,
+                    words, symmetric, vectors, cache, rope, position0 + step, flag, eps, scale,
+                    min_blocks, ring, it, at, D, G, H, KVH, QK_NORM, ROTATED, STAGES, TRACE,
                 )
             elif ATTENDS and words[OPCODE] == OP_COMBINE:
-                combine_task(words, exchange, position0 + step, tag, min_blocks, D)
+                combine_task(words, symmetric, position0 + step, flag, min_blocks, D)
             elif BARRIERS and words[OPCODE] == OP_BARRIER:
-                pass_barrier(words, exchange, sm, tag)
+                pass_barrier(words, symmetric, sm, flag)
             elif RANKS > 1 and words[OPCODE] == OP_EMBED:
-                embed_task(words, peers, embed, token, tag, RANKS)
+                embed_task(words, peers, embed, token, flag, RANKS)
             elif CHOICE != GREEDY and CHOICE != NO_CHOICE and words[OPCODE] == OP_SAMPLE:
                 # kept here, or else what follows from them takes registers from other tasks
                 sample_task(
-                    words, logits, first_id, sampling, seeds, position0 + step, exchange, peers,
-                    place, keep(sample_words), best_words, keep(sm), keep(num_sms), tag, CHOICE,
-                    HEAD_ROWS, RANKS,
+                    words, logits, first_id, sampling, seeds, position0 + step, symmetric, peers,
+                    team_rank, keep(sample_words), best_words, keep(sm), keep(num_sms), flag,
+                    CHOICE, HEAD_ROWS, RANKS,
                 )
                 # again, since meanwhile these words would take registers from all tasks
                 ahead = fetch(queue, gl.where(i + 1 == num_instructions, 0, i + 1))
             else:
                 it = linear_task(
-                    words, exchange, vectors, embed, token, kept, logits, tag, sm, best_words,
-                    num_sms, peers, place, first_id, eps, squares, red, places, it, at,
+                    words, symmetric, vectors, embed, token, kept, logits, flag, sm, best_words,
+                    num_sms, peers, team_rank, first_id, eps, squares, red, ring, it, at,
                     EPILOGUES, LAYER_NORMS, KEEPS_NORMED, CHOICE, RANKS, STAGES, TRACE,
                 )
             if TRACE:
@@ -119,7 +120,7 @@ def compute(
     if sm == 0:
         last = (epoch0 + num_steps) * num_generations
         if CHOICE != NO_CHOICE:
-            token = most_likely(exchange, best_words, num_sms, last, BESTS)
+            token = most_likely(symmetric, best_words, num_sms, last, BESTS)
             gl.store(tokens + num_steps - 1, token)
             gl.store(state + STATE_TOKEN, token)
         gl.store(state + STATE_POSITION, position0 + num_steps)
@@ -135,7 +136,7 @@ def compute(
         "first_position",
         "best_words",
         "num_sms",
-        "place",
+        "team_rank",
         "first_id",
         "min_blocks",
         "sample_words",
@@ -143,8 +144,8 @@ def compute(
 )
 def decode(
     weights0, weights1, weights2, cache_tiles, queues, counts, max_instructions, num_steps,
-    num_generations, first_token, first_position, state, tokens, exchange, vectors, embed, cache,
-    rope, kept, logits, best_words, num_sms, peers, place, first_id, min_blocks, eps, scale,
+    num_generations, first_token, first_position, state, tokens, symmetric, vectors, embed, cache,
+    rope, kept, logits, best_words, num_sms, peers, team_rank, first_id, min_blocks, eps, scale,
     sampling, seeds, sample_words, trace, D: gl.constexpr, G: gl.constexpr, H: gl.constexpr,
     KVH: gl.constexpr, QK_NORM: gl.constexpr, ROTATED: gl.constexpr, ATTENDS: gl.constexpr,
     EPILOGUES: gl.constexpr, LAYER_NORMS: gl.constexpr, KEEPS_NORMED: gl.constexpr,
@@ -157,10 +158,10 @@ def decode(
     weights0 to 2: descriptors of row-major matrices, one a row length k: bf16 [k / 64, rows, 64].
     cache_tiles: descriptor of cache, bf16 [rows, d]. vectors: norm weights and biases, bf16.
     embed: bf16, this rank's part of [vocab, hidden]. queues: int32 [num_sms, max_instructions, 16].
-    exchange: int64 tagged words behind a report (spins.py), zeroed once when allocated. kept: f32,
-    each element used by one SM. rope: f32 [t, d], cosines then sines. logits: f32, those
+    symmetric: int64 flagged words behind a report (spins.py), zeroed once when allocated. kept:
+    f32, each element used by one SM. rope: f32 [t, d], cosines then sines. logits: f32, those
     of this rank's tokens, the first of which is first_id, in `kept`. peers: a tuple of all ranks'
-    exchanges; this rank is number `place` of them. CHOICE, sampling, seeds, sample_words:
+    exchanges; this rank is `team_rank` of them. CHOICE, sampling, seeds, sample_words:
     see sample.py; HEAD_ROWS: logits of an SM, at most, a power of two. trace: int64 [num_steps,
     num_sms, max_instructions, STAMPS] if TRACE, nanoseconds.
     """
@@ -176,7 +177,7 @@ def decode(
     write_addresses()
     cta_barrier()
     # addresses, for PTX: of the ring, its barriers, x, and what a linear's warps add up
-    places = (
+    ring = (
         address_of(bufs), address_of(ready), address_of(free), address_of(xs), address_of(red),
         address_of(squares),
     )  # fmt: skip
@@ -190,9 +191,9 @@ def decode(
                 compute,
                 (
                     queue, num_instructions, max_instructions, num_steps, num_generations,
-                    first_token, first_position, state, tokens, exchange, vectors, embed, cache,
-                    rope, kept, logits, best_words, num_sms, peers, place, first_id, min_blocks,
-                    eps, scale, sampling, seeds, sample_words, trace, places, squares, red,
+                    first_token, first_position, state, tokens, symmetric, vectors, embed, cache,
+                    rope, kept, logits, best_words, num_sms, peers, team_rank, first_id, min_blocks,
+                    eps, scale, sampling, seeds, sample_words, trace, ring, squares, red,
                     step_bar, D, G, H, KVH, QK_NORM, ROTATED, ATTENDS, EPILOGUES, LAYER_NORMS,
                     KEEPS_NORMED, CHOICE, HEAD_ROWS, RANKS, BARRIERS, STAGES, TRACE,
                 ),

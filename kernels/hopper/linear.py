@@ -1,6 +1,6 @@
 """Linear tasks on the compute warps: stage x, multiply the ring's tiles by it, write the epilogue.
 
-In: tagged words of x and weight tiles in the ring. Out: tagged words of the op's output, what the
+In: flagged words of x and weight tiles in the ring. Out: flagged words of the op's output, what the
 SM keeps of it. An rms norm before a linear is folded in: its weight into x, its factor into the
 result; a layer norm is done while x is staged. The body stands once: epilogues are branches behind
 the products, specialised by the EPILOGUES of the segment. One row. Next on the walk: block_ptx.py.
@@ -14,17 +14,16 @@ from distmega.kernels.gluon_compat import cta_barrier
 from distmega.kernels.hopper.device import (
     bf16_pair,
     clock,
+    flagged,
+    flagged_float,
     high_half,
     keep,
     low_half,
-    tagged,
-    tagged_float,
 )
 from distmega.kernels.hopper.fields import (
     CARRY_EMBEDDED,
     CARRY_TWO,
     DELTA_SHIFT,
-    DRAWN,
     DST,
     FROM_EMBEDDING,
     GENERATION,
@@ -45,6 +44,7 @@ from distmega.kernels.hopper.fields import (
     NUM_UNITS,
     OPCODE,
     PAIRED,
+    SAMPLED,
     SRC,
 )
 from distmega.kernels.hopper.products import (
@@ -151,10 +151,10 @@ def scale_pair(word, weight, ss):
 
 @gluon.jit
 def stage_chunks(
-    words, exchange, vectors, tag, place, ss, chunk, NUM: gl.constexpr, RANKS: gl.constexpr
+    words, symmetric, vectors, flag, staged_at, ss, chunk, NUM: gl.constexpr, RANKS: gl.constexpr
 ):
-    """NUM chunks of x from tagged words into shared memory, zeros past the last; adds each thread's
-    part of their sum of squares.
+    """NUM chunks of x from flagged words into shared memory, zeros past the last; adds each
+    thread's part of their sum of squares.
     """
     norm = words[LIN_NORM]
     num_words = words[LIN_NUM_SRC_WORDS]
@@ -164,38 +164,38 @@ def stage_chunks(
     factors = ()
     for i in gl.static_range(NUM):
         factors += pairs_at(weights, first + i * WORDS_A_CHUNK, num_weights)
-    at = exchange + words[SRC] + first
-    pairs = spin_chunks(exchange, at, tag, num_words - first, NUM, RANKS)
+    at = symmetric + words[SRC] + first
+    pairs = spin_chunks(symmetric, at, flag, num_words - first, NUM, RANKS)
     if norm >= 0:
         scaled = pairs[0:0]
         for i in gl.static_range(2 * NUM):
             pair, ss = scale_pair(pairs[i], factors[i], ss)
             scaled += (pair,)
-        store_x(place, scaled, NUM)
+        store_x(staged_at, scaled, NUM)
     else:
-        store_x(place, pairs, NUM)
+        store_x(staged_at, pairs, NUM)
     return ss
 
 
 @gluon.jit
-def stage_tagged(words, exchange, vectors, tag, place, RANKS: gl.constexpr):
-    """x from tagged words into shared memory; returns each thread's part of its sum of squares."""
+def stage_flagged(words, symmetric, vectors, flag, staged_at, RANKS: gl.constexpr):
+    """x from flagged words into shared memory; returns each thread's part of its sum of squares."""
     ss = gl.zeros([THREADS], gl.float32, layout=PER_THREAD)
     num_chunks = keep(words[LIN_NUM_TILES_K])
     if num_chunks == 1:
-        ss = stage_chunks(words, exchange, vectors, tag, place, ss, 0, 1, RANKS)
+        ss = stage_chunks(words, symmetric, vectors, flag, staged_at, ss, 0, 1, RANKS)
     elif num_chunks == 2:
-        ss = stage_chunks(words, exchange, vectors, tag, place, ss, 0, 2, RANKS)
+        ss = stage_chunks(words, symmetric, vectors, flag, staged_at, ss, 0, 2, RANKS)
     else:
         for chunk in range(0, num_chunks, STAGE_CHUNKS):
-            to = place + chunk * CHUNK_BYTES
-            ss = stage_chunks(words, exchange, vectors, tag, to, ss, chunk, STAGE_CHUNKS, RANKS)
+            to = staged_at + chunk * CHUNK_BYTES
+            ss = stage_chunks(words, symmetric, vectors, flag, to, ss, chunk, STAGE_CHUNKS, RANKS)
     return ss
 
 
 @gluon.jit
-def stage_embedding(words, embed, token, vectors, place):
-    """As stage_tagged, x being the token's row of the embedding matrix."""
+def stage_embedding(words, embed, token, vectors, staged_at):
+    """As stage_flagged, x being the token's row of the embedding matrix."""
     ss = gl.zeros([THREADS], gl.float32, layout=PER_THREAD)
     num_words = words[LIN_NUM_SRC_WORDS]
     num_weights = gl.where(words[LIN_NORM] >= 0, num_words, 0)
@@ -207,7 +207,7 @@ def stage_embedding(words, embed, token, vectors, place):
         if words[LIN_NORM] >= 0:
             w0, ss = scale_pair(w0, n0, ss)
             w1, ss = scale_pair(w1, n1, ss)
-        store_x(place + chunk * CHUNK_BYTES, (w0, w1), 1)
+        store_x(staged_at + chunk * CHUNK_BYTES, (w0, w1), 1)
     return ss
 
 
@@ -244,7 +244,7 @@ def keep_normed(words, vectors, kept, sm, mean, factor, HAS_BIAS: gl.constexpr):
 
 @gluon.jit
 def stage_layer_norm(
-    words, exchange, vectors, embed, token, kept, sm, tag, eps, inv_length, place,
+    words, symmetric, vectors, embed, token, kept, sm, flag, eps, inv_length, staged_at,
     KEEPS_NORMED: gl.constexpr, RANKS: gl.constexpr,
 ):  # fmt: skip
     """x after its layer norm into shared memory, zeros past the last; at most STAGE_CHUNKS chunks.
@@ -265,8 +265,8 @@ def stage_layer_norm(
         for i in gl.static_range(STAGE_CHUNKS):
             pairs += pairs_at(row, first + i * WORDS_A_CHUNK, num_words)
     else:
-        at = exchange + words[SRC] + first
-        pairs = spin_chunks(exchange, at, tag, num_words - first, STAGE_CHUNKS, RANKS)
+        at = symmetric + words[SRC] + first
+        pairs = spin_chunks(symmetric, at, flag, num_words - first, STAGE_CHUNKS, RANKS)
     total = gl.zeros([THREADS], gl.float32, layout=PER_THREAD)
     for i in gl.static_range(2 * STAGE_CHUNKS):
         total += low_half(pairs[i]) + high_half(pairs[i])
@@ -283,7 +283,7 @@ def stage_layer_norm(
         a = (low_half(pairs[i]) - mean) * factor * low_half(scales[i]) + low_half(shifts[i])
         b = (high_half(pairs[i]) - mean) * factor * high_half(scales[i]) + high_half(shifts[i])
         staged += single(bf16_pair(a, b))
-    store_x(place, staged, STAGE_CHUNKS)
+    store_x(staged_at, staged, STAGE_CHUNKS)
     if KEEPS_NORMED:  # noqa: SIM102  a constant
         if (words[LIN_PACKED] & KEEP_NORMED) != 0:
             keep_normed(words, vectors, kept, sm, mean, factor, True)
@@ -296,12 +296,12 @@ def sum_warps(red):
 
 
 @gluon.jit
-def store_pairs(exchange, first, y, tag, num_words, N: gl.constexpr):
-    """The first num_words of N / 2 tagged words of bf16 pairs, from word `first` on."""
+def store_pairs(symmetric, first, y, flag, num_words, N: gl.constexpr):
+    """The first num_words of N / 2 flagged words of bf16 pairs, from word `first` on."""
     low, high = gl.split(gl.reshape(y, [N // 2, 2]))
     payload = gl.convert_layout(bf16_pair(low, high), PER_THREAD)
     at = gl.arange(0, N // 2, layout=PER_THREAD)
-    gl.store(exchange + first + at, tagged(payload, tag), mask=at < num_words)
+    gl.store(symmetric + first + at, flagged(payload, flag), mask=at < num_words)
 
 
 @gluon.jit
@@ -343,37 +343,37 @@ def carried(
 
 @gluon.jit
 def write_result(
-    words, exchange, kept, row0, row, limit, y, tag, KIND: gl.constexpr, N: gl.constexpr
+    words, symmetric, kept, row0, row, limit, y, flag, KIND: gl.constexpr, N: gl.constexpr
 ):
     """N results, of which those below `limit` count, to where they are kept and polled."""
     wanted = row < limit
     gl.store(kept + words[LIN_KEEP] + row, y, mask=wanted & (words[LIN_KEEP] >= 0))
     if KIND == "numbers":
-        gl.store(exchange + words[DST] + row, tagged_float(y, tag), mask=wanted)
+        gl.store(symmetric + words[DST] + row, flagged_float(y, flag), mask=wanted)
     elif KIND == "pairs":
-        store_pairs(exchange, words[DST] + row0 // 2, y, tag, (limit - row0) // 2, N)
+        store_pairs(symmetric, words[DST] + row0 // 2, y, flag, (limit - row0) // 2, N)
 
 
 @gluon.jit
 def linear_task(
     words,
-    exchange,
+    symmetric,
     vectors,
     embed,
     token,
     kept,
     logits,
-    tag,
+    flag,
     sm,
     best_words,
     num_sms,
     peers,
-    place,
+    team_rank,
     first_id,
     eps,
     squares,
     red,
-    places,
+    ring,
     it,
     stamps,
     EPILOGUES: gl.constexpr,
@@ -386,9 +386,9 @@ def linear_task(
 ):
     """Stages x, then for each group of units multiplies and writes; returns the ring position.
 
-    Where tokens are drawn, the head only writes its logits, for SAMPLE.
+    Where tokens are sampled, the head only writes its logits, for SAMPLE.
     """
-    PUSHES: gl.constexpr = RANKS > 1 and CHOICE != GREEDY and CHOICE != DRAWN
+    PUSHES: gl.constexpr = RANKS > 1 and CHOICE != GREEDY and CHOICE != SAMPLED
     NUM: gl.constexpr = count(EPILOGUES)
     opcode = words[OPCODE]
     num_tiles_k = words[LIN_NUM_TILES_K]
@@ -405,24 +405,24 @@ def linear_task(
         row = group_rows(words, number)
         wanted = row < limit
         num_tiles = keep(gl.minimum(num_units - number, GROUP_UNITS) * num_tiles_k)
-        aims = aim(places, it % STAGES)
+        aims = aim(ring, it % STAGES)
         bias = bias_of(words, vectors, number, row, wanted, has_pairs(EPILOGUES))
         carry = carried(words, embed, token, kept, row, wanted, KEEPS_NORMED, RANKS)
         if most_carried(EPILOGUES) == 2:
             is_two = wanted & ((words[LIN_PACKED] & CARRY_TWO) != 0)
             carry2 = gl.load(kept + words[LIN_PAIR_ROW] + row, mask=is_two, other=0.0)
-        taken = take_tiles(places, aims, num_tiles, (it // STAGES) & 1, STAGES)
+        taken = take_tiles(ring, aims, num_tiles, (it // STAGES) & 1, STAGES)
         if number == 0:
-            before = tag - ((words[LIN_PACKED] << DELTA_SHIFT) >> (2 * DELTA_SHIFT))
+            before = flag - ((words[LIN_PACKED] << DELTA_SHIFT) >> (2 * DELTA_SHIFT))
             if LAYER_NORMS and (words[LIN_PACKED] & LAYER_NORM) != 0:
                 stage_layer_norm(
-                    words, exchange, vectors, embed, token, kept, sm, before, eps, inv_length,
+                    words, symmetric, vectors, embed, token, kept, sm, before, eps, inv_length,
                     aims[0], KEEPS_NORMED, RANKS,
                 )  # fmt: skip
             elif RANKS == 1 and (words[LIN_PACKED] & FROM_EMBEDDING) != 0:
                 ss = stage_embedding(words, embed, token, vectors, aims[0])
             else:
-                ss = stage_tagged(words, exchange, vectors, before, aims[0], RANKS)
+                ss = stage_flagged(words, symmetric, vectors, before, aims[0], RANKS)
             if TRACE:
                 gl.store(stamps + 1, clock())
         alarm = gl.to_tensor(NO_REPORT)
@@ -430,9 +430,9 @@ def linear_task(
             for i in gl.static_range(NUM):
                 if is_pushed(EPILOGUES, i, PUSHES):  # noqa: SIM102  a constant
                     if opcode == i:
-                        alarm = read_alarm(exchange)
+                        alarm = read_alarm(symmetric)
         folded = gl.where((number == 0) & is_folded, 0, -1)
-        multiply_tiles(places, aims, taken, num_tiles, num_tiles_k, ss, folded, STAGES)
+        multiply_tiles(ring, aims, taken, num_tiles, num_tiles_k, ss, folded, STAGES)
         it += num_tiles
         cta_barrier()
         if PUSHES:
@@ -440,7 +440,7 @@ def linear_task(
                 if is_ranked(EPILOGUES, i):  # noqa: SIM102  a constant
                     # logits are the last that others get, so none may follow from an x that is void
                     if (opcode == i) & (number == 0):
-                        alarm = read_alarm(exchange)
+                        alarm = read_alarm(symmetric)
         if TRACE:  # noqa: SIM102  a constant
             if number == 0:
                 gl.store(stamps + 2, clock())
@@ -455,7 +455,7 @@ def linear_task(
                 STREAMS: gl.constexpr = streams_of(EPILOGUES, i)
                 TREE: gl.constexpr = formula_of(EPILOGUES, i)
                 if is_summed(EPILOGUES, i):
-                    push_partial(words, peers, place, row0, limit, y, tag, alarm, RANKS)
+                    push_partial(words, peers, team_rank, row0, limit, y, flag, alarm, RANKS)
                 elif STREAMS == 2:
                     pairs = gl.reshape(y, [GROUP_UNITS // 2, 2, UNIT_ROWS])
                     first, second = gl.split(
@@ -466,13 +466,13 @@ def linear_task(
                     half = gl.arange(0, GROUP_ROWS // 2, layout=TWOS) + row0 // 2
                     write_result(
                         words,
-                        exchange,
+                        symmetric,
                         kept,
                         row0 // 2,
                         half,
                         limit // 2,
                         mixed,
-                        tag,
+                        flag,
                         published(EPILOGUES, i),
                         GROUP_ROWS // 2,
                     )
@@ -489,17 +489,19 @@ def linear_task(
                             best_row = gl.where(better, row, best_row)
                         elif PUSHES:
                             num_rows = gl.minimum(num_units - number, GROUP_UNITS) * UNIT_ROWS
-                            push_logits(words, peers, row0, num_rows, wanted, y1, tag, alarm, RANKS)
+                            push_logits(
+                                words, peers, row0, num_rows, wanted, y1, flag, alarm, RANKS
+                            )
                     else:
                         write_result(
                             words,
-                            exchange,
+                            symmetric,
                             kept,
                             row0,
                             row,
                             limit,
                             y1,
-                            tag,
+                            flag,
                             published(EPILOGUES, i),
                             GROUP_ROWS,
                         )
@@ -511,25 +513,25 @@ def linear_task(
                     value = gl.max(best, axis=0)
                     index = gl.min(gl.where(best == value, best_row, 0x7FFFFFFF), axis=0)
                     push_best(
-                        exchange,
+                        symmetric,
                         peers,
-                        place,
+                        team_rank,
                         best_words,
                         num_sms,
                         sm,
                         value,
                         first_id + index,
-                        tag,
+                        flag,
                         RANKS,
                     )
         elif is_summed(EPILOGUES, i):  # noqa: SIM102  a constant
             if opcode == i:
                 sum_partials(
                     words,
-                    exchange,
+                    symmetric,
                     kept,
-                    tag,
-                    tag - words[GENERATION],
+                    flag,
+                    flag - words[GENERATION],
                     formula_of(EPILOGUES, i),
                     num_carried(EPILOGUES, i),
                     published(EPILOGUES, i),

@@ -58,7 +58,7 @@ def next_slot(ready, free, it, STAGES: gl.constexpr, AHEAD: gl.constexpr):
     """The ring slot that `it` means, once it is free, its barrier set for a tile.
 
     No more than AHEAD loads are under way at a time: that many fill the memory's pipe, and more
-    would only stand in a queue that every poll of a tagged word has to pass.
+    would only stand in a queue that every poll of a flagged word has to pass.
     """
     slot = it % STAGES
     mbarrier.wait(free.index(slot), ((it // STAGES) & 1) ^ 1)

@@ -7,11 +7,11 @@ rows, a weight as rows of its block, a vector as an offset. Next on the walk: qu
 from collections.abc import Sequence
 from itertools import pairwise
 
-from distmega.kernels.hopper.plan import ITEM_BYTES, MAX_MATRICES, Matrix, unfit
+from distmega.kernels.hopper.plan import ITEM_BYTES, MAX_MATRICES, WeightMatrix, unfit
 from distmega.kernels.hopper.weight_order import matrix_columns
 from distmega.kernels.hopper.words import NOTHING, TILE_K, UNIT_ROWS
 from distmega.kernels.runtime.arena import ArenaLayout
-from distmega.kernels.tasks.fuse import Stream
+from distmega.kernels.tasks.fuse import WeightStream
 from distmega.program.types import Program
 
 
@@ -26,7 +26,7 @@ class Weights:
         self.columns = matrix_columns(segment)
         self.matrices = self._find_matrices()
 
-    def _find_matrices(self) -> tuple[Matrix, ...]:
+    def _find_matrices(self) -> tuple[WeightMatrix, ...]:
         columns = self.columns
         found: dict[int, list[int]] = {}
         for name, length in columns.items():
@@ -35,7 +35,7 @@ class Weights:
             first, last = found.setdefault(length, [offset, end])
             found[length] = [min(first, offset), max(last, end)]
         matrices = tuple(
-            Matrix(columns=n, offset=first, num_rows=(last - first) // (n * ITEM_BYTES))
+            WeightMatrix(columns=n, offset=first, num_rows=(last - first) // (n * ITEM_BYTES))
             for n, (first, last) in sorted(found.items())
         )
         overlap = any(
@@ -50,7 +50,7 @@ class Weights:
         tensor = self.layout.tensors[weight]
         return tensor.num_elements // self.columns[weight]
 
-    def row_in(self, matrix: Matrix, name: str) -> int:
+    def row_in(self, matrix: WeightMatrix, name: str) -> int:
         row, rest = divmod(self.layout.offset(name) - matrix.offset, matrix.columns * ITEM_BYTES)
         if rest:
             raise unfit(f"weight {name!r} between rows of its matrix")
@@ -59,7 +59,7 @@ class Weights:
     def vector(self, name: str) -> int:
         return self.layout.offset(name) // ITEM_BYTES
 
-    def starts(self, op: str, streams: Sequence[Stream], matrix: int) -> list[int]:
+    def starts(self, op: str, streams: Sequence[WeightStream], matrix: int) -> list[int]:
         """First row of each stream of an op in matrix number `matrix`."""
         found = []
         sizes = set()
@@ -73,7 +73,7 @@ class Weights:
             raise unfit(f"{op!r}, whose streams have other rows than whole units each")
         return found
 
-    def bias(self, streams: Sequence[Stream]) -> int:
+    def bias(self, streams: Sequence[WeightStream]) -> int:
         """Offset of the biases of all streams, which lie one behind the other, or NOTHING."""
         biases = tuple(name for stream in streams for name in stream.biases)
         self.require_biases(biases)

@@ -13,7 +13,7 @@ from graphlib import TopologicalSorter
 from itertools import pairwise
 
 from distmega.kernels.hopper.plan import RowQueues
-from distmega.kernels.hopper.words import Attention, Combine, Instruction, Linear
+from distmega.kernels.hopper.words import Instruction, RowAttention, RowCombine, RowLinear
 
 MOST_PARTS = 3
 """Of a run of equal parts: the first, the last and one between."""
@@ -70,8 +70,8 @@ def _earlier(one: Instruction, generations: int) -> Instruction:
     """An instruction behind what is left out: of a generation, or reading one, that moved."""
     if one.generation >= generations:
         return replace(one, generation=one.generation - generations)
-    if isinstance(one, Linear):
-        return replace(one, tag_delta=one.tag_delta + generations)
+    if isinstance(one, RowLinear):
+        return replace(one, flag_delta=one.flag_delta + generations)
     return one
 
 
@@ -90,14 +90,14 @@ def _shapes(queues: RowQueues, order: Sequence[Kind]) -> tuple[list[tuple[object
 def _words_of(one: Instruction) -> tuple[object, ...]:
     """The fields of an instruction that decide which words it exchanges."""
     match one:
-        case Linear():
+        case RowLinear():
             return (
-                one.opcode, one.num_units, one.src, one.num_src_words, one.tag_delta, one.dst,
+                one.opcode, one.num_units, one.src, one.num_src_words, one.flag_delta, one.dst,
                 one.row0, one.num_rows, one.flags,
             )  # fmt: skip
-        case Attention():
+        case RowAttention():
             return one.head, one.query0, one.split, one.max_splits, one.src, one.partial
-        case Combine():
+        case RowCombine():
             return one.head, one.max_splits, one.partial, one.dst
     return (replace(one, name="", generation=0),)
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from distmega.errors import UnsupportedError
 from distmega.kernels.hopper.words import Instruction
-from distmega.kernels.tasks.fuse import Draw
+from distmega.kernels.tasks.fuse import FusedSample
 from distmega.kernels.tasks.graph import Mode
 from distmega.program.expr import Expr
 
@@ -23,7 +23,7 @@ ITEM_BYTES = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Matrix:
+class WeightMatrix:
     """All weights of one row length: num_rows rows of `columns` elements from byte `offset` on."""
 
     columns: int
@@ -33,7 +33,9 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Buffer:
-    """Tagged words `first` to first + num_words of the exchange, in the order of dataflow."""
+    """Flagged words `first` to first + num_words of the symmetric buffer, in the order of
+    dataflow.
+    """
 
     name: str
     first: int
@@ -91,9 +93,9 @@ Publishes = Literal["nothing", "numbers", "pairs"]
 class Epilogue:
     """What follows the products of a linear: formula(products of the streams, what is carried).
 
-    publishes: "numbers", f32, a tagged word each; "pairs" of bf16, or nothing. num_carried: vectors
-    that stay with this SM and that the formula takes. summed: the product is summed over ranks
-    first. ranked: a token is chosen from the results.
+    publishes: "numbers", f32, a flagged word each; "pairs" of bf16, or nothing. num_carried:
+    vectors that stay with this SM and that the formula takes. summed: the product is summed over
+    ranks first. ranked: a token is chosen from the results.
     """
 
     num_streams: int
@@ -124,13 +126,13 @@ class Kept:
 class RowQueues:
     """Instructions of every SM for a segment of one row. mode: with barriers where "op".
 
-    epilogues: of linears, by opcode. num_generations: tags of a step, more than any buffer has
+    epilogues: of linears, by opcode. num_generations: flags of a step, more than any buffer has
     generations. num_kept: f32 elements that SMs keep; outputs: those that leave; logits_at: first
-    of those that a token is chosen from. draw: where tokens are not the likeliest. head_rows: of
-    the logits, what one SM chooses from, at most. best, sample, num_words: first tagged word of the
-    heads' maxima and of what draws exchange, count of all words; buffers: all that lies there, in
-    the order of dataflow. embed: the table that `tokens` look up or, without tokens, the input of
-    one row. Names: tensors that the runner binds, "" where the segment has none.
+    of those that a token is chosen from. sampler: where tokens are not the most likely. head_rows:
+    of the logits, what one SM chooses from, at most. best, sample, num_words: first flagged word of
+    the heads' maxima and of what samples exchange, count of all words; buffers: all that lies
+    there, in the order of dataflow. embed: the table that `tokens` look up or, without tokens, the
+    input of one row. Names: tensors that the runner binds, "" where the segment has none.
     """
 
     num_ranks: int
@@ -140,11 +142,11 @@ class RowQueues:
     num_generations: int
     max_tiles_k: int
     eps: float
-    matrices: tuple[Matrix, ...]
+    matrices: tuple[WeightMatrix, ...]
     queues: tuple[tuple[Instruction, ...], ...]
     num_kept: int
     outputs: tuple[Kept, ...]
-    draw: Draw | None
+    sampler: FusedSample | None
     vocab: int
     head_rows: int
     logits_at: int

@@ -77,14 +77,14 @@ def own_word():
 
 
 @gluon.jit
-def aim(places, slot):
+def aim(ring, slot):
     """Addresses in shared memory for each thread: where it stages its first word of x (the second
     being 32 bytes further), its part of x, its row of the ring's slot, its sums of a group, and the
     slot's barrier.
 
-    They are found at this point, and not later: before x is waited for. places: see kernel.decode.
+    They are found at this point, and not later: before x is waited for. ring: see kernel.decode.
     """
-    bufs, ready, _, xs, sums, _ = places
+    bufs, ready, _, xs, sums, _ = ring
     return gl.inline_asm_elementwise(
         aim_asm(),
         "=&r,=&r,=&r,=&r,=&r,r,r,r,r,r",
@@ -112,11 +112,11 @@ def store_x(at, pairs, NUM: gl.constexpr):
 
 
 @gluon.jit
-def take_tiles(places, aims, num_tiles, phase, STAGES: gl.constexpr):
+def take_tiles(ring, aims, num_tiles, phase, STAGES: gl.constexpr):
     """The ring's next tiles in registers, HELD of them or all, while x is on its way. aims: see
     aim; phase: of the slot there. To be given to multiply_tiles, which frees their slots.
     """
-    _, ready, free, _, _, _ = places
+    _, ready, free, _, _, _ = ring
     _, _, tile, _, bar = aims
     return gl.inline_asm_elementwise(
         take_asm(STAGES),
@@ -130,13 +130,13 @@ def take_tiles(places, aims, num_tiles, phase, STAGES: gl.constexpr):
 
 @gluon.jit
 def multiply_tiles(
-    places, aims, taken, num_tiles, num_tiles_k, ss, norm, STAGES: gl.constexpr
+    ring, aims, taken, num_tiles, num_tiles_k, ss, norm, STAGES: gl.constexpr
 ):  # fmt: skip
     """The ring's next num_tiles tiles times x, num_tiles_k to a unit of 8 rows; each warp's sums of
     its units go to shared memory, and its sum of ss, unless norm is negative. aims: see aim; taken:
     the first of the tiles, see take_tiles.
     """
-    _, ready, free, _, _, squares = places
+    _, ready, free, _, _, squares = ring
     _, x, _, sums, _ = aims
     rest = (
         ready, ready + 8 * STAGES, free - ready, x, sums, num_tiles, num_tiles_k, ss, squares, norm,

@@ -1,13 +1,13 @@
-"""Proof that no tagged word is overwritten before all that wait for it have read it.
+"""Proof that no flagged word is overwritten before all that wait for it have read it.
 
 In: the queues of a kernel of one row, the same on all of its ranks. Out: nothing, or the first
-hazard in words. A tagged word makes itself visible and nothing else, so what is proven is what the
+hazard in words. A flagged word makes itself visible and nothing else, so what is proven is what the
 words need: that every reader of a word is *done before* the instruction that writes its next
 generation. An instruction polls the words of a phase before it writes words of that phase, and an
 SM takes instructions in order; hence who has read a word of an instruction knows that this phase,
 all before it on that SM, and all that they knew, have read what they read.
 
-Two steps are looked at, the second of which stands for all that follow: tags differ, edges do not.
+Two steps are looked at, the second of which stands for all that follow: flags differ, edges do not.
 Knowledge is a count of phases for each SM: of the rank itself, and of every one of its peers, which
 run the same queues. What an instruction may skip, a split of a short context, teaches nothing.
 Between launches a rank waits for its own SMs, never for peers. Next on the walk: runner.py.
@@ -24,7 +24,7 @@ import numpy.typing as npt
 from distmega.kernels.hopper.accesses import Read, Write, reads, step_reads, writes
 from distmega.kernels.hopper.periods import Kind, kind_of, kinds_in_order, shorten
 from distmega.kernels.hopper.plan import RowQueues
-from distmega.kernels.hopper.words import Embed
+from distmega.kernels.hopper.words import RowEmbed
 
 Clocks = npt.NDArray[np.int32]
 """Counts of phases: [SMs] of one SM's knowledge, or [SMs, SMs] of all."""
@@ -70,7 +70,7 @@ class _Proof:
         self.rounds = list(self.find_rounds())
         self.readers = self.find_readers()
         self.generations = self.find_generations()
-        self.tag = np.zeros(queues.num_words, dtype=np.int64)
+        self.flag = np.zeros(queues.num_words, dtype=np.int64)
         self.writer = np.zeros(queues.num_words, dtype=np.int64)
         """Snapshot and SM of who wrote a word last: snapshot * num_sms + SM."""
         self.of_rank = np.zeros(queues.num_words, dtype=np.int8)
@@ -91,7 +91,7 @@ class _Proof:
                     one.name,
                     tuple(_joined(reads(one, self.queues))),
                     tuple(writes(one, self.queues, sm)),
-                    isinstance(one, Embed),
+                    isinstance(one, RowEmbed),
                 )
                 order.setdefault(kind_of(one), []).append(task)
         for kind in kinds_in_order(self.queues):
@@ -212,20 +212,20 @@ class _Proof:
             for write in task.writes:
                 if write.phase == phase:
                     words = slice(write.words.start, write.words.stop)
-                    self.tag[words] = self.tag_of(write, step)
+                    self.flag[words] = self.flag_of(write, step)
                     self.writer[words] = snapshot + task.sm
                     self.of_rank[words] = write.rank or 0
 
-    def tag_of(self, access: Read | Write, step: int) -> int:
+    def flag_of(self, access: Read | Write, step: int) -> int:
         return step * self.queues.num_generations + access.generation + 1
 
     def learnt(self, found: Sequence[Read], step: int) -> tuple[Clocks, Clocks] | None:
         """What the writers of words knew; None if some words are of another generation."""
-        key = tuple((read.words.start, read.words.stop, self.tag_of(read, step)) for read in found)
+        key = tuple((read.words.start, read.words.stop, self.flag_of(read, step)) for read in found)
         if key not in self.known:
             ranks_of: dict[int, set[int]] = {}
-            for start, stop, tag in key:
-                if (self.tag[start:stop] != tag).any():
+            for start, stop, flag in key:
+                if (self.flag[start:stop] != flag).any():
                     return None
                 both = self.writer[start:stop] * MAX_RANKS + self.of_rank[start:stop]
                 for each in np.unique(both).tolist():
@@ -285,10 +285,10 @@ class _Proof:
         readers = self.readers.get(generation)
         if step < 0 or readers is None:
             return
-        for place in range(bisect_right(readers.stops, write.words.start), len(readers.starts)):
-            if readers.starts[place] >= write.words.stop:
+        for nth in range(bisect_right(readers.stops, write.words.start), len(readers.starts)):
+            if readers.starts[nth] >= write.words.stop:
                 break
-            yield readers.starts[place], step, readers.needs[place]
+            yield readers.starts[nth], step, readers.needs[nth]
 
 
 def _joined(found: Iterator[Read]) -> Iterator[Read]:

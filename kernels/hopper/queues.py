@@ -5,7 +5,7 @@ and state arenas. Out: a RowQueues: the instructions of every SM, sizes of what 
 keep, and what the kernel is specialised for. Torch-free. Next on the walk: runner.py.
 
 Every SM gets the same number of rows of each matrix. No event orders the tasks: a reader polls the
-words it needs until they carry the tag of their step and generation. Ops of one class, like those
+words it needs until they carry the flag of their step and generation. Ops of one class, like those
 of equal layers, publish into one buffer in turn, its generations. That nobody overwrites what
 another has yet to read follows from paths of the dataflow, which proof.py finds for each program;
 where there is none, a class gets two buffers that take turns, or fewer SMs take part.
@@ -53,22 +53,22 @@ from distmega.kernels.hopper.words import (
     SEARCH_CHUNKS,
     STAGE_CHUNKS,
     UNIT_ROWS,
-    Attention,
-    Barrier,
-    Combine,
-    Embed,
     Instruction,
-    Linear,
-    Sample,
+    RowAttention,
+    RowBarrier,
+    RowCombine,
+    RowEmbed,
+    RowLinear,
+    RowSample,
 )
 from distmega.kernels.runtime.arena import ArenaLayout
 from distmega.kernels.tasks.fuse import (
-    Draw,
     Fused,
     FusedAttention,
     FusedChoice,
     FusedContraction,
     FusedEmbedding,
+    FusedSample,
     Shown,
     canonical,
     fuse_segment,
@@ -81,7 +81,7 @@ from distmega.program import expr
 from distmega.program.types import Program
 
 EMBED_WORDS = 256
-"""Tagged words of the embedded token that one SM pushes: one a thread."""
+"""Flagged words of the embedded token that one SM pushes: one a thread."""
 MAX_COPIES = 2
 """Buffers of one class, at most."""
 MAX_CARRIED = 2
@@ -95,18 +95,20 @@ def build_queues(
     weights: ArenaLayout,
     states: ArenaLayout,
     num_sms: int,
-    place: int = 0,
+    team_rank: int = 0,
     mode: Mode = "overlap",
 ) -> RowQueues:
-    """Queues for at most `num_sms` SMs of rank number `place` of its team. mode "op": each fused op
-    waits for all SMs to be done with the one before, as with one event an op; a baseline, and an
-    oracle for the results. UnsupportedError where the kernel can't do the segment.
+    """Queues for at most `num_sms` SMs of rank `team_rank` of its team. mode "op": each
+    fused op waits for all SMs to be done with the one before, as with one event an op; a baseline,
+    and an oracle for the results. UnsupportedError where the kernel can't do the segment.
     """
     fused = fuse_segment(segment)
     placed = Weights(segment, weights)
     hazard = ""
     for sms, copies in _ways(fused, placed, min(num_sms, MAX_SMS)):
-        queues = _Builder(segment, fused, weights, states, placed, sms, place, mode, copies).build()
+        queues = _Builder(
+            segment, fused, weights, states, placed, sms, team_rank, mode, copies
+        ).build()
         hazard = find_hazard(queues)
         if not hazard:
             return queues
@@ -135,7 +137,7 @@ def rows_of(op: FusedContraction, placed: Weights) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """Where a tensor lies. first: tagged word; words of `generation`; 0 of a tensor nobody polls.
+    """Where a tensor lies. first: flagged word; words of `generation`; 0 of a tensor nobody polls.
 
     rows, streams: of the op that made it, which tell who keeps what of it. kept: first f32 element,
     or NOTHING.
@@ -158,7 +160,7 @@ class _Builder:
     states: ArenaLayout
     placed: Weights
     num_sms: int
-    place: int
+    team_rank: int
     mode: Mode
     copies: int
     shown: dict[str, Shown] = field(init=False)
@@ -203,7 +205,7 @@ class _Builder:
                     self.add_choice(op)
             if i + 1 < len(self.fused) and not isinstance(self.fused[i + 1], FusedChoice):
                 self.add_barrier(i)
-        head, draw = self.choice, self.choice.draw if self.choice else None
+        head, sampler = self.choice, self.choice.sampler if self.choice else None
         attention = next((op for op in self.fused if isinstance(op, FusedAttention)), None)
         if head:
             self.reserve_choice(head)
@@ -219,15 +221,15 @@ class _Builder:
             queues=tuple(map(tuple, self.queues)),
             num_kept=self.num_kept,
             outputs=self.outputs(),
-            draw=draw,
+            sampler=sampler,
             vocab=self.vocab,
-            head_rows=self.head_rows(draw) if head else 0,
+            head_rows=self.head_rows(sampler) if head else 0,
             logits_at=self.logits_at,
             best=self.firsts.get("best", 0),
             sample=self.firsts.get("sample", 0),
             num_words=self.num_words,
             buffers=tuple(self.buffers),
-            first_id=self.place * self.vocab,
+            first_id=self.team_rank * self.vocab,
             embed=self.embedding.table if self.embedding else self.entry,
             hidden=self.hidden(),
             rope_table=attention.table if attention else "",
@@ -416,7 +418,7 @@ class _Builder:
     # buffers
 
     def reserve(self, name: str, size: int) -> int:
-        """First of `size` tagged words of a buffer; known ones are used again."""
+        """First of `size` flagged words of a buffer; known ones are used again."""
         if name not in self.firsts:
             self.firsts[name] = self.num_words
             self.buffers.append(Buffer(name=name, first=self.num_words, num_words=size))
@@ -434,12 +436,12 @@ class _Builder:
         """First f32 element of what SMs keep of a result, NOTHING if nobody takes it. It may take
         the place of the operand, if nobody takes that afterwards.
         """
-        place = self.fused.index(op)
+        nth = self.fused.index(op)
         for name in op.operands:
             before = self.made.get(name)
-            if before and before.kept != NOTHING and not self.is_taken(name, place):
+            if before and before.kept != NOTHING and not self.is_taken(name, nth):
                 self.free.setdefault(before.rows, []).append(before.kept)
-        if not self.is_ranked(op) and not any(self.is_taken(out, place) for out in op.outs):
+        if not self.is_ranked(op) and not any(self.is_taken(out, nth) for out in op.outs):
             return NOTHING
         spare = self.free.get(rows)
         if spare:
@@ -448,12 +450,12 @@ class _Builder:
         self.num_kept += -(-rows // 64) * 64
         return first
 
-    def is_taken(self, name: str, place: int) -> bool:
-        """Whether an op after number `place` carries a tensor or normalises it, or it leaves."""
+    def is_taken(self, name: str, nth: int) -> bool:
+        """Whether an op after number `nth` carries a tensor or normalises it, or it leaves."""
         return name in map(self.storage, self.segment.outputs) or any(
             isinstance(op, FusedContraction)
             and (name in op.operands or (op.normed and op.x == name))
-            for op in self.fused[place + 1 :]
+            for op in self.fused[nth + 1 :]
         )
 
     def outputs(self) -> tuple[Kept, ...]:
@@ -489,17 +491,17 @@ class _Builder:
         self.made[op.out if op else self.entry] = _Made(first, 0, hidden, 1, NOTHING)
         for number, column in enumerate(range(0, columns // 2, EMBED_WORDS)):
             self.queues[self.lightest[number % self.num_sms]].append(
-                Embed(
+                RowEmbed(
                     name=name,
-                    row0=self.place * rows if is_whole else 0,
+                    row0=self.team_rank * rows if is_whole else 0,
                     num_rows=rows,
                     column=column,
                     num_words=columns // 2,
-                    dst=first + (0 if is_whole else self.place * columns // 2),
+                    dst=first + (0 if is_whole else self.team_rank * columns // 2),
                 )
             )
 
-    def add_contraction(self, place: int, op: FusedContraction) -> None:
+    def add_contraction(self, nth: int, op: FusedContraction) -> None:
         """The rows of its matrix, shared out."""
         rows = rows_of(op, self.placed)
         streams = len(op.streams)
@@ -507,11 +509,11 @@ class _Builder:
         number = self.epilogue_number(op)
         epilogue = self.epilogues[number]
         size = {"nothing": 0, "numbers": rows, "pairs": out_rows // 2}[epilogue.publishes]
-        kind, generation = self.turn(self.classes[place])
+        kind, generation = self.turn(self.classes[nth])
         if op.num_ranks > 1:
             self.reserve(f"parts of {kind}", self.num_ranks * rows)
         if self.is_ranked(op):
-            self.vocab, limit = rows, min(rows, max(0, self.choice_vocab() - self.place * rows))
+            self.vocab, limit = rows, min(rows, max(0, self.choice_vocab() - self.team_rank * rows))
             dst, generation = self.reserve_logits(rows), self.of_x(op).generation
         else:
             dst, limit = self.reserve(kind, size), rows
@@ -531,7 +533,7 @@ class _Builder:
         carry, second = [carry for carry, _ in (*carries, *[(NOTHING, False)] * MAX_CARRIED)][:2]
         flags |= CARRY_TWO if second != NOTHING else 0
         if op.normed:
-            carry = self.normalised(op, place)
+            carry = self.normalised(op, nth)
             flags |= KEEP_NORMED
         kept = self.keep(op, out_rows)
         if self.is_ranked(op):
@@ -539,13 +541,13 @@ class _Builder:
         for out in op.outs:
             self.made[out] = _Made(dst, generation, out_rows, streams, kept)
         if len(op.outs) > 1:
-            self.place_outs(op, dst, generation)
+            self.locate_outs(op, dst, generation)
         for sm, queue in enumerate(self.queues):
             first, last = share(rows, streams, sm, self.num_sms)
             if first == last:
                 continue
             queue.append(
-                Linear(
+                RowLinear(
                     opcode=number,
                     name=op.name,
                     generation=generation,
@@ -556,7 +558,7 @@ class _Builder:
                     num_tiles_k=tiles_k(columns),
                     src=x.first,
                     num_src_words=columns // 2,
-                    tag_delta=generation - x.generation,
+                    flag_delta=generation - x.generation,
                     norm=self.norm_at(op),
                     bias=self.placed.bias(op.streams),
                     dst=dst,
@@ -580,7 +582,7 @@ class _Builder:
             raise unfit(f"{op.name!r} of {op.x!r}, which no op publishes")
         return _Made(0, 0, self.hidden(), 1, NOTHING)
 
-    def place_outs(self, op: FusedContraction, dst: int, generation: int) -> None:
+    def locate_outs(self, op: FusedContraction, dst: int, generation: int) -> None:
         """Where each of several results lies, one behind the other."""
         for out, weight in zip(op.outs, op.streams[0].weights, strict=True):
             self.made[out] = _Made(dst, generation, 0, 0, NOTHING)
@@ -607,13 +609,13 @@ class _Builder:
             raise unfit(f"{op.name!r}, which takes {name!r} from other SMs")
         return made.kept, False
 
-    def normalised(self, op: FusedContraction, place: int) -> int:
+    def normalised(self, op: FusedContraction, team_rank: int) -> int:
         """Where each SM keeps its rows of x, which it normalises there: it must have a part of the
         op, and x must be wanted by nobody afterwards.
         """
         x = self.of_x(op)
         units, mine = num_units(x.rows), rows_of(op, self.placed)
-        if x.kept == NOTHING or x.streams != 1 or op.operands or self.is_taken(op.x, place):
+        if x.kept == NOTHING or x.streams != 1 or op.operands or self.is_taken(op.x, team_rank):
             raise unfit(f"{op.name!r}, which normalises {op.x!r} and others take that")
         if units > MAX_NORMED_UNITS * self.num_sms or any(
             share(x.rows, 1, sm, self.num_sms)[0] < share(x.rows, 1, sm, self.num_sms)[1]
@@ -634,49 +636,51 @@ class _Builder:
         """Of a rank's logits where all ranks have those of all: a whole number of units."""
         return UNIT_ROWS * num_units(self.vocab)
 
-    def draws_from_all(self, draw: Draw | None) -> bool:
+    def samples_from_all(self, sampler: FusedSample | None) -> bool:
         """Whether a rank needs the logits of others: limits are those of all tokens."""
-        return draw is not None and draw.limits != "given" and self.num_ranks > 1
+        return sampler is not None and sampler.limits != "given" and self.num_ranks > 1
 
     def reserve_logits(self, rows: int) -> int:
         """First word of this rank's logits where all ranks exchange them, in whole units."""
-        draw = self.choice.draw if self.choice else None
-        if not self.draws_from_all(draw):
+        sampler = self.choice.sampler if self.choice else None
+        if not self.samples_from_all(sampler):
             return self.num_words
         slots = UNIT_ROWS * num_units(rows)
-        return self.reserve("logits", self.num_ranks * slots) + self.place * slots
+        return self.reserve("logits", self.num_ranks * slots) + self.team_rank * slots
 
     def reserve_choice(self, head: FusedChoice) -> None:
-        """sample: see num_sample_words; best: of all ranks, or of one that draws for itself."""
-        if head.draw:
-            self.reserve("sample", num_sample_words(head.draw, self.head_rows(head.draw)))
-        ranks = 1 if self.draws_from_all(head.draw) else self.num_ranks
+        """sample: see num_sample_words; best: of all ranks, or of one that samples for itself."""
+        if head.sampler:
+            self.reserve("sample", num_sample_words(head.sampler, self.head_rows(head.sampler)))
+        ranks = 1 if self.samples_from_all(head.sampler) else self.num_ranks
         self.reserve("best", 2 * self.num_sms * ranks)
 
-    def head_rows(self, draw: Draw | None) -> int:
+    def head_rows(self, sampler: FusedSample | None) -> int:
         """Logits from which one SM chooses, at most; two a thread where it polls them."""
-        if not self.draws_from_all(draw):
+        if not self.samples_from_all(sampler):
             return UNIT_ROWS * -(-num_units(self.vocab) // self.num_sms)
         units = self.num_ranks * num_units(self.vocab)
         return max(2 * MAX_SMS, UNIT_ROWS * -(-units // self.num_sms))
 
     def add_choice(self, op: FusedChoice) -> None:
-        """Each SM draws from what it has of the logits, or from as large a part of all."""
-        if op.draw is None:
+        """Each SM samples from what it has of the logits, or from as large a part of all."""
+        if op.sampler is None:
             return
         attention = [one for one in self.fused if isinstance(one, FusedAttention)]
-        if any(one.positions != op.draw.positions for one in attention):
-            raise unfit(f"draws at {op.draw.positions!r} instead of {attention[0].positions!r}")
-        limit = min(self.vocab, max(0, op.vocab - self.place * self.vocab))
+        if any(one.positions != op.sampler.positions for one in attention):
+            raise unfit(
+                f"samples at {op.sampler.positions!r} instead of {attention[0].positions!r}"
+            )
+        limit = min(self.vocab, max(0, op.vocab - self.team_rank * self.vocab))
         rows, src, vocab = self.vocab, 0, 0
-        if self.draws_from_all(op.draw):
+        if self.samples_from_all(op.sampler):
             rows = limit = self.num_ranks * self.slots
             src, vocab = self.firsts["logits"], self.vocab
         source = self.made[op.source]
         for sm, queue in enumerate(self.queues):
             first, last = share(rows, 1, sm, self.num_sms)
             queue.append(
-                Sample(
+                RowSample(
                     name=op.name,
                     generation=source.generation,
                     row0=first * UNIT_ROWS,
@@ -686,15 +690,15 @@ class _Builder:
                 )
             )
 
-    def add_barrier(self, place: int) -> None:
+    def add_barrier(self, nth: int) -> None:
         """All SMs wait for each other, in mode "op"."""
-        op = self.fused[place]
+        op = self.fused[nth]
         if self.mode == "op" and not isinstance(op, FusedEmbedding):
-            kind, generation = self.turn(f"barrier after {self.classes[place]}")
+            kind, generation = self.turn(f"barrier after {self.classes[nth]}")
             dst = self.reserve(kind, 2 * self.num_sms)
             for queue in self.queues:
                 queue.append(
-                    Barrier(
+                    RowBarrier(
                         name=op.name, generation=generation, dst=dst, num_words=2 * self.num_sms
                     )
                 )
@@ -713,7 +717,7 @@ class _Builder:
                     load[sm] += (last - first) * tiles
         self.lightest = sorted(range(self.num_sms), key=lambda sm: (load[sm], sm))
 
-    def add_attention(self, place: int, op: FusedAttention) -> None:
+    def add_attention(self, nth: int, op: FusedAttention) -> None:
         """Splits of each kv head's queries, then a sum a query head, on the lightest SMs."""
         s = self.attention
         assert s is not None
@@ -722,7 +726,7 @@ class _Builder:
         sizes = (s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim)
         if source is None or at != [at[0], at[0] + sizes[0], at[0] + sizes[0] + sizes[1]]:
             raise unfit(f"{op.name!r}, whose queries, keys and values are not from one contraction")
-        kind, generation = self.turn(self.classes[place])
+        kind, generation = self.turn(self.classes[nth])
         if generation != source.generation:
             raise unfit(f"{op.name!r}, which is not of the generation of its queries")
         splits = self.max_splits
@@ -734,7 +738,7 @@ class _Builder:
         tasks = product(range(splits), range(s.num_kv_heads), range(s.num_parts))
         for number, (split, head, part) in enumerate(tasks):
             self.queues[self.lightest[number % self.num_sms]].append(
-                Attention(
+                RowAttention(
                     name=op.name,
                     generation=generation,
                     k_row=self.cache_row(op.k_cache, head),
@@ -753,7 +757,7 @@ class _Builder:
         for head in range(s.num_heads):
             sm = self.lightest[-1 - head % self.num_sms]
             self.queues[sm].append(
-                Combine(
+                RowCombine(
                     name=op.name,
                     generation=generation,
                     head=head,
@@ -794,13 +798,13 @@ def share(rows: int, step: int, sm: int, num_sms: int) -> tuple[int, int]:
     return parts * sm // num_sms * step, parts * (sm + 1) // num_sms * step
 
 
-def num_sample_words(draw: Draw, head_rows: int) -> int:
-    """Tagged words in which SMs exchange what they need to find the limits of a draw, each having
-    at most head_rows logits: a chunk of maxima, then as many as those may fill; or those of a
-    search.
+def num_sample_words(sampler: FusedSample, head_rows: int) -> int:
+    """Flagged words in which SMs exchange what they need to find the limits of a sample, each
+    having at most head_rows logits: a chunk of maxima, then as many as those may fill; or those of
+    a search.
     """
     chunks = {"given": 0, "candidates": 2 + head_rows // SAMPLE_CHUNK, "all": SEARCH_CHUNKS}
-    return chunks[draw.limits] * SAMPLE_CHUNK * MAX_SMS
+    return chunks[sampler.limits] * SAMPLE_CHUNK * MAX_SMS
 
 
 def num_units(rows: int) -> int:

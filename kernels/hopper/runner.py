@@ -3,7 +3,7 @@
 In: a segment, the arenas of weights and states on the GPU. Out: a KernelRunner for
 hostir/run/evaluator.py, one step a launch, and `decode`, several steps a launch. Weights and states
 are used where they lie, so library ops of the same model share them. Next on the walk:
-../launcher.py.
+../runtime/relaunch.py.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,17 +16,17 @@ from distmega.errors import RequestError
 from distmega.kernels.hopper import kernel
 from distmega.kernels.hopper.alarm import LOCAL_LIMIT_S, Alarm
 from distmega.kernels.hopper.diagnosis import explain_hang
-from distmega.kernels.hopper.plan import Epilogues, Matrix, RowQueues
+from distmega.kernels.hopper.plan import Epilogues, RowQueues, WeightMatrix
 from distmega.kernels.hopper.shapes import TILE_SHARED, WEIGHT_SHARED
 from distmega.kernels.hopper.timeline import timeline_spans
 from distmega.kernels.hopper.words import (
-    DRAWN,
     GREEDY,
     KEEP_NORMED,
     LAYER_NORM,
     LIMITED,
     MAX_SMS,
     NO_CHOICE,
+    SAMPLED,
     SEARCHED,
     STAGE_CHUNKS,
     STAMPS,
@@ -35,15 +35,15 @@ from distmega.kernels.hopper.words import (
     STATE_WORDS,
     TILE_BYTES,
     WORDS,
-    Linear,
+    RowLinear,
     pack,
 )
 from distmega.kernels.runtime.arena import ArenaLayout
-from distmega.kernels.runtime.launcher import Launcher
 from distmega.kernels.runtime.memory import arena_views
-from distmega.kernels.runtime.runners import NO_DRAWS
+from distmega.kernels.runtime.relaunch import Launcher
+from distmega.kernels.runtime.runners import NO_SAMPLE_INPUTS
 from distmega.kernels.runtime.symmetric import SymmetricMemory, Team
-from distmega.kernels.tasks.fuse import Draw
+from distmega.kernels.tasks.fuse import FusedSample
 from distmega.program.types import Program
 from distmega.trace_file import Span
 
@@ -72,12 +72,12 @@ def num_stages(max_tiles_k: int) -> int:
     return (SHARED_BYTES - 2048 * max_tiles_k - 3072) // TILE_BYTES
 
 
-CHOICES = {"given": DRAWN, "candidates": LIMITED, "all": SEARCHED}
+CHOICES = {"given": SAMPLED, "candidates": LIMITED, "all": SEARCHED}
 
 
-def choice_of(draw: Draw | None) -> int:
+def choice_of(sampler: FusedSample | None) -> int:
     """How the kernel chooses tokens."""
-    return CHOICES[draw.limits] if draw else GREEDY
+    return CHOICES[sampler.limits] if sampler else GREEDY
 
 
 def padded_head_rows(head_rows: int) -> int:
@@ -122,14 +122,14 @@ class RowRunner:
         self._weights = [descriptors[min(i, len(descriptors) - 1)] for i in range(3)]
         self._cache_tiles = describe_cache(self._cache, self._head_dim)
         self._team = team
-        self._memory, self._peers = open_exchange(queues.num_words, team, device)
-        self._exchange = self._peers[team.place if team else 0]
+        self._memory, self._peers = open_symmetric(queues.num_words, team, device)
+        self._symmetric = self._peers[team.team_rank if team else 0]
         self._kept = torch.zeros(max(queues.num_kept, 1), device=device)
         self.logits = self._kept[queues.logits_at :][: max(queues.vocab, 1)]
         self._state = torch.zeros(STATE_WORDS, dtype=torch.int32, device=device)
         self._tokens = torch.zeros(MAX_STEPS, dtype=torch.int32, device=device)
         limit_s = timeout_s if team else min(timeout_s, LOCAL_LIMIT_S)
-        self._alarm = Alarm(self._exchange, limit_s)
+        self._alarm = Alarm(self._symmetric, limit_s)
         self._first = CONTINUED
         self._launchers: dict[bool, Launcher] = {}
         self._no_stamps = torch.zeros(1, dtype=torch.int64, device=device)
@@ -148,7 +148,7 @@ class RowRunner:
         if queues.positions:
             self._state[STATE_POSITION].copy_(tensors[queues.positions][0])
         self._first = CONTINUED
-        self._set_draw(tensors)
+        self._set_sampling(tensors)
         self._run(1)
         for kept in queues.outputs:
             values = self._kept[kept.first : kept.first + kept.num]
@@ -169,19 +169,19 @@ class RowRunner:
         self,
         tokens: Sequence[int],
         positions: Sequence[int],
-        draws: Mapping[str, Tensor] = NO_DRAWS,
+        sample_inputs: Mapping[str, Tensor] = NO_SAMPLE_INPUTS,
     ) -> None:
-        """The next step appends the token to the one sequence, at its position. draws: the
-        segment's inputs that say how tokens are drawn, if it draws.
+        """The next step appends the token to the one sequence, at its position. sample_inputs: the
+        segment's inputs that say how tokens are sampled, if it samples.
         """
         self._first = tokens[0], positions[0]
-        self._set_draw(draws)
+        self._set_sampling(sample_inputs)
 
-    def _set_draw(self, tensors: Mapping[str, Tensor]) -> None:
-        if draw := self.queues.draw:
-            settings = tensors[draw.sampling][0]
+    def _set_sampling(self, tensors: Mapping[str, Tensor]) -> None:
+        if sampler := self.queues.sampler:
+            settings = tensors[sampler.sampling][0]
             self._settings[: len(settings)].copy_(settings)
-            self._seed.copy_(tensors[draw.seeds])
+            self._seed.copy_(tensors[sampler.seeds])
 
     def decode(self, num_steps: int) -> Tensor:
         """Runs steps after those before; their tokens, int32 [num_steps, 1], on the GPU until the
@@ -199,18 +199,20 @@ class RowRunner:
         self._run(num_steps, stamps)
         found = stamps.tolist()
         self.raise_hang()
-        return list(timeline_spans(self.queues, found, self._place))
+        return list(timeline_spans(self.queues, found, self._team_rank))
 
     def raise_hang(self) -> None:
         """HangError if a wait of an earlier launch has expired: what that launch gave is void. To
         be asked once its results have come; costs nothing.
         """
         if report := self._alarm.take():
-            raise explain_hang(self.queues, report, limit_s=self._alarm.limit_s, rank=self._place)
+            raise explain_hang(
+                self.queues, report, limit_s=self._alarm.limit_s, rank=self._team_rank
+            )
 
     @property
-    def _place(self) -> int:
-        return self._team.place if self._team else 0
+    def _team_rank(self) -> int:
+        return self._team.team_rank if self._team else 0
 
     def prepare(self) -> None:
         """See SteppingRunner."""
@@ -239,7 +241,7 @@ class RowRunner:
             *self._first,
             self._state,
             self._tokens,
-            self._exchange,
+            self._symmetric,
             self._vectors,
             self._embed,
             self._cache,
@@ -249,7 +251,7 @@ class RowRunner:
             queues.best,
             len(queues.queues) if queues.token else 0,
             self._peers,
-            self._place,
+            self._team_rank,
             queues.first_id,
             MIN_BLOCKS,
             queues.eps,
@@ -263,7 +265,9 @@ class RowRunner:
     def _launcher(self, tracing: bool) -> Launcher:
         queues, shape = self.queues, self.queues.attention
         tiles_k = padded_tiles_k(queues.max_tiles_k)
-        flags = [one.flags for queue in queues.queues for one in queue if isinstance(one, Linear)]
+        flags = [
+            one.flags for queue in queues.queues for one in queue if isinstance(one, RowLinear)
+        ]
         constants = {
             "D": self._head_dim,
             "G": shape.num_queries if shape else 1,
@@ -276,7 +280,7 @@ class RowRunner:
             "LAYER_NORMS": any(one & LAYER_NORM for one in flags),
             "KEEPS_NORMED": any(one & KEEP_NORMED for one in flags),
             "MAX_TILES_K": tiles_k,
-            "CHOICE": choice_of(queues.draw) if queues.token else NO_CHOICE,
+            "CHOICE": choice_of(queues.sampler) if queues.token else NO_CHOICE,
             "HEAD_ROWS": padded_head_rows(queues.head_rows),
             "RANKS": queues.num_ranks,
             "BARRIERS": queues.mode == "op",
@@ -304,10 +308,10 @@ def require_steps(num_steps: int) -> None:
         )
 
 
-def open_exchange(
+def open_symmetric(
     num_words: int, team: Team | None, device: torch.device
 ) -> tuple[SymmetricMemory | None, tuple[Tensor, ...]]:
-    """Tagged words of every rank, zeroed, and the memory they lie in where ranks share it."""
+    """Flagged words of every rank, zeroed, and the memory they lie in where ranks share it."""
     if team is None:
         return None, (torch.zeros(num_words, dtype=torch.int64, device=device),)
     memory, size = team.open(8 * num_words), (num_words,)
@@ -332,7 +336,7 @@ def describe_cache(cache: Tensor, head_dim: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(matrix, [128, 64], TILE_SHARED.value)
 
 
-def describe(arena: Tensor, matrix: Matrix) -> TensorDescriptor:
+def describe(arena: Tensor, matrix: WeightMatrix) -> TensorDescriptor:
     """Rows of one length as [columns / 64, rows, 64], a tile being 16 slices of 8 rows."""
     columns, num_rows = matrix.columns, matrix.num_rows
     flat = arena[matrix.offset : matrix.offset + 2 * num_rows * columns].view(torch.bfloat16)

@@ -1,10 +1,10 @@
 """Drawing the next token in the kernel: what every SM does with its logits once the head is done.
 
-In: this SM's logits, the settings and the seed of the request. Out: its best candidate, tagged, in
+In: this SM's logits, the settings and the seed of the request. Out: its best candidate, flagged, in
 the place where the greedy kernel has its highest logit, so that all else stays as it is. Where
-several ranks share the vocabulary, each SM draws from its own logits and tells all ranks if there
-are no limits. If there are, all ranks have pushed their logits to all, and each rank draws from the
-whole vocabulary for itself, which gives the same token on all. A token is the argmax of logit +
+several ranks share the vocabulary, each SM samples from its own logits and tells all ranks if there
+are no limits. If there are, all ranks have pushed their logits to all, and each rank samples from
+the whole vocabulary for itself, which gives the same token on all. A token is the argmax of logit +
 temperature * Gumbel noise (hostir/library/sampling.py is the reference). LIMITED takes only logits
 from a cutoff on, which all SMs find alike, in two exchanges: the highest logit of each warp of each
 SM, which bounds the top_k-th from below, then the few logits that reach this bound. SMs with more
@@ -18,19 +18,19 @@ from triton.experimental.gluon import language as gl
 from triton.runtime.jit import constexpr_function
 
 from distmega.kernels.gluon_compat import cta_barrier
-from distmega.kernels.hopper.device import as_float, tagged, tagged_float
+from distmega.kernels.hopper.device import as_float, flagged, flagged_float
 from distmega.kernels.hopper.fields import (
     CHUNK,
-    DRAWN,
     LIMITED,
     SAMPLE_NUM_ROWS,
     SAMPLE_ROW0,
     SAMPLE_VOCAB,
+    SAMPLED,
     SEARCHED,
     SRC,
 )
 from distmega.kernels.hopper.sample_all import cutoff_of_all
-from distmega.kernels.hopper.sample_chunks import CHUNK_WORDS, chunk_place, read_chunk, widen
+from distmega.kernels.hopper.sample_chunks import CHUNK_WORDS, chunk_word, read_chunk, widen
 from distmega.kernels.hopper.shapes import (
     NUM_WARPS,
     PER_THREAD,
@@ -127,7 +127,7 @@ def add_pairs(num0, mass0, num1, mass1):
 
 
 @gluon.jit
-def tally(held, least, highest, heat, exchange, first, tag, num_more):
+def tally(held, least, highest, heat, symmetric, first, flag, num_more):
     """Number and mass of the candidates from `least` on: of two chunks held, and of num_more."""
     num = gl.zeros([THREADS], gl.int32, layout=PER_THREAD)
     total = gl.zeros([THREADS], gl.float32, layout=PER_THREAD)
@@ -135,7 +135,7 @@ def tally(held, least, highest, heat, exchange, first, tag, num_more):
     num, total = add_chunk(held[2], held[3], least, num, total)
     alive = held[2][CHUNK - 1] > float("-inf")
     for chunk in range(2, num_more + 2):
-        more = read_chunk(exchange, first + chunk * CHUNK_WORDS, tag, alive)
+        more = read_chunk(symmetric, first + chunk * CHUNK_WORDS, flag, alive)
         num, total = add_chunk(more, masses(more, highest, heat), least, num, total)
         alive = more[CHUNK - 1] > float("-inf")
     return gl.reduce((num, total), 0, add_pairs)
@@ -181,19 +181,19 @@ def lower_bound(values, lowest, highest, top_k):
 
 
 @gluon.jit
-def publish(x, bound, exchange, first, sm, tag, ROWS: gl.constexpr):
+def publish(x, bound, symmetric, first, sm, flag, ROWS: gl.constexpr):
     """This SM's logits from `bound` on, in chunks; slots left of the last chunk hold -inf, and a
     full chunk is followed by another.
     """
     hit = (x >= bound) & (x > float("-inf"))
     flags = hit.to(gl.int32)
     ends = gl.associative_scan(flags, 0, add)
-    gl.store(exchange + first + chunk_place(ends - 1, sm), tagged_float(x, tag), mask=hit)
+    gl.store(symmetric + first + chunk_word(ends - 1, sm), flagged_float(x, flag), mask=hit)
     num = gl.sum(flags, axis=0)
     slot = num + gl.arange(0, CHUNK, layout=PER_THREAD)
     none = gl.full([CHUNK], float("-inf"), gl.float32, layout=PER_THREAD)
     wanted = slot < num // CHUNK * CHUNK + CHUNK
-    gl.store(exchange + first + chunk_place(slot, sm), tagged_float(none, tag), mask=wanted)
+    gl.store(symmetric + first + chunk_word(slot, sm), flagged_float(none, flag), mask=wanted)
 
 
 @gluon.jit
@@ -203,29 +203,30 @@ def add(a, b):
 
 
 @gluon.jit
-def publish_peaks(x, exchange, first, sm, tag, ROWS: gl.constexpr):
+def publish_peaks(x, symmetric, first, sm, flag, ROWS: gl.constexpr):
     """The highest logit of each warp's part of this SM's, as its first chunk."""
     lanes: gl.constexpr = [NUM_WARPS, ROWS // NUM_WARPS]
     peaks = gl.convert_layout(gl.max(gl.reshape(x, lanes), axis=1), PER_THREAD)
     slots = gl.arange(0, NUM_WARPS, layout=PER_THREAD)
-    gl.store(exchange + first + chunk_place(slots, sm), tagged_float(peaks, tag))
+    gl.store(symmetric + first + chunk_word(slots, sm), flagged_float(peaks, flag))
 
 
 @gluon.jit
-def find_bound(sampling, exchange, first, num_sms, tag):
+def find_bound(sampling, symmetric, first, num_sms, flag):
     """From all SMs' peaks: a number that the top_k-th logit reaches, -inf if there are fewer peaks
     than that; and the highest logit.
     """
     top_k = gl.load(sampling + 1).to(gl.int32)
     present = gl.arange(0, THREADS, layout=PER_THREAD) < num_sms
-    values = read_chunk(exchange, first, tag, present)
+    values = read_chunk(symmetric, first, flag, present)
     lowest, highest = bounds(values)
     return lower_bound(values, lowest, highest, top_k), highest
 
 
 @gluon.jit
-def search(low, highest, sampling, exchange, first, num_sms, tag, ROWS: gl.constexpr):
-    """The least logit that may be drawn, from what all SMs published from `low` on; see ops.cutoff.
+def search(low, highest, sampling, symmetric, first, num_sms, flag, ROWS: gl.constexpr):
+    """The least logit that may be sampled, from what all SMs published from `low` on; see
+    ops.cutoff.
 
     first: the first chunk behind that of the peaks.
     """
@@ -233,23 +234,23 @@ def search(low, highest, sampling, exchange, first, num_sms, tag, ROWS: gl.const
     top_k = gl.load(sampling + 1).to(gl.int32)
     top_p = gl.load(sampling + 2)
     present = gl.arange(0, THREADS, layout=PER_THREAD) < num_sms
-    values = read_chunk(exchange, first, tag, present)
+    values = read_chunk(symmetric, first, flag, present)
     full = values[CHUNK - 1] > float("-inf")
-    second = read_chunk(exchange, first + CHUNK_WORDS, tag, full)
+    second = read_chunk(symmetric, first + CHUNK_WORDS, flag, full)
     full = second[CHUNK - 1] > float("-inf")
     num_more = 0
     while (gl.max(full.to(gl.int32), axis=0) > 0) & (num_more <= ROWS // CHUNK):
         num_more += 1
-        more = read_chunk(exchange, first + (num_more + 1) * CHUNK_WORDS, tag, full)
+        more = read_chunk(symmetric, first + (num_more + 1) * CHUNK_WORDS, flag, full)
         full = more[CHUNK - 1] > float("-inf")
     held = values, masses(values, highest, heat), second, masses(second, highest, heat)
     low = gl.maximum(low, LOWEST)
     above = highest + gl.maximum(gl.abs(highest) * 1e-3, 1e-3)
-    low_num, mass = tally(held, low, highest, heat, exchange, first, tag, num_more)
+    low_num, mass = tally(held, low, highest, heat, symmetric, first, flag, num_more)
     high = above
     middle = low + (high - low) * 0.5
     while (low_num > top_k) & (middle > low) & (middle < high):
-        num, found = tally(held, middle, highest, heat, exchange, first, tag, num_more)
+        num, found = tally(held, middle, highest, heat, symmetric, first, flag, num_more)
         if num >= top_k:
             low = middle
             low_num = num
@@ -263,7 +264,7 @@ def search(low, highest, sampling, exchange, first, num_sms, tag, ROWS: gl.const
         high_num = 0
         middle = low + (high - low) * 0.5
         while (low_num - high_num > 1) & (middle > low) & (middle < high):
-            num, found = tally(held, middle, highest, heat, exchange, first, tag, num_more)
+            num, found = tally(held, middle, highest, heat, symmetric, first, flag, num_more)
             if found >= wanted:
                 low = middle
                 low_num = num
@@ -275,21 +276,23 @@ def search(low, highest, sampling, exchange, first, num_sms, tag, ROWS: gl.const
 
 
 @gluon.jit
-def find_cutoff(x, sampling, exchange, first, sm, num_sms, tag, ROWS: gl.constexpr):
-    """The least logit that may be drawn, which every SM searches for by itself and finds alike."""
-    publish_peaks(x, exchange, first, sm, tag, ROWS)
-    low, highest = find_bound(sampling, exchange, first, num_sms, tag)
+def find_cutoff(x, sampling, symmetric, first, sm, num_sms, flag, ROWS: gl.constexpr):
+    """The least logit that may be sampled, which every SM searches for by itself and finds
+    alike.
+    """
+    publish_peaks(x, symmetric, first, sm, flag, ROWS)
+    low, highest = find_bound(sampling, symmetric, first, num_sms, flag)
     first += CHUNK_WORDS
-    publish(x, low, exchange, first, sm, tag, ROWS)
-    return search(low, highest, sampling, exchange, first, num_sms, tag, ROWS)
+    publish(x, low, symmetric, first, sm, flag, ROWS)
+    return search(low, highest, sampling, symmetric, first, num_sms, flag, ROWS)
 
 
 @gluon.jit
 def row_numbers(row0, ROWS: gl.constexpr):
     """Rows row0 to row0 + ROWS, over all threads."""
-    place = gl.arange(0, ROWS, layout=spread(ROWS))
+    item = gl.arange(0, ROWS, layout=spread(ROWS))
     per: gl.constexpr = ROWS // THREADS
-    return row0 + place % per * THREADS + place // per
+    return row0 + item % per * THREADS + item // per
 
 
 @gluon.jit
@@ -302,21 +305,21 @@ def load_logits(row0, limit, logits, ROWS: gl.constexpr):
 @gluon.jit
 def slot_numbers(slot0, ROWS: gl.constexpr):
     """Slots slot0 to slot0 + ROWS, over all threads: two in a row of each WORDS_A_CHUNK."""
-    place = gl.arange(0, ROWS, layout=spread(ROWS))
+    item = gl.arange(0, ROWS, layout=spread(ROWS))
     per: gl.constexpr = ROWS // THREADS
-    number = place % per
-    return slot0 + number // 2 * WORDS_A_CHUNK + place // per * 2 + number % 2
+    number = item % per
+    return slot0 + number // 2 * WORDS_A_CHUNK + item // per * 2 + number % 2
 
 
 @gluon.jit
-def await_logits(exchange, first, slot0, limit, tag, ROWS: gl.constexpr, RANKS: gl.constexpr):
+def await_logits(symmetric, first, slot0, limit, flag, ROWS: gl.constexpr, RANKS: gl.constexpr):
     """Logits in slots slot0 to limit, at most ROWS of them, once their ranks have pushed them; -inf
-    beyond. first: the tagged word of slot 0.
+    beyond. first: the flagged word of slot 0.
     """
     word = 2 * gl.arange(0, THREADS, layout=PER_THREAD)
     num_left = limit - slot0 - word
     NUM: gl.constexpr = ROWS // WORDS_A_CHUNK
-    found = spin_chunks(exchange, exchange + (first + slot0 + word), tag, num_left, NUM, RANKS)
+    found = spin_chunks(symmetric, symmetric + (first + slot0 + word), flag, num_left, NUM, RANKS)
     x = gl.reshape(join_all(found, 2 * NUM), [ROWS])
     x = as_float(gl.convert_layout(x, spread(ROWS)))
     return gl.where(slot_numbers(slot0, ROWS) < limit, x, float("-inf"))
@@ -339,38 +342,38 @@ def join_all(parts, NUM: gl.constexpr):
 def best_candidate(x, cutoff, ids, wanted, temperature, seed, position):
     """The best candidate of logits x of tokens `ids` from `cutoff` on: its value and its token."""
     noise = gumbel(ids, position, seed)
-    drawn = gl.where(x >= cutoff, x + temperature * noise, float("-inf"))
-    value = gl.max(drawn, axis=0)
-    index = gl.min(gl.where((drawn == value) & wanted, ids, 0x7FFFFFFF), axis=0)
+    sampled = gl.where(x >= cutoff, x + temperature * noise, float("-inf"))
+    value = gl.max(sampled, axis=0)
+    index = gl.min(gl.where((sampled == value) & wanted, ids, 0x7FFFFFFF), axis=0)
     return value, index
 
 
 @gluon.jit
 def sample_task(
-    words, logits, first_id, sampling, seeds, position, exchange, peers, rank, sample_words,
-    best_words, sm, num_sms, tag, KIND: gl.constexpr, ROWS: gl.constexpr, RANKS: gl.constexpr,
+    words, logits, first_id, sampling, seeds, position, symmetric, peers, rank, sample_words,
+    best_words, sm, num_sms, flag, KIND: gl.constexpr, ROWS: gl.constexpr, RANKS: gl.constexpr,
 ):  # fmt: skip
     """Publishes the best candidate of an instruction SAMPLE, of at most ROWS logits.
 
     logits: f32, this rank's, of tokens from first_id on. sampling: f32, (temperature, least logit)
-    where DRAWN, else (temperature, top_k, top_p). seeds: i64. position: of the token before the
-    drawn one. peers: all ranks' exchanges, of which this one's is number `rank`. sample_words:
-    where in the exchange chunks begin.
+    where SAMPLED, else (temperature, top_k, top_p). seeds: i64. position: of the token before the
+    sampled one. peers: all ranks' symmetric buffers, of which this one's is number `rank`.
+    sample_words: where in the symmetric buffer chunks begin.
     """
     cta_barrier()
     row0 = words[SAMPLE_ROW0]
     limit = words[SAMPLE_NUM_ROWS]
-    if RANKS > 1 and KIND != DRAWN:
-        x = await_logits(exchange, words[SRC], row0, limit, tag, ROWS, RANKS)
+    if RANKS > 1 and KIND != SAMPLED:
+        x = await_logits(symmetric, words[SRC], row0, limit, flag, ROWS, RANKS)
     else:
         x = load_logits(row0, limit, logits, ROWS)
     if KIND == LIMITED:
-        cutoff = find_cutoff(x, sampling, exchange, sample_words, sm, num_sms, tag, ROWS)
+        cutoff = find_cutoff(x, sampling, symmetric, sample_words, sm, num_sms, flag, ROWS)
     elif KIND == SEARCHED:
-        cutoff = cutoff_of_all(x, sampling, exchange, sample_words, sm, num_sms, tag)
+        cutoff = cutoff_of_all(x, sampling, symmetric, sample_words, sm, num_sms, flag)
     else:
         cutoff = gl.load(sampling + 1)
-    if RANKS > 1 and KIND != DRAWN:
+    if RANKS > 1 and KIND != SAMPLED:
         slot = slot_numbers(row0, ROWS)
         wanted = slot < limit
         vocab = words[SAMPLE_VOCAB]
@@ -383,8 +386,8 @@ def sample_task(
     value, index = best_candidate(
         x, cutoff, ids, wanted, gl.load(sampling), gl.load(seeds), position
     )
-    if RANKS > 1 and KIND == DRAWN:
-        push_best(exchange, peers, rank, best_words, num_sms, sm, value, index, tag, RANKS)
+    if RANKS > 1 and KIND == SAMPLED:
+        push_best(symmetric, peers, rank, best_words, num_sms, sm, value, index, flag, RANKS)
     else:
-        gl.store(exchange + best_words + 2 * sm, tagged_float(value, tag))
-        gl.store(exchange + best_words + 2 * sm + 1, tagged(index, tag))
+        gl.store(symmetric + best_words + 2 * sm, flagged_float(value, flag))
+        gl.store(symmetric + best_words + 2 * sm + 1, flagged(index, flag))

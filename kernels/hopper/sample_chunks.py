@@ -1,7 +1,7 @@
-"""Chunks in which SMs exchange numbers to find the limits of a draw: 8 tagged words of every SM.
+"""Chunks in which SMs exchange numbers to find the limits of a draw: 8 flagged words of every SM.
 
-In: the exchange and the first word of a chunk. Out: what all SMs published there. Next on the walk:
-sample_all.py.
+In: the symmetric buffer and the first word of a chunk. Out: what all SMs published there. Next on
+the walk: sample_all.py.
 """
 
 from triton.experimental import gluon
@@ -14,23 +14,23 @@ from distmega.kernels.hopper.shapes import PER_THREAD, THREADS
 from distmega.kernels.hopper.spins import spin_chunks
 
 CHUNK_WORDS = gl.constexpr(words.SAMPLE_CHUNK * words.MAX_SMS)
-"""Tagged words of a chunk of every SM: pairs of an SM's words in planes of 512."""
+"""Flagged words of a chunk of every SM: pairs of an SM's words in planes of 512."""
 
 
 @gluon.jit
-def chunk_place(slot, sm):
-    """Tagged word of slot `slot` of an SM."""
+def chunk_word(slot, sm):
+    """Flagged word of slot `slot` of an SM."""
     pair = slot % CHUNK // 2
     return slot // CHUNK * CHUNK_WORDS + pair * 512 + sm * 2 + slot % 2
 
 
 @gluon.jit
-def read_chunk(exchange, first, tag, alive):
+def read_chunk(symmetric, first, flag, alive):
     """The 8 logits of every SM that has this chunk, an SM a thread; -inf where it has none."""
-    at = exchange + first + 2 * gl.arange(0, THREADS, layout=PER_THREAD)
+    at = symmetric + first + 2 * gl.arange(0, THREADS, layout=PER_THREAD)
     none = float("-inf")
     num = gl.where(alive, CHUNK_WORDS, 0)
-    w0, w1, w2, w3, w4, w5, w6, w7 = spin_chunks(exchange, at, tag, num, 4)
+    w0, w1, w2, w3, w4, w5, w6, w7 = spin_chunks(symmetric, at, flag, num, 4)
     return (
         gl.where(alive, as_float(w0), none),
         gl.where(alive, as_float(w1), none),

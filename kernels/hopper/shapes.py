@@ -23,7 +23,7 @@ MMA_M = gl.constexpr(16)
 """Rows of x in one product: the batch, or the queries of a group."""
 
 WORDS_A_CHUNK = gl.constexpr(512)
-"""Tagged words (bf16 pairs) in TILE_K elements of x."""
+"""Flagged words (bf16 pairs) in TILE_K elements of x."""
 STAGE_CHUNKS = gl.constexpr(words.STAGE_CHUNKS)
 PARTIAL_EXTRA = gl.constexpr(words.PARTIAL_EXTRA)
 """Words after the d outputs of a partial: maximum, sum, two unused."""

@@ -1,12 +1,12 @@
-"""Waiting for tagged words: polls that end, and that leave behind who waited for what.
+"""Waiting for flagged words: polls that end, and that leave behind who waited for what.
 
-A tagged word is 64 bits: payload low, tag high. 64-bit accesses are single-copy atomic, so a reader
-that finds the tag it expects has the payload that was stored with it; no fence is involved. All
-polls are relaxed, at scope gpu, or sys where peers write. A poll that lasts longer than the limit
-gives up and yields zeros; once one has, every poll that looks gives up too, so that the kernel
-drains. Each of them puts (tag, word, SM) into the report, of which the least stays: buffers lie in
-the order of dataflow, so that is the wait on which all others hang, and the host can say who owes
-it (diagnosis.py). Polls look only every CHECK_POLLS times. Next on the walk: loader.py.
+A flagged word is 64 bits: payload low, flag high. 64-bit accesses are single-copy atomic, so a
+reader that finds the flag it expects has the payload that was stored with it; no fence is involved.
+All polls are relaxed, at scope gpu, or sys where peers write. A poll that lasts longer than the
+limit gives up and yields zeros; once one has, every poll that looks gives up too, so that the
+kernel drains. Each of them puts (flag, word, SM) into the report, of which the least stays: buffers
+lie in the order of dataflow, so that is the wait on which all others hang, and the host can say who
+owes it (diagnosis.py). Polls look only every CHECK_POLLS times. Next on the walk: loader.py.
 """
 
 from triton.experimental import gluon
@@ -25,7 +25,7 @@ CHECK_POLLS = 16
 """Polls between two looks at the report and the clock; a power of two."""
 
 CHUNK_WORDS = TILE_K // 2
-"""Tagged words of a chunk of x: two a thread."""
+"""Flagged words of a chunk of x: two a thread."""
 
 
 @constexpr_function
@@ -53,12 +53,12 @@ def look(report: str, retry: str) -> list[str]:
 
 
 @constexpr_function
-def accuse(report: str, tag: str) -> list[str]:
-    """PTX of giving up: (tag, word, found) into the report, the host's alarm."""
+def accuse(report: str, flag: str) -> list[str]:
+    """PTX of giving up: (flag, word, found) into the report, the host's alarm."""
     return [
         "shl.b32 word, word, 8;",
         "or.b32 found, found, word;",
-        f"mov.b64 value, {{found, {tag}}};",
+        f"mov.b64 value, {{found, {flag}}};",
         f"red.relaxed.gpu.global.min.u64 [{report} + {8 * REPORT_FIRST}], value;",
         f"ld.relaxed.gpu.global.b64 start, [{report} + {8 * REPORT_ALARM}];",
         "fence.acq_rel.sys;",
@@ -77,8 +77,8 @@ def look_registers() -> list[str]:
 
 
 @constexpr_function
-def poll_asm(loads: tuple[tuple[int, int, int], ...], scope: str, tag: str) -> list[str]:
-    """The loads, then what sets `again` if a word of theirs has another tag."""
+def poll_asm(loads: tuple[tuple[int, int, int], ...], scope: str, flag: str) -> list[str]:
+    """The loads, then what sets `again` if a word of theirs has another flag."""
     each = range(len(loads))
     lines = [
         f"@wanted{j} ld.relaxed.{scope}.global.v2.b64 {{a{j}, b{j}}}, "
@@ -88,19 +88,21 @@ def poll_asm(loads: tuple[tuple[int, int, int], ...], scope: str, tag: str) -> l
     for j in each:
         lines.append(f"mov.b64 {{${2 * j}, ta{j}}}, a{j};")
         lines.append(f"mov.b64 {{${2 * j + 1}, tb{j}}}, b{j};")
-    lines.append(f"setp.ne.s32 again, ta0, {tag};")
-    lines.append(f"setp.ne.or.s32 again, tb0, {tag}, again;")
-    return lines + [f"setp.ne.or.s32 again, t{w}{j}, {tag}, again;" for j in each[1:] for w in "ab"]
+    lines.append(f"setp.ne.s32 again, ta0, {flag};")
+    lines.append(f"setp.ne.or.s32 again, tb0, {flag}, again;")
+    return lines + [
+        f"setp.ne.or.s32 again, t{w}{j}, {flag}, again;" for j in each[1:] for w in "ab"
+    ]
 
 
 @constexpr_function
 def spin_asm(loads: tuple[tuple[int, int, int], ...], scope: str, strided: bool) -> str:
     """PTX for inline_asm_elementwise: two words a load, (which pointer, words after it, least
-    count), wanted where the count is greater. Operands after the payloads: exchange, tag, count,
+    count), wanted where the count is greater. Operands after the payloads: exchange, flag, count,
     then the pointers; or the first pointer and the bytes from one to the next, if strided.
     """
     outs, each = 2 * len(loads), range(len(loads))
-    base, tag, count = (f"${outs + i}" for i in range(3))
+    base, flag, count = (f"${outs + i}" for i in range(3))
     pointers = range(1 + max(load[0] for load in loads))
     lines = ["{", *look_registers(), *(f".reg .b64 p{i};" for i in pointers)]
     for i in pointers:
@@ -109,21 +111,21 @@ def spin_asm(loads: tuple[tuple[int, int, int], ...], scope: str, strided: bool)
     for j in each:
         lines += [f".reg .pred wanted{j};", f".reg .b64 a{j}, b{j};", f".reg .b32 ta{j}, tb{j};"]
         lines += [f"setp.gt.s32 wanted{j}, {count}, {loads[j][2]};"]
-        lines += [f"mov.b64 a{j}, {{0, {tag}}};", f"mov.b64 b{j}, a{j};"]
+        lines += [f"mov.b64 a{j}, {{0, {flag}}};", f"mov.b64 b{j}, a{j};"]
     lines += [
         "mov.u32 polls, 0;",
         "SPIN:",
-        *poll_asm(loads, scope, tag),
+        *poll_asm(loads, scope, flag),
         "@!again bra DONE;",
         *look(base, "SPIN"),
         "mov.b64 start, p0;",
     ]
     for j in reversed(each):
         for more in (1, 0):
-            lines.append(f"setp.ne.s32 other, t{'ab'[more]}{j}, {tag};")
+            lines.append(f"setp.ne.s32 other, t{'ab'[more]}{j}, {flag};")
             lines.append(f"@other add.s64 start, p{loads[j][0]}, {8 * (loads[j][1] + more)};")
     lines += [f"sub.s64 start, start, {base};", "shr.u64 start, start, 3;"]
-    lines += ["cvt.u32.u64 word, start;", "mov.u32 found, %ctaid.x;", *accuse(base, tag)]
+    lines += ["cvt.u32.u64 word, start;", "mov.u32 found, %ctaid.x;", *accuse(base, flag)]
     return "\n".join([*lines, *(f"mov.b32 ${i}, 0;" for i in range(outs)), "DONE:", "}"])
 
 
@@ -170,16 +172,16 @@ def scope_of(num_writers: int) -> str:
 
 
 @gluon.jit
-def spin2(exchange, pointers, tag, wanted, WRITERS: gl.constexpr = 1):
-    """Two consecutive tagged words a pointer, once both carry `tag`; zeros where not wanted.
+def spin2(symmetric, pointers, flag, wanted, WRITERS: gl.constexpr = 1):
+    """Two consecutive flagged words a pointer, once both carry `flag`; zeros where not wanted.
 
-    exchange: the exchange they lie in, which starts with the report. WRITERS: GPUs that may write
-    such words.
+    symmetric: the symmetric buffer they lie in, which starts with the report. WRITERS: GPUs that
+    may write such words.
     """
     return gl.inline_asm_elementwise(
         spin_asm(chunk_loads(1), scope_of(WRITERS), False),
         spin_operands(1, 1),
-        [exchange, tag, wanted.to(gl.int32), pointers],
+        [symmetric, flag, wanted.to(gl.int32), pointers],
         dtype=spin_types(1),
         is_pure=False,
         pack=1,
@@ -187,7 +189,7 @@ def spin2(exchange, pointers, tag, wanted, WRITERS: gl.constexpr = 1):
 
 
 @gluon.jit
-def spin_chunks(exchange, pointers, tag, num_left, NUM: gl.constexpr, WRITERS: gl.constexpr = 1):
+def spin_chunks(symmetric, pointers, flag, num_left, NUM: gl.constexpr, WRITERS: gl.constexpr = 1):
     """Words 2 t and 2 t + 1 of each of NUM chunks of 512 words, for the thread pointing at word
     2 t of the first; `num_left` words from there on are valid, the rest gives zeros. WRITERS:
     GPUs that may write such words.
@@ -195,7 +197,7 @@ def spin_chunks(exchange, pointers, tag, num_left, NUM: gl.constexpr, WRITERS: g
     return gl.inline_asm_elementwise(
         spin_asm(chunk_loads(NUM), scope_of(WRITERS), False),
         spin_operands(NUM, 1),
-        [exchange, tag, num_left, pointers],
+        [symmetric, flag, num_left, pointers],
         dtype=spin_types(NUM),
         is_pure=False,
         pack=1,
@@ -203,12 +205,12 @@ def spin_chunks(exchange, pointers, tag, num_left, NUM: gl.constexpr, WRITERS: g
 
 
 @gluon.jit
-def spin_rows(exchange, pointers, tag, wanted, D: gl.constexpr, SIZE: gl.constexpr):
+def spin_rows(symmetric, pointers, flag, wanted, D: gl.constexpr, SIZE: gl.constexpr):
     """SIZE words of either half of a row of D words, from the pointer and from d / 2 later on."""
     return gl.inline_asm_elementwise(
         spin_asm(row_loads(D, SIZE), "gpu", False),
         spin_operands(SIZE, 1),
-        [exchange, tag, wanted.to(gl.int32), pointers],
+        [symmetric, flag, wanted.to(gl.int32), pointers],
         dtype=spin_types(SIZE),
         is_pure=False,
         pack=1,
@@ -216,14 +218,14 @@ def spin_rows(exchange, pointers, tag, wanted, D: gl.constexpr, SIZE: gl.constex
 
 
 @gluon.jit
-def spin_partials(exchange, pointers, scales, tag, num_left, D: gl.constexpr):
+def spin_partials(symmetric, pointers, scales, flag, num_left, D: gl.constexpr):
     """Of each of four splits' partials: two outputs from `pointers` on, maximum and sum at
     `scales`; words of the first split, of which `num_left` are valid, the rest gives zeros.
     """
     return gl.inline_asm_elementwise(
         spin_asm(partial_loads(D), "gpu", False),
         spin_operands(8, 2),
-        [exchange, tag, num_left, pointers, scales],
+        [symmetric, flag, num_left, pointers, scales],
         dtype=spin_types(8),
         is_pure=False,
         pack=1,
@@ -231,12 +233,12 @@ def spin_partials(exchange, pointers, scales, tag, num_left, D: gl.constexpr):
 
 
 @gluon.jit
-def spin_ranks(exchange, pointers, stride_bytes, tag, wanted, RANKS: gl.constexpr):
+def spin_ranks(symmetric, pointers, stride_bytes, flag, wanted, RANKS: gl.constexpr):
     """Two consecutive words of each rank's part, which peers wrote, from the first rank's on."""
     return gl.inline_asm_elementwise(
         spin_asm(rank_loads(RANKS), "sys", True),
         spin_operands(RANKS, 2),
-        [exchange, tag, wanted.to(gl.int32), pointers, stride_bytes],
+        [symmetric, flag, wanted.to(gl.int32), pointers, stride_bytes],
         dtype=spin_types(RANKS),
         is_pure=False,
         pack=1,

@@ -1,13 +1,13 @@
 """Sums of attention over the splits of a query head.
 
-In: tagged words of each split. Out: tagged words of the attention output (bf16 pairs). Next on the
-walk: kernel.py.
+In: flagged words of each split. Out: flagged words of the attention output (bf16 pairs). Next on
+the walk: kernel.py.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from distmega.kernels.hopper.device import as_float, bf16_pair, tagged
+from distmega.kernels.hopper.device import as_float, bf16_pair, flagged
 from distmega.kernels.hopper.fields import DST, HEAD, MAX_SPLITS, PARTIAL, WINDOW
 from distmega.kernels.hopper.loader import num_active_splits
 from distmega.kernels.hopper.shapes import (
@@ -22,9 +22,9 @@ from distmega.kernels.hopper.spins import spin_partials
 @gluon.jit
 def combine_task(
     words,
-    exchange,
+    symmetric,
     position,
-    tag,
+    flag,
     min_blocks,
     D: gl.constexpr,
 ):
@@ -36,11 +36,11 @@ def combine_task(
     fours = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(1, FOUR_SPLITS)), 1) * 4
     COLUMNS: gl.constexpr = padded_half(D)
     pair = gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, FOUR_SPLITS)), 0)
-    row = exchange + words[PARTIAL] + (words[HEAD] * words[MAX_SPLITS] + fours) * stride + pair * 0
+    row = symmetric + words[PARTIAL] + (words[HEAD] * words[MAX_SPLITS] + fours) * stride + pair * 0
     num_left = active - fours + pair * 0
     if is_padded(D):
         num_left = gl.where(pair * 2 < D, num_left, 0)
-    p = spin_partials(exchange, row + pair * 2, row + D, tag, num_left, D)
+    p = spin_partials(symmetric, row + pair * 2, row + D, flag, num_left, D)
     m0 = gl.where(fours < active, as_float(p[2]), float("-inf"))
     m1 = gl.where(fours + 1 < active, as_float(p[6]), float("-inf"))
     m2 = gl.where(fours + 2 < active, as_float(p[10]), float("-inf"))
@@ -58,8 +58,8 @@ def combine_task(
     inv = gl.where(total > 0, 1.0 / total, 0.0)  # 0 where a wait was given up: no NaN in the cache
     payload = bf16_pair(gl.sum(low, axis=0) * inv, gl.sum(high, axis=0) * inv)
     at = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, FOUR_SPLITS))
-    to = exchange + words[DST] + words[HEAD] * (D // 2) + at
+    to = symmetric + words[DST] + words[HEAD] * (D // 2) + at
     if is_padded(D):
-        gl.store(to, tagged(payload, tag), mask=at * 2 < D)
+        gl.store(to, flagged(payload, flag), mask=at * 2 < D)
     else:
-        gl.store(to, tagged(payload, tag))
+        gl.store(to, flagged(payload, flag))

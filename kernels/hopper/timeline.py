@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from distmega.kernels.hopper.diagnosis import describe
 from distmega.kernels.hopper.plan import RowQueues
-from distmega.kernels.hopper.words import Attention, Instruction
+from distmega.kernels.hopper.words import Instruction, RowAttention
 from distmega.trace_file import Span
 
 Stamps = Sequence[Sequence[Sequence[Sequence[int]]]]
@@ -47,6 +47,6 @@ def _span(
 
 def _parts(one: Instruction) -> tuple[str, ...]:
     """What happens between an instruction's stamps."""
-    if isinstance(one, Attention):
+    if isinstance(one, RowAttention):
         return ("wait for q, k, v", "blocks", "sum and write")
     return ("wait for x", "first group", "rest and write")

@@ -1,10 +1,10 @@
 """Device words of the kernel of one row: the only file that knows where a field lies.
 
-An instruction is WORDS int32 words. One dataclass an opcode names its fields, and PLACES says where
-each lies; fields.py gives kernels the same places. Buffers that tasks exchange hold 64-bit *tagged
-words*: payload in the low half, the tag of its (step, generation) in the high half, so that a
-reader polls the datum itself and needs no event. A generation counts how often a buffer was written
-in this step before. Next on the walk: queues.py.
+An instruction is WORDS int32 words. One dataclass an opcode names its fields, and FIELD_WORDS says
+where each lies; fields.py gives kernels the same places. Buffers that tasks exchange hold 64-bit
+*flagged words*: payload in the low half, the flag of its (step, generation) in the high half, so
+that a reader polls the datum itself and needs no event. A generation counts how often a buffer was
+written in this step before. Next on the walk: queues.py.
 """
 
 from collections.abc import Mapping
@@ -23,12 +23,12 @@ STAGE_CHUNKS = 4
 MAX_SPLITS = 16
 """Splits of the context of one kv head, at most: what one combine task holds."""
 PARTIAL_EXTRA = 4
-"""Tagged words after the outputs of a partial: maximum, sum, two unused."""
+"""Flagged words after the outputs of a partial: maximum, sum, two unused."""
 
 REPORT_FIRST, REPORT_LIMIT, REPORT_ALARM = range(3)
-"""64-bit words at the start of the exchange. Of all waits that were given up, the least (tag, word,
-SM): 32, 24 and 8 bits, from the highest; all bits set while there is none. Nanoseconds that a wait
-may last. Address of the host's alarm, an int32.
+"""64-bit words at the start of the symmetric buffer. Of all waits that were given up, the least
+(flag, word, SM): 32, 24 and 8 bits, from the highest; all bits set while there is none. Nanoseconds
+that a wait may last. Address of the host's alarm, an int32.
 """
 REPORT_WORDS = 16
 NO_REPORT = -1
@@ -50,18 +50,18 @@ too, where it keeps them; the epilogue takes a second vector that the SM keeps.
 """
 DELTA_SHIFT, MATRIX_SHIFT = 8, 24
 DELTA_MASK = 0xFFFF
-"""Of Linear.tag_delta, 16 bits with a sign, and Linear.matrix in the word that they share with the
+"""Of Linear.flag_delta, 16 bits with a sign, and Linear.matrix in the word that they share with the
 flags.
 """
 NOTHING = -1
 """In place of an offset, where there is nothing."""
 EMBEDDED = REPORT_WORDS
-"""First tagged word of that row where ranks share the embedding matrix."""
+"""First flagged word of that row where ranks share the embedding matrix."""
 
-GREEDY, DRAWN, LIMITED, SEARCHED, NO_CHOICE = range(5)
+GREEDY, SAMPLED, LIMITED, SEARCHED, NO_CHOICE = range(5)
 """How the kernel chooses tokens, see sample.py, or that it chooses none."""
 SAMPLE_CHUNK = 8
-"""Numbers of an SM that are exchanged at a time to find the limits of a draw."""
+"""Numbers of an SM that are exchanged at a time to find the limits of a sample."""
 SEARCH_CHUNKS = 64
 """Of them, for limits among any number of tokens: two searches of up to 30 rounds, each of which
 leaves a quarter of a range of float32.
@@ -74,7 +74,7 @@ MAX_EPILOGUES = 16
 """Opcodes below this are linears with the epilogue of that number."""
 
 
-class Opcode(IntEnum):
+class RowOpcode(IntEnum):
     """What an instruction does that is no linear."""
 
     ATTENTION = 16
@@ -85,15 +85,15 @@ class Opcode(IntEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Linear:
+class RowLinear:
     """8 * num_units rows of a matrix times x, then epilogue number `opcode` of the plan.
 
     name: of the op, for reports. matrix: which of the weight descriptors; weight_row: row there of
     the first unit. PAIRED takes units in turn from there and from pair_row on, 8 rows of either
-    stream, and counts rows of both. num_tiles_k: tiles of 1024 columns. src: first tagged word of x
-    (bf16 pairs), num_src_words of them, tagged `tag_delta` generations ago. norm, bias: offsets in
-    the vectors, or NOTHING; of a layer norm the bias lies behind the weight, of two streams the
-    second one's bias behind the first one's. dst: first tagged word of the whole output, where the
+    stream, and counts rows of both. num_tiles_k: tiles of 1024 columns. src: first flagged word of
+    x (bf16 pairs), num_src_words of them, flagged `flag_delta` generations ago. norm, bias: offsets
+    in the vectors, or NOTHING; of a layer norm the bias lies behind the weight, of two streams the
+    second one's bias behind the first one's. dst: first flagged word of the whole output, where the
     epilogue publishes one; in front of it, where the product is summed over ranks, lie num_rows
     words of each rank's part. row0: first row there; num_rows: of the output. keep, carry: f32
     elements of what stays with this SM, that the epilogue writes and takes, or NOTHING; with
@@ -111,7 +111,7 @@ class Linear:
     num_tiles_k: int
     src: int
     num_src_words: int
-    tag_delta: int
+    flag_delta: int
     norm: int
     bias: int
     dst: int
@@ -123,19 +123,19 @@ class Linear:
 
     @property
     def packed(self) -> int:
-        """flags, tag_delta and matrix in one word."""
-        delta = self.tag_delta & DELTA_MASK
+        """flags, flag_delta and matrix in one word."""
+        delta = self.flag_delta & DELTA_MASK
         return self.flags | delta << DELTA_SHIFT | self.matrix << MATRIX_SHIFT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attention:
+class RowAttention:
     """Some queries of a kv head over one split of the context; the split that has the last block of
     positions also has the new one, and appends it to the cache.
 
     k_row, v_row: first row of this head in the cache matrix [rows, d]. query0: first of
     AttentionShape.num_queries query heads. window: positions that a query sees, itself included.
-    src: tagged words of the qkv output; partial: those of all heads' and splits' partials.
+    src: flagged words of the qkv output; partial: those of all heads' and splits' partials.
     """
 
     name: str
@@ -151,11 +151,11 @@ class Attention:
     partial: int
     q_norm: int
     k_norm: int
-    opcode: Opcode = Opcode.ATTENTION
+    opcode: RowOpcode = RowOpcode.ATTENTION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Combine:
+class RowCombine:
     """Sum of the splits' partials of one query head."""
 
     name: str
@@ -165,11 +165,11 @@ class Combine:
     max_splits: int
     partial: int
     dst: int
-    opcode: Opcode = Opcode.COMBINE
+    opcode: RowOpcode = RowOpcode.COMBINE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Embed:
+class RowEmbed:
     """Words (bf16 pairs) from `column` on of the token's row, to every rank, where this rank's part
     of the embedding matrix has it: token row0 is the first of num_rows, num_words words each.
     """
@@ -181,11 +181,11 @@ class Embed:
     dst: int
     name: str = ""
     generation: int = 0
-    opcode: Opcode = Opcode.EMBED
+    opcode: RowOpcode = RowOpcode.EMBED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Barrier:
+class RowBarrier:
     """Waits until all num_words / 2 SMs of this rank are here, each with two words from dst on. The
     loader takes it for a linear of no units.
     """
@@ -194,13 +194,13 @@ class Barrier:
     generation: int
     dst: int
     num_words: int
-    opcode: Opcode = Opcode.BARRIER
+    opcode: RowOpcode = RowOpcode.BARRIER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class RowSample:
     """The best candidate of logits row0 to num_rows - 1, where tokens are drawn: this rank's own
-    or, if vocab > 0, those of all ranks, which lie in tagged words from src on: of each rank a
+    or, if vocab > 0, those of all ranks, which lie in flagged words from src on: of each rank a
     whole number of units, the first `vocab` rows of which are tokens, so rows are slots there. The
     loader takes it for a linear of no units.
     """
@@ -211,43 +211,43 @@ class Sample:
     num_rows: int
     src: int = 0
     vocab: int = 0
-    opcode: Opcode = Opcode.SAMPLE
+    opcode: RowOpcode = RowOpcode.SAMPLE
 
 
-Instruction = Linear | Attention | Combine | Embed | Barrier | Sample
+Instruction = RowLinear | RowAttention | RowCombine | RowEmbed | RowBarrier | RowSample
 
-PLACES: dict[type[Instruction], dict[str, int]] = {
-    Linear: {
+FIELD_WORDS: dict[type[Instruction], dict[str, int]] = {
+    RowLinear: {
         "opcode": 0, "generation": 1, "weight_row": 2, "num_units": 3, "num_tiles_k": 4, "src": 5,
         "num_src_words": 6, "packed": 7, "norm": 8, "bias": 9, "dst": 10, "row0": 11, "keep": 12,
         "num_rows": 13, "carry": 14, "pair_row": 15,
     },
-    Attention: {
+    RowAttention: {
         "opcode": 0, "generation": 1, "k_row": 2, "v_row": 4, "src": 5, "head": 6, "split": 7,
         "q_norm": 8, "k_norm": 9, "partial": 11, "max_splits": 12, "window": 13, "query0": 14,
     },
-    Combine: {
+    RowCombine: {
         "opcode": 0, "generation": 1, "head": 6, "dst": 10, "partial": 11, "max_splits": 12,
         "window": 13,
     },
-    Embed: {
+    RowEmbed: {
         "opcode": 0, "generation": 1, "num_words": 6, "column": 7, "dst": 10, "row0": 11,
         "num_rows": 13,
     },
-    Barrier: {"opcode": 0, "generation": 1, "num_words": 6, "dst": 10},
-    Sample: {"opcode": 0, "generation": 1, "src": 5, "vocab": 6, "row0": 11, "num_rows": 13},
+    RowBarrier: {"opcode": 0, "generation": 1, "num_words": 6, "dst": 10},
+    RowSample: {"opcode": 0, "generation": 1, "src": 5, "vocab": 6, "row0": 11, "num_rows": 13},
 }  # fmt: skip
 """Word of each field. Fields that kernels read before they look at the opcode share a place."""
 
 
 def pack(instruction: Instruction) -> list[int]:
     """The WORDS words of an instruction."""
-    return pack_fields(instruction, PLACES[type(instruction)])
+    return pack_fields(instruction, FIELD_WORDS[type(instruction)])
 
 
-def pack_fields(instruction: object, places: Mapping[str, int]) -> list[int]:
+def pack_fields(instruction: object, field_words: Mapping[str, int]) -> list[int]:
     """WORDS words with each field at its place, zeros elsewhere."""
     words = [0] * WORDS
-    for name, place in places.items():
-        words[place] = int(getattr(instruction, name))
+    for name, word in field_words.items():
+        words[word] = int(getattr(instruction, name))
     return words

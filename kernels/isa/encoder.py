@@ -25,7 +25,7 @@ from distmega.kernels.isa.encoding import (
 )
 from distmega.kernels.isa.lowering import lower_group
 from distmega.kernels.runtime.arena import ALIGNMENT_BYTES, Operand, SegmentLayout
-from distmega.kernels.tasks.types import Schedule, ScheduledTask, Signal, TaskGroup, Wait
+from distmega.kernels.tasks.types import Schedule, ScheduledTask, TaskGroup, TaskSignal, TaskWait
 from distmega.program import expr
 from distmega.program.types import accesses
 
@@ -45,14 +45,14 @@ class Constants:
 
     def __init__(self) -> None:
         self.words: list[int] = []
-        self._places: dict[str, int] = {}
+        self._starts: dict[str, int] = {}
 
-    def place(self, text: str) -> int:
+    def intern(self, text: str) -> int:
         """First word of the program of an expression."""
-        if text not in self._places:
-            self._places[text] = len(self.words)
+        if text not in self._starts:
+            self._starts[text] = len(self.words)
             self.words += pack_expression(expr.parse(text))
-        return self._places[text]
+        return self._starts[text]
 
 
 class EventAxes:
@@ -79,7 +79,7 @@ class EventAxes:
                         remedy="give each producer group events of its own",
                     )
 
-    def wait_row(self, wait: Wait) -> tuple[int, int, int]:
+    def wait_row(self, wait: TaskWait) -> tuple[int, int, int]:
         """Row of the wait table: the count is per source rank."""
         axis = self._of_event.get(wait.event, -1)
         num_sources = self._mesh_axes[axis][1] if axis >= 0 else 1
@@ -92,22 +92,22 @@ class EventAxes:
         return wait.event, wait.count // num_sources, axis
 
 
-class Rows:
+class RowTable:
     """A table of waits or signals under construction; equal lists share their rows."""
 
     def __init__(self, num_columns: int) -> None:
         self.rows: list[tuple[int, ...]] = []
         self._num_columns = num_columns
-        self._places: dict[tuple[tuple[int, ...], ...], int] = {}
+        self._starts: dict[tuple[tuple[int, ...], ...], int] = {}
 
-    def place(self, rows: tuple[tuple[int, ...], ...]) -> int:
+    def intern(self, rows: tuple[tuple[int, ...], ...]) -> int:
         """First row of this list; 0 for an empty one."""
         if not rows:
             return 0
-        if rows not in self._places:
-            self._places[rows] = len(self.rows)
+        if rows not in self._starts:
+            self._starts[rows] = len(self.rows)
             self.rows += rows
-        return self._places[rows]
+        return self._starts[rows]
 
     def table(self) -> Words:
         """The table as an array."""
@@ -123,7 +123,7 @@ def encode(schedule: Schedule, layout: SegmentLayout, mesh_axes: MeshAxes = ()) 
     constants = Constants()
     records = _encode_groups(schedule.graph.groups, layout.operands, mesh_axes, constants)
     axes = EventAxes(schedule, mesh_axes)
-    waits, signals = Rows(len(WAIT_COLUMNS)), Rows(len(SIGNAL_COLUMNS))
+    waits, signals = RowTable(len(WAIT_COLUMNS)), RowTable(len(SIGNAL_COLUMNS))
     queues = [_encode_queue(queue, records, axes, waits, signals) for queue in schedule.queues]
     words = np.zeros((len(queues), max(map(len, queues), default=0), WORDS), dtype=np.int32)
     for sm, queue in enumerate(queues):
@@ -150,32 +150,32 @@ def _encode_groups(
     known: dict[Hashable, Records] = {}
     records = []
     for group in groups:
-        places = [operands[access.tensor] for access in accesses(group.op)]
-        key = _signature(group, places)
+        located = [operands[access.tensor] for access in accesses(group.op)]
+        key = _signature(group, located)
         if key not in known:
-            place = (
-                constants.place(str(group.op.attr("expr"))) if group.op.kind == "pointwise" else 0
+            position = (
+                constants.intern(str(group.op.attr("expr"))) if group.op.kind == "pointwise" else 0
             )
-            known[key] = _pack_group(group, places, names, place)
-        bases = [0, *(place.offset_bytes // ALIGNMENT_BYTES for place in places)]
+            known[key] = _pack_group(group, located, names, position)
+        bases = [0, *(position.offset_bytes // ALIGNMENT_BYTES for position in located)]
         shared = known[key]
         records.append(Records(patch_bases(shared.words, bases), shared.starts))
     return records
 
 
-def _signature(group: TaskGroup, places: Sequence[Operand]) -> Hashable:
+def _signature(group: TaskGroup, located: Sequence[Operand]) -> Hashable:
     """Equal for groups whose records differ in base addresses only."""
     op = group.op
-    geometry = tuple((p.space, p.dtype, p.first, p.shape, p.strides) for p in places)
+    geometry = tuple((p.space, p.dtype, p.first, p.shape, p.strides) for p in located)
     indices = tuple(access.dims for access in accesses(op))
     return op.kind, op.axes, len(op.reads), indices, op.attrs, group.splits, geometry
 
 
 def _pack_group(
-    group: TaskGroup, places: Sequence[Operand], mesh_axes: tuple[str, ...], expression: int
+    group: TaskGroup, located: Sequence[Operand], mesh_axes: tuple[str, ...], expression: int
 ) -> Records:
     starts, rows = [0], []
-    for instructions in lower_group(group, places, mesh_axes, expression):
+    for instructions in lower_group(group, located, mesh_axes, expression):
         rows += [pack(instruction, Header(group=0, task=0)) for instruction in instructions]
         starts.append(len(rows))
     return Records(np.stack(rows), tuple(starts))
@@ -185,8 +185,8 @@ def _encode_queue(
     queue: Sequence[ScheduledTask],
     records: Sequence[Records],
     axes: EventAxes,
-    waits: Rows,
-    signals: Rows,
+    waits: RowTable,
+    signals: RowTable,
 ) -> Words:
     """Records of a queue. A task of several records waits at the first of them and signals at the
     last.
@@ -208,9 +208,9 @@ def _encode_queue(
                 Header(
                     group=task.group,
                     task=task.task,
-                    wait=waits.place(wait_rows) if num_waits else 0,
+                    wait=waits.intern(wait_rows) if num_waits else 0,
                     num_waits=num_waits,
-                    signal=signals.place(signal_rows) if num_signals else 0,
+                    signal=signals.intern(signal_rows) if num_signals else 0,
                     num_signals=num_signals,
                 )
             )
@@ -219,5 +219,5 @@ def _encode_queue(
     return encoded
 
 
-def _signal_row(signal: Signal, axis: int) -> tuple[int, int]:
+def _signal_row(signal: TaskSignal, axis: int) -> tuple[int, int]:
     return signal.event, axis if signal.all_ranks else -1

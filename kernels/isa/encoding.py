@@ -84,7 +84,7 @@ def record_fields(opcode: int) -> tuple[Field, ...]:
     """Places of the fields of one instruction class, from its annotations."""
     kind = OPCODES[opcode]
     hints = get_type_hints(kind)
-    places: list[Field] = []
+    fields_found: list[Field] = []
     start, num_refs = TYPES_WORD + 1, 0
     for field in fields(kind):
         hint = hints[field.name]
@@ -92,16 +92,16 @@ def record_fields(opcode: int) -> tuple[Field, ...]:
         if hint is Ref or isinstance(hint, UnionType):
             word, at = divmod(num_refs, TYPES_A_WORD)
             types = (TYPES_WORD, MORE_TYPES_WORD)[word]
-            place = Field(field.name, "ref", start, 2, False, types, TYPE_BITS * at)
+            found = Field(field.name, "ref", start, 2, False, types, TYPE_BITS * at)
             num_refs += 1
         else:
             name = "float" if hint is float else "int"
-            place = Field(field.name, name, start, len(get_args(hint)) or 1, is_tuple)
-        places.append(place)
-        start += place.num_words
+            found = Field(field.name, name, start, len(get_args(hint)) or 1, is_tuple)
+        fields_found.append(found)
+        start += found.num_words
     limit = WORDS if num_refs <= TYPES_A_WORD else MORE_TYPES_WORD
     assert start <= limit, f"{kind.__name__} takes {start} words"
-    return tuple(places)
+    return tuple(fields_found)
 
 
 @cache

@@ -11,14 +11,14 @@ from types import MappingProxyType
 
 from distmega.errors import ProgramError
 from distmega.kernels.isa.opcodes import Instruction, Nop
-from distmega.kernels.isa.rules import COMPUTE_RULES, Context, Rule, all_axes
+from distmega.kernels.isa.rules import COMPUTE_RULES, Context, LoweringRule, all_axes
 from distmega.kernels.isa.rules_move import COPY_DIMS, COPY_KINDS, MOVE_RULES, copy_instructions
 from distmega.kernels.runtime.arena import Operand, Space
 from distmega.kernels.tasks.geometry import make_geometry, unfit
 from distmega.kernels.tasks.types import TaskGroup
 from distmega.program.types import Op, Tensor, accesses, grouped_index, packed_strides
 
-RULES: Mapping[str, Rule] = {**COMPUTE_RULES, **MOVE_RULES}
+RULES: Mapping[str, LoweringRule] = {**COMPUTE_RULES, **MOVE_RULES}
 
 MAX_INSTRUCTIONS = 16
 """An op that takes more than this for its whole iteration space is not worth a place in a

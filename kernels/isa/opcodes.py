@@ -48,8 +48,8 @@ class Ref:
     first: int
 
     def __str__(self) -> str:
-        place = f"{self.space.name.lower()}+{self.base * ALIGNMENT_BYTES:#x}"
-        return f"{place}[{self.first}]:{self.dtype}" if self.first else f"{place}:{self.dtype}"
+        where = f"{self.space.name.lower()}+{self.base * ALIGNMENT_BYTES:#x}"
+        return f"{where}[{self.first}]:{self.dtype}" if self.first else f"{where}:{self.dtype}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,7 +281,7 @@ class Cutoff:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """value[m], index[m] drawn from x[m, v] as ops.sample says; indices as those of Argmax.
+    """value[m], index[m] sampled from x[m, v] as ops.sample says; indices as those of Argmax.
     Strides over m of the operands in their order.
     """
 

@@ -177,9 +177,9 @@ def _argmax(i: opcodes.Argmax, memory: RankMemory) -> Run:
     base = _base(i.axis, i.stride, memory)
 
     def run() -> None:
-        best, place = sampling.argmax(x, base, i.extent)
+        best, index_found = sampling.argmax(x, base, i.extent)
         value.copy_(best)
-        index.copy_(place)
+        index.copy_(index_found)
 
     return run
 
@@ -215,9 +215,9 @@ def _sample(i: opcodes.Sample, memory: RankMemory) -> Run:
     base = _base(i.axis, i.stride, memory)
 
     def run() -> None:
-        best, place = sampling.sample(x, limits, seeds, positions, base, i.extent)
+        best, index_found = sampling.sample(x, limits, seeds, positions, base, i.extent)
         value.copy_(best)
-        index.copy_(place)
+        index.copy_(index_found)
 
     return run
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from distmega.kernels.isa import opcodes
 from distmega.kernels.isa.opcodes import COMBINES, NORMS, Instruction, Ref
 from distmega.kernels.runtime.arena import Operand
-from distmega.kernels.tasks.geometry import Geometry, Part, unfit
+from distmega.kernels.tasks.geometry import Geometry, IterationBox, unfit
 from distmega.program.types import Op, accesses
 
 
@@ -29,7 +29,7 @@ class Context(NamedTuple):
     def op(self) -> Op:
         return self.geometry.op
 
-    def ref(self, part: Part, operand: int, first: int | None = None) -> Ref:
+    def ref(self, part: IterationBox, operand: int, first: int | None = None) -> Ref:
         """Operand number `operand` from the part's first element on, or from `first`."""
         where = self.operands[operand]
         at = part.firsts[operand] if first is None else first
@@ -57,7 +57,7 @@ class Context(NamedTuple):
                 raise unfit(self.op, f"operand {operand} steps {axis!r} unevenly")
 
 
-class Rule(NamedTuple):
+class LoweringRule(NamedTuple):
     """How a kind becomes instructions: dims an instruction has for each class of axes, the class of
     each axis by name ("" for axes that the instruction treats whole), and the instruction of a
     part.
@@ -65,7 +65,7 @@ class Rule(NamedTuple):
 
     limits: Mapping[str, int]
     classes: Callable[[Op], Mapping[str, str]]
-    emit: Callable[[Context, Part], Instruction]
+    emit: Callable[[Context, IterationBox], Instruction]
 
 
 def _used(op: Op, operand: int) -> set[str]:
@@ -91,7 +91,7 @@ def _linear_classes(op: Op) -> dict[str, str]:
     return classes
 
 
-def _linear(context: Context, part: Part) -> Instruction:
+def _linear(context: Context, part: IterationBox) -> Instruction:
     out = len(context.operands) - 1
     if part.lengths("k") != (math.prod(a.extent for a in context.op.axes if a.role == "reduce"),):
         raise unfit(context.op, "the sums do not merge into one dim")
@@ -116,7 +116,7 @@ def all_axes(op: Op) -> dict[str, str]:
     return {axis.name: "i" for axis in op.axes}
 
 
-def _pointwise(context: Context, part: Part) -> Instruction:
+def _pointwise(context: Context, part: IterationBox) -> Instruction:
     num_args = len(context.op.reads)
     if num_args > 4:
         raise unfit(context.op, f"{num_args} operands, an instruction has 4")
@@ -144,7 +144,7 @@ def _reduce_classes(op: Op) -> dict[str, str]:
     return {axis.name: "r" if axis.role == "reduce" else "i" for axis in op.axes}
 
 
-def _reduce(context: Context, part: Part) -> Instruction:
+def _reduce(context: Context, part: IterationBox) -> Instruction:
     if part.lengths("r") != (math.prod(a.extent for a in context.op.axes if a.role == "reduce"),):
         raise unfit(context.op, "the reduced axes do not merge into one dim")
     (outer, inner), (r,) = part.dims["i"], part.dims["r"]
@@ -162,7 +162,7 @@ def _norm_classes(op: Op) -> dict[str, str]:
     return {axis.name: {"d": "d", "r": ""}.get(axis.name, "m") for axis in op.axes}
 
 
-def _norm(context: Context, part: Part) -> Instruction:
+def _norm(context: Context, part: IterationBox) -> Instruction:
     out = len(context.op.reads)
     context.require_step_one("d", (0, *range(2, out + 1)))
     (m,), (d,) = part.dims["m"], part.dims["d"]
@@ -188,7 +188,7 @@ def _rope_classes(op: Op) -> dict[str, str]:
     return {axis.name: known.get(axis.name, "h") for axis in op.axes}
 
 
-def _rope(context: Context, part: Part) -> Instruction:
+def _rope(context: Context, part: IterationBox) -> Instruction:
     context.require_step_one("d", (0, 4))
     context.require_step_one("r", (3,))
     context.require_step_one("m", (2,))
@@ -216,7 +216,7 @@ def _kv_append_classes(op: Op) -> dict[str, str]:
     return {"h": "h", "d": "d", "m": "m", "t": ""}
 
 
-def _kv_append(context: Context, part: Part) -> Instruction:
+def _kv_append(context: Context, part: IterationBox) -> Instruction:
     context.require_step_one("d", (0, 2))
     context.require_step_one("m", (1,))
     (m,), (h,), (d,) = part.dims["m"], part.dims["h"], part.dims["d"]
@@ -239,7 +239,7 @@ def _attention_classes(op: Op) -> dict[str, str]:
     return {"m": "m", "h": "h", "g": "g", "e": "", "d": "", "t": ""}
 
 
-def _attention(context: Context, part: Part) -> Instruction:
+def _attention(context: Context, part: IterationBox) -> Instruction:
     op, geometry = context.op, context.geometry
     context.require_step_one("d", (0, 1))
     context.require_step_one("e", (2, 4))
@@ -281,7 +281,7 @@ def _embedding_classes(op: Op) -> dict[str, str]:
     return {"m": "m", "d": "d", "v": ""}
 
 
-def _embedding(context: Context, part: Part) -> Instruction:
+def _embedding(context: Context, part: IterationBox) -> Instruction:
     context.require_step_one("d", (1, 2))
     context.require_step_one("m", (0,))
     (m,), (d,) = part.dims["m"], part.dims["d"]
@@ -303,7 +303,7 @@ def _argmax_classes(op: Op) -> dict[str, str]:
     return {axis.name: "" if axis.name == "v" else "m" for axis in op.axes}
 
 
-def _argmax(context: Context, part: Part) -> Instruction:
+def _argmax(context: Context, part: IterationBox) -> Instruction:
     context.require_step_one("v", (0,))
     (m,) = part.dims["m"]
     vocab = context.op.axis("v").extent
@@ -320,7 +320,7 @@ def _argmax(context: Context, part: Part) -> Instruction:
     )
 
 
-def _top(context: Context, part: Part) -> Instruction:
+def _top(context: Context, part: IterationBox) -> Instruction:
     context.require_step_one("u", (0,))
     context.require_step_one("c", (1,))
     (m,) = part.dims["m"]
@@ -334,7 +334,7 @@ def _top(context: Context, part: Part) -> Instruction:
     )
 
 
-def _cutoff(context: Context, part: Part) -> Instruction:
+def _cutoff(context: Context, part: IterationBox) -> Instruction:
     context.require_step_one("i", (1,))
     context.require_step_one("j", (2,))
     (m,), candidates = part.dims["m"], part.dims["v"]
@@ -354,7 +354,7 @@ def _cutoff_classes(op: Op) -> dict[str, str]:
     return {axis.name: {"m": "m", "i": "", "j": ""}.get(axis.name, "v") for axis in op.axes}
 
 
-def _sample(context: Context, part: Part) -> Instruction:
+def _sample(context: Context, part: IterationBox) -> Instruction:
     context.require_step_one("v", (0,))
     context.require_step_one("j", (1,))
     (m,) = part.dims["m"]
@@ -375,19 +375,19 @@ def _sample(context: Context, part: Part) -> Instruction:
     )
 
 
-COMPUTE_RULES: Mapping[str, Rule] = {
-    "linear": Rule({"b": 0, "m": 1, "n": 1, "k": 1}, _linear_classes, _linear),
-    "pointwise": Rule({"i": 2}, all_axes, _pointwise),
-    "reduce": Rule({"i": 2, "r": 1}, _reduce_classes, _reduce),
-    "rms_norm": Rule({"m": 1, "d": 1}, _norm_classes, _norm),
-    "layer_norm": Rule({"m": 1, "d": 1}, _norm_classes, _norm),
-    "softmax": Rule({"m": 1, "d": 1}, _norm_classes, _norm),
-    "rope": Rule({"m": 1, "h": 1, "d": 1}, _rope_classes, _rope),
-    "kv_append": Rule({"m": 1, "h": 1, "d": 1}, _kv_append_classes, _kv_append),
-    "attention": Rule({"m": 1, "h": 1, "g": 1}, _attention_classes, _attention),
-    "embedding": Rule({"m": 1, "d": 1}, _embedding_classes, _embedding),
-    "argmax": Rule({"m": 1}, _argmax_classes, _argmax),
-    "top": Rule({"m": 1}, lambda op: {"m": "m", "s": "m", "u": "", "c": ""}, _top),
-    "cutoff": Rule({"m": 1, "v": 1}, _cutoff_classes, _cutoff),
-    "sample": Rule({"m": 1}, lambda op: {"m": "m", "v": "", "j": ""}, _sample),
+COMPUTE_RULES: Mapping[str, LoweringRule] = {
+    "linear": LoweringRule({"b": 0, "m": 1, "n": 1, "k": 1}, _linear_classes, _linear),
+    "pointwise": LoweringRule({"i": 2}, all_axes, _pointwise),
+    "reduce": LoweringRule({"i": 2, "r": 1}, _reduce_classes, _reduce),
+    "rms_norm": LoweringRule({"m": 1, "d": 1}, _norm_classes, _norm),
+    "layer_norm": LoweringRule({"m": 1, "d": 1}, _norm_classes, _norm),
+    "softmax": LoweringRule({"m": 1, "d": 1}, _norm_classes, _norm),
+    "rope": LoweringRule({"m": 1, "h": 1, "d": 1}, _rope_classes, _rope),
+    "kv_append": LoweringRule({"m": 1, "h": 1, "d": 1}, _kv_append_classes, _kv_append),
+    "attention": LoweringRule({"m": 1, "h": 1, "g": 1}, _attention_classes, _attention),
+    "embedding": LoweringRule({"m": 1, "d": 1}, _embedding_classes, _embedding),
+    "argmax": LoweringRule({"m": 1}, _argmax_classes, _argmax),
+    "top": LoweringRule({"m": 1}, lambda op: {"m": "m", "s": "m", "u": "", "c": ""}, _top),
+    "cutoff": LoweringRule({"m": 1, "v": 1}, _cutoff_classes, _cutoff),
+    "sample": LoweringRule({"m": 1}, lambda op: {"m": "m", "v": "", "j": ""}, _sample),
 }

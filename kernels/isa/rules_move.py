@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 
 from distmega.kernels.isa import opcodes
 from distmega.kernels.isa.opcodes import Instruction
-from distmega.kernels.isa.rules import Context, Rule
-from distmega.kernels.tasks.geometry import Part, both, inside
+from distmega.kernels.isa.rules import Context, LoweringRule
+from distmega.kernels.tasks.geometry import IterationBox, both, inside
 from distmega.program.types import Op
 
 
@@ -26,7 +26,7 @@ def copy_instructions(context: Context, task: int) -> Iterator[Instruction]:
                     yield _copy(context, part, source)
 
 
-def _copy(context: Context, part: Part, source: int) -> Instruction:
+def _copy(context: Context, part: IterationBox, source: int) -> Instruction:
     out = len(context.op.reads)
     return opcodes.Copy(
         src=context.ref(part, source),
@@ -49,7 +49,7 @@ def _take_shard_classes(op: Op) -> dict[str, str]:
     return {a.name: "" if a.name == ranks else "s" if a.name in sharded else "i" for a in op.axes}
 
 
-def _take_shard(context: Context, part: Part) -> Instruction:
+def _take_shard(context: Context, part: IterationBox) -> Instruction:
     ranks = _rank_axis(context.op)
     (dim,) = (d for d, index in enumerate(context.op.reads[0].dims) if ranks in index.axes)
     (inner,) = (name for name in context.op.reads[0].dims[dim].axes if name != ranks)
@@ -75,7 +75,7 @@ def _slot_classes(op: Op) -> dict[str, str]:
     return {axis.name: "" if axis.name == slot else "i" for axis in op.axes}
 
 
-def _push(context: Context, part: Part) -> Instruction:
+def _push(context: Context, part: IterationBox) -> Instruction:
     return opcodes.Push(
         x=context.ref(part, 0),
         recv=context.ref(part, 1),
@@ -87,7 +87,7 @@ def _push(context: Context, part: Part) -> Instruction:
     )
 
 
-def _sum_ranks(context: Context, part: Part) -> Instruction:
+def _sum_ranks(context: Context, part: IterationBox) -> Instruction:
     return opcodes.SumRanks(
         recv=context.ref(part, 0),
         out=context.ref(part, 1),
@@ -100,7 +100,7 @@ def _sum_ranks(context: Context, part: Part) -> Instruction:
     )
 
 
-def _argmax_ranks(context: Context, part: Part) -> Instruction:
+def _argmax_ranks(context: Context, part: IterationBox) -> Instruction:
     (row,) = part.dims["i"]
     return opcodes.ArgmaxRanks(
         values=context.ref(part, 0),
@@ -118,9 +118,9 @@ COPY_KINDS = ("slice", "concat", "reshape", "transpose", "set")
 COPY_DIMS = {"i": 6}
 """Dims of a copy. Copies have no rule in the table: they walk operands, see copy_instructions."""
 
-MOVE_RULES: Mapping[str, Rule] = {
-    "take_shard": Rule({"s": 1, "i": 3}, _take_shard_classes, _take_shard),
-    "push": Rule({"i": 4}, _slot_classes, _push),
-    "sum_ranks": Rule({"i": 4}, _slot_classes, _sum_ranks),
-    "argmax_ranks": Rule({"i": 1}, _slot_classes, _argmax_ranks),
+MOVE_RULES: Mapping[str, LoweringRule] = {
+    "take_shard": LoweringRule({"s": 1, "i": 3}, _take_shard_classes, _take_shard),
+    "push": LoweringRule({"i": 4}, _slot_classes, _push),
+    "sum_ranks": LoweringRule({"i": 4}, _slot_classes, _sum_ranks),
+    "argmax_ranks": LoweringRule({"i": 1}, _slot_classes, _argmax_ranks),
 }

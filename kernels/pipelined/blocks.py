@@ -1,7 +1,7 @@
 """Shared-memory layouts of TMA tiles, and the extents that they take.
 
 In: element types, extents, tile shapes. Out: `tile_layout_of`, `common_width`, `padded_to`. Next:
-launches.py.
+families.py.
 """
 
 from collections.abc import Sequence

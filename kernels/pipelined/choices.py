@@ -60,7 +60,7 @@ ENOUGH_BYTES = 65536
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Device:
+class GpuModel:
     """What the model knows of a GPU."""
 
     num_sms: int
@@ -68,7 +68,7 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class KernelChoice:
     """How a kernel runs. tile: elements, (rows, columns) or, for norms, (rows, padded columns).
 
     stages: loads in flight, 1 for none ahead, 0 for the plain kernel without TMA, one tile a
@@ -107,13 +107,13 @@ class Traffic:
     num_elements: int
 
 
-def shared_bytes(choice: Choice, traffic: Traffic) -> int:
+def shared_bytes(choice: KernelChoice, traffic: Traffic) -> int:
     """Shared memory of one CTA; barriers and reductions take less than 2 KB."""
     elements = math.prod(choice.tile)
     return 2048 + elements * (choice.stages * traffic.in_bytes + choice.buffers * traffic.out_bytes)
 
 
-def fits(choice: Choice, traffic: Traffic) -> bool:
+def fits(choice: KernelChoice, traffic: Traffic) -> bool:
     """Whether all programs of an SM are resident at once."""
     if not choice.stages:
         return True
@@ -126,7 +126,7 @@ def fits(choice: Choice, traffic: Traffic) -> bool:
     )
 
 
-def time_us(choice: Choice, num_tiles: int, traffic: Traffic, device: Device) -> float:
+def time_us(choice: KernelChoice, num_tiles: int, traffic: Traffic, device: GpuModel) -> float:
     """Predicted duration: the traffic at the rate that the loads in flight allow, the last round,
     where some SMs idle, and what each tile and program costs besides.
 
@@ -156,7 +156,9 @@ def time_us(choice: Choice, num_tiles: int, traffic: Traffic, device: Device) ->
     return START_US + max(streaming * (1 + TMA_LOSS + drift + crowding + serial) + idle / 2, alone)
 
 
-def _plain_time_us(choice: Choice, num_tiles: int, traffic: Traffic, device: Device) -> float:
+def _plain_time_us(
+    choice: KernelChoice, num_tiles: int, traffic: Traffic, device: GpuModel
+) -> float:
     elements = math.prod(choice.tile)
     per_thread = choice.per_thread
     slots = device.num_sms * choice.programs_per_sm
@@ -179,20 +181,20 @@ def _plain_time_us(choice: Choice, num_tiles: int, traffic: Traffic, device: Dev
 
 
 def rank(
-    candidates: list[tuple[Choice, int]], traffic: Traffic, device: Device
-) -> tuple[Choice, ...]:
+    candidates: list[tuple[KernelChoice, int]], traffic: Traffic, device: GpuModel
+) -> tuple[KernelChoice, ...]:
     """Those (choice, number of tiles) that fit, fastest by the model first; ties in given order."""
     fitting = [(choice, tiles) for choice, tiles in candidates if fits(choice, traffic)]
     fitting.sort(key=lambda pair: time_us(pair[0], pair[1], traffic, device))
     return tuple(choice for choice, _ in fitting)
 
 
-def plain_choices(traffic: Traffic, device: Device) -> tuple[Choice, ...]:
+def plain_choices(traffic: Traffic, device: GpuModel) -> tuple[KernelChoice, ...]:
     """Plain pointwise kernels, by elements in memory order."""
     return rank(_plain_blocks(traffic), traffic, device)
 
 
-def _plain_blocks(traffic: Traffic) -> list[tuple[Choice, int]]:
+def _plain_blocks(traffic: Traffic) -> list[tuple[KernelChoice, int]]:
     return [
         (
             _plain((elements,), elements // (32 * per_thread), once=once),
@@ -205,13 +207,13 @@ def _plain_blocks(traffic: Traffic) -> list[tuple[Choice, int]]:
 
 
 def plain_row_choices(
-    rows: int, columns: int, traffic: Traffic, device: Device
-) -> tuple[Choice, ...]:
+    rows: int, columns: int, traffic: Traffic, device: GpuModel
+) -> tuple[KernelChoice, ...]:
     """Plain norm kernels: whole rows, padded to a power of two, or parts of longer ones."""
     return rank(_plain_rows(rows, columns), traffic, device)
 
 
-def _plain_rows(rows: int, columns: int) -> list[tuple[Choice, int]]:
+def _plain_rows(rows: int, columns: int) -> list[tuple[KernelChoice, int]]:
     padded = padded_row(columns)
     if padded > MAX_ROW:
         return [(_plain((1, 1024), 4), 3 * rows * -(-columns // 1024))]
@@ -236,13 +238,13 @@ def padded_row(columns: int) -> int:
 
 def _plain(
     tile: tuple[int, ...], num_warps: int, *, vectors: Vectors = "after", once: bool = False
-) -> Choice:
+) -> KernelChoice:
     resident = min(32, 2048 // (32 * num_warps), REGISTERS // (32 * num_warps * 40))
-    return Choice(tile=tile, num_warps=num_warps, stages=0, buffers=0,
+    return KernelChoice(tile=tile, num_warps=num_warps, stages=0, buffers=0,
                   programs_per_sm=resident, run=1, vectors=vectors, once=once)  # fmt: skip
 
 
-def flat_choices(traffic: Traffic, device: Device, width: int) -> tuple[Choice, ...]:
+def flat_choices(traffic: Traffic, device: GpuModel, width: int) -> tuple[KernelChoice, ...]:
     """For operands that are one row: tiles [rows, width] of it, or [elements] if width is 0."""
     candidates = _plain_blocks(traffic)
     for elements in (2048, 4096, 1024, 8192):
@@ -253,7 +255,9 @@ def flat_choices(traffic: Traffic, device: Device, width: int) -> tuple[Choice, 
     return rank(candidates, traffic, device)
 
 
-def matrix_choices(rows: int, columns: int, traffic: Traffic, device: Device) -> tuple[Choice, ...]:
+def matrix_choices(
+    rows: int, columns: int, traffic: Traffic, device: GpuModel
+) -> tuple[KernelChoice, ...]:
     """For strided or broadcast operands: tiles of [rows, columns]."""
     candidates = _plain_blocks(traffic)
     for tile in ((16, 256), (32, 128), (8, 256), (64, 64), (8, 128), (128, 32)):
@@ -262,7 +266,9 @@ def matrix_choices(rows: int, columns: int, traffic: Traffic, device: Device) ->
     return rank(candidates, traffic, device)
 
 
-def row_choices(rows: int, columns: int, traffic: Traffic, device: Device) -> tuple[Choice, ...]:
+def row_choices(
+    rows: int, columns: int, traffic: Traffic, device: GpuModel
+) -> tuple[KernelChoice, ...]:
     """For norms over rows: whole rows, padded to a power of two, or in chunks where no stages of
     them fit. Programs that take chunks stay and take whole rows.
     """
@@ -284,10 +290,12 @@ def row_choices(rows: int, columns: int, traffic: Traffic, device: Device) -> tu
     return rank([*candidates, *_plain_rows(rows, columns)], traffic, device)
 
 
-def _variants(tile: tuple[int, ...], num_warps: int, num_tiles: int) -> list[tuple[Choice, int]]:
+def _variants(
+    tile: tuple[int, ...], num_warps: int, num_tiles: int
+) -> list[tuple[KernelChoice, int]]:
     return [
         (
-            Choice(
+            KernelChoice(
                 tile=tile,
                 num_warps=num_warps,
                 stages=stages,

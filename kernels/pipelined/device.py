@@ -7,7 +7,7 @@ from functools import cache
 
 import torch
 
-from distmega.kernels.pipelined.choices import Choice, Device
+from distmega.kernels.pipelined.choices import GpuModel, KernelChoice
 from distmega.kernels.runtime.gpus import num_sms
 
 INT32 = 2**31
@@ -17,17 +17,17 @@ _BANDWIDTH = {"H200": 4.3e6, "H100": 3.0e6, "GH200": 3.6e6}
 
 
 @cache
-def device_facts(index: int) -> Device:
+def device_facts(index: int) -> GpuModel:
     """Facts of a CUDA device; equal for equal GPUs, so that ranks choose alike."""
     name = torch.cuda.get_device_name(index)
     rates = [rate for word, rate in _BANDWIDTH.items() if word in name]
-    return Device(
+    return GpuModel(
         num_sms=num_sms(index),
         bandwidth_bytes_per_us=max(rates, default=_BANDWIDTH["H100"]),
     )
 
 
-def num_programs(choice: Choice, num_tiles: int, index: int) -> int:
+def num_programs(choice: KernelChoice, num_tiles: int, index: int) -> int:
     """Programs of a launch over tiles: one a run, or as many as the device takes at once."""
     if choice.run:
         return -(-num_tiles // choice.run)

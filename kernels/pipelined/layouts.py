@@ -35,12 +35,12 @@ def row_layout(rows: int, groups: int, width: int, num_warps: int) -> gl.Blocked
     As many threads share a row as it has vectors, up to all; only then are rows shared by warps.
     """
     vector = min(VECTOR, width)
-    places = width // vector
-    lanes = min(32 // places, groups)
-    warps = min(num_warps, max(1, rows // (32 // (places * lanes))))
+    positions = width // vector
+    lanes = min(32 // positions, groups)
+    warps = min(num_warps, max(1, rows // (32 // (positions * lanes))))
     return gl.BlockedLayout(
         [1, 1, vector],
-        [32 // (places * lanes), lanes, places],
+        [32 // (positions * lanes), lanes, positions],
         [warps, num_warps // warps, 1],
         [2, 1, 0],
     )

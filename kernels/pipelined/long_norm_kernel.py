@@ -31,8 +31,8 @@ from distmega.kernels.runtime.mbarriers import make_barriers
 def _load_ahead(item, num_items, num_chunks, inputs, stages, landed, spec: gl.constexpr):
     """Starts the loads of an item: pass and chunk of a row, counted over this program's rows."""
     row = gl.program_id(0) + item // (2 * num_chunks) * gl.num_programs(0)
-    place = (row, item % num_chunks * spec.groups, 0)
-    start_loads(place, item % spec.stages, item < num_items, inputs, stages, landed, spec)
+    corner = (row, item % num_chunks * spec.groups, 0)
+    start_loads(corner, item % spec.stages, item < num_items, inputs, stages, landed, spec)
 
 
 @gluon.jit
@@ -93,9 +93,9 @@ def long_norm_kernel(x, residual, weight, bias, y, total, num_columns, num_chunk
     if num_stages > 1:
         for ahead in gl.static_range(num_stages):
             _load_ahead(ahead, num_items, num_chunks, inputs, stages, landed, spec)
-    places = tile_columns(spec, layout)
+    positions = tile_columns(spec, layout)
     zeros = gl.full([1, spec.groups, spec.width], 0.0, gl.float32, layout)
-    counts = ((num_columns - places + chunk - 1) // chunk).to(gl.float32)
+    counts = ((num_columns - positions + chunk - 1) // chunk).to(gl.float32)
     item = 0
     for row in range(program, num_rows, step):
         first = zeros
@@ -108,7 +108,7 @@ def long_norm_kernel(x, residual, weight, bias, y, total, num_columns, num_chunk
             value = take_tile(item, stages, landed, spec, layout)
             if num_stages > 1:
                 _load_ahead(item + num_stages, num_items, num_chunks, inputs, stages, landed, spec)
-            inside = part * chunk + places < num_columns
+            inside = part * chunk + positions < num_columns
             first, second = _gather(value, inside, first, second, part + 1.0, spec)
             if spec.has_residual:
                 tma_store_wait(spec.buffers - 1)
@@ -126,7 +126,7 @@ def long_norm_kernel(x, residual, weight, bias, y, total, num_columns, num_chunk
             if spec.op == "softmax":
                 value = gl.exp(value)
             value *= scale
-            columns = part * chunk + places
+            columns = part * chunk + positions
             if spec.has_weight:
                 value *= gl.load(weight + columns, mask=columns < num_columns, other=0.0).to(
                     gl.float32

@@ -63,13 +63,13 @@ def allocate_tiles(descriptor, count: gl.constexpr, spec: gl.constexpr):
 
 
 @gluon.jit
-def start_loads(place, slot, wanted, inputs, stages, landed, spec: gl.constexpr):
+def start_loads(corner, slot, wanted, inputs, stages, landed, spec: gl.constexpr):
     """Starts the load of one tile of every input into a slot, where `wanted`."""
     count: gl.constexpr = num_inputs(spec)
     for i in gl.static_range(count):
         bar = landed.index(slot * count + i)
         mbarrier.expect(bar, inputs[i].block_type.nbytes, pred=wanted)
-        tma_load(inputs[i], place, bar, stages[i].index(slot), pred=wanted)
+        tma_load(inputs[i], corner, bar, stages[i].index(slot), pred=wanted)
 
 
 @gluon.jit
@@ -94,10 +94,10 @@ def take_tile(index, stages, landed, spec: gl.constexpr, layout: gl.constexpr):
 def tile_columns(spec: gl.constexpr, layout: gl.constexpr):
     """Column numbers of a tile, [1, groups, width]."""
     by_group: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, layout))
-    by_place: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, layout))
+    by_column: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, layout))
     groups = gl.expand_dims(gl.expand_dims(gl.arange(0, spec.groups, by_group), 0), 2)
-    places = gl.expand_dims(gl.expand_dims(gl.arange(0, spec.width, by_place), 0), 1)
-    return groups * spec.width + places
+    positions = gl.expand_dims(gl.expand_dims(gl.arange(0, spec.width, by_column), 0), 1)
+    return groups * spec.width + positions
 
 
 @gluon.jit
@@ -162,8 +162,8 @@ def norm_kernel(x, residual, weight, bias, y, total, num_columns, num_tiles, run
     num_mine = count_tiles(num_tiles, run)
     if num_stages > 1:
         for ahead in gl.static_range(num_stages):
-            place = (tile_number(ahead, run) * spec.rows, 0, 0)
-            start_loads(place, ahead, ahead < num_mine, inputs, stages, landed, spec)
+            corner = (tile_number(ahead, run) * spec.rows, 0, 0)
+            start_loads(corner, ahead, ahead < num_mine, inputs, stages, landed, spec)
     columns = tile_columns(spec, layout)
     inside = columns < num_columns
     if spec.has_weight:
@@ -177,9 +177,9 @@ def norm_kernel(x, residual, weight, bias, y, total, num_columns, num_tiles, run
             start_loads((first, 0, 0), slot, True, inputs, stages, landed, spec)
         value = take_tile(index, stages, landed, spec, layout)
         if num_stages > 1:
-            place = (tile_number(index + num_stages, run) * spec.rows, 0, 0)
+            corner = (tile_number(index + num_stages, run) * spec.rows, 0, 0)
             wanted = index + num_stages < num_mine
-            start_loads(place, slot, wanted, inputs, stages, landed, spec)
+            start_loads(corner, slot, wanted, inputs, stages, landed, spec)
         result = _normalise(value, columns, num_columns, eps, spec, layout)
         if spec.has_weight:
             result *= scale.to(gl.float32)

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from distmega.kernels.pipelined.blocks import common_width, padded_to
 from distmega.kernels.pipelined.choices import (
-    Choice,
+    KernelChoice,
     Traffic,
     plain_row_choices,
     row_choices,
 )
 from distmega.kernels.pipelined.device import INT32, device_facts, num_programs
-from distmega.kernels.pipelined.launches import Block, Family, Launch, Vector, pointer
+from distmega.kernels.pipelined.families import Block, Launch, LaunchFamily, Vector, pointer
 from distmega.kernels.pipelined.long_norm_kernel import long_norm_kernel
 from distmega.kernels.pipelined.norm_kernel import NormSpec, norm_kernel
 from distmega.kernels.pipelined.triton_path import long_norm_plain, norm_plain
@@ -32,7 +32,7 @@ two contiguous; sums where there is a residual.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Class:
+class _NormClass:
     """What calls have in common that share launches: rows of x and residual by (row, element)
     strides, vectors by their steps, None where there is none; types of what comes and leaves.
     """
@@ -77,10 +77,10 @@ class _Class:
         steps = (self.weight, self.bias)
         return [Vector(length=self.columns, step=1 if step is None else step) for step in steps]
 
-    def launch(self, choice: Choice) -> Launch:
+    def launch(self, choice: KernelChoice) -> Launch:
         return self.tma_launch(choice) if choice.stages else self.plain_launch(choice)
 
-    def tma_launch(self, choice: Choice) -> Launch:
+    def tma_launch(self, choice: KernelChoice) -> Launch:
         """The Gluon kernel for whole rows, or in chunks where the choice's tile is shorter."""
         width = common_width(self.sizes, self.columns)
         tile = (choice.tile[0], choice.tile[1] // width, width)
@@ -117,7 +117,7 @@ class _Class:
             options={"num_warps": choice.num_warps, "maxnreg": choice.max_registers},
         )  # fmt: skip
 
-    def plain_launch(self, choice: Choice) -> Launch:
+    def plain_launch(self, choice: KernelChoice) -> Launch:
         """The plain Triton kernel for whole rows, or parts where the choice's tile is shorter."""
         rows, tile = choice.tile
         strides = (*self.x, *(self.residual or (0, 0)))
@@ -143,7 +143,7 @@ class _Class:
         )
 
 
-_families: dict[object, Family | None] = {}
+_families: dict[object, LaunchFamily | None] = {}
 
 
 def run_norm(op: str, eps: float, operands: Operands) -> None:
@@ -160,7 +160,7 @@ def run_norm(op: str, eps: float, operands: Operands) -> None:
     family.run(operands)
 
 
-def family_of(op: str, eps: float, operands: Operands) -> Family | None:
+def family_of(op: str, eps: float, operands: Operands) -> LaunchFamily | None:
     """The launches for such operands; None where x or the residual is no matrix of rows."""
     given, results = map(layout_key, operands[:4]), map(result_key, operands[4:])
     key = (op, eps, operands[0].device.index, *given, *results)
@@ -169,7 +169,7 @@ def family_of(op: str, eps: float, operands: Operands) -> Family | None:
     return _families[key]
 
 
-def _make_family(op: str, eps: float, operands: Operands) -> Family | None:
+def _make_family(op: str, eps: float, operands: Operands) -> LaunchFamily | None:
     x, residual, weight, bias, y, total = operands
     moved: list[tuple[Tensor, tuple[int, int]]] = []
     for given in (x, residual, y, total):
@@ -178,7 +178,7 @@ def _make_family(op: str, eps: float, operands: Operands) -> Family | None:
             if strides is None:
                 return None
             moved.append((given, strides))
-    made = _Class(
+    made = _NormClass(
         op=op,
         eps=eps,
         count=x.numel() // x.shape[-1],
@@ -195,10 +195,10 @@ def _make_family(op: str, eps: float, operands: Operands) -> Family | None:
         choices = row_choices(*sizes)
     else:
         choices = plain_row_choices(*sizes)[:1]
-    return Family(made.name, choices, made.launch)
+    return LaunchFamily(made.name, choices, made.launch)
 
 
-def _takes_tma(made: _Class) -> bool:
+def _takes_tma(made: _NormClass) -> bool:
     """Whether the Gluon kernels run there for rows of such types and lengths."""
     width = common_width(made.sizes, made.columns)
     return is_hopper(made.index) and width > 0 and made.count < INT32

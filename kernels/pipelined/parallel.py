@@ -1,4 +1,4 @@
-"""Compiles several Triton kernels at once. Used by launches.py; next: tuning.py."""
+"""Compiles several Triton kernels at once. Used by families.py; next: tuning.py."""
 
 import os
 import threading

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from distmega.kernels.pipelined.blocks import SWIZZLE_BYTES, padded_to
 from distmega.kernels.pipelined.choices import (
-    Choice,
+    KernelChoice,
     Traffic,
     flat_choices,
     matrix_choices,
@@ -21,7 +21,14 @@ from distmega.kernels.pipelined.choices import (
 )
 from distmega.kernels.pipelined.device import INT32, device_facts, num_programs
 from distmega.kernels.pipelined.exprs import MAX_INPUTS, MAX_OUTPUTS, Formula
-from distmega.kernels.pipelined.launches import Argument, Block, Family, Launch, Vector, pointer
+from distmega.kernels.pipelined.families import (
+    Argument,
+    Block,
+    Launch,
+    LaunchFamily,
+    Vector,
+    pointer,
+)
 from distmega.kernels.pipelined.pointwise_kernel import PointwiseSpec, pointwise_kernel
 from distmega.kernels.pipelined.triton_path import pointwise_plain
 from distmega.kernels.pipelined.views import Matrix, as_matrix, is_aligned, layout_key, result_key
@@ -29,7 +36,7 @@ from distmega.kernels.runtime.gpus import is_hopper
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Class:
+class _PointwiseClass:
     """What calls have in common that share launches. kinds: each operand's part in the matrix.
 
     width: a single row is seen as [columns / width, width], or as it is where width is 0. types: of
@@ -54,10 +61,10 @@ class _Class:
         size = f"{padded_to(self.matrix.rows)}x{padded_to(self.matrix.columns)}"
         return f"pointwise {self.formula.text}, {' '.join(self.kinds)}, {types}, {size}"
 
-    def launch(self, choice: Choice) -> Launch:
+    def launch(self, choice: KernelChoice) -> Launch:
         return self.tma_launch(choice) if choice.stages else self.plain_launch(choice)
 
-    def tma_launch(self, choice: Choice) -> Launch:
+    def tma_launch(self, choice: KernelChoice) -> Launch:
         """The Gluon kernel."""
         rows, columns = self.matrix.rows, self.matrix.columns
         shape: tuple[int, ...] = (rows, columns)
@@ -92,7 +99,7 @@ class _Class:
             options={"num_warps": choice.num_warps, "maxnreg": choice.max_registers},
         )
 
-    def plain_launch(self, choice: Choice) -> Launch:
+    def plain_launch(self, choice: KernelChoice) -> Launch:
         """The plain Triton kernel."""
         matrix, block = self.matrix, choice.tile[0]
         row_strides, column_strides = zip(*matrix.strides, strict=True)
@@ -115,7 +122,7 @@ def _filled(items: Sequence[Argument], count: int) -> list[Argument]:
     return [*items, *[pointer] * (count - len(items))]
 
 
-_families: dict[object, Family | None] = {}
+_families: dict[object, LaunchFamily | None] = {}
 
 
 def run_pointwise(formula: Formula, tensors: Sequence[Tensor], results: Sequence[Tensor]) -> None:
@@ -127,10 +134,12 @@ def run_pointwise(formula: Formula, tensors: Sequence[Tensor], results: Sequence
         tensors = [torch.broadcast_to(x, results[0].shape).contiguous() for x in tensors]
         family = family_of(formula, tensors, results)
         assert family is not None, "contiguous tensors are one row"
-    family.run(in_places(tensors, results))
+    family.run(inplace_inputs(tensors, results))
 
 
-def in_places(tensors: Sequence[Tensor], results: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+def inplace_inputs(
+    tensors: Sequence[Tensor], results: Sequence[Tensor]
+) -> tuple[Tensor | None, ...]:
     """The kernels' tensors, with None for the operands and results that are not there."""
     inputs = (*tensors, *(None,) * (MAX_INPUTS - len(tensors)))
     return (*inputs, *results, *(None,) * (MAX_OUTPUTS - len(results)))
@@ -138,7 +147,7 @@ def in_places(tensors: Sequence[Tensor], results: Sequence[Tensor]) -> tuple[Ten
 
 def family_of(
     formula: Formula, tensors: Sequence[Tensor], results: Sequence[Tensor]
-) -> Family | None:
+) -> LaunchFamily | None:
     """The launches for such operands; None where they do not fit a matrix."""
     index = results[0].device.index
     key = (formula.text, index, *map(layout_key, tensors), *map(result_key, results))
@@ -149,7 +158,7 @@ def family_of(
 
 def _make_family(
     formula: Formula, tensors: Sequence[Tensor], results: Sequence[Tensor]
-) -> Family | None:
+) -> LaunchFamily | None:
     shape, index = results[0].shape, results[0].device.index
     matrix = as_matrix(shape, [(x.shape, x.stride()) for x in tensors])
     if matrix is None:
@@ -158,7 +167,7 @@ def _make_family(
     tiles = [x.element_size() for x, kind in zip(tensors, kinds, strict=True) if kind == "tile"]
     leaving = [y.element_size() for y in results]
     width = SWIZZLE_BYTES // max(tiles + leaving)
-    made = _Class(
+    made = _PointwiseClass(
         formula=formula,
         matrix=matrix,
         kinds=kinds,
@@ -169,12 +178,12 @@ def _make_family(
     traffic = Traffic(in_bytes=sum(tiles), out_bytes=sum(leaving), num_elements=made.num_elements)
     facts = device_facts(index)
     if not _takes_tma(made, tensors, results):
-        return Family(made.name, plain_choices(traffic, facts)[:1], made.launch)
+        return LaunchFamily(made.name, plain_choices(traffic, facts)[:1], made.launch)
     if matrix.rows > 1:
         choices = matrix_choices(matrix.rows, matrix.columns, traffic, facts)
     else:
         choices = flat_choices(traffic, facts, made.width)
-    return Family(made.name, choices, made.launch)
+    return LaunchFamily(made.name, choices, made.launch)
 
 
 def _kind(matrix: Matrix, strides: tuple[int, int]) -> str:
@@ -189,7 +198,7 @@ def _kind(matrix: Matrix, strides: tuple[int, int]) -> str:
     return "tile" if column == 1 else ""
 
 
-def _takes_tma(made: _Class, tensors: Sequence[Tensor], results: Sequence[Tensor]) -> bool:
+def _takes_tma(made: _PointwiseClass, tensors: Sequence[Tensor], results: Sequence[Tensor]) -> bool:
     """Whether the Gluon kernel runs there and descriptors can address what comes or leaves."""
     if "" in made.kinds or not is_hopper(made.index):
         return False

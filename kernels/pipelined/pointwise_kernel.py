@@ -66,7 +66,7 @@ def _allocate(descriptor, count: gl.constexpr, spec: gl.constexpr):
 
 
 @gluon.jit
-def _place(tile, column_tiles, spec: gl.constexpr):
+def _corner(tile, column_tiles, spec: gl.constexpr):
     """Coordinates of a tile's first element."""
     if _count(spec, "tile") == 1:
         return (tile * spec.tile[0],)
@@ -77,17 +77,17 @@ def _place(tile, column_tiles, spec: gl.constexpr):
 @gluon.jit
 def _start_loads(index, num_mine, run, column_tiles, inputs, stages, landed, spec: gl.constexpr):
     """Starts the loads of this program's tile `index`, one an input, if there is such a tile."""
-    place = _place(tile_number(index, run), column_tiles, spec)
+    corner = _corner(tile_number(index, run), column_tiles, spec)
     slot = index % spec.stages
     for i in gl.static_range(_count(spec, "kinds")):
         if _kind(spec, i) == "tile":
             bar = landed.index(slot * _count(spec, "kinds") + i)
             mbarrier.expect(bar, inputs[i].block_type.nbytes, pred=index < num_mine)
-            tma_load(inputs[i], place, bar, stages[i].index(slot), pred=index < num_mine)
+            tma_load(inputs[i], corner, bar, stages[i].index(slot), pred=index < num_mine)
 
 
 @gluon.jit
-def _take(index, place, num_rows, num_columns, source, stage, landed, i: gl.constexpr,
+def _take(index, corner, num_rows, num_columns, source, stage, landed, i: gl.constexpr,
           spec: gl.constexpr, layout: gl.constexpr):  # fmt: skip
     """Input i of a tile in fp32: waits for its load only, or reads its broadcast vector."""
     if _kind(spec, i) == "tile":
@@ -95,10 +95,10 @@ def _take(index, place, num_rows, num_columns, source, stage, landed, i: gl.cons
         mbarrier.wait(landed.index(slot * _count(spec, "kinds") + i), (index // spec.stages) & 1)
         value = stage.index(slot).load(layout)
     elif _kind(spec, i) == "row":
-        columns = place[1] + gl.arange(0, spec.tile[1], gl.SliceLayout(0, layout))
+        columns = corner[1] + gl.arange(0, spec.tile[1], gl.SliceLayout(0, layout))
         value = gl.expand_dims(gl.load(source + columns, mask=columns < num_columns), 0)
     elif _kind(spec, i) == "column":
-        rows = place[0] + gl.arange(0, spec.tile[0], gl.SliceLayout(1, layout))
+        rows = corner[0] + gl.arange(0, spec.tile[0], gl.SliceLayout(1, layout))
         value = gl.expand_dims(gl.load(source + rows, mask=rows < num_rows), 1)
     else:
         value = gl.load(source)
@@ -135,11 +135,11 @@ def pointwise_kernel(x0, x1, x2, x3, x4, x5, x6, x7, y0, y1, y2, y3, num_rows, n
     for index in range(num_mine):
         if num_stages == 1:
             _start_loads(index, num_mine, run, column_tiles, inputs, stages, landed, spec)
-        place = _place(tile_number(index, run), column_tiles, spec)
+        corner = _corner(tile_number(index, run), column_tiles, spec)
         args = ()
         for i in gl.static_range(num_inputs):
             args += (
-                _take(index, place, num_rows, num_columns, inputs[i], stages[i], landed, i, spec,
+                _take(index, corner, num_rows, num_columns, inputs[i], stages[i], landed, i, spec,
                       layout),
             )  # fmt: skip
         if num_stages > 1:
@@ -153,5 +153,5 @@ def pointwise_kernel(x0, x1, x2, x3, x4, x5, x6, x7, y0, y1, y2, y3, num_rows, n
             ready[i].index(index % spec.buffers).store(whole.to(outputs[i].dtype))
         fence_async_shared()
         for i in gl.static_range(num_outputs):
-            tma_store(outputs[i], place, ready[i].index(index % spec.buffers))
+            tma_store(outputs[i], corner, ready[i].index(index % spec.buffers))
     tma_store_wait(0)

@@ -43,20 +43,20 @@ def pointwise_plain(x0, x1, x2, x3, x4, x5, x6, x7, y0, y1, y2, y3, row_strides,
     program = tl.program_id(0)
     if wide:
         program = program.to(tl.int64)
-    places = program * block + tl.arange(0, block)
-    inside = tl.full([block], True, tl.int1) if exact else places < num_elements
+    positions = program * block + tl.arange(0, block)
+    inside = tl.full([block], True, tl.int1) if exact else positions < num_elements
     args = ()
     for i in tl.static_range(num_inputs):
         if flat:
-            offsets = places * column_strides[i]
+            offsets = positions * column_strides[i]
         else:
-            offsets = places // num_columns * row_strides[i]
-            offsets += places % num_columns * column_strides[i]
+            offsets = positions // num_columns * row_strides[i]
+            offsets += positions % num_columns * column_strides[i]
         value = tl.load(inputs[i] + offsets, mask=inside, eviction_policy=policy)
         args += (value.to(tl.float32),)
     for i in tl.static_range(_num_exprs(formula)):
         result = evaluate(_expr(formula, i), args) + tl.zeros([block], tl.float32)
-        tl.store(outputs[i] + places, result.to(outputs[i].dtype.element_ty), mask=inside)
+        tl.store(outputs[i] + positions, result.to(outputs[i].dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -99,9 +99,9 @@ def norm_plain(x, residual, weight, bias, y, total, x_row, x_step, residual_row,
     if exact:
         inside = tl.full([rows, padded], True, tl.int1)
         valid = tl.full([1, padded], True, tl.int1)
-        places = lines * padded + columns
-        x_places = places
-        residual_places = places
+        positions = lines * padded + columns
+        x_positions = positions
+        residual_positions = positions
         x += first * padded
         start = first * padded
         length = padded
@@ -112,21 +112,21 @@ def norm_plain(x, residual, weight, bias, y, total, x_row, x_step, residual_row,
         inside = (first + lines < num_rows) & valid
         far = first + lines
         apart = columns.to(tl.int64)
-        x_places = far * x_row + apart * x_step
-        residual_places = far * residual_row + apart * residual_step
-        places = far * num_columns + columns
+        x_positions = far * x_row + apart * x_step
+        residual_positions = far * residual_row + apart * residual_step
+        positions = far * num_columns + columns
         start = 0
         length = num_columns
-    value = tl.load(x + x_places, mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(x + x_positions, mask=inside, other=0.0).to(tl.float32)
     if residual is not None:
-        more = tl.load(residual + residual_places, mask=inside, other=0.0)
+        more = tl.load(residual + residual_positions, mask=inside, other=0.0)
     if vectors == "beside":
         scale = _load_vector(weight, columns, valid)
         shift = _load_vector(bias, columns, valid)
     if residual is not None:
         value += more.to(tl.float32)
         value = value.to(total.dtype.element_ty)
-        tl.store(total + start + places, value, mask=inside)
+        tl.store(total + start + positions, value, mask=inside)
         value = value.to(tl.float32)
     if vectors == "before":
         scale = _load_vector(weight, columns, valid)
@@ -139,7 +139,7 @@ def norm_plain(x, residual, weight, bias, y, total, x_row, x_step, residual_row,
         result *= scale.to(tl.float32)
     if bias is not None:
         result += shift.to(tl.float32)
-    tl.store(y + start + places, result.to(y.dtype.element_ty), mask=inside)
+    tl.store(y + start + positions, result.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -147,8 +147,8 @@ def _load_part(x, residual, columns, inside, x_step, residual_step):
     """Columns of a row of x in fp32, residual added and rounded as the sum is stored."""
     value = tl.load(x + columns.to(tl.int64) * x_step, mask=inside, other=0.0).to(tl.float32)
     if residual is not None:
-        place = residual + columns.to(tl.int64) * residual_step
-        value += tl.load(place, mask=inside, other=0.0).to(tl.float32)
+        position = residual + columns.to(tl.int64) * residual_step
+        value += tl.load(position, mask=inside, other=0.0).to(tl.float32)
         value = value.to(x.dtype.element_ty).to(tl.float32)
     return value
 

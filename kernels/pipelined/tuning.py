@@ -18,7 +18,7 @@ import torch.distributed as dist
 from distmega.folders import cache_folder
 from distmega.hostir.comm.plain import gather_bytes
 from distmega.json_file import parse_json_text, read_json_file
-from distmega.kernels.pipelined.choices import Choice
+from distmega.kernels.pipelined.choices import KernelChoice
 
 CHOICES = cache_folder() / "choices.json"
 NUM_TMA, NUM_PLAIN = 8, 16
@@ -40,10 +40,10 @@ class _Table:
 
     def __init__(self) -> None:
         self.measuring = False
-        self.entries: dict[str, Choice] | None = None
+        self.entries: dict[str, KernelChoice] | None = None
         self.version = 0
 
-    def known(self) -> dict[str, Choice]:
+    def known(self) -> dict[str, KernelChoice]:
         if self.entries is None:
             self.entries = read_choices(CHOICES)
         return self.entries
@@ -59,11 +59,11 @@ def version() -> int:
 
 def pick(
     key: str,
-    candidates: Sequence[Choice],
+    candidates: Sequence[KernelChoice],
     *,
-    prepare: Callable[[Sequence[Choice]], object],
-    run: Callable[[Choice], object],
-) -> Choice:
+    prepare: Callable[[Sequence[KernelChoice]], object],
+    run: Callable[[KernelChoice], object],
+) -> KernelChoice:
     """The measured choice of a shape class on this GPU; else the model's, or inside `tuning()` the
     fastest of its best few. A measured choice that is no candidate any more is measured again.
 
@@ -88,20 +88,20 @@ def _on_this_gpu(key: str) -> str:
     return f"{torch.cuda.get_device_name()}: {key}"
 
 
-def known_choice(key: str, candidates: Sequence[Choice]) -> Choice:
+def known_choice(key: str, candidates: Sequence[KernelChoice]) -> KernelChoice:
     """What `pick` gives outside `tuning()`."""
     found = _table.known().get(_on_this_gpu(key))
     return found if found is not None and found in candidates else candidates[0]
 
 
-def kind_of(choice: Choice) -> tuple[object, ...]:
+def kind_of(choice: KernelChoice) -> tuple[object, ...]:
     """What choices of one kind have in common; plain ones differ by when and how they load."""
     return choice.stages == 0, choice.tile, choice.num_warps, choice.run
 
 
-def first_of_kinds(candidates: Sequence[Choice]) -> list[Choice]:
+def first_of_kinds(candidates: Sequence[KernelChoice]) -> list[KernelChoice]:
     """The model's best of each kind, of few kinds."""
-    first: dict[tuple[object, ...], Choice] = {}
+    first: dict[tuple[object, ...], KernelChoice] = {}
     for choice in candidates:
         first.setdefault(kind_of(choice), choice)
     by_kernel = ([c for c in first.values() if bool(c.stages) == tma] for tma in (True, False))
@@ -113,17 +113,19 @@ def first_of_kinds(candidates: Sequence[Choice]) -> list[Choice]:
 
 
 def _measured(
-    choices: Sequence[Choice],
-    prepare: Callable[[Sequence[Choice]], object],
-    run: Callable[[Choice], object],
-) -> dict[Choice, float]:
+    choices: Sequence[KernelChoice],
+    prepare: Callable[[Sequence[KernelChoice]], object],
+    run: Callable[[KernelChoice], object],
+) -> dict[KernelChoice, float]:
     if not choices:
         return {}
     prepare(choices)
     return _median_us(choices, run)
 
 
-def _median_us(choices: Sequence[Choice], run: Callable[[Choice], object]) -> dict[Choice, float]:
+def _median_us(
+    choices: Sequence[KernelChoice], run: Callable[[KernelChoice], object]
+) -> dict[KernelChoice, float]:
     """Time on the GPU of a run of each, in turn, whose inputs have left the cache; in every other
     round backwards, so that none always follows the same one.
     """
@@ -136,8 +138,8 @@ def _median_us(choices: Sequence[Choice], run: Callable[[Choice], object]) -> di
 
 
 def _turns_us(
-    choices: Sequence[Choice], run: Callable[[Choice], object], num_runs: int
-) -> dict[Choice, float]:
+    choices: Sequence[KernelChoice], run: Callable[[KernelChoice], object], num_runs: int
+) -> dict[KernelChoice, float]:
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
     events = {choice: [(_event(), _event()) for _ in range(num_runs)] for choice in choices}
     for number in range(num_runs):
@@ -180,7 +182,7 @@ def tuning(path: Path = CHOICES) -> Iterator[None]:
         write_choices(path, _table.known())
 
 
-def read_choices(path: Path) -> dict[str, Choice]:
+def read_choices(path: Path) -> dict[str, KernelChoice]:
     """The table of a file; empty if there is none or it is damaged: it can be measured anew."""
     try:
         return _of_stored(read_json_file(path))
@@ -191,7 +193,7 @@ def read_choices(path: Path) -> dict[str, Choice]:
         return {}
 
 
-def write_choices(path: Path, entries: dict[str, Choice]) -> None:
+def write_choices(path: Path, entries: dict[str, KernelChoice]) -> None:
     """Replaces the file in one step, so that no reader sees half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
@@ -199,18 +201,19 @@ def write_choices(path: Path, entries: dict[str, Choice]) -> None:
     part.replace(path)
 
 
-def _as_text(entries: Mapping[str, Choice]) -> str:
+def _as_text(entries: Mapping[str, KernelChoice]) -> str:
     return json.dumps({key: asdict(choice) for key, choice in entries.items()}, indent=1)
 
 
-def _of_text(text: str) -> dict[str, Choice]:
+def _of_text(text: str) -> dict[str, KernelChoice]:
     """What _as_text was given."""
     return _of_stored(parse_json_text(text))
 
 
-def _of_stored(stored: Any) -> dict[str, Choice]:
+def _of_stored(stored: Any) -> dict[str, KernelChoice]:
     choices = {
-        key: Choice(**{**fields, "tile": tuple(fields["tile"])}) for key, fields in stored.items()
+        key: KernelChoice(**{**fields, "tile": tuple(fields["tile"])})
+        for key, fields in stored.items()
     }
     for key, choice in choices.items():
         numbers = (*choice.tile, choice.num_warps, choice.stages, choice.buffers, choice.run)

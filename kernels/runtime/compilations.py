@@ -16,11 +16,11 @@ class _Counter:
     def __init__(self, others: object) -> None:
         self.num, self._others, self._lock = 0, others, threading.Lock()
 
-    def __call__(self, *, cache_hit: bool, **told: object) -> None:
+    def __call__(self, *, cache_hit: bool, **details: object) -> None:
         with self._lock:
             self.num += not cache_hit
         if callable(self._others):
-            self._others(cache_hit=cache_hit, **told)
+            self._others(cache_hit=cache_hit, **details)
 
 
 @cache

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from distmega.hostir.comm.collectives import Handle, join_handles
+from distmega.hostir.comm.collectives import CommHandle, join_handles
 from distmega.hostir.comm.communicator import flat_bytes
 from distmega.hostir.comm.nccl_native import NativeNccl
 from distmega.kernels.runtime.stream_ops import wait_word, write_word
@@ -62,7 +62,7 @@ class CopyCommunicator(NativeNccl):
         self._arenas: list[SymmetricMemory] = []
         self._out: dict[tuple[str, int], _Channel] = {}
         self._in: dict[tuple[str, int], _Channel] = {}
-        self._waiting: list[Callable[[], Handle]] | None = None
+        self._waiting: list[Callable[[], CommHandle]] | None = None
         for axis in mesh.names:
             if mesh.size(axis) > 1:
                 self._open(axis)
@@ -100,31 +100,31 @@ class CopyCommunicator(NativeNccl):
         torch.cuda.synchronize()
         self.barrier()
 
-    def send(self, axis: str, x: Tensor, peer: int) -> Handle:
+    def send(self, axis: str, x: Tensor, peer: int) -> CommHandle:
         if (axis, peer) not in self._out:
             return super().send(axis, x, peer)
         return self._send(self._out[axis, peer], flat_bytes(x))
 
-    def recv(self, axis: str, out: Tensor, peer: int) -> Handle:
+    def recv(self, axis: str, out: Tensor, peer: int) -> CommHandle:
         if (axis, peer) not in self._in:
             return super().recv(axis, out, peer)
         channel = self._in[axis, peer]
         if self._waiting is None:
             return self._recv(channel, out)
         self._waiting.append(lambda: self._recv(channel, out))
-        return Handle(lambda: None)
+        return CommHandle(lambda: None)
 
     def begin_group(self) -> None:
         super().begin_group()
         self._waiting = []
 
-    def end_group(self, members: Sequence[Handle]) -> Handle:
+    def end_group(self, members: Sequence[CommHandle]) -> CommHandle:
         """Receives are queued after all sends, which need no receive of this group to go on."""
         received = [start() for start in self._waiting or ()]
         self._waiting = None
         return join_handles([super().end_group(members), *received])
 
-    def _send(self, channel: _Channel, data: Tensor) -> Handle:
+    def _send(self, channel: _Channel, data: Tensor) -> CommHandle:
         with self._beside(channel) as stream:
             for start, length, slot in self._turns(channel, data.numel()):
                 wait_word(channel.mine[slot], 1, channel.stream)
@@ -133,7 +133,7 @@ class CopyCommunicator(NativeNccl):
                 write_word(channel.theirs[slot], 1, channel.stream)
             return _finished(stream, data)
 
-    def _recv(self, channel: _Channel, out: Tensor) -> Handle:
+    def _recv(self, channel: _Channel, out: Tensor) -> CommHandle:
         dense = out.is_contiguous()
         with self._beside(channel) as stream:
             whole = flat_bytes(out) if dense else torch.empty_like(flat_bytes(out))
@@ -157,7 +157,7 @@ class CopyCommunicator(NativeNccl):
         return torch.cuda.stream(channel.stream)
 
 
-def _finished(stream: torch.cuda.Stream, *kept: Tensor) -> Handle:
+def _finished(stream: torch.cuda.Stream, *kept: Tensor) -> CommHandle:
     """The end of what is queued on a stream so far; keeps tensors until somebody has waited."""
     done = torch.cuda.Event()  # type: ignore[no-untyped-call]
     done.record(stream)
@@ -165,4 +165,4 @@ def _finished(stream: torch.cuda.Stream, *kept: Tensor) -> Handle:
     def finish(held: Sequence[Tensor] = kept) -> None:
         done.wait()
 
-    return Handle(finish, done.wait)
+    return CommHandle(finish, done.wait)

@@ -86,7 +86,7 @@ class RankMemory:
 
     arenas: weight, state, activation and peer arena of this rank, in the order of Space. teams: for
     each mesh axis the peer arenas of this rank's team, in rank order. coordinate: this rank's index
-    along each mesh axis, which is its place in that team. constants: the constant table.
+    along each mesh axis, which is its rank in that team. constants: the constant table.
     """
 
     arenas: tuple[Tensor, ...]

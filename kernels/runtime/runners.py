@@ -31,8 +31,8 @@ Queues = RowQueues | BatchQueues
 
 HOPPER = "distmega.kernels.hopper.runner", "RowRunner"
 HOPPER_BATCH = "distmega.kernels.hopper.batch_runner", "BatchRunner"
-NO_DRAWS: Mapping[str, Tensor] = MappingProxyType({})
-"""For a segment that takes the likeliest token."""
+NO_SAMPLE_INPUTS: Mapping[str, Tensor] = MappingProxyType({})
+"""For a segment that takes the most likely token."""
 
 
 class SteppingRunner(KernelRunner, Protocol):
@@ -46,10 +46,10 @@ class SteppingRunner(KernelRunner, Protocol):
         self,
         tokens: Sequence[int],
         positions: Sequence[int],
-        draws: Mapping[str, Tensor] = NO_DRAWS,
+        sample_inputs: Mapping[str, Tensor] = NO_SAMPLE_INPUTS,
     ) -> None:
-        """The next step appends a token to each sequence, at its position. draws: the segment's
-        inputs that say how tokens are drawn, if it draws.
+        """The next step appends a token to each sequence, at its position. sample_inputs: the
+        segment's inputs that say how tokens are sampled, if it samples.
         """
         ...
 
@@ -87,12 +87,12 @@ def plan_hopper(
     UnsupportedError for a GPU or a segment that it can't do. team: the ranks that share it; nothing
     is asked of them. mode: see build_queues; several rows have one event an op in either.
     """
-    place, num_ranks = (team.place, team.size) if team else (0, 1)
+    team_rank, num_ranks = (team.team_rank, team.size) if team else (0, 1)
     all_sms = require_hopper(device)
     queues: Queues = (
-        build_batch_queues(segment, weights, states, all_sms, place)
+        build_batch_queues(segment, weights, states, all_sms, team_rank)
         if count_rows(segment) > 1
-        else build_queues(segment, weights, states, all_sms, place, mode)
+        else build_queues(segment, weights, states, all_sms, team_rank, mode)
     )
     if queues.num_ranks != num_ranks:
         raise UnsupportedError(

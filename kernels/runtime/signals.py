@@ -60,22 +60,22 @@ class PeerSignals:
         self._team = comm.mesh.team(axis, comm.rank)
         size = len(self._team)
         memory = self._memory = open_symmetric(comm, axis, ALIGNMENT_BYTES * len(names) * size)
-        places = {(n, p): i * size + p for i, n in enumerate(names) for p in range(size)}
-        self._places, here = places, memory.place
+        slots = {(n, p): i * size + p for i, n in enumerate(names) for p in range(size)}
+        self._slots, here = slots, memory.team_rank
 
         def counter(owner: int, name: str, source: int) -> Tensor:
-            at = ALIGNMENT_BYTES * places[name, source]
+            at = ALIGNMENT_BYTES * slots[name, source]
             return memory.tensor(owner, (1,), torch.int32, at)
 
-        self._theirs = {(name, peer): counter(peer, name, here) for name, peer in places}
-        shape = len(places), ALIGNMENT_BYTES // 4
+        self._theirs = {(name, peer): counter(peer, name, here) for name, peer in slots}
+        shape = len(slots), ALIGNMENT_BYTES // 4
         taken = torch.zeros(shape, dtype=torch.int32, device="cuda")
         self._late = torch.zeros(shape, dtype=torch.int32, device="cpu", pin_memory=True)
         self._waits = {
-            place: (counter(here, *place), taken[row], self._late[row], int(timeout_s * 1e9))
-            for place, row in places.items()
+            slot: (counter(here, *slot), taken[row], self._late[row], int(timeout_s * 1e9))
+            for slot, row in slots.items()
         }
-        first = next(iter(places))
+        first = next(iter(slots))
         self._raise = kernels.raise_signal.warmup(self._theirs[first], grid=(1,), num_warps=1)
         self._await = kernels.await_signal.warmup(*self._waits[first], grid=(1,), num_warps=1)
         for name in names:  # loads the kernels: nothing may be loaded while one spins
@@ -95,8 +95,8 @@ class PeerSignals:
         """Raises HangError for a wait that was given up; call it when the stream's results are
         there.
         """
-        for (name, peer), place in self._places.items():
-            if self._late[place, 0]:
+        for (name, peer), slot in self._slots.items():
+            if self._late[slot, 0]:
                 raise HangError(
                     f"rank {self._rank} waited {self._timeout_s:g} s for signal {name!r} from "
                     f"rank {self._team[peer]} over mesh axis {self._axis!r}",

@@ -34,18 +34,19 @@ ALIGNMENT_BYTES = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SymmetricMemory:
-    """The same number of bytes on every rank of a team, zeroed; `place` is this rank's in the team.
+    """The same number of bytes on every rank of a team, zeroed; `team_rank` is this rank's in the
+    team.
 
     local: this rank's bytes, uint8. pointers: the address of each member's bytes as this rank's GPU
     sees it, in team order. Whoever writes a peer's memory sees to it that its owner knows.
     """
 
-    place: int
+    team_rank: int
     backend: Backend
     local: Tensor
     pointers: tuple[int, ...]
     _handle: Any = field(repr=False)
-    _places: tuple[int, ...] = field(repr=False)
+    _team_ranks: tuple[int, ...] = field(repr=False)
 
     @property
     def num_ranks(self) -> int:
@@ -53,13 +54,15 @@ class SymmetricMemory:
         return len(self.pointers)
 
     def tensor(
-        self, place: int, shape: Sequence[int], dtype: torch.dtype, offset_bytes: int = 0
+        self, team_rank: int, shape: Sequence[int], dtype: torch.dtype, offset_bytes: int = 0
     ) -> Tensor:
         """A member's bytes from `offset_bytes` on, as a tensor that this rank's kernels use; it
         does not keep the memory.
         """
         first = (self._handle.offset + offset_bytes) // dtype.itemsize
-        found: Tensor = self._handle.get_buffer(self._places[place], tuple(shape), dtype, first)
+        found: Tensor = self._handle.get_buffer(
+            self._team_ranks[team_rank], tuple(shape), dtype, first
+        )
         return found
 
 
@@ -71,7 +74,7 @@ class Team:
     axis: str
 
     @property
-    def place(self) -> int:
+    def team_rank(self) -> int:
         """This rank's number in the team."""
         return self.comm.mesh.team(self.axis, self.comm.rank).index(self.comm.rank)
 
@@ -139,7 +142,7 @@ def _allocate(
     comm: NcclCommunicator, axis: str, size: int, backend: Backend
 ) -> SymmetricMemory | str:
     """Memory of one backend, or what is wrong with it; the same on all ranks."""
-    group, places = comm.group(axis)
+    group, team_ranks = comm.group(axis)
     problem = ""
     handle: Any = None
     device = torch.device("cuda", torch.cuda.current_device())
@@ -160,24 +163,24 @@ def _allocate(
     if problem := _agree(comm, problem):
         return problem
     memory = SymmetricMemory(
-        place=comm.mesh.team(axis, comm.rank).index(comm.rank),
+        team_rank=comm.mesh.team(axis, comm.rank).index(comm.rank),
         backend=backend,
         local=local,
-        pointers=tuple(handle.buffer_ptrs[one] + handle.offset for one in places),
+        pointers=tuple(handle.buffer_ptrs[one] + handle.offset for one in team_ranks),
         _handle=handle,
-        _places=tuple(places),
+        _team_ranks=tuple(team_ranks),
     )
     return _prove(comm, memory) or memory
 
 
 def _prove(comm: NcclCommunicator, memory: SymmetricMemory) -> str:
     """Whether each rank reads what the others wrote, in both directions; zeroes the memory."""
-    place, num_ranks = memory.place, memory.num_ranks
+    team_rank, num_ranks = memory.team_rank, memory.num_ranks
     memory.local.zero_()
     torch.cuda.synchronize()
     comm.barrier()
     for other in range(num_ranks):
-        memory.tensor(other, (1,), torch.uint8, place).fill_(1 + place)
+        memory.tensor(other, (1,), torch.uint8, team_rank).fill_(1 + team_rank)
     torch.cuda.synchronize()
     comm.barrier()
     wanted = list(range(1, 1 + num_ranks))

@@ -69,7 +69,7 @@ class WholePlan:
 
     @property
     def num_events(self) -> int:
-        """Buffers whose tagged words are polled, or counters."""
+        """Buffers whose flagged words are polled, or counters."""
         if isinstance(self.queues, BatchQueues):
             return len(self.queues.queues[0])
         if self.queues:
@@ -146,7 +146,7 @@ def open_whole(plan: WholePlan, comm: Communicator, device: torch.device) -> Who
         kernel = plan.kernel
         assert kernel is not None
 
-        def exchange(value: Plain) -> Sequence[object]:
+        def gather(value: Plain) -> Sequence[object]:
             return comm.all_gather_object(value, kernel.team_axis)
 
         runner = CpuMegakernel(
@@ -154,7 +154,7 @@ def open_whole(plan: WholePlan, comm: Communicator, device: torch.device) -> Who
             rank=comm.rank,
             weights_arena=arenas[0],
             state_arena=arenas[1],
-            peers=open_peers(kernel, comm.rank, exchange),
+            peers=open_peers(kernel, comm.rank, gather),
             timeout_s=comm.timeout_s,
         )
     return WholeKernel(runner=runner, tensors=tensors)

@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from distmega.errors import CheckError
 from distmega.kernels.runtime.arena import PEER_BUFFERS
-from distmega.kernels.tasks.check_queues import Queues, Task, run_queues
+from distmega.kernels.tasks.check_queues import CheckedTask, Queues, run_queues
 from distmega.kernels.tasks.expand import SOURCE
 from distmega.kernels.tasks.footprints import Footprints
 from distmega.kernels.tasks.launch_clocks import Clocks, StuckError, compute_clocks
@@ -148,13 +148,13 @@ class _Races:
         if not holds.all():
             at = int(np.argmin(holds))
             raise CheckError(
-                f"race on {what}: {self.place(*one, at)} need not come before "
-                f"{self.place(*other, at)}",
+                f"race on {what}: {self.locate(*one, at)} need not come before "
+                f"{self.locate(*other, at)}",
                 expected="a chain of queues, signals and waits from the one to the other",
                 remedy="make the later task wait for an event of the earlier",
             )
 
-    def place(self, use: Use, launch: int, numbers: Ints, at: int) -> str:
+    def locate(self, use: Use, launch: int, numbers: Ints, at: int) -> str:
         number = int(numbers[at])
         task = int(np.flatnonzero(self.clocks.number_of[use.group] == number)[0])
         name = f"{self.groups[use.group].op.name}[{task}] of launch {launch}"
@@ -172,7 +172,7 @@ class _Races:
         footprints = self.footprints
         written = {footprints.base(a.tensor) for group in self.groups for a in group.op.writes}
         found: dict[str, list[Use]] = defaultdict(list)
-        for place, group in enumerate(self.groups):
+        for nth, group in enumerate(self.groups):
             for accesses, write in ((group.op.reads, False), (group.op.writes, True)):
                 for access in accesses:
                     base = footprints.base(access.tensor)
@@ -184,7 +184,7 @@ class _Races:
                         footprint = footprints.footprint(group, access, pin)
                         found[base].append(
                             Use(
-                                group=place,
+                                group=nth,
                                 rank=rank,
                                 footprint=footprint,
                                 write=write,
@@ -216,8 +216,8 @@ def lay_out(schedule: Schedule, epoch: int, num_ranks: int) -> list[Queues]:
             found += [(target, event) for target in targets]
         return found
 
-    def task_of(task: ScheduledTask, rank: int) -> Task:
-        return Task(
+    def task_of(task: ScheduledTask, rank: int) -> CheckedTask:
+        return CheckedTask(
             name=f"{groups[task.group].op.name}[{task.task}] of launch {epoch}",
             waits=tuple(waits(task)),
             signals=tuple(signals(task, rank)),

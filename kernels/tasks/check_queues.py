@@ -3,7 +3,7 @@
 In: launches of explicit tasks (names, waits, signals, regions) on all ranks. Out: nothing, or a
 CheckError that names tasks and ranks.
 
-1. Run: a task may start when the one before it in its queue is done and its counters stand high
+1. TaskRun: a task may start when the one before it in its queue is done and its counters stand high
    enough. Counters only rise, so if one order of steps gets stuck, every order does.
 2. Clocks: what is complete when a task starts, by queues, by launches and by waits. A wait for
    count n is taken to guarantee the first n signals of the run; that is sound if each later signal
@@ -34,7 +34,7 @@ EventKey = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
+class MemoryRegion:
     """A region of a tensor in one rank's memory."""
 
     rank: int
@@ -43,7 +43,7 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
+class CheckedTask:
     """A task as the checker sees it. waits: (event of its own rank, count to reach, all launches
     counted); signals: (rank, event) to add one to.
     """
@@ -51,29 +51,29 @@ class Task:
     name: str
     waits: tuple[tuple[int, int], ...] = ()
     signals: tuple[EventKey, ...] = ()
-    reads: tuple[Memory, ...] = ()
-    writes: tuple[Memory, ...] = ()
+    reads: tuple[MemoryRegion, ...] = ()
+    writes: tuple[MemoryRegion, ...] = ()
 
 
-Queues = Sequence[Sequence[Task]]
+Queues = Sequence[Sequence[CheckedTask]]
 """The queues of one rank in one launch, one an SM."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Run:
+class TaskRun:
     """All tasks of all launches, numbered by launch, rank, queue and place.
 
     queue: numbered over all ranks; position: place in the queue over all launches. clocks: for each
     task and queue, how many tasks of the queue are known to be complete when the task starts.
     """
 
-    tasks: tuple[Task, ...]
+    tasks: tuple[CheckedTask, ...]
     rank: tuple[int, ...]
     queue: Ints
     position: Ints
     clocks: Clock
 
-    def place(self, task: int) -> str:
+    def locate(self, task: int) -> str:
         """Name, rank and queue of a task, for messages."""
         return f"{self.tasks[task].name!r} (rank {self.rank[task]}, queue {self.queue[task]})"
 
@@ -89,34 +89,34 @@ def check_queues(launches: Sequence[Sequence[Queues]]) -> None:
             for memory in memories:
                 touched[memory.rank, memory.tensor].append((number, memory.region, write))
     for (rank, tensor), found in touched.items():
-        for place, (later, region, write) in enumerate(found):
-            for earlier, other, wrote in found[:place]:
+        for nth, (later, region, write) in enumerate(found):
+            for earlier, other, wrote in found[:nth]:
                 if earlier != later and (write or wrote) and regions_meet(region, other):
                     pair = np.array([earlier]), np.array([later])
                     check_ordered(run, *pair, f"{tensor!r} of rank {rank}")
 
 
-def run_queues(launches: Sequence[Sequence[Queues]]) -> Run:
+def run_queues(launches: Sequence[Sequence[Queues]]) -> TaskRun:
     """Runs the queues to the end and computes clocks; raises CheckError for a deadlock, for waits
     nobody satisfies, for signals beyond what is waited for, and for waits that pass too early.
     """
     return _Runner(launches).finish()
 
 
-def check_ordered(run: Run, one: Ints, other: Ints, what: str) -> None:
+def check_ordered(run: TaskRun, one: Ints, other: Ints, what: str) -> None:
     """Raises CheckError unless each task of `one` is ordered with its partner in `other`."""
     holds = _precedes(run, one, other) | _precedes(run, other, one)
     if not holds.all():
         at = int(np.argmin(holds))
         raise CheckError(
-            f"race on {what}: {run.place(int(one[at]))} need not come before "
-            f"{run.place(int(other[at]))}",
+            f"race on {what}: {run.locate(int(one[at]))} need not come before "
+            f"{run.locate(int(other[at]))}",
             expected="a chain of queues, signals and waits from the one to the other",
             remedy="make the later task wait for an event of the earlier",
         )
 
 
-def _precedes(run: Run, first: Ints, then: Ints) -> npt.NDArray[np.bool_]:
+def _precedes(run: TaskRun, first: Ints, then: Ints) -> npt.NDArray[np.bool_]:
     known: npt.NDArray[np.bool_] = run.clocks[then, run.queue[first]] > run.position[first]
     return known
 
@@ -128,7 +128,7 @@ class _Runner:
         self.num_ranks = max((len(ranks) for ranks in launches), default=0)
         self.width = max((len(queues) for ranks in launches for queues in ranks), default=0)
         self.num_queues = self.num_ranks * self.width
-        self.tasks: list[Task] = []
+        self.tasks: list[CheckedTask] = []
         self.rank: list[int] = []
         self.queue: list[int] = []
         self.position: list[int] = []
@@ -170,7 +170,7 @@ class _Runner:
         """Clocks in half the memory where queues are short enough."""
         return np.zeros(shape, dtype=np.int16) if self.short else np.zeros(shape, dtype=np.int32)
 
-    def finish(self) -> Run:
+    def finish(self) -> TaskRun:
         """Runs all there is; checks counters against waits."""
         self._check_counts()
         ready = list(range(self.num_queues))
@@ -183,8 +183,8 @@ class _Runner:
         self._check_early()
         return self._result()
 
-    def _result(self) -> Run:
-        return Run(
+    def _result(self) -> TaskRun:
+        return TaskRun(
             tasks=tuple(self.tasks),
             rank=tuple(self.rank),
             queue=np.array(self.queue, dtype=np.int64),
@@ -192,8 +192,8 @@ class _Runner:
             clocks=self.clocks,
         )
 
-    def _place(self, task: int) -> str:
-        return self._result().place(task)
+    def _locate(self, task: int) -> str:
+        return self._result().locate(task)
 
     def _size(self, rank: int) -> int:
         lists = self.lists[self.launch[rank]] if self.launch[rank] < len(self.lists) else []
@@ -264,7 +264,7 @@ class _Runner:
         for key, counts in self.waiters.items():
             if max(counts) > signalled[key]:
                 raise CheckError(
-                    f"{self._place(counts[max(counts)][0])} waits for {max(counts)} signals of "
+                    f"{self._locate(counts[max(counts)][0])} waits for {max(counts)} signals of "
                     f"event {key[1]}",
                     expected=f"at most {signalled[key]}, which is all that rank {key[0]} gets",
                     remedy="correct the count, or add the missing signal",
@@ -274,7 +274,7 @@ class _Runner:
             if total > most:
                 raise CheckError(
                     f"event {key[1]} of rank {key[0]} gets {total} signals, one of them from "
-                    f"{self._place(source[key])}",
+                    f"{self._locate(source[key])}",
                     expected=f"{most}, the most that is waited for",
                     remedy="correct the count, or drop the signal",
                 )
@@ -297,8 +297,8 @@ class _Runner:
                     early &= known[:, at] <= self.position[waiter]
                 if early.any():
                     raise CheckError(
-                        f"a signal of {self._place(int(later[early][0]))} can let "
-                        f"{self._place(waiters[0])} pass before the {count} it waits for",
+                        f"a signal of {self._locate(int(later[early][0]))} can let "
+                        f"{self._locate(waiters[0])} pass before the {count} it waits for",
                         expected="signals of one counter in the order of launches",
                         remedy="give each source rank a counter of its own",
                     )
@@ -324,9 +324,9 @@ class _Runner:
             missing = self._missing(waiting)
             assert missing is not None, "only blocked tasks are followed"
             owing = owed[missing]
-            behind = "" if owing == head else f", which stands behind {self._place(head)}"
-            waits = f"{self._place(waiting)} waits for event {missing[1]}"
-            parts.append(f"{waits} of {self._place(owing)}{behind}")
+            behind = "" if owing == head else f", which stands behind {self._locate(head)}"
+            waits = f"{self._locate(waiting)} waits for event {missing[1]}"
+            parts.append(f"{waits} of {self._locate(owing)}{behind}")
         return CheckError(
             f"deadlock: {'; '.join(parts)}",
             expected="queues in an order that the tasks of all ranks can follow",

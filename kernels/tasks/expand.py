@@ -34,7 +34,7 @@ from dataclasses import replace
 
 from distmega.errors import VerifyError
 from distmega.kernels.runtime.arena import PEER_SUFFIX
-from distmega.program.ops.compute import EXCHANGES
+from distmega.program.ops.compute import COMMUNICATING
 from distmega.program.types import Access, Axis, Index, Op, Program, Tensor, verify_program
 from distmega.sharding.layout.mesh import DeviceMesh
 
@@ -56,7 +56,7 @@ def expand_collectives(segment: Program, mesh: DeviceMesh) -> Program:
     ops: list[Op] = []
     axes_used: set[str] = set()
     for op in segment.ops:
-        if op.kind not in EXCHANGES:
+        if op.kind not in COMMUNICATING:
             ops.append(op)
             continue
         axis = _mesh_axis(op, mesh)
@@ -83,7 +83,7 @@ def team_size(segment: Program, mesh: DeviceMesh) -> int:
     found = {
         mesh.size(str(op.attr("mesh_axis")))
         for op in segment.ops
-        if op.kind in (*REMOTE_KINDS, *EXCHANGES)
+        if op.kind in (*REMOTE_KINDS, *COMMUNICATING)
     }
     assert len(found) <= 1, f"mesh axes of sizes {found} in one segment"
     return found.pop() if found else 1
@@ -154,8 +154,8 @@ def _combine(op: Op, received: list[Tensor]) -> Op:
 
 def _as_copies(op: Op) -> Iterator[Op]:
     """A collective over a mesh axis of one rank."""
-    for place, (read, write) in enumerate(zip(op.reads, op.writes, strict=True)):
-        name = op.name if place == 0 else f"{op.name}.{place}"
+    for position, (read, write) in enumerate(zip(op.reads, op.writes, strict=True)):
+        name = op.name if position == 0 else f"{op.name}.{position}"
         yield replace(op, name=name, kind="set", reads=(read,), writes=(write,), attrs=())
 
 

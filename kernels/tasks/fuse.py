@@ -38,7 +38,7 @@ class Norm:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stream:
+class WeightStream:
     """Weights whose rows lie one after the other, and the bias of each, "" where there is none."""
 
     weights: tuple[str, ...]
@@ -59,7 +59,7 @@ class FusedContraction:
     name: str
     x: str
     norm: Norm | None
-    streams: tuple[Stream, ...]
+    streams: tuple[WeightStream, ...]
     outs: tuple[str, ...]
     formula: expr.Expr = IDENTITY
     operands: tuple[str, ...] = ()
@@ -101,8 +101,8 @@ class FusedAttention:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Draw:
-    """A token drawn as ops.sample says, at the last of `positions`, instead of the likeliest.
+class FusedSample:
+    """A token sampled as ops.sample says, at the last of `positions`, instead of the most likely.
 
     limits: "given", and sampling is what ops.sample takes; else sampling is settings of ops.cutoff,
     whose limits are looked for among few "candidates" or among "all" tokens, of all ranks.
@@ -116,7 +116,7 @@ class Draw:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FusedChoice:
-    """token = argmax of the result of the contraction before, `source`, or drawn from it.
+    """token = argmax of the result of the contraction before, `source`, or sampled from it.
 
     Over num_ranks ranks, each has as many rows of all `vocab` ones, in rank order. logits: what all
     ranks have or, where none asks for them, the rank's own.
@@ -128,7 +128,7 @@ class FusedChoice:
     token: str
     vocab: int
     num_ranks: int = 1
-    draw: Draw | None = None
+    sampler: FusedSample | None = None
 
 
 Fused = FusedContraction | FusedEmbedding | FusedAttention | FusedChoice
@@ -144,7 +144,7 @@ def norms_of(op: Fused) -> list[Norm]:
 
 def fuse_segment(segment: Program) -> tuple[Fused, ...]:
     """The fused ops of a segment. UnsupportedError names the first op that no rule takes."""
-    return _Fusion(segment).run()
+    return _SegmentFusion(segment).run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,12 +192,12 @@ class _Product:
     ops: tuple[Op, ...]
 
     @property
-    def stream(self) -> Stream:
+    def stream(self) -> WeightStream:
         bias = self.op.reads[2].tensor if len(self.op.reads) == 3 else ""
-        return Stream(weights=(self.op.reads[1].tensor,), biases=(bias,))
+        return WeightStream(weights=(self.op.reads[1].tensor,), biases=(bias,))
 
 
-class _Fusion:
+class _SegmentFusion:
     """One pass over a segment. `taken`: ops that a fused op already contains."""
 
     def __init__(self, segment: Program) -> None:
@@ -211,7 +211,7 @@ class _Fusion:
                 if not (op.is_view and op.writes[0].tensor in self.shown):
                     self.users.setdefault(name, []).append(op)
         self.outputs = frozenset(map(self.storage, segment.outputs))
-        self.place = {op.name: i for i, op in enumerate(segment.ops)}
+        self.position = {op.name: i for i, op in enumerate(segment.ops)}
         self.taken: set[str] = set()
         self.shared_norms: dict[tuple[str, Norm], str] = {}
         """Results of norms that others than contractions take, by what they are norms of."""
@@ -230,7 +230,7 @@ class _Fusion:
         for kind, rule in rules:
             for op in self.segment.ops:
                 if op.kind == kind and op.name not in self.taken and self.is_last(op):
-                    found.append((self.place[op.name], rule(op)))
+                    found.append((self.position[op.name], rule(op)))
         for op in self.segment.ops:
             if op.name not in self.taken and not op.is_view:
                 raise _unfit(op)
@@ -281,7 +281,7 @@ class _Fusion:
             x=first.x,
             norm=first.norm,
             streams=(
-                Stream(
+                WeightStream(
                     weights=tuple(name for one in streams for name in one.weights),
                     biases=tuple(name for one in streams for name in one.biases),
                 ),
@@ -300,7 +300,7 @@ class _Fusion:
         products = {leaf: one for leaf in leaves for one in self.product_of(leaf)}
         if not products:
             raise _unfit(op)
-        last = max(products.values(), key=lambda one: self.place[one.ops[-1].name])
+        last = max(products.values(), key=lambda one: self.position[one.ops[-1].name])
         beside = [
             leaf
             for leaf, one in products.items()
@@ -331,8 +331,8 @@ class _Fusion:
         chain.append(op)
         size = self.size(_out(op))
         arguments: list[expr.Expr] = []
-        for place in range(len(op.reads)):
-            name = self.read(op, place)
+        for position in range(len(op.reads)):
+            name = self.read(op, position)
             before = self.producers.get(name)
             if self.size(name) != size:
                 raise _unfit(op)
@@ -363,7 +363,7 @@ class _Fusion:
         return _Product(op=op, x=x, norm=norm, out=out, num_ranks=num_ranks, ops=ops)
 
     def fuse_choice(self, op: Op) -> Fused:
-        """A token chosen from the result of a linear by an argmax or a draw, gathered before or
+        """A token chosen from the result of a linear by an argmax or a sample, gathered before or
         compared afterwards where several ranks have parts of it.
         """
         logits, num_ranks, ops = self.read(op, 0), 1, [op]
@@ -386,11 +386,11 @@ class _Fusion:
             assert isinstance(extent, int)
             vocab = extent
             logits = self.gathered(source, ops)
-        draw = self.draw(op, (source, logits)) if op.kind == "sample" else None
+        sampler = self.sampler(op, (source, logits)) if op.kind == "sample" else None
         self.take(*ops)
         return FusedChoice(
             name=op.name, source=source, logits=logits, token=token, vocab=vocab,
-            num_ranks=num_ranks, draw=draw,
+            num_ranks=num_ranks, sampler=sampler,
         )  # fmt: skip
 
     def gathered(self, source: str, ops: list[Op]) -> str:
@@ -401,14 +401,14 @@ class _Fusion:
                 return _out(gather)
         return source
 
-    def draw(self, sample: Op, logits: tuple[str, ...]) -> Draw:
-        """How `sample` draws: at a temperature, within limits or not. Where each rank draws from
+    def sampler(self, sample: Op, logits: tuple[str, ...]) -> FusedSample:
+        """How `sample` draws: at a temperature, within limits or not. Where each rank samples from
         its own logits, limits come from candidates that all ranks gathered.
         """
         seeds, positions = self.read(sample, 2), self.read(sample, 3)
         cutoff = self.producers.get(self.read(sample, 1))
         if cutoff is None:
-            return Draw(sampling=self.read(sample, 1), seeds=seeds, positions=positions)
+            return FusedSample(sampling=self.read(sample, 1), seeds=seeds, positions=positions)
         found, is_whole = self.read(cutoff, 0), not sample.get("base_axis", "")
         ops, gather = [cutoff], self.producers.get(found)
         if not is_whole and gather is not None and gather.kind == "all_gather":
@@ -424,13 +424,15 @@ class _Fusion:
         if not is_whole:
             raise _unfit(cutoff)
         self.take(*ops)
-        return Draw(sampling=self.read(cutoff, 1), seeds=seeds, positions=positions, limits=limits)
+        return FusedSample(
+            sampling=self.read(cutoff, 1), seeds=seeds, positions=positions, limits=limits
+        )
 
     def fuse_attention(self, op: Op) -> Fused:
         """Attention with the rotations, norms and appends in front of it."""
         if op.get("softcap", 0.0) or len(op.reads) > 4:
             raise _unfit(op)
-        appends = [self.append_to(op, self.read(op, place)) for place in (1, 2)]
+        appends = [self.append_to(op, self.read(op, position)) for position in (1, 2)]
         q, q_norm, q_table = self.rotated(op, self.read(op, 0))
         k, k_norm, k_table = self.rotated(op, self.read(appends[0], 0))
         if q_table != k_table:
@@ -506,9 +508,9 @@ class _Fusion:
         users = self.users.get(name, [])
         return users[0] if len(users) == 1 and name not in self.outputs else None
 
-    def read(self, op: Op, place: int) -> str:
+    def read(self, op: Op, position: int) -> str:
         """The tensor that an op reads, or the one that it shows all of."""
-        return self.whole(op.reads[place].tensor)
+        return self.whole(op.reads[position].tensor)
 
     def whole(self, name: str) -> str:
         """The tensor that a view shows all of; the name itself if it is none."""

@@ -1,7 +1,7 @@
 """Geometry of a task: the box of iterations it covers, as lengths and strides of every operand.
 
-In: an op, where its operands lie, and the splits of its task group. Out: `Part`s. A task is one
-part, or several where its flat range is not a box or its dims do not merge into as few as an
+In: an op, where its operands lie, and the splits of its task group. Out: `IterationBox`s. A task is
+one part, or several where its flat range is not a box or its dims do not merge into as few as an
 instruction has. Axes of one class (rows, columns, sums ...) merge wherever all operands step
 through them evenly. Next on the walk: lowering.py, one rule an op kind.
 """
@@ -33,7 +33,7 @@ class Dim:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class IterationBox:
     """A box of iterations: first element of each operand, and the dims of each class, outer first,
     padded to the limit.
     """
@@ -90,7 +90,7 @@ class Geometry:
         """Elements that one operand steps with an axis."""
         return self.axes[axis].strides[operand]
 
-    def parts(self, task: int, clip: Clip = NO_CLIP) -> Iterator[Part]:
+    def parts(self, task: int, clip: Clip = NO_CLIP) -> Iterator[IterationBox]:
         """Parts of a task, in which `clip` narrows axes. Dims beyond a class's limit are walked,
         outermost first.
         """
@@ -124,7 +124,7 @@ class Geometry:
         steps = all(_merges(a.strides, b.strides, b.extent) for a, b in pairwise(axes))
         return steps and len({self.classify(name) for name in names}) == 1
 
-    def _split(self, box: Box) -> Iterator[Part]:
+    def _split(self, box: Box) -> Iterator[IterationBox]:
         firsts = list(self.firsts)
         classes: dict[str, list[Dim]] = {name: [] for name in self.limits}
         for axes, values in box.items():
@@ -142,8 +142,8 @@ class Geometry:
             classes[name] = merged[surplus:]
         kept = {name: _pad(dims, self.limits[name], len(firsts)) for name, dims in classes.items()}
         for point in product(*(range(dim.length) for dim in walked)):
-            moves = [[i * s for s in dim.strides] for i, dim in zip(point, walked, strict=True)]
-            yield Part(firsts=tuple(map(sum, zip(firsts, *moves, strict=True))), dims=kept)
+            shifts = [[i * s for s in dim.strides] for i, dim in zip(point, walked, strict=True)]
+            yield IterationBox(firsts=tuple(map(sum, zip(firsts, *shifts, strict=True))), dims=kept)
 
 
 def make_geometry(

@@ -18,7 +18,7 @@ import numpy as np
 
 from distmega.errors import VerifyError
 from distmega.kernels.tasks.footprints import Bools, Footprints
-from distmega.kernels.tasks.types import EventTensor, TaskGraph, TaskGroup
+from distmega.kernels.tasks.types import TaskEvents, TaskGraph, TaskGroup
 from distmega.program.types import Program
 
 Mode = Literal["overlap", "op"]
@@ -47,7 +47,7 @@ class EventMemo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fused:
-    """Events of one producer group: counts and notify as in EventTensor, waits a consumer group."""
+    """Events of one producer group: counts and notify as in TaskEvents, waits a consumer group."""
 
     counts: tuple[int, ...]
     notify: tuple[TaskSet, ...]
@@ -75,7 +75,7 @@ def build_task_graph(
         found = consumers[producer, remote]
         fused = _fuse(memo, groups[producer].num_tasks, tuple(pattern for _, pattern in found))
         events.append(
-            EventTensor(
+            TaskEvents(
                 producer=producer,
                 all_ranks=remote,
                 counts=fused.counts,
@@ -96,13 +96,13 @@ def touches(
     """
     written = {footprints.base(access.tensor) for group in groups for access in group.op.writes}
     found: dict[str, list[Touch]] = defaultdict(list)
-    for place, group in enumerate(groups):
+    for position, group in enumerate(groups):
         for accesses, write in ((group.op.reads, False), (group.op.writes, True)):
             for access in accesses:
                 base = footprints.base(access.tensor)
                 if base in written:
                     footprint = footprints.footprint(group, access)
-                    found[base].append(Touch(group=place, footprint=footprint, write=write))
+                    found[base].append(Touch(group=position, footprint=footprint, write=write))
     return found
 
 

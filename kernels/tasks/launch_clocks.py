@@ -102,7 +102,7 @@ def _check_counts(schedule: Schedule, tasks: Sequence[ScheduledTask]) -> Ints:
             if reach.setdefault(signal.event, signal.all_ranks) != signal.all_ranks:
                 raise CheckError(
                     f"event {signal.event} is signalled on one rank by some tasks, on all by "
-                    f"{place_of(schedule, task)}",
+                    f"{describe_task(schedule, task)}",
                     expected="one kind of signal for each event",
                     remedy="give each kind an event of its own",
                 )
@@ -113,7 +113,7 @@ def _check_counts(schedule: Schedule, tasks: Sequence[ScheduledTask]) -> Ints:
             total = int(counts[wait.event]) * (team if reach.get(wait.event) else 1)
             if wait.count != total or not total:
                 raise CheckError(
-                    f"{place_of(schedule, task)} waits for {wait.count} signals of event "
+                    f"{describe_task(schedule, task)} waits for {wait.count} signals of event "
                     f"{wait.event}",
                     expected=f"{total}, which is all that it gets in a launch",
                     remedy="correct the count, or add the missing signal",
@@ -127,7 +127,7 @@ def _check_counts(schedule: Schedule, tasks: Sequence[ScheduledTask]) -> Ints:
     return counts
 
 
-def place_of(schedule: Schedule, task: ScheduledTask) -> str:
+def describe_task(schedule: Schedule, task: ScheduledTask) -> str:
     """Name and queue of a task, for messages."""
     name = schedule.graph.groups[task.group].op.name
     queue = next(at for at, queue in enumerate(schedule.queues) if task in queue)
@@ -188,8 +188,8 @@ class _Run:
         """One signal of each task; own, peer: what the tasks know, themselves included."""
         order = np.argsort(events, kind="stable")
         found, starts, counts = np.unique(events[order], return_index=True, return_counts=True)
-        told = np.where(self.spread[events][:, None], own, peer)
-        for heard, news in zip(self.heard, (own, told), strict=True):
+        known_at = np.where(self.spread[events][:, None], own, peer)
+        for heard, news in zip(self.heard, (own, known_at), strict=True):
             latest = np.maximum.reduceat(news[order], starts, axis=0)
             heard[found] = np.maximum(heard[found], latest)
         real = found < len(self.left) - 1

@@ -23,12 +23,12 @@ import numpy.typing as npt
 from distmega.errors import VerifyError
 from distmega.kernels.tasks.tile import task_bytes
 from distmega.kernels.tasks.types import (
-    EventTensor,
     Schedule,
     ScheduledTask,
-    Signal,
+    TaskEvents,
     TaskGraph,
-    Wait,
+    TaskSignal,
+    TaskWait,
 )
 
 TASK_BYTES = 16 * 1024
@@ -64,7 +64,7 @@ class Placement:
 def schedule_graph(graph: TaskGraph, num_sms: int, *, hop_bytes: int = HOP_BYTES) -> Schedule:
     """Queues for `num_sms` SMs, the same on every rank."""
     flat = flatten_graph(graph)
-    placement = _place_tasks(graph, flat, num_sms, hop_bytes)
+    placement = _assign_tasks(graph, flat, num_sms, hop_bytes)
     waits = _prune_waits(flat, placement, graph.team_size)
     return _assemble(graph, flat, placement, waits)
 
@@ -74,7 +74,7 @@ def flatten_graph(graph: TaskGraph) -> FlatGraph:
     first_task = [0]
     for group in graph.groups:
         first_task.append(first_task[-1] + group.num_tasks)
-    owners = [place for place, group in enumerate(graph.groups) for _ in range(group.num_tasks)]
+    owners = [nth for nth, group in enumerate(graph.groups) for _ in range(group.num_tasks)]
     waits: list[list[int]] = [[] for _ in owners]
     triggers: list[tuple[int, ...]] = [()] * len(owners)
     counts: list[int] = []
@@ -100,7 +100,7 @@ def flatten_graph(graph: TaskGraph) -> FlatGraph:
     )
 
 
-def _verify_order(event: EventTensor) -> None:
+def _verify_order(event: TaskEvents) -> None:
     for consumer, _ in event.consumers:
         if consumer <= event.producer:
             raise VerifyError(
@@ -110,7 +110,7 @@ def _verify_order(event: EventTensor) -> None:
             )
 
 
-def _place_tasks(graph: TaskGraph, flat: FlatGraph, num_sms: int, hop_bytes: int) -> Placement:
+def _assign_tasks(graph: TaskGraph, flat: FlatGraph, num_sms: int, hop_bytes: int) -> Placement:
     """Each task goes where it ends first: the SM that is free first, or the one of its latest
     producer, which spares a hop. Weights load while the task still waits.
     """
@@ -186,8 +186,8 @@ def _prune_waits(flat: FlatGraph, placement: Placement, team_size: int) -> list[
                 heard = events[event] = _Knowledge(placement.num_sms)
             heard.needed[sm] = own[sm, sm]
             np.maximum(heard.own, own[sm], out=heard.own)
-            told = own[sm] if flat.all_ranks[event] and team_size > 1 else peer[sm]
-            np.maximum(heard.peer, told, out=heard.peer)
+            known_at = own[sm] if flat.all_ranks[event] and team_size > 1 else peer[sm]
+            np.maximum(heard.peer, known_at, out=heard.peer)
     return kept
 
 
@@ -235,8 +235,8 @@ def _assemble(
     targets = [
         flat.counts[event] * (graph.team_size if flat.all_ranks[event] else 1) for event in used
     ]
-    all_waits = [Wait(event=i, count=count) for i, count in enumerate(targets)]
-    signals = [Signal(event=i, all_ranks=flat.all_ranks[event]) for i, event in enumerate(used)]
+    all_waits = [TaskWait(event=i, count=count) for i, count in enumerate(targets)]
+    signals = [TaskSignal(event=i, all_ranks=flat.all_ranks[event]) for i, event in enumerate(used)]
     queues: list[list[ScheduledTask]] = [[] for _ in range(placement.num_sms)]
     for task, (group, sm) in enumerate(zip(flat.groups, placement.sm, strict=True)):
         queues[sm].append(

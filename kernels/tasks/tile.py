@@ -16,7 +16,7 @@ import numpy.typing as npt
 from distmega.errors import VerifyError
 from distmega.kernels.tasks.expand import REMOTE_KINDS
 from distmega.kernels.tasks.footprints import Footprints
-from distmega.kernels.tasks.types import Split, TaskGroup
+from distmega.kernels.tasks.types import RangeSplit, TaskGroup
 from distmega.program.dtypes import item_bytes
 from distmega.program.types import Access, Op, Program, Role, Tensor, accesses
 
@@ -51,7 +51,7 @@ def tile_segment(
         if op.is_view:
             continue
         wanted = min(num_sms, max(1, accessed_bytes(op, tensors) // min_task_bytes))
-        if _in_place(op, footprints):
+        if _is_inplace(op, footprints):
             wanted = 1
         splits = _splits(op, wanted, row_multiple)
         groups.append(TaskGroup(op=op, splits=splits, all_ranks=op.kind in REMOTE_KINDS))
@@ -116,13 +116,13 @@ def _access_bytes(op: Op, access: Access, tensors: dict[str, Tensor]) -> int:
     return min(points, tensor.num_elements) * item_bytes(tensor.dtype)
 
 
-def _in_place(op: Op, footprints: Footprints) -> bool:
+def _is_inplace(op: Op, footprints: Footprints) -> bool:
     """Whether an op writes storage that it reads; its tasks might disturb each other."""
     written = {footprints.base(access.tensor) for access in op.writes}
     return any(footprints.base(access.tensor) in written for access in op.reads)
 
 
-def _splits(op: Op, wanted: int, row_multiple: int) -> tuple[Split, ...]:
+def _splits(op: Op, wanted: int, row_multiple: int) -> tuple[RangeSplit, ...]:
     parallel = [axis for axis in op.axes if axis.role == "parallel" and not axis.lookup]
     extents = {axis.name: axis.extent for axis in parallel}
     if op.kind == "linear":
@@ -134,7 +134,7 @@ def _splits(op: Op, wanted: int, row_multiple: int) -> tuple[Split, ...]:
     for name in free:
         if math.ceil(extents[name] / multiples[name]) >= wanted:
             return _cut((name,), extents[name], wanted, multiples[name])
-    splits: tuple[Split, ...] = ()
+    splits: tuple[RangeSplit, ...] = ()
     for name in free:
         cut = _cut((name,), extents[name], wanted, multiples[name])
         splits += cut
@@ -151,14 +151,14 @@ def _contiguous(op: Op) -> set[str]:
     return set.intersection(*ends)
 
 
-def _cut(axes: tuple[str, ...], extent: int, wanted: int, multiple: int) -> tuple[Split, ...]:
+def _cut(axes: tuple[str, ...], extent: int, wanted: int, multiple: int) -> tuple[RangeSplit, ...]:
     """At most `wanted` ranges whose sizes differ by one multiple at most."""
     units = math.ceil(extent / multiple)
     num = min(units, wanted)
     if num == 1:
         return ()
     bounds = [min(extent, units * i // num * multiple) for i in range(num + 1)]
-    return (Split(axes=axes, bounds=tuple(bounds)),)
+    return (RangeSplit(axes=axes, bounds=tuple(bounds)),)
 
 
 def _verify_splits(group: TaskGroup) -> None:

@@ -14,7 +14,7 @@ from distmega.program.types import Op, Program
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Split:
+class RangeSplit:
     """Consecutive half-open ranges over `axes` composed row-major (outer first): range i is
     bounds[i] to bounds[i + 1].
     """
@@ -34,7 +34,7 @@ class TaskGroup:
     """
 
     op: Op
-    splits: tuple[Split, ...] = ()
+    splits: tuple[RangeSplit, ...] = ()
     all_ranks: bool = False
 
     @property
@@ -43,7 +43,7 @@ class TaskGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EventTensor:
+class TaskEvents:
     """Events triggered by one group: event e is complete once counts[e] of its tasks have
     signalled, per rank and epoch.
 
@@ -71,7 +71,7 @@ class TaskGraph:
 
     segment: Program
     groups: tuple[TaskGroup, ...]
-    events: tuple[EventTensor, ...]
+    events: tuple[TaskEvents, ...]
     team_size: int = 1
 
     @property
@@ -84,7 +84,7 @@ class TaskGraph:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wait:
+class TaskWait:
     """Block until event `event` of this rank has `count` triggers more than before this epoch."""
 
     event: int
@@ -92,7 +92,7 @@ class Wait:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Signal:
+class TaskSignal:
     """One trigger of event `event`, on this rank or on every rank of the team, itself included."""
 
     event: int
@@ -107,8 +107,8 @@ class ScheduledTask:
 
     group: int
     task: int
-    waits: tuple[Wait, ...]
-    signals: tuple[Signal, ...]
+    waits: tuple[TaskWait, ...]
+    signals: tuple[TaskSignal, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

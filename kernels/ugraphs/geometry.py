@@ -26,7 +26,7 @@ from distmega.superopt.regrid import (
     split_pairs,
     with_kernels,
 )
-from distmega.superopt.rules import Rule
+from distmega.superopt.rules import RewriteRule
 from distmega.superopt.text import parse_graph
 from distmega.superopt.ugraph import (
     SHARED_BYTES,
@@ -299,7 +299,7 @@ class Plan:
         return "; ".join(map(describe, self.graph.kernels, self.launches))
 
 
-def rule_plan(rule: Rule) -> Plan:
+def rule_plan(rule: RewriteRule) -> Plan:
     """The rule's graph as it was measured, or as the model likes it best where nobody measured it.
     UnsupportedError where no plan fits.
     """

@@ -17,14 +17,14 @@ from distmega.kernels.ugraphs.geometry import rule_plan
 from distmega.kernels.ugraphs.runner import GraphRunner
 from distmega.program.types import Op
 from distmega.superopt.rewrite import graph_program
-from distmega.superopt.rules import Rule
+from distmega.superopt.rules import RewriteRule
 from distmega.superopt.text import parse_graph
 
 
 class GraphOp:
     """One rule's graph, bound to no tensors."""
 
-    def __init__(self, rule: Rule) -> None:
+    def __init__(self, rule: RewriteRule) -> None:
         self.rule = rule
         self.graph = parse_graph(rule.graph)
         self.inputs = [t.name for t in self.graph.tensors if t.role != "temp"]
@@ -57,7 +57,7 @@ class GraphOp:
         ]
 
 
-def compile_graph(op: Op, rules: Mapping[str, Rule]) -> GraphOp:
+def compile_graph(op: Op, rules: Mapping[str, RewriteRule]) -> GraphOp:
     """The function of an op of kind FUSED_GRAPH. ProgramError where its rule is unknown."""
     name = str(op.attr("rule"))
     if name not in rules:

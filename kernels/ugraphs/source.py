@@ -210,7 +210,7 @@ class _Writer:
             if axis not in inner:
                 terms.append(f"row % {sizes[axis]} * {stride}")
                 self.put(f"place = {' + '.join(terms)}")
-                terms = ["place"]
+                terms = ["position"]
                 self.put(f"row = row // {sizes[axis]}")
             stride *= self.extents[axis]
         self.put(f"prefetch({' + '.join(terms)}, {run * item // pieces})")
@@ -224,16 +224,16 @@ class _Writer:
         tensor = self.tensors[load.tensor]
         name = f"x{self.kernel.loads.index(load)}"
         axes = self.layout.dims([axis for dim in load.dims for axis in dim])
-        place = self.place(tensor.name, load.dims, axes)
+        position = self.position(tensor.name, load.dims, axes)
         inside = self.layout.inside(axes, axes)
         mask = f", mask={inside}, other=0.0" if inside else ""
         shared = any(dim < 0 for dim in load.imap)
         policy = "evict_last" if shared else "evict_first"
-        self.put(f'{name} = tl.load({place}{mask}, eviction_policy="{policy}")')
+        self.put(f'{name} = tl.load({position}{mask}, eviction_policy="{policy}")')
         exact = tensor.dtype if tensor.dtype in DTYPES else ""
         self.values[load.name] = Value((Piece(name, axes, exact, zeroed=True),))
 
-    def place(self, tensor: str, dims: Dims, axes: Sequence[str]) -> str:
+    def position(self, tensor: str, dims: Dims, axes: Sequence[str]) -> str:
         """Pointers to a block of a tensor, along `axes`."""
         terms = [self.arguments[tensor]]
         stride = 1
@@ -263,8 +263,8 @@ class _Writer:
         (piece,) = value.pieces
         inside = self.layout.inside(axes, axes)
         mask = f", mask={inside}" if inside else ""
-        place = self.place(tensor.name, tensor.dims, axes)
-        self.put(f"tl.store({place}, {self.layout.spread(piece.name, piece.axes, axes)}{mask})")
+        position = self.position(tensor.name, tensor.dims, axes)
+        self.put(f"tl.store({position}, {self.layout.spread(piece.name, piece.axes, axes)}{mask})")
 
     def put_ops(self, stage: str) -> None:
         for op in self.kernel.ops:

@@ -41,7 +41,7 @@ class Layout:
     """Axes in their order, and how many elements a block has along each."""
 
     def __init__(self, order: Sequence[str], tiles: Mapping[str, int]) -> None:
-        self._place = {axis: number for number, axis in enumerate(order)}
+        self._position = {axis: number for number, axis in enumerate(order)}
         self._tiles = tiles
 
     def tile(self, axis: str) -> int:
@@ -59,7 +59,7 @@ class Layout:
     def dims(self, axes: Sequence[str]) -> tuple[str, ...]:
         """Those of the axes that have a dim, in order."""
         kept = {axis for axis in axes if self.size(axis) > 1}
-        return tuple(sorted(kept, key=self._place.__getitem__))
+        return tuple(sorted(kept, key=self._position.__getitem__))
 
     def shape(self, axes: Sequence[str]) -> list[int]:
         """Padded extents."""
@@ -87,8 +87,8 @@ class Layout:
         """A block along `axes`, some of extent 1 by then, with a dim for each of the groups."""
         wanted = [axis for group in groups for axis in group]
         if list(axes) != wanted:
-            places = [list(axes).index(axis) for axis in wanted]
-            text = f"tl.permute({text}, {places})"
+            positions = [list(axes).index(axis) for axis in wanted]
+            text = f"tl.permute({text}, {positions})"
         if any(len(group) != 1 for group in groups):
             text = f"tl.reshape({text}, {[self.elements(group) for group in groups]})"
         return text

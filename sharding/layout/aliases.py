@@ -26,18 +26,18 @@ def bound_views(program: Program) -> frozenset[str]:
     """
     roots, last, bound = alias_roots(program), dict.fromkeys(program.outputs, len(program.ops)), []
     written: dict[str, int] = {}
-    for place, op in reversed(list(enumerate(program.ops))):
+    for position, op in reversed(list(enumerate(program.ops))):
         if op.is_view:
             source, result = op.reads[0].tensor, op.writes[0].tensor
-            used = last.get(result, place)
+            used = last.get(result, position)
             if written.get(roots[source], used + 1) <= used:
                 bound.append(result)
-            last[source] = max(last.get(source, place), used)
+            last[source] = max(last.get(source, position), used)
             continue
         for access in accesses(op):
-            last.setdefault(access.tensor, place)
+            last.setdefault(access.tensor, position)
         for access in op.writes:
-            written[roots[access.tensor]] = place
+            written[roots[access.tensor]] = position
     return frozenset(bound)
 
 

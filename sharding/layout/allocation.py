@@ -97,11 +97,11 @@ class AllocationDomain:
         outwards then has gaps, unless it has one position or nothing was cut off.
         """
         dims = list(self.dims)
-        place = next(n for n, each in enumerate(dims) if each.dim == dim)
-        wide = [n for n in range(place) if dims[n].local_extent > 1]
-        if wide and extent < dims[place].local_extent:
+        position = next(n for n, each in enumerate(dims) if each.dim == dim)
+        wide = [n for n in range(position) if dims[n].local_extent > 1]
+        if wide and extent < dims[position].local_extent:
             dims[wide[-1]] = replace(dims[wide[-1]], contiguous=False)
-        dims[place] = replace(dims[place], local_extent=extent)
+        dims[position] = replace(dims[position], local_extent=extent)
         return replace(self, dims=tuple(dims))
 
     @property

@@ -206,27 +206,29 @@ class LoopDomain:
         """Extent of the axis with this parallel type; 1 without one."""
         return next((axis.extent for axis in self.axes if axis.parallel == parallel), 1)
 
-    def positions(self, root: str, place: Mapping[Parallel, int]) -> Ranges:
+    def positions(self, root: str, coordinate: Mapping[Parallel, int]) -> Ranges:
         """Values of a root axis that run at a parallel coordinate.
 
-        place: coordinate by parallel type; axes of a type not in it run whole.
+        coordinate: coordinate by parallel type; axes of a type not in it run whole.
         """
         extent, needed = dict(self.roots)[root], _ancestors(self.transforms, root)
         relevant = [t for t in self.transforms if needed.intersection(_sources(t))]
         if not relevant:
-            return _clip(self.axis(root), place, extent)
+            return _clip(self.axis(root), coordinate, extent)
         if len(relevant) == 1 and isinstance(split := relevant[0], Split):
             outer, inner = self.axis(split.outer), self.axis(split.inner)
-            if outer.parallel in place and inner.parallel not in place:
-                start = place[outer.parallel] * split.inner_extent
+            if outer.parallel in coordinate and inner.parallel not in coordinate:
+                start = coordinate[outer.parallel] * split.inner_extent
                 return ((start, min(start + split.inner_extent, extent)),) * (start < extent)
-        return _ranges(self._enumerate(root, place))
+        return _ranges(self._enumerate(root, coordinate))
 
-    def _enumerate(self, root: str, place: Mapping[Parallel, int]) -> Array:
+    def _enumerate(self, root: str, coordinate: Mapping[Parallel, int]) -> Array:
         """All values of one root at a parallel coordinate."""
-        return np.unique(self.enumerate((root,), place)[root])
+        return np.unique(self.enumerate((root,), coordinate)[root])
 
-    def enumerate(self, roots: Sequence[str], place: Mapping[Parallel, int]) -> dict[str, Array]:
+    def enumerate(
+        self, roots: Sequence[str], coordinate: Mapping[Parallel, int]
+    ) -> dict[str, Array]:
         """Values that the roots take together at a parallel coordinate, padding left out.
 
         Runs the transforms backwards over all values of the axes that the roots became, and that
@@ -234,7 +236,9 @@ class LoopDomain:
         """
         needed = _joined([_ancestors(self.transforms, root) for root, _ in self.roots], roots)
         grids = [
-            np.array([place[axis.parallel]]) if axis.parallel in place else np.arange(axis.extent)
+            np.array([coordinate[axis.parallel]])
+            if axis.parallel in coordinate
+            else np.arange(axis.extent)
             for axis in self.axes
             if axis.name in needed
         ]
@@ -253,7 +257,7 @@ class LoopDomain:
                     values[transform.outer] = values[result] // transform.inner_extent
                     values[transform.inner] = values[result] % transform.inner_extent
                 case Swizzle(result=result) if result in values:
-                    shift = transform.shift + place.get(Device(transform.axis), 0)
+                    shift = transform.shift + coordinate.get(Device(transform.axis), 0)
                     values[transform.source] = (values[result] + shift) % transform.extent
         return {root: values[root][valid] for root in roots}
 
@@ -301,9 +305,9 @@ def _joined(families: Sequence[set[str]], roots: Sequence[str]) -> set[str]:
     return needed
 
 
-def _clip(axis: LoopAxis, place: Mapping[Parallel, int], extent: int) -> Ranges:
-    if axis.parallel in place:
-        start = place[axis.parallel]
+def _clip(axis: LoopAxis, coordinate: Mapping[Parallel, int], extent: int) -> Ranges:
+    if axis.parallel in coordinate:
+        start = coordinate[axis.parallel]
         return ((start, start + 1),) * (start < extent)
     return ((0, extent),)
 
@@ -318,13 +322,13 @@ def _ranges(values: Array) -> Ranges:
 
 
 def dim_positions(
-    domain: LoopDomain, index: Index, extent: int, place: Mapping[Parallel, int]
+    domain: LoopDomain, index: Index, extent: int, coordinate: Mapping[Parallel, int]
 ) -> Ranges:
     """Positions of a tensor dim of `extent` that an access touches at a parallel coordinate."""
     sizes = dict(domain.roots)
     if not index.axes:
         return ((index.offset, index.offset + 1),)
-    parts = [domain.positions(name, place) for name in index.axes]
+    parts = [domain.positions(name, coordinate) for name in index.axes]
     inner = int(np.prod([sizes[name] for name in index.axes[1:]], dtype=np.int64))
     whole = all(p == ((0, sizes[n]),) for n, p in zip(index.axes[1:], parts[1:], strict=True))
     if whole and index.stride == 1:

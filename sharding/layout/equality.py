@@ -24,7 +24,7 @@ from distmega.sharding.layout.mesh import DeviceMesh
 
 Side = tuple[LoopDomain, Sequence[Index]]
 """One side of a dependency: a loop domain and how it indexes the tensor's dims."""
-Place = Mapping[Parallel, int]
+LoopCoordinate = Mapping[Parallel, int]
 Box = tuple[Ranges, ...]
 """Positions per dim; the box is their product."""
 
@@ -40,23 +40,23 @@ def shardings_differ(
     """
     if isinstance(parallel, Device):
         return any(
-            not _same_union(shape, producer, consumer, places)
-            for places in _places_by_coordinate(mesh, parallel.axis)
+            not _same_union(shape, producer, consumer, loop_coordinates)
+            for loop_coordinates in _coordinates_along(mesh, parallel.axis)
         )
     count = max(side[0].extent_of(parallel) for side in (producer, consumer))
     return any(
         _streams_differ(shape, producer, consumer, [{**at, parallel: i} for i in range(count)])
-        for places in _places_by_coordinate(mesh, "")
-        for at in places
+        for loop_coordinates in _coordinates_along(mesh, "")
+        for at in loop_coordinates
     )
 
 
-def _places_by_coordinate(mesh: DeviceMesh, axis: str) -> Iterator[list[dict[Parallel, int]]]:
+def _coordinates_along(mesh: DeviceMesh, axis: str) -> Iterator[list[dict[Parallel, int]]]:
     """Places of all ranks, those that share their coordinate along `axis` together."""
     groups: dict[int, list[dict[Parallel, int]]] = {}
     for at in mesh.coordinates():
-        place: dict[Parallel, int] = {Device(a): c for a, c in at.items()}
-        groups.setdefault(at.get(axis, 0), []).append(place)
+        coordinate: dict[Parallel, int] = {Device(a): c for a, c in at.items()}
+        groups.setdefault(at.get(axis, 0), []).append(coordinate)
     yield from groups.values()
 
 
@@ -67,17 +67,17 @@ def _is_coupled(side: Side) -> bool:
     return len(set(names)) < len(names) or any(isinstance(t, Merge) for t in domain.transforms)
 
 
-def _box(shape: Sequence[int], side: Side, place: Place) -> Box:
+def _box(shape: Sequence[int], side: Side, coordinate: LoopCoordinate) -> Box:
     domain, dims = side
-    return tuple(dim_positions(domain, i, e, place) for i, e in zip(dims, shape, strict=True))
+    return tuple(dim_positions(domain, i, e, coordinate) for i, e in zip(dims, shape, strict=True))
 
 
-def _points(shape: Sequence[int], side: Side, place: Place) -> Array:
+def _points(shape: Sequence[int], side: Side, coordinate: LoopCoordinate) -> Array:
     """Positions in the flattened tensor, each once."""
     domain, dims = side
     sizes = dict(domain.roots)
     names = tuple(dict.fromkeys(name for index in dims for name in index.axes))
-    values = domain.enumerate(names, place)
+    values = domain.enumerate(names, coordinate)
     flat = np.zeros(len(values[names[0]]) if names else 1, dtype=np.int64)
     inside = np.ones(flat.shape, dtype=bool)
     for index, extent in zip(dims, shape, strict=True):
@@ -91,16 +91,23 @@ def _points(shape: Sequence[int], side: Side, place: Place) -> Array:
 
 
 def _same_union(
-    shape: Sequence[int], producer: Side, consumer: Side, places: Sequence[Place]
+    shape: Sequence[int], producer: Side, consumer: Side, loop_coordinates: Sequence[LoopCoordinate]
 ) -> bool:
     """Whether both sides touch the same positions over all the places together."""
     if _is_coupled(producer) or _is_coupled(consumer):
         made, used = (
-            np.unique(np.concatenate([_points(shape, side, place) for place in places]))
+            np.unique(
+                np.concatenate(
+                    [_points(shape, side, coordinate) for coordinate in loop_coordinates]
+                )
+            )
             for side in (producer, consumer)
         )
         return np.array_equal(made, used)
-    boxes = [[_box(shape, side, place) for place in places] for side in (producer, consumer)]
+    boxes = [
+        [_box(shape, side, coordinate) for coordinate in loop_coordinates]
+        for side in (producer, consumer)
+    ]
     cuts = [
         sorted({cut for side in boxes for box in side for r in box[dim] for cut in r})
         for dim in range(len(shape))
@@ -119,16 +126,19 @@ def _cells(boxes: Sequence[Box], cuts: Sequence[Sequence[int]]) -> np.ndarray[tu
 
 
 def _streams_differ(
-    shape: Sequence[int], producer: Side, consumer: Side, places: Sequence[Place]
+    shape: Sequence[int], producer: Side, consumer: Side, loop_coordinates: Sequence[LoopCoordinate]
 ) -> bool:
-    """places: those of one rank, one a stream iteration."""
+    """loop_coordinates: those of one rank, one a stream iteration."""
     if _is_coupled(producer) or _is_coupled(consumer):
         made, used = (
-            [tuple(_points(shape, side, place).tolist()) for place in places]
+            [tuple(_points(shape, side, coordinate).tolist()) for coordinate in loop_coordinates]
             for side in (producer, consumer)
         )
         return _disagree(made, used)
-    boxes = [[_box(shape, side, place) for place in places] for side in (producer, consumer)]
+    boxes = [
+        [_box(shape, side, coordinate) for coordinate in loop_coordinates]
+        for side in (producer, consumer)
+    ]
     return any(
         _disagree([box[dim] for box in boxes[0]], [box[dim] for box in boxes[1]])
         for dim in range(len(shape))

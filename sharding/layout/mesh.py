@@ -103,15 +103,15 @@ class DeviceMesh:
         """Position of a rank by axis name."""
         if rank not in self.ranks:
             raise _bad(f"rank {rank}", f"one of {list(self.ranks)}")
-        place, found = self.ranks.index(rank), {}
+        position, found = self.ranks.index(rank), {}
         for name, size in reversed(self.axes):
-            place, found[name] = divmod(place, size)
+            position, found[name] = divmod(position, size)
         return {name: found[name] for name, _ in self.axes}
 
     def coordinates(self) -> Iterator[dict[str, int]]:
         """All coordinates, in the order of `ranks`."""
-        for place in product(*(range(size) for _, size in self.axes)):
-            yield dict(zip(self.names, place, strict=True))
+        for position in product(*(range(size) for _, size in self.axes)):
+            yield dict(zip(self.names, position, strict=True))
 
     def part(self, axis: str, index: int) -> "DeviceMesh":
         """The mesh without one axis: the ranks whose coordinate along it is `index`."""

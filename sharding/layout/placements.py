@@ -78,7 +78,7 @@ class Layout:
     """Placements by mesh axis, sorted by axis name; axes not listed replicate.
 
     Of an annotation also: chunks, how host loops run over the tensor, and is_open, that the planner
-    may place it as it likes. Neither is set in a plan.
+    may place it likes. Neither is set in a plan.
     """
 
     placements: tuple[tuple[str, Placement], ...] = ()

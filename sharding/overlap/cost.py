@@ -12,7 +12,7 @@ from typing import Literal
 
 from distmega.sharding.overlap.matmul_ways import (
     Collective,
-    can_exchange,
+    has_peer_collective,
     kernel_problem,
     library_us,
     nccl_us,
@@ -38,7 +38,7 @@ class Product:
     dtype: str
 
     @property
-    def room_bytes(self) -> int:
+    def symmetric_bytes(self) -> int:
         """Peer memory of one fused matmul: the gathered operand, or partial results and sums."""
         extents = self.extents
         width = extents.depth if self.collective == "all_gather" else 2 * extents.columns
@@ -46,11 +46,11 @@ class Product:
 
 
 def way_times_us(
-    product: Product, machine: Machine, chunk_counts: Sequence[int], *, exchanges: bool = False
+    product: Product, machine: Machine, chunk_counts: Sequence[int], *, peer_copies: bool = False
 ) -> tuple[dict[tuple[Way, int], float], dict[str, str]]:
     """Predicted time by way and chunks (0 where there are none), and why other ways can't be.
 
-    exchanges: "kernel" may also be the library's matmul and a collective by peer memory alone,
+    peer_copies: "kernel" may also be the library's matmul and a collective by peer memory alone,
     which takes rows that no kernel does.
     """
     rates, collective, extents = machine.overlap, product.collective, product.extents
@@ -69,11 +69,11 @@ def way_times_us(
         refused["ring"] = "an all-gather or a reduce-scatter"
     else:
         times["ring", extents.num_ranks] = ring_us(collective, extents, rates)
-    exchanges = exchanges and product.dtype in rates.kernel_dtypes
+    peer_copies = peer_copies and product.dtype in rates.kernel_dtypes
     reason = kernel_problem(collective, extents, product.dtype, rates)
     if not reason:
         times["kernel", 0] = fused_us(collective, extents, rates)
-    elif exchanges and can_exchange(collective, extents, rates):
+    elif peer_copies and has_peer_collective(collective, extents, rates):
         times["kernel", 0] = peer_us(collective, extents, rates)
     else:
         refused["kernel"] = reason
@@ -120,6 +120,6 @@ def fused_us(collective: Collective, extents: Extents, rates: OverlapRates) -> f
     if not rates.slice_us:
         return nccl_us(collective, extents, rates)
     us = tiles_choice(collective, extents, rates).us
-    if can_exchange(collective, extents, rates):
+    if has_peer_collective(collective, extents, rates):
         us = min(us, peer_us(collective, extents, rates))
     return us

@@ -1,7 +1,7 @@
 """Which tiles a matmul runs with, and how a collective goes with it: the least predicted time.
 
 In: extents, OverlapRates, the same on every rank, so that ranks choose alike. Out: `Tiles`, or None
-where the library's own matmul is expected to win, and a `Choice`. Next: cost.py.
+where the library's own matmul is expected to win, and a `OverlapChoice`. Next: cost.py.
 """
 
 from collections.abc import Iterator
@@ -19,8 +19,8 @@ from distmega.sharding.overlap.tile_times import (
     SUMMED,
     TILE_ROWS,
     WHOLE,
+    DepthSplit,
     Extents,
-    Split,
     Tiles,
     band_rows,
     ceil_div,
@@ -35,7 +35,7 @@ Collective = Literal["all_gather", "reduce_scatter", "all_reduce"]
 """The first before the matmul, the others behind it."""
 Means = Literal["nccl", "peer", "tiles"]
 """The library's matmul with NCCL's collective, or with one by peer memory, or the kernel with the
-collective beside it (kernels/gemm: exchange.py, overlap.py)."""
+collective beside it (kernels/gemm: peer_collectives.py, overlap.py)."""
 
 ALIGNED = 8
 """Elements in 16 bytes: rows of TMA's tensors are a multiple."""
@@ -43,7 +43,7 @@ STAGES = {256: 4, 128: 6}
 """Slots of the ring by columns of a tile: what fits into shared memory."""
 STREAMING = 1.1
 """How much longer than the library's the kernel takes where reading operands is all that counts."""
-DOUBT = 1.02
+MIN_PREDICTED_SPEEDUP = 1.02
 """By how much the kernel must be expected to win: it is predicted a little too well."""
 NARROW = 1.01
 """How much longer the kernel takes in bands of fewer rows of tiles than GROUP."""
@@ -58,7 +58,7 @@ MIN_EVENT_ROWS = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class OverlapChoice:
     """How a matmul with its collective runs. If by "tiles", the rest is of the kernel:
     split, and lag, parts as in plan_sending if it sends.
     """
@@ -68,7 +68,7 @@ class Choice:
     tiles: Tiles | None = None
     lag: int = 0
     parts: int = 1
-    split: Split = WHOLE
+    split: DepthSplit = WHOLE
 
 
 def kernel_us(extents: Extents, tile_n: int, rates: OverlapRates) -> float:
@@ -134,7 +134,7 @@ def peer_us(collective: Collective, extents: Extents, rates: OverlapRates) -> fl
     sent = sent_bytes(collective, extents)
     if collective == "all_reduce":
         return library_us(extents, rates) + rates.two_shot_us + sent / rates.two_shot_bytes_per_us
-    copies_us = rates.exchange_us + rates.exchange_peer_us * (extents.num_ranks - 1)
+    copies_us = rates.peer_copies_us + rates.peer_copy_us * (extents.num_ranks - 1)
     return library_us(extents, rates) + copies_us + sent / rates.copy_bytes_per_us
 
 
@@ -147,7 +147,7 @@ def _between(table: Table, x: float) -> float:
 
 
 @cache
-def tiles_choice(collective: Collective, extents: Extents, rates: OverlapRates) -> Choice:
+def tiles_choice(collective: Collective, extents: Extents, rates: OverlapRates) -> OverlapChoice:
     """The kernel's best tiles, lag, parts and split with the collective beside it. Where ranks
     gather and compute alike, tiles stay whole: each rank begins with other rows, so those of the
     last wave are others, and a tile summed in two pieces is rounded otherwise.
@@ -160,7 +160,7 @@ def tiles_choice(collective: Collective, extents: Extents, rates: OverlapRates) 
     pushes = collective == "all_reduce" and extents.num_ranks <= PUSHING_RANKS
     pieces = GATHERED if collective == "all_gather" else SUMMED
     found = whole[:1]
-    for choice in whole[: 0 if extents.alike else FEW]:
+    for choice in whole[: 0 if extents.replicated else FEW]:
         assert choice.tiles is not None
         split = split_last_wave(extents, choice.tiles, rates, pieces=pieces, pushes=pushes)
         if split.given:
@@ -169,7 +169,7 @@ def tiles_choice(collective: Collective, extents: Extents, rates: OverlapRates) 
     return min(found, key=lambda choice: choice.us + (SPLIT_US if choice.split.given else 0.0))
 
 
-def _kernel_ways(collective: Collective, extents: Extents) -> Iterator[Choice]:
+def _kernel_ways(collective: Collective, extents: Extents) -> Iterator[OverlapChoice]:
     """What the kernel is tried with, the last wave whole, of no time yet."""
     chunk_rows = extents.rows // (extents.num_ranks * TILE_ROWS)
     groups = (8,) if collective == "all_gather" else (4, 8)
@@ -177,15 +177,15 @@ def _kernel_ways(collective: Collective, extents: Extents) -> Iterator[Choice]:
         for group in sorted({band_rows(chunk_rows, n) for n in groups}, reverse=True):
             tiles = Tiles(tile_n=tile_n, stages=stages, group=group)
             if collective == "all_gather":
-                yield Choice(means="tiles", us=0.0, tiles=tiles)
+                yield OverlapChoice(means="tiles", us=0.0, tiles=tiles)
                 continue
             lags = (0, 2) if chunk_rows // group > 2 else (0,)
             for lag, parts in product(lags, PARTS):
-                yield Choice(means="tiles", us=0.0, tiles=tiles, lag=lag, parts=parts)
+                yield OverlapChoice(means="tiles", us=0.0, tiles=tiles, lag=lag, parts=parts)
 
 
 def tiles_us(
-    collective: Collective, extents: Extents, choice: Choice, rates: OverlapRates
+    collective: Collective, extents: Extents, choice: OverlapChoice, rates: OverlapRates
 ) -> float:
     """Predicted time of the kernel with the collective beside it, as `choice` says."""
     tiles = choice.tiles
@@ -236,7 +236,7 @@ def kernel_problem(
     return ""
 
 
-def can_exchange(collective: Collective, extents: Extents, rates: OverlapRates) -> bool:
+def has_peer_collective(collective: Collective, extents: Extents, rates: OverlapRates) -> bool:
     """Whether peer memory holds whole rows of each rank; a reduction is by vectors."""
     if not 1 < extents.num_ranks <= rates.kernel_ranks or extents.rows % extents.num_ranks:
         return False
@@ -244,14 +244,17 @@ def can_exchange(collective: Collective, extents: Extents, rates: OverlapRates) 
 
 
 @cache
-def choose_means(collective: Collective, extents: Extents, rates: OverlapRates) -> Choice:
+def choose_means(collective: Collective, extents: Extents, rates: OverlapRates) -> OverlapChoice:
     """How a matmul with its collective runs fastest, by what is predicted."""
-    found = [Choice(means="nccl", us=nccl_us(collective, extents, rates))]
-    if can_exchange(collective, extents, rates):
-        found.append(Choice(means="peer", us=peer_us(collective, extents, rates)))
+    found = [OverlapChoice(means="nccl", us=nccl_us(collective, extents, rates))]
+    if has_peer_collective(collective, extents, rates):
+        found.append(OverlapChoice(means="peer", us=peer_us(collective, extents, rates)))
     if not kernel_problem(collective, extents, "bf16", rates):
         found.append(tiles_choice(collective, extents, rates))
-    return min(found, key=lambda choice: choice.us * (DOUBT if choice.means == "tiles" else 1.0))
+    return min(
+        found,
+        key=lambda choice: choice.us * (MIN_PREDICTED_SPEEDUP if choice.means == "tiles" else 1.0),
+    )
 
 
 def event_rows(extents: Extents) -> int:

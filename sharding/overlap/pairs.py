@@ -32,13 +32,13 @@ class Overlap:
     Attributes:
         way: How they run; "" for what the cost model expects to be fastest.
         num_chunks: Chunks on streams; 0 for a number that the cost model chooses.
-        exchanges: A pair of rows that no kernel takes may be the library's matmul and a collective
-            by peer memory, for programs of library ops.
+        peer_copies: A pair of rows that no kernel takes may be the library's matmul and a
+            collective by peer memory, for programs of library ops.
     """
 
     way: Way | Literal[""] = ""
     num_chunks: int = 0
-    exchanges: bool = False
+    peer_copies: bool = False
 
     def __post_init__(self) -> None:
         if self.way and self.way not in get_args(Way):
@@ -53,7 +53,7 @@ class Overlap:
                 expected='at least 2, with overlap "chunks"',
                 remedy="leave the number out",
             )
-        if self.exchanges and self.way:
+        if self.peer_copies and self.way:
             raise PlanError(
                 f"exchanges with overlap {self.way!r}",
                 expected="them where the cost model chooses",
@@ -62,7 +62,7 @@ class Overlap:
 
 
 CHEAPEST = Overlap()
-BY_LIBRARY = Overlap(exchanges=True)
+BY_LIBRARY = Overlap(peer_copies=True)
 """For a program whose matmuls are all the library's."""
 
 OverlapRequest = Overlap | Way | Mapping[str, Overlap | Way]
@@ -103,12 +103,12 @@ class OverlapChoice:
     forced: bool
 
     def __str__(self) -> str:
-        told = [f"{name} {time:.0f} us" for name, time in self.times_us]
-        told += [f"not {name}: {why}" for name, why in self.refused]
+        ways = [f"{name} {time:.0f} us" for name, time in self.times_us]
+        ways += [f"not {name}: {why}" for name, why in self.refused]
         chunks = f" of {self.num_chunks}" if self.num_chunks else ""
         why = "as asked" if self.forced else "cheapest"
         return (
-            f"{self.pair.first} + {self.pair.second}: {self.way}{chunks}, {why} ({'; '.join(told)})"
+            f"{self.pair.first} + {self.pair.second}: {self.way}{chunks}, {why} ({'; '.join(ways)})"
         )
 
 
@@ -152,7 +152,7 @@ def find_pairs(
         taken |= {first.name, second.name}
         collective = first if second is op else second
         axis = str(collective.attr("mesh_axis"))
-        alike = second is op and is_whole(out, axis)
+        replicated = second is op and is_whole(out, axis)
         size = mesh.size(axis)
         pairs.append(
             Pair(
@@ -164,7 +164,7 @@ def find_pairs(
                 between=between,
                 result=second.writes[0].tensor,
                 num_rows=num_rows,
-                product=_product(op, num_rows, tensors, size, kind, alike=alike),
+                product=_product(op, num_rows, tensors, size, kind, replicated=replicated),
             )
         )
     return pairs
@@ -219,7 +219,7 @@ def _product(
     size: int,
     collective: str,
     *,
-    alike: bool,
+    replicated: bool,
 ) -> Product:
     def count(names: Sequence[str]) -> int:
         return math.prod(op.axis(name).extent for name in names)
@@ -234,7 +234,7 @@ def _product(
             depth=count(x[num_rows:]),
             num_ranks=size,
             item_bytes=item_bytes(dtype),
-            alike=alike,
+            replicated=replicated,
         ),
         dtype=dtype,
     )
@@ -271,7 +271,7 @@ def fused_pairs(choices: Sequence[OverlapChoice]) -> tuple[Pair, ...]:
 
 def _choose(pair: Pair, machine: Machine, asked: Overlap) -> OverlapChoice:
     counts = (asked.num_chunks,) if asked.num_chunks else CHUNK_COUNTS
-    times, refused = way_times_us(pair.product, machine, counts, exchanges=asked.exchanges)
+    times, refused = way_times_us(pair.product, machine, counts, peer_copies=asked.peer_copies)
     if asked.way and not any(way == asked.way for way, _ in times):
         raise PlanError(
             f"overlap {asked.way!r} of {pair.first!r} and {pair.second!r}",
@@ -280,12 +280,12 @@ def _choose(pair: Pair, machine: Machine, asked: Overlap) -> OverlapChoice:
         )
     open_ways = {key: time for key, time in times.items() if asked.way in ("", key[0])}
     (way, num_chunks), _ = min(open_ways.items(), key=lambda item: item[1])
-    told = tuple((f"{w} of {n}" if n else w, time) for (w, n), time in times.items())
+    ways = tuple((f"{w} of {n}" if n else w, time) for (w, n), time in times.items())
     return OverlapChoice(
         pair=pair,
         way=way,
         num_chunks=num_chunks,
-        times_us=told,
+        times_us=ways,
         refused=tuple(refused.items()),
         forced=bool(asked.way),
     )

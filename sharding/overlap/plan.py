@@ -20,7 +20,7 @@ from distmega.sharding.overlap.pairs import (
     find_pairs,
     fused_pairs,
 )
-from distmega.sharding.resolve.resolve import Reshard, Schedule
+from distmega.sharding.resolve.resolve import RankSchedule, Reshard
 from distmega.sharding.search.cost import Machine
 from distmega.sharding.streams.host_loops import StreamPlan
 from distmega.sharding.streams.stream_plan import plan_streams
@@ -33,10 +33,10 @@ def plan_overlaps(
     program: Program,
     local: LocalOps,
     machine: Machine,
-    schedule: Schedule,
+    schedule: RankSchedule,
     streams: Mapping[str, Chunks],
     asked: OverlapRequest = CHEAPEST,
-) -> tuple[Schedule, StreamPlan, tuple[OverlapChoice, ...]]:
+) -> tuple[RankSchedule, StreamPlan, tuple[OverlapChoice, ...]]:
     """The schedule in its final order. What a user's chunks put into a loop is in no pair.
 
     What is multiplied before a collective stays whole, so that only the pair runs in its loop.
@@ -80,7 +80,9 @@ def _stay_whole(choices: Sequence[OverlapChoice], stream_plan: StreamPlan) -> No
             )
 
 
-def _pairs(program: Program, local: LocalOps, schedule: Schedule, looped: set[str]) -> list[Pair]:
+def _pairs(
+    program: Program, local: LocalOps, schedule: RankSchedule, looped: set[str]
+) -> list[Pair]:
     """Pairs among the ops of one rank outside of loops."""
     tensors = {name: local.tensor(name) for name in schedule.locals}
     ops = [local.op(step) for step in schedule.steps]

@@ -27,7 +27,7 @@ class OverlapRates:
     launch takes longer. copy_us, copy_bytes_per_us: of a copy to a peer, from the last store to the
     event word; copy_gap_us: from a copy to the next. push_us, push_bytes_per_us: where the kernel
     stores to the peers itself, push_program_bytes_per_us: one program of it.
-    exchange_us, exchange_peer_us: of copies around a library matmul, and for each peer.
+    peer_copies_us, peer_copy_us: of copies around a library matmul, and for each peer.
     two_shot_us, two_shot_bytes_per_us: of torch's all-reduce.
     host_us: of the host, for one small op; replay_us: where it is captured.
     """
@@ -58,8 +58,8 @@ class OverlapRates:
     push_us: float = 0.0
     push_bytes_per_us: float = 1.0
     push_program_bytes_per_us: float = 1.0
-    exchange_us: float = 0.0
-    exchange_peer_us: float = 0.0
+    peer_copies_us: float = 0.0
+    peer_copy_us: float = 0.0
     two_shot_us: float = 0.0
     two_shot_bytes_per_us: float = 1.0
     host_us: float = 20.0
@@ -111,8 +111,8 @@ H200_RATES = OverlapRates(
     push_us=4.0,
     push_bytes_per_us=3.8e5,
     push_program_bytes_per_us=7.5e3,
-    exchange_us=8.0,
-    exchange_peer_us=9.7,
+    peer_copies_us=8.0,
+    peer_copy_us=9.7,
     two_shot_us=9.5,
     two_shot_bytes_per_us=3.2e5,
 )  # fmt: skip

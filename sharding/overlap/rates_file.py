@@ -21,7 +21,7 @@ from distmega.sharding.overlap.rates import OverlapRates
 from distmega.sharding.search.cost import Machine
 
 FOLDER = cache_folder()
-VERSION = 3
+VERSION = 4
 """Of the file's form."""
 REMEDY = "run: distmega doctor --calibrate (or remove the file to use built-in rates)"
 

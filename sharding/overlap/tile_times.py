@@ -36,8 +36,8 @@ class Tiles:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extents:
     """A product A[rows, depth] B[columns, depth]^T on each of num_ranks ranks, of elements of
-    item_bytes; `rows` are those of all ranks together. alike: A is gathered and B the same on all
-    ranks, and so shall the results be, bit by bit.
+    item_bytes; `rows` are those of all ranks together. replicated: A is gathered and B the same on
+    all ranks, and so shall the results be, bit by bit.
     """
 
     rows: int
@@ -45,7 +45,7 @@ class Extents:
     depth: int
     num_ranks: int = 1
     item_bytes: int = 2
-    alike: bool = False
+    replicated: bool = False
 
     @property
     def flops(self) -> int:
@@ -63,7 +63,7 @@ def tile_us(extents: Extents, tile_n: int, rates: OverlapRates) -> float:
     return ceil_div(extents.depth, SLICE_K) * dict(rates.slice_us)[tile_n] + rates.tile_us
 
 
-def place_turns(bands: int, rank: int, lag: int, num_ranks: int) -> Iterator[tuple[int, int]]:
+def order_turns(bands: int, rank: int, lag: int, num_ranks: int) -> Iterator[tuple[int, int]]:
     """(chunk, band) of all turns of a sending kernel; in order.py the kernel's words for it."""
     others = num_ranks - 1
     for turn in range(bands * num_ranks):
@@ -79,7 +79,7 @@ def place_turns(bands: int, rank: int, lag: int, num_ranks: int) -> Iterator[tup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Split:
+class DepthSplit:
     """Slices along K that tiles of the last wave give to programs that would be idle: the first
     tiles, one a helper, `given`, the next as many `fewer` less, and so on; 0 for none.
     """
@@ -88,7 +88,7 @@ class Split:
     fewer: int = 0
 
 
-WHOLE = Split(given=0)
+WHOLE = DepthSplit(given=0)
 
 
 def count_tiles(extents: Extents, tile_n: int) -> int:
@@ -96,7 +96,7 @@ def count_tiles(extents: Extents, tile_n: int) -> int:
     return extents.rows // TILE_ROWS * ceil_div(extents.columns, tile_n)
 
 
-def count_helpers(extents: Extents, tile_n: int, split: Split, num_sms: int) -> int:
+def count_helpers(extents: Extents, tile_n: int, split: DepthSplit, num_sms: int) -> int:
     """Programs without a tile in the last of several waves; 0 if its tiles stay whole."""
     num_tiles, slices = count_tiles(extents, tile_n), ceil_div(extents.depth, SLICE_K)
     helpers = -num_tiles % num_sms if num_tiles > num_sms and split.given else 0
@@ -118,7 +118,7 @@ class _Programs:
         extents: Extents,
         tile_n: int,
         num_helpers: int,
-        split: Split,
+        split: DepthSplit,
         pieces: int,
         rates: OverlapRates,
     ) -> None:
@@ -160,7 +160,7 @@ def gather_us(
     tiles: Tiles,
     event_rows: int,
     rates: OverlapRates,
-    split: Split = WHOLE,
+    split: DepthSplit = WHOLE,
 ) -> float:
     """A kernel that computes rows as they come, `event_rows` with each copy."""
     rows = extents.rows // extents.num_ranks
@@ -172,8 +172,8 @@ def gather_us(
     helpers = count_helpers(extents, tiles.tile_n, split, rates.num_sms)
     programs = _Programs(extents, tiles.tile_n, helpers, split, GATHERED, rates)
     for number in range(num_tiles):
-        step, place = divmod(number, in_chunk)
-        lowest = min((place // tiles_each + 1) * tiles.group * TILE_ROWS, rows)
+        step, position = divmod(number, in_chunk)
+        lowest = min((position // tiles_each + 1) * tiles.group * TILE_ROWS, rows)
         done = (step - 1) * copies + ceil_div(lowest, event_rows)
         programs.end_us(rates.copy_us + done * copy_us if step else 0.0)
     return max(programs.free)
@@ -184,7 +184,7 @@ class SendPlan:
     """What a sending kernel and the copies behind it agree on.
 
     num_bands: of a rank's rows. columns: of tiles; part: so many are sent at once. lag: as
-    place_turns. shares: sums go to all ranks; num_late: so many of the last tiles the kernel itself
+    order_turns. shares: sums go to all ranks; num_late: so many of the last tiles the kernel itself
     pushes to the peers, whole columns of the last band. num_helpers: programs that the last wave
     leaves idle, which take slices of its tiles as `split` says; 0 where they do not.
     """
@@ -198,7 +198,7 @@ class SendPlan:
     shares: bool
     num_late: int
     num_helpers: int
-    split: Split
+    split: DepthSplit
 
     @property
     def num_parts(self) -> int:
@@ -223,7 +223,7 @@ def plan_sending(
     *,
     lag: int = 0,
     parts: int = 1,
-    split: Split = WHOLE,
+    split: DepthSplit = WHOLE,
     shares: bool,
 ) -> SendPlan:
     """tiles.group is cut to a divisor of a rank's rows, lag 0 means all bands. parts: of a band.
@@ -263,14 +263,14 @@ def send_us(extents: Extents, plan: SendPlan, rates: OverlapRates) -> float:
     column_bytes = 2 * group * TILE_ROWS * extents.columns / plan.columns
     here = [0.0] * (plan.num_bands * plan.num_parts)
     link, late = 0.0, []
-    for chunk, band in place_turns(plan.num_bands, 0, plan.lag, extents.num_ranks):
+    for chunk, band in order_turns(plan.num_bands, 0, plan.lag, extents.num_ranks):
         copied = sum(plan.part_columns(not chunk and band == plan.num_bands - 1))
         for part, columns in enumerate(plan.part_columns()):
-            place = band * plan.num_parts + part
+            position = band * plan.num_parts + part
             done, start = 0.0, part * plan.part
             for column in range(start, start + columns):
                 for _ in range(group):
-                    end = programs.end_us(partials=None if chunk else here[place])
+                    end = programs.end_us(partials=None if chunk else here[position])
                     done = max(done, end) if column < copied else done
                     if programs.number > plan.num_tiles - plan.num_late:
                         late.append(end)
@@ -279,7 +279,7 @@ def send_us(extents: Extents, plan: SendPlan, rates: OverlapRates) -> float:
                 sent_us = sent / rates.copy_bytes_per_us + rates.copy_gap_us
                 link = max(link, done + rates.copy_us) + sent_us * (1 if chunk else others)
             if chunk:
-                here[place] = max(here[place], link)
+                here[position] = max(here[position], link)
     return max(link, _pushed_us(sorted(late), column_bytes / group * others, rates), *programs.free)
 
 
@@ -294,7 +294,7 @@ def _pushed_us(ends: Iterable[float], num_bytes: float, rates: OverlapRates) -> 
 
 def split_last_wave(
     extents: Extents, tiles: Tiles, rates: OverlapRates, *, pieces: int, pushes: bool = False
-) -> Split:
+) -> DepthSplit:
     """How the last wave's tiles end soonest, or their sums are at the peers soonest if the kernel
     pushes them; whole where splitting gains nothing. pieces: tiles of bf16 that a helper stores.
     """
@@ -327,10 +327,10 @@ def split_last_wave(
             break
         end = end_us(
             [
-                (slices - given + place // helpers * fewer) * one_us + pieces * rates.add_us
-                for place in range(wave)
+                (slices - given + position // helpers * fewer) * one_us + pieces * rates.add_us
+                for position in range(wave)
             ]
         )
         if end < least:
-            best, least = Split(given=given, fewer=fewer), end
+            best, least = DepthSplit(given=given, fewer=fewer), end
     return best

@@ -27,10 +27,10 @@ def _device_conflicts(plan: PlanFacts) -> Iterator[str]:
             used = plan.locals[name][1]
             for axis in plan.mesh.names:
                 if used.at(axis) != asked.at(axis) and not isinstance(used.at(axis), Partial):
-                    yield _told(plan, step, access.tensor, asked, used, axis)
+                    yield _describe(plan, step, access.tensor, asked, used, axis)
 
 
-def _told(
+def _describe(
     plan: PlanFacts, step: PlacedOp, tensor: str, asked: Layout, used: Layout, axis: str
 ) -> str:
     """One operand that an op uses otherwise than its annotation says."""

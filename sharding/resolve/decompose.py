@@ -35,8 +35,8 @@ def _axes_added_over(program: Program, hints: Hints) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for op in program.ops:
         summed = {axis for axis, name in hints[op.name].items() if op.axis(name).role == "reduce"}
-        for place, read in enumerate(op.reads):
-            axes = summed if place in additive_reads(op) else set()
+        for position, read in enumerate(op.reads):
+            axes = summed if position in additive_reads(op) else set()
             found[read.tensor] = found.get(read.tensor, axes) & axes
     weights = {tensor.name for tensor in program.with_role("weight") if tensor.shape}
     weights -= {*program.outputs}
@@ -46,8 +46,8 @@ def _axes_added_over(program: Program, hints: Hints) -> dict[str, set[str]]:
 def _needs_sum_first(
     op: Op, added: Mapping[str, set[str]], hints: Mapping[str, str], pins: Mapping[str, Layout]
 ) -> bool:
-    for place in additive_reads(op):
-        name = op.reads[place].tensor
+    for position in additive_reads(op):
+        name = op.reads[position].tensor
         for axis, divided in hints.items():
             held = isinstance(pins[name].at(axis), Partial) if name in pins else None
             fixed = held is False or (held is None and axis not in added.get(name, ()))
@@ -65,14 +65,14 @@ def _in_two(op: Op, tensors: dict[str, Tensor], taken: set[str]) -> Iterator[Op]
     taken.add(name)
     tensors[name] = replace(tensors[write.tensor], name=name, role="temp")
     between = replace(write, tensor=name)
-    reads = tuple(read for place, read in enumerate(op.reads) if place not in bias)
+    reads = tuple(read for position, read in enumerate(op.reads) if position not in bias)
     yield replace(op, name=name, reads=reads, writes=(between,))
     terms = " + ".join(f"a{n}" for n in range(1 + len(bias)))
     yield Op(
         name=op.name,
         kind="pointwise",
         axes=tuple(axis for axis in op.axes if axis.role == "parallel"),
-        reads=(between, *(op.reads[place] for place in bias)),
+        reads=(between, *(op.reads[position] for position in bias)),
         writes=op.writes,
         attrs=(("expr", f"({terms})"),),
     )

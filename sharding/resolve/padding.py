@@ -30,7 +30,7 @@ AxisPads = Mapping[str, Pad]
 MASKED = frozenset({"embedding", "argmax", "sample", "gather_rows"})
 """Kinds that compare indices with the true extent, so that padding is never chosen."""
 
-_MOVES = frozenset({"slice", "concat", "reshape", "transpose", "view", "set", "reduce"})
+_DATA_MOVEMENT = frozenset({"slice", "concat", "reshape", "transpose", "view", "set", "reduce"})
 _LINEAR_IN_FIRST = frozenset({"rms_norm", "rope", "kv_append"})
 _SCALED = frozenset({"rms_norm", "layer_norm"})
 """Kinds that divide by what is zero for a row of zeros, but for their eps."""
@@ -93,7 +93,7 @@ def _zero_result(op: Op, holders: set[int], zero: frozenset[int]) -> bool:
         return bool(zero - added) and added <= zero
     if op.kind == "pointwise":
         return expr.is_zero(expr.parse(str(op.attr("expr"))), zero)
-    if op.kind in _MOVES:
+    if op.kind in _DATA_MOVEMENT:
         return holders == zero
     if op.kind in _LINEAR_IN_FIRST:
         return 0 in zero and (op.kind != "rms_norm" or _positive_eps(op))

@@ -62,7 +62,7 @@ class _Propagation:
         self, op: Op, operands: tuple[Access, ...], *, is_write: bool, pinned: bool = False
     ) -> None:
         """Takes over what is known of one side of an op, or only what is annotated."""
-        for place, access in enumerate(operands):
+        for position, access in enumerate(operands):
             if pinned and access.tensor not in self.pins:
                 continue
             known = self.known.get(access.tensor, REPLICATED)
@@ -70,7 +70,7 @@ class _Propagation:
                 placement = known.at(axis)
                 decided = {*self.hints[op.name], *self.open[op.name]}
                 if isinstance(placement, Shard) and axis not in decided:
-                    self.take(op, axis, placement, place, is_write=is_write)
+                    self.take(op, axis, placement, position, is_write=is_write)
 
     def disagreements(self, op: Op) -> list[str]:
         """Mesh axes along which annotated operands ask for different divisions of an op. What is
@@ -78,13 +78,15 @@ class _Propagation:
         """
         found: dict[str, set[str]] = {axis: set() for axis in self.mesh.names}
         added = additive_reads(op)
-        for place, access in enumerate(op.reads):
+        for position, access in enumerate(op.reads):
             for axis, placement in self.pins.get(access.tensor, REPLICATED).placements:
                 if not isinstance(placement, Shard):
                     continue
                 for option in self.table.options(op, self.mesh.size(axis)).options:
-                    if option.reads[place] == placement and not self.contradicts(op, axis, option):
-                        if not (place in added and self.is_summed(op, found[axis])):
+                    if option.reads[position] == placement and not self.contradicts(
+                        op, axis, option
+                    ):
+                        if not (position in added and self.is_summed(op, found[axis])):
                             found[axis].add(option.axis)
                         break
         return [axis for axis, names in found.items() if len(names) > 1]
@@ -93,17 +95,19 @@ class _Propagation:
         """Whether one of an op's axes of these names is summed over."""
         return any(op.axis(name).role == "reduce" for name in names)
 
-    def take(self, op: Op, axis: str, placement: Placement, place: int, *, is_write: bool) -> None:
+    def take(
+        self, op: Op, axis: str, placement: Placement, position: int, *, is_write: bool
+    ) -> None:
         """Divides the op as an operand is divided, if that is exact and contradicts no pin."""
         hints, order = self.hints[op.name], self.mesh.names
         inner = {hints[later] for later in order[order.index(axis) :] if later in hints}
         taken = tuple(self.taken[op.name].items())
         for option in self.table.options(op, self.mesh.size(axis), taken).options:
-            mine = (option.writes if is_write else option.reads)[place]
+            mine = (option.writes if is_write else option.reads)[position]
             if mine != placement or option.axis in inner:
                 continue
             if not self.contradicts(op, axis, option):
-                if not is_write and self.competes(op, axis, place, option):
+                if not is_write and self.competes(op, axis, position, option):
                     self.open[op.name].append(axis)
                     return
                 hints[axis] = option.axis
@@ -112,13 +116,13 @@ class _Propagation:
                 self.changed = True
                 return
 
-    def competes(self, op: Op, axis: str, place: int, option: SplitOption) -> bool:
+    def competes(self, op: Op, axis: str, position: int, option: SplitOption) -> bool:
         """Whether a division that only follows from others leaves parts of a sum, of a result that
         is annotated as divided. It may come of either, so costs decide.
         """
         return any(
             isinstance(made, Partial)
-            and op.reads[place].tensor not in self.pins
+            and op.reads[position].tensor not in self.pins
             and isinstance(self.pins.get(access.tensor, REPLICATED).at(axis), Shard)
             for access, made in zip(op.writes, option.writes, strict=True)
         )

@@ -97,7 +97,7 @@ def step_cost(
     return collective_bytes(kind, total, num_ranks), time, strided
 
 
-def find_moves(
+def find_movements(
     shape: Sequence[int],
     item_bytes: int,
     source: Layout,
@@ -114,15 +114,15 @@ def find_moves(
     done: set[Layout] = set()
     number = 0
     while found:
-        time, _, here, moves = heappop(found)
+        time, _, here, movements = heappop(found)
         if here == target:
-            return moves
+            return movements
         if here in done:
             continue
         done.add(here)
-        for move in _next_moves(shape, item_bytes, here, source, target, mesh, machine):
+        for move in _next_movements(shape, item_bytes, here, source, target, mesh, machine):
             number += 1
-            heappush(found, (time + move.time_us, number, move.target, (*moves, move)))
+            heappush(found, (time + move.time_us, number, move.target, (*movements, move)))
     raise PlanError(
         f"no collective leads from layout [{source}] to [{target}]",
         expected="a target that is sharded or replicated",
@@ -130,7 +130,7 @@ def find_moves(
     )
 
 
-def _next_moves(
+def _next_movements(
     shape: Sequence[int],
     item_bytes: int,
     here: Layout,

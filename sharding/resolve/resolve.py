@@ -26,7 +26,7 @@ from distmega.sharding.layout.placements import (
     Shard,
 )
 from distmega.sharding.resolve.padding import AxisPads, Pad, inexact_reason, result_pads
-from distmega.sharding.resolve.reshard import Move, find_moves
+from distmega.sharding.resolve.reshard import Move, find_movements
 from distmega.sharding.search.cost import Machine, op_bytes, op_flops, op_time_us
 from distmega.sharding.search.options import SUM, SplitOption, summed_read
 from distmega.sharding.search.signatures import OptionTable
@@ -67,7 +67,7 @@ class Reshard:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Schedule:
+class RankSchedule:
     """What one rank does, and the local tensors it does it on: name -> (tensor, layout).
 
     homes: layout of each tensor of the program under its own name.
@@ -118,18 +118,18 @@ class Resolver:
         self.costs: dict[tuple[int, Splits], OpCost] = {}
         self.paths: dict[tuple[tuple[int, ...], int, Layout, Layout], tuple[Move, ...]] = {}
 
-    def run(self) -> Schedule:
+    def run(self) -> RankSchedule:
         """The schedule; raises InexactSplitError if padding can't be proved harmless."""
         for op in self.program.ops:
-            self.place(op)
+            self.resolve_op(op)
         for tensor in self.program.tensors:
             if tensor.name not in self.homes:
                 self.homes[tensor.name] = next(iter(self.forms.get(tensor.name, {REPLICATED: ""})))
             if tensor.role != "temp":
                 self.locals.setdefault(tensor.name, (tensor.name, self.homes[tensor.name]))
-        return Schedule(steps=tuple(self.steps), locals=self.locals, homes=self.homes)
+        return RankSchedule(steps=tuple(self.steps), locals=self.locals, homes=self.homes)
 
-    def place(self, op: Op) -> None:
+    def resolve_op(self, op: Op) -> None:
         splits = self.chosen[op.name]
         if (parts := self.parts_added(op, splits)) is not None:
             splits = tuple(each for each in splits if each[0] not in parts.partial_axes)
@@ -163,7 +163,7 @@ class Resolver:
         """The layout in which parts of sums over ranks are added before they are summed, where an
         op adds two or more and nobody else wants them: one collective instead of one each.
         """
-        if op.kind != "pointwise" or len(op.reads) < 2 or not self.adds_alike(op):
+        if op.kind != "pointwise" or len(op.reads) < 2 or not self.adds_same_indices(op):
             return None
         names = [read.tensor for read in op.reads]
         found = {layout for name in names for layout in self.forms.get(name, {REPLICATED: ""})}
@@ -186,10 +186,10 @@ class Resolver:
         """Mesh axes along which an op takes an operand in parts of a sum and leaves its results so,
         where it is linear in it and nobody else wants it: there is less to sum afterwards.
         """
-        place = summed_read(op)
-        if place is None:
+        position = summed_read(op)
+        if position is None:
             return ()
-        name, wanted = op.reads[place].tensor, read_layouts[place]
+        name, wanted = op.reads[position].tensor, read_layouts[position]
         forms = tuple(self.forms.get(name, {}))
         if len(forms) != 1 or name in self.homes or self.num_reads[name] != 1:
             return ()
@@ -198,7 +198,7 @@ class Resolver:
         axes = tuple(a for a in summed if a not in divided)
         return axes if _moved((wanted,), (0,), axes) == forms else ()
 
-    def adds_alike(self, op: Op) -> bool:
+    def adds_same_indices(self, op: Op) -> bool:
         """Whether an op adds up its operands, all indexed alike."""
         summed = expr.is_sum(expr.parse(str(op.attr("expr"))))
         return summed and len({a.dims for a in accesses(op)}) == 1
@@ -219,8 +219,8 @@ class Resolver:
             self.locals[tensor] = tensor, self.homes[tensor]
         if layout not in forms:
             paths = [(self.path(tensor, source, layout), source) for source in forms]
-            moves, source = min(paths, key=lambda p: sum(move.time_us for move in p[0]))
-            self.follow(tensor, forms[source], moves)
+            movements, source = min(paths, key=lambda p: sum(move.time_us for move in p[0]))
+            self.follow(tensor, forms[source], movements)
         return forms[layout]
 
     def path(self, tensor: str, source: Layout, target: Layout) -> tuple[Move, ...]:
@@ -228,15 +228,15 @@ class Resolver:
         key = shape, item, source, target
         if key not in self.paths:
             args = shape, item, source, target, self.mesh, self.machine
-            self.paths[key] = find_moves(*args)
+            self.paths[key] = find_movements(*args)
         return self.paths[key]
 
-    def follow(self, tensor: str, start: str, moves: Sequence[Move]) -> None:
-        """Appends collectives that bring a local tensor through `moves`."""
-        if tensor not in self.homes and moves:
-            self.homes[tensor] = moves[-1].target
+    def follow(self, tensor: str, start: str, movements: Sequence[Move]) -> None:
+        """Appends collectives that bring a local tensor through `movements`."""
+        if tensor not in self.homes and movements:
+            self.homes[tensor] = movements[-1].target
         here = start
-        for move in moves:
+        for move in movements:
             name = self.new_form(tensor, move.target)
             source = move.source.at(move.axis)
             combine = source.combine if isinstance(source, Partial) else ""
@@ -346,10 +346,10 @@ class Resolver:
 def operand_layouts(op: Op, splits: Splits) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
     """Layouts in which an op divided like this needs its reads and gives its writes."""
 
-    def joined(place: int, *, is_write: bool) -> Layout:
+    def joined(position: int, *, is_write: bool) -> Layout:
         placements: dict[str, Placement] = {}
         for axis, option in splits:
-            placements[axis] = (option.writes if is_write else option.reads)[place]
+            placements[axis] = (option.writes if is_write else option.reads)[position]
         return Layout.of(placements)
 
     reads = tuple(joined(i, is_write=False) for i in range(len(op.reads)))
@@ -357,14 +357,14 @@ def operand_layouts(op: Op, splits: Splits) -> tuple[tuple[Layout, ...], tuple[L
 
 
 def _moved(
-    layouts: Sequence[Layout], places: Iterable[int | None], axes: Sequence[str]
+    layouts: Sequence[Layout], positions: Iterable[int | None], axes: Sequence[str]
 ) -> tuple[Layout, ...]:
     """The layouts, with those at some places in parts of a sum along mesh axes."""
     found = list(layouts)
-    for place in places:
-        assert place is not None
+    for position in positions:
+        assert position is not None
         for axis in axes:
-            found[place] = found[place].moved(axis, SUM)
+            found[position] = found[position].moved(axis, SUM)
     return tuple(found)
 
 

@@ -30,7 +30,7 @@ def group_load(
     """The load of one rank's part of an op; None for an op that runs over no groups.
 
     sizes: extents of that part. Expected: each of the rows that can be in a group goes to equally
-    many of all groups, which are drawn at random; where ranks share groups out, of the rank that
+    many of all groups, which are sampled at random; where ranks share groups out, of the rank that
     gets most, for which the others wait. Worst: all rows come here, to as many groups as they can.
     """
     index = grouped_index(op)
@@ -64,7 +64,7 @@ _MOST_NORMAL = (0.0, 0.0, 0.564, 0.846, 1.029, 1.163, 1.267, 1.352, 1.424)
 
 
 def _most_of(num_ranks: int, num: int, chance: float) -> float:
-    """Expected largest over ranks of how many of `num` draws fall to a rank, each by `chance`."""
+    """Expected largest over ranks of how many of `num` samples fall to a rank, each by `chance`."""
     known = num_ranks < len(_MOST_NORMAL)
     above = _MOST_NORMAL[num_ranks] if known else math.sqrt(2 * math.log(num_ranks))
     return num * chance + above * math.sqrt(num * chance * (1.0 - chance))

@@ -90,8 +90,8 @@ def split_options(
     """
     whole = SplitOption(reads=(REPLICATE,) * len(op.reads), writes=(REPLICATE,) * len(op.writes))
     options, rejected = [whole], []
-    if num_ranks > 1 and (place := summed_read(op)) is not None:
-        reads: list[Placement] = [REPLICATE if i != place else SUM for i in range(len(op.reads))]
+    if num_ranks > 1 and (position := summed_read(op)) is not None:
+        reads: list[Placement] = [REPLICATE if i != position else SUM for i in range(len(op.reads))]
         options.append(SplitOption(reads=tuple(reads), writes=(SUM,) * len(op.writes)))
     for axis in op.axes:
         found = _split(op, axis, tensors, num_ranks, (taken or {}).get(axis.name))
@@ -123,13 +123,13 @@ def _split(
         return f"{extent} is uneven, and a {axis.combine} over padding isn't exact"
     chunk = -(-extent // num_ranks)
     placed: list[Placement] = []
-    for place, access in enumerate(accesses(op)):
+    for position, access in enumerate(accesses(op)):
         if any(index.is_grouped and index.axes[0] == axis.name for index in access.dims):
             placed.append(ROWS)
             continue
         found = axis_dim(op, access.dims, tensors[access.tensor].shape, axis.name)
         if isinstance(found, str):
-            return f"operand {place}: {found}"
+            return f"operand {position}: {found}"
         placed.append(Shard(found[0], chunk * found[1]) if found else REPLICATE)
     reads, writes = placed[: len(op.reads)], placed[len(op.reads) :]
     if axis.role == "reduce":
@@ -141,9 +141,9 @@ def _split(
     elif REPLICATE in writes:
         return "it doesn't index every result"
     seen: dict[str, Placement] = {}
-    for place, (access, placement) in enumerate(zip(op.reads, reads, strict=True)):
+    for position, (access, placement) in enumerate(zip(op.reads, reads, strict=True)):
         if seen.setdefault(access.tensor, placement) != placement and op.kind not in BY_ACCESS:
-            return f"operand {place} is read twice, divided and otherwise"
+            return f"operand {position} is read twice, divided and otherwise"
     return SplitOption(
         axis=axis.name,
         extent=extent,

@@ -25,7 +25,7 @@ from distmega.sharding.resolve.reshard import step_cost, table
 from distmega.sharding.search.cost import Machine, op_time_us
 from distmega.sharding.search.options import Options, SplitOption
 from distmega.sharding.search.signatures import OptionTable
-from distmega.sharding.search.steps import CONSTANT, Operand, Situation, Step, StepBuilder
+from distmega.sharding.search.steps import CONSTANT, SearchStep, Situation, StepBuilder, StepOperand
 
 Held = tuple[int, ...]
 """Ways in which one tensor is available: 4 * placement number + padding, sorted."""
@@ -77,7 +77,7 @@ class AxisSearch:
         self.tensors: Mapping[str, Tensor] = options.tensors
         self.numbers: dict[Placement, int] = {REPLICATE: _WHOLE}
         self.placements: list[Placement] = [REPLICATE]
-        self.moves: dict[tuple[tuple[int, ...], int, int, int], int | None] = {}
+        self.movements: dict[tuple[tuple[int, ...], int, int, int], int | None] = {}
         self.times: dict[tuple[int, tuple[tuple[str, int], ...], str], int] = {}
         self.pads: dict[tuple[int, str, tuple[int, ...]], Pad | None] = {}
         self.frontiers: list[Frontier] = []
@@ -89,7 +89,7 @@ class AxisSearch:
         problem = self.problem
         builder = StepBuilder(problem.program, problem.situation, self.options, problem.num_ranks)
         here = self.number_frontier((((), 0),))
-        memo: dict[tuple[Step, int], Advance] = {}
+        memo: dict[tuple[SearchStep, int], Advance] = {}
         trail: list[Advance] = []
         for op, step in zip(ops, builder.run(), strict=True):
             key = step, here
@@ -135,7 +135,7 @@ class AxisSearch:
         costs = [cost + final(state) for state, cost in frontier]
         return costs.index(min(costs))
 
-    def advance(self, op: Op, step: Step, frontier: Frontier) -> Advance:
+    def advance(self, op: Op, step: SearchStep, frontier: Frontier) -> Advance:
         """All states after an op; of all its options where the wanted one fits nowhere."""
         found = self.options.options(op, self.problem.num_ranks, step.taken)
         usable = [n for n, o in enumerate(found.options) if o.axis not in step.closed]
@@ -143,14 +143,14 @@ class AxisSearch:
         reached: dict[State, tuple[int, int, int]] = {}
         for numbers in (wanted, usable) if step.wanted else (usable,):
             prepared = [(n, *self.prepare(op, step, found.options[n])) for n in numbers]
-            for place, (state, cost) in enumerate(frontier):
+            for position, (state, cost) in enumerate(frontier):
                 for number, time, reads, writes in prepared:
                     option = found.options[number]
                     for after, price in self.apply(op, step, found, option, state, reads, writes):
                         total = cost + time + price
                         known = reached.get(after)
                         if known is None or total < known[0]:
-                            reached[after] = (total, place, number)
+                            reached[after] = (total, position, number)
             if reached:
                 break
         if not reached:
@@ -160,11 +160,11 @@ class AxisSearch:
         return Advance(
             frontier=self.number_frontier(tuple((s, how[0] - best) for s, how in ordered)),
             cost=best,
-            origins=tuple((place, number) for _, (_, place, number) in ordered),
+            origins=tuple((position, number) for _, (_, position, number) in ordered),
         )
 
     def prepare(
-        self, op: Op, step: Step, option: SplitOption
+        self, op: Op, step: SearchStep, option: SplitOption
     ) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
         """Time of an op under an option, and the numbers of the placements it needs and gives."""
         key = step.op_class, step.taken, option.axis
@@ -180,7 +180,7 @@ class AxisSearch:
     def apply(
         self,
         op: Op,
-        step: Step,
+        step: SearchStep,
         found: Options,
         option: SplitOption,
         state: State,
@@ -213,7 +213,7 @@ class AxisSearch:
             paid = prices[:1] if option.writes[0] == PAIR else prices
             yield tuple([held[slot] for slot in step.keep]), cost + sum(paid)
 
-    def read(self, operand: Operand, need: int, held: list[Held]) -> tuple[int, int] | None:
+    def read(self, operand: StepOperand, need: int, held: list[Held]) -> tuple[int, int] | None:
         """Cost of having an operand as needed, and its padding; notes a kept copy in `held`."""
         if operand.slot == CONSTANT:
             assert operand.fixed is not None
@@ -236,7 +236,7 @@ class AxisSearch:
             held[operand.slot] = tuple(sorted([*kept, 4 * need]))
         return min(possible), Pad.ZERO
 
-    def choose(self, operand: Operand, need: int, held: list[Held]) -> tuple[int, int] | None:
+    def choose(self, operand: StepOperand, need: int, held: list[Held]) -> tuple[int, int] | None:
         """First use of a weight or state: it will live as it is needed here."""
         placement = self.placements[need]
         if isinstance(placement, Partial) and (operand.is_state or not operand.shape):
@@ -248,7 +248,7 @@ class AxisSearch:
         return round(share * operand.price_ns), Pad.ZERO
 
     def write(
-        self, operand: Operand, made: int, pad: Pad, held: list[Held]
+        self, operand: StepOperand, made: int, pad: Pad, held: list[Held]
     ) -> list[tuple[int, Held]]:
         """Ways to have a result, with their cost: as made, or at once as something can use it."""
         cost = 0
@@ -268,7 +268,7 @@ class AxisSearch:
         return [(cost + price, (4 * target,)) for price, target in prices if price is not None]
 
     def overwrite(
-        self, operand: Operand, made: int, padding: int, cost: int, held: list[Held]
+        self, operand: StepOperand, made: int, padding: int, cost: int, held: list[Held]
     ) -> list[tuple[int, Held]]:
         """A result that goes to where a tensor already lives, or will from here on."""
         ways = held[operand.slot] if operand.slot != CONSTANT else ()
@@ -284,7 +284,7 @@ class AxisSearch:
         return [(cost, (4 * made,))]
 
     def padding(
-        self, op: Op, step: Step, found: Options, option: SplitOption, pads: tuple[int, ...]
+        self, op: Op, step: SearchStep, found: Options, option: SplitOption, pads: tuple[int, ...]
     ) -> Pad | None:
         """Padding of the results of an uneven option; None if it isn't exact."""
         key = step.op_class, option.axis, pads
@@ -302,9 +302,9 @@ class AxisSearch:
     def move(self, shape: tuple[int, ...], item_bytes: int, source: int, target: int) -> int | None:
         """Nanoseconds from one placement to another; None if there is no way."""
         key = shape, item_bytes, source, target
-        if key not in self.moves:
-            self.moves[key] = self.move_time(shape, item_bytes, source, target)
-        return self.moves[key]
+        if key not in self.movements:
+            self.movements[key] = self.move_time(shape, item_bytes, source, target)
+        return self.movements[key]
 
     def move_time(
         self, shape: tuple[int, ...], item_bytes: int, source: int, target: int

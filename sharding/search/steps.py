@@ -20,7 +20,7 @@ CONSTANT = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Operand:
+class StepOperand:
     """One access of a step.
 
     slot: index among the live tensors. fixed: its placement where given. exact: it must be held
@@ -42,15 +42,15 @@ class Operand:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class SearchStep:
     """One op: its class, fixed choices, operands; `keep` are the slots alive after it."""
 
     op_class: int
     taken: tuple[tuple[str, int], ...]
     closed: tuple[str, ...]
     wanted: tuple[str, ...]
-    reads: tuple[Operand, ...]
-    writes: tuple[Operand, ...]
+    reads: tuple[StepOperand, ...]
+    writes: tuple[StepOperand, ...]
     num_new: int
     keep: tuple[int, ...]
 
@@ -105,7 +105,7 @@ class StepBuilder:
         self.useful = self.useful_placements()
         self.live: list[str] = []
 
-    def run(self) -> list[Step]:
+    def run(self) -> list[SearchStep]:
         """The steps, in program order."""
         return [self.step(i, op) for i, op in enumerate(self.program.ops)]
 
@@ -125,7 +125,7 @@ class StepBuilder:
                         found.setdefault(access.tensor, {REPLICATE: None})[need] = None
         return {name: tuple(placements) for name, placements in found.items()}
 
-    def step(self, place: int, op: Op) -> Step:
+    def step(self, position: int, op: Op) -> SearchStep:
         slots = {name: slot for slot, name in enumerate(self.live)}
         num_before = len(slots)
         taken = self.situation.taken.get(op.name, ())
@@ -134,9 +134,9 @@ class StepBuilder:
                 slots.setdefault(access.tensor, len(slots))
         reads = tuple(self.operand(op, a, slots, taken, is_read=True) for a in op.reads)
         writes = tuple(self.operand(op, a, slots, taken, is_read=False) for a in op.writes)
-        keep = [name for name in slots if self.last_use[name] > place]
+        keep = [name for name in slots if self.last_use[name] > position]
         self.live = keep
-        return Step(
+        return SearchStep(
             op_class=self.table.class_of(op),
             taken=taken,
             closed=self.situation.closed.get(op.name, ()),
@@ -158,7 +158,7 @@ class StepBuilder:
         taken: tuple[tuple[str, int], ...],
         *,
         is_read: bool,
-    ) -> Operand:
+    ) -> StepOperand:
         tensor = self.tensors[access.tensor]
         constant, temp = self.is_constant(tensor.name), tensor.role == "temp"
         volatile = tensor.name in self.volatile
@@ -171,7 +171,7 @@ class StepBuilder:
         fixed = self.situation.pins.get(tensor.name)
         if fixed is None and volatile and tensor.name in self.program.outputs:
             fixed = REPLICATE
-        return Operand(
+        return StepOperand(
             slot=CONSTANT if constant else slots[tensor.name],
             fixed=fixed,
             exact=exact,

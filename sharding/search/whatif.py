@@ -13,7 +13,7 @@ from distmega.program.dtypes import item_bytes
 from distmega.program.types import accesses
 from distmega.sharding.layout.placements import PAIR, Layout, Placement, local_shape
 from distmega.sharding.plan import PlanFacts
-from distmega.sharding.resolve.reshard import find_moves
+from distmega.sharding.resolve.reshard import find_movements
 from distmega.sharding.resolve.resolve import PlacedOp, Splits, operand_layouts
 from distmega.sharding.search.cost import op_time_us
 from distmega.sharding.search.options import SplitOption
@@ -24,17 +24,17 @@ from distmega.sharding.search.signatures import OptionTable
 class Bill:
     """Costs of one op in us: itself, collectives on its operands, residency of what it keeps.
 
-    moves: the collectives, by tensor.
+    movements: the collectives, by tensor.
     """
 
     op_us: float
-    moves_us: float
+    movements_us: float
     residency_us: float
-    moves: tuple[str, ...] = ()
+    movements: tuple[str, ...] = ()
 
     @property
     def total_us(self) -> float:
-        return self.op_us + self.moves_us + self.residency_us
+        return self.op_us + self.movements_us + self.residency_us
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +61,8 @@ class WhatIf:
         """Costs of an op under other divisions, or why its operands can't be brought there."""
         extents = {option.axis: option.chunk for _, option in splits}
         reads, writes = operand_layouts(step.op, splits)
-        moves_us = residency_us = 0.0
-        moves: list[str] = []
+        movements_us = residency_us = 0.0
+        movements: list[str] = []
         ways: list[tuple[str, Layout, Layout]] = []
         for access, layout in zip(step.op.reads, reads, strict=True):
             if access.tensor not in {name for name, _, _ in ways}:
@@ -80,7 +80,7 @@ class WhatIf:
             if (name, target) in self.parts:
                 continue
             try:
-                path = find_moves(
+                path = find_movements(
                     tensor.shape,
                     item_bytes(tensor.dtype),
                     source,
@@ -90,10 +90,15 @@ class WhatIf:
                 )
             except PlanError:
                 return f"{name} can't become [{target}]"
-            moves_us += sum(move.time_us for move in path)
-            moves += [f"{move.kind} {name}" for move in path]
+            movements_us += sum(move.time_us for move in path)
+            movements += [f"{move.kind} {name}" for move in path]
         op_us = op_time_us(step.op, self.tensors, self.plan.machine, extents)
-        return Bill(op_us=op_us, moves_us=moves_us, residency_us=residency_us, moves=tuple(moves))
+        return Bill(
+            op_us=op_us,
+            movements_us=movements_us,
+            residency_us=residency_us,
+            movements=tuple(movements),
+        )
 
     def chosen(self, step: PlacedOp) -> Bill:
         """Costs of an op as it is planned."""

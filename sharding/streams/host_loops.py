@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from distmega.program.types import Access, Op, Tensor, accesses
 from distmega.sharding.streams.sink import Edge, Storage, sink_ops
 from distmega.sharding.streams.streams import (
-    Part,
+    ChunkPart,
     StreamSplit,
     is_gather_ring,
     onto_view,
@@ -54,16 +54,16 @@ class StreamPlan:
 
     order: tuple[int, ...]
     loops: tuple[HostLoop, ...] = ()
-    chunks: Mapping[str, Part] = field(default_factory=dict)
+    chunks: Mapping[str, ChunkPart] = field(default_factory=dict)
     refused: Mapping[tuple[str, str], str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class _Use:
+class _ChunkUse:
     """An op touching storage: part is None where it isn't a chunk of the storage's own dims."""
 
     op: int
-    part: Part | None
+    part: ChunkPart | None
     writes: bool
 
 
@@ -79,8 +79,8 @@ class _Former:
         self.views = {op.writes[0].tensor: op for op in ops if op.is_view}
         self.splits = {op.name: splits[op.name] for op in ops if self.is_cut(op, splits)}
         self.kept = {self.root(name) for name in outputs}
-        self.uses: dict[str, list[_Use]] = {}
-        self.open: dict[str, list[_Use]] = {}
+        self.uses: dict[str, list[_ChunkUse]] = {}
+        self.open: dict[str, list[_ChunkUse]] = {}
         """Storage -> its last write and the reads since."""
         self.levels = [0] * len(ops)
         self.edges: list[Edge] = []
@@ -93,27 +93,27 @@ class _Former:
             return True
         parts = operand_parts(op, splits[op.name], self.tensors)[len(op.reads) :]
         made = zip(op.writes, parts, strict=True)
-        return all(isinstance(p, Part) and self.to_root(a, p)[1] is not None for a, p in made)
+        return all(isinstance(p, ChunkPart) and self.to_root(a, p)[1] is not None for a, p in made)
 
     def root(self, name: str) -> str:
         while name in self.views:
             name = self.views[name].reads[0].tensor
         return name
 
-    def touched(self, at: int) -> Iterator[tuple[str, _Use]]:
+    def touched(self, at: int) -> Iterator[tuple[str, _ChunkUse]]:
         """Storage that an op touches, chunk by chunk where it does."""
         op = self.ops[at]
         split = self.splits.get(op.name)
-        parts: Sequence[Part | None] = (None,) * (len(op.reads) + len(op.writes))
+        parts: Sequence[ChunkPart | None] = (None,) * (len(op.reads) + len(op.writes))
         if split is not None:
             found = operand_parts(op, split, self.tensors)
             assert not isinstance(found, str), (op.name, found)
             parts = found
-        for place, (access, part) in enumerate(zip(accesses(op), parts, strict=True)):
+        for position, (access, part) in enumerate(zip(accesses(op), parts, strict=True)):
             root, seen = self.to_root(access, part)
-            yield root, _Use(at, seen, place >= len(op.reads))
+            yield root, _ChunkUse(at, seen, position >= len(op.reads))
 
-    def to_root(self, access: Access, part: Part | None) -> tuple[str, Part | None]:
+    def to_root(self, access: Access, part: ChunkPart | None) -> tuple[str, ChunkPart | None]:
         name = access.tensor
         while name in self.views:
             view = self.views[name]
@@ -124,7 +124,7 @@ class _Former:
     def run(self) -> StreamPlan:
         compute = [at for at, op in enumerate(self.ops) if not op.is_view]
         for at in compute:
-            self.place(at)
+            self.assign(at)
         self.levels = sink_ops(self.levels, self.edges, [*self.storages()])
         groups = self.groups(compute)
         order = self.sort(groups)
@@ -139,7 +139,7 @@ class _Former:
         chunks = dict(self.chunks(groups))
         return StreamPlan(order=tuple(self.with_views(order)), loops=found, chunks=chunks)
 
-    def place(self, at: int) -> None:
+    def assign(self, at: int) -> None:
         """The earliest level of an op: in one level, ops outside of loops come before the loops."""
         cut = self.ops[at].name in self.splits
         for root, use in self.touched(at):
@@ -156,12 +156,12 @@ class _Former:
                 before.clear()
             before.append(use)
 
-    def can_share(self, one: _Use, two: _Use) -> bool:
+    def can_share(self, one: _ChunkUse, two: _ChunkUse) -> bool:
         """Whether two ops that touch common storage may be iterations of one loop."""
         splits = [self.splits[self.ops[use.op].name] for use in (one, two)]
         ahead = two.writes and is_gather_ring(self.ops[two.op], splits[1])
-        alike = one.part is not None and one.part == two.part
-        return alike and splits[0].shape == splits[1].shape and not ahead
+        same = one.part is not None and one.part == two.part
+        return same and splits[0].shape == splits[1].shape and not ahead
 
     def groups(self, compute: Sequence[int]) -> dict[int, int]:
         """For each op but views the first op of its loop; itself outside of loops."""
@@ -201,7 +201,7 @@ class _Former:
 
     def with_views(self, order: Sequence[int]) -> Iterator[int]:
         """The order with each view before its first use; those that nothing uses come last."""
-        places = {op.name: at for at, op in enumerate(self.ops)}
+        positions = {op.name: at for at, op in enumerate(self.ops)}
         left = dict.fromkeys(op.name for op in self.ops if op.is_view)
 
         def before(name: str) -> Iterator[int]:
@@ -209,14 +209,14 @@ class _Former:
             if view is not None and view.name in left:
                 del left[view.name]
                 yield from before(view.reads[0].tensor)
-                yield places[view.name]
+                yield positions[view.name]
 
         for at in order:
             for access in accesses(self.ops[at]):
                 yield from before(access.tensor)
             yield at
         for name in list(left):
-            yield from before(self.ops[places[name]].writes[0].tensor)
+            yield from before(self.ops[positions[name]].writes[0].tensor)
 
     def storages(self) -> Iterator[Storage]:
         """The temporaries, and who touches them."""
@@ -229,7 +229,7 @@ class _Former:
                     cuts=self.part(root, uses) is not None,
                 )
 
-    def part(self, root: str, uses: Sequence[_Use]) -> Part | None:
+    def part(self, root: str, uses: Sequence[_ChunkUse]) -> ChunkPart | None:
         """The part in which all ops touch a temporary that doesn't leave, if it is the same.
 
         What a ring gathers is whole: a part comes while the one before is used.
@@ -244,9 +244,9 @@ class _Former:
                 return None
         return uses[0].part
 
-    def chunks(self, groups: Mapping[int, int]) -> Iterator[tuple[str, Part]]:
+    def chunks(self, groups: Mapping[int, int]) -> Iterator[tuple[str, ChunkPart]]:
         """Temporaries that never leave an iteration: made and used by one loop, in equal parts."""
-        found: dict[str, Part] = {}
+        found: dict[str, ChunkPart] = {}
         for root, uses in self.uses.items():
             part = self.part(root, uses)
             if part is not None and len({groups[use.op] for use in uses}) == 1:

@@ -14,9 +14,9 @@ from distmega.program.types import Attr, Op, Program, Tensor, accesses
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.layout.placements import Chunks, Layout
 from distmega.sharding.local_ops import LocalOps
-from distmega.sharding.resolve.resolve import Schedule
+from distmega.sharding.resolve.resolve import RankSchedule
 from distmega.sharding.streams.host_loops import StreamPlan, form_loops
-from distmega.sharding.streams.streams import WHOLE, Part, StreamSpread
+from distmega.sharding.streams.streams import WHOLE, ChunkPart, StreamSpread
 
 
 def resolve_chunks(tensor: Tensor, layout: Layout, mesh: DeviceMesh) -> Chunks | None:
@@ -38,14 +38,14 @@ def resolve_chunks(tensor: Tensor, layout: Layout, mesh: DeviceMesh) -> Chunks |
 
 
 def plan_streams(
-    program: Program, local: LocalOps, schedule: Schedule, streams: Mapping[str, Chunks]
-) -> tuple[Schedule, StreamPlan]:
+    program: Program, local: LocalOps, schedule: RankSchedule, streams: Mapping[str, Chunks]
+) -> tuple[RankSchedule, StreamPlan]:
     """The schedule in its final order, with its loops."""
     if not streams:
         return schedule, StreamPlan(order=tuple(range(len(schedule.steps))))
     ops = [local.op(step) for step in schedule.steps]
     tensors: dict[str, Tensor] = {}
-    pins: dict[str, Part] = {}
+    pins: dict[str, ChunkPart] = {}
     scattered = {
         op.reads[0].tensor: (op.attr("mesh_axis"), op.attr("dim"))
         for op in ops
@@ -76,22 +76,22 @@ def plan_streams(
     return replace(schedule, steps=steps), replace(plan, refused=refused)
 
 
-def _uses(op: Op, spread: StreamSpread) -> dict[str, set[Part | None]]:
+def _uses(op: Op, spread: StreamSpread) -> dict[str, set[ChunkPart | None]]:
     """The chunks in which an op touches annotated tensors."""
-    found: dict[str, set[Part | None]] = {}
+    found: dict[str, set[ChunkPart | None]] = {}
     for access, part in zip_longest(accesses(op), spread.parts.get(op.name, ())):
         if access.tensor in spread.pins:
             found.setdefault(access.tensor, set()).add(part)
     return found
 
 
-def _followed(uses: Mapping[str, Container[Part | None]], spread: StreamSpread) -> list[str]:
+def _followed(uses: Mapping[str, Container[ChunkPart | None]], spread: StreamSpread) -> list[str]:
     """Tensors that an op touches in the chunks which they are annotated with."""
     return [name for name, parts in uses.items() if spread.pins[name] in parts]
 
 
 def _refusals(
-    uses: Mapping[str, Mapping[str, Container[Part | None]]], spread: StreamSpread
+    uses: Mapping[str, Mapping[str, Container[ChunkPart | None]]], spread: StreamSpread
 ) -> Iterator[tuple[tuple[str, str], str]]:
     """Why ops do not run in the chunks of tensors annotated with some, or in those in which the ops
     before them run: (tensor, op), why.
@@ -117,7 +117,7 @@ def _refusals(
 
 def _part(
     chunks: Chunks, shape: Sequence[int], layout: Layout, scattered: tuple[Attr, Attr] | None
-) -> Part | None:
+) -> ChunkPart | None:
     """How a form of a tensor comes in the chunks asked for. None where a ring's own mesh axis
     divides the dim already: such a part is one chunk of the ring.
 
@@ -130,7 +130,7 @@ def _part(
     if chunks.ring in dict(layout.shards_of(chunks.dim)):
         return None
     ends_at_home = scattered == (chunks.ring, chunks.dim)
-    return Part(chunks.dim, -(-extent // chunks.num), chunks.ring, int(ends_at_home))
+    return ChunkPart(chunks.dim, -(-extent // chunks.num), chunks.ring, int(ends_at_home))
 
 
 def _no_effect(whole: str, reasons: Sequence[str]) -> PlanError:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from distmega.program.ops.compute import BY_ACCESS, COLLECTIVES, EXCHANGES
+from distmega.program.ops.compute import BY_ACCESS, COLLECTIVES, COMMUNICATING
 from distmega.program.types import Access, Axis, Op, Tensor, accesses
 from distmega.sharding.layout.domains import LoopDomain, Stream
 from distmega.sharding.resolve.collectives import RANK_AXIS
@@ -63,7 +63,7 @@ def stream_axis(domain: LoopDomain, name: str, split: StreamSplit) -> LoopDomain
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ChunkPart:
     """A tensor's dim in chunks, in ring order of a mesh axis if one is named: `shift` and the
     coordinate are added to the number of a chunk.
     """
@@ -77,11 +77,11 @@ class Part:
 SUMS = {"sum": "a0 + a1", "max": "maximum(a0, a1)", "min": "minimum(a0, a1)"}
 """How parts of a result come together, by what an axis combines by."""
 
-WHOLE = Part(-1, 0)
+WHOLE = ChunkPart(-1, 0)
 """What an annotation of one chunk asks for: no loop."""
 
 
-def cut_axis(op: Op, access: Access, part: Part) -> tuple[str, int] | None:
+def cut_axis(op: Op, access: Access, part: ChunkPart) -> tuple[str, int] | None:
     """The iteration axis, and its chunk, that runs over an operand as `part` says, if one does."""
     index = access.dims[part.dim]
     if not index.axes or index.offset or index.stride != 1:
@@ -90,7 +90,7 @@ def cut_axis(op: Op, access: Access, part: Part) -> tuple[str, int] | None:
     return None if part.chunk % inner else (index.axes[0], part.chunk // inner)
 
 
-def split_as(op: Op, access: Access, part: Part) -> StreamSplit | None:
+def split_as(op: Op, access: Access, part: ChunkPart) -> StreamSplit | None:
     """The chunks of an op in which an operand comes as `part` says, if an axis runs so."""
     cut = cut_axis(op, access, part)
     if cut is None:
@@ -119,7 +119,7 @@ def is_sum(op: Op, split: StreamSplit) -> bool:
 
 def operand_parts(
     op: Op, split: StreamSplit, tensors: Mapping[str, Tensor]
-) -> tuple[Part | None, ...] | str:
+) -> tuple[ChunkPart | None, ...] | str:
     """What a chunk touches of each operand, reads first (None: all of it), or why it can't be cut.
 
     Reads through the op's access maps; any op of equal axes and accesses gives the same.
@@ -127,16 +127,18 @@ def operand_parts(
     refused = _refuse(op, op.axis(split.axis), split)
     if refused:
         return refused
-    found: list[Part | None] = []
-    for place, access in enumerate(accesses(op)):
+    found: list[ChunkPart | None] = []
+    for position, access in enumerate(accesses(op)):
         dim = axis_dim(op, access.dims, tensors[access.tensor].shape, split.axis)
         if isinstance(dim, str):
-            return f"operand {place}: {dim}"
-        found.append(Part(dim[0], split.chunk * dim[1], split.ring, split.shift) if dim else None)
+            return f"operand {position}: {dim}"
+        found.append(
+            ChunkPart(dim[0], split.chunk * dim[1], split.ring, split.shift) if dim else None
+        )
     whole = is_sum(op, split) or is_scatter_ring(op, split)
     if None in found[len(op.reads) :] and not whole:
         return "it doesn't index every result"
-    seen: dict[str, Part | None] = {}
+    seen: dict[str, ChunkPart | None] = {}
     for access, part in zip(op.reads, found, strict=False):
         if seen.setdefault(access.tensor, part) != part and op.kind not in BY_ACCESS:
             return f"{access.tensor} is read twice, in chunks and otherwise"
@@ -147,7 +149,7 @@ def _refuse(op: Op, axis: Axis, split: StreamSplit) -> str:
     """Why the axis itself can't run in such chunks; "" if it can."""
     if split.ring and split.tail:
         return f"a ring needs equal chunks, and {split.extent} is cut by {split.chunk}"
-    if op.kind in EXCHANGES:
+    if op.kind in COMMUNICATING:
         return _refuse_collective(op, axis, split)
     if axis.role == "parallel":
         return ""
@@ -173,24 +175,24 @@ def _refuse_collective(op: Op, axis: Axis, split: StreamSplit) -> str:
     return f"ranks bring their parts of it at once; only a ring over {over} can"
 
 
-def through_view(view: Op, part: Part, tensors: Mapping[str, Tensor]) -> Part | None:
+def through_view(view: Op, part: ChunkPart, tensors: Mapping[str, Tensor]) -> ChunkPart | None:
     """A chunk of a view as a chunk of what it is a view of; None if it isn't one."""
     return _across(view, view.writes[0], part, tensors, len(view.reads) - 1)
 
 
-def onto_view(view: Op, part: Part, tensors: Mapping[str, Tensor]) -> Part | None:
+def onto_view(view: Op, part: ChunkPart, tensors: Mapping[str, Tensor]) -> ChunkPart | None:
     """A chunk of what a view shows as a chunk of the view; None if it isn't one."""
     return _across(view, view.reads[0], part, tensors, len(view.reads))
 
 
 def _across(
-    view: Op, here: Access, part: Part, tensors: Mapping[str, Tensor], place: int
-) -> Part | None:
+    view: Op, here: Access, part: ChunkPart, tensors: Mapping[str, Tensor], position: int
+) -> ChunkPart | None:
     split = split_as(view, here, part)
     if split is None:
         return None
     parts = operand_parts(view, split, tensors)
-    return None if isinstance(parts, str) else parts[place]
+    return None if isinstance(parts, str) else parts[position]
 
 
 class StreamSpread:
@@ -200,12 +202,12 @@ class StreamSpread:
     """
 
     def __init__(
-        self, ops: Sequence[Op], tensors: Mapping[str, Tensor], pins: Mapping[str, Part]
+        self, ops: Sequence[Op], tensors: Mapping[str, Tensor], pins: Mapping[str, ChunkPart]
     ) -> None:
         self.ops, self.tensors, self.pins = ops, tensors, pins
         self.known = dict(pins)
         self.splits: dict[str, StreamSplit] = {}
-        self.parts: dict[str, tuple[Part | None, ...]] = {}
+        self.parts: dict[str, tuple[ChunkPart | None, ...]] = {}
         self.refused: dict[tuple[str, str], str] = {}
         self.changed = True
 
@@ -230,7 +232,7 @@ class StreamSpread:
             if part != WHOLE and op.name not in self.splits:
                 self.take(op, access, part)
 
-    def take(self, op: Op, access: Access, part: Part) -> None:
+    def take(self, op: Op, access: Access, part: ChunkPart) -> None:
         """Runs an op in chunks, as an operand comes, if that can be and contradicts no pin."""
         where = access.tensor, op.name
         split = split_as(op, access, part)
@@ -256,7 +258,7 @@ class StreamSpread:
         self.changed = True
         self.learn(op, op.writes, parts[len(op.reads) :])
 
-    def learn(self, op: Op, operands: Sequence[Access], parts: Sequence[Part | None]) -> None:
+    def learn(self, op: Op, operands: Sequence[Access], parts: Sequence[ChunkPart | None]) -> None:
         """Notes how temporaries come in chunks; what is known already stays."""
         for access, part in zip(operands, parts, strict=False):
             temp = self.tensors[access.tensor].role == "temp"

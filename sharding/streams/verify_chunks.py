@@ -16,7 +16,7 @@ from distmega.sharding.layout.domains import LoopDomain, Stream
 from distmega.sharding.layout.equality import shardings_differ
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.local_ops import LocalOps
-from distmega.sharding.resolve.resolve import Schedule
+from distmega.sharding.resolve.resolve import RankSchedule
 from distmega.sharding.streams.host_loops import HostLoop
 from distmega.sharding.streams.streams import StreamSplit, is_gather_ring
 
@@ -26,7 +26,7 @@ _Use = tuple[Op, Access, StreamSplit]
 def verify_chunks(
     program: Program,
     local: LocalOps,
-    schedule: Schedule,
+    schedule: RankSchedule,
     allocations: Mapping[str, AllocationDomain],
     host_loops: Sequence[HostLoop],
 ) -> None:

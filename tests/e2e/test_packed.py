@@ -140,7 +140,7 @@ def test_other_slots_keep_what_they_have():
     prompts = random_prompts(12, 30, 7)
     tokens = engine.prefill_all(prompts)
     other.prefill_all(prompts)
-    with patch("distmega.engine.prefill.prefill_size", lambda blueprint, num, most: num + 16):
+    with patch("distmega.engine.prefill.prefill_size", lambda decode_plan, num, most: num + 16):
         assert engine.prefill(prompts[1], 1) == tokens[1]
     for _ in range(3):
         steps = [each.decode_step(tokens)["next"].tolist() for each in (engine, other)]
@@ -152,7 +152,7 @@ def test_a_cache_filled_to_its_end_is_no_larger_program():
     engine = open_tiny("tiny-llama", 2)
     sizes: list[tuple[int, int]] = []
 
-    def size_of(blueprint: object, num_tokens: int, most: int) -> int:
+    def size_of(decode_plan: object, num_tokens: int, most: int) -> int:
         sizes.append((num_tokens, most))
         return num_tokens
 

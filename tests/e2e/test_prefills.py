@@ -16,7 +16,7 @@ from distmega.models.sampling import MOST_LIKELY, Sampling
 from distmega.sharding.layout.mesh import DeviceMesh
 
 CONTEXT = 48
-DRAWN = Sampling(temperature=1.0, top_k=20, top_p=0.9, seed=3)
+SAMPLED = Sampling(temperature=1.0, top_k=20, top_p=0.9, seed=3)
 
 
 def open_tiny(sampling: Sampling = MOST_LIKELY, batch: int = 1) -> Engine:
@@ -30,7 +30,7 @@ def prompt_of(num_tokens: int) -> list[int]:
     return torch.randint(0, 288, (num_tokens,), generator=generator).tolist()
 
 
-@pytest.mark.parametrize("sampling", [MOST_LIKELY, DRAWN])
+@pytest.mark.parametrize("sampling", [MOST_LIKELY, SAMPLED])
 @pytest.mark.parametrize("batch", [1, 2])
 def test_filled_up_prompts_give_the_tokens_of_exact_ones(sampling: Sampling, batch: int):
     exact, filled = open_tiny(sampling, batch), open_tiny(sampling, batch)
@@ -40,7 +40,7 @@ def test_filled_up_prompts_give_the_tokens_of_exact_ones(sampling: Sampling, bat
             one.prefill([0], before)
     with patch(
         "distmega.engine.prefill.prefill_size",
-        lambda blueprint, num, most: min(16 * -(-num // 16), most),
+        lambda decode_plan, num, most: min(16 * -(-num // 16), most),
     ):
         for num_tokens in (1, 5, 16, 47):
             ids = prompt_of(num_tokens)
@@ -56,11 +56,11 @@ def test_filled_up_prompts_give_the_tokens_of_exact_ones(sampling: Sampling, bat
 
 
 def test_sizes_are_few_and_hold_the_prompt():
-    blueprint = open_tiny().blueprint
-    assert [prefill_size(blueprint, num, CONTEXT) for num in (1, 17, 40)] == [1, 17, 40]
+    decode_plan = open_tiny().decode_plan
+    assert [prefill_size(decode_plan, num, CONTEXT) for num in (1, 17, 40)] == [1, 17, 40]
     with patch("distmega.engine.decode_plan.CPU", None):
-        assert [prefill_size(blueprint, num, CONTEXT) for num in (1, 17, 48)] == [1, 17, 48]
-        sizes = {num: prefill_size(blueprint, num, 8192) for num in range(1, 8193)}
+        assert [prefill_size(decode_plan, num, CONTEXT) for num in (1, 17, 48)] == [1, 17, 48]
+        sizes = {num: prefill_size(decode_plan, num, 8192) for num in range(1, 8193)}
     assert all(num <= size <= max(1.125 * num + 1, num + 63) for num, size in sizes.items())
     assert (sizes[64], sizes[65], sizes[1025], sizes[5000]) == (64, 128, 1152, 5120)
     assert len(set(sizes.values())) == 16 + 8 * 3
@@ -69,7 +69,7 @@ def test_sizes_are_few_and_hold_the_prompt():
 @pytest.mark.parametrize(("micro_batches", "captures"), [(0, True), (1, True), (2, False)])
 def test_prompts_in_micro_batches_do_not_become_graphs(micro_batches: int, captures: bool):
     engine = open_tiny()
-    options = replace(engine.blueprint.options, micro_batches=micro_batches)
-    blueprint = replace(engine.blueprint, options=options)
-    found = Prefills(blueprint, Mock(), engine.comm, torch.device("cuda"))
+    options = replace(engine.decode_plan.options, micro_batches=micro_batches)
+    decode_plan = replace(engine.decode_plan, options=options)
+    found = Prefills(decode_plan, Mock(), engine.comm, torch.device("cuda"))
     assert found._captures == captures

@@ -48,7 +48,7 @@ def reference_logits(
     """Logits [len(ids), vocab] of transformers computing in `dtype`, as float32. windows: whether
     those of the engine's model apply.
     """
-    config = engine.blueprint.config
+    config = engine.decode_plan.config
     if not windows:
         config = replace(config, windows=())
     config_class, model_class = CLASSES[config.architecture]

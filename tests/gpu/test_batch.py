@@ -32,7 +32,7 @@ def require_transformers_logits(engine: Engine, lengths: list[int]) -> None:
     """Sequences of these lengths, then NUM_DECODED steps together: logits within what transformers
     in bf16 errs against float32.
     """
-    vocab = engine.blueprint.config.vocab
+    vocab = engine.decode_plan.config.vocab
     sequences = [random_ids(vocab, length + NUM_DECODED) for length in lengths]
     for slot, ids in enumerate(sequences):
         engine.prefill(ids[:-NUM_DECODED], slot)
@@ -48,7 +48,7 @@ def require_transformers_logits(engine: Engine, lengths: list[int]) -> None:
 
 def test_several_steps_a_launch_equal_single_steps():
     engine = open_engine("smollm2-135m", 5)
-    prompts = [random_ids(engine.blueprint.config.vocab, n) for n in (3, 700, 128, 129, 257)]
+    prompts = [random_ids(engine.decode_plan.config.vocab, n) for n in (3, 700, 128, 129, 257)]
     stepwise = engine.generate_all(prompts, ignore_eos=True)
     together = [next(stepwise) for _ in range(40)]
     assert engine.stepping is not None
@@ -62,7 +62,7 @@ def test_several_steps_a_launch_equal_single_steps():
 
 def test_fewer_sequences_than_slots_and_again():
     engine = open_engine("smollm2-135m", 16)
-    prompts = [random_ids(engine.blueprint.config.vocab, n) for n in (40, 2, 300)]
+    prompts = [random_ids(engine.decode_plan.config.vocab, n) for n in (40, 2, 300)]
     first = [
         tokens
         for tokens, _ in zip(engine.generate_all(prompts, ignore_eos=True), range(30), strict=False)

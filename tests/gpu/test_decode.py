@@ -38,7 +38,7 @@ def random_ids(vocab: int, num: int) -> list[int]:
 @pytest.mark.parametrize(("num_prefilled", "num_decoded"), [(1, 12), (500, 8)])
 def test_logits_are_as_exact_as_transformers_in_bf16(name, num_prefilled, num_decoded):
     engine = open_engine(name)
-    ids = random_ids(engine.blueprint.config.vocab, num_prefilled + num_decoded)
+    ids = random_ids(engine.decode_plan.config.vocab, num_prefilled + num_decoded)
     exact = reference_logits(engine, ids, torch.float32)
     rounded = relative_error(reference_logits(engine, ids, torch.bfloat16), exact)
     assert relative_error(engine.logits(ids).float(), exact) < 1.5 * rounded
@@ -52,7 +52,7 @@ def test_logits_are_as_exact_as_transformers_in_bf16(name, num_prefilled, num_de
 @pytest.mark.parametrize("name", MODELS)
 def test_several_steps_a_launch_are_the_steps_one_by_one(name):
     engine = open_engine(name)
-    prompt = random_ids(engine.blueprint.config.vocab, 130)
+    prompt = random_ids(engine.decode_plan.config.vocab, 130)
     many = list(itertools.islice(engine.generate(prompt, ignore_eos=True), 64))
     one = [engine.prefill(prompt)]
     while len(one) < len(many):
@@ -80,7 +80,7 @@ def test_one_event_an_op_gives_the_same_bits(name):
 def test_the_next_launch_runs_while_tokens_are_given_out():
     """A caller as slow as the GPU costs hardly any time."""
     engine = open_engine("qwen3-0.6b")
-    tokens = random_ids(engine.blueprint.config.vocab, 130)
+    tokens = random_ids(engine.decode_plan.config.vocab, 130)
 
     def seconds(busy_s: float) -> float:
         steps = engine.generate(tokens, 1 + NUM_TIMED, ignore_eos=True)
@@ -99,7 +99,7 @@ def test_the_next_launch_runs_while_tokens_are_given_out():
 
 def test_a_limit_gives_the_first_tokens():
     engine = open_engine("smollm2-135m")
-    prompt = random_ids(engine.blueprint.config.vocab, 1000)
+    prompt = random_ids(engine.decode_plan.config.vocab, 1000)
     every = list(engine.generate(prompt, ignore_eos=True))
     assert len(every) == 1024 - 1000 + 1
     for limit in (1, 2, 3, 17):

@@ -11,7 +11,7 @@ from distmega.sharding.overlap.tile_times import Tiles
 pytestmark = pytest.mark.gpu
 pytest.importorskip("triton", reason="triton is not installed (pip install 'distmega[gpu]')")
 
-launch = pytest.importorskip("distmega.kernels.gemm.launch")
+launch = pytest.importorskip("distmega.kernels.gemm.start")
 
 
 def integers(*shape: int, seed: int) -> Tensor:

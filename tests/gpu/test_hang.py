@@ -10,7 +10,7 @@ from distmega.engine.requests import EngineOptions
 from distmega.errors import HangError
 from distmega.hostir.comm.communicator import SingleCommunicator
 from distmega.kernels.hopper.batch_words import EVENT_WORDS, EVENTS_AT
-from distmega.kernels.hopper.words import Linear
+from distmega.kernels.hopper.words import RowLinear
 from distmega.models.load import open_model
 from distmega.sharding.layout.mesh import DeviceMesh
 
@@ -46,7 +46,7 @@ def test_an_instruction_missing_from_a_queue_is_named(name):
     queue, words, counts = runner.queues.queues[LOST_SM], runner._words, runner._counts
     lost_op = name if name == "logits" else f"layers.{LOST_LAYER}.{name}"
     removed = next(
-        i for i, one in enumerate(queue) if isinstance(one, Linear) and one.name == lost_op
+        i for i, one in enumerate(queue) if isinstance(one, RowLinear) and one.name == lost_op
     )
     saved = words.clone(), counts.clone()
     words[LOST_SM, removed:-1] = saved[0][LOST_SM, removed + 1 :]

@@ -34,9 +34,9 @@ def peak_above_arenas(source: ModelSource | str) -> float:
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     engine = open_engine(source)
-    arenas = engine.blueprint.weights.num_bytes + engine.blueprint.states.num_bytes
+    arenas = engine.decode_plan.weights.num_bytes + engine.decode_plan.states.num_bytes
     extra = torch.cuda.max_memory_allocated() - before - arenas
-    print(f"{engine.blueprint.weights.num_bytes / MB:.0f} MB of weights, {extra / MB:.0f} beyond")
+    print(f"{engine.decode_plan.weights.num_bytes / MB:.0f} MB of weights, {extra / MB:.0f} beyond")
     return extra / MB
 
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from distmega.hostir.library import pointwise
 from distmega.kernels.pipelined import api, norms
 from distmega.kernels.pipelined import pointwise as launches
-from distmega.kernels.pipelined.choices import Choice
+from distmega.kernels.pipelined.choices import KernelChoice
 from distmega.kernels.pipelined.exprs import formula_of
-from distmega.kernels.pipelined.launches import Family
+from distmega.kernels.pipelined.families import LaunchFamily
 from distmega.program import expr
 
 pytestmark = pytest.mark.gpu
@@ -50,7 +50,7 @@ def check_pointwise(texts: list[str], tensors: list[Tensor], dtypes: list[torch.
     formula = formula_of(tuple(texts))
     results = [torch.empty(shape, dtype=d, device="cuda") for d in dtypes]
     family = launches.family_of(formula, tensors, results)
-    operands = launches.in_places(tensors, results)
+    operands = launches.inplace_inputs(tensors, results)
     for choice in tried(family, operands):
         for y in results:
             y.fill_(float("nan"))
@@ -154,7 +154,7 @@ def check_norm(op: str, x: Tensor, residual: Tensor | None, tma: bool) -> None:
             assert torch.equal(total.double(), summed)
 
 
-def tried(family: Family | None, operands: Sequence[Tensor | None]) -> list[Choice]:
+def tried(family: LaunchFamily | None, operands: Sequence[Tensor | None]) -> list[KernelChoice]:
     """A few choices of each kernel, compiled."""
     if family is None:
         return []

@@ -89,7 +89,7 @@ def test_packed_prompts_give_what_each_gives_alone():
 def test_a_prompt_gives_the_same_token_in_a_graph():
     """Prompts of one size by a program, then by a graph, between prompts of other sizes."""
     engine = open_engine("llama-3.2-1b", max_context=2048)
-    vocab = engine.blueprint.config.vocab
+    vocab = engine.decode_plan.config.vocab
     generator = torch.Generator().manual_seed(0)
     sizes = 100, 128, 5, 97, 1500, 101, 60, 1410
     prompts = [torch.randint(0, vocab, (n,), generator=generator).tolist() for n in sizes]

@@ -69,7 +69,7 @@ def test_replays_give_the_bits_of_single_nodes(name: str):
         for each, x in found.items():
             assert torch.isfinite(x).all()
             assert torch.equal(x, expected[each]), (number, each)
-        there = graph(given, in_place=True)
+        there = graph(given, inplace=True)
         again = nodes(given)
         assert all(torch.equal(x, again[each]) for each, x in there.items())
     assert graph.stats.replayed
@@ -114,7 +114,7 @@ def test_ten_thousand_replays_with_changing_inputs():
     wrong = torch.zeros((), device=DEVICE, dtype=torch.int64)
     for number in range(10_000):
         x = own["x"].fill_(number % 97)
-        (y,) = step(own if not number else {"x": x}, in_place=number % 2 == 1).values()
+        (y,) = step(own if not number else {"x": x}, inplace=number % 2 == 1).values()
         wrong += (y != 8 * x).sum()
     step.wait()
     assert step.stats.replayed

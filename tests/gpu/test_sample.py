@@ -10,14 +10,14 @@ from distmega.hostir.library import sampling as drawing
 from distmega.kernels.hopper.alarm import LOCAL_LIMIT_S, Alarm
 from distmega.kernels.hopper.batch_limits import list_words
 from distmega.kernels.hopper.words import (
-    DRAWN,
     LIMITED,
     MAX_SMS,
     SAMPLE_CHUNK,
+    SAMPLED,
     SEARCH_CHUNKS,
     SEARCHED,
     UNIT_ROWS,
-    Sample,
+    RowSample,
     pack,
 )
 from distmega.models.sampling import MAX_CANDIDATES, MOST_LIKELY, Sampling, joint_method
@@ -26,20 +26,20 @@ from tests.gpu.engines import open_engine
 
 pytestmark = pytest.mark.gpu
 
-NUM_DRAWS = 200
+NUM_SAMPLES = 200
 
 
-def drawn_by_kernel(
+def sampled_by_kernel(
     logits: Tensor, settings: list[float], seed: int, num_ranks: int = 1, first_id: int = 0
 ) -> list[int]:
-    """Tokens at NUM_DRAWS positions; settings of two values are limits, of three are looked for.
+    """Tokens at NUM_SAMPLES positions; settings of two values are limits, of three are looked for.
 
     num_ranks: that share the logits where limits are looked for, else only make way for others'
     candidates. first_id: of the logits, where they are not all.
     """
     num_sms = torch.cuda.get_device_properties(0).multi_processor_count
     vocab, kind = 0, kind_of(settings)
-    if num_ranks > 1 and kind != DRAWN:
+    if num_ranks > 1 and kind != SAMPLED:
         vocab = -(-len(logits) // num_ranks)
         logits = in_slots(logits, num_ranks, vocab)
     units = -(-len(logits) // UNIT_ROWS)
@@ -49,7 +49,7 @@ def drawn_by_kernel(
     src = chunks_at + max(2 + rows // SAMPLE_CHUNK + 1, SEARCH_CHUNKS) * SAMPLE_CHUNK * MAX_SMS
     queues = [
         pack(
-            Sample(
+            RowSample(
                 name="sample",
                 generation=0,
                 row0=first,
@@ -60,18 +60,18 @@ def drawn_by_kernel(
         )
         for first, last in itertools.pairwise(starts)
     ]
-    exchange = torch.zeros(src + len(logits), dtype=torch.int64, device="cuda")
-    alarm = Alarm(exchange, LOCAL_LIMIT_S)
-    tokens = torch.full((NUM_DRAWS,), -1, dtype=torch.int32, device="cuda")
-    sample_kernel.draw[(num_sms,)](
+    symmetric = torch.zeros(src + len(logits), dtype=torch.int64, device="cuda")
+    alarm = Alarm(symmetric, LOCAL_LIMIT_S)
+    tokens = torch.full((NUM_SAMPLES,), -1, dtype=torch.int32, device="cuda")
+    sample_kernel.sample[(num_sms,)](
         torch.tensor(queues, dtype=torch.int32, device="cuda"),
         logits,
         first_id,
         torch.tensor(settings, device="cuda"),
         torch.tensor([seed], device="cuda"),
-        exchange,
+        symmetric,
         tokens,
-        NUM_DRAWS,
+        NUM_SAMPLES,
         0,
         chunks_at,
         KIND=kind,
@@ -80,9 +80,9 @@ def drawn_by_kernel(
         num_warps=8,
         launch_cooperative_grid=True,
     )
-    drawn = tokens.tolist()
+    sampled = tokens.tolist()
     assert alarm.take() is None
-    return drawn
+    return sampled
 
 
 def in_slots(logits: Tensor, num_ranks: int, vocab: int) -> Tensor:
@@ -93,20 +93,22 @@ def in_slots(logits: Tensor, num_ranks: int, vocab: int) -> Tensor:
     return slots.flatten().cuda()
 
 
-def drawn_apart(logits: Tensor, settings: list[float], seed: int, num_ranks: int = 1) -> list[int]:
-    """As drawn_by_kernel by what draws for one of several sequences, 50 programs at once.
+def sampled_apart(
+    logits: Tensor, settings: list[float], seed: int, num_ranks: int = 1
+) -> list[int]:
+    """As sampled_by_kernel by what draws for one of several sequences, 50 programs at once.
     num_ranks: by so many ranks' logits of 100 SMs each, the last of which may have none.
     """
     size, programs, num_sms = list_words(len(logits)), 50, 100
-    highs = torch.full((num_ranks, MAX_SMS), float("nan"))
-    highs[:, :num_sms] = float("-inf")
+    row_maxima = torch.full((num_ranks, MAX_SMS), float("nan"))
+    row_maxima[:, :num_sms] = float("-inf")
     for rank, own in enumerate(logits.cpu().chunk(num_ranks)):
         parts = torch.stack([part.max() for part in own.chunk(num_sms)])
-        highs[rank, : len(parts)] = parts
-    tokens = torch.full((NUM_DRAWS,), -1, dtype=torch.int32, device="cuda")
-    sample_kernel.draw_apart[(programs,)](
+        row_maxima[rank, : len(parts)] = parts
+    tokens = torch.full((NUM_SAMPLES,), -1, dtype=torch.int32, device="cuda")
+    sample_kernel.sample_apart[(programs,)](
         logits,
-        highs.cuda(),
+        row_maxima.cuda(),
         torch.tensor(settings, device="cuda"),
         torch.tensor([seed], device="cuda"),
         torch.empty(programs * size, dtype=torch.int64, device="cuda"),
@@ -114,7 +116,7 @@ def drawn_apart(logits: Tensor, settings: list[float], seed: int, num_ranks: int
         len(logits),
         num_sms,
         size,
-        NUM_DRAWS // programs,
+        NUM_SAMPLES // programs,
         RANKS=num_ranks,
         num_warps=8,
     )
@@ -123,20 +125,20 @@ def drawn_apart(logits: Tensor, settings: list[float], seed: int, num_ranks: int
 
 def kind_of(settings: list[float]) -> int:
     if len(settings) < 3:
-        return DRAWN
+        return SAMPLED
     return LIMITED if 0 < settings[1] <= MAX_CANDIDATES else SEARCHED
 
 
-def drawn_by_library(
+def sampled_by_library(
     logits: Tensor, settings: list[float], seed: int, first_id: int = 0
 ) -> list[int]:
     limits = torch.tensor([settings], device=logits.device)
     if len(settings) == 3:
         limits = drawing.cutoff(logits[None], limits)
-    positions = torch.arange(NUM_DRAWS, device=logits.device)
-    rows = logits.expand(NUM_DRAWS, -1)
+    positions = torch.arange(NUM_SAMPLES, device=logits.device)
+    rows = logits.expand(NUM_SAMPLES, -1)
     seeds = torch.full_like(positions, seed)
-    limits = limits.expand(NUM_DRAWS, -1)
+    limits = limits.expand(NUM_SAMPLES, -1)
     last = first_id + len(logits)
     return drawing.sample(rows, limits, seeds, positions, first_id, last)[1].tolist()
 
@@ -176,11 +178,11 @@ def make_logits(kind: str, vocab: int) -> Tensor:
 def test_tokens_are_the_librarys(kind, vocab, settings):
     logits, values = make_logits(kind, vocab), list(settings)
     seed = 2**40 + vocab
-    found = drawn_by_kernel(logits, values, seed)
-    assert found == drawn_by_library(logits, values, seed)
-    assert found == drawn_by_kernel(logits, values, seed)
+    found = sampled_by_kernel(logits, values, seed)
+    assert found == sampled_by_library(logits, values, seed)
+    assert found == sampled_by_kernel(logits, values, seed)
     if len(values) == 3:
-        assert found == drawn_apart(logits, values, seed)
+        assert found == sampled_apart(logits, values, seed)
 
 
 @pytest.mark.parametrize("vocab", [151936, 49152, 1003])
@@ -190,27 +192,27 @@ def test_tokens_are_the_librarys(kind, vocab, settings):
 def test_tokens_of_all_ranks_are_those_of_one(kind, vocab, settings, num_ranks):
     """The last rank of 1003 tokens has fewer than the others, and none has whole units."""
     logits, values = make_logits(kind, vocab), list(settings)
-    found = drawn_by_kernel(logits, values, vocab, num_ranks)
-    assert found == drawn_by_library(logits, values, vocab)
-    assert found == drawn_apart(logits, values, vocab, num_ranks)
+    found = sampled_by_kernel(logits, values, vocab, num_ranks)
+    assert found == sampled_by_library(logits, values, vocab)
+    assert found == sampled_apart(logits, values, vocab, num_ranks)
 
 
 @pytest.mark.parametrize("settings", [(0.8, 50.0, 0.9), (1.0, 400.0, 0.95), (0.9, 0.0, 0.9)])
 def test_eight_ranks_share_the_places_of_four(settings):
     """Of maxima, for one of several sequences."""
     logits, values = make_logits("random", 128256), list(settings)
-    assert drawn_apart(logits, values, 7, 8) == drawn_by_library(logits, values, 7)
+    assert sampled_apart(logits, values, 7, 8) == sampled_by_library(logits, values, 7)
 
 
 def test_a_part_of_the_vocabulary_draws_with_its_own_noise():
     """The second rank's candidate is the library's for a base of 24576 tokens."""
     logits, settings = make_logits("random", 24576), [0.7, float("-inf")]
-    found = drawn_by_kernel(logits, settings, 7, num_ranks=2, first_id=24576)
-    assert found == drawn_by_library(logits, settings, 7, first_id=24576)
-    assert found != [24576 + token for token in drawn_by_library(logits, settings, 7)]
+    found = sampled_by_kernel(logits, settings, 7, num_ranks=2, first_id=24576)
+    assert found == sampled_by_library(logits, settings, 7, first_id=24576)
+    assert found != [24576 + token for token in sampled_by_library(logits, settings, 7)]
 
 
-DRAWS = {
+SAMPLES = {
     "plain": Sampling(temperature=15.0, seed=5),
     "limited": Sampling(temperature=40.0, top_k=50, top_p=0.9, seed=6),
     "top-p alone": Sampling(temperature=15.0, top_p=0.9, seed=7),
@@ -222,10 +224,10 @@ token comes twice in a row except by chance: its logits have a deviation of 24.
 
 
 @pytest.mark.parametrize("batch", [3, 16])
-@pytest.mark.parametrize("name", DRAWS)
+@pytest.mark.parametrize("name", SAMPLES)
 def test_sequences_draw_from_their_logits(name, batch):
     """As below, each sequence by its own seed and position."""
-    sampling = DRAWS[name]
+    sampling = SAMPLES[name]
     engine = open_engine("smollm2-135m", batch, sampling=sampling)
     prompts = [list(range(7, 12 + 5 * slot)) for slot in range(batch)]
     many = list(itertools.islice(engine.generate_all(prompts, ignore_eos=True), 12))
@@ -239,16 +241,16 @@ def test_sequences_draw_from_their_logits(name, batch):
         limits = drawing.cutoff(logits, settings) if settings.shape[1] == 3 else settings
         cached = [len(prompt) + len(one) - 2 for prompt in prompts]
         positions = torch.tensor(cached, device="cuda")
-        drawn = drawing.sample(logits, limits, seeds, positions, 0, logits.shape[1])[1]
-        assert one[-1] == tuple(drawn.tolist())
+        sampled = drawing.sample(logits, limits, seeds, positions, 0, logits.shape[1])[1]
+        assert one[-1] == tuple(sampled.tolist())
     assert many == one
     assert len({token for tokens in many for token in tokens}) > 3 * batch
 
 
 MIXED = {
-    "plain": (MOST_LIKELY, DRAWS["plain"], MOST_LIKELY, DRAWS["plain"]),
-    "top-k": (DRAWS["limited"], MOST_LIKELY, Sampling(temperature=15.0, top_k=3, seed=9)),
-    "all": (MOST_LIKELY, *DRAWS.values()),
+    "plain": (MOST_LIKELY, SAMPLES["plain"], MOST_LIKELY, SAMPLES["plain"]),
+    "top-k": (SAMPLES["limited"], MOST_LIKELY, Sampling(temperature=15.0, top_k=3, seed=9)),
+    "all": (MOST_LIKELY, *SAMPLES.values()),
 }
 """Samplings of sequences that are decoded together."""
 
@@ -273,8 +275,8 @@ def test_each_sequence_draws_its_own_way(name):
         limits = drawing.cutoff(logits, settings) if settings.shape[1] == 3 else settings
         cached = [len(prompt) + len(one) - 2 for prompt in prompts]
         positions = torch.tensor(cached, device="cuda")
-        drawn = drawing.sample(logits, limits, seeds, positions, 0, logits.shape[1])[1]
-        assert one[-1] == tuple(drawn.tolist())
+        sampled = drawing.sample(logits, limits, seeds, positions, 0, logits.shape[1])[1]
+        assert one[-1] == tuple(sampled.tolist())
         for slot, sampling in enumerate(samplings):
             assert sampling.temperature or one[-1][slot] == int(logits[slot].argmax())
     assert many == one
@@ -282,7 +284,7 @@ def test_each_sequence_draws_its_own_way(name):
 
 def test_one_engine_serves_sequences_of_several_samplings():
     """One after the other, as engines of their own do."""
-    samplings, prompt = (MOST_LIKELY, *DRAWS.values()), list(range(7, 40))
+    samplings, prompt = (MOST_LIKELY, *SAMPLES.values()), list(range(7, 40))
     engine = open_engine("smollm2-135m", sampling=samplings)
     for sampling in samplings:
         alone = open_engine("smollm2-135m", sampling=sampling)
@@ -290,10 +292,10 @@ def test_one_engine_serves_sequences_of_several_samplings():
         assert list(engine.generate(prompt, 20, sampling, ignore_eos=True)) == expected
 
 
-@pytest.mark.parametrize("name", DRAWS)
+@pytest.mark.parametrize("name", SAMPLES)
 def test_steps_draw_from_their_logits(name):
     """Several steps a launch give the tokens of single steps, and these are the library's."""
-    engine, sampling = open_engine("smollm2-135m", sampling=DRAWS[name]), DRAWS[name]
+    engine, sampling = open_engine("smollm2-135m", sampling=SAMPLES[name]), SAMPLES[name]
     prompt = list(range(7, 40))
     many = list(itertools.islice(engine.generate(prompt, ignore_eos=True), 40))
     one = [engine.prefill(prompt)]
@@ -305,7 +307,7 @@ def test_steps_draw_from_their_logits(name):
         limits = drawing.cutoff(logits, settings) if settings.shape[1] == 3 else settings
         seeds = torch.tensor([sampling.seed], device="cuda")
         positions = torch.tensor([len(prompt) + len(one) - 2], device="cuda")
-        drawn = drawing.sample(logits, limits, seeds, positions, 0, logits.shape[1])[1]
-        assert one[-1] == int(drawn)
+        sampled = drawing.sample(logits, limits, seeds, positions, 0, logits.shape[1])[1]
+        assert one[-1] == int(sampled)
     assert many == one
     assert len(set(many)) > 10

@@ -81,7 +81,7 @@ def run_all_checks(rank: int, num_ranks: int) -> None:
     comm = GlooCommunicator(DeviceMesh(tp=num_ranks), rank)
     check_values(comm)
     check_reductions(comm)
-    check_moves(comm)
+    check_movements(comm)
     check_point_to_point(comm)
     if num_ranks == 4:
         check_grid(rank)
@@ -139,7 +139,7 @@ def check_reductions(comm: Communicator) -> None:
     assert (first[0].item(), second[0].item()) == (size, 2 * size)
 
 
-def check_moves(comm: Communicator) -> None:
+def check_movements(comm: Communicator) -> None:
     size, rank = comm.mesh.num_ranks, comm.rank
     parts = [values(r, 2, 3, dtype=torch.bfloat16) for r in range(size)]
     for dim in (0, 1):

@@ -9,7 +9,7 @@ from tests.hostir.programs import RING, STREAMED
 SEGMENT = """
 host launched on mesh(tp=2, dp=3) on 0,1,2,3,4,5
   streams 1, events 0
-  room tp: 64 bytes
+  symmetric buffer tp: 64 bytes
   input x: f32[8, 4]
   temp y: f32[8, 4]
   program inner

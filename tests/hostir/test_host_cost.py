@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from distmega.hostir.lower.matmul_nodes import Room
+from distmega.hostir.lower.matmul_nodes import SymmetricBuffer
 from distmega.hostir.run.host_cost import count_instructions, explain_host
 from distmega.sharding.search.cost import H200
 from tests.hostir.programs import streamed
@@ -18,5 +18,5 @@ def test_explained_in_a_line():
     machine = replace(H200, overlap=RATES)
     line = "35 instructions a run, about 350 us of the host, 18 us where captured as a graph"
     assert explain_host(streamed(), machine) == line
-    host = replace(streamed(), rooms=(Room(mesh_axis="tp", num_bytes=4096),))
+    host = replace(streamed(), symmetric_buffers=(SymmetricBuffer(mesh_axis="tp", num_bytes=4096),))
     assert explain_host(host, machine) == f"{line}; 2 x 4,096 bytes of peer memory along tp"

@@ -110,11 +110,11 @@ def test_a_gather_with_several_readers_runs_beside_their_joined_product():
     config = replace(PRESETS["qwen3-8b"], num_layers=2)
     options = EngineOptions(max_context=4096)
     staged = plan_decode(config, DeviceMesh(tp=2), H200, options)
-    blueprint = lower_decode(config, staged, options, peer_memory=True)
+    decode_plan = lower_decode(config, staged, options, peer_memory=True)
     fused = {
         size: [
             (node.kind, node.w)
-            for node in lower_prefill(blueprint, size, "none").body
+            for node in lower_prefill(decode_plan, size, "none").body
             if isinstance(node, FusedMatmul)
         ]
         for size in (100, 2048)

@@ -14,7 +14,7 @@ from distmega.hostir.ir.nodes import HostProgram, walk_nodes
 from distmega.hostir.ir.text import parse_host, print_host
 from distmega.hostir.ir.verify import verify_host
 from distmega.hostir.lower.lower import lower_program
-from distmega.hostir.lower.matmul_nodes import FusedMatmul, Room
+from distmega.hostir.lower.matmul_nodes import FusedMatmul, SymmetricBuffer
 from distmega.hostir.passes.passes import peak_memory, run_passes
 from distmega.program.builder import ProgramBuilder
 from distmega.program.types import Program
@@ -83,7 +83,7 @@ def test_pairs_become_one_instruction(marks: dict, kinds: list[str]):
 def test_what_is_gathered_or_partial_is_not_allocated():
     _, _, host = lowered(ROWS)
     assert print_host(host).splitlines()[2:] == [
-        "  room tp: 256 bytes",
+        "  symmetric buffer tp: 256 bytes",
         "  input x: f32[2, 8]",
         "  weight w1: f32[6, 8]",
         "  temp h: f32[4, 6]",
@@ -107,14 +107,18 @@ def test_what_is_gathered_or_partial_is_not_allocated():
     ]
 
 
-@pytest.mark.parametrize("alike", [False, True])
-def test_an_instruction_says_where_all_ranks_compute_the_same(alike: bool):
+@pytest.mark.parametrize("replicated", [False, True])
+def test_an_instruction_says_where_all_ranks_compute_the_same(replicated: bool):
     p = ProgramBuilder("wide")
     program = p.build(p.linear(p.input("x", (4, 2)), p.weight("w", (64, 2)), name="y"))
     same = {"w": replicate(), "y": replicate()}
-    marks = {"x": shard(0, "tp")} | (same if alike else {"w": shard(0, "tp"), "y": shard(1, "tp")})
+    marks = {"x": shard(0, "tp")} | (
+        same if replicated else {"w": shard(0, "tp"), "y": shard(1, "tp")}
+    )
     _, local, host = lowered(marks, program)
-    assert [(node.kind, node.alike) for node in fused(host)] == [("all_gather_matmul", alike)]
+    assert [(node.kind, node.replicated) for node in fused(host)] == [
+        ("all_gather_matmul", replicated)
+    ]
     found = join(run_mesh(host, local, small(program)), local, ["y"])
     assert torch.equal(found["y"], run_program(program, small(program))["y"])
 
@@ -127,12 +131,12 @@ def test_a_sum_is_borrowed_where_it_is_used_before_the_next():
     program = p.build(p.linear(x, p.weight("w", (8, 8)), name="y"))
     _, _, host = lowered({"w": shard(1, "tp"), "x": shard(1, "tp")}, program)
     assert [(node.kind, node.borrows) for node in fused(host)] == [("matmul_all_reduce", False)]
-    lent = replace(host, body=tuple(lend(node) for node in host.body))
+    borrowed = replace(host, body=tuple(borrow(node) for node in host.body))
     with pytest.raises(VerifyError, match="in peer memory that is used again"):
-        verify_host(lent)
+        verify_host(borrowed)
 
 
-def lend(node):
+def borrow(node):
     return replace(node, borrows=True) if isinstance(node, FusedMatmul) else node
 
 
@@ -146,22 +150,24 @@ def test_what_is_borrowed_expires_with_the_next():
     _, _, host = lowered(marks, program)
     assert [node.borrows for node in fused(host)] == [False, True]
     with pytest.raises(VerifyError, match=r"\['a'\] in peer memory"):
-        verify_host(replace(host, body=tuple(lend(node) for node in host.body)))
+        verify_host(replace(host, body=tuple(borrow(node) for node in host.body)))
 
 
 def test_rooms_are_large_enough_and_final():
     _, _, host = lowered(COLUMNS)
-    with pytest.raises(VerifyError, match="a room of 8 bytes"):
-        verify_host(replace(host, rooms=(Room(mesh_axis="tp", num_bytes=8),)))
-    larger = (Room(mesh_axis="tp", num_bytes=10**6),)
-    with pytest.raises(VerifyError, match="rooms became"):
-        run_passes(host, passes=[lambda h: replace(h, rooms=larger)])
+    with pytest.raises(VerifyError, match="a symmetric buffer of 8 bytes"):
+        verify_host(
+            replace(host, symmetric_buffers=(SymmetricBuffer(mesh_axis="tp", num_bytes=8),))
+        )
+    larger = (SymmetricBuffer(mesh_axis="tp", num_bytes=10**6),)
+    with pytest.raises(VerifyError, match="symmetric buffers became"):
+        run_passes(host, passes=[lambda h: replace(h, symmetric_buffers=larger)])
 
 
 BESIDE = """
 host beside on mesh(tp=2)
   streams 2, events 2
-  room tp: 64 bytes
+  symmetric buffer tp: 64 bytes
   input x: f32[4, 2]
   weight w: f32[2, 2]
   temp s: f32[4, 2]

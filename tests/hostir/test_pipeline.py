@@ -22,7 +22,7 @@ from distmega.hostir.ir.nodes import (
 )
 from distmega.hostir.ir.text import parse_host, print_host
 from distmega.hostir.lower.lower import lower_program
-from distmega.hostir.lower.pipeline import IN_FLIGHT, Part, link_stage
+from distmega.hostir.lower.pipeline import IN_FLIGHT, StagePart, link_stage
 from distmega.hostir.passes.passes import run_passes
 from distmega.hostir.run.evaluator import Evaluator
 from distmega.models.config import ModelConfig
@@ -33,7 +33,7 @@ from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.localize import LocalProgram, localize
 from distmega.sharding.planner import plan_program
 from distmega.sharding.search.cost import CPU
-from distmega.sharding.stages import cut_places, split_stages
+from distmega.sharding.stages import cut_positions, split_stages
 from tests.hostir.programs import SegmentRunner, run_program, shard_tensors
 from tests.hostir.threads import ThreadCommunicator, Wires
 
@@ -74,7 +74,7 @@ def pipeline(
 ) -> Pipeline:
     """A decoder whose micro-batches have these sizes, equal ones but for the last."""
     mesh = DeviceMesh(pp=pp, tp=tp)
-    cuts = cut_places(decoder(1, config=config), pp)
+    cuts = cut_positions(decoder(1, config=config), pp)
     hosts, found = [], []
     for index in range(pp):
         parts = []
@@ -84,7 +84,7 @@ def pipeline(
             host = lower_program(
                 replace(local, mesh=mesh), megakernel=megakernel, peer_memory=megakernel
             )
-            parts.append(Part(stage=stage, host=host, count=list(sizes).count(size)))
+            parts.append(StagePart(stage=stage, host=host, count=list(sizes).count(size)))
         rows = {"tokens": 0, "positions": 0} | ({"logits": 0} if logits == "all" else {})
         hosts.append(run_passes(link_stage(parts, rows)))
         found.append(replace(local, mesh=mesh))

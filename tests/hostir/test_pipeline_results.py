@@ -19,7 +19,7 @@ from distmega.hostir.ir.nodes import (
     Wait,
 )
 from distmega.hostir.lower.lower import lower_program
-from distmega.hostir.lower.pipeline import Part, link_stage
+from distmega.hostir.lower.pipeline import StagePart, link_stage
 from distmega.hostir.passes.passes import run_passes
 from distmega.hostir.run.evaluator import Evaluator
 from distmega.program.builder import ProgramBuilder
@@ -54,7 +54,7 @@ def stages(marks: Mapping[str, Layout]) -> list[HostProgram]:
         mine = {name: layout for name, layout in marks.items() if name in stage.program.outputs}
         local = localize(plan_program(stage.program, MESH.part("pp", index), CPU, mine))
         host = lower_program(replace(local, mesh=MESH), megakernel=False, peer_memory=False)
-        part = Part(stage=stage, host=host, count=NUM_BATCHES)
+        part = StagePart(stage=stage, host=host, count=NUM_BATCHES)
         hosts.append(run_passes(link_stage([part], dict.fromkeys("xbcd", 0))))
     return hosts
 
@@ -109,4 +109,4 @@ def test_programs_of_two_sizes_have_names_of_their_own():
     local = localize(plan_program(stage.program, DeviceMesh(tp=1), CPU))
     host = lower_program(local, megakernel=False, peer_memory=False)
     with pytest.raises(PlanError, match=r"parts of a stage named \['rows', 'rows'\]"):
-        link_stage([Part(stage=stage, host=host)] * 2, {"x": 0})
+        link_stage([StagePart(stage=stage, host=host)] * 2, {"x": 0})

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from distmega.engine.decode_plan import DecodeBlueprint, lower_decode, lower_prefill, plan_decode
+from distmega.engine.decode_plan import DecodePlan, lower_decode, lower_prefill, plan_decode
 from distmega.engine.requests import EngineOptions
 from distmega.errors import VerifyError
 from distmega.hostir.ir.nodes import HostProgram
@@ -19,9 +19,9 @@ from distmega.sharding.search.cost import CPU, H200, Machine
 BY_ROWS = ("tokens", "positions", "sequences")
 
 
-def blueprint_of(
+def decode_plan_of(
     model: str, num_ranks: int, batch: int = 1, machine: Machine = H200, method: Method = GREEDY
-) -> DecodeBlueprint:
+) -> DecodePlan:
     config = replace(PRESETS[model], num_layers=2)
     options = EngineOptions(max_context=4096, batch=batch)
     staged = plan_decode(config, DeviceMesh(tp=num_ranks), machine, options, method=method)
@@ -44,19 +44,23 @@ def resized(host: HostProgram, size: int, name: str) -> HostProgram:
 def test_other_rows_give_the_text_of_a_program_lowered_for_them(
     model: str, num_ranks: int, batch: int, sizes: tuple[int, ...]
 ):
-    blueprint = blueprint_of(model, num_ranks, batch, method=Method(kind="plain"))
-    hosts = [lower_prefill(blueprint, size, "none") for size in sizes]
+    decode_plan = decode_plan_of(model, num_ranks, batch, method=Method(kind="plain"))
+    hosts = [lower_prefill(decode_plan, size, "none") for size in sizes]
     for host in hosts:
         for size, expected in zip(sizes, hosts, strict=True):
             found = verify_host(resized(host, size, expected.name))
-            rooms = zip(found.rooms, expected.rooms, strict=True)
-            assert all(room.num_bytes >= least.num_bytes for room, least in rooms)
-            assert print_host(replace(found, rooms=expected.rooms)) == print_host(expected)
+            symmetric_buffers = zip(
+                found.symmetric_buffers, expected.symmetric_buffers, strict=True
+            )
+            assert all(room.num_bytes >= least.num_bytes for room, least in symmetric_buffers)
+            assert print_host(
+                replace(found, symmetric_buffers=expected.symmetric_buffers)
+            ) == print_host(expected)
 
 
 def test_all_logits_and_other_chunks_of_a_vocabulary():
-    blueprint = blueprint_of("llama-3.2-1b", 4)
-    host, expected = (lower_prefill(blueprint, size, "all") for size in (2048, 2304))
+    decode_plan = decode_plan_of("llama-3.2-1b", 4)
+    host, expected = (lower_prefill(decode_plan, size, "all") for size in (2048, 2304))
     found = verify_host(resized(host, 2304, expected.name))
     assert found.buffer_map()["logits"].shape == expected.buffer_map()["logits"].shape
     assert found.outputs == expected.outputs
@@ -64,8 +68,8 @@ def test_all_logits_and_other_chunks_of_a_vocabulary():
 
 def test_rows_that_do_not_divide_over_ranks_are_refused():
     """On the CPU rows are as many as tokens."""
-    blueprint = blueprint_of("qwen3-8b", 2)
-    host = lower_prefill(blueprint, 2048, "none")
+    decode_plan = decode_plan_of("qwen3-8b", 2)
+    host = lower_prefill(decode_plan, 2048, "none")
     with pytest.raises(VerifyError, match="extents that divide as those of the program do"):
         resized(host, 2047, "odd")
 
@@ -74,7 +78,7 @@ def test_a_pipelines_micro_batches_are_refused():
     options = EngineOptions(max_context=256, micro_batches=2)
     config = PRESETS["tiny-llama"]
     staged = plan_decode(config, DeviceMesh(tp=1), CPU, replace(options, max_context=64))
-    blueprint = lower_decode(config, staged, replace(options, max_context=64), peer_memory=False)
-    host = lower_prefill(blueprint, 16, "none")
+    decode_plan = lower_decode(config, staged, replace(options, max_context=64), peer_memory=False)
+    host = lower_prefill(decode_plan, 16, "none")
     with pytest.raises(VerifyError, match="ForLoop in a program to resize"):
         resize_inputs(host, {"tokens": (32,), "positions": (32,)}, "longer")

@@ -101,13 +101,13 @@ def test_draws_have_the_distribution(vocab: int, temperature: float, top_k: int,
     """Chi-square over the positions of three seeds."""
     logits = torch.randn(1, vocab, generator=torch.Generator().manual_seed(2))
     expected = warped(logits, temperature, top_k, top_p)[0]
-    settings, num_draws = torch.tensor([[temperature, top_k, top_p]]), 20_000
+    settings, num_samples = torch.tensor([[temperature, top_k, top_p]]), 20_000
     for seed in (0, 1, 2**40):
-        drawn = draw(logits, settings, seed, torch.arange(num_draws))
+        drawn = draw(logits, settings, seed, torch.arange(num_samples))
         counts = drawn.bincount(minlength=vocab)
         possible = expected > 0
         assert counts[~possible].sum() == 0
-        wanted = expected[possible] * num_draws
+        wanted = expected[possible] * num_samples
         statistic = ((counts[possible] - wanted) ** 2 / wanted).sum().item()
         assert statistic < CHI2_999[int(possible.sum()) - 1]
 

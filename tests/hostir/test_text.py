@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from distmega.errors import ParseError, VerifyError
 from distmega.hostir.ir.nodes import (
     Allocate,
-    Arg,
+    Binding,
     Collective,
     CollectiveKind,
     Deallocate,
@@ -33,7 +33,7 @@ from distmega.hostir.ir.nodes import (
     WaitSignal,
 )
 from distmega.hostir.ir.text import parse_host, print_host
-from distmega.hostir.lower.matmul_nodes import FusedMatmul, Room
+from distmega.hostir.lower.matmul_nodes import FusedMatmul, SymmetricBuffer
 from distmega.program.types import Access, Axis, Index, Op, Tensor
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.overlap.pairs import PairKind
@@ -95,7 +95,7 @@ LEAVES = {
     LaunchMegakernel: st.builds(
         LaunchMegakernel,
         kernel=program_names,
-        args=st.lists(st.builds(Arg, name=names, buffer=names), max_size=3).map(tuple),
+        args=st.lists(st.builds(Binding, name=names, buffer=names), max_size=3).map(tuple),
     ),
     LibraryOp: st.builds(LibraryOp, op=library_ops),
     Collective: st.builds(
@@ -116,7 +116,7 @@ LEAVES = {
         out=names,
         num_rows=whole,
         borrows=st.booleans(),
-        alike=st.booleans(),
+        replicated=st.booleans(),
         forced=st.booleans(),
     ),
     Send: st.builds(Send, buffer=names, peer=peers, handle=st.one_of(st.just(""), names)),
@@ -163,7 +163,9 @@ programs = st.builds(
     segments=st.lists(st.sampled_from([mlp(), chain()]), max_size=2).map(tuple),
     num_streams=st.integers(1, 4),
     num_events=whole,
-    rooms=st.lists(st.builds(Room, mesh_axis=axis_names, num_bytes=whole), max_size=2).map(tuple),
+    symmetric_buffers=st.lists(
+        st.builds(SymmetricBuffer, mesh_axis=axis_names, num_bytes=whole), max_size=2
+    ).map(tuple),
 )
 
 

@@ -8,7 +8,7 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
-from distmega.hostir.comm.collectives import Collectives, Handle, copy_into, token
+from distmega.hostir.comm.collectives import Collectives, CommHandle, copy_into, token
 from distmega.hostir.ir.nodes import HostProgram
 from distmega.hostir.run import evaluator
 from distmega.hostir.run.evaluator import Evaluator, KernelRunner
@@ -58,23 +58,23 @@ class ThreadCommunicator(Collectives):
         return take
 
     def _gather(self, axis: str, x: Tensor) -> Callable[[], list[Tensor]]:
-        return self._exchange(axis, [x] * self.mesh.size(axis))
+        return self._swap(axis, [x] * self.mesh.size(axis))
 
-    def _exchange(self, axis: str, parts: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+    def _swap(self, axis: str, parts: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
         team = self.mesh.team(axis, self.rank)
         for peer, part in zip(team, parts, strict=True):
             self._put(axis, "team", peer, part)
         asked = [self._ask(axis, "team", peer) for peer in team]
         return lambda: [take() for take in asked]
 
-    def send(self, axis: str, x: Tensor, peer: int) -> Handle:
+    def send(self, axis: str, x: Tensor, peer: int) -> CommHandle:
         self._put(axis, "pair", self.mesh.team(axis, self.rank)[peer], x)
-        return Handle(lambda: None)
+        return CommHandle(lambda: None)
 
-    def recv(self, axis: str, out: Tensor, peer: int) -> Handle:
+    def recv(self, axis: str, out: Tensor, peer: int) -> CommHandle:
         source = self.mesh.team(axis, self.rank)[peer]
         take = self._ask(axis, "pair", source)
-        return Handle(lambda: copy_into(out, take()))
+        return CommHandle(lambda: copy_into(out, take()))
 
     def signal(self, axis: str, name: str, peer: int) -> None:
         self._put(axis, "signal", self.mesh.team(axis, self.rank)[peer], token())

@@ -1,14 +1,14 @@
 """What an instruction of the kernel of one row does, in words that tests of decoders use."""
 
 from distmega.kernels.hopper.plan import RowQueues
-from distmega.kernels.hopper.words import Instruction, Linear
+from distmega.kernels.hopper.words import Instruction, RowLinear
 
 
 def kind_of(queues: RowQueues, one: Instruction) -> str:
     """ "head" for products that a token is chosen from, "sum" for a sum over ranks, "gated" for two
     streams, "residual" for what takes a carried row, "qkv" for the rest, or the opcode.
     """
-    if not isinstance(one, Linear):
+    if not isinstance(one, RowLinear):
         return one.opcode.name.lower()
     epilogue = queues.epilogues[one.opcode]
     if epilogue.ranked:
@@ -26,5 +26,5 @@ def of_kind(queues: RowQueues, kind: str) -> list[Instruction]:
 
 
 def first_word(queues: RowQueues, name: str) -> int:
-    """First tagged word of the buffer whose name ends so."""
+    """First flagged word of the buffer whose name ends so."""
     return next(buffer.first for buffer in queues.buffers if buffer.name.endswith(name))

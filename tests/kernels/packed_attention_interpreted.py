@@ -13,7 +13,7 @@ from triton.runtime import interpreter
 
 from distmega.hostir.library import ops as library
 from distmega.kernels import packed_attention
-from distmega.kernels.packed_attention import Tiles, attend_packed
+from distmega.kernels.packed_attention import AttentionTiles, attend_packed
 
 PATCH_TENSORS = interpreter._patch_lang_tensor
 
@@ -24,7 +24,7 @@ def patch_tensors(tensor: type, scope: interpreter._LangPatchScope) -> None:
     scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
 
-SMALL = Tiles(rows=16, keys=16, warps=4, stages=1)
+SMALL = AttentionTiles(rows=16, keys=16, warps=4, stages=1)
 
 
 def error_of(lengths: tuple[int, ...], cached: tuple[int, ...], window: int, dim: int) -> float:

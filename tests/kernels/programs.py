@@ -8,24 +8,24 @@ from hypothesis import strategies as st
 from distmega.kernels.tasks.expand import expand_collectives, team_size
 from distmega.kernels.tasks.graph import build_task_graph
 from distmega.kernels.tasks.tile import tile_segment, verify_groups
-from distmega.kernels.tasks.types import Split, TaskGraph, TaskGroup
+from distmega.kernels.tasks.types import RangeSplit, TaskGraph, TaskGroup
 from distmega.program.builder import Handle, ProgramBuilder
 from distmega.program.types import Op, Program
 from distmega.sharding.layout.mesh import DeviceMesh
 
 
-def even(axes: str, extent: int, num_tiles: int) -> Split:
+def even(axes: str, extent: int, num_tiles: int) -> RangeSplit:
     """`num_tiles` uniform tiles of ceil(extent / num_tiles); the last may be shorter."""
     tile = -(-extent // num_tiles)
-    return Split(axes=tuple(axes.split()), bounds=(*range(0, extent, tile), extent))
+    return RangeSplit(axes=tuple(axes.split()), bounds=(*range(0, extent, tile), extent))
 
 
-def sized(axes: str, extent: int, tile: int) -> Split:
+def sized(axes: str, extent: int, tile: int) -> RangeSplit:
     """Tiles of a given size; the last may be shorter."""
-    return Split(axes=tuple(axes.split()), bounds=(*range(0, extent, tile), extent))
+    return RangeSplit(axes=tuple(axes.split()), bounds=(*range(0, extent, tile), extent))
 
 
-def tile_ops(program: Program, **splits: tuple[Split, ...]) -> tuple[TaskGroup, ...]:
+def tile_ops(program: Program, **splits: tuple[RangeSplit, ...]) -> tuple[TaskGroup, ...]:
     """One group an op, cut as the keyword of the op's name says."""
     return tuple(
         TaskGroup(op=op, splits=splits.get(op.name, ()), all_ranks=op.kind == "push")
@@ -186,7 +186,7 @@ def _random_op(
 
 
 @st.composite
-def random_splits(draw: st.DrawFn, op: Op) -> tuple[Split, ...]:
+def random_splits(draw: st.DrawFn, op: Op) -> tuple[RangeSplit, ...]:
     """Cuts of the parallel axes: one split over all of them composed, or one for each."""
     names = [axis.name for axis in op.axes if axis.role == "parallel" and not axis.lookup]
     composed = draw(st.booleans()) and names
@@ -195,5 +195,5 @@ def random_splits(draw: st.DrawFn, op: Op) -> tuple[Split, ...]:
         extent = prod(op.axis(name).extent for name in axes)
         cuts = draw(st.sets(st.integers(1, max(1, extent - 1)), max_size=3))
         bounds = sorted({0, extent, *(cut for cut in cuts if cut < extent)})
-        splits.append(Split(axes=axes, bounds=tuple(bounds)))
+        splits.append(RangeSplit(axes=axes, bounds=tuple(bounds)))
     return tuple(splits)

@@ -8,7 +8,7 @@ from tests.kernels.sm90 import OBJDUMP
 
 NUM_PRODUCTS = 64
 """Instructions by which a group of 8 units is multiplied by 1024 columns of x, a warp's part."""
-_PLACE = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(.*?);")
+_COORDINATE = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(.*?);")
 _BACK = re.compile(r"\bBRA\b.*?0x([0-9a-f]+)")
 
 
@@ -16,7 +16,7 @@ def spills_in_products(cubin: Path) -> list[str]:
     """Accesses to local memory in the loop over k of a decode kernel's products."""
     command = [str(OBJDUMP), "-sass", str(cubin)]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = [match.groups() for line in text.splitlines() if (match := _PLACE.match(line))]
+    found = [match.groups() for line in text.splitlines() if (match := _COORDINATE.match(line))]
     lines = [line for _, line in found]
     index = {int(place, 16): at for at, (place, _) in enumerate(found)}
     products = [at for at, line in enumerate(lines) if "HMMA" in line]

@@ -19,7 +19,7 @@ SHARED_BYTES = 232448
 """Most that a program of sm_90 may have."""
 REGISTERS = 65536
 """Of an SM."""
-_PLACE = re.compile(r"@global_smem, i\d+ (\d+)\)")
+_COORDINATE = re.compile(r"@global_smem, i\d+ (\d+)\)")
 OBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
@@ -34,7 +34,7 @@ class Machine:
     registers: int
     stack_bytes: int
     shared_bytes: int
-    shared_places: tuple[int, ...]
+    shared_addresses: tuple[int, ...]
     cubin: Path
 
 
@@ -83,5 +83,5 @@ def read_machine(files: Mapping[str, str]) -> Machine:
         stack_bytes=int(found[2]),
         shared_bytes=json.loads(paths[".json"].read_text())["shared"],
         cubin=paths[".cubin"],
-        shared_places=tuple(map(int, _PLACE.findall(paths[".llir"].read_text()))),
+        shared_addresses=tuple(map(int, _COORDINATE.findall(paths[".llir"].read_text()))),
     )

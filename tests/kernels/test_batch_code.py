@@ -8,7 +8,7 @@ import pytest
 from distmega.kernels.hopper import batch_kernel
 from distmega.kernels.hopper.batch_runner import AHEAD, STAGES
 from distmega.kernels.hopper.shapes import TILE_SHARED, WEIGHT_SHARED
-from distmega.kernels.hopper.words import DRAWN, GREEDY, LIMITED
+from distmega.kernels.hopper.words import GREEDY, LIMITED, SAMPLED
 from distmega.models.presets import PRESETS
 from tests.kernels.sm90 import Machine, compile_kernel
 from tests.kernels.test_batch_queues import queues_of
@@ -45,7 +45,7 @@ def compiled(head_dim: int, num_parts: int, qk_norm: bool, choice: int) -> Machi
 MACHINES = {
     "64 in two parts": (64, 2, False, GREEDY),
     "128 with norms": (128, 1, True, GREEDY),
-    "drawing": (64, 1, False, DRAWN),
+    "drawing": (64, 1, False, SAMPLED),
     "drawing within limits": (128, 1, True, LIMITED),
     "drawing within limits, heads of 64": (64, 2, False, LIMITED),
 }

@@ -11,16 +11,16 @@ from distmega.errors import UnsupportedError
 from distmega.kernels.hopper.batch_plan import BatchQueues
 from distmega.kernels.hopper.batch_queues import build_batch_queues
 from distmega.kernels.hopper.batch_words import (
+    FIELD_WORDS,
     GROUP_UNITS,
     NORMED,
     PAIRED,
-    PLACES,
     BatchAttention,
-    BatchDraw,
     BatchEmbed,
     BatchHead,
     BatchInstruction,
     BatchLinear,
+    BatchSample,
     pack,
 )
 from distmega.kernels.hopper.weight_order import matrix_columns, order_weights
@@ -32,12 +32,12 @@ from distmega.models.presets import PRESETS
 from distmega.models.sampling import Method
 
 MODELS = ("smollm2-135m", "llama-3.2-1b", "qwen3-0.6b", "qwen3-8b")
-LIKELIEST = Method()
+ARGMAX = Method()
 
 
 @cache
 def queues_of(
-    config: ModelConfig, batch: int = 16, num_sms: int = 132, method: Method = LIKELIEST
+    config: ModelConfig, batch: int = 16, num_sms: int = 132, method: Method = ARGMAX
 ) -> BatchQueues:
     program = build_decoder(config, 1, 256, batch=batch, dtype="bf16", method=method)
     weights = layout_arena(Space.WEIGHT, order_weights(program))
@@ -53,7 +53,7 @@ def kind_of(one: BatchInstruction, queues: BatchQueues) -> str:
             if epilogue.num_streams == 2:
                 return "gated"
             return "residual" if epilogue.num_carried else "qkv"
-        case BatchAttention() | BatchEmbed() | BatchHead() | BatchDraw():
+        case BatchAttention() | BatchEmbed() | BatchHead() | BatchSample():
             return type(one).__name__.removeprefix("Batch").lower()
     raise AssertionError(one)
 
@@ -76,11 +76,11 @@ def test_every_weight_row_is_read_once(name: str):
     tensors = program.tensor_map()
     linears = BatchLinear | BatchHead
     tasks = [one for queue in queues.queues for one in queue if isinstance(one, linears)]
-    for matrix, place in enumerate(queues.matrices):
+    for matrix, team_rank in enumerate(queues.matrices):
         own = [task for task in tasks if task.matrix == matrix and task.num_tiles_k]
         rows = sorted(row for task in own for row in rows_read(task))
-        names = [n for n, length in columns.items() if length == place.columns]
-        assert len(rows) == sum(tensors[n].num_elements // place.columns for n in names)
+        names = [n for n, length in columns.items() if length == team_rank.columns]
+        assert len(rows) == sum(tensors[n].num_elements // team_rank.columns for n in names)
         assert len(set(rows)) == len(rows)
 
 
@@ -138,12 +138,10 @@ def test_norm_weights_go_to_whoever_writes_x():
 def test_words_of_an_instruction():
     (queue, *_) = queues_of(PRESETS["llama-3.2-1b"]).queues
     for task in queue[:6]:
-        words, places = pack(task), PLACES[type(task)]
+        words, ring = pack(task), FIELD_WORDS[type(task)]
         assert len(words) == WORDS
-        assert {n: words[at] for n, at in places.items()} == {
-            n: int(getattr(task, n)) for n in places
-        }
-        assert len(set(places.values())) == len(places)
+        assert {n: words[at] for n, at in ring.items()} == {n: int(getattr(task, n)) for n in ring}
+        assert len(set(ring.values())) == len(ring)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from distmega.engine.decode_plan import DecodeBlueprint, lower_decode, plan_decode
+from distmega.engine.decode_plan import DecodePlan, lower_decode, plan_decode
 from distmega.engine.requests import EngineOptions
 from distmega.kernels.hopper.batch_plan import BatchQueues
 from distmega.kernels.hopper.batch_queues import build_batch_queues
@@ -15,7 +15,7 @@ from distmega.kernels.hopper.batch_runner import BatchRunner
 from distmega.kernels.hopper.batch_words import (
     BATCH,
     BEST_WORDS,
-    PLACES,
+    FIELD_WORDS,
     BatchAttention,
     BatchEmbed,
     BatchHead,
@@ -37,7 +37,7 @@ CASES = [("smollm2-135m", 2), ("llama-3.2-1b", 4), ("qwen3-8b", 2), ("llama-3-70
 COMPILED = [("llama-3.2-1b", 2), ("qwen3-8b", 4)]
 
 
-def blueprint(name: str, tp: int, batch: int = BATCH, **more: object) -> DecodeBlueprint:
+def decode_plan(name: str, tp: int, batch: int = BATCH, **more: object) -> DecodePlan:
     options = EngineOptions(max_context=256, batch=batch)
     plan = plan_decode(PRESETS[name], DeviceMesh(tp=tp), H200, options, **more)
     return lower_decode(PRESETS[name], plan, options, peer_memory=True, **more)
@@ -45,11 +45,11 @@ def blueprint(name: str, tp: int, batch: int = BATCH, **more: object) -> DecodeB
 
 @cache
 def team_queues(name: str, tp: int) -> list[BatchQueues]:
-    lowered = blueprint(name, tp)
+    lowered = decode_plan(name, tp)
     (segment,) = lowered.host.segments
     return [
-        build_batch_queues(segment, lowered.weights, lowered.states, 132, place)
-        for place in range(tp)
+        build_batch_queues(segment, lowered.weights, lowered.states, 132, team_rank)
+        for team_rank in range(tp)
     ]
 
 
@@ -71,18 +71,20 @@ def test_ranks_have_the_same_queues_but_for_their_parts(team: list[BatchQueues])
     def common(one: BatchInstruction) -> BatchInstruction:
         match one:
             case BatchEmbed():
-                return replace(one, own_part=0, place=0, first_token=0, first_column=0, first_id=0)
+                return replace(
+                    one, own_part=0, team_rank=0, first_token=0, first_column=0, first_id=0
+                )
             case BatchHead():
-                return replace(one, num_rows=0, first_id=0, place=0)
+                return replace(one, num_rows=0, first_id=0, team_rank=0)
             case BatchLinear():
                 return replace(one, own_part=0)
         return one
 
     first, *others = team
-    for place, queues in enumerate(others, start=1):
+    for team_rank, queues in enumerate(others, start=1):
         assert (queues.attention, queues.epilogues) == (first.attention, first.epilogues)
         assert queues.buffers == first.buffers
-        assert queues.first_id == place * first.vocab
+        assert queues.first_id == team_rank * first.vocab
         for mine, theirs in zip(queues.queues, first.queues, strict=True):
             assert list(map(common, mine)) == list(map(common, theirs))
 
@@ -140,20 +142,20 @@ def test_buffers_lie_behind_the_events(team: list[BatchQueues]):
         assert best.name == "best", "awaited before the parts of x with the same tag"
         (embed,) = {one[0] for one in queues.queues if one[0].row0 == 0 and one[0].num_units}
         assert best.first == embed.best
-        assert embed.place == queues.first_id // queues.vocab
+        assert embed.team_rank == queues.first_id // queues.vocab
         assert 2 * len(team) * BEST_WORDS == best.num_words
 
 
 def test_words_of_an_embedding():
     task = team_queues("llama-3.2-1b", 4)[3].queues[7][0]
     assert isinstance(task, BatchEmbed)
-    words, places = pack(task), PLACES[BatchEmbed]
+    words, ring = pack(task), FIELD_WORDS[BatchEmbed]
     assert len(words) == WORDS
-    assert {n: words[at] for n, at in places.items()} == {n: int(getattr(task, n)) for n in places}
-    assert len(set(places.values())) == len(places)
+    assert {n: words[at] for n, at in ring.items()} == {n: int(getattr(task, n)) for n in ring}
+    assert len(set(ring.values())) == len(ring)
 
 
-def open_batch_runner(lowered: DecodeBlueprint) -> BatchRunner:
+def open_batch_runner(lowered: DecodePlan) -> BatchRunner:
     """To be used within `offline`."""
     (segment,), tp = lowered.host.segments, lowered.staged.plan.mesh.num_ranks
     return BatchRunner(
@@ -169,7 +171,7 @@ def open_batch_runner(lowered: DecodeBlueprint) -> BatchRunner:
 @cache
 def compiled(name: str, tp: int) -> Machine:
     with pytest.MonkeyPatch.context() as patch, offline(patch) as launched:
-        open_batch_runner(blueprint(name, tp)).decode(1)
+        open_batch_runner(decode_plan(name, tp)).decode(1)
     (machine,) = launched
     return machine
 
@@ -193,9 +195,9 @@ def test_sums_travel_two_words_a_store_and_are_polled_at_scope_sys(name: str, tp
     assert len(polls) == 4 * tp
 
 
-def explain(word: int, tag: int, last: int, rank: int = 0) -> str:
+def explain(word: int, flag: int, last: int, rank: int = 0) -> str:
     queues = team_queues("llama-3.2-1b", 4)[rank]
-    return str(explain_batch_hang(queues, Report(tag=tag, word=word, last=last), 60.0, rank))
+    return str(explain_batch_hang(queues, Report(flag=flag, word=word, last=last), 60.0, rank))
 
 
 def test_the_rank_and_the_sm_that_owe_a_part_are_named():

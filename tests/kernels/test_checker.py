@@ -14,14 +14,14 @@ from distmega.engine.requests import EngineOptions
 from distmega.errors import CheckError
 from distmega.kernels.runtime.arena import PEER_BUFFERS
 from distmega.kernels.tasks.check import check_schedule, lay_out, num_ranks_to_check
-from distmega.kernels.tasks.check_queues import Memory, Task, check_queues
+from distmega.kernels.tasks.check_queues import CheckedTask, MemoryRegion, check_queues
 from distmega.kernels.tasks.expand import SOURCE, expand_collectives, team_size
 from distmega.kernels.tasks.footprints import Footprints
 from distmega.kernels.tasks.graph import build_task_graph
 from distmega.kernels.tasks.regions import access_boxes, task_tiles
 from distmega.kernels.tasks.schedule import schedule_graph
 from distmega.kernels.tasks.tile import tile_segment
-from distmega.kernels.tasks.types import Schedule, ScheduledTask, Signal, Wait
+from distmega.kernels.tasks.types import Schedule, ScheduledTask, TaskSignal, TaskWait
 from distmega.models.presets import PRESETS
 from distmega.program.types import Access
 from distmega.sharding.layout.mesh import DeviceMesh
@@ -34,7 +34,7 @@ MOST_GROWTH = 24
 NUM_LAUNCHES = 4
 
 
-def explicit_launch(schedule: Schedule, launch: int, copies: int) -> list[list[list[Task]]]:
+def explicit_launch(schedule: Schedule, launch: int, copies: int) -> list[list[list[CheckedTask]]]:
     """All ranks' queues with the memory that each task touches, as the explicit checker takes
     them.
     """
@@ -44,7 +44,7 @@ def explicit_launch(schedule: Schedule, launch: int, copies: int) -> list[list[l
     num_ranks = num_ranks_to_check(schedule)
     received = {a.tensor for group in groups if group.all_ranks for a in group.op.writes}
 
-    def memories(task: ScheduledTask, access: Access, owner: int, rank: int) -> Memory:
+    def memories(task: ScheduledTask, access: Access, owner: int, rank: int) -> MemoryRegion:
         group, name = groups[task.group], footprints.base(access.tensor)
         region = footprints.region(access, group, task.task)
         if access.tensor in received and group.all_ranks:
@@ -52,9 +52,9 @@ def explicit_launch(schedule: Schedule, launch: int, copies: int) -> list[list[l
             tiles = [t | {SOURCE: range(rank, rank + 1)} for t in task_tiles(group, task.task)]
             region = access_boxes(access, tiles, extents, shapes[access.tensor].shape)
         copy = f" copy {launch % copies}" if name in received else ""
-        return Memory(rank=owner, tensor=name + copy, region=region)
+        return MemoryRegion(rank=owner, tensor=name + copy, region=region)
 
-    def with_memory(task: ScheduledTask, bare: Task, rank: int) -> Task:
+    def with_memory(task: ScheduledTask, bare: CheckedTask, rank: int) -> CheckedTask:
         group = groups[task.group]
         owners = range(num_ranks) if group.all_ranks else (rank,)
         return replace(
@@ -200,7 +200,7 @@ def changed(schedule: Schedule, change: Callable[[ScheduledTask], ScheduledTask]
 def test_counts_that_do_not_fit_are_refused(block: Schedule) -> None:
     def wait_for(more: int) -> Callable[[ScheduledTask], ScheduledTask]:
         def change(task: ScheduledTask) -> ScheduledTask:
-            waits = tuple(Wait(event=w.event, count=w.count + more) for w in task.waits[:1])
+            waits = tuple(TaskWait(event=w.event, count=w.count + more) for w in task.waits[:1])
             return replace(task, waits=(*waits, *task.waits[1:]))
 
         return change
@@ -214,7 +214,7 @@ def test_signals_that_do_not_fit_are_refused(block: Schedule) -> None:
     dropped = changed(block, lambda task: replace(task, signals=task.signals[1:]))
     with pytest.raises(CheckError, match=r"waits for \d+ signals"):
         check_schedule(dropped)
-    extra = Signal(event=block.num_events)
+    extra = TaskSignal(event=block.num_events)
     more = replace(
         changed(block, lambda task: replace(task, signals=(*task.signals, extra))),
         num_events=block.num_events + 1,

@@ -48,11 +48,11 @@ class LoneTeam:
     """The first of `size` ranks that share nothing: what is compiled does not run."""
 
     size: int
-    place: int = 0
+    team_rank: int = 0
 
     def open(self, num_bytes: int) -> SimpleNamespace:
         words = torch.zeros(num_bytes // 8, dtype=torch.int64)
-        return SimpleNamespace(tensor=lambda place, shape, dtype: words)
+        return SimpleNamespace(tensor=lambda team_rank, shape, dtype: words)
 
 
 def open_runner(
@@ -102,8 +102,8 @@ def test_nothing_lies_where_x_does(name, num_ranks, trace):
     """
     tiles_k = padded_tiles_k(1)
     first = num_stages(tiles_k) * TILE_BYTES
-    places = decode_code(name, num_ranks, trace).shared_places
-    assert [at for at in places if first <= at < first + 2048 * tiles_k] == [first]
+    ring = decode_code(name, num_ranks, trace).shared_addresses
+    assert [at for at in ring if first <= at < first + 2048 * tiles_k] == [first]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from distmega.kernels.hopper.block_ptx import (
     SUMS,
     SUMS_BYTES,
     aim_asm,
-    place_asm,
+    insert_asm,
     score_asm,
     stage_asm,
     value_asm,
@@ -317,7 +317,7 @@ def test_rows_are_staged_and_placed(half, size):
     places = at, at + np.uint32(TILE_BYTES), *(lanes(0) for _ in range(4))
     given = {size * i: place for i, place in enumerate(places, 1)}
     given |= dict(enumerate(columns, 7 * size))
-    Warp(0, shared).run(place_asm(2 * half, size), given)
+    Warp(0, shared).run(insert_asm(2 * half, size), given)
     block = np.zeros((128, 2 * half), np.float32)
     block[77] = row
     expected = np.concatenate([swizzled(block[:, i : i + 64]) for i in range(0, 2 * half, 64)])

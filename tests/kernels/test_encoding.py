@@ -19,7 +19,14 @@ from distmega.kernels.runtime.arena import Space, layout_segment
 from distmega.kernels.tasks.graph import build_task_graph
 from distmega.kernels.tasks.schedule import schedule_graph
 from distmega.kernels.tasks.tile import tile_segment
-from distmega.kernels.tasks.types import Schedule, ScheduledTask, Signal, TaskGraph, TaskGroup, Wait
+from distmega.kernels.tasks.types import (
+    Schedule,
+    ScheduledTask,
+    TaskGraph,
+    TaskGroup,
+    TaskSignal,
+    TaskWait,
+)
 from distmega.program import expr
 from distmega.program.dtypes import ITEM_BYTES
 from distmega.program.types import Program
@@ -188,10 +195,10 @@ def test_a_wait_that_ranks_can_not_share_evenly_is_refused():
     graph = TaskGraph(
         segment=decoder(1, tp=2), groups=(TaskGroup(op=op, all_ranks=True),), events=(), team_size=2
     )
-    signal = Signal(event=0, all_ranks=True)
+    signal = TaskSignal(event=0, all_ranks=True)
     queue = (
         ScheduledTask(group=0, task=0, waits=(), signals=(signal,)),
-        ScheduledTask(group=0, task=0, waits=(Wait(event=0, count=3),), signals=()),
+        ScheduledTask(group=0, task=0, waits=(TaskWait(event=0, count=3),), signals=()),
     )
     broken = Schedule(graph=graph, queues=(queue,), num_events=1)
     with pytest.raises(CheckError, match="3 triggers of event 0 from 2 ranks"):

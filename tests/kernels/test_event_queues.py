@@ -24,8 +24,8 @@ from distmega.kernels.events.queues import (
     Dynamic,
     Entry,
     Queues,
+    assign_tasks,
     drains_faster,
-    place_tasks,
     without_wait,
 )
 from distmega.program.builder import ProgramBuilder
@@ -115,7 +115,7 @@ def test_adversarial_routings(ids: Ids, dynamic: Dynamic):
 def test_the_proof_holds_on_any_number_of_sms(num_sms: int, dynamic: Dynamic):
     queues = queues_of(4, 2, num_sms, dynamic)
     check_queues(queues)
-    everything = place_tasks(queues.graph, num_sms, dynamic)
+    everything = assign_tasks(queues.graph, num_sms, dynamic)
     check_queues(everything)
     assert queues.num_waits() <= everything.num_waits()
     if num_sms == 1 and dynamic == "never":
@@ -302,7 +302,7 @@ def test_queues_that_can_not_be(mutate, dynamic: Dynamic, message: str):
 
 
 def test_a_hang_names_who_waits_and_who_owes():
-    queues = reordered(place_tasks(analyse_events(rows_and_heads(), {}), 1, "never"))
+    queues = reordered(assign_tasks(analyse_events(rows_and_heads(), {}), 1, "never"))
     tensors = {"x": torch.randn(16, 64), "w": torch.randn(4, 8, 64)}
     with pytest.raises(HangError, match=r"SM 0: C\[0\] waits for .*owed by \['P\[0\]'\]"):
         run_queues(queues, tensors)

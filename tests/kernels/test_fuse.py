@@ -9,14 +9,14 @@ import pytest
 
 from distmega.errors import UnsupportedError
 from distmega.kernels.tasks.fuse import (
-    Draw,
     Fused,
     FusedAttention,
     FusedChoice,
     FusedContraction,
     FusedEmbedding,
+    FusedSample,
     Norm,
-    Stream,
+    WeightStream,
     canonical,
     fuse_segment,
 )
@@ -56,7 +56,7 @@ def test_what_a_layer_fuses_to():
         name=f"{at}.q",
         x="embedded",
         norm=Norm(weight=f"{at}.attn_norm", eps=config.norm_eps),
-        streams=(Stream(weights=(f"{at}.wq", f"{at}.wk", f"{at}.wv"), biases=("", "", "")),),
+        streams=(WeightStream(weights=(f"{at}.wq", f"{at}.wk", f"{at}.wv"), biases=("", "", "")),),
         outs=(f"{at}.q", f"{at}.k", f"{at}.v"),
     )
     assert attention == FusedAttention(
@@ -78,7 +78,7 @@ def test_what_a_layer_fuses_to():
         name=f"{at}.attn_sum",
         x=f"{at}.attention",
         norm=None,
-        streams=(Stream(weights=(f"{at}.wo",), biases=("",)),),
+        streams=(WeightStream(weights=(f"{at}.wo",), biases=("",)),),
         formula=expr.parse("a0 + a1"),
         operands=("embedded",),
         outs=(f"{at}.attn_sum",),
@@ -88,8 +88,8 @@ def test_what_a_layer_fuses_to():
         x=f"{at}.attn_sum",
         norm=Norm(weight=f"{at}.ffn_norm", eps=config.norm_eps),
         streams=(
-            Stream(weights=(f"{at}.w_gate",), biases=("",)),
-            Stream(weights=(f"{at}.w_up",), biases=("",)),
+            WeightStream(weights=(f"{at}.w_gate",), biases=("",)),
+            WeightStream(weights=(f"{at}.w_up",), biases=("",)),
         ),
         formula=expr.parse("a1 * silu(a0)"),
         outs=(f"{at}.ffn_mixed",),
@@ -111,12 +111,12 @@ def test_a_head_that_draws(method: Method, limits: str):
     head = fuse_segment(program)[-1]
     assert isinstance(head, FusedChoice)
     assert (head.logits, head.token) == ("logits", "next")
-    assert head.draw == Draw(
+    assert head.sampler == FusedSample(
         sampling="sampling", seeds="seeds", positions="positions", limits=limits
     )
 
 
-DRAWN_OVER_RANKS = (
+SAMPLED_OVER_RANKS = (
     ("plain", 0, 1, "none", "sample all_reduce", "given"),
     ("plain", 0, 1, "last", "all_gather sample", "given"),
     ("limited", 64, 1, "none", "all_gather top cutoff sample", "candidates"),
@@ -128,7 +128,7 @@ DRAWN_OVER_RANKS = (
 
 
 @pytest.mark.parametrize(
-    ("kind", "num_candidates", "batch", "logits", "behind", "limits"), DRAWN_OVER_RANKS
+    ("kind", "num_candidates", "batch", "logits", "behind", "limits"), SAMPLED_OVER_RANKS
 )
 @pytest.mark.parametrize("tp", [2, 4])
 def test_a_head_that_draws_over_ranks(kind, num_candidates, batch, logits, behind, limits, tp):
@@ -142,7 +142,7 @@ def test_a_head_that_draws_over_ranks(kind, num_candidates, batch, logits, behin
     assert isinstance(head, FusedChoice)
     assert (head.token, head.vocab, head.num_ranks) == ("next", config.vocab, tp)
     assert ("logits" in local.outputs) == (head.logits in local.outputs)
-    assert head.draw == Draw(
+    assert head.sampler == FusedSample(
         sampling="sampling", seeds="seeds", positions="positions", limits=limits
     )
 

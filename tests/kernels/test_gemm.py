@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from distmega.errors import ProgramError
 from distmega.kernels import matmul
-from distmega.sharding.overlap.tile_times import place_turns
+from distmega.sharding.overlap.tile_times import order_turns
 
 order = pytest.importorskip("distmega.kernels.gemm.order")
 
@@ -21,7 +21,7 @@ def test_every_tile_has_its_turn_once(rows, columns, ranks, data):
     first = data.draw(st.integers(0, ranks))
     group = data.draw(st.sampled_from([1, 4, 8]))
     tiles = [
-        order.place_gathered.fn(number, rows, columns, first, group, ranks)
+        order.locate_gathered.fn(number, rows, columns, first, group, ranks)
         for number in range(rows * columns * ranks)
     ]
     assert len(set(tiles)) == len(tiles)
@@ -38,9 +38,9 @@ def test_what_is_sent_goes_first_and_own_bands_follow_in_step(bands, columns, gr
     rank = data.draw(st.integers(0, ranks - 1))
     lag = data.draw(st.integers(1, bands))
     rows = bands * group
-    with patch.object(order, "place_band", order.place_band.fn):
+    with patch.object(order, "locate_band", order.locate_band.fn):
         tiles = [
-            order.place_sent.fn(number, rows, columns, rank, lag, group, ranks)
+            order.locate_sent.fn(number, rows, columns, rank, lag, group, ranks)
             for number in range(rows * columns * ranks)
         ]
     assert sorted(tiles) == [
@@ -48,11 +48,11 @@ def test_what_is_sent_goes_first_and_own_bands_follow_in_step(bands, columns, gr
     ]
     turns = list(dict.fromkeys((chunk, row // group) for chunk, row, _ in tiles))
     assert len(turns) == bands * ranks, "a band's tiles follow each other"
-    assert turns == [order.place_band.fn(i, bands, rank, lag, ranks) for i in range(len(turns))]
-    assert turns == list(place_turns(bands, rank, lag, ranks))
+    assert turns == [order.locate_band.fn(i, bands, rank, lag, ranks) for i in range(len(turns))]
+    assert turns == list(order_turns(bands, rank, lag, ranks))
     part = data.draw(st.integers(1, columns))
     grid = rows, columns, rank, group, lag, part
-    places = [order.place_part.fn(row, column, grid) for _, row, column in tiles]
+    places = [order.locate_part.fn(row, column, grid) for _, row, column in tiles]
     assert {parts for _, parts in places} == {bands * -(-columns // part)}
     for chunk in range(ranks):
         sent = [at for (at, _), tile in zip(places, tiles, strict=True) if tile[0] == chunk]
@@ -69,7 +69,7 @@ def test_what_is_sent_goes_first_and_own_bands_follow_in_step(bands, columns, gr
 
 
 def test_what_runs_at_one_time_reads_few_rows_and_columns():
-    tiles = [order.place_gathered.fn(number, 64, 56, 0, 8, 1) for number in range(132)]
+    tiles = [order.locate_gathered.fn(number, 64, 56, 0, 8, 1) for number in range(132)]
     assert len({row for _, row, _ in tiles}) == 8
     assert len({column for _, _, column in tiles}) == 17
 

@@ -34,7 +34,7 @@ def load(
     """What the loader does for a tile, in order, and how many slots it fills."""
     does = MagicMock()
     fakes = {
-        "place_part": order.place_part.fn,
+        "locate_part": order.locate_part.fn,
         "wait_event": lambda _words, index, *_: does.wait(int(index)),
         "clear_event": lambda _words, index: does.clear(int(index)),
         "before_tma_reads": lambda: None,
@@ -57,7 +57,7 @@ def load(
 def test_sums_begin_in_the_slots_of_other_ranks_and_end_in_the_own_one(sends, num_ranks, helped):
     found = spec.MatmulSpec(tile_n=128, stages=STAGES, num_ranks=num_ranks, sends=sends)
     row, left = 3, 256
-    place, _ = order.place_part.fn(row, left // 128, (CHUNK_ROWS, COLUMNS, 0, 2, 3, 2))
+    place, _ = order.locate_part.fn(row, left // 128, (CHUNK_ROWS, COLUMNS, 0, 2, 3, 2))
     for rank in range(num_ranks):
         expected = []
         sources = [source for source in range(num_ranks) if source != rank]

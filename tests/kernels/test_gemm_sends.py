@@ -33,7 +33,7 @@ class Recorder:
     copies: list[tuple[int, int, int, int, int]] = field(default_factory=list)
     words: list[int] = field(default_factory=list)
 
-    def room_address(self, rank: int) -> int:
+    def symmetric_address(self, rank: int) -> int:
         return (1 + rank) * ROOM
 
     def count_address(self, index: int) -> int:
@@ -128,7 +128,7 @@ def test_slices_that_tiles_give_away_are_computed_once_by_programs_that_were_idl
     for program in range(programs):
         end = order.end_pieces.fn(num_tiles, program, programs, split)
         for item in range(program, end, programs):
-            number, first, slices, word = order.place_piece.fn(
+            number, first, slices, word = order.locate_piece.fn(
                 item, num_tiles, k_tiles, programs, split
             )
             computed.update((number, k) for k in range(first, first + slices))
@@ -147,9 +147,9 @@ def test_slices_that_tiles_give_away_are_computed_once_by_programs_that_were_idl
 def _push(arrived: torch.Tensor, plan: SendPlan, rank: int, ranks: int, chunk_rows: int) -> None:
     """What the kernel itself stores into the peers' rooms."""
     rows, wide = ranks * chunk_rows * 128, plan.tiles.tile_n
-    with patch.object(order, "place_band", order.place_band.fn):
+    with patch.object(order, "locate_band", order.locate_band.fn):
         for number in range(plan.num_tiles - plan.num_late, plan.num_tiles):
-            chunk, row, column = order.place_sent.fn(
+            chunk, row, column = order.locate_sent.fn(
                 number, chunk_rows, plan.columns, rank, plan.lag, plan.tiles.group, ranks
             )
             assert chunk == rank
@@ -164,12 +164,12 @@ def _check_words(found: Recorder, plan: SendPlan, rank: int, ranks: int, chunk_r
     grid = chunk_rows, plan.columns, rank, plan.tiles.group, plan.lag, plan.part
     counted: Counter[int] = Counter()
     looked_at = set()
-    with patch.object(order, "place_band", order.place_band.fn):
+    with patch.object(order, "locate_band", order.locate_band.fn):
         for number in range(plan.num_tiles):
-            chunk, row, column = order.place_sent.fn(
+            chunk, row, column = order.locate_sent.fn(
                 number, chunk_rows, plan.columns, rank, plan.lag, plan.tiles.group, ranks
             )
-            place, parts = order.place_part.fn(row, column, grid)
+            place, parts = order.locate_part.fn(row, column, grid)
             if chunk != rank or (plan.shares and number < plan.num_tiles - plan.num_late):
                 counted[chunk * parts + place] += 1
             if chunk == rank:

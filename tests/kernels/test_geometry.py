@@ -6,13 +6,13 @@ from distmega.errors import ProgramError
 from distmega.kernels.isa.lowering import is_encodable, lower_group
 from distmega.kernels.isa.opcodes import Copy, Instruction, Linear, Nop, Pointwise
 from distmega.kernels.runtime.arena import layout_segment
-from distmega.kernels.tasks.types import Split, TaskGroup
+from distmega.kernels.tasks.types import RangeSplit, TaskGroup
 from distmega.program.builder import ProgramBuilder
 from distmega.program.types import Op, Program, accesses
 from tests.kernels.programs import decoder
 
 
-def lowered(program: Program, op: Op, *splits: Split) -> list[list[Instruction]]:
+def lowered(program: Program, op: Op, *splits: RangeSplit) -> list[list[Instruction]]:
     """Instructions of each task of one op."""
     layout = layout_segment(program)
     operands = [layout.operands[access.tensor] for access in accesses(op)]
@@ -24,7 +24,9 @@ def test_a_linear_over_heads_is_one_flat_range_a_task():
     p = ProgramBuilder("heads")
     x, w = p.input("x", (2, 16)), p.weight("w", (3, 2, 8, 16))
     program = p.build(p.linear(x, w, spec="m k, h g d k -> m h g d"))
-    tasks = lowered(program, program.ops[0], Split(axes=("h", "g", "d"), bounds=(0, 5, 27, 48)))
+    tasks = lowered(
+        program, program.ops[0], RangeSplit(axes=("h", "g", "d"), bounds=(0, 5, 27, 48))
+    )
     found = [
         (i.n, i.w.first, i.out.first, i.out_strides) for (i,) in tasks if isinstance(i, Linear)
     ]
@@ -47,7 +49,7 @@ def test_a_flat_range_that_is_no_box_becomes_several_parts():
     p = ProgramBuilder("copy")
     program = p.build(p.transpose(p.input("x", (4, 4)), (1, 0)))
     (head, middle, tail), rest = lowered(
-        program, program.ops[0], Split(axes=("i1", "i0"), bounds=(3, 9, 16))
+        program, program.ops[0], RangeSplit(axes=("i1", "i0"), bounds=(3, 9, 16))
     )
     assert all(isinstance(i, Copy) for i in (head, middle, tail))
     assert [i.extents for i in (head, middle, tail)] == [
@@ -72,7 +74,7 @@ def test_broadcast_dims_beyond_two_are_walked():
 def test_a_concat_task_copies_from_the_operands_it_meets():
     p = ProgramBuilder("join")
     program = p.build(p.concat([p.input("x", (2, 3)), p.input("y", (2, 5))], 1))
-    left, right = lowered(program, program.ops[0], Split(axes=("i1",), bounds=(0, 4, 8)))
+    left, right = lowered(program, program.ops[0], RangeSplit(axes=("i1",), bounds=(0, 4, 8)))
     assert [(i.extents[-2:], i.src.base, i.src.first, i.dst.first) for i in left] == [
         ((2, 3), 1, 0, 0), ((1, 2), 2, 0, 3)
     ]  # fmt: skip

@@ -11,12 +11,12 @@ from distmega.kernels.hopper.diagnosis import (
     read_report,
 )
 from distmega.kernels.hopper.plan import RowQueues
-from distmega.kernels.hopper.words import Attention, Linear
+from distmega.kernels.hopper.words import RowAttention, RowLinear
 from distmega.models.presets import PRESETS
 from distmega.models.sampling import Method
 from tests.kernels.test_batch_queues import queues_of as batch_queues_of
-from tests.kernels.test_hopper_draws import odd_queues
 from tests.kernels.test_hopper_queues import linears, queues_of
+from tests.kernels.test_hopper_sampling import odd_queues
 from tests.kernels.test_hopper_team import team_queues
 
 QUEUES = queues_of(PRESETS["qwen3-0.6b"])
@@ -37,20 +37,20 @@ def first_word(name: str, queues: RowQueues = QUEUES) -> int:
 
 
 def explain(sm: int, name: str, offset: int, step: int, layer: int) -> str:
-    tag = step * LAYERS + layer + 1
-    report = Report(last=sm, word=first_word(name) + offset, tag=tag)
+    flag = step * LAYERS + layer + 1
+    report = Report(last=sm, word=first_word(name) + offset, flag=flag)
     return str(explain_hang(QUEUES, report, limit_s=2.0))
 
 
 def test_report_of_the_device():
-    assert read_report(12 << 32 | 99 << 8 | 7) == Report(tag=12, word=99, last=7)
+    assert read_report(12 << 32 | 99 << 8 | 7) == Report(flag=12, word=99, last=7)
     high = (12 | 0xF0000000) << 32 | 99 << 8 | 200
-    assert read_report(high - 2**64) == Report(tag=0xF000000C, word=99, last=200)
+    assert read_report(high - 2**64) == Report(flag=0xF000000C, word=99, last=200)
 
 
 def test_buffers_lie_in_the_order_of_dataflow():
     """So the least (tag, word) of a report is the wait on which the others hang."""
-    for queues in (QUEUES, *team_queues("smollm2-135m", 2), *DRAWING):
+    for queues in (QUEUES, *team_queues("smollm2-135m", 2), *SAMPLING_KERNEL):
         names = [buffer.name for buffer in queues.buffers if buffer.num_words]
         order = ["embedded", "qkv", "partial", "attended", "parts of h", "h", "ffn", "parts of x"]
         order += ["x", "logits", "sample", "best"]
@@ -69,7 +69,7 @@ def test_every_word_of_a_linear_input_has_a_waiter_and_a_debtor(name):
         text = explain(3, name, offset, step=2, layer=4)
         assert f"word {offset} of '{BUFFERS[name]}'" in text
         assert "rank 0, SM 3 (instruction" in text
-        assert f"tag {2 * LAYERS + 4 + 1} (step 2, generation 4)" in text
+        assert f"flag {2 * LAYERS + 4 + 1} (step 2, generation 4)" in text
         assert "owed by rank 0, SM" in text
 
 
@@ -89,7 +89,7 @@ def test_debtor_is_the_sm_that_writes_the_word():
 def test_attention_waits_for_qkv_and_owes_partials():
     sm, task = next(
         (i, one) for i, queue in enumerate(QUEUES.queues) for one in queue
-        if isinstance(one, Attention) and one.generation == 6
+        if isinstance(one, RowAttention) and one.generation == 6
     )  # fmt: skip
     head = f"layers.6.attention, kv head {task.head}, split {task.split}"
     assert head in explain(sm, "qkv", 10, step=0, layer=6)
@@ -107,7 +107,7 @@ def test_next_token_waits_for_the_heads_maxima():
 
 
 def test_a_word_of_nobody():
-    report = Report(last=0, word=10**9, tag=1)
+    report = Report(last=0, word=10**9, flag=1)
     text = str(explain_hang(QUEUES, report, limit_s=2.0))
     assert "in no buffer" in text
     assert "nobody" in text
@@ -117,39 +117,39 @@ def test_the_rank_that_owes_a_part_is_named():
     mine = team_queues("smollm2-135m", 2)[0]
     sm, task = next(
         (i, one) for i, queue in enumerate(mine.queues) for one in queue
-        if isinstance(one, Linear) and one.name == "layers.3.attn_sum"
+        if isinstance(one, RowLinear) and one.name == "layers.3.attn_sum"
     )  # fmt: skip
     word = task.dst - task.num_rows + task.row0
-    report = Report(last=sm, word=word, tag=4)
+    report = Report(last=sm, word=word, flag=4)
     error = explain_hang(mine, report, limit_s=60.0, rank=0)
     assert f"rank 0, SM {sm} (instruction" in error.found
     assert f"'parts of {AT}attn_sum'" in error.found
     assert f"owed by rank 1, SM {sm}, instruction" in error.remedy
     assert "layers.3.attn_sum" in error.remedy
     best = first_word("best", mine) + 2 * (len(mine.queues) + 5)
-    report = Report(last=0, word=best, tag=mine.num_generations)
+    report = Report(last=0, word=best, flag=mine.num_generations)
     error = explain_hang(mine, report, limit_s=60.0, rank=0)
     assert "owed by rank 1, SM 5, instruction" in error.remedy
 
 
-DRAWING = odd_queues(Method(kind="limited"), 2)
+SAMPLING_KERNEL = odd_queues(Method(kind="limited"), 2)
 
 
-def explain_drawing(name: str, offset: int, sm: int, queues: RowQueues) -> HangError:
+def explain_sampling(name: str, offset: int, sm: int, queues: RowQueues) -> HangError:
     """Rank 1's error, of the only layer's tag."""
-    report = Report(last=sm, word=first_word(name, queues) + offset, tag=1)
+    report = Report(last=sm, word=first_word(name, queues) + offset, flag=1)
     return explain_hang(queues, report, limit_s=60.0, rank=1)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_rank_that_owes_logits_is_named(rank: int):
     """504 words of each rank, of which 502 and 501 are tokens: units of 8 rows an SM."""
-    mine = DRAWING[1]
+    mine = SAMPLING_KERNEL[1]
     slot = 504 * rank + 40
     sm = next(
         sm for sm, queue in enumerate(mine.queues) if queue[-1].row0 <= slot < queue[-1].num_rows
     )
-    error = explain_drawing("logits", slot, sm, mine)
+    error = explain_sampling("logits", slot, sm, mine)
     assert f"rank 1, SM {sm} (instruction" in error.found
     assert "next, slots" in error.found
     assert f"word {slot} of 'logits'" in error.found
@@ -160,16 +160,16 @@ def test_the_rank_that_owes_logits_is_named(rank: int):
 
 
 def test_the_sm_that_owes_a_number_or_a_candidate_of_a_draw_is_named():
-    error = explain_drawing("sample", 3 * 512 + 2 * 31 + 1, 4, DRAWING[1])
+    error = explain_sampling("sample", 3 * 512 + 2 * 31 + 1, 4, SAMPLING_KERNEL[1])
     assert "SM 4 (instruction" in error.found
     assert "next, slots" in error.found
     assert "owed by rank 1, SM 31, instruction" in error.remedy
-    error = explain_drawing("best", 2 * 31, 4, DRAWING[1])
+    error = explain_sampling("best", 2 * 31, 4, SAMPLING_KERNEL[1])
     assert "SM 4 (the choice of the next token)" in error.found
     assert "owed by rank 1, SM 31, instruction" in error.remedy
     assert "next, slots" in error.remedy
     plain = odd_queues(Method(kind="plain"), 2)[1]
-    error = explain_drawing("best", 2 * 31, 4, plain)
+    error = explain_sampling("best", 2 * 31, 4, plain)
     assert "owed by rank 0, SM 31, instruction" in error.remedy
     assert "next, rows" in error.remedy
 
@@ -181,7 +181,7 @@ def test_an_event_of_the_batched_kernel():
         for i, one in enumerate(queues.queues[0])
         if isinstance(one, BatchLinear) and one.flags & PAIRED
     )
-    report = Report(tag=3 * len(queues.queues), word=gated, last=2)
+    report = Report(flag=3 * len(queues.queues), word=gated, last=2)
     text = str(explain_batch_hang(queues, report, 2.0))
     assert f"event {gated} (layers.0.ffn_mixed, instruction {gated})" in text
     assert "that of step 2" in text

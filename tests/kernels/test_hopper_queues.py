@@ -10,18 +10,18 @@ from distmega.kernels.hopper.plan import RowQueues
 from distmega.kernels.hopper.queues import build_queues
 from distmega.kernels.hopper.weight_order import matrix_columns, order_weights
 from distmega.kernels.hopper.words import (
+    FIELD_WORDS,
     MAX_SMS,
     NO_WINDOW,
     PAIRED,
-    PLACES,
     SAMPLE_CHUNK,
     UNIT_ROWS,
     WORDS,
-    Attention,
-    Barrier,
-    Combine,
-    Linear,
-    Sample,
+    RowAttention,
+    RowBarrier,
+    RowCombine,
+    RowLinear,
+    RowSample,
     pack,
 )
 from distmega.kernels.runtime.arena import Space, layout_arena
@@ -48,12 +48,12 @@ def queues_of(
     return build_queues(program, weights, states, num_sms, mode=mode)
 
 
-def linears(queues: RowQueues, kind: str, layer: int) -> list[Linear]:
+def linears(queues: RowQueues, kind: str, layer: int) -> list[RowLinear]:
     found = of_kind(queues, kind)
-    return [one for one in found if isinstance(one, Linear) and one.generation == layer]
+    return [one for one in found if isinstance(one, RowLinear) and one.generation == layer]
 
 
-def rows_read(task: Linear) -> list[int]:
+def rows_read(task: RowLinear) -> list[int]:
     """Rows of its matrix in the order in which the loader brings them."""
     rows = []
     for unit in range(task.num_units):
@@ -71,13 +71,13 @@ def test_every_weight_row_is_read_once(name):
     columns = matrix_columns(program)
     queues = queues_of(config)
     tensors = program.tensor_map()
-    tasks = [one for queue in queues.queues for one in queue if isinstance(one, Linear)]
-    for matrix, place in enumerate(queues.matrices):
+    tasks = [one for queue in queues.queues for one in queue if isinstance(one, RowLinear)]
+    for matrix, team_rank in enumerate(queues.matrices):
         rows = sorted(row for task in tasks if task.matrix == matrix for row in rows_read(task))
-        names = [n for n, length in columns.items() if length == place.columns]
-        assert len(rows) == sum(tensors[n].num_elements // place.columns for n in names)
+        names = [n for n, length in columns.items() if length == team_rank.columns]
+        assert len(rows) == sum(tensors[n].num_elements // team_rank.columns for n in names)
         assert len(set(rows)) == len(rows)
-        assert rows[-1] < place.num_rows
+        assert rows[-1] < team_rank.num_rows
 
 
 @pytest.mark.parametrize("name", SUPPORTED)
@@ -96,18 +96,18 @@ def test_sms_share_each_op_evenly(name):
 def test_every_head_has_its_splits_and_one_combine():
     queues = queues_of(PRESETS["qwen3-0.6b"])
     found = [one for queue in queues.queues for one in queue]
-    splits = [(o.generation, o.head, o.split) for o in found if isinstance(o, Attention)]
+    splits = [(o.generation, o.head, o.split) for o in found if isinstance(o, RowAttention)]
     shape = queues.attention
     assert shape is not None
     num_layers = PRESETS["qwen3-0.6b"].num_layers
-    max_splits = next(o.max_splits for o in found if isinstance(o, Attention))
+    max_splits = next(o.max_splits for o in found if isinstance(o, RowAttention))
     assert sorted(splits) == [
         (layer, head, split)
         for layer in range(num_layers)
         for head in range(shape.num_kv_heads)
         for split in range(max_splits)
     ]
-    combined = sorted((o.generation, o.head) for o in found if isinstance(o, Combine))
+    combined = sorted((o.generation, o.head) for o in found if isinstance(o, RowCombine))
     assert combined == [
         (layer, head) for layer in range(num_layers) for head in range(shape.num_heads)
     ]
@@ -116,9 +116,9 @@ def test_every_head_has_its_splits_and_one_combine():
 def test_queues_are_in_program_order():
     config = PRESETS["llama-3.2-1b"]
     program = build_decoder(config, 1, 256, dtype="bf16")
-    places = {op.name: place for place, op in enumerate(program.ops)}
+    ring = {op.name: team_rank for team_rank, op in enumerate(program.ops)}
     for queue in queues_of(config).queues:
-        order = [(places[one.name], isinstance(one, Combine)) for one in queue]
+        order = [(ring[one.name], isinstance(one, RowCombine)) for one in queue]
         assert order == sorted(order)
         assert len(order) >= 4 * config.num_layers + 1
 
@@ -130,8 +130,8 @@ def test_draws_have_room_for_all_logits_of_an_sm(name):
     rows = []
     for queue in queues.queues:
         head, sample = queue[-2:]
-        assert isinstance(head, Linear)
-        assert isinstance(sample, Sample)
+        assert isinstance(head, RowLinear)
+        assert isinstance(sample, RowSample)
         assert kind_of(queues, head) == "head"
         last = min(head.row0 + head.num_units * UNIT_ROWS, head.num_rows)
         assert (sample.row0, sample.num_rows, sample.vocab) == (head.row0, last, 0)
@@ -140,7 +140,7 @@ def test_draws_have_room_for_all_logits_of_an_sm(name):
     num_chunks = 1 + queues.head_rows // SAMPLE_CHUNK + 1
     assert queues.best - queues.sample >= num_chunks * SAMPLE_CHUNK * MAX_SMS
     assert queues.num_words - queues.best >= 2 * len(queues.queues)
-    assert greedy.draw is None
+    assert greedy.sampler is None
     assert [queue[:-1] for queue in queues.queues] == [*greedy.queues]
 
 
@@ -148,12 +148,12 @@ def test_words_of_an_instruction():
     task = linears(queues_of(PRESETS["llama-3.2-1b"]), "gated", 3)[7]
     words = pack(task)
     assert len(words) == WORDS
-    assert {name: words[place] for name, place in PLACES[Linear].items()} == {
-        name: int(getattr(task, name)) for name in PLACES[Linear]
+    assert {name: words[team_rank] for name, team_rank in FIELD_WORDS[RowLinear].items()} == {
+        name: int(getattr(task, name)) for name in FIELD_WORDS[RowLinear]
     }
-    for places in PLACES.values():
-        assert len(set(places.values())) == len(places)
-        assert max(places.values()) < WORDS
+    for ring in FIELD_WORDS.values():
+        assert len(set(ring.values())) == len(ring)
+        assert max(ring.values()) < WORDS
 
 
 def test_one_event_an_op_has_a_barrier_behind_each():
@@ -161,15 +161,15 @@ def test_one_event_an_op_has_a_barrier_behind_each():
     config = replace(PRESETS["llama-3.2-1b"], num_layers=3)
     plain, barred = queues_of(config), queues_of(config, mode="op")
     for sm, queue in enumerate(barred.queues):
-        kinds = [(one.opcode, one.name) for one in queue if not isinstance(one, Barrier)]
+        kinds = [(one.opcode, one.name) for one in queue if not isinstance(one, RowBarrier)]
         assert kinds == [(one.opcode, one.name) for one in plain.queues[sm]]
-        barriers = [i for i, one in enumerate(queue) if isinstance(one, Barrier)]
+        barriers = [i for i, one in enumerate(queue) if isinstance(one, RowBarrier)]
         assert len(barriers) == 3 * 5
         between = [queue[i:j] for i, j in pairwise([-1, *barriers])]
         for number, ops in enumerate(between):
             kinds = {kind_of(barred, one) for one in ops} - {"barrier"}
             assert kinds <= OPS[number % 5], (sm, number)
-    first = [one for one in barred.queues[0] if isinstance(one, Barrier)]
+    first = [one for one in barred.queues[0] if isinstance(one, RowBarrier)]
     assert len({one.dst for one in first[:5]}) == 5
     assert [one.dst for one in first] == [one.dst for one in first[:5]] * 3
 
@@ -180,7 +180,7 @@ def test_windows_and_parts_of_groups():
     shape = queues.attention
     assert shape is not None
     assert (shape.group, shape.num_parts, shape.num_queries) == (18, 3, 6)
-    tasks = [one for queue in queues.queues for one in queue if isinstance(one, Attention)]
+    tasks = [one for queue in queues.queues for one in queue if isinstance(one, RowAttention)]
     for layer in range(16):
         own = [one for one in tasks if one.generation == layer]
         assert {one.window for one in own} == {NO_WINDOW if layer % 2 else 64}
@@ -188,15 +188,15 @@ def test_windows_and_parts_of_groups():
             heads = [one.query0 + i for one in own if one.split == split for i in range(6)]
             assert sorted(heads) == list(range(36))
         assert all(one.query0 // 18 == one.head for one in own)
-    combines = [one for queue in queues.queues for one in queue if isinstance(one, Combine)]
+    combines = [one for queue in queues.queues for one in queue if isinstance(one, RowCombine)]
     assert {(one.generation % 2, one.window) for one in combines} == {(0, 64), (1, NO_WINDOW)}
 
 
 def test_the_last_part_of_a_group_overlaps_the_one_before():
     queues = queues_of(replace(PRESETS["llama-3.2-1b"], num_heads=22, num_kv_heads=2))
-    first = [one for queue in queues.queues for one in queue if isinstance(one, Attention)]
-    places = {(one.head, one.query0) for one in first}
-    assert places == {(0, 0), (0, 5), (1, 11), (1, 16)}
+    first = [one for queue in queues.queues for one in queue if isinstance(one, RowAttention)]
+    ring = {(one.head, one.query0) for one in first}
+    assert ring == {(0, 0), (0, 5), (1, 11), (1, 16)}
     assert queues.attention is not None
     assert queues.attention.num_queries == 6
 

@@ -9,7 +9,7 @@ from distmega.engine.decode_plan import lower_decode, model_mesh, plan_decode
 from distmega.engine.requests import EngineOptions
 from distmega.kernels.hopper.plan import RowQueues
 from distmega.kernels.hopper.queues import build_queues
-from distmega.kernels.hopper.words import FROM_EMBEDDING, Embed, Linear
+from distmega.kernels.hopper.words import FROM_EMBEDDING, RowEmbed, RowLinear
 from distmega.models.presets import PRESETS
 from distmega.sharding.search.cost import H200
 from tests.kernels.kinds import of_kind
@@ -18,14 +18,14 @@ CASES = [("smollm2-135m", 1, 2), ("llama-3.2-1b", 1, 4), ("qwen3-8b", 2, 2)]
 
 
 @cache
-def stage_queues(name: str, tp: int, pp: int, place: int = 0) -> list[RowQueues]:
+def stage_queues(name: str, tp: int, pp: int, team_rank: int = 0) -> list[RowQueues]:
     options, config = EngineOptions(max_context=256), PRESETS[name]
     found = []
     for index in range(pp):
         plan = plan_decode(config, model_mesh(tp, pp), H200, options, index=index)
         lowered = lower_decode(config, plan, options, peer_memory=True)
         (segment,) = lowered.host.segments
-        found.append(build_queues(segment, lowered.weights, lowered.states, 132, place))
+        found.append(build_queues(segment, lowered.weights, lowered.states, 132, team_rank))
     return found
 
 
@@ -34,7 +34,7 @@ def work(queues: RowQueues, kind: str) -> list[tuple[str, int, int]]:
     return [
         (one.name, one.row0, one.num_units)
         for one in of_kind(queues, kind)
-        if isinstance(one, Linear)
+        if isinstance(one, RowLinear)
     ]
 
 
@@ -61,7 +61,7 @@ def test_a_stage_enters_and_leaves_by_x(name: str, tp: int, pp: int) -> None:
             one.generation
             for queue in stage.queues
             for one in queue
-            if isinstance(one, Linear) and one.flags & FROM_EMBEDDING
+            if isinstance(one, RowLinear) and one.flags & FROM_EMBEDDING
         }
         assert given == (set() if tp > 1 else {0})
         assert all(kept.first + kept.num <= stage.num_kept for kept in stage.outputs)
@@ -70,9 +70,9 @@ def test_a_stage_enters_and_leaves_by_x(name: str, tp: int, pp: int) -> None:
 def test_the_first_rank_of_a_stage_gives_all_of_them_x() -> None:
     """As the only row, number 0, of an embedding matrix."""
     pushes = []
-    for place in range(2):
-        later = stage_queues("qwen3-8b", 2, 2, place)[1]
-        pushes.append([one for queue in later.queues for one in queue if isinstance(one, Embed)])
+    for team_rank in range(2):
+        later = stage_queues("qwen3-8b", 2, 2, team_rank)[1]
+        pushes.append([one for queue in later.queues for one in queue if isinstance(one, RowEmbed)])
     mine, theirs = pushes
     assert {(one.row0, one.num_rows) for one in mine} == {(0, 1)}
     assert {(one.row0, one.num_rows) for one in theirs} == {(1, 1)}

@@ -5,11 +5,11 @@ from functools import cache
 
 import pytest
 
-from distmega.engine.decode_plan import DecodeBlueprint, lower_decode, plan_decode
+from distmega.engine.decode_plan import DecodePlan, lower_decode, plan_decode
 from distmega.engine.requests import EngineOptions
 from distmega.kernels.hopper.plan import RowQueues
 from distmega.kernels.hopper.queues import build_queues
-from distmega.kernels.hopper.words import EMBEDDED, Embed, Instruction, Linear
+from distmega.kernels.hopper.words import EMBEDDED, Instruction, RowEmbed, RowLinear
 from distmega.kernels.tasks.fuse import (
     FusedChoice,
     FusedContraction,
@@ -25,7 +25,7 @@ from tests.kernels.kinds import kind_of, of_kind
 CASES = [("smollm2-135m", 2), ("llama-3.2-1b", 4), ("qwen3-8b", 2), ("llama-3-70b", 8)]
 
 
-def blueprint(name: str, tp: int, logits: str = "none") -> DecodeBlueprint:
+def decode_plan(name: str, tp: int, logits: str = "none") -> DecodePlan:
     options = EngineOptions(max_context=256)
     plan = plan_decode(PRESETS[name], DeviceMesh(tp=tp), H200, options, logits)
     return lower_decode(PRESETS[name], plan, options, peer_memory=True)
@@ -33,10 +33,11 @@ def blueprint(name: str, tp: int, logits: str = "none") -> DecodeBlueprint:
 
 @cache
 def team_queues(name: str, tp: int) -> list[RowQueues]:
-    lowered = blueprint(name, tp)
+    lowered = decode_plan(name, tp)
     (segment,) = lowered.host.segments
     return [
-        build_queues(segment, lowered.weights, lowered.states, 132, place) for place in range(tp)
+        build_queues(segment, lowered.weights, lowered.states, 132, team_rank)
+        for team_rank in range(tp)
     ]
 
 
@@ -50,7 +51,7 @@ def team(request: pytest.FixtureRequest) -> tuple[ModelConfig, list[RowQueues]]:
 @pytest.mark.parametrize(("name", "tp"), CASES)
 @pytest.mark.parametrize("logits", ["none", "last"])
 def test_collectives_become_part_of_what_they_follow(name, tp, logits):
-    lowered = blueprint(name, tp, logits)
+    lowered = decode_plan(name, tp, logits)
     (segment,) = lowered.host.segments
     first, *rest, head = fuse_segment(segment)
     config = PRESETS[name]
@@ -66,18 +67,18 @@ def test_collectives_become_part_of_what_they_follow(name, tp, logits):
 
 def test_ranks_have_the_same_queues_but_for_their_vocabulary(team):
     def common(one: Instruction) -> Instruction:
-        if isinstance(one, Embed):
+        if isinstance(one, RowEmbed):
             return replace(one, row0=0, dst=0)
-        is_head = isinstance(one, Linear) and first.epilogues[one.opcode].ranked
+        is_head = isinstance(one, RowLinear) and first.epilogues[one.opcode].ranked
         return replace(one, num_rows=0, dst=0) if is_head else one
 
     _, (first, *others) = team
     assert first.num_ranks == 1 + len(others)
-    for place, queues in enumerate(others, start=1):
+    for team_rank, queues in enumerate(others, start=1):
         assert queues.attention == first.attention
         assert queues.epilogues == first.epilogues
         assert queues.num_words == first.num_words
-        assert queues.first_id == place * first.vocab
+        assert queues.first_id == team_rank * first.vocab
         for mine, theirs in zip(queues.queues, first.queues, strict=True):
             assert list(map(common, mine)) == list(map(common, theirs))
 
@@ -88,7 +89,7 @@ def test_every_token_has_its_row_pushed_whole_and_once(team):
         pushed: list[int] = []
         for queues in ranks:
             for one in of_kind(queues, "embed"):
-                assert isinstance(one, Embed)
+                assert isinstance(one, RowEmbed)
                 if 0 <= token - one.row0 < one.num_rows:
                     last = min(one.column + 256, one.num_words)
                     pushed += [one.dst + word for word in range(one.column, last)]
@@ -101,7 +102,7 @@ def test_both_sums_of_a_layer_give_an_sm_the_same_rows(team):
     assert not of_kind(queues, "residual")
     for queue in queues.queues:
         sums = [one for one in queue if kind_of(queues, one) == "sum"]
-        assert all(isinstance(one, Linear) for one in sums)
+        assert all(isinstance(one, RowLinear) for one in sums)
         assert len({(one.row0, one.num_units) for one in sums}) <= 1
         assert len(sums) in (0, 2 * config.num_layers)
 

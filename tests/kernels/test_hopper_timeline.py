@@ -3,7 +3,7 @@
 import re
 
 from distmega.kernels.hopper.timeline import timeline_spans
-from distmega.kernels.hopper.words import STAMPS, Attention, Combine
+from distmega.kernels.hopper.words import STAMPS, RowAttention, RowCombine
 from distmega.models.presets import PRESETS
 from tests.kernels.test_hopper_queues import queues_of
 
@@ -25,8 +25,8 @@ def made_up(num_steps: int) -> list[list[list[list[int]]]]:
                 begin = START + step * 10**9 + i * 10_000
                 times = [begin, begin + 1000, begin + 2500, begin + 4000]
                 one = queue[i] if i < len(queue) else None
-                idle = isinstance(one, Attention) and one.split % 3 == 0
-                if isinstance(one, Combine) or idle:
+                idle = isinstance(one, RowAttention) and one.split % 3 == 0
+                if isinstance(one, RowCombine) or idle:
                     times[1] = times[2] = 0
                 row.append(times if one else [0] * STAMPS)
             rows.append(row)
@@ -67,6 +67,7 @@ def test_parts_follow_their_task_and_fill_it_where_there_are_stamps():
         one
         for queue in QUEUES.queues
         for one in queue
-        if not isinstance(one, Combine) and not (isinstance(one, Attention) and one.split % 3 == 0)
+        if not isinstance(one, RowCombine)
+        and not (isinstance(one, RowAttention) and one.split % 3 == 0)
     ]
     assert full == len(stamped)

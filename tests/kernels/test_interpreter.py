@@ -12,7 +12,14 @@ from distmega.kernels.megakernel import Megakernel
 from distmega.kernels.runtime.arena import Space, tensor_space
 from distmega.kernels.tasks.check import check_schedule
 from distmega.kernels.tasks.schedule import schedule_graph
-from distmega.kernels.tasks.types import Schedule, ScheduledTask, Signal, TaskGraph, TaskGroup, Wait
+from distmega.kernels.tasks.types import (
+    Schedule,
+    ScheduledTask,
+    TaskGraph,
+    TaskGroup,
+    TaskSignal,
+    TaskWait,
+)
 from distmega.program.builder import ProgramBuilder
 from distmega.program.types import Program
 from distmega.sharding.layout.mesh import DeviceMesh
@@ -118,14 +125,14 @@ def test_events_keep_counting_over_launches():
 
 
 def by_hand(
-    queues: list[list[tuple[int, int, list[Wait], list[int]]]], num_events: int
+    queues: list[list[tuple[int, int, list[TaskWait], list[int]]]], num_events: int
 ) -> Schedule:
     """A schedule of mlp's groups, unchecked."""
     program, groups = mlp()
     graph = TaskGraph(segment=program, groups=groups, events=())
 
-    def task(group: int, number: int, waits: list[Wait], events: list[int]) -> ScheduledTask:
-        signals = tuple(Signal(event=event) for event in events)
+    def task(group: int, number: int, waits: list[TaskWait], events: list[int]) -> ScheduledTask:
+        signals = tuple(TaskSignal(event=event) for event in events)
         return ScheduledTask(group=group, task=number, waits=tuple(waits), signals=signals)
 
     made = tuple(tuple(task(*each) for each in queue) for queue in queues)
@@ -133,7 +140,7 @@ def by_hand(
 
 
 def test_a_task_of_the_second_launch_blocks_at_the_count_of_the_first():
-    queues = [[(0, i, [], [0]) for i in range(4)], [(1, 0, [Wait(event=0, count=4)], [])]]
+    queues = [[(0, i, [], [0]) for i in range(4)], [(1, 0, [TaskWait(event=0, count=4)], [])]]
     (rank,) = make_ranks(kernel_of(by_hand(queues, 1), DeviceMesh(tp=1)))
     interpreter = rank.runner.interpreter
     interpreter.start()
@@ -157,8 +164,8 @@ def hang_of(schedule: Schedule, timeout_s: float = 0.05) -> HangError:
 
 def test_a_missing_trigger_is_reported_with_who_owes_it():
     queues = [
-        [(0, 0, [], [0]), (0, 1, [Wait(event=1, count=1)], [0])],
-        [(1, 0, [Wait(event=0, count=2)], [1])],
+        [(0, 0, [], [0]), (0, 1, [TaskWait(event=1, count=1)], [0])],
+        [(1, 0, [TaskWait(event=0, count=2)], [1])],
     ]
     found = hang_of(by_hand(queues, 2)).found
     assert found == (
@@ -170,7 +177,7 @@ def test_a_missing_trigger_is_reported_with_who_owes_it():
 
 
 def test_a_count_nobody_reaches_is_reported():
-    queues = [[(0, 0, [], [0])], [(1, 0, [Wait(event=0, count=3)], [])]]
+    queues = [[(0, 0, [], [0])], [(1, 0, [TaskWait(event=0, count=3)], [])]]
     assert (
         "at 1 of 3 from rank 0, owed by rank 0: no task that is left"
         in hang_of(by_hand(queues, 1)).found

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distmega.hostir.library import sampling
-from distmega.kernels.tasks.types import Split, TaskGroup
+from distmega.kernels.tasks.types import RangeSplit, TaskGroup
 from distmega.program.builder import ProgramBuilder
 from distmega.program.types import Op, Program
 from tests.kernels.running import launch_all, make_ranks, random_values, tiled_kernel
@@ -24,7 +24,7 @@ many = settings(max_examples=30, deadline=None, derandomize=True)
 
 
 @st.composite
-def cuts(draw: st.DrawFn, op: Op) -> tuple[Split, ...]:
+def cuts(draw: st.DrawFn, op: Op) -> tuple[RangeSplit, ...]:
     """Random tilings: composed axes or separate ones, uneven."""
     whole = WHOLE.get(op.kind, ())
     names = [a.name for a in op.axes if a.role == "parallel" and a.name not in whole]
@@ -37,7 +37,7 @@ def cuts(draw: st.DrawFn, op: Op) -> tuple[Split, ...]:
         extent = math.prod(op.axis(name).extent for name in axes)
         inner = draw(st.sets(st.integers(1, max(1, extent - 1)), max_size=2))
         bounds = sorted({0, extent, *(cut for cut in inner if cut < extent)})
-        splits.append(Split(axes=axes, bounds=tuple(bounds)))
+        splits.append(RangeSplit(axes=axes, bounds=tuple(bounds)))
     return tuple(splits)
 
 

@@ -200,12 +200,12 @@ def offer(**changes: object) -> peer._Offer:
 def test_a_rank_that_can_not_share_is_named(other, message):
     descriptors = len(os.listdir("/proc/self/fd"))
     with pytest.raises(LaunchError, match=message):
-        share(0, [[None, other.told()], [None, ""]])
+        share(0, [[None, other.as_plain()], [None, ""]])
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
 def test_an_offer_of_another_form_is_refused():
-    for told in (7, (1, "path", b"", (1, 2), ""), offer().told()[:4]):
+    for told in (7, (1, "path", b"", (1, 2), ""), offer().as_plain()[:4]):
         with pytest.raises(LaunchError, match="an offer of shared memory of unknown form"):
             share(0, [[None, told], [None, ""]])
 
@@ -214,13 +214,13 @@ def test_memory_of_another_host_is_told_by_its_token(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(bytes(SIZES.total_bytes))
     with pytest.raises(LaunchError, match="it is on another host"):
-        share(0, [[None, offer(path=str(path)).told()], [None, ""]])
+        share(0, [[None, offer(path=str(path)).as_plain()], [None, ""]])
 
 
 def test_other_cpus_are_refused(monkeypatch):
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
     with pytest.raises(LaunchError, match="aarch64 CPUs reorder stores"):
-        share(0, [[None, offer().told()], [None, ""]])
+        share(0, [[None, offer().as_plain()], [None, ""]])
 
 
 def test_counters_start_at_zero_and_have_one_lane_a_rank():

@@ -19,8 +19,8 @@ from distmega.kernels.pipelined import api
 from distmega.kernels.pipelined.choices import (
     RESERVED_BYTES,
     SHARED_BYTES,
-    Choice,
-    Device,
+    GpuModel,
+    KernelChoice,
     Traffic,
     flat_choices,
     matrix_choices,
@@ -33,7 +33,7 @@ from distmega.kernels.pipelined.tuning import read_choices, write_choices
 from distmega.kernels.pipelined.views import as_matrix
 from tests.fuzz import changed, fuzz_target
 
-H200 = Device(num_sms=132, bandwidth_bytes_per_us=4.3e6)
+H200 = GpuModel(num_sms=132, bandwidth_bytes_per_us=4.3e6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -150,7 +150,7 @@ def test_every_shape_has_plain_choices():
 
 
 def test_choices_are_kept_in_a_file(tmp_path, caplog):
-    choice = Choice(tile=(1, 64), num_warps=4, stages=2, buffers=1, programs_per_sm=2, run=0)
+    choice = KernelChoice(tile=(1, 64), num_warps=4, stages=2, buffers=1, programs_per_sm=2, run=0)
     path = tmp_path / "folder" / "choices.json"
     assert read_choices(path) == {}
     write_choices(path, {"a class": choice})
@@ -177,7 +177,7 @@ def read_damaged(data: object) -> None:
 
 STORED = {
     "a class": asdict(
-        Choice(tile=(1, 64), num_warps=4, stages=2, buffers=1, programs_per_sm=2, run=0)
+        KernelChoice(tile=(1, 64), num_warps=4, stages=2, buffers=1, programs_per_sm=2, run=0)
     )
 }
 test_choice_files = fuzz_target(changed([STORED]), read_damaged)

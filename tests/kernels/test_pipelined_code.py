@@ -9,8 +9,8 @@ import pytest
 from distmega.kernels.pipelined.blocks import common_width
 from distmega.kernels.pipelined.choices import (
     REGISTERS,
-    Choice,
-    Device,
+    GpuModel,
+    KernelChoice,
     Traffic,
     flat_choices,
     matrix_choices,
@@ -27,16 +27,16 @@ from distmega.program import expr
 from tests.kernels.ptx import WAIT, loads, stores, vector_accesses
 from tests.kernels.sm90 import Machine, compile_kernel, descriptor
 
-H200 = Device(num_sms=132, bandwidth_bytes_per_us=4.3e6)
+H200 = GpuModel(num_sms=132, bandwidth_bytes_per_us=4.3e6)
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
-def with_tma(choices: tuple[Choice, ...]) -> Choice:
+def with_tma(choices: tuple[KernelChoice, ...]) -> KernelChoice:
     """The best choice of a Gluon kernel."""
     return next(choice for choice in choices if choice.stages)
 
 
-def check_resources(code: Machine, choice: Choice, traffic: Traffic) -> None:
+def check_resources(code: Machine, choice: KernelChoice, traffic: Traffic) -> None:
     """Nothing spills, and the programs that the choice puts on an SM find room there."""
     assert code.stack_bytes == 0
     assert code.shared_bytes <= shared_bytes(choice, traffic)
@@ -44,7 +44,7 @@ def check_resources(code: Machine, choice: Choice, traffic: Traffic) -> None:
 
 
 def pointwise_code(
-    texts: list[str], kinds: str, ins: list[str], outs: list[str], choice: Choice
+    texts: list[str], kinds: str, ins: list[str], outs: list[str], choice: KernelChoice
 ) -> Machine:
     """kinds: a letter an input, of tile, row, column, scalar."""
     words = {"t": "tile", "r": "row", "c": "column", "s": "scalar"}
@@ -95,7 +95,7 @@ def test_pointwise(texts, ins, outs, num_elements):
 
 
 def test_inputs_are_consumed_as_they_land():
-    choice = Choice(tile=(64, 64), num_warps=4, stages=3, buffers=1, programs_per_sm=2, run=0)
+    choice = KernelChoice(tile=(64, 64), num_warps=4, stages=3, buffers=1, programs_per_sm=2, run=0)
     code = pointwise_code(["exp(a0) * a1"], "tt", ["bf16"] * 2, ["bf16"], choice)
     parts = code.ptx.split(WAIT)
     assert "ld.shared" in parts[1], "a0 is read before a1 is waited for"

@@ -8,16 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distmega.errors import CheckError
-from distmega.kernels.tasks.check_queues import Memory, Task, check_queues
+from distmega.kernels.tasks.check_queues import CheckedTask, MemoryRegion, check_queues
 
 
-def memory(start: int, stop: int, rank: int = 0) -> Memory:
-    return Memory(rank=rank, tensor="x", region=((range(start, stop),),))
+def memory(start: int, stop: int, rank: int = 0) -> MemoryRegion:
+    return MemoryRegion(rank=rank, tensor="x", region=((range(start, stop),),))
 
 
 def test_t22_queues_that_wait_in_a_circle():
-    c1, p2 = Task(name="C1", waits=((1, 1),)), Task(name="P2", signals=((0, 2),))
-    c2, p1 = Task(name="C2", waits=((2, 1),)), Task(name="P1", signals=((0, 1),))
+    c1, p2 = CheckedTask(name="C1", waits=((1, 1),)), CheckedTask(name="P2", signals=((0, 2),))
+    c2, p1 = CheckedTask(name="C2", waits=((2, 1),)), CheckedTask(name="P1", signals=((0, 1),))
     with pytest.raises(CheckError) as error:
         check_queues([[[[c1, p2], [c2, p1]]]])
     text = str(error.value)
@@ -28,18 +28,18 @@ def test_t22_queues_that_wait_in_a_circle():
 
 
 def test_t22_ranks_that_wait_for_each_other():
-    one = Task(name="one", waits=((1, 1),), signals=((1, 0),))
-    other = Task(name="other", waits=((0, 1),), signals=((0, 1),))
+    one = CheckedTask(name="one", waits=((1, 1),), signals=((1, 0),))
+    other = CheckedTask(name="other", waits=((0, 1),), signals=((0, 1),))
     with pytest.raises(CheckError, match=r"deadlock.*'one' \(rank 0.*'other' \(rank 1"):
         check_queues([[[[one]], [[other]]]])
 
 
-def producers_and_consumer(launches: int) -> list[list[list[list[Task]]]]:
+def producers_and_consumer(launches: int) -> list[list[list[list[CheckedTask]]]]:
     """Four producers and one consumer, thrice; counters are never reset."""
     made = []
     for i in range(launches):
-        queues = [[Task(name=f"P{q}.{i}", signals=((0, 7),))] for q in range(4)]
-        made.append([[*queues, [Task(name=f"C.{i}", waits=((7, 4 * (i + 1)),))]]])
+        queues = [[CheckedTask(name=f"P{q}.{i}", signals=((0, 7),))] for q in range(4)]
+        made.append([[*queues, [CheckedTask(name=f"C.{i}", waits=((7, 4 * (i + 1)),))]]])
     return made
 
 
@@ -58,50 +58,52 @@ def test_t20_a_task_of_the_second_launch_blocks_at_the_first_count():
 
 def test_a_threshold_that_does_not_grow_races():
     launches = producers_and_consumer(2)
-    early = Task(name="C.1", waits=((7, 4),), reads=(memory(0, 1),))
-    late = Task(name="C.2", waits=((7, 8),))
-    write = Task(name="P0.1", signals=((0, 7),), writes=(memory(0, 1),))
+    early = CheckedTask(name="C.1", waits=((7, 4),), reads=(memory(0, 1),))
+    late = CheckedTask(name="C.2", waits=((7, 8),))
+    write = CheckedTask(name="P0.1", signals=((0, 7),), writes=(memory(0, 1),))
     launches[1][0][0], launches[1][0][4] = [write], [early, late]
     with pytest.raises(CheckError, match=r"race on 'x' of rank 0: 'P0.1'"):
         check_queues(launches)
 
 
 def test_waits_for_more_than_there_is():
-    wait = Task(name="C", waits=((0, 2),))
+    wait = CheckedTask(name="C", waits=((0, 2),))
     with pytest.raises(CheckError, match=r"'C' .* waits for 2 signals of event 0; expected"):
-        check_queues([[[[Task(name="P", signals=((0, 0),))], [wait]]]])
+        check_queues([[[[CheckedTask(name="P", signals=((0, 0),))], [wait]]]])
 
 
 def test_signals_beyond_what_is_waited_for():
-    wait = Task(name="C", waits=((0, 1),))
-    twice = [Task(name=f"P{i}", signals=((0, 0),)) for i in range(2)]
+    wait = CheckedTask(name="C", waits=((0, 1),))
+    twice = [CheckedTask(name=f"P{i}", signals=((0, 0),)) for i in range(2)]
     with pytest.raises(CheckError, match=r"event 0 of rank 0 gets 2 signals.*expected 1"):
         check_queues([[[twice, [wait]]]])
 
 
 def test_unordered_writes_race_and_distant_ones_do_not():
-    queues = [[Task(name=f"W{i}", writes=(memory(4 * i, 4 * i + 5),))] for i in range(2)]
+    queues = [[CheckedTask(name=f"W{i}", writes=(memory(4 * i, 4 * i + 5),))] for i in range(2)]
     with pytest.raises(CheckError, match=r"race on 'x' of rank 0: 'W0' .*'W1'"):
         check_queues([[queues]])
-    check_queues([[[[Task(name=f"W{i}", writes=(memory(4 * i, 4 * i + 4),))] for i in range(2)]]])
-    reads = [[Task(name=f"R{i}", reads=(memory(0, 4),))] for i in range(2)]
+    check_queues(
+        [[[[CheckedTask(name=f"W{i}", writes=(memory(4 * i, 4 * i + 4),))] for i in range(2)]]]
+    )
+    reads = [[CheckedTask(name=f"R{i}", reads=(memory(0, 4),))] for i in range(2)]
     check_queues([[reads]])
 
 
 def test_memories_of_two_ranks_are_two():
-    writers = [[[Task(name=f"W{rank}", writes=(memory(0, 4, rank),))]] for rank in range(2)]
+    writers = [[[CheckedTask(name=f"W{rank}", writes=(memory(0, 4, rank),))]] for rank in range(2)]
     check_queues([writers])
-    both = [[[Task(name=f"W{rank}", writes=(memory(0, 4, 0),))]] for rank in range(2)]
+    both = [[[CheckedTask(name=f"W{rank}", writes=(memory(0, 4, 0),))]] for rank in range(2)]
     with pytest.raises(CheckError, match=r"'W0' \(rank 0.*'W1' \(rank 1"):
         check_queues([both])
 
 
 def test_a_launch_knows_its_own_rank_and_no_other():
-    def launch(i: int, owner: int) -> list[list[list[Task]]]:
+    def launch(i: int, owner: int) -> list[list[list[CheckedTask]]]:
         return [
-            [[Task(name=f"R.{i}", reads=(memory(0, 4),))] if rank == 0 else []]
+            [[CheckedTask(name=f"R.{i}", reads=(memory(0, 4),))] if rank == 0 else []]
             if i == 0
-            else [[Task(name=f"W.{i}", writes=(memory(0, 4),))] if rank == owner else []]
+            else [[CheckedTask(name=f"W.{i}", writes=(memory(0, 4),))] if rank == owner else []]
             for rank in range(2)
         ]
 
@@ -110,28 +112,28 @@ def test_a_launch_knows_its_own_rank_and_no_other():
         check_queues([launch(0, 1), launch(1, 1)])
 
 
-def exchange(shared_counter: bool) -> list[list[list[list[Task]]]]:
+def symmetric(shared_counter: bool) -> list[list[list[list[CheckedTask]]]]:
     """Three ranks push to each other and wait for all, twice; one counter, or one a source."""
     launches = []
     for i in range(2):
         ranks = []
         for rank in range(3):
             signals = tuple((to, 0 if shared_counter else rank) for to in range(3))
-            push = Task(name=f"push{rank}.{i}", signals=signals)
+            push = CheckedTask(name=f"push{rank}.{i}", signals=signals)
             waits = ((0, 3 * (i + 1)),)
             if not shared_counter:
                 waits = tuple((source, i + 1) for source in range(3))
-            ranks.append([[push], [Task(name=f"sum{rank}.{i}", waits=waits)]])
+            ranks.append([[push], [CheckedTask(name=f"sum{rank}.{i}", waits=waits)]])
         launches.append(ranks)
     return launches
 
 
 def test_one_counter_a_source_keeps_launches_apart():
-    check_queues(exchange(shared_counter=False))
+    check_queues(symmetric(shared_counter=False))
 
 
 def test_a_rank_ahead_must_not_count_for_a_slow_one():
-    launches = exchange(shared_counter=True)
+    launches = symmetric(shared_counter=True)
     check_queues(launches)
     # Rank 0 now goes on to its second launch without waiting for rank 2.
     launches[0][0][1] = []
@@ -140,7 +142,7 @@ def test_a_rank_ahead_must_not_count_for_a_slow_one():
 
 
 @st.composite
-def small_queues(draw: st.DrawFn) -> list[list[Task]]:
+def small_queues(draw: st.DrawFn) -> list[list[CheckedTask]]:
     """Up to six tasks in up to three queues, each with one event that others may wait for."""
     num = draw(st.integers(2, 6))
     waits: list[set[int]] = []
@@ -154,7 +156,7 @@ def small_queues(draw: st.DrawFn) -> list[list[Task]]:
         cell = memory(*(lambda at: (at, at + 1))(draw(st.integers(0, 1))))
         write = draw(st.booleans())
         tasks.append(
-            Task(
+            CheckedTask(
                 name=f"t{i}",
                 waits=tuple((j, 1) for j in sorted(waits[i])),
                 signals=((0, i),) if i in awaited else (),
@@ -162,13 +164,13 @@ def small_queues(draw: st.DrawFn) -> list[list[Task]]:
                 writes=(cell,) if write else (),
             )
         )
-    queues: list[list[Task]] = [[] for _ in range(3)]
+    queues: list[list[CheckedTask]] = [[] for _ in range(3)]
     for task in tasks:
         queues[draw(st.integers(0, 2))].append(task)
     return queues
 
 
-def explore(queues: list[list[Task]]) -> tuple[bool, set[tuple[str, str]]]:
+def explore(queues: list[list[CheckedTask]]) -> tuple[bool, set[tuple[str, str]]]:
     """Over all interleavings: whether one gets stuck, and which pairs came in either order."""
     stuck, before = False, set()
     seen: set[tuple[int, ...]] = set()
@@ -192,13 +194,13 @@ def explore(queues: list[list[Task]]) -> tuple[bool, set[tuple[str, str]]]:
     return stuck, {pair for pair in before if pair[::-1] in before}
 
 
-def conflict(a: Task, b: Task) -> bool:
+def conflict(a: CheckedTask, b: CheckedTask) -> bool:
     same = {m.region for m in (*a.reads, *a.writes)} & {m.region for m in (*b.reads, *b.writes)}
     return bool(same and (a.writes or b.writes))
 
 
 @given(small_queues())
-def test_verdicts_are_those_of_all_interleavings(queues: list[list[Task]]):
+def test_verdicts_are_those_of_all_interleavings(queues: list[list[CheckedTask]]):
     stuck, unordered = explore(queues)
     tasks = [task for queue in queues for task in queue]
     races = {

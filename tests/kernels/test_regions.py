@@ -22,7 +22,7 @@ from distmega.kernels.tasks.regions import (
     task_tiles,
     view_source,
 )
-from distmega.kernels.tasks.types import Split, TaskGroup
+from distmega.kernels.tasks.types import RangeSplit, TaskGroup
 from distmega.program.builder import ProgramBuilder
 from distmega.program.types import Access, Axis, Index, Op, Program, accesses
 from tests.kernels.programs import even, random_programs, tile_ops
@@ -238,7 +238,7 @@ def test_concat_reads_only_the_operand_a_tile_lies_in():
     p = ProgramBuilder("concat")
     xs = [p.state(f"x{i}", (extent, 4)) for i, extent in enumerate((3, 5))]
     program = p.build(p.concat(xs, 0, name="y"))
-    group = TaskGroup(op=program.ops[0], splits=(Split(axes=("i0",), bounds=(0, 2, 4, 8)),))
+    group = TaskGroup(op=program.ops[0], splits=(RangeSplit(axes=("i0",), bounds=(0, 2, 4, 8)),))
     rows = [
         [
             access_boxes(read, task_tiles(group, task), {"i0": 8, "i1": 4}, shape)

@@ -10,7 +10,7 @@ from distmega.kernels.hopper.periods import shorten
 from distmega.kernels.hopper.plan import RowQueues
 from distmega.kernels.hopper.proof import find_hazard
 from distmega.kernels.hopper.weight_order import order_weights
-from distmega.kernels.hopper.words import FROM_EMBEDDING, PAIRED, Embed, Linear
+from distmega.kernels.hopper.words import FROM_EMBEDDING, PAIRED, RowEmbed, RowLinear
 from distmega.kernels.runtime.arena import Space, layout_arena
 from distmega.models.presets import PRESETS
 from distmega.program.builder import ProgramBuilder
@@ -79,7 +79,7 @@ def change(queues: RowQueues, name: str, **fields: int) -> RowQueues:
         queues,
         queues=tuple(
             tuple(
-                replace(one, **fields) if isinstance(one, Linear) and one.name == name else one
+                replace(one, **fields) if isinstance(one, RowLinear) and one.name == name else one
                 for one in queue
             )
             for queue in queues.queues
@@ -88,7 +88,7 @@ def change(queues: RowQueues, name: str, **fields: int) -> RowQueues:
 
 
 def test_a_tag_that_nobody_writes_is_waited_for_in_vain():
-    assert "waits for ever" in find_hazard(change(queues_of(SMALL, 16), "layers.2.q", tag_delta=7))
+    assert "waits for ever" in find_hazard(change(queues_of(SMALL, 16), "layers.2.q", flag_delta=7))
 
 
 def test_a_buffer_that_is_used_again_too_early_is_found():
@@ -112,5 +112,5 @@ def test_every_sm_has_to_read_what_orders_it():
 
 def test_ranks_of_an_embedding_know_nothing_of_each_other_by_it():
     mine = team_queues("smollm2-135m", 2)[0]
-    assert any(isinstance(one, Embed) for queue in mine.queues for one in queue)
+    assert any(isinstance(one, RowEmbed) for queue in mine.queues for one in queue)
     assert find_hazard(mine) == ""

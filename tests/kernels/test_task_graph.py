@@ -8,7 +8,7 @@ from distmega.errors import VerifyError
 from distmega.kernels.tasks.footprints import Footprints
 from distmega.kernels.tasks.graph import build_task_graph
 from distmega.kernels.tasks.regions import regions_meet
-from distmega.kernels.tasks.types import Split, TaskGraph, TaskGroup
+from distmega.kernels.tasks.types import RangeSplit, TaskGraph, TaskGroup
 from distmega.program.builder import Handle, ProgramBuilder
 from distmega.program.types import Program
 from tests.kernels.programs import (
@@ -24,7 +24,9 @@ from tests.kernels.programs import (
 )
 
 
-def two_ops(shape: tuple[int, ...], p_splits: tuple[Split, ...], c_splits: tuple[Split, ...]):
+def two_ops(
+    shape: tuple[int, ...], p_splits: tuple[RangeSplit, ...], c_splits: tuple[RangeSplit, ...]
+):
     """Graph of P: x -> P and C: P -> C, elementwise."""
     p = ProgramBuilder("pair")
     y = p.input("x", shape).map("a0", name="P")
@@ -84,7 +86,7 @@ def test_t7_tiles_that_do_not_divide():
     ],
     ids=["2x4", "rows", "columns"],
 )
-def test_t8_grids(consumer: tuple[Split, ...], num_events: int, num_triggers: int):
+def test_t8_grids(consumer: tuple[RangeSplit, ...], num_events: int, num_triggers: int):
     graph = two_ops((8, 16), (even("i0", 8, 4), even("i1", 16, 8)), consumer)
     assert summary(graph) == (num_events, [num_triggers] * num_events, [1] * num_events)
 
@@ -173,7 +175,7 @@ def halo(p: ProgramBuilder, y: Handle, num: int) -> Program:
 def test_halos_reach_into_the_neighbours():
     p = ProgramBuilder("halo")
     program = halo(p, p.input("x", (34,)).map("a0", name="P"), 34)
-    tiles = Split(axes=("i0",), bounds=(0, 9, 17, 25, 34))
+    tiles = RangeSplit(axes=("i0",), bounds=(0, 9, 17, 25, 34))
     graph = build_task_graph(program, tile_ops(program, P=(tiles,), C=(even("i0", 32, 4),)))
     assert waits_of(graph, "P", "C") == [{0, 1}, {0, 1, 2}, {1, 2, 3}, {2, 3}]
 
@@ -195,7 +197,7 @@ def test_flat_ranges_over_composed_axes():
         p.input("x", (1, 8)), p.weight("w", (3, 2, 4, 8)), spec="m k, h g d k -> m h g d", name="P"
     )
     program = p.build(q.map("a0", name="C"))
-    flat = Split(axes=("h", "g", "d"), bounds=(0, 10, 17, 24))
+    flat = RangeSplit(axes=("h", "g", "d"), bounds=(0, 10, 17, 24))
     graph = build_task_graph(program, tile_ops(program, P=(flat,), C=(even("i1", 3, 3),)))
     assert waits_of(graph, "P", "C") == [{0}, {0, 1}, {1, 2}]
 

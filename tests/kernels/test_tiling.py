@@ -7,7 +7,7 @@ import pytest
 
 from distmega.errors import VerifyError
 from distmega.kernels.tasks.tile import accessed_bytes, task_bytes, tile_segment, verify_groups
-from distmega.kernels.tasks.types import Split, TaskGroup
+from distmega.kernels.tasks.types import RangeSplit, TaskGroup
 from distmega.program.builder import ProgramBuilder
 from distmega.program.types import Program
 from tests.kernels.programs import decoder, even, tile_ops
@@ -89,7 +89,7 @@ def test_views_have_no_tasks():
 
 
 def test_an_op_that_reads_what_it_writes_is_one_task():
-    p = ProgramBuilder("in_place")
+    p = ProgramBuilder("inplace")
     x = p.state("x", (64, 64))
     p.set(p.transpose(x, (1, 0), view=True), into=x, name="flip")
     program = p.build(x)
@@ -112,7 +112,9 @@ def test_bounds_must_cover_the_axes():
     group = tile_segment(program, 1)[0]
     for bounds in ((0, 32), (0, 40, 32, 64), (8, 64)):
         with pytest.raises(VerifyError, match="expected rising bounds from 0 to 64"):
-            verify_groups(program, [replace(group, splits=(Split(axes=("n",), bounds=bounds),))])
+            verify_groups(
+                program, [replace(group, splits=(RangeSplit(axes=("n",), bounds=bounds),))]
+            )
 
 
 def test_writes_of_two_tasks_must_not_meet():

@@ -108,13 +108,13 @@ def test_an_own_mistake_comes_before_lost_peers_and_after_a_death(own, monkeypat
 
 
 def test_what_comes_while_positions_are_asked_is_judged(monkeypatch: pytest.MonkeyPatch):
-    answers = [Position(rank=0, place="f (a.py:1)"), Died(rank=1, how=KILLED)]
+    answers = [Position(rank=0, where="f (a.py:1)"), Died(rank=1, how=KILLED)]
     error = error_of(PlayedTeam([READY, [], []], answers), monkeypatch)
     assert error.found == f"rank 1 of 4 {KILLED}"
 
 
 def test_a_silent_team_is_described_rank_by_rank(monkeypatch: pytest.MonkeyPatch):
-    answers = [Position(rank=0, place="f (a.py:1)"), Position(rank=2, place="g (a.py:2)")]
+    answers = [Position(rank=0, where="f (a.py:1)"), Position(rank=2, where="g (a.py:2)")]
     team = PlayedTeam([READY, [Done(rank=3, data=b"")]], answers, stopped=[1])
     error = error_of(team, monkeypatch)
     assert error.found == (

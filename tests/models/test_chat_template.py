@@ -7,11 +7,11 @@ import pytest
 from hypothesis import strategies as st
 
 from distmega.errors import ChatTemplateError, ModelError, RequestError
-from distmega.models.chat_template import Limits, render_chat
+from distmega.models.chat_template import RenderLimits, render_chat
 from tests.fuzz import damaged, fuzz_target
 
 MESSAGES = [{"role": "user", "content": "hi <b>"}]
-QUICK = Limits(cpu_s=1, memory_bytes=2**28, num_chars=2**22)
+QUICK = RenderLimits(cpu_s=1, memory_bytes=2**28, num_chars=2**22)
 TOO_MUCH = "it takes too much|it takes more than 1 s|it writes more than 4194304 characters"
 
 
@@ -75,7 +75,7 @@ def test_messages_are_plain_values():
 
 
 def test_a_clock_that_runs_out_is_told():
-    slow = Limits(cpu_s=60, clock_s=0.2)
+    slow = RenderLimits(cpu_s=60, clock_s=0.2)
     with pytest.raises(ChatTemplateError, match=r"it takes more than 0\.2 s, or was killed"):
         render_chat("{% for a in range(99999) %}{{ lipsum() }}{% endfor %}", MESSAGES, {}, slow)
 

@@ -93,7 +93,7 @@ def test_a_prompt_says_which_row_is_its_last(method: Method):
     assert program.tensor_map()["normed"].shape == (1, 48)
     attentions = [op for op in program.ops if op.kind == "attention"]
     assert {op.get("packed", 0) for op in attentions} == {7}
-    if method.draws:
+    if method.samples:
         assert ops["next"].reads[3].tensor == "last_positions"
 
 

@@ -35,7 +35,7 @@ def test_progress_counts_every_weight_once():
         open_model("tiny-llama"), mesh, SingleCommunicator(mesh), EngineOptions(max_context=32),
         progress=lambda done, whole: seen.append((done, whole)),
     )  # fmt: skip
-    weights = [engine.tensor(name) for name in engine.blueprint.weights.tensors]
+    weights = [engine.tensor(name) for name in engine.decode_plan.weights.tensors]
     whole = sum(weight.nbytes for weight in weights)
     assert [total for _, total in seen] == [whole] * len(weights)
     steps = [after[0] - before[0] for before, after in pairwise(seen)]

@@ -57,4 +57,4 @@ def test_method(values: dict[str, float], method: Method):
 def test_settings_are_what_the_program_takes():
     assert Sampling(temperature=0.5, seed=3).settings == (0.5, -math.inf)
     assert Sampling(temperature=0.5, top_k=7, top_p=0.25).settings == (0.5, 7.0, 0.25)
-    assert not MOST_LIKELY.method.draws
+    assert not MOST_LIKELY.method.samples

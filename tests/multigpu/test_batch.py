@@ -20,7 +20,7 @@ from distmega.kernels.hopper.batch_words import (
     BATCH,
     EVENT_WORDS,
     EVENTS_AT,
-    PLACES,
+    FIELD_WORDS,
     BatchHead,
     BatchLinear,
 )
@@ -90,7 +90,7 @@ def decode_as_exactly(comm: Communicator, model: str, batch: int) -> None:
     """
     team = open_engine(comm, model, batch)
     assert team.stepping is not None
-    vocab = team.blueprint.config.vocab
+    vocab = team.decode_plan.config.vocab
     prompts = random_ids(vocab, list(itertools.islice(itertools.cycle(LENGTHS), batch)))
     following = random_ids(vocab, [NUM_DECODED] * batch)
     found = decoded(team, prompts, following)
@@ -167,7 +167,7 @@ def open_small(comm: Communicator, sampling: Sampling = MOST_LIKELY) -> Engine:
 def start(engine: Engine, num_steps: int) -> Tensor:
     """Queues decode steps from empty caches; their tokens."""
     assert engine.stepping is not None
-    engine.stepping.start([1] * BATCH, [0] * BATCH, engine._draws)
+    engine.stepping.start([1] * BATCH, [0] * BATCH, engine._sample_inputs)
     return engine.stepping.decode(num_steps)
 
 
@@ -179,7 +179,7 @@ def drop_a_part(comm: Communicator) -> None:
     number = 5 * LAYER + 3
     saved = stepping._words.clone()
     if comm.rank == last:
-        stepping._words[SM, number, PLACES[BatchLinear]["num_units"]] = 0
+        stepping._words[SM, number, FIELD_WORDS[BatchLinear]["num_units"]] = 0
     start(engine, 1)
     found = hang_of(engine)
     assert f"rank {comm.rank}, SM" in found, found
@@ -206,12 +206,12 @@ def drop_a_word(comm: Communicator) -> None:
     head = 5 * NUM_LAYERS + 1
     saved = stepping._words.clone()
     if comm.rank == last:  # where that of SM 205 would be
-        stepping._words[SM, head, PLACES[BatchHead]["told"]] += 2 * 200
+        stepping._words[SM, head, FIELD_WORDS[BatchHead]["told"]] += 2 * 200
     start(engine, 1)
     found = hang_of(engine)
     assert f"rank {comm.rank}, SM" in found, found
     assert f"(instruction {head + 1}, next) waited" in found, found
-    assert "of 'told'" in found, found
+    assert "of 'ready_flags'" in found, found
     assert f"owed by rank {last}, SM {SM}, instruction {head}, logits" in found, found
     stepping._words.copy_(saved)
     torch.cuda.synchronize()

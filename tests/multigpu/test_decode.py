@@ -76,7 +76,7 @@ def compare_ranks(comm: Communicator, model: str, device: str) -> None:
     """
     one = DeviceMesh(tp=1)
     lone = open_engine(SingleCommunicator(one), model, device)
-    ids = random_ids(lone.blueprint.config.vocab)
+    ids = random_ids(lone.decode_plan.config.vocab)
     # imports transformers, which takes seconds and other bodies' ranks do without
     reference = importlib.import_module("tests.gpu.reference")
     exact = reference.reference_logits(lone, ids, torch.float32)

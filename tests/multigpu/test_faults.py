@@ -46,7 +46,7 @@ def open_small(
 def start(engine: Engine, num_steps: int) -> torch.Tensor:
     """Queues decode steps from an empty cache; their tokens."""
     assert engine.stepping is not None
-    engine.stepping.start([1], [0], engine._draws)
+    engine.stepping.start([1], [0], engine._sample_inputs)
     return engine.stepping.decode(num_steps)
 
 
@@ -104,7 +104,7 @@ def wait_for_the_wrong_tag(comm: NcclCommunicator) -> None:
     """One SM of rank 0 waits for a layer that is far away, so nobody gets its rows."""
     engine = open_small(comm)
     if comm.rank == 0:
-        change(engine, f"{AT}ffn_mixed", tag_delta=-1000)
+        change(engine, f"{AT}ffn_mixed", flag_delta=-1000)
     start(engine, 1)
     found = hang_of(engine)
     if comm.rank == 0:

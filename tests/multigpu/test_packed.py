@@ -42,7 +42,7 @@ def packed_prompts_are_one_ranks(comm: Communicator, model: str) -> None:
     """Three times: a program's first run, the capture, a graph's replay."""
     generator = torch.Generator(device="cpu").manual_seed(0)
     team = open_engine(comm, model)
-    vocab = team.blueprint.config.vocab
+    vocab = team.decode_plan.config.vocab
     prompts = [
         torch.randint(0, vocab, (n,), generator=generator, device="cpu").tolist() for n in LENGTHS
     ]

@@ -101,7 +101,7 @@ def open_all_or_none(comm: Communicator) -> None:
     plan = plan_decode(config, mesh, H200, options, index=comm.rank)
     lowered = lower_decode(config, plan, options, peer_memory=True)
     engine = SimpleNamespace(
-        blueprint=lowered,
+        decode_plan=lowered,
         comm=GlooCommunicator(mesh, comm.rank, TIMEOUT_S),
         batch=1,
         _weights=torch.empty(0),

@@ -205,7 +205,7 @@ def run_overlapped(comm: Communicator, how: str) -> None:
         parts = [shard_tensors({**first, "x": x["x"]}, local, comm.rank) for x in (first, second)]
     mine = team(comm, comm.mesh)
     device = str(torch.get_default_device())
-    matmuls = PeerMatmuls(mine) if host.rooms and isinstance(mine, NativeNccl) else None
+    matmuls = PeerMatmuls(mine) if host.symmetric_buffers and isinstance(mine, NativeNccl) else None
     evaluator = Evaluator(host, mine, {}, device, matmuls=matmuls)
     captured = CapturedHost(evaluator, on_device(parts[0]))
     for turn in (0, 1, 0, 1):

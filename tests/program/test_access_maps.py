@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distmega.program.ops import data_movement as moves
+from distmega.program.ops import data_movement
 from distmega.program.ops.parts import Built
 from distmega.program.types import Access, Index, Op, Tensor
 
@@ -60,7 +60,7 @@ def tensor(name: str, array: np.ndarray) -> Tensor:
 def test_transpose(data: st.DataObject, shape: tuple[int, ...]):
     x = filled(*shape)
     order = data.draw(st.permutations(range(len(shape))))
-    built = moves.transpose("y", tensor("x", x), order)
+    built = data_movement.transpose("y", tensor("x", x), order)
     np.testing.assert_array_equal(moved(built, {"x": x}), x.transpose(order))
 
 
@@ -71,7 +71,7 @@ def test_slice(data: st.DataObject, shape: tuple[int, ...]):
     start = data.draw(st.integers(0, shape[dim] - 1))
     stop = data.draw(st.integers(start + 1, shape[dim]))
     step = data.draw(st.integers(1, 6))
-    built = moves.slice_dim("y", tensor("x", x), dim, start, stop, step)
+    built = data_movement.slice_dim("y", tensor("x", x), dim, start, stop, step)
     expected = x.swapaxes(0, dim)[start:stop:step].swapaxes(0, dim)
     np.testing.assert_array_equal(moved(built, {"x": x}), expected)
 
@@ -84,7 +84,7 @@ def test_concat(data: st.DataObject, shape: tuple[int, ...]):
     for number, extent in enumerate(extents):
         part = (*shape[:dim], extent, *shape[dim + 1 :])
         arrays[f"x{number}"] = filled(*part, start=1000 * number)
-    built = moves.concat("y", [tensor(name, array) for name, array in arrays.items()], dim)
+    built = data_movement.concat("y", [tensor(name, array) for name, array in arrays.items()], dim)
     np.testing.assert_array_equal(moved(built, arrays), np.concatenate([*arrays.values()], dim))
 
 
@@ -92,7 +92,7 @@ def test_concat(data: st.DataObject, shape: tuple[int, ...]):
 def test_reshape(data: st.DataObject, factors: list[int]):
     x = filled(*regroup(data, factors))
     shape = regroup(data, factors)
-    built = moves.reshape("y", tensor("x", x), shape)
+    built = data_movement.reshape("y", tensor("x", x), shape)
     np.testing.assert_array_equal(moved(built, {"x": x}), x.reshape(shape))
 
 
@@ -112,4 +112,4 @@ def regroup(data: st.DataObject, factors: list[int]) -> tuple[int, ...]:
 @given(shapes)
 def test_set(shape: tuple[int, ...]):
     x = filled(*shape)
-    np.testing.assert_array_equal(moved(moves.copy("y", tensor("x", x)), {"x": x}), x)
+    np.testing.assert_array_equal(moved(data_movement.copy("y", tensor("x", x)), {"x": x}), x)

@@ -6,8 +6,7 @@ import pytest
 
 from distmega.errors import ProgramError
 from distmega.program.ops import compute as ops
-from distmega.program.ops import data_movement as moves
-from distmega.program.ops import lookups, masked, norms
+from distmega.program.ops import data_movement, lookups, masked, norms
 from distmega.program.ops.opaque import opaque
 from distmega.program.ops.parts import Built
 from distmega.program.text import print_op
@@ -125,30 +124,33 @@ STATEMENTS: list[tuple[Built, str]] = [
         "sample[m:2 v:64:reduce:argmax j:2:reduce]"
         " x(m, v) limits(m, j) seeds(m) p(m) -> y.value(m) y(m)",
     ),
-    (moves.copy("y", X), "set[i0:8 i1:64] x(i0, i1) -> y(i0, i1)"),
-    (moves.copy("y", CACHE, t("z", 3, 100, 16)), "set[i0:3 i1:100 i2:16]"
+    (data_movement.copy("y", X), "set[i0:8 i1:64] x(i0, i1) -> y(i0, i1)"),
+    (data_movement.copy("y", CACHE, t("z", 3, 100, 16)), "set[i0:3 i1:100 i2:16]"
         " cache(i0, i1, i2) -> z(i0, i1, i2)"),
     (
-        moves.slice_dim("y", X, 1, 3, 10, 2),
+        data_movement.slice_dim("y", X, 1, 3, 10, 2),
         "slice[i0:8 i1:4] x(i0, i1*2+3) -> y(i0, i1)",
     ),
-    (moves.slice_dim("y", X, -2, 0, 8, kind="view"), "view[i0:8 i1:64] x(i0, i1) -> y(i0, i1)"),
     (
-        moves.concat("y", [t("x", 2, 3), t("z", 4, 3), t("u", 1, 3)], 0),
+        data_movement.slice_dim("y", X, -2, 0, 8, kind="view"),
+        "view[i0:8 i1:64] x(i0, i1) -> y(i0, i1)",
+    ),
+    (
+        data_movement.concat("y", [t("x", 2, 3), t("z", 4, 3), t("u", 1, 3)], 0),
         "concat[i0:7 i1:3] x(i0, i1) z(i0-2, i1) u(i0-6, i1) -> y(i0, i1) | dim=0",
     ),
     (
-        moves.transpose("y", t("x", 2, 3, 4), (2, 0, 1)),
+        data_movement.transpose("y", t("x", 2, 3, 4), (2, 0, 1)),
         "transpose[i2:4 i0:2 i1:3] x(i0, i1, i2) -> y(i2, i0, i1)",
     ),
-    (moves.reshape("y", t("x", 6, 4), (2, 3, 4)), "reshape[i0:2 i1:3 i2:4]"
+    (data_movement.reshape("y", t("x", 6, 4), (2, 3, 4)), "reshape[i0:2 i1:3 i2:4]"
         " x(i0.i1, i2) -> y(i0, i1, i2)"),
     (
-        moves.reshape("y", t("x", 2, 6), (4, 3), "view"),
+        data_movement.reshape("y", t("x", 2, 6), (4, 3), "view"),
         "view[i0:2 i1:2 i2:3] x(i0, i1.i2) -> y(i0.i1, i2)",
     ),
-    (moves.reshape("y", t("x", 1, 4, 1), (4,)), "reshape[i0:4] x(#0, i0, #0) -> y(i0)"),
-    (moves.reshape("y", t("x", 1), ()), "reshape[] x(#0) -> y()"),
+    (data_movement.reshape("y", t("x", 1, 4, 1), (4,)), "reshape[i0:4] x(#0, i0, #0) -> y(i0)"),
+    (data_movement.reshape("y", t("x", 1), ()), "reshape[] x(#0) -> y()"),
     (
         ops.pointwise("y", "lt(a0, 3)", ids("x", 4), dtype="bool"),
         "pointwise[i0:4] x(i0) -> y(i0) | dtypes=('bool',) expr='lt(a0, 3.0)'",
@@ -161,7 +163,7 @@ STATEMENTS: list[tuple[Built, str]] = [
         norms.cumsum("y", t("x", 2, 3)),
         "cumsum[m0:2 d:3 r:3:reduce] x(m0, d) x(m0, r) -> y(m0, d)",
     ),
-    (moves.expand("y", t("x", 3, 1), (2, 3, 4)), "expand[i0:2 i1:3 i2:4]"
+    (data_movement.expand("y", t("x", 3, 1), (2, 3, 4)), "expand[i0:2 i1:3 i2:4]"
         " x(i1, #0) -> y(i0, i1, i2)"),
     (
         masked.attend("y", t("q", 2, 6, 5, 16), t("k", 2, 3, 9, 16), t("v", 2, 3, 9, 24),
@@ -220,12 +222,15 @@ def test_output_dtypes():
 
 def test_in_place_ops_declare_no_tensor():
     assert ops.kv_append("y", CACHE, t("x", 5, 3, 16), POSITIONS)[1] == ()
-    assert moves.copy("y", X, t("z", 8, 64))[1] == ()
+    assert data_movement.copy("y", X, t("z", 8, 64))[1] == ()
 
 
 MISUSES: dict[str, tuple[Callable[[], Built], str]] = {
     "a bias alone": (lambda: norms.layer_norm("y", X, None, t("b", 64), 1e-5), "without a weight"),
-    "no broadcast": (lambda: moves.expand("y", t("x", 2, 1), (3, 4)), "(2, 1) repeated to (3, 4)"),
+    "no broadcast": (
+        lambda: data_movement.expand("y", t("x", 2, 1), (3, 4)),
+        "(2, 1) repeated to (3, 4)",
+    ),
     "a mask of numbers": (
         lambda: masked.attend(
             "y",
@@ -351,21 +356,21 @@ MISUSES: dict[str, tuple[Callable[[], Built], str]] = {
         lambda: ops.sample("y", X, t("l", 8, 2), t("s", 8), ids("p", 8)),
         "'s' of dtype f32",
     ),
-    "set: shape": (lambda: moves.copy("y", X, B), "(32,)"),
-    "slice: empty": (lambda: moves.slice_dim("y", X, 0, 3, 3), "3:3:1"),
-    "slice: past the end": (lambda: moves.slice_dim("y", X, 0, 0, 9), "0:9:1"),
-    "slice: negative": (lambda: moves.slice_dim("y", X, 0, -2, 8), "-2:8:1"),
-    "slice: step": (lambda: moves.slice_dim("y", X, 0, 0, 8, 0), "0:8:0"),
-    "slice: dim": (lambda: moves.slice_dim("y", X, -3, 0, 8), "dim -3"),
-    "concat: none": (lambda: moves.concat("y", [], 0), "no tensors"),
-    "concat: extents": (lambda: moves.concat("y", [X, t("z", 8, 63)], 0), "(8, 63)"),
-    "concat: dims": (lambda: moves.concat("y", [X, B], 0), "(32,)"),
-    "concat: dim": (lambda: moves.concat("y", [X, X], 2), "dim 2"),
-    "transpose: repeated": (lambda: moves.transpose("y", X, (0, 0)), "[0, 0]"),
-    "transpose: too few": (lambda: moves.transpose("y", X, (0,)), "[0]"),
-    "reshape: size": (lambda: moves.reshape("y", X, (8, 63)), "(8, 63)"),
-    "reshape: negative": (lambda: moves.reshape("y", X, (-8, -64)), "(-8, -64)"),
-    "reshape: uneven": (lambda: moves.reshape("y", t("x", 6, 4), (8, 3)), "(8, 3)"),
+    "set: shape": (lambda: data_movement.copy("y", X, B), "(32,)"),
+    "slice: empty": (lambda: data_movement.slice_dim("y", X, 0, 3, 3), "3:3:1"),
+    "slice: past the end": (lambda: data_movement.slice_dim("y", X, 0, 0, 9), "0:9:1"),
+    "slice: negative": (lambda: data_movement.slice_dim("y", X, 0, -2, 8), "-2:8:1"),
+    "slice: step": (lambda: data_movement.slice_dim("y", X, 0, 0, 8, 0), "0:8:0"),
+    "slice: dim": (lambda: data_movement.slice_dim("y", X, -3, 0, 8), "dim -3"),
+    "concat: none": (lambda: data_movement.concat("y", [], 0), "no tensors"),
+    "concat: extents": (lambda: data_movement.concat("y", [X, t("z", 8, 63)], 0), "(8, 63)"),
+    "concat: dims": (lambda: data_movement.concat("y", [X, B], 0), "(32,)"),
+    "concat: dim": (lambda: data_movement.concat("y", [X, X], 2), "dim 2"),
+    "transpose: repeated": (lambda: data_movement.transpose("y", X, (0, 0)), "[0, 0]"),
+    "transpose: too few": (lambda: data_movement.transpose("y", X, (0,)), "[0]"),
+    "reshape: size": (lambda: data_movement.reshape("y", X, (8, 63)), "(8, 63)"),
+    "reshape: negative": (lambda: data_movement.reshape("y", X, (-8, -64)), "(-8, -64)"),
+    "reshape: uneven": (lambda: data_movement.reshape("y", t("x", 6, 4), (8, 3)), "(8, 3)"),
 }
 
 

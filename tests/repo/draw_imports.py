@@ -51,11 +51,13 @@ def rooms_of(graph: Graph) -> dict[str, str]:
     return found
 
 
-def room_graph(graph: Graph, rooms: Mapping[str, str]) -> dict[str, set[str]]:
+def room_graph(graph: Graph, symmetric_buffers: Mapping[str, str]) -> dict[str, set[str]]:
     """Room -> rooms that its files import."""
-    found: dict[str, set[str]] = {room: set() for room in rooms.values()}
+    found: dict[str, set[str]] = {room: set() for room in symmetric_buffers.values()}
     for name, targets in graph.items():
-        found[rooms[name]] |= {rooms[target] for target in targets} - {rooms[name]}
+        found[symmetric_buffers[name]] |= {symmetric_buffers[target] for target in targets} - {
+            symmetric_buffers[name]
+        }
     return found
 
 
@@ -86,29 +88,33 @@ def needed_lines(graph: Graph) -> list[tuple[str, str]]:
     return lines
 
 
-def rows_of(rooms: Sequence[str], graph: Graph) -> list[list[str]]:
+def rows_of(symmetric_buffers: Sequence[str], graph: Graph) -> list[list[str]]:
     """Rooms of a band in rows, who imports above what it imports where that has an end."""
-    inside = {room: {t for t in graph[room] if t in rooms} for room in rooms}
-    heights = dict.fromkeys(rooms, 0)
-    for _ in rooms:
-        for room in rooms:
+    inside = {
+        room: {t for t in graph[room] if t in symmetric_buffers} for room in symmetric_buffers
+    }
+    heights = dict.fromkeys(symmetric_buffers, 0)
+    for _ in symmetric_buffers:
+        for room in symmetric_buffers:
             below = [
                 heights[t] + 1 for t in inside[room] if room not in reached(inside, inside[t] | {t})
             ]
             heights[room] = max([heights[room], *below])
     tallest = max(heights.values())
-    found = [[r for r in sorted(rooms) if heights[r] == h] for h in range(tallest, -1, -1)]
+    found = [
+        [r for r in sorted(symmetric_buffers) if heights[r] == h] for h in range(tallest, -1, -1)
+    ]
     return [row[i : i + 6] for row in found for i in range(0, len(row), 6)]
 
 
 def draw() -> str:
     """The picture."""
     modules_graph = import_graph()
-    rooms = rooms_of(modules_graph)
-    graph = room_graph(modules_graph, rooms)
+    symmetric_buffers = rooms_of(modules_graph)
+    graph = room_graph(modules_graph, symmetric_buffers)
     counts = dict.fromkeys(graph, 0)
     for name, path in modules().items():
-        counts[rooms[name]] += path.name != "__init__.py"
+        counts[symmetric_buffers[name]] += path.name != "__init__.py"
     places: dict[str, tuple[float, float]] = {}
     parts: list[str] = []
     most = LABEL + 6 * (WIDTH + GAP)

@@ -48,19 +48,19 @@ def test_what_is_a_pair():
 
 
 @pytest.mark.parametrize(
-    ("marks", "alike"),
+    ("marks", "replicated"),
     [({"w": replicate(), "y": replicate()}, True), ({"w": ROWS, "y": COLUMNS}, False)],
 )
-def test_tiles_stay_whole_where_all_ranks_compute_the_same(marks: dict, alike: bool):
+def test_tiles_stay_whole_where_all_ranks_compute_the_same(marks: dict, replicated: bool):
     """Rows come to each rank in an order of its own, so its last wave has tiles of its own."""
     p = ProgramBuilder("wide")
     x, w = p.input("x", (4096, 512), "bf16"), p.weight("w", (5120, 512), "bf16")
     program = p.build(p.linear(x, w, name="y"))
     (choice,) = plan_program(program, TP, H200, {"x": ROWS} | marks).overlaps
     extents = choice.pair.product.extents
-    assert (choice.pair.kind, extents.alike) == ("all_gather_matmul", alike)
+    assert (choice.pair.kind, extents.replicated) == ("all_gather_matmul", replicated)
     deep = replace(extents, depth=8192, columns=5120)
-    assert (tiles_choice("all_gather", deep, H200.overlap).split == WHOLE) == alike
+    assert (tiles_choice("all_gather", deep, H200.overlap).split == WHOLE) == replicated
 
 
 def test_a_sum_over_ranks_in_front_of_a_matmul_is_in_no_pair():

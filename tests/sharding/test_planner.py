@@ -15,7 +15,7 @@ from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.layout.placements import REPLICATED, Layout, Partial, Shard, shard
 from distmega.sharding.localize import localize
 from distmega.sharding.planner import Plan, build_plan, plan_program
-from distmega.sharding.resolve.resolve import InexactSplitError, Schedule
+from distmega.sharding.resolve.resolve import InexactSplitError, RankSchedule
 from distmega.sharding.search.cost import CPU, H200
 from distmega.sharding.search.signatures import OptionTable
 from distmega.sharding.verify import verify_plan_parts
@@ -331,7 +331,7 @@ def test_planning_is_fast_and_linear_in_layers():
 def test_the_verifier_refuses_allocations_that_loops_do_not_match():
     program, mesh = mlp(), DeviceMesh(tp=2)
     plan = plan_program(program, mesh, CPU)
-    schedule = Schedule(steps=plan.steps, locals=plan.locals, homes=plan.layouts)
+    schedule = RankSchedule(steps=plan.steps, locals=plan.locals, homes=plan.layouts)
     table = OptionTable.of(program)
     verify_plan_parts(schedule, plan.loops, plan.allocations, mesh, table)
     for name, wrong in (("w1", "w2"), ("h", "y"), ("x", "h")):

@@ -21,7 +21,7 @@ from distmega.sharding.layout.placements import (
     shard,
 )
 from distmega.sharding.planner import plan_program
-from distmega.sharding.resolve.reshard import find_moves, table
+from distmega.sharding.resolve.reshard import find_movements, table
 from distmega.sharding.search.cost import CPU, H200, collective_bytes, collective_time_us
 from tests.sharding.simulate import check_plan, random_arrays
 
@@ -49,7 +49,7 @@ def test_each_mismatch_is_one_row_of_the_table(source, target, kinds):
 def test_nothing_becomes_a_part_by_moving():
     assert table(REPLICATE, SUM) is None
     with pytest.raises(PlanError, match="no collective leads from"):
-        find_moves((4,), 4, REPLICATED, Layout.of({"tp": SUM}), TP, CPU)
+        find_movements((4,), 4, REPLICATED, Layout.of({"tp": SUM}), TP, CPU)
 
 
 @pytest.mark.parametrize(
@@ -64,9 +64,9 @@ def test_one_mesh_axis_is_gathered_so_that_the_other_can_go_elsewhere(source, ta
     """Not both: one steps aside, and takes its part again for nothing."""
     mesh, tensor = DeviceMesh(dp=2, tp=2), Tensor(name="x", shape=(4, 4), dtype="f32")
     ends = [resolve_layout(tensor, layout, mesh) for layout in (source, target)]
-    moves = find_moves(tensor.shape, 4, *ends, mesh, CPU)
-    assert [move.kind for move in moves] == ["all_gather", "all_to_all", "take_shard"]
-    assert moves[0].axis == moves[2].axis != moves[1].axis
+    movements = find_movements(tensor.shape, 4, *ends, mesh, CPU)
+    assert [move.kind for move in movements] == ["all_gather", "all_to_all", "take_shard"]
+    assert movements[0].axis == movements[2].axis != movements[1].axis
 
 
 def test_sums_are_scattered_before_another_mesh_axis_is_gathered():
@@ -74,8 +74,8 @@ def test_sums_are_scattered_before_another_mesh_axis_is_gathered():
     mesh, tensor = DeviceMesh(a=2, b=2, c=2), Tensor(name="x", shape=(2, 4), dtype="f32")
     source = Layout.of({"a": SUM, "c": Shard(1, 2)})
     target = resolve_layout(tensor, shard(0, "a") | shard(1, "b") | shard(1, "c"), mesh)
-    moves = find_moves(tensor.shape, 4, source, target, mesh, H200)
-    assert [(move.kind, move.axis) for move in moves] == [
+    movements = find_movements(tensor.shape, 4, source, target, mesh, H200)
+    assert [(move.kind, move.axis) for move in movements] == [
         ("reduce_scatter", "a"), ("all_gather", "c"), ("take_shard", "b"), ("take_shard", "c"),
     ]  # fmt: skip
     wide = DeviceMesh(a=2, b=2, c=2, d=2, e=2)
@@ -84,7 +84,7 @@ def test_sums_are_scattered_before_another_mesh_axis_is_gathered():
         resolve_layout(tensor, reduce(or_, (shard(dim, a) for a in wide.names)), wide)
         for dim in (0, 1)
     ]
-    assert find_moves(tensor.shape, 4, *ends, wide, CPU)[-1].target == ends[1]
+    assert find_movements(tensor.shape, 4, *ends, wide, CPU)[-1].target == ends[1]
 
 
 def test_bytes_follow_the_collective():

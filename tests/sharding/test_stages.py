@@ -11,12 +11,12 @@ from distmega.models.presets import PRESETS
 from distmega.program.builder import ProgramBuilder
 from distmega.program.types import Program, accesses, verify_program
 from distmega.sharding.search.cost import op_bytes
-from distmega.sharding.stages import Stage, cut_places, split_stages
+from distmega.sharding.stages import Stage, cut_positions, split_stages
 from tests.sharding.programs import decoder
 
 
 def stages_of(program: Program, num: int, fixed: dict[str, int] | None = None) -> tuple[Stage, ...]:
-    return split_stages(program, cut_places(program, num, fixed))
+    return split_stages(program, cut_positions(program, num, fixed))
 
 
 def bytes_of(stage: Stage) -> int:
@@ -37,7 +37,7 @@ def test_a_70b_model_is_cut_between_blocks_into_equal_stages(num: int) -> None:
 
 def test_a_head_larger_than_the_layers_stands_alone() -> None:
     program = decoder(layers=2, hidden=4, ffn=4, vocab=4000)
-    cuts = cut_places(program, 2)
+    cuts = cut_positions(program, 2)
     assert cuts == ("logits",) or cuts == ("final",)
 
 
@@ -94,23 +94,23 @@ def test_stages_are_programs_that_give_each_other_what_they_need(num: int) -> No
 
 def test_a_user_fixes_the_stage_of_an_op() -> None:
     program = decoder(layers=4)
-    free, fixed = cut_places(program, 2), cut_places(program, 2, {"layers.0.a": 1})
+    free, fixed = cut_positions(program, 2), cut_positions(program, 2, {"layers.0.a": 1})
     assert fixed != free
     first = split_stages(program, fixed)[0].program
     assert not any(op.name.startswith("layers.0") for op in first.ops)
-    last = split_stages(program, cut_places(program, 2, {"layers.3.a": 0}))[1].program
+    last = split_stages(program, cut_positions(program, 2, {"layers.3.a": 0}))[1].program
     assert not any(op.name == "layers.3.a" for op in last.ops)
 
 
 def test_stages_that_cannot_be_are_refused() -> None:
     program = decoder(layers=1)
     with pytest.raises(PlanError, match="99 stages of program 'decoder'; expected as many places"):
-        cut_places(program, 99)
+        cut_positions(program, 99)
     with pytest.raises(PlanError, match="op 'nothing' in stage 0; expected an op of 'decoder'"):
-        cut_places(program, 2, {"nothing": 0})
+        cut_positions(program, 2, {"nothing": 0})
     with pytest.raises(PlanError, match="op 'logits' in stage 2"):
-        cut_places(program, 2, {"logits": 2})
+        cut_positions(program, 2, {"logits": 2})
     with pytest.raises(PlanError, match="with 2 ops fixed"):
-        cut_places(program, 2, {"x": 1, "logits": 0})
+        cut_positions(program, 2, {"x": 1, "logits": 0})
     with pytest.raises(PlanError, match=r"stages that begin with ops \['nothing'\]"):
         split_stages(program, ("nothing",))

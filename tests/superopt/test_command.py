@@ -9,7 +9,7 @@ from distmega.cli.main import main
 from distmega.program.text import print_program
 from distmega.superopt.optimize import Optimizer, Refusal
 from distmega.superopt.programs import PAPER_CASES, read_case
-from distmega.superopt.rules import Rule, read_rules
+from distmega.superopt.rules import RewriteRule, read_rules
 from distmega.superopt.search import Progress
 from tests.superopt import programs
 
@@ -49,7 +49,7 @@ def test_an_interrupted_search_keeps_what_it_has(
 ):
     whole = Optimizer.run
 
-    def interrupted(self: Optimizer) -> Iterator[Progress | Rule | Refusal]:
+    def interrupted(self: Optimizer) -> Iterator[Progress | RewriteRule | Refusal]:
         for number, event in enumerate(whole(self)):
             if number == 4:
                 raise KeyboardInterrupt

@@ -14,17 +14,17 @@ from distmega.superopt import equivalence
 from distmega.superopt.arithmetic import Float
 from distmega.superopt.counting import Bound, num_tests, reject_probability
 from distmega.superopt.equivalence import prove
-from distmega.superopt.fields import NOTHING, ROOT, Fields, P, Q, draw
+from distmega.superopt.fields import NOTHING, ROOT, P, Q, RandomFields, sample_planes
 from distmega.superopt.interpret import run_graph
 from distmega.superopt.reference import run_program
-from distmega.superopt.schedule import Limits
+from distmega.superopt.schedule import SearchLimits
 from distmega.superopt.search import Search
 from distmega.superopt.ugraph import BlockOp, UGraph
 from distmega.superopt.verify import verify_graph
 from tests.superopt import programs
 from tests.superopt.exact import Digits, random_fractions, same
 
-QUICK = Limits(num_scheduled=24, num_kept=4, splits=(4,))
+QUICK = SearchLimits(num_scheduled=24, num_kept=4, splits=(4,))
 
 
 def graphs_of(program: Program) -> list[UGraph]:
@@ -198,8 +198,8 @@ def test_primes_are_what_the_theorem_asks():
 
 def test_fields_keep_the_laws():
     rng = np.random.default_rng(1)
-    fields = Fields(64, rng)
-    a, b, c = (draw((3,), 64, rng) for _ in range(3))
+    fields = RandomFields(64, rng)
+    a, b, c = (sample_planes((3,), 64, rng) for _ in range(3))
 
     def equal(x, y) -> bool:
         return (x[0] == y[0]).all()

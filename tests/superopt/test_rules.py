@@ -24,18 +24,18 @@ from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.search.cost import H200
 from distmega.superopt.optimize import Optimizer
 from distmega.superopt.rewrite import FUSED_GRAPH, apply_rules, graph_op, graph_program
-from distmega.superopt.rules import Rule, read_rules, shipped_rules, write_rules
-from distmega.superopt.schedule import Limits
+from distmega.superopt.rules import RewriteRule, read_rules, shipped_rules, write_rules
+from distmega.superopt.schedule import SearchLimits
 from distmega.superopt.text import parse_graph
 from tests.hostir.programs import local
 from tests.kernels.running import launch_all, make_ranks
 from tests.superopt import programs
 
-QUICK = Limits(num_scheduled=40, num_kept=6, splits=(4,))
+QUICK = SearchLimits(num_scheduled=40, num_kept=6, splits=(4,))
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 
 
-def rules_of(program: Program) -> list[Rule]:
+def rules_of(program: Program) -> list[RewriteRule]:
     optimizer = Optimizer(program, H200, QUICK)
     for _ in optimizer.run():
         pass
@@ -43,7 +43,7 @@ def rules_of(program: Program) -> list[Rule]:
 
 
 @pytest.fixture(scope="module")
-def norm_rules() -> list[Rule]:
+def norm_rules() -> list[RewriteRule]:
     return rules_of(programs.norm_linear("f32"))
 
 
@@ -65,7 +65,7 @@ def inputs_of(program: Program) -> dict[str, torch.Tensor]:
     }
 
 
-def test_file_keeps_rules_and_proofs(tmp_path: Path, norm_rules: list[Rule]):
+def test_file_keeps_rules_and_proofs(tmp_path: Path, norm_rules: list[RewriteRule]):
     path = tmp_path / "rules.json"
     write_rules(path, norm_rules)
     assert read_rules(path) == norm_rules
@@ -74,7 +74,7 @@ def test_file_keeps_rules_and_proofs(tmp_path: Path, norm_rules: list[Rule]):
 
 
 @pytest.mark.parametrize("change", ["graph", "proof", "version", "digest", "rule", "shape", "text"])
-def test_edited_file_is_refused_whole(tmp_path: Path, norm_rules: list[Rule], change: str):
+def test_edited_file_is_refused_whole(tmp_path: Path, norm_rules: list[RewriteRule], change: str):
     path = tmp_path / "rules.json"
     write_rules(path, norm_rules)
     body = json.loads(path.read_text())
@@ -96,7 +96,7 @@ def test_edited_file_is_refused_whole(tmp_path: Path, norm_rules: list[Rule], ch
         read_rules(path)
 
 
-def test_missing_file_and_folder_are_named(tmp_path: Path, norm_rules: list[Rule]):
+def test_missing_file_and_folder_are_named(tmp_path: Path, norm_rules: list[RewriteRule]):
     with pytest.raises(RequestError, match="can't be read"):
         read_rules(tmp_path / "none.json")
     with pytest.raises(RequestError, match="can't be written"):
@@ -158,7 +158,7 @@ def blocks(dtype: str) -> Program:
     return p.build(one, two, h)
 
 
-def test_rules_are_applied_wherever_they_fit(norm_rules: list[Rule]):
+def test_rules_are_applied_wherever_they_fit(norm_rules: list[RewriteRule]):
     program = blocks("f32")
     made = apply_rules(program, norm_rules)
     name = next(rule.name for rule in norm_rules if rule.as_ops)
@@ -170,7 +170,7 @@ def test_rules_are_applied_wherever_they_fit(norm_rules: list[Rule]):
         torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-4)
 
 
-def test_host_programs_run_rules_graphs_as_ops(norm_rules: list[Rule]):
+def test_host_programs_run_rules_graphs_as_ops(norm_rules: list[RewriteRule]):
     program, best = blocks("f32"), norm_rules[0]
     raw = lower_program(
         local(program), megakernel=False, peer_memory=False, fuse=True, rules=norm_rules
@@ -203,13 +203,13 @@ def test_the_shipped_file_is_read_and_its_rules_have_names_of_their_own():
         assert rule.proof.log2_bound >= 40
 
 
-def test_rules_leave_programs_alone_that_they_do_not_fit(norm_rules: list[Rule]):
+def test_rules_leave_programs_alone_that_they_do_not_fit(norm_rules: list[RewriteRule]):
     for program in (programs.lora("f32"), programs.norm_linear("bf16"), blocks("bf16"),
                     programs.norm_linear("f32", rows=8)):  # fmt: skip
         assert apply_rules(program, norm_rules) == program
 
 
-def test_a_changed_state_is_not_read_later(norm_rules: list[Rule]):
+def test_a_changed_state_is_not_read_later(norm_rules: list[RewriteRule]):
     """A norm of a state, and an overwrite of it before the result is used."""
     p = ProgramBuilder("states")
     s = p.state("s", (4, 256))

@@ -12,17 +12,17 @@ from distmega.superopt.egraph import EGraph
 from distmega.superopt.equivalence import prove
 from distmega.superopt.generate import Generator
 from distmega.superopt.laws import saturate
-from distmega.superopt.schedule import Limits
+from distmega.superopt.schedule import SearchLimits
 from distmega.superopt.search import Candidate, Search
 from distmega.superopt.terms import lower_program
 from distmega.superopt.text import print_graph
 from distmega.superopt.ugraph import BlockOp, Kernel, UGraph, rescalings
 from tests.superopt import programs
 
-QUICK = Limits(num_scheduled=60, num_kept=40)
+QUICK = SearchLimits(num_scheduled=60, num_kept=40)
 
 
-def found(program: Program, limits: Limits = QUICK) -> list[Candidate]:
+def found(program: Program, limits: SearchLimits = QUICK) -> list[Candidate]:
     search = Search(program, H200, limits)
     for _ in search.run():
         pass

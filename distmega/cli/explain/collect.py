@@ -23,7 +23,7 @@ from distmega.cli.explain.facts import (
     TimeFacts,
 )
 from distmega.cli.explain.timeline import predict_timeline
-from distmega.engine.decode_plan import DecodeBlueprint, lower_decode, num_stages_of, plan_decode
+from distmega.engine.decode_plan import DecodePlan, lower_decode, num_stages_of, plan_decode
 from distmega.engine.requests import EngineOptions
 from distmega.errors import UnsupportedError
 from distmega.hostir.ir.nodes import HostProgram
@@ -96,7 +96,7 @@ def collect_decode(
     )
 
 
-def _stage(index: int, decode: DecodeBlueprint, full: bool) -> StageFacts:
+def _stage(index: int, decode: DecodePlan, full: bool) -> StageFacts:
     plan, machine = decode.staged.plan, decode.machine
     fused_us = {one.pair.result: dict(one.times_us).get(one.way, 0.0) for one in plan.overlaps}
     memory = plan.memory
@@ -113,7 +113,7 @@ def _stage(index: int, decode: DecodeBlueprint, full: bool) -> StageFacts:
             state_bytes=memory.state_bytes,
             input_bytes=memory.input_bytes,
             temp_peak_bytes=memory.temp_peak_bytes,
-            peer_bytes=memory.room_bytes,
+            peer_bytes=memory.symmetric_bytes,
         ),
         ops=tuple(_ops(plan)),
         collectives=tuple(_collectives(plan)),
@@ -129,7 +129,7 @@ def _stage(index: int, decode: DecodeBlueprint, full: bool) -> StageFacts:
     )
 
 
-def _runner(decode: DecodeBlueprint) -> tuple[str, bool]:
+def _runner(decode: DecodePlan) -> tuple[str, bool]:
     """What does a decode step on the machine, and whether that is one kernel."""
     segments, num_sms = decode.host.segments, decode.machine.num_sms
     if decode.machine == CPU:
@@ -144,7 +144,7 @@ def _runner(decode: DecodeBlueprint) -> tuple[str, bool]:
     return f"one kernel of {sum(map(len, queues.queues))} tasks a step, on Hopper GPUs", True
 
 
-def _notes(decode: DecodeBlueprint) -> Iterator[str]:
+def _notes(decode: DecodePlan) -> Iterator[str]:
     if (copies := decode.staged.kv_copies) > 1:
         heads = decode.config.num_kv_heads // copies
         yield f"kv heads: {heads}, each copied {copies} times, for more ranks than there are"
@@ -222,7 +222,11 @@ def _rejected(plan: PlanFacts, what_if: WhatIf, step: PlacedOp) -> Iterator[Reje
         priced = [(one.bill.total_us - chosen_us, one) for one in found if one.bill]
         for change_us, one in sorted(priced, key=lambda pair: pair[0]):
             assert one.bill is not None
-            why = what_if.why_lost(step, axis, one) if change_us < 0 else ", ".join(one.bill.moves)
+            why = (
+                what_if.why_lost(step, axis, one)
+                if change_us < 0
+                else ", ".join(one.bill.movements)
+            )
             yield Rejected(mesh_axis=axis, choice=one.axis or "whole", change_us=change_us, why=why)
         for one in found:
             if one.bill is None:

@@ -37,7 +37,7 @@ class _Node:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _Corner:
     """Where a node stands: its top left corner."""
 
     x: float
@@ -78,18 +78,18 @@ def tip_of(op: OpFacts) -> str:
     return "\n".join(lines)
 
 
-def draw_layer(stage: StageFacts, layer: int | None) -> str:
+def sample_layer(stage: StageFacts, layer: int | None) -> str:
     """The drawing; all ops where `layer` is None."""
     colours = axis_colours(stage)
     forms = {tensor.name: tensor for tensor in stage.parts}
     nodes = [*_nodes(stage, layer, colours)]
     nodes = [*_sources(nodes, forms, colours), *nodes]
     rows = _rows(nodes)
-    places = _place(nodes, rows)
-    width = max(place.x for place in places.values()) + BOX + 4
-    height = max(places[node.key].y + node.height for node in nodes) + 4
-    parts = [*_edges(nodes, places, rows, forms, colours)]
-    parts += [_box(node, places[node.key]) for node in nodes]
+    corners = _corners(nodes, rows)
+    width = max(corner.x for corner in corners.values()) + BOX + 4
+    height = max(corners[node.key].y + node.height for node in nodes) + 4
+    parts = [*_edges(nodes, corners, rows, forms, colours)]
+    parts += [_box(node, corners[node.key]) for node in nodes]
     size = f'viewBox="-60 0 {width + 120:.0f} {height:.0f}" width="{width + 120:.0f}"'
     body = "\n".join(parts)
     return f'<svg class="layer" {size} height="{height:.0f}">\n{body}\n</svg>'
@@ -148,20 +148,20 @@ def _rows(nodes: Sequence[_Node]) -> dict[str, int]:
     return rows
 
 
-def _place(nodes: Sequence[_Node], rows: Mapping[str, int]) -> dict[str, _Place]:
+def _corners(nodes: Sequence[_Node], rows: Mapping[str, int]) -> dict[str, _Corner]:
     by_row: dict[int, list[_Node]] = {}
     for node in nodes:
         by_row.setdefault(rows[node.key], []).append(node)
     most = max(len(row) for row in by_row.values())
     middle = (most * BOX + (most - 1) * GAP) / 2
-    places: dict[str, _Place] = {}
+    corners: dict[str, _Corner] = {}
     top = 4.0
     for _, row in sorted(by_row.items()):
         left = middle - (len(row) * BOX + (len(row) - 1) * GAP) / 2
         for i, node in enumerate(row):
-            places[node.key] = _Place(left + i * (BOX + GAP), top)
+            corners[node.key] = _Corner(left + i * (BOX + GAP), top)
         top += max(node.height for node in row) + BETWEEN
-    return places
+    return corners
 
 
 def tensor_colour(tensor: TensorFacts, colours: Mapping[str, str]) -> str:
@@ -172,7 +172,7 @@ def tensor_colour(tensor: TensorFacts, colours: Mapping[str, str]) -> str:
 
 def _edges(
     nodes: Sequence[_Node],
-    places: Mapping[str, _Place],
+    corners: Mapping[str, _Corner],
     rows: Mapping[str, int],
     forms: Mapping[str, TensorFacts],
     colours: Mapping[str, str],
@@ -187,7 +187,7 @@ def _edges(
             form = forms.get(name)
             colour = tensor_colour(form, colours) if form else WHOLE
             dashed = ' stroke-dasharray="5 4"' if form and form.partial else ""
-            start, end = places[maker.key], places[node.key]
+            start, end = corners[maker.key], corners[node.key]
             x0, y0 = start.x + BOX / 2, start.y + maker.height
             x1, y1 = end.x + BOX / 2, end.y
             if rows[node.key] - rows[maker.key] > 1 and abs(x0 - x1) < BOX:
@@ -211,17 +211,17 @@ def _edges(
                 )
 
 
-def _box(node: _Node, place: _Place) -> str:
+def _box(node: _Node, corner: _Corner) -> str:
     fill = {"op": "#fff", "collective": node.colour, "source": "#f4f4f4"}[node.kind]
     radius = {"op": 4, "collective": 12, "source": 4}[node.kind]
     tip = f' tabindex="0" data-tip="{escape(node.tip, quote=True)}"' if node.tip else ""
     texts = "".join(
-        f'<text x="{place.x + 8:.0f}" y="{place.y + 18 + LINE * i:.0f}" style="fill:{colour}">'
+        f'<text x="{corner.x + 8:.0f}" y="{corner.y + 18 + LINE * i:.0f}" style="fill:{colour}">'
         f"{escape(text)}</text>"
         for i, (text, colour) in enumerate(node.lines)
     )
     return (
-        f'<g class="{node.kind}"{tip}><rect x="{place.x:.0f}" y="{place.y:.0f}" width="{BOX}"'
+        f'<g class="{node.kind}"{tip}><rect x="{corner.x:.0f}" y="{corner.y:.0f}" width="{BOX}"'
         f' height="{node.height}" rx="{radius}" fill="{fill}" stroke="{node.colour}"'
         f' stroke-width="1.5"/>{texts}</g>'
     )

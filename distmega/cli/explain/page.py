@@ -12,8 +12,8 @@ from html import escape
 from distmega.cli.explain.diagram import (
     WHOLE,
     axis_colours,
-    draw_layer,
     middle_layer,
+    sample_layer,
     tip_of,
 )
 from distmega.cli.explain.facts import OpFacts, Report, Span, StageFacts
@@ -125,7 +125,7 @@ def _layer(stage: StageFacts) -> Iterator[str]:
     yield f'<p class="key"><span style="background:{WHOLE}"></span>whole on every rank'
     yield f"{''.join(keys)} &nbsp; dashed: parts that are still to be summed up"
     yield "&nbsp; point at an op for the choices that were rejected</p>"
-    yield draw_layer(stage, layer)
+    yield sample_layer(stage, layer)
     yield from _choices([op for op in stage.ops if layer_of(op.name) == layer or layer is None])
 
 
@@ -193,8 +193,8 @@ def _timeline(stage: StageFacts, spans: Sequence[Span], name: str) -> Iterator[s
         x = LABEL + (WIDTH - LABEL) * i / 4
         anchor = "end" if i == 4 else "start" if i == 0 else "middle"
         text = format_us(length * i / 4) if i else "0 us"
-        place = f'x="{x:.0f}" y="{height - 6}" text-anchor="{anchor}"'
-        yield f'<text class="small" {place}>{text}</text>'
+        position = f'x="{x:.0f}" y="{height - 6}" text-anchor="{anchor}"'
+        yield f'<text class="small" {position}>{text}</text>'
     yield "</svg>"
 
 
@@ -215,7 +215,7 @@ def _bar_chart(
     """Stacked bars on one scale, the total right of each."""
     words = list(dict.fromkeys(word for _, parts in rows for word, _ in parts))
     most = max(sum(size for _, size in parts) for _, parts in rows) or 1.0
-    height, room = ROW * len(rows), WIDTH - LABEL - 90
+    height, symmetric_buffer = ROW * len(rows), WIDTH - LABEL - 90
     colours = dict(zip(words, PARTS, strict=False))
     keys = (f'<span style="background:{colours[word]}"></span>{escape(word)}' for word in words)
     yield f'<h3>{what}</h3><p class="key">{"".join(keys)}</p>'
@@ -224,7 +224,7 @@ def _bar_chart(
         x, y = float(LABEL), ROW * i
         yield f'<text x="0" y="{y + 15}">{escape(name)}</text>'
         for word, size in parts:
-            width = room * size / most
+            width = symmetric_buffer * size / most
             tip = escape(f"{word}: {unit(size)}", quote=True)
             yield (
                 f'<rect x="{x:.2f}" y="{y + 3}" width="{width:.2f}" height="{ROW - 6}"'

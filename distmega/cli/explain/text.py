@@ -60,7 +60,7 @@ def _cost(stage: StageFacts, machine: str) -> Iterator[str]:
     yield from (f"  {note}" for note in stage.notes)
 
 
-COLUMNS = ("op", "kind", "time", "bound by", "moves", "divided", "then")
+COLUMNS = ("op", "kind", "time", "bound by", "movements", "divided", "then")
 
 
 def _plan(stage: StageFacts) -> Iterator[str]:
@@ -139,15 +139,15 @@ def _shortened(line: str) -> str:
 
 def _graph(segments: Sequence[SegmentFacts]) -> Iterator[str]:
     """What each segment is as tasks, equal ones once."""
-    told: dict[str, list[str]] = {}
+    reported: dict[str, list[str]] = {}
     for segment in segments:
         tasks = ", ".join(f"{kind} {count}" for kind, count in segment.tasks)
         text = (
             f"{segment.num_tasks} tasks of {segment.num_ops} ops on {segment.num_sms} SMs,"
             f" {segment.num_events} events, {segment.num_triggers} triggers a launch: {tasks}"
         )
-        told.setdefault(text, []).append(segment.name)
-    for text, names in told.items():
+        reported.setdefault(text, []).append(segment.name)
+    for text, names in reported.items():
         some = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
         yield f"{some}: {text}"
 

@@ -89,7 +89,7 @@ class _Walk:
                 whole = max(self.buffers[name].num_bytes for name in (*node.ins, *node.outs))
                 size = self.host.mesh.size(node.mesh_axis)
                 us = collective_time_us(node.kind, whole, size, self.machine)
-                self.exchange(node.outs[0], node.kind, node.mesh_axis, us, node.handle)
+                self.communicate(node.outs[0], node.kind, node.mesh_axis, us, node.handle)
             case StartCoalescing():
                 self.group = []
             case Send() | Recv():
@@ -127,12 +127,12 @@ class _Walk:
             us = local_op_us(op, tensors, self.host.mesh, self.machine)
             if op.kind in COLLECTIVES and op.kind != "take_shard":
                 axis = str(op.attr("mesh_axis"))
-                self.exchange(op.writes[0].tensor, op.kind, axis, us, op.name)
+                self.communicate(op.writes[0].tensor, op.kind, axis, us, op.name)
                 self.wait_until(self.handles[op.name])
             else:
                 self.work(op.name, op.kind, us)
 
-    def exchange(self, name: str, kind: str, axis: str, us: float, handle: str) -> None:
+    def communicate(self, name: str, kind: str, axis: str, us: float, handle: str) -> None:
         start = max(self.clocks[self.stream], self.links[axis])
         self.links[axis] = self.handles[handle] = start + us
         track = f"collectives {axis}"
@@ -149,4 +149,4 @@ class _Walk:
         us = self.machine.collective_us + max(both) / self.machine.link_bandwidth_bytes_per_us
         axis = nodes[0].peer.mesh_axis if nodes else ""
         names = ", ".join(node.buffer for node in nodes)
-        self.exchange(names, "send and receive", axis, us, handle)
+        self.communicate(names, "send and receive", axis, us, handle)

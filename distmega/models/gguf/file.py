@@ -132,13 +132,13 @@ def open_gguf(path: Path) -> GgufFile:
         values[key] = cursor.value(cursor.scalar("<I"))
     metadata = Fields(values, str(path))
     tensors = [cursor.tensor() for _ in range(num_tensors)]
-    placed = _place_tensors(cursor, tensors, metadata.integer("general.alignment", 32))
+    placed = _locate_tensors(cursor, tensors, metadata.integer("general.alignment", 32))
     return GgufFile(
         path=path, metadata=metadata, tensors=placed, data=np.frombuffer(data, np.uint8)
     )
 
 
-def _place_tensors(
+def _locate_tensors(
     cursor: "_Cursor", tensors: list[GgufTensor], alignment: int
 ) -> dict[str, GgufTensor]:
     """Turns offsets within the data part into offsets in the file, and checks that all bytes are

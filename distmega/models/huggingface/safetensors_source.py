@@ -124,25 +124,25 @@ def open_arrays(folder: Path) -> dict[str, SafetensorsArray]:
 
 def _open_indexed(folder: Path) -> dict[str, SafetensorsArray]:
     index = read_json(folder / _INDEX).mapping("weight_map")
-    places = {name: index.text(name) for name in index.data}
-    for shard in sorted(set(places.values())):
+    shards = {name: index.text(name) for name in index.data}
+    for shard in sorted(set(shards.values())):
         if Path(shard).is_absolute() or ".." in Path(shard).parts or "\0" in shard:
             found = f"{folder / _INDEX} names {shard!r}, which is outside of its folder"
             remedy = "download the model from where you trust it"
             raise ModelError(found, expected="names of files in the folder", remedy=remedy)
-    missing = sorted({shard for shard in places.values() if not (folder / shard).is_file()})
+    missing = sorted({shard for shard in shards.values() if not (folder / shard).is_file()})
     if missing:
         found = f"{folder / _INDEX} names {missing[0]!r}, which is not there"
         remedy = f"download the missing files ({len(missing)} in all)"
         raise ModelError(found, expected="every shard of the index in the folder", remedy=remedy)
-    files = {shard: _open_file(folder / shard) for shard in sorted(set(places.values()))}
+    files = {shard: _open_file(folder / shard) for shard in sorted(set(shards.values()))}
     held = {shard: set(file.keys()) for shard, file in files.items()}
-    for name, shard in places.items():
+    for name, shard in shards.items():
         if name not in held[shard]:
             found = f"{folder / shard} does not hold {name!r}"
             remedy = "download the shard again"
             raise ModelError(found, expected=f"what {_INDEX} says", remedy=remedy)
-    return {name: SafetensorsArray(file=files[shard], name=name) for name, shard in places.items()}
+    return {name: SafetensorsArray(file=files[shard], name=name) for name, shard in shards.items()}
 
 
 def _open_file(path: Path) -> _File:

@@ -39,7 +39,7 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "take
 locally: no bytes move.
 """
 
-EXCHANGES = tuple(kind for kind in COLLECTIVES if kind != "take_shard")
+COMMUNICATING = tuple(kind for kind in COLLECTIVES if kind != "take_shard")
 """Those that several ranks do together."""
 
 ATTENTIONS = ("attention", "attend")
@@ -49,9 +49,9 @@ BY_ACCESS = ("linear",)
 """Kinds that may read one tensor in two ways at once, each a part of its own: a x a', by rows."""
 
 
-def exchange_axis(op: Op) -> str:
+def communication_axis(op: Op) -> str:
     """The mesh axis whose ranks do an op together; empty for an op that a rank does alone."""
-    return str(op.attr("mesh_axis")) if op.kind in EXCHANGES else ""
+    return str(op.attr("mesh_axis")) if op.kind in COMMUNICATING else ""
 
 
 def linear(name: str, x: Tensor, w: Tensor, bias: Tensor | None = None, spec: str = "") -> Built:
@@ -375,13 +375,13 @@ def cutoff(name: str, x: Tensor, settings: Tensor) -> Built:
 
 
 def sample(name: str, x: Tensor, limits: Tensor, seeds: Tensor, positions: Tensor) -> Built:
-    """An index of each row of logits x [m, v], drawn by their softmax over a temperature: outputs
+    """An index of each row of logits x [m, v], sampled by their softmax over a temperature: outputs
     [name].value f32 and [name] i64, [m].
 
-    limits [m, 2] f32: temperature, least logit that may be drawn. seeds, positions: i64 [m]; the
-    draw depends on them and on the logits alone. It is the argmax of logit + temperature * noise,
+    limits [m, 2] f32: temperature, least logit that may be sampled. seeds, positions: i64 [m]; the
+    sample depends on them and on the logits alone. It is the argmax of logit + temperature * noise,
     with Gumbel noise of its own for each seed, position and index, so that ranks that hold parts
-    of a row draw together as they find an argmax together.
+    of a row sample together as they find an argmax together.
     """
     rows = x.shape[:1]
     shapes = (limits.shape, seeds.shape, positions.shape)

@@ -21,9 +21,9 @@ def gather(name: str, x: Tensor, ids: Tensor, dim: int) -> Built:
     but for that dim.
     """
     dim = normal_dim(name, x, dim)
-    alike = [(mine, other) for n, (mine, other) in enumerate(zip(x.shape, ids.shape, strict=False))
+    pairs = [(mine, other) for n, (mine, other) in enumerate(zip(x.shape, ids.shape, strict=False))
              if n != dim]  # fmt: skip
-    if len(x.shape) != len(ids.shape) or any(mine != other for mine, other in alike):
+    if len(x.shape) != len(ids.shape) or any(mine != other for mine, other in pairs):
         raise bad_op(name, f"x {x.shape}, ids {ids.shape}", f"equal dims but for dim {dim}")
     require_integers(name, ids)
     names = axis_names("i", len(x.shape))

@@ -33,9 +33,9 @@ def opaque(
         return access(tensor, *names)
 
     outs = tuple(
-        Tensor(name=name if place == 0 else f"{name}.{place}", shape=shape, dtype=dtype)
-        for place, (shape, dtype) in enumerate(results)
+        Tensor(name=name if position == 0 else f"{name}.{position}", shape=shape, dtype=dtype)
+        for position, (shape, dtype) in enumerate(results)
     )
-    reads = [whole(x, f"r{place}_", "reduce") for place, x in enumerate(operands)]
-    writes = [whole(y, f"w{place}_", "scatter") for place, y in enumerate(outs)]
+    reads = [whole(x, f"r{position}_", "reduce") for position, x in enumerate(operands)]
+    writes = [whole(y, f"w{position}_", "scatter") for position, y in enumerate(outs)]
     return make_op(name, "opaque", axes, reads, writes, target=target, call=call), outs

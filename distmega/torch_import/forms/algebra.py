@@ -216,5 +216,5 @@ class Algebra:
 
 def without_ones(shape: Sequence[int]) -> tuple[int, ...]:
     """A shape without the ones in front of it."""
-    first = next((place for place, extent in enumerate(shape) if extent > 1), len(shape))
+    first = next((position for position, extent in enumerate(shape) if extent > 1), len(shape))
     return tuple(shape[first:])

@@ -31,34 +31,34 @@ def join_chains(draft: Draft) -> None:
         names = [read.tensor for read in op.reads]
         tree = expr.parse(str(op.attr("expr")))
         joined = False
-        place = 0
-        while place < len(names):
-            before = producers.get(names[place])
+        position = 0
+        while position < len(names):
+            before = producers.get(names[position])
             fits = (
                 before is not None
                 and _is_chain(draft, before)
-                and num_users[names[place]] == 1
-                and names[place] not in draft.outputs
-                and draft.tensors[names[place]].shape == out.shape
+                and num_users[names[position]] == 1
+                and names[position] not in draft.outputs
+                and draft.tensors[names[position]].shape == out.shape
             )
             if before is None or not fits:
-                place += 1
+                position += 1
                 continue
             inner = [read.tensor for read in before.reads]
-            merged = [*names[:place], *names[place + 1 :]]
+            merged = [*names[:position], *names[position + 1 :]]
             merged += [name for name in inner if name not in merged]
             at = {name: expr.Arg(n) for n, name in enumerate(merged)}
             deep = substitute(expr.parse(str(before.attr("expr"))), [at[name] for name in inner])
             found = substitute(
-                tree, [deep if n == place else at[name] for n, name in enumerate(names)]
+                tree, [deep if n == position else at[name] for n, name in enumerate(names)]
             )
             if len(str(found)) > MAX_CHARS:
-                place += 1
+                position += 1
                 continue
             for name in inner:
                 if name in names:
                     num_users[name] -= 1
-            tree, names, place, joined = found, merged, 0, True
+            tree, names, position, joined = found, merged, 0, True
             gone.add(before.name)
             changes[before.name] = []
         if joined:
@@ -73,7 +73,7 @@ def in_order(tree: expr.Expr, names: Sequence[str]) -> tuple[expr.Expr, list[str
     """The expression with its arguments numbered as they come."""
     order: list[int] = []
     _collect(tree, order)
-    at = {index: expr.Arg(place) for place, index in enumerate(order)}
+    at = {index: expr.Arg(position) for position, index in enumerate(order)}
     arguments = [at.get(index, expr.Arg(0)) for index in range(len(names))]
     return substitute(tree, arguments), [names[index] for index in order]
 

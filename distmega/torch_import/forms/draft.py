@@ -134,9 +134,9 @@ class Emitter:
         return f"{base}@form{number}"
 
 
-def reading(op: Op, place: int, tensor: str) -> Op:
+def reading(op: Op, position: int, tensor: str) -> Op:
     """The op with another tensor of the same shape as one operand."""
     reads = tuple(
-        replace(read, tensor=tensor) if at == place else read for at, read in enumerate(op.reads)
+        replace(read, tensor=tensor) if at == position else read for at, read in enumerate(op.reads)
     )
     return replace(op, reads=reads)

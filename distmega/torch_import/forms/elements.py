@@ -22,7 +22,7 @@ Ints = NDArray[np.int64]
 Coords = tuple[Ints, ...]
 """Of elements of a tensor, an array a dim."""
 
-MOVES = ("view", "slice", "reshape", "transpose", "concat", "set", "expand")
+DATA_MOVEMENT = ("view", "slice", "reshape", "transpose", "concat", "set", "expand")
 """Kinds whose results are elements of what they read."""
 HALF = ("bf16", "f16")
 MAX_TERMS = 8
@@ -30,12 +30,12 @@ MAX_TERMS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElementTerm:
-    """coefficient * factor * source, element by element. places: in the source, row-major. factor:
-    a tensor that depends on positions alone, "" for 1; coords: of its elements.
+    """coefficient * factor * source, element by element. positions: in the source, row-major.
+    factor: a tensor that depends on positions alone, "" for 1; coords: of its elements.
     """
 
     coefficient: NDArray[np.float64]
-    places: Ints
+    positions: Ints
     factor: str = ""
     coords: Coords = ()
 
@@ -57,7 +57,7 @@ class Elements:
         for op in self.draft.ops:
             names = {read.tensor for read in op.reads}
             known = {name for name in names if name in self.constants}
-            traced = op.kind in (*MOVES, "pointwise")
+            traced = op.kind in (*DATA_MOVEMENT, "pointwise")
             if traced and names & self.by_position and names <= self.by_position | known:
                 self.by_position.update(write.tensor for write in op.writes)
 
@@ -73,15 +73,15 @@ class Elements:
             return None
         op = self.producers.get(name)
         found = None
-        if op is not None and op.kind in MOVES:
+        if op is not None and op.kind in DATA_MOVEMENT:
             found = self.moved(op, coords)
         elif op is not None and op.kind == "pointwise":
             found = self.combined(op, coords)
         if found is not None and len(found[1]) <= MAX_TERMS:
             return found
         shape = self.draft.tensors[name].shape
-        places = np.ravel_multi_index(coords, shape) if shape else np.zeros_like(coords[0])
-        return name, [ElementTerm(coefficient=np.ones(len(places)), places=places)]
+        positions = np.ravel_multi_index(coords, shape) if shape else np.zeros_like(coords[0])
+        return name, [ElementTerm(coefficient=np.ones(len(positions)), positions=positions)]
 
     def moved(self, op: Op, coords: Coords) -> tuple[str, list[ElementTerm]] | None:
         """Through an op that moves elements."""
@@ -175,8 +175,8 @@ class Elements:
                 return None
             return torch.arange(self.num_positions).expand(len(coords[0]), -1)
         if name in self.constants:
-            places = tuple(torch.from_numpy(each) for each in coords)
-            return self.constants[name][places][:, None].expand(-1, self.num_positions)
+            positions = tuple(torch.from_numpy(each) for each in coords)
+            return self.constants[name][positions][:, None].expand(-1, self.num_positions)
         op = self.producers[name]
         operands = []
         for read in op.reads:

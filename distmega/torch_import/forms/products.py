@@ -13,7 +13,7 @@ from distmega.program import expr
 from distmega.program.ops.compute import linear
 from distmega.program.types import KNOWN, Op, Tensor
 from distmega.torch_import.forms.draft import Draft, Emitter
-from distmega.torch_import.forms.elements import MOVES
+from distmega.torch_import.forms.elements import DATA_MOVEMENT
 from distmega.torch_import.forms.views import StridedView, last_views, show, shown_by_views
 from distmega.torch_import.values import is_float
 
@@ -188,7 +188,7 @@ def _joins(draft: Draft) -> dict[str, frozenset[str]]:
     for op in reversed(draft.ops):
         if op.kind == "concat":
             here = frozenset({op.name})
-        elif op.kind in (*MOVES, "pointwise"):
+        elif op.kind in (*DATA_MOVEMENT, "pointwise"):
             here = frozenset()
         else:
             continue
@@ -229,9 +229,9 @@ def _seen(
     columns between are no regular ones.
     """
     out = draft.tensors[part.view.writes[0].tensor]
-    at = {column: place for place, column in enumerate(columns)}
+    at = {column: position for position, column in enumerate(columns)}
     first = at[shown.offset]
-    strides, places = [], [first]
+    strides, positions = [], [first]
     for dim, extent in enumerate(out.shape):
         stride = shown.strides[dim]
         if dim in part.of_rows:
@@ -239,7 +239,9 @@ def _seen(
             continue
         strides.append(at[shown.offset + stride] - first if extent > 1 else 1)
         if extent > 1:
-            places = [place + strides[-1] * n for place in places for n in range(extent)]
-    if places != [at[column] for column in part.columns]:
+            positions = [
+                position + strides[-1] * n for position in positions for n in range(extent)
+            ]
+    if positions != [at[column] for column in part.columns]:
         return None
     return show(draft, part.view.name, out, made, StridedView(made.name, first, tuple(strides)))

@@ -84,8 +84,8 @@ def _rotation(elements: Elements, name: str, turns: dict[bytes, _Turn | None]) -
     source, terms = traced
     if not any(term.factor for term in terms):
         return None
-    places = [np.where(term.coefficient != 0, term.places, -1) for term in terms]
-    grid = np.stack(places).reshape(len(terms), len(rows), num_heads, width)
+    positions = [np.where(term.coefficient != 0, term.positions, -1) for term in terms]
+    grid = np.stack(positions).reshape(len(terms), len(rows), num_heads, width)
     known = np.where(grid < 0, np.iinfo(np.int64).max, grid)
     first = known.min(axis=(0, 3))
     layout = _layout(elements.draft.tensors[source], shape[0], rows, first, width)
@@ -94,7 +94,7 @@ def _rotation(elements: Elements, name: str, turns: dict[bytes, _Turn | None]) -
     inside = np.where(grid < 0, -1, grid - first[None, :, :, None])
     if (inside >= width).any() or (inside != inside[:, :1, :1]).any():
         return None
-    parts = [slice(place * num_heads * width, None) for place in range(len(rows))]
+    parts = [slice(position * num_heads * width, None) for position in range(len(rows))]
     firsts = [slice(part.start, part.start + width) for part in parts]
     key = inside[:, 0, 0].tobytes() + b"".join(
         term.factor.encode() + bytes(term.coefficient[part]) + b"".join(map(bytes, term.coords))
@@ -116,10 +116,10 @@ def _layout(
     num_heads = first.shape[1]
     if source.num_elements != num_rows * num_heads * width:
         return None
-    heads, places = np.arange(num_heads), np.asarray(rows)[:, None]
-    if np.array_equal(first, (places * num_heads + heads) * width):
+    heads, positions = np.arange(num_heads), np.asarray(rows)[:, None]
+    if np.array_equal(first, (positions * num_heads + heads) * width):
         return False
-    return True if np.array_equal(first, (heads * num_rows + places) * width) else None
+    return True if np.array_equal(first, (heads * num_rows + positions) * width) else None
 
 
 def _turn(
@@ -135,20 +135,20 @@ def _turn(
     width = inside.shape[1]
     own, other = (torch.zeros(width, elements.num_positions) for _ in range(2))
     partner = [-1] * width
-    for term, places in zip(terms, inside, strict=True):
+    for term, positions in zip(terms, inside, strict=True):
         found = [elements.values_of(term, part, row) for row, part in parts]
         if any(values is None for values in found):
             return None
         values = found[0]
         assert values is not None
-        for place, at in enumerate(map(int, places)):
-            if at == place:
-                own[place] += values[place]
+        for position, at in enumerate(map(int, positions)):
+            if at == position:
+                own[position] += values[position]
             elif at >= 0:
-                if partner[place] not in (-1, at):
+                if partner[position] not in (-1, at):
                     return None
-                partner[place] = at
-                other[place] += values[place]
+                partner[position] = at
+                other[position] += values[position]
     left = [n for n, at in enumerate(partner) if n < at]
     passed = [n for n, at in enumerate(partner) if at < 0]
     if not left or len(passed) % 2 or 2 * len(left) + len(passed) != width:

@@ -1,4 +1,4 @@
-"""Views of views as views of the tensor below, and rows without dims of extent 1 in front.
+"""Views of views of the tensor below, and rows without dims of extent 1 in front.
 
 In: a draft. Out: the same with shorter chains of views; a view that shows a whole tensor in its own
 shape is gone. Used by products.py; last of the passes.
@@ -133,16 +133,16 @@ def show(
     if tuple(shape) != base.shape:
         step("reshape", shape)
     left = shown.offset
-    for place, (extent, stride) in enumerate(zip(extents, steps[1:], strict=True)):
+    for position, (extent, stride) in enumerate(zip(extents, steps[1:], strict=True)):
         start, left = left // stride, left % stride
-        if start + extent > shape[place]:
+        if start + extent > shape[position]:
             return None
-        if extent < shape[place]:
-            step("slice_dim", place, start, start + extent)
-    order = sorted(range(len(dims)), key=lambda place: dims[place])
+        if extent < shape[position]:
+            step("slice_dim", position, start, start + extent)
+    order = sorted(range(len(dims)), key=lambda position: dims[position])
     if order != list(range(len(dims))):
         if len(made.shape) > len(dims):
-            step("reshape", [made.shape[place] for place in range(len(dims))])
+            step("reshape", [made.shape[position] for position in range(len(dims))])
         step("transpose", order)
     if made.shape != out.shape or not emitter.ops:
         step("reshape", out.shape)

@@ -9,7 +9,7 @@ from tests.kernels.offline import offline
 from tests.kernels.ptx import bare_signals, plain_spins
 from tests.kernels.sass import spills_in_products
 from tests.kernels.sm90 import SHARED_BYTES, Machine
-from tests.kernels.test_batch_team import blueprint, open_batch_runner
+from tests.kernels.test_batch_team import decode_plan, open_batch_runner
 
 PLAIN, LIMITED = Method(kind="plain"), Method(kind="limited", num_candidates=64)
 CASES = [("llama-3.2-1b", 2, PLAIN), ("llama-3.2-1b", 2, LIMITED), ("qwen3-8b", 4, LIMITED)]
@@ -20,7 +20,7 @@ SPILLED_BYTES = 48
 
 @cache
 def compiled(name: str, tp: int, method: Method) -> Machine:
-    lowered = blueprint(name, tp, method=method)
+    lowered = decode_plan(name, tp, method=method)
     with pytest.MonkeyPatch.context() as patch, offline(patch) as launched:
         open_batch_runner(lowered).decode(1)
     (machine,) = launched
@@ -53,13 +53,13 @@ def test_logits_are_told_of_behind_a_barrier_and_a_fence(name: str, tp: int, met
     """Whoever polled the words passes a fence and a barrier too."""
     lines = [line.strip() for line in compiled(name, tp, method).ptx.splitlines()]
     kept = [line for line in lines if line and not line.startswith(("//", ".loc", "$L"))]
-    told = [at for at, line in enumerate(kept) if "st.relaxed.sys.global.v2.b64" in line]
-    assert len(told) == 1, "a rank a thread"
-    fence = max(at for at, line in enumerate(kept[: told[0]]) if "fence.acq_rel.sys" in line)
-    assert not any("st." in line for line in kept[fence : told[0]])
+    ready_flags = [at for at, line in enumerate(kept) if "st.relaxed.sys.global.v2.b64" in line]
+    assert len(ready_flags) == 1, "a rank a thread"
+    fence = max(at for at, line in enumerate(kept[: ready_flags[0]]) if "fence.acq_rel.sys" in line)
+    assert not any("st." in line for line in kept[fence : ready_flags[0]])
     before = [line for line in kept[:fence] if "bar.sync" in line or "st.global" in line]
     assert "bar.sync" in before[-1]
-    after = kept[told[-1] :]
+    after = kept[ready_flags[-1] :]
     polls = [at for at, line in enumerate(after) if "ld.relaxed.sys.global.v2.b64" in line]
     assert polls
     heard = next(at for at, line in enumerate(after) if line.startswith("fence.acq_rel.sys"))

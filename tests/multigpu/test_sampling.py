@@ -17,8 +17,8 @@ from distmega.sharding.layout.mesh import DeviceMesh
 from tests.multigpu.ranks import ON_GPUS
 from tests.multigpu.test_batch import open_engine, random_ids
 
-HERE = "tests.multigpu.test_draws"
-NUM_DRAWN = 8
+HERE = "tests.multigpu.test_sampling"
+NUM_SAMPLED = 8
 LENGTHS = 3, 40, 130
 """Of prompts."""
 LIMITS = [(3, 0, 1.0), (1, 0, 1.0), (3, 0, 0.9), (1, 0, 0.9), (3, 50, 0.9), (1, 50, 0.9)]
@@ -29,7 +29,7 @@ logits have a deviation of 24.
 """
 
 
-def open_drawing(
+def open_sampling(
     comm: Communicator, batch: int, sampling: Sampling, logits: Logits = "none"
 ) -> Engine:
     """A small model; on GPUs one that the decode kernel takes."""
@@ -39,10 +39,10 @@ def open_drawing(
 
 
 def drawn(engine: Engine, prompts: list[list[int]]) -> list[tuple[int, ...]]:
-    return list(itertools.islice(engine.generate_all(prompts, ignore_eos=True), NUM_DRAWN))
+    return list(itertools.islice(engine.generate_all(prompts, ignore_eos=True), NUM_SAMPLED))
 
 
-def draw_as_told(logits: Tensor, sampling: Sampling, positions: list[int]) -> tuple[int, ...]:
+def sample_as_asked(logits: Tensor, sampling: Sampling, positions: list[int]) -> tuple[int, ...]:
     """The tokens that the logits of each sequence, its seed and its position give."""
     num, vocab = logits.shape
     settings = torch.tensor([sampling.settings] * num)
@@ -67,19 +67,19 @@ def all_logits(engine: Engine, told: Tensor) -> Tensor:
     return found.to(told.device)
 
 
-def draw_from_logits(comm: Communicator, batch: int, top_k: int, top_p: float) -> None:
+def sample_from_logits(comm: Communicator, batch: int, top_k: int, top_p: float) -> None:
     """The same tokens from what each rank has of the logits, where that is enough, as from all of
     them; the same on all ranks and again.
     """
     sampling = Sampling(temperature=TEMPERATURES[top_k], top_k=top_k, top_p=top_p, seed=5)
-    team = open_drawing(comm, batch, sampling)
+    team = open_sampling(comm, batch, sampling)
     assert team.uses_megakernel
-    assert len(team.blueprint.host.segments) == 1
+    assert len(team.decode_plan.host.segments) == 1
     assert (team.stepping is not None) == (team.device.type == "cuda")
-    prompts = random_ids(team.blueprint.config.vocab, list(LENGTHS[:batch]))
+    prompts = random_ids(team.decode_plan.config.vocab, list(LENGTHS[:batch]))
     found = drawn(team, prompts)
     assert found == drawn(team, prompts)
-    team = open_drawing(comm, batch, sampling, "last")
+    team = open_sampling(comm, batch, sampling, "last")
     tokens = tuple(team.prefill_all(prompts))
     for number, expected in enumerate(found):
         assert tokens == expected, f"token {number}"
@@ -87,8 +87,8 @@ def draw_from_logits(comm: Communicator, batch: int, top_k: int, top_p: float) -
         tokens = tuple(outputs["next"].tolist())
         positions = [len(prompt) + number for prompt in prompts]
         logits = all_logits(team, outputs["logits"])
-        assert tokens == draw_as_told(logits, sampling, positions)
-    assert len(set(itertools.chain(*found))) > NUM_DRAWN // 2
+        assert tokens == sample_as_asked(logits, sampling, positions)
+    assert len(set(itertools.chain(*found))) > NUM_SAMPLED // 2
     assert len(set(comm.all_gather_object(tuple(found)))) == 1
 
 
@@ -97,21 +97,21 @@ def draw_from_logits(comm: Communicator, batch: int, top_k: int, top_p: float) -
 def test_draws_are_those_of_the_kernel_logits(
     device: str, num_ranks: int, batch: int, top_k: int, top_p: float, run_ranks
 ):
-    run_ranks(f"{HERE}:draw_from_logits", device, num_ranks, batch, top_k, top_p)
+    run_ranks(f"{HERE}:sample_from_logits", device, num_ranks, batch, top_k, top_p)
 
 
-def draw_as_the_kernel(comm: Communicator, batch: int) -> None:
+def sample_as_the_kernel(comm: Communicator, batch: int) -> None:
     """On CPUs, whose kernels can draw: library ops give the same tokens, and those of one rank."""
     sampling = Sampling(temperature=1.0, seed=5)
-    with patch("distmega.engine.decode_plan.draws_apart", return_value=True):
-        draw_from_logits(comm, batch, 0, 1.0)
-        apart = open_drawing(comm, batch, sampling)
-    lone = open_drawing(SingleCommunicator(DeviceMesh(tp=1)), batch, sampling)
-    prompts = random_ids(lone.blueprint.config.vocab, list(LENGTHS[:batch]))
-    found = [drawn(one, prompts) for one in (apart, open_drawing(comm, batch, sampling), lone)]
+    with patch("distmega.engine.decode_plan.samples_apart", return_value=True):
+        sample_from_logits(comm, batch, 0, 1.0)
+        apart = open_sampling(comm, batch, sampling)
+    lone = open_sampling(SingleCommunicator(DeviceMesh(tp=1)), batch, sampling)
+    prompts = random_ids(lone.decode_plan.config.vocab, list(LENGTHS[:batch]))
+    found = [drawn(one, prompts) for one in (apart, open_sampling(comm, batch, sampling), lone)]
     assert found[0] == found[1] == found[2]
 
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_draws_are_those_of_a_kernel_and_of_one_rank(batch: int, run_ranks):
-    run_ranks(f"{HERE}:draw_as_the_kernel", "cpu", 2, batch)
+    run_ranks(f"{HERE}:sample_as_the_kernel", "cpu", 2, batch)

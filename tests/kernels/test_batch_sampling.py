@@ -8,16 +8,16 @@ from functools import cache
 import pytest
 import torch
 
-from distmega.engine.decode_plan import DecodeBlueprint, lower_decode, model_mesh, plan_decode
+from distmega.engine.decode_plan import DecodePlan, lower_decode, model_mesh, plan_decode
 from distmega.engine.requests import EngineOptions
 from distmega.kernels.hopper.batch_plan import BatchQueues
 from distmega.kernels.hopper.batch_queues import build_batch_queues
 from distmega.kernels.hopper.batch_words import (
     BATCH,
-    PLACES,
-    TOLD_WORDS,
-    BatchDraw,
+    FIELD_WORDS,
+    READY_WORDS,
     BatchHead,
+    BatchSample,
     pack,
 )
 from distmega.kernels.hopper.diagnosis import Report, explain_batch_hang
@@ -34,7 +34,7 @@ VOCAB, NUM_SMS = 1003, 100
 """Ranks get rows that are no whole units, the last one fewer than the others."""
 
 
-def blueprint(method: Method, tp: int) -> DecodeBlueprint:
+def decode_plan(method: Method, tp: int) -> DecodePlan:
     config = replace(PRESETS["llama-3.2-1b"], num_layers=1, vocab=VOCAB)
     options = EngineOptions(max_context=256, batch=3)
     plan = plan_decode(config, model_mesh(tp, 1), H200, options, "last", method=method)
@@ -43,10 +43,10 @@ def blueprint(method: Method, tp: int) -> DecodeBlueprint:
 
 @cache
 def team_of(method: Method, tp: int) -> list[BatchQueues]:
-    lowered = blueprint(method, tp)
+    lowered = decode_plan(method, tp)
     (segment,) = lowered.host.segments
     arenas = lowered.weights, lowered.states
-    return [build_batch_queues(segment, *arenas, NUM_SMS, place) for place in range(tp)]
+    return [build_batch_queues(segment, *arenas, NUM_SMS, team_rank) for team_rank in range(tp)]
 
 
 def heads(queues: BatchQueues) -> list[BatchHead]:
@@ -79,24 +79,27 @@ def test_within_limits_each_rank_has_what_all_have(method: Method, tp: int):
     for queues in team:
         assert queues.gathers
         buffers = {buffer.name: buffer for buffer in queues.buffers}
-        assert list(buffers) == ["parts 0", "parts 1", "told", "highs", "logits"]
-        draws = {queue[-1] for queue in queues.queues}
-        assert {(one.logits, one.highs, one.told, one.num_rows) for one in draws} == {
-            (*(buffers[name].first for name in ("logits", "highs", "told")), VOCAB)
-        }
-        assert all(isinstance(one, BatchDraw) for one in draws)
+        assert list(buffers) == ["parts 0", "parts 1", "ready_flags", "row_maxima", "logits"]
+        sample_inputs = {queue[-1] for queue in queues.queues}
+        assert {
+            (one.logits, one.row_maxima, one.ready_flags, one.num_rows) for one in sample_inputs
+        } == {(*(buffers[name].first for name in ("logits", "row_maxima", "ready_flags")), VOCAB)}
+        assert all(isinstance(one, BatchSample) for one in sample_inputs)
         assert buffers["logits"].num_words * 2 >= BATCH * VOCAB
-        assert buffers["highs"].num_words * 2 == BATCH * tp * MAX_SMS
-        assert buffers["told"].num_words == tp * TOLD_WORDS
+        assert buffers["row_maxima"].num_words * 2 == BATCH * tp * MAX_SMS
+        assert buffers["ready_flags"].num_words == tp * READY_WORDS
         word = queues.first_word
         for buffer in queues.buffers:
             assert (buffer.first, buffer.first % 16) == (word, 0)
             word += buffer.num_words
         assert queues.first_list == word
-    places = [{(one.place, one.logits, one.highs, one.told) for one in heads(q)} for q in team]
-    assert all(len(each) == 1 for each in places)
-    assert [place for each in places for place, *_ in each] == list(range(tp))
-    assert len({tuple(shared) for each in places for _, *shared in each}) == 1
+    ring = [
+        {(one.team_rank, one.logits, one.row_maxima, one.ready_flags) for one in heads(q)}
+        for q in team
+    ]
+    assert all(len(each) == 1 for each in ring)
+    assert [team_rank for each in ring for team_rank, *_ in each] == list(range(tp))
+    assert len({tuple(shared) for each in ring for _, *shared in each}) == 1
 
 
 @pytest.mark.parametrize("tp", [2, 4])
@@ -117,26 +120,24 @@ def test_one_rank_exchanges_nothing():
 def test_words_of_a_head_and_a_draw():
     head, draw = team_of(LIMITED, 4)[3].queues[7][-2:]
     for task in (head, draw):
-        words, places = pack(task), PLACES[type(task)]
-        assert {n: words[at] for n, at in places.items()} == {
-            n: int(getattr(task, n)) for n in places
-        }
-        assert len(set(places.values())) == len(places)
-    assert all(PLACES[BatchHead][name] == at for name, at in PLACES[BatchDraw].items())
-    assert pack(draw)[PLACES[BatchHead]["num_units"]] == 0, "nothing to load"
+        words, ring = pack(task), FIELD_WORDS[type(task)]
+        assert {n: words[at] for n, at in ring.items()} == {n: int(getattr(task, n)) for n in ring}
+        assert len(set(ring.values())) == len(ring)
+    assert all(FIELD_WORDS[BatchHead][name] == at for name, at in FIELD_WORDS[BatchSample].items())
+    assert pack(draw)[FIELD_WORDS[BatchHead]["num_units"]] == 0, "nothing to load"
 
 
 @pytest.mark.parametrize("owes", [0, 1])
 def test_the_rank_and_the_sm_whose_logits_are_missing_are_named(owes: int):
     queues = team_of(LIMITED, 2)[1]
-    told = next(one for one in queues.buffers if one.name == "told")
+    ready_flags = next(one for one in queues.buffers if one.name == "ready_flags")
     number = len(queues.queues[0]) - 1
     for more in range(2):
-        word = told.first + owes * TOLD_WORDS + 2 * 31 + more
-        report = Report(tag=3 * (number + 1) + number + 1, word=word, last=4)
+        word = ready_flags.first + owes * READY_WORDS + 2 * 31 + more
+        report = Report(flag=3 * (number + 1) + number + 1, word=word, last=4)
         error = explain_batch_hang(queues, report, 60.0, 1)
         assert f"rank 1, SM 4 (instruction {number}, next) waited 60 s for word" in error.found
-        assert "of 'told'" in error.found
+        assert "of 'ready_flags'" in error.found
         assert f"step 3, instruction {number}" in error.expected
         assert f"owed by rank {owes}, SM 31, instruction {number - 1}, logits" in error.remedy
 
@@ -144,7 +145,7 @@ def test_the_rank_and_the_sm_whose_logits_are_missing_are_named(owes: int):
 def test_an_event_of_the_draw_is_named():
     queues = team_of(LIMITED, 2)[0]
     number = len(queues.queues[0]) - 1
-    report = Report(tag=2 * (number + 1) + 1, word=number, last=2)
+    report = Report(flag=2 * (number + 1) + 1, word=number, last=2)
     error = explain_batch_hang(queues, report, 60.0, 0)
     waited = f"instruction 0, embedded waited 60 s for event {number} "
     assert f"{waited}(instruction {number}, next)" in error.found
@@ -153,7 +154,7 @@ def test_an_event_of_the_draw_is_named():
 def test_the_host_sees_the_logits_of_all_ranks(monkeypatch: pytest.MonkeyPatch):
     """Where the kernel of each rank gets them; rounded when they are handed over."""
     with offline(monkeypatch):
-        runner = open_batch_runner(blueprint(LIMITED, 2))
+        runner = open_batch_runner(decode_plan(LIMITED, 2))
     assert runner.logits.shape == (BATCH, VOCAB)
     first = next(one.first for one in runner.queues.buffers if one.name == "logits")
     at = 8 * first + runner._report.data_ptr()

@@ -22,7 +22,7 @@ def all_gather(own: Tensor, workspace: Workspace) -> Tensor:
     own = own.contiguous()
     workspace.begin()
     rows = own.shape[0]
-    full = workspace.room((rows * workspace.num_ranks, own.shape[1]), own.dtype)
+    full = workspace.buffer((rows * workspace.num_ranks, own.shape[1]), own.dtype)
     gather_rows(own, workspace, rows)
     full[workspace.rank * rows :][:rows].copy_(own)
     workspace.await_peers(0)
@@ -35,13 +35,13 @@ def matmul_reduce_scatter(a: Tensor, b: Tensor, workspace: Workspace) -> Tensor:
     workspace.begin()
     rank, num_ranks, stream = workspace.rank, workspace.num_ranks, workspace.stream
     rows, columns = a.shape[0] // num_ranks, b.shape[0]
-    slots = workspace.room((2, num_ranks, rows, columns), a.dtype)
+    slots = workspace.buffer((2, num_ranks, rows, columns), a.dtype)
     torch.mm(a, b.T, out=slots[1].view(a.shape[0], columns))
     stream.wait_stream(torch.cuda.current_stream())
     num_bytes = slots[0, 0].nbytes
     for step in range(1, num_ranks):
         peer = (rank + step) % num_ranks
-        target = workspace.room_address(peer) + rank * num_bytes
+        target = workspace.symmetric_address(peer) + rank * num_bytes
         copy_bytes(target, slots[1, peer].data_ptr(), num_bytes, stream)
         write_word(workspace.arrival_address(peer, rank, 0), 1, stream)
     workspace.await_peers(0)
@@ -57,14 +57,14 @@ def matmul_all_reduce(a: Tensor, b: Tensor, workspace: Workspace) -> Tensor:
     this; a [M, K], b [N, K], 8 num_ranks dividing N. By NCCL in memory that torch's op can't use.
     """
     workspace.begin()
-    total = workspace.room((a.shape[0], b.shape[0]), a.dtype)
+    total = workspace.buffer((a.shape[0], b.shape[0]), a.dtype)
     torch.mm(a, b.T, out=total)
-    sum_room(total, workspace)
+    sum_symmetric(total, workspace)
     return total
 
 
-def sum_room(total: Tensor, workspace: Workspace) -> None:
-    """Sums over ranks what lies at `total` in this call's room of each."""
+def sum_symmetric(total: Tensor, workspace: Workspace) -> None:
+    """Sums over ranks what lies at `total` in this call's symmetric buffer of each."""
     workspace.join()
     if workspace.backend == "CUDA":
         torch.ops.symm_mem.two_shot_all_reduce_(total, "sum", workspace.group.group_name)

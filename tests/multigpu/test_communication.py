@@ -6,15 +6,15 @@ import torch
 from distmega.hostir.comm.communicator import Communicator
 from distmega.hostir.comm.nccl import NcclCommunicator
 from distmega.kernels.runtime.signals import open_signals
-from tests.hostir.ranks import check_moves, check_point_to_point, check_reductions, values
+from tests.hostir.ranks import check_movements, check_point_to_point, check_reductions, values
 from tests.multigpu.ranks import ON_EITHER, TIMEOUT_S
 
-HERE = "tests.multigpu.test_exchanges"
+HERE = "tests.multigpu.test_communication"
 
 
 def exchange_all(comm: Communicator) -> None:
     check_reductions(comm)
-    check_moves(comm)
+    check_movements(comm)
     if isinstance(comm, NcclCommunicator):
         open_signals(comm, "tp", ("ready", "done"), TIMEOUT_S, peer_memory=False)
     check_point_to_point(comm)

@@ -1,7 +1,8 @@
 """Kernels compiled once for a class of operands, then launched with little work on the host.
 
 In: a kernel, how each tensor becomes an argument, the other arguments. Out: `Launch`, a call over
-tensors, and `Family`, the launches among which a class of operands chooses. Next: parallel.py.
+tensors, and `LaunchFamily`, the launches among which a class of operands chooses. Next:
+parallel.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from triton.compiler import CompiledKernel
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from distmega.kernels.pipelined.blocks import tile_layout_of
-from distmega.kernels.pipelined.choices import Choice
+from distmega.kernels.pipelined.choices import KernelChoice
 from distmega.kernels.pipelined.parallel import compiling
 from distmega.kernels.pipelined.tuning import pick, version
 
@@ -26,20 +27,20 @@ NUM_DESCRIPTORS = 8192
 class _Address:
     """Start of a tensor as a descriptor takes it; keeps no memory alive."""
 
-    __slots__ = ("dtype", "place")
+    __slots__ = ("address", "dtype")
 
-    def __init__(self, place: int, dtype: torch.dtype) -> None:
-        self.place, self.dtype = place, dtype
+    def __init__(self, address: int, dtype: torch.dtype) -> None:
+        self.address, self.dtype = address, dtype
 
     def data_ptr(self) -> int:
-        return self.place
+        return self.address
 
 
 @lru_cache(maxsize=NUM_DESCRIPTORS)
-def _describe(place: int, dtype: torch.dtype, block: "Block") -> TensorDescriptor:
+def _describe(address: int, dtype: torch.dtype, block: "Block") -> TensorDescriptor:
     layout = tile_layout_of(block.tile, dtype)
     sizes = list(block.shape), list(block.strides), list(block.tile)
-    return TensorDescriptor(_Address(place, dtype), *sizes, layout)
+    return TensorDescriptor(_Address(address, dtype), *sizes, layout)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -124,7 +125,7 @@ class Launch:
         return run
 
 
-class Family:
+class LaunchFamily:
     """Launches for one class of operands: `choices`, best first by the model; `run` takes the one
     that was measured best, or the first.
     """
@@ -132,21 +133,21 @@ class Family:
     __slots__ = ("_chosen", "_launches", "_make", "_version", "choices", "name")
 
     def __init__(
-        self, name: str, choices: Sequence[Choice], make: Callable[[Choice], Launch]
+        self, name: str, choices: Sequence[KernelChoice], make: Callable[[KernelChoice], Launch]
     ) -> None:
         """name: the shape class, under which tuning.py keeps the choice."""
         self.name, self.choices, self._make = name, choices, make
-        self._launches: dict[Choice, Launch] = {}
+        self._launches: dict[KernelChoice, Launch] = {}
         self._chosen: Launch | None = None
         self._version = -1
 
-    def launch(self, choice: Choice) -> Launch:
+    def launch(self, choice: KernelChoice) -> Launch:
         """The launch of one choice, compiled when first called."""
         if choice not in self._launches:
             self._launches[choice] = self._make(choice)
         return self._launches[choice]
 
-    def prepare(self, choices: Sequence[Choice], tensors: Sequence[Tensor | None]) -> None:
+    def prepare(self, choices: Sequence[KernelChoice], tensors: Sequence[Tensor | None]) -> None:
         """Compiles launches of several choices at once."""
         with compiling(len(choices)):
             for choice in choices:

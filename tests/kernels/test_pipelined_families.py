@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from distmega.kernels.pipelined import norms, pointwise, tuning
-from distmega.kernels.pipelined.choices import Choice
+from distmega.kernels.pipelined.choices import KernelChoice
 from distmega.kernels.pipelined.exprs import formula_of
-from distmega.kernels.pipelined.launches import Family
+from distmega.kernels.pipelined.families import LaunchFamily
 from tests.kernels.offline import offline
 from tests.kernels.ptx import loads, stores
 from tests.kernels.sm90 import Machine
@@ -31,7 +31,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Machine]]:
         yield found
 
 
-def rms_family(rows: int, columns: int) -> tuple[Family, norms.Operands]:
+def rms_family(rows: int, columns: int) -> tuple[LaunchFamily, norms.Operands]:
     x, residual, y, total = (torch.empty(rows, columns, dtype=HALF) for _ in range(4))
     operands = (x, residual, torch.empty(columns, dtype=HALF), None, y, total)
     found = norms.family_of("rms", 1e-6, operands)
@@ -58,7 +58,7 @@ def test_each_kernel_takes_what_it_is_launched_with(launched):
     spread = pointwise.family_of(formula_of(("a0 * a1", "a1")), [x, row], [y, y.clone()])
     assert spread is not None
     for choice in (spread.choices[0], next(each for each in spread.choices if each.stages)):
-        spread.launch(choice)(pointwise.in_places([x, row], [y, y.clone()]))
+        spread.launch(choice)(pointwise.inplace_inputs([x, row], [y, y.clone()]))
     assert len(launched) == 4
 
 
@@ -74,7 +74,7 @@ def test_descriptors_keep_no_memory(launched):
 def test_choices_are_measured_within_tuning_only(launched, monkeypatch, tmp_path):
     measured = []
 
-    def measure(choices: list[Choice], run: object) -> dict[Choice, float]:
+    def measure(choices: list[KernelChoice], run: object) -> dict[KernelChoice, float]:
         measured.extend(choices)
         return {choice: 1.0 if choice.stages else 2.0 for choice in choices}
 
@@ -99,7 +99,7 @@ def _measure_and_report(rank: int, folder: Path, answers: multiprocessing.Queue)
     tuning._on_this_gpu = lambda key: key
     tuning._table.entries = {}
     candidates = [
-        Choice(tile=(1024 * n,), num_warps=4, stages=0, buffers=0, programs_per_sm=8, run=1)
+        KernelChoice(tile=(1024 * n,), num_warps=4, stages=0, buffers=0, programs_per_sm=8, run=1)
         for n in (1, 2)
     ]
     tuning._median_us = lambda choices, run: {c: float(c != candidates[rank]) for c in choices}

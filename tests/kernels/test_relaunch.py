@@ -6,14 +6,14 @@ import pytest
 import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from distmega.kernels.gemm import launch
+from distmega.kernels.gemm import start
 from distmega.kernels.hopper.batch_limits import list_words
 from distmega.kernels.hopper.batch_words import BATCH
 from distmega.kernels.hopper.runner import RowRunner
 from distmega.models.sampling import GREEDY, Method
 from distmega.sharding.overlap.tile_times import Tiles
 from tests.kernels import offline
-from tests.kernels.test_batch_team import blueprint, open_batch_runner
+from tests.kernels.test_batch_team import decode_plan, open_batch_runner
 from tests.kernels.test_decode_code import open_runner
 
 METADATA = 6
@@ -28,7 +28,7 @@ def test_later_launches_are_the_first(monkeypatch, num_ranks):
         runner: RowRunner = open_runner("smollm2-135m", num_ranks)
         for num_steps in (1, 1, 3):
             runner.decode(num_steps)
-    assert_alike(seen)
+    assert_same(seen)
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -40,12 +40,12 @@ def test_a_prepared_kernel_is_the_one_that_runs(monkeypatch, batch):
         if batch == 1:
             runner = open_runner("smollm2-135m", 1)
         else:
-            runner = open_batch_runner(blueprint("smollm2-135m", 1, batch))
+            runner = open_batch_runner(decode_plan("smollm2-135m", 1, batch))
         runner.prepare()
         for num_steps in (1, 1, 3):
             runner.decode(num_steps)
     assert len(loaded) <= 1, "tests before may have loaded it"
-    assert_alike(seen)
+    assert_same(seen)
 
 
 @pytest.mark.parametrize(
@@ -57,14 +57,14 @@ def test_batched_launches_are_the_first(monkeypatch, num_ranks, method):
     """
     seen: list[tuple[object, ...]] = []
     monkeypatch.setattr(offline._Launcher, "__call__", lambda self, *given: seen.append(given))
-    drawn = blueprint("smollm2-135m", num_ranks, 3, method=method)
+    drawn = decode_plan("smollm2-135m", num_ranks, 3, method=method)
     with offline.offline(monkeypatch):
         runner = open_batch_runner(drawn)
-        if method.draws:
+        if method.samples:
             assert runner._report.numel() > 2 * BATCH * list_words(runner.queues.vocab)
         for num_steps in (1, 1, 3):
             runner.decode(num_steps)
-    assert_alike(seen)
+    assert_same(seen)
 
 
 @pytest.mark.parametrize("stuck", [False, True])
@@ -73,17 +73,17 @@ def test_later_launches_of_a_matmul_are_the_first(monkeypatch, stuck):
     seen: list[tuple[object, ...]] = []
     monkeypatch.setattr(offline._Launcher, "__call__", lambda self, *given: seen.append(given))
     words = torch.zeros(4, dtype=torch.int32)
-    monkeypatch.setattr(launch, "_unused_words", lambda index: words)
+    monkeypatch.setattr(start, "_unused_words", lambda index: words)
     report = words[1:] if stuck else None
     with offline.offline(monkeypatch):
-        launch._launcher.cache_clear()
+        start._launcher.cache_clear()
         for rows, depth in ((1024, 512), (1024, 512), (2048, 64)):
             a, b, out = (
                 torch.empty(shape, dtype=torch.bfloat16)
                 for shape in ((rows, depth), (5120, depth), (rows, 5120))
             )
-            spec = launch.plain_spec(Tiles(tile_n=256, stages=4, group=8))
-            launch.launch_matmul(a, b, out, spec, 8, stuck=report)
+            spec = start.plain_spec(Tiles(tile_n=256, stages=4, group=8))
+            start.launch_matmul(a, b, out, spec, 8, stuck=report)
     first, second, third = map(shown, seen)
     assert first == second
     assert [pair for pair in zip(first, third, strict=True) if pair[0] != pair[1]] == [
@@ -94,10 +94,10 @@ def test_later_launches_of_a_matmul_are_the_first(monkeypatch, stuck):
         (8, 1),
         (8, 16),
     ]
-    launch._launcher.cache_clear()
+    start._launcher.cache_clear()
 
 
-def assert_alike(launches: Sequence[tuple[object, ...]]) -> None:
+def assert_same(launches: Sequence[tuple[object, ...]]) -> None:
     """Three launches that differ in the number of steps alone: 1, 1 and 3."""
     first, second, third = map(shown, launches)
     assert first == second

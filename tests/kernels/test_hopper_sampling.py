@@ -1,19 +1,19 @@
 """Where GPUs share a model, their kernel draws: segments, and the queues of one sequence. Several
-have test_batch_draws.py.
+have test_batch_sampling.py.
 """
 
 from dataclasses import replace
 
 import pytest
 
-from distmega.engine.decode_plan import DecodeBlueprint, lower_decode, model_mesh, plan_decode
+from distmega.engine.decode_plan import DecodePlan, lower_decode, model_mesh, plan_decode
 from distmega.engine.requests import EngineOptions
 from distmega.hostir.ir.nodes import Collective, HostProgram, LaunchMegakernel, LibraryOp, Send
 from distmega.kernels.hopper.batch_plan import BatchQueues
 from distmega.kernels.hopper.batch_queues import build_batch_queues
 from distmega.kernels.hopper.plan import RowQueues
 from distmega.kernels.hopper.queues import build_queues
-from distmega.kernels.hopper.words import Sample
+from distmega.kernels.hopper.words import RowSample
 from distmega.models.decoder import Logits
 from distmega.models.presets import PRESETS
 from distmega.models.sampling import Method
@@ -27,10 +27,10 @@ LOOKED_FOR = {PLAIN: "given", SEARCHED: "all", LIMITED: "candidates"}
 """Limits of the draw in the kernel."""
 
 
-def blueprint(
+def decode_plan(
     method: Method, batch: int = 1, *, tp: int = 2, pp: int = 1, index: int = 0,
     logits: Logits = "none",
-) -> DecodeBlueprint:  # fmt: skip
+) -> DecodePlan:  # fmt: skip
     options = EngineOptions(max_context=256, batch=batch)
     config = replace(PRESETS[MODEL], num_layers=2)
     mesh = model_mesh(tp, pp)
@@ -54,10 +54,10 @@ def steps(host: HostProgram) -> list[str]:
     return found
 
 
-def queues_of(lowered: DecodeBlueprint, place: int) -> RowQueues | BatchQueues:
+def queues_of(lowered: DecodePlan, team_rank: int) -> RowQueues | BatchQueues:
     build = build_batch_queues if lowered.options.batch > 1 else build_queues
     (segment,) = lowered.host.segments
-    return build(segment, lowered.weights, lowered.states, 132, place)
+    return build(segment, lowered.weights, lowered.states, 132, team_rank)
 
 
 @pytest.mark.parametrize("logits", ["none", "last"])
@@ -65,34 +65,34 @@ def queues_of(lowered: DecodeBlueprint, place: int) -> RowQueues | BatchQueues:
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("method", LOOKED_FOR)
 def test_tokens_are_drawn_in_the_kernel(method: Method, batch: int, tp: int, logits: Logits):
-    lowered = blueprint(method, batch, tp=tp, logits=logits)
+    lowered = decode_plan(method, batch, tp=tp, logits=logits)
     assert steps(lowered.host) == ["kernel"]
     queues = queues_of(lowered, tp - 1)
     assert queues.token == "next"
-    assert queues.draw is not None
-    assert queues.draw.limits == LOOKED_FOR[method]
+    assert queues.sampler is not None
+    assert queues.sampler.limits == LOOKED_FOR[method]
     assert (queues.logits in lowered.host.segments[0].outputs) == (logits == "last")
 
 
 @pytest.mark.parametrize("method", LOOKED_FOR)
 def test_the_last_stage_of_a_pipeline_draws(method: Method):
-    first, last = (blueprint(method, pp=2, index=index) for index in range(2))
+    first, last = (decode_plan(method, pp=2, index=index) for index in range(2))
     assert steps(first.host)[0] == "kernel"
     assert not set(steps(first.host)) & {"sample", "cutoff", "top", "all_reduce argmax"}
     assert steps(last.host) == ["kernel", "send next"]
-    for place in range(2):
-        assert queues_of(last, place).token == "next"
+    for team_rank in range(2):
+        assert queues_of(last, team_rank).token == "next"
 
 
 def words_of(queues: RowQueues, name: str) -> range:
     return next((b.words for b in queues.buffers if b.name == name), range(0))
 
 
-def samples(queues: RowQueues) -> list[Sample]:
+def samples(queues: RowQueues) -> list[RowSample]:
     """The last instruction of every SM."""
     found = [queue[-1] for queue in queues.queues]
-    assert all(isinstance(one, Sample) for one in found)
-    return [one for one in found if isinstance(one, Sample)]
+    assert all(isinstance(one, RowSample) for one in found)
+    return [one for one in found if isinstance(one, RowSample)]
 
 
 def odd_queues(method: Method, tp: int) -> list[RowQueues]:
@@ -103,15 +103,16 @@ def odd_queues(method: Method, tp: int) -> list[RowQueues]:
     lowered = lower_decode(config, plan, options, peer_memory=True, method=method)
     (segment,) = lowered.host.segments
     return [
-        build_queues(segment, lowered.weights, lowered.states, 100, place) for place in range(tp)
+        build_queues(segment, lowered.weights, lowered.states, 100, team_rank)
+        for team_rank in range(tp)
     ]
 
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_at_a_temperature_each_rank_draws_from_its_logits(tp: int):
     rows = -(-1003 // tp)
-    for place, queues in enumerate(odd_queues(PLAIN, tp)):
-        assert queues.first_id == place * rows
+    for team_rank, queues in enumerate(odd_queues(PLAIN, tp)):
+        assert queues.first_id == team_rank * rows
         valid = min(rows, 1003 - queues.first_id)
         drawn = [row for one in samples(queues) for row in range(one.row0, one.num_rows)]
         assert drawn == list(range(valid))

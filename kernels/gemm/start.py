@@ -15,7 +15,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from distmega.kernels.gemm.kernel import matmul_kernel
 from distmega.kernels.gemm.spec import HALF_M, TILE_K, TILE_M, MatmulSpec
 from distmega.kernels.runtime.gpus import num_sms
-from distmega.kernels.runtime.launcher import Launcher
+from distmega.kernels.runtime.relaunch import Launcher
 from distmega.sharding.overlap.tile_times import Tiles
 
 POINTER_ALIGNMENT = 16
@@ -27,8 +27,8 @@ SHARED = gl.NVMMASharedLayout(128, 16, 2)
 class Peering:
     """What a launch with peers needs beside the operands; see matmul_kernel for each.
 
-    home: bf16, this rank's room [2 M, N] if it sends, else for what helpers compute; late: number
-    of the first tile that is pushed, if it sends to all.
+    home: bf16, this rank's symmetric buffer [2 M, N] if it sends, else for what helpers compute;
+    late: number of the first tile that is pushed, if it sends to all.
     """
 
     rank: int
@@ -40,7 +40,7 @@ class Peering:
     home: Tensor | None = None
     counts: Tensor
     late: int = 0
-    rooms: Tensor
+    buffers: Tensor
     words: Tensor
     helpers: int = 0
     given: int = 0
@@ -70,7 +70,7 @@ def _unused_words(index: int) -> Tensor:
 def _without_peers(index: int) -> Peering:
     words = _unused_words(index)
     addresses = words.view(torch.int64)
-    return Peering(rank=0, arrivals=words, counts=words, rooms=addresses, words=addresses)
+    return Peering(rank=0, arrivals=words, counts=words, buffers=addresses, words=addresses)
 
 
 def _blocks(x: Tensor, rows: int, columns: int = HALF_M.value) -> TensorDescriptor:
@@ -104,11 +104,11 @@ def launch_matmul(
     pointers = (
         with_peers.arrivals,
         with_peers.counts,
-        with_peers.rooms,
+        with_peers.buffers,
         with_peers.words,
         _unused_words(index) if stuck is None else stuck,
     )
-    arrivals, counts, rooms, words, report = pointers
+    arrivals, counts, buffers, words, report = pointers
     launcher = _launcher(index, spec, num_programs, tuple(map(_is_aligned, pointers)))
     launcher(
         a_blocks,
@@ -129,7 +129,7 @@ def launch_matmul(
         counts,
         with_peers.late,
         columns // HALF_M.value,
-        rooms,
+        buffers,
         words,
         with_peers.helpers,
         with_peers.given,
