@@ -18,7 +18,7 @@ SUMMARY = (
     ("a token of one sequence, Llama-3.2-1B", "decode", "llama-3.2-1b batch=1 ctx=512 tp=2"),
     ("a token of one sequence, Qwen3-8B", "decode", "qwen3-8b batch=1 ctx=512 tp=4"),
     ("a token after a prompt of 448, Qwen3-8B", "decode", "qwen3-8b prompt=448 batch=1 tp=2"),
-    ("first token of a prompt of 512, Llama-3.2-1B", "prefill", "llama-3.2-1b prompt=512"),
+    ("first token of a prompt of 2048, Qwen3-8B", "prefill", "qwen3-8b prompt=2048 batch=1"),
     ("first tokens of 16 prompts of 4032, Qwen3-8B", "prefill", "qwen3-8b prompt=4032 batch=16"),
     ("a gated MLP of 16 layers, one row", "programs", "gated_mlp rows=1"),
     ("an encoder, 128 rows", "programs", "encoder rows=128"),
