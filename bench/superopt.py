@@ -27,7 +27,7 @@ from bench.records import Record, add_book_options, open_book
 from bench.timing import alternating_us, copy_bytes_per_us, elapsed_us
 from distmega.errors import UnsupportedError
 from distmega.hostir.library.ops import compile_op, op_operands
-from distmega.kernels.ugraphs.geometry import Plan, graph_plans, rule_plan
+from distmega.kernels.ugraphs.geometry import GraphPlan, graph_plans, rule_plan
 from distmega.kernels.ugraphs.runner import GraphRunner
 from distmega.program.types import Program
 from distmega.sharding.search.cost import H200
@@ -90,9 +90,9 @@ def draw_inputs(program: Program) -> list[dict[str, torch.Tensor]]:
     ]
 
 
-def likely_plans(rules: Sequence[RewriteRule]) -> list[Plan]:
+def likely_plans(rules: Sequence[RewriteRule]) -> list[GraphPlan]:
     """Those of the least time by the model: the best of each graph, then the others."""
-    found: list[tuple[int, float, Plan]] = []
+    found: list[tuple[int, float, GraphPlan]] = []
     for rule in rules:
         if rule.launches:
             found.append((False, 0.0, rule_plan(rule)))
@@ -112,8 +112,10 @@ def likely_plans(rules: Sequence[RewriteRule]) -> list[Plan]:
 
 
 def tune(
-    plans: Sequence[Plan], inputs: Sequence[dict[str, torch.Tensor]], exact: Sequence[torch.Tensor]
-) -> tuple[Plan, Callable[[], object]]:
+    plans: Sequence[GraphPlan],
+    inputs: Sequence[dict[str, torch.Tensor]],
+    exact: Sequence[torch.Tensor],
+) -> tuple[GraphPlan, Callable[[], object]]:
     """The fastest plan as measured, captured; prints what each took."""
     runners = [GraphRunner.of(plan.graph, plan.launches) for plan in plans]
 
@@ -126,7 +128,7 @@ def tune(
 
     with ThreadPoolExecutor(8) as pool:
         reported = list(pool.map(first, runners))
-    best: tuple[float, Plan, Callable[[], object]] | None = None
+    best: tuple[float, GraphPlan, Callable[[], object]] | None = None
     for plan, run, text in zip(plans, runners, reported, strict=True):
         shown = plan.describe()
         if not text.startswith("error"):

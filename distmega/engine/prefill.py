@@ -21,7 +21,7 @@ from distmega.engine.decode_plan import (
     prefill_size,
 )
 from distmega.engine.packing import ROWS, PromptPart, lay_rows, pack_prompts, row_lengths
-from distmega.errors import RankFailure, VerifyError
+from distmega.errors import RankFailure, UnsupportedError
 from distmega.hostir.comm.communicator import Communicator
 from distmega.hostir.ir.nodes import HostProgram
 from distmega.hostir.passes.resize import resize_inputs
@@ -176,7 +176,7 @@ class Prefills:
             inputs = dict.fromkeys(BY_ROWS & known.buffer_map().keys(), (size,))
             try:
                 return resize_inputs(known, inputs, f"decoder_{size}"), True
-            except VerifyError as error:
+            except UnsupportedError as error:
                 logger.debug("%d rows are planned anew: %s", size, error)
         host = lower_prefill(self._decode_plan, size, logits)
         options, context = self._decode_plan.options, self._decode_plan.max_context

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from distmega.collecting import gc_paused
-from distmega.errors import VerifyError
+from distmega.errors import UnsupportedError
 from distmega.hostir.ir.nodes import (
     Allocate,
     Collective,
@@ -37,8 +37,8 @@ ROW_COUNTS = ("packed", "in_order")
 def resize_inputs(host: HostProgram, shapes: Mapping[str, Shape], name: str) -> HostProgram:
     """`host` under another name, with inputs of these shapes. Rooms never get smaller.
 
-    VerifyError where extents do not divide as they did, or where a node is of a kind that is not
-    known here (loops, slices and what goes between stages).
+    UnsupportedError where extents do not divide as they did, or where a node is of a kind that is
+    not known here (loops, slices and what goes between stages).
     """
     return _Resizing(host, shapes).run(name)
 
@@ -72,7 +72,7 @@ class _Resizing:
             case FusedMatmul():
                 return self.matmul(node)
             case _:
-                raise VerifyError(
+                raise UnsupportedError(
                     f"{type(node).__name__} in a program to resize",
                     expected="ops, collectives and their waits",
                     remedy="lower the program of this size",
@@ -192,8 +192,8 @@ def _number(attrs: Mapping[str, Attr], key: str) -> int:
     return value
 
 
-def _uneven(what: str, found: str) -> VerifyError:
-    return VerifyError(
+def _uneven(what: str, found: str) -> UnsupportedError:
+    return UnsupportedError(
         f"{what}: {found}",
         expected="extents that divide as those of the program do",
         remedy="lower the program of this size",

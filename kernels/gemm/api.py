@@ -26,7 +26,7 @@ from distmega.kernels.gemm.workspace import Workspace, workspace_of
 from distmega.kernels.runtime.gpus import is_hopper
 from distmega.sharding.overlap.matmul_ways import (
     Collective,
-    OverlapChoice,
+    MatmulChoice,
     choose_means,
     choose_tiles,
     kernel_problem,
@@ -163,9 +163,7 @@ def matmul_all_reduce(
     return result
 
 
-def _sending(
-    name: str, a: Tensor, b: Tensor, choice: OverlapChoice, workspace: Workspace
-) -> Tensor:
+def _sending(name: str, a: Tensor, b: Tensor, choice: MatmulChoice, workspace: Workspace) -> Tensor:
     if choice.means == "peer":
         result = getattr(_kernels("peer_collectives"), name)(a, b, workspace)
     else:
@@ -212,7 +210,7 @@ def _choose(
     comm: Communicator,
     extents: Extents,
     forced: bool | None,
-) -> OverlapChoice:
+) -> MatmulChoice:
     """Decided by what is equal on all ranks."""
     if _on_hopper(x) and isinstance(comm, NcclCommunicator):
         rates = measured(comm).overlap
@@ -229,7 +227,7 @@ def _choose(
             expected=problem,
             remedy="pad the rows, or leave overlap out",
         )
-    return OverlapChoice(means="nccl", us=0.0)
+    return MatmulChoice(means="nccl", us=0.0)
 
 
 def _on_hopper(x: Tensor) -> bool:

@@ -18,7 +18,7 @@ from distmega.kernels.gemm.start import Peering, launch_matmul
 from distmega.kernels.gemm.workspace import PUSHED, Workspace
 from distmega.kernels.runtime.gpus import num_sms
 from distmega.kernels.runtime.stream_ops import copy_bytes, copy_columns, wait_word, write_word
-from distmega.sharding.overlap.matmul_ways import OverlapChoice, event_rows
+from distmega.sharding.overlap.matmul_ways import MatmulChoice, event_rows
 from distmega.sharding.overlap.tile_times import (
     GATHERED,
     TILE_ROWS,
@@ -66,7 +66,7 @@ def gather_rows(own: Tensor, workspace: Workspace, rows: int) -> None:
 
 
 def all_gather_matmul(
-    own: Tensor, b: Tensor, workspace: Workspace, choice: OverlapChoice, *, debug: bool = False
+    own: Tensor, b: Tensor, workspace: Workspace, choice: MatmulChoice, *, debug: bool = False
 ) -> Tensor:
     """C [M, N] for own [M / num_ranks, K], b [N, K]; the kernel starts with this rank's rows."""
     assert choice.tiles is not None
@@ -109,7 +109,7 @@ def all_gather_matmul(
 
 
 def matmul_reduce_scatter(
-    a: Tensor, b: Tensor, workspace: Workspace, choice: OverlapChoice, *, debug: bool = False
+    a: Tensor, b: Tensor, workspace: Workspace, choice: MatmulChoice, *, debug: bool = False
 ) -> Tensor:
     """This rank's rows [M / num_ranks, N] of the sum over ranks of A B^T; a [M, K], b [N, K]."""
     out = torch.empty(a.shape[0] // workspace.num_ranks, b.shape[0], dtype=a.dtype, device=a.device)
@@ -118,7 +118,7 @@ def matmul_reduce_scatter(
 
 
 def matmul_all_reduce(
-    a: Tensor, b: Tensor, workspace: Workspace, choice: OverlapChoice, *, debug: bool = False
+    a: Tensor, b: Tensor, workspace: Workspace, choice: MatmulChoice, *, debug: bool = False
 ) -> Tensor:
     """The sum over ranks of A B^T, [M, N], the same bits on all ranks; a [M, K], b [N, K].
 
@@ -166,7 +166,7 @@ def _send(
     b: Tensor,
     out: Tensor | None,
     workspace: Workspace,
-    choice: OverlapChoice,
+    choice: MatmulChoice,
     debug: bool,
 ) -> Tensor:
     assert choice.tiles is not None

@@ -35,7 +35,7 @@ from distmega.kernels.tasks.fuse import (
     FusedAttention,
     FusedContraction,
     FusedEmbedding,
-    Norm,
+    InputNorm,
 )
 
 NUM_STEPS = 2
@@ -44,7 +44,7 @@ CHUNK = TILE_K * BATCH
 
 Memory = str
 """Of "x", in chunks of activations; "kept", in blocks of numbers; "squares"; "exchanged" words."""
-Content = tuple[str, Norm | None, bool]
+Content = tuple[str, InputNorm | None, bool]
 """A tensor, its norm, and whether that lacks its factor."""
 
 
@@ -224,7 +224,7 @@ class _BatchProof:
         epilogues = self.queues.epilogues
         return epilogues.each[one.opcode] if isinstance(one, BatchLinear) else epilogues.entry
 
-    def norm_behind(self, name: str, one: BatchLinear | BatchEmbed) -> Norm | None:
+    def norm_behind(self, name: str, one: BatchLinear | BatchEmbed) -> InputNorm | None:
         """The norm whose weight the instruction multiplies its result by."""
         if one.next_norm == NOTHING:
             return None

@@ -75,7 +75,7 @@ from distmega.kernels.tasks.fuse import (
     FusedChoice,
     FusedContraction,
     FusedEmbedding,
-    Norm,
+    InputNorm,
     WeightStream,
     fuse_segment,
     norms_of,
@@ -89,7 +89,7 @@ REPORTED_WORDS = 2**24
 FOREVER = 2**30
 """When an output is read last."""
 
-Form = tuple[str, Norm | None]
+Form = tuple[str, InputNorm | None]
 """A tensor as linears take it: after a norm, or as it is."""
 
 
@@ -169,7 +169,7 @@ class _BatchBuilder:
     makers: dict[str, FusedContraction | FusedAttention] = field(default_factory=dict)
     normed: dict[Form, str] = field(default_factory=dict)
     """Forms that are also taken as float32, by the names that they have there."""
-    forms: dict[str, dict[Norm | None, int]] = field(default_factory=dict)
+    forms: dict[str, dict[InputNorm | None, int]] = field(default_factory=dict)
     """In which forms linears take a tensor, and when last."""
     taken: dict[str, int] = field(default_factory=dict)
     """When a tensor is taken last as float32."""
@@ -345,7 +345,7 @@ class _BatchBuilder:
             raise unfit(f"{name!r}, which no contraction or attention gives")
         return self.makers.get(name)
 
-    def published(self, name: str) -> tuple[Norm | None, bool]:
+    def published(self, name: str) -> tuple[InputNorm | None, bool]:
         """The form in which its op gives a tensor to linears, and whether it gives one at all."""
         forms = self.forms.get(name, {})
         if None in forms:
@@ -357,7 +357,7 @@ class _BatchBuilder:
                 return norm, True
         return None, False
 
-    def is_made_apart(self, name: str, norm: Norm | None) -> bool:
+    def is_made_apart(self, name: str, norm: InputNorm | None) -> bool:
         """Whether an instruction of its own makes this form."""
         return self.published(name) != (norm, True) or (name, norm) in self.normed
 

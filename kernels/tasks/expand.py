@@ -32,7 +32,7 @@ rank come in launch order. check.py proves both for a given schedule.
 from collections.abc import Iterator
 from dataclasses import replace
 
-from distmega.errors import VerifyError
+from distmega.errors import UnsupportedError, VerifyError
 from distmega.kernels.runtime.arena import PEER_SUFFIX
 from distmega.program.ops.compute import COMMUNICATING
 from distmega.program.types import Access, Axis, Index, Op, Program, Tensor, verify_program
@@ -48,8 +48,8 @@ REMOTE_KINDS = ("push",)
 def expand_collectives(segment: Program, mesh: DeviceMesh) -> Program:
     """Replaces every collective by pushes and a local op. One mesh axis a segment.
 
-    Raises VerifyError for reduce_scatter and all_to_all, which send each rank something else, and
-    for collectives over two mesh axes: the host IR does these.
+    Raises UnsupportedError for reduce_scatter and all_to_all, which send each rank something else,
+    and for collectives over two mesh axes: the host IR does these.
     """
     tensors = list(segment.tensors)
     shapes = segment.tensor_map()
@@ -65,7 +65,7 @@ def expand_collectives(segment: Program, mesh: DeviceMesh) -> Program:
             continue
         axes_used.add(axis)
         if len(axes_used) > 1:
-            raise VerifyError(
+            raise UnsupportedError(
                 f"segment {segment.name!r} communicates over mesh axes {sorted(axes_used)}",
                 expected="one mesh axis in a kernel",
                 remedy="split the segment where the axis changes",
@@ -91,7 +91,7 @@ def team_size(segment: Program, mesh: DeviceMesh) -> int:
 
 def _mesh_axis(op: Op, mesh: DeviceMesh) -> str:
     if op.kind not in ("all_reduce", "all_gather"):
-        raise VerifyError(
+        raise UnsupportedError(
             f"op {op.name!r} of kind {op.kind} is not in kernel",
             expected="all_reduce or all_gather",
             remedy="split the segment there, and leave it to the host IR",

@@ -28,7 +28,7 @@ IDENTITY = expr.Arg(0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Norm:
+class InputNorm:
     """A norm applied to x on its way in. kind: "rms_norm" or "layer_norm"; bias: "" without one."""
 
     weight: str
@@ -58,7 +58,7 @@ class FusedContraction:
 
     name: str
     x: str
-    norm: Norm | None
+    norm: InputNorm | None
     streams: tuple[WeightStream, ...]
     outs: tuple[str, ...]
     formula: expr.Expr = IDENTITY
@@ -89,8 +89,8 @@ class FusedAttention:
     q: str
     k: str
     v: str
-    q_norm: Norm | None
-    k_norm: Norm | None
+    q_norm: InputNorm | None
+    k_norm: InputNorm | None
     positions: str
     table: str
     k_cache: str
@@ -134,12 +134,12 @@ class FusedChoice:
 Fused = FusedContraction | FusedEmbedding | FusedAttention | FusedChoice
 
 
-def norms_of(op: Fused) -> list[Norm]:
+def norms_of(op: Fused) -> list[InputNorm]:
     """All norms of a fused op."""
     if isinstance(op, FusedAttention):
         return [norm for norm in (op.q_norm, op.k_norm) if norm]
     norm = getattr(op, "norm", None)
-    return [norm] if isinstance(norm, Norm) else []
+    return [norm] if isinstance(norm, InputNorm) else []
 
 
 def fuse_segment(segment: Program) -> tuple[Fused, ...]:
@@ -186,7 +186,7 @@ class _Product:
 
     op: Op
     x: str
-    norm: Norm | None
+    norm: InputNorm | None
     out: str
     num_ranks: int
     ops: tuple[Op, ...]
@@ -213,7 +213,7 @@ class _SegmentFusion:
         self.outputs = frozenset(map(self.storage, segment.outputs))
         self.position = {op.name: i for i, op in enumerate(segment.ops)}
         self.taken: set[str] = set()
-        self.shared_norms: dict[tuple[str, Norm], str] = {}
+        self.shared_norms: dict[tuple[str, InputNorm], str] = {}
         """Results of norms that others than contractions take, by what they are norms of."""
 
     def run(self) -> tuple[Fused, ...]:
@@ -457,7 +457,7 @@ class _SegmentFusion:
             out=_out(op),
         )
 
-    def normed(self, name: str) -> tuple[str, Norm | None]:
+    def normed(self, name: str) -> tuple[str, InputNorm | None]:
         """What `name` is the norm of, if it is one that linears and pointwise ops read."""
         op = self.producers.get(name)
         if op is None or op.kind not in NORMS or len(op.reads) == 2:
@@ -472,7 +472,7 @@ class _SegmentFusion:
         self.take(op)
         return x, norm
 
-    def rotated(self, attention: Op, name: str) -> tuple[str, Norm | None, str]:
+    def rotated(self, attention: Op, name: str) -> tuple[str, InputNorm | None, str]:
         """What `name` is the rotation of, the norm before it, and the table of angles."""
         table, last = "", attention
         rope = self.producers.get(name)
@@ -570,11 +570,11 @@ def _num_ranks(collective: Op) -> int:
     return found
 
 
-def _norm(op: Op) -> Norm:
+def _norm(op: Op) -> InputNorm:
     eps = op.attr("eps")
     assert isinstance(eps, float)
     bias = op.reads[3].tensor if len(op.reads) == 4 else ""
-    return Norm(weight=op.reads[2].tensor, eps=eps, kind=op.kind, bias=bias)
+    return InputNorm(weight=op.reads[2].tensor, eps=eps, kind=op.kind, bias=bias)
 
 
 def _unfit(op: Op) -> UnsupportedError:

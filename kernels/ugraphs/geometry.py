@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from distmega.errors import UnsupportedError, VerifyError
-from distmega.kernels.ugraphs.source import LAZY_ELEMENTS, Launch
+from distmega.kernels.ugraphs.source import LAZY_ELEMENTS, GraphLaunch
 from distmega.program.dtypes import item_bytes
 from distmega.sharding.search.cost import MACHINES, Machine
 from distmega.superopt.cost import num_functions
@@ -78,11 +78,11 @@ class Shape:
     """One way to divide and launch a kernel, and its time by the model."""
 
     kernel: Kernel
-    launch: Launch
+    launch: GraphLaunch
     time_us: float
 
 
-def describe(kernel: Kernel, launch: Launch) -> str:
+def describe(kernel: Kernel, launch: GraphLaunch) -> str:
     """Such as "n:256 loop k:4, 8 warps, 3 stages"."""
     grid = " ".join(f"{axis}:{parts}" for axis, parts in kernel.grid) or "1"
     loop = f" loop {kernel.loop[0]}:{kernel.loop[1]}" if kernel.loop else ""
@@ -152,7 +152,7 @@ def _launched(graph: UGraph, kernel: Kernel, machine: Machine) -> Iterator[Shape
         for stages in STAGES if kernel.loop else (1,):
             stages = min(stages, kernel.loop[1]) if kernel.loop else 1
             early = starts_early(kernel, machine)
-            launch = Launch(num_warps=warps, stages=max(stages, 1), early=early)
+            launch = GraphLaunch(num_warps=warps, stages=max(stages, 1), early=early)
             time = block.time_us(launch, machine)
             if math.isfinite(time):
                 yield Shape(kernel=kernel, launch=launch, time_us=time)
@@ -236,7 +236,7 @@ class _Block:
             return 0.0
         return rounds * PRODUCT_INSTRUCTIONS * self._spread(op)
 
-    def time_us(self, launch: Launch, machine: Machine) -> float:
+    def time_us(self, launch: GraphLaunch, machine: Machine) -> float:
         """Of the whole launch; inf where a block fits no SM."""
         kernel, rounds = self.kernel, self.rounds
         shared = launch.stages * self.moving if rounds > 1 else 0
@@ -260,7 +260,7 @@ class _Block:
         ends = turns * LATENCY_US / 2
         return machine.launch_us + LATENCY_US + max(moved, computed, barriers) + ends
 
-    def _num_reductions(self, launch: Launch) -> int:
+    def _num_reductions(self, launch: GraphLaunch) -> int:
         """Reductions among warps in each iteration."""
         late = rescalings(self.kernel)
         small = LAZY_ELEMENTS * 32 * launch.num_warps
@@ -275,7 +275,7 @@ class _Block:
         return found
 
 
-def shaped(graph: UGraph, shapes: Sequence[Shape]) -> tuple[UGraph, tuple[Launch, ...]]:
+def shaped(graph: UGraph, shapes: Sequence[Shape]) -> tuple[UGraph, tuple[GraphLaunch, ...]]:
     """The graph with one shape of each kernel."""
     made = with_kernels(graph, [shape.kernel for shape in shapes], 2**40)
     return made, tuple(shape.launch for shape in shapes)
@@ -287,11 +287,11 @@ LEAST_PART = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class GraphPlan:
     """A graph and how each of its kernels is launched; its time by the model."""
 
     graph: UGraph
-    launches: tuple[Launch, ...]
+    launches: tuple[GraphLaunch, ...]
     time_us: float
 
     def describe(self) -> str:
@@ -299,7 +299,7 @@ class Plan:
         return "; ".join(map(describe, self.graph.kernels, self.launches))
 
 
-def rule_plan(rule: RewriteRule) -> Plan:
+def rule_plan(rule: RewriteRule) -> GraphPlan:
     """The rule's graph as it was measured, or as the model likes it best where nobody measured it.
     UnsupportedError where no plan fits.
     """
@@ -307,19 +307,19 @@ def rule_plan(rule: RewriteRule) -> Plan:
     if not rule.launches:
         return graph_plans(graph, machine, 1)[0]
     launches = tuple(
-        Launch(num_warps=warps, stages=stages, early=starts_early(kernel, machine))
+        GraphLaunch(num_warps=warps, stages=stages, early=starts_early(kernel, machine))
         for kernel, (warps, stages) in zip(graph.kernels, rule.launches, strict=True)
     )
-    return Plan(graph=graph, launches=launches, time_us=rule.graph_us)
+    return GraphPlan(graph=graph, launches=launches, time_us=rule.graph_us)
 
 
 def graph_plans(
     graph: UGraph, machine: Machine, count: int, loops: Sequence[int] = LOOPS
-) -> list[Plan]:
+) -> list[GraphPlan]:
     """The fastest `count` plans by the model, of these numbers of iterations. UnsupportedError
     where none fits.
     """
-    found: list[Plan] = []
+    found: list[GraphPlan] = []
     problem: UnsupportedError | None = None
     for variant in _variants(graph):
         try:
@@ -330,7 +330,7 @@ def graph_plans(
         for picked in _fastest(shapes, count):
             made, launches = shaped(variant, picked)
             time = sum(shape.time_us for shape in picked)
-            plan = Plan(graph=made, launches=launches, time_us=time)
+            plan = GraphPlan(graph=made, launches=launches, time_us=time)
             found.append(plan)
     if not found and problem:
         raise problem

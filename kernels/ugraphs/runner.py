@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from distmega.errors import ProgramError
-from distmega.kernels.ugraphs.source import Launch, graph_source, kernel_tensors
+from distmega.kernels.ugraphs.source import GraphLaunch, graph_source, kernel_tensors
 from distmega.superopt.ugraph import GraphTensor, UGraph
 
 TORCH_TYPES = {
@@ -23,7 +23,7 @@ TORCH_TYPES = {
 }  # fmt: skip
 
 
-def load_kernels(graph: UGraph, launches: Sequence[Launch]) -> dict[str, Any]:
+def load_kernels(graph: UGraph, launches: Sequence[GraphLaunch]) -> dict[str, Any]:
     """The graph's kernels as Triton functions, by name."""
     text = graph_source(graph, launches)
     name = f"<ugraph {graph.name} {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
@@ -41,11 +41,11 @@ class GraphRunner:
     """
 
     graph: UGraph
-    launches: tuple[Launch, ...]
+    launches: tuple[GraphLaunch, ...]
     _kernels: dict[str, Any]
 
     @classmethod
-    def of(cls, graph: UGraph, launches: Sequence[Launch]) -> "GraphRunner":
+    def of(cls, graph: UGraph, launches: Sequence[GraphLaunch]) -> "GraphRunner":
         """Compiles nothing yet: Triton does with the first call."""
         return cls(graph, tuple(launches), load_kernels(graph, launches))
 

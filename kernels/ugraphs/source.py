@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from distmega.errors import UnsupportedError
-from distmega.kernels.ugraphs.values import Groups, Layout, Piece, Value
+from distmega.kernels.ugraphs.values import BlockLayout, BlockValue, Groups, Piece
 from distmega.program import expr
 from distmega.program.dtypes import item_bytes
 from distmega.superopt.named import Dims
@@ -63,7 +63,7 @@ EXTREMES = {"max": ("tl.max", "tl.maximum", LOWEST), "min": ("tl.min", "tl.minim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
+class GraphLaunch:
     """How a kernel is compiled. stages: iterations whose loads are under way together. early:
     whether its blocks may start while the kernel before it on the stream runs, and wait for its end
     before they read, while their first tiles come into the L2 cache; the next one may start too.
@@ -74,7 +74,7 @@ class Launch:
     early: bool = False
 
 
-def graph_source(graph: UGraph, launches: Sequence[Launch]) -> str:
+def graph_source(graph: UGraph, launches: Sequence[GraphLaunch]) -> str:
     """The module. UnsupportedError names what no Triton kernel is written for."""
     functions = [
         _Writer(graph, kernel, launch).write()
@@ -105,14 +105,14 @@ class _Accumulator:
 class _Writer:
     """Writes one kernel."""
 
-    def __init__(self, graph: UGraph, kernel: Kernel, launch: Launch) -> None:
+    def __init__(self, graph: UGraph, kernel: Kernel, launch: GraphLaunch) -> None:
         self.graph, self.kernel, self.launch = graph, kernel, launch
         self.extents = joint_extents(graph)
-        self.layout = Layout(list(self.extents), tile_extents(kernel, self.extents))
+        self.layout = BlockLayout(list(self.extents), tile_extents(kernel, self.extents))
         self.tensors = graph.tensor_map()
         self.arguments = {name: f"t{n}" for n, name in enumerate(kernel_tensors(kernel))}
         self.names = {op.name: f"v{n}" for n, op in enumerate(kernel.ops)}
-        self.values: dict[str, Value] = {}
+        self.values: dict[str, BlockValue] = {}
         self.lines: list[str] = []
         self.indent = "    "
         self.late = rescalings(kernel)
@@ -231,7 +231,7 @@ class _Writer:
         policy = "evict_last" if shared else "evict_first"
         self.put(f'{name} = tl.load({position}{mask}, eviction_policy="{policy}")')
         exact = tensor.dtype if tensor.dtype in DTYPES else ""
-        self.values[load.name] = Value((Piece(name, axes, exact, zeroed=True),))
+        self.values[load.name] = BlockValue((Piece(name, axes, exact, zeroed=True),))
 
     def position(self, tensor: str, dims: Dims, axes: Sequence[str]) -> str:
         """Pointers to a block of a tensor, along `axes`."""
@@ -285,16 +285,16 @@ class _Writer:
         args = [self.values[arg] for arg in op.args]
         beside = next((value for value in args if value.joined), None)
         if beside is not None and len(pieces) > 1:
-            self.values[op.name] = Value(tuple(pieces), beside.joined, beside.inner)
+            self.values[op.name] = BlockValue(tuple(pieces), beside.joined, beside.inner)
         else:
-            self.values[op.name] = Value(tuple(pieces))
+            self.values[op.name] = BlockValue(tuple(pieces))
 
-    def joined(self, op: BlockOp) -> Value:
+    def joined(self, op: BlockOp) -> BlockValue:
         """Two operands side by side: nothing is moved."""
         args = [self.values[arg] for arg in op.args]
         if any(value.joined for value in args):
             raise self.unsupported(f"{op.name!r} joins what is joined")
-        return Value(tuple(value.pieces[0] for value in args), op.joined, op.reduced)
+        return BlockValue(tuple(value.pieces[0] for value in args), op.joined, op.reduced)
 
     def computed(self, op: BlockOp) -> list[tuple[str, tuple[str, ...]]]:
         """Expressions of an op's pieces with their axes; one if it reduces the joined axis."""
@@ -458,7 +458,7 @@ class _Writer:
         if self.is_top(op):
             new = self.names[op.name]
             self.put(f"{new} = {self.combined(op, acc, text)}")
-            self.values[op.name] = Value((Piece(new, axes, "", zeroed=False),))
+            self.values[op.name] = BlockValue((Piece(new, axes, "", zeroed=False),))
             ends.append(f"{acc} = {new}")
             return _Accumulator(op, acc, axes)
         for factor, mine in alpha:
@@ -525,7 +525,7 @@ class _Writer:
             text = self.layout.from_matrix(text, one.groups)
         self.put(f"{name} = {text}")
         piece = Piece(name, one.axes, "", zeroed=not self.layout.is_padded(one.axes))
-        self.values[one.op.name] = Value((piece,))
+        self.values[one.op.name] = BlockValue((piece,))
 
     def unsupported(self, found: str) -> UnsupportedError:
         return UnsupportedError(

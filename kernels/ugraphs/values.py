@@ -27,7 +27,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class BlockValue:
     """One piece, or several that lie side by side along axis `joined`; inner: what that axis is
     called in each.
     """
@@ -37,7 +37,7 @@ class Value:
     inner: tuple[str, ...] = ()
 
 
-class Layout:
+class BlockLayout:
     """Axes in their order, and how many elements a block has along each."""
 
     def __init__(self, order: Sequence[str], tiles: Mapping[str, int]) -> None:

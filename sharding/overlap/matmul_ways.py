@@ -1,7 +1,7 @@
 """Which tiles a matmul runs with, and how a collective goes with it: the least predicted time.
 
 In: extents, OverlapRates, the same on every rank, so that ranks choose alike. Out: `Tiles`, or None
-where the library's own matmul is expected to win, and a `OverlapChoice`. Next: cost.py.
+where the library's own matmul is expected to win, and a `MatmulChoice`. Next: cost.py.
 """
 
 from collections.abc import Iterator
@@ -58,7 +58,7 @@ MIN_EVENT_ROWS = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OverlapChoice:
+class MatmulChoice:
     """How a matmul with its collective runs. If by "tiles", the rest is of the kernel:
     split, and lag, parts as in plan_sending if it sends.
     """
@@ -147,7 +147,7 @@ def _between(table: Table, x: float) -> float:
 
 
 @cache
-def tiles_choice(collective: Collective, extents: Extents, rates: OverlapRates) -> OverlapChoice:
+def tiles_choice(collective: Collective, extents: Extents, rates: OverlapRates) -> MatmulChoice:
     """The kernel's best tiles, lag, parts and split with the collective beside it. Where ranks
     gather and compute alike, tiles stay whole: each rank begins with other rows, so those of the
     last wave are others, and a tile summed in two pieces is rounded otherwise.
@@ -169,7 +169,7 @@ def tiles_choice(collective: Collective, extents: Extents, rates: OverlapRates) 
     return min(found, key=lambda choice: choice.us + (SPLIT_US if choice.split.given else 0.0))
 
 
-def _kernel_ways(collective: Collective, extents: Extents) -> Iterator[OverlapChoice]:
+def _kernel_ways(collective: Collective, extents: Extents) -> Iterator[MatmulChoice]:
     """What the kernel is tried with, the last wave whole, of no time yet."""
     chunk_rows = extents.rows // (extents.num_ranks * TILE_ROWS)
     groups = (8,) if collective == "all_gather" else (4, 8)
@@ -177,15 +177,15 @@ def _kernel_ways(collective: Collective, extents: Extents) -> Iterator[OverlapCh
         for group in sorted({band_rows(chunk_rows, n) for n in groups}, reverse=True):
             tiles = Tiles(tile_n=tile_n, stages=stages, group=group)
             if collective == "all_gather":
-                yield OverlapChoice(means="tiles", us=0.0, tiles=tiles)
+                yield MatmulChoice(means="tiles", us=0.0, tiles=tiles)
                 continue
             lags = (0, 2) if chunk_rows // group > 2 else (0,)
             for lag, parts in product(lags, PARTS):
-                yield OverlapChoice(means="tiles", us=0.0, tiles=tiles, lag=lag, parts=parts)
+                yield MatmulChoice(means="tiles", us=0.0, tiles=tiles, lag=lag, parts=parts)
 
 
 def tiles_us(
-    collective: Collective, extents: Extents, choice: OverlapChoice, rates: OverlapRates
+    collective: Collective, extents: Extents, choice: MatmulChoice, rates: OverlapRates
 ) -> float:
     """Predicted time of the kernel with the collective beside it, as `choice` says."""
     tiles = choice.tiles
@@ -244,11 +244,11 @@ def has_peer_collective(collective: Collective, extents: Extents, rates: Overlap
 
 
 @cache
-def choose_means(collective: Collective, extents: Extents, rates: OverlapRates) -> OverlapChoice:
+def choose_means(collective: Collective, extents: Extents, rates: OverlapRates) -> MatmulChoice:
     """How a matmul with its collective runs fastest, by what is predicted."""
-    found = [OverlapChoice(means="nccl", us=nccl_us(collective, extents, rates))]
+    found = [MatmulChoice(means="nccl", us=nccl_us(collective, extents, rates))]
     if has_peer_collective(collective, extents, rates):
-        found.append(OverlapChoice(means="peer", us=peer_us(collective, extents, rates)))
+        found.append(MatmulChoice(means="peer", us=peer_us(collective, extents, rates)))
     if not kernel_problem(collective, extents, "bf16", rates):
         found.append(tiles_choice(collective, extents, rates))
     return min(

@@ -9,8 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from distmega.cli.explain import Report, collect_decode, usual_machine, write_page, write_report
-from distmega.cli.explain.facts import Span
+from distmega.cli.explain import (
+    ExplainReport,
+    collect_decode,
+    usual_machine,
+    write_page,
+    write_report,
+)
+from distmega.cli.explain.facts import PredictedSpan
 from distmega.cli.explain.fold import fold_lines, folded_text
 from distmega.cli.explain.timeline import predict_timeline
 from distmega.cli.main import main
@@ -24,19 +30,19 @@ from tests.repo.source import ROOT
 FALLBACK = "the search prices whole plans"
 
 
-def report_of(model: str, tp: int = 1, pp: int = 1, **options: str) -> Report:
+def report_of(model: str, tp: int = 1, pp: int = 1, **options: str) -> ExplainReport:
     config = PRESETS[model]
     mesh, engine = model_mesh(tp, pp), EngineOptions(**options)  # type: ignore[arg-type]
     return collect_decode(model, config, mesh, usual_machine(config), engine, full=True)
 
 
 @pytest.fixture(scope="module")
-def llama() -> Report:
+def llama() -> ExplainReport:
     return report_of("llama-3.2-1b", tp=2)
 
 
 @pytest.fixture(scope="module")
-def staged() -> Report:
+def staged() -> ExplainReport:
     return report_of("tiny-llama", tp=2, pp=2, collectives="host")
 
 
@@ -47,7 +53,7 @@ def test_the_machine_is_that_which_the_model_is_for():
     assert usual_machine(PRESETS["llama-3.2-1b"]) == H200
 
 
-def test_the_summary_comes_first_and_says_what_bounds(llama: Report):
+def test_the_summary_comes_first_and_says_what_bounds(llama: ExplainReport):
     title, text = next(write_report(llama))
     assert title == "summary"
     for part in ("planned for h200", "us a token", "bound by: ", "a rank holds: ", "a rank sends"):
@@ -55,7 +61,7 @@ def test_the_summary_comes_first_and_says_what_bounds(llama: Report):
     assert "one kernel of " in text
 
 
-def test_the_front_page_shows_this_summary(llama: Report):
+def test_the_front_page_shows_this_summary(llama: ExplainReport):
     """But for figures, which change with the cost model and the kernel."""
     blocks = re.findall(r"```text\n(llama-.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     _, text = next(write_report(llama))
@@ -63,7 +69,7 @@ def test_the_front_page_shows_this_summary(llama: Report):
     assert shown == re.sub(r"[\d.]+", "#", text) + "\n"
 
 
-def test_figures_add_up_to_those_of_the_plan(llama: Report):
+def test_figures_add_up_to_those_of_the_plan(llama: ExplainReport):
     plan = plan_decode(PRESETS["llama-3.2-1b"], model_mesh(2, 1), H200, EngineOptions()).plan
     (stage,) = llama.stages
     assert stage.time.total_us == pytest.approx(plan.time_us)
@@ -74,7 +80,7 @@ def test_figures_add_up_to_those_of_the_plan(llama: Report):
     assert held == stage.memory.weight_bytes
 
 
-def test_equal_layers_are_told_once(llama: Report):
+def test_equal_layers_are_told_once(llama: ExplainReport):
     texts = [dict(write_report(report)) for report in (llama, report_of("smollm2-135m", tp=2))]
     for text in texts:
         assert sum(part.count("\n") for part in text.values()) < 90
@@ -86,7 +92,7 @@ def test_equal_layers_are_told_once(llama: Report):
     assert host.count("\n") < 120
 
 
-def test_full_has_every_choice_and_every_op(llama: Report):
+def test_full_has_every_choice_and_every_op(llama: ExplainReport):
     texts = dict(write_report(llama, full=True))
     assert "not whole: +" in texts["plan"]
     assert "tensors\n" in texts["plan"]
@@ -127,11 +133,11 @@ def test_numbers_that_do_not_rise_evenly_are_not_folded():
     assert "a.{0-3}" not in "\n".join(folded_text(lines))
 
 
-def of_track(spans: tuple[Span, ...], track: str) -> list[Span]:
+def of_track(spans: tuple[PredictedSpan, ...], track: str) -> list[PredictedSpan]:
     return sorted((s for s in spans if s.track == track), key=lambda s: s.start_us)
 
 
-def test_a_track_does_one_thing_at_a_time(llama: Report, staged: Report):
+def test_a_track_does_one_thing_at_a_time(llama: ExplainReport, staged: ExplainReport):
     for stage in (*llama.stages, *staged.stages):
         assert {span.track for span in stage.timeline} >= {"stream 0", "collectives tp"}
         for track in {span.track for span in stage.timeline}:
@@ -178,7 +184,7 @@ class Page(HTMLParser):
         return [attrs for _, attrs in self.found if attrs.get("class") == name]
 
 
-def test_the_page_opens_offline_and_is_well_formed(llama: Report, staged: Report):
+def test_the_page_opens_offline_and_is_well_formed(llama: ExplainReport, staged: ExplainReport):
     for report in (llama, staged):
         text = write_page(report)
         page = Page(text)
@@ -194,7 +200,7 @@ def test_the_page_opens_offline_and_is_well_formed(llama: Report, staged: Report
         assert all(math.isfinite(number) for number in numbers)
 
 
-def test_the_page_shows_a_layer_with_its_collectives_and_rejected_choices(llama: Report):
+def test_the_page_shows_a_layer_with_its_collectives_and_rejected_choices(llama: ExplainReport):
     page = Page(write_page(llama))
     (stage,) = llama.stages
     names = [op.name for op in stage.ops if op.name.startswith("layers.8.")]
@@ -209,7 +215,7 @@ def test_the_page_shows_a_layer_with_its_collectives_and_rejected_choices(llama:
     assert "stroke-dasharray" in text
 
 
-def test_the_page_shows_ranks_streams_memory_and_time(llama: Report, staged: Report):
+def test_the_page_shows_ranks_streams_memory_and_time(llama: ExplainReport, staged: ExplainReport):
     text = write_page(llama)
     for words in ("rank 0 stream 0", "rank 1 collectives tp", "KV cache", "1079 us"):
         assert words in text

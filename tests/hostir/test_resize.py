@@ -6,7 +6,7 @@ import pytest
 
 from distmega.engine.decode_plan import DecodePlan, lower_decode, lower_prefill, plan_decode
 from distmega.engine.requests import EngineOptions
-from distmega.errors import VerifyError
+from distmega.errors import UnsupportedError
 from distmega.hostir.ir.nodes import HostProgram
 from distmega.hostir.ir.text import print_host
 from distmega.hostir.ir.verify import verify_host
@@ -70,7 +70,7 @@ def test_rows_that_do_not_divide_over_ranks_are_refused():
     """On the CPU rows are as many as tokens."""
     decode_plan = decode_plan_of("qwen3-8b", 2)
     host = lower_prefill(decode_plan, 2048, "none")
-    with pytest.raises(VerifyError, match="extents that divide as those of the program do"):
+    with pytest.raises(UnsupportedError, match="extents that divide as those of the program do"):
         resized(host, 2047, "odd")
 
 
@@ -80,5 +80,5 @@ def test_a_pipelines_micro_batches_are_refused():
     staged = plan_decode(config, DeviceMesh(tp=1), CPU, replace(options, max_context=64))
     decode_plan = lower_decode(config, staged, replace(options, max_context=64), peer_memory=False)
     host = lower_prefill(decode_plan, 16, "none")
-    with pytest.raises(VerifyError, match="ForLoop in a program to resize"):
+    with pytest.raises(UnsupportedError, match="ForLoop in a program to resize"):
         resize_inputs(host, {"tokens": (32,), "positions": (32,)}, "longer")

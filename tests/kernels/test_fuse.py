@@ -15,7 +15,7 @@ from distmega.kernels.tasks.fuse import (
     FusedContraction,
     FusedEmbedding,
     FusedSample,
-    Norm,
+    InputNorm,
     WeightStream,
     canonical,
     fuse_segment,
@@ -55,7 +55,7 @@ def test_what_a_layer_fuses_to():
     assert qkv == FusedContraction(
         name=f"{at}.q",
         x="embedded",
-        norm=Norm(weight=f"{at}.attn_norm", eps=config.norm_eps),
+        norm=InputNorm(weight=f"{at}.attn_norm", eps=config.norm_eps),
         streams=(WeightStream(weights=(f"{at}.wq", f"{at}.wk", f"{at}.wv"), biases=("", "", "")),),
         outs=(f"{at}.q", f"{at}.k", f"{at}.v"),
     )
@@ -64,8 +64,8 @@ def test_what_a_layer_fuses_to():
         q=f"{at}.q",
         k=f"{at}.k",
         v=f"{at}.v",
-        q_norm=Norm(weight=f"{at}.q_norm", eps=config.norm_eps),
-        k_norm=Norm(weight=f"{at}.k_norm", eps=config.norm_eps),
+        q_norm=InputNorm(weight=f"{at}.q_norm", eps=config.norm_eps),
+        k_norm=InputNorm(weight=f"{at}.k_norm", eps=config.norm_eps),
         positions="positions",
         table="rope_table",
         k_cache=f"{at}.k_cache",
@@ -86,7 +86,7 @@ def test_what_a_layer_fuses_to():
     assert gated == FusedContraction(
         name=f"{at}.ffn_mixed",
         x=f"{at}.attn_sum",
-        norm=Norm(weight=f"{at}.ffn_norm", eps=config.norm_eps),
+        norm=InputNorm(weight=f"{at}.ffn_norm", eps=config.norm_eps),
         streams=(
             WeightStream(weights=(f"{at}.w_gate",), biases=("",)),
             WeightStream(weights=(f"{at}.w_up",), biases=("",)),

@@ -11,7 +11,7 @@ import pytest
 from distmega.errors import UnsupportedError
 from distmega.kernels.ugraphs.geometry import graph_plans
 from distmega.kernels.ugraphs.runner import load_kernels
-from distmega.kernels.ugraphs.source import Launch, graph_source, kernel_tensors
+from distmega.kernels.ugraphs.source import GraphLaunch, graph_source, kernel_tensors
 from distmega.sharding.search.cost import H200
 from distmega.superopt.text import parse_graph
 from tests.kernels.sm90 import Machine, compile_kernel
@@ -86,7 +86,7 @@ def test_products_of_matrices_use_tensor_cores():
 
 def test_sources_say_what_blocks_take():
     graph = parse_graph(VECTOR_NORM)
-    text = graph_source(graph, [Launch(num_warps=4, stages=3)])
+    text = graph_source(graph, [GraphLaunch(num_warps=4, stages=3)])
     assert "def k0(t0, t1, t2, t3):" in text
     assert "o_n = block % 2048 * 2" in text
     assert "for i in tl.range(0, 64, num_stages=3):" in text

@@ -16,7 +16,7 @@ import torch
 from triton.runtime import interpreter
 
 from distmega.kernels.ugraphs.runner import GraphRunner
-from distmega.kernels.ugraphs.source import Launch
+from distmega.kernels.ugraphs.source import GraphLaunch
 from distmega.superopt.arithmetic import Float
 from distmega.superopt.interpret import run_graph
 from distmega.superopt.text import parse_graph
@@ -34,7 +34,7 @@ def patch_tensors(tensor: type, scope: interpreter._LangPatchScope) -> None:
 def error_of(graph: UGraph) -> float:
     """Of a graph in f32, on normal inputs."""
     rng = np.random.default_rng(0)
-    run = GraphRunner.of(graph, [Launch(num_warps=4, stages=2)] * len(graph.kernels))
+    run = GraphRunner.of(graph, [GraphLaunch(num_warps=4, stages=2)] * len(graph.kernels))
     inputs = {t.name: rng.standard_normal(run.shape(t)) for t in graph.tensors if t.role != "temp"}
     given = {name: torch.from_numpy(x).float() for name, x in inputs.items()}
     expected = run_graph(graph, {name: (x[None],) for name, x in inputs.items()}, Float())

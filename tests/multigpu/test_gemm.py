@@ -17,7 +17,7 @@ from distmega.hostir.comm.communicator import Communicator
 from distmega.hostir.comm.nccl import NcclCommunicator
 from distmega.kernels import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from distmega.kernels.runtime.gpus import num_sms
-from distmega.sharding.overlap.matmul_ways import STAGES, OverlapChoice
+from distmega.sharding.overlap.matmul_ways import STAGES, MatmulChoice
 from distmega.sharding.overlap.tile_times import DepthSplit, Extents, Tiles, plan_sending
 from tests.multigpu.ranks import ON_EITHER, ON_GPUS
 
@@ -90,7 +90,7 @@ def use_every_tile(comm: NcclCommunicator) -> None:
     shared = workspace.workspace_of(comm, "tp", 2**28)
     for tile_n, stages in STAGES.items():
         tiles = Tiles(tile_n=tile_n, stages=stages)
-        choice = OverlapChoice(means="tiles", us=0.0, tiles=tiles)
+        choice = MatmulChoice(means="tiles", us=0.0, tiles=tiles)
         for rows in (1024, 128, 384):
             own, b = operands(rank, rows, 1152, 448, rows)
             parts = [operands(r, rows, 1152, 448, rows)[0] for r in range(size)]
@@ -121,7 +121,7 @@ def share_the_last_wave(comm: NcclCommunicator) -> None:
         turns = -(-last // (sms - last))
         split = DepthSplit(given=13, fewer=min(3, 12 // turns))
         tiles = Tiles(tile_n=tile_n, stages=stages)
-        choice = OverlapChoice(means="tiles", us=0.0, tiles=tiles, split=split)
+        choice = MatmulChoice(means="tiles", us=0.0, tiles=tiles, split=split)
         extents = Extents(rows=rows, columns=columns, depth=1024, num_ranks=size)
         plan = plan_sending(extents, tiles, sms, split=split, shares=True)
         helped.append(turns if plan.num_helpers else 0)
@@ -200,7 +200,7 @@ def name_a_missing_rank(comm: NcclCommunicator) -> None:
     shared = workspace.Workspace(comm, "tp", 2**24)  # no later test's, whose words would be set
     if comm.rank == 0:
         own, b = operands(0, 128, 128, 64, 0)
-        choice = OverlapChoice(means="tiles", us=0.0, tiles=Tiles(tile_n=128, stages=STAGES[128]))
+        choice = MatmulChoice(means="tiles", us=0.0, tiles=Tiles(tile_n=128, stages=STAGES[128]))
         missing = "|".join(
             f"event {4096 * other}; expected rank {other} to" for other in shared.peers
         )

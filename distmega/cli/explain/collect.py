@@ -12,11 +12,11 @@ from dataclasses import replace
 from distmega.cli.explain.facts import (
     Bound,
     CollectiveFacts,
+    ExplainReport,
     HostFacts,
     MemoryFacts,
     OpFacts,
     Rejected,
-    Report,
     SegmentFacts,
     StageFacts,
     TensorFacts,
@@ -73,7 +73,7 @@ def collect_decode(
     *,
     memory_limit_bytes: int | None = None,
     full: bool = False,
-) -> Report:
+) -> ExplainReport:
     """What a decode step of `config` is planned to be. full: with the texts of plan and segments,
     every choice and every op. Raises PlanError where `mesh` or the limit
     can't be used, RequestError for options that the model can't have.
@@ -86,7 +86,7 @@ def collect_decode(
         peer_memory = options.collectives != "host"
         decode = lower_decode(config, staged, options, peer_memory=peer_memory)
         stages.append(_stage(index, decode, full))
-    return Report(
+    return ExplainReport(
         model=model,
         machine=machine.name,
         batch=options.batch,

@@ -132,7 +132,7 @@ class MemoryFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class PredictedSpan:
     """A predicted interval on a track of a rank, such as "stream 0" or "collectives tp"."""
 
     track: str
@@ -190,7 +190,7 @@ class StageFacts:
     parts: tuple[TensorFacts, ...]
     overlaps: tuple[str, ...]
     host: HostFacts
-    timeline: tuple[Span, ...]
+    timeline: tuple[PredictedSpan, ...]
     plan_text: str
 
     @property
@@ -219,7 +219,7 @@ class StageFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class ExplainReport:
     """All that explain tells of a model's decode step."""
 
     model: str

@@ -16,7 +16,7 @@ from distmega.cli.explain.diagram import (
     sample_layer,
     tip_of,
 )
-from distmega.cli.explain.facts import OpFacts, Report, Span, StageFacts
+from distmega.cli.explain.facts import ExplainReport, OpFacts, PredictedSpan, StageFacts
 from distmega.cli.explain.fold import layer_of, without_layer
 from distmega.sharding.explain import format_bytes, format_us
 
@@ -67,7 +67,7 @@ document.addEventListener("focusin", show);
 """
 
 
-def write_page(report: Report) -> str:
+def write_page(report: ExplainReport) -> str:
     """The whole page."""
     stages = f" in each of {len(report.stages)} stages" if len(report.stages) > 1 else ""
     where = f"{_ranks(report.stages[0])}{stages}"
@@ -85,7 +85,7 @@ def _ranks(stage: StageFacts) -> str:
     return " x ".join(f"{axis}={size}" for axis, size in stage.ranks)
 
 
-def _body(report: Report, title: str) -> Iterator[str]:
+def _body(report: ExplainReport, title: str) -> Iterator[str]:
     yield f"<h1>{escape(title)}</h1>"
     yield "<p>One decode step as the cost model predicts it, if every op were a library call,"
     yield "one after another.</p>"
@@ -155,13 +155,13 @@ def _timelines(stage: StageFacts) -> Iterator[str]:
     yield f'<p class="key">{"".join(keys)}</p>'
 
 
-def _category(span: Span) -> str:
+def _category(span: PredictedSpan) -> str:
     if span.track.startswith("collectives"):
         return "collective"
     return span.kind if span.kind in KIND_COLOURS else "other"
 
 
-def _timeline(stage: StageFacts, spans: Sequence[Span], name: str) -> Iterator[str]:
+def _timeline(stage: StageFacts, spans: Sequence[PredictedSpan], name: str) -> Iterator[str]:
     """Tracks of all ranks; they run the same program, so that those of the first are used again."""
     start = min(span.start_us for span in spans)
     length = max(max(span.end_us for span in spans) - start, 1e-9)
@@ -198,7 +198,7 @@ def _timeline(stage: StageFacts, spans: Sequence[Span], name: str) -> Iterator[s
     yield "</svg>"
 
 
-def _bars(report: Report) -> Iterator[str]:
+def _bars(report: ExplainReport) -> Iterator[str]:
     rows: list[tuple[str, list[tuple[str, float]], list[tuple[str, float]]]] = []
     for stage in report.stages:
         memory = [(word, float(size)) for word, size in stage.memory.parts() if size]

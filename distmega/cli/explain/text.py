@@ -6,7 +6,7 @@ Comes in: a Report. Goes out: sections of lines, of any width. A tensor is writt
 
 from collections.abc import Iterator, Sequence
 
-from distmega.cli.explain.facts import OpFacts, Report, SegmentFacts, StageFacts, TensorFacts
+from distmega.cli.explain.facts import ExplainReport, OpFacts, SegmentFacts, StageFacts, TensorFacts
 from distmega.cli.explain.fold import folded_text
 from distmega.sharding.explain import Groups, format_bytes, format_us
 
@@ -14,7 +14,7 @@ Section = tuple[str, str]
 """Title and text."""
 
 
-def write_report(report: Report, *, full: bool = False) -> Iterator[Section]:
+def write_report(report: ExplainReport, *, full: bool = False) -> Iterator[Section]:
     """Sections in order. full: of a report that was collected so, every choice of the plan and the
     segments op by op.
     """
@@ -29,7 +29,7 @@ def write_report(report: Report, *, full: bool = False) -> Iterator[Section]:
         yield f"{title}one rank", "\n".join(_rank(stage))
 
 
-def _summary(report: Report) -> Iterator[str]:
+def _summary(report: ExplainReport) -> Iterator[str]:
     ranks = " x ".join(f"{axis}={size}" for axis, size in report.stages[0].ranks)
     stages = f" in each of {len(report.stages)} stages" if len(report.stages) > 1 else ""
     batch = f", {report.batch} sequences" if report.batch > 1 else ""

@@ -9,7 +9,7 @@ run the same program.
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from distmega.cli.explain.facts import Span
+from distmega.cli.explain.facts import PredictedSpan
 from distmega.engine.predict import local_op_us
 from distmega.hostir.ir.nodes import (
     Collective,
@@ -35,7 +35,7 @@ from distmega.sharding.search.cost import Machine, collective_time_us
 
 def predict_timeline(
     host: HostProgram, machine: Machine, fused_us: Mapping[str, float]
-) -> tuple[Span, ...]:
+) -> tuple[PredictedSpan, ...]:
     """Spans of one run. fused_us: time of a matmul with its collective, by the tensor that comes
     out.
     """
@@ -50,7 +50,7 @@ class _Walk:
     def __init__(self, host: HostProgram, machine: Machine, fused_us: Mapping[str, float]) -> None:
         self.host, self.machine, self.fused_us = host, machine, fused_us
         self.buffers, self.segments = host.buffer_map(), host.segment_map()
-        self.spans: list[Span] = []
+        self.spans: list[PredictedSpan] = []
         self.stream = 0
         self.clocks: dict[int, float] = defaultdict(float)
         self.links: dict[str, float] = defaultdict(float)
@@ -115,7 +115,7 @@ class _Walk:
         self.clocks[self.stream] = start + us
         track = f"stream {self.stream}"
         self.spans.append(
-            Span(track=track, name=name, kind=kind, start_us=start, end_us=start + us)
+            PredictedSpan(track=track, name=name, kind=kind, start_us=start, end_us=start + us)
         )
 
     def launch(self, node: LaunchMegakernel) -> None:
@@ -137,7 +137,7 @@ class _Walk:
         self.links[axis] = self.handles[handle] = start + us
         track = f"collectives {axis}"
         self.spans.append(
-            Span(track=track, name=name, kind=kind, start_us=start, end_us=start + us)
+            PredictedSpan(track=track, name=name, kind=kind, start_us=start, end_us=start + us)
         )
 
     def send(self, nodes: Sequence[Send | Recv], handle: str) -> None:
