@@ -1,0 +1,280 @@
+"""Decode steps of decoders that transformers wrote, captured: distmega, and the same model by
+torch.compile, alternating in one run.
+
+    python -m bench.captured "phi-2 batch=1 ctx=512" "llama-3.2-1b batch=1 ctx=512" [--rounds 20]
+
+A case names a shape, a batch of one and a position of the KV cache. Weights are random, bf16, the
+same on both sides; cached keys are the same in all elements of a head, since captured decoders may
+keep these in another order. The peer is the model of transformers under max-autotune, its calls in
+a CUDA graph. Where the shape is one of our presets too, the program of the built-in decoder is a
+peer. The floor is the bytes of all weights but the embedding and of the caches over the rate of a
+device copy. Writes bench/results/captured-<device>.json.
+"""
+
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GPT2Config,
+    GraniteConfig,
+    LlamaConfig,
+    Olmo2Config,
+    PhiConfig,
+    PretrainedConfig,
+)
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from bench.cases import read_case, run_cases
+from bench.programs import own_tensors
+from bench.records import Record
+from bench.timing import Call, captured, copy_bytes_per_us, elapsed_us
+from distmega.compiled import CompiledProgram
+from distmega.errors import UnsupportedError
+from distmega.hostir.comm.communicator import Communicator
+from distmega.models.decoder import build_decoder
+from distmega.models.presets import PRESETS
+from distmega.program.types import Program
+from distmega.sharding.planner import plan_program
+from distmega.sharding.search.cost import H200
+from distmega.torch_import.decoders import HfDecoder, open_decoder
+
+SHAPES: dict[str, Callable[[], PretrainedConfig]] = {
+    "llama-3.2-1b": lambda: LlamaConfig(
+        vocab_size=128256, hidden_size=2048, num_hidden_layers=16, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=64, intermediate_size=8192, rms_norm_eps=1e-5,
+        max_position_embeddings=131072, tie_word_embeddings=True,
+    ),
+    "gpt2": GPT2Config,
+    "phi-2": lambda: PhiConfig(
+        vocab_size=51200, hidden_size=2560, num_hidden_layers=32, num_attention_heads=32,
+        intermediate_size=10240, partial_rotary_factor=0.4, max_position_embeddings=2048,
+    ),
+    "gemma2-2b": lambda: Gemma2Config(
+        hidden_size=2304, num_hidden_layers=26, num_attention_heads=8, num_key_value_heads=4,
+        head_dim=256, intermediate_size=9216, query_pre_attn_scalar=256,
+    ),
+    "olmo2-1b": lambda: Olmo2Config(
+        vocab_size=100352, hidden_size=2048, num_hidden_layers=16, num_attention_heads=16,
+        intermediate_size=8192, max_position_embeddings=4096,
+    ),
+    "granite-2b": lambda: GraniteConfig(
+        vocab_size=49155, hidden_size=2048, num_hidden_layers=40, num_attention_heads=32,
+        num_key_value_heads=8, intermediate_size=8192, embedding_multiplier=12.0,
+        logits_scaling=8.0, residual_multiplier=0.22, attention_multiplier=0.015625,
+        max_position_embeddings=4096, tie_word_embeddings=True,
+    ),
+}  # fmt: skip
+CASES = tuple(f"{name} batch=1 ctx=512" for name in SHAPES)
+STEPS = 16
+"""Calls between two events."""
+TOLERANCE = 0.06
+"""Of the largest logit, both sides in bf16 through all layers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What a case's name says."""
+
+    text: str
+    model: str
+    batch: int
+    context: int
+    num_ranks: int
+
+
+def parse_case(text: str) -> Case:
+    """Reads "SHAPE batch=1 ctx=N"."""
+    case = Case(text, *read_case(text, "batch", "ctx"))
+    if case.model not in SHAPES or case.batch != 1 or case.num_ranks != 1:
+        expected = f"one of {', '.join(SHAPES)} batch=1 ctx=N"
+        raise SystemExit(f"case {text!r}; expected {expected}; correct it")
+    return case
+
+
+class FixedLayer(CacheLayerMixin):  # type: ignore[misc]
+    """Keys and values [1, h, t, d], written at one position."""
+
+    is_sliding = False
+    is_compileable = True
+
+    def __init__(self, keys: Tensor, values: Tensor, position: Tensor) -> None:
+        super().__init__()
+        self.keys, self.values, self.position = keys, values, position
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing: the caches are there."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Writes one row of each, and gives all."""
+        self.keys.index_copy_(2, self.position, key_states)
+        self.values.index_copy_(2, self.position, value_states)
+        return self.keys, self.values
+
+    def get_mask_sizes(self, *args: Any) -> tuple[int, int]:
+        return self.keys.shape[2], 0
+
+    def get_seq_length(self, *args: Any) -> int:
+        """The row is the last."""
+        return self.keys.shape[2] - 1
+
+    def get_max_length(self) -> int:
+        return self.keys.shape[2]
+
+    def get_max_cache_shape(self) -> int:
+        """As older releases call get_max_length."""
+        return self.keys.shape[2]
+
+
+def random_model(config: PretrainedConfig) -> nn.Module:
+    """On the GPU, weights scaled to keep values around 1."""
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, max(parameter.shape) ** -0.5)
+            else:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.to("cuda").eval()
+
+
+def open_step(program: Program, comm: Communicator) -> tuple[CompiledProgram, str]:
+    """The program as one kernel, or as what it can be, and why it is not."""
+    plan = plan_program(program, comm.mesh, H200, {})
+    device = f"cuda:{torch.cuda.current_device()}"
+    try:
+        return CompiledProgram(plan, comm, device, warm=True, megakernel=True), ""
+    except UnsupportedError as error:
+        return CompiledProgram(plan, comm, device, warm=True, megakernel=False), str(error)
+
+
+def captured_tensors(decoder: HfDecoder, program: Program, model: nn.Module) -> dict[str, Tensor]:
+    """The model's weights as the program names them."""
+    stored = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+    found = {}
+    for tensor in program.with_role("weight"):
+        name = tensor.name
+        if name in decoder.constants:
+            found[name] = decoder.constants[name]
+        elif name in decoder.derived:
+            derived = decoder.derived[name]
+            found[name] = derived.of(stored[decoder.targets[derived.source]].detach())
+        else:
+            found[name] = stored[decoder.targets[name]].detach()
+    return found
+
+
+def caches(decoder: HfDecoder, num: int) -> list[Tensor]:
+    """Keys and values of layers in turn, [h, t, d]; keys are equal in all elements of a head."""
+    found = []
+    for place, shape in enumerate(decoder.shapes):
+        width = shape.dim if place % 2 else 1
+        x = torch.randn(shape.num_heads, num, width, device="cuda", dtype=torch.bfloat16)
+        found.append(0.3 * x.expand(-1, -1, shape.dim).contiguous())
+    return found
+
+
+def peer_step(model: nn.Module, cached: list[Tensor], position: Tensor, token: Tensor) -> Call:
+    """One step of the model over caches of its own; gives logits."""
+    layers = [
+        FixedLayer(keys[None].clone(), values[None].clone(), position)
+        for keys, values in zip(cached[::2], cached[1::2], strict=True)
+    ]
+    cache = Cache(layers=layers)
+
+    def step() -> Tensor:
+        with torch.inference_mode():
+            out: Tensor = model(
+                input_ids=token[None], position_ids=position[None], past_key_values=cache,
+                use_cache=True,
+            ).logits[0]  # fmt: skip
+        return out
+
+    return step
+
+
+def step_bytes(program: Program) -> int:
+    """Weights without embeddings that nothing else reads, and caches."""
+    only_looked_up = {op.reads[1].tensor for op in program.ops if op.kind == "embedding"}
+    only_looked_up -= {
+        read.tensor for op in program.ops if op.kind != "embedding" for read in op.reads
+    }
+    tables = {op.reads[3].tensor for op in program.ops if op.kind == "rope"}
+    return sum(
+        tensor.num_bytes
+        for tensor in program.tensors
+        if tensor.role in ("weight", "state") and tensor.name not in only_looked_up | tables
+    )
+
+
+def measure(case: Case, comm: Communicator, rounds: int, with_peer: bool) -> Record:
+    """Medians over rounds in which each is timed once."""
+    config = SHAPES[case.model]()
+    decoder = open_decoder(config)
+    program = decoder.build(1, case.context, dtype="bf16")
+    assert not decoder.opaque, decoder.opaque
+    step, why = open_step(program, comm)
+    if why:
+        print(f"{case.text} is not one kernel: {why}", flush=True)
+    model = random_model(config)
+    weights, cached = captured_tensors(decoder, program, model), caches(decoder, case.context)
+    states = {tensor.name: tensor for tensor in program.with_role("state")}
+    for name, tensor in step.tensors.items():
+        if name in states:
+            layer, letter = name.split(".")[1:]
+            tensor.copy_(cached[2 * int(layer) + "kv".index(letter[0])])
+        elif name in weights:
+            tensor.copy_(weights[name])
+    position, token = (torch.tensor([n], device="cuda") for n in (case.context - 1, 7))
+    inputs: Mapping[str, Tensor] = {"tokens": token, "positions": position}
+    runs: dict[str, Call] = {"ours": lambda: step(inputs)}
+    eager = peer_step(model, cached, position, token)
+    logits = eager().float()[-1]
+    (chosen,) = step(inputs).values()
+    far = float((logits.max() - logits[chosen[0]]) / logits.abs().max())
+    print(f"{case.text}: token {far:.4f} of the largest logit from torch's", flush=True)
+    assert far < TOLERANCE, far
+    if case.model in PRESETS:
+        built = build_decoder(PRESETS[case.model], 1, case.context, dtype="bf16")
+        own, _ = open_step(built, comm)
+        for name, tensor in own_tensors(own, 0, case.context - 1).items():
+            if name in own.tensors:
+                own.tensors[name].copy_(tensor)
+        runs["built-in"] = lambda: own(inputs)
+    if with_peer:
+        torch._dynamo.reset()
+        tuned = torch.compile(eager, mode="max-autotune-no-cudagraphs")
+        graph, _ = captured(tuned)
+        runs["torch.compile"] = graph.replay
+    for run in runs.values():
+        for _ in range(3):
+            run()
+    torch.cuda.synchronize()
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for number in range(rounds):
+        for name, run in list(runs.items())[:: -1 if number % 2 else 1]:
+            times[name].append(elapsed_us(lambda run=run: [run() for _ in range(STEPS)], STEPS))
+    medians = {name: round(statistics.median(found), 1) for name, found in times.items()}
+    ours_us = medians.pop("ours")
+    return Record(
+        case=case.text,
+        device=torch.cuda.get_device_name(),
+        num_gpus=1,
+        ours_us=ours_us,
+        peers=medians,
+        floor_us=round(step_bytes(program) / copy_bytes_per_us(), 1),
+    )
+
+
+if __name__ == "__main__":
+    run_cases("captured", __doc__, CASES, 20, parse_case, measure)
