@@ -98,6 +98,7 @@ class _Converter:
     inputs: list[str | None] = field(default_factory=list)
     opaque: Counter[str] = field(default_factory=Counter)
     order: dict[fx.Node, int] = field(default_factory=dict)
+    num_named: Counter[str] = field(default_factory=Counter)
     b: Build = field(init=False)
     tied: dict[tuple[object, ...], str] = field(default_factory=dict)
 
@@ -197,11 +198,22 @@ class _Converter:
         results = _results(node)
         if isinstance(node.meta.get("val"), torch.Tensor) and 0 in results[0].shape:
             return Constant(torch.empty(results[0].shape, dtype=node.meta["val"].dtype))
-        self.b.start(_op_name(node), results)
+        self.b.start(self.op_name(node, packet), results)
         if packet == "distmega.append_rows":
             return self.append(node, args)
         found = self.stated(node.target, packet, args, kwargs)
         return self.as_opaque(node, args, kwargs) if found is NotImplemented else found
+
+    def op_name(self, node: fx.Node, packet: str) -> str:
+        """The module that a node belongs to and its operator, numbered where it stands there more
+        than once; so that equal modules have equal names but for their own.
+        """
+        path = _path(node)
+        if not path:
+            return _plain(node.name)
+        name = _plain(f"{path}.{packet.rpartition('.')[2].strip('_')}")
+        self.num_named[name] += 1
+        return name if self.num_named[name] == 1 else f"{name}#{self.num_named[name]}"
 
     def plain_call(self, node: fx.Node) -> Value:
         """A function of numbers; CaptureError for torch's control flow."""
@@ -209,7 +221,7 @@ class _Converter:
         if callable(node.target) and not any_value(args, _is_tensor):
             return node.target(*args)
         raise CaptureError(
-            f"{self.name}: {_op_name(node)} calls {node.target}",
+            f"{self.name}: {_path(node) or node.name} calls {node.target}",
             expected="operators of torch",
             remedy="capture the parts of the module one by one",
         )
@@ -430,12 +442,11 @@ def _plain(name: str) -> str:
     return plain if re.match(r"\w", plain) and plain not in ("return", "program") else f"x{plain}"
 
 
-def _op_name(node: fx.Node) -> str:
-    """The module that a node belongs to and its own name."""
+def _path(node: fx.Node) -> str:
+    """The module that a node belongs to."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     path = str(stack[-1][0]) if stack else ""
-    path = re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", path).removeprefix("L.self.").strip(".")
-    return _plain(f"{path}.{node.name}" if path else node.name)
+    return re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", path).removeprefix("L.self.").strip(".")
 
 
 def _users(node: fx.Node) -> str:

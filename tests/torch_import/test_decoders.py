@@ -128,11 +128,13 @@ def family_config(name: str, seed: int = 0) -> PretrainedConfig:
     return FAMILIES[name](random.Random(zlib.crc32(name.encode()) + seed))
 
 
-LIKE_OTHERS = ("gpt_neox", "phi", "gemma", "olmo2", "starcoder2", "cohere", "falcon-old", "bloom")
-"""Families whose operators others below have too; the long sweep has them."""
+KINDS = ("gpt2", "gemma2", "phi3", "falcon-alibi", "mpt", "llama")
+"""A family of each kind: learned positions; windows, soft caps and post-norms; q, k and v in one
+matrix; a mask of its own; products and softmax; rotations with biases. The long sweep has all.
+"""
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in LIKE_OTHERS])
+@pytest.mark.parametrize("name", KINDS)
 def test_a_family_gives_the_logits_of_transformers(name: str):
     decoder = check_one_sequence(family_config(name))
     assert not decoder.opaque
@@ -145,7 +147,13 @@ def test_every_family_with_several_configurations(name: str, seed: int):
     assert not check_one_sequence(family_config(name, seed)).opaque
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gptj", "falcon-alibi"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gemma2",
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("gptj", "falcon-alibi")),
+    ],
+)
 def test_several_sequences_in_one_program(name: str):
     """Prompts packed behind each other, then a token of each at positions of its own."""
     config = family_config(name)

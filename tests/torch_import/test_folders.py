@@ -32,7 +32,13 @@ def save_model(folder: Path, name: str) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gemma2", "falcon-alibi"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpt2",
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("gemma2", "falcon-alibi")),
+    ],
+)
 def test_greedy_tokens_equal_those_of_transformers(name: str, tmp_path: Path):
     model = save_model(tmp_path, name)
     prompts, num = [[5, 9, 77, 30, 12], [200, 3]], 20

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
@@ -132,16 +133,20 @@ class Stack(nn.Module):
         return x, (x @ self.table.weight.T).argmax(-1)
 
 
-@settings(
-    max_examples=30, deadline=None, derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)  # fmt: skip
-@given(
-    st.lists(layers, min_size=1, max_size=4),
-    st.lists(st.booleans(), min_size=4, max_size=4),
-    st.sampled_from([(ROWS,), (1, ROWS), (3, ROWS)]),
-)
-def test_random_modules(parts: list[nn.Module], residual: list[bool], shape: tuple[int, ...]):
-    module = Stack(parts, residual).eval()
-    captured = check_module(module, (torch.randint(0, 11, shape),))
-    assert not captured.opaque
+@pytest.mark.parametrize("num", [6, pytest.param(30, marks=pytest.mark.nightly)])
+def test_random_modules(num: int):
+    @settings(
+        max_examples=num, deadline=None, derandomize=True,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )  # fmt: skip
+    @given(
+        st.lists(layers, min_size=1, max_size=4),
+        st.lists(st.booleans(), min_size=4, max_size=4),
+        st.sampled_from([(ROWS,), (1, ROWS), (3, ROWS)]),
+    )
+    def check(parts: list[nn.Module], residual: list[bool], shape: tuple[int, ...]) -> None:
+        module = Stack(parts, residual).eval()
+        captured = check_module(module, (torch.randint(0, 11, shape),))
+        assert not captured.opaque
+
+    check()

@@ -12,6 +12,9 @@ from distmega.program.ops.parts import Built
 from distmega.program.types import Op, Program, Tensor, accesses, verify_program
 from distmega.torch_import.forms.derived import Derived
 
+MADE = "@form"
+"""Stands before a number in names that passes give."""
+
 Replacements = Mapping[str, Sequence[Op]]
 """Op -> the ops in its place."""
 
@@ -103,9 +106,44 @@ class Draft:
         }
         self.derived = {name: x for name, x in self.derived.items() if name in self.tensors}
 
+    def restore_names(self) -> None:
+        """Gives tensors made by passes the names of those that they stand for, where these are
+        gone.
+        """
+        taken = {*self.tensors, *(op.name for op in self.ops)}
+        assert not any(MADE in name for name in self.outputs)
+        names: dict[str, str] = {}
+        for op in self.ops:
+            for write in op.writes:
+                old = write.tensor.partition(MADE)[0]
+                if (
+                    MADE in write.tensor
+                    and old not in self.tensors
+                    and (old not in taken or old == op.name)
+                ):
+                    names[write.tensor] = old
+                    taken.add(old)
+        self.tensors = {
+            names.get(name, name): replace(tensor, name=names.get(name, name))
+            for name, tensor in self.tensors.items()
+        }
+        self.rename(names)
+        self.ops = [
+            replace(
+                op,
+                name=names.get(op.name, op.name),
+                writes=tuple(
+                    replace(write, tensor=names.get(write.tensor, write.tensor))
+                    for write in op.writes
+                ),
+            )
+            for op in self.ops
+        ]
+
     def finish(self) -> Program:
         """The program without what nobody needs."""
         self.prune()
+        self.restore_names()
         tensors, ops = tuple(self.tensors.values()), tuple(self.ops)
         return verify_program(
             Program(name=self.name, tensors=tensors, ops=ops, outputs=self.outputs)
@@ -129,9 +167,10 @@ class Emitter:
     def name(self, base: str) -> str:
         """A name that no tensor has yet."""
         taken, number = self.draft.tensors, 0
-        while f"{base}@form{number}" in taken:
+        base = base.partition(MADE)[0]
+        while f"{base}{MADE}{number}" in taken:
             number += 1
-        return f"{base}@form{number}"
+        return f"{base}{MADE}{number}"
 
 
 def reading(op: Op, position: int, tensor: str) -> Op:

@@ -185,18 +185,20 @@ def _rotated(
         source = moved
     if rotation.heads_first:
         rows, width = target.shape[0], target.shape[-1]
-        name = emitter.name(op.name)
+        name = emitter.name(f"{op.name}.heads")
         apart = data_movement.reshape(name, source, (source.num_elements // rows // width, rows,
                                                      width), kind="view")  # fmt: skip
         source = emitter.add(apart)
-        name = emitter.name(op.name)
+        name = emitter.name(f"{op.name}.heads")
         source = emitter.add(data_movement.transpose(name, source, (1, 0, 2), kind="view"))
     if source.shape != target.shape:
-        name = emitter.name(op.name)
+        name = emitter.name(f"{op.name}.heads")
         kind = "view" if not rotation.heads_first else "reshape"
         source = emitter.add(data_movement.reshape(name, source, target.shape, kind=kind))
     table = draft.constant(turn.name, turn.table.shape, "f32")
-    turned = emitter.add(rope(emitter.name(op.name), source, draft.tensors[positions], table))
+    turned = emitter.add(
+        rope(emitter.name(f"{op.name}.rotated"), source, draft.tensors[positions], table)
+    )
     return [*emitter.ops, reading(op, 0, turned.name)]
 
 
