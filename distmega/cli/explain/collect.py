@@ -133,7 +133,8 @@ def _runner(decode: DecodePlan) -> tuple[str, bool]:
     """What does a decode step on the machine, and whether that is one kernel."""
     segments, num_sms = decode.host.segments, decode.machine.num_sms
     if decode.machine == CPU:
-        return f"{len(segments)} segments by the interpreter of queues", False
+        count = "1 segment" if len(segments) == 1 else f"{len(segments)} segments"
+        return f"{count} by the interpreter of queues", False
     if len(segments) != 1:
         return f"library ops, since a step is {len(segments)} segments", False
     build = build_batch_queues if decode.options.batch > 1 else build_queues

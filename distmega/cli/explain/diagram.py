@@ -15,8 +15,10 @@ from distmega.sharding.explain import format_bytes, format_us
 
 AXIS_COLOURS = ("#1f77b4", "#d95f02", "#2a9d55", "#8856a7")
 WHOLE = "#8a8a8a"
-BOX, GAP, BETWEEN, LINE = 268, 28, 58, 15
-"""Width of a box, between boxes of a row, between rows, and a line of text, in pixels."""
+BOX, GAP, BETWEEN, LINE, LETTER = 240, 28, 58, 15, 6.6
+"""Least width of a box, between boxes of a row, between rows, a line of text and a letter of it, in
+pixels.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +87,12 @@ def sample_layer(stage: StageFacts, layer: int | None) -> str:
     nodes = [*_nodes(stage, layer, colours)]
     nodes = [*_sources(nodes, forms, colours), *nodes]
     rows = _rows(nodes)
-    corners = _corners(nodes, rows)
-    width = max(corner.x for corner in corners.values()) + BOX + 4
+    box = max(BOX, *(LETTER * len(text) + 16 for node in nodes for text, _ in node.lines))
+    corners = _corners(nodes, rows, box)
+    width = max(corner.x for corner in corners.values()) + box + 4
     height = max(corners[node.key].y + node.height for node in nodes) + 4
-    parts = [*_edges(nodes, corners, rows, forms, colours)]
-    parts += [_box(node, corners[node.key]) for node in nodes]
+    parts = [*_edges(nodes, corners, rows, forms, colours, box)]
+    parts += [_box(node, corners[node.key], box) for node in nodes]
     size = f'viewBox="-60 0 {width + 120:.0f} {height:.0f}" width="{width + 120:.0f}"'
     body = "\n".join(parts)
     return f'<svg class="layer" {size} height="{height:.0f}">\n{body}\n</svg>'
@@ -148,18 +151,18 @@ def _rows(nodes: Sequence[_Node]) -> dict[str, int]:
     return rows
 
 
-def _corners(nodes: Sequence[_Node], rows: Mapping[str, int]) -> dict[str, _Corner]:
+def _corners(nodes: Sequence[_Node], rows: Mapping[str, int], box: float) -> dict[str, _Corner]:
     by_row: dict[int, list[_Node]] = {}
     for node in nodes:
         by_row.setdefault(rows[node.key], []).append(node)
     most = max(len(row) for row in by_row.values())
-    middle = (most * BOX + (most - 1) * GAP) / 2
+    middle = (most * box + (most - 1) * GAP) / 2
     corners: dict[str, _Corner] = {}
     top = 4.0
     for _, row in sorted(by_row.items()):
-        left = middle - (len(row) * BOX + (len(row) - 1) * GAP) / 2
+        left = middle - (len(row) * box + (len(row) - 1) * GAP) / 2
         for i, node in enumerate(row):
-            corners[node.key] = _Corner(left + i * (BOX + GAP), top)
+            corners[node.key] = _Corner(left + i * (box + GAP), top)
         top += max(node.height for node in row) + BETWEEN
     return corners
 
@@ -176,6 +179,7 @@ def _edges(
     rows: Mapping[str, int],
     forms: Mapping[str, TensorFacts],
     colours: Mapping[str, str],
+    box: float,
 ) -> Iterator[str]:
     makers = {name: node for node in nodes for name in node.writes}
     labelled: dict[str, str] = {}
@@ -188,9 +192,9 @@ def _edges(
             colour = tensor_colour(form, colours) if form else WHOLE
             dashed = ' stroke-dasharray="5 4"' if form and form.partial else ""
             start, end = corners[maker.key], corners[node.key]
-            x0, y0 = start.x + BOX / 2, start.y + maker.height
-            x1, y1 = end.x + BOX / 2, end.y
-            if rows[node.key] - rows[maker.key] > 1 and abs(x0 - x1) < BOX:
+            x0, y0 = start.x + box / 2, start.y + maker.height
+            x1, y1 = end.x + box / 2, end.y
+            if rows[node.key] - rows[maker.key] > 1 and abs(x0 - x1) < box:
                 bend = -40.0
                 path = (
                     f"M{start.x:.0f},{start.y + maker.height / 2:.0f} C{bend - 30:.0f},{y0:.0f}"
@@ -211,7 +215,7 @@ def _edges(
                 )
 
 
-def _box(node: _Node, corner: _Corner) -> str:
+def _box(node: _Node, corner: _Corner, box: float) -> str:
     fill = {"op": "#fff", "collective": node.colour, "source": "#f4f4f4"}[node.kind]
     radius = {"op": 4, "collective": 12, "source": 4}[node.kind]
     tip = f' tabindex="0" data-tip="{escape(node.tip, quote=True)}"' if node.tip else ""
@@ -221,7 +225,7 @@ def _box(node: _Node, corner: _Corner) -> str:
         for i, (text, colour) in enumerate(node.lines)
     )
     return (
-        f'<g class="{node.kind}"{tip}><rect x="{corner.x:.0f}" y="{corner.y:.0f}" width="{BOX}"'
+        f'<g class="{node.kind}"{tip}><rect x="{corner.x:.0f}" y="{corner.y:.0f}" width="{box:.0f}"'
         f' height="{node.height}" rx="{radius}" fill="{fill}" stroke="{node.colour}"'
         f' stroke-width="1.5"/>{texts}</g>'
     )

@@ -72,6 +72,8 @@ def _plan(stage: StageFacts) -> Iterator[str]:
             then.setdefault(name, []).append(f"{one.kind} {one.mesh_axis}")
     groups: Groups[OpFacts] = Groups()
     for op in stage.ops:
+        if op.time_us == 0:  # a view
+            continue
         after = tuple(text for name in op.writes for text in then.get(name, ()))
         groups.add(op.name, (op.kind, op.divided, op.num_bytes, op.bound, after), op)
     rows: list[tuple[str, ...]] = [COLUMNS]
