@@ -80,7 +80,7 @@ def tip_of(op: OpFacts) -> str:
     return "\n".join(lines)
 
 
-def sample_layer(stage: StageFacts, layer: int | None) -> str:
+def write_layer(stage: StageFacts, layer: int | None) -> str:
     """The drawing; all ops where `layer` is None."""
     colours = axis_colours(stage)
     forms = {tensor.name: tensor for tensor in stage.parts}

@@ -13,8 +13,8 @@ from distmega.cli.explain.diagram import (
     WHOLE,
     axis_colours,
     middle_layer,
-    sample_layer,
     tip_of,
+    write_layer,
 )
 from distmega.cli.explain.facts import ExplainReport, OpFacts, PredictedSpan, StageFacts
 from distmega.cli.explain.fold import layer_of, without_layer
@@ -125,7 +125,7 @@ def _layer(stage: StageFacts) -> Iterator[str]:
     yield f'<p class="key"><span style="background:{WHOLE}"></span>whole on every rank'
     yield f"{''.join(keys)} &nbsp; dashed: parts that are still to be summed up"
     yield "&nbsp; point at an op for the choices that were rejected</p>"
-    yield sample_layer(stage, layer)
+    yield write_layer(stage, layer)
     yield from _choices([op for op in stage.ops if layer_of(op.name) == layer or layer is None])
 
 
@@ -215,7 +215,7 @@ def _bar_chart(
     """Stacked bars on one scale, the total right of each."""
     words = list(dict.fromkeys(word for _, parts in rows for word, _ in parts))
     most = max(sum(size for _, size in parts) for _, parts in rows) or 1.0
-    height, symmetric_buffer = ROW * len(rows), WIDTH - LABEL - 90
+    height, most_width = ROW * len(rows), WIDTH - LABEL - 90
     colours = dict(zip(words, PARTS, strict=False))
     keys = (f'<span style="background:{colours[word]}"></span>{escape(word)}' for word in words)
     yield f'<h3>{what}</h3><p class="key">{"".join(keys)}</p>'
@@ -224,7 +224,7 @@ def _bar_chart(
         x, y = float(LABEL), ROW * i
         yield f'<text x="0" y="{y + 15}">{escape(name)}</text>'
         for word, size in parts:
-            width = symmetric_buffer * size / most
+            width = most_width * size / most
             tip = escape(f"{word}: {unit(size)}", quote=True)
             yield (
                 f'<rect x="{x:.2f}" y="{y + 3}" width="{width:.2f}" height="{ROW - 6}"'

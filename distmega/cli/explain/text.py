@@ -60,7 +60,7 @@ def _cost(stage: StageFacts, machine: str) -> Iterator[str]:
     yield from (f"  {note}" for note in stage.notes)
 
 
-COLUMNS = ("op", "kind", "time", "bound by", "movements", "divided", "then")
+COLUMNS = ("op", "kind", "time", "bound by", "bytes", "divided", "then")
 
 
 def _plan(stage: StageFacts) -> Iterator[str]:
