@@ -24,7 +24,7 @@ def test_kernels_compile_under_the_newest_triton():
     found = subprocess.run(asked, env=env, capture_output=True, text=True, check=True).stdout
     version, place = found.split(maxsplit=1)
     assert Path(place.strip()).is_relative_to(FOLDER)
-    files = sorted(map(str, Path(__file__).parent.glob("test_*_code.py")))
+    files = sorted(map(str, Path(__file__).parent.rglob("test_*_code.py")))
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", NUM_PROCESSES]
     run = subprocess.run([*command, *files], env=env, cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, f"Triton {version}\n{(run.stdout + run.stderr)[-8000:]}"

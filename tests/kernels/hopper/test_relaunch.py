@@ -13,8 +13,8 @@ from distmega.kernels.hopper.runner import RowRunner
 from distmega.models.sampling import GREEDY, Method
 from distmega.sharding.overlap.tile_times import Tiles
 from tests.kernels import offline
-from tests.kernels.test_batch_team import decode_plan, open_batch_runner
-from tests.kernels.test_decode_code import open_runner
+from tests.kernels.hopper.test_batch_team import decode_plan, open_batch_runner
+from tests.kernels.hopper.test_decode_code import open_runner
 
 METADATA = 6
 """Place of what hooks may ask for, made anew for each launch."""

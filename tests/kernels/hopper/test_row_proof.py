@@ -19,8 +19,8 @@ from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.localize import localize
 from distmega.sharding.planner import plan_program
 from distmega.sharding.search.cost import H200
-from tests.kernels.test_hopper_queues import queues_of
-from tests.kernels.test_hopper_team import team_queues
+from tests.kernels.hopper.test_hopper_queues import queues_of
+from tests.kernels.hopper.test_hopper_team import team_queues
 
 SMALL = replace(PRESETS["llama-3.2-1b"], num_layers=5, vocab=4096)
 

@@ -5,11 +5,11 @@ from functools import cache
 import pytest
 
 from distmega.models.sampling import Method
+from tests.kernels.hopper.test_batch_team import decode_plan, open_batch_runner
 from tests.kernels.offline import offline
 from tests.kernels.ptx import bare_signals, plain_spins
 from tests.kernels.sass import spills_in_products
 from tests.kernels.sm90 import SHARED_BYTES, Machine
-from tests.kernels.test_batch_team import decode_plan, open_batch_runner
 
 PLAIN, LIMITED = Method(kind="plain"), Method(kind="limited", num_candidates=64)
 CASES = [("llama-3.2-1b", 2, PLAIN), ("llama-3.2-1b", 2, LIMITED), ("qwen3-8b", 4, LIMITED)]

@@ -25,8 +25,8 @@ from distmega.kernels.hopper.words import MAX_SMS
 from distmega.models.presets import PRESETS
 from distmega.models.sampling import Method
 from distmega.sharding.search.cost import H200
+from tests.kernels.hopper.test_batch_team import open_batch_runner
 from tests.kernels.offline import offline
-from tests.kernels.test_batch_team import open_batch_runner
 
 PLAIN, SEARCHED = Method(kind="plain"), Method(kind="limited")
 LIMITED = Method(kind="limited", num_candidates=64)

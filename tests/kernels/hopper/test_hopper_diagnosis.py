@@ -14,10 +14,10 @@ from distmega.kernels.hopper.plan import RowQueues
 from distmega.kernels.hopper.words import RowAttention, RowLinear
 from distmega.models.presets import PRESETS
 from distmega.models.sampling import Method
-from tests.kernels.test_batch_queues import queues_of as batch_queues_of
-from tests.kernels.test_hopper_queues import linears, queues_of
-from tests.kernels.test_hopper_sampling import odd_queues
-from tests.kernels.test_hopper_team import team_queues
+from tests.kernels.hopper.test_batch_queues import queues_of as batch_queues_of
+from tests.kernels.hopper.test_hopper_queues import linears, queues_of
+from tests.kernels.hopper.test_hopper_sampling import odd_queues
+from tests.kernels.hopper.test_hopper_team import team_queues
 
 QUEUES = queues_of(PRESETS["qwen3-0.6b"])
 LAYERS = PRESETS["qwen3-0.6b"].num_layers

@@ -128,7 +128,7 @@ def test_attention_under_a_mask_is_attention(
 
 
 def test_the_page_has_what_is_told():
-    page = (Path(__file__).resolve().parents[2] / "docs" / "host-ir.md").read_text()
+    page = (Path(__file__).resolve().parents[3] / "docs" / "host-ir.md").read_text()
     told = [*breaks(attending(in_order=False)), *breaks(attending(in_order=True), CPU)]
     assert len(told) == 2
     assert all(f"`{each}`" in page for each in told)

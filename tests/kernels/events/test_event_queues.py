@@ -32,7 +32,7 @@ from distmega.program.builder import ProgramBuilder
 from distmega.program.text import parse_program
 from distmega.program.types import Program
 from tests.hostir.programs import run_program
-from tests.kernels.test_events import GATHERED, rows_and_heads
+from tests.kernels.events.test_events import GATHERED, rows_and_heads
 
 Ids = list[list[int]]
 

@@ -10,8 +10,8 @@ from distmega.kernels.hopper.batch_runner import AHEAD, STAGES
 from distmega.kernels.hopper.shapes import TILE_SHARED, WEIGHT_SHARED
 from distmega.kernels.hopper.words import GREEDY, LIMITED, SAMPLED
 from distmega.models.presets import PRESETS
+from tests.kernels.hopper.test_batch_queues import queues_of
 from tests.kernels.sm90 import Machine, compile_kernel
-from tests.kernels.test_batch_queues import queues_of
 
 SHARED_BYTES = 227 * 1024
 

@@ -27,7 +27,7 @@ from distmega.program.types import Access
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.search.cost import H200
 from tests.kernels.programs import decoder, graph_of, random_programs
-from tests.kernels.test_schedule import without_wait
+from tests.kernels.tasks.test_schedule import without_wait
 
 MOST_GROWTH = 24
 """Of the time for 8 times as many layers."""

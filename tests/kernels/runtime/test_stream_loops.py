@@ -17,8 +17,8 @@ from distmega.sharding.layout.placements import Layout, stream
 from distmega.sharding.localize import localize
 from distmega.sharding.planner import Plan, plan_program
 from distmega.sharding.search.cost import CPU
+from tests.hostir.passes.test_stream_sums import CASES as SUMS
 from tests.hostir.streams import CASES, MESHES, ONE, assert_exact, plan_marked, without_dead_ops
-from tests.hostir.test_stream_sums import CASES as SUMS
 from tests.sharding.random_programs import random_program
 
 

@@ -28,10 +28,10 @@ from distmega.kernels.hopper.words import WORDS
 from distmega.models.presets import PRESETS
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.search.cost import H200
+from tests.kernels.hopper.test_decode_code import SPILLED_BYTES, LoneTeam
 from tests.kernels.offline import NUM_SMS, offline
 from tests.kernels.ptx import bare_signals, plain_spins
 from tests.kernels.sm90 import SHARED_BYTES, Machine
-from tests.kernels.test_decode_code import SPILLED_BYTES, LoneTeam
 
 CASES = [("smollm2-135m", 2), ("llama-3.2-1b", 4), ("qwen3-8b", 2), ("llama-3-70b", 8)]
 COMPILED = [("llama-3.2-1b", 2), ("qwen3-8b", 4)]
