@@ -77,6 +77,7 @@ from distmega.kernels.tasks.fuse import (
     FusedEmbedding,
     InputNorm,
     WeightStream,
+    attention_extents,
     fuse_segment,
     norms_of,
 )
@@ -282,7 +283,7 @@ class _BatchBuilder:
         ops = [op for op in self.fused if isinstance(op, FusedAttention)]
         found: set[AttentionShape] = set()
         for op in ops:
-            rows, num_kv_heads, group, head_dim = tensors[op.q].shape
+            rows, num_kv_heads, group, head_dim = attention_extents(op, tensors)
             cache = tensors[op.k_cache].shape
             if rows != self.batch or head_dim not in HEAD_DIMS:
                 raise unfit(f"{rows} tokens, heads of {head_dim}")

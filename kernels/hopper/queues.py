@@ -70,6 +70,7 @@ from distmega.kernels.tasks.fuse import (
     FusedEmbedding,
     FusedSample,
     Shown,
+    attention_extents,
     canonical,
     fuse_segment,
     norms_of,
@@ -296,7 +297,7 @@ class _Builder:
         for op in self.fused:
             if not isinstance(op, FusedAttention):
                 continue
-            rows, num_kv_heads, group, head_dim = tensors[op.q].shape
+            rows, num_kv_heads, group, head_dim = attention_extents(op, tensors)
             if op.window < 0 or rows > 1 or head_dim not in ROW_HEAD_DIMS:
                 raise unfit(f"{rows} tokens, heads of {head_dim}")
             found.add(

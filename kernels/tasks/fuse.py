@@ -15,13 +15,13 @@ structure of ops and at who uses their results, never at names and never at one 
 What no rule takes is an error that names the op. Next on the walk: ../hopper/queues.py.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from distmega.errors import UnsupportedError
 from distmega.program import expr
-from distmega.program.types import Op, Program, packed_strides, view_strides
+from distmega.program.types import Op, Program, Tensor, packed_strides, view_strides
 
 Limits = Literal["given", "candidates", "all"]
 IDENTITY = expr.Arg(0)
@@ -140,6 +140,20 @@ def norms_of(op: Fused) -> list[InputNorm]:
         return [norm for norm in (op.q_norm, op.k_norm) if norm]
     norm = getattr(op, "norm", None)
     return [norm] if isinstance(norm, InputNorm) else []
+
+
+def attention_extents(
+    op: FusedAttention, tensors: Mapping[str, Tensor]
+) -> tuple[int, int, int, int]:
+    """Rows, kv heads, query heads of each, elements of a head."""
+    rows = tensors[op.positions].num_elements
+    *_, num_kv_heads, _, head_dim = tensors[op.k_cache].shape
+    return (
+        rows,
+        num_kv_heads,
+        tensors[op.q].num_elements // (rows * num_kv_heads * head_dim),
+        head_dim,
+    )
 
 
 def fuse_segment(segment: Program) -> tuple[Fused, ...]:
@@ -494,6 +508,8 @@ class _SegmentFusion:
         op = self.producers.get(cache)
         if op is None or op.kind != "kv_append" or self.read(op, 1) != self.read(attention, 3):
             raise _unfit(attention)
+        if len(op.reads) > 2:  # says of each row whose cache it is
+            raise _unfit(op)
         return op
 
     def summed(self, op: Op) -> tuple[str, int, tuple[Op, ...]]:

@@ -184,3 +184,55 @@ def test_what_no_kernel_does_is_named():
     step = CompiledProgram(plan, SingleCommunicator(MESH), "cuda:0")
     assert step.stats.num_megakernels == 0
     assert "no megakernel" in step.explain()
+
+
+HEADS, HEAD_DIM, CACHED = 2, 64, 384
+
+
+def attending(m: Maker) -> Handle:
+    """Two layers of attention without rotation, each row with caches of its own."""
+    x, at = m.input(256), m.p.input("positions", (m.rows,), "i64")
+    for i in range(2):
+        h = m.layer_norm(x, f"n{i}")
+        q = m.linear(h, f"q{i}", 3 * HEADS * HEAD_DIM, bias=True)
+        q = m.p.reshape(q, (m.rows, HEADS, 3, HEAD_DIM), view=True)
+        shape = m.rows, HEADS, CACHED, HEAD_DIM
+        caches = [m.p.state(f"{name}{i}", shape, m.dtype) for name in "kv"]
+        for cache in caches:
+            new = m.linear(h, f"w{cache.name}", HEADS * HEAD_DIM, bias=True)
+            m.p.kv_append(cache, m.p.reshape(new, (m.rows, HEADS, HEAD_DIM), view=True), at)
+        mixed = m.p.attention(q, *caches, at, HEAD_DIM**-0.5)
+        mixed = m.p.reshape(mixed, (m.rows, 3 * HEADS * HEAD_DIM), view=True)
+        x = m.p.pointwise("a0 + a1", x, m.linear(mixed, f"o{i}", 256, bias=True))
+    return x
+
+
+def test_rows_attend_to_caches_of_their_own():
+    """At positions at both sides of a block's end; what is appended is seen by the next step."""
+    m = Maker("bf16", 5)
+    program = m.p.build(attending(m))
+    given = {t.name: t for t in (*program.with_role("weight"), *program.with_role("state"))}
+    torch.manual_seed(3)
+    values = {
+        name: (
+            torch.randn(t.shape) * (t.shape[-1] ** -0.5 if len(t.shape) == 2 else 1.0)
+        ).bfloat16()
+        for name, t in given.items()
+    }
+    plan, outs = plan_program(program, MESH, H200), {}
+    for megakernel in (True, False):
+        step = CompiledProgram(
+            plan, SingleCommunicator(MESH), "cuda:0", megakernel=megakernel, warm=True
+        )
+        assert step.stats.num_megakernels == int(megakernel)
+        step.load(values)
+        torch.manual_seed(4)
+        for number in range(4):
+            x = torch.randn(5, 256, device="cuda").bfloat16()
+            at = torch.tensor([0, 126, 127, 255, 300], device="cuda") + number
+            (out,) = step({"x": x, "positions": at}).values()
+            outs.setdefault(number, []).append(out.clone())
+        outs.setdefault("caches", []).append(step.tensors["v1"].clone())
+    for name, (found, expected) in outs.items():
+        print(name, error(found.float(), expected.float()))
+        torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)

@@ -101,9 +101,27 @@ def forked(m: Maker) -> Handle:
     return m.p.pointwise("a0 * a1 - a2", c, a, b)
 
 
+def attending(m: Maker) -> Handle:
+    """Two layers of attention without rotation, 6 heads of 64 over 2 caches a row."""
+    heads, dim, cached = 2, 64, 256
+    x, at = m.input(), m.p.input("positions", (m.rows,), "i64")
+    for i in range(2):
+        h = m.layer_norm(x, f"n{i}")
+        q = m.linear(h, f"q{i}", 3 * heads * dim, bias=True)
+        q = m.p.reshape(q, (m.rows, heads, 3, dim), view=True)
+        caches = [m.p.state(f"{name}{i}", (m.rows, heads, cached, dim), "bf16") for name in "kv"]
+        for cache in caches:
+            new = m.linear(h, f"w{cache.name}", heads * dim, bias=True)
+            m.p.kv_append(cache, m.p.reshape(new, (m.rows, heads, dim), view=True), at)
+        mixed = m.p.attention(q, *caches, at, dim**-0.5)
+        mixed = m.p.reshape(mixed, (m.rows, 3 * heads * dim), view=True)
+        x = m.p.pointwise("a0 + a1", x, m.linear(mixed, f"o{i}", WIDE, bias=True))
+    return x
+
+
 PROGRAMS: dict[str, Callable[[Maker], Handle]] = {
     "gated": gated, "layer norms": layer_normed, "chain": chain, "forked": forked,
-    "post norms": post_normed,
+    "post norms": post_normed, "attention": attending,
 }  # fmt: skip
 
 
