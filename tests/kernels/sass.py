@@ -8,15 +8,20 @@ from tests.kernels.sm90 import OBJDUMP
 
 NUM_PRODUCTS = 64
 """Instructions by which a group of 8 units is multiplied by 1024 columns of x, a warp's part."""
-_COORDINATE = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(.*?);")
+_ADDRESS = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(.*?);")
 _BACK = re.compile(r"\bBRA\b.*?0x([0-9a-f]+)")
+
+
+def instructions(cubin: Path) -> list[tuple[str, str]]:
+    """Place and text of each."""
+    command = [str(OBJDUMP), "-sass", str(cubin)]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return [(match[1], match[2]) for line in text.splitlines() if (match := _ADDRESS.match(line))]
 
 
 def spills_in_products(cubin: Path) -> list[str]:
     """Accesses to local memory in the loop over k of a decode kernel's products."""
-    command = [str(OBJDUMP), "-sass", str(cubin)]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = [match.groups() for line in text.splitlines() if (match := _COORDINATE.match(line))]
+    found = instructions(cubin)
     lines = [line for _, line in found]
     index = {int(place, 16): at for at, (place, _) in enumerate(found)}
     products = [at for at, line in enumerate(lines) if "HMMA" in line]

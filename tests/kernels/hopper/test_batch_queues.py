@@ -104,8 +104,8 @@ def test_limits_are_looked_for_behind_the_event_of_the_logits():
     config = PRESETS["smollm2-135m"]
     for method, last in (
         (Method(kind="plain"), "head"),
-        (Method(kind="limited", num_candidates=64), "draw"),
-        (Method(kind="limited"), "draw"),
+        (Method(kind="limited", num_candidates=64), "sample"),
+        (Method(kind="limited"), "sample"),
     ):
         queues = queues_of(config, method=method)
         (queue, *_) = queues.queues
