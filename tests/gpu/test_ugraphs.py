@@ -1,0 +1,85 @@
+"""uGraphs' kernels on a GPU: small graphs of every form, and compiled programs by shipped rules."""
+
+import numpy as np
+import pytest
+import torch
+
+from distmega.compiled import CompiledProgram
+from distmega.hostir.comm.communicator import SingleCommunicator
+from distmega.kernels.ugraphs.geometry import graph_plans, rule_plan
+from distmega.kernels.ugraphs.runner import GraphRunner
+from distmega.kernels.ugraphs.source import GraphLaunch
+from distmega.program.builder import ProgramBuilder
+from distmega.sharding.layout.mesh import DeviceMesh
+from distmega.sharding.planner import plan_program
+from distmega.sharding.search.cost import H200
+from distmega.superopt.arithmetic import Float
+from distmega.superopt.interpret import run_graph
+from distmega.superopt.rules import shipped_rules
+from distmega.superopt.text import parse_graph
+from tests.kernels.ugraphs import GRAPHS
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("text", GRAPHS.values(), ids=GRAPHS)
+def test_small_graphs(text: str, early: bool):
+    graph = parse_graph(text)
+    launches = [GraphLaunch(num_warps=4, stages=2, early=early)] * len(graph.kernels)
+    rng, run = np.random.default_rng(0), GraphRunner.of(graph, launches)
+    inputs = {t.name: rng.standard_normal(run.shape(t)) for t in graph.tensors if t.role != "temp"}
+    expected = run_graph(graph, {name: (x[None],) for name, x in inputs.items()}, Float())
+    given = {name: torch.from_numpy(x).float().cuda() for name, x in inputs.items()}
+    for _ in range(3):
+        found = run(given)
+    for name in graph.outputs:
+        wanted = torch.from_numpy(expected[name][0][0]).float().cuda()
+        torch.testing.assert_close(found[name], wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_compiled_programs_use_shipped_rules():
+    """The last norm and the logits of a decoder, in the middle of other ops."""
+    size, vocab = 2048, 128256
+    p = ProgramBuilder("head")
+    x = p.input("x", (1, size), "bf16").map("a0 * 2.0")
+    h = p.rms_norm(x, p.weight("g", (size,), "bf16"), 1e-5)
+    logits = p.linear(h, p.weight("w", (vocab, size), "bf16"))
+    program = p.build(logits.map("a0 * 0.5"))
+    mesh = DeviceMesh(tp=1)
+    run = CompiledProgram(
+        plan_program(program, mesh, H200), SingleCommunicator(mesh), "cuda:0", megakernel=False
+    )
+    name = f"rmsnorm_linear.k{size}.n{vocab}.rows1"
+    assert f"is made by rule {name}" in run.explain()
+    torch.manual_seed(0)
+    tensors = {
+        t.name: torch.randn(t.shape, device="cuda").bfloat16()
+        for t in program.tensors
+        if t.role != "temp"
+    }
+    for _ in range(3):
+        (found,) = run(tensors).values()
+    assert run.stats.replayed
+    x = 2.0 * tensors["x"].double()
+    h = x / (x.square().mean() + 1e-5).sqrt() * tensors["g"].double()
+    wanted = 0.5 * h @ tensors["w"].double().T
+    error = (found.double() - wanted).abs().max() / wanted.abs().max()
+    assert error < 0.01
+
+
+@pytest.mark.parametrize("rule", shipped_rules(), ids=[rule.name for rule in shipped_rules()])
+def test_shipped_rules_kernels_give_what_their_plans_give(rule):
+    """Measured launches and the model's own first choice agree."""
+    plans = [rule_plan(rule), graph_plans(parse_graph(rule.graph), H200, 1)[0]]
+    torch.manual_seed(0)
+    inputs = {
+        t.name: torch.randn(t.shape, device="cuda").bfloat16() * 0.25
+        for t in rule.program.tensors
+        if t.role != "temp"
+    }
+    one, two = (GraphRunner.of(plan.graph, plan.launches)(inputs) for plan in plans)
+    for name, x in one.items():
+        assert torch.isfinite(x).all()
+        error = (x.double() - two[name].double()).abs().max() / x.double().abs().max()
+        assert error < 0.01
