@@ -97,8 +97,9 @@ def differs(program: Program, graph: UGraph, seed: int) -> bool:
     )
 
 
-def test_wrong_graphs_are_refused_every_time():
-    """A thousand single mistakes in found graphs that are mistakes; not one is accepted."""
+@pytest.mark.parametrize("count", [200, pytest.param(1000, marks=pytest.mark.nightly)])
+def test_wrong_graphs_are_refused_every_time(count: int):
+    """So many single mistakes in found graphs that are mistakes; not one is accepted."""
     rng = np.random.default_rng(5)
     cases = [
         (program, graph)
@@ -107,7 +108,7 @@ def test_wrong_graphs_are_refused_every_time():
         for graph in graphs_of(program)[:3]
     ]
     planted = invalid = 0
-    while planted < 1000:
+    while planted < count:
         program, graph = cases[int(rng.integers(len(cases)))]
         wrong = mutate(graph, rng)
         if wrong == graph:
@@ -125,7 +126,7 @@ def test_wrong_graphs_are_refused_every_time():
         planted += 1
         with pytest.raises(VerifyError):
             prove(program, wrong)
-    assert invalid < 700
+    assert invalid < 0.7 * count
 
 
 def refusal(program: Program, graph: UGraph) -> str:
