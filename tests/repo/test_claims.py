@@ -129,6 +129,21 @@ def test_all_reduces_that_torch_does_faster_are_told():
     assert min(speedups(two)) > 1
 
 
+def test_graphs_of_the_superoptimizer_beside_torch_compile():
+    records = read_records(RESULTS / "superopt-nvidia-h200.json")
+    assert [record.case.rpartition(" ")[2] for record in records] == ["rows=1"] * 6
+    ratios, said = speedups(records, TORCH), words("bench/results/README.md")
+    assert min(ratios) >= 1
+    assert f"torch.compile max-autotune, {extent(ratios)} times" in said
+    assert f"{sum(ratio >= 1.5 for ratio in ratios)} are so 1.5 times" in said
+    found = {record.case.split()[0]: record for record in records}
+    gated, norm = found["gated_mlp"], found["rmsnorm_linear"]
+    assert gated.floor_us
+    assert norm.floor_us
+    assert f"floor alone is {gated.floor_us / gated.peers[TORCH]:.2f} of its time" in said
+    assert f"would need {150 * norm.floor_us / norm.peers[TORCH]:.0f}% of the floor's" in said
+
+
 def test_pipelined_kernels_beside_torch_compile():
     records = read_records(RESULTS / "pipelined-nvidia-h200.json")
     ratios = [record.peers["torch.compile"] / record.ours_us for record in records]
