@@ -7,7 +7,7 @@ hostir/lower/lower.py, then hostir/run/cuda_graph.py.
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -41,7 +41,7 @@ from distmega.program import types as program
 from distmega.sharding.localize import LocalProgram, localize
 from distmega.sharding.planner import Plan
 from distmega.superopt.rewrite import FUSED_GRAPH
-from distmega.superopt.rules import shipped_rules
+from distmega.superopt.rules import RewriteRule, shipped_rules
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +90,7 @@ class CompiledProgram:
         replay: bool = True,
         warm: bool = False,
         megakernel: Megakernels = "auto",
+        rules: Sequence[RewriteRule] | None = None,
     ) -> None:
         """comm: of the plan's mesh. device: where this rank's tensors are, "cpu" or "cuda:i".
         replay: False to run node by node in each call. warm: captures now, with weights, states and
@@ -97,11 +98,14 @@ class CompiledProgram:
         one persistent kernel a rank, which holds weights and states in memory of its own: weights
         are copied there when they are bound; False for library ops; "auto" for a kernel on Hopper
         GPUs where one can do the whole program. A program with states needs `warm` for it.
-        UnsupportedError, with True, names what no kernel does.
+        UnsupportedError, with True, names what no kernel does. rules: of superopt.rules.read_rules,
+        by which ops are replaced where there is no megakernel; by default the shipped ones on GPUs,
+        none on CPUs.
         """
         self.plan, self.comm, self.device = plan, comm, torch.device(device)
         on_gpu = self.device.type == "cuda"
-        self._rules = shipped_rules() if on_gpu else ()
+        shipped = shipped_rules() if on_gpu else ()
+        self._rules = shipped if rules is None else tuple(rules)
         local = localize(plan)
         peers = isinstance(comm, NcclCommunicator)
         self._whole, self._no_kernel = self._plan_kernel(local, megakernel, warm=warm)
@@ -125,7 +129,7 @@ class CompiledProgram:
             comm,
             {self.host.segments[0].name: kernel.runner} if kernel else {},
             device,
-            ops=KernelOps(masked=True, rules=self._rules) if on_gpu else None,
+            ops=KernelOps(masked=on_gpu, rules=self._rules) if on_gpu or self._rules else None,
             matmuls=PeerMatmuls(comm) if isinstance(comm, NcclCommunicator) else None,
         )
         self._bound: dict[str, Tensor] = {}
@@ -478,13 +482,14 @@ def compile_plan(
     replay: bool = True,
     warm: bool = False,
     megakernel: Megakernels = "auto",
+    rules: Sequence[RewriteRule] | None = None,
 ) -> CompiledProgram:
     """The plan on this rank of a job, which must have as many ranks as the plan's mesh; replay,
-    warm, megakernel as in CompiledProgram.
+    warm, megakernel, rules as in CompiledProgram.
 
     All ranks call it, at the same point. MeshError where the job has other ranks.
     """
     comm = open_communicator(context, plan.mesh, native=True)
     return CompiledProgram(
-        plan, comm, context.device, replay=replay, warm=warm, megakernel=megakernel
+        plan, comm, context.device, replay=replay, warm=warm, megakernel=megakernel, rules=rules
     )

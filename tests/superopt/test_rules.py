@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from distmega.compiled import CompiledProgram
 from distmega.errors import ProgramError, RequestError
 from distmega.hostir.check.check import check_host
 from distmega.hostir.comm.communicator import SingleCommunicator
@@ -21,7 +22,8 @@ from distmega.program.builder import ProgramBuilder
 from distmega.program.text import parse_program, print_program
 from distmega.program.types import Program
 from distmega.sharding.layout.mesh import DeviceMesh
-from distmega.sharding.search.cost import H200
+from distmega.sharding.planner import plan_program
+from distmega.sharding.search.cost import CPU, H200
 from distmega.superopt.optimize import Optimizer
 from distmega.superopt.rewrite import FUSED_GRAPH, apply_rules, graph_op, graph_program
 from distmega.superopt.rules import RewriteRule, read_rules, shipped_rules, write_rules
@@ -191,6 +193,23 @@ def test_host_programs_run_rules_graphs_as_ops(norm_rules: list[RewriteRule]):
         torch.testing.assert_close(found[name], wanted, rtol=1e-4, atol=1e-4)
     with pytest.raises(ProgramError, match=f"rule '{best.name}'; expected one of none"):
         Evaluator(host, SingleCommunicator(host.mesh), {}, ops=KernelOps()).run(inputs)
+
+
+def test_compiled_programs_read_a_file_and_explain_its_rules(
+    tmp_path: Path, norm_rules: list[RewriteRule]
+):
+    path = tmp_path / "rules.json"
+    write_rules(path, norm_rules)
+    program, mesh = blocks("f32"), DeviceMesh(tp=1)
+    plan = plan_program(program, mesh, CPU)
+    made = CompiledProgram(plan, SingleCommunicator(mesh), rules=read_rules(path))
+    assert made.explain().count(f"is made by rule {norm_rules[0].name}\n") == 2
+    plain = CompiledProgram(plan, SingleCommunicator(mesh))
+    assert "rule" not in plain.explain()
+    inputs = inputs_of(program)
+    found, expected = made(inputs), plain(inputs)
+    for name, wanted in expected.items():
+        torch.testing.assert_close(found[name], wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_the_shipped_file_is_read_and_its_rules_have_names_of_their_own():
