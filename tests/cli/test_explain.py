@@ -245,3 +245,13 @@ def test_a_page_is_written_to_the_file(tmp_path: Path, capsys: pytest.CaptureFix
     assert (
         "can't be written (No such file or directory); expected a path" in capsys.readouterr().err
     )
+
+
+def test_figures_of_a_batch_are_of_a_step():
+    config = PRESETS["tiny-llama"]
+    options = EngineOptions(batch=8)
+    report = collect_decode("tiny-llama", config, model_mesh(1, 1), CPU, options)
+    _, text = next(write_report(report))
+    assert "8 sequences" in text
+    assert "us a step of 8 tokens, if" in text
+    assert " us a step of 8 tokens, bound by" in write_page(report)

@@ -228,3 +228,8 @@ class ExplainReport:
     num_layers: int
     memory_limit_bytes: int | None
     stages: tuple[StageFacts, ...]
+
+    @property
+    def step(self) -> str:
+        """What figures of a step are for."""
+        return "a token" if self.batch == 1 else f"a step of {self.batch} tokens"

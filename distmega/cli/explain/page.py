@@ -92,21 +92,21 @@ def _body(report: ExplainReport, title: str) -> Iterator[str]:
     for stage in report.stages:
         if len(report.stages) > 1:
             yield f"<h2>Stage {stage.index}</h2>"
-        yield from _summary(stage)
+        yield from _summary(stage, report.step)
         yield from _layer(stage)
         yield from _timelines(stage)
     yield "<h2>Memory and time of each rank</h2>"
     yield from _bars(report)
 
 
-def _summary(stage: StageFacts) -> Iterator[str]:
+def _summary(stage: StageFacts, step: str) -> Iterator[str]:
     time = stage.time
     rows = (
-        ("predicted", f"{format_us(time.total_us)} a token, bound by {stage.bound}"),
+        ("predicted", f"{format_us(time.total_us)} {step}, bound by {stage.bound}"),
         ("at least", f"{format_us(time.least_us)}, all bytes of ops at the rate of memory"),
         ("runs as", stage.runs_as),
         ("a rank holds", format_bytes(stage.memory.total_bytes)),
-        ("a rank sends", f"{format_bytes(stage.sent_bytes)} a token"),
+        ("a rank sends", f"{format_bytes(stage.sent_bytes)} {step}"),
         *(("note", note) for note in stage.notes),
     )
     cells = (f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in rows)

@@ -40,13 +40,13 @@ def _summary(report: ExplainReport) -> Iterator[str]:
     for stage in report.stages:
         if len(report.stages) > 1:
             yield f"stage {stage.index}"
-        yield from _cost(stage, report.machine)
+        yield from _cost(stage, report)
 
 
-def _cost(stage: StageFacts, machine: str) -> Iterator[str]:
+def _cost(stage: StageFacts, report: ExplainReport) -> Iterator[str]:
     time, memory = stage.time, stage.memory
-    step = f"predicted: {format_us(time.total_us)} a token"
-    yield f"  {step}, if every op were a library call on {machine}, one after another"
+    step = f"predicted: {format_us(time.total_us)} {report.step}"
+    yield f"  {step}, if every op were a library call on {report.machine}, one after another"
     parts = [(word, us) for word, us in time.parts() if us > 0]
     shares = (f"{word} {format_us(us)} ({100 * us / time.total_us:.0f}%)" for word, us in parts)
     yield f"    of that: {', '.join(shares)}"
@@ -56,7 +56,7 @@ def _cost(stage: StageFacts, machine: str) -> Iterator[str]:
     held = (f"{word} {format_bytes(size)}" for word, size in memory.parts() if size)
     yield f"  a rank holds: {format_bytes(memory.total_bytes)} = {' + '.join(held)}"
     num = sum(one.kind != "take_shard" for one in stage.collectives)
-    yield f"  a rank sends: {format_bytes(stage.sent_bytes)} in {num} collectives a token"
+    yield f"  a rank sends: {format_bytes(stage.sent_bytes)} in {num} collectives {report.step}"
     yield from (f"  {note}" for note in stage.notes)
 
 
@@ -177,4 +177,4 @@ def _rank(stage: StageFacts) -> Iterator[str]:
     for one in stage.collectives:
         kinds.setdefault(f"{one.kind} over {one.mesh_axis}", []).append(one.num_bytes)
     for kind, sizes in kinds.items():
-        yield f"{kind}: {len(sizes)} a token, {format_bytes(sum(sizes))} sent"
+        yield f"{kind}: {len(sizes)} a step, {format_bytes(sum(sizes))} sent"
