@@ -9,11 +9,11 @@ from distmega.kernels.hopper.batch_queues import build_batch_queues
 from distmega.kernels.hopper.batch_runner import BatchRunner
 from distmega.kernels.hopper.weight_order import order_weights
 from distmega.kernels.runtime.arena import Space, layout_arena
+from tests.kernels.hopper.test_batch_programs import program_of
 from tests.kernels.offline import NUM_SMS, offline
 from tests.kernels.ptx import bare_signals, plain_spins
 from tests.kernels.sass import instructions, spills_in_products
 from tests.kernels.sm90 import SHARED_BYTES, Machine
-from tests.kernels.test_batch_programs import program_of
 
 MOST_INSTRUCTIONS = {"gated": 2000, "attention": 4700}
 """A kernel without attention holds nothing of it: a decoder's has over 4000."""
