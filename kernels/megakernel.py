@@ -22,7 +22,7 @@ from distmega.kernels.tasks.graph import Mode, build_task_graph
 from distmega.kernels.tasks.schedule import schedule_graph
 from distmega.kernels.tasks.tile import tile_segment
 from distmega.kernels.tasks.types import Schedule
-from distmega.program.ops.compute import COLLECTIVES
+from distmega.program.kinds import collective_kinds
 from distmega.program.types import Program
 from distmega.sharding.layout.mesh import DeviceMesh
 
@@ -70,7 +70,7 @@ class Megakernel:
         graph = self.schedule.graph
         queues = [task for queue in self.schedule.queues for task in queue]
         kinds = Counter(op.kind for op in self.segment.ops)
-        collectives = {kind: kinds[kind] for kind in COLLECTIVES if kinds[kind]}
+        collectives = {kind: kinds[kind] for kind in collective_kinds() if kinds[kind]}
         arenas = {arena.space.name.lower(): arena.num_bytes for arena in self.layout.arenas}
         arenas["peer"] = self.peer_bytes
         num_waits, num_signals = (

@@ -10,11 +10,11 @@ elsewhere on each rank, attributes say so: global index = local index + coordina
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from distmega.program.kinds import kind_of
 from distmega.program.types import Access, Attr, Axis, Op, Tensor, grouped_index
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.layout.placements import REPLICATE, Layout, local_shape
 from distmega.sharding.resolve.collectives import collective_op
-from distmega.sharding.resolve.padding import MASKED
 from distmega.sharding.resolve.resolve import PlacedOp, Reshard, Splits
 
 
@@ -79,7 +79,7 @@ class LocalOps:
 
 def _placed_attrs(step: PlacedOp) -> tuple[tuple[str, Attr], ...]:
     """Attributes of a local op, with where its index space starts if it asks for that."""
-    attrs = _based(step) if step.op.kind in MASKED else step.op.attrs
+    attrs = _based(step) if kind_of(step.op).masks_padding else step.op.attrs
     index = grouped_index(step.op)
     groups = [(axis, o) for axis, o in step.splits if index and o.axis == index.axes[0]]
     if not groups:

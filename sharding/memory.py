@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from distmega.program.dtypes import item_bytes
-from distmega.program.ops.compute import COMMUNICATING
+from distmega.program.kinds import communicates
 from distmega.program.types import Program
 from distmega.sharding.layout.allocation import AllocationDomain
 from distmega.sharding.overlap.pairs import Pair
@@ -322,7 +322,7 @@ def _uses(
             use = _StorageUse(
                 reads=reads,
                 writes=writes,
-                travels=step.move.axis if kind in COMMUNICATING else "",
+                travels=step.move.axis if communicates(kind) else "",
                 gathers=rings and kind == "all_gather",
                 scatters=rings and kind == "reduce_scatter",
             )

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from distmega.program.ops.compute import COMMUNICATING
+from distmega.program.kinds import communicates
 from distmega.program.types import Program
 from distmega.sharding.layout.allocation import AllocationDomain
 from distmega.sharding.layout.domains import LoopDomain
@@ -74,7 +74,7 @@ class PlanFacts:
     @property
     def num_collectives(self) -> int:
         """Collectives of one run; a local slice isn't one."""
-        return sum(step.move.kind in COMMUNICATING for step in self.reshards)
+        return sum(communicates(step.move.kind) for step in self.reshards)
 
     def persistent_layouts(self) -> dict[str, Layout]:
         """Layouts of weights and states: annotations for another program that shares them."""

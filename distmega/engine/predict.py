@@ -6,7 +6,7 @@ and by the command explain.
 
 from collections.abc import Mapping
 
-from distmega.program.ops.compute import COLLECTIVES
+from distmega.program.kinds import kind_of
 from distmega.program.types import Op, Program, Tensor, accesses
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.search.cost import Machine, collective_time_us, op_time_us
@@ -23,7 +23,7 @@ def predict_us(program: Program, mesh: DeviceMesh, machine: Machine) -> float:
 
 def local_op_us(op: Op, tensors: Mapping[str, Tensor], mesh: DeviceMesh, machine: Machine) -> float:
     """The cost model's time of an op or collective of one rank's program."""
-    if op.kind not in COLLECTIVES:
+    if kind_of(op).origin != "sharding":
         return op_time_us(op, tensors, machine)
     num_bytes = max(tensors[access.tensor].num_bytes for access in accesses(op))
     return collective_time_us(op.kind, num_bytes, mesh.size(str(op.attr("mesh_axis"))), machine)

@@ -1,5 +1,10 @@
 """The tensor program: every op is stated once, as iteration axes and access maps.
 
 A ProgramBuilder, or a printed text, comes in; a frozen Program goes out, which sharding, hostir
-and kernels all read. Start at types.py; ops/ has the op kinds, expr.py the pointwise expressions.
+and kernels all read. Start at types.py; ops/ has the op kinds, which kinds.py answers questions
+about, expr.py the pointwise expressions.
 """
+
+from distmega.program.ops import compute, data_movement, experts, lookups, masked, norms, opaque
+
+__all__ = ["compute", "data_movement", "experts", "lookups", "masked", "norms", "opaque"]

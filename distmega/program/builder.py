@@ -9,6 +9,7 @@ program = p.build(p.linear(h, p.weight("w2", (64, 256))))
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from distmega.errors import ProgramError
 from distmega.program.dtypes import short_dtype
@@ -16,6 +17,7 @@ from distmega.program.ops import compute as ops
 from distmega.program.ops import data_movement, experts, lookups, masked, norms, opaque
 from distmega.program.ops.parts import Built, bad_op
 from distmega.program.types import (
+    Attr,
     Op,
     Program,
     Role,
@@ -24,6 +26,14 @@ from distmega.program.types import (
     verify_program,
     view_strides,
 )
+
+
+class OpFunction(Protocol):
+    """What states an op: its name and tensors in, the op and what it writes out."""
+
+    __name__: str
+
+    def __call__(self, name: str, *operands: Tensor, **options: Any) -> Built: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -155,6 +165,13 @@ class ProgramBuilder:
     def cumsum(self, x: Handle, name: str = "") -> Handle:
         """See norms.cumsum, along the last dim."""
         return self._add(norms.cumsum(self._name(name, "cumsum"), self._own(x)))
+
+    def op(self, state: OpFunction, *operands: Handle, name: str = "", **options: Attr) -> Handle:
+        """An op stated by a function of ops/: the handle of what it writes, as
+        p.op(norms.cumprod, x). options: its other arguments, by name.
+        """
+        name = self._name(name, state.__name__)
+        return self._add(state(name, *map(self._own, operands), **options))
 
     def rope(self, x: Handle, positions: Handle, table: Handle, name: str = "") -> Handle:
         """See ops.rope: half-split rotary embedding."""

@@ -16,6 +16,7 @@ from typing import Literal, get_args
 
 from distmega.errors import ProgramError
 from distmega.program.dtypes import ITEM_BYTES, item_bytes
+from distmega.program.kinds import kind_of
 
 Attr = str | int | float | bool | tuple["Attr", ...]
 Role = Literal["input", "weight", "state", "temp"]
@@ -100,7 +101,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
-    """An operation: `kind` of ops.KINDS, iteration axes, accesses, attributes sorted by name."""
+    """An operation: `kind` of kinds.py, iteration axes, accesses, attributes sorted by name."""
 
     name: str
     kind: str
@@ -201,12 +202,6 @@ def packed_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 _NAME = re.compile(r"\w[\w./@#-]*")
 """Names print as one word; "return" and "program" begin other lines of the printed form."""
-
-
-CLIPPED = ("concat", "all_gather", "reduce_scatter", "all_to_all", "take_shard")
-"""Kinds whose access maps may reach past a dim: an operand of a concat covers only its part of the
-output, and of a dim divided unevenly over ranks the positions past its end are padding.
-"""
 
 
 def verify_program(program: Program) -> Program:
@@ -312,7 +307,7 @@ def _verify_index(program: Program, op: Op, access: Access, index: Index, extent
     if index.stride < 1 or (index.stride > 1 and not index.axes):
         found = f"op {op.name!r} indexes {access.tensor!r} with stride {index.stride}"
         raise _broken(program, found, "a stride of at least 1, and 1 where there are no axes")
-    if op.kind in CLIPPED:
+    if kind_of(op).is_clipped:
         return
     if index.is_grouped:
         _verify_groups(program, op, access, index, extent)

@@ -16,6 +16,7 @@ from distmega.hostir.library.pointwise import pointwise
 from distmega.hostir.library.torch_types import torch_dtype
 from distmega.program.builder import Handle
 from distmega.program.expr import parse
+from distmega.program.kinds import OpKind, kinds
 from distmega.torch_import.build import Build, is_tensor
 from distmega.torch_import.values import (
     Constant,
@@ -300,12 +301,21 @@ def topk(
     return [b.from_last(values, dim), b.from_last(chosen, dim)]
 
 
-@rule("cumsum")
-def cumsum(b: Build, self: TensorValue, dim: int, **other: Value) -> Value:
-    if not self.shape:
-        return NotImplemented
-    row = b.handle(b.to_last(b.cast(self, b.dtype), dim))
-    return b.from_last(b.p.cumsum(row, name=b.name()), dim)
+def _along_rows(kind: OpKind) -> Rule:
+    """The rule of a kind that computes along the last dim what torch computes along any."""
+    build = kind.build
+    assert build is not None, f"kind {kind.name!r} is of no function"
+
+    def along(b: Build, self: TensorValue, dim: int, **other: Value) -> Value:
+        if not self.shape:
+            return NotImplemented
+        row = b.handle(b.to_last(b.cast(self, b.dtype), dim))
+        return b.from_last(b.p.op(build, row, name=b.name()), dim)
+
+    return along
+
+
+RULES |= {f"aten.{kind.torch_row_op}": _along_rows(kind) for kind in kinds() if kind.torch_row_op}
 
 
 def _added(sign: str) -> Rule:

@@ -30,7 +30,8 @@ from distmega.hostir.ir.nodes import (
 from distmega.hostir.ir.uses import named_buffers, node_writes, storage_of, view_sources
 from distmega.hostir.lower.matmul_nodes import FusedMatmul, symmetric_bytes
 from distmega.hostir.run.borrow import late_uses
-from distmega.program.types import CLIPPED, Access, Program, Tensor, accesses
+from distmega.program.kinds import kind_of
+from distmega.program.types import Access, Program, Tensor, accesses
 
 Violation = tuple[int, str, str]
 """Node index (-1: the program as a whole), what was found, what was expected."""
@@ -137,7 +138,7 @@ def fitting_operands(walked: Walked) -> Iterator[Violation]:
                     elif len(access.dims) != len(shape):
                         found = f"{access.tensor!r} indexed by {len(access.dims)} dims"
                         yield index, found, f"{len(shape)} dims"
-                    elif op.kind not in CLIPPED and not _reaches(extents, access, shape):
+                    elif not kind_of(op).is_clipped and not _reaches(extents, access, shape):
                         found = f"{access.tensor!r} of {list(shape)} indexed beyond its ends"
                         yield index, found, "positions that it has"
             case Send(peer=peer) | Recv(peer=peer) | Signal(peer=peer) | WaitSignal(peer=peer):

@@ -30,11 +30,8 @@ from distmega.hostir.library.opaque import compile_opaque
 from distmega.hostir.library.pointwise import OpFunction, compile_pointwise, evaluate_all
 from distmega.hostir.library.torch_types import operand_dtype, widen
 from distmega.hostir.passes.fused_kinds import NORMS, POINTWISE
+from distmega.program.kinds import kind_of, kinds
 from distmega.program.types import Op, accesses, grouped_index
-
-INPLACE = frozenset({"kv_append"})
-"""Kinds that update the tensor they write; it comes as the last operand and goes out as the result.
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,11 +193,6 @@ def topk(x: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
     """The largest elements of each row, largest first, and their indices."""
     values, chosen = torch.topk(x, num_top, -1)
     return values, chosen
-
-
-def cumsum(x: Tensor) -> Tensor:
-    """Sums up to each element along the last dim, in fp32 for half types."""
-    return widen(x).cumsum(-1).to(x.dtype)
 
 
 def packed_attention(
@@ -464,6 +456,15 @@ def _compile_concat(op: Op, coordinate: Coordinate) -> OpFunction:
     return lambda xs: (concat(xs, dim),)
 
 
+def _compile_reference(op: Op, coordinate: Coordinate) -> OpFunction:
+    """The reference that the kind's definition has, in fp32 where operands are of half types."""
+    reference = kind_of(op).reference
+    assert reference is not None, f"kind {op.kind!r} has no reference"
+    function = reference(op)
+
+    return lambda xs: (function(*map(widen, xs)).to(xs[0].dtype),)
+
+
 def _compile_take_shard(op: Op, coordinate: Coordinate) -> OpFunction:
     dim, here = int(_number(op, "dim")), coordinate[str(op.attr("mesh_axis"))]
     extents = op.extents
@@ -495,21 +496,21 @@ COMPILERS: dict[str, Callable[[Op, Coordinate], OpFunction]] = {
     "attend": _compile_attend,
     "gather": _compile_gather,
     "topk": _compile_topk,
-    "cumsum": lambda op, coordinate: lambda xs: (cumsum(xs[0]),),
     "opaque": lambda op, coordinate: compile_opaque(op),
     "top_k": experts.compile_top_k,
     "route": experts.compile_route,
     "gather_rows": experts.compile_gather_rows,
     "grouped_linear": experts.compile_grouped_linear,
     "scatter_add": experts.compile_scatter_add,
+    **{kind.name: _compile_reference for kind in kinds() if kind.reference is not None},
 }
 """Op kind -> binds an op at a rank's mesh coordinate."""
 
 
 def op_operands(op: Op) -> tuple[str, ...]:
-    """Tensor names in the order in which a compiled op takes them."""
+    """Tensor names in the order in which a compiled op takes them: what it updates comes last."""
     names = tuple(access.tensor for access in op.reads)
-    return names + tuple(a.tensor for a in op.writes) if op.kind in INPLACE else names
+    return names + tuple(a.tensor for a in op.writes) if kind_of(op).inplace else names
 
 
 def compile_op(op: Op, coordinate: Coordinate) -> OpFunction:

@@ -34,7 +34,8 @@ from distmega.hostir.lower.scope import Scope
 from distmega.hostir.lower.segments import Run, kernel_runs, make_segment
 from distmega.hostir.passes.fuse import fuse_ops
 from distmega.hostir.passes.host_streams import Touched
-from distmega.program.ops.compute import COMMUNICATING, communication_axis
+from distmega.program.kinds import kind_of
+from distmega.program.ops.compute import communication_axis
 from distmega.program.types import Op, Program, Tensor, accesses
 from distmega.sharding.finalize import verify_storage
 from distmega.sharding.layout.allocation import AllocationDomain
@@ -210,7 +211,7 @@ class _Lowering:
         """
 
         def fits(op: Op) -> bool:
-            outside = scope.outer is None or op.kind not in COMMUNICATING
+            outside = scope.outer is None or not kind_of(op).communicates
             return outside and op.name not in alone and self.fits(op, scope)
 
         runs: list[Run] = []

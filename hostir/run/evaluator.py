@@ -42,12 +42,13 @@ from distmega.hostir.ir.nodes import (
 from distmega.hostir.ir.text import print_node
 from distmega.hostir.ir.uses import named_buffers, node_writes, shown, storage_of, view_sources
 from distmega.hostir.library.matmuls import Matmuls, SequentialMatmuls, compile_matmul
-from distmega.hostir.library.ops import INPLACE, DeviceOps, TorchOps, op_operands
+from distmega.hostir.library.ops import DeviceOps, TorchOps, op_operands
 from distmega.hostir.library.torch_types import check_mapping, describe, empty_tensor, fits
 from distmega.hostir.lower.matmul_nodes import FusedMatmul
 from distmega.hostir.run.graph_breaks import graph_breaks
 from distmega.hostir.run.streams import CudaStreams
 from distmega.program import types as program
+from distmega.program.kinds import kind_of
 
 
 class KernelRunner(Protocol):
@@ -333,7 +334,7 @@ class _Compiler:
         op = node.op
         function, names = self.ops.compile(op, self.coordinate), op_operands(op)
         outs = [access.tensor for access in op.writes]
-        if op.kind in INPLACE:
+        if kind_of(op).inplace:
             return lambda f: function([f.tensors[name] for name in names])
         if op.is_view or (len(outs) == 1 and outs[0] not in self.shared):
             out, viewed = outs[0], outs[0] in self.viewed

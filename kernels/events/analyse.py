@@ -27,7 +27,7 @@ from distmega.kernels.tasks.graph import build_task_graph
 from distmega.kernels.tasks.tile import tile_segment
 from distmega.kernels.tasks.types import TaskEvents as EventTable
 from distmega.kernels.tasks.types import TaskGroup
-from distmega.program.ops.compute import COMMUNICATING
+from distmega.program.kinds import kind_of
 from distmega.program.types import Op, Program, grouped_index
 from distmega.sharding.resolve.collectives import RANK_AXIS
 
@@ -78,7 +78,7 @@ def analyse_events(
 
 def _by_rank(op: Op) -> dict[str, int]:
     """Tiles of a collective of which nothing is said: each rank's part."""
-    ranks = op.kind in COMMUNICATING and RANK_AXIS in op.extents
+    ranks = kind_of(op).communicates and RANK_AXIS in op.extents
     return {RANK_AXIS: 1} if ranks else {}
 
 
@@ -90,7 +90,7 @@ def choose_tilings(program: Program, num_sms: int, *, rows: int = 16) -> dict[st
     for group in tile_segment(program, num_sms, min_task_bytes=1, row_multiple=1):
         op, index = group.op, grouped_index(group.op)
         tiles: dict[str, int] = {}
-        if op.kind in COMMUNICATING:
+        if kind_of(op).communicates:
             pass
         elif index is None:
             for split in group.splits:
@@ -120,7 +120,7 @@ def _grid(op: Op, tiles: Mapping[str, int], spread: AxisSymbols) -> TaskGrid:
             mesh_axis=str(op.get("group_axis", "")),
         )
     for name, size in tiles.items():
-        ranks = op.kind in COMMUNICATING and name == RANK_AXIS
+        ranks = kind_of(op).communicates and name == RANK_AXIS
         known = name in op.extents
         if not known or size < 1 or not (ranks or op.axis(name).role == "parallel"):
             raise ProgramError(
@@ -167,7 +167,7 @@ def _source(consumer: Op, grid: TaskGrid) -> str:
     """Whose tasks trigger what a consumer awaits: a collective reads what other ranks made, of one
     of them where its tasks are cut by source.
     """
-    if consumer.kind not in COMMUNICATING:
+    if not kind_of(consumer).communicates:
         return "own"
     parallel = any(a.name == RANK_AXIS and a.role == "parallel" for a in consumer.axes)
     cut = any(dim.axis == RANK_AXIS and dim.size == 1 for dim in grid.dims)

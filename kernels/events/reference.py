@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from distmega.errors import ProgramError
-from distmega.hostir.library.ops import INPLACE, compile_op, op_operands
+from distmega.hostir.library.ops import compile_op, op_operands
 from distmega.hostir.library.torch_types import torch_dtype
 from distmega.kernels.events.graph import EventGraph, TaskId
-from distmega.program.ops.compute import COMMUNICATING
+from distmega.program.kinds import kind_of
 from distmega.program.types import Access, Index, Op, accesses
 
 COMBINE: dict[str, Callable[[Tensor], Tensor]] = {
@@ -52,15 +52,15 @@ class TileReference:
     def run(self, task: TaskId, team: Sequence["TileReference"] = ()) -> None:
         """Executes a task. team: all ranks, in order, whose memory collectives read."""
         op = self.ops[task[0]]
-        if op.kind in COMMUNICATING:
+        if kind_of(op).communicates:
             self._communicate(op, task, team)
             return
         tile = self._tile(op, task)
         narrowed = {name: part for name, part in tile.items() if _can_narrow(op, name)}
-        if op.kind in INPLACE:
+        if kind_of(op).inplace:
             narrowed = {}
         operands = [self.tensors[name] for name in op_operands(op)]
-        if op.kind in INPLACE:
+        if kind_of(op).inplace:
             operands[-1] = operands[-1].clone()
         for position, read in enumerate(op.reads):
             for dim, index in enumerate(read.dims):

@@ -34,7 +34,7 @@ from dataclasses import replace
 
 from distmega.errors import UnsupportedError, VerifyError
 from distmega.kernels.runtime.arena import PEER_SUFFIX
-from distmega.program.ops.compute import COMMUNICATING
+from distmega.program.kinds import kind_of
 from distmega.program.types import Access, Axis, Index, Op, Program, Tensor, verify_program
 from distmega.sharding.layout.mesh import DeviceMesh
 
@@ -56,7 +56,7 @@ def expand_collectives(segment: Program, mesh: DeviceMesh) -> Program:
     ops: list[Op] = []
     axes_used: set[str] = set()
     for op in segment.ops:
-        if op.kind not in COMMUNICATING:
+        if not kind_of(op).communicates:
             ops.append(op)
             continue
         axis = _mesh_axis(op, mesh)
@@ -83,7 +83,7 @@ def team_size(segment: Program, mesh: DeviceMesh) -> int:
     found = {
         mesh.size(str(op.attr("mesh_axis")))
         for op in segment.ops
-        if op.kind in (*REMOTE_KINDS, *COMMUNICATING)
+        if op.kind in REMOTE_KINDS or kind_of(op).communicates
     }
     assert len(found) <= 1, f"mesh axes of sizes {found} in one segment"
     return found.pop() if found else 1

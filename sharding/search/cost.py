@@ -8,9 +8,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from distmega.program import expr
 from distmega.program.dtypes import item_bytes
-from distmega.program.ops.compute import ATTENTIONS
+from distmega.program.kinds import OpWork, kind_of
 from distmega.program.types import Access, Op, Program, Tensor, accesses
 from distmega.sharding.overlap.rates import CPU_RATES, H100_RATES, H200_RATES, OverlapRates
 from distmega.sharding.search.groups import GroupLoad, group_load
@@ -156,7 +155,7 @@ def _touched_groups(
 
 def is_index(op: Op, access: Access, tensors: Mapping[str, Tensor]) -> bool:
     """Whether an operand holds positions to look up rather than values."""
-    looks_up = op.kind == "attention" or any(axis.lookup for axis in op.axes)
+    looks_up = kind_of(op).reads_positions or any(axis.lookup for axis in op.axes)
     return looks_up and tensors[access.tensor].dtype in ("i32", "i64")
 
 
@@ -176,17 +175,8 @@ def op_flops(
     if load is not None:
         return _grouped_flops(op, sizes, load)
     points = math.prod(sizes[axis.name] for axis in op.axes if not axis.lookup)
-    if op.kind == "linear":
-        return 2 * points
-    if op.kind in ATTENTIONS:
-        rows = math.prod(sizes[name] for name in ("b", "m", "h", "g", "t") if name in sizes)
-        return rows * (2 * sizes["d"] + 2 * sizes["e"] + 4)
-    if op.kind == "pointwise":
-        return points * expr.num_flops(expr.parse(str(op.attr("expr"))))
-    if op.kind in ("reduce", "argmax", "sample", "topk"):
-        return points
     written = math.prod(sizes[a.name] for a in op.axes if a.role == "parallel")
-    return 4 * written if op.kind in ("rms_norm", "layer_norm", "softmax", "cumsum", "rope") else 0
+    return kind_of(op).flops(op, OpWork(sizes=sizes, points=points, written=written))
 
 
 def _grouped_flops(op: Op, sizes: Mapping[str, int], load: GroupLoad) -> int:
@@ -200,9 +190,7 @@ def _grouped_flops(op: Op, sizes: Mapping[str, int], load: GroupLoad) -> int:
         for name in index.axes
     }
     points = load.num_rows * math.prod(sizes[name] for name in inside)
-    if op.kind == "pointwise":
-        return round(points * expr.num_flops(expr.parse(str(op.attr("expr")))))
-    return 0 if op.kind == "gather_rows" else round(2 * points)
+    return round(kind_of(op).grouped_flops(op, points))
 
 
 def op_time_us(

@@ -9,7 +9,7 @@ import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
-from distmega.program.ops.compute import BY_ACCESS
+from distmega.program.kinds import kind_of
 from distmega.program.types import Axis, Index, Op, Tensor, accesses
 from distmega.sharding.layout.placements import (
     REPLICATE,
@@ -19,7 +19,7 @@ from distmega.sharding.layout.placements import (
     Shard,
     fits,
 )
-from distmega.sharding.resolve.padding import MASKED, additive_reads
+from distmega.sharding.resolve.padding import additive_reads
 from distmega.sharding.search.cost import is_index
 
 
@@ -78,7 +78,7 @@ def summed_read(op: Op) -> int | None:
     """The operand in which an op is linear, its others being what they are on every rank, so that
     parts of a sum may be summed after it: there is less to sum there.
     """
-    return 0 if op.kind == "scatter_add" else None
+    return kind_of(op).linear_read
 
 
 def split_options(
@@ -113,7 +113,7 @@ def _split(
         return "the op needs all of it at once"
     if num_ranks == 1:
         return "the mesh axis has one rank"
-    if left is not None and axis.role == "reduce" and op.kind in MASKED:
+    if left is not None and axis.role == "reduce" and kind_of(op).masks_padding:
         return "its positions are counted along one mesh axis"
     extent = left or axis.extent
     if not fits(extent, num_ranks):
@@ -142,7 +142,7 @@ def _split(
         return "it doesn't index every result"
     seen: dict[str, Placement] = {}
     for position, (access, placement) in enumerate(zip(op.reads, reads, strict=True)):
-        if seen.setdefault(access.tensor, placement) != placement and op.kind not in BY_ACCESS:
+        if seen.setdefault(access.tensor, placement) != placement and not kind_of(op).reads_apart:
             return f"operand {position} is read twice, divided and otherwise"
     return SplitOption(
         axis=axis.name,

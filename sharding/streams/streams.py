@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from distmega.program.ops.compute import BY_ACCESS, COLLECTIVES, COMMUNICATING
+from distmega.program.kinds import kind_of
 from distmega.program.types import Access, Axis, Op, Tensor, accesses
 from distmega.sharding.layout.domains import LoopDomain, Stream
 from distmega.sharding.resolve.collectives import RANK_AXIS
@@ -114,7 +114,7 @@ def is_scatter_ring(op: Op, split: StreamSplit) -> bool:
 
 def is_sum(op: Op, split: StreamSplit) -> bool:
     """Whether iterations combine into one result, one after the other."""
-    return op.kind not in COLLECTIVES and op.axis(split.axis).role == "reduce"
+    return kind_of(op).origin != "sharding" and op.axis(split.axis).role == "reduce"
 
 
 def operand_parts(
@@ -140,7 +140,7 @@ def operand_parts(
         return "it doesn't index every result"
     seen: dict[str, ChunkPart | None] = {}
     for access, part in zip(op.reads, found, strict=False):
-        if seen.setdefault(access.tensor, part) != part and op.kind not in BY_ACCESS:
+        if seen.setdefault(access.tensor, part) != part and not kind_of(op).reads_apart:
             return f"{access.tensor} is read twice, in chunks and otherwise"
     return tuple(found)
 
@@ -149,7 +149,7 @@ def _refuse(op: Op, axis: Axis, split: StreamSplit) -> str:
     """Why the axis itself can't run in such chunks; "" if it can."""
     if split.ring and split.tail:
         return f"a ring needs equal chunks, and {split.extent} is cut by {split.chunk}"
-    if op.kind in COMMUNICATING:
+    if kind_of(op).communicates:
         return _refuse_collective(op, axis, split)
     if axis.role == "parallel":
         return ""

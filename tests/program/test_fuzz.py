@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from distmega.program.builder import ProgramBuilder
 from distmega.program.expr import parse
-from distmega.program.ops.compute import COLLECTIVES, KINDS
+from distmega.program.kinds import collective_kinds, user_kinds
 from distmega.program.text import parse_program, print_program
 from tests.fuzz import damaged, fuzz_target
 
@@ -64,7 +64,7 @@ headers = st.lists(
     st.sampled_from(["i:4", "j:2", "k:3:reduce:sum", "j:4:scatter", "i:8:reduce", "k:2:lookup"]),
     max_size=3,
 ).map(" ".join)
-kinds = st.sampled_from([*KINDS, *COLLECTIVES])
+kinds = st.sampled_from([*user_kinds(), *collective_kinds()])
 lines = st.builds(
     lambda name, kind, header, reads, writes: f"{name} = {kind}[{header}]{reads} ->{writes}",
     st.sampled_from("abc"), kinds, headers, operands, operands,

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from distmega.program import expr
-from distmega.program.ops.compute import COLLECTIVES
+from distmega.program.kinds import kind_of
 from distmega.program.types import Access, Index, Op, Program, Tensor
 from distmega.sharding.layout.allocation import AllocationDomain
 from distmega.sharding.layout.mesh import DeviceMesh
@@ -256,7 +256,7 @@ def run_local(local: LocalProgram, arrays: Mapping[str, np.ndarray]) -> list[Arr
         {n: shard_array(arrays[n], local.allocations[n], at) for n in arrays} for at in places
     ]
     for op in local.program.ops:
-        if op.kind not in COLLECTIVES:
+        if kind_of(op).origin != "sharding":
             for here, at in zip(ranks, places, strict=True):
                 run_op(op, tensors, here, at)
                 for access in op.writes:

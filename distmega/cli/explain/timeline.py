@@ -29,7 +29,7 @@ from distmega.hostir.ir.nodes import (
     WaitEvent,
 )
 from distmega.hostir.lower.matmul_nodes import FusedMatmul
-from distmega.program.ops.compute import COLLECTIVES
+from distmega.program.kinds import kind_of
 from distmega.sharding.search.cost import Machine, collective_time_us
 
 
@@ -125,7 +125,7 @@ class _Walk:
             if op.is_view:
                 continue
             us = local_op_us(op, tensors, self.host.mesh, self.machine)
-            if op.kind in COLLECTIVES and op.kind != "take_shard":
+            if kind_of(op).communicates:
                 axis = str(op.attr("mesh_axis"))
                 self.communicate(op.writes[0].tensor, op.kind, axis, us, op.name)
                 self.wait_until(self.handles[op.name])

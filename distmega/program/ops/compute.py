@@ -8,10 +8,22 @@ computed at each point) is `hostir/library/ops.py`, one function a kind.
 """
 
 import math
+from collections.abc import Set
 
 from distmega.errors import ProgramError
 from distmega.program import expr
 from distmega.program.dtypes import is_integer
+from distmega.program.kinds import (
+    OpKind,
+    OpWork,
+    StatedOp,
+    define,
+    flops_a_result,
+    kind_of,
+    one_a_point,
+    zero_if_all,
+    zero_in,
+)
 from distmega.program.ops.parts import (
     Built,
     access,
@@ -25,33 +37,10 @@ from distmega.program.ops.parts import (
 )
 from distmega.program.types import Access, Attr, Axis, Index, Op, Tensor
 
-KINDS = (
-    "linear", "pointwise", "reduce", "rms_norm", "rope", "attention", "kv_append", "embedding",
-    "slice", "concat", "reshape", "transpose", "view", "set", "argmax",
-    "top", "cutoff", "sample", "layer_norm", "softmax",
-    "expand", "attend", "gather", "topk", "cumsum", "opaque",
-    "top_k", "route", "gather_rows", "grouped_linear", "scatter_add",
-)  # fmt: skip
-"""Kinds that a user's program may hold."""
-
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "take_shard")
-"""Kinds that appear only in a rank's local program, put there by sharding. take_shard slices
-locally: no bytes move.
-"""
-
-COMMUNICATING = tuple(kind for kind in COLLECTIVES if kind != "take_shard")
-"""Those that several ranks do together."""
-
-ATTENTIONS = ("attention", "attend")
-"""Kinds that mix values by a softmax of scores; operands 1 and 2 are keys and values."""
-
-BY_ACCESS = ("linear",)
-"""Kinds that may read one tensor in two ways at once, each a part of its own: a x a', by rows."""
-
 
 def communication_axis(op: Op) -> str:
     """The mesh axis whose ranks do an op together; empty for an op that a rank does alone."""
-    return str(op.attr("mesh_axis")) if op.kind in COMMUNICATING else ""
+    return str(op.attr("mesh_axis")) if kind_of(op).communicates else ""
 
 
 def linear(name: str, x: Tensor, w: Tensor, bias: Tensor | None = None, spec: str = "") -> Built:
@@ -400,3 +389,61 @@ def sample(name: str, x: Tensor, limits: Tensor, seeds: Tensor, positions: Tenso
     reads += [access(seeds, "m"), access(positions, "m")]
     writes = [access(value, "m"), access(chosen, "m")]
     return make_op(name, "sample", axes, reads, writes), (value, chosen)
+
+
+def _attention_flops(op: StatedOp, work: OpWork) -> int:
+    """Scores, their softmax and the sum of values, of every query and position."""
+    sizes = work.sizes
+    rows = math.prod(sizes[name] for name in ("b", "m", "h", "g", "t") if name in sizes)
+    return rows * (2 * sizes["d"] + 2 * sizes["e"] + 4)
+
+
+def _linear_is_zero(op: StatedOp, holders: Set[int], zero: Set[int]) -> bool:
+    added = set(range(2, len(op.reads)))
+    return bool(zero - added) and added <= zero
+
+
+def _formula(op: StatedOp) -> expr.Expr:
+    return expr.parse(str(op.attr("expr")))
+
+
+define(
+    OpKind(
+        name="linear",
+        reads_apart=True,
+        added_from=2,
+        zero_where=_linear_is_zero,
+        flops=lambda op, work: 2 * work.points,
+    )
+)
+define(
+    OpKind(
+        name="pointwise",
+        zero_where=lambda op, holders, zero: expr.is_zero(_formula(op), frozenset(zero)),
+        finite_where=lambda op, zero: expr.is_finite(_formula(op), frozenset(zero)),
+        flops=lambda op, work: work.points * expr.num_flops(_formula(op)),
+        grouped_flops=lambda op, points: points * expr.num_flops(_formula(op)),
+    )
+)
+define(OpKind(name="reduce", zero_where=zero_if_all, flops=one_a_point))
+define(OpKind(name="rope", zero_where=zero_in(0), flops=flops_a_result(4)))
+ATTENTION = OpKind(
+    name="attention",
+    mixes_values=True,
+    reads_positions=True,
+    zero_where=zero_in(2),
+    flops=_attention_flops,
+)
+define(ATTENTION)
+define(OpKind(name="kv_append", inplace=True, zero_where=zero_in(0)))
+define(OpKind(name="embedding", masks_padding=True, zero_where=zero_in(1)))
+define(OpKind(name="argmax", masks_padding=True, flops=one_a_point))
+define(OpKind(name="top"))
+define(OpKind(name="cutoff"))
+define(OpKind(name="sample", masks_padding=True, flops=one_a_point))
+
+for _name in ("all_gather", "reduce_scatter", "all_to_all"):
+    define(OpKind(name=_name, origin="sharding", communicates=True, is_clipped=True))
+define(OpKind(name="all_reduce", origin="sharding", communicates=True))
+# slices locally: no bytes move
+define(OpKind(name="take_shard", origin="sharding", is_clipped=True))

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 
+from distmega.program.kinds import OpKind, define, zero_if_all
 from distmega.program.ops.parts import Built, access, axis_names, bad_op, index, make_op, normal_dim
 from distmega.program.types import Access, Axis, Index, Tensor
 
@@ -156,3 +157,9 @@ def _suffix_products(shape: tuple[int, ...]) -> list[int]:
     for extent in reversed(shape):
         ends.append(ends[-1] * extent)
     return ends[::-1]
+
+
+for _name in ("slice", "reshape", "transpose", "view", "set"):
+    define(OpKind(name=_name, zero_where=zero_if_all))
+define(OpKind(name="concat", is_clipped=True, zero_where=zero_if_all))
+define(OpKind(name="expand"))

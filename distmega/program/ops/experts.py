@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Literal, get_args
 
 from distmega.program import expr
+from distmega.program.kinds import OpKind, define
 from distmega.program.ops.parts import (
     Built,
     access,
@@ -198,3 +199,10 @@ def scatter_add(name: str, y: Tensor, weights: Tensor, slots: Tensor, offsets: T
     reads = [_rows(y, 3, "n"), access(weights, "m", "c"), access(slots, "m", "c")]
     reads.append(access(offsets, "o"))
     return make_op(name, "scatter_add", axes, reads, [access(out, "m", "n")]), (out,)
+
+
+define(OpKind(name="top_k"))
+define(OpKind(name="route"))
+define(OpKind(name="gather_rows", masks_padding=True, grouped_flops=lambda op, points: 0))
+define(OpKind(name="grouped_linear"))
+define(OpKind(name="scatter_add", linear_read=0))

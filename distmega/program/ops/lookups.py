@@ -4,6 +4,7 @@ As compute.py: names and tensors in, the Op and the tensors it writes out. Looku
 or position are kind `embedding` there.
 """
 
+from distmega.program.kinds import OpKind, define, one_a_point
 from distmega.program.ops.parts import (
     Built,
     access,
@@ -50,3 +51,7 @@ def topk(name: str, x: Tensor, num_top: int) -> Built:
     chosen = Tensor(name=name, shape=shape, dtype="i64")
     writes = [access(value, *rows, "c"), access(chosen, *rows, "c")]
     return make_op(name, "topk", axes, [access(x, *rows, "u")], writes), (value, chosen)
+
+
+define(OpKind(name="gather"))
+define(OpKind(name="topk", flops=one_a_point))

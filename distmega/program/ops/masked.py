@@ -5,7 +5,10 @@ whose mask follows from positions is kind `attention` there.
 """
 
 import math
+from dataclasses import replace
 
+from distmega.program.kinds import define
+from distmega.program.ops.compute import ATTENTION
 from distmega.program.ops.parts import Built, access, bad_op, index, make_op
 from distmega.program.types import Access, Axis, Index, Tensor
 
@@ -62,3 +65,6 @@ def _mask_access(name: str, mask: Tensor, whole: tuple[int, ...]) -> Access:
         tensor=mask.name,
         dims=tuple(index(*axes) if mine == extent else Index() for axes, mine, extent in dims),
     )
+
+
+define(replace(ATTENTION, name="attend", reads_positions=False))

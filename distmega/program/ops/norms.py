@@ -7,6 +7,7 @@ it writes.
 import math
 from collections.abc import Sequence
 
+from distmega.program.kinds import OpKind, define, flops_a_result, has_positive_eps
 from distmega.program.ops.parts import Built, access, axis_names, bad_op, make_op
 from distmega.program.types import Attr, Axis, Tensor
 
@@ -60,3 +61,30 @@ def _row_op(name: str, kind: str, x: Tensor, vectors: Sequence[Tensor], **attrs:
     out = Tensor(name=name, shape=x.shape, dtype=x.dtype)
     reads = [access(x, *rows, "d"), access(x, *rows, "r"), *(access(v, "d") for v in vectors)]
     return make_op(name, kind, axes, reads, [access(out, *rows, "d")], **attrs), (out,)
+
+
+define(
+    OpKind(
+        name="rms_norm",
+        zero_where=lambda op, holders, zero: 0 in zero and has_positive_eps(op),
+        finite_where=lambda op, zero: has_positive_eps(op),
+        flops=flops_a_result(4),
+    )
+)
+define(
+    OpKind(
+        name="layer_norm",
+        finite_where=lambda op, zero: has_positive_eps(op),
+        flops=flops_a_result(4),
+    )
+)
+define(OpKind(name="softmax", flops=flops_a_result(4)))
+define(
+    OpKind(
+        name="cumsum",
+        flops=flops_a_result(4),
+        reference=lambda op: lambda x, row: x.cumsum(-1),
+        torch_row_op="cumsum",
+        build=cumsum,
+    )
+)

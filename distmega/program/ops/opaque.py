@@ -6,6 +6,7 @@ whole, so no rank divides it. `hostir/library/opaque.py` runs it.
 
 from collections.abc import Sequence
 
+from distmega.program.kinds import OpKind, define
 from distmega.program.ops.parts import Built, access, axis_names, bad_op, make_op
 from distmega.program.types import Access, Axis, AxisRole, Tensor
 
@@ -39,3 +40,6 @@ def opaque(
     reads = [whole(x, f"r{position}_", "reduce") for position, x in enumerate(operands)]
     writes = [whole(y, f"w{position}_", "scatter") for position, y in enumerate(outs)]
     return make_op(name, "opaque", axes, reads, writes, target=target, call=call), outs
+
+
+define(OpKind(name="opaque"))

@@ -1,0 +1,173 @@
+"""What an op kind is: one definition each, which all layers ask instead of comparing names.
+
+Comes in: an OpKind a kind, defined beside the function in ops/ that states the op. Goes out:
+`kind_of`, which gives an op's definition, and the names of kinds. The questions are those of
+sharding (padding, splits), of costs, of verification and of the library that runs ops. Adding an op
+is adding a function and its definition in a file of ops/. Next on the walk: ops/compute.py.
+"""
+
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+
+class StatedOp(Protocol):
+    """What a definition may look at; types.Op is one."""
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def reads(self) -> Sequence[object]: ...
+
+    def attr(self, name: str) -> object: ...
+
+    def get(self, name: str, default: Any) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class OpWork:
+    """How much an op does. sizes: extents by axis; points: of its whole iteration space, without
+    axes that look something up; written: of its parallel axes.
+    """
+
+    sizes: Mapping[str, int]
+    points: int
+    written: int
+
+
+Flops = Callable[[StatedOp, OpWork], int]
+ZeroWhere = Callable[[StatedOp, Set[int], Set[int]], bool]
+Reference = Callable[[StatedOp], Callable[..., Any]]
+
+
+def no_flops(op: StatedOp, work: OpWork) -> int:
+    """Of an op that only moves data."""
+    return 0
+
+
+def never_zero(op: StatedOp, holders: Set[int], zero: Set[int]) -> bool:
+    """Nothing is known of what stands in padding."""
+    return False
+
+
+def always_finite(op: StatedOp, zero: Set[int]) -> bool:
+    """Finite operands give finite results."""
+    return True
+
+
+def two_a_point(op: StatedOp, points: float) -> float:
+    """A multiplication and an addition."""
+    return 2 * points
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpKind:
+    """One kind of op.
+
+    name: as ops and their printed form have it.
+    origin: "user" where a user's program may hold it, "sharding" for what sharding puts into a
+        rank's program, "internal" for what later passes make.
+    communicates: ranks of a mesh axis, attr `mesh_axis`, do it together.
+    inplace: writes into an operand.
+    mixes_values: by a softmax of scores; operands 1 and 2 are keys and values.
+    reads_apart: may read one tensor in two ways at once, each a part of its own: a x a', by rows.
+    is_clipped: access maps may reach past a dim: an operand of a concat covers only its part of the
+        output, and of a dim divided unevenly over ranks the positions past its end are padding.
+    masks_padding: compares indices with the true extent, so that padding is never chosen.
+    added_from: operands from this one on are added to a contraction instead of multiplied.
+    linear_read: the operand in which the op is linear, its others being the same on every rank, so
+        that parts of a sum may be summed after it.
+    reads_positions: integer operands hold positions to look up.
+    zero_where: whether results are exactly zero in padding, where operands `holders` have padding
+        and those of `zero` hold zeros there.
+    finite_where: whether results are finite in padding where operands are, those of `zero` zero.
+    flops: arithmetic, two a multiply-add. grouped_flops: as that of a number of points, where an op
+        runs over groups of rows.
+    reference: from an op to a function of its operands to its result. Operands are tensors, half
+        types widened to fp32, of which it calls methods alone, so that nothing here imports torch;
+        the result is cast to the type of the first. None where hostir/library/ops.py has it.
+    torch_row_op: operator of torch, (self, dim), that computes it along any dim; `build` states
+        the op on (name, x), along the last one.
+    """
+
+    name: str
+    origin: Literal["user", "sharding", "internal"] = "user"
+    communicates: bool = False
+    inplace: bool = False
+    mixes_values: bool = False
+    reads_apart: bool = False
+    is_clipped: bool = False
+    masks_padding: bool = False
+    added_from: int | None = None
+    linear_read: int | None = None
+    reads_positions: bool = False
+    zero_where: ZeroWhere = never_zero
+    finite_where: Callable[[StatedOp, Set[int]], bool] = always_finite
+    flops: Flops = no_flops
+    grouped_flops: Callable[[StatedOp, float], float] = two_a_point
+    reference: Reference | None = None
+    torch_row_op: str = ""
+    build: Callable[..., Any] | None = None
+
+
+_KINDS: dict[str, OpKind] = {}
+_INTERNAL = OpKind(name="", origin="internal")
+
+
+def define(kind: OpKind) -> OpKind:
+    """Enters a kind, which has one definition."""
+    assert kind.name not in _KINDS, f"kind {kind.name!r} is defined twice"
+    _KINDS[kind.name] = kind
+    return kind
+
+
+def kind_of(op: StatedOp) -> OpKind:
+    """The definition of an op's kind; a plain one for what passes make for themselves."""
+    return _KINDS.get(op.kind, _INTERNAL)
+
+
+def kinds() -> tuple[OpKind, ...]:
+    """All that are defined, in the order of their definitions."""
+    return tuple(_KINDS.values())
+
+
+def user_kinds() -> tuple[str, ...]:
+    """Names of kinds that a user's program may hold."""
+    return tuple(kind.name for kind in kinds() if kind.origin == "user")
+
+
+def collective_kinds() -> tuple[str, ...]:
+    """Names of kinds that sharding puts into a rank's program."""
+    return tuple(kind.name for kind in kinds() if kind.origin == "sharding")
+
+
+def communicates(kind: str) -> bool:
+    """Whether several ranks do ops of that kind together."""
+    return kind in _KINDS and _KINDS[kind].communicates
+
+
+def has_positive_eps(op: StatedOp) -> bool:
+    """Whether a row of zeros can be divided by its norm."""
+    eps = op.get("eps", 0.0)
+    return isinstance(eps, float) and eps > 0
+
+
+def zero_if_all(op: StatedOp, holders: Set[int], zero: Set[int]) -> bool:
+    """Of an op that moves or adds up elements."""
+    return holders == zero
+
+
+def zero_in(operand: int) -> ZeroWhere:
+    """Zero where one operand is."""
+    return lambda op, holders, zero: operand in zero
+
+
+def flops_a_result(num: int) -> Flops:
+    """So many for each element of the result."""
+    return lambda op, work: num * work.written
+
+
+def one_a_point(op: StatedOp, work: OpWork) -> int:
+    """One for each point of the iteration space."""
+    return work.points
