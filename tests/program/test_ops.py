@@ -161,6 +161,10 @@ STATEMENTS: list[tuple[Built, str]] = [
         "layer_norm[m0:8 d:64 r:64:reduce] x(m0, d) x(m0, r) -> y(m0, d) | eps=1e-05",
     ),
     (
+        norms.cumprod("y", t("x", 2, 3)),
+        "cumprod[m0:2 d:3 r:3:reduce] x(m0, d) x(m0, r) -> y(m0, d)",
+    ),
+    (
         norms.cumsum("y", t("x", 2, 3)),
         "cumsum[m0:2 d:3 r:3:reduce] x(m0, d) x(m0, r) -> y(m0, d)",
     ),

@@ -41,6 +41,11 @@ def cumsum(name: str, x: Tensor) -> Built:
     return _row_op(name, "cumsum", x, [])
 
 
+def cumprod(name: str, x: Tensor) -> Built:
+    """Products of the elements up to each one along the last dim; half types in fp32."""
+    return _row_op(name, "cumprod", x, [])
+
+
 def _checked_eps(name: str, eps: float) -> float:
     if not 0 <= eps < math.inf:
         raise bad_op(name, f"eps {eps}", "a finite number of at least 0", "change eps")
@@ -86,5 +91,14 @@ define(
         reference=lambda op: lambda x, row: x.cumsum(-1),
         torch_row_op="cumsum",
         build=cumsum,
+    )
+)
+define(
+    OpKind(
+        name="cumprod",
+        flops=flops_a_result(1),
+        reference=lambda op: lambda x, row: x.cumprod(-1),
+        torch_row_op="cumprod",
+        build=cumprod,
     )
 )
