@@ -6,17 +6,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import GraniteConfig, LlamaConfig
 
 from distmega import CPU, DeviceMesh, plan_program
 from distmega.compiled import CompiledProgram
 from distmega.hostir.comm.communicator import SingleCommunicator
+from distmega.kernels.hopper.batch_queues import build_batch_queues
+from distmega.kernels.hopper.queues import build_queues
+from distmega.kernels.hopper.weight_order import order_weights
+from distmega.kernels.runtime.arena import Space, layout_arena
 from distmega.kernels.tasks.fuse import (
     FusedAttention,
     FusedChoice,
     FusedContraction,
     FusedEmbedding,
     fuse_segment,
+    norms_of,
 )
 from distmega.models.decoder import build_decoder
 from distmega.models.locate import read_config
@@ -181,11 +186,22 @@ def fused(program: Program) -> list[object]:
     return found
 
 
+def queues(program: Program, batch: int) -> list[list[str]]:
+    """Kinds of instructions that each SM of a GPU would follow."""
+    weights = layout_arena(Space.WEIGHT, order_weights(program))
+    states = layout_arena(Space.STATE, program.with_role("state"))
+    build = build_queues if batch == 1 else build_batch_queues
+    return [
+        [type(each).__name__ for each in queue]
+        for queue in build(program, weights, states, 8).queues
+    ]
+
+
 @pytest.mark.parametrize("batch", [1, 2])
 def test_a_captured_llama_is_the_built_in_one_to_kernels(batch: int, tmp_path: Path):
     config = LlamaConfig(
-        vocab_size=96, hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, intermediate_size=128, max_position_embeddings=64, head_dim=16,
+        vocab_size=256, hidden_size=256, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, intermediate_size=512, max_position_embeddings=64, head_dim=64,
         tie_word_embeddings=True,
     )  # fmt: skip
     config.architectures = ["LlamaForCausalLM"]
@@ -193,6 +209,52 @@ def test_a_captured_llama_is_the_built_in_one_to_kernels(batch: int, tmp_path: P
     captured = open_decoder(config).build(1, 32, batch=batch, dtype="bf16")
     built = build_decoder(read_config(tmp_path), 1, 32, batch=batch, dtype="bf16")
     assert fused(captured) == fused(built)
+    assert queues(captured, batch) == queues(built, batch)
+
+
+def test_factors_of_a_residual_stream_and_of_scores_leave_one_kernel():
+    """Granite's multipliers: of embeddings, of what is added, of logits."""
+    config = GraniteConfig(
+        vocab_size=256, hidden_size=256, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, intermediate_size=512, max_position_embeddings=64,
+        embedding_multiplier=12.0, residual_multiplier=0.22, logits_scaling=8.0,
+    )  # fmt: skip
+    program = open_decoder(config).build(1, 32, dtype="bf16")
+    assert len({norm.eps for op in fuse_segment(program) for norm in norms_of(op)}) == 1
+    assert any("RowLinear" in queue for queue in queues(program, 1))
+
+
+def stream(last: str) -> Program:
+    """3 x goes through a norm, and comes back with what is added to it."""
+    p = ProgramBuilder("stream")
+    x = p.input("x", (ROWS, WIDTH)) * 3.0
+    normed = p.rms_norm(x, p.weight("w", (WIDTH,)), 1e-3)
+    x = x + p.linear(normed, p.weight("a", (WIDTH, WIDTH))) * 0.5
+    normed = p.layer_norm(x, None, None, 1e-3)
+    x = x.map("a1 + a0", p.linear(normed, p.weight("b", (WIDTH, WIDTH))))
+    if last == "norm":
+        return p.build(p.rms_norm(x, p.weight("v", (WIDTH,)), 1e-3, name="out"))
+    return p.build(p.linear(x, p.weight("v", (WIDTH, WIDTH)), name="out"))
+
+
+@pytest.mark.parametrize("last", ["norm", "product"])
+def test_a_factor_leaves_a_stream_that_norms_alone_read(last: str):
+    norms = {"rms_norm": 2, "linear": 2} if last == "norm" else {"rms_norm": 1, "linear": 3}
+    pointwise = 2 if last == "norm" else 3
+    normal = check(stream(last), {**norms, "layer_norm": 1, "pointwise": pointwise})
+    eps = {op.attr("eps") for op in normal.program.ops if op.kind.endswith("_norm")}
+    assert eps == ({1e-3 / 9} if last == "norm" else {1e-3})
+
+
+@pytest.mark.parametrize(
+    ("text", "rises"),
+    [("tanh(a0 / 30) * 30", True), ("3 - a0", False), ("-a0 * -2.0 + 1", True), ("a0 * a0", False)],
+)
+def test_an_argmax_goes_before_functions_that_rise(text: str, rises: bool):
+    p = ProgramBuilder("choice")
+    x = p.input("x", (ROWS, WIDTH))
+    program = p.build(p.argmax(x.map(text), name="next"))
+    check(program, {"argmax": 1} if rises else {"argmax": 1, "pointwise": 1})
 
 
 ROTATING = ("gpt_neox", "phi", "phi3", "stablelm")

@@ -16,6 +16,7 @@ from distmega.torch_import.forms.draft import Draft
 from distmega.torch_import.forms.norms import state_norms
 from distmega.torch_import.forms.products import fold_weights, orient_products, split_products
 from distmega.torch_import.forms.rotations import state_rotations
+from distmega.torch_import.forms.scales import choose_before, drop_stream_factors
 from distmega.torch_import.forms.views import drop_front, flatten_views
 
 __all__ = ["Derived", "Normal", "normalise"]
@@ -48,6 +49,8 @@ def normalise(
     flatten_views(draft)
     draft.prune()
     join_chains(draft)
+    drop_stream_factors(draft)
+    choose_before(draft)
     found = draft.finish()
     weights = {tensor.name for tensor in found.with_role("weight")}
     kept = {name: x for name, x in known.items() if name in weights}
