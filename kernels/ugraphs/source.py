@@ -137,20 +137,18 @@ class _Writer:
         self.put_loads("before")
         self.put_ops("before")
         if kernel.loop:
-            found = [self.start(op) for op in kernel.ops if is_accumulator(kernel, op)]
-            accumulators = {one.op.name: one for one in found}
             axis, count = kernel.loop
             stages = self.launch.stages
             self.put(f"for i in tl.range(0, {count}, num_stages={stages}):")
             self.indent += "    "
             self.put(f"o_{axis} = i * {self.layout.tile(axis)}")
             self.put_loads("body")
-            self.put_body(accumulators)
+            accumulators = self.put_body()
             for store in kernel.stores:
                 if store.fmap >= 0:
                     self.put_store(store)
             self.indent = "    "
-            for one in accumulators.values():
+            for one in accumulators:
                 self.finish(one)
         self.put_ops("after")
         for store in kernel.stores:
@@ -407,37 +405,30 @@ class _Writer:
         self.put(f"{name}_low = ({name} - {name}_high.to(tl.float32)).to(tl.bfloat16)")
         return [f"{name}_high", f"{name}_low"]
 
-    def start(self, op: BlockOp) -> _Accumulator:
-        """Puts what an accumulator is before the loop. Its form is known once its operands are, so
-        that the line waits until then; see put_body.
-        """
-        return _Accumulator(op, f"{self.names[op.name]}_acc", ())
-
-    def put_body(self, accumulators: dict[str, _Accumulator]) -> None:
-        """The loop's ops; accumulators' first values go before the loop as their forms come."""
+    def put_body(self) -> list[_Accumulator]:
+        """The loop's ops. Accumulators start before the loop, in forms that are known only now."""
         above = len(self.lines)
         while not self.lines[above - 1].lstrip().startswith("for i in"):
             above -= 1
-        above -= 1
         starts: list[str] = []
         ends: list[str] = []
+        found: list[_Accumulator] = []
         for op in self.kernel.ops:
             if op.stage != "body":
                 continue
-            if op.name not in accumulators:
+            if not is_accumulator(self.kernel, op):
                 self.put_op(op)
                 continue
-            made = self.accumulate(op, accumulators[op.name].acc, ends)
-            accumulators[op.name] = made
-            axes = made.wide or made.axes
-            groups = made.groups or tuple((axis,) for axis in axes)
-            shape = [self.layout.elements(group) for group in groups]
+            made = self.accumulate(op, f"{self.names[op.name]}_acc", ends)
+            found.append(made)
+            groups = made.groups or tuple((axis,) for axis in made.wide or made.axes)
+            shape = tuple(self.layout.elements(group) for group in groups)
             first = EXTREMES[op.kind][2] if op.kind in EXTREMES else "0.0"
-            form = f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
-            starts.append(f"    {made.acc} = tl.full({form}, {first}, tl.float32)")
+            starts.append(f"    {made.acc} = tl.full({shape}, {first}, tl.float32)")
         for line in ends:
             self.put(line)
-        self.lines[above:above] = starts
+        self.lines[above - 1 : above - 1] = starts
+        return found
 
     def accumulate(self, op: BlockOp, acc: str, ends: list[str]) -> _Accumulator:
         """Puts one iteration of an accumulator."""

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from distmega.errors import UnsupportedError
-from distmega.kernels.ugraphs.geometry import graph_plans
+from distmega.kernels.ugraphs.geometry import GraphPlan, graph_plans, rule_plan
 from distmega.kernels.ugraphs.runner import load_kernels
 from distmega.kernels.ugraphs.source import GraphLaunch, graph_source, kernel_tensors
 from distmega.sharding.search.cost import H200
+from distmega.superopt.rules import RewriteRule, shipped_rules
 from distmega.superopt.text import parse_graph
 from tests.kernels.sm90 import Machine, compile_kernel
 from tests.kernels.ugraphs import GRAPHS
@@ -32,9 +33,8 @@ def test_interpreted_kernels_give_what_graphs_give(tmp_path: Path):
     assert all(error < 2e-6 for error in errors.values()), errors
 
 
-def compiled(text: str) -> list[Machine]:
-    """The kernels of the graph's first plan."""
-    plan = graph_plans(parse_graph(text), H200, 1)[0]
+def compiled(plan: GraphPlan) -> list[Machine]:
+    """The kernels of a plan."""
     kernels, tensors = load_kernels(plan.graph, plan.launches), plan.graph.tensor_map()
     found = []
     for kernel, launch in zip(plan.graph.kernels, plan.launches, strict=True):
@@ -68,7 +68,7 @@ ugraph norm_linear
 
 
 def test_a_matrix_times_a_vector_is_loaded_ahead_and_uses_no_tensor_cores():
-    (code,) = compiled(VECTOR_NORM)
+    (code,) = compiled(graph_plans(parse_graph(VECTOR_NORM), H200, 1)[0])
     assert code.stack_bytes == 0
     assert "mma" not in code.ptx
     assert "cp.async.cg.shared.global" in code.ptx
@@ -80,8 +80,31 @@ def test_products_of_matrices_use_tensor_cores():
     text = text.replace("x(1, d)", "x(m, d)").replace("contract[]", "contract[m]")
     text = text.replace("map[d]", "map[m, d]").replace("contract[n]", "contract[m, n]")
     text = text.replace("map[n]", "map[m, n]").replace("n:2048", "n:128")
-    (code,) = compiled(text)
+    (code,) = compiled(graph_plans(parse_graph(text), H200, 1)[0])
     assert "mma" in code.ptx
+
+
+def rule(name: str) -> RewriteRule:
+    (found,) = [rule for rule in shipped_rules() if rule.name == name]
+    return found
+
+
+def test_a_kernel_that_leaves_sms_free_starts_early():
+    (code,) = compiled(rule_plan(rule("ntrans.hidden4096.rows16")))
+    first = code.ptx.index("griddepcontrol.launch_dependents")
+    hint = code.ptx.index("cp.async.bulk.prefetch.L2")
+    wait = code.ptx.index("griddepcontrol.wait")
+    assert first < hint < wait < code.ptx.index("ld.global")
+    assert "st.global" not in code.ptx[:wait]
+
+
+@pytest.mark.parametrize(
+    "name", ["gqa_decode.ctx8192.heads32.kv8.dim128.rows1", "lora.k4096.n4096.rank16.rows1"]
+)
+def test_large_kernels_start_in_turn_and_spill_nothing(name: str):
+    for code in compiled(rule_plan(rule(name))):
+        assert "griddepcontrol" not in code.ptx
+        assert code.stack_bytes == 0
 
 
 def test_sources_say_what_blocks_take():
