@@ -1,15 +1,16 @@
 """The paper's programs: what the search finds, how long it takes, and times on a GPU.
 
     python -m bench.superopt --search-only                    no GPU: the search's table
-    python -m bench.superopt "lora k=4096 n=4096 rank=16 rows=1" ... [--rules FILE ...]
+    python -m bench.superopt "lora k=4096 n=4096 rank=16 rows=1" ... [--rules FILE] [--keep FILE]
 
 A case is a program of superopt/programs.py; its proven graphs come from rules files, or a search
 where none has it. On a GPU a rule that was measured is launched as it was then; of other graphs the
-most likely ways to divide and launch them are measured first. The best one is timed in one run and
-in turn with torch.compile max-autotune and the unfused program, each a CUDA graph over copies of
-the inputs that together exceed 200 MB, so that no cache holds them. Results are compared with the
-program's in float64. The floor is one reading of the inputs and one writing of the outputs at the
-rate of a copy. Writes bench/results/superopt-<device>.json.
+likeliest ways to divide and launch them are measured first. The best one is timed in one run and in
+turn with torch.compile max-autotune and the unfused program, each a CUDA graph over copies of the
+inputs that together exceed 200 MB, so that no cache holds them. Results are compared with the
+program's in float64. --keep writes the fastest plans as rules, proven once more. The floor is one
+reading of the inputs and one writing of the outputs at the rate of a copy. Writes
+bench/results/superopt-<device>.json.
 """
 
 import argparse
@@ -31,9 +32,9 @@ from distmega.kernels.ugraphs.geometry import GraphPlan, graph_plans, rule_plan
 from distmega.kernels.ugraphs.runner import GraphRunner
 from distmega.program.types import Program
 from distmega.sharding.search.cost import H200
-from distmega.superopt.optimize import Optimizer
+from distmega.superopt.optimize import Optimizer, divided_rule
 from distmega.superopt.programs import PAPER_CASES, read_case
-from distmega.superopt.rules import SHIPPED, RewriteRule, read_rules
+from distmega.superopt.rules import SHIPPED, RewriteRule, read_rules, write_rules
 from distmega.superopt.text import parse_graph
 
 CASES = tuple(f"{case} rows={rows}" for rows in (1, 16) for case in PAPER_CASES)
@@ -79,7 +80,7 @@ def runner(program: Program) -> Callable[[dict[str, torch.Tensor]], list[torch.T
     return run
 
 
-def draw_inputs(program: Program) -> list[dict[str, torch.Tensor]]:
+def sample_inputs(program: Program) -> list[dict[str, torch.Tensor]]:
     """Copies of the inputs that no cache holds together."""
     given = [t for t in program.tensors if t.role != "temp"]
     copies = max(2, -(-ROTATED_BYTES // sum(t.num_bytes for t in given)))
@@ -90,12 +91,14 @@ def draw_inputs(program: Program) -> list[dict[str, torch.Tensor]]:
     ]
 
 
-def likely_plans(rules: Sequence[RewriteRule]) -> list[GraphPlan]:
-    """Those of the least time by the model: the best of each graph, then the others."""
-    found: list[tuple[int, float, GraphPlan]] = []
+def likely_plans(rules: Sequence[RewriteRule]) -> list[tuple[RewriteRule, GraphPlan]]:
+    """Those of the least time by the model, with their rules: the best of each graph, then the
+    others.
+    """
+    found: list[tuple[bool, float, RewriteRule, GraphPlan]] = []
     for rule in rules:
         if rule.launches:
-            found.append((False, 0.0, rule_plan(rule)))
+            found.append((False, 0.0, rule, rule_plan(rule)))
             continue
         graph = parse_graph(rule.graph)
         try:
@@ -105,9 +108,9 @@ def likely_plans(rules: Sequence[RewriteRule]) -> list[GraphPlan]:
             continue
         with suppress(UnsupportedError):
             plans[1:1] = graph_plans(graph, H200, 1, (1,))
-        found += [(position > 1, plan.time_us, plan) for position, plan in enumerate(plans)]
+        found += [(position > 1, plan.time_us, rule, plan) for position, plan in enumerate(plans)]
     found.sort(key=lambda item: item[:2])
-    first = {plan.describe(): plan for _, _, plan in reversed(found)}
+    first = {plan.describe(): (rule, plan) for _, _, rule, plan in reversed(found)}
     return [*reversed(first.values())][:MEASURED]
 
 
@@ -159,19 +162,26 @@ def exact_outputs(program: Program, inputs: dict[str, torch.Tensor]) -> list[tor
     return runner(wide)({name: x.double() for name, x in inputs.items()})
 
 
-def measure(case: str, rules: Sequence[RewriteRule], *, peers: bool) -> Record | None:
-    """Times a case. What peers and floor are stands above. None without peers."""
+def measure(
+    case: str, rules: Sequence[RewriteRule], *, peers: bool
+) -> tuple[RewriteRule, Record | None]:
+    """The rule whose graph is the fastest, divided and launched so, named after the case; and its
+    times beside peers. What peers and floor are stands above.
+    """
     program = read_case(case)
-    inputs = draw_inputs(program)
+    inputs = sample_inputs(program)
     exact = exact_outputs(program, inputs[0])
     plain = runner(program)
     start = time.perf_counter()
     plans = likely_plans(rules)
     print(f"{case}: {len(plans)} plans, chosen in {time.perf_counter() - start:.1f} s", flush=True)
-    _, ours = tune(plans, inputs, exact)
+    plan, ours = tune([plan for _, plan in plans], inputs, exact)
+    rule = next(rule for rule, mine in plans if mine is plan)
+    kept = divided_rule(rule, plan.graph, [(x.num_warps, x.stages) for x in plan.launches], H200)
+    kept = replace(kept, name=".".join(word.replace("=", "") for word in case.split()))
     print(f"  unfused: error {error_of(plain(inputs[0]), exact):.1e}", flush=True)
     if not peers:
-        return None
+        return kept, None
     compiled: Any = torch.compile(plain, mode="max-autotune-no-cudagraphs", fullgraph=True)
     runs = {
         "ours": ours,
@@ -182,7 +192,7 @@ def measure(case: str, rules: Sequence[RewriteRule], *, peers: bool) -> Record |
     shares = {name: us / len(inputs) for name, us in times.items()}
     outputs = [t for t in program.tensors if t.name in program.outputs]
     moved = sum(t.num_bytes for t in (*outputs, *(t for t in program.tensors if t.role != "temp")))
-    return Record(
+    return kept, Record(
         case=case,
         device=torch.cuda.get_device_name(),
         num_gpus=1,
@@ -215,6 +225,7 @@ def main() -> None:
     parser.add_argument("--search-only", action="store_true")
     parser.add_argument("--rules", type=Path, nargs="*", default=[SHIPPED], help="rules files")
     parser.add_argument("--no-peers", action="store_true", help="only measure plans")
+    parser.add_argument("--keep", type=Path, help="file for the fastest rules, others of it stay")
     add_book_options(parser)
     arguments = parser.parse_args()
     if arguments.search_only:
@@ -228,7 +239,12 @@ def main() -> None:
     for case in arguments.cases:
         program = read_case(case)
         rules = [rule for rule in known if rule.program == program] or search(case)
-        record = measure(case, rules, peers=not arguments.no_peers)
+        kept, record = measure(case, rules, peers=not arguments.no_peers)
+        if arguments.keep:
+            others = read_rules(arguments.keep) if arguments.keep.exists() else []
+            write_rules(
+                arguments.keep, [*(rule for rule in others if rule.name != kept.name), kept]
+            )
         if record:
             book.write("superopt", record)
             print(record, flush=True)

@@ -4,19 +4,20 @@ Comes in: a Program, a Machine, Limits. Goes out: Rules, the fastest first, and 
 meanwhile. It may be left at any time: what was proven until then stays. Next: rules.py.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 from distmega.errors import ProgramError, VerifyError
 from distmega.program.types import Program
 from distmega.sharding.search.cost import Machine
-from distmega.superopt.cost import program_us
+from distmega.superopt.cost import graph_us, program_us
 from distmega.superopt.equivalence import is_as_good, prove
 from distmega.superopt.rewrite import graph_program
 from distmega.superopt.rules import RewriteRule
 from distmega.superopt.schedule import SearchLimits
 from distmega.superopt.search import Candidate, Progress, Search
 from distmega.superopt.text import print_graph
+from distmega.superopt.ugraph import UGraph
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +78,31 @@ class Optimizer:
         )
 
     def _is_good_in_ops(self, candidate: Candidate) -> bool:
-        try:
-            graph_program(candidate.graph)
-        except ProgramError:
-            return False
-        return is_as_good(self.program, candidate.graph, graph_program, self.seed)
+        return _is_good_in_ops(self.program, candidate.graph, self.seed)
+
+
+def _is_good_in_ops(program: Program, graph: UGraph, seed: int) -> bool:
+    try:
+        graph_program(graph)
+    except ProgramError:
+        return False
+    return is_as_good(program, graph, graph_program, seed)
+
+
+def divided_rule(
+    rule: RewriteRule, graph: UGraph, launches: Sequence[tuple[int, int]], machine: Machine
+) -> RewriteRule:
+    """The rule with its graph divided otherwise (regrid.py), as was measured on `machine` with
+    these launches; proven once more. VerifyError where it isn't.
+    """
+    seed = rule.proof.seed
+    return replace(
+        rule,
+        graph=print_graph(graph),
+        proof=prove(rule.program, graph, seed),
+        as_ops=_is_good_in_ops(rule.program, graph, seed),
+        machine=machine.name,
+        program_us=program_us(rule.program, machine),
+        graph_us=round(graph_us(graph, machine), 6),
+        launches=tuple(launches),
+    )

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from distmega.compiled import CompiledProgram
-from distmega.errors import ProgramError, RequestError
+from distmega.errors import ProgramError, RequestError, VerifyError
 from distmega.hostir.check.check import check_host
 from distmega.hostir.comm.communicator import SingleCommunicator
 from distmega.hostir.ir.nodes import LibraryOp, walk_nodes
@@ -24,7 +24,7 @@ from distmega.program.types import Program
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.planner import plan_program
 from distmega.sharding.search.cost import CPU, H200
-from distmega.superopt.optimize import Optimizer
+from distmega.superopt.optimize import Optimizer, divided_rule
 from distmega.superopt.rewrite import FUSED_GRAPH, apply_rules, graph_op, graph_program
 from distmega.superopt.rules import RewriteRule, read_rules, shipped_rules, write_rules
 from distmega.superopt.schedule import SearchLimits
@@ -220,6 +220,14 @@ def test_the_shipped_file_is_read_and_its_rules_have_names_of_their_own():
         assert len(rule.launches) in (0, len(kernels))
         assert graph_op(rule).ops[0].attr("rule") == rule.name
         assert rule.proof.log2_bound >= 40
+
+
+def test_a_shipped_rule_is_what_its_division_gives():
+    (rule,) = [rule for rule in shipped_rules() if rule.name == "ntrans.hidden4096.rows1"]
+    assert divided_rule(rule, parse_graph(rule.graph), rule.launches, H200) == rule
+    wrong = parse_graph(rule.graph.replace("+ 1e-06", "+ 2e-06"))
+    with pytest.raises(VerifyError):
+        divided_rule(rule, wrong, rule.launches, H200)
 
 
 def test_rules_leave_programs_alone_that_they_do_not_fit(norm_rules: list[RewriteRule]):
