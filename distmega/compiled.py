@@ -38,6 +38,7 @@ from distmega.kernels.gemm.host import PeerMatmuls
 from distmega.kernels.runtime.compilations import num_compiled
 from distmega.kernels.runtime.whole import WholePlan, open_whole, plan_whole
 from distmega.program import types as program
+from distmega.program.kinds import kind_of
 from distmega.sharding.localize import LocalProgram, localize
 from distmega.sharding.planner import Plan
 from distmega.superopt.rewrite import FUSED_GRAPH
@@ -268,7 +269,7 @@ class CompiledProgram:
             num_tasks=self._whole.num_tasks if self._whole else 0,
             num_events=self._whole.num_events if self._whole else 0,
             num_compilations=self._num_compilations,
-            num_opaque_ops=sum(op.kind == "opaque" for op in ops),
+            num_opaque_ops=sum(kind_of(op).calls_torch for op in ops),
             replayed=self._captured is not None,
             reason=self._reason,
         )

@@ -18,10 +18,10 @@ from distmega.hostir.library.ops import (
     reads_host,
 )
 from distmega.hostir.library.pointwise import OpFunction, compile_pointwise
-from distmega.hostir.passes.fused_kinds import NORMS, POINTWISE
 from distmega.kernels.pipelined.api import has_triton, normalise_rows, pointwise_results
 from distmega.kernels.pipelined.exprs import MAX_INPUTS
 from distmega.kernels.ugraphs.ops import compile_graph
+from distmega.program.kinds import kind_of
 from distmega.program.types import Op, grouped_index
 from distmega.superopt.rewrite import FUSED_GRAPH
 from distmega.superopt.rules import RewriteRule
@@ -51,9 +51,9 @@ class KernelOps:
             return compile_graph(op, self.rules)
         if grouped_index(op) is not None:
             return compile_op(op, coordinate)
-        if op.kind in POINTWISE and len(op.reads) <= MAX_INPUTS:
+        if kind_of(op).is_elementwise and len(op.reads) <= MAX_INPUTS:
             return compile_pointwise(op, pointwise_results)
-        if op.kind in NORMS:
+        if kind_of(op).is_norm:
             return compile_norm(op, normalise_rows)
         if op.kind == "rope" and has_triton():
             rotate = importlib.import_module("distmega.kernels.rope").rotate

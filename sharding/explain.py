@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from distmega.program.dtypes import item_bytes
+from distmega.program.kinds import kind_of
 from distmega.program.types import Tensor, accesses
 from distmega.sharding.layout.placements import (
     REPLICATE,
@@ -193,7 +194,7 @@ def _ops(plan: PlanFacts, what_if: WhatIf) -> list[str]:
 
 def _opaque(plan: PlanFacts) -> list[str]:
     """Operators that no other kind of op states, and how often each stands."""
-    targets = (str(op.attr("target")) for op in plan.program.ops if op.kind == "opaque")
+    targets = (str(op.attr("target")) for op in plan.program.ops if kind_of(op).calls_torch)
     return [f"  {count} x {target}" for target, count in Counter(targets).most_common()]
 
 

@@ -26,6 +26,7 @@ from distmega.kernels.runtime.arena import ArenaLayout, Space, layout_arena, ten
 from distmega.models.decoder import AnyDecoder, Logits, build_decoder, layer_starts
 from distmega.models.kv_copies import copy_kv_heads, most_copies
 from distmega.models.sampling import GREEDY, Method
+from distmega.program.kinds import kind_of
 from distmega.program.types import KNOWN, Program
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.layout.placements import (
@@ -46,9 +47,6 @@ MICRO_BATCHES = 4
 
 FEWEST_TOKENS = 64
 """Of a program that prefills a prompt on a GPU."""
-
-CHOICES = frozenset({"top", "cutoff", "sample"})
-"""Kinds that turn logits into tokens."""
 
 
 def context_limit(config: AnyDecoder, options: EngineOptions) -> int:
@@ -138,7 +136,9 @@ def choosing_ops(program: Program) -> frozenset[str]:
     """Ops from the first one on that turns logits into tokens: none of them leads back to what a
     megakernel does, so all before them can be one.
     """
-    return frozenset(op.name for op in dropwhile(lambda op: op.kind not in CHOICES, program.ops))
+    return frozenset(
+        op.name for op in dropwhile(lambda op: not kind_of(op).chooses_token, program.ops)
+    )
 
 
 def model_mesh(tp: int, pp: int) -> DeviceMesh:

@@ -69,7 +69,14 @@ class OpKind:
     origin: "user" where a user's program may hold it, "sharding" for what sharding puts into a
         rank's program, "internal" for what later passes make.
     communicates: ranks of a mesh axis, attr `mesh_axis`, do it together.
+    reaches_all: every rank gets the same of it, so a kernel's tasks may push their parts to all.
+    writes_peers: its tasks write and signal on every rank of the team.
     inplace: writes into an operand.
+    only_copies: elements, to other positions or under another shape.
+    is_elementwise: one result each from elements at the same point, by formulas.
+    is_norm: of rows, done with their statistics in one kernel.
+    chooses_token: or finds what one is chosen from.
+    calls_torch: an operator of torch that programs have no kind for.
     mixes_values: by a softmax of scores; operands 1 and 2 are keys and values.
     reads_apart: may read one tensor in two ways at once, each a part of its own: a x a', by rows.
     is_clipped: access maps may reach past a dim: an operand of a concat covers only its part of the
@@ -94,7 +101,14 @@ class OpKind:
     name: str
     origin: Literal["user", "sharding", "internal"] = "user"
     communicates: bool = False
+    reaches_all: bool = False
+    writes_peers: bool = False
     inplace: bool = False
+    only_copies: bool = False
+    is_elementwise: bool = False
+    is_norm: bool = False
+    chooses_token: bool = False
+    calls_torch: bool = False
     mixes_values: bool = False
     reads_apart: bool = False
     is_clipped: bool = False

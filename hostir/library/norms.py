@@ -1,7 +1,7 @@
 """Norms and softmax over rows in torch, with the sum of two tensors as their input where fused.
 
-Comes in: an op of one of NORMS. Goes out: a function of its operands, by torch here or by a kernel
-that takes the same arguments. Used by ops.py.
+Comes in: an op of a kind that is a norm. Goes out: a function of its operands, by torch here or by
+a kernel that takes the same arguments. Used by ops.py.
 """
 
 from collections.abc import Callable

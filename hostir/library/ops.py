@@ -29,7 +29,6 @@ from distmega.hostir.library.norms import compile_norm, normalise
 from distmega.hostir.library.opaque import compile_opaque
 from distmega.hostir.library.pointwise import OpFunction, compile_pointwise, evaluate_all
 from distmega.hostir.library.torch_types import operand_dtype, widen
-from distmega.hostir.passes.fused_kinds import NORMS, POINTWISE
 from distmega.program.kinds import kind_of, kinds
 from distmega.program.types import Op, accesses, grouped_index
 
@@ -456,6 +455,10 @@ def _compile_concat(op: Op, coordinate: Coordinate) -> OpFunction:
     return lambda xs: (concat(xs, dim),)
 
 
+def _compile_norm(op: Op, coordinate: Coordinate) -> OpFunction:
+    return compile_norm(op, normalise)
+
+
 def _compile_reference(op: Op, coordinate: Coordinate) -> OpFunction:
     """The reference that the kind's definition has, in fp32 where operands are of half types."""
     reference = kind_of(op).reference
@@ -475,8 +478,8 @@ def _compile_take_shard(op: Op, coordinate: Coordinate) -> OpFunction:
 COMPILERS: dict[str, Callable[[Op, Coordinate], OpFunction]] = {
     "linear": _compile_linear,
     "reduce": _compile_reduce,
-    **dict.fromkeys(POINTWISE, _compile_pointwise),
-    **{kind: lambda op, coordinate: compile_norm(op, normalise) for kind in NORMS},
+    **{kind.name: _compile_pointwise for kind in kinds() if kind.is_elementwise},
+    **{kind.name: _compile_norm for kind in kinds() if kind.is_norm},
     "rope": lambda op, coordinate: lambda xs: (rope(xs[0], xs[2], xs[3]),),
     "attention": _compile_attention,
     "kv_append": lambda op, coordinate: lambda xs: (kv_append(xs[-1], *xs[:-1]),),

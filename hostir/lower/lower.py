@@ -55,9 +55,6 @@ KERNEL_KINDS = frozenset({
 MAX_STREAMS = 4
 """Streams besides the main one that a host loop uses, unless the caller knows better."""
 
-PEER_KINDS = frozenset({"all_reduce", "all_gather"})
-"""Collectives that a megakernel does where ranks can write into each other's memory."""
-
 
 Encodable = Callable[[Op, Mapping[str, Tensor], Mapping[str, tuple[int, ...]]], bool]
 """Whether a megakernel can do an op, given tensors by name, and the strides of its operands."""
@@ -284,7 +281,7 @@ def lower_program(
     def fits(op: Op, scope: Scope) -> bool:
         if not megakernel or op.name in apart:
             return False
-        if op.kind in PEER_KINDS:
+        if kind_of(op).reaches_all:
             return peer_memory
         if op.kind not in kernel_kinds or is_encodable is None:
             return op.kind in kernel_kinds

@@ -20,8 +20,9 @@ from distmega.hostir.ir.nodes import (
     walk_nodes,
 )
 from distmega.hostir.ir.uses import node_reads, node_writes, storage_of, view_sources
-from distmega.hostir.passes.fused_kinds import POINTWISE, op_exprs
+from distmega.hostir.passes.fused_kinds import op_exprs
 from distmega.program import expr
+from distmega.program.kinds import kind_of
 from distmega.program.ops.parts import make_op
 from distmega.program.types import Access, Index, Op, Program, Tensor, accesses
 
@@ -125,7 +126,7 @@ class _HostFusion:
         """Whether an op is pointwise on floats, into temps of its own that have no other names."""
         names = [access.tensor for access in op.writes]
         return (
-            op.kind in POINTWISE
+            kind_of(op).is_elementwise
             and self.is_float(op)
             and all(self.writers[name] == 1 and name in allocated for name in names)
             and self.viewed.isdisjoint(names)
@@ -156,7 +157,7 @@ class _HostFusion:
         """Both ops as one; None if no kernel does that."""
         if then.kind in FUSED_NORMS:
             return self.with_residual(first, then)
-        if then.kind not in POINTWISE or not self.is_float(then):
+        if not kind_of(then).is_elementwise or not self.is_float(then):
             return None
         names = {access.tensor for access in first.writes}
         read = next(access for access in then.reads if access.tensor in names)
@@ -237,7 +238,7 @@ def _in_axes_of(first: Op, read: Access, then: Op) -> Op | None:
     same = all(first.axis(mine).extent == extents[other] for mine, other in names.items())
     if not same or len(names) != len(first.axes):
         return None
-    if then.kind in POINTWISE and any(_whole_axes(a, then) != there for a in then.writes):
+    if kind_of(then).is_elementwise and any(_whole_axes(a, then) != there for a in then.writes):
         return None
 
     def renamed(access: Access) -> Access:

@@ -6,14 +6,15 @@ writes the result and the sum. Next: fuse.py.
 """
 
 from distmega.program import expr
+from distmega.program.kinds import OpKind, define
 from distmega.program.types import Op
 
-POINTWISE = frozenset({"pointwise", "fused_pointwise"})
-NORMS = frozenset({"rms_norm", "layer_norm", "softmax", "fused_norm"})
+define(OpKind(name="fused_pointwise", origin="internal", is_elementwise=True))
+define(OpKind(name="fused_norm", origin="internal", is_norm=True))
 
 
 def op_exprs(op: Op) -> tuple[expr.Expr, ...]:
-    """What an op of a kind of POINTWISE computes, one an output."""
+    """What an op of an elementwise kind computes, one an output."""
     if op.kind == "pointwise":
         return (expr.parse(str(op.attr("expr"))),)
     texts = op.attr("exprs")

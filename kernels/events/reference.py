@@ -83,7 +83,7 @@ class TileReference:
 
     def _communicate(self, op: Op, task: TaskId, team: Sequence["TileReference"]) -> None:
         """A collective's part of this rank, read off all ranks' memory in their order."""
-        if op.kind not in ("all_reduce", "all_gather") or op.get("combine", "") == "argmax":
+        if not kind_of(op).reaches_all or op.get("combine", "") == "argmax":
             raise ProgramError(
                 f"op {op.name!r} of kind {op.kind!r} on virtual SMs",
                 expected="an all_reduce of one tensor or an all_gather",

@@ -25,7 +25,7 @@ from distmega.hostir.ir.nodes import (
     Node,
     walk_nodes,
 )
-from distmega.hostir.lower.lower import KERNEL_KINDS, PEER_KINDS, Localized, lower_program
+from distmega.hostir.lower.lower import KERNEL_KINDS, Localized, lower_program
 from distmega.hostir.passes.passes import run_passes
 from distmega.kernels.cpu.runner import CpuMegakernel, open_peers
 from distmega.kernels.hopper.batch_plan import BatchQueues
@@ -36,6 +36,7 @@ from distmega.kernels.runtime.arena import ArenaLayout, Space, layout_arena
 from distmega.kernels.runtime.memory import allocate_arena, arena_views
 from distmega.kernels.runtime.runners import Queues, SteppingRunner, open_hopper, plan_hopper
 from distmega.kernels.runtime.symmetric import Team
+from distmega.program.kinds import kinds
 from distmega.program.types import Op, Program, accesses
 from distmega.program.types import Tensor as ProgramTensor
 
@@ -189,10 +190,11 @@ def _require_one_launch(host: HostProgram) -> None:
     ]
     if len(host.segments) == 1 and not others:
         return
+    reaching = {kind.name for kind in kinds() if kind.reaches_all}
     raise UnsupportedError(
         f"{_describe(others[0], host) if others else f'{len(host.segments)} kernels'} in program "
         f"{host.name!r}",
-        expected=f"ops of one megakernel: {', '.join(sorted({*KERNEL_KINDS, *PEER_KINDS}))}",
+        expected=f"ops of one megakernel: {', '.join(sorted({*KERNEL_KINDS, *reaching}))}",
         remedy="leave out megakernel=True: library ops do the others",
     )
 

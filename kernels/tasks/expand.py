@@ -34,15 +34,14 @@ from dataclasses import replace
 
 from distmega.errors import UnsupportedError, VerifyError
 from distmega.kernels.runtime.arena import PEER_SUFFIX
-from distmega.program.kinds import kind_of
+from distmega.program.kinds import OpKind, define, kind_of
 from distmega.program.types import Access, Axis, Index, Op, Program, Tensor, verify_program
 from distmega.sharding.layout.mesh import DeviceMesh
 
 SOURCE = "src"
 """Axis of receive buffers: the rank a slot belongs to, by its place in the team."""
 
-REMOTE_KINDS = ("push",)
-"""Kinds whose tasks write and signal on every rank of the team."""
+define(OpKind(name="push", origin="internal", writes_peers=True))
 
 
 def expand_collectives(segment: Program, mesh: DeviceMesh) -> Program:
@@ -83,14 +82,14 @@ def team_size(segment: Program, mesh: DeviceMesh) -> int:
     found = {
         mesh.size(str(op.attr("mesh_axis")))
         for op in segment.ops
-        if op.kind in REMOTE_KINDS or kind_of(op).communicates
+        if kind_of(op).writes_peers or kind_of(op).communicates
     }
     assert len(found) <= 1, f"mesh axes of sizes {found} in one segment"
     return found.pop() if found else 1
 
 
 def _mesh_axis(op: Op, mesh: DeviceMesh) -> str:
-    if op.kind not in ("all_reduce", "all_gather"):
+    if not kind_of(op).reaches_all:
         raise UnsupportedError(
             f"op {op.name!r} of kind {op.kind} is not in kernel",
             expected="all_reduce or all_gather",

@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from distmega.errors import VerifyError
-from distmega.kernels.tasks.expand import REMOTE_KINDS
 from distmega.kernels.tasks.footprints import Footprints
 from distmega.kernels.tasks.types import RangeSplit, TaskGroup
 from distmega.program.dtypes import item_bytes
+from distmega.program.kinds import kind_of
 from distmega.program.types import Access, Op, Program, Role, Tensor, accesses
 
 ROW_MULTIPLE = 8
@@ -54,7 +54,7 @@ def tile_segment(
         if _is_inplace(op, footprints):
             wanted = 1
         splits = _splits(op, wanted, row_multiple)
-        groups.append(TaskGroup(op=op, splits=splits, all_ranks=op.kind in REMOTE_KINDS))
+        groups.append(TaskGroup(op=op, splits=splits, all_ranks=kind_of(op).writes_peers))
     return tuple(groups)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from distmega.program.dtypes import item_bytes
-from distmega.program.kinds import OpWork, kind_of
+from distmega.program.kinds import OpWork, communicates, kind_of
 from distmega.program.types import Access, Op, Program, Tensor, accesses
 from distmega.sharding.overlap.rates import CPU_RATES, H100_RATES, H200_RATES, OverlapRates
 from distmega.sharding.search.groups import GroupLoad, group_load
@@ -227,7 +227,7 @@ def collective_bytes(kind: str, num_bytes: int, num_ranks: int) -> int:
 
 def collective_time_us(kind: str, num_bytes: int, num_ranks: int, machine: Machine) -> float:
     """Time of a collective over the whole tensor's bytes; take_shard is a local copy."""
-    if kind == "take_shard":
+    if not communicates(kind):
         copied = 2 * num_bytes / num_ranks
         return machine.launch_us + copied / machine.memory_bandwidth_bytes_per_us
     sent = collective_bytes(kind, num_bytes, num_ranks)

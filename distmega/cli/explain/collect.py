@@ -38,6 +38,7 @@ from distmega.models.config import ModelConfig
 from distmega.models.decoder import AnyDecoder
 from distmega.models.weights import weight_specs
 from distmega.program.dtypes import item_bytes
+from distmega.program.kinds import kind_of
 from distmega.program.text import print_program
 from distmega.program.types import Program, Tensor
 from distmega.sharding.explain import layer_pattern
@@ -154,7 +155,7 @@ def _notes(decode: DecodePlan) -> Iterator[str]:
     for axis, size in plan.mesh.axes:
         if size > 1 and axis not in used:
             yield f"idle: {axis}={size} divides no op; --full says why, op by op"
-    opaque = Counter(str(op.attr("target")) for op in plan.program.ops if op.kind == "opaque")
+    opaque = Counter(str(op.attr("target")) for op in plan.program.ops if kind_of(op).calls_torch)
     for target, count in opaque.items():
         yield f"run whole on every rank by torch: {count} x {target}"
 

@@ -9,6 +9,7 @@ computed at each point) is `hostir/library/ops.py`, one function a kind.
 
 import math
 from collections.abc import Set
+from dataclasses import replace
 
 from distmega.errors import ProgramError
 from distmega.program import expr
@@ -419,6 +420,7 @@ define(
 define(
     OpKind(
         name="pointwise",
+        is_elementwise=True,
         zero_where=lambda op, holders, zero: expr.is_zero(_formula(op), frozenset(zero)),
         finite_where=lambda op, zero: expr.is_finite(_formula(op), frozenset(zero)),
         flops=lambda op, work: work.points * expr.num_flops(_formula(op)),
@@ -438,12 +440,14 @@ define(ATTENTION)
 define(OpKind(name="kv_append", inplace=True, zero_where=zero_in(0)))
 define(OpKind(name="embedding", masks_padding=True, zero_where=zero_in(1)))
 define(OpKind(name="argmax", masks_padding=True, flops=one_a_point))
-define(OpKind(name="top"))
-define(OpKind(name="cutoff"))
-define(OpKind(name="sample", masks_padding=True, flops=one_a_point))
+define(OpKind(name="top", chooses_token=True))
+define(OpKind(name="cutoff", chooses_token=True))
+define(OpKind(name="sample", chooses_token=True, masks_padding=True, flops=one_a_point))
 
-for _name in ("all_gather", "reduce_scatter", "all_to_all"):
+for _name in ("reduce_scatter", "all_to_all"):
     define(OpKind(name=_name, origin="sharding", communicates=True, is_clipped=True))
-define(OpKind(name="all_reduce", origin="sharding", communicates=True))
+GATHER = OpKind(name="all_gather", origin="sharding", communicates=True, reaches_all=True)
+define(replace(GATHER, is_clipped=True))
+define(replace(GATHER, name="all_reduce"))
 # slices locally: no bytes move
 define(OpKind(name="take_shard", origin="sharding", is_clipped=True))

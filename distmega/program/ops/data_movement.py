@@ -160,6 +160,6 @@ def _suffix_products(shape: tuple[int, ...]) -> list[int]:
 
 
 for _name in ("slice", "reshape", "transpose", "view", "set"):
-    define(OpKind(name=_name, zero_where=zero_if_all))
-define(OpKind(name="concat", is_clipped=True, zero_where=zero_if_all))
-define(OpKind(name="expand"))
+    define(OpKind(name=_name, only_copies=True, zero_where=zero_if_all))
+define(OpKind(name="concat", only_copies=True, is_clipped=True, zero_where=zero_if_all))
+define(OpKind(name="expand", only_copies=True))

@@ -71,6 +71,7 @@ def _row_op(name: str, kind: str, x: Tensor, vectors: Sequence[Tensor], **attrs:
 define(
     OpKind(
         name="rms_norm",
+        is_norm=True,
         zero_where=lambda op, holders, zero: 0 in zero and has_positive_eps(op),
         finite_where=lambda op, zero: has_positive_eps(op),
         flops=flops_a_result(4),
@@ -79,11 +80,12 @@ define(
 define(
     OpKind(
         name="layer_norm",
+        is_norm=True,
         finite_where=lambda op, zero: has_positive_eps(op),
         flops=flops_a_result(4),
     )
 )
-define(OpKind(name="softmax", flops=flops_a_result(4)))
+define(OpKind(name="softmax", is_norm=True, flops=flops_a_result(4)))
 define(
     OpKind(
         name="cumsum",

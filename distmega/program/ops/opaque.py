@@ -42,4 +42,4 @@ def opaque(
     return make_op(name, "opaque", axes, reads, writes, target=target, call=call), outs
 
 
-define(OpKind(name="opaque"))
+define(OpKind(name="opaque", calls_torch=True))

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from distmega.hostir.library.pointwise import pointwise
 from distmega.hostir.library.torch_types import torch_dtype
 from distmega.program import expr
+from distmega.program.kinds import kind_of
 from distmega.program.types import Access, Op
 from distmega.torch_import.forms.draft import Draft
 
@@ -22,8 +23,6 @@ Ints = NDArray[np.int64]
 Coords = tuple[Ints, ...]
 """Of elements of a tensor, an array a dim."""
 
-DATA_MOVEMENT = ("view", "slice", "reshape", "transpose", "concat", "set", "expand")
-"""Kinds whose results are elements of what they read."""
 HALF = ("bf16", "f16")
 MAX_TERMS = 8
 
@@ -57,7 +56,7 @@ class Elements:
         for op in self.draft.ops:
             names = {read.tensor for read in op.reads}
             known = {name for name in names if name in self.constants}
-            traced = op.kind in (*DATA_MOVEMENT, "pointwise")
+            traced = kind_of(op).only_copies or kind_of(op).is_elementwise
             if traced and names & self.by_position and names <= self.by_position | known:
                 self.by_position.update(write.tensor for write in op.writes)
 
@@ -73,7 +72,7 @@ class Elements:
             return None
         op = self.producers.get(name)
         found = None
-        if op is not None and op.kind in DATA_MOVEMENT:
+        if op is not None and kind_of(op).only_copies:
             found = self.moved(op, coords)
         elif op is not None and op.kind == "pointwise":
             found = self.combined(op, coords)

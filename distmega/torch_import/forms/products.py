@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from distmega.program import expr
+from distmega.program.kinds import kind_of
 from distmega.program.ops.compute import linear
 from distmega.program.types import KNOWN, Op, Tensor
 from distmega.torch_import.forms.draft import Draft, Emitter
-from distmega.torch_import.forms.elements import DATA_MOVEMENT
 from distmega.torch_import.forms.views import StridedView, last_views, show, shown_by_views
 from distmega.torch_import.values import is_float
 
@@ -188,7 +188,7 @@ def _joins(draft: Draft) -> dict[str, frozenset[str]]:
     for op in reversed(draft.ops):
         if op.kind == "concat":
             here = frozenset({op.name})
-        elif op.kind in (*DATA_MOVEMENT, "pointwise"):
+        elif kind_of(op).only_copies or kind_of(op).is_elementwise:
             here = frozenset()
         else:
             continue
