@@ -268,7 +268,7 @@ def insert_deallocations(host: HostProgram) -> HostProgram:
     """
     sources, segments = view_sources(host.body), host.segment_map()
     outputs = {storage_of(name, sources) for name in host.outputs}
-    declared = [buffer.name for buffer in host.buffers]
+    declared = {buffer.name: number for number, buffer in enumerate(host.buffers)}
 
     def insert(body: Sequence[Node]) -> tuple[Node, ...]:
         last_use: dict[str, int] = {}
@@ -286,12 +286,12 @@ def insert_deallocations(host: HostProgram) -> HostProgram:
                 pending[node.handle], group = group, set()
             elif isinstance(node, Collective | Send | Recv):
                 pending[node.handle] = names
-            last_use.update(dict.fromkeys(names & owned, at))
+            used = sorted(names & owned, key=declared.__getitem__)  # the same in every process
+            last_use.update(dict.fromkeys(used, at))
         last_use |= {name: at for at, n in enumerate(body) for name in _unused(n, last_use, owned)}
         frees: dict[int, list[Node]] = {}
-        for name in filter(last_use.__contains__, declared):  # the same text in every process
-            at = _after_join(body, last_use[name])
-            frees.setdefault(at, []).append(Deallocate(buffer=name))
+        for name, at in last_use.items():
+            frees.setdefault(_after_join(body, at), []).append(Deallocate(buffer=name))
         out: list[Node] = []
         for at, node in enumerate(body):
             if isinstance(node, ForLoop):
