@@ -17,7 +17,7 @@ from distmega.superopt.arithmetic import Float
 from distmega.superopt.interpret import run_graph
 from distmega.superopt.rules import shipped_rules
 from distmega.superopt.text import parse_graph
-from tests.kernels.ugraphs import GRAPHS
+from tests.kernels.ugraphs.graphs import GRAPHS
 
 pytestmark = pytest.mark.gpu
 

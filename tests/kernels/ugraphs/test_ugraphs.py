@@ -16,7 +16,7 @@ from distmega.sharding.search.cost import H200
 from distmega.superopt.rules import RewriteRule, shipped_rules
 from distmega.superopt.text import parse_graph
 from tests.kernels.sm90 import Machine, compile_kernel
-from tests.kernels.ugraphs import GRAPHS
+from tests.kernels.ugraphs.graphs import GRAPHS
 
 TYPES = {"bf16": "*bf16", "f32": "*fp32"}
 
@@ -26,7 +26,7 @@ def test_interpreted_kernels_give_what_graphs_give(tmp_path: Path):
     for number, text in enumerate(GRAPHS.values()):
         files.append(tmp_path / f"{number}.txt")
         files[-1].write_text(text)
-    command = [sys.executable, "-m", "tests.kernels.ugraphs_interpreted", *map(str, files)]
+    command = [sys.executable, "-m", "tests.kernels.ugraphs.interpreted", *map(str, files)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     errors = dict(zip(GRAPHS, map(float, done.stdout.split()), strict=True))
