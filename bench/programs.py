@@ -344,9 +344,9 @@ def llama_1b(
             keys, values = own[f"{i}.k_cache"], own[f"{i}.v_cache"]
             keys.index_copy_(1, at, rotated(k)[:, None])
             values.index_copy_(1, at, v[:, None])
-            queries = rotated(q)[None, :, None]
+            queries = rotated(q).view(1, -1, group, dim)  # a kv head's, all at the same position
             mixed = F.scaled_dot_product_attention(
-                queries, keys[None], values[None], attn_mask=seen, enable_gqa=True
+                queries, keys[None], values[None], attn_mask=seen
             )
             out = own[f"{i}.o.w"].reshape(hidden, -1)
             bias = own.get(f"{i}.o.b")
