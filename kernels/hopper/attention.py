@@ -108,7 +108,7 @@ def rotated_rows(
     c = gl.arange(0, COLUMNS // SIZE, layout=gl.SliceLayout(0, GROUP))
     head = words[HEAD]
     source = gl.where(r < G, words[ATT_QUERY0] + r, gl.where(r == G, H + head, H + KVH + head))
-    at = symmetric + words[SRC] + gl.expand_dims(source * D, 1) + gl.expand_dims(c * SIZE, 0)
+    at = symmetric + (gl.expand_dims(words[SRC] + source * D, 1) + gl.expand_dims(c * SIZE, 0))
     wanted = gl.expand_dims(r < G + 2, 1) & gl.expand_dims(is_column(c, SIZE, D), 0)
     columns = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, PAIR))
     inside = is_column(columns, 1, D)

@@ -15,6 +15,7 @@ from distmega.kernels.gluon_compat import cta_barrier, keep_alive
 from distmega.kernels.hopper.attention import attention_task
 from distmega.kernels.hopper.device import clock, fence_all, fetch, keep
 from distmega.kernels.hopper.fields import (
+    DST,
     GENERATION,
     GREEDY,
     NO_CHOICE,
@@ -24,10 +25,13 @@ from distmega.kernels.hopper.fields import (
     OP_EMBED,
     OP_SAMPLE,
     OPCODE,
+    SAMPLE_LOGITS,
     SAMPLED,
     STAMPS,
     STATE_EPOCH,
     STATE_POSITION,
+    STATE_SAMPLING,
+    STATE_SEED,
     STATE_TOKEN,
     WORDS,
 )
@@ -54,9 +58,9 @@ from distmega.kernels.runtime.mbarriers import init_barriers, make_barriers
 @gluon.jit
 def compute(
     queue, num_instructions, num_instructions_max, num_steps, num_generations, first_token,
-    first_position, state, tokens, symmetric, vectors, embed, cache, rope, kept, logits,
-    best_words, num_sms, peers, team_rank, first_id, min_blocks, eps, scale, sampling,
-    seeds, sample_words, trace, ring, squares, red, step_bar, D: gl.constexpr, G: gl.constexpr,
+    first_position, state, tokens, symmetric, vectors, embed, cache, rope, kept, best_words,
+    num_sms, peers, team_rank, first_id, min_blocks, eps, scale, trace, ring, squares, red, step_bar,
+    D: gl.constexpr, G: gl.constexpr,
     H: gl.constexpr, KVH: gl.constexpr, QK_NORM: gl.constexpr, ROTATED: gl.constexpr, ATTENDS:
     gl.constexpr, EPILOGUES: gl.constexpr, LAYER_NORMS: gl.constexpr, KEEPS_NORMED: gl.constexpr,
     CHOICE: gl.constexpr, HEAD_ROWS: gl.constexpr, RANKS: gl.constexpr, BARRIERS: gl.constexpr,
@@ -102,15 +106,17 @@ def compute(
             elif CHOICE != GREEDY and CHOICE != NO_CHOICE and words[OPCODE] == OP_SAMPLE:
                 # kept here, or else what follows from them takes registers from other tasks
                 sample_task(
-                    words, logits, first_id, sampling, seeds, position0 + step, symmetric, peers,
-                    team_rank, keep(sample_words), best_words, keep(sm), keep(num_sms), flag,
-                    CHOICE, HEAD_ROWS, RANKS,
+                    words, kept + words[SAMPLE_LOGITS], first_id,
+                    (state + STATE_SAMPLING).to(gl.pointer_type(gl.float32), bitcast=True),
+                    (state + STATE_SEED).to(gl.pointer_type(gl.int64), bitcast=True),
+                    position0 + step, symmetric, peers, team_rank, words[DST], best_words, keep(sm),
+                    keep(num_sms), flag, CHOICE, HEAD_ROWS, RANKS,
                 )
                 # again, since meanwhile these words would take registers from all tasks
                 ahead = fetch(queue, gl.where(i + 1 == num_instructions, 0, i + 1))
             else:
                 it = linear_task(
-                    words, symmetric, vectors, embed, token, kept, logits, flag, sm, best_words,
+                    words, symmetric, vectors, embed, token, kept, flag, sm, best_words,
                     num_sms, peers, team_rank, first_id, eps, squares, red, ring, it, at,
                     EPILOGUES, LAYER_NORMS, KEEPS_NORMED, CHOICE, RANKS, STAGES, TRACE,
                 )
@@ -139,14 +145,13 @@ def compute(
         "team_rank",
         "first_id",
         "min_blocks",
-        "sample_words",
     ]
 )
 def decode(
     weights0, weights1, weights2, cache_tiles, queues, counts, max_instructions, num_steps,
     num_generations, first_token, first_position, state, tokens, symmetric, vectors, embed, cache,
-    rope, kept, logits, best_words, num_sms, peers, team_rank, first_id, min_blocks, eps, scale,
-    sampling, seeds, sample_words, trace, D: gl.constexpr, G: gl.constexpr, H: gl.constexpr,
+    rope, kept, best_words, num_sms, peers, team_rank, first_id, min_blocks, eps, scale, trace,
+    D: gl.constexpr, G: gl.constexpr, H: gl.constexpr,
     KVH: gl.constexpr, QK_NORM: gl.constexpr, ROTATED: gl.constexpr, ATTENDS: gl.constexpr,
     EPILOGUES: gl.constexpr, LAYER_NORMS: gl.constexpr, KEEPS_NORMED: gl.constexpr,
     MAX_TILES_K: gl.constexpr, CHOICE: gl.constexpr, HEAD_ROWS: gl.constexpr, RANKS: gl.constexpr,
@@ -159,11 +164,13 @@ def decode(
     cache_tiles: descriptor of cache, bf16 [rows, d]. vectors: norm weights and biases, bf16.
     embed: bf16, this rank's part of [vocab, hidden]. queues: int32 [num_sms, max_instructions, 16].
     symmetric: int64 flagged words behind a report (spins.py), zeroed once when allocated. kept:
-    f32, each element used by one SM. rope: f32 [t, d], cosines then sines. logits: f32, those
-    of this rank's tokens, the first of which is first_id, in `kept`. peers: a tuple of all ranks'
-    exchanges; this rank is `team_rank` of them. CHOICE, sampling, seeds, sample_words:
-    see sample.py; HEAD_ROWS: logits of an SM, at most, a power of two. trace: int64 [num_steps,
-    num_sms, max_instructions, STAMPS] if TRACE, nanoseconds.
+    f32, each element used by one SM; logits are there, the first of which is of token first_id.
+    rope: f32 [t, d], cosines then sines. peers: a tuple of all ranks' symmetric buffers; this rank
+    is `team_rank` of them. CHOICE: see sample.py; HEAD_ROWS: logits of an SM, at most, a
+    power of two. trace: int64 [num_steps, num_sms, max_instructions, STAMPS] if TRACE, nanoseconds.
+
+    Addresses are sums of numbers, not of pointers: the compiler would keep the part of a pointer
+    that is the same in all steps in registers of all tasks.
     """
     sm = gl.program_id(0)
     queue = queues + sm * max_instructions * WORDS
@@ -192,8 +199,8 @@ def decode(
                 (
                     queue, num_instructions, max_instructions, num_steps, num_generations,
                     first_token, first_position, state, tokens, symmetric, vectors, embed, cache,
-                    rope, kept, logits, best_words, num_sms, peers, team_rank, first_id, min_blocks,
-                    eps, scale, sampling, seeds, sample_words, trace, ring, squares, red,
+                    rope, kept, best_words, num_sms, peers, team_rank, first_id, min_blocks,
+                    eps, scale, trace, ring, squares, red,
                     step_bar, D, G, H, KVH, QK_NORM, ROTATED, ATTENDS, EPILOGUES, LAYER_NORMS,
                     KEEPS_NORMED, CHOICE, HEAD_ROWS, RANKS, BARRIERS, STAGES, TRACE,
                 ),

@@ -134,10 +134,12 @@ def is_pushed(epilogues, number, pushes):
 
 
 @gluon.jit
-def pairs_at(source, word, num_words):
-    """Two words (pairs of columns) of a bf16 vector from `word` on, zeros past the last."""
+def pairs_at(source, first, word, num_words):
+    """Two words (pairs of columns) from `word` on of the bf16 vector that begins at element `first`
+    of source, a multiple of 8; zeros past the last.
+    """
     fours = source.to(gl.pointer_type(gl.int64), bitcast=True)
-    both = gl.load(fours + word // 2, mask=word < gl.multiple_of(num_words, 32), other=0)
+    both = gl.load(fours + (first // 4 + word // 2), mask=word < num_words, other=0)
     return both.to(gl.int32), (both >> 32).to(gl.int32)
 
 
@@ -159,12 +161,11 @@ def stage_chunks(
     norm = words[LIN_NORM]
     num_words = words[LIN_NUM_SRC_WORDS]
     num_weights = gl.where(norm >= 0, num_words, 0)
-    weights = vectors + gl.multiple_of(norm, 8)
     first = chunk * WORDS_A_CHUNK + own_word()
     factors = ()
     for i in gl.static_range(NUM):
-        factors += pairs_at(weights, first + i * WORDS_A_CHUNK, num_weights)
-    at = symmetric + words[SRC] + first
+        factors += pairs_at(vectors, norm, first + i * WORDS_A_CHUNK, num_weights)
+    at = symmetric + (words[SRC] + first)
     pairs = spin_chunks(symmetric, at, flag, num_words - first, NUM, RANKS)
     if norm >= 0:
         scaled = pairs[0:0]
@@ -202,8 +203,8 @@ def stage_embedding(words, embed, token, vectors, staged_at):
     row = embed + token.to(gl.int64) * (num_words * 2)
     for chunk in range(keep(words[LIN_NUM_TILES_K])):
         word = chunk * WORDS_A_CHUNK + own_word()
-        n0, n1 = pairs_at(vectors + gl.multiple_of(words[LIN_NORM], 8), word, num_weights)
-        w0, w1 = pairs_at(row, word, num_words)
+        n0, n1 = pairs_at(vectors, words[LIN_NORM], word, num_weights)
+        w0, w1 = pairs_at(row, 0, word, num_words)
         if words[LIN_NORM] >= 0:
             w0, ss = scale_pair(w0, n0, ss)
             w1, ss = scale_pair(w1, n1, ss)
@@ -252,20 +253,20 @@ def stage_layer_norm(
     """
     num_words = words[LIN_NUM_SRC_WORDS]
     first = own_word()
-    weights = vectors + gl.multiple_of(words[LIN_NORM], 8)
+    weights = words[LIN_NORM]
     scales = ()
     shifts = ()
     for i in gl.static_range(STAGE_CHUNKS):
         word = first + i * WORDS_A_CHUNK
-        scales += pairs_at(weights, word, num_words)
-        shifts += pairs_at(weights + 2 * num_words, word, num_words)
+        scales += pairs_at(vectors, weights, word, num_words)
+        shifts += pairs_at(vectors, weights + 2 * num_words, word, num_words)
     if RANKS == 1 and (words[LIN_PACKED] & FROM_EMBEDDING) != 0:
         row = embed + token.to(gl.int64) * (num_words * 2)
         pairs = ()
         for i in gl.static_range(STAGE_CHUNKS):
-            pairs += pairs_at(row, first + i * WORDS_A_CHUNK, num_words)
+            pairs += pairs_at(row, 0, first + i * WORDS_A_CHUNK, num_words)
     else:
-        at = symmetric + words[SRC] + first
+        at = symmetric + (words[SRC] + first)
         pairs = spin_chunks(symmetric, at, flag, num_words - first, STAGE_CHUNKS, RANKS)
     total = gl.zeros([THREADS], gl.float32, layout=PER_THREAD)
     for i in gl.static_range(2 * STAGE_CHUNKS):
@@ -301,7 +302,7 @@ def store_pairs(symmetric, first, y, flag, num_words, N: gl.constexpr):
     low, high = gl.split(gl.reshape(y, [N // 2, 2]))
     payload = gl.convert_layout(bf16_pair(low, high), PER_THREAD)
     at = gl.arange(0, N // 2, layout=PER_THREAD)
-    gl.store(symmetric + first + at, flagged(payload, flag), mask=at < num_words)
+    gl.store(symmetric + (first + at), flagged(payload, flag), mask=at < num_words)
 
 
 @gluon.jit
@@ -362,7 +363,6 @@ def linear_task(
     embed,
     token,
     kept,
-    logits,
     flag,
     sm,
     best_words,
@@ -482,7 +482,7 @@ def linear_task(
                     else:
                         y1 = evaluate(TREE, (y, carry))
                     if is_ranked(EPILOGUES, i):
-                        gl.store(logits + row, y1, mask=wanted)
+                        gl.store(kept + words[LIN_KEEP] + row, y1, mask=wanted)
                         if CHOICE == GREEDY:
                             better = wanted & (y1 > best)
                             best = gl.where(better, y1, best)

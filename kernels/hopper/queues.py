@@ -650,9 +650,7 @@ class _Builder:
         return self.reserve("logits", self.num_ranks * slots) + self.team_rank * slots
 
     def reserve_choice(self, head: FusedChoice) -> None:
-        """sample: see num_sample_words; best: of all ranks, or of one that samples for itself."""
-        if head.sampler:
-            self.reserve("sample", num_sample_words(head.sampler, self.head_rows(head.sampler)))
+        """best: of all ranks, or of one that samples for itself."""
         ranks = 1 if self.samples_from_all(head.sampler) else self.num_ranks
         self.reserve("best", 2 * self.num_sms * ranks)
 
@@ -678,6 +676,7 @@ class _Builder:
             rows = limit = self.num_ranks * self.slots
             src, vocab = self.firsts["logits"], self.vocab
         source = self.made[op.source]
+        dst = self.reserve("sample", num_sample_words(op.sampler, self.head_rows(op.sampler)))
         for sm, queue in enumerate(self.queues):
             first, last = share(rows, 1, sm, self.num_sms)
             queue.append(
@@ -688,6 +687,8 @@ class _Builder:
                     num_rows=min(last * UNIT_ROWS, limit),
                     src=src,
                     vocab=vocab,
+                    dst=dst,
+                    logits=self.logits_at,
                 )
             )
 

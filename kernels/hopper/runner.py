@@ -31,6 +31,8 @@ from distmega.kernels.hopper.words import (
     STAGE_CHUNKS,
     STAMPS,
     STATE_POSITION,
+    STATE_SAMPLING,
+    STATE_SEED,
     STATE_TOKEN,
     STATE_WORDS,
     TILE_BYTES,
@@ -127,14 +129,14 @@ class RowRunner:
         self._kept = torch.zeros(max(queues.num_kept, 1), device=device)
         self.logits = self._kept[queues.logits_at :][: max(queues.vocab, 1)]
         self._state = torch.zeros(STATE_WORDS, dtype=torch.int32, device=device)
+        self._settings = self._state[STATE_SAMPLING:][:3].view(torch.float32)
+        self._seed = self._state[STATE_SEED:][:2].view(torch.int64)
         self._tokens = torch.zeros(MAX_STEPS, dtype=torch.int32, device=device)
         limit_s = timeout_s if team else min(timeout_s, LOCAL_LIMIT_S)
         self._alarm = Alarm(self._symmetric, limit_s)
         self._first = CONTINUED
         self._launchers: dict[bool, Launcher] = {}
         self._no_stamps = torch.zeros(1, dtype=torch.int64, device=device)
-        self._settings = torch.zeros(3, device=device)
-        self._seed = torch.zeros(1, dtype=torch.int64, device=device)
 
     def launch(self, tensors: Mapping[str, Tensor]) -> None:
         """One step; `tensors` are segment_args of the segment by name, outputs are written."""
@@ -247,7 +249,6 @@ class RowRunner:
             self._cache,
             self._rope,
             self._kept,
-            self.logits,
             queues.best,
             len(queues.queues) if queues.token else 0,
             self._peers,
@@ -256,9 +257,6 @@ class RowRunner:
             MIN_BLOCKS,
             queues.eps,
             (queues.attention.scale if queues.attention else 1.0) * LOG2_E,
-            self._settings,
-            self._seed,
-            queues.sample,
             self._no_stamps if stamps is None else stamps,
         )
 

@@ -188,12 +188,12 @@ def publish(x, bound, symmetric, first, sm, flag, ROWS: gl.constexpr):
     hit = (x >= bound) & (x > float("-inf"))
     flags = hit.to(gl.int32)
     ends = gl.associative_scan(flags, 0, add)
-    gl.store(symmetric + first + chunk_word(ends - 1, sm), flagged_float(x, flag), mask=hit)
+    gl.store(symmetric + (first + chunk_word(ends - 1, sm)), flagged_float(x, flag), mask=hit)
     num = gl.sum(flags, axis=0)
     slot = num + gl.arange(0, CHUNK, layout=PER_THREAD)
     none = gl.full([CHUNK], float("-inf"), gl.float32, layout=PER_THREAD)
     wanted = slot < num // CHUNK * CHUNK + CHUNK
-    gl.store(symmetric + first + chunk_word(slot, sm), flagged_float(none, flag), mask=wanted)
+    gl.store(symmetric + (first + chunk_word(slot, sm)), flagged_float(none, flag), mask=wanted)
 
 
 @gluon.jit
@@ -208,7 +208,7 @@ def publish_peaks(x, symmetric, first, sm, flag, ROWS: gl.constexpr):
     lanes: gl.constexpr = [NUM_WARPS, ROWS // NUM_WARPS]
     peaks = gl.convert_layout(gl.max(gl.reshape(x, lanes), axis=1), PER_THREAD)
     slots = gl.arange(0, NUM_WARPS, layout=PER_THREAD)
-    gl.store(symmetric + first + chunk_word(slots, sm), flagged_float(peaks, flag))
+    gl.store(symmetric + (first + chunk_word(slots, sm)), flagged_float(peaks, flag))
 
 
 @gluon.jit

@@ -47,7 +47,7 @@ def tally_all(x, mass, t0, t1, t2, t3, symmetric, chunk_at, sm, present, flag):
     n3, m3 = reaching(x, mass, t3)
     own = gl.reduce((n0, m0, n1, m1, n2, m2, n3, m3), 0, add_tallies)
     for i in gl.static_range(CHUNK):
-        gl.store(symmetric + chunk_at + chunk_word(i, sm), flagged_float(own[i], flag))
+        gl.store(symmetric + (chunk_at + chunk_word(i, sm)), flagged_float(own[i], flag))
     found = read_chunk(symmetric, chunk_at, flag, present)
     none = gl.zeros([THREADS], gl.float32, layout=PER_THREAD)
     counted = (
@@ -69,7 +69,7 @@ def range_of_all(x, symmetric, chunk_at, sm, present, flag):
     low, high = gl.reduce((gl.where(x > float("-inf"), x, float("inf")), x), 0, widen)
     slots = gl.arange(0, CHUNK, layout=PER_THREAD)
     own = gl.where(slots % 2 == 0, low, high)
-    gl.store(symmetric + chunk_at + chunk_word(slots, sm), flagged_float(own, flag))
+    gl.store(symmetric + (chunk_at + chunk_word(slots, sm)), flagged_float(own, flag))
     found = read_chunk(symmetric, chunk_at, flag, present)
     return gl.reduce((gl.where(present, found[0], float("inf")), found[1]), 0, widen)
 

@@ -27,7 +27,8 @@ def chunk_word(slot, sm):
 @gluon.jit
 def read_chunk(symmetric, first, flag, alive):
     """The 8 logits of every SM that has this chunk, an SM a thread; -inf where it has none."""
-    at = symmetric + first + 2 * gl.arange(0, THREADS, layout=PER_THREAD)
+    # of numbers, not of pointers: what is the same for all chunks would stay in registers
+    at = symmetric + (first + 2 * gl.arange(0, THREADS, layout=PER_THREAD))
     none = float("-inf")
     num = gl.where(alive, CHUNK_WORDS, 0)
     w0, w1, w2, w3, w4, w5, w6, w7 = spin_chunks(symmetric, at, flag, num, 4)

@@ -36,11 +36,13 @@ def combine_task(
     fours = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(1, FOUR_SPLITS)), 1) * 4
     COLUMNS: gl.constexpr = padded_half(D)
     pair = gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, FOUR_SPLITS)), 0)
-    row = symmetric + words[PARTIAL] + (words[HEAD] * words[MAX_SPLITS] + fours) * stride + pair * 0
+    first = words[PARTIAL] + (words[HEAD] * words[MAX_SPLITS] + fours) * stride + pair * 0
     num_left = active - fours + pair * 0
     if is_padded(D):
         num_left = gl.where(pair * 2 < D, num_left, 0)
-    p = spin_partials(symmetric, row + pair * 2, row + D, flag, num_left, D)
+    p = spin_partials(
+        symmetric, symmetric + (first + pair * 2), symmetric + (first + D), flag, num_left, D
+    )
     m0 = gl.where(fours < active, as_float(p[2]), float("-inf"))
     m1 = gl.where(fours + 1 < active, as_float(p[6]), float("-inf"))
     m2 = gl.where(fours + 2 < active, as_float(p[10]), float("-inf"))
@@ -58,7 +60,7 @@ def combine_task(
     inv = gl.where(total > 0, 1.0 / total, 0.0)  # 0 where a wait was given up: no NaN in the cache
     payload = bf16_pair(gl.sum(low, axis=0) * inv, gl.sum(high, axis=0) * inv)
     at = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, FOUR_SPLITS))
-    to = symmetric + words[DST] + words[HEAD] * (D // 2) + at
+    to = symmetric + (words[DST] + words[HEAD] * (D // 2) + at)
     if is_padded(D):
         gl.store(to, flagged(payload, flag), mask=at * 2 < D)
     else:

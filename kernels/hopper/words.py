@@ -36,9 +36,11 @@ NO_REPORT = -1
 NO_WINDOW = 2**30
 """The window of a layer whose queries see all positions."""
 
-STATE_POSITION, STATE_EPOCH, STATE_TOKEN = 0, 1, 2
-"""Words of the device state: position of the next token, steps run so far, the next token."""
-STATE_WORDS = 8
+STATE_POSITION, STATE_EPOCH, STATE_TOKEN, STATE_SAMPLING, STATE_SEED = 0, 1, 2, 4, 8
+"""Words of the device state: position of the next token, steps run so far, the next token; how
+tokens are sampled (sample.py), f32, and the seed, int64.
+"""
+STATE_WORDS = 10
 
 STAMPS = 4
 """Stamps of a traced instruction: start, inputs there, first group or blocks done, end."""
@@ -199,10 +201,11 @@ class RowBarrier:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSample:
-    """The best candidate of logits row0 to num_rows - 1, where tokens are drawn: this rank's own
-    or, if vocab > 0, those of all ranks, which lie in flagged words from src on: of each rank a
-    whole number of units, the first `vocab` rows of which are tokens, so rows are slots there. The
-    loader takes it for a linear of no units.
+    """The best candidate of logits row0 to num_rows - 1, where tokens are drawn: this rank's own,
+    of which the SM keeps its rows from element `logits` on, or, if vocab > 0, those of all ranks,
+    which lie in flagged words from src on: of each rank a whole number of units, the first `vocab`
+    rows of which are tokens, so rows are slots there. dst: first flagged word of what SMs exchange
+    to find limits. The loader takes it for a linear of no units.
     """
 
     name: str
@@ -211,6 +214,8 @@ class RowSample:
     num_rows: int
     src: int = 0
     vocab: int = 0
+    dst: int = 0
+    logits: int = 0
     opcode: RowOpcode = RowOpcode.SAMPLE
 
 
@@ -235,7 +240,10 @@ FIELD_WORDS: dict[type[Instruction], dict[str, int]] = {
         "num_rows": 13,
     },
     RowBarrier: {"opcode": 0, "generation": 1, "num_words": 6, "dst": 10},
-    RowSample: {"opcode": 0, "generation": 1, "src": 5, "vocab": 6, "row0": 11, "num_rows": 13},
+    RowSample: {
+        "opcode": 0, "generation": 1, "src": 5, "vocab": 6, "dst": 10, "row0": 11, "logits": 12,
+        "num_rows": 13,
+    },
 }  # fmt: skip
 """Word of each field. Fields that kernels read before they look at the opcode share a place."""
 
