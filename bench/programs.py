@@ -251,15 +251,16 @@ def llama_1b(
     heads: tuple[int, int, int] = (32, 8, 64),
     inner: int = 8192,
     vocab: int = 128256,
-    cached: int = 513,
+    position: int = 512,
     with_state: bool = False,
 ) -> Model:
-    """A decode step of Llama-3.2-1B at the last of `cached` positions, and what may stand in place
-    of its parts. variant: plain; gelu: gates by gelu; layernorm: layer norms, and biases
+    """A decode step of Llama-3.2-1B with `position` cached tokens, and what may stand in place of
+    its parts. variant: plain; gelu: gates by gelu; layernorm: layer norms, and biases
     everywhere; parallel: attention and feed-forward of the same normed row; postnorm: norm(x +
     f(x)); heads96: 24 query and 6 kv heads of 96. heads: query heads, kv heads, elements of each.
     with_state: gives what the head reads too.
     """
+    cached = -(-(position + 1) // 8) * 8  # as torch's attention wants masks
     num_heads, kv_heads, dim = heads
     if variant == "heads96":
         num_heads, kv_heads, dim = num_heads * 3 // 4, kv_heads * 3 // 4, 96
@@ -377,7 +378,7 @@ def llama_1b(
         dist.all_gather(parts, logits)
         return torch.cat(parts, -1)
 
-    return Model(program=program, marks=marks, in_torch=in_torch, position=cached - 1)
+    return Model(program=program, marks=marks, in_torch=in_torch, position=position)
 
 
 MODELS: dict[str, Callable[[Case], Model]] = {

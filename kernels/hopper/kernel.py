@@ -59,8 +59,8 @@ from distmega.kernels.runtime.mbarriers import init_barriers, make_barriers
 def compute(
     queue, num_instructions, num_instructions_max, num_steps, num_generations, first_token,
     first_position, state, tokens, symmetric, vectors, embed, cache, rope, kept, best_words,
-    num_sms, peers, team_rank, first_id, min_blocks, eps, scale, trace, ring, squares, red, step_bar,
-    D: gl.constexpr, G: gl.constexpr,
+    num_sms, peers, team_rank, first_id, min_blocks, eps, scale, trace, ring, squares, red,
+    step_bar, D: gl.constexpr, G: gl.constexpr,
     H: gl.constexpr, KVH: gl.constexpr, QK_NORM: gl.constexpr, ROTATED: gl.constexpr, ATTENDS:
     gl.constexpr, EPILOGUES: gl.constexpr, LAYER_NORMS: gl.constexpr, KEEPS_NORMED: gl.constexpr,
     CHOICE: gl.constexpr, HEAD_ROWS: gl.constexpr, RANKS: gl.constexpr, BARRIERS: gl.constexpr,
@@ -148,19 +148,22 @@ def compute(
     ]
 )
 def decode(
-    weights0, weights1, weights2, cache_tiles, queues, counts, max_instructions, num_steps,
+    weights0, weights1, weights2, weights3, weights4, weights5, cache_tiles, queues, counts,
+    max_instructions, num_steps,
     num_generations, first_token, first_position, state, tokens, symmetric, vectors, embed, cache,
     rope, kept, best_words, num_sms, peers, team_rank, first_id, min_blocks, eps, scale, trace,
     D: gl.constexpr, G: gl.constexpr, H: gl.constexpr,
     KVH: gl.constexpr, QK_NORM: gl.constexpr, ROTATED: gl.constexpr, ATTENDS: gl.constexpr,
     EPILOGUES: gl.constexpr, LAYER_NORMS: gl.constexpr, KEEPS_NORMED: gl.constexpr,
-    MAX_TILES_K: gl.constexpr, CHOICE: gl.constexpr, HEAD_ROWS: gl.constexpr, RANKS: gl.constexpr,
+    MAX_TILES_K: gl.constexpr, NUM_MATRICES: gl.constexpr, CHOICE: gl.constexpr,
+    HEAD_ROWS: gl.constexpr, RANKS: gl.constexpr,
     BARRIERS: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr, TRACE: gl.constexpr,
 ):
     """num_steps decode steps at batch 1; one program an SM, all resident.
 
     first_token, first_position: of the first step, or -1 to go on from the state.
-    weights0 to 2: descriptors of row-major matrices, one a row length k: bf16 [k / 64, rows, 64].
+    weights0 to 5: NUM_MATRICES descriptors of row-major matrices, one a row length k, and others:
+    bf16 [k / 64, rows, 64].
     cache_tiles: descriptor of cache, bf16 [rows, d]. vectors: norm weights and biases, bf16.
     embed: bf16, this rank's part of [vocab, hidden]. queues: int32 [num_sms, max_instructions, 16].
     symmetric: int64 flagged words behind a report (spins.py), zeroed once when allocated. kept:
@@ -189,6 +192,7 @@ def decode(
         address_of(squares),
     )  # fmt: skip
     cta_barrier()
+    weights = (weights0, weights1, weights2, weights3, weights4, weights5)
     init_barriers(ready, STAGES, 1)
     init_barriers(free, STAGES, NUM_WARPS)
     step_bar = make_barriers(1)
@@ -208,9 +212,9 @@ def decode(
             (
                 loader,
                 (
-                    weights0, weights1, weights2, cache_tiles, queue, num_instructions, num_steps,
+                    weights, cache_tiles, queue, num_instructions, num_steps,
                     first_position, state, min_blocks, bufs, ready, free, step_bar, ATTENDS,
-                    num_halves(D), STAGES, AHEAD,
+                    num_halves(D), NUM_MATRICES, STAGES, AHEAD,
                 ),
             ),
         ],

@@ -66,6 +66,7 @@ from distmega.kernels.hopper.shapes import (
     THREADS,
     TWOS,
     UNIT_ROWS,
+    VECTOR_MULTIPLE,
     WORDS_A_CHUNK,
 )
 from distmega.kernels.hopper.spins import spin_chunks
@@ -131,6 +132,12 @@ def is_pushed(epilogues, number, pushes):
     """Whether other ranks get what it writes, and all of them see a void x by an alarm."""
     one = epilogues.each[number]
     return one.summed or (pushes and one.ranked)
+
+
+@gluon.jit
+def next_vector(num):
+    """How far behind a vector of `num` elements the next one begins."""
+    return (num + VECTOR_MULTIPLE - 1) // VECTOR_MULTIPLE * VECTOR_MULTIPLE
 
 
 @gluon.jit
@@ -239,7 +246,7 @@ def keep_normed(words, vectors, kept, sm, mean, factor, HAS_BIAS: gl.constexpr):
     y = (gl.load(own, mask=wanted, other=0.0) - mean) * factor
     y = y * gl.load(weights, mask=wanted, other=0.0).to(gl.float32)
     if HAS_BIAS:
-        y += gl.load(weights + num_rows, mask=wanted, other=0.0).to(gl.float32)
+        y += gl.load(weights + next_vector(num_rows), mask=wanted, other=0.0).to(gl.float32)
     gl.store(own, y, mask=wanted)
 
 
@@ -259,7 +266,7 @@ def stage_layer_norm(
     for i in gl.static_range(STAGE_CHUNKS):
         word = first + i * WORDS_A_CHUNK
         scales += pairs_at(vectors, weights, word, num_words)
-        shifts += pairs_at(vectors, weights + 2 * num_words, word, num_words)
+        shifts += pairs_at(vectors, weights + next_vector(2 * num_words), word, num_words)
     if RANKS == 1 and (words[LIN_PACKED] & FROM_EMBEDDING) != 0:
         row = embed + token.to(gl.int64) * (num_words * 2)
         pairs = ()
@@ -318,7 +325,7 @@ def bias_of(words, vectors, group, row, wanted, PAIRS: gl.constexpr):
     if PAIRS:
         unit = group + gl.arange(0, GROUP_ROWS, layout=TWOS) // UNIT_ROWS
         own = words[LIN_ROW0] // 2 + unit // 2 * UNIT_ROWS + row % UNIT_ROWS
-        second = own + unit % 2 * (words[LIN_NUM_ROWS] // 2)
+        second = own + unit % 2 * next_vector(words[LIN_NUM_ROWS] // 2)
         at = gl.where((words[LIN_PACKED] & PAIRED) != 0, second, row)
     given = wanted & (words[LIN_BIAS] >= 0)
     return gl.load(vectors + words[LIN_BIAS] + at, mask=given, other=0.0).to(gl.float32)

@@ -72,9 +72,7 @@ def next_slot(ready, free, it, STAGES: gl.constexpr, AHEAD: gl.constexpr):
 
 @gluon.jit
 def load_tile(
-    weights0,
-    weights1,
-    weights2,
+    weights,
     matrix,
     row,
     k,
@@ -82,26 +80,22 @@ def load_tile(
     ready,
     free,
     it,
+    NUM_MATRICES: gl.constexpr,
     STAGES: gl.constexpr,
     AHEAD: gl.constexpr,
 ):
     """UNIT_ROWS rows of a weight matrix, TILE_K columns; zeros past the last."""
     slot = next_slot(ready, free, it, STAGES, AHEAD)
     tile = bufs.index(slot).reshape([SLICES, UNIT_ROWS, SLICE_K])
-    if matrix == 0:
-        tma_load(weights0, [k * SLICES, row, 0], ready.index(slot), tile)
-    elif matrix == 1:
-        tma_load(weights1, [k * SLICES, row, 0], ready.index(slot), tile)
-    else:
-        tma_load(weights2, [k * SLICES, row, 0], ready.index(slot), tile)
+    for i in gl.static_range(NUM_MATRICES):
+        if matrix == i:
+            tma_load(weights[i], [k * SLICES, row, 0], ready.index(slot), tile)
     return it + 1
 
 
 @gluon.jit
 def load_unit(
-    weights0,
-    weights1,
-    weights2,
+    weights,
     matrix,
     row,
     num_tiles_k,
@@ -109,14 +103,13 @@ def load_unit(
     ready,
     free,
     it,
+    NUM_MATRICES: gl.constexpr,
     STAGES: gl.constexpr,
     AHEAD: gl.constexpr,
 ):
     """UNIT_ROWS rows of a weight matrix, a tile of TILE_K columns a slot; zeros past the last."""
     for k in range(keep(num_tiles_k)):
-        it = load_tile(
-            weights0, weights1, weights2, matrix, row, k, bufs, ready, free, it, STAGES, AHEAD
-        )
+        it = load_tile(weights, matrix, row, k, bufs, ready, free, it, NUM_MATRICES, STAGES, AHEAD)
     return it
 
 
@@ -142,9 +135,7 @@ def load_block(
 
 @gluon.jit
 def loader(
-    weights0,
-    weights1,
-    weights2,
+    weights,
     cache,
     queue,
     num_instructions,
@@ -158,6 +149,7 @@ def loader(
     step_bar,
     ATTENDS: gl.constexpr,
     HALVES: gl.constexpr,
+    NUM_MATRICES: gl.constexpr,
     STAGES: gl.constexpr,
     AHEAD: gl.constexpr,
 ):
@@ -209,9 +201,7 @@ def loader(
                         first = gl.where(unit % 2 == 0, words[LIN_WEIGHT_ROW], words[LIN_PAIR_ROW])
                         row = first + unit // 2 * UNIT_ROWS
                     it = load_unit(
-                        weights0,
-                        weights1,
-                        weights2,
+                        weights,
                         matrix,
                         row,
                         words[LIN_NUM_TILES_K],
@@ -219,6 +209,7 @@ def loader(
                         ready,
                         free,
                         it,
+                        NUM_MATRICES,
                         STAGES,
                         AHEAD,
                     )

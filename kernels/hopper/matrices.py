@@ -10,7 +10,7 @@ from itertools import pairwise
 from distmega.kernels.hopper.plan import ITEM_BYTES, MAX_MATRICES, WeightMatrix, unfit
 from distmega.kernels.hopper.weight_order import matrix_columns
 from distmega.kernels.hopper.words import NOTHING, TILE_K, UNIT_ROWS
-from distmega.kernels.runtime.arena import ArenaLayout
+from distmega.kernels.runtime.arena import ALIGNMENT_BYTES, ArenaLayout
 from distmega.kernels.tasks.fuse import WeightStream
 from distmega.program.types import Program
 
@@ -21,8 +21,9 @@ class Weights:
     UnsupportedError where matrices of one length do not lie together.
     """
 
-    def __init__(self, segment: Program, layout: ArenaLayout) -> None:
-        self.layout = layout
+    def __init__(self, segment: Program, layout: ArenaLayout, most: int = MAX_MATRICES) -> None:
+        """most: lengths of rows that the kernel takes."""
+        self.layout, self.most = layout, most
         self.columns = matrix_columns(segment)
         self.matrices = self._find_matrices()
 
@@ -42,7 +43,7 @@ class Weights:
             a.offset + a.num_rows * a.columns * ITEM_BYTES > b.offset
             for a, b in pairwise(sorted(matrices, key=lambda m: m.offset))
         )
-        if len(matrices) > MAX_MATRICES or overlap:
+        if len(matrices) > self.most or overlap:
             raise unfit(f"an arena with matrices of {[m.columns for m in matrices]} columns")
         return matrices
 
@@ -73,10 +74,15 @@ class Weights:
             raise unfit(f"{op!r}, whose streams have other rows than whole units each")
         return found
 
-    def bias(self, streams: Sequence[WeightStream]) -> int:
-        """Offset of the biases of all streams, which lie one behind the other, or NOTHING."""
+    def bias(self, streams: Sequence[WeightStream], *, padded: bool = False) -> int:
+        """Offset of the biases of all streams, which lie one behind the other, or NOTHING. padded:
+        the second stream's at the next multiple of VECTOR_MULTIPLE.
+        """
         biases = tuple(name for stream in streams for name in stream.biases)
-        self.require_biases(biases)
+        if padded and all(biases) and len(streams) == len(biases) == 2:
+            self.require_next(*biases)
+        else:
+            self.require_biases(biases)
         return self.vector(biases[0]) if any(biases) else NOTHING
 
     def require_adjacent(self, names: tuple[str, ...], starts: list[int]) -> None:
@@ -85,12 +91,21 @@ class Weights:
             raise unfit(f"weights {names} apart from each other")
 
     def require_biases(self, biases: tuple[str, ...]) -> None:
+        """Refuses biases that do not follow each other without a gap."""
         if any(biases) and not all(biases):
             raise unfit(f"biases {biases}")
         for one, following in pairwise(biases if all(biases) else ()):
             size = self.layout.tensors[one].num_bytes
             if self.layout.offset(one) + size != self.layout.offset(following):
                 raise unfit(f"biases {biases} apart from each other")
+
+    def require_next(self, one: str, following: str) -> None:
+        """Refuses two vectors the second of which does not begin at the next multiple of
+        VECTOR_MULTIPLE elements.
+        """
+        size = -(-self.layout.tensors[one].num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        if self.layout.offset(one) + size != self.layout.offset(following):
+            raise unfit(f"vectors {one!r} and {following!r} apart from each other")
 
 
 def count_rows(segment: Program) -> int:

@@ -16,9 +16,14 @@ HEAD_DIMS = (64, 128)
 """Elements of a head, where there are several rows."""
 ROW_HEAD_DIMS = range(8, 129, 8)
 """Elements of a head of one row."""
+ROW_MULTIPLE = 8
+"""Of the elements of a row of weights: 16 bytes, as the copy engine steps."""
 MAX_QUERIES = 8
 """Query heads of one attention task."""
 MAX_MATRICES = 3
+"""Lengths of rows of weights, where there are several rows of x."""
+ROW_MATRICES = 6
+"""Likewise of one row."""
 ITEM_BYTES = 2
 
 
@@ -168,7 +173,7 @@ def unfit(found: str) -> UnsupportedError:
     """The error for a segment that the kernel can't do."""
     return UnsupportedError(
         f"the decode kernel can't do {found}",
-        expected=f"one token, rows of a multiple of 64 elements, heads of a multiple of "
-        f"{ROW_HEAD_DIMS.step} up to {ROW_HEAD_DIMS[-1]}; or up to 16 with heads of {HEAD_DIMS}",
+        expected=f"one token, rows of a multiple of {ROW_MULTIPLE} elements, heads of a multiple "
+        f"of {ROW_HEAD_DIMS.step} up to {ROW_HEAD_DIMS[-1]}; or up to 16 with heads of {HEAD_DIMS}",
         remedy="run the segment by library ops",
     )

@@ -25,6 +25,8 @@ from distmega.kernels.hopper.matrices import Weights, tiles_k
 from distmega.kernels.hopper.plan import (
     ITEM_BYTES,
     ROW_HEAD_DIMS,
+    ROW_MATRICES,
+    ROW_MULTIPLE,
     AttentionShape,
     Buffer,
     Epilogue,
@@ -84,7 +86,7 @@ from distmega.program.types import Program
 EMBED_WORDS = 256
 """Flagged words of the embedded token that one SM pushes: one a thread."""
 MAX_COPIES = 2
-"""Buffers of one class, at most."""
+"""Buffers of one class, at most, before each op gets its own."""
 MAX_CARRIED = 2
 """Vectors that an SM keeps and one epilogue takes, at most."""
 MAX_NORMED_UNITS = MAX_SMS // UNIT_ROWS
@@ -104,7 +106,7 @@ def build_queues(
     and an oracle for the results. UnsupportedError where the kernel can't do the segment.
     """
     fused = fuse_segment(segment)
-    placed = Weights(segment, weights)
+    placed = Weights(segment, weights, ROW_MATRICES)
     hazard = ""
     for sms, copies in _ways(fused, placed, min(num_sms, MAX_SMS)):
         queues = _Builder(
@@ -118,7 +120,7 @@ def build_queues(
 
 def _ways(fused: Sequence[Fused], placed: Weights, num_sms: int) -> Iterator[tuple[int, int]]:
     """SMs and buffers a class to try, from the fastest on: all SMs, then no more than have rows in
-    each of the larger contractions.
+    each of the larger contractions; few buffers, then one an op.
     """
     products = [op for op in fused if isinstance(op, FusedContraction)]
     chosen = {op.source for op in fused if isinstance(op, FusedChoice)}
@@ -126,9 +128,9 @@ def _ways(fused: Sequence[Fused], placed: Weights, num_sms: int) -> Iterator[tup
         if chosen.intersection(op.outs):  # every SM has a part in the choice of a token
             num_sms = min(num_sms, num_units(rows_of(op, placed)))
     units = {num_units(rows_of(op, placed)) for op in products}
-    for sms in sorted({num_sms, *(one for one in units if one < num_sms)}, reverse=True):
-        for copies in range(1, MAX_COPIES + 1):
-            yield sms, copies
+    sizes = sorted({num_sms, *(one for one in units if one < num_sms)}, reverse=True)
+    yield from product(sizes, range(1, MAX_COPIES + 1))
+    yield from product(sizes, (len(fused),))
 
 
 def rows_of(op: FusedContraction, placed: Weights) -> int:
@@ -260,7 +262,7 @@ class _Builder:
         self.choice = choices[0] if choices else None
         self.attention = self.attention_shape()
         columns = self.placed.columns
-        if any(length % 64 for length in columns.values()):
+        if any(length % ROW_MULTIPLE for length in columns.values()):
             raise unfit(f"rows of {sorted(set(columns.values()))} elements")
 
     def given_first(self, op: Fused) -> Fused:
@@ -542,7 +544,7 @@ class _Builder:
         for out in op.outs:
             self.made[out] = _Made(dst, generation, out_rows, streams, kept)
         if len(op.outs) > 1:
-            self.locate_outs(op, dst, generation)
+            self.locate_outs(op, dst, generation, 1 if epilogue.publishes == "numbers" else 2)
         for sm, queue in enumerate(self.queues):
             first, last = share(rows, streams, sm, self.num_sms)
             if first == last:
@@ -561,7 +563,7 @@ class _Builder:
                     num_src_words=columns // 2,
                     flag_delta=generation - x.generation,
                     norm=self.norm_at(op),
-                    bias=self.placed.bias(op.streams),
+                    bias=self.placed.bias(op.streams, padded=True),
                     dst=dst,
                     row0=first * UNIT_ROWS,
                     num_rows=limit,
@@ -583,20 +585,20 @@ class _Builder:
             raise unfit(f"{op.name!r} of {op.x!r}, which no op publishes")
         return _Made(0, 0, self.hidden(), 1, NOTHING)
 
-    def locate_outs(self, op: FusedContraction, dst: int, generation: int) -> None:
-        """Where each of several results lies, one behind the other."""
+    def locate_outs(self, op: FusedContraction, dst: int, generation: int, rows: int) -> None:
+        """Where each of several results lies, one behind the other, so many rows a word."""
         for out, weight in zip(op.outs, op.streams[0].weights, strict=True):
             self.made[out] = _Made(dst, generation, 0, 0, NOTHING)
-            dst += self.placed.rows_of(weight)
+            dst += self.placed.rows_of(weight) // rows
 
     def norm_at(self, op: FusedContraction) -> int:
         """Offset of the norm's weight; the bias of a layer norm lies behind it."""
         if op.norm is None:
             return NOTHING
-        if op.norm.kind == "layer_norm" and tiles_k(self.length(op)) > STAGE_CHUNKS:
-            raise unfit(f"a layer norm of {self.length(op)} elements")
-        names = (op.norm.weight, op.norm.bias) if op.norm.bias else (op.norm.weight,)
-        self.placed.require_biases(names)
+        if op.norm.kind == "layer_norm":
+            if tiles_k(self.length(op)) > STAGE_CHUNKS or not op.norm.bias:
+                raise unfit(f"a layer norm of {self.length(op)} elements, bias {op.norm.bias!r}")
+            self.placed.require_next(op.norm.weight, op.norm.bias)
         return self.placed.vector(op.norm.weight)
 
     def carried(self, op: FusedContraction, name: str, rows: int, streams: int) -> tuple[int, bool]:

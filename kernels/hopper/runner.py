@@ -16,7 +16,7 @@ from distmega.errors import RequestError
 from distmega.kernels.hopper import kernel
 from distmega.kernels.hopper.alarm import LOCAL_LIMIT_S, Alarm
 from distmega.kernels.hopper.diagnosis import explain_hang
-from distmega.kernels.hopper.plan import Epilogues, RowQueues, WeightMatrix
+from distmega.kernels.hopper.plan import ROW_MATRICES, Epilogues, RowQueues, WeightMatrix
 from distmega.kernels.hopper.shapes import TILE_SHARED, WEIGHT_SHARED
 from distmega.kernels.hopper.timeline import timeline_spans
 from distmega.kernels.hopper.words import (
@@ -121,7 +121,7 @@ class RowRunner:
         if queues.attention is None:
             self._cache = torch.zeros(CACHE_ROWS, self._head_dim, dtype=torch.bfloat16).to(device)
         descriptors = [describe(weights_arena, matrix) for matrix in queues.matrices]
-        self._weights = [descriptors[min(i, len(descriptors) - 1)] for i in range(3)]
+        self._weights = [descriptors[min(i, len(descriptors) - 1)] for i in range(ROW_MATRICES)]
         self._cache_tiles = describe_cache(self._cache, self._head_dim)
         self._team = team
         self._memory, self._peers = open_symmetric(queues.num_words, team, device)
@@ -278,6 +278,7 @@ class RowRunner:
             "LAYER_NORMS": any(one & LAYER_NORM for one in flags),
             "KEEPS_NORMED": any(one & KEEP_NORMED for one in flags),
             "MAX_TILES_K": tiles_k,
+            "NUM_MATRICES": len(queues.matrices),
             "CHOICE": choice_of(queues.sampler) if queues.token else NO_CHOICE,
             "HEAD_ROWS": padded_head_rows(queues.head_rows),
             "RANKS": queues.num_ranks,
@@ -335,9 +336,12 @@ def describe_cache(cache: Tensor, head_dim: int) -> TensorDescriptor:
 
 
 def describe(arena: Tensor, matrix: WeightMatrix) -> TensorDescriptor:
-    """Rows of one length as [columns / 64, rows, 64], a tile being 16 slices of 8 rows."""
+    """Rows of one length as [columns / 64, rows, 64], a tile being 16 slices of 8 rows. Where that
+    is no whole number, the last slice reaches into the next row, past the arena's last one into the
+    memory behind it (allocate_arena); what it has there meets zeros of x.
+    """
     columns, num_rows = matrix.columns, matrix.num_rows
     flat = arena[matrix.offset : matrix.offset + 2 * num_rows * columns].view(torch.bfloat16)
     return TensorDescriptor(
-        flat, [columns // 64, num_rows, 64], [64, columns, 1], [16, 8, 64], WEIGHT_SHARED.value
+        flat, [-(-columns // 64), num_rows, 64], [64, columns, 1], [16, 8, 64], WEIGHT_SHARED.value
     )

@@ -25,6 +25,7 @@ MMA_M = gl.constexpr(16)
 WORDS_A_CHUNK = gl.constexpr(512)
 """Flagged words (bf16 pairs) in TILE_K elements of x."""
 STAGE_CHUNKS = gl.constexpr(words.STAGE_CHUNKS)
+VECTOR_MULTIPLE = gl.constexpr(words.VECTOR_MULTIPLE)
 PARTIAL_EXTRA = gl.constexpr(words.PARTIAL_EXTRA)
 """Words after the d outputs of a partial: maximum, sum, two unused."""
 

@@ -18,6 +18,8 @@ UNIT_ROWS = 8
 TILE_K = 1024
 """Columns of a tile."""
 TILE_BYTES = 2 * UNIT_ROWS * TILE_K
+VECTOR_MULTIPLE = 64
+"""Vectors begin at multiples of so many elements of 2 bytes: those of arena.ALIGNMENT_BYTES."""
 STAGE_CHUNKS = 4
 """Chunks of TILE_K columns of x that are polled and staged together."""
 MAX_SPLITS = 16
@@ -95,12 +97,13 @@ class RowLinear:
     stream, and counts rows of both. num_tiles_k: tiles of 1024 columns. src: first flagged word of
     x (bf16 pairs), num_src_words of them, flagged `flag_delta` generations ago. norm, bias: offsets
     in the vectors, or NOTHING; of a layer norm the bias lies behind the weight, of two streams the
-    second one's bias behind the first one's. dst: first flagged word of the whole output, where the
-    epilogue publishes one; in front of it, where the product is summed over ranks, lie num_rows
-    words of each rank's part. row0: first row there; num_rows: of the output. keep, carry: f32
-    elements of what stays with this SM, that the epilogue writes and takes, or NOTHING; with
-    KEEP_NORMED, carry is x, of which the SM has as many units as of any matrix of so many rows.
-    With CARRY_TWO, pair_row is the second vector that the epilogue takes.
+    second one's bias behind the first one's, at the next multiple of VECTOR_MULTIPLE. dst: first
+    flagged word of the whole output, where the epilogue publishes one; in front of it, where the
+    product is summed over ranks, lie num_rows words of each rank's part. row0: first row there;
+    num_rows: of the output. keep, carry: f32 elements of what stays with this SM, that the epilogue
+    writes and takes, or NOTHING; with KEEP_NORMED, carry is x, of which the SM has as many units as
+    of any matrix of so many rows. With CARRY_TWO, pair_row is the second vector that the epilogue
+    takes.
     """
 
     opcode: int

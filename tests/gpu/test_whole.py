@@ -93,7 +93,49 @@ def gates_with_biases(m: Maker) -> Handle:
     return m.p.pointwise("a1 - a0", m.linear(mixed, "d", 256), x)
 
 
+def odd(m: Maker) -> Handle:
+    """Rows that are no multiple of 64 elements."""
+    x = m.input(160)
+    for i, inner in enumerate((200, 1096)):
+        h = m.rms(x, f"n{i}")
+        mixed = m.p.pointwise(
+            "silu(a0) * a1", m.linear(h, f"g{i}", inner), m.linear(h, f"u{i}", inner)
+        )
+        x = m.p.pointwise("a0 + a1", x, m.linear(mixed, f"d{i}", 160, bias=True))
+    return m.linear(m.layer_norm(x, "last"), "head", 72)
+
+
+def parallel(m: Maker) -> Handle:
+    """Two sums of one norm, taken at once."""
+    x = m.input(256)
+    for i in range(2):
+        h = m.rms(x, f"n{i}")
+        parts = (
+            m.linear(m.linear(h, f"{name}u{i}", 512).map(f"{fn}(a0)"), f"{name}d{i}", 256)
+            for name, fn in (("a", "gelu"), ("b", "tanh"))
+        )
+        x = m.p.pointwise("a0 + a1 + a2", x, *parts)
+    return x
+
+
+def post_norms(kind: str) -> Callable[[Maker], Handle]:
+    """norm(x + f(x)), whose last leaves too."""
+
+    def build(m: Maker) -> Handle:
+        x = m.linear(m.input(128), "first", 384)
+        for i in range(3):
+            h = m.linear(m.linear(x, f"u{i}", 768).map("relu(a0)"), f"d{i}", 384)
+            x = (m.rms if kind == "rms" else m.layer_norm)(m.p.pointwise("a0 + a1", x, h), f"n{i}")
+        return m.linear(x, "last", 64)
+
+    return build
+
+
 PROGRAMS = {
+    "odd sizes": odd,
+    "parallel": parallel,
+    "post norms": post_norms("rms"),
+    "post layer norms": post_norms("layer"),
     "silu": gated("silu(a0) * a1"),
     "turned": gated("a1 * silu(a0)"),
     "tanh": gated("tanh(a0) + a1"),
