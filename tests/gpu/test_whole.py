@@ -174,7 +174,7 @@ def run(program: Program, values: Mapping[str, Tensor], device: str, **options: 
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     parts = step.parts({name: x.to(dtype).to(device) for name, x in values.items()})
     outs = [next(iter(step(parts).values())).clone() for _ in range(3)]
-    assert all(torch.equal(outs[0], out) for out in outs)
+    assert all(torch.equal(outs[0], out) for out in outs), f"calls differ: {device}, {options}"
     if options.get("megakernel") is True:
         assert step.stats.num_megakernels == 1
         assert step.stats.num_library_ops == 0
