@@ -29,7 +29,10 @@ from distmega.kernels.hopper.batch_fields import (
 )
 from distmega.kernels.hopper.device import fetch, keep
 from distmega.kernels.hopper.loader import load_block, load_tile
+from distmega.kernels.hopper.plan import MAX_MATRICES
 from distmega.kernels.hopper.shapes import TILE_ROWS, UNIT_ROWS
+
+NUM_MATRICES = gl.constexpr(MAX_MATRICES)
 
 
 @gluon.jit
@@ -48,8 +51,8 @@ def load_rows(
                     first = gl.where(unit % 2 == 0, words[LIN_WEIGHT_ROW], words[LIN_PAIR_ROW])
                     row = first + unit // 2 * UNIT_ROWS
                 it = load_tile(
-                    weights0, weights1, weights2, words[PACKED] >> MATRIX_SHIFT, row, k, bufs,
-                    ready, free, it, STAGES, AHEAD,
+                    (weights0, weights1, weights2), words[PACKED] >> MATRIX_SHIFT, row, k, bufs,
+                    ready, free, it, NUM_MATRICES, STAGES, AHEAD,
                 )
     return it
 
