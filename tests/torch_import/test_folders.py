@@ -10,6 +10,7 @@ from torch import nn
 
 import distmega
 from distmega.cli.explain import collect_decode, write_report
+from distmega.cli.main import main
 from distmega.errors import ModelError
 from distmega.models.locate import read_config
 from tests.models.files import save_tokenizer
@@ -63,6 +64,30 @@ def test_a_plan_of_such_a_folder_is_explained(tmp_path: Path):
     texts = dict(write_report(report, full=True))
     assert "attention" in texts["plan"]
     assert "operators of torch" not in texts["plan"]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_the_commands_take_such_folders(num_ranks: int, tmp_path: Path, capsys):
+    model = save_model(tmp_path, "phi")
+    main(
+        ["generate", str(tmp_path), "hi there", "--max-new-tokens", "6", "--max-context", "32",
+         "--tp", str(num_ranks)]
+    )  # fmt: skip
+    text, figures, _ = capsys.readouterr().out.partition("\n[")
+    assert figures
+    source = distmega.open_model(tmp_path)
+    tokenizer = source.tokenizer()
+    prompt = tokenizer.encode("hi there")
+    found = model.generate(
+        torch.tensor([prompt]), max_new_tokens=6, do_sample=False, pad_token_id=0,
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+    )[0, len(prompt) :].tolist()  # fmt: skip
+    assert tokenizer.decode(found).strip() == text.strip()
+    main(["explain", str(tmp_path), "--tp", "2"])
+    explained = capsys.readouterr().out
+    assert "(3 layers) on tp=2" in explained
+    assert "self_attn.q_proj" in explained
 
 
 def test_code_of_a_folder_is_never_run(tmp_path: Path):
