@@ -78,6 +78,8 @@ class _BatchProof:
     queues: BatchQueues
     fused: Sequence[Fused]
     ops: dict[str, Fused] = field(init=False)
+    folded: dict[str, InputNorm | None] = field(default_factory=dict)
+    """Of tensors that linears take without the factor of their norm: the norm."""
     held: dict[tuple[Memory, int], tuple[Content, int]] = field(default_factory=dict)
     """What lies in a place, and number of the instruction, over all steps, that wrote it."""
     received: int = -1
@@ -86,6 +88,12 @@ class _BatchProof:
 
     def __post_init__(self) -> None:
         self.ops = {op.name: op for op in self.fused}
+        for one in self.queues.queues[0]:
+            op = self.ops.get(one.name)
+            if not isinstance(one, BatchLinear | BatchHead) or not one.flags & NORMED:
+                continue
+            if isinstance(op, FusedContraction):
+                self.folded[op.x] = op.norm
 
     def run(self) -> str:
         first = self.queues.queues[0]
@@ -226,16 +234,7 @@ class _BatchProof:
 
     def norm_behind(self, name: str, one: BatchLinear | BatchEmbed) -> InputNorm | None:
         """The norm whose weight the instruction multiplies its result by."""
-        if one.next_norm == NOTHING:
-            return None
-        return next(
-            (
-                op.norm
-                for op in self.fused
-                if isinstance(op, FusedContraction) and op.x == name and op.norm
-            ),
-            None,
-        )
+        return self.folded.get(name) if one.next_norm != NOTHING else None
 
     def pushes(self, one: BatchInstruction) -> Iterator[_Push]:
         """What ranks push to each other, in order."""

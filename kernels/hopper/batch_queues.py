@@ -121,7 +121,7 @@ def apart(fused: Sequence[Fused]) -> Iterator[Fused]:
         (stream,) = op.streams
         for weight, bias, out in zip(stream.weights, stream.biases, op.outs, strict=True):
             alone = WeightStream(weights=(weight,), biases=(bias,))
-            yield replace(op, streams=(alone,), outs=(out,))
+            yield replace(op, name=out, streams=(alone,), outs=(out,))
 
 
 @dataclass(slots=True)

@@ -35,25 +35,30 @@ WIDE, INNER = 256, 640
 
 
 class Maker:
-    """A program of bf16 rows, with weights by name."""
+    """A program of rows, with weights by name."""
 
-    def __init__(self, rows: int) -> None:
-        self.p, self.rows = ProgramBuilder("rows"), rows
+    def __init__(self, rows: int, dtype: str = "bf16") -> None:
+        self.p, self.rows, self.dtype = ProgramBuilder("rows"), rows, dtype
 
     def input(self, columns: int = WIDE) -> Handle:
-        return self.p.input("x", (self.rows, columns), "bf16")
+        return self.p.input("x", (self.rows, columns), self.dtype)
 
     def linear(self, x: Handle, name: str, rows: int, *, bias: bool = False) -> Handle:
-        w = self.p.weight(name, (rows, x.shape[-1]), "bf16")
+        w = self.p.weight(name, (rows, x.shape[-1]), self.dtype)
         return self.p.linear(
-            x, w, self.p.weight(f"{name}.b", (rows,), "bf16") if bias else None, name=f"{name}.y"
+            x,
+            w,
+            self.p.weight(f"{name}.b", (rows,), self.dtype) if bias else None,
+            name=f"{name}.y",
         )
 
     def rms(self, x: Handle, name: str) -> Handle:
-        return self.p.rms_norm(x, self.p.weight(name, x.shape[-1:], "bf16"), EPS, name=f"{name}.y")
+        return self.p.rms_norm(
+            x, self.p.weight(name, x.shape[-1:], self.dtype), EPS, name=f"{name}.y"
+        )
 
     def layer_norm(self, x: Handle, name: str) -> Handle:
-        vectors = (self.p.weight(n, x.shape[-1:], "bf16") for n in (name, f"{name}.b"))
+        vectors = (self.p.weight(n, x.shape[-1:], self.dtype) for n in (name, f"{name}.b"))
         return self.p.layer_norm(x, *vectors, EPS, name=f"{name}.y")
 
 
@@ -131,8 +136,8 @@ def build(program: Program, num_sms: int = 132) -> BatchQueues:
     return build_batch_queues(program, weights, states, num_sms)
 
 
-def program_of(name: str, rows: int = 16) -> Program:
-    m = Maker(rows)
+def program_of(name: str, rows: int = 16, dtype: str = "bf16") -> Program:
+    m = Maker(rows, dtype)
     return m.p.build(PROGRAMS[name](m))
 
 
