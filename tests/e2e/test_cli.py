@@ -61,15 +61,22 @@ def local_answer() -> str:
     return answer(run(*GENERATE, "--tp", "2"))
 
 
-def test_a_local_run_answers_and_gives_its_rate() -> None:
-    def rate() -> float:
-        done = run(*GENERATE)
-        assert answer(done).startswith(" Paris")
-        figures = re.search(r"\[8 tokens after 5 on 1 rank: ([\d.]+) tokens/s", done.stdout)
-        assert figures
-        return float(figures[1])
+def rate_of_a_local_run() -> float:
+    """Tokens a second that it says."""
+    done = run(*GENERATE)
+    assert answer(done).startswith(" Paris")
+    figures = re.search(r"\[8 tokens after 5 on 1 rank: ([\d.]+) tokens/s", done.stdout)
+    assert figures
+    return float(figures[1])
 
-    assert any(rate() >= MIN_TOKENS_PER_S for _ in range(3)), "slow three times"
+
+def test_a_local_run_answers_and_gives_its_rate() -> None:
+    assert rate_of_a_local_run() > 0
+
+
+@pytest.mark.nightly  # the machine has nothing else to do then
+def test_a_local_run_is_not_slow() -> None:
+    assert any(rate_of_a_local_run() >= MIN_TOKENS_PER_S for _ in range(3)), "slow three times"
 
 
 def test_draws_are_the_same_on_every_launcher_and_number_of_ranks() -> None:
@@ -206,14 +213,19 @@ def test_perplexity(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     "arguments", [("smollm2", "--tp", "2"), ("llama-3-70b", "--tp", "8", "--machine", "h200")]
 )
-def test_explain_is_quick_and_complete(arguments: tuple[str, ...]) -> None:
-    start = time.monotonic()
+def test_explain_is_complete(arguments: tuple[str, ...]) -> None:
     done = run("explain", *arguments)
-    assert time.monotonic() - start < 5
     assert done.returncode == 0, done.stderr
     for part in ("all_reduce", "launch", "tasks", "events", "weights:", "us a token"):
         assert part in done.stdout
     assert "torch" not in done.stderr
+
+
+@pytest.mark.nightly  # the machine has nothing else to do then
+def test_explain_is_quick() -> None:
+    start = time.monotonic()
+    run("explain", "llama-3-70b", "--tp", "8", "--machine", "h200")
+    assert time.monotonic() - start < 5
 
 
 def test_explain_does_not_import_torch() -> None:
