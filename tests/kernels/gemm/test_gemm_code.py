@@ -20,7 +20,7 @@ def code_of(tile_n: int = 256, **options: object) -> Machine:
     types: dict[str, object] = dict.fromkeys(("a", "own", "out", "home"), block)
     types |= {"b": descriptor("bf16", (tile_n, 64)), "partials": descriptor("bf16", (64, tile_n))}
     types |= dict.fromkeys(EXTENTS, "i32")
-    types |= dict.fromkeys(("symmetric_buffers", "words"), "*i64")
+    types |= dict.fromkeys(("buffers", "words"), "*i64")
     types |= dict.fromkeys(("arrivals", "counts", "stuck"), "*i32")
     return compile_kernel(matmul_kernel, types, {"spec": spec}, 4, None)
 
