@@ -34,6 +34,7 @@ from tests.kernels.ptx import bare_signals, plain_spins
 from tests.kernels.sm90 import SHARED_BYTES, Machine
 
 CASES = [("smollm2-135m", 2), ("llama-3.2-1b", 4), ("qwen3-8b", 2), ("llama-3-70b", 8)]
+TEAMS = [*CASES[:-1], pytest.param(CASES[-1], marks=pytest.mark.nightly)]
 COMPILED = [("llama-3.2-1b", 2), ("qwen3-8b", 4)]
 
 
@@ -53,7 +54,7 @@ def team_queues(name: str, tp: int) -> list[BatchQueues]:
     ]
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]} tp={case[1]}")
+@pytest.fixture(scope="module", params=TEAMS, ids=lambda case: f"{case[0]} tp={case[1]}")
 def team(request: pytest.FixtureRequest) -> list[BatchQueues]:
     """The queues of each rank."""
     return team_queues(*request.param)

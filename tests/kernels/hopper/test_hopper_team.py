@@ -23,6 +23,7 @@ from distmega.sharding.search.cost import H200
 from tests.kernels.kinds import kind_of, of_kind
 
 CASES = [("smollm2-135m", 2), ("llama-3.2-1b", 4), ("qwen3-8b", 2), ("llama-3-70b", 8)]
+TEAMS = [*CASES[:-1], pytest.param(CASES[-1], marks=pytest.mark.nightly)]
 
 
 def decode_plan(name: str, tp: int, logits: str = "none") -> DecodePlan:
@@ -41,7 +42,7 @@ def team_queues(name: str, tp: int) -> list[RowQueues]:
     ]
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]} tp={case[1]}")
+@pytest.fixture(scope="module", params=TEAMS, ids=lambda case: f"{case[0]} tp={case[1]}")
 def team(request: pytest.FixtureRequest) -> tuple[ModelConfig, list[RowQueues]]:
     """A model and the queues of its ranks."""
     name, tp = request.param
