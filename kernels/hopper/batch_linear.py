@@ -321,7 +321,7 @@ def next_tokens(
 ):
     """[16] tokens with the highest logits over all SMs' parts, of all ranks; the lowest id among
     equals. Those sampled within limits are the same on all ranks already. words, after: see
-    most likely.
+    argmax_of_ranks.
     """
     b = gl.expand_dims(gl.arange(0, BATCH, layout=gl.SliceLayout(1, BY_SM)), 1)
     each = gl.expand_dims(gl.arange(0, MAX_SMS, layout=gl.SliceLayout(0, BY_SM)), 0)

@@ -53,7 +53,7 @@ class _Access:
     """Places of a memory. own: each SM has its own part of them, in the order of its rows."""
 
     memory: Memory
-    ring: range
+    span: range
     content: Content
     own: bool = False
 
@@ -126,8 +126,8 @@ class _BatchProof:
 
     def check_reads(self, one: BatchInstruction, now: int) -> str:
         for read in self.reads(one):
-            for team_rank in read.ring:
-                found, writer = self.held.get((read.memory, team_rank), (None, NOTHING))
+            for number in read.span:
+                found, writer = self.held.get((read.memory, number), (None, NOTHING))
                 if found != read.content or writer >= now:
                     return f"reads {read.content[0]!r} where {found and found[0]!r} lies"
         return ""
@@ -136,15 +136,15 @@ class _BatchProof:
         reads = list(self.reads(one))
         for write in self.writes(one):
             for read in reads:
-                if read.memory == write.memory and _meet(read.ring, write.ring):
-                    inplace = read.own and write.own and read.ring == write.ring
+                if read.memory == write.memory and _meet(read.span, write.span):
+                    inplace = read.own and write.own and read.span == write.span
                     if not inplace:
                         return f"overwrites {read.content[0]!r} while other SMs read it"
-            for team_rank in write.ring:
-                _, writer = self.held.get((write.memory, team_rank), (None, NOTHING))
+            for number in write.span:
+                _, writer = self.held.get((write.memory, number), (None, NOTHING))
                 if writer == now:
                     return f"writes {write.content[0]!r} over another result of its own"
-                self.held[write.memory, team_rank] = write.content, now
+                self.held[write.memory, number] = write.content, now
         return ""
 
     def check_pushes(self, one: BatchInstruction, now: int) -> str:

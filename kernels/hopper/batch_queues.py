@@ -136,14 +136,14 @@ class _Pool:
         """First of `num` elements for a tensor written at `now` and read until `last`: `reused`,
         or what a tensor of the same kind had that nobody reads any more, or behind all.
         """
-        ring = self.known.setdefault((kind, num), [])
-        first = next((one for one in ring if self.last[one] < now), NOTHING)
-        if reused in ring:
+        known = self.known.setdefault((kind, num), [])
+        first = next((one for one in known if self.last[one] < now), NOTHING)
+        if reused in known:
             first = reused
         if first == NOTHING:
             first = self.size
             self.size += num
-            ring.append(first)
+            known.append(first)
         self.last[first] = max(last, now)
         return first
 
@@ -475,8 +475,8 @@ class _BatchBuilder:
             if isinstance(op, FusedContraction) and self.is_made_apart(op.x, op.norm)
         }
         ops = [op for op in self.fused if isinstance(op, FusedContraction | FusedAttention)]
-        sample_inputs = self.choice is not None and is_limited(self.choice.sampler)
-        return 1 + len(ops) + len(made) + int(sample_inputs)
+        samples = self.choice is not None and is_limited(self.choice.sampler)
+        return 1 + len(ops) + len(made) + int(samples)
 
     def parts_name(self, number: int) -> str:
         """The buffer of a sum: of two in turn, or its own for a last one before another step."""

@@ -612,13 +612,13 @@ class _Builder:
             raise unfit(f"{op.name!r}, which takes {name!r} from other SMs")
         return made.kept, False
 
-    def normalised(self, op: FusedContraction, team_rank: int) -> int:
+    def normalised(self, op: FusedContraction, nth: int) -> int:
         """Where each SM keeps its rows of x, which it normalises there: it must have a part of the
         op, and x must be wanted by nobody afterwards.
         """
         x = self.of_x(op)
         units, mine = num_units(x.rows), rows_of(op, self.placed)
-        if x.kept == NOTHING or x.streams != 1 or op.operands or self.is_taken(op.x, team_rank):
+        if x.kept == NOTHING or x.streams != 1 or op.operands or self.is_taken(op.x, nth):
             raise unfit(f"{op.name!r}, which normalises {op.x!r} and others take that")
         if units > MAX_NORMED_UNITS * self.num_sms or any(
             share(x.rows, 1, sm, self.num_sms)[0] < share(x.rows, 1, sm, self.num_sms)[1]

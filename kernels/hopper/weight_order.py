@@ -32,9 +32,7 @@ def order_weights(segment: Program) -> list[Tensor]:
     tables = {op.reads[1].tensor for op in segment.ops if op.kind == "embedding"}
     last = max(columns.values(), default=0) + 1
     order = {**dict.fromkeys(tables, last), **columns}
-    wanted = {
-        name: team_rank for team_rank, name in enumerate(dict.fromkeys(_in_fused_order(segment)))
-    }
+    wanted = {name: nth for nth, name in enumerate(dict.fromkeys(_in_fused_order(segment)))}
     return sorted(
         segment.with_role("weight"),
         key=lambda weight: (order.get(weight.name, 0), wanted.get(weight.name, len(wanted))),
