@@ -19,7 +19,7 @@ from distmega.hostir.lower.join_products import join_products
 from distmega.hostir.lower.lower import lower_program
 from distmega.hostir.lower.pipeline import StagePart, link_stage
 from distmega.hostir.passes.passes import run_passes
-from distmega.kernels.hopper.weight_order import order_weights
+from distmega.kernels.hopper.plan.weight_order import order_weights
 from distmega.kernels.isa.lowering import is_encodable
 from distmega.kernels.megakernel import Megakernel, compile_megakernel
 from distmega.kernels.runtime.arena import ArenaLayout, Space, layout_arena, tensor_space

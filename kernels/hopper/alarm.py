@@ -1,14 +1,14 @@
 """The host's end of bounded waits: sets their limit, hears of the ones given up.
 
 In: the report, the first words of what a kernel polls. Out: the Report of a launch whose waits
-expired. Next on the walk: runner.py.
+expired. Next on the walk: one_row/runner.py.
 """
 
 import torch
 from torch import Tensor
 
 from distmega.kernels.hopper.diagnosis import Report, read_report
-from distmega.kernels.hopper.words import (
+from distmega.kernels.hopper.plan.words import (
     NO_REPORT,
     REPORT_ALARM,
     REPORT_FIRST,

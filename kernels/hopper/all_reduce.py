@@ -9,7 +9,7 @@ launch, which each program counts in device memory: a launch can be captured in 
 
 Buffers have two copies, for launches of odd and even number. Whoever pushes in launch n has ended
 launch n - 1, for which every peer's same program had pushed, and that it did after its launch
-n - 2, in which it read what the copy held. Next on the walk: kernel.py.
+n - 2, in which it read what the copy held. Next on the walk: one_row/kernel.py.
 """
 
 import torch
@@ -19,10 +19,10 @@ from triton.experimental.gluon import language as gl
 
 from distmega.errors import HangError, RequestError
 from distmega.kernels.hopper.alarm import Alarm
-from distmega.kernels.hopper.device import bf16_pair, flagged, high_half, low_half
-from distmega.kernels.hopper.shapes import PER_THREAD, THREADS, TWOS
-from distmega.kernels.hopper.spins import spin_ranks
-from distmega.kernels.hopper.words import REPORT_WORDS
+from distmega.kernels.hopper.plan.words import REPORT_WORDS
+from distmega.kernels.hopper.ptx.device import bf16_pair, flagged, high_half, low_half
+from distmega.kernels.hopper.ptx.shapes import PER_THREAD, THREADS, TWOS
+from distmega.kernels.hopper.ptx.spins import spin_ranks
 from distmega.kernels.runtime.symmetric import Team
 
 CHUNK_WORDS = gl.constexpr(512)
@@ -71,7 +71,7 @@ def reduce_one_shot(
     RANKS: gl.constexpr,
     CHUNKS: gl.constexpr,
 ):
-    """x, out: int32 [num_words], pairs of bf16. report: see spins.py, right before mine. mine:
+    """x, out: int32 [num_words], pairs of bf16. report: see ptx/spins.py, right before mine. mine:
     int64 [2, RANKS, num_words], zeroed before the first launch; peers: `mine` of all ranks. epochs:
     int32, one a program.
     """

@@ -1,17 +1,16 @@
 """Says who waits for what and who owes it, after waits of the decode kernel were given up.
 
-In: the queues of a launch, and the least wait that was given up, as spins.py left it in the report
-at the start of the symmetric buffer. Out: a HangError. The kernel records only a flag, a word and
-an SM; the op, the layer, the rank and the debtor follow from the queues. Torch-free. Next on the
-walk: alarm.py.
+In: the queues of a launch, and the least wait that was given up, as ptx/spins.py left it in the
+report at the start of the symmetric buffer. Out: a HangError. The kernel records only a flag, a
+word and an SM; the op, the layer, the rank and the debtor follow from the queues. Torch-free. Next
+on the walk: alarm.py.
 """
 
 from dataclasses import dataclass
 
 from distmega.errors import HangError
-from distmega.kernels.hopper.accesses import Write, last_row, reads, writes
-from distmega.kernels.hopper.batch_plan import BatchQueues
-from distmega.kernels.hopper.batch_words import (
+from distmega.kernels.hopper.batch_plan.types import BatchQueues
+from distmega.kernels.hopper.batch_plan.words import (
     BATCH,
     BEST_WORDS,
     READY_WORDS,
@@ -19,8 +18,9 @@ from distmega.kernels.hopper.batch_words import (
     BatchNorm,
     BatchSample,
 )
-from distmega.kernels.hopper.plan import RowQueues
-from distmega.kernels.hopper.words import (
+from distmega.kernels.hopper.plan.accesses import Write, last_row, reads, writes
+from distmega.kernels.hopper.plan.types import RowQueues
+from distmega.kernels.hopper.plan.words import (
     UNIT_ROWS,
     Instruction,
     RowAttention,

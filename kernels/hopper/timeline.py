@@ -1,15 +1,15 @@
 """A timeline of decode steps: a track an SM, a span an instruction and what it spends its time on.
 
 In: the queues of a launch and the kernel's stamps. Out: spans for distmega/trace_file.py.
-Torch-free. Next on the walk: kernel.py.
+Torch-free. Next on the walk: one_row/kernel.py.
 """
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from distmega.kernels.hopper.diagnosis import describe
-from distmega.kernels.hopper.plan import RowQueues
-from distmega.kernels.hopper.words import Instruction, RowAttention
+from distmega.kernels.hopper.plan.types import RowQueues
+from distmega.kernels.hopper.plan.words import Instruction, RowAttention
 from distmega.trace_file import Span
 
 Stamps = Sequence[Sequence[Sequence[Sequence[int]]]]

@@ -2,7 +2,7 @@
 
 In: a segment and the arenas on a GPU. Out: its queues, which a rank makes alone, then a runner,
 which the ranks of a team open together. The runner's module is loaded when it is asked for, so that
-the CPU path needs no triton. Next on the walk: hopper/runner.py.
+the CPU path needs no triton. Next on the walk: hopper/one_row/runner.py.
 """
 
 import importlib
@@ -15,11 +15,11 @@ from torch import Tensor
 
 from distmega.errors import UnsupportedError
 from distmega.hostir.run.evaluator import KernelRunner
-from distmega.kernels.hopper.batch_plan import BatchQueues
-from distmega.kernels.hopper.batch_queues import build_batch_queues
-from distmega.kernels.hopper.matrices import count_rows
-from distmega.kernels.hopper.plan import RowQueues
-from distmega.kernels.hopper.queues import build_queues
+from distmega.kernels.hopper.batch_plan.queues import build_batch_queues
+from distmega.kernels.hopper.batch_plan.types import BatchQueues
+from distmega.kernels.hopper.plan.matrices import count_rows
+from distmega.kernels.hopper.plan.queues import build_queues
+from distmega.kernels.hopper.plan.types import RowQueues
 from distmega.kernels.runtime.arena import ArenaLayout
 from distmega.kernels.runtime.gpus import is_hopper, num_sms
 from distmega.kernels.runtime.symmetric import Team
@@ -29,8 +29,8 @@ from distmega.trace_file import Span
 
 Queues = RowQueues | BatchQueues
 
-HOPPER = "distmega.kernels.hopper.runner", "RowRunner"
-HOPPER_BATCH = "distmega.kernels.hopper.batch_runner", "BatchRunner"
+HOPPER = "distmega.kernels.hopper.one_row.runner", "RowRunner"
+HOPPER_BATCH = "distmega.kernels.hopper.batch.runner", "BatchRunner"
 NO_SAMPLE_INPUTS: Mapping[str, Tensor] = MappingProxyType({})
 """For a segment that takes the most likely token."""
 

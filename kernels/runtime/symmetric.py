@@ -5,7 +5,7 @@ every member's part as an address for kernels and as a tensor for copies. Torch'
 allocates it, through CUDA handles or NCCL windows, whichever works on the machine: each opening
 proves that every rank reads what every other wrote. Opening is collective, and nothing collective
 may run beside a persistent kernel, so a rank takes all that it needs as one arena at the start.
-NVLink multicast stays off unless the environment turns it on. Next: hopper/runner.py.
+NVLink multicast stays off unless the environment turns it on. Next: hopper/one_row/runner.py.
 """
 
 import importlib

@@ -2,7 +2,7 @@
 
 In: one rank's local program. Out: a host program of one launch, and the runner of that launch with
 the arenas that hold the program's weights and states. On Hopper GPUs it is the kernel of one row
-(hopper/queues.py) or that of 2 to 16 (hopper/batch_queues.py), on CPUs the interpreter
+(hopper/plan/queues.py) or that of 2 to 16 (hopper/batch_plan/queues.py), on CPUs the interpreter
 (cpu/runner.py). Used by distmega/compiled.py.
 """
 
@@ -28,8 +28,8 @@ from distmega.hostir.ir.nodes import (
 from distmega.hostir.lower.lower import KERNEL_KINDS, Localized, lower_program
 from distmega.hostir.passes.passes import run_passes
 from distmega.kernels.cpu.runner import CpuMegakernel, open_peers
-from distmega.kernels.hopper.batch_plan import BatchQueues
-from distmega.kernels.hopper.weight_order import order_weights
+from distmega.kernels.hopper.batch_plan.types import BatchQueues
+from distmega.kernels.hopper.plan.weight_order import order_weights
 from distmega.kernels.isa.lowering import why_not_encodable
 from distmega.kernels.megakernel import Megakernel, compile_megakernel
 from distmega.kernels.runtime.arena import ArenaLayout, Space, layout_arena

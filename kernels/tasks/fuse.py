@@ -12,7 +12,7 @@ structure of ops and at who uses their results, never at names and never at one 
 - a sum over ranks, and the choice of a token, join the contraction before them;
 - rotations, the norms before them and appends to caches join the attention that they serve.
 
-What no rule takes is an error that names the op. Next on the walk: ../hopper/queues.py.
+What no rule takes is an error that names the op. Next on the walk: ../hopper/plan/queues.py.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

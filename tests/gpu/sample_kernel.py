@@ -3,12 +3,12 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from distmega.kernels.hopper import words
-from distmega.kernels.hopper.batch_limits import sample_within
-from distmega.kernels.hopper.device import fetch, flagged_float
-from distmega.kernels.hopper.fields import SAMPLE_NUM_ROWS, SAMPLE_ROW0, SAMPLED, SRC
-from distmega.kernels.hopper.sample import sample_task, slot_numbers
-from distmega.kernels.hopper.team import most_likely
+from distmega.kernels.hopper.batch.limits import sample_within
+from distmega.kernels.hopper.one_row.sample import sample_task, slot_numbers
+from distmega.kernels.hopper.one_row.team import most_likely
+from distmega.kernels.hopper.plan import words
+from distmega.kernels.hopper.plan.fields import SAMPLE_NUM_ROWS, SAMPLE_ROW0, SAMPLED, SRC
+from distmega.kernels.hopper.ptx.device import fetch, flagged_float
 
 BEST_WORDS = gl.constexpr(words.REPORT_WORDS)
 """Of the exchange: after the report come the SMs' candidates."""

@@ -9,8 +9,8 @@ from distmega.engine.engine import Engine
 from distmega.engine.requests import EngineOptions
 from distmega.errors import HangError
 from distmega.hostir.comm.communicator import SingleCommunicator
-from distmega.kernels.hopper.batch_words import EVENT_WORDS, EVENTS_AT
-from distmega.kernels.hopper.words import RowLinear
+from distmega.kernels.hopper.batch_plan.words import EVENT_WORDS, EVENTS_AT
+from distmega.kernels.hopper.plan.words import RowLinear
 from distmega.models.load import open_model
 from distmega.sharding.layout.mesh import DeviceMesh
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from distmega.hostir.library import sampling as drawing
 from distmega.kernels.hopper.alarm import LOCAL_LIMIT_S, Alarm
-from distmega.kernels.hopper.batch_limits import list_words
-from distmega.kernels.hopper.words import (
+from distmega.kernels.hopper.batch.limits import list_words
+from distmega.kernels.hopper.plan.words import (
     LIMITED,
     MAX_SMS,
     SAMPLE_CHUNK,

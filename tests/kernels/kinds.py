@@ -1,7 +1,7 @@
 """What an instruction of the kernel of one row does, in words that tests of decoders use."""
 
-from distmega.kernels.hopper.plan import RowQueues
-from distmega.kernels.hopper.words import Instruction, RowLinear
+from distmega.kernels.hopper.plan.types import RowQueues
+from distmega.kernels.hopper.plan.words import Instruction, RowLinear
 
 
 def kind_of(queues: RowQueues, one: Instruction) -> str:

@@ -14,7 +14,7 @@ from distmega.engine.predict import predict_us
 from distmega.engine.requests import EngineOptions
 from distmega.errors import PlanError
 from distmega.hostir.comm.communicator import SingleCommunicator
-from distmega.kernels.hopper.queues import build_queues
+from distmega.kernels.hopper.plan.queues import build_queues
 from distmega.models.copied_source import open_copies
 from distmega.models.kv_copies import copy_kv_heads, most_copies
 from distmega.models.load import open_model

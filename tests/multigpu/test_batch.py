@@ -16,7 +16,7 @@ from torch import Tensor
 from distmega.engine.engine import Engine
 from distmega.engine.requests import EngineOptions
 from distmega.hostir.comm.communicator import Communicator, SingleCommunicator
-from distmega.kernels.hopper.batch_words import (
+from distmega.kernels.hopper.batch_plan.words import (
     BATCH,
     EVENT_WORDS,
     EVENTS_AT,

@@ -16,7 +16,7 @@ from distmega.engine.engine import Engine
 from distmega.engine.requests import EngineOptions
 from distmega.errors import HangError
 from distmega.hostir.comm.nccl import NcclCommunicator
-from distmega.kernels.hopper.words import pack
+from distmega.kernels.hopper.plan.words import pack
 from distmega.models.load import open_model
 from distmega.models.sampling import MOST_LIKELY, Sampling
 from tests.multigpu.ranks import ON_GPUS, RanksFailed

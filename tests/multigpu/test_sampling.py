@@ -10,7 +10,7 @@ from torch import Tensor
 from distmega.engine.engine import Engine
 from distmega.hostir.comm.communicator import Communicator, SingleCommunicator
 from distmega.hostir.library import sampling as drawing
-from distmega.kernels.hopper.batch_words import BATCH
+from distmega.kernels.hopper.batch_plan.words import BATCH
 from distmega.models.decoder import Logits
 from distmega.models.sampling import Sampling
 from distmega.sharding.layout.mesh import DeviceMesh

@@ -29,8 +29,8 @@ from distmega.errors import UnsupportedError
 from distmega.hostir.ir.nodes import HostProgram
 from distmega.hostir.ir.text import print_host
 from distmega.hostir.run.host_cost import count_instructions
-from distmega.kernels.hopper.batch_queues import build_batch_queues
-from distmega.kernels.hopper.queues import build_queues
+from distmega.kernels.hopper.batch_plan.queues import build_batch_queues
+from distmega.kernels.hopper.plan.queues import build_queues
 from distmega.kernels.tasks.expand import expand_collectives, team_size
 from distmega.kernels.tasks.graph import build_task_graph
 from distmega.kernels.tasks.tile import tile_segment

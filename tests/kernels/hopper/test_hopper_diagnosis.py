@@ -3,21 +3,21 @@
 import pytest
 
 from distmega.errors import HangError
-from distmega.kernels.hopper.batch_words import PAIRED, BatchLinear
+from distmega.kernels.hopper.batch_plan.words import PAIRED, BatchLinear
 from distmega.kernels.hopper.diagnosis import (
     Report,
     explain_batch_hang,
     explain_hang,
     read_report,
 )
-from distmega.kernels.hopper.plan import RowQueues
-from distmega.kernels.hopper.words import RowAttention, RowLinear
+from distmega.kernels.hopper.plan.types import RowQueues
+from distmega.kernels.hopper.plan.words import RowAttention, RowLinear
 from distmega.models.presets import PRESETS
 from distmega.models.sampling import Method
-from tests.kernels.hopper.test_batch_queues import queues_of as batch_queues_of
-from tests.kernels.hopper.test_hopper_queues import linears, queues_of
-from tests.kernels.hopper.test_hopper_sampling import odd_queues
-from tests.kernels.hopper.test_hopper_team import team_queues
+from tests.kernels.hopper.batch_plan.test_batch_queues import queues_of as batch_queues_of
+from tests.kernels.hopper.plan.test_hopper_queues import linears, queues_of
+from tests.kernels.hopper.plan.test_hopper_sampling import odd_queues
+from tests.kernels.hopper.plan.test_hopper_team import team_queues
 
 QUEUES = queues_of(PRESETS["qwen3-0.6b"])
 LAYERS = PRESETS["qwen3-0.6b"].num_layers

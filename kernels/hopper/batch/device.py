@@ -1,0 +1,101 @@
+"""Events of the batched kernel, and the order in which activations lie.
+
+An event is an int32 counter that every SM counts up once a step. A wait is an acquire by one
+thread and a barrier, bounded as those of ptx/spins.py; a signal is a barrier and a release, both at
+scope gpu.
+
+Activations of 16 columns and 16 sequences are one block of 512 bytes in the order in which a lane
+of m16n8k16 holds its operand: column c of sequence b is element ((b % 8) * 4 + c % 8 // 2) * 8 +
+c // 8 * 4 + b // 8 * 2 + c % 2. So x needs no shared memory on its way into a product. Next on the
+walk: team.py.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.runtime.jit import constexpr_function
+
+from distmega.kernels.gluon_compat import cta_barrier
+from distmega.kernels.hopper.batch_plan.fields import (
+    BATCH,
+    BLOCK,
+    EVENT_WORDS,
+    EVENTS_AT,
+    HALF_CHUNK,
+    X_BLOCKS,
+)
+from distmega.kernels.hopper.ptx.shapes import NUM_WARPS, PER_THREAD, SLICE_K, THREADS, X_DOT
+from distmega.kernels.hopper.ptx.spins import accuse, look, look_registers
+
+
+@constexpr_function
+def wait_asm() -> str:
+    """PTX for inline_asm_elementwise. Operands: counter, target, whether this thread waits, the
+    report, the event, and the flag that a wait is reported with.
+    """
+    lines = [
+        "{",
+        ".reg .pred mine;",
+        ".reg .b32 v;",
+        *look_registers(),
+        "mov.b32 $0, 0;",
+        "mov.u32 polls, 0;",
+        "setp.ne.s32 mine, $3, 0;",
+        "@!mine bra DONE;",
+        "SPIN:",
+        "ld.acquire.gpu.global.s32 v, [$1];",
+        "sub.s32 v, v, $2;",
+        "setp.lt.s32 again, v, 0;",
+        "@!again bra DONE;",
+        *look("$4", "SPIN"),
+        "mov.b32 word, $5;",
+        "neg.s32 found, v;",
+        "min.s32 found, found, 255;",
+        *accuse("$4", "$6"),
+        "DONE:",
+        "}",
+    ]
+    return "\n".join(lines)
+
+
+@gluon.jit
+def wait_event(events, event, target, flag, RANKS: gl.constexpr):
+    """Until the counter of `event` has reached `target`, or the limit; then all threads see what
+    came before. events: see batch_words.EVENTS_AT. flag: of the instruction that waits, which
+    stands in the report instead of the target where waits for flagged words of other ranks do too.
+    """
+    threads = gl.arange(0, THREADS, layout=PER_THREAD)
+    counter = events + 2 * EVENTS_AT + event * EVENT_WORDS + threads * 0
+    awaited = flag if RANKS > 1 else target
+    gl.inline_asm_elementwise(
+        wait_asm(),
+        "=&r,l,r,r,l,r,r",
+        [counter, target, (threads == 0).to(gl.int32), events, event, awaited],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+    cta_barrier()
+
+
+@gluon.jit
+def signal_event(events, event):
+    """Counts the event up after all stores of this partition."""
+    cta_barrier()
+    gl.atomic_add(events + 2 * EVENTS_AT + event * EVENT_WORDS, 1, sem="release", scope="gpu")
+
+
+@gluon.jit
+def pair_index(column, b):
+    """Place of columns (column, column + 1), the first even, of sequence b, in int32 words."""
+    lane = (b % 8) * 4 + column % 8 // 2
+    return column // 16 * (BLOCK // 2) + lane * 4 + column % 16 // 8 * 2 + b // 8
+
+
+@gluon.jit
+def load_x(x, chunk, half: gl.constexpr):
+    """Columns 512 * half on of chunk `chunk` of x, [8 warps, 16, 64], as an operand."""
+    at = x + (chunk * 2 + half) * HALF_CHUNK + gl.arange(0, HALF_CHUNK, layout=X_BLOCKS)
+    loaded = gl.load(at, cache_modifier=".cg")
+    split = gl.reshape(loaded, [NUM_WARPS, 4, 8, 4, 2, 2, 2])
+    ordered = gl.permute(split, [0, 5, 2, 1, 4, 3, 6])
+    return gl.convert_layout(gl.reshape(ordered, [NUM_WARPS, BATCH, SLICE_K]), X_DOT)

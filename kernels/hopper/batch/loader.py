@@ -1,0 +1,118 @@
+"""The loader warp of the batched kernel: keeps the ring full, ahead of every dependency.
+
+In: the queue, descriptors of the weight arena and of the KV cache, positions. Out: ring slots in
+the order in which the tasks of linear.py and attention.py take them. The only wait
+besides free slots is for the start of a step, before its first cached keys are read. Next on the
+walk: linear.py.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from distmega.kernels.hopper.batch.attention import blocks_of, count_blocks, first_piece
+from distmega.kernels.hopper.batch_plan.fields import (
+    ATT_K_ROW,
+    ATT_V_ROW,
+    ATT_WINDOW,
+    GROUP_UNITS,
+    LIN_NUM_TILES_K,
+    LIN_PAIR_ROW,
+    LIN_WEIGHT_ROW,
+    MATRIX_SHIFT,
+    MAX_EPILOGUES,
+    NUM_UNITS,
+    OP_ATTENTION,
+    OPCODE,
+    PACKED,
+    PAIRED,
+)
+from distmega.kernels.hopper.one_row.loader import load_block, load_tile
+from distmega.kernels.hopper.plan.types import MAX_MATRICES
+from distmega.kernels.hopper.ptx.device import fetch, keep
+from distmega.kernels.hopper.ptx.shapes import TILE_ROWS, UNIT_ROWS
+
+NUM_MATRICES = gl.constexpr(MAX_MATRICES)
+
+
+@gluon.jit
+def load_rows(
+    words, weights0, weights1, weights2, bufs, ready, free, it, STAGES: gl.constexpr,
+    AHEAD: gl.constexpr,
+):
+    """The rows of a linear task: groups of units, each group tile by tile along k."""
+    num_units = words[NUM_UNITS]
+    for group in range(0, keep(num_units), GROUP_UNITS):
+        stop = gl.minimum(group + GROUP_UNITS, num_units)
+        for k in range(keep(words[LIN_NUM_TILES_K])):
+            for unit in range(keep(group), keep(stop)):
+                row = words[LIN_WEIGHT_ROW] + unit * UNIT_ROWS
+                if (words[PACKED] & PAIRED) != 0:
+                    first = gl.where(unit % 2 == 0, words[LIN_WEIGHT_ROW], words[LIN_PAIR_ROW])
+                    row = first + unit // 2 * UNIT_ROWS
+                it = load_tile(
+                    (weights0, weights1, weights2), words[PACKED] >> MATRIX_SHIFT, row, k, bufs,
+                    ready, free, it, NUM_MATRICES, STAGES, AHEAD,
+                )
+    return it
+
+
+@gluon.jit
+def load_share(
+    words, cache, state, batch, step, sm, num_sms, max_context, bufs, ready, free, it,
+    KVH: gl.constexpr, PARTS: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr,
+    AHEAD: gl.constexpr,
+):
+    """The cached blocks of this SM's share, keys and values of a block in turn."""
+    window = words[ATT_WINDOW]
+    HEADS: gl.constexpr = KVH * PARTS
+    total = count_blocks(state, batch, step, window, HEADS)
+    sequence, head, block, left, _ = first_piece(
+        state, batch, step, window, total, sm, num_sms, HEADS
+    )
+    while left > 0:
+        first, num_blocks = blocks_of(state, sequence, step, window)
+        num = gl.minimum(left, num_blocks - block)
+        row0 = (sequence * KVH + head // PARTS) * max_context
+        for i in range(keep(first + block), keep(first + block + num)):
+            row = row0 + i * TILE_ROWS
+            it = load_block(
+                cache, words[ATT_K_ROW] + row, bufs, ready, free, it, HALVES, STAGES, AHEAD
+            )
+            it = load_block(
+                cache, words[ATT_V_ROW] + row, bufs, ready, free, it, HALVES, STAGES, AHEAD
+            )
+        left -= num
+        block = 0
+        is_next = head + 1 == HEADS
+        sequence = gl.where(is_next, sequence + 1, sequence)
+        head = gl.where(is_next, 0, head + 1)
+    return it
+
+
+@gluon.jit
+def loader(
+    weights0, weights1, weights2, cache, queue, num_instructions, num_steps, state, batch, num_sms,
+    max_context, bufs, ready, free, step_bar, ATTENDS: gl.constexpr, KVH: gl.constexpr,
+    PARTS: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
+):
+    """Partition of one warp. ATTENDS: whether the segment has attention. HALVES: ring slots
+    a block of keys takes (head dim / 64).
+    """
+    sm = gl.program_id(0)
+    it = 0
+    words = fetch(queue, 0)
+    for step in range(num_steps):
+        for i in range(num_instructions):
+            ahead = fetch(queue, gl.where(i + 1 == num_instructions, 0, i + 1))
+            if ATTENDS and words[OPCODE] == OP_ATTENTION:
+                mbarrier.wait(step_bar.index(0), step & 1)
+                it = load_share(
+                    words, cache, state, batch, step, sm, num_sms, max_context, bufs, ready, free,
+                    it, KVH, PARTS, HALVES, STAGES, AHEAD,
+                )
+            elif words[OPCODE] < MAX_EPILOGUES:
+                it = load_rows(
+                    words, weights0, weights1, weights2, bufs, ready, free, it, STAGES, AHEAD
+                )
+            words = ahead

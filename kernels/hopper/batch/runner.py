@@ -1,0 +1,304 @@
+"""Runs the kernel of 2 to 16 rows on a GPU: the queues, buffers and launches of one segment.
+
+In: a segment of up to 16 sequences or rows, the arenas of weights and states on the GPU. Out: a
+SteppingRunner, as one_row/runner.py's for one row. Next on the walk: kernel.py.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from distmega.errors import RequestError, argument
+from distmega.kernels.hopper.alarm import LOCAL_LIMIT_S, Alarm
+from distmega.kernels.hopper.batch import kernel
+from distmega.kernels.hopper.batch.limits import list_words
+from distmega.kernels.hopper.batch_plan.proof import CHUNK
+from distmega.kernels.hopper.batch_plan.types import BatchQueues
+from distmega.kernels.hopper.batch_plan.words import (
+    BATCH,
+    EVENT_WORDS,
+    EVENTS_AT,
+    PARTIAL_EXTRA,
+    SEEDS_AT,
+    SETTINGS,
+    SETTINGS_AT,
+    STATE_EPOCH,
+    STATE_POSITIONS,
+    STATE_WORDS,
+    pack,
+)
+from distmega.kernels.hopper.diagnosis import explain_batch_hang
+from distmega.kernels.hopper.one_row.runner import (
+    CACHE_ROWS,
+    LOG2_E,
+    MAX_STEPS,
+    choice_of,
+    describe,
+    describe_cache,
+    open_symmetric,
+    padded_head_rows,
+    require_steps,
+)
+from distmega.kernels.hopper.plan.types import MAX_QUERIES
+from distmega.kernels.hopper.plan.words import MAX_SMS, NO_CHOICE, WORDS
+from distmega.kernels.runtime.arena import ArenaLayout
+from distmega.kernels.runtime.memory import arena_views
+from distmega.kernels.runtime.relaunch import Launcher
+from distmega.kernels.runtime.runners import NO_SAMPLE_INPUTS
+from distmega.kernels.runtime.symmetric import Team
+from distmega.program.types import Program
+from distmega.trace_file import Span
+
+STAGES = 12
+"""Ring slots: what fits beside the sums of four units."""
+AHEAD = 4
+"""Loads under way at a time, at most."""
+
+
+class BatchRunner:
+    """The kernel of 2 to 16 rows bound to the memory of one GPU."""
+
+    replays = True
+
+    def __init__(
+        self,
+        segment: Program,
+        queues: BatchQueues,
+        *,
+        weights: ArenaLayout,
+        weights_arena: Tensor,
+        state_arena: Tensor,
+        team: Team | None = None,
+        timeout_s: float = LOCAL_LIMIT_S,
+    ) -> None:
+        """As RowRunner."""
+        device = weights_arena.device
+        team_rank = team.team_rank if team else 0
+        self.segment, self.queues, shape = segment, queues, queues.attention
+        self._words = _encode(queues).to(device)
+        views = arena_views(weights, weights_arena)
+        unused = torch.zeros(16, device=device)
+        self._rope = views[queues.rope_table] if queues.rope_table else unused
+        self._embed = views[queues.embed] if queues.tokens else unused.bfloat16()
+        self._vectors = weights_arena.view(torch.bfloat16)
+        self._head_dim = shape.head_dim if shape else 64
+        self._cache = state_arena.view(torch.bfloat16)
+        if shape is None:
+            self._cache = torch.zeros(CACHE_ROWS, self._head_dim, dtype=torch.bfloat16).to(device)
+        descriptors = [describe(weights_arena, matrix) for matrix in queues.matrices]
+        self._weights = [descriptors[min(i, len(descriptors) - 1)] for i in range(3)]
+        self._cache_tiles = describe_cache(self._cache, self._head_dim)
+        num_sms = len(queues.queues)
+
+        def zeros(*extents: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.zeros(extents, dtype=dtype, device=device)
+
+        self._team = team
+        self._memory, symmetric_buffers = open_symmetric(_num_words(queues), team, device)
+        self._report = symmetric_buffers[team_rank].view(torch.int32)
+        self._peers = symmetric_buffers if team else None
+        limit_s = timeout_s if team else min(timeout_s, LOCAL_LIMIT_S)
+        self._alarm = Alarm(symmetric_buffers[team_rank], limit_s)
+        self._acts = zeros(queues.num_chunks * CHUNK // 2, dtype=torch.int32)
+        self._numbers = zeros(max(queues.num_numbers, 1))
+        self._own_logits = zeros(BATCH, max(queues.logit_rows, 1))
+        self.logits = self._own_logits
+        if queues.gathers:
+            self.logits = _view_logits(queues, symmetric_buffers[team_rank])
+        self._sums = zeros(max(queues.num_slots, 1), BATCH, MAX_SMS)
+        self._bests = zeros(BATCH, MAX_SMS)
+        self._best_rows = zeros(BATCH, MAX_SMS, dtype=torch.int32)
+        self._partials = zeros(num_sms * 2, MAX_QUERIES * self._head_dim + PARTIAL_EXTRA)
+        heads = shape.num_kv_heads * shape.num_parts if shape else 1
+        self._arrivals = zeros(BATCH * heads, dtype=torch.int32)
+        self._state = zeros(STATE_WORDS, dtype=torch.int32)
+        self._tokens = zeros(MAX_STEPS, BATCH, dtype=torch.int32)
+        self._num_sequences = queues.batch
+        self._decode = self._launcher()
+
+    def launch(self, tensors: Mapping[str, Tensor]) -> None:
+        """One step; `tensors` are segment_args of the segment by name, outputs are written."""
+        queues = self.queues
+        self._num_sequences = queues.batch
+        if queues.tokens:
+            self._set_tokens(tensors[queues.tokens])
+        else:
+            self._embed = tensors[queues.embed]
+        if queues.positions:
+            self._set_positions(tensors[queues.positions])
+        self._set_sampling(tensors)
+        self._run(1)
+        for kept in queues.outputs:
+            values = self._numbers[kept.first : kept.first + BATCH * kept.num]
+            out = tensors[kept.tensor].view(queues.batch, kept.num)
+            out.copy_(values.view(BATCH, kept.num)[: queues.batch])
+        if queues.token:
+            tensors[queues.token].copy_(self._tokens[0, : queues.batch])
+        if queues.logits in self.segment.outputs:
+            self._write_logits(tensors[queues.logits])
+
+    def _write_logits(self, out: Tensor) -> None:
+        """[batch, vocab] of all ranks."""
+        queues = self.queues
+        found = self.logits[: queues.batch]
+        if self._team is None or queues.gathers:
+            out.copy_(found)
+        else:
+            padding = queues.vocab - queues.logit_rows
+            self._team.gather(pad(found[:, : queues.logit_rows], (0, padding)).to(out.dtype), out)
+
+    def start(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        sample_inputs: Mapping[str, Tensor] = NO_SAMPLE_INPUTS,
+    ) -> None:
+        """The next step appends a token to each of the first sequences, at its position. draws:
+        the segment's inputs that say how tokens are sampled, a row a sequence, if it samples.
+        """
+        self._set_sampling(sample_inputs)
+        device = self._state.device
+        self._num_sequences = len(tokens)
+        self._set_tokens(torch.tensor(tokens, device=device))
+        self._set_positions(torch.tensor(positions, device=device))
+
+    def _set_sampling(self, tensors: Mapping[str, Tensor]) -> None:
+        if sampler := self.queues.sampler:
+            num, size = tensors[sampler.sampling].shape
+            seeds = self._report[2 * SEEDS_AT : 2 * SETTINGS_AT].view(torch.int64)
+            seeds[:num].copy_(tensors[sampler.seeds])
+            settings = self._report[2 * SETTINGS_AT :][: BATCH * SETTINGS].view(torch.float32)
+            settings.view(BATCH, SETTINGS)[:num, :size].copy_(tensors[sampler.sampling])
+
+    def decode(self, num_steps: int) -> Tensor:
+        """Runs steps after those before; their tokens, int32 [num_steps, sequences], on the GPU
+        until the next call. The caller sees to it that the caches have room.
+        """
+        require_steps(num_steps)
+        self._run(num_steps)
+        return self._tokens[:num_steps, : self._num_sequences]
+
+    def trace(self, num_steps: int) -> list[Span]:
+        """RequestError: this kernel takes no stamps."""
+        raise RequestError(
+            "a trace of several sequences",
+            expected="a batch of one",
+            remedy=f"trace with {argument('batch')} 1",
+        )
+
+    def raise_hang(self) -> None:
+        """As RowRunner's; events and arrivals are what they ought to be after it."""
+        if report := self._alarm.take():
+            events = self._report[2 * EVENTS_AT : 2 * self.queues.first_word]
+            epoch, num_sms = self._state[STATE_EPOCH], len(self.queues.queues)
+            events.view(-1, EVENT_WORDS)[:, 0] = epoch * num_sms
+            self._arrivals.zero_()
+            team_rank = self._team.team_rank if self._team else 0
+            raise explain_batch_hang(self.queues, report, self._alarm.limit_s, team_rank)
+
+    def _set_tokens(self, tokens: Tensor) -> None:
+        """Puts the tokens where the kernel looks for those of the step before."""
+        self._bests.fill_(-math.inf)
+        self._bests[:, 0] = 0.0
+        first_id = 0 if self.queues.gathers else self.queues.first_id
+        self._best_rows[: len(tokens), 0] = (tokens - first_id).to(torch.int32)
+
+    def _set_positions(self, positions: Tensor) -> None:
+        first = STATE_POSITIONS
+        self._state[first : first + len(positions)] = positions.to(torch.int32)
+
+    def prepare(self) -> None:
+        """See SteppingRunner."""
+        self._decode.prepare(*self._arguments(1))
+
+    def _run(self, num_steps: int) -> None:
+        self.raise_hang()
+        self._decode(*self._arguments(num_steps))
+
+    def _arguments(self, num_steps: int) -> tuple[object, ...]:
+        """Of a launch, but for constants."""
+        queues, shape = self.queues, self.queues.attention
+        return (
+            *self._weights,
+            self._cache_tiles,
+            self._words,
+            self._words.shape[1],
+            num_steps,
+            self._state,
+            self._num_sequences,
+            len(queues.queues),
+            shape.max_context if shape else 0,
+            self._tokens,
+            self._report,
+            self._acts,
+            self._numbers,
+            self._own_logits,
+            self._sums,
+            self._bests,
+            self._best_rows,
+            self._partials,
+            self._arrivals,
+            self._vectors,
+            self._embed,
+            self._cache,
+            self._rope,
+            queues.eps,
+            (shape.scale if shape else 1.0) * LOG2_E,
+            queues.first_list,
+            self._peers,
+        )
+
+    def _launcher(self) -> Launcher:
+        queues, shape = self.queues, self.queues.attention
+        constants = {
+            "D": self._head_dim,
+            "G": shape.num_queries if shape else 1,
+            "H": shape.num_heads if shape else 1,
+            "KVH": shape.num_kv_heads if shape else 1,
+            "PARTS": shape.num_parts if shape else 1,
+            "QK_NORM": shape.qk_norm if shape else False,
+            "ROTATED": shape.rotated if shape else False,
+            "ATTENDS": shape is not None,
+            "NORMS": queues.normalises,
+            "LOOKS_UP": queues.tokens != "",
+            "EPILOGUES": queues.epilogues,
+            "CHOICE": choice_of(queues.sampler) if queues.token else NO_CHOICE,
+            "HEAD_ROWS": padded_head_rows(queues.head_rows),
+            "RANKS": queues.num_ranks,
+            "STAGES": STAGES,
+            "AHEAD": AHEAD,
+        }
+        return Launcher(
+            kernel.decode_batch,
+            len(queues.queues),
+            constants,
+            num_warps=8,
+            launch_cooperative_grid=True,
+            enable_fp_fusion=True,
+        )
+
+
+def _num_words(queues: BatchQueues) -> int:
+    """64-bit words of the report, the events, the lists of samples within limits, and what ranks
+    exchange.
+    """
+    lists = BATCH * list_words(queues.num_tokens) if queues.is_limited else 0
+    return queues.first_list + lists
+
+
+def _view_logits(queues: BatchQueues, symmetric: Tensor) -> Tensor:
+    """[16, tokens] of all ranks, in the symmetric buffer of one of them."""
+    (buffer,) = (one for one in queues.buffers if one.name == "logits")
+    logits = symmetric[buffer.first :].view(torch.float32)
+    return logits[: BATCH * queues.num_tokens].view(BATCH, queues.num_tokens)
+
+
+def _encode(queues: BatchQueues) -> Tensor:
+    """Words [num_sms, instructions, WORDS], int32."""
+    rows = [list(map(pack, queue)) for queue in queues.queues]
+    words = torch.tensor(rows, dtype=torch.int32)
+    assert words.shape[2] == WORDS
+    return words

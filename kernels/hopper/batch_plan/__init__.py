@@ -1,0 +1,6 @@
+"""Queues of the kernel of 2 to 16 rows.
+
+Fused ops and the layouts of arenas come in; a BatchQueues goes out: the same instructions for every
+SM, each for its own rows, as words.py lays them into device words, proven by proof.py. Start at
+queues.py; fields.py has the words as constants of kernels and alone needs triton.
+"""

@@ -1,0 +1,131 @@
+"""The places of words.py as constants that kernels can read, and the batched kernel's
+layouts. Next on the walk: batch/device.py.
+"""
+
+from triton.experimental.gluon import language as gl
+
+from distmega.kernels.hopper.batch_plan import words as batch_words
+from distmega.kernels.hopper.batch_plan.words import (
+    FIELD_WORDS,
+    BatchAttention,
+    BatchEmbed,
+    BatchHead,
+    BatchInstruction,
+    BatchLinear,
+    BatchNorm,
+    BatchOpcode,
+)
+from distmega.kernels.hopper.plan import words
+
+
+def _word(kind: type[BatchInstruction], name: str) -> gl.constexpr:
+    return gl.constexpr(FIELD_WORDS[kind][name])
+
+
+BATCH = gl.constexpr(batch_words.BATCH)
+BLOCK = gl.constexpr(batch_words.BLOCK)
+MAX_SMS = gl.constexpr(words.MAX_SMS)
+EVENT_WORDS = gl.constexpr(batch_words.EVENT_WORDS)
+GROUP_UNITS = gl.constexpr(batch_words.GROUP_UNITS)
+BEST_WORDS = gl.constexpr(batch_words.BEST_WORDS)
+READY_WORDS = gl.constexpr(batch_words.READY_WORDS)
+PARTIAL_EXTRA = gl.constexpr(batch_words.PARTIAL_EXTRA)
+SETTINGS = gl.constexpr(batch_words.SETTINGS)
+SEEDS_AT = gl.constexpr(batch_words.SEEDS_AT)
+SETTINGS_AT = gl.constexpr(batch_words.SETTINGS_AT)
+EVENTS_AT = gl.constexpr(batch_words.EVENTS_AT)
+STATE_EPOCH = gl.constexpr(batch_words.STATE_EPOCH)
+STATE_POSITIONS = gl.constexpr(batch_words.STATE_POSITIONS)
+
+MAX_EPILOGUES = gl.constexpr(words.MAX_EPILOGUES)
+NO_CHOICE = gl.constexpr(words.NO_CHOICE)
+NORMED = gl.constexpr(batch_words.NORMED)
+PAIRED = gl.constexpr(batch_words.PAIRED)
+IN_SHIFT = gl.constexpr(batch_words.IN_SHIFT)
+CARRY_SHIFT = gl.constexpr(batch_words.CARRY_SHIFT)
+BLOCK_MASK = gl.constexpr(batch_words.BLOCK_MASK)
+BLOCK_NUMBERS = gl.constexpr(batch_words.BATCH * batch_words.NUMBERS)
+"""float32 elements of a block of numbers."""
+LENGTH_SHIFT = gl.constexpr(batch_words.LENGTH_SHIFT)
+MATRIX_SHIFT = gl.constexpr(batch_words.MATRIX_SHIFT)
+SLOT_MASK = gl.constexpr(batch_words.SLOT_MASK)
+LENGTH_MASK = gl.constexpr(batch_words.LENGTH_MASK)
+NORM_PLAIN = gl.constexpr(batch_words.NORM_KINDS.index("none"))
+NORM_LAYER = gl.constexpr(batch_words.NORM_KINDS.index("layer_norm"))
+
+OP_EMBED = gl.constexpr(int(BatchOpcode.EMBED))
+OP_ATTENTION = gl.constexpr(int(BatchOpcode.ATTENTION))
+OP_SAMPLE = gl.constexpr(int(BatchOpcode.SAMPLE))
+OP_NORM = gl.constexpr(int(BatchOpcode.NORM))
+
+OPCODE = _word(BatchLinear, "opcode")
+NUM_ROWS = _word(BatchLinear, "num_rows")
+DST = _word(BatchLinear, "dst")
+SRC = _word(BatchLinear, "src")
+PACKED = _word(BatchLinear, "packed")
+NUM_UNITS = _word(BatchLinear, "num_units")
+LIN_WEIGHT_ROW = _word(BatchLinear, "weight_row")
+LIN_PAIR_ROW = _word(BatchLinear, "pair_row")
+LIN_NUM_TILES_K = _word(BatchLinear, "num_tiles_k")
+LIN_NEXT_NORM = _word(BatchLinear, "next_norm")
+LIN_BIAS = _word(BatchLinear, "bias")
+LIN_ROW0 = _word(BatchLinear, "row0")
+LIN_NUMBERS = _word(BatchLinear, "numbers")
+LIN_CARRY2 = _word(BatchLinear, "carry2")
+PARTS_AT = _word(BatchLinear, "parts")
+OWN_PART = _word(BatchLinear, "own_part")
+EMB_FIRST_TOKEN = _word(BatchEmbed, "first_token")
+EMB_NUM_TOKENS = _word(BatchEmbed, "num_tokens")
+EMB_FIRST_COLUMN = _word(BatchEmbed, "first_column")
+EMB_NUM_COLUMNS = _word(BatchEmbed, "num_columns")
+EMB_FIRST_ID = _word(BatchEmbed, "first_id")
+EMB_BEST = _word(BatchEmbed, "best")
+HEAD_FIRST_ID = _word(BatchHead, "first_id")
+HEAD_TEAM_RANK = _word(BatchHead, "team_rank")
+HEAD_NUM_TOKENS = _word(BatchHead, "num_tokens")
+ALL_LOGITS = _word(BatchHead, "logits")
+ALL_ROW_MAXIMA = _word(BatchHead, "row_maxima")
+READY_FLAGS = _word(BatchHead, "ready_flags")
+ATT_K_ROW = _word(BatchAttention, "k_row")
+ATT_V_ROW = _word(BatchAttention, "v_row")
+ATT_WINDOW = _word(BatchAttention, "window")
+ATT_Q_NORM = _word(BatchAttention, "q_norm")
+ATT_K_NORM = _word(BatchAttention, "k_norm")
+NORM_WEIGHT = _word(BatchNorm, "weight")
+NORM_BIAS = _word(BatchNorm, "bias")
+NORM_KEEP = _word(BatchNorm, "keep")
+NORM_KIND = _word(BatchNorm, "kind")
+
+HALF_CHUNK = gl.constexpr(512 * batch_words.BATCH)
+"""Elements of 512 columns of x."""
+X_BLOCKS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[1], [2], [4], [256], [512]],
+        lane_bases=[[8], [16], [32], [64], [128]],
+        warp_bases=[[1024], [2048], [4096]],
+        block_bases=[],
+        shape=[8192],
+    )
+)
+"""[8192]: x as a product takes it, 64 columns a warp, four loads of 16 bytes a thread."""
+ROUND_UNITS = gl.constexpr(4)
+"""Units whose sums pass through shared memory together."""
+COLUMNS = gl.constexpr(128)
+"""Outputs of a unit: 16 sequences by 8 rows."""
+PARTS = gl.constexpr(gl.BlockedLayout([8, 2], [1, 32], [4, 2], [1, 0]))
+"""[4 units * 8 warps, 128]: each thread sums two outputs over all warps."""
+ROUND = gl.constexpr(gl.BlockedLayout([1, 2], [1, 32], [4, 2], [1, 0]))
+"""[4 units, 128]: two rows of one sequence a thread."""
+ROUND_COLUMNS = gl.constexpr(gl.SliceLayout(0, ROUND.value))
+PAIRS = gl.constexpr(gl.BlockedLayout([1, 1], [1, 32], [4, 2], [1, 0]))
+"""[4 units, 64]: what two neighbouring rows become when they are packed."""
+GATE_UP = gl.constexpr(gl.BlockedLayout([1, 2, 2], [1, 32, 1], [2, 2, 2], [2, 1, 0]))
+"""[2, 128, gate or up]."""
+GATE_PAIRS = gl.constexpr(gl.BlockedLayout([1, 1], [1, 32], [2, 4], [1, 0]))
+"""[2, 64]."""
+BY_SM = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0]))
+"""[16 sequences, 256 SMs]."""
+NORM_COLUMNS = gl.constexpr(gl.BlockedLayout([4], [32], [8], [0]))
+"""[1024] columns of a row."""
+NORM_PAIRS = gl.constexpr(gl.BlockedLayout([2], [32], [8], [0]))
+"""[512]: what two neighbours become when they are packed."""

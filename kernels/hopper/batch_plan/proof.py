@@ -1,0 +1,284 @@
+"""Proof that the kernel of 2 to 16 rows reads what it should and overwrites nothing too early.
+
+In: its queues, and the fused ops that they are for. Out: nothing, or the first hazard in words. All
+SMs of a rank are in one instruction at a time, since each waits for the event of the one before: so
+a read is right if the op that gives the tensor wrote its place last, in an instruction before; and
+a write is safe unless other SMs read or write there in the same instruction. Two steps are looked
+at, the second of which stands for all that follow.
+
+Ranks are joined by what they receive from all others: a rank that has received something in an
+instruction knows that its peers had begun that one, hence that all of their SMs were done with
+those before. What a rank pushes may take the place of what its peers read in an instruction before
+such a one. Next on the walk: batch/runner.py.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from distmega.kernels.hopper.batch_plan.types import BatchEpilogue, BatchQueues
+from distmega.kernels.hopper.batch_plan.words import (
+    BATCH,
+    NORMED,
+    NUMBERS,
+    PAIRED,
+    BatchAttention,
+    BatchEmbed,
+    BatchHead,
+    BatchInstruction,
+    BatchLinear,
+    BatchNorm,
+    BatchSample,
+)
+from distmega.kernels.hopper.plan.words import NOTHING, TILE_K, UNIT_ROWS
+from distmega.kernels.tasks.fuse import (
+    Fused,
+    FusedAttention,
+    FusedContraction,
+    FusedEmbedding,
+    InputNorm,
+)
+
+NUM_STEPS = 2
+CHUNK = TILE_K * BATCH
+"""Elements of 1024 columns of x."""
+
+Memory = str
+"""Of "x", in chunks of activations; "kept", in blocks of numbers; "squares"; "exchanged" words."""
+Content = tuple[str, InputNorm | None, bool]
+"""A tensor, its norm, and whether that lacks its factor."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Access:
+    """Places of a memory. own: each SM has its own part of them, in the order of its rows."""
+
+    memory: Memory
+    span: range
+    content: Content
+    own: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Push:
+    """Words that every rank gets from all, read in the same instruction; reads_first: only after
+    it has received something else from all.
+    """
+
+    words: range
+    reads_first: bool = False
+
+
+def find_batch_hazard(queues: BatchQueues, fused: Sequence[Fused]) -> str:
+    """The first hazard, "" if there is none."""
+    return _BatchProof(queues, fused).run()
+
+
+@dataclass(slots=True)
+class _BatchProof:
+    queues: BatchQueues
+    fused: Sequence[Fused]
+    ops: dict[str, Fused] = field(init=False)
+    folded: dict[str, InputNorm | None] = field(default_factory=dict)
+    """Of tensors that linears take without the factor of their norm: the norm."""
+    held: dict[tuple[Memory, int], tuple[Content, int]] = field(default_factory=dict)
+    """What lies in a place, and number of the instruction, over all steps, that wrote it."""
+    received: int = -1
+    """The last instruction in which all ranks were heard."""
+    pushed: list[tuple[range, int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.ops = {op.name: op for op in self.fused}
+        for one in self.queues.queues[0]:
+            op = self.ops.get(one.name)
+            if not isinstance(one, BatchLinear | BatchHead) or not one.flags & NORMED:
+                continue
+            if isinstance(op, FusedContraction):
+                self.folded[op.x] = op.norm
+
+    def run(self) -> str:
+        first = self.queues.queues[0]
+        for i in range(len(first)):
+            if hazard := self.check_parts(i):
+                return hazard
+        for now in range(NUM_STEPS * len(first)):
+            one = first[now % len(first)]
+            hazard = self.check_reads(one, now) or self.check_writes(one, now)
+            hazard = hazard or self.check_pushes(one, now)
+            if hazard:
+                return f"{one.name!r}, instruction {now % len(first)}, {hazard}"
+        return ""
+
+    def check_parts(self, i: int) -> str:
+        """Whether all SMs have the same instruction but for their rows, each of which is one's."""
+        ones = [queue[i] for queue in self.queues.queues]
+        if len({_common(one) for one in ones}) > 1:
+            return f"instruction {i} is another on each SM"
+        row = 0
+        for one in ones:
+            if isinstance(one, BatchLinear | BatchHead | BatchEmbed):
+                if one.row0 != row:
+                    return f"rows {row} to {one.row0} of {one.name!r} are no SM's"
+                row += one.num_units * UNIT_ROWS
+                rows = one.num_rows
+        if isinstance(ones[0], BatchLinear | BatchEmbed) and row < rows:
+            return f"rows {row} to {rows} of {ones[0].name!r} are no SM's"
+        return ""
+
+    def check_reads(self, one: BatchInstruction, now: int) -> str:
+        for read in self.reads(one):
+            for number in read.span:
+                found, writer = self.held.get((read.memory, number), (None, NOTHING))
+                if found != read.content or writer >= now:
+                    return f"reads {read.content[0]!r} where {found and found[0]!r} lies"
+        return ""
+
+    def check_writes(self, one: BatchInstruction, now: int) -> str:
+        reads = list(self.reads(one))
+        for write in self.writes(one):
+            for read in reads:
+                if read.memory == write.memory and _meet(read.span, write.span):
+                    inplace = read.own and write.own and read.span == write.span
+                    if not inplace:
+                        return f"overwrites {read.content[0]!r} while other SMs read it"
+            for number in write.span:
+                _, writer = self.held.get((write.memory, number), (None, NOTHING))
+                if writer == now:
+                    return f"writes {write.content[0]!r} over another result of its own"
+                self.held[write.memory, number] = write.content, now
+        return ""
+
+    def check_pushes(self, one: BatchInstruction, now: int) -> str:
+        if self.queues.num_ranks == 1:
+            return ""
+        for push in self.pushes(one):
+            heard = now if push.reads_first else self.received
+            for words, reader in self.pushed:
+                if _meet(words, push.words) and reader >= heard:
+                    return f"overwrites word {push.words.start} before other ranks have read it"
+            self.pushed = [known for known in self.pushed if not _meet(known[0], push.words)]
+            self.pushed.append((push.words, now))
+            self.received = now
+        return ""
+
+    # what instructions do
+
+    def reads(self, one: BatchInstruction) -> Iterator[_Access]:
+        op = self.ops.get(one.name)
+        match one:
+            case BatchLinear() | BatchHead():
+                assert isinstance(op, FusedContraction)
+                is_folded = bool(one.flags & NORMED)
+                content = op.x, op.norm, is_folded
+                chunks = range(one.src, one.src + one.num_tiles_k)
+                yield _Access("x", chunks, content)
+                if is_folded:
+                    yield _Access("squares", range(one.squares, one.squares + 1), content)
+                given = (one.carry, one.carry2) if isinstance(one, BatchLinear) else ()
+                rows = one.num_rows // (2 if one.flags & PAIRED else 1)
+                for name, first in zip(op.operands, given, strict=False):
+                    yield _Access("kept", _blocks(first, rows), self.exactly(name), own=True)
+            case BatchAttention():
+                assert isinstance(op, FusedAttention)
+                yield _Access("kept", _blocks(one.src, one.num_rows), self.exactly(op.q))
+            case BatchNorm():
+                assert isinstance(op, FusedContraction)
+                yield _Access("kept", _blocks(one.src, one.num_rows), self.exactly(op.x))
+            case BatchEmbed() | BatchSample():
+                return
+
+    def exactly(self, name: str) -> Content:
+        """A tensor as it is kept: by the first name of those that lie there together."""
+        for op in self.fused:
+            if isinstance(op, FusedContraction) and name in op.outs:
+                return op.outs[0], None, False
+        return name, None, False
+
+    def writes(self, one: BatchInstruction) -> Iterator[_Access]:
+        op = self.ops.get(one.name)
+        match one:
+            case BatchLinear() | BatchEmbed():
+                given = op.outs[0] if isinstance(op, FusedContraction) else one.name
+                if isinstance(op, FusedEmbedding):
+                    given = op.out
+                rows = one.num_rows
+                if isinstance(one, BatchLinear) and one.flags & PAIRED:
+                    rows //= 2
+                content: Content = given, None, False
+                if one.keep != NOTHING:
+                    yield _Access("kept", _blocks(one.keep, rows), content, own=True)
+                norm = self.norm_behind(given, one)
+                content = given, norm, norm is not None
+                if self.epilogue(one).publishes:
+                    yield _Access("x", _chunks(one.dst, rows), content)
+                if norm:
+                    slot = self.epilogue(one).slot
+                    yield _Access("squares", range(slot, slot + 1), content)
+            case BatchAttention():
+                assert isinstance(op, FusedAttention)
+                shape = self.queues.attention
+                assert shape is not None
+                width = shape.num_heads * shape.head_dim
+                yield _Access("x", _chunks(one.dst, width), (op.out, None, False))
+            case BatchNorm():
+                assert isinstance(op, FusedContraction)
+                yield _Access("x", _chunks(one.dst, one.num_rows), (op.x, op.norm, False))
+                if one.keep != NOTHING:
+                    content = op.normed, None, False
+                    yield _Access("kept", _blocks(one.keep, one.num_rows), content)
+            case BatchHead() | BatchSample():
+                return
+
+    def epilogue(self, one: BatchLinear | BatchEmbed) -> BatchEpilogue:
+        epilogues = self.queues.epilogues
+        return epilogues.each[one.opcode] if isinstance(one, BatchLinear) else epilogues.entry
+
+    def norm_behind(self, name: str, one: BatchLinear | BatchEmbed) -> InputNorm | None:
+        """The norm whose weight the instruction multiplies its result by."""
+        return self.folded.get(name) if one.next_norm != NOTHING else None
+
+    def pushes(self, one: BatchInstruction) -> Iterator[_Push]:
+        """What ranks push to each other, in order."""
+        ranks = self.queues.num_ranks
+        if isinstance(one, BatchEmbed) and one.best:
+            buffer = next(b for b in self.queues.buffers if b.name == "best")
+            yield _Push(buffer.words)
+        if isinstance(one, BatchLinear | BatchEmbed) and one.parts:
+            words = range(one.parts, one.parts + ranks * one.num_rows * BATCH)
+            yield _Push(words, reads_first=isinstance(one, BatchEmbed) and bool(one.best))
+        if isinstance(one, BatchSample):
+            for name in ("logits", "row_maxima", "ready_flags"):
+                buffer = next(b for b in self.queues.buffers if b.name == name)
+                yield _Push(buffer.words)
+
+
+def _common(one: BatchInstruction) -> tuple[object, ...]:
+    """What all SMs have of an instruction."""
+    match one:
+        case BatchLinear():
+            return (
+                one.opcode, one.name, one.num_rows, one.matrix, one.num_tiles_k, one.length,
+                one.src, one.packed, one.bias, one.dst, one.next_norm, one.keep, one.carry,
+                one.carry2, one.parts, one.own_part,
+            )  # fmt: skip
+        case BatchEmbed():
+            return (
+                one.name, one.num_rows, one.packed, one.dst, one.next_norm, one.keep, one.parts,
+                one.own_part, one.best,
+            )  # fmt: skip
+        case BatchHead():
+            return one.opcode, one.name, one.num_rows, one.num_tiles_k, one.src, one.packed
+    return (one,)
+
+
+def _meet(a: range, b: range) -> bool:
+    return a.start < b.stop and b.start < a.stop
+
+
+def _chunks(first: int, columns: int) -> range:
+    start = first // CHUNK
+    return range(start, start - (-columns // TILE_K))
+
+
+def _blocks(first: int, rows: int) -> range:
+    start = first // (BATCH * NUMBERS)
+    return range(start, start - (-rows // NUMBERS))

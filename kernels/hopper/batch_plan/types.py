@@ -1,0 +1,125 @@
+"""What the kernel of several sequences is asked to do: its epilogues, the queue of every SM, what
+lies where.
+
+Made by queues.py, read by batch/runner.py, which is next on the walk.
+"""
+
+from dataclasses import dataclass
+
+from distmega.kernels.hopper.batch_plan.words import (
+    EVENT_WORDS,
+    EVENTS_AT,
+    BatchInstruction,
+    BatchNorm,
+)
+from distmega.kernels.hopper.plan.types import AttentionShape, Buffer, Kept, WeightMatrix
+from distmega.kernels.tasks.fuse import FusedSample
+from distmega.program.expr import Expr
+
+
+@dataclass(frozen=True, slots=True)
+class BatchEpilogue:
+    """What follows the products of a linear: formula(products of the streams, what is carried).
+
+    num_carried: operands that the formula takes besides products. biased: whether some linear has a
+    bias. keeps: whether results are kept as float32; publishes: whether linears take them as x;
+    scaled: then they are multiplied by the weight of a norm, and their squares are summed in slot
+    number `slot`. summed: the product is summed over ranks first. ranked: a token is chosen from
+    the results.
+    """
+
+    num_streams: int
+    formula: Expr
+    num_carried: int
+    biased: bool
+    keeps: bool
+    publishes: bool
+    scaled: bool
+    slot: int
+    summed: bool
+    ranked: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BatchEpilogues:
+    """Those of a segment's linears, by opcode, and what becomes of the rows that come in; as one
+    constant of its kernel.
+    """
+
+    each: tuple[BatchEpilogue, ...]
+    entry: BatchEpilogue
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchQueues:
+    """Instructions of every SM, equally many, for `batch` rows on one of num_ranks ranks.
+
+    num_chunks: of the activations, 1024 columns each. num_numbers: float32 elements that are kept;
+    num_slots: of sums of squares. outputs: what leaves, `num` elements a row. sampler: where tokens
+    are not the most likely. head_rows: of an SM, at most. vocab: rows of this rank's part of the
+    head, 0 without one, of which logit_rows are tokens, from first_id on, of all num_tokens.
+    buffers: what ranks exchange, which lies behind the events. embed: the table that `tokens` look
+    up or, without tokens, the input. Names: tensors that the runner binds, "" where the segment has
+    none.
+    """
+
+    num_ranks: int
+    attention: AttentionShape | None
+    epilogues: BatchEpilogues
+    eps: float
+    matrices: tuple[WeightMatrix, ...]
+    queues: tuple[tuple[BatchInstruction, ...], ...]
+    batch: int
+    hidden: int
+    num_chunks: int
+    num_numbers: int
+    num_slots: int
+    outputs: tuple[Kept, ...]
+    sampler: FusedSample | None
+    head_rows: int
+    vocab: int
+    logit_rows: int
+    first_id: int
+    num_tokens: int
+    buffers: tuple[Buffer, ...]
+    embed: str
+    rope_table: str
+    tokens: str
+    positions: str
+    token: str
+    logits: str
+
+    @property
+    def first_word(self) -> int:
+        """The first flagged word behind the report and the events."""
+        return first_word(len(self.queues[0]))
+
+    @property
+    def first_list(self) -> int:
+        """The first 64-bit word behind all that, where the lists of samples within limits lie."""
+        return self.first_word + sum(buffer.num_words for buffer in self.buffers)
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether tokens are sampled within limits that are looked for."""
+        return is_limited(self.sampler)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether each rank gets the logits of all, and chooses from them by itself."""
+        return self.is_limited and self.num_ranks > 1
+
+    @property
+    def normalises(self) -> bool:
+        """Whether some instruction takes rows in another form."""
+        return any(isinstance(one, BatchNorm) for one in self.queues[0])
+
+
+def first_word(num_events: int) -> int:
+    """The first flagged word behind so many events."""
+    return EVENTS_AT + num_events * EVENT_WORDS // 2
+
+
+def is_limited(sampler: FusedSample | None) -> bool:
+    """Whether it is a sample within limits that are looked for."""
+    return sampler is not None and sampler.limits != "given"

@@ -1,0 +1,307 @@
+"""Device words of the batched decode kernel: the only file that knows where a field of one of its
+instructions lies.
+
+An instruction is WORDS int32 words. Every SM has the same instructions in the same order, each
+with its own part of the rows; instruction i waits until all SMs of the GPU have done instruction
+i - 1 (over ranks, BatchSample until all of all ranks have) and then counts up event i. What is
+taken exactly is float32 [16, rows], activations are bf16 in the order of BLOCK (batch/device.py).
+Next on the walk: queues.py.
+"""
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+from distmega.kernels.hopper.plan.words import MAX_SMS, REPORT_WORDS, pack_fields
+
+BATCH = 16
+"""Sequences that the kernel computes, whether all are in use or not: the rows of an m16n8k16."""
+BLOCK = 16 * BATCH
+"""Elements of 16 columns of x, which lie together."""
+EVENT_WORDS = 32
+"""int32 words from one event to the next: 128 bytes."""
+GROUP_UNITS = 8
+"""Units of 8 weight rows that a task multiplies by one read of x."""
+BEST_WORDS = 2 * BATCH
+"""Flagged words of a rank's most likely tokens: of each sequence, its logit and the token."""
+READY_WORDS = 2 * MAX_SMS
+"""Flagged words by which a rank's SMs tell that their logits are written, two an SM."""
+PARTIAL_EXTRA = 16
+"""float32 words after the 8 rows of outputs of a partial: 8 maxima, 8 sums."""
+
+SETTINGS = 3
+"""Numbers that say how the tokens of a sequence are drawn: see one_row/sample.py."""
+SEEDS_AT, SETTINGS_AT, EVENTS_AT = REPORT_WORDS, REPORT_WORDS + BATCH, 64
+"""64-bit words behind the report: a seed a sequence; its settings, as float32; the events. Behind
+these lie the lists of logits that may be sampled (batch/limits.py), or the flagged words that ranks
+exchange.
+"""
+
+STATE_EPOCH = 0
+"""Word of the device state: steps run so far."""
+STATE_POSITIONS = 32
+"""Words from here on: position of each sequence's next token."""
+STATE_WORDS = STATE_POSITIONS + BATCH
+
+
+NORMED, PAIRED = 1, 2
+"""Flags of a linear: the factor of x's norm is multiplied into the result; units of two streams
+take turns.
+"""
+IN_SHIFT, LENGTH_SHIFT, MATRIX_SHIFT = 4, 12, 26
+SLOT_MASK, LENGTH_MASK = 0xF, 0x3FFF
+"""Of what shares a word with the flags: where the squares of x lie; 64ths of the elements of x; the
+matrix or, of an embedding, the rank's place.
+"""
+CARRY_SHIFT, BLOCK_MASK = 15, 0x7FFF
+"""Of what shares a word with `keep`, both in blocks, counted from 1 on, 0 for nothing: `carry`."""
+NUMBERS = 64
+"""Rows of float32 numbers [16, rows] that lie and are looked at together."""
+MAX_SLOTS = SLOT_MASK + 1
+NORM_KINDS = ("none", "rms_norm", "layer_norm")
+NOTHING = -1
+"""In place of an offset, where there is nothing."""
+
+
+class BatchOpcode(IntEnum):
+    """What an instruction does that is no linear, whose opcodes are numbers of epilogues."""
+
+    ATTENTION = 16
+    EMBED = 17
+    SAMPLE = 18
+    NORM = 19
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchLinear:
+    """8 * num_units rows of a matrix times x of all sequences, then epilogue number `opcode`.
+
+    name: of the op, for reports. matrix: which of the weight descriptors; weight_row: row there of
+    the first unit. PAIRED takes units in turn from there and from pair_row on, 8 rows of either
+    stream, and counts rows of both. length: elements of x, in num_tiles_k tiles of 1024 columns.
+    src: first chunk of x in the activations, a chunk being 1024 columns. squares: where those of x
+    lie if x carries its norm's weight already and only the factor is missing. bias: offset in the
+    vectors, of two streams the second one's behind the first one's. dst: first element of the
+    output in the activations. next_norm: offset of the weights that the output is multiplied by
+    there, for the norm after it. keep: first of the float32 numbers [16, rows] that stay of the
+    output, for those who take it exactly; carry, carry2: of what the epilogue takes. row0: first
+    row of the output; num_rows: of the whole output. parts: first flagged word of all ranks' parts
+    of a product that is summed over ranks; own_part: that of this rank's.
+    """
+
+    opcode: int
+    name: str
+    row0: int
+    num_units: int
+    num_rows: int
+    matrix: int
+    weight_row: int
+    num_tiles_k: int
+    length: int
+    src: int
+    pair_row: int = 0
+    flags: int = 0
+    squares: int = 0
+    bias: int = NOTHING
+    dst: int = 0
+    next_norm: int = NOTHING
+    keep: int = NOTHING
+    carry: int = NOTHING
+    carry2: int = NOTHING
+    parts: int = 0
+    own_part: int = 0
+
+    @property
+    def packed(self) -> int:
+        """What shares a word with the flags."""
+        return (
+            self.flags
+            | self.squares << IN_SHIFT
+            | self.length // 64 << LENGTH_SHIFT
+            | self.matrix << MATRIX_SHIFT
+        )
+
+    @property
+    def numbers(self) -> int:
+        """keep and carry in one word."""
+        return pack_numbers(self.keep, self.carry)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchEmbed:
+    """8 * num_units columns, from row0 on, of the row that comes in for each sequence: of the
+    embedding of its token or, where the segment has none, of the input. Written as a linear's
+    num_rows rows of output.
+
+    Where ranks share the matrix, this one has num_columns columns of num_tokens tokens, from
+    first_column and first_token on, and the rest adds zeros to a sum over ranks (parts, own_part).
+    The token itself is the most likely of all ranks: best is the first flagged word of theirs, of
+    which those of rank number `team_rank` are this rank's; first_id: the token of its first logit.
+    """
+
+    name: str
+    row0: int
+    num_units: int
+    num_rows: int
+    dst: int = 0
+    next_norm: int = NOTHING
+    keep: int = NOTHING
+    parts: int = 0
+    own_part: int = 0
+    first_token: int = 0
+    num_tokens: int = 0
+    first_column: int = 0
+    num_columns: int = 0
+    first_id: int = 0
+    best: int = 0
+    team_rank: int = 0
+    opcode: int = BatchOpcode.EMBED
+
+    @property
+    def packed(self) -> int:
+        """The places of a linear's."""
+        return self.team_rank << MATRIX_SHIFT
+
+    @property
+    def numbers(self) -> int:
+        """See BatchLinear."""
+        return pack_numbers(self.keep, NOTHING)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchHead:
+    """As a linear whose rows are logits, of num_rows tokens from first_id on.
+
+    Where ranks sample within limits, what all of them need to do so lies in every rank's symmetric
+    buffer: from 64-bit word `logits` on, float32, those of all num_tokens tokens, a row a sequence;
+    from `row_maxima` on, float32 [16, ranks, MAX_SMS], the highest of each SM; from `ready_flags`
+    on, two flagged words an SM, MAX_SMS a rank, by which it says that its numbers are there.
+    team_rank: of this rank.
+    """
+
+    opcode: int
+    name: str
+    row0: int
+    num_units: int
+    num_rows: int
+    matrix: int
+    weight_row: int
+    num_tiles_k: int
+    length: int
+    src: int
+    flags: int
+    squares: int
+    first_id: int
+    team_rank: int = 0
+    num_tokens: int = 0
+    logits: int = 0
+    row_maxima: int = 0
+    ready_flags: int = 0
+
+    @property
+    def packed(self) -> int:
+        """See BatchLinear."""
+        return (
+            self.flags
+            | self.squares << IN_SHIFT
+            | self.length // 64 << LENGTH_SHIFT
+            | self.matrix << MATRIX_SHIFT
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSample:
+    """Samples tokens within limits from the logits of num_rows tokens; for the rest see BatchHead,
+    which it follows. The loader takes it for a linear of no units.
+    """
+
+    name: str
+    num_rows: int
+    logits: int = 0
+    row_maxima: int = 0
+    ready_flags: int = 0
+    opcode: int = BatchOpcode.SAMPLE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchAttention:
+    """This SM's share of the cached positions of all sequences and kv heads, found at run time.
+
+    k_row, v_row: first row of this op in the cache matrix [rows, d]. window: positions that a query
+    sees, itself included. src: first of the float32 numbers [16, num_rows] of queries, keys and
+    values. dst: first element of the output in the activations. q_norm, k_norm: offsets in the
+    vectors.
+    """
+
+    name: str
+    k_row: int
+    v_row: int
+    window: int
+    src: int
+    num_rows: int
+    dst: int
+    q_norm: int
+    k_norm: int
+    opcode: BatchOpcode = BatchOpcode.ATTENTION
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchNorm:
+    """Rows that linears take in another form than their writer gives them: SM b makes that of
+    sequence b, from the num_rows numbers of each from src on, into the activations from element dst
+    on; keep: where it also goes as numbers, or NOTHING. kind: of NORM_KINDS. weight, bias: offsets
+    in the vectors; the bias NOTHING without one.
+    """
+
+    name: str
+    num_rows: int
+    src: int
+    dst: int
+    weight: int
+    bias: int
+    kind: int
+    keep: int = NOTHING
+    opcode: BatchOpcode = BatchOpcode.NORM
+
+
+BatchInstruction = BatchLinear | BatchEmbed | BatchHead | BatchSample | BatchAttention | BatchNorm
+
+FIELD_WORDS: dict[type[BatchInstruction], dict[str, int]] = {
+    BatchLinear: {
+        "opcode": 0, "carry2": 1, "weight_row": 2, "num_units": 3, "num_tiles_k": 4, "src": 5,
+        "packed": 6, "next_norm": 7, "parts": 8, "bias": 9, "dst": 10, "row0": 11, "own_part": 12,
+        "num_rows": 13, "numbers": 14, "pair_row": 15,
+    },
+    BatchEmbed: {
+        "opcode": 0, "best": 1, "first_token": 2, "num_units": 3, "num_tokens": 4,
+        "first_column": 5, "packed": 6, "next_norm": 7, "parts": 8, "first_id": 9, "dst": 10,
+        "row0": 11, "own_part": 12, "num_rows": 13, "numbers": 14, "num_columns": 15,
+    },
+    BatchHead: {
+        "opcode": 0, "num_tokens": 1, "weight_row": 2, "num_units": 3, "num_tiles_k": 4, "src": 5,
+        "packed": 6, "logits": 7, "ready_flags": 8, "row_maxima": 9, "first_id": 10, "row0": 11,
+        "team_rank": 12, "num_rows": 13,
+    },
+    BatchSample: {
+        "opcode": 0, "logits": 7, "ready_flags": 8, "row_maxima": 9, "num_rows": 13,
+    },
+    BatchAttention: {
+        "opcode": 0, "k_row": 2, "v_row": 4, "src": 5, "window": 6, "q_norm": 8, "k_norm": 9,
+        "dst": 10, "num_rows": 13,
+    },
+    BatchNorm: {
+        "opcode": 0, "src": 5, "kind": 6, "weight": 7, "bias": 9, "dst": 10, "num_rows": 13,
+        "keep": 14,
+    },
+}  # fmt: skip
+"""Word of each field. Fields that kernels read before they look at the opcode share a place."""
+
+
+def pack(instruction: BatchInstruction) -> list[int]:
+    """The WORDS words of an instruction."""
+    return pack_fields(instruction, FIELD_WORDS[type(instruction)])
+
+
+def pack_numbers(keep: int, carry: int) -> int:
+    """The word that says where numbers are kept, and where carried ones lie."""
+    size = BATCH * NUMBERS
+    return keep // size + 1 | (carry // size + 1) << CARRY_SHIFT

@@ -1,0 +1,200 @@
+"""Attention on a block of 128 cached positions, by eight warps with two barriers.
+
+In: queries, the new key and value, keys and values in the ring. Out: outputs of all queries, maxima
+and sums, in registers. Each warp scores 16 positions, keys being the left operand of m16n8k16 and
+up to eight queries the columns of the right one; it leaves weights, relative to its own maximum,
+and that and their sum in shared memory. After a barrier each warp adds up 16 columns of the values
+over all 128 positions, so that no sums over warps are needed. All else is found before q, k and v
+are waited for. Next on the walk: attention.py.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from distmega.kernels.hopper.ptx import blocks as block_ptx
+from distmega.kernels.hopper.ptx.blocks import (
+    aim_asm,
+    insert_asm,
+    row_operands,
+    score_asm,
+    stage_asm,
+    value_asm,
+)
+from distmega.kernels.hopper.ptx.shapes import (
+    PER_THREAD,
+    THREADS,
+    TILE_BYTES,
+    TILE_ROWS,
+    is_padded,
+    num_halves,
+    padded_half,
+)
+
+QUERY_BYTES = gl.constexpr(block_ptx.QUERY_BYTES)
+
+
+@gluon.jit
+def keep_all(value):
+    """The tensor itself, found at this point and not later."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [value], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def aim_block(ring, G: gl.constexpr):
+    """For each thread, addresses of: its part of its query; its row of keys in the ring's first
+    slot; where the first block's weights of its lane begin, and where its warp's go; where its
+    warp's maxima and sums go, and where those of its query begin; its row of values in the first
+    slot; and its first position in a block.
+
+    They are found at this point, and not later: before q, k and v are waited for.
+    """
+    bufs, _, _, xs, _, _ = ring
+    return gl.inline_asm_elementwise(
+        aim_asm(),
+        "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r",
+        [bufs + gl.full([THREADS], 0, gl.int32, layout=PER_THREAD), xs, G - 1],
+        dtype=(
+            gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32,
+        ),
+        is_pure=False,
+        pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def score_block(
+    ring, aims, turn, slot, phase, block, first, position, scale, HALVES: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """Weights, maxima and sums of a block into shared memory, those of two blocks in turn; the
+    ring's tiles of keys from `slot` on are free then. Positions before `first` and after `position`
+    are masked. aims: see aim_block.
+    """
+    _, ready, free, _, _, _ = ring
+    query, keys, _, weights, sums, _, _, at = aims
+    gl.inline_asm_elementwise(
+        score_asm(HALVES, STAGES),
+        "=&r" + ",r" * 13 + ",f",
+        [
+            ready, free, query, keys, weights, sums, at, turn, slot, phase, block, first, position,
+            scale,
+        ],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def add_values(
+    ring, aims, turn, slot, phase, o0, o1, o2, o3, m, l, HALVES: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """Adds the weighted values of a block to the outputs; the ring's tiles from `slot` on are free
+    then. Comes after a barrier behind score_block; none is needed behind it, since the next block's
+    weights go elsewhere, and those of the one after that come a barrier later.
+
+    Thread (4 r + c) of a warp: o0 to o3 of its columns r, r, r + 8, r + 8 and queries 2 c, 2 c + 1,
+    2 c, 2 c + 1; m, l of query r.
+    """
+    _, ready, free, _, _, _ = ring
+    _, _, weights, _, _, sums, values, _ = aims
+    return gl.inline_asm_elementwise(
+        value_asm(HALVES, STAGES),
+        "=&f,=&f,=&f,=&f,=&f,=&f,f,f,f,f,f,f" + ",r" * 8,
+        [
+            o0, o1, o2, o3, m, l, ready, free, weights, sums, values, turn, slot, phase,
+        ],
+        dtype=(gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32),
+        is_pure=False,
+        pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def query_address(xs, row, column):
+    """Where a column of a query lies; see ptx/blocks.py."""
+    pair = column % 64 // 2
+    return xs + row * QUERY_BYTES + column // 64 * 128 + pair % 4 * 32 + pair // 4 * 4
+
+
+@gluon.jit
+def offset_in_tile(line, column):
+    """Where a column of a cached position lies in its ring slot."""
+    return line * 128 + ((column // 8) ^ (line % 8)) * 16 + column % 8 * 2
+
+
+@gluon.jit
+def aim_rows(
+    ring, it, position, row, column, G: gl.constexpr, SIZE: gl.constexpr, D: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """Addresses of SIZE columns of both halves of rows: of queries 0 to G - 1 where score_block
+    reads them, then of the new key (row G) and value (row G + 1) in the ring, whose last block's
+    first tile is number `it`, and their tiles' barriers and phases; -1 for other rows. row: [n, 1],
+    column: [1, d / 2, or more if padded]; zeros there go behind the columns of queries. The last is
+    where the second half of a query goes, if that is not a fixed way behind the first.
+    """
+    HALVES: gl.constexpr = num_halves(D)
+    bufs, ready, _, xs, _, _ = ring
+    column = column // SIZE * SIZE
+    is_new = (row == G) | (row == G + 1)
+    first = it + gl.where(row == G, 0, HALVES)
+    line = position % TILE_ROWS
+    if is_padded(D):
+        half: gl.constexpr = D // 2
+        is_zero = column >= half
+        second_column = column + gl.where(is_zero, padded_half(D), half)
+        column += gl.where(is_zero, half, 0)
+        queries2 = gl.where(row < G, query_address(xs, row, second_column), -1)
+        second = first + second_column // 64
+        is_new = is_new & (column < half)
+        inside1 = offset_in_tile(line, second_column % 64)
+    else:
+        second = first + HALVES - 1
+        inside1 = offset_in_tile(line, column)
+        queries2 = column
+    queries = gl.where(row < G, query_address(xs, row, column), -1)
+    to0 = bufs + (first + column // 64) % STAGES * TILE_BYTES + offset_in_tile(line, column % 64)
+    to0 = gl.where(is_new, to0, -1)
+    to1 = bufs + second % STAGES * TILE_BYTES + inside1
+    first += column // 64
+    none = column * 0
+    bar0 = ready + first % STAGES * 8 + none
+    bar1 = ready + second % STAGES * 8 + none
+    phase0 = first // STAGES % 2 + none
+    phase1 = second // STAGES % 2 + none
+    return (
+        keep_all(queries), keep_all(to0), keep_all(to1), keep_all(bar0), keep_all(bar1),
+        keep_all(phase0), keep_all(phase1), keep_all(queries2),
+    )  # fmt: skip
+
+
+@gluon.jit
+def stage_queries(aims, a, b, SIZE: gl.constexpr, D: gl.constexpr):
+    """Both halves of the queries into shared memory. aims: see aim_rows."""
+    args = [aims[0], aims[7], a, b] if is_padded(D) else [aims[0], a, b]
+    gl.inline_asm_elementwise(
+        stage_asm(D, SIZE),
+        row_operands(SIZE, 2 if is_padded(D) else 1),
+        args,
+        dtype=gl.int32,
+        is_pure=False,
+        pack=SIZE,
+    )
+
+
+@gluon.jit
+def insert_new(aims, a, b, SIZE: gl.constexpr, D: gl.constexpr):
+    """The new key and value into the ring's tiles of the last block. aims: see aim_rows."""
+    _, to0, to1, bar0, bar1, phase0, phase1, _ = aims
+    gl.inline_asm_elementwise(
+        insert_asm(D, SIZE),
+        row_operands(SIZE, 6),
+        [to0, to1, bar0, phase0, bar1, phase1, a, b],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=SIZE,
+    )

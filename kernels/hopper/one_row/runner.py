@@ -1,0 +1,347 @@
+"""Runs the kernel of one row on a GPU: the queues, buffers and launches of one segment.
+
+In: a segment, the arenas of weights and states on the GPU. Out: a KernelRunner for
+hostir/run/evaluator.py, one step a launch, and `decode`, several steps a launch. Weights and states
+are used where they lie, so library ops of the same model share them. Next on the walk:
+../runtime/relaunch.py.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from distmega.errors import RequestError
+from distmega.kernels.hopper.alarm import LOCAL_LIMIT_S, Alarm
+from distmega.kernels.hopper.diagnosis import explain_hang
+from distmega.kernels.hopper.one_row import kernel
+from distmega.kernels.hopper.plan.types import ROW_MATRICES, Epilogues, RowQueues, WeightMatrix
+from distmega.kernels.hopper.plan.words import (
+    GREEDY,
+    KEEP_NORMED,
+    LAYER_NORM,
+    LIMITED,
+    MAX_SMS,
+    NO_CHOICE,
+    SAMPLED,
+    SEARCHED,
+    STAGE_CHUNKS,
+    STAMPS,
+    STATE_POSITION,
+    STATE_SAMPLING,
+    STATE_SEED,
+    STATE_TOKEN,
+    STATE_WORDS,
+    TILE_BYTES,
+    WORDS,
+    RowLinear,
+    pack,
+)
+from distmega.kernels.hopper.ptx.shapes import TILE_SHARED, WEIGHT_SHARED
+from distmega.kernels.hopper.timeline import timeline_spans
+from distmega.kernels.runtime.arena import ArenaLayout
+from distmega.kernels.runtime.memory import arena_views
+from distmega.kernels.runtime.relaunch import Launcher
+from distmega.kernels.runtime.runners import NO_SAMPLE_INPUTS
+from distmega.kernels.runtime.symmetric import SymmetricMemory, Team
+from distmega.kernels.tasks.fuse import FusedSample
+from distmega.program.types import Program
+from distmega.trace_file import Span
+
+SHARED_BYTES = 227 * 1024
+LOG2_E = 1.4426950408889634
+MAX_STEPS = 4096
+LOADS_AHEAD = 3
+"""Tiles of 16 KB that an SM asks memory for at a time: more do not come sooner."""
+CONTINUED = -1, -1
+"""Token and position of a launch that goes on from what the state says."""
+CACHE_ROWS = 128
+"""Of what stands for the cache where there is none: a block."""
+MIN_BLOCKS = 1
+"""Blocks of 128 cached positions that a split has at least, where a context is split."""
+
+
+def padded_tiles_k(max_tiles_k: int) -> int:
+    """Chunks of x that shared memory has room for: whole polls, and at least twice what attention
+    needs there (ptx/blocks.py).
+    """
+    return max(8, -(-max_tiles_k // STAGE_CHUNKS) * STAGE_CHUNKS)
+
+
+def num_stages(max_tiles_k: int) -> int:
+    """Ring slots that fit beside x, the reduction buffers and what the compiler needs."""
+    return (SHARED_BYTES - 2048 * max_tiles_k - 3072) // TILE_BYTES
+
+
+CHOICES = {"given": SAMPLED, "candidates": LIMITED, "all": SEARCHED}
+
+
+def choice_of(sampler: FusedSample | None) -> int:
+    """How the kernel chooses tokens."""
+    return CHOICES[sampler.limits] if sampler else GREEDY
+
+
+def padded_head_rows(head_rows: int) -> int:
+    """Logits of an SM that its threads look at together."""
+    return max(MAX_SMS, 1 << (head_rows - 1).bit_length())
+
+
+class RowRunner:
+    """The kernel of one row bound to the memory of one GPU."""
+
+    replays = True
+
+    def __init__(
+        self,
+        segment: Program,
+        queues: RowQueues,
+        *,
+        weights: ArenaLayout,
+        weights_arena: Tensor,
+        state_arena: Tensor,
+        team: Team | None = None,
+        timeout_s: float = LOCAL_LIMIT_S,
+    ) -> None:
+        """The arenas are uint8 tensors on the GPU that the layouts describe, weights in the order
+        of queues.order_weights. team: the ranks that share the segment, which must all make their
+        runner together. timeout_s: bound on a wait for a peer; one for another SM of this GPU lasts
+        LOCAL_LIMIT_S at most.
+        """
+        device = weights_arena.device
+        self.segment, self.queues = segment, queues
+        self._words, self._counts = _encode(queues, device)
+        views = arena_views(weights, weights_arena)
+        self._unused = torch.zeros(16, device=device)
+        self._rope = views[queues.rope_table] if queues.rope_table else self._unused
+        self._embed = views[queues.embed] if queues.tokens else self._unused.bfloat16()
+        self._vectors = weights_arena.view(torch.bfloat16)
+        self._head_dim = queues.attention.head_dim if queues.attention else 64
+        self._cache = state_arena.view(torch.bfloat16)
+        if queues.attention is None:
+            self._cache = torch.zeros(CACHE_ROWS, self._head_dim, dtype=torch.bfloat16).to(device)
+        descriptors = [describe(weights_arena, matrix) for matrix in queues.matrices]
+        self._weights = [descriptors[min(i, len(descriptors) - 1)] for i in range(ROW_MATRICES)]
+        self._cache_tiles = describe_cache(self._cache, self._head_dim)
+        self._team = team
+        self._memory, self._peers = open_symmetric(queues.num_words, team, device)
+        self._symmetric = self._peers[team.team_rank if team else 0]
+        self._kept = torch.zeros(max(queues.num_kept, 1), device=device)
+        self.logits = self._kept[queues.logits_at :][: max(queues.vocab, 1)]
+        self._state = torch.zeros(STATE_WORDS, dtype=torch.int32, device=device)
+        self._settings = self._state[STATE_SAMPLING:][:3].view(torch.float32)
+        self._seed = self._state[STATE_SEED:][:2].view(torch.int64)
+        self._tokens = torch.zeros(MAX_STEPS, dtype=torch.int32, device=device)
+        limit_s = timeout_s if team else min(timeout_s, LOCAL_LIMIT_S)
+        self._alarm = Alarm(self._symmetric, limit_s)
+        self._first = CONTINUED
+        self._launchers: dict[bool, Launcher] = {}
+        self._no_stamps = torch.zeros(1, dtype=torch.int64, device=device)
+
+    def launch(self, tensors: Mapping[str, Tensor]) -> None:
+        """One step; `tensors` are segment_args of the segment by name, outputs are written."""
+        queues = self.queues
+        if queues.tokens:
+            self._state[STATE_TOKEN].copy_(tensors[queues.tokens][0])
+        else:  # the input is the only row of an embedding
+            self._embed = tensors[queues.embed]
+            if queues.token:
+                self._state[STATE_TOKEN] = 0
+        if queues.positions:
+            self._state[STATE_POSITION].copy_(tensors[queues.positions][0])
+        self._first = CONTINUED
+        self._set_sampling(tensors)
+        self._run(1)
+        for kept in queues.outputs:
+            values = self._kept[kept.first : kept.first + kept.num]
+            tensors[kept.tensor].view(-1).copy_(values)
+        if queues.token:
+            tensors[queues.token].copy_(self._tokens[:1])
+        if queues.logits in self.segment.outputs:
+            self._write_logits(tensors[queues.logits])
+
+    def _write_logits(self, out: Tensor) -> None:
+        """[1, vocab] of all ranks."""
+        if self._team is None:
+            out[0].copy_(self.logits)
+        else:
+            self._team.gather(self.logits.to(out.dtype)[None], out)
+
+    def start(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        sample_inputs: Mapping[str, Tensor] = NO_SAMPLE_INPUTS,
+    ) -> None:
+        """The next step appends the token to the one sequence, at its position. sample_inputs: the
+        segment's inputs that say how tokens are sampled, if it samples.
+        """
+        self._first = tokens[0], positions[0]
+        self._set_sampling(sample_inputs)
+
+    def _set_sampling(self, tensors: Mapping[str, Tensor]) -> None:
+        if sampler := self.queues.sampler:
+            settings = tensors[sampler.sampling][0]
+            self._settings[: len(settings)].copy_(settings)
+            self._seed.copy_(tensors[sampler.seeds])
+
+    def decode(self, num_steps: int) -> Tensor:
+        """Runs steps after those before; their tokens, int32 [num_steps, 1], on the GPU until the
+        next call. The caller sees to it that the cache has room. Not of a pipeline's stage.
+        """
+        require_steps(num_steps)
+        self._run(num_steps)
+        return self._tokens[:num_steps, None]
+
+    def trace(self, num_steps: int) -> list[Span]:
+        """As decode, but gives the timeline of the steps, on the GPU's clock."""
+        require_steps(num_steps)
+        shape = num_steps, *self._words.shape[:2], STAMPS
+        stamps = torch.zeros(shape, dtype=torch.int64, device=self._words.device)
+        self._run(num_steps, stamps)
+        found = stamps.tolist()
+        self.raise_hang()
+        return list(timeline_spans(self.queues, found, self._team_rank))
+
+    def raise_hang(self) -> None:
+        """HangError if a wait of an earlier launch has expired: what that launch gave is void. To
+        be asked once its results have come; costs nothing.
+        """
+        if report := self._alarm.take():
+            raise explain_hang(
+                self.queues, report, limit_s=self._alarm.limit_s, rank=self._team_rank
+            )
+
+    @property
+    def _team_rank(self) -> int:
+        return self._team.team_rank if self._team else 0
+
+    def prepare(self) -> None:
+        """See SteppingRunner."""
+        self._launchers[False] = self._launcher(tracing=False)
+        self._launchers[False].prepare(*self._arguments(1, None))
+
+    def _run(self, num_steps: int, stamps: Tensor | None = None) -> None:
+        self.raise_hang()
+        tracing = stamps is not None
+        if tracing not in self._launchers:
+            self._launchers[tracing] = self._launcher(tracing)
+        self._launchers[tracing](*self._arguments(num_steps, stamps))
+        self._first = CONTINUED
+
+    def _arguments(self, num_steps: int, stamps: Tensor | None) -> tuple[object, ...]:
+        """Of a launch, but for constants."""
+        queues = self.queues
+        return (
+            *self._weights,
+            self._cache_tiles,
+            self._words,
+            self._counts,
+            self._words.shape[1],
+            num_steps,
+            queues.num_generations,
+            *self._first,
+            self._state,
+            self._tokens,
+            self._symmetric,
+            self._vectors,
+            self._embed,
+            self._cache,
+            self._rope,
+            self._kept,
+            queues.best,
+            len(queues.queues) if queues.token else 0,
+            self._peers,
+            self._team_rank,
+            queues.first_id,
+            MIN_BLOCKS,
+            queues.eps,
+            (queues.attention.scale if queues.attention else 1.0) * LOG2_E,
+            self._no_stamps if stamps is None else stamps,
+        )
+
+    def _launcher(self, tracing: bool) -> Launcher:
+        queues, shape = self.queues, self.queues.attention
+        tiles_k = padded_tiles_k(queues.max_tiles_k)
+        flags = [
+            one.flags for queue in queues.queues for one in queue if isinstance(one, RowLinear)
+        ]
+        constants = {
+            "D": self._head_dim,
+            "G": shape.num_queries if shape else 1,
+            "H": shape.num_heads if shape else 1,
+            "KVH": shape.num_kv_heads if shape else 1,
+            "QK_NORM": shape.qk_norm if shape else False,
+            "ROTATED": shape.rotated if shape else False,
+            "ATTENDS": shape is not None,
+            "EPILOGUES": Epilogues(queues.epilogues),
+            "LAYER_NORMS": any(one & LAYER_NORM for one in flags),
+            "KEEPS_NORMED": any(one & KEEP_NORMED for one in flags),
+            "MAX_TILES_K": tiles_k,
+            "NUM_MATRICES": len(queues.matrices),
+            "CHOICE": choice_of(queues.sampler) if queues.token else NO_CHOICE,
+            "HEAD_ROWS": padded_head_rows(queues.head_rows),
+            "RANKS": queues.num_ranks,
+            "BARRIERS": queues.mode == "op",
+            "STAGES": num_stages(tiles_k),
+            "AHEAD": LOADS_AHEAD,
+            "TRACE": tracing,
+        }
+        return Launcher(
+            kernel.decode,
+            len(queues.queues),
+            constants,
+            num_warps=8,
+            launch_cooperative_grid=True,
+            enable_fp_fusion=True,
+        )
+
+
+def require_steps(num_steps: int) -> None:
+    """RequestError for more steps than a launch takes."""
+    if not 1 <= num_steps <= MAX_STEPS:
+        raise RequestError(
+            f"{num_steps} steps in one launch",
+            expected=f"1 to {MAX_STEPS}",
+            remedy="launch more often",
+        )
+
+
+def open_symmetric(
+    num_words: int, team: Team | None, device: torch.device
+) -> tuple[SymmetricMemory | None, tuple[Tensor, ...]]:
+    """Flagged words of every rank, zeroed, and the memory they lie in where ranks share it."""
+    if team is None:
+        return None, (torch.zeros(num_words, dtype=torch.int64, device=device),)
+    memory, size = team.open(8 * num_words), (num_words,)
+    return memory, tuple(memory.tensor(r, size, torch.int64) for r in range(team.size))
+
+
+def _encode(queues: RowQueues, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Words [num_sms, longest queue, WORDS] and queue lengths [num_sms], int32."""
+    longest = max(map(len, queues.queues))
+    words = torch.zeros(len(queues.queues), longest, WORDS, dtype=torch.int32)
+    for sm, queue in enumerate(queues.queues):
+        if queue:
+            words[sm, : len(queue)] = torch.tensor(list(map(pack, queue)), dtype=torch.int32)
+    counts = torch.tensor(list(map(len, queues.queues)), dtype=torch.int32)
+    return words.to(device), counts.to(device)
+
+
+def describe_cache(cache: Tensor, head_dim: int) -> TensorDescriptor:
+    """bf16 caches [rows, head_dim], a tile being 64 columns of 128 positions."""
+    rows = cache.numel() // head_dim
+    matrix = cache[: rows * head_dim].view(rows, head_dim)
+    return TensorDescriptor.from_tensor(matrix, [128, 64], TILE_SHARED.value)
+
+
+def describe(arena: Tensor, matrix: WeightMatrix) -> TensorDescriptor:
+    """Rows of one length as [columns / 64, rows, 64], a tile being 16 slices of 8 rows. Where that
+    is no whole number, the last slice reaches into the next row, past the arena's last one into the
+    memory behind it (allocate_arena); what it has there meets zeros of x.
+    """
+    columns, num_rows = matrix.columns, matrix.num_rows
+    flat = arena[matrix.offset : matrix.offset + 2 * num_rows * columns].view(torch.bfloat16)
+    return TensorDescriptor(
+        flat, [-(-columns // 64), num_rows, 64], [64, columns, 1], [16, 8, 64], WEIGHT_SHARED.value
+    )

@@ -1,0 +1,125 @@
+"""Where the weights of a segment lie in their arena, as the decode kernel addresses them.
+
+In: a segment, the layout of its weights. Out: `Weights`: matrices of one row length as one block of
+rows, a weight as rows of its block, a vector as an offset. Next on the walk: queues.py.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from distmega.kernels.hopper.plan.types import ITEM_BYTES, MAX_MATRICES, WeightMatrix, unfit
+from distmega.kernels.hopper.plan.weight_order import matrix_columns
+from distmega.kernels.hopper.plan.words import NOTHING, TILE_K, UNIT_ROWS
+from distmega.kernels.runtime.arena import ALIGNMENT_BYTES, ArenaLayout
+from distmega.kernels.tasks.fuse import WeightStream
+from distmega.program.types import Program
+
+
+class Weights:
+    """Addresses of weights. columns: the row length of each matrix by name.
+
+    UnsupportedError where matrices of one length do not lie together.
+    """
+
+    def __init__(self, segment: Program, layout: ArenaLayout, most: int = MAX_MATRICES) -> None:
+        """most: lengths of rows that the kernel takes."""
+        self.layout, self.most = layout, most
+        self.columns = matrix_columns(segment)
+        self.matrices = self._find_matrices()
+
+    def _find_matrices(self) -> tuple[WeightMatrix, ...]:
+        columns = self.columns
+        found: dict[int, list[int]] = {}
+        for name, length in columns.items():
+            offset = self.layout.offset(name)
+            end = offset + self.layout.tensors[name].num_bytes
+            first, last = found.setdefault(length, [offset, end])
+            found[length] = [min(first, offset), max(last, end)]
+        matrices = tuple(
+            WeightMatrix(columns=n, offset=first, num_rows=(last - first) // (n * ITEM_BYTES))
+            for n, (first, last) in sorted(found.items())
+        )
+        overlap = any(
+            a.offset + a.num_rows * a.columns * ITEM_BYTES > b.offset
+            for a, b in pairwise(sorted(matrices, key=lambda m: m.offset))
+        )
+        if len(matrices) > self.most or overlap:
+            raise unfit(f"an arena with matrices of {[m.columns for m in matrices]} columns")
+        return matrices
+
+    def rows_of(self, weight: str) -> int:
+        tensor = self.layout.tensors[weight]
+        return tensor.num_elements // self.columns[weight]
+
+    def row_in(self, matrix: WeightMatrix, name: str) -> int:
+        row, rest = divmod(self.layout.offset(name) - matrix.offset, matrix.columns * ITEM_BYTES)
+        if rest:
+            raise unfit(f"weight {name!r} between rows of its matrix")
+        return row
+
+    def vector(self, name: str) -> int:
+        return self.layout.offset(name) // ITEM_BYTES
+
+    def starts(self, op: str, streams: Sequence[WeightStream], matrix: int) -> list[int]:
+        """First row of each stream of an op in matrix number `matrix`."""
+        found = []
+        sizes = set()
+        for stream in streams:
+            rows = [self.row_in(self.matrices[matrix], name) for name in stream.weights]
+            self.require_adjacent(stream.weights, rows)
+            self.require_biases(stream.biases)
+            found.append(rows[0])
+            sizes.add(sum(map(self.rows_of, stream.weights)))
+        if len(sizes) > 1 or (len(found) > 1 and sizes.pop() % UNIT_ROWS):
+            raise unfit(f"{op!r}, whose streams have other rows than whole units each")
+        return found
+
+    def bias(self, streams: Sequence[WeightStream], *, padded: bool = False) -> int:
+        """Offset of the biases of all streams, which lie one behind the other, or NOTHING. padded:
+        the second stream's at the next multiple of VECTOR_MULTIPLE.
+        """
+        biases = tuple(name for stream in streams for name in stream.biases)
+        if padded and all(biases) and len(streams) == len(biases) == 2:
+            self.require_next(*biases)
+        else:
+            self.require_biases(biases)
+        return self.vector(biases[0]) if any(biases) else NOTHING
+
+    def require_adjacent(self, names: tuple[str, ...], starts: list[int]) -> None:
+        ends = [start + self.rows_of(name) for name, start in zip(names, starts, strict=True)]
+        if starts[1:] != ends[:-1]:
+            raise unfit(f"weights {names} apart from each other")
+
+    def require_biases(self, biases: tuple[str, ...]) -> None:
+        """Refuses biases that do not follow each other without a gap."""
+        if any(biases) and not all(biases):
+            raise unfit(f"biases {biases}")
+        for one, following in pairwise(biases if all(biases) else ()):
+            size = self.layout.tensors[one].num_bytes
+            if self.layout.offset(one) + size != self.layout.offset(following):
+                raise unfit(f"biases {biases} apart from each other")
+
+    def require_next(self, one: str, following: str) -> None:
+        """Refuses two vectors the second of which does not begin at the next multiple of
+        VECTOR_MULTIPLE elements.
+        """
+        size = -(-self.layout.tensors[one].num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        if self.layout.offset(one) + size != self.layout.offset(following):
+            raise unfit(f"vectors {one!r} and {following!r} apart from each other")
+
+
+def count_rows(segment: Program) -> int:
+    """Rows of x of a segment's linears, the most of any; 1 without linears."""
+    columns, tensors = matrix_columns(segment), segment.tensor_map()
+    return max(
+        (
+            tensors[op.reads[0].tensor].num_elements // columns[op.reads[1].tensor]
+            for op in segment.ops
+            if op.kind == "linear"
+        ),
+        default=1,
+    )
+
+
+def tiles_k(columns: int) -> int:
+    return -(-columns // TILE_K)

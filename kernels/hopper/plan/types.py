@@ -1,0 +1,179 @@
+"""What a kernel is asked to do: its extents, where its matrices lie, the queue of every SM.
+
+Made by queues.py, read by one_row/runner.py, which is next on the walk.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from distmega.errors import UnsupportedError
+from distmega.kernels.hopper.plan.words import Instruction
+from distmega.kernels.tasks.fuse import FusedSample
+from distmega.kernels.tasks.graph import Mode
+from distmega.program.expr import Expr
+
+HEAD_DIMS = (64, 128)
+"""Elements of a head, where there are several rows."""
+ROW_HEAD_DIMS = range(8, 129, 8)
+"""Elements of a head of one row."""
+ROW_MULTIPLE = 8
+"""Of the elements of a row of weights: 16 bytes, as the copy engine steps."""
+MAX_QUERIES = 8
+"""Query heads of one attention task."""
+MAX_MATRICES = 3
+"""Lengths of rows of weights, where there are several rows of x."""
+ROW_MATRICES = 6
+"""Likewise of one row."""
+ITEM_BYTES = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightMatrix:
+    """All weights of one row length: num_rows rows of `columns` elements from byte `offset` on."""
+
+    columns: int
+    offset: int
+    num_rows: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Buffer:
+    """Flagged words `first` to first + num_words of the symmetric buffer, in the order of
+    dataflow.
+    """
+
+    name: str
+    first: int
+    num_words: int
+
+    @property
+    def words(self) -> range:
+        return range(self.first, self.first + self.num_words)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueryGroups:
+    """Query heads, and the kv heads that groups of them share."""
+
+    num_heads: int
+    num_kv_heads: int
+
+    @property
+    def group(self) -> int:
+        """Query heads of a kv head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def num_parts(self) -> int:
+        """Attention tasks that share a kv head's queries."""
+        return -(-self.group // MAX_QUERIES)
+
+    @property
+    def num_queries(self) -> int:
+        """Query heads of each; the last task begins early enough to have as many as the others."""
+        return -(-self.group // self.num_parts)
+
+    def first_query(self, head: int, part: int) -> int:
+        """First query head of part number `part` of a kv head."""
+        return head * self.group + min(part * self.num_queries, self.group - self.num_queries)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionShape(QueryGroups):
+    """Extents that all attention ops of a segment share on one rank. rotated: whether queries and
+    keys are; qk_norm: whether they are normalised before.
+    """
+
+    head_dim: int
+    max_context: int
+    qk_norm: bool
+    rotated: bool
+    scale: float
+
+
+Publishes = Literal["nothing", "numbers", "pairs"]
+
+
+@dataclass(frozen=True, slots=True)
+class Epilogue:
+    """What follows the products of a linear: formula(products of the streams, what is carried).
+
+    publishes: "numbers", f32, a flagged word each; "pairs" of bf16, or nothing. num_carried:
+    vectors that stay with this SM and that the formula takes. summed: the product is summed over
+    ranks first. ranked: a token is chosen from the results.
+    """
+
+    num_streams: int
+    formula: Expr
+    publishes: Publishes
+    num_carried: int
+    summed: bool
+    ranked: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Epilogues:
+    """Those of a segment, as one constant of its kernel."""
+
+    each: tuple[Epilogue, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """num elements of f32 from `first` on of what SMs keep: a tensor of the segment."""
+
+    tensor: str
+    first: int
+    num: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowQueues:
+    """Instructions of every SM for a segment of one row. mode: with barriers where "op".
+
+    epilogues: of linears, by opcode. num_generations: flags of a step, more than any buffer has
+    generations. num_kept: f32 elements that SMs keep; outputs: those that leave; logits_at: first
+    of those that a token is chosen from. sampler: where tokens are not the most likely. head_rows:
+    of the logits, what one SM chooses from, at most. best, sample, num_words: first flagged word of
+    the heads' maxima and of what samples exchange, count of all words; buffers: all that lies
+    there, in the order of dataflow. embed: the table that `tokens` look up or, without tokens, the
+    input of one row. Names: tensors that the runner binds, "" where the segment has none.
+    """
+
+    num_ranks: int
+    mode: Mode
+    attention: AttentionShape | None
+    epilogues: tuple[Epilogue, ...]
+    num_generations: int
+    max_tiles_k: int
+    eps: float
+    matrices: tuple[WeightMatrix, ...]
+    queues: tuple[tuple[Instruction, ...], ...]
+    num_kept: int
+    outputs: tuple[Kept, ...]
+    sampler: FusedSample | None
+    vocab: int
+    head_rows: int
+    logits_at: int
+    best: int
+    sample: int
+    num_words: int
+    buffers: tuple[Buffer, ...]
+    first_id: int
+    embed: str
+    hidden: int
+    rope_table: str
+    tokens: str
+    positions: str
+    token: str
+    logits: str
+
+
+def unfit(found: str) -> UnsupportedError:
+    """The error for a segment that the kernel can't do."""
+    return UnsupportedError(
+        f"the decode kernel can't do {found}",
+        expected=f"one token, rows of a multiple of {ROW_MULTIPLE} elements, heads of a multiple "
+        f"of {ROW_HEAD_DIMS.step} up to {ROW_HEAD_DIMS[-1]}; or up to 16 with heads of {HEAD_DIMS}",
+        remedy="run the segment by library ops",
+    )

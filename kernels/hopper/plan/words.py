@@ -1,0 +1,264 @@
+"""Device words of the kernel of one row: the only file that knows where a field lies.
+
+An instruction is WORDS int32 words. One dataclass an opcode names its fields, and FIELD_WORDS says
+where each lies; fields.py gives kernels the same places. Buffers that tasks exchange hold 64-bit
+*flagged words*: payload in the low half, the flag of its (step, generation) in the high half, so
+that a reader polls the datum itself and needs no event. A generation counts how often a buffer was
+written in this step before. Next on the walk: queues.py.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+
+WORDS = 16
+
+UNIT_ROWS = 8
+"""Weight rows of a tile; work is shared out in units of so many rows."""
+TILE_K = 1024
+"""Columns of a tile."""
+TILE_BYTES = 2 * UNIT_ROWS * TILE_K
+VECTOR_MULTIPLE = 64
+"""Vectors begin at multiples of so many elements of 2 bytes: those of arena.ALIGNMENT_BYTES."""
+STAGE_CHUNKS = 4
+"""Chunks of TILE_K columns of x that are polled and staged together."""
+MAX_SPLITS = 16
+"""Splits of the context of one kv head, at most: what one combine task holds."""
+PARTIAL_EXTRA = 4
+"""Flagged words after the outputs of a partial: maximum, sum, two unused."""
+
+REPORT_FIRST, REPORT_LIMIT, REPORT_ALARM = range(3)
+"""64-bit words at the start of the symmetric buffer. Of all waits that were given up, the least
+(flag, word, SM): 32, 24 and 8 bits, from the highest; all bits set while there is none. Nanoseconds
+that a wait may last. Address of the host's alarm, an int32.
+"""
+REPORT_WORDS = 16
+NO_REPORT = -1
+
+NO_WINDOW = 2**30
+"""The window of a layer whose queries see all positions."""
+
+STATE_POSITION, STATE_EPOCH, STATE_TOKEN, STATE_SAMPLING, STATE_SEED = 0, 1, 2, 4, 8
+"""Words of the device state: position of the next token, steps run so far, the next token; how
+tokens are sampled (one_row/sample.py), f32, and the seed, int64.
+"""
+STATE_WORDS = 10
+
+STAMPS = 4
+"""Stamps of a traced instruction: start, inputs there, first group or blocks done, end."""
+
+FROM_EMBEDDING, CARRY_EMBEDDED, PAIRED, LAYER_NORM, KEEP_NORMED, CARRY_TWO = 1, 2, 4, 8, 16, 32
+"""Linear.flags: x is the embedding row of the current token; what is carried is; units of two
+streams take turns; the norm of x is a layer norm, else an rms norm; the SM normalises its rows of x
+too, where it keeps them; the epilogue takes a second vector that the SM keeps.
+"""
+DELTA_SHIFT, MATRIX_SHIFT = 8, 24
+DELTA_MASK = 0xFFFF
+"""Of Linear.flag_delta, 16 bits with a sign, and Linear.matrix in the word that they share with the
+flags.
+"""
+NOTHING = -1
+"""In place of an offset, where there is nothing."""
+EMBEDDED = REPORT_WORDS
+"""First flagged word of that row where ranks share the embedding matrix."""
+
+GREEDY, SAMPLED, LIMITED, SEARCHED, NO_CHOICE = range(5)
+"""How the kernel chooses tokens, see one_row/sample.py, or that it chooses none."""
+SAMPLE_CHUNK = 8
+"""Numbers of an SM that are exchanged at a time to find the limits of a sample."""
+SEARCH_CHUNKS = 64
+"""Of them, for limits among any number of tokens: two searches of up to 30 rounds, each of which
+leaves a quarter of a range of float32.
+"""
+MAX_SMS = 256
+"""SMs that exchange them or have a place in a buffer of all, at most: one a thread."""
+
+
+MAX_EPILOGUES = 16
+"""Opcodes below this are linears with the epilogue of that number."""
+
+
+class RowOpcode(IntEnum):
+    """What an instruction does that is no linear."""
+
+    ATTENTION = 16
+    COMBINE = 17
+    EMBED = 18
+    BARRIER = 19
+    SAMPLE = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowLinear:
+    """8 * num_units rows of a matrix times x, then epilogue number `opcode` of the plan.
+
+    name: of the op, for reports. matrix: which of the weight descriptors; weight_row: row there of
+    the first unit. PAIRED takes units in turn from there and from pair_row on, 8 rows of either
+    stream, and counts rows of both. num_tiles_k: tiles of 1024 columns. src: first flagged word of
+    x (bf16 pairs), num_src_words of them, flagged `flag_delta` generations ago. norm, bias: offsets
+    in the vectors, or NOTHING; of a layer norm the bias lies behind the weight, of two streams the
+    second one's bias behind the first one's, at the next multiple of VECTOR_MULTIPLE. dst: first
+    flagged word of the whole output, where the epilogue publishes one; in front of it, where the
+    product is summed over ranks, lie num_rows words of each rank's part. row0: first row there;
+    num_rows: of the output. keep, carry: f32 elements of what stays with this SM, that the epilogue
+    writes and takes, or NOTHING; with KEEP_NORMED, carry is x, of which the SM has as many units as
+    of any matrix of so many rows. With CARRY_TWO, pair_row is the second vector that the epilogue
+    takes.
+    """
+
+    opcode: int
+    name: str
+    generation: int
+    matrix: int
+    weight_row: int
+    pair_row: int
+    num_units: int
+    num_tiles_k: int
+    src: int
+    num_src_words: int
+    flag_delta: int
+    norm: int
+    bias: int
+    dst: int
+    row0: int
+    num_rows: int
+    flags: int
+    keep: int
+    carry: int
+
+    @property
+    def packed(self) -> int:
+        """flags, flag_delta and matrix in one word."""
+        delta = self.flag_delta & DELTA_MASK
+        return self.flags | delta << DELTA_SHIFT | self.matrix << MATRIX_SHIFT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowAttention:
+    """Some queries of a kv head over one split of the context; the split that has the last block of
+    positions also has the new one, and appends it to the cache.
+
+    k_row, v_row: first row of this head in the cache matrix [rows, d]. query0: first of
+    AttentionShape.num_queries query heads. window: positions that a query sees, itself included.
+    src: flagged words of the qkv output; partial: those of all heads' and splits' partials.
+    """
+
+    name: str
+    generation: int
+    k_row: int
+    v_row: int
+    head: int
+    query0: int
+    window: int
+    split: int
+    max_splits: int
+    src: int
+    partial: int
+    q_norm: int
+    k_norm: int
+    opcode: RowOpcode = RowOpcode.ATTENTION
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowCombine:
+    """Sum of the splits' partials of one query head."""
+
+    name: str
+    generation: int
+    head: int
+    window: int
+    max_splits: int
+    partial: int
+    dst: int
+    opcode: RowOpcode = RowOpcode.COMBINE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowEmbed:
+    """Words (bf16 pairs) from `column` on of the token's row, to every rank, where this rank's part
+    of the embedding matrix has it: token row0 is the first of num_rows, num_words words each.
+    """
+
+    row0: int
+    num_rows: int
+    column: int
+    num_words: int
+    dst: int
+    name: str = ""
+    generation: int = 0
+    opcode: RowOpcode = RowOpcode.EMBED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowBarrier:
+    """Waits until all num_words / 2 SMs of this rank are here, each with two words from dst on. The
+    loader takes it for a linear of no units.
+    """
+
+    name: str
+    generation: int
+    dst: int
+    num_words: int
+    opcode: RowOpcode = RowOpcode.BARRIER
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowSample:
+    """The best candidate of logits row0 to num_rows - 1, where tokens are drawn: this rank's own,
+    of which the SM keeps its rows from element `logits` on, or, if vocab > 0, those of all ranks,
+    which lie in flagged words from src on: of each rank a whole number of units, the first `vocab`
+    rows of which are tokens, so rows are slots there. dst: first flagged word of what SMs exchange
+    to find limits. The loader takes it for a linear of no units.
+    """
+
+    name: str
+    generation: int
+    row0: int
+    num_rows: int
+    src: int = 0
+    vocab: int = 0
+    dst: int = 0
+    logits: int = 0
+    opcode: RowOpcode = RowOpcode.SAMPLE
+
+
+Instruction = RowLinear | RowAttention | RowCombine | RowEmbed | RowBarrier | RowSample
+
+FIELD_WORDS: dict[type[Instruction], dict[str, int]] = {
+    RowLinear: {
+        "opcode": 0, "generation": 1, "weight_row": 2, "num_units": 3, "num_tiles_k": 4, "src": 5,
+        "num_src_words": 6, "packed": 7, "norm": 8, "bias": 9, "dst": 10, "row0": 11, "keep": 12,
+        "num_rows": 13, "carry": 14, "pair_row": 15,
+    },
+    RowAttention: {
+        "opcode": 0, "generation": 1, "k_row": 2, "v_row": 4, "src": 5, "head": 6, "split": 7,
+        "q_norm": 8, "k_norm": 9, "partial": 11, "max_splits": 12, "window": 13, "query0": 14,
+    },
+    RowCombine: {
+        "opcode": 0, "generation": 1, "head": 6, "dst": 10, "partial": 11, "max_splits": 12,
+        "window": 13,
+    },
+    RowEmbed: {
+        "opcode": 0, "generation": 1, "num_words": 6, "column": 7, "dst": 10, "row0": 11,
+        "num_rows": 13,
+    },
+    RowBarrier: {"opcode": 0, "generation": 1, "num_words": 6, "dst": 10},
+    RowSample: {
+        "opcode": 0, "generation": 1, "src": 5, "vocab": 6, "dst": 10, "row0": 11, "logits": 12,
+        "num_rows": 13,
+    },
+}  # fmt: skip
+"""Word of each field. Fields that kernels read before they look at the opcode share a place."""
+
+
+def pack(instruction: Instruction) -> list[int]:
+    """The WORDS words of an instruction."""
+    return pack_fields(instruction, FIELD_WORDS[type(instruction)])
+
+
+def pack_fields(instruction: object, field_words: Mapping[str, int]) -> list[int]:
+    """WORDS words with each field at its place, zeros elsewhere."""
+    words = [0] * WORDS
+    for name, word in field_words.items():
+        words[word] = int(getattr(instruction, name))
+    return words

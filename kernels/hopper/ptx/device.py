@@ -1,0 +1,107 @@
+"""What Gluon has no word for: fences, clocks, halves of pairs; and making flagged words.
+
+Next on the walk: spins.py.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from distmega.kernels.hopper.plan.fields import WORDS
+from distmega.kernels.hopper.ptx.shapes import PER_THREAD
+
+
+@gluon.jit
+def as_float(bits):
+    """int32 bits as float32."""
+    return bits.to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def low_half(bits):
+    """The lower bf16 of a pair, as float32."""
+    return (bits << 16).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def high_half(bits):
+    """The upper bf16 of a pair, as float32."""
+    return (bits & -65536).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def bf16_pair(low, high):
+    """Two float32 as bf16 in one int32."""
+    return gl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def flagged(payload, flag):
+    """int32 payload and flag as one 64-bit word."""
+    low = payload.to(gl.int64) & 0xFFFFFFFF
+    return (flag.to(gl.int64) << 32) | low
+
+
+@gluon.jit
+def flagged_float(value, flag):
+    """float32 payload and flag as one 64-bit word."""
+    return flagged(value.to(gl.int32, bitcast=True), flag)
+
+
+@gluon.jit
+def fence_all():
+    """Orders this thread's earlier accesses, and the copy engine's later reads, at scope gpu."""
+    zero = gl.full([256], 0, gl.int32, layout=PER_THREAD)
+    return gl.inline_asm_elementwise(
+        "fence.proxy.async.global; fence.acq_rel.gpu; mov.b32 $0, $1;",
+        "=r,r",
+        [zero],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def clock():
+    """Nanoseconds, the same on every SM."""
+    return gl.inline_asm_elementwise(
+        "mov.u64 $0, %globaltimer;", "=l", [], dtype=gl.int64, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def keep(value):
+    """The scalar itself, through an instruction the compiler may not drop.
+
+    Triton 3.6 takes a value carried by a loop for dead when its only use is the bound of an inner
+    loop, and keeps the first one for ever; bounds that come from prefetched words go through here.
+    """
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [value], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def fetch(queue, i):
+    """The words of instruction i, as a tuple of scalars."""
+    at = queue + i * WORDS
+    return (
+        gl.load(at),
+        gl.load(at + 1),
+        gl.load(at + 2),
+        gl.load(at + 3),
+        gl.load(at + 4),
+        gl.load(at + 5),
+        gl.load(at + 6),
+        gl.load(at + 7),
+        gl.load(at + 8),
+        gl.load(at + 9),
+        gl.load(at + 10),
+        gl.load(at + 11),
+        gl.load(at + 12),
+        gl.load(at + 13),
+        gl.load(at + 14),
+        gl.load(at + 15),
+    )

@@ -1,0 +1,57 @@
+"""Machine code for sm_90a of the kernel of 2 to 16 rows, for programs that are no decoders."""
+
+from functools import cache
+
+import pytest
+import torch
+
+from distmega.kernels.hopper.batch.runner import BatchRunner
+from distmega.kernels.hopper.batch_plan.queues import build_batch_queues
+from distmega.kernels.hopper.plan.weight_order import order_weights
+from distmega.kernels.runtime.arena import Space, layout_arena
+from tests.kernels.hopper.batch_plan.test_batch_programs import program_of
+from tests.kernels.offline import NUM_SMS, offline
+from tests.kernels.ptx import bare_signals, plain_spins
+from tests.kernels.sass import instructions, spills_in_products
+from tests.kernels.sm90 import SHARED_BYTES, Machine
+
+MOST_INSTRUCTIONS = {"gated": 2000, "attention": 4700}
+"""A kernel without attention holds nothing of it: a decoder's has over 4000."""
+
+
+@cache
+def compiled(name: str) -> Machine:
+    program = program_of(name)
+    weights = layout_arena(Space.WEIGHT, order_weights(program))
+    states = layout_arena(Space.STATE, program.with_role("state"))
+    given = {*(tensor.name for tensor in program.with_role("input")), *program.outputs}
+    with pytest.MonkeyPatch.context() as patch, offline(patch) as launched:
+        runner = BatchRunner(
+            program,
+            build_batch_queues(program, weights, states, NUM_SMS),
+            weights=weights,
+            weights_arena=torch.empty(weights.num_bytes, dtype=torch.uint8),
+            state_arena=torch.empty(max(states.num_bytes, 16), dtype=torch.uint8),
+        )
+        runner.launch(
+            {
+                tensor.name: torch.zeros(
+                    tensor.shape, dtype=torch.bfloat16 if tensor.dtype == "bf16" else torch.int64
+                )
+                for tensor in program.tensors
+                if tensor.name in given
+            }
+        )
+    (machine,) = launched
+    return machine
+
+
+@pytest.mark.parametrize("name", MOST_INSTRUCTIONS)
+def test_nothing_spills_and_nothing_unused_is_there(name: str):
+    code = compiled(name)
+    assert code.stack_bytes == 0
+    assert spills_in_products(code.cubin) == []
+    assert code.shared_bytes <= SHARED_BYTES
+    assert len(instructions(code.cubin)) <= MOST_INSTRUCTIONS[name]
+    assert plain_spins(code.ptx) == []
+    assert bare_signals(code.ptx) == []
