@@ -14,27 +14,17 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from distmega.lazy import names_from
+from distmega.lazy import late_imports
 
 if TYPE_CHECKING:
-    from distmega.kernels.gemm.api import all_gather_matmul as all_gather_matmul
-    from distmega.kernels.gemm.api import matmul as matmul
-    from distmega.kernels.gemm.api import matmul_all_reduce as matmul_all_reduce
-    from distmega.kernels.gemm.api import matmul_reduce_scatter as matmul_reduce_scatter
-    from distmega.kernels.pipelined.api import layer_norm as layer_norm
-    from distmega.kernels.pipelined.api import pointwise as pointwise
-    from distmega.kernels.pipelined.api import rms_norm as rms_norm
-    from distmega.kernels.pipelined.api import softmax as softmax
-    from distmega.kernels.pipelined.tuning import tuning as tuning
-
-_HOMES = {
-    "rms_norm": "kernels.pipelined.api", "layer_norm": "kernels.pipelined.api",
-    "softmax": "kernels.pipelined.api", "pointwise": "kernels.pipelined.api",
-    "tuning": "kernels.pipelined.tuning", "matmul": "kernels.gemm.api",
-    "all_gather_matmul": "kernels.gemm.api", "matmul_reduce_scatter": "kernels.gemm.api",
-    "matmul_all_reduce": "kernels.gemm.api",
-}  # fmt: skip
-"""Public name -> its module."""
+    from distmega.kernels.gemm.api import (
+        all_gather_matmul,
+        matmul,
+        matmul_all_reduce,
+        matmul_reduce_scatter,
+    )
+    from distmega.kernels.pipelined.api import layer_norm, pointwise, rms_norm, softmax
+    from distmega.kernels.pipelined.tuning import tuning
 
 
 def _step_aside() -> None:
@@ -53,5 +43,15 @@ def _step_aside() -> None:
 if __name__ == "kernels":
     _step_aside()
 else:
-    __all__ = [*_HOMES]
-    __getattr__ = names_from(__name__, _HOMES)
+    __all__ = [
+        "all_gather_matmul",
+        "layer_norm",
+        "matmul",
+        "matmul_all_reduce",
+        "matmul_reduce_scatter",
+        "pointwise",
+        "rms_norm",
+        "softmax",
+        "tuning",
+    ]
+    __getattr__ = late_imports(__name__)

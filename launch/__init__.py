@@ -4,25 +4,19 @@ what it yields, are of contract.py.
 
 from typing import TYPE_CHECKING
 
-from distmega.lazy import names_from
+from distmega.lazy import late_imports
 
 if TYPE_CHECKING:
-    from distmega.launch.contract import Emitted as Emitted
-    from distmega.launch.contract import LauncherOptions as LauncherOptions
-    from distmega.launch.contract import RayOptions as RayOptions
-    from distmega.launch.contract import Result as Result
-    from distmega.launch.launchers import is_under_torchrun as is_under_torchrun
-    from distmega.launch.launchers import launch as launch
+    from distmega.launch.contract import Emitted, LauncherOptions, RayOptions, Result
+    from distmega.launch.launchers import is_under_torchrun, launch
 
-_HOMES = {
-    "launch": "launch.launchers",
-    "is_under_torchrun": "launch.launchers",
-    "LauncherOptions": "launch.contract",
-    "RayOptions": "launch.contract",
-    "Emitted": "launch.contract",
-    "Result": "launch.contract",
-}
-"""Public name -> its module."""
+__all__ = [
+    "Emitted",
+    "LauncherOptions",
+    "RayOptions",
+    "Result",
+    "is_under_torchrun",
+    "launch",
+]
 
-__all__ = [*_HOMES]
-__getattr__ = names_from(__name__, _HOMES)
+__getattr__ = late_imports(__name__)

@@ -27,11 +27,14 @@ PACKAGES: dict[str, Path] = {
 
 @dataclass(frozen=True, slots=True)
 class Import:
-    """One imported module, as written at `line`; `local` if inside a function."""
+    """One imported module, as written at `line`; `local` if inside a function, `late` if it is
+    loaded when it is first used: by lazy.py, by name, or as the target of a launch.
+    """
 
     target: str
     line: int
     local: bool
+    late: bool
 
 
 def modules() -> dict[str, Path]:
@@ -51,31 +54,57 @@ def python_files() -> list[Path]:
 
 @cache
 def imports(path: Path) -> list[Import]:
-    """All imports of a file; `from a import b` gives both a and a.b, since b may be a module."""
-    return list(_walk(ast.parse(path.read_text(), filename=str(path)), local=False))
+    """All imports of a file; `from a import b` gives a.b where that is a module of the repository,
+    else a.
+    """
+    return list(_walk(ast.parse(path.read_text(), filename=str(path)), local=False, late=False))
 
 
-def _walk(node: ast.AST, *, local: bool) -> Iterator[Import]:
+def _walk(node: ast.AST, *, local: bool, late: bool) -> Iterator[Import]:
     match node:
         case ast.Import(names=names):
-            yield from (Import(alias.name, node.lineno, local) for alias in names)
+            yield from (Import(alias.name, node.lineno, local, late) for alias in names)
         case ast.ImportFrom(module=module, level=level, names=names):
             base = "." * level + (module or "")
-            yield Import(base, node.lineno, local)
-            yield from (Import(f"{base}.{alias.name}", node.lineno, local) for alias in names)
-        case ast.If(test=ast.Name(id="TYPE_CHECKING")):
-            return  # an __init__'s public names, loaded when they are used
+            full = {f"{base}.{alias.name}" for alias in names}
+            inside = full & known_modules()
+            targets = {*inside, base} if inside != full else inside
+            yield from (Import(target, node.lineno, local, late) for target in sorted(targets))
+        case ast.Constant(value=str(text)) if names_module(text):
+            yield Import(text.partition(":")[0], node.lineno, local=False, late=True)
+        case ast.Call(func=function, args=[ast.Constant(value=str(name)), *_]) if ast.unparse(
+            function
+        ).endswith("import_module"):
+            yield Import(name, node.lineno, local, True)
         case _:
-            inside = local or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            local = local or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            late = late or (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
             for child in ast.iter_child_nodes(node):
-                yield from _walk(child, local=inside)
+                yield from _walk(child, local=local, late=late)
+
+
+def names_module(text: str) -> bool:
+    """Whether a string is the name of a module inside a package, or "module:function"."""
+    return text.partition(":")[0] in known_modules() - TOPS.keys()
 
 
 @cache
-def import_graph() -> dict[str, set[str]]:
-    """Installed module -> installed modules it imports."""
-    known = modules()
+def known_modules() -> frozenset[str]:
+    """Names of all that is installed."""
+    return frozenset(modules())
+
+
+@cache
+def import_graph(*, late: bool = True) -> dict[str, set[str]]:
+    """Installed module -> installed modules it imports, with those that doors import late or
+    without.
+    """
     return {
-        name: {found.target for found in imports(path) if found.target in known} - {name}
-        for name, path in known.items()
+        name: {
+            found.target
+            for found in imports(path)
+            if found.target in known_modules() and (late or not found.late)
+        }
+        - {name}
+        for name, path in modules().items()
     }
