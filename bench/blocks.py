@@ -29,9 +29,9 @@ from distmega.hostir.passes.passes import run_passes
 from distmega.hostir.run.cuda_graph import CapturedHost, shared_memory
 from distmega.hostir.run.evaluator import Evaluator, Watch
 from distmega.hostir.run.timeline import HostClock, Timeline
-from distmega.kernels.device_ops import KernelOps
 from distmega.kernels.gemm.host import PeerMatmuls
 from distmega.kernels.gemm.machine import measured
+from distmega.kernels.library.device_ops import KernelOps
 from distmega.kernels.runtime.copy_engines import CopyCommunicator
 from distmega.program.builder import Handle, ProgramBuilder
 from distmega.program.types import Program

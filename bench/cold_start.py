@@ -56,7 +56,7 @@ def measure(model: str, start: float) -> dict[str, float]:
     mesh = engine.DeviceMesh(tp=1)
     options = engine.EngineOptions(max_context=1024)
     comm = importlib.import_module("distmega.hostir.comm.communicator").SingleCommunicator(mesh)
-    source = importlib.import_module("distmega.models.load").open_model(model)
+    source = importlib.import_module("distmega.sources.load").open_model(model)
     made = engine.Engine(source, mesh, comm, options, device="cuda:0")
     laps.lap("plan, memory, queues")
     prompt = list(PROMPT)

@@ -28,8 +28,8 @@ from distmega.engine.engine import Engine
 from distmega.engine.requests import EngineOptions
 from distmega.hostir.comm.communicator import Communicator
 from distmega.models.config import ModelConfig
-from distmega.models.load import open_model
 from distmega.models.weights import weight_specs
+from distmega.sources.load import open_model
 
 CASES = (
     *(f"{n} batch=1 ctx=512" for n in ("llama-3.2-1b", "qwen3-0.6b", "qwen3-1.7b", "qwen3-8b")),

@@ -26,7 +26,7 @@ from distmega.engine.engine import Engine
 from distmega.engine.requests import EngineOptions
 from distmega.hostir.comm.communicator import Communicator
 from distmega.models.config import ModelConfig
-from distmega.models.load import open_model
+from distmega.sources.load import open_model
 
 SIZES = (128, 1), (448, 1), (2048, 1), (448, 16), (4032, 16)
 CASES = tuple(

@@ -20,7 +20,7 @@ from bench.ranks import run_on_ranks
 from distmega.engine.engine import Engine
 from distmega.engine.requests import EngineOptions
 from distmega.hostir.comm.communicator import Communicator
-from distmega.models.load import open_model
+from distmega.sources.load import open_model
 
 CASES = ("1,448", "16,448", "1,2048", "16,4032")
 NUM_TOKENS = 129

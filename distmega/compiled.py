@@ -33,10 +33,10 @@ from distmega.hostir.run.deadline import Deadline
 from distmega.hostir.run.evaluator import Evaluator
 from distmega.hostir.run.graph_breaks import tensor_breaks
 from distmega.hostir.run.host_cost import explain_host
-from distmega.kernels.device_ops import KernelOps
 from distmega.kernels.gemm.host import PeerMatmuls
+from distmega.kernels.library.device_ops import KernelOps
 from distmega.kernels.runtime.compilations import num_compiled
-from distmega.kernels.runtime.whole import WholePlan, open_whole, plan_whole
+from distmega.kernels.whole import WholePlan, open_whole, plan_whole
 from distmega.program import types as program
 from distmega.program.kinds import kind_of
 from distmega.sharding.localize import LocalProgram, localize

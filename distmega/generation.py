@@ -12,9 +12,9 @@ from distmega.engine.requests import EngineOptions, GenerateRequest, GenerateRes
 from distmega.errors import RequestError
 from distmega.launch.contract import LauncherOptions
 from distmega.launch.launchers import choose_device, choose_launcher, launch
-from distmega.models.locate import locate_model, read_config
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.search.cost import CPU
+from distmega.sources.locate import locate_model, read_config
 
 
 def generate(

@@ -18,6 +18,7 @@ from typing import Any, Literal, get_args
 from distmega.engine.ranks import DeviceKind, Emit, RankContext
 from distmega.env import MAX_SECONDS, read_settings
 from distmega.errors import LaunchError, RankFailure, RequestError, argument
+from distmega.launch import late
 from distmega.launch.contract import (
     PASSIVE,
     Emitted,
@@ -25,18 +26,13 @@ from distmega.launch.contract import (
     Job,
     LauncherOptions,
     function_name,
-    load_function,
     require_no_import,
 )
 from distmega.launch.ray_token import show_token
 
 logger = logging.getLogger(__name__)
 
-LAUNCHERS = {
-    "local": "distmega.launch.local:run_local",
-    "torchrun": "distmega.launch.torchrun:run_torchrun",
-    "ray": "distmega.launch.ray:run_ray",
-}
+LAUNCHERS = ("local", "torchrun", "ray")
 
 LAST_WORDS_S = 2.0
 """How long a silent rank stays, so that the one that explains the failure isn't ended by torchrun
@@ -124,7 +120,7 @@ def should_report() -> bool:
     if not is_under_torchrun():
         return True
     try:
-        if load_function("distmega.launch.torchrun:claim_report")():
+        if late.claim_report():
             return True
     except LaunchError:  # a process with some variables of torchrun, which has no peers
         return True
@@ -185,22 +181,23 @@ def _pickle_payload(payload: object) -> bytes:
 
 
 def _load_launcher(launcher: str) -> Callable[[Job], Generator[Event]]:
-    if launcher == "ray":
-        show_token(os.environ)
+    if launcher == "local":
+        return late.run_local
     if launcher == "torchrun":  # this process is a rank, and OpenMP reads it as torch is loaded
         for name, value in PASSIVE.items():
             os.environ.setdefault(name, value)
+        return late.run_torchrun
+    show_token(os.environ)
     try:
-        return load_function(LAUNCHERS[launcher])
-    except LaunchError as error:
-        cause = error.__cause__
-        if launcher == "ray" and isinstance(cause, ModuleNotFoundError) and cause.name == "ray":
-            raise LaunchError(
-                "launcher 'ray', but Ray is not installed here",
-                expected="the package ray",
-                remedy="run: pip install 'distmega[ray]'",
-            ) from cause
-        raise
+        return late.run_ray
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        raise LaunchError(
+            "launcher 'ray', but Ray is not installed here",
+            expected="the package ray",
+            remedy="run: pip install 'distmega[ray]'",
+        ) from error
 
 
 def _run_with_restarts(

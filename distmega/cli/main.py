@@ -65,9 +65,9 @@ from distmega.launch.launchers import (
     launch,
     should_report,
 )
-from distmega.models.locate import read_config
 from distmega.models.sampling import Sampling
 from distmega.sharding.search.cost import MACHINES
+from distmega.sources.locate import read_config
 from distmega.superopt.schedule import SearchLimits
 
 DESCRIPTION = (

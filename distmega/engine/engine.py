@@ -53,16 +53,15 @@ from distmega.hostir.lower.pipeline import FREE
 from distmega.hostir.run.evaluator import Evaluator, KernelRunner
 from distmega.kernels.cpu.peer import peer_memory_problem
 from distmega.kernels.cpu.runner import CpuMegakernel, open_peers
-from distmega.kernels.device_ops import KernelOps
 from distmega.kernels.gemm.host import PeerMatmuls
+from distmega.kernels.library.device_ops import KernelOps
 from distmega.kernels.megakernel import Megakernel
+from distmega.kernels.runners import open_hopper, plan_hopper
 from distmega.kernels.runtime.memory import allocate_arena, arena_views, spanning_view
-from distmega.kernels.runtime.runners import SteppingRunner, open_hopper, plan_hopper
 from distmega.kernels.runtime.signals import open_signals
+from distmega.kernels.runtime.stepping import SteppingRunner
 from distmega.kernels.runtime.symmetric import Team
-from distmega.models.copied_source import open_copies
 from distmega.models.decoder import PEAKS, AnyDecoder, Logits
-from distmega.models.load import ModelSource
 from distmega.models.sampling import (
     MOST_LIKELY,
     Method,
@@ -75,6 +74,8 @@ from distmega.program.types import KNOWN, Program
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.search.cost import CPU, H200
 from distmega.sharding.stages import AXIS
+from distmega.sources.copied_source import open_copies
+from distmega.sources.load import ModelSource
 from distmega.trace_file import Span
 
 logger = logging.getLogger(__name__)

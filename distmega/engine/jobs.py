@@ -39,9 +39,9 @@ from distmega.engine.trace_summary import summarise
 from distmega.engine.weight_loading import Progress, Tell, no_progress, tell_nobody
 from distmega.errors import RequestError, argument
 from distmega.models.decoder import Logits
-from distmega.models.load import ModelSource, open_model
 from distmega.models.sampling import MOST_LIKELY, Samplings
 from distmega.models.tokenizer import Tokenizer
+from distmega.sources.load import ModelSource, open_model
 from distmega.trace_file import Span, write_trace
 
 LOADED_S = 0.25

@@ -2,7 +2,7 @@
 
 In: a runner that was told where to start. Out: the tokens of one step after another. While those of
 a launch are given out the next launch runs, so the GPU does not wait for the host. Next on the
-walk: kernels/runtime/runners.py.
+walk: kernels/runners.py.
 """
 
 import math
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from distmega.errors import ModelError
-from distmega.kernels.runtime.runners import SteppingRunner
+from distmega.kernels.runtime.stepping import SteppingRunner
 
 MAX_STEPS = 16
 """Decode steps of one launch, at most, before their tokens are given out."""

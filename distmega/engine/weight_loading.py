@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from distmega.engine.soundness import require_sound_weight
-from distmega.models.load import ModelSource
 from distmega.models.random_device import fill_random
 from distmega.models.random_source import RandomReader
 from distmega.sharding.layout.allocation import AllocationDomain
+from distmega.sources.load import ModelSource
 
 Progress = Callable[[int, int], None]
 """Called with the bytes that are loaded, and all bytes there are, after each weight."""

@@ -1,3 +1,3 @@
 """Models: configurations, weights and tokenizers in; a decoder's tensor program out. Start at
-load.py and decoder.py.
+config.py and decoder.py; sources/ opens what a name means.
 """

@@ -1,8 +1,8 @@
 """A Hugging Face folder whose decoder we don't write ourselves: its configuration as an HfDecoder,
 its weights straight from safetensors.
 
-In: a folder or a config.json. Out: what models/load.py makes a ModelSource of. Code that a folder
-brings along is never run. Called by models/locate.py and models/load.py where our own decoders do
+In: a folder or a config.json. Out: what sources/load.py makes a ModelSource of. Code that a folder
+brings along is never run. Called by sources/locate.py and sources/load.py where our own decoders do
 not cover the model; next on the walk: decoders.py.
 """
 

@@ -305,7 +305,8 @@ def take_shard(x: Tensor, dim: int, extent: int, coordinate: int) -> Tensor:
 Coordinate = Mapping[str, int]
 
 
-def _number(op: Op, name: str, default: float = 0.0) -> float:
+def number(op: Op, name: str, default: float = 0.0) -> float:
+    """An attribute of an op that is a number; ProgramError for another one."""
     value = op.get(name, default)
     if not isinstance(value, int | float):
         raise _unfit(op, f"{name}={value!r}", "a number")
@@ -314,7 +315,7 @@ def _number(op: Op, name: str, default: float = 0.0) -> float:
 
 def _base(op: Op, coordinate: Coordinate) -> int:
     """First global index of this rank's part of an op's sharded index space."""
-    return coordinate[str(op.attr("base_axis"))] * int(_number(op, "base_stride"))
+    return coordinate[str(op.attr("base_axis"))] * int(number(op, "base_stride"))
 
 
 def _compile_linear(op: Op, coordinate: Coordinate) -> OpFunction:
@@ -381,13 +382,13 @@ def _compile_expand(op: Op, coordinate: Coordinate) -> OpFunction:
 
 
 def _compile_attend(op: Op, coordinate: Coordinate) -> OpFunction:
-    scale, softcap = _number(op, "scale"), _number(op, "softcap")
+    scale, softcap = number(op, "scale"), number(op, "softcap")
     masked = len(op.reads) == 4
     return lambda xs: (attend(xs[0], xs[1], xs[2], xs[3] if masked else None, scale, softcap),)
 
 
 def _compile_gather(op: Op, coordinate: Coordinate) -> OpFunction:
-    dim = int(_number(op, "dim"))
+    dim = int(number(op, "dim"))
     return lambda xs: (torch.gather(xs[0], dim, xs[1].long()),)
 
 
@@ -408,8 +409,8 @@ def _compile_view(op: Op, coordinate: Coordinate) -> OpFunction:
 
 
 def _compile_attention(op: Op, coordinate: Coordinate) -> OpFunction:
-    scale, window = _number(op, "scale"), int(_number(op, "window"))
-    softcap = _number(op, "softcap")
+    scale, window = number(op, "scale"), int(number(op, "window"))
+    softcap = number(op, "softcap")
     if op.get("packed", 0):
         return lambda xs: (
             packed_attention(xs[0], xs[1], xs[2], xs[3], xs[4], scale, window, softcap),
@@ -421,8 +422,8 @@ def _compile_attention(op: Op, coordinate: Coordinate) -> OpFunction:
 
 def compile_masked_attention(op: Op) -> OpFunction:
     """An op of kind attention, of rows at any positions, by masked_attention."""
-    scale, window = _number(op, "scale"), int(_number(op, "window"))
-    softcap = _number(op, "softcap")
+    scale, window = number(op, "scale"), int(number(op, "window"))
+    softcap = number(op, "softcap")
     return lambda xs: (masked_attention(xs[0], xs[1], xs[2], xs[3], scale, window, softcap),)
 
 
@@ -435,7 +436,7 @@ def _compile_embedding(op: Op, coordinate: Coordinate) -> OpFunction:
 
 def _compile_argmax(op: Op, coordinate: Coordinate) -> OpFunction:
     base = _base(op, coordinate) if op.get("base_axis", "") else 0
-    extent = int(_number(op, "extent", -1))
+    extent = int(number(op, "extent", -1))
     return lambda xs: sampling.argmax(xs[0], base, None if extent < 0 else extent)
 
 
@@ -446,12 +447,12 @@ def _compile_top(op: Op, coordinate: Coordinate) -> OpFunction:
 
 def _compile_sample(op: Op, coordinate: Coordinate) -> OpFunction:
     base = _base(op, coordinate) if op.get("base_axis", "") else 0
-    extent = int(_number(op, "extent", op.axis("v").extent))
+    extent = int(number(op, "extent", op.axis("v").extent))
     return lambda xs: sampling.sample(xs[0], xs[1], xs[2], xs[3], base, extent)
 
 
 def _compile_concat(op: Op, coordinate: Coordinate) -> OpFunction:
-    dim = int(_number(op, "dim"))
+    dim = int(number(op, "dim"))
     return lambda xs: (concat(xs, dim),)
 
 
@@ -469,7 +470,7 @@ def _compile_reference(op: Op, coordinate: Coordinate) -> OpFunction:
 
 
 def _compile_take_shard(op: Op, coordinate: Coordinate) -> OpFunction:
-    dim, here = int(_number(op, "dim")), coordinate[str(op.attr("mesh_axis"))]
+    dim, here = int(number(op, "dim")), coordinate[str(op.attr("mesh_axis"))]
     extents = op.extents
     extent = math.prod(extents[name] for name in op.writes[0].dims[dim].axes)
     return lambda xs: (take_shard(xs[0], dim, extent, here),)

@@ -9,10 +9,7 @@ torch's matmul and the communicator's collective. All ranks of a team make the s
 same order. Next: overlap.py.
 """
 
-import importlib
-import importlib.util
 from dataclasses import replace
-from types import ModuleType
 
 import torch
 import torch.distributed as dist
@@ -21,8 +18,10 @@ from torch import Tensor
 from distmega.errors import ProgramError
 from distmega.hostir.comm.communicator import Communicator
 from distmega.hostir.comm.nccl import NcclCommunicator
+from distmega.kernels.gemm import late
 from distmega.kernels.gemm.machine import built_in, measured
 from distmega.kernels.gemm.workspace import Workspace, workspace_of
+from distmega.kernels.runtime.compilations import has_triton
 from distmega.kernels.runtime.gpus import is_hopper
 from distmega.sharding.overlap.matmul_ways import (
     Collective,
@@ -49,13 +48,13 @@ def matmul(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
     tiles = None
     if _on_hopper(a):
         tiles = choose_tiles(_extents(a, b), built_in(a.device.index).overlap)
-    if tiles is None or not (out is None or _kernels("launch").can_store(out)):
+    if tiles is None or not (out is None or late.start.can_store(out)):
         return torch.mm(a, b.T, out=out)
-    launch = _kernels("launch")
+    start = late.start
     result = a.new_empty(a.shape[0], b.shape[0]) if out is None else out
     with torch.cuda.device(a.device):
-        launch.launch_matmul(
-            launch.aligned(a), launch.aligned(b), result, launch.plain_spec(tiles), tiles.group
+        start.launch_matmul(
+            start.aligned(a), start.aligned(b), result, start.plain_spec(tiles), tiles.group
         )
     return result
 
@@ -86,10 +85,10 @@ def all_gather_matmul(
     if choice.means != "nccl":
         workspace = _workspace(workspace, comm, axis, 2 * extents.rows * extents.depth)
         if choice.means == "peer":
-            return torch.mm(_kernels("peer_collectives").all_gather(own, workspace), b.T)
-        launch = _kernels("launch")
-        return _kernels("overlap").all_gather_matmul(  # type: ignore[no-any-return]
-            launch.aligned(own), launch.aligned(b), workspace, choice
+            return torch.mm(late.peer_collectives.all_gather(own, workspace), b.T)
+        start = late.start
+        return late.overlap.all_gather_matmul(
+            start.aligned(own), start.aligned(b), workspace, choice
         )
     full = own.new_empty(extents.rows, extents.depth)
     if group := _nccl(comm, axis):
@@ -122,7 +121,10 @@ def matmul_reduce_scatter(
     choice = _choose("reduce_scatter", a, comm, extents, overlap)
     if choice.means != "nccl":
         workspace = _workspace(workspace, comm, axis, 4 * a.shape[0] * b.shape[0])
-        return _sending("matmul_reduce_scatter", a, b, choice, workspace)
+        if choice.means == "peer":
+            return late.peer_collectives.matmul_reduce_scatter(a, b, workspace)
+        a, b = late.start.aligned(a), late.start.aligned(b)
+        return late.overlap.matmul_reduce_scatter(a, b, workspace, choice)
     partial = torch.mm(a, b.T)
     result = partial.new_empty(extents.rows // extents.num_ranks, extents.columns)
     if group := _nccl(comm, axis):
@@ -152,7 +154,11 @@ def matmul_all_reduce(
     choice = _choose("all_reduce", a, comm, extents, overlap)
     if choice.means != "nccl":
         workspace = _workspace(workspace, comm, axis, 4 * a.shape[0] * b.shape[0])
-        result = _sending("matmul_all_reduce", a, b, choice, workspace)
+        if choice.means == "peer":
+            result = late.peer_collectives.matmul_all_reduce(a, b, workspace)
+        else:
+            a, b = late.start.aligned(a), late.start.aligned(b)
+            result = late.overlap.matmul_all_reduce(a, b, workspace, choice)
         return result if borrow else result.clone()
     partial = torch.mm(a, b.T)
     if group := _nccl(comm, axis):
@@ -160,18 +166,6 @@ def matmul_all_reduce(
         return partial
     result = torch.empty_like(partial)
     comm.all_reduce(axis, [partial], [result], "sum").wait()
-    return result
-
-
-def _sending(name: str, a: Tensor, b: Tensor, choice: MatmulChoice, workspace: Workspace) -> Tensor:
-    if choice.means == "peer":
-        result = getattr(_kernels("peer_collectives"), name)(a, b, workspace)
-    else:
-        launch = _kernels("launch")
-        result = getattr(_kernels("overlap"), name)(
-            launch.aligned(a), launch.aligned(b), workspace, choice
-        )
-    assert isinstance(result, Tensor)
     return result
 
 
@@ -232,12 +226,7 @@ def _choose(
 
 def _on_hopper(x: Tensor) -> bool:
     """Whether the kernel runs on x's device and type."""
-    return (
-        x.is_cuda
-        and x.dtype is torch.bfloat16
-        and importlib.util.find_spec("triton") is not None
-        and is_hopper(x.device.index)
-    )
+    return x.is_cuda and x.dtype is torch.bfloat16 and has_triton() and is_hopper(x.device.index)
 
 
 def _workspace(
@@ -246,8 +235,3 @@ def _workspace(
     """The given one, or the team's with such symmetric buffers."""
     assert isinstance(comm, NcclCommunicator)
     return given or workspace_of(comm, axis, symmetric_bytes)
-
-
-def _kernels(name: str) -> ModuleType:
-    """A module that needs Triton, which a machine without a GPU need not have."""
-    return importlib.import_module(f"distmega.kernels.gemm.{name}")

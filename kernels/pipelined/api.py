@@ -5,11 +5,9 @@ types the kernels run (norms.py, pointwise.py), else plain torch (hostir/library
 pointwise.py); all in fp32.
 """
 
-import importlib.util
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache, lru_cache
-from types import ModuleType
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -17,8 +15,10 @@ from torch import Tensor
 from distmega.errors import ProgramError
 from distmega.hostir.library.norms import normalise
 from distmega.hostir.library.pointwise import evaluate_all
+from distmega.kernels.pipelined import late
 from distmega.kernels.pipelined.exprs import MAX_INPUTS, MAX_OUTPUTS, Formula, formula_of
 from distmega.kernels.pipelined.views import broadcast_shapes
+from distmega.kernels.runtime.compilations import has_triton
 from distmega.program import expr
 
 FLOATS = frozenset({torch.bfloat16, torch.float16, torch.float32})
@@ -83,7 +83,7 @@ def pointwise_results(
         return evaluate_all(formula.exprs, tensors, dtypes)
     results = tuple([tensors[0].new_empty(shape, dtype=dtype) for dtype in types])
     with _current(device):
-        _kernels("pointwise").run_pointwise(formula, tensors, results)
+        late.run_pointwise(formula, tensors, results)
     return results
 
 
@@ -157,7 +157,7 @@ def normalise_rows(
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
         total = None if residual is None else torch.empty_like(y)
         with _current(device):
-            _kernels("norms").run_norm(op, eps, (x, residual, weight, bias, y, total))
+            late.run_norm(op, eps, (x, residual, weight, bias, y, total))
         return y, x if total is None else total
     return normalise(op, x, residual, weight, bias, eps)
 
@@ -176,19 +176,8 @@ def _on_gpu(tensors: Sequence[Tensor]) -> bool:
     return tensors[0].is_cuda and FLOATS.issuperset([x.dtype for x in tensors]) and has_triton()
 
 
-@cache
-def has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
 def _current(device: torch.device) -> AbstractContextManager[object]:
     """Makes a device the current one, at no cost if it is."""
     if device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(device)
-
-
-@cache
-def _kernels(name: str) -> ModuleType:
-    """A module that needs Triton, which a machine without a GPU need not have."""
-    return importlib.import_module(f"distmega.kernels.pipelined.{name}")

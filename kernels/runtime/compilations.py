@@ -1,4 +1,5 @@
-"""How many kernels Triton compiled in this process: what a first call costs beside its work.
+"""Whether there is Triton, and how many kernels it compiled in this process: what a first call
+costs beside its work.
 
 In: nothing. Out: a number that grows; kernels that Triton finds in its cache don't count. Used by
 distmega/compiled.py.
@@ -24,9 +25,15 @@ class _Counter:
 
 
 @cache
+def has_triton() -> bool:
+    """Whether Triton is installed; a machine without a GPU need not have it."""
+    return importlib.util.find_spec("triton") is not None
+
+
+@cache
 def _counter() -> _Counter:
     """Counts from the first call on; never, where there is no Triton."""
-    if importlib.util.find_spec("triton") is None:
+    if not has_triton():
         return _Counter(None)
     knobs = importlib.import_module("triton.knobs").compilation
     knobs.listener = counter = _Counter(knobs.listener)

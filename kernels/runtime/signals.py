@@ -8,7 +8,6 @@ grow; the number of signals taken lives on the GPU, so replays of a captured gra
 Next: signal_kernels.py.
 """
 
-import importlib
 import logging
 from collections.abc import Sequence
 
@@ -18,11 +17,11 @@ from torch import Tensor
 from distmega.errors import HangError, LaunchError, argument
 from distmega.hostir.comm.nccl import NcclCommunicator
 from distmega.hostir.comm.nccl_signals import NcclSignals
+from distmega.kernels.runtime import late
 from distmega.kernels.runtime.symmetric import ALIGNMENT_BYTES, open_symmetric
 
 logger = logging.getLogger(__name__)
 
-_KERNELS = "distmega.kernels.runtime.signal_kernels"
 ONE = 1, 1, 1
 """Programs of a launch."""
 
@@ -55,7 +54,6 @@ class PeerSignals:
         """Collective over the mesh. LaunchError, on all ranks, where GPUs of a team can't reach
         each other's memory.
         """
-        kernels = importlib.import_module(_KERNELS)
         self._axis, self._rank, self._timeout_s = axis, comm.rank, timeout_s
         self._team = comm.mesh.team(axis, comm.rank)
         size = len(self._team)
@@ -76,8 +74,8 @@ class PeerSignals:
             for slot, row in slots.items()
         }
         first = next(iter(slots))
-        self._raise = kernels.raise_signal.warmup(self._theirs[first], grid=(1,), num_warps=1)
-        self._await = kernels.await_signal.warmup(*self._waits[first], grid=(1,), num_warps=1)
+        self._raise = late.raise_signal.warmup(self._theirs[first], grid=(1,), num_warps=1)
+        self._await = late.await_signal.warmup(*self._waits[first], grid=(1,), num_warps=1)
         for name in names:  # loads the kernels: nothing may be loaded while one spins
             self.signal(axis, name, here)
             self.wait(axis, name, here)

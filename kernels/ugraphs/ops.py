@@ -12,7 +12,7 @@ from torch import Tensor
 
 from distmega.errors import ProgramError
 from distmega.hostir.library.ops import compile_op, op_operands
-from distmega.kernels.pipelined.api import has_triton
+from distmega.kernels.runtime.compilations import has_triton
 from distmega.kernels.ugraphs.geometry import rule_plan
 from distmega.kernels.ugraphs.runner import GraphRunner
 from distmega.program.types import Op

@@ -3,7 +3,7 @@
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from distmega.models.load import ModelSource
+from distmega.sources.load import ModelSource
 
 
 def llama_from_source(source: ModelSource) -> LlamaForCausalLM:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from distmega.engine.jobs import open_engine
 from distmega.engine.ranks import Emit, RankContext
 from distmega.engine.requests import EngineOptions
-from distmega.models.load import open_model
+from distmega.sources.load import open_model
 
 Logits = NDArray[np.float32]
 

@@ -11,8 +11,8 @@ from distmega.engine.engine import Engine
 from distmega.engine.requests import EngineOptions
 from distmega.errors import RequestError
 from distmega.hostir.comm.communicator import SingleCommunicator
-from distmega.models.load import open_model
 from distmega.sharding.layout.mesh import DeviceMesh
+from distmega.sources.load import open_model
 
 PROMPT, OTHER = [5, 6, 7], [9, 8]
 VOCAB = 288

@@ -16,9 +16,9 @@ from distmega.errors import RequestError
 from distmega.hostir.comm.communicator import SingleCommunicator
 from distmega.launch.contract import LauncherOptions, Result
 from distmega.launch.launchers import launch
-from distmega.models.load import open_model
 from distmega.models.sampling import MOST_LIKELY, Sampling
 from distmega.sharding.layout.mesh import DeviceMesh
+from distmega.sources.load import open_model
 from tests.e2e.running import relative_error
 from tests.e2e.targets import MeasurePacked, Packed
 from tests.e2e.test_smollm2 import MODEL, TOLERANCE, expected_logits, paragraph_ids

@@ -11,9 +11,9 @@ from distmega.engine.engine import Engine
 from distmega.engine.prefill import Prefills
 from distmega.engine.requests import EngineOptions
 from distmega.hostir.comm.communicator import SingleCommunicator
-from distmega.models.load import open_model
 from distmega.models.sampling import MOST_LIKELY, Sampling
 from distmega.sharding.layout.mesh import DeviceMesh
+from distmega.sources.load import open_model
 
 CONTEXT = 48
 SAMPLED = Sampling(temperature=1.0, top_k=20, top_p=0.9, seed=3)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from distmega.engine.requests import EngineOptions
-from distmega.models.load import open_model
+from distmega.sources.load import open_model
 from tests.e2e.reference import llama_from_source
 from tests.e2e.running import relative_error, run_measure
 from tests.e2e.targets import Logits, Measure, Measured

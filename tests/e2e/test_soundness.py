@@ -17,9 +17,9 @@ from distmega.hostir.comm.communicator import SingleCommunicator
 from distmega.hostir.library import sampling as library
 from distmega.launch.contract import LauncherOptions
 from distmega.launch.launchers import launch
-from distmega.models.load import open_model
 from distmega.models.sampling import MOST_LIKELY, Sampling
 from distmega.sharding.layout.mesh import DeviceMesh
+from distmega.sources.load import open_model
 from tests.e2e.unsound import PROMPT, Altered, Change, altered
 
 HUGE = 3e38

@@ -9,7 +9,7 @@ import numpy as np
 from distmega.engine.jobs import open_engine
 from distmega.engine.ranks import Emit, RankContext
 from distmega.engine.requests import EngineOptions
-from distmega.models.load import open_model
+from distmega.sources.load import open_model
 
 PROMPT = (5, 6, 7)
 

@@ -6,12 +6,12 @@ from distmega.engine.engine import Engine
 from distmega.engine.requests import EngineOptions
 from distmega.hostir.comm.communicator import SingleCommunicator
 from distmega.models.config import ModelConfig
-from distmega.models.load import ModelSource, open_model
 from distmega.models.presets import PRESETS
 from distmega.models.random_source import RandomReader
 from distmega.models.sampling import MOST_LIKELY, Samplings
 from distmega.models.weights import RopeTableReader, weight_specs
 from distmega.sharding.layout.mesh import DeviceMesh
+from distmega.sources.load import ModelSource, open_model
 
 
 def random_model(name: str, **changes: object) -> ModelSource:

@@ -14,8 +14,8 @@ from distmega.engine.engine import Engine
 from distmega.engine.requests import EngineOptions
 from distmega.engine.steps_ahead import MAX_STEPS
 from distmega.hostir.comm.communicator import SingleCommunicator
-from distmega.models.load import open_model
 from distmega.sharding.layout.mesh import DeviceMesh
+from distmega.sources.load import open_model
 from tests.gpu.engines import open_engine
 from tests.gpu.reference import reference_logits
 

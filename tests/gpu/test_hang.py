@@ -11,8 +11,8 @@ from distmega.errors import HangError
 from distmega.hostir.comm.communicator import SingleCommunicator
 from distmega.kernels.hopper.batch_plan.words import EVENT_WORDS, EVENTS_AT
 from distmega.kernels.hopper.plan.words import RowLinear
-from distmega.models.load import open_model
 from distmega.sharding.layout.mesh import DeviceMesh
+from distmega.sources.load import open_model
 
 pytestmark = pytest.mark.gpu
 pytest.importorskip("triton", reason="triton is not installed (pip install 'distmega[gpu]')")

@@ -14,7 +14,7 @@ from distmega.hostir.lower.lower import lower_program
 from distmega.hostir.passes.passes import run_passes
 from distmega.hostir.run.cuda_graph import CapturedHost
 from distmega.hostir.run.evaluator import Evaluator
-from distmega.kernels.device_ops import KernelOps
+from distmega.kernels.library.device_ops import KernelOps
 from distmega.kernels.pipelined import api
 from distmega.program.builder import ProgramBuilder
 from distmega.program.types import Program

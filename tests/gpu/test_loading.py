@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 
-from distmega.models.load import ModelSource, open_model
+from distmega.sources.load import ModelSource, open_model
 from tests.gpu.engines import open_engine
 
 pytestmark = pytest.mark.gpu

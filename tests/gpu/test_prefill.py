@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from distmega.hostir.library import ops as library
-from distmega.kernels.append import append
-from distmega.kernels.packed_attention import attend_packed
-from distmega.kernels.rope import rotate
+from distmega.kernels.library.append import append
+from distmega.kernels.library.packed_attention import attend_packed
+from distmega.kernels.library.rope import rotate
 from tests.gpu.engines import open_engine
 
 pytestmark = pytest.mark.gpu

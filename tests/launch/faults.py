@@ -16,7 +16,7 @@ from distmega.engine.ranks import Emit, RankContext
 from distmega.engine.requests import Collectives, EngineOptions
 from distmega.errors import HangError, RequestError
 from distmega.hostir.comm.communicator import GlooCommunicator
-from distmega.models.load import open_model
+from distmega.sources.load import open_model
 
 PROMPT = (11, 42, 7, 99, 5)
 NUM_TOKENS = 6

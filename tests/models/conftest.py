@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-from distmega.models.load import ModelSource, open_model
+from distmega.sources.load import ModelSource, open_model
 from tests.models.files import FAMILIES
 
 

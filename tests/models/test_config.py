@@ -15,9 +15,9 @@ from distmega.models.fields import Fields
 from distmega.models.gguf.config import config_from_gguf
 from distmega.models.gguf.file import GgufFile
 from distmega.models.huggingface.config import config_from_hf
-from distmega.models.load import ModelSource
-from distmega.models.locate import read_config
 from distmega.models.presets import PRESETS
+from distmega.sources.load import ModelSource
+from distmega.sources.locate import read_config
 from tests.models.files import LLAMA3_ROPE
 
 BASE = {

@@ -21,8 +21,6 @@ from distmega.models.config import ModelConfig
 from distmega.models.decoder import build_decoder
 from distmega.models.fields import Fields
 from distmega.models.huggingface.config import config_from_hf
-from distmega.models.load import ModelSource, open_model
-from distmega.models.locate import read_config
 from distmega.models.presets import PRESETS
 from distmega.models.weights import weight_specs
 from distmega.program.types import Program
@@ -30,6 +28,8 @@ from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.localize import LocalProgram, localize
 from distmega.sharding.planner import plan_program
 from distmega.sharding.search.cost import CPU
+from distmega.sources.load import ModelSource, open_model
+from distmega.sources.locate import read_config
 from tests.e2e.running import relative_error
 from tests.hostir.threads import run_mesh
 from tests.models.files import SPARSE_FAMILIES

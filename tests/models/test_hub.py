@@ -9,8 +9,8 @@ import pytest
 
 from distmega.errors import ModelError
 from distmega.models.huggingface import hub
-from distmega.models.load import open_model
-from distmega.models.locate import locate_model, read_config
+from distmega.sources.load import open_model
+from distmega.sources.locate import locate_model, read_config
 from tests.models.files import FAMILIES, save_tokenizer
 
 NAME, COMMIT = "some-org/tiny-llama", "0123abcd"

@@ -15,15 +15,15 @@ from distmega.engine.requests import EngineOptions
 from distmega.errors import PlanError
 from distmega.hostir.comm.communicator import SingleCommunicator
 from distmega.kernels.hopper.plan.queues import build_queues
-from distmega.models.copied_source import open_copies
 from distmega.models.kv_copies import copy_kv_heads, most_copies
-from distmega.models.load import open_model
 from distmega.models.presets import PRESETS
 from distmega.models.random_source import RandomReader
 from distmega.models.weights import weight_specs
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.localize import localize
 from distmega.sharding.search.cost import CPU, H200
+from distmega.sources.copied_source import open_copies
+from distmega.sources.load import open_model
 
 OPTIONS = EngineOptions(max_context=32)
 

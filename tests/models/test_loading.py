@@ -20,8 +20,8 @@ from distmega.engine.requests import (
     Token,
 )
 from distmega.hostir.comm.communicator import SingleCommunicator
-from distmega.models.load import open_model
 from distmega.sharding.layout.mesh import DeviceMesh
+from distmega.sources.load import open_model
 
 CPU_RANK = RankContext(
     rank=0, world_size=1, local_rank=0, local_world_size=1, node="here", backend="gloo",

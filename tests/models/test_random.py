@@ -5,11 +5,11 @@ import pytest
 import torch
 
 from distmega.errors import ModelError
-from distmega.models.load import open_model
 from distmega.models.presets import PRESETS
 from distmega.models.random_device import fill_random
 from distmega.models.random_source import RandomReader
 from distmega.models.weights import weight_specs
+from distmega.sources.load import open_model
 
 
 @pytest.mark.parametrize("name", ["layers.1.wq", "layers.0.wo", "embed", "norm", "layers.1.wk"])

@@ -25,9 +25,9 @@ from distmega.kernels.hopper.batch_plan.words import (
     BatchLinear,
 )
 from distmega.models.decoder import Logits
-from distmega.models.load import open_model
 from distmega.models.sampling import MOST_LIKELY, Sampling
 from distmega.sharding.layout.mesh import DeviceMesh
+from distmega.sources.load import open_model
 from tests.multigpu.ranks import ON_GPUS
 from tests.multigpu.test_decode import relative_errors
 from tests.multigpu.test_faults import LIMIT_S, errors_of_survivors, hang_of

@@ -13,9 +13,9 @@ from torch import Tensor
 from distmega.engine.engine import Engine
 from distmega.engine.requests import EngineOptions
 from distmega.hostir.comm.communicator import Communicator, SingleCommunicator
-from distmega.models.load import open_model
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.stages import AXIS
+from distmega.sources.load import open_model
 from tests.multigpu.ranks import ON_GPUS
 
 HERE = "tests.multigpu.test_decode"

@@ -17,8 +17,8 @@ from distmega.engine.requests import EngineOptions
 from distmega.errors import HangError
 from distmega.hostir.comm.nccl import NcclCommunicator
 from distmega.kernels.hopper.plan.words import pack
-from distmega.models.load import open_model
 from distmega.models.sampling import MOST_LIKELY, Sampling
+from distmega.sources.load import open_model
 from tests.multigpu.ranks import ON_GPUS, RanksFailed
 
 HERE = "tests.multigpu.test_faults"

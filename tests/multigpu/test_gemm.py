@@ -2,10 +2,8 @@
 small integers: chosen, forced, call after call, and what is refused.
 """
 
-import importlib
 from dataclasses import replace
 from itertools import product as cross
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,6 +14,8 @@ from distmega.errors import HangError, ProgramError
 from distmega.hostir.comm.communicator import Communicator
 from distmega.hostir.comm.nccl import NcclCommunicator
 from distmega.kernels import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+from distmega.kernels.gemm import late
+from distmega.kernels.gemm.workspace import Workspace, workspace_of
 from distmega.kernels.runtime.gpus import num_sms
 from distmega.sharding.overlap.matmul_ways import STAGES, MatmulChoice
 from distmega.sharding.overlap.tile_times import DepthSplit, Extents, Tiles, plan_sending
@@ -36,11 +36,6 @@ def operands(rank: int, rows: int, columns: int, depth: int, seed: int) -> tuple
         integers(rows, depth, seed=seed * 100 + rank),
         integers(columns, depth, seed=seed * 100 + 50 + rank),
     )
-
-
-def kernels(name: str) -> ModuleType:
-    """A module that needs Triton, which a machine without a GPU need not have."""
-    return importlib.import_module(f"distmega.kernels.gemm.{name}")
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
@@ -85,24 +80,23 @@ def keep_bits_on_all_ranks(comm: Communicator) -> None:
 
 def use_every_tile(comm: NcclCommunicator) -> None:
     """Both widths in debug builds, whose waits are bounded; a small shape after a large one."""
-    overlap, workspace = kernels("overlap"), kernels("workspace")
     size, rank = comm.mesh.num_ranks, comm.rank
-    shared = workspace.workspace_of(comm, "tp", 2**28)
+    shared = workspace_of(comm, "tp", 2**28)
     for tile_n, stages in STAGES.items():
         tiles = Tiles(tile_n=tile_n, stages=stages)
         choice = MatmulChoice(means="tiles", us=0.0, tiles=tiles)
         for rows in (1024, 128, 384):
             own, b = operands(rank, rows, 1152, 448, rows)
             parts = [operands(r, rows, 1152, 448, rows)[0] for r in range(size)]
-            found = overlap.all_gather_matmul(own, b, shared, choice, debug=True)
+            found = late.overlap.all_gather_matmul(own, b, shared, choice, debug=True)
             assert torch.equal(found, product(torch.cat(parts), b).bfloat16())
             parts = [operands(r, rows * size, 1152, 64, rows) for r in range(size)]
             total = torch.stack([product(*part) for part in parts]).sum(0).bfloat16()
-            found = overlap.matmul_reduce_scatter(*parts[rank], shared, choice, debug=True)
+            found = late.overlap.matmul_reduce_scatter(*parts[rank], shared, choice, debug=True)
             assert torch.equal(found, total.chunk(size)[rank])
             for num_parts in (1, 2, 4):
                 cut = replace(choice, parts=num_parts)
-                found = overlap.matmul_all_reduce(*parts[rank], shared, cut, debug=True)
+                found = late.overlap.matmul_all_reduce(*parts[rank], shared, cut, debug=True)
                 assert torch.equal(found, total)
 
 
@@ -110,10 +104,9 @@ def share_the_last_wave(comm: NcclCommunicator) -> None:
     """Programs that the last wave leaves idle help with its tiles, one or several each, call after
     call in the same event words.
     """
-    overlap, workspace = kernels("overlap"), kernels("workspace")
     size, rank = comm.mesh.num_ranks, comm.rank
     sms = num_sms(torch.cuda.current_device())
-    shared = workspace.workspace_of(comm, "tp", 2**28)
+    shared = workspace_of(comm, "tp", 2**28)
     rows, helped = 1024 * size, []
     for wave, (tile_n, stages) in cross((1, sms * 6 // 11, sms * 9 // 11), STAGES.items()):
         columns = -(-(sms + wave) * 128 // rows) * tile_n
@@ -131,11 +124,11 @@ def share_the_last_wave(comm: NcclCommunicator) -> None:
         wide, b = [5 * a[:1024] + 1 for a, _ in drawn], signs[rank][1]
         gathered = product(torch.cat(wide), b).bfloat16()
         for _ in range(3):
-            found = overlap.matmul_reduce_scatter(*signs[rank], shared, choice, debug=True)
+            found = late.overlap.matmul_reduce_scatter(*signs[rank], shared, choice, debug=True)
             assert torch.equal(found, total.chunk(size)[rank])
-            found = overlap.matmul_all_reduce(*signs[rank], shared, choice, debug=True)
+            found = late.overlap.matmul_all_reduce(*signs[rank], shared, choice, debug=True)
             assert torch.equal(found, total)
-            found = overlap.all_gather_matmul(wide[rank], b, shared, choice, debug=True)
+            found = late.overlap.all_gather_matmul(wide[rank], b, shared, choice, debug=True)
             assert torch.equal(found, gathered), "parts of more than 8 bits are added too"
     assert 1 in helped
     assert size > 2 or max(helped) > 2
@@ -144,7 +137,7 @@ def share_the_last_wave(comm: NcclCommunicator) -> None:
 def replay_captured(comm: NcclCommunicator) -> None:
     """A graph of three calls, which begins and ends at an even turn, between calls outside."""
     size, rank = comm.mesh.num_ranks, comm.rank
-    shared = kernels("workspace").workspace_of(comm, "tp", 2**24)
+    shared = workspace_of(comm, "tp", 2**24)
     a, b = operands(rank, 128 * size, 256, 128, 0)
     own = a[:128].clone()
 
@@ -180,24 +173,22 @@ def replay_captured(comm: NcclCommunicator) -> None:
 
 def exchange_by_peer_memory(comm: NcclCommunicator) -> None:
     """Collectives of choices "peer", call after call of different sizes."""
-    exchange, workspace = kernels("exchange"), kernels("workspace")
     size, rank = comm.mesh.num_ranks, comm.rank
-    shared = workspace.workspace_of(comm, "tp", 2**24)
+    shared = workspace_of(comm, "tp", 2**24)
     for rows in (3, 64, 3, 128):
         parts = [operands(r, rows * size, 384, 64, rows) for r in range(size)]
         a, b = parts[rank]
-        found = exchange.all_gather(a, shared)
+        found = late.peer_collectives.all_gather(a, shared)
         assert torch.equal(found, torch.cat([part for part, _ in parts]))
         total = torch.stack([product(*part) for part in parts]).sum(0).bfloat16()
-        found = exchange.matmul_reduce_scatter(a, b, shared)
+        found = late.peer_collectives.matmul_reduce_scatter(a, b, shared)
         assert torch.equal(found, total.chunk(size)[rank])
-        assert torch.equal(exchange.matmul_all_reduce(a, b, shared), total)
+        assert torch.equal(late.peer_collectives.matmul_all_reduce(a, b, shared), total)
 
 
 def name_a_missing_rank(comm: NcclCommunicator) -> None:
     """Rank 0 calls, the others do not: its debug build gives up and says what it waited for."""
-    overlap, workspace = kernels("overlap"), kernels("workspace")
-    shared = workspace.Workspace(comm, "tp", 2**24)  # no later test's, whose words would be set
+    shared = Workspace(comm, "tp", 2**24)  # no later test's, whose words would be set
     if comm.rank == 0:
         own, b = operands(0, 128, 128, 64, 0)
         choice = MatmulChoice(means="tiles", us=0.0, tiles=Tiles(tile_n=128, stages=STAGES[128]))
@@ -205,7 +196,7 @@ def name_a_missing_rank(comm: NcclCommunicator) -> None:
             f"event {4096 * other}; expected rank {other} to" for other in shared.peers
         )
         with pytest.raises(HangError, match=f"rank 0 waited for ({missing})"):
-            overlap.all_gather_matmul(own, b, shared, choice, debug=True)
+            late.overlap.all_gather_matmul(own, b, shared, choice, debug=True)
 
 
 def refuse_what_does_not_fit(comm: Communicator) -> None:

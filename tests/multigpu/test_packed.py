@@ -12,8 +12,8 @@ from distmega.engine.engine import Engine
 from distmega.engine.requests import EngineOptions
 from distmega.hostir.comm.communicator import Communicator, SingleCommunicator
 from distmega.hostir.ir.nodes import FusedMatmul
-from distmega.models.load import open_model
 from distmega.sharding.layout.mesh import DeviceMesh
+from distmega.sources.load import open_model
 from tests.multigpu.ranks import ON_GPUS
 from tests.multigpu.test_decode import relative_errors
 

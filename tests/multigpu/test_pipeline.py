@@ -111,7 +111,7 @@ def open_all_or_none(comm: Communicator) -> None:
     segments = lowered.host.segments
     with (
         patch("distmega.engine.engine.open_hopper") as opened,
-        patch("distmega.kernels.runtime.runners.require_hopper", return_value=132) as asked,
+        patch("distmega.kernels.runners.require_hopper", return_value=132) as asked,
     ):
         assert Engine._open_stepping(engine, segments, options) is opened.return_value
         opened.reset_mock()

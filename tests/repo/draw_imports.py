@@ -2,7 +2,7 @@
 
 Comes in: the import graph of the installed package (source.py). Goes out: an SVG, the same for the
 same imports. A box is a folder with the number of its files; who imports stands above what it
-imports. A line that two others imply is left out.
+imports, also late (distmega/lazy.py). A line that two others imply is left out.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,18 +13,23 @@ from tests.repo.source import PACKAGES, ROOT, import_graph, modules
 PICTURE = ROOT / "docs" / "imports.svg"
 
 BANDS = (
-    ("the command", ("distmega.cli",)),
+    ("what users call", ("distmega.cli", "names")),
     ("starting ranks", ("distmega.launch",)),
-    ("models, engine", ("distmega.engine", "distmega.models", "distmega.torch_import", "top")),
+    (
+        "models, engine",
+        ("distmega.engine", "distmega.models", "distmega.sources", "distmega.torch_import", "top"),
+    ),
     ("kernels", ("distmega.kernels",)),
     ("host programs", ("distmega.hostir",)),
     ("plans", ("distmega.sharding", "distmega.superopt")),
     ("programs", ("distmega.program", "foundation")),
 )
 """Titles of the layers from the top, and the packages within each. `top` and `foundation` are files
-of distmega/ itself.
+of distmega/ itself, `names` are its doors, for Python and for
+`python -m`.
 """
 
+DOORS = ("distmega", "distmega.__main__")
 LOW = ("distmega.sharding", "distmega.hostir", "distmega.kernels", "distmega.program")
 COLOURS = ("#b279a2", "#9d755d", "#e0734c", "#d9a441", "#72b7b2", "#5b8db8", "#7aa35a")
 WIDTH, HEIGHT, GAP, ROW, LABEL = 132, 34, 14, 62, 110
@@ -34,7 +39,9 @@ Graph = Mapping[str, set[str]]
 
 
 def rooms_of(graph: Graph) -> dict[str, str]:
-    """Module -> its room: a package, or one of the two halves of distmega's own files."""
+    """Module -> its room: a package, one of the two halves of distmega's own files, or the public
+    names.
+    """
     needed = {
         target for name, targets in graph.items() if name.startswith(LOW) for target in targets
     }
@@ -46,18 +53,16 @@ def rooms_of(graph: Graph) -> dict[str, str]:
     found = {}
     for name in graph:
         package = name if name in packages else name.rpartition(".")[0]
-        own = "foundation" if name in needed or name == "distmega" else "top"
+        own = "foundation" if name in needed else "names" if name in DOORS else "top"
         found[name] = own if package == "distmega" else package
     return found
 
 
-def room_graph(graph: Graph, symmetric_buffers: Mapping[str, str]) -> dict[str, set[str]]:
+def room_graph(graph: Graph, rooms: Mapping[str, str]) -> dict[str, set[str]]:
     """Room -> rooms that its files import."""
-    found: dict[str, set[str]] = {room: set() for room in symmetric_buffers.values()}
+    found: dict[str, set[str]] = {room: set() for room in rooms.values()}
     for name, targets in graph.items():
-        found[symmetric_buffers[name]] |= {symmetric_buffers[target] for target in targets} - {
-            symmetric_buffers[name]
-        }
+        found[rooms[name]] |= {rooms[target] for target in targets} - {rooms[name]}
     return found
 
 
@@ -88,33 +93,29 @@ def needed_lines(graph: Graph) -> list[tuple[str, str]]:
     return lines
 
 
-def rows_of(symmetric_buffers: Sequence[str], graph: Graph) -> list[list[str]]:
+def rows_of(rooms: Sequence[str], graph: Graph) -> list[list[str]]:
     """Rooms of a band in rows, who imports above what it imports where that has an end."""
-    inside = {
-        room: {t for t in graph[room] if t in symmetric_buffers} for room in symmetric_buffers
-    }
-    heights = dict.fromkeys(symmetric_buffers, 0)
-    for _ in symmetric_buffers:
-        for room in symmetric_buffers:
+    inside = {room: {t for t in graph[room] if t in rooms} for room in rooms}
+    heights = dict.fromkeys(rooms, 0)
+    for _ in rooms:
+        for room in rooms:
             below = [
                 heights[t] + 1 for t in inside[room] if room not in reached(inside, inside[t] | {t})
             ]
             heights[room] = max([heights[room], *below])
     tallest = max(heights.values())
-    found = [
-        [r for r in sorted(symmetric_buffers) if heights[r] == h] for h in range(tallest, -1, -1)
-    ]
+    found = [[r for r in sorted(rooms) if heights[r] == h] for h in range(tallest, -1, -1)]
     return [row[i : i + 6] for row in found for i in range(0, len(row), 6)]
 
 
 def draw() -> str:
     """The picture."""
     modules_graph = import_graph()
-    symmetric_buffers = rooms_of(modules_graph)
-    graph = room_graph(modules_graph, symmetric_buffers)
+    rooms = rooms_of(modules_graph)
+    graph = room_graph(modules_graph, rooms)
     counts = dict.fromkeys(graph, 0)
     for name, path in modules().items():
-        counts[symmetric_buffers[name]] += path.name != "__init__.py"
+        counts[rooms[name]] += path.name != "__init__.py"
     places: dict[str, tuple[float, float]] = {}
     parts: list[str] = []
     most = LABEL + 6 * (WIDTH + GAP)
@@ -145,7 +146,11 @@ def draw() -> str:
 
 def _box(room: str, place: tuple[float, float], count: int) -> str:
     x, y = place
-    names = {"top": "distmega/*.py", "foundation": "distmega/*.py (basics)"}
+    names = {
+        "top": "distmega/*.py",
+        "foundation": "distmega/*.py (basics)",
+        "names": "import distmega",
+    }
     name = names.get(room) or room.removeprefix("distmega.").replace(".", "/")
     files = f"{count} file{'s' * (count != 1)}"
     middle = x + WIDTH / 2

@@ -3,14 +3,42 @@ ops."""
 
 import ast
 import graphlib
+import importlib
 import re
+from pathlib import Path
 
-from tests.repo.source import PACKAGES, ROOT, import_graph, imports, modules, python_files
+import pytest
+
+from tests.repo.source import (
+    PACKAGES,
+    ROOT,
+    import_graph,
+    imports,
+    modules,
+    names_module,
+    python_files,
+)
 
 BOTTOM = ("distmega.program", "distmega.errors", "distmega.env", "distmega.collecting",
           "distmega.folders", "distmega.json_file", "distmega.lazy",
           "distmega.trace_file")  # fmt: skip
 """What sharding may stand on; the rest of distmega/ is the top half, above kernels."""
+
+LOADERS = ("import_module", "__import__", "exec", "exec_module", "run_module", "run_path")
+PROCESSES = re.compile(r"distmega\.launch\.local_rank|[\w.]+:\w+")
+"""Strings that may name a module: what another process starts with. The ranks of a launch begin
+with a function, "module:function", which the process that launches need not load; launch/local.py
+starts its ranks as `python -m`.
+"""
+
+LOADED_BY_NAME = {
+    "distmega/lazy.py": "runs a module's own import statements, late",
+    "launch/contract.py": "loads what a user has the ranks run",
+    "distmega/cli/doctor.py": "looks which packages there are",
+    "kernels/__init__.py": "steps aside for another package of the bare name",
+    "kernels/ugraphs/runner.py": "runs the source of kernels that it writes",
+}
+"""File -> why it loads what is not written down in it."""
 
 COMMANDS = ("distmega.cli", "distmega.__main__", "distmega.generation")
 BARE = ("sharding", "hostir", "kernels", "launch")
@@ -24,10 +52,10 @@ def _within(module: str, names: tuple[str, ...]) -> bool:
 
 def layer(module: str) -> int:
     """Height of a module; it may import modules of its own height and below."""
-    if module == "distmega" or _within(module, BOTTOM):
-        return 0
-    if _within(module, COMMANDS):
+    if module == "distmega" or _within(module, COMMANDS):
         return 6
+    if _within(module, BOTTOM):
+        return 0
     if _within(module, ("distmega.superopt",)):
         return 1
     for height, package in enumerate(("sharding", "hostir", "kernels"), start=1):
@@ -47,9 +75,7 @@ def test_imports_point_down_the_layers():
 
 
 def test_modules_import_each_other_without_cycles():
-    # A module imports its package's __init__ first, but that never needs the module back.
-    graph = {m: {t for t in ts if not m.startswith(f"{t}.")} for m, ts in import_graph().items()}
-    graphlib.TopologicalSorter(graph).prepare()
+    graphlib.TopologicalSorter(import_graph()).prepare()
 
 
 def test_project_imports_stand_at_the_top_of_a_file_and_are_absolute():
@@ -57,7 +83,8 @@ def test_project_imports_stand_at_the_top_of_a_file_and_are_absolute():
         f"{path.relative_to(ROOT)}:{found.line} {found.target}"
         for path in python_files()
         for found in imports(path)
-        if found.target.startswith(".") or (found.local and found.target.startswith("distmega"))
+        if found.target.startswith(".")
+        or (found.local and not found.late and found.target.startswith("distmega"))
     ]
     assert not wrong
 
@@ -92,13 +119,89 @@ def test_torch_is_not_imported_below_the_host_ir():
     assert not wrong
 
 
-def test_only_an_init_imports_for_type_checkers():
+def test_late_imports_stand_in_doors_and_files_of_that_name():
     wrong = [
         str(path.relative_to(ROOT))
         for path in modules().values()
-        if path.name != "__init__.py" and "TYPE_CHECKING" in path.read_text()
+        if "TYPE_CHECKING" in path.read_text()
+        and path.name not in ("__init__.py", "late.py", "lazy.py")
     ]
     assert not wrong
+
+
+@pytest.mark.parametrize("name", [m for m in modules() if m.endswith(".late")])
+def test_what_is_imported_late_is_there(name: str):
+    pytest.importorskip("triton")
+    module = importlib.import_module(name)
+    listed = {
+        alias.asname or alias.name
+        for node in ast.walk(ast.parse(modules()[name].read_text()))
+        if isinstance(node, ast.If)
+        for statement in node.body
+        for alias in statement.names
+    }
+    assert listed == set(module.__all__)
+    for each in listed:
+        assert getattr(module, each) is not None
+
+
+def test_no_module_is_loaded_by_a_string():
+    """Names of modules stand in import statements; a package that may be missing is looked up under
+    a name that stands in the call."""
+    wrong = []
+    for path in modules().values():
+        place = str(path.relative_to(ROOT))
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Constant(value=str(text)) if names_module(text):
+                    if not PROCESSES.fullmatch(text):
+                        wrong.append(f"{place}:{node.lineno} names {text}")
+                case ast.Call(func=function, args=args):
+                    called = ast.unparse(function).rpartition(".")[2]
+                    loads = called in LOADERS and not isinstance(args[0], ast.Constant)
+                    if loads and place not in LOADED_BY_NAME:
+                        wrong.append(f"{place}:{node.lineno} calls {called}")
+    assert not wrong
+    assert not [place for place in LOADED_BY_NAME if not (ROOT / place).exists()]
+
+
+def test_a_hidden_import_is_found(tmp_path: Path):
+    """However a module is reached, the graph has the edge."""
+    source = (
+        "import importlib\n"
+        "from typing import TYPE_CHECKING\n"
+        "from distmega.kernels import late\n"
+        "from distmega.errors import argument\n"
+        "if TYPE_CHECKING:\n"
+        "    from distmega.kernels.runners import open_hopper\n"
+        "def f():\n"
+        "    from distmega.engine import engine\n"
+        "    importlib.import_module('triton.knobs')\n"
+        "    launch('distmega.engine.jobs:generate')\n"
+        "NAME = 'distmega.cli.main'\n"
+    )
+    path = tmp_path / "x.py"
+    path.write_text(source)
+    found = {each.target: (each.local, each.late) for each in imports(path)}
+    assert found == {
+        "importlib": (False, False), "typing": (False, False), "triton.knobs": (True, True),
+        "distmega.kernels.late": (False, False), "distmega.errors": (False, False),
+        "distmega.kernels.runners": (False, True), "distmega.engine.engine": (True, False),
+        "distmega.engine.jobs": (False, True), "distmega.cli.main": (False, True),
+    }  # fmt: skip
+
+
+def test_what_ranks_begin_with_is_there():
+    missing = []
+    for path in modules().values():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and names_module(str(node.value)):
+                module, _, function = str(node.value).partition(":")
+                tree = ast.parse(modules()[module].read_text())
+                names = {each.name for each in tree.body if isinstance(each, ast.FunctionDef)}
+                if function and function not in names:
+                    missing.append(node.value)
+    assert not missing
 
 
 def test_every_source_folder_is_a_known_package():
@@ -123,7 +226,8 @@ def test_docstrings_name_files_that_exist():
 
 
 def test_explaining_a_plan_needs_no_torch():
-    graph, seen, left = import_graph(), {"distmega"}, ["distmega.cli.main", "distmega.cli.explain"]
+    graph, seen = import_graph(late=False), set[str]()
+    left = ["distmega.cli.main", "distmega.cli.explain"]
     while left:
         module = left.pop()
         if module not in seen:
@@ -133,6 +237,6 @@ def test_explaining_a_plan_needs_no_torch():
         f"{module} imports {found.target}"
         for module in sorted(seen)
         for found in imports(modules()[module])
-        if found.target.split(".")[0] in ("torch", "ray", "triton")
+        if found.target.split(".")[0] in ("torch", "ray", "triton") and not found.late
     ]
     assert not heavy

@@ -16,7 +16,7 @@ from distmega.hostir.library.ops import compile_op, op_operands
 from distmega.hostir.lower.lower import lower_program
 from distmega.hostir.passes.passes import run_passes
 from distmega.hostir.run.evaluator import Evaluator
-from distmega.kernels.device_ops import KernelOps
+from distmega.kernels.library.device_ops import KernelOps
 from distmega.kernels.megakernel import compile_megakernel
 from distmega.program.builder import ProgramBuilder
 from distmega.program.text import parse_program, print_program

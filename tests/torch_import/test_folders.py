@@ -12,7 +12,7 @@ import distmega
 from distmega.cli.explain import collect_decode, write_report
 from distmega.cli.main import main
 from distmega.errors import ModelError
-from distmega.models.locate import read_config
+from distmega.sources.locate import read_config
 from tests.models.files import save_tokenizer
 from tests.torch_import.test_decoders import family_config, reference
 

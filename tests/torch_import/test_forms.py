@@ -24,9 +24,9 @@ from distmega.kernels.tasks.fuse import (
     norms_of,
 )
 from distmega.models.decoder import build_decoder
-from distmega.models.locate import read_config
 from distmega.program.builder import Handle, ProgramBuilder
 from distmega.program.types import Program
+from distmega.sources.locate import read_config
 from distmega.torch_import.decoders import open_decoder
 from distmega.torch_import.forms import Derived, Normal, normalise
 from tests.torch_import.test_decoders import family_config

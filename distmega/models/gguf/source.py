@@ -1,5 +1,5 @@
 """Weights of a GGUF file: an open GgufFile in, readers of logical weights as float32 out. Next:
-load.py.
+sources/load.py.
 """
 
 from distmega.models.config import ModelConfig

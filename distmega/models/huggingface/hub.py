@@ -3,7 +3,7 @@
 What the cache holds is taken as it is, without a network. What it lacks is fetched by the package
 huggingface-hub (extra `hub`), which also brings its own settings: HF_TOKEN, HF_ENDPOINT,
 HF_HUB_OFFLINE. Nothing but configurations, tokenizers and safetensors is fetched. Used by
-locate.py.
+sources/locate.py.
 """
 
 import os

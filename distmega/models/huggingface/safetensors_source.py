@@ -1,7 +1,7 @@
 """Weights of a Hugging Face folder: one or several safetensors files in, slices of their arrays as
 float32 out.
 
-A slice reads only its own bytes. Next: load.py.
+A slice reads only its own bytes. Next: sources/load.py.
 """
 
 from dataclasses import dataclass

@@ -47,7 +47,7 @@ from distmega.kernels.hopper.plan.words import MAX_SMS, NO_CHOICE, WORDS
 from distmega.kernels.runtime.arena import ArenaLayout
 from distmega.kernels.runtime.memory import arena_views
 from distmega.kernels.runtime.relaunch import Launcher
-from distmega.kernels.runtime.runners import NO_SAMPLE_INPUTS
+from distmega.kernels.runtime.stepping import NO_SAMPLE_INPUTS
 from distmega.kernels.runtime.symmetric import Team
 from distmega.program.types import Program
 from distmega.trace_file import Span

@@ -43,7 +43,7 @@ from distmega.kernels.hopper.timeline import timeline_spans
 from distmega.kernels.runtime.arena import ArenaLayout
 from distmega.kernels.runtime.memory import arena_views
 from distmega.kernels.runtime.relaunch import Launcher
-from distmega.kernels.runtime.runners import NO_SAMPLE_INPUTS
+from distmega.kernels.runtime.stepping import NO_SAMPLE_INPUTS
 from distmega.kernels.runtime.symmetric import SymmetricMemory, Team
 from distmega.kernels.tasks.fuse import FusedSample
 from distmega.program.types import Program

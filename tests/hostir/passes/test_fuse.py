@@ -12,7 +12,7 @@ from distmega.hostir.ir.text import parse_host, print_host
 from distmega.hostir.lower.lower import lower_program
 from distmega.hostir.passes.passes import run_passes
 from distmega.hostir.run.evaluator import Evaluator
-from distmega.kernels.device_ops import KernelOps
+from distmega.kernels.library.device_ops import KernelOps
 from distmega.program.builder import Handle, ProgramBuilder
 from distmega.program.types import Program
 from tests.hostir.programs import local, random_tensors, run_program

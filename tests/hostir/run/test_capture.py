@@ -22,11 +22,11 @@ from distmega.hostir.ir.nodes import HostProgram, LibraryOp
 from distmega.hostir.library import ops as library
 from distmega.hostir.library.torch_types import torch_dtype
 from distmega.hostir.run.graph_breaks import graph_breaks
-from distmega.kernels.device_ops import KernelOps
-from distmega.models.load import open_model
+from distmega.kernels.library.device_ops import KernelOps
 from distmega.models.sampling import Sampling
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.search.cost import H200
+from distmega.sources.load import open_model
 
 META = torch.device("meta")
 WAITING = ("nonzero", "_local_scalar_dense", "masked_select", "unique")

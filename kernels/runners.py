@@ -5,16 +5,11 @@ which the ranks of a team open together. The runner's module is loaded when it i
 the CPU path needs no triton. Next on the walk: hopper/one_row/runner.py.
 """
 
-import importlib
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
 from distmega.errors import UnsupportedError
-from distmega.hostir.run.evaluator import KernelRunner
+from distmega.kernels import late
 from distmega.kernels.hopper.batch_plan.queues import build_batch_queues
 from distmega.kernels.hopper.batch_plan.types import BatchQueues
 from distmega.kernels.hopper.plan.matrices import count_rows
@@ -22,56 +17,12 @@ from distmega.kernels.hopper.plan.queues import build_queues
 from distmega.kernels.hopper.plan.types import RowQueues
 from distmega.kernels.runtime.arena import ArenaLayout
 from distmega.kernels.runtime.gpus import is_hopper, num_sms
+from distmega.kernels.runtime.stepping import SteppingRunner
 from distmega.kernels.runtime.symmetric import Team
 from distmega.kernels.tasks.graph import Mode
 from distmega.program.types import Program
-from distmega.trace_file import Span
 
 Queues = RowQueues | BatchQueues
-
-HOPPER = "distmega.kernels.hopper.one_row.runner", "RowRunner"
-HOPPER_BATCH = "distmega.kernels.hopper.batch.runner", "BatchRunner"
-NO_SAMPLE_INPUTS: Mapping[str, Tensor] = MappingProxyType({})
-"""For a segment that takes the most likely token."""
-
-
-class SteppingRunner(KernelRunner, Protocol):
-    """A runner that also takes several decode steps in one launch. logits: f32 of the last step, of
-    this rank's tokens, [n], or [sequences at least, n] of a batch.
-    """
-
-    logits: Tensor
-
-    def start(
-        self,
-        tokens: Sequence[int],
-        positions: Sequence[int],
-        sample_inputs: Mapping[str, Tensor] = NO_SAMPLE_INPUTS,
-    ) -> None:
-        """The next step appends a token to each sequence, at its position. sample_inputs: the
-        segment's inputs that say how tokens are sampled, if it samples.
-        """
-        ...
-
-    def prepare(self) -> None:
-        """Begins to compile what the first step launches, beside what the host does next."""
-        ...
-
-    def decode(self, num_steps: int) -> Tensor:
-        """Runs steps after those before; the tokens they chose, [num_steps, sequences]."""
-        ...
-
-    def trace(self, num_steps: int) -> list[Span]:
-        """As decode, but gives the steps' timeline on the GPU's clock; RequestError for a kernel
-        that keeps none.
-        """
-        ...
-
-    def raise_hang(self) -> None:
-        """HangError if a wait of an earlier launch has expired, which makes its tokens void; ask
-        once they have come.
-        """
-        ...
 
 
 def plan_hopper(
@@ -129,8 +80,17 @@ def open_hopper(
     other teams, make this call; LaunchError, on all, where some share no memory. timeout_s: bound
     on a wait for another rank.
     """
-    module, name = HOPPER_BATCH if isinstance(queues, BatchQueues) else HOPPER
-    runner: SteppingRunner = getattr(importlib.import_module(module), name)(
+    if isinstance(queues, BatchQueues):
+        return late.BatchRunner(
+            segment,
+            queues,
+            weights=weights,
+            weights_arena=weights_arena,
+            state_arena=state_arena,
+            team=team,
+            timeout_s=timeout_s,
+        )
+    return late.RowRunner(
         segment,
         queues,
         weights=weights,
@@ -139,4 +99,3 @@ def open_hopper(
         team=team,
         timeout_s=timeout_s,
     )
-    return runner

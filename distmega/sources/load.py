@@ -4,7 +4,6 @@ Weights are read lazily, slice by slice, under the names and shapes of decoder.p
 the table), so each rank reads its own part. Next on the walk: decoder.py.
 """
 
-import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from os import PathLike
@@ -19,10 +18,11 @@ from distmega.models.gguf.source import read_gguf
 from distmega.models.gguf.tokenizer import tokenizer_from_gguf
 from distmega.models.huggingface.safetensors_source import read_safetensors
 from distmega.models.huggingface.tokenizer import TOKENIZER_FILE, tokenizer_from_folder
-from distmega.models.locate import Location, config_at, locate_model
 from distmega.models.random_source import RandomReader
 from distmega.models.tokenizer import Tokenizer, byte_tokenizer
 from distmega.models.weights import RopeTableReader, WeightReader, weight_specs
+from distmega.sources import late
+from distmega.sources.locate import Location, config_at, locate_model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,11 +79,11 @@ def _open_other(location: Location, config: AnyDecoder) -> ModelSource:
             expected="a folder with weights beside config.json, for a model read by transformers",
             remedy="give the folder",
         )
-    others = importlib.import_module("distmega.torch_import.hf_source")
+    assert isinstance(config, late.HfDecoder), config
     return ModelSource(
         name=location.name,
         config=config,
-        readers=others.read_weights(location.path, config),
+        readers=late.read_weights(location.path, config),
         make_tokenizer=lambda: tokenizer_from_folder(location.path, config.eos_ids),
     )
 

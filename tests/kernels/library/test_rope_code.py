@@ -2,7 +2,7 @@
 
 import pytest
 
-from distmega.kernels.rope import rotate_rows
+from distmega.kernels.library.rope import rotate_rows
 from tests.kernels.sm90 import compile_kernel
 
 

@@ -32,9 +32,10 @@ from distmega.kernels.hopper.batch_plan.types import BatchQueues
 from distmega.kernels.hopper.plan.weight_order import order_weights
 from distmega.kernels.isa.lowering import why_not_encodable
 from distmega.kernels.megakernel import Megakernel, compile_megakernel
+from distmega.kernels.runners import Queues, open_hopper, plan_hopper
 from distmega.kernels.runtime.arena import ArenaLayout, Space, layout_arena
 from distmega.kernels.runtime.memory import allocate_arena, arena_views
-from distmega.kernels.runtime.runners import Queues, SteppingRunner, open_hopper, plan_hopper
+from distmega.kernels.runtime.stepping import SteppingRunner
 from distmega.kernels.runtime.symmetric import Team
 from distmega.program.kinds import kinds
 from distmega.program.types import Op, Program, accesses

@@ -1,0 +1,13 @@
+"""The matmul kernel and what runs beside it, which need Triton: imported when they are used. See
+distmega/lazy.py."""
+
+from typing import TYPE_CHECKING
+
+from distmega.lazy import late_imports
+
+if TYPE_CHECKING:
+    from distmega.kernels.gemm import overlap, peer_collectives, start
+
+__all__ = ["overlap", "peer_collectives", "start"]
+
+__getattr__ = late_imports(__name__)

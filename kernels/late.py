@@ -1,0 +1,14 @@
+"""What the kernels' top needs of those that need Triton: imported when it is used, so that all else
+runs where there is none. See distmega/lazy.py."""
+
+from typing import TYPE_CHECKING
+
+from distmega.lazy import late_imports
+
+if TYPE_CHECKING:
+    from distmega.kernels.hopper.batch.runner import BatchRunner
+    from distmega.kernels.hopper.one_row.runner import RowRunner
+
+__all__ = ["BatchRunner", "RowRunner"]
+
+__getattr__ = late_imports(__name__)

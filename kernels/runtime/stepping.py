@@ -1,0 +1,56 @@
+"""What a kernel of decode steps offers its callers, whichever kernel it is.
+
+In: tokens and positions. Out: the tokens that the steps chose. ../runners.py opens one; next on the
+walk: hopper/one_row/runner.py.
+"""
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Protocol
+
+from torch import Tensor
+
+from distmega.hostir.run.evaluator import KernelRunner
+from distmega.trace_file import Span
+
+NO_SAMPLE_INPUTS: Mapping[str, Tensor] = MappingProxyType({})
+"""For a segment that takes the most likely token."""
+
+
+class SteppingRunner(KernelRunner, Protocol):
+    """A runner that also takes several decode steps in one launch. logits: f32 of the last step, of
+    this rank's tokens, [n], or [sequences at least, n] of a batch.
+    """
+
+    logits: Tensor
+
+    def start(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        sample_inputs: Mapping[str, Tensor] = NO_SAMPLE_INPUTS,
+    ) -> None:
+        """The next step appends a token to each sequence, at its position. sample_inputs: the
+        segment's inputs that say how tokens are sampled, if it samples.
+        """
+        ...
+
+    def prepare(self) -> None:
+        """Begins to compile what the first step launches, beside what the host does next."""
+        ...
+
+    def decode(self, num_steps: int) -> Tensor:
+        """Runs steps after those before; the tokens they chose, [num_steps, sequences]."""
+        ...
+
+    def trace(self, num_steps: int) -> list[Span]:
+        """As decode, but gives the steps' timeline on the GPU's clock; RequestError for a kernel
+        that keeps none.
+        """
+        ...
+
+    def raise_hang(self) -> None:
+        """HangError if a wait of an earlier launch has expired, which makes its tokens void; ask
+        once they have come.
+        """
+        ...

@@ -1,0 +1,15 @@
+"""The launchers, of which two need torch or Ray: imported when they are chosen. See
+distmega/lazy.py."""
+
+from typing import TYPE_CHECKING
+
+from distmega.lazy import late_imports
+
+if TYPE_CHECKING:
+    from distmega.launch.local import run_local
+    from distmega.launch.ray import run_ray
+    from distmega.launch.torchrun import claim_report, run_torchrun
+
+__all__ = ["claim_report", "run_local", "run_ray", "run_torchrun"]
+
+__getattr__ = late_imports(__name__)

@@ -1,0 +1,58 @@
+"""What the functions for users call, by each means that the planner may choose: checked against the
+signatures of the functions that start kernels, which run on GPUs alone."""
+
+from contextlib import nullcontext
+from unittest.mock import create_autospec
+
+import pytest
+import torch
+
+from distmega.hostir.comm.communicator import SingleCommunicator
+from distmega.kernels.gemm import api, late
+from distmega.sharding.layout.mesh import DeviceMesh
+from distmega.sharding.overlap.matmul_ways import MatmulChoice
+from distmega.sharding.overlap.tile_times import Tiles
+from distmega.sharding.search.cost import H200
+
+pytest.importorskip("triton")
+
+A, B = torch.ones(256, 64, dtype=torch.bfloat16), torch.ones(128, 64, dtype=torch.bfloat16)
+TILES = Tiles(tile_n=128, stages=6)
+
+
+def test_a_matmul_starts_its_kernel(monkeypatch: pytest.MonkeyPatch):
+    start = create_autospec(late.start.launch_matmul)
+    monkeypatch.setattr(late.start, "launch_matmul", start)
+    monkeypatch.setattr(api, "_on_hopper", lambda x: True)
+    monkeypatch.setattr(api, "built_in", lambda index: H200)
+    monkeypatch.setattr(api, "choose_tiles", lambda extents, rates: TILES)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    out = torch.zeros(256, 128, dtype=torch.bfloat16)
+    assert api.matmul(A, B, out=out) is out
+    (call,) = start.call_args_list
+    assert call.args[0] is A
+    assert call.args[1] is B
+    assert call.args[2] is out
+    assert call.args[4] == TILES.group
+
+
+@pytest.mark.parametrize("means", ["tiles", "peer"])
+@pytest.mark.parametrize(
+    "name", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
+)
+def test_a_collective_runs_by_the_chosen_means(
+    name: str, means: str, monkeypatch: pytest.MonkeyPatch
+):
+    choice = MatmulChoice(means=means, us=1.0, tiles=TILES)
+    room, called = late.overlap if means == "tiles" else late.peer_collectives, name
+    if name == "all_gather_matmul" and means == "peer":
+        called = "all_gather"
+    made = create_autospec(getattr(room, called), return_value=A)
+    monkeypatch.setattr(room, called, made)
+    monkeypatch.setattr(api, "_choose", lambda *args: choice)
+    monkeypatch.setattr(api, "_workspace", lambda *args: "workspace")
+    getattr(api, name)(A, B, SingleCommunicator(DeviceMesh(tp=1)))
+    (call,) = made.call_args_list
+    assert torch.equal(call.args[0], A)
+    assert "workspace" in call.args
+    assert means == "peer" or call.args[-1] is choice
