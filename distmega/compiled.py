@@ -41,7 +41,7 @@ from distmega.program import types as program
 from distmega.program.kinds import kind_of
 from distmega.sharding.localize import LocalProgram, localize
 from distmega.sharding.planner import Plan
-from distmega.superopt.rewrite import FUSED_GRAPH
+from distmega.superopt.rewrite import FUSED_GRAPH, explain_op
 from distmega.superopt.rules import RewriteRule, shipped_rules
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,8 @@ class CompiledStats:
     num_megakernels, num_library_ops: nodes of the host program, a fused matmul counted as a library
     op. num_tasks, num_events: of all megakernels together. num_compilations: kernels that its calls
     compiled, those in Triton's cache not counted. num_opaque_ops: operators that only torch knows.
-    replayed: whether calls replay one CUDA graph; reason: why not, empty before that is decided.
+    rules: names of the rewrite rules that made ops, once for each op. replayed: whether calls
+    replay one CUDA graph; reason: why not, empty before that is decided.
     """
 
     num_megakernels: int
@@ -70,6 +71,7 @@ class CompiledStats:
     num_events: int
     num_compilations: int
     num_opaque_ops: int
+    rules: tuple[str, ...]
     replayed: bool
     reason: str
 
@@ -270,6 +272,7 @@ class CompiledProgram:
             num_events=self._whole.num_events if self._whole else 0,
             num_compilations=self._num_compilations,
             num_opaque_ops=sum(kind_of(op).calls_torch for op in ops),
+            rules=tuple(str(op.attr("rule")) for op in self._graph_ops()),
             replayed=self._captured is not None,
             reason=self._reason,
         )
@@ -287,12 +290,14 @@ class CompiledProgram:
             lines.append(f"one megakernel a rank of {self._whole.num_tasks} tasks")
         else:
             lines.append(f"no megakernel: {self._no_kernel}")
-        lines += [
-            f"op {node.op.name} is made by rule {node.op.attr('rule')}"
-            for node in walk_nodes(self.host.body)
-            if isinstance(node, LibraryOp) and node.op.kind == FUSED_GRAPH
-        ]
+        known = {rule.name: rule for rule in self._rules}
+        lines += [explain_op(op, known) for op in self._graph_ops()]
         return "\n".join(lines) + "\n"
+
+    def _graph_ops(self) -> list[program.Op]:
+        """Ops that rewrite rules made."""
+        nodes = [node for node in walk_nodes(self.host.body) if isinstance(node, LibraryOp)]
+        return [node.op for node in nodes if node.op.kind == FUSED_GRAPH]
 
     def _run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         before = num_compiled()

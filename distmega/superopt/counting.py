@@ -7,7 +7,7 @@ same, and a Bound. Next: equivalence.py.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,14 +30,17 @@ NUMBERS = len(PLANES) - 1
 
 
 class Counts(Arithmetic):
-    """Upper bounds of what a result is made of."""
+    """Upper bounds of what a result is made of. symbols: constants that stand for any number, so
+    that they count as variables.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, symbols: Collection[float] = ()) -> None:
+        self._symbols = frozenset(symbols)
         self._num_roots = 0
         self._rng = np.random.default_rng(0)
 
     def constant(self, value: float) -> Planes:
-        return _planes((1,), terms=1.0, degree=0.0)
+        return _planes((1,), terms=1.0, degree=float(abs(value) in self._symbols))
 
     def add(self, a: Planes, b: Planes) -> Planes:
         some, same = np.maximum(a[8], b[8]), a[9] == b[9]
@@ -166,9 +169,14 @@ def reject_probability(bound: Bound, p: int, q: int) -> float:
     stand squared is the real one's for a share 2^-squares of the inputs. Assumed: coefficients
     that are not zero are none of multiples of p.
     """
-    signs = 2.0**bound.squares
-    missed = 2.0**bound.roots * signs * (bound.degree / p + (bound.terms - 1.0) * bound.inner / q)
-    return float(max(0.0, 1.0 - missed) / bound.terms / signs)
+    missed = missed_share(bound, p, q)
+    return float(max(0.0, 1.0 - missed) / bound.terms / 2.0**bound.squares)
+
+
+def missed_share(bound: Bound, p: int, q: int) -> float:
+    """Share of the inputs, at most, for which reject_probability promises nothing."""
+    factor = 2.0 ** (bound.roots + bound.squares)
+    return float(factor * (bound.degree / p + (bound.terms - 1.0) * bound.inner / q))
 
 
 def num_tests(bound: Bound, log2_bound: int, p: int, q: int) -> int:
@@ -181,3 +189,20 @@ def num_tests(bound: Bound, log2_bound: int, p: int, q: int) -> int:
     if chance >= 1.0:
         return 1
     return math.ceil(log2_bound * math.log(2.0) / -math.log1p(-chance))
+
+
+NUM_SAMPLES = 4
+"""How often symbols are sampled, at least."""
+
+
+def num_symbol_tests(bound: Bound, log2_bound: int, p: int, q: int) -> int:
+    """As num_tests, where the tests of each of NUM_SAMPLES equal parts share one sample of the
+    symbols: it is a bad one for a share of at most missed_share, so that a wrong result passes a
+    part with at most that probability and the one of all its tests together.
+    """
+    each = 2.0 ** (-log2_bound / NUM_SAMPLES) - missed_share(bound, p, q)
+    chance = reject_probability(bound, p, q)
+    if each <= 0.0 or not 0.0 < chance < math.inf:
+        return 0
+    part = 1 if chance >= 1.0 else math.ceil(math.log(each) / math.log1p(-chance))
+    return NUM_SAMPLES * max(part, 1)

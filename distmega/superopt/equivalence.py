@@ -8,12 +8,13 @@ could bring its own, for inputs of several sizes, so that what is equal in exact
 overflows or cancels is refused. Knows nothing of the search and its laws.
 
 What carries over from small extents to the stated ones is by form: programs and graphs speak of
-axes alike along their whole extents, and constants are those of the stated ones. Checked once more
-with three parts.
+axes alike along their whole extents. Constants, and what means divide by, are symbols, sampled like
+inputs, so that the identity holds for all of them (symbols.py); where that fails they are those of
+the stated extents. Checked once more with three parts, and those numbers.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,11 +23,20 @@ from distmega.errors import VerifyError
 from distmega.program.types import Program
 from distmega.superopt.arithmetic import Array, Float, Planes
 from distmega.superopt.axes import Axes, find_axes, shrink_program
-from distmega.superopt.counting import Bound, Counts, bound_of, inputs_of, num_tests
+from distmega.superopt.counting import (
+    NUM_SAMPLES,
+    Bound,
+    Counts,
+    bound_of,
+    inputs_of,
+    num_symbol_tests,
+    num_tests,
+)
 from distmega.superopt.fields import P, Q, RandomFields, sample_planes
 from distmega.superopt.interpret import run_graph
 from distmega.superopt.reference import run_program
 from distmega.superopt.rounding import Rounded, round_to
+from distmega.superopt.symbols import Symbols, find_symbols
 from distmega.superopt.ugraph import UGraph
 from distmega.superopt.verify import verify_graph
 
@@ -56,7 +66,9 @@ class Proof:
     tests valid ones mod p and q with the given extents; a wrong graph passes with probability at
     most 2^-log2_bound. terms, degree, inner, squares, roots: counting.Bound.
     uninterpreted: functions that were sampled at random. compared: cases in floats; worst: the
-    largest error of the graph, as a share of what the program's own rounding allows.
+    largest error of the graph, as a share of what the program's own rounding allows. free: axes of
+    the program (axes.py) for whose extents above 1 all of this holds but the comparison in floats;
+    constants: those for which it holds whatever they are. `confirm` makes that comparison.
     """
 
     p: int
@@ -73,35 +85,8 @@ class Proof:
     uninterpreted: tuple[str, ...]
     compared: int
     worst: float
-
-
-def prove(program: Program, graph: UGraph, seed: int = 0) -> Proof:
-    """The proof. VerifyError with the first reason against it."""
-    verify_graph(graph)
-    match = _match(program, graph)
-    rng = np.random.default_rng(seed)
-    small, extents = _shrunk(match, 2)
-    bound = _bound(match, small)
-    wanted = num_tests(bound, LOG2_BOUND, P, Q)
-    if not 0 < wanted <= MOST_TESTS:
-        raise _refused(graph, f"{wanted or 'no number of'} tests for a bound of 2^-{LOG2_BOUND}",
-                       f"at most {MOST_TESTS}")  # fmt: skip
-    wanted = max(wanted, FEW_TESTS)
-    names = _test(match, small, wanted, rng)
-    _test(match, _shrunk(match, 3)[0], FEW_TESTS, rng)
-    compared, worst = _compare(match, rng, _run_rounded)
-    return Proof(
-        p=P, q=Q, seed=seed, tests=wanted, log2_bound=LOG2_BOUND, terms=bound.terms,
-        degree=bound.degree, inner=bound.inner, squares=bound.squares, roots=bound.roots,
-        extents=tuple(extents.items()), uninterpreted=tuple(sorted(names)), compared=compared,
-        worst=worst,
-    )  # fmt: skip
-
-
-def _refused(graph: UGraph, found: str, expected: str) -> VerifyError:
-    return VerifyError(
-        f"graph {graph.name!r}: {found}", expected=expected, remedy="use the program as it is"
-    )
+    free: tuple[str, ...]
+    constants: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +97,82 @@ class _Match:
     axes: Axes
     graph: UGraph
     parts: Mapping[str, tuple[str, ...]]
+
+
+def prove(program: Program, graph: UGraph, seed: int = 0) -> Proof:
+    """The proof. VerifyError with the first reason against it."""
+    verify_graph(graph)
+    match = _match(program, graph)
+    small, extents = _shrunk(match, 2)
+    known = find_symbols(program, match.axes)
+    proven = _test_symbols(match, small, known, seed) if known.values else None
+    symbols = known.values if proven else frozenset[float]()
+    bound, wanted, names = proven or _test_numbers(match, small, seed)
+    rng = np.random.default_rng(seed)
+    _test(match, _shrunk(match, 3)[0], FEW_TESTS, rng)
+    compared, worst = _compare(match, rng, _run_rounded)
+    bound_axes = set() if proven else known.axes
+    return Proof(
+        p=P, q=Q, seed=seed, tests=wanted, log2_bound=LOG2_BOUND, terms=bound.terms,
+        degree=bound.degree, inner=bound.inner, squares=bound.squares, roots=bound.roots,
+        extents=tuple(extents.items()), uninterpreted=tuple(sorted(names)), compared=compared,
+        worst=worst, free=tuple(a for a in match.axes.extents if a not in bound_axes),
+        constants=tuple(sorted(symbols & known.literals)),
+    )  # fmt: skip
+
+
+def confirm(program: Program, graph: UGraph, proof: Proof) -> Proof:
+    """The proof for other extents of free axes and other constants of program and graph: a few
+    tests over finite fields, since their identity is proven, and the comparison in floats.
+    VerifyError where the graph is not as good here.
+    """
+    verify_graph(graph)
+    match, rng = _match(program, graph), np.random.default_rng(proof.seed)
+    _test(match, _shrunk(match, 2)[0], FEW_TESTS, rng)
+    compared, worst = _compare(match, rng, _run_rounded)
+    return replace(proof, compared=compared, worst=worst)
+
+
+def axis_parts(program: Program, graph: UGraph) -> Mapping[str, tuple[str, ...]]:
+    """Which axes of the graph each axis of the program is, outer first. VerifyError where they are
+    not the same tensors.
+    """
+    return _match(program, graph).parts
+
+
+def _test_numbers(match: _Match, small: UGraph, seed: int) -> tuple[Bound, int, set[str]]:
+    """The proof with the constants that program and graph have."""
+    bound = _bound(match, small)
+    wanted = num_tests(bound, LOG2_BOUND, P, Q)
+    if not 0 < wanted <= MOST_TESTS:
+        raise _refused(match.graph, f"{wanted or 'no number of'} tests for a bound of "
+                       f"2^-{LOG2_BOUND}", f"at most {MOST_TESTS}")  # fmt: skip
+    wanted = max(wanted, FEW_TESTS)
+    return bound, wanted, _test(match, small, wanted, np.random.default_rng(seed))
+
+
+def _test_symbols(
+    match: _Match, small: UGraph, known: Symbols, seed: int
+) -> tuple[Bound, int, set[str]] | None:
+    """The proof with constants that stand for any number; None where that is none, as of a graph
+    whose constants were computed from several of the program's.
+    """
+    bound = _bound(match, small, known.values)
+    wanted = num_symbol_tests(bound, LOG2_BOUND, P, Q)
+    if not 0 < wanted <= MOST_TESTS:
+        return None
+    wanted = max(wanted, FEW_TESTS)
+    try:
+        names = _test(match, small, wanted, np.random.default_rng(seed), known.values)
+    except VerifyError:
+        return None
+    return bound, wanted, names
+
+
+def _refused(graph: UGraph, found: str, expected: str) -> VerifyError:
+    return VerifyError(
+        f"graph {graph.name!r}: {found}", expected=expected, remedy="use the program as it is"
+    )
 
 
 def _match(program: Program, graph: UGraph) -> _Match:
@@ -220,9 +281,9 @@ def _inputs(program: Program, graph: UGraph) -> dict[str, tuple[int, ...]]:
     return {t.name: t.shape for t in program.tensors if t.role != "temp" and t.name in used | known}
 
 
-def _bound(match: _Match, small: UGraph) -> Bound:
+def _bound(match: _Match, small: UGraph, symbols: Collection[float] = ()) -> Bound:
     """What the difference of program and graph is made of, at most."""
-    program, counts = _small_program(match, small), Counts()
+    program, counts = _small_program(match, small), Counts(symbols)
     inputs = {name: inputs_of(shape) for name, shape in _inputs(program, small).items()}
     theirs = run_program(program, inputs, counts, match.program)
     ours = run_graph(small, inputs, counts)
@@ -231,13 +292,20 @@ def _bound(match: _Match, small: UGraph) -> Bound:
     return Bound(*map(max, fields))
 
 
-def _test(match: _Match, small: UGraph, wanted: int, rng: np.random.Generator) -> set[str]:
+def _test(
+    match: _Match,
+    small: UGraph,
+    wanted: int,
+    rng: np.random.Generator,
+    symbols: Collection[float] = (),
+) -> set[str]:
     """Runs so many valid tests; the uninterpreted functions. VerifyError on a mismatch."""
     program, valid, sampled, names = _small_program(match, small), 0, 0, set[str]()
     shapes = _inputs(program, small)
-    size = min(FEW_TESTS, wanted)
+    most = min(BATCH, -(-wanted // NUM_SAMPLES)) if symbols else BATCH
+    size = min(FEW_TESTS, wanted, most)
     while valid < wanted:
-        fields = RandomFields(size, rng)
+        fields = RandomFields(size, rng, symbols)
         inputs = {name: sample_planes(shape, size, rng) for name, shape in shapes.items()}
         ours = run_graph(small, inputs, fields)
         theirs = run_program(program, inputs, fields, match.program)
@@ -251,7 +319,7 @@ def _test(match: _Match, small: UGraph, wanted: int, rng: np.random.Generator) -
         sampled += size
         if sampled > 16 * wanted + 64 * BATCH:
             raise _refused(match.graph, f"{valid} of {sampled} tests say something", f"{wanted}")
-        size = min(BATCH, max(wanted - valid, FEW_TESTS))
+        size = min(most, max(wanted - valid, FEW_TESTS))
     return names
 
 

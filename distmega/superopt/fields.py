@@ -9,7 +9,7 @@ which is sampled; other functions are random ones, equal only on equal arguments
 Comes in: planes (mod p, mod q) of int64. Goes out: the same. Next: equivalence.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from fractions import Fraction
 from functools import cache
 
@@ -65,17 +65,27 @@ def mixed(x: Array, seed: int) -> Array:
 class RandomFields(Arithmetic):
     """One sample of the roots and of all uninterpreted functions for `num_tests` tests.
 
-    invalid: tests in which something was divided by zero, which say nothing. names: uninterpreted
-    functions that were called.
+    symbols: constants that stand for any number; each is one residue that is sampled. invalid:
+    tests in which something was divided by zero, which say nothing. names: uninterpreted functions
+    that were called.
     """
 
-    def __init__(self, num_tests: int, rng: np.random.Generator) -> None:
+    def __init__(
+        self, num_tests: int, rng: np.random.Generator, symbols: Collection[float] = ()
+    ) -> None:
+        self._symbols = {
+            value: tuple(rng.integers(1, modulus, 1, dtype=np.int64) for modulus in (P, Q))
+            for value in sorted(symbols)
+        }
         self._powers = rng.integers(0, Q, num_tests, dtype=np.int64)
         self._seed = int(rng.integers(0, 1 << 62))
         self.invalid = np.zeros(num_tests, bool)
         self.names: set[str] = set()
 
     def constant(self, value: float) -> Planes:
+        if found := self._symbols.get(abs(value)):
+            signed = zip(found, (P, Q), strict=True)
+            return tuple(modulus - part for part, modulus in signed) if value < 0 else found
         exact = Fraction(value)
         parts = (
             exact.numerator % modulus * pow(exact.denominator, -1, modulus) % modulus

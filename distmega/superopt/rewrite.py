@@ -1,14 +1,16 @@
 """Graphs back into programs: the ops of a uGraph as ordinary ops, and rules applied to programs.
 
-Comes in: a Program and Rules. Goes out: a Program in which the ops that a rule's left side matches
+Comes in: a Program and Rules. Goes out: a Program in which ops that a rule matches (matching.py)
 are the ops of its graph (apply_rules), or one op that is the graph itself (fuse_graphs); each is
-named after the rule. Next: distmega/program/types.py, whose ops these are.
+named after the rule. Of several matches the one that saves most comes first; none is used that
+saves nothing. Next: distmega/program/types.py, whose ops these are.
 """
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 
-from distmega.errors import ProgramError
+from distmega.errors import ProgramError, VerifyError
 from distmega.program.dtypes import item_bytes
 from distmega.program.types import (
     Access,
@@ -21,7 +23,10 @@ from distmega.program.types import (
     accesses,
     verify_program,
 )
+from distmega.superopt.equivalence import is_as_good
+from distmega.superopt.matching import Match, find_matches
 from distmega.superopt.named import Dims
+from distmega.superopt.resize import Constants, Sizes, resized_rule
 from distmega.superopt.rules import RewriteRule
 from distmega.superopt.text import parse_graph
 from distmega.superopt.ugraph import BlockOp, UGraph
@@ -72,8 +77,10 @@ FUSED_GRAPH = "fused_graph"
 """Kind of an op that a rule's graph does: reads its inputs, writes its outputs, names the rule."""
 
 
-def graph_op(rule: RewriteRule) -> Program:
-    """The rule's graph as one op of kind FUSED_GRAPH."""
+def graph_op(rule: RewriteRule, sizes: Sizes = (), constants: Constants = ()) -> Program:
+    """The rule's graph as one op of kind FUSED_GRAPH. sizes, constants: of resize.py, by which the
+    rule was made of the one of that name; the op states them, so that op_rule finds it.
+    """
     graph = parse_graph(rule.graph)
     extents = dict(graph.extents)
     given = [t for t in graph.tensors if t.role != "temp"]
@@ -93,11 +100,37 @@ def graph_op(rule: RewriteRule) -> Program:
         axes=tuple(axes),
         reads=tuple(_access(t.name, t.dims) for t in given),
         writes=tuple(_access(t.name, t.dims) for t in made),
-        attrs=(("rule", rule.name),),
+        attrs=(("constants", constants), ("rule", rule.name), ("sizes", sizes)),
     )
     tensors = [_tensor(t.name, t.dims, t.dtype, extents, t.role) for t in (*given, *made)]
     program = Program(name=graph.name, tensors=tuple(tensors), ops=(op,), outputs=graph.outputs)
     return verify_program(program)
+
+
+def op_rule(op: Op, rules: Mapping[str, RewriteRule]) -> RewriteRule:
+    """The rule, at its sizes, of an op of kind FUSED_GRAPH. ProgramError where it is unknown."""
+    name = str(op.attr("rule"))
+    if name not in rules:
+        raise ProgramError(
+            f"op {op.name!r}: rule {name!r}",
+            expected=f"one of {', '.join(rules) or 'none'}",
+            remedy="lower and run a program with the same rules",
+        )
+    sizes, constants = op.attr("sizes"), op.attr("constants")
+    return resized_rule(rules[name], sizes, constants)
+
+
+def explain_op(op: Op, rules: Mapping[str, RewriteRule]) -> str:
+    """Which rule made an op, at which sizes, and what it is predicted to save."""
+    rule = op_rule(op, rules)
+    sizes = op.attr("sizes")
+    assert isinstance(sizes, tuple), "as graph_op makes it"
+    shown = " ".join(f"{axis}={extent}" for axis, extent in sizes)  # type: ignore[str-unpack, misc]
+    known = "its own sizes" if rule == rules[rule.name] else shown
+    return (
+        f"op {op.name} is made by rule {rule.name} at {known}: {rule.graph_us:.1f} us predicted on "
+        f"{rule.machine}, {rule.program_us:.1f} by its ops"
+    )
 
 
 def _tensor(name: str, dims: Dims, dtype: str, extents: Mapping[str, int], role: Role) -> Tensor:
@@ -133,144 +166,139 @@ def _access(tensor: str, dims: Dims) -> Access:
     return Access(tensor=tensor, dims=tuple(Index(axes=dim) for dim in dims))
 
 
-def apply_rules(program: Program, rules: Sequence[RewriteRule]) -> Program:
-    """The program with every match of every rule replaced, rules in order, until none matches.
+Cost = Callable[[Program], float]
+"""Predicted time of a program; inf for one that can't be run."""
 
-    Only rules whose graph is as good in ordinary ops are used (Rule.as_ops). Ops of a replaced part
-    whose results others use stay out of it.
+
+def apply_rules(
+    program: Program, rules: Sequence[RewriteRule], cost: Cost | None = None
+) -> Program:
+    """The program with matches of the rules replaced by their graphs' ops, until none is better;
+    ops that a rule made stay.
+
+    Only graphs that are as good in ordinary ops are used (RewriteRule.as_ops, is_as_good at other
+    sizes). cost: by which a program with ops replaced must be better; by default what the rules'
+    kernels save. Ops of a replaced part whose results others use stay out of it.
     """
     fitting = [rule for rule in rules if rule.as_ops]
-    made = [graph_program(parse_graph(rule.graph)) for rule in fitting]
-    return _apply(program, fitting, made, ())
+
+    def made(match: Match) -> Program | None:
+        rule = match.confirmed
+        graph = parse_graph(rule.graph)
+        good = rule == match.rule or is_as_good(rule.program, graph, graph_program, 0)
+        return graph_program(graph) if good else None
+
+    return _apply(program, fitting, made, (), cost)
 
 
 def fuse_graphs(
     program: Program, rules: Sequence[RewriteRule], kept: Container[str] = ()
 ) -> Program:
-    """The program with every match of every rule replaced by one op of kind FUSED_GRAPH, rules in
-    order, until none matches. kept: names of ops that stay as they are.
+    """The program with matches of the rules replaced by one op of kind FUSED_GRAPH each, until none
+    saves anything. kept: names of ops that stay as they are.
     """
-    return _apply(program, rules, [graph_op(rule) for rule in rules], kept)
+
+    def made(match: Match) -> Program:
+        return graph_op(match.confirmed, match.sizes, match.constants)
+
+    return _apply(program, rules, made, kept, None)
 
 
 def _apply(
-    program: Program, rules: Sequence[RewriteRule], made: Sequence[Program], kept: Container[str]
+    program: Program,
+    rules: Sequence[RewriteRule],
+    make: Callable[[Match], Program | None],
+    kept: Container[str],
+    cost: Cost | None,
 ) -> Program:
-    number = 0
-    for rule, new in zip(rules, made, strict=True):
-        while found := next(_matches(program, rule.program, kept), None):
-            program = _replaced(program, rule.program, new, found, f"{rule.name}#{number}")
-            number += 1
+    number, found, apart = 0, True, set[str]()
+    while found:
+        found = False
+        left = [op.name for op in program.ops if op.name in kept or op.name in apart]
+        matches = [m for m in find_matches(program, rules, left) if cost or m.saved_us > 0.0]
+        for match in _by_saving(matches):
+            if not is_free(program, match):
+                continue
+            try:
+                made = make(match)
+            except VerifyError:
+                continue
+            if made is None:
+                continue
+            prefix = f"{match.rule.name}#{number}"
+            new = _replaced(program, match, made, prefix)
+            if cost and cost(new) >= cost(program):
+                continue
+            program, number, found = new, number + 1, True
+            apart.update(op.name for op in program.ops if op.name.startswith(f"{prefix}."))
     return program
 
 
-Match = dict[str, int]
-"""Pattern op -> number of the program's op."""
+def _by_saving(matches: Sequence[Match]) -> list[Match]:
+    """Those of the most saving first; of those of the same ops one that was measured, if any."""
+    most: dict[frozenset[str], float] = {}
+    for match in matches:
+        key = frozenset(match.ops)
+        most[key] = max(most.get(key, -math.inf), match.saved_us)
+
+    def order(match: Match) -> tuple[float, bool, float]:
+        return -most[frozenset(match.ops)], not match.sized.launches, -match.saved_us
+
+    return sorted(matches, key=order)
 
 
-def _matches(program: Program, pattern: Program, kept: Container[str] = ()) -> Iterator[Match]:
-    """Places in a program where the pattern's ops stand, with inputs of the same shapes."""
-    forms = [_form(op) for op in program.ops]
-
-    def extend(index: int, match: Match, names: dict[str, str]) -> Iterator[Match]:
-        if index == len(pattern.ops):
-            if _is_free(program, pattern, match, names):
-                yield dict(match)
-            return
-        wanted = pattern.ops[index]
-        form = _form(wanted)
-        for number, op in enumerate(program.ops):
-            if number in match.values() or forms[number] != form or op.name in kept:
-                continue
-            joined = _joined(program, pattern, wanted, op, names)
-            if joined is not None:
-                yield from extend(index + 1, match | {wanted.name: number}, joined)
-
-    yield from extend(0, {}, {})
-
-
-def _form(op: Op) -> object:
-    """What two ops that do the same have in common: all but names."""
-    position = {axis.name: n for n, axis in enumerate(op.axes)}
-    maps = [
-        tuple((tuple(position[a] for a in i.axes), i.offset, i.stride) for i in access.dims)
-        for access in accesses(op)
-    ]
-    axes = [(axis.extent, axis.role, axis.combine, axis.lookup) for axis in op.axes]
-    return op.kind, op.attrs, axes, maps
-
-
-def _joined(
-    program: Program, pattern: Program, wanted: Op, op: Op, names: Mapping[str, str]
-) -> dict[str, str] | None:
-    """Names of pattern tensors in the program with this op's; None if they don't fit."""
-    mine, theirs = program.tensor_map(), pattern.tensor_map()
-    found = dict(names)
-    for a, b in zip(accesses(wanted), accesses(op), strict=True):
-        one, two = theirs[a.tensor], mine[b.tensor]
-        if (one.shape, one.dtype) != (two.shape, two.dtype):
-            return None
-        if found.setdefault(a.tensor, b.tensor) != b.tensor:
-            return None
-    return found
-
-
-def _is_free(program: Program, pattern: Program, match: Match, names: Mapping[str, str]) -> bool:
-    """Whether nobody else needs what the matched ops leave out, nothing that they read changes, and
-    there is a place for the new ops.
+def is_free(program: Program, match: Match) -> bool:
+    """Whether a match's ops are there, nobody else needs what they hide, nothing that they read
+    changes, and there is a place for the new ops.
     """
-    inside = set(match.values())
-    temps = {t.name for t in pattern.with_role("temp")} - set(pattern.outputs)
-    hidden = {names[name] for name in temps}
-    users = [op for n, op in enumerate(program.ops) if n not in inside]
+    ops = {op.name: op for op in program.ops}
+    if not ops.keys() >= set(match.ops):
+        return False
+    hidden = _hidden(program, match)
+    users = [op for op in program.ops if op.name not in match.ops]
     if any(a.tensor in hidden for op in users for a in accesses(op)):
         return False
     if hidden & set(program.outputs):
         return False
     written = [a.tensor for op in program.ops for a in op.writes]
-    inputs = {names[t.name] for t in pattern.tensors if t.role != "temp" and t.name in names}
-    if any(written.count(name) > 1 for name in inputs | set(names.values())):
+    inputs = _given(match)
+    if any(written.count(name) > 1 for name in inputs | set(match.names.values())):
         return False
     states = {t.name for t in program.with_role("state")}
-    return not inputs & states and _position(program, pattern, match, names) is not None
+    return not inputs & states and _position(program, match) is not None
 
 
-def _position(
-    program: Program, pattern: Program, match: Match, names: Mapping[str, str]
-) -> int | None:
+def _hidden(program: Program, match: Match) -> set[str]:
+    """Tensors that the match's ops write and the new ones don't."""
+    kept = {match.names[name] for name in match.rule.program.outputs}
+    inside = [op for op in program.ops if op.name in match.ops]
+    return {a.tensor for op in inside for a in op.writes} - kept
+
+
+def _given(match: Match) -> set[str]:
+    """Tensors that stand for the rule's inputs and weights."""
+    given = [t.name for t in match.rule.program.tensors if t.role != "temp"]
+    return {match.names[name] for name in given if name in match.names}
+
+
+def _position(program: Program, match: Match) -> int | None:
     """Before which op the new ones stand: behind what they read, before what reads them."""
-    inside = set(match.values())
-    inputs = {names[t.name] for t in pattern.tensors if t.role != "temp" and t.name in names}
-    outputs = {names[name] for name in pattern.outputs}
-    behind = [
-        n + 1
-        for n, op in enumerate(program.ops)
-        if n not in inside and any(a.tensor in inputs for a in op.writes)
-    ]
-    before = [
-        n
-        for n, op in enumerate(program.ops)
-        if n not in inside and any(a.tensor in outputs for a in op.reads)
-    ]
+    inputs = _given(match)
+    outputs = {match.names[name] for name in match.rule.program.outputs}
+    others = [(n, op) for n, op in enumerate(program.ops) if op.name not in match.ops]
+    behind = [n + 1 for n, op in others if any(a.tensor in inputs for a in op.writes)]
+    before = [n for n, op in others if any(a.tensor in outputs for a in op.reads)]
     first, last = max(behind, default=0), min(before, default=len(program.ops))
     return last if first <= last else None
 
 
-def _replaced(
-    program: Program, pattern: Program, made: Program, match: Match, prefix: str
-) -> Program:
-    names: dict[str, str] = {}
-    for op in pattern.ops:
-        found = program.ops[match[op.name]]
-        for a, b in zip(accesses(op), accesses(found), strict=True):
-            names[a.tensor] = b.tensor
-    kept = {names[name] for name in pattern.outputs}
-    position = _position(program, pattern, match, names)
+def _replaced(program: Program, match: Match, made: Program, prefix: str) -> Program:
+    position = _position(program, match)
     assert position is not None, "only places with room are matches"
 
     def renamed(name: str) -> str:
         known = made.tensor_map()[name].role != "temp" or name in made.outputs
-        return names[name] if known else f"{prefix}.{name}"
+        return match.names[name] if known else f"{prefix}.{name}"
 
     new = [
         replace(
@@ -281,11 +309,10 @@ def _replaced(
         )
         for op in made.ops
     ]
-    inside = set(match.values())
-    ops = [op for n, op in enumerate(program.ops) if n not in inside and n < position]
+    ops = [op for op in program.ops[:position] if op.name not in match.ops]
     ops += new
-    ops += [op for n, op in enumerate(program.ops) if n not in inside and n >= position]
-    gone = {a.tensor for n in inside for a in program.ops[n].writes} - kept
+    ops += [op for op in program.ops[position:] if op.name not in match.ops]
+    gone = _hidden(program, match)
     tensors = [t for t in program.tensors if t.name not in gone]
     tensors += [
         replace(t, name=renamed(t.name))

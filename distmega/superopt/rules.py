@@ -19,7 +19,7 @@ from distmega.program.types import Program
 from distmega.superopt.equivalence import Proof
 from distmega.superopt.text import parse_graph
 
-VERSION = 2
+VERSION = 3
 """Of the file's form, of uGraphs' text and of what a proof means."""
 
 
@@ -105,7 +105,8 @@ def _encode(rule: RewriteRule) -> dict[str, object]:
     return found | {
         "program": print_program(rule.program).splitlines(),
         "graph": rule.graph.splitlines(),
-        "proof": proof | {"uninterpreted": list(rule.proof.uninterpreted)},
+        "proof": proof
+        | {name: list(proof[name]) for name in ("uninterpreted", "free", "constants")},
         "launches": [list(pair) for pair in rule.launches],
     }
 
@@ -113,7 +114,8 @@ def _encode(rule: RewriteRule) -> dict[str, object]:
 def _decode(body: dict[str, Any]) -> RewriteRule:
     proof = dict(body["proof"])
     proof["extents"] = tuple((str(a), int(n)) for a, n in proof["extents"])
-    proof["uninterpreted"] = tuple(proof["uninterpreted"])
+    for name in ("uninterpreted", "free", "constants"):
+        proof[name] = tuple(proof[name])
     launches = tuple((int(warps), int(stages)) for warps, stages in body["launches"])
     graph = "\n".join(body["graph"]) + "\n"
     parse_graph(graph)

@@ -10,13 +10,12 @@ from functools import cached_property
 
 from torch import Tensor
 
-from distmega.errors import ProgramError
 from distmega.hostir.library.ops import compile_op, op_operands
 from distmega.kernels.runtime.compilations import has_triton
 from distmega.kernels.ugraphs.geometry import rule_plan
 from distmega.kernels.ugraphs.runner import GraphRunner
 from distmega.program.types import Op
-from distmega.superopt.rewrite import graph_program
+from distmega.superopt.rewrite import graph_program, op_rule
 from distmega.superopt.rules import RewriteRule
 from distmega.superopt.text import parse_graph
 
@@ -59,11 +58,4 @@ class GraphOp:
 
 def compile_graph(op: Op, rules: Mapping[str, RewriteRule]) -> GraphOp:
     """The function of an op of kind FUSED_GRAPH. ProgramError where its rule is unknown."""
-    name = str(op.attr("rule"))
-    if name not in rules:
-        raise ProgramError(
-            f"op {op.name!r}: rule {name!r}",
-            expected=f"one of {', '.join(rules) or 'none'}",
-            remedy="lower and run a program with the same rules",
-        )
-    return GraphOp(rules[name])
+    return GraphOp(op_rule(op, rules))
