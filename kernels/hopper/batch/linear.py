@@ -60,9 +60,20 @@ from distmega.kernels.hopper.batch_plan.fields import (
     SLOT_MASK,
     SRC,
 )
+from distmega.kernels.hopper.epilogues import (
+    ENTRY,
+    count,
+    epilogue_of,
+    formula_of,
+    is_ranked,
+    is_summed,
+    num_carried,
+    publishes,
+    streams_of,
+)
 from distmega.kernels.hopper.one_row.team import read_alarm
 from distmega.kernels.hopper.plan.fields import GREEDY, NO_REPORT, SAMPLED
-from distmega.kernels.hopper.ptx.device import bf16_pair, fetch, keep
+from distmega.kernels.hopper.ptx.device import bf16_pair, fetch, keep, single
 from distmega.kernels.hopper.ptx.shapes import (
     MMA3,
     MMA_M,
@@ -73,34 +84,6 @@ from distmega.kernels.hopper.ptx.shapes import (
     WEIGHT_SHARED,
 )
 from distmega.kernels.pipelined.formula import evaluate
-
-ENTRY = gl.constexpr(-1)
-"""In place of an epilogue's number: what becomes of the rows that come in."""
-
-
-@constexpr_function
-def count(epilogues):
-    return len(epilogues.each)
-
-
-@constexpr_function
-def epilogue_of(epilogues, number):
-    return epilogues.each[number] if number >= 0 else epilogues.entry
-
-
-@constexpr_function
-def streams_of(epilogues, number):
-    return epilogue_of(epilogues, number).num_streams
-
-
-@constexpr_function
-def formula_of(epilogues, number):
-    return epilogue_of(epilogues, number).formula
-
-
-@constexpr_function
-def carried_by(epilogues, number):
-    return epilogue_of(epilogues, number).num_carried
 
 
 @constexpr_function
@@ -114,11 +97,6 @@ def keeps(epilogues, number):
 
 
 @constexpr_function
-def publishes(epilogues, number):
-    return epilogue_of(epilogues, number).publishes
-
-
-@constexpr_function
 def is_scaled(epilogues, number):
     return epilogue_of(epilogues, number).scaled
 
@@ -126,17 +104,6 @@ def is_scaled(epilogues, number):
 @constexpr_function
 def slot_of(epilogues, number):
     return epilogue_of(epilogues, number).slot
-
-
-@constexpr_function
-def is_summed(epilogues, number):
-    return epilogue_of(epilogues, number).summed
-
-
-@constexpr_function
-def is_ranked(epilogues, number):
-    return epilogue_of(epilogues, number).ranked
-
 
 
 @gluon.jit
@@ -264,7 +231,7 @@ def write_mixed(
 ):
     """What becomes of a round of two pairs of units of two streams."""
     FORMULA: gl.constexpr = formula_of(EPILOGUES, NUMBER)
-    CARRIES: gl.constexpr = carried_by(EPILOGUES, NUMBER)
+    CARRIES: gl.constexpr = num_carried(EPILOGUES, NUMBER)
     MIXED: gl.constexpr = gl.SliceLayout(2, GATE_UP)
     pairs = gl.permute(gl.reshape(y, [ROUND_UNITS // 2, 2, COLUMNS]), [0, 2, 1])
     first, second = gl.split(gl.convert_layout(pairs, GATE_UP))
@@ -392,7 +359,7 @@ def sum_results(
         # asked for before the wait
         if is_scaled(EPILOGUES, NUMBER):
             weight = next_weight(words, vectors, row, mine)
-        CARRIES: gl.constexpr = carried_by(EPILOGUES, NUMBER)
+        CARRIES: gl.constexpr = num_carried(EPILOGUES, NUMBER)
         given = carried(words, numbers, row, b, words[NUM_ROWS], mine, CARRIES)
         total = sum_round_of_ranks(words, symmetric_of(events), unit, flag, RANKS)
         y = evaluate(formula_of(EPILOGUES, NUMBER), single(total) + given)
@@ -456,12 +423,6 @@ def store_round(red, a0, a1, a2, a3):
 
 
 @gluon.jit
-def single(value):
-    """A tuple of it alone."""
-    return (value,)
-
-
-@gluon.jit
 def linear_task(
     words, queue, number, acts, numbers, logits, vectors, sums, bests, best_rows, events, peers, sm,
     eps, red, bufs, ready, free, it, flag, EPILOGUES: gl.constexpr, CHOICE: gl.constexpr,
@@ -508,7 +469,7 @@ def linear_task(
                         if is_summed(EPILOGUES, i):
                             push_round(words, peers, z, unit, flag, alarm, RANKS)
                         else:
-                            CARRIES: gl.constexpr = carried_by(EPILOGUES, i)
+                            CARRIES: gl.constexpr = num_carried(EPILOGUES, i)
                             given = carried(words, numbers, row, b, words[NUM_ROWS], mine, CARRIES)
                             z = evaluate(formula_of(EPILOGUES, i), single(z) + given)
                             if is_ranked(EPILOGUES, i):

@@ -25,7 +25,6 @@ step. No one overwrites logits that another still needs: the next step's come be
 to which each rank adds its part only once all of its own SMs are done with the sample.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -56,8 +55,8 @@ from distmega.kernels.hopper.batch_plan.words import (
     BatchNorm,
     BatchSample,
 )
-from distmega.kernels.hopper.plan.matrices import Weights, tiles_k
-from distmega.kernels.hopper.plan.queues import num_units, rows_of, share
+from distmega.kernels.hopper.plan.matrices import Weights, num_units, rows_of, share, tiles_k
+from distmega.kernels.hopper.plan.segment import find_agreement
 from distmega.kernels.hopper.plan.types import (
     HEAD_DIMS,
     ITEM_BYTES,
@@ -77,9 +76,7 @@ from distmega.kernels.tasks.fuse import (
     FusedEmbedding,
     InputNorm,
     WeightStream,
-    attention_extents,
     fuse_segment,
-    norms_of,
 )
 from distmega.program.types import Program
 
@@ -186,6 +183,7 @@ class _BatchBuilder:
     choice: FusedChoice | None = None
     attention: AttentionShape | None = None
     entry: str = ""
+    eps: float = 0.0
     batch: int = 0
     vocab: int = 0
 
@@ -212,7 +210,7 @@ class _BatchBuilder:
             num_ranks=self.num_ranks,
             attention=self.attention,
             epilogues=BatchEpilogues(tuple(self.epilogues), self.entry_epilogue()),
-            eps=self.eps(),
+            eps=self.eps,
             matrices=self.placed.matrices,
             queues=tuple(map(tuple, self.queues)),
             batch=self.batch,
@@ -240,31 +238,13 @@ class _BatchBuilder:
 
     def inspect(self) -> None:
         """What all ops share: ranks, rows, extents of attention, the embedding or the input."""
-        teams = {getattr(op, "num_ranks", 1) for op in self.fused} - {1}
-        if len(teams) > 1:
-            raise unfit(f"parts that {sorted(teams)} ranks share")
-        self.num_ranks = max(teams, default=1)
-        tables = [op for op in self.fused if isinstance(op, FusedEmbedding)]
-        given = {tensor.name for tensor in self.segment.with_role("input")}
-        taken = {name for op in self.fused for name in _rows_taken(op)}
-        entries = [tensor for tensor in self.segment.tensors if tensor.name in taken & given]
-        if len(tables) + len(entries) != 1:
-            names = [tensor.name for tensor in entries]
-            raise unfit(f"{len(tables)} embeddings and inputs {names} instead of one of them")
-        if entries and entries[0].dtype != "bf16":
-            raise unfit(f"input {entries[0].name!r} of {entries[0].dtype}")
-        self.embedding = tables[0] if tables else None
-        self.entry = tables[0].out if tables else entries[0].name
-        self.batch = math.prod(self.segment.tensor_map()[self.entry].shape[:-1])
-        if not 1 <= self.batch <= BATCH:
-            raise unfit(f"{self.batch} tokens")
+        found = find_agreement(self.segment, self.fused, max_rows=BATCH, head_dims=HEAD_DIMS)
+        self.num_ranks, self.embedding, self.entry = found.num_ranks, found.embedding, found.entry
+        self.choice, self.attention, self.eps = found.choice, found.attention, found.eps
+        self.batch = found.rows
         if any(length % 64 for length in self.placed.columns.values()):
             raise unfit(f"rows of {sorted(set(self.placed.columns.values()))} elements")
-        choices = [op for op in self.fused if isinstance(op, FusedChoice)]
-        if len(choices) > 1 or (choices and self.fused[-1] is not choices[0]):
-            raise unfit("choices of tokens before other ops")
-        self.choice = choices[0] if choices else None
-        self.attention = self.attention_shape()
+        self.check_caches()
         self.summed = [self.elements(self.entry)] if self.shares_rows else []
         self.summed += [
             rows_of(op, self.placed)
@@ -277,41 +257,14 @@ class _BatchBuilder:
         """Whether ranks have parts of the rows that come in."""
         return self.embedding is not None and self.num_ranks > 1
 
-    def attention_shape(self) -> AttentionShape | None:
-        """Extents of the attention ops, which all have the same."""
+    def check_caches(self) -> None:
+        """Refuses caches of other rows than the segment has."""
         tensors = self.segment.tensor_map()
-        ops = [op for op in self.fused if isinstance(op, FusedAttention)]
-        found: set[AttentionShape] = set()
-        for op in ops:
-            rows, num_kv_heads, group, head_dim = attention_extents(op, tensors)
-            cache = tensors[op.k_cache].shape
-            if rows != self.batch or head_dim not in HEAD_DIMS:
-                raise unfit(f"{rows} tokens, heads of {head_dim}")
-            if cache[:-2] != (self.batch, num_kv_heads) or op.window < 0:
-                raise unfit(f"{op.name!r} of {rows} tokens with caches {list(cache)}")
-            found.add(
-                AttentionShape(
-                    num_heads=num_kv_heads * group,
-                    num_kv_heads=num_kv_heads,
-                    head_dim=head_dim,
-                    max_context=cache[-2],
-                    qk_norm=op.q_norm is not None,
-                    rotated=bool(op.table),
-                    scale=op.scale,
-                )
-            )
-        positions = {op.positions for op in ops}
-        if self.choice and self.choice.sampler and ops:
-            positions.add(self.choice.sampler.positions)
-        if len(found) > 1 or len(positions) > 1:
-            raise unfit(f"attention of several shapes, or at several of {sorted(positions)}")
-        return found.pop() if found else None
-
-    def eps(self) -> float:
-        found = {norm.eps for op in self.fused for norm in norms_of(op)}
-        if len(found) > 1:
-            raise unfit(f"norms with eps {sorted(found)}")
-        return found.pop() if found else 0.0
+        for op in self.fused:
+            if isinstance(op, FusedAttention) and self.attention:
+                cache = tensors[op.k_cache].shape
+                if cache[:-2] != (self.batch, self.attention.num_kv_heads):
+                    raise unfit(f"{op.name!r} of {self.batch} tokens with caches {list(cache)}")
 
     def elements(self, name: str) -> int:
         """Of a row of a tensor."""
@@ -725,8 +678,3 @@ class _BatchBuilder:
         )
         for queue in self.queues:
             queue.append(one)
-
-
-def _rows_taken(op: Fused) -> tuple[str, ...]:
-    """Tensors that a contraction takes, weights apart."""
-    return (op.x, *op.operands) if isinstance(op, FusedContraction) else ()

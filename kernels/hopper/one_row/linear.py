@@ -11,6 +11,15 @@ from triton.experimental.gluon import language as gl
 from triton.runtime.jit import constexpr_function
 
 from distmega.kernels.gluon_compat import cta_barrier
+from distmega.kernels.hopper.epilogues import (
+    count,
+    formula_of,
+    is_ranked,
+    is_summed,
+    num_carried,
+    publishes,
+    streams_of,
+)
 from distmega.kernels.hopper.one_row.products import (
     CHUNK_BYTES,
     aim,
@@ -61,6 +70,7 @@ from distmega.kernels.hopper.ptx.device import (
     high_half,
     keep,
     low_half,
+    single,
 )
 from distmega.kernels.hopper.ptx.shapes import (
     EVERY_WARP,
@@ -81,36 +91,6 @@ from distmega.kernels.pipelined.formula import evaluate
 
 
 @constexpr_function
-def count(epilogues):
-    return len(epilogues.each)
-
-
-@constexpr_function
-def streams_of(epilogues, number):
-    return epilogues.each[number].num_streams
-
-
-@constexpr_function
-def formula_of(epilogues, number):
-    return epilogues.each[number].formula
-
-
-@constexpr_function
-def published(epilogues, number):
-    return epilogues.each[number].publishes
-
-
-@constexpr_function
-def is_summed(epilogues, number):
-    return epilogues.each[number].summed
-
-
-@constexpr_function
-def is_ranked(epilogues, number):
-    return epilogues.each[number].ranked
-
-
-@constexpr_function
 def has_pairs(epilogues):
     """Whether products of two streams meet in one."""
     return any(one.num_streams == 2 for one in epilogues.each)
@@ -120,11 +100,6 @@ def has_pairs(epilogues):
 def most_carried(epilogues):
     """Vectors that one of them takes, at most."""
     return max(one.num_carried for one in epilogues.each)
-
-
-@constexpr_function
-def num_carried(epilogues, number):
-    return epilogues.each[number].num_carried
 
 
 @constexpr_function
@@ -217,12 +192,6 @@ def stage_embedding(words, embed, token, vectors, staged_at):
             w1, ss = scale_pair(w1, n1, ss)
         store_x(staged_at + chunk * CHUNK_BYTES, (w0, w1), 1)
     return ss
-
-
-@gluon.jit
-def single(value):
-    """A tuple of it alone."""
-    return (value,)
 
 
 @gluon.jit
@@ -480,7 +449,7 @@ def linear_task(
                         limit // 2,
                         mixed,
                         flag,
-                        published(EPILOGUES, i),
+                        publishes(EPILOGUES, i),
                         GROUP_ROWS // 2,
                     )
                 else:
@@ -509,7 +478,7 @@ def linear_task(
                             limit,
                             y1,
                             flag,
-                            published(EPILOGUES, i),
+                            publishes(EPILOGUES, i),
                             GROUP_ROWS,
                         )
         cta_barrier()
@@ -541,7 +510,7 @@ def linear_task(
                     flag - words[GENERATION],
                     formula_of(EPILOGUES, i),
                     num_carried(EPILOGUES, i),
-                    published(EPILOGUES, i),
+                    publishes(EPILOGUES, i),
                     RANKS,
                 )
     return it

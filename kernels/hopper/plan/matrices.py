@@ -11,7 +11,7 @@ from distmega.kernels.hopper.plan.types import ITEM_BYTES, MAX_MATRICES, WeightM
 from distmega.kernels.hopper.plan.weight_order import matrix_columns
 from distmega.kernels.hopper.plan.words import NOTHING, TILE_K, UNIT_ROWS
 from distmega.kernels.runtime.arena import ALIGNMENT_BYTES, ArenaLayout
-from distmega.kernels.tasks.fuse import WeightStream
+from distmega.kernels.tasks.fuse import FusedContraction, WeightStream
 from distmega.program.types import Program
 
 
@@ -123,3 +123,19 @@ def count_rows(segment: Program) -> int:
 
 def tiles_k(columns: int) -> int:
     return -(-columns // TILE_K)
+
+
+def rows_of(op: FusedContraction, placed: Weights) -> int:
+    """Weight rows of all streams."""
+    return sum(placed.rows_of(name) for stream in op.streams for name in stream.weights)
+
+
+def num_units(rows: int) -> int:
+    """Of 8 rows each."""
+    return -(-rows // UNIT_ROWS)
+
+
+def share(rows: int, step: int, sm: int, num_sms: int) -> tuple[int, int]:
+    """First unit of an SM and of the next one; multiples of `step` units."""
+    parts = num_units(rows) // step
+    return parts * sm // num_sms * step, parts * (sm + 1) // num_sms * step

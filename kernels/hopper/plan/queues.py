@@ -16,13 +16,13 @@ all have the same queues, so an SM owns the same rows on each. It pushes its par
 ranks into the buffers of its likes, and each adds them up.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 
-from distmega.kernels.hopper.plan.matrices import Weights, tiles_k
+from distmega.kernels.hopper.plan.matrices import Weights, num_units, rows_of, share, tiles_k
 from distmega.kernels.hopper.plan.proof import find_hazard
+from distmega.kernels.hopper.plan.segment import find_agreement
 from distmega.kernels.hopper.plan.types import (
     ITEM_BYTES,
     ROW_HEAD_DIMS,
@@ -72,10 +72,8 @@ from distmega.kernels.tasks.fuse import (
     FusedEmbedding,
     FusedSample,
     Shown,
-    attention_extents,
     canonical,
     fuse_segment,
-    norms_of,
     shown_by_views,
     substitute,
 )
@@ -133,11 +131,6 @@ def _ways(fused: Sequence[Fused], placed: Weights, num_sms: int) -> Iterator[tup
     yield from product(sizes, (len(fused),))
 
 
-def rows_of(op: FusedContraction, placed: Weights) -> int:
-    """Weight rows of all streams."""
-    return sum(placed.rows_of(name) for stream in op.streams for name in stream.weights)
-
-
 @dataclass(frozen=True, slots=True)
 class _Made:
     """Where a tensor lies. first: flagged word; words of `generation`; 0 of a tensor nobody polls.
@@ -183,6 +176,7 @@ class _Builder:
     lightest: list[int] = field(default_factory=list)
     embedding: FusedEmbedding | None = None
     entry: str = ""
+    eps: float = 0.0
     num_ranks: int = 1
     attention: AttentionShape | None = None
     choice: FusedChoice | None = None
@@ -219,7 +213,7 @@ class _Builder:
             epilogues=tuple(self.epilogues),
             num_generations=max(self.generations().values(), default=1),
             max_tiles_k=max(map(tiles_k, self.placed.columns.values())),
-            eps=self.eps(),
+            eps=self.eps,
             matrices=self.placed.matrices,
             queues=tuple(map(tuple, self.queues)),
             num_kept=self.num_kept,
@@ -245,88 +239,27 @@ class _Builder:
     # what the segment is
 
     def inspect(self) -> None:
-        """What all ops share: ranks, extents of attention, the embedding or the input."""
-        teams = {getattr(op, "num_ranks", 1) for op in self.fused} - {1}
-        if len(teams) > 1:
-            raise unfit(f"parts that {sorted(teams)} ranks share")
-        self.num_ranks = max(teams, default=1)
-        tables = [op for op in self.fused if isinstance(op, FusedEmbedding)]
-        entries = [name for name in self.inputs() if self.is_vector(name)]
-        if len(tables) + len(entries) != 1:
-            raise unfit(f"{len(tables)} embeddings and inputs {entries} instead of one of them")
-        self.embedding = tables[0] if tables else None
-        self.entry = "" if tables else entries[0]
-        choices = [op for op in self.fused if isinstance(op, FusedChoice)]
-        if len(choices) > 1 or (choices and self.fused[-1] is not choices[0]):
-            raise unfit("choices of tokens before other ops")
-        self.choice = choices[0] if choices else None
-        self.attention = self.attention_shape()
+        """What all ops share."""
+        found = find_agreement(self.segment, self.fused, max_rows=1, head_dims=ROW_HEAD_DIMS)
+        self.num_ranks, self.embedding, self.entry = found.num_ranks, found.embedding, found.entry
+        self.choice, self.attention, self.eps = found.choice, found.attention, found.eps
         columns = self.placed.columns
         if any(length % ROW_MULTIPLE for length in columns.values()):
             raise unfit(f"rows of {sorted(set(columns.values()))} elements")
 
     def given_first(self, op: Fused) -> Fused:
         """The op with the given row as its first operand, if it is one."""
-        given = self.embedding.out if self.embedding else self.entry
-        if not isinstance(op, FusedContraction) or given not in op.operands[1:]:
+        if not isinstance(op, FusedContraction) or self.entry not in op.operands[1:]:
             return op
-        operands = tuple(sorted(op.operands, key=lambda name: name != given))
+        operands = tuple(sorted(op.operands, key=lambda name: name != self.entry))
         num = len(op.streams)
         arguments = [*range(num), *(num + operands.index(name) for name in op.operands)]
         formula = canonical(substitute(op.formula, [expr.Arg(index) for index in arguments]))
         return replace(op, operands=operands, formula=formula)
 
-    def inputs(self) -> list[str]:
-        """Tensors that ops take and no op makes, weights apart."""
-        found: dict[str, None] = {}
-        for op in self.fused:
-            if isinstance(op, FusedContraction):
-                found |= dict.fromkeys((op.x, *op.operands))
-        given = {tensor.name for tensor in self.segment.with_role("input")}
-        return [name for name in found if name in given]
-
-    def is_vector(self, name: str) -> bool:
-        """Whether it is one row of bf16."""
-        tensor = self.segment.tensor_map()[name]
-        if tensor.dtype != "bf16":
-            raise unfit(f"input {name!r} of {tensor.dtype}")
-        return math.prod(tensor.shape[:-1]) == 1
-
-    def attention_shape(self) -> AttentionShape | None:
-        """Extents of the attention ops, which all have the same."""
-        tensors = self.segment.tensor_map()
-        found: set[AttentionShape] = set()
-        for op in self.fused:
-            if not isinstance(op, FusedAttention):
-                continue
-            rows, num_kv_heads, group, head_dim = attention_extents(op, tensors)
-            if op.window < 0 or rows > 1 or head_dim not in ROW_HEAD_DIMS:
-                raise unfit(f"{rows} tokens, heads of {head_dim}")
-            found.add(
-                AttentionShape(
-                    num_heads=num_kv_heads * group,
-                    num_kv_heads=num_kv_heads,
-                    head_dim=head_dim,
-                    max_context=tensors[op.k_cache].shape[-2],
-                    qk_norm=op.q_norm is not None,
-                    rotated=bool(op.table),
-                    scale=op.scale,
-                )
-            )
-        if len(found) > 1:
-            raise unfit("attention of several shapes")
-        return found.pop() if found else None
-
-    def eps(self) -> float:
-        found = {norm.eps for op in self.fused for norm in norms_of(op)}
-        if len(found) > 1:
-            raise unfit(f"norms with eps {sorted(found)}")
-        return found.pop() if found else 0.0
-
     def hidden(self) -> int:
         """Elements of the row that comes in."""
-        name = self.embedding.out if self.embedding else self.entry
-        return self.segment.tensor_map()[name].num_elements
+        return self.elements(self.entry)
 
     def generations(self) -> dict[str, int]:
         """Of each class of buffers: how many each of its copies has in a step."""
@@ -491,7 +424,7 @@ class _Builder:
         name = op.name if op else self.entry
         first = self.reserve("embedded", hidden // 2)
         assert first == EMBEDDED
-        self.made[op.out if op else self.entry] = _Made(first, 0, hidden, 1, NOTHING)
+        self.made[self.entry] = _Made(first, 0, hidden, 1, NOTHING)
         for number, column in enumerate(range(0, columns // 2, EMBED_WORDS)):
             self.queues[self.lightest[number % self.num_sms]].append(
                 RowEmbed(
@@ -521,7 +454,7 @@ class _Builder:
         else:
             dst, limit = self.reserve(kind, size), rows
         x = self.of_x(op)
-        is_given = op.x == (self.embedding.out if self.embedding else self.entry)
+        is_given = op.x == self.entry
         columns = self.length(op)
         matrix = [m.columns for m in self.placed.matrices].index(columns)
         starts = self.placed.starts(op.name, op.streams, matrix)
@@ -581,7 +514,7 @@ class _Builder:
         """Where x lies; nowhere if it is the given row, which is looked up."""
         if op.x in self.made:
             return self.made[op.x]
-        if op.x != (self.embedding.out if self.embedding else self.entry):
+        if op.x != self.entry:
             raise unfit(f"{op.name!r} of {op.x!r}, which no op publishes")
         return _Made(0, 0, self.hidden(), 1, NOTHING)
 
@@ -603,7 +536,7 @@ class _Builder:
 
     def carried(self, op: FusedContraction, name: str, rows: int, streams: int) -> tuple[int, bool]:
         """Where an operand lies that the SM itself keeps, and whether it is the given row."""
-        if name == (self.embedding.out if self.embedding else self.entry):
+        if name == self.entry:
             if self.hidden() != rows:
                 raise unfit(f"{op.name!r}, which takes {name!r} of another size")
             return NOTHING, True
@@ -667,11 +600,6 @@ class _Builder:
         """Each SM samples from what it has of the logits, or from as large a part of all."""
         if op.sampler is None:
             return
-        attention = [one for one in self.fused if isinstance(one, FusedAttention)]
-        if any(one.positions != op.sampler.positions for one in attention):
-            raise unfit(
-                f"samples at {op.sampler.positions!r} instead of {attention[0].positions!r}"
-            )
         limit = min(self.vocab, max(0, op.vocab - self.team_rank * self.vocab))
         rows, src, vocab = self.vocab, 0, 0
         if self.samples_from_all(op.sampler):
@@ -796,12 +724,6 @@ class _Builder:
         return row + head * self.attention.max_context
 
 
-def share(rows: int, step: int, sm: int, num_sms: int) -> tuple[int, int]:
-    """First unit of an SM and of the next one; multiples of `step` units."""
-    parts = num_units(rows) // step
-    return parts * sm // num_sms * step, parts * (sm + 1) // num_sms * step
-
-
 def num_sample_words(sampler: FusedSample, head_rows: int) -> int:
     """Flagged words in which SMs exchange what they need to find the limits of a sample, each
     having at most head_rows logits: a chunk of maxima, then as many as those may fill; or those of
@@ -809,7 +731,3 @@ def num_sample_words(sampler: FusedSample, head_rows: int) -> int:
     """
     chunks = {"given": 0, "candidates": 2 + head_rows // SAMPLE_CHUNK, "all": SEARCH_CHUNKS}
     return chunks[sampler.limits] * SAMPLE_CHUNK * MAX_SMS
-
-
-def num_units(rows: int) -> int:
-    return -(-rows // UNIT_ROWS)

@@ -84,6 +84,12 @@ def keep(value):
 
 
 @gluon.jit
+def single(value):
+    """A tuple of it alone."""
+    return (value,)
+
+
+@gluon.jit
 def fetch(queue, i):
     """The words of instruction i, as a tuple of scalars."""
     at = queue + i * WORDS
