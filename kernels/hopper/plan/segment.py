@@ -96,7 +96,9 @@ def _attention_shape(
     num_rows: int,
     head_dims: Container[int],
 ) -> AttentionShape | None:
-    """Extents of the attention ops, which all have the same, at the same positions as a sample."""
+    """Extents of the attention ops, which all have the same, rotated by one table, at the same
+    positions as a sample.
+    """
     tensors = segment.tensor_map()
     ops = [op for op in fused if isinstance(op, FusedAttention)]
     found: set[AttentionShape] = set()
@@ -115,11 +117,12 @@ def _attention_shape(
                 scale=op.scale,
             )
         )
-    positions = {op.positions for op in ops}
+    tables, positions = {op.table for op in ops}, {op.positions for op in ops}
     if choice and choice.sampler and ops:
         positions.add(choice.sampler.positions)
-    if len(found) > 1 or len(positions) > 1:
-        raise unfit(f"attention of several shapes, or at several of {sorted(positions)}")
+    if len(found) > 1 or len(tables) > 1 or len(positions) > 1:
+        names = sorted(tables | positions)
+        raise unfit(f"attention of several shapes, or by or at several of {names}")
     return found.pop() if found else None
 
 
