@@ -28,7 +28,7 @@ from distmega.engine.engine import Engine
 from distmega.engine.requests import EngineOptions
 from distmega.hostir.comm.communicator import Communicator
 from distmega.models.config import ModelConfig
-from distmega.models.weights import weight_specs
+from distmega.models.weights.tensors import weight_specs
 from distmega.sources.load import open_model
 
 CASES = (

@@ -24,10 +24,11 @@ from torch import Tensor
 from bench.records import Record, add_book_options, open_book
 from bench.timing import Call, alternating_us
 from distmega import kernels
-from distmega.kernels.pipelined import norms, pointwise
 from distmega.kernels.pipelined.choices import Traffic, fits
-from distmega.kernels.pipelined.exprs import formula_of
 from distmega.kernels.pipelined.families import Launch, LaunchFamily
+from distmega.kernels.pipelined.norms import norms
+from distmega.kernels.pipelined.pointwise import pointwise
+from distmega.kernels.pipelined.pointwise.exprs import formula_of
 from distmega.kernels.pipelined.tuning import known_choice, tuning
 
 MB = 2**20

@@ -32,10 +32,10 @@ from distmega.kernels.ugraphs.geometry import GraphPlan, graph_plans, rule_plan
 from distmega.kernels.ugraphs.runner import GraphRunner
 from distmega.program.types import Program
 from distmega.sharding.search.cost import H200
+from distmega.superopt.graph.text import parse_graph
 from distmega.superopt.optimize import Optimizer, divided_rule
 from distmega.superopt.programs import PAPER_CASES, read_case
 from distmega.superopt.rules import SHIPPED, RewriteRule, read_rules, write_rules
-from distmega.superopt.text import parse_graph
 
 CASES = tuple(f"{case} rows={rows}" for rows in (1, 16) for case in PAPER_CASES)
 ROTATED_BYTES = 200_000_000

@@ -17,8 +17,8 @@ from distmega.lazy import late_imports
 if TYPE_CHECKING:
     from distmega.compiled import CompiledProgram, compile_plan
     from distmega.engine.engine import Engine
-    from distmega.engine.jobs import open_engine
-    from distmega.engine.ranks import Emit, RankContext
+    from distmega.engine.ranks.context import Emit, RankContext
+    from distmega.engine.ranks.jobs import open_engine
     from distmega.engine.requests import EngineOptions, GenerateRequest, GenerateResult, Token
     from distmega.errors import DistmegaError
     from distmega.generation import generate

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from distmega.engine.agreement import on_all_ranks
-from distmega.engine.communicators import open_communicator
-from distmega.engine.ranks import RankContext
+from distmega.engine.ranks.communicators import open_communicator
+from distmega.engine.ranks.context import RankContext
 from distmega.errors import HangError, ProgramError, RankFailure, UnsupportedError
 from distmega.hostir.check.check import prove_once
 from distmega.hostir.comm.communicator import Communicator

@@ -27,7 +27,7 @@ def generate(
 
     launcher: how ranks are started, whatever its number of them; by default as processes of this
     machine, on its GPUs if it has some. Under torchrun, where every rank would return, start a job
-    with launch("distmega.engine.jobs:generate", ...) instead.
+    with launch("distmega.engine.ranks.jobs:generate", ...) instead.
 
     Raises the errors of launch, and ModelError, PlanError or RequestError before any rank starts
     where the model is unknown, or can't be divided so.
@@ -37,12 +37,13 @@ def generate(
         raise RequestError(
             "generate under torchrun",
             expected="the launcher local or ray",
-            remedy='call launch("distmega.engine.jobs:generate", request, options) on every rank',
+            remedy='call launch("distmega.engine.ranks.jobs:generate", request, options) on '
+            "every rank",
         )
     check_model(request.model, model_mesh(request.tp, request.pp), request.options, options)
     options = reserve_ranks(options, request.tp, request.pp)
     last: object = None
-    for event in launch("distmega.engine.jobs:generate", request, options):
+    for event in launch("distmega.engine.ranks.jobs:generate", request, options):
         last = event.value
         if isinstance(last, Token) and on_token is not None:
             on_token(last)

@@ -12,8 +12,8 @@ from dataclasses import replace
 import torch
 
 from distmega import CPU, DeviceMesh, Emit, Program, ProgramBuilder, RankContext, plan_program
-from distmega.engine.communicators import open_communicator
-from distmega.engine.ranks import DeviceKind
+from distmega.engine.ranks.communicators import open_communicator
+from distmega.engine.ranks.context import DeviceKind
 from distmega.errors import CheckError
 from distmega.hostir import (
     Evaluator,

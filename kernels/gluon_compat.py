@@ -2,7 +2,7 @@
 them up. A newer name comes first: later releases keep the old one, and raise when it is called.
 
 In: the installed Triton. Out: `cta_barrier`, `tma_load`, `tma_store`, `tma_store_wait`,
-`reinterpret`, `keep_alive`. Next on the walk: pipelined/pointwise_kernel.py.
+`reinterpret`, `keep_alive`. Next on the walk: pipelined/pointwise/pointwise_kernel.py.
 """
 
 # A kernel's arguments have no Python types.

@@ -1,8 +1,8 @@
 """What a launcher is asked and what it answers: a Job in, Emitted values and one Result out.
 
-A job is a target function named "module:function", called on every rank (distmega/engine/ranks.py
-states how). This file needs neither torch nor Ray, so that a caller can be quick. Next:
-launch/launchers.py.
+A job is a target function named "module:function", called on every rank
+(distmega/engine/ranks/context.py states how). This file needs neither torch nor Ray, so that a
+caller can be quick. Next: launch/launchers.py.
 """
 
 import importlib
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from distmega.engine.ranks import DeviceKind
+from distmega.engine.ranks.context import DeviceKind
 from distmega.env import PREFIX
 from distmega.errors import LaunchError, RequestError
 

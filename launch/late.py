@@ -7,7 +7,7 @@ from distmega.lazy import late_imports
 
 if TYPE_CHECKING:
     from distmega.launch.local import run_local
-    from distmega.launch.ray import run_ray
+    from distmega.launch.on_ray.actors import run_ray
     from distmega.launch.torchrun import claim_report, run_torchrun
 
 __all__ = ["claim_report", "run_local", "run_ray", "run_torchrun"]

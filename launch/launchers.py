@@ -2,7 +2,7 @@
 and a result out.
 
 A launcher's module is loaded when it is chosen, so that a command which starts no ranks needs
-neither torch nor Ray. Next: launch/local.py, launch/torchrun.py or launch/ray.py.
+neither torch nor Ray. Next: launch/local.py, launch/torchrun.py or launch/on_ray/actors.py.
 """
 
 import logging
@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from distmega.engine.ranks import DeviceKind, Emit, RankContext
+from distmega.engine.ranks.context import DeviceKind, Emit, RankContext
 from distmega.env import MAX_SECONDS, read_settings
 from distmega.errors import LaunchError, RankFailure, RequestError, argument
 from distmega.launch import late
@@ -28,7 +28,7 @@ from distmega.launch.contract import (
     function_name,
     require_no_import,
 )
-from distmega.launch.ray_token import show_token
+from distmega.launch.on_ray.token import show_token
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +46,8 @@ def launch(
     options: LauncherOptions,
 ) -> Iterator[Event]:
     """Call `target`, a function or "module:function", on every rank with (RankContext, payload,
-    emit); see distmega/engine/ranks.py. Ranks import its module, so what calls `launch` in it must
-    stand under `if __name__ == "__main__":`.
+    emit); see distmega/engine/ranks/context.py. Ranks import its module, so what calls `launch` in
+    it must stand under `if __name__ == "__main__":`.
 
     Yields Emitted for each value emitted on rank 0, as it comes, then one Result once all ranks
     have returned. Under torchrun, where every rank runs this, ranks other than 0 yield nothing.

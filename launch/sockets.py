@@ -2,7 +2,7 @@
 
 In: the address of this machine at which the other ranks reach it. Out: settings that gloo and NCCL
 read when they open sockets, unless the user has some of his own. Used by local_rank.py, torchrun.py
-and ray.py; the rendezvous store is in stores.py.
+and on_ray/actors.py; the rendezvous store is in stores.py.
 """
 
 import os

@@ -1,9 +1,9 @@
 """Watches a team of ranks from outside: reports in, Emitted values and the Result out, or the one
 error that explains.
 
-Used by launch/local.py and launch/ray.py, which differ only in how a Team starts, is polled and is
-killed. The error raised is the root cause: when a rank dies, its peers' collectives fail too, often
-before the death is seen.
+Used by launch/local.py and launch/on_ray/actors.py, which differ only in how a Team starts, is
+polled and is killed. The error raised is the root cause: when a rank dies, its peers'
+collectives fail too, often before the death is seen.
 """
 
 import logging

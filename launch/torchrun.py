@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain
 
-from distmega.engine.ranks import RankContext
+from distmega.engine.ranks.context import RankContext
 from distmega.errors import DistmegaError, LaunchError, RankFailure
 from distmega.launch.contract import MULTICAST_OFF, Emitted, Event, Job, Result
 from distmega.launch.processes import end_with_parent, process_state

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from distmega.engine.ranks import DeviceKind, RankContext
+from distmega.engine.ranks.context import DeviceKind, RankContext
 from distmega.env import read_settings
 from distmega.errors import DistmegaError, LaunchError, LostPeerError, RequestError
 from distmega.hostir.run.cuda_graph import release_graphs

@@ -1,6 +1,6 @@
 """What `distmega doctor --calibrate` has ranks do. Launchers call `measure` by name."""
 
-from distmega.engine.ranks import Emit, RankContext
+from distmega.engine.ranks.context import Emit, RankContext
 from distmega.kernels.gemm.calibrate import measure_rates
 from distmega.kernels.runtime.copy_engines import CopyCommunicator
 from distmega.sharding.layout.mesh import DeviceMesh

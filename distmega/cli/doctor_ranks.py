@@ -4,7 +4,7 @@ A process can use one backend only, so every backend gets ranks of its own. Laun
 by name.
 """
 
-from distmega.engine.ranks import Emit, RankContext
+from distmega.engine.ranks.context import Emit, RankContext
 from distmega.hostir.comm.nccl import NcclCommunicator
 from distmega.kernels.runtime.symmetric import Backend, open_symmetric
 from distmega.sharding.layout.mesh import DeviceMesh

@@ -68,7 +68,7 @@ from distmega.launch.launchers import (
 from distmega.models.sampling import Sampling
 from distmega.sharding.search.cost import MACHINES
 from distmega.sources.locate import read_config
-from distmega.superopt.schedule import SearchLimits
+from distmega.superopt.search.schedule import SearchLimits
 
 DESCRIPTION = (
     "LLM inference on 1 to 8 GPUs.\n\n"
@@ -325,7 +325,7 @@ def _generate(command: Generate, console: Console) -> None:
     check_model(request.model, model_mesh(request.tp, request.pp), request.options, options)
     start, started = time.monotonic(), False
     opened = start
-    for value in _run("distmega.engine.jobs:generate", request, options):
+    for value in _run("distmega.engine.ranks.jobs:generate", request, options):
         match value:
             case Opened(random_weights=is_random):
                 opened = time.monotonic()
@@ -411,7 +411,7 @@ def _perplexity(command: Perplexity, console: Console) -> None:
         options=command.engine,
     )
     check_model(request.model, model_mesh(request.tp, request.pp), request.options, options)
-    for value in _run("distmega.engine.jobs:score", request, options):
+    for value in _run("distmega.engine.ranks.jobs:score", request, options):
         if value == Opened(random_weights=True):
             _announce_random("figure", console)
         elif isinstance(value, ScoreResult):
@@ -433,7 +433,7 @@ def _trace(command: Trace, console: Console) -> None:
         options=command.engine,
     )
     check_model(request.model, model_mesh(request.tp, 1), request.options, options)
-    for value in _run("distmega.engine.jobs:trace", request, options):
+    for value in _run("distmega.engine.ranks.jobs:trace", request, options):
         if isinstance(value, TraceResult):
             end = f"[{value.num_spans} spans in {command.out}; open it in ui.perfetto.dev]"
             console.print(value.summary, end, sep="\n", markup=False)

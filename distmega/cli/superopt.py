@@ -19,8 +19,8 @@ from distmega.sharding.search.cost import Machine
 from distmega.superopt.optimize import Optimizer, Refusal
 from distmega.superopt.programs import FAMILIES, read_case
 from distmega.superopt.rules import RewriteRule, write_rules
-from distmega.superopt.schedule import SearchLimits
-from distmega.superopt.search import Progress
+from distmega.superopt.search.schedule import SearchLimits
+from distmega.superopt.search.search import Progress
 
 LINE_S = 5.0
 """Seconds between two lines of progress."""

@@ -24,8 +24,8 @@ from distmega.kernels.isa.lowering import is_encodable
 from distmega.kernels.megakernel import Megakernel, compile_megakernel
 from distmega.kernels.runtime.arena import ArenaLayout, Space, layout_arena, tensor_space
 from distmega.models.decoder import AnyDecoder, Logits, build_decoder, layer_starts
-from distmega.models.kv_copies import copy_kv_heads, most_copies
 from distmega.models.sampling import GREEDY, Method
+from distmega.models.weights.kv_copies import copy_kv_heads, most_copies
 from distmega.program.kinds import kind_of
 from distmega.program.types import KNOWN, Program
 from distmega.sharding.layout.mesh import DeviceMesh
@@ -67,7 +67,7 @@ SEQUENCE_DIM = 0
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan:
     """The plan of one stage on its own ranks. mesh: of all ranks; cuts: where stages begin;
-    kv_copies: of each kv head that the program has (models/kv_copies.py).
+    kv_copies: of each kv head that the program has (models/weights/kv_copies.py).
     """
 
     plan: Plan

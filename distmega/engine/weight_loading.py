@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from distmega.engine.soundness import require_sound_weight
-from distmega.models.random_device import fill_random
-from distmega.models.random_source import RandomReader
+from distmega.models.weights.random_device import fill_random
+from distmega.models.weights.random_source import RandomReader
 from distmega.sharding.layout.allocation import AllocationDomain
 from distmega.sources.load import ModelSource
 

@@ -2,7 +2,7 @@
 
 The same program serves prefill (num_tokens tokens at once), decode (one) and decode of a batch of
 sequences (one each), for every family of config.py. Weight names and shapes are those of
-weights.py. Next on the walk: sharding/planner.py.
+weights/tensors.py. Next on the walk: sharding/planner.py.
 """
 
 from typing import Literal, Protocol
@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 from distmega.errors import RequestError
 from distmega.models.config import ModelConfig
 from distmega.models.sampling import GREEDY, Method
-from distmega.models.weights import weight_specs
+from distmega.models.weights.tensors import weight_specs
 from distmega.program.builder import Handle, ProgramBuilder
 from distmega.program.types import Program
 
@@ -334,5 +334,5 @@ class _Decoder:
         return x if rows == self.batch else self.p.slice(x, 0, rows - 1, rows, name=name)
 
     def weight(self, name: str) -> Handle:
-        """Declares a weight in the shape that weights.py gives it."""
+        """Declares a weight in the shape that weights/tensors.py gives it."""
         return self.p.weight(name, self.specs[name].shape, self.dtype)

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from distmega.models.config import ModelConfig
-from distmega.models.kv_copies import copy_kv_heads
-from distmega.models.weights import (
+from distmega.models.weights.kv_copies import copy_kv_heads
+from distmega.models.weights.tensors import (
     Array,
     Range,
     Slices,

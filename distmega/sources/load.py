@@ -1,7 +1,7 @@
 """open_model: a name or path in; configuration, weight readers and tokenizer out.
 
-Weights are read lazily, slice by slice, under the names and shapes of decoder.py (weights.py has
-the table), so each rank reads its own part. Next on the walk: decoder.py.
+Weights are read lazily, slice by slice, under the names and shapes of decoder.py (the table is in
+weights/tensors.py), so each rank reads its own part. Next on the walk: decoder.py.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,9 +18,9 @@ from distmega.models.gguf.source import read_gguf
 from distmega.models.gguf.tokenizer import tokenizer_from_gguf
 from distmega.models.huggingface.safetensors_source import read_safetensors
 from distmega.models.huggingface.tokenizer import TOKENIZER_FILE, tokenizer_from_folder
-from distmega.models.random_source import RandomReader
-from distmega.models.tokenizer import Tokenizer, byte_tokenizer
-from distmega.models.weights import RopeTableReader, WeightReader, weight_specs
+from distmega.models.text.tokenizer import Tokenizer, byte_tokenizer
+from distmega.models.weights.random_source import RandomReader
+from distmega.models.weights.tensors import RopeTableReader, WeightReader, weight_specs
 from distmega.sources import late
 from distmega.sources.locate import Location, config_at, locate_model
 

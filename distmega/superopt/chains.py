@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from distmega.program import expr
 from distmega.program.types import Access, Op, Program, accesses
-from distmega.superopt.terms import substitute
+from distmega.superopt.search.terms import substitute
 
 MOST_MEMBERS = 4
 """Ops of a chain, at most."""

@@ -15,9 +15,9 @@ from distmega.errors import VerifyError
 from distmega.program import expr
 from distmega.program.types import Access, Index, Op, Program, accesses
 from distmega.sharding.search.cost import MACHINES
-from distmega.superopt.axes import Axes
 from distmega.superopt.chains import Chain, ChainFinder, joined_program
-from distmega.superopt.cost import program_us
+from distmega.superopt.graph.axes import Axes
+from distmega.superopt.graph.cost import program_us
 from distmega.superopt.resize import Constants, Sizes, confirmed_rule, resized_rule, rule_axes
 from distmega.superopt.rules import RewriteRule
 from distmega.superopt.symbols import NUMBERS, number_of

@@ -10,14 +10,14 @@ from dataclasses import dataclass, field, replace
 from distmega.errors import ProgramError, VerifyError
 from distmega.program.types import Program
 from distmega.sharding.search.cost import Machine
-from distmega.superopt.cost import graph_us, program_us
-from distmega.superopt.equivalence import is_as_good, prove
+from distmega.superopt.graph.cost import graph_us, program_us
+from distmega.superopt.graph.text import print_graph
+from distmega.superopt.graph.ugraph import UGraph
+from distmega.superopt.proof.equivalence import is_as_good, prove
 from distmega.superopt.rewrite import graph_program
 from distmega.superopt.rules import RewriteRule
-from distmega.superopt.schedule import SearchLimits
-from distmega.superopt.search import Candidate, Progress, Search
-from distmega.superopt.text import print_graph
-from distmega.superopt.ugraph import UGraph
+from distmega.superopt.search.schedule import SearchLimits
+from distmega.superopt.search.search import Candidate, Progress, Search
 
 
 @dataclass(frozen=True, slots=True)

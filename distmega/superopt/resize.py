@@ -15,25 +15,25 @@ from itertools import product
 
 from distmega.errors import VerifyError
 from distmega.sharding.search.cost import MACHINES, Machine
-from distmega.superopt.axes import Axes, find_axes, shrink_program
-from distmega.superopt.cost import graph_us, kernel_us, program_us, work_of
-from distmega.superopt.equivalence import axis_parts, confirm
-from distmega.superopt.regrid import Parts, free_axes, regrid_kernel, with_kernels
-from distmega.superopt.rules import RewriteRule
-from distmega.superopt.schedule import SearchLimits
-from distmega.superopt.symbols import (
-    NORMS,
-    find_symbols,
-    graph_with_constants,
-    program_with_constants,
-)
-from distmega.superopt.text import parse_graph, print_graph
-from distmega.superopt.ugraph import (
+from distmega.superopt.graph.axes import Axes, find_axes, shrink_program
+from distmega.superopt.graph.cost import graph_us, kernel_us, program_us, work_of
+from distmega.superopt.graph.regrid import Parts, free_axes, regrid_kernel, with_kernels
+from distmega.superopt.graph.text import parse_graph, print_graph
+from distmega.superopt.graph.ugraph import (
     SHARED_BYTES,
     Kernel,
     UGraph,
     joint_extents,
     shared_bytes,
+)
+from distmega.superopt.proof.equivalence import axis_parts, confirm
+from distmega.superopt.rules import RewriteRule
+from distmega.superopt.search.schedule import SearchLimits
+from distmega.superopt.symbols import (
+    NORMS,
+    find_symbols,
+    graph_with_constants,
+    program_with_constants,
 )
 
 Sizes = tuple[tuple[str, int], ...]

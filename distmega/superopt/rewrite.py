@@ -23,13 +23,13 @@ from distmega.program.types import (
     accesses,
     verify_program,
 )
-from distmega.superopt.equivalence import is_as_good
+from distmega.superopt.graph.named import Dims
+from distmega.superopt.graph.text import parse_graph
+from distmega.superopt.graph.ugraph import BlockOp, UGraph
 from distmega.superopt.matching import Match, find_matches
-from distmega.superopt.named import Dims
+from distmega.superopt.proof.equivalence import is_as_good
 from distmega.superopt.resize import Constants, Sizes, resized_rule
 from distmega.superopt.rules import RewriteRule
-from distmega.superopt.text import parse_graph
-from distmega.superopt.ugraph import BlockOp, UGraph
 
 KINDS = {
     "map": "pointwise",

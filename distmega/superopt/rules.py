@@ -16,8 +16,8 @@ from typing import Any
 from distmega.errors import DistmegaError, RequestError
 from distmega.program.text import parse_program, print_program
 from distmega.program.types import Program
-from distmega.superopt.equivalence import Proof
-from distmega.superopt.text import parse_graph
+from distmega.superopt.graph.text import parse_graph
+from distmega.superopt.proof.equivalence import Proof
 
 VERSION = 3
 """Of the file's form, of uGraphs' text and of what a proof means."""

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 from distmega.program import expr
 from distmega.program.types import Attr, Op, Program
-from distmega.superopt.axes import Axes
-from distmega.superopt.ugraph import UGraph
+from distmega.superopt.graph.axes import Axes
+from distmega.superopt.graph.ugraph import UGraph
 
 STRUCTURE = frozenset({0.0, 0.5, 1.0, 2.0})
 """Constants that stay as they are."""

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 
-from distmega.engine.ranks import RankContext
+from distmega.engine.ranks.context import RankContext
 from distmega.errors import CaptureError
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.torch_import.captured import CapturedModule, capture

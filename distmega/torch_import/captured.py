@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from distmega.compiled import CompiledProgram
-from distmega.engine.communicators import open_communicator
-from distmega.engine.ranks import RankContext
+from distmega.engine.ranks.communicators import open_communicator
+from distmega.engine.ranks.context import RankContext
 from distmega.errors import CaptureError, ProgramError
 from distmega.hostir.comm.communicator import Communicator, SingleCommunicator
 from distmega.hostir.library.torch_types import hold, torch_dtype, unhold

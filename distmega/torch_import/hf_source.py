@@ -19,7 +19,7 @@ from transformers import CONFIG_MAPPING, AutoConfig
 from distmega.errors import CaptureError, ModelError
 from distmega.models.fields import read_json
 from distmega.models.huggingface.safetensors_source import SafetensorsArray, open_arrays
-from distmega.models.weights import Slices, WeightReader, resolve_slices
+from distmega.models.weights.tensors import Slices, WeightReader, resolve_slices
 from distmega.program.types import KNOWN
 from distmega.torch_import.decoders import HfDecoder, open_decoder
 from distmega.torch_import.forms import Derived

@@ -20,7 +20,7 @@ from distmega.hostir.library.ops import (
 from distmega.hostir.library.pointwise import OpFunction, compile_pointwise
 from distmega.kernels.library import late
 from distmega.kernels.pipelined.api import normalise_rows, pointwise_results
-from distmega.kernels.pipelined.exprs import MAX_INPUTS
+from distmega.kernels.pipelined.pointwise.exprs import MAX_INPUTS
 from distmega.kernels.runtime.compilations import has_triton
 from distmega.kernels.ugraphs.ops import compile_graph
 from distmega.program.kinds import kind_of

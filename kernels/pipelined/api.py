@@ -16,8 +16,8 @@ from distmega.errors import ProgramError
 from distmega.hostir.library.norms import normalise
 from distmega.hostir.library.pointwise import evaluate_all
 from distmega.kernels.pipelined import late
-from distmega.kernels.pipelined.exprs import MAX_INPUTS, MAX_OUTPUTS, Formula, formula_of
-from distmega.kernels.pipelined.views import broadcast_shapes
+from distmega.kernels.pipelined.pointwise.exprs import MAX_INPUTS, MAX_OUTPUTS, Formula, formula_of
+from distmega.kernels.pipelined.pointwise.views import broadcast_shapes
 from distmega.kernels.runtime.compilations import has_triton
 from distmega.program import expr
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 from distmega.lazy import late_imports
 
 if TYPE_CHECKING:
-    from distmega.kernels.pipelined.norms import run_norm
-    from distmega.kernels.pipelined.pointwise import run_pointwise
+    from distmega.kernels.pipelined.norms.norms import run_norm
+    from distmega.kernels.pipelined.pointwise.pointwise import run_pointwise
 
 __all__ = ["run_norm", "run_pointwise"]
 

@@ -12,8 +12,8 @@ the results, contiguous. Launched by pointwise.py and norms.py. Next: norm_kerne
 import triton
 from triton import language as tl
 
-from distmega.kernels.pipelined.exprs import Formula
-from distmega.kernels.pipelined.formula import evaluate
+from distmega.kernels.pipelined.pointwise.exprs import Formula
+from distmega.kernels.pipelined.pointwise.formula import evaluate
 from distmega.program.expr import Expr
 
 

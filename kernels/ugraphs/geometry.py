@@ -1,8 +1,8 @@
 """Chooses how a uGraph's kernels are divided on a GPU: blocks, iterations, warps, loads under way.
 
 In: a UGraph and a Machine. Out: Shapes of each kernel, the fastest by a model first. The search's
-cost model (distmega/superopt/cost.py) compares graphs; this one knows what a Triton kernel of a
-Hopper GPU needs besides: enough bytes under way on every SM to hide memory's latency, values that
+cost model (distmega/superopt/graph/cost.py) compares graphs; this one knows what a Triton kernel of
+a Hopper GPU needs besides: enough bytes under way on every SM to hide memory's latency, values that
 fit its registers, whole blocks that fit beside each other. A GPU can measure the first few
 (runner.py). Next: source.py.
 """
@@ -16,9 +16,9 @@ from distmega.errors import UnsupportedError, VerifyError
 from distmega.kernels.ugraphs.source import LAZY_ELEMENTS, GraphLaunch
 from distmega.program.dtypes import item_bytes
 from distmega.sharding.search.cost import MACHINES, Machine
-from distmega.superopt.cost import num_functions
-from distmega.superopt.named import Dims
-from distmega.superopt.regrid import (
+from distmega.superopt.graph.cost import num_functions
+from distmega.superopt.graph.named import Dims
+from distmega.superopt.graph.regrid import (
     Parts,
     free_axes,
     regrid_kernel,
@@ -26,9 +26,8 @@ from distmega.superopt.regrid import (
     split_pairs,
     with_kernels,
 )
-from distmega.superopt.rules import RewriteRule
-from distmega.superopt.text import parse_graph
-from distmega.superopt.ugraph import (
+from distmega.superopt.graph.text import parse_graph
+from distmega.superopt.graph.ugraph import (
     SHARED_BYTES,
     BlockOp,
     Kernel,
@@ -38,6 +37,7 @@ from distmega.superopt.ugraph import (
     rescalings,
     tile_extents,
 )
+from distmega.superopt.rules import RewriteRule
 
 LATENCY_US = 0.9
 """From a load to its data when memory is busy."""

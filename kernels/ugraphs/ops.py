@@ -15,9 +15,9 @@ from distmega.kernels.runtime.compilations import has_triton
 from distmega.kernels.ugraphs.geometry import rule_plan
 from distmega.kernels.ugraphs.runner import GraphRunner
 from distmega.program.types import Op
+from distmega.superopt.graph.text import parse_graph
 from distmega.superopt.rewrite import graph_program, op_rule
 from distmega.superopt.rules import RewriteRule
-from distmega.superopt.text import parse_graph
 
 
 class GraphOp:

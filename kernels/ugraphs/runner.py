@@ -16,7 +16,7 @@ from torch import Tensor
 
 from distmega.errors import ProgramError
 from distmega.kernels.ugraphs.source import GraphLaunch, graph_source, kernel_tensors
-from distmega.superopt.ugraph import GraphTensor, UGraph
+from distmega.superopt.graph.ugraph import GraphTensor, UGraph
 
 TORCH_TYPES = {
     "bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32,

@@ -19,8 +19,8 @@ from distmega.errors import UnsupportedError
 from distmega.kernels.ugraphs.values import BlockLayout, BlockValue, Groups, Piece
 from distmega.program import expr
 from distmega.program.dtypes import item_bytes
-from distmega.superopt.named import Dims
-from distmega.superopt.ugraph import (
+from distmega.superopt.graph.named import Dims
+from distmega.superopt.graph.ugraph import (
     BlockOp,
     GraphTensor,
     Kernel,
@@ -41,7 +41,7 @@ import triton.language as tl
 
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from distmega.kernels.pipelined.formula import binary, unary
+from distmega.kernels.pipelined.pointwise.formula import binary, unary
 from distmega.kernels.ugraphs.device import prefetch
 '''
 

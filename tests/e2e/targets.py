@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from distmega.engine.jobs import open_engine
-from distmega.engine.ranks import Emit, RankContext
+from distmega.engine.ranks.context import Emit, RankContext
+from distmega.engine.ranks.jobs import open_engine
 from distmega.engine.requests import EngineOptions
 from distmega.sources.load import open_model
 

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import distmega
-from distmega.engine.answers import GrowingAnswer
-from distmega.engine.jobs import generate, logprobs_of
+from distmega.engine.ranks.answers import GrowingAnswer
+from distmega.engine.ranks.jobs import generate, logprobs_of
 from distmega.engine.requests import Answer
 from distmega.errors import RequestError
 from distmega.models.sampling import GREEDY, Method, Sampling, joint_method
-from distmega.models.tokenizer import byte_tokenizer
+from distmega.models.text.tokenizer import byte_tokenizer
 
 CPU_RANK = distmega.RankContext(
     rank=0, world_size=1, local_rank=0, local_world_size=1, node="here", backend="gloo",

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from distmega.engine import jobs
 from distmega.engine.engine import Engine
-from distmega.engine.ranks import RankContext
+from distmega.engine.ranks import jobs
+from distmega.engine.ranks.context import RankContext
 from distmega.engine.requests import EngineOptions, ScoreRequest
 from distmega.engine.soundness import is_sound
 from distmega.errors import ModelError

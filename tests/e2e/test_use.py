@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import distmega
 from distmega.cli import main as command
 from distmega.cli.main import main
-from distmega.engine.jobs import score, text_windows
+from distmega.engine.ranks.jobs import score, text_windows
 from distmega.engine.requests import ScoreRequest, TraceRequest
 from distmega.errors import ProgramError, RequestError, argument
 from distmega.launch import LauncherOptions

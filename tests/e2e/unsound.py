@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from distmega.engine.jobs import open_engine
-from distmega.engine.ranks import Emit, RankContext
+from distmega.engine.ranks.context import Emit, RankContext
+from distmega.engine.ranks.jobs import open_engine
 from distmega.engine.requests import EngineOptions
 from distmega.sources.load import open_model
 

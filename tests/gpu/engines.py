@@ -7,9 +7,9 @@ from distmega.engine.requests import EngineOptions
 from distmega.hostir.comm.communicator import SingleCommunicator
 from distmega.models.config import ModelConfig
 from distmega.models.presets import PRESETS
-from distmega.models.random_source import RandomReader
 from distmega.models.sampling import MOST_LIKELY, Samplings
-from distmega.models.weights import RopeTableReader, weight_specs
+from distmega.models.weights.random_source import RandomReader
+from distmega.models.weights.tensors import RopeTableReader, weight_specs
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sources.load import ModelSource, open_model
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from distmega.engine.engine import Engine
 from distmega.models.config import ModelConfig
-from distmega.models.weights import weight_specs
+from distmega.models.weights.tensors import weight_specs
 
 CLASSES = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from distmega.hostir.library import pointwise
-from distmega.kernels.pipelined import api, norms
-from distmega.kernels.pipelined import pointwise as launches
+from distmega.kernels.pipelined import api
 from distmega.kernels.pipelined.choices import KernelChoice
-from distmega.kernels.pipelined.exprs import formula_of
 from distmega.kernels.pipelined.families import LaunchFamily
+from distmega.kernels.pipelined.norms import norms
+from distmega.kernels.pipelined.pointwise import pointwise as launches
+from distmega.kernels.pipelined.pointwise.exprs import formula_of
 from distmega.program import expr
 
 pytestmark = pytest.mark.gpu

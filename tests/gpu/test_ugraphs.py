@@ -13,10 +13,10 @@ from distmega.program.builder import ProgramBuilder
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.planner import plan_program
 from distmega.sharding.search.cost import H200
-from distmega.superopt.arithmetic import Float
-from distmega.superopt.interpret import run_graph
+from distmega.superopt.graph.arithmetic import Float
+from distmega.superopt.graph.interpret import run_graph
+from distmega.superopt.graph.text import parse_graph
 from distmega.superopt.rules import shipped_rules
-from distmega.superopt.text import parse_graph
 from tests.kernels.ugraphs.graphs import GRAPHS
 
 pytestmark = pytest.mark.gpu

@@ -12,7 +12,7 @@ import pytest
 
 from distmega.engine.decode_plan import model_mesh
 from distmega.engine.engine import Engine
-from distmega.engine.ranks import Emit, RankContext
+from distmega.engine.ranks.context import Emit, RankContext
 from distmega.engine.requests import Collectives, EngineOptions
 from distmega.errors import HangError, RequestError
 from distmega.hostir.comm.communicator import GlooCommunicator

@@ -10,7 +10,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from distmega.engine.ranks import Emit, RankContext
+from distmega.engine.ranks.context import Emit, RankContext
 from distmega.errors import RequestError
 
 MULTICAST = ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS")

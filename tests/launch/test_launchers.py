@@ -41,7 +41,7 @@ def test_a_payload_that_cannot_be_pickled_is_refused():
 
 def test_ray_that_is_not_installed_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    monkeypatch.delitem(sys.modules, "distmega.launch.ray", raising=False)
+    monkeypatch.delitem(sys.modules, "distmega.launch.on_ray.actors", raising=False)
     with pytest.raises(LaunchError, match=r"pip install 'distmega\[ray\]'"):
         launch("module:function", None, LauncherOptions(launcher="ray", device="cpu"))
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from distmega.engine.ranks import RankContext
+from distmega.engine.ranks.context import RankContext
 from distmega.errors import LaunchError, RankFailure, RequestError
 from distmega.launch.contract import Emitted, Event, LauncherOptions, Result
 from distmega.launch.launchers import launch

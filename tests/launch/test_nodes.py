@@ -66,7 +66,9 @@ def test_a_request_outlives_a_node(ray_cluster: Any, caplog: pytest.LogCaptureFi
     """The same tokens as one rank gives, each once, though the second stage's node dies after the
     third and another takes its place a little later.
     """
-    *_, alone = launch("distmega.engine.jobs:generate", request(), LauncherOptions(device="cpu"))
+    *_, alone = launch(
+        "distmega.engine.ranks.jobs:generate", request(), LauncherOptions(device="cpu")
+    )
     assert isinstance(alone.value, GenerateResult)
     found: list[Event] = []
 
@@ -77,7 +79,7 @@ def test_a_request_outlives_a_node(ray_cluster: Any, caplog: pytest.LogCaptureFi
 
     def generate() -> None:
         asked = launch(
-            "distmega.engine.jobs:generate", request(tp=2, pp=2), options(max_restarts=1)
+            "distmega.engine.ranks.jobs:generate", request(tp=2, pp=2), options(max_restarts=1)
         )
         for event in asked:
             found.append(event)

@@ -38,7 +38,7 @@ def test_a_killed_actor_is_named_and_ends_the_others():
 
 
 def test_a_frozen_actor_misses_its_heartbeat(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("distmega.launch.ray.HEARTBEAT_LIMIT_S", 2.0)
+    monkeypatch.setattr("distmega.launch.on_ray.actors.HEARTBEAT_LIMIT_S", 2.0)
     with pytest.raises(RankFailure, match="rank 1 of 2 has not answered a heartbeat for 2 s"):
         list(start("kill_last", signal.SIGSTOP))
 
@@ -68,7 +68,7 @@ def test_an_address_where_no_cluster_listens_is_refused(monkeypatch: pytest.Monk
 
 
 def test_ranks_are_numbered_by_node_then_device():
-    launcher = pytest.importorskip("distmega.launch.ray")
+    launcher = pytest.importorskip("distmega.launch.on_ray.actors")
     places = [
         ("10.0.0.2", "b", 1),
         ("10.0.0.1", "a", 1),

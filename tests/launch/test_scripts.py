@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from distmega.launch.ray_token import show_token
+from distmega.launch.on_ray.token import show_token
 
 ROOT = Path(__file__).parents[2]
 PROMPT = 'it\'s $HOME; "two"  words'

@@ -11,9 +11,9 @@ import torch
 import transformers
 
 from distmega.models.config import ModelConfig
-from distmega.models.random_source import RandomReader
-from distmega.models.tokenizer import byte_letters, byte_tokenizer
-from distmega.models.weights import Array, weight_specs
+from distmega.models.text.tokenizer import byte_letters, byte_tokenizer
+from distmega.models.weights.random_source import RandomReader
+from distmega.models.weights.tensors import Array, weight_specs
 
 TINY = {
     "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 6,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import strategies as st
 
 from distmega.errors import ChatTemplateError, ModelError, RequestError
-from distmega.models.chat_template import RenderLimits, render_chat
+from distmega.models.text.chat_template import RenderLimits, render_chat
 from tests.fuzz import damaged, fuzz_target
 
 MESSAGES = [{"role": "user", "content": "hi <b>"}]
@@ -82,7 +82,7 @@ def test_a_clock_that_runs_out_is_told():
 
 def test_the_process_ends_with_its_parent():
     code = (
-        "from distmega.models.chat_template import _worker, render_chat\n"
+        "from distmega.models.text.chat_template import _worker, render_chat\n"
         "assert render_chat('a', [], {}) == 'a'\n"
         "print(_worker._process.pid)"
     )

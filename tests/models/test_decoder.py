@@ -8,7 +8,7 @@ from distmega.errors import RequestError
 from distmega.models.decoder import Logits, build_decoder
 from distmega.models.presets import PRESETS
 from distmega.models.sampling import GREEDY, Method
-from distmega.models.weights import RopeTableReader, weight_specs
+from distmega.models.weights.tensors import RopeTableReader, weight_specs
 from distmega.program.text import parse_program, print_program
 
 TINY = [name for name in PRESETS if name.startswith("tiny")]

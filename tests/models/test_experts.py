@@ -22,7 +22,7 @@ from distmega.models.decoder import build_decoder
 from distmega.models.fields import Fields
 from distmega.models.huggingface.config import config_from_hf
 from distmega.models.presets import PRESETS
-from distmega.models.weights import weight_specs
+from distmega.models.weights.tensors import weight_specs
 from distmega.program.types import Program
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.localize import LocalProgram, localize

@@ -21,10 +21,10 @@ from distmega.models.gguf.tokenizer import tokenizer_from_gguf
 from distmega.models.huggingface.config import config_from_hf
 from distmega.models.huggingface.tokenizer import tokenizer_from_folder
 from distmega.models.presets import PRESETS
-from distmega.models.random_source import RandomReader
 from distmega.models.rope import rope_table
-from distmega.models.tokenizer import byte_tokenizer
-from distmega.models.weights import weight_specs
+from distmega.models.text.tokenizer import byte_tokenizer
+from distmega.models.weights.random_source import RandomReader
+from distmega.models.weights.tensors import weight_specs
 from distmega.sources.load import open_model
 from tests.fuzz import changed, damaged, damaged_bytes, fuzz_target
 from tests.models.files import LLAMA3_ROPE, TINY, write_gguf

@@ -14,7 +14,7 @@ from distmega.errors import ModelError
 from distmega.models.config import RopeScaling
 from distmega.models.gguf.file import open_gguf
 from distmega.models.presets import PRESETS
-from distmega.models.weights import weight_specs
+from distmega.models.weights.tensors import weight_specs
 from distmega.sources.load import ModelSource, open_model
 from distmega.sources.locate import locate_model
 from tests.models.files import write_gguf

@@ -15,10 +15,10 @@ from distmega.engine.requests import EngineOptions
 from distmega.errors import PlanError
 from distmega.hostir.comm.communicator import SingleCommunicator
 from distmega.kernels.hopper.plan.queues import build_queues
-from distmega.models.kv_copies import copy_kv_heads, most_copies
 from distmega.models.presets import PRESETS
-from distmega.models.random_source import RandomReader
-from distmega.models.weights import weight_specs
+from distmega.models.weights.kv_copies import copy_kv_heads, most_copies
+from distmega.models.weights.random_source import RandomReader
+from distmega.models.weights.tensors import weight_specs
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.localize import localize
 from distmega.sharding.search.cost import CPU, H200

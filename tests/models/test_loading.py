@@ -8,9 +8,9 @@ from rich.console import Console
 
 from distmega.cli import loading_bar
 from distmega.cli.loading_bar import LoadingBar, show_loading
-from distmega.engine import jobs
 from distmega.engine.engine import Engine
-from distmega.engine.ranks import RankContext
+from distmega.engine.ranks import jobs
+from distmega.engine.ranks.context import RankContext
 from distmega.engine.requests import (
     Doing,
     EngineOptions,

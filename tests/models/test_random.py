@@ -6,9 +6,9 @@ import torch
 
 from distmega.errors import ModelError
 from distmega.models.presets import PRESETS
-from distmega.models.random_device import fill_random
-from distmega.models.random_source import RandomReader
-from distmega.models.weights import weight_specs
+from distmega.models.weights.random_device import fill_random
+from distmega.models.weights.random_source import RandomReader
+from distmega.models.weights.tensors import weight_specs
 from distmega.sources.load import open_model
 
 

@@ -13,7 +13,7 @@ from distmega.models.fields import Fields
 from distmega.models.huggingface.config import config_from_hf
 from distmega.models.presets import PRESETS
 from distmega.models.rope import rope_frequencies, rope_table
-from distmega.models.weights import RopeTableReader
+from distmega.models.weights.tensors import RopeTableReader
 from tests.models.files import LLAMA3_ROPE, TINY
 
 YARN = {

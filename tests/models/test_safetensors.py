@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from distmega.errors import ModelError
 from distmega.models.fields import read_json
-from distmega.models.weights import weight_specs
+from distmega.models.weights.tensors import weight_specs
 from distmega.sources.load import ModelSource, open_model
 from tests.models.files import FAMILIES
 

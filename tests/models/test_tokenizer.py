@@ -16,7 +16,7 @@ from distmega.errors import ModelError, RequestError
 from distmega.models.fields import Fields, read_json
 from distmega.models.gguf.file import open_gguf
 from distmega.models.gguf.tokenizer import tokenizer_from_gguf
-from distmega.models.tokenizer import Tokenizer, byte_tokenizer
+from distmega.models.text.tokenizer import Tokenizer, byte_tokenizer
 from distmega.sources.load import ModelSource, open_model
 from distmega.sources.locate import locate_model
 from tests.models.files import FAMILIES

@@ -1,6 +1,6 @@
 """The table of a made-up timeline: what each op adds to the step, and what a task's time is."""
 
-from distmega.engine.trace_summary import summarise
+from distmega.engine.ranks.trace_summary import summarise
 from distmega.trace_file import Span
 
 

@@ -177,7 +177,7 @@ def test_a_hidden_import_is_found(tmp_path: Path):
         "def f():\n"
         "    from distmega.engine import engine\n"
         "    importlib.import_module('triton.knobs')\n"
-        "    launch('distmega.engine.jobs:generate')\n"
+        "    launch('distmega.engine.ranks.jobs:generate')\n"
         "NAME = 'distmega.cli.main'\n"
     )
     path = tmp_path / "x.py"
@@ -187,7 +187,7 @@ def test_a_hidden_import_is_found(tmp_path: Path):
         "importlib": (False, False), "typing": (False, False), "triton.knobs": (True, True),
         "distmega.kernels.late": (False, False), "distmega.errors": (False, False),
         "distmega.kernels.runners": (False, True), "distmega.engine.engine": (True, False),
-        "distmega.engine.jobs": (False, True), "distmega.cli.main": (False, True),
+        "distmega.engine.ranks.jobs": (False, True), "distmega.cli.main": (False, True),
     }  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import mpmath
 import numpy as np
 
-from distmega.superopt.arithmetic import Exact, Planes
+from distmega.superopt.graph.arithmetic import Exact, Planes
 
 DIGITS = 50
 

@@ -10,7 +10,7 @@ from distmega.program.text import print_program
 from distmega.superopt.optimize import Optimizer, Refusal
 from distmega.superopt.programs import PAPER_CASES, read_case
 from distmega.superopt.rules import RewriteRule, read_rules
-from distmega.superopt.search import Progress
+from distmega.superopt.search.search import Progress
 from tests.superopt import programs
 
 

@@ -10,17 +10,17 @@ from distmega.errors import DistmegaError, ProgramError, VerifyError
 from distmega.program.builder import ProgramBuilder
 from distmega.program.types import Program
 from distmega.sharding.search.cost import H200
-from distmega.superopt import equivalence
-from distmega.superopt.arithmetic import Float
-from distmega.superopt.counting import Bound, num_tests, reject_probability
-from distmega.superopt.equivalence import prove
-from distmega.superopt.fields import NOTHING, ROOT, P, Q, RandomFields, sample_planes
-from distmega.superopt.interpret import run_graph
-from distmega.superopt.reference import run_program
-from distmega.superopt.schedule import SearchLimits
-from distmega.superopt.search import Search
-from distmega.superopt.ugraph import BlockOp, UGraph
-from distmega.superopt.verify import verify_graph
+from distmega.superopt.graph.arithmetic import Float
+from distmega.superopt.graph.interpret import run_graph
+from distmega.superopt.graph.ugraph import BlockOp, UGraph
+from distmega.superopt.graph.verify import verify_graph
+from distmega.superopt.proof import equivalence
+from distmega.superopt.proof.counting import Bound, num_tests, reject_probability
+from distmega.superopt.proof.equivalence import prove
+from distmega.superopt.proof.fields import NOTHING, ROOT, P, Q, RandomFields, sample_planes
+from distmega.superopt.proof.reference import run_program
+from distmega.superopt.search.schedule import SearchLimits
+from distmega.superopt.search.search import Search
 from tests.superopt import programs
 from tests.superopt.exact import Digits, random_fractions, same
 

@@ -10,15 +10,15 @@ from distmega.program.builder import ProgramBuilder
 from distmega.program.types import Program
 from distmega.sharding.search.cost import H200
 from distmega.superopt.chains import joined_program
-from distmega.superopt.equivalence import prove
+from distmega.superopt.graph.text import parse_graph, print_graph
 from distmega.superopt.matching import find_matches
 from distmega.superopt.optimize import Optimizer
 from distmega.superopt.programs import read_case
+from distmega.superopt.proof.equivalence import prove
 from distmega.superopt.resize import confirmed_rule, resized_rule
 from distmega.superopt.rewrite import FUSED_GRAPH, apply_rules, fuse_graphs, graph_program
 from distmega.superopt.rules import RewriteRule, shipped_rules
-from distmega.superopt.schedule import SearchLimits
-from distmega.superopt.text import parse_graph, print_graph
+from distmega.superopt.search.schedule import SearchLimits
 from tests.superopt import programs
 from tests.superopt.test_rules import inputs_of, run
 

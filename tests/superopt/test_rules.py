@@ -24,11 +24,11 @@ from distmega.program.types import Program
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.planner import plan_program
 from distmega.sharding.search.cost import CPU, H200
+from distmega.superopt.graph.text import parse_graph
 from distmega.superopt.optimize import Optimizer, divided_rule
 from distmega.superopt.rewrite import FUSED_GRAPH, apply_rules, graph_op, graph_program
 from distmega.superopt.rules import RewriteRule, read_rules, shipped_rules, write_rules
-from distmega.superopt.schedule import SearchLimits
-from distmega.superopt.text import parse_graph
+from distmega.superopt.search.schedule import SearchLimits
 from tests.hostir.programs import local
 from tests.kernels.running import launch_all, make_ranks
 from tests.superopt import programs

@@ -6,17 +6,17 @@ from distmega.errors import ProgramError
 from distmega.program.builder import ProgramBuilder
 from distmega.program.types import Program
 from distmega.sharding.search.cost import H200
-from distmega.superopt.axes import find_axes
-from distmega.superopt.cost import graph_us, program_us
-from distmega.superopt.egraph import EGraph
-from distmega.superopt.equivalence import prove
-from distmega.superopt.generate import Generator
-from distmega.superopt.laws import saturate
-from distmega.superopt.schedule import SearchLimits
-from distmega.superopt.search import Candidate, Search
-from distmega.superopt.terms import lower_program
-from distmega.superopt.text import print_graph
-from distmega.superopt.ugraph import BlockOp, Kernel, UGraph, rescalings
+from distmega.superopt.graph.axes import find_axes
+from distmega.superopt.graph.cost import graph_us, program_us
+from distmega.superopt.graph.text import print_graph
+from distmega.superopt.graph.ugraph import BlockOp, Kernel, UGraph, rescalings
+from distmega.superopt.proof.equivalence import prove
+from distmega.superopt.search.egraph import EGraph
+from distmega.superopt.search.generate import Generator
+from distmega.superopt.search.laws import saturate
+from distmega.superopt.search.schedule import SearchLimits
+from distmega.superopt.search.search import Candidate, Search
+from distmega.superopt.search.terms import lower_program
 from tests.superopt import programs
 
 QUICK = SearchLimits(num_scheduled=60, num_kept=40)

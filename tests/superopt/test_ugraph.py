@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from distmega.errors import DistmegaError, ParseError, VerifyError
-from distmega.superopt.arithmetic import Exact, Float
-from distmega.superopt.interpret import run_graph
-from distmega.superopt.text import parse_graph, print_graph
-from distmega.superopt.ugraph import UGraph, rescalings, shared_bytes
-from distmega.superopt.verify import verify_graph
+from distmega.superopt.graph.arithmetic import Exact, Float
+from distmega.superopt.graph.interpret import run_graph
+from distmega.superopt.graph.text import parse_graph, print_graph
+from distmega.superopt.graph.ugraph import UGraph, rescalings, shared_bytes
+from distmega.superopt.graph.verify import verify_graph
 from tests.superopt.exact import random_fractions
 
 NORM_LINEAR = """\

@@ -36,7 +36,7 @@ from distmega.kernels.tasks.graph import build_task_graph
 from distmega.kernels.tasks.tile import tile_segment
 from distmega.models.config import ModelConfig
 from distmega.models.decoder import AnyDecoder
-from distmega.models.weights import weight_specs
+from distmega.models.weights.tensors import weight_specs
 from distmega.program.dtypes import item_bytes
 from distmega.program.kinds import kind_of
 from distmega.program.text import print_program

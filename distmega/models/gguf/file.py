@@ -18,7 +18,7 @@ import numpy as np
 
 from distmega.errors import ModelError
 from distmega.models.fields import Fields, require_file
-from distmega.models.weights import Array, Range
+from distmega.models.weights.tensors import Array, Range
 
 MAX_ITEMS = 2**24
 """Of an array, and bytes of a text: the largest vocabularies have 2^18 tokens."""

@@ -5,7 +5,7 @@ sources/load.py.
 from distmega.models.config import ModelConfig
 from distmega.models.gguf.config import ROPE_FACTORS
 from distmega.models.gguf.file import GgufArray, GgufFile
-from distmega.models.weights import StoredReader, check_stored, weight_specs
+from distmega.models.weights.tensors import StoredReader, check_stored, weight_specs
 
 _ROTATED = ("wq", "wk")
 

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as Backend
 
 from distmega.errors import ModelError
 from distmega.models.fields import Fields
-from distmega.models.tokenizer import Tokenizer
+from distmega.models.text.tokenizer import Tokenizer
 
 _PREFIX = "tokenizer.ggml."
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from distmega.errors import ModelError
 from distmega.models.config import ModelConfig
 from distmega.models.fields import read_json, require_file
-from distmega.models.weights import (
+from distmega.models.weights.tensors import (
     Array,
     Range,
     StackedArray,

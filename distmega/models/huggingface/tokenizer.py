@@ -6,7 +6,7 @@ from tokenizers import Tokenizer as Backend
 
 from distmega.errors import ModelError
 from distmega.models.fields import Fields, parse_json, read_json, read_text
-from distmega.models.tokenizer import Tokenizer
+from distmega.models.text.tokenizer import Tokenizer
 
 TOKENIZER_FILE = "tokenizer.json"
 

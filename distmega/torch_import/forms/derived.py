@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from distmega.hostir.library.pointwise import pointwise
 from distmega.hostir.library.torch_types import torch_dtype
 from distmega.kernels.tasks.fuse import substitute
-from distmega.models.weights import Slices, WeightReader, resolve_slices
+from distmega.models.weights.tensors import Slices, WeightReader, resolve_slices
 from distmega.program.expr import parse
 
 

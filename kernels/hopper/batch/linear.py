@@ -83,7 +83,7 @@ from distmega.kernels.hopper.ptx.shapes import (
     W_DOT,
     WEIGHT_SHARED,
 )
-from distmega.kernels.pipelined.formula import evaluate
+from distmega.kernels.pipelined.pointwise.formula import evaluate
 
 
 @constexpr_function

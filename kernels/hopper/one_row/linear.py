@@ -87,7 +87,7 @@ from distmega.kernels.hopper.ptx.shapes import (
     WORDS_A_CHUNK,
 )
 from distmega.kernels.hopper.ptx.spins import spin_chunks
-from distmega.kernels.pipelined.formula import evaluate
+from distmega.kernels.pipelined.pointwise.formula import evaluate
 
 
 @constexpr_function

@@ -41,7 +41,7 @@ from distmega.kernels.hopper.ptx.device import (
 )
 from distmega.kernels.hopper.ptx.shapes import GROUP_ROWS, PER_THREAD, THREADS, TWOS, UNIT_ROWS
 from distmega.kernels.hopper.ptx.spins import spin2, spin_ranks
-from distmega.kernels.pipelined.formula import evaluate
+from distmega.kernels.pipelined.pointwise.formula import evaluate
 
 
 @gluon.jit

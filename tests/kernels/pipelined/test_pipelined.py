@@ -29,8 +29,8 @@ from distmega.kernels.pipelined.choices import (
     row_choices,
     shared_bytes,
 )
+from distmega.kernels.pipelined.pointwise.views import as_matrix
 from distmega.kernels.pipelined.tuning import read_choices, write_choices
-from distmega.kernels.pipelined.views import as_matrix
 from tests.fuzz import changed, fuzz_target
 
 H200 = GpuModel(num_sms=132, bandwidth_bytes_per_us=4.3e6)

@@ -18,10 +18,10 @@ from distmega.kernels.pipelined.choices import (
     row_choices,
     shared_bytes,
 )
-from distmega.kernels.pipelined.exprs import formula_of
-from distmega.kernels.pipelined.long_norm_kernel import long_norm_kernel
-from distmega.kernels.pipelined.norm_kernel import NormSpec, norm_kernel
-from distmega.kernels.pipelined.pointwise_kernel import PointwiseSpec, pointwise_kernel
+from distmega.kernels.pipelined.norms.long_norm_kernel import long_norm_kernel
+from distmega.kernels.pipelined.norms.norm_kernel import NormSpec, norm_kernel
+from distmega.kernels.pipelined.pointwise.exprs import formula_of
+from distmega.kernels.pipelined.pointwise.pointwise_kernel import PointwiseSpec, pointwise_kernel
 from distmega.kernels.pipelined.triton_path import long_norm_plain, norm_plain, pointwise_plain
 from distmega.program import expr
 from tests.kernels.ptx import WAIT, loads, stores, vector_accesses

@@ -12,10 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distmega.kernels.pipelined import norms, pointwise, tuning
+from distmega.kernels.pipelined import tuning
 from distmega.kernels.pipelined.choices import KernelChoice
-from distmega.kernels.pipelined.exprs import formula_of
 from distmega.kernels.pipelined.families import LaunchFamily
+from distmega.kernels.pipelined.norms import norms
+from distmega.kernels.pipelined.pointwise import pointwise
+from distmega.kernels.pipelined.pointwise.exprs import formula_of
 from tests.kernels.offline import offline
 from tests.kernels.ptx import loads, stores
 from tests.kernels.sm90 import Machine

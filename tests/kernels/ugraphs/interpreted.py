@@ -17,10 +17,10 @@ from triton.runtime import interpreter
 
 from distmega.kernels.ugraphs.runner import GraphRunner
 from distmega.kernels.ugraphs.source import GraphLaunch
-from distmega.superopt.arithmetic import Float
-from distmega.superopt.interpret import run_graph
-from distmega.superopt.text import parse_graph
-from distmega.superopt.ugraph import UGraph
+from distmega.superopt.graph.arithmetic import Float
+from distmega.superopt.graph.interpret import run_graph
+from distmega.superopt.graph.text import parse_graph
+from distmega.superopt.graph.ugraph import UGraph
 
 PATCH_TENSORS = interpreter._patch_lang_tensor
 

@@ -1,0 +1,34 @@
+"""How the ranks of a job reach each other: a RankContext and a mesh in, a Communicator out."""
+
+from distmega.engine.ranks.context import RankContext
+from distmega.errors import MeshError
+from distmega.hostir.comm.communicator import Communicator, GlooCommunicator, SingleCommunicator
+from distmega.hostir.comm.nccl import NcclCommunicator
+from distmega.hostir.comm.nccl_native import NativeNccl
+from distmega.sharding.layout.mesh import DeviceMesh
+
+
+def open_communicator(
+    context: RankContext,
+    mesh: DeviceMesh,
+    wait_s: float | None = None,
+    *,
+    native: bool = False,
+) -> Communicator:
+    """How this rank reaches the others of the mesh: NCCL between GPUs, gloo between CPUs. wait_s:
+    bound on a wait for another CPU rank inside a program. native: NCCL takes sums itself, which
+    costs less than summing in rank order.
+
+    MeshError for a mesh that is not of the job's ranks.
+    """
+    if sorted(mesh.ranks) != list(range(context.world_size)):
+        raise MeshError(
+            f"{mesh} in a job of {context.world_size} ranks",
+            expected="a mesh of just these ranks",
+            remedy=f"start {mesh.num_ranks} ranks, or correct the sizes of the mesh",
+        )
+    if mesh.num_ranks == 1:
+        return SingleCommunicator(mesh)
+    if context.backend == "nccl":
+        return (NativeNccl if native else NcclCommunicator)(mesh, context.rank)
+    return GlooCommunicator(mesh, context.rank, wait_s=wait_s)

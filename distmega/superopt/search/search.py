@@ -1,0 +1,278 @@
+"""Searches all graphs within the bounds that compute what a program does, the fastest first.
+
+Comes in: a Program, a Machine, Limits. Goes out: Candidates, by predicted time, of different
+structure each; and Progress meanwhile. For the program as it is, and once more for each reduced
+axis divided in two, an e-graph is saturated, recipes are generated, those of the least work
+scheduled. Nothing here depends on time or on hashes, so that the same limits give the same result.
+Candidates are unproven: equivalence.py decides. Next: optimize.py.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from distmega.errors import ProgramError
+from distmega.program.dtypes import item_bytes
+from distmega.program.types import Program
+from distmega.sharding.search.cost import Machine
+from distmega.superopt.graph.axes import Axes, find_axes
+from distmega.superopt.graph.cost import least_us, num_functions
+from distmega.superopt.graph.named import Dims
+from distmega.superopt.graph.ugraph import UGraph
+from distmega.superopt.search.assemble import assemble
+from distmega.superopt.search.egraph import EGraph
+from distmega.superopt.search.generate import Generator, OpChoice, Recipe
+from distmega.superopt.search.laws import saturate
+from distmega.superopt.search.schedule import KernelSchedule, Scheduler, SearchLimits
+from distmega.superopt.search.terms import (
+    Term,
+    input_of,
+    lower_program,
+    split_axis,
+    without_alternatives,
+)
+
+MAX_NODES = 3000
+"""Nodes of an e-graph; programs of sums of sums have more, the first ones found stay."""
+
+LEAST_PART = 16
+"""Elements of the inner part of a divided axis, at least."""
+
+PRODUCT_WORK = 0.125
+"""A multiply-add of a contraction beside a function of a map, when recipes are ranked."""
+
+PER_STRUCTURE = 12
+"""Recipes of one structure that are scheduled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a search is. divided: the axis that is divided now, empty for none. num_states:
+    partial recipes seen; num_recipes: whole ones; best_us: of the fastest candidate so far.
+    """
+
+    divided: str
+    num_nodes: int
+    num_states: int
+    num_recipes: int
+    num_scheduled: int
+    best_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A graph that may compute what the program does, and its predicted time."""
+
+    graph: UGraph
+    time_us: float
+    structure: str
+
+
+@dataclass(slots=True)
+class Search:
+    """One search. `run` does it step by step; candidates() can be asked at any time."""
+
+    program: Program
+    machine: Machine
+    limits: SearchLimits
+    num_states: int = 0
+    num_recipes: int = 0
+    num_scheduled: int = 0
+    _axes: Axes = field(init=False)
+    _terms: dict[str, Term] = field(init=False)
+    _best: dict[str, tuple[float, str, "_Found"]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._axes = find_axes(self.program)
+        self._terms = lower_program(self.program, self._axes)
+        for name, term in self._terms.items():
+            if term.op in ("input", "const"):
+                raise ProgramError(
+                    f"output {name!r} of program {self.program.name!r} only moves data",
+                    expected="outputs that are computed",
+                    remedy="leave it out",
+                )
+
+    def run(self) -> Iterator[Progress]:
+        """Searches; progress after every part."""
+        yield from self._search("", {})
+        for axis in self._divisible():
+            yield from self._search(axis, {axis: (f"{axis}_o", f"{axis}_i")})
+
+    def candidates(self) -> list[Candidate]:
+        """What was found until now, the fastest first, one of each structure."""
+        found = sorted(self._best.values(), key=lambda item: item[:2])
+        return [
+            Candidate(self._graph(item), time, structure)
+            for (time, structure, item) in found[: self.limits.num_kept]
+        ]
+
+    def _graph(self, found: "_Found") -> UGraph:
+        return assemble(self.program, found.dims, found.roots, found.egraph, found.schedule)
+
+    def _divisible(self) -> list[str]:
+        """Reduced axes that are long enough to be divided."""
+        found: dict[str, None] = {}
+
+        def visit(term: Term) -> None:
+            if term.op in ("sum", "max", "min"):
+                assert isinstance(term.data, tuple)
+                found.update(dict.fromkeys(map(str, term.data)))
+            for part in (*term.args, *term.alternatives):
+                visit(part)
+
+        for term in self._terms.values():
+            visit(term)
+        return [axis for axis in found if self._parts(axis)]
+
+    def _parts(self, axis: str) -> list[int]:
+        extent = self._axes.extents[axis]
+        return [n for n in self.limits.splits if extent % n == 0 and extent // n >= LEAST_PART]
+
+    def _search(self, axis: str, names: Mapping[str, tuple[str, str]]) -> Iterator[Progress]:
+        egraph = EGraph(MAX_NODES)
+        roots: dict[str, int] = {}
+        for name, term in self._terms.items():
+            for old, parts in names.items():
+                term = split_axis(without_alternatives(term), old, parts)
+            roots[name] = egraph.add_term(term)
+        saturate(egraph)
+        roots = {name: egraph.find(number) for name, number in roots.items()}
+        if len(set(roots.values())) < len(roots):
+            raise ProgramError(
+                f"two outputs of program {self.program.name!r} are one value",
+                expected="outputs that differ",
+                remedy="leave one out",
+            )
+        apart = frozenset(part for parts in names.values() for part in parts)
+        generator = Generator(egraph, tuple(roots.values()), apart)
+        sizes = [self._sizes(axis, n) for n in (self._parts(axis) if axis else [1])]
+        recipes = self._recipes(generator, egraph, sizes[len(sizes) // 2])
+        self.num_recipes += len(recipes)
+        self.num_states += generator.num_states
+        dims = {
+            name: tuple(tuple(p for a in dim for p in names.get(a, (a,))) for dim in found)
+            for name, found in self._axes.tensors.items()
+        }
+        yield self._progress(axis, egraph)
+        scheduler = Scheduler(
+            egraph, self.machine, self.limits, tuple(roots.values()),
+            max(item_bytes(t.dtype) for t in self.program.tensors if t.name in roots),
+            self._leaf_bytes(egraph), least_us(self.program, self.machine),
+            frozenset(outer for outer, _ in names.values()),
+        )  # fmt: skip
+        for number, recipe in enumerate(recipes):
+            for extents in sizes:
+                schedule = scheduler.schedule(recipe, extents)
+                if schedule:
+                    self._note(egraph, roots, dims, recipe, schedule)
+            self.num_scheduled += 1
+            if number % 16 == 15:
+                yield self._progress(axis, egraph)
+        yield self._progress(axis, egraph)
+
+    def _leaf_bytes(self, egraph: EGraph) -> dict[int, int]:
+        tensors, found = self.program.tensor_map(), {}
+        for number in egraph.classes():
+            for op, data, _ in egraph.nodes(number):
+                if op == "input":
+                    found[number] = item_bytes(tensors[input_of(data)[0]].dtype)
+        return found
+
+    def _progress(self, axis: str, egraph: EGraph) -> Progress:
+        best = min((time for time, _, _ in self._best.values()), default=math.inf)
+        counts = (self.num_states, self.num_recipes, self.num_scheduled)
+        return Progress(axis, egraph.num_nodes, *counts, best)
+
+    def _sizes(self, axis: str, parts: int) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for name, extent in self._axes.extents.items():
+            if name == axis:
+                found |= {f"{name}_o": parts, f"{name}_i": extent // parts}
+            else:
+                found[name] = extent
+        return found
+
+    def _recipes(
+        self, generator: Generator, egraph: EGraph, sizes: Mapping[str, int]
+    ) -> list[Recipe]:
+        """Those of the least work, several of each structure, over all numbers of ops from the
+        least on, `slack` more.
+        """
+        ranked: dict[str, list[tuple[float, int, Recipe]]] = {}
+        least = generator.least()
+        found = 0
+        while found == 0 and least < generator.most():
+            last = least + (self.limits.slack if self._has_any(generator, least) else 0)
+            for recipe in generator.recipes(last):
+                found += 1
+                group = ranked.setdefault(structure_of(recipe), [])
+                group.append((work_of_recipe(recipe, egraph, sizes), found, recipe))
+                if len(group) > 4 * PER_STRUCTURE:
+                    group.sort(key=lambda item: item[:2])
+                    del group[PER_STRUCTURE:]
+                if found >= self.limits.max_recipes:
+                    break
+            least += 1
+        best = [item for group in ranked.values() for item in sorted(group)[:PER_STRUCTURE]]
+        best.sort(key=lambda item: item[:2])
+        return [recipe for _, _, recipe in best[: self.limits.num_scheduled]]
+
+    def _has_any(self, generator: Generator, max_ops: int) -> bool:
+        return next(generator.recipes(max_ops), None) is not None
+
+    def _note(
+        self,
+        egraph: EGraph,
+        roots: Mapping[str, int],
+        dims: Mapping[str, Dims],
+        recipe: Recipe,
+        schedule: KernelSchedule,
+    ) -> None:
+        structure = f"{structure_of(recipe)} in {len(schedule.kernels)} kernels"
+        known = self._best.get(structure)
+        time = round(schedule.time_us, 6)
+        if known is None or time < known[0]:
+            self._best[structure] = time, structure, _Found(egraph, roots, dims, schedule)
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What assemble needs."""
+
+    egraph: EGraph
+    roots: Mapping[str, int]
+    dims: Mapping[str, Dims]
+    schedule: KernelSchedule
+
+
+def structure_of(recipe: Recipe) -> str:
+    """What tells recipes of one structure from others: how often they reduce along which axes."""
+    words = sorted(
+        f"{choice.kind}[{','.join(choice.data)}]"
+        for _, choice in recipe.steps
+        if choice.kind != "map"
+    )
+    maps = sum(choice.kind == "map" for _, choice in recipe.steps)
+    return " ".join([*words, f"{maps} maps"])
+
+
+def work_of_recipe(recipe: Recipe, egraph: EGraph, sizes: Mapping[str, int]) -> float:
+    """Functions of all elements, multiply-adds at their share."""
+    total = 0.0
+    for number, choice in recipe.steps:
+        total += _work(choice, egraph.axes(number), egraph, sizes)
+    return total
+
+
+def _work(
+    choice: OpChoice, axes: frozenset[str], egraph: EGraph, sizes: Mapping[str, int]
+) -> float:
+    def elements(names: frozenset[str]) -> float:
+        return float(math.prod(sizes.get(name, 1) for name in names))
+
+    if choice.kind == "contract":
+        return PRODUCT_WORK * elements(axes | set(choice.data))
+    if choice.kind == "map":
+        return num_functions("map", choice.data[0]) * elements(axes)
+    return elements(egraph.axes(choice.args[0]))

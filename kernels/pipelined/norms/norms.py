@@ -1,0 +1,204 @@
+"""Launches of the norm kernels: rows become tiles of a descriptor, a choice is made, and TMA or
+plain Triton runs it.
+
+In: CUDA tensors of float types, the last dim being the row. Out: results and sums, contiguous.
+Next: api.py.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from distmega.kernels.pipelined.blocks import common_width, padded_to
+from distmega.kernels.pipelined.choices import (
+    KernelChoice,
+    Traffic,
+    plain_row_choices,
+    row_choices,
+)
+from distmega.kernels.pipelined.device import INT32, device_facts, num_programs
+from distmega.kernels.pipelined.families import Block, Launch, LaunchFamily, Vector, pointer
+from distmega.kernels.pipelined.norms.long_norm_kernel import long_norm_kernel
+from distmega.kernels.pipelined.norms.norm_kernel import NormSpec, norm_kernel
+from distmega.kernels.pipelined.pointwise.views import as_rows, is_aligned, layout_key, result_key
+from distmega.kernels.pipelined.triton_path import long_norm_plain, norm_plain
+from distmega.kernels.runtime.gpus import is_hopper
+
+Operands = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor, Tensor | None]
+"""x, residual, weight, bias, results and sums; x, residual, results and sums of one shape, the last
+two contiguous; sums where there is a residual.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _NormClass:
+    """What calls have in common that share launches: rows of x and residual by (row, element)
+    strides, vectors by their steps, None where there is none; types of what comes and leaves.
+    """
+
+    op: str
+    eps: float
+    count: int
+    columns: int
+    x: tuple[int, int]
+    residual: tuple[int, int] | None
+    weight: int | None
+    bias: int | None
+    types: tuple[torch.dtype, ...]
+    index: int
+
+    @property
+    def sizes(self) -> list[int]:
+        return [dtype.itemsize for dtype in self.types]
+
+    @property
+    def traffic(self) -> Traffic:
+        arriving = 1 if self.residual is None else 2
+        return Traffic(
+            in_bytes=sum(self.sizes[:arriving]),
+            out_bytes=sum(self.sizes[arriving:]),
+            num_elements=self.count * self.columns,
+        )
+
+    @property
+    def name(self) -> str:
+        """The shape class: number of rows up to the next power of two."""
+        parts = " weight" * (self.weight is not None) + " bias" * (self.bias is not None)
+        types = " ".join(str(dtype).removeprefix("torch.") for dtype in self.types)
+        return f"{self.op}{parts}, {types}, {padded_to(self.count)}x{self.columns}"
+
+    @property
+    def _packed(self) -> bool:
+        return all(rows in (None, (self.columns, 1)) for rows in (self.x, self.residual))
+
+    @property
+    def vectors(self) -> list[Vector]:
+        steps = (self.weight, self.bias)
+        return [Vector(length=self.columns, step=1 if step is None else step) for step in steps]
+
+    def launch(self, choice: KernelChoice) -> Launch:
+        return self.tma_launch(choice) if choice.stages else self.plain_launch(choice)
+
+    def tma_launch(self, choice: KernelChoice) -> Launch:
+        """The Gluon kernel for whole rows, or in chunks where the choice's tile is shorter."""
+        width = common_width(self.sizes, self.columns)
+        tile = (choice.tile[0], choice.tile[1] // width, width)
+        spec = NormSpec(
+            op=self.op,
+            has_residual=self.residual is not None,
+            has_weight=self.weight is not None,
+            has_bias=self.bias is not None,
+            rows=tile[0],
+            groups=tile[1],
+            width=width,
+            exact=choice.tile[1] == self.columns,
+            stages=choice.stages,
+            buffers=choice.buffers,
+        )
+
+        def block(row: int) -> Block:
+            shape = (self.count, self.columns // width, width)
+            return Block(shape=shape, strides=(row, width, 1), tile=tile)
+
+        leaving = block(self.columns)
+        num_tiles = -(-self.count // tile[0])
+        tail: tuple[int, ...] = (num_tiles, choice.run)
+        if choice.tile[1] < self.columns:
+            tail = (-(-self.columns // choice.tile[1]), self.count)
+        return Launch(
+            kernel=norm_kernel if choice.tile[1] >= self.columns else long_norm_kernel,
+            arguments=(
+                block(self.x[0]), block((self.residual or self.x)[0]), *self.vectors,
+                leaving, leaving,
+            ),
+            rest=(self.columns, *tail, self.eps, spec),
+            grid=num_programs(choice, num_tiles, self.index),
+            options={"num_warps": choice.num_warps, "maxnreg": choice.max_registers},
+        )  # fmt: skip
+
+    def plain_launch(self, choice: KernelChoice) -> Launch:
+        """The plain Triton kernel for whole rows, or parts where the choice's tile is shorter."""
+        rows, tile = choice.tile
+        strides = (*self.x, *(self.residual or (0, 0)))
+        rest: tuple[object, ...] = (
+            *strides,
+            self.count,
+            self.columns,
+            self.eps,
+            self.op,
+            rows,
+            tile,
+            choice.vectors,
+            self._packed and tile == self.columns and self.count % rows == 0,
+        )
+        if tile < self.columns:
+            rest = (*strides, self.columns, self.eps, self.op, tile)
+        return Launch(
+            kernel=norm_plain if tile >= self.columns else long_norm_plain,
+            arguments=(pointer, pointer, *self.vectors, pointer, pointer),
+            rest=rest,
+            grid=-(-self.count // rows),
+            options={"num_warps": choice.num_warps},
+        )
+
+
+_families: dict[object, LaunchFamily | None] = {}
+
+
+def run_norm(op: str, eps: float, operands: Operands) -> None:
+    """Writes the results, and sums where there is a residual. op: rms, layer or softmax."""
+    if not operands[0].numel():
+        return
+    family = family_of(op, eps, operands)
+    if family is None:
+        x, residual, *rest = operands
+        residual = None if residual is None else residual.contiguous()
+        operands = (x.contiguous(), residual, *rest)  # type: ignore[assignment]
+        family = family_of(op, eps, operands)
+        assert family is not None, "contiguous tensors are rows"
+    family.run(operands)
+
+
+def family_of(op: str, eps: float, operands: Operands) -> LaunchFamily | None:
+    """The launches for such operands; None where x or the residual is no matrix of rows."""
+    given, results = map(layout_key, operands[:4]), map(result_key, operands[4:])
+    key = (op, eps, operands[0].device.index, *given, *results)
+    if key not in _families:
+        _families[key] = _make_family(op, eps, operands)
+    return _families[key]
+
+
+def _make_family(op: str, eps: float, operands: Operands) -> LaunchFamily | None:
+    x, residual, weight, bias, y, total = operands
+    moved: list[tuple[Tensor, tuple[int, int]]] = []
+    for given in (x, residual, y, total):
+        if given is not None:
+            strides = as_rows(given.shape, given.stride())
+            if strides is None:
+                return None
+            moved.append((given, strides))
+    made = _NormClass(
+        op=op,
+        eps=eps,
+        count=x.numel() // x.shape[-1],
+        columns=x.shape[-1],
+        x=moved[0][1],
+        residual=None if residual is None else moved[1][1],
+        weight=None if weight is None else weight.stride(0),
+        bias=None if bias is None else bias.stride(0),
+        types=tuple(given.dtype for given, _ in moved),
+        index=x.device.index,
+    )
+    sizes = made.count, made.columns, made.traffic, device_facts(made.index)
+    if _takes_tma(made) and all(step == 1 and is_aligned(t, row) for t, (row, step) in moved):
+        choices = row_choices(*sizes)
+    else:
+        choices = plain_row_choices(*sizes)[:1]
+    return LaunchFamily(made.name, choices, made.launch)
+
+
+def _takes_tma(made: _NormClass) -> bool:
+    """Whether the Gluon kernels run there for rows of such types and lengths."""
+    width = common_width(made.sizes, made.columns)
+    return is_hopper(made.index) and width > 0 and made.count < INT32

@@ -1,0 +1,157 @@
+"""The pointwise kernel: tiles stream through shared memory by TMA, several stages of loads in
+flight, each consumed as it lands; results leave by TMA.
+
+In: TMA descriptors of the whole operands, pointers to broadcast ones, a PointwiseSpec. Out: up to
+four results, bounds clipped by the descriptors. Launched by pointwise.py. Next: norm_kernel.py.
+"""
+
+# Kernels' arguments have no Python types.
+# ruff: noqa: ANN001, ANN201, ANN202
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment"
+
+from dataclasses import dataclass
+
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from distmega.kernels.gluon_compat import tma_load, tma_store, tma_store_wait
+from distmega.kernels.pipelined.layouts import count_tiles, tile_layout, tile_number
+from distmega.kernels.pipelined.pointwise.formula import evaluate
+from distmega.kernels.runtime.mbarriers import make_barriers
+from distmega.program.expr import Expr
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PointwiseSpec:
+    """What the kernel is specialised for. Descriptors of inputs and outputs have block `tile`.
+
+    kinds: an input's part in a tile: "tile" (TMA), "row" (a vector along the columns), "column" (a
+    vector along the rows) or "scalar". stages: loads in flight, 1 for none ahead. buffers: tiles of
+    each output that may wait to leave.
+    """
+
+    exprs: tuple[Expr, ...]
+    kinds: tuple[str, ...]
+    tile: tuple[int, ...]
+    stages: int
+    buffers: int
+
+
+@triton.constexpr_function
+def _expr(spec: PointwiseSpec, index: int) -> Expr:
+    return spec.exprs[index]
+
+
+@triton.constexpr_function
+def _count(spec: PointwiseSpec, name: str) -> int:
+    return len(getattr(spec, name))
+
+
+@triton.constexpr_function
+def _kind(spec: PointwiseSpec, index: int) -> str:
+    return spec.kinds[index] if index < len(spec.kinds) else ""
+
+
+@triton.constexpr_function
+def _buffers_shape(spec: PointwiseSpec, count: int) -> list[int]:
+    return [count, *spec.tile]
+
+
+@gluon.jit
+def _allocate(descriptor, count: gl.constexpr, spec: gl.constexpr):
+    shape: gl.constexpr = _buffers_shape(spec, count)
+    return gl.allocate_shared_memory(descriptor.dtype, shape, descriptor.layout)
+
+
+@gluon.jit
+def _corner(tile, column_tiles, spec: gl.constexpr):
+    """Coordinates of a tile's first element."""
+    if _count(spec, "tile") == 1:
+        return (tile * spec.tile[0],)
+    else:
+        return (tile // column_tiles * spec.tile[0], tile % column_tiles * spec.tile[1])
+
+
+@gluon.jit
+def _start_loads(index, num_mine, run, column_tiles, inputs, stages, landed, spec: gl.constexpr):
+    """Starts the loads of this program's tile `index`, one an input, if there is such a tile."""
+    corner = _corner(tile_number(index, run), column_tiles, spec)
+    slot = index % spec.stages
+    for i in gl.static_range(_count(spec, "kinds")):
+        if _kind(spec, i) == "tile":
+            bar = landed.index(slot * _count(spec, "kinds") + i)
+            mbarrier.expect(bar, inputs[i].block_type.nbytes, pred=index < num_mine)
+            tma_load(inputs[i], corner, bar, stages[i].index(slot), pred=index < num_mine)
+
+
+@gluon.jit
+def _take(index, corner, num_rows, num_columns, source, stage, landed, i: gl.constexpr,
+          spec: gl.constexpr, layout: gl.constexpr):  # fmt: skip
+    """Input i of a tile in fp32: waits for its load only, or reads its broadcast vector."""
+    if _kind(spec, i) == "tile":
+        slot = index % spec.stages
+        mbarrier.wait(landed.index(slot * _count(spec, "kinds") + i), (index // spec.stages) & 1)
+        value = stage.index(slot).load(layout)
+    elif _kind(spec, i) == "row":
+        columns = corner[1] + gl.arange(0, spec.tile[1], gl.SliceLayout(0, layout))
+        value = gl.expand_dims(gl.load(source + columns, mask=columns < num_columns), 0)
+    elif _kind(spec, i) == "column":
+        rows = corner[0] + gl.arange(0, spec.tile[0], gl.SliceLayout(1, layout))
+        value = gl.expand_dims(gl.load(source + rows, mask=rows < num_rows), 1)
+    else:
+        value = gl.load(source)
+    return value.to(gl.float32)
+
+
+@gluon.jit(do_not_specialize=["num_rows", "num_columns", "num_tiles", "run", "column_tiles"])
+def pointwise_kernel(x0, x1, x2, x3, x4, x5, x6, x7, y0, y1, y2, y3, num_rows, num_columns,
+                     num_tiles, run, column_tiles, spec: gl.constexpr):  # fmt: skip
+    """x*: descriptors (kind "tile") or pointers, any float type, local memory; y*: descriptors.
+
+    One mbarrier a stage and input; tiles of a program as in count_tiles.
+    """
+    inputs = (x0, x1, x2, x3, x4, x5, x6, x7)
+    outputs = (y0, y1, y2, y3)
+    layout: gl.constexpr = tile_layout(spec.tile, gl.num_warps())
+    num_inputs: gl.constexpr = _count(spec, "kinds")
+    num_outputs: gl.constexpr = _count(spec, "exprs")
+    stages, ready = (), ()
+    for i in gl.static_range(num_inputs):
+        if _kind(spec, i) == "tile":
+            stages += (_allocate(inputs[i], spec.stages, spec),)
+        else:
+            stages += (0,)
+    for i in gl.static_range(num_outputs):
+        ready += (_allocate(outputs[i], spec.buffers, spec),)
+    num_stages: gl.constexpr = spec.stages
+    landed = make_barriers(num_stages * num_inputs)
+
+    num_mine = count_tiles(num_tiles, run)
+    if num_stages > 1:
+        for ahead in gl.static_range(num_stages):
+            _start_loads(ahead, num_mine, run, column_tiles, inputs, stages, landed, spec)
+    for index in range(num_mine):
+        if num_stages == 1:
+            _start_loads(index, num_mine, run, column_tiles, inputs, stages, landed, spec)
+        corner = _corner(tile_number(index, run), column_tiles, spec)
+        args = ()
+        for i in gl.static_range(num_inputs):
+            args += (
+                _take(index, corner, num_rows, num_columns, inputs[i], stages[i], landed, i, spec,
+                      layout),
+            )  # fmt: skip
+        if num_stages > 1:
+            _start_loads(
+                index + num_stages, num_mine, run, column_tiles, inputs, stages, landed, spec
+            )
+        tma_store_wait((spec.buffers - 1) * num_outputs)
+        for i in gl.static_range(num_outputs):
+            result = evaluate(_expr(spec, i), args)
+            whole = gl.broadcast(result, gl.full(spec.tile, 0.0, gl.float32, layout))[0]
+            ready[i].index(index % spec.buffers).store(whole.to(outputs[i].dtype))
+        fence_async_shared()
+        for i in gl.static_range(num_outputs):
+            tma_store(outputs[i], corner, ready[i].index(index % spec.buffers))
+    tma_store_wait(0)

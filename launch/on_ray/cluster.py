@@ -1,0 +1,123 @@
+"""Ray's cluster: connect to it, reserve room for ranks, see which nodes are up.
+
+Comes in: a Job and the environment. Goes out: a placement group, or a LaunchError that says what is
+missing. Used by launch/on_ray/actors.py.
+"""
+
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+
+from distmega.errors import LaunchError
+from distmega.launch.contract import Job
+
+logger = logging.getLogger(__name__)
+
+OBJECT_STORE_BYTES = 80_000_000
+PROBE_S = 5.0
+PLACEMENT_POLL_S = 1.0
+NODE_PROBE_S = 2.0
+
+
+def connect() -> bool:
+    """Make sure that this process is connected to Ray; whether that was done here."""
+    if ray.is_initialized():
+        return False
+    address = os.environ.get("RAY_ADDRESS")
+    on_terminate = signal.getsignal(signal.SIGTERM)
+    try:
+        if address and address not in ("auto", "local"):
+            _probe(address)
+        ray.init(
+            address=address or "local",
+            object_store_memory=None if address else OBJECT_STORE_BYTES,
+            include_dashboard=None if address else False,
+            logging_level=logging.WARNING,
+            log_to_driver=logger.isEnabledFor(logging.INFO),
+        )
+        _log_daemons()
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, on_terminate)  # Ray has put its own, which aborts
+    except (OSError, ValueError) as error:
+        raise LaunchError(
+            f"can't connect to Ray at RAY_ADDRESS={address or 'local'} ({error})",
+            expected="host:port of a running cluster, and its token if it demands one",
+            remedy="correct RAY_ADDRESS, unset it to start Ray on this machine, or set "
+            "RAY_AUTH_MODE=token where `ray start` said that token authentication is enabled",
+        ) from error
+    return True
+
+
+def _probe(address: str) -> None:
+    """Fail within seconds if nothing listens there; Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    socket.create_connection((host, int(port)), timeout=PROBE_S).close()
+
+
+def reserve_ranks(job: Job) -> PlacementGroup:
+    """Reserve a bundle for each group of ranks; raises LaunchError saying what is missing."""
+    size = job.ray.ranks_per_bundle
+    bundle = {"CPU": size * job.ray.cpus_per_rank}
+    bundle |= {"GPU": float(size)} if job.device == "cuda" else {}
+    num_bundles = job.num_ranks // size
+    group: PlacementGroup = placement_group([bundle] * num_bundles, strategy=job.ray.strategy)
+    deadline = time.monotonic() + job.ray.placement_timeout_s
+    try:
+        while not group.wait(timeout_seconds=PLACEMENT_POLL_S):
+            logger.info("waiting for Ray to place %d ranks of %s", job.num_ranks, bundle)
+            if time.monotonic() > deadline:
+                raise _describe_shortage(job, bundle)
+    except BaseException:
+        remove_placement_group(group)
+        raise
+    return group
+
+
+def _describe_shortage(job: Job, bundle: Mapping[str, float]) -> LaunchError:
+    free = ray.available_resources()  # type: ignore[no-untyped-call]
+    total = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    num_bundles = job.num_ranks // job.ray.ranks_per_bundle
+    needs = ", ".join(
+        f"{amount * num_bundles:g} {name} ({free.get(name, 0):g} of {total.get(name, 0):g} free)"
+        for name, amount in bundle.items()
+    )
+    num_nodes = sum(node["Alive"] for node in ray.nodes())  # type: ignore[no-untyped-call]
+    return LaunchError(
+        f"Ray could not place {job.num_ranks} ranks ({job.ray.strategy}, {num_nodes} nodes) within "
+        f"{job.ray.placement_timeout_s:g} s: they need {needs}",
+        expected="that much to be free, on one node under STRICT_PACK",
+        remedy="ask for fewer ranks, free the cluster, or add nodes to it",
+    )
+
+
+def is_node_up(node: str) -> bool:
+    """Whether a node's daemon answers; Ray may take half a minute to notice that it is gone."""
+    known = {each["NodeID"]: each for each in ray.nodes()}  # type: ignore[no-untyped-call]
+    if node not in known or not known[node]["Alive"]:
+        return False
+    endpoint = known[node]["NodeManagerAddress"], known[node]["NodeManagerPort"]
+    try:
+        socket.create_connection(endpoint, timeout=NODE_PROBE_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def _log_daemons() -> None:
+    """What Ray's daemons say goes to the log, not between the answers on standard output."""
+    worker = ray._private.worker
+    if hasattr(worker, "print_to_stdstream"):
+        setattr(worker, "print_to_stdstream", _log_lines)  # noqa: B010
+
+
+def _log_lines(data: Mapping[str, Any], ignore_prefix: bool = False) -> None:
+    del ignore_prefix  # of no use in a log
+    logger.info("Ray's %s: %s", data.get("pid"), " ".join(data.get("lines", ())))
