@@ -1,11 +1,12 @@
 """What tests need of the machine (gpu, multigpu(n), ray), and how many were skipped for what.
 
 Nightly sweeps run only when -m names them. Where several processes share the work (`pytest -n 2`),
-the tests of a file stay in one, and so do all those in folders whose tests start ranks.
+the tests of a file stay in one, and so do all those of a folder whose tests start ranks.
 """
 
 import importlib.util
 import os
+import re
 from collections import Counter
 
 import pytest
@@ -20,7 +21,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # threads that wait for each other need
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks the Hugging Face Hub
 
-WITH_RANKS = ("tests/e2e/", "tests/launch/", "tests/multigpu/")
+WITH_RANKS = re.compile(r"tests/(e2e|launch|multigpu)/")
 
 settings.register_profile("distmega", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("distmega")
@@ -67,7 +68,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 class _RanksInOneProcess(LoadScopeScheduling):
     def _split_scope(self, nodeid: str) -> str:
-        return "ranks" if nodeid.startswith(WITH_RANKS) else nodeid.partition("::")[0]
+        found = WITH_RANKS.match(nodeid)
+        return found[0] if found else nodeid.partition("::")[0]
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:

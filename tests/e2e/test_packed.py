@@ -83,7 +83,9 @@ def test_passes_hold_each_token_once_and_in_order(prompts, budget, spare):
     assert cached == {slot: len(ids) for slot, ids in prompts.items()}
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, pytest.param(4, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "num_ranks", [*(pytest.param(n, marks=pytest.mark.nightly) for n in (1, 4)), 2]
+)
 def test_real_weights_give_what_each_prompt_gives_alone(num_ranks: int):
     """A pass of 100 tokens at a time: the longest prompt is taken in three parts, the second pass
     holds three prompts. Logits are those of transformers, who sees each prompt alone.

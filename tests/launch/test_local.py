@@ -17,7 +17,11 @@ from tests.interrupts import interruptible
 from tests.launch.conftest import is_gone, wait_until
 from tests.launch.targets import Trap
 
-KILL_LIMIT_S = 10.0
+KILL_LIMIT_S = 40.0
+"""Of the 60 seconds after which peers give a rank up."""
+
+
+MORE_TARGETS = ("tests.launch.targets:missing", "targets")
 
 
 def start(target: str, payload: object, *, num_ranks: int = 2, **options) -> list[Event]:
@@ -25,7 +29,7 @@ def start(target: str, payload: object, *, num_ranks: int = 2, **options) -> lis
     return list(launch(f"tests.launch.targets:{target}", payload, chosen))
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.nightly), 4])
 def test_values_come_in_order_and_the_result_last(num_ranks: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("DISTMEGA_THREADS", raising=False)
     *values, result = start("sum_ranks", 3, num_ranks=num_ranks)
@@ -107,7 +111,10 @@ def test_a_result_that_cannot_be_pickled_is_the_ranks_failure():
         start("return_function", None, num_ranks=1)
 
 
-@pytest.mark.parametrize("target", ["nowhere:run", "tests.launch.targets:missing", "targets"])
+@pytest.mark.parametrize(
+    "target",
+    ["nowhere:run", *(pytest.param(name, marks=pytest.mark.nightly) for name in MORE_TARGETS)],
+)
 def test_a_target_that_cannot_be_imported_is_refused(target: str):
     with pytest.raises(LaunchError, match=f"target '{target}' can't be loaded"):
         list(launch(target, None, LauncherOptions(device="cpu")))

@@ -22,8 +22,12 @@ list(launch("tests.launch.targets:sum_ranks", 1, LauncherOptions(num_ranks=2)))
     ("arguments", "asked"),
     [
         (("-c", LOCAL), ""),
-        (("-c", LOCAL), "active"),
-        ((*TORCHRUN, "-m", "tests.launch.command", "sum_ranks", "1", "2", "60"), ""),
+        pytest.param(("-c", LOCAL), "active", marks=pytest.mark.nightly),
+        pytest.param(
+            (*TORCHRUN, "-m", "tests.launch.command", "sum_ranks", "1", "2", "60"),
+            "",
+            marks=pytest.mark.nightly,
+        ),
     ],
 )
 def test_openmp_of_the_ranks_waits_passively_unless_asked(arguments: tuple[str, ...], asked: str):

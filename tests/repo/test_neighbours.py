@@ -32,7 +32,13 @@ def other_kernels(tmp_path: Path) -> Path:
     return package.parent
 
 
-@pytest.mark.parametrize("outside", [False, True], ids=["repository root", "elsewhere"])
+@pytest.mark.parametrize(
+    "outside",
+    [
+        pytest.param(False, id="repository root"),
+        pytest.param(True, id="elsewhere", marks=pytest.mark.nightly),
+    ],
+)
 def test_transformers_imports(outside: bool, tmp_path: Path):
     assert run_python("-c", LLAMA, cwd=tmp_path if outside else ROOT) == "LlamaForCausalLM"
 
