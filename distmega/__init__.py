@@ -17,7 +17,7 @@ from distmega.lazy import late_imports
 if TYPE_CHECKING:
     from distmega.compiled import CompiledProgram, compile_plan
     from distmega.engine.engine import Engine
-    from distmega.engine.ranks.context import Emit, RankContext
+    from distmega.engine.ranks.context import Emit, ProgressReport, RankContext
     from distmega.engine.ranks.jobs import open_engine
     from distmega.engine.requests import EngineOptions, GenerateRequest, GenerateResult, Token
     from distmega.errors import DistmegaError
@@ -54,6 +54,7 @@ __all__ = [
     "Plan",
     "Program",
     "ProgramBuilder",
+    "ProgressReport",
     "RankContext",
     "Sampling",
     "Token",

@@ -63,7 +63,8 @@ class LauncherOptions:
         timeout_s: The longest silence allowed from running ranks; None is DISTMEGA_TIMEOUT_S.
         start_timeout_s: The longest until all of them run.
         max_restarts: How often the ranks are started again after a RankFailure. Values that were
-            already yielded are then left out, so the target must emit the same values again.
+            already yielded are then left out, so the target must emit the same values again, but
+            for ProgressReports.
         ray: How Ray places them.
     """
 

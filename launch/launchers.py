@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from distmega.engine.ranks.context import DeviceKind, Emit, RankContext
+from distmega.engine.ranks.context import DeviceKind, Emit, ProgressReport, RankContext
 from distmega.env import MAX_SECONDS, read_settings
 from distmega.errors import LaunchError, RankFailure, RequestError, argument
 from distmega.launch import late
@@ -209,7 +209,7 @@ def _run_with_restarts(
         try:
             with closing(start(job)) as events:
                 for event in events:
-                    if isinstance(event, Emitted):
+                    if isinstance(event, Emitted) and not isinstance(event.value, ProgressReport):
                         num_seen += 1
                         if num_seen <= num_yielded:
                             continue

@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
+from distmega.engine.ranks.context import ProgressReport
 from distmega.env import MAX_SECONDS
 from distmega.errors import RequestError, argument
 from distmega.models.sampling import Sampling, Samplings, sampling_of_each
@@ -261,14 +262,14 @@ class Opened:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Doing:
+class Doing(ProgressReport):
     """What rank 0 does from now on, in words."""
 
     what: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loaded:
+class Loaded(ProgressReport):
     """How much of rank 0's part of the weights is loaded."""
 
     done_bytes: int

@@ -10,7 +10,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from distmega.engine.ranks.context import Emit, RankContext
+from distmega.engine.ranks.context import Emit, ProgressReport, RankContext
 from distmega.errors import RequestError
 
 MULTICAST = ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS")
@@ -78,8 +78,17 @@ def reduce_forever(context: RankContext, payload: None, emit: Emit) -> None:
         dist.all_reduce(total)
 
 
+@dataclass(frozen=True)
+class Begun(ProgressReport):
+    """That a run has begun."""
+
+
 def kill_last_once(context: RankContext, payload: Path, emit: Emit) -> str:
-    """Emits 0 .. 4; the last rank ends itself at 2, unless the file says that it did so before."""
+    """Emits 0 .. 4; the last rank ends itself at 2, unless the file says that it did so before.
+    The run after that tells its progress, as one that is slower to load may.
+    """
+    if payload.exists():
+        emit(Begun())
     for step in range(5):
         emit(step)
         dist.barrier()

@@ -17,6 +17,14 @@ Emit = Callable[[object], None]
 """Sends one value to the caller at once when called on rank 0; does nothing on the other ranks."""
 
 
+class ProgressReport:
+    """Base class of emitted values that say how far the work is. One run may emit more of them than
+    another, as the clock decides; after a restart they come again, and no other value does.
+    """
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankContext:
     """One rank's place in a job.
