@@ -1,0 +1,165 @@
+"""One SM of the emulated kernel of one row, and the GPU that it is of: what bodies work on.
+
+In: queues and memory of a rank. Out: polls, stores, fences and tiles as the bodies use them, each
+with a place where others may come between. Next on the walk: row_bodies.py.
+"""
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from distmega.kernels.hopper.emulator.clocks import Agent, Clock
+from distmega.kernels.hopper.emulator.interleaving import Interleaving, Key, Steps
+from distmega.kernels.hopper.emulator.memory import (
+    FlaggedWords,
+    KeptNumbers,
+    PendingStore,
+    PlainData,
+    StoreBuffer,
+    StoreTarget,
+)
+from distmega.kernels.hopper.emulator.numbers import Floats, Indices, Words
+from distmega.kernels.hopper.emulator.ring import Ring
+from distmega.kernels.hopper.plan.types import RowQueues
+from distmega.kernels.hopper.plan.words import TILE_K, UNIT_ROWS
+
+SLICE_K = 64
+SPARE = 4096
+"""Elements behind the weights: finite, and never multiplied by other than zero."""
+GARBAGE = 1000.0
+Mask = npt.NDArray[np.bool_]
+
+
+@dataclass(slots=True, kw_only=True)
+class EmulatedGpu:
+    """A rank's memory. elements: of the weight arena; embed: the table that tokens are looked up
+    in; rope: cosines then sines a row, of positions; cache: rows of keys and values; settings:
+    temperature and limits of a sample; tokens: that a launch chose.
+    """
+
+    rank: int
+    queues: RowQueues
+    order: Interleaving
+    elements: Floats
+    embed: Floats
+    rope: Floats
+    words: FlaggedWords
+    kept: KeptNumbers
+    state: PlainData
+    cache: PlainData
+    host: Agent
+    settings: Floats = field(default_factory=lambda: np.zeros(3, dtype=np.float32))
+    seed: int = 0
+    tokens: dict[int, int] = field(default_factory=dict)
+    peers: Sequence["EmulatedGpu"] = ()
+
+    @property
+    def num_sms(self) -> int:
+        return len(self.queues.queues)
+
+
+class Sm:
+    """Two partitions that share a ring."""
+
+    def __init__(
+        self, gpu: EmulatedGpu, sm: int, compute: Agent, loader: Agent, num_slots: int, ahead: int
+    ) -> None:
+        self.gpu, self.sm, self.compute, self.loader = gpu, sm, compute, loader
+        self.queue = gpu.queues.queues[sm]
+        self.stores = StoreBuffer(gpu.order, gpu.rank, sm)
+        self.ring = Ring(gpu.order, gpu.rank, sm, num_slots, ahead)
+        self.begun: list[tuple[Clock, Clock]] = []
+        """What the compute warps knew, and saw, when each step of the launch began."""
+        self.waiting = ""
+
+    # flagged words
+
+    def poll(self, at: Indices, flag: int, doing: str) -> Generator[Key, None, Words]:
+        """Payloads of this rank's words, once each carries the flag; in any order."""
+        found: Words = np.zeros(len(at), dtype=np.uint32)
+        left = np.arange(len(at))
+        while True:
+            left = self.gpu.words.take(self.compute, at, flag, found, left)
+            if not len(left):
+                self.waiting = ""
+                return found
+            word = int(at[left[0]])
+            self.waiting = f"{self.compute}, {doing}, waits for flag {flag} of word {word}"
+            yield "word", self.gpu.rank, word
+
+    def publish(
+        self, at: Indices, payload: Words, flag: int, gpus: Sequence[EmulatedGpu] = ()
+    ) -> None:
+        """Flagged words to this rank's buffer, or to those of several."""
+        tick, snapshot = self.compute.tick(), self.compute.snapshot()
+        for gpu in gpus or (self.gpu,):
+            self.stores.put(
+                PendingStore(gpu.words, at, payload, flag, self.compute, snapshot, tick)
+            )
+
+    # plain data
+
+    def store(self, memory: StoreTarget, at: Indices, values: npt.NDArray[np.generic]) -> None:
+        tick, snapshot = self.compute.tick(), self.compute.snapshot()
+        self.stores.put(PendingStore(memory, at, values, 0, self.compute, snapshot, tick))
+
+    def fence(self) -> None:
+        self.compute.fence()
+        self.stores.fence()
+
+    def arrive(self) -> None:
+        """Tells the loader that a step begins."""
+        self.begun.append((self.compute.done.copy(), self.compute.seen.copy()))
+        self.gpu.order.wake(("step", self.gpu.rank, self.sm))
+
+    def await_step(self, step: int) -> Steps:
+        """Steps of the loader: until the compute warps have begun a step."""
+        while len(self.begun) <= step:
+            yield "step", self.gpu.rank, self.sm
+        done, seen = self.begun[step]
+        np.maximum(self.loader.done, done, out=self.loader.done)
+        np.maximum(self.loader.seen, seen, out=self.loader.seen)
+
+    # tiles
+
+    def take(self) -> Generator[Key, None, Floats]:
+        """The next tile of the ring."""
+        while not self.ring.is_here():
+            self.waiting = f"{self.compute} waits for tile {self.ring.taken}"
+            yield "tile", self.gpu.rank, self.sm
+        self.waiting = ""
+        return self.ring.take(self.compute, self.loader)
+
+    def weight_tile(self, matrix: int, row: int, k: int) -> Floats:
+        """[UNIT_ROWS, TILE_K]: slices of 64 columns, zeros behind the last slice and row. Where a
+        row ends inside a slice, the rest is what lies behind it.
+        """
+        found = self.gpu.queues.matrices[matrix]
+        stop = -(-found.columns // SLICE_K) * SLICE_K
+        columns = np.arange(k * TILE_K, min((k + 1) * TILE_K, stop))
+        rows = row + np.arange(max(0, min(UNIT_ROWS, found.num_rows - row)))
+        tile: Floats = np.zeros((UNIT_ROWS, TILE_K), dtype=np.float32)
+        first = found.offset // 2
+        at = first + rows[:, None] * found.columns + columns
+        tile[: len(rows), : len(columns)] = self.gpu.elements[at]
+        return tile
+
+
+@dataclass(slots=True)
+class Running:
+    """Steps of a partition or a host as an activity of the interleaving."""
+
+    kind: str
+    rank: int
+    sm: int
+    steps: Steps
+    waits: Callable[[], str]
+    finite: bool = True
+
+    def advance(self) -> Key | None:
+        return next(self.steps, None)
+
+    def waits_for(self) -> str:
+        return self.waits()
