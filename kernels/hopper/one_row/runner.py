@@ -282,7 +282,7 @@ class RowRunner:
             "CHOICE": choice_of(queues.sampler) if queues.token else NO_CHOICE,
             "HEAD_ROWS": padded_head_rows(queues.head_rows),
             "RANKS": queues.num_ranks,
-            "BARRIERS": queues.mode == "op",
+            "BARRIERS": queues.has_barriers,
             "STAGES": num_stages(tiles_k),
             "AHEAD": LOADS_AHEAD,
             "TRACE": tracing,

@@ -84,7 +84,7 @@ def reads(one: Instruction, queues: RowQueues) -> Iterator[Read]:
                 first = one.partial + (one.head * one.max_splits + split) * stride
                 words = range(first, first + stride)
                 yield Read(words=words, generation=one.generation, always=split == 0)
-        case RowBarrier():
+        case RowBarrier() if one.num_words:
             words = range(one.dst, one.dst + one.num_words)
             yield Read(words=words, generation=one.generation, phase=1)
         case RowSample():
@@ -93,7 +93,7 @@ def reads(one: Instruction, queues: RowQueues) -> Iterator[Read]:
                 yield Read(words=words, generation=one.generation)
             words = buffer_words(queues, "sample")
             yield Read(words=words, generation=one.generation, always=False, phase=1)
-        case RowEmbed():
+        case RowEmbed() | RowBarrier():
             return
 
 

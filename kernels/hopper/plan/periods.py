@@ -13,7 +13,13 @@ from graphlib import TopologicalSorter
 from itertools import pairwise
 
 from distmega.kernels.hopper.plan.types import RowQueues
-from distmega.kernels.hopper.plan.words import Instruction, RowAttention, RowCombine, RowLinear
+from distmega.kernels.hopper.plan.words import (
+    Instruction,
+    RowAttention,
+    RowBarrier,
+    RowCombine,
+    RowLinear,
+)
 
 MOST_PARTS = 3
 """Of a run of equal parts: the first, the last and one between."""
@@ -29,8 +35,20 @@ def kind_of(one: Instruction) -> Kind:
 
 
 def kinds_in_order(queues: RowQueues) -> list[Kind]:
-    """The kinds of work of all queues, each of which has some of them in this order."""
+    """The kinds of work of all queues, each of which has some of them in this order; barriers that
+    wait behind those that only write what they wait for.
+    """
     before: dict[Kind, set[Kind]] = {}
+    waiting, writing = (
+        {
+            kind_of(one)
+            for queue in queues.queues
+            for one in queue
+            if isinstance(one, RowBarrier) and bool(one.num_words) == waits
+        }
+        for waits in (True, False)
+    )
+    before.update((kind, set(writing)) for kind in waiting)
     for queue in queues.queues:
         kinds = [kind_of(one) for one in queue]
         for kind in kinds:

@@ -7,6 +7,9 @@ generation. An instruction polls the words of a phase before it writes words of 
 SM takes instructions in order; hence who has read a word of an instruction knows that this phase,
 all before it on that SM, and all that they knew, have read what they read.
 
+SM 0 counts up the state of a launch when it is done, so it must know by then that every other SM,
+its loader warp too, has read it.
+
 Two steps are looked at, the second of which stands for all that follow: flags differ, edges do not.
 Knowledge is a count of phases for each SM: of the rank itself, and of every one of its peers, which
 run the same queues. What an instruction may skip, a split of a short context, teaches nothing.
@@ -23,8 +26,9 @@ import numpy.typing as npt
 
 from distmega.kernels.hopper.plan.accesses import Read, Write, reads, step_reads, writes
 from distmega.kernels.hopper.plan.periods import Kind, kind_of, kinds_in_order, shorten
+from distmega.kernels.hopper.plan.starts import takes_tiles
 from distmega.kernels.hopper.plan.types import RowQueues
-from distmega.kernels.hopper.plan.words import RowEmbed
+from distmega.kernels.hopper.plan.words import RowAttention, RowEmbed
 
 Clocks = npt.NDArray[np.int32]
 """Counts of phases: [SMs] of one SM's knowledge, or [SMs, SMs] of all."""
@@ -36,6 +40,12 @@ MAX_RANKS = 128
 def find_hazard(queues: RowQueues) -> str:
     """The first word that may be overwritten too early, or is waited for in vain; "" if none."""
     return _Proof(shorten(queues)).run()
+
+
+def find_late_start(queues: RowQueues) -> str:
+    """An SM that may begin a launch after SM 0 has counted up its state; "" if there is none."""
+    proof = _Proof(shorten(queues))
+    return proof.run_step(0) or proof.late_start(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,14 +159,33 @@ class _Proof:
 
     def run(self) -> str:
         for step in range(NUM_STEPS):
-            hazard = self.begin(step) if step else ""
+            hazard = (step and self.begin(step)) or self.run_step(step) or self.late_start(step)
             if hazard:
                 return hazard
-            for tasks in self.rounds:
-                for phase in range(PHASES):
-                    hazard = self.take(tasks, phase, step)
-                    if hazard:
-                        return hazard
+        return ""
+
+    def run_step(self, step: int) -> str:
+        for tasks in self.rounds:
+            for phase in range(PHASES):
+                hazard = self.take(tasks, phase, step)
+                if hazard:
+                    return hazard
+        return ""
+
+    def late_start(self, step: int) -> str:
+        """The first SM that SM 0, once done with a step, can't know to have begun it."""
+        known = self.own[0].copy()
+        for read in step_reads(self.queues):
+            found = self.learnt((read,), step)
+            if found is not None:
+                np.maximum(known, found[0], out=known)
+        for sm, queue in enumerate(self.queues.queues):
+            first = 0
+            if any(isinstance(one, RowAttention) for one in queue):  # its loader reads it too
+                first = next((i for i, one in enumerate(queue) if takes_tiles(one)), len(queue))
+            past = PHASES * first + 1
+            if queue and (past > self.lengths[sm] or known[sm] < step * self.lengths[sm] + past):
+                return f"SM 0 ends a launch before SM {sm} must have begun it"
         return ""
 
     def begin(self, step: int) -> str:

@@ -21,8 +21,9 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 
 from distmega.kernels.hopper.plan.matrices import Weights, num_units, rows_of, share, tiles_k
-from distmega.kernels.hopper.plan.proof import find_hazard
+from distmega.kernels.hopper.plan.proof import find_hazard, find_late_start
 from distmega.kernels.hopper.plan.segment import find_agreement
+from distmega.kernels.hopper.plan.starts import add_starts
 from distmega.kernels.hopper.plan.types import (
     ITEM_BYTES,
     ROW_HEAD_DIMS,
@@ -110,6 +111,8 @@ def build_queues(
         queues = _Builder(
             segment, fused, weights, states, placed, sms, team_rank, mode, copies
         ).build()
+        if not queues.token and find_late_start(queues):
+            queues = add_starts(queues)
         hazard = find_hazard(queues)
         if not hazard:
             return queues

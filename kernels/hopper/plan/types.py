@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from distmega.errors import UnsupportedError
-from distmega.kernels.hopper.plan.words import Instruction
+from distmega.kernels.hopper.plan.words import Instruction, RowBarrier
 from distmega.kernels.tasks.fuse import FusedSample
 from distmega.kernels.tasks.graph import Mode
 from distmega.program.expr import Expr
@@ -167,6 +167,11 @@ class RowQueues:
     positions: str
     token: str
     logits: str
+
+    @property
+    def has_barriers(self) -> bool:
+        """Whether some instruction is a barrier."""
+        return any(isinstance(one, RowBarrier) for queue in self.queues for one in queue)
 
 
 def unfit(found: str) -> UnsupportedError:

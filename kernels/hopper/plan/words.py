@@ -191,8 +191,8 @@ class RowEmbed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowBarrier:
-    """Waits until all num_words / 2 SMs of this rank are here, each with two words from dst on. The
-    loader takes it for a linear of no units.
+    """Writes this SM's two of the words from dst on, then waits until the first num_words / 2 SMs
+    of this rank have written theirs; for nobody if there are none. The loader passes it by.
     """
 
     name: str
