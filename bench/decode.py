@@ -123,7 +123,7 @@ def peer_step(case: Case, config: ModelConfig, engine: Engine) -> Call:
 
 def backends(case: Case) -> AbstractContextManager[None]:
     """The peer's attention: of several sequences by cuDNN where it can, which of all that torch has
-    for a mask reads cached positions fastest (bench/notes/batch.md); else torch's own choice.
+    for a mask reads cached positions fastest (docs/notes/batch.md); else torch's own choice.
     """
     if case.batch == 1:
         return nullcontext()

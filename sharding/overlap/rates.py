@@ -116,7 +116,7 @@ H200_RATES = OverlapRates(
     two_shot_us=9.5,
     two_shot_bytes_per_us=3.2e5,
 )  # fmt: skip
-"""H200s of a node joined by NVLink: bench/overlap.py, bench/notes/overlap.md, host_overlap.md."""
+"""H200s of a node joined by NVLink: bench/overlap.py, docs/notes/overlap.md, host_overlap.md."""
 
 H100_RATES = replace(H200_RATES, memory_bytes_per_us=2.96e6)
 """H100s joined alike: the same but for their memory; nothing else was measured there."""

@@ -110,7 +110,7 @@ def test_one_kernel_wins_where_matmuls_are_long(product: Product, machine):
     ],
 )
 def test_times_are_near_what_was_measured(product: Product, way, measured_us: float):
-    """On two H200s, bench/notes/host_overlap.md."""
+    """On two H200s, docs/notes/host_overlap.md."""
     times, _ = way_times_us(product, H200, (2, 4))
     assert times[way] == pytest.approx(measured_us, rel=0.15)
 

@@ -39,7 +39,7 @@ def test_it_fits_an_sm(machine: Machine):
 
 
 def test_nothing_spills_where_weights_are_multiplied(machine: Machine):
-    """Which would cost a third of a step (bench/notes/batch.md)."""
+    """Which would cost a third of a step (docs/notes/batch.md)."""
     assert spills_in_products(machine.cubin) == []
 
 
