@@ -19,6 +19,7 @@ from distmega.hostir.lower.join_products import join_products
 from distmega.hostir.lower.lower import lower_program
 from distmega.hostir.lower.pipeline import StagePart, link_stage
 from distmega.hostir.passes.passes import run_passes
+from distmega.kernels.hopper.plan.experts import is_of_experts
 from distmega.kernels.hopper.plan.weight_order import order_weights
 from distmega.kernels.isa.lowering import is_encodable
 from distmega.kernels.megakernel import Megakernel, compile_megakernel
@@ -27,7 +28,7 @@ from distmega.models.decoder import AnyDecoder, Logits, build_decoder, layer_sta
 from distmega.models.sampling import GREEDY, Method
 from distmega.models.weights.kv_copies import copy_kv_heads, most_copies
 from distmega.program.kinds import kind_of
-from distmega.program.types import KNOWN, Program
+from distmega.program.types import KNOWN, Op, Program, Tensor
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.layout.placements import (
     Layout,
@@ -91,14 +92,22 @@ class StagePlan:
         """One rank's host program, its peers named on the mesh of all ranks. apart: ops that no
         megakernel shall do.
         """
+        on_cpu = self.plan.machine == CPU
         return lower_program(
             replace(local, mesh=self.mesh),
             megakernel=megakernel,
             peer_memory=peer_memory,
-            is_encodable=is_encodable,
+            is_encodable=is_encodable if on_cpu else _is_for_gpu,
             apart=apart,
-            fuse=self.plan.machine != CPU,
+            fuse=not on_cpu,
         )
+
+
+def _is_for_gpu(
+    op: Op, tensors: Mapping[str, Tensor], strides: Mapping[str, tuple[int, ...]]
+) -> bool:
+    """Whether a megakernel on a GPU may do an op; which programs it does its queues tell."""
+    return is_of_experts(op) or is_encodable(op, tensors, strides)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

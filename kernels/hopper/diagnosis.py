@@ -28,6 +28,7 @@ from distmega.kernels.hopper.plan.words import (
     RowCombine,
     RowEmbed,
     RowLinear,
+    RowRoute,
     RowSample,
 )
 
@@ -114,6 +115,8 @@ def describe(one: Instruction) -> str:
             return f"{one.name}, sum of head {one.head}"
         case RowSample():
             return f"{one.name}, {'slots' if one.vocab else 'rows'} {one.row0} to {one.num_rows}"
+        case RowRoute():
+            return f"choice of experts {one.name}"
         case RowBarrier():
             return f"barrier after {one.name}"
         case RowEmbed():

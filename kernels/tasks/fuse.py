@@ -10,7 +10,10 @@ structure of ops and at who uses their results, never at names and never at one 
 - contractions of the same x whose results meet in one epilogue are streams of one contraction;
 - contractions of the same x whose results leave as they are stand side by side in one;
 - a sum over ranks, and the choice of a token, join the contraction before them;
-- rotations, the norms before them and appends to caches join the attention that they serve.
+- rotations, the norms before them and appends to caches join the attention that they serve;
+- experts of one row: the choice of them is a fused op, their first matrices with what joins them
+  one contraction whose rows lie where the choice says, their last ones one whose columns do; what
+  an expert weighs stands before the last product, since it can be multiplied in on either side.
 
 What no rule takes is an error that names the op. Next on the walk: ../hopper/plan/queues.py.
 """
@@ -21,7 +24,14 @@ from typing import Literal
 
 from distmega.errors import UnsupportedError
 from distmega.program import expr
-from distmega.program.types import Op, Program, Tensor, packed_strides, view_strides
+from distmega.program.types import (
+    Op,
+    Program,
+    Tensor,
+    grouped_index,
+    packed_strides,
+    view_strides,
+)
 
 Limits = Literal["given", "candidates", "all"]
 IDENTITY = expr.Arg(0)
@@ -46,6 +56,22 @@ class WeightStream:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertSlots:
+    """Weights [num_experts, n, k] of which a contraction takes the matrices of num_chosen experts,
+    those of the slots of `routing`, a FusedRouting.
+
+    by "rows": of one x each slot makes a row of the result, [num_chosen, n], and what its expert
+    weighs is the last argument of the formula. by "columns": each slot has a row of x
+    [num_chosen, k], and their products are added up.
+    """
+
+    routing: str
+    by: Literal["rows", "columns"]
+    num_experts: int
+    num_chosen: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FusedContraction:
     """Rows of one vector or more: formula(products of x with a row of each stream, operands).
 
@@ -53,7 +79,8 @@ class FusedContraction:
     bias added; arguments after the streams are `operands`, tensors of as many elements as a stream
     has rows. With several ranks the product of the only stream is summed over them first. outs: the
     result, cut where the weights of the first stream are. normed: the normalised x, if it is also
-    an operand of later ops or leaves. name: of the op that gave the result.
+    an operand of later ops or leaves. name: of the op that gave the result. experts: where the
+    weights are of several, and data choose.
     """
 
     name: str
@@ -65,6 +92,20 @@ class FusedContraction:
     operands: tuple[str, ...] = ()
     num_ranks: int = 1
     normed: str = ""
+    experts: ExpertSlots | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FusedRouting:
+    """The experts of the num_chosen largest of num_experts `scores` of one row, a slot each, and
+    what they weigh; see ops.top_k for order and weighing. name: of the op that sorts rows.
+    """
+
+    name: str
+    scores: str
+    num_experts: int
+    num_chosen: int
+    weighing: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +172,7 @@ class FusedChoice:
     sampler: FusedSample | None = None
 
 
-Fused = FusedContraction | FusedEmbedding | FusedAttention | FusedChoice
+Fused = FusedContraction | FusedRouting | FusedEmbedding | FusedAttention | FusedChoice
 
 
 def norms_of(op: Fused) -> list[InputNorm]:
@@ -204,10 +245,12 @@ class _Product:
     out: str
     num_ranks: int
     ops: tuple[Op, ...]
+    experts: ExpertSlots | None = None
 
     @property
     def stream(self) -> WeightStream:
-        bias = self.op.reads[2].tensor if len(self.op.reads) == 3 else ""
+        has_bias = self.op.kind == "linear" and len(self.op.reads) == 3
+        bias = self.op.reads[2].tensor if has_bias else ""
         return WeightStream(weights=(self.op.reads[1].tensor,), biases=(bias,))
 
 
@@ -237,7 +280,10 @@ class _SegmentFusion:
             ("attention", self.fuse_attention),
             ("argmax", self.fuse_choice),
             ("sample", self.fuse_choice),
+            ("route", self.fuse_routing),
+            ("gather_rows", self.fuse_expert_rows),
             ("pointwise", self.fuse_chain),
+            ("scatter_add", self.fuse_expert_sum),
             ("linear", self.fuse_linear),
         )
         found: list[tuple[int, Fused]] = []
@@ -338,6 +384,108 @@ class _SegmentFusion:
             operands=tuple(operands),
             outs=(_out(op),),
             num_ranks=last.num_ranks,
+            experts=last.experts,
+        )
+
+    def fuse_routing(self, op: Op) -> Fused:
+        """The choice of experts of one row: its largest scores, and the sorting of rows by expert,
+        which leaves nothing to be done.
+        """
+        top = self.producers.get(self.read(op, 0))
+        if top is None or top.kind != "top_k" or len(op.reads) > 1:
+            raise _unfit(op)
+        weights, chosen = (write.tensor for write in top.writes)
+        shape = self.tensors[chosen].shape
+        uses = {user.kind for user in self.users.get(weights, [])}
+        sorts = {user.kind for write in op.writes for user in self.users.get(write.tensor, [])} - {
+            "gather_rows",
+            "grouped_linear",
+            "scatter_add",
+            "pointwise",
+        }
+        made = {write.tensor for one in (top, op) for write in one.writes}
+        if shape[0] > 1 or self.only_user(chosen) is not op or uses - {"scatter_add"} or sorts:
+            raise _unfit(top)
+        if made & self.outputs:
+            raise _unfit(op)
+        self.take(top, op)
+        return FusedRouting(
+            name=op.name,
+            scores=self.read(top, 0),
+            num_experts=op.extents["g"],
+            num_chosen=shape[1],
+            weighing=str(top.attr("weights")),
+        )
+
+    def fuse_expert_rows(self, op: Op) -> Fused:
+        """The first matrices of the experts that a row goes to, and what joins their products."""
+        products = self.users.get(_out(op), [])
+        if not products or any(one.kind != "grouped_linear" for one in products):
+            raise _unfit(op)
+        name, last = _out(products[0]), self.only_user(_out(products[0]))
+        while last is not None and last.kind == "pointwise":
+            name, last = _out(last), self.only_user(_out(last))
+        if last is None or last.kind != "grouped_linear" or self.read(last, 0) != name:
+            raise _unfit(last or products[0])
+        total = self.only_user(_out(last))
+        if total is None or total.kind != "scatter_add":
+            raise _unfit(last)
+        leaves: list[str] = []
+        chain: list[Op] = []
+        end, formula = self.producers[name], IDENTITY
+        if end.kind == "pointwise":
+            formula = self.formula(end, leaves, chain)
+        streams = leaves or [name]
+        known = {_out(one): one for one in products}
+        if streams and (set(streams) != known.keys() or len(streams) > MAX_STREAMS):
+            raise _unfit(end)
+        if any(self.only_user(leaf) not in (*chain, last) for leaf in streams):
+            raise _unfit(end)
+        if any(_out(one) in self.outputs for one in (op, *products, *chain)):
+            raise _unfit(op)
+        x, norm = self.normed(self.read(op, 0))
+        self.take(op, *products, *chain)
+        return FusedContraction(
+            name=end.name,
+            x=x,
+            norm=norm,
+            streams=tuple(
+                WeightStream(weights=(self.read(known[leaf], 1),), biases=("",)) for leaf in streams
+            ),
+            formula=canonical(expr.Call("mul", (formula, expr.Arg(len(streams))))),
+            outs=(name,),
+            experts=self.slots_of(total, "rows"),
+        )
+
+    def slots_of(self, total: Op, by: Literal["rows", "columns"]) -> ExpertSlots:
+        """The slots of what a scatter_add adds up. All that a rank can do it must do itself: where
+        ranks have whole experts, it is no slot's.
+        """
+        route = self.producers.get(self.read(total, 2))
+        top = self.producers.get(self.read(total, 1))
+        if route is None or top is None or self.producers.get(self.read(route, 0)) is not top:
+            raise _unfit(total)
+        if total.get("group_axis", ""):
+            raise _unfit(total)
+        return ExpertSlots(
+            routing=route.name,
+            by=by,
+            num_experts=route.extents["g"],
+            num_chosen=self.tensors[self.read(total, 1)].shape[1],
+        )
+
+    def fuse_expert_sum(self, op: Op) -> Fused:
+        """Experts whose sum leaves as it is."""
+        product = self.product(op)
+        self.take(*product.ops)
+        return FusedContraction(
+            name=op.name,
+            x=product.x,
+            norm=None,
+            streams=(product.stream,),
+            outs=(product.out,),
+            num_ranks=product.num_ranks,
+            experts=product.experts,
         )
 
     def formula(self, op: Op, leaves: list[str], chain: list[Op]) -> expr.Expr:
@@ -345,7 +493,8 @@ class _SegmentFusion:
         chain.append(op)
         size = self.size(_out(op))
         arguments: list[expr.Expr] = []
-        for position in range(len(op.reads)):
+        num_starts = 0 if grouped_index(op) is None else 1  # read last
+        for position in range(len(op.reads) - num_starts):
             name = self.read(op, position)
             before = self.producers.get(name)
             if self.size(name) != size:
@@ -359,22 +508,42 @@ class _SegmentFusion:
         return substitute(expr.parse(str(op.attr("expr"))), arguments)
 
     def product_of(self, name: str) -> Sequence[_Product]:
-        """The linear whose result `name` is, if one op alone reads it and no fused op has it."""
+        """The linear, or sum of experts, whose result `name` is, if one op alone reads it and no
+        fused op has it.
+        """
         op = self.producers.get(name)
         if op is not None and op.kind == "all_reduce":
             op = self.producers.get(self.read(op, 0))
-        if op is None or op.kind != "linear" or op.name in self.taken:
+        if op is None or op.kind not in PRODUCTS or op.name in self.taken:
             return ()
         found = self.product(op)
         return (found,) if found.out == name and self.only_user(name) is not None else ()
 
     def product(self, op: Op) -> _Product:
-        """A linear, the norm of its x, the sum of its result over ranks."""
+        """A linear, or experts, with the norm of its x and the sum of its result over ranks."""
+        if op.kind == "scatter_add":
+            return self.expert_product(op)
         if not _is_by_rows(op):
             raise _unfit(op)
         x, norm = self.normed(self.read(op, 0))
         out, num_ranks, ops = self.summed(op)
         return _Product(op=op, x=x, norm=norm, out=out, num_ranks=num_ranks, ops=ops)
+
+    def expert_product(self, total: Op) -> _Product:
+        """The last matrices of experts, with the sums over these and over ranks."""
+        last = self.producers.get(self.read(total, 0))
+        if last is None or last.kind != "grouped_linear" or self.only_user(_out(last)) is not total:
+            raise _unfit(total)
+        out, num_ranks, ops = self.summed(total)
+        return _Product(
+            op=last,
+            x=self.read(last, 0),
+            norm=None,
+            out=out,
+            num_ranks=num_ranks,
+            ops=(last, *ops),
+            experts=self.slots_of(total, "columns"),
+        )
 
     def fuse_choice(self, op: Op) -> Fused:
         """A token chosen from the result of a linear by an argmax or a sample, gathered before or
@@ -477,7 +646,11 @@ class _SegmentFusion:
         if op is None or op.kind not in NORMS or len(op.reads) == 2:
             return name, None
         users = self.users.get(name, [])
-        others = [user for user in users if user.kind != "linear" or self.read(user, 0) != name]
+        others = [
+            user
+            for user in users
+            if user.kind not in ("linear", "gather_rows") or self.read(user, 0) != name
+        ]
         if any(user.kind != "pointwise" for user in others):
             return name, None
         x, norm = self.read(op, 0), _norm(op)
@@ -547,6 +720,8 @@ class _SegmentFusion:
 MAX_STREAMS = 2
 """Products of one x that meet in an epilogue, at most."""
 NORMS = ("rms_norm", "layer_norm")
+PRODUCTS = ("linear", "scatter_add")
+"""What results of contractions come from."""
 COMMUTATIVE = ("add", "mul")
 
 

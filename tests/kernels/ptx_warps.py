@@ -122,7 +122,7 @@ class Warp:
             else:
                 self.arrivals.update(self.address(words[1])[mask].tolist())
         elif kind[0] == "ld":
-            outs, at = words[:-1], self.address(words[-1])
+            outs, at = words[:-1], np.where(mask, self.address(words[-1]), 0)
             found = np.ascontiguousarray(self.load(at, 4 * len(outs))).view(np.uint32)
             for i, out in enumerate(outs):
                 self.write(out, found[:, i], mask)

@@ -179,3 +179,34 @@ def keep_every_bit(comm: Communicator, model: str, num_steps: int) -> None:
 @pytest.mark.parametrize(("device", "num_ranks"), ON_GPUS)
 def test_a_hundred_thousand_steps_without_a_differing_bit(device: str, num_ranks: int, run_ranks):
     run_ranks(f"{HERE}:keep_every_bit", device, num_ranks, "smollm2-135m", 100_000)
+
+
+def decode_experts(comm: Communicator) -> None:
+    """A few layers of Qwen3-30B-A3B, each rank a part of every expert: logits of one rank."""
+    device = str(torch.get_default_device())
+    with torch.device("cpu"):
+        compare_experts(comm, device)
+
+
+def compare_experts(comm: Communicator, device: str) -> None:
+    """See decode_experts."""
+    engines = importlib.import_module("tests.gpu.engines")
+    source = engines.random_model("qwen3-30b-a3b", num_layers=4, vocab=32000)
+    ids = random_ids(32000)
+    rows = []
+    for one in (SingleCommunicator(DeviceMesh(tp=1)), comm):
+        given = EngineOptions(max_context=512, experts="tensor" if one is comm else "auto")
+        engine = Engine(source, one.mesh, one, given, device=device, logits="last")
+        assert engine.uses_megakernel
+        rows.append(decoded(engine, ids))
+        del engine
+        gc.collect()
+    assert float(relative_errors(rows[1], rows[0]).median()) < 2e-2
+    assert len(set(comm.all_gather_object(rows[1].cpu().numpy().tobytes()))) == 1
+
+
+@pytest.mark.parametrize(
+    "num_ranks", [pytest.param(num, marks=pytest.mark.multigpu(num)) for num in (2, 4)]
+)
+def test_experts_of_several_ranks(num_ranks: int, run_ranks):
+    run_ranks(f"{HERE}:decode_experts", "cuda", num_ranks)

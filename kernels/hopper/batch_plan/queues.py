@@ -561,7 +561,7 @@ class _BatchBuilder:
         if form not in self.chunk_of:
             self.add_form(now, op)
         matrix = [m.columns for m in self.placed.matrices].index(columns)
-        starts = self.placed.starts(op.name, op.streams, matrix)
+        starts = self.placed.starts(op.name, op.streams, self.placed.matrices[matrix])
         flags = (NORMED if form in self.slot_of else 0) | (PAIRED if streams == 2 else 0)
         common = {
             "opcode": self.epilogue_number(op),

@@ -16,6 +16,7 @@ from distmega.kernels.hopper.one_row.attention import attention_task
 from distmega.kernels.hopper.one_row.linear import linear_task
 from distmega.kernels.hopper.one_row.loader import begin, loader
 from distmega.kernels.hopper.one_row.products import address_of, write_addresses
+from distmega.kernels.hopper.one_row.route import has_experts, num_chosen, route_task
 from distmega.kernels.hopper.one_row.sample import sample_task
 from distmega.kernels.hopper.one_row.splits import combine_task
 from distmega.kernels.hopper.one_row.team import embed_task, most_likely, pass_barrier
@@ -28,6 +29,7 @@ from distmega.kernels.hopper.plan.fields import (
     OP_BARRIER,
     OP_COMBINE,
     OP_EMBED,
+    OP_ROUTE,
     OP_SAMPLE,
     OPCODE,
     SAMPLE_LOGITS,
@@ -60,7 +62,7 @@ def compute(
     queue, num_instructions, num_instructions_max, num_steps, num_generations, first_token,
     first_position, state, tokens, symmetric, vectors, embed, cache, rope, kept, best_words,
     num_sms, peers, team_rank, first_id, min_blocks, eps, scale, trace, ring, squares, red,
-    step_bar, D: gl.constexpr, G: gl.constexpr,
+    step_bar, slots, chosen_bar, EXPERTS: gl.constexpr, D: gl.constexpr, G: gl.constexpr,
     H: gl.constexpr, KVH: gl.constexpr, QK_NORM: gl.constexpr, ROTATED: gl.constexpr, ATTENDS:
     gl.constexpr, EPILOGUES: gl.constexpr, LAYER_NORMS: gl.constexpr, KEEPS_NORMED: gl.constexpr,
     CHOICE: gl.constexpr, HEAD_ROWS: gl.constexpr, RANKS: gl.constexpr, BARRIERS: gl.constexpr,
@@ -103,6 +105,8 @@ def compute(
                 pass_barrier(words, symmetric, sm, flag)
             elif RANKS > 1 and words[OPCODE] == OP_EMBED:
                 embed_task(words, peers, embed, token, flag, RANKS)
+            elif has_experts(EXPERTS) and words[OPCODE] == OP_ROUTE:
+                route_task(words, symmetric, ring[4], slots, chosen_bar, flag, EXPERTS)
             elif CHOICE != GREEDY and CHOICE != NO_CHOICE and words[OPCODE] == OP_SAMPLE:
                 # kept here, or else what follows from them takes registers from other tasks
                 sample_task(
@@ -117,8 +121,8 @@ def compute(
             else:
                 it = linear_task(
                     words, symmetric, vectors, embed, token, kept, flag, sm, best_words,
-                    num_sms, peers, team_rank, first_id, eps, squares, red, ring, it, at,
-                    EPILOGUES, LAYER_NORMS, KEEPS_NORMED, CHOICE, RANKS, STAGES, TRACE,
+                    num_sms, peers, team_rank, first_id, eps, squares, red, ring, slots, it, at,
+                    EXPERTS, EPILOGUES, LAYER_NORMS, KEEPS_NORMED, CHOICE, RANKS, STAGES, TRACE,
                 )
             if TRACE:
                 gl.store(at + STAMPS - 1, clock())
@@ -154,6 +158,7 @@ def decode(
     rope, kept, best_words, num_sms, peers, team_rank, first_id, min_blocks, eps, scale, trace,
     D: gl.constexpr, G: gl.constexpr, H: gl.constexpr,
     KVH: gl.constexpr, QK_NORM: gl.constexpr, ROTATED: gl.constexpr, ATTENDS: gl.constexpr,
+    EXPERTS: gl.constexpr,
     EPILOGUES: gl.constexpr, LAYER_NORMS: gl.constexpr, KEEPS_NORMED: gl.constexpr,
     MAX_TILES_K: gl.constexpr, NUM_MATRICES: gl.constexpr, CHOICE: gl.constexpr,
     HEAD_ROWS: gl.constexpr, RANKS: gl.constexpr,
@@ -162,8 +167,9 @@ def decode(
     """num_steps decode steps at batch 1; one program an SM, all resident.
 
     first_token, first_position: of the first step, or -1 to go on from the state.
-    weights0 to 5: NUM_MATRICES descriptors of row-major matrices, one a row length k, and others:
-    bf16 [k / 64, rows, 64].
+    weights0 to 5: NUM_MATRICES descriptors of row-major matrices, one a row length k, then that of
+    the last matrices of experts, if EXPERTS, an ExpertShape or None; and others: bf16
+    [k / 64, rows, 64].
     cache_tiles: descriptor of cache, bf16 [rows, d]. vectors: norm weights and biases, bf16.
     embed: bf16, this rank's part of [vocab, hidden]. queues: int32 [num_sms, max_instructions, 16].
     symmetric: int64 flagged words behind a report (ptx/spins.py), zeroed once when allocated. kept:
@@ -184,6 +190,8 @@ def decode(
     squares = gl.allocate_shared_memory(gl.float32, [NUM_WARPS], PLAIN)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    if has_experts(EXPERTS):
+        chosen = gl.allocate_shared_memory(gl.int32, [2 * num_chosen(EXPERTS)], PLAIN)
     write_addresses()
     cta_barrier()
     # addresses, for PTX: of the ring, its barriers, x, and what a linear's warps add up
@@ -191,11 +199,19 @@ def decode(
         address_of(bufs), address_of(ready), address_of(free), address_of(xs), address_of(red),
         address_of(squares),
     )  # fmt: skip
+    if has_experts(EXPERTS):
+        slots = address_of(chosen)
+    else:
+        slots: gl.constexpr = 0
     cta_barrier()
     weights = (weights0, weights1, weights2, weights3, weights4, weights5)
     init_barriers(ready, STAGES, 1)
     init_barriers(free, STAGES, NUM_WARPS)
     step_bar = make_barriers(1)
+    if has_experts(EXPERTS):
+        chosen_bar = make_barriers(1)
+    else:
+        chosen_bar: gl.constexpr = 0
     gl.warp_specialize(
         [
             (
@@ -205,16 +221,17 @@ def decode(
                     first_token, first_position, state, tokens, symmetric, vectors, embed, cache,
                     rope, kept, best_words, num_sms, peers, team_rank, first_id, min_blocks,
                     eps, scale, trace, ring, squares, red,
-                    step_bar, D, G, H, KVH, QK_NORM, ROTATED, ATTENDS, EPILOGUES, LAYER_NORMS,
-                    KEEPS_NORMED, CHOICE, HEAD_ROWS, RANKS, BARRIERS, STAGES, TRACE,
+                    step_bar, slots, chosen_bar, EXPERTS, D, G, H, KVH, QK_NORM, ROTATED, ATTENDS,
+                    EPILOGUES, LAYER_NORMS, KEEPS_NORMED, CHOICE, HEAD_ROWS, RANKS, BARRIERS,
+                    STAGES, TRACE,
                 ),
             ),
             (
                 loader,
                 (
                     weights, cache_tiles, queue, num_instructions, num_steps,
-                    first_position, state, min_blocks, bufs, ready, free, step_bar, ATTENDS,
-                    num_halves(D), NUM_MATRICES, STAGES, AHEAD,
+                    first_position, state, min_blocks, bufs, ready, free, step_bar, slots,
+                    chosen_bar, ATTENDS, EXPERTS, num_halves(D), NUM_MATRICES, STAGES, AHEAD,
                 ),
             ),
         ],
@@ -225,3 +242,5 @@ def decode(
     keep_alive(xs)
     keep_alive(red)
     keep_alive(squares)
+    if has_experts(EXPERTS):
+        keep_alive(chosen)

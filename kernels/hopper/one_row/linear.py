@@ -28,6 +28,7 @@ from distmega.kernels.hopper.one_row.products import (
     store_x,
     take_tiles,
 )
+from distmega.kernels.hopper.one_row.route import num_chosen, slot_units, weight_of, width
 from distmega.kernels.hopper.one_row.team import (
     push_best,
     push_logits,
@@ -88,6 +89,11 @@ from distmega.kernels.hopper.ptx.shapes import (
 )
 from distmega.kernels.hopper.ptx.spins import spin_chunks
 from distmega.kernels.pipelined.pointwise.formula import evaluate
+
+
+@constexpr_function
+def is_weighted(epilogues, number):
+    return epilogues.each[number].weighted
 
 
 @constexpr_function
@@ -319,6 +325,23 @@ def carried(
 
 
 @gluon.jit
+def weighted(
+    slots, row0, products, STREAMS: gl.constexpr, TREE: gl.constexpr, EXPERTS: gl.constexpr
+):
+    """The formula of products of rows of chosen experts, from row0 on, and of what these weigh;
+    zeros in what stands between an expert's last row and the next slot.
+    """
+    row = row0 + gl.arange(0, GROUP_ROWS // STREAMS, layout=TWOS)
+    SIZE: gl.constexpr = slot_units(EXPERTS) * UNIT_ROWS
+    weight = weight_of(slots, gl.minimum(row // SIZE, num_chosen(EXPERTS) - 1))
+    if STREAMS == 2:
+        y = evaluate(TREE, (products[0], products[1], weight))
+    else:
+        y = evaluate(TREE, (products[0], weight))
+    return gl.where(row % SIZE < width(EXPERTS), y, 0.0)
+
+
+@gluon.jit
 def write_result(
     words, symmetric, kept, row0, row, limit, y, flag, KIND: gl.constexpr, N: gl.constexpr
 ):
@@ -350,8 +373,10 @@ def linear_task(
     squares,
     red,
     ring,
+    slots,
     it,
     stamps,
+    EXPERTS: gl.constexpr,
     EPILOGUES: gl.constexpr,
     LAYER_NORMS: gl.constexpr,
     KEEPS_NORMED: gl.constexpr,
@@ -437,8 +462,13 @@ def linear_task(
                     first, second = gl.split(
                         gl.convert_layout(gl.permute(pairs, [0, 2, 1]), GATE_UP)
                     )
-                    mixed = gl.reshape(evaluate(TREE, (first, second)), [GROUP_ROWS // 2])
-                    mixed = gl.convert_layout(mixed, TWOS)
+                    if is_weighted(EPILOGUES, i):
+                        gate = gl.convert_layout(gl.reshape(first, [GROUP_ROWS // 2]), TWOS)
+                        up = gl.convert_layout(gl.reshape(second, [GROUP_ROWS // 2]), TWOS)
+                        mixed = weighted(slots, row0 // 2, (gate, up), 2, TREE, EXPERTS)
+                    else:
+                        mixed = gl.reshape(evaluate(TREE, (first, second)), [GROUP_ROWS // 2])
+                        mixed = gl.convert_layout(mixed, TWOS)
                     half = gl.arange(0, GROUP_ROWS // 2, layout=TWOS) + row0 // 2
                     write_result(
                         words,
@@ -453,7 +483,9 @@ def linear_task(
                         GROUP_ROWS // 2,
                     )
                 else:
-                    if num_carried(EPILOGUES, i) == 2:
+                    if is_weighted(EPILOGUES, i):
+                        y1 = weighted(slots, row0, (y,), 1, TREE, EXPERTS)
+                    elif num_carried(EPILOGUES, i) == 2:
                         y1 = evaluate(TREE, (y, carry, carry2))
                     else:
                         y1 = evaluate(TREE, (y, carry))

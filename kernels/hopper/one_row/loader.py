@@ -1,35 +1,56 @@
 """The loader warp: walks the SM's queue and keeps the ring full, ahead of every dependency.
 
 In: the queue, descriptors of the weight arena and of the KV cache. Out: ring slots, in the order in
-which tasks take them. The only wait besides free slots is for the start of a step, before its
-first cached keys are read. Next on the walk: ptx/pieces.py.
+which tasks take them. The only waits besides free slots are for the start of a step, before its
+first cached keys are read, and for a choice of experts. Next on the walk: ptx/pieces.py.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from distmega.kernels.gluon_compat import tma_load
+from distmega.kernels.gluon_compat import reinterpret, tma_load
+from distmega.kernels.hopper.one_row.route import (
+    copied_slices,
+    expert_of,
+    has_experts,
+    num_chosen,
+    slot_slices,
+    slot_units,
+    width,
+)
 from distmega.kernels.hopper.plan.fields import (
     ATT_K_ROW,
     ATT_SPLIT,
     ATT_V_ROW,
+    EXPERT_COLUMNS,
+    EXPERT_ROWS,
+    LIN_NUM_ROWS,
     LIN_NUM_TILES_K,
     LIN_PACKED,
     LIN_PAIR_ROW,
+    LIN_ROW0,
     LIN_WEIGHT_ROW,
     MATRIX_SHIFT,
     MAX_EPILOGUES,
     MAX_SPLITS,
     NUM_UNITS,
     OP_ATTENTION,
+    OP_ROUTE,
     OPCODE,
     PAIRED,
     STATE_POSITION,
     WINDOW,
 )
 from distmega.kernels.hopper.ptx.device import fetch, keep
-from distmega.kernels.hopper.ptx.shapes import SLICE_K, SLICES, TILE_BYTES, TILE_ROWS, UNIT_ROWS
+from distmega.kernels.hopper.ptx.shapes import (
+    SLICE_K,
+    SLICES,
+    TILE_BYTES,
+    TILE_ROWS,
+    TILE_SHARED,
+    UNIT_ROWS,
+)
 
 
 @gluon.jit
@@ -114,6 +135,56 @@ def load_unit(
 
 
 @gluon.jit
+def unit_row(words, unit, slots, EXPERTS: gl.constexpr):
+    """First weight row of a unit. Where rows are of experts, of the one whose slot the unit is in;
+    behind its own rows come those of the next expert, which do not count.
+    """
+    row = words[LIN_WEIGHT_ROW] + unit * UNIT_ROWS
+    if has_experts(EXPERTS) and (words[LIN_PACKED] & EXPERT_ROWS) != 0:
+        own = words[LIN_ROW0] // UNIT_ROWS + unit
+        first = words[LIN_WEIGHT_ROW]
+        if (words[LIN_PACKED] & PAIRED) != 0:
+            first = gl.where(own % 2 == 0, first, words[LIN_PAIR_ROW])
+            own = own // 2
+        expert = expert_of(slots, own // slot_units(EXPERTS))
+        row = first + expert * width(EXPERTS) + own % slot_units(EXPERTS) * UNIT_ROWS
+    elif (words[LIN_PACKED] & PAIRED) != 0:
+        first = gl.where(unit % 2 == 0, words[LIN_WEIGHT_ROW], words[LIN_PAIR_ROW])
+        row = first + unit // 2 * UNIT_ROWS
+    return row
+
+
+@gluon.jit
+def load_expert_columns(
+    words, unit, slots, last_weights, bufs, ready, free, it, EXPERTS: gl.constexpr,
+    STAGES: gl.constexpr, AHEAD: gl.constexpr,
+):  # fmt: skip
+    """UNIT_ROWS rows of the last matrices of all slots' experts, side by side. A tile comes in
+    parts, each of one expert; zeros behind the last slot.
+    """
+    SIZE: gl.constexpr = copied_slices(EXPERTS)
+    PARTS: gl.constexpr = SLICES // SIZE
+    parts = reinterpret(bufs, gl.bfloat16, [STAGES * PARTS, SIZE * UNIT_ROWS, SLICE_K], TILE_SHARED)
+    row = words[LIN_WEIGHT_ROW] + unit * UNIT_ROWS
+    for k in range(keep(words[LIN_NUM_TILES_K])):
+        at = next_slot(ready, free, it, STAGES, AHEAD)
+        for part in range(keep(PARTS)):
+            own = k * SLICES + part * SIZE
+            slot = own // slot_slices(EXPERTS)
+            is_past = slot >= num_chosen(EXPERTS)
+            expert = expert_of(slots, gl.where(is_past, 0, slot))
+            column = gl.where(is_past, slot_slices(EXPERTS), own % slot_slices(EXPERTS))
+            tma_load(
+                last_weights,
+                [column, row + expert * words[LIN_NUM_ROWS], 0],
+                ready.index(at),
+                parts.index(at * PARTS + part).reshape([SIZE, UNIT_ROWS, SLICE_K]),
+            )
+        it += 1
+    return it
+
+
+@gluon.jit
 def load_block(
     cache,
     row,
@@ -147,16 +218,21 @@ def loader(
     ready,
     free,
     step_bar,
+    slots,
+    chosen_bar,
     ATTENDS: gl.constexpr,
+    EXPERTS: gl.constexpr,
     HALVES: gl.constexpr,
     NUM_MATRICES: gl.constexpr,
     STAGES: gl.constexpr,
     AHEAD: gl.constexpr,
 ):
     """Partition of one warp. ATTENDS: whether the segment has attention. HALVES: ring slots a block
-    of keys takes (head dim / 64).
+    of keys takes (head dim / 64). EXPERTS: an ExpertShape, or None; slots, chosen_bar: see
+    route_task.
     """
     it = 0
+    num_choices = 0
     position0 = begin(state + STATE_POSITION, first_position)
     words = fetch(queue, 0)
     for step in range(num_steps):
@@ -193,13 +269,21 @@ def loader(
                             STAGES,
                             AHEAD,
                         )
+            elif has_experts(EXPERTS) and words[OPCODE] == OP_ROUTE:
+                mbarrier.wait(chosen_bar.index(0), num_choices & 1)
+                num_choices += 1
+            elif has_experts(EXPERTS) and (
+                (words[OPCODE] < MAX_EPILOGUES) & ((words[LIN_PACKED] & EXPERT_COLUMNS) != 0)
+            ):
+                for unit in range(keep(words[NUM_UNITS])):
+                    it = load_expert_columns(
+                        words, unit, slots, weights[NUM_MATRICES], bufs, ready, free, it, EXPERTS,
+                        STAGES, AHEAD,
+                    )  # fmt: skip
             elif words[OPCODE] < MAX_EPILOGUES:
                 matrix = words[LIN_PACKED] >> MATRIX_SHIFT
                 for unit in range(keep(words[NUM_UNITS])):
-                    row = words[LIN_WEIGHT_ROW] + unit * UNIT_ROWS
-                    if (words[LIN_PACKED] & PAIRED) != 0:
-                        first = gl.where(unit % 2 == 0, words[LIN_WEIGHT_ROW], words[LIN_PAIR_ROW])
-                        row = first + unit // 2 * UNIT_ROWS
+                    row = unit_row(words, unit, slots, EXPERTS)
                     it = load_unit(
                         weights,
                         matrix,

@@ -120,7 +120,8 @@ class RowRunner:
         self._cache = state_arena.view(torch.bfloat16)
         if queues.attention is None:
             self._cache = torch.zeros(CACHE_ROWS, self._head_dim, dtype=torch.bfloat16).to(device)
-        descriptors = [describe(weights_arena, matrix) for matrix in queues.matrices]
+        matrices = [*queues.matrices, *filter(None, (queues.expert_matrix,))]
+        descriptors = [describe(weights_arena, matrix) for matrix in matrices]
         self._weights = [descriptors[min(i, len(descriptors) - 1)] for i in range(ROW_MATRICES)]
         self._cache_tiles = describe_cache(self._cache, self._head_dim)
         self._team = team
@@ -274,6 +275,7 @@ class RowRunner:
             "QK_NORM": shape.qk_norm if shape else False,
             "ROTATED": shape.rotated if shape else False,
             "ATTENDS": shape is not None,
+            "EXPERTS": queues.experts,
             "EPILOGUES": Epilogues(queues.epilogues),
             "LAYER_NORMS": any(one & LAYER_NORM for one in flags),
             "KEEPS_NORMED": any(one & KEEP_NORMED for one in flags),
@@ -336,12 +338,16 @@ def describe_cache(cache: Tensor, head_dim: int) -> TensorDescriptor:
 
 
 def describe(arena: Tensor, matrix: WeightMatrix) -> TensorDescriptor:
-    """Rows of one length as [columns / 64, rows, 64], a tile being 16 slices of 8 rows. Where that
-    is no whole number, the last slice reaches into the next row, past the arena's last one into the
-    memory behind it (allocate_arena); what it has there meets zeros of x.
+    """Rows of one length as [columns / 64, rows, 64], a tile, or part of one, being slices of 8
+    rows. Where that is no whole number, the last slice reaches into the next row, past the arena's
+    last one into the memory behind it (allocate_arena); what it has there meets zeros of x.
     """
     columns, num_rows = matrix.columns, matrix.num_rows
     flat = arena[matrix.offset : matrix.offset + 2 * num_rows * columns].view(torch.bfloat16)
     return TensorDescriptor(
-        flat, [-(-columns // 64), num_rows, 64], [64, columns, 1], [16, 8, 64], WEIGHT_SHARED.value
+        flat,
+        [-(-columns // 64), num_rows, 64],
+        [64, columns, 1],
+        [matrix.slices, 8, 64],
+        WEIGHT_SHARED.value,
     )

@@ -23,6 +23,7 @@ from distmega.kernels.hopper.plan.words import (
     RowCombine,
     RowEmbed,
     RowLinear,
+    RowRoute,
     RowSample,
 )
 
@@ -93,6 +94,8 @@ def reads(one: Instruction, queues: RowQueues) -> Iterator[Read]:
                 yield Read(words=words, generation=one.generation)
             words = buffer_words(queues, "sample")
             yield Read(words=words, generation=one.generation, always=False, phase=1)
+        case RowRoute():
+            yield Read(words=range(one.src, one.src + one.num_words), generation=one.generation)
         case RowEmbed() | RowBarrier():
             return
 
@@ -148,6 +151,8 @@ def writes(one: Instruction, queues: RowQueues, sm: int) -> Iterator[Write]:
             yield Write(words=words, generation=one.generation)
         case RowEmbed():
             yield from _embed_writes(one, queues)
+        case RowRoute():
+            return
         case RowSample():
             for plane in buffer_words(queues, "sample")[:: 2 * MAX_SMS]:
                 words = range(plane + 2 * sm, plane + 2 * sm + 2)

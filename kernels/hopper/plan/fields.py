@@ -11,6 +11,7 @@ from distmega.kernels.hopper.plan.words import (
     RowEmbed,
     RowLinear,
     RowOpcode,
+    RowRoute,
     RowSample,
 )
 
@@ -32,6 +33,8 @@ PAIRED = gl.constexpr(words.PAIRED)
 LAYER_NORM = gl.constexpr(words.LAYER_NORM)
 KEEP_NORMED = gl.constexpr(words.KEEP_NORMED)
 CARRY_TWO = gl.constexpr(words.CARRY_TWO)
+EXPERT_ROWS = gl.constexpr(words.EXPERT_ROWS)
+EXPERT_COLUMNS = gl.constexpr(words.EXPERT_COLUMNS)
 DELTA_SHIFT = gl.constexpr(words.DELTA_SHIFT)
 MATRIX_SHIFT = gl.constexpr(words.MATRIX_SHIFT)
 MAX_EPILOGUES = gl.constexpr(words.MAX_EPILOGUES)
@@ -44,6 +47,7 @@ OP_COMBINE = gl.constexpr(int(RowOpcode.COMBINE))
 OP_EMBED = gl.constexpr(int(RowOpcode.EMBED))
 OP_BARRIER = gl.constexpr(int(RowOpcode.BARRIER))
 OP_SAMPLE = gl.constexpr(int(RowOpcode.SAMPLE))
+OP_ROUTE = gl.constexpr(int(RowOpcode.ROUTE))
 
 OPCODE = _word(RowLinear, "opcode")
 GENERATION = _word(RowLinear, "generation")
@@ -76,6 +80,7 @@ SAMPLE_ROW0 = _word(RowSample, "row0")
 SAMPLE_NUM_ROWS = _word(RowSample, "num_rows")
 SAMPLE_VOCAB = _word(RowSample, "vocab")
 SAMPLE_LOGITS = _word(RowSample, "logits")
+ROUTE_NUM_WORDS = _word(RowRoute, "num_words")
 HEAD = _word(RowAttention, "head")
 PARTIAL = _word(RowAttention, "partial")
 WINDOW = _word(RowAttention, "window")

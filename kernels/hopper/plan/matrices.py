@@ -4,12 +4,12 @@ In: a segment, the layout of its weights. Out: `Weights`: matrices of one row le
 rows, a weight as rows of its block, a vector as an offset. Next on the walk: queues.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from itertools import pairwise
 
 from distmega.kernels.hopper.plan.types import ITEM_BYTES, MAX_MATRICES, WeightMatrix, unfit
 from distmega.kernels.hopper.plan.weight_order import matrix_columns
-from distmega.kernels.hopper.plan.words import NOTHING, TILE_K, UNIT_ROWS
+from distmega.kernels.hopper.plan.words import NOTHING, SLICE_K, SLICES, TILE_K, UNIT_ROWS
 from distmega.kernels.runtime.arena import ALIGNMENT_BYTES, ArenaLayout
 from distmega.kernels.tasks.fuse import FusedContraction, WeightStream
 from distmega.program.types import Program
@@ -21,24 +21,32 @@ class Weights:
     UnsupportedError where matrices of one length do not lie together.
     """
 
-    def __init__(self, segment: Program, layout: ArenaLayout, most: int = MAX_MATRICES) -> None:
-        """most: lengths of rows that the kernel takes."""
+    def __init__(
+        self,
+        segment: Program,
+        layout: ArenaLayout,
+        most: int = MAX_MATRICES,
+        apart: Container[str] = (),
+    ) -> None:
+        """most: lengths of rows that the kernel takes. apart: weights that are in no matrix of
+        `matrices`.
+        """
         self.layout, self.most = layout, most
         self.columns = matrix_columns(segment)
-        self.matrices = self._find_matrices()
+        self.matrices = self._find_matrices([n for n in self.columns if n not in apart])
 
-    def _find_matrices(self) -> tuple[WeightMatrix, ...]:
-        columns = self.columns
-        found: dict[int, list[int]] = {}
-        for name, length in columns.items():
-            offset = self.layout.offset(name)
-            end = offset + self.layout.tensors[name].num_bytes
-            first, last = found.setdefault(length, [offset, end])
-            found[length] = [min(first, offset), max(last, end)]
-        matrices = tuple(
-            WeightMatrix(columns=n, offset=first, num_rows=(last - first) // (n * ITEM_BYTES))
-            for n, (first, last) in sorted(found.items())
-        )
+    def block_of(self, names: Sequence[str], columns: int, slices: int = SLICES) -> WeightMatrix:
+        """All rows of one length from the first of these weights to the last."""
+        starts = [self.layout.offset(name) for name in names]
+        ends = [at + self.layout.tensors[n].num_bytes for at, n in zip(starts, names, strict=True)]
+        num_rows = (max(ends) - min(starts)) // (columns * ITEM_BYTES)
+        return WeightMatrix(columns=columns, offset=min(starts), num_rows=num_rows, slices=slices)
+
+    def _find_matrices(self, names: Sequence[str]) -> tuple[WeightMatrix, ...]:
+        found: dict[int, list[str]] = {}
+        for name in names:
+            found.setdefault(self.columns[name], []).append(name)
+        matrices = tuple(self.block_of(same, length) for length, same in sorted(found.items()))
         overlap = any(
             a.offset + a.num_rows * a.columns * ITEM_BYTES > b.offset
             for a, b in pairwise(sorted(matrices, key=lambda m: m.offset))
@@ -60,12 +68,12 @@ class Weights:
     def vector(self, name: str) -> int:
         return self.layout.offset(name) // ITEM_BYTES
 
-    def starts(self, op: str, streams: Sequence[WeightStream], matrix: int) -> list[int]:
-        """First row of each stream of an op in matrix number `matrix`."""
+    def starts(self, op: str, streams: Sequence[WeightStream], matrix: WeightMatrix) -> list[int]:
+        """First row of each stream of an op in a matrix."""
         found = []
         sizes = set()
         for stream in streams:
-            rows = [self.row_in(self.matrices[matrix], name) for name in stream.weights]
+            rows = [self.row_in(matrix, name) for name in stream.weights]
             self.require_adjacent(stream.weights, rows)
             self.require_biases(stream.biases)
             found.append(rows[0])
@@ -126,8 +134,17 @@ def tiles_k(columns: int) -> int:
 
 
 def rows_of(op: FusedContraction, placed: Weights) -> int:
-    """Weight rows of all streams."""
-    return sum(placed.rows_of(name) for stream in op.streams for name in stream.weights)
+    """Weight rows of all streams; of experts those of all slots, or of one expert where slots are
+    columns.
+    """
+    rows = sum(placed.rows_of(name) for stream in op.streams for name in stream.weights)
+    if op.experts is None:
+        return rows
+    width = rows // op.experts.num_experts
+    if op.experts.by == "columns":
+        return width
+    slot = -(-width // len(op.streams) // SLICE_K) * SLICE_K
+    return op.experts.num_chosen * slot * len(op.streams)
 
 
 def num_units(rows: int) -> int:

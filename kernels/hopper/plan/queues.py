@@ -14,12 +14,17 @@ What the pointwise ops of an epilogue take besides products stays with the SM th
 the rows of two ops with equally many rows belong to the same SMs. Where ranks share the program,
 all have the same queues, so an SM owns the same rows on each. It pushes its part of a sum over
 ranks into the buffers of its likes, and each adds them up.
+
+Experts of one row: there are as many slots as experts are chosen, so all tiles are known, and only
+where they lie is not. Slots lie one behind the other, as rows of the first product and as columns
+of the last. Every SM that has tiles of theirs chooses for itself, from scores that all poll.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 
+from distmega.kernels.hopper.plan.experts import expert_shape, find_wrong_slot, last_matrices
 from distmega.kernels.hopper.plan.matrices import Weights, num_units, rows_of, share, tiles_k
 from distmega.kernels.hopper.plan.proof import find_hazard, find_late_start
 from distmega.kernels.hopper.plan.segment import find_agreement
@@ -32,15 +37,19 @@ from distmega.kernels.hopper.plan.types import (
     AttentionShape,
     Buffer,
     Epilogue,
+    ExpertShape,
     Kept,
     Publishes,
     RowQueues,
+    WeightMatrix,
     unfit,
 )
 from distmega.kernels.hopper.plan.words import (
     CARRY_EMBEDDED,
     CARRY_TWO,
     EMBEDDED,
+    EXPERT_COLUMNS,
+    EXPERT_ROWS,
     FROM_EMBEDDING,
     KEEP_NORMED,
     LAYER_NORM,
@@ -62,6 +71,7 @@ from distmega.kernels.hopper.plan.words import (
     RowCombine,
     RowEmbed,
     RowLinear,
+    RowRoute,
     RowSample,
 )
 from distmega.kernels.runtime.arena import ArenaLayout
@@ -71,6 +81,7 @@ from distmega.kernels.tasks.fuse import (
     FusedChoice,
     FusedContraction,
     FusedEmbedding,
+    FusedRouting,
     FusedSample,
     Shown,
     canonical,
@@ -105,7 +116,7 @@ def build_queues(
     and an oracle for the results. UnsupportedError where the kernel can't do the segment.
     """
     fused = fuse_segment(segment)
-    placed = Weights(segment, weights, ROW_MATRICES)
+    placed = Weights(segment, weights, ROW_MATRICES, last_matrices(fused))
     hazard = ""
     for sms, copies in _ways(fused, placed, min(num_sms, MAX_SMS)):
         queues = _Builder(
@@ -113,7 +124,7 @@ def build_queues(
         ).build()
         if not queues.token and find_late_start(queues):
             queues = add_starts(queues)
-        hazard = find_hazard(queues)
+        hazard = find_hazard(queues) or find_wrong_slot(queues)
         if not hazard:
             return queues
     raise unfit(f"a segment where {hazard}")
@@ -182,6 +193,7 @@ class _Builder:
     eps: float = 0.0
     num_ranks: int = 1
     attention: AttentionShape | None = None
+    experts: ExpertShape | None = None
     choice: FusedChoice | None = None
     vocab: int = 0
     logits_at: int = 0
@@ -201,6 +213,8 @@ class _Builder:
                     self.add_contraction(i, op)
                 case FusedAttention():
                     self.add_attention(i, op)
+                case FusedRouting():
+                    self.add_routing(op)
                 case FusedChoice():
                     self.add_choice(op)
             if i + 1 < len(self.fused) and not isinstance(self.fused[i + 1], FusedChoice):
@@ -215,7 +229,7 @@ class _Builder:
             attention=self.attention,
             epilogues=tuple(self.epilogues),
             num_generations=max(self.generations().values(), default=1),
-            max_tiles_k=max(map(tiles_k, self.placed.columns.values())),
+            max_tiles_k=max(tiles_k(self.length(op)) for op in self.contractions()),
             eps=self.eps,
             matrices=self.placed.matrices,
             queues=tuple(map(tuple, self.queues)),
@@ -237,6 +251,8 @@ class _Builder:
             positions=attention.positions if attention else "",
             token=head.token if head else "",
             logits=head.logits if head else "",
+            experts=self.experts,
+            expert_matrix=self.expert_matrix(),
         )
 
     # what the segment is
@@ -246,9 +262,22 @@ class _Builder:
         found = find_agreement(self.segment, self.fused, max_rows=1, head_dims=ROW_HEAD_DIMS)
         self.num_ranks, self.embedding, self.entry = found.num_ranks, found.embedding, found.entry
         self.choice, self.attention, self.eps = found.choice, found.attention, found.eps
+        self.experts = expert_shape(self.fused, self.weights)
         columns = self.placed.columns
         if any(length % ROW_MULTIPLE for length in columns.values()):
             raise unfit(f"rows of {sorted(set(columns.values()))} elements")
+
+    def contractions(self) -> Iterator[FusedContraction]:
+        """All of them, in order."""
+        return (op for op in self.fused if isinstance(op, FusedContraction))
+
+    def expert_matrix(self) -> WeightMatrix | None:
+        """All last matrices of experts, from the first to the last."""
+        names = last_matrices(self.fused)
+        if self.experts is None or not names:
+            return None
+        shape = self.experts
+        return self.placed.block_of(names, shape.width, shape.copied_slices)
 
     def given_first(self, op: Fused) -> Fused:
         """The op with the given row as its first operand, if it is one."""
@@ -286,9 +315,9 @@ class _Builder:
         """What an op computes, its names apart."""
         if not isinstance(op, FusedContraction):
             return (type(op).__name__,)
-        columns = self.placed.columns[op.streams[0].weights[0]]
         sizes = tuple(self.placed.rows_of(name) for stream in op.streams for name in stream.weights)
-        return "contraction", columns, sizes, op.formula, op.num_ranks
+        slots = op.experts and op.experts.by
+        return "contraction", self.length(op), sizes, op.formula, op.num_ranks, slots
 
     def find_epilogues(self) -> list[Epilogue]:
         """Those of all contractions. Ops that differ only in whether somebody polls their result
@@ -315,11 +344,15 @@ class _Builder:
             num_carried=len(op.operands),
             summed=op.num_ranks > 1,
             ranked=self.is_ranked(op),
+            weighted=self.is_weighted(op),
         )
 
+    def is_weighted(self, op: FusedContraction) -> bool:
+        return op.experts is not None and op.experts.by == "rows"
+
     def epilogue_key(self, op: FusedContraction) -> tuple[object, ...]:
-        numbers = self.publishes(op) == "numbers"
-        return len(op.streams), op.formula, numbers, op.num_ranks > 1, self.is_ranked(op)
+        numbers, weighted = self.publishes(op) == "numbers", self.is_weighted(op)
+        return len(op.streams), op.formula, numbers, op.num_ranks > 1, self.is_ranked(op), weighted
 
     def epilogue_number(self, op: FusedContraction) -> int:
         key = self.epilogue_key(op)
@@ -332,6 +365,7 @@ class _Builder:
                 one.publishes == "numbers",
                 one.summed,
                 one.ranked,
+                one.weighted,
             )
             == key
         )
@@ -340,18 +374,22 @@ class _Builder:
         return self.choice is not None and op.outs == (self.choice.source,)
 
     def publishes(self, op: FusedContraction) -> Publishes:
-        """What readers poll: attention takes numbers, contractions pairs."""
+        """What readers poll: attention and the choice of experts take numbers, contractions
+        pairs.
+        """
         by_attention = any(
             self.storage(name) in op.outs
             for other in self.fused
             if isinstance(other, FusedAttention)
             for name in (other.q, other.k, other.v)
+        ) or any(
+            isinstance(other, FusedRouting) and other.scores in op.outs for other in self.fused
         )
         by_linears = any(
             other.x in op.outs for other in self.fused if isinstance(other, FusedContraction)
         )
         if by_attention and (by_linears or len(op.streams) > 1):
-            raise unfit(f"{op.name!r}, which attention reads, among others")
+            raise unfit(f"{op.name!r}, which attention or a choice reads, among others")
         return "numbers" if by_attention else "pairs" if by_linears else "nothing"
 
     # buffers
@@ -459,11 +497,13 @@ class _Builder:
         x = self.of_x(op)
         is_given = op.x == self.entry
         columns = self.length(op)
-        matrix = [m.columns for m in self.placed.matrices].index(columns)
-        starts = self.placed.starts(op.name, op.streams, matrix)
+        matrix, starts = self.weight_rows(op)
+        by_rows = self.is_weighted(op)
         flags = FROM_EMBEDDING if is_given and self.num_ranks == 1 else 0
         flags |= PAIRED if streams == 2 else 0
         flags |= LAYER_NORM if op.norm and op.norm.kind == "layer_norm" else 0
+        if op.experts:
+            flags |= EXPERT_ROWS if by_rows else EXPERT_COLUMNS
         carries = [self.carried(op, name, out_rows, streams) for name in op.operands]
         if any(embedded for _, embedded in carries):
             if self.num_ranks > 1 and not epilogue.summed:
@@ -485,14 +525,15 @@ class _Builder:
             first, last = share(rows, streams, sm, self.num_sms)
             if first == last:
                 continue
+            before = 0 if by_rows else first // streams * UNIT_ROWS
             queue.append(
                 RowLinear(
                     opcode=number,
                     name=op.name,
                     generation=generation,
                     matrix=matrix,
-                    weight_row=starts[0] + first // streams * UNIT_ROWS,
-                    pair_row=starts[1] + first // 2 * UNIT_ROWS if streams == 2 else second,
+                    weight_row=starts[0] + before,
+                    pair_row=starts[1] + before if streams == 2 else second,
                     num_units=last - first,
                     num_tiles_k=tiles_k(columns),
                     src=x.first,
@@ -511,7 +552,19 @@ class _Builder:
 
     def length(self, op: FusedContraction) -> int:
         """Elements of x."""
+        if op.experts and op.experts.by == "columns":
+            assert self.experts is not None
+            return self.experts.columns
         return self.placed.columns[op.streams[0].weights[0]]
+
+    def weight_rows(self, op: FusedContraction) -> tuple[int, list[int]]:
+        """The number of the matrix of an op's weights, and where each stream begins there."""
+        matrices = self.placed.matrices
+        block = self.expert_matrix() if op.experts and op.experts.by == "columns" else None
+        if block is not None:
+            return len(matrices), self.placed.starts(op.name, op.streams, block)
+        matrix = [m.columns for m in matrices].index(self.length(op))
+        return matrix, self.placed.starts(op.name, op.streams, matrices[matrix])
 
     def of_x(self, op: FusedContraction) -> _Made:
         """Where x lies; nowhere if it is the given row, which is looked up."""
@@ -638,6 +691,29 @@ class _Builder:
                     )
                 )
 
+    def add_routing(self, op: FusedRouting) -> None:
+        """Each SM that has tiles of the experts chooses them for itself."""
+        scores = self.made.get(op.scores)
+        if scores is None or scores.rows != op.num_experts:
+            raise unfit(f"{op.name!r}, whose scores are not one contraction's")
+        users = [
+            one for one in self.contractions() if one.experts and one.experts.routing == op.name
+        ]
+        for sm, queue in enumerate(self.queues):
+            shares = (
+                share(rows_of(one, self.placed), len(one.streams), sm, self.num_sms)
+                for one in users
+            )
+            if any(first < last for first, last in shares):
+                queue.append(
+                    RowRoute(
+                        name=op.name,
+                        generation=scores.generation,
+                        src=scores.first,
+                        num_words=op.num_experts,
+                    )
+                )
+
     def find_lightest(self) -> None:
         """SMs in the order of the tiles that contractions give them: cached keys and values, and
         the work on them, go to those with the fewest.
@@ -646,7 +722,7 @@ class _Builder:
         for op in self.fused:
             if isinstance(op, FusedContraction) and not self.is_ranked(op):
                 rows = rows_of(op, self.placed)
-                tiles = tiles_k(self.placed.columns[op.streams[0].weights[0]])
+                tiles = tiles_k(self.length(op))
                 for sm in range(self.num_sms):
                     first, last = share(rows, len(op.streams), sm, self.num_sms)
                     load[sm] += (last - first) * tiles

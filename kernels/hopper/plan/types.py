@@ -3,11 +3,18 @@
 Made by queues.py, read by one_row/runner.py, which is next on the walk.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 from distmega.errors import UnsupportedError
-from distmega.kernels.hopper.plan.words import Instruction, RowBarrier
+from distmega.kernels.hopper.plan.words import (
+    SLICE_K,
+    SLICES,
+    UNIT_ROWS,
+    Instruction,
+    RowBarrier,
+)
 from distmega.kernels.tasks.fuse import FusedSample
 from distmega.kernels.tasks.graph import Mode
 from distmega.program.expr import Expr
@@ -29,11 +36,14 @@ ITEM_BYTES = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightMatrix:
-    """All weights of one row length: num_rows rows of `columns` elements from byte `offset` on."""
+    """All weights of one row length: num_rows rows of `columns` elements from byte `offset` on.
+    slices: of SLICE_K columns that one copy brings.
+    """
 
     columns: int
     offset: int
     num_rows: int
+    slices: int = SLICES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +101,41 @@ class AttentionShape(QueryGroups):
     scale: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertShape:
+    """Extents that all experts of a segment share on one rank. width: rows of an expert's first
+    matrices, columns of its last one. weighing: see ops.top_k.
+
+    A slot is what one chosen expert makes: width results, in front of zeros up to a whole number of
+    slices, so that a slice of the last product's x is of one expert.
+    """
+
+    num_experts: int
+    num_chosen: int
+    width: int
+    weighing: str
+
+    @property
+    def slot_slices(self) -> int:
+        """Slices of a slot."""
+        return -(-self.width // SLICE_K)
+
+    @property
+    def slot_units(self) -> int:
+        """Units of rows of a slot."""
+        return self.slot_slices * SLICE_K // UNIT_ROWS
+
+    @property
+    def columns(self) -> int:
+        """Results of all slots, zeros included."""
+        return self.num_chosen * self.slot_slices * SLICE_K
+
+    @property
+    def copied_slices(self) -> int:
+        """What one copy brings of an expert's last matrix: parts of a tile, each of one expert."""
+        return math.gcd(SLICES, self.slot_slices)
+
+
 Publishes = Literal["nothing", "numbers", "pairs"]
 
 
@@ -100,7 +145,8 @@ class Epilogue:
 
     publishes: "numbers", f32, a flagged word each; "pairs" of bf16, or nothing. num_carried:
     vectors that stay with this SM and that the formula takes. summed: the product is summed over
-    ranks first. ranked: a token is chosen from the results.
+    ranks first. ranked: a token is chosen from the results. weighted: rows are those of chosen
+    experts, and what an expert weighs is the formula's last argument.
     """
 
     num_streams: int
@@ -109,6 +155,7 @@ class Epilogue:
     num_carried: int
     summed: bool
     ranked: bool
+    weighted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +184,8 @@ class RowQueues:
     of the logits, what one SM chooses from, at most. best, sample, num_words: first flagged word of
     the heads' maxima and of what samples exchange, count of all words; buffers: all that lies
     there, in the order of dataflow. embed: the table that `tokens` look up or, without tokens, the
-    input of one row. Names: tensors that the runner binds, "" where the segment has none.
+    input of one row. experts: where there are some; expert_matrix: all last matrices of theirs.
+    Names: tensors that the runner binds, "" where the segment has none.
     """
 
     num_ranks: int
@@ -167,6 +215,8 @@ class RowQueues:
     positions: str
     token: str
     logits: str
+    experts: ExpertShape | None = None
+    expert_matrix: WeightMatrix | None = None
 
     @property
     def has_barriers(self) -> bool:

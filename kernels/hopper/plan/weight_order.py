@@ -12,7 +12,9 @@ from distmega.program.types import Program, Tensor
 
 
 def matrix_columns(segment: Program) -> dict[str, int]:
-    """Row length of each weight matrix of a segment: the extent that its products sum over."""
+    """Row length of each weight matrix of a segment: the extent that its products sum over; those
+    of experts lie one behind the other.
+    """
     columns: dict[str, int] = {}
     for op in segment.ops:
         if op.kind == "linear":
@@ -20,6 +22,8 @@ def matrix_columns(segment: Program) -> dict[str, int]:
             for axis in op.axes:
                 length *= axis.extent if axis.role == "reduce" else 1
             columns[op.reads[1].tensor] = length
+        elif op.kind == "grouped_linear":
+            columns[op.reads[1].tensor] = op.extents["k"]
     return columns
 
 

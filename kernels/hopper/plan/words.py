@@ -17,6 +17,10 @@ UNIT_ROWS = 8
 """Weight rows of a tile; work is shared out in units of so many rows."""
 TILE_K = 1024
 """Columns of a tile."""
+SLICE_K = 64
+"""Columns of a slice of a tile: 128 bytes, one row as the copy engine exchanges its parts."""
+SLICES = TILE_K // SLICE_K
+"""Of a tile."""
 TILE_BYTES = 2 * UNIT_ROWS * TILE_K
 VECTOR_MULTIPLE = 64
 """Vectors begin at multiples of so many elements of 2 bytes: those of arena.ALIGNMENT_BYTES."""
@@ -48,6 +52,7 @@ STAMPS = 4
 """Stamps of a traced instruction: start, inputs there, first group or blocks done, end."""
 
 FROM_EMBEDDING, CARRY_EMBEDDED, PAIRED, LAYER_NORM, KEEP_NORMED, CARRY_TWO = 1, 2, 4, 8, 16, 32
+EXPERT_ROWS, EXPERT_COLUMNS = 64, 128
 """Linear.flags: x is the embedding row of the current token; what is carried is; units of two
 streams take turns; the norm of x is a layer norm, else an rms norm; the SM normalises its rows of x
 too, where it keeps them; the epilogue takes a second vector that the SM keeps.
@@ -86,6 +91,7 @@ class RowOpcode(IntEnum):
     EMBED = 18
     BARRIER = 19
     SAMPLE = 20
+    ROUTE = 21
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +110,11 @@ class RowLinear:
     writes and takes, or NOTHING; with KEEP_NORMED, carry is x, of which the SM has as many units as
     of any matrix of so many rows. With CARRY_TWO, pair_row is the second vector that the epilogue
     takes.
+
+    With EXPERT_ROWS, weight_row and pair_row are the first rows of the first expert, and row0 tells
+    which slots the units are of (plan.ExpertShape). With EXPERT_COLUMNS, each slice of columns is
+    that of its slot's expert, the matrix is RowQueues.expert_matrix, weight_row is of the first
+    expert, and num_rows rows lie between an expert and the next.
     """
 
     opcode: int
@@ -222,7 +233,21 @@ class RowSample:
     opcode: RowOpcode = RowOpcode.SAMPLE
 
 
-Instruction = RowLinear | RowAttention | RowCombine | RowEmbed | RowBarrier | RowSample
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowRoute:
+    """The choice of experts from num_words scores, f32 in flagged words from src on, for the
+    instructions with EXPERT_ROWS or EXPERT_COLUMNS of this SM that follow, of which there is one at
+    least. The loader waits there until it is made.
+    """
+
+    name: str
+    generation: int
+    src: int
+    num_words: int
+    opcode: RowOpcode = RowOpcode.ROUTE
+
+
+Instruction = RowLinear | RowAttention | RowCombine | RowEmbed | RowBarrier | RowSample | RowRoute
 
 FIELD_WORDS: dict[type[Instruction], dict[str, int]] = {
     RowLinear: {
@@ -247,6 +272,7 @@ FIELD_WORDS: dict[type[Instruction], dict[str, int]] = {
         "opcode": 0, "generation": 1, "src": 5, "vocab": 6, "dst": 10, "row0": 11, "logits": 12,
         "num_rows": 13,
     },
+    RowRoute: {"opcode": 0, "generation": 1, "src": 5, "num_words": 6},
 }  # fmt: skip
 """Word of each field. Fields that kernels read before they look at the opcode share a place."""
 

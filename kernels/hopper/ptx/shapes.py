@@ -13,8 +13,8 @@ from distmega.kernels.hopper.plan import words
 NUM_WARPS = gl.constexpr(8)
 THREADS = gl.constexpr(256)
 UNIT_ROWS = gl.constexpr(words.UNIT_ROWS)
-SLICES = gl.constexpr(16)
-SLICE_K = gl.constexpr(64)
+SLICES = gl.constexpr(words.SLICES)
+SLICE_K = gl.constexpr(words.SLICE_K)
 TILE_K = gl.constexpr(words.TILE_K)
 TILE_ROWS = gl.constexpr(128)
 """Rows of 64 elements in a ring slot: 16 slices of 8 weight rows, or 128 cached positions."""

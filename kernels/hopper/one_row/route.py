@@ -1,0 +1,127 @@
+"""The choice of experts of one row: which matrices the loader brings, and what each weighs.
+
+In: flagged scores of all experts. Out: of each slot the expert and its weight, in shared memory of
+the SM; the loader hears of it by an mbarrier. Every SM finds the same, for it compares the same
+bits. A score that is no number makes every weight none, so that logits show it; slots name experts
+all the same, each another, whatever the scores. Next on the walk: ../ptx/route.py.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.runtime.jit import constexpr_function
+
+from distmega.kernels.gluon_compat import cta_barrier
+from distmega.kernels.hopper.plan.fields import ROUTE_NUM_WORDS, SRC
+from distmega.kernels.hopper.ptx.device import as_float
+from distmega.kernels.hopper.ptx.route import put_asm, rank_asm, weigh_asm
+from distmega.kernels.hopper.ptx.shapes import PER_THREAD, THREADS
+from distmega.kernels.hopper.ptx.spins import spin2
+
+
+@constexpr_function
+def has_experts(experts):
+    return experts is not None
+
+
+@constexpr_function
+def num_chosen(experts):
+    return experts.num_chosen
+
+
+@constexpr_function
+def width(experts):
+    return experts.width
+
+
+@constexpr_function
+def slot_units(experts):
+    return experts.slot_units
+
+
+@constexpr_function
+def slot_slices(experts):
+    return experts.slot_slices
+
+
+@constexpr_function
+def copied_slices(experts):
+    return experts.copied_slices
+
+
+@constexpr_function
+def weighing(experts):
+    return experts.weighing
+
+
+@gluon.jit
+def expert_of(slots, slot):
+    """The expert of a slot, once the choice is made. slots: address, see route_task."""
+    return gl.inline_asm_elementwise(
+        "ld.shared.b32 $0, [$1];",
+        "=r,r",
+        [slots + 8 * slot],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def weight_of(slots, slot):
+    """What the expert of a slot weighs."""
+    return gl.inline_asm_elementwise(
+        "ld.shared.f32 $0, [$1+4];",
+        "=f,r",
+        [slots + 8 * slot],
+        dtype=gl.float32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def route_task(words, symmetric, scores, slots, chosen_bar, flag, EXPERTS: gl.constexpr):
+    """Ranks the scores, an expert a thread. scores: address of 512 f32 in shared memory that nobody
+    uses between tasks; slots: that of (expert, weight) of each slot; chosen_bar: passed once the
+    experts are there, which may be before their weights.
+    """
+    word = 2 * gl.arange(0, THREADS, layout=PER_THREAD)
+    num_left = words[ROUTE_NUM_WORDS] - word
+    bits0, bits1 = spin2(symmetric, symmetric + (words[SRC] + word), flag, num_left > 0)
+    low = as_float(bits0)
+    high = as_float(bits1)
+    is_none = (low != low) | (high != high)
+    low = gl.where((low == low) & (num_left > 0), low, float("-inf"))
+    high = gl.where((high == high) & (num_left > 0), high, float("-inf"))
+    gl.inline_asm_elementwise(
+        put_asm(), "=&r,r,f,f", [scores + 4 * word, low, high], dtype=gl.int32, is_pure=False,
+        pack=1,
+    )  # fmt: skip
+    cta_barrier()
+    x, rank = gl.inline_asm_elementwise(
+        rank_asm(num_chosen(EXPERTS)),
+        "=&f,=&r,r,r,r",
+        [scores + 0 * word, words[ROUTE_NUM_WORDS] + 0 * word, slots + 0 * word],
+        dtype=(gl.float32, gl.int32),
+        is_pure=False,
+        pack=1,
+    )
+    cta_barrier()
+    mbarrier.arrive(chosen_bar.index(0), count=1)
+    none = gl.where(is_none, float("nan"), 0.0)
+    is_chosen = rank < num_chosen(EXPERTS)
+    if weighing(EXPERTS) == "values":
+        weight = x + gl.sum(none, axis=0)
+    else:
+        part = gl.exp(x - gl.max(x, axis=0))
+        if weighing(EXPERTS) == "softmax":
+            total = gl.sum(part + none, axis=0)
+        else:
+            total = gl.sum(gl.where(is_chosen, part, 0.0) + none, axis=0)
+        weight = part / total
+    gl.inline_asm_elementwise(
+        weigh_asm(num_chosen(EXPERTS)), "=&r,r,r,f", [slots + 0 * rank, rank, weight],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+    cta_barrier()
