@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -14,12 +15,14 @@ from distmega.kernels.runtime.arena import ArenaLayout, Space, layout_arena
 from distmega.kernels.runtime.memory import allocate_arena, arena_views
 from distmega.program.types import Program
 from distmega.sharding.layout.mesh import DeviceMesh
+from distmega.sharding.layout.placements import Layout
 from distmega.sharding.localize import LocalProgram, localize
 from distmega.sharding.planner import plan_program
 from distmega.sharding.search.cost import H200
 from tests.hostir.programs import run_program
 
 Values = Mapping[str, Tensor]
+NO_MARKS: Mapping[str, Layout] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +72,11 @@ class Case:
         return emulate_rows(memories, launches, seed, num_slots)
 
 
-def case_of(program: Program, tp: int = 1, num_sms: int = 8) -> Case:
-    """Queues as build_queues makes and proves them."""
-    local = localize(plan_program(program, DeviceMesh(tp=tp), H200))
+def case_of(
+    program: Program, tp: int = 1, num_sms: int = 8, marks: Mapping[str, Layout] = NO_MARKS
+) -> Case:
+    """Queues as build_queues makes and proves them. marks: how ranks divide weights."""
+    local = localize(plan_program(program, DeviceMesh(tp=tp), H200, marks if tp > 1 else {}))
     weights = layout_arena(Space.WEIGHT, order_weights(local.program))
     states = layout_arena(Space.STATE, local.program.with_role("state"))
     queues = tuple(
