@@ -32,6 +32,7 @@ from distmega.hostir.run.timeline import HostClock, Timeline
 from distmega.kernels.gemm.host import PeerMatmuls
 from distmega.kernels.gemm.machine import measured
 from distmega.kernels.library.device_ops import KernelOps
+from distmega.kernels.machines import H200
 from distmega.kernels.runtime.copy_engines import CopyCommunicator
 from distmega.program.builder import Handle, ProgramBuilder
 from distmega.program.types import Program
@@ -39,7 +40,7 @@ from distmega.sharding.layout.placements import Layout, shard
 from distmega.sharding.localize import LocalProgram, localize
 from distmega.sharding.overlap.pairs import CHEAPEST, OverlapRequest
 from distmega.sharding.planner import Plan, plan_program
-from distmega.sharding.search.cost import H200, Machine
+from distmega.sharding.search.cost import Machine
 from distmega.trace_file import Span, write_trace
 
 EPS = 1e-5

@@ -37,11 +37,11 @@ from bench.timing import Call, captured, copy_bytes_per_us, elapsed_us
 from distmega.compiled import CompiledProgram
 from distmega.errors import UnsupportedError
 from distmega.hostir.comm.communicator import Communicator
+from distmega.kernels.machines import H200
 from distmega.models.decoder import build_decoder
 from distmega.models.presets import PRESETS
 from distmega.program.types import Program
 from distmega.sharding.planner import plan_program
-from distmega.sharding.search.cost import H200
 from distmega.torch_import.decoders import HfDecoder, open_decoder
 
 SHAPES: dict[str, Callable[[], PretrainedConfig]] = {

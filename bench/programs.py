@@ -38,11 +38,11 @@ from distmega.compiled import CompiledProgram
 from distmega.hostir.comm.communicator import Communicator
 from distmega.hostir.comm.nccl_native import NativeNccl
 from distmega.hostir.library.torch_types import torch_dtype
+from distmega.kernels.machines import H200
 from distmega.program.builder import Handle, ProgramBuilder
 from distmega.program.types import Program
 from distmega.sharding.layout.placements import Layout, shard
 from distmega.sharding.planner import plan_program
-from distmega.sharding.search.cost import H200
 
 OURS, COMPILED, GRAPH = "ours", "torch.compile", "torch graph"
 VARIANTS = ("plain", "gelu", "layernorm", "parallel", "postnorm", "heads96")

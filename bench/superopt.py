@@ -28,10 +28,10 @@ from bench.records import Record, add_book_options, open_book
 from bench.timing import alternating_us, copy_bytes_per_us, elapsed_us
 from distmega.errors import UnsupportedError
 from distmega.hostir.library.ops import compile_op, op_operands
+from distmega.kernels.machines import H200
 from distmega.kernels.ugraphs.geometry import GraphPlan, graph_plans, rule_plan
 from distmega.kernels.ugraphs.runner import GraphRunner
 from distmega.program.types import Program
-from distmega.sharding.search.cost import H200
 from distmega.superopt.graph.text import parse_graph
 from distmega.superopt.optimize import Optimizer, divided_rule
 from distmega.superopt.programs import PAPER_CASES, read_case

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from distmega.engine.requests import EngineOptions, GenerateRequest, GenerateResult, Token
     from distmega.errors import DistmegaError
     from distmega.generation import generate
+    from distmega.kernels.machines import CPU, H100, H200
     from distmega.models.sampling import Sampling
     from distmega.program.builder import ProgramBuilder
     from distmega.program.types import Program
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from distmega.sharding.layout.placements import replicate, shard, stream
     from distmega.sharding.overlap.pairs import Overlap
     from distmega.sharding.planner import Plan, plan_program
-    from distmega.sharding.search.cost import CPU, H100, H200, Machine
+    from distmega.sharding.search.cost import Machine
     from distmega.sources.load import open_model
     from distmega.torch_import.captured import Captured, CapturedModule, capture
 

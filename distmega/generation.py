@@ -10,10 +10,10 @@ from dataclasses import replace
 from distmega.engine.decode_plan import model_mesh, num_stages_of, plan_decode
 from distmega.engine.requests import EngineOptions, GenerateRequest, GenerateResult, Token
 from distmega.errors import RequestError
+from distmega.kernels.machines import CPU
 from distmega.launch.contract import LauncherOptions
 from distmega.launch.launchers import choose_device, choose_launcher, launch
 from distmega.sharding.layout.mesh import DeviceMesh
-from distmega.sharding.search.cost import CPU
 from distmega.sources.locate import locate_model, read_config
 
 

@@ -1,6 +1,6 @@
 """Small JSON files that distmega keeps for itself: a path in, what it holds out.
 
-Used by those who know what should be in it, sharding/overlap/rates_file.py and
+Used by those who know what should be in it, kernels/gemm/times/rates_file.py and
 kernels/pipelined/tuning.py.
 """
 

@@ -2,7 +2,7 @@
 takes from them, and keeps it.
 
 `calibrate_machine` starts ranks, which call calibration_ranks.measure by name, and writes what they
-found. Next: sharding/overlap/rates_file.py.
+found. Next: kernels/gemm/times/rates_file.py.
 """
 
 from collections.abc import Iterator
@@ -10,10 +10,10 @@ from pathlib import Path
 
 from distmega.cli.doctor import HOPPER, Facts, Finding
 from distmega.errors import RequestError
+from distmega.kernels.gemm.times.rates import OverlapRates
+from distmega.kernels.gemm.times.rates_file import FOLDER, Measured, library_versions, write_rates
 from distmega.launch.contract import Emitted, LauncherOptions
 from distmega.launch.launchers import launch
-from distmega.sharding.overlap.rates import OverlapRates
-from distmega.sharding.overlap.rates_file import FOLDER, Measured, library_versions, write_rates
 
 TEAMS = (2, 4, 8)
 """Numbers of ranks that are measured, as far as there are GPUs."""

@@ -56,6 +56,7 @@ from distmega.engine.requests import (
 from distmega.env import read_settings
 from distmega.errors import DistmegaError, LaunchError, RequestError
 from distmega.generation import check_model, reserve_ranks
+from distmega.kernels.machines import MACHINES
 from distmega.launch.contract import LauncherOptions
 from distmega.launch.launchers import (
     choose_device,
@@ -66,7 +67,6 @@ from distmega.launch.launchers import (
     should_report,
 )
 from distmega.models.sampling import Sampling
-from distmega.sharding.search.cost import MACHINES
 from distmega.sources.locate import read_config
 from distmega.superopt.search.schedule import SearchLimits
 

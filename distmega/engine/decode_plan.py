@@ -22,6 +22,7 @@ from distmega.hostir.passes.passes import run_passes
 from distmega.kernels.hopper.plan.experts import is_of_experts
 from distmega.kernels.hopper.plan.weight_order import order_weights
 from distmega.kernels.isa.lowering import is_encodable
+from distmega.kernels.machines import CPU
 from distmega.kernels.megakernel import Megakernel, compile_megakernel
 from distmega.kernels.runtime.arena import ArenaLayout, Space, layout_arena, tensor_space
 from distmega.models.decoder import AnyDecoder, Logits, build_decoder, layer_starts
@@ -40,7 +41,7 @@ from distmega.sharding.layout.placements import (
 from distmega.sharding.localize import LocalProgram, localize
 from distmega.sharding.overlap.pairs import BY_LIBRARY
 from distmega.sharding.planner import Plan, plan_program
-from distmega.sharding.search.cost import CPU, Machine
+from distmega.sharding.search.cost import Machine
 from distmega.sharding.stages import AXIS, Stage, cut_positions, split_stages
 
 MICRO_BATCHES = 4

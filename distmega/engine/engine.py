@@ -55,6 +55,7 @@ from distmega.kernels.cpu.peer import peer_memory_problem
 from distmega.kernels.cpu.runner import CpuMegakernel, open_peers
 from distmega.kernels.gemm.host import PeerMatmuls
 from distmega.kernels.library.device_ops import KernelOps
+from distmega.kernels.machines import CPU, H200
 from distmega.kernels.megakernel import Megakernel
 from distmega.kernels.runners import open_hopper, plan_hopper
 from distmega.kernels.runtime.memory import allocate_arena, arena_views, spanning_view
@@ -72,7 +73,6 @@ from distmega.models.sampling import (
 )
 from distmega.program.types import KNOWN, Program
 from distmega.sharding.layout.mesh import DeviceMesh
-from distmega.sharding.search.cost import CPU, H200
 from distmega.sharding.stages import AXIS
 from distmega.sources.copied_source import open_copies
 from distmega.sources.load import ModelSource

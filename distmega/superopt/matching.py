@@ -14,7 +14,7 @@ from itertools import permutations
 from distmega.errors import VerifyError
 from distmega.program import expr
 from distmega.program.types import Access, Index, Op, Program, accesses
-from distmega.sharding.search.cost import MACHINES
+from distmega.sharding.search.cost import DEVICES
 from distmega.superopt.chains import Chain, ChainFinder, joined_program
 from distmega.superopt.graph.axes import Axes
 from distmega.superopt.graph.cost import program_us
@@ -59,7 +59,7 @@ class Match:
 def joined_us(rule: RewriteRule, sizes: Sizes, constants: Constants) -> float:
     """Predicted time of the rule's program op by op, pointwise ops in a row as one."""
     made = resized_rule(rule, sizes, constants)
-    return program_us(joined_program(made.program), MACHINES[made.machine])
+    return program_us(joined_program(made.program), DEVICES[made.machine])
 
 
 @dataclass(frozen=True, slots=True)

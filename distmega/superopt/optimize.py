@@ -1,6 +1,6 @@
 """From a program to proven rules: search, then proofs of the fastest candidates.
 
-Comes in: a Program, a Machine, Limits. Goes out: Rules, the fastest first, and what happens
+Comes in: a Program, a DeviceRates, Limits. Goes out: Rules, the fastest first, and what happens
 meanwhile. It may be left at any time: what was proven until then stays. Next: rules.py.
 """
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from distmega.errors import ProgramError, VerifyError
 from distmega.program.types import Program
-from distmega.sharding.search.cost import Machine
+from distmega.sharding.search.cost import DeviceRates
 from distmega.superopt.graph.cost import graph_us, program_us
 from distmega.superopt.graph.text import print_graph
 from distmega.superopt.graph.ugraph import UGraph
@@ -33,7 +33,7 @@ class Optimizer:
     """One run. rules: what was proven, the fastest first. refused: what was not."""
 
     program: Program
-    machine: Machine
+    machine: DeviceRates
     limits: SearchLimits = field(default_factory=SearchLimits)
     seed: int = 0
     rules: list[RewriteRule] = field(default_factory=list)
@@ -90,7 +90,7 @@ def _is_good_in_ops(program: Program, graph: UGraph, seed: int) -> bool:
 
 
 def divided_rule(
-    rule: RewriteRule, graph: UGraph, launches: Sequence[tuple[int, int]], machine: Machine
+    rule: RewriteRule, graph: UGraph, launches: Sequence[tuple[int, int]], machine: DeviceRates
 ) -> RewriteRule:
     """The rule with its graph divided otherwise (regrid.py), as was measured on `machine` with
     these launches; proven once more. VerifyError where it isn't.

@@ -14,7 +14,7 @@ from functools import cache
 from itertools import product
 
 from distmega.errors import VerifyError
-from distmega.sharding.search.cost import MACHINES, Machine
+from distmega.sharding.search.cost import DEVICES, DeviceRates
 from distmega.superopt.graph.axes import Axes, find_axes, shrink_program
 from distmega.superopt.graph.cost import graph_us, kernel_us, program_us, work_of
 from distmega.superopt.graph.regrid import Parts, free_axes, regrid_kernel, with_kernels
@@ -69,7 +69,7 @@ def resized_rule(rule: RewriteRule, sizes: Sizes, constants: Constants = ()) -> 
         return rule
     program = program_with_constants(shrink_program(rule.program, axes, extents), changed)
     graph = graph_with_constants(_resized_graph(rule, extents), changed)
-    machine = MACHINES[rule.machine]
+    machine = DEVICES[rule.machine]
     return replace(
         rule,
         program=program,
@@ -150,7 +150,7 @@ def _resized_graph(rule: RewriteRule, extents: Mapping[str, int]) -> UGraph:
             if whole != old[outer] * inner:
                 sizes[outer], sizes[others[0]] = parts, whole // parts
     made = replace(graph, extents=tuple(sizes.items()))
-    machine = MACHINES[rule.machine]
+    machine = DEVICES[rule.machine]
     return with_kernels(made, [_divided(made, kernel, machine) for kernel in graph.kernels])
 
 
@@ -169,7 +169,7 @@ def _parts(whole: int, wanted: int) -> int:
     return max(fits, default=0)
 
 
-def _divided(graph: UGraph, kernel: Kernel, machine: Machine) -> Kernel:
+def _divided(graph: UGraph, kernel: Kernel, machine: DeviceRates) -> Kernel:
     """A kernel with the numbers of blocks and iterations of least predicted time. VerifyError where
     none fits an SM.
     """

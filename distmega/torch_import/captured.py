@@ -19,11 +19,12 @@ from distmega.engine.ranks.context import RankContext
 from distmega.errors import CaptureError, ProgramError
 from distmega.hostir.comm.communicator import Communicator, SingleCommunicator
 from distmega.hostir.library.torch_types import hold, torch_dtype, unhold
+from distmega.kernels.machines import CPU, H200
 from distmega.program.types import Program
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.layout.placements import Layout
 from distmega.sharding.planner import Plan, plan_program
-from distmega.sharding.search.cost import CPU, H200, Machine
+from distmega.sharding.search.cost import Machine
 from distmega.torch_import.annotations import match_annotations
 from distmega.torch_import.convert import Graph, Output, convert
 from distmega.torch_import.exported import export_module

@@ -2,7 +2,7 @@
 `matmul_reduce_scatter`, `matmul_all_reduce` of `distmega.kernels`.
 
 In: a [M, K] and b [N, K] of one type on one device, b as a linear layer holds its weight. Out: new
-tensors A B^T. On Hopper GPUs in bf16 the model of sharding/overlap/matmul_ways.py chooses: the
+tensors A B^T. On Hopper GPUs in bf16 the model of times/matmul_ways.py chooses: the
 kernel of this package, alone (start.py) or with the collective beside it (overlap.py), or torch's
 matmul and a collective by peer memory (peer_collectives.py) or by NCCL, in turn. Elsewhere it is
 torch's matmul and the communicator's collective. All ranks of a team make the same calls in the
@@ -20,18 +20,18 @@ from distmega.hostir.comm.communicator import Communicator
 from distmega.hostir.comm.nccl import NcclCommunicator
 from distmega.kernels.gemm import late
 from distmega.kernels.gemm.machine import built_in, measured
-from distmega.kernels.gemm.workspace import Workspace, workspace_of
-from distmega.kernels.runtime.compilations import has_triton
-from distmega.kernels.runtime.gpus import is_hopper
-from distmega.sharding.overlap.matmul_ways import (
-    Collective,
+from distmega.kernels.gemm.times.matmul_ways import (
     MatmulChoice,
     choose_means,
     choose_tiles,
     kernel_problem,
     tiles_choice,
 )
-from distmega.sharding.overlap.tile_times import Extents
+from distmega.kernels.gemm.times.ways import rates_of
+from distmega.kernels.gemm.workspace import Workspace, workspace_of
+from distmega.kernels.runtime.compilations import has_triton
+from distmega.kernels.runtime.gpus import is_hopper
+from distmega.sharding.overlap.products import Collective, Extents
 
 
 def matmul(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -47,7 +47,7 @@ def matmul(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
         )
     tiles = None
     if _on_hopper(a):
-        tiles = choose_tiles(_extents(a, b), built_in(a.device.index).overlap)
+        tiles = choose_tiles(_extents(a, b), rates_of(built_in(a.device.index)))
     if tiles is None or not (out is None or late.start.can_store(out)):
         return torch.mm(a, b.T, out=out)
     start = late.start
@@ -207,7 +207,7 @@ def _choose(
 ) -> MatmulChoice:
     """Decided by what is equal on all ranks."""
     if _on_hopper(x) and isinstance(comm, NcclCommunicator):
-        rates = measured(comm).overlap
+        rates = rates_of(measured(comm))
         problem = kernel_problem(collective, extents, "bf16", rates)
         if forced and not problem:
             return tiles_choice(collective, extents, rates)

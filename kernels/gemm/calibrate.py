@@ -2,7 +2,7 @@
 
 Comes in: the communicator of a mesh of GPUs, one axis of it. Goes out: rates, the same on all
 ranks: every time is the slowest rank's. `distmega doctor --calibrate` calls this and keeps the
-result; sharding/overlap/cost.py and matmul_ways.py use it, machine.py hands it to them.
+result; times/ways.py and matmul_ways.py use it, machine.py hands it to them.
 """
 
 import time
@@ -17,19 +17,13 @@ from torch import Tensor
 from distmega.hostir.comm.nccl import NcclCommunicator
 from distmega.kernels.gemm import overlap, peer_collectives
 from distmega.kernels.gemm.start import launch_matmul, plain_spec
+from distmega.kernels.gemm.times.matmul_ways import STAGES, event_rows, tiles_choice
+from distmega.kernels.gemm.times.rates import H200_RATES, OverlapRates
+from distmega.kernels.gemm.times.tile_times import GROUP, Tiles, gather_us, plan_sending, send_us
 from distmega.kernels.gemm.workspace import workspace_of
 from distmega.kernels.runtime.gpus import num_sms
 from distmega.kernels.runtime.stream_ops import copy_bytes
-from distmega.sharding.overlap.matmul_ways import STAGES, event_rows, tiles_choice
-from distmega.sharding.overlap.rates import H200_RATES, OverlapRates
-from distmega.sharding.overlap.tile_times import (
-    GROUP,
-    Extents,
-    Tiles,
-    gather_us,
-    plan_sending,
-    send_us,
-)
+from distmega.sharding.overlap.products import Extents
 
 ROUNDS = 7
 AHEAD_CYCLES = 2_000_000

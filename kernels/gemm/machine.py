@@ -8,10 +8,19 @@ from functools import cache
 
 import torch
 
-from distmega.hostir.comm.machine import machine_of
+from distmega.errors import RequestError
+from distmega.hostir.comm.communicator import Communicator
 from distmega.hostir.comm.nccl import NcclCommunicator
+from distmega.kernels.gemm.times.rates_file import (
+    calibrated,
+    library_versions,
+    rates_fields,
+    rates_of_fields,
+)
+from distmega.kernels.gemm.times.ways import MatmulModel, rates_of
+from distmega.kernels.machines import H100, H200
 from distmega.kernels.runtime.gpus import num_sms
-from distmega.sharding.search.cost import H100, H200, Machine
+from distmega.sharding.search.cost import Machine
 
 _machines: dict[NcclCommunicator, Machine] = {}
 
@@ -21,7 +30,7 @@ def built_in(index: int) -> Machine:
     """What is known of a CUDA device without measuring, of as many SMs as it has."""
     known = H100 if "H100" in torch.cuda.get_device_name(index) else H200
     sms = num_sms(index)
-    return replace(known, num_sms=sms, overlap=replace(known.overlap, num_sms=sms))
+    return replace(known, num_sms=sms, overlap=MatmulModel(replace(rates_of(known), num_sms=sms)))
 
 
 def measured(comm: NcclCommunicator) -> Machine:
@@ -33,3 +42,21 @@ def measured(comm: NcclCommunicator) -> Machine:
         name = torch.cuda.get_device_name(index)
         _machines[comm] = machine_of(comm, built_in(index), name)
     return _machines[comm]
+
+
+def machine_of(comm: Communicator, machine: Machine, device: str) -> Machine:
+    """`machine` with the rates that the mesh's first rank finds measured for its GPUs.
+    RequestError, on all ranks, for a file there that does not fit.
+    """
+    rates, problem = None, None
+    try:
+        found = calibrated(machine, device, comm.mesh.num_ranks, library_versions())
+        rates = rates_fields(rates_of(found))
+    except RequestError as error:
+        problem = error.found, error.expected, error.remedy
+    rates, problem = comm.all_gather_object((rates, problem))[0]
+    if problem:
+        wrong, expected, remedy = problem
+        raise RequestError(wrong, expected=expected, remedy=remedy)
+    assert rates is not None, "there are rates or a problem with them"
+    return replace(machine, overlap=MatmulModel(rates_of_fields(rates)))

@@ -15,20 +15,20 @@ from torch import Tensor
 from distmega.errors import HangError
 from distmega.kernels.gemm.spec import WORDS, MatmulSpec
 from distmega.kernels.gemm.start import Peering, launch_matmul
-from distmega.kernels.gemm.workspace import PUSHED, Workspace
-from distmega.kernels.runtime.gpus import num_sms
-from distmega.kernels.runtime.stream_ops import copy_bytes, copy_columns, wait_word, write_word
-from distmega.sharding.overlap.matmul_ways import MatmulChoice, event_rows
-from distmega.sharding.overlap.tile_times import (
+from distmega.kernels.gemm.times.matmul_ways import MatmulChoice, event_rows
+from distmega.kernels.gemm.times.tile_times import (
     GATHERED,
     TILE_ROWS,
-    Extents,
     SendPlan,
     Tiles,
     count_helpers,
     order_turns,
     plan_sending,
 )
+from distmega.kernels.gemm.workspace import PUSHED, Workspace
+from distmega.kernels.runtime.gpus import num_sms
+from distmega.kernels.runtime.stream_ops import copy_bytes, copy_columns, wait_word, write_word
+from distmega.sharding.overlap.products import Extents
 
 
 class Stuck:

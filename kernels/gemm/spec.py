@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from triton.experimental.gluon import language as gl
 
-from distmega.sharding.overlap.tile_times import NUM_WORDS
+from distmega.kernels.gemm.times.tile_times import NUM_WORDS
 
 TILE_M = gl.constexpr(128)
 HALF_M = gl.constexpr(64)

@@ -14,9 +14,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from distmega.kernels.gemm.kernel import matmul_kernel
 from distmega.kernels.gemm.spec import HALF_M, TILE_K, TILE_M, MatmulSpec
+from distmega.kernels.gemm.times.tile_times import Tiles
 from distmega.kernels.runtime.gpus import num_sms
 from distmega.kernels.runtime.relaunch import Launcher
-from distmega.sharding.overlap.tile_times import Tiles
 
 POINTER_ALIGNMENT = 16
 """Bytes to which Triton looks whether a pointer is aligned."""

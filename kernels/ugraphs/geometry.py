@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from itertools import product
 
 from distmega.errors import UnsupportedError, VerifyError
+from distmega.kernels.machines import MACHINES
 from distmega.kernels.ugraphs.source import LAZY_ELEMENTS, GraphLaunch
 from distmega.program.dtypes import item_bytes
-from distmega.sharding.search.cost import MACHINES, Machine
+from distmega.sharding.search.cost import Machine
 from distmega.superopt.graph.cost import num_functions
 from distmega.superopt.graph.named import Dims
 from distmega.superopt.graph.regrid import (

@@ -1,10 +1,10 @@
 """Which matmuls run beside the collective before or after them, and how.
 
 Comes in: the local ops of one rank in order, what a user asked for (`Overlap`), the machine's
-rates. Goes out: an OverlapChoice for each pair of a matmul and a collective: one after the other,
-in chunks on streams, around a ring, or as one kernel. plan.py makes chunks and rings host
-loops, as a user's `stream` would; lower.py makes kernels FusedMatmuls. cost.py has the
-times. Next: stream_plan.py.
+model of overlap. Goes out: an OverlapChoice for each pair of a matmul and a collective: one after
+the other, in chunks on streams, around a ring, or as one kernel. plan.py makes chunks and rings
+host loops, as a user's `stream` would; lower.py makes kernels FusedMatmuls. products.py says what
+the model is asked. Next: stream_plan.py.
 """
 
 import math
@@ -16,8 +16,7 @@ from distmega.errors import PlanError
 from distmega.program.dtypes import item_bytes
 from distmega.program.types import Access, Op, Tensor, accesses
 from distmega.sharding.layout.mesh import DeviceMesh
-from distmega.sharding.overlap.cost import Product, Way, way_times_us
-from distmega.sharding.overlap.tile_times import Extents
+from distmega.sharding.overlap.products import Extents, Product, Way
 from distmega.sharding.search.cost import Machine
 
 PairKind = Literal["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
@@ -271,7 +270,9 @@ def fused_pairs(choices: Sequence[OverlapChoice]) -> tuple[Pair, ...]:
 
 def _choose(pair: Pair, machine: Machine, asked: Overlap) -> OverlapChoice:
     counts = (asked.num_chunks,) if asked.num_chunks else CHUNK_COUNTS
-    times, refused = way_times_us(pair.product, machine, counts, peer_copies=asked.peer_copies)
+    times, refused = machine.overlap.way_times_us(
+        pair.product, counts, peer_copies=asked.peer_copies
+    )
     if asked.way and not any(way == asked.way for way, _ in times):
         raise PlanError(
             f"overlap {asked.way!r} of {pair.first!r} and {pair.second!r}",

@@ -1,7 +1,8 @@
 """What an op and a collective cost on a machine: bytes, flops and microseconds.
 
 Comes in: an Op (of the whole program or of one rank's), tensors, a Machine. Goes out: numbers that
-planner.py compares and explain prints. All of it follows from access maps. Next: options.py.
+planner.py compares and explain prints. All of it follows from access maps; what overlap costs is
+asked of the machine's model. kernels/machines.py has machines. Next: options.py.
 """
 
 import math
@@ -11,12 +12,31 @@ from dataclasses import dataclass, replace
 from distmega.program.dtypes import item_bytes
 from distmega.program.kinds import OpWork, communicates, kind_of
 from distmega.program.types import Access, Op, Program, Tensor, accesses
-from distmega.sharding.overlap.rates import CPU_RATES, H100_RATES, H200_RATES, OverlapRates
+from distmega.sharding.overlap.products import OverlapModel
 from distmega.sharding.search.groups import GroupLoad, group_load
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class DeviceRates:
+    """Rates of one rank's device and of the link between ranks; see Machine."""
+
+    name: str
+    dtype: str
+    memory_bandwidth_bytes_per_us: float
+    flops_per_us: tuple[tuple[str, float], ...]
+    num_sms: int
+    link_bandwidth_bytes_per_us: float
+    collective_us: float
+    launch_us: float
+
+    def flops_rate(self, dtype: str) -> float:
+        """Flops per microsecond on operands of a dtype; the slowest rate for a dtype not listed."""
+        rates = dict(self.flops_per_us)
+        return rates.get(dtype, min(rates.values()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine(DeviceRates):
     """Rates of one rank's device and of the link between ranks; bytes and flops per microsecond.
 
     Attributes:
@@ -28,26 +48,13 @@ class Machine:
         link_bandwidth_bytes_per_us: Rate at which a rank sends.
         collective_us: Fixed time of one collective.
         launch_us: Fixed time of one op.
-        overlap: What running matmuls beside collectives costs.
+        overlap: Says what running matmuls beside collectives takes.
     """
 
-    name: str
-    dtype: str
-    memory_bandwidth_bytes_per_us: float
-    flops_per_us: tuple[tuple[str, float], ...]
-    num_sms: int
-    link_bandwidth_bytes_per_us: float
-    collective_us: float
-    launch_us: float
-    overlap: OverlapRates = CPU_RATES
-
-    def flops_rate(self, dtype: str) -> float:
-        """Flops per microsecond on operands of a dtype; the slowest rate for a dtype not listed."""
-        rates = dict(self.flops_per_us)
-        return rates.get(dtype, min(rates.values()))
+    overlap: OverlapModel
 
 
-CPU = Machine(
+CPU_DEVICE = DeviceRates(
     name="cpu",
     dtype="f32",
     memory_bandwidth_bytes_per_us=1.0e4,
@@ -59,7 +66,7 @@ CPU = Machine(
 )
 """A core or two of a server, ranks joined by gloo over the loopback."""
 
-H200 = Machine(
+H200_DEVICE = DeviceRates(
     name="h200",
     dtype="bf16",
     memory_bandwidth_bytes_per_us=4.12e6,
@@ -68,20 +75,14 @@ H200 = Machine(
     link_bandwidth_bytes_per_us=3.15e5,
     collective_us=6.4,
     launch_us=2.0,
-    overlap=H200_RATES,
 )
 """One H200 of a node joined by NVLink; measured copy bandwidth, one-shot all-reduce, peer reads."""
 
-H100 = replace(
-    H200,
-    name="h100",
-    memory_bandwidth_bytes_per_us=2.96e6,
-    overlap=H100_RATES,
-)
+H100_DEVICE = replace(H200_DEVICE, name="h100", memory_bandwidth_bytes_per_us=2.96e6)
 """An H100 joined alike, by its memory; nothing else was measured on one."""
 
-MACHINES: dict[str, Machine] = {machine.name: machine for machine in (CPU, H100, H200)}
-"""Machines by the name a user types."""
+DEVICES = {device.name: device for device in (CPU_DEVICE, H100_DEVICE, H200_DEVICE)}
+"""Devices by the name a user types. kernels/machines.py makes Machines of them."""
 
 
 def op_bytes(
@@ -196,7 +197,7 @@ def _grouped_flops(op: Op, sizes: Mapping[str, int], load: GroupLoad) -> int:
 def op_time_us(
     op: Op,
     tensors: Mapping[str, Tensor],
-    machine: Machine,
+    machine: DeviceRates,
     extents: Mapping[str, int] | None = None,
     *,
     worst: bool = False,
@@ -225,7 +226,7 @@ def collective_bytes(kind: str, num_bytes: int, num_ranks: int) -> int:
     return 0
 
 
-def collective_time_us(kind: str, num_bytes: int, num_ranks: int, machine: Machine) -> float:
+def collective_time_us(kind: str, num_bytes: int, num_ranks: int, machine: DeviceRates) -> float:
     """Time of a collective over the whole tensor's bytes; take_shard is a local copy."""
     if not communicates(kind):
         copied = 2 * num_bytes / num_ranks
@@ -234,7 +235,7 @@ def collective_time_us(kind: str, num_bytes: int, num_ranks: int, machine: Machi
     return machine.collective_us + sent / machine.link_bandwidth_bytes_per_us
 
 
-def copy_time_us(num_bytes: int, machine: Machine) -> float:
+def copy_time_us(num_bytes: int, machine: DeviceRates) -> float:
     """Time to read and write bytes once in local memory, without a launch."""
     return 2 * num_bytes / machine.memory_bandwidth_bytes_per_us
 
@@ -242,7 +243,7 @@ def copy_time_us(num_bytes: int, machine: Machine) -> float:
 RESIDENCY_REDUCTIONS = 3
 
 
-def residency_prices_us(program: Program, machine: Machine) -> dict[str, float]:
+def residency_prices_us(program: Program, machine: DeviceRates) -> dict[str, float]:
     """What holding a weight or state whole on every rank costs, in the currency of time.
 
     Ranks are asked for so that each holds its share: a matrix or state is priced at three

@@ -22,8 +22,8 @@ from distmega.cli.explain.timeline import predict_timeline
 from distmega.cli.main import main
 from distmega.engine.decode_plan import model_mesh, plan_decode
 from distmega.engine.requests import EngineOptions
+from distmega.kernels.machines import CPU, H200
 from distmega.models.presets import PRESETS
-from distmega.sharding.search.cost import CPU, H200
 from tests.hostir.programs import streamed
 from tests.repo.source import ROOT
 

@@ -28,9 +28,9 @@ from bench.programs import (
 from distmega.compiled import CompiledProgram
 from distmega.hostir import SingleCommunicator
 from distmega.hostir.library.torch_types import torch_dtype
+from distmega.kernels.machines import CPU
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.planner import plan_program
-from distmega.sharding.search.cost import CPU
 
 POSITION = 20
 

@@ -145,7 +145,7 @@ def test_types_that_programs_lack_are_refused_where_they_are_given():
 def test_what_is_measured_is_kept_where_the_platform_has_it(tmp_path: Path):
     code = (
         "from distmega.kernels.pipelined.tuning import CHOICES\n"
-        "from distmega.sharding.overlap.rates_file import FOLDER\n"
+        "from distmega.kernels.gemm.times.rates_file import FOLDER\n"
         "print(CHOICES.parent, FOLDER)"
     )
     done = subprocess.run(

@@ -10,9 +10,9 @@ from distmega.compiled import CompiledProgram
 from distmega.engine.engine import Engine
 from distmega.errors import ModelError
 from distmega.hostir.comm.communicator import SingleCommunicator
+from distmega.kernels.machines import CPU, H200
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.planner import plan_program
-from distmega.sharding.search.cost import CPU, H200
 from tests.gpu.engines import open_engine, random_model
 from tests.kernels.hopper.plan.test_expert_queues import layers
 

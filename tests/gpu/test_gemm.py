@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from distmega.kernels import matmul
-from distmega.sharding.overlap.matmul_ways import STAGES
-from distmega.sharding.overlap.tile_times import Tiles
+from distmega.kernels.gemm.times.matmul_ways import STAGES
+from distmega.kernels.gemm.times.tile_times import Tiles
 
 pytestmark = pytest.mark.gpu
 pytest.importorskip("triton", reason="triton is not installed (pip install 'distmega[gpu]')")

@@ -12,9 +12,9 @@ import torch
 from distmega.compiled import CompiledProgram
 from distmega.errors import UnsupportedError
 from distmega.hostir.comm.communicator import SingleCommunicator
+from distmega.kernels.machines import CPU, H200
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.planner import plan_program
-from distmega.sharding.search.cost import CPU, H200
 from tests.kernels.random_rows import random_rows, whole_numbers
 
 pytestmark = pytest.mark.gpu

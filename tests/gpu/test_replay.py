@@ -12,11 +12,11 @@ from distmega.hostir.comm.communicator import SingleCommunicator
 from distmega.hostir.library.torch_types import torch_dtype
 from distmega.hostir.run.cuda_graph import CapturedHost
 from distmega.hostir.run.evaluator import Evaluator
+from distmega.kernels.machines import H200
 from distmega.program.builder import ProgramBuilder
 from distmega.program.types import Program
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.planner import plan_program
-from distmega.sharding.search.cost import H200
 from tests.gpu.engines import open_engine, random_model
 from tests.hostir.programs import run_program, shard_tensors
 from tests.hostir.streams import planned, small_integers

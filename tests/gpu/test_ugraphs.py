@@ -6,13 +6,13 @@ import torch
 
 from distmega.compiled import CompiledProgram
 from distmega.hostir.comm.communicator import SingleCommunicator
+from distmega.kernels.machines import H200
 from distmega.kernels.ugraphs.geometry import graph_plans, rule_plan
 from distmega.kernels.ugraphs.runner import GraphRunner
 from distmega.kernels.ugraphs.source import GraphLaunch
 from distmega.program.builder import ProgramBuilder
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.planner import plan_program
-from distmega.sharding.search.cost import H200
 from distmega.superopt.graph.arithmetic import Float
 from distmega.superopt.graph.interpret import run_graph
 from distmega.superopt.graph.text import parse_graph

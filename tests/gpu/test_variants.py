@@ -7,9 +7,9 @@ from torch import Tensor
 from bench.programs import VARIANTS, Model, llama_1b, own_tensors
 from distmega.compiled import CompiledProgram
 from distmega.hostir.comm.communicator import SingleCommunicator
+from distmega.kernels.machines import H200
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.planner import plan_program
-from distmega.sharding.search.cost import H200
 
 pytestmark = pytest.mark.gpu
 

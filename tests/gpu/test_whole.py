@@ -9,11 +9,11 @@ from torch import Tensor
 from distmega.compiled import CompiledProgram
 from distmega.errors import UnsupportedError
 from distmega.hostir.comm.communicator import SingleCommunicator
+from distmega.kernels.machines import CPU, H200
 from distmega.program.builder import Handle, ProgramBuilder
 from distmega.program.types import Program
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.planner import plan_program
-from distmega.sharding.search.cost import CPU, H200
 
 pytestmark = pytest.mark.gpu
 

@@ -21,13 +21,13 @@ from distmega.hostir.ir.nodes import (
 from distmega.hostir.ir.text import parse_host
 from distmega.hostir.library.ops import run_op
 from distmega.hostir.library.torch_types import torch_dtype
+from distmega.kernels.machines import CPU
 from distmega.program.builder import ProgramBuilder
 from distmega.program.types import Program
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.layout.placements import shard
 from distmega.sharding.localize import LocalProgram, localize
 from distmega.sharding.planner import plan_program
-from distmega.sharding.search.cost import CPU
 
 
 def local(program: Program, mesh: DeviceMesh | None = None) -> LocalProgram:

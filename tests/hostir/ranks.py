@@ -20,11 +20,11 @@ from distmega.hostir.ir.text import parse_host
 from distmega.hostir.lower.lower import KERNEL_KINDS, lower_program
 from distmega.hostir.passes.passes import run_passes
 from distmega.hostir.run.evaluator import Evaluator
+from distmega.kernels.machines import CPU
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.layout.placements import stream
 from distmega.sharding.localize import localize
 from distmega.sharding.planner import plan_program
-from distmega.sharding.search.cost import CPU
 from tests.hostir.programs import (
     RING,
     STREAMED,

@@ -14,6 +14,7 @@ from distmega.hostir.library.torch_types import torch_dtype
 from distmega.hostir.lower.lower import lower_program
 from distmega.hostir.passes.kernel_order import order_kernels
 from distmega.hostir.passes.passes import run_passes
+from distmega.kernels.machines import CPU
 from distmega.program.builder import ProgramBuilder
 from distmega.program.types import Program, accesses
 from distmega.sharding.layout.aliases import alias_roots
@@ -22,7 +23,6 @@ from distmega.sharding.layout.placements import Layout, fits, replicate, shard, 
 from distmega.sharding.localize import LocalProgram, localize
 from distmega.sharding.overlap.pairs import CHEAPEST, OverlapRequest
 from distmega.sharding.planner import Plan, plan_program
-from distmega.sharding.search.cost import CPU
 from tests.hostir.programs import run_program
 from tests.hostir.threads import Bind, join, op_by_op, run_mesh
 from tests.sharding.random_programs import random_program

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distmega.hostir.ir.nodes import LaunchMegakernel, LibraryOp, walk_nodes
+from distmega.kernels.machines import CPU
 from distmega.kernels.whole import plan_whole
 from distmega.program.builder import Handle, ProgramBuilder
 from distmega.program.types import Program
@@ -17,7 +18,6 @@ from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.layout.placements import Layout, shard
 from distmega.sharding.localize import localize
 from distmega.sharding.planner import plan_program
-from distmega.sharding.search.cost import CPU
 from tests.hostir.programs import shard_tensors
 from tests.hostir.threads import ThreadCommunicator, Wires
 from tests.kernels.running import launch_all, make_ranks

@@ -6,11 +6,11 @@ import torch
 from distmega.compiled import CompiledProgram
 from distmega.errors import ProgramError, UnsupportedError
 from distmega.hostir.comm.communicator import SingleCommunicator
+from distmega.kernels.machines import CPU
 from distmega.program.builder import ProgramBuilder
 from distmega.program.types import Program
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.planner import plan_program
-from distmega.sharding.search.cost import CPU
 
 MESH = DeviceMesh(tp=1)
 

@@ -15,10 +15,10 @@ from distmega.engine.engine import Engine
 from distmega.engine.requests import EngineOptions
 from distmega.hostir.comm.communicator import SingleCommunicator
 from distmega.kernels.hopper.plan.queues import build_queues
+from distmega.kernels.machines import H200
 from distmega.launch import LauncherOptions
 from distmega.models.presets import PRESETS
 from distmega.sharding.layout.mesh import DeviceMesh
-from distmega.sharding.search.cost import H200
 from distmega.sources.load import open_model
 from tests.models.files import FAMILIES, save_tokenizer
 

@@ -17,6 +17,7 @@ from distmega.engine.requests import Experts
 from distmega.errors import ModelError, RequestError
 from distmega.hostir.lower.lower import lower_program
 from distmega.hostir.passes.passes import run_passes
+from distmega.kernels.machines import CPU
 from distmega.models.config import ModelConfig
 from distmega.models.decoder import build_decoder
 from distmega.models.fields import Fields
@@ -27,7 +28,6 @@ from distmega.program.types import Program
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.localize import LocalProgram, localize
 from distmega.sharding.planner import plan_program
-from distmega.sharding.search.cost import CPU
 from distmega.sources.load import ModelSource, open_model
 from distmega.sources.locate import read_config
 from tests.e2e.running import relative_error

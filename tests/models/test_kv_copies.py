@@ -15,13 +15,13 @@ from distmega.engine.requests import EngineOptions
 from distmega.errors import PlanError
 from distmega.hostir.comm.communicator import SingleCommunicator
 from distmega.kernels.hopper.plan.queues import build_queues
+from distmega.kernels.machines import CPU, H200
 from distmega.models.presets import PRESETS
 from distmega.models.weights.kv_copies import copy_kv_heads, most_copies
 from distmega.models.weights.random_source import RandomReader
 from distmega.models.weights.tensors import weight_specs
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.localize import localize
-from distmega.sharding.search.cost import CPU, H200
 from distmega.sources.copied_source import open_copies
 from distmega.sources.load import open_model
 

@@ -7,7 +7,7 @@ from bench.blocks import TORCH, Shape, mlp_block, transformer_block
 from distmega.hostir.comm.communicator import Communicator
 from distmega.hostir.ir.nodes import walk_nodes
 from distmega.hostir.lower.matmul_nodes import FusedMatmul
-from distmega.sharding.search.cost import CPU, H200
+from distmega.kernels.machines import CPU, H200
 from tests.multigpu.ranks import ON_EITHER
 
 HERE = "tests.multigpu.test_blocks"

@@ -5,8 +5,8 @@ from dataclasses import asdict
 import pytest
 
 from distmega.hostir.comm.nccl import NcclCommunicator
+from distmega.kernels.gemm.times.rates import H200_RATES
 from distmega.kernels.runtime.copy_engines import CopyCommunicator
-from distmega.sharding.overlap.rates import H200_RATES
 from tests.multigpu.ranks import ON_GPUS, TIMEOUT_S
 
 HERE = "tests.multigpu.test_calibrate"

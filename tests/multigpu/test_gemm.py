@@ -15,10 +15,11 @@ from distmega.hostir.comm.communicator import Communicator
 from distmega.hostir.comm.nccl import NcclCommunicator
 from distmega.kernels import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from distmega.kernels.gemm import late
+from distmega.kernels.gemm.times.matmul_ways import STAGES, MatmulChoice
+from distmega.kernels.gemm.times.tile_times import DepthSplit, Tiles, plan_sending
 from distmega.kernels.gemm.workspace import Workspace, workspace_of
 from distmega.kernels.runtime.gpus import num_sms
-from distmega.sharding.overlap.matmul_ways import STAGES, MatmulChoice
-from distmega.sharding.overlap.tile_times import DepthSplit, Extents, Tiles, plan_sending
+from distmega.sharding.overlap.products import Extents
 from tests.multigpu.ranks import ON_EITHER, ON_GPUS
 
 HERE = "tests.multigpu.test_gemm"

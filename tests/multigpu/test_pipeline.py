@@ -17,11 +17,11 @@ from distmega.hostir.comm.nccl import NcclCommunicator
 from distmega.hostir.lower.pipeline import FREE
 from distmega.hostir.run.cuda_graph import CapturedHost
 from distmega.hostir.run.evaluator import Evaluator
+from distmega.kernels.machines import H200
 from distmega.kernels.runtime.signals import PeerSignals, open_signals
 from distmega.kernels.runtime.symmetric import open_symmetric
 from distmega.models.presets import PRESETS
 from distmega.sharding.layout.mesh import DeviceMesh
-from distmega.sharding.search.cost import H200
 from distmega.sharding.stages import AXIS
 from examples.pipeline import expected_rows, make_stages, make_values
 from tests.multigpu.ranks import ON_EITHER, ON_GPUS, TIMEOUT_S

@@ -20,11 +20,11 @@ from distmega.hostir.library.torch_types import torch_dtype
 from distmega.hostir.run import deadline
 from distmega.hostir.run.cuda_graph import CapturedHost
 from distmega.hostir.run.evaluator import Evaluator
+from distmega.kernels.machines import H200
 from distmega.kernels.runtime.signals import open_signals
 from distmega.program.builder import ProgramBuilder
 from distmega.sharding.layout.placements import shard, stream
 from distmega.sharding.planner import plan_program
-from distmega.sharding.search.cost import H200
 from tests.multigpu.ranks import ON_GPUS, TIMEOUT_S, RanksFailed
 from tests.multigpu.test_faults import open_small, start
 

@@ -14,6 +14,7 @@ from distmega.hostir.passes.passes import run_passes
 from distmega.hostir.run.cuda_graph import CapturedHost
 from distmega.hostir.run.evaluator import Evaluator
 from distmega.kernels.gemm.host import PeerMatmuls
+from distmega.kernels.machines import CPU, H200
 from distmega.kernels.runtime.copy_engines import CopyCommunicator
 from distmega.program.builder import ProgramBuilder
 from distmega.program.types import Program
@@ -22,7 +23,6 @@ from distmega.sharding.layout.placements import Layout, shard, stream
 from distmega.sharding.localize import LocalProgram, localize
 from distmega.sharding.overlap.pairs import CHEAPEST, Overlap
 from distmega.sharding.planner import plan_program
-from distmega.sharding.search.cost import CPU, H200
 from tests.hostir.programs import run_program, shard_tensors
 from tests.hostir.streams import planned, small_integers
 from tests.multigpu.ranks import ON_EITHER, ON_GPUS, TIMEOUT_S

@@ -5,8 +5,8 @@ import torch
 
 from distmega.compiled import CompiledProgram
 from distmega.hostir.comm.communicator import Communicator
+from distmega.kernels.machines import H200
 from distmega.sharding.planner import plan_program
-from distmega.sharding.search.cost import H200
 from tests.gpu.test_whole import error, program_of, random_values, run
 from tests.multigpu.ranks import ON_GPUS
 

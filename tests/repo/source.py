@@ -53,11 +53,17 @@ def python_files() -> list[Path]:
 
 
 @cache
+def parsed(path: Path) -> ast.Module:
+    """A file's syntax."""
+    return ast.parse(path.read_text(), filename=str(path))
+
+
+@cache
 def imports(path: Path) -> list[Import]:
     """All imports of a file; `from a import b` gives a.b where that is a module of the repository,
     else a.
     """
-    return list(_walk(ast.parse(path.read_text(), filename=str(path)), local=False, late=False))
+    return list(_walk(parsed(path), local=False, late=False))
 
 
 def _walk(node: ast.AST, *, local: bool, late: bool) -> Iterator[Import]:

@@ -5,6 +5,7 @@ import ast
 import graphlib
 import importlib
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from tests.repo.source import (
     imports,
     modules,
     names_module,
+    parsed,
     python_files,
 )
 
@@ -24,6 +26,7 @@ BOTTOM = ("distmega.program", "distmega.errors", "distmega.env", "distmega.colle
           "distmega.trace_file")  # fmt: skip
 """What sharding may stand on; the rest of distmega/ is the top half, above kernels."""
 
+OURS = ("distmega", "tests", "bench", "examples")
 LOADERS = ("import_module", "__import__", "exec", "exec_module", "run_module", "run_path")
 PROCESSES = re.compile(r"distmega\.launch\.local_rank|[\w.]+:\w+")
 """Strings that may name a module: what another process starts with. The ranks of a launch begin
@@ -135,7 +138,7 @@ def test_what_is_imported_late_is_there(name: str):
     module = importlib.import_module(name)
     listed = {
         alias.asname or alias.name
-        for node in ast.walk(ast.parse(modules()[name].read_text()))
+        for node in ast.walk(parsed(modules()[name]))
         if isinstance(node, ast.If)
         for statement in node.body
         for alias in statement.names
@@ -151,7 +154,7 @@ def test_no_module_is_loaded_by_a_string():
     wrong = []
     for path in modules().values():
         place = str(path.relative_to(ROOT))
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             match node:
                 case ast.Constant(value=str(text)) if names_module(text):
                     if not PROCESSES.fullmatch(text):
@@ -191,13 +194,55 @@ def test_a_hidden_import_is_found(tmp_path: Path):
     }  # fmt: skip
 
 
+def test_every_imported_name_is_there():
+    """Also in files that run on GPUs alone: what they import of the repository is defined."""
+    found = dict(modules())
+    for folder in ("tests", "bench", "examples"):
+        for path in (ROOT / folder).rglob("*.py"):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    missing = []
+    for path in python_files():
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in OURS:
+                known = defined_names(found[node.module]) if node.module in found else None
+                missing += [
+                    f"{path.relative_to(ROOT)}:{node.lineno} {node.module}.{alias.name}"
+                    for alias in node.names
+                    if f"{node.module}.{alias.name}" not in found
+                    and (known is None or alias.name not in known)
+                ]
+    assert not missing
+
+
+@cache
+def defined_names(path: Path) -> set[str]:
+    """All that a module binds outside of functions and classes."""
+    names = set[str]()
+    left: list[ast.AST] = [parsed(path)]
+    while left:
+        node = left.pop()
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                names.add(name)
+            case ast.ClassDef(name=name):
+                names.add(name)
+            case ast.Import(names=imported) | ast.ImportFrom(names=imported):
+                names |= {alias.asname or alias.name for alias in imported}
+            case ast.Name(id=name, ctx=ast.Store()):
+                names.add(name)
+            case _:
+                left += ast.iter_child_nodes(node)
+    return names
+
+
 def test_what_ranks_begin_with_is_there():
     missing = []
     for path in modules().values():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.Constant) and names_module(str(node.value)):
                 module, _, function = str(node.value).partition(":")
-                tree = ast.parse(modules()[module].read_text())
+                tree = parsed(modules()[module])
                 names = {each.name for each in tree.body if isinstance(each, ast.FunctionDef)}
                 if function and function not in names:
                     missing.append(node.value)
@@ -215,7 +260,7 @@ def test_every_source_folder_is_a_known_package():
 
 def test_docstrings_name_files_that_exist():
     files = [str(path) for path in python_files()]
-    docstrings = {path: ast.get_docstring(ast.parse(path.read_text())) for path in python_files()}
+    docstrings = {path: ast.get_docstring(parsed(path)) for path in python_files()}
     missing = [
         f"{path} names {name}"
         for path, text in docstrings.items()

@@ -3,12 +3,12 @@
 import os
 from pathlib import Path
 
+from distmega.kernels.machines import CPU, H200
 from distmega.program.builder import ProgramBuilder
 from distmega.sharding.explain import format_bytes, format_us
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.layout.placements import shard, stream
 from distmega.sharding.planner import plan_program
-from distmega.sharding.search.cost import CPU, H200
 from tests.sharding.programs import decoder, mlp
 
 GOLDEN = Path(__file__).parent / "golden" / "mlp_plan.txt"

@@ -8,6 +8,7 @@ from itertools import product
 import pytest
 
 from distmega.errors import PlanError, VerifyError
+from distmega.kernels.machines import CPU, H200
 from distmega.program.builder import ProgramBuilder
 from distmega.program.text import parse_program, print_program
 from distmega.program.types import Program
@@ -16,7 +17,6 @@ from distmega.sharding.layout.placements import REPLICATED, Layout, Partial, Sha
 from distmega.sharding.localize import localize
 from distmega.sharding.planner import Plan, build_plan, plan_program
 from distmega.sharding.resolve.resolve import InexactSplitError, RankSchedule
-from distmega.sharding.search.cost import CPU, H200
 from distmega.sharding.search.signatures import OptionTable
 from distmega.sharding.verify import verify_plan_parts
 from tests.calls import num_calls

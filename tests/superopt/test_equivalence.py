@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from distmega.errors import DistmegaError, ProgramError, VerifyError
+from distmega.kernels.machines import H200
 from distmega.program.builder import ProgramBuilder
 from distmega.program.types import Program
-from distmega.sharding.search.cost import H200
 from distmega.superopt.graph.arithmetic import Float
 from distmega.superopt.graph.interpret import run_graph
 from distmega.superopt.graph.ugraph import BlockOp, UGraph

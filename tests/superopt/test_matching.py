@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from distmega.errors import VerifyError
+from distmega.kernels.machines import H200
 from distmega.program.builder import ProgramBuilder
 from distmega.program.types import Program
-from distmega.sharding.search.cost import H200
 from distmega.superopt.chains import joined_program
 from distmega.superopt.graph.text import parse_graph, print_graph
 from distmega.superopt.matching import find_matches

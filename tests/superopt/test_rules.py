@@ -17,13 +17,13 @@ from distmega.hostir.lower.lower import lower_program
 from distmega.hostir.passes.passes import run_passes
 from distmega.hostir.run.evaluator import Evaluator
 from distmega.kernels.library.device_ops import KernelOps
+from distmega.kernels.machines import CPU, H200
 from distmega.kernels.megakernel import compile_megakernel
 from distmega.program.builder import ProgramBuilder
 from distmega.program.text import parse_program, print_program
 from distmega.program.types import Program
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.planner import plan_program
-from distmega.sharding.search.cost import CPU, H200
 from distmega.superopt.graph.text import parse_graph
 from distmega.superopt.optimize import Optimizer, divided_rule
 from distmega.superopt.rewrite import FUSED_GRAPH, apply_rules, graph_op, graph_program

@@ -3,9 +3,9 @@
 import pytest
 
 from distmega.errors import ProgramError
+from distmega.kernels.machines import H200
 from distmega.program.builder import ProgramBuilder
 from distmega.program.types import Program
-from distmega.sharding.search.cost import H200
 from distmega.superopt.graph.axes import find_axes
 from distmega.superopt.graph.cost import graph_us, program_us
 from distmega.superopt.graph.text import print_graph

@@ -31,6 +31,7 @@ from distmega.hostir.ir.text import print_host
 from distmega.hostir.run.host_cost import count_instructions
 from distmega.kernels.hopper.batch_plan.queues import build_batch_queues
 from distmega.kernels.hopper.plan.queues import build_queues
+from distmega.kernels.machines import CPU, H200
 from distmega.kernels.tasks.expand import expand_collectives, team_size
 from distmega.kernels.tasks.graph import build_task_graph
 from distmega.kernels.tasks.tile import tile_segment
@@ -46,7 +47,7 @@ from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.layout.placements import Layout, Shard, local_shape
 from distmega.sharding.plan import PlanFacts
 from distmega.sharding.resolve.resolve import PlacedOp
-from distmega.sharding.search.cost import CPU, H200, Machine
+from distmega.sharding.search.cost import Machine
 from distmega.sharding.search.whatif import WhatIf
 
 GPU_BYTES = 10**9

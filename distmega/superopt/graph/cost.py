@@ -1,8 +1,8 @@
 """What a kernel takes on a machine, predicted for many grids at once.
 
-Comes in: sizes per block and the Machine of sharding/search/cost.py. Goes out: microseconds. The
-same rates as for library ops, and what a grid adds: blocks come in waves, and what several blocks
-read comes from the L2 cache. Next: schedule.py.
+Comes in: sizes per block and the DeviceRates of sharding/search/cost.py. Goes out: microseconds.
+The same rates as for library ops, and what a grid adds: blocks come in waves, and what several
+blocks read comes from the L2 cache. Next: schedule.py.
 """
 
 import math
@@ -14,7 +14,7 @@ import numpy as np
 
 from distmega.program.dtypes import item_bytes
 from distmega.program.types import Program
-from distmega.sharding.search.cost import Machine, op_time_us
+from distmega.sharding.search.cost import DeviceRates, op_time_us
 from distmega.superopt.graph.arithmetic import Array
 from distmega.superopt.graph.ugraph import Kernel, UGraph, joint_extents
 
@@ -42,7 +42,7 @@ class Work:
     rounds: int
 
 
-def kernel_us(work: Work, machine: Machine) -> Array:
+def kernel_us(work: Work, machine: DeviceRates) -> Array:
     """Time of a launch for each grid: what takes longer of data movement and arithmetic, and of the
     other one the part that nothing goes on beside, one round of all that an SM does.
     """
@@ -57,7 +57,7 @@ def kernel_us(work: Work, machine: Machine) -> Array:
     return np.asarray(found, dtype=np.float64)
 
 
-def graph_us(graph: UGraph, machine: Machine) -> float:
+def graph_us(graph: UGraph, machine: DeviceRates) -> float:
     """Predicted time of all kernels of a graph, one after another."""
     return sum(float(kernel_us(work_of(graph, k), machine)[0]) for k in graph.kernels)
 
@@ -107,13 +107,13 @@ def _elements(axes: Iterable[str], extents: Mapping[str, int]) -> int:
     return math.prod(extents[axis] for axis in axes)
 
 
-def program_us(program: Program, machine: Machine) -> float:
+def program_us(program: Program, machine: DeviceRates) -> float:
     """Predicted time of a program's ops, one library op after another."""
     tensors = program.tensor_map()
     return float(sum(op_time_us(op, tensors, machine) for op in program.ops))
 
 
-def least_us(program: Program, machine: Machine) -> float:
+def least_us(program: Program, machine: DeviceRates) -> float:
     """What no graph can be below: one launch, and inputs and outputs moved once."""
     used = {access.tensor for op in program.ops for access in op.reads} | set(program.outputs)
     moved = sum(

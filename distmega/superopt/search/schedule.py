@@ -13,7 +13,7 @@ from itertools import combinations, pairwise, product
 import numpy as np
 
 from distmega.program.dtypes import item_bytes
-from distmega.sharding.search.cost import Machine
+from distmega.sharding.search.cost import DeviceRates
 from distmega.superopt.graph.arithmetic import Array
 from distmega.superopt.graph.cost import (
     VECTOR_COST,
@@ -85,7 +85,7 @@ class Scheduler:
     """
 
     graph: EGraph
-    machine: Machine
+    machine: DeviceRates
     limits: SearchLimits
     roots: tuple[int, ...]
     output_bytes: int

@@ -1,6 +1,6 @@
 """Searches all graphs within the bounds that compute what a program does, the fastest first.
 
-Comes in: a Program, a Machine, Limits. Goes out: Candidates, by predicted time, of different
+Comes in: a Program, a DeviceRates, Limits. Goes out: Candidates, by predicted time, of different
 structure each; and Progress meanwhile. For the program as it is, and once more for each reduced
 axis divided in two, an e-graph is saturated, recipes are generated, those of the least work
 scheduled. Nothing here depends on time or on hashes, so that the same limits give the same result.
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from distmega.errors import ProgramError
 from distmega.program.dtypes import item_bytes
 from distmega.program.types import Program
-from distmega.sharding.search.cost import Machine
+from distmega.sharding.search.cost import DeviceRates
 from distmega.superopt.graph.axes import Axes, find_axes
 from distmega.superopt.graph.cost import least_us, num_functions
 from distmega.superopt.graph.named import Dims
@@ -73,7 +73,7 @@ class Search:
     """One search. `run` does it step by step; candidates() can be asked at any time."""
 
     program: Program
-    machine: Machine
+    machine: DeviceRates
     limits: SearchLimits
     num_states: int = 0
     num_recipes: int = 0

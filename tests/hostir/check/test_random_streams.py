@@ -12,11 +12,11 @@ from distmega.hostir.check.check import check_host
 from distmega.hostir.ir.nodes import Allocate, Collective, LibraryOp, walk_nodes
 from distmega.hostir.lower.lower import lower_program
 from distmega.hostir.passes.passes import peak_memory, run_passes
+from distmega.kernels.machines import H200
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.layout.placements import Layout, shard, stream
 from distmega.sharding.localize import localize
 from distmega.sharding.planner import plan_program
-from distmega.sharding.search.cost import H200
 from tests.calls import num_calls
 from tests.hostir.programs import wait_numbers, without
 from tests.hostir.streams import MESHES, assert_exact, plan_marked, planned, small_integers

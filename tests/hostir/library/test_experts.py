@@ -12,13 +12,14 @@ from distmega.errors import RequestError
 from distmega.hostir.library import experts
 from distmega.hostir.lower.lower import lower_program
 from distmega.hostir.passes.passes import run_passes
+from distmega.kernels.machines import CPU, H200
 from distmega.program.types import Program
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.layout.placements import Layout, shard
 from distmega.sharding.localize import localize
 from distmega.sharding.planner import Plan, plan_program
 from distmega.sharding.resolve.resolve import PlacedOp
-from distmega.sharding.search.cost import CPU, H200, op_bytes, op_flops
+from distmega.sharding.search.cost import op_bytes, op_flops
 from tests.hostir.programs import run_program
 from tests.hostir.threads import run_mesh
 from tests.program.experts import moe_block

@@ -11,13 +11,13 @@ from distmega.hostir.library import sampling
 from distmega.hostir.library.ops import run_op
 from distmega.hostir.lower.lower import lower_program
 from distmega.hostir.passes.passes import run_passes
+from distmega.kernels.machines import CPU
 from distmega.program.builder import ProgramBuilder
 from distmega.program.types import Program
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.layout.placements import shard
 from distmega.sharding.localize import localize
 from distmega.sharding.planner import plan_program
-from distmega.sharding.search.cost import CPU
 from tests.hostir.threads import join, run_mesh
 
 CHI2_999 = {9: 27.88, 19: 43.82, 99: 148.23}

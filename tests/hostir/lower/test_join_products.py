@@ -15,13 +15,13 @@ from distmega.hostir.lower.join_products import join_products
 from distmega.hostir.lower.lower import lower_program
 from distmega.hostir.passes.passes import run_passes
 from distmega.hostir.run.evaluator import Evaluator, made_before_views
+from distmega.kernels.machines import CPU, H200
 from distmega.models.presets import PRESETS
 from distmega.program.builder import ProgramBuilder
 from distmega.program.types import Program
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.localize import localize
 from distmega.sharding.planner import plan_program
-from distmega.sharding.search.cost import CPU, H200
 
 NEIGHBOURS = {"a": "b", "b": "c", "c": "d"}
 

@@ -7,13 +7,13 @@ from distmega.hostir.ir.nodes import Collective, HostProgram, LaunchMegakernel, 
 from distmega.hostir.ir.text import print_host
 from distmega.hostir.lower.lower import KERNEL_KINDS, lower_program
 from distmega.hostir.passes.passes import run_passes
+from distmega.kernels.machines import CPU
 from distmega.program.builder import ProgramBuilder
 from distmega.program.types import verify_program
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.layout.placements import shard
 from distmega.sharding.localize import localize
 from distmega.sharding.planner import plan_program
-from distmega.sharding.search.cost import CPU
 from tests.hostir.programs import chain, local, mlp, sharded_mlp, with_views
 
 AS_LIBRARY_OPS = """\

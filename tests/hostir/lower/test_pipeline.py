@@ -25,6 +25,7 @@ from distmega.hostir.lower.lower import lower_program
 from distmega.hostir.lower.pipeline import IN_FLIGHT, StagePart, link_stage
 from distmega.hostir.passes.passes import run_passes
 from distmega.hostir.run.evaluator import Evaluator
+from distmega.kernels.machines import CPU
 from distmega.models.config import ModelConfig
 from distmega.models.decoder import build_decoder
 from distmega.models.presets import PRESETS
@@ -32,7 +33,6 @@ from distmega.program.types import Program
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.localize import LocalProgram, localize
 from distmega.sharding.planner import plan_program
-from distmega.sharding.search.cost import CPU
 from distmega.sharding.stages import cut_positions, split_stages
 from tests.hostir.programs import SegmentRunner, run_program, shard_tensors
 from tests.hostir.threads import ThreadCommunicator, Wires

@@ -22,13 +22,13 @@ from distmega.hostir.lower.lower import lower_program
 from distmega.hostir.lower.pipeline import StagePart, link_stage
 from distmega.hostir.passes.passes import run_passes
 from distmega.hostir.run.evaluator import Evaluator
+from distmega.kernels.machines import CPU
 from distmega.program.builder import ProgramBuilder
 from distmega.program.types import Program
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.layout.placements import Layout, stream
 from distmega.sharding.localize import localize
 from distmega.sharding.planner import plan_program
-from distmega.sharding.search.cost import CPU
 from distmega.sharding.stages import split_stages
 from tests.hostir.programs import run_program
 from tests.hostir.streams import small_integers

@@ -14,13 +14,13 @@ from distmega.hostir.ir.verify import verify_host
 from distmega.hostir.lower.lower import lower_program
 from distmega.hostir.passes.kernel_order import order_kernels
 from distmega.hostir.passes.passes import run_passes
+from distmega.kernels.machines import CPU
 from distmega.program.builder import ProgramBuilder
 from distmega.program.types import Program
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.layout.placements import shard, stream
 from distmega.sharding.localize import LocalProgram, localize
 from distmega.sharding.planner import plan_program
-from distmega.sharding.search.cost import CPU
 from tests.hostir.programs import wait_numbers, without
 from tests.hostir.streams import assert_exact
 

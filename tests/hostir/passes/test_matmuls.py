@@ -16,13 +16,13 @@ from distmega.hostir.ir.verify import verify_host
 from distmega.hostir.lower.lower import lower_program
 from distmega.hostir.lower.matmul_nodes import FusedMatmul, SymmetricBuffer
 from distmega.hostir.passes.passes import peak_memory, run_passes
+from distmega.kernels.machines import CPU
 from distmega.program.builder import ProgramBuilder
 from distmega.program.types import Program
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.layout.placements import replicate, shard
 from distmega.sharding.localize import LocalProgram, localize
 from distmega.sharding.planner import Plan, plan_program
-from distmega.sharding.search.cost import CPU
 from tests.hostir.programs import run_program, without
 from tests.hostir.streams import assert_exact, plan_marked, without_dead_ops
 from tests.hostir.threads import join, run_mesh

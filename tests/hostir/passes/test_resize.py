@@ -11,10 +11,11 @@ from distmega.hostir.ir.nodes import HostProgram
 from distmega.hostir.ir.text import print_host
 from distmega.hostir.ir.verify import verify_host
 from distmega.hostir.passes.resize import resize_inputs
+from distmega.kernels.machines import CPU, H200
 from distmega.models.presets import PRESETS
 from distmega.models.sampling import GREEDY, Method
 from distmega.sharding.layout.mesh import DeviceMesh
-from distmega.sharding.search.cost import CPU, H200, Machine
+from distmega.sharding.search.cost import Machine
 
 BY_ROWS = ("tokens", "positions", "sequences")
 

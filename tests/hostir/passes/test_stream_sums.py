@@ -6,12 +6,12 @@ import pytest
 
 from distmega.errors import PlanError
 from distmega.hostir.passes.passes import peak_memory
+from distmega.kernels.machines import CPU
 from distmega.program.builder import ProgramBuilder
 from distmega.program.types import Program
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.layout.placements import Layout, replicate, shard, stream
 from distmega.sharding.planner import plan_program
-from distmega.sharding.search.cost import CPU
 from tests.hostir.programs import require_every_wait
 from tests.hostir.streams import ONE, TP, allocated_bytes, assert_exact, loops, lowered, words
 

@@ -9,11 +9,11 @@ from distmega.hostir.ir.nodes import Allocate
 from distmega.hostir.ir.text import parse_host, print_host
 from distmega.hostir.lower.lower import lower_program
 from distmega.hostir.passes.passes import peak_memory, run_passes
+from distmega.kernels.machines import CPU
 from distmega.program.builder import ProgramBuilder
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.layout.placements import Layout, replicate, shard, stream
 from distmega.sharding.planner import plan_program
-from distmega.sharding.search.cost import CPU
 from tests.hostir.programs import require_every_wait
 from tests.hostir.streams import (
     CASES,

@@ -23,9 +23,9 @@ from distmega.hostir.library import ops as library
 from distmega.hostir.library.torch_types import torch_dtype
 from distmega.hostir.run.graph_breaks import graph_breaks
 from distmega.kernels.library.device_ops import KernelOps
+from distmega.kernels.machines import H200
 from distmega.models.sampling import Sampling
 from distmega.sharding.layout.mesh import DeviceMesh
-from distmega.sharding.search.cost import H200
 from distmega.sources.load import open_model
 
 META = torch.device("meta")

@@ -4,10 +4,12 @@ from dataclasses import replace
 
 from distmega.hostir.lower.matmul_nodes import SymmetricBuffer
 from distmega.hostir.run.host_cost import count_instructions, explain_host
-from distmega.sharding.search.cost import H200
+from distmega.kernels.gemm.times.rates import H200_RATES
+from distmega.kernels.gemm.times.ways import MatmulModel
+from distmega.kernels.machines import H200
 from tests.hostir.programs import streamed
 
-RATES = replace(H200.overlap, host_us=10.0, replay_us=0.5)
+RATES = MatmulModel(replace(H200_RATES, host_us=10.0, replay_us=0.5))
 
 
 def test_instructions_of_a_loop_count_once_an_iteration():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from distmega.errors import ProgramError
 from distmega.kernels import matmul
-from distmega.sharding.overlap.tile_times import order_turns
+from distmega.kernels.gemm.times.tile_times import order_turns
 
 order = pytest.importorskip("distmega.kernels.gemm.order")
 

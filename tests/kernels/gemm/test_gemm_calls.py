@@ -9,10 +9,10 @@ import torch
 
 from distmega.hostir.comm.communicator import SingleCommunicator
 from distmega.kernels.gemm import api, late
+from distmega.kernels.gemm.times.matmul_ways import MatmulChoice
+from distmega.kernels.gemm.times.tile_times import Tiles
+from distmega.kernels.machines import H200
 from distmega.sharding.layout.mesh import DeviceMesh
-from distmega.sharding.overlap.matmul_ways import MatmulChoice
-from distmega.sharding.overlap.tile_times import Tiles
-from distmega.sharding.search.cost import H200
 
 pytest.importorskip("triton")
 

@@ -6,7 +6,7 @@ import pytest
 
 from distmega.kernels.gemm.kernel import EXTENTS, matmul_kernel
 from distmega.kernels.gemm.spec import MatmulSpec
-from distmega.sharding.overlap.matmul_ways import STAGES
+from distmega.kernels.gemm.times.matmul_ways import STAGES
 from tests.kernels.sm90 import Machine, compile_kernel, descriptor
 
 SHARED_BYTES = 232448

@@ -5,7 +5,7 @@ from unittest.mock import MagicMock, call, patch
 
 import pytest
 
-from distmega.sharding.overlap.tile_times import NUM_WORDS
+from distmega.kernels.gemm.times.tile_times import NUM_WORDS
 
 pytest.importorskip("triton", reason="triton is not installed (pip install 'distmega[gpu]')")
 kernel = pytest.importorskip("distmega.kernels.gemm.kernel")

@@ -11,7 +11,8 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from distmega.sharding.overlap.tile_times import NUM_WORDS, Extents, SendPlan, Tiles, plan_sending
+from distmega.kernels.gemm.times.tile_times import NUM_WORDS, SendPlan, Tiles, plan_sending
+from distmega.sharding.overlap.products import Extents
 
 pytest.importorskip("triton", reason="triton is not installed (pip install 'distmega[gpu]')")
 order = pytest.importorskip("distmega.kernels.gemm.order")

@@ -7,11 +7,11 @@ import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from distmega.kernels.gemm import start
+from distmega.kernels.gemm.times.tile_times import Tiles
 from distmega.kernels.hopper.batch.limits import list_words
 from distmega.kernels.hopper.batch_plan.words import BATCH
 from distmega.kernels.hopper.one_row.runner import RowRunner
 from distmega.models.sampling import GREEDY, Method
-from distmega.sharding.overlap.tile_times import Tiles
 from tests.kernels import offline
 from tests.kernels.hopper.batch_plan.test_batch_team import decode_plan, open_batch_runner
 from tests.kernels.hopper.one_row.test_decode_code import open_runner

@@ -9,6 +9,7 @@ from distmega.hostir.passes.passes import run_passes
 from distmega.hostir.run.evaluator import KernelRunner
 from distmega.kernels.cpu.runner import CpuMegakernel, open_peers
 from distmega.kernels.isa.lowering import is_encodable
+from distmega.kernels.machines import CPU
 from distmega.kernels.megakernel import compile_megakernel
 from distmega.kernels.runtime.arena import ArenaLayout, Space, layout_arena
 from distmega.kernels.runtime.memory import allocate_arena, arena_views
@@ -16,7 +17,6 @@ from distmega.program.builder import ProgramBuilder
 from distmega.sharding.layout.placements import Layout, stream
 from distmega.sharding.localize import localize
 from distmega.sharding.planner import Plan, plan_program
-from distmega.sharding.search.cost import CPU
 from tests.hostir.passes.test_stream_sums import CASES as SUMS
 from tests.hostir.streams import CASES, MESHES, ONE, assert_exact, plan_marked, without_dead_ops
 from tests.sharding.random_programs import random_program

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from distmega.engine.decode_plan import lower_decode, plan_decode
 from distmega.engine.requests import EngineOptions
 from distmega.errors import CheckError
+from distmega.kernels.machines import H200
 from distmega.kernels.runtime.arena import PEER_BUFFERS
 from distmega.kernels.tasks.check import check_schedule, lay_out, num_ranks_to_check
 from distmega.kernels.tasks.check_queues import CheckedTask, MemoryRegion, check_queues
@@ -24,7 +25,6 @@ from distmega.kernels.tasks.types import Schedule, ScheduledTask, TaskSignal, Ta
 from distmega.models.presets import PRESETS
 from distmega.program.types import Access
 from distmega.sharding.layout.mesh import DeviceMesh
-from distmega.sharding.search.cost import H200
 from tests.calls import num_calls
 from tests.kernels.programs import decoder, graph_of, random_programs
 from tests.kernels.tasks.test_schedule import without_wait

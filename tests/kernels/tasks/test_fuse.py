@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from distmega.errors import UnsupportedError
+from distmega.kernels.machines import H200
 from distmega.kernels.tasks.fuse import (
     Fused,
     FusedAttention,
@@ -29,7 +30,6 @@ from distmega.program.types import Program
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.localize import localize
 from distmega.sharding.planner import plan_program
-from distmega.sharding.search.cost import H200
 
 FAMILIES = sorted(name for name, config in PRESETS.items() if not config.num_experts)
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from distmega.errors import UnsupportedError
+from distmega.kernels.machines import H200
 from distmega.kernels.ugraphs.geometry import GraphPlan, graph_plans, rule_plan
 from distmega.kernels.ugraphs.runner import load_kernels
 from distmega.kernels.ugraphs.source import GraphLaunch, graph_source, kernel_tensors
-from distmega.sharding.search.cost import H200
 from distmega.superopt.graph.text import parse_graph
 from distmega.superopt.rules import RewriteRule, shipped_rules
 from tests.kernels.sm90 import Machine, compile_kernel

@@ -3,6 +3,7 @@
 import pytest
 
 from distmega.errors import PlanError
+from distmega.kernels.machines import CPU
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.layout.placements import (
     REPLICATE,
@@ -13,7 +14,6 @@ from distmega.sharding.layout.placements import (
     shard,
 )
 from distmega.sharding.planner import plan_program
-from distmega.sharding.search.cost import CPU
 from tests.sharding.programs import decoder
 from tests.sharding.simulate import check_plan, random_arrays
 

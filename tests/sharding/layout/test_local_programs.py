@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 
 from distmega.errors import PlanError
+from distmega.kernels.machines import CPU, H200
 from distmega.program.types import Program
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.layout.placements import REPLICATED, Layout, Partial, Shard, resolve_layout
 from distmega.sharding.planner import Plan, build_plan, plan_program
 from distmega.sharding.resolve.resolve import InexactSplitError, Splits
-from distmega.sharding.search.cost import CPU, H200, Machine
+from distmega.sharding.search.cost import Machine
 from distmega.sharding.search.signatures import OptionTable
 from tests.sharding.programs import decoder
 from tests.sharding.random_programs import random_program
@@ -28,6 +29,7 @@ FREE_LINKS = Machine(
     link_bandwidth_bytes_per_us=1e9,
     collective_us=0.0,
     launch_us=0.0,
+    overlap=CPU.overlap,
 )
 """Collectives cost nothing, so that everything is divided that can be."""
 

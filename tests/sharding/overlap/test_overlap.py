@@ -1,20 +1,22 @@
 """Matmuls and their collectives: which are pairs, what each way takes, what is chosen."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
 from distmega.errors import PlanError
+from distmega.kernels.gemm.times.matmul_ways import tiles_choice
+from distmega.kernels.gemm.times.tile_times import WHOLE
+from distmega.kernels.gemm.times.ways import rates_of
+from distmega.kernels.machines import CPU, H100, H200
 from distmega.program.builder import ProgramBuilder
 from distmega.program.types import Program
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.layout.placements import replicate, shard, stream
-from distmega.sharding.overlap.cost import Product, way_times_us
-from distmega.sharding.overlap.matmul_ways import tiles_choice
 from distmega.sharding.overlap.pairs import Overlap
-from distmega.sharding.overlap.tile_times import WHOLE, Extents
+from distmega.sharding.overlap.products import Extents, Product, Way
 from distmega.sharding.planner import plan_program
-from distmega.sharding.search.cost import CPU, H100, H200
 
 TP = DeviceMesh(tp=2)
 ROWS, COLUMNS = shard(0, "tp"), shard(1, "tp")
@@ -60,7 +62,7 @@ def test_tiles_stay_whole_where_all_ranks_compute_the_same(marks: dict, replicat
     extents = choice.pair.product.extents
     assert (choice.pair.kind, extents.replicated) == ("all_gather_matmul", replicated)
     deep = replace(extents, depth=8192, columns=5120)
-    assert (tiles_choice("all_gather", deep, H200.overlap).split == WHOLE) == replicated
+    assert (tiles_choice("all_gather", deep, rates_of(H200)).split == WHOLE) == replicated
 
 
 def test_a_sum_over_ranks_in_front_of_a_matmul_is_in_no_pair():
@@ -88,10 +90,36 @@ def test_chunks_that_a_user_asked_for_leave_no_pair():
     assert not plan.overlaps
 
 
+class Asked:
+    """A model of overlap by which one way is the fastest."""
+
+    host_us = replay_us = 1.0
+
+    def __init__(self, way: Way) -> None:
+        self.way, self.products = way, list[Product]()
+
+    def way_times_us(self, product: Product, chunk_counts: Sequence[int], *, peer_copies: bool):
+        self.products.append(product)
+        ways = {("sequential", 0): 9.0, ("kernel", 0): 9.0, ("ring", 2): 9.0, ("chunks", 4): 9.0}
+        return ways | {key: 1.0 for key in ways if key[0] == self.way}, {}
+
+
+@pytest.mark.parametrize("way", ["sequential", "kernel", "ring", "chunks"])
+def test_the_model_that_the_machine_brings_decides(way: Way):
+    model = Asked(way)
+    marks = {"x": COLUMNS, "w": COLUMNS, "y": ROWS}
+    plan = plan_program(one_linear(), TP, replace(H200, overlap=model), marks)
+    assert [choice.way for choice in plan.overlaps] == [way]
+    extents = Extents(rows=512, columns=512, depth=128, num_ranks=2)
+    assert set(model.products) == {
+        Product(collective="reduce_scatter", extents=extents, dtype="bf16")
+    }
+
+
 @pytest.mark.parametrize("product", [GATHERING, SCATTERING, REDUCING])
 @pytest.mark.parametrize("machine", [H100, H200])
 def test_one_kernel_wins_where_matmuls_are_long(product: Product, machine):
-    times, _ = way_times_us(product, machine, (2, 4))
+    times, _ = machine.overlap.way_times_us(product, (2, 4))
     assert min(times, key=lambda way: times[way]) == ("kernel", 0)
     assert times["kernel", 0] < 0.95 * times["sequential", 0]
 
@@ -111,27 +139,29 @@ def test_one_kernel_wins_where_matmuls_are_long(product: Product, machine):
 )
 def test_times_are_near_what_was_measured(product: Product, way, measured_us: float):
     """On two H200s, docs/notes/host_overlap.md."""
-    times, _ = way_times_us(product, H200, (2, 4))
+    times, _ = H200.overlap.way_times_us(product, (2, 4))
     assert times[way] == pytest.approx(measured_us, rel=0.15)
 
 
 @pytest.mark.parametrize("product", [GATHERING, SCATTERING, REDUCING])
 def test_nothing_is_gained_where_ranks_share_cores(product: Product):
-    times, _ = way_times_us(product, CPU, (2, 4))
+    times, _ = CPU.overlap.way_times_us(product, (2, 4))
     assert min(times, key=lambda way: times[way]) == ("sequential", 0)
 
 
 def test_why_a_way_is_impossible():
-    assert way_times_us(REDUCING, H200, ())[1] == {
+    assert H200.overlap.way_times_us(REDUCING, ())[1] == {
         "chunks": "at most 4096 chunks",
         "ring": "an all-gather or a reduce-scatter",
     }
-    refused = way_times_us(replace(GATHERING, extents=replace(EXTENTS, rows=4100)), H200, (2,))[1]
+    refused = H200.overlap.way_times_us(
+        replace(GATHERING, extents=replace(EXTENTS, rows=4100)), (2,)
+    )[1]
     assert refused["kernel"] == "rows a multiple of 256 and columns of 8, not 4100 x 5120"
-    assert "f32" in way_times_us(replace(GATHERING, dtype="f32"), H200, (2,))[1]["kernel"]
+    assert "f32" in H200.overlap.way_times_us(replace(GATHERING, dtype="f32"), (2,))[1]["kernel"]
     assert (
         "2 to 8 ranks"
-        in way_times_us(replace(REDUCING, extents=replace(BACK, num_ranks=16)), H200, ())[1][
+        in H200.overlap.way_times_us(replace(REDUCING, extents=replace(BACK, num_ranks=16)), ())[1][
             "kernel"
         ]
     )

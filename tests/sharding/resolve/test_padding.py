@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
+from distmega.kernels.machines import CPU
 from distmega.program.builder import ProgramBuilder
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.layout.placements import REPLICATED, shard
 from distmega.sharding.planner import build_plan, plan_program
 from distmega.sharding.resolve.padding import Pad, inexact_reason, result_pads
 from distmega.sharding.resolve.resolve import InexactSplitError
-from distmega.sharding.search.cost import CPU
 from distmega.sharding.search.signatures import OptionTable
 from tests.sharding.programs import decoder
 from tests.sharding.simulate import check_plan, join_arrays, random_arrays, run_local

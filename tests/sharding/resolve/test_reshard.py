@@ -7,6 +7,7 @@ from operator import or_
 import pytest
 
 from distmega.errors import PlanError
+from distmega.kernels.machines import CPU, H200
 from distmega.program.builder import ProgramBuilder
 from distmega.program.types import Program, Tensor
 from distmega.sharding.layout.aliases import bound_views
@@ -22,7 +23,7 @@ from distmega.sharding.layout.placements import (
 )
 from distmega.sharding.planner import plan_program
 from distmega.sharding.resolve.reshard import find_movements, table
-from distmega.sharding.search.cost import CPU, H200, collective_bytes, collective_time_us
+from distmega.sharding.search.cost import collective_bytes, collective_time_us
 from tests.sharding.simulate import check_plan, random_arrays
 
 TP = DeviceMesh(tp=2)

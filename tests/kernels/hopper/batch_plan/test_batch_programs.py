@@ -21,6 +21,7 @@ from distmega.kernels.hopper.batch_plan.words import (
 )
 from distmega.kernels.hopper.plan.matrices import count_rows
 from distmega.kernels.hopper.plan.weight_order import order_weights
+from distmega.kernels.machines import H200
 from distmega.kernels.runtime.arena import Space, layout_arena
 from distmega.kernels.tasks.fuse import fuse_segment
 from distmega.program.builder import Handle, ProgramBuilder
@@ -28,7 +29,6 @@ from distmega.program.types import Program
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.localize import localize
 from distmega.sharding.planner import plan_program
-from distmega.sharding.search.cost import H200
 
 EPS = 1e-5
 WIDE, INNER = 256, 640

@@ -10,12 +10,12 @@ from distmega.errors import UnsupportedError
 from distmega.hostir.comm.communicator import SingleCommunicator
 from distmega.kernels.hopper.batch_plan.queues import build_batch_queues
 from distmega.kernels.hopper.plan.weight_order import order_weights
+from distmega.kernels.machines import CPU
 from distmega.kernels.runtime.arena import Space, layout_arena
 from distmega.program.builder import Handle
 from distmega.program.types import Program
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.planner import plan_program
-from distmega.sharding.search.cost import CPU
 from tests.kernels.hopper.batch_plan.reference import Reference
 from tests.kernels.hopper.batch_plan.test_batch_programs import PROGRAMS, Maker, program_of
 

@@ -22,9 +22,9 @@ from distmega.kernels.hopper.batch_plan.words import (
 )
 from distmega.kernels.hopper.diagnosis import Report, explain_batch_hang
 from distmega.kernels.hopper.plan.words import MAX_SMS
+from distmega.kernels.machines import H200
 from distmega.models.presets import PRESETS
 from distmega.models.sampling import Method
-from distmega.sharding.search.cost import H200
 from tests.kernels.hopper.batch_plan.test_batch_team import open_batch_runner
 from tests.kernels.offline import offline
 

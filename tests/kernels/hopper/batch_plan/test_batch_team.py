@@ -25,9 +25,9 @@ from distmega.kernels.hopper.batch_plan.words import (
 )
 from distmega.kernels.hopper.diagnosis import Report, explain_batch_hang
 from distmega.kernels.hopper.plan.words import WORDS
+from distmega.kernels.machines import H200
 from distmega.models.presets import PRESETS
 from distmega.sharding.layout.mesh import DeviceMesh
-from distmega.sharding.search.cost import H200
 from tests.kernels.hopper.one_row.test_decode_code import SPILLED_BYTES, LoneTeam
 from tests.kernels.offline import NUM_SMS, offline
 from tests.kernels.ptx import bare_signals, plain_spins

@@ -11,6 +11,7 @@ from distmega.kernels.hopper.emulator import Found, RankArenas, RowLaunch, emula
 from distmega.kernels.hopper.plan.queues import build_queues
 from distmega.kernels.hopper.plan.types import RowQueues
 from distmega.kernels.hopper.plan.weight_order import order_weights
+from distmega.kernels.machines import H200
 from distmega.kernels.runtime.arena import ArenaLayout, Space, layout_arena
 from distmega.kernels.runtime.memory import allocate_arena, arena_views
 from distmega.program.types import Program
@@ -18,7 +19,6 @@ from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.layout.placements import Layout
 from distmega.sharding.localize import LocalProgram, localize
 from distmega.sharding.planner import plan_program
-from distmega.sharding.search.cost import H200
 from tests.hostir.programs import run_program
 
 Values = Mapping[str, Tensor]

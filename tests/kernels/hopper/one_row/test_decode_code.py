@@ -18,6 +18,7 @@ from distmega.kernels.hopper.one_row.runner import RowRunner, num_stages, padded
 from distmega.kernels.hopper.plan.queues import build_queues
 from distmega.kernels.hopper.plan.weight_order import order_weights
 from distmega.kernels.hopper.plan.words import TILE_BYTES
+from distmega.kernels.machines import H200
 from distmega.kernels.runtime.arena import Space, layout_arena
 from distmega.kernels.tasks.graph import Mode
 from distmega.models.presets import PRESETS
@@ -25,7 +26,6 @@ from distmega.models.sampling import GREEDY, Method
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.localize import localize
 from distmega.sharding.planner import plan_program
-from distmega.sharding.search.cost import H200
 from tests.kernels.offline import NUM_SMS, offline
 from tests.kernels.ptx import WAIT, bare_signals, loads, plain_spins
 from tests.kernels.sm90 import REGISTERS, SHARED_BYTES, Machine

@@ -11,9 +11,9 @@ from distmega.engine.requests import EngineOptions
 from distmega.kernels.hopper.one_row.runner import RowRunner, num_stages, padded_tiles_k
 from distmega.kernels.hopper.plan.queues import build_queues
 from distmega.kernels.hopper.plan.words import TILE_BYTES
+from distmega.kernels.machines import H200
 from distmega.models.presets import PRESETS
 from distmega.sharding.layout.mesh import DeviceMesh
-from distmega.sharding.search.cost import H200
 from tests.kernels.hopper.one_row.test_decode_code import (
     LOADER_REGISTERS,
     LOADER_WARPS,

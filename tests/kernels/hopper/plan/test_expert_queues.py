@@ -31,6 +31,7 @@ from distmega.kernels.hopper.plan.words import (
     RowRoute,
     pack,
 )
+from distmega.kernels.machines import H200
 from distmega.kernels.runtime.arena import Space, layout_arena
 from distmega.kernels.tasks.fuse import (
     ExpertSlots,
@@ -46,7 +47,6 @@ from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.layout.placements import replicate, shard
 from distmega.sharding.localize import localize
 from distmega.sharding.planner import plan_program
-from distmega.sharding.search.cost import H200
 
 HIDDEN, NUM_EXPERTS, NUM_CHOSEN = 256, 12, 3
 

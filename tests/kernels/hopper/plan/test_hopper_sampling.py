@@ -14,10 +14,10 @@ from distmega.kernels.hopper.batch_plan.types import BatchQueues
 from distmega.kernels.hopper.plan.queues import build_queues
 from distmega.kernels.hopper.plan.types import RowQueues
 from distmega.kernels.hopper.plan.words import RowSample
+from distmega.kernels.machines import H200
 from distmega.models.decoder import Logits
 from distmega.models.presets import PRESETS
 from distmega.models.sampling import Method
-from distmega.sharding.search.cost import H200
 
 PLAIN, SEARCHED = Method(kind="plain"), Method(kind="limited")
 LIMITED = Method(kind="limited", num_candidates=64)

@@ -10,8 +10,8 @@ from distmega.engine.requests import EngineOptions
 from distmega.kernels.hopper.plan.queues import build_queues
 from distmega.kernels.hopper.plan.types import RowQueues
 from distmega.kernels.hopper.plan.words import FROM_EMBEDDING, RowEmbed, RowLinear
+from distmega.kernels.machines import H200
 from distmega.models.presets import PRESETS
-from distmega.sharding.search.cost import H200
 from tests.kernels.kinds import of_kind
 
 CASES = [("smollm2-135m", 1, 2), ("llama-3.2-1b", 1, 4), ("qwen3-8b", 2, 2)]

@@ -10,6 +10,7 @@ from distmega.engine.requests import EngineOptions
 from distmega.kernels.hopper.plan.queues import build_queues
 from distmega.kernels.hopper.plan.types import RowQueues
 from distmega.kernels.hopper.plan.words import EMBEDDED, Instruction, RowEmbed, RowLinear
+from distmega.kernels.machines import H200
 from distmega.kernels.tasks.fuse import (
     FusedChoice,
     FusedContraction,
@@ -19,7 +20,6 @@ from distmega.kernels.tasks.fuse import (
 from distmega.models.config import ModelConfig
 from distmega.models.presets import PRESETS
 from distmega.sharding.layout.mesh import DeviceMesh
-from distmega.sharding.search.cost import H200
 from tests.kernels.kinds import kind_of, of_kind
 
 CASES = [("smollm2-135m", 2), ("llama-3.2-1b", 4), ("qwen3-8b", 2), ("llama-3-70b", 8)]

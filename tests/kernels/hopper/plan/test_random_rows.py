@@ -10,10 +10,10 @@ from distmega.errors import UnsupportedError
 from distmega.hostir.comm.communicator import SingleCommunicator
 from distmega.kernels.hopper.plan.queues import build_queues
 from distmega.kernels.hopper.plan.weight_order import order_weights
+from distmega.kernels.machines import CPU
 from distmega.kernels.runtime.arena import Space, layout_arena
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.planner import plan_program
-from distmega.sharding.search.cost import CPU
 from tests.hostir.programs import run_program
 from tests.kernels.random_rows import random_rows, whole_numbers
 

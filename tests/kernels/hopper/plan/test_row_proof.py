@@ -11,6 +11,7 @@ from distmega.kernels.hopper.plan.proof import find_hazard
 from distmega.kernels.hopper.plan.types import RowQueues
 from distmega.kernels.hopper.plan.weight_order import order_weights
 from distmega.kernels.hopper.plan.words import FROM_EMBEDDING, PAIRED, RowEmbed, RowLinear
+from distmega.kernels.machines import H200
 from distmega.kernels.runtime.arena import Space, layout_arena
 from distmega.models.presets import PRESETS
 from distmega.program.builder import ProgramBuilder
@@ -18,7 +19,6 @@ from distmega.program.types import Program
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.localize import localize
 from distmega.sharding.planner import plan_program
-from distmega.sharding.search.cost import H200
 from tests.kernels.hopper.plan.test_hopper_queues import queues_of
 from tests.kernels.hopper.plan.test_hopper_team import team_queues
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distmega.sharding.overlap.matmul_ways import (
+from distmega.kernels.gemm.times.matmul_ways import (
     best_tiles,
     choose_means,
     choose_tiles,
@@ -16,16 +16,16 @@ from distmega.sharding.overlap.matmul_ways import (
     sent_bytes,
     tiles_choice,
 )
-from distmega.sharding.overlap.rates import H200_RATES
-from distmega.sharding.overlap.tile_times import (
+from distmega.kernels.gemm.times.rates import H200_RATES
+from distmega.kernels.gemm.times.tile_times import (
     WHOLE,
-    Extents,
     Tiles,
     band_rows,
     plan_sending,
     send_us,
     split_last_wave,
 )
+from distmega.sharding.overlap.products import Extents
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 

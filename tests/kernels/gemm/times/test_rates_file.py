@@ -11,18 +11,16 @@ from typing import get_args
 import pytest
 
 from distmega.errors import RequestError
-from distmega.sharding.overlap.cost import Product, way_times_us
-from distmega.sharding.overlap.matmul_ways import Collective
-from distmega.sharding.overlap.rates import H200_RATES
-from distmega.sharding.overlap.rates_file import (
+from distmega.kernels.gemm.times.rates import H200_RATES
+from distmega.kernels.gemm.times.rates_file import (
     VERSION,
     Measured,
     calibrated,
     rates_path,
     write_rates,
 )
-from distmega.sharding.overlap.tile_times import Extents
-from distmega.sharding.search.cost import H200
+from distmega.kernels.machines import H200
+from distmega.sharding.overlap.products import Collective, Extents, Product
 from tests.fuzz import changed, fuzz_target
 
 DEVICE = "NVIDIA H200"
@@ -39,7 +37,7 @@ def test_what_is_written_is_read_back(tmp_path: Path):
     path = write_rates(MEASURED, tmp_path)
     assert path == rates_path(DEVICE, 2, tmp_path)
     assert path.name == "overlap-nvidia-h200-2.json"
-    assert calibrated(H200, DEVICE, 2, LIBRARIES, tmp_path).overlap == MEASURED.rates
+    assert calibrated(H200, DEVICE, 2, LIBRARIES, tmp_path).overlap.rates == MEASURED.rates
 
 
 def test_built_in_rates_where_nothing_was_measured(tmp_path: Path):
@@ -123,7 +121,7 @@ def read_stored(data: object) -> None:
     extents = Extents(rows=512, columns=1024, depth=256, num_ranks=2, item_bytes=2)
     for collective in get_args(Collective):
         product = Product(collective=collective, extents=extents, dtype="bf16")
-        times, _ = way_times_us(product, machine, (2, 4))
+        times, _ = machine.overlap.way_times_us(product, (2, 4))
         assert all(0 <= time < math.inf for time in times.values())
 
 

@@ -7,7 +7,8 @@ taken to run in step, so what one sends at a time is what it receives. Next: mat
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from distmega.sharding.overlap.rates import OverlapRates
+from distmega.kernels.gemm.times.rates import OverlapRates
+from distmega.sharding.overlap.products import Extents
 
 SLICE_K = 64
 TILE_ROWS = 128
@@ -31,26 +32,6 @@ class Tiles:
     tile_n: int
     stages: int
     group: int = GROUP
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Extents:
-    """A product A[rows, depth] B[columns, depth]^T on each of num_ranks ranks, of elements of
-    item_bytes; `rows` are those of all ranks together. replicated: A is gathered and B the same on
-    all ranks, and so shall the results be, bit by bit.
-    """
-
-    rows: int
-    columns: int
-    depth: int
-    num_ranks: int = 1
-    item_bytes: int = 2
-    replicated: bool = False
-
-    @property
-    def flops(self) -> int:
-        """Flops on one rank."""
-        return 2 * self.rows * self.columns * self.depth
 
 
 def ceil_div(number: int, by: int) -> int:

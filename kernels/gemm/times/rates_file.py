@@ -2,7 +2,7 @@
 
 Comes in: what `distmega doctor --calibrate` measured. Goes out: a Machine with these rates, or the
 built-in ones where nothing was measured. A file that is damaged, or of other GPUs or libraries, is
-refused rather than passed over. Next: cost.py.
+refused rather than passed over. Next: ways.py.
 """
 
 import json
@@ -17,7 +17,8 @@ from typing import Any
 from distmega.errors import RequestError
 from distmega.folders import cache_folder
 from distmega.json_file import read_json_file
-from distmega.sharding.overlap.rates import OverlapRates
+from distmega.kernels.gemm.times.rates import OverlapRates
+from distmega.kernels.gemm.times.ways import MatmulModel
 from distmega.sharding.search.cost import Machine
 
 FOLDER = cache_folder()
@@ -79,7 +80,7 @@ def calibrated(
     for name, value in here.items():
         if getattr(measured, name) != value:
             raise _unfit(path, f"{name} {getattr(measured, name)}", f"{name} {value}")
-    return replace(machine, overlap=measured.rates)
+    return replace(machine, overlap=MatmulModel(measured.rates))
 
 
 def read_rates(path: Path) -> Measured:

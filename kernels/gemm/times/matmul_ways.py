@@ -10,8 +10,8 @@ from functools import cache
 from itertools import pairwise, product
 from typing import Literal
 
-from distmega.sharding.overlap.rates import OverlapRates, Table
-from distmega.sharding.overlap.tile_times import (
+from distmega.kernels.gemm.times.rates import OverlapRates, Table
+from distmega.kernels.gemm.times.tile_times import (
     GATHERED,
     GROUP,
     NUM_WORDS,
@@ -20,7 +20,6 @@ from distmega.sharding.overlap.tile_times import (
     TILE_ROWS,
     WHOLE,
     DepthSplit,
-    Extents,
     Tiles,
     band_rows,
     ceil_div,
@@ -30,9 +29,8 @@ from distmega.sharding.overlap.tile_times import (
     split_last_wave,
     tile_us,
 )
+from distmega.sharding.overlap.products import Collective, Extents
 
-Collective = Literal["all_gather", "reduce_scatter", "all_reduce"]
-"""The first before the matmul, the others behind it."""
 Means = Literal["nccl", "peer", "tiles"]
 """The library's matmul with NCCL's collective, or with one by peer memory, or the kernel with the
 collective beside it (kernels/gemm: peer_collectives.py, overlap.py)."""
