@@ -28,6 +28,7 @@ from distmega.kernels.hopper.plan.words import (
     RowCombine,
     RowEmbed,
     RowLinear,
+    RowPointwise,
     RowRoute,
     RowSample,
 )
@@ -107,7 +108,7 @@ def name_word(queues: RowQueues | BatchQueues, word: int) -> str:
 def describe(one: Instruction) -> str:
     """An instruction by the op that it is of, as "layers.3.ffn_sum, rows 16 to 32"."""
     match one:
-        case RowLinear():
+        case RowLinear() | RowPointwise():
             return f"{one.name}, rows {one.row0} to {last_row(one)}"
         case RowAttention():
             return f"{one.name}, kv head {one.head}, split {one.split}"

@@ -14,10 +14,13 @@ structure of ops and at who uses their results, never at names and never at one 
 - experts of one row: the choice of them is a fused op, their first matrices with what joins them
   one contraction whose rows lie where the choice says, their last ones one whose columns do; what
   an expert weighs stands before the last product, since it can be multiplied in on either side.
+- a chain that takes no product, or a norm or softmax that no contraction takes in, is pointwise
+  work on rows, whose first argument may be normalised.
 
 What no rule takes is an error that names the op. Next on the walk: ../hopper/plan/queues.py.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -39,7 +42,9 @@ IDENTITY = expr.Arg(0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputNorm:
-    """A norm applied to x on its way in. kind: "rms_norm" or "layer_norm"; bias: "" without one."""
+    """A norm applied to x on its way in. kind: "rms_norm" or "layer_norm", or "softmax" where no
+    contraction follows; weight, bias: "" without one.
+    """
 
     weight: str
     eps: float
@@ -142,6 +147,21 @@ class FusedAttention:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FusedPointwise:
+    """out = formula(x after its norm, operands), all of as many elements; without x, x is "", norm
+    is None and the formula takes the operands alone. length: elements that are normalised together.
+    """
+
+    name: str
+    x: str
+    norm: InputNorm | None
+    length: int
+    out: str
+    formula: expr.Expr = IDENTITY
+    operands: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FusedSample:
     """A token sampled as ops.sample says, at the last of `positions`, instead of the most likely.
 
@@ -172,7 +192,9 @@ class FusedChoice:
     sampler: FusedSample | None = None
 
 
-Fused = FusedContraction | FusedRouting | FusedEmbedding | FusedAttention | FusedChoice
+Fused = (
+    FusedContraction | FusedRouting | FusedEmbedding | FusedAttention | FusedPointwise | FusedChoice
+)
 
 
 def norms_of(op: Fused) -> list[InputNorm]:
@@ -270,6 +292,8 @@ class _SegmentFusion:
         self.outputs = frozenset(map(self.storage, segment.outputs))
         self.position = {op.name: i for i, op in enumerate(segment.ops)}
         self.taken: set[str] = set()
+        self.attended: list[str] = []
+        """Queries, keys and values of each attention."""
         self.shared_norms: dict[tuple[str, InputNorm], str] = {}
         """Results of norms that others than contractions take, by what they are norms of."""
 
@@ -285,6 +309,7 @@ class _SegmentFusion:
             ("pointwise", self.fuse_chain),
             ("scatter_add", self.fuse_expert_sum),
             ("linear", self.fuse_linear),
+            *((kind, self.fuse_norm) for kind in ROW_KINDS),
         )
         found: list[tuple[int, Fused]] = []
         for kind, rule in rules:
@@ -323,7 +348,9 @@ class _SegmentFusion:
         )
 
     def fuse_linear(self, op: Op) -> Fused:
-        """A linear whose result leaves as it is, and all others of the same x that do."""
+        """A linear whose result leaves as it is, and all others of the same x that do; what an
+        attention takes lies as it does there.
+        """
         first = self.product(op)
         together = [first]
         if first.num_ranks == 1:
@@ -334,6 +361,8 @@ class _SegmentFusion:
                 for one in [self.product(user)]
                 if one.num_ranks == 1 and self.read(user, 0) == self.read(op, 0)
             ]
+        order = {name: i for i, name in enumerate(self.attended)}
+        together.sort(key=lambda one: order.get(one.out, len(order)))
         self.take(*(part for one in together for part in one.ops))
         streams = [one.stream for one in together]
         return FusedContraction(
@@ -359,7 +388,7 @@ class _SegmentFusion:
         formula = self.formula(op, leaves, chain)
         products = {leaf: one for leaf in leaves for one in self.product_of(leaf)}
         if not products:
-            raise _unfit(op)
+            return self.fuse_rows(op, formula, leaves, chain)
         last = max(products.values(), key=lambda one: self.position[one.ops[-1].name])
         beside = [
             leaf
@@ -443,7 +472,7 @@ class _SegmentFusion:
             raise _unfit(end)
         if any(_out(one) in self.outputs for one in (op, *products, *chain)):
             raise _unfit(op)
-        x, norm = self.normed(self.read(op, 0))
+        x, norm = self.normed(self.read(op, 0), self.tensors[_out(op)].shape[-1])
         self.take(op, *products, *chain)
         return FusedContraction(
             name=end.name,
@@ -488,6 +517,42 @@ class _SegmentFusion:
             experts=product.experts,
         )
 
+    def fuse_rows(
+        self, op: Op, formula: expr.Expr, leaves: Sequence[str], chain: Sequence[Op]
+    ) -> Fused:
+        """A chain without products, and the last of the norms that it alone takes, if any."""
+        norms = [leaf for leaf in leaves if self.is_own_norm(leaf)]
+        self.take(*chain)
+        if not norms:
+            return FusedPointwise(
+                name=op.name, x="", norm=None, length=0, out=_out(op),
+                formula=canonical(formula), operands=tuple(leaves),
+            )  # fmt: skip
+        last = max(norms, key=lambda leaf: self.position[self.producers[leaf].name])
+        operands = tuple(leaf for leaf in leaves if leaf != last)
+        order = {leaf: i for i, leaf in enumerate((last, *operands))}
+        arguments = tuple(expr.Arg(order[leaf]) for leaf in leaves)
+        alone = self.fuse_norm(self.producers[last])
+        return replace(
+            alone, name=op.name, out=_out(op), operands=operands,
+            formula=canonical(substitute(formula, arguments)),
+        )  # fmt: skip
+
+    def is_own_norm(self, name: str) -> bool:
+        """Whether a tensor is a norm or softmax that one op takes and no fused op has."""
+        op = self.producers.get(name)
+        if op is None or op.kind not in ROW_KINDS or op.name in self.taken:
+            return False
+        return self.only_user(name) is not None
+
+    def fuse_norm(self, op: Op) -> FusedPointwise:
+        """A norm or a softmax whose result is taken as it is."""
+        self.take(op)
+        norm = InputNorm(weight="", eps=0.0, kind=op.kind) if op.kind == "softmax" else _norm(op)
+        return FusedPointwise(
+            name=op.name, x=self.read(op, 0), norm=norm, length=_reduced(op), out=_out(op)
+        )
+
     def formula(self, op: Op, leaves: list[str], chain: list[Op]) -> expr.Expr:
         """What a chain of pointwise ops computes of `leaves`, which are appended as they come."""
         chain.append(op)
@@ -525,7 +590,7 @@ class _SegmentFusion:
             return self.expert_product(op)
         if not _is_by_rows(op):
             raise _unfit(op)
-        x, norm = self.normed(self.read(op, 0))
+        x, norm = self.normed(self.read(op, 0), _reduced(op))
         out, num_ranks, ops = self.summed(op)
         return _Product(op=op, x=x, norm=norm, out=out, num_ranks=num_ranks, ops=ops)
 
@@ -556,7 +621,7 @@ class _SegmentFusion:
             source, num_ranks = self.read(gather, 0), _num_ranks(gather)
             ops.append(gather)
         product = self.producers.get(source)
-        if product is None or product.kind != "linear" or len(product.reads) == 3:
+        if product is None or product.kind != "linear":
             raise _unfit(op)
         token, vocab = op.writes[1].tensor, self.tensors[logits].shape[-1]
         if op.get("base_axis", ""):
@@ -621,6 +686,8 @@ class _SegmentFusion:
         if q_table != k_table:
             raise _unfit(appends[0])
         self.take(op, *appends)
+        v = self.read(appends[1], 0)
+        self.attended += [q, k, v]
         scale, window = op.attr("scale"), op.attr("window")
         assert isinstance(scale, float)
         assert isinstance(window, int)
@@ -628,7 +695,7 @@ class _SegmentFusion:
             name=op.name,
             q=q,
             k=k,
-            v=self.read(appends[1], 0),
+            v=v,
             q_norm=q_norm,
             k_norm=k_norm,
             positions=self.read(op, 3),
@@ -640,10 +707,12 @@ class _SegmentFusion:
             out=_out(op),
         )
 
-    def normed(self, name: str) -> tuple[str, InputNorm | None]:
-        """What `name` is the norm of, if it is one that linears and pointwise ops read."""
+    def normed(self, name: str, length: int) -> tuple[str, InputNorm | None]:
+        """What `name` is the norm of, if it is one of `length` elements each that linears and
+        pointwise ops read.
+        """
         op = self.producers.get(name)
-        if op is None or op.kind not in NORMS or len(op.reads) == 2:
+        if op is None or op.kind not in NORMS or len(op.reads) == 2 or _reduced(op) != length:
             return name, None
         users = self.users.get(name, [])
         others = [
@@ -671,7 +740,8 @@ class _SegmentFusion:
         norm = self.producers.get(name)
         if norm is None or norm.kind != "rms_norm" or not table:
             return name, None, table
-        if self.only_user(name) is not last:
+        head_dim = self.tensors[self.read(attention, 1)].shape[-1]
+        if self.only_user(name) is not last or _reduced(norm) != head_dim:
             return name, None, table
         self.take(norm)
         return self.read(norm, 0), _norm(norm), table
@@ -722,6 +792,8 @@ MAX_STREAMS = 2
 NORMS = ("rms_norm", "layer_norm")
 PRODUCTS = ("linear", "scatter_add")
 """What results of contractions come from."""
+ROW_KINDS = (*NORMS, "softmax")
+"""Ops each of whose results needs a whole row."""
 COMMUTATIVE = ("add", "mul")
 
 
@@ -764,14 +836,19 @@ def _num_ranks(collective: Op) -> int:
 def _norm(op: Op) -> InputNorm:
     eps = op.attr("eps")
     assert isinstance(eps, float)
-    bias = op.reads[3].tensor if len(op.reads) == 4 else ""
-    return InputNorm(weight=op.reads[2].tensor, eps=eps, kind=op.kind, bias=bias)
+    weight, bias = ([read.tensor for read in op.reads[2:]] + ["", ""])[:2]
+    return InputNorm(weight=weight, eps=eps, kind=op.kind, bias=bias)
+
+
+def _reduced(op: Op) -> int:
+    """Elements that each result is made of."""
+    return math.prod(axis.extent for axis in op.axes if axis.role == "reduce")
 
 
 def _unfit(op: Op) -> UnsupportedError:
     return UnsupportedError(
         f"op {op.name!r} of kind {op.kind} does not fuse",
-        expected="contractions with norms before and pointwise ops behind them, attention with a "
-        "cache, embeddings, the choice of a token",
+        expected="contractions with norms before and pointwise ops behind them, norms, softmax and "
+        "pointwise ops of rows, attention with a cache, embeddings, the choice of a token",
         remedy="run the segment by library ops",
     )

@@ -74,6 +74,7 @@ from distmega.kernels.tasks.fuse import (
     FusedChoice,
     FusedContraction,
     FusedEmbedding,
+    FusedPointwise,
     InputNorm,
     WeightStream,
     fuse_segment,
@@ -245,6 +246,11 @@ class _BatchBuilder:
         if any(length % 64 for length in self.placed.columns.values()):
             raise unfit(f"rows of {sorted(set(self.placed.columns.values()))} elements")
         self.check_caches()
+        apart = [op.name for op in self.fused if isinstance(op, FusedPointwise)]
+        if apart or found.tables:
+            names = [*apart, *found.tables]
+            raise unfit(f"pointwise work {names[0]!r} that follows no contraction")
+        self.placed.require_norms("bf16", self.fused)
         self.summed = [self.elements(self.entry)] if self.shares_rows else []
         self.summed += [
             rows_of(op, self.placed)
@@ -340,6 +346,8 @@ class _BatchBuilder:
             raise unfit(f"{op.name!r}, whose epilogue takes {op.operands}")
         norm, publishes = self.published(op.outs[0])
         ranked = self.is_ranked(op)
+        if ranked and self.placed.bias(op.streams) != NOTHING:
+            raise unfit(f"{op.name!r}, logits with a bias")
         if ranked and (publishes or op.outs[0] in self.taken or op.num_ranks > 1):
             raise unfit(f"{op.name!r}, which a token is chosen from, for other ops too")
         return BatchEpilogue(

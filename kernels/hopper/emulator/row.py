@@ -20,6 +20,7 @@ from distmega.kernels.hopper.emulator.memory import FlaggedWords, KeptNumbers, P
 from distmega.kernels.hopper.emulator.numbers import Floats, Indices, numbers_of
 from distmega.kernels.hopper.emulator.row_attention import attention, combine, load_blocks
 from distmega.kernels.hopper.emulator.row_bodies import barrier, embed, linear
+from distmega.kernels.hopper.emulator.row_pointwise import pointwise
 from distmega.kernels.hopper.emulator.row_sample import most_likely, push_best
 from distmega.kernels.hopper.emulator.sm import GARBAGE, SPARE, EmulatedGpu, Running, Sm
 from distmega.kernels.hopper.plan.types import RowQueues
@@ -36,6 +37,7 @@ from distmega.kernels.hopper.plan.words import (
     RowCombine,
     RowEmbed,
     RowLinear,
+    RowPointwise,
     RowSample,
 )
 from distmega.kernels.runtime.arena import ArenaLayout
@@ -155,6 +157,7 @@ class _Team:
             queues=queues,
             order=self.order,
             elements=elements,
+            floats=one.weights_arena[: one.weights.num_bytes // 4 * 4].view(torch.float32).numpy(),
             embed=views[queues.embed].float().numpy() if queues.tokens else none,
             rope=views[queues.rope_table].float().numpy() if queues.rope_table else none,
             words=FlaggedWords(self.order, rank, self.computes[rank], queues.num_words),
@@ -322,6 +325,8 @@ def compute(sm: Sm, launch: RowLaunch) -> Steps:
                     yield from barrier(sm, one, flag)
                 case RowEmbed():
                     embed(sm, one, token, flag)
+                case RowPointwise():
+                    yield from pointwise(sm, one, token, position, flag)
                 case RowSample():
                     raise UnsupportedError(
                         f"the sample {one.name!r} on an emulated GPU",

@@ -17,6 +17,7 @@ from distmega.kernels.hopper.emulator.numbers import (
     pairs_of,
     to_bf16,
 )
+from distmega.kernels.hopper.emulator.row_bodies import norm_vector
 from distmega.kernels.hopper.emulator.sm import GARBAGE, Sm
 from distmega.kernels.hopper.plan.types import AttentionShape
 from distmega.kernels.hopper.plan.words import PARTIAL_EXTRA, RowAttention, RowCombine
@@ -141,9 +142,9 @@ def rotated(
     """Queries and the new key, normed and rotated, and the value, in bf16."""
     shape = shape_of(sm)
     dim, half = shape.head_dim, shape.head_dim // 2
-    heads = [*range(one.query0, one.query0 + shape.num_queries)]
-    heads += [shape.num_heads + one.head, shape.num_heads + shape.num_kv_heads + one.head]
-    at: Indices = (one.src + np.array(heads)[:, None] * dim + np.arange(dim)).reshape(-1)
+    heads = [one.src + (one.query0 + query) * dim for query in range(shape.num_queries)]
+    heads += [one.k_src + one.head * dim, one.v_src + one.head * dim]
+    at: Indices = (np.array(heads)[:, None] + np.arange(dim)).reshape(-1)
     found = yield from sm.poll(at, flag, repr(one.name))
     rows = floats_of(found).reshape(len(heads), dim).copy()
     turned = rows[:-1]
@@ -151,8 +152,8 @@ def rotated(
         mean = (turned * turned).sum(axis=1, dtype=np.float32) / np.float32(dim)
         inv = np.float32(1.0) / np.sqrt(mean + np.float32(sm.gpu.queues.eps))
         weights = np.stack(
-            [sm.gpu.elements[one.q_norm :][:dim]] * (len(heads) - 2)
-            + [sm.gpu.elements[one.k_norm :][:dim]]
+            [norm_vector(sm, one.q_norm, dim)] * (len(heads) - 2)
+            + [norm_vector(sm, one.k_norm, dim)]
         )
         turned = turned * inv[:, None] * weights
     if shape.rotated:

@@ -21,7 +21,7 @@ from distmega.kernels.hopper.emulator.numbers import (
     to_bf16,
 )
 from distmega.kernels.hopper.emulator.sm import Mask, Sm
-from distmega.kernels.hopper.plan.types import Epilogue
+from distmega.kernels.hopper.plan.types import Epilogue, RowFormula
 from distmega.kernels.hopper.plan.words import (
     CARRY_EMBEDDED,
     CARRY_TWO,
@@ -37,6 +37,7 @@ from distmega.kernels.hopper.plan.words import (
     RowBarrier,
     RowEmbed,
     RowLinear,
+    RowPointwise,
 )
 
 GROUP_UNITS = 8
@@ -47,6 +48,15 @@ NONE: Floats = np.zeros(0, dtype=np.float32)
 def next_vector(num: int) -> int:
     """How far behind a vector of `num` elements the next one begins."""
     return -(-num // VECTOR_MULTIPLE) * VECTOR_MULTIPLE
+
+
+def norm_vector(sm: Sm, first: int, num: int, *, behind: bool = False) -> Floats:
+    """The weights of a norm, or the vector behind them."""
+    if not sm.gpu.queues.wide_norms:
+        first += next_vector(num) if behind else 0
+        return sm.gpu.elements[first : first + num]
+    first += next_vector(2 * num) if behind else 0
+    return sm.gpu.floats[first // 2 : first // 2 + num]
 
 
 def embed(sm: Sm, one: RowEmbed, token: int, flag: int) -> None:
@@ -158,7 +168,7 @@ def stage(
     elif one.norm != NOTHING:
         mean = np.float32(np.sum(row * row, dtype=np.float32) / length)
         factor = float(np.float32(1.0) / np.sqrt(mean + np.float32(sm.gpu.queues.eps)))
-        row = to_bf16(row * sm.gpu.elements[one.norm : one.norm + length])
+        row = to_bf16(row * norm_vector(sm, one.norm, length))
         if one.flags & KEEP_NORMED:
             keep_normed(sm, one, 0.0, factor, has_bias=False)
     x: Floats = np.zeros(one.num_tiles_k * TILE_K, dtype=np.float32)
@@ -219,8 +229,9 @@ def write(
 
 
 def publish_rows(
-    sm: Sm, one: RowLinear, epilogue: Epilogue, row: np.ndarray, y: Floats, flag: int
-) -> None:
+    sm: Sm, one: RowLinear | RowPointwise, epilogue: Epilogue | RowFormula, row: np.ndarray,
+    y: Floats, flag: int,
+) -> None:  # fmt: skip
     """Results as numbers, or as pairs of bf16."""
     if epilogue.publishes == "numbers":
         sm.publish(one.dst + row, bits_of(y), flag)

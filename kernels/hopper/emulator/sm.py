@@ -34,15 +34,16 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclass(slots=True, kw_only=True)
 class EmulatedGpu:
-    """A rank's memory. elements: of the weight arena; embed: the table that tokens are looked up
-    in; rope: cosines then sines a row, of positions; cache: rows of keys and values; settings:
-    temperature and limits of a sample; tokens: that a launch chose.
+    """A rank's memory. elements: of the weight arena; floats: what stands there as f32; embed: the
+    table that tokens are looked up in; rope: cosines then sines a row, of positions; cache: rows of
+    keys and values; settings: temperature and limits of a sample; tokens: that a launch chose.
     """
 
     rank: int
     queues: RowQueues
     order: Interleaving
     elements: Floats
+    floats: Floats
     embed: Floats
     rope: Floats
     words: FlaggedWords

@@ -22,10 +22,12 @@ from distmega.kernels.hopper.one_row.loader import first_seen, num_active_splits
 from distmega.kernels.hopper.plan.fields import (
     ATT_K_NORM,
     ATT_K_ROW,
+    ATT_K_SRC,
     ATT_Q_NORM,
     ATT_QUERY0,
     ATT_SPLIT,
     ATT_V_ROW,
+    ATT_V_SRC,
     HEAD,
     MAX_SPLITS,
     PARTIAL,
@@ -94,6 +96,8 @@ def rotated_rows(
     KVH: gl.constexpr,
     QK_NORM: gl.constexpr,
     ROTATED: gl.constexpr,
+    APART: gl.constexpr,
+    WIDE: gl.constexpr,
 ):
     """Both halves [n, d / 2] of G queries and the new key, normed and rotated, and the value; with
     zeros behind d / 2 columns, up to a power of two.
@@ -107,8 +111,13 @@ def rotated_rows(
     r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, GROUP))
     c = gl.arange(0, COLUMNS // SIZE, layout=gl.SliceLayout(0, GROUP))
     head = words[HEAD]
-    source = gl.where(r < G, words[ATT_QUERY0] + r, gl.where(r == G, H + head, H + KVH + head))
-    at = symmetric + (gl.expand_dims(words[SRC] + source * D, 1) + gl.expand_dims(c * SIZE, 0))
+    if APART:
+        of_new = gl.where(r == G, words[ATT_K_SRC], words[ATT_V_SRC]) + head * D
+        source = gl.where(r < G, words[SRC] + (words[ATT_QUERY0] + r) * D, of_new)
+        at = symmetric + (gl.expand_dims(source, 1) + gl.expand_dims(c * SIZE, 0))
+    else:
+        source = gl.where(r < G, words[ATT_QUERY0] + r, gl.where(r == G, H + head, H + KVH + head))
+        at = symmetric + (gl.expand_dims(words[SRC] + source * D, 1) + gl.expand_dims(c * SIZE, 0))
     wanted = gl.expand_dims(r < G + 2, 1) & gl.expand_dims(is_column(c, SIZE, D), 0)
     columns = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, PAIR))
     inside = is_column(columns, 1, D)
@@ -121,6 +130,9 @@ def rotated_rows(
         weight = gl.where(rows < G, words[ATT_Q_NORM], words[ATT_K_NORM])
         inside = gl.expand_dims(inside, 0) & (rows >= 0)
         at_norm = vectors + weight + gl.expand_dims(columns, 0)
+        if WIDE:
+            at_norm = (vectors + weight).to(gl.pointer_type(gl.float32), bitcast=True)
+            at_norm += gl.expand_dims(columns, 0)
         weight1 = gl.load(at_norm, mask=inside, other=0.0).to(gl.float32)
         weight2 = gl.load(at_norm + half, mask=inside, other=0.0).to(gl.float32)
     payloads = spin_rows(symmetric, at, flag, wanted, D, SIZE)
@@ -212,6 +224,8 @@ def attention_task(
     ROTATED: gl.constexpr,
     STAGES: gl.constexpr,
     TRACE: gl.constexpr,
+    APART: gl.constexpr,
+    WIDE: gl.constexpr,
 ):
     """One split of one kv head, every `active`-th block of 128 positions from its first on; returns
     the ring position. `scale` includes log2(e). ring: see kernel.decode. it: of the ring.
@@ -250,8 +264,9 @@ def attention_task(
         value_slot = keep(it % STAGES)
         value_phase = keep(it // STAGES % 2)
         a, b = rotated_rows(
-            words, symmetric, vectors, rope, position, flag, eps, D, G, H, KVH, QK_NORM, ROTATED
-        )
+            words, symmetric, vectors, rope, position, flag, eps, D, G, H, KVH, QK_NORM, ROTATED,
+            APART, WIDE,
+        )  # fmt: skip
         if TRACE:
             gl.store(stamps + 1, clock())
         a = a.to(gl.bfloat16)

@@ -12,9 +12,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from distmega.kernels.gluon_compat import cta_barrier, keep_alive
+from distmega.kernels.hopper.epilogues import count
 from distmega.kernels.hopper.one_row.attention import attention_task
 from distmega.kernels.hopper.one_row.linear import linear_task
 from distmega.kernels.hopper.one_row.loader import begin, loader
+from distmega.kernels.hopper.one_row.pointwise import pointwise_task
 from distmega.kernels.hopper.one_row.products import address_of, write_addresses
 from distmega.kernels.hopper.one_row.route import has_experts, num_chosen, route_task
 from distmega.kernels.hopper.one_row.sample import sample_task
@@ -29,6 +31,7 @@ from distmega.kernels.hopper.plan.fields import (
     OP_BARRIER,
     OP_COMBINE,
     OP_EMBED,
+    OP_POINTWISE,
     OP_ROUTE,
     OP_SAMPLE,
     OPCODE,
@@ -66,7 +69,8 @@ def compute(
     H: gl.constexpr, KVH: gl.constexpr, QK_NORM: gl.constexpr, ROTATED: gl.constexpr, ATTENDS:
     gl.constexpr, EPILOGUES: gl.constexpr, LAYER_NORMS: gl.constexpr, KEEPS_NORMED: gl.constexpr,
     CHOICE: gl.constexpr, HEAD_ROWS: gl.constexpr, RANKS: gl.constexpr, BARRIERS: gl.constexpr,
-    STAGES: gl.constexpr, TRACE: gl.constexpr,
+    STAGES: gl.constexpr, TRACE: gl.constexpr, APART: gl.constexpr, FORMULAS: gl.constexpr,
+    PASSES: gl.constexpr, WIDE: gl.constexpr,
 ):
     """Partition of eight warps. A datum of generation g and step s is flagged
     s * num_generations + g + 1."""
@@ -98,11 +102,17 @@ def compute(
                 it = attention_task(
                     words, symmetric, vectors, cache, rope, position0 + step, flag, eps, scale,
                     min_blocks, ring, it, at, D, G, H, KVH, QK_NORM, ROTATED, STAGES, TRACE,
+                    APART, WIDE,
                 )
             elif ATTENDS and words[OPCODE] == OP_COMBINE:
                 combine_task(words, symmetric, position0 + step, flag, min_blocks, D)
             elif BARRIERS and words[OPCODE] == OP_BARRIER:
                 pass_barrier(words, symmetric, sm, flag)
+            elif count(FORMULAS) > 0 and words[OPCODE] == OP_POINTWISE:
+                pointwise_task(
+                    words, symmetric, vectors, embed, token, position0 + step, kept, flag, FORMULAS,
+                    PASSES, WIDE, RANKS,
+                )
             elif RANKS > 1 and words[OPCODE] == OP_EMBED:
                 embed_task(words, peers, embed, token, flag, RANKS)
             elif has_experts(EXPERTS) and words[OPCODE] == OP_ROUTE:
@@ -123,6 +133,7 @@ def compute(
                     words, symmetric, vectors, embed, token, kept, flag, sm, best_words,
                     num_sms, peers, team_rank, first_id, eps, squares, red, ring, slots, it, at,
                     EXPERTS, EPILOGUES, LAYER_NORMS, KEEPS_NORMED, CHOICE, RANKS, STAGES, TRACE,
+                    WIDE,
                 )
             if TRACE:
                 gl.store(at + STAMPS - 1, clock())
@@ -163,6 +174,7 @@ def decode(
     MAX_TILES_K: gl.constexpr, NUM_MATRICES: gl.constexpr, CHOICE: gl.constexpr,
     HEAD_ROWS: gl.constexpr, RANKS: gl.constexpr,
     BARRIERS: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr, TRACE: gl.constexpr,
+    APART: gl.constexpr, FORMULAS: gl.constexpr, PASSES: gl.constexpr, WIDE: gl.constexpr,
 ):
     """num_steps decode steps at batch 1; one program an SM, all resident.
 
@@ -176,7 +188,9 @@ def decode(
     f32, each element used by one SM; logits are there, the first of which is of token first_id.
     rope: f32 [t, d], cosines then sines. peers: a tuple of all ranks' symmetric buffers; this rank
     is `team_rank` of them. CHOICE: see sample.py; HEAD_ROWS: logits of an SM, at most, a
-    power of two. trace: int64 [num_steps, num_sms, max_instructions, STAMPS] if TRACE, nanoseconds.
+    power of two. APART: whether queries, keys and values lie apart. FORMULAS, PASSES: see
+    pointwise.py. WIDE: whether weights of norms are f32. trace: int64 [num_steps, num_sms,
+    max_instructions, STAMPS] if TRACE, nanoseconds.
 
     Addresses are sums of numbers, not of pointers: the compiler would keep the part of a pointer
     that is the same in all steps in registers of all tasks.
@@ -223,7 +237,7 @@ def decode(
                     eps, scale, trace, ring, squares, red,
                     step_bar, slots, chosen_bar, EXPERTS, D, G, H, KVH, QK_NORM, ROTATED, ATTENDS,
                     EPILOGUES, LAYER_NORMS, KEEPS_NORMED, CHOICE, HEAD_ROWS, RANKS, BARRIERS,
-                    STAGES, TRACE,
+                    STAGES, TRACE, APART, FORMULAS, PASSES, WIDE,
                 ),
             ),
             (

@@ -132,6 +132,41 @@ def pairs_at(source, first, word, num_words):
 
 
 @gluon.jit
+def wide_at(source, first, word, num_words):
+    """As pairs_at of f32 vectors that begin at byte 2 * `first`: four numbers of two words."""
+    at = (source + first).to(gl.pointer_type(gl.float32), bitcast=True) + 2 * word
+    wanted = word < num_words
+    return (
+        gl.load(at, mask=wanted, other=0.0), gl.load(at + 1, mask=wanted, other=0.0),
+        gl.load(at + 2, mask=wanted, other=0.0), gl.load(at + 3, mask=wanted, other=0.0),
+    )  # fmt: skip
+
+
+@gluon.jit
+def weights_at(vectors, first, word, num_words, WIDE: gl.constexpr):
+    """The weights of two pairs of x, from word `word` on of the vector from element `first` on: two
+    pairs of bf16, or four numbers.
+    """
+    if WIDE:
+        return wide_at(vectors, first, word, num_words)
+    else:
+        return pairs_at(vectors, first, word, num_words)
+
+
+@gluon.jit
+def scale_nth(word, weights, nth: gl.constexpr, ss, WIDE: gl.constexpr):
+    """A pair of x times number `nth` of the pairs of weights that weights_at gave, and its squares
+    added to ss.
+    """
+    if WIDE:
+        a = low_half(word)
+        b = high_half(word)
+        return bf16_pair(a * weights[2 * nth], b * weights[2 * nth + 1]), ss + a * a + b * b
+    else:
+        return scale_pair(word, weights[nth], ss)
+
+
+@gluon.jit
 def scale_pair(word, weight, ss):
     """A pair of x times its norm weights, and its squares added to ss."""
     a = low_half(word)
@@ -141,8 +176,9 @@ def scale_pair(word, weight, ss):
 
 @gluon.jit
 def stage_chunks(
-    words, symmetric, vectors, flag, staged_at, ss, chunk, NUM: gl.constexpr, RANKS: gl.constexpr
-):
+    words, symmetric, vectors, flag, staged_at, ss, chunk, NUM: gl.constexpr, RANKS: gl.constexpr,
+    WIDE: gl.constexpr,
+):  # fmt: skip
     """NUM chunks of x from flagged words into shared memory, zeros past the last; adds each
     thread's part of their sum of squares.
     """
@@ -152,13 +188,13 @@ def stage_chunks(
     first = chunk * WORDS_A_CHUNK + own_word()
     factors = ()
     for i in gl.static_range(NUM):
-        factors += pairs_at(vectors, norm, first + i * WORDS_A_CHUNK, num_weights)
+        factors += weights_at(vectors, norm, first + i * WORDS_A_CHUNK, num_weights, WIDE)
     at = symmetric + (words[SRC] + first)
     pairs = spin_chunks(symmetric, at, flag, num_words - first, NUM, RANKS)
     if norm >= 0:
         scaled = pairs[0:0]
         for i in gl.static_range(2 * NUM):
-            pair, ss = scale_pair(pairs[i], factors[i], ss)
+            pair, ss = scale_nth(pairs[i], factors, i, ss, WIDE)
             scaled += (pair,)
         store_x(staged_at, scaled, NUM)
     else:
@@ -167,23 +203,27 @@ def stage_chunks(
 
 
 @gluon.jit
-def stage_flagged(words, symmetric, vectors, flag, staged_at, RANKS: gl.constexpr):
+def stage_flagged(
+    words, symmetric, vectors, flag, staged_at, RANKS: gl.constexpr, WIDE: gl.constexpr
+):
     """x from flagged words into shared memory; returns each thread's part of its sum of squares."""
     ss = gl.zeros([THREADS], gl.float32, layout=PER_THREAD)
     num_chunks = keep(words[LIN_NUM_TILES_K])
     if num_chunks == 1:
-        ss = stage_chunks(words, symmetric, vectors, flag, staged_at, ss, 0, 1, RANKS)
+        ss = stage_chunks(words, symmetric, vectors, flag, staged_at, ss, 0, 1, RANKS, WIDE)
     elif num_chunks == 2:
-        ss = stage_chunks(words, symmetric, vectors, flag, staged_at, ss, 0, 2, RANKS)
+        ss = stage_chunks(words, symmetric, vectors, flag, staged_at, ss, 0, 2, RANKS, WIDE)
     else:
         for chunk in range(0, num_chunks, STAGE_CHUNKS):
             to = staged_at + chunk * CHUNK_BYTES
-            ss = stage_chunks(words, symmetric, vectors, flag, to, ss, chunk, STAGE_CHUNKS, RANKS)
+            ss = stage_chunks(
+                words, symmetric, vectors, flag, to, ss, chunk, STAGE_CHUNKS, RANKS, WIDE
+            )
     return ss
 
 
 @gluon.jit
-def stage_embedding(words, embed, token, vectors, staged_at):
+def stage_embedding(words, embed, token, vectors, staged_at, WIDE: gl.constexpr):
     """As stage_flagged, x being the token's row of the embedding matrix."""
     ss = gl.zeros([THREADS], gl.float32, layout=PER_THREAD)
     num_words = words[LIN_NUM_SRC_WORDS]
@@ -191,11 +231,11 @@ def stage_embedding(words, embed, token, vectors, staged_at):
     row = embed + token.to(gl.int64) * (num_words * 2)
     for chunk in range(keep(words[LIN_NUM_TILES_K])):
         word = chunk * WORDS_A_CHUNK + own_word()
-        n0, n1 = pairs_at(vectors, words[LIN_NORM], word, num_weights)
+        factors = weights_at(vectors, words[LIN_NORM], word, num_weights, WIDE)
         w0, w1 = pairs_at(row, 0, word, num_words)
         if words[LIN_NORM] >= 0:
-            w0, ss = scale_pair(w0, n0, ss)
-            w1, ss = scale_pair(w1, n1, ss)
+            w0, ss = scale_nth(w0, factors, 0, ss, WIDE)
+            w1, ss = scale_nth(w1, factors, 1, ss, WIDE)
         store_x(staged_at + chunk * CHUNK_BYTES, (w0, w1), 1)
     return ss
 
@@ -384,6 +424,7 @@ def linear_task(
     RANKS: gl.constexpr,
     STAGES: gl.constexpr,
     TRACE: gl.constexpr,
+    WIDE: gl.constexpr,
 ):
     """Stages x, then for each group of units multiplies and writes; returns the ring position.
 
@@ -421,9 +462,9 @@ def linear_task(
                     aims[0], KEEPS_NORMED, RANKS,
                 )  # fmt: skip
             elif RANKS == 1 and (words[LIN_PACKED] & FROM_EMBEDDING) != 0:
-                ss = stage_embedding(words, embed, token, vectors, aims[0])
+                ss = stage_embedding(words, embed, token, vectors, aims[0], WIDE)
             else:
-                ss = stage_flagged(words, symmetric, vectors, before, aims[0], RANKS)
+                ss = stage_flagged(words, symmetric, vectors, before, aims[0], RANKS, WIDE)
             if TRACE:
                 gl.store(stamps + 1, clock())
         alarm = gl.to_tensor(NO_REPORT)

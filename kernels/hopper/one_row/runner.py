@@ -16,7 +16,13 @@ from distmega.errors import RequestError
 from distmega.kernels.hopper.alarm import LOCAL_LIMIT_S, Alarm
 from distmega.kernels.hopper.diagnosis import explain_hang
 from distmega.kernels.hopper.one_row import kernel
-from distmega.kernels.hopper.plan.types import ROW_MATRICES, Epilogues, RowQueues, WeightMatrix
+from distmega.kernels.hopper.plan.types import (
+    ROW_MATRICES,
+    Epilogues,
+    RowFormulas,
+    RowQueues,
+    WeightMatrix,
+)
 from distmega.kernels.hopper.plan.words import (
     GREEDY,
     KEEP_NORMED,
@@ -34,11 +40,13 @@ from distmega.kernels.hopper.plan.words import (
     STATE_TOKEN,
     STATE_WORDS,
     TILE_BYTES,
+    UNIT_ROWS,
     WORDS,
     RowLinear,
+    RowPointwise,
     pack,
 )
-from distmega.kernels.hopper.ptx.shapes import TILE_SHARED, WEIGHT_SHARED
+from distmega.kernels.hopper.ptx.shapes import THREADS, TILE_SHARED, WEIGHT_SHARED
 from distmega.kernels.hopper.timeline import timeline_spans
 from distmega.kernels.runtime.arena import ArenaLayout
 from distmega.kernels.runtime.memory import arena_views
@@ -85,6 +93,17 @@ def choice_of(sampler: FusedSample | None) -> int:
 def padded_head_rows(head_rows: int) -> int:
     """Logits of an SM that its threads look at together."""
     return max(MAX_SMS, 1 << (head_rows - 1).bit_length())
+
+
+def most_passes(queues: RowQueues) -> int:
+    """Rows of pointwise work that a thread has, at most; at least 1."""
+    rows = [
+        one.num_units * UNIT_ROWS
+        for queue in queues.queues
+        for one in queue
+        if isinstance(one, RowPointwise)
+    ]
+    return -(-max(rows, default=1) // THREADS.value)
 
 
 class RowRunner:
@@ -288,6 +307,10 @@ class RowRunner:
             "STAGES": num_stages(tiles_k),
             "AHEAD": LOADS_AHEAD,
             "TRACE": tracing,
+            "APART": shape.apart if shape else False,
+            "FORMULAS": RowFormulas(queues.formulas),
+            "PASSES": most_passes(queues),
+            "WIDE": queues.wide_norms,
         }
         return Launcher(
             kernel.decode,

@@ -23,6 +23,7 @@ from distmega.kernels.hopper.plan.words import (
     RowCombine,
     RowEmbed,
     RowLinear,
+    RowPointwise,
     RowRoute,
     RowSample,
 )
@@ -58,7 +59,7 @@ def buffer_words(queues: RowQueues, name: str) -> range:
     return next((b.words for b in queues.buffers if b.name == name), range(0))
 
 
-def last_row(one: RowLinear) -> int:
+def last_row(one: RowLinear | RowPointwise) -> int:
     """Behind the last row of the output that an instruction has."""
     return min(one.row0 + one.num_units * UNIT_ROWS, one.num_rows)
 
@@ -72,11 +73,12 @@ def reads(one: Instruction, queues: RowQueues) -> Iterator[Read]:
             shape = queues.attention
             assert shape is not None
             dim, split0 = shape.head_dim, one.split == 0
-            key = shape.num_heads + one.head
-            value = key + shape.num_kv_heads
-            queries = range(one.query0, one.query0 + shape.num_queries)
-            for each in (queries, range(key, key + 1), range(value, value + 1)):
-                words = range(one.src + each.start * dim, one.src + each.stop * dim)
+            for src, head, num in (
+                (one.src, one.query0, shape.num_queries),
+                (one.k_src, one.head, 1),
+                (one.v_src, one.head, 1),
+            ):
+                words = range(src + head * dim, src + (head + num) * dim)
                 yield Read(words=words, generation=one.generation, always=split0)
         case RowCombine():
             assert queues.attention is not None
@@ -96,6 +98,10 @@ def reads(one: Instruction, queues: RowQueues) -> Iterator[Read]:
             yield Read(words=words, generation=one.generation, always=False, phase=1)
         case RowRoute():
             yield Read(words=range(one.src, one.src + one.num_words), generation=one.generation)
+        case RowPointwise():
+            if one.num_src_words and not one.flags & FROM_EMBEDDING:
+                words = range(one.src, one.src + one.num_src_words)
+                yield Read(words=words, generation=one.generation - one.flag_delta)
         case RowEmbed() | RowBarrier():
             return
 
@@ -149,6 +155,11 @@ def writes(one: Instruction, queues: RowQueues, sm: int) -> Iterator[Write]:
         case RowBarrier():
             words = range(one.dst + 2 * sm, one.dst + 2 * sm + 2)
             yield Write(words=words, generation=one.generation)
+        case RowPointwise():
+            rows = {"nothing": 0, "numbers": 1, "pairs": 2}[queues.formulas[one.number].publishes]
+            if rows:
+                words = range(one.dst + one.row0 // rows, one.dst + last_row(one) // rows)
+                yield Write(words=words, generation=one.generation)
         case RowEmbed():
             yield from _embed_writes(one, queues)
         case RowRoute():

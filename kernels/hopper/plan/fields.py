@@ -11,6 +11,7 @@ from distmega.kernels.hopper.plan.words import (
     RowEmbed,
     RowLinear,
     RowOpcode,
+    RowPointwise,
     RowRoute,
     RowSample,
 )
@@ -35,6 +36,8 @@ KEEP_NORMED = gl.constexpr(words.KEEP_NORMED)
 CARRY_TWO = gl.constexpr(words.CARRY_TWO)
 EXPERT_ROWS = gl.constexpr(words.EXPERT_ROWS)
 EXPERT_COLUMNS = gl.constexpr(words.EXPERT_COLUMNS)
+AT_POSITION = gl.constexpr(words.AT_POSITION)
+BIASED = gl.constexpr(words.BIASED)
 DELTA_SHIFT = gl.constexpr(words.DELTA_SHIFT)
 MATRIX_SHIFT = gl.constexpr(words.MATRIX_SHIFT)
 MAX_EPILOGUES = gl.constexpr(words.MAX_EPILOGUES)
@@ -48,6 +51,7 @@ OP_EMBED = gl.constexpr(int(RowOpcode.EMBED))
 OP_BARRIER = gl.constexpr(int(RowOpcode.BARRIER))
 OP_SAMPLE = gl.constexpr(int(RowOpcode.SAMPLE))
 OP_ROUTE = gl.constexpr(int(RowOpcode.ROUTE))
+OP_POINTWISE = gl.constexpr(int(RowOpcode.POINTWISE))
 
 OPCODE = _word(RowLinear, "opcode")
 GENERATION = _word(RowLinear, "generation")
@@ -67,10 +71,16 @@ LIN_KEEP = _word(RowLinear, "keep")
 LIN_CARRY = _word(RowLinear, "carry")
 ATT_K_ROW = _word(RowAttention, "k_row")
 ATT_V_ROW = _word(RowAttention, "v_row")
+ATT_K_SRC = _word(RowAttention, "k_src")
+ATT_V_SRC = _word(RowAttention, "v_src")
 ATT_SPLIT = _word(RowAttention, "split")
 ATT_QUERY0 = _word(RowAttention, "query0")
 ATT_Q_NORM = _word(RowAttention, "q_norm")
 ATT_K_NORM = _word(RowAttention, "k_norm")
+POINT_NUMBER = _word(RowPointwise, "number")
+POINT_EPS = _word(RowPointwise, "eps_bits")
+POINT_SECOND = _word(RowPointwise, "second")
+POINT_TABLE = _word(RowPointwise, "table")
 EMB_ROW0 = _word(RowEmbed, "row0")
 EMB_NUM_ROWS = _word(RowEmbed, "num_rows")
 EMB_COLUMN = _word(RowEmbed, "column")

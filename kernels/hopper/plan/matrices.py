@@ -4,14 +4,14 @@ In: a segment, the layout of its weights. Out: `Weights`: matrices of one row le
 rows, a weight as rows of its block, a vector as an offset. Next on the walk: queues.py.
 """
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from itertools import pairwise
 
 from distmega.kernels.hopper.plan.types import ITEM_BYTES, MAX_MATRICES, WeightMatrix, unfit
 from distmega.kernels.hopper.plan.weight_order import matrix_columns
 from distmega.kernels.hopper.plan.words import NOTHING, SLICE_K, SLICES, TILE_K, UNIT_ROWS
 from distmega.kernels.runtime.arena import ALIGNMENT_BYTES, ArenaLayout
-from distmega.kernels.tasks.fuse import FusedContraction, WeightStream
+from distmega.kernels.tasks.fuse import Fused, FusedContraction, WeightStream, norms_of
 from distmega.program.types import Program
 
 
@@ -43,6 +43,7 @@ class Weights:
         return WeightMatrix(columns=columns, offset=min(starts), num_rows=num_rows, slices=slices)
 
     def _find_matrices(self, names: Sequence[str]) -> tuple[WeightMatrix, ...]:
+        self.require_type("bf16", names)
         found: dict[int, list[str]] = {}
         for name in names:
             found.setdefault(self.columns[name], []).append(name)
@@ -87,11 +88,24 @@ class Weights:
         the second stream's at the next multiple of VECTOR_MULTIPLE.
         """
         biases = tuple(name for stream in streams for name in stream.biases)
+        self.require_type("bf16", biases)
         if padded and all(biases) and len(streams) == len(biases) == 2:
             self.require_next(*biases)
         else:
             self.require_biases(biases)
         return self.vector(biases[0]) if any(biases) else NOTHING
+
+    def require_type(self, dtype: str, names: Iterable[str]) -> None:
+        """Refuses vectors and matrices of other elements; "" is no name."""
+        for name in filter(None, names):
+            if self.layout.tensors[name].dtype != dtype:
+                raise unfit(f"{name!r} of {self.layout.tensors[name].dtype}, not {dtype}")
+
+    def require_norms(self, dtype: str, fused: Iterable[Fused]) -> None:
+        """Refuses norms whose weights or biases have other elements."""
+        for op in fused:
+            for norm in norms_of(op):
+                self.require_type(dtype, (norm.weight, norm.bias))
 
     def require_adjacent(self, names: tuple[str, ...], starts: list[int]) -> None:
         ends = [start + self.rows_of(name) for name, start in zip(names, starts, strict=True)]

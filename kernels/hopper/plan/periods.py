@@ -19,6 +19,7 @@ from distmega.kernels.hopper.plan.words import (
     RowBarrier,
     RowCombine,
     RowLinear,
+    RowPointwise,
 )
 
 MOST_PARTS = 3
@@ -88,7 +89,7 @@ def _earlier(one: Instruction, generations: int) -> Instruction:
     """An instruction behind what is left out: of a generation, or reading one, that moved."""
     if one.generation >= generations:
         return replace(one, generation=one.generation - generations)
-    if isinstance(one, RowLinear):
+    if isinstance(one, RowLinear | RowPointwise):
         return replace(one, flag_delta=one.flag_delta + generations)
     return one
 
@@ -113,8 +114,16 @@ def _words_of(one: Instruction) -> tuple[object, ...]:
                 one.opcode, one.num_units, one.src, one.num_src_words, one.flag_delta, one.dst,
                 one.row0, one.num_rows, one.flags,
             )  # fmt: skip
+        case RowPointwise():
+            return (
+                one.number, one.num_units, one.src, one.num_src_words, one.flag_delta, one.dst,
+                one.row0, one.num_rows, one.flags,
+            )  # fmt: skip
         case RowAttention():
-            return one.head, one.query0, one.split, one.max_splits, one.src, one.partial
+            return (
+                one.head, one.query0, one.split, one.max_splits, one.src, one.k_src, one.v_src,
+                one.partial,
+            )  # fmt: skip
         case RowCombine():
             return one.head, one.max_splits, one.partial, one.dst
     return (replace(one, name="", generation=0),)

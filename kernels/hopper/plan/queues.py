@@ -20,7 +20,7 @@ where they lie is not. Slots lie one behind the other, as rows of the first prod
 of the last. Every SM that has tiles of theirs chooses for itself, from scores that all poll.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 
@@ -40,11 +40,14 @@ from distmega.kernels.hopper.plan.types import (
     ExpertShape,
     Kept,
     Publishes,
+    RowFormula,
     RowQueues,
     WeightMatrix,
     unfit,
 )
 from distmega.kernels.hopper.plan.words import (
+    AT_POSITION,
+    BIASED,
     CARRY_EMBEDDED,
     CARRY_TWO,
     EMBEDDED,
@@ -65,12 +68,14 @@ from distmega.kernels.hopper.plan.words import (
     SEARCH_CHUNKS,
     STAGE_CHUNKS,
     UNIT_ROWS,
+    VECTOR_MULTIPLE,
     Instruction,
     RowAttention,
     RowBarrier,
     RowCombine,
     RowEmbed,
     RowLinear,
+    RowPointwise,
     RowRoute,
     RowSample,
 )
@@ -81,11 +86,13 @@ from distmega.kernels.tasks.fuse import (
     FusedChoice,
     FusedContraction,
     FusedEmbedding,
+    FusedPointwise,
     FusedRouting,
     FusedSample,
     Shown,
     canonical,
     fuse_segment,
+    norms_of,
     shown_by_views,
     substitute,
 )
@@ -101,6 +108,10 @@ MAX_CARRIED = 2
 """Vectors that an SM keeps and one epilogue takes, at most."""
 MAX_NORMED_UNITS = MAX_SMS // UNIT_ROWS
 """Units of a row that an SM keeps normalised, at most: an element a thread."""
+MAX_ROWS = 8 * MAX_SMS
+"""Rows of pointwise work of an SM, at most: eight a thread."""
+POLLED_WORDS = 2
+"""Flagged words that a thread polls together."""
 
 
 def build_queues(
@@ -177,6 +188,8 @@ class _Builder:
     made: dict[str, _Made] = field(default_factory=dict)
     buffers: list[Buffer] = field(default_factory=list)
     num_words: int = REPORT_WORDS
+    forms: dict[str, Publishes] = field(default_factory=dict)
+    """What is published of each tensor."""
     uses: dict[str, int] = field(default_factory=dict)
     """Times that each buffer's class was written in this step."""
     firsts: dict[str, int] = field(default_factory=dict)
@@ -187,6 +200,11 @@ class _Builder:
     num_kept: int = 0
     classes: list[str] = field(default_factory=list)
     epilogues: list[Epilogue] = field(default_factory=list)
+    formulas: list[RowFormula] = field(default_factory=list)
+    tables: Mapping[str, FusedEmbedding] = field(default_factory=dict)
+    """Embeddings besides the one whose row linears take, by what they give."""
+    positions: str = ""
+    wide_norms: bool = False
     lightest: list[int] = field(default_factory=list)
     embedding: FusedEmbedding | None = None
     entry: str = ""
@@ -202,7 +220,7 @@ class _Builder:
         self.queues = [[] for _ in range(self.num_sms)]
         self.shown = shown_by_views(self.segment)
         self.inspect()
-        self.fused = tuple(map(self.given_first, self.fused))
+        self.fused = tuple(map(self.in_order, self.fused))
         self.find_classes()
         self.epilogues = self.find_epilogues()
         self.find_lightest()
@@ -215,6 +233,8 @@ class _Builder:
                     self.add_attention(i, op)
                 case FusedRouting():
                     self.add_routing(op)
+                case FusedPointwise():
+                    self.add_pointwise(i, op)
                 case FusedChoice():
                     self.add_choice(op)
             if i + 1 < len(self.fused) and not isinstance(self.fused[i + 1], FusedChoice):
@@ -228,6 +248,8 @@ class _Builder:
             mode=self.mode,
             attention=self.attention,
             epilogues=tuple(self.epilogues),
+            formulas=tuple(self.formulas),
+            wide_norms=self.wide_norms,
             num_generations=max(self.generations().values(), default=1),
             max_tiles_k=max(tiles_k(self.length(op)) for op in self.contractions()),
             eps=self.eps,
@@ -248,7 +270,7 @@ class _Builder:
             hidden=self.hidden(),
             rope_table=attention.table if attention else "",
             tokens=self.embedding.ids if self.embedding else "",
-            positions=attention.positions if attention else "",
+            positions=self.positions,
             token=head.token if head else "",
             logits=head.logits if head else "",
             experts=self.experts,
@@ -263,6 +285,9 @@ class _Builder:
         self.num_ranks, self.embedding, self.entry = found.num_ranks, found.embedding, found.entry
         self.choice, self.attention, self.eps = found.choice, found.attention, found.eps
         self.experts = expert_shape(self.fused, self.weights)
+        self.tables, self.positions = found.tables, found.positions
+        self.placed.require_type("bf16", [self.embedding.table if self.embedding else ""])
+        self.wide_norms = self.has_wide_norms()
         columns = self.placed.columns
         if any(length % ROW_MULTIPLE for length in columns.values()):
             raise unfit(f"rows of {sorted(set(columns.values()))} elements")
@@ -279,12 +304,24 @@ class _Builder:
         shape = self.experts
         return self.placed.block_of(names, shape.width, shape.copied_slices)
 
-    def given_first(self, op: Fused) -> Fused:
-        """The op with the given row as its first operand, if it is one."""
-        if not isinstance(op, FusedContraction) or self.entry not in op.operands[1:]:
+    def has_wide_norms(self) -> bool:
+        """Whether the weights of norms are f32; all are, or none."""
+        tensors = self.segment.tensor_map()
+        names = [norm.weight for op in self.fused for norm in norms_of(op) if norm.weight]
+        dtype = "f32" if names and tensors[names[0]].dtype == "f32" else "bf16"
+        self.placed.require_norms(dtype, self.fused)
+        return dtype == "f32"
+
+    def in_order(self, op: Fused) -> Fused:
+        """The op with the given row, if it takes that, as first operand, a table's as last."""
+        if not isinstance(op, FusedContraction | FusedPointwise):
             return op
-        operands = tuple(sorted(op.operands, key=lambda name: name != self.entry))
-        num = len(op.streams)
+        operands = tuple(
+            sorted(op.operands, key=lambda name: (name in self.tables) - (name == self.entry))
+        )
+        if operands == op.operands:
+            return op
+        num = len(op.streams) if isinstance(op, FusedContraction) else int(bool(op.x))
         arguments = [*range(num), *(num + operands.index(name) for name in op.operands)]
         formula = canonical(substitute(op.formula, [expr.Arg(index) for index in arguments]))
         return replace(op, operands=operands, formula=formula)
@@ -310,14 +347,31 @@ class _Builder:
             self.classes.append(known.setdefault(key, op.name))
             if isinstance(op, FusedContraction):
                 of |= dict.fromkeys(op.outs, self.classes[-1])
+            elif isinstance(op, FusedPointwise):
+                of[op.out] = self.classes[-1]
 
     def signature(self, op: Fused) -> tuple[object, ...]:
         """What an op computes, its names apart."""
+        if isinstance(op, FusedPointwise):
+            return (
+                "pointwise",
+                self.elements(op.out),
+                bool(op.x),
+                op.formula,
+                *self.roles((op.out,)),
+            )
         if not isinstance(op, FusedContraction):
             return (type(op).__name__,)
         sizes = tuple(self.placed.rows_of(name) for stream in op.streams for name in stream.weights)
-        slots = op.experts and op.experts.by
-        return "contraction", self.length(op), sizes, op.formula, op.num_ranks, slots
+        slots, roles = op.experts and op.experts.by, self.roles(op.outs)
+        return "contraction", self.length(op), sizes, op.formula, op.num_ranks, slots, *roles
+
+    def roles(self, outs: Sequence[str]) -> Iterator[int]:
+        """As what attention takes results: queries, keys or values, which are of one generation."""
+        for op in self.fused:
+            if isinstance(op, FusedAttention):
+                names = [self.storage(name) for name in (op.q, op.k, op.v)]
+                yield from (names.index(name) for name in outs if name in names)
 
     def find_epilogues(self) -> list[Epilogue]:
         """Those of all contractions. Ops that differ only in whether somebody polls their result
@@ -340,7 +394,7 @@ class _Builder:
         return Epilogue(
             num_streams=len(op.streams),
             formula=op.formula,
-            publishes=self.publishes(op),
+            publishes=self.publishes(op.name, op.outs, len(op.streams)),
             num_carried=len(op.operands),
             summed=op.num_ranks > 1,
             ranked=self.is_ranked(op),
@@ -351,8 +405,9 @@ class _Builder:
         return op.experts is not None and op.experts.by == "rows"
 
     def epilogue_key(self, op: FusedContraction) -> tuple[object, ...]:
-        numbers, weighted = self.publishes(op) == "numbers", self.is_weighted(op)
-        return len(op.streams), op.formula, numbers, op.num_ranks > 1, self.is_ranked(op), weighted
+        numbers = self.publishes(op.name, op.outs, len(op.streams)) == "numbers"
+        ranked, weighted = self.is_ranked(op), self.is_weighted(op)
+        return len(op.streams), op.formula, numbers, op.num_ranks > 1, ranked, weighted
 
     def epilogue_number(self, op: FusedContraction) -> int:
         key = self.epilogue_key(op)
@@ -373,24 +428,26 @@ class _Builder:
     def is_ranked(self, op: FusedContraction) -> bool:
         return self.choice is not None and op.outs == (self.choice.source,)
 
-    def publishes(self, op: FusedContraction) -> Publishes:
-        """What readers poll: attention and the choice of experts take numbers, contractions
-        pairs.
+    def publishes(self, name: str, outs: tuple[str, ...], num_streams: int = 1) -> Publishes:
+        """What readers of an op's results poll: attention and the choice of experts take numbers,
+        contractions pairs, and pointwise work either, numbers where pairs are no whole polls.
         """
-        by_attention = any(
-            self.storage(name) in op.outs
-            for other in self.fused
-            if isinstance(other, FusedAttention)
-            for name in (other.q, other.k, other.v)
-        ) or any(
-            isinstance(other, FusedRouting) and other.scores in op.outs for other in self.fused
-        )
-        by_linears = any(
-            other.x in op.outs for other in self.fused if isinstance(other, FusedContraction)
-        )
-        if by_attention and (by_linears or len(op.streams) > 1):
-            raise unfit(f"{op.name!r}, which attention or a choice reads, among others")
-        return "numbers" if by_attention else "pairs" if by_linears else "nothing"
+        by_attention = by_linears = by_rows = False
+        for other in self.fused:
+            match other:
+                case FusedAttention():
+                    attended = map(self.storage, (other.q, other.k, other.v))
+                    by_attention |= bool(set(outs).intersection(attended))
+                case FusedRouting():
+                    by_attention |= other.scores in outs
+                case FusedContraction():
+                    by_linears |= other.x in outs
+                case FusedPointwise() if other.x in outs:
+                    by_rows = True
+                    by_attention |= self.elements(other.x) % (2 * POLLED_WORDS) != 0
+        if by_attention and (by_linears or num_streams > 1):
+            raise unfit(f"{name!r}, whose readers take numbers and pairs")
+        return "numbers" if by_attention else "pairs" if by_linears or by_rows else "nothing"
 
     # buffers
 
@@ -409,7 +466,7 @@ class _Builder:
         copy = number % self.copies
         return (f"{kind} #{copy}" if copy else kind), number // self.copies
 
-    def keep(self, op: FusedContraction, rows: int) -> int:
+    def keep(self, op: FusedContraction | FusedPointwise, rows: int) -> int:
         """First f32 element of what SMs keep of a result, NOTHING if nobody takes it. It may take
         the place of the operand, if nobody takes that afterwards.
         """
@@ -418,7 +475,9 @@ class _Builder:
             before = self.made.get(name)
             if before and before.kept != NOTHING and not self.is_taken(name, nth):
                 self.free.setdefault(before.rows, []).append(before.kept)
-        if not self.is_ranked(op) and not any(self.is_taken(out, nth) for out in op.outs):
+        is_ranked = isinstance(op, FusedContraction) and self.is_ranked(op)
+        outs = op.outs if isinstance(op, FusedContraction) else (op.out,)
+        if not is_ranked and not any(self.is_taken(out, nth) for out in outs):
             return NOTHING
         spare = self.free.get(rows)
         if spare:
@@ -430,8 +489,10 @@ class _Builder:
     def is_taken(self, name: str, nth: int) -> bool:
         """Whether an op after number `nth` carries a tensor or normalises it, or it leaves."""
         return name in map(self.storage, self.segment.outputs) or any(
-            isinstance(op, FusedContraction)
-            and (name in op.operands or (op.normed and op.x == name))
+            name in op.operands
+            if isinstance(op, FusedPointwise)
+            else isinstance(op, FusedContraction)
+            and (name in op.operands or bool(op.normed and op.x == name))
             for op in self.fused[nth + 1 :]
         )
 
@@ -504,7 +565,7 @@ class _Builder:
         flags |= LAYER_NORM if op.norm and op.norm.kind == "layer_norm" else 0
         if op.experts:
             flags |= EXPERT_ROWS if by_rows else EXPERT_COLUMNS
-        carries = [self.carried(op, name, out_rows, streams) for name in op.operands]
+        carries = [self.carried(op.name, name, out_rows, streams) for name in op.operands]
         if any(embedded for _, embedded in carries):
             if self.num_ranks > 1 and not epilogue.summed:
                 raise unfit(f"{op.name!r}, which takes the given row that ranks push")
@@ -519,6 +580,7 @@ class _Builder:
             self.logits_at = kept
         for out in op.outs:
             self.made[out] = _Made(dst, generation, out_rows, streams, kept)
+            self.forms[out] = epilogue.publishes
         if len(op.outs) > 1:
             self.locate_outs(op, dst, generation, 1 if epilogue.publishes == "numbers" else 2)
         for sm, queue in enumerate(self.queues):
@@ -566,7 +628,7 @@ class _Builder:
         matrix = [m.columns for m in matrices].index(self.length(op))
         return matrix, self.placed.starts(op.name, op.streams, matrices[matrix])
 
-    def of_x(self, op: FusedContraction) -> _Made:
+    def of_x(self, op: FusedContraction | FusedPointwise) -> _Made:
         """Where x lies; nowhere if it is the given row, which is looked up."""
         if op.x in self.made:
             return self.made[op.x]
@@ -584,22 +646,115 @@ class _Builder:
         """Offset of the norm's weight; the bias of a layer norm lies behind it."""
         if op.norm is None:
             return NOTHING
+        if self.wide_norms and (op.norm.kind == "layer_norm" or op.normed):
+            raise unfit(f"{op.name!r}, whose norm has weights in f32")
         if op.norm.kind == "layer_norm":
             if tiles_k(self.length(op)) > STAGE_CHUNKS or not op.norm.bias:
                 raise unfit(f"a layer norm of {self.length(op)} elements, bias {op.norm.bias!r}")
             self.placed.require_next(op.norm.weight, op.norm.bias)
         return self.placed.vector(op.norm.weight)
 
-    def carried(self, op: FusedContraction, name: str, rows: int, streams: int) -> tuple[int, bool]:
-        """Where an operand lies that the SM itself keeps, and whether it is the given row."""
+    def carried(self, op: str, name: str, rows: int, streams: int) -> tuple[int, bool]:
+        """Where an operand of `op` lies that the SM keeps, and whether it is the given row."""
         if name == self.entry:
             if self.hidden() != rows:
-                raise unfit(f"{op.name!r}, which takes {name!r} of another size")
+                raise unfit(f"{op!r}, which takes {name!r} of another size")
             return NOTHING, True
         made = self.made.get(name)
         if made is None or made.kept == NOTHING or (made.rows, made.streams) != (rows, streams):
-            raise unfit(f"{op.name!r}, which takes {name!r} from other SMs")
+            raise unfit(f"{op!r}, which takes {name!r} from other SMs")
         return made.kept, False
+
+    def add_pointwise(self, nth: int, op: FusedPointwise) -> None:
+        """The rows of its result, shared out as those of a matrix."""
+        rows = self.elements(op.out)
+        x = self.of_x(op) if op.x else _Made(0, 0, 0, 1, NOTHING)
+        is_given = bool(op.x) and op.x not in self.made
+        number = self.formula_number(op)
+        formula = self.formulas[number]
+        size = {"nothing": 0, "numbers": rows, "pairs": rows // 2}[formula.publishes]
+        kind, generation = self.turn(self.classes[nth])
+        dst = self.reserve(kind, size)
+        carries = [
+            self.carried(op.name, name, rows, 1) for name in op.operands[: formula.num_carried]
+        ]
+        embedded = any(given for _, given in carries)
+        if embedded and self.num_ranks > 1:
+            raise unfit(f"{op.name!r}, which takes the given row that ranks push")
+        carry, second = [carry for carry, _ in (*carries, *[(NOTHING, False)] * MAX_CARRIED)][:2]
+        norm = op.norm
+        flags = (FROM_EMBEDDING if is_given else 0) | (CARRY_EMBEDDED if embedded else 0)
+        flags |= BIASED if norm and norm.bias else 0
+        table = NOTHING
+        if formula.has_table:
+            flags |= AT_POSITION if self.tables[op.operands[-1]].ids == self.positions else 0
+            table = self.table_at(self.tables[op.operands[-1]].table)
+        if norm and norm.bias:
+            self.placed.require_next(norm.weight, norm.bias)
+        weight = self.placed.vector(norm.weight) if norm and norm.weight else NOTHING
+        kept = self.keep(op, rows)
+        self.made[op.out] = _Made(dst, generation, rows, 1, kept)
+        for sm, queue in enumerate(self.queues):
+            first, last = share(rows, 1, sm, self.num_sms)
+            if first == last:
+                continue
+            queue.append(
+                RowPointwise(
+                    name=op.name,
+                    generation=generation,
+                    number=number,
+                    num_units=last - first,
+                    src=x.first,
+                    num_src_words=0 if not op.x else rows if formula.numbers else rows // 2,
+                    flag_delta=generation - x.generation if op.x else 0,
+                    flags=flags,
+                    norm=weight,
+                    eps=norm.eps if norm else 0.0,
+                    dst=dst,
+                    row0=first * UNIT_ROWS,
+                    num_rows=rows,
+                    keep=kept,
+                    carry=carry,
+                    second=second,
+                    table=table,
+                )
+            )
+
+    def formula_number(self, op: FusedPointwise) -> int:
+        """Its formula among those of the segment, as it is told apart by kernels."""
+        rows = self.elements(op.out)
+        tables = [name for name in op.operands if name in self.tables]
+        num_carried = len(op.operands) - len(tables)
+        if num_carried > MAX_CARRIED or len(tables) > 1:
+            raise unfit(f"{op.name!r}, which takes {op.operands}")
+        if any(self.elements(name) != rows for name in (*op.operands, *filter(None, [op.x]))):
+            raise unfit(f"{op.name!r}, which takes rows of another size")
+        if op.norm and op.length != rows:
+            raise unfit(f"{op.name!r}, which normalises {op.length} of {rows} elements together")
+        most = -(-num_units(rows) // self.num_sms) * UNIT_ROWS
+        if rows % POLLED_WORDS or most > MAX_ROWS:
+            raise unfit(f"{op.name!r} of {rows} elements")
+        form = self.forms.get(op.x, "pairs")
+        publishes = self.publishes(op.name, (op.out,))
+        self.forms[op.out] = publishes
+        found = RowFormula(
+            norm=op.norm.kind if op.norm else "",
+            numbers=form == "numbers",
+            formula=op.formula,
+            publishes=publishes,
+            num_carried=num_carried,
+            has_table=bool(tables),
+        )
+        if found not in self.formulas:
+            self.formulas.append(found)
+        return self.formulas.index(found)
+
+    def table_at(self, name: str) -> int:
+        """Where a table begins in the weights' arena, in multiples of VECTOR_MULTIPLE elements."""
+        self.placed.require_type("bf16", [name])
+        found, rest = divmod(self.weights.offset(name), ITEM_BYTES * VECTOR_MULTIPLE)
+        assert not rest
+        return found
 
     def normalised(self, op: FusedContraction, nth: int) -> int:
         """Where each SM keeps its rows of x, which it normalises there: it must have a part of the
@@ -735,10 +890,13 @@ class _Builder:
         source = self.made.get(self.storage(op.q))
         at = [self.first_word(name) for name in (op.q, op.k, op.v)]
         sizes = (s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim)
-        if source is None or at != [at[0], at[0] + sizes[0], at[0] + sizes[0] + sizes[1]]:
-            raise unfit(f"{op.name!r}, whose queries, keys and values are not from one contraction")
+        if source is None or -1 in at:
+            raise unfit(f"{op.name!r}, whose queries, keys and values no op publishes")
+        if not s.apart and at != [at[0], at[0] + sizes[0], at[0] + sizes[0] + sizes[1]]:
+            raise unfit(f"{op.name!r}, whose queries, keys and values lie apart, others do not")
         kind, generation = self.turn(self.classes[nth])
-        if generation != source.generation:
+        sources = {self.made[self.storage(name)].generation for name in (op.q, op.k, op.v)}
+        if sources != {generation}:
             raise unfit(f"{op.name!r}, which is not of the generation of its queries")
         splits = self.max_splits
         words = s.num_heads * splits * (s.head_dim + PARTIAL_EXTRA)
@@ -760,6 +918,8 @@ class _Builder:
                     split=split,
                     max_splits=splits,
                     src=at[0],
+                    k_src=at[1],
+                    v_src=at[2],
                     partial=partial,
                     q_norm=self.placed.vector(op.q_norm.weight) if op.q_norm else NOTHING,
                     k_norm=self.placed.vector(op.k_norm.weight) if op.k_norm else NOTHING,

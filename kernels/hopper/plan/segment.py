@@ -5,7 +5,7 @@ token, extents of attention, eps. UnsupportedError where ops differ. Next on the
 """
 
 import math
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from distmega.kernels.hopper.plan.types import AttentionShape, unfit
@@ -15,8 +15,10 @@ from distmega.kernels.tasks.fuse import (
     FusedChoice,
     FusedContraction,
     FusedEmbedding,
+    FusedPointwise,
     attention_extents,
     norms_of,
+    shown_by_views,
 )
 from distmega.program.types import Program
 
@@ -24,16 +26,20 @@ from distmega.program.types import Program
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
     """num_ranks: of the team. embedding: what looks up the rows that come in, if something does;
-    entry: their tensor, `rows` rows. choice: how a token is chosen from the last op's result.
-    attention: what all attention ops share; eps: of all norms, 0.0 without one.
+    entry: their tensor, `rows` rows; tables: embeddings besides, of the same tokens or of
+    positions, by what they give. choice: how a token is chosen from the last op's result.
+    attention: what all attention ops share; positions: of attention or, without any, of a table, ""
+    without either. eps: of the norms that contractions and attention take in, 0.0 without one.
     """
 
     num_ranks: int
     embedding: FusedEmbedding | None
     entry: str
+    tables: Mapping[str, FusedEmbedding]
     rows: int
     choice: FusedChoice | None
     attention: AttentionShape | None
+    positions: str
     eps: float
 
 
@@ -41,7 +47,11 @@ def find_agreement(
     segment: Program, fused: Sequence[Fused], *, max_rows: int, head_dims: Container[int]
 ) -> Agreement:
     """What all ops share. max_rows, head_dims: what the kernel takes."""
-    embedding, entry = _find_entry(segment, fused)
+    positions = next((op.positions for op in fused if isinstance(op, FusedAttention)), "")
+    embedding, tables = _find_tables(fused, positions)
+    entry = _find_entry(segment, fused, embedding)
+    if tables and not positions:
+        positions = next((op.ids for op in tables.values() if op.ids != _ids(embedding)), "")
     rows = math.prod(segment.tensor_map()[entry].shape[:-1])
     if not 1 <= rows <= max_rows:
         raise unfit(f"{rows} tokens")
@@ -50,9 +60,11 @@ def find_agreement(
         num_ranks=_team_size(fused),
         embedding=embedding,
         entry=entry,
+        tables=tables,
         rows=rows,
         choice=choice,
         attention=_attention_shape(segment, fused, choice, rows, head_dims),
+        positions=positions,
         eps=_eps(fused),
     )
 
@@ -65,20 +77,45 @@ def _team_size(fused: Sequence[Fused]) -> int:
     return max(teams, default=1)
 
 
-def _find_entry(segment: Program, fused: Sequence[Fused]) -> tuple[FusedEmbedding | None, str]:
-    """The embedding, and what it gives; or the one input that contractions take."""
+def _find_tables(
+    fused: Sequence[Fused], positions: str
+) -> tuple[FusedEmbedding | None, dict[str, FusedEmbedding]]:
+    """The embedding whose rows any op may take, and others, which pointwise work takes."""
     tables = [op for op in fused if isinstance(op, FusedEmbedding)]
+    own = [op for op in tables if op.ids != positions] or tables
+    embedding = own[0] if own else None
+    others = [op for op in tables if op is not embedding]
+    known = {_ids(embedding), positions} if positions else {_ids(embedding)}
+    strange = {op.ids for op in others} - known
+    shared = [op.name for op in others if op.num_ranks > 1]
+    if shared or len(strange) > (0 if positions else 1):
+        raise unfit(f"embeddings {[op.name for op in tables]} of {sorted(strange | known)}")
+    return embedding, {op.out: op for op in others}
+
+
+def _ids(embedding: FusedEmbedding | None) -> str:
+    return embedding.ids if embedding else ""
+
+
+def _find_entry(segment: Program, fused: Sequence[Fused], embedding: FusedEmbedding | None) -> str:
+    """What the embedding gives; or the one input that contractions or pointwise work take."""
     given = {tensor.name for tensor in segment.with_role("input")}
     taken = {
-        name for op in fused if isinstance(op, FusedContraction) for name in (op.x, *op.operands)
+        name
+        for op in fused
+        if isinstance(op, FusedContraction | FusedPointwise)
+        for name in (op.x, *op.operands)
     }
     entries = [tensor for tensor in segment.tensors if tensor.name in taken & given]
-    if len(tables) + len(entries) != 1:
+    if bool(embedding) + len(entries) != 1:
         names = [tensor.name for tensor in entries]
-        raise unfit(f"{len(tables)} embeddings and inputs {names} instead of one of them")
-    if entries and entries[0].dtype != "bf16":
+        names += [embedding.name] if embedding else []
+        raise unfit(f"embeddings and inputs {names} instead of one of them")
+    if embedding:
+        return embedding.out
+    if entries[0].dtype != "bf16":
         raise unfit(f"input {entries[0].name!r} of {entries[0].dtype}")
-    return (tables[0], tables[0].out) if tables else (None, entries[0].name)
+    return entries[0].name
 
 
 def _find_choice(fused: Sequence[Fused]) -> FusedChoice | None:
@@ -102,6 +139,7 @@ def _attention_shape(
     tensors = segment.tensor_map()
     ops = [op for op in fused if isinstance(op, FusedAttention)]
     found: set[AttentionShape] = set()
+    are_apart = not all(_are_together(segment, fused, op) for op in ops)
     for op in ops:
         rows, num_kv_heads, group, head_dim = attention_extents(op, tensors)
         if rows != num_rows or head_dim not in head_dims or op.window < 0:
@@ -115,6 +153,7 @@ def _attention_shape(
                 qk_norm=op.q_norm is not None,
                 rotated=bool(op.table),
                 scale=op.scale,
+                apart=are_apart,
             )
         )
     tables, positions = {op.table for op in ops}, {op.positions for op in ops}
@@ -126,9 +165,20 @@ def _attention_shape(
     return found.pop() if found else None
 
 
+def _are_together(segment: Program, fused: Sequence[Fused], op: FusedAttention) -> bool:
+    """Whether one contraction gives queries, keys and values, in this order."""
+    shown = shown_by_views(segment)
+    names = tuple(shown[x].tensor if x in shown else x for x in (op.q, op.k, op.v))
+    outs = [other.outs for other in fused if isinstance(other, FusedContraction)]
+    return len(set(names)) == 1 or any(
+        names == each[i : i + 3] for each in outs for i in range(len(each))
+    )
+
+
 def _eps(fused: Sequence[Fused]) -> float:
-    """Of all norms."""
-    found = {norm.eps for op in fused for norm in norms_of(op)}
+    """Of the norms that contractions and attention take in."""
+    ops = [op for op in fused if not isinstance(op, FusedPointwise)]
+    found = {norm.eps for op in ops for norm in norms_of(op)}
     if len(found) > 1:
         raise unfit(f"norms with eps {sorted(found)}")
     return found.pop() if found else 0.0

@@ -91,7 +91,8 @@ class QueryGroups:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape(QueryGroups):
     """Extents that all attention ops of a segment share on one rank. rotated: whether queries and
-    keys are; qk_norm: whether they are normalised before.
+    keys are; qk_norm: whether they are normalised before; apart: whether queries, keys and values
+    lie in buffers of their own. softcap: what scores are kept below, 0 where they are not.
     """
 
     head_dim: int
@@ -99,6 +100,8 @@ class AttentionShape(QueryGroups):
     qk_norm: bool
     rotated: bool
     scale: float
+    apart: bool = False
+    softcap: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,6 +168,30 @@ class Epilogues:
     each: tuple[Epilogue, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class RowFormula:
+    """Pointwise work on rows: formula(x after its norm, what is carried, a table's row).
+
+    norm: "rms_norm", "layer_norm" or "softmax"; "copy" where x is taken as it is, "" where no x is.
+    numbers: whether x is published as f32, else in pairs of bf16. publishes, num_carried: as of an
+    Epilogue; has_table: whether the last argument is the row of a table.
+    """
+
+    norm: str
+    numbers: bool
+    formula: Expr
+    publishes: Publishes
+    num_carried: int
+    has_table: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RowFormulas:
+    """Those of a segment, as one constant of its kernel."""
+
+    each: tuple[RowFormula, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
     """num elements of f32 from `first` on of what SMs keep: a tensor of the segment."""
@@ -178,7 +205,8 @@ class Kept:
 class RowQueues:
     """Instructions of every SM for a segment of one row. mode: with barriers where "op".
 
-    epilogues: of linears, by opcode. num_generations: flags of a step, more than any buffer has
+    epilogues: of linears, by opcode; formulas: of pointwise work on rows. wide_norms: whether
+    weights of norms are f32. num_generations: flags of a step, more than any buffer has
     generations. num_kept: f32 elements that SMs keep; outputs: those that leave; logits_at: first
     of those that a token is chosen from. sampler: where tokens are not the most likely. head_rows:
     of the logits, what one SM chooses from, at most. best, sample, num_words: first flagged word of
@@ -192,6 +220,8 @@ class RowQueues:
     mode: Mode
     attention: AttentionShape | None
     epilogues: tuple[Epilogue, ...]
+    formulas: tuple[RowFormula, ...]
+    wide_norms: bool
     num_generations: int
     max_tiles_k: int
     eps: float

@@ -7,6 +7,7 @@ that a reader polls the datum itself and needs no event. A generation counts how
 written in this step before. Next on the walk: queues.py.
 """
 
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
@@ -57,6 +58,10 @@ EXPERT_ROWS, EXPERT_COLUMNS = 64, 128
 streams take turns; the norm of x is a layer norm, else an rms norm; the SM normalises its rows of x
 too, where it keeps them; the epilogue takes a second vector that the SM keeps.
 """
+AT_POSITION, BIASED = 4, 8
+"""Pointwise.flags, besides FROM_EMBEDDING and CARRY_EMBEDDED: the table's row is that of the
+position, else of the token; a bias lies behind the norm's weight.
+"""
 DELTA_SHIFT, MATRIX_SHIFT = 8, 24
 DELTA_MASK = 0xFFFF
 """Of Linear.flag_delta, 16 bits with a sign, and Linear.matrix in the word that they share with the
@@ -92,6 +97,7 @@ class RowOpcode(IntEnum):
     BARRIER = 19
     SAMPLE = 20
     ROUTE = 21
+    POINTWISE = 22
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +157,8 @@ class RowAttention:
 
     k_row, v_row: first row of this head in the cache matrix [rows, d]. query0: first of
     AttentionShape.num_queries query heads. window: positions that a query sees, itself included.
-    src: flagged words of the qkv output; partial: those of all heads' and splits' partials.
+    src, k_src, v_src: flagged words of all queries, keys and values; partial: those of all heads'
+    and splits' partials.
     """
 
     name: str
@@ -164,6 +171,8 @@ class RowAttention:
     split: int
     max_splits: int
     src: int
+    k_src: int
+    v_src: int
     partial: int
     q_norm: int
     k_norm: int
@@ -247,7 +256,60 @@ class RowRoute:
     opcode: RowOpcode = RowOpcode.ROUTE
 
 
-Instruction = RowLinear | RowAttention | RowCombine | RowEmbed | RowBarrier | RowSample | RowRoute
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowPointwise:
+    """8 * num_units rows from row0 on of formula number `number` of the plan: of x after its norm
+    and of what it takes besides.
+
+    x is a whole row: num_src_words flagged words from src on, bf16 pairs or f32 as the formula's
+    spec says, flagged `flag_delta` generations ago; or the token's row, with FROM_EMBEDDING; none
+    where the formula takes no x. norm: offset in the vectors of the norm's weight, or NOTHING; with
+    BIASED its bias lies behind, at the next multiple of VECTOR_MULTIPLE. table: of a table in the
+    weights' arena, VECTOR_MULTIPLE elements before it. dst, row0, num_rows, keep, carry, second: as
+    of RowLinear. The loader passes it over.
+    """
+
+    name: str
+    generation: int
+    number: int
+    num_units: int
+    src: int
+    num_src_words: int
+    flag_delta: int
+    flags: int
+    norm: int
+    eps: float
+    dst: int
+    row0: int
+    num_rows: int
+    keep: int
+    carry: int
+    second: int
+    table: int
+    opcode: RowOpcode = RowOpcode.POINTWISE
+
+    @property
+    def packed(self) -> int:
+        """flags and flag_delta in one word."""
+        return self.flags | (self.flag_delta & DELTA_MASK) << DELTA_SHIFT
+
+    @property
+    def eps_bits(self) -> int:
+        """eps as float32."""
+        (found,) = struct.unpack("<i", struct.pack("<f", self.eps))
+        return int(found)
+
+
+Instruction = (
+    RowLinear
+    | RowAttention
+    | RowCombine
+    | RowEmbed
+    | RowBarrier
+    | RowSample
+    | RowRoute
+    | RowPointwise
+)
 
 FIELD_WORDS: dict[type[Instruction], dict[str, int]] = {
     RowLinear: {
@@ -256,8 +318,9 @@ FIELD_WORDS: dict[type[Instruction], dict[str, int]] = {
         "num_rows": 13, "carry": 14, "pair_row": 15,
     },
     RowAttention: {
-        "opcode": 0, "generation": 1, "k_row": 2, "v_row": 4, "src": 5, "head": 6, "split": 7,
-        "q_norm": 8, "k_norm": 9, "partial": 11, "max_splits": 12, "window": 13, "query0": 14,
+        "opcode": 0, "generation": 1, "k_row": 2, "k_src": 3, "v_row": 4, "src": 5, "head": 6,
+        "split": 7, "q_norm": 8, "k_norm": 9, "v_src": 10, "partial": 11,
+        "max_splits": 12, "window": 13, "query0": 14,
     },
     RowCombine: {
         "opcode": 0, "generation": 1, "head": 6, "dst": 10, "partial": 11, "max_splits": 12,
@@ -273,6 +336,11 @@ FIELD_WORDS: dict[type[Instruction], dict[str, int]] = {
         "num_rows": 13,
     },
     RowRoute: {"opcode": 0, "generation": 1, "src": 5, "num_words": 6},
+    RowPointwise: {
+        "opcode": 0, "generation": 1, "number": 2, "num_units": 3, "table": 4, "src": 5,
+        "num_src_words": 6, "packed": 7, "norm": 8, "eps_bits": 9, "dst": 10, "row0": 11,
+        "keep": 12, "num_rows": 13, "carry": 14, "second": 15,
+    },
 }  # fmt: skip
 """Word of each field. Fields that kernels read before they look at the opcode share a place."""
 

@@ -15,6 +15,7 @@ from distmega.kernels.tasks.fuse import (
     FusedChoice,
     FusedContraction,
     FusedEmbedding,
+    FusedPointwise,
     FusedSample,
     InputNorm,
     WeightStream,
@@ -216,11 +217,11 @@ def test_a_sum_of_contractions_of_two_x_takes_the_first_as_operand():
     assert (second.x, second.operands, second.outs) == ("r", ("x",), ("y",))
 
 
-def test_a_pointwise_op_without_a_contraction_is_named():
+def test_an_op_that_no_rule_takes_is_named():
     p = ProgramBuilder("odd")
     x = p.input("x", (1, 64))
-    program = p.build(p.linear(x.map("tanh(a0)", name="odd_one"), p.weight("w", (64, 64))))
-    with pytest.raises(UnsupportedError, match="'odd_one' of kind pointwise does not fuse"):
+    program = p.build(p.linear(p.cumsum(x, name="odd_one"), p.weight("w", (64, 64))))
+    with pytest.raises(UnsupportedError, match="'odd_one' of kind cumsum does not fuse"):
         fuse_segment(program)
 
 
@@ -257,10 +258,15 @@ def test_a_parallel_sum_takes_two_operands():
     assert last.x == up.outs[0]
 
 
-def test_a_norm_with_another_reader_stays_and_is_refused():
+def test_a_norm_with_another_reader_is_given_to_it():
     p = ProgramBuilder("shared")
     x = p.input("x", (1, 64))
     normed = p.rms_norm(x, p.weight("g", (64,)), 1e-5, name="normed")
-    program = p.build(p.linear(normed, p.weight("w", (64, 64))), normed.map("abs(a0)"))
-    with pytest.raises(UnsupportedError, match=r"'normed'|kind pointwise"):
-        fuse_segment(program)
+    y, z = p.linear(normed, p.weight("w", (64, 64))), normed.map("abs(a0)", name="z")
+    product, rows = fuse_segment(p.build(y, z))
+    assert isinstance(product, FusedContraction)
+    assert product.normed == "normed"
+    assert rows == FusedPointwise(
+        name="z", x="", norm=None, length=0, out="z", formula=expr.parse("abs(a0)"),
+        operands=("normed",),
+    )  # fmt: skip

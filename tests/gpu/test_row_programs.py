@@ -1,0 +1,65 @@
+"""Programs with norms, softmax and sums that follow no contraction, as one kernel: as exact as
+torch's own bf16.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from distmega.compiled import CompiledProgram
+from distmega.hostir.comm.communicator import SingleCommunicator
+from distmega.kernels.machines import H200
+from distmega.program.types import Program
+from distmega.sharding.layout.mesh import DeviceMesh
+from distmega.sharding.planner import plan_program
+from tests.hostir.programs import run_program
+from tests.kernels.row_programs import PROGRAMS, attending, random_values
+
+pytestmark = pytest.mark.gpu
+
+MESH = DeviceMesh(tp=1)
+MOST_ERROR = 1.25
+"""Times the error of torch in bf16."""
+
+
+def check(program: Program) -> None:
+    """One launch, no library op; floats as exact as torch's, a token that is as good as its."""
+    plan = plan_program(program, MESH, H200)
+    step = CompiledProgram(plan, SingleCommunicator(MESH), "cuda:0", warm=True, megakernel=True)
+    values = {name: x.cuda() for name, x in random_values(program).items()}
+    for name, tensor in step.tensors.items():
+        tensor.copy_(values[name])
+    inputs = {tensor.name: values[tensor.name] for tensor in program.with_role("input")}
+    found = {name: x.clone() for name, x in step(inputs).items()}
+    again = step(inputs)
+    assert all(torch.equal(x, again[name]) for name, x in found.items())
+    assert (step.stats.num_megakernels, step.stats.num_library_ops) == (1, 0)
+
+    def in_torch(dtype: torch.dtype) -> dict[str, Tensor]:
+        return run_program(
+            program,
+            {n: x.to(dtype) if x.is_floating_point() else x.clone() for n, x in values.items()},
+        )
+
+    exact, half = in_torch(torch.float64), in_torch(torch.bfloat16)
+    for name, x in found.items():
+        if not x.is_floating_point():
+            continue
+        far, in_half = (
+            float((one.double() - exact[name]).norm() / exact[name].norm())
+            for one in (x, half[name])
+        )
+        print(f"{program.name} {name}: kernel {far:.2e}, torch {in_half:.2e}")
+        assert far <= MOST_ERROR * in_half
+    if "next" in found:
+        logits = exact["logits"][0]
+        assert logits.max() - logits[found["next"][0]] <= 0.05 * logits.abs().max()
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_one_launch_is_as_exact_as_torch(name):
+    check(PROGRAMS[name](1))
+
+
+def test_a_decoder_with_norms_of_all_heads_together():
+    check(attending())

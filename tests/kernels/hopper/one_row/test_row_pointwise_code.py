@@ -1,0 +1,48 @@
+"""The kernel of one row with pointwise work, compiled for sm_90a without a GPU."""
+
+import pytest
+import torch
+
+from distmega.kernels.hopper.one_row.runner import RowRunner
+from distmega.kernels.hopper.plan.queues import build_queues
+from distmega.kernels.hopper.plan.weight_order import order_weights
+from distmega.kernels.runtime.arena import Space, layout_arena
+from distmega.program.types import Program
+from tests.kernels.offline import NUM_SMS, offline
+from tests.kernels.ptx import bare_signals, plain_spins
+from tests.kernels.row_programs import PROGRAMS, attending
+from tests.kernels.sm90 import SHARED_BYTES, Machine
+
+SPILLED_BYTES = 0
+
+
+def code_of(program: Program) -> Machine:
+    layouts = [
+        layout_arena(Space.WEIGHT, order_weights(program)),
+        layout_arena(Space.STATE, program.with_role("state")),
+    ]
+    arenas = [torch.empty(max(layout.num_bytes, 2), dtype=torch.uint8) for layout in layouts]
+    queues = build_queues(program, *layouts, NUM_SMS)
+    with pytest.MonkeyPatch.context() as patch, offline(patch) as launched:
+        runner = RowRunner(
+            program, queues, weights=layouts[0], weights_arena=arenas[0], state_arena=arenas[1]
+        )
+        runner.decode(1)
+    (machine,) = launched
+    return machine
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "attending",
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in PROGRAMS),
+    ],
+)
+def test_pointwise_work_fits_an_sm(name):
+    code = code_of(PROGRAMS[name](1) if name in PROGRAMS else attending())
+    assert code.stack_bytes <= SPILLED_BYTES
+    assert code.shared_bytes <= SHARED_BYTES
+    assert plain_spins(code.ptx) == []
+    assert bare_signals(code.ptx) == []
+    assert code.ptx.count("SPIN:") == code.ptx.count("%globaltimer")

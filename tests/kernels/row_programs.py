@@ -1,0 +1,144 @@
+"""Programs of one row or more whose norms, softmax and sums follow no contraction, by name."""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from distmega.program.builder import Handle, ProgramBuilder
+from distmega.program.types import Program
+
+HIDDEN, FFN, VOCAB, CONTEXT = 256, 512, 328, 160
+
+
+def matrix(p: ProgramBuilder, x: Handle, rows: int, name: str, *, bias: bool = False) -> Handle:
+    """A linear with weights of its own."""
+    weight = p.weight(f"{name}.w", (rows, x.shape[-1]), "bf16")
+    return p.linear(x, weight, p.weight(f"{name}.b", (rows,), "bf16") if bias else None, name=name)
+
+
+def rms(p: ProgramBuilder, x: Handle, name: str, dtype: str = "bf16", eps: float = 1e-5) -> Handle:
+    return p.rms_norm(x, p.weight(f"{name}.w", x.shape[-1:], dtype), eps, name=name)
+
+
+def norm_at_the_end(rows: int) -> Program:
+    """Two norms of a result leave, one of them with a bias."""
+    p = ProgramBuilder("end")
+    y = matrix(p, p.input("x", (rows, HIDDEN), "bf16"), HIDDEN, "y").map("tanh(a0)", name="t")
+    n = p.layer_norm(
+        y, p.weight("n.w", (HIDDEN,), "bf16"), p.weight("n.b", (HIDDEN,), "bf16"), 1e-3, name="n"
+    )
+    return p.build(n, rms(p, y, "m", eps=1e-2))
+
+
+def classifier(rows: int, classes: int = 1000) -> Program:
+    """A softmax behind logits with a bias."""
+    p = ProgramBuilder("classifier")
+    h = matrix(p, p.input("x", (rows, HIDDEN), "bf16"), FFN, "h", bias=True).map("relu(a0)")
+    return p.build(p.softmax(matrix(p, h, classes, "logits", bias=True), name="out"))
+
+
+def post_norms(rows: int, dtype: str = "bf16") -> Program:
+    """x + norm(f(x)) twice a layer, and a norm before f; a token is chosen, with a bias."""
+    p = ProgramBuilder("post")
+    ids, table = p.input("ids", (rows,), "i64"), p.weight("table", (VOCAB, HIDDEN), "bf16")
+    x = p.embedding(ids, table, name="x")
+    for i in range(2):
+        y = matrix(p, rms(p, x, f"before{i}", dtype, 1e-6), HIDDEN, f"y{i}")
+        x = p.pointwise("a0 + a1 * 0.5", x, rms(p, y, f"after{i}", dtype, 1e-3), name=f"x{i}")
+        gate, up = (matrix(p, x, FFN, f"{name}{i}") for name in ("gate", "up"))
+        down = matrix(p, gate.map("silu(a0)") * up, HIDDEN, f"down{i}")
+        x = p.pointwise("a0 + a1", x, rms(p, down, f"last{i}", dtype, 1e-3), name=f"z{i}")
+    logits = matrix(p, rms(p, x, "final", dtype, 1e-6), VOCAB, "logits", bias=True)
+    return p.build(p.argmax(logits, name="next"), x)
+
+
+def two_tables(rows: int) -> Program:
+    """Tokens and positions have embeddings, whose sum goes on."""
+    p = ProgramBuilder("tables")
+    ids, positions = (p.input(name, (rows,), "i64") for name in ("ids", "positions"))
+    x = p.embedding(ids, p.weight("tokens", (VOCAB, HIDDEN), "bf16"), name="t")
+    at = p.embedding(positions, p.weight("places", (CONTEXT, HIDDEN), "bf16"), name="at")
+    x = p.pointwise("a0 * 2.0 + a1", x, at, name="x")
+    y = matrix(p, rms(p, x, "n"), HIDDEN, "y", bias=True)
+    return p.build(p.pointwise("a0 + a1", x, y, name="out"))
+
+
+def scaled_table(rows: int) -> Program:
+    """A function of the row that comes in is what all others take."""
+    p = ProgramBuilder("scaled")
+    table = p.weight("table", (VOCAB, HIDDEN), "bf16")
+    x = p.embedding(p.input("ids", (rows,), "i64"), table, name="e").map("a0 * 3.0", name="x")
+    y = matrix(p, rms(p, x, "n"), HIDDEN, "y")
+    return p.build(p.pointwise("a0 - a1", x, y, name="out"))
+
+
+def norm_of_input(rows: int) -> Program:
+    """The row that comes in is normalised, and that is carried."""
+    p = ProgramBuilder("entry")
+    x = p.layer_norm(p.input("x", (rows, HIDDEN), "bf16"), None, None, 1e-5, name="n")
+    y = matrix(p, x, FFN, "h").map("gelu(a0)")
+    return p.build(p.pointwise("a0 + a1", x, matrix(p, y, HIDDEN, "y"), name="out"))
+
+
+def wide_norms(rows: int) -> Program:
+    """As post_norms, with weights of norms in f32."""
+    return post_norms(rows, "f32")
+
+
+def attending(
+    layers: int = 2, heads: int = 4, dim: int = 64, softcap: float = 0.0, ffn: int = FFN,
+    vocab: int = VOCAB, dtype: str = "bf16",
+) -> Program:  # fmt: skip
+    """A decode step of layers with norms of all queries and keys together, and of what is added."""
+    p = ProgramBuilder("attending")
+    hidden = heads * dim
+    ids, positions = (p.input(name, (1,), "i64") for name in ("ids", "positions"))
+    angles = p.weight("angles", (CONTEXT, dim), "f32")
+    x = p.embedding(ids, p.weight("table", (vocab, hidden), "bf16"), name="x")
+    for i in range(layers):
+        q, k, v = (matrix(p, x, hidden, f"{name}{i}") for name in "qkv")
+        q, k = (rms(p, each, f"{name}n{i}", dtype) for each, name in ((q, "q"), (k, "k")))
+        q = p.rope(p.reshape(q, (1, heads, 1, dim), view=True), positions, angles)
+        k = p.rope(p.reshape(k, (1, heads, dim), view=True), positions, angles)
+        caches = [p.state(f"{name}_cache{i}", (heads, CONTEXT, dim), "bf16") for name in "kv"]
+        for cache, each in zip(caches, (k, p.reshape(v, (1, heads, dim), view=True)), strict=True):
+            p.kv_append(cache, each, positions)
+        out = p.attention(q, *caches, positions, dim**-0.5, softcap=softcap)
+        y = matrix(p, p.reshape(out, (1, hidden), view=True), hidden, f"o{i}")
+        x = p.pointwise("a0 + a1", x, rms(p, y, f"after{i}", dtype), name=f"x{i}")
+        gate, up = (matrix(p, x, ffn, f"{name}{i}") for name in ("gate", "up"))
+        down = matrix(p, gate.map("silu(a0)") * up, hidden, f"down{i}")
+        x = p.pointwise("a0 + a1", x, rms(p, down, f"last{i}", dtype), name=f"z{i}")
+    logits = matrix(p, rms(p, x, "final", dtype), vocab, "logits")
+    return p.build(p.argmax(logits, name="next"), x)
+
+
+PROGRAMS: Mapping[str, Callable[[int], Program]] = MappingProxyType(
+    {
+        one.__name__: one
+        for one in (
+            norm_at_the_end, classifier, post_norms, wide_norms, two_tables, scaled_table,
+            norm_of_input,
+        )
+    }
+)  # fmt: skip
+
+
+def random_values(program: Program, seed: int = 0) -> dict[str, Tensor]:
+    """Inputs, weights and states; products of about 1."""
+    generator = torch.Generator().manual_seed(seed)
+    values: dict[str, Tensor] = {}
+    for tensor in program.tensors:
+        if tensor.role == "temp":
+            continue
+        if tensor.dtype == "i64":
+            most = CONTEXT if tensor.name == "positions" else VOCAB
+            values[tensor.name] = torch.randint(0, most, tensor.shape, generator=generator)
+            continue
+        x = torch.randn(tensor.shape, generator=generator)
+        if tensor.role == "weight":
+            x = x * tensor.shape[-1] ** -0.5 if len(tensor.shape) == 2 else 1 + 0.1 * x
+        values[tensor.name] = x if tensor.dtype == "f32" else x.bfloat16()
+    return values
