@@ -30,6 +30,13 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+def is_interpreted() -> bool:
+    """Whether Triton runs kernels on CPUs, as TRITON_INTERPRET=1 asks it to."""
+    if not has_triton():
+        return False
+    return bool(importlib.import_module("triton.knobs").runtime.interpret)
+
+
 @cache
 def _counter() -> _Counter:
     """Counts from the first call on; never, where there is no Triton."""

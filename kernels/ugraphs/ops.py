@@ -1,17 +1,19 @@
 """A rule's graph as an op of a host program.
 
-In: a Rule. Out: a function of the op's operands, as KernelOps compiles ops: on GPUs the graph's own
-kernels, launched as the rule says or, where nobody measured that, as geometry.py chooses; elsewhere
-the graph's ops one by one. Used by ../device_ops.py.
+In: a Rule. Out: a function of the op's operands, as KernelOps compiles ops: on GPUs, and where
+Triton interprets kernels, the graph's own kernels, launched as the rule says or, where nobody
+measured that, as geometry.py chooses; elsewhere the graph's ops one by one. Used by
+../device_ops.py.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 from torch import Tensor
 
 from distmega.hostir.library.ops import compile_op, op_operands
-from distmega.kernels.runtime.compilations import has_triton
+from distmega.kernels.runtime.compilations import has_triton, is_interpreted
 from distmega.kernels.ugraphs.geometry import rule_plan
 from distmega.kernels.ugraphs.runner import GraphRunner
 from distmega.program.types import Op
@@ -31,7 +33,7 @@ class GraphOp:
     def __call__(self, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Outputs of the graph; xs: its inputs and weights, in the order of the graph's tensors."""
         values = dict(zip(self.inputs, xs, strict=True))
-        if xs[0].is_cuda and has_triton():
+        if is_interpreted() or (xs[0].is_cuda and has_triton()):
             found = self.runner({name: x.contiguous() for name, x in values.items()})
             return tuple(found[name] for name in self.graph.outputs)
         for operands, names, call in self.calls:
@@ -40,9 +42,12 @@ class GraphOp:
 
     @cached_property
     def runner(self) -> GraphRunner:
-        """The graph's kernels."""
+        """The graph's kernels; interpreted ones start in turn."""
         plan = rule_plan(self.rule)
-        return GraphRunner.of(plan.graph, plan.launches)
+        launches = plan.launches
+        if is_interpreted():
+            launches = tuple(replace(launch, early=False) for launch in launches)
+        return GraphRunner.of(plan.graph, launches)
 
     @cached_property
     def calls(

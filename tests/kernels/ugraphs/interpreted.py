@@ -8,11 +8,14 @@ import os
 os.environ["TRITON_INTERPRET"] = "1"
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
 import torch
+from triton import language as tl
 from triton.runtime import interpreter
 
 from distmega.kernels.ugraphs.runner import GraphRunner
@@ -23,12 +26,40 @@ from distmega.superopt.graph.text import parse_graph
 from distmega.superopt.graph.ugraph import UGraph
 
 PATCH_TENSORS = interpreter._patch_lang_tensor
+DOT = interpreter.InterpreterBuilder.create_dot
 
 
 def patch_tensors(tensor: type, scope: interpreter._LangPatchScope) -> None:
     """As Triton does, but bounds of loops are numbers under numpy 2.4 too."""
     PATCH_TENSORS(tensor, scope)
     scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+
+def dot(
+    builder: interpreter.InterpreterBuilder,
+    a: interpreter.TensorHandle,
+    b: interpreter.TensorHandle,
+    *others: object,
+) -> interpreter.TensorHandle:
+    """As Triton's, but of bf16 operands too, which it keeps as their bits and multiplies so."""
+
+    def wide(x: interpreter.TensorHandle) -> interpreter.TensorHandle:
+        if x.dtype.scalar != tl.bfloat16:
+            return x
+        data = interpreter._convert_float(x.data, tl.bfloat16, tl.float32, None).view(np.float32)
+        return interpreter.TensorHandle(data, tl.float32)
+
+    return DOT(builder, wide(a), wide(b), *others)
+
+
+@contextmanager
+def mended_interpreter() -> Iterator[None]:
+    """Triton's interpreter with what uGraphs' kernels need besides."""
+    with (
+        patch.object(interpreter, "_patch_lang_tensor", patch_tensors),
+        patch.object(interpreter.InterpreterBuilder, "create_dot", dot),
+    ):
+        yield
 
 
 def error_of(graph: UGraph) -> float:
@@ -46,7 +77,7 @@ def error_of(graph: UGraph) -> float:
 
 
 if __name__ == "__main__":
-    with patch.object(interpreter, "_patch_lang_tensor", patch_tensors):
+    with mended_interpreter():
         for name in sys.argv[1:]:
             text = Path(name).read_text()
             print(f"{error_of(parse_graph(text)):.2e}", flush=True)

@@ -33,6 +33,41 @@ def test_interpreted_kernels_give_what_graphs_give(tmp_path: Path):
     assert all(error < 2e-6 for error in errors.values()), errors
 
 
+RULE_CASES = {
+    "rmsnorm_linear k=64 n=32 rows=16": 1,
+    "lora k=64 n=32 rank=16": 1,
+    "gated_mlp k=48 n=24": 1,
+    "gqa_decode ctx=128 heads=4 kv=2 dim=16": 2,
+}
+"""Small cases of shipped rules, and how many kernels each becomes."""
+
+MORE_CASES = {
+    "rmsnorm_linear k=80 n=24": 1,
+    "lora k=64 n=32 rank=16 rows=8": 2,
+    "gated_mlp k=64 n=32 rows=16": 1,
+    "ntrans hidden=96": 1,
+    "ntrans hidden=96 rows=6": 1,
+    "gqa_decode ctx=256 heads=4 kv=2 dim=16 rows=16": 1,
+    "qknorm_attention ctx=128 heads=2 dim=128": 2,
+    "qknorm_attention ctx=128 heads=2 dim=128 rows=4": 2,
+}
+
+
+@pytest.mark.parametrize(
+    "cases", [RULE_CASES, pytest.param(MORE_CASES, marks=pytest.mark.nightly)], ids=["few", "more"]
+)
+def test_compiled_programs_run_shipped_rules_kernels_interpreted(cases: dict[str, int]):
+    """At sizes that no rule was made for: kernels ran, and the results are the programs'."""
+    command = [sys.executable, "-m", "tests.kernels.ugraphs.interpreted_rules", *cases]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for (case, kernels), line in zip(cases.items(), done.stdout.splitlines(), strict=True):
+        name, launched, error = line.split()
+        assert name.startswith(f"{case.split()[0]}."), line
+        assert int(launched) == kernels, line
+        assert float(error) < 0.01, line
+
+
 def compiled(plan: GraphPlan) -> list[Machine]:
     """The kernels of a plan."""
     kernels, tensors = load_kernels(plan.graph, plan.launches), plan.graph.tensor_map()
