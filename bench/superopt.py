@@ -2,14 +2,16 @@
 
     python -m bench.superopt --search-only                    no GPU: the search's table
     python -m bench.superopt "lora k=4096 n=4096 rank=16 rows=1" ... [--rules FILE] [--keep FILE]
+                             [--again]
 
 A case is a program of superopt/programs.py; its proven graphs come from rules files, or a search
 where none has it. On a GPU a rule that was measured is launched as it was then; of other graphs the
-likeliest ways to divide and launch them are measured first. The best one is timed in one run and in
-turn with torch.compile max-autotune and the unfused program, each a CUDA graph over copies of the
-inputs that together exceed 200 MB, so that no cache holds them. Results are compared with the
-program's in float64. --keep writes the fastest plans as rules, proven once more. The floor is one
-reading of the inputs and one writing of the outputs at the rate of a copy. Writes
+likeliest ways to divide and launch them are measured first, with --again of all graphs. The best
+one is timed in one run and in turn with torch.compile max-autotune and the unfused program, each a
+CUDA graph over copies of the inputs that together exceed 200 MB, so that no cache holds them.
+Results are compared with the program's in float64. --keep writes the fastest plans as rules, proven
+once more. The floor is one reading of the inputs and one writing of the outputs at the rate of a
+copy. Writes
 bench/results/superopt-<device>.json.
 """
 
@@ -91,15 +93,18 @@ def sample_inputs(program: Program) -> list[dict[str, torch.Tensor]]:
     ]
 
 
-def likely_plans(rules: Sequence[RewriteRule]) -> list[tuple[RewriteRule, GraphPlan]]:
+def likely_plans(
+    rules: Sequence[RewriteRule], *, again: bool = False
+) -> list[tuple[RewriteRule, GraphPlan]]:
     """Those of the least time by the model, with their rules: the best of each graph, then the
-    others.
+    others. again: those of rules that were measured too, beside the plan that was the fastest then.
     """
     found: list[tuple[bool, float, RewriteRule, GraphPlan]] = []
     for rule in rules:
         if rule.launches:
             found.append((False, 0.0, rule, rule_plan(rule)))
-            continue
+            if not again:
+                continue
         graph = parse_graph(rule.graph)
         try:
             plans = graph_plans(graph, H200, MEASURED_OF_GRAPH)
@@ -163,7 +168,7 @@ def exact_outputs(program: Program, inputs: dict[str, torch.Tensor]) -> list[tor
 
 
 def measure(
-    case: str, rules: Sequence[RewriteRule], *, peers: bool
+    case: str, rules: Sequence[RewriteRule], *, peers: bool, again: bool
 ) -> tuple[RewriteRule, Record | None]:
     """The rule whose graph is the fastest, divided and launched so, named after the case; and its
     times beside peers. What peers and floor are stands above.
@@ -173,7 +178,7 @@ def measure(
     exact = exact_outputs(program, inputs[0])
     plain = runner(program)
     start = time.perf_counter()
-    plans = likely_plans(rules)
+    plans = likely_plans(rules, again=again)
     print(f"{case}: {len(plans)} plans, chosen in {time.perf_counter() - start:.1f} s", flush=True)
     plan, ours = tune([plan for _, plan in plans], inputs, exact)
     rule = next(rule for rule, mine in plans if mine is plan)
@@ -225,6 +230,7 @@ def main() -> None:
     parser.add_argument("--search-only", action="store_true")
     parser.add_argument("--rules", type=Path, nargs="*", default=[SHIPPED], help="rules files")
     parser.add_argument("--no-peers", action="store_true", help="only measure plans")
+    parser.add_argument("--again", action="store_true", help="measure other plans once more")
     parser.add_argument("--keep", type=Path, help="file for the fastest rules, others of it stay")
     add_book_options(parser)
     arguments = parser.parse_args()
@@ -239,7 +245,7 @@ def main() -> None:
     for case in arguments.cases:
         program = read_case(case)
         rules = [rule for rule in known if rule.program == program] or search(case)
-        kept, record = measure(case, rules, peers=not arguments.no_peers)
+        kept, record = measure(case, rules, peers=not arguments.no_peers, again=arguments.again)
         if arguments.keep:
             others = read_rules(arguments.keep) if arguments.keep.exists() else []
             write_rules(

@@ -52,6 +52,10 @@ ROUND_US = 0.15
 LANES_PER_US = 128 * 1700.0
 """Instructions of an SM."""
 
+ADD_US = 4 / 1700.0
+SHUFFLE_US = 25 / 1700.0
+"""Of one thread: until a sum can be added to, and until it has come to another one."""
+
 LOAD_INSTRUCTIONS = 1.5
 PRODUCT_INSTRUCTIONS = 2.5
 """Per element: of a load that is used, of a multiply-add without tensor cores."""
@@ -71,6 +75,8 @@ SHARPNESS = 4
 MOST_BLOCKS = 4096
 LOOPS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 WARPS = (4, 8)
+MANY_WARPS = 16
+"""Besides, of a kernel that leaves SMs free: what a thread adds up one by one gets shorter."""
 STAGES = (2, 3, 5)
 
 
@@ -147,12 +153,12 @@ def _parts_of(extent: int) -> list[int]:
 
 def _launched(graph: UGraph, kernel: Kernel, machine: Machine) -> Iterator[Shape]:
     block = _Block(graph, kernel)
-    for warps in WARPS:
+    early = starts_early(kernel, machine)
+    for warps in (*WARPS, MANY_WARPS) if early else WARPS:
         if block.largest > THREAD_ELEMENTS * 32 * warps:
             continue
         for stages in STAGES if kernel.loop else (1,):
             stages = min(stages, kernel.loop[1]) if kernel.loop else 1
-            early = starts_early(kernel, machine)
             launch = GraphLaunch(num_warps=warps, stages=max(stages, 1), early=early)
             time = block.time_us(launch, machine)
             if math.isfinite(time):
@@ -258,8 +264,21 @@ class _Block:
         computed = each * self.instructions / LANES_PER_US
         turns = -(-each // beside)
         barriers = turns * rounds * ROUND_US * (1 + self._num_reductions(launch))
-        ends = turns * LATENCY_US / 2
+        gaps = turns if beside == 1 else 1  # else another block loads meanwhile
+        ends = gaps * LATENCY_US / 2 + self._chain_us(launch)
         return machine.launch_us + LATENCY_US + max(moved, computed, barriers) + ends
+
+    def _chain_us(self, launch: GraphLaunch) -> float:
+        """What reductions outside of the loop take one after another: each thread's own elements,
+        then the threads'.
+        """
+        threads = 32 * launch.num_warps
+        steps = math.log2(threads) * SHUFFLE_US
+        return sum(
+            math.ceil(self._spread(op) / threads) * ADD_US + steps
+            for op in self.kernel.ops
+            if op.stage != "body" and op.kind not in ("map", "cat") and not self._is_product(op)
+        )
 
     def _num_reductions(self, launch: GraphLaunch) -> int:
         """Reductions among warps in each iteration."""

@@ -43,9 +43,7 @@ def report(case: str) -> str:
         plan_program(program, mesh, CPU), SingleCommunicator(mesh), rules=shipped_rules()
     )
     torch.manual_seed(0)
-    inputs = {
-        t.name: torch.randn(t.shape).bfloat16() for t in program.tensors if t.role != "temp"
-    }
+    inputs = {t.name: torch.randn(t.shape).bfloat16() for t in program.tensors if t.role != "temp"}
     launched: list[object] = []
     grid = interpreter.GridExecutor.__call__
 

@@ -133,6 +133,17 @@ def test_a_kernel_that_leaves_sms_free_starts_early():
     assert "st.global" not in code.ptx[:wait]
 
 
+def test_a_single_block_has_many_warps_by_the_model():
+    """Each thread adds up a quarter of what one of the measured launch does."""
+    (plan,) = graph_plans(parse_graph(rule("ntrans.hidden4096.rows1").graph), H200, 1)
+    assert [launch.num_warps for launch in plan.launches] == [16]
+    (code,) = compiled(plan)
+    assert code.stack_bytes == 0
+    assert code.ptx.count("ld.global.L1::evict_first.L2::cache_hint.v4") == 3, "one of each tensor"
+    (large,) = graph_plans(parse_graph(VECTOR_NORM), H200, 1)
+    assert large.launches[0].num_warps <= 8
+
+
 @pytest.mark.parametrize(
     "name", ["gqa_decode.ctx8192.heads32.kv8.dim128.rows1", "lora.k4096.n4096.rank16.rows1"]
 )
