@@ -19,6 +19,7 @@ from distmega.superopt.proof.counting import Bound, num_tests, reject_probabilit
 from distmega.superopt.proof.equivalence import prove
 from distmega.superopt.proof.fields import NOTHING, ROOT, P, Q, RandomFields, sample_planes
 from distmega.superopt.proof.reference import run_program
+from distmega.superopt.proof.rounding import Rounded
 from distmega.superopt.search.schedule import SearchLimits
 from distmega.superopt.search.search import Search
 from tests.superopt import programs
@@ -263,6 +264,29 @@ def test_cancelling_graph_is_refused():
     prove(program, graph)
     with pytest.raises(VerifyError, match="far off"):
         prove(program, with_op(graph, 0, 0, wrong))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+def test_stored_values_are_within_the_bound_of_their_rounding(dtype: str):
+    """Also those half way between two that the type holds, just above a power of two."""
+    steps = np.arange(4096, dtype=np.float32)
+    exact = np.concatenate([1.0 + steps / 4096, 0.75 + steps / 2**20]).astype(np.float32)
+    stored, bound = Rounded().store((exact, np.zeros(exact.shape)), dtype)
+    error = np.abs(stored.astype(np.float64) - exact)
+    assert (error <= bound).all()
+    assert (error > 0.49 * bound).any(), "the bound is not twice what it need be"
+
+
+def test_an_output_that_is_only_rounded_is_proven():
+    """A residual that leaves beside the norm's linear layer."""
+    p = ProgramBuilder("residual")
+    x, r = (p.input(name, (2, 256), "bf16") for name in ("x", "r"))
+    total = x + r
+    h = p.rms_norm(total, p.weight("g", (256,), "bf16"), 1e-6)
+    program = p.build(p.linear(h, p.weight("w", (64, 256), "bf16")), total)
+    proofs = [prove(program, graph) for graph in graphs_of(program)]
+    assert proofs
+    assert all(proof.worst <= 1.0 for proof in proofs)
 
 
 def test_uninterpreted_functions_are_named():

@@ -18,8 +18,8 @@ UNIT = 2.0**-24
 FUNCTION_ULPS = 4.0
 """Rounding errors that a GPU's exp, tanh and the like make at once."""
 
-STORED_UNIT = {"bf16": 2.0**-9, "f16": 2.0**-11, "f32": 0.0, "f64": 0.0}
-"""Relative rounding error of a stored element."""
+STORED_UNIT = {"bf16": 2.0**-8, "f16": 2.0**-11, "f32": 0.0, "f64": 0.0}
+"""Relative rounding error of a stored element, at most: of 8 bits, 11 and more."""
 
 TINY = 2.0**-126
 """What an underflow loses at most."""
