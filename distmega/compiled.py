@@ -36,12 +36,13 @@ from distmega.hostir.run.host_cost import explain_host
 from distmega.kernels.gemm.host import PeerMatmuls
 from distmega.kernels.library.device_ops import KernelOps
 from distmega.kernels.runtime.compilations import num_compiled
+from distmega.kernels.ugraphs.geometry import has_plan
 from distmega.kernels.whole import WholePlan, open_whole, plan_whole
 from distmega.program import types as program
 from distmega.program.kinds import kind_of
 from distmega.sharding.localize import LocalProgram, localize
 from distmega.sharding.planner import Plan
-from distmega.superopt.rewrite import FUSED_GRAPH, explain_op
+from distmega.superopt.rewrite import FUSED_GRAPH, explain_op, rules_of_ops
 from distmega.superopt.rules import RewriteRule, shipped_rules
 
 logger = logging.getLogger(__name__)
@@ -61,7 +62,7 @@ class CompiledStats:
     num_megakernels, num_library_ops: nodes of the host program, a fused matmul counted as a library
     op. num_tasks, num_events: of all megakernels together. num_compilations: kernels that its calls
     compiled, those in Triton's cache not counted. num_opaque_ops: operators that only torch knows.
-    rules: names of the rewrite rules that made ops, once for each op. replayed: whether calls
+    rules: names of the rewrite rules that made ops, once for each place. replayed: whether calls
     replay one CUDA graph; reason: why not, empty before that is decided.
     """
 
@@ -102,8 +103,8 @@ class CompiledProgram:
         are copied there when they are bound; False for library ops; "auto" for a kernel on Hopper
         GPUs where one can do the whole program. A program with states needs `warm` for it.
         UnsupportedError, with True, names what no kernel does. rules: of superopt.rules.read_rules,
-        by which ops are replaced where there is no megakernel; by default the shipped ones on GPUs,
-        none on CPUs.
+        by which ops are replaced: in a megakernel by others that it does faster, or at all, else by
+        kernels of the rules' own; by default the shipped ones on GPUs, none on CPUs.
         """
         self.plan, self.comm, self.device = plan, comm, torch.device(device)
         on_gpu = self.device.type == "cuda"
@@ -117,7 +118,12 @@ class CompiledProgram:
             if self._whole
             else run_passes(
                 lower_program(
-                    local, megakernel=False, peer_memory=peers, fuse=on_gpu, rules=self._rules
+                    local,
+                    megakernel=False,
+                    peer_memory=peers,
+                    fuse=on_gpu,
+                    rules=self._rules,
+                    is_usable=has_plan if on_gpu else None,
                 )
             )
         )
@@ -228,7 +234,9 @@ class CompiledProgram:
                 raise problem
             return None, str(problem)
         try:
-            plan = on_all_ranks(self.comm, lambda: plan_whole(local, self.comm, self.device))
+            plan = on_all_ranks(
+                self.comm, lambda: plan_whole(local, self.comm, self.device, self._rules)
+            )
         except UnsupportedError as error:
             if megakernel is True:
                 raise
@@ -272,7 +280,10 @@ class CompiledProgram:
             num_events=self._whole.num_events if self._whole else 0,
             num_compilations=self._num_compilations,
             num_opaque_ops=sum(kind_of(op).calls_torch for op in ops),
-            rules=tuple(str(op.attr("rule")) for op in self._graph_ops()),
+            rules=(
+                *(str(op.attr("rule")) for op in self._graph_ops()),
+                *(used.partition("#")[0] for used in self._rules_of_kernel()),
+            ),
             replayed=self._captured is not None,
             reason=self._reason,
         )
@@ -292,7 +303,16 @@ class CompiledProgram:
             lines.append(f"no megakernel: {self._no_kernel}")
         known = {rule.name: rule for rule in self._rules}
         lines += [explain_op(op, known) for op in self._graph_ops()]
+        lines += [
+            f"ops {', '.join(names)} are made by rule {used.partition('#')[0]}"
+            for used, names in self._rules_of_kernel().items()
+        ]
         return "\n".join(lines) + "\n"
+
+    def _rules_of_kernel(self) -> dict[str, list[str]]:
+        """Rules that were used in a megakernel, once for each place, and the ops of each."""
+        known = {rule.name: rule for rule in self._rules}
+        return rules_of_ops(self._whole.segment, known) if self._whole else {}
 
     def _graph_ops(self) -> list[program.Op]:
         """Ops that rewrite rules made."""

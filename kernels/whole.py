@@ -6,6 +6,7 @@ the arenas that hold the program's weights and states. On Hopper GPUs it is the 
 (cpu/runner.py). Used by distmega/compiled.py.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -37,9 +38,13 @@ from distmega.kernels.runtime.arena import ArenaLayout, Space, layout_arena
 from distmega.kernels.runtime.memory import allocate_arena, arena_views
 from distmega.kernels.runtime.stepping import SteppingRunner
 from distmega.kernels.runtime.symmetric import Team
+from distmega.kernels.tasks.cost import segment_us
 from distmega.program.kinds import kinds
-from distmega.program.types import Op, Program, accesses
+from distmega.program.types import Op, Program, accesses, packed_strides
 from distmega.program.types import Tensor as ProgramTensor
+from distmega.sharding.search.cost import CPU_DEVICE, H200_DEVICE
+from distmega.superopt.graph.cost import program_us
+from distmega.superopt.rules import RewriteRule
 
 CPU_SMS = 8
 """Virtual SMs of a rank on a CPU."""
@@ -92,18 +97,30 @@ class WholeKernel:
             self.runner.raise_hang()
 
 
-def plan_whole(local: Localized, comm: Communicator, device: torch.device) -> WholePlan:
-    """What one kernel a rank is to do for a whole program; asks nothing of other ranks.
+def plan_whole(
+    local: Localized,
+    comm: Communicator,
+    device: torch.device,
+    rules: Sequence[RewriteRule] = (),
+) -> WholePlan:
+    """What one kernel a rank is to do for a whole program; asks nothing of other ranks. rules: by
+    which ops are replaced where the kernel is faster then, or only then can do the program.
 
     UnsupportedError names what no kernel does.
     """
     on_gpu = device.type == "cuda"
+
+    def cost(program: Program) -> float:
+        return segment_us(program, H200_DEVICE) if on_gpu else _interpreted_us(program)
+
     host = run_passes(
         lower_program(
             local,
             megakernel=True,
             peer_memory=True,
             is_encodable=None if on_gpu else _is_encodable,
+            rules=rules,
+            cost=cost,
         )
     )
     _require_one_launch(host)
@@ -174,6 +191,16 @@ def _team(comm: Communicator) -> Team | None:
             remedy="plan on a mesh of one axis, or leave out megakernel=True",
         )
     return Team(comm=comm, axis=axes[0])
+
+
+def _interpreted_us(program: Program) -> float:
+    """Predicted time of a program on CPUs; inf where the interpreter lacks an op."""
+    tensors = program.tensor_map()
+    strides = {tensor.name: packed_strides(tensor.shape) for tensor in program.tensors}
+    computing = [op for op in program.ops if op.kind in KERNEL_KINDS]
+    if all(_is_encodable(op, tensors, strides) for op in computing):
+        return program_us(program, CPU_DEVICE)
+    return math.inf
 
 
 def _is_encodable(

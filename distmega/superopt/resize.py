@@ -39,6 +39,7 @@ from distmega.superopt.symbols import (
 Sizes = tuple[tuple[str, int], ...]
 Constants = tuple[tuple[float, float], ...]
 
+MOST_BLOCKS = 4096
 LEAST_TILE = 16
 """Elements of a part of an axis that a graph divides, at least."""
 
@@ -188,21 +189,22 @@ def _divided(graph: UGraph, kernel: Kernel, machine: DeviceRates) -> Kernel:
 
 
 def _divisions(graph: UGraph, kernel: Kernel) -> Iterator[Kernel]:
-    """The kernel with all grids of powers of two or of whole axes, and all numbers of iterations
-    within the search's bounds.
+    """The kernel with all grids of powers of two and of parts that are such, and all numbers of
+    iterations of the search.
     """
-    extents, limits = joint_extents(graph), SearchLimits()
+    extents = joint_extents(graph)
     looped = kernel.loop[0] if kernel.loop else ""
     axes = [axis for axis in free_axes(graph, kernel) if axis != looped]
-    loops = [n for n in (1, *limits.loops) if looped and extents[looped] % n == 0] or [1]
+    loops = [n for n in (1, *SearchLimits().loops) if looped and extents[looped] % n == 0] or [1]
     loops = [n for n in loops if n == 1 or extents[looped] // n >= LEAST_TILE] or loops
-    for parts in product(*(_powers(extents[axis]) for axis in axes)):
-        if math.prod(parts) <= limits.max_blocks:
+    for parts in product(*(_counts(extents[axis]) for axis in axes)):
+        if math.prod(parts) <= MOST_BLOCKS:
             grid: Parts = tuple(zip(axes, parts, strict=True))
             for count in loops:
                 yield regrid_kernel(graph, kernel, grid, count)
 
 
-def _powers(extent: int) -> list[int]:
-    """Powers of two that divide an extent, and the extent itself."""
-    return sorted({extent, *(1 << n for n in range(extent.bit_length()) if extent % (1 << n) == 0)})
+def _counts(extent: int) -> list[int]:
+    """Numbers of parts: powers of two that divide an extent, and those that leave such parts."""
+    powers = [1 << n for n in range(extent.bit_length()) if extent % (1 << n) == 0]
+    return sorted({*powers, *(extent // power for power in powers)})

@@ -62,15 +62,29 @@ def graph_program(graph: UGraph) -> Program:
                     remedy="run the graph as a kernel",
                 )
             is_output = op.name in graph.outputs
+            same = [known[name].dims for name in graph.outputs if known[name].axes == op.axes]
             dims = known[op.name].dims if is_output else tuple((axis,) for axis in op.axes)
+            if same and not is_output:
+                dims = same[0]  # with its dims of one element, as what is made of it has them
             mine = known[op.name].dtype if is_output else dtype
             tensors.append(_tensor(op.name, dims, mine, extents, "temp"))
-            ops.append(_op(op, [values[arg] for arg in op.args], dims, extents))
+            args = _in_order(op, values) if op.kind == "contract" else op.args
+            ops.append(_op(op, [values[arg] for arg in args], dims, extents))
             values[op.name] = op.name, dims
     program = Program(
         name=graph.name, tensors=tuple(tensors), ops=tuple(ops), outputs=graph.outputs
     )
     return verify_program(program)
+
+
+def _in_order(op: BlockOp, values: Mapping[str, tuple[str, Dims]]) -> tuple[str, ...]:
+    """Operands of a contraction, that of the result's outer axes first: x, then a weight."""
+
+    def first(arg: str) -> int:
+        own = [axis for dim in values[arg][1] for axis in dim if axis not in op.reduced]
+        return min(map(op.axes.index, own), default=-1)
+
+    return tuple(sorted(op.args, key=first))
 
 
 FUSED_GRAPH = "fused_graph"
@@ -118,6 +132,16 @@ def op_rule(op: Op, rules: Mapping[str, RewriteRule]) -> RewriteRule:
         )
     sizes, constants = op.attr("sizes"), op.attr("constants")
     return resized_rule(rules[name], sizes, constants)
+
+
+def rules_of_ops(program: Program, rules: Mapping[str, RewriteRule]) -> dict[str, list[str]]:
+    """Of each rule that apply_rules used, by name and number: the ops that it made."""
+    found: dict[str, list[str]] = {}
+    for op in program.ops:
+        name, _, rest = op.name.partition("#")
+        if rest and name in rules:
+            found.setdefault(f"{name}#{rest.partition('.')[0]}", []).append(op.name)
+    return found
 
 
 def explain_op(op: Op, rules: Mapping[str, RewriteRule]) -> str:
@@ -171,46 +195,67 @@ Cost = Callable[[Program], float]
 
 
 def apply_rules(
-    program: Program, rules: Sequence[RewriteRule], cost: Cost | None = None
+    program: Program,
+    rules: Sequence[RewriteRule],
+    cost: Cost | None = None,
+    kept: Container[str] = (),
 ) -> Program:
     """The program with matches of the rules replaced by their graphs' ops, until none is better;
     ops that a rule made stay.
 
     Only graphs that are as good in ordinary ops are used (RewriteRule.as_ops, is_as_good at other
     sizes). cost: by which a program with ops replaced must be better; by default what the rules'
-    kernels save. Ops of a replaced part whose results others use stay out of it.
+    kernels save; where a program can't be run, the first rule that helps it is used wherever it
+    fits. Ops of a replaced part whose results others use stay out of it, and those named
+    in `kept`.
     """
     fitting = [rule for rule in rules if rule.as_ops]
 
-    def made(match: Match) -> Program | None:
+    def made(match: Match) -> Program:
+        return graph_program(parse_graph(match.sized.graph))
+
+    def is_good(match: Match) -> bool:
         rule = match.confirmed
         graph = parse_graph(rule.graph)
-        good = rule == match.rule or is_as_good(rule.program, graph, graph_program, 0)
-        return graph_program(graph) if good else None
+        return rule == match.rule or is_as_good(rule.program, graph, graph_program, 0)
 
-    return _apply(program, fitting, made, (), cost)
+    ways = (made, is_good)
+    if cost and cost(program) == math.inf:
+        alone = (_apply(program, [rule], ways, kept, None) for rule in fitting)
+        program = next((new for new in alone if cost(new) < math.inf), program)
+    return _apply(program, fitting, ways, kept, cost)
 
 
 def fuse_graphs(
-    program: Program, rules: Sequence[RewriteRule], kept: Container[str] = ()
+    program: Program,
+    rules: Sequence[RewriteRule],
+    kept: Container[str] = (),
+    is_usable: Callable[[RewriteRule], bool] | None = None,
 ) -> Program:
     """The program with matches of the rules replaced by one op of kind FUSED_GRAPH each, until none
-    saves anything. kept: names of ops that stay as they are.
+    saves anything. kept: names of ops that stay as they are. is_usable: whether a rule at a match's
+    sizes has kernels.
     """
 
     def made(match: Match) -> Program:
-        return graph_op(match.confirmed, match.sizes, match.constants)
+        return graph_op(match.sized, match.sizes, match.constants)
 
-    return _apply(program, rules, made, kept, None)
+    def is_good(match: Match) -> bool:
+        found = match.confirmed
+        return is_usable is None or is_usable(found)
+
+    return _apply(program, rules, (made, is_good), kept, None)
 
 
 def _apply(
     program: Program,
     rules: Sequence[RewriteRule],
-    make: Callable[[Match], Program | None],
+    ways: tuple[Callable[[Match], Program], Callable[[Match], bool]],
     kept: Container[str],
     cost: Cost | None,
 ) -> Program:
+    """ways: what is put in a match's place, and whether it is as good, which takes longer."""
+    make, is_good = ways
     number, found, apart = 0, True, set[str]()
     while found:
         found = False
@@ -219,15 +264,14 @@ def _apply(
         for match in _by_saving(matches):
             if not is_free(program, match):
                 continue
-            try:
-                made = make(match)
-            except VerifyError:
-                continue
-            if made is None:
-                continue
             prefix = f"{match.rule.name}#{number}"
-            new = _replaced(program, match, made, prefix)
+            new = _replaced(program, match, make(match), prefix)
             if cost and cost(new) >= cost(program):
+                continue
+            try:
+                if not is_good(match):
+                    continue
+            except VerifyError:
                 continue
             program, number, found = new, number + 1, True
             apart.update(op.name for op in program.ops if op.name.startswith(f"{prefix}."))

@@ -42,7 +42,7 @@ from distmega.sharding.layout.allocation import AllocationDomain
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.overlap.pairs import OverlapChoice
 from distmega.sharding.streams.host_loops import HostLoop
-from distmega.superopt.rewrite import fuse_graphs
+from distmega.superopt.rewrite import Cost, apply_rules, fuse_graphs
 from distmega.superopt.rules import RewriteRule
 
 KERNEL_KINDS = frozenset({
@@ -253,6 +253,8 @@ def lower_program(
     max_streams: int = MAX_STREAMS,
     fuse: bool = False,
     rules: Sequence[RewriteRule] = (),
+    cost: Cost | None = None,
+    is_usable: Callable[[RewriteRule], bool] | None = None,
 ) -> HostProgram:
     """One rank's host program, not yet freed: run passes.run_passes on it.
 
@@ -262,8 +264,9 @@ def lower_program(
     fuses is one kernel. max_streams: of how many streams the iterations of a host loop take turns.
     fuse: joins library ops that one kernel can do (fuse.py), which rounds fewer intermediate
     results. rules: ops that are the program of one become an op that is its graph, before anything
-    else is lowered; not with `megakernel`. PlanError if a user asked for fused kernels without peer
-    memory, or for no stream.
+    else is lowered; with `megakernel` its graph's ops, where that makes the program's `cost` less.
+    is_usable: whether a rule at a program's sizes has kernels. PlanError if a user asked for fused
+    kernels without peer memory, or for no stream.
     """
     if type(max_streams) is not int or max_streams < 1:
         raise PlanError(
@@ -291,8 +294,11 @@ def lower_program(
 
     pairs = {name for choice in fused for name in (choice.pair.first, choice.pair.second)}
     looped = {name for loop in local.host_loops for name, _ in loop.splits}
-    used = () if megakernel else rules
-    program = fuse_graphs(local.program, used, pairs | looped) if used else local.program
+    program = local.program
+    if rules and megakernel:
+        program = apply_rules(program, rules, cost, pairs | looped)
+    elif rules:
+        program = fuse_graphs(program, rules, pairs | looped, is_usable)
     return _Lowering(local, program, fits, max_streams, fuse, fused).run()
 
 

@@ -10,11 +10,12 @@ fit its registers, whole blocks that fit beside each other. A GPU can measure th
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 
 from distmega.errors import UnsupportedError, VerifyError
 from distmega.kernels.machines import MACHINES
-from distmega.kernels.ugraphs.source import LAZY_ELEMENTS, GraphLaunch
+from distmega.kernels.ugraphs.source import LAZY_ELEMENTS, GraphLaunch, graph_source
 from distmega.program.dtypes import item_bytes
 from distmega.sharding.search.cost import Machine
 from distmega.superopt.graph.cost import num_functions
@@ -319,6 +320,7 @@ class GraphPlan:
         return "; ".join(map(describe, self.graph.kernels, self.launches))
 
 
+@cache
 def rule_plan(rule: RewriteRule) -> GraphPlan:
     """The rule's graph as it was measured, or as the model likes it best where nobody measured it.
     UnsupportedError where no plan fits.
@@ -331,6 +333,17 @@ def rule_plan(rule: RewriteRule) -> GraphPlan:
         for kernel, (warps, stages) in zip(graph.kernels, rule.launches, strict=True)
     )
     return GraphPlan(graph=graph, launches=launches, time_us=rule.graph_us)
+
+
+@cache
+def has_plan(rule: RewriteRule) -> bool:
+    """Whether the rule's graph can be launched, so that a program may be lowered by it."""
+    try:
+        plan = rule_plan(rule)
+        graph_source(plan.graph, plan.launches)
+    except UnsupportedError:
+        return False
+    return True
 
 
 def graph_plans(

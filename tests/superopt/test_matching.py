@@ -195,6 +195,19 @@ def test_of_several_rules_the_one_that_saves_most_is_used(norm_rule: RewriteRule
     assert fused(program, better, measured) == ["measured"]
 
 
+def test_rules_without_kernels_at_a_size_are_not_used(norm_rule: RewriteRule):
+    """What was asked is the rule at the program's sizes."""
+    asked: list[tuple[int, ...]] = []
+
+    def is_usable(rule: RewriteRule) -> bool:
+        asked.append(rule.program.tensors[0].shape)
+        return False
+
+    program = norm_linear(6, 128, 64, 1e-5)
+    assert fuse_graphs(program, [norm_rule], is_usable=is_usable) == program
+    assert asked == [(6, 128)]
+
+
 def test_a_cost_decides_where_one_is_given(norm_rule: RewriteRule):
     """Such as that of another kind of kernel."""
     program = norm_linear(4, 256, 512, 1e-5)

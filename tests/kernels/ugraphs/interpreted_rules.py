@@ -17,10 +17,10 @@ from triton.runtime import interpreter
 from distmega.compiled import CompiledProgram
 from distmega.hostir.comm.communicator import SingleCommunicator
 from distmega.hostir.library.ops import compile_op, op_operands
+from distmega.kernels.machines import CPU
 from distmega.program.types import Program
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.planner import plan_program
-from distmega.sharding.search.cost import CPU
 from distmega.superopt.programs import read_case
 from distmega.superopt.rules import shipped_rules
 from tests.kernels.ugraphs.interpreted import mended_interpreter

@@ -10,10 +10,11 @@ import pytest
 
 from distmega.errors import UnsupportedError
 from distmega.kernels.machines import H200
-from distmega.kernels.ugraphs.geometry import GraphPlan, graph_plans, rule_plan
+from distmega.kernels.ugraphs.geometry import GraphPlan, graph_plans, has_plan, rule_plan
 from distmega.kernels.ugraphs.runner import load_kernels
 from distmega.kernels.ugraphs.source import GraphLaunch, graph_source, kernel_tensors
 from distmega.superopt.graph.text import parse_graph
+from distmega.superopt.resize import resized_rule
 from distmega.superopt.rules import RewriteRule, shipped_rules
 from tests.kernels.sm90 import Machine, compile_kernel
 from tests.kernels.ugraphs.graphs import GRAPHS
@@ -169,6 +170,15 @@ def test_plans_are_other_divisions_of_the_same_graph():
     for plan in plans:
         assert plan.graph.tensors == graph.tensors
         assert [op.name for op in plan.graph.kernels[0].ops] == ["v0", "v1", "v2", "y"]
+
+
+def test_rules_that_can_be_launched_are_told_from_others():
+    known = rule("rmsnorm_linear.k4096.n4096.rows1")
+    assert has_plan(known)
+    assert has_plan(resized_rule(known, (("n", 8192),)))
+    looped = rule("rmsnorm_linear.k4096.n128256.rows1")
+    assert has_plan(looped)
+    assert not has_plan(resized_rule(looped, (("n", 2**20),))), "offsets of 32 bits"
 
 
 def test_a_value_that_no_sm_holds_is_named():

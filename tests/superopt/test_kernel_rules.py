@@ -1,0 +1,99 @@
+"""Rules in megakernels: other ops, where these are faster there or only these fit."""
+
+import math
+
+import pytest
+import torch
+
+from distmega.compiled import CompiledProgram
+from distmega.hostir.comm.communicator import SingleCommunicator
+from distmega.kernels.machines import CPU, H200
+from distmega.kernels.tasks.cost import segment_us
+from distmega.kernels.tasks.fuse import fuse_segment
+from distmega.program.builder import ProgramBuilder
+from distmega.program.types import Program
+from distmega.sharding.layout.mesh import DeviceMesh
+from distmega.sharding.planner import plan_program
+from distmega.superopt.programs import read_case
+from distmega.superopt.rewrite import apply_rules, rules_of_ops
+from distmega.superopt.rules import RewriteRule, shipped_rules
+from tests.superopt.test_matching import best_rule
+from tests.superopt.test_rules import inputs_of, run
+
+DTYPE = "bf16"
+
+
+def cost(program: Program) -> float:
+    return segment_us(program, H200)
+
+
+def head(count: int = 1) -> Program:
+    """Norms and linear layers, the norm's result times a factor, as of logits that are scaled."""
+    p = ProgramBuilder("head")
+    x = p.input("x", (1, 64), DTYPE)
+    for number in range(count):
+        h = p.rms_norm(x, p.weight(f"g{number}", (64,), DTYPE), 1e-5)
+        x = p.linear(h.map("a0 * 0.0625"), p.weight(f"w{number}", (64, 64), DTYPE))
+    return p.build(x)
+
+
+@pytest.fixture
+def known() -> dict[str, RewriteRule]:
+    return {rule.name: rule for rule in shipped_rules()}
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_the_fuse_pass_takes_what_a_rule_makes_fit(known: dict[str, RewriteRule], count: int):
+    """A factor before a linear layer fits no fused op; behind it, it is the epilogue."""
+    program = head(count)
+    assert cost(program) == math.inf
+    made = apply_rules(program, shipped_rules(), cost)
+    fused = fuse_segment(made)
+    assert len(fused) == count
+    assert all(op.norm is not None for op in fused)
+    used = rules_of_ops(made, known)
+    assert [name.partition("#")[0] for name in used] == ["scaled_linear.k4096.n4096.rows1"] * count
+    inputs = inputs_of(program)
+    for one, two in zip(run(made, inputs), run(program, inputs), strict=True):
+        torch.testing.assert_close(one, two, rtol=0.02, atol=0.02)
+
+
+def test_what_the_fuse_pass_does_as_well_stays(known: dict[str, RewriteRule]):
+    """A norm is a prologue already: the rule for library kernels costs more here."""
+    p = ProgramBuilder("norm")
+    h = p.rms_norm(p.input("x", (1, 64), DTYPE), p.weight("g", (64,), DTYPE), 1e-5)
+    program = p.build(p.linear(h, p.weight("w", (64, 64), DTYPE)))
+    assert apply_rules(program, shipped_rules()) != program
+    assert apply_rules(program, shipped_rules(), cost) == program
+
+
+def scaled_twice(k: int, n: int) -> Program:
+    """A factor before a linear layer, one behind it."""
+    p = ProgramBuilder("twice")
+    x = p.input("x", (2, k), "f32")
+    return p.build(p.linear(x.map("a0 * 3.0"), p.weight("w", (n, k), "f32")).map("relu(a0 * 5.0)"))
+
+
+def test_a_compiled_megakernel_names_the_rule():
+    """On a CPU, whose kernel has fewer tasks then; the rule at another width."""
+    rule = best_rule(scaled_twice(256, 128))
+    program, mesh = scaled_twice(96, 64), DeviceMesh(tp=1)
+    plan = plan_program(program, mesh, CPU)
+    made = CompiledProgram(plan, SingleCommunicator(mesh), megakernel=True, rules=[rule])
+    plain = CompiledProgram(plan, SingleCommunicator(mesh), megakernel=True)
+    assert made.stats.rules == (rule.name,)
+    assert plain.stats.rules == ()
+    assert f"are made by rule {rule.name}\n" in made.explain()
+    assert made.stats.num_tasks < plain.stats.num_tasks
+    inputs = inputs_of(program)
+    (found,), (wanted,) = made(inputs).values(), plain(inputs).values()
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_ops_that_a_kernel_lacks_are_not_put_into_it():
+    """The rule's last op takes five operands, an instruction four."""
+    program, mesh = read_case("ntrans hidden=96"), DeviceMesh(tp=1)
+    plan = plan_program(program, mesh, CPU)
+    made = CompiledProgram(plan, SingleCommunicator(mesh), megakernel=True, rules=shipped_rules())
+    assert made.stats.rules == ()
+    assert made.stats.num_megakernels == 1
