@@ -95,6 +95,16 @@ def test_layer_norms_are_found():
     check(p.build(p.set(out, name="out")), {"layer_norm": 1, "set": 1})
 
 
+def test_a_norm_without_the_front_dim_reads_one_tensor():
+    """Planners must not divide what it reads in one place and leave it whole in another."""
+    p = ProgramBuilder("norm")
+    x, w = p.input("x", (1, ROWS, WIDTH)), p.weight("w", (WIDTH,))
+    normal = check(p.build(p.rms_norm(x, w, 1e-5)), {"rms_norm": 1})
+    (op,) = (op for op in normal.program.ops if op.kind == "rms_norm")
+    assert [read.tensor for read in op.reads] == [op.reads[0].tensor] * 2 + ["w"]
+    assert len(op.reads[0].dims) == 2
+
+
 @pytest.mark.parametrize("wrong", ["another tensor", "another mean", "not centred"])
 def test_what_only_looks_like_a_norm_is_left(wrong: str):
     p = ProgramBuilder("norm")

@@ -64,7 +64,8 @@ def drop_front(draft: Draft) -> None:
             continue
         emitter = Emitter(draft)
         (front,) = op.writes[0].dims[0].axes
-        reads = tuple(_bare(emitter, draft, op, read, front, len(out.shape)) for read in op.reads)
+        seen: dict[str, str] = {}
+        reads = tuple(_bare(emitter, op, read, front, len(out.shape), seen) for read in op.reads)
         bare = Tensor(name=emitter.name(out.name), shape=out.shape[1:], dtype=out.dtype)
         write = Access(tensor=bare.name, dims=op.writes[0].dims[1:])
         axes = tuple(axis for axis in op.axes if axis.name != front)
@@ -75,14 +76,18 @@ def drop_front(draft: Draft) -> None:
     draft.replace(changes)
 
 
-def _bare(emitter: Emitter, draft: Draft, op: Op, read: Access, front: str, rank: int) -> Access:
-    """An operand without its first dim, if it has that dim."""
+def _bare(
+    emitter: Emitter, op: Op, read: Access, front: str, rank: int, seen: dict[str, str]
+) -> Access:
+    """An operand without its first dim, if it has that dim. seen: tensor -> it without that dim."""
     if len(read.dims) < rank and all(index.axes != (front,) for index in read.dims):
         return read
-    source = draft.tensors[read.tensor]
-    name = emitter.name(source.name)
-    seen = emitter.add(data_movement.reshape(name, source, source.shape[1:], kind="view"))
-    return Access(tensor=seen.name, dims=read.dims[1:])
+    if read.tensor not in seen:
+        source = emitter.draft.tensors[read.tensor]
+        name = emitter.name(source.name)
+        built = data_movement.reshape(name, source, source.shape[1:], kind="view")
+        seen[read.tensor] = emitter.add(built).name
+    return Access(tensor=seen[read.tensor], dims=read.dims[1:])
 
 
 def flatten_views(draft: Draft) -> None:
