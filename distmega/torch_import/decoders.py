@@ -62,6 +62,7 @@ def make_model(config: PretrainedConfig, dtype: str, attention: str) -> nn.Modul
         )
     for each in (model.config, model.config.get_text_config(decoder=True)):
         each._attn_implementation = attention
+        each._experts_implementation = "batched_mm"  # whatever tokens choose, of one shape
     bare: nn.Module = model.eval().requires_grad_(False)
     return bare
 
@@ -139,7 +140,7 @@ class HfDecoder:
             inputs["sequences"] = torch.zeros(num_rows, dtype=torch.long)
             inputs["starts"] = torch.zeros(batch + 1, dtype=torch.long)
             inputs["last"] = torch.zeros(batch, dtype=torch.long)
-        exported = export_module(step, (), inputs)
+        exported = export_module(step, (), inputs, _layers(step, self.num_layers))
         name = f"decoder_{num_tokens}" + (f"x{batch}" if batch > 1 else "")
 
         def choose(
@@ -196,6 +197,17 @@ def open_decoder(config: PretrainedConfig, *, eos_ids: tuple[int, ...] = ()) -> 
         eos_ids=eos_ids,
         _models={"f32": model},
     )
+
+
+def _layers(step: nn.Module, num_layers: int) -> list[tuple[str, str]]:
+    """The model's layers with what holds their caches, where there is one list of them."""
+    lists = [
+        name
+        for name, inner in step.named_modules()
+        if isinstance(inner, nn.ModuleList) and len(inner) == num_layers and name != "layers"
+    ]
+    several = len(lists) != 1
+    return [] if several else [(f"{lists[0]}.{n}", f"layers.{n}") for n in range(num_layers)]
 
 
 def _last_rows(p: ProgramBuilder, x: Handle, num: int, name: str) -> Handle:

@@ -1,7 +1,8 @@
 """From a torch module to a functional graph of its operators, by torch.export.
 
 In: a module and example inputs. Out: an ExportedProgram whose in-place updates are results, whose
-operators are torch's core ones and those that programs state whole. Next on the walk: convert.py.
+operators are torch's core ones and those that programs state whole. Next on the walk: repeats.py,
+then convert.py.
 """
 
 import threading
@@ -14,6 +15,7 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from distmega.errors import CaptureError
+from distmega.torch_import.repeats import Layer, find_kinds, folded, unfold
 
 WHOLE = (
     "aten.linear.default",
@@ -34,11 +36,15 @@ _EXPORTING = threading.RLock()
 
 
 def export_module(
-    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+    module: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    layers: Sequence[Layer] = (),
 ) -> ExportedProgram:
     """The module on inputs like these. CaptureError with what torch.export says where it refuses.
 
-    The module's parameters and buffers are not read.
+    The module's parameters and buffers are not read. layers: those of its modules of which many may
+    do the same; such ones are traced once.
     """
     if not isinstance(module, nn.Module):
         raise CaptureError(
@@ -49,8 +55,11 @@ def export_module(
     try:
         with _EXPORTING, warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
-            exported = torch.export.export(module, tuple(args), dict(kwargs), strict=False)
+            kinds = find_kinds(module, args, kwargs, layers) if layers else []
+            with folded(module, kinds):
+                exported = torch.export.export(module, tuple(args), dict(kwargs), strict=False)
             functional: ExportedProgram = exported.run_decompositions(decompositions())
+            unfold(functional, kinds)
             return functional
     except Exception as error:  # torch.export raises errors of many kinds, the module any other
         raise _refused(module, error) from error

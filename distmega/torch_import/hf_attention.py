@@ -7,7 +7,7 @@ causal, with a window or without, attention becomes the operator `attend_rows`, 
 under that mask. Used by decoders.py.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -15,11 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from distmega.errors import CaptureError
 from distmega.torch_import import torch_ops
 
 MAX_PROVED = 32768
@@ -118,6 +120,53 @@ def rows_cache(rows: StepRows, num_layers: int, store: Callable[[int, Tensor], T
     return Cache(layers=[RowsLayer(rows, store, layer) for layer in range(num_layers)])
 
 
+class _RowsOfTables(TorchFunctionMode):
+    """Looks the rows' positions up in tables that a class cuts by the length of its cache: rows
+    t - s to t of one that is t long at least, for s rows and caches of t.
+    """
+
+    def __init__(self, rows: StepRows) -> None:
+        super().__init__()
+        self._rows = rows
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is Tensor.__getitem__ and isinstance(args[1], tuple):
+            table, indices = args
+            dim = self._cut_dim(table, indices)
+            if dim is not None:
+                return self._looked_up(table, indices, dim)
+        return func(*args, **(kwargs or {}))
+
+    def _cut_dim(self, table: Tensor, indices: tuple[Any, ...]) -> int | None:
+        """The dim that is cut so, if there is one."""
+        stop = self._rows.max_context
+        cut = slice(stop - self._rows.shape[1], stop)
+        plain = all(isinstance(index, slice) for index in indices)
+        if not plain or cut.start <= 0 or indices.count(cut) != 1:
+            return None
+        dim = indices.index(cut)
+        return dim if table.shape[dim] >= stop else None
+
+    def _looked_up(self, table: Tensor, indices: tuple[Any, ...], dim: int) -> Tensor:
+        others = tuple(slice(None) if n == dim else index for n, index in enumerate(indices))
+        found = table[others].index_select(dim, self._rows.positions)
+        if self._rows.flat:
+            return found
+        if not dim or found.shape[0] != 1:
+            raise CaptureError(
+                f"a table of shape {tuple(table.shape)} cut along dim {dim} by a cache's length",
+                expected="a first dim of 1 before it, for the sequences of a batch",
+                remedy="use a batch of 1",
+            )
+        return found.transpose(0, dim)
+
+
 @contextmanager
 def capturing(rows: StepRows) -> Iterator[None]:
     """Around a forward: attention and masks are those of the rows."""
@@ -129,7 +178,8 @@ def capturing(rows: StepRows) -> Iterator[None]:
     masks["sdpa"] = seen_rows
     masks["eager"] = added_rows
     try:
-        yield
+        with _RowsOfTables(rows):
+            yield
     finally:
         _current.reset(token)
         for registry, function, name in before:

@@ -14,6 +14,7 @@ EXPRESSIONS: dict[str, str] = {
     "aten.eq": "eq({self}, {other})",
     "aten.erf": "erf({self})",
     "aten.exp": "exp({self})",
+    "aten.expm1": "tanh({self} / 2) * (1 + exp({self}))",
     "aten.exp2": "2 ** {self}",
     "aten.floor": "floor({self})",
     "aten.ge": "le({other}, {self})",

@@ -2,14 +2,15 @@
 
 `distmega::attend` is attention under a mask with a soft cap; `append_rows` gives a cache with new
 rows in it; `attend_rows` is causal attention over caches. All run by torch like any other. RULES
-says what they become. Used by convert.py, and by decoders of transformers (hf_attention.py).
+says what they become. Used by convert.py, and by decoders of transformers (hf_attention.py). `mark`
+and `stand_in` are in graphs only until repeats.py has put layers in their places.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from distmega.hostir.library import ops as library
 from distmega.program.builder import Handle
@@ -78,6 +79,34 @@ def _(
     softcap: float,
 ) -> Tensor:
     return query.new_empty((*query.shape[:-1], values.shape[-1]))
+
+
+@torch.library.custom_op("distmega::mark", mutates_args=())
+def mark(x: Tensor, name: str) -> Tensor:
+    """The tensor, with a name by which it is found in the graph."""
+    return x.clone()
+
+
+@mark.register_fake
+def _(x: Tensor, name: str) -> Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("distmega::stand_in", mutates_args=())
+def stand_in(
+    given: Sequence[Tensor], name: str, shape: Sequence[int], dtype: torch.dtype
+) -> Tensor:
+    """A result of that name, which a layer makes of tensors. Never run."""
+    raise NotImplementedError(name)
+
+
+@stand_in.register_fake
+def _(given: Sequence[Tensor], name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return given[0].new_empty(shape, dtype=dtype)
+
+
+for _operator in (torch.ops.distmega.mark.default, torch.ops.distmega.stand_in.default):
+    fx.node.has_side_effect(_operator)  # so that they stay where nobody reads their results
 
 
 def _attend_rule(b: Build, **arguments: Any) -> Any:

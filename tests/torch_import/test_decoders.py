@@ -19,6 +19,7 @@ from distmega.torch_import.decoders import HfDecoder, make_model, open_decoder
 from distmega.torch_import.hf_attention import proved_window
 from tests.hostir.threads import ThreadCommunicator, Wires
 from tests.torch_import.families import FAMILIES, VOCAB
+from tests.torch_import.more_families import MORE_FAMILIES
 
 CONTEXT, TOLERANCE = 24, 1e-4
 
@@ -125,7 +126,8 @@ def check_one_sequence(config: PretrainedConfig, num_ranks: Sequence[int] = (1, 
 
 
 def family_config(name: str, seed: int = 0) -> PretrainedConfig:
-    return FAMILIES[name](random.Random(zlib.crc32(name.encode()) + seed))
+    every = {**FAMILIES, **MORE_FAMILIES}
+    return every[name](random.Random(zlib.crc32(name.encode()) + seed))
 
 
 KINDS = ("gpt2", "gemma2", "phi3", "falcon-alibi", "mpt", "llama")
@@ -147,11 +149,20 @@ def test_every_family_with_several_configurations(name: str, seed: int):
     assert not check_one_sequence(family_config(name, seed)).opaque
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", MORE_FAMILIES)
+def test_families_that_the_capture_was_not_written_with(name: str):
+    assert not check_one_sequence(family_config(name)).opaque
+
+
 @pytest.mark.parametrize(
     "name",
     [
         "gemma2",
-        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("gptj", "falcon-alibi")),
+        *(
+            pytest.param(name, marks=pytest.mark.nightly)
+            for name in ("gptj", "falcon-alibi", "gpt_neo", "gpt_oss")
+        ),
     ],
 )
 def test_several_sequences_in_one_program(name: str):

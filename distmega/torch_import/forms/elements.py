@@ -41,7 +41,9 @@ class ElementTerm:
 
 @dataclass(slots=True)
 class Elements:
-    """Follows elements. num_positions: values of positions are looked at up to this."""
+    """Follows elements. num_positions: values of positions are looked at up to this. same: tensor
+    that depends on positions alone -> the first one that is computed like it.
+    """
 
     draft: Draft
     positions: str
@@ -49,16 +51,25 @@ class Elements:
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     producers: dict[str, Op] = field(init=False)
     by_position: set[str] = field(init=False)
+    same: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.producers = self.draft.producers()
         self.by_position = {self.positions}
+        firsts: dict[object, str] = {}
         for op in self.draft.ops:
             names = {read.tensor for read in op.reads}
             known = {name for name in names if name in self.constants}
             traced = kind_of(op).only_copies or kind_of(op).is_elementwise
             if traced and names & self.by_position and names <= self.by_position | known:
                 self.by_position.update(write.tensor for write in op.writes)
+                reads = tuple(
+                    replace(read, tensor=self.same.get(read.tensor, read.tensor))
+                    for read in op.reads
+                )
+                for write in op.writes:
+                    what = op.kind, op.axes, op.attrs, reads, write.dims
+                    self.same[write.tensor] = firsts.setdefault(what, write.tensor)
 
     def base(self, name: str) -> str:
         """The tensor below views."""
@@ -116,7 +127,7 @@ class Elements:
             case expr.Arg(index):
                 name, coords = operands[index]
                 if name in self.by_position:
-                    return name, coords
+                    return self.same.get(name, name), coords
                 traced = self.trace(name, coords)
                 return [(traced[0], term) for term in traced[1]] if traced else None
         parts = [self.linear(part, operands) for part in tree.args]

@@ -97,7 +97,9 @@ def _rotation(elements: Elements, name: str, turns: dict[bytes, _Turn | None]) -
     parts = [slice(position * num_heads * width, None) for position in range(len(rows))]
     firsts = [slice(part.start, part.start + width) for part in parts]
     key = inside[:, 0, 0].tobytes() + b"".join(
-        term.factor.encode() + bytes(term.coefficient[part]) + b"".join(map(bytes, term.coords))
+        term.factor.encode()
+        + bytes(term.coefficient[part])
+        + b"".join(bytes(at[part]) for at in term.coords)
         for term in terms
         for part in firsts
     )
