@@ -1,4 +1,4 @@
-"""Writes the tables of PAGES from bench/results/*.json, one file a table, nothing typed by hand.
+"""Writes the tables of PAGES from bench/results/*.json, one file a table.
 
 A table stands between `<!-- table:NAME -->` and `<!-- end -->`, NAME being the file's stem. A name
 without a file reads "no results yet". `<!-- summary -->` is followed by the rows of SUMMARY.

@@ -1,8 +1,8 @@
 """Watches a team of ranks from outside: reports in, Emitted values and the Result out, or the one
 error that explains.
 
-Used by launch/local.py and launch/on_ray/actors.py, which differ only in how a Team starts, is
-polled and is killed. The error raised is the root cause: when a rank dies, its peers'
+Used by launch/local.py and launch/on_ray/actors.py, which differ only in how RunningRanks start,
+are polled and are killed. The error raised is the root cause: when a rank dies, its peers'
 collectives fail too, often before the death is seen.
 """
 

@@ -1,7 +1,7 @@
 """Fixes the allocation domain of every tensor and the loop domain of every op, once and for all.
 
-Comes in: a Schedule. Goes out: allocations and loops; memory.py says what they take. No later pass
-may change an allocation: `verify_allocations` compares what a pass left with what stands here.
+Comes in: a RankSchedule. Goes out: allocations and loops; memory.py says what they take. No later
+pass may change an allocation: `verify_allocations` compares what a pass left with what stands here.
 Next: localize.py.
 """
 

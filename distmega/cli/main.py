@@ -1,6 +1,6 @@
 """The `distmega` command and what it prints; no other module prints.
 
-Next on the walk: launch/launchers.py for what runs, explain.py for what only plans.
+Next on the walk: launch/launchers.py for what runs, explain/ for what only plans.
 """
 
 import errno

@@ -3,7 +3,7 @@
 Comes in: a configuration, a mesh, a Machine, options. Goes out: plans, host programs and compiled
 megakernels, the same on every rank of a stage. On a mesh with an axis `pp` the layers are cut into
 stages (sharding/stages.py), each planned on its own ranks; on any other there is one stage.
-engine.py runs them, explain.py prints them.
+engine.py runs them, cli/explain/ prints them.
 """
 
 from collections.abc import Container, Mapping

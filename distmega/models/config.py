@@ -159,9 +159,9 @@ class ModelConfig:
         return self.windows[layer] if self.windows else 0
 
     def extents(self) -> dict[str, int]:
-        """Extents by the letters of weights.py: v vocab, k hidden, f ffn, h kv heads, g group, d
-        head dim, a and b all query and all kv heads' dims, e experts, j ffn of each, s of the
-        shared one, o one.
+        """Extents by the letters of weights/tensors.py: v vocab, k hidden, f ffn, h kv heads, g
+        group, d head dim, a and b all query and all kv heads' dims, e experts, j ffn of each, s of
+        the shared one, o one.
         """
         return {
             "v": self.vocab, "k": self.hidden, "f": self.ffn,

@@ -1,6 +1,6 @@
 """From a program to proven rules: search, then proofs of the fastest candidates.
 
-Comes in: a Program, a DeviceRates, Limits. Goes out: Rules, the fastest first, and what happens
+Comes in: a Program, DeviceRates, SearchLimits. Goes out: rules, the fastest first, and what happens
 meanwhile. It may be left at any time: what was proven until then stays. Next: rules.py.
 """
 

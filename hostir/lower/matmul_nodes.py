@@ -1,7 +1,8 @@
 """The host program's node for a matmul with its collective, and the peer memory that it needs.
 
 Comes in: pairs of ops that sharding/overlap/pairs.py chose, from lower.py. Goes out: FusedMatmul,
-one of the nodes of nodes.py, and Rooms, which a HostProgram declares. Next: nodes.py, matmuls.py.
+one of the nodes of nodes.py, and SymmetricBuffer, which a HostProgram declares. Next: nodes.py,
+matmuls.py.
 """
 
 from collections.abc import Iterable, Mapping

@@ -5,10 +5,10 @@ A kernel whose programs wait for each other needs all of them on the GPU at once
 and a kernel of several ranks need their peers there. On two GPUs two of these may stand half begun
 in opposite order, for ever. So each begins after the one before has ended, in the order of the
 program, which is the same on all ranks. Communications along one mesh axis need no event for that:
-one communicator does one after the other. The wait for a signal, one warp, keeps out of the way of
-kernels that fill a GPU alone.
+one communicator does one after the other. The wait for a signal, one warp, needs no place in the
+chain: it leaves room for kernels that fill a GPU.
 
-Comes in: a host program whose waits stand where they will. Goes out: the pass that adds the events
+Comes in: a host program whose kernels are not ordered yet. Goes out: the pass that adds the events
 of the chain. check.py proves it. Used by passes.py.
 """
 

@@ -35,7 +35,7 @@ ROW_COUNTS = ("packed", "in_order")
 
 @gc_paused
 def resize_inputs(host: HostProgram, shapes: Mapping[str, Shape], name: str) -> HostProgram:
-    """`host` under another name, with inputs of these shapes. Rooms never get smaller.
+    """`host` under another name, with inputs of these shapes. Symmetric buffers never shrink.
 
     UnsupportedError where extents do not divide as they did, or where a node is of a kind that is
     not known here (loops, slices and what goes between stages).

@@ -23,7 +23,7 @@ from distmega.hostir.lower.matmul_nodes import FusedMatmul
 
 def late_uses(host: HostProgram, borrowed: Container[str]) -> Iterator[tuple[int, list[str]]]:
     """Uses of results after the next fused matmul of their axis has begun, if those in `borrowed`
-    lie in its room: a node's index and names; -1 for outputs.
+    lie in its buffer: a node's index and names; -1 for outputs.
     """
     sources = view_sources(host.body)
     symmetric_buffers: dict[str, set[str]] = {}

@@ -87,7 +87,7 @@ class CapturedHost:
         copy_states: bool = True,
     ) -> None:
         """Runs the program a few times, on copies of its states, then captures it. memory: by
-        default its own. copy_states: False where runs more or less do no harm.
+        default its own. copy_states: False where extra runs do no harm.
 
         Every rank of the mesh captures at the same point of its program. ProgramError for what
         can't be captured.

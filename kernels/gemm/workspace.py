@@ -1,4 +1,4 @@
-"""Memory that the ranks of a team write into each other: rooms for data, and event words.
+"""Memory that the ranks of a team write into each other: buffers for data, and event words.
 
 In: the NCCL team of a mesh axis. Out: a Workspace. Calls that use it take turns: even and odd ones
 have a symmetric buffer and event words each. No call ends on a rank before all ranks have started

@@ -2,8 +2,8 @@
 schedule.
 
 A segment (a Program of ops that become one megakernel) is cut by tile.py into TaskGroups, one an
-op. graph.py derives EventTensors from region overlap; schedule.py orders tasks on SMs;
-encoding.py turns that into device words. All ranks of a mesh run the same graph; a group with
+op. graph.py derives TaskEvents from region overlap; schedule.py orders tasks on SMs;
+isa/encoder.py turns that into device words. All ranks of a mesh run the same graph; a group with
 `all_ranks` writes and signals on every rank of its team.
 """
 

@@ -1,7 +1,7 @@
 """Matmuls beside collectives in a plan: pairs found, ways chosen, chunks and rings made host loops.
 
-Comes in: a Schedule, the chunks that a user asked for, an Overlap. Goes out: the schedule in its
-final order, its StreamPlan, an OverlapChoice for each pair. Next: finalize.py.
+Comes in: a RankSchedule, the chunks that a user asked for, an Overlap. Goes out: the schedule in
+its final order, its StreamPlan, an OverlapChoice for each pair. Next: finalize.py.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,9 +1,9 @@
 """From the chosen division of every op to where every tensor lives and which collectives run.
 
-Comes in: a program, one SplitOption per op and mesh axis, the given layouts. Goes out: a Schedule
-of PlacedOps and Reshards over local tensors, in execution order. A tensor keeps its name where it
-is at home; other forms of it (parts before a reduction, copies) get names of their own. Padding is
-proved here once more, over all mesh axes together. Next: finalize.py.
+Comes in: a program, one SplitOption per op and mesh axis, the given layouts. Goes out: a
+RankSchedule of PlacedOps and Reshards over local tensors, in execution order. A tensor keeps its
+name where it is at home; other forms of it (parts before a reduction, copies) get names of their
+own. Padding is proved here once more, over all mesh axes together. Next: finalize.py.
 """
 
 from collections import Counter
@@ -87,7 +87,7 @@ class InexactSplitError(Exception):
 
 
 class Resolver:
-    """Builds a Schedule by walking a program once."""
+    """Builds a RankSchedule by walking a program once."""
 
     def __init__(
         self,

@@ -1,8 +1,9 @@
 """Which ops of host loops run later than they could, in the loop of those that use their results.
 
 Comes in: the earliest level of each op, what has to come before what, and who touches which
-storage. Goes out: final levels. An op that waits for the only loop which needs its result leaves it
-chunk by chunk; in the first loop that it fits in, all of it would be kept. Used by host_loops.py.
+storage. Goes out: final levels. An op that moves into the only loop which needs its result gives it
+a chunk at a time; in the first loop that it fits in, all chunks would have to be kept. Used by
+host_loops.py.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Edge:
-    """Op `one` comes before op `two`; shared: or in the same iteration of a loop."""
+    """Op `one` comes before op `two`; shared: they may also be in one iteration of a loop."""
 
     one: int
     two: int
@@ -33,8 +34,8 @@ class Storage:
 def sink_ops(
     levels: Sequence[int], edges: Sequence[Edge], storages: Sequence[Storage]
 ) -> list[int]:
-    """Levels in which ops that share a loop with all of their users have sunk to them, where that
-    saves more elements than what they read takes longer. Linear in edges.
+    """Levels in which ops that share a loop with all of their users have sunk to them, where the
+    elements that need not be kept outnumber those that are kept longer. Linear in edges.
     """
     late = _latest(levels, edges)
     teams = _teams(levels, late, edges)

@@ -1,8 +1,8 @@
 """From `stream` annotations to host loops: the last change of a schedule before allocations.
 
-Comes in: a Schedule and the chunks that a user asked for, by tensor. Goes out: the schedule in an
-order in which ops that share a loop stand together, and its StreamPlan. PlanError if an annotation
-has no effect anywhere. Next: finalize.py.
+Comes in: a RankSchedule and the chunks that a user asked for, by tensor. Goes out: the schedule in
+an order in which ops that share a loop stand together, and its StreamPlan. PlanError if an
+annotation has no effect anywhere. Next: finalize.py.
 """
 
 from collections.abc import Container, Iterator, Mapping, Sequence

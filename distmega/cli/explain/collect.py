@@ -1,8 +1,8 @@
 """The facts that explain tells, from a configuration: plans, host programs, task graphs, memory.
 
-Comes in: a configuration, a mesh, a machine. Goes out: a Report. Reads no weights and imports no
-torch, so that a 70B model takes seconds. Next: text.py and page.py, which show it; on the walk,
-distmega/engine/decode_plan.py.
+Comes in: a configuration, a mesh, a machine. Goes out: an ExplainReport. Reads no weights and
+imports no torch, so that a 70B model takes seconds. Next: text.py and page.py, which show it; on
+the walk, distmega/engine/decode_plan.py.
 """
 
 from collections import Counter
@@ -30,6 +30,7 @@ from distmega.hostir.ir.nodes import HostProgram
 from distmega.hostir.ir.text import print_host
 from distmega.hostir.run.host_cost import count_instructions
 from distmega.kernels.hopper.batch_plan.queues import build_batch_queues
+from distmega.kernels.hopper.plan.matrices import count_rows
 from distmega.kernels.hopper.plan.queues import build_queues
 from distmega.kernels.machines import CPU, H200
 from distmega.kernels.tasks.expand import expand_collectives, team_size
@@ -139,7 +140,7 @@ def _runner(decode: DecodePlan) -> tuple[str, bool]:
         return f"{count} by the interpreter of queues", False
     if len(segments) != 1:
         return f"library ops, since a step is {len(segments)} segments", False
-    build = build_batch_queues if decode.options.batch > 1 else build_queues
+    build = build_batch_queues if count_rows(segments[0]) > 1 else build_queues
     try:
         queues = build(segments[0], decode.weights, decode.states, num_sms)
     except UnsupportedError as error:

@@ -1,4 +1,4 @@
-"""What explain tells, as plain values: `asdict` of a Report is what `--json` prints.
+"""What explain tells, as plain values: `asdict` of an ExplainReport is what `--json` prints.
 
 Times are microseconds, sizes bytes, of one rank and one decode step unless a name says otherwise.
 Next: collect.py, which fills these in.

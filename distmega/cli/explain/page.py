@@ -1,7 +1,7 @@
 """A Report as one HTML page that opens offline: a layer as a diagram, the predicted timeline of
 ranks and streams, memory and time of a rank as bars.
 
-Comes in: a Report. Goes out: text of a page with its own styles, script and SVG; nothing is
+Comes in: an ExplainReport. Goes out: text of a page with its own styles, script and SVG; nothing is
 fetched. Colours stand for mesh axes: what an axis divides has its colour, what is whole is grey.
 diagram.py draws the layer.
 """

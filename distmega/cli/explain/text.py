@@ -1,7 +1,8 @@
 """A Report as text, the summary first, equal layers once.
 
-Comes in: a Report. Goes out: sections of lines, of any width. A tensor is written as bf16[8/tp,
-64]: a dim of 8 that axis tp divides. Sizes are decimal, times are microseconds, both of one rank.
+Comes in: an ExplainReport. Goes out: sections of lines, of any width. A tensor is written as
+bf16[8/tp, 64]: a dim of 8 that axis tp divides. Sizes are decimal, times are microseconds, both of
+one rank.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,7 +27,8 @@ def write_report(report: ExplainReport, *, full: bool = False) -> Iterator[Secti
         plan = stage.plan_text if full else "\n".join(_plan(stage))
         yield f"{title}plan", plan.rstrip("\n")
         yield f"{title}host program", "\n".join(_host(stage, full))
-        yield f"{title}task graph", "\n".join(_graph(stage.host.segments))
+        graph = "\n".join(_graph(stage.host.segments))
+        yield f"{title}task graph, as the interpreter of queues runs it", graph
         yield f"{title}one rank", "\n".join(_rank(stage))
 
 

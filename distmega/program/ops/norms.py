@@ -1,7 +1,7 @@
 """Ops over whole rows, the last dim: norms, softmax, cumsum; each element needs all of its row.
 
-As ops.py: a function takes the op's name and operand tensors, and returns the Op with the tensors
-it writes.
+As compute.py: a function takes the op's name and operand tensors, and returns the Op with the
+tensors it writes.
 """
 
 import math

@@ -1,6 +1,6 @@
 """What every op is put together from: accesses, axis names, and the error of a bad operand.
 
-Used by ops.py and data_movement.py, which state the ops.
+Used by compute.py and data_movement.py, which state the ops.
 """
 
 from collections.abc import Sequence

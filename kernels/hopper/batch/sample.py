@@ -36,7 +36,9 @@ def better(value0, row0, value1, row1):
 
 @gluon.jit
 def load_own(words, logits, b, ROWS: gl.constexpr):
-    """This SM's logits of sequence b, [rows / 256, 256], -inf behind the last, and their rows."""
+    """This SM's logits of sequence b, [rows / 256, 256], -inf behind the last, and their rows of
+    the head.
+    """
     row0 = keep(words[LIN_ROW0])
     limit = gl.minimum(row0 + words[NUM_UNITS] * UNIT_ROWS, words[NUM_ROWS])
     row = item_numbers(row0, ROWS // THREADS)

@@ -1,18 +1,19 @@
 """Proof that no flagged word is overwritten before all that wait for it have read it.
 
 In: the queues of a kernel of one row, the same on all of its ranks. Out: nothing, or the first
-hazard in words. A flagged word makes itself visible and nothing else, so what is proven is what the
-words need: that every reader of a word is *done before* the instruction that writes its next
+hazard in words. Polling a flagged word orders that word alone and no other memory, so this is
+proven for each word: every reader of it is *done before* the instruction that writes its next
 generation. An instruction polls the words of a phase before it writes words of that phase, and an
-SM takes instructions in order; hence who has read a word of an instruction knows that this phase,
-all before it on that SM, and all that they knew, have read what they read.
+SM takes instructions in order. So an SM that has read a word of an instruction knows that the reads
+of this phase are done, those before it on that SM, and all reads which that SM knew to be done.
 
 SM 0 counts up the state of a launch when it is done, so it must know by then that every other SM,
 its loader warp too, has read it.
 
 Two steps are looked at, the second of which stands for all that follow: flags differ, edges do not.
 Knowledge is a count of phases for each SM: of the rank itself, and of every one of its peers, which
-run the same queues. What an instruction may skip, a split of a short context, teaches nothing.
+run the same queues. Reads that an instruction may skip (splits of a short context) count as no
+knowledge.
 Between launches a rank waits for its own SMs, never for peers. Next on the walk: one_row/runner.py.
 """
 
@@ -226,7 +227,7 @@ class _Proof:
         past = [step * int(self.lengths[t.sm]) + PHASES * t.i + phase + 1 for t in tasks]
         own[range(len(tasks)), sms] = past
         self.own[sms], self.peer[sms] = own, peer
-        for row, mine, theirs in skipped:  # true if it reads at all, that is, if it writes
+        for row, mine, theirs in skipped:  # an instruction that writes has read them
             np.maximum(own[row], mine, out=own[row])
             np.maximum(peer[row], theirs, out=peer[row])
         hazard = self.check(tasks, phase, step, own, peer)

@@ -1,7 +1,7 @@
 """The order of weights in an arena that the decode kernel reads in place.
 
-In: a segment, or a whole local program. Out: its weights in order; the CPU path does not mind. Next
-on the walk: queues.py.
+In: a segment, or a whole local program. Out: its weights in order; the CPU interpreter takes any
+order. Next on the walk: queues.py.
 """
 
 from collections.abc import Iterator
