@@ -3,7 +3,7 @@
 import json
 import re
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -52,7 +52,8 @@ def compile_kernel(
     max_registers: int | None,
     multiples: Sequence[str] = (),
 ) -> Machine:
-    """Compiles with the given types of arguments; arguments without one are constants or None.
+    """Compiles with the given types of arguments; arguments without one are constants or None. The
+    type of a tuple is a tuple of types.
 
     multiples: numbers that are multiples of 16, as all pointers are.
     """
@@ -60,14 +61,24 @@ def compile_kernel(
     signature = {name: types.get(name, "constexpr") for name in names}
     fixed = {(names.index(n),): constants.get(n) for n in names if n not in types}
     aligned = {
-        (n,): [["tt.divisibility", 16]]
+        path: [["tt.divisibility", 16]]
         for n, name in enumerate(names)
-        if str(signature[name]).startswith("*") or name in multiples
+        for path, kind in _flat((n,), signature[name])
+        if str(kind).startswith("*") or name in multiples
     }
     source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, fixed, aligned)
     options = {"num_warps": num_warps, "maxnreg": max_registers, "enable_fp_fusion": True}
     target = GPUTarget("cuda", 90, 32)
     return read_machine(triton.compile(source, target=target, options=options).metadata_group)
+
+
+def _flat(path: tuple[int, ...], kind: object) -> Iterator[tuple[tuple[int, ...], object]]:
+    """The types in a type and where they stand."""
+    if isinstance(kind, tuple):
+        for n, part in enumerate(kind):
+            yield from _flat((*path, n), part)
+    else:
+        yield path, kind
 
 
 def read_machine(files: Mapping[str, str]) -> Machine:

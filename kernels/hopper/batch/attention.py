@@ -217,17 +217,18 @@ def combine(
 
 @gluon.jit
 def attend_piece(
-    words, numbers, vectors, cache, rope, sequence, head, query0, position, first, block0, num, eps,
-    scale, row0, qs, bufs, ready, free, it, D: gl.constexpr, G: gl.constexpr, H: gl.constexpr,
-    KVH: gl.constexpr, QK_NORM: gl.constexpr, ROTATED: gl.constexpr, STAGES: gl.constexpr,
+    words, memory, sequence, head, query0, position, first, block0, num, eps, scale, row0, qs, ring,
+    it, spec: gl.constexpr,
 ):
     """num blocks from block0 on, counted from the first that the query sees, which brings the new
     position. `scale` includes log2(e).
     """
+    D: gl.constexpr = spec.head_dim
+    G: gl.constexpr = spec.num_queries
     HALVES: gl.constexpr = D // 64
     a, b = rotated_rows(
-        words, numbers, vectors, rope, sequence, head, query0, position, eps, D, G, H, KVH, QK_NORM,
-        ROTATED,
+        words, memory.numbers, memory.vectors, memory.rope, sequence, head, query0, position, eps,
+        D, G, spec.num_heads, spec.num_kv_heads, spec.qk_norm, spec.rotated,
     )
     a = a.to(gl.bfloat16)
     b = b.to(gl.bfloat16)
@@ -240,33 +241,42 @@ def attend_piece(
     o1 = o0
     if block0 == 0:
         new = row0 + position
-        append_rows(cache, words[ATT_K_ROW] + new, words[ATT_V_ROW] + new, a, b, D, G)
+        append_rows(memory.cache, words[ATT_K_ROW] + new, words[ATT_V_ROW] + new, a, b, D, G)
         m, l = begin_new(qs, scale, G, HALVES)
         o0 = new_value(qs, 0, G)
         o1 = new_value(qs, HALVES - 1, G)
     begin = first // TILE_ROWS + block0
     for block in range(keep(begin), begin + num):
         it, m, l, o0, o1 = attend_block(
-            q0, q1, bufs, ready, free, it, block, first, position, scale, m, l, o0, o1, HALVES,
-            STAGES,
+            q0, q1, ring, it, block, first, position, scale, m, l, o0, o1, HALVES, spec.stages,
         )
     return it, m, l, o0, o1
 
 
 @gluon.jit
 def attention_task(
-    words, numbers, acts, vectors, cache, rope, state, partials, arrivals, batch, step, sm, num_sms,
-    max_context, eps, scale, qs, ml, scratch, bufs, ready, free, it, sequence, head, block, left,
-    start, total, D: gl.constexpr, G: gl.constexpr, H: gl.constexpr, KVH: gl.constexpr,
-    PARTS: gl.constexpr, QK_NORM: gl.constexpr, ROTATED: gl.constexpr, STAGES: gl.constexpr,
+    words, memory, state, batch, step, sm, num_sms, max_context, eps, scale, qs, ml, scratch, ring,
+    it, sequence, head, block, left, start, total, spec: gl.constexpr,
 ):
     """This SM's share from (sequence, head, block) on, `left` blocks; returns the ring position.
 
-    A head here is G queries of a kv head; the last of its PARTS begins early enough to have G.
+    words: of the instruction. state, num_sms, max_context, eps, scale: as of decode_batch. batch,
+    step: sequences, and the number of the step in this launch. qs: bf16 [head_dim / 64, 16, 64],
+    ml: f32 [2, 8 warps, 16], scratch: f32 [8 warps, 8, 64], shared memory for the queries, maxima
+    and sums, outputs, which nothing else uses meanwhile. it: ring slots taken before. start, total:
+    where the share begins in the line of all blocks, and the length of that. Writes memory.acts,
+    .cache, .partials and .arrivals.
+
+    A head here is num_queries queries of a kv head; the last of its num_parts begins early enough
+    to have as many.
     """
+    D: gl.constexpr = spec.head_dim
+    G: gl.constexpr = spec.num_queries
+    KVH: gl.constexpr = spec.num_kv_heads
+    PARTS: gl.constexpr = spec.num_parts
     HALVES: gl.constexpr = D // 64
     HEADS: gl.constexpr = KVH * PARTS
-    GROUP: gl.constexpr = H // KVH
+    GROUP: gl.constexpr = spec.num_heads // KVH
     sharing = gl.minimum(total, num_sms)
     while left > 0:
         position = gl.load(state + STATE_POSITIONS + sequence) + step
@@ -277,9 +287,8 @@ def attention_task(
         query0 = kv_head * GROUP + gl.minimum(head % PARTS * G, GROUP - G)
         row0 = (sequence * KVH + kv_head) * max_context
         it, m, l, o0, o1 = attend_piece(
-            words, numbers, vectors, cache, rope, sequence, kv_head, query0, position, first, block,
-            num, eps, scale, row0, qs, bufs, ready, free, it, D, G, H, KVH, QK_NORM, ROTATED,
-            STAGES,
+            words, memory, sequence, kv_head, query0, position, first, block, num, eps, scale, row0,
+            qs, ring, it, spec,
         )
         ml.index(0).store(m)
         ml.index(1).store(l)
@@ -289,14 +298,14 @@ def attention_task(
             y, highest, sums = sum_half(o0 if h == 0 else o1, ml, scratch)
             if is_whole:
                 y = y / gl.expand_dims(sums, 1)
-                store_output(acts, words[DST], y, query0, sequence, h, D, G)
+                store_output(memory.acts, words[DST], y, query0, sequence, h, D, G)
             else:
-                store_partial(partials, slot, y, highest, sums, h, D)
+                store_partial(memory.partials, slot, y, highest, sums, h, D)
         if block == 0:
             fence_all()
         if is_whole == 0:
             cta_barrier()
-            arrival = arrivals + sequence * HEADS + head
+            arrival = memory.arrivals + sequence * HEADS + head
             seen = gl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu")
             pair = start - block
             first_sm = ((pair + 1) * sharing - 1) // total
@@ -306,7 +315,8 @@ def attention_task(
                 gl.store(arrival, 0)
                 num_partials = last_sm - first_sm + 1
                 combine(
-                    acts, words[DST], partials, query0, sequence, first_sm, num_partials, D, G
+                    memory.acts, words[DST], memory.partials, query0, sequence, first_sm,
+                    num_partials, D, G,
                 )
         start += num
         left -= num

@@ -45,9 +45,7 @@ def queries(qs, h: gl.constexpr):
 def attend_block(
     q0,
     q1,
-    bufs,
-    ready,
-    free,
+    ring,
     it,
     block,
     first,
@@ -67,9 +65,9 @@ def attend_block(
     s = gl.zeros([NUM_WARPS, MMA_M, POSITIONS], gl.float32, layout=MMA3)
     for h in gl.static_range(HALVES):
         slot = (it + h) % STAGES
-        mbarrier.wait(ready.index(slot), ((it + h) // STAGES) & 1)
-        k = bufs.index(slot).reshape(view).permute([0, 2, 1]).load(KV_DOT)
-        mbarrier.arrive(free.index(slot), count=1)
+        mbarrier.wait(ring.ready.index(slot), ((it + h) // STAGES) & 1)
+        k = ring.slots.index(slot).reshape(view).permute([0, 2, 1]).load(KV_DOT)
+        mbarrier.arrive(ring.free.index(slot), count=1)
         s = mma_v2(q0 if h == 0 else q1, k, s)
     it += HALVES
     warp = gl.arange(0, NUM_WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(1, MMA3)))
@@ -85,15 +83,15 @@ def attend_block(
     p = gl.convert_layout(p.to(gl.bfloat16), Q_DOT)
     alpha = gl.expand_dims(alpha, 2)
     slot = it % STAGES
-    mbarrier.wait(ready.index(slot), (it // STAGES) & 1)
-    v = bufs.index(slot).reshape(view).load(KV_DOT)
-    mbarrier.arrive(free.index(slot), count=1)
+    mbarrier.wait(ring.ready.index(slot), (it // STAGES) & 1)
+    v = ring.slots.index(slot).reshape(view).load(KV_DOT)
+    mbarrier.arrive(ring.free.index(slot), count=1)
     o0 = mma_v2(p, v, o0 * alpha)
     if HALVES == 2:
         slot = (it + 1) % STAGES
-        mbarrier.wait(ready.index(slot), ((it + 1) // STAGES) & 1)
-        v = bufs.index(slot).reshape(view).load(KV_DOT)
-        mbarrier.arrive(free.index(slot), count=1)
+        mbarrier.wait(ring.ready.index(slot), ((it + 1) // STAGES) & 1)
+        v = ring.slots.index(slot).reshape(view).load(KV_DOT)
+        mbarrier.arrive(ring.free.index(slot), count=1)
         o1 = mma_v2(p, v, o1 * alpha)
     it += HALVES
     return it, m_new, l, o0, o1

@@ -13,6 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from distmega.kernels.gluon_compat import reinterpret
+from distmega.kernels.hopper.batch.arguments import SlotRing
 from distmega.kernels.hopper.batch.attention import attention_task, count_blocks, first_piece
 from distmega.kernels.hopper.batch.device import signal_event, wait_event
 from distmega.kernels.hopper.batch.limits import sample_within_limits
@@ -67,8 +68,8 @@ def write_tokens(tokens, step, chosen):
 
 @gluon.jit
 def sample_from_all(
-    queue, num_instructions, logits, events, peers, sample_words, bests, best_rows, state, batch,
-    step, sm, num_sms, flag, RANKS: gl.constexpr,
+    queue, num_instructions, memory, peers, sample_words, state, batch, step, sm, num_sms, flag,
+    RANKS: gl.constexpr,
 ):
     """The last instruction, a sample within limits, where ranks share the model: the head's logits
     to every rank, then tokens from those of all. It waits for words of all SMs in place of an
@@ -80,16 +81,18 @@ def sample_from_all(
     num_sms = keep(num_sms)
     num_instructions = keep(num_instructions)
     push_logits(
-        fetch(queue, num_instructions - 2), logits, bests, events, peers, batch, sm, flag, RANKS
+        fetch(queue, num_instructions - 2), memory.logits, memory.bests, memory.events, peers,
+        batch, sm, flag, RANKS,
     )
     words = fetch(queue, num_instructions - 1)
-    symmetric = symmetric_of(events)
+    symmetric = symmetric_of(memory.events)
     hear_ranks(words, symmetric, num_sms, flag, RANKS)
     sample_within_limits(
         words, as_floats(symmetric, words[ALL_LOGITS]), as_floats(symmetric, words[ALL_ROW_MAXIMA]),
-        events, sample_words, bests, best_rows, state, batch, step, sm, num_sms, RANKS,
+        memory.events, sample_words, memory.bests, memory.best_rows, state, batch, step, sm,
+        num_sms, RANKS,
     )
-    signal_event(events, num_instructions - 1)
+    signal_event(memory.events, num_instructions - 1)
 
 
 @gluon.jit
@@ -111,18 +114,18 @@ def is_head(words, EPILOGUES: gl.constexpr):
 
 @gluon.jit
 def compute(
-    queue, num_instructions, num_steps, state, batch, num_sms, max_context, tokens, events, acts,
-    numbers, logits, sums, bests, best_rows, partials, arrivals, vectors, embed, cache, rope, eps,
-    scale, sample_words, peers, red, qs, ml, scratch, bufs, ready, free, step_bar, D: gl.constexpr,
-    G: gl.constexpr, H: gl.constexpr, KVH: gl.constexpr, PARTS: gl.constexpr, QK_NORM:
-    gl.constexpr, ROTATED: gl.constexpr, ATTENDS: gl.constexpr, NORMS: gl.constexpr, LOOKS_UP:
-    gl.constexpr, EPILOGUES: gl.constexpr, CHOICE: gl.constexpr, HEAD_ROWS: gl.constexpr, RANKS:
-    gl.constexpr, STAGES: gl.constexpr,
+    queue, num_instructions, num_steps, state, batch, num_sms, max_context, memory, eps, scale,
+    sample_words, peers, red, qs, ml, scratch, ring, step_bar, spec: gl.constexpr,
 ):
     """Partition of eight warps. With several ranks what instruction i of step s exchanges is
     flagged s * num_instructions + i + 1.
     """
-    GATHERS: gl.constexpr = RANKS > 1 and CHOICE > SAMPLED and CHOICE < NO_CHOICE
+    RANKS: gl.constexpr = spec.num_ranks
+    EPILOGUES: gl.constexpr = spec.epilogues
+    CHOICE: gl.constexpr = spec.choice
+    HEADS: gl.constexpr = spec.num_kv_heads * spec.num_parts
+    LIMITED: gl.constexpr = CHOICE > SAMPLED and CHOICE < NO_CHOICE
+    GATHERS: gl.constexpr = RANKS > 1 and LIMITED
     sm = gl.program_id(0)
     epoch0 = gl.load(state + STATE_EPOCH)
     it = 0
@@ -145,78 +148,67 @@ def compute(
             before = gl.where(i > 0, i, num_instructions) - 1
             if RANKS > 1:
                 flag = (epoch0 + step) * num_instructions + i + 1
-            wait_event(events, before, epoch * num_sms, flag, RANKS)
-            if ATTENDS and words[OPCODE] == OP_ATTENTION:
+            wait_event(memory.events, before, epoch * num_sms, flag, RANKS)
+            if spec.attends and words[OPCODE] == OP_ATTENTION:
                 if words[ATT_WINDOW] != window:
                     window = words[ATT_WINDOW]
-                    total = count_blocks(state, batch, step, window, KVH * PARTS)
+                    total = count_blocks(state, batch, step, window, HEADS)
                     sequence, head, block, left, start = first_piece(
-                        state, batch, step, window, total, sm, num_sms, KVH * PARTS
+                        state, batch, step, window, total, sm, num_sms, HEADS
                     )
                 it = attention_task(
-                    words, numbers, acts, vectors, cache, rope, state, partials, arrivals, batch,
-                    step, sm, num_sms, max_context, eps, scale, qs, ml, scratch, bufs, ready, free,
-                    it, sequence, head, block, left, start, total, D, G, H, KVH, PARTS, QK_NORM,
-                    ROTATED, STAGES,
+                    words, memory, state, batch, step, sm, num_sms, max_context, eps, scale, qs, ml,
+                    scratch, ring, it, sequence, head, block, left, start, total, spec,
                 )
             elif words[OPCODE] == OP_EMBED:
                 fence_all()
                 mbarrier.arrive(step_bar.index(0), count=1)
-                if LOOKS_UP:
-                    chosen = next_tokens(
-                        words, bests, best_rows, events, peers, 0, sm, flag, CHOICE, RANKS
-                    )
+                if spec.looks_up:
+                    chosen = next_tokens(words, memory, peers, 0, sm, flag, CHOICE, RANKS)
                     if (sm == 0) & (step > 0):
-                        write_tokens(tokens, step - 1, chosen)
+                        write_tokens(memory.tokens, step - 1, chosen)
                 else:
                     chosen = rows_given(batch)
-                embed_task(
-                    words, chosen, embed, numbers, acts, vectors, sums, events, peers, sm, flag,
-                    EPILOGUES, RANKS,
+                embed_task(words, chosen, memory, peers, sm, flag, EPILOGUES, RANKS)
+            elif spec.normalises and words[OPCODE] == OP_NORM:
+                norm_task(
+                    words, memory.numbers, memory.acts, memory.vectors, batch, sm, num_sms, eps
                 )
-            elif NORMS and words[OPCODE] == OP_NORM:
-                norm_task(words, numbers, acts, vectors, batch, sm, num_sms, eps)
-            elif CHOICE > SAMPLED and CHOICE < NO_CHOICE and RANKS == 1 and (
-                words[OPCODE] == OP_SAMPLE
-            ):
+            elif LIMITED and RANKS == 1 and words[OPCODE] == OP_SAMPLE:
                 sample_within_limits(
-                    words, logits, bests, events, sample_words, bests, best_rows, state, batch,
-                    step, sm, num_sms, RANKS,
+                    words, memory.logits, memory.bests, memory.events, sample_words, memory.bests,
+                    memory.best_rows, state, batch, step, sm, num_sms, RANKS,
                 )
                 ahead = fetch(queue, following)  # again: no registers to keep it in meanwhile
             else:
                 it = linear_task(
-                    words, queue, i, acts, numbers, logits, vectors, sums, bests, best_rows, events,
-                    peers, sm, eps, red, bufs, ready, free, it, flag, EPILOGUES, CHOICE, RANKS,
-                    STAGES,
+                    words, queue, i, memory, peers, sm, eps, red, ring, it, flag, EPILOGUES,
+                    CHOICE, RANKS, spec.stages,
                 )
                 if CHOICE == SAMPLED and is_head(words, EPILOGUES):
                     sample_tokens(
-                        words, logits, events, bests, best_rows, state, batch, step, sm, HEAD_ROWS,
-                        RANKS,
+                        words, memory.logits, memory.events, memory.bests, memory.best_rows, state,
+                        batch, step, sm, spec.head_rows, RANKS,
                     )
                     ahead = fetch(queue, following)  # again: no registers to keep it in meanwhile
             if RANKS > 1 and CHOICE > GREEDY and CHOICE < NO_CHOICE:
                 ahead = fetch(queue, following)  # here: no registers to keep it in before
-            signal_event(events, i)
+            signal_event(memory.events, i)
             words = ahead
         if GATHERS:
             sample_from_all(
-                queue, num_instructions, logits, events, peers, sample_words, bests, best_rows,
-                state, batch, step, sm, num_sms,
-                (epoch0 + step + 1) * keep(num_instructions), RANKS,
+                queue, num_instructions, memory, peers, sample_words, state, batch, step, sm,
+                num_sms, (epoch0 + step + 1) * keep(num_instructions), RANKS,
             )
     if sm == 0:
         if RANKS > 1:
             flag = (epoch0 + num_steps) * num_instructions
-        wait_event(events, num_instructions - 1, (epoch0 + num_steps) * num_sms, flag, RANKS)
+        wait_event(memory.events, num_instructions - 1, (epoch0 + num_steps) * num_sms, flag, RANKS)
         if CHOICE != NO_CHOICE:
             # in words of their own: the next launch's first must not overwrite what no one has read
             after = RANKS * BEST_WORDS
-            chosen = next_tokens(
-                words, bests, best_rows, events, peers, after, sm, flag, CHOICE, RANKS
-            )
-            write_tokens(tokens, num_steps - 1, chosen)
+            chosen = next_tokens(words, memory, peers, after, sm, flag, CHOICE, RANKS)
+            write_tokens(memory.tokens, num_steps - 1, chosen)
         b = gl.arange(0, BATCH, layout=gl.SliceLayout(1, BY_SM))
         position = gl.load(state + STATE_POSITIONS + b)
         gl.store(state + STATE_POSITIONS + b, position + num_steps)
@@ -235,56 +227,42 @@ def compute(
 )
 def decode_batch(
     weights0, weights1, weights2, cache_tiles, queues, num_instructions, num_steps, state, batch,
-    num_sms, max_context, tokens, events, acts, numbers, logits, sums, bests, best_rows, partials,
-    arrivals, vectors, embed, cache, rope, eps, scale, sample_words, peers, D: gl.constexpr,
-    G: gl.constexpr, H: gl.constexpr, KVH: gl.constexpr, PARTS: gl.constexpr,
-    QK_NORM: gl.constexpr, ROTATED: gl.constexpr, ATTENDS: gl.constexpr, NORMS: gl.constexpr,
-    LOOKS_UP: gl.constexpr, EPILOGUES: gl.constexpr, CHOICE: gl.constexpr, HEAD_ROWS: gl.constexpr,
-    RANKS: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
+    num_sms, max_context, memory, eps, scale, sample_words, peers, spec: gl.constexpr,
 ):
     """num_steps decode steps of `batch` sequences; one program an SM, all resident.
 
-    weights0 to 2: descriptors of row-major matrices, one a row length k: bf16 [k / 64, rows, 64].
-    cache_tiles: descriptor of cache, bf16 [rows, d]. vectors: norm weights and biases, bf16.
-    embed: bf16, this rank's part of [vocab, hidden] or, unless the segment LOOKS_UP tokens, the
-    rows that come in. queues: int32 [num_sms, num_instructions, 16]. events: int32, a report
-    (ptx/spins.py), what samples take, and counters, as batch_plan/words.py has it; lists of the
-    samples from sample_words on, or words of ranks. peers: a tuple of all RANKS ranks' events, as
-    int64, or None for one rank. acts: activations, as int32 pairs of bf16. numbers: f32 [16, rows],
-    one behind the other. sums: f32, slots of [16, 256]; bests, best_rows: [16, 256], f32, int32.
-    partials: f32, two a SM. arrivals: int32 [16 * kv heads * PARTS]. rope: f32 [t, d], cosines then
-    sines. logits: f32 [16, this rank's tokens]. All but report, partials, numbers and logits must
-    be zero when allocated, bests -inf. ATTENDS, NORMS: whether the segment has attention, and rows
-    in another form (norms.py). CHOICE: see one_row/sample.py; HEAD_ROWS: logits of an SM, at most,
-    a power of two.
+    weights0 to 2: descriptors of row-major matrices in the weight arena, one a row length k: bf16
+    [k / 64, rows, 64], read alone. cache_tiles: descriptor of memory.cache, bf16 [rows, head_dim].
+    queues: int32 [num_sms, num_instructions, 16], from the runner (batch_plan/words.py). state:
+    int32, positions of the sequences and a count of steps; the runner writes it between launches,
+    the kernel at its end. max_context: cached positions of a sequence and head. memory: see
+    BatchMemory. eps: of norms; scale: of attention, times log2(e). sample_words: the first 64-bit
+    word of events where lists of samples lie. peers: a tuple of the events of all ranks, as int64,
+    in memory that all can write; None for one rank.
     """
     sm = gl.program_id(0)
     queue = queues + sm * num_instructions * WORDS
-    bufs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TILE_ROWS, SLICE_K], TILE_SHARED)
+    slots = gl.allocate_shared_memory(gl.bfloat16, [spec.stages, TILE_ROWS, SLICE_K], TILE_SHARED)
     red = gl.allocate_shared_memory(gl.float32, [4 * NUM_WARPS, MMA_M, UNIT_ROWS], PLAIN3)
     scratch = reinterpret(red, gl.float32, [NUM_WARPS, UNIT_ROWS, 64], PLAIN3)
-    qs = gl.allocate_shared_memory(gl.bfloat16, [D // 64, MMA_M, 64], PLAIN2)
+    qs = gl.allocate_shared_memory(gl.bfloat16, [spec.head_dim // 64, MMA_M, 64], PLAIN2)
     ml = gl.allocate_shared_memory(gl.float32, [2, NUM_WARPS, MMA_M], PLAIN2)
-    ready, free = make_barriers(STAGES), make_barriers(STAGES)
+    ring = SlotRing(slots, make_barriers(spec.stages), make_barriers(spec.stages))
     step_bar = make_barriers(1)
     gl.warp_specialize(
         [
             (
                 compute,
                 (
-                    queue, num_instructions, num_steps, state, batch, num_sms, max_context, tokens,
-                    events, acts, numbers, logits, sums, bests, best_rows, partials, arrivals,
-                    vectors, embed, cache, rope, eps, scale, sample_words, peers, red, qs, ml,
-                    scratch, bufs, ready, free, step_bar, D, G, H, KVH, PARTS, QK_NORM, ROTATED,
-                    ATTENDS, NORMS, LOOKS_UP, EPILOGUES, CHOICE, HEAD_ROWS, RANKS, STAGES,
+                    queue, num_instructions, num_steps, state, batch, num_sms, max_context, memory,
+                    eps, scale, sample_words, peers, red, qs, ml, scratch, ring, step_bar, spec,
                 ),
             ),
             (
                 loader,
                 (
-                    weights0, weights1, weights2, cache_tiles, queue, num_instructions, num_steps,
-                    state, batch, num_sms, max_context, bufs, ready, free, step_bar, ATTENDS,
-                    KVH, PARTS, D // 64, STAGES, AHEAD,
+                    (weights0, weights1, weights2), cache_tiles, queue, num_instructions, num_steps,
+                    state, batch, num_sms, max_context, ring, step_bar, spec,
                 ),
             ),
         ], [1], [40],

@@ -107,16 +107,16 @@ def slot_of(epilogues, number):
 
 
 @gluon.jit
-def multiply_tile(x0, x1, acc, bufs, ready, free, it, STAGES: gl.constexpr):
+def multiply_tile(x0, x1, acc, ring, it, STAGES: gl.constexpr):
     """The next ring slot, 8 rows by 1024 columns, times x: [8 warps, 16, 8 rows] more sums."""
     slot = it % STAGES
-    mbarrier.wait(ready.index(slot), (it // STAGES) & 1)
+    mbarrier.wait(ring.ready.index(slot), (it // STAGES) & 1)
     halves = reinterpret(
-        bufs, gl.bfloat16, [2 * STAGES, NUM_WARPS, UNIT_ROWS, SLICE_K], WEIGHT_SHARED
+        ring.slots, gl.bfloat16, [2 * STAGES, NUM_WARPS, UNIT_ROWS, SLICE_K], WEIGHT_SHARED
     )
     w0 = halves.index(2 * slot).permute([0, 2, 1]).load(W_DOT)
     w1 = halves.index(2 * slot + 1).permute([0, 2, 1]).load(W_DOT)
-    mbarrier.arrive(free.index(slot), count=1)
+    mbarrier.arrive(ring.free.index(slot), count=1)
     acc = mma_v2(x0, w0, acc)
     return mma_v2(x1, w1, acc), it + 1
 
@@ -283,8 +283,7 @@ def write_best(best, best_row, bests, best_rows, sm, CHOICE: gl.constexpr):
 
 @gluon.jit
 def next_tokens(
-    words, bests, best_rows, events, peers, after, sm, flag, CHOICE: gl.constexpr,
-    RANKS: gl.constexpr,
+    words, memory, peers, after, sm, flag, CHOICE: gl.constexpr, RANKS: gl.constexpr
 ):
     """[16] tokens with the highest logits over all SMs' parts, of all ranks; the lowest id among
     equals. Those sampled within limits are the same on all ranks already. words, after: see
@@ -293,41 +292,47 @@ def next_tokens(
     b = gl.expand_dims(gl.arange(0, BATCH, layout=gl.SliceLayout(1, BY_SM)), 1)
     each = gl.expand_dims(gl.arange(0, MAX_SMS, layout=gl.SliceLayout(0, BY_SM)), 0)
     at = b * MAX_SMS + each
-    values = gl.load(bests + at, cache_modifier=".cg")
-    rows = gl.load(best_rows + at, cache_modifier=".cg")
+    values = gl.load(memory.bests + at, cache_modifier=".cg")
+    rows = gl.load(memory.best_rows + at, cache_modifier=".cg")
     highest = gl.expand_dims(gl.max(values, axis=1), 1)
     lowest = gl.min(gl.where(values == highest, rows, NO_ROW), axis=1)
     lowest = gl.where(lowest == NO_ROW, 0, lowest)  # where all logits are NaN or -inf
     if RANKS > 1 and CHOICE <= SAMPLED:
         value = gl.max(values, axis=1)
-        symmetric = symmetric_of(events)
+        symmetric = symmetric_of(memory.events)
         lowest = argmax_of_ranks(words, value, lowest, symmetric, peers, after, sm, flag, RANKS)
     return lowest
 
 
 @gluon.jit
 def embed_task(
-    words, tokens, embed, numbers, acts, vectors, sums, events, peers, sm, flag,
-    EPILOGUES: gl.constexpr, RANKS: gl.constexpr,
+    words, tokens, memory, peers, sm, flag, EPILOGUES: gl.constexpr, RANKS: gl.constexpr
 ):
-    """This SM's columns of the row that comes in for every sequence: number `tokens` of a table."""
+    """This SM's columns of the row that comes in for every sequence: number `tokens` of a table.
+
+    words: of the instruction. tokens: int32 [16], in registers. peers: as of decode_batch. flag: of
+    what ranks exchange in this instruction. Writes memory.acts, .numbers and .sums and, where ranks
+    share the table, their events.
+    """
     token = gl.expand_dims(spread(tokens), 0).to(gl.int64)
     if is_summed(EPILOGUES, ENTRY):
-        push_embedding(words, token, embed, events, peers, flag, RANKS)
+        push_embedding(words, token, memory.embed, memory.events, peers, flag, RANKS)
         squares = sum_results(
-            words, numbers, acts, vectors, events, flag, EPILOGUES, ENTRY, RANKS
+            words, memory.numbers, memory.acts, memory.vectors, memory.events, flag, EPILOGUES,
+            ENTRY, RANKS,
         )
     else:
         squares = gl.zeros([ROUND_UNITS, COLUMNS], gl.float32, layout=ROUND)
         for unit in range(0, keep(words[NUM_UNITS]), ROUND_UNITS):
             row, b, mine = round_rows(words, unit)
-            at = embed + token * words[NUM_ROWS] + row
+            at = memory.embed + token * words[NUM_ROWS] + row
             y = gl.load(at, mask=mine, other=0.0).to(gl.float32)
             squares += write_round(
-                words, numbers, acts, vectors, y, unit, row, b, mine, EPILOGUES, ENTRY
+                words, memory.numbers, memory.acts, memory.vectors, y, unit, row, b, mine,
+                EPILOGUES, ENTRY,
             )
     if is_scaled(EPILOGUES, ENTRY):
-        write_squares(sums, squares, sm, slot_of(EPILOGUES, ENTRY))
+        write_squares(memory.sums, squares, sm, slot_of(EPILOGUES, ENTRY))
 
 
 @gluon.jit
@@ -374,7 +379,7 @@ def sum_results(
 
 
 @gluon.jit
-def multiply_group(x, first, num_chunks, num, red, bufs, ready, free, it, STAGES: gl.constexpr):
+def multiply_group(x, first, num_chunks, num, red, ring, it, STAGES: gl.constexpr):
     """num units, at most 8, times the x that starts at chunk `first`; sums of the first 4 units in
     shared memory, of the others here.
     """
@@ -392,21 +397,21 @@ def multiply_group(x, first, num_chunks, num, red, bufs, ready, free, it, STAGES
         ahead = first + gl.minimum(chunk + 1, num_chunks - 1)
         n0 = load_x(x, ahead, 0)
         n1 = load_x(x, ahead, 1)
-        a0, it = multiply_tile(x0, x1, a0, bufs, ready, free, it, STAGES)
+        a0, it = multiply_tile(x0, x1, a0, ring, it, STAGES)
         if num > 1:
-            a1, it = multiply_tile(x0, x1, a1, bufs, ready, free, it, STAGES)
+            a1, it = multiply_tile(x0, x1, a1, ring, it, STAGES)
         if num > 2:
-            a2, it = multiply_tile(x0, x1, a2, bufs, ready, free, it, STAGES)
+            a2, it = multiply_tile(x0, x1, a2, ring, it, STAGES)
         if num > 3:
-            a3, it = multiply_tile(x0, x1, a3, bufs, ready, free, it, STAGES)
+            a3, it = multiply_tile(x0, x1, a3, ring, it, STAGES)
         if num > 4:
-            a4, it = multiply_tile(x0, x1, a4, bufs, ready, free, it, STAGES)
+            a4, it = multiply_tile(x0, x1, a4, ring, it, STAGES)
         if num > 5:
-            a5, it = multiply_tile(x0, x1, a5, bufs, ready, free, it, STAGES)
+            a5, it = multiply_tile(x0, x1, a5, ring, it, STAGES)
         if num > 6:
-            a6, it = multiply_tile(x0, x1, a6, bufs, ready, free, it, STAGES)
+            a6, it = multiply_tile(x0, x1, a6, ring, it, STAGES)
         if num > 7:
-            a7, it = multiply_tile(x0, x1, a7, bufs, ready, free, it, STAGES)
+            a7, it = multiply_tile(x0, x1, a7, ring, it, STAGES)
         x0 = n0
         x1 = n1
     store_round(red, a0, a1, a2, a3)
@@ -424,13 +429,17 @@ def store_round(red, a0, a1, a2, a3):
 
 @gluon.jit
 def linear_task(
-    words, queue, number, acts, numbers, logits, vectors, sums, bests, best_rows, events, peers, sm,
-    eps, red, bufs, ready, free, it, flag, EPILOGUES: gl.constexpr, CHOICE: gl.constexpr,
-    RANKS: gl.constexpr, STAGES: gl.constexpr,
+    words, queue, number, memory, peers, sm, eps, red, ring, it, flag, EPILOGUES: gl.constexpr,
+    CHOICE: gl.constexpr, RANKS: gl.constexpr, STAGES: gl.constexpr,
 ):
-    """All rows of this SM, 64 at a time; returns the ring position. words: of instruction `number`
-    of the queue. CHOICE, see one_row/sample.py: samples
-    at a temperature look at the logits again, those within limits take the highest alone.
+    """All rows of this SM, 64 at a time; returns the ring position.
+
+    words: of instruction `number` of the SM's queue, int32 [num_instructions, 16]. peers, eps: as
+    of decode_batch. red: f32 [32, 16, 8] in shared memory, sums of each warp, used by nothing else
+    meanwhile. it: ring slots taken before. flag: of what ranks exchange in this instruction.
+    CHOICE, see one_row/sample.py: samples at a temperature look at the logits again, those within
+    limits take the highest alone. Writes what the epilogue says: memory.acts, .numbers, .sums, or
+    .logits, .bests and .best_rows; events of all ranks, where they add up parts.
     """
     NUM: gl.constexpr = count(EPILOGUES)
     opcode = words[OPCODE]
@@ -438,11 +447,11 @@ def linear_task(
     for i in gl.static_range(NUM):
         if is_summed(EPILOGUES, i):  # noqa: SIM102  a constant, so that the rest is compiled then
             if opcode == i:
-                alarm = read_alarm(symmetric_of(events))
-    x = acts.to(gl.pointer_type(gl.bfloat16), bitcast=True)
+                alarm = read_alarm(symmetric_of(memory.events))
+    x = memory.acts.to(gl.pointer_type(gl.bfloat16), bitcast=True)
     factor = gl.full([COLUMNS], 1.0, gl.float32, layout=ROUND_COLUMNS)
     if (words[PACKED] & NORMED) != 0:
-        factor = norm_factors(words, sums, eps)
+        factor = norm_factors(words, memory.sums, eps)
     factor = gl.expand_dims(factor, 0)
     squares = gl.zeros([ROUND_UNITS, COLUMNS], gl.float32, layout=ROUND)
     best = gl.full([ROUND_UNITS, COLUMNS], float("-inf"), gl.float32, layout=ROUND)
@@ -450,7 +459,7 @@ def linear_task(
     num_units = keep(words[NUM_UNITS])
     for group in range(0, num_units, GROUP_UNITS):
         a4, a5, a6, a7, it = multiply_group(
-            x, words[SRC], words[LIN_NUM_TILES_K], num_units - group, red, bufs, ready, free, it,
+            x, words[SRC], words[LIN_NUM_TILES_K], num_units - group, red, ring, it,
             STAGES,
         )
         for unit in range(group, gl.minimum(group + GROUP_UNITS, num_units), ROUND_UNITS):
@@ -461,19 +470,24 @@ def linear_task(
             for i in gl.static_range(NUM):
                 if opcode == i:
                     if streams_of(EPILOGUES, i) == 2:
-                        write_mixed(words, numbers, acts, vectors, y, unit, EPILOGUES, i)
+                        write_mixed(
+                            words, memory.numbers, memory.acts, memory.vectors, y, unit, EPILOGUES,
+                            i,
+                        )
                     else:
                         z = y
                         if has_biases(EPILOGUES, i):
-                            z += bias_of(words, vectors, row, mine)
+                            z += bias_of(words, memory.vectors, row, mine)
                         if is_summed(EPILOGUES, i):
                             push_round(words, peers, z, unit, flag, alarm, RANKS)
                         else:
                             CARRIES: gl.constexpr = num_carried(EPILOGUES, i)
-                            given = carried(words, numbers, row, b, words[NUM_ROWS], mine, CARRIES)
+                            given = carried(
+                                words, memory.numbers, row, b, words[NUM_ROWS], mine, CARRIES
+                            )
                             z = evaluate(formula_of(EPILOGUES, i), single(z) + given)
                             if is_ranked(EPILOGUES, i):
-                                gl.store(logits + b * words[NUM_ROWS] + row, z, mask=mine)
+                                gl.store(memory.logits + b * words[NUM_ROWS] + row, z, mask=mine)
                                 better = mine & (z > best)
                                 if CHOICE != SAMPLED:
                                     best = gl.where(better, z, best)
@@ -481,8 +495,8 @@ def linear_task(
                                     best_row = gl.where(better, row, best_row)
                             else:
                                 more = write_round(
-                                    words, numbers, acts, vectors, z, unit, row, b, mine,
-                                    EPILOGUES, i,
+                                    words, memory.numbers, memory.acts, memory.vectors, z, unit,
+                                    row, b, mine, EPILOGUES, i,
                                 )
                                 if is_scaled(EPILOGUES, i):
                                     squares += more
@@ -492,12 +506,13 @@ def linear_task(
                 # again: no registers to keep what only the sum needs while weights are multiplied
                 summed = fetch(queue, keep(number))
                 squares = sum_results(
-                    summed, numbers, acts, vectors, events, flag, EPILOGUES, i, RANKS
+                    summed, memory.numbers, memory.acts, memory.vectors, memory.events, flag,
+                    EPILOGUES, i, RANKS,
                 )
         if is_scaled(EPILOGUES, i):
             if opcode == i:
-                write_squares(sums, squares, sm, slot_of(EPILOGUES, i))
+                write_squares(memory.sums, squares, sm, slot_of(EPILOGUES, i))
         elif is_ranked(EPILOGUES, i) and CHOICE != SAMPLED:  # noqa: SIM102  a constant
             if opcode == i:
-                write_best(best, best_row, bests, best_rows, sm, CHOICE)
+                write_best(best, best_row, memory.bests, memory.best_rows, sm, CHOICE)
     return it

@@ -36,10 +36,7 @@ NUM_MATRICES = gl.constexpr(MAX_MATRICES)
 
 
 @gluon.jit
-def load_rows(
-    words, weights0, weights1, weights2, bufs, ready, free, it, STAGES: gl.constexpr,
-    AHEAD: gl.constexpr,
-):
+def load_rows(words, weights, ring, it, STAGES: gl.constexpr, AHEAD: gl.constexpr):
     """The rows of a linear task: groups of units, each group tile by tile along k."""
     num_units = words[NUM_UNITS]
     for group in range(0, keep(num_units), GROUP_UNITS):
@@ -51,21 +48,21 @@ def load_rows(
                     first = gl.where(unit % 2 == 0, words[LIN_WEIGHT_ROW], words[LIN_PAIR_ROW])
                     row = first + unit // 2 * UNIT_ROWS
                 it = load_tile(
-                    (weights0, weights1, weights2), words[PACKED] >> MATRIX_SHIFT, row, k, bufs,
-                    ready, free, it, NUM_MATRICES, STAGES, AHEAD,
+                    weights, words[PACKED] >> MATRIX_SHIFT, row, k, ring.slots, ring.ready,
+                    ring.free, it, NUM_MATRICES, STAGES, AHEAD,
                 )
     return it
 
 
 @gluon.jit
 def load_share(
-    words, cache, state, batch, step, sm, num_sms, max_context, bufs, ready, free, it,
-    KVH: gl.constexpr, PARTS: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr,
-    AHEAD: gl.constexpr,
+    words, cache, state, batch, step, sm, num_sms, max_context, ring, it, spec: gl.constexpr
 ):
     """The cached blocks of this SM's share, keys and values of a block in turn."""
     window = words[ATT_WINDOW]
-    HEADS: gl.constexpr = KVH * PARTS
+    PARTS: gl.constexpr = spec.num_parts
+    HEADS: gl.constexpr = spec.num_kv_heads * PARTS
+    HALVES: gl.constexpr = spec.head_dim // 64
     total = count_blocks(state, batch, step, window, HEADS)
     sequence, head, block, left, _ = first_piece(
         state, batch, step, window, total, sm, num_sms, HEADS
@@ -73,14 +70,16 @@ def load_share(
     while left > 0:
         first, num_blocks = blocks_of(state, sequence, step, window)
         num = gl.minimum(left, num_blocks - block)
-        row0 = (sequence * KVH + head // PARTS) * max_context
+        row0 = (sequence * spec.num_kv_heads + head // PARTS) * max_context
         for i in range(keep(first + block), keep(first + block + num)):
             row = row0 + i * TILE_ROWS
             it = load_block(
-                cache, words[ATT_K_ROW] + row, bufs, ready, free, it, HALVES, STAGES, AHEAD
+                cache, words[ATT_K_ROW] + row, ring.slots, ring.ready, ring.free, it, HALVES,
+                spec.stages, spec.ahead,
             )
             it = load_block(
-                cache, words[ATT_V_ROW] + row, bufs, ready, free, it, HALVES, STAGES, AHEAD
+                cache, words[ATT_V_ROW] + row, ring.slots, ring.ready, ring.free, it, HALVES,
+                spec.stages, spec.ahead,
             )
         left -= num
         block = 0
@@ -92,12 +91,12 @@ def load_share(
 
 @gluon.jit
 def loader(
-    weights0, weights1, weights2, cache, queue, num_instructions, num_steps, state, batch, num_sms,
-    max_context, bufs, ready, free, step_bar, ATTENDS: gl.constexpr, KVH: gl.constexpr,
-    PARTS: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
+    weights, cache, queue, num_instructions, num_steps, state, batch, num_sms, max_context, ring,
+    step_bar, spec: gl.constexpr,
 ):
-    """Partition of one warp. ATTENDS: whether the segment has attention. HALVES: ring slots
-    a block of keys takes (head dim / 64).
+    """Partition of one warp, which alone fills the ring. weights: a tuple of descriptors, cache:
+    one, as of decode_batch; queue: int32 [num_instructions, 16], of this SM. step_bar: the mbarrier
+    at which the compute warps arrive when the positions of a step are known.
     """
     sm = gl.program_id(0)
     it = 0
@@ -105,14 +104,11 @@ def loader(
     for step in range(num_steps):
         for i in range(num_instructions):
             ahead = fetch(queue, gl.where(i + 1 == num_instructions, 0, i + 1))
-            if ATTENDS and words[OPCODE] == OP_ATTENTION:
+            if spec.attends and words[OPCODE] == OP_ATTENTION:
                 mbarrier.wait(step_bar.index(0), step & 1)
                 it = load_share(
-                    words, cache, state, batch, step, sm, num_sms, max_context, bufs, ready, free,
-                    it, KVH, PARTS, HALVES, STAGES, AHEAD,
+                    words, cache, state, batch, step, sm, num_sms, max_context, ring, it, spec
                 )
             elif words[OPCODE] < MAX_EPILOGUES:
-                it = load_rows(
-                    words, weights0, weights1, weights2, bufs, ready, free, it, STAGES, AHEAD
-                )
+                it = load_rows(words, weights, ring, it, spec.stages, spec.ahead)
             words = ahead

@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 from distmega.errors import RequestError, argument
 from distmega.kernels.hopper.alarm import LOCAL_LIMIT_S, Alarm
 from distmega.kernels.hopper.batch import kernel
+from distmega.kernels.hopper.batch.arguments import BatchMemory, BatchSpec
 from distmega.kernels.hopper.batch.limits import list_words
 from distmega.kernels.hopper.batch_plan.proof import CHUNK
 from distmega.kernels.hopper.batch_plan.types import BatchQueues
@@ -231,20 +232,22 @@ class BatchRunner:
             self._num_sequences,
             len(queues.queues),
             shape.max_context if shape else 0,
-            self._tokens,
-            self._report,
-            self._acts,
-            self._numbers,
-            self._own_logits,
-            self._sums,
-            self._bests,
-            self._best_rows,
-            self._partials,
-            self._arrivals,
-            self._vectors,
-            self._embed,
-            self._cache,
-            self._rope,
+            BatchMemory(
+                tokens=self._tokens,
+                events=self._report,
+                acts=self._acts,
+                numbers=self._numbers,
+                logits=self._own_logits,
+                sums=self._sums,
+                bests=self._bests,
+                best_rows=self._best_rows,
+                partials=self._partials,
+                arrivals=self._arrivals,
+                vectors=self._vectors,
+                embed=self._embed,
+                cache=self._cache,
+                rope=self._rope,
+            ),
             queues.eps,
             (shape.scale if shape else 1.0) * LOG2_E,
             queues.first_list,
@@ -253,28 +256,28 @@ class BatchRunner:
 
     def _launcher(self) -> Launcher:
         queues, shape = self.queues, self.queues.attention
-        constants = {
-            "D": self._head_dim,
-            "G": shape.num_queries if shape else 1,
-            "H": shape.num_heads if shape else 1,
-            "KVH": shape.num_kv_heads if shape else 1,
-            "PARTS": shape.num_parts if shape else 1,
-            "QK_NORM": shape.qk_norm if shape else False,
-            "ROTATED": shape.rotated if shape else False,
-            "ATTENDS": shape is not None,
-            "NORMS": queues.normalises,
-            "LOOKS_UP": queues.tokens != "",
-            "EPILOGUES": queues.epilogues,
-            "CHOICE": choice_of(queues.sampler) if queues.token else NO_CHOICE,
-            "HEAD_ROWS": padded_head_rows(queues.head_rows),
-            "RANKS": queues.num_ranks,
-            "STAGES": STAGES,
-            "AHEAD": AHEAD,
-        }
+        spec = BatchSpec(
+            head_dim=self._head_dim,
+            num_queries=shape.num_queries if shape else 1,
+            num_heads=shape.num_heads if shape else 1,
+            num_kv_heads=shape.num_kv_heads if shape else 1,
+            num_parts=shape.num_parts if shape else 1,
+            qk_norm=shape.qk_norm if shape else False,
+            rotated=shape.rotated if shape else False,
+            attends=shape is not None,
+            normalises=queues.normalises,
+            looks_up=queues.tokens != "",
+            epilogues=queues.epilogues,
+            choice=choice_of(queues.sampler) if queues.token else NO_CHOICE,
+            head_rows=padded_head_rows(queues.head_rows),
+            num_ranks=queues.num_ranks,
+            stages=STAGES,
+            ahead=AHEAD,
+        )
         return Launcher(
             kernel.decode_batch,
             len(queues.queues),
-            constants,
+            {"spec": spec},
             num_warps=8,
             launch_cooperative_grid=True,
             enable_fp_fusion=True,

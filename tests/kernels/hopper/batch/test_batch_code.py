@@ -5,7 +5,8 @@ from functools import cache
 
 import pytest
 
-from distmega.kernels.hopper.batch import kernel as batch_kernel
+from distmega.kernels.hopper.batch import kernel
+from distmega.kernels.hopper.batch.arguments import BatchMemory, BatchSpec
 from distmega.kernels.hopper.batch.runner import AHEAD, STAGES
 from distmega.kernels.hopper.plan.words import GREEDY, LIMITED, SAMPLED
 from distmega.kernels.hopper.ptx.shapes import TILE_SHARED, WEIGHT_SHARED
@@ -20,26 +21,34 @@ SHARED_BYTES = 227 * 1024
 def compiled(head_dim: int, num_parts: int, qk_norm: bool, choice: int) -> Machine:
     tiles = f"tensordesc<bf16[16, 8, 64],{WEIGHT_SHARED.value!r}>"
     blocks = f"tensordesc<bf16[128, 64],{TILE_SHARED.value!r}>"
-    types = dict.fromkeys(batch_kernel.decode_batch.arg_names[:-16], "*fp32")
-    numbers = ("num_instructions", "num_steps", "batch", "num_sms", "max_context")
-    numbers += ("sample_words",)
-    types |= dict.fromkeys(("weights0", "weights1", "weights2"), tiles) | {"cache_tiles": blocks}
-    types |= dict.fromkeys(numbers, "i32") | dict.fromkeys(("eps", "scale"), "fp32")
-    words = ("queues", "state", "tokens", "events", "acts", "best_rows", "arrivals")
-    types |= dict.fromkeys(words, "*i32")
-    types |= dict.fromkeys(("vectors", "embed", "cache"), "*bf16")
-    constants = {"D": head_dim, "G": 4, "H": 32, "KVH": 8 // num_parts, "PARTS": num_parts}
-    constants |= {"CHOICE": choice, "HEAD_ROWS": 1024, "RANKS": 1}
-    constants |= {"ROTATED": True, "ATTENDS": True, "NORMS": False, "LOOKS_UP": True}
-    queues = queues_of(PRESETS["llama-3.2-1b"])
-    constants |= {
-        "EPILOGUES": queues.epilogues,
-        "QK_NORM": qk_norm,
-        "STAGES": STAGES,
-        "AHEAD": AHEAD,
-    }
-    del types["peers"]
-    return compile_kernel(batch_kernel.decode_batch, types, constants, 8, None)
+    types: dict[str, object] = dict.fromkeys(("weights0", "weights1", "weights2"), tiles)
+    types |= {"cache_tiles": blocks, "queues": "*i32", "state": "*i32"}
+    types |= dict.fromkeys(("eps", "scale"), "fp32")
+    numbers = ("num_instructions", "num_steps", "batch", "num_sms", "max_context", "sample_words")
+    types |= dict.fromkeys(numbers, "i32")
+    words = dict.fromkeys(("tokens", "events", "acts", "best_rows", "arrivals"), "*i32")
+    halves = dict.fromkeys(("vectors", "embed", "cache"), "*bf16")
+    kinds = dict.fromkeys(BatchMemory._fields, "*fp32") | words | halves
+    types["memory"] = BatchMemory._make(kinds[name] for name in BatchMemory._fields)
+    spec = BatchSpec(
+        head_dim=head_dim,
+        num_queries=4,
+        num_heads=32,
+        num_kv_heads=8 // num_parts,
+        num_parts=num_parts,
+        qk_norm=qk_norm,
+        rotated=True,
+        attends=True,
+        normalises=False,
+        looks_up=True,
+        epilogues=queues_of(PRESETS["llama-3.2-1b"]).epilogues,
+        choice=choice,
+        head_rows=1024,
+        num_ranks=1,
+        stages=STAGES,
+        ahead=AHEAD,
+    )
+    return compile_kernel(kernel.decode_batch, types, {"spec": spec}, 8, None)
 
 
 MACHINES = {

@@ -1,0 +1,96 @@
+"""What the kernel of 2 to 16 rows is given at a launch: memory, and what it is compiled for.
+
+In: nothing. Out: BatchMemory, one argument of the kernel that holds all of its pointers, and
+BatchSpec, its one constant. Numbers that change from launch to launch can't travel so: Triton makes
+a constant of every 1 that stands in a tuple, and compiles for multiples of 16, whatever
+do_not_specialize says of the argument. Nor can TMA descriptors, which Triton 3.6 launches only as
+arguments of their own. Next on the walk: kernel.py.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from distmega.kernels.hopper.batch_plan.types import BatchEpilogues
+
+
+class BatchMemory(NamedTuple):
+    """Memory of one GPU. Unless it says otherwise the kernel alone writes it after the runner has
+    allocated it, all zeros.
+
+    tokens: int32 [steps, 16], that each step chose.
+    events: int32, what other ranks write too: a report (ptx/spins.py), seeds and settings of
+    samples from the runner, a counter an instruction, flagged words of ranks, lists of samples, as
+    batch_plan/words.py lays them out. The report is the host's, see alarm.py.
+    acts: int32 pairs of bf16, activations in the order of device.py. What lies behind the last row
+    of a tensor stays zero.
+    numbers: f32 [16, rows], tensors that are kept, one behind the other.
+    logits: f32 [16, tokens of this rank].
+    sums: f32 [slots, 16, 256], each SM's part of each sequence's sum of squares.
+    bests, best_rows: f32 and int32 [16, 256], each SM's highest logit and its row. The runner
+    writes the tokens to begin with there, and -inf elsewhere.
+    partials: f32, two an SM, outputs, maximum and sum of a part of a sequence and head.
+    arrivals: int32 [16 * kv heads * parts], SMs that have left a partial.
+    vectors: bf16, the weight arena, of which norm weights and biases are read; written by nobody.
+    embed: bf16, this rank's part of the table [vocab, hidden], written by nobody; or the rows that
+    come in, which the runner gives.
+    cache: bf16, the arena of states: keys and values [rows, head_dim] of all sequences.
+    rope: f32 [positions, head_dim], cosines, then sines; written by nobody.
+    """
+
+    tokens: Tensor
+    events: Tensor
+    acts: Tensor
+    numbers: Tensor
+    logits: Tensor
+    sums: Tensor
+    bests: Tensor
+    best_rows: Tensor
+    partials: Tensor
+    arrivals: Tensor
+    vectors: Tensor
+    embed: Tensor
+    cache: Tensor
+    rope: Tensor
+
+
+class SlotRing(NamedTuple):
+    """In shared memory, made by the kernel. slots: bf16 [stages, 128, 64], which the loader fills
+    by the copy engine and compute warps read; ready, free: an mbarrier a slot, of bytes that came,
+    and of warps that have read it.
+    """
+
+    slots: object
+    ready: object
+    free: object
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSpec:
+    """What one compiled kernel is for.
+
+    head_dim, num_queries, num_heads, num_kv_heads, num_parts: of attention: elements of a head,
+    query heads of a task, query and kv heads of this rank, tasks that share a kv head. qk_norm:
+    whether queries and keys are normalised; rotated: whether they are rotated. attends, normalises:
+    whether there is attention, and rows in another form (norms.py). looks_up: whether tokens are
+    looked up in `embed`. choice: how a token is chosen (plan/words.py). head_rows: logits of an SM,
+    at most, a power of two. stages: of the ring; ahead: loads under way at a time, at most.
+    """
+
+    head_dim: int
+    num_queries: int
+    num_heads: int
+    num_kv_heads: int
+    num_parts: int
+    qk_norm: bool
+    rotated: bool
+    attends: bool
+    normalises: bool
+    looks_up: bool
+    epilogues: BatchEpilogues
+    choice: int
+    head_rows: int
+    num_ranks: int
+    stages: int
+    ahead: int
