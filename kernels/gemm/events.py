@@ -67,6 +67,8 @@ def finish_stores():
     """Waits until this thread's TMA stores have been written, not only read; orders them before
     its next release.
     """
+    # Triton waits for stores by .read alone, which says that shared memory is free, not that others
+    # may look; and TMA writes by a proxy of its own, which a release does not order
     gl.inline_asm_elementwise(
         "cp.async.bulk.wait_group 0; fence.proxy.async.global; mov.b32 $0, 0;",
         "=r",
@@ -80,6 +82,8 @@ def finish_stores():
 @gluon.jit
 def before_tma_reads():
     """Orders what was acquired before TMA loads that this thread starts."""
+    # an acquire orders plain loads; TMA reads by a proxy of its own, which Gluon fences in shared
+    # memory alone
     gl.inline_asm_elementwise(
         "fence.proxy.async.global; mov.b32 $0, 0;",
         "=r",

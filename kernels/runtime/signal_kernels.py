@@ -7,6 +7,9 @@
 import triton
 import triton.language as tl
 
+# An acquire of Triton's is an atomic, which would take turns with the peer's; this is a load. The
+# difference is compared, not the counts, which wrap around. The poll ends by the clock, since a
+# dead peer never writes.
 _POLL = tl.constexpr("""{
 .reg .pred again;
 .reg .b32 count;

@@ -19,5 +19,6 @@ def prefetch(pointers, num_bytes: tl.constexpr):
     """Brings so many bytes (a multiple of 16) from each of the pointers, a thread each, into the L2
     cache. A hint that no memory order concerns: what is written there later is written in L2.
     """
+    # Triton has no prefetch into L2; a load would hold a register until it comes
     asm: tl.constexpr = _prefetch(num_bytes)
     tl.inline_asm_elementwise(asm, "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1)

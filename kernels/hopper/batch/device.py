@@ -42,11 +42,13 @@ def wait_asm() -> str:
         "setp.ne.s32 mine, $3, 0;",
         "@!mine bra DONE;",
         "SPIN:",
+        # an acquiring load, since Triton's acquire is an atomic, which takes turns with the signals
         "ld.acquire.gpu.global.s32 v, [$1];",
         "sub.s32 v, v, $2;",
         "setp.lt.s32 again, v, 0;",
         "@!again bra DONE;",
         *look("$4", "SPIN"),
+        # given up: how many SMs still owe it, in the place of an SM's number
         "mov.b32 word, $5;",
         "neg.s32 found, v;",
         "min.s32 found, found, 255;",
@@ -66,6 +68,7 @@ def wait_event(events, event, target, flag, RANKS: gl.constexpr):
     threads = gl.arange(0, THREADS, layout=PER_THREAD)
     counter = events + 2 * EVENTS_AT + event * EVENT_WORDS + threads * 0
     awaited = flag if RANKS > 1 else target
+    # one thread polls, the others stand at the barrier: 256 pollers would slow the signals
     gl.inline_asm_elementwise(
         wait_asm(),
         "=&r,l,r,r,l,r,r",

@@ -121,6 +121,8 @@ def tell_asm() -> str:
     """PTX for inline_asm_elementwise. Operands: whether this thread does it, the word, where it
     goes twice.
     """
+    # logits were written by all threads, before a barrier; the fence makes them visible to all
+    # ranks before this thread's word is. A release of Triton's would be an atomic of one word
     lines = [
         "{",
         ".reg .pred mine;",
@@ -184,6 +186,7 @@ def tell_ranks(at, symmetric, peers, flag, RANKS: gl.constexpr):
     there = peers[0] + (at + 0 * threads)  # a rank a thread
     for rank in gl.static_range(1, RANKS):
         there = gl.where(threads == rank, peers[rank] + (at + 0 * threads), there)
+    # a rank a thread: the stores leave together
     gl.inline_asm_elementwise(
         tell_asm(),
         "=r,r,l,l",
@@ -201,6 +204,7 @@ def hear_ranks(words, symmetric, num_sms, flag, RANKS: gl.constexpr):
     stride_bytes = gl.to_tensor(8 * READY_WORDS).to(gl.int64)
     first = symmetric + (words[READY_FLAGS] + 2 * sms)
     spin_ranks(symmetric, first, stride_bytes, flag, sms < num_sms, RANKS)
+    # polls are relaxed: what others wrote before their words is visible behind this
     gl.inline_asm_elementwise(
         "fence.acq_rel.sys; mov.b32 $0, $1;", "=r,r", [sms], dtype=gl.int32, is_pure=False, pack=1
     )

@@ -36,6 +36,7 @@ QUERY_BYTES = gl.constexpr(block_ptx.QUERY_BYTES)
 @gluon.jit
 def keep_all(value):
     """The tensor itself, found at this point and not later."""
+    # impure, so that the compiler computes it before the wait that follows
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [value], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -51,6 +52,7 @@ def aim_block(ring, G: gl.constexpr):
     They are found at this point, and not later: before q, k and v are waited for.
     """
     bufs, _, _, xs, _, _ = ring
+    # one impure block: else addresses are computed where they are used, behind the polls
     return gl.inline_asm_elementwise(
         aim_asm(),
         "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r",
@@ -74,6 +76,7 @@ def score_block(
     """
     _, ready, free, _, _, _ = ring
     query, keys, _, weights, sums, _, _, at = aims
+    # Gluon would put barriers of all warps around each wait, product and store
     gl.inline_asm_elementwise(
         score_asm(HALVES, STAGES),
         "=&r" + ",r" * 13 + ",f",
@@ -101,6 +104,7 @@ def add_values(
     """
     _, ready, free, _, _, _ = ring
     _, _, weights, _, _, sums, values, _ = aims
+    # as score_block; what comes in and goes out stays in the same registers from block to block
     return gl.inline_asm_elementwise(
         value_asm(HALVES, STAGES),
         "=&f,=&f,=&f,=&f,=&f,=&f,f,f,f,f,f,f" + ",r" * 8,
@@ -176,6 +180,7 @@ def aim_rows(
 def stage_queries(aims, a, b, SIZE: gl.constexpr, D: gl.constexpr):
     """Both halves of the queries into shared memory. aims: see aim_rows."""
     args = [aims[0], aims[7], a, b] if is_padded(D) else [aims[0], a, b]
+    # to addresses found before the queries came, in the order in which score_block reads them
     gl.inline_asm_elementwise(
         stage_asm(D, SIZE),
         row_operands(SIZE, 2 if is_padded(D) else 1),
@@ -190,6 +195,7 @@ def stage_queries(aims, a, b, SIZE: gl.constexpr, D: gl.constexpr):
 def insert_new(aims, a, b, SIZE: gl.constexpr, D: gl.constexpr):
     """The new key and value into the ring's tiles of the last block. aims: see aim_rows."""
     _, to0, to1, bar0, bar1, phase0, phase1, _ = aims
+    # each thread waits for the tiles that it writes into, and no other thread waits for it
     gl.inline_asm_elementwise(
         insert_asm(D, SIZE),
         row_operands(SIZE, 6),

@@ -33,6 +33,7 @@ def write_addresses():
     """Writes into every 8 bytes of shared memory their own address; the last 15 bytes may go
     without, for no store reaches past the end.
     """
+    # Triton says nowhere where a buffer lies: so memory holds its own address (see address_of)
     gl.inline_asm_elementwise(
         """
         {
@@ -85,6 +86,7 @@ def aim(ring, slot):
     They are found at this point, and not later: before x is waited for. ring: see kernel.decode.
     """
     bufs, ready, _, xs, sums, _ = ring
+    # one impure block: else addresses are computed where they are used, behind the poll
     return gl.inline_asm_elementwise(
         aim_asm(),
         "=&r,=&r,=&r,=&r,=&r,r,r,r,r,r",
@@ -106,6 +108,7 @@ def store_x(at, pairs, NUM: gl.constexpr):
         args = [
             at, pairs[0], pairs[1], pairs[2], pairs[3], pairs[4], pairs[5], pairs[6], pairs[7],
         ]  # fmt: skip
+    # behind a store of Triton's all warps meet; here a warp reads what it wrote itself
     gl.inline_asm_elementwise(
         store_asm(NUM), store_operands(NUM), args, dtype=gl.int32, is_pure=False, pack=1
     )
@@ -118,6 +121,7 @@ def take_tiles(ring, aims, num_tiles, phase, STAGES: gl.constexpr):
     """
     _, ready, free, _, _, _ = ring
     _, _, tile, _, bar = aims
+    # tiles in registers before x comes; a load of Triton's would be moved behind the poll
     return gl.inline_asm_elementwise(
         take_asm(STAGES),
         take_operands(),
@@ -141,6 +145,7 @@ def multiply_tiles(
     rest = (
         ready, ready + 8 * STAGES, free - ready, x, sums, num_tiles, num_tiles_k, ss, squares, norm,
     )  # fmt: skip
+    # no barrier of all warps from the first product to the last, and no copy of a register of x
     gl.inline_asm_elementwise(
         multiply_asm(STAGES),
         multiply_operands(),

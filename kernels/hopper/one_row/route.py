@@ -57,6 +57,7 @@ def weighing(experts):
 @gluon.jit
 def expert_of(slots, slot):
     """The expert of a slot, once the choice is made. slots: address, see route_task."""
+    # impure: slots are written by PTX, of which Triton does not know, again in every layer
     return gl.inline_asm_elementwise(
         "ld.shared.b32 $0, [$1];",
         "=r,r",
@@ -70,6 +71,7 @@ def expert_of(slots, slot):
 @gluon.jit
 def weight_of(slots, slot):
     """What the expert of a slot weighs."""
+    # as expert_of
     return gl.inline_asm_elementwise(
         "ld.shared.f32 $0, [$1+4];",
         "=f,r",
@@ -94,11 +96,13 @@ def route_task(words, symmetric, scores, slots, chosen_bar, flag, EXPERTS: gl.co
     is_none = (low != low) | (high != high)
     low = gl.where((low == low) & (num_left > 0), low, float("-inf"))
     high = gl.where((high == high) & (num_left > 0), high, float("-inf"))
+    # into memory that linears use by address alone; all threads read it behind the barrier
     gl.inline_asm_elementwise(
         put_asm(), "=&r,r,f,f", [scores + 4 * word, low, high], dtype=gl.int32, is_pure=False,
         pack=1,
     )  # fmt: skip
     cta_barrier()
+    # a loop over scores, four a load: a tensor of all pairs of experts would not fit registers
     x, rank = gl.inline_asm_elementwise(
         rank_asm(num_chosen(EXPERTS)),
         "=&f,=&r,r,r,r",
@@ -120,6 +124,7 @@ def route_task(words, symmetric, scores, slots, chosen_bar, flag, EXPERTS: gl.co
         else:
             total = gl.sum(gl.where(is_chosen, part, 0.0) + none, axis=0)
         weight = part / total
+    # only chosen experts have a slot to write to
     gl.inline_asm_elementwise(
         weigh_asm(num_chosen(EXPERTS)), "=&r,r,r,f", [slots + 0 * rank, rank, weight],
         dtype=gl.int32, is_pure=False, pack=1,

@@ -33,7 +33,12 @@ LOWEST = "0fFF800000"
 
 @constexpr_function
 def aim_asm() -> str:
-    """See blocks.aim_block. Operands 8: the ring, 9: queries, 10: number of the last query."""
+    """See blocks.aim_block. Operands 8: the ring, 9: queries, 10: number of the last query.
+
+    Lanes of rows past the last query take the last again, so that none reads what is not there. $0
+    to $7 are in the order of aim_block; parts of 16 bytes of keys and values are swizzled by the
+    row, as the copy engine left them.
+    """
     return f"""
         {{
         .reg .b32 lane, warp, row, at, part;
@@ -78,6 +83,7 @@ def aim_asm() -> str:
 @constexpr_function
 def key_lines(halves: int, stages: int) -> list[str]:
     """Scores of a warp's 16 positions, keys as the left operand: c0 to c3."""
+    # queries first: they lie in shared memory already, while keys may still be on their way
     lines = [
         f"ld.shared.v4.b32 {{{registers('q', 4 * i, 4)}}}, [$QUERY+{128 * (i // 2) + i % 2 * 16}];"
         for i in range(2 * halves)
@@ -100,9 +106,11 @@ def key_lines(halves: int, stages: int) -> list[str]:
                 ),
             ]
         lines += [
+            # once the keys are in registers the loader may fill the slot
             "mad.lo.u32 bar, slot, 8, $FREE;",
             "@one mbarrier.arrive.shared::cta.b64 _, [bar];",
         ]
+    # two chains, c and d: a product need not wait for the one before
     return [*zeros("cd"), *lines, *(f"add.f32 c{i}, c{i}, d{i};" for i in range(4))]
 
 
@@ -110,6 +118,7 @@ def key_lines(halves: int, stages: int) -> list[str]:
 def over_rows(operation: str, name: str) -> list[str]:
     """Two registers of a name, summed or else over the warp's rows of lanes."""
     lines = []
+    # lanes 4 apart have the same queries, two each: three steps are all eight rows
     for far in (4, 8, 16):
         lines += [f"shfl.sync.bfly.b32 n{i}, {name}{i}, {far}, 31, 0xffffffff;" for i in (0, 1)]
         lines += [f"{operation}.f32 {name}{i}, {name}{i}, n{i};" for i in (0, 1)]
@@ -129,12 +138,14 @@ def weight_lines() -> list[str]:
     for i in range(4):
         lines += [f"mul.f32 c{i}, c{i}, $SCALE;", f"selp.f32 c{i}, c{i}, {LOWEST}, seen{i // 2};"]
     lines += ["max.f32 m0, c0, c2;", "max.f32 m1, c1, c3;", *over_rows("max", "m")]
+    # a warp that sees nothing: minus infinity from itself would be no number
     for i in (0, 1):
         lines += [f"setp.eq.f32 p, m{i}, {LOWEST};", f"selp.f32 n{i}, 0f00000000, m{i}, p;"]
     for i in range(4):
         lines += [f"sub.f32 c{i}, c{i}, n{i % 2};", f"ex2.approx.ftz.f32 c{i}, c{i};"]
     return [
         *lines,
+        # sums of a product are not as its right operand lies: rows and columns change places
         "cvt.rn.bf16x2.f32 b0, c1, c0;",
         "cvt.rn.bf16x2.f32 b1, c3, c2;",
         "movmatrix.sync.aligned.m8n8.trans.b16 b0, b0;",
@@ -144,6 +155,7 @@ def weight_lines() -> list[str]:
         "add.f32 l0, c0, c2;",
         "add.f32 l1, c1, c3;",
         *over_rows("add", "l"),
+        # after over_rows all lanes have them; the first four are two queries each
         "setp.lt.u32 p, lane, 4;",
         f"mad.lo.u32 at, $TURN, {SUMS_BYTES}, $SUMS;",
         "@p st.shared.v4.f32 [at], {m0, l0, m1, l1};",
@@ -176,6 +188,7 @@ def score_asm(halves: int, stages: int) -> str:
 @constexpr_function
 def factor_lines() -> list[str]:
     """The warps' weights b0 to b15, made relative to the highest maximum; the new sum."""
+    # every warp takes all warps' weights: it adds up columns of its own over all positions
     lines = [f"mad.lo.u32 at, $TURN, {SUMS_BYTES}, $SUMS;"]
     lines += [f"ld.shared.v2.f32 {{m{w}, l{w}}}, [at+{64 * w}];" for w in range(8)]
     lines.append(f"mad.lo.u32 at, $TURN, {WEIGHTS_BYTES}, $WEIGHTS;")
@@ -185,6 +198,7 @@ def factor_lines() -> list[str]:
     lines += [f"max.f32 high, high, m{w};" for w in range(1, 8)]
     for name, value in (("alpha", "$M"), *((f"m{w}", f"m{w}") for w in range(8))):
         lines += [f"sub.f32 {name}, {value}, high;", f"ex2.approx.ftz.f32 {name}, {name};"]
+    # weights are bf16 already, so factors are too: a pair an instruction
     for w in range(8):
         lines.append(f"cvt.rn.bf16x2.f32 both, m{w}, m{w};")
         lines += [f"mul.rn.bf16x2 b{i}, b{i}, both;" for i in (2 * w, 2 * w + 1)]
@@ -262,6 +276,7 @@ def stage_asm(head_dim: int, size: int) -> str:
     """
     apart = head_dim not in FAR
     lines = ["{", ".reg .pred p;", f"setp.ne.s32 p, ${size}, -1;"]
+    # by PTX, since Triton would find the addresses after the queries have come
     for number in (0, 1):
         to, after = size * (1 + apart * number), 0 if apart else FAR[head_dim] * number
         for i in range(size // 2):
@@ -280,6 +295,7 @@ def insert_asm(head_dim: int, size: int) -> str:
     kind = "b32" if size == 2 else "v2.b32"
     first, second = (", ".join(pairs[i : i + size // 2]) for i in (0, size // 2))
     two = head_dim != 64
+    # no .uni: lanes of other rows are not here
     apart = [wait("FIRST", bar0, phase0), wait("SECOND", bar1, phase1) if two else []]
     wait0, wait1 = ([line.replace(".uni", "") for line in lines] for lines in apart)
     return "\n".join(
@@ -294,6 +310,7 @@ def insert_asm(head_dim: int, size: int) -> str:
             f"xor.b32 at, {to0}, 64;",
             *wait1,
             f"st.shared.{kind} [{to1 if two else 'at'}], {{{second}}};",
+            # the copy engine wrote the tile and will write it again, by a proxy of its own
             "fence.proxy.async.shared::cta;",
             "DONE:",
             *(f"mov.b32 ${i}, 0;" for i in range(size)),

@@ -31,6 +31,7 @@ def high_half(bits):
 @gluon.jit
 def bf16_pair(low, high):
     """Two float32 as bf16 in one int32."""
+    # Gluon has no pair of bf16 in an int32: one instruction converts and packs both
     return gl.inline_asm_elementwise(
         "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1
     )
@@ -53,6 +54,7 @@ def flagged_float(value, flag):
 def fence_all():
     """Orders this thread's earlier accesses, and the copy engine's later reads, at scope gpu."""
     zero = gl.full([256], 0, gl.int32, layout=PER_THREAD)
+    # two fences, since the copy engine reads by a proxy of its own
     return gl.inline_asm_elementwise(
         "fence.proxy.async.global; fence.acq_rel.gpu; mov.b32 $0, $1;",
         "=r,r",
@@ -66,6 +68,7 @@ def fence_all():
 @gluon.jit
 def clock():
     """Nanoseconds, the same on every SM."""
+    # cycle counters of SMs differ; impure, so that it stays where it stands
     return gl.inline_asm_elementwise(
         "mov.u64 $0, %globaltimer;", "=l", [], dtype=gl.int64, is_pure=False, pack=1
     )
@@ -78,6 +81,7 @@ def keep(value):
     Triton 3.6 takes a value carried by a loop for dead when its only use is the bound of an inner
     loop, and keeps the first one for ever; bounds that come from prefetched words go through here.
     """
+    # impure, so that it is neither dropped nor moved
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [value], dtype=gl.int32, is_pure=False, pack=1
     )

@@ -10,6 +10,7 @@ from triton.runtime.jit import constexpr_function
 @constexpr_function
 def wait(label: str, bar: str, phase: str) -> list[str]:
     """Until the mbarrier at `bar` is past the phase; all lanes wait."""
+    # .uni: all lanes go on together, as the products behind it need
     return [
         f"{label}:",
         f"mbarrier.try_wait.parity.shared::cta.b64 p, [{bar}], {phase};",
@@ -35,6 +36,7 @@ def multiply(sums: str, left: str, right: str) -> str:
 @constexpr_function
 def next_slot(stages: int) -> list[str]:
     """The ring slot after the one in `slot`, and its phase."""
+    # by comparison: the number of stages is no power of two
     return [
         "add.u32 slot, slot, 1;",
         f"setp.eq.u32 p, slot, {stages};",

@@ -25,7 +25,12 @@ NUM_TAKEN = 17 * HELD + 3
 
 @constexpr_function
 def aim_asm() -> str:
-    """See aim. Operands 5 to 9: the ring, x, sums, the ring's barriers, the slot."""
+    """See aim. Operands 5 to 9: the ring, x, sums, the ring's barriers, the slot.
+
+    $0: where the thread stages x, in the order in which lanes take it as the right operand, so that
+    a lane's columns are two vectors. $1: those of its lane. $2: its row of a tile for ldmatrix, the
+    part of 16 bytes swizzled by the row as the copy engine left it. $3, $4: its sums, its barrier.
+    """
     return f"""
         {{
         .reg .b32 lane, warp, at, part;
@@ -64,6 +69,7 @@ def aim_asm() -> str:
 @constexpr_function
 def store_asm(num_chunks: int) -> str:
     """Two words of each chunk to $1 on; they belong to neighbouring lanes."""
+    # a result must be there, though nobody takes it: Triton has no asm without one
     lines = ["mov.b32 $0, 0;"]
     for chunk in range(num_chunks):
         for i in (0, 1):
@@ -81,6 +87,7 @@ def weight_lines(to: str, first: int, label: str, stages: int) -> list[str]:
     """The ring's next tile into 16 registers of a name, from number `first` on, once it has landed;
     $FREE is the barrier that frees it.
     """
+    # the step stands in the bits that the swizzle changes, so it goes in by xor
     lines = wait(label, "bar", "phase")
     for step in range(STEPS):
         lines += [
@@ -90,6 +97,7 @@ def weight_lines(to: str, first: int, label: str, stages: int) -> list[str]:
         ]
     return [
         *lines,
+        # barriers that free slots lie GAP behind those that say they are full; the ring ends at END
         "add.u32 $FREE, bar, $GAP;",
         f"add.u32 tile, tile, {TILE_BYTES};",
         "add.u32 bar, bar, 8;",
@@ -114,7 +122,7 @@ def take_asm(stages: int) -> str:
         "mov.u32 phase, $PHASE;",
     ]
     for i in range(HELD):
-        if i:
+        if i:  # a task of fewer tiles must not wait for the next one's
             lines += [f"setp.le.s32 p, $LEFT, {i};", "@p bra.uni TAKEN;"]
         load = weight_lines("$", 16 * i, f"WAIT{i}", stages)
         lines += [line.replace("$FREE", f"${16 * HELD + i}") for line in load]
@@ -139,6 +147,7 @@ def take_types() -> tuple[gl.dtype, ...]:
 @constexpr_function
 def refill_lines(i: int, kind: str, stages: int) -> list[str]:
     """The tile after those in registers into set i, if there is one."""
+    # as soon as the set is free, HELD tiles ahead: other sets are multiplied meanwhile
     load = weight_lines(f"w{SETS[i]}", 0, f"WAIT{kind}{i}", stages)
     return [
         f"setp.le.s32 p, left, {HELD};",
@@ -152,6 +161,7 @@ def refill_lines(i: int, kind: str, stages: int) -> list[str]:
 @constexpr_function
 def x_lines(s: str) -> list[str]:
     """The next chunk of x, the first after the last, into registers of set s."""
+    # x is read again for every unit: registers for all of it are not there
     return [
         *(
             f"ld.shared.v4.b32 {{{registers(f'x{s}', 4 * half, 4)}}}, [x+{16 * half}];"
@@ -177,6 +187,7 @@ def begin_lines() -> list[str]:
         *(f".reg .b32 free{s}, w{s}<16>;" for s in SETS),
         ".reg .b32 xA<8>, xB<8>;",
         ".reg .f32 c<4>, d<4>, cA<4>, dA<4>, cB<4>, dB<4>, y, z, none, ss, other;",
+        # without a norm nothing is summed: far is 0 at once
         "setp.ge.s32 normed, $NORM, 0;",
         "selp.b32 far, 16, 0, normed;",
         "mov.f32 ss, $SS;",
@@ -193,8 +204,10 @@ def begin_lines() -> list[str]:
         "mov.u32 phase, $PHASE;",
         "mov.u32 left, $NUM_TILES;",
         "mov.u32 k, $TILES_K;",
+        # copies, since operands that come in may not be written
         *(f"mov.b32 w{s}{i}, $W{s}{i};" for s in SETS for i in range(16)),
         *(f"mov.b32 free{s}, $F{s};" for s in SETS),
+        # lanes have staged x for each other; other warps' x is none of this one's
         "bar.warp.sync 0xffffffff;",
         *x_lines("A"),
         *SHARED,
@@ -213,8 +226,10 @@ def general_lines(stages: int) -> list[str]:
         for step in range(STEPS):
             right = registers(f"x{mine}", 2 * step, 2)
             left = registers(f"w{s}", 4 * step, 4)
+            # two chains of sums, c and d: a product need not wait for the one before
             lines.append(multiply(registers("cd"[step % 2], 0, 4), left, right))
         lines += [
+            # one lane a warp: the barrier counts warps. ldmatrix is done, since products took it
             f"@one mbarrier.arrive.shared::cta.b64 _, [free{s}];",
             *SHARED,
             "sub.u32 k, k, 1;",
@@ -234,6 +249,7 @@ def general_lines(stages: int) -> list[str]:
 @constexpr_function
 def sum_lines(s: str, wanted: str) -> list[str]:
     """The sums of a unit, in set s."""
+    # even columns hold x of one slice, odd ones of the other: of the four only 0 and 3 match rows
     return [
         f"add.f32 y, c{s}0, c{s}3;",
         f"add.f32 z, d{s}0, d{s}3;",
@@ -249,6 +265,7 @@ def single_lines(stages: int) -> list[str]:
     multiplied.
     """
     lines = [
+        # the first sums stored are of no unit: the predicate store is false for all lanes
         f"sub.u32 sums, sums, {UNIT_BYTES};",
         "setp.gt.u32 store, lane, 31;",
         "mov.f32 none, 0f00000000;",
@@ -261,7 +278,7 @@ def single_lines(stages: int) -> list[str]:
         for step in range(STEPS):
             sums = registers(f"{'cd'[step % 2]}{mine}", 0, 4)
             text = multiply(sums, registers(f"w{s}", 4 * step, 4), registers("xA", 2 * step, 2))
-            if step < 2:
+            if step < 2:  # sums begin at zero without eight moves
                 text = text.replace(f"{{{sums}}};", "{none, none, none, none};")
             lines.append(text)
         lines += [
@@ -298,6 +315,7 @@ def multiply_asm(stages: int) -> str:
         "SINGLE:",
         *single_lines(stages),
         "DONE:",
+        # few products may have left part of the sum over the warp undone
         "setp.eq.u32 p, far, 0;",
         "@p bra.uni SUMMED;",
         *SHARE,

@@ -35,13 +35,16 @@ def look(report: str, retry: str) -> list[str]:
     now, polls and found; polls was set to 0.
     """
     return [
+        # a look costs two loads: most polls go without
         "add.s32 polls, polls, 1;",
         f"and.b32 found, polls, {CHECK_POLLS - 1};",
         "setp.ne.s32 other, found, 0;",
         f"@other bra {retry};",
+        # whoever gave up before has written here: what this poll waits for may never come
         f"ld.relaxed.gpu.global.b64 value, [{report} + {8 * REPORT_FIRST}];",
         "setp.ne.s64 other, value, -1;",
         "@other bra GIVE_UP;",
+        # the wait counts from its first look: a clock read before the loop all would pay for
         "mov.u64 now, %globaltimer;",
         f"setp.eq.s32 other, polls, {CHECK_POLLS};",
         "@other mov.u64 start, now;",
@@ -57,10 +60,12 @@ def look(report: str, retry: str) -> list[str]:
 def accuse(report: str, flag: str) -> list[str]:
     """PTX of giving up: (flag, word, found) into the report, the host's alarm."""
     return [
+        # flag high, then word, then SM, so that the least of all is the first in the dataflow
         "shl.b32 word, word, 8;",
         "or.b32 found, found, word;",
         f"mov.b64 value, {{found, {flag}}};",
         f"red.relaxed.gpu.global.min.u64 [{report} + {8 * REPORT_FIRST}], value;",
+        # the alarm is memory of the host, which looks at the report once it sees it: fence between
         f"ld.relaxed.gpu.global.b64 start, [{report} + {8 * REPORT_ALARM}];",
         "fence.acq_rel.sys;",
         "st.relaxed.sys.global.u32 [start], 1;",
@@ -81,6 +86,8 @@ def look_registers() -> list[str]:
 def poll_asm(loads: tuple[tuple[int, int, int], ...], scope: str, flag: str) -> list[str]:
     """The loads, then what sets `again` if a word of theirs has another flag."""
     each = range(len(loads))
+    # 16 bytes a load are two words; relaxed, since plain loads may be kept in a register. All are
+    # on their way before the first flag is compared
     lines = [
         f"@wanted{j} ld.relaxed.{scope}.global.v2.b64 {{a{j}, b{j}}}, "
         f"[p{loads[j][0]} + {8 * loads[j][1]}];"
@@ -112,6 +119,7 @@ def spin_asm(loads: tuple[tuple[int, int, int], ...], scope: str, strided: bool)
     for j in each:
         lines += [f".reg .pred wanted{j};", f".reg .b64 a{j}, b{j};", f".reg .b32 ta{j}, tb{j};"]
         lines += [f"setp.gt.s32 wanted{j}, {count}, {loads[j][2]};"]
+        # words that are not wanted are never loaded: zeros with the right flag stand for them
         lines += [f"mov.b64 a{j}, {{0, {flag}}};", f"mov.b64 b{j}, a{j};"]
     lines += [
         "mov.u32 polls, 0;",
@@ -119,6 +127,7 @@ def spin_asm(loads: tuple[tuple[int, int, int], ...], scope: str, strided: bool)
         *poll_asm(loads, scope, flag),
         "@!again bra DONE;",
         *look(base, "SPIN"),
+        # given up: which word it was, the first with another flag, so the last of this loop
         "mov.b64 start, p0;",
     ]
     for j in reversed(each):
@@ -127,6 +136,7 @@ def spin_asm(loads: tuple[tuple[int, int, int], ...], scope: str, strided: bool)
             lines.append(f"@other add.s64 start, p{loads[j][0]}, {8 * (loads[j][1] + more)};")
     lines += [f"sub.s64 start, start, {base};", "shr.u64 start, start, 3;"]
     lines += ["cvt.u32.u64 word, start;", "mov.u32 found, %ctaid.x;", *accuse(base, flag)]
+    # zeros, so that the kernel drains with numbers that do no harm
     return "\n".join([*lines, *(f"mov.b32 ${i}, 0;" for i in range(outs)), "DONE:", "}"])
 
 
@@ -179,6 +189,7 @@ def spin2(symmetric, pointers, flag, wanted, WRITERS: gl.constexpr = 1):
     symmetric: the symmetric buffer they lie in, which starts with the report. WRITERS: GPUs that
     may write such words.
     """
+    # Triton has no relaxed loads: it may keep what a plain one read in a register for ever
     return gl.inline_asm_elementwise(
         spin_asm(chunk_loads(1), scope_of(WRITERS), False),
         spin_operands(1, 1),
@@ -195,6 +206,7 @@ def spin_chunks(symmetric, pointers, flag, num_left, NUM: gl.constexpr, WRITERS:
     2 t of the first; `num_left` words from there on are valid, the rest gives zeros. WRITERS:
     GPUs that may write such words.
     """
+    # all chunks in one loop: one round trip, however many they are
     return gl.inline_asm_elementwise(
         spin_asm(chunk_loads(NUM), scope_of(WRITERS), False),
         spin_operands(NUM, 1),
@@ -208,6 +220,7 @@ def spin_chunks(symmetric, pointers, flag, num_left, NUM: gl.constexpr, WRITERS:
 @gluon.jit
 def spin_rows(symmetric, pointers, flag, wanted, D: gl.constexpr, SIZE: gl.constexpr):
     """SIZE words of either half of a row of D words, from the pointer and from d / 2 later on."""
+    # both halves of a row at once, since a rotation takes a column of each
     return gl.inline_asm_elementwise(
         spin_asm(row_loads(D, SIZE), "gpu", False),
         spin_operands(SIZE, 1),
@@ -223,6 +236,7 @@ def spin_partials(symmetric, pointers, scales, flag, num_left, D: gl.constexpr):
     """Of each of four splits' partials: two outputs from `pointers` on, maximum and sum at
     `scales`; words of the first split, of which `num_left` are valid, the rest gives zeros.
     """
+    # four splits in one loop: their words come in one round trip
     return gl.inline_asm_elementwise(
         spin_asm(partial_loads(D), "gpu", False),
         spin_operands(8, 2),
@@ -236,6 +250,7 @@ def spin_partials(symmetric, pointers, scales, flag, num_left, D: gl.constexpr):
 @gluon.jit
 def spin_ranks(symmetric, pointers, stride_bytes, flag, wanted, RANKS: gl.constexpr):
     """Two consecutive words of each rank's part, which peers wrote, from the first rank's on."""
+    # by a stride, since an address a rank would take two registers of each thread
     return gl.inline_asm_elementwise(
         spin_asm(rank_loads(RANKS), "sys", True),
         spin_operands(RANKS, 2),
