@@ -20,11 +20,14 @@ from distmega.kernels.hopper.emulator.memory import FlaggedWords, KeptNumbers, P
 from distmega.kernels.hopper.emulator.numbers import Floats, Indices, numbers_of
 from distmega.kernels.hopper.emulator.row_attention import attention, combine, load_blocks
 from distmega.kernels.hopper.emulator.row_bodies import barrier, embed, linear
+from distmega.kernels.hopper.emulator.row_experts import expert_row, load_expert_columns, route
 from distmega.kernels.hopper.emulator.row_pointwise import pointwise
 from distmega.kernels.hopper.emulator.row_sample import most_likely, push_best
 from distmega.kernels.hopper.emulator.sm import GARBAGE, SPARE, EmulatedGpu, Running, Sm
 from distmega.kernels.hopper.plan.types import RowQueues
 from distmega.kernels.hopper.plan.words import (
+    EXPERT_COLUMNS,
+    EXPERT_ROWS,
     MAX_EPILOGUES,
     PAIRED,
     STATE_EPOCH,
@@ -38,6 +41,7 @@ from distmega.kernels.hopper.plan.words import (
     RowEmbed,
     RowLinear,
     RowPointwise,
+    RowRoute,
     RowSample,
 )
 from distmega.kernels.runtime.arena import ArenaLayout
@@ -273,16 +277,21 @@ def loader(sm: Sm, launch: RowLaunch) -> Steps:
             if isinstance(one, RowAttention):
                 yield from sm.await_step(step)
                 yield from load_blocks(sm, one, position0 + step)
+            elif isinstance(one, RowRoute):
+                yield from sm.await_choice()
             elif one.opcode < MAX_EPILOGUES:
                 assert isinstance(one, RowLinear)
-                yield from load_units(sm, one)
+                by_columns = one.flags & EXPERT_COLUMNS
+                yield from (load_expert_columns if by_columns else load_units)(sm, one)
 
 
 def load_units(sm: Sm, one: RowLinear) -> Steps:
     """Units of a linear, those of two streams in turn, tile by tile."""
     for unit in range(one.num_units):
         row = one.weight_row + unit * UNIT_ROWS
-        if one.flags & PAIRED:
+        if one.flags & EXPERT_ROWS:
+            row = expert_row(sm, one, unit)
+        elif one.flags & PAIRED:
             row = (one.pair_row if unit % 2 else one.weight_row) + unit // 2 * UNIT_ROWS
         for k in range(one.num_tiles_k):
 
@@ -327,6 +336,8 @@ def compute(sm: Sm, launch: RowLaunch) -> Steps:
                     embed(sm, one, token, flag)
                 case RowPointwise():
                     yield from pointwise(sm, one, token, position, flag)
+                case RowRoute():
+                    yield from route(sm, one, flag)
                 case RowSample():
                     raise UnsupportedError(
                         f"the sample {one.name!r} on an emulated GPU",

@@ -20,6 +20,7 @@ from distmega.kernels.hopper.emulator.numbers import (
     pairs_of,
     to_bf16,
 )
+from distmega.kernels.hopper.emulator.row_experts import weighted
 from distmega.kernels.hopper.emulator.sm import Mask, Sm
 from distmega.kernels.hopper.plan.types import Epilogue, RowFormula
 from distmega.kernels.hopper.plan.words import (
@@ -106,9 +107,10 @@ def linear(
             pairs = y.reshape(GROUP_UNITS // 2, 2, UNIT_ROWS)
             streams = [np.ascontiguousarray(pairs[:, i]).reshape(-1) for i in (0, 1)]
             half = row0 // 2 + np.arange(GROUP_ROWS // 2)
-            write(sm, one, epilogue, half, limit // 2, evaluate(epilogue.formula, streams), flag)
+            mixed = result(sm, epilogue, half, streams)
+            write(sm, one, epilogue, half, limit // 2, mixed, flag)
         else:
-            y = evaluate(epilogue.formula, [y, *given])
+            y = result(sm, epilogue, row, [y, *given])
             if not epilogue.ranked:
                 write(sm, one, epilogue, row, limit, y, flag)
                 continue
@@ -119,6 +121,13 @@ def linear(
     if epilogue.summed:
         yield from sum_partials(sm, one, epilogue, limit, flag)
     return best, best_row
+
+
+def result(sm: Sm, epilogue: Epilogue, row: np.ndarray, args: list[Floats]) -> Floats:
+    """Rows of the formula, of experts with what these weigh."""
+    if epilogue.weighted:
+        return weighted(sm, epilogue.formula, row, args[: epilogue.num_streams])
+    return evaluate(epilogue.formula, args)
 
 
 def bias_of(sm: Sm, one: RowLinear, group: int, row: np.ndarray, wanted: Mask) -> Floats:

@@ -23,9 +23,8 @@ from distmega.kernels.hopper.emulator.memory import (
 from distmega.kernels.hopper.emulator.numbers import Floats, Indices, Words
 from distmega.kernels.hopper.emulator.ring import Ring
 from distmega.kernels.hopper.plan.types import RowQueues
-from distmega.kernels.hopper.plan.words import TILE_K, UNIT_ROWS
+from distmega.kernels.hopper.plan.words import SLICE_K, TILE_K, UNIT_ROWS
 
-SLICE_K = 64
 SPARE = 4096
 """Elements behind the weights: finite, and never multiplied by other than zero."""
 GARBAGE = 1000.0
@@ -73,6 +72,10 @@ class Sm:
         self.ring = Ring(gpu.order, gpu.rank, sm, num_slots, ahead)
         self.begun: list[tuple[Clock, Clock]] = []
         """What the compute warps knew, and saw, when each step of the launch began."""
+        self.experts: list[int] = []
+        """Of each slot, once they are chosen."""
+        self.weights: Floats = np.zeros(0, dtype=np.float32)
+        self.num_choices = self.num_awaited = 0
         self.waiting = ""
 
     # flagged words
@@ -122,6 +125,23 @@ class Sm:
         done, seen = self.begun[step]
         np.maximum(self.loader.done, done, out=self.loader.done)
         np.maximum(self.loader.seen, seen, out=self.loader.seen)
+
+    # experts
+
+    def choose(self, experts: list[int]) -> None:
+        """Gives the loader the experts of the slots."""
+        self.experts = experts
+        self.weights = np.full(len(experts), np.nan, dtype=np.float32)
+        self.num_choices += 1
+        self.gpu.order.wake(("choice", self.gpu.rank, self.sm))
+
+    def await_choice(self) -> Steps:
+        """Steps of the loader: until the compute warps have made the next choice. An mbarrier tells
+        by one bit, so that a loader that comes two choices late would wait for ever.
+        """
+        while (self.num_choices - self.num_awaited) % 2 == 0:
+            yield "choice", self.gpu.rank, self.sm
+        self.num_awaited += 1
 
     # tiles
 

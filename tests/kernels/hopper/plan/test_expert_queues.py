@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 
@@ -42,23 +43,33 @@ from distmega.kernels.tasks.fuse import (
 from distmega.models.presets import PRESETS
 from distmega.program import expr
 from distmega.program.builder import Handle, ProgramBuilder
+from distmega.program.ops.experts import Weighing
 from distmega.program.types import Program
 from distmega.sharding.layout.mesh import DeviceMesh
-from distmega.sharding.layout.placements import replicate, shard
+from distmega.sharding.layout.placements import Layout, replicate, shard
 from distmega.sharding.localize import localize
 from distmega.sharding.planner import plan_program
 
 HIDDEN, NUM_EXPERTS, NUM_CHOSEN = 256, 12, 3
+PARTS = {"g": 1, "u": 1, "d": 2}
+"""Dims that ranks divide where each has a part of every expert."""
 
 
 def experts(
-    p: ProgramBuilder, x: Handle, name: str, width: int, *, gated: bool = True, chosen: int = 0
+    p: ProgramBuilder,
+    x: Handle,
+    name: str,
+    width: int,
+    *,
+    gated: bool = True,
+    chosen: int = NUM_CHOSEN,
+    weighing: Weighing = "softmax_chosen",
 ) -> Handle:
     """Experts of a normalised row."""
-    size, chosen = x.shape[-1], chosen or NUM_CHOSEN
+    size = x.shape[-1]
     normed = p.rms_norm(x, p.weight(f"{name}n", (size,), "bf16"), 1e-5)
     scores = p.linear(normed, p.weight(f"{name}r", (NUM_EXPERTS, size), "bf16"))
-    weights, ids = p.top_k(scores, chosen, "softmax_chosen")
+    weights, ids = p.top_k(scores, chosen, weighing)
     routing = p.route(ids, NUM_EXPERTS)
     rows = p.gather_rows(normed, routing)
     parts = [
@@ -71,7 +82,7 @@ def experts(
     return p.scatter_add(p.grouped_linear(mixed, down, routing), weights, routing)
 
 
-def layers(num: int = 3, width: int = 192, **kinds: bool) -> Program:
+def layers(num: int = 3, width: int = 192, **kinds: Any) -> Program:
     """x, then x + experts(x), num times."""
     p = ProgramBuilder("layers")
     x = p.input("x", (1, HIDDEN), "bf16")
@@ -80,22 +91,26 @@ def layers(num: int = 3, width: int = 192, **kinds: bool) -> Program:
     return p.build(x)
 
 
-def local_program(program: Program, tp: int, divided: Mapping[str, int]) -> Program:
-    """What a rank has, with the dims of experts' weights divided that stand by their last letter;
-    every rank has the routers.
+def expert_marks(program: Program, divided: Mapping[str, int] = PARTS) -> dict[str, Layout]:
+    """How ranks divide weights: those of experts by the dim that stands by their last letter; every
+    rank has the routers.
     """
-    marks = {
+    return {
         tensor.name: shard(divided[tensor.name[-1]], "tp")
         if len(tensor.shape) == 3
         else replicate()
         for tensor in program.with_role("weight")
-        if tp > 1
     }
+
+
+def local_part(program: Program, tp: int, divided: Mapping[str, int] = PARTS) -> Program:
+    """What a rank has."""
+    marks = expert_marks(program, divided) if tp > 1 else {}
     return localize(plan_program(program, DeviceMesh(tp=tp), H200, marks)).program
 
 
 def queues_of(program: Program, tp: int = 1, num_sms: int = 16) -> RowQueues:
-    local = local_program(program, tp, {"g": 1, "u": 1, "d": 2})
+    local = local_part(program, tp)
     weights = layout_arena(Space.WEIGHT, order_weights(local))
     states = layout_arena(Space.STATE, local.with_role("state"))
     return build_queues(local, weights, states, num_sms)
@@ -307,6 +322,6 @@ def test_what_the_kernel_does_not_take_is_named():
         x = p.pointwise("a0 + a1", x, experts(p, x, f"l{i}", width))
     with pytest.raises(UnsupportedError, match="experts of several shapes"):
         queues_of(p.build(x))
-    local = local_program(layers(1), 2, dict.fromkeys("gud", 0))
+    local = local_part(layers(1), 2, dict.fromkeys("gud", 0))
     with pytest.raises(UnsupportedError, match="of kind scatter_add does not fuse"):
         fuse_segment(local)
