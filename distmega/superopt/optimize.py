@@ -49,10 +49,20 @@ class Optimizer:
         yield from self.prove_found()
 
     def prove_found(self) -> Iterator[RewriteRule | Refusal]:
-        """Proves what the search has found until now; once each."""
+        """Proves what the search has found until now; once each. Where the fastest are all refused
+        the next ones follow, until some of them are proven.
+        """
+        first = 0
+        while candidates := self.search.candidates(first):
+            yield from self._prove(candidates)
+            if self.rules:
+                return
+            first += len(candidates)
+
+    def _prove(self, candidates: Sequence[Candidate]) -> Iterator[RewriteRule | Refusal]:
         done = {rule.graph for rule in self.rules}
         done |= {print_graph(refusal.candidate.graph) for refusal in self.refused}
-        for candidate in self.search.candidates():
+        for candidate in candidates:
             if print_graph(candidate.graph) in done:
                 continue
             try:

@@ -99,9 +99,11 @@ class Search:
         for axis in self._divisible():
             yield from self._search(axis, {axis: (f"{axis}_o", f"{axis}_i")})
 
-    def candidates(self) -> list[Candidate]:
-        """What was found until now, the fastest first, one of each structure."""
-        found = sorted(self._best.values(), key=lambda item: item[:2])
+    def candidates(self, first: int = 0) -> list[Candidate]:
+        """What was found until now, the fastest first, one of each structure: as many as are kept,
+        from number `first` on.
+        """
+        found = sorted(self._best.values(), key=lambda item: item[:2])[first:]
         return [
             Candidate(self._graph(item), time, structure)
             for (time, structure, item) in found[: self.limits.num_kept]

@@ -1,0 +1,136 @@
+"""Programs of other forms than the paper's: the search ends, what it proves is equal."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from distmega.kernels.machines import H200
+from distmega.program.builder import Handle, ProgramBuilder
+from distmega.program.types import Program
+from distmega.superopt.graph.text import parse_graph
+from distmega.superopt.optimize import Optimizer
+from distmega.superopt.rewrite import fuse_graphs, graph_program
+from distmega.superopt.search.schedule import SearchLimits
+from tests.superopt.test_rules import inputs_of, run
+
+DTYPE = "bf16"
+QUICK = SearchLimits(num_scheduled=24, num_kept=3, splits=(4,))
+
+
+def linear(
+    p: ProgramBuilder, x: Handle, name: str, n: int, k: int, *, bias: bool = False
+) -> Handle:
+    vector = p.weight(f"{name}_bias", (n,), DTYPE) if bias else None
+    return p.linear(x, p.weight(name, (n, k), DTYPE), bias=vector)
+
+
+def layer_norm_linear() -> Program:
+    p = ProgramBuilder("layer_norm_linear")
+    x = p.input("x", (4, 256), DTYPE)
+    vectors = (p.weight(name, (256,), DTYPE) for name in ("g", "b"))
+    return p.build(linear(p, p.layer_norm(x, *vectors, 1e-5), "w", 128, 256))
+
+
+def softmax_of_a_linear() -> Program:
+    p = ProgramBuilder("softmax_of_a_linear")
+    return p.build(p.softmax(linear(p, p.input("x", (16, 128), DTYPE), "w", 64, 128)))
+
+
+def product_of_linears() -> Program:
+    p = ProgramBuilder("product_of_linears")
+    x, y = (p.input(name, (8, k), DTYPE) for name, k in (("x", 128), ("y", 64)))
+    return p.build(linear(p, x, "a", 256, 128) * linear(p, y, "b", 256, 64))
+
+
+def residual_norm_linear() -> Program:
+    """The sum leaves too."""
+    p = ProgramBuilder("residual_norm_linear")
+    x, r = (p.input(name, (1, 512), DTYPE) for name in ("x", "r"))
+    total = x + r
+    h = p.rms_norm(total, p.weight("g", (512,), DTYPE), 1e-6)
+    return p.build(linear(p, h, "w", 128, 512), total)
+
+
+def swiglu_with_biases() -> Program:
+    p = ProgramBuilder("swiglu")
+    x = p.input("x", (2, 128), DTYPE)
+    gate, up = (linear(p, x, name, 256, 128, bias=True) for name in ("gate", "up"))
+    return p.build(linear(p, gate.map("silu(a0) * a1", up), "down", 128, 256, bias=True))
+
+
+def attention_with_a_bias() -> Program:
+    p = ProgramBuilder("attention_with_a_bias")
+    q = p.input("q", (4, 64), DTYPE)
+    k, v = (p.input(name, (4, 256, 64), DTYPE) for name in ("k", "v"))
+    scores = p.linear(q, k, spec="h d, h t d -> h t")
+    scores = scores.map("a0 * 0.125 + a1", p.input("bias", (4, 256), DTYPE))
+    return p.build(p.linear(p.softmax(scores), v, spec="h t, h t e -> h e"))
+
+
+def mean_over_rows() -> Program:
+    p = ProgramBuilder("mean_over_rows")
+    x = p.input("x", (64, 128), DTYPE)
+    mean = p.reduce(x.map("a0 * 0.015625"), 0)
+    return p.build(mean.map("a0 * a1", p.weight("w", (128,), DTYPE)))
+
+
+def sum_of_exponentials() -> Program:
+    p = ProgramBuilder("sum_of_exponentials")
+    x = p.input("x", (16, 256), DTYPE)
+    top = p.reshape(p.reduce(x, 1, "max"), (16, 1))
+    return p.build(p.reduce(x.map("exp(a0 - a1)", top), 1))
+
+
+def queries_keys_values() -> Program:
+    p = ProgramBuilder("queries_keys_values")
+    x = p.rms_norm(p.input("x", (4, 128), DTYPE), p.weight("g", (128,), DTYPE), 1e-5)
+    return p.build(*(linear(p, x, name, 64, 128) for name in ("q", "k", "v")))
+
+
+def gelu_mlp() -> Program:
+    p = ProgramBuilder("gelu_mlp")
+    x = p.input("x", (8, 128), DTYPE)
+    h = linear(p, x, "up", 256, 128, bias=True).map("gelu(a0)")
+    return p.build(linear(p, h, "down", 128, 256, bias=True) + x)
+
+
+FEW = (softmax_of_a_linear, mean_over_rows, sum_of_exponentials, attention_with_a_bias)
+MORE = (
+    layer_norm_linear, product_of_linears, swiglu_with_biases, residual_norm_linear,
+    queries_keys_values, gelu_mlp,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "build", [*FEW, *(pytest.param(build, marks=pytest.mark.nightly) for build in MORE)]
+)
+def test_programs_of_other_forms_are_proven_and_equal(build: Callable[[], Program]):
+    """Each within its limits; what is proven computes the same, also where the program has it."""
+    program = build()
+    optimizer = Optimizer(program, H200, QUICK)
+    for _ in optimizer.run():
+        pass
+    assert optimizer.rules
+    assert optimizer.search.num_recipes <= (1 + len(program.ops) * 2) * QUICK.num_scheduled
+    inputs = inputs_of(program)
+    expected = run(program, inputs)
+    for rule in optimizer.rules:
+        if rule.as_ops:
+            found = run(graph_program(parse_graph(rule.graph)), inputs)
+            for one, two in zip(found, expected, strict=True):
+                scale = float(two.float().abs().max())
+                torch.testing.assert_close(one, two, rtol=0.02, atol=0.02 * scale)
+    best = optimizer.rules[0]
+    made = fuse_graphs(program, [best])
+    assert (made != program) == (best.graph_us < best.program_us)
+
+
+def test_where_the_fastest_overflow_the_next_ones_are_proven():
+    """Attention without its largest score needs fewer ops."""
+    optimizer = Optimizer(attention_with_a_bias(), H200, SearchLimits(num_scheduled=24, num_kept=1))
+    for _ in optimizer.run():
+        pass
+    assert len(optimizer.rules) == 1
+    assert optimizer.refused
+    assert all("overflows" in refusal.reason for refusal in optimizer.refused)
