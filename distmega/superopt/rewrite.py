@@ -279,14 +279,18 @@ def _apply(
 
 
 def _by_saving(matches: Sequence[Match]) -> list[Match]:
-    """Those of the most saving first; of those of the same ops one that was measured, if any."""
+    """Those of the most saving first; of those of the same ops one that was measured, else one that
+    was searched for these sizes, if any.
+    """
     most: dict[frozenset[str], float] = {}
     for match in matches:
         key = frozenset(match.ops)
         most[key] = max(most.get(key, -math.inf), match.saved_us)
 
-    def order(match: Match) -> tuple[float, bool, float]:
-        return -most[frozenset(match.ops)], not match.sized.launches, -match.saved_us
+    def order(match: Match) -> tuple[float, bool, bool, float]:
+        rule = match.sized
+        known = not rule.launches, rule != match.rule
+        return -most[frozenset(match.ops)], *known, -match.saved_us
 
     return sorted(matches, key=order)
 

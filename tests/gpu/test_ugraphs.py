@@ -16,6 +16,7 @@ from distmega.sharding.planner import plan_program
 from distmega.superopt.graph.arithmetic import Float
 from distmega.superopt.graph.interpret import run_graph
 from distmega.superopt.graph.text import parse_graph
+from distmega.superopt.programs import read_case
 from distmega.superopt.rules import shipped_rules
 from tests.kernels.ugraphs.graphs import GRAPHS
 
@@ -66,6 +67,57 @@ def test_compiled_programs_use_shipped_rules():
     wanted = 0.5 * h @ tensors["w"].double().T
     error = (found.double() - wanted).abs().max() / wanted.abs().max()
     assert error < 0.01
+
+
+OTHER_SIZES = (
+    "rmsnorm_linear k=2560 n=9728 rows=3",
+    "lora k=2048 n=8192 rank=64",
+    "gated_mlp k=1536 n=8960 rows=5",
+    "gqa_decode ctx=1000 heads=16 kv=2 dim=64",
+    "qknorm_attention ctx=512 heads=8 dim=128",
+    "ntrans hidden=3072 rows=7",
+)
+
+
+@pytest.mark.parametrize("case", OTHER_SIZES)
+def test_rules_hold_at_sizes_of_no_rule(case: str):
+    program, mesh = read_case(case), DeviceMesh(tp=1)
+    plan = plan_program(program, mesh, H200)
+    run = CompiledProgram(plan, SingleCommunicator(mesh), "cuda:0", megakernel=False)
+    plain = CompiledProgram(plan, SingleCommunicator(mesh), "cuda:0", megakernel=False, rules=())
+    assert len(run.stats.rules) == 1
+    assert plain.stats.rules == ()
+    torch.manual_seed(0)
+    tensors = {
+        t.name: torch.randn(t.shape, device="cuda").bfloat16()
+        for t in program.tensors
+        if t.role != "temp"
+    }
+    for (name, found), wanted in zip(run(tensors).items(), plain(tensors).values(), strict=True):
+        error = (found.double() - wanted.double()).abs().max() / wanted.double().abs().max()
+        assert error < 0.02, name
+
+
+def test_a_megakernel_takes_a_factor_before_a_linear_layer():
+    """Behind it, by a shipped rule, the factor is the kernel's epilogue."""
+    p = ProgramBuilder("scaled")
+    h = p.rms_norm(p.input("x", (1, 2048), "bf16"), p.weight("g", (2048,), "bf16"), 1e-5)
+    program = p.build(p.linear(h.map("a0 * 0.0625"), p.weight("w", (4096, 2048), "bf16")))
+    mesh = DeviceMesh(tp=1)
+    plan = plan_program(program, mesh, H200)
+    run = CompiledProgram(plan, SingleCommunicator(mesh), "cuda:0", megakernel=True)
+    plain = CompiledProgram(plan, SingleCommunicator(mesh), "cuda:0", megakernel=False, rules=())
+    assert [name.split(".")[0] for name in run.stats.rules] == ["scaled_linear"]
+    assert run.stats.num_megakernels == 1
+    torch.manual_seed(0)
+    tensors = {
+        t.name: torch.randn(t.shape, device="cuda").bfloat16()
+        for t in program.tensors
+        if t.role != "temp"
+    }
+    (found,), (wanted,) = run(tensors).values(), plain(tensors).values()
+    error = (found.double() - wanted.double()).abs().max() / wanted.double().abs().max()
+    assert error < 0.02
 
 
 @pytest.mark.parametrize("rule", shipped_rules(), ids=[rule.name for rule in shipped_rules()])

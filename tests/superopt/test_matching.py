@@ -195,6 +195,11 @@ def test_of_several_rules_the_one_that_saves_most_is_used(norm_rule: RewriteRule
     assert fused(program, better, measured) == ["measured"]
 
 
+def test_a_rule_of_the_programs_own_size_comes_before_one_of_another():
+    program = read_case("rmsnorm_linear k=2048 n=128256")
+    assert fused(program, *shipped_rules()) == ["rmsnorm_linear.k2048.n128256.rows1"]
+
+
 def test_rules_without_kernels_at_a_size_are_not_used(norm_rule: RewriteRule):
     """What was asked is the rule at the program's sizes."""
     asked: list[tuple[int, ...]] = []
