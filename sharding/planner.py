@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from distmega.collecting import gc_paused
 from distmega.errors import PlanError
+from distmega.program.kinds import kind_of
 from distmega.program.types import Access, Op, Program, accesses
 from distmega.sharding.explain import explain_plan
 from distmega.sharding.finalize import finalize_allocations, finalize_loops
@@ -169,7 +170,7 @@ class _Planner:
         """
         states = [a for a in op.reads if self.tensors[a.tensor].role == "state"]
         annotated = any(isinstance(layout.at(axis), Shard) for layout in self.pins.values())
-        if op.kind != "attention" or not states or annotated:
+        if not kind_of(op).mixes_values or not states or annotated:
             return ()
         names = _shared_parallel_axes(op, (op.reads[0], *op.writes))
         options = self.table.options(op, size)

@@ -70,11 +70,15 @@ class OpKind:
         rank's program, "internal" for what later passes make.
     communicates: ranks of a mesh axis, attr `mesh_axis`, do it together.
     reaches_all: every rank gets the same of it, so a kernel's tasks may push their parts to all.
+    gathers_all: every rank gets all of a dim of which each has a part.
+    scatters_sums: each rank gets its part of a sum over ranks.
     writes_peers: its tasks write and signal on every rank of the team.
     inplace: writes into an operand.
     only_copies: elements, to other positions or under another shape.
     is_elementwise: one result each from elements at the same point, by formulas.
     is_norm: of rows, done with their statistics in one kernel.
+    scales_elements: a norm that then multiplies by a weight an element, so that its factor may move
+        behind a contraction, and a sum before it into the same kernel.
     chooses_token: or finds what one is chosen from.
     calls_torch: an operator of torch that programs have no kind for.
     mixes_values: by a softmax of scores; operands 1 and 2 are keys and values.
@@ -86,6 +90,7 @@ class OpKind:
     linear_read: the operand in which the op is linear, its others being the same on every rank, so
         that parts of a sum may be summed after it.
     reads_positions: integer operands hold positions to look up.
+    host_reads: what the host reads of the device each time that a library op runs.
     zero_where: whether results are exactly zero in padding, where operands `holders` have padding
         and those of `zero` hold zeros there.
     finite_where: whether results are finite in padding where operands are, those of `zero` zero.
@@ -102,11 +107,14 @@ class OpKind:
     origin: Literal["user", "sharding", "internal"] = "user"
     communicates: bool = False
     reaches_all: bool = False
+    gathers_all: bool = False
+    scatters_sums: bool = False
     writes_peers: bool = False
     inplace: bool = False
     only_copies: bool = False
     is_elementwise: bool = False
     is_norm: bool = False
+    scales_elements: bool = False
     chooses_token: bool = False
     calls_torch: bool = False
     mixes_values: bool = False
@@ -116,6 +124,7 @@ class OpKind:
     added_from: int | None = None
     linear_read: int | None = None
     reads_positions: bool = False
+    host_reads: str = ""
     zero_where: ZeroWhere = never_zero
     finite_where: Callable[[StatedOp, Set[int]], bool] = always_finite
     flops: Flops = no_flops

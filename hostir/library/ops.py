@@ -528,9 +528,9 @@ def compile_op(op: Op, coordinate: Coordinate) -> OpFunction:
 
 def reads_host(op: Op) -> str:
     """What the host reads of the device each time a library op runs; empty if nothing."""
-    if op.kind == "attention" and not attends_in_order(op):
-        return "the host reads positions"
-    return "the host reads where groups start" if op.kind == "grouped_linear" else ""
+    what = kind_of(op).host_reads
+    in_order = op.get("in_order", 0) and attends_in_order(op)
+    return f"the host reads {what}" if what and not in_order else ""
 
 
 class DeviceOps(Protocol):

@@ -32,7 +32,6 @@ MAX_FLOPS = 64
 """What one kernel takes: operands, results, and function applications an element."""
 
 FLOATS = frozenset({"bf16", "f16", "f32", "f64"})
-FUSED_NORMS = frozenset({"rms_norm", "layer_norm"})
 _SUM = expr.parse("a0 + a1")
 
 
@@ -155,7 +154,7 @@ class _HostFusion:
 
     def join(self, first: Op, then: Op) -> Op | None:
         """Both ops as one; None if no kernel does that."""
-        if then.kind in FUSED_NORMS:
+        if kind_of(then).scales_elements:
             return self.with_residual(first, then)
         if not kind_of(then).is_elementwise or not self.is_float(then):
             return None

@@ -25,6 +25,7 @@ from distmega.kernels.events.values import (
 from distmega.kernels.tasks.footprints import Footprints
 from distmega.kernels.tasks.graph import touches
 from distmega.kernels.tasks.types import RangeSplit, TaskGroup
+from distmega.program.kinds import kind_of
 from distmega.program.types import Program
 from distmega.sharding.resolve.collectives import RANK_AXIS
 
@@ -256,7 +257,7 @@ class EventGraph:
         """Ranks from `rank` on to the source of what a task brings; -1 if it brings nothing."""
         grid, (stated,) = self.grid_of[task[0]], [o for o in self.program.ops if o.name == task[0]]
         sources = [n for n, dim in enumerate(grid.dims) if dim.axis == RANK_AXIS]
-        if stated.kind != "all_gather" or not sources:
+        if not kind_of(stated).gathers_all or not sources:
             return -1
         source = self.coordinates[task[0]][task[1]][sources[0]]
         return (source - rank) % grid.dims[sources[0]].num_tiles

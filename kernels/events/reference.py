@@ -90,7 +90,7 @@ class TileReference:
                 remedy="plan the program for one rank",
             )
         parts = [rank.tensors[op.reads[0].tensor] for rank in team]
-        if op.kind == "all_gather":
+        if kind_of(op).gathers_all:
             dim = int(str(op.attr("dim")))
             whole = torch.cat(parts, dim).narrow(dim, 0, int(str(op.attr("extent"))))
         else:

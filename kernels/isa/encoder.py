@@ -27,6 +27,7 @@ from distmega.kernels.isa.lowering import lower_group
 from distmega.kernels.runtime.arena import ALIGNMENT_BYTES, Operand, SegmentLayout
 from distmega.kernels.tasks.types import Schedule, ScheduledTask, TaskGroup, TaskSignal, TaskWait
 from distmega.program import expr
+from distmega.program.kinds import kind_of
 from distmega.program.types import accesses
 
 MeshAxes = Sequence[tuple[str, int]]
@@ -153,9 +154,8 @@ def _encode_groups(
         located = [operands[access.tensor] for access in accesses(group.op)]
         key = _signature(group, located)
         if key not in known:
-            position = (
-                constants.intern(str(group.op.attr("expr"))) if group.op.kind == "pointwise" else 0
-            )
+            has_formula = kind_of(group.op).is_elementwise
+            position = constants.intern(str(group.op.attr("expr"))) if has_formula else 0
             known[key] = _pack_group(group, located, names, position)
         bases = [0, *(position.offset_bytes // ALIGNMENT_BYTES for position in located)]
         shared = known[key]

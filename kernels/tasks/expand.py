@@ -132,7 +132,7 @@ def _pushes(op: Op, received: list[Tensor], shapes: dict[str, Tensor]) -> Iterat
 
 
 def _combine(op: Op, received: list[Tensor]) -> Op:
-    if op.kind == "all_gather":
+    if kind_of(op).gathers_all:
         gathered = {name for index in op.writes[0].dims for name in index.axes}
         gathered -= {name for index in op.reads[0].dims for name in index.axes}
         (source,) = gathered

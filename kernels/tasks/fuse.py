@@ -27,6 +27,7 @@ from typing import Literal
 
 from distmega.errors import UnsupportedError
 from distmega.program import expr
+from distmega.program.kinds import kind_of, kinds
 from distmega.program.types import (
     Op,
     Program,
@@ -309,7 +310,7 @@ class _SegmentFusion:
             ("pointwise", self.fuse_chain),
             ("scatter_add", self.fuse_expert_sum),
             ("linear", self.fuse_linear),
-            *((kind, self.fuse_norm) for kind in ROW_KINDS),
+            *((kind.name, self.fuse_norm) for kind in kinds() if kind.is_norm),
         )
         found: list[tuple[int, Fused]] = []
         for kind, rule in rules:
@@ -333,14 +334,14 @@ class _SegmentFusion:
     def is_last(self, op: Op) -> bool:
         """Whether no pointwise op goes on with the result of a pointwise op alone."""
         user = self.only_user(_out(op))
-        return op.kind != "pointwise" or user is None or user.kind != "pointwise"
+        return not kind_of(op).is_elementwise or user is None or not kind_of(user).is_elementwise
 
     def fuse_embedding(self, op: Op) -> Fused:
         out, num_ranks, ops = self.summed(op)
         if bool(op.get("base_axis", "")) != (num_ranks > 1):
             raise _unfit(op)
         gather = self.only_user(out)
-        if gather is not None and gather.kind == "all_gather" and num_ranks == 1:
+        if gather is not None and kind_of(gather).gathers_all and num_ranks == 1:
             out, num_ranks, ops = _out(gather), _num_ranks(gather), (op, gather)
         self.take(*ops)
         return FusedEmbedding(
@@ -452,7 +453,7 @@ class _SegmentFusion:
         if not products or any(one.kind != "grouped_linear" for one in products):
             raise _unfit(op)
         name, last = _out(products[0]), self.only_user(_out(products[0]))
-        while last is not None and last.kind == "pointwise":
+        while last is not None and kind_of(last).is_elementwise:
             name, last = _out(last), self.only_user(_out(last))
         if last is None or last.kind != "grouped_linear" or self.read(last, 0) != name:
             raise _unfit(last or products[0])
@@ -461,8 +462,9 @@ class _SegmentFusion:
             raise _unfit(last)
         leaves: list[str] = []
         chain: list[Op] = []
-        end, formula = self.producers[name], IDENTITY
-        if end.kind == "pointwise":
+        end = self.producers[name]
+        formula: expr.Expr = IDENTITY
+        if kind_of(end).is_elementwise:
             formula = self.formula(end, leaves, chain)
         streams = leaves or [name]
         known = {_out(one): one for one in products}
@@ -541,7 +543,7 @@ class _SegmentFusion:
     def is_own_norm(self, name: str) -> bool:
         """Whether a tensor is a norm or softmax that one op takes and no fused op has."""
         op = self.producers.get(name)
-        if op is None or op.kind not in ROW_KINDS or op.name in self.taken:
+        if op is None or not kind_of(op).is_norm or op.name in self.taken:
             return False
         return self.only_user(name) is not None
 
@@ -564,7 +566,7 @@ class _SegmentFusion:
             before = self.producers.get(name)
             if self.size(name) != size:
                 raise _unfit(op)
-            if before and before.kind == "pointwise" and self.only_user(name) is op:
+            if before and kind_of(before).is_elementwise and self.only_user(name) is op:
                 arguments.append(self.formula(before, leaves, chain))
                 continue
             if name not in leaves:
@@ -617,7 +619,7 @@ class _SegmentFusion:
         logits, num_ranks, ops = self.read(op, 0), 1, [op]
         source = logits
         gather = self.producers.get(logits)
-        if gather is not None and gather.kind == "all_gather":
+        if gather is not None and kind_of(gather).gathers_all:
             source, num_ranks = self.read(gather, 0), _num_ranks(gather)
             ops.append(gather)
         product = self.producers.get(source)
@@ -644,7 +646,7 @@ class _SegmentFusion:
     def gathered(self, source: str, ops: list[Op]) -> str:
         """The logits of all ranks where somebody asks for them, else the rank's own."""
         for gather in self.users.get(source, []):
-            if gather.kind == "all_gather":
+            if kind_of(gather).gathers_all:
                 ops.append(gather)
                 return _out(gather)
         return source
@@ -659,7 +661,7 @@ class _SegmentFusion:
             return FusedSample(sampling=self.read(sample, 1), seeds=seeds, positions=positions)
         found, is_whole = self.read(cutoff, 0), not sample.get("base_axis", "")
         ops, gather = [cutoff], self.producers.get(found)
-        if not is_whole and gather is not None and gather.kind == "all_gather":
+        if not is_whole and gather is not None and kind_of(gather).gathers_all:
             found, is_whole = self.read(gather, 0), True
             ops.append(gather)
         limits: Limits = "all"
@@ -712,7 +714,8 @@ class _SegmentFusion:
         pointwise ops read.
         """
         op = self.producers.get(name)
-        if op is None or op.kind not in NORMS or len(op.reads) == 2 or _reduced(op) != length:
+        wanted = op is not None and kind_of(op).scales_elements and _reduced(op) == length
+        if op is None or not wanted or len(op.reads) == 2:
             return name, None
         users = self.users.get(name, [])
         others = [
@@ -720,7 +723,7 @@ class _SegmentFusion:
             for user in users
             if user.kind not in ("linear", "gather_rows") or self.read(user, 0) != name
         ]
-        if any(user.kind != "pointwise" for user in others):
+        if any(not kind_of(user).is_elementwise for user in others):
             return name, None
         x, norm = self.read(op, 0), _norm(op)
         if (others or name in self.outputs) and op.name not in self.taken:
@@ -789,11 +792,8 @@ class _SegmentFusion:
 
 MAX_STREAMS = 2
 """Products of one x that meet in an epilogue, at most."""
-NORMS = ("rms_norm", "layer_norm")
 PRODUCTS = ("linear", "scatter_add")
 """What results of contractions come from."""
-ROW_KINDS = (*NORMS, "softmax")
-"""Ops each of whose results needs a whole row."""
 COMMUTATIVE = ("add", "mul")
 
 

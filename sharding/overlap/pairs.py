@@ -14,6 +14,7 @@ from typing import Literal, get_args
 
 from distmega.errors import PlanError
 from distmega.program.dtypes import item_bytes
+from distmega.program.kinds import kind_of
 from distmega.program.types import Access, Op, Tensor, accesses
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.overlap.products import Extents, Product, Way
@@ -137,9 +138,9 @@ def find_pairs(
         x, out = op.reads[0].tensor, op.writes[0].tensor
         before, after = writers.get(x, []), readers.get(out, [])
         gathers = len(before) == len(readers[x]) == 1 and x not in outputs
-        gathers = gathers and before[0].kind == "all_gather"
+        gathers = gathers and kind_of(before[0]).gathers_all
         sends = len(after) == len(writers[out]) == 1 and out not in outputs
-        sends = sends and after[0].kind != "all_gather"
+        sends = sends and not kind_of(after[0]).gathers_all
         if gathers and before[0].name not in taken and _is_whole(before[0], tensors, mesh):
             first, second, between, kind = before[0], op, x, "all_gather"
         elif sends and _is_whole(after[0], tensors, mesh):
@@ -205,7 +206,7 @@ def _is_whole(op: Op, tensors: Mapping[str, Tensor], mesh: DeviceMesh) -> bool:
         return False
     size = mesh.size(str(op.attr("mesh_axis")))
     given, made = (tensors[a.tensor].shape for a in (op.reads[0], op.writes[0]))
-    few, many = (given, made) if op.kind == "all_gather" else (made, given)
+    few, many = (given, made) if kind_of(op).gathers_all else (made, given)
     if op.kind != "all_reduce" and (op.get("dim", 0) != 0 or few[0] * size != many[0]):
         return False
     return size > 1 and few[1:] == many[1:]

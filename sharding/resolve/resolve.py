@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from distmega.program import expr
 from distmega.program.dtypes import item_bytes
+from distmega.program.kinds import kind_of
 from distmega.program.types import Access, Op, Program, accesses
 from distmega.sharding.layout.aliases import alias_roots
 from distmega.sharding.layout.mesh import DeviceMesh
@@ -163,7 +164,7 @@ class Resolver:
         """The layout in which parts of sums over ranks are added before they are summed, where an
         op adds two or more and nobody else wants them: one collective instead of one each.
         """
-        if op.kind != "pointwise" or len(op.reads) < 2 or not self.adds_same_indices(op):
+        if not kind_of(op).is_elementwise or len(op.reads) < 2 or not self.adds_same_indices(op):
             return None
         names = [read.tensor for read in op.reads]
         found = {layout for name in names for layout in self.forms.get(name, {REPLICATED: ""})}

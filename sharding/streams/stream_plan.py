@@ -10,6 +10,7 @@ from dataclasses import replace
 from itertools import zip_longest
 
 from distmega.errors import PlanError
+from distmega.program.kinds import kind_of
 from distmega.program.types import Attr, Op, Program, Tensor, accesses
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.layout.placements import Chunks, Layout
@@ -49,7 +50,7 @@ def plan_streams(
     scattered = {
         op.reads[0].tensor: (op.attr("mesh_axis"), op.attr("dim"))
         for op in ops
-        if op.kind == "reduce_scatter"
+        if kind_of(op).scatters_sums
     }
     for name, (whole, layout) in schedule.locals.items():
         tensors[name] = local.tensor(name)

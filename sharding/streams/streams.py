@@ -102,14 +102,14 @@ def split_as(op: Op, access: Access, part: ChunkPart) -> StreamSplit | None:
 
 def is_gather_ring(op: Op, split: StreamSplit) -> bool:
     """Whether the op is an all-gather whose parts come one by one, around the ring."""
-    return op.kind == "all_gather" and split.axis == RANK_AXIS
+    return kind_of(op).gathers_all and split.axis == RANK_AXIS
 
 
 def is_scatter_ring(op: Op, split: StreamSplit) -> bool:
     """Whether the op is a reduce-scatter whose sums travel around the ring, a part an iteration;
     each rank ends with its own.
     """
-    return op.kind == "reduce_scatter" and split.axis == RANK_AXIS
+    return kind_of(op).scatters_sums and split.axis == RANK_AXIS
 
 
 def is_sum(op: Op, split: StreamSplit) -> bool:
@@ -168,9 +168,9 @@ def _refuse_collective(op: Op, axis: Axis, split: StreamSplit) -> str:
         apart = split.ring == over
         return "ranks in ring order would meet with different chunks" if apart else ""
     around = split.ring == over and split.chunk == 1
-    if op.kind == "all_gather" and around and not split.shift:
+    if kind_of(op).gathers_all and around and not split.shift:
         return ""
-    if op.kind == "reduce_scatter" and around and split.shift and op.attr("combine") in SUMS:
+    if kind_of(op).scatters_sums and around and split.shift and op.attr("combine") in SUMS:
         return ""
     return f"ranks bring their parts of it at once; only a ring over {over} can"
 

@@ -433,6 +433,7 @@ ATTENTION = OpKind(
     name="attention",
     mixes_values=True,
     reads_positions=True,
+    host_reads="positions",
     zero_where=zero_in(2),
     flops=_attention_flops,
 )
@@ -444,10 +445,10 @@ define(OpKind(name="top", chooses_token=True))
 define(OpKind(name="cutoff", chooses_token=True))
 define(OpKind(name="sample", chooses_token=True, masks_padding=True, flops=one_a_point))
 
-for _name in ("reduce_scatter", "all_to_all"):
-    define(OpKind(name=_name, origin="sharding", communicates=True, is_clipped=True))
-GATHER = OpKind(name="all_gather", origin="sharding", communicates=True, reaches_all=True)
-define(replace(GATHER, is_clipped=True))
-define(replace(GATHER, name="all_reduce"))
+COLLECTIVE = OpKind(name="all_to_all", origin="sharding", communicates=True, is_clipped=True)
+define(replace(COLLECTIVE, name="reduce_scatter", scatters_sums=True))
+define(COLLECTIVE)
+define(replace(COLLECTIVE, name="all_gather", reaches_all=True, gathers_all=True))
+define(replace(COLLECTIVE, name="all_reduce", reaches_all=True, is_clipped=False))
 # slices locally: no bytes move
 define(OpKind(name="take_shard", origin="sharding", is_clipped=True))

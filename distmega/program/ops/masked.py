@@ -67,4 +67,4 @@ def _mask_access(name: str, mask: Tensor, whole: tuple[int, ...]) -> Access:
     )
 
 
-define(replace(ATTENTION, name="attend", reads_positions=False))
+define(replace(ATTENTION, name="attend", reads_positions=False, host_reads=""))

@@ -72,6 +72,7 @@ define(
     OpKind(
         name="rms_norm",
         is_norm=True,
+        scales_elements=True,
         zero_where=lambda op, holders, zero: 0 in zero and has_positive_eps(op),
         finite_where=lambda op, zero: has_positive_eps(op),
         flops=flops_a_result(4),
@@ -81,6 +82,7 @@ define(
     OpKind(
         name="layer_norm",
         is_norm=True,
+        scales_elements=True,
         finite_where=lambda op, zero: has_positive_eps(op),
         flops=flops_a_result(4),
     )

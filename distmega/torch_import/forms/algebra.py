@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from distmega.program import expr
+from distmega.program.kinds import kind_of
 from distmega.program.types import Op
 from distmega.torch_import.forms.draft import Draft
 from distmega.torch_import.values import is_float
@@ -100,7 +101,7 @@ class Algebra:
         """Whether it computes floats of floats, element by element."""
         names = [access.tensor for access in (*op.reads, *op.writes)]
         floats = all(is_float(self.draft.tensors[name].dtype) for name in names)
-        return op.kind == "pointwise" and floats
+        return kind_of(op).is_elementwise and floats
 
     def base(self, name: str) -> str:
         """The tensor below views that only put dims of extent 1 in or out."""

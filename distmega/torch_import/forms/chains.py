@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from distmega.kernels.tasks.fuse import substitute
 from distmega.program import expr
+from distmega.program.kinds import kind_of
 from distmega.program.ops.compute import pointwise
 from distmega.program.types import Op
 from distmega.torch_import.forms.draft import Draft
@@ -87,7 +88,7 @@ def _collect(tree: expr.Expr, order: list[int]) -> None:
 
 def _is_chain(draft: Draft, op: Op) -> bool:
     """Whether an op computes floats of floats, whose results have its shape."""
-    if op.kind != "pointwise":
+    if not kind_of(op).is_elementwise:
         return False
     names = [access.tensor for access in (*op.reads, *op.writes)]
     return all(is_float(draft.tensors[name].dtype) for name in names)

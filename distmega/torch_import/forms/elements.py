@@ -85,7 +85,7 @@ class Elements:
         found = None
         if op is not None and kind_of(op).only_copies:
             found = self.moved(op, coords)
-        elif op is not None and op.kind == "pointwise":
+        elif op is not None and kind_of(op).is_elementwise:
             found = self.combined(op, coords)
         if found is not None and len(found[1]) <= MAX_TERMS:
             return found
@@ -195,7 +195,7 @@ class Elements:
             if found is None:
                 return None
             operands.append((found, torch.from_numpy(inside)[:, None]))
-        if op.kind != "pointwise":
+        if not kind_of(op).is_elementwise:
             total = operands[0][0]
             for values, taken in operands[1:]:
                 total = torch.where(taken, values, total)

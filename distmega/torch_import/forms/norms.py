@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from distmega.hostir.library.torch_types import torch_dtype
+from distmega.program.kinds import kind_of
 from distmega.program.ops.norms import layer_norm, rms_norm
 from distmega.program.ops.parts import Built
 from distmega.program.types import Op, Tensor
@@ -195,6 +196,6 @@ def _in_type(draft: Draft, algebra: Algebra, name: str, out: Tensor) -> Tensor |
         if tensor.dtype == out.dtype:
             return tensor
         op = algebra.producers.get(name)
-        if op is None or op.kind != "pointwise" or str(op.attr("expr")) != "a0":
+        if op is None or not kind_of(op).is_elementwise or str(op.attr("expr")) != "a0":
             return None
         name = op.reads[0].tensor

@@ -26,7 +26,7 @@ def fold_weights(draft: Draft) -> None:
     now: dict[str, Tensor] = {}
     for op in list(draft.ops):
         reads = [now.get(read.tensor, draft.tensors[read.tensor]) for read in op.reads]
-        if op.kind != "pointwise" or len(reads) != 1 or reads[0].role != "weight":
+        if not kind_of(op).is_elementwise or len(reads) != 1 or reads[0].role != "weight":
             continue
         out = draft.tensors[op.writes[0].tensor]
         text = str(op.attr("expr"))
@@ -86,7 +86,7 @@ def _added(
     """The op that adds a weight along the last dim to a product, and that weight."""
     name = op.writes[0].tensor
     after = users.get(name, [])
-    if len(after) != 1 or name in draft.outputs or after[0].kind != "pointwise":
+    if len(after) != 1 or name in draft.outputs or not kind_of(after[0]).is_elementwise:
         return None
     (end,) = after
     out = draft.tensors[end.writes[0].tensor]

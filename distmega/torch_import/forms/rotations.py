@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from distmega.program.kinds import kind_of
 from distmega.program.ops import data_movement
 from distmega.program.ops.compute import linear, rope
 from distmega.program.ops.norms import layer_norm, rms_norm
@@ -221,7 +222,7 @@ def _moved(draft: Draft, emitter: Emitter, source: Tensor, order: Sequence[int])
         return emitter.add(_again(op, below, emitter.name(source.name), source))
     if op.kind == "linear":
         return _moved_product(draft, emitter, op, order)
-    if op.kind not in ("rms_norm", "layer_norm") or source.shape[-1] % len(order):
+    if not kind_of(op).scales_elements or source.shape[-1] % len(order):
         return None
     below = _moved(draft, emitter, draft.tensors[op.reads[0].tensor], order)
     if below is None:

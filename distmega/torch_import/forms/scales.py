@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from distmega.program import expr
+from distmega.program.kinds import kind_of
 from distmega.program.ops.compute import pointwise
 from distmega.program.types import Attr, Op
 from distmega.torch_import.forms.draft import Draft
-
-NORMS = ("rms_norm", "layer_norm")
 
 
 def drop_stream_factors(draft: Draft) -> None:
@@ -30,7 +29,7 @@ def drop_stream_factors(draft: Draft) -> None:
 
 def _factor(op: Op) -> float | None:
     """c of an op c * a0."""
-    if op.kind != "pointwise" or len(op.reads) != 1:
+    if not kind_of(op).is_elementwise or len(op.reads) != 1:
         return None
     match expr.parse(str(op.attr("expr"))):
         case expr.Call("mul", (expr.Arg(), expr.Const(value))) if value > 0:
@@ -58,7 +57,7 @@ class _Stream:
                 return False
             for op in users.get(name, []):
                 at = [n for n, read in enumerate(op.reads) if read.tensor == name]
-                if op.kind in NORMS and at == [0, 1]:
+                if kind_of(op).scales_elements and at == [0, 1]:
                     self.changes[op.name] = self.norm(op)
                     continue
                 added = self.added(op, at)
@@ -81,7 +80,7 @@ class _Stream:
 
     def added(self, op: Op, at: Sequence[int]) -> Op | None:
         """A sum of the stream and of others, these divided; None for another op."""
-        if op.kind != "pointwise" or len(at) != 1:
+        if not kind_of(op).is_elementwise or len(at) != 1:
             return None
         names = [read.tensor for read in op.reads]
         out = self.draft.tensors[op.writes[0].tensor]
@@ -148,7 +147,7 @@ def choose_before(draft: Draft) -> None:
         before = producers.get(op.reads[0].tensor)
         if largest in draft.outputs or largest in users or before is None:
             continue
-        if before.kind != "pointwise" or len(before.reads) != 1:
+        if not kind_of(before).is_elementwise or len(before.reads) != 1:
             continue
         scores = draft.tensors[before.reads[0].tensor]
         same = scores.shape == draft.tensors[op.reads[0].tensor].shape
