@@ -127,7 +127,8 @@ class FusedEmbedding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FusedAttention:
-    """Rotates q and k after their norms, appends k and v to the caches, attends.
+    """Rotates q and k after their norms, appends k and v to the caches, attends. softcap: unless it
+    is 0, scores are softcap * tanh(score / softcap).
 
     q [1, h, g, d], k and v [1, h, d]: before norm and rotation. table: "" where nothing is rotated.
     """
@@ -145,6 +146,7 @@ class FusedAttention:
     scale: float
     window: int
     out: str
+    softcap: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -680,7 +682,7 @@ class _SegmentFusion:
 
     def fuse_attention(self, op: Op) -> Fused:
         """Attention with the rotations, norms and appends in front of it."""
-        if op.get("softcap", 0.0) or len(op.reads) > 4:
+        if len(op.reads) > 4:
             raise _unfit(op)
         appends = [self.append_to(op, self.read(op, position)) for position in (1, 2)]
         q, q_norm, q_table = self.rotated(op, self.read(op, 0))
@@ -691,7 +693,9 @@ class _SegmentFusion:
         v = self.read(appends[1], 0)
         self.attended += [q, k, v]
         scale, window = op.attr("scale"), op.attr("window")
+        softcap = op.get("softcap", 0.0)
         assert isinstance(scale, float)
+        assert isinstance(softcap, float)
         assert isinstance(window, int)
         return FusedAttention(
             name=op.name,
@@ -706,6 +710,7 @@ class _SegmentFusion:
             v_cache=self.read(op, 2),
             scale=scale,
             window=window,
+            softcap=softcap,
             out=_out(op),
         )
 

@@ -61,5 +61,6 @@ def test_one_launch_is_as_exact_as_torch(name):
     check(PROGRAMS[name](1))
 
 
-def test_a_decoder_with_norms_of_all_heads_together():
-    check(attending())
+@pytest.mark.parametrize("softcap", [0.0, 0.5])
+def test_a_decoder_with_norms_of_all_heads_together(softcap):
+    check(attending(softcap=softcap))

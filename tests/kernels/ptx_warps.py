@@ -93,6 +93,8 @@ class Warp:
             return special[word].astype(np.uint32)
         if word.startswith("0f"):
             return np.full(LANES, int(word[2:], 16), np.uint32)
+        if re.fullmatch(r"-?\d+\.\d+e[+-]\d+", word):
+            return np.full(LANES, float(word), np.float32).view(np.uint32)
         if re.fullmatch(r"-?\d+|0x[0-9a-f]+", word):
             return np.full(LANES, int(word, 0) & 0xFFFFFFFF, np.uint32)
         return self.registers[word]
@@ -199,6 +201,7 @@ _COMPARE: dict[str, Callable[[Lanes, Lanes], Lanes]] = {
 }  # fmt: skip
 _FLOAT: dict[str, Callable[..., Lanes]] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "max": np.maximum, "ex2": np.exp2,
+    "rcp": np.reciprocal,
     "fma": lambda a, b, c: a * b + c, "mov": lambda a: a,
 }  # fmt: skip
 _INTEGER: dict[str, Callable[..., Lanes]] = {

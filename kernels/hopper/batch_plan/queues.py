@@ -246,6 +246,8 @@ class _BatchBuilder:
         if any(length % 64 for length in self.placed.columns.values()):
             raise unfit(f"rows of {sorted(set(self.placed.columns.values()))} elements")
         self.check_caches()
+        if self.attention and self.attention.softcap:
+            raise unfit(f"scores that are kept below {self.attention.softcap:g}")
         apart = [op.name for op in self.fused if isinstance(op, FusedPointwise)]
         if apart or found.tables:
             names = [*apart, *found.tables]

@@ -108,7 +108,11 @@ def attention(sm: Sm, one: RowAttention, position: int, flag: int) -> Steps:
         if block == position // BLOCK:
             keys[position % BLOCK], values[position % BLOCK] = key, value
         seen = (at >= first_seen(position, one.window)) & (at <= position)
-        scores = np.where(seen, queries @ keys.T * scale, np.float32(-np.inf))
+        found = queries @ keys.T * scale
+        if shape.softcap:
+            most = np.float32(shape.softcap * LOG2_E)
+            found = most * np.tanh(found / most)
+        scores = np.where(seen, found, np.float32(-np.inf))
         peak = np.maximum(highest, scores.max(axis=1))
         weights = np.exp2(scores - peak[:, None]).astype(np.float32)
         factor = np.exp2(highest - peak)

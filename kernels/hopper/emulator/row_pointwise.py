@@ -55,7 +55,8 @@ def whole_row(
 ) -> Generator[Key, None, Floats]:
     """x, all of it."""
     if one.flags & FROM_EMBEDDING:
-        return sm.gpu.embed[token][: one.num_rows]
+        row: Floats = sm.gpu.embed[token][: one.num_rows]
+        return row
     words = one.src + np.arange(one.num_src_words)
     payload = yield from sm.poll(words, flag, repr(one.name))
     return floats_of(payload) if formula.numbers else halves_of(payload)
@@ -65,12 +66,13 @@ def normalised(sm: Sm, one: RowPointwise, formula: RowFormula, x: Floats) -> Flo
     """x after its norm or softmax."""
     length = np.float32(one.num_rows)
     if formula.norm == "softmax":
-        y = np.exp(x - x.max())
-        return y * (np.float32(1.0) / y.sum(dtype=np.float32))
+        exponentials: Floats = np.exp(x - x.max())
+        shares: Floats = exponentials * (np.float32(1.0) / exponentials.sum(dtype=np.float32))
+        return shares
     if formula.norm == "layer_norm":
         x = x - np.float32(x.sum(dtype=np.float32) / length)
     mean = np.float32((x * x).sum(dtype=np.float32) / length)
-    y = x * (np.float32(1.0) / np.sqrt(mean + np.float32(one.eps)))
+    y: Floats = x * (np.float32(1.0) / np.sqrt(mean + np.float32(one.eps)))
     if one.norm != NOTHING:
         y = y * norm_vector(sm, one.norm, one.num_rows)
     if one.flags & BIASED:

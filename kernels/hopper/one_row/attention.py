@@ -225,6 +225,7 @@ def attention_task(
     STAGES: gl.constexpr,
     TRACE: gl.constexpr,
     APART: gl.constexpr,
+    SOFTCAP: gl.constexpr,
     WIDE: gl.constexpr,
 ):
     """One split of one kv head, every `active`-th block of 128 positions from its first on; returns
@@ -287,8 +288,9 @@ def attention_task(
                 cta_barrier()
             turn = number & 1
             score_block(
-                ring, aims, turn, slot, phase, block, first, position, scale, HALVES, STAGES
-            )
+                ring, aims, turn, slot, phase, block, first, position, scale, HALVES, STAGES,
+                SOFTCAP,
+            )  # fmt: skip
             cta_barrier()
             o0, o1, o2, o3, m, l = add_values(
                 ring, aims, turn, value_slot, value_phase, o0, o1, o2, o3, m, l, HALVES, STAGES

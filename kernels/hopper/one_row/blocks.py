@@ -68,17 +68,17 @@ def aim_block(ring, G: gl.constexpr):
 @gluon.jit
 def score_block(
     ring, aims, turn, slot, phase, block, first, position, scale, HALVES: gl.constexpr,
-    STAGES: gl.constexpr,
+    STAGES: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     """Weights, maxima and sums of a block into shared memory, those of two blocks in turn; the
     ring's tiles of keys from `slot` on are free then. Positions before `first` and after `position`
-    are masked. aims: see aim_block.
+    are masked. SOFTCAP: what scores are kept below, if it is not 0. aims: see aim_block.
     """
     _, ready, free, _, _, _ = ring
     query, keys, _, weights, sums, _, _, at = aims
     # Gluon would put barriers of all warps around each wait, product and store
     gl.inline_asm_elementwise(
-        score_asm(HALVES, STAGES),
+        score_asm(HALVES, STAGES, SOFTCAP),
         "=&r" + ",r" * 13 + ",f",
         [
             ready, free, query, keys, weights, sums, at, turn, slot, phase, block, first, position,

@@ -69,8 +69,8 @@ def compute(
     H: gl.constexpr, KVH: gl.constexpr, QK_NORM: gl.constexpr, ROTATED: gl.constexpr, ATTENDS:
     gl.constexpr, EPILOGUES: gl.constexpr, LAYER_NORMS: gl.constexpr, KEEPS_NORMED: gl.constexpr,
     CHOICE: gl.constexpr, HEAD_ROWS: gl.constexpr, RANKS: gl.constexpr, BARRIERS: gl.constexpr,
-    STAGES: gl.constexpr, TRACE: gl.constexpr, APART: gl.constexpr, FORMULAS: gl.constexpr,
-    PASSES: gl.constexpr, WIDE: gl.constexpr,
+    STAGES: gl.constexpr, TRACE: gl.constexpr, APART: gl.constexpr, SOFTCAP: gl.constexpr,
+    FORMULAS: gl.constexpr, PASSES: gl.constexpr, WIDE: gl.constexpr,
 ):
     """Partition of eight warps. A datum of generation g and step s is flagged
     s * num_generations + g + 1."""
@@ -102,7 +102,7 @@ def compute(
                 it = attention_task(
                     words, symmetric, vectors, cache, rope, position0 + step, flag, eps, scale,
                     min_blocks, ring, it, at, D, G, H, KVH, QK_NORM, ROTATED, STAGES, TRACE,
-                    APART, WIDE,
+                    APART, SOFTCAP, WIDE,
                 )
             elif ATTENDS and words[OPCODE] == OP_COMBINE:
                 combine_task(words, symmetric, position0 + step, flag, min_blocks, D)
@@ -174,7 +174,8 @@ def decode(
     MAX_TILES_K: gl.constexpr, NUM_MATRICES: gl.constexpr, CHOICE: gl.constexpr,
     HEAD_ROWS: gl.constexpr, RANKS: gl.constexpr,
     BARRIERS: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr, TRACE: gl.constexpr,
-    APART: gl.constexpr, FORMULAS: gl.constexpr, PASSES: gl.constexpr, WIDE: gl.constexpr,
+    APART: gl.constexpr, SOFTCAP: gl.constexpr, FORMULAS: gl.constexpr, PASSES: gl.constexpr,
+    WIDE: gl.constexpr,
 ):
     """num_steps decode steps at batch 1; one program an SM, all resident.
 
@@ -188,7 +189,8 @@ def decode(
     f32, each element used by one SM; logits are there, the first of which is of token first_id.
     rope: f32 [t, d], cosines then sines. peers: a tuple of all ranks' symmetric buffers; this rank
     is `team_rank` of them. CHOICE: see sample.py; HEAD_ROWS: logits of an SM, at most, a
-    power of two. APART: whether queries, keys and values lie apart. FORMULAS, PASSES: see
+    power of two. APART: whether queries, keys and values lie apart; SOFTCAP: what scores
+    are kept below, or 0. FORMULAS, PASSES: see
     pointwise.py. WIDE: whether weights of norms are f32. trace: int64 [num_steps, num_sms,
     max_instructions, STAMPS] if TRACE, nanoseconds.
 
@@ -237,7 +239,7 @@ def decode(
                     eps, scale, trace, ring, squares, red,
                     step_bar, slots, chosen_bar, EXPERTS, D, G, H, KVH, QK_NORM, ROTATED, ATTENDS,
                     EPILOGUES, LAYER_NORMS, KEEPS_NORMED, CHOICE, HEAD_ROWS, RANKS, BARRIERS,
-                    STAGES, TRACE, APART, FORMULAS, PASSES, WIDE,
+                    STAGES, TRACE, APART, SOFTCAP, FORMULAS, PASSES, WIDE,
                 ),
             ),
             (

@@ -13,7 +13,7 @@ from triton.runtime.jit import constexpr_function
 
 from distmega.kernels.gluon_compat import cta_barrier
 from distmega.kernels.hopper.epilogues import count
-from distmega.kernels.hopper.one_row.linear import next_vector, pairs_at, single
+from distmega.kernels.hopper.one_row.linear import next_vector, pairs_at
 from distmega.kernels.hopper.plan.fields import (
     AT_POSITION,
     BIASED,
@@ -43,6 +43,7 @@ from distmega.kernels.hopper.ptx.device import (
     high_half,
     keep,
     low_half,
+    single,
 )
 from distmega.kernels.hopper.ptx.shapes import (
     PER_THREAD,

@@ -103,7 +103,8 @@ def most_passes(queues: RowQueues) -> int:
         for one in queue
         if isinstance(one, RowPointwise)
     ]
-    return -(-max(rows, default=1) // THREADS.value)
+    num_threads: int = THREADS.value
+    return -(-max(rows, default=1) // num_threads)
 
 
 class RowRunner:
@@ -308,6 +309,7 @@ class RowRunner:
             "AHEAD": LOADS_AHEAD,
             "TRACE": tracing,
             "APART": shape.apart if shape else False,
+            "SOFTCAP": shape.softcap if shape else 0.0,
             "FORMULAS": RowFormulas(queues.formulas),
             "PASSES": most_passes(queues),
             "WIDE": queues.wide_norms,

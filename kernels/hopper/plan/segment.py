@@ -154,6 +154,7 @@ def _attention_shape(
                 rotated=bool(op.table),
                 scale=op.scale,
                 apart=are_apart,
+                softcap=op.softcap,
             )
         )
     tables, positions = {op.table for op in ops}, {op.positions for op in ops}

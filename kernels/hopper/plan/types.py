@@ -92,7 +92,8 @@ class QueryGroups:
 class AttentionShape(QueryGroups):
     """Extents that all attention ops of a segment share on one rank. rotated: whether queries and
     keys are; qk_norm: whether they are normalised before; apart: whether queries, keys and values
-    lie in buffers of their own. softcap: what scores are kept below, 0 where they are not.
+    lie in buffers of their own. softcap: what scores are kept below by a tanh, 0 where they
+    are not.
     """
 
     head_dim: int

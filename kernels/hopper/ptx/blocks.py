@@ -27,6 +27,7 @@ SUMS_BYTES = 512
 POSITIONS = 128
 FAR = {64: 16, 128: 128}
 """Bytes from a column of the first half of a query to that of the second, by head dim."""
+LOG2_E = 1.4426950408889634
 LOWEST = "0fFF800000"
 """Minus infinity."""
 
@@ -126,7 +127,27 @@ def over_rows(operation: str, name: str) -> list[str]:
 
 
 @constexpr_function
-def weight_lines() -> list[str]:
+def cap_lines(softcap: float) -> list[str]:
+    """Scores c0 to c3, times log2(e), as softcap * tanh(score / softcap), times that too. tanh(x)
+    is 1 - 2 / (1 + exp(2 x)); an exponential beyond all numbers leaves 1, one below them -1.
+    """
+    if not softcap:
+        return []
+    inner, outer = 2.0 / softcap, softcap * LOG2_E
+    lines = []
+    for i in range(4):
+        lines += [
+            f"mul.f32 c{i}, c{i}, {inner:.9e};",
+            f"ex2.approx.ftz.f32 c{i}, c{i};",
+            f"add.f32 c{i}, c{i}, {1.0:.9e};",
+            f"rcp.approx.ftz.f32 c{i}, c{i};",
+            f"fma.rn.f32 c{i}, c{i}, {-2.0 * outer:.9e}, {outer:.9e};",
+        ]
+    return lines
+
+
+@constexpr_function
+def weight_lines(softcap: float) -> list[str]:
     """Scores c0 to c3 as weights relative to the warp's maximum, into shared memory with it."""
     lines = [f"mad.lo.u32 at, $BLOCK, {POSITIONS}, $PLACE;"]
     for i in (0, 1):
@@ -135,8 +156,14 @@ def weight_lines() -> list[str]:
             f"setp.le.and.s32 seen{i}, at, $POSITION, seen{i};",
             "add.u32 at, at, 8;",
         ]
+    capped = cap_lines(softcap)
+    num = len(capped) // 4
     for i in range(4):
-        lines += [f"mul.f32 c{i}, c{i}, $SCALE;", f"selp.f32 c{i}, c{i}, {LOWEST}, seen{i // 2};"]
+        lines += [
+            f"mul.f32 c{i}, c{i}, $SCALE;",
+            *capped[num * i : num * i + num],
+            f"selp.f32 c{i}, c{i}, {LOWEST}, seen{i // 2};",
+        ]
     lines += ["max.f32 m0, c0, c2;", "max.f32 m1, c1, c3;", *over_rows("max", "m")]
     # a warp that sees nothing: minus infinity from itself would be no number
     for i in (0, 1):
@@ -163,7 +190,7 @@ def weight_lines() -> list[str]:
 
 
 @constexpr_function
-def score_asm(halves: int, stages: int) -> str:
+def score_asm(halves: int, stages: int, softcap: float = 0.0) -> str:
     """See blocks.score_block. Operand 0 is 0."""
     operands = (
         "READY", "FREE", "QUERY", "KEYS", "WEIGHTS", "SUMS", "PLACE", "TURN", "SLOT", "PHASE",
@@ -178,7 +205,7 @@ def score_asm(halves: int, stages: int) -> str:
         "mov.u32 slot, $SLOT;",
         "mov.u32 phase, $PHASE;",
         *key_lines(halves, stages),
-        *weight_lines(),
+        *weight_lines(softcap),
         "mov.b32 $0, 0;",
     ]
     text: str = number_operands(lines, operands, 1)

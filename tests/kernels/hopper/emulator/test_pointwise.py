@@ -10,10 +10,11 @@ MOST_ERROR = 0.015
 """Of what is rounded to bf16 between ops."""
 
 
-@pytest.mark.parametrize("name", [*PROGRAMS, "attending"])
+@pytest.mark.parametrize("name", [*PROGRAMS, "attending", "capped"])
 def test_rows_are_what_torch_gives(name):
     """Two calls, of other rows; the second one's states go on."""
-    program = PROGRAMS[name](1) if name in PROGRAMS else attending(layers=1)
+    softcap = 0.5 if name == "capped" else 0.0
+    program = PROGRAMS[name](1) if name in PROGRAMS else attending(layers=1, softcap=softcap)
     values = random_values(program)
     given = [one.name for one in program.with_role("input")]
     inputs = [{n: values[n] for n in given}]

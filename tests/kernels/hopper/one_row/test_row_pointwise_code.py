@@ -35,12 +35,15 @@ def code_of(program: Program) -> Machine:
 @pytest.mark.parametrize(
     "name",
     [
-        "attending",
+        "capped",
+        pytest.param("attending", marks=pytest.mark.nightly),
         *(pytest.param(name, marks=pytest.mark.nightly) for name in PROGRAMS),
     ],
 )
 def test_pointwise_work_fits_an_sm(name):
-    code = code_of(PROGRAMS[name](1) if name in PROGRAMS else attending())
+    code = code_of(
+        PROGRAMS[name](1) if name in PROGRAMS else attending(softcap=30.0 * (name == "capped"))
+    )
     assert code.stack_bytes <= SPILLED_BYTES
     assert code.shared_bytes <= SHARED_BYTES
     assert plain_spins(code.ptx) == []

@@ -128,6 +128,7 @@ class Attention:
     it: int = 5
     turn: int = 0
     owed: tuple[int, ...] = ()
+    softcap: float = 0.0
     shared: np.ndarray = field(default_factory=lambda: np.full(QUERIES + 16384, NAN, np.uint8))
     outputs: np.ndarray = field(default_factory=lambda: np.zeros((6, WARPS, LANES), np.float32))
     arrivals: Counter[int] = field(default_factory=Counter)
@@ -181,7 +182,7 @@ class Attention:
         query, keys, _, weights, sums, _, _, at = self.aim(warp)
         given = dict(enumerate((query, keys, weights, sums, at, *map(lanes, numbers)), 3))
         given |= {1: lanes(BARS), 2: lanes(BARS + 96), 14: scale.view(np.uint32) + lanes(0)}
-        warp.run(score_asm(self.halves, 12), given)
+        warp.run(score_asm(self.halves, 12, self.softcap), given)
 
     def add(self, number: int, place: tuple[int, ...]) -> None:
         warp = Warp(number, self.shared, arrivals=self.arrivals)
@@ -211,21 +212,24 @@ QUERIES = 12 * TILE_BYTES
 BARS = QUERIES + 12000
 
 
+@pytest.mark.parametrize("softcap", [0.0, 1.5])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(("group", "first", "position"), [(2, 0, 200), (5, 70, 255), (1, 0, 128)])
-def test_two_blocks(head_dim, group, first, position):
+def test_two_blocks(head_dim, group, first, position, softcap):
     """Two blocks of 128 positions, one after the other, against a softmax over both."""
     rng = np.random.default_rng(1)
     q = rounded(rng, group, head_dim)
     k, v = rounded(rng, 256, head_dim), rounded(rng, 256, head_dim)
     scale = np.float32(0.2)
-    task = Attention(head_dim // 64, group, first, position)
+    task = Attention(head_dim // 64, group, first, position, softcap=softcap)
     task.outputs[4] = -np.inf
     task.stage(q)
     for block in (0, 1):
         part = slice(128 * block, 128 * block + 128)
         task.run(block, k[part], v[part], scale)
     scores = q @ k.T * scale
+    if softcap:
+        scores = softcap / np.log(2) * np.tanh(scores * np.log(2) / softcap)
     at = np.arange(256)
     scores[:, (at < first) | (at > position)] = -np.inf
     weights = np.exp2(scores - scores.max(1, keepdims=True))
