@@ -43,19 +43,35 @@ def known() -> dict[str, RewriteRule]:
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_the_fuse_pass_takes_what_a_rule_makes_fit(known: dict[str, RewriteRule], count: int):
-    """A factor before a linear layer fits no fused op; behind it, it is the epilogue."""
+def test_the_fuse_pass_has_fewer_ops_by_a_rule(known: dict[str, RewriteRule], count: int):
+    """A factor before a linear layer is a fused op of its own; behind it, it is the epilogue."""
     program = head(count)
-    assert cost(program) == math.inf
     made = apply_rules(program, shipped_rules(), cost)
-    fused = fuse_segment(made)
-    assert len(fused) == count
-    assert all(op.norm is not None for op in fused)
+    assert len(fuse_segment(program)) == 2 * count
+    assert len(fuse_segment(made)) == count
+    assert cost(made) < cost(program)
     used = rules_of_ops(made, known)
     assert [name.partition("#")[0] for name in used] == ["scaled_linear.k4096.n4096.rows1"] * count
     inputs = inputs_of(program)
     for one, two in zip(run(made, inputs), run(program, inputs), strict=True):
         torch.testing.assert_close(one, two, rtol=0.02, atol=0.02)
+
+
+def test_a_program_that_no_kernel_takes_is_made_to_fit(known: dict[str, RewriteRule]):
+    """All places of a rule at once, since one alone is no help."""
+
+    def strict(program: Program) -> float:
+        before = {op.writes[0].tensor for op in program.ops if op.kind == "pointwise"}
+        read = {op.reads[0].tensor for op in program.ops if op.kind == "linear"}
+        return math.inf if before & read else 1.0
+
+    program = head(3)
+    linears = [op for op in program.ops if op.kind == "linear"]
+    made = apply_rules(program, shipped_rules(), strict)
+    assert strict(program) == math.inf
+    assert strict(made) == 1.0
+    assert len(rules_of_ops(made, known)) == len(linears) == 3
+    assert apply_rules(program, [], strict) == program
 
 
 def test_what_the_fuse_pass_does_as_well_stays(known: dict[str, RewriteRule]):
