@@ -12,7 +12,6 @@ from distmega.kernels.hopper.plan.words import (
     CARRY_EMBEDDED,
     EMBEDDED,
     FROM_EMBEDDING,
-    MAX_EPILOGUES,
     MAX_SMS,
     PAIRED,
     PARTIAL_EXTRA,
@@ -122,18 +121,11 @@ def _linear_reads(one: RowLinear, queues: RowQueues) -> Iterator[Read]:
 
 
 def step_reads(queues: RowQueues) -> Iterator[Read]:
-    """What every SM polls when a step begins after another: who chose which token."""
+    """What every SM polls when a step begins after another: who chose which token, with the last
+    flag of the step before.
+    """
     if queues.token:
-        generation = max(
-            (one.generation for one in queues.queues[0] if _is_ranked(one, queues)), default=0
-        )
-        yield Read(words=buffer_words(queues, "best"), generation=generation)
-
-
-def _is_ranked(one: Instruction, queues: RowQueues) -> bool:
-    return (isinstance(one, RowLinear) and one.opcode < MAX_EPILOGUES) and queues.epilogues[
-        one.opcode
-    ].ranked
+        yield Read(words=buffer_words(queues, "best"), generation=queues.num_generations - 1)
 
 
 def writes(one: Instruction, queues: RowQueues, sm: int) -> Iterator[Write]:

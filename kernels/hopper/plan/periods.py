@@ -85,13 +85,18 @@ def shorten(queues: RowQueues) -> RowQueues:
     )
 
 
-def _earlier(one: Instruction, generations: int) -> Instruction:
+def _earlier(one: Instruction, left_out: int) -> Instruction:
     """An instruction behind what is left out: of a generation, or reading one, that moved."""
-    if one.generation >= generations:
-        return replace(one, generation=one.generation - generations)
+    generation = _moved(one.generation, left_out)
     if isinstance(one, RowLinear | RowPointwise):
-        return replace(one, flag_delta=one.flag_delta + generations)
-    return one
+        read = _moved(one.generation - one.flag_delta, left_out)
+        return replace(one, generation=generation, flag_delta=generation - read)
+    return replace(one, generation=generation)
+
+
+def _moved(generation: int, left_out: int) -> int:
+    """Of a buffer whose generations were left out; others have fewer."""
+    return generation - left_out if generation >= left_out else generation
 
 
 def _shapes(queues: RowQueues, order: Sequence[Kind]) -> tuple[list[tuple[object, ...]], list[int]]:

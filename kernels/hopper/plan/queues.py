@@ -250,11 +250,11 @@ class _Builder:
             epilogues=tuple(self.epilogues),
             formulas=tuple(self.formulas),
             wide_norms=self.wide_norms,
-            num_generations=max(self.generations().values(), default=1),
+            num_generations=self.num_generations,
             max_tiles_k=max(tiles_k(self.length(op)) for op in self.contractions()),
             eps=self.eps,
             matrices=self.placed.matrices,
-            queues=tuple(map(tuple, self.queues)),
+            queues=tuple(tuple(map(self.chosen_last, queue)) for queue in self.queues),
             num_kept=self.num_kept,
             outputs=self.outputs(),
             sampler=sampler,
@@ -333,6 +333,22 @@ class _Builder:
     def generations(self) -> dict[str, int]:
         """Of each class of buffers: how many each of its copies has in a step."""
         return {name: -(-count // self.copies) for name, count in self.uses.items()}
+
+    @property
+    def num_generations(self) -> int:
+        return max(self.generations().values(), default=1)
+
+    def chosen_last(self, one: Instruction) -> Instruction:
+        """The instruction, of the last generation of all if a token is chosen by it: a step begins
+        with the last flag of the one before.
+        """
+        last = self.num_generations - 1
+        if isinstance(one, RowSample):
+            return replace(one, generation=last)
+        if isinstance(one, RowLinear) and self.epilogues[one.opcode].ranked:
+            delta = one.flag_delta + last - one.generation
+            return replace(one, generation=last, flag_delta=delta)
+        return one
 
     # classes of ops, and the epilogues
 
