@@ -146,21 +146,26 @@ class FlaggedWords:
         rest: Indices = left[~here]
         return rest
 
+    def is_others(self, number: int, store: PendingStore) -> bool:
+        """Whether a snapshot is of another agent: an SM's own stores to a word keep their order."""
+        return self.snapshots[number].agent != store.writer.number
+
     def who_wrote(self, word: int) -> str:
         number = int(self.writer[word])
         return f"agent {self.snapshots[number].agent}" if number >= 0 else "nobody"
 
     def apply(self, store: PendingStore) -> None:
+        old = self.flag[store.at] > store.flag
+        others = [i for i in self.writer[store.at[old]] if self.is_others(i, store)]
+        if others:
+            word = int(store.at[old][0])
+            raise described(
+                f"{store.writer} writes flag {store.flag} to word {word} of rank {self.rank} "
+                f"behind flag {int(self.flag[word])} of {self.who_wrote(word)}",
+                expected="flags that grow",
+            )
+        store.at, store.values = store.at[~old], store.values[~old]
         before = self.flag[store.at]
-        if (before > store.flag).any():
-            if any(self.snapshots[i].agent != store.writer.number for i in self.writer[store.at]):
-                word = int(store.at[np.argmax(before > store.flag)])
-                raise described(
-                    f"{store.writer} writes flag {store.flag} to word {word} of rank {self.rank} "
-                    f"behind flag {int(self.flag[word])} of {self.who_wrote(word)}",
-                    expected="flags that grow",
-                )
-            return
         again = before == store.flag
         if again.any() and (self.payload[store.at[again]] != store.values[again]).any():
             word = int(store.at[again][0])

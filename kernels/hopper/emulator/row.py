@@ -23,12 +23,12 @@ from distmega.kernels.hopper.emulator.row_bodies import barrier, embed, linear
 from distmega.kernels.hopper.emulator.row_experts import expert_row, load_expert_columns, route
 from distmega.kernels.hopper.emulator.row_pointwise import pointwise
 from distmega.kernels.hopper.emulator.row_sample import most_likely, push_best
-from distmega.kernels.hopper.emulator.sm import GARBAGE, SPARE, EmulatedGpu, Running, Sm
+from distmega.kernels.hopper.emulator.sm import GARBAGE, SPARE, RowGpu, RowSm
+from distmega.kernels.hopper.emulator.team import Agents, launch, run_hosts
 from distmega.kernels.hopper.plan.types import RowQueues
 from distmega.kernels.hopper.plan.words import (
     EXPERT_COLUMNS,
     EXPERT_ROWS,
-    MAX_EPILOGUES,
     PAIRED,
     STATE_EPOCH,
     STATE_POSITION,
@@ -42,7 +42,6 @@ from distmega.kernels.hopper.plan.words import (
     RowLinear,
     RowPointwise,
     RowRoute,
-    RowSample,
 )
 from distmega.kernels.runtime.arena import ArenaLayout
 from distmega.kernels.runtime.memory import arena_views
@@ -97,22 +96,11 @@ def emulate_rows(
     the state arenas are left as the launches leave them.
     """
     team = _Team(ranks, Interleaving(seed), num_slots)
-    for rank, gpu in enumerate(team.gpus):
-        steps = team.host(gpu, [each[rank] for each in launches], rank)
-        team.order.add(Running("host", rank, -1, steps, _silent))
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # for a few numbers at a time
-    try:
-        team.order.run()
-    finally:
-        torch.set_num_threads(num_threads)
+    hosts = [team.host(gpu, [each[gpu.rank] for each in launches]) for gpu in team.gpus]
+    run_hosts(team.order, hosts, team.sms)
     for one, gpu in zip(ranks, team.gpus, strict=True):
         _write_back(one, gpu)
     return [[team.found[rank][nth] for rank in range(len(ranks))] for nth in range(len(launches))]
-
-
-def _silent() -> str:
-    return ""
 
 
 class _Team:
@@ -120,34 +108,23 @@ class _Team:
 
     def __init__(self, ranks: Sequence[RankArenas], order: Interleaving, num_slots: int) -> None:
         self.order = order
-        sizes = [len(one.queues.queues) for one in ranks]
-        num_agents = 2 * sum(sizes) + len(ranks)
-        numbers = iter(range(num_agents))
-
-        def agents(rank: int, num: int, part: str) -> list[Agent]:
-            return [Agent(next(numbers), num_agents, rank, sm, part) for sm in range(num)]
-
-        self.computes = [agents(rank, num, "compute") for rank, num in enumerate(sizes)]
-        self.loaders = [agents(rank, num, "loader") for rank, num in enumerate(sizes)]
-        hosts = [Agent(next(numbers), num_agents, rank, -1, "host") for rank in range(len(ranks))]
-        self.gpus = [self.gpu(rank, one, hosts[rank], num_agents) for rank, one in enumerate(ranks)]
+        self.agents = Agents([len(one.queues.queues) for one in ranks])
+        self.gpus = [self.gpu(rank, one) for rank, one in enumerate(ranks)]
         for gpu in self.gpus:
             gpu.peers = self.gpus
         self.found: list[list[Found]] = [[] for _ in ranks]
         self.sms = [
             [
-                Sm(gpu, sm, self.computes[rank][sm], self.loaders[rank][sm], num_slots, AHEAD)
-                for sm in range(gpu.num_sms)
+                RowSm(gpu, sm, compute_warps, loader_warp, num_slots, AHEAD)
+                for sm, (compute_warps, loader_warp) in enumerate(
+                    zip(self.agents.computes[rank], self.agents.loaders[rank], strict=True)
+                )
             ]
             for rank, gpu in enumerate(self.gpus)
         ]
-        for each in self.sms:
-            for sm in each:
-                order.add(sm.stores)
-                order.add(sm.ring)
 
-    def gpu(self, rank: int, one: RankArenas, host: Agent, num_agents: int) -> EmulatedGpu:
-        queues = one.queues
+    def gpu(self, rank: int, one: RankArenas) -> RowGpu:
+        queues, num_agents = one.queues, self.agents.num
         views = arena_views(one.weights, one.weights_arena)
         none: Floats = np.zeros((1, 1), dtype=np.float32)
         elements = np.concatenate(
@@ -156,85 +133,64 @@ class _Team:
         dim = queues.attention.head_dim if queues.attention else 1
         cache = numbers_of(one.state_arena) if queues.attention else none.reshape(-1)
         rows = cache[: len(cache) // dim * dim].reshape(-1, dim).copy()
-        return EmulatedGpu(
+        return RowGpu(
             rank=rank,
+            num_sms=len(queues.queues),
+            matrices=queues.matrices,
             queues=queues,
             order=self.order,
             elements=elements,
             floats=one.weights_arena[: one.weights.num_bytes // 4 * 4].view(torch.float32).numpy(),
             embed=views[queues.embed].float().numpy() if queues.tokens else none,
             rope=views[queues.rope_table].float().numpy() if queues.rope_table else none,
-            words=FlaggedWords(self.order, rank, self.computes[rank], queues.num_words),
+            words=FlaggedWords(self.order, rank, self.agents.computes[rank], queues.num_words),
             kept=KeptNumbers(rank, queues.num_kept),
             state=PlainData("the state's word", rank, np.zeros(STATE_WORDS, np.int64), num_agents),
             cache=PlainData("cache row", rank, rows, num_agents),
-            host=host,
+            host=self.agents.hosts[rank],
         )
 
     # the host
 
-    def host(self, gpu: EmulatedGpu, launches: Sequence[RowLaunch], rank: int) -> Steps:
+    def host(self, gpu: RowGpu, launches: Sequence[RowLaunch]) -> Steps:
         """A rank's launches, each after the one before, as runner.py makes them."""
+        sms = self.sms[gpu.rank]
         for one in launches:
             yield RAN
             self.prepare(gpu, one)
-            sms = self.sms[rank]
-            left = [2 * gpu.num_sms]
-            for sm in sms:
-                self.start(sm, one, left)
-            while left[0] or not all(sm.stores.is_empty() for sm in sms):
-                yield "host", rank, 0
-            for sm in sms:
-                gpu.host.meet(sm.compute)
-                gpu.host.meet(sm.loader)
-            gpu.host.fence()
-            self.found[rank].append(self.read(gpu, one))
 
-    def prepare(self, gpu: EmulatedGpu, launch: RowLaunch) -> None:
+            def computes(sm: int, one: RowLaunch = one) -> Steps:
+                return compute(sms[sm], one)
+
+            def loads(sm: int, one: RowLaunch = one) -> Steps:
+                return loader(sms[sm], one)
+
+            yield from launch(self.order, gpu.host, sms, (computes, loads))
+            self.found[gpu.rank].append(self.read(gpu, one))
+
+    def prepare(self, gpu: RowGpu, given: RowLaunch) -> None:
         """What the host writes before a launch of one step."""
         queues = gpu.queues
         words: dict[int, int] = {}
-        if queues.tokens and queues.tokens in launch.inputs:
-            words[STATE_TOKEN] = int(launch.inputs[queues.tokens].reshape(-1)[0])
+        if queues.tokens and queues.tokens in given.inputs:
+            words[STATE_TOKEN] = int(given.inputs[queues.tokens].reshape(-1)[0])
         elif not queues.tokens:
-            gpu.embed = launch.inputs[queues.embed].reshape(1, -1).float().numpy()
+            gpu.embed = given.inputs[queues.embed].reshape(1, -1).float().numpy()
             if queues.token:
                 words[STATE_TOKEN] = 0
-        if queues.positions and queues.positions in launch.inputs:
-            words[STATE_POSITION] = int(launch.inputs[queues.positions].reshape(-1)[0])
-        if (sampler := queues.sampler) and sampler.sampling in launch.inputs:
-            settings = launch.inputs[sampler.sampling][0].float().numpy()
+        if queues.positions and queues.positions in given.inputs:
+            words[STATE_POSITION] = int(given.inputs[queues.positions].reshape(-1)[0])
+        if (sampler := queues.sampler) and sampler.sampling in given.inputs:
+            settings = given.inputs[sampler.sampling][0].float().numpy()
             gpu.settings[: len(settings)] = settings
-            gpu.seed = int(launch.inputs[sampler.seeds].reshape(-1)[0])
+            gpu.seed = int(given.inputs[sampler.seeds].reshape(-1)[0])
         tick = gpu.host.tick()
         for word, value in words.items():
             gpu.state.values[word] = value
             gpu.state.writer[word], gpu.state.tick[word] = gpu.host.number, tick
         gpu.host.fence()
 
-    def start(self, sm: Sm, launch: RowLaunch, left: list[int]) -> None:
-        """Both partitions of an SM, with an empty ring."""
-        gpu, order = sm.gpu, self.order
-        sm.compute.meet(gpu.host)
-        sm.loader.meet(gpu.host)
-        sm.begun.clear()
-        sm.ring.clear()
-
-        def until(steps: Steps) -> Steps:
-            yield from steps
-            left[0] -= 1
-            order.wake(("host", gpu.rank, 0))
-
-        def waiting() -> str:
-            return sm.waiting
-
-        for kind, steps, waits in (
-            ("compute", compute(sm, launch), waiting),
-            ("loader", loader(sm, launch), _silent),
-        ):
-            order.add(Running(kind, gpu.rank, sm.sm, until(steps), waits))
-
-    def read(self, gpu: EmulatedGpu, launch: RowLaunch) -> Found:
+    def read(self, gpu: RowGpu, given: RowLaunch) -> Found:
         """What the host copies after a launch."""
         queues, kept = gpu.queues, gpu.kept.values
         logits = kept[queues.logits_at : queues.logits_at + queues.vocab]
@@ -243,49 +199,48 @@ class _Team:
                 one.tensor: torch.from_numpy(kept[one.first : one.first + one.num].copy())
                 for one in queues.outputs
             },
-            tokens=tuple(gpu.tokens[step] for step in range(launch.num_steps))
+            tokens=tuple(gpu.tokens[step] for step in range(given.num_steps))
             if queues.token
             else (),
             logits=torch.from_numpy(logits.copy()),
         )
 
 
-def _write_back(one: RankArenas, gpu: EmulatedGpu) -> None:
+def _write_back(one: RankArenas, gpu: RowGpu) -> None:
     """Caches as the launches left them."""
     if one.queues.attention:
         values = torch.from_numpy(gpu.cache.values.reshape(-1)).bfloat16()
         one.state_arena.view(torch.bfloat16)[: len(values)] = values
 
 
-def begin(agent: Agent, gpu: EmulatedGpu, word: int, given: int) -> int:
+def begin(agent: Agent, gpu: RowGpu, word: int, given: int) -> int:
     """What a launch begins with: given with it, or -1 for the word of the state."""
     found = int(gpu.state.read(agent, np.array([word]))[0])
     return given if given >= 0 else found
 
 
-def loader(sm: Sm, launch: RowLaunch) -> Steps:
+def loader(sm: RowSm, given: RowLaunch) -> Steps:
     """The loader warp: fills the ring in the order of the queue, ahead of every dependency."""
     gpu = sm.gpu
     if not sm.queue:
         return
     position0 = 0
     if any(isinstance(one, RowAttention) for one in sm.queue):
-        position0 = begin(sm.loader, gpu, STATE_POSITION, launch.first[1])
+        position0 = begin(sm.loader, gpu, STATE_POSITION, given.first[1])
     yield RAN
-    for step in range(launch.num_steps):
+    for step in range(given.num_steps):
         for one in sm.queue:
             if isinstance(one, RowAttention):
                 yield from sm.await_step(step)
                 yield from load_blocks(sm, one, position0 + step)
             elif isinstance(one, RowRoute):
                 yield from sm.await_choice()
-            elif one.opcode < MAX_EPILOGUES:
-                assert isinstance(one, RowLinear)
+            elif isinstance(one, RowLinear):
                 by_columns = one.flags & EXPERT_COLUMNS
                 yield from (load_expert_columns if by_columns else load_units)(sm, one)
 
 
-def load_units(sm: Sm, one: RowLinear) -> Steps:
+def load_units(sm: RowSm, one: RowLinear) -> Steps:
     """Units of a linear, those of two streams in turn, tile by tile."""
     for unit in range(one.num_units):
         row = one.weight_row + unit * UNIT_ROWS
@@ -301,7 +256,7 @@ def load_units(sm: Sm, one: RowLinear) -> Steps:
             yield from sm.ring.ask(sm.loader, read)
 
 
-def compute(sm: Sm, launch: RowLaunch) -> Steps:
+def compute(sm: RowSm, given: RowLaunch) -> Steps:
     """The compute warps: the queue's instructions, step after step. A datum of generation g and
     step s is flagged s * num_generations + g + 1.
     """
@@ -309,11 +264,11 @@ def compute(sm: Sm, launch: RowLaunch) -> Steps:
     last = sm.sm == 0
     if not sm.queue and not last:
         return  # what it reads of the state, it does not use
-    position0 = begin(sm.compute, gpu, STATE_POSITION, launch.first[1])
+    position0 = begin(sm.compute, gpu, STATE_POSITION, given.first[1])
     epoch0 = begin(sm.compute, gpu, STATE_EPOCH, -1)
-    token = begin(sm.compute, gpu, STATE_TOKEN, launch.first[0])
+    token = begin(sm.compute, gpu, STATE_TOKEN, given.first[0])
     yield RAN
-    for step in range(launch.num_steps):
+    for step in range(given.num_steps):
         base = (epoch0 + step) * queues.num_generations + 1
         if queues.token and step > 0:
             token = yield from most_likely(sm, base - 1)
@@ -338,18 +293,18 @@ def compute(sm: Sm, launch: RowLaunch) -> Steps:
                     yield from pointwise(sm, one, token, position, flag)
                 case RowRoute():
                     yield from route(sm, one, flag)
-                case RowSample():
-                    raise UnsupportedError(
-                        f"the sample {one.name!r} on an emulated GPU",
-                        expected="the most likely token",
-                        remedy="emulate the program with an argmax",
-                    )
                 case RowLinear():
                     best, row = yield from linear(sm, one, token, flag)
                     if queues.epilogues[one.opcode].ranked and queues.sampler is None:
                         push_best(sm, best, queues.first_id + row, flag)
+                case _:
+                    raise UnsupportedError(
+                        f"{type(one).__name__} {one.name!r} on an emulated GPU",
+                        expected="no samples",
+                        remedy="add its body to hopper/emulator",
+                    )
     if last:
-        num_steps = launch.num_steps
+        num_steps = given.num_steps
         if queues.token:
             token = yield from most_likely(sm, (epoch0 + num_steps) * queues.num_generations)
             gpu.tokens[num_steps - 1] = token
@@ -358,6 +313,6 @@ def compute(sm: Sm, launch: RowLaunch) -> Steps:
         store_state(sm, STATE_EPOCH, epoch0 + num_steps)
 
 
-def store_state(sm: Sm, word: int, value: int) -> None:
+def store_state(sm: RowSm, word: int, value: int) -> None:
     at: Indices = np.array([word])
     sm.store(sm.gpu.state, at, np.array([value]))

@@ -18,7 +18,7 @@ from distmega.kernels.hopper.emulator.numbers import (
     to_bf16,
 )
 from distmega.kernels.hopper.emulator.row_bodies import norm_vector
-from distmega.kernels.hopper.emulator.sm import GARBAGE, Sm
+from distmega.kernels.hopper.emulator.sm import GARBAGE, RowSm
 from distmega.kernels.hopper.plan.types import AttentionShape
 from distmega.kernels.hopper.plan.words import PARTIAL_EXTRA, RowAttention, RowCombine
 
@@ -50,13 +50,13 @@ def blocks_of(one: RowAttention, position: int) -> range:
     return range(first + one.split, position // BLOCK + 1, active)
 
 
-def shape_of(sm: Sm) -> AttentionShape:
+def shape_of(sm: RowSm) -> AttentionShape:
     shape = sm.gpu.queues.attention
     assert shape is not None, "a segment with attention"
     return shape
 
 
-def load_blocks(sm: Sm, one: RowAttention, position: int) -> Steps:
+def load_blocks(sm: RowSm, one: RowAttention, position: int) -> Steps:
     """Steps of the loader: keys and values of each block, 64 columns a slot."""
     halves = -(-shape_of(sm).head_dim // HALF)
     for block in blocks_of(one, position):
@@ -70,7 +70,9 @@ def load_blocks(sm: Sm, one: RowAttention, position: int) -> Steps:
                 yield from sm.ring.ask(sm.loader, read)
 
 
-def cache_tile(sm: Sm, one: RowAttention, first: int, half: int, row: int, position: int) -> Floats:
+def cache_tile(
+    sm: RowSm, one: RowAttention, first: int, half: int, row: int, position: int
+) -> Floats:
     """[128, 64] of the cache, zeros behind its columns. Rows that the query doesn't see, and the
     one that this step writes, hold anything finite.
     """
@@ -87,7 +89,7 @@ def cache_tile(sm: Sm, one: RowAttention, first: int, half: int, row: int, posit
     return tile
 
 
-def attention(sm: Sm, one: RowAttention, position: int, flag: int) -> Steps:
+def attention(sm: RowSm, one: RowAttention, position: int, flag: int) -> Steps:
     """Queries of a kv head over the blocks of a split; appends the new position to the cache if the
     split has the last block.
     """
@@ -131,7 +133,7 @@ def attention(sm: Sm, one: RowAttention, position: int, flag: int) -> Steps:
         sm.fence()
 
 
-def take_block(sm: Sm, dim: int) -> Generator[Key, None, Floats]:
+def take_block(sm: RowSm, dim: int) -> Generator[Key, None, Floats]:
     """Keys or values of a block: [128, dim]."""
     halves = []
     for _ in range(-(-dim // HALF)):
@@ -141,7 +143,7 @@ def take_block(sm: Sm, dim: int) -> Generator[Key, None, Floats]:
 
 
 def rotated(
-    sm: Sm, one: RowAttention, position: int, flag: int
+    sm: RowSm, one: RowAttention, position: int, flag: int
 ) -> Generator[Key, None, tuple[Floats, Floats, Floats]]:
     """Queries and the new key, normed and rotated, and the value, in bf16."""
     shape = shape_of(sm)
@@ -169,7 +171,7 @@ def rotated(
     return rows[:-2], rows[-2], rows[-1]
 
 
-def combine(sm: Sm, one: RowCombine, position: int, flag: int) -> Steps:
+def combine(sm: RowSm, one: RowCombine, position: int, flag: int) -> Steps:
     """Output of one query head from the partials of its splits. No barrier stands between a
     thread's poll, of two columns, and its store.
     """
@@ -193,5 +195,5 @@ def combine(sm: Sm, one: RowCombine, position: int, flag: int) -> Steps:
         sm.publish(to, pairs_of(y[::2], y[1::2]), flag)
 
 
-def parts_of(sm: Sm, num: int) -> Iterator[range]:
+def parts_of(sm: RowSm, num: int) -> Iterator[range]:
     yield from shuffled(sm.gpu.order.random, num)

@@ -21,7 +21,7 @@ from distmega.kernels.hopper.emulator.numbers import (
     to_bf16,
 )
 from distmega.kernels.hopper.emulator.row_experts import weighted
-from distmega.kernels.hopper.emulator.sm import Mask, Sm
+from distmega.kernels.hopper.emulator.sm import Mask, RowSm
 from distmega.kernels.hopper.plan.types import Epilogue, RowFormula
 from distmega.kernels.hopper.plan.words import (
     CARRY_EMBEDDED,
@@ -51,7 +51,7 @@ def next_vector(num: int) -> int:
     return -(-num // VECTOR_MULTIPLE) * VECTOR_MULTIPLE
 
 
-def norm_vector(sm: Sm, first: int, num: int, *, behind: bool = False) -> Floats:
+def norm_vector(sm: RowSm, first: int, num: int, *, behind: bool = False) -> Floats:
     """The weights of a norm, or the vector behind them."""
     if not sm.gpu.queues.wide_norms:
         first += next_vector(num) if behind else 0
@@ -60,7 +60,7 @@ def norm_vector(sm: Sm, first: int, num: int, *, behind: bool = False) -> Floats
     return sm.gpu.floats[first // 2 : first // 2 + num]
 
 
-def embed(sm: Sm, one: RowEmbed, token: int, flag: int) -> None:
+def embed(sm: RowSm, one: RowEmbed, token: int, flag: int) -> None:
     """Pushes a part of the token's row, if this rank holds it, to every rank."""
     local = token - one.row0
     if not 0 <= local < one.num_rows:
@@ -70,7 +70,7 @@ def embed(sm: Sm, one: RowEmbed, token: int, flag: int) -> None:
     sm.publish(one.dst + at, pairs_of(row[2 * at], row[2 * at + 1]), flag, sm.gpu.peers)
 
 
-def barrier(sm: Sm, one: RowBarrier, flag: int) -> Steps:
+def barrier(sm: RowSm, one: RowBarrier, flag: int) -> Steps:
     """Waits until all SMs that it is to wait for have come to theirs."""
     at = one.dst + 2 * sm.sm + np.arange(2)
     sm.publish(at, np.full(2, sm.sm, dtype=np.uint32), flag)
@@ -80,7 +80,7 @@ def barrier(sm: Sm, one: RowBarrier, flag: int) -> Steps:
 
 
 def linear(
-    sm: Sm, one: RowLinear, token: int, flag: int
+    sm: RowSm, one: RowLinear, token: int, flag: int
 ) -> Generator[Key, None, tuple[float, int]]:
     """Stages x, multiplies a group of units at a time, writes what the epilogue says; gives the
     highest result of a ranked one, and its row.
@@ -123,14 +123,14 @@ def linear(
     return best, best_row
 
 
-def result(sm: Sm, epilogue: Epilogue, row: np.ndarray, args: list[Floats]) -> Floats:
+def result(sm: RowSm, epilogue: Epilogue, row: np.ndarray, args: list[Floats]) -> Floats:
     """Rows of the formula, of experts with what these weigh."""
     if epilogue.weighted:
         return weighted(sm, epilogue.formula, row, args[: epilogue.num_streams])
     return evaluate(epilogue.formula, args)
 
 
-def bias_of(sm: Sm, one: RowLinear, group: int, row: np.ndarray, wanted: Mask) -> Floats:
+def bias_of(sm: RowSm, one: RowLinear, group: int, row: np.ndarray, wanted: Mask) -> Floats:
     """Biases of the rows of a group, of two streams in turn; zeros where there are none."""
     found: Floats = np.zeros(len(row), dtype=np.float32)
     if one.bias == NOTHING:
@@ -145,7 +145,7 @@ def bias_of(sm: Sm, one: RowLinear, group: int, row: np.ndarray, wanted: Mask) -
 
 
 def carried(
-    sm: Sm, one: RowLinear, epilogue: Epilogue, token: int, row: np.ndarray, wanted: Mask
+    sm: RowSm, one: RowLinear, epilogue: Epilogue, token: int, row: np.ndarray, wanted: Mask
 ) -> list[Floats]:
     """The operands besides products, as the SM keeps them or the given row has them."""
     if epilogue.summed or epilogue.num_streams == 2:
@@ -162,7 +162,7 @@ def carried(
 
 
 def stage(
-    sm: Sm, one: RowLinear, token: int, flag: int
+    sm: RowSm, one: RowLinear, token: int, flag: int
 ) -> Generator[Key, None, tuple[Floats, float]]:
     """x in bf16, zeros behind its end; the factor that its folded norm leaves for the products."""
     length = 2 * one.num_src_words
@@ -185,7 +185,7 @@ def stage(
     return x, factor
 
 
-def layer_norm(sm: Sm, one: RowLinear, row: Floats) -> Floats:
+def layer_norm(sm: RowSm, one: RowLinear, row: Floats) -> Floats:
     """The row after its layer norm, the mean taken off before squares are summed."""
     length = len(row)
     mean = np.float32(row.sum(dtype=np.float32) / np.float32(length))
@@ -200,7 +200,7 @@ def layer_norm(sm: Sm, one: RowLinear, row: Floats) -> Floats:
     return to_bf16(inside * np.float32(factor) * scale + shift)
 
 
-def keep_normed(sm: Sm, one: RowLinear, mean: float, factor: float, *, has_bias: bool) -> None:
+def keep_normed(sm: RowSm, one: RowLinear, mean: float, factor: float, *, has_bias: bool) -> None:
     """Normalises this SM's rows of x where it keeps them."""
     num_rows = 2 * one.num_src_words
     units = -(-num_rows // UNIT_ROWS)
@@ -215,7 +215,7 @@ def keep_normed(sm: Sm, one: RowLinear, mean: float, factor: float, *, has_bias:
     sm.gpu.kept.store(sm.sm, one.carry + row, y, wanted)
 
 
-def multiply(sm: Sm, one: RowLinear, x: Floats, num: int) -> Generator[Key, None, Floats]:
+def multiply(sm: RowSm, one: RowLinear, x: Floats, num: int) -> Generator[Key, None, Floats]:
     """Products of the ring's next units with x, NaN behind them."""
     y: Floats = np.full(GROUP_ROWS, np.nan, dtype=np.float32)
     for unit in range(num):
@@ -228,7 +228,7 @@ def multiply(sm: Sm, one: RowLinear, x: Floats, num: int) -> Generator[Key, None
 
 
 def write(
-    sm: Sm, one: RowLinear, epilogue: Epilogue, row: np.ndarray, limit: int, y: Floats, flag: int
+    sm: RowSm, one: RowLinear, epilogue: Epilogue, row: np.ndarray, limit: int, y: Floats, flag: int
 ) -> None:
     """Results of rows below the limit to where they are kept and polled."""
     wanted = row < limit
@@ -238,7 +238,7 @@ def write(
 
 
 def publish_rows(
-    sm: Sm, one: RowLinear | RowPointwise, epilogue: Epilogue | RowFormula, row: np.ndarray,
+    sm: RowSm, one: RowLinear | RowPointwise, epilogue: Epilogue | RowFormula, row: np.ndarray,
     y: Floats, flag: int,
 ) -> None:  # fmt: skip
     """Results as numbers, or as pairs of bf16."""
@@ -250,7 +250,7 @@ def publish_rows(
 
 
 def push_partial(
-    sm: Sm, one: RowLinear, row: np.ndarray, wanted: Mask, y: Floats, flag: int
+    sm: RowSm, one: RowLinear, row: np.ndarray, wanted: Mask, y: Floats, flag: int
 ) -> None:
     """Rows of this rank's product into its part of every rank's partial sums."""
     ranks = sm.gpu.queues.num_ranks
@@ -258,7 +258,7 @@ def push_partial(
     sm.publish(first + row[wanted], bits_of(y[wanted]), flag, sm.gpu.peers)
 
 
-def sum_partials(sm: Sm, one: RowLinear, epilogue: Epilogue, limit: int, flag: int) -> Steps:
+def sum_partials(sm: RowSm, one: RowLinear, epilogue: Epilogue, limit: int, flag: int) -> Steps:
     """This SM's rows: the ranks' products in rank order, then the formula. No barrier stands
     between a thread's poll, of two rows, and its store.
     """

@@ -8,7 +8,7 @@ import numpy as np
 
 from distmega.kernels.hopper.emulator.interleaving import RAN, Steps
 from distmega.kernels.hopper.emulator.numbers import Floats, evaluate, floats_of
-from distmega.kernels.hopper.emulator.sm import Sm
+from distmega.kernels.hopper.emulator.sm import RowSm
 from distmega.kernels.hopper.plan.types import ExpertShape
 from distmega.kernels.hopper.plan.words import (
     PAIRED,
@@ -22,13 +22,13 @@ from distmega.kernels.hopper.plan.words import (
 from distmega.program.expr import Expr
 
 
-def shape_of(sm: Sm) -> ExpertShape:
+def shape_of(sm: RowSm) -> ExpertShape:
     shape = sm.gpu.queues.experts
     assert shape is not None, "a program with such an instruction has experts"
     return shape
 
 
-def route(sm: Sm, one: RowRoute, flag: int) -> Steps:
+def route(sm: RowSm, one: RowRoute, flag: int) -> Steps:
     """Ranks the scores; the loader may have the experts before their weights are known."""
     shape = shape_of(sm)
     words = one.src + np.arange(one.num_words)
@@ -48,7 +48,7 @@ def route(sm: Sm, one: RowRoute, flag: int) -> Steps:
     sm.weights = (part[chosen] / total).astype(np.float32)
 
 
-def weighted(sm: Sm, formula: Expr, row: np.ndarray, products: list[Floats]) -> Floats:
+def weighted(sm: RowSm, formula: Expr, row: np.ndarray, products: list[Floats]) -> Floats:
     """The formula of products of rows of chosen experts and of what these weigh; zeros in what
     stands between an expert's last row and the next slot.
     """
@@ -59,7 +59,7 @@ def weighted(sm: Sm, formula: Expr, row: np.ndarray, products: list[Floats]) -> 
     return np.where(row % size < shape.width, y, np.float32(0)).astype(np.float32)
 
 
-def expert_row(sm: Sm, one: RowLinear, unit: int) -> int:
+def expert_row(sm: RowSm, one: RowLinear, unit: int) -> int:
     """First weight row of a unit with EXPERT_ROWS."""
     shape = shape_of(sm)
     own, first = one.row0 // UNIT_ROWS + unit, one.weight_row
@@ -70,7 +70,7 @@ def expert_row(sm: Sm, one: RowLinear, unit: int) -> int:
     return first + sm.experts[slot] * shape.width + own * UNIT_ROWS
 
 
-def load_expert_columns(sm: Sm, one: RowLinear) -> Steps:
+def load_expert_columns(sm: RowSm, one: RowLinear) -> Steps:
     """Units with EXPERT_COLUMNS: each slice of a tile is of its slot's expert."""
     shape = shape_of(sm)
     for unit in range(one.num_units):
@@ -90,7 +90,7 @@ def load_expert_columns(sm: Sm, one: RowLinear) -> Steps:
             yield from sm.ring.ask(sm.loader, read)
 
 
-def tile_of(sm: Sm, one: RowLinear, row: int, parts: list[tuple[int, int] | None]) -> Floats:
+def tile_of(sm: RowSm, one: RowLinear, row: int, parts: list[tuple[int, int] | None]) -> Floats:
     """[UNIT_ROWS, TILE_K]: of each slice the expert and its number there; zeros for None. Where a
     row ends inside a slice, the rest is what lies behind it.
     """

@@ -9,7 +9,7 @@ import numpy as np
 from distmega.kernels.hopper.emulator.interleaving import RAN, Key, Steps
 from distmega.kernels.hopper.emulator.numbers import Floats, evaluate, floats_of, halves_of
 from distmega.kernels.hopper.emulator.row_bodies import norm_vector, publish_rows
-from distmega.kernels.hopper.emulator.sm import Sm
+from distmega.kernels.hopper.emulator.sm import RowSm
 from distmega.kernels.hopper.plan.accesses import last_row
 from distmega.kernels.hopper.plan.types import RowFormula
 from distmega.kernels.hopper.plan.words import (
@@ -23,7 +23,7 @@ from distmega.kernels.hopper.plan.words import (
 )
 
 
-def pointwise(sm: Sm, one: RowPointwise, token: int, position: int, flag: int) -> Steps:
+def pointwise(sm: RowSm, one: RowPointwise, token: int, position: int, flag: int) -> Steps:
     """Rows of this SM."""
     formula = sm.gpu.queues.formulas[one.number]
     row = np.arange(one.row0, last_row(one))
@@ -51,7 +51,7 @@ def pointwise(sm: Sm, one: RowPointwise, token: int, position: int, flag: int) -
 
 
 def whole_row(
-    sm: Sm, one: RowPointwise, formula: RowFormula, token: int, flag: int
+    sm: RowSm, one: RowPointwise, formula: RowFormula, token: int, flag: int
 ) -> Generator[Key, None, Floats]:
     """x, all of it."""
     if one.flags & FROM_EMBEDDING:
@@ -62,7 +62,7 @@ def whole_row(
     return floats_of(payload) if formula.numbers else halves_of(payload)
 
 
-def normalised(sm: Sm, one: RowPointwise, formula: RowFormula, x: Floats) -> Floats:
+def normalised(sm: RowSm, one: RowPointwise, formula: RowFormula, x: Floats) -> Floats:
     """x after its norm or softmax."""
     length = np.float32(one.num_rows)
     if formula.norm == "softmax":

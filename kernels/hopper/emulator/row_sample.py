@@ -10,16 +10,16 @@ import numpy as np
 
 from distmega.kernels.hopper.emulator.interleaving import RAN, Key
 from distmega.kernels.hopper.emulator.numbers import Words, bits_of, floats_of
-from distmega.kernels.hopper.emulator.sm import Sm
+from distmega.kernels.hopper.emulator.sm import RowSm
 
 
-def samples_alone(sm: Sm) -> bool:
+def samples_alone(sm: RowSm) -> bool:
     """Whether each rank samples by itself, from the logits of all."""
     sampler = sm.gpu.queues.sampler
     return sampler is not None and sampler.limits != "given"
 
 
-def push_best(sm: Sm, value: float, token: int, flag: int) -> None:
+def push_best(sm: RowSm, value: float, token: int, flag: int) -> None:
     """This SM's best candidate and its token, to every rank."""
     queues = sm.gpu.queues
     is_alone = samples_alone(sm)
@@ -30,7 +30,7 @@ def push_best(sm: Sm, value: float, token: int, flag: int) -> None:
     sm.publish(at, words, flag, () if is_alone else sm.gpu.peers)
 
 
-def most_likely(sm: Sm, flag: int) -> Generator[Key, None, int]:
+def most_likely(sm: RowSm, flag: int) -> Generator[Key, None, int]:
     """Token with the highest value over all SMs of all ranks, the lowest among equals."""
     queues, num_sms = sm.gpu.queues, sm.gpu.num_sms
     ranks = 1 if samples_alone(sm) else queues.num_ranks

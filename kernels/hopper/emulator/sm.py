@@ -22,8 +22,8 @@ from distmega.kernels.hopper.emulator.memory import (
 )
 from distmega.kernels.hopper.emulator.numbers import Floats, Indices, Words
 from distmega.kernels.hopper.emulator.ring import Ring
-from distmega.kernels.hopper.plan.types import RowQueues
-from distmega.kernels.hopper.plan.words import SLICE_K, TILE_K, UNIT_ROWS
+from distmega.kernels.hopper.plan.types import RowQueues, WeightMatrix
+from distmega.kernels.hopper.plan.words import SLICE_K, TILE_K, UNIT_ROWS, Instruction
 
 SPARE = 4096
 """Elements behind the weights: finite, and never multiplied by other than zero."""
@@ -33,31 +33,37 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclass(slots=True, kw_only=True)
 class EmulatedGpu:
-    """A rank's memory. elements: of the weight arena; floats: what stands there as f32; embed: the
-    table that tokens are looked up in; rope: cosines then sines a row, of positions; cache: rows of
-    keys and values; settings: temperature and limits of a sample; tokens: that a launch chose.
+    """A rank's memory. matrices: of the weight arena, whose numbers `elements` are; embed: the
+    table that tokens are looked up in, or the rows that come in; rope: cosines then sines a row, of
+    positions; cache: rows of keys and values; words: the symmetric buffer; peers: all ranks.
     """
 
     rank: int
-    queues: RowQueues
+    num_sms: int
+    matrices: Sequence[WeightMatrix]
     order: Interleaving
     elements: Floats
-    floats: Floats
     embed: Floats
     rope: Floats
     words: FlaggedWords
-    kept: KeptNumbers
     state: PlainData
     cache: PlainData
     host: Agent
+    peers: Sequence["EmulatedGpu"] = ()
+
+
+@dataclass(slots=True, kw_only=True)
+class RowGpu(EmulatedGpu):
+    """What the kernel of one row has besides. floats: what stands in the weight arena as f32;
+    settings: temperature and limits of a sample; tokens: that a launch chose.
+    """
+
+    queues: RowQueues
+    floats: Floats
+    kept: KeptNumbers
     settings: Floats = field(default_factory=lambda: np.zeros(3, dtype=np.float32))
     seed: int = 0
     tokens: dict[int, int] = field(default_factory=dict)
-    peers: Sequence["EmulatedGpu"] = ()
-
-    @property
-    def num_sms(self) -> int:
-        return len(self.queues.queues)
 
 
 class Sm:
@@ -67,7 +73,6 @@ class Sm:
         self, gpu: EmulatedGpu, sm: int, compute: Agent, loader: Agent, num_slots: int, ahead: int
     ) -> None:
         self.gpu, self.sm, self.compute, self.loader = gpu, sm, compute, loader
-        self.queue = gpu.queues.queues[sm]
         self.stores = StoreBuffer(gpu.order, gpu.rank, sm)
         self.ring = Ring(gpu.order, gpu.rank, sm, num_slots, ahead)
         self.begun: list[tuple[Clock, Clock]] = []
@@ -157,7 +162,7 @@ class Sm:
         """[UNIT_ROWS, TILE_K]: slices of 64 columns, zeros behind the last slice and row. Where a
         row ends inside a slice, the rest is what lies behind it.
         """
-        found = self.gpu.queues.matrices[matrix]
+        found = self.gpu.matrices[matrix]
         stop = -(-found.columns // SLICE_K) * SLICE_K
         columns = np.arange(k * TILE_K, min((k + 1) * TILE_K, stop))
         rows = row + np.arange(max(0, min(UNIT_ROWS, found.num_rows - row)))
@@ -184,3 +189,15 @@ class Running:
 
     def waits_for(self) -> str:
         return self.waits()
+
+
+class RowSm(Sm):
+    """An SM of the kernel of one row, with its queue."""
+
+    gpu: RowGpu
+
+    def __init__(
+        self, gpu: RowGpu, sm: int, compute: Agent, loader: Agent, num_slots: int, ahead: int
+    ) -> None:
+        super().__init__(gpu, sm, compute, loader, num_slots, ahead)
+        self.queue: Sequence[Instruction] = gpu.queues.queues[sm]

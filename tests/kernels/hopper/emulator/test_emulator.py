@@ -106,10 +106,16 @@ def test_decoders_on_two_ranks(variant: str, seed: int):
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_decoders_in_many_orders(variant: str, tp: int):
+    taken = 0
     for num_sms in (3, 8, 20):
-        case = decoder(variant, 530, tp, num_sms)
+        try:
+            case = decoder(variant, 530, tp, num_sms)
+        except UnsupportedError:  # biases of a head a rank, or rows that an SM has no part of
+            continue
+        taken += 1
         for seed in range(6):
             require_decodes(case, 510 if seed % 2 else 1, seed)
+    assert taken or (variant, tp) == ("layernorm", 4)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
