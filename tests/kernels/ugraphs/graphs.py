@@ -1,23 +1,11 @@
 """Small uGraphs in f32, one for each form that kernels/ugraphs/source.py writes."""
 
+from tests.superopt.graphs import NORM_LINEAR
+
 GRAPHS = {
-    "norm before a linear": """\
-ugraph norm_linear
-  axis m:16
-  axis k:64
-  axis n:32
-  input x: f32[m, k]
-  weight w: f32[n, k]
-  temp y: f32[m, n]
-  kernel k0 grid n:2 m:2 loop k:4
-    load x = x(m, k) imap - 0 fmap 1
-    load w = w(n, k) imap 0 - fmap 1
-    body s = contract[m] x x over k
-    body a = contract[m, n] x w over k
-    after y = map[m, n] '(a0 * rsqrt((a1 + 1.0)))' a s
-    store y omap 1 0 fmap -
-  return y
-""",
+    "norm before a linear": NORM_LINEAR.replace("axis m:4", "axis m:16")
+    .replace("bf16[", "f32[")
+    .replace("grid n:4 m:2 loop k:2", "grid n:2 m:2 loop k:4"),
     "running maximum, extents that are no powers of two": """\
 ugraph attention
   axis h:2
