@@ -200,6 +200,12 @@ def seen_rows(*, mask_function: Callable[..., Any], batch_size: int = 1, **other
     there = torch.arange(rows.max_context, device=device)[None, None, None, :]
     mask: Tensor = mask_function(zero, zero, here, there)
     mask = mask.expand(rows.shape[0], 1, rows.shape[1], rows.max_context)
+    if _is_bidirectional(mask_function, rows.max_context):
+        raise CaptureError(
+            "a mask by which tokens see those behind them",
+            expected="attention of each token to itself and those before it",
+            remedy="use a decoder; of an encoder, capture the module itself",
+        )
     window = proved_window(mask_function, rows.max_context)
     if window is not None:
         rows.causal.append((mask, window))
@@ -210,6 +216,16 @@ def added_rows(*, dtype: torch.dtype = torch.float32, **options: Any) -> Tensor:
     """As seen_rows, as what is added to scores."""
     mask = seen_rows(**options)
     return torch.where(mask, torch.zeros((), dtype=dtype), torch.finfo(dtype).min)
+
+
+def _is_bidirectional(mask_function: Callable[..., Any], num: int) -> bool:
+    """Whether the first of `num` positions sees all of them; False where that depends on inputs."""
+    with _disable_current_modes():
+        zero = torch.zeros((), dtype=torch.long)
+        try:
+            return num > 1 and bool(mask_function(zero, zero, zero, torch.arange(num)).all())
+        except (RuntimeError, TypeError, IndexError, AttributeError):
+            return False
 
 
 def proved_window(mask_function: Callable[..., Any], num: int) -> int | None:

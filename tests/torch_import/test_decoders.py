@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, BertConfig, PretrainedConfig
 
 from distmega import CPU, DeviceMesh, plan_program, replicate, shard
 from distmega.compiled import CompiledProgram
@@ -237,3 +237,14 @@ def test_a_model_without_caches_is_refused():
     )
     with pytest.raises(CaptureError, match="0 of 2 layers have caches"):
         open_decoder(recurrent)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_encoder_is_refused():
+    """Its tokens look at those behind them."""
+    encoder = BertConfig(
+        vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=16,
+    )  # fmt: skip
+    with pytest.raises(CaptureError, match=r"tokens see those behind them; .* use a decoder"):
+        open_decoder(encoder)
