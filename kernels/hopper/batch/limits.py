@@ -298,7 +298,14 @@ def sample_within_limits(
     num_sms,
     RANKS: gl.constexpr,
 ):
-    """The tokens of this SM's sequences, as the best candidates of all SMs."""
+    """The tokens of this SM's sequences, as the best candidates of all SMs.
+
+    words: int32, of the instruction. logits: f32 [16, tokens], row_maxima: f32 [16, 256 a rank], of
+    all ranks, which other SMs have written, visible behind an event or hear_ranks. events: seeds
+    and settings from the runner; from 64-bit word sample_words on lists, which this SM alone writes
+    for its sequences. bests, best_rows: f32 and int32 [16, 256], of which it writes its sequences'
+    rows. state: positions; step: in this launch.
+    """
     symmetric = gl.multiple_of(events.to(gl.pointer_type(gl.int64), bitcast=True), 16)
     sampling = (symmetric + SETTINGS_AT).to(gl.pointer_type(gl.float32), bitcast=True)
     num_rows = words[NUM_ROWS]

@@ -60,7 +60,12 @@ def find_scale(source, length, kind, eps):
 
 @gluon.jit
 def norm_task(words, numbers, acts, vectors, batch, sm, num_sms, eps):
-    """Every num_sms-th row from number `sm` on."""
+    """Every num_sms-th row from number `sm` on.
+
+    words: int32, of the instruction. numbers: f32 [16, rows] of tensors, one behind the other; the
+    rows are read there and, if words say so, the result is written. acts: int32 pairs of bf16, gets
+    the result in the order of device.py. vectors: bf16, the weight arena, written by nobody.
+    """
     length = words[NUM_ROWS]
     for b in range(keep(sm), keep(batch), keep(num_sms)):
         source = numbers + words[SRC] + b * length

@@ -62,6 +62,10 @@ def sample_tokens(
 ):
     """This SM's best candidates of all sequences, in place of its highest logits. The noise is that
     of the token, whichever rank has its logit.
+
+    words: int32, of the head's instruction. logits: f32 [16, this rank's tokens], of which this SM
+    has just written its rows. events: seeds and settings from the runner. bests, best_rows: f32 and
+    int32 [16, 256], in which this SM writes column `sm`. state: positions; step: in this launch.
     """
     first_id = words[HEAD_FIRST_ID] if RANKS > 1 else 0
     symmetric = gl.multiple_of(events.to(gl.pointer_type(gl.int64), bitcast=True), 16)

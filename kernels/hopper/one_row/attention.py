@@ -229,7 +229,14 @@ def attention_task(
     WIDE: gl.constexpr,
 ):
     """One split of one kv head, every `active`-th block of 128 positions from its first on; returns
-    the ring position. `scale` includes log2(e). ring: see kernel.decode. it: of the ring.
+    the ring position.
+
+    words: int32, of the instruction. symmetric, vectors, cache, rope: see RowMemory; reads flagged
+    words of queries, keys and values, writes those of the split's partials and, where the last
+    block is its own, the new position in the cache. position: of the new token; flag: of what is
+    read and written; eps, scale (with log2(e)), min_blocks: as of decode. ring: RingAddresses, of
+    which x gives room to queries and weights meanwhile; it: slots taken before. stamps: int64, of
+    this instruction.
     """
     HALVES: gl.constexpr = num_halves(D)
     COLUMNS: gl.constexpr = padded_half(D)

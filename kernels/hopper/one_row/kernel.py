@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from distmega.kernels.gluon_compat import cta_barrier, keep_alive
 from distmega.kernels.hopper.epilogues import count
+from distmega.kernels.hopper.one_row.arguments import RingAddresses
 from distmega.kernels.hopper.one_row.attention import attention_task
 from distmega.kernels.hopper.one_row.linear import linear_task
 from distmega.kernels.hopper.one_row.loader import begin, loader
@@ -55,7 +56,6 @@ from distmega.kernels.hopper.ptx.shapes import (
     TILE_ROWS,
     TILE_SHARED,
     WORDS_A_CHUNK,
-    num_halves,
 )
 from distmega.kernels.runtime.mbarriers import init_barriers, make_barriers
 
@@ -63,21 +63,24 @@ from distmega.kernels.runtime.mbarriers import init_barriers, make_barriers
 @gluon.jit
 def compute(
     queue, num_instructions, num_instructions_max, num_steps, num_generations, first_token,
-    first_position, state, tokens, symmetric, vectors, embed, cache, rope, kept, best_words,
-    num_sms, peers, team_rank, first_id, min_blocks, eps, scale, trace, ring, squares, red,
-    step_bar, slots, chosen_bar, EXPERTS: gl.constexpr, D: gl.constexpr, G: gl.constexpr,
-    H: gl.constexpr, KVH: gl.constexpr, QK_NORM: gl.constexpr, ROTATED: gl.constexpr, ATTENDS:
-    gl.constexpr, EPILOGUES: gl.constexpr, LAYER_NORMS: gl.constexpr, KEEPS_NORMED: gl.constexpr,
-    CHOICE: gl.constexpr, HEAD_ROWS: gl.constexpr, RANKS: gl.constexpr, BARRIERS: gl.constexpr,
-    STAGES: gl.constexpr, TRACE: gl.constexpr, APART: gl.constexpr, SOFTCAP: gl.constexpr,
-    FORMULAS: gl.constexpr, PASSES: gl.constexpr, WIDE: gl.constexpr,
+    first_position, memory, best_words, num_sms, peers, team_rank, first_id, min_blocks, eps, scale,
+    trace, ring, squares, red, step_bar, slots, chosen_bar, spec: gl.constexpr,
 ):
     """Partition of eight warps. A datum of generation g and step s is flagged
     s * num_generations + g + 1."""
+    RANKS: gl.constexpr = spec.num_ranks
+    CHOICE: gl.constexpr = spec.choice
+    STAGES: gl.constexpr = spec.stages
+    TRACE: gl.constexpr = spec.trace
+    D: gl.constexpr = spec.head_dim
+    EXPERTS: gl.constexpr = spec.experts
+    EPILOGUES: gl.constexpr = spec.epilogues
+    FORMULAS: gl.constexpr = spec.formulas
+    WIDE: gl.constexpr = spec.wide_norms
     sm = gl.program_id(0)
-    position0 = begin(state + STATE_POSITION, first_position)
-    epoch0 = gl.load(state + STATE_EPOCH)
-    token = begin(state + STATE_TOKEN, first_token)
+    position0 = begin(memory.state + STATE_POSITION, first_position)
+    epoch0 = gl.load(memory.state + STATE_EPOCH)
+    token = begin(memory.state + STATE_TOKEN, first_token)
     it = 0
     # within limits each rank samples by itself
     BESTS: gl.constexpr = 1 if CHOICE != GREEDY and CHOICE != SAMPLED else RANKS
@@ -85,10 +88,10 @@ def compute(
     for step in range(num_steps):
         base = (epoch0 + step) * num_generations + 1
         if CHOICE != NO_CHOICE and step > 0:
-            token = most_likely(symmetric, best_words, num_sms, base - 1, BESTS)
+            token = most_likely(memory.symmetric, best_words, num_sms, base - 1, BESTS)
             fence_all()
             if sm == 0:
-                gl.store(tokens + step - 1, token)
+                gl.store(memory.tokens + step - 1, token)
         mbarrier.arrive(step_bar.index(0), count=1)
         for i in range(num_instructions):
             ahead = fetch(queue, gl.where(i + 1 == num_instructions, 0, i + 1))
@@ -98,42 +101,43 @@ def compute(
                 row = (step * gl.num_programs(0) + sm) * num_instructions_max + i
                 at = trace + row * STAMPS
                 gl.store(at, clock())
-            if ATTENDS and words[OPCODE] == OP_ATTENTION:
+            if spec.attends and words[OPCODE] == OP_ATTENTION:
                 it = attention_task(
-                    words, symmetric, vectors, cache, rope, position0 + step, flag, eps, scale,
-                    min_blocks, ring, it, at, D, G, H, KVH, QK_NORM, ROTATED, STAGES, TRACE,
-                    APART, SOFTCAP, WIDE,
+                    words, memory.symmetric, memory.vectors, memory.cache, memory.rope,
+                    position0 + step, flag, eps, scale, min_blocks, ring, it, at, D,
+                    spec.num_queries, spec.num_heads, spec.num_kv_heads, spec.qk_norm, spec.rotated,
+                    STAGES, TRACE, spec.apart, spec.softcap, WIDE,
                 )
-            elif ATTENDS and words[OPCODE] == OP_COMBINE:
-                combine_task(words, symmetric, position0 + step, flag, min_blocks, D)
-            elif BARRIERS and words[OPCODE] == OP_BARRIER:
-                pass_barrier(words, symmetric, sm, flag)
+            elif spec.attends and words[OPCODE] == OP_COMBINE:
+                combine_task(words, memory.symmetric, position0 + step, flag, min_blocks, D)
+            elif spec.barriers and words[OPCODE] == OP_BARRIER:
+                pass_barrier(words, memory.symmetric, sm, flag)
             elif count(FORMULAS) > 0 and words[OPCODE] == OP_POINTWISE:
                 pointwise_task(
-                    words, symmetric, vectors, embed, token, position0 + step, kept, flag, FORMULAS,
-                    PASSES, WIDE, RANKS,
+                    words, memory.symmetric, memory.vectors, memory.embed, token, position0 + step,
+                    memory.kept, flag, FORMULAS, spec.passes, WIDE, RANKS,
                 )
             elif RANKS > 1 and words[OPCODE] == OP_EMBED:
-                embed_task(words, peers, embed, token, flag, RANKS)
+                embed_task(words, peers, memory.embed, token, flag, RANKS)
             elif has_experts(EXPERTS) and words[OPCODE] == OP_ROUTE:
-                route_task(words, symmetric, ring[4], slots, chosen_bar, flag, EXPERTS)
+                route_task(words, memory.symmetric, ring.sums, slots, chosen_bar, flag, EXPERTS)
             elif CHOICE != GREEDY and CHOICE != NO_CHOICE and words[OPCODE] == OP_SAMPLE:
                 # kept here, or else what follows from them takes registers from other tasks
                 sample_task(
-                    words, kept + words[SAMPLE_LOGITS], first_id,
-                    (state + STATE_SAMPLING).to(gl.pointer_type(gl.float32), bitcast=True),
-                    (state + STATE_SEED).to(gl.pointer_type(gl.int64), bitcast=True),
-                    position0 + step, symmetric, peers, team_rank, words[DST], best_words, keep(sm),
-                    keep(num_sms), flag, CHOICE, HEAD_ROWS, RANKS,
+                    words, memory.kept + words[SAMPLE_LOGITS], first_id,
+                    (memory.state + STATE_SAMPLING).to(gl.pointer_type(gl.float32), bitcast=True),
+                    (memory.state + STATE_SEED).to(gl.pointer_type(gl.int64), bitcast=True),
+                    position0 + step, memory.symmetric, peers, team_rank, words[DST], best_words,
+                    keep(sm), keep(num_sms), flag, CHOICE, spec.head_rows, RANKS,
                 )
                 # again, since meanwhile these words would take registers from all tasks
                 ahead = fetch(queue, gl.where(i + 1 == num_instructions, 0, i + 1))
             else:
                 it = linear_task(
-                    words, symmetric, vectors, embed, token, kept, flag, sm, best_words,
-                    num_sms, peers, team_rank, first_id, eps, squares, red, ring, slots, it, at,
-                    EXPERTS, EPILOGUES, LAYER_NORMS, KEEPS_NORMED, CHOICE, RANKS, STAGES, TRACE,
-                    WIDE,
+                    words, memory.symmetric, memory.vectors, memory.embed, token, memory.kept, flag,
+                    sm, best_words, num_sms, peers, team_rank, first_id, eps, squares, red, ring,
+                    slots, it, at, EXPERTS, EPILOGUES, spec.layer_norms, spec.keeps_normed, CHOICE,
+                    RANKS, STAGES, TRACE, WIDE,
                 )
             if TRACE:
                 gl.store(at + STAMPS - 1, clock())
@@ -141,11 +145,11 @@ def compute(
     if sm == 0:
         last = (epoch0 + num_steps) * num_generations
         if CHOICE != NO_CHOICE:
-            token = most_likely(symmetric, best_words, num_sms, last, BESTS)
-            gl.store(tokens + num_steps - 1, token)
-            gl.store(state + STATE_TOKEN, token)
-        gl.store(state + STATE_POSITION, position0 + num_steps)
-        gl.store(state + STATE_EPOCH, epoch0 + num_steps)
+            token = most_likely(memory.symmetric, best_words, num_sms, last, BESTS)
+            gl.store(memory.tokens + num_steps - 1, token)
+            gl.store(memory.state + STATE_TOKEN, token)
+        gl.store(memory.state + STATE_POSITION, position0 + num_steps)
+        gl.store(memory.state + STATE_EPOCH, epoch0 + num_steps)
 
 
 @gluon.jit(
@@ -163,55 +167,43 @@ def compute(
     ]
 )
 def decode(
-    weights0, weights1, weights2, weights3, weights4, weights5, cache_tiles, queues, counts,
-    max_instructions, num_steps,
-    num_generations, first_token, first_position, state, tokens, symmetric, vectors, embed, cache,
-    rope, kept, best_words, num_sms, peers, team_rank, first_id, min_blocks, eps, scale, trace,
-    D: gl.constexpr, G: gl.constexpr, H: gl.constexpr,
-    KVH: gl.constexpr, QK_NORM: gl.constexpr, ROTATED: gl.constexpr, ATTENDS: gl.constexpr,
-    EXPERTS: gl.constexpr,
-    EPILOGUES: gl.constexpr, LAYER_NORMS: gl.constexpr, KEEPS_NORMED: gl.constexpr,
-    MAX_TILES_K: gl.constexpr, NUM_MATRICES: gl.constexpr, CHOICE: gl.constexpr,
-    HEAD_ROWS: gl.constexpr, RANKS: gl.constexpr,
-    BARRIERS: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr, TRACE: gl.constexpr,
-    APART: gl.constexpr, SOFTCAP: gl.constexpr, FORMULAS: gl.constexpr, PASSES: gl.constexpr,
-    WIDE: gl.constexpr,
+    weights0, weights1, weights2, weights3, weights4, weights5, cache_tiles, queues,
+    max_instructions, num_steps, num_generations, first_token, first_position, memory, best_words,
+    num_sms, peers, team_rank, first_id, min_blocks, eps, scale, trace, spec: gl.constexpr,
 ):
     """num_steps decode steps at batch 1; one program an SM, all resident.
 
-    first_token, first_position: of the first step, or -1 to go on from the state.
-    weights0 to 5: NUM_MATRICES descriptors of row-major matrices, one a row length k, then that of
-    the last matrices of experts, if EXPERTS, an ExpertShape or None; and others: bf16
-    [k / 64, rows, 64].
-    cache_tiles: descriptor of cache, bf16 [rows, d]. vectors: norm weights and biases, bf16.
-    embed: bf16, this rank's part of [vocab, hidden]. queues: int32 [num_sms, max_instructions, 16].
-    symmetric: int64 flagged words behind a report (ptx/spins.py), zeroed once when allocated. kept:
-    f32, each element used by one SM; logits are there, the first of which is of token first_id.
-    rope: f32 [t, d], cosines then sines. peers: a tuple of all ranks' symmetric buffers; this rank
-    is `team_rank` of them. CHOICE: see sample.py; HEAD_ROWS: logits of an SM, at most, a
-    power of two. APART: whether queries, keys and values lie apart; SOFTCAP: what scores
-    are kept below, or 0. FORMULAS, PASSES: see
-    pointwise.py. WIDE: whether weights of norms are f32. trace: int64 [num_steps, num_sms,
-    max_instructions, STAMPS] if TRACE, nanoseconds.
+    weights0 to 5: descriptors of row-major matrices in the weight arena, read alone:
+    spec.num_matrices of them, one a row length k, then that of the last matrices of experts, if
+    there are some; and others: bf16 [k / 64, rows, 64]. cache_tiles: descriptor of memory.cache,
+    bf16 [rows, head_dim]. queues, memory: see QueueMemory, RowMemory. max_instructions: of an SM,
+    as many as queues.words has room for. num_generations: flags of a step. first_token,
+    first_position: of the first step, or -1 to go on from memory.state. best_words: the first
+    flagged word of the SMs' candidates for a token, num_sms: SMs that have one. peers: a tuple of
+    int64, the flagged words of all ranks, in memory that all can write; this rank is `team_rank` of
+    them, and the first of its logits is of token first_id. min_blocks: of 128 positions that a
+    split has, at least. eps: of norms; scale: of attention, times log2(e). trace: int64 [num_steps,
+    num_sms, max_instructions, STAMPS], nanoseconds, written by the kernel if spec.trace.
 
     Addresses are sums of numbers, not of pointers: the compiler would keep the part of a pointer
     that is the same in all steps in registers of all tasks.
     """
     sm = gl.program_id(0)
-    queue = queues + sm * max_instructions * WORDS
-    num_instructions = gl.load(counts + sm)
-    bufs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TILE_ROWS, SLICE_K], TILE_SHARED)
-    xs = gl.allocate_shared_memory(gl.int32, [MAX_TILES_K * WORDS_A_CHUNK], PLAIN)
+    EXPERTS: gl.constexpr = spec.experts
+    queue = queues.words + sm * max_instructions * WORDS
+    num_instructions = gl.load(queues.counts + sm)
+    bufs = gl.allocate_shared_memory(gl.bfloat16, [spec.stages, TILE_ROWS, SLICE_K], TILE_SHARED)
+    xs = gl.allocate_shared_memory(gl.int32, [spec.max_tiles_k * WORDS_A_CHUNK], PLAIN)
     red = gl.allocate_shared_memory(gl.float32, [NUM_WARPS, GROUP_ROWS], PLAIN2)
     squares = gl.allocate_shared_memory(gl.float32, [NUM_WARPS], PLAIN)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [spec.stages, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [spec.stages, 1], mbarrier.MBarrierLayout())
     if has_experts(EXPERTS):
         chosen = gl.allocate_shared_memory(gl.int32, [2 * num_chosen(EXPERTS)], PLAIN)
     write_addresses()
     cta_barrier()
     # addresses, for PTX: of the ring, its barriers, x, and what a linear's warps add up
-    ring = (
+    ring = RingAddresses(
         address_of(bufs), address_of(ready), address_of(free), address_of(xs), address_of(red),
         address_of(squares),
     )  # fmt: skip
@@ -221,8 +213,8 @@ def decode(
         slots: gl.constexpr = 0
     cta_barrier()
     weights = (weights0, weights1, weights2, weights3, weights4, weights5)
-    init_barriers(ready, STAGES, 1)
-    init_barriers(free, STAGES, NUM_WARPS)
+    init_barriers(ready, spec.stages, 1)
+    init_barriers(free, spec.stages, NUM_WARPS)
     step_bar = make_barriers(1)
     if has_experts(EXPERTS):
         chosen_bar = make_barriers(1)
@@ -234,20 +226,16 @@ def decode(
                 compute,
                 (
                     queue, num_instructions, max_instructions, num_steps, num_generations,
-                    first_token, first_position, state, tokens, symmetric, vectors, embed, cache,
-                    rope, kept, best_words, num_sms, peers, team_rank, first_id, min_blocks,
-                    eps, scale, trace, ring, squares, red,
-                    step_bar, slots, chosen_bar, EXPERTS, D, G, H, KVH, QK_NORM, ROTATED, ATTENDS,
-                    EPILOGUES, LAYER_NORMS, KEEPS_NORMED, CHOICE, HEAD_ROWS, RANKS, BARRIERS,
-                    STAGES, TRACE, APART, SOFTCAP, FORMULAS, PASSES, WIDE,
+                    first_token, first_position, memory, best_words, num_sms, peers, team_rank,
+                    first_id, min_blocks, eps, scale, trace, ring, squares, red, step_bar, slots,
+                    chosen_bar, spec,
                 ),
             ),
             (
                 loader,
                 (
-                    weights, cache_tiles, queue, num_instructions, num_steps,
-                    first_position, state, min_blocks, bufs, ready, free, step_bar, slots,
-                    chosen_bar, ATTENDS, EXPERTS, num_halves(D), NUM_MATRICES, STAGES, AHEAD,
+                    weights, cache_tiles, queue, num_instructions, num_steps, first_position,
+                    memory.state, min_blocks, bufs, ready, free, step_bar, slots, chosen_bar, spec,
                 ),
             ),
         ],

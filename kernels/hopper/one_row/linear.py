@@ -428,6 +428,13 @@ def linear_task(
 ):
     """Stages x, then for each group of units multiplies and writes; returns the ring position.
 
+    words: int32, of the instruction. symmetric, vectors, embed, kept: see RowMemory; reads flagged
+    words of x and writes those of the result, and rows of `kept` that are this SM's. token: of this
+    step. flag: of what is written. best_words, num_sms, peers, team_rank, first_id, eps: as of
+    decode; parts of sums, logits and candidates go to all ranks. squares, red: shared memory of
+    ring.squares and ring.sums, as buffers. ring: RingAddresses; it: slots taken before; slots: see
+    route_task. stamps: int64, of this instruction.
+
     Where tokens are sampled, the head only writes its logits, for SAMPLE.
     """
     PUSHES: gl.constexpr = RANKS > 1 and CHOICE != GREEDY and CHOICE != SAMPLED

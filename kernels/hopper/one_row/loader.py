@@ -50,6 +50,7 @@ from distmega.kernels.hopper.ptx.shapes import (
     TILE_ROWS,
     TILE_SHARED,
     UNIT_ROWS,
+    num_halves,
 )
 
 
@@ -220,17 +221,19 @@ def loader(
     step_bar,
     slots,
     chosen_bar,
-    ATTENDS: gl.constexpr,
-    EXPERTS: gl.constexpr,
-    HALVES: gl.constexpr,
-    NUM_MATRICES: gl.constexpr,
-    STAGES: gl.constexpr,
-    AHEAD: gl.constexpr,
+    spec: gl.constexpr,
 ):
-    """Partition of one warp. ATTENDS: whether the segment has attention. HALVES: ring slots a block
-    of keys takes (head dim / 64). EXPERTS: an ExpertShape, or None; slots, chosen_bar: see
+    """Partition of one warp, which alone fills the ring. weights: a tuple of descriptors, cache:
+    one, as of decode; queue: int32 [num_instructions, 16], of this SM. state: int32, of which it
+    reads the position. bufs, ready, free: the ring's slots and mbarriers. step_bar: the mbarrier at
+    which the compute warps arrive once a step's cached keys may be read. slots, chosen_bar: see
     route_task.
     """
+    EXPERTS: gl.constexpr = spec.experts
+    HALVES: gl.constexpr = num_halves(spec.head_dim)
+    NUM_MATRICES: gl.constexpr = spec.num_matrices
+    STAGES: gl.constexpr = spec.stages
+    AHEAD: gl.constexpr = spec.ahead
     it = 0
     num_choices = 0
     position0 = begin(state + STATE_POSITION, first_position)
@@ -239,7 +242,7 @@ def loader(
         position = position0 + step
         for i in range(num_instructions):
             ahead = fetch(queue, gl.where(i + 1 == num_instructions, 0, i + 1))
-            if ATTENDS and words[OPCODE] == OP_ATTENTION:
+            if spec.attends and words[OPCODE] == OP_ATTENTION:
                 mbarrier.wait(step_bar.index(0), step & 1)
                 active = num_active_splits(position, words[WINDOW], words[MAX_SPLITS], min_blocks)
                 first = first_seen(position, words[WINDOW]) // TILE_ROWS

@@ -246,7 +246,12 @@ def pointwise_task(
     words, symmetric, vectors, embed, token, position, kept, flag, FORMULAS: gl.constexpr,
     PASSES: gl.constexpr, WIDE: gl.constexpr, RANKS: gl.constexpr,
 ):  # fmt: skip
-    """Rows of this SM, PASSES a thread. position: of this step's token."""
+    """Rows of this SM, PASSES a thread.
+
+    words: int32, of the instruction. symmetric, vectors, embed, kept: see RowMemory; reads flagged
+    words and rows of `kept` that are this SM's, and writes such. token, position: of this step.
+    flag: of what is written.
+    """
     NUM: gl.constexpr = count(FORMULAS)
     before = flag - ((words[LIN_PACKED] << DELTA_SHIFT) >> (2 * DELTA_SHIFT))
     num_rows = words[LIN_NUM_ROWS]

@@ -83,7 +83,7 @@ def aim(ring, slot):
     being 32 bytes further), its part of x, its row of the ring's slot, its sums of a group, and the
     slot's barrier.
 
-    They are found at this point, and not later: before x is waited for. ring: see kernel.decode.
+    They are found at this point, and not later: before x is waited for. ring: RingAddresses.
     """
     bufs, ready, _, xs, sums, _ = ring
     # one impure block: else addresses are computed where they are used, behind the poll

@@ -355,10 +355,13 @@ def sample_task(
 ):  # fmt: skip
     """Publishes the best candidate of an instruction SAMPLE, of at most ROWS logits.
 
-    logits: f32, this rank's, of tokens from first_id on. sampling: f32, (temperature, least logit)
-    where SAMPLED, else (temperature, top_k, top_p). seeds: i64. position: of the token before the
-    sampled one. peers: all ranks' symmetric buffers, of which this one's is number `rank`.
-    sample_words: where in the symmetric buffer chunks begin.
+    words: int32, of the instruction. logits: f32, this rank's, of tokens from first_id on, which
+    this SM's linear task wrote. sampling: f32, (temperature, least logit) where SAMPLED, else
+    (temperature, top_k, top_p), and seeds: i64 [1], local memory that the runner writes between
+    launches. position: of the token before the sampled one. symmetric: int64, this rank's flagged
+    words; peers: those of all ranks, in memory that all can write, this one's being number `rank`.
+    sample_words, best_words: where chunks begin there, which SMs of this rank write, and the
+    candidates, which go to all ranks. flag: of all that is exchanged.
     """
     cta_barrier()
     row0 = words[SAMPLE_ROW0]

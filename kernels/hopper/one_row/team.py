@@ -65,7 +65,12 @@ def sum_ranks(symmetric, pointers, stride_bytes, flag, wanted, RANKS: gl.constex
 
 @gluon.jit
 def embed_task(words, peers, embed, token, flag, RANKS: gl.constexpr):
-    """Pushes a part of the token's row, if this rank holds it, to every rank: bf16 pairs."""
+    """Pushes a part of the token's row, if this rank holds it, to every rank: bf16 pairs.
+
+    words: int32, of the instruction. peers: a tuple of int64, the flagged words of all ranks, in
+    memory that all can write; writes those from words[DST] on, with `flag`. embed: bf16 [rows,
+    columns] of this rank, local, written by nobody.
+    """
     local = token - words[EMB_ROW0]
     if (local >= 0) & (local < words[EMB_NUM_ROWS]):
         at = words[EMB_COLUMN] + gl.arange(0, THREADS, layout=PER_THREAD)
@@ -190,7 +195,9 @@ def push_logits(words, peers, row0, num_rows, wanted, y, flag, alarm, RANKS: gl.
 
 @gluon.jit
 def pass_barrier(words, symmetric, sm, flag):
-    """Waits until all SMs of this rank have come here, after all that they did before."""
+    """Waits until all SMs of this rank have come here, after all that they did before. symmetric:
+    int64, this rank's flagged words, of which SM `sm` writes two from words[DST] on.
+    """
     cta_barrier()
     first = symmetric + words[DST]
     gl.store(first + 2 * sm, flagged(sm, flag))
