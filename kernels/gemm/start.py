@@ -143,7 +143,8 @@ def _launcher(
     index: int, spec: MatmulSpec, num_programs: int, aligned: tuple[bool, ...]
 ) -> Launcher:
     """Of a kernel on one device. aligned: of each pointer, since Triton compiles for it."""
-    return Launcher(matmul_kernel, num_programs, {"spec": spec}, num_warps=4)
+    constants = {"spec": spec}
+    return Launcher(matmul_kernel, num_programs, constants, num_warps=4, enable_fp_fusion=True)
 
 
 def _is_aligned(x: Tensor) -> bool:
