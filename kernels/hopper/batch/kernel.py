@@ -17,13 +17,7 @@ from distmega.kernels.hopper.batch.arguments import SlotRing
 from distmega.kernels.hopper.batch.attention import attention_task, count_blocks, first_piece
 from distmega.kernels.hopper.batch.device import signal_event, wait_event
 from distmega.kernels.hopper.batch.limits import sample_within_limits
-from distmega.kernels.hopper.batch.linear import (
-    count,
-    embed_task,
-    is_ranked,
-    linear_task,
-    next_tokens,
-)
+from distmega.kernels.hopper.batch.linear import embed_task, linear_task, next_tokens
 from distmega.kernels.hopper.batch.loader import loader
 from distmega.kernels.hopper.batch.norms import norm_task
 from distmega.kernels.hopper.batch.sample import sample_tokens
@@ -44,6 +38,7 @@ from distmega.kernels.hopper.batch_plan.fields import (
     STATE_EPOCH,
     STATE_POSITIONS,
 )
+from distmega.kernels.hopper.epilogues import count, is_ranked
 from distmega.kernels.hopper.plan.fields import GREEDY, SAMPLED, WORDS
 from distmega.kernels.hopper.ptx.device import fence_all, fetch, keep
 from distmega.kernels.hopper.ptx.shapes import (

@@ -210,7 +210,7 @@ def decode(
     if has_experts(EXPERTS):
         slots = address_of(chosen)
     else:
-        slots: gl.constexpr = 0
+        slots: gl.constexpr = 0  # type: ignore[no-redef]
     cta_barrier()
     weights = (weights0, weights1, weights2, weights3, weights4, weights5)
     init_barriers(ready, spec.stages, 1)
@@ -219,7 +219,7 @@ def decode(
     if has_experts(EXPERTS):
         chosen_bar = make_barriers(1)
     else:
-        chosen_bar: gl.constexpr = 0
+        chosen_bar: gl.constexpr = 0  # type: ignore[no-redef]
     gl.warp_specialize(
         [
             (
