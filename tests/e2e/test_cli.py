@@ -101,6 +101,7 @@ def test_a_pipeline_gives_the_same_answer_under_torchrun() -> None:
     assert answer(run(*GENERATE, "--pp", "2", module=TORCHRUN)) == local_answer()
 
 
+@pytest.mark.nightly  # a request outlives a node of Ray in tests/launch/test_nodes.py
 @pytest.mark.ray
 def test_ray_gives_the_same_answer() -> None:
     assert answer(run(*GENERATE, "--tp", "2", "--launcher", "ray")) == local_answer()

@@ -49,7 +49,8 @@ def measured(name: str, root: Path, num_ranks: int) -> Measured:
 
 
 @pytest.mark.parametrize(
-    ("name", "num_ranks"), [("llama", 1), ("llama", 4), ("qwen3", 2), ("qwen3", 3)]
+    ("name", "num_ranks"),
+    [("llama", 1), ("llama", 4), ("qwen3", 2), pytest.param("qwen3", 3, marks=pytest.mark.nightly)],
 )
 def test_logits_equal_transformers(name: str, num_ranks: int, root: Path) -> None:
     expected = expected_logits(name, root)
