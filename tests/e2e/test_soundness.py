@@ -115,7 +115,7 @@ def test_perplexity_is_a_number_or_an_error(monkeypatch: pytest.MonkeyPatch):
             score(altered(change))
 
 
-@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("pp", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_ranks_name_it_whichever_holds_the_numbers(pp: int):
     """On two ranks, half of the vocabulary or of the layers each: an overflow of the last layers or
     of the last rank's part of the head.

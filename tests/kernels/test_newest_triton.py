@@ -13,7 +13,7 @@ from tests.repo.source import ROOT
 
 FOLDER = Path(sys.prefix) / "triton-newest"
 NUM_PROCESSES = "2"
-SPECIAL = "drawing or sampl or kinds or programs or row_pointwise or expert"
+SPECIAL = "drawing or sampl or kinds or programs or row_pointwise or expert or sending"
 """What is compiled in beside the common parts of kernels: by night alone."""
 
 

@@ -52,6 +52,7 @@ def request(**changes: Any) -> GenerateRequest:
     )
 
 
+@pytest.mark.nightly
 def test_the_ranks_of_a_stage_share_a_node(ray_cluster: Any) -> None:
     with second_node(ray_cluster):
         *_, last = launch("tests.launch.targets:sum_ranks", 1, options())
