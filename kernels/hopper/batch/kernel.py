@@ -38,7 +38,7 @@ from distmega.kernels.hopper.batch_plan.fields import (
     STATE_EPOCH,
     STATE_POSITIONS,
 )
-from distmega.kernels.hopper.epilogues import count, is_ranked
+from distmega.kernels.hopper.epilogues import count, field
 from distmega.kernels.hopper.plan.fields import GREEDY, SAMPLED, WORDS
 from distmega.kernels.hopper.ptx.device import fence_all, fetch, keep
 from distmega.kernels.hopper.ptx.shapes import (
@@ -102,7 +102,7 @@ def is_head(words, EPILOGUES: gl.constexpr):
     """Whether tokens are chosen from the result of a linear."""
     found = words[OPCODE] < 0
     for i in gl.static_range(count(EPILOGUES)):
-        if is_ranked(EPILOGUES, i):
+        if field(EPILOGUES, i, "ranked"):
             found = words[OPCODE] == i
     return found
 

@@ -11,7 +11,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-from triton.runtime.jit import constexpr_function
 
 from distmega.kernels.gluon_compat import reinterpret
 from distmega.kernels.hopper.batch.device import load_x, pair_index
@@ -63,13 +62,7 @@ from distmega.kernels.hopper.batch_plan.fields import (
 from distmega.kernels.hopper.epilogues import (
     ENTRY,
     count,
-    epilogue_of,
-    formula_of,
-    is_ranked,
-    is_summed,
-    num_carried,
-    publishes,
-    streams_of,
+    field,
 )
 from distmega.kernels.hopper.one_row.team import read_alarm
 from distmega.kernels.hopper.plan.fields import GREEDY, NO_REPORT, SAMPLED
@@ -84,26 +77,6 @@ from distmega.kernels.hopper.ptx.shapes import (
     WEIGHT_SHARED,
 )
 from distmega.kernels.pipelined.pointwise.formula import evaluate
-
-
-@constexpr_function
-def has_biases(epilogues, number):
-    return epilogue_of(epilogues, number).biased
-
-
-@constexpr_function
-def keeps(epilogues, number):
-    return epilogue_of(epilogues, number).keeps
-
-
-@constexpr_function
-def is_scaled(epilogues, number):
-    return epilogue_of(epilogues, number).scaled
-
-
-@constexpr_function
-def slot_of(epilogues, number):
-    return epilogue_of(epilogues, number).slot
 
 
 @gluon.jit
@@ -205,12 +178,12 @@ def write_round(
     NUMBER: gl.constexpr,
 ):
     """The results of a round: as numbers, and as x for linears; their squares."""
-    if keeps(EPILOGUES, NUMBER):
+    if field(EPILOGUES, NUMBER, "keeps"):
         keep_numbers(words, numbers, y, row, b, words[NUM_ROWS], mine)
-    if is_scaled(EPILOGUES, NUMBER):
+    if field(EPILOGUES, NUMBER, "scaled"):
         weight = next_weight(words, vectors, row, mine)
         store_pairs(acts, words[DST], y * weight, unit, words)
-    elif publishes(EPILOGUES, NUMBER):
+    elif field(EPILOGUES, NUMBER, "publishes"):
         store_pairs(acts, words[DST], y, unit, words)
     return gl.where(mine, y * y, 0.0)
 
@@ -230,8 +203,8 @@ def write_mixed(
     words, numbers, acts, vectors, y, unit, EPILOGUES: gl.constexpr, NUMBER: gl.constexpr
 ):
     """What becomes of a round of two pairs of units of two streams."""
-    FORMULA: gl.constexpr = formula_of(EPILOGUES, NUMBER)
-    CARRIES: gl.constexpr = num_carried(EPILOGUES, NUMBER)
+    FORMULA: gl.constexpr = field(EPILOGUES, NUMBER, "formula")
+    CARRIES: gl.constexpr = field(EPILOGUES, NUMBER, "num_carried")
     MIXED: gl.constexpr = gl.SliceLayout(2, GATE_UP)
     pairs = gl.permute(gl.reshape(y, [ROUND_UNITS // 2, 2, COLUMNS]), [0, 2, 1])
     first, second = gl.split(gl.convert_layout(pairs, GATE_UP))
@@ -241,15 +214,15 @@ def write_mixed(
     u = gl.expand_dims(gl.arange(0, ROUND_UNITS // 2, layout=gl.SliceLayout(1, MIXED)), 1)
     c = gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, MIXED)), 0)
     own = (unit // 2 + u) * UNIT_ROWS + c % UNIT_ROWS
-    if has_biases(EPILOGUES, NUMBER):
+    if field(EPILOGUES, NUMBER, "biased"):
         first += bias_of(words, vectors, row0 + own, own < num_own)
         second += bias_of(words, vectors, num_rows + row0 + own, own < num_own)
     given = (first, second)
     given += carried(words, numbers, row0 + own, c // UNIT_ROWS, num_rows, own < num_own, CARRIES)
     mixed = evaluate(FORMULA, given)
-    if keeps(EPILOGUES, NUMBER):
+    if field(EPILOGUES, NUMBER, "keeps"):
         keep_numbers(words, numbers, mixed, row0 + own, c // UNIT_ROWS, num_rows, own < num_own)
-    if publishes(EPILOGUES, NUMBER):
+    if field(EPILOGUES, NUMBER, "publishes"):
         low, high = gl.split(gl.reshape(mixed, [ROUND_UNITS // 2, COLUMNS // 2, 2]))
         payload = gl.convert_layout(bf16_pair(low, high), GATE_PAIRS)
         u = gl.expand_dims(gl.arange(0, ROUND_UNITS // 2, layout=gl.SliceLayout(1, GATE_PAIRS)), 1)
@@ -315,7 +288,7 @@ def embed_task(
     share the table, their events.
     """
     token = gl.expand_dims(spread(tokens), 0).to(gl.int64)
-    if is_summed(EPILOGUES, ENTRY):
+    if field(EPILOGUES, ENTRY, "summed"):
         push_embedding(words, token, memory.embed, memory.events, peers, flag, RANKS)
         squares = sum_results(
             words, memory.numbers, memory.acts, memory.vectors, memory.events, flag, EPILOGUES,
@@ -331,8 +304,8 @@ def embed_task(
                 words, memory.numbers, memory.acts, memory.vectors, y, unit, row, b, mine,
                 EPILOGUES, ENTRY,
             )
-    if is_scaled(EPILOGUES, ENTRY):
-        write_squares(memory.sums, squares, sm, slot_of(EPILOGUES, ENTRY))
+    if field(EPILOGUES, ENTRY, "scaled"):
+        write_squares(memory.sums, squares, sm, field(EPILOGUES, ENTRY, "slot"))
 
 
 @gluon.jit
@@ -362,18 +335,18 @@ def sum_results(
     for unit in range(0, keep(words[NUM_UNITS]), ROUND_UNITS):
         row, b, mine = round_rows(words, unit)
         # asked for before the wait
-        if is_scaled(EPILOGUES, NUMBER):
+        if field(EPILOGUES, NUMBER, "scaled"):
             weight = next_weight(words, vectors, row, mine)
-        CARRIES: gl.constexpr = num_carried(EPILOGUES, NUMBER)
+        CARRIES: gl.constexpr = field(EPILOGUES, NUMBER, "num_carried")
         given = carried(words, numbers, row, b, words[NUM_ROWS], mine, CARRIES)
         total = sum_round_of_ranks(words, symmetric_of(events), unit, flag, RANKS)
-        y = evaluate(formula_of(EPILOGUES, NUMBER), single(total) + given)
-        if keeps(EPILOGUES, NUMBER):
+        y = evaluate(field(EPILOGUES, NUMBER, "formula"), single(total) + given)
+        if field(EPILOGUES, NUMBER, "keeps"):
             keep_numbers(words, numbers, y, row, b, words[NUM_ROWS], mine)
-        if is_scaled(EPILOGUES, NUMBER):
+        if field(EPILOGUES, NUMBER, "scaled"):
             store_pairs(acts, words[DST], y * weight, unit, words)
             squares += gl.where(mine, y * y, 0.0)
-        elif publishes(EPILOGUES, NUMBER):
+        elif field(EPILOGUES, NUMBER, "publishes"):
             store_pairs(acts, words[DST], y, unit, words)
     return squares
 
@@ -445,7 +418,7 @@ def linear_task(
     opcode = words[OPCODE]
     alarm = gl.to_tensor(NO_REPORT)
     for i in gl.static_range(NUM):
-        if is_summed(EPILOGUES, i):  # noqa: SIM102  a constant, so that the rest is compiled then
+        if field(EPILOGUES, i, "summed"):  # noqa: SIM102  a constant, so that the rest is compiled then
             if opcode == i:
                 alarm = read_alarm(symmetric_of(memory.events))
     x = memory.acts.to(gl.pointer_type(gl.bfloat16), bitcast=True)
@@ -469,24 +442,24 @@ def linear_task(
             row, b, mine = round_rows(words, unit)
             for i in gl.static_range(NUM):
                 if opcode == i:
-                    if streams_of(EPILOGUES, i) == 2:
+                    if field(EPILOGUES, i, "num_streams") == 2:
                         write_mixed(
                             words, memory.numbers, memory.acts, memory.vectors, y, unit, EPILOGUES,
                             i,
                         )
                     else:
                         z = y
-                        if has_biases(EPILOGUES, i):
+                        if field(EPILOGUES, i, "biased"):
                             z += bias_of(words, memory.vectors, row, mine)
-                        if is_summed(EPILOGUES, i):
+                        if field(EPILOGUES, i, "summed"):
                             push_round(words, peers, z, unit, flag, alarm, RANKS)
                         else:
-                            CARRIES: gl.constexpr = num_carried(EPILOGUES, i)
+                            CARRIES: gl.constexpr = field(EPILOGUES, i, "num_carried")
                             given = carried(
                                 words, memory.numbers, row, b, words[NUM_ROWS], mine, CARRIES
                             )
-                            z = evaluate(formula_of(EPILOGUES, i), single(z) + given)
-                            if is_ranked(EPILOGUES, i):
+                            z = evaluate(field(EPILOGUES, i, "formula"), single(z) + given)
+                            if field(EPILOGUES, i, "ranked"):
                                 gl.store(memory.logits + b * words[NUM_ROWS] + row, z, mask=mine)
                                 better = mine & (z > best)
                                 if CHOICE != SAMPLED:
@@ -498,10 +471,10 @@ def linear_task(
                                     words, memory.numbers, memory.acts, memory.vectors, z, unit,
                                     row, b, mine, EPILOGUES, i,
                                 )
-                                if is_scaled(EPILOGUES, i):
+                                if field(EPILOGUES, i, "scaled"):
                                     squares += more
     for i in gl.static_range(NUM):
-        if is_summed(EPILOGUES, i):  # noqa: SIM102  a constant
+        if field(EPILOGUES, i, "summed"):  # noqa: SIM102  a constant
             if opcode == i:
                 # again: no registers to keep what only the sum needs while weights are multiplied
                 summed = fetch(queue, keep(number))
@@ -509,10 +482,10 @@ def linear_task(
                     summed, memory.numbers, memory.acts, memory.vectors, memory.events, flag,
                     EPILOGUES, i, RANKS,
                 )
-        if is_scaled(EPILOGUES, i):
+        if field(EPILOGUES, i, "scaled"):
             if opcode == i:
-                write_squares(memory.sums, squares, sm, slot_of(EPILOGUES, i))
-        elif is_ranked(EPILOGUES, i) and CHOICE != SAMPLED:  # noqa: SIM102  a constant
+                write_squares(memory.sums, squares, sm, field(EPILOGUES, i, "slot"))
+        elif field(EPILOGUES, i, "ranked") and CHOICE != SAMPLED:  # noqa: SIM102  a constant
             if opcode == i:
                 write_best(best, best_row, memory.bests, memory.best_rows, sm, CHOICE)
     return it

@@ -19,7 +19,7 @@ from distmega.kernels.hopper.one_row.linear import linear_task
 from distmega.kernels.hopper.one_row.loader import begin, loader
 from distmega.kernels.hopper.one_row.pointwise import pointwise_task
 from distmega.kernels.hopper.one_row.products import address_of, write_addresses
-from distmega.kernels.hopper.one_row.route import has_experts, num_chosen, route_task
+from distmega.kernels.hopper.one_row.route import route_task
 from distmega.kernels.hopper.one_row.sample import sample_task
 from distmega.kernels.hopper.one_row.splits import combine_task
 from distmega.kernels.hopper.one_row.team import embed_task, most_likely, pass_barrier
@@ -119,7 +119,7 @@ def compute(
                 )
             elif RANKS > 1 and words[OPCODE] == OP_EMBED:
                 embed_task(words, peers, memory.embed, token, flag, RANKS)
-            elif has_experts(EXPERTS) and words[OPCODE] == OP_ROUTE:
+            elif EXPERTS is not None and words[OPCODE] == OP_ROUTE:
                 route_task(words, memory.symmetric, ring.sums, slots, chosen_bar, flag, EXPERTS)
             elif CHOICE != GREEDY and CHOICE != NO_CHOICE and words[OPCODE] == OP_SAMPLE:
                 # kept here, or else what follows from them takes registers from other tasks
@@ -198,8 +198,8 @@ def decode(
     squares = gl.allocate_shared_memory(gl.float32, [NUM_WARPS], PLAIN)
     ready = gl.allocate_shared_memory(gl.int64, [spec.stages, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [spec.stages, 1], mbarrier.MBarrierLayout())
-    if has_experts(EXPERTS):
-        chosen = gl.allocate_shared_memory(gl.int32, [2 * num_chosen(EXPERTS)], PLAIN)
+    if EXPERTS is not None:
+        chosen = gl.allocate_shared_memory(gl.int32, [2 * EXPERTS.num_chosen], PLAIN)
     write_addresses()
     cta_barrier()
     # addresses, for PTX: of the ring, its barriers, x, and what a linear's warps add up
@@ -207,7 +207,7 @@ def decode(
         address_of(bufs), address_of(ready), address_of(free), address_of(xs), address_of(red),
         address_of(squares),
     )  # fmt: skip
-    if has_experts(EXPERTS):
+    if EXPERTS is not None:
         slots = address_of(chosen)
     else:
         slots: gl.constexpr = 0  # type: ignore[no-redef]
@@ -216,7 +216,7 @@ def decode(
     init_barriers(ready, spec.stages, 1)
     init_barriers(free, spec.stages, NUM_WARPS)
     step_bar = make_barriers(1)
-    if has_experts(EXPERTS):
+    if EXPERTS is not None:
         chosen_bar = make_barriers(1)
     else:
         chosen_bar: gl.constexpr = 0  # type: ignore[no-redef]
@@ -246,5 +246,5 @@ def decode(
     keep_alive(xs)
     keep_alive(red)
     keep_alive(squares)
-    if has_experts(EXPERTS):
+    if EXPERTS is not None:
         keep_alive(chosen)

@@ -11,15 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.runtime.jit import constexpr_function
 
 from distmega.kernels.gluon_compat import cta_barrier
-from distmega.kernels.hopper.epilogues import (
-    count,
-    formula_of,
-    is_ranked,
-    is_summed,
-    num_carried,
-    publishes,
-    streams_of,
-)
+from distmega.kernels.hopper.epilogues import count, field
 from distmega.kernels.hopper.one_row.products import (
     CHUNK_BYTES,
     aim,
@@ -28,7 +20,7 @@ from distmega.kernels.hopper.one_row.products import (
     store_x,
     take_tiles,
 )
-from distmega.kernels.hopper.one_row.route import num_chosen, slot_units, weight_of, width
+from distmega.kernels.hopper.one_row.route import weight_of
 from distmega.kernels.hopper.one_row.team import (
     push_best,
     push_logits,
@@ -89,11 +81,6 @@ from distmega.kernels.hopper.ptx.shapes import (
 )
 from distmega.kernels.hopper.ptx.spins import spin_chunks
 from distmega.kernels.pipelined.pointwise.formula import evaluate
-
-
-@constexpr_function
-def is_weighted(epilogues, number):
-    return epilogues.each[number].weighted
 
 
 @constexpr_function
@@ -372,13 +359,13 @@ def weighted(
     zeros in what stands between an expert's last row and the next slot.
     """
     row = row0 + gl.arange(0, GROUP_ROWS // STREAMS, layout=TWOS)
-    SIZE: gl.constexpr = slot_units(EXPERTS) * UNIT_ROWS
-    weight = weight_of(slots, gl.minimum(row // SIZE, num_chosen(EXPERTS) - 1))
+    SIZE: gl.constexpr = EXPERTS.slot_units * UNIT_ROWS
+    weight = weight_of(slots, gl.minimum(row // SIZE, EXPERTS.num_chosen - 1))
     if STREAMS == 2:
         y = evaluate(TREE, (products[0], products[1], weight))
     else:
         y = evaluate(TREE, (products[0], weight))
-    return gl.where(row % SIZE < width(EXPERTS), y, 0.0)
+    return gl.where(row % SIZE < EXPERTS.width, y, 0.0)
 
 
 @gluon.jit
@@ -486,7 +473,7 @@ def linear_task(
         cta_barrier()
         if PUSHES:
             for i in gl.static_range(NUM):
-                if is_ranked(EPILOGUES, i):  # noqa: SIM102  a constant
+                if field(EPILOGUES, i, "ranked"):  # noqa: SIM102  a constant
                     # logits are the last that others get, so none may follow from an x that is void
                     if (opcode == i) & (number == 0):
                         alarm = read_alarm(symmetric)
@@ -501,16 +488,16 @@ def linear_task(
                 keep_normed(words, vectors, kept, sm, 0.0, factor, False)
         for i in gl.static_range(NUM):
             if opcode == i:
-                STREAMS: gl.constexpr = streams_of(EPILOGUES, i)
-                TREE: gl.constexpr = formula_of(EPILOGUES, i)
-                if is_summed(EPILOGUES, i):
+                STREAMS: gl.constexpr = field(EPILOGUES, i, "num_streams")
+                TREE: gl.constexpr = field(EPILOGUES, i, "formula")
+                if field(EPILOGUES, i, "summed"):
                     push_partial(words, peers, team_rank, row0, limit, y, flag, alarm, RANKS)
                 elif STREAMS == 2:
                     pairs = gl.reshape(y, [GROUP_UNITS // 2, 2, UNIT_ROWS])
                     first, second = gl.split(
                         gl.convert_layout(gl.permute(pairs, [0, 2, 1]), GATE_UP)
                     )
-                    if is_weighted(EPILOGUES, i):
+                    if field(EPILOGUES, i, "weighted"):
                         gate = gl.convert_layout(gl.reshape(first, [GROUP_ROWS // 2]), TWOS)
                         up = gl.convert_layout(gl.reshape(second, [GROUP_ROWS // 2]), TWOS)
                         mixed = weighted(slots, row0 // 2, (gate, up), 2, TREE, EXPERTS)
@@ -527,17 +514,17 @@ def linear_task(
                         limit // 2,
                         mixed,
                         flag,
-                        publishes(EPILOGUES, i),
+                        field(EPILOGUES, i, "publishes"),
                         GROUP_ROWS // 2,
                     )
                 else:
-                    if is_weighted(EPILOGUES, i):
+                    if field(EPILOGUES, i, "weighted"):
                         y1 = weighted(slots, row0, (y,), 1, TREE, EXPERTS)
-                    elif num_carried(EPILOGUES, i) == 2:
+                    elif field(EPILOGUES, i, "num_carried") == 2:
                         y1 = evaluate(TREE, (y, carry, carry2))
                     else:
                         y1 = evaluate(TREE, (y, carry))
-                    if is_ranked(EPILOGUES, i):
+                    if field(EPILOGUES, i, "ranked"):
                         gl.store(kept + words[LIN_KEEP] + row, y1, mask=wanted)
                         if CHOICE == GREEDY:
                             better = wanted & (y1 > best)
@@ -558,12 +545,12 @@ def linear_task(
                             limit,
                             y1,
                             flag,
-                            publishes(EPILOGUES, i),
+                            field(EPILOGUES, i, "publishes"),
                             GROUP_ROWS,
                         )
         cta_barrier()
     for i in gl.static_range(NUM):
-        if is_ranked(EPILOGUES, i):
+        if field(EPILOGUES, i, "ranked"):
             if CHOICE == GREEDY:  # noqa: SIM102  a constant
                 if opcode == i:
                     value = gl.max(best, axis=0)
@@ -580,7 +567,7 @@ def linear_task(
                         flag,
                         RANKS,
                     )
-        elif is_summed(EPILOGUES, i):  # noqa: SIM102  a constant
+        elif field(EPILOGUES, i, "summed"):  # noqa: SIM102  a constant
             if opcode == i:
                 sum_partials(
                     words,
@@ -588,9 +575,9 @@ def linear_task(
                     kept,
                     flag,
                     flag - words[GENERATION],
-                    formula_of(EPILOGUES, i),
-                    num_carried(EPILOGUES, i),
-                    publishes(EPILOGUES, i),
+                    field(EPILOGUES, i, "formula"),
+                    field(EPILOGUES, i, "num_carried"),
+                    field(EPILOGUES, i, "publishes"),
                     RANKS,
                 )
     return it

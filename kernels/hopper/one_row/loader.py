@@ -11,13 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from distmega.kernels.gluon_compat import reinterpret, tma_load
 from distmega.kernels.hopper.one_row.route import (
-    copied_slices,
     expert_of,
-    has_experts,
-    num_chosen,
-    slot_slices,
-    slot_units,
-    width,
 )
 from distmega.kernels.hopper.plan.fields import (
     ATT_K_ROW,
@@ -141,14 +135,14 @@ def unit_row(words, unit, slots, EXPERTS: gl.constexpr):
     behind its own rows come those of the next expert, which do not count.
     """
     row = words[LIN_WEIGHT_ROW] + unit * UNIT_ROWS
-    if has_experts(EXPERTS) and (words[LIN_PACKED] & EXPERT_ROWS) != 0:
+    if EXPERTS is not None and (words[LIN_PACKED] & EXPERT_ROWS) != 0:
         own = words[LIN_ROW0] // UNIT_ROWS + unit
         first = words[LIN_WEIGHT_ROW]
         if (words[LIN_PACKED] & PAIRED) != 0:
             first = gl.where(own % 2 == 0, first, words[LIN_PAIR_ROW])
             own = own // 2
-        expert = expert_of(slots, own // slot_units(EXPERTS))
-        row = first + expert * width(EXPERTS) + own % slot_units(EXPERTS) * UNIT_ROWS
+        expert = expert_of(slots, own // EXPERTS.slot_units)
+        row = first + expert * EXPERTS.width + own % EXPERTS.slot_units * UNIT_ROWS
     elif (words[LIN_PACKED] & PAIRED) != 0:
         first = gl.where(unit % 2 == 0, words[LIN_WEIGHT_ROW], words[LIN_PAIR_ROW])
         row = first + unit // 2 * UNIT_ROWS
@@ -163,7 +157,7 @@ def load_expert_columns(
     """UNIT_ROWS rows of the last matrices of all slots' experts, side by side. A tile comes in
     parts, each of one expert; zeros behind the last slot.
     """
-    SIZE: gl.constexpr = copied_slices(EXPERTS)
+    SIZE: gl.constexpr = EXPERTS.copied_slices
     PARTS: gl.constexpr = SLICES // SIZE
     parts = reinterpret(bufs, gl.bfloat16, [STAGES * PARTS, SIZE * UNIT_ROWS, SLICE_K], TILE_SHARED)
     row = words[LIN_WEIGHT_ROW] + unit * UNIT_ROWS
@@ -171,10 +165,10 @@ def load_expert_columns(
         at = next_slot(ready, free, it, STAGES, AHEAD)
         for part in range(keep(PARTS)):
             own = k * SLICES + part * SIZE
-            slot = own // slot_slices(EXPERTS)
-            is_past = slot >= num_chosen(EXPERTS)
+            slot = own // EXPERTS.slot_slices
+            is_past = slot >= EXPERTS.num_chosen
             expert = expert_of(slots, gl.where(is_past, 0, slot))
-            column = gl.where(is_past, slot_slices(EXPERTS), own % slot_slices(EXPERTS))
+            column = gl.where(is_past, EXPERTS.slot_slices, own % EXPERTS.slot_slices)
             tma_load(
                 last_weights,
                 [column, row + expert * words[LIN_NUM_ROWS], 0],
@@ -272,10 +266,10 @@ def loader(
                             STAGES,
                             AHEAD,
                         )
-            elif has_experts(EXPERTS) and words[OPCODE] == OP_ROUTE:
+            elif EXPERTS is not None and words[OPCODE] == OP_ROUTE:
                 mbarrier.wait(chosen_bar.index(0), num_choices & 1)
                 num_choices += 1
-            elif has_experts(EXPERTS) and (
+            elif EXPERTS is not None and (
                 (words[OPCODE] < MAX_EPILOGUES) & ((words[LIN_PACKED] & EXPERT_COLUMNS) != 0)
             ):
                 for unit in range(keep(words[NUM_UNITS])):

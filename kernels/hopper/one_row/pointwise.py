@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.runtime.jit import constexpr_function
 
 from distmega.kernels.gluon_compat import cta_barrier
-from distmega.kernels.hopper.epilogues import count
+from distmega.kernels.hopper.epilogues import count, field
 from distmega.kernels.hopper.one_row.linear import next_vector, pairs_at
 from distmega.kernels.hopper.plan.fields import (
     AT_POSITION,
@@ -55,11 +55,6 @@ from distmega.kernels.hopper.ptx.shapes import (
 )
 from distmega.kernels.hopper.ptx.spins import spin2, spin_chunks
 from distmega.kernels.pipelined.pointwise.formula import evaluate
-
-
-@constexpr_function
-def field(formulas, number, name):
-    return getattr(formulas.each[number], name)
 
 
 @constexpr_function

@@ -9,7 +9,6 @@ all the same, each another, whatever the scores. Next on the walk: ../ptx/route.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-from triton.runtime.jit import constexpr_function
 
 from distmega.kernels.gluon_compat import cta_barrier
 from distmega.kernels.hopper.plan.fields import ROUTE_NUM_WORDS, SRC
@@ -17,41 +16,6 @@ from distmega.kernels.hopper.ptx.device import as_float
 from distmega.kernels.hopper.ptx.route import put_asm, rank_asm, weigh_asm
 from distmega.kernels.hopper.ptx.shapes import PER_THREAD, THREADS
 from distmega.kernels.hopper.ptx.spins import spin2
-
-
-@constexpr_function
-def has_experts(experts):
-    return experts is not None
-
-
-@constexpr_function
-def num_chosen(experts):
-    return experts.num_chosen
-
-
-@constexpr_function
-def width(experts):
-    return experts.width
-
-
-@constexpr_function
-def slot_units(experts):
-    return experts.slot_units
-
-
-@constexpr_function
-def slot_slices(experts):
-    return experts.slot_slices
-
-
-@constexpr_function
-def copied_slices(experts):
-    return experts.copied_slices
-
-
-@constexpr_function
-def weighing(experts):
-    return experts.weighing
 
 
 @gluon.jit
@@ -104,7 +68,7 @@ def route_task(words, symmetric, scores, slots, chosen_bar, flag, EXPERTS: gl.co
     cta_barrier()
     # a loop over scores, four a load: a tensor of all pairs of experts would not fit registers
     x, rank = gl.inline_asm_elementwise(
-        rank_asm(num_chosen(EXPERTS)),
+        rank_asm(EXPERTS.num_chosen),
         "=&f,=&r,r,r,r",
         [scores + 0 * word, words[ROUTE_NUM_WORDS] + 0 * word, slots + 0 * word],
         dtype=(gl.float32, gl.int32),
@@ -114,19 +78,19 @@ def route_task(words, symmetric, scores, slots, chosen_bar, flag, EXPERTS: gl.co
     cta_barrier()
     mbarrier.arrive(chosen_bar.index(0), count=1)
     none = gl.where(is_none, float("nan"), 0.0)
-    is_chosen = rank < num_chosen(EXPERTS)
-    if weighing(EXPERTS) == "values":
+    is_chosen = rank < EXPERTS.num_chosen
+    if EXPERTS.weighing == "values":
         weight = x + gl.sum(none, axis=0)
     else:
         part = gl.exp(x - gl.max(x, axis=0))
-        if weighing(EXPERTS) == "softmax":
+        if EXPERTS.weighing == "softmax":
             total = gl.sum(part + none, axis=0)
         else:
             total = gl.sum(gl.where(is_chosen, part, 0.0) + none, axis=0)
         weight = part / total
     # only chosen experts have a slot to write to
     gl.inline_asm_elementwise(
-        weigh_asm(num_chosen(EXPERTS)), "=&r,r,r,f", [slots + 0 * rank, rank, weight],
+        weigh_asm(EXPERTS.num_chosen), "=&r,r,r,f", [slots + 0 * rank, rank, weight],
         dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
     cta_barrier()
