@@ -39,11 +39,12 @@ from distmega.kernels.hopper.one_row.runner import (
     choice_of,
     describe,
     describe_cache,
+    launcher_of,
     open_symmetric,
     padded_head_rows,
     require_steps,
 )
-from distmega.kernels.hopper.plan.types import MAX_QUERIES
+from distmega.kernels.hopper.plan.types import MAX_QUERIES, NO_ATTENTION
 from distmega.kernels.hopper.plan.words import MAX_SMS, NO_CHOICE, WORDS
 from distmega.kernels.runtime.arena import ArenaLayout
 from distmega.kernels.runtime.memory import arena_views
@@ -78,20 +79,21 @@ class BatchRunner:
         """As RowRunner."""
         device = weights_arena.device
         team_rank = team.team_rank if team else 0
-        self.segment, self.queues, shape = segment, queues, queues.attention
+        self.segment, self.queues = segment, queues
         self._words = _encode(queues).to(device)
         views = arena_views(weights, weights_arena)
         unused = torch.zeros(16, device=device)
         self._rope = views[queues.rope_table] if queues.rope_table else unused
         self._embed = views[queues.embed] if queues.tokens else unused.bfloat16()
         self._vectors = weights_arena.view(torch.bfloat16)
-        self._head_dim = shape.head_dim if shape else 64
+        self._shape = queues.attention or NO_ATTENTION
         self._cache = state_arena.view(torch.bfloat16)
-        if shape is None:
-            self._cache = torch.zeros(CACHE_ROWS, self._head_dim, dtype=torch.bfloat16).to(device)
+        if queues.attention is None:
+            rows = CACHE_ROWS, self._shape.head_dim
+            self._cache = torch.zeros(rows, dtype=torch.bfloat16, device=device)
         descriptors = [describe(weights_arena, matrix) for matrix in queues.matrices]
         self._weights = [descriptors[min(i, len(descriptors) - 1)] for i in range(3)]
-        self._cache_tiles = describe_cache(self._cache, self._head_dim)
+        self._cache_tiles = describe_cache(self._cache, self._shape.head_dim)
         num_sms = len(queues.queues)
 
         def zeros(*extents: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -112,8 +114,8 @@ class BatchRunner:
         self._sums = zeros(max(queues.num_slots, 1), BATCH, MAX_SMS)
         self._bests = zeros(BATCH, MAX_SMS)
         self._best_rows = zeros(BATCH, MAX_SMS, dtype=torch.int32)
-        self._partials = zeros(num_sms * 2, MAX_QUERIES * self._head_dim + PARTIAL_EXTRA)
-        heads = shape.num_kv_heads * shape.num_parts if shape else 1
+        self._partials = zeros(num_sms * 2, MAX_QUERIES * self._shape.head_dim + PARTIAL_EXTRA)
+        heads = self._shape.num_kv_heads * self._shape.num_parts
         self._arrivals = zeros(BATCH * heads, dtype=torch.int32)
         self._state = zeros(STATE_WORDS, dtype=torch.int32)
         self._tokens = zeros(MAX_STEPS, BATCH, dtype=torch.int32)
@@ -221,7 +223,7 @@ class BatchRunner:
 
     def _arguments(self, num_steps: int) -> tuple[object, ...]:
         """Of a launch, but for constants."""
-        queues, shape = self.queues, self.queues.attention
+        queues = self.queues
         return (
             *self._weights,
             self._cache_tiles,
@@ -231,7 +233,7 @@ class BatchRunner:
             self._state,
             self._num_sequences,
             len(queues.queues),
-            shape.max_context if shape else 0,
+            self._shape.max_context,
             BatchMemory(
                 tokens=self._tokens,
                 events=self._report,
@@ -249,22 +251,22 @@ class BatchRunner:
                 rope=self._rope,
             ),
             queues.eps,
-            (shape.scale if shape else 1.0) * LOG2_E,
+            self._shape.scale * LOG2_E,
             queues.first_list,
             self._peers,
         )
 
     def _launcher(self) -> Launcher:
-        queues, shape = self.queues, self.queues.attention
+        queues = self.queues
         spec = BatchSpec(
-            head_dim=self._head_dim,
-            num_queries=shape.num_queries if shape else 1,
-            num_heads=shape.num_heads if shape else 1,
-            num_kv_heads=shape.num_kv_heads if shape else 1,
-            num_parts=shape.num_parts if shape else 1,
-            qk_norm=shape.qk_norm if shape else False,
-            rotated=shape.rotated if shape else False,
-            attends=shape is not None,
+            head_dim=self._shape.head_dim,
+            num_queries=self._shape.num_queries,
+            num_heads=self._shape.num_heads,
+            num_kv_heads=self._shape.num_kv_heads,
+            num_parts=self._shape.num_parts,
+            qk_norm=self._shape.qk_norm,
+            rotated=self._shape.rotated,
+            attends=queues.attention is not None,
             normalises=queues.normalises,
             looks_up=queues.tokens != "",
             epilogues=queues.epilogues,
@@ -274,14 +276,7 @@ class BatchRunner:
             stages=STAGES,
             ahead=AHEAD,
         )
-        return Launcher(
-            kernel.decode_batch,
-            len(queues.queues),
-            {"spec": spec},
-            num_warps=8,
-            launch_cooperative_grid=True,
-            enable_fp_fusion=True,
-        )
+        return launcher_of(kernel.decode_batch, len(queues.queues), spec)
 
 
 def _num_words(queues: BatchQueues) -> int:

@@ -9,6 +9,7 @@ are used where they lie, so library ops of the same model share them. Next on th
 from collections.abc import Mapping, Sequence
 
 import torch
+import triton
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -18,6 +19,7 @@ from distmega.kernels.hopper.diagnosis import explain_hang
 from distmega.kernels.hopper.one_row import kernel
 from distmega.kernels.hopper.one_row.arguments import QueueMemory, RowMemory, RowSpec
 from distmega.kernels.hopper.plan.types import (
+    NO_ATTENTION,
     ROW_MATRICES,
     Epilogues,
     RowFormulas,
@@ -137,14 +139,15 @@ class RowRunner:
         self._rope = views[queues.rope_table] if queues.rope_table else self._unused
         self._embed = views[queues.embed] if queues.tokens else self._unused.bfloat16()
         self._vectors = weights_arena.view(torch.bfloat16)
-        self._head_dim = queues.attention.head_dim if queues.attention else 64
+        self._shape = queues.attention or NO_ATTENTION
         self._cache = state_arena.view(torch.bfloat16)
         if queues.attention is None:
-            self._cache = torch.zeros(CACHE_ROWS, self._head_dim, dtype=torch.bfloat16).to(device)
+            rows = CACHE_ROWS, self._shape.head_dim
+            self._cache = torch.zeros(rows, dtype=torch.bfloat16, device=device)
         matrices = [*queues.matrices, *filter(None, (queues.expert_matrix,))]
         descriptors = [describe(weights_arena, matrix) for matrix in matrices]
         self._weights = [descriptors[min(i, len(descriptors) - 1)] for i in range(ROW_MATRICES)]
-        self._cache_tiles = describe_cache(self._cache, self._head_dim)
+        self._cache_tiles = describe_cache(self._cache, self._shape.head_dim)
         self._team = team
         self._memory, self._peers = open_symmetric(queues.num_words, team, device)
         self._symmetric = self._peers[team.team_rank if team else 0]
@@ -279,24 +282,24 @@ class RowRunner:
             queues.first_id,
             MIN_BLOCKS,
             queues.eps,
-            (queues.attention.scale if queues.attention else 1.0) * LOG2_E,
+            self._shape.scale * LOG2_E,
             self._no_stamps if stamps is None else stamps,
         )
 
     def _launcher(self, tracing: bool) -> Launcher:
-        queues, shape = self.queues, self.queues.attention
+        queues = self.queues
         tiles_k = padded_tiles_k(queues.max_tiles_k)
         flags = [
             one.flags for queue in queues.queues for one in queue if isinstance(one, RowLinear)
         ]
         spec = RowSpec(
-            head_dim=self._head_dim,
-            num_queries=shape.num_queries if shape else 1,
-            num_heads=shape.num_heads if shape else 1,
-            num_kv_heads=shape.num_kv_heads if shape else 1,
-            qk_norm=shape.qk_norm if shape else False,
-            rotated=shape.rotated if shape else False,
-            attends=shape is not None,
+            head_dim=self._shape.head_dim,
+            num_queries=self._shape.num_queries,
+            num_heads=self._shape.num_heads,
+            num_kv_heads=self._shape.num_kv_heads,
+            qk_norm=self._shape.qk_norm,
+            rotated=self._shape.rotated,
+            attends=queues.attention is not None,
             experts=queues.experts,
             epilogues=Epilogues(queues.epilogues),
             layer_norms=any(one & LAYER_NORM for one in flags),
@@ -310,20 +313,25 @@ class RowRunner:
             stages=num_stages(tiles_k),
             ahead=LOADS_AHEAD,
             trace=tracing,
-            apart=shape.apart if shape else False,
-            softcap=shape.softcap if shape else 0.0,
+            apart=self._shape.apart,
+            softcap=self._shape.softcap,
             formulas=RowFormulas(queues.formulas),
             passes=most_passes(queues),
             wide_norms=queues.wide_norms,
         )
-        return Launcher(
-            kernel.decode,
-            len(queues.queues),
-            {"spec": spec},
-            num_warps=8,
-            launch_cooperative_grid=True,
-            enable_fp_fusion=True,
-        )
+        return launcher_of(kernel.decode, len(queues.queues), spec)
+
+
+def launcher_of(kernel: triton.JITFunction, num_sms: int, spec: object) -> Launcher:
+    """Launches of a kernel whose programs, one an SM, wait for each other."""
+    return Launcher(
+        kernel,
+        num_sms,
+        {"spec": spec},
+        num_warps=8,
+        launch_cooperative_grid=True,
+        enable_fp_fusion=True,
+    )
 
 
 def require_steps(num_steps: int) -> None:

@@ -105,6 +105,12 @@ class AttentionShape(QueryGroups):
     softcap: float = 0.0
 
 
+NO_ATTENTION = AttentionShape(
+    num_heads=1, num_kv_heads=1, head_dim=64, max_context=0, qk_norm=False, rotated=False, scale=1.0
+)
+"""What a kernel is compiled with where its segment attends to nothing."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertShape:
     """Extents that all experts of a segment share on one rank. width: rows of an expert's first
