@@ -208,7 +208,7 @@ class _Writer:
             if axis not in inner:
                 terms.append(f"row % {sizes[axis]} * {stride}")
                 self.put(f"place = {' + '.join(terms)}")
-                terms = ["position"]
+                terms = ["place"]
                 self.put(f"row = row // {sizes[axis]}")
             stride *= self.extents[axis]
         self.put(f"prefetch({' + '.join(terms)}, {run * item // pieces})")

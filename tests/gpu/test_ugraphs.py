@@ -35,7 +35,7 @@ def test_small_graphs(text: str, early: bool):
     for _ in range(3):
         found = run(given)
     for name in graph.outputs:
-        wanted = torch.from_numpy(expected[name][0][0]).float().cuda()
+        wanted = torch.tensor(expected[name][0][0], dtype=torch.float32).cuda()
         torch.testing.assert_close(found[name], wanted, rtol=1e-4, atol=1e-4)
 
 
