@@ -206,7 +206,7 @@ def drop_a_word(comm: Communicator) -> None:
     head = 5 * NUM_LAYERS + 1
     saved = stepping._words.clone()
     if comm.rank == last:  # where that of SM 205 would be
-        stepping._words[SM, head, FIELD_WORDS[BatchHead]["told"]] += 2 * 200
+        stepping._words[SM, head, FIELD_WORDS[BatchHead]["ready_flags"]] += 2 * 200
     start(engine, 1)
     found = hang_of(engine)
     assert f"rank {comm.rank}, SM" in found, found

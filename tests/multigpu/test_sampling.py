@@ -63,7 +63,7 @@ def all_logits(engine: Engine, told: Tensor) -> Tensor:
     if found.shape[1] < vocab:
         parts = [torch.tensor(part) for part in engine.comm.all_gather_object(found.tolist())]
         found = torch.cat(parts, dim=1)[:, :vocab].to(found.dtype)
-    assert torch.equal(found.to(told.dtype), told.cpu())
+    assert torch.equal(found.to(told), told)
     return found.to(told.device)
 
 
