@@ -75,7 +75,8 @@ class BatchSpec:
     whether queries and keys are normalised; rotated: whether they are rotated. attends, normalises:
     whether there is attention, and rows in another form (norms.py). looks_up: whether tokens are
     looked up in `embed`. choice: how a token is chosen (plan/words.py). head_rows: logits of an SM,
-    at most, a power of two. stages: of the ring; ahead: loads under way at a time, at most.
+    at most, a power of two. whole_slices: whether rows of weights are, and biases of two streams
+    lie without a gap. stages: of the ring; ahead: loads under way at a time, at most.
     """
 
     head_dim: int
@@ -91,6 +92,7 @@ class BatchSpec:
     epilogues: BatchEpilogues
     choice: int
     head_rows: int
+    whole_slices: bool
     num_ranks: int
     stages: int
     ahead: int

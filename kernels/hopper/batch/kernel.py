@@ -178,7 +178,7 @@ def compute(
             else:
                 it = linear_task(
                     words, queue, i, memory, peers, sm, eps, red, ring, it, flag, EPILOGUES,
-                    CHOICE, RANKS, spec.stages,
+                    CHOICE, RANKS, spec.stages, spec.whole_slices,
                 )
                 if CHOICE == SAMPLED and is_head(words, EPILOGUES):
                     sample_tokens(

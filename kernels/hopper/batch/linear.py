@@ -53,9 +53,12 @@ from distmega.kernels.hopper.batch_plan.fields import (
     PACKED,
     PAIRS,
     PARTS,
+    REST_MASK,
+    REST_SHIFT,
     ROUND,
     ROUND_COLUMNS,
     ROUND_UNITS,
+    ROW_MULTIPLE,
     SLOT_MASK,
     SRC,
 )
@@ -64,6 +67,7 @@ from distmega.kernels.hopper.epilogues import (
     count,
     field,
 )
+from distmega.kernels.hopper.one_row.linear import next_vector
 from distmega.kernels.hopper.one_row.team import read_alarm
 from distmega.kernels.hopper.plan.fields import GREEDY, NO_REPORT, SAMPLED
 from distmega.kernels.hopper.ptx.device import bf16_pair, fetch, keep, single
@@ -95,9 +99,11 @@ def multiply_tile(x0, x1, acc, ring, it, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def norm_factors(words, sums, eps):
+def norm_factors(words, sums, eps, WHOLE_SLICES: gl.constexpr):
     """Factor of each sequence's norm, [128] columns, from every SM's part of the sum of squares."""
     length = 64 * ((words[PACKED] >> LENGTH_SHIFT) & LENGTH_MASK)
+    if not WHOLE_SLICES:
+        length += ROW_MULTIPLE * ((words[PACKED] >> REST_SHIFT) & REST_MASK)
     inv_length = 1.0 / length.to(gl.float32)
     sums += ((words[PACKED] >> IN_SHIFT) & SLOT_MASK) * (BATCH * MAX_SMS)
     b = gl.expand_dims(gl.arange(0, BATCH, layout=gl.SliceLayout(1, BY_SM)), 1)
@@ -200,7 +206,8 @@ def write_squares(sums, squares, sm, SLOT: gl.constexpr):
 
 @gluon.jit
 def write_mixed(
-    words, numbers, acts, vectors, y, unit, EPILOGUES: gl.constexpr, NUMBER: gl.constexpr
+    words, numbers, acts, vectors, y, unit, EPILOGUES: gl.constexpr, NUMBER: gl.constexpr,
+    WHOLE_SLICES: gl.constexpr,
 ):
     """What becomes of a round of two pairs of units of two streams."""
     FORMULA: gl.constexpr = field(EPILOGUES, NUMBER, "formula")
@@ -216,7 +223,8 @@ def write_mixed(
     own = (unit // 2 + u) * UNIT_ROWS + c % UNIT_ROWS
     if field(EPILOGUES, NUMBER, "biased"):
         first += bias_of(words, vectors, row0 + own, own < num_own)
-        second += bias_of(words, vectors, num_rows + row0 + own, own < num_own)
+        behind = num_rows if WHOLE_SLICES else next_vector(num_rows)
+        second += bias_of(words, vectors, behind + row0 + own, own < num_own)
     given = (first, second)
     given += carried(words, numbers, row0 + own, c // UNIT_ROWS, num_rows, own < num_own, CARRIES)
     mixed = evaluate(FORMULA, given)
@@ -403,7 +411,7 @@ def store_round(red, a0, a1, a2, a3):
 @gluon.jit
 def linear_task(
     words, queue, number, memory, peers, sm, eps, red, ring, it, flag, EPILOGUES: gl.constexpr,
-    CHOICE: gl.constexpr, RANKS: gl.constexpr, STAGES: gl.constexpr,
+    CHOICE: gl.constexpr, RANKS: gl.constexpr, STAGES: gl.constexpr, WHOLE_SLICES: gl.constexpr,
 ):
     """All rows of this SM, 64 at a time; returns the ring position.
 
@@ -411,8 +419,9 @@ def linear_task(
     of decode_batch. red: f32 [32, 16, 8] in shared memory, sums of each warp, used by nothing else
     meanwhile. it: ring slots taken before. flag: of what ranks exchange in this instruction.
     CHOICE, see one_row/sample.py: samples at a temperature look at the logits again, those within
-    limits take the highest alone. Writes what the epilogue says: memory.acts, .numbers, .sums, or
-    .logits, .bests and .best_rows; events of all ranks, where they add up parts.
+    limits take the highest alone. WHOLE_SLICES: see BatchSpec. Writes what the epilogue says:
+    memory.acts, .numbers, .sums, or .logits, .bests and .best_rows; events of all ranks, where they
+    add up parts.
     """
     NUM: gl.constexpr = count(EPILOGUES)
     opcode = words[OPCODE]
@@ -424,7 +433,7 @@ def linear_task(
     x = memory.acts.to(gl.pointer_type(gl.bfloat16), bitcast=True)
     factor = gl.full([COLUMNS], 1.0, gl.float32, layout=ROUND_COLUMNS)
     if (words[PACKED] & NORMED) != 0:
-        factor = norm_factors(words, memory.sums, eps)
+        factor = norm_factors(words, memory.sums, eps, WHOLE_SLICES)
     factor = gl.expand_dims(factor, 0)
     squares = gl.zeros([ROUND_UNITS, COLUMNS], gl.float32, layout=ROUND)
     best = gl.full([ROUND_UNITS, COLUMNS], float("-inf"), gl.float32, layout=ROUND)
@@ -445,7 +454,7 @@ def linear_task(
                     if field(EPILOGUES, i, "num_streams") == 2:
                         write_mixed(
                             words, memory.numbers, memory.acts, memory.vectors, y, unit, EPILOGUES,
-                            i,
+                            i, WHOLE_SLICES,
                         )
                     else:
                         z = y

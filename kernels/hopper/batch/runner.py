@@ -272,6 +272,7 @@ class BatchRunner:
             epilogues=queues.epilogues,
             choice=choice_of(queues.sampler) if queues.token else NO_CHOICE,
             head_rows=padded_head_rows(queues.head_rows),
+            whole_slices=queues.whole_slices,
             num_ranks=queues.num_ranks,
             stages=STAGES,
             ahead=AHEAD,

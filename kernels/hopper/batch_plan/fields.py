@@ -15,7 +15,7 @@ from distmega.kernels.hopper.batch_plan.words import (
     BatchNorm,
     BatchOpcode,
 )
-from distmega.kernels.hopper.plan import words
+from distmega.kernels.hopper.plan import types, words
 
 
 def _word(kind: type[BatchInstruction], name: str) -> gl.constexpr:
@@ -50,6 +50,9 @@ LENGTH_SHIFT = gl.constexpr(batch_words.LENGTH_SHIFT)
 MATRIX_SHIFT = gl.constexpr(batch_words.MATRIX_SHIFT)
 SLOT_MASK = gl.constexpr(batch_words.SLOT_MASK)
 LENGTH_MASK = gl.constexpr(batch_words.LENGTH_MASK)
+REST_SHIFT = gl.constexpr(batch_words.REST_SHIFT)
+REST_MASK = gl.constexpr(batch_words.REST_MASK)
+ROW_MULTIPLE = gl.constexpr(types.ROW_MULTIPLE)
 NORM_PLAIN = gl.constexpr(batch_words.NORM_KINDS.index("none"))
 NORM_LAYER = gl.constexpr(batch_words.NORM_KINDS.index("layer_norm"))
 

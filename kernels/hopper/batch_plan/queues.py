@@ -60,6 +60,7 @@ from distmega.kernels.hopper.plan.segment import find_agreement
 from distmega.kernels.hopper.plan.types import (
     HEAD_DIMS,
     ITEM_BYTES,
+    ROW_MULTIPLE,
     AttentionShape,
     Buffer,
     Kept,
@@ -243,7 +244,7 @@ class _BatchBuilder:
         self.num_ranks, self.embedding, self.entry = found.num_ranks, found.embedding, found.entry
         self.choice, self.attention, self.eps = found.choice, found.attention, found.eps
         self.batch = found.rows
-        if any(length % 64 for length in self.placed.columns.values()):
+        if any(length % ROW_MULTIPLE for length in self.placed.columns.values()):
             raise unfit(f"rows of {sorted(set(self.placed.columns.values()))} elements")
         self.check_caches()
         if self.attention and self.attention.softcap:
@@ -565,6 +566,8 @@ class _BatchBuilder:
         outs = sum(map(self.elements, op.outs))
         if (self.elements(op.x), outs * streams) != (columns, rows):
             raise unfit(f"{op.name!r} of {self.elements(op.x)} elements a row")
+        if op.num_ranks > 1 and rows % UNIT_ROWS:
+            raise unfit(f"{op.name!r}, a sum over ranks of {rows} elements")
         if self.published(op.outs[0])[1] and len(op.outs) > 1:
             raise unfit(f"{op.name!r}, which attention reads, among others")
         form = op.x, op.norm
@@ -592,7 +595,7 @@ class _BatchBuilder:
         keeps = self.epilogues[common["opcode"]].keeps
         common |= self.position_result(now, op.outs, rows // streams, keeps)
         common |= self.next_parts(rows) if op.num_ranks > 1 else {}
-        common["bias"] = self.placed.bias(op.streams)
+        common["bias"] = self.placed.bias(op.streams, padded=True)
         for sm, queue in enumerate(self.queues):
             first, last = share(rows, streams, sm, self.num_sms)
             queue.append(
@@ -612,7 +615,6 @@ class _BatchBuilder:
         norm, columns = op.norm, self.elements(op.x)
         if op.x not in self.number_of:
             raise unfit(f"{op.name!r} of {op.x!r}, which no op keeps")
-        self.placed.require_biases((norm.weight, norm.bias) if norm and norm.bias else ())
         one = BatchNorm(
             name=op.name,
             num_rows=columns,

@@ -9,10 +9,14 @@ from dataclasses import dataclass
 from distmega.kernels.hopper.batch_plan.words import (
     EVENT_WORDS,
     EVENTS_AT,
+    NOTHING,
+    PAIRED,
     BatchInstruction,
+    BatchLinear,
     BatchNorm,
 )
 from distmega.kernels.hopper.plan.types import AttentionShape, Buffer, Kept, WeightMatrix
+from distmega.kernels.hopper.plan.words import SLICE_K, VECTOR_MULTIPLE
 from distmega.kernels.tasks.fuse import FusedSample
 from distmega.program.expr import Expr
 
@@ -108,6 +112,15 @@ class BatchQueues:
     def gathers(self) -> bool:
         """Whether each rank gets the logits of all, and chooses from them by itself."""
         return self.is_limited and self.num_ranks > 1
+
+    @property
+    def whole_slices(self) -> bool:
+        """Whether rows of weights are whole slices, and biases of two streams lie without a gap."""
+        return all(matrix.columns % SLICE_K == 0 for matrix in self.matrices) and not any(
+            one.num_rows // 2 % VECTOR_MULTIPLE
+            for one in self.queues[0]
+            if isinstance(one, BatchLinear) and one.flags & PAIRED and one.bias != NOTHING
+        )
 
     @property
     def normalises(self) -> bool:

@@ -11,7 +11,8 @@ Next on the walk: queues.py.
 from dataclasses import dataclass
 from enum import IntEnum
 
-from distmega.kernels.hopper.plan.words import MAX_SMS, REPORT_WORDS, pack_fields
+from distmega.kernels.hopper.plan.types import ROW_MULTIPLE
+from distmega.kernels.hopper.plan.words import MAX_SMS, REPORT_WORDS, SLICE_K, pack_fields
 
 BATCH = 16
 """Sequences that the kernel computes, whether all are in use or not: the rows of an m16n8k16."""
@@ -47,10 +48,10 @@ NORMED, PAIRED = 1, 2
 """Flags of a linear: the factor of x's norm is multiplied into the result; units of two streams
 take turns.
 """
-IN_SHIFT, LENGTH_SHIFT, MATRIX_SHIFT = 4, 12, 26
-SLOT_MASK, LENGTH_MASK = 0xF, 0x3FFF
-"""Of what shares a word with the flags: where the squares of x lie; 64ths of the elements of x; the
-matrix or, of an embedding, the rank's place.
+IN_SHIFT, REST_SHIFT, LENGTH_SHIFT, MATRIX_SHIFT = 4, 8, 12, 26
+SLOT_MASK, REST_MASK, LENGTH_MASK = 0xF, 0xF, 0x3FFF
+"""Of what shares a word with the flags: where the squares of x lie; the elements of x in whole
+slices of 64, and the rest in eighths of a slice; the matrix or, of an embedding, the rank's place.
 """
 CARRY_SHIFT, BLOCK_MASK = 15, 0x7FFF
 """Of what shares a word with `keep`, both in blocks, counted from 1 on, 0 for nothing: `carry`."""
@@ -80,7 +81,8 @@ class BatchLinear:
     stream, and counts rows of both. length: elements of x, in num_tiles_k tiles of 1024 columns.
     src: first chunk of x in the activations, a chunk being 1024 columns. squares: where those of x
     lie if x carries its norm's weight already and only the factor is missing. bias: offset in the
-    vectors, of two streams the second one's behind the first one's. dst: first element of the
+    vectors, of two streams the second one's behind the first one's, at the next multiple of
+    VECTOR_MULTIPLE. dst: first element of the
     output in the activations. next_norm: offset of the weights that the output is multiplied by
     there, for the norm after it. keep: first of the float32 numbers [16, rows] that stay of the
     output, for those who take it exactly; carry, carry2: of what the epilogue takes. row0: first
@@ -113,12 +115,7 @@ class BatchLinear:
     @property
     def packed(self) -> int:
         """What shares a word with the flags."""
-        return (
-            self.flags
-            | self.squares << IN_SHIFT
-            | self.length // 64 << LENGTH_SHIFT
-            | self.matrix << MATRIX_SHIFT
-        )
+        return pack_x(self)
 
     @property
     def numbers(self) -> int:
@@ -200,12 +197,7 @@ class BatchHead:
     @property
     def packed(self) -> int:
         """See BatchLinear."""
-        return (
-            self.flags
-            | self.squares << IN_SHIFT
-            | self.length // 64 << LENGTH_SHIFT
-            | self.matrix << MATRIX_SHIFT
-        )
+        return pack_x(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -299,6 +291,18 @@ FIELD_WORDS: dict[type[BatchInstruction], dict[str, int]] = {
 def pack(instruction: BatchInstruction) -> list[int]:
     """The WORDS words of an instruction."""
     return pack_fields(instruction, FIELD_WORDS[type(instruction)])
+
+
+def pack_x(one: BatchLinear | BatchHead) -> int:
+    """The word that says what x of a linear is."""
+    slices, rest = divmod(one.length, SLICE_K)
+    return (
+        one.flags
+        | one.squares << IN_SHIFT
+        | rest // ROW_MULTIPLE << REST_SHIFT
+        | slices << LENGTH_SHIFT
+        | one.matrix << MATRIX_SHIFT
+    )
 
 
 def pack_numbers(keep: int, carry: int) -> int:

@@ -32,7 +32,7 @@ from distmega.kernels.hopper.emulator.numbers import (
     floats_of,
     to_bf16,
 )
-from distmega.kernels.hopper.plan.words import MAX_SMS, TILE_K, UNIT_ROWS
+from distmega.kernels.hopper.plan.words import MAX_SMS, TILE_K, UNIT_ROWS, VECTOR_MULTIPLE
 
 GROUP_UNITS = 8
 ROUND_ROWS = 4 * UNIT_ROWS
@@ -90,7 +90,8 @@ def linear(sm: BatchSm, one: BatchLinear | BatchHead, flag: int) -> Steps:
         units = y.reshape(-1, streams, UNIT_ROWS, BATCH)[:, stream].reshape(-1, BATCH)
         value = units[: len(row)].copy()
         if one.bias != NOTHING:
-            value += sm.gpu.elements[one.bias + stream * num_rows + row][:, None]
+            behind = stream * -(-num_rows // VECTOR_MULTIPLE) * VECTOR_MULTIPLE
+            value += sm.gpu.elements[one.bias + behind + row][:, None]
         values.append(value)
     if epilogue.summed:
         push_part(sm, one, values[0], flag)

@@ -44,6 +44,7 @@ def compiled(head_dim: int, num_parts: int, qk_norm: bool, choice: int) -> Machi
         epilogues=queues_of(PRESETS["llama-3.2-1b"]).epilogues,
         choice=choice,
         head_rows=1024,
+        whole_slices=True,
         num_ranks=1,
         stages=STAGES,
         ahead=AHEAD,

@@ -20,7 +20,7 @@ from distmega.kernels.hopper.batch_plan.words import (
     BatchLinear,
     BatchNorm,
 )
-from distmega.kernels.hopper.plan.words import TILE_K, UNIT_ROWS
+from distmega.kernels.hopper.plan.words import TILE_K, UNIT_ROWS, VECTOR_MULTIPLE
 from distmega.kernels.runtime.arena import ArenaLayout
 from distmega.program import expr
 
@@ -99,7 +99,8 @@ class Reference:
         for stream, start in enumerate(starts):
             y = (weights[start : start + len(own)] @ x * factor).T
             if one.bias != NOTHING:
-                y = y + self.arena[one.bias + stream * num_rows + own]
+                behind = stream * -(-num_rows // VECTOR_MULTIPLE) * VECTOR_MULTIPLE
+                y = y + self.arena[one.bias + behind + own]
             values.append(y)
         for carry in (one.carry, one.carry2)[: epilogue.num_carried]:
             values.append(self.kept(carry, num_rows)[:, own])

@@ -27,6 +27,7 @@ from distmega.kernels.tasks.fuse import fuse_segment
 from distmega.program.builder import Handle, ProgramBuilder
 from distmega.program.types import Program
 from distmega.sharding.layout.mesh import DeviceMesh
+from distmega.sharding.layout.placements import shard
 from distmega.sharding.localize import localize
 from distmega.sharding.planner import plan_program
 
@@ -124,9 +125,20 @@ def attending(m: Maker) -> Handle:
     return x
 
 
+def odd(m: Maker) -> Handle:
+    """Rows that are no multiple of 64 elements."""
+    x = m.input(160)
+    for i, inner in enumerate((200, 1096)):
+        h = m.rms(x, f"n{i}")
+        pair = (m.linear(h, f"{name}{i}", inner, bias=True) for name in "gu")
+        mixed = m.p.pointwise("silu(a0) * a1", *pair)
+        x = m.p.pointwise("a0 + a1", x, m.linear(mixed, f"d{i}", 160, bias=True))
+    return m.linear(m.layer_norm(x, "last"), "head", 72)
+
+
 PROGRAMS: dict[str, Callable[[Maker], Handle]] = {
     "gated": gated, "layer norms": layer_normed, "chain": chain, "forked": forked,
-    "post norms": post_normed, "attention": attending,
+    "post norms": post_normed, "attention": attending, "odd sizes": odd,
 }  # fmt: skip
 
 
@@ -186,7 +198,7 @@ def test_a_third_operand_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("rows", "columns", "found"), [(17, 256, "17 tokens"), (4, 160, "rows of .160")]
+    ("rows", "columns", "found"), [(17, 256, "17 tokens"), (4, 164, "rows of .164")]
 )
 def test_what_no_body_takes_is_refused_by_name(rows: int, columns: int, found: str):
     m = Maker(rows)
@@ -248,6 +260,16 @@ def test_one_buffer_for_all_sums_is_not_proven():
     assert "before other ranks have read it" in find_batch_hazard(
         changed(queues, parts=first.first), fused
     )
+
+
+def test_sums_over_ranks_are_of_whole_units():
+    """Parts of ranks lie one behind the other, in units of 8 rows."""
+    m = Maker(4)
+    program = m.p.build(m.linear(m.linear(m.input(), "up", 64), "down", 12))
+    marks = {"up": shard(0, "tp"), "down": shard(1, "tp")}
+    local = localize(plan_program(program, DeviceMesh(tp=2), H200, marks)).program
+    with pytest.raises(UnsupportedError, match="a sum over ranks of 12 elements"):
+        build(local)
 
 
 def test_one_sum_a_step_is_refused():
