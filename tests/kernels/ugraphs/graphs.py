@@ -104,5 +104,21 @@ ugraph extremes
     store y omap 0 fmap -
   return y, z
 """,
+    "columns of many rows, which early blocks ask for": """\
+ugraph columns
+  axis b:2
+  axis k:48
+  axis n:64
+  input x: f32[b, k]
+  weight w: f32[b, k, n]
+  temp y: f32[b, n]
+  kernel k0 grid b:2 n:4 loop k:3
+    load x = x(b, k) imap 0 - fmap 1
+    load w = w(b, k, n) imap 0 2 fmap 1
+    body v = contract[b, n] x w over k
+    after y = map[b, n] 'silu(a0)' v
+    store y omap 0 1 fmap -
+  return y
+""",
 }
 """Printed graphs by what they show."""

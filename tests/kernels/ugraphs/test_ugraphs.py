@@ -5,7 +5,10 @@ tensor cores and spill nothing; found graphs run as megakernels.
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 
 from distmega.errors import UnsupportedError
@@ -80,6 +83,63 @@ def compiled(plan: GraphPlan) -> list[Machine]:
         }
         found.append(compile_kernel(kernels[kernel.name], types, {}, launch.num_warps, None))
     return found
+
+
+@pytest.mark.parametrize("text", GRAPHS.values(), ids=GRAPHS)
+def test_every_form_compiles_for_blocks_that_start_early(text: str):
+    """Triton interprets neither the wait nor the hints before it: only a compiler sees them."""
+    graph = parse_graph(text)
+    launches = (GraphLaunch(num_warps=4, stages=2, early=True),) * len(graph.kernels)
+    source = graph_source(graph, launches)
+    codes = compiled(GraphPlan(graph=graph, launches=launches, time_us=0.0))
+    for code, text in zip(codes, source.split("@triton.jit")[1:], strict=True):
+        before, after = code.ptx.split("griddepcontrol.wait")
+        assert before.count("cp.async.bulk.prefetch.L2") == text.count("prefetch(")
+        assert "ld.global" not in before
+        assert "prefetch" not in after
+
+
+class _Waits(Exception):
+    """A block has come to its wait."""
+
+
+def asked_for(source: str, block: int) -> set[int]:
+    """Offsets, in elements of f32, of what a block asks for before it waits."""
+    found: set[int] = set()
+
+    def prefetch(starts: np.ndarray, num_bytes: int) -> None:
+        assert num_bytes % 16 == 0
+        for start in starts:
+            found.update(range(start, start + num_bytes // 4))
+
+    def wait() -> None:
+        raise _Waits
+
+    made: dict[str, Any] = {
+        "triton": SimpleNamespace(jit=lambda function: function),
+        "tl": SimpleNamespace(program_id=lambda _: block, arange=np.arange, minimum=np.minimum),
+        "gdc_launch_dependents": lambda: None,
+        "gdc_wait": wait,
+        "prefetch": prefetch,
+    }
+    exec(source[source.index("@triton.jit") :], made)
+    with pytest.raises(_Waits):
+        made["k0"](*[0] * made["k0"].__code__.co_argcount)
+    return found
+
+
+def test_blocks_that_start_early_ask_for_their_first_tiles():
+    graph = parse_graph(GRAPHS["columns of many rows, which early blocks ask for"])
+    source = graph_source(graph, [GraphLaunch(num_warps=4, stages=2, early=True)])
+    weight = np.arange(2 * 48 * 64).reshape(2, 48, 64)
+    for block in range(8):
+        columns = slice(block % 4 * 16, block % 4 * 16 + 16)
+        assert asked_for(source, block) == set(weight[block // 4, :32, columns].flat)
+    graph = parse_graph(GRAPHS["running maximum, extents that are no powers of two"])
+    source = graph_source(graph, [GraphLaunch(num_warps=4, stages=2, early=True)])
+    keys = np.arange(2 * 36 * 24).reshape(2, -1)
+    for block in range(2):
+        assert asked_for(source, block) == set(keys[block, : 24 * 24])
 
 
 VECTOR_NORM = """\
