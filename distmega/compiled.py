@@ -176,12 +176,13 @@ class CompiledProgram:
             inputs = self._take(tensors)
             if not self._decided:
                 self._decide(inputs)
-            if self._captured is None:
+            captured = self._captured
+            if captured is None:
                 outputs = self._run(inputs)
             else:
-                outputs = self._captured.run(inputs, copy=not inplace)
+                outputs = captured.run(inputs, copy=not inplace)
             if self._deadline is not None:
-                self._deadline.note()
+                self._deadline.note(captured.stream if captured else None)
         return outputs
 
     def bind(self, tensors: Mapping[str, Tensor]) -> None:

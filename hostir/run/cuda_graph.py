@@ -45,7 +45,8 @@ class GraphMemory:
         self.pool = torch.cuda.graph_pool_handle()
         self._device = torch.cuda.current_device()
         self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._stream: torch.cuda.Stream | None = None
+        self.stream: torch.cuda.Stream | None = None
+        """Of the last turn."""
         self._raw_stream = -1
 
     def begin(self) -> None:
@@ -54,13 +55,13 @@ class GraphMemory:
         raw_stream: int = torch._C._cuda_getCurrentRawStream(self._device)
         if raw_stream != self._raw_stream:
             stream = torch.cuda.current_stream(self._device)
-            if self._stream is not None:
+            if self.stream is not None:
                 stream.wait_event(self._done)
-            self._stream, self._raw_stream = stream, raw_stream
+            self.stream, self._raw_stream = stream, raw_stream
 
     def end(self) -> None:
         """The turn ends with what the current stream has been given."""
-        self._done.record(self._stream)
+        self._done.record(self.stream)
 
 
 _shared: "WeakValueDictionary[int, GraphMemory]" = WeakValueDictionary()
@@ -135,10 +136,8 @@ class CapturedHost:
         and gives back is never copied. inputs: those to change since the last.
         """
         self._memory.begin()
-        for name, x in inputs.items():
-            mine = self._given[name]
-            if x is not mine and name in self._inputs:
-                mine.copy_(x)
+        if inputs:
+            self._copy(inputs)
         self._matmuls.settle()
         self._graph.replay()
         outputs = self._outputs
@@ -147,6 +146,25 @@ class CapturedHost:
             outputs = {n: x if given.get(n) is x else x.clone() for n, x in outputs.items()}
         self._memory.end()
         return outputs
+
+    def _copy(self, inputs: Mapping[str, Tensor]) -> None:
+        """To where the graph reads them, in one launch where types and devices allow that."""
+        pairs = [
+            (mine, x.detach())
+            for name, x in inputs.items()
+            if name in self._inputs and (mine := self._given[name]) is not x
+        ]
+        if len(pairs) == 1:
+            mine, x = pairs[0]
+            mine.copy_(x)
+        elif pairs:
+            targets, sources = zip(*pairs, strict=True)
+            torch._foreach_copy_(targets, sources)
+
+    @property
+    def stream(self) -> torch.cuda.Stream | None:
+        """Where the last run was queued."""
+        return self._memory.stream
 
     def release(self) -> None:
         """Frees the graph; there are no more runs."""

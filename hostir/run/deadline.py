@@ -38,16 +38,19 @@ class Deadline:
     def __init__(self, what: str, limit_s: float) -> None:
         """what: for messages, such as "calls of program 'mlp' on rank 1"."""
         self.what, self.limit_s = what, limit_s
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._mark: tuple[torch.cuda.Event, float] | None = None
         self._thread: threading.Thread | None = None
 
-    def note(self) -> None:
-        """A call has been queued on the current stream."""
-        if self._mark is not None and not self._mark[0].query():  # type: ignore[no-untyped-call]
+    def note(self, stream: torch.cuda.Stream | None = None) -> None:
+        """A call has been queued on a stream, by default the current one, which torch takes long to
+        tell.
+        """
+        if self._mark is not None and not self._event.query():  # type: ignore[no-untyped-call]
             return
-        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        done.record()
-        self._mark = done, time.monotonic()
+        self._mark = None  # before the event stands for this call: see _look
+        self._event.record(stream)
+        self._mark = self._event, time.monotonic()
         if self._thread is None:
             self._thread = threading.Thread(target=self._watch, name="distmega-watch", daemon=True)
             self._thread.start()
@@ -73,12 +76,18 @@ class Deadline:
     def _watch(self) -> None:
         while True:
             time.sleep(min(1.0, self.limit_s / 4))
-            mark = self._mark
-            if mark is None or time.monotonic() < mark[1] + self.limit_s + GRACE_S:
-                continue
-            # asked only now: a question may spoil a capture that is under way elsewhere
-            if not mark[0].query():  # type: ignore[no-untyped-call]
-                logger.critical("%s", self._error())
-                os._exit(HUNG)
-            if self._mark is mark:
-                self._mark = None
+            self._look(time.monotonic())
+
+    def _look(self, now: float) -> None:
+        """Ends the process if the marked call is still under way long behind its limit."""
+        mark = self._mark
+        if mark is None or now < mark[1] + self.limit_s + GRACE_S:
+            return
+        # asked only now: a question may spoil a capture that is under way elsewhere
+        reached = mark[0].query()  # type: ignore[no-untyped-call]
+        if self._mark is not mark:  # the event may stand for a later call by now
+            return
+        if not reached:
+            logger.critical("%s", self._error())
+            os._exit(HUNG)
+        self._mark = None

@@ -19,7 +19,7 @@ class Event:
     def __init__(self) -> None:
         self.asked = 0
 
-    def record(self) -> None:
+    def record(self, stream: object = None) -> None:
         """Behind what is queued."""
 
     def query(self) -> bool:
@@ -82,3 +82,29 @@ def test_calls_that_end_leave_nothing_to_watch(ended: threading.Event):
         calls.wait()
     calls.note()
     assert not ended.wait(0.3)
+
+
+def test_one_event_stands_for_one_call_after_the_other(
+    monkeypatch: pytest.MonkeyPatch, ended: threading.Event
+):
+    """The thread asks for a call while the host, which found it ended, records a later one: what it
+    hears is of the later one.
+    """
+    monkeypatch.setattr(Deadline, "_watch", lambda calls: None)
+    calls = Deadline("calls", 0.05)
+    calls.note()
+    num_asked = 0
+
+    def query() -> bool:
+        nonlocal num_asked
+        num_asked += 1
+        if num_asked == 1:
+            calls.note()
+        return num_asked == 2  # asked by that call; then it stands for that, under way
+
+    monkeypatch.setattr(calls._event, "query", query)
+    calls._look(time.monotonic() + 1)
+    assert num_asked == 2
+    assert not ended.is_set()
+    calls._look(time.monotonic() + 1)
+    assert ended.is_set()
