@@ -7,8 +7,7 @@ hostir/lower/lower.py, then hostir/run/cuda_graph.py.
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -131,7 +130,6 @@ class CompiledProgram:
         kernel = open_whole(self._whole, comm, self.device) if self._whole else None
         self._kernel = kernel
         self._held: Mapping[str, Tensor] = kernel.tensors if kernel else {}
-        self._sources: dict[str, Tensor] = {}
         self._domains, self._at = local.allocations, plan.mesh.coordinate(comm.rank)
         self._evaluator = Evaluator(
             self.host,
@@ -142,9 +140,15 @@ class CompiledProgram:
             matmuls=PeerMatmuls(comm) if isinstance(comm, NcclCommunicator) else None,
         )
         self._bound: dict[str, Tensor] = {}
+        self._known: dict[str, Tensor] = {}
+        """What changes nothing where a call brings it: what is bound, or was copied there."""
+        self._unbound = frozenset(self._given)
+        self._copied = self._inputs
+        """Inputs that `bind` was not given: to memory of the graph, or of a warm program."""
         self._captured: CapturedHost | None = None
         self._reason = "" if replay else NOT_ASKED_FOR
-        self._decided, self._replay, self._void = False, replay, ""
+        self._decided, self._replay = False, replay
+        self._guard = _StateGuard(plan.program.name, bool(self._states))
         self._num_compilations = self._num_rebound = 0
         what = f"calls of program {plan.program.name!r} on rank {comm.rank}"
         watched = on_gpu and plan.mesh.num_ranks > 1
@@ -152,6 +156,7 @@ class CompiledProgram:
         if warm:
             own = {n: empty_tensor(b, self.device).zero_() for n, b in self._given.items()}
             self.bind({**own, **self._held})
+            self._copied = self._inputs
             self._decide({})
 
     def __call__(
@@ -160,17 +165,17 @@ class CompiledProgram:
         """Outputs by name, this rank's part of each.
 
         tensors: the inputs that aren't bound and, in the first call, all weights and states that
-        aren't, as `parts` gives them, by name. Inputs are copied; weights and states are bound, so
-        that later calls may leave them out. Others take their place, on all ranks in the same call,
-        and the graph's, which is captured anew. inplace: outputs lie in the memory of the graph,
-        until the next call of any compiled program on this GPU. A state that is an output is the
-        state itself.
+        aren't, as `parts` gives them, by name. Inputs are copied, unless `bind` was given them;
+        weights and states are bound, so that later calls may leave them out. Others take their
+        place, on all ranks in the same call, and the graph's, which is captured anew. inplace:
+        outputs lie in the memory of the graph, until the next call of any compiled program on this
+        GPU. A state that is an output is the state itself.
 
         Raises ProgramError for a tensor that is missing or does not fit, and for states that are
         void; RankFailure if a peer fails.
         """
         check_mapping(tensors)
-        with self._voiding():
+        with self._guard:
             if self._kernel:
                 self._kernel.raise_hang()
             inputs = self._take(tensors)
@@ -194,14 +199,18 @@ class CompiledProgram:
         check_mapping(tensors)
         for name, x in tensors.items():
             self._check_given(name, x)
-        tensors = {name: self._hold(name, x) for name, x in tensors.items()}
+        held = {name: self._hold(name, x) for name, x in tensors.items()}
         if self._captured is not None:
             torch.cuda.synchronize(self.device)
             self._captured.release()
         self._captured, self._decided = None, False
-        self._bound |= tensors
-        if self._states <= tensors.keys():
-            self._void = ""
+        others = {name for name, x in held.items() if x is not self._bound.get(name)}
+        self._copied = self._copied.difference(others)
+        self._bound |= held
+        self._known |= tensors
+        self._unbound = self._unbound.difference(held)
+        if self._states <= held.keys():
+            self._guard.fault = ""
 
     def _hold(self, name: str, x: Tensor) -> Tensor:
         """Where a tensor is from now on: in the kernel's memory, if it has it there."""
@@ -214,7 +223,6 @@ class CompiledProgram:
                 expected="the one in `tensors`, which a kernel of the whole program updates",
                 remedy="fill it by load(), or compile with megakernel=False",
             )
-        self._sources[name] = x
         return held.copy_(x)
 
     def _plan_kernel(
@@ -260,7 +268,7 @@ class CompiledProgram:
         """Returns once all calls have ended on the GPU. HangError, after the communicator's limit,
         if a rank doesn't come, or a signal did not; the program's states are void then.
         """
-        with self._voiding():
+        with self._guard:
             if self._deadline is not None:
                 self._deadline.wait()
             elif self.device.type == "cuda":
@@ -322,7 +330,9 @@ class CompiledProgram:
 
     def _run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         before = num_compiled()
-        outputs = self._evaluator.run({**self._bound, **inputs})
+        for name in inputs.keys() & self._bound.keys():
+            self._bound[name].copy_(inputs[name].detach())
+        outputs = self._evaluator.run({**inputs, **self._bound})
         self._num_compilations += num_compiled() - before
         return outputs
 
@@ -331,14 +341,13 @@ class CompiledProgram:
         inputs: dict[str, Tensor] = {}
         others: dict[str, Tensor] = {}
         for name, x in tensors.items():
-            bound = self._sources.get(name, self._bound.get(name))
-            if bound is not None and _is_same(bound, x):
+            known = self._known.get(name)
+            if known is not None and _is_same(known, x):
                 continue
             self._check_given(name, x)
-            (inputs if bound is None and name in self._inputs else others)[name] = x
-        if len(inputs) + len({*self._bound, *others}) < len(self._given):
-            missing = self._given.keys() - self._bound.keys() - tensors.keys()
-            raise _unbound(min(missing))
+            (inputs if name in self._copied else others)[name] = x
+        if not self._unbound <= tensors.keys():
+            raise _unbound(min(self._unbound - tensors.keys()))
         if others:
             self._num_rebound += not others.keys().isdisjoint(self._bound)
             self.bind(others)
@@ -355,7 +364,7 @@ class CompiledProgram:
         if self._reason:
             self._tell()
             return
-        given = self._bound | {name: x.clone() for name, x in inputs.items()}
+        given = {name: x.detach().clone() for name, x in inputs.items()} | self._bound
         before = num_compiled()
         self._captured, self._reason = capture_on_ranks(
             self.comm,
@@ -369,22 +378,6 @@ class CompiledProgram:
         if self._reason and self.device.type == "cuda":
             name = self.plan.program.name
             logger.warning("program %r runs node by node: %s", name, self._reason)
-
-    @contextmanager
-    def _voiding(self) -> Iterator[None]:
-        """Refuses calls whose states are void, and makes them so after a fault."""
-        if self._void:
-            raise ProgramError(
-                f"states of program {self.plan.program.name!r} that are void since {self._void}",
-                expected="states bound again after a fault, on all ranks",
-                remedy="fill them anew and bind() them all",
-            )
-        try:
-            yield
-        except (HangError, RankFailure) as error:
-            if self._states:
-                self._void = f"{type(error).__name__}: {error.found}"
-            raise
 
     def slices(self, name: str) -> tuple[slice, ...]:
         """Where this rank's part of a tensor lies in the whole, a slice a dim."""
@@ -481,6 +474,29 @@ class CompiledProgram:
             expected="a part that can be a view of the whole tensor",
             remedy="leave out copy=False",
         )
+
+
+class _StateGuard:
+    """Around what runs a program: refuses it while its states are void, which a fault makes them.
+    fault: what did; empty while they are good.
+    """
+
+    __slots__ = ("_has_states", "_program", "fault")
+
+    def __init__(self, program: str, has_states: bool) -> None:
+        self._program, self._has_states, self.fault = program, has_states, ""
+
+    def __enter__(self) -> None:
+        if self.fault:
+            raise ProgramError(
+                f"states of program {self._program!r} that are void since {self.fault}",
+                expected="states bound again after a fault, on all ranks",
+                remedy="fill them anew and bind() them all",
+            )
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if self._has_states and isinstance(error, HangError | RankFailure):
+            self.fault = f"{type(error).__name__}: {error.found}"
 
 
 def _is_same(one: Tensor, other: object) -> bool:

@@ -149,6 +149,28 @@ def test_a_warm_program_has_tensors_of_its_own(graphs: list[Graph]):
     assert torch.equal(step.tensors["s"], torch.ones(2, 4))
 
 
+@pytest.mark.parametrize("replay", [True, False])
+def test_inputs_are_copied_to_those_of_a_warm_program(replay: bool, graphs: list[Graph]):
+    """Without a capture a call, and calls that leave them out find the last."""
+    step = compile_counter(warm=True, replay=replay)
+    own = step.tensors["x"]
+    step.load({"w": torch.eye(4)})
+    for number in range(2 * compiled.MOST_REBOUND):
+        assert torch.equal(
+            step({"x": torch.full((2, 4), float(number))})["y"], torch.full((2, 4), float(number))
+        )
+        assert torch.equal(step({})["y"], torch.full((2, 4), float(number)))
+    assert step.tensors["x"] is own
+    assert len(graphs) == int(replay)
+    step.bind({**step.tensors, "s": torch.zeros(2, 4)})
+    assert torch.equal(step({"x": torch.ones(2, 4)})["s"], torch.ones(2, 4))
+    assert torch.equal(own, torch.ones(2, 4))
+    bound = torch.full((2, 4), 7.0)
+    step.bind({"x": bound})
+    step({"x": torch.ones(2, 4)})
+    assert torch.equal(bound, torch.full((2, 4), 7.0)), "the caller's, not the program's"
+
+
 def test_the_cpu_has_no_graphs_and_says_so():
     step = compile_counter()
     step(given())

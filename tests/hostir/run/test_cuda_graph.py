@@ -1,0 +1,154 @@
+"""What a replay does on the host, and that it gives what single nodes give; recorded on a CPU."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from bench.programs import encoder, gated_mlp, mixer
+from distmega import CPU, DeviceMesh, Program, ProgramBuilder, plan_program
+from distmega.compiled import CompiledProgram
+from distmega.hostir import SingleCommunicator
+from distmega.hostir.library.torch_types import torch_dtype
+from distmega.hostir.run.deadline import Deadline
+from tests.calls import num_calls
+from tests.hostir.graphs import Event, RecordedGraph, record_graphs
+
+ONE = DeviceMesh(tp=1)
+MOST_CALLS = 44
+"""Of Python and C functions in a call with one input, which needs 41 under Python 3.11."""
+MOST_PER_INPUT = 16
+
+
+def counting() -> Program:
+    """y = 2 x, and what all calls gave, from one input to the next."""
+    p = ProgramBuilder("counting")
+    x, total, at = p.input("x", (1, 4)), p.state("total", (1, 4)), p.input("at", (1,), "i64")
+    y = x.map("a0 * 2.0", name="y")
+    p.set(p.pointwise("a0 + a1", total, y), into=total)
+    p.kv_append(p.state("all", (1, 16, 4)), p.reshape(y, (1, 1, 4), view=True), at)
+    return p.build(y, total)
+
+
+PROGRAMS = {
+    "counting": counting,
+    "gated_mlp": lambda: gated_mlp(3, 2, 64, 128).program,
+    "encoder": lambda: encoder(16, 2, 64, 4).program,
+    "mixer": lambda: mixer(0, 2, 64, 24, 32).program,
+}
+
+
+@pytest.fixture(autouse=True)
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[RecordedGraph]:
+    return record_graphs(monkeypatch)
+
+
+def opened(program: Program, **options: bool) -> CompiledProgram:
+    return CompiledProgram(plan_program(program, ONE, CPU), SingleCommunicator(ONE), **options)
+
+
+def values(step: CompiledProgram, seed: int) -> dict[str, Tensor]:
+    torch.manual_seed(seed)
+    return {
+        buffer.name: torch.tensor([seed % 16])
+        if buffer.dtype == "i64"
+        else (torch.randn(buffer.shape) * buffer.shape[-1] ** -0.5).to(torch_dtype(buffer.dtype))
+        for buffer in step.host.buffers
+        if buffer.role != "temp"
+    }
+
+
+def inputs(step: CompiledProgram, given: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {b.name: given[b.name] for b in step.host.buffers if b.role == "input"}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_replays_give_what_single_nodes_give(name: str, graphs: list[RecordedGraph]):
+    program = PROGRAMS[name]()
+    step, nodes = opened(program), opened(program, replay=False)
+    ours = values(step, 0)
+    theirs = {each: x.clone() for each, x in ours.items()}
+    for number in range(5):
+        new = inputs(step, values(step, number))
+        found = step(new if number else ours | new, inplace=number % 2 == 1)
+        expected = nodes(new if number else theirs | new)
+        assert all(torch.equal(x, expected[each]) for each, x in found.items())
+    (graph,) = graphs
+    assert graph.num_replays == 5
+    for buffer in step.host.buffers:
+        if buffer.role == "state":
+            assert torch.equal(ours[buffer.name], theirs[buffer.name]), "warm-up runs leave states"
+
+
+def test_outputs_are_the_callers_unless_asked_for_in_place(graphs: list[RecordedGraph]):
+    step = opened(PROGRAMS["mixer"]())
+    (first,) = step(values(step, 0)).values()
+    kept = first.clone()
+    (there,) = step(inputs(step, values(step, 1)), inplace=True).values()
+    assert torch.equal(first, kept)
+    (again,) = step(inputs(step, values(step, 2)), inplace=True).values()
+    assert again is there
+
+
+def test_inputs_of_several_types_and_those_that_learn_are_copied(graphs: list[RecordedGraph]):
+    p = ProgramBuilder("looking")
+    table, ids = p.input("table", (8, 4)), p.input("ids", (3,), "i64")
+    step = opened(p.build(p.embedding(ids, table).map("a0 * a1", p.input("scale", (3, 4)))))
+    for number in range(4):
+        given = {
+            "table": torch.randn(8, 4, requires_grad=True),
+            "ids": torch.tensor([number, 7, 0]),
+            "scale": torch.randn(4, 3).T,
+        }
+        (found,) = step(given).values()
+        assert torch.equal(found, given["table"][given["ids"]] * given["scale"])
+        assert not found.requires_grad
+    assert len(graphs) == 1
+
+
+def host_calls(layers: int, num_inputs: int) -> int:
+    """Of Python and C functions, in a call of a program that is watched as those of several ranks
+    are. The launch is nothing, and so is what is queued.
+    """
+    p = ProgramBuilder("sums")
+    x = p.input("x0", (4, 4))
+    for number in range(1, num_inputs):
+        x = x.map("a0 + a1", p.input(f"x{number}", (4, 4)))
+    for layer in range(layers):
+        x = p.linear(x, p.weight(f"w{layer}", (4, 4)))
+    step = opened(p.build(x))
+    step._deadline = Deadline("calls", 1e6)
+    given = values(step, 0)
+    step(given)
+    new = inputs(step, given)
+    step(new)
+    return num_calls(lambda: step(new))
+
+
+def test_a_call_costs_the_host_the_same_whatever_the_program_has(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(RecordedGraph, "replay", lambda graph: None)
+    small = host_calls(1, 1)
+    assert small <= MOST_CALLS
+    assert host_calls(40, 1) == small
+    assert host_calls(1, 5) <= small + 4 * MOST_PER_INPUT
+
+
+def test_bound_inputs_cost_the_host_nothing(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(RecordedGraph, "replay", lambda graph: None)
+    step = opened(PROGRAMS["counting"](), warm=True)
+    copied = num_calls(lambda: step({"x": torch.zeros(1, 4)}, inplace=True))
+    assert num_calls(lambda: step({}, inplace=True)) < copied
+    assert num_calls(lambda: step({}, inplace=True)) <= MOST_CALLS // 2
+
+
+def test_calls_make_no_events(monkeypatch: pytest.MonkeyPatch):
+    step = opened(PROGRAMS["mixer"]())
+    step._deadline = Deadline("calls", 1e6)
+    given = values(step, 0)
+    step(given)
+    made, mark = Event.made, step._deadline._event
+    for _ in range(3):
+        step(inputs(step, given))
+    assert Event.made == made
+    assert mark.num_recorded == 4
