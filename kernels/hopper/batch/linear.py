@@ -11,6 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.runtime.jit import constexpr_function
 
 from distmega.kernels.gluon_compat import reinterpret
 from distmega.kernels.hopper.batch.device import load_x, pair_index
@@ -70,7 +71,7 @@ from distmega.kernels.hopper.epilogues import (
 from distmega.kernels.hopper.one_row.linear import next_vector
 from distmega.kernels.hopper.one_row.team import read_alarm
 from distmega.kernels.hopper.plan.fields import GREEDY, NO_REPORT, SAMPLED
-from distmega.kernels.hopper.ptx.device import bf16_pair, fetch, keep, single
+from distmega.kernels.hopper.ptx.device import bf16_pair, fetch, keep, prefetch, single
 from distmega.kernels.hopper.ptx.shapes import (
     MMA3,
     MMA_M,
@@ -360,9 +361,9 @@ def sum_results(
 
 
 @gluon.jit
-def multiply_group(x, first, num_chunks, num, red, ring, it, STAGES: gl.constexpr):
-    """num units, at most 8, times the x that starts at chunk `first`; sums of the first 4 units in
-    shared memory, of the others here.
+def multiply_group(x0, x1, x, first, num_chunks, num, red, ring, it, STAGES: gl.constexpr):
+    """num units, at most 8, times the x that starts at chunk `first`, which is x0 and x1; sums of
+    the first 4 units in shared memory, of the others here.
     """
     a0 = gl.zeros([NUM_WARPS, MMA_M, UNIT_ROWS], gl.float32, layout=MMA3)
     a1 = a0
@@ -372,8 +373,6 @@ def multiply_group(x, first, num_chunks, num, red, ring, it, STAGES: gl.constexp
     a5 = a0
     a6 = a0
     a7 = a0
-    x0 = load_x(x, first, 0)
-    x1 = load_x(x, first, 1)
     for chunk in range(keep(num_chunks)):
         ahead = first + gl.minimum(chunk + 1, num_chunks - 1)
         n0 = load_x(x, ahead, 0)
@@ -408,6 +407,32 @@ def store_round(red, a0, a1, a2, a3):
     red.slice(3 * NUM_WARPS, NUM_WARPS, dim=0).store(a3)
 
 
+@constexpr_function
+def asks_early(epilogues, number):
+    """Whether an epilogue takes more than products, of rows of one stream."""
+    one = epilogues.each[number]
+    return one.num_streams == 1 and (one.num_carried > 0 or one.scaled)
+
+
+@gluon.jit
+def ask_early(words, memory, EPILOGUES: gl.constexpr, NUMBER: gl.constexpr):
+    """What an epilogue takes besides products has long left the second-level cache, through which
+    all weights go: it comes while these are multiplied.
+    """
+    u = gl.expand_dims(gl.arange(0, ROUND_UNITS, layout=gl.SliceLayout(1, PAIRS)), 1)
+    c = gl.expand_dims(gl.arange(0, COLUMNS // 2, layout=gl.SliceLayout(0, PAIRS)), 0) * 2
+    num_own = words[NUM_UNITS]
+    for unit in range(0, keep(num_own), ROUND_UNITS):
+        row = words[LIN_ROW0] + (unit + u) * UNIT_ROWS + c % UNIT_ROWS
+        mine = (unit + u < num_own) & (row < words[NUM_ROWS])
+        if field(EPILOGUES, NUMBER, "num_carried") > 0:
+            block = ((words[LIN_NUMBERS] >> CARRY_SHIFT) & BLOCK_MASK) - 1
+            at = block * BLOCK_NUMBERS + c // UNIT_ROWS * words[NUM_ROWS] + row
+            prefetch(memory.numbers + at, mine)
+        if field(EPILOGUES, NUMBER, "scaled"):
+            prefetch(memory.vectors + words[LIN_NEXT_NORM] + row, mine & (c < UNIT_ROWS))
+
+
 @gluon.jit
 def linear_task(
     words, queue, number, memory, peers, sm, eps, red, ring, it, flag, EPILOGUES: gl.constexpr,
@@ -432,22 +457,28 @@ def linear_task(
                 alarm = read_alarm(symmetric_of(memory.events))
     x = memory.acts.to(gl.pointer_type(gl.bfloat16), bitcast=True)
     factor = gl.full([COLUMNS], 1.0, gl.float32, layout=ROUND_COLUMNS)
-    if (words[PACKED] & NORMED) != 0:
-        factor = norm_factors(words, memory.sums, eps, WHOLE_SLICES)
-    factor = gl.expand_dims(factor, 0)
     squares = gl.zeros([ROUND_UNITS, COLUMNS], gl.float32, layout=ROUND)
     best = gl.full([ROUND_UNITS, COLUMNS], float("-inf"), gl.float32, layout=ROUND)
     best_row = gl.full([ROUND_UNITS, COLUMNS], 0x7FFFFFFF, gl.int32, layout=ROUND)
     num_units = keep(words[NUM_UNITS])
     for group in range(0, num_units, GROUP_UNITS):
+        x0 = load_x(x, words[SRC], 0)
+        x1 = load_x(x, words[SRC], 1)
+        if group == 0:
+            for i in gl.static_range(NUM):
+                if RANKS == 1 and asks_early(EPILOGUES, i):  # noqa: SIM102  a constant
+                    if opcode == i:
+                        ask_early(words, memory, EPILOGUES, i)
+            if (words[PACKED] & NORMED) != 0:
+                factor = norm_factors(words, memory.sums, eps, WHOLE_SLICES)
         a4, a5, a6, a7, it = multiply_group(
-            x, words[SRC], words[LIN_NUM_TILES_K], num_units - group, red, ring, it,
+            x0, x1, x, words[SRC], words[LIN_NUM_TILES_K], num_units - group, red, ring, it,
             STAGES,
         )
         for unit in range(group, gl.minimum(group + GROUP_UNITS, num_units), ROUND_UNITS):
             if unit > group:
                 store_round(red, a4, a5, a6, a7)
-            y = sum_round(red) * factor
+            y = sum_round(red) * gl.expand_dims(factor, 0)
             row, b, mine = round_rows(words, unit)
             for i in gl.static_range(NUM):
                 if opcode == i:

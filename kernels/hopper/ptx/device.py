@@ -5,6 +5,7 @@ Next on the walk: spins.py.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.runtime.jit import constexpr_function
 
 from distmega.kernels.hopper.plan.fields import WORDS
 from distmega.kernels.hopper.ptx.shapes import PER_THREAD
@@ -84,6 +85,31 @@ def keep(value):
     # impure, so that it is neither dropped nor moved
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [value], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@constexpr_function
+def _prefetch():
+    """Operands: an address, whether it is wanted."""
+    return """{
+    .reg .pred wanted;
+    setp.ne.s32 wanted, $2, 0;
+    @wanted prefetch.global.L2 [$1];
+    mov.b32 $0, 0;
+    }"""
+
+
+@gluon.jit
+def prefetch(pointers, wanted):
+    """Brings what is wanted of these places into the second-level cache; nothing waits for it."""
+    # Gluon prefetches tiles of tensor descriptors alone
+    gl.inline_asm_elementwise(
+        _prefetch(),
+        "=r,l,r",
+        [pointers, wanted.to(gl.int32)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
     )
 
 
