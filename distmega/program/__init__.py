@@ -5,6 +5,24 @@ and kernels all read. Start at types.py; ops/ has the op kinds, which kinds.py a
 about, expr.py the pointwise expressions.
 """
 
-from distmega.program.ops import compute, data_movement, experts, lookups, masked, norms, opaque
+from distmega.program.ops import (
+    attention,
+    compute,
+    data_movement,
+    experts,
+    lookups,
+    norms,
+    opaque,
+    sampling,
+)
 
-__all__ = ["compute", "data_movement", "experts", "lookups", "masked", "norms", "opaque"]
+__all__ = [
+    "attention",
+    "compute",
+    "data_movement",
+    "experts",
+    "lookups",
+    "norms",
+    "opaque",
+    "sampling",
+]

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 from distmega.errors import ProgramError
 from distmega.program.dtypes import short_dtype
+from distmega.program.ops import attention, data_movement, experts, lookups, norms, opaque, sampling
 from distmega.program.ops import compute as ops
-from distmega.program.ops import data_movement, experts, lookups, masked, norms, opaque
 from distmega.program.ops.parts import Built, bad_op
 from distmega.program.types import (
     Attr,
@@ -174,9 +174,11 @@ class ProgramBuilder:
         return self._add(state(name, *map(self._own, operands), **options))
 
     def rope(self, x: Handle, positions: Handle, table: Handle, name: str = "") -> Handle:
-        """See ops.rope: half-split rotary embedding."""
+        """See attention.rope: half-split rotary embedding."""
         return self._add(
-            ops.rope(self._name(name, "rope"), self._own(x), self._own(positions), self._own(table))
+            attention.rope(
+                self._name(name, "rope"), self._own(x), self._own(positions), self._own(table)
+            )
         )
 
     def kv_append(
@@ -187,9 +189,9 @@ class ProgramBuilder:
         sequences: Handle | None = None,
         name: str = "",
     ) -> None:
-        """See ops.kv_append: in place."""
+        """See attention.kv_append: in place."""
         chosen = None if sequences is None else self._own(sequences)
-        op, _ = ops.kv_append(
+        op, _ = attention.kv_append(
             self._name(name, "kv_append"),
             self._own(cache),
             self._own(x),
@@ -211,11 +213,13 @@ class ProgramBuilder:
         softcap: float = 0.0,
         name: str = "",
     ) -> Handle:
-        """See ops.attention: causal, over caches."""
+        """See attention.attention: causal, over caches."""
         operands = (self._own(q), self._own(k), self._own(v), self._own(positions))
         name = self._name(name, "attention")
         data = None if packed is None else (self._own(packed[0]), self._own(packed[1]))
-        return self._add(ops.attention(name, *operands, scale, window, in_order, data, softcap))
+        return self._add(
+            attention.attention(name, *operands, scale, window, in_order, data, softcap)
+        )
 
     def attend(
         self,
@@ -227,9 +231,9 @@ class ProgramBuilder:
         softcap: float = 0.0,
         name: str = "",
     ) -> Handle:
-        """See masked.attend: attention under any mask."""
+        """See attention.attend: attention under any mask."""
         operands = self._own(q), self._own(k), self._own(v), self._own(mask) if mask else None
-        return self._add(masked.attend(self._name(name, "attend"), *operands, scale, softcap))
+        return self._add(attention.attend(self._name(name, "attend"), *operands, scale, softcap))
 
     def gather(self, x: Handle, ids: Handle, dim: int, name: str = "") -> Handle:
         """See lookups.gather."""
@@ -258,34 +262,34 @@ class ProgramBuilder:
         return tuple(Handle(self, tensor) for tensor in built[1])
 
     def embedding(self, ids: Handle, table: Handle, name: str = "") -> Handle:
-        """See ops.embedding."""
+        """See lookups.embedding."""
         return self._add(
-            ops.embedding(self._name(name, "embedding"), self._own(ids), self._own(table))
+            lookups.embedding(self._name(name, "embedding"), self._own(ids), self._own(table))
         )
 
     def argmax(self, x: Handle, name: str = "") -> Handle:
-        """See ops.argmax; the handle is the index, i64."""
-        return self._add(ops.argmax(self._name(name, "argmax"), self._own(x)))
+        """See sampling.argmax; the handle is the index, i64."""
+        return self._add(sampling.argmax(self._name(name, "argmax"), self._own(x)))
 
     def value_of(self, chosen: Handle) -> Handle:
         """The value at each index that argmax or sample gave; NaN where its row has one."""
         return Handle(self, self._tensors[f"{self._own(chosen).name}.value"])
 
     def top(self, x: Handle, num_top: int, name: str = "") -> Handle:
-        """See ops.top: the largest elements of each part of a row."""
-        return self._add(ops.top(self._name(name, "top"), self._own(x), num_top))
+        """See sampling.top: the largest elements of each part of a row."""
+        return self._add(sampling.top(self._name(name, "top"), self._own(x), num_top))
 
     def cutoff(self, x: Handle, settings: Handle, name: str = "") -> Handle:
-        """See ops.cutoff: temperature and the least logit that may be sampled."""
-        built = ops.cutoff(self._name(name, "cutoff"), self._own(x), self._own(settings))
+        """See sampling.cutoff: temperature and the least logit that may be sampled."""
+        built = sampling.cutoff(self._name(name, "cutoff"), self._own(x), self._own(settings))
         return self._add(built)
 
     def sample(
         self, x: Handle, limits: Handle, seeds: Handle, positions: Handle, name: str = ""
     ) -> Handle:
-        """See ops.sample; the handle is the index, i64."""
+        """See sampling.sample; the handle is the index, i64."""
         operands = (self._own(x), self._own(limits), self._own(seeds), self._own(positions))
-        return self._add(ops.sample(self._name(name, "sample"), *operands))
+        return self._add(sampling.sample(self._name(name, "sample"), *operands))
 
     def top_k(
         self, x: Handle, num: int, weights: experts.Weighing = "softmax", name: str = ""

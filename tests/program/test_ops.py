@@ -7,9 +7,11 @@ import pytest
 from distmega.errors import ProgramError
 from distmega.program.kinds import user_kinds
 from distmega.program.ops import compute as ops
-from distmega.program.ops import data_movement, lookups, masked, norms
+from distmega.program.ops import data_movement, lookups, norms
+from distmega.program.ops.attention import attend, attention, kv_append, rope
 from distmega.program.ops.opaque import opaque
 from distmega.program.ops.parts import Built
+from distmega.program.ops.sampling import argmax, cutoff, sample, top
 from distmega.program.text import print_op
 from distmega.program.types import Op, Tensor
 from tests.program import experts
@@ -76,52 +78,52 @@ STATEMENTS: list[tuple[Built, str]] = [
         "softmax[m0:2 m1:3 d:4 r:4:reduce] x(m0, m1, d) x(m0, m1, r) -> y(m0, m1, d)",
     ),
     (
-        ops.rope("y", t("x", 5, 3, 16), POSITIONS, t("table", 100, 16)),
+        rope("y", t("x", 5, 3, 16), POSITIONS, t("table", 100, 16)),
         "rope[m:5 h0:3 d:16 r:16:reduce t:100:reduce:lookup]"
         " x(m, h0, d) x(m, h0, r) p(m) table(t, r) -> y(m, h0, d)",
     ),
     (
-        ops.kv_append("y", CACHE, t("x", 5, 3, 16), POSITIONS),
+        kv_append("y", CACHE, t("x", 5, 3, 16), POSITIONS),
         "kv_append[h:3 d:16 m:5:reduce t:100:scatter:lookup] x(m, h, d) p(m) -> cache(h, t, d)",
     ),
     (
-        ops.kv_append("y", t("c", 5, 3, 100, 16, role="state"), t("x", 5, 3, 16), POSITIONS),
+        kv_append("y", t("c", 5, 3, 100, 16, role="state"), t("x", 5, 3, 16), POSITIONS),
         "kv_append[h:3 d:16 m:5 t:100:scatter:lookup] x(m, h, d) p(m) -> c(m, h, t, d)",
     ),
     (
-        ops.attention("y", Q, t("k", 5, 3, 9, 16), t("v", 5, 3, 9, 24), POSITIONS, 0.25),
+        attention("y", Q, t("k", 5, 3, 9, 16), t("v", 5, 3, 9, 24), POSITIONS, 0.25),
         "attention[m:5 h:3 g:2 e:24 d:16:reduce t:9:reduce]"
         " q(m, h, g, d) k(m, h, t, d) v(m, h, t, e) p(m) -> y(m, h, g, e) | scale=0.25 window=0",
     ),
     (
-        ops.attention("y", Q, K, V, POSITIONS, 0.25, window=7),
+        attention("y", Q, K, V, POSITIONS, 0.25, window=7),
         "attention[m:5 h:3 g:2 e:24 d:16:reduce t:100:reduce]"
         " q(m, h, g, d) k(h, t, d) v(h, t, e) p(m) -> y(m, h, g, e) | scale=0.25 window=7",
     ),
     (
-        ops.attention("y", Q, K, V, POSITIONS, 0.25, softcap=30.0),
+        attention("y", Q, K, V, POSITIONS, 0.25, softcap=30.0),
         "attention[m:5 h:3 g:2 e:24 d:16:reduce t:100:reduce] q(m, h, g, d) k(h, t, d)"
         " v(h, t, e) p(m) -> y(m, h, g, e) | scale=0.25 softcap=30.0 window=0",
     ),
     (
-        ops.embedding("y", POSITIONS, t("table", 100, 8)),
+        lookups.embedding("y", POSITIONS, t("table", 100, 8)),
         "embedding[m:5 d:8 v:100:reduce:sum:lookup] p(m) table(v, d) -> y(m, d)",
     ),
     (
-        ops.argmax("y", X),
+        argmax("y", X),
         "argmax[m0:8 v:64:reduce:argmax] x(m0, v) -> y.value(m0) y(m0)",
     ),
     (
-        ops.top("y", t("x", 2, 64), 9),
+        top("y", t("x", 2, 64), 9),
         "top[m:2 s:4 u:16:reduce c:9:scatter] x(m, s.u) -> y(m, s, c)",
     ),
     (
-        ops.cutoff("y", t("x", 2, 4, 9), t("settings", 2, 3)),
+        cutoff("y", t("x", 2, 4, 9), t("settings", 2, 3)),
         "cutoff[m:2 i:3:reduce v0:4:reduce v1:9:reduce j:2:scatter]"
         " x(m, v0, v1) settings(m, i) -> y(m, j)",
     ),
     (
-        ops.sample("y", t("x", 2, 64), t("limits", 2, 2), ids("seeds", 2), ids("p", 2)),
+        sample("y", t("x", 2, 64), t("limits", 2, 2), ids("seeds", 2), ids("p", 2)),
         "sample[m:2 v:64:reduce:argmax j:2:reduce]"
         " x(m, v) limits(m, j) seeds(m) p(m) -> y.value(m) y(m)",
     ),
@@ -171,7 +173,7 @@ STATEMENTS: list[tuple[Built, str]] = [
     (data_movement.expand("y", t("x", 3, 1), (2, 3, 4)), "expand[i0:2 i1:3 i2:4]"
         " x(i1, #0) -> y(i0, i1, i2)"),
     (
-        masked.attend("y", t("q", 2, 6, 5, 16), t("k", 2, 3, 9, 16), t("v", 2, 3, 9, 24),
+        attend("y", t("q", 2, 6, 5, 16), t("k", 2, 3, 9, 16), t("v", 2, 3, 9, 24),
                       t("seen", 1, 1, 5, 9, dtype="bool"), 0.25, 30.0),
         "attend[b:2 h:3 g:2 m:5 e:24 d:16:reduce t:9:reduce] q(b, h.g, m, d) k(b, h, t, d)"
         " v(b, h, t, e) seen(#0, #0, m, t) -> y(b, h.g, m, e) | scale=0.25 softcap=30.0",
@@ -220,13 +222,13 @@ def test_outputs_have_the_extents_of_their_axes(built: Built, expected: str):
 def test_output_dtypes():
     bf16 = t("x", 8, 64, dtype="bf16")
     assert ops.linear("y", bf16, W)[1][0].dtype == "bf16"
-    assert ops.embedding("y", POSITIONS, bf16)[1][0].dtype == "bf16"
-    value, found = ops.argmax("y", bf16)[1]
+    assert lookups.embedding("y", POSITIONS, bf16)[1][0].dtype == "bf16"
+    value, found = argmax("y", bf16)[1]
     assert (value.dtype, found.dtype) == ("bf16", "i64")
 
 
 def test_in_place_ops_declare_no_tensor():
-    assert ops.kv_append("y", CACHE, t("x", 5, 3, 16), POSITIONS)[1] == ()
+    assert kv_append("y", CACHE, t("x", 5, 3, 16), POSITIONS)[1] == ()
     assert data_movement.copy("y", X, t("z", 8, 64))[1] == ()
 
 
@@ -237,7 +239,7 @@ MISUSES: dict[str, tuple[Callable[[], Built], str]] = {
         "(2, 1) repeated to (3, 4)",
     ),
     "a mask of numbers": (
-        lambda: masked.attend(
+        lambda: attend(
             "y",
             t("q", 1, 2, 3, 4),
             t("k", 1, 2, 5, 4),
@@ -248,9 +250,7 @@ MISUSES: dict[str, tuple[Callable[[], Built], str]] = {
         "mask of dtype i64",
     ),
     "query heads": (
-        lambda: masked.attend(
-            "y", t("q", 1, 3, 3, 4), t("k", 1, 2, 5, 4), t("v", 1, 2, 5, 4), None, 1.0
-        ),
+        lambda: attend("y", t("q", 1, 3, 3, 4), t("k", 1, 2, 5, 4), t("v", 1, 2, 5, 4), None, 1.0),
         "(1, 3, 3, 4), (1, 2, 5, 4)",
     ),
     "a gather of other rows": (lambda: lookups.gather("y", X, ids("at", 3, 2), 1), "(3, 2)"),
@@ -294,71 +294,71 @@ MISUSES: dict[str, tuple[Callable[[], Built], str]] = {
     "softmax: scalar": (lambda: norms.softmax("y", t("x")), "shape ()"),
     "rms_norm: scalar": (lambda: norms.rms_norm("y", t("x"), t("g"), 1e-5), "shape ()"),
     "rms_norm: eps": (lambda: norms.rms_norm("y", X, t("g", 64), float("inf")), "eps inf"),
-    "rope: odd d": (lambda: ops.rope("y", t("x", 5, 3), POSITIONS, t("c", 9, 3)), "(5, 3)"),
-    "rope: one dim": (lambda: ops.rope("y", t("x", 6), ids("p", 6), t("c", 9, 6)), "(6,)"),
-    "rope: table": (lambda: ops.rope("y", t("x", 5, 4), POSITIONS, t("c", 9, 6)), "(9, 6)"),
+    "rope: odd d": (lambda: rope("y", t("x", 5, 3), POSITIONS, t("c", 9, 3)), "(5, 3)"),
+    "rope: one dim": (lambda: rope("y", t("x", 6), ids("p", 6), t("c", 9, 6)), "(6,)"),
+    "rope: table": (lambda: rope("y", t("x", 5, 4), POSITIONS, t("c", 9, 6)), "(9, 6)"),
     "rope: table of three dims": (
-        lambda: ops.rope("y", t("x", 5, 4), POSITIONS, t("c", 9, 4, 4)),
+        lambda: rope("y", t("x", 5, 4), POSITIONS, t("c", 9, 4, 4)),
         "(9, 4, 4)",
     ),
-    "rope: positions": (lambda: ops.rope("y", t("x", 4, 4), POSITIONS, t("c", 9, 4)), "(5,)"),
+    "rope: positions": (lambda: rope("y", t("x", 4, 4), POSITIONS, t("c", 9, 4)), "(5,)"),
     "rope: float positions": (
-        lambda: ops.rope("y", t("x", 5, 4), t("p", 5), t("c", 9, 4)),
+        lambda: rope("y", t("x", 5, 4), t("p", 5), t("c", 9, 4)),
         "'p' of dtype f32",
     ),
-    "kv_append: no state": (lambda: ops.kv_append("y", K, t("x", 5, 3, 16), POSITIONS), "(input)"),
-    "kv_append: heads": (lambda: ops.kv_append("y", CACHE, t("x", 5, 2, 16), POSITIONS), "2, 16"),
+    "kv_append: no state": (lambda: kv_append("y", K, t("x", 5, 3, 16), POSITIONS), "(input)"),
+    "kv_append: heads": (lambda: kv_append("y", CACHE, t("x", 5, 2, 16), POSITIONS), "2, 16"),
     "kv_append: four dims": (
-        lambda: ops.kv_append("y", t("c", 3, 9, 16, 1, role="state"), t("x", 5, 3, 16), POSITIONS),
+        lambda: kv_append("y", t("c", 3, 9, 16, 1, role="state"), t("x", 5, 3, 16), POSITIONS),
         "(3, 9, 16, 1)",
     ),
     "kv_append: cache of one dim": (
-        lambda: ops.kv_append("y", t("c", 3, role="state"), t("x", 5, 3), POSITIONS),
+        lambda: kv_append("y", t("c", 3, role="state"), t("x", 5, 3), POSITIONS),
         "(3,)",
     ),
     "kv_append: float positions": (
-        lambda: ops.kv_append("y", CACHE, t("x", 5, 3, 16), t("p", 5)),
+        lambda: kv_append("y", CACHE, t("x", 5, 3, 16), t("p", 5)),
         "'p' of dtype f32",
     ),
-    "attention: q": (lambda: ops.attention("y", X, K, V, POSITIONS, 1.0), "(8, 64)"),
+    "attention: q": (lambda: attention("y", X, K, V, POSITIONS, 1.0), "(8, 64)"),
     "attention: k": (
-        lambda: ops.attention("y", Q, t("k", 3, 100, 8), V, POSITIONS, 1.0),
+        lambda: attention("y", Q, t("k", 3, 100, 8), V, POSITIONS, 1.0),
         "(3, 100, 8)",
     ),
     "attention: v of other length": (
-        lambda: ops.attention("y", Q, K, t("v", 3, 99, 24), POSITIONS, 1.0),
+        lambda: attention("y", Q, K, t("v", 3, 99, 24), POSITIONS, 1.0),
         "(3, 99, 24)",
     ),
     "attention: v of two dims": (
-        lambda: ops.attention("y", Q, K, t("v", 3, 100), POSITIONS, 1.0),
+        lambda: attention("y", Q, K, t("v", 3, 100), POSITIONS, 1.0),
         "(3, 100)",
     ),
     "attention: v of four dims": (
-        lambda: ops.attention("y", Q, K, t("v", 3, 100, 24, 2), POSITIONS, 1.0),
+        lambda: attention("y", Q, K, t("v", 3, 100, 24, 2), POSITIONS, 1.0),
         "(3, 100, 24, 2)",
     ),
-    "attention: positions": (lambda: ops.attention("y", Q, K, V, ids("p", 4), 1.0), "(4,)"),
-    "attention: window": (lambda: ops.attention("y", Q, K, V, POSITIONS, 1.0, -1), "window -1"),
-    "attention: scale": (lambda: ops.attention("y", Q, K, V, POSITIONS, float("nan")), "scale nan"),
-    "embedding: table": (lambda: ops.embedding("y", POSITIONS, B), "(32,)"),
-    "embedding: ids of two dims": (lambda: ops.embedding("y", ids("i", 2, 3), W), "(2, 3)"),
-    "embedding: float ids": (lambda: ops.embedding("y", t("i", 5), W), "'i' of dtype f32"),
-    "argmax: scalar": (lambda: ops.argmax("y", t("x")), "without dims"),
-    "top: more than there are": (lambda: ops.top("y", X, 65), "the 65 largest of rows of (8, 64)"),
-    "top: none": (lambda: ops.top("y", X, 0), "the 0 largest"),
-    "top: one dim": (lambda: ops.top("y", B, 1), "(32,)"),
-    "cutoff: settings": (lambda: ops.cutoff("y", X, t("s", 8, 2)), "settings (8, 2)"),
-    "cutoff: scalar": (lambda: ops.cutoff("y", t("x"), t("s", 0, 3)), "x ()"),
+    "attention: positions": (lambda: attention("y", Q, K, V, ids("p", 4), 1.0), "(4,)"),
+    "attention: window": (lambda: attention("y", Q, K, V, POSITIONS, 1.0, -1), "window -1"),
+    "attention: scale": (lambda: attention("y", Q, K, V, POSITIONS, float("nan")), "scale nan"),
+    "embedding: table": (lambda: lookups.embedding("y", POSITIONS, B), "(32,)"),
+    "embedding: ids of two dims": (lambda: lookups.embedding("y", ids("i", 2, 3), W), "(2, 3)"),
+    "embedding: float ids": (lambda: lookups.embedding("y", t("i", 5), W), "'i' of dtype f32"),
+    "argmax: scalar": (lambda: argmax("y", t("x")), "without dims"),
+    "top: more than there are": (lambda: top("y", X, 65), "the 65 largest of rows of (8, 64)"),
+    "top: none": (lambda: top("y", X, 0), "the 0 largest"),
+    "top: one dim": (lambda: top("y", B, 1), "(32,)"),
+    "cutoff: settings": (lambda: cutoff("y", X, t("s", 8, 2)), "settings (8, 2)"),
+    "cutoff: scalar": (lambda: cutoff("y", t("x"), t("s", 0, 3)), "x ()"),
     "sample: limits": (
-        lambda: ops.sample("y", X, t("l", 8, 3), ids("s", 8), ids("p", 8)),
+        lambda: sample("y", X, t("l", 8, 3), ids("s", 8), ids("p", 8)),
         "limits (8, 3)",
     ),
     "sample: a seed too few": (
-        lambda: ops.sample("y", X, t("l", 8, 2), ids("s", 7), ids("p", 8)),
+        lambda: sample("y", X, t("l", 8, 2), ids("s", 7), ids("p", 8)),
         "seeds (7,)",
     ),
     "sample: float seeds": (
-        lambda: ops.sample("y", X, t("l", 8, 2), t("s", 8), ids("p", 8)),
+        lambda: sample("y", X, t("l", 8, 2), t("s", 8), ids("p", 8)),
         "'s' of dtype f32",
     ),
     "set: shape": (lambda: data_movement.copy("y", X, B), "(32,)"),

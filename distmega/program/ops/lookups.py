@@ -1,10 +1,9 @@
-"""Ops that pick elements by what the data say: gather and topk.
+"""Ops that pick elements by what the data say: embedding, gather and topk.
 
-As compute.py: names and tensors in, the Op and the tensors it writes out. Lookups of rows by token
-or position are kind `embedding` there.
+As compute.py: names and tensors in, the Op and the tensors it writes out.
 """
 
-from distmega.program.kinds import OpKind, define, one_a_point
+from distmega.program.kinds import OpKind, define, one_a_point, zero_in
 from distmega.program.ops.parts import (
     Built,
     access,
@@ -15,6 +14,23 @@ from distmega.program.ops.parts import (
     require_integers,
 )
 from distmega.program.types import Axis, Tensor
+
+
+def embedding(name: str, ids: Tensor, table: Tensor) -> Built:
+    """Rows of table [v, d] at ids [m]: a one-hot contraction over v, one row touched."""
+    if len(ids.shape) != 1 or len(table.shape) != 2:
+        raise bad_op(name, f"ids {ids.shape}, table {table.shape}", "[m] and [v, d]")
+    require_integers(name, ids)
+    axes = [Axis(name="m", extent=ids.shape[0]), Axis(name="d", extent=table.shape[1])]
+    axes.append(Axis(name="v", extent=table.shape[0], role="reduce", combine="sum", lookup=True))
+    out = Tensor(name=name, shape=(ids.shape[0], table.shape[1]), dtype=table.dtype)
+    return make_op(
+        name,
+        "embedding",
+        axes,
+        [access(ids, "m"), access(table, "v", "d")],
+        [access(out, "m", "d")],
+    ), (out,)
 
 
 def gather(name: str, x: Tensor, ids: Tensor, dim: int) -> Built:
@@ -53,5 +69,6 @@ def topk(name: str, x: Tensor, num_top: int) -> Built:
     return make_op(name, "topk", axes, [access(x, *rows, "u")], writes), (value, chosen)
 
 
+define(OpKind(name="embedding", masks_padding=True, zero_where=zero_in(1)))
 define(OpKind(name="gather"))
 define(OpKind(name="topk", flops=one_a_point))

@@ -15,7 +15,8 @@ import torch
 
 from distmega.program.kinds import kind_of
 from distmega.program.ops import data_movement
-from distmega.program.ops.compute import linear, rope
+from distmega.program.ops.attention import rope
+from distmega.program.ops.compute import linear
 from distmega.program.ops.norms import layer_norm, rms_norm
 from distmega.program.types import Op, Tensor
 from distmega.torch_import.build import constant_name

@@ -15,8 +15,8 @@ from distmega.hostir.library.opaque import encode_call, find_operator
 from distmega.hostir.library.ops import linear_spec, run_op
 from distmega.program.builder import ProgramBuilder
 from distmega.program.kinds import user_kinds
+from distmega.program.ops import attention, lookups, norms, sampling
 from distmega.program.ops import compute as ops
-from distmega.program.ops import norms
 from distmega.program.types import Access, Axis, Index, Op, Tensor
 from tests.hostir.programs import run_program
 
@@ -150,7 +150,7 @@ def test_rope_rotates_pairs_half_a_head_apart():
     x, positions = torch.randn(3, 2, 8), torch.tensor([0, 4, 2])
     angles = torch.arange(6).unsqueeze(1) * torch.tensor([1.0, 0.5, 0.25, 0.125])
     table = torch.cat((angles.cos(), angles.sin()), 1)
-    op, _ = ops.rope("y", declared("x", x), declared("p", positions), declared("t", table))
+    op, _ = attention.rope("y", declared("x", x), declared("p", positions), declared("t", table))
     result = run_op(op, {"x": x, "p": positions, "t": table}, {})["y"]
     turns = torch.polar(torch.ones(()), angles)[positions].unsqueeze(1)
     turned = torch.complex(x[..., :4], x[..., 4:]) * turns
@@ -181,7 +181,7 @@ def test_attention(positions: list[int], window: int, dtype: torch.dtype):
     # Rows that no query sees must not count, whatever they hold.
     k[:, max(positions) + 1 :], v[:, max(positions) + 1 :] = math.nan, math.nan
     tensors = [declared(n, t) for n, t in zip("qkvp", (q, k, v, at), strict=True)]
-    op, _ = ops.attention("y", *tensors, scale=0.3, window=window)
+    op, _ = attention.attention("y", *tensors, scale=0.3, window=window)
     result = run_op(op, dict(zip("qkvp", (q, k, v, at), strict=True)), {})["y"]
     expected = naive_attention(q, k, v, at, 0.3, window)
     tolerance = 1e-5 if dtype == torch.float32 else 1.6e-2
@@ -197,7 +197,7 @@ def test_attention_in_order_reads_no_positions(num_rows: int, context: int, wind
     q, k, v = torch.randn(num_rows, 2, 3, 4), torch.randn(2, context, 4), torch.randn(2, context, 5)
     k[:, num_rows:], v[:, num_rows:] = math.nan, math.nan
     tensors = [declared(n, t) for n, t in zip("qkvp", (q, k, v, at), strict=True)]
-    op, _ = ops.attention("y", *tensors, scale=0.3, window=window, in_order=True)
+    op, _ = attention.attention("y", *tensors, scale=0.3, window=window, in_order=True)
     given = dict(zip("qkvp", (q, k, v, torch.full_like(at, 99)), strict=True))
     found = run_op(op, given, {})["y"].double()
     expected = naive_attention(q, k, v, at, 0.3, window)
@@ -221,7 +221,9 @@ def test_rows_with_caches_of_their_own_are_sequences_on_their_own(window: int):
 
 def test_kv_append_writes_in_place():
     cache, x, at = torch.zeros(2, 6, 3), torch.randn(2, 2, 3), torch.tensor([4, 1])
-    op, _ = ops.kv_append("a", declared("c", cache, "state"), declared("x", x), declared("p", at))
+    op, _ = attention.kv_append(
+        "a", declared("c", cache, "state"), declared("x", x), declared("p", at)
+    )
     assert run_op(op, {"c": cache, "x": x, "p": at}, {})["c"] is cache
     torch.testing.assert_close(cache[:, [4, 1]], x.transpose(0, 1))
     assert cache[:, [0, 2, 3, 5]].count_nonzero() == 0
@@ -236,7 +238,7 @@ def with_attrs(op: Op, **attrs: int | str) -> Op:
 
 def test_embedding_by_shards_sums_to_the_whole():
     table, ids = torch.randn(10, 4), torch.tensor([9, 0, 3, 4])
-    op, _ = ops.embedding("y", declared("i", ids), declared("t", torch.empty(4, 4)))
+    op, _ = lookups.embedding("y", declared("i", ids), declared("t", torch.empty(4, 4)))
     padded = F.pad(table, (0, 0, 0, 2))
     local = with_attrs(op, base_axis="tp", base_stride=4, extent=10)
     parts = [
@@ -244,13 +246,13 @@ def test_embedding_by_shards_sums_to_the_whole():
         for rank in range(3)
     ]
     assert torch.equal(sum(parts), table[ids])
-    whole, _ = ops.embedding("y", declared("i", ids), declared("t", table))
+    whole, _ = lookups.embedding("y", declared("i", ids), declared("t", table))
     assert torch.equal(run_op(whole, {"i": ids, "t": table}, {})["y"], table[ids])
 
 
 def test_argmax_takes_the_lowest_index_and_masks_padding():
     x = torch.tensor([[1.0, 3.0, 3.0, 0.0], [-5.0, -6.0, -5.0, -7.0]])
-    op, _ = ops.argmax("y", declared("x", x))
+    op, _ = sampling.argmax("y", declared("x", x))
     result = run_op(op, {"x": x}, {})
     assert result["y"].tolist() == [1, 0]
     assert result["y.value"].tolist() == [3.0, -5.0]

@@ -1,0 +1,234 @@
+"""Attention over caches and under any mask, and what stands beside it: rotations, appends.
+
+As compute.py: names and tensors in, the Op and the tensor it writes out. The mask of `attention`
+follows from positions; that of `attend` is given, as of torch's scaled_dot_product_attention.
+"""
+
+import math
+from dataclasses import replace
+
+from distmega.errors import ProgramError
+from distmega.program.kinds import OpKind, OpWork, StatedOp, define, flops_a_result, zero_in
+from distmega.program.ops.parts import (
+    Built,
+    access,
+    axis_names,
+    bad_op,
+    index,
+    make_op,
+    require_integers,
+)
+from distmega.program.types import Access, Attr, Axis, Index, Tensor
+
+_AXES = ("b", "h", "g", "m", "t")
+
+
+def rope(name: str, x: Tensor, positions: Tensor, table: Tensor) -> Built:
+    """Rotary embedding of x [m, ..., d] at positions [m], half-split: pairs are (i, i + d/2).
+
+    table: [max positions, d], fp32, cosines of the d/2 angles and then their sines.
+    """
+    fits = positions.shape == x.shape[:1] and table.shape[1:] == x.shape[-1:]
+    if not fits or len(x.shape) < 2 or len(table.shape) != 2 or x.shape[-1] % 2:
+        found = f"x {x.shape}, positions {positions.shape}, table {table.shape}"
+        raise bad_op(name, found, "[m, ..., d], [m], [t, d], d even")
+    require_integers(name, positions)
+    middle = axis_names("h", len(x.shape) - 2)
+    axes = [Axis(name=n, extent=e) for n, e in zip(["m", *middle, "d"], x.shape, strict=True)]
+    axes.append(Axis(name="r", extent=x.shape[-1], role="reduce"))
+    axes.append(Axis(name="t", extent=table.shape[0], role="reduce", lookup=True))
+    out = Tensor(name=name, shape=x.shape, dtype=x.dtype)
+    reads = [
+        access(x, "m", *middle, "d"),
+        access(x, "m", *middle, "r"),
+        access(positions, "m"),
+        access(table, "t", "r"),
+    ]
+    return make_op(name, "rope", axes, reads, [access(out, "m", *middle, "d")]), (out,)
+
+
+def kv_append(
+    name: str, cache: Tensor, x: Tensor, positions: Tensor, sequences: Tensor | None = None
+) -> Built:
+    """Writes x [m, h, d] into cache [h, t, d] at t = positions[m], in place; no new tensor.
+
+    With caches [m, h, t, d] each row goes into its own: rows are sequences, not tokens of one.
+    sequences, [m]: row m goes into cache sequences[m] of caches [s, h, t, d].
+    """
+    own = cache_rows(cache) if sequences is None else ("s",)
+    fits = len(cache.shape) == 3 + len(own) and len(x.shape) == 3
+    fits = fits and (*cache.shape[-3:-2], cache.shape[-1]) == x.shape[1:]
+    fits = fits and (own != ("m",) or cache.shape[0] == x.shape[0])
+    fits = fits and (sequences is None or sequences.shape == positions.shape)
+    if not fits or cache.role != "state" or positions.shape != x.shape[:1]:
+        found = f"cache {cache.shape} ({cache.role}), x {x.shape}, positions {positions.shape}"
+        expected = "state [h, t, d] or [m, h, t, d], x [m, h, d] and positions [m]"
+        if sequences is not None:
+            found += f", sequences {sequences.shape}"
+            expected = "state [s, h, t, d], x [m, h, d], positions [m] and sequences [m]"
+        raise bad_op(name, found, expected)
+    require_integers(name, positions)
+    axes = [Axis(name=n, extent=e) for n, e in (("h", x.shape[1]), ("d", x.shape[2]))]
+    axes.append(Axis(name="m", extent=x.shape[0], role="parallel" if own == ("m",) else "reduce"))
+    axes.append(Axis(name="t", extent=cache.shape[-2], role="scatter", lookup=True))
+    reads = [access(x, "m", "h", "d"), access(positions, "m")]
+    if sequences is not None:
+        require_integers(name, sequences)
+        axes.append(Axis(name="s", extent=cache.shape[0], role="scatter", lookup=True))
+        reads.append(access(sequences, "m"))
+    return make_op(name, "kv_append", axes, reads, [access(cache, *own, "h", "t", "d")]), ()
+
+
+def cache_rows(cache: Tensor) -> tuple[str, ...]:
+    """The row axis of a cache where each row has its own, [m, h, t, d]; empty where all share."""
+    return ("m",) if len(cache.shape) == 4 else ()
+
+
+def attention(
+    name: str,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    positions: Tensor,
+    scale: float,
+    window: int = 0,
+    in_order: bool = False,
+    packed: tuple[Tensor, Tensor] | None = None,
+    softcap: float = 0.0,
+) -> Built:
+    """Causal attention of q [m, h, g, d] over caches [h, t, d] and [h, t, e]: query i sees t <=
+    positions[i].
+
+    h is the kv head, g the query head within its group. window > 0 also requires t > positions[i] -
+    window. Output [m, h, g, e]. Softmax in fp32. With caches [m, h, t, d] and [m, h, t, e] each row
+    sees its own: rows are sequences, not tokens of one. in_order: positions are 0, 1, 2 ..., which
+    allows faster kernels; the attribute is the number of rows that this holds of, all of them.
+
+    packed: sequences [m] and starts [s + 1], of caches [s, h, t, ...], or of one without s. Row m
+    sees cache sequences[m]; rows starts[i] to starts[i + 1] are those of sequence i, whose
+    positions follow each other, and there are no others. The attribute `packed` is the number of
+    rows of which this is said, all of them: kernels read starts, a part of the rows can't.
+
+    softcap > 0: scores are softcap * tanh(score / softcap).
+    """
+    shapes = (q.shape, k_cache.shape, v_cache.shape, positions.shape)
+    own = cache_rows(k_cache)
+    if own and packed:
+        own = ("s",)
+    if tuple(map(len, shapes)) != (4, 3 + len(own), 3 + len(own), 1):
+        raise _bad_attention(name, shapes)
+    (m, h, g, d), (t, e) = q.shape, v_cache.shape[-2:]
+    num_caches = k_cache.shape[0] if own == ("s",) else 1
+    rows = {"m": (m, h), "s": (num_caches, h), "": (h,)}[own[0] if own else ""]
+    caches_fit = k_cache.shape == (*rows, t, d) and v_cache.shape == (*rows, t, e)
+    if not caches_fit or positions.shape != (m,):
+        raise _bad_attention(name, shapes)
+    if window < 0 or not math.isfinite(scale) or not 0 <= softcap < math.inf:
+        found = f"scale {scale}, window {window}, softcap {softcap}"
+        expected = "finite ones, the window and the softcap at least 0"
+        raise bad_op(name, found, expected, "change these")
+    require_integers(name, positions)
+    axes = [Axis(name=n, extent=x) for n, x in (("m", m), ("h", h), ("g", g), ("e", e))]
+    axes += [Axis(name="d", extent=d, role="reduce"), Axis(name="t", extent=t, role="reduce")]
+    out = Tensor(name=name, shape=(m, h, g, e), dtype=q.dtype)
+    caches = access(k_cache, *own, "h", "t", "d"), access(v_cache, *own, "h", "t", "e")
+    reads = [access(q, "m", "h", "g", "d"), *caches, access(positions, "m")]
+    attrs: dict[str, Attr] = {"scale": scale, "window": window}
+    if in_order:
+        attrs["in_order"] = m
+    if softcap:
+        attrs["softcap"] = softcap
+    if packed:
+        sequences, starts = packed
+        if sequences.shape != (m,) or starts.shape != (num_caches + 1,):
+            found = f"sequences {sequences.shape} and starts {starts.shape}"
+            expected = f"[{m}] and [{num_caches + 1}], of {num_caches} caches"
+            raise bad_op(name, found, expected)
+        for given in packed:
+            require_integers(name, given)
+        if own:
+            axes.append(Axis(name="s", extent=num_caches, role="reduce", lookup=True))
+        axes.append(Axis(name="r", extent=num_caches + 1, role="reduce"))
+        reads += [access(sequences, "m"), access(starts, "r")]
+        attrs["packed"] = m
+    return make_op(name, "attention", axes, reads, [access(out, "m", "h", "g", "e")], **attrs), (
+        out,
+    )
+
+
+def _bad_attention(name: str, shapes: tuple[tuple[int, ...], ...]) -> ProgramError:
+    expected = "q [m, h, g, d], k [h, t, d], v [h, t, e] (or both [m, h, t, ...]), positions [m]"
+    return bad_op(name, f"shapes {', '.join(map(str, shapes))}", expected)
+
+
+def attend(
+    name: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float = 0.0,
+) -> Built:
+    """softmax(cap(scale * q k') + mask) v of q [b, h g, m, d], k [b, h, t, d] and v [b, h, t, e].
+
+    h is the kv head, g the query head within its group; out [b, h g, m, e], of q's type, softmax in
+    fp32. mask: bool (what may be seen) or floats (added), of four dims that are 1 or those of [b,
+    h g, m, t]. A row that may see nothing is zero. softcap: cap(x) = softcap * tanh(x / softcap).
+    """
+    shapes = [x.shape for x in (q, k, v, mask) if x is not None]
+    expected = "q [b, h g, m, d], k [b, h, t, d], v [b, h, t, e], a mask of four dims"
+    if any(len(shape) != 4 for shape in shapes):
+        raise bad_op(name, f"shapes {', '.join(map(str, shapes))}", expected)
+    (b, heads, m, d), (_, h, t, e) = q.shape, v.shape
+    if k.shape != (b, h, t, d) or v.shape[0] != b or heads % h:
+        raise bad_op(name, f"shapes {', '.join(map(str, shapes))}", expected)
+    if not (math.isfinite(scale) and math.isfinite(softcap) and softcap >= 0):
+        found = f"scale {scale}, softcap {softcap}"
+        raise bad_op(name, found, "a finite scale, a softcap of at least 0", "change these")
+    group = heads // h
+    sizes = zip(_AXES[:4], (b, h, group, m), strict=True)
+    axes = [Axis(name=n, extent=x) for n, x in sizes] + [Axis(name="e", extent=e)]
+    axes += [Axis(name="d", extent=d, role="reduce"), Axis(name="t", extent=t, role="reduce")]
+    joined = index("h", "g")
+    reads = [Access(tensor=q.name, dims=(index("b"), joined, index("m"), index("d")))]
+    reads += [access(k, "b", "h", "t", "d"), access(v, "b", "h", "t", "e")]
+    if mask is not None:
+        reads.append(_mask_access(name, mask, (b, heads, m, t)))
+    out = Tensor(name=name, shape=(b, heads, m, e), dtype=q.dtype)
+    write = Access(tensor=name, dims=(index("b"), joined, index("m"), index("e")))
+    return make_op(name, "attend", axes, reads, [write], scale=scale, softcap=softcap), (out,)
+
+
+def _mask_access(name: str, mask: Tensor, whole: tuple[int, ...]) -> Access:
+    if any(mine not in (1, extent) for mine, extent in zip(mask.shape, whole, strict=True)):
+        raise bad_op(name, f"mask {mask.shape}", f"dims that are 1 or those of {whole}")
+    if mask.dtype in ("i32", "i64"):
+        raise bad_op(name, f"mask of dtype {mask.dtype}", "bool, or a float type")
+    names = (("b",), ("h", "g"), ("m",), ("t",))
+    dims = zip(names, mask.shape, whole, strict=True)
+    return Access(
+        tensor=mask.name,
+        dims=tuple(index(*axes) if mine == extent else Index() for axes, mine, extent in dims),
+    )
+
+
+def _attention_flops(op: StatedOp, work: OpWork) -> int:
+    """Scores, their softmax and the sum of values, of every query and position."""
+    sizes = work.sizes
+    rows = math.prod(sizes[name] for name in ("b", "m", "h", "g", "t") if name in sizes)
+    return rows * (2 * sizes["d"] + 2 * sizes["e"] + 4)
+
+
+define(OpKind(name="rope", zero_where=zero_in(0), flops=flops_a_result(4)))
+define(OpKind(name="kv_append", inplace=True, zero_where=zero_in(0)))
+ATTENTION = OpKind(
+    name="attention",
+    mixes_values=True,
+    reads_positions=True,
+    host_reads="positions",
+    zero_where=zero_in(2),
+    flops=_attention_flops,
+)
+define(ATTENTION)
+define(replace(ATTENTION, name="attend", reads_positions=False, host_reads=""))
