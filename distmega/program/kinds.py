@@ -38,7 +38,10 @@ class OpWork:
 
 Flops = Callable[[StatedOp, OpWork], int]
 ZeroWhere = Callable[[StatedOp, Set[int], Set[int]], bool]
-Reference = Callable[[StatedOp], Callable[..., Any]]
+Coordinate = Mapping[str, int]
+"""Where a rank stands along each mesh axis."""
+Reference = Callable[[Any, Coordinate], Callable[..., Any]]
+"""From an op of types.py, at a rank, to a function of tensors of torch."""
 
 
 def no_flops(op: StatedOp, work: OpWork) -> int:
@@ -96,9 +99,11 @@ class OpKind:
     finite_where: whether results are finite in padding where operands are, those of `zero` zero.
     flops: arithmetic, two a multiply-add. grouped_flops: as that of a number of points, where an op
         runs over groups of rows.
-    reference: from an op to a function of its operands to its result. Operands are tensors, half
-        types widened to fp32, of which it calls methods alone, so that nothing here imports torch;
-        the result is cast to the type of the first. None where hostir/library/ops.py has it.
+    reference: what it computes: from an op to a function of its operands, in the order of its reads
+        and what it updates in place last, to its result or a tuple of these, in storage of their
+        own. It calls methods of tensors alone, so that nothing here imports torch. Library ops run
+        it, but for kinds that hostir/library/ops.py does in a quicker way of torch. None where a
+        formula (pointwise), the rank's program or another file of hostir/library says it.
     torch_row_op: operator of torch, (self, dim), that computes it along any dim; `build` states
         the op on (name, x), along the last one.
     """
@@ -168,6 +173,29 @@ def collective_kinds() -> tuple[str, ...]:
 def communicates(kind: str) -> bool:
     """Whether several ranks do ops of that kind together."""
     return kind in _KINDS and _KINDS[kind].communicates
+
+
+def widen(x: Any) -> Any:
+    """A tensor in the type in which it is summed: fp32 for half types, else its own."""
+    return x.float() if x.is_floating_point() and x.element_size() < 4 else x
+
+
+def in_fp32(function: Callable[..., Any]) -> Reference:
+    """The reference that calls `function` with operands of half types widened to fp32; the result
+    gets the type of the first.
+    """
+
+    def run(*operands: Any) -> Any:
+        return function(*map(widen, operands)).to(operands[0].dtype)
+
+    return lambda op, coordinate: run
+
+
+def local_base(op: Any, coordinate: Coordinate) -> int:
+    """First global index of a rank's part of the index space that an op looks up; 0 where whole."""
+    if not op.get("base_axis", ""):
+        return 0
+    return coordinate[str(op.attr("base_axis"))] * int(op.attr("base_stride"))
 
 
 def has_positive_eps(op: StatedOp) -> bool:

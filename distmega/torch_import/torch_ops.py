@@ -14,6 +14,7 @@ from torch import Tensor, fx
 
 from distmega.hostir.library import ops as library
 from distmega.program.builder import Handle
+from distmega.program.ops.attention import append_values
 from distmega.torch_import import rules
 from distmega.torch_import.build import Build
 
@@ -37,8 +38,9 @@ def _(
 def append_rows(
     cache: Tensor, x: Tensor, positions: Tensor, sequences: Tensor | None = None
 ) -> Tensor:
-    """The cache with rows x [m, h, d] in it; see the library's kv_append."""
-    return library.kv_append(cache.clone(), x, positions, sequences)
+    """The cache with rows x [m, h, d] in it; see attention.append_values."""
+    done: torch.Tensor = append_values(cache.clone(), x, positions, sequences)
+    return done
 
 
 @append_rows.register_fake

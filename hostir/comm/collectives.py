@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from distmega.errors import RankFailure
-from distmega.hostir.library.ops import take_shard
 from distmega.hostir.library.torch_types import widen
+from distmega.program.ops.compute import take_shard_values
 from distmega.sharding.layout.mesh import DeviceMesh
 
 
@@ -151,7 +151,7 @@ class Collectives(ABC):
 
     def _parts(self, axis: str, x: Tensor, dim: int, extent: int) -> list[Tensor]:
         """x cut along a dim into one part of `extent` a rank; what lies past its end is zero."""
-        return [take_shard(x, dim, extent, each) for each in range(self.mesh.size(axis))]
+        return [take_shard_values(x, dim, extent, each) for each in range(self.mesh.size(axis))]
 
 
 def _join(parts: Sequence[Tensor], out: Tensor, dim: int) -> None:

@@ -1,9 +1,10 @@
-"""Library ops: what each op kind computes, one torch function a kind.
+"""Library ops: the references of op kinds, or what torch does more quickly.
 
-The plain functions take tensors in the order of the op's reads, of any extents, so that kernels can
-run them on tiles. `compile_op` binds an Op once to a function of its operands; `run_op` is the same
-by tensor names. Sums are taken in fp32 or wider, results have the operand's type and own their
-storage (kind `view` excepted). Pointwise ops and norms are in pointwise.py and norms.py. Used by
+A kind's definition (distmega/program/ops/) says what it computes. Here stand contractions and
+attention by torch's own kernels, and what runs each kind; beside this file formulas (pointwise.py),
+norms.py, sampling.py, experts.py and operators of torch (opaque.py). `compile_op` binds an Op once
+to a function of its operands; `run_op` is the same by tensor names. Sums are taken in fp32 or
+wider, results have the operand's type and own their storage (kind `view` excepted). Used by
 evaluator.py.
 """
 
@@ -18,18 +19,18 @@ from torch import Tensor
 
 from distmega.errors import ProgramError
 from distmega.hostir.library import experts, sampling
-from distmega.hostir.library.axis_views import (
+from distmega.hostir.library.norms import compile_norm, normalise
+from distmega.hostir.library.opaque import compile_opaque
+from distmega.hostir.library.pointwise import OpFunction, compile_pointwise, evaluate_all
+from distmega.hostir.library.torch_types import operand_dtype, widen
+from distmega.program.kinds import Coordinate, kind_of, kinds, local_base
+from distmega.program.ops.axis_views import (
     access_axes,
     fold_axes,
     is_plain,
     order_axes,
     unfold_axes,
 )
-from distmega.hostir.library.norms import compile_norm, normalise
-from distmega.hostir.library.opaque import compile_opaque
-from distmega.hostir.library.pointwise import OpFunction, compile_pointwise, evaluate_all
-from distmega.hostir.library.torch_types import operand_dtype, widen
-from distmega.program.kinds import kind_of, kinds
 from distmega.program.types import Op, accesses, grouped_index
 
 
@@ -85,38 +86,6 @@ def _einsum(x: Tensor, w: Tensor, bias: Tensor | None, spec: LinearSpec) -> Tens
     x_axes, w_axes, out_axes = ([names[n] for n in part] for part in (spec.x, spec.w, spec.out))
     out = torch.einsum(x, x_axes, w, w_axes, out_axes)
     return out if bias is None else out + order_axes(bias, spec.bias, spec.out)
-
-
-def reduce(x: Tensor, dims: Sequence[int], combine: str) -> Tensor:
-    """Combines dims away by "sum", "max" or "min"."""
-    if combine == "sum":
-        return widen(x).sum(tuple(dims)).to(x.dtype)
-    return x.amax(tuple(dims)) if combine == "max" else x.amin(tuple(dims))
-
-
-def rope(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
-    """Rotates pairs (i, i + d/2) of x [m, ..., d]; table [t, d] holds cosines, then sines, of the
-    d/2 angles.
-    """
-    half = x.shape[-1] // 2
-    rows = table.index_select(0, positions).view(x.shape[0], *[1] * (x.dim() - 2), 2 * half)
-    cos, sin = rows[..., :half], rows[..., half:]
-    left, right = torch.split(widen(x), half, -1)
-    return torch.cat((left * cos - right * sin, right * cos + left * sin), -1).to(x.dtype)
-
-
-def kv_append(
-    cache: Tensor, x: Tensor, positions: Tensor, sequences: Tensor | None = None
-) -> Tensor:
-    """Writes x [m, h, d] into cache [h, t, d], or row m into cache[sequences[m]] of [s, h, t, d],
-    into cache[m] without `sequences`, at t = positions[m], in place; gives the cache.
-    """
-    if cache.dim() == 4:
-        if sequences is None:
-            sequences = torch.arange(len(x), device=x.device)
-        cache[sequences, :, positions] = x.to(cache.dtype)
-        return cache
-    return cache.index_copy_(1, positions, x.transpose(0, 1).to(cache.dtype))
 
 
 def attention(
@@ -186,12 +155,6 @@ def _mixed(
         kept = mask.dtype == torch.bool
         scores = scores.masked_fill(~mask, -math.inf) if kept else scores + mask
     return torch.softmax(scores, -1).to(q.dtype) @ v
-
-
-def topk(x: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
-    """The largest elements of each row, largest first, and their indices."""
-    values, chosen = torch.topk(x, num_top, -1)
-    return values, chosen
 
 
 def packed_attention(
@@ -275,47 +238,12 @@ def ordered_attention(
     return out[0].transpose(0, 1).reshape(num_rows, heads, group, -1).to(q.dtype)
 
 
-def embedding(ids: Tensor, table: Tensor) -> Tensor:
-    """Rows of table [v, d] at ids [m]; torch raises IndexError for an id outside."""
-    return table.index_select(0, ids)
-
-
-def embedding_shard(ids: Tensor, table: Tensor, base: int) -> Tensor:
-    """Rows of a table that holds the ids from `base` on; zero rows for other ids."""
-    local = ids - base
-    mine = (local >= 0) & (local < table.shape[0])
-    rows = table.index_select(0, local.clamp(0, table.shape[0] - 1))
-    return rows.masked_fill(~mine.unsqueeze(1), 0)
-
-
-def concat(xs: Sequence[Tensor], dim: int) -> Tensor:
-    """Joins tensors along one dim."""
-    return torch.cat(tuple(xs), dim)
-
-
-def take_shard(x: Tensor, dim: int, extent: int, coordinate: int) -> Tensor:
-    """Rows [coordinate * extent, + extent) of one dim; zeros where they lie past its end."""
-    start = min(coordinate * extent, x.shape[dim])
-    shard = x.narrow(dim, start, min(extent, x.shape[dim] - start))
-    out = x.new_zeros([extent if i == dim else e for i, e in enumerate(x.shape)])
-    out.narrow(dim, 0, shard.shape[dim]).copy_(shard)
-    return out
-
-
-Coordinate = Mapping[str, int]
-
-
 def number(op: Op, name: str, default: float = 0.0) -> float:
     """An attribute of an op that is a number; ProgramError for another one."""
     value = op.get(name, default)
     if not isinstance(value, int | float):
         raise _unfit(op, f"{name}={value!r}", "a number")
     return value
-
-
-def _base(op: Op, coordinate: Coordinate) -> int:
-    """First global index of this rank's part of an op's sharded index space."""
-    return coordinate[str(op.attr("base_axis"))] * int(number(op, "base_stride"))
 
 
 def _compile_linear(op: Op, coordinate: Coordinate) -> OpFunction:
@@ -341,71 +269,10 @@ def _compile_pointwise(op: Op, coordinate: Coordinate) -> OpFunction:
     return compile_pointwise(op, evaluate_all)
 
 
-def _compile_reduce(op: Op, coordinate: Coordinate) -> OpFunction:
-    extents, combine = op.extents, str(op.attr("combine"))
-    read, write = op.reads[0], op.writes[0]
-    axes, kept = access_axes(read), access_axes(write)
-    dims = [dim for dim, name in enumerate(axes) if name not in kept]
-    left = [name for name in axes if name in kept]
-
-    def run(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        out = reduce(unfold_axes(operands[0], read, extents), dims, combine)
-        return (fold_axes(out, left, write, extents).contiguous(),)
-
-    return run
-
-
-def _compile_move(op: Op, coordinate: Coordinate) -> OpFunction:
-    """set, slice, transpose and reshape: the same elements at the indices of the access maps,
-    copied.
-    """
-    extents, read, write = op.extents, op.reads[0], op.writes[0]
-    axes = access_axes(read)
-
-    def run(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        out = fold_axes(unfold_axes(operands[0], read, extents), axes, write, extents)
-        return (out.clone(memory_format=torch.contiguous_format),)
-
-    return run
-
-
-def _compile_expand(op: Op, coordinate: Coordinate) -> OpFunction:
-    extents, read = op.extents, op.reads[0]
-    axes, out_axes = access_axes(read), access_axes(op.writes[0])
-    shape = [extents[name] for name in out_axes]
-
-    def run(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        seen = order_axes(unfold_axes(operands[0], read, extents), axes, out_axes)
-        return (seen.expand(shape).clone(memory_format=torch.contiguous_format),)
-
-    return run
-
-
 def _compile_attend(op: Op, coordinate: Coordinate) -> OpFunction:
     scale, softcap = number(op, "scale"), number(op, "softcap")
     masked = len(op.reads) == 4
     return lambda xs: (attend(xs[0], xs[1], xs[2], xs[3] if masked else None, scale, softcap),)
-
-
-def _compile_gather(op: Op, coordinate: Coordinate) -> OpFunction:
-    dim = int(number(op, "dim"))
-    return lambda xs: (torch.gather(xs[0], dim, xs[1].long()),)
-
-
-def _compile_topk(op: Op, coordinate: Coordinate) -> OpFunction:
-    num_top = op.axis("c").extent
-    return lambda xs: topk(xs[0], num_top)
-
-
-def _compile_view(op: Op, coordinate: Coordinate) -> OpFunction:
-    extents, read, write = op.extents, op.reads[0], op.writes[0]
-    axes, ordered = access_axes(read), access_axes(write)
-    shape = [math.prod([extents[n] for n in index.axes]) for index in write.dims]
-
-    def run(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        return (order_axes(unfold_axes(operands[0], read, extents), axes, ordered).view(shape),)
-
-    return run
 
 
 def _compile_attention(op: Op, coordinate: Coordinate) -> OpFunction:
@@ -427,15 +294,8 @@ def compile_masked_attention(op: Op) -> OpFunction:
     return lambda xs: (masked_attention(xs[0], xs[1], xs[2], xs[3], scale, window, softcap),)
 
 
-def _compile_embedding(op: Op, coordinate: Coordinate) -> OpFunction:
-    if not op.get("base_axis", ""):
-        return lambda xs: (embedding(xs[0], xs[1]),)
-    base = _base(op, coordinate)
-    return lambda xs: (embedding_shard(xs[0], xs[1], base),)
-
-
 def _compile_argmax(op: Op, coordinate: Coordinate) -> OpFunction:
-    base = _base(op, coordinate) if op.get("base_axis", "") else 0
+    base = local_base(op, coordinate)
     extent = int(number(op, "extent", -1))
     return lambda xs: sampling.argmax(xs[0], base, None if extent < 0 else extent)
 
@@ -446,14 +306,14 @@ def _compile_top(op: Op, coordinate: Coordinate) -> OpFunction:
 
 
 def _compile_sample(op: Op, coordinate: Coordinate) -> OpFunction:
-    base = _base(op, coordinate) if op.get("base_axis", "") else 0
+    base = local_base(op, coordinate)
     extent = int(number(op, "extent", op.axis("v").extent))
     return lambda xs: sampling.sample(xs[0], xs[1], xs[2], xs[3], base, extent)
 
 
 def _compile_concat(op: Op, coordinate: Coordinate) -> OpFunction:
     dim = int(number(op, "dim"))
-    return lambda xs: (concat(xs, dim),)
+    return lambda xs: (torch.cat(tuple(xs), dim),)
 
 
 def _compile_norm(op: Op, coordinate: Coordinate) -> OpFunction:
@@ -461,54 +321,48 @@ def _compile_norm(op: Op, coordinate: Coordinate) -> OpFunction:
 
 
 def _compile_reference(op: Op, coordinate: Coordinate) -> OpFunction:
-    """The reference that the kind's definition has, in fp32 where operands are of half types."""
+    """What the kind's definition says."""
     reference = kind_of(op).reference
     assert reference is not None, f"kind {op.kind!r} has no reference"
-    function = reference(op)
+    function = reference(op, coordinate)
 
-    return lambda xs: (function(*map(widen, xs)).to(xs[0].dtype),)
+    def run(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        found = function(*operands)
+        return found if isinstance(found, tuple) else (found,)
+
+    return run
 
 
-def _compile_take_shard(op: Op, coordinate: Coordinate) -> OpFunction:
-    dim, here = int(number(op, "dim")), coordinate[str(op.attr("mesh_axis"))]
-    extents = op.extents
-    extent = math.prod(extents[name] for name in op.writes[0].dims[dim].axes)
-    return lambda xs: (take_shard(xs[0], dim, extent, here),)
-
+QUICK: dict[str, Callable[[Op, Coordinate], OpFunction]] = {
+    "linear": _compile_linear,
+    "attention": _compile_attention,
+    "attend": _compile_attend,
+    "concat": _compile_concat,
+    **{kind.name: _compile_norm for kind in kinds() if kind.is_norm},
+}
+"""Kinds that torch does quicker than their references say -> as COMPILERS."""
 
 COMPILERS: dict[str, Callable[[Op, Coordinate], OpFunction]] = {
-    "linear": _compile_linear,
-    "reduce": _compile_reduce,
+    **QUICK,
     **{kind.name: _compile_pointwise for kind in kinds() if kind.is_elementwise},
-    **{kind.name: _compile_norm for kind in kinds() if kind.is_norm},
-    "rope": lambda op, coordinate: lambda xs: (rope(xs[0], xs[2], xs[3]),),
-    "attention": _compile_attention,
-    "kv_append": lambda op, coordinate: lambda xs: (kv_append(xs[-1], *xs[:-1]),),
-    "embedding": _compile_embedding,
-    "slice": _compile_move,
-    "concat": _compile_concat,
-    "reshape": _compile_move,
-    "transpose": _compile_move,
-    "view": _compile_view,
-    "set": _compile_move,
     "argmax": _compile_argmax,
     "top": _compile_top,
     "cutoff": lambda op, coordinate: lambda xs: (sampling.cutoff(xs[0], xs[1]),),
     "sample": _compile_sample,
-    "take_shard": _compile_take_shard,
-    "expand": _compile_expand,
-    "attend": _compile_attend,
-    "gather": _compile_gather,
-    "topk": _compile_topk,
     "opaque": lambda op, coordinate: compile_opaque(op),
     "top_k": experts.compile_top_k,
     "route": experts.compile_route,
     "gather_rows": experts.compile_gather_rows,
     "grouped_linear": experts.compile_grouped_linear,
     "scatter_add": experts.compile_scatter_add,
-    **{kind.name: _compile_reference for kind in kinds() if kind.reference is not None},
 }
-"""Op kind -> binds an op at a rank's mesh coordinate."""
+"""Op kind -> binds an op at a rank's mesh coordinate; others are run by their references."""
+
+
+def library_kinds() -> tuple[str, ...]:
+    """Names of the kinds that are library ops."""
+    stated = [kind.name for kind in kinds() if kind.reference is not None]
+    return tuple(dict.fromkeys([*COMPILERS, *stated]))
 
 
 def op_operands(op: Op) -> tuple[str, ...]:
@@ -521,9 +375,9 @@ def compile_op(op: Op, coordinate: Coordinate) -> OpFunction:
     """The op bound to its attributes and to a rank's mesh coordinate; ProgramError for a kind that
     is no library op.
     """
-    if op.kind not in COMPILERS:
-        raise _unfit(op, f"kind {op.kind!r}", f"one of {', '.join(COMPILERS)}")
-    return COMPILERS[op.kind](op, coordinate)
+    if op.kind not in COMPILERS and kind_of(op).reference is None:
+        raise _unfit(op, f"kind {op.kind!r}", f"one of {', '.join(library_kinds())}")
+    return COMPILERS.get(op.kind, _compile_reference)(op, coordinate)
 
 
 def reads_host(op: Op) -> str:

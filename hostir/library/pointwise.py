@@ -11,16 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distmega.hostir.library.axis_views import (
+from distmega.hostir.library.torch_types import dtype_name, torch_dtype, widen
+from distmega.hostir.passes.fused_kinds import op_exprs
+from distmega.program import expr
+from distmega.program.ops.axis_views import (
     access_axes,
     fold_axes,
     is_plain,
     order_axes,
     unfold_axes,
 )
-from distmega.hostir.library.torch_types import dtype_name, torch_dtype, widen
-from distmega.hostir.passes.fused_kinds import op_exprs
-from distmega.program import expr
 from distmega.program.ops.parts import inexact_integers
 from distmega.program.types import Op, accesses
 

@@ -2,8 +2,8 @@
 
 In: an instruction and the rank's memory. Out: a function without arguments that executes it. Views
 are made once, when an instruction is bound; what runs a task is the bound function alone. The maths
-is that of hostir/library/ops.py, on tiles. GPU kernels are compared with these. Next on the walk:
-interpreter.py.
+is that of the kinds' references and of hostir/library, on tiles. GPU kernels are compared with
+these. Next on the walk: interpreter.py.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,6 +17,9 @@ from distmega.kernels.isa import opcodes
 from distmega.kernels.isa.encoding import unpack_expression
 from distmega.kernels.isa.opcodes import COMBINES, NORMS, Instruction, Ref
 from distmega.kernels.runtime.memory import RankMemory, peer_view
+from distmega.program.ops.attention import append_values, rope_values
+from distmega.program.ops.compute import reduce_values
+from distmega.program.ops.lookups import embedding_values
 
 Run = Callable[[], None]
 
@@ -66,7 +69,7 @@ def _reduce(i: opcodes.Reduce, memory: RankMemory) -> Run:
     combine = COMBINES[i.combine]
 
     def run() -> None:
-        out.copy_(library.reduce(x, (1,), combine))
+        out.copy_(reduce_values(x, (1,), combine))
 
     return run
 
@@ -94,7 +97,7 @@ def _rope(i: opcodes.Rope, memory: RankMemory) -> Run:
     columns = slice(i.start, i.start + i.count)
 
     def run() -> None:
-        out.copy_(library.rope(x, positions, table)[:, :, columns])
+        out.copy_(rope_values(x, positions, table)[:, :, columns])
 
     return run
 
@@ -107,7 +110,7 @@ def _kv_append(i: opcodes.KvAppend, memory: RankMemory) -> Run:
     cache = memory.view(i.cache, shape if own else shape[1:], strides if own else strides[1:])
 
     def run() -> None:
-        library.kv_append(cache, x, positions)
+        append_values(cache, x, positions)
 
     return run
 
@@ -140,7 +143,7 @@ def _embedding(i: opcodes.Embedding, memory: RankMemory) -> Run:
 
     def run() -> None:
         whole = i.axis < 0
-        rows = library.embedding(ids, table) if whole else library.embedding_shard(ids, table, base)
+        rows = embedding_values(ids, table, None if whole else base)
         out.copy_(rows)
 
     return run

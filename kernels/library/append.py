@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
-from distmega.hostir.library import ops as library
+from distmega.program.ops.attention import append_values
 
 MOST_ELEMENTS = 4096
 """Of x that a program holds."""
@@ -38,11 +38,12 @@ def append_rows(x, cache, positions, sequences, row_stride, head_stride, num_hea
 
 
 def append(cache: Tensor, x: Tensor, positions: Tensor, sequences: Tensor | None = None) -> Tensor:
-    """As library.kv_append."""
+    """As append_values."""
     own = cache.dim() == 4 and sequences is None
     takes = not own and x.is_cuda and x.dtype == cache.dtype and cache.is_contiguous()
     if not (takes and x.stride(-1) == 1 and x.numel()):
-        return library.kv_append(cache, x, positions, sequences)
+        done: Tensor = append_values(cache, x, positions, sequences)
+        return done
     num_rows, num_heads, dim = x.shape
     padded = triton.next_power_of_2(dim)
     heads = min(triton.next_power_of_2(num_heads), max(1, MOST_ELEMENTS // padded))

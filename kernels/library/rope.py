@@ -14,7 +14,7 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
-from distmega.hostir.library import ops as library
+from distmega.program.ops.attention import rope_values
 
 MOST_ELEMENTS = 4096
 """Of x that a program holds."""
@@ -43,12 +43,13 @@ def rotate_rows(x, positions, table, y, row_stride, head_stride, num_heads, half
 
 
 def rotate(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
-    """As library.rope."""
+    """As rope_values."""
     heads = _heads(x)
     half = x.shape[-1] // 2
     takes = heads is not None and half == triton.next_power_of_2(half) and table.is_contiguous()
     if not (takes and x.is_cuda and x.is_floating_point() and table.dtype == torch.float32):
-        return library.rope(x, positions, table)
+        turned: Tensor = rope_values(x, positions, table)
+        return turned
     assert heads is not None
     num_rows, num_heads, _ = heads.shape
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)

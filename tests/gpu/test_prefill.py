@@ -7,6 +7,7 @@ from distmega.hostir.library import ops as library
 from distmega.kernels.library.append import append
 from distmega.kernels.library.packed_attention import attend_packed
 from distmega.kernels.library.rope import rotate
+from distmega.program.ops.attention import append_values, rope_values
 from tests.gpu.engines import open_engine
 
 pytestmark = pytest.mark.gpu
@@ -21,7 +22,7 @@ def test_rotations_are_those_of_torch(shape: tuple[int, ...], dtype: torch.dtype
     table = torch.randn(200, dim, device="cuda")
     positions = torch.randperm(200, device="cuda")[:num_rows]
     for x in (whole[..., :dim].contiguous(), whole[..., dim:]):
-        found, expected = rotate(x, positions, table), library.rope(x, positions, table)
+        found, expected = rotate(x, positions, table), rope_values(x, positions, table)
         tolerance = 1e-5 if dtype == torch.float32 else 1.6e-2
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
         assert found.is_contiguous()
@@ -37,7 +38,7 @@ def test_appended_rows_are_those_of_torch(shape: tuple[int, int, int]):
     for own in ((), (sequences,)):
         caches = [torch.zeros(*[4] * len(own), heads, 200, dim, device="cuda").bfloat16()] * 2
         found = append(caches[0].clone(), x, positions, *own)
-        assert torch.equal(found, library.kv_append(caches[1].clone(), x, positions, *own))
+        assert torch.equal(found, append_values(caches[1].clone(), x, positions, *own))
 
 
 @pytest.mark.parametrize("window", [0, 300])

@@ -5,10 +5,21 @@ follows from positions; that of `attend` is given, as of torch's scaled_dot_prod
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from distmega.errors import ProgramError
-from distmega.program.kinds import OpKind, OpWork, StatedOp, define, flops_a_result, zero_in
+from distmega.program.kinds import (
+    Coordinate,
+    OpKind,
+    OpWork,
+    StatedOp,
+    define,
+    flops_a_result,
+    widen,
+    zero_in,
+)
 from distmega.program.ops.parts import (
     Built,
     access,
@@ -18,7 +29,7 @@ from distmega.program.ops.parts import (
     make_op,
     require_integers,
 )
-from distmega.program.types import Access, Attr, Axis, Index, Tensor
+from distmega.program.types import Access, Attr, Axis, Index, Op, Tensor
 
 _AXES = ("b", "h", "g", "m", "t")
 
@@ -220,8 +231,93 @@ def _attention_flops(op: StatedOp, work: OpWork) -> int:
     return rows * (2 * sizes["d"] + 2 * sizes["e"] + 4)
 
 
-define(OpKind(name="rope", zero_where=zero_in(0), flops=flops_a_result(4)))
-define(OpKind(name="kv_append", inplace=True, zero_where=zero_in(0)))
+def rope_values(x: Any, positions: Any, table: Any) -> Any:
+    """Rotates pairs (i, i + d/2) of x [m, ..., d]; table [t, d] holds cosines, then sines, of the
+    d/2 angles.
+    """
+    half = x.shape[-1] // 2
+    rows = table.index_select(0, positions).view(x.shape[0], *[1] * (x.dim() - 2), 2 * half)
+    cos, sin = rows[..., :half], rows[..., half:]
+    left, right = widen(x).split(half, -1)
+    out = x.new_empty(x.shape)
+    out[..., :half] = left * cos - right * sin
+    out[..., half:] = right * cos + left * sin
+    return out
+
+
+def append_values(cache: Any, x: Any, positions: Any, sequences: Any = None) -> Any:
+    """Writes x [m, h, d] into cache [h, t, d], or row m into cache[sequences[m]] of [s, h, t, d],
+    into cache[m] without `sequences`, at t = positions[m], in place; gives the cache.
+    """
+    if cache.dim() == 4:
+        rows = _numbers(positions, len(x)) if sequences is None else sequences
+        cache[rows, :, positions] = x.to(cache.dtype)
+        return cache
+    return cache.index_copy_(1, positions, x.transpose(0, 1).to(cache.dtype))
+
+
+def _numbers(like: Any, num: int) -> Any:
+    """0, 1, 2 ... as integers where `like` is."""
+    return like.new_ones(num).cumsum(0) - 1
+
+
+def _attention_reference(op: Op, coordinate: Coordinate) -> Callable[..., Any]:
+    """Of every position of a cache, the weights of unseen ones zero."""
+    scale, softcap, window = (_number(op, name) for name in ("scale", "softcap", "window"))
+
+    def run(q: Any, k: Any, v: Any, positions: Any, *packed: Any) -> Any:
+        if packed and k.dim() == 4:
+            k, v = k[packed[0]], v[packed[0]]
+        at, here = _numbers(positions, k.shape[-2]), positions.unsqueeze(1)
+        seen = (at <= here) & ((at > here - window) if window else (at >= 0))
+        scores = _capped(widen(q) @ widen(k).transpose(-1, -2) * scale, softcap)
+        weights = scores.masked_fill(~seen[:, None, None], -math.inf).softmax(-1)
+        # What lies in unseen positions may be anything, also no number.
+        values = widen(v).masked_fill(~seen[:, None, :, None], 0)
+        return (weights @ values).to(q.dtype)
+
+    return run
+
+
+def _capped(scores: Any, softcap: float) -> Any:
+    return (scores / softcap).tanh() * softcap if softcap else scores
+
+
+def _number(op: Op, name: str) -> float:
+    return float(str(op.get(name, 0)))
+
+
+def _attend_reference(op: Op, coordinate: Coordinate) -> Callable[..., Any]:
+    scale, softcap = _number(op, "scale"), _number(op, "softcap")
+
+    def run(q: Any, k: Any, v: Any, mask: Any = None) -> Any:
+        keys, values = (widen(x).repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+        scores = _capped(widen(q) @ keys.transpose(-1, -2) * scale, softcap)
+        if mask is not None:
+            is_float = mask.is_floating_point()
+            scores = scores + mask if is_float else scores.masked_fill(~mask, -math.inf)
+        weights = scores.softmax(-1).masked_fill((scores == -math.inf).all(-1, keepdim=True), 0)
+        return (weights @ values).to(q.dtype)
+
+    return run
+
+
+define(
+    OpKind(
+        name="rope",
+        zero_where=zero_in(0),
+        flops=flops_a_result(4),
+        reference=lambda op, coordinate: lambda x, pairs, *others: rope_values(x, *others),
+    )
+)
+define(
+    OpKind(
+        name="kv_append",
+        inplace=True,
+        zero_where=zero_in(0),
+        reference=lambda op, coordinate: lambda *xs: append_values(xs[-1], *xs[:-1]),
+    )
+)
 ATTENTION = OpKind(
     name="attention",
     mixes_values=True,
@@ -229,6 +325,15 @@ ATTENTION = OpKind(
     host_reads="positions",
     zero_where=zero_in(2),
     flops=_attention_flops,
+    reference=_attention_reference,
 )
 define(ATTENTION)
-define(replace(ATTENTION, name="attend", reads_positions=False, host_reads=""))
+define(
+    replace(
+        ATTENTION,
+        name="attend",
+        reads_positions=False,
+        host_reads="",
+        reference=_attend_reference,
+    )
+)

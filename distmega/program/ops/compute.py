@@ -6,19 +6,25 @@ Users call the methods of ProgramBuilder instead, which add names and checks. Op
 data are in data_movement.py, norms over rows in norms.py, attention in attention.py.
 """
 
-from collections.abc import Set
+import math
+from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
+from typing import Any
 
 from distmega.program import expr
 from distmega.program.dtypes import is_integer
 from distmega.program.kinds import (
+    Coordinate,
     OpKind,
     StatedOp,
     define,
+    in_fp32,
     kind_of,
     one_a_point,
+    widen,
     zero_if_all,
 )
+from distmega.program.ops.axis_views import access_axes, fold_axes, order_axes, unfold_axes
 from distmega.program.ops.parts import (
     Built,
     access,
@@ -137,6 +143,61 @@ def reduce(name: str, x: Tensor, dim: int, combine: str = "sum") -> Built:
     ), (out,)
 
 
+def _linear_reference(op: Op, coordinate: Coordinate) -> Callable[..., Any]:
+    """Products at all points of the iteration space, summed."""
+    extents, axes, write = op.extents, [axis.name for axis in op.axes], op.writes[0]
+    kept = [name for name in axes if name in access_axes(write)]
+    summed = [dim for dim, name in enumerate(axes) if name not in kept]
+
+    def run(*operands: Any) -> Any:
+        reads = zip(operands, op.reads, strict=True)
+        x, w, *bias = [
+            order_axes(unfold_axes(y, read, extents), access_axes(read), axes) for y, read in reads
+        ]
+        terms = x * w
+        out = terms.sum(summed, keepdim=True) if summed else terms
+        out = out + bias[0] if bias else out
+        return fold_axes(out.squeeze(summed), kept, write, extents).contiguous()
+
+    return in_fp32(run)(op, coordinate)
+
+
+def reduce_values(x: Any, dims: Sequence[int], combine: str) -> Any:
+    """Combines dims of a tensor away by "sum", "max" or "min"; sums of half types in fp32."""
+    if combine == "sum":
+        return widen(x).sum(tuple(dims)).to(x.dtype)
+    return x.amax(tuple(dims)) if combine == "max" else x.amin(tuple(dims))
+
+
+def _reduce_reference(op: Op, coordinate: Coordinate) -> Callable[..., Any]:
+    extents, combine = op.extents, str(op.attr("combine"))
+    read, write = op.reads[0], op.writes[0]
+    axes, kept = access_axes(read), access_axes(write)
+    dims = [dim for dim, name in enumerate(axes) if name not in kept]
+    left = [name for name in axes if name in kept]
+
+    def run(x: Any) -> Any:
+        out = reduce_values(unfold_axes(x, read, extents), dims, combine)
+        return fold_axes(out, left, write, extents).contiguous()
+
+    return run
+
+
+def take_shard_values(x: Any, dim: int, extent: int, coordinate: int) -> Any:
+    """Rows [coordinate * extent, + extent) of one dim; zeros where they lie past its end."""
+    start = min(coordinate * extent, x.shape[dim])
+    shard = x.narrow(dim, start, min(extent, x.shape[dim] - start))
+    out = x.new_zeros([extent if i == dim else e for i, e in enumerate(x.shape)])
+    out.narrow(dim, 0, shard.shape[dim]).copy_(shard)
+    return out
+
+
+def _take_shard_reference(op: Op, coordinate: Coordinate) -> Callable[..., Any]:
+    dim, here = int(str(op.attr("dim"))), coordinate[str(op.attr("mesh_axis"))]
+    extent = math.prod(op.extents[name] for name in op.writes[0].dims[dim].axes)
+    return lambda x: take_shard_values(x, dim, extent, here)
+
+
 def _linear_is_zero(op: StatedOp, holders: Set[int], zero: Set[int]) -> bool:
     added = set(range(2, len(op.reads)))
     return bool(zero - added) and added <= zero
@@ -153,6 +214,7 @@ define(
         added_from=2,
         zero_where=_linear_is_zero,
         flops=lambda op, work: 2 * work.points,
+        reference=_linear_reference,
     )
 )
 define(
@@ -165,7 +227,9 @@ define(
         grouped_flops=lambda op, points: points * expr.num_flops(_formula(op)),
     )
 )
-define(OpKind(name="reduce", zero_where=zero_if_all, flops=one_a_point))
+define(
+    OpKind(name="reduce", zero_where=zero_if_all, flops=one_a_point, reference=_reduce_reference)
+)
 
 COLLECTIVE = OpKind(name="all_to_all", origin="sharding", communicates=True, is_clipped=True)
 define(replace(COLLECTIVE, name="reduce_scatter", scatters_sums=True))
@@ -173,4 +237,6 @@ define(COLLECTIVE)
 define(replace(COLLECTIVE, name="all_gather", reaches_all=True, gathers_all=True))
 define(replace(COLLECTIVE, name="all_reduce", reaches_all=True, is_clipped=False))
 # slices locally: no bytes move
-define(OpKind(name="take_shard", origin="sharding", is_clipped=True))
+define(
+    OpKind(name="take_shard", origin="sharding", is_clipped=True, reference=_take_shard_reference)
+)

@@ -4,12 +4,15 @@ Like compute.py: one function an op, names and tensors in, the Op and the tensor
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
-from distmega.program.kinds import OpKind, define, zero_if_all
+from distmega.program.kinds import Coordinate, OpKind, define, zero_if_all
+from distmega.program.ops.axis_views import access_axes, fold_axes, order_axes, unfold_axes
 from distmega.program.ops.parts import Built, access, axis_names, bad_op, index, make_op, normal_dim
-from distmega.program.types import Access, Axis, Index, Tensor
+from distmega.program.types import Access, Axis, Index, Op, Tensor
 
 
 def copy(name: str, x: Tensor, into: Tensor | None = None) -> Built:
@@ -159,7 +162,60 @@ def _suffix_products(shape: tuple[int, ...]) -> list[int]:
     return ends[::-1]
 
 
-for _name in ("slice", "reshape", "transpose", "view", "set"):
-    define(OpKind(name=_name, only_copies=True, zero_where=zero_if_all))
-define(OpKind(name="concat", only_copies=True, is_clipped=True, zero_where=zero_if_all))
-define(OpKind(name="expand", only_copies=True))
+def _copy_reference(op: Op, coordinate: Coordinate) -> Callable[..., Any]:
+    """The same elements at the indices of the access maps, row-major."""
+    extents, read, write = op.extents, op.reads[0], op.writes[0]
+    axes = access_axes(read)
+
+    def run(x: Any) -> Any:
+        return _copied(fold_axes(unfold_axes(x, read, extents), axes, write, extents))
+
+    return run
+
+
+def _copied(x: Any) -> Any:
+    """A view in storage of its own, row-major."""
+    return x.new_empty(x.shape).copy_(x)
+
+
+def _view_reference(op: Op, coordinate: Coordinate) -> Callable[..., Any]:
+    """As _copy_reference, in the storage of the operand."""
+    extents, read, write = op.extents, op.reads[0], op.writes[0]
+    axes, ordered = access_axes(read), access_axes(write)
+    shape = [math.prod([extents[n] for n in index.axes]) for index in write.dims]
+    return lambda x: order_axes(unfold_axes(x, read, extents), axes, ordered).view(shape)
+
+
+def _expand_reference(op: Op, coordinate: Coordinate) -> Callable[..., Any]:
+    extents, read = op.extents, op.reads[0]
+    axes, out_axes = access_axes(read), access_axes(op.writes[0])
+    shape = [extents[name] for name in out_axes]
+
+    def run(x: Any) -> Any:
+        seen = order_axes(unfold_axes(x, read, extents), axes, out_axes)
+        return _copied(seen.expand(shape))
+
+    return run
+
+
+def _concat_reference(op: Op, coordinate: Coordinate) -> Callable[..., Any]:
+    dim = int(str(op.attr("dim")))
+
+    def run(*xs: Any) -> Any:
+        shape = list(xs[0].shape)
+        shape[dim] = sum(x.shape[dim] for x in xs)
+        out, start = xs[0].new_empty(shape), 0
+        for x in xs:
+            out.narrow(dim, start, x.shape[dim]).copy_(x)
+            start += x.shape[dim]
+        return out
+
+    return run
+
+
+COPY = OpKind(name="set", only_copies=True, zero_where=zero_if_all, reference=_copy_reference)
+for _name in ("set", "slice", "reshape", "transpose"):
+    define(replace(COPY, name=_name))
+define(replace(COPY, name="view", reference=_view_reference))
+define(replace(COPY, name="concat", is_clipped=True, reference=_concat_reference))
+define(OpKind(name="expand", only_copies=True, reference=_expand_reference))

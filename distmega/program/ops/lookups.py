@@ -3,7 +3,17 @@
 As compute.py: names and tensors in, the Op and the tensors it writes out.
 """
 
-from distmega.program.kinds import OpKind, define, one_a_point, zero_in
+from collections.abc import Callable
+from typing import Any
+
+from distmega.program.kinds import (
+    Coordinate,
+    OpKind,
+    define,
+    local_base,
+    one_a_point,
+    zero_in,
+)
 from distmega.program.ops.parts import (
     Built,
     access,
@@ -13,7 +23,7 @@ from distmega.program.ops.parts import (
     normal_dim,
     require_integers,
 )
-from distmega.program.types import Axis, Tensor
+from distmega.program.types import Axis, Op, Tensor
 
 
 def embedding(name: str, ids: Tensor, table: Tensor) -> Built:
@@ -69,6 +79,41 @@ def topk(name: str, x: Tensor, num_top: int) -> Built:
     return make_op(name, "topk", axes, [access(x, *rows, "u")], writes), (value, chosen)
 
 
-define(OpKind(name="embedding", masks_padding=True, zero_where=zero_in(1)))
-define(OpKind(name="gather"))
-define(OpKind(name="topk", flops=one_a_point))
+def embedding_values(ids: Any, table: Any, base: int | None = None) -> Any:
+    """Rows of table [v, d] at ids [m]; torch raises IndexError for an id outside.
+
+    base: the table holds the ids from there on, and the rows of others are zeros.
+    """
+    if base is None:
+        return table.index_select(0, ids)
+    local = ids - base
+    mine = (local >= 0) & (local < table.shape[0])
+    rows = table.index_select(0, local.clamp(0, table.shape[0] - 1))
+    return rows.masked_fill(~mine.unsqueeze(1), 0)
+
+
+def _embedding_reference(op: Op, coordinate: Coordinate) -> Callable[..., Any]:
+    base = local_base(op, coordinate) if op.get("base_axis", "") else None
+    return lambda ids, table: embedding_values(ids, table, base)
+
+
+def _gather_reference(op: Op, coordinate: Coordinate) -> Callable[..., Any]:
+    dim = int(str(op.attr("dim")))
+    return lambda x, ids: x.gather(dim, ids.long())
+
+
+def _topk_reference(op: Op, coordinate: Coordinate) -> Callable[..., Any]:
+    num_top = op.axis("c").extent
+    return lambda x: tuple(x.topk(num_top, -1))
+
+
+define(
+    OpKind(
+        name="embedding",
+        masks_padding=True,
+        zero_where=zero_in(1),
+        reference=_embedding_reference,
+    )
+)
+define(OpKind(name="gather", reference=_gather_reference))
+define(OpKind(name="topk", flops=one_a_point, reference=_topk_reference))

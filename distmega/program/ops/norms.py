@@ -5,11 +5,20 @@ tensors it writes.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from distmega.program.kinds import OpKind, define, flops_a_result, has_positive_eps
+from distmega.program.kinds import (
+    Coordinate,
+    OpKind,
+    Reference,
+    define,
+    flops_a_result,
+    has_positive_eps,
+    in_fp32,
+)
 from distmega.program.ops.parts import Built, access, axis_names, bad_op, make_op
-from distmega.program.types import Attr, Axis, Tensor
+from distmega.program.types import Attr, Axis, Op, Tensor
 
 
 def rms_norm(name: str, x: Tensor, weight: Tensor, eps: float) -> Built:
@@ -68,6 +77,27 @@ def _row_op(name: str, kind: str, x: Tensor, vectors: Sequence[Tensor], **attrs:
     return make_op(name, kind, axes, reads, [access(out, *rows, "d")], **attrs), (out,)
 
 
+def _norm_reference(normalise: Callable[[Any, float], Any]) -> Reference:
+    """Of a norm that then multiplies by a weight and adds a bias, where the op has them."""
+
+    def bind(op: Op, coordinate: Coordinate) -> Callable[..., Any]:
+        eps = float(str(op.attr("eps")))
+
+        def run(x: Any, row: Any, *vectors: Any) -> Any:
+            out = normalise(x, eps)
+            out = out * vectors[0] if vectors else out
+            return out + vectors[1] if len(vectors) > 1 else out
+
+        return in_fp32(run)(op, coordinate)
+
+    return bind
+
+
+def _centre(x: Any, eps: float) -> Any:
+    around = x - x.mean(-1, keepdim=True)
+    return around * (around.square().mean(-1, keepdim=True) + eps).rsqrt()
+
+
 define(
     OpKind(
         name="rms_norm",
@@ -76,6 +106,9 @@ define(
         zero_where=lambda op, holders, zero: 0 in zero and has_positive_eps(op),
         finite_where=lambda op, zero: has_positive_eps(op),
         flops=flops_a_result(4),
+        reference=_norm_reference(
+            lambda x, eps: x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+        ),
     )
 )
 define(
@@ -85,14 +118,22 @@ define(
         scales_elements=True,
         finite_where=lambda op, zero: has_positive_eps(op),
         flops=flops_a_result(4),
+        reference=_norm_reference(_centre),
     )
 )
-define(OpKind(name="softmax", is_norm=True, flops=flops_a_result(4)))
+define(
+    OpKind(
+        name="softmax",
+        is_norm=True,
+        flops=flops_a_result(4),
+        reference=in_fp32(lambda x, row: x.softmax(-1)),
+    )
+)
 define(
     OpKind(
         name="cumsum",
         flops=flops_a_result(4),
-        reference=lambda op: lambda x, row: x.cumsum(-1),
+        reference=in_fp32(lambda x, row: x.cumsum(-1)),
         torch_row_op="cumsum",
         build=cumsum,
     )
@@ -101,7 +142,7 @@ define(
     OpKind(
         name="cumprod",
         flops=flops_a_result(1),
-        reference=lambda op: lambda x, row: x.cumprod(-1),
+        reference=in_fp32(lambda x, row: x.cumprod(-1)),
         torch_row_op="cumprod",
         build=cumprod,
     )

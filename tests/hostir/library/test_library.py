@@ -17,18 +17,21 @@ from distmega.program.builder import ProgramBuilder
 from distmega.program.kinds import user_kinds
 from distmega.program.ops import attention, lookups, norms, sampling
 from distmega.program.ops import compute as ops
+from distmega.program.ops.attention import append_values
 from distmega.program.types import Access, Axis, Index, Op, Tensor
 from tests.hostir.programs import run_program
 
 
 def declared(name: str, x: torch.Tensor, role: str = "input") -> Tensor:
     """A program tensor of x's shape."""
-    dtype = "i64" if x.dtype == torch.int64 else "f32"
+    dtype = {torch.int64: "i64", torch.bool: "bool"}.get(x.dtype, "f32")
     return Tensor(name=name, shape=tuple(x.shape), dtype=dtype, role=role)
 
 
 def test_every_kind_has_a_function():
-    assert {*user_kinds(), "take_shard", "fused_pointwise", "fused_norm"} == set(library.COMPILERS)
+    assert {*user_kinds(), "take_shard", "fused_pointwise", "fused_norm"} == set(
+        library.library_kinds()
+    )
 
 
 def test_an_unknown_kind_is_named():
@@ -209,11 +212,11 @@ def test_rows_with_caches_of_their_own_are_sequences_on_their_own(window: int):
     at, caches = torch.tensor([6, 0, 3]), torch.randn(2, 3, 2, 8, 4)
     q, x = torch.randn(3, 2, 3, 4), torch.randn(3, 2, 4)
     alone = caches.clone()
-    library.kv_append(caches[0], x, at)
+    append_values(caches[0], x, at)
     found = library.attention(q, caches[0], caches[1], at, 0.3, window)
     for row in range(3):
         here, (keys, values) = at[row : row + 1], alone[:, row]
-        library.kv_append(keys, x[row : row + 1], here)
+        append_values(keys, x[row : row + 1], here)
         one = library.attention(q[row : row + 1], keys, values, here, 0.3, window)
         torch.testing.assert_close(found[row : row + 1], one)
     assert torch.equal(caches, alone)

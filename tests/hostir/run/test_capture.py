@@ -25,6 +25,7 @@ from distmega.hostir.run.graph_breaks import graph_breaks
 from distmega.kernels.library.device_ops import KernelOps
 from distmega.kernels.machines import H200
 from distmega.models.sampling import Sampling
+from distmega.program.ops.lookups import embedding_values
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sources.load import open_model
 
@@ -132,7 +133,7 @@ def test_of_a_decode_step_attention_alone_needs_the_host(batch: int):
 def test_an_embedding_divided_over_ranks_needs_nothing_of_the_host():
     ids, table = torch.zeros(3, dtype=torch.int64, device=META), torch.empty(8, 4, device=META)
     with host_free():
-        library.embedding_shard(ids, table, 8)
+        embedding_values(ids, table, 8)
 
 
 @pytest.mark.parametrize(

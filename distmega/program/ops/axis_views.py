@@ -1,16 +1,14 @@
 """Access maps as torch views: an operand seen with one dim per iteration axis, and results put back
 in tensor dims.
 
-Comes in: a tensor and its Access. Goes out: strided views, no data is copied. ops.py uses them
-for every op whose meaning is "the same point of the iteration space", whatever the order and
-grouping of the dims.
+Comes in: a tensor of torch and its Access. Goes out: strided views, no data is copied. References
+use them for every op whose meaning is "the same point of the iteration space", whatever the order
+and grouping of the dims.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-
-import torch
-from torch import Tensor
+from typing import Any
 
 from distmega.program.types import Access
 
@@ -25,7 +23,7 @@ def is_plain(access: Access) -> bool:
     return all(len(i.axes) == 1 and i.offset == 0 and i.stride == 1 for i in access.dims)
 
 
-def unfold_axes(x: Tensor, access: Access, extents: Mapping[str, int]) -> Tensor:
+def unfold_axes(x: Any, access: Access, extents: Mapping[str, int]) -> Any:
     """View of x with one dim per axis of `access_axes(access)`: slices, selects and splits, never
     copies.
     """
@@ -40,11 +38,11 @@ def unfold_axes(x: Tensor, access: Access, extents: Mapping[str, int]) -> Tensor
             stop = index.offset + index.stride * (span - 1) + 1
             x = x[(slice(None),) * dim + (slice(index.offset, stop, index.stride),)]
         if len(shape) > 1:
-            x = torch.unflatten(x, dim, shape)
+            x = x.unflatten(dim, shape)
     return x
 
 
-def order_axes(x: Tensor, have: Sequence[str], want: Sequence[str]) -> Tensor:
+def order_axes(x: Any, have: Sequence[str], want: Sequence[str]) -> Any:
     """View of x, whose dims are the axes `have`, with dims `want`; axes it lacks get extent 1."""
     if tuple(have) != tuple(want):
         x = x.permute([have.index(name) for name in want if name in have])
@@ -54,7 +52,7 @@ def order_axes(x: Tensor, have: Sequence[str], want: Sequence[str]) -> Tensor:
     return x
 
 
-def fold_axes(x: Tensor, have: Sequence[str], write: Access, extents: Mapping[str, int]) -> Tensor:
+def fold_axes(x: Any, have: Sequence[str], write: Access, extents: Mapping[str, int]) -> Any:
     """x, whose dims are the axes `have`, in the dims of the written tensor; a view where torch
     allows it.
     """
