@@ -16,7 +16,7 @@ from distmega.compiled import CompiledProgram
 from distmega.errors import CaptureError, RequestError
 from distmega.program.types import Program
 from distmega.torch_import.decoders import HfDecoder, make_model, open_decoder
-from distmega.torch_import.hf_attention import proved_window
+from distmega.torch_import.hf_attention import StepRows, capturing, proved_window, seen_rows
 from tests.hostir.threads import ThreadCommunicator, Wires
 from tests.torch_import.families import FAMILIES, VOCAB
 from tests.torch_import.more_families import MORE_FAMILIES
@@ -203,6 +203,26 @@ def test_attention_over_caches_is_the_op_that_kernels_know():
     assert {op.attr("softcap") for op in found} == {decoder.config.attn_logit_softcapping}
     assert {op.reads[1].tensor for op in found} == {f"layers.{n}.k_cache" for n in range(3)}
     assert not [op for op in program.ops if op.kind in ("attend", "set", "softmax", "gather")]
+
+
+def test_masks_by_which_rows_see_the_same_are_one():
+    rows = StepRows(positions=torch.tensor([5]), max_context=16)
+    functions = [lambda b, h, q, k, w=w: (k <= q) & (k > q - w) for w in (16, 4, 40, 4)]
+    with capturing(rows):
+        masks = [seen_rows(mask_function=function) for function in functions]
+    assert masks[0] is not masks[1]
+    assert [mask is masks[i % 2] for i, mask in enumerate(masks)] == [True] * 4
+    assert [window for _, window in rows.causal] == [0, 4]
+
+
+@pytest.mark.nightly
+def test_layers_with_a_window_beyond_the_context_do_as_those_without():
+    config = family_config("gemma2")
+    config.num_hidden_layers, config.layer_types = 2, ["sliding_attention", "full_attention"]
+    config.sliding_window = 2 * CONTEXT
+    program = open_decoder(config).build(1, CONTEXT)
+    found = [op.attr("window") for op in program.ops if op.kind == "attention"]
+    assert found == [0, 0]
 
 
 def test_a_mask_is_causal_only_if_it_is_for_every_pair():
