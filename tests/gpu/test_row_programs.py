@@ -64,3 +64,10 @@ def test_one_launch_is_as_exact_as_torch(name):
 @pytest.mark.parametrize("softcap", [0.0, 0.5])
 def test_a_decoder_with_norms_of_all_heads_together(softcap):
     check(attending(softcap=softcap))
+
+
+@pytest.mark.parametrize(
+    ("dim", "heads", "group"), [(136, 2, 1), (192, 1, 2), (200, 1, 7), (256, 1, 8), (256, 2, 2)]
+)
+def test_a_decoder_with_wide_heads(dim, heads, group):
+    check(attending(dim=dim, heads=heads, group=group, window=40, softcap=0.5 * (group == 2)))

@@ -42,6 +42,7 @@ from distmega.kernels.hopper.ptx.device import (
     keep,
 )
 from distmega.kernels.hopper.ptx.shapes import (
+    PART_COLUMNS,
     PARTIAL_EXTRA,
     PER_THREAD,
     THREADS,
@@ -49,6 +50,7 @@ from distmega.kernels.hopper.ptx.shapes import (
     head_rows,
     is_padded,
     num_halves,
+    num_parts,
     padded_half,
 )
 from distmega.kernels.hopper.ptx.spins import spin_rows
@@ -57,6 +59,8 @@ from distmega.kernels.hopper.ptx.spins import spin_rows
 @constexpr_function
 def columns_a_thread(head_dim: int, num_queries: int) -> int:
     """Of either half of a row; of 8 rows, one a warp, where queries, key and value are no more."""
+    if head_dim > 128:
+        return 4
     return 2 if num_queries <= 6 or head_dim <= 64 else 4
 
 
@@ -179,22 +183,22 @@ def aim_partial(words, split, D: gl.constexpr):
 
 
 @gluon.jit
-def write_partial(
-    words, symmetric, aims, o0, o1, o2, o3, m, l, flag, D: gl.constexpr, G: gl.constexpr
-):
+def write_partial(words, symmetric, aims, outputs, m, l, flag, D: gl.constexpr, G: gl.constexpr):
     """Outputs, maxima and sums of a split, as add_values leaves them in threads."""
     thread = gl.arange(0, THREADS, layout=PER_THREAD)
     query = thread % 4 * 2
     step = words[MAX_SPLITS] * (D + PARTIAL_EXTRA)
-    at = symmetric + aims[0]
-    inside = (query < G) & (thread // 32 * 16 < D)
-    right = inside if D % 16 == 0 else inside & (thread // 32 * 16 + 8 < D)
-    gl.store(at, flagged_float(o0, flag), mask=inside)
-    gl.store(at + 8, flagged_float(o2, flag), mask=right)
-    inside = (query + 1 < G) & (thread // 32 * 16 < D)
-    right = inside if D % 16 == 0 else inside & (thread // 32 * 16 + 8 < D)
-    gl.store(at + step, flagged_float(o1, flag), mask=inside)
-    gl.store(at + step + 8, flagged_float(o3, flag), mask=right)
+    for part in gl.static_range(num_parts(D)):
+        at = symmetric + aims[0] + part * PART_COLUMNS
+        column = thread // 32 * 16 + part * PART_COLUMNS
+        inside = (query < G) & (column < D)
+        right = inside if D % 16 == 0 else inside & (column + 8 < D)
+        gl.store(at, flagged_float(outputs[4 * part], flag), mask=inside)
+        gl.store(at + 8, flagged_float(outputs[4 * part + 2], flag), mask=right)
+        inside = (query + 1 < G) & (column < D)
+        right = inside if D % 16 == 0 else inside & (column + 8 < D)
+        gl.store(at + step, flagged_float(outputs[4 * part + 1], flag), mask=inside)
+        gl.store(at + step + 8, flagged_float(outputs[4 * part + 3], flag), mask=right)
     at = symmetric + aims[1]
     inside = (thread < 4 * G) & (query == 0)
     gl.store(at, flagged_float(m, flag), mask=inside)
@@ -253,7 +257,7 @@ def attention_task(
         is_last = keep(((last - block) % active == 0).to(gl.int32))
         row = gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(1, PAIR)), 1)
         column = gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, PAIR)), 0)
-        aims = aim_block(ring, G)
+        aims = aim_block(ring, G, HALVES)
         row_aims = aim_rows(
             ring,
             it + (num_blocks - 1) * (2 * HALVES),
@@ -280,11 +284,11 @@ def attention_task(
         a = a.to(gl.bfloat16)
         b = b.to(gl.bfloat16)
         stage_queries(row_aims, a, b, SIZE, D)
-        o0 = gl.zeros([THREADS], gl.float32, layout=PER_THREAD)
-        o1 = o0
-        o2 = o0
-        o3 = o0
-        l = o0
+        zero = gl.zeros([THREADS], gl.float32, layout=PER_THREAD)
+        outputs = (zero, zero, zero, zero)
+        if num_parts(D) == 2:
+            outputs = outputs + outputs
+        l = zero
         m = gl.full([THREADS], float("-inf"), gl.float32, layout=PER_THREAD)
         for i in range(num_blocks):
             number = keep(i)  # unknown to the compiler, which would copy the loop for the first
@@ -299,8 +303,8 @@ def attention_task(
                 SOFTCAP,
             )  # fmt: skip
             cta_barrier()
-            o0, o1, o2, o3, m, l = add_values(
-                ring, aims, turn, value_slot, value_phase, o0, o1, o2, o3, m, l, HALVES, STAGES
+            outputs, m, l = add_values(
+                ring, aims, turn, value_slot, value_phase, outputs, m, l, HALVES, STAGES
             )
             it += HALVES
             slot = it % STAGES
@@ -312,7 +316,7 @@ def attention_task(
         it -= HALVES
         if TRACE:
             gl.store(stamps + 2, clock())
-        write_partial(words, symmetric, partial_aims, o0, o1, o2, o3, m, l, flag, D, G)
+        write_partial(words, symmetric, partial_aims, outputs, m, l, flag, D, G)
         if is_last != 0:
             append_position(words, cache, position, a, b, D, G)
             fence_all()

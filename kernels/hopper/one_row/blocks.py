@@ -4,21 +4,25 @@ In: queries, the new key and value, keys and values in the ring. Out: outputs of
 and sums, in registers. Each warp scores 16 positions, keys being the left operand of m16n8k16 and
 up to eight queries the columns of the right one; it leaves weights, relative to its own maximum,
 and that and their sum in shared memory. After a barrier each warp adds up 16 columns of the values
-over all 128 positions, so that no sums over warps are needed. All else is found before q, k and v
+over all 128 positions, and 16 more of heads of more than 128 elements, so that no sums over warps
+are needed. All else is found before q, k and v
 are waited for. Next on the walk: attention.py.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from distmega.kernels.hopper.ptx import blocks as block_ptx
 from distmega.kernels.hopper.ptx.blocks import (
     aim_asm,
     insert_asm,
+    num_outputs,
+    query_bytes,
     row_operands,
     score_asm,
     stage_asm,
     value_asm,
+    value_operands,
+    value_types,
 )
 from distmega.kernels.hopper.ptx.shapes import (
     PER_THREAD,
@@ -29,8 +33,6 @@ from distmega.kernels.hopper.ptx.shapes import (
     num_halves,
     padded_half,
 )
-
-QUERY_BYTES = gl.constexpr(block_ptx.QUERY_BYTES)
 
 
 @gluon.jit
@@ -43,7 +45,7 @@ def keep_all(value):
 
 
 @gluon.jit
-def aim_block(ring, G: gl.constexpr):
+def aim_block(ring, G: gl.constexpr, HALVES: gl.constexpr):
     """For each thread, addresses of: its part of its query; its row of keys in the ring's first
     slot; where the first block's weights of its lane begin, and where its warp's go; where its
     warp's maxima and sums go, and where those of its query begin; its row of values in the first
@@ -54,7 +56,7 @@ def aim_block(ring, G: gl.constexpr):
     bufs, _, _, xs, _, _ = ring
     # one impure block: else addresses are computed where they are used, behind the polls
     return gl.inline_asm_elementwise(
-        aim_asm(),
+        aim_asm(HALVES),
         "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r",
         [bufs + gl.full([THREADS], 0, gl.int32, layout=PER_THREAD), xs, G - 1],
         dtype=(
@@ -92,36 +94,36 @@ def score_block(
 
 @gluon.jit
 def add_values(
-    ring, aims, turn, slot, phase, o0, o1, o2, o3, m, l, HALVES: gl.constexpr,
-    STAGES: gl.constexpr,
-):  # fmt: skip
+    ring, aims, turn, slot, phase, outputs, m, l, HALVES: gl.constexpr, STAGES: gl.constexpr
+):
     """Adds the weighted values of a block to the outputs; the ring's tiles from `slot` on are free
     then. Comes after a barrier behind score_block; none is needed behind it, since the next block's
     weights go elsewhere, and those of the one after that come a barrier later.
 
-    Thread (4 r + c) of a warp: o0 to o3 of its columns r, r, r + 8, r + 8 and queries 2 c, 2 c + 1,
-    2 c, 2 c + 1; m, l of query r.
+    Thread (4 r + c) of a warp: outputs of its columns r, r, r + 8, r + 8 and queries 2 c, 2 c + 1,
+    2 c, 2 c + 1, then of the columns 128 later, if there are any; m, l of query r.
     """
     _, ready, free, _, _, _ = ring
     _, _, weights, _, _, sums, values, _ = aims
     # as score_block; what comes in and goes out stays in the same registers from block to block
-    return gl.inline_asm_elementwise(
+    NUM: gl.constexpr = num_outputs(HALVES)
+    others = (m, l, ready, free, weights, sums, values, turn, slot, phase)
+    found = gl.inline_asm_elementwise(
         value_asm(HALVES, STAGES),
-        "=&f,=&f,=&f,=&f,=&f,=&f,f,f,f,f,f,f" + ",r" * 8,
-        [
-            o0, o1, o2, o3, m, l, ready, free, weights, sums, values, turn, slot, phase,
-        ],
-        dtype=(gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32),
+        value_operands(HALVES),
+        outputs + others,
+        dtype=value_types(HALVES),
         is_pure=False,
         pack=1,
-    )  # fmt: skip
+    )
+    return found[0:NUM], found[NUM], found[NUM + 1]
 
 
 @gluon.jit
-def query_address(xs, row, column):
+def query_address(xs, row, column, HALVES: gl.constexpr):
     """Where a column of a query lies; see ptx/blocks.py."""
     pair = column % 64 // 2
-    return xs + row * QUERY_BYTES + column // 64 * 128 + pair % 4 * 32 + pair // 4 * 4
+    return xs + row * query_bytes(HALVES) + column // 64 * 128 + pair % 4 * 32 + pair // 4 * 4
 
 
 @gluon.jit
@@ -152,15 +154,18 @@ def aim_rows(
         is_zero = column >= half
         second_column = column + gl.where(is_zero, padded_half(D), half)
         column += gl.where(is_zero, half, 0)
-        queries2 = gl.where(row < G, query_address(xs, row, second_column), -1)
+        queries2 = gl.where(row < G, query_address(xs, row, second_column, HALVES), -1)
         second = first + second_column // 64
         is_new = is_new & (column < half)
         inside1 = offset_in_tile(line, second_column % 64)
     else:
-        second = first + HALVES - 1
+        second = first + HALVES // 2
         inside1 = offset_in_tile(line, column)
+        if HALVES > 2:
+            second += column // 64
+            inside1 = offset_in_tile(line, column % 64)
         queries2 = column
-    queries = gl.where(row < G, query_address(xs, row, column), -1)
+    queries = gl.where(row < G, query_address(xs, row, column, HALVES), -1)
     to0 = bufs + (first + column // 64) % STAGES * TILE_BYTES + offset_in_tile(line, column % 64)
     to0 = gl.where(is_new, to0, -1)
     to1 = bufs + second % STAGES * TILE_BYTES + inside1

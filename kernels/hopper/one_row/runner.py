@@ -25,6 +25,8 @@ from distmega.kernels.hopper.plan.types import (
     RowFormulas,
     RowQueues,
     WeightMatrix,
+    num_stages,
+    padded_tiles_k,
 )
 from distmega.kernels.hopper.plan.words import (
     GREEDY,
@@ -35,14 +37,12 @@ from distmega.kernels.hopper.plan.words import (
     NO_CHOICE,
     SAMPLED,
     SEARCHED,
-    STAGE_CHUNKS,
     STAMPS,
     STATE_POSITION,
     STATE_SAMPLING,
     STATE_SEED,
     STATE_TOKEN,
     STATE_WORDS,
-    TILE_BYTES,
     UNIT_ROWS,
     WORDS,
     RowLinear,
@@ -60,7 +60,6 @@ from distmega.kernels.tasks.fuse import FusedSample
 from distmega.program.types import Program
 from distmega.trace_file import Span
 
-SHARED_BYTES = 227 * 1024
 LOG2_E = 1.4426950408889634
 MAX_STEPS = 4096
 LOADS_AHEAD = 3
@@ -71,18 +70,6 @@ CACHE_ROWS = 128
 """Of what stands for the cache where there is none: a block."""
 MIN_BLOCKS = 1
 """Blocks of 128 cached positions that a split has at least, where a context is split."""
-
-
-def padded_tiles_k(max_tiles_k: int) -> int:
-    """Chunks of x that shared memory has room for: whole polls, and at least twice what attention
-    needs there (ptx/blocks.py).
-    """
-    return max(8, -(-max_tiles_k // STAGE_CHUNKS) * STAGE_CHUNKS)
-
-
-def num_stages(max_tiles_k: int) -> int:
-    """Ring slots that fit beside x, the reduction buffers and what the compiler needs."""
-    return (SHARED_BYTES - 2048 * max_tiles_k - 3072) // TILE_BYTES
 
 
 CHOICES = {"given": SAMPLED, "candidates": LIMITED, "all": SEARCHED}

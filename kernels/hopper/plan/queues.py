@@ -43,6 +43,8 @@ from distmega.kernels.hopper.plan.types import (
     RowFormula,
     RowQueues,
     WeightMatrix,
+    num_stages,
+    padded_tiles_k,
     unfit,
 )
 from distmega.kernels.hopper.plan.words import (
@@ -67,6 +69,7 @@ from distmega.kernels.hopper.plan.words import (
     SAMPLE_CHUNK,
     SEARCH_CHUNKS,
     STAGE_CHUNKS,
+    TILE_K,
     UNIT_ROWS,
     VECTOR_MULTIPLE,
     Instruction,
@@ -133,12 +136,21 @@ def build_queues(
         queues = _Builder(
             segment, fused, weights, states, placed, sms, team_rank, mode, copies
         ).build()
+        _require_slots(queues)
         if not queues.token and find_late_start(queues):
             queues = add_starts(queues)
         hazard = find_hazard(queues) or find_wrong_slot(queues)
         if not hazard:
             return queues
     raise unfit(f"a segment where {hazard}")
+
+
+def _require_slots(queues: RowQueues) -> None:
+    """UnsupportedError unless a block of keys and values fits into the ring."""
+    stages = num_stages(padded_tiles_k(queues.max_tiles_k))
+    if queues.attention and stages < queues.attention.block_slots:
+        dim, length = queues.attention.head_dim, TILE_K * queues.max_tiles_k
+        raise unfit(f"heads of {dim} beside a row of {length} elements in an SM's memory")
 
 
 def _ways(fused: Sequence[Fused], placed: Weights, num_sms: int) -> Iterator[tuple[int, int]]:

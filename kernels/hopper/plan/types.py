@@ -11,6 +11,9 @@ from distmega.errors import UnsupportedError
 from distmega.kernels.hopper.plan.words import (
     SLICE_K,
     SLICES,
+    STAGE_CHUNKS,
+    TILE_BYTES,
+    TILE_K,
     UNIT_ROWS,
     Instruction,
     RowBarrier,
@@ -21,7 +24,7 @@ from distmega.program.expr import Expr
 
 HEAD_DIMS = (64, 128)
 """Elements of a head, where there are several rows."""
-ROW_HEAD_DIMS = range(8, 129, 8)
+ROW_HEAD_DIMS = range(8, 257, 8)
 """Elements of a head of one row."""
 ROW_MULTIPLE = 8
 """Of the elements of a row of weights: 16 bytes, as the copy engine steps."""
@@ -32,6 +35,20 @@ MAX_MATRICES = 3
 ROW_MATRICES = 6
 """Likewise of one row."""
 ITEM_BYTES = 2
+SHARED_BYTES = 227 * 1024
+"""Of an SM."""
+
+
+def padded_tiles_k(max_tiles_k: int) -> int:
+    """Chunks of x that shared memory has room for: whole polls, and more than attention needs there
+    (ptx/blocks.py).
+    """
+    return max(8, -(-max_tiles_k // STAGE_CHUNKS) * STAGE_CHUNKS)
+
+
+def num_stages(max_tiles_k: int) -> int:
+    """Ring slots that fit beside x, the reduction buffers and what the compiler needs."""
+    return (SHARED_BYTES - ITEM_BYTES * TILE_K * max_tiles_k - 3072) // TILE_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +120,11 @@ class AttentionShape(QueryGroups):
     scale: float
     apart: bool = False
     softcap: float = 0.0
+
+    @property
+    def block_slots(self) -> int:
+        """Ring slots of a block's keys and values, which are there together."""
+        return 2 * -(-self.head_dim // SLICE_K)
 
 
 NO_ATTENTION = AttentionShape(

@@ -1,12 +1,13 @@
 """The PTX of attention on a block of 128 cached positions; one_row/blocks.py says who does what.
 
-Shared memory, from the queries on: 8 queries [2 slices, 4, 8] pairs of columns, a lane's eight
-together; weights of two blocks in turn [8 warps, 32 lanes, 2] pairs of positions, each two the
-right operand of a product; of two blocks in turn [8 warps, 8 queries], maximum and sum, f32. Of a
-ring slot, rows are positions of 128 bytes, whose parts of 16 are swizzled. Next on the walk:
+Shared memory, from the queries on: 8 queries [2 slices, or 4, 4, 8] pairs of columns, a lane's
+eight together; weights of two blocks in turn [8 warps, 32 lanes, 2] pairs of positions, each two
+the right operand of a product; of two blocks in turn [8 warps, 8 queries], maximum and sum, f32. Of
+a ring slot, rows are positions of 128 bytes, whose parts of 16 are swizzled. Next on the walk:
 one_row/blocks.py.
 """
 
+from triton.experimental.gluon import language as gl
 from triton.runtime.jit import constexpr_function
 
 from distmega.kernels.hopper.plan.words import TILE_BYTES
@@ -19,13 +20,10 @@ from distmega.kernels.hopper.ptx.pieces import (
     zeros,
 )
 
-QUERY_BYTES = 256
-WEIGHTS = 8 * QUERY_BYTES
 WEIGHTS_BYTES = 2048
-SUMS = WEIGHTS + 2 * WEIGHTS_BYTES
 SUMS_BYTES = 512
 POSITIONS = 128
-FAR = {64: 16, 128: 128}
+FAR = {64: 16, 128: 128, 256: 256}
 """Bytes from a column of the first half of a query to that of the second, by head dim."""
 LOG2_E = 1.4426950408889634
 LOWEST = "0fFF800000"
@@ -33,7 +31,31 @@ LOWEST = "0fFF800000"
 
 
 @constexpr_function
-def aim_asm() -> str:
+def query_bytes(halves: int) -> int:
+    """From a query to the next."""
+    return 256 if halves <= 2 else 512
+
+
+@constexpr_function
+def weights_at(halves: int) -> int:
+    """Bytes from the queries to the weights of the first block."""
+    return 8 * query_bytes(halves)
+
+
+@constexpr_function
+def sums_at(halves: int) -> int:
+    """Bytes from the queries to the maxima and sums of the first block."""
+    return weights_at(halves) + 2 * WEIGHTS_BYTES
+
+
+@constexpr_function
+def block_bytes(halves: int) -> int:
+    """Of all that attention has there."""
+    return sums_at(halves) + 2 * SUMS_BYTES
+
+
+@constexpr_function
+def aim_asm(halves: int) -> str:
     """See blocks.aim_block. Operands 8: the ring, 9: queries, 10: number of the last query.
 
     Lanes of rows past the last query take the last again, so that none reads what is not there. $0
@@ -48,7 +70,7 @@ def aim_asm() -> str:
         and.b32 lane, lane, 31;
         shr.u32 row, lane, 2;
         min.u32 at, row, $10;
-        mad.lo.u32 $0, at, {QUERY_BYTES}, $9;
+        mad.lo.u32 $0, at, {query_bytes(halves)}, $9;
         and.b32 at, lane, 3;
         mad.lo.u32 $0, at, 32, $0;
         mad.lo.u32 $1, warp, 2048, $8;
@@ -59,13 +81,13 @@ def aim_asm() -> str:
         xor.b32 part, part, at;
         mad.lo.u32 $1, part, 16, $1;
         mad.lo.u32 $2, lane, 8, $9;
-        add.u32 $2, $2, {WEIGHTS};
+        add.u32 $2, $2, {weights_at(halves)};
         mad.lo.u32 $3, warp, 256, $2;
         mad.lo.u32 $4, warp, 64, $9;
         mad.lo.u32 $4, lane, 16, $4;
-        add.u32 $4, $4, {SUMS};
+        add.u32 $4, $4, {sums_at(halves)};
         mad.lo.u32 $5, row, 8, $9;
-        add.u32 $5, $5, {SUMS};
+        add.u32 $5, $5, {sums_at(halves)};
         mad.lo.u32 $7, warp, 16, row;
         shr.u32 part, lane, 4;
         mad.lo.u32 part, part, 8, at;
@@ -82,15 +104,23 @@ def aim_asm() -> str:
 
 
 @constexpr_function
+def query_lines(half: int) -> list[str]:
+    """A lane's part of 64 columns of its query: eight of the registers q0 to q15."""
+    return [
+        f"ld.shared.v4.b32 {{{registers('q', half % 2 * 8 + 4 * i, 4)}}}, "
+        f"[$QUERY+{128 * half + 16 * i}];"
+        for i in (0, 1)
+    ]
+
+
+@constexpr_function
 def key_lines(halves: int, stages: int) -> list[str]:
     """Scores of a warp's 16 positions, keys as the left operand: c0 to c3."""
     # queries first: they lie in shared memory already, while keys may still be on their way
-    lines = [
-        f"ld.shared.v4.b32 {{{registers('q', 4 * i, 4)}}}, [$QUERY+{128 * (i // 2) + i % 2 * 16}];"
-        for i in range(2 * halves)
-    ]
+    lines = [line for half in range(min(halves, 2)) for line in query_lines(half)]
     for half in range(halves):
         lines += [
+            *(query_lines(half) if half > 1 else []),
             *(next_slot(stages) if half else []),
             "mad.lo.u32 bar, slot, 8, $READY;",
             *wait(f"WAIT{half}", "bar", "phase"),
@@ -103,7 +133,7 @@ def key_lines(halves: int, stages: int) -> list[str]:
                 multiply(
                     registers("cd"[step % 2], 0, 4),
                     registers("k", 0, 4),
-                    registers("q", 8 * half + 2 * step, 2),
+                    registers("q", half % 2 * 8 + 2 * step, 2),
                 ),
             ]
         lines += [
@@ -234,16 +264,73 @@ def factor_lines() -> list[str]:
 
 
 @constexpr_function
-def value_asm(halves: int, stages: int) -> str:
-    """See blocks.add_values. Operands 0 to 5: outputs, maximum, sum.
+def num_outputs(halves: int) -> int:
+    """Of a thread: four of each 128 columns."""
+    return 4 * -(-halves // 2)
 
-    Every warp frees the tiles of both halves, though it reads one at most and waits for that alone.
-    It is not early: before the barrier in front, all warps freed whatever was in those slots, so
-    that a warp arrives once in a phase.
+
+@constexpr_function
+def value_operands(halves: int) -> str:
+    """Constraints of value_asm: outputs, maximum and sum, out and in; what it reads besides."""
+    num = num_outputs(halves) + 2
+    return ",".join(["=&f"] * num + ["f"] * num + ["r"] * 8)
+
+
+@constexpr_function
+def value_types(halves: int) -> tuple[gl.dtype, ...]:
+    """Results of value_asm."""
+    return (gl.float32,) * (num_outputs(halves) + 2)
+
+
+@constexpr_function
+def part_lines(part: int, halves: int, stages: int) -> list[str]:
+    """Adds weighted values of a warp's 16 of 128 columns to c0 to c3 and d0 to d3: the lower warps
+    have the first 64, the upper ones the others, in the slot behind, if there is one. slot is that
+    of the part's first tile before, the warp's own afterwards.
     """
+    number = str(part or "")
+    lines = [
+        *(["@upper bra.uni FREE;"] if 2 * part + 1 == halves else []),
+        # the upper warps' slot stays ahead from part to part
+        *(["@!upper bra.uni LOAD;", *next_slot(stages)] if part == 0 and halves > 1 else []),
+        f"LOAD{number}:",
+        "mad.lo.u32 bar, slot, 8, $READY;",
+        *wait(f"WAIT{number}", "bar", "phase"),
+        f"mad.lo.u32 tile, slot, {TILE_BYTES}, $VALUES;",
+    ]
+    for step in range(8):
+        row = f"[tile+{2048 * step}]"
+        lines += [
+            f"ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {{v0, v1, v2, v3}}, {row};",
+            multiply(
+                registers("cd"[step % 2], 0, 4), registers("v", 0, 4), registers("b", 2 * step, 2)
+            ),
+        ]
+    return lines
+
+
+@constexpr_function
+def sum_lines(part: int) -> list[str]:
+    """The part's outputs: those before, times alpha, and what it adds."""
+    lines = []
+    for i in range(4):
+        out = 4 * part + i
+        lines += [f"add.f32 c{i}, c{i}, d{i};", f"fma.rn.f32 ${out}, $IN{out}, a{i % 2}, c{i};"]
+    return lines
+
+
+@constexpr_function
+def value_asm(halves: int, stages: int) -> str:
+    """See blocks.add_values. The first operands: outputs, maximum, sum.
+
+    Every warp frees the tiles of all halves, though it reads some at most and waits for those
+    alone. It is not early: before the barrier in front, all warps freed whatever was in those
+    slots, so that a warp arrives once in a phase.
+    """
+    num = num_outputs(halves)
     operands = (
-        "IN0", "IN1", "IN2", "IN3", "M", "L", "READY", "FREE", "WEIGHTS", "SUMS", "VALUES", "TURN",
-        "SLOT", "PHASE",
+        *(f"IN{i}" for i in range(num)), "M", "L", "READY", "FREE", "WEIGHTS", "SUMS", "VALUES",
+        "TURN", "SLOT", "PHASE",
     )  # fmt: skip
     lines = [
         ".reg .pred p, one, upper;",
@@ -262,25 +349,11 @@ def value_asm(halves: int, stages: int) -> str:
         "shfl.sync.idx.b32 a1, alpha, at, 31, 0xffffffff;",
         "mov.u32 slot, $SLOT;",
         "mov.u32 phase, $PHASE;",
-        # the upper warps have the second half of the columns, if there is one
-        *(
-            ["@upper bra.uni FREE;"]
-            if halves == 1
-            else ["@!upper bra.uni LOAD;", *next_slot(stages)]
-        ),
-        "LOAD:",
-        "mad.lo.u32 bar, slot, 8, $READY;",
-        *wait("WAIT", "bar", "phase"),
-        f"mad.lo.u32 tile, slot, {TILE_BYTES}, $VALUES;",
     ]
-    for step in range(8):
-        row = f"[tile+{2048 * step}]"
-        lines += [
-            f"ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {{v0, v1, v2, v3}}, {row};",
-            multiply(
-                registers("cd"[step % 2], 0, 4), registers("v", 0, 4), registers("b", 2 * step, 2)
-            ),
-        ]
+    for part in range(num // 4):
+        if part:
+            lines += [*sum_lines(part - 1), *zeros("cd"), *next_slot(stages), *next_slot(stages)]
+        lines += part_lines(part, halves, stages)
     lines += ["FREE:", "mov.u32 slot, $SLOT;"]
     for half in range(halves):
         lines += [
@@ -288,10 +361,8 @@ def value_asm(halves: int, stages: int) -> str:
             "mad.lo.u32 bar, slot, 8, $FREE;",
             "@one mbarrier.arrive.shared::cta.b64 _, [bar];",
         ]
-    for i in range(4):
-        lines += [f"add.f32 c{i}, c{i}, d{i};", f"fma.rn.f32 ${i}, $IN{i}, a{i % 2}, c{i};"]
-    lines += ["mov.f32 $4, high;", "mov.f32 $5, sum;"]
-    text: str = number_operands(lines, operands, 6)
+    lines += [*sum_lines(num // 4 - 1), f"mov.f32 ${num}, high;", f"mov.f32 ${num + 1}, sum;"]
+    text: str = number_operands(lines, operands, num + 2)
     return text
 
 

@@ -64,6 +64,8 @@ PAIR_OUT = gl.constexpr(gl.BlockedLayout([1, 1], [1, 32], [8, 1], [1, 0]))
 """[8 queries, 32 pairs]."""
 FOUR_SPLITS = gl.constexpr(gl.BlockedLayout([1, 1], [4, 8], [1, 8], [1, 0]))
 """[4 fours of splits, pairs of columns]: the fours of a pair in one warp."""
+PART_COLUMNS = gl.constexpr(128)
+"""Columns of a head that eight warps have, 16 each."""
 WARP_SUM = gl.constexpr(gl.BlockedLayout([8, 1, 2], [1, 1, 32], [1, 8, 1], [2, 1, 0]))
 """[8 warps, 8 queries, 64]: each thread sums two columns over all warps."""
 
@@ -75,19 +77,25 @@ def num_halves(head_dim: int) -> int:
 
 
 @constexpr_function
+def num_parts(head_dim: int) -> int:
+    """Times that eight warps have 16 columns each of a head's outputs."""
+    return -(-head_dim // PART_COLUMNS.value)
+
+
+@constexpr_function
 def padded_half(head_dim: int) -> int:
     """Columns that threads hold of either half of a head: a power of two, zeros past the last."""
-    return 32 if head_dim <= 64 else 64
+    return 32 if head_dim <= 64 else 64 if head_dim <= 128 else 128
 
 
 @constexpr_function
 def is_padded(head_dim: int) -> bool:
     """Whether there are such zeros."""
-    return head_dim not in (64, 128)
+    return head_dim not in (64, 128, 256)
 
 
 @constexpr_function
 def head_rows(columns: int, size: int) -> gl.BlockedLayout:
-    """[16, columns] with `size` consecutive columns a thread and each row inside one warp."""
+    """[8 or 16, columns] with `size` consecutive columns a thread and each row inside one warp."""
     lanes = min(columns // size, 32)
     return gl.BlockedLayout([1, size], [32 // lanes, lanes], [8, 1], [1, 0])

@@ -10,11 +10,16 @@ MOST_ERROR = 0.015
 """Of what is rounded to bf16 between ops."""
 
 
-@pytest.mark.parametrize("name", [*PROGRAMS, "attending", "capped"])
+ATTENDING = {
+    "attending": {}, "capped": {"softcap": 0.5},
+    "wide": {"heads": 1, "dim": 136, "group": 2, "window": 40},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*PROGRAMS, *ATTENDING])
 def test_rows_are_what_torch_gives(name):
     """Two calls, of other rows; the second one's states go on."""
-    softcap = 0.5 if name == "capped" else 0.0
-    program = PROGRAMS[name](1) if name in PROGRAMS else attending(layers=1, softcap=softcap)
+    program = PROGRAMS[name](1) if name in PROGRAMS else attending(layers=1, **ATTENDING[name])
     values = random_values(program)
     given = [one.name for one in program.with_role("input")]
     inputs = [{n: values[n] for n in given}]

@@ -204,7 +204,8 @@ def test_the_last_part_of_a_group_overlaps_the_one_before():
 @pytest.mark.parametrize(
     ("changes", "found"),
     [
-        ({"head_dim": 136}, "heads of 136"),
+        ({"head_dim": 264}, "heads of 264"),
+        ({"head_dim": 256, "ffn": 51200}, "heads of 256 beside a row of 51200"),
         ({"ffn": 8196}, "rows of"),
     ],
 )

@@ -6,13 +6,14 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from distmega.kernels.hopper.one_row.runner import padded_tiles_k
+from distmega.kernels.hopper.plan.types import padded_tiles_k
 from distmega.kernels.hopper.plan.words import TILE_BYTES
 from distmega.kernels.hopper.ptx.blocks import (
-    SUMS,
-    SUMS_BYTES,
     aim_asm,
+    block_bytes,
     insert_asm,
+    num_outputs,
+    query_bytes,
     score_asm,
     stage_asm,
     value_asm,
@@ -130,19 +131,25 @@ class Attention:
     owed: tuple[int, ...] = ()
     softcap: float = 0.0
     shared: np.ndarray = field(default_factory=lambda: np.full(QUERIES + 16384, NAN, np.uint8))
-    outputs: np.ndarray = field(default_factory=lambda: np.zeros((6, WARPS, LANES), np.float32))
     arrivals: Counter[int] = field(default_factory=Counter)
+    outputs: np.ndarray = field(init=False)
+    """What add_values gives: outputs, maxima, sums."""
+
+    def __post_init__(self) -> None:
+        self.outputs = np.zeros((num_outputs(self.halves) + 2, WARPS, LANES), np.float32)
+        self.outputs[-2] = -np.inf
 
     def aim(self, warp: Warp) -> list[np.ndarray]:
         given = {8: lanes(0), 9: lanes(QUERIES), 10: lanes(self.group - 1)}
-        out = warp.run(aim_asm(), given)
+        out = warp.run(aim_asm(self.halves), given)
         return [out[f"${i}"] for i in range(8)]
 
     def stage(self, q: np.ndarray) -> None:
         """Queries [group, d] into shared memory, as stage_asm writes them."""
         for query, row in enumerate(bf16_bits(q).astype(np.uint16)):
             for pair, bits in enumerate(row.reshape(-1, 2)):
-                at = QUERIES + query * 256 + pair // 32 * 128 + pair % 4 * 32 + pair % 32 // 4 * 4
+                at = QUERIES + query * query_bytes(self.halves) + pair // 32 * 128
+                at += pair % 4 * 32 + pair % 32 // 4 * 4
                 self.shared[at : at + 4] = bits.view(np.uint8)
 
     def load(self, rows: np.ndarray) -> None:
@@ -187,10 +194,11 @@ class Attention:
     def add(self, number: int, place: tuple[int, ...]) -> None:
         warp = Warp(number, self.shared, arrivals=self.arrivals)
         _, _, weights, _, _, sums, values, _ = self.aim(warp)
-        given = dict(enumerate(self.outputs[:, number].view(np.uint32), 6))
-        given |= dict(enumerate((weights, sums, values, *map(lanes, place)), 14))
-        out = warp.run(value_asm(self.halves, 12), {**given, 12: lanes(BARS), 13: lanes(BARS + 96)})
-        self.outputs[:, number] = [out[f"${i}"].view(np.float32) for i in range(6)]
+        held = self.outputs[:, number].view(np.uint32)
+        bars = lanes(BARS), lanes(BARS + 96)
+        given = enumerate((*held, *bars, weights, sums, values, *map(lanes, place)), len(held))
+        out = warp.run(value_asm(self.halves, 12), dict(given))
+        self.outputs[:, number] = [out[f"${i}"].view(np.float32) for i in range(len(held))]
 
     def result(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Of each query: outputs [group, d], maximum and sum [group, 1], as write_partial finds
@@ -201,9 +209,10 @@ class Attention:
         found = np.zeros((8, 64 * self.halves), np.float32)
         for number in range(4 * self.halves):
             for i in range(4):
-                found[2 * column + i % 2, 16 * number + row + i // 2 * 8] = self.outputs[i, number]
+                out = self.outputs[number // 8 * 4 + i, number % 8]
+                found[2 * column + i % 2, 16 * number + row + i // 2 * 8] = out
         own = 4 * np.arange(self.group)
-        return found[: self.group], self.outputs[4, 0, own, None], self.outputs[5, 0, own, None]
+        return found[: self.group], self.outputs[-2, 0, own, None], self.outputs[-1, 0, own, None]
 
 
 NAN = 0xFF
@@ -213,7 +222,7 @@ BARS = QUERIES + 12000
 
 
 @pytest.mark.parametrize("softcap", [0.0, 1.5])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 @pytest.mark.parametrize(("group", "first", "position"), [(2, 0, 200), (5, 70, 255), (1, 0, 128)])
 def test_two_blocks(head_dim, group, first, position, softcap):
     """Two blocks of 128 positions, one after the other, against a softmax over both."""
@@ -222,7 +231,6 @@ def test_two_blocks(head_dim, group, first, position, softcap):
     k, v = rounded(rng, 256, head_dim), rounded(rng, 256, head_dim)
     scale = np.float32(0.2)
     task = Attention(head_dim // 64, group, first, position, softcap=softcap)
-    task.outputs[4] = -np.inf
     task.stage(q)
     for block in (0, 1):
         part = slice(128 * block, 128 * block + 128)
@@ -250,7 +258,6 @@ def attend_split(q, k, v, *, window, active, split, scale):
     position = len(k) - 1
     first, last = max(position + 1 - window, 0), position // 128
     task = Attention(k.shape[1] // 64, len(q), first, position)
-    task.outputs[4] = -np.inf
     task.stage(q)
     for block in range(first // 128 + split, last + 1, active):
         keys, values = np.full((2, 128, k.shape[1]), [[[np.nan]], [[1e30]]], np.float32)
@@ -271,6 +278,7 @@ FAR = 2**30
         (64, 3, FAR, 128, 2), (128, 1, FAR, 129, 2), (64, 8, FAR, 383, 2), (128, 8, FAR, 900, 3),
         (64, 3, 40, 64, 1), (128, 8, 40, 129, 2), (64, 6, 40, 166, 2), (64, 7, 64, 700, 1),
         (128, 3, 300, 711, 3), (64, 7, 100, 227, 1), (128, 6, 128, 255, 1), (64, 8, 1, 128, 1),
+        (256, 8, FAR, 130, 1), (192, 7, FAR, 383, 2), (256, 3, 300, 711, 3),
     ],
 )  # fmt: skip
 def test_splits_of_a_window(head_dim, group, window, position, active):
@@ -295,10 +303,10 @@ def test_splits_of_a_window(head_dim, group, window, position, active):
 
 
 def test_attention_has_room_where_x_lies():
-    assert padded_tiles_k(1) * 2048 >= SUMS + 2 * SUMS_BYTES
+    assert padded_tiles_k(1) * 2048 >= block_bytes(4)
 
 
-@pytest.mark.parametrize(("half", "size"), [(32, 2), (64, 2), (64, 4)])
+@pytest.mark.parametrize(("half", "size"), [(32, 2), (64, 2), (64, 4), (128, 4)])
 def test_rows_are_staged_and_placed(half, size):
     """`size` columns a lane of both halves of a row: of a query, and of position 77 of a block."""
     task = Attention(half // 32, 1, 0, 0)
@@ -312,13 +320,14 @@ def test_rows_are_staged_and_placed(half, size):
     pairs = pairs[:, pair[:, None] % (half // 2) + np.arange(size // 2)]
     columns = np.concatenate([pairs[0].T, pairs[1].T])
     shared = np.full_like(task.shared, NAN)
-    at = np.where(used, QUERIES + pair % 4 * 32 + pair // 4 * 4, -1).astype(np.uint32)
+    at = QUERIES + pair // 32 * 128 + pair % 4 * 32 + pair % 32 // 4 * 4
+    at = np.where(used, at, -1).astype(np.uint32)
     Warp(0, shared).run(stage_asm(2 * half, size), {size: at, **dict(enumerate(columns, 2 * size))})
     assert (shared == task.shared).all()
     shared[:] = 0
-    inside = 77 * 128 + (column // 8 ^ 77 % 8) * 16 + column % 8 * 2
-    at = np.where(used, inside, -1).astype(np.uint32)
-    places = at, at + np.uint32(TILE_BYTES), *(lanes(0) for _ in range(4))
+    inside = 77 * 128 + (column % 64 // 8 ^ 77 % 8) * 16 + column % 8 * 2
+    at = np.where(used, inside + column // 64 * TILE_BYTES, -1).astype(np.uint32)
+    places = at, at + np.uint32(max(1, half // 64) * TILE_BYTES), *map(lanes, [0] * 4)
     given = {size * i: place for i, place in enumerate(places, 1)}
     given |= dict(enumerate(columns, 7 * size))
     Warp(0, shared).run(insert_asm(2 * half, size), given)
