@@ -19,6 +19,7 @@ from torch import Tensor
 
 from distmega.errors import ProgramError
 from distmega.hostir.library import experts, sampling
+from distmega.hostir.library.heads import compile_heads, move_heads
 from distmega.hostir.library.norms import compile_norm, normalise
 from distmega.hostir.library.opaque import compile_opaque
 from distmega.hostir.library.pointwise import OpFunction, compile_pointwise, evaluate_all
@@ -345,6 +346,7 @@ QUICK: dict[str, Callable[[Op, Coordinate], OpFunction]] = {
 COMPILERS: dict[str, Callable[[Op, Coordinate], OpFunction]] = {
     **QUICK,
     **{kind.name: _compile_pointwise for kind in kinds() if kind.is_elementwise},
+    "fused_heads": lambda op, coordinate: compile_heads(op, move_heads),
     "argmax": _compile_argmax,
     "top": _compile_top,
     "cutoff": lambda op, coordinate: lambda xs: (sampling.cutoff(xs[0], xs[1]),),

@@ -1,10 +1,11 @@
-"""Joins library ops that one kernel can do: chains of pointwise ops, and a sum with the norm of it.
+"""Joins library ops that one kernel can do: chains of pointwise ops, a sum with the norm of it, and
+what is done to heads before attention (fuse_heads.py).
 
-Comes in: a body of lower.py, buffers still as lowered. Goes out: the body with ops of kind
-fused_pointwise and fused_norm in place of the last op of each group, without allocations of what
-stays inside a kernel. An op moves down to the one that reads its result if nothing between them
-touches what it reads or writes. A result that others read too is an output of both. Next:
-passes.py.
+Comes in: a body of lower.py, buffers still as lowered. Goes out: the body with ops of kinds
+fused_pointwise, fused_norm and fused_heads in place of the last op of each group, without
+allocations of what stays inside a kernel. An op moves down to the one that it is joined with if
+nothing between them touches what it reads or writes. A result that others read too is an output of
+both. Next: passes.py.
 """
 
 from collections import Counter
@@ -20,6 +21,14 @@ from distmega.hostir.ir.nodes import (
     walk_nodes,
 )
 from distmega.hostir.ir.uses import node_reads, node_writes, storage_of, view_sources
+from distmega.hostir.passes.fuse_heads import (
+    HeadsOp,
+    chain_heads,
+    heads_op,
+    inplace_results,
+    set_beside,
+    state_heads,
+)
 from distmega.hostir.passes.fused_kinds import op_exprs
 from distmega.program import expr
 from distmega.program.kinds import kind_of
@@ -93,6 +102,7 @@ class _HostFusion:
             joined = node
             while isinstance(joined, LibraryOp):
                 found = self.join_above(out, positions, allocated, joined.op)
+                found = found or self.join_beside(out, allocated, joined.op)
                 if found is None:
                     positions |= {access.tensor: len(out) for access in joined.op.writes}
                     break
@@ -121,12 +131,35 @@ class _HostFusion:
                 return at, joined
         return None
 
+    def join_beside(
+        self, above: Sequence[Node | None], allocated: Container[str], op: Op
+    ) -> tuple[int, Op] | None:
+        """Where an op on other heads of the same rows stands, and both as one."""
+        then = heads_op(op, self.buffers)
+        for at in reversed(range(len(above) if then is not None else 0)):
+            node = above[at]
+            if not isinstance(node, LibraryOp) or node.op.is_view:
+                continue
+            first = heads_op(node.op, self.buffers)
+            if first is None or not self.is_movable(node.op, allocated):
+                return None
+            assert then is not None, "as asked above"
+            both = set_beside(first, then)
+            if both is None or self.touches(above[at + 1 :], node.op):
+                return None
+            self.count_joined(node.op, op)
+            return at, state_heads(op.name, both, self.buffers)
+        return None
+
     def is_movable(self, op: Op, allocated: Container[str]) -> bool:
-        """Whether an op is pointwise on floats, into temps of its own that have no other names."""
-        names = [access.tensor for access in op.writes]
+        """Whether an op is pointwise on floats or one on heads, into temps of its own that have no
+        other names, or in place.
+        """
+        known = inplace_results(op)
+        names = [access.tensor for access in op.writes if access.tensor not in known]
+        pointwise = kind_of(op).is_elementwise and self.is_float(op)
         return (
-            kind_of(op).is_elementwise
-            and self.is_float(op)
+            (pointwise or heads_op(op, self.buffers) is not None)
             and all(self.writers[name] == 1 and name in allocated for name in names)
             and self.viewed.isdisjoint(names)
         )
@@ -154,6 +187,8 @@ class _HostFusion:
 
     def join(self, first: Op, then: Op) -> Op | None:
         """Both ops as one; None if no kernel does that."""
+        if (heads := heads_op(first, self.buffers)) is not None:
+            return self.with_heads(heads, first, then)
         if kind_of(then).scales_elements:
             return self.with_residual(first, then)
         if not kind_of(then).is_elementwise or not self.is_float(then):
@@ -198,6 +233,19 @@ class _HostFusion:
         """Two readers become one, which doesn't read what it makes."""
         names = {access.tensor for access in accesses(first)}
         self.readers.subtract(names & {access.tensor for access in then.reads})
+
+    def with_heads(self, heads: HeadsOp, first: Op, then: Op) -> Op | None:
+        """What is done to heads, and what is done next to some of them, which nobody else reads."""
+        following = heads_op(then, self.buffers)
+        if following is None or len(following.parts) != 1:
+            return None
+        (between,) = {part.x for part in following.parts}
+        joined = chain_heads(heads, following)
+        if joined is None or self.readers[between] != 1:
+            return None
+        self.count_joined(first, then)
+        self.inside.add(between)
+        return state_heads(then.name, joined, self.buffers)
 
     def with_residual(self, first: Op, then: Op) -> Op | None:
         """A sum of two tensors of one shape and type, and its norm; the sum is a result too."""

@@ -2,7 +2,9 @@
 
 fused_pointwise: `exprs` over its reads, one a write, in `dtypes`. fused_norm: a `norm` ("rms" or
 "layer") of x + residual; reads x and residual, each by element and by row, weight and maybe bias,
-writes the result and the sum. Next: fuse.py.
+writes the result and the sum.
+fused_heads: heads of a row normalised, rotated, kept in a tensor or appended to a cache, for up to
+MAX_PARTS tensors of heads; see fuse_heads.py. Next: fuse.py.
 """
 
 from distmega.program import expr
@@ -11,6 +13,7 @@ from distmega.program.types import Op
 
 define(OpKind(name="fused_pointwise", origin="internal", is_elementwise=True))
 define(OpKind(name="fused_norm", origin="internal", is_norm=True))
+define(OpKind(name="fused_heads", origin="internal", inplace=True))
 
 
 def op_exprs(op: Op) -> tuple[expr.Expr, ...]:

@@ -233,10 +233,11 @@ class _Compiler:
         self.filled = {
             name
             for node in walk_nodes(host.body)
-            if not isinstance(node, LibraryOp | FusedMatmul | ForLoop)
+            if not isinstance(node, FusedMatmul | ForLoop)
+            and (not isinstance(node, LibraryOp) or kind_of(node.op).inplace)
             for name in node_writes(node, segments)
         }
-        """Buffers that kernels and communication write: they must exist before."""
+        """Buffers that kernels, communication and ops in place write: they must exist before."""
 
     def block(self, body: Sequence[Node], first: int) -> Step:
         """The nodes of a body, the first of which has index `first` in printed order."""

@@ -1,5 +1,5 @@
 """Library ops of a host program on a GPU: the pipelined kernels for pointwise ops, norms and
-softmax, ugraphs/ for the graphs of rewrite rules, rope.py for rotations, append.py for caches,
+softmax, ugraphs/ for the graphs of rewrite rules, heads.py for rotations and caches,
 packed_attention.py for prompts, torch for the rest.
 
 Comes in: ops as lowered, fused ones too. Goes out: KernelOps, which an Evaluator is given. On
@@ -8,6 +8,7 @@ devices and types that the kernels don't take they fall back to torch. Next: pip
 
 from collections.abc import Mapping, Sequence
 
+from distmega.hostir.library.heads import compile_heads
 from distmega.hostir.library.norms import compile_norm
 from distmega.hostir.library.ops import (
     attends_in_order,
@@ -18,6 +19,7 @@ from distmega.hostir.library.ops import (
     reads_host,
 )
 from distmega.hostir.library.pointwise import OpFunction, compile_pointwise
+from distmega.hostir.passes.fuse_heads import FUSED
 from distmega.kernels.library import late
 from distmega.kernels.pipelined.api import normalise_rows, pointwise_results
 from distmega.kernels.pipelined.pointwise.exprs import MAX_INPUTS
@@ -61,6 +63,8 @@ class KernelOps:
             return lambda xs: (late.rotate(xs[0], xs[2], xs[3]),)
         if op.kind == "kv_append" and has_triton():
             return lambda xs: (late.append(xs[-1], *xs[:-1]),)
+        if op.kind == FUSED and has_triton():
+            return compile_heads(op, lambda *given: late.move_heads(*given))
         if op.kind == "attention" and _is_packed_uncapped(op) and has_triton():
             scale, window = number(op, "scale"), int(number(op, "window"))
             return lambda xs: (

@@ -5,10 +5,9 @@ from typing import TYPE_CHECKING
 from distmega.lazy import late_imports
 
 if TYPE_CHECKING:
-    from distmega.kernels.library.append import append
+    from distmega.kernels.library.heads import append, move_heads, rotate
     from distmega.kernels.library.packed_attention import attend_packed
-    from distmega.kernels.library.rope import rotate
 
-__all__ = ["append", "attend_packed", "rotate"]
+__all__ = ["append", "attend_packed", "move_heads", "rotate"]
 
 __getattr__ = late_imports(__name__)

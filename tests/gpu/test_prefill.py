@@ -1,12 +1,13 @@
-"""Prefill on one GPU: rotations by one kernel, short prompts as CUDA graphs."""
+"""Prefill on one GPU: what is done to heads by one kernel, short prompts as CUDA graphs."""
 
 import pytest
 import torch
 
 from distmega.hostir.library import ops as library
-from distmega.kernels.library.append import append
+from distmega.hostir.library.heads import Heads, MoveHeads
+from distmega.hostir.library.heads import move_heads as move_by_torch
+from distmega.kernels.library.heads import append, move_heads, rotate
 from distmega.kernels.library.packed_attention import attend_packed
-from distmega.kernels.library.rope import rotate
 from distmega.program.ops.attention import append_values, rope_values
 from tests.gpu.engines import open_engine
 
@@ -39,6 +40,55 @@ def test_appended_rows_are_those_of_torch(shape: tuple[int, int, int]):
         caches = [torch.zeros(*[4] * len(own), heads, 200, dim, device="cuda").bfloat16()] * 2
         found = append(caches[0].clone(), x, positions, *own)
         assert torch.equal(found, append_values(caches[1].clone(), x, positions, *own))
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize(("dim", "group"), [(64, 4), (96, 2), (128, 4), (256, 1)])
+def test_queries_keys_and_values_of_one_product_are_those_of_torch(
+    dim: int, group: int, norm: bool
+):
+    """In fp32 until they leave, so nearer to fp32 than torch with its steps in bf16."""
+    torch.manual_seed(0)
+    num_rows, kv_heads, context = 77, 4, 200
+    counts = kv_heads * group, kv_heads, kv_heads
+    whole = torch.randn(num_rows, sum(counts) * dim, device="cuda").bfloat16()
+    q, k, v = (x.unflatten(1, (-1, dim)) for x in whole.split([n * dim for n in counts], dim=1))
+    q = q.unflatten(1, (kv_heads, group))
+    weights = [(torch.rand(dim, device="cuda") + 0.5).bfloat16() for _ in range(2)]
+    positions = torch.randperm(context, device="cuda")[:num_rows]
+    sequences = torch.randint(0, 3, (num_rows,), device="cuda")
+    angles = torch.outer(torch.arange(context), 10000 ** (-torch.arange(dim // 2) / (dim // 2)))
+    table = torch.cat((angles.cos(), angles.sin()), -1).float().cuda()
+
+    def outs(dtype: torch.dtype, move: MoveHeads) -> list[torch.Tensor]:
+        shapes = q.shape, (3, kv_heads, context, dim), (3, kv_heads, context, dim)
+        found = [torch.zeros(shape, device="cuda", dtype=dtype) for shape in shapes]
+        given = zip((q, k, v), (*weights, None), found, strict=True)
+        parts = [
+            Heads(
+                x=x.to(dtype),
+                weight=w.to(dtype) if norm and w is not None else None,
+                out=out,
+                rotates=x is not v,
+                appends=x is not q,
+            )
+            for x, w, out in given
+        ]
+        move(parts, positions, table, sequences, 1e-6)
+        return found
+
+    exact = outs(torch.float32, move_by_torch)
+    for found, rounded, expected in zip(
+        outs(torch.bfloat16, move_heads),
+        outs(torch.bfloat16, move_by_torch),
+        exact,
+        strict=True,
+    ):
+        error, torchs = ((x.float() - expected).norm() / expected.norm() for x in (found, rounded))
+        assert error <= torchs * 1.01
+        assert error < 3e-3
+    for found, expected in zip(outs(torch.float32, move_heads), exact, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("window", [0, 300])

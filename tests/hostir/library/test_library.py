@@ -29,9 +29,8 @@ def declared(name: str, x: torch.Tensor, role: str = "input") -> Tensor:
 
 
 def test_every_kind_has_a_function():
-    assert {*user_kinds(), "take_shard", "fused_pointwise", "fused_norm"} == set(
-        library.library_kinds()
-    )
+    fused = {"fused_pointwise", "fused_norm", "fused_heads"}
+    assert {*user_kinds(), "take_shard", *fused} == set(library.library_kinds())
 
 
 def test_an_unknown_kind_is_named():

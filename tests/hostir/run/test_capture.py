@@ -114,7 +114,7 @@ def breaks(host: HostProgram) -> list[str]:
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (0, 0.9), (50, 0.9), (50, 1.0)])
 def test_prompts_need_nothing_of_the_host(top_k: int, top_p: float):
     host = host_program(1, Sampling(temperature=1.0, top_k=top_k, top_p=top_p))
-    assert {"attention", "rope", "kv_append", "embedding", "sample"} < kinds_of(host)
+    assert {"attention", "fused_heads", "embedding", "sample"} < kinds_of(host)
     run_ops(host, kinds_of(host) - {"attention"})
     ops = [node.op for node in host.body if isinstance(node, LibraryOp)]
     assert all(library.is_packed(op) for op in ops if op.kind == "attention"), "for the kernel"

@@ -6,7 +6,6 @@ import sys
 import pytest
 import triton
 
-from distmega.kernels.library.append import append_rows
 from distmega.kernels.library.packed_attention import TILES, attend_rows
 from tests.kernels.sm90 import SHARED_BYTES, compile_kernel
 
@@ -35,15 +34,3 @@ def test_keys_come_by_tma_and_nothing_spills(dim: int, windowed: bool) -> None:
     assert code.shared_bytes <= SHARED_BYTES
     assert "wgmma.mma_async" in code.ptx
     assert "cp.async.bulk.tensor" in code.ptx
-
-
-@pytest.mark.parametrize("several", [False, True])
-def test_rows_are_appended_in_words(several: bool) -> None:
-    types: dict[str, object] = {"x": "*bf16", "cache": "*bf16"}
-    types |= {"positions": "*i64", "sequences": "*i64"}
-    strides = ("row_stride", "head_stride", "sequence_stride")
-    types |= dict.fromkeys(("num_heads", "context", *strides), "i32")
-    constants = {"dim": 128, "padded": 128, "heads": 8, "several": several}
-    code = compile_kernel(append_rows, types, constants, 4, None, (*strides, "context"))
-    assert code.stack_bytes == 0
-    assert any("st.global.v4.b32" in line for line in code.ptx.splitlines())
