@@ -107,6 +107,14 @@ class Weights:
             for norm in norms_of(op):
                 self.require_type(dtype, (norm.weight, norm.bias))
 
+    def has_wide_norms(self, fused: Iterable[Fused]) -> bool:
+        """Whether the weights of norms are f32; all are, or none."""
+        ops = tuple(fused)
+        names = [norm.weight for op in ops for norm in norms_of(op) if norm.weight]
+        dtype = "f32" if names and self.layout.tensors[names[0]].dtype == "f32" else "bf16"
+        self.require_norms(dtype, ops)
+        return dtype == "f32"
+
     def require_adjacent(self, names: tuple[str, ...], starts: list[int]) -> None:
         ends = [start + self.rows_of(name) for name, start in zip(names, starts, strict=True)]
         if starts[1:] != ends[:-1]:

@@ -26,6 +26,7 @@ from itertools import product
 
 from distmega.kernels.hopper.plan.experts import expert_shape, find_wrong_slot, last_matrices
 from distmega.kernels.hopper.plan.matrices import Weights, num_units, rows_of, share, tiles_k
+from distmega.kernels.hopper.plan.pointwise import MAX_CARRIED, in_order, split_operands
 from distmega.kernels.hopper.plan.proof import find_hazard, find_late_start
 from distmega.kernels.hopper.plan.segment import find_agreement
 from distmega.kernels.hopper.plan.starts import add_starts
@@ -93,22 +94,16 @@ from distmega.kernels.tasks.fuse import (
     FusedRouting,
     FusedSample,
     Shown,
-    canonical,
     fuse_segment,
-    norms_of,
     shown_by_views,
-    substitute,
 )
 from distmega.kernels.tasks.graph import Mode
-from distmega.program import expr
 from distmega.program.types import Program
 
 EMBED_WORDS = 256
 """Flagged words of the embedded token that one SM pushes: one a thread."""
 MAX_COPIES = 2
 """Buffers of one class, at most, before each op gets its own."""
-MAX_CARRIED = 2
-"""Vectors that an SM keeps and one epilogue takes, at most."""
 MAX_NORMED_UNITS = MAX_SMS // UNIT_ROWS
 """Units of a row that an SM keeps normalised, at most: an element a thread."""
 MAX_ROWS = 8 * MAX_SMS
@@ -232,7 +227,7 @@ class _Builder:
         self.queues = [[] for _ in range(self.num_sms)]
         self.shown = shown_by_views(self.segment)
         self.inspect()
-        self.fused = tuple(map(self.in_order, self.fused))
+        self.fused = tuple(in_order(op, self.tables, self.entry) for op in self.fused)
         self.find_classes()
         self.epilogues = self.find_epilogues()
         self.find_lightest()
@@ -299,7 +294,7 @@ class _Builder:
         self.experts = expert_shape(self.fused, self.weights)
         self.tables, self.positions = found.tables, found.positions
         self.placed.require_type("bf16", [self.embedding.table if self.embedding else ""])
-        self.wide_norms = self.has_wide_norms()
+        self.wide_norms = self.placed.has_wide_norms(self.fused)
         columns = self.placed.columns
         if any(length % ROW_MULTIPLE for length in columns.values()):
             raise unfit(f"rows of {sorted(set(columns.values()))} elements")
@@ -315,28 +310,6 @@ class _Builder:
             return None
         shape = self.experts
         return self.placed.block_of(names, shape.width, shape.copied_slices)
-
-    def has_wide_norms(self) -> bool:
-        """Whether the weights of norms are f32; all are, or none."""
-        tensors = self.segment.tensor_map()
-        names = [norm.weight for op in self.fused for norm in norms_of(op) if norm.weight]
-        dtype = "f32" if names and tensors[names[0]].dtype == "f32" else "bf16"
-        self.placed.require_norms(dtype, self.fused)
-        return dtype == "f32"
-
-    def in_order(self, op: Fused) -> Fused:
-        """The op with the given row, if it takes that, as first operand, a table's as last."""
-        if not isinstance(op, FusedContraction | FusedPointwise):
-            return op
-        operands = tuple(
-            sorted(op.operands, key=lambda name: (name in self.tables) - (name == self.entry))
-        )
-        if operands == op.operands:
-            return op
-        num = len(op.streams) if isinstance(op, FusedContraction) else int(bool(op.x))
-        arguments = [*range(num), *(num + operands.index(name) for name in op.operands)]
-        formula = canonical(substitute(op.formula, [expr.Arg(index) for index in arguments]))
-        return replace(op, operands=operands, formula=formula)
 
     def hidden(self) -> int:
         """Elements of the row that comes in."""
@@ -751,12 +724,7 @@ class _Builder:
     def formula_number(self, op: FusedPointwise) -> int:
         """Its formula among those of the segment, as it is told apart by kernels."""
         rows = self.elements(op.out)
-        tables = [name for name in op.operands if name in self.tables]
-        num_carried = len(op.operands) - len(tables)
-        if num_carried > MAX_CARRIED or len(tables) > 1:
-            raise unfit(f"{op.name!r}, which takes {op.operands}")
-        if any(self.elements(name) != rows for name in (*op.operands, *filter(None, [op.x]))):
-            raise unfit(f"{op.name!r}, which takes rows of another size")
+        carried, table = split_operands(op, self.tables, self.elements)
         if op.norm and op.length != rows:
             raise unfit(f"{op.name!r}, which normalises {op.length} of {rows} elements together")
         most = -(-num_units(rows) // self.num_sms) * UNIT_ROWS
@@ -770,8 +738,8 @@ class _Builder:
             numbers=form == "numbers",
             formula=op.formula,
             publishes=publishes,
-            num_carried=num_carried,
-            has_table=bool(tables),
+            num_carried=len(carried),
+            has_table=table is not None,
         )
         if found not in self.formulas:
             self.formulas.append(found)

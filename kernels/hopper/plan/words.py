@@ -296,8 +296,7 @@ class RowPointwise:
     @property
     def eps_bits(self) -> int:
         """eps as float32."""
-        (found,) = struct.unpack("<i", struct.pack("<f", self.eps))
-        return int(found)
+        return bits_of(self.eps)
 
 
 Instruction = (
@@ -348,6 +347,12 @@ FIELD_WORDS: dict[type[Instruction], dict[str, int]] = {
 def pack(instruction: Instruction) -> list[int]:
     """The WORDS words of an instruction."""
     return pack_fields(instruction, FIELD_WORDS[type(instruction)])
+
+
+def bits_of(value: float) -> int:
+    """A float32 as the int32 of the same bits."""
+    (found,) = struct.unpack("<i", struct.pack("<f", value))
+    return int(found)
 
 
 def pack_fields(instruction: object, field_words: Mapping[str, int]) -> list[int]:
