@@ -16,6 +16,7 @@ from distmega.kernels.hopper.batch_plan.words import (
     READY_WORDS,
     BatchAttention,
     BatchNorm,
+    BatchPointwise,
     BatchSample,
 )
 from distmega.kernels.hopper.plan.accesses import Write, last_row, reads, writes
@@ -184,7 +185,9 @@ def _batch_debtor(queues: BatchQueues, word: int, number: int) -> str:
         (
             sm
             for sm, queue in enumerate(queues.queues)
-            if not isinstance(one := queue[number], BatchAttention | BatchSample | BatchNorm)
+            if not isinstance(
+                one := queue[number], BatchAttention | BatchSample | BatchNorm | BatchPointwise
+            )
             and one.row0 <= row < one.row0 + one.num_units * UNIT_ROWS
         ),
         None,
@@ -199,6 +202,6 @@ def describe_batch(queues: BatchQueues, number: int, sm: int | None = None) -> s
     found = f"instruction {number}, {one.name}"
     if isinstance(one, BatchNorm):
         found = f"instruction {number}, norm before {one.name}"
-    if sm is None or isinstance(one, BatchAttention | BatchSample | BatchNorm):
+    if sm is None or isinstance(one, BatchAttention | BatchSample | BatchNorm | BatchPointwise):
         return found
     return f"{found}, rows {one.row0} to {min(one.row0 + one.num_units * UNIT_ROWS, one.num_rows)}"

@@ -13,6 +13,7 @@ from distmega.program.types import Program
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.planner import plan_program
 from tests.hostir.programs import run_program
+from tests.kernels.hopper.batch_plan.test_batch_pointwise import heads_normed, two_lookups
 from tests.kernels.row_programs import PROGRAMS, attending, random_values
 
 pytestmark = pytest.mark.gpu
@@ -52,13 +53,24 @@ def check(program: Program) -> None:
         print(f"{program.name} {name}: kernel {far:.2e}, torch {in_half:.2e}")
         assert far <= MOST_ERROR * in_half
     if "next" in found:
-        logits = exact["logits"][0]
-        assert logits.max() - logits[found["next"][0]] <= 0.05 * logits.abs().max()
+        for logits, token in zip(exact["logits"], found["next"], strict=True):
+            assert logits.max() - logits[token] <= 0.05 * logits.abs().max()
 
 
+@pytest.mark.parametrize("rows", [1, 3, 16])
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_one_launch_is_as_exact_as_torch(name):
-    check(PROGRAMS[name](1))
+def test_one_launch_is_as_exact_as_torch(name, rows):
+    check(PROGRAMS[name](rows))
+
+
+@pytest.mark.parametrize("program", [two_lookups, heads_normed])
+def test_rows_of_tables_and_norms_of_heads(program):
+    check(program(7))
+
+
+@pytest.mark.parametrize("rows", [3, 16])
+def test_rows_of_decoders_with_norms_of_all_heads_together(rows):
+    check(attending(rows=rows))
 
 
 @pytest.mark.parametrize("softcap", [0.0, 0.5])

@@ -89,15 +89,17 @@ def wide_norms(rows: int) -> Program:
 
 def attending(
     layers: int = 2, heads: int = 4, dim: int = 64, softcap: float = 0.0, ffn: int = FFN,
-    vocab: int = VOCAB, dtype: str = "bf16", group: int = 1, window: int = 0,
+    vocab: int = VOCAB, dtype: str = "bf16", group: int = 1, window: int = 0, rows: int = 1,
 ) -> Program:  # fmt: skip
     """A decode step of layers with norms of all queries and keys together, and of what is added.
 
-    heads: of keys, each with `group` query heads. window: of every other layer.
+    heads: of keys, each with `group` query heads. window: of every other layer. rows: sequences,
+    each with caches of its own.
     """
     p = ProgramBuilder("attending")
     hidden = heads * dim
-    ids, positions = (p.input(name, (1,), "i64") for name in ("ids", "positions"))
+    ids, positions = (p.input(name, (rows,), "i64") for name in ("ids", "positions"))
+    front = (rows,) if rows > 1 else ()
     angles = p.weight("angles", (CONTEXT, dim), "f32")
     x = p.embedding(ids, p.weight("table", (vocab, hidden), "bf16"), name="x")
     for i in range(layers):
@@ -105,14 +107,16 @@ def attending(
             matrix(p, x, hidden * (group if name == "q" else 1), f"{name}{i}") for name in "qkv"
         )
         q, k = (rms(p, each, f"{name}n{i}", dtype) for each, name in ((q, "q"), (k, "k")))
-        q = p.rope(p.reshape(q, (1, heads, group, dim), view=True), positions, angles)
-        k = p.rope(p.reshape(k, (1, heads, dim), view=True), positions, angles)
-        caches = [p.state(f"{name}_cache{i}", (heads, CONTEXT, dim), "bf16") for name in "kv"]
-        for cache, each in zip(caches, (k, p.reshape(v, (1, heads, dim), view=True)), strict=True):
+        q = p.rope(p.reshape(q, (rows, heads, group, dim), view=True), positions, angles)
+        k = p.rope(p.reshape(k, (rows, heads, dim), view=True), positions, angles)
+        shape = *front, heads, CONTEXT, dim
+        caches = [p.state(f"{name}_cache{i}", shape, "bf16") for name in "kv"]
+        v = p.reshape(v, (rows, heads, dim), view=True)
+        for cache, each in zip(caches, (k, v), strict=True):
             p.kv_append(cache, each, positions)
         seen = window if i % 2 == 0 else 0
         out = p.attention(q, *caches, positions, dim**-0.5, window=seen, softcap=softcap)
-        y = matrix(p, p.reshape(out, (1, group * hidden), view=True), hidden, f"o{i}")
+        y = matrix(p, p.reshape(out, (rows, group * hidden), view=True), hidden, f"o{i}")
         x = p.pointwise("a0 + a1", x, rms(p, y, f"after{i}", dtype), name=f"x{i}")
         gate, up = (matrix(p, x, ffn, f"{name}{i}") for name in ("gate", "up"))
         down = matrix(p, gate.map("silu(a0)") * up, hidden, f"down{i}")

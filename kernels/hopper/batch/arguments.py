@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from distmega.kernels.hopper.batch_plan.types import BatchEpilogues
+from distmega.kernels.hopper.batch_plan.types import BatchEpilogues, BatchFormulas
 
 
 class BatchMemory(NamedTuple):
@@ -72,11 +72,13 @@ class BatchSpec:
 
     head_dim, num_queries, num_heads, num_kv_heads, num_parts: of attention: elements of a head,
     query heads of a task, query and kv heads of this rank, tasks that share a kv head. qk_norm:
-    whether queries and keys are normalised; rotated: whether they are rotated. attends, normalises:
-    whether there is attention, and rows in another form (norms.py). looks_up: whether tokens are
-    looked up in `embed`. choice: how a token is chosen (plan/words.py). head_rows: logits of an SM,
-    at most, a power of two. whole_slices: whether rows of weights are, and biases of two streams
-    lie without a gap. stages: of the ring; ahead: loads under way at a time, at most.
+    whether queries and keys are normalised; rotated: whether they are rotated; apart: whether they
+    and values lie apart. attends, normalises: whether there is attention, and rows in another form
+    (norms.py). looks_up: whether tokens are looked up in `embed`. formulas: of pointwise work on
+    rows. wide_norms: whether weights of norms are f32. keeps_tokens: whether tables are looked up
+    besides. choice: how a token is chosen (plan/words.py). head_rows: logits of an SM, at most, a
+    power of two. whole_slices: whether rows of weights are, and biases of two streams lie without a
+    gap. stages: of the ring; ahead: loads under way at a time, at most.
     """
 
     head_dim: int
@@ -86,10 +88,14 @@ class BatchSpec:
     num_parts: int
     qk_norm: bool
     rotated: bool
+    apart: bool
     attends: bool
     normalises: bool
     looks_up: bool
     epilogues: BatchEpilogues
+    formulas: BatchFormulas
+    wide_norms: bool
+    keeps_tokens: bool
     choice: int
     head_rows: int
     whole_slices: bool

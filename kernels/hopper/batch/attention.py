@@ -25,8 +25,10 @@ from distmega.kernels.hopper.batch.device import pair_index
 from distmega.kernels.hopper.batch_plan.fields import (
     ATT_K_NORM,
     ATT_K_ROW,
+    ATT_K_SRC,
     ATT_Q_NORM,
     ATT_V_ROW,
+    ATT_V_SRC,
     ATT_WINDOW,
     DST,
     NUM_ROWS,
@@ -92,7 +94,7 @@ def first_piece(state, batch, step, window, total, sm, num_sms, HEADS: gl.conste
 def rotated_rows(
     words, numbers, vectors, rope, sequence, head, query0, position, eps, D: gl.constexpr,
     G: gl.constexpr, H: gl.constexpr, KVH: gl.constexpr, QK_NORM: gl.constexpr,
-    ROTATED: gl.constexpr,
+    ROTATED: gl.constexpr, APART: gl.constexpr, WIDE: gl.constexpr,
 ):
     """Both halves [16, d / 2] of G queries and the new key, normed and rotated where the segment
     does that, and the value.
@@ -101,8 +103,14 @@ def rotated_rows(
     PAIR: gl.constexpr = head_rows(half, 4)
     rows = gl.expand_dims(gl.arange(0, MMA_M, layout=gl.SliceLayout(1, PAIR)), 1)
     columns = gl.expand_dims(gl.arange(0, half, layout=gl.SliceLayout(0, PAIR)), 0)
-    source = gl.where(rows < G, query0 + rows, gl.where(rows == G, H + head, H + KVH + head))
-    at = numbers + words[SRC] + sequence * words[NUM_ROWS] + source * D + columns
+    if APART:
+        of_new = gl.where(rows == G, words[ATT_K_SRC], words[ATT_V_SRC])
+        of_new += (sequence * KVH + head) * D
+        of_query = words[SRC] + (sequence * H + query0 + rows) * D
+        at = numbers + gl.where(rows < G, of_query, of_new) + columns
+    else:
+        source = gl.where(rows < G, query0 + rows, gl.where(rows == G, H + head, H + KVH + head))
+        at = numbers + words[SRC] + sequence * words[NUM_ROWS] + source * D + columns
     wanted = (rows < G + 2) & (columns >= 0)
     a = gl.load(at, mask=wanted, other=0.0, cache_modifier=".cg")
     b = gl.load(at + half, mask=wanted, other=0.0, cache_modifier=".cg")
@@ -112,8 +120,12 @@ def rotated_rows(
     is_value = rows > G
     if QK_NORM:
         weight = gl.where(rows < G, words[ATT_Q_NORM], words[ATT_K_NORM])
-        weight1 = gl.load(vectors + weight + columns).to(gl.float32)
-        weight2 = gl.load(vectors + weight + half + columns).to(gl.float32)
+        if WIDE:
+            at_norm = (vectors + weight).to(gl.pointer_type(gl.float32), bitcast=True) + columns
+        else:
+            at_norm = vectors + weight + columns
+        weight1 = gl.load(at_norm).to(gl.float32)
+        weight2 = gl.load(at_norm + half).to(gl.float32)
         inv = gl.rsqrt(gl.expand_dims(gl.sum(a * a + b * b, axis=1), 1) / D + eps)
         a = gl.where(is_value, a, a * inv * weight1)
         b = gl.where(is_value, b, b * inv * weight2)
@@ -228,7 +240,8 @@ def attend_piece(
     HALVES: gl.constexpr = D // 64
     a, b = rotated_rows(
         words, memory.numbers, memory.vectors, memory.rope, sequence, head, query0, position, eps,
-        D, G, spec.num_heads, spec.num_kv_heads, spec.qk_norm, spec.rotated,
+        D, G, spec.num_heads, spec.num_kv_heads, spec.qk_norm, spec.rotated, spec.apart,
+        spec.wide_norms,
     )
     a = a.to(gl.bfloat16)
     b = b.to(gl.bfloat16)

@@ -20,6 +20,7 @@ from distmega.kernels.hopper.batch.limits import sample_within_limits
 from distmega.kernels.hopper.batch.linear import embed_task, linear_task, next_tokens
 from distmega.kernels.hopper.batch.loader import loader
 from distmega.kernels.hopper.batch.norms import norm_task
+from distmega.kernels.hopper.batch.pointwise import pointwise_task
 from distmega.kernels.hopper.batch.sample import sample_tokens
 from distmega.kernels.hopper.batch.team import as_floats, hear_ranks, push_logits, symmetric_of
 from distmega.kernels.hopper.batch_plan.fields import (
@@ -33,10 +34,12 @@ from distmega.kernels.hopper.batch_plan.fields import (
     OP_ATTENTION,
     OP_EMBED,
     OP_NORM,
+    OP_POINTWISE,
     OP_SAMPLE,
     OPCODE,
     STATE_EPOCH,
     STATE_POSITIONS,
+    STATE_TOKENS,
 )
 from distmega.kernels.hopper.epilogues import count, field
 from distmega.kernels.hopper.plan.fields import GREEDY, SAMPLED, WORDS
@@ -56,7 +59,7 @@ from distmega.kernels.runtime.mbarriers import make_barriers
 
 @gluon.jit
 def write_tokens(tokens, step, chosen):
-    """[16] tokens of a step."""
+    """[16] tokens of a step to row `step` of int32 [steps, 16]."""
     b = gl.arange(0, BATCH, layout=gl.SliceLayout(1, BY_SM))
     gl.store(tokens + step * BATCH + b, chosen)
 
@@ -117,6 +120,7 @@ def compute(
     """
     RANKS: gl.constexpr = spec.num_ranks
     EPILOGUES: gl.constexpr = spec.epilogues
+    FORMULAS: gl.constexpr = spec.formulas
     CHOICE: gl.constexpr = spec.choice
     HEADS: gl.constexpr = spec.num_kv_heads * spec.num_parts
     LIMITED: gl.constexpr = CHOICE > SAMPLED and CHOICE < NO_CHOICE
@@ -162,12 +166,22 @@ def compute(
                     chosen = next_tokens(words, memory, peers, 0, sm, flag, CHOICE, RANKS)
                     if (sm == 0) & (step > 0):
                         write_tokens(memory.tokens, step - 1, chosen)
+                    if spec.keeps_tokens:  # noqa: SIM102  a constant
+                        if sm == 0:
+                            write_tokens(state + STATE_TOKENS, 0, chosen)
                 else:
                     chosen = rows_given(batch)
-                embed_task(words, chosen, memory, peers, sm, flag, EPILOGUES, RANKS)
+                embed_task(
+                    words, chosen, memory, peers, sm, flag, EPILOGUES, RANKS, spec.wide_norms
+                )
             elif spec.normalises and words[OPCODE] == OP_NORM:
                 norm_task(
-                    words, memory.numbers, memory.acts, memory.vectors, batch, sm, num_sms, eps
+                    words, memory.numbers, memory.acts, memory.vectors, batch, sm, num_sms, eps,
+                    spec.wide_norms,
+                )
+            elif count(FORMULAS) > 0 and words[OPCODE] == OP_POINTWISE:
+                pointwise_task(
+                    words, memory, state, batch, step, sm, num_sms, FORMULAS, spec.wide_norms
                 )
             elif LIMITED and RANKS == 1 and words[OPCODE] == OP_SAMPLE:
                 sample_within_limits(
@@ -178,7 +192,7 @@ def compute(
             else:
                 it = linear_task(
                     words, queue, i, memory, peers, sm, eps, red, ring, it, flag, EPILOGUES,
-                    CHOICE, RANKS, spec.stages, spec.whole_slices,
+                    CHOICE, RANKS, spec.stages, spec.whole_slices, spec.wide_norms,
                 )
                 if CHOICE == SAMPLED and is_head(words, EPILOGUES):
                     sample_tokens(

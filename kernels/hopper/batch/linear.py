@@ -37,6 +37,7 @@ from distmega.kernels.hopper.batch_plan.fields import (
     GATE_PAIRS,
     GATE_UP,
     GROUP_UNITS,
+    HEAD_BIAS,
     IN_SHIFT,
     LENGTH_MASK,
     LENGTH_SHIFT,
@@ -152,9 +153,13 @@ def store_pairs(acts, first, y, unit, words):
 
 
 @gluon.jit
-def next_weight(words, vectors, row, mine):
+def next_weight(words, vectors, row, mine, WIDE: gl.constexpr):
     """The weights of the norm behind this op."""
-    return gl.load(vectors + words[LIN_NEXT_NORM] + row, mask=mine, other=0.0).to(gl.float32)
+    if WIDE:
+        at = (vectors + words[LIN_NEXT_NORM]).to(gl.pointer_type(gl.float32), bitcast=True) + row
+    else:
+        at = vectors + words[LIN_NEXT_NORM] + row
+    return gl.load(at, mask=mine, other=0.0).to(gl.float32)
 
 
 @gluon.jit
@@ -182,13 +187,13 @@ def keep_numbers(words, numbers, y, row, b, num_rows, mine):
 @gluon.jit
 def write_round(
     words, numbers, acts, vectors, y, unit, row, b, mine, EPILOGUES: gl.constexpr,
-    NUMBER: gl.constexpr,
+    NUMBER: gl.constexpr, WIDE: gl.constexpr,
 ):
     """The results of a round: as numbers, and as x for linears; their squares."""
     if field(EPILOGUES, NUMBER, "keeps"):
         keep_numbers(words, numbers, y, row, b, words[NUM_ROWS], mine)
     if field(EPILOGUES, NUMBER, "scaled"):
-        weight = next_weight(words, vectors, row, mine)
+        weight = next_weight(words, vectors, row, mine, WIDE)
         store_pairs(acts, words[DST], y * weight, unit, words)
     elif field(EPILOGUES, NUMBER, "publishes"):
         store_pairs(acts, words[DST], y, unit, words)
@@ -223,9 +228,9 @@ def write_mixed(
     c = gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, MIXED)), 0)
     own = (unit // 2 + u) * UNIT_ROWS + c % UNIT_ROWS
     if field(EPILOGUES, NUMBER, "biased"):
-        first += bias_of(words, vectors, row0 + own, own < num_own)
+        first += bias_of(words[LIN_BIAS], vectors, row0 + own, own < num_own)
         behind = num_rows if WHOLE_SLICES else next_vector(num_rows)
-        second += bias_of(words, vectors, behind + row0 + own, own < num_own)
+        second += bias_of(words[LIN_BIAS], vectors, behind + row0 + own, own < num_own)
     given = (first, second)
     given += carried(words, numbers, row0 + own, c // UNIT_ROWS, num_rows, own < num_own, CARRIES)
     mixed = evaluate(FORMULA, given)
@@ -242,10 +247,10 @@ def write_mixed(
 
 
 @gluon.jit
-def bias_of(words, vectors, row, mine):
-    """Biases of rows, zeros where the op has none."""
-    given = mine & (words[LIN_BIAS] >= 0)
-    return gl.load(vectors + words[LIN_BIAS] + row, mask=given, other=0.0).to(gl.float32)
+def bias_of(first, vectors, row, mine):
+    """Biases of rows from element `first` on, zeros where the op has none."""
+    given = mine & (first >= 0)
+    return gl.load(vectors + first + row, mask=given, other=0.0).to(gl.float32)
 
 
 @gluon.jit
@@ -288,7 +293,8 @@ def next_tokens(
 
 @gluon.jit
 def embed_task(
-    words, tokens, memory, peers, sm, flag, EPILOGUES: gl.constexpr, RANKS: gl.constexpr
+    words, tokens, memory, peers, sm, flag, EPILOGUES: gl.constexpr, RANKS: gl.constexpr,
+    WIDE: gl.constexpr,
 ):
     """This SM's columns of the row that comes in for every sequence: number `tokens` of a table.
 
@@ -301,7 +307,7 @@ def embed_task(
         push_embedding(words, token, memory.embed, memory.events, peers, flag, RANKS)
         squares = sum_results(
             words, memory.numbers, memory.acts, memory.vectors, memory.events, flag, EPILOGUES,
-            ENTRY, RANKS,
+            ENTRY, RANKS, WIDE,
         )
     else:
         squares = gl.zeros([ROUND_UNITS, COLUMNS], gl.float32, layout=ROUND)
@@ -311,7 +317,7 @@ def embed_task(
             y = gl.load(at, mask=mine, other=0.0).to(gl.float32)
             squares += write_round(
                 words, memory.numbers, memory.acts, memory.vectors, y, unit, row, b, mine,
-                EPILOGUES, ENTRY,
+                EPILOGUES, ENTRY, WIDE,
             )
     if field(EPILOGUES, ENTRY, "scaled"):
         write_squares(memory.sums, squares, sm, field(EPILOGUES, ENTRY, "slot"))
@@ -337,7 +343,7 @@ def push_embedding(words, token, embed, events, peers, flag, RANKS: gl.constexpr
 @gluon.jit
 def sum_results(
     words, numbers, acts, vectors, events, flag, EPILOGUES: gl.constexpr, NUMBER: gl.constexpr,
-    RANKS: gl.constexpr,
+    RANKS: gl.constexpr, WIDE: gl.constexpr,
 ):
     """The results of this SM's rows from the sums of all ranks' parts; squares."""
     squares = gl.zeros([ROUND_UNITS, COLUMNS], gl.float32, layout=ROUND)
@@ -345,7 +351,7 @@ def sum_results(
         row, b, mine = round_rows(words, unit)
         # asked for before the wait
         if field(EPILOGUES, NUMBER, "scaled"):
-            weight = next_weight(words, vectors, row, mine)
+            weight = next_weight(words, vectors, row, mine, WIDE)
         CARRIES: gl.constexpr = field(EPILOGUES, NUMBER, "num_carried")
         given = carried(words, numbers, row, b, words[NUM_ROWS], mine, CARRIES)
         total = sum_round_of_ranks(words, symmetric_of(events), unit, flag, RANKS)
@@ -437,6 +443,7 @@ def ask_early(words, memory, EPILOGUES: gl.constexpr, NUMBER: gl.constexpr):
 def linear_task(
     words, queue, number, memory, peers, sm, eps, red, ring, it, flag, EPILOGUES: gl.constexpr,
     CHOICE: gl.constexpr, RANKS: gl.constexpr, STAGES: gl.constexpr, WHOLE_SLICES: gl.constexpr,
+    WIDE: gl.constexpr,
 ):
     """All rows of this SM, 64 at a time; returns the ring position.
 
@@ -444,7 +451,7 @@ def linear_task(
     of decode_batch. red: f32 [32, 16, 8] in shared memory, sums of each warp, used by nothing else
     meanwhile. it: ring slots taken before. flag: of what ranks exchange in this instruction.
     CHOICE, see one_row/sample.py: samples at a temperature look at the logits again, those within
-    limits take the highest alone. WHOLE_SLICES: see BatchSpec. Writes what the epilogue says:
+    limits take the highest alone. WHOLE_SLICES, WIDE: see BatchSpec. Writes what the epilogue says:
     memory.acts, .numbers, .sums, or .logits, .bests and .best_rows; events of all ranks, where they
     add up parts.
     """
@@ -490,7 +497,10 @@ def linear_task(
                     else:
                         z = y
                         if field(EPILOGUES, i, "biased"):
-                            z += bias_of(words, memory.vectors, row, mine)
+                            at_bias = words[LIN_BIAS]
+                            if field(EPILOGUES, i, "ranked"):
+                                at_bias = words[HEAD_BIAS]
+                            z += bias_of(at_bias, memory.vectors, row, mine)
                         if field(EPILOGUES, i, "summed"):
                             push_round(words, peers, z, unit, flag, alarm, RANKS)
                         else:
@@ -509,7 +519,7 @@ def linear_task(
                             else:
                                 more = write_round(
                                     words, memory.numbers, memory.acts, memory.vectors, z, unit,
-                                    row, b, mine, EPILOGUES, i,
+                                    row, b, mine, EPILOGUES, i, WIDE,
                                 )
                                 if field(EPILOGUES, i, "scaled"):
                                     squares += more
@@ -520,7 +530,7 @@ def linear_task(
                 summed = fetch(queue, keep(number))
                 squares = sum_results(
                     summed, memory.numbers, memory.acts, memory.vectors, memory.events, flag,
-                    EPILOGUES, i, RANKS,
+                    EPILOGUES, i, RANKS, WIDE,
                 )
         if field(EPILOGUES, i, "scaled"):
             if opcode == i:

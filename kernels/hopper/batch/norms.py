@@ -3,7 +3,7 @@ gives another one: after a layer norm, a second norm, or as they are.
 
 In: float32 numbers of whole rows. Out: activations, and numbers where others take
 the result too. An SM does whole rows, so that means and
-squares are sums of its own. Next on the walk: attention.py.
+squares are sums of its own. Next on the walk: pointwise.py.
 """
 
 from triton.experimental import gluon
@@ -37,34 +37,71 @@ def load_some(source, first, length):
 
 
 @gluon.jit
+def load_vector(vectors, first, column, mine, other, WIDE: gl.constexpr):
+    """[1024] elements of a norm's weight or bias that begins at element `first` of 2 bytes, `other`
+    where there is none. WIDE: whether they are f32.
+    """
+    given = mine & (first >= 0)
+    if WIDE:
+        at = (vectors + first).to(gl.pointer_type(gl.float32), bitcast=True) + column
+    else:
+        at = vectors + first + column
+    return gl.load(at, mask=given, other=other)
+
+
+@gluon.jit
+def sum_of(source, length):
+    """The sum of a row."""
+    sums = gl.zeros([AT_A_TIME], gl.float32, layout=NORM_COLUMNS)
+    for first in range(0, keep(length), AT_A_TIME):
+        x, _, _ = load_some(source, first, length)
+        sums += x
+    return gl.sum(sums, axis=0)
+
+
+@gluon.jit
+def squares_of(source, length, off):
+    """The sum of the squares of a row without `off`."""
+    sums = gl.zeros([AT_A_TIME], gl.float32, layout=NORM_COLUMNS)
+    for first in range(0, keep(length), AT_A_TIME):
+        x, _, mine = load_some(source, first, length)
+        inside = gl.where(mine, x - off, 0.0)
+        sums += inside * inside
+    return gl.sum(sums, axis=0)
+
+
+@gluon.jit
+def store_some(acts, dst, y, b, start, first, length):
+    """[1024] columns from start + first on of sequence b as bf16 pairs into the activations from
+    element `dst` on; none from column start + length on.
+    """
+    low, high = gl.split(gl.reshape(y, [AT_A_TIME // 2, 2]))
+    payload = gl.convert_layout(bf16_pair(low, high), NORM_PAIRS)
+    pair = first + 2 * gl.arange(0, AT_A_TIME // 2, layout=NORM_PAIRS)
+    gl.store(acts + dst // 2 + pair_index(start + pair, b), payload, mask=pair < length)
+
+
+@gluon.jit
 def find_scale(source, length, kind, eps):
     """What is taken off a row, and what it is multiplied by then."""
     mean = 0.0
     factor = 1.0
     inv_length = 1.0 / length.to(gl.float32)
     if kind == NORM_LAYER:
-        sums = gl.zeros([AT_A_TIME], gl.float32, layout=NORM_COLUMNS)
-        for first in range(0, keep(length), AT_A_TIME):
-            x, _, _ = load_some(source, first, length)
-            sums += x
-        mean = gl.sum(sums, axis=0) * inv_length
+        mean = sum_of(source, length) * inv_length
     if kind != NORM_PLAIN:
-        sums = gl.zeros([AT_A_TIME], gl.float32, layout=NORM_COLUMNS)
-        for first in range(0, keep(length), AT_A_TIME):
-            x, _, mine = load_some(source, first, length)
-            inside = gl.where(mine, x - mean, 0.0)
-            sums += inside * inside
-        factor = gl.rsqrt(gl.sum(sums, axis=0) * inv_length + eps)
+        factor = gl.rsqrt(squares_of(source, length, mean) * inv_length + eps)
     return mean, factor
 
 
 @gluon.jit
-def norm_task(words, numbers, acts, vectors, batch, sm, num_sms, eps):
+def norm_task(words, numbers, acts, vectors, batch, sm, num_sms, eps, WIDE: gl.constexpr):
     """Every num_sms-th row from number `sm` on.
 
     words: int32, of the instruction. numbers: f32 [16, rows] of tensors, one behind the other; the
     rows are read there and, if words say so, the result is written. acts: int32 pairs of bf16, gets
-    the result in the order of device.py. vectors: bf16, the weight arena, written by nobody.
+    the result in the order of device.py. vectors: bf16, the weight arena, written by nobody. WIDE:
+    whether weights of norms are f32.
     """
     length = words[NUM_ROWS]
     for b in range(keep(sm), keep(batch), keep(num_sms)):
@@ -73,14 +110,9 @@ def norm_task(words, numbers, acts, vectors, batch, sm, num_sms, eps):
         for first in range(0, keep(length), AT_A_TIME):
             x, column, mine = load_some(source, first, length)
             y = (x - mean) * factor
-            weighted = mine & (words[NORM_WEIGHT] >= 0)
-            weight = gl.load(vectors + words[NORM_WEIGHT] + column, mask=weighted, other=1.0)
-            shifted = mine & (words[NORM_BIAS] >= 0)
-            shift = gl.load(vectors + words[NORM_BIAS] + column, mask=shifted, other=0.0)
+            weight = load_vector(vectors, words[NORM_WEIGHT], column, mine, 1.0, WIDE)
+            shift = load_vector(vectors, words[NORM_BIAS], column, mine, 0.0, WIDE)
             y = y * weight.to(gl.float32) + shift.to(gl.float32)
             kept = mine & (words[NORM_KEEP] >= 0)
             gl.store(numbers + words[NORM_KEEP] + b * length + column, y, mask=kept)
-            low, high = gl.split(gl.reshape(y, [AT_A_TIME // 2, 2]))
-            payload = gl.convert_layout(bf16_pair(low, high), NORM_PAIRS)
-            pair = first + 2 * gl.arange(0, AT_A_TIME // 2, layout=NORM_PAIRS)
-            gl.store(acts + words[DST] // 2 + pair_index(pair, b), payload, mask=pair < length)
+            store_some(acts, words[DST], y, b, 0, first, length)

@@ -14,6 +14,7 @@ from distmega.kernels.hopper.batch_plan.words import (
     BatchLinear,
     BatchNorm,
     BatchOpcode,
+    BatchPointwise,
 )
 from distmega.kernels.hopper.plan import types, words
 
@@ -36,6 +37,7 @@ SETTINGS_AT = gl.constexpr(batch_words.SETTINGS_AT)
 EVENTS_AT = gl.constexpr(batch_words.EVENTS_AT)
 STATE_EPOCH = gl.constexpr(batch_words.STATE_EPOCH)
 STATE_POSITIONS = gl.constexpr(batch_words.STATE_POSITIONS)
+STATE_TOKENS = gl.constexpr(batch_words.STATE_TOKENS)
 
 MAX_EPILOGUES = gl.constexpr(words.MAX_EPILOGUES)
 NO_CHOICE = gl.constexpr(words.NO_CHOICE)
@@ -60,6 +62,7 @@ OP_EMBED = gl.constexpr(int(BatchOpcode.EMBED))
 OP_ATTENTION = gl.constexpr(int(BatchOpcode.ATTENTION))
 OP_SAMPLE = gl.constexpr(int(BatchOpcode.SAMPLE))
 OP_NORM = gl.constexpr(int(BatchOpcode.NORM))
+OP_POINTWISE = gl.constexpr(int(BatchOpcode.POINTWISE))
 
 OPCODE = _word(BatchLinear, "opcode")
 NUM_ROWS = _word(BatchLinear, "num_rows")
@@ -84,6 +87,7 @@ EMB_NUM_COLUMNS = _word(BatchEmbed, "num_columns")
 EMB_FIRST_ID = _word(BatchEmbed, "first_id")
 EMB_BEST = _word(BatchEmbed, "best")
 HEAD_FIRST_ID = _word(BatchHead, "first_id")
+HEAD_BIAS = _word(BatchHead, "bias")
 HEAD_TEAM_RANK = _word(BatchHead, "team_rank")
 HEAD_NUM_TOKENS = _word(BatchHead, "num_tokens")
 ALL_LOGITS = _word(BatchHead, "logits")
@@ -91,6 +95,8 @@ ALL_ROW_MAXIMA = _word(BatchHead, "row_maxima")
 READY_FLAGS = _word(BatchHead, "ready_flags")
 ATT_K_ROW = _word(BatchAttention, "k_row")
 ATT_V_ROW = _word(BatchAttention, "v_row")
+ATT_K_SRC = _word(BatchAttention, "k_src")
+ATT_V_SRC = _word(BatchAttention, "v_src")
 ATT_WINDOW = _word(BatchAttention, "window")
 ATT_Q_NORM = _word(BatchAttention, "q_norm")
 ATT_K_NORM = _word(BatchAttention, "k_norm")
@@ -98,6 +104,17 @@ NORM_WEIGHT = _word(BatchNorm, "weight")
 NORM_BIAS = _word(BatchNorm, "bias")
 NORM_KEEP = _word(BatchNorm, "keep")
 NORM_KIND = _word(BatchNorm, "kind")
+POINT_NUMBER = _word(BatchPointwise, "number")
+POINT_LENGTH = _word(BatchPointwise, "length")
+POINT_TABLE = _word(BatchPointwise, "table")
+POINT_CARRY = _word(BatchPointwise, "carry")
+POINT_CARRY2 = _word(BatchPointwise, "carry2")
+POINT_WEIGHT = _word(BatchPointwise, "weight")
+POINT_BIAS = _word(BatchPointwise, "bias")
+POINT_EPS = _word(BatchPointwise, "eps_bits")
+POINT_SLOT = _word(BatchPointwise, "slot")
+POINT_KEEP = _word(BatchPointwise, "keep")
+POINT_BY_POSITION = _word(BatchPointwise, "by_position")
 
 HALF_CHUNK = gl.constexpr(512 * batch_words.BATCH)
 """Elements of 512 columns of x."""

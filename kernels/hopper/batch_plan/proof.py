@@ -27,6 +27,7 @@ from distmega.kernels.hopper.batch_plan.words import (
     BatchInstruction,
     BatchLinear,
     BatchNorm,
+    BatchPointwise,
     BatchSample,
 )
 from distmega.kernels.hopper.plan.words import NOTHING, TILE_K, UNIT_ROWS
@@ -35,6 +36,7 @@ from distmega.kernels.tasks.fuse import (
     FusedAttention,
     FusedContraction,
     FusedEmbedding,
+    FusedPointwise,
     InputNorm,
 )
 
@@ -78,6 +80,8 @@ class _BatchProof:
     queues: BatchQueues
     fused: Sequence[Fused]
     ops: dict[str, Fused] = field(init=False)
+    tables: set[str] = field(init=False)
+    """What embeddings give whose rows pointwise work looks up by itself."""
     folded: dict[str, InputNorm | None] = field(default_factory=dict)
     """Of tensors that linears take without the factor of their norm: the norm."""
     held: dict[tuple[Memory, int], tuple[Content, int]] = field(default_factory=dict)
@@ -88,6 +92,9 @@ class _BatchProof:
 
     def __post_init__(self) -> None:
         self.ops = {op.name: op for op in self.fused}
+        given = {one.name for one in self.queues.queues[0] if isinstance(one, BatchEmbed)}
+        tables = [op for op in self.fused if isinstance(op, FusedEmbedding)]
+        self.tables = {op.out for op in tables if op.name not in given}
         for one in self.queues.queues[0]:
             op = self.ops.get(one.name)
             if not isinstance(one, BatchLinear | BatchHead) or not one.flags & NORMED:
@@ -179,10 +186,26 @@ class _BatchProof:
                     yield _Access("kept", _blocks(first, rows), self.exactly(name), own=True)
             case BatchAttention():
                 assert isinstance(op, FusedAttention)
-                yield _Access("kept", _blocks(one.src, one.num_rows), self.exactly(op.q))
+                shape = self.queues.attention
+                assert shape is not None
+                if not shape.apart:
+                    yield _Access("kept", _blocks(one.src, one.num_rows), self.exactly(op.q))
+                    return
+                sources = (one.src, op.q), (one.k_src, op.k), (one.v_src, op.v)
+                for at, (first, name) in enumerate(sources):
+                    rows = shape.head_dim * (shape.num_kv_heads if at else shape.num_heads)
+                    yield _Access("kept", _blocks(first, rows), self.exactly(name))
             case BatchNorm():
                 assert isinstance(op, FusedContraction)
                 yield _Access("kept", _blocks(one.src, one.num_rows), self.exactly(op.x))
+            case BatchPointwise():
+                assert isinstance(op, FusedPointwise)
+                names = [name for name in op.operands if name not in self.tables]
+                taken = [(one.src, op.x)] if op.x else []
+                taken += zip((one.carry, one.carry2), names, strict=False)
+                for first, name in taken:
+                    span = _blocks(first, one.num_rows)
+                    yield _Access("kept", span, self.exactly(name), own=True)
             case BatchEmbed() | BatchSample():
                 return
 
@@ -225,6 +248,18 @@ class _BatchProof:
                 if one.keep != NOTHING:
                     content = op.normed, None, False
                     yield _Access("kept", _blocks(one.keep, one.num_rows), content)
+            case BatchPointwise():
+                assert isinstance(op, FusedPointwise)
+                if one.keep != NOTHING:
+                    span = _blocks(one.keep, one.num_rows)
+                    yield _Access("kept", span, (op.out, None, False), own=True)
+                formula, norm = self.queues.formulas.each[one.number], self.norm_behind(op.out, one)
+                if formula.publishes:
+                    content = op.out, norm, norm is not None
+                    yield _Access("x", _chunks(one.dst, one.num_rows), content)
+                if formula.scaled:
+                    content = op.out, norm, True
+                    yield _Access("squares", range(one.slot, one.slot + 1), content)
             case BatchHead() | BatchSample():
                 return
 
@@ -232,7 +267,9 @@ class _BatchProof:
         epilogues = self.queues.epilogues
         return epilogues.each[one.opcode] if isinstance(one, BatchLinear) else epilogues.entry
 
-    def norm_behind(self, name: str, one: BatchLinear | BatchEmbed) -> InputNorm | None:
+    def norm_behind(
+        self, name: str, one: BatchLinear | BatchEmbed | BatchPointwise
+    ) -> InputNorm | None:
         """The norm whose weight the instruction multiplies its result by."""
         return self.folded.get(name) if one.next_norm != NOTHING else None
 

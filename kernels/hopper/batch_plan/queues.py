@@ -25,13 +25,15 @@ step. No one overwrites logits that another still needs: the next step's come be
 to which each rank adds its part only once all of its own SMs are done with the sample.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from distmega.kernels.hopper.batch_plan.proof import CHUNK, find_batch_hazard
 from distmega.kernels.hopper.batch_plan.types import (
     BatchEpilogue,
     BatchEpilogues,
+    BatchFormula,
+    BatchFormulas,
     BatchQueues,
     first_word,
     is_limited,
@@ -53,9 +55,11 @@ from distmega.kernels.hopper.batch_plan.words import (
     BatchInstruction,
     BatchLinear,
     BatchNorm,
+    BatchPointwise,
     BatchSample,
 )
 from distmega.kernels.hopper.plan.matrices import Weights, num_units, rows_of, share, tiles_k
+from distmega.kernels.hopper.plan.pointwise import MAX_CARRIED, in_order, split_operands
 from distmega.kernels.hopper.plan.segment import find_agreement
 from distmega.kernels.hopper.plan.types import (
     HEAD_DIMS,
@@ -76,14 +80,13 @@ from distmega.kernels.tasks.fuse import (
     FusedContraction,
     FusedEmbedding,
     FusedPointwise,
+    FusedRouting,
     InputNorm,
     WeightStream,
     fuse_segment,
 )
 from distmega.program.types import Program
 
-MAX_CARRIED = 2
-"""Operands of an epilogue besides products, at most; one less where two streams meet."""
 REPORTED_WORDS = 2**24
 """Flagged words that a report of a hang can name."""
 FOREVER = 2**30
@@ -100,7 +103,7 @@ def build_batch_queues(
     kernel can't do the segment.
     """
     placed = Weights(segment, weights)
-    fused = tuple(apart(fuse_segment(segment)))
+    fused = tuple(apart(fuse_segment(segment), segment.outputs))
     queues = _BatchBuilder(
         segment, fused, placed, weights, states, min(num_sms, MAX_SMS), team_rank
     ).build()
@@ -110,9 +113,18 @@ def build_batch_queues(
     return queues
 
 
-def apart(fused: Sequence[Fused]) -> Iterator[Fused]:
-    """Contractions side by side as one each, unless attention takes all of their results."""
-    joined = {(op.q, op.k, op.v) for op in fused if isinstance(op, FusedAttention)}
+def apart(fused: Sequence[Fused], outputs: Sequence[str] = ()) -> Iterator[Fused]:
+    """Contractions side by side as one each, unless attention alone takes their results, and all of
+    them, as each attention of the segment does. outputs: of the segment.
+    """
+    wanted = [(op.q, op.k, op.v) for op in fused if isinstance(op, FusedAttention)]
+    made = {op.outs for op in fused if isinstance(op, FusedContraction)}
+    others = {name for op in fused if not isinstance(op, FusedAttention) for name in taken_by(op)}
+    others.update(outputs)
+    are_joined = made.issuperset(wanted) and others.isdisjoint(
+        name for ops in wanted for name in ops
+    )
+    joined = set(wanted) if are_joined else set()
     for op in fused:
         if not isinstance(op, FusedContraction) or len(op.outs) == 1 or op.outs in joined:
             yield op
@@ -121,6 +133,20 @@ def apart(fused: Sequence[Fused]) -> Iterator[Fused]:
         for weight, bias, out in zip(stream.weights, stream.biases, op.outs, strict=True):
             alone = WeightStream(weights=(weight,), biases=(bias,))
             yield replace(op, name=out, streams=(alone,), outs=(out,))
+
+
+def taken_by(op: Fused) -> tuple[str, ...]:
+    """Tensors of rows that an op takes."""
+    match op:
+        case FusedContraction() | FusedPointwise():
+            return (op.x, *op.operands) if op.x else op.operands
+        case FusedAttention():
+            return op.q, op.k, op.v
+        case FusedRouting():
+            return (op.scores,)
+        case FusedChoice():
+            return (op.source,)
+    return ()
 
 
 @dataclass(slots=True)
@@ -166,7 +192,9 @@ class _BatchBuilder:
     slot_of: dict[Form, int] = field(default_factory=dict)
     """Where the squares lie of what is written without the factor of its norm."""
     number_of: dict[str, int] = field(default_factory=dict)
-    makers: dict[str, FusedContraction | FusedAttention] = field(default_factory=dict)
+    makers: dict[str, FusedContraction | FusedAttention | FusedPointwise] = field(
+        default_factory=dict
+    )
     normed: dict[Form, str] = field(default_factory=dict)
     """Forms that are also taken as float32, by the names that they have there."""
     forms: dict[str, dict[InputNorm | None, int]] = field(default_factory=dict)
@@ -180,6 +208,11 @@ class _BatchBuilder:
     """Rows of each sum over ranks, in order."""
     num_summed: int = 0
     epilogues: list[BatchEpilogue] = field(default_factory=list)
+    formulas: list[BatchFormula] = field(default_factory=list)
+    tables: Mapping[str, FusedEmbedding] = field(default_factory=dict)
+    """Embeddings besides the one whose rows come in, by what they give."""
+    positions: str = ""
+    wide_norms: bool = False
     num_ranks: int = 1
     embedding: FusedEmbedding | None = None
     choice: FusedChoice | None = None
@@ -203,6 +236,8 @@ class _BatchBuilder:
                     self.add_contraction(now, op)
                 case FusedAttention():
                     self.add_attention(now, op)
+                case FusedPointwise():
+                    self.add_pointwise(now, op)
                 case FusedChoice() if is_limited(op.sampler):
                     self.add_sample(op)
         head = self.choice
@@ -212,6 +247,8 @@ class _BatchBuilder:
             num_ranks=self.num_ranks,
             attention=self.attention,
             epilogues=BatchEpilogues(tuple(self.epilogues), self.entry_epilogue()),
+            formulas=BatchFormulas(tuple(self.formulas)),
+            wide_norms=self.wide_norms,
             eps=self.eps,
             matrices=self.placed.matrices,
             queues=tuple(map(tuple, self.queues)),
@@ -231,7 +268,7 @@ class _BatchBuilder:
             embed=self.embedding.table if self.embedding else self.entry,
             rope_table=attention.table if attention else "",
             tokens=self.embedding.ids if self.embedding else "",
-            positions=attention.positions if attention else "",
+            positions=self.positions,
             token=head.token if head else "",
             logits=head.logits if head else "",
         )
@@ -249,11 +286,14 @@ class _BatchBuilder:
         self.check_caches()
         if self.attention and self.attention.softcap:
             raise unfit(f"scores that are kept below {self.attention.softcap:g}")
-        apart = [op.name for op in self.fused if isinstance(op, FusedPointwise)]
-        if apart or found.tables:
-            names = [*apart, *found.tables]
-            raise unfit(f"pointwise work {names[0]!r} that follows no contraction")
-        self.placed.require_norms("bf16", self.fused)
+        self.tables, self.positions = found.tables, found.positions
+        self.fused = tuple(in_order(op, self.tables) for op in self.fused)
+        self.wide_norms = self.placed.has_wide_norms(self.fused)
+        if self.attention:
+            made = {op.outs for op in self.fused if isinstance(op, FusedContraction)}
+            attended = [op for op in self.fused if isinstance(op, FusedAttention)]
+            are_joined = all((op.q, op.k, op.v) in made for op in attended)
+            self.attention = replace(self.attention, apart=not are_joined)
         self.summed = [self.elements(self.entry)] if self.shares_rows else []
         self.summed += [
             rows_of(op, self.placed)
@@ -286,14 +326,15 @@ class _BatchBuilder:
                 self.makers |= dict.fromkeys(op.outs, op)
                 if op.normed:
                     self.normed[op.x, op.norm] = op.normed
-            elif isinstance(op, FusedAttention):
+            elif isinstance(op, FusedAttention | FusedPointwise):
                 self.makers[op.out] = op
         for now, op in enumerate(self.fused):
             if isinstance(op, FusedContraction):
                 self.forms.setdefault(op.x, {})[op.norm] = now
                 self.taken |= dict.fromkeys(op.operands, now)
-            elif isinstance(op, FusedAttention):
-                self.taken |= dict.fromkeys((op.q, op.k, op.v), now)
+            elif isinstance(op, FusedAttention | FusedPointwise):
+                numbers = [name for name in taken_by(op) if name not in self.tables]
+                self.taken |= dict.fromkeys(numbers, now)
         own = {self.choice.token, self.choice.logits} if self.choice else set()
         for name in self.segment.outputs:
             if name not in own:
@@ -302,10 +343,10 @@ class _BatchBuilder:
             if isinstance(op, FusedContraction) and self.is_made_apart(op.x, op.norm):
                 self.taken[op.x] = max(now, self.taken.get(op.x, 0))
 
-    def maker(self, name: str) -> FusedContraction | FusedAttention | None:
+    def maker(self, name: str) -> FusedContraction | FusedAttention | FusedPointwise | None:
         """The op that gives a tensor, None of the rows that come in."""
         if name not in self.makers and name != self.entry:
-            raise unfit(f"{name!r}, which no contraction or attention gives")
+            raise unfit(f"{name!r}, which no instruction gives")
         return self.makers.get(name)
 
     def published(self, name: str) -> tuple[InputNorm | None, bool]:
@@ -314,7 +355,8 @@ class _BatchBuilder:
         if None in forms:
             return None, True
         maker = self.maker(name)
-        folds = maker is None or (isinstance(maker, FusedContraction) and len(maker.streams) == 1)
+        folds = maker is None or isinstance(maker, FusedPointwise)
+        folds |= isinstance(maker, FusedContraction) and len(maker.streams) == 1
         for norm in forms if folds else ():
             if norm and norm.kind == "rms_norm" and (name, norm) not in self.normed:
                 return norm, True
@@ -327,9 +369,9 @@ class _BatchBuilder:
     def position_squares(self) -> None:
         """Where the squares of each form are summed that is written without its factor."""
         results = [
-            (now, op.outs[0])
+            (now, op.outs[0] if isinstance(op, FusedContraction) else op.out)
             for now, op in enumerate(self.fused)
-            if isinstance(op, FusedContraction)
+            if isinstance(op, FusedContraction | FusedPointwise)
         ]
         for now, name in ((-1, self.entry), *results):
             norm, _ = self.published(name)
@@ -345,12 +387,10 @@ class _BatchBuilder:
         return self.choice is not None and op.outs == (self.choice.source,)
 
     def epilogue(self, op: FusedContraction) -> BatchEpilogue:
-        if len(op.operands) + len(op.streams) > MAX_CARRIED + 1:
+        if len(op.operands) + len(op.streams) > MAX_CARRIED + 1:  # one less where streams meet
             raise unfit(f"{op.name!r}, whose epilogue takes {op.operands}")
         norm, publishes = self.published(op.outs[0])
         ranked = self.is_ranked(op)
-        if ranked and self.placed.bias(op.streams) != NOTHING:
-            raise unfit(f"{op.name!r}, logits with a bias")
         if ranked and (publishes or op.outs[0] in self.taken or op.num_ranks > 1):
             raise unfit(f"{op.name!r}, which a token is chosen from, for other ops too")
         return BatchEpilogue(
@@ -438,7 +478,8 @@ class _BatchBuilder:
             for op in self.fused
             if isinstance(op, FusedContraction) and self.is_made_apart(op.x, op.norm)
         }
-        ops = [op for op in self.fused if isinstance(op, FusedContraction | FusedAttention)]
+        kinds = FusedContraction | FusedAttention | FusedPointwise
+        ops = [op for op in self.fused if isinstance(op, kinds)]
         samples = self.choice is not None and is_limited(self.choice.sampler)
         return 1 + len(ops) + len(made) + int(samples)
 
@@ -485,8 +526,11 @@ class _BatchBuilder:
     def last_carried(self, now: int, rows: int) -> int:
         """Where an operand lies that op number `now` takes last, or NOTHING."""
         op = self.fused[now] if now >= 0 else None
-        if isinstance(op, FusedContraction):
-            for name in op.operands:
+        if isinstance(op, FusedContraction | FusedPointwise):
+            names = op.operands if isinstance(op, FusedContraction) else taken_by(op)
+            for name in names:
+                if name in self.tables:
+                    continue
                 if self.taken[name] == now and self.elements(name) == rows:
                     return self.number_of[name] // BATCH
         return NOTHING
@@ -610,6 +654,46 @@ class _BatchBuilder:
                 )
             )
 
+    def add_pointwise(self, now: int, op: FusedPointwise) -> None:
+        """Whole rows of its result, a sequence an SM."""
+        rows, norm = self.elements(op.out), op.norm
+        carried, table = split_operands(op, self.tables, self.elements)
+        for name in (*carried, *filter(None, [op.x])):
+            if name not in self.number_of:
+                raise unfit(f"{op.name!r} of {name!r}, which no op keeps")
+        kept = {name: self.number_of[name] for name in (op.x, *carried) if name}
+        length = op.length if norm else rows
+        form, publishes = self.published(op.out)
+        if publishes and length % 2:
+            raise unfit(f"{op.name!r}, which normalises {length} of {rows} elements together")
+        formula = BatchFormula(
+            norm=norm.kind if norm else "",
+            formula=op.formula,
+            num_carried=len(carried),
+            has_table=table is not None,
+            publishes=publishes,
+            scaled=form is not None,
+        )
+        if formula not in self.formulas:
+            self.formulas.append(formula)
+        one = BatchPointwise(
+            name=op.name,
+            number=self.formulas.index(formula),
+            num_rows=rows,
+            length=length,
+            src=kept.get(op.x, NOTHING),
+            weight=self.placed.vector(norm.weight) if norm and norm.weight else NOTHING,
+            bias=self.placed.vector(norm.bias) if norm and norm.bias else NOTHING,
+            eps=norm.eps if norm else 0.0,
+            table=self.placed.table(table.table) if table else NOTHING,
+            by_position=table is not None and table.ids == self.positions,
+            slot=self.slot_of.get((op.out, form), 0),
+            **dict(zip(("carry", "carry2"), (kept[name] for name in carried), strict=False)),
+            **self.position_result(now, (op.out,), rows, op.out in self.taken),
+        )
+        for queue in self.queues:
+            queue.append(one)
+
     def add_form(self, now: int, op: FusedContraction) -> None:
         """Makes x as the op takes it from the numbers that are kept of it."""
         norm, columns = op.norm, self.elements(op.x)
@@ -651,6 +735,7 @@ class _BatchBuilder:
                     num_rows=self.logit_rows,
                     weight_row=start + first * UNIT_ROWS,
                     first_id=self.team_rank * self.vocab,
+                    bias=self.placed.bias(op.streams),
                     team_rank=self.team_rank,
                     num_tokens=self.choice.vocab,
                     **shared,
@@ -670,9 +755,11 @@ class _BatchBuilder:
         """Shares of the cached positions; k_row and v_row are of the first sequence and head."""
         shape = self.attention
         assert shape is not None
-        source = self.maker(op.q)
-        if not isinstance(source, FusedContraction) or source.outs != (op.q, op.k, op.v):
-            raise unfit(f"{op.name!r}, whose queries, keys and values are not from one contraction")
+        rows = [num * shape.head_dim for num in (shape.num_heads, *[shape.num_kv_heads] * 2)]
+        names = op.q, op.k, op.v
+        for name, num in zip(names, rows, strict=True):
+            if name not in self.number_of or self.elements(name) != num:
+                raise unfit(f"{op.name!r}, which takes {name!r} of another size")
         row_bytes, width = shape.head_dim * ITEM_BYTES, shape.num_heads * shape.head_dim
         form = op.out, None
         if op.out in self.taken or not self.published(op.out)[1]:
@@ -683,7 +770,9 @@ class _BatchBuilder:
             v_row=self.states.offset(op.v_cache) // row_bytes,
             window=op.window or NO_WINDOW,
             src=self.number_of[op.q],
-            num_rows=rows_of(source, self.placed),
+            k_src=self.number_of[op.k],
+            v_src=self.number_of[op.v],
+            num_rows=rows[0] if shape.apart else sum(rows),
             dst=CHUNK * self.take_chunks(now, form, "attention", width),
             q_norm=self.placed.vector(op.q_norm.weight) if op.q_norm else NOTHING,
             k_norm=self.placed.vector(op.k_norm.weight) if op.k_norm else NOTHING,

@@ -14,6 +14,7 @@ from distmega.kernels.hopper.batch_plan.words import (
     BatchInstruction,
     BatchLinear,
     BatchNorm,
+    BatchPointwise,
 )
 from distmega.kernels.hopper.plan.types import AttentionShape, Buffer, Kept, WeightMatrix
 from distmega.kernels.hopper.plan.words import SLICE_K, VECTOR_MULTIPLE
@@ -54,11 +55,35 @@ class BatchEpilogues:
     entry: BatchEpilogue
 
 
+@dataclass(frozen=True, slots=True)
+class BatchFormula:
+    """Pointwise work on rows: formula(x after its norm, what is carried, a table's row).
+
+    norm: "rms_norm", "layer_norm" or "softmax", "" where no x is taken. num_carried, publishes,
+    scaled: as of a BatchEpilogue; has_table: whether the last argument is the row of a table.
+    """
+
+    norm: str
+    formula: Expr
+    num_carried: int
+    has_table: bool
+    publishes: bool
+    scaled: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BatchFormulas:
+    """Those of a segment, as one constant of its kernel."""
+
+    each: tuple[BatchFormula, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchQueues:
     """Instructions of every SM, equally many, for `batch` rows on one of num_ranks ranks.
 
-    num_chunks: of the activations, 1024 columns each. num_numbers: float32 elements that are kept;
+    formulas: of pointwise work on rows. wide_norms: whether weights of norms are f32. num_chunks:
+    of the activations, 1024 columns each. num_numbers: float32 elements that are kept;
     num_slots: of sums of squares. outputs: what leaves, `num` elements a row. sampler: where tokens
     are not the most likely. head_rows: of an SM, at most. vocab: rows of this rank's part of the
     head, 0 without one, of which logit_rows are tokens, from first_id on, of all num_tokens.
@@ -70,6 +95,8 @@ class BatchQueues:
     num_ranks: int
     attention: AttentionShape | None
     epilogues: BatchEpilogues
+    formulas: BatchFormulas
+    wide_norms: bool
     eps: float
     matrices: tuple[WeightMatrix, ...]
     queues: tuple[tuple[BatchInstruction, ...], ...]
@@ -126,6 +153,14 @@ class BatchQueues:
     def normalises(self) -> bool:
         """Whether some instruction takes rows in another form."""
         return any(isinstance(one, BatchNorm) for one in self.queues[0])
+
+    @property
+    def keeps_tokens(self) -> bool:
+        """Whether some instruction takes rows of tables of the step's tokens."""
+        return any(
+            isinstance(one, BatchPointwise) and one.table != NOTHING and not one.by_position
+            for one in self.queues[0]
+        )
 
 
 def first_word(num_events: int) -> int:

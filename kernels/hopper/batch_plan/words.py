@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from distmega.kernels.hopper.plan.types import ROW_MULTIPLE
-from distmega.kernels.hopper.plan.words import MAX_SMS, REPORT_WORDS, SLICE_K, pack_fields
+from distmega.kernels.hopper.plan.words import MAX_SMS, REPORT_WORDS, SLICE_K, bits_of, pack_fields
 
 BATCH = 16
 """Sequences that the kernel computes, whether all are in use or not: the rows of an m16n8k16."""
@@ -41,7 +41,9 @@ STATE_EPOCH = 0
 """Word of the device state: steps run so far."""
 STATE_POSITIONS = 32
 """Words from here on: position of each sequence's next token."""
-STATE_WORDS = STATE_POSITIONS + BATCH
+STATE_TOKENS = STATE_POSITIONS + BATCH
+"""Likewise: of each sequence, the token whose rows of tables are taken in this step."""
+STATE_WORDS = STATE_TOKENS + BATCH
 
 
 NORMED, PAIRED = 1, 2
@@ -70,6 +72,7 @@ class BatchOpcode(IntEnum):
     EMBED = 17
     SAMPLE = 18
     NORM = 19
+    POINTWISE = 22
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +175,7 @@ class BatchHead:
     buffer: from 64-bit word `logits` on, float32, those of all num_tokens tokens, a row a sequence;
     from `row_maxima` on, float32 [16, ranks, MAX_SMS], the highest of each SM; from `ready_flags`
     on, two flagged words an SM, MAX_SMS a rank, by which it says that its numbers are there.
-    team_rank: of this rank.
+    team_rank: of this rank. bias: offset of this rank's biases in the vectors, or NOTHING.
     """
 
     opcode: int
@@ -188,6 +191,7 @@ class BatchHead:
     flags: int
     squares: int
     first_id: int
+    bias: int = NOTHING
     team_rank: int = 0
     num_tokens: int = 0
     logits: int = 0
@@ -220,7 +224,8 @@ class BatchAttention:
 
     k_row, v_row: first row of this op in the cache matrix [rows, d]. window: positions that a query
     sees, itself included. src: first of the float32 numbers [16, num_rows] of queries, keys and
-    values. dst: first element of the output in the activations. q_norm, k_norm: offsets in the
+    values or, where these lie apart, of queries; k_src, v_src: then of keys and values, their heads
+    alone a row. dst: first element of the output in the activations. q_norm, k_norm: offsets in the
     vectors.
     """
 
@@ -233,6 +238,8 @@ class BatchAttention:
     dst: int
     q_norm: int
     k_norm: int
+    k_src: int = 0
+    v_src: int = 0
     opcode: BatchOpcode = BatchOpcode.ATTENTION
 
 
@@ -255,7 +262,45 @@ class BatchNorm:
     opcode: BatchOpcode = BatchOpcode.NORM
 
 
-BatchInstruction = BatchLinear | BatchEmbed | BatchHead | BatchSample | BatchAttention | BatchNorm
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchPointwise:
+    """Formula number `number` of whole rows: SM b makes that of sequence b, from the num_rows
+    numbers from src on, `length` of which are normalised together, or from none where the formula
+    takes no x, and from what it takes besides, from carry and carry2 on.
+
+    weight, bias: of the norm, offsets in the vectors, or NOTHING. table: of a table of rows as long
+    in the weights' arena, VECTOR_MULTIPLE elements before it, or NOTHING; by_position: whether its
+    row is that of the position, else of the token. dst, next_norm, keep: as of BatchLinear; squares
+    of the results are summed in slot number `slot`.
+    """
+
+    name: str
+    number: int
+    num_rows: int
+    length: int
+    src: int
+    weight: int
+    bias: int
+    eps: float
+    carry: int = NOTHING
+    carry2: int = NOTHING
+    table: int = NOTHING
+    by_position: bool = False
+    dst: int = 0
+    next_norm: int = NOTHING
+    slot: int = 0
+    keep: int = NOTHING
+    opcode: BatchOpcode = BatchOpcode.POINTWISE
+
+    @property
+    def eps_bits(self) -> int:
+        """eps as float32."""
+        return bits_of(self.eps)
+
+
+BatchInstruction = (
+    BatchLinear | BatchEmbed | BatchHead | BatchSample | BatchAttention | BatchNorm | BatchPointwise
+)
 
 FIELD_WORDS: dict[type[BatchInstruction], dict[str, int]] = {
     BatchLinear: {
@@ -271,18 +316,23 @@ FIELD_WORDS: dict[type[BatchInstruction], dict[str, int]] = {
     BatchHead: {
         "opcode": 0, "num_tokens": 1, "weight_row": 2, "num_units": 3, "num_tiles_k": 4, "src": 5,
         "packed": 6, "logits": 7, "ready_flags": 8, "row_maxima": 9, "first_id": 10, "row0": 11,
-        "team_rank": 12, "num_rows": 13,
+        "team_rank": 12, "num_rows": 13, "bias": 14,
     },
     BatchSample: {
         "opcode": 0, "logits": 7, "ready_flags": 8, "row_maxima": 9, "num_rows": 13,
     },
     BatchAttention: {
         "opcode": 0, "k_row": 2, "v_row": 4, "src": 5, "window": 6, "q_norm": 8, "k_norm": 9,
-        "dst": 10, "num_rows": 13,
+        "dst": 10, "k_src": 11, "v_src": 12, "num_rows": 13,
     },
     BatchNorm: {
         "opcode": 0, "src": 5, "kind": 6, "weight": 7, "bias": 9, "dst": 10, "num_rows": 13,
         "keep": 14,
+    },
+    BatchPointwise: {
+        "opcode": 0, "number": 1, "length": 2, "table": 3, "carry": 4, "src": 5, "carry2": 6,
+        "next_norm": 7, "weight": 8, "bias": 9, "dst": 10, "eps_bits": 11, "slot": 12,
+        "num_rows": 13, "keep": 14, "by_position": 15,
     },
 }  # fmt: skip
 """Word of each field. Fields that kernels read before they look at the opcode share a place."""

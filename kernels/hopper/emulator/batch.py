@@ -19,11 +19,14 @@ from distmega.kernels.hopper.batch_plan.words import (
     BEST_WORDS,
     PAIRED,
     STATE_EPOCH,
+    STATE_POSITIONS,
+    STATE_TOKENS,
     STATE_WORDS,
     BatchEmbed,
     BatchHead,
     BatchLinear,
     BatchNorm,
+    BatchPointwise,
 )
 from distmega.kernels.hopper.emulator.batch_bodies import (
     GROUP_UNITS,
@@ -32,6 +35,7 @@ from distmega.kernels.hopper.emulator.batch_bodies import (
     next_tokens,
     norm,
 )
+from distmega.kernels.hopper.emulator.batch_pointwise import pointwise
 from distmega.kernels.hopper.emulator.batch_sm import BatchGpu, BatchSm, Event
 from distmega.kernels.hopper.emulator.interleaving import RAN, Interleaving, Key, Steps
 from distmega.kernels.hopper.emulator.memory import FlaggedWords, PlainData
@@ -120,6 +124,7 @@ def _gpu(rank: int, one: BatchArenas, order: Interleaving, agents: Agents) -> Ba
         queues=queues,
         order=order,
         elements=elements,
+        floats=one.weights_arena.view(torch.float32).numpy(),
         embed=views[queues.embed].float().numpy() if queues.tokens else none,
         rope=none,
         words=FlaggedWords(order, rank, agents.computes[rank], queues.first_list),
@@ -176,6 +181,11 @@ def _prepare(gpu: BatchGpu, given: BatchLaunch) -> None:
             memory.writer[:], memory.tick[:] = gpu.host.number, tick
     elif not queues.tokens:
         gpu.embed = given.inputs[queues.embed].reshape(queues.batch, -1).float().numpy()
+    if queues.positions in given.inputs:
+        positions = given.inputs[queues.positions].reshape(-1).numpy()
+        at = STATE_POSITIONS + np.arange(len(positions))
+        gpu.state.values[at] = positions
+        gpu.state.writer[at], gpu.state.tick[at] = gpu.host.number, gpu.host.tick()
     gpu.host.tick()
     gpu.host.fence()
 
@@ -221,9 +231,14 @@ def compute(sm: BatchSm, num_steps: int) -> Steps:
                         chosen = yield from next_tokens(sm, one, 0, flag)
                         if sm.sm == 0 and step:
                             gpu.tokens[step - 1] = chosen
+                    if sm.sm == 0 and queues.keeps_tokens:
+                        at = STATE_TOKENS + np.arange(BATCH)
+                        sm.store(gpu.state, at, np.array(chosen))
                     yield from embed(sm, one, chosen, flag)
                 case BatchNorm():
                     yield from norm(sm, one)
+                case BatchPointwise():
+                    yield from pointwise(sm, one, step)
                 case BatchLinear() | BatchHead():
                     yield from linear(sm, one, flag)
                 case _:
@@ -247,4 +262,6 @@ def end(sm: BatchSm, epoch0: int, num_steps: int) -> Generator[Key, None, None]:
         after = gpu.queues.num_ranks * BEST_WORDS
         flag = (epoch0 + num_steps) * num
         gpu.tokens[num_steps - 1] = yield from next_tokens(sm, first, after, flag)
+    at = STATE_POSITIONS + np.arange(BATCH)
+    sm.store(gpu.state, at, gpu.state.read(sm.compute, at) + num_steps)
     sm.store(gpu.state, np.array([STATE_EPOCH]), np.array([epoch0 + num_steps]))

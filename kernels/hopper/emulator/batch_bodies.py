@@ -30,6 +30,7 @@ from distmega.kernels.hopper.emulator.numbers import (
     bits_of,
     evaluate,
     floats_of,
+    normalised,
     to_bf16,
 )
 from distmega.kernels.hopper.plan.words import MAX_SMS, TILE_K, UNIT_ROWS, VECTOR_MULTIPLE
@@ -135,7 +136,7 @@ def finish(
         sm.store(gpu.numbers, sm.number_indices(one.keep, num_rows, row), y.reshape(-1))
     at = ((one.dst // BATCH + row)[:, None] * BATCH + np.arange(BATCH)).reshape(-1)
     if epilogue.scaled:
-        weight = gpu.elements[one.next_norm + row][:, None]
+        weight = norm_vector(sm, one.next_norm, num_rows)[row][:, None]
         sm.store(gpu.acts, at, to_bf16(y * weight).reshape(-1))
         squares = (y * y).sum(axis=0, dtype=np.float32)
         sm.store(gpu.sums, sm.own_part(epilogue.slot), squares)
@@ -179,15 +180,12 @@ def norm(sm: BatchSm, one: BatchNorm) -> Steps:
     for b in range(sm.sm, gpu.queues.batch, gpu.num_sms):
         y = sm.load(gpu.numbers, one.src + b * one.num_rows + column)
         kind = NORM_KINDS[one.kind]
-        if kind == "layer_norm":
-            y = y - y.mean(dtype=np.float32)
         if kind != "none":
-            mean = (y * y).mean(dtype=np.float32) + np.float32(gpu.queues.eps)
-            y = y * (np.float32(1.0) / np.sqrt(mean))
+            y = normalised(kind, y, gpu.queues.eps)
         if one.weight != NOTHING:
-            y = y * gpu.elements[one.weight + column]
+            y = y * norm_vector(sm, one.weight, one.num_rows)
         if one.bias != NOTHING:
-            y = y + gpu.elements[one.bias + column]
+            y = y + norm_vector(sm, one.bias, one.num_rows)
         y = y.astype(np.float32)
         if one.keep != NOTHING:
             sm.store(gpu.numbers, one.keep + b * one.num_rows + column, y)
@@ -195,10 +193,20 @@ def norm(sm: BatchSm, one: BatchNorm) -> Steps:
         yield RAN
 
 
+def norm_vector(sm: BatchSm, first: int, num: int) -> Floats:
+    """The weights of a norm, or its bias."""
+    if sm.gpu.queues.wide_norms:
+        return sm.gpu.floats[first // 2 : first // 2 + num]
+    return sm.gpu.elements[first : first + num]
+
+
 def write_head(sm: BatchSm, one: BatchHead, epilogue: BatchEpilogue, y: Floats) -> None:
     """Logits, and the highest of each sequence among this SM's rows with the lowest row."""
     row = rows_of(one)
-    z = evaluate(epilogue.formula, [y[: len(row)]])
+    z = y[: len(row)].copy()
+    if one.bias != NOTHING:
+        z += sm.gpu.elements[one.bias + row][:, None]
+    z = evaluate(epilogue.formula, [z])
     sm.store(sm.gpu.logits, sm.number_indices(0, one.num_rows, row), z.reshape(-1))
     best: Floats = np.full(BATCH, -np.inf, dtype=np.float32)
     best_row = np.full(BATCH, NO_ROW, dtype=np.int64)

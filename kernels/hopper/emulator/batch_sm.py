@@ -37,11 +37,13 @@ class Event:
 
 @dataclass(slots=True, kw_only=True)
 class BatchGpu(EmulatedGpu):
-    """acts: bf16 of each column and sequence; numbers: f32; sums: squares [slots, 16, 256]; logits:
-    [16, rows]; bests, best_rows: [16, 256]; tokens: that each step of a launch chose.
+    """floats: what stands in the weight arena as f32. acts: bf16 of each column and sequence;
+    numbers: f32; sums: squares [slots, 16, 256]; logits: [16, rows]; bests, best_rows: [16, 256];
+    tokens: that each step of a launch chose.
     """
 
     queues: BatchQueues
+    floats: Floats
     events: Sequence[Event]
     acts: PlainData
     numbers: PlainData

@@ -60,6 +60,21 @@ def evaluate(formula: expr.Expr, args: Sequence[Floats]) -> Floats:
     return values
 
 
+def normalised(norm: str, x: Floats, eps: float) -> Floats:
+    """Rows of x after a softmax or a norm, without weight and bias."""
+    length = np.float32(x.shape[-1])
+    if norm == "softmax":
+        exponentials: Floats = np.exp(x - x.max(axis=-1, keepdims=True))
+        total = exponentials.sum(axis=-1, keepdims=True, dtype=np.float32)
+        shares: Floats = exponentials * (np.float32(1.0) / total)
+        return shares
+    if norm == "layer_norm":
+        x = x - x.sum(axis=-1, keepdims=True, dtype=np.float32) / length
+    mean = (x * x).sum(axis=-1, keepdims=True, dtype=np.float32) / length
+    y: Floats = x * (np.float32(1.0) / np.sqrt(mean + np.float32(eps)))
+    return y
+
+
 def numbers_of(arena: torch.Tensor) -> Floats:
     """Elements of 2 bytes of an arena as float32."""
     values: Floats = arena.view(torch.bfloat16).float().numpy()

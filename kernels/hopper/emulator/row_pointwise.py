@@ -7,7 +7,13 @@ from collections.abc import Generator
 import numpy as np
 
 from distmega.kernels.hopper.emulator.interleaving import RAN, Key, Steps
-from distmega.kernels.hopper.emulator.numbers import Floats, evaluate, floats_of, halves_of
+from distmega.kernels.hopper.emulator.numbers import (
+    Floats,
+    evaluate,
+    floats_of,
+    halves_of,
+    normalised,
+)
 from distmega.kernels.hopper.emulator.row_bodies import norm_vector, publish_rows
 from distmega.kernels.hopper.emulator.sm import RowSm
 from distmega.kernels.hopper.plan.accesses import last_row
@@ -31,7 +37,7 @@ def pointwise(sm: RowSm, one: RowPointwise, token: int, position: int, flag: int
     taken: list[Floats] = []
     if formula.norm:
         x = yield from whole_row(sm, one, formula, token, flag - one.flag_delta)
-        taken.append(normalised(sm, one, formula, x)[row])
+        taken.append(normalised_row(sm, one, formula, x)[row])
     if formula.num_carried and one.flags & CARRY_EMBEDDED:
         taken.append(sm.gpu.embed[token][row])
     elif formula.num_carried:
@@ -62,17 +68,9 @@ def whole_row(
     return floats_of(payload) if formula.numbers else halves_of(payload)
 
 
-def normalised(sm: RowSm, one: RowPointwise, formula: RowFormula, x: Floats) -> Floats:
+def normalised_row(sm: RowSm, one: RowPointwise, formula: RowFormula, x: Floats) -> Floats:
     """x after its norm or softmax."""
-    length = np.float32(one.num_rows)
-    if formula.norm == "softmax":
-        exponentials: Floats = np.exp(x - x.max())
-        shares: Floats = exponentials * (np.float32(1.0) / exponentials.sum(dtype=np.float32))
-        return shares
-    if formula.norm == "layer_norm":
-        x = x - np.float32(x.sum(dtype=np.float32) / length)
-    mean = np.float32((x * x).sum(dtype=np.float32) / length)
-    y: Floats = x * (np.float32(1.0) / np.sqrt(mean + np.float32(one.eps)))
+    y = normalised(formula.norm, x, one.eps)
     if one.norm != NOTHING:
         y = y * norm_vector(sm, one.norm, one.num_rows)
     if one.flags & BIASED:

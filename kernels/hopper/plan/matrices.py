@@ -9,7 +9,14 @@ from itertools import pairwise
 
 from distmega.kernels.hopper.plan.types import ITEM_BYTES, MAX_MATRICES, WeightMatrix, unfit
 from distmega.kernels.hopper.plan.weight_order import matrix_columns
-from distmega.kernels.hopper.plan.words import NOTHING, SLICE_K, SLICES, TILE_K, UNIT_ROWS
+from distmega.kernels.hopper.plan.words import (
+    NOTHING,
+    SLICE_K,
+    SLICES,
+    TILE_K,
+    UNIT_ROWS,
+    VECTOR_MULTIPLE,
+)
 from distmega.kernels.runtime.arena import ALIGNMENT_BYTES, ArenaLayout
 from distmega.kernels.tasks.fuse import Fused, FusedContraction, WeightStream, norms_of
 from distmega.program.types import Program
@@ -68,6 +75,13 @@ class Weights:
 
     def vector(self, name: str) -> int:
         return self.layout.offset(name) // ITEM_BYTES
+
+    def table(self, name: str) -> int:
+        """Where a table begins in the arena, in multiples of VECTOR_MULTIPLE elements."""
+        self.require_type("bf16", [name])
+        found, rest = divmod(self.layout.offset(name), ITEM_BYTES * VECTOR_MULTIPLE)
+        assert not rest
+        return found
 
     def starts(self, op: str, streams: Sequence[WeightStream], matrix: WeightMatrix) -> list[int]:
         """First row of each stream of an op in a matrix."""

@@ -72,7 +72,6 @@ from distmega.kernels.hopper.plan.words import (
     STAGE_CHUNKS,
     TILE_K,
     UNIT_ROWS,
-    VECTOR_MULTIPLE,
     Instruction,
     RowAttention,
     RowBarrier,
@@ -689,7 +688,7 @@ class _Builder:
         table = NOTHING
         if formula.has_table:
             flags |= AT_POSITION if self.tables[op.operands[-1]].ids == self.positions else 0
-            table = self.table_at(self.tables[op.operands[-1]].table)
+            table = self.placed.table(self.tables[op.operands[-1]].table)
         if norm and norm.bias:
             self.placed.require_next(norm.weight, norm.bias)
         weight = self.placed.vector(norm.weight) if norm and norm.weight else NOTHING
@@ -744,13 +743,6 @@ class _Builder:
         if found not in self.formulas:
             self.formulas.append(found)
         return self.formulas.index(found)
-
-    def table_at(self, name: str) -> int:
-        """Where a table begins in the weights' arena, in multiples of VECTOR_MULTIPLE elements."""
-        self.placed.require_type("bf16", [name])
-        found, rest = divmod(self.weights.offset(name), ITEM_BYTES * VECTOR_MULTIPLE)
-        assert not rest
-        return found
 
     def normalised(self, op: FusedContraction, nth: int) -> int:
         """Where each SM keeps its rows of x, which it normalises there: it must have a part of the

@@ -8,6 +8,7 @@ import pytest
 from distmega.kernels.hopper.batch import kernel
 from distmega.kernels.hopper.batch.arguments import BatchMemory, BatchSpec
 from distmega.kernels.hopper.batch.runner import AHEAD, STAGES
+from distmega.kernels.hopper.batch_plan.types import BatchFormulas
 from distmega.kernels.hopper.plan.words import GREEDY, LIMITED, SAMPLED
 from distmega.kernels.hopper.ptx.shapes import TILE_SHARED, WEIGHT_SHARED
 from distmega.models.presets import PRESETS
@@ -38,10 +39,14 @@ def compiled(head_dim: int, num_parts: int, qk_norm: bool, choice: int) -> Machi
         num_parts=num_parts,
         qk_norm=qk_norm,
         rotated=True,
+        apart=False,
         attends=True,
         normalises=False,
         looks_up=True,
         epilogues=queues_of(PRESETS["llama-3.2-1b"]).epilogues,
+        formulas=BatchFormulas(()),
+        wide_norms=False,
+        keeps_tokens=False,
         choice=choice,
         head_rows=1024,
         whole_slices=True,

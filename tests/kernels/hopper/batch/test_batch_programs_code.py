@@ -9,9 +9,11 @@ from distmega.kernels.hopper.batch.runner import BatchRunner
 from distmega.kernels.hopper.batch_plan.queues import build_batch_queues
 from distmega.kernels.hopper.plan.weight_order import order_weights
 from distmega.kernels.runtime.arena import Space, layout_arena
+from distmega.program.types import Program
 from tests.kernels.hopper.batch_plan.test_batch_programs import program_of
 from tests.kernels.offline import NUM_SMS, offline
 from tests.kernels.ptx import bare_signals, plain_spins
+from tests.kernels.row_programs import PROGRAMS, attending
 from tests.kernels.sass import instructions, spills_in_products
 from tests.kernels.sm90 import SHARED_BYTES, Machine
 
@@ -19,9 +21,12 @@ MOST_INSTRUCTIONS = {"gated": 2000, "attention": 4700, "odd sizes": 2900}
 """A kernel without attention holds nothing of it: a decoder's has over 4000."""
 
 
-@cache
 def compiled(name: str) -> Machine:
-    program = program_of(name)
+    return compiled_program(program_of(name))
+
+
+@cache
+def compiled_program(program: Program) -> Machine:
     weights = layout_arena(Space.WEIGHT, order_weights(program))
     states = layout_arena(Space.STATE, program.with_role("state"))
     given = {*(tensor.name for tensor in program.with_role("input")), *program.outputs}
@@ -53,5 +58,22 @@ def test_nothing_spills_and_nothing_unused_is_there(name: str):
     assert spills_in_products(code.cubin) == []
     assert code.shared_bytes <= SHARED_BYTES
     assert len(instructions(code.cubin)) <= MOST_INSTRUCTIONS[name]
+    assert plain_spins(code.ptx) == []
+    assert bare_signals(code.ptx) == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "attending",
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in PROGRAMS),
+    ],
+)
+def test_pointwise_work_fits_an_sm(name: str):
+    program = attending(rows=8) if name == "attending" else PROGRAMS[name](8)
+    code = compiled_program(program)
+    assert code.stack_bytes == 0
+    assert spills_in_products(code.cubin) == []
+    assert code.shared_bytes <= SHARED_BYTES
     assert plain_spins(code.ptx) == []
     assert bare_signals(code.ptx) == []
