@@ -47,10 +47,17 @@ def weight_of(slots, slot):
 
 
 @gluon.jit
+def key_of(score):
+    """int32 in the order of float32; zeros of both signs are equal. The same again gives back."""
+    bits = (score + 0.0).to(gl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@gluon.jit
 def route_task(words, symmetric, scores, slots, chosen_bar, flag, EXPERTS: gl.constexpr):
-    """Ranks the scores, an expert a thread. scores: address of 512 f32 in shared memory that nobody
-    uses between tasks; slots: that of (expert, weight) of each slot; chosen_bar: passed once the
-    experts are there, which may be before their weights.
+    """Ranks the scores, an expert a thread. scores: address of 512 words in shared memory that
+    nobody uses between tasks; slots: that of (expert, weight) of each slot; chosen_bar: passed
+    once the experts are there, which may be before their weights.
     """
     word = 2 * gl.arange(0, THREADS, layout=PER_THREAD)
     num_left = words[ROUTE_NUM_WORDS] - word
@@ -62,8 +69,8 @@ def route_task(words, symmetric, scores, slots, chosen_bar, flag, EXPERTS: gl.co
     high = gl.where((high == high) & (num_left > 0), high, float("-inf"))
     # into memory that linears use by address alone; all threads read it behind the barrier
     gl.inline_asm_elementwise(
-        put_asm(), "=&r,r,f,f", [scores + 4 * word, low, high], dtype=gl.int32, is_pure=False,
-        pack=1,
+        put_asm(), "=&r,r,r,r", [scores + 4 * word, key_of(low), key_of(high)], dtype=gl.int32,
+        is_pure=False, pack=1,
     )  # fmt: skip
     cta_barrier()
     # a loop over scores, four a load: a tensor of all pairs of experts would not fit registers

@@ -6,58 +6,85 @@ A slot is 8 bytes of shared memory: the expert, int32, and what it weighs, f32. 
 
 from triton.runtime.jit import constexpr_function
 
+GROUP = 4
+"""Scores that one load brings."""
+UNROLLED = 4
+"""Groups of a round: their loads and counts are under way together."""
+
 
 @constexpr_function
 def put_asm() -> str:
-    """Two scores to $1 on."""
+    """Two keys to $1 on."""
     return """
-        st.shared.v2.f32 [$1], {$2, $3};
+        st.shared.v2.b32 [$1], {$2, $3};
         mov.b32 $0, 0;
         """
 
 
 @constexpr_function
 def rank_asm(num_chosen: int) -> str:
-    """Of the expert of this thread, among $3 whose scores lie from $2 on: its score, -inf where
-    there is no such expert, and how many are before it: those of larger scores, and of equal ones
-    those of lower numbers. The first num_chosen go to the slots from $4 on.
+    """Of the expert of this thread, among $3 whose keys lie from $2 on: its score, -inf where there
+    is no such expert, and how many are before it: those of larger keys, and of equal ones those of
+    lower numbers. The first num_chosen go to the slots from $4 on.
 
-    Scores behind the last one up to a multiple of four are -inf, and no one's number is higher.
+    A key is an int32 in the order of scores. Behind the last one lie the least, up to a whole
+    round. Lower numbers count where their key is above this one less 1, higher ones where it is
+    above this one; the group that has both is counted as higher, equal ones in it once more.
     """
     lines = [
         "{",
         ".reg .pred more, before, lower;",
-        ".reg .f32 s<4>;",
-        ".reg .b32 own, at, other;",
+        ".reg .b32 own, key, less, mine, at, group, limit, past;",
+        f".reg .b32 s<{GROUP}>, c<{GROUP}>;",
         "mov.u32 own, %tid.x;",
-        "mad.lo.u32 at, own, 4, $2;",
         "mov.f32 $0, 0fFF800000;",
         "mov.u32 $1, $3;",
         "setp.ge.u32 more, own, $3;",
         "@more bra DONE;",
-        "ld.shared.f32 $0, [at];",
-        "mov.u32 $1, 0;",
+        "mad.lo.u32 at, own, 4, $2;",
+        "ld.shared.b32 key, [at];",
+        "sub.s32 less, key, 1;",
+        f"div.u32 mine, own, {GROUP};",
         "mov.u32 at, $2;",
-        "mov.u32 other, 0;",
+        "mov.u32 group, 0;",
+        *(f"mov.u32 c{i}, 0;" for i in range(GROUP)),
         "NEXT:",
-        "ld.shared.v4.f32 {s0, s1, s2, s3}, [at];",
-        "add.u32 at, at, 16;",
     ]
-    for i in range(4):
+    for nth in range(UNROLLED):
         lines += [
-            f"setp.gt.f32 before, s{i}, $0;",
+            f"ld.shared.v4.b32 {{s0, s1, s2, s3}}, [at+{4 * GROUP * nth}];",
+            "setp.lt.u32 lower, group, mine;",
+            "selp.b32 limit, less, key, lower;",
+        ]
+        for i in range(GROUP):  # all ones where it is before: one less than none
+            lines += [f"set.gt.u32.s32 past, s{i}, limit;", f"sub.u32 c{i}, c{i}, past;"]
+        lines.append("add.u32 group, group, 1;")
+    lines += [
+        f"add.u32 at, at, {4 * GROUP * UNROLLED};",
+        f"mul.lo.u32 past, group, {GROUP};",
+        "setp.lt.u32 more, past, $3;",
+        "@more bra NEXT;",
+        "add.u32 c0, c0, c1;",
+        "add.u32 c2, c2, c3;",
+        "add.u32 $1, c0, c2;",
+        f"mad.lo.u32 at, mine, {4 * GROUP}, $2;",
+        "ld.shared.v4.b32 {s0, s1, s2, s3}, [at];",
+        f"rem.u32 past, own, {GROUP};",
+    ]
+    for i in range(GROUP - 1):
+        lines += [
+            f"setp.gt.u32 lower, past, {i};",
+            f"setp.eq.and.s32 before, s{i}, key, lower;",
             "@before add.u32 $1, $1, 1;",
-            "setp.lt.u32 lower, other, own;",
-            f"setp.eq.and.f32 before, s{i}, $0, lower;",
-            "@before add.u32 $1, $1, 1;",
-            "add.u32 other, other, 1;",
         ]
     lines += [
-        "setp.lt.u32 more, other, $3;",
-        "@more bra NEXT;",
         f"setp.lt.u32 before, $1, {num_chosen};",
         "mad.lo.u32 at, $1, 8, $4;",
         "@before st.shared.u32 [at], own;",
+        "shr.s32 past, key, 31;",
+        "and.b32 past, past, 0x7FFFFFFF;",
+        "xor.b32 past, past, key;",
+        "mov.b32 $0, past;",
         "DONE:",
         "}",
     ]

@@ -1,69 +1,132 @@
-"""The PTX of the choice of experts, run on the CPU, against torch."""
+"""The PTX that ranks experts, run here instruction by instruction: ties, zeros of both signs,
+infinities, and numbers of experts that fill no round.
+"""
 
-import numpy as np
+import operator
+import random
+import re
+import struct
+from collections.abc import Callable
+
 import pytest
-import torch
 
-from distmega.hostir.library.experts import top_k
-from distmega.kernels.hopper.ptx.route import put_asm, rank_asm, weigh_asm
-from tests.kernels.ptx_warps import LANES, Warp
+from distmega.kernels.hopper.ptx.route import rank_asm
 
-WARPS, SCORES, SLOTS = 8, 0, 2048
-
-
-def bits(values: np.ndarray) -> np.ndarray:
-    return np.asarray(values, np.float32).view(np.uint32)
+ONES = 2**32 - 1
+THREADS = 256
+NUM_KEYS = 512
+NUM_CHOSEN = 8
 
 
-def lanes(value: int) -> np.ndarray:
-    return np.full(LANES, value, np.uint32)
+def as_bits(score: float) -> int:
+    (bits,) = struct.unpack("<I", struct.pack("<f", score))
+    return bits
 
 
-def choose(scores: np.ndarray, num: int) -> tuple[list[int], np.ndarray, np.ndarray]:
-    """Experts in slots, and each thread's score and rank; as route_task."""
-    shared = np.full(SLOTS + 8 * num, 0xAB, np.uint8)
-    warps = [Warp(number, shared) for number in range(WARPS)]
-    padded = np.full(2 * WARPS * LANES, -np.inf, np.float32)
-    padded[: len(scores)] = scores
-    for warp in warps:
-        word = 2 * (warp.number * LANES + np.arange(LANES))
-        at = (SCORES + 4 * word).astype(np.uint32)
-        warp.run(put_asm(), {1: at, 2: bits(padded[word]), 3: bits(padded[word + 1])})
-    own, ranks = [], []
-    for warp in warps:
-        operands = {2: lanes(SCORES), 3: lanes(len(scores)), 4: lanes(SLOTS)}
-        found = warp.run(rank_asm(num), operands)
-        own.append(found["$0"].view(np.float32))
-        ranks.append(found["$1"].view(np.int32))
-    for warp, x, rank in zip(warps, own, ranks, strict=True):
-        warp.run(weigh_asm(num), {1: lanes(SLOTS), 2: rank.view(np.uint32), 3: bits(x)})
-    slots = shared[SLOTS:].view(np.int32).reshape(num, 2)
-    weights = np.ascontiguousarray(slots[:, 1]).view(np.float32)
-    chosen = slots[:, 0].tolist()
-    assert np.array_equal(weights, padded[chosen])
-    return chosen, np.concatenate(own), np.concatenate(ranks)
+def signed(bits: int) -> int:
+    return bits - 2**32 if bits >> 31 else bits
 
 
-SCORES_OF = {
-    "random": lambda rng, n: rng.standard_normal(n),
-    "few values": lambda rng, n: rng.integers(-2, 3, n),
-    "equal": lambda rng, n: np.zeros(n),
-    "signed zeros": lambda rng, n: np.where(rng.random(n) < 0.5, -0.0, 0.0),
-    "lowest": lambda rng, n: np.full(n, -np.inf),
-    "some lowest": lambda rng, n: np.where(rng.random(n) < 0.9, -np.inf, 1.0),
-    "rising": lambda rng, n: np.arange(n),
+def key_of(score: float) -> int:
+    """As one_row/route.py makes it."""
+    bits = as_bits(score + 0.0)
+    return bits ^ 0x7FFFFFFF if bits >> 31 else bits
+
+
+def times_plus(a: int, b: int, c: int) -> int:
+    return a * b + c
+
+
+FUNCTIONS: dict[str, Callable[..., int]] = {
+    "mov": lambda a: a,
+    "add": operator.add,
+    "sub": operator.sub,
+    "div": operator.floordiv,
+    "rem": operator.mod,
+    "mul.lo": operator.mul,
+    "mad.lo": times_plus,
+    "shr.s32": lambda a, by: signed(a) >> by,
+    "and": operator.and_,
+    "xor": operator.xor,
+    "setp.ge": operator.ge,
+    "setp.lt": operator.lt,
+    "setp.gt": operator.gt,
+    "setp.eq.and": lambda a, b, also: int(a == b and also),
+    "set.gt.u32.s32": lambda a, b: ONES * (signed(a) > signed(b)),
+    "selp": lambda a, b, first: a if first else b,
+}
+"""By the longest part of an instruction's name that stands here."""
+
+
+class Thread:
+    """One thread's registers; `memory` are the words of shared memory."""
+
+    def __init__(self, memory: list[int], number: int, **given: int) -> None:
+        self.memory = memory
+        self.registers = {"%tid.x": number, **{f"${name[1:]}": x for name, x in given.items()}}
+
+    def value(self, text: str) -> int:
+        if text in self.registers:
+            return self.registers[text]
+        return int(text[2:], 16) if text.startswith("0f") else int(text, 0)
+
+    def place(self, text: str) -> int:
+        """The word that "[register + bytes]" means."""
+        return sum(map(self.value, text.strip("[]").split("+"))) // 4
+
+    def run(self, asm: str) -> None:
+        lines = [line.strip().rstrip(";") for line in asm.splitlines()]
+        labels = {line[:-1]: at for at, line in enumerate(lines) if line.endswith(":")}
+        at = 0
+        while at < len(lines):
+            line, at = lines[at], at + 1
+            if line in ("{", "}") or line.startswith(".reg") or line.endswith(":"):
+                continue
+            if line.startswith("@"):
+                wanted, line = line[1:].split(" ", 1)
+                if not self.registers[wanted]:
+                    continue
+            name, rest = line.split(" ", 1)
+            operands = re.findall(r"[^,{}\s]+", rest)
+            if name == "bra":
+                at = labels[rest]
+            elif name.startswith("ld.shared"):
+                first = self.place(operands[-1])
+                for nth, register in enumerate(operands[:-1]):
+                    self.registers[register] = self.memory[first + nth]
+            elif name.startswith("st.shared"):
+                self.memory[self.place(operands[0])] = self.value(operands[1])
+            else:
+                known = max((k for k in FUNCTIONS if f"{name}.".startswith(f"{k}.")), key=len)
+                result = FUNCTIONS[known](*map(self.value, operands[1:]))
+                self.registers[operands[0]] = int(result) & ONES
+
+
+INFINITY = float("inf")
+KINDS = {
+    "any": lambda rng: rng.gauss(0, 1),
+    "few": lambda rng: rng.choice([-1.0, 0.0, -0.0, 1.0]),
+    "none": lambda rng: -INFINITY,
+    "infinite": lambda rng: rng.choice([-INFINITY, INFINITY, 2.5]),
 }
 
 
-@pytest.mark.parametrize("kind", SCORES_OF)
-@pytest.mark.parametrize(("num_experts", "num"), [(128, 8), (6, 2), (64, 8), (256, 8), (4, 4)])
-def test_slots_are_those_of_top_k(kind, num_experts, num):
-    """Every slot is written, with an expert that there is, and each expert once."""
-    scores = SCORES_OF[kind](np.random.default_rng(num_experts), num_experts).astype(np.float32)
-    chosen, own, ranks = choose(scores, num)
-    _, wanted = top_k(torch.from_numpy(scores)[None], num, "values")
-    assert chosen == wanted[0].tolist()
-    assert sorted(ranks[:num_experts]) == list(range(num_experts))
-    assert (ranks[num_experts:] == num_experts).all()
-    assert np.array_equal(own[:num_experts], scores)
-    assert (own[num_experts:] == -np.inf).all()
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_experts", [8, 12, 60, 256])
+def test_experts_are_ranked_by_score_then_number(num_experts: int, kind: str):
+    rng = random.Random(num_experts)
+    bits = [as_bits(KINDS[kind](rng)) for _ in range(num_experts)]
+    scores = [struct.unpack("<f", struct.pack("<I", one))[0] for one in bits]
+    memory = [key_of(score) for score in scores]
+    memory += [key_of(-INFINITY)] * (NUM_KEYS - num_experts) + [0] * (2 * NUM_CHOSEN)
+    order = sorted(range(num_experts), key=lambda number: (-scores[number], number))
+    for number in {0, 1, 2, 3, 4, num_experts - 1, *order[:NUM_CHOSEN], THREADS - 1}:
+        thread = Thread(memory, number, _2=0, _3=num_experts, _4=4 * NUM_KEYS)
+        thread.run(rank_asm(NUM_CHOSEN))
+        rank, score = thread.registers["$1"], thread.registers["$0"]
+        if number < num_experts:
+            assert rank == order.index(number)
+            assert score == as_bits(scores[number] + 0.0)
+        else:
+            assert (rank, score) == (num_experts, as_bits(-INFINITY))
+    assert memory[NUM_KEYS::2] == order[:NUM_CHOSEN]
