@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from distmega.kernels.gemm.arguments import Boxes, Helpers, Sends, SliceRing, TileGrid
 from distmega.kernels.gemm.events import (
     before_tma_reads,
     clear_event,
@@ -40,20 +41,19 @@ from distmega.kernels.runtime.mbarriers import make_barriers
 
 EXTENTS = (
     "k_tiles", "chunk_rows", "columns", "rank", "group", "lag", "part", "arrival_rows", "late",
-    "column_blocks", "helpers", "given", "fewer",
+    "column_blocks", "num_helpers", "given", "fewer",
 )  # fmt: skip
 """Arguments that one compiled kernel takes at any value."""
 
 
 @gluon.jit
-def load_partials(partials, it, row, left, grid, arrivals, helped, stuck, ring,
-                  spec: gl.constexpr):  # fmt: skip
+def load_partials(partials, it, row, left, grid, helped, memory, ring, spec: gl.constexpr):
     """Partial results of a tile, each in two slots of the ring, a half in each: other ranks', then
-    what the program that helped with it has stored, if `helped`, its word, is not -1.
+    what the program that helped with it has stored, if `helped`, its word, is not -1. it: slots
+    filled before; row: of tiles in the chunk; left: the tile's first column.
     """
-    chunk_rows, _, rank, _, _, _ = grid
+    chunk_rows, rank = grid.chunk_rows, grid.rank
     position, _ = locate_part(row, left // spec.tile_n, grid)
-    _, _, part_ring, ready, free = ring
     part_bytes: gl.constexpr = 2 * HALF_M * spec.tile_n
     others: gl.constexpr = spec.num_ranks - 1 if spec.sends != "" else 0
     pieces: gl.constexpr = 1 if spec.sends != "" else 2
@@ -67,47 +67,46 @@ def load_partials(partials, it, row, left, grid, arrivals, helped, stuck, ring,
         if spec.sends == "":
             top = (pieces * helped + other) * TILE_M
             left = 0
-        wait_event(arrivals, source * WORDS + word, stuck, spec.debug)
+        wait_event(memory.arrivals, source * WORDS + word, memory.stuck, spec.debug)
         before_tma_reads()
         if other == others + pieces - 1:
-            clear_event(arrivals, source * WORDS + word)
+            clear_event(memory.arrivals, source * WORDS + word)
         for half in gl.static_range(2):
             slot = it % spec.stages
-            mbarrier.wait(free.index(slot), ((it // spec.stages) & 1) ^ 1)
-            bar = ready.index(slot)
+            mbarrier.wait(ring.free.index(slot), ((it // spec.stages) & 1) ^ 1)
+            bar = ring.ready.index(slot)
             mbarrier.expect(bar, part_bytes)
-            tma_load(partials, [top + half * HALF_M, left], bar, part_ring.index(slot))
+            tma_load(partials, [top + half * HALF_M, left], bar, ring.parts.index(slot))
             it += 1
     return it
 
 
 @gluon.jit
-def load_tiles(a, own, b, partials, k_tiles, grid, split, arrivals, arrival_rows, stuck, ring,
+def load_tiles(a, own, b, partials, k_tiles, grid, helpers, arrival_rows, memory, ring,
                spec: gl.constexpr):  # fmt: skip
-    """The loader's partition, of one warp."""
-    chunk_rows, columns, rank, _, _, _ = grid
-    a_ring, b_ring, _, ready, free = ring
-    num_tiles = chunk_rows * columns * spec.num_ranks
+    """The loader's partition, of one warp. Arguments are those of matmul_kernel."""
+    rank = grid.rank
+    num_tiles = grid.chunk_rows * grid.columns * spec.num_ranks
     slice_bytes: gl.constexpr = 2 * TILE_K * (TILE_M + spec.tile_n)
     it = 0
-    for item in range(gl.program_id(0), end_work(num_tiles, split, spec), gl.num_programs(0)):
-        number, first, slices, word = locate_work(item, num_tiles, k_tiles, split, spec)
+    for item in range(gl.program_id(0), end_work(num_tiles, helpers, spec), gl.num_programs(0)):
+        number, first, slices, word = locate_work(item, num_tiles, k_tiles, helpers, spec)
         chunk, row, column = locate_tile(number, grid, spec)
         top = row * TILE_M
         is_own = chunk == rank
         if spec.gathers and not is_own:
             index = chunk * WORDS + top // arrival_rows
-            wait_event(arrivals, index, stuck, spec.debug)
+            wait_event(memory.arrivals, index, memory.stuck, spec.debug)
             before_tma_reads()
         if spec.num_ranks > 1:
-            top += chunk * chunk_rows * TILE_M
+            top += chunk * grid.chunk_rows * TILE_M
         for k in range(first, first + slices):
             slot = it % spec.stages
-            mbarrier.wait(free.index(slot), ((it // spec.stages) & 1) ^ 1)
-            bar = ready.index(slot)
+            mbarrier.wait(ring.free.index(slot), ((it // spec.stages) & 1) ^ 1)
+            bar = ring.ready.index(slot)
             mbarrier.expect(bar, slice_bytes)
             left = k * TILE_K
-            upper, lower = a_ring.index(2 * slot), a_ring.index(2 * slot + 1)
+            upper, lower = ring.a.index(2 * slot), ring.a.index(2 * slot + 1)
             if spec.gathers:
                 tma_load(own, [row * TILE_M, left], bar, upper, pred=is_own)
                 tma_load(own, [row * TILE_M + HALF_M, left], bar, lower, pred=is_own)
@@ -116,11 +115,11 @@ def load_tiles(a, own, b, partials, k_tiles, grid, split, arrivals, arrival_rows
             else:
                 tma_load(a, [top, left], bar, upper)
                 tma_load(a, [top + HALF_M, left], bar, lower)
-            tma_load(b, [column * spec.tile_n, left], bar, b_ring.index(slot))
+            tma_load(b, [column * spec.tile_n, left], bar, ring.b.index(slot))
             it += 1
         if (spec.num_ranks > 1 and first == 0) and (spec.gathers or is_own):
-            it = load_partials(partials, it, row, column * spec.tile_n, grid, arrivals, word,
-                               stuck, ring, spec)  # fmt: skip
+            left = column * spec.tile_n
+            it = load_partials(partials, it, row, left, grid, word, memory, ring, spec)
 
 
 @gluon.jit
@@ -178,10 +177,9 @@ def store_tile_and_rest(part, out, top, leaving):
 
 
 @gluon.jit
-def push_tile(part, home, top, left, leaving, pushing, rank, spec: gl.constexpr):
-    """As store_tile, and to the same place in all other ranks' symmetric buffers."""
-    _, column_blocks, buffers, _ = pushing
-    width = column_blocks * HALF_M
+def push_tile(part, home, top, left, leaving, sends, rank, spec: gl.constexpr):
+    """As store_tile, and to the same place in all other ranks' symmetric buffers. sends: Sends."""
+    width = sends.column_blocks * HALF_M
     count: gl.constexpr = part.shape[1] // HALF_M
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     rows = gl.arange(0, HALF_M, layout=gl.SliceLayout(1, layout))
@@ -192,22 +190,24 @@ def push_tile(part, home, top, left, leaving, pushing, rank, spec: gl.constexpr)
         positions = gl.expand_dims(columns + i * HALF_M, 0)
         inside = positions < width
         for other in range(spec.num_ranks - 1):
-            peer_buffer = gl.load(buffers + other + (other >= rank).to(gl.int32))
+            peer_buffer = gl.load(sends.buffers + other + (other >= rank).to(gl.int32))
             start = gl.multiple_of(peer_buffer.to(gl.pointer_type(gl.bfloat16)), 16)
             gl.store(start + lines + positions, block, mask=inside)
 
 
 @gluon.jit
 def multiply(acc, it, start, end, ring, half: gl.constexpr, spec: gl.constexpr):
-    """Steps of a tile along K; the last one may still run."""
-    a_ring, b_ring, _, ready, free = ring
+    """Steps of a tile along K, from `start` up to `end`; the last one may still run. acc: the warp
+    group's half of the tile, f32; it: slots read before.
+    """
     for k in range(start, end):
         slot = it % spec.stages
-        mbarrier.wait(ready.index(slot), (it // spec.stages) & 1)
-        a_slice, b_slice = a_ring.index(2 * slot + half), b_ring.index(slot).permute((1, 0))
+        mbarrier.wait(ring.ready.index(slot), (it // spec.stages) & 1)
+        a_slice, b_slice = ring.a.index(2 * slot + half), ring.b.index(slot).permute((1, 0))
         acc = warpgroup_mma(a_slice, b_slice, acc, use_acc=k > 0, is_async=True)
         acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
-        mbarrier.arrive(free.index((it + spec.stages - 1) % spec.stages), count=1, pred=k > 0)
+        last = (it + spec.stages - 1) % spec.stages
+        mbarrier.arrive(ring.free.index(last), count=1, pred=k > 0)
         it += 1
     return acc, it
 
@@ -215,15 +215,14 @@ def multiply(acc, it, start, end, ring, half: gl.constexpr, spec: gl.constexpr):
 @gluon.jit
 def add_partials(acc, it, num_partials, ring, half: gl.constexpr, spec: gl.constexpr):
     """Partial results of a half tile, as load_partials brings them."""
-    _, _, part_ring, ready, free = ring
     for _ in range(num_partials):
         for part in gl.static_range(2):
             slot = it % spec.stages
-            mbarrier.wait(ready.index(slot), (it // spec.stages) & 1)
+            mbarrier.wait(ring.ready.index(slot), (it // spec.stages) & 1)
             if part == half:
-                acc += part_ring.index(slot).load(acc.type.layout).to(gl.float32)
+                acc += ring.parts.index(slot).load(acc.type.layout).to(gl.float32)
                 cta_barrier()
-            mbarrier.arrive(free.index(slot), count=1)
+            mbarrier.arrive(ring.free.index(slot), count=1)
             it += 1
     return acc, it
 
@@ -231,55 +230,55 @@ def add_partials(acc, it, num_partials, ring, half: gl.constexpr, spec: gl.const
 @gluon.jit
 def hand_over(tiles_done, boxes, half: gl.constexpr):
     """Tells the counter that all that this warp group has stored is written."""
-    outbox, sentbox = boxes
     if tiles_done > 0:
         finish_stores()
         cta_barrier()
-        mbarrier.wait(sentbox.index(half), tiles_done & 1)
-        mbarrier.arrive(outbox.index(half), count=1)
+        mbarrier.wait(boxes.sent.index(half), tiles_done & 1)
+        mbarrier.arrive(boxes.out.index(half), count=1)
 
 
 @gluon.jit
-def count_tiles(k_tiles, grid, split, arrivals, counts, pushing, boxes, spec: gl.constexpr):
+def count_tiles(k_tiles, grid, helpers, memory, sends, boxes, spec: gl.constexpr):
     """The counter's partition, of one warp, which spares the compute warps the release: a count for
     each part that copy engines wait for, one at the peers for tiles that this kernel pushes, and a
     word for each tile that this program helps with.
     """
-    late, _, _, words = pushing
-    outbox, sentbox = boxes
-    chunk_rows, columns, rank, _, _, _ = grid
-    num_tiles = chunk_rows * columns * spec.num_ranks
+    rank = grid.rank
+    num_tiles = grid.chunk_rows * grid.columns * spec.num_ranks
     tiles_done = 0
-    for item in range(gl.program_id(0), end_work(num_tiles, split, spec), gl.num_programs(0)):
-        number, first, _, word = locate_work(item, num_tiles, k_tiles, split, spec)
+    for item in range(gl.program_id(0), end_work(num_tiles, helpers, spec), gl.num_programs(0)):
+        number, first, _, word = locate_work(item, num_tiles, k_tiles, helpers, spec)
         chunk, row, column = locate_tile(number, grid, spec)
         for half in gl.static_range(2):
-            mbarrier.wait(outbox.index(half), tiles_done & 1)
-            mbarrier.arrive(sentbox.index(half), count=1)
+            mbarrier.wait(boxes.out.index(half), tiles_done & 1)
+            mbarrier.arrive(boxes.sent.index(half), count=1)
         if first > 0:
-            count_event(arrivals, rank * WORDS + word)
-        elif (spec.sends == "all") & (number >= late):
-            count_at_peers(words, rank, spec.num_ranks)
+            count_event(memory.arrivals, rank * WORDS + word)
+        elif (spec.sends == "all") & (number >= sends.late):
+            count_at_peers(sends.words, rank, spec.num_ranks)
         elif spec.sends != "" and (chunk != rank or spec.sends == "all"):
             position, parts = locate_part(row, column, grid)
-            count_event(counts, chunk * parts + position)
+            count_event(memory.counts, chunk * parts + position)
         tiles_done += 1  # noqa: SIM113
 
 
 @gluon.jit
-def compute_tiles(out, home, k_tiles, grid, split, pushing, ring, boxes, leaving,
+def compute_tiles(out, home, k_tiles, grid, helpers, sends, ring, boxes, leaving,
                   half: gl.constexpr, spec: gl.constexpr):  # fmt: skip
-    """A warp group's partition: rows half * 64 to half * 64 + 63 of each tile."""
-    chunk_rows, columns, rank, _, _, _ = grid
+    """A warp group's partition: rows half * 64 to half * 64 + 63 of each tile. leaving: bf16
+    [BUFFERS, 64, 64] in shared memory, of this warp group. Other arguments are those of
+    matmul_kernel.
+    """
+    chunk_rows, rank = grid.chunk_rows, grid.rank
     tile_n: gl.constexpr = spec.tile_n
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tile_n, 16])
-    num_tiles = chunk_rows * columns * spec.num_ranks
+    num_tiles = chunk_rows * grid.columns * spec.num_ranks
     slot_rows = chunk_rows * TILE_M
     it = 0
     tiles_done = 0
     acc = gl.zeros([HALF_M, tile_n], gl.float32, layout=layout)
-    for item in range(gl.program_id(0), end_work(num_tiles, split, spec), gl.num_programs(0)):
-        number, first, slices, word = locate_work(item, num_tiles, k_tiles, split, spec)
+    for item in range(gl.program_id(0), end_work(num_tiles, helpers, spec), gl.num_programs(0)):
+        number, first, slices, word = locate_work(item, num_tiles, k_tiles, helpers, spec)
         chunk, row, column = locate_tile(number, grid, spec)
         top, left = row * TILE_M + half * HALF_M, column * tile_n
         below = chunk * slot_rows + top
@@ -292,7 +291,7 @@ def compute_tiles(out, home, k_tiles, grid, split, pushing, ring, boxes, leaving
             tiles_done += 1
             acc, it = multiply(acc, it, early, slices, ring, half, spec)
         acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-        mbarrier.arrive(ring[4].index((it + spec.stages - 1) % spec.stages), count=1)
+        mbarrier.arrive(ring.free.index((it + spec.stages - 1) % spec.stages), count=1)
         whole = first == 0
         if spec.num_ranks == 1:
             store_tile(acc, out, below, left, leaving)
@@ -311,8 +310,8 @@ def compute_tiles(out, home, k_tiles, grid, split, pushing, ring, boxes, leaving
             results = whole.to(gl.int32) * (spec.num_ranks * slot_rows)
             if (chunk == rank) & whole & (spec.sends == "scatter"):
                 store_tile(acc, out, top, left, leaving)
-            elif spec.sends == "all" and whole and number >= pushing[0]:
-                push_tile(acc, home, results + below, left, leaving, pushing, rank, spec)
+            elif spec.sends == "all" and whole and number >= sends.late:
+                push_tile(acc, home, results + below, left, leaving, sends, rank, spec)
             else:
                 store_tile(acc, home, results + below, left, leaving)
     if spec.num_ranks == 1:
@@ -323,24 +322,20 @@ def compute_tiles(out, home, k_tiles, grid, split, pushing, ring, boxes, leaving
 
 @gluon.jit(do_not_specialize=EXTENTS)
 def matmul_kernel(a, own, b, out, home, partials, k_tiles, chunk_rows, columns, rank, group, lag,
-                  part, arrivals, arrival_rows, counts, late, column_blocks, buffers, words,
-                  helpers, given, fewer, stuck, spec: gl.constexpr):  # fmt: skip
-    """Extents: k_tiles, chunk_rows (of one rank), columns, group, part in tiles. lag, part: see
-    order.py.
+                  part, arrival_rows, late, column_blocks, num_helpers, given, fewer, memory,
+                  spec: gl.constexpr):  # fmt: skip
+    """Of local memory, in blocks of 64 columns, descriptors: a, bf16 [M, K]; own, bf16 [M /
+    num_ranks, K], this rank's rows where it gathers; b, bf16 [N, K], in blocks of tile_n rows; all
+    read alone. out, bf16 [M, N], or this rank's rows where it scatters, written. home: this rank's
+    symmetric buffer, bf16 [2 M, N], written, by peers too; partials: the same in blocks of tile_n
+    columns, read. It has first a slot of M / num_ranks rows of partial results for each source
+    rank, then M rows of results; this rank's own slot is for tiles that programs help with. Where
+    the kernel gathers, home and partials are [2 * 128 * tiles of the last wave, tile_n], for what
+    helpers compute of each, rounded, and then what rounding leaves.
 
-    a [M, K], own [M / num_ranks, K] (this rank's rows when it gathers), b [N, K], out (M rows, or
-    this rank's when it scatters), home [2 M, N] (this rank's symmetric buffer), all in blocks of 64
-    columns, and the same symmetric buffer as partials in those of tile_n: descriptors of local
-    memory. A symmetric buffer has first a slot of M / num_ranks rows of partial results for each
-    source rank, then M rows of results; if the kernel gathers, home and partials are [2 * 128 *
-    tiles of the last wave, tile_n], for what helpers compute of each, rounded, and then what
-    rounding leaves. arrivals, int32 [num_ranks, WORDS]: a word for arrival_rows rows of A of each
-    rank, or for a part of its partial results. counts, int32: a word for each part of results.
-    late: number of the first tile that this kernel itself pushes to all peers, if it sends to all,
-    and column_blocks: N / 64. symmetric buffers, words: int64 [num_ranks], addresses of each rank's
-    symmetric buffer and of its count of such tiles from this rank. helpers, given, fewer: see
-    order.py; a rank's own slot and its words for itself in arrivals are for tiles that programs
-    help with. stuck: as in wait_event. All words are 0 when a call begins.
+    k_tiles: slices of 64 along K. chunk_rows, columns, rank, group, lag, part: see TileGrid.
+    arrival_rows: rows of A that a word of memory.arrivals stands for. late, column_blocks: see
+    Sends. num_helpers, given, fewer: see Helpers. memory: see MatmulMemory. spec: MatmulSpec.
     """
     stages: gl.constexpr = spec.stages
     a_ring = gl.allocate_shared_memory(gl.bfloat16, [2 * stages, HALF_M, TILE_K], a.layout)
@@ -348,23 +343,23 @@ def matmul_kernel(a, own, b, out, home, partials, k_tiles, chunk_rows, columns, 
     leaving0 = gl.allocate_shared_memory(gl.bfloat16, [BUFFERS, HALF_M, HALF_M], out.layout)
     leaving1 = gl.allocate_shared_memory(gl.bfloat16, [BUFFERS, HALF_M, HALF_M], out.layout)
     ready, free = make_barriers(stages, 1), make_barriers(stages, 2)
-    boxes = (make_barriers(2, 1), make_barriers(2, 1))
+    boxes = Boxes(make_barriers(2, 1), make_barriers(2, 1))
     part_shape: gl.constexpr = (stages, HALF_M, spec.tile_n)
     part_layout: gl.constexpr = partials.layout
     part_ring = reinterpret(b_ring, gl.bfloat16, part_shape, part_layout)
-    ring = (a_ring, b_ring, part_ring, ready, free)
-    grid = (chunk_rows, columns, rank, group, lag, part)
-    split = (helpers, given, fewer)
-    pushing = (late, column_blocks, buffers, words)
+    ring = SliceRing(a_ring, b_ring, part_ring, ready, free)
+    grid = TileGrid(chunk_rows, columns, rank, group, lag, part)
+    helpers = Helpers(num_helpers, given, fewer)
+    sends = Sends(late, column_blocks, memory.buffers, memory.words)
     if spec.num_ranks == 1:
         gl.warp_specialize(
             [
-                (compute_tiles, (out, home, k_tiles, grid, split, pushing, ring, boxes, leaving0,
+                (compute_tiles, (out, home, k_tiles, grid, helpers, sends, ring, boxes, leaving0,
                                  0, spec)),
-                (compute_tiles, (out, home, k_tiles, grid, split, pushing, ring, boxes, leaving1,
+                (compute_tiles, (out, home, k_tiles, grid, helpers, sends, ring, boxes, leaving1,
                                  1, spec)),
-                (load_tiles, (a, own, b, partials, k_tiles, grid, split, arrivals, arrival_rows,
-                              stuck, ring, spec)),
+                (load_tiles, (a, own, b, partials, k_tiles, grid, helpers, arrival_rows, memory,
+                              ring, spec)),
             ],
             [4, 1],
             [240, 24],
@@ -372,13 +367,13 @@ def matmul_kernel(a, own, b, out, home, partials, k_tiles, chunk_rows, columns, 
     else:
         gl.warp_specialize(
             [
-                (compute_tiles, (out, home, k_tiles, grid, split, pushing, ring, boxes, leaving0,
+                (compute_tiles, (out, home, k_tiles, grid, helpers, sends, ring, boxes, leaving0,
                                  0, spec)),
-                (compute_tiles, (out, home, k_tiles, grid, split, pushing, ring, boxes, leaving1,
+                (compute_tiles, (out, home, k_tiles, grid, helpers, sends, ring, boxes, leaving1,
                                  1, spec)),
-                (load_tiles, (a, own, b, partials, k_tiles, grid, split, arrivals, arrival_rows,
-                              stuck, ring, spec)),
-                (count_tiles, (k_tiles, grid, split, arrivals, counts, pushing, boxes, spec)),
+                (load_tiles, (a, own, b, partials, k_tiles, grid, helpers, arrival_rows, memory,
+                              ring, spec)),
+                (count_tiles, (k_tiles, grid, helpers, memory, sends, boxes, spec)),
             ],
             [4, 1, 1],
             [232, 40, 40],

@@ -64,70 +64,68 @@ def locate_sent(number, chunk_rows, columns, rank, lag, group, chunks: gl.conste
 
 @gluon.jit
 def locate_tile(number, grid, spec: gl.constexpr):
-    """(chunk, row of tiles in it, column of tiles) of a tile of a kernel; grid: (chunk_rows,
-    columns, rank, group, lag, part), of which the last two are only used if it sends.
-    """
-    chunk_rows, columns, rank, group, lag, _ = grid
+    """(chunk, row of tiles in it, column of tiles) of a tile of a kernel; grid: TileGrid."""
+    chunk_rows, columns, rank = grid.chunk_rows, grid.columns, grid.rank
     if spec.sends == "":
-        return locate_gathered(number, chunk_rows, columns, rank, group, spec.num_ranks)
+        return locate_gathered(number, chunk_rows, columns, rank, grid.group, spec.num_ranks)
     else:
-        return locate_sent(number, chunk_rows, columns, rank, lag, group, spec.num_ranks)
+        return locate_sent(number, chunk_rows, columns, rank, grid.lag, grid.group, spec.num_ranks)
 
 
 @gluon.jit
 def locate_part(row, column, grid):
     """Number of the part of a chunk that a tile is sent with, and that of all parts; a part is
-    `part` columns of tiles of a band.
+    `part` columns of tiles of a band; grid: TileGrid.
     """
-    chunk_rows, columns, _, group, _, part = grid
-    parts = (columns + part - 1) // part
-    return row // group * parts + column // part, chunk_rows // group * parts
+    parts = (grid.columns + grid.part - 1) // grid.part
+    position = row // grid.group * parts + column // grid.part
+    return position, grid.chunk_rows // grid.group * parts
 
 
 @gluon.jit
-def end_work(num_tiles, split, spec: gl.constexpr):
-    """The number behind this program's last piece of work; they are num_programs apart."""
+def end_work(num_tiles, helpers, spec: gl.constexpr):
+    """The number behind this program's last piece of work; they are num_programs apart. helpers:
+    Helpers.
+    """
     if spec.num_ranks == 1:
         return num_tiles
     else:
-        return end_pieces(num_tiles, gl.program_id(0), gl.num_programs(0), split)
+        return end_pieces(num_tiles, gl.program_id(0), gl.num_programs(0), helpers)
 
 
 @gluon.jit
-def end_pieces(num_tiles, program, programs, split):
+def end_pieces(num_tiles, program, programs, helpers):
     """As end_work."""
-    helpers, _, _ = split
     end = num_tiles
-    busy = programs - helpers
-    if (helpers > 0) & (program >= busy):
-        end += (2 * busy - program + helpers - 1) // helpers * programs
+    busy = programs - helpers.num
+    if (helpers.num > 0) & (program >= busy):
+        end += (2 * busy - program + helpers.num - 1) // helpers.num * programs
     return end
 
 
 @gluon.jit
-def locate_work(item, num_tiles, k_tiles, split, spec: gl.constexpr):
+def locate_work(item, num_tiles, k_tiles, helpers, spec: gl.constexpr):
     """(number of a tile, its first slice along K, slices, word) of a piece of work. From item
     num_tiles on these are slices that a tile has given away. word: of the event for them, for both
-    pieces of such a tile; -1 for others.
+    pieces of such a tile; -1 for others. helpers: Helpers.
     """
     if spec.num_ranks == 1:
         return item, 0, k_tiles, -1
     else:
-        return locate_piece(item, num_tiles, k_tiles, gl.num_programs(0), split)
+        return locate_piece(item, num_tiles, k_tiles, gl.num_programs(0), helpers)
 
 
 @gluon.jit
-def locate_piece(item, num_tiles, k_tiles, programs, split):
+def locate_piece(item, num_tiles, k_tiles, programs, helpers):
     """As locate_work."""
-    helpers, given, fewer = split
     wave = num_tiles // programs * programs
     number, first, slices, word = item, 0, k_tiles, -1
-    if (helpers > 0) & (item >= wave):
+    if (helpers.num > 0) & (item >= wave):
         word = item - wave
         if item >= num_tiles:
             late = item - num_tiles
-            word = late // programs * helpers + late % programs
-        gives = given - word // helpers * fewer
+            word = late // programs * helpers.num + late % programs
+        gives = helpers.given - word // helpers.num * helpers.fewer
         number = wave + word
         slices = k_tiles - gives
         if item >= num_tiles:

@@ -12,6 +12,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from distmega.kernels.gemm.arguments import MatmulMemory
 from distmega.kernels.gemm.kernel import matmul_kernel
 from distmega.kernels.gemm.spec import HALF_M, TILE_K, TILE_M, MatmulSpec
 from distmega.kernels.gemm.times.tile_times import Tiles
@@ -101,15 +102,14 @@ def launch_matmul(
     chunk_rows = -(-rows // (spec.num_ranks * TILE_M.value))
     tile_columns = -(-columns // spec.tile_n)
     num_programs = min(num_sms(index), chunk_rows * tile_columns * spec.num_ranks)
-    pointers = (
-        with_peers.arrivals,
-        with_peers.counts,
-        with_peers.buffers,
-        with_peers.words,
-        _unused_words(index) if stuck is None else stuck,
+    memory = MatmulMemory(
+        arrivals=with_peers.arrivals,
+        counts=with_peers.counts,
+        buffers=with_peers.buffers,
+        words=with_peers.words,
+        stuck=_unused_words(index) if stuck is None else stuck,
     )
-    arrivals, counts, buffers, words, report = pointers
-    launcher = _launcher(index, spec, num_programs, tuple(map(_is_aligned, pointers)))
+    launcher = _launcher(index, spec, num_programs, tuple(map(_is_aligned, memory)))
     launcher(
         a_blocks,
         own,
@@ -124,17 +124,13 @@ def launch_matmul(
         group,
         with_peers.lag,
         with_peers.part,
-        arrivals,
         with_peers.arrival_rows,
-        counts,
         with_peers.late,
         columns // HALF_M.value,
-        buffers,
-        words,
         with_peers.helpers,
         with_peers.given,
         with_peers.fewer,
-        report,
+        memory,
     )
 
 

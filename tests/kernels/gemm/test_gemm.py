@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from distmega.errors import ProgramError
 from distmega.kernels import matmul
+from distmega.kernels.gemm.arguments import TileGrid
 from distmega.kernels.gemm.times.tile_times import order_turns
 
 order = pytest.importorskip("distmega.kernels.gemm.order")
@@ -51,7 +52,7 @@ def test_what_is_sent_goes_first_and_own_bands_follow_in_step(bands, columns, gr
     assert turns == [order.locate_band.fn(i, bands, rank, lag, ranks) for i in range(len(turns))]
     assert turns == list(order_turns(bands, rank, lag, ranks))
     part = data.draw(st.integers(1, columns))
-    grid = rows, columns, rank, group, lag, part
+    grid = TileGrid(rows, columns, rank, group, lag, part)
     places = [order.locate_part.fn(row, column, grid) for _, row, column in tiles]
     assert {parts for _, parts in places} == {bands * -(-columns // part)}
     for chunk in range(ranks):

@@ -4,6 +4,7 @@ spilled beside the products, shared memory within a CTA's, waits and signals at 
 
 import pytest
 
+from distmega.kernels.gemm.arguments import MatmulMemory
 from distmega.kernels.gemm.kernel import EXTENTS, matmul_kernel
 from distmega.kernels.gemm.spec import MatmulSpec
 from distmega.kernels.gemm.times.matmul_ways import STAGES
@@ -20,8 +21,9 @@ def code_of(tile_n: int = 256, **options: object) -> Machine:
     types: dict[str, object] = dict.fromkeys(("a", "own", "out", "home"), block)
     types |= {"b": descriptor("bf16", (tile_n, 64)), "partials": descriptor("bf16", (64, tile_n))}
     types |= dict.fromkeys(EXTENTS, "i32")
-    types |= dict.fromkeys(("buffers", "words"), "*i64")
-    types |= dict.fromkeys(("arrivals", "counts", "stuck"), "*i32")
+    types["memory"] = MatmulMemory(
+        arrivals="*i32", counts="*i32", buffers="*i64", words="*i64", stuck="*i32"
+    )
     return compile_kernel(matmul_kernel, types, {"spec": spec}, 4, None)
 
 

@@ -5,6 +5,7 @@ from unittest.mock import MagicMock, call, patch
 
 import pytest
 
+from distmega.kernels.gemm.arguments import SliceRing, TileGrid
 from distmega.kernels.gemm.times.tile_times import NUM_WORDS
 
 pytest.importorskip("triton", reason="triton is not installed (pip install 'distmega[gpu]')")
@@ -42,11 +43,11 @@ def load(
         "tma_load": lambda _from, at, *_: does.load(int(at[0]), int(at[1])),
         "gl": SimpleNamespace(int32=None, static_range=range, constexpr=object),
     }
-    ring = (None, None, MagicMock(), MagicMock(), MagicMock())
-    grid = CHUNK_ROWS, COLUMNS, Number(rank), 2, 3, 2
+    ring = SliceRing(None, None, MagicMock(), MagicMock(), MagicMock())
+    grid = TileGrid(CHUNK_ROWS, COLUMNS, Number(rank), 2, 3, 2)
     with patch.multiple(kernel, **fakes):
         slots = kernel.load_partials.fn(
-            None, 0, row, left, grid, None, Number(helped), None, ring, found
+            None, 0, row, left, grid, Number(helped), MagicMock(), ring, found
         )
     return does, slots
 
@@ -57,7 +58,7 @@ def load(
 def test_sums_begin_in_the_slots_of_other_ranks_and_end_in_the_own_one(sends, num_ranks, helped):
     found = spec.MatmulSpec(tile_n=128, stages=STAGES, num_ranks=num_ranks, sends=sends)
     row, left = 3, 256
-    place, _ = order.locate_part.fn(row, left // 128, (CHUNK_ROWS, COLUMNS, 0, 2, 3, 2))
+    place, _ = order.locate_part.fn(row, left // 128, TileGrid(CHUNK_ROWS, COLUMNS, 0, 2, 3, 2))
     for rank in range(num_ranks):
         expected = []
         sources = [source for source in range(num_ranks) if source != rank]

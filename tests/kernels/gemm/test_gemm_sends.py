@@ -11,6 +11,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from distmega.kernels.gemm.arguments import Helpers, TileGrid
 from distmega.kernels.gemm.times.tile_times import NUM_WORDS, SendPlan, Tiles, plan_sending
 from distmega.sharding.overlap.products import Extents
 
@@ -123,7 +124,7 @@ def test_slices_that_tiles_give_away_are_computed_once_by_programs_that_were_idl
     turns = -(-wave // max(helpers, 1))
     assume(given_slices < k_tiles)
     assume(given_slices > (turns - 1) * fewer)
-    split = helpers, given_slices, fewer
+    split = Helpers(helpers, given_slices, fewer)
     computed: Counter[tuple[int, int]] = Counter()
     words: dict[int, list[tuple[int, int, bool]]] = {}
     for program in range(programs):
@@ -162,7 +163,7 @@ def _push(arrived: torch.Tensor, plan: SendPlan, rank: int, ranks: int, chunk_ro
 
 def _check_words(found: Recorder, plan: SendPlan, rank: int, ranks: int, chunk_rows: int) -> None:
     """Against what the kernel counts, and the words that peers' loaders look at."""
-    grid = chunk_rows, plan.columns, rank, plan.tiles.group, plan.lag, plan.part
+    grid = TileGrid(chunk_rows, plan.columns, rank, plan.tiles.group, plan.lag, plan.part)
     counted: Counter[int] = Counter()
     looked_at = set()
     with patch.object(order, "locate_band", order.locate_band.fn):
