@@ -1,12 +1,14 @@
 """How programs share tiles, and the threads of a program a tile.
 
-In: numbers of tiles, constexpr shapes. Out: `count_tiles`, `tile_number`, `tile_layout`,
-`row_layout`. Next: pointwise_kernel.py.
+In: numbers of tiles, constexpr shapes. Out: TileLoads, `count_tiles`, `tile_number`,
+`tile_layout`, `row_layout`. Next: pointwise_kernel.py.
 """
 
 # Kernels' arguments have no Python types.
 # ruff: noqa: ANN001, ANN201
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment"
+
+from typing import NamedTuple
 
 import triton
 from triton.experimental import gluon
@@ -14,6 +16,19 @@ from triton.experimental.gluon import language as gl
 
 VECTOR = 8
 """Neighbouring elements of a thread: 16 bytes of a half type."""
+
+
+class TileLoads(NamedTuple):
+    """How tiles of a kernel's inputs come, made by the kernel.
+
+    inputs: a descriptor each, or a pointer for one that is not loaded by TMA. stages: a buffer in
+    shared memory each, [stages, ...tile], which TMA fills and the program reads. landed: mbarriers,
+    one a stage and input, of bytes that came.
+    """
+
+    inputs: object
+    stages: object
+    landed: object
 
 
 @triton.constexpr_function

@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from distmega.kernels.gluon_compat import tma_store, tma_store_wait
-from distmega.kernels.pipelined.layouts import row_layout
+from distmega.kernels.pipelined.layouts import TileLoads, row_layout
 from distmega.kernels.pipelined.norms.norm_kernel import (
     allocate_tiles,
     num_inputs,
@@ -28,11 +28,13 @@ from distmega.kernels.runtime.mbarriers import make_barriers
 
 
 @gluon.jit
-def _load_ahead(item, num_items, num_chunks, inputs, stages, landed, spec: gl.constexpr):
-    """Starts the loads of an item: pass and chunk of a row, counted over this program's rows."""
+def _load_ahead(item, num_items, num_chunks, loads, spec: gl.constexpr):
+    """Starts the loads of an item: pass and chunk of a row, counted over this program's rows.
+    loads: TileLoads.
+    """
     row = gl.program_id(0) + item // (2 * num_chunks) * gl.num_programs(0)
     corner = (row, item % num_chunks * spec.groups, 0)
-    start_loads(corner, item % spec.stages, item < num_items, inputs, stages, landed, spec)
+    start_loads(corner, item % spec.stages, item < num_items, loads, spec)
 
 
 @gluon.jit
@@ -75,24 +77,26 @@ def _finish(first, second, counts, num_columns, eps, spec: gl.constexpr, layout:
 @gluon.jit(do_not_specialize=["num_columns", "num_chunks", "num_rows"])
 def long_norm_kernel(x, residual, weight, bias, y, total, num_columns, num_chunks, num_rows, eps,
                      spec: gl.constexpr):  # fmt: skip
-    """Arguments as norm_kernel's; num_chunks tiles of groups * width columns make a row."""
+    """Arguments as norm_kernel's; num_chunks tiles of groups * width columns make a row, of
+    num_rows.
+    """
     layout: gl.constexpr = row_layout(1, spec.groups, spec.width, gl.num_warps())
     chunk: gl.constexpr = spec.groups * spec.width
     num_stages: gl.constexpr = spec.stages
-    inputs = (x, residual)
     stages = (allocate_tiles(x, num_stages, spec),)
     results = allocate_tiles(y, spec.buffers, spec)
     if spec.has_residual:
         stages += (allocate_tiles(residual, num_stages, spec),)
         sums = allocate_tiles(total, spec.buffers, spec)
     landed = make_barriers(num_stages * num_inputs(spec))
+    loads = TileLoads((x, residual), stages, landed)
 
     program = gl.program_id(0)
     step = gl.num_programs(0)
     num_items = (num_rows - program + step - 1) // step * (2 * num_chunks)
     if num_stages > 1:
         for ahead in gl.static_range(num_stages):
-            _load_ahead(ahead, num_items, num_chunks, inputs, stages, landed, spec)
+            _load_ahead(ahead, num_items, num_chunks, loads, spec)
     positions = tile_columns(spec, layout)
     zeros = gl.full([1, spec.groups, spec.width], 0.0, gl.float32, layout)
     counts = ((num_columns - positions + chunk - 1) // chunk).to(gl.float32)
@@ -104,10 +108,10 @@ def long_norm_kernel(x, residual, weight, bias, y, total, num_columns, num_chunk
             first = zeros + float("-inf")
         for part in range(num_chunks):
             if num_stages == 1:
-                _load_ahead(item, num_items, num_chunks, inputs, stages, landed, spec)
-            value = take_tile(item, stages, landed, spec, layout)
+                _load_ahead(item, num_items, num_chunks, loads, spec)
+            value = take_tile(item, loads, spec, layout)
             if num_stages > 1:
-                _load_ahead(item + num_stages, num_items, num_chunks, inputs, stages, landed, spec)
+                _load_ahead(item + num_stages, num_items, num_chunks, loads, spec)
             inside = part * chunk + positions < num_columns
             first, second = _gather(value, inside, first, second, part + 1.0, spec)
             if spec.has_residual:
@@ -119,10 +123,10 @@ def long_norm_kernel(x, residual, weight, bias, y, total, num_columns, num_chunk
         offset, scale = _finish(first, second, counts, num_columns, eps, spec, layout)
         for part in range(num_chunks):
             if num_stages == 1:
-                _load_ahead(item, num_items, num_chunks, inputs, stages, landed, spec)
-            value = take_tile(item, stages, landed, spec, layout) - offset
+                _load_ahead(item, num_items, num_chunks, loads, spec)
+            value = take_tile(item, loads, spec, layout) - offset
             if num_stages > 1:
-                _load_ahead(item + num_stages, num_items, num_chunks, inputs, stages, landed, spec)
+                _load_ahead(item + num_stages, num_items, num_chunks, loads, spec)
             if spec.op == "softmax":
                 value = gl.exp(value)
             value *= scale

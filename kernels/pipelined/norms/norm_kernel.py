@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from distmega.kernels.gluon_compat import tma_load, tma_store, tma_store_wait
-from distmega.kernels.pipelined.layouts import count_tiles, row_layout, tile_number
+from distmega.kernels.pipelined.layouts import TileLoads, count_tiles, row_layout, tile_number
 from distmega.kernels.runtime.mbarriers import make_barriers
 
 
@@ -63,21 +63,23 @@ def allocate_tiles(descriptor, count: gl.constexpr, spec: gl.constexpr):
 
 
 @gluon.jit
-def start_loads(corner, slot, wanted, inputs, stages, landed, spec: gl.constexpr):
-    """Starts the load of one tile of every input into a slot, where `wanted`."""
+def start_loads(corner, slot, wanted, loads, spec: gl.constexpr):
+    """Starts the load of one tile of every input into a slot, where `wanted`. loads: TileLoads."""
     count: gl.constexpr = num_inputs(spec)
     for i in gl.static_range(count):
-        bar = landed.index(slot * count + i)
-        mbarrier.expect(bar, inputs[i].block_type.nbytes, pred=wanted)
-        tma_load(inputs[i], corner, bar, stages[i].index(slot), pred=wanted)
+        bar = loads.landed.index(slot * count + i)
+        source = loads.inputs[i]
+        mbarrier.expect(bar, source.block_type.nbytes, pred=wanted)
+        tma_load(source, corner, bar, loads.stages[i].index(slot), pred=wanted)
 
 
 @gluon.jit
-def take_tile(index, stages, landed, spec: gl.constexpr, layout: gl.constexpr):
+def take_tile(index, loads, spec: gl.constexpr, layout: gl.constexpr):
     """Tile `index` of x, with the residual added and rounded as the sum is stored; fp32.
 
-    Each input is waited for by itself.
+    Each input is waited for by itself. loads: TileLoads.
     """
+    stages, landed = loads.stages, loads.landed
     count: gl.constexpr = num_inputs(spec)
     slot = index % spec.stages
     phase = (index // spec.stages) & 1
@@ -143,27 +145,28 @@ def _normalise(value, columns, num_columns, eps, spec: gl.constexpr, layout: gl.
 @gluon.jit(do_not_specialize=["num_columns", "num_tiles", "run"])
 def norm_kernel(x, residual, weight, bias, y, total, num_columns, num_tiles, run, eps,
                 spec: gl.constexpr):  # fmt: skip
-    """x, residual, y, total: descriptors of local memory; weight, bias: [num_columns], any float
-    type.
+    """x, residual: descriptors of local memory [rows, groups, width], read; weight, bias: local
+    memory [num_columns], any float type, read; y, total: descriptors as of x, written: the result
+    and, with a residual, the sum. Without a residual those of it and of the sum are not used.
 
-    One mbarrier a stage and input; tiles of a program as in count_tiles.
+    num_columns: of a row. num_tiles: of all rows. run: tiles that a program takes in a row, as in
+    count_tiles. eps: of the norm, fp32. spec: NormSpec.
     """
     layout: gl.constexpr = row_layout(spec.rows, spec.groups, spec.width, gl.num_warps())
     num_stages: gl.constexpr = spec.stages
     count: gl.constexpr = num_inputs(spec)
-    inputs = (x, residual)
     stages = (allocate_tiles(x, num_stages, spec),)
     leaving = (allocate_tiles(y, spec.buffers, spec),)
     if spec.has_residual:
         stages += (allocate_tiles(residual, num_stages, spec),)
         leaving += (allocate_tiles(total, spec.buffers, spec),)
-    landed = make_barriers(num_stages * count)
+    loads = TileLoads((x, residual), stages, make_barriers(num_stages * count))
 
     num_mine = count_tiles(num_tiles, run)
     if num_stages > 1:
         for ahead in gl.static_range(num_stages):
             corner = (tile_number(ahead, run) * spec.rows, 0, 0)
-            start_loads(corner, ahead, ahead < num_mine, inputs, stages, landed, spec)
+            start_loads(corner, ahead, ahead < num_mine, loads, spec)
     columns = tile_columns(spec, layout)
     inside = columns < num_columns
     if spec.has_weight:
@@ -174,12 +177,12 @@ def norm_kernel(x, residual, weight, bias, y, total, num_columns, num_tiles, run
         first = tile_number(index, run) * spec.rows
         slot = index % num_stages
         if num_stages == 1:
-            start_loads((first, 0, 0), slot, True, inputs, stages, landed, spec)
-        value = take_tile(index, stages, landed, spec, layout)
+            start_loads((first, 0, 0), slot, True, loads, spec)
+        value = take_tile(index, loads, spec, layout)
         if num_stages > 1:
             corner = (tile_number(index + num_stages, run) * spec.rows, 0, 0)
             wanted = index + num_stages < num_mine
-            start_loads(corner, slot, wanted, inputs, stages, landed, spec)
+            start_loads(corner, slot, wanted, loads, spec)
         result = _normalise(value, columns, num_columns, eps, spec, layout)
         if spec.has_weight:
             result *= scale.to(gl.float32)

@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from distmega.kernels.gluon_compat import tma_load, tma_store, tma_store_wait
-from distmega.kernels.pipelined.layouts import count_tiles, tile_layout, tile_number
+from distmega.kernels.pipelined.layouts import TileLoads, count_tiles, tile_layout, tile_number
 from distmega.kernels.pipelined.pointwise.formula import evaluate
 from distmega.kernels.runtime.mbarriers import make_barriers
 from distmega.program.expr import Expr
@@ -75,25 +75,30 @@ def _corner(tile, column_tiles, spec: gl.constexpr):
 
 
 @gluon.jit
-def _start_loads(index, num_mine, run, column_tiles, inputs, stages, landed, spec: gl.constexpr):
-    """Starts the loads of this program's tile `index`, one an input, if there is such a tile."""
+def _start_loads(index, num_mine, run, column_tiles, loads, spec: gl.constexpr):
+    """Starts the loads of this program's tile `index`, one an input, if there is such a tile.
+    loads: TileLoads, of which only inputs of kind "tile" have a stage.
+    """
     corner = _corner(tile_number(index, run), column_tiles, spec)
     slot = index % spec.stages
     for i in gl.static_range(_count(spec, "kinds")):
         if _kind(spec, i) == "tile":
-            bar = landed.index(slot * _count(spec, "kinds") + i)
-            mbarrier.expect(bar, inputs[i].block_type.nbytes, pred=index < num_mine)
-            tma_load(inputs[i], corner, bar, stages[i].index(slot), pred=index < num_mine)
+            bar = loads.landed.index(slot * _count(spec, "kinds") + i)
+            source = loads.inputs[i]
+            mbarrier.expect(bar, source.block_type.nbytes, pred=index < num_mine)
+            tma_load(source, corner, bar, loads.stages[i].index(slot), pred=index < num_mine)
 
 
 @gluon.jit
-def _take(index, corner, num_rows, num_columns, source, stage, landed, i: gl.constexpr,
-          spec: gl.constexpr, layout: gl.constexpr):  # fmt: skip
+def _take(index, corner, num_rows, num_columns, loads, i: gl.constexpr, spec: gl.constexpr,
+          layout: gl.constexpr):  # fmt: skip
     """Input i of a tile in fp32: waits for its load only, or reads its broadcast vector."""
+    source = loads.inputs[i]
     if _kind(spec, i) == "tile":
         slot = index % spec.stages
-        mbarrier.wait(landed.index(slot * _count(spec, "kinds") + i), (index // spec.stages) & 1)
-        value = stage.index(slot).load(layout)
+        bar = loads.landed.index(slot * _count(spec, "kinds") + i)
+        mbarrier.wait(bar, (index // spec.stages) & 1)
+        value = loads.stages[i].index(slot).load(layout)
     elif _kind(spec, i) == "row":
         columns = corner[1] + gl.arange(0, spec.tile[1], gl.SliceLayout(0, layout))
         value = gl.expand_dims(gl.load(source + columns, mask=columns < num_columns), 0)
@@ -108,9 +113,14 @@ def _take(index, corner, num_rows, num_columns, source, stage, landed, i: gl.con
 @gluon.jit(do_not_specialize=["num_rows", "num_columns", "num_tiles", "run", "column_tiles"])
 def pointwise_kernel(x0, x1, x2, x3, x4, x5, x6, x7, y0, y1, y2, y3, num_rows, num_columns,
                      num_tiles, run, column_tiles, spec: gl.constexpr):  # fmt: skip
-    """x*: descriptors (kind "tile") or pointers, any float type, local memory; y*: descriptors.
+    """x0 to x7: inputs, of any float type in local memory, read: descriptors [rows, columns] or
+    [elements] (kind "tile") or pointers to vectors; y0 to y3: descriptors of the results, written.
+    As many are used as spec.kinds and spec.exprs have. They are arguments of their own since
+    Triton 3.6 launches descriptors only so.
 
-    One mbarrier a stage and input; tiles of a program as in count_tiles.
+    num_rows, num_columns: of the results, by which vectors are masked. num_tiles: of a result;
+    column_tiles: of these in a row. run: tiles that a program takes in a row, as in count_tiles.
+    spec: PointwiseSpec.
     """
     inputs = (x0, x1, x2, x3, x4, x5, x6, x7)
     outputs = (y0, y1, y2, y3)
@@ -126,26 +136,21 @@ def pointwise_kernel(x0, x1, x2, x3, x4, x5, x6, x7, y0, y1, y2, y3, num_rows, n
     for i in gl.static_range(num_outputs):
         ready += (_allocate(outputs[i], spec.buffers, spec),)
     num_stages: gl.constexpr = spec.stages
-    landed = make_barriers(num_stages * num_inputs)
+    loads = TileLoads(inputs, stages, make_barriers(num_stages * num_inputs))
 
     num_mine = count_tiles(num_tiles, run)
     if num_stages > 1:
         for ahead in gl.static_range(num_stages):
-            _start_loads(ahead, num_mine, run, column_tiles, inputs, stages, landed, spec)
+            _start_loads(ahead, num_mine, run, column_tiles, loads, spec)
     for index in range(num_mine):
         if num_stages == 1:
-            _start_loads(index, num_mine, run, column_tiles, inputs, stages, landed, spec)
+            _start_loads(index, num_mine, run, column_tiles, loads, spec)
         corner = _corner(tile_number(index, run), column_tiles, spec)
         args = ()
         for i in gl.static_range(num_inputs):
-            args += (
-                _take(index, corner, num_rows, num_columns, inputs[i], stages[i], landed, i, spec,
-                      layout),
-            )  # fmt: skip
+            args += (_take(index, corner, num_rows, num_columns, loads, i, spec, layout),)
         if num_stages > 1:
-            _start_loads(
-                index + num_stages, num_mine, run, column_tiles, inputs, stages, landed, spec
-            )
+            _start_loads(index + num_stages, num_mine, run, column_tiles, loads, spec)
         tma_store_wait((spec.buffers - 1) * num_outputs)
         for i in gl.static_range(num_outputs):
             result = evaluate(_expr(spec, i), args)
