@@ -71,9 +71,11 @@ def reduce_one_shot(
     RANKS: gl.constexpr,
     CHUNKS: gl.constexpr,
 ):
-    """x, out: int32 [num_words], pairs of bf16. report: see ptx/spins.py, right before mine. mine:
-    int64 [2, RANKS, num_words], zeroed before the first launch; peers: `mine` of all ranks. epochs:
-    int32, one a program.
+    """x, out: int32 [num_words], pairs of bf16, read and written, local. report: see ptx/spins.py,
+    right before mine. mine: int64 [2, RANKS, num_words], zeroed before the first launch, written by
+    all ranks; peers: `mine` of all ranks, team_rank being this one. epochs: int32, one a program,
+    of launches, zeroed when allocated and written by that program alone. CHUNKS: of CHUNK_WORDS
+    words, that a program adds up.
     """
     pid = gl.program_id(0)
     flag = gl.load(epochs + pid) + 1

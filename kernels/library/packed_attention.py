@@ -83,7 +83,8 @@ def attend_rows(q, keys, values, out, starts, positions, num_sequences, context,
     q: row_stride, head_stride in elements; out [m, kv_heads * group, dim], contiguous. keys,
     values: descriptors of the caches, [sequences * kv_heads * context, dim]. starts: i64
     [num_sequences + 1], at most `slots` sequences; positions: i64 [m]. scale: of scores, in powers
-    of two. padded: dim or the next power of two.
+    of two. window: keys that a row sees, where `windowed`. padded: dim or the next power of two.
+    num_rows, num_keys: of a tile. All in local memory; out alone is written.
     """
     head = tl.program_id(0)
     number = tl.arange(0, slots)

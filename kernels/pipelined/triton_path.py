@@ -32,10 +32,13 @@ def pointwise_plain(x0, x1, x2, x3, x4, x5, x6, x7, y0, y1, y2, y3, row_strides,
                     num_columns, num_elements, formula: tl.constexpr, num_inputs: tl.constexpr,
                     flat: tl.constexpr, wide: tl.constexpr, block: tl.constexpr,
                     exact: tl.constexpr, once: tl.constexpr):  # fmt: skip
-    """x*: any strides, local memory; y*: contiguous. strides: a tuple with one number an input.
+    """x0 to x7: inputs in local memory, of any float type, read; y0 to y3: results, contiguous, of
+    num_elements, written. None behind the num_inputs inputs and the results of `formula`.
 
-    flat: there is one row. wide: places and offsets need 64 bits. exact: blocks end where the
-    elements do. once: x* leave the cache first.
+    row_strides, column_strides: a tuple each, of every input's steps in elements, 0 where it is
+    broadcast. num_columns: of a row. flat: there is one row. block: elements of a program. wide:
+    places and offsets need 64 bits. exact: blocks end where the elements do. once: inputs leave the
+    cache first.
     """
     inputs = (x0, x1, x2, x3, x4, x5, x6, x7)
     outputs = (y0, y1, y2, y3)
@@ -87,11 +90,13 @@ def _load_vector(vector, columns, valid):
 def norm_plain(x, residual, weight, bias, y, total, x_row, x_step, residual_row, residual_step,
                num_rows, num_columns, eps, op: tl.constexpr, rows: tl.constexpr,
                padded: tl.constexpr, vectors: tl.constexpr, exact: tl.constexpr):  # fmt: skip
-    """Tiles of whole rows, `rows` of them with up to `padded` columns. x, residual: any strides;
-    weight, bias: [num_columns]; y, total: contiguous; None where there is none; all local memory.
+    """Tiles of whole rows, `rows` of them with up to `padded` columns, of num_rows by num_columns.
+    x, residual: read, elements of a row x_step and residual_step apart, rows x_row, residual_row;
+    weight, bias: [num_columns], read; y, total: contiguous, written, the result and the sum of x
+    and residual; None where there is none; all local memory, any float type.
 
-    vectors: when weight and bias are loaded, see Choice. exact: x and residual are contiguous, and
-    tiles end where they do.
+    eps: of the norm; op: rms, layer or softmax. vectors: when weight and bias are loaded, see
+    KernelChoice. exact: x and residual are contiguous, and tiles end where they do.
     """
     columns = tl.arange(0, padded)[None, :]
     first = tl.program_id(0).to(tl.int64) * rows
@@ -156,7 +161,9 @@ def _load_part(x, residual, columns, inside, x_step, residual_step):
 @triton.jit
 def long_norm_plain(x, residual, weight, bias, y, total, x_row, x_step, residual_row, residual_step,
                     num_columns, eps, op: tl.constexpr, block: tl.constexpr):  # fmt: skip
-    """As norm_plain for rows of any length: one program a row, which it passes three times."""
+    """As norm_plain for rows of any length: one program a row, which it passes three times, `block`
+    columns at a time.
+    """
     row = tl.program_id(0).to(tl.int64)
     x += row * x_row
     if residual is not None:

@@ -247,7 +247,7 @@ def decode_batch(
     the kernel at its end. max_context: cached positions of a sequence and head. memory: see
     BatchMemory. eps: of norms; scale: of attention, times log2(e). sample_words: the first 64-bit
     word of events where lists of samples lie. peers: a tuple of the events of all ranks, as int64,
-    in memory that all can write; None for one rank.
+    in memory that all can write; None for one rank. spec: BatchSpec.
     """
     sm = gl.program_id(0)
     queue = queues + sm * num_instructions * WORDS

@@ -214,6 +214,7 @@ def table_row(words, vectors, token, position):
 @gluon.jit
 def of_next(value):
     """What the next thread has, for threads of even number."""
+    # Gluon moves data between threads by layouts, through shared memory; this takes one instruction
     return gl.inline_asm_elementwise(
         "shfl.sync.bfly.b32 $0, $1, 1, 31, 0xffffffff;",
         "=f,f",

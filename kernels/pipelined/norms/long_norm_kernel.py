@@ -77,9 +77,7 @@ def _finish(first, second, counts, num_columns, eps, spec: gl.constexpr, layout:
 @gluon.jit(do_not_specialize=["num_columns", "num_chunks", "num_rows"])
 def long_norm_kernel(x, residual, weight, bias, y, total, num_columns, num_chunks, num_rows, eps,
                      spec: gl.constexpr):  # fmt: skip
-    """Arguments as norm_kernel's; num_chunks tiles of groups * width columns make a row, of
-    num_rows.
-    """
+    """As norm_kernel; num_chunks tiles of groups * width columns make a row, of num_rows."""
     layout: gl.constexpr = row_layout(1, spec.groups, spec.width, gl.num_warps())
     chunk: gl.constexpr = spec.groups * spec.width
     num_stages: gl.constexpr = spec.stages
