@@ -90,10 +90,11 @@ def move_rows(xs, weights, outs, row_strides, head_strides, num_heads, sequence_
     """Row program_id(0) of each part; the programs of a part's heads come after those of the part
     before along program_id(1). Tuples have an element a part.
 
-    xs [m, num_heads, dim], weights [dim]: strides in elements, the last 1. outs: [m, num_heads,
-    dim], contiguous, or a cache [num_heads, context, dim], a sequence_stride from one to the next
-    if there are `several`. positions, sequences: int64 [m]. table: f32 [t, dim], cosines, then
-    sines.
+    xs [m, num_heads, dim], weights [dim], read: row_strides, head_strides of xs in elements, the
+    last stride 1. outs, written: [m, num_heads, dim], contiguous, or a cache [num_heads, context,
+    dim] of `contexts` positions, sequence_strides from one to the next if there are `several`.
+    positions, sequences: int64 [m]. table: f32 [t, dim], cosines, then sines. All in local memory.
+    eps: of norms. parts: PartSpec.
     """
     block = tl.program_id(1)
     start = 0
