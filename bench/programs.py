@@ -3,24 +3,31 @@ and torch's own CUDA graph of the same ops, alternating.
 
     python -m bench.programs "gated_mlp rows=1" "gated_mlp rows=64 tp=2" gpt2_step ...
 
-Five processes, one after the other, each time every case by GPU events, calls queued, in turns;
-records hold the medians of the processes. The floor is what a GPU needs to read its weights and
-states, or for its products if that is longer, at rates measured in the same process. The host's
-time of a call, while the GPU is at rest, stands apart in its own file. Weights are random, bf16.
-Over ranks the peer is torch with NCCL in a CUDA graph. Writes bench/results/programs-<device>.json
-and programs-host-<device>.json.
+Five processes time every case by GPU events, calls queued, in turns; records hold the medians of
+the processes. They set up a case at the same time, then one after the other measures alone: see
+Turns. Torch compiles before that, each case in a process of its own, and keeps what it compiles.
+The floor is what a GPU needs to read its weights and states, or for its products if that is longer,
+at rates measured in the same process. The host's time of a call, while the GPU is at rest, stands
+apart in its own file. Weights are random, bf16. Over ranks the peers are torch with NCCL in a CUDA
+graph, compiled or not. Writes bench/results/programs-<device>.json and
+programs-host-<device>.json.
 """
 
 import argparse
+import fcntl
 import json
+import multiprocessing
 import re
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +64,8 @@ CALLS = 16
 """Calls between two events."""
 HOST_CALLS = 50
 """Calls of which the host's time is the median."""
+LONGEST_WAIT = timedelta(minutes=10)
+"""Of a process for the others."""
 EPS = 1e-5
 GELU_TANH = "0.5 * a0 * (1.0 + tanh(0.7978845608028654 * (a0 + 0.044715 * a0 * a0 * a0)))"
 TOLERANCE = 0.06
@@ -433,8 +442,60 @@ def host_us(call: Call) -> float:
     return 1e6 * statistics.median(times)
 
 
-def measure(case: Case, comm: Communicator, rounds: int, with_compile: bool) -> Line:
-    """Medians over rounds in which each is timed once, all ranks at the same time."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turns:
+    """Processes on the same GPUs: once all have set up a step, one after the other is alone.
+
+    store: a file for all of them. number: this process's, of `num`.
+    """
+
+    store: str
+    number: int
+    num: int
+
+    @contextmanager
+    def take(self, step: int, comm: Communicator) -> Iterator[None]:
+        """This process's turn at a step, of all its ranks; each step begins with another one."""
+        if comm.rank == 0:
+            store = dist.FileStore(self.store, -1)
+            store.set(f"{step}: {self.number} is ready", "")
+            store.wait([f"{step}: {each} is ready" for each in range(self.num)], LONGEST_WAIT)
+            if (self.number - step) % self.num:
+                store.wait([f"{step}: {(self.number - 1) % self.num} is done"], LONGEST_WAIT)
+        comm.barrier()
+        yield
+        torch.cuda.synchronize()
+        comm.barrier()
+        if comm.rank == 0:
+            store.set(f"{step}: {self.number} is done", "")
+
+
+def tune_alone(path: Path) -> None:
+    """Torch times the kernels that it chooses from while no other process does."""
+    # brings dynamo, which takes seconds
+    from torch._inductor.runtime.benchmarking import benchmarker  # noqa: PLC0415
+
+    inner = benchmarker.benchmark_gpu
+
+    def benchmark_gpu(*args: object, **options: object) -> float:
+        with path.open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            found: float = inner(*args, **options)
+        return found
+
+    benchmarker.benchmark_gpu = benchmark_gpu
+
+
+def measure(
+    case: Case,
+    comm: Communicator,
+    rounds: int,
+    with_compile: bool,
+    turn: Callable[[], AbstractContextManager[None]],
+) -> Line:
+    """Medians over rounds in which each is timed once, all ranks at the same time. Without rounds
+    all is compiled and run, and nothing timed. turn: around what is timed.
+    """
     model = MODELS[case.name](case)
     plan = plan_program(model.program, comm.mesh, H200, model.marks)
     step = CompiledProgram(plan, comm, f"cuda:{torch.cuda.current_device()}", warm=True)
@@ -462,7 +523,7 @@ def measure(case: Case, comm: Communicator, rounds: int, with_compile: bool) -> 
         assert step.stats.replayed, step.stats.reason
         graph, _ = captured(in_torch)
         runs: dict[str, Call] = {OURS: lambda: step(inputs), GRAPH: graph.replay}
-        if with_compile and comm.mesh.num_ranks == 1:
+        if with_compile:
             torch._dynamo.reset()
             # in a graph of ours: its own would copy the weights, which are no parameters, each call
             tuned = torch.compile(in_torch, mode="max-autotune-no-cudagraphs", fullgraph=True)
@@ -471,37 +532,122 @@ def measure(case: Case, comm: Communicator, rounds: int, with_compile: bool) -> 
             for _ in range(3):
                 run()
         torch.cuda.synchronize()
+        if not rounds:
+            return {}
         times: dict[str, list[float]] = {name: [] for name in runs}
-        for number in range(rounds):
-            for name, run in list(runs.items())[:: -1 if number % 2 else 1]:
-                meet(comm)
-                times[name].append(elapsed_us(lambda run=run: [run() for _ in range(CALLS)], CALLS))
-        hosts = {name: host_us(run) for name, run in runs.items()}
-    found_us = {name: statistics.median(each) for name, each in times.items()}
-    result = {
+        with turn():
+            for number in range(rounds):
+                for name, run in list(runs.items())[:: -1 if number % 2 else 1]:
+                    meet(comm)
+                    us = elapsed_us(lambda run=run: [run() for _ in range(CALLS)], CALLS)
+                    times[name].append(us)
+            hosts = {name: host_us(run) for name, run in runs.items()}
+            floor = floor_us(step)
+    return {
         "case": case.text,
         "device": torch.cuda.get_device_name(),
-        "us": found_us,
+        "us": {name: statistics.median(each) for name, each in times.items()},
         "host_us": hosts,
-        "floor_us": floor_us(step),
+        "floor_us": floor,
         "far": far,
     }
-    del graph
-    return result
 
 
-def run_rank(
-    given: Communicator, cases: Sequence[str], rounds: int, with_compile: bool, into: Path
-) -> None:
-    """Measures cases on this rank; the first writes a line each."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What a process does: cases, one a step, all on as many ranks; "" where it has none. into: a
+    file for a line each. rounds: 0 only to compile.
+    """
+
+    cases: tuple[str, ...]
+    num_ranks: int
+    rounds: int
+    with_compile: bool
+    into: Path
+    turns: Turns
+
+
+def run_rank(given: Communicator, job: Job) -> None:
+    """Measures a job's cases on this rank; the first writes their lines."""
     many = given.mesh.num_ranks > 1
     comm = NativeNccl(given.mesh, given.rank, TIMEOUT_S) if many else given
-    for case in map(parse_case, cases):
-        found = measure(case, comm, rounds, with_compile)
-        if comm.rank == 0:
-            with into.open("a") as file:
+    tune_alone(Path(f"{job.turns.store}.tuning"))
+    for step, text in enumerate(job.cases):
+        turn = partial(job.turns.take, step, comm)
+        if not text:
+            with turn():
+                continue
+        found = measure(parse_case(text), comm, job.rounds, job.with_compile, turn)
+        if comm.rank == 0 and found:
+            with job.into.open("a") as file:
                 file.write(json.dumps(found) + "\n")
         torch.cuda.empty_cache()
+
+
+def run_job(job: Job) -> None:
+    """A process's work."""
+    run_on_ranks(run_rank, job.num_ranks, job)
+
+
+def run_jobs(
+    jobs: Sequence[Job], *, all_or_none: bool, target: Callable[[Job], None] = run_job
+) -> set[str]:
+    """Does jobs at the same time, a process each; the cases of those that failed. all_or_none: the
+    first that fails ends the others.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    processes = [spawn.Process(target=target, args=(job,)) for job in jobs]
+    for process in processes:
+        process.start()
+    running = {p.sentinel: (p, job) for p, job in zip(processes, jobs, strict=True)}
+    failed: set[str] = set()
+    while running:
+        for sentinel in wait([*running]):
+            process, job = running.pop(sentinel)
+            process.join()
+            if process.exitcode:
+                failed |= {case for case in job.cases if case}
+                for other, _ in running.values() if all_or_none else ():
+                    other.terminate()
+    return failed
+
+
+def compiling(cases: Sequence[str], num_ranks: int, into: Path, store: str) -> list[Job]:
+    """A process a case."""
+    turns = Turns(store=store, number=0, num=1)
+    return [
+        Job(
+            cases=(case,),
+            num_ranks=num_ranks,
+            rounds=0,
+            with_compile=True,
+            into=into,
+            turns=turns,
+        )
+        for case in cases
+    ]
+
+
+def measuring(
+    cases: Sequence[str], num_ranks: int, into: Path, store: str, options: argparse.Namespace
+) -> list[Job]:
+    """`processes` for each case, as many groups of cases as may run at once."""
+    num_groups = min(len(cases), max(1, options.at_once // options.processes))
+    steps = -(-len(cases) // num_groups)
+    groups = [tuple(cases[group::num_groups]) for group in range(num_groups)]
+    num = num_groups * options.processes
+    return [
+        Job(
+            cases=group + ("",) * (steps - len(group)),
+            num_ranks=num_ranks,
+            rounds=options.rounds,
+            with_compile=number < options.compiles,
+            into=into,
+            turns=Turns(store=store, number=number * num_groups + at, num=num),
+        )
+        for number in range(options.processes)
+        for at, group in enumerate(groups)
+    ]
 
 
 def medians(lines: Sequence[Line], key: str) -> dict[str, float]:
@@ -519,27 +665,21 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", default=CASES)
     parser.add_argument("--processes", type=int, default=5)
     parser.add_argument("--compiles", type=int, default=5, help="processes with torch.compile too")
+    parser.add_argument("--at-once", type=int, default=5, help="processes, where there are more")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--into", type=Path, help="measure here, once, and write lines to a file")
     parser.add_argument("--keep", type=Path, help="file of lines to add to, of earlier runs too")
     add_book_options(parser)
     options = parser.parse_args()
     cases = [*map(parse_case, options.cases)]
-    if options.into is not None:
-        given = options.cases, options.rounds, options.compiles > 0, options.into
-        run_on_ranks(run_rank, cases[0].num_ranks, *given)
-        return
     book = open_book(options.results, options.commit)
+    failed: set[str] = set()
     with tempfile.TemporaryDirectory() as folder:
         lines = options.keep or Path(folder) / "lines"
-        for number in range(options.processes):
-            for ranks in sorted({case.num_ranks for case in cases}):
-                some = [case.text for case in cases if case.num_ranks == ranks]
-                command = [sys.executable, "-m", "bench.programs", *some, "--into", str(lines)]
-                command += ["--rounds", str(options.rounds)]
-                command += ["--compiles", str(max(0, options.compiles - number))]
-                subprocess.run(command, check=True)
-        read = [json.loads(line) for line in lines.read_text().splitlines()]
+        for ranks in sorted({case.num_ranks for case in cases}):
+            some = [case.text for case in cases if case.num_ranks == ranks]
+            failed |= run_cases(some, ranks, lines, f"{folder}/turns-{ranks}", options)
+        texts = lines.read_text().splitlines() if lines.exists() else []
+    read = [json.loads(text) for text in texts]
     for case in cases:
         mine = [line for line in read if line["case"] == case.text]
         if not mine:
@@ -550,6 +690,22 @@ def main() -> None:
         ratios = " ".join(f"{line['us'][OURS] / line['us'][GRAPH]:.3f}" for line in mine)
         far = max(line["far"] for line in mine)
         print(f"  of {GRAPH}, a process each: {ratios}; furthest from torch {far:.4f}", flush=True)
+    if failed:
+        sys.exit(f"{len(failed)} cases failed, as said above: {', '.join(sorted(failed))}")
+
+
+def run_cases(
+    cases: Sequence[str], num_ranks: int, into: Path, store: str, options: argparse.Namespace
+) -> set[str]:
+    """Compiles and measures cases of as many ranks; those that failed."""
+    failed: set[str] = set()
+    for start in range(0, len(cases) if options.compiles else 0, options.at_once):
+        jobs = compiling(cases[start : start + options.at_once], num_ranks, into, store)
+        failed |= run_jobs(jobs, all_or_none=False)
+    left = [case for case in cases if case not in failed]
+    if left and options.processes:
+        failed |= run_jobs(measuring(left, num_ranks, into, store, options), all_or_none=True)
+    return failed
 
 
 def records(case: Case, lines: Sequence[Line]) -> Iterator[tuple[str, Record]]:

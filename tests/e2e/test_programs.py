@@ -2,8 +2,12 @@
 should.
 """
 
+import argparse
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,14 +20,19 @@ from bench.programs import (
     TOLERANCE,
     VARIANTS,
     Case,
+    Job,
     Model,
+    Turns,
+    compiling,
     encoder,
     gated_mlp,
     gpt2_step,
     llama_1b,
+    measuring,
     mixer,
     parse_case,
     records,
+    run_jobs,
 )
 from distmega.compiled import CompiledProgram
 from distmega.hostir import SingleCommunicator
@@ -104,3 +113,69 @@ def test_records_are_medians_over_processes():
     assert gpu.peers == {GRAPH: 4.0, "torch.compile": 7.0}
     assert (benchmark, host.case, host.ours_us) == ("programs-host", "host time of mixer", 3.0)
     assert host.floor_us == 1.0
+
+
+def planned(at_once: int, processes: int = 2) -> list[Job]:
+    """Three cases, measured by processes of which the first compiles."""
+    options = argparse.Namespace(processes=processes, compiles=1, at_once=at_once, rounds=9)
+    return measuring(["a", "b", "c"], 1, Path("lines"), "store", options)
+
+
+def test_each_case_is_measured_by_each_process():
+    jobs = planned(at_once=5)
+    assert [job.cases for job in jobs] == [("a", "c"), ("b", ""), ("a", "c"), ("b", "")]
+    assert [job.with_compile for job in jobs] == [True, True, False, False]
+    assert [job.turns for job in jobs] == [
+        Turns(store="store", number=number, num=4) for number in range(4)
+    ]
+    assert [job.cases for job in planned(at_once=1)] == [("a", "b", "c")] * 2
+    assert [job.cases for job in planned(at_once=99)] == [("a",), ("b",), ("c",)] * 2
+
+
+def test_what_is_compiled_first_is_a_process_a_case():
+    jobs = compiling(["a", "b"], 2, Path("lines"), "store")
+    assert [(job.cases, job.rounds, job.with_compile) for job in jobs] == [
+        (("a",), 0, True),
+        (("b",), 0, True),
+    ]
+
+
+def test_processes_set_up_together_and_measure_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Threads in their place; steps begin with one after the other."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    comm, told = SingleCommunicator(DeviceMesh(tp=1)), list[tuple[str, int, int]]()
+    alone = threading.Lock()
+
+    def work(number: int) -> None:
+        turns = Turns(store=str(tmp_path / "store"), number=number, num=3)
+        for step in range(3):
+            told.append(("set up", step, number))
+            with turns.take(step, comm):
+                assert alone.acquire(blocking=False), "another one measures"
+                told.append(("turn", step, number))
+                alone.release()
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(work, range(3)))
+    for step in range(3):
+        order = [number for what, at, number in told if (what, at) == ("turn", step)]
+        assert order == [(step + later) % 3 for later in range(3)]
+        last = max(told.index(("set up", step, number)) for number in range(3))
+        assert last < told.index(("turn", step, step))
+
+
+def fail_for_b(job: Job) -> None:
+    """Stands for a process's work; "c" waits for the others without end."""
+    if "b" in job.cases:
+        raise RuntimeError("no memory")
+    if "c" in job.cases:
+        threading.Event().wait()
+
+
+@pytest.mark.nightly
+def test_the_cases_of_processes_that_fail_are_told():
+    jobs = planned(at_once=99, processes=1)
+    assert run_jobs(jobs[:2], all_or_none=False, target=fail_for_b) == {"b"}
+    assert run_jobs(jobs, all_or_none=True, target=fail_for_b) == {"b", "c"}
