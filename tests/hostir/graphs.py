@@ -55,6 +55,7 @@ class RecordedGraph(TorchDispatchMode):
         self.steps: list[Callable[[], None]] = []
         self.overwritten: list[tuple[Tensor, Tensor]] = []
         self.num_replays = 0
+        self.pool = -1
         RecordedGraph.made.append(self)
 
     def __torch_dispatch__(
@@ -90,11 +91,28 @@ class RecordedGraph(TorchDispatchMode):
 
     def reset(self) -> None:
         self.steps.clear()
+        pools[self.pool] -= 1
+
+
+pools: dict[int, int] = {}
+"""How many graphs have a pool."""
+
+
+def new_pool() -> int:
+    pools[len(pools)] = -1
+    return len(pools) - 1
 
 
 @contextmanager
-def recording(graph: RecordedGraph, *given: object, **options: object) -> Iterator[None]:
-    """In place of torch.cuda.graph."""
+def recording(
+    graph: RecordedGraph, pool: int, stream: Stream, *, capture_error_mode: str
+) -> Iterator[None]:
+    """In place of torch.cuda.graph, which takes no pool whose graphs have all ended while something
+    in it is held.
+    """
+    if not pools[pool]:
+        raise RuntimeError("use_count > 0 INTERNAL ASSERT FAILED")
+    graph.pool, pools[pool] = pool, max(pools[pool], 0) + 1
     with graph:
         yield
     with torch.no_grad():
@@ -109,7 +127,7 @@ def record_graphs(monkeypatch: pytest.MonkeyPatch) -> list[RecordedGraph]:
         "Event": Event,
         "Stream": Stream,
         "graph": recording,
-        "graph_pool_handle": lambda: None,
+        "graph_pool_handle": new_pool,
         "current_device": lambda: 0,
         "current_stream": lambda *device: MAIN,
         "stream": lambda stream: nullcontext(),

@@ -89,6 +89,29 @@ def test_outputs_are_the_callers_unless_asked_for_in_place(graphs: list[Recorded
     assert again is there
 
 
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_programs_are_captured_anew_while_outputs_in_place_are_held(
+    is_alone: bool, graphs: list[RecordedGraph]
+):
+    step, other = opened(PROGRAMS["mixer"]()), opened(PROGRAMS["counting"]())
+    given = values(step, 0)
+    held = [step(given, inplace=True)]
+    if not is_alone:
+        other(values(other, 0))
+    for number in range(3):
+        step.bind(inputs(step, values(step, number)))
+        held.append(step({}, inplace=True))
+        assert step.stats.replayed, step.stats.reason
+    assert len({graph.pool for graph in graphs}) == (4 if is_alone else 1)
+
+
+def test_programs_share_the_memory_of_those_that_are_there(graphs: list[RecordedGraph]):
+    first, second = opened(PROGRAMS["mixer"]()), opened(PROGRAMS["counting"]())
+    first(values(first, 0))
+    second(values(second, 0))
+    assert graphs[0].pool == graphs[1].pool
+
+
 def test_inputs_of_several_types_and_those_that_learn_are_copied(graphs: list[RecordedGraph]):
     p = ProgramBuilder("looking")
     table, ids = p.input("table", (8, 4)), p.input("ids", (3,), "i64")
