@@ -128,7 +128,8 @@ class FusedEmbedding:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FusedAttention:
     """Rotates q and k after their norms, appends k and v to the caches, attends. softcap: unless it
-    is 0, scores are softcap * tanh(score / softcap).
+    is 0, scores are softcap * tanh(score / softcap). bias: "" or a weight [t, h, g], which is added
+    to scores.
 
     q [1, h, g, d], k and v [1, h, d]: before norm and rotation. table: "" where nothing is rotated.
     """
@@ -147,6 +148,7 @@ class FusedAttention:
     window: int
     out: str
     softcap: float = 0.0
+    bias: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,6 +307,7 @@ class _SegmentFusion:
         rules: tuple[tuple[str, Callable[[Op], Fused]], ...] = (
             ("embedding", self.fuse_embedding),
             ("attention", self.fuse_attention),
+            ("biased_attention", self.fuse_attention),
             ("argmax", self.fuse_choice),
             ("sample", self.fuse_choice),
             ("route", self.fuse_routing),
@@ -682,7 +685,8 @@ class _SegmentFusion:
 
     def fuse_attention(self, op: Op) -> Fused:
         """Attention with the rotations, norms and appends in front of it."""
-        if len(op.reads) > 4:
+        bias = self.read(op, 4) if op.kind == "biased_attention" else ""
+        if len(op.reads) > 4 and (not bias or self.tensors[bias].role != "weight"):
             raise _unfit(op)
         appends = [self.append_to(op, self.read(op, position)) for position in (1, 2)]
         q, q_norm, q_table = self.rotated(op, self.read(op, 0))
@@ -711,6 +715,7 @@ class _SegmentFusion:
             scale=scale,
             window=window,
             softcap=softcap,
+            bias=bias,
             out=_out(op),
         )
 

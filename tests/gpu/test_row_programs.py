@@ -83,3 +83,8 @@ def test_a_decoder_with_norms_of_all_heads_together(softcap):
 )
 def test_a_decoder_with_wide_heads(dim, heads, group):
     check(attending(dim=dim, heads=heads, group=group, window=40, softcap=0.5 * (group == 2)))
+
+
+@pytest.mark.parametrize(("dim", "heads", "group"), [(64, 2, 3), (256, 1, 8)])
+def test_a_decoder_with_biases_of_scores(dim, heads, group):
+    check(attending(dim=dim, heads=heads, group=group, biased=True))

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from distmega.program.builder import Handle, ProgramBuilder
+from distmega.program.ops.attention import biased_attention
 from distmega.program.types import Program
 
 HIDDEN, FFN, VOCAB, CONTEXT = 256, 512, 328, 160
@@ -90,32 +91,40 @@ def wide_norms(rows: int) -> Program:
 def attending(
     layers: int = 2, heads: int = 4, dim: int = 64, softcap: float = 0.0, ffn: int = FFN,
     vocab: int = VOCAB, dtype: str = "bf16", group: int = 1, window: int = 0, rows: int = 1,
+    biased: bool = False,
 ) -> Program:  # fmt: skip
     """A decode step of layers with norms of all queries and keys together, and of what is added.
 
     heads: of keys, each with `group` query heads. window: of every other layer. rows: sequences,
-    each with caches of its own.
+    each with caches of its own. biased: whether scores have a bias instead of rotated queries and
+    keys.
     """
     p = ProgramBuilder("attending")
     hidden = heads * dim
     ids, positions = (p.input(name, (rows,), "i64") for name in ("ids", "positions"))
     front = (rows,) if rows > 1 else ()
-    angles = p.weight("angles", (CONTEXT, dim), "f32")
+    angles = None if biased else p.weight("angles", (CONTEXT, dim), "f32")
+    slopes = p.weight("slopes", (CONTEXT, heads, group), "f32") if biased else None
     x = p.embedding(ids, p.weight("table", (vocab, hidden), "bf16"), name="x")
     for i in range(layers):
         q, k, v = (
             matrix(p, x, hidden * (group if name == "q" else 1), f"{name}{i}") for name in "qkv"
         )
         q, k = (rms(p, each, f"{name}n{i}", dtype) for each, name in ((q, "q"), (k, "k")))
-        q = p.rope(p.reshape(q, (rows, heads, group, dim), view=True), positions, angles)
-        k = p.rope(p.reshape(k, (rows, heads, dim), view=True), positions, angles)
+        q = p.reshape(q, (rows, heads, group, dim), view=True)
+        k = p.reshape(k, (rows, heads, dim), view=True)
+        if angles:
+            q, k = p.rope(q, positions, angles), p.rope(k, positions, angles)
         shape = *front, heads, CONTEXT, dim
         caches = [p.state(f"{name}_cache{i}", shape, "bf16") for name in "kv"]
         v = p.reshape(v, (rows, heads, dim), view=True)
         for cache, each in zip(caches, (k, v), strict=True):
             p.kv_append(cache, each, positions)
-        seen = window if i % 2 == 0 else 0
-        out = p.attention(q, *caches, positions, dim**-0.5, window=seen, softcap=softcap)
+        options = {"scale": dim**-0.5, "window": 0 if i % 2 else window, "softcap": softcap}
+        if slopes:
+            out = p.op(biased_attention, q, *caches, positions, slopes, name=f"att{i}", **options)
+        else:
+            out = p.attention(q, *caches, positions, **options)
         y = matrix(p, p.reshape(out, (rows, group * hidden), view=True), hidden, f"o{i}")
         x = p.pointwise("a0 + a1", x, rms(p, y, f"after{i}", dtype), name=f"x{i}")
         gate, up = (matrix(p, x, ffn, f"{name}{i}") for name in ("gate", "up"))
@@ -149,6 +158,7 @@ def random_values(program: Program, seed: int = 0) -> dict[str, Tensor]:
             continue
         x = torch.randn(tensor.shape, generator=generator)
         if tensor.role == "weight":
-            x = x * tensor.shape[-1] ** -0.5 if len(tensor.shape) == 2 else 1 + 0.1 * x
+            scaled = {1: 1 + 0.1 * x, 2: x * tensor.shape[-1] ** -0.5}
+            x = scaled.get(len(tensor.shape), x)
         values[tensor.name] = x if tensor.dtype == "f32" else x.bfloat16()
     return values

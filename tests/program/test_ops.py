@@ -8,7 +8,7 @@ from distmega.errors import ProgramError
 from distmega.program.kinds import user_kinds
 from distmega.program.ops import compute as ops
 from distmega.program.ops import data_movement, lookups, norms
-from distmega.program.ops.attention import attend, attention, kv_append, rope
+from distmega.program.ops.attention import attend, attention, biased_attention, kv_append, rope
 from distmega.program.ops.opaque import opaque
 from distmega.program.ops.parts import Built
 from distmega.program.ops.sampling import argmax, cutoff, sample, top
@@ -104,6 +104,11 @@ STATEMENTS: list[tuple[Built, str]] = [
         attention("y", Q, K, V, POSITIONS, 0.25, softcap=30.0),
         "attention[m:5 h:3 g:2 e:24 d:16:reduce t:100:reduce] q(m, h, g, d) k(h, t, d)"
         " v(h, t, e) p(m) -> y(m, h, g, e) | scale=0.25 softcap=30.0 window=0",
+    ),
+    (
+        biased_attention("y", Q, K, V, POSITIONS, t("b", 100, 3, 2), 0.25),
+        "biased_attention[m:5 h:3 g:2 e:24 d:16:reduce t:100:reduce] q(m, h, g, d) k(h, t, d)"
+        " v(h, t, e) p(m) b(t, h, g) -> y(m, h, g, e) | scale=0.25 window=0",
     ),
     (
         lookups.embedding("y", POSITIONS, t("table", 100, 8)),
@@ -338,6 +343,10 @@ MISUSES: dict[str, tuple[Callable[[], Built], str]] = {
         "(3, 100, 24, 2)",
     ),
     "attention: positions": (lambda: attention("y", Q, K, V, ids("p", 4), 1.0), "(4,)"),
+    "biased attention: bias": (
+        lambda: biased_attention("y", Q, K, V, POSITIONS, t("b", 3, 2, 100), 1.0),
+        "bias (3, 2, 100)",
+    ),
     "attention: window": (lambda: attention("y", Q, K, V, POSITIONS, 1.0, -1), "window -1"),
     "attention: scale": (lambda: attention("y", Q, K, V, POSITIONS, float("nan")), "scale nan"),
     "embedding: table": (lambda: lookups.embedding("y", POSITIONS, B), "(32,)"),

@@ -167,6 +167,28 @@ def attention(
     )
 
 
+def biased_attention(
+    name: str,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    positions: Tensor,
+    bias: Tensor,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> Built:
+    """As `attention`, a score of head (h, g) and position t being that and bias [t, h, g], as
+    linear biases by distance are but for what a row of scores has in common.
+    """
+    (op, outs) = attention(name, q, k_cache, v_cache, positions, scale, window, softcap=softcap)
+    expected = (k_cache.shape[-2], *q.shape[1:3])
+    if bias.shape != expected or bias.dtype in ("bool", "i32", "i64"):
+        raise bad_op(name, f"bias {bias.shape} of {bias.dtype}", f"{expected} of a float type")
+    reads = (*op.reads, access(bias, "t", "h", "g"))
+    return replace(op, kind="biased_attention", reads=reads), outs
+
+
 def _bad_attention(name: str, shapes: tuple[tuple[int, ...], ...]) -> ProgramError:
     expected = "q [m, h, g, d], k [h, t, d], v [h, t, e] (or both [m, h, t, ...]), positions [m]"
     return bad_op(name, f"shapes {', '.join(map(str, shapes))}", expected)
@@ -265,12 +287,15 @@ def _attention_reference(op: Op, coordinate: Coordinate) -> Callable[..., Any]:
     """Of every position of a cache, the weights of unseen ones zero."""
     scale, softcap, window = (_number(op, name) for name in ("scale", "softcap", "window"))
 
-    def run(q: Any, k: Any, v: Any, positions: Any, *packed: Any) -> Any:
-        if packed and k.dim() == 4:
-            k, v = k[packed[0]], v[packed[0]]
+    def run(q: Any, k: Any, v: Any, positions: Any, *others: Any) -> Any:
+        bias = others[0] if op.kind == "biased_attention" else None
+        if bias is None and others and k.dim() == 4:
+            k, v = k[others[0]], v[others[0]]
         at, here = _numbers(positions, k.shape[-2]), positions.unsqueeze(1)
         seen = (at <= here) & ((at > here - window) if window else (at >= 0))
         scores = _capped(widen(q) @ widen(k).transpose(-1, -2) * scale, softcap)
+        if bias is not None:
+            scores = scores + widen(bias).permute(1, 2, 0)
         weights = scores.masked_fill(~seen[:, None, None], -math.inf).softmax(-1)
         # What lies in unseen positions may be anything, also no number.
         values = widen(v).masked_fill(~seen[:, None, :, None], 0)
@@ -328,6 +353,7 @@ ATTENTION = OpKind(
     reference=_attention_reference,
 )
 define(ATTENTION)
+define(replace(ATTENTION, name="biased_attention", host_reads=""))
 define(
     replace(
         ATTENTION,

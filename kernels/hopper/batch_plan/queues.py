@@ -286,6 +286,8 @@ class _BatchBuilder:
         self.check_caches()
         if self.attention and self.attention.softcap:
             raise unfit(f"scores that are kept below {self.attention.softcap:g}")
+        if self.attention and self.attention.biased:
+            raise unfit("scores with a bias")
         self.tables, self.positions = found.tables, found.positions
         self.fused = tuple(in_order(op, self.tables) for op in self.fused)
         self.wide_norms = self.placed.has_wide_norms(self.fused)

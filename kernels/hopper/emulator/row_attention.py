@@ -20,7 +20,12 @@ from distmega.kernels.hopper.emulator.numbers import (
 from distmega.kernels.hopper.emulator.row_bodies import norm_vector
 from distmega.kernels.hopper.emulator.sm import GARBAGE, RowSm
 from distmega.kernels.hopper.plan.types import AttentionShape
-from distmega.kernels.hopper.plan.words import PARTIAL_EXTRA, RowAttention, RowCombine
+from distmega.kernels.hopper.plan.words import (
+    PARTIAL_EXTRA,
+    VECTOR_MULTIPLE,
+    RowAttention,
+    RowCombine,
+)
 
 BLOCK = 128
 """Cached positions of a block."""
@@ -114,6 +119,8 @@ def attention(sm: RowSm, one: RowAttention, position: int, flag: int) -> Steps:
         if shape.softcap:
             most = np.float32(shape.softcap * LOG2_E)
             found = most * np.tanh(found / most)
+        if shape.biased:
+            found += biases(sm, one, at) * np.float32(LOG2_E)
         scores = np.where(seen, found, np.float32(-np.inf))
         peak = np.maximum(highest, scores.max(axis=1))
         weights = np.exp2(scores - peak[:, None]).astype(np.float32)
@@ -131,6 +138,18 @@ def attention(sm: RowSm, one: RowAttention, position: int, flag: int) -> Steps:
         rows = np.array([one.k_row, one.v_row]) + position
         sm.store(sm.gpu.cache, rows, np.stack((key, value)))
         sm.fence()
+
+
+def biases(sm: RowSm, one: RowAttention, at: Indices) -> Floats:
+    """What is added to scores [queries, positions]."""
+    shape = shape_of(sm)
+    first = one.table * VECTOR_MULTIPLE // 2
+    table = sm.gpu.floats[first : first + shape.max_context * shape.num_heads]
+    found: Floats = np.zeros((shape.num_queries, len(at)), dtype=np.float32)
+    inside = at < shape.max_context
+    heads = slice(one.query0, one.query0 + shape.num_queries)
+    found[:, inside] = table.reshape(-1, shape.num_heads)[at[inside], heads].T
+    return found
 
 
 def take_block(sm: RowSm, dim: int) -> Generator[Key, None, Floats]:

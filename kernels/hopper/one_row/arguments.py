@@ -73,13 +73,13 @@ class RowSpec:
     head_dim, num_queries, num_heads, num_kv_heads: of attention: elements of a head, query heads of
     a task, query and kv heads of this rank. qk_norm: whether queries and keys are normalised;
     rotated: whether they are rotated; apart: whether they and values lie apart; softcap: what
-    scores are kept below, or 0. attends: whether there is attention. experts: extents of experts,
-    if there are some. layer_norms, keeps_normed: whether a linear does a layer norm, keeps a
-    normalised row. wide_norms: whether weights of norms are f32. formulas, passes: see
-    pointwise.py. max_tiles_k: chunks of x that shared memory has room for. num_matrices:
-    descriptors in use. choice: how a token is chosen (plan/words.py). head_rows: logits of an SM,
-    at most, a power of two. barriers: whether instructions wait for all SMs. stages: of the ring;
-    ahead: loads under way at a time, at most. trace: whether stamps are taken.
+    scores are kept below, or 0; biased: whether a table is added to them. attends: whether there is
+    attention. experts: extents of experts, if there are some. layer_norms, keeps_normed: whether a
+    linear does a layer norm, keeps a normalised row. wide_norms: whether weights of norms are f32.
+    formulas, passes: see pointwise.py. max_tiles_k: chunks of x that shared memory has room for.
+    num_matrices: descriptors in use. choice: how a token is chosen (plan/words.py). head_rows:
+    logits of an SM, at most, a power of two. barriers: whether instructions wait for all SMs.
+    stages: of the ring; ahead: loads under way at a time, at most. trace: whether stamps are taken.
     """
 
     head_dim: int
@@ -90,6 +90,7 @@ class RowSpec:
     rotated: bool
     apart: bool
     softcap: float
+    biased: bool
     attends: bool
     experts: ExpertShape | None
     epilogues: Epilogues

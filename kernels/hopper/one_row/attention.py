@@ -26,6 +26,7 @@ from distmega.kernels.hopper.plan.fields import (
     ATT_Q_NORM,
     ATT_QUERY0,
     ATT_SPLIT,
+    ATT_TABLE,
     ATT_V_ROW,
     ATT_V_SRC,
     HEAD,
@@ -47,6 +48,7 @@ from distmega.kernels.hopper.ptx.shapes import (
     PER_THREAD,
     THREADS,
     TILE_ROWS,
+    VECTOR_MULTIPLE,
     head_rows,
     is_padded,
     num_halves,
@@ -206,6 +208,26 @@ def write_partial(words, symmetric, aims, outputs, m, l, flag, D: gl.constexpr, 
 
 
 @gluon.jit
+def load_biases(words, vectors, aims, block, position, H: gl.constexpr, G: gl.constexpr):
+    """What is added to a thread's scores of a block: of its positions p, p, p + 8, p + 8, queries
+    2 c, 2 c + 1, 2 c, 2 c + 1, as score_block has them; zeros after `position`.
+    """
+    thread = gl.arange(0, THREADS, layout=PER_THREAD)
+    at = block * TILE_ROWS + aims[7]
+    table = (vectors + words[ATT_TABLE].to(gl.int64) * VECTOR_MULTIPLE).to(
+        gl.pointer_type(gl.float32), bitcast=True
+    )
+    # lanes of queries past the last take the last again
+    left = at * H + (words[ATT_QUERY0] + gl.minimum(thread % 4 * 2, G - 1))
+    right = at * H + (words[ATT_QUERY0] + gl.minimum(thread % 4 * 2 + 1, G - 1))
+    b0 = gl.load(table + left, mask=at <= position, other=0.0)
+    b1 = gl.load(table + right, mask=at <= position, other=0.0)
+    b2 = gl.load(table + left + 8 * H, mask=at + 8 <= position, other=0.0)
+    b3 = gl.load(table + right + 8 * H, mask=at + 8 <= position, other=0.0)
+    return b0, b1, b2, b3
+
+
+@gluon.jit
 def attention_task(
     words,
     symmetric,
@@ -230,6 +252,7 @@ def attention_task(
     TRACE: gl.constexpr,
     APART: gl.constexpr,
     SOFTCAP: gl.constexpr,
+    BIASED: gl.constexpr,
     WIDE: gl.constexpr,
 ):
     """One split of one kv head, every `active`-th block of 128 positions from its first on; returns
@@ -298,9 +321,12 @@ def attention_task(
             if holds_new | (number == 0):
                 cta_barrier()
             turn = number & 1
+            biases = ()
+            if BIASED:
+                biases = load_biases(words, vectors, aims, block, position, H, G)
             score_block(
-                ring, aims, turn, slot, phase, block, first, position, scale, HALVES, STAGES,
-                SOFTCAP,
+                ring, aims, turn, slot, phase, block, first, position, scale, biases, HALVES,
+                STAGES, SOFTCAP, BIASED,
             )  # fmt: skip
             cta_barrier()
             outputs, m, l = add_values(

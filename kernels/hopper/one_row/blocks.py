@@ -69,23 +69,27 @@ def aim_block(ring, G: gl.constexpr, HALVES: gl.constexpr):
 
 @gluon.jit
 def score_block(
-    ring, aims, turn, slot, phase, block, first, position, scale, HALVES: gl.constexpr,
-    STAGES: gl.constexpr, SOFTCAP: gl.constexpr,
+    ring, aims, turn, slot, phase, block, first, position, scale, biases, HALVES: gl.constexpr,
+    STAGES: gl.constexpr, SOFTCAP: gl.constexpr, BIASED: gl.constexpr,
 ):  # fmt: skip
     """Weights, maxima and sums of a block into shared memory, those of two blocks in turn; the
     ring's tiles of keys from `slot` on are free then. Positions before `first` and after `position`
-    are masked. SOFTCAP: what scores are kept below, if it is not 0. aims: see aim_block.
+    are masked. SOFTCAP: what scores are kept below, if it is not 0. aims: see aim_block; biases:
+    see attention.load_biases, nothing unless BIASED.
     """
     _, ready, free, _, _, _ = ring
     query, keys, _, weights, sums, _, _, at = aims
+    operands = (
+        ready, free, query, keys, weights, sums, at, turn, slot, phase, block, first, position,
+        scale,
+    )  # fmt: skip
+    if BIASED:
+        operands = operands + biases
     # Gluon would put barriers of all warps around each wait, product and store
     gl.inline_asm_elementwise(
-        score_asm(HALVES, STAGES, SOFTCAP),
-        "=&r" + ",r" * 13 + ",f",
-        [
-            ready, free, query, keys, weights, sums, at, turn, slot, phase, block, first, position,
-            scale,
-        ],
+        score_asm(HALVES, STAGES, SOFTCAP, BIASED),
+        "=&r" + ",r" * 13 + (",f" * 5 if BIASED else ",f"),
+        operands,
         dtype=gl.int32,
         is_pure=False,
         pack=1,

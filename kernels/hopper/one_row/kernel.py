@@ -106,7 +106,7 @@ def compute(
                     words, memory.symmetric, memory.vectors, memory.cache, memory.rope,
                     position0 + step, flag, eps, scale, min_blocks, ring, it, at, D,
                     spec.num_queries, spec.num_heads, spec.num_kv_heads, spec.qk_norm, spec.rotated,
-                    STAGES, TRACE, spec.apart, spec.softcap, WIDE,
+                    STAGES, TRACE, spec.apart, spec.softcap, spec.biased, WIDE,
                 )
             elif spec.attends and words[OPCODE] == OP_COMBINE:
                 combine_task(words, memory.symmetric, position0 + step, flag, min_blocks, D)

@@ -302,6 +302,7 @@ class RowRunner:
             trace=tracing,
             apart=self._shape.apart,
             softcap=self._shape.softcap,
+            biased=self._shape.biased,
             formulas=RowFormulas(queues.formulas),
             passes=most_passes(queues),
             wide_norms=queues.wide_norms,

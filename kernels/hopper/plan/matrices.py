@@ -76,9 +76,9 @@ class Weights:
     def vector(self, name: str) -> int:
         return self.layout.offset(name) // ITEM_BYTES
 
-    def table(self, name: str) -> int:
-        """Where a table begins in the arena, in multiples of VECTOR_MULTIPLE elements."""
-        self.require_type("bf16", [name])
+    def table(self, name: str, dtype: str = "bf16") -> int:
+        """Where a table begins in the arena, in multiples of VECTOR_MULTIPLE bf16 elements."""
+        self.require_type(dtype, [name])
         found, rest = divmod(self.layout.offset(name), ITEM_BYTES * VECTOR_MULTIPLE)
         assert not rest
         return found

@@ -911,6 +911,7 @@ class _Builder:
                     partial=partial,
                     q_norm=self.placed.vector(op.q_norm.weight) if op.q_norm else NOTHING,
                     k_norm=self.placed.vector(op.k_norm.weight) if op.k_norm else NOTHING,
+                    table=self.placed.table(op.bias, "f32") if op.bias else 0,
                 )
             )
         for head in range(s.num_heads):

@@ -155,6 +155,7 @@ def _attention_shape(
                 scale=op.scale,
                 apart=are_apart,
                 softcap=op.softcap,
+                biased=bool(op.bias),
             )
         )
     tables, positions = {op.table for op in ops}, {op.positions for op in ops}

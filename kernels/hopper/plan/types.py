@@ -110,7 +110,7 @@ class AttentionShape(QueryGroups):
     """Extents that all attention ops of a segment share on one rank. rotated: whether queries and
     keys are; qk_norm: whether they are normalised before; apart: whether queries, keys and values
     lie in buffers of their own. softcap: what scores are kept below by a tanh, 0 where they
-    are not.
+    are not. biased: whether a table of positions and heads is added to scores.
     """
 
     head_dim: int
@@ -120,6 +120,7 @@ class AttentionShape(QueryGroups):
     scale: float
     apart: bool = False
     softcap: float = 0.0
+    biased: bool = False
 
     @property
     def block_slots(self) -> int:

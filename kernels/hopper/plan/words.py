@@ -158,7 +158,8 @@ class RowAttention:
     k_row, v_row: first row of this head in the cache matrix [rows, d]. query0: first of
     AttentionShape.num_queries query heads. window: positions that a query sees, itself included.
     src, k_src, v_src: flagged words of all queries, keys and values; partial: those of all heads'
-    and splits' partials.
+    and splits' partials. table: of what is added to scores, f32 [positions, query heads] in the
+    weights' arena, VECTOR_MULTIPLE elements of 2 bytes before it.
     """
 
     name: str
@@ -176,6 +177,7 @@ class RowAttention:
     partial: int
     q_norm: int
     k_norm: int
+    table: int = 0
     opcode: RowOpcode = RowOpcode.ATTENTION
 
 
@@ -319,7 +321,7 @@ FIELD_WORDS: dict[type[Instruction], dict[str, int]] = {
     RowAttention: {
         "opcode": 0, "generation": 1, "k_row": 2, "k_src": 3, "v_row": 4, "src": 5, "head": 6,
         "split": 7, "q_norm": 8, "k_norm": 9, "v_src": 10, "partial": 11,
-        "max_splits": 12, "window": 13, "query0": 14,
+        "max_splits": 12, "window": 13, "query0": 14, "table": 15,
     },
     RowCombine: {
         "opcode": 0, "generation": 1, "head": 6, "dst": 10, "partial": 11, "max_splits": 12,

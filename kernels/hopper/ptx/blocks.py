@@ -177,7 +177,7 @@ def cap_lines(softcap: float) -> list[str]:
 
 
 @constexpr_function
-def weight_lines(softcap: float) -> list[str]:
+def weight_lines(softcap: float, biased: bool) -> list[str]:
     """Scores c0 to c3 as weights relative to the warp's maximum, into shared memory with it."""
     lines = [f"mad.lo.u32 at, $BLOCK, {POSITIONS}, $PLACE;"]
     for i in (0, 1):
@@ -192,6 +192,7 @@ def weight_lines(softcap: float) -> list[str]:
         lines += [
             f"mul.f32 c{i}, c{i}, $SCALE;",
             *capped[num * i : num * i + num],
+            *([f"fma.rn.f32 c{i}, $BIAS{i}, {LOG2_E:.9e}, c{i};"] if biased else []),
             f"selp.f32 c{i}, c{i}, {LOWEST}, seen{i // 2};",
         ]
     lines += ["max.f32 m0, c0, c2;", "max.f32 m1, c1, c3;", *over_rows("max", "m")]
@@ -220,11 +221,11 @@ def weight_lines(softcap: float) -> list[str]:
 
 
 @constexpr_function
-def score_asm(halves: int, stages: int, softcap: float = 0.0) -> str:
+def score_asm(halves: int, stages: int, softcap: float = 0.0, biased: bool = False) -> str:
     """See blocks.score_block. Operand 0 is 0."""
     operands = (
         "READY", "FREE", "QUERY", "KEYS", "WEIGHTS", "SUMS", "PLACE", "TURN", "SLOT", "PHASE",
-        "BLOCK", "FIRST", "POSITION", "SCALE",
+        "BLOCK", "FIRST", "POSITION", "SCALE", *(f"BIAS{i}" for i in range(4 * biased)),
     )  # fmt: skip
     lines = [
         ".reg .pred p, one, seen0, seen1;",
@@ -235,7 +236,7 @@ def score_asm(halves: int, stages: int, softcap: float = 0.0) -> str:
         "mov.u32 slot, $SLOT;",
         "mov.u32 phase, $PHASE;",
         *key_lines(halves, stages),
-        *weight_lines(softcap),
+        *weight_lines(softcap, biased),
         "mov.b32 $0, 0;",
     ]
     text: str = number_operands(lines, operands, 1)

@@ -1,5 +1,6 @@
 """What a kind's definition says it computes, beside the quicker ways that torch has."""
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -76,6 +77,27 @@ CASES: dict[str, Case] = {
     "layer norm": (partial(norms.layer_norm, "y", eps=0.1), [random(3, 6), random(6), random(6)]),
     "softmax": (partial(norms.softmax, "y"), [random(3, 6)]),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("rows", [(), (4,)])
+def test_biased_attention_is_attention_under_a_mask_of_numbers(rows: tuple[int, ...]):
+    """A cache for all rows, and one each."""
+    at, bias = torch.tensor([4, 0, 7, 2]), random(9, 2, 3)
+    tensors = [random(4, 2, 3, 4), *caches(*rows), at, bias]
+    names = "q", "k", "v", "at", "bias"
+    op, _ = attention.biased_attention(
+        "y", *map(declared, names, tensors), scale=0.3, window=3, softcap=2.0
+    )
+    found = library.run_op(op, dict(zip(names, tensors, strict=True)), {})["y"]
+    place = torch.arange(9)
+    for row, here in enumerate(at):
+        mask = bias.permute(1, 2, 0).masked_fill((place > here) | (place <= here - 3), -math.inf)
+        keys, values = (x[row] if rows else x for x in tensors[1:3])
+        heads = library.attend(
+            tensors[0][row].reshape(1, 6, 1, 4), keys[None], values[None], mask.reshape(1, 6, 1, 9),
+            0.3, 2.0,
+        )  # fmt: skip
+        torch.testing.assert_close(found[row].reshape(6, 5), heads.reshape(6, 5))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -138,3 +138,8 @@ def test_what_rows_do_not_take_is_refused():
     program = p.build(p.pointwise("a0 + a1 + a2 + a3", n, *kept, name="s"), *kept)
     with pytest.raises(UnsupportedError, match="'s', which takes"):
         queues_of(program)
+
+
+def test_biases_of_scores_are_refused():
+    with pytest.raises(UnsupportedError, match="scores with a bias"):
+        queues_of(attending(rows=2, biased=True))

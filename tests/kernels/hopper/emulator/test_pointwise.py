@@ -12,6 +12,7 @@ MOST_ERROR = 0.015
 
 ATTENDING = {
     "attending": {}, "capped": {"softcap": 0.5},
+    "biased": {"heads": 2, "group": 3, "biased": True},
     "wide": {"heads": 1, "dim": 136, "group": 2, "window": 40},
 }  # fmt: skip
 

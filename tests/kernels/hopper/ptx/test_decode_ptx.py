@@ -130,6 +130,8 @@ class Attention:
     turn: int = 0
     owed: tuple[int, ...] = ()
     softcap: float = 0.0
+    biases: np.ndarray | None = None
+    """[positions, group], added to scores."""
     shared: np.ndarray = field(default_factory=lambda: np.full(QUERIES + 16384, NAN, np.uint8))
     arrivals: Counter[int] = field(default_factory=Counter)
     outputs: np.ndarray = field(init=False)
@@ -189,7 +191,12 @@ class Attention:
         query, keys, _, weights, sums, _, _, at = self.aim(warp)
         given = dict(enumerate((query, keys, weights, sums, at, *map(lanes, numbers)), 3))
         given |= {1: lanes(BARS), 2: lanes(BARS + 96), 14: scale.view(np.uint32) + lanes(0)}
-        warp.run(score_asm(self.halves, 12, self.softcap), given)
+        if self.biases is not None:
+            row, query = (128 * numbers[3] + at)[None], np.arange(LANES) % 4 * 2
+            rows = np.concatenate([row, row, row + 8, row + 8])
+            queries = np.minimum([query, query + 1] * 2, self.group - 1)
+            given |= dict(enumerate(self.biases[rows, queries].view(np.uint32), 15))
+        warp.run(score_asm(self.halves, 12, self.softcap, self.biases is not None), given)
 
     def add(self, number: int, place: tuple[int, ...]) -> None:
         warp = Warp(number, self.shared, arrivals=self.arrivals)
@@ -221,16 +228,22 @@ QUERIES = 12 * TILE_BYTES
 BARS = QUERIES + 12000
 
 
-@pytest.mark.parametrize("softcap", [0.0, 1.5])
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize(
+    ("head_dim", "softcap", "biased"),
+    [
+        *((head_dim, softcap, False) for head_dim in (64, 128, 192, 256) for softcap in (0.0, 1.5)),
+        (128, 0.0, True), (256, 1.5, True),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize(("group", "first", "position"), [(2, 0, 200), (5, 70, 255), (1, 0, 128)])
-def test_two_blocks(head_dim, group, first, position, softcap):
+def test_two_blocks(head_dim, group, first, position, softcap, biased):
     """Two blocks of 128 positions, one after the other, against a softmax over both."""
     rng = np.random.default_rng(1)
     q = rounded(rng, group, head_dim)
     k, v = rounded(rng, 256, head_dim), rounded(rng, 256, head_dim)
     scale = np.float32(0.2)
-    task = Attention(head_dim // 64, group, first, position, softcap=softcap)
+    biases = rng.standard_normal((256, group), np.float32) if biased else None
+    task = Attention(head_dim // 64, group, first, position, softcap=softcap, biases=biases)
     task.stage(q)
     for block in (0, 1):
         part = slice(128 * block, 128 * block + 128)
@@ -238,6 +251,8 @@ def test_two_blocks(head_dim, group, first, position, softcap):
     scores = q @ k.T * scale
     if softcap:
         scores = softcap / np.log(2) * np.tanh(scores * np.log(2) / softcap)
+    if biases is not None:
+        scores += biases.T / np.log(2)
     at = np.arange(256)
     scores[:, (at < first) | (at > position)] = -np.inf
     weights = np.exp2(scores - scores.max(1, keepdims=True))
