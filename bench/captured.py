@@ -40,6 +40,7 @@ from distmega.hostir.comm.communicator import Communicator
 from distmega.kernels.machines import H200
 from distmega.models.decoder import build_decoder
 from distmega.models.presets import PRESETS
+from distmega.program.kinds import kind_of
 from distmega.program.types import Program
 from distmega.sharding.planner import plan_program
 from distmega.torch_import.decoders import HfDecoder, open_decoder
@@ -205,11 +206,11 @@ def peer_step(model: nn.Module, cached: list[Tensor], position: Tensor, token: T
 
 def step_bytes(program: Program) -> int:
     """Weights without embeddings that nothing else reads, and caches."""
-    only_looked_up = {op.reads[1].tensor for op in program.ops if op.kind == "embedding"}
+    only_looked_up = {op.reads[1].tensor for op in program.ops if kind_of(op).looks_up_rows}
     only_looked_up -= {
-        read.tensor for op in program.ops if op.kind != "embedding" for read in op.reads
+        read.tensor for op in program.ops if not kind_of(op).looks_up_rows for read in op.reads
     }
-    tables = {op.reads[3].tensor for op in program.ops if op.kind == "rope"}
+    tables = {op.reads[3].tensor for op in program.ops if kind_of(op).rotates}
     return sum(
         tensor.num_bytes
         for tensor in program.tensors

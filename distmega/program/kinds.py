@@ -73,18 +73,24 @@ class OpKind:
         rank's program, "internal" for what later passes make.
     communicates: ranks of a mesh axis, attr `mesh_axis`, do it together.
     reaches_all: every rank gets the same of it, so a kernel's tasks may push their parts to all.
+    sums_all: every rank gets the sum over ranks, or what else they combine by.
     gathers_all: every rank gets all of a dim of which each has a part.
     scatters_sums: each rank gets its part of a sum over ranks.
     writes_peers: its tasks write and signal on every rank of the team.
     inplace: writes into an operand.
     only_copies: elements, to other positions or under another shape.
     is_elementwise: one result each from elements at the same point, by formulas.
-    is_norm: of rows, done with their statistics in one kernel.
+    contracts: sums products of operands 0 and 1 over axes that the result lacks.
+    is_norm: of rows, done with their statistics in one kernel. statistics: which these are, "rms",
+        "layer" (mean and variance) or "softmax" (largest and sum of exponentials).
     scales_elements: a norm that then multiplies by a weight an element, so that its factor may move
         behind a contraction, and a sum before it into the same kernel.
     chooses_token: or finds what one is chosen from.
     calls_torch: an operator of torch that programs have no kind for.
     mixes_values: by a softmax of scores; operands 1 and 2 are keys and values.
+    rotates: pairs of elements of a row by the angles of its position.
+    appends: rows to a cache, each at its position.
+    looks_up_rows: of operand 1, by numbers that operand 0 holds.
     reads_apart: may read one tensor in two ways at once, each a part of its own: a x a', by rows.
     is_clipped: access maps may reach past a dim: an operand of a concat covers only its part of the
         output, and of a dim divided unevenly over ranks the positions past its end are padding.
@@ -112,17 +118,23 @@ class OpKind:
     origin: Literal["user", "sharding", "internal"] = "user"
     communicates: bool = False
     reaches_all: bool = False
+    sums_all: bool = False
     gathers_all: bool = False
     scatters_sums: bool = False
     writes_peers: bool = False
     inplace: bool = False
     only_copies: bool = False
     is_elementwise: bool = False
+    contracts: bool = False
     is_norm: bool = False
+    statistics: Literal["", "rms", "layer", "softmax"] = ""
     scales_elements: bool = False
     chooses_token: bool = False
     calls_torch: bool = False
     mixes_values: bool = False
+    rotates: bool = False
+    appends: bool = False
+    looks_up_rows: bool = False
     reads_apart: bool = False
     is_clipped: bool = False
     masks_padding: bool = False

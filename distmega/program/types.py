@@ -164,6 +164,11 @@ class Program:
         return tuple(tensor for tensor in self.tensors if tensor.role == role)
 
 
+def contracts(op: Op) -> bool:
+    """Whether an op is a contraction by named axes, and not of groups of rows."""
+    return kind_of(op).contracts and grouped_index(op) is None
+
+
 def grouped_index(op: Op) -> Index | None:
     """The index by which an op runs over groups of rows; None where its extents are all known."""
     return next((i for a in accesses(op) for i in a.dims if i.is_grouped), None)

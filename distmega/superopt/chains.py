@@ -9,6 +9,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from distmega.program import expr
+from distmega.program.kinds import kind_of
 from distmega.program.types import Access, Op, Program, accesses
 from distmega.superopt.search.terms import substitute
 
@@ -40,14 +41,14 @@ class ChainFinder:
         self.inner = {
             name: op
             for name, op in self.producers.items()
-            if op.kind == "pointwise" and op.name not in apart and name not in program.outputs
+            if kind_of(op).is_elementwise and op.name not in apart and name not in program.outputs
             and len(users.get(name, ())) == 1 and writers[name] == 1
         }  # fmt: skip
         self.apart = apart
 
     def links(self, op: Op) -> Iterator[Chain]:
         """An op, and what it is with those before it, each once; the op alone comes first."""
-        if op.kind != "pointwise" or op.name in self.apart:
+        if not kind_of(op).is_elementwise or op.name in self.apart:
             yield Chain(op, (op.name,))
             return
         seen: set[frozenset[str]] = set()

@@ -14,6 +14,7 @@ from functools import cache
 from itertools import product
 
 from distmega.errors import VerifyError
+from distmega.program.kinds import kind_of
 from distmega.sharding.search.cost import DEVICES, DeviceRates
 from distmega.superopt.graph.axes import Axes, find_axes, shrink_program
 from distmega.superopt.graph.cost import graph_us, kernel_us, program_us, work_of
@@ -30,7 +31,6 @@ from distmega.superopt.proof.equivalence import axis_parts, confirm
 from distmega.superopt.rules import RewriteRule
 from distmega.superopt.search.schedule import SearchLimits
 from distmega.superopt.symbols import (
-    NORMS,
     find_symbols,
     graph_with_constants,
     program_with_constants,
@@ -120,7 +120,7 @@ def _changed_constants(
     known = find_symbols(rule.program, axes)
     changed = dict(constants)
     for op in rule.program.ops:
-        if op.kind not in NORMS:
+        if not kind_of(op).scales_elements:
             continue
         old = new = 1
         for axis in axes.ops[op.name]["r"]:

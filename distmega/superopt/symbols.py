@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from distmega.program import expr
+from distmega.program.kinds import kind_of
 from distmega.program.types import Attr, Op, Program
 from distmega.superopt.graph.axes import Axes
 from distmega.superopt.graph.ugraph import UGraph
@@ -16,7 +17,6 @@ from distmega.superopt.graph.ugraph import UGraph
 STRUCTURE = frozenset({0.0, 0.5, 1.0, 2.0})
 """Constants that stay as they are."""
 
-NORMS = ("rms_norm", "layer_norm")
 NUMBERS = {"rms_norm": "eps", "layer_norm": "eps", "attend": "scale"}
 """The attribute of an op kind that is such a constant."""
 
@@ -45,9 +45,9 @@ def find_symbols(program: Program, axes: Axes) -> Symbols:
     for op in program.ops:
         if op.kind in NUMBERS:
             literals.add(abs(number_of(op)))
-        if op.kind == "pointwise":
+        if kind_of(op).is_elementwise:
             literals.update(constants_of(expr.parse(str(op.attr("expr")))))
-        if op.kind in NORMS:
+        if kind_of(op).scales_elements:
             shares.add(share_of(op))
             along.update(axes.ops[op.name]["r"])
     return Symbols(frozenset(literals - STRUCTURE), frozenset(shares - STRUCTURE), frozenset(along))
@@ -97,7 +97,7 @@ def _op_with(op: Op, changed: Mapping[float, float]) -> Op:
     def attr(name: str, value: Attr) -> Attr:
         if name == NUMBERS.get(op.kind):
             return changed.get(number_of(op), number_of(op))
-        if name == "expr" and op.kind == "pointwise":
+        if name == "expr" and kind_of(op).is_elementwise:
             return str(with_constants(expr.parse(str(value)), changed))
         return value
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from distmega.hostir.library.pointwise import OpFunction
 from distmega.hostir.library.torch_types import widen
+from distmega.program.kinds import kind_of
 from distmega.program.types import Op
 
 Normalise = Callable[
@@ -50,11 +51,11 @@ def compile_norm(op: Op, run: Normalise) -> OpFunction:
     """The op bound to its attributes; `run` does the work."""
     eps = op.get("eps", 0.0)
     assert isinstance(eps, int | float), f"eps={eps!r} of a verified norm"
-    if op.kind == "fused_norm":
-        norm, has_bias = str(op.attr("norm")), len(op.reads) == 6
+    if norm := str(op.get("norm", "")):
+        has_bias = len(op.reads) == 6
         return lambda xs: run(norm, xs[0], xs[2], xs[4], xs[5] if has_bias else None, eps)
     weight, bias = (2 if len(op.reads) > 2 else None), (3 if len(op.reads) > 3 else None)
-    kind = op.kind.removesuffix("_norm")
+    kind = kind_of(op).statistics
     return lambda xs: run(
         kind,
         xs[0],

@@ -59,15 +59,16 @@ def heads_op(op: Op, buffers: Mapping[str, Tensor]) -> HeadsOp | None:
     fits = len(shape) >= 3 and shape[-1] % 2 == 0 and buffers[out].dtype == buffers[names[0]].dtype
     if not fits or buffers[out].dtype not in ("bf16", "f16", "f32"):
         return None
-    if op.kind == "rms_norm" and len(names) == 3:
+    kind = kind_of(op)
+    if kind.statistics == "rms" and len(names) == 3:
         part, eps = HeadPart(x=names[0], weight=names[2], out=out, steps=("norm",)), op.attr("eps")
         assert isinstance(eps, float), f"eps={eps!r} of a verified norm"
         return HeadsOp(parts=(part,), eps=eps)
-    if op.kind == "rope" and buffers[names[3]].dtype == "f32":
+    if kind.rotates and buffers[names[3]].dtype == "f32":
         part = HeadPart(x=names[0], out=out, steps=("rope",))
         return HeadsOp(parts=(part,), positions=names[2], table=names[3])
     has_sequences = len(names) == 3
-    if op.kind == "kv_append" and len(buffers[out].shape) == 3 + has_sequences:
+    if kind.appends and len(buffers[out].shape) == 3 + has_sequences:
         part = HeadPart(x=names[0], out=out, steps=("append",))
         return HeadsOp(parts=(part,), positions=names[1], sequences=(*names, "")[2])
     return None

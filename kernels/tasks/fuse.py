@@ -32,6 +32,7 @@ from distmega.program.types import (
     Op,
     Program,
     Tensor,
+    contracts,
     grouped_index,
     packed_strides,
     view_strides,
@@ -276,7 +277,7 @@ class _Product:
 
     @property
     def stream(self) -> WeightStream:
-        has_bias = self.op.kind == "linear" and len(self.op.reads) == 3
+        has_bias = contracts(self.op) and len(self.op.reads) == 3
         bias = self.op.reads[2].tensor if has_bias else ""
         return WeightStream(weights=(self.op.reads[1].tensor,), biases=(bias,))
 
@@ -363,7 +364,7 @@ class _SegmentFusion:
             together = [
                 one
                 for user in self.users[self.read(op, 0)]
-                if user.kind == "linear" and user.name not in self.taken
+                if contracts(user) and user.name not in self.taken
                 for one in [self.product(user)]
                 if one.num_ranks == 1 and self.read(user, 0) == self.read(op, 0)
             ]
@@ -555,7 +556,8 @@ class _SegmentFusion:
     def fuse_norm(self, op: Op) -> FusedPointwise:
         """A norm or a softmax whose result is taken as it is."""
         self.take(op)
-        norm = InputNorm(weight="", eps=0.0, kind=op.kind) if op.kind == "softmax" else _norm(op)
+        plain = kind_of(op).statistics == "softmax"
+        norm = InputNorm(weight="", eps=0.0, kind=op.kind) if plain else _norm(op)
         return FusedPointwise(
             name=op.name, x=self.read(op, 0), norm=norm, length=_reduced(op), out=_out(op)
         )
@@ -584,7 +586,7 @@ class _SegmentFusion:
         fused op has it.
         """
         op = self.producers.get(name)
-        if op is not None and op.kind == "all_reduce":
+        if op is not None and kind_of(op).sums_all:
             op = self.producers.get(self.read(op, 0))
         if op is None or op.kind not in PRODUCTS or op.name in self.taken:
             return ()
@@ -628,12 +630,12 @@ class _SegmentFusion:
             source, num_ranks = self.read(gather, 0), _num_ranks(gather)
             ops.append(gather)
         product = self.producers.get(source)
-        if product is None or product.kind != "linear":
+        if product is None or not contracts(product):
             raise _unfit(op)
         token, vocab = op.writes[1].tensor, self.tensors[logits].shape[-1]
         if op.get("base_axis", ""):
             compare = self.only_user(token)
-            if compare is None or compare.kind != "all_reduce":
+            if compare is None or not kind_of(compare).sums_all:
                 raise _unfit(op)
             token, num_ranks = compare.writes[1].tensor, _num_ranks(compare)
             ops.append(compare)
@@ -745,13 +747,13 @@ class _SegmentFusion:
         """What `name` is the rotation of, the norm before it, and the table of angles."""
         table, last = "", attention
         rope = self.producers.get(name)
-        if rope is not None and rope.kind == "rope":
+        if rope is not None and kind_of(rope).rotates:
             if self.read(rope, 2) != self.read(attention, 3):
                 raise _unfit(attention)
             self.take(rope)
             name, table, last = self.read(rope, 0), self.read(rope, 3), rope
         norm = self.producers.get(name)
-        if norm is None or norm.kind != "rms_norm" or not table:
+        if norm is None or kind_of(norm).statistics != "rms" or not table:
             return name, None, table
         head_dim = self.tensors[self.read(attention, 1)].shape[-1]
         if self.only_user(name) is not last or _reduced(norm) != head_dim:
@@ -762,7 +764,7 @@ class _SegmentFusion:
     def append_to(self, attention: Op, cache: str) -> Op:
         """The op that appends to a cache at the positions of `attention`."""
         op = self.producers.get(cache)
-        if op is None or op.kind != "kv_append" or self.read(op, 1) != self.read(attention, 3):
+        if op is None or not kind_of(op).appends or self.read(op, 1) != self.read(attention, 3):
             raise _unfit(attention)
         if len(op.reads) > 2:  # says of each row whose cache it is
             raise _unfit(op)
@@ -771,7 +773,7 @@ class _SegmentFusion:
     def summed(self, op: Op) -> tuple[str, int, tuple[Op, ...]]:
         """The result of an op summed over ranks, their number, and the ops that make it."""
         user = self.only_user(_out(op))
-        if user is None or user.kind != "all_reduce" or user.get("combine", "") != "sum":
+        if user is None or not kind_of(user).sums_all or user.get("combine", "") != "sum":
             return _out(op), 1, (op,)
         return _out(user), _num_ranks(user), (op, user)
 

@@ -18,7 +18,7 @@ from distmega.kernels.tasks.footprints import Footprints
 from distmega.kernels.tasks.types import RangeSplit, TaskGroup
 from distmega.program.dtypes import item_bytes
 from distmega.program.kinds import kind_of
-from distmega.program.types import Access, Op, Program, Role, Tensor, accesses
+from distmega.program.types import Access, Op, Program, Role, Tensor, accesses, contracts
 
 ROW_MULTIPLE = 8
 """Boundaries between tasks fall on multiples of this along the cut axes."""
@@ -125,7 +125,7 @@ def _is_inplace(op: Op, footprints: Footprints) -> bool:
 def _splits(op: Op, wanted: int, row_multiple: int) -> tuple[RangeSplit, ...]:
     parallel = [axis for axis in op.axes if axis.role == "parallel" and not axis.lookup]
     extents = {axis.name: axis.extent for axis in parallel}
-    if op.kind == "linear":
+    if contracts(op):
         rows = tuple(n for index in op.reads[1].dims for n in index.axes if n in extents)
         if rows:
             return _cut(rows, math.prod(extents[n] for n in rows), wanted, row_multiple)

@@ -15,7 +15,7 @@ from typing import Literal, get_args
 from distmega.errors import PlanError
 from distmega.program.dtypes import item_bytes
 from distmega.program.kinds import kind_of
-from distmega.program.types import Access, Op, Tensor, accesses
+from distmega.program.types import Access, Op, Tensor, accesses, contracts
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.overlap.products import Extents, Product, Way
 from distmega.sharding.search.cost import Machine
@@ -181,7 +181,7 @@ def plain_rows(op: Op) -> int:
     """Dims of rows of a matmul x [rows, sums] w [columns, sums] -> [rows, columns] without a bias;
     0 for anything else.
     """
-    if op.kind != "linear" or len(op.reads) != 2:
+    if not contracts(op) or len(op.reads) != 2:
         return 0
     found = [_axes(access) for access in accesses(op)]
     if any(axes is None for axes in found):
@@ -207,7 +207,7 @@ def _is_whole(op: Op, tensors: Mapping[str, Tensor], mesh: DeviceMesh) -> bool:
     size = mesh.size(str(op.attr("mesh_axis")))
     given, made = (tensors[a.tensor].shape for a in (op.reads[0], op.writes[0]))
     few, many = (given, made) if kind_of(op).gathers_all else (made, given)
-    if op.kind != "all_reduce" and (op.get("dim", 0) != 0 or few[0] * size != many[0]):
+    if not kind_of(op).sums_all and (op.get("dim", 0) != 0 or few[0] * size != many[0]):
         return False
     return size > 1 and few[1:] == many[1:]
 

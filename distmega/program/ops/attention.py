@@ -330,6 +330,7 @@ def _attend_reference(op: Op, coordinate: Coordinate) -> Callable[..., Any]:
 define(
     OpKind(
         name="rope",
+        rotates=True,
         zero_where=zero_in(0),
         flops=flops_a_result(4),
         reference=lambda op, coordinate: lambda x, pairs, *others: rope_values(x, *others),
@@ -338,6 +339,7 @@ define(
 define(
     OpKind(
         name="kv_append",
+        appends=True,
         inplace=True,
         zero_where=zero_in(0),
         reference=lambda op, coordinate: lambda *xs: append_values(xs[-1], *xs[:-1]),

@@ -210,6 +210,7 @@ def _formula(op: StatedOp) -> expr.Expr:
 define(
     OpKind(
         name="linear",
+        contracts=True,
         reads_apart=True,
         added_from=2,
         zero_where=_linear_is_zero,
@@ -235,7 +236,7 @@ COLLECTIVE = OpKind(name="all_to_all", origin="sharding", communicates=True, is_
 define(replace(COLLECTIVE, name="reduce_scatter", scatters_sums=True))
 define(COLLECTIVE)
 define(replace(COLLECTIVE, name="all_gather", reaches_all=True, gathers_all=True))
-define(replace(COLLECTIVE, name="all_reduce", reaches_all=True, is_clipped=False))
+define(replace(COLLECTIVE, name="all_reduce", reaches_all=True, sums_all=True, is_clipped=False))
 # slices locally: no bytes move
 define(
     OpKind(name="take_shard", origin="sharding", is_clipped=True, reference=_take_shard_reference)

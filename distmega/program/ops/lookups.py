@@ -110,6 +110,7 @@ def _topk_reference(op: Op, coordinate: Coordinate) -> Callable[..., Any]:
 define(
     OpKind(
         name="embedding",
+        looks_up_rows=True,
         masks_padding=True,
         zero_where=zero_in(1),
         reference=_embedding_reference,

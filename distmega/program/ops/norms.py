@@ -102,6 +102,7 @@ define(
     OpKind(
         name="rms_norm",
         is_norm=True,
+        statistics="rms",
         scales_elements=True,
         zero_where=lambda op, holders, zero: 0 in zero and has_positive_eps(op),
         finite_where=lambda op, zero: has_positive_eps(op),
@@ -115,6 +116,7 @@ define(
     OpKind(
         name="layer_norm",
         is_norm=True,
+        statistics="layer",
         scales_elements=True,
         finite_where=lambda op, zero: has_positive_eps(op),
         flops=flops_a_result(4),
@@ -125,6 +127,7 @@ define(
     OpKind(
         name="softmax",
         is_norm=True,
+        statistics="softmax",
         flops=flops_a_result(4),
         reference=in_fp32(lambda x, row: x.softmax(-1)),
     )

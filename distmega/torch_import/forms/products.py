@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from distmega.program import expr
 from distmega.program.kinds import kind_of
 from distmega.program.ops.compute import linear
-from distmega.program.types import KNOWN, Op, Tensor
+from distmega.program.types import KNOWN, Op, Tensor, contracts
 from distmega.torch_import.forms.draft import Draft, Emitter
 from distmega.torch_import.forms.views import StridedView, last_views, show, shown_by_views
 from distmega.torch_import.values import is_float
@@ -68,7 +68,7 @@ def _parts(draft: Draft, op: Op) -> tuple[Tensor, Tensor, str, bool] | None:
     """x [.., k], a weight, the names of x's rows, and whether the weight is [k, n]; None for
     another product.
     """
-    if op.kind != "linear" or len(op.reads) != 2:
+    if not contracts(op) or len(op.reads) != 2:
         return None
     x, w = (draft.tensors[read.tensor] for read in op.reads)
     axes = [[index.axes for index in read.dims] for read in (*op.reads, *op.writes)]
@@ -124,7 +124,7 @@ def split_products(draft: Draft) -> None:
     for op in draft.ops:
         name = op.writes[0].tensor if op.writes else ""
         direct = [each for each in users.get(name, []) if not each.is_view]
-        if op.kind == "linear" and not direct and name not in draft.outputs:
+        if contracts(op) and not direct and name not in draft.outputs:
             _split(draft, shown, op, ends.get(name, []), joins, changes)
     draft.replace(changes)
 

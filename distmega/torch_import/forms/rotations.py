@@ -18,7 +18,7 @@ from distmega.program.ops import data_movement
 from distmega.program.ops.attention import rope
 from distmega.program.ops.compute import linear
 from distmega.program.ops.norms import layer_norm, rms_norm
-from distmega.program.types import Op, Tensor
+from distmega.program.types import Op, Tensor, contracts
 from distmega.torch_import.build import constant_name
 from distmega.torch_import.forms.draft import Draft, Emitter, reading
 from distmega.torch_import.forms.elements import Elements, ElementTerm, Ints
@@ -51,11 +51,11 @@ def state_rotations(
 ) -> None:
     """Replaces the rotations of all attention over caches. constants: takes the tables."""
     elements = Elements(draft, positions, num_positions, constants)
-    appends = {op.writes[0].tensor: op for op in draft.ops if op.kind == "kv_append"}
+    appends = {op.writes[0].tensor: op for op in draft.ops if kind_of(op).appends}
     changes: dict[str, list[Op]] = {}
     turns: dict[bytes, _Turn | None] = {}
     for op in draft.ops:
-        if op.kind != "attention" or op.reads[1].tensor not in appends:
+        if not kind_of(op).reads_positions or op.reads[1].tensor not in appends:
             continue
         append = appends[op.reads[1].tensor]
         at = op.reads[3].tensor
@@ -221,7 +221,7 @@ def _moved(draft: Draft, emitter: Emitter, source: Tensor, order: Sequence[int])
         if below is None:
             return None
         return emitter.add(_again(op, below, emitter.name(source.name), source))
-    if op.kind == "linear":
+    if contracts(op):
         return _moved_product(draft, emitter, op, order)
     if not kind_of(op).scales_elements or source.shape[-1] % len(order):
         return None
@@ -232,7 +232,7 @@ def _moved(draft: Draft, emitter: Emitter, source: Tensor, order: Sequence[int])
     vectors = [_vector(draft, read.tensor, rows) for read in op.reads[2:]]
     eps = op.attr("eps")
     assert isinstance(eps, float)
-    if op.kind == "rms_norm":
+    if kind_of(op).statistics == "rms":
         return emitter.add(rms_norm(emitter.name(source.name), below, vectors[0], eps))
     weight, bias = [*vectors, None, None][:2]
     return emitter.add(layer_norm(emitter.name(source.name), below, weight, bias, eps))

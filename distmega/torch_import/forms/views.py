@@ -7,12 +7,10 @@ shape is gone. Used by products.py; last of the passes.
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from distmega.program.kinds import kind_of
 from distmega.program.ops import data_movement
-from distmega.program.types import Access, Op, Tensor, packed_strides, view_strides
+from distmega.program.types import Access, Op, Tensor, contracts, packed_strides, view_strides
 from distmega.torch_import.forms.draft import Draft, Emitter
-
-ROWS = ("pointwise", "linear", "rms_norm", "layer_norm")
-"""Kinds that do the same for each row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +53,18 @@ def last_views(draft: Draft) -> list[Op]:
     return found
 
 
+def _is_by_rows(op: Op) -> bool:
+    """Whether an op does the same for each row."""
+    kind = kind_of(op)
+    return kind.is_elementwise or kind.scales_elements or contracts(op)
+
+
 def drop_front(draft: Draft) -> None:
     """Lets ops on rows go without the dim of extent 1 that torch's batches are."""
     changes: dict[str, list[Op]] = {}
     for op in draft.ops:
         out = draft.tensors[op.writes[0].tensor] if op.writes else None
-        if op.kind not in ROWS or out is None or len(out.shape) < 3 or out.shape[0] != 1:
+        if not _is_by_rows(op) or out is None or len(out.shape) < 3 or out.shape[0] != 1:
             continue
         emitter = Emitter(draft)
         (front,) = op.writes[0].dims[0].axes

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 from distmega.errors import UnsupportedError
 from distmega.kernels.tasks.fuse import FusedContraction, fuse_segment, norms_of
-from distmega.program.types import Program, Tensor
+from distmega.program.kinds import kind_of
+from distmega.program.types import Program, Tensor, contracts
 
 
 def matrix_columns(segment: Program) -> dict[str, int]:
@@ -17,12 +18,12 @@ def matrix_columns(segment: Program) -> dict[str, int]:
     """
     columns: dict[str, int] = {}
     for op in segment.ops:
-        if op.kind == "linear":
+        if contracts(op):
             length = 1
             for axis in op.axes:
                 length *= axis.extent if axis.role == "reduce" else 1
             columns[op.reads[1].tensor] = length
-        elif op.kind == "grouped_linear":
+        elif kind_of(op).contracts:
             columns[op.reads[1].tensor] = op.extents["k"]
     return columns
 
@@ -33,7 +34,7 @@ def order_weights(segment: Program) -> list[Tensor]:
     only looked up; among these in the order in which fused ops take them.
     """
     columns = matrix_columns(segment)
-    tables = {op.reads[1].tensor for op in segment.ops if op.kind == "embedding"}
+    tables = {op.reads[1].tensor for op in segment.ops if kind_of(op).looks_up_rows}
     last = max(columns.values(), default=0) + 1
     order = {**dict.fromkeys(tables, last), **columns}
     wanted = {name: nth for nth, name in enumerate(dict.fromkeys(_in_fused_order(segment)))}
