@@ -97,7 +97,7 @@ class Emitted:
     """What the target emitted on rank 0, in order and while it runs.
 
     Attributes:
-        value: It, unpickled.
+        value: What was emitted, unpickled.
     """
 
     value: Any
@@ -108,7 +108,7 @@ class Result:
     """What the target returned on rank 0; comes last, once every rank has returned.
 
     Attributes:
-        value: It, unpickled.
+        value: What was returned, unpickled.
     """
 
     value: Any

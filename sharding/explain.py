@@ -1,7 +1,7 @@
 """The plan in words: every tensor and op, axis by axis, its cost and what was rejected and why.
 
 Comes in: a plan. Goes out: plain text. Ops and tensors whose names differ in a number only and that
-are treated alike are told once, so a deep model reads like a shallow one.
+are treated the same are shown once, so a deep model reads like a shallow one.
 """
 
 import math
@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Group(Generic[T]):
-    """Things told once: the first of them, and the numbers in the names of all."""
+    """Things shown once: the first of them, and the numbers in the names of all."""
 
     first: T
     pattern: str

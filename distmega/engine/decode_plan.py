@@ -135,8 +135,8 @@ class DecodePlan:
 
 
 def samples_apart(method: Method, staged: StagePlan) -> bool:
-    """Whether library ops look for limits and draw: on the CPU, among all tokens, where ranks share
-    the vocabulary.
+    """Whether library ops look for limits and sample: on the CPU, among all tokens, where ranks
+    share the vocabulary.
     """
     on_cpu = staged.plan.machine == CPU
     return on_cpu and method.sorts_all and staged.plan.mesh.num_ranks > 1

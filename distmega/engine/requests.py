@@ -27,7 +27,7 @@ MAX_COUNT = 2**31 - 1
 MAX_MEMORY_GB = 1e9
 
 MAX_LOGPROBS = 100
-"""Alternatives to a token whose probabilities are told."""
+"""Alternatives to a token whose probabilities are reported."""
 
 Collectives = Literal["auto", "kernel", "host"]
 Events = Literal["overlap", "op"]

@@ -80,8 +80,8 @@ class Sampling:
     Attributes:
         temperature: 0 takes the most likely token; above, tokens are sampled by the softmax of
             logits over the temperature.
-        top_k: Draw among this many most likely tokens; 0 is all.
-        top_p: Draw among the most likely tokens that make up this probability.
+        top_k: Sample among this many most likely tokens; 0 is all.
+        top_p: Sample among the most likely tokens that make up this probability.
         seed: Equal seeds sample equal tokens, on any number of ranks: samples depend on it, on
             logits and on positions alone.
     """

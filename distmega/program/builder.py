@@ -100,6 +100,10 @@ class Routing:
 class ProgramBuilder:
     """Collects tensors and ops; `build` checks and freezes them. Names are unique; ops without one
     get kind and number.
+
+    Methods give the handle of what an op writes, of the first operand's dtype unless they say
+    otherwise. Sums are taken in fp32 or wider. Every method raises ProgramError for operands of
+    shapes, dtypes or another program that don't fit, and for a name that is taken.
     """
 
     def __init__(self, name: str) -> None:
@@ -109,7 +113,9 @@ class ProgramBuilder:
         self._ops: dict[str, Op] = {}
 
     def input(self, name: str, shape: Sequence[int], dtype: object = "f32") -> Handle:
-        """A tensor given with each call."""
+        """A tensor given with each call. dtype: "f64", "f32", "bf16", "f16", "i64", "i32" or
+        "bool", or one of torch.
+        """
         return self._declare(name, shape, dtype, "input")
 
     def weight(self, name: str, shape: Sequence[int], dtype: object = "f32") -> Handle:
@@ -125,8 +131,8 @@ class ProgramBuilder:
     def linear(
         self, x: Handle, w: Handle, bias: Handle | None = None, spec: str = "", name: str = ""
     ) -> Handle:
-        """See ops.linear: contraction by named axes, "m k, n k -> m n"; by default over the last
-        dims.
+        """x [..., k] w' of w [n, k], plus a bias [n]: [..., n]. spec: another contraction, by named
+        axes, as "m k, h d k -> m h d", or "m k, n k, n -> m n" with a bias.
         """
         operand = self._own(bias) if bias else None
         return self._add(
@@ -134,18 +140,20 @@ class ProgramBuilder:
         )
 
     def pointwise(self, text: str, *args: Handle, dtype: object = "", name: str = "") -> Handle:
-        """See ops.pointwise: an expression such as "silu(a0) * a1"."""
+        """An expression over a0, a1, ..., as "silu(a0) * a1", whose dims align from the right and
+        broadcast where the extent is 1. dtype: of the result.
+        """
         operands = (self._own(a) for a in args)
         name = self._name(name, "pointwise")
         result = short_dtype(dtype) if dtype else ""
         return self._add(ops.pointwise(name, text, *operands, dtype=result))
 
     def reduce(self, x: Handle, dim: int, combine: str = "sum", name: str = "") -> Handle:
-        """See ops.reduce: "sum", "max" or "min" over one dim."""
+        """ "sum", "max" or "min" over one dim of x, which the result lacks."""
         return self._add(ops.reduce(self._name(name, "reduce"), self._own(x), dim, combine))
 
     def rms_norm(self, x: Handle, weight: Handle, eps: float, name: str = "") -> Handle:
-        """See norms.rms_norm, over the last dim."""
+        """x / sqrt(mean(x^2) + eps) * weight over the last dim of x [..., d]; weight [d]."""
         return self._add(
             norms.rms_norm(self._name(name, "rms_norm"), self._own(x), self._own(weight), eps)
         )
@@ -153,17 +161,19 @@ class ProgramBuilder:
     def layer_norm(
         self, x: Handle, weight: Handle | None, bias: Handle | None, eps: float, name: str = ""
     ) -> Handle:
-        """See norms.layer_norm, over the last dim."""
+        """(x - mean) / sqrt(variance + eps) * weight + bias over the last dim of x [..., d]; weight
+        and bias [d], a bias only with a weight.
+        """
         scale, shift = (None if each is None else self._own(each) for each in (weight, bias))
         name = self._name(name, "layer_norm")
         return self._add(norms.layer_norm(name, self._own(x), scale, shift, eps))
 
     def softmax(self, x: Handle, name: str = "") -> Handle:
-        """See norms.softmax, over the last dim."""
+        """exp(x) over its sum along the last dim of x [..., d]."""
         return self._add(norms.softmax(self._name(name, "softmax"), self._own(x)))
 
     def cumsum(self, x: Handle, name: str = "") -> Handle:
-        """See norms.cumsum, along the last dim."""
+        """Sums of the elements up to each one along the last dim of x [..., d]."""
         return self._add(norms.cumsum(self._name(name, "cumsum"), self._own(x)))
 
     def op(self, state: OpFunction, *operands: Handle, name: str = "", **options: Attr) -> Handle:
@@ -174,7 +184,9 @@ class ProgramBuilder:
         return self._add(state(name, *map(self._own, operands), **options))
 
     def rope(self, x: Handle, positions: Handle, table: Handle, name: str = "") -> Handle:
-        """See attention.rope: half-split rotary embedding."""
+        """Rotates pairs (i, i + d/2) of x [m, ..., d] at positions [m], integers, by angles of
+        table [t, d], f32: cosines, then sines.
+        """
         return self._add(
             attention.rope(
                 self._name(name, "rope"), self._own(x), self._own(positions), self._own(table)
@@ -189,7 +201,9 @@ class ProgramBuilder:
         sequences: Handle | None = None,
         name: str = "",
     ) -> None:
-        """See attention.kv_append: in place."""
+        """Writes x [m, h, d] into the state cache [h, t, d] at t = positions[m], in place. Of
+        caches [m, h, t, d] each row has its own; row m goes to cache sequences[m] of [s, h, t, d].
+        """
         chosen = None if sequences is None else self._own(sequences)
         op, _ = attention.kv_append(
             self._name(name, "kv_append"),
@@ -213,7 +227,12 @@ class ProgramBuilder:
         softcap: float = 0.0,
         name: str = "",
     ) -> Handle:
-        """See attention.attention: causal, over caches."""
+        """Causal attention of q [m, h, g, d] over caches k [h, t, d] and v [h, t, e]: [m, h, g, e].
+        Query i sees t <= positions[i], and t > positions[i] - window where window > 0. h: kv heads,
+        g: query heads of each. scale: of scores; softcap, unless 0: softcap * tanh(score /
+        softcap). in_order: positions are 0, 1, 2 ... packed: (sequences [m], starts [s + 1]) of
+        caches [s, h, t, ...]; see attention.attention.
+        """
         operands = (self._own(q), self._own(k), self._own(v), self._own(positions))
         name = self._name(name, "attention")
         data = None if packed is None else (self._own(packed[0]), self._own(packed[1]))
@@ -231,17 +250,20 @@ class ProgramBuilder:
         softcap: float = 0.0,
         name: str = "",
     ) -> Handle:
-        """See attention.attend: attention under any mask."""
+        """softmax(scale * q k' + mask) v of q [b, h g, m, d], k [b, h, t, d] and v [b, h, t, e]:
+        [b, h g, m, e]. mask: bool (what may be seen) or floats (added), of four dims, 1 or those of
+        [b, h g, m, t]. softcap as of attention.
+        """
         operands = self._own(q), self._own(k), self._own(v), self._own(mask) if mask else None
         return self._add(attention.attend(self._name(name, "attend"), *operands, scale, softcap))
 
     def gather(self, x: Handle, ids: Handle, dim: int, name: str = "") -> Handle:
-        """See lookups.gather."""
+        """out[.., i, ..] = x[.., ids[.., i, ..], ..] along `dim`, of the shape of ids, integers."""
         name = self._name(name, "gather")
         return self._add(lookups.gather(name, self._own(x), self._own(ids), dim))
 
     def topk(self, x: Handle, num_top: int, name: str = "") -> tuple[Handle, Handle]:
-        """See lookups.topk; values and indices."""
+        """The num_top largest elements of the last dim, largest first, and their indices, i64."""
         built = lookups.topk(self._name(name, "topk"), self._own(x), num_top)
         self._add(built)
         values, chosen = (Handle(self, tensor) for tensor in built[1])
@@ -255,20 +277,22 @@ class ProgramBuilder:
         results: Sequence[tuple[tuple[int, ...], str]],
         name: str = "",
     ) -> tuple[Handle, ...]:
-        """See opaque.opaque: an operator of torch."""
+        """An operator of torch, as "aten.convolution.default", on whole tensors; call: its
+        arguments as JSON (hostir/library/opaque.py). results: shape and dtype of each.
+        """
         name = self._name(name, "opaque")
         built = opaque.opaque(name, target, call, [self._own(x) for x in operands], results)
         self._add(built)
         return tuple(Handle(self, tensor) for tensor in built[1])
 
     def embedding(self, ids: Handle, table: Handle, name: str = "") -> Handle:
-        """See lookups.embedding."""
+        """Rows of table [v, d] at ids [m], integers: [m, d], of the table's dtype."""
         return self._add(
             lookups.embedding(self._name(name, "embedding"), self._own(ids), self._own(table))
         )
 
     def argmax(self, x: Handle, name: str = "") -> Handle:
-        """See sampling.argmax; the handle is the index, i64."""
+        """Index of the largest element of the last dim, i64, the lowest on ties; see value_of."""
         return self._add(sampling.argmax(self._name(name, "argmax"), self._own(x)))
 
     def value_of(self, chosen: Handle) -> Handle:
@@ -276,25 +300,33 @@ class ProgramBuilder:
         return Handle(self, self._tensors[f"{self._own(chosen).name}.value"])
 
     def top(self, x: Handle, num_top: int, name: str = "") -> Handle:
-        """See sampling.top: the largest elements of each part of a row."""
+        """The num_top largest of each of s equal parts of rows x [m, v], largest first: [m, s,
+        num_top]; s as of sampling.top.
+        """
         return self._add(sampling.top(self._name(name, "top"), self._own(x), num_top))
 
     def cutoff(self, x: Handle, settings: Handle, name: str = "") -> Handle:
-        """See sampling.cutoff: temperature and the least logit that may be sampled."""
+        """Limits [m, 2], f32: the temperature and the least logit that may be sampled, of logits x
+        [m, ...] and settings [m, 3], f32: temperature, top_k (0: all), top_p.
+        """
         built = sampling.cutoff(self._name(name, "cutoff"), self._own(x), self._own(settings))
         return self._add(built)
 
     def sample(
         self, x: Handle, limits: Handle, seeds: Handle, positions: Handle, name: str = ""
     ) -> Handle:
-        """See sampling.sample; the handle is the index, i64."""
+        """An index of each row of logits x [m, v], i64, sampled under limits [m, 2] of `cutoff`;
+        seeds, positions: i64 [m]. See value_of.
+        """
         operands = (self._own(x), self._own(limits), self._own(seeds), self._own(positions))
         return self._add(sampling.sample(self._name(name, "sample"), *operands))
 
     def top_k(
         self, x: Handle, num: int, weights: experts.Weighing = "softmax", name: str = ""
     ) -> tuple[Handle, Handle]:
-        """See experts.top_k: the weights, f32, and the columns, i32, of the largest of each row."""
+        """The weights, f32, and the columns, i32, of the num largest of each row of x [m, e]: [m,
+        num] each. weights: a column's "values", its "softmax" among all, or "softmax_chosen".
+        """
         op, tensors = experts.top_k(self._name(name, "top_k"), self._own(x), num, weights)
         chosen = self._add((op, tensors))
         return Handle(self, tensors[0]), chosen
@@ -302,20 +334,24 @@ class ProgramBuilder:
     def route(
         self, ids: Handle, num_groups: int, num_rows: Handle | None = None, name: str = ""
     ) -> Routing:
-        """See experts.route: rows sorted by group."""
+        """Pairs (row, choice) of ids [m, c], integers, sorted by the group that each names.
+        num_rows: an integer [1], the rows in use; by default all.
+        """
         used = self._own(num_rows) if num_rows is not None else None
         op, tensors = experts.route(self._name(name, "route"), self._own(ids), num_groups, used)
         self._add((op, tensors))
         return Routing(*(Handle(self, tensor) for tensor in tensors))
 
     def gather_rows(self, x: Handle, routing: Routing, name: str = "") -> Handle:
-        """See experts.gather_rows: x's rows, sorted by group."""
+        """Rows of x [m, ...], sorted by group: [m * c, ...]."""
         name, slots = self._name(name, "gather_rows"), self._own(routing.slots)
         operands = (self._own(x), self._own(routing.order), self._own(routing.offsets))
         return self._add(experts.gather_rows(name, *operands, slots.shape))
 
     def grouped_linear(self, x: Handle, w: Handle, routing: Routing, name: str = "") -> Handle:
-        """See experts.grouped_linear: the rows of each group times a matrix of its own."""
+        """Each row of x [p, k], sorted by group, times the matrix of its group of w [e, n, k]: [p,
+        n].
+        """
         name, rows = self._name(name, "grouped_linear"), routing.slots.shape[0]
         operands = (self._own(x), self._own(w), self._own(routing.offsets))
         return self._add(experts.grouped_linear(name, *operands, rows))
@@ -323,7 +359,7 @@ class ProgramBuilder:
     def grouped_pointwise(
         self, text: str, *args: Handle, routing: Routing, name: str = ""
     ) -> Handle:
-        """See experts.grouped_pointwise: an expression over rows sorted by group."""
+        """As pointwise, of equal shapes [p, ...] whose rows are sorted by group."""
         name, rows = self._name(name, "pointwise"), routing.slots.shape[0]
         operands = [self._own(each) for each in args]
         return self._add(
@@ -331,13 +367,15 @@ class ProgramBuilder:
         )
 
     def scatter_add(self, y: Handle, weights: Handle, routing: Routing, name: str = "") -> Handle:
-        """See experts.scatter_add: weighted rows added up where they came from."""
+        """Rows of y [m * c, n], sorted by group, each times its weight of weights [m, c], added up
+        in the row that it came from: [m, n].
+        """
         name = self._name(name, "scatter_add")
         operands = (y, weights, routing.slots, routing.offsets)
         return self._add(experts.scatter_add(name, *map(self._own, operands)))
 
     def set(self, x: Handle, into: Handle | None = None, name: str = "") -> Handle:
-        """See moves.copy: a copy, or an overwrite of `into`."""
+        """A copy of x; or overwrites `into`, a state or temporary of x's shape, and gives it."""
         built = data_movement.copy(
             self._name(name, "set"), self._own(x), self._own(into) if into else None
         )
@@ -354,7 +392,7 @@ class ProgramBuilder:
         view: bool = False,
         name: str = "",
     ) -> Handle:
-        """See moves.slice_dim; view=True shares storage."""
+        """x[start:stop:step] along `dim`; view=True shares storage."""
         kind = "view" if view else "slice"
         return self._add(
             data_movement.slice_dim(
@@ -363,26 +401,26 @@ class ProgramBuilder:
         )
 
     def concat(self, xs: Sequence[Handle], dim: int, name: str = "") -> Handle:
-        """See moves.concat."""
+        """Joins tensors along `dim`; other dims are equal."""
         return self._add(
             data_movement.concat(self._name(name, "concat"), [self._own(x) for x in xs], dim)
         )
 
     def expand(self, x: Handle, shape: Sequence[int], name: str = "") -> Handle:
-        """See moves.expand."""
+        """x repeated along dims of extent 1 and along new dims in front, to `shape`."""
         return self._add(data_movement.expand(self._name(name, "expand"), self._own(x), shape))
 
     def transpose(
         self, x: Handle, order: Sequence[int], *, view: bool = False, name: str = ""
     ) -> Handle:
-        """See moves.transpose; view=True shares storage."""
+        """Dims of x in a new order: dim i is x's dim order[i]; view=True shares storage."""
         kind = "view" if view else "transpose"
         return self._add(data_movement.transpose(self._name(name, kind), self._own(x), order, kind))
 
     def reshape(
         self, x: Handle, shape: Sequence[int], *, view: bool = False, name: str = ""
     ) -> Handle:
-        """See moves.reshape; view=True shares storage."""
+        """The same elements, row-major, under another shape; view=True shares storage."""
         kind = "view" if view else "reshape"
         return self._add(data_movement.reshape(self._name(name, kind), self._own(x), shape, kind))
 

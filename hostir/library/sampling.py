@@ -64,7 +64,7 @@ def cutoff(x: Tensor, settings: Tensor) -> Tensor:
 def sample(
     x: Tensor, limits: Tensor, seeds: Tensor, positions: Tensor, base: int, extent: int
 ) -> tuple[Tensor, Tensor]:
-    """Drawn index of rows x [m, v] and its value f32, logit + temperature * noise, [m]; see
+    """Sampled index of rows x [m, v] and its value f32, logit + temperature * noise, [m]; see
     ops.sample. base, extent: as of argmax.
 
     Noise is made for what is kept, on other devices than the CPU for all: there the host would have

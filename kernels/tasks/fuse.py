@@ -659,8 +659,8 @@ class _SegmentFusion:
         return source
 
     def sampler(self, sample: Op, logits: tuple[str, ...]) -> FusedSample:
-        """How `sample` draws: at a temperature, within limits or not. Where each rank samples from
-        its own logits, limits come from candidates that all ranks gathered.
+        """How `sample` chooses: at a temperature, within limits or not. Where each rank samples
+        from its own logits, limits come from candidates that all ranks gathered.
         """
         seeds, positions = self.read(sample, 2), self.read(sample, 3)
         cutoff = self.producers.get(self.read(sample, 1))

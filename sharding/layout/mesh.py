@@ -86,10 +86,12 @@ class DeviceMesh:
 
     @property
     def num_ranks(self) -> int:
+        """Ranks of the whole mesh."""
         return len(self.ranks)
 
     @property
     def names(self) -> tuple[str, ...]:
+        """Of the axes, in order."""
         return tuple(name for name, _ in self.axes)
 
     def size(self, axis: str) -> int:
