@@ -410,9 +410,13 @@ def matmul(
     other: TensorValue | None = None,
     mat2: TensorValue | None = None,
 ) -> Value:
-    """Products of the last two dims, the dims before them side by side."""
+    """Products of the last two dims, the dims before them side by side. A sum of one product is
+    the product, as where angles are frequencies times positions.
+    """
     second = mat2 if other is None else other
     assert second is not None
+    if min(len(self.shape), len(second.shape)) > 1 and self.shape[-1] == 1:
+        return b.pointwise("{0} * {1}", self, second)
     return b.reshape(_product(b, self, second), b.shape)
 
 

@@ -6,7 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from transformers import GraniteConfig, LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from distmega import CPU, DeviceMesh, plan_program
 from distmega.compiled import CompiledProgram
@@ -220,6 +222,26 @@ def test_a_captured_llama_is_the_built_in_one_to_kernels(batch: int, tmp_path: P
     built = build_decoder(read_config(tmp_path), 1, 32, batch=batch, dtype="bf16")
     assert fused(captured) == fused(built)
     assert queues(captured, batch) == queues(built, batch)
+
+
+def angles_by_product(
+    self: LlamaRotaryEmbedding, x: Tensor, position_ids: Tensor
+) -> tuple[Tensor, Tensor]:
+    """As transformers up to 5.17 wrote them: a matrix product over one element."""
+    frequencies = self.inv_freq[None, :, None].expand(position_ids.shape[0], -1, 1).float()
+    angles = (frequencies @ position_ids[:, None, :].float()).transpose(1, 2)
+    both = torch.cat((angles, angles), dim=-1)
+    return both.cos().to(x.dtype), both.sin().to(x.dtype)
+
+
+def test_angles_that_are_a_product_over_one_element(monkeypatch: pytest.MonkeyPatch):
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=256, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, intermediate_size=512, max_position_embeddings=64,
+    )  # fmt: skip
+    expected = fused(open_decoder(config).build(1, 32, dtype="bf16"))
+    monkeypatch.setattr(LlamaRotaryEmbedding, "forward", angles_by_product)
+    assert fused(open_decoder(config).build(1, 32, dtype="bf16")) == expected
 
 
 def test_factors_of_a_residual_stream_and_of_scores_leave_one_kernel():
