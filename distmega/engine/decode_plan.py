@@ -19,12 +19,15 @@ from distmega.hostir.lower.join_products import join_products
 from distmega.hostir.lower.lower import lower_program
 from distmega.hostir.lower.pipeline import StagePart, link_stage
 from distmega.hostir.passes.passes import run_passes
+from distmega.hostir.passes.resize import resized_ops
 from distmega.kernels.hopper.plan.experts import is_of_experts
 from distmega.kernels.hopper.plan.weight_order import order_weights
 from distmega.kernels.isa.lowering import is_encodable
 from distmega.kernels.machines import CPU
 from distmega.kernels.megakernel import Megakernel, compile_megakernel
 from distmega.kernels.runtime.arena import ArenaLayout, Space, layout_arena, tensor_space
+from distmega.kernels.tasks.cost import segment_us
+from distmega.kernels.ugraphs.geometry import has_plan
 from distmega.models.decoder import AnyDecoder, Logits, build_decoder, layer_starts
 from distmega.models.sampling import GREEDY, Method
 from distmega.models.weights.kv_copies import copy_kv_heads, most_copies
@@ -41,14 +44,18 @@ from distmega.sharding.layout.placements import (
 from distmega.sharding.localize import LocalProgram, localize
 from distmega.sharding.overlap.pairs import BY_LIBRARY
 from distmega.sharding.planner import Plan, plan_program
-from distmega.sharding.search.cost import Machine
+from distmega.sharding.search.cost import H200_DEVICE, Machine
 from distmega.sharding.stages import AXIS, Stage, cut_positions, split_stages
+from distmega.superopt.rules import RewriteRule, shipped_rules
 
 MICRO_BATCHES = 4
 """Parts in which a pipeline prefills a prompt unless asked otherwise."""
 
 FEWEST_TOKENS = 64
 """Of a program that prefills a prompt on a GPU."""
+
+BY_ROWS = frozenset({"tokens", "positions", "sequences"})
+"""Inputs of such a program whose extents are its size."""
 
 
 def context_limit(config: AnyDecoder, options: EngineOptions) -> int:
@@ -82,6 +89,11 @@ class StagePlan:
         """A stable hash of everything the ranks of this stage must agree on."""
         return f"{self.plan.fingerprint()} {self.mesh} {self.stage.transfers}"
 
+    @property
+    def rules(self) -> tuple[RewriteRule, ...]:
+        """By which ops are replaced: the shipped ones on GPUs, none on CPUs."""
+        return () if self.plan.machine == CPU else shipped_rules()
+
     def lower(
         self,
         local: LocalProgram,
@@ -89,9 +101,10 @@ class StagePlan:
         megakernel: bool,
         peer_memory: bool,
         apart: Container[str] = (),
+        kept: Container[str] = (),
     ) -> HostProgram:
         """One rank's host program, its peers named on the mesh of all ranks. apart: ops that no
-        megakernel shall do.
+        megakernel shall do; kept: those that no rule replaces.
         """
         on_cpu = self.plan.machine == CPU
         return lower_program(
@@ -101,6 +114,10 @@ class StagePlan:
             is_encodable=is_encodable if on_cpu else _is_for_gpu,
             apart=apart,
             fuse=not on_cpu,
+            rules=self.rules,
+            kept=kept,
+            cost=lambda program: segment_us(program, H200_DEVICE),
+            is_usable=has_plan,
         )
 
 
@@ -461,5 +478,6 @@ def _prefill_part(
     neighbours = decode_plan.weights.neighbours()
     local = join_products(localize(plan), neighbours, decode_plan.machine)
     shares = decode_plan.peer_memory and staged.stage.num_stages == 1
-    host = staged.lower(local, megakernel=False, peer_memory=shares)
+    by_rows = resized_ops(local.program, BY_ROWS)  # rules have sizes, programs get others
+    host = staged.lower(local, megakernel=False, peer_memory=shares, kept=by_rows)
     return StagePart(stage=stage, host=host, count=count)

@@ -567,7 +567,8 @@ class Engine:
     ) -> Evaluator:
         if not proven:
             self._prove(host)
-        ops = KernelOps() if self.device.type == "cuda" else None
+        rules = self.decode_plan.staged.rules
+        ops = KernelOps(rules=rules) if self.device.type == "cuda" else None
         matmuls = PeerMatmuls(self.comm) if isinstance(self.comm, NcclCommunicator) else None
         return Evaluator(host, self.comm, kernels, str(self.device), ops=ops, matmuls=matmuls)
 

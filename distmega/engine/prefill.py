@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from distmega.engine.decode_plan import (
+    BY_ROWS,
     DecodePlan,
     lower_prefill,
     num_micro_batches,
@@ -35,8 +36,6 @@ logger = logging.getLogger(__name__)
 
 LEAST_RANGE = 511
 """Ranks plan prompts of up to one more rows alike, those of each octave above apart."""
-BY_ROWS = frozenset({"tokens", "positions", "sequences"})
-"""Inputs whose extents are a program's size."""
 MARGIN_S = 5.0
 """What a graph may take beside its waits for other ranks."""
 

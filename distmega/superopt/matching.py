@@ -105,6 +105,7 @@ class _Matcher:
         self.wanted = self.pattern.tensor_map()
         self.axes: Axes = rule_axes(rule)
         self.ops = tuple(reversed(self.pattern.ops))
+        self.position = {op.name: n for n, op in enumerate(program.ops)}
         self.makers: dict[str, list[Chain]] = {}
         for found in links.values():
             for link in found:
@@ -139,10 +140,9 @@ class _Matcher:
         """The match, if the rule has these sizes."""
         sizes = tuple((axis, state.extents.get(axis, 0)) for axis in self.axes.extents)
         constants = tuple(sorted(state.constants.items()))
-        position = {op.name: n for n, op in enumerate(self.program.ops)}
         match = Match(
             rule=self.rule,
-            ops=tuple(sorted(state.taken, key=position.__getitem__)),
+            ops=tuple(sorted(state.taken, key=self.position.__getitem__)),
             names=state.names,
             sizes=sizes,
             constants=constants,

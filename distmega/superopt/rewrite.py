@@ -7,7 +7,8 @@ saves nothing. Next: distmega/program/types.py, whose ops these are.
 """
 
 import math
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from distmega.errors import ProgramError, VerifyError
@@ -261,12 +262,14 @@ def _apply(
         found = False
         left = [op.name for op in program.ops if op.name in kept or op.name in apart]
         matches = [m for m in find_matches(program, rules, left) if cost or m.saved_us > 0.0]
+        uses, now_us = _Uses(program), cost(program) if cost and matches else 0.0
         for match in _by_saving(matches):
-            if not is_free(program, match):
+            if not uses.frees(match) or _position(program, match) is None:
                 continue
             prefix = f"{match.rule.name}#{number}"
             new = _replaced(program, match, make(match), prefix)
-            if cost and cost(new) >= cost(program):
+            new_us = cost(new) if cost else -math.inf
+            if new_us >= now_us:
                 continue
             try:
                 if not is_good(match):
@@ -274,8 +277,9 @@ def _apply(
             except VerifyError:
                 continue
             program, number, found = new, number + 1, True
+            uses, now_us = _Uses(program), new_us if cost else 0.0
             apart.update(op.name for op in program.ops if op.name.startswith(f"{prefix}."))
-    return program
+    return verify_program(program) if number else program
 
 
 def _by_saving(matches: Sequence[Match]) -> list[Match]:
@@ -295,31 +299,37 @@ def _by_saving(matches: Sequence[Match]) -> list[Match]:
     return sorted(matches, key=order)
 
 
-def is_free(program: Program, match: Match) -> bool:
-    """Whether a match's ops are there, nobody else needs what they hide, nothing that they read
-    changes, and there is a place for the new ops.
-    """
-    ops = {op.name: op for op in program.ops}
-    if not ops.keys() >= set(match.ops):
-        return False
-    hidden = _hidden(program, match)
-    users = [op for op in program.ops if op.name not in match.ops]
-    if any(a.tensor in hidden for op in users for a in accesses(op)):
-        return False
-    if hidden & set(program.outputs):
-        return False
-    written = [a.tensor for op in program.ops for a in op.writes]
-    inputs = _given(match)
-    if any(written.count(name) > 1 for name in inputs | set(match.names.values())):
-        return False
-    states = {t.name for t in program.with_role("state")}
-    return not inputs & states and _position(program, match) is not None
+class _Uses:
+    """Who reads and writes each tensor of a program."""
+
+    def __init__(self, program: Program) -> None:
+        self.ops = {op.name: op for op in program.ops}
+        self.outputs = frozenset(program.outputs)
+        self.states = {t.name for t in program.with_role("state")}
+        self.by: dict[str, set[str]] = {}
+        self.writers = Counter(a.tensor for op in program.ops for a in op.writes)
+        for op in program.ops:
+            for access in accesses(op):
+                self.by.setdefault(access.tensor, set()).add(op.name)
+
+    def frees(self, match: Match) -> bool:
+        """Whether a match's ops are there, nobody else needs what they hide, and nothing that they
+        read changes.
+        """
+        if not self.ops.keys() >= set(match.ops):
+            return False
+        hidden = _hidden([self.ops[name] for name in match.ops], match)
+        if hidden & self.outputs or any(self.by[name] - set(match.ops) for name in hidden):
+            return False
+        inputs = _given(match)
+        if any(self.writers[name] > 1 for name in inputs | set(match.names.values())):
+            return False
+        return not inputs & self.states
 
 
-def _hidden(program: Program, match: Match) -> set[str]:
-    """Tensors that the match's ops write and the new ones don't."""
+def _hidden(inside: Iterable[Op], match: Match) -> set[str]:
+    """Tensors that the match's ops, `inside`, write and the new ones don't."""
     kept = {match.names[name] for name in match.rule.program.outputs}
-    inside = [op for op in program.ops if op.name in match.ops]
     return {a.tensor for op in inside for a in op.writes} - kept
 
 
@@ -360,11 +370,11 @@ def _replaced(program: Program, match: Match, made: Program, prefix: str) -> Pro
     ops = [op for op in program.ops[:position] if op.name not in match.ops]
     ops += new
     ops += [op for op in program.ops[position:] if op.name not in match.ops]
-    gone = _hidden(program, match)
+    gone = _hidden((op for op in program.ops if op.name in match.ops), match)
     tensors = [t for t in program.tensors if t.name not in gone]
     tensors += [
         replace(t, name=renamed(t.name))
         for t in made.tensors
         if t.role == "temp" and t.name not in made.outputs
     ]
-    return verify_program(replace(program, tensors=tuple(tensors), ops=tuple(ops)))
+    return replace(program, tensors=tuple(tensors), ops=tuple(ops))

@@ -253,6 +253,7 @@ def lower_program(
     max_streams: int = MAX_STREAMS,
     fuse: bool = False,
     rules: Sequence[RewriteRule] = (),
+    kept: Container[str] = (),
     cost: Cost | None = None,
     is_usable: Callable[[RewriteRule], bool] | None = None,
 ) -> HostProgram:
@@ -265,8 +266,8 @@ def lower_program(
     fuse: joins library ops that one kernel can do (fuse.py), which rounds fewer intermediate
     results. rules: ops that are the program of one become an op that is its graph, before anything
     else is lowered; with `megakernel` its graph's ops, where that makes the program's `cost` less.
-    is_usable: whether a rule at a program's sizes has kernels. PlanError if a user asked for fused
-    kernels without peer memory, or for no stream.
+    kept: names of ops that no rule replaces. is_usable: whether a rule at a program's sizes has
+    kernels. PlanError if a user asked for fused kernels without peer memory, or for no stream.
     """
     if type(max_streams) is not int or max_streams < 1:
         raise PlanError(
@@ -292,13 +293,14 @@ def lower_program(
         strides = {access.tensor: scope.strides(access.tensor) for access in accesses(op)}
         return is_encodable(op, scope.tensors, strides)
 
+    program = local.program
     pairs = {name for choice in fused for name in (choice.pair.first, choice.pair.second)}
     looped = {name for loop in local.host_loops for name, _ in loop.splits}
-    program = local.program
+    stays = {op.name for op in program.ops if op.name in kept} | pairs | looped
     if rules and megakernel:
-        program = apply_rules(program, rules, cost, pairs | looped)
+        program = apply_rules(program, rules, cost, stays)
     elif rules:
-        program = fuse_graphs(program, rules, pairs | looped, is_usable)
+        program = fuse_graphs(program, rules, stays, is_usable)
     return _Lowering(local, program, fits, max_streams, fuse, fused).run()
 
 

@@ -6,7 +6,7 @@ what they are called stay. Which dims change follows from access maps. Next: run
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import replace
 
 from distmega.collecting import gc_paused
@@ -25,7 +25,8 @@ from distmega.hostir.lower.matmul_nodes import (
     largest_symmetric_buffers,
     needed_symmetric_buffers,
 )
-from distmega.program.types import Access, Attr, Index, Op, accesses
+from distmega.program.types import Access, Attr, Index, Op, Program, accesses
+from distmega.superopt.rewrite import FUSED_GRAPH
 
 Shape = tuple[int, ...]
 
@@ -41,6 +42,29 @@ def resize_inputs(host: HostProgram, shapes: Mapping[str, Shape], name: str) -> 
     not known here (loops, slices and what goes between stages).
     """
     return _Resizing(host, shapes).run(name)
+
+
+def resized_ops(program: Program, inputs: Container[str]) -> set[str]:
+    """Names of the ops that have other extents where all dims of these inputs do."""
+    names = [t.name for t in program.tensors if t.name in inputs]
+    dims = {(name, dim) for name in names for dim in range(len(program.tensor_map()[name].shape))}
+    found: set[str] = set()
+    for op in program.ops:
+        changed = {
+            axis
+            for access in op.reads
+            for dim, index in enumerate(access.dims)
+            if (access.tensor, dim) in dims
+            for axis in index.axes
+        }
+        dims |= {
+            (access.tensor, dim)
+            for access in op.writes
+            for dim, index in enumerate(access.dims)
+            if changed & {*index.axes}
+        }
+        found |= {op.name} if changed else set()
+    return found
 
 
 class _Resizing:
@@ -91,6 +115,8 @@ class _Resizing:
         if not changed:
             self.new |= {a.tensor: self.old[a.tensor] for a in op.writes}
             return op
+        if op.kind == FUSED_GRAPH:
+            raise _uneven(op.name, f"other sizes of rule {op.attr('rule')!r}")
         axes = tuple(replace(a, extent=changed.get(a.name, a.extent)) for a in op.axes)
         made = replace(op, axes=axes, attrs=self.attrs(op, changed))
         for access in op.writes:

@@ -255,3 +255,13 @@ def test_figures_of_a_batch_are_of_a_step():
     assert "8 sequences" in text
     assert "us a step of 8 tokens, if" in text
     assert " us a step of 8 tokens, bound by" in write_page(report)
+
+
+def test_rules_that_make_ops_are_named(capsys: pytest.CaptureFixture[str]):
+    """Of a step of library ops, with sizes and times; a kernel that none helps has none."""
+    assert main(["explain", "smollm2-135m", "--machine", "h200", "--batch", "20"]) == 0
+    told = capsys.readouterr().out
+    assert "is made by rule gated_mlp.k4096.n11008.rows16 at m0=20 k=576 n=1536: " in told
+    assert "29 more alike" in told
+    assert main(["explain", "smollm2-135m", "--machine", "h200"]) == 0
+    assert "made by rule" not in capsys.readouterr().out

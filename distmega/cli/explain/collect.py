@@ -23,10 +23,16 @@ from distmega.cli.explain.facts import (
     TimeFacts,
 )
 from distmega.cli.explain.timeline import predict_timeline
-from distmega.engine.decode_plan import DecodePlan, lower_decode, num_stages_of, plan_decode
+from distmega.engine.decode_plan import (
+    DecodePlan,
+    lower_decode,
+    lower_library_decode,
+    num_stages_of,
+    plan_decode,
+)
 from distmega.engine.requests import EngineOptions
 from distmega.errors import UnsupportedError
-from distmega.hostir.ir.nodes import HostProgram
+from distmega.hostir.ir.nodes import HostProgram, LibraryOp, walk_nodes
 from distmega.hostir.ir.text import print_host
 from distmega.hostir.run.host_cost import count_instructions
 from distmega.kernels.hopper.batch_plan.queues import build_batch_queues
@@ -50,6 +56,7 @@ from distmega.sharding.plan import PlanFacts
 from distmega.sharding.resolve.resolve import PlacedOp
 from distmega.sharding.search.cost import Machine
 from distmega.sharding.search.whatif import WhatIf
+from distmega.superopt.rewrite import FUSED_GRAPH, explain_op, rules_of_ops
 
 GPU_BYTES = 10**9
 """Of weights in bf16: a built-in model that has more is planned for GPUs unless asked otherwise."""
@@ -109,7 +116,7 @@ def _stage(index: int, decode: DecodePlan, full: bool) -> StageFacts:
         ranks=plan.mesh.axes,
         runs_as=runs_as,
         one_kernel=one_kernel,
-        notes=tuple(_notes(decode)),
+        notes=(*_notes(decode), *_rule_notes(decode, one_kernel)),
         time=_time(plan),
         memory=MemoryFacts(
             weight_bytes=memory.weight_bytes,
@@ -160,6 +167,22 @@ def _notes(decode: DecodePlan) -> Iterator[str]:
     opaque = Counter(str(op.attr("target")) for op in plan.program.ops if kind_of(op).calls_torch)
     for target, count in opaque.items():
         yield f"run whole on every rank by torch: {count} x {target}"
+
+
+def _rule_notes(decode: DecodePlan, one_kernel: bool) -> Iterator[str]:
+    """The rewrite rules that made ops of what runs."""
+    known = {rule.name: rule for rule in decode.staged.rules}
+    if one_kernel:
+        for used, names in rules_of_ops(decode.host.segments[0], known).items():
+            yield f"ops {', '.join(names)} are made by rule {used.partition('#')[0]}"
+    elif known:
+        nodes = walk_nodes(lower_library_decode(decode).body)
+        ops = [node.op for node in nodes if isinstance(node, LibraryOp)]
+        graphs = [op for op in ops if op.kind == FUSED_GRAPH]
+        for attrs, count in Counter(op.attrs for op in graphs).items():
+            first = next(op for op in graphs if op.attrs == attrs)
+            others = f", {count - 1} more alike" if count > 1 else ""
+            yield f"{explain_op(first, known)}{others}"
 
 
 def _time(plan: PlanFacts) -> TimeFacts:

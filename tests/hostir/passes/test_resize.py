@@ -4,10 +4,16 @@ from dataclasses import replace
 
 import pytest
 
-from distmega.engine.decode_plan import DecodePlan, lower_decode, lower_prefill, plan_decode
+from distmega.engine.decode_plan import (
+    DecodePlan,
+    lower_decode,
+    lower_library_decode,
+    lower_prefill,
+    plan_decode,
+)
 from distmega.engine.requests import EngineOptions
 from distmega.errors import UnsupportedError
-from distmega.hostir.ir.nodes import HostProgram
+from distmega.hostir.ir.nodes import HostProgram, LibraryOp
 from distmega.hostir.ir.text import print_host
 from distmega.hostir.ir.verify import verify_host
 from distmega.hostir.passes.resize import resize_inputs
@@ -16,6 +22,7 @@ from distmega.models.presets import PRESETS
 from distmega.models.sampling import GREEDY, Method
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.search.cost import Machine
+from distmega.superopt.rewrite import FUSED_GRAPH
 
 BY_ROWS = ("tokens", "positions", "sequences")
 
@@ -57,6 +64,36 @@ def test_other_rows_give_the_text_of_a_program_lowered_for_them(
             assert print_host(
                 replace(found, symmetric_buffers=expected.symmetric_buffers)
             ) == print_host(expected)
+
+
+def rules_of(host: HostProgram) -> list[str]:
+    ops = [node.op for node in host.body if isinstance(node, LibraryOp)]
+    return [str(op.attr("rule")) for op in ops if op.kind == FUSED_GRAPH]
+
+
+@pytest.mark.parametrize(("num_ranks", "batch"), [(1, 1), (2, 4)])
+def test_rules_make_ops_whose_sizes_are_no_rows_of_prompts(num_ranks: int, batch: int):
+    """The last norm and the logits, one row a sequence; those of all rows are left alone."""
+    decode_plan = decode_plan_of("llama-3.2-1b", num_ranks, batch)
+    (rule,) = rules_of(lower_prefill(decode_plan, 64, "none"))
+    assert rule.startswith("rmsnorm_linear.")
+    assert rules_of(lower_prefill(decode_plan, 64, "all")) == []
+    assert rules_of(lower_library_decode(decode_plan)) != [rule]
+    on_cpu = decode_plan_of("llama-3.2-1b", num_ranks, batch, CPU)
+    assert rules_of(lower_prefill(on_cpu, 64, "none")) == []
+
+
+def test_ops_of_rules_are_never_resized():
+    host = lower_library_decode(decode_plan_of("llama-3.2-1b", 1, batch=4))
+    (op, *_) = (n.op for n in host.body if isinstance(n, LibraryOp) and n.op.kind == FUSED_GRAPH)
+    alone = replace(host, body=(LibraryOp(op=op),), outputs=(op.writes[0].tensor,))
+    x = op.reads[0].tensor
+    size = alone.buffer_map()[x].shape[0]
+    buffers = tuple(replace(b, role="input") if b.name == x else b for b in alone.buffers)
+    alone = replace(alone, buffers=buffers)
+    assert resize_inputs(alone, {x: (size, *alone.buffer_map()[x].shape[1:])}, "same").body
+    with pytest.raises(UnsupportedError, match="other sizes of rule 'gated_mlp"):
+        resize_inputs(alone, {x: (7, *alone.buffer_map()[x].shape[1:])}, "more")
 
 
 def test_all_logits_and_other_chunks_of_a_vocabulary():

@@ -24,10 +24,13 @@ from distmega.hostir.library.torch_types import torch_dtype
 from distmega.hostir.run.graph_breaks import graph_breaks
 from distmega.kernels.library.device_ops import KernelOps
 from distmega.kernels.machines import H200
+from distmega.kernels.ugraphs.ops import compile_graph
 from distmega.models.sampling import Sampling
 from distmega.program.ops.lookups import embedding_values
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sources.load import open_model
+from distmega.superopt.rewrite import FUSED_GRAPH
+from distmega.superopt.rules import shipped_rules
 
 META = torch.device("meta")
 WAITING = ("nonzero", "_local_scalar_dense", "masked_select", "unique")
@@ -93,7 +96,10 @@ def run_ops(host: HostProgram, kinds: set[str]) -> None:
     buffers = host.buffer_map()
     for node in host.body:
         if isinstance(node, LibraryOp) and node.op.kind in kinds:
-            function = library.compile_op(node.op, {"tp": 1})
+            if node.op.kind == FUSED_GRAPH:
+                function = compile_graph(node.op, {rule.name: rule for rule in shipped_rules()})
+            else:
+                function = library.compile_op(node.op, {"tp": 1})
             named = [buffers[name] for name in library.op_operands(node.op)]
             given = [torch.empty(b.shape, dtype=torch_dtype(b.dtype), device=META) for b in named]
             function(given)
