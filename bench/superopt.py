@@ -9,20 +9,24 @@ where none has it. On a GPU a rule that was measured is launched as it was then;
 likeliest ways to divide and launch them are measured first, with --again of all graphs. The best
 one is timed in one run and in turn with torch.compile max-autotune and the unfused program, each a
 CUDA graph over copies of the inputs that together exceed 200 MB, so that no cache holds them.
-Results are compared with the program's in float64. --keep writes the fastest plans as rules, proven
-once more. The floor is one reading of the inputs and one writing of the outputs at the rate of a
-copy. Writes
-bench/results/superopt-<device>.json.
+Results are compared with the program's in float64. Before, everything is compiled by processes of
+their own, one a case, so that the GPU is measured alone. --keep writes the fastest plans as rules,
+proven once more. The floor is one reading of the inputs and one writing of the outputs at the rate
+of a copy. Writes bench/results/superopt-<device>.json.
 """
 
 import argparse
+import os
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -42,11 +46,18 @@ from distmega.superopt.rules import SHIPPED, RewriteRule, read_rules, write_rule
 CASES = tuple(f"{case} rows={rows}" for rows in (1, 16) for case in PAPER_CASES)
 ROTATED_BYTES = 200_000_000
 ROUNDS = 30
+MOST_PROCESSES = 12
+MOST_RESIDENT = 4
+"""Blocks of an SM that take others in turn, of plans that are measured."""
 MEASURED = 16
-MEASURED_OF_GRAPH = 3
+MEASURED_OF_GRAPH = 6
 """Plans of a case that are measured, and of each of its graphs that no one measured yet, beside one
 that loads all at once.
 """
+
+
+Plans = list[tuple[RewriteRule, GraphPlan]]
+"""Ways to run a case, and the rule of each."""
 
 
 def search(case: str) -> list[RewriteRule]:
@@ -82,10 +93,10 @@ def runner(program: Program) -> Callable[[dict[str, torch.Tensor]], list[torch.T
     return run
 
 
-def sample_inputs(program: Program) -> list[dict[str, torch.Tensor]]:
-    """Copies of the inputs that no cache holds together."""
+def sample_inputs(program: Program, copies: int = 0) -> list[dict[str, torch.Tensor]]:
+    """Copies of the inputs: so many, or as many as no cache holds together."""
     given = [t for t in program.tensors if t.role != "temp"]
-    copies = max(2, -(-ROTATED_BYTES // sum(t.num_bytes for t in given)))
+    copies = copies or max(2, -(-ROTATED_BYTES // sum(t.num_bytes for t in given)))
     torch.manual_seed(0)
     return [
         {t.name: torch.randn(t.shape, device="cuda").to(torch.bfloat16) * 0.1 for t in given}
@@ -93,9 +104,7 @@ def sample_inputs(program: Program) -> list[dict[str, torch.Tensor]]:
     ]
 
 
-def likely_plans(
-    rules: Sequence[RewriteRule], *, again: bool = False
-) -> list[tuple[RewriteRule, GraphPlan]]:
+def likely_plans(rules: Sequence[RewriteRule], *, again: bool = False) -> Plans:
     """Those of the least time by the model, with their rules: the best of each graph, then the
     others. again: those of rules that were measured too, beside the plan that was the fastest then.
     """
@@ -113,10 +122,63 @@ def likely_plans(
             continue
         with suppress(UnsupportedError):
             plans[1:1] = graph_plans(graph, H200, 1, (1,))
+        plans += [other for plan in plans[:2] for other in with_other_residents(plan)]
         found += [(position > 1, plan.time_us, rule, plan) for position, plan in enumerate(plans)]
     found.sort(key=lambda item: item[:2])
     first = {plan.describe(): (rule, plan) for _, _, rule, plan in reversed(found)}
     return [*reversed(first.values())][:MEASURED]
+
+
+def with_other_residents(plan: GraphPlan) -> Iterator[GraphPlan]:
+    """A plan whose blocks are taken in turn, by other numbers of blocks on each SM."""
+    if not any(x.resident for x in plan.launches):
+        return
+    for count in range(1, MOST_RESIDENT + 1):
+        resident = H200.num_sms * count
+        launches = [replace(x, resident=resident) if x.resident else x for x in plan.launches]
+        yield replace(plan, launches=tuple(launches))
+
+
+def plan_runner(plan: GraphPlan) -> GraphRunner:
+    """The plan's kernels; nothing writes its weights."""
+    weights = frozenset(t.name for t in plan.graph.tensors if t.role == "weight")
+    return GraphRunner.of(plan.graph, [replace(x, constant=weights) for x in plan.launches])
+
+
+def prepare(case: str, known: Sequence[RewriteRule], peers: bool, again: bool) -> Plans:
+    """The plans of a case, from its rules or a search; in a process of its own, which compiles them
+    and, with `peers`, the program by torch. What torch measures meanwhile it does not keep.
+    """
+    program = read_case(case)
+    plans = likely_plans([r for r in known if r.program == program] or search(case), again=again)
+    if not torch.cuda.is_available():
+        return plans
+    inputs = sample_inputs(program, copies=1)[0]
+    for _, plan in plans:
+        with suppress(Exception):  # a plan that the compiler refuses is none, as tune() tells
+            plan_runner(plan)(inputs)
+    if peers:
+        with (
+            TemporaryDirectory() as folder,
+            patch.dict(os.environ, {"TORCHINDUCTOR_CACHE_DIR": folder}),
+        ):
+            compiled_by_torch(program)(inputs)
+    torch.cuda.synchronize()
+    return plans
+
+
+def compiled_by_torch(program: Program) -> Any:
+    """The program by torch.compile."""
+    return torch.compile(runner(program), mode="max-autotune-no-cudagraphs", fullgraph=True)
+
+
+def prepare_all(
+    cases: Sequence[str], known: Sequence[RewriteRule], *, peers: bool, again: bool
+) -> list[Plans]:
+    """prepare() of all cases at once."""
+    os.environ.setdefault("TRITON_CACHE_DIR", str(Path.home() / ".triton" / "cache"))
+    with ProcessPoolExecutor(MOST_PROCESSES, get_context("spawn")) as pool:
+        return list(pool.map(prepare, cases, *([x] * len(cases) for x in (known, peers, again))))
 
 
 def tune(
@@ -125,7 +187,7 @@ def tune(
     exact: Sequence[torch.Tensor],
 ) -> tuple[GraphPlan, Callable[[], object]]:
     """The fastest plan as measured, captured; prints what each took."""
-    runners = [GraphRunner.of(plan.graph, plan.launches) for plan in plans]
+    runners = [plan_runner(plan) for plan in plans]
 
     def first(run: GraphRunner) -> str:
         try:
@@ -168,43 +230,49 @@ def exact_outputs(program: Program, inputs: dict[str, torch.Tensor]) -> list[tor
 
 
 def measure(
-    case: str, rules: Sequence[RewriteRule], *, peers: bool, again: bool
-) -> tuple[RewriteRule, Record | None]:
-    """The rule whose graph is the fastest, divided and launched so, named after the case; and its
-    times beside peers. What peers and floor are stands above.
+    case: str, plans: Plans, *, peers: bool
+) -> tuple[RewriteRule, GraphPlan, Record | None]:
+    """The fastest plan with its rule; and its times beside peers. What peers and floor are stands
+    above.
     """
     program = read_case(case)
     inputs = sample_inputs(program)
     exact = exact_outputs(program, inputs[0])
     plain = runner(program)
-    start = time.perf_counter()
-    plans = likely_plans(rules, again=again)
-    print(f"{case}: {len(plans)} plans, chosen in {time.perf_counter() - start:.1f} s", flush=True)
+    print(f"{case}: {len(plans)} plans", flush=True)
     plan, ours = tune([plan for _, plan in plans], inputs, exact)
     rule = next(rule for rule, mine in plans if mine is plan)
-    kept = divided_rule(rule, plan.graph, [(x.num_warps, x.stages) for x in plan.launches], H200)
-    kept = replace(kept, name=".".join(word.replace("=", "") for word in case.split()))
     print(f"  unfused: error {error_of(plain(inputs[0]), exact):.1e}", flush=True)
     if not peers:
-        return kept, None
-    compiled: Any = torch.compile(plain, mode="max-autotune-no-cudagraphs", fullgraph=True)
+        return rule, plan, None
     runs = {
         "ours": ours,
-        "torch.compile": _captured(compiled, inputs),
+        "torch.compile": _captured(compiled_by_torch(program), inputs),
         "unfused": _captured(plain, inputs),
     }
     times = alternating_us(runs, ROUNDS, lambda: torch.cuda._sleep(1_000_000))
     shares = {name: us / len(inputs) for name, us in times.items()}
     outputs = [t for t in program.tensors if t.name in program.outputs]
     moved = sum(t.num_bytes for t in (*outputs, *(t for t in program.tensors if t.role != "temp")))
-    return kept, Record(
-        case=case,
-        device=torch.cuda.get_device_name(),
-        num_gpus=1,
-        ours_us=round(shares.pop("ours"), 2),
-        peers={name: round(us, 2) for name, us in shares.items()},
-        floor_us=round(moved / copy_bytes_per_us(), 2),
+    return (
+        rule,
+        plan,
+        Record(
+            case=case,
+            device=torch.cuda.get_device_name(),
+            num_gpus=1,
+            ours_us=round(shares.pop("ours"), 2),
+            peers={name: round(us, 2) for name, us in shares.items()},
+            floor_us=round(moved / copy_bytes_per_us(), 2),
+        ),
     )
+
+
+def kept_rule(case: str, rule: RewriteRule, plan: GraphPlan) -> RewriteRule:
+    """The rule divided and launched by a plan, proven once more, named after the case."""
+    launches = [(x.num_warps, x.stages, x.resident) for x in plan.launches]
+    kept = divided_rule(rule, plan.graph, launches, H200)
+    return replace(kept, name=".".join(word.replace("=", "") for word in case.split()))
 
 
 def _captured(
@@ -242,11 +310,12 @@ def main() -> None:
         return
     book = open_book(arguments.results, arguments.commit)
     known = [rule for path in arguments.rules for rule in read_rules(path)]
-    for case in arguments.cases:
-        program = read_case(case)
-        rules = [rule for rule in known if rule.program == program] or search(case)
-        kept, record = measure(case, rules, peers=not arguments.no_peers, again=arguments.again)
+    peers = not arguments.no_peers
+    prepared = prepare_all(arguments.cases, known, peers=peers, again=arguments.again)
+    for case, plans in zip(arguments.cases, prepared, strict=True):
+        rule, plan, record = measure(case, plans, peers=peers)
         if arguments.keep:
+            kept = kept_rule(case, rule, plan)
             others = read_rules(arguments.keep) if arguments.keep.exists() else []
             write_rules(
                 arguments.keep, [*(rule for rule in others if rule.name != kept.name), kept]

@@ -35,7 +35,7 @@ from distmega.hostir.run.host_cost import explain_host
 from distmega.kernels.gemm.host import PeerMatmuls
 from distmega.kernels.library.device_ops import KernelOps
 from distmega.kernels.runtime.compilations import num_compiled
-from distmega.kernels.ugraphs.geometry import has_plan
+from distmega.kernels.ugraphs.geometry import pays
 from distmega.kernels.whole import WholePlan, open_whole, plan_whole
 from distmega.program import types as program
 from distmega.program.kinds import kind_of
@@ -122,7 +122,7 @@ class CompiledProgram:
                     peer_memory=peers,
                     fuse=on_gpu,
                     rules=self._rules,
-                    is_usable=has_plan if on_gpu else None,
+                    is_usable=pays if on_gpu else None,
                 )
             )
         )
@@ -330,6 +330,10 @@ class CompiledProgram:
 
     def _run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         before = num_compiled()
+        if self.device.type == "cuda" and self._graph_ops():
+            # A rule's kernel may read weights before the kernels ahead of it have ended. These are
+            # this program's, which write none, once one that starts in turn lies in between.
+            torch.zeros(1, device=self.device)
         for name in inputs.keys() & self._bound.keys():
             self._bound[name].copy_(inputs[name].detach())
         outputs = self._evaluator.run({**inputs, **self._bound})

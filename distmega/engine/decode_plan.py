@@ -27,7 +27,7 @@ from distmega.kernels.machines import CPU
 from distmega.kernels.megakernel import Megakernel, compile_megakernel
 from distmega.kernels.runtime.arena import ArenaLayout, Space, layout_arena, tensor_space
 from distmega.kernels.tasks.cost import segment_us
-from distmega.kernels.ugraphs.geometry import has_plan
+from distmega.kernels.ugraphs.geometry import pays
 from distmega.models.decoder import AnyDecoder, Logits, build_decoder, layer_starts
 from distmega.models.sampling import GREEDY, Method
 from distmega.models.weights.kv_copies import copy_kv_heads, most_copies
@@ -117,7 +117,7 @@ class StagePlan:
             rules=self.rules,
             kept=kept,
             cost=lambda program: segment_us(program, H200_DEVICE),
-            is_usable=has_plan,
+            is_usable=pays,
         )
 
 

@@ -100,7 +100,7 @@ def _is_good_in_ops(program: Program, graph: UGraph, seed: int) -> bool:
 
 
 def divided_rule(
-    rule: RewriteRule, graph: UGraph, launches: Sequence[tuple[int, int]], machine: DeviceRates
+    rule: RewriteRule, graph: UGraph, launches: Sequence[tuple[int, int, int]], machine: DeviceRates
 ) -> RewriteRule:
     """The rule with its graph divided otherwise (regrid.py), as was measured on `machine` with
     these launches; proven once more. VerifyError where it isn't.

@@ -92,9 +92,15 @@ FUSED_GRAPH = "fused_graph"
 """Kind of an op that a rule's graph does: reads its inputs, writes its outputs, names the rule."""
 
 
-def graph_op(rule: RewriteRule, sizes: Sizes = (), constants: Constants = ()) -> Program:
+def graph_op(
+    rule: RewriteRule,
+    sizes: Sizes = (),
+    constants: Constants = (),
+    constant: tuple[str, ...] = (),
+) -> Program:
     """The rule's graph as one op of kind FUSED_GRAPH. sizes, constants: of resize.py, by which the
-    rule was made of the one of that name; the op states them, so that op_rule finds it.
+    rule was made of the one of that name; the op states them, so that op_rule finds it. constant:
+    of its inputs those that no kernel writes.
     """
     graph = parse_graph(rule.graph)
     extents = dict(graph.extents)
@@ -115,7 +121,12 @@ def graph_op(rule: RewriteRule, sizes: Sizes = (), constants: Constants = ()) ->
         axes=tuple(axes),
         reads=tuple(_access(t.name, t.dims) for t in given),
         writes=tuple(_access(t.name, t.dims) for t in made),
-        attrs=(("constants", constants), ("rule", rule.name), ("sizes", sizes)),
+        attrs=(
+            ("constant", constant),
+            ("constants", constants),
+            ("rule", rule.name),
+            ("sizes", sizes),
+        ),
     )
     tensors = [_tensor(t.name, t.dims, t.dtype, extents, t.role) for t in (*given, *made)]
     program = Program(name=graph.name, tensors=tuple(tensors), ops=(op,), outputs=graph.outputs)
@@ -238,8 +249,12 @@ def fuse_graphs(
     sizes has kernels.
     """
 
+    written = {access.tensor for op in program.ops for access in op.writes}
+    weights = {t.name for t in program.with_role("weight")} - written
+
     def made(match: Match) -> Program:
-        return graph_op(match.sized, match.sizes, match.constants)
+        constant = tuple(name for name, mine in match.names.items() if mine in weights)
+        return graph_op(match.sized, match.sizes, match.constants, constant)
 
     def is_good(match: Match) -> bool:
         found = match.confirmed

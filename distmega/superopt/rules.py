@@ -19,8 +19,9 @@ from distmega.program.types import Program
 from distmega.superopt.graph.text import parse_graph
 from distmega.superopt.proof.equivalence import Proof
 
-VERSION = 3
+VERSION = 4
 """Of the file's form, of uGraphs' text and of what a proof means."""
+LAUNCH_NUMBERS = 3
 
 
 SHIPPED = Path(__file__).with_name("rules.json")
@@ -31,7 +32,8 @@ SHIPPED = Path(__file__).with_name("rules.json")
 class RewriteRule:
     """program may be replaced by graph (its printed form). as_ops: also by the graph's ops one by
     one, stored in the program's types. program_us, graph_us: predicted on `machine`. launches:
-    warps and stages of each of the graph's kernels, as measured there; none where nobody did.
+    warps, stages and resident blocks of each of the graph's kernels, as measured there; none where
+    nobody did.
     """
 
     name: str
@@ -42,7 +44,7 @@ class RewriteRule:
     machine: str
     program_us: float
     graph_us: float
-    launches: tuple[tuple[int, int], ...] = ()
+    launches: tuple[tuple[int, int, int], ...] = ()
 
 
 @cache
@@ -107,7 +109,7 @@ def _encode(rule: RewriteRule) -> dict[str, object]:
         "graph": rule.graph.splitlines(),
         "proof": proof
         | {name: list(proof[name]) for name in ("uninterpreted", "free", "constants")},
-        "launches": [list(pair) for pair in rule.launches],
+        "launches": [list(launch) for launch in rule.launches],
     }
 
 
@@ -116,7 +118,9 @@ def _decode(body: dict[str, Any]) -> RewriteRule:
     proof["extents"] = tuple((str(a), int(n)) for a, n in proof["extents"])
     for name in ("uninterpreted", "free", "constants"):
         proof[name] = tuple(proof[name])
-    launches = tuple((int(warps), int(stages)) for warps, stages in body["launches"])
+    launches = tuple(tuple(map(int, launch)) for launch in body["launches"])
+    if any(len(launch) != LAUNCH_NUMBERS for launch in launches):
+        raise ValueError(f"launches {launches}")
     graph = "\n".join(body["graph"]) + "\n"
     parse_graph(graph)
     program = parse_program("\n".join(body["program"]))

@@ -266,8 +266,8 @@ def lower_program(
     fuse: joins library ops that one kernel can do (fuse.py), which rounds fewer intermediate
     results. rules: ops that are the program of one become an op that is its graph, before anything
     else is lowered; with `megakernel` its graph's ops, where that makes the program's `cost` less.
-    kept: names of ops that no rule replaces. is_usable: whether a rule at a program's sizes has
-    kernels. PlanError if a user asked for fused kernels without peer memory, or for no stream.
+    kept: names of ops that no rule replaces. is_usable: whether a rule's kernels pay at a program's
+    sizes. PlanError if a user asked for fused kernels without peer memory, or for no stream.
     """
     if type(max_streams) is not int or max_streams < 1:
         raise PlanError(

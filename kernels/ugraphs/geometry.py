@@ -17,8 +17,9 @@ from distmega.errors import UnsupportedError, VerifyError
 from distmega.kernels.machines import MACHINES
 from distmega.kernels.ugraphs.source import LAZY_ELEMENTS, GraphLaunch, graph_source
 from distmega.program.dtypes import item_bytes
-from distmega.sharding.search.cost import Machine
-from distmega.superopt.graph.cost import num_functions
+from distmega.sharding.search.cost import DEVICES, Machine
+from distmega.superopt.chains import joined_program
+from distmega.superopt.graph.cost import num_functions, program_us
 from distmega.superopt.graph.named import Dims
 from distmega.superopt.graph.regrid import (
     Parts,
@@ -67,13 +68,30 @@ THREAD_ELEMENTS = 64
 REGISTER_WARPS = 20
 """Warps that an SM's registers have room for, about 100 registers a thread."""
 
+TILE_BYTES = 160 * 1024
+"""Of an SM's registers, what may hold tiles of blocks that are taken in turn."""
+
 LINE_BYTES = 64
 """What memory reads at once: shorter runs cost as much."""
 
-SHARPNESS = 4
+START_US = 0.7
+"""From the end of a kernel to the next one's first instruction, in a CUDA graph."""
+
+EARLY_US = 0.7
+"""Less of that and of the first loads' latency where blocks start early."""
+
+STALL_US = 0.27
+"""Of an iteration that waits for a load that could not be started before."""
+
+LEAST_COPY = 4
+"""Bytes a thread copies to shared memory on its own: smaller loads are not started before."""
+
+SHARPNESS = 8
 """How closely the slowest of several limits is the time: below it, one that is near adds to it."""
 
 MOST_BLOCKS = 4096
+MOST_TURNS = 65536
+"""Blocks of a kernel that divides one axis, as they may be taken in turn."""
 LOOPS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 WARPS = (4, 8)
 MANY_WARPS = 16
@@ -94,7 +112,8 @@ def describe(kernel: Kernel, launch: GraphLaunch) -> str:
     """Such as "n:256 loop k:4, 8 warps, 3 stages"."""
     grid = " ".join(f"{axis}:{parts}" for axis, parts in kernel.grid) or "1"
     loop = f" loop {kernel.loop[0]}:{kernel.loop[1]}" if kernel.loop else ""
-    return f"{grid}{loop}, {launch.num_warps} warps, {launch.stages} stages"
+    turns = f", {launch.resident} at a time" if launch.resident else ""
+    return f"{grid}{loop}, {launch.num_warps} warps, {launch.stages} stages{turns}"
 
 
 def kernel_shapes(
@@ -141,10 +160,11 @@ def _divisions(graph: UGraph, kernel: Kernel, counts: Sequence[int]) -> Iterator
     loops = [n for n in counts if looped and extents[looped] % n == 0] or [1]
     for parts in product(*options):
         blocks = math.prod(parts)
-        if min(most, 64) <= blocks <= MOST_BLOCKS:
+        if min(most, 64) <= blocks <= (MOST_TURNS if len(axes) == 1 else MOST_BLOCKS):
             grid: Parts = tuple(zip(axes, parts, strict=True))
             for count in loops:
-                yield regrid_kernel(graph, kernel, grid, count)
+                if blocks <= MOST_BLOCKS or count == 1:
+                    yield regrid_kernel(graph, kernel, grid, count)
 
 
 def _parts_of(extent: int) -> list[int]:
@@ -158,6 +178,9 @@ def _launched(graph: UGraph, kernel: Kernel, machine: Machine) -> Iterator[Shape
     for warps in (*WARPS, MANY_WARPS) if early else WARPS:
         if block.largest > THREAD_ELEMENTS * 32 * warps:
             continue
+        for resident in block.residents(warps, machine):
+            launch = GraphLaunch(num_warps=warps, stages=1, early=True, resident=resident)
+            yield Shape(kernel=kernel, launch=launch, time_us=block.resident_us(launch, machine))
         for stages in STAGES if kernel.loop else (1,):
             stages = min(stages, kernel.loop[1]) if kernel.loop else 1
             launch = GraphLaunch(num_warps=warps, stages=max(stages, 1), early=early)
@@ -186,7 +209,8 @@ class _Block:
         self.axes = {load.name: tuple(a for d in load.dims for a in d) for load in kernel.loads}
         self.axes |= {op.name: op.axes for op in kernel.ops}
         self.rounds = kernel.loop[1] if kernel.loop else 1
-        self.moving = self.resting = 0.0
+        self.moving = self.resting = self.common = 0.0
+        self.least_moving = math.inf
         for load in kernel.loads:
             item = item_bytes(tensors[load.tensor].dtype)
             run = item * self.run(load.dims)
@@ -194,8 +218,11 @@ class _Block:
             size = self.of(self.axes[load.name]) * item * max(1.0, share / run)
             if load.fmap >= 0:
                 self.moving += size
+                self.least_moving = min(self.least_moving, self.of(self.axes[load.name]) * item)
             else:
                 self.resting += size
+            if all(dim < 0 for dim in load.imap):
+                self.common += size
         names = {x.tensor for x in kernel.loads} | {s.name for s in kernel.stores}
         self.memory = sum(
             math.prod(extents[a] for a in tensors[n].axes) * item_bytes(tensors[n].dtype)
@@ -267,7 +294,38 @@ class _Block:
         barriers = turns * rounds * ROUND_US * (1 + self._num_reductions(launch))
         gaps = turns if beside == 1 else 1  # else another block loads meanwhile
         ends = gaps * LATENCY_US / 2 + self._chain_us(launch)
-        return machine.launch_us + LATENCY_US + max(moved, computed, barriers) + ends
+        start = START_US - (EARLY_US if launch.early else 0.0)
+        if rounds > 1:
+            start += LATENCY_US
+            late = self.least_moving < LEAST_COPY * 32 * launch.num_warps
+            ends += turns * rounds * STALL_US if late else 0.0
+        return start + max(moved, computed, barriers) + ends
+
+    def residents(self, warps: int, machine: Machine) -> list[int]:
+        """How many blocks may take all in turn: as many on each SM as fit its registers with two
+        tiles each.
+        """
+        each = self.resting - self.common
+        if self.kernel.loop or not self.common or self.kernel.num_blocks < 4 * machine.num_sms:
+            return []
+        most = int(min(REGISTER_WARPS // warps, TILE_BYTES // max(2 * each, 1)))
+        return [machine.num_sms * count for count in range(1, most + 1)]
+
+    def resident_us(self, launch: GraphLaunch, machine: Machine) -> float:
+        """As time_us, of blocks that are taken in turn."""
+        each, beside = self.resting - self.common, launch.resident // machine.num_sms
+        turns = -(-self.kernel.num_blocks // launch.resident)
+        rate = machine.memory_bandwidth_bytes_per_us / machine.num_sms
+        passes = turns * beside
+        limits = (
+            self.memory * passes / self.kernel.num_blocks / rate,
+            (passes * each + beside * self.common) / (CACHE_RATE * rate),
+            turns * LATENCY_US,
+        )
+        moved = math.pow(sum(limit**SHARPNESS for limit in limits), 1 / SHARPNESS)
+        computed = passes * self.instructions / LANES_PER_US
+        start = START_US - (EARLY_US if launch.early else 0.0)
+        return start + max(moved, computed) + LATENCY_US / 2 + self._chain_us(launch)
 
     def _chain_us(self, launch: GraphLaunch) -> float:
         """What reductions outside of the loop take one after another: each thread's own elements,
@@ -329,8 +387,13 @@ def rule_plan(rule: RewriteRule) -> GraphPlan:
     if not rule.launches:
         return graph_plans(graph, machine, 1)[0]
     launches = tuple(
-        GraphLaunch(num_warps=warps, stages=stages, early=starts_early(kernel, machine))
-        for kernel, (warps, stages) in zip(graph.kernels, rule.launches, strict=True)
+        GraphLaunch(
+            num_warps=warps,
+            stages=stages,
+            early=resident > 0 or starts_early(kernel, machine),
+            resident=resident,
+        )
+        for kernel, (warps, stages, resident) in zip(graph.kernels, rule.launches, strict=True)
     )
     return GraphPlan(graph=graph, launches=launches, time_us=rule.graph_us)
 
@@ -344,6 +407,17 @@ def has_plan(rule: RewriteRule) -> bool:
     except UnsupportedError:
         return False
     return True
+
+
+@cache
+def pays(rule: RewriteRule) -> bool:
+    """Whether the rule's kernels are predicted to be faster than library ops: those that were
+    measured by the model that found them, which knows a kernel at its best, others by this one.
+    """
+    if rule.launches:
+        return rule.graph_us < rule.program_us
+    library_us = program_us(joined_program(rule.program), DEVICES[rule.machine])
+    return has_plan(rule) and rule_plan(rule).time_us < library_us
 
 
 def graph_plans(

@@ -6,7 +6,7 @@ measured that, as geometry.py chooses; elsewhere the graph's ops one by one. Use
 ../device_ops.py.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -25,8 +25,9 @@ from distmega.superopt.rules import RewriteRule
 class GraphOp:
     """One rule's graph, bound to no tensors."""
 
-    def __init__(self, rule: RewriteRule) -> None:
-        self.rule = rule
+    def __init__(self, rule: RewriteRule, constant: Iterable[str] = ()) -> None:
+        """constant: inputs that no kernel writes."""
+        self.rule, self.constant = rule, frozenset(constant)
         self.graph = parse_graph(rule.graph)
         self.inputs = [t.name for t in self.graph.tensors if t.role != "temp"]
 
@@ -44,7 +45,7 @@ class GraphOp:
     def runner(self) -> GraphRunner:
         """The graph's kernels; interpreted ones start in turn."""
         plan = rule_plan(self.rule)
-        launches = plan.launches
+        launches = tuple(replace(launch, constant=self.constant) for launch in plan.launches)
         if is_interpreted():
             launches = tuple(replace(launch, early=False) for launch in launches)
         return GraphRunner.of(plan.graph, launches)
@@ -63,4 +64,6 @@ class GraphOp:
 
 def compile_graph(op: Op, rules: Mapping[str, RewriteRule]) -> GraphOp:
     """The function of an op of kind FUSED_GRAPH. ProgramError where its rule is unknown."""
-    return GraphOp(op_rule(op, rules))
+    constant = op.attr("constant")
+    assert isinstance(constant, tuple), "as graph_op makes it"
+    return GraphOp(op_rule(op, rules), map(str, constant))

@@ -63,7 +63,8 @@ class GraphRunner:
             for kernel, launch in zip(self.graph.kernels, self.launches, strict=True):
                 arguments = [values[name] for name in kernel_tensors(kernel)]
                 options = {"num_warps": launch.num_warps, "launch_pdl": launch.early}
-                self._kernels[kernel.name][(kernel.num_blocks,)](*arguments, **options)
+                num_blocks = launch.resident or kernel.num_blocks
+                self._kernels[kernel.name][(num_blocks,)](*arguments, **options)
         return {name: values[name] for name in self.graph.outputs}
 
     def shape(self, tensor: GraphTensor) -> tuple[int, ...]:

@@ -67,11 +67,16 @@ class GraphLaunch:
     """How a kernel is compiled. stages: iterations whose loads are under way together. early:
     whether its blocks may start while the kernel before it on the stream runs, and wait for its end
     before they read, while their first tiles come into the L2 cache; the next one may start too.
+    resident: of a kernel without a loop, how many blocks are launched and take all others in turn,
+    the next one's loads under way meanwhile; 0 to launch all. constant: tensors that no kernel of
+    the stream writes, so that resident blocks that start early read their first tiles at once.
     """
 
     num_warps: int
     stages: int
     early: bool = False
+    resident: int = 0
+    constant: frozenset[str] = frozenset()
 
 
 def graph_source(graph: UGraph, launches: Sequence[GraphLaunch]) -> str:
@@ -129,6 +134,8 @@ class _Writer:
     def write(self) -> str:
         """The function."""
         kernel = self.kernel
+        if self.launch.resident:
+            return self.head() + self.write_turns()
         self.put_indices()
         if self.launch.early:
             self.put("gdc_launch_dependents()")
@@ -154,16 +161,67 @@ class _Writer:
         for store in kernel.stores:
             if store.fmap < 0:
                 self.put_store(store)
-        head = f"@triton.jit\ndef {kernel.name}({', '.join(self.arguments.values())}):\n"
-        return head + "\n".join(self.lines) + "\n"
+        return self.head() + "\n".join(self.lines) + "\n"
+
+    def head(self) -> str:
+        arguments = ", ".join(self.arguments.values())
+        return f"@triton.jit\ndef {self.kernel.name}({arguments}):\n"
+
+    def write_turns(self) -> str:
+        """The body of a kernel whose blocks are taken in turn. What is the same for all of them is
+        loaded and computed once.
+        """
+        kernel, count, step = self.kernel, self.kernel.num_blocks, self.launch.resident
+        if kernel.loop:
+            raise self.unsupported("blocks with a loop of their own, taken in turn")
+        each = [load for load in kernel.loads if any(dim >= 0 for dim in load.imap)]
+        first = [load for load in each if load.tensor in self.launch.constant]
+        common = {load.name for load in kernel.loads if load not in each}
+        for op in kernel.ops:
+            common |= {op.name} if common.issuperset(op.args) else set()
+        self.put_ranges()
+        self.put_offsets("tl.program_id(0)")
+        if self.launch.early:
+            self.put("gdc_launch_dependents()")
+            for load in first:
+                self.put_load(load)
+            self.put("gdc_wait()")
+        for load in kernel.loads:
+            if not self.launch.early or load not in first:
+                self.put_load(load)
+        ops = [op for stage in ("before", "after") for op in kernel.ops if op.stage == stage]
+        for op in ops:
+            if op.name in common:
+                self.put_op(op)
+        self.put(f"for turn in tl.range(tl.program_id(0), {count}, {step}, num_stages=1):")
+        self.indent += "    "
+        self.put_offsets(f"turn + {step}")
+        for load in each:
+            self.put_load(load, suffix="_next", inside=f"turn < {count - step}")
+        self.put_offsets("turn")
+        for op in ops:
+            if op.name not in common:
+                self.put_op(op)
+        for store in kernel.stores:
+            self.put_store(store)
+        for load in each:
+            name = f"x{kernel.loads.index(load)}"
+            self.put(f"{name} = {name}_next")
+        return "\n".join(self.lines) + "\n"
 
     def put_indices(self) -> None:
         """Where the block begins along each divided axis, and the indices within it."""
         if self.kernel.grid:
-            self.put("block = tl.program_id(0)")
+            self.put_offsets("tl.program_id(0)")
+        self.put_ranges()
+
+    def put_offsets(self, block: str) -> None:
+        self.put(f"block = {block}")
         for axis, parts in reversed(self.kernel.grid):
             self.put(f"o_{axis} = block % {parts} * {self.layout.tile(axis)}")
             self.put(f"block = block // {parts}")
+
+    def put_ranges(self) -> None:
         used = {a for load in self.kernel.loads for dim in load.dims for a in dim}
         for store in self.kernel.stores:
             used |= set(self.tensors[store.name].axes)
@@ -218,16 +276,18 @@ class _Writer:
             if ("body" if load.fmap >= 0 else "before") == stage:
                 self.put_load(load)
 
-    def put_load(self, load: Load) -> None:
+    def put_load(self, load: Load, suffix: str = "", inside: str = "") -> None:
+        """suffix: of its name. inside: a condition for all of it."""
         tensor = self.tensors[load.tensor]
         name = f"x{self.kernel.loads.index(load)}"
         axes = self.layout.dims([axis for dim in load.dims for axis in dim])
         position = self.position(tensor.name, load.dims, axes)
-        inside = self.layout.inside(axes, axes)
-        mask = f", mask={inside}, other=0.0" if inside else ""
+        padding = self.layout.inside(axes, axes)
+        mask = " & ".join(f"({one})" for one in (padding, inside) if one)
+        mask = f", mask={padding if not inside else mask}, other=0.0" if mask else ""
         shared = any(dim < 0 for dim in load.imap)
         policy = "evict_last" if shared else "evict_first"
-        self.put(f'{name} = tl.load({position}{mask}, eviction_policy="{policy}")')
+        self.put(f'{name}{suffix} = tl.load({position}{mask}, eviction_policy="{policy}")')
         exact = tensor.dtype if tensor.dtype in DTYPES else ""
         self.values[load.name] = BlockValue((Piece(name, axes, exact, zeroed=True),))
 

@@ -18,7 +18,7 @@ from distmega.superopt.graph.interpret import run_graph
 from distmega.superopt.graph.text import parse_graph
 from distmega.superopt.programs import read_case
 from distmega.superopt.rules import shipped_rules
-from tests.kernels.ugraphs.graphs import GRAPHS
+from tests.kernels.ugraphs.graphs import GRAPHS, TURNS
 
 pytestmark = pytest.mark.gpu
 
@@ -37,6 +37,27 @@ def test_small_graphs(text: str, early: bool):
     for name in graph.outputs:
         wanted = torch.tensor(expected[name][0][0], dtype=torch.float32).cuda()
         torch.testing.assert_close(found[name], wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("constant", [(), ("w",)])
+@pytest.mark.parametrize("resident", [1, 5, 12])
+def test_blocks_taken_in_turn(resident: int, constant: tuple[str, ...]):
+    """Each of several launches reads what the one before wrote."""
+    graph = parse_graph(TURNS)
+    launch = GraphLaunch(
+        num_warps=4, stages=1, early=True, resident=resident, constant=frozenset(constant)
+    )
+    run = GraphRunner.of(graph, [launch])
+    torch.manual_seed(0)
+    given = {
+        t.name: torch.randn(run.shape(t), device="cuda") for t in graph.tensors if t.role != "temp"
+    }
+    for _ in range(20):
+        x = given["x"]
+        y = run(given)["y"]
+        wanted = (x * given["g"]) @ given["w"].T * ((x * x).sum(1, keepdim=True) + 1.0).rsqrt()
+        torch.testing.assert_close(y, wanted, rtol=1e-4, atol=1e-4)
+        given["x"] = y[:, : x.shape[1]].contiguous()
 
 
 def test_compiled_programs_use_shipped_rules():

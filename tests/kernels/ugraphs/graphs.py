@@ -122,3 +122,25 @@ ugraph columns
 """,
 }
 """Printed graphs by what they show."""
+
+TURNS = """\
+ugraph turns
+  axis b:2
+  axis d:24
+  axis n:36
+  input x: f32[b, d]
+  weight g: f32[d]
+  weight w: f32[n, d]
+  temp y: f32[b, n]
+  kernel k0 grid n:12
+    load x = x(b, d) imap - fmap -
+    load g = g(d) imap - fmap -
+    load w = w(n, d) imap 0 fmap -
+    before v0 = contract[b] x x over d
+    before v1 = map[b, d] '(a0 * a1)' x g
+    before v2 = contract[b, n] w v1 over d
+    before y = map[b, n] '(rsqrt((a0 + 1.0)) * a1)' v0 v2
+    store y omap 1 fmap -
+  return y
+"""
+"""Blocks that may be taken in turn: what only x and g make is made once."""

@@ -1,6 +1,7 @@
 """Runs uGraphs' kernels under Triton's interpreter, in a process of its own: the interpreter is
 chosen before Triton is imported. Reads graphs from files, prints the largest error of each against
-the graph's own interpreter, as a share of the largest value.
+the graph's own interpreter, as a share of the largest value. A number behind a file's name is how
+many blocks take all of them in turn.
 """
 
 import os
@@ -62,10 +63,11 @@ def mended_interpreter() -> Iterator[None]:
         yield
 
 
-def error_of(graph: UGraph) -> float:
+def error_of(graph: UGraph, resident: int) -> float:
     """Of a graph in f32, on normal inputs."""
     rng = np.random.default_rng(0)
-    run = GraphRunner.of(graph, [GraphLaunch(num_warps=4, stages=2)] * len(graph.kernels))
+    launch = GraphLaunch(num_warps=4, stages=2, resident=resident)
+    run = GraphRunner.of(graph, [launch] * len(graph.kernels))
     inputs = {t.name: rng.standard_normal(run.shape(t)) for t in graph.tensors if t.role != "temp"}
     given = {name: torch.from_numpy(x).float() for name, x in inputs.items()}
     expected = run_graph(graph, {name: (x[None],) for name, x in inputs.items()}, Float())
@@ -78,6 +80,7 @@ def error_of(graph: UGraph) -> float:
 
 if __name__ == "__main__":
     with mended_interpreter():
-        for name in sys.argv[1:]:
-            text = Path(name).read_text()
-            print(f"{error_of(parse_graph(text)):.2e}", flush=True)
+        for argument in sys.argv[1:]:
+            name, _, resident = argument.partition(":")
+            graph = parse_graph(Path(name).read_text())
+            print(f"{error_of(graph, int(resident or 0)):.2e}", flush=True)

@@ -20,20 +20,23 @@ from distmega.superopt.graph.text import parse_graph
 from distmega.superopt.resize import resized_rule
 from distmega.superopt.rules import RewriteRule, shipped_rules
 from tests.kernels.sm90 import Machine, compile_kernel
-from tests.kernels.ugraphs.graphs import GRAPHS
+from tests.kernels.ugraphs.graphs import GRAPHS, TURNS
 
 TYPES = {"bf16": "*bf16", "f32": "*fp32"}
 
 
 def test_interpreted_kernels_give_what_graphs_give(tmp_path: Path):
+    cases = {name: (text, "") for name, text in GRAPHS.items()}
+    cases |= {f"turns of {n}": (TURNS, f":{n}") for n in (1, 5, 12)}
     files = []
-    for number, text in enumerate(GRAPHS.values()):
-        files.append(tmp_path / f"{number}.txt")
-        files[-1].write_text(text)
-    command = [sys.executable, "-m", "tests.kernels.ugraphs.interpreted", *map(str, files)]
+    for number, (text, resident) in enumerate(cases.values()):
+        path = tmp_path / f"{number}.txt"
+        path.write_text(text)
+        files.append(f"{path}{resident}")
+    command = [sys.executable, "-m", "tests.kernels.ugraphs.interpreted", *files]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    errors = dict(zip(GRAPHS, map(float, done.stdout.split()), strict=True))
+    errors = dict(zip(cases, map(float, done.stdout.split()), strict=True))
     assert all(error < 2e-6 for error in errors.values()), errors
 
 
@@ -97,6 +100,34 @@ def test_every_form_compiles_for_blocks_that_start_early(text: str):
         assert before.count("cp.async.bulk.prefetch.L2") == text.count("prefetch(")
         assert "ld.global" not in before
         assert "prefetch" not in after
+
+
+@pytest.mark.parametrize(
+    ("constant", "waits_for"), [((), ("t0", "t1", "t2")), (("w",), ("t0", "t1"))]
+)
+def test_blocks_that_are_taken_in_turn(constant: tuple[str, ...], waits_for: tuple[str, ...]):
+    """What no kernel writes is loaded before the wait; one tile is always under way."""
+    graph = parse_graph(TURNS)
+    launch = GraphLaunch(
+        num_warps=4, stages=1, early=True, resident=5, constant=frozenset(constant)
+    )
+    text = graph_source(graph, [launch])
+    _, after = text.split("gdc_wait()\n")
+    assert [f"t{n}" for n in range(3) if f"tl.load(t{n} " in after.partition("for turn")[0]] == [
+        *waits_for
+    ]
+    once, each = after.split("for turn in tl.range(tl.program_id(0), 12, 5, num_stages=1):")
+    assert "v0 = " in once
+    assert "v1 = " in once
+    assert "x2_next = tl.load(t2 " in each
+    assert " & (turn < 7), other=0.0" in each
+    (code,) = compiled(GraphPlan(graph=graph, launches=(launch,), time_us=0.0))
+    assert code.stack_bytes == 0
+    loads = code.ptx.split("griddepcontrol.wait")[0].count("ld.global")
+    assert (loads > 0) == bool(constant)
+    looped = parse_graph(VECTOR_NORM)
+    with pytest.raises(UnsupportedError, match="a loop of their own"):
+        graph_source(looped, [launch])
 
 
 class _Waits(Exception):
@@ -164,7 +195,7 @@ ugraph norm_linear
 
 
 def test_a_matrix_times_a_vector_is_loaded_ahead_and_uses_no_tensor_cores():
-    (code,) = compiled(graph_plans(parse_graph(VECTOR_NORM), H200, 1)[0])
+    (code,) = compiled(graph_plans(parse_graph(VECTOR_NORM), H200, 1, (8, 16, 32))[0])
     assert code.stack_bytes == 0
     assert "mma" not in code.ptx
     assert "cp.async.cg.shared.global" in code.ptx
