@@ -177,8 +177,12 @@ def prepare_all(
 ) -> list[Plans]:
     """prepare() of all cases at once."""
     os.environ.setdefault("TRITON_CACHE_DIR", str(Path.home() / ".triton" / "cache"))
-    with ProcessPoolExecutor(MOST_PROCESSES, get_context("spawn")) as pool:
-        return list(pool.map(prepare, cases, *([x] * len(cases) for x in (known, peers, again))))
+    others = ([x] * len(cases) for x in (known, peers, again))
+    with (
+        patch.dict(os.environ, {"TORCHINDUCTOR_COMPILE_THREADS": "1"}),
+        ProcessPoolExecutor(MOST_PROCESSES, get_context("spawn")) as pool,
+    ):
+        return list(pool.map(prepare, cases, *others))
 
 
 def tune(
