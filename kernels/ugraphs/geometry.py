@@ -51,6 +51,11 @@ CACHE_RATE = 1.5
 ROUND_US = 0.15
 """What an iteration takes besides: barriers, and reductions among warps."""
 
+SPLIT_INSTRUCTIONS = 100
+"""Per element of a product's operand that is split in two: it goes from registers to shared memory
+and back before tensor cores may start.
+"""
+
 LANES_PER_US = 128 * 1700.0
 """Instructions of an SM."""
 
@@ -71,7 +76,7 @@ REGISTER_WARPS = 20
 TILE_BYTES = 160 * 1024
 """Of an SM's registers, what may hold tiles of blocks that are taken in turn."""
 
-LINE_BYTES = 64
+LINE_BYTES = 128
 """What memory reads at once: shorter runs cost as much."""
 
 START_US = 0.7
@@ -223,6 +228,7 @@ class _Block:
                 self.resting += size
             if all(dim < 0 for dim in load.imap):
                 self.common += size
+        self._loaded = {load.name for load in kernel.loads}
         names = {x.tensor for x in kernel.loads} | {s.name for s in kernel.stores}
         self.memory = sum(
             math.prod(extents[a] for a in tensors[n].axes) * item_bytes(tensors[n].dtype)
@@ -264,7 +270,9 @@ class _Block:
         rounds = self.rounds if op.stage == "body" else 1
         read = LOAD_INSTRUCTIONS * sum(self.of(self.axes[arg]) for arg in op.args)
         if self._is_product(op):
-            return rounds * (read + self.of({*op.axes, *op.reduced}) / 8)
+            split = sum(self.of(self.axes[arg]) for arg in op.args if arg not in self._loaded)
+            multiplied = self.of({*op.axes, *op.reduced}) / 8
+            return rounds * (read + SPLIT_INSTRUCTIONS * split + multiplied)
         if op.kind == "map":
             return rounds * num_functions("map", op.expr) * self.of(op.axes)
         if op.kind == "cat":

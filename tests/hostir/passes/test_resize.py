@@ -71,15 +71,15 @@ def rules_of(host: HostProgram) -> list[str]:
     return [str(op.attr("rule")) for op in ops if op.kind == FUSED_GRAPH]
 
 
-@pytest.mark.parametrize(("num_ranks", "batch"), [(1, 1), (2, 4)])
-def test_rules_make_ops_whose_sizes_are_no_rows_of_prompts(num_ranks: int, batch: int):
-    """The last norm and the logits, one row a sequence; those of all rows are left alone."""
-    decode_plan = decode_plan_of("llama-3.2-1b", num_ranks, batch)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_rules_make_ops_whose_sizes_are_no_rows_of_prompts(num_ranks: int):
+    """The last norm and the logits, of one row; those of all rows are left alone."""
+    decode_plan = decode_plan_of("llama-3.2-1b", num_ranks)
     (rule,) = rules_of(lower_prefill(decode_plan, 64, "none"))
     assert rule.startswith("rmsnorm_linear.")
     assert rules_of(lower_prefill(decode_plan, 64, "all")) == []
     assert rules_of(lower_library_decode(decode_plan)) != [rule]
-    on_cpu = decode_plan_of("llama-3.2-1b", num_ranks, batch, CPU)
+    on_cpu = decode_plan_of("llama-3.2-1b", num_ranks, machine=CPU)
     assert rules_of(lower_prefill(on_cpu, 64, "none")) == []
 
 

@@ -13,7 +13,13 @@ import pytest
 
 from distmega.errors import UnsupportedError
 from distmega.kernels.machines import H200
-from distmega.kernels.ugraphs.geometry import GraphPlan, graph_plans, has_plan, rule_plan
+from distmega.kernels.ugraphs.geometry import (
+    GraphPlan,
+    graph_plans,
+    has_plan,
+    pays,
+    rule_plan,
+)
 from distmega.kernels.ugraphs.runner import load_kernels
 from distmega.kernels.ugraphs.source import GraphLaunch, graph_source, kernel_tensors
 from distmega.superopt.graph.text import parse_graph
@@ -270,6 +276,18 @@ def test_rules_that_can_be_launched_are_told_from_others():
     looped = rule("rmsnorm_linear.k4096.n128256.rows1")
     assert has_plan(looped)
     assert not has_plan(resized_rule(looped, (("n", 2**20),))), "offsets of 32 bits"
+
+
+def test_rules_pay_where_their_kernels_do():
+    """As measured: one row, or operands that tensor cores take as they are; products of what a
+    kernel makes in every block lose against one library call from some rows on.
+    """
+    norm, mlp = rule("rmsnorm_linear.k2048.n128256.rows1"), rule("gated_mlp.k4096.n11008.rows16")
+    assert pays(norm)
+    assert pays(resized_rule(mlp, (("m0", 32), ("k", 2048), ("n", 8192))))
+    rows = rule("rmsnorm_linear.k4096.n4096.rows16")
+    for m in (8, 32):
+        assert not pays(resized_rule(rows, (("m0", m), ("d", 2048), ("n", 128256))))
 
 
 def test_a_value_that_no_sm_holds_is_named():
