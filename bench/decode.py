@@ -5,7 +5,8 @@
 A case names a preset, a batch, a position of the KV cache, the same for all sequences, and how
 many GPUs share the model, 1 unless said; weights and the cache are random, bf16, and both sides
 use one cache. The floor is the bytes of all weights, cached keys and values that a GPU reads in a
-step over the rate of a device copy, measured in the same run.
+step over the rate of a device copy, measured in the same run; of experts those that the steps' rows
+have chosen, as the kernel counts them.
 Writes bench/results/decode-<device>.json; `make tables` writes
 the table of docs/performance.md from it.
 """
@@ -27,6 +28,7 @@ from bench.torch_decoder import make_peer
 from distmega.engine.engine import Engine
 from distmega.engine.requests import EngineOptions
 from distmega.hostir.comm.communicator import Communicator
+from distmega.kernels.hopper.batch.runner import BatchRunner
 from distmega.models.config import ModelConfig
 from distmega.models.weights.tensors import weight_specs
 from distmega.sources.load import open_model
@@ -39,6 +41,7 @@ CASES = (
         for batch in (1, 16)
         for context in (4096, 32768)
     ),
+    *(f"qwen3-30b-a3b batch={batch} ctx=512" for batch in (1, 8, 16)),
 )
 STEPS = 16
 """Decode steps between two events: a launch of ours, so many calls of the peer."""
@@ -60,15 +63,34 @@ def parse_case(text: str) -> Case:
     return Case(text, *read_case(text, "batch", "ctx"))
 
 
-def step_bytes(config: ModelConfig, case: Case) -> int:
+def step_bytes(config: ModelConfig, case: Case, num_hits: float) -> float:
     """Bytes that a step reads: all weights but the embedding, unless it is also the head, and the
-    cached keys and values.
+    cached keys and values. num_hits: experts of all layers that some row chooses.
     """
     skipped = set() if config.tied else {"embed"}
     specs = weight_specs(config)
-    weights = sum(2 * math.prod(specs[name].shape) for name in specs if name not in skipped)
+    sizes = {name: 2 * math.prod(specs[name].shape) for name in specs if name not in skipped}
+    experts = [name for name in sizes if name.rpartition(".")[2].startswith("expert_")]
+    of_experts = sum(sizes.pop(name) for name in experts)
+    num_experts = config.num_experts * len(layers_of_experts(config))
+    hit = of_experts * num_hits / num_experts if experts else 0.0
     position = 2 * 2 * config.num_layers * config.num_kv_heads * config.head_dim
-    return weights + case.batch * (case.context - 1) * position
+    return sum(sizes.values()) + hit + case.batch * (case.context - 1) * position
+
+
+def layers_of_experts(config: ModelConfig) -> list[int]:
+    return [layer for layer in range(config.num_layers) if config.has_experts(layer)]
+
+
+def hits_of(case: Case, config: ModelConfig, engine: Engine, run: Call) -> float:
+    """Experts of all layers that rows of a step choose, in the mean over the steps of a run."""
+    if case.batch == 1 or not layers_of_experts(config):
+        return config.experts_per_token * len(layers_of_experts(config))
+    stepping = engine.stepping
+    assert isinstance(stepping, BatchRunner)
+    before = stepping.num_hits
+    run()
+    return (stepping.num_hits - before) / STEPS
 
 
 def open_engine(case: Case, comm: Communicator) -> Engine:
@@ -90,7 +112,8 @@ def our_step(case: Case, engine: Engine) -> Call:
         )
 
     def run() -> None:
-        stepping.start([1] * case.batch, [case.context - 1] * case.batch)
+        # other tokens, since rows that are alike go to the same experts
+        stepping.start(range(1, case.batch + 1), [case.context - 1] * case.batch)
         stepping.decode(STEPS)
 
     return run
@@ -164,7 +187,8 @@ def measure(case: Case, comm: Communicator, rounds: int, with_peer: bool) -> Rec
             times[name].append(elapsed_us(run, STEPS))
     medians = {name: round(statistics.median(found), 1) for name, found in times.items()}
     ours_us = medians.pop("ours")
-    floor_us = step_bytes(config, case) / case.num_ranks / copy_bytes_per_us()
+    num_hits = hits_of(case, config, engine, runs["ours"])
+    floor_us = step_bytes(config, case, num_hits) / case.num_ranks / copy_bytes_per_us()
     return Record(
         case=case.text,
         device=torch.cuda.get_device_name(),
