@@ -15,6 +15,7 @@ from distmega.kernels.hopper.batch_plan.words import (
     BEST_WORDS,
     READY_WORDS,
     BatchAttention,
+    BatchExperts,
     BatchNorm,
     BatchPointwise,
     BatchSample,
@@ -35,6 +36,8 @@ from distmega.kernels.hopper.plan.words import (
 )
 
 NAMED_DEBTORS = 3
+WITHOUT_ROWS = BatchAttention | BatchExperts | BatchNorm | BatchPointwise | BatchSample
+"""Instructions that name no rows of an SM."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,9 +188,7 @@ def _batch_debtor(queues: BatchQueues, word: int, number: int) -> str:
         (
             sm
             for sm, queue in enumerate(queues.queues)
-            if not isinstance(
-                one := queue[number], BatchAttention | BatchSample | BatchNorm | BatchPointwise
-            )
+            if not isinstance(one := queue[number], WITHOUT_ROWS)
             and one.row0 <= row < one.row0 + one.num_units * UNIT_ROWS
         ),
         None,
@@ -202,6 +203,6 @@ def describe_batch(queues: BatchQueues, number: int, sm: int | None = None) -> s
     found = f"instruction {number}, {one.name}"
     if isinstance(one, BatchNorm):
         found = f"instruction {number}, norm before {one.name}"
-    if sm is None or isinstance(one, BatchAttention | BatchSample | BatchNorm | BatchPointwise):
+    if sm is None or isinstance(one, WITHOUT_ROWS):
         return found
     return f"{found}, rows {one.row0} to {min(one.row0 + one.num_units * UNIT_ROWS, one.num_rows)}"

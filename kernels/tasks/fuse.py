@@ -11,9 +11,9 @@ structure of ops and at who uses their results, never at names and never at one 
 - contractions of the same x whose results leave as they are stand side by side in one;
 - a sum over ranks, and the choice of a token, join the contraction before them;
 - rotations, the norms before them and appends to caches join the attention that they serve;
-- experts of one row: the choice of them is a fused op, their first matrices with what joins them
-  one contraction whose rows lie where the choice says, their last ones one whose columns do; what
-  an expert weighs stands before the last product, since it can be multiplied in on either side.
+- experts: the choice of them is a fused op, their first matrices with what joins them one
+  contraction whose rows lie where the choice says, their last ones one whose columns do; what an
+  expert weighs stands before the last product, since it can be multiplied in on either side.
 - a chain that takes no product, or a norm or softmax that no contraction takes in, is pointwise
   work on rows, whose first argument may be normalised.
 
@@ -67,9 +67,9 @@ class ExpertSlots:
     """Weights [num_experts, n, k] of which a contraction takes the matrices of num_chosen experts,
     those of the slots of `routing`, a FusedRouting.
 
-    by "rows": of one x each slot makes a row of the result, [num_chosen, n], and what its expert
-    weighs is the last argument of the formula. by "columns": each slot has a row of x
-    [num_chosen, k], and their products are added up.
+    by "rows": of a row of x each slot makes a row of the result, [num_chosen, n], and what its
+    expert weighs is the last argument of the formula. by "columns": each slot has a row of x
+    [num_chosen, k], and their products are added up. Of several rows each has slots of its own.
     """
 
     routing: str
@@ -104,7 +104,7 @@ class FusedContraction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FusedRouting:
-    """The experts of the num_chosen largest of num_experts `scores` of one row, a slot each, and
+    """The experts of the num_chosen largest of num_experts `scores` of each row, a slot each, and
     what they weigh; see ops.top_k for order and weighing. name: of the op that sorts rows.
     """
 
@@ -424,7 +424,7 @@ class _SegmentFusion:
         )
 
     def fuse_routing(self, op: Op) -> Fused:
-        """The choice of experts of one row: its largest scores, and the sorting of rows by expert,
+        """The choice of experts of each row: its largest scores, and the sorting of rows by expert,
         which leaves nothing to be done.
         """
         top = self.producers.get(self.read(op, 0))
@@ -440,7 +440,7 @@ class _SegmentFusion:
             "pointwise",
         }
         made = {write.tensor for one in (top, op) for write in one.writes}
-        if shape[0] > 1 or self.only_user(chosen) is not op or uses - {"scatter_add"} or sorts:
+        if self.only_user(chosen) is not op or uses - {"scatter_add"} or sorts:
             raise _unfit(top)
         if made & self.outputs:
             raise _unfit(op)
@@ -454,7 +454,7 @@ class _SegmentFusion:
         )
 
     def fuse_expert_rows(self, op: Op) -> Fused:
-        """The first matrices of the experts that a row goes to, and what joins their products."""
+        """The first matrices of the experts that rows go to, and what joins their products."""
         products = self.users.get(_out(op), [])
         if not products or any(one.kind != "grouped_linear" for one in products):
             raise _unfit(op)

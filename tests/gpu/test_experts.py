@@ -81,7 +81,7 @@ def outcome(step: CompiledProgram, values: dict[str, Tensor], device: str) -> Te
     [
         (3, 192, True, "softmax_chosen"),
         (8, 768, True, "softmax_chosen"),
-        (16, 64, False, "softmax"),
+        (16, 72, False, "softmax"),
         (16, 1088, True, "values"),
     ],
 )

@@ -88,7 +88,11 @@ class Warp:
         return "", mask
 
     def read(self, word: str) -> Lanes:
-        special = {"%tid.x": self.number * LANES + np.arange(LANES), "%laneid": np.arange(LANES)}
+        special = {
+            "%tid.x": self.number * LANES + np.arange(LANES),
+            "%laneid": np.arange(LANES),
+            "%lanemask_lt": (1 << np.arange(LANES)) - 1,
+        }
         if word in special:
             return special[word].astype(np.uint32)
         if word.startswith("0f"):
@@ -146,6 +150,9 @@ class Warp:
             self.write(words[0], (matrix[:, ::2] | matrix[:, 1::2] << 16).reshape(-1), mask)
         elif kind[0] == "mma":
             self.multiply(words, mask)
+        elif kind[0] == "vote":
+            bits = self.read(words[1]).astype(bool)
+            self.write(words[0], np.full(LANES, (bits << np.arange(LANES)).sum()), mask)
         elif kind[0] == "shfl":
             lane = np.arange(LANES)
             other = self.read(words[2]).astype(np.int64)
@@ -195,6 +202,10 @@ class Warp:
             self.write(words[0], _INTEGER[kind[0]](*signed), mask)
 
 
+def _count_bits(words: Lanes) -> Lanes:
+    return np.unpackbits(np.ascontiguousarray(words).view(np.uint8)).reshape(LANES, -1).sum(axis=1)
+
+
 _COMPARE: dict[str, Callable[[Lanes, Lanes], Lanes]] = {
     "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
     "ge": np.greater_equal,
@@ -206,7 +217,8 @@ _FLOAT: dict[str, Callable[..., Lanes]] = {
 }  # fmt: skip
 _INTEGER: dict[str, Callable[..., Lanes]] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.floor_divide,
-    "and": np.bitwise_and, "xor": np.bitwise_xor, "min": np.minimum, "mov": lambda a: a,
+    "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "popc": _count_bits,
+    "min": np.minimum, "mov": lambda a: a,
     "shr": lambda a, b: a >> b, "shl": lambda a, b: a << b,
     "mad": lambda a, b, c: a * b + c,
 }  # fmt: skip

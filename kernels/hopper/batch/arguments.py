@@ -13,6 +13,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from distmega.kernels.hopper.batch_plan.types import BatchEpilogues, BatchFormulas
+from distmega.kernels.hopper.plan.types import ExpertShape
 
 
 class BatchMemory(NamedTuple):
@@ -102,3 +103,4 @@ class BatchSpec:
     num_ranks: int
     stages: int
     ahead: int
+    experts: ExpertShape | None = None

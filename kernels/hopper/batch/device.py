@@ -98,7 +98,27 @@ def pair_index(column, b):
 def load_x(x, chunk, half: gl.constexpr):
     """Columns 512 * half on of chunk `chunk` of x, [8 warps, 16, 64], as an operand."""
     at = x + (chunk * 2 + half) * HALF_CHUNK + gl.arange(0, HALF_CHUNK, layout=X_BLOCKS)
-    loaded = gl.load(at, cache_modifier=".cg")
+    return as_operand(gl.load(at, cache_modifier=".cg"))
+
+
+@gluon.jit
+def load_some_x(x, chunk, half: gl.constexpr, rows):
+    """The same of rows whose bits are set in `rows`. Of two that a lane holds, b and b + 8, either
+    both come or none; in place of others the zeros of chunk 0.
+    """
+    i = gl.arange(0, HALF_CHUNK, layout=X_BLOCKS)
+    counts = ((rows >> (i // 32 % 8)) & 0x101) != 0
+    # a mask would cost registers, 16 bits at a time; and what a thread loads is at constant
+    # distances from one place (X_BLOCKS)
+    own = i & 0x307
+    place = gl.where(counts, chunk * (2 * HALF_CHUNK) + i - own, 0)
+    at = gl.max_contiguous(gl.multiple_of(place + (half * HALF_CHUNK + own), [8]), [8])
+    return as_operand(gl.load(x + at, cache_modifier=".cg"))
+
+
+@gluon.jit
+def as_operand(loaded):
+    """Half a chunk, [8192], as an operand."""
     split = gl.reshape(loaded, [NUM_WARPS, 4, 8, 4, 2, 2, 2])
     ordered = gl.permute(split, [0, 5, 2, 1, 4, 3, 6])
     return gl.convert_layout(gl.reshape(ordered, [NUM_WARPS, BATCH, SLICE_K]), X_DOT)

@@ -12,15 +12,17 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from distmega.kernels.gluon_compat import reinterpret
+from distmega.kernels.gluon_compat import cta_barrier, keep_alive, reinterpret
 from distmega.kernels.hopper.batch.arguments import SlotRing
 from distmega.kernels.hopper.batch.attention import attention_task, count_blocks, first_piece
 from distmega.kernels.hopper.batch.device import signal_event, wait_event
+from distmega.kernels.hopper.batch.experts import is_of_rows
 from distmega.kernels.hopper.batch.limits import sample_within_limits
 from distmega.kernels.hopper.batch.linear import embed_task, linear_task, next_tokens
 from distmega.kernels.hopper.batch.loader import loader
 from distmega.kernels.hopper.batch.norms import norm_task
 from distmega.kernels.hopper.batch.pointwise import pointwise_task
+from distmega.kernels.hopper.batch.route import Choice, padded, route_task
 from distmega.kernels.hopper.batch.sample import sample_tokens
 from distmega.kernels.hopper.batch.team import as_floats, hear_ranks, push_logits, symmetric_of
 from distmega.kernels.hopper.batch_plan.fields import (
@@ -42,11 +44,13 @@ from distmega.kernels.hopper.batch_plan.fields import (
     STATE_TOKENS,
 )
 from distmega.kernels.hopper.epilogues import count, field
+from distmega.kernels.hopper.one_row.products import address_of, write_addresses
 from distmega.kernels.hopper.plan.fields import GREEDY, SAMPLED, WORDS
 from distmega.kernels.hopper.ptx.device import fence_all, fetch, keep
 from distmega.kernels.hopper.ptx.shapes import (
     MMA_M,
     NUM_WARPS,
+    PLAIN,
     PLAIN2,
     PLAIN3,
     SLICE_K,
@@ -113,7 +117,8 @@ def is_head(words, EPILOGUES: gl.constexpr):
 @gluon.jit
 def compute(
     queue, num_instructions, num_steps, state, batch, num_sms, max_context, memory, eps, scale,
-    sample_words, peers, red, qs, ml, scratch, ring, step_bar, spec: gl.constexpr,
+    sample_words, peers, red, qs, ml, scratch, ring, step_bar, place, opened_bar, chosen_bar,
+    spec: gl.constexpr,
 ):
     """Partition of eight warps. With several ranks what instruction i of step s exchanges is
     flagged s * num_instructions + i + 1.
@@ -121,6 +126,7 @@ def compute(
     RANKS: gl.constexpr = spec.num_ranks
     EPILOGUES: gl.constexpr = spec.epilogues
     FORMULAS: gl.constexpr = spec.formulas
+    EXPERTS: gl.constexpr = spec.experts
     CHOICE: gl.constexpr = spec.choice
     HEADS: gl.constexpr = spec.num_kv_heads * spec.num_parts
     LIMITED: gl.constexpr = CHOICE > SAMPLED and CHOICE < NO_CHOICE
@@ -142,7 +148,12 @@ def compute(
         start = 0
         for i in range(num_instructions - 1 if GATHERS else num_instructions):
             following = gl.where(i + 1 == num_instructions, 0, i + 1)
-            ahead = fetch(queue, following)
+            if EXPERTS is None:
+                ahead = fetch(queue, following)
+            else:
+                # no registers to keep the next one in; this one comes while it waits
+                words = fetch(queue, i)
+                ahead = words
             epoch = epoch0 + step + gl.where(i > 0, 1, 0)
             before = gl.where(i > 0, i, num_instructions) - 1
             if RANKS > 1:
@@ -190,9 +201,16 @@ def compute(
                 )
                 ahead = fetch(queue, following)  # again: no registers to keep it in meanwhile
             else:
+                if EXPERTS is not None:  # noqa: SIM102  a constant
+                    if is_of_rows(words):
+                        route_task(
+                            words, memory.numbers, state, batch, step, sm, place, opened_bar,
+                            chosen_bar, EXPERTS,
+                        )
                 it = linear_task(
-                    words, queue, i, memory, peers, sm, eps, red, ring, it, flag, EPILOGUES,
-                    CHOICE, RANKS, spec.stages, spec.whole_slices, spec.wide_norms,
+                    words, queue, i, memory, peers, sm, num_sms, eps, red, ring, it, flag, place,
+                    EXPERTS, EPILOGUES, CHOICE, RANKS, spec.stages, spec.whole_slices,
+                    spec.wide_norms,
                 )
                 if CHOICE == SAMPLED and is_head(words, EPILOGUES):
                     sample_tokens(
@@ -249,6 +267,7 @@ def decode_batch(
     word of events where lists of samples lie. peers: a tuple of the events of all ranks, as int64,
     in memory that all can write; None for one rank. spec: BatchSpec.
     """
+    EXPERTS: gl.constexpr = spec.experts
     sm = gl.program_id(0)
     queue = queues + sm * num_instructions * WORDS
     slots = gl.allocate_shared_memory(gl.bfloat16, [spec.stages, TILE_ROWS, SLICE_K], TILE_SHARED)
@@ -256,6 +275,19 @@ def decode_batch(
     scratch = reinterpret(red, gl.float32, [NUM_WARPS, UNIT_ROWS, 64], PLAIN3)
     qs = gl.allocate_shared_memory(gl.bfloat16, [spec.head_dim // 64, MMA_M, 64], PLAIN2)
     ml = gl.allocate_shared_memory(gl.float32, [2, NUM_WARPS, MMA_M], PLAIN2)
+    if EXPERTS is not None:
+        weighed = gl.allocate_shared_memory(gl.float32, [BATCH * padded(EXPERTS)], PLAIN)
+        hits = gl.allocate_shared_memory(gl.int32, [2 * padded(EXPERTS)], PLAIN)
+        write_addresses()
+        cta_barrier()
+        place = Choice(address_of(weighed), address_of(hits))
+        cta_barrier()
+        opened_bar = make_barriers(1)
+        chosen_bar = make_barriers(1)
+    else:
+        place: gl.constexpr = 0  # type: ignore[no-redef]
+        opened_bar: gl.constexpr = 0  # type: ignore[no-redef]
+        chosen_bar: gl.constexpr = 0  # type: ignore[no-redef]
     ring = SlotRing(slots, make_barriers(spec.stages), make_barriers(spec.stages))
     step_bar = make_barriers(1)
     gl.warp_specialize(
@@ -264,15 +296,21 @@ def decode_batch(
                 compute,
                 (
                     queue, num_instructions, num_steps, state, batch, num_sms, max_context, memory,
-                    eps, scale, sample_words, peers, red, qs, ml, scratch, ring, step_bar, spec,
+                    eps, scale, sample_words, peers, red, qs, ml, scratch, ring, step_bar, place,
+                    opened_bar, chosen_bar, spec,
                 ),
             ),
             (
                 loader,
                 (
                     (weights0, weights1, weights2), cache_tiles, queue, num_instructions, num_steps,
-                    state, batch, num_sms, max_context, ring, step_bar, spec,
+                    state, batch, num_sms, max_context, ring, step_bar, place, opened_bar,
+                    chosen_bar, spec,
                 ),
             ),
         ], [1], [40],
     )
+    if EXPERTS is not None:
+        # PTX alone writes these, unseen by Triton
+        keep_alive(weighed)
+        keep_alive(hits)

@@ -14,7 +14,15 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.runtime.jit import constexpr_function
 
 from distmega.kernels.gluon_compat import reinterpret
-from distmega.kernels.hopper.batch.device import load_x, pair_index
+from distmega.kernels.hopper.batch.device import load_some_x, load_x, pair_index
+from distmega.kernels.hopper.batch.experts import (
+    group_from,
+    is_of_columns,
+    rows_of_chunk,
+    rows_of_group,
+    share_of,
+    write_weighted,
+)
 from distmega.kernels.hopper.batch.limits import NO_ROW
 from distmega.kernels.hopper.batch.team import (
     argmax_of_ranks,
@@ -367,9 +375,28 @@ def sum_results(
 
 
 @gluon.jit
-def multiply_group(x0, x1, x, first, num_chunks, num, red, ring, it, STAGES: gl.constexpr):
+def load_chunk(x, first, chunk, rows, chosen, of_columns, EXPERTS: gl.constexpr):
+    """Both halves of chunk `chunk` behind the first; where there are experts, of rows that count
+    (rows_of_chunk).
+    """
+    if EXPERTS is None:
+        x0 = load_x(x, first + chunk, 0)
+        x1 = load_x(x, first + chunk, 1)
+    else:
+        counted = rows_of_chunk(rows, chosen, chunk, of_columns, EXPERTS)
+        x0 = load_some_x(x, first + chunk, 0, counted)
+        x1 = load_some_x(x, first + chunk, 1, counted)
+    return x0, x1
+
+
+@gluon.jit
+def multiply_group(
+    x0, x1, x, first, num_chunks, num, red, ring, it, rows, chosen, of_columns,
+    EXPERTS: gl.constexpr, STAGES: gl.constexpr,
+):
     """num units, at most 8, times the x that starts at chunk `first`, which is x0 and x1; sums of
-    the first 4 units in shared memory, of the others here.
+    the first 4 units in shared memory, of the others here. rows, chosen, of_columns: see
+    load_chunk.
     """
     a0 = gl.zeros([NUM_WARPS, MMA_M, UNIT_ROWS], gl.float32, layout=MMA3)
     a1 = a0
@@ -380,9 +407,8 @@ def multiply_group(x0, x1, x, first, num_chunks, num, red, ring, it, STAGES: gl.
     a6 = a0
     a7 = a0
     for chunk in range(keep(num_chunks)):
-        ahead = first + gl.minimum(chunk + 1, num_chunks - 1)
-        n0 = load_x(x, ahead, 0)
-        n1 = load_x(x, ahead, 1)
+        ahead = gl.minimum(chunk + 1, num_chunks - 1)
+        n0, n1 = load_chunk(x, first, ahead, rows, chosen, of_columns, EXPERTS)
         a0, it = multiply_tile(x0, x1, a0, ring, it, STAGES)
         if num > 1:
             a1, it = multiply_tile(x0, x1, a1, ring, it, STAGES)
@@ -440,16 +466,90 @@ def ask_early(words, memory, EPILOGUES: gl.constexpr, NUMBER: gl.constexpr):
 
 
 @gluon.jit
+def group_task(
+    words, memory, peers, x, eps, factor, alarm, first, group, num_units, num_chunks, squares, best,
+    best_row, red, ring, it, flag, rows, chosen, of_columns, EXPERTS: gl.constexpr,
+    EPILOGUES: gl.constexpr, CHOICE: gl.constexpr, RANKS: gl.constexpr, STAGES: gl.constexpr,
+    WHOLE_SLICES: gl.constexpr, WIDE: gl.constexpr,
+):
+    """Units from number `group` on, up to 8 before number num_units: products and epilogue; what
+    the first group, number `first`, finds for all comes in and goes out. rows, chosen, of_columns:
+    see load_chunk; the rest as of linear_task.
+    """
+    NUM: gl.constexpr = count(EPILOGUES)
+    opcode = words[OPCODE]
+    x0, x1 = load_chunk(x, words[SRC], 0, rows, chosen, of_columns, EXPERTS)
+    if group == first:
+        for i in gl.static_range(NUM):
+            if RANKS == 1 and asks_early(EPILOGUES, i):  # noqa: SIM102  a constant
+                if opcode == i:
+                    ask_early(words, memory, EPILOGUES, i)
+        if (words[PACKED] & NORMED) != 0:
+            factor = norm_factors(words, memory.sums, eps, WHOLE_SLICES)
+    a4, a5, a6, a7, it = multiply_group(
+        x0, x1, x, words[SRC], num_chunks, num_units - group, red, ring, it, rows, chosen,
+        of_columns, EXPERTS, STAGES,
+    )
+    for unit in range(group, gl.minimum(group + GROUP_UNITS, num_units), ROUND_UNITS):
+        if unit > group:
+            store_round(red, a4, a5, a6, a7)
+        y = sum_round(red) * gl.expand_dims(factor, 0)
+        row, b, mine = round_rows(words, unit)
+        for i in gl.static_range(NUM):
+            if opcode == i:
+                if field(EPILOGUES, i, "weighted"):
+                    write_weighted(
+                        words, memory.acts, y, unit, num_units, chosen, EXPERTS, EPILOGUES, i,
+                    )
+                elif field(EPILOGUES, i, "num_streams") == 2:
+                    write_mixed(
+                        words, memory.numbers, memory.acts, memory.vectors, y, unit, EPILOGUES, i,
+                        WHOLE_SLICES,
+                    )
+                else:
+                    z = y
+                    if field(EPILOGUES, i, "biased"):
+                        at_bias = words[LIN_BIAS]
+                        if field(EPILOGUES, i, "ranked"):
+                            at_bias = words[HEAD_BIAS]
+                        z += bias_of(at_bias, memory.vectors, row, mine)
+                    if field(EPILOGUES, i, "summed"):
+                        push_round(words, peers, z, unit, flag, alarm, RANKS)
+                    else:
+                        CARRIES: gl.constexpr = field(EPILOGUES, i, "num_carried")
+                        given = carried(
+                            words, memory.numbers, row, b, words[NUM_ROWS], mine, CARRIES
+                        )
+                        z = evaluate(field(EPILOGUES, i, "formula"), single(z) + given)
+                        if field(EPILOGUES, i, "ranked"):
+                            gl.store(memory.logits + b * words[NUM_ROWS] + row, z, mask=mine)
+                            better = mine & (z > best)
+                            if CHOICE != SAMPLED:
+                                best = gl.where(better, z, best)
+                            if CHOICE == GREEDY:
+                                best_row = gl.where(better, row, best_row)
+                        else:
+                            more = write_round(
+                                words, memory.numbers, memory.acts, memory.vectors, z, unit, row,
+                                b, mine, EPILOGUES, i, WIDE,
+                            )
+                            if field(EPILOGUES, i, "scaled"):
+                                squares += more
+    return factor, squares, best, best_row, it
+
+
+@gluon.jit
 def linear_task(
-    words, queue, number, memory, peers, sm, eps, red, ring, it, flag, EPILOGUES: gl.constexpr,
-    CHOICE: gl.constexpr, RANKS: gl.constexpr, STAGES: gl.constexpr, WHOLE_SLICES: gl.constexpr,
-    WIDE: gl.constexpr,
+    words, queue, number, memory, peers, sm, num_sms, eps, red, ring, it, flag, chosen,
+    EXPERTS: gl.constexpr, EPILOGUES: gl.constexpr, CHOICE: gl.constexpr, RANKS: gl.constexpr,
+    STAGES: gl.constexpr, WHOLE_SLICES: gl.constexpr, WIDE: gl.constexpr,
 ):
     """All rows of this SM, 64 at a time; returns the ring position.
 
     words: of instruction `number` of the SM's queue, int32 [num_instructions, 16]. peers, eps: as
     of decode_batch. red: f32 [32, 16, 8] in shared memory, sums of each warp, used by nothing else
     meanwhile. it: ring slots taken before. flag: of what ranks exchange in this instruction.
+    chosen: the Choice of experts (route.py) that was made before, where there are some.
     CHOICE, see one_row/sample.py: samples at a temperature look at the logits again, those within
     limits take the highest alone. WHOLE_SLICES, WIDE: see BatchSpec. Writes what the epilogue says:
     memory.acts, .numbers, .sums, or .logits, .bests and .best_rows; events of all ranks, where they
@@ -467,62 +567,27 @@ def linear_task(
     squares = gl.zeros([ROUND_UNITS, COLUMNS], gl.float32, layout=ROUND)
     best = gl.full([ROUND_UNITS, COLUMNS], float("-inf"), gl.float32, layout=ROUND)
     best_row = gl.full([ROUND_UNITS, COLUMNS], 0x7FFFFFFF, gl.int32, layout=ROUND)
-    num_units = keep(words[NUM_UNITS])
-    for group in range(0, num_units, GROUP_UNITS):
-        x0 = load_x(x, words[SRC], 0)
-        x1 = load_x(x, words[SRC], 1)
-        if group == 0:
-            for i in gl.static_range(NUM):
-                if RANKS == 1 and asks_early(EPILOGUES, i):  # noqa: SIM102  a constant
-                    if opcode == i:
-                        ask_early(words, memory, EPILOGUES, i)
-            if (words[PACKED] & NORMED) != 0:
-                factor = norm_factors(words, memory.sums, eps, WHOLE_SLICES)
-        a4, a5, a6, a7, it = multiply_group(
-            x0, x1, x, words[SRC], words[LIN_NUM_TILES_K], num_units - group, red, ring, it,
-            STAGES,
-        )
-        for unit in range(group, gl.minimum(group + GROUP_UNITS, num_units), ROUND_UNITS):
-            if unit > group:
-                store_round(red, a4, a5, a6, a7)
-            y = sum_round(red) * gl.expand_dims(factor, 0)
-            row, b, mine = round_rows(words, unit)
-            for i in gl.static_range(NUM):
-                if opcode == i:
-                    if field(EPILOGUES, i, "num_streams") == 2:
-                        write_mixed(
-                            words, memory.numbers, memory.acts, memory.vectors, y, unit, EPILOGUES,
-                            i, WHOLE_SLICES,
-                        )
-                    else:
-                        z = y
-                        if field(EPILOGUES, i, "biased"):
-                            at_bias = words[LIN_BIAS]
-                            if field(EPILOGUES, i, "ranked"):
-                                at_bias = words[HEAD_BIAS]
-                            z += bias_of(at_bias, memory.vectors, row, mine)
-                        if field(EPILOGUES, i, "summed"):
-                            push_round(words, peers, z, unit, flag, alarm, RANKS)
-                        else:
-                            CARRIES: gl.constexpr = field(EPILOGUES, i, "num_carried")
-                            given = carried(
-                                words, memory.numbers, row, b, words[NUM_ROWS], mine, CARRIES
-                            )
-                            z = evaluate(field(EPILOGUES, i, "formula"), single(z) + given)
-                            if field(EPILOGUES, i, "ranked"):
-                                gl.store(memory.logits + b * words[NUM_ROWS] + row, z, mask=mine)
-                                better = mine & (z > best)
-                                if CHOICE != SAMPLED:
-                                    best = gl.where(better, z, best)
-                                if CHOICE == GREEDY:
-                                    best_row = gl.where(better, row, best_row)
-                            else:
-                                more = write_round(
-                                    words, memory.numbers, memory.acts, memory.vectors, z, unit,
-                                    row, b, mine, EPILOGUES, i, WIDE,
-                                )
-                                if field(EPILOGUES, i, "scaled"):
-                                    squares += more
+    if EXPERTS is None:
+        num_units = keep(words[NUM_UNITS])
+        for group in range(0, num_units, GROUP_UNITS):
+            factor, squares, best, best_row, it = group_task(
+                words, memory, peers, x, eps, factor, alarm, 0, group, num_units,
+                words[LIN_NUM_TILES_K], squares, best, best_row, red, ring, it, flag, 0, 0, False,
+                EXPERTS, EPILOGUES, CHOICE, RANKS, STAGES, WHOLE_SLICES, WIDE,
+            )
+    else:
+        first, stop, num_chunks = share_of(words, chosen, sm, num_sms, EXPERTS)
+        of_columns = is_of_columns(words)
+        group = first
+        while group < stop:
+            end, hit = group_from(words, group, stop, EXPERTS)
+            rows = rows_of_group(words, chosen, hit)
+            factor, squares, best, best_row, it = group_task(
+                words, memory, peers, x, eps, factor, alarm, first, group, end, num_chunks, squares,
+                best, best_row, red, ring, it, flag, rows, chosen, of_columns, EXPERTS, EPILOGUES,
+                CHOICE, RANKS, STAGES, WHOLE_SLICES, WIDE,
+            )
+            group = end
     for i in gl.static_range(NUM):
         if field(EPILOGUES, i, "summed"):  # noqa: SIM102  a constant
             if opcode == i:

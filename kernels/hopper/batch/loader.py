@@ -1,9 +1,9 @@
 """The loader warp of the batched kernel: keeps the ring full, ahead of every dependency.
 
 In: the queue, descriptors of the weight arena and of the KV cache, positions. Out: ring slots in
-the order in which the tasks of linear.py and attention.py take them. The only wait
-besides free slots is for the start of a step, before its first cached keys are read. Next on the
-walk: linear.py.
+the order in which the tasks of linear.py and attention.py take them. The only waits besides free
+slots are for the start of a step, before its first cached keys are read, and for a choice of
+experts. Next on the walk: linear.py.
 """
 
 from triton.experimental import gluon
@@ -11,6 +11,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from distmega.kernels.hopper.batch.attention import blocks_of, count_blocks, first_piece
+from distmega.kernels.hopper.batch.experts import (
+    group_from,
+    is_of_columns,
+    is_of_rows,
+    share_of,
+    tiles_of,
+    units_a_hit,
+)
+from distmega.kernels.hopper.batch.route import expert_of_hit, number_of_choice
 from distmega.kernels.hopper.batch_plan.fields import (
     ATT_K_ROW,
     ATT_V_ROW,
@@ -21,6 +30,7 @@ from distmega.kernels.hopper.batch_plan.fields import (
     LIN_WEIGHT_ROW,
     MATRIX_SHIFT,
     MAX_EPILOGUES,
+    NUM_ROWS,
     NUM_UNITS,
     OP_ATTENTION,
     OPCODE,
@@ -51,6 +61,45 @@ def load_rows(words, weights, ring, it, STAGES: gl.constexpr, AHEAD: gl.constexp
                     weights, words[PACKED] >> MATRIX_SHIFT, row, k, ring.slots, ring.ready,
                     ring.free, it, NUM_MATRICES, STAGES, AHEAD,
                 )
+    return it
+
+
+@gluon.jit
+def load_expert_rows(
+    words, weights, ring, it, sm, num_sms, chosen, EXPERTS: gl.constexpr, STAGES: gl.constexpr,
+    AHEAD: gl.constexpr,
+):
+    """The same where there are experts, in the order of linear.py: of first matrices the units of
+    this SM, of last ones those of all experts that are hit, one after the other along k.
+    """
+    group, stop, chunks = share_of(words, chosen, sm, num_sms, EXPERTS)
+    of_columns = is_of_columns(words)
+    while group < stop:
+        end, hit = group_from(words, group, stop, EXPERTS)
+        first = words[LIN_WEIGHT_ROW]
+        second = words[LIN_PAIR_ROW]
+        start = gl.to_tensor(0)
+        if is_of_rows(words):
+            expert = expert_of_hit(chosen, hit)
+            first += expert * EXPERTS.width
+            second += expert * EXPERTS.width
+            start = hit * units_a_hit(words, EXPERTS)
+        for chunk in range(keep(chunks)):
+            k = chunk
+            behind = gl.to_tensor(0)
+            if of_columns:
+                k = chunk % tiles_of(EXPERTS)
+                expert = expert_of_hit(chosen, chunk // tiles_of(EXPERTS))
+                behind = expert * words[NUM_ROWS]
+            for unit in range(keep(group - start), keep(end - start)):
+                row = first + unit * UNIT_ROWS
+                if (words[PACKED] & PAIRED) != 0:
+                    row = gl.where(unit % 2 == 0, first, second) + unit // 2 * UNIT_ROWS
+                it = load_tile(
+                    weights, words[PACKED] >> MATRIX_SHIFT, row + behind, k, ring.slots, ring.ready,
+                    ring.free, it, NUM_MATRICES, STAGES, AHEAD,
+                )
+        group = end
     return it
 
 
@@ -92,12 +141,14 @@ def load_share(
 @gluon.jit
 def loader(
     weights, cache, queue, num_instructions, num_steps, state, batch, num_sms, max_context, ring,
-    step_bar, spec: gl.constexpr,
+    step_bar, chosen, opened_bar, chosen_bar, spec: gl.constexpr,
 ):
     """Partition of one warp, which alone fills the ring. weights: a tuple of descriptors, cache:
     one, as of decode_batch; queue: int32 [num_instructions, 16], of this SM. step_bar: the mbarrier
-    at which the compute warps arrive when the positions of a step are known.
+    at which the compute warps arrive when the positions of a step are known. chosen, opened_bar,
+    chosen_bar: see route_task.
     """
+    EXPERTS: gl.constexpr = spec.experts
     sm = gl.program_id(0)
     it = 0
     words = fetch(queue, 0)
@@ -109,6 +160,13 @@ def loader(
                 it = load_share(
                     words, cache, state, batch, step, sm, num_sms, max_context, ring, it, spec
                 )
-            elif words[OPCODE] < MAX_EPILOGUES:
+            elif EXPERTS is not None and words[OPCODE] < MAX_EPILOGUES:
+                if is_of_rows(words):
+                    mbarrier.arrive(opened_bar.index(0), count=1)
+                    mbarrier.wait(chosen_bar.index(0), number_of_choice(words, step) & 1)
+                it = load_expert_rows(
+                    words, weights, ring, it, sm, num_sms, chosen, EXPERTS, spec.stages, spec.ahead
+                )
+            elif EXPERTS is None and words[OPCODE] < MAX_EPILOGUES:
                 it = load_rows(words, weights, ring, it, spec.stages, spec.ahead)
             words = ahead

@@ -27,6 +27,7 @@ from distmega.kernels.hopper.batch_plan.words import (
     SETTINGS,
     SETTINGS_AT,
     STATE_EPOCH,
+    STATE_HITS,
     STATE_POSITIONS,
     STATE_WORDS,
     pack,
@@ -192,6 +193,13 @@ class BatchRunner:
             remedy=f"trace with {argument('batch')} 1",
         )
 
+    @property
+    def num_hits(self) -> int:
+        """Experts whose weights were read: of each choice those that some row chose, over all
+        choices of all steps so far.
+        """
+        return int(self._state[STATE_HITS])
+
     def raise_hang(self) -> None:
         """As RowRunner's; events and arrivals are what they ought to be after it."""
         if report := self._alarm.take():
@@ -280,6 +288,7 @@ class BatchRunner:
             num_ranks=queues.num_ranks,
             stages=STAGES,
             ahead=AHEAD,
+            experts=queues.experts,
         )
         return launcher_of(kernel.decode_batch, len(queues.queues), spec)
 

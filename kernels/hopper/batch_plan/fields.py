@@ -9,6 +9,7 @@ from distmega.kernels.hopper.batch_plan.words import (
     FIELD_WORDS,
     BatchAttention,
     BatchEmbed,
+    BatchExperts,
     BatchHead,
     BatchInstruction,
     BatchLinear,
@@ -36,6 +37,7 @@ SEEDS_AT = gl.constexpr(batch_words.SEEDS_AT)
 SETTINGS_AT = gl.constexpr(batch_words.SETTINGS_AT)
 EVENTS_AT = gl.constexpr(batch_words.EVENTS_AT)
 STATE_EPOCH = gl.constexpr(batch_words.STATE_EPOCH)
+STATE_HITS = gl.constexpr(batch_words.STATE_HITS)
 STATE_POSITIONS = gl.constexpr(batch_words.STATE_POSITIONS)
 STATE_TOKENS = gl.constexpr(batch_words.STATE_TOKENS)
 
@@ -43,6 +45,8 @@ MAX_EPILOGUES = gl.constexpr(words.MAX_EPILOGUES)
 NO_CHOICE = gl.constexpr(words.NO_CHOICE)
 NORMED = gl.constexpr(batch_words.NORMED)
 PAIRED = gl.constexpr(batch_words.PAIRED)
+EXPERT_ROWS = gl.constexpr(batch_words.EXPERT_ROWS)
+EXPERT_COLUMNS = gl.constexpr(batch_words.EXPERT_COLUMNS)
 IN_SHIFT = gl.constexpr(batch_words.IN_SHIFT)
 CARRY_SHIFT = gl.constexpr(batch_words.CARRY_SHIFT)
 BLOCK_MASK = gl.constexpr(batch_words.BLOCK_MASK)
@@ -86,6 +90,9 @@ EMB_FIRST_COLUMN = _word(BatchEmbed, "first_column")
 EMB_NUM_COLUMNS = _word(BatchEmbed, "num_columns")
 EMB_FIRST_ID = _word(BatchEmbed, "first_id")
 EMB_BEST = _word(BatchEmbed, "best")
+EXP_SCORES = _word(BatchExperts, "scores")
+EXP_CHOICE = _word(BatchExperts, "choice")
+EXP_NUM_CHOICES = _word(BatchExperts, "num_choices")
 HEAD_FIRST_ID = _word(BatchHead, "first_id")
 HEAD_BIAS = _word(BatchHead, "bias")
 HEAD_TEAM_RANK = _word(BatchHead, "team_rank")
@@ -145,6 +152,8 @@ GATE_PAIRS = gl.constexpr(gl.BlockedLayout([1, 1], [1, 32], [2, 4], [1, 0]))
 """[2, 64]."""
 BY_SM = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0]))
 """[16 sequences, 256 SMs]."""
+BY_EXPERT = gl.constexpr(gl.BlockedLayout([1, 1], [1, 32], [8, 1], [1, 0]))
+"""[16 sequences, experts]: those of a sequence in one warp."""
 NORM_COLUMNS = gl.constexpr(gl.BlockedLayout([4], [32], [8], [0]))
 """[1024] columns of a row."""
 NORM_PAIRS = gl.constexpr(gl.BlockedLayout([2], [32], [8], [0]))

@@ -9,20 +9,31 @@ at, the second of which stands for all that follow.
 Ranks are joined by what they receive from all others: a rank that has received something in an
 instruction knows that its peers had begun that one, hence that all of their SMs were done with
 those before. What a rank pushes may take the place of what its peers read in an instruction before
-such a one. Next on the walk: batch/runner.py.
+such a one.
+
+Of experts it takes that all have been chosen which rows can choose: the places of others are
+neither written nor read, and experts.py shows that each that is has one writer. Next on the walk:
+batch/runner.py.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from distmega.kernels.hopper.batch_plan.experts import (
+    NUM_ZERO_CHUNKS,
+    find_wrong_experts,
+    find_wrong_share,
+)
 from distmega.kernels.hopper.batch_plan.types import BatchEpilogue, BatchQueues
 from distmega.kernels.hopper.batch_plan.words import (
     BATCH,
+    EXPERT_COLUMNS,
     NORMED,
     NUMBERS,
     PAIRED,
     BatchAttention,
     BatchEmbed,
+    BatchExperts,
     BatchHead,
     BatchInstruction,
     BatchLinear,
@@ -37,6 +48,7 @@ from distmega.kernels.tasks.fuse import (
     FusedContraction,
     FusedEmbedding,
     FusedPointwise,
+    FusedRouting,
     InputNorm,
 )
 
@@ -97,7 +109,9 @@ class _BatchProof:
         self.tables = {op.out for op in tables if op.name not in given}
         for one in self.queues.queues[0]:
             op = self.ops.get(one.name)
-            if not isinstance(one, BatchLinear | BatchHead) or not one.flags & NORMED:
+            if not isinstance(one, BatchLinear | BatchExperts | BatchHead):
+                continue
+            if not one.flags & NORMED:
                 continue
             if isinstance(op, FusedContraction):
                 self.folded[op.x] = op.norm
@@ -113,7 +127,7 @@ class _BatchProof:
             hazard = hazard or self.check_pushes(one, now)
             if hazard:
                 return f"{one.name!r}, instruction {now % len(first)}, {hazard}"
-        return ""
+        return find_wrong_experts(self.queues, self.fused) or find_wrong_share(self.queues)
 
     def check_parts(self, i: int) -> str:
         """Whether all SMs have the same instruction but for their rows, each of which is one's."""
@@ -142,6 +156,8 @@ class _BatchProof:
     def check_writes(self, one: BatchInstruction, now: int) -> str:
         reads = list(self.reads(one))
         for write in self.writes(one):
+            if self.queues.experts and write.memory == "x" and write.span.start < NUM_ZERO_CHUNKS:
+                return f"writes {write.content[0]!r} where zeros are to stay"
             for read in reads:
                 if read.memory == write.memory and _meet(read.span, write.span):
                     inplace = read.own and write.own and read.span == write.span
@@ -172,14 +188,18 @@ class _BatchProof:
     def reads(self, one: BatchInstruction) -> Iterator[_Access]:
         op = self.ops.get(one.name)
         match one:
-            case BatchLinear() | BatchHead():
+            case BatchLinear() | BatchExperts() | BatchHead():
                 assert isinstance(op, FusedContraction)
                 is_folded = bool(one.flags & NORMED)
                 content = op.x, op.norm, is_folded
-                chunks = range(one.src, one.src + one.num_tiles_k)
-                yield _Access("x", chunks, content)
+                times = self.queues.max_hits if one.flags & EXPERT_COLUMNS else 1
+                yield _Access("x", range(one.src, one.src + times * one.num_tiles_k), content)
                 if is_folded:
                     yield _Access("squares", range(one.squares, one.squares + 1), content)
+                if isinstance(one, BatchExperts):
+                    assert self.queues.experts is not None
+                    scores = _blocks(one.scores, self.queues.experts.num_experts)
+                    yield _Access("kept", scores, self.exactly(self.scores_of(op)))
                 given = (one.carry, one.carry2) if isinstance(one, BatchLinear) else ()
                 rows = one.num_rows // (2 if one.flags & PAIRED else 1)
                 for name, first in zip(op.operands, given, strict=False):
@@ -209,6 +229,11 @@ class _BatchProof:
             case BatchEmbed() | BatchSample():
                 return
 
+    def scores_of(self, op: FusedContraction) -> str:
+        """The scores that the experts of a contraction are chosen from."""
+        routing = self.ops.get(op.experts.routing) if op.experts else None
+        return routing.scores if isinstance(routing, FusedRouting) else ""
+
     def exactly(self, name: str) -> Content:
         """A tensor as it is kept: by the first name of those that lie there together."""
         for op in self.fused:
@@ -236,6 +261,12 @@ class _BatchProof:
                 if norm:
                     slot = self.epilogue(one).slot
                     yield _Access("squares", range(slot, slot + 1), content)
+            case BatchExperts():
+                assert isinstance(op, FusedContraction)
+                assert self.queues.experts is not None
+                num = self.queues.max_hits * -(-self.queues.experts.width // TILE_K)
+                first = one.dst // CHUNK
+                yield _Access("x", range(first, first + num), (op.outs[0], None, False))
             case BatchAttention():
                 assert isinstance(op, FusedAttention)
                 shape = self.queues.attention

@@ -17,6 +17,11 @@ received a sum from all ranks, which they began after all of their SMs had read 
 choice of a token lies between the last sum of a step and the first of the next, the last one has a
 buffer of its own. proof.py proves this and the rest for each program.
 
+Experts: a BatchExperts chooses them for all rows, on each SM by itself from the same scores, and
+does the first matrices of those that some row chose; a linear with EXPERT_COLUMNS follows, for
+which these lie side by side. Room is there for as many as rows can choose. Where there are experts
+chunk 0 of the activations stays zero, in place of rows that did not choose one.
+
 Samples within limits need all logits of a sequence: each SM, done with the head, writes its own
 into every rank's memory as plain numbers, then, behind a fence, two flagged words that tell that
 rank so. The sample waits for these words of all SMs of all ranks in place of the head's event. They
@@ -28,6 +33,7 @@ to which each rank adds its part only once all of its own SMs are done with the 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from distmega.kernels.hopper.batch_plan.experts import NUM_ZERO_CHUNKS, batch_expert_shape
 from distmega.kernels.hopper.batch_plan.proof import CHUNK, find_batch_hazard
 from distmega.kernels.hopper.batch_plan.types import (
     BatchEpilogue,
@@ -42,6 +48,8 @@ from distmega.kernels.hopper.batch_plan.words import (
     BATCH,
     BEST_WORDS,
     BLOCK_MASK,
+    EXPERT_COLUMNS,
+    EXPERT_ROWS,
     MAX_SLOTS,
     NORM_KINDS,
     NORMED,
@@ -51,6 +59,7 @@ from distmega.kernels.hopper.batch_plan.words import (
     READY_WORDS,
     BatchAttention,
     BatchEmbed,
+    BatchExperts,
     BatchHead,
     BatchInstruction,
     BatchLinear,
@@ -67,6 +76,7 @@ from distmega.kernels.hopper.plan.types import (
     ROW_MULTIPLE,
     AttentionShape,
     Buffer,
+    ExpertShape,
     Kept,
     unfit,
 )
@@ -217,6 +227,8 @@ class _BatchBuilder:
     embedding: FusedEmbedding | None = None
     choice: FusedChoice | None = None
     attention: AttentionShape | None = None
+    experts: ExpertShape | None = None
+    num_choices: int = 0
     entry: str = ""
     eps: float = 0.0
     batch: int = 0
@@ -232,6 +244,8 @@ class _BatchBuilder:
         self.add_entry()
         for now, op in enumerate(self.fused):
             match op:
+                case FusedContraction() if op.experts and op.experts.by == "rows":
+                    self.add_experts(now, op)
                 case FusedContraction():
                     self.add_contraction(now, op)
                 case FusedAttention():
@@ -271,6 +285,7 @@ class _BatchBuilder:
             positions=self.positions,
             token=head.token if head else "",
             logits=head.logits if head else "",
+            experts=self.experts,
         )
 
     # what the segment is
@@ -296,6 +311,8 @@ class _BatchBuilder:
             attended = [op for op in self.fused if isinstance(op, FusedAttention)]
             are_joined = all((op.q, op.k, op.v) in made for op in attended)
             self.attention = replace(self.attention, apart=not are_joined)
+        self.experts = batch_expert_shape(self.fused, self.weights)
+        self.chunks.size = NUM_ZERO_CHUNKS if self.experts else 0
         self.summed = [self.elements(self.entry)] if self.shares_rows else []
         self.summed += [
             rows_of(op, self.placed)
@@ -337,6 +354,8 @@ class _BatchBuilder:
             elif isinstance(op, FusedAttention | FusedPointwise):
                 numbers = [name for name in taken_by(op) if name not in self.tables]
                 self.taken |= dict.fromkeys(numbers, now)
+        for now, scores in self.scores_taken():
+            self.taken[scores] = max(now, self.taken.get(scores, 0))
         own = {self.choice.token, self.choice.logits} if self.choice else set()
         for name in self.segment.outputs:
             if name not in own:
@@ -344,6 +363,13 @@ class _BatchBuilder:
         for now, op in enumerate(self.fused):
             if isinstance(op, FusedContraction) and self.is_made_apart(op.x, op.norm):
                 self.taken[op.x] = max(now, self.taken.get(op.x, 0))
+
+    def scores_taken(self) -> Iterator[tuple[int, str]]:
+        """Scores that experts are chosen from, and when: with their first matrices."""
+        scores = {op.name: op.scores for op in self.fused if isinstance(op, FusedRouting)}
+        for now, op in enumerate(self.fused):
+            if isinstance(op, FusedContraction) and op.experts and op.experts.by == "rows":
+                yield now, scores[op.experts.routing]
 
     def maker(self, name: str) -> FusedContraction | FusedAttention | FusedPointwise | None:
         """The op that gives a tensor, None of the rows that come in."""
@@ -406,6 +432,7 @@ class _BatchBuilder:
             slot=self.slot_of[op.outs[0], norm] if norm else 0,
             summed=op.num_ranks > 1,
             ranked=ranked,
+            weighted=op.experts is not None and op.experts.by == "rows",
         )
 
     def entry_epilogue(self) -> BatchEpilogue:
@@ -610,27 +637,16 @@ class _BatchBuilder:
         rows, streams = rows_of(op, self.placed), len(op.streams)
         columns = self.placed.columns[op.streams[0].weights[0]]
         outs = sum(map(self.elements, op.outs))
-        if (self.elements(op.x), outs * streams) != (columns, rows):
+        times = op.experts.num_chosen if op.experts else 1
+        if (self.elements(op.x), outs * streams) != (columns * times, rows):
             raise unfit(f"{op.name!r} of {self.elements(op.x)} elements a row")
         if op.num_ranks > 1 and rows % UNIT_ROWS:
             raise unfit(f"{op.name!r}, a sum over ranks of {rows} elements")
         if self.published(op.outs[0])[1] and len(op.outs) > 1:
             raise unfit(f"{op.name!r}, which attention reads, among others")
-        form = op.x, op.norm
-        if form not in self.chunk_of:
-            self.add_form(now, op)
-        matrix = [m.columns for m in self.placed.matrices].index(columns)
-        starts = self.placed.starts(op.name, op.streams, self.placed.matrices[matrix])
-        flags = (NORMED if form in self.slot_of else 0) | (PAIRED if streams == 2 else 0)
-        common = {
-            "opcode": self.epilogue_number(op),
-            "num_tiles_k": tiles_k(columns),
-            "length": columns,
-            "src": self.chunk_of[form],
-            "flags": flags,
-            "squares": self.slot_of.get(form, 0),
-            "matrix": matrix,
-        }
+        common, starts = self.position_product(now, op)
+        if op.experts:
+            common["flags"] |= EXPERT_COLUMNS
         if self.is_ranked(op):
             self.add_head(op, starts[0], common)
             return
@@ -693,6 +709,64 @@ class _BatchBuilder:
             **dict(zip(("carry", "carry2"), (kept[name] for name in carried), strict=False)),
             **self.position_result(now, (op.out,), rows, op.out in self.taken),
         )
+        for queue in self.queues:
+            queue.append(one)
+
+    def position_product(self, now: int, op: FusedContraction) -> tuple[dict[str, int], list[int]]:
+        """Fields of an instruction that say where x and the matrix lie, and the first row of each
+        stream; before it the form in which it takes x.
+        """
+        columns = self.placed.columns[op.streams[0].weights[0]]
+        form = op.x, op.norm
+        if form not in self.chunk_of:
+            self.add_form(now, op)
+        matrix = [m.columns for m in self.placed.matrices].index(columns)
+        paired = PAIRED if len(op.streams) == 2 else 0
+        fields = {
+            "opcode": self.epilogue_number(op),
+            "num_tiles_k": tiles_k(columns),
+            "length": columns,
+            "src": self.chunk_of[form],
+            "flags": (NORMED if form in self.slot_of else 0) | paired,
+            "squares": self.slot_of.get(form, 0),
+            "matrix": matrix,
+        }
+        return fields, self.placed.starts(op.name, op.streams, self.placed.matrices[matrix])
+
+    def add_experts(self, now: int, op: FusedContraction) -> None:
+        """The choice of experts, and their first matrices."""
+        shape, (name,) = self.experts, op.outs
+        assert shape is not None
+        assert op.experts is not None
+        columns = self.placed.columns[op.streams[0].weights[0]]
+        if self.elements(op.x) != columns or self.published(name) != (None, True):
+            raise unfit(f"{op.name!r} of {self.elements(op.x)} elements a row")
+        choices = dict(self.scores_taken())
+        scores = choices[now]
+        if scores not in self.number_of or self.elements(scores) != shape.num_experts:
+            raise unfit(f"{op.name!r}, whose experts {scores!r} chooses")
+        if name in self.taken:
+            raise unfit(f"{op.name!r}, whose result others than contractions take")
+        common, starts = self.position_product(now, op)
+        common["flags"] |= EXPERT_ROWS
+        self.chunk_of[name, None] = self.chunks.take(
+            ("experts", shape.width),
+            min(shape.num_experts, self.batch * shape.num_chosen) * tiles_k(shape.width),
+            now,
+            self.forms[name][None],
+        )
+        one = BatchExperts(
+            name=op.name,
+            num_rows=shape.width * len(op.streams),
+            weight_row=starts[0],
+            pair_row=starts[-1],
+            scores=self.number_of[scores],
+            dst=CHUNK * self.chunk_of[name, None],
+            choice=self.num_choices,
+            num_choices=len(choices),
+            **common,
+        )
+        self.num_choices += 1
         for queue in self.queues:
             queue.append(one)
 

@@ -16,7 +16,13 @@ from distmega.kernels.hopper.batch_plan.words import (
     BatchNorm,
     BatchPointwise,
 )
-from distmega.kernels.hopper.plan.types import AttentionShape, Buffer, Kept, WeightMatrix
+from distmega.kernels.hopper.plan.types import (
+    AttentionShape,
+    Buffer,
+    ExpertShape,
+    Kept,
+    WeightMatrix,
+)
 from distmega.kernels.hopper.plan.words import SLICE_K, VECTOR_MULTIPLE
 from distmega.kernels.tasks.fuse import FusedSample
 from distmega.program.expr import Expr
@@ -30,7 +36,8 @@ class BatchEpilogue:
     bias. keeps: whether results are kept as float32; publishes: whether linears take them as x;
     scaled: then they are multiplied by the weight of a norm, and their squares are summed in slot
     number `slot`. summed: the product is summed over ranks first. ranked: a token is chosen from
-    the results.
+    the results. weighted: rows are those of experts, and what one weighs is the formula's last
+    argument.
     """
 
     num_streams: int
@@ -43,6 +50,7 @@ class BatchEpilogue:
     slot: int
     summed: bool
     ranked: bool
+    weighted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +95,8 @@ class BatchQueues:
     num_slots: of sums of squares. outputs: what leaves, `num` elements a row. sampler: where tokens
     are not the most likely. head_rows: of an SM, at most. vocab: rows of this rank's part of the
     head, 0 without one, of which logit_rows are tokens, from first_id on, of all num_tokens.
-    buffers: what ranks exchange, which lies behind the events. embed: the table that `tokens` look
+    buffers: what ranks exchange, which lies behind the events. experts: extents of experts, if
+    there are some. embed: the table that `tokens` look
     up or, without tokens, the input. Names: tensors that the runner binds, "" where the segment has
     none.
     """
@@ -119,6 +128,13 @@ class BatchQueues:
     positions: str
     token: str
     logits: str
+    experts: ExpertShape | None = None
+
+    @property
+    def max_hits(self) -> int:
+        """Experts that rows of a step choose, at most; 0 without experts."""
+        shape = self.experts
+        return min(shape.num_experts, self.batch * shape.num_chosen) if shape else 0
 
     @property
     def first_word(self) -> int:

@@ -39,6 +39,8 @@ exchange.
 
 STATE_EPOCH = 0
 """Word of the device state: steps run so far."""
+STATE_HITS = 16
+"""Word that SM 0 adds the number of experts to that rows choose, in each choice."""
 STATE_POSITIONS = 32
 """Words from here on: position of each sequence's next token."""
 STATE_TOKENS = STATE_POSITIONS + BATCH
@@ -46,9 +48,9 @@ STATE_TOKENS = STATE_POSITIONS + BATCH
 STATE_WORDS = STATE_TOKENS + BATCH
 
 
-NORMED, PAIRED = 1, 2
+NORMED, PAIRED, EXPERT_ROWS, EXPERT_COLUMNS = 1, 2, 4, 8
 """Flags of a linear: the factor of x's norm is multiplied into the result; units of two streams
-take turns.
+take turns; rows, or columns, are those of the experts that rows of x choose.
 """
 IN_SHIFT, REST_SHIFT, LENGTH_SHIFT, MATRIX_SHIFT = 4, 8, 12, 26
 SLOT_MASK, REST_MASK, LENGTH_MASK = 0xF, 0xF, 0x3FFF
@@ -205,6 +207,41 @@ class BatchHead:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BatchExperts:
+    """Chooses experts for each row from float32 numbers [16, num_experts] from `scores` on, and
+    multiplies x by the first matrices of all that some row has chosen; SMs share the units of
+    these, see plan/experts.py. Experts that are hit come in the order of their numbers; number j
+    has its results from chunk j * (chunks of a row of results) behind `dst` on, zeros where a row
+    did not choose it.
+
+    num_rows: of one expert, of all streams. weight_row, pair_row: of the first expert; num_rows
+    (of a stream) lie between one and the next. choice: number of this choice of num_choices in a
+    step. For the rest see BatchLinear.
+    """
+
+    opcode: int
+    name: str
+    num_rows: int
+    matrix: int
+    weight_row: int
+    num_tiles_k: int
+    length: int
+    src: int
+    scores: int
+    dst: int
+    choice: int
+    num_choices: int
+    pair_row: int = 0
+    flags: int = EXPERT_ROWS
+    squares: int = 0
+
+    @property
+    def packed(self) -> int:
+        """See BatchLinear."""
+        return pack_x(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSample:
     """Samples tokens within limits from the logits of num_rows tokens; for the rest see BatchHead,
     which it follows. The loader takes it for a linear of no units.
@@ -299,7 +336,14 @@ class BatchPointwise:
 
 
 BatchInstruction = (
-    BatchLinear | BatchEmbed | BatchHead | BatchSample | BatchAttention | BatchNorm | BatchPointwise
+    BatchLinear
+    | BatchExperts
+    | BatchEmbed
+    | BatchHead
+    | BatchSample
+    | BatchAttention
+    | BatchNorm
+    | BatchPointwise
 )
 
 FIELD_WORDS: dict[type[BatchInstruction], dict[str, int]] = {
@@ -317,6 +361,10 @@ FIELD_WORDS: dict[type[BatchInstruction], dict[str, int]] = {
         "opcode": 0, "num_tokens": 1, "weight_row": 2, "num_units": 3, "num_tiles_k": 4, "src": 5,
         "packed": 6, "logits": 7, "ready_flags": 8, "row_maxima": 9, "first_id": 10, "row0": 11,
         "team_rank": 12, "num_rows": 13, "bias": 14,
+    },
+    BatchExperts: {
+        "opcode": 0, "scores": 1, "weight_row": 2, "num_tiles_k": 4, "src": 5, "packed": 6,
+        "choice": 8, "dst": 10, "num_choices": 12, "num_rows": 13, "pair_row": 15,
     },
     BatchSample: {
         "opcode": 0, "logits": 7, "ready_flags": 8, "row_maxima": 9, "num_rows": 13,

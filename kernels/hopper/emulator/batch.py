@@ -17,24 +17,25 @@ from distmega.kernels.hopper.batch_plan.types import BatchQueues
 from distmega.kernels.hopper.batch_plan.words import (
     BATCH,
     BEST_WORDS,
-    PAIRED,
     STATE_EPOCH,
+    STATE_HITS,
     STATE_POSITIONS,
     STATE_TOKENS,
     STATE_WORDS,
     BatchEmbed,
+    BatchExperts,
     BatchHead,
     BatchLinear,
     BatchNorm,
     BatchPointwise,
 )
 from distmega.kernels.hopper.emulator.batch_bodies import (
-    GROUP_UNITS,
     embed,
     linear,
     next_tokens,
     norm,
 )
+from distmega.kernels.hopper.emulator.batch_experts import groups_of, route, tiles_of
 from distmega.kernels.hopper.emulator.batch_pointwise import pointwise
 from distmega.kernels.hopper.emulator.batch_sm import BatchGpu, BatchSm, Event
 from distmega.kernels.hopper.emulator.interleaving import RAN, Interleaving, Key, Steps
@@ -42,7 +43,7 @@ from distmega.kernels.hopper.emulator.memory import FlaggedWords, PlainData
 from distmega.kernels.hopper.emulator.numbers import Floats, numbers_of
 from distmega.kernels.hopper.emulator.sm import GARBAGE, SPARE
 from distmega.kernels.hopper.emulator.team import Agents, launch, run_hosts
-from distmega.kernels.hopper.plan.words import MAX_SMS, TILE_K, UNIT_ROWS
+from distmega.kernels.hopper.plan.words import MAX_SMS, TILE_K
 from distmega.kernels.runtime.arena import ArenaLayout
 from distmega.kernels.runtime.memory import arena_views
 
@@ -69,10 +70,13 @@ class BatchLaunch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchFound:
-    """What a launch left. outputs: float32 [rows, n], by name; tokens: of each step, a row each."""
+    """What a launch left. outputs: float32 [rows, n], by name; tokens: of each step, a row each;
+    num_hits: experts that rows chose, of all choices so far.
+    """
 
     outputs: Mapping[str, Tensor]
     tokens: tuple[tuple[int, ...], ...]
+    num_hits: int = 0
 
 
 def emulate_batch(
@@ -163,7 +167,13 @@ def _host(
             rows = values.reshape(BATCH, kept.num)[: queues.batch].astype(np.float32)
             outputs[kept.tensor] = torch.from_numpy(rows)
         tokens = (gpu.tokens[step][: queues.batch] for step in range(one.num_steps))
-        found.append(BatchFound(outputs=outputs, tokens=tuple(tokens) if queues.token else ()))
+        found.append(
+            BatchFound(
+                outputs=outputs,
+                tokens=tuple(tokens) if queues.token else (),
+                num_hits=int(gpu.state.values[STATE_HITS]),
+            )
+        )
 
 
 def _prepare(gpu: BatchGpu, given: BatchLaunch) -> None:
@@ -194,21 +204,18 @@ def loader(sm: BatchSm, num_steps: int) -> Steps:
     """The loader warp: groups of units, each group tile by tile along k."""
     for _ in range(num_steps):
         for one in sm.queue:
-            if not isinstance(one, BatchLinear | BatchHead):
+            if not isinstance(one, BatchLinear | BatchExperts | BatchHead):
                 continue
-            for group in range(0, one.num_units, GROUP_UNITS):
-                stop = min(group + GROUP_UNITS, one.num_units)
-                for k in range(one.num_tiles_k):
-                    for unit in range(group, stop):
-                        row = one.weight_row + unit * UNIT_ROWS
-                        if isinstance(one, BatchLinear) and one.flags & PAIRED:
-                            first = one.pair_row if unit % 2 else one.weight_row
-                            row = first + unit // 2 * UNIT_ROWS
+            if isinstance(one, BatchExperts):
+                sm.open_choice()
+                yield from sm.await_choice()
+            for group in groups_of(sm, one):
+                for row, k in tiles_of(sm, one, group):
 
-                        def read(matrix: int = one.matrix, row: int = row, k: int = k) -> Floats:
-                            return sm.weight_tile(matrix, row, k)
+                    def read(matrix: int = one.matrix, row: int = row, k: int = k) -> Floats:
+                        return sm.weight_tile(matrix, row, k)
 
-                        yield from sm.ring.ask(sm.loader, read)
+                    yield from sm.ring.ask(sm.loader, read)
 
 
 def compute(sm: BatchSm, num_steps: int) -> Steps:
@@ -239,6 +246,11 @@ def compute(sm: BatchSm, num_steps: int) -> Steps:
                     yield from norm(sm, one)
                 case BatchPointwise():
                     yield from pointwise(sm, one, step)
+                case BatchExperts():
+                    yield from sm.await_opened()
+                    route(sm, one)
+                    yield RAN
+                    yield from linear(sm, one, flag)
                 case BatchLinear() | BatchHead():
                     yield from linear(sm, one, flag)
                 case _:

@@ -18,9 +18,16 @@ from distmega.kernels.hopper.batch_plan.words import (
     NOTHING,
     PAIRED,
     BatchEmbed,
+    BatchExperts,
     BatchHead,
     BatchLinear,
     BatchNorm,
+)
+from distmega.kernels.hopper.emulator.batch_experts import (
+    finish_experts,
+    groups_of,
+    num_chunks,
+    x_of,
 )
 from distmega.kernels.hopper.emulator.batch_sm import BatchSm
 from distmega.kernels.hopper.emulator.interleaving import RAN, Key, Steps
@@ -33,9 +40,8 @@ from distmega.kernels.hopper.emulator.numbers import (
     normalised,
     to_bf16,
 )
-from distmega.kernels.hopper.plan.words import MAX_SMS, TILE_K, UNIT_ROWS, VECTOR_MULTIPLE
+from distmega.kernels.hopper.plan.words import MAX_SMS, UNIT_ROWS, VECTOR_MULTIPLE
 
-GROUP_UNITS = 8
 ROUND_ROWS = 4 * UNIT_ROWS
 """Rows that are summed and written together."""
 COLUMNS = UNIT_ROWS * BATCH
@@ -68,21 +74,23 @@ def embed(sm: BatchSm, one: BatchEmbed, tokens: Sequence[int], flag: int) -> Ste
     yield from sum_results(sm, one, epilogue, flag)
 
 
-def linear(sm: BatchSm, one: BatchLinear | BatchHead, flag: int) -> Steps:
+def linear(sm: BatchSm, one: BatchLinear | BatchExperts | BatchHead, flag: int) -> Steps:
     """All rows of this SM, a group of units at a time; then what the epilogue says."""
     epilogue = sm.gpu.queues.epilogues.each[one.opcode]
-    x = sm.columns(one.src * TILE_K, one.num_tiles_k * TILE_K)
     factor: Floats = np.ones(BATCH, dtype=np.float32)
     if one.flags & NORMED:
         at = one.squares * BATCH * MAX_SMS + np.arange(BATCH * MAX_SMS)
         squares = sm.load(sm.gpu.sums, at).reshape(BATCH, MAX_SMS).sum(1, dtype=np.float32)
         mean = squares / np.float32(one.length) + np.float32(sm.gpu.queues.eps)
         factor = (np.float32(1.0) / np.sqrt(mean)).astype(np.float32)
-    products = yield from multiply(sm, one, x)
+    products = yield from multiply(sm, one)
     y = products * factor
     yield RAN
     if isinstance(one, BatchHead):
         write_head(sm, one, epilogue, y)
+        return
+    if isinstance(one, BatchExperts):
+        yield from finish_experts(sm, one, y)
         return
     streams = 2 if one.flags & PAIRED else 1
     row, num_rows = rows_of(one, streams), one.num_rows // streams
@@ -112,16 +120,18 @@ def carried(sm: BatchSm, first: int, num_rows: int, row: Indices) -> Floats:
     return sm.load(sm.gpu.numbers, at).reshape(len(row), BATCH)
 
 
-def multiply(sm: BatchSm, one: BatchLinear | BatchHead, x: Floats) -> Generator[Key, None, Floats]:
+def multiply(
+    sm: BatchSm, one: BatchLinear | BatchExperts | BatchHead
+) -> Generator[Key, None, Floats]:
     """[rows of all units, 16]: tiles of a group of units come k by k."""
     groups = []
-    for group in range(0, one.num_units, GROUP_UNITS):
-        num = min(one.num_units - group, GROUP_UNITS)
-        total: Floats = np.zeros((num, UNIT_ROWS, BATCH), dtype=np.float32)
-        for k in range(one.num_tiles_k):
-            for unit in range(num):
+    for group in groups_of(sm, one):
+        total: Floats = np.zeros((len(group.units), UNIT_ROWS, BATCH), dtype=np.float32)
+        for k in range(num_chunks(sm, one)):
+            x = x_of(sm, one, group, k)
+            for unit in range(len(group.units)):
                 tile = yield from sm.take()
-                total[unit] += tile @ x[k * TILE_K : (k + 1) * TILE_K]
+                total[unit] += tile @ x
         groups.append(total.reshape(-1, BATCH))
     return np.concatenate(groups) if groups else np.zeros((0, BATCH), dtype=np.float32)
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from distmega.kernels.hopper.batch_plan.types import BatchQueues
 from distmega.kernels.hopper.batch_plan.words import BATCH, BatchInstruction
@@ -64,6 +65,23 @@ class BatchSm(Sm):
     ) -> None:
         super().__init__(gpu, sm, compute, loader, num_slots, ahead)
         self.queue: Sequence[BatchInstruction] = gpu.queues.queues[sm]
+        self.hit_rows: npt.NDArray[np.bool_] = np.zeros((0, BATCH), dtype=bool)
+        self.hit_weights: Floats = np.zeros((0, BATCH), dtype=np.float32)
+        """[experts hit, 16]: which rows have chosen each, and what it weighs in them."""
+        self.num_opened = self.num_entered = 0
+
+    def open_choice(self) -> None:
+        """Says as the loader that the choice before has been read."""
+        self.num_opened += 1
+        self.gpu.order.wake(("opened", self.gpu.rank, self.sm))
+
+    def await_opened(self) -> Steps:
+        """Until the loader has read the choice before; by one bit, as await_choice."""
+        while (self.num_opened - self.num_entered) % 2 == 0:
+            self.waiting = f"{self.compute} waits for its loader to be done with a choice"
+            yield "opened", self.gpu.rank, self.sm
+        self.waiting = ""
+        self.num_entered += 1
 
     def await_event(self, number: int, target: int) -> Steps:
         """Until an event has been counted up to the target; then all that came before is seen."""

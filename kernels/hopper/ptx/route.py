@@ -1,7 +1,7 @@
-"""The PTX of the choice of experts; ../one_row/route.py says who does what.
+"""The PTX of the choice of experts; ../one_row/route.py and ../batch/route.py say who does what.
 
-A slot is 8 bytes of shared memory: the expert, int32, and what it weighs, f32. Next on the walk:
-../one_row/splits.py.
+A slot of one row is 8 bytes of shared memory: the expert, int32, and what it weighs, f32. Next on
+the walk: ../one_row/splits.py.
 """
 
 from triton.runtime.jit import constexpr_function
@@ -103,4 +103,76 @@ def weigh_asm(num_chosen: int) -> str:
         @before st.shared.f32 [at+4], $3;
         mov.b32 $0, 0;
         }}
+        """
+
+
+@constexpr_function
+def put_if_asm() -> str:
+    """A number $2 to $1 if $3."""
+    return """
+        {
+        .reg .pred wanted;
+        setp.ne.s32 wanted, $3, 0;
+        @wanted st.shared.f32 [$1], $2;
+        mov.b32 $0, 0;
+        }
+        """
+
+
+@constexpr_function
+def count_asm(num_experts: int) -> str:
+    """Of num_experts words from $3 on, a multiple of 32, one a thread: how many are not zero, of
+    all and of those before the thread's own; and that one, 0 of threads behind the last word.
+    """
+    blocks = range(num_experts // 32)
+    lines = [
+        "{",
+        ".reg .pred hit, own, before;",
+        f".reg .b32 lane, warp, at, word, bits<{len(blocks)}>, some;",
+        "mov.u32 word, %tid.x;",
+        "and.b32 lane, word, 31;",
+        "shr.u32 warp, word, 5;",
+        "mad.lo.u32 at, lane, 4, $3;",
+        "mov.u32 $0, 0;",
+        "mov.u32 $1, 0;",
+        "mov.b32 $2, 0;",
+    ]
+    for i in blocks:
+        lines += [
+            f"ld.shared.b32 word, [at+{128 * i}];",
+            "setp.ne.b32 hit, word, 0;",
+            f"vote.sync.ballot.b32 bits{i}, hit, 0xffffffff;",
+            f"popc.b32 some, bits{i};",
+            "add.u32 $0, $0, some;",
+            f"setp.gt.u32 before, warp, {i};",
+            "@before add.u32 $1, $1, some;",
+            f"setp.eq.u32 own, warp, {i};",
+            "mov.u32 some, %lanemask_lt;",
+            f"and.b32 some, some, bits{i};",
+            "popc.b32 some, some;",
+            "@own add.u32 $1, $1, some;",
+            "@own mov.b32 $2, word;",
+        ]
+    return "\n".join([*lines, "}"])
+
+
+@constexpr_function
+def list_asm() -> str:
+    """Puts $2 at $1 and, unless $4 is 0, behind it as word number $3 the thread's number and, in
+    the lower half, $4.
+    """
+    return """
+        {
+        .reg .pred wanted;
+        .reg .b32 own, at, word;
+        mov.u32 own, %tid.x;
+        setp.eq.u32 wanted, own, 0;
+        @wanted st.shared.b32 [$1], $2;
+        mad.lo.u32 at, $3, 4, $1;
+        shl.b32 word, own, 16;
+        or.b32 word, word, $4;
+        setp.ne.b32 wanted, $4, 0;
+        @wanted st.shared.b32 [at+4], word;
+        mov.b32 $0, 0;
+        }
         """

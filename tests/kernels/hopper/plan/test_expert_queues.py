@@ -82,10 +82,10 @@ def experts(
     return p.scatter_add(p.grouped_linear(mixed, down, routing), weights, routing)
 
 
-def layers(num: int = 3, width: int = 192, **kinds: Any) -> Program:
-    """x, then x + experts(x), num times."""
+def layers(num: int = 3, width: int = 192, rows: int = 1, **kinds: Any) -> Program:
+    """x of so many rows, then x + experts(x), num times."""
     p = ProgramBuilder("layers")
-    x = p.input("x", (1, HIDDEN), "bf16")
+    x = p.input("x", (rows, HIDDEN), "bf16")
     for i in range(num):
         x = p.pointwise("a0 + a1", x, experts(p, x, f"l{i}", width, **kinds), name=f"x{i}")
     return p.build(x)
@@ -311,11 +311,14 @@ def test_scores_that_are_used_again_too_early_are_found():
 
 
 def test_what_the_kernel_does_not_take_is_named():
-    p = ProgramBuilder("two rows")
+    with pytest.raises(UnsupportedError, match="2 tokens"):
+        queues_of(layers(1, rows=2))
+    p = ProgramBuilder("weights that leave")
     x = p.input("x", (2, HIDDEN), "bf16")
-    program = p.build(p.pointwise("a0 + a1", x, experts(p, x, "l", 64)))
-    with pytest.raises(UnsupportedError, match=r"of kind top_k does not fuse"):
-        fuse_segment(program)
+    weights, ids = p.top_k(p.linear(x, p.weight("r", (NUM_EXPERTS, HIDDEN), "bf16")), 2)
+    p.route(ids, NUM_EXPERTS)
+    with pytest.raises(UnsupportedError, match=r"of kind (top_k|route) does not fuse"):
+        fuse_segment(p.build(weights))
     p = ProgramBuilder("shapes")
     x = p.input("x", (1, HIDDEN), "bf16")
     for i, width in enumerate((64, 128)):
