@@ -221,6 +221,20 @@ def test_steps_of_a_batch_are_bitwise_the_same():
     assert runs[0][:24] == one
 
 
+def test_many_steps_of_a_batch_repeat_bit_by_bit():
+    """Tokens of 500 steps of 16 sequences, from the same caches."""
+    engine = experts_engine(16)
+    stepping = engine.stepping
+    assert stepping is not None
+    runs = []
+    for _ in range(2):
+        for cache in engine.decode_plan.states.tensors:
+            engine.tensor(cache).zero_()
+        stepping.start(range(1, 17), [16 * slot for slot in range(16)])
+        runs.append(torch.cat([stepping.decode(100).clone() for _ in range(5)]))
+    assert torch.equal(*runs)
+
+
 def test_fewer_sequences_read_fewer_experts():
     """Three in a kernel for 16 read no more than three rows' experts."""
     engine = experts_engine(16)
