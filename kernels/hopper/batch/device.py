@@ -109,10 +109,10 @@ def load_some_x(x, chunk, half: gl.constexpr, rows):
     i = gl.arange(0, HALF_CHUNK, layout=X_BLOCKS)
     counts = ((rows >> (i // 32 % 8)) & 0x101) != 0
     # a mask would cost registers, 16 bits at a time; and what a thread loads is at constant
-    # distances from one place (X_BLOCKS)
+    # distances from one point (X_BLOCKS)
     own = i & 0x307
-    place = gl.where(counts, chunk * (2 * HALF_CHUNK) + i - own, 0)
-    at = gl.max_contiguous(gl.multiple_of(place + (half * HALF_CHUNK + own), [8]), [8])
+    start = gl.where(counts, chunk * (2 * HALF_CHUNK) + i - own, 0)
+    at = gl.max_contiguous(gl.multiple_of(start + (half * HALF_CHUNK + own), [8]), [8])
     return as_operand(gl.load(x + at, cache_modifier=".cg"))
 
 

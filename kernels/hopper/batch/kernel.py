@@ -117,7 +117,7 @@ def is_head(words, EPILOGUES: gl.constexpr):
 @gluon.jit
 def compute(
     queue, num_instructions, num_steps, state, batch, num_sms, max_context, memory, eps, scale,
-    sample_words, peers, red, qs, ml, scratch, ring, step_bar, place, opened_bar, chosen_bar,
+    sample_words, peers, red, qs, ml, scratch, ring, step_bar, experts_at, opened_bar, chosen_bar,
     spec: gl.constexpr,
 ):
     """Partition of eight warps. With several ranks what instruction i of step s exchanges is
@@ -204,12 +204,12 @@ def compute(
                 if EXPERTS is not None:  # noqa: SIM102  a constant
                     if is_of_rows(words):
                         route_task(
-                            words, memory.numbers, state, batch, step, sm, place, opened_bar,
+                            words, memory.numbers, state, batch, step, sm, experts_at, opened_bar,
                             chosen_bar, EXPERTS,
                         )
                 it = linear_task(
-                    words, queue, i, memory, peers, sm, num_sms, eps, red, ring, it, flag, place,
-                    EXPERTS, EPILOGUES, CHOICE, RANKS, spec.stages, spec.whole_slices,
+                    words, queue, i, memory, peers, sm, num_sms, eps, red, ring, it, flag,
+                    experts_at, EXPERTS, EPILOGUES, CHOICE, RANKS, spec.stages, spec.whole_slices,
                     spec.wide_norms,
                 )
                 if CHOICE == SAMPLED and is_head(words, EPILOGUES):
@@ -280,12 +280,12 @@ def decode_batch(
         hits = gl.allocate_shared_memory(gl.int32, [2 * padded(EXPERTS)], PLAIN)
         write_addresses()
         cta_barrier()
-        place = Choice(address_of(weighed), address_of(hits))
+        experts_at = Choice(address_of(weighed), address_of(hits))
         cta_barrier()
         opened_bar = make_barriers(1)
         chosen_bar = make_barriers(1)
     else:
-        place: gl.constexpr = 0  # type: ignore[no-redef]
+        experts_at: gl.constexpr = 0  # type: ignore[no-redef]
         opened_bar: gl.constexpr = 0  # type: ignore[no-redef]
         chosen_bar: gl.constexpr = 0  # type: ignore[no-redef]
     ring = SlotRing(slots, make_barriers(spec.stages), make_barriers(spec.stages))
@@ -296,15 +296,15 @@ def decode_batch(
                 compute,
                 (
                     queue, num_instructions, num_steps, state, batch, num_sms, max_context, memory,
-                    eps, scale, sample_words, peers, red, qs, ml, scratch, ring, step_bar, place,
-                    opened_bar, chosen_bar, spec,
+                    eps, scale, sample_words, peers, red, qs, ml, scratch, ring, step_bar,
+                    experts_at, opened_bar, chosen_bar, spec,
                 ),
             ),
             (
                 loader,
                 (
                     (weights0, weights1, weights2), cache_tiles, queue, num_instructions, num_steps,
-                    state, batch, num_sms, max_context, ring, step_bar, place, opened_bar,
+                    state, batch, num_sms, max_context, ring, step_bar, experts_at, opened_bar,
                     chosen_bar, spec,
                 ),
             ),

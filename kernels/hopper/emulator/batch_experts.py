@@ -34,7 +34,7 @@ Tile = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class UnitGroup:
     """Units that are multiplied by one read of x, and the expert that they are of, counted through
     those that are hit.
     """
@@ -80,11 +80,11 @@ def route(sm: BatchSm, one: BatchExperts) -> None:
         sm.store(gpu.state, word, gpu.state.read(sm.compute, word) + len(hits))
 
 
-def groups_of(sm: BatchSm, one: BatchLinear | BatchExperts | BatchHead) -> Iterator[Group]:
+def groups_of(sm: BatchSm, one: BatchLinear | BatchExperts | BatchHead) -> Iterator[UnitGroup]:
     """Units of this SM, those that share a read of x together."""
     if not isinstance(one, BatchExperts):
         for first in range(0, one.num_units, GROUP_UNITS):
-            yield Group(range(first, min(first + GROUP_UNITS, one.num_units)))
+            yield UnitGroup(range(first, min(first + GROUP_UNITS, one.num_units)))
         return
     shape = shape_of(sm)
     share = share_of_hits(one, shape, len(sm.experts), sm.sm, sm.gpu.num_sms)
@@ -93,12 +93,12 @@ def groups_of(sm: BatchSm, one: BatchLinear | BatchExperts | BatchHead) -> Itera
     while first < share.stop:
         hit = first // size
         stop = min(first + GROUP_UNITS, (hit + 1) * size, share.stop)
-        yield Group(range(first, stop), hit)
+        yield UnitGroup(range(first, stop), hit)
         first = stop
 
 
 def tiles_of(
-    sm: BatchSm, one: BatchLinear | BatchExperts | BatchHead, group: Group
+    sm: BatchSm, one: BatchLinear | BatchExperts | BatchHead, group: UnitGroup
 ) -> Iterator[Tile]:
     """Tiles of a group in the order in which the loader brings them."""
     shape = sm.gpu.queues.experts
@@ -130,7 +130,7 @@ def num_chunks(sm: BatchSm, one: BatchLinear | BatchExperts | BatchHead) -> int:
 
 
 def x_of(
-    sm: BatchSm, one: BatchLinear | BatchExperts | BatchHead, group: Group, chunk: int
+    sm: BatchSm, one: BatchLinear | BatchExperts | BatchHead, group: UnitGroup, chunk: int
 ) -> Floats:
     """[1024, 16] of a chunk; of experts what rows that have chosen them have, and in place of
     others, but for those 8 before or behind, the zeros of the first chunk.
