@@ -391,7 +391,7 @@ def pack(instruction: BatchInstruction) -> list[int]:
     return pack_fields(instruction, FIELD_WORDS[type(instruction)])
 
 
-def pack_x(one: BatchLinear | BatchHead) -> int:
+def pack_x(one: BatchLinear | BatchExperts | BatchHead) -> int:
     """The word that says what x of a linear is."""
     slices, rest = divmod(one.length, SLICE_K)
     return (
