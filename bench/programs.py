@@ -543,6 +543,7 @@ def measure(
                     times[name].append(us)
             hosts = {name: host_us(run) for name, run in runs.items()}
             floor = floor_us(step)
+            torch.cuda.empty_cache()  # other processes need it
     return {
         "case": case.text,
         "device": torch.cuda.get_device_name(),
