@@ -72,6 +72,7 @@ def all_gather_matmul(
     assert choice.tiles is not None
     own = own.contiguous()
     workspace.begin()
+    workspace.follow()
     extents = Extents(
         rows=own.shape[0] * workspace.num_ranks,
         columns=b.shape[0],
@@ -171,6 +172,7 @@ def _send(
 ) -> Tensor:
     assert choice.tiles is not None
     workspace.begin()
+    workspace.follow()
     rows, columns = a.shape[0], b.shape[0]
     home = workspace.buffer((2 * rows, columns), a.dtype)
     result = home[rows:] if out is None else out

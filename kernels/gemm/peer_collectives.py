@@ -21,6 +21,7 @@ def all_gather(own: Tensor, workspace: Workspace) -> Tensor:
     """Rows of all ranks, [M, K] for own [M / num_ranks, K], until the second call after this."""
     own = own.contiguous()
     workspace.begin()
+    workspace.follow()
     rows = own.shape[0]
     full = workspace.buffer((rows * workspace.num_ranks, own.shape[1]), own.dtype)
     gather_rows(own, workspace, rows)
@@ -37,7 +38,7 @@ def matmul_reduce_scatter(a: Tensor, b: Tensor, workspace: Workspace) -> Tensor:
     rows, columns = a.shape[0] // num_ranks, b.shape[0]
     slots = workspace.buffer((2, num_ranks, rows, columns), a.dtype)
     torch.mm(a, b.T, out=slots[1].view(a.shape[0], columns))
-    stream.wait_stream(torch.cuda.current_stream())
+    workspace.follow()
     num_bytes = slots[0, 0].nbytes
     for step in range(1, num_ranks):
         peer = (rank + step) % num_ranks

@@ -71,8 +71,13 @@ class Workspace:
         return [(self.rank + step) % self.num_ranks for step in range(1, self.num_ranks)]
 
     def begin(self) -> None:
-        """The next call's turn; copies come after what the current stream has been given."""
+        """The next call's turn."""
         self.turn ^= 1
+
+    def follow(self) -> None:
+        """Copies and writes come after what the current stream has been given. A call without any
+        leaves this out: a graph of one chain of kernels costs the host least.
+        """
         self._queued = True
         self.stream.wait_stream(torch.cuda.current_stream())
 
@@ -81,7 +86,7 @@ class Workspace:
         go back to 0.
         """
         self.join()
-        self.stream.wait_stream(torch.cuda.current_stream())
+        self.follow()
         used = [
             self.arrival_address(self.rank, source, word)
             for source, word in product(self.peers, words)
@@ -89,23 +94,23 @@ class Workspace:
         write_words([*used, *map(self.count_address, counts)], 0, self.stream)
 
     def join(self) -> None:
-        """The current stream waits for all copies and writes that are queued."""
-        torch.cuda.current_stream().wait_stream(self.stream)
+        """The current stream waits for all copies and writes that are queued, if there are any:
+        within a capture, a stream of which it knows nothing can't be waited for.
+        """
+        if self._queued:
+            torch.cuda.current_stream().wait_stream(self.stream)
+            self._queued = False
 
     def settle(self) -> None:
-        """To an even turn, by a call without data if need be, and `join` if there is anything to
-        wait for: within a capture, a stream of which it knows nothing can't be waited for.
-        Collective.
-        """
+        """To an even turn, by a call without data if need be, and `join`. Collective."""
         if self.turn:
             self.begin()
+            self.follow()
             for peer in self.peers:
                 write_word(self.arrival_address(peer, self.rank, 0), 1, self.stream)
             self.await_peers(0)
             self.end([0])
-        if self._queued:
-            self.join()
-            self._queued = False
+        self.join()
 
     def rewind(self) -> None:
         """To where a settled workspace is, without work: a capture failed that had begun there."""
