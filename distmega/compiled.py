@@ -7,6 +7,7 @@ hostir/lower/lower.py, then hostir/run/cuda_graph.py.
 """
 
 import logging
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -39,7 +40,7 @@ from distmega.kernels.ugraphs.geometry import pays
 from distmega.kernels.whole import WholePlan, open_whole, plan_whole
 from distmega.program import types as program
 from distmega.program.kinds import kind_of
-from distmega.sharding.localize import LocalProgram, localize
+from distmega.sharding.localize import LocalProgram, localize, pair_for_library
 from distmega.sharding.planner import Plan
 from distmega.superopt.rewrite import FUSED_GRAPH, explain_op, rules_of_ops
 from distmega.superopt.rules import RewriteRule, shipped_rules
@@ -112,6 +113,9 @@ class CompiledProgram:
         local = localize(plan)
         peers = isinstance(comm, NcclCommunicator)
         self._whole, self._no_kernel = self._plan_kernel(local, megakernel, warm=warm)
+        if peers and not self._whole and len({*comm.all_gather_object(socket.gethostname())}) == 1:
+            local = pair_for_library(local, plan)
+        self._pairs = () if self._whole else local.fused
         self.host: HostProgram = (
             self._whole.host
             if self._whole
@@ -310,6 +314,7 @@ class CompiledProgram:
             lines.append(f"one megakernel a rank of {self._whole.num_tasks} tasks")
         else:
             lines.append(f"no megakernel: {self._no_kernel}")
+        lines += [f"by peer memory: {choice}" for choice in self._pairs]
         known = {rule.name: rule for rule in self._rules}
         lines += [explain_op(op, known) for op in self._graph_ops()]
         lines += [

@@ -6,7 +6,7 @@ what is allocated per iteration of a loop says so in its allocation. Next: hosti
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from distmega.collecting import gc_paused
 from distmega.program.types import Program, Tensor, verify_program
@@ -14,7 +14,7 @@ from distmega.sharding.finalize import verify_allocations
 from distmega.sharding.layout.allocation import AllocationDomain
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.local_ops import LocalOps
-from distmega.sharding.overlap.pairs import OverlapChoice
+from distmega.sharding.overlap.pairs import BY_LIBRARY, OverlapChoice, choose_overlaps
 from distmega.sharding.planner import Plan
 from distmega.sharding.streams.host_loops import HostLoop
 
@@ -69,3 +69,13 @@ def localize(plan: Plan) -> LocalProgram:
         host_loops=plan.host_loops,
         fused=tuple(choice for choice in plan.overlaps if choice.way == "kernel"),
     )
+
+
+def pair_for_library(local: LocalProgram, plan: Plan) -> LocalProgram:
+    """The same for ranks that run it by library ops in each other's reach: a pair whose rows no
+    kernel takes may be the library's matmul and a collective by peer memory, where that is expected
+    to be faster. Pairs for which a user asked something stay as they are.
+    """
+    left = [c.pair for c in plan.overlaps if c.way == "sequential" and not c.forced]
+    chosen = choose_overlaps(left, plan.machine, BY_LIBRARY)
+    return replace(local, fused=(*local.fused, *(c for c in chosen if c.way == "kernel")))

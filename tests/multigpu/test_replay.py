@@ -54,6 +54,7 @@ def sums(num: int) -> Model:
 MODELS: dict[str, Callable[[int], Model]] = {
     "sums": sums,
     "one row": lambda num: gated_mlp(1, 3, 1024, 2048),
+    "few rows": lambda num: gated_mlp(64, 3, 1024, 2048),
     "many rows": lambda num: gated_mlp(1024, 3, 2048, 8192),
     "states": lambda num: gpt2_step(0, 2, 256, 8, 64),
     "attention": lambda num: encoder(64, 2, 256, 8),
