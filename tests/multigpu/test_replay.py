@@ -20,6 +20,7 @@ from distmega.hostir.library.torch_types import torch_dtype
 from distmega.hostir.run import deadline
 from distmega.hostir.run.cuda_graph import CapturedHost
 from distmega.hostir.run.evaluator import Evaluator
+from distmega.kernels.hopper.plan.words import REPORT_LIMIT
 from distmega.kernels.machines import H200
 from distmega.kernels.runtime.signals import open_signals
 from distmega.program.builder import ProgramBuilder
@@ -240,6 +241,33 @@ def lose_a_signal(comm: NcclCommunicator, replay: bool) -> None:
         ):
             mine.check_signals()
     comm.barrier()
+
+
+def miss_a_replay(comm: Communicator) -> None:
+    """The last rank stays away from one replay of a program that is one kernel; those of the others
+    give up waiting for it.
+    """
+    step, values = small_step(comm, "one row", replay=True)
+    assert step.stats.num_megakernels == 1
+    assert step._kernel is not None
+    step._deadline.limit_s = TIMEOUT_S
+    alarm = step._kernel.runner._alarm
+    alarm.limit_s = LIMIT_S
+    alarm._report[REPORT_LIMIT] = round(LIMIT_S * 1e9)
+    torch.cuda.synchronize()
+    comm.barrier()
+    if comm.rank != comm.mesh.num_ranks - 1:
+        step(inputs_of(step, values))
+        with pytest.raises(HangError, match=r"rank \d, SM \d+ .* waited 2 s for word"):
+            step.wait()
+    comm.barrier()  # whose memory peers write into may not end before they do
+
+
+@pytest.mark.parametrize(("device", "num_ranks"), ON_GPUS)
+def test_a_rank_that_misses_a_replay_of_one_kernel_is_missed(
+    device: str, num_ranks: int, run_ranks
+):
+    run_ranks(f"{HERE}:miss_a_replay", device, num_ranks)
 
 
 @pytest.mark.parametrize("replay", [True, False])
