@@ -104,7 +104,9 @@ def test_real_weights_give_what_each_prompt_gives_alone(num_ranks: int):
     assert relative_error(found.prefill, expected[: lengths[0] + 1]) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "name", ["mistral", pytest.param("qwen2", marks=pytest.mark.nightly), "qwen3"]
+)
 def test_families_packed_in_parts_equal_transformers(name: str, tmp_path: Path):
     """Windows, biases, norms of heads."""
     model = FAMILIES[name].build()

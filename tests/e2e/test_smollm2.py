@@ -118,6 +118,7 @@ def test_a_pipeline_gives_the_same_tokens_and_logits(num_ranks: int, pp: int) ->
     assert relative_error(found.decode[0], expected_logits()[100:103]) < TOLERANCE
 
 
+@pytest.mark.nightly  # tests/multigpu/test_decode.py compares them for a small model, on CPUs too
 def test_host_collectives_give_the_same_tokens() -> None:
     options = EngineOptions(max_context=512, collectives="host")
     found = run_measure(request(options=options, ids=paragraph_ids()[:110], num_decoded=2), 2)

@@ -15,12 +15,16 @@ FOLDER = Path(sys.prefix) / "triton-newest"
 NUM_PROCESSES = "2"
 SPECIAL = "drawing or sampl or kinds or programs or row_pointwise or expert or sending"
 """What is compiled in beside the common parts of kernels: by night alone."""
+SIZES = "(norms and (128 or 1024 or 16384)) or rms-65536 or layer-65536 or 134217728"
+REPEATED = f"qwen3 or smollm2 or {SIZES}"
+"""Kernels that are compiled for other sizes too: by night alone, as those."""
+BY_NIGHT = f"{SPECIAL} or {REPEATED}"
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not FOLDER.is_dir(), reason="no newest Triton beside this one (make venv)")
 @pytest.mark.parametrize(
-    "chosen", [f"not ({SPECIAL})", pytest.param(SPECIAL, marks=pytest.mark.nightly)]
+    "chosen", [f"not ({BY_NIGHT})", pytest.param(BY_NIGHT, marks=pytest.mark.nightly)]
 )
 def test_kernels_compile_under_the_newest_triton(chosen: str):
     env = {name: x for name, x in os.environ.items() if not name.startswith("PYTEST_XDIST")}

@@ -51,11 +51,17 @@ def test_every_environment_variable_is_listed():
 
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
+# one example by day under torchrun, which starts all of them the same way
+NIGHTLY = {name: () if name == "mlp.py" else pytest.mark.nightly for name in EXAMPLES}
+WAYS = [
+    *(pytest.param(name, (), id=f"{name}-python") for name in EXAMPLES),
+    *(pytest.param(n, TORCHRUN, id=f"{n}-torchrun", marks=NIGHTLY[n]) for n in EXAMPLES),
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [(), TORCHRUN], ids=["python", "torchrun"])
-@pytest.mark.parametrize("example", sorted(path.name for path in (ROOT / "examples").glob("*.py")))
+@pytest.mark.parametrize(("example", "how"), WAYS)
 def test_an_example_runs(example: str, how: tuple[str, ...]):
     command = [sys.executable, *how, f"examples/{example}"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -12,7 +12,7 @@ from distmega.sharding.layout.mesh import DeviceMesh
 from tests.hostir.ranks import spawn
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_exchanges_and_programs(num_ranks: int, tmp_path: Path):
     spawn("run_all_checks", num_ranks, tmp_path)
 
