@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe, wait
 
 from distmega.launch.contract import Event, Job, rank_environment
-from distmega.launch.processes import process_state
-from distmega.launch.reports import (
+from distmega.launch.host.processes import process_state
+from distmega.launch.host.reports import (
     AskPosition,
     Command,
     Died,

@@ -15,9 +15,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from distmega.launch.contract import Job
-from distmega.launch.reports import AskPosition, Finish, Position, Report, StoreOpened
-from distmega.launch.sockets import LOOPBACK, listen_at
-from distmega.launch.stores import HashStore, Store, reach_store, serve_store
+from distmega.launch.host.reports import AskPosition, Finish, Position, Report, StoreOpened
+from distmega.launch.host.sockets import LOOPBACK, listen_at
+from distmega.launch.host.stores import HashStore, Store, reach_store, serve_store
 from distmega.launch.worker import (
     RankRun,
     close_group,

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from distmega.errors import DistmegaError, HangError, RankFailure
 from distmega.launch.contract import Emitted, Event, Job, Result
-from distmega.launch.reports import Died, Done, Failed, Position, Ready, Report, Value
+from distmega.launch.host.reports import Died, Done, Failed, Position, Ready, Report, Value
 
 logger = logging.getLogger(__name__)
 

@@ -20,10 +20,10 @@ from itertools import chain
 from distmega.engine.ranks.context import RankContext
 from distmega.errors import DistmegaError, LaunchError, RankFailure
 from distmega.launch.contract import MULTICAST_OFF, Emitted, Event, Job, Result
-from distmega.launch.processes import end_with_parent, process_state
-from distmega.launch.reports import Done, Failed, Value
-from distmega.launch.sockets import LOOPBACK, listen_at
-from distmega.launch.stores import (
+from distmega.launch.host.processes import end_with_parent, process_state
+from distmega.launch.host.reports import Done, Failed, Value
+from distmega.launch.host.sockets import LOOPBACK, listen_at
+from distmega.launch.host.stores import (
     DistError,
     DistNetworkError,
     PrefixStore,

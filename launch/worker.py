@@ -27,9 +27,9 @@ from distmega.env import read_settings
 from distmega.errors import DistmegaError, LaunchError, LostPeerError, RequestError
 from distmega.hostir.run.cuda_graph import release_graphs
 from distmega.launch.contract import Job, load_function
-from distmega.launch.devices import allow_sharing, gpu_of
-from distmega.launch.reports import Done, Failed, Ready, Report, Value
-from distmega.launch.stores import DistError, PrefixStore, Store
+from distmega.launch.host.devices import allow_sharing, gpu_of
+from distmega.launch.host.reports import Done, Failed, Ready, Report, Value
+from distmega.launch.host.stores import DistError, PrefixStore, Store
 
 GATHER_S = 0.005
 """Nobody sees a token come so much later."""

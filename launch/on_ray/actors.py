@@ -22,10 +22,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from distmega.engine.ranks.context import DeviceKind, RankContext
 from distmega.errors import LaunchError
 from distmega.launch.contract import Event, Job, rank_environment
+from distmega.launch.host.reports import Died, Failed, Position, Report
+from distmega.launch.host.sockets import LOOPBACK, listen_at
+from distmega.launch.host.stores import TCPStore, reach_store, serve_store
 from distmega.launch.on_ray.cluster import connect, is_node_up, reserve_ranks
-from distmega.launch.reports import Died, Failed, Position, Report
-from distmega.launch.sockets import LOOPBACK, listen_at
-from distmega.launch.stores import TCPStore, reach_store, serve_store
 from distmega.launch.supervise import supervise
 from distmega.launch.worker import (
     RankRun,

@@ -14,9 +14,9 @@ import pytest
 
 from distmega.errors import LaunchError
 from distmega.launch.contract import LauncherOptions, Result
+from distmega.launch.host.sockets import LOOPBACK, interface_of, listen_at
+from distmega.launch.host.stores import reach_store, serve_store
 from distmega.launch.launchers import launch
-from distmega.launch.sockets import LOOPBACK, interface_of, listen_at
-from distmega.launch.stores import reach_store, serve_store
 
 ROOT = Path(__file__).resolve().parents[2]
 GENERATE = ("generate", "tiny-llama", "The capital", "--tp", "2", "--max-new-tokens", "20")

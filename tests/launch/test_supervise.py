@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from distmega.errors import DistmegaError, HangError, LostPeerError, RankFailure, RequestError
 from distmega.launch import supervise as supervise_module
 from distmega.launch.contract import Emitted, Job, RayOptions
-from distmega.launch.reports import Died, Done, Failed, Position, Ready, Report, Value
+from distmega.launch.host.reports import Died, Done, Failed, Position, Ready, Report, Value
 from distmega.launch.supervise import supervise
 
 NUM_RANKS = 4

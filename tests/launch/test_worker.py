@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from distmega.errors import LostPeerError, RankFailure, RequestError
 from distmega.hostir.comm.communicator import GlooCommunicator
-from distmega.launch.stores import DistNetworkError
+from distmega.launch.host.stores import DistNetworkError
 from distmega.launch.worker import _is_lost_peer
 from distmega.sharding.layout.mesh import DeviceMesh
 

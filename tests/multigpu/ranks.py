@@ -29,7 +29,7 @@ from distmega.hostir.comm.communicator import Communicator, GlooCommunicator
 from distmega.hostir.comm.nccl import NcclCommunicator
 from distmega.hostir.run.cuda_graph import release_graphs
 from distmega.launch.contract import MULTICAST_OFF
-from distmega.launch.devices import allow_sharing, gpu_of
+from distmega.launch.host.devices import allow_sharing, gpu_of
 from distmega.sharding.layout.mesh import DeviceMesh
 
 TIMEOUT_S = 60.0

@@ -5,7 +5,7 @@ from unittest.mock import patch
 
 import pytest
 
-from distmega.launch.devices import allow_sharing, gpu_of
+from distmega.launch.host.devices import allow_sharing, gpu_of
 from distmega.launch.worker import make_context
 
 
