@@ -191,7 +191,7 @@ def test_of_several_rules_the_one_that_saves_most_is_used(norm_rule: RewriteRule
     program = norm_linear(4, 256, 512, 1e-5)
     better = replace(norm_rule, name="better", graph_us=norm_rule.graph_us - 0.5)
     assert fused(program, norm_rule, better) == ["better"]
-    measured = replace(norm_rule, name="measured", launches=((4, 1),))
+    measured = replace(norm_rule, name="measured", launches=((4, 1, 0),))
     assert fused(program, better, measured) == ["measured"]
 
 

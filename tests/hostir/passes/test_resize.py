@@ -71,15 +71,14 @@ def rules_of(host: HostProgram) -> list[str]:
     return [str(op.attr("rule")) for op in ops if op.kind == FUSED_GRAPH]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_rules_make_ops_whose_sizes_are_no_rows_of_prompts(num_ranks: int):
+def test_rules_make_ops_whose_sizes_are_no_rows_of_prompts():
     """The last norm and the logits, of one row; those of all rows are left alone."""
-    decode_plan = decode_plan_of("llama-3.2-1b", num_ranks)
+    decode_plan = decode_plan_of("llama-3.2-1b", 1)
     (rule,) = rules_of(lower_prefill(decode_plan, 64, "none"))
     assert rule.startswith("rmsnorm_linear.")
     assert rules_of(lower_prefill(decode_plan, 64, "all")) == []
     assert rules_of(lower_library_decode(decode_plan)) != [rule]
-    on_cpu = decode_plan_of("llama-3.2-1b", num_ranks, machine=CPU)
+    on_cpu = decode_plan_of("llama-3.2-1b", 1, machine=CPU)
     assert rules_of(lower_prefill(on_cpu, 64, "none")) == []
 
 

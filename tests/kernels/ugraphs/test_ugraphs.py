@@ -284,7 +284,9 @@ def test_rules_pay_where_their_kernels_do():
     """
     norm, mlp = rule("rmsnorm_linear.k2048.n128256.rows1"), rule("gated_mlp.k4096.n11008.rows16")
     assert pays(norm)
-    assert pays(resized_rule(mlp, (("m0", 32), ("k", 2048), ("n", 8192))))
+    sized = resized_rule(mlp, (("m0", 8), ("k", 2048), ("n", 8192)))
+    assert pays(sized)
+    assert [launch.resident for launch in rule_plan(sized).launches] == [0], "a product"
     rows = rule("rmsnorm_linear.k4096.n4096.rows16")
     for m in (8, 32):
         assert not pays(resized_rule(rows, (("m0", m), ("d", 2048), ("n", 128256))))
