@@ -14,7 +14,7 @@ from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.planner import plan_program
 from tests.hostir.programs import run_program
 from tests.kernels.hopper.batch_plan.test_batch_pointwise import heads_normed, two_lookups
-from tests.kernels.row_programs import PROGRAMS, attending, random_values
+from tests.kernels.row_programs import HEADS, PROGRAMS, attending, random_values
 
 pytestmark = pytest.mark.gpu
 
@@ -66,6 +66,11 @@ def test_one_launch_is_as_exact_as_torch(name, rows):
 @pytest.mark.parametrize("program", [two_lookups, heads_normed])
 def test_rows_of_tables_and_norms_of_heads(program):
     check(program(7))
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_rows_of_decoders_with_other_heads(name):
+    check(attending(rows=5, **HEADS[name]))
 
 
 @pytest.mark.parametrize("rows", [3, 16])

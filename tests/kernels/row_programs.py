@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,13 +92,13 @@ def wide_norms(rows: int) -> Program:
 def attending(
     layers: int = 2, heads: int = 4, dim: int = 64, softcap: float = 0.0, ffn: int = FFN,
     vocab: int = VOCAB, dtype: str = "bf16", group: int = 1, window: int = 0, rows: int = 1,
-    biased: bool = False,
+    biased: bool = False, each_head: bool = False,
 ) -> Program:  # fmt: skip
     """A decode step of layers with norms of all queries and keys together, and of what is added.
 
     heads: of keys, each with `group` query heads. window: of every other layer. rows: sequences,
     each with caches of its own. biased: whether scores have a bias instead of rotated queries and
-    keys.
+    keys. each_head: whether these are normalised, and not all together.
     """
     p = ProgramBuilder("attending")
     hidden = heads * dim
@@ -110,6 +111,9 @@ def attending(
         q, k, v = (
             matrix(p, x, hidden * (group if name == "q" else 1), f"{name}{i}") for name in "qkv"
         )
+        if each_head:
+            q = p.reshape(q, (rows, heads, group, dim), view=True)
+            k = p.reshape(k, (rows, heads, dim), view=True)
         q, k = (rms(p, each, f"{name}n{i}", dtype) for each, name in ((q, "q"), (k, "k")))
         q = p.reshape(q, (rows, heads, group, dim), view=True)
         k = p.reshape(k, (rows, heads, dim), view=True)
@@ -143,6 +147,16 @@ PROGRAMS: Mapping[str, Callable[[int], Program]] = MappingProxyType(
         )
     }
 )  # fmt: skip
+
+
+HEADS: Mapping[str, Mapping[str, Any]] = MappingProxyType({
+    "24": {"dim": 24}, "56 of each": {"dim": 56, "each_head": True},
+    "80 capped": {"dim": 80, "softcap": 0.5, "dtype": "f32"},
+    "96 of each": {"dim": 96, "group": 3, "each_head": True, "window": 40},
+    "128 capped": {"dim": 128, "softcap": 2.0, "window": 40},
+    "128 of each": {"dim": 128, "group": 4, "each_head": True, "dtype": "f32"},
+})  # fmt: skip
+"""Heads for `attending` of several rows."""
 
 
 def random_values(program: Program, seed: int = 0) -> dict[str, Tensor]:

@@ -31,6 +31,7 @@ from distmega.program.types import Program
 from distmega.sources.locate import read_config
 from distmega.torch_import.decoders import open_decoder
 from distmega.torch_import.forms import Derived, Normal, normalise
+from tests.torch_import.small_decoders import DECODERS
 from tests.torch_import.test_decoders import family_config
 
 WIDTH, ROWS = 16, 3
@@ -254,6 +255,15 @@ def test_factors_of_a_residual_stream_and_of_scores_leave_one_kernel():
     program = open_decoder(config).build(1, 32, dtype="bf16")
     assert len({norm.eps for op in fuse_segment(program) for norm in norms_of(op)}) == 1
     assert any("RowLinear" in queue for queue in queues(program, 1))
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_rows_of_captured_decoders_are_one_kernel(name: str):
+    """Norms of what is added and of all heads, learned positions, biases, heads of 80."""
+    program = open_decoder(DECODERS[name]()).build(1, 32, batch=8, dtype="bf16")
+    kinds = queues(program, 8)[0]
+    assert kinds.count("BatchAttention") == 2
+    assert ("BatchPointwise" in kinds) == (name in ("gpt2", "olmo2"))
 
 
 def stream(last: str) -> Program:

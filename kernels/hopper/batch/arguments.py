@@ -74,12 +74,13 @@ class BatchSpec:
     head_dim, num_queries, num_heads, num_kv_heads, num_parts: of attention: elements of a head,
     query heads of a task, query and kv heads of this rank, tasks that share a kv head. qk_norm:
     whether queries and keys are normalised; rotated: whether they are rotated; apart: whether they
-    and values lie apart. attends, normalises: whether there is attention, and rows in another form
-    (norms.py). looks_up: whether tokens are looked up in `embed`. formulas: of pointwise work on
-    rows. wide_norms: whether weights of norms are f32. keeps_tokens: whether tables are looked up
-    besides. choice: how a token is chosen (plan/words.py). head_rows: logits of an SM, at most, a
-    power of two. whole_slices: whether rows of weights are, and biases of two streams lie without a
-    gap. stages: of the ring; ahead: loads under way at a time, at most.
+    and values lie apart; softcap: what scores are kept below, if it is not 0. attends, normalises:
+    whether there is attention, and rows in another form (norms.py). looks_up: whether tokens are
+    looked up in `embed`. formulas: of pointwise work on rows. wide_norms: whether weights of norms
+    are f32. keeps_tokens: whether tables are looked up besides. choice: how a token is chosen
+    (plan/words.py). head_rows: logits of an SM, at most, a power of two. whole_slices: whether rows
+    of weights are, and biases of two streams lie without a gap. stages: of the ring; ahead: loads
+    under way at a time, at most.
     """
 
     head_dim: int
@@ -90,6 +91,7 @@ class BatchSpec:
     qk_norm: bool
     rotated: bool
     apart: bool
+    softcap: float
     attends: bool
     normalises: bool
     looks_up: bool

@@ -48,6 +48,8 @@ from distmega.kernels.hopper.ptx.shapes import (
     TILE_ROWS,
     WARP_SUM,
     head_rows,
+    is_padded,
+    num_halves,
 )
 
 
@@ -103,14 +105,7 @@ def rotated_rows(
     PAIR: gl.constexpr = head_rows(half, 4)
     rows = gl.expand_dims(gl.arange(0, MMA_M, layout=gl.SliceLayout(1, PAIR)), 1)
     columns = gl.expand_dims(gl.arange(0, half, layout=gl.SliceLayout(0, PAIR)), 0)
-    if APART:
-        of_new = gl.where(rows == G, words[ATT_K_SRC], words[ATT_V_SRC])
-        of_new += (sequence * KVH + head) * D
-        of_query = words[SRC] + (sequence * H + query0 + rows) * D
-        at = numbers + gl.where(rows < G, of_query, of_new) + columns
-    else:
-        source = gl.where(rows < G, query0 + rows, gl.where(rows == G, H + head, H + KVH + head))
-        at = numbers + words[SRC] + sequence * words[NUM_ROWS] + source * D + columns
+    at = head_rows_at(words, numbers, sequence, head, query0, rows, D, G, H, KVH, APART) + columns
     wanted = (rows < G + 2) & (columns >= 0)
     a = gl.load(at, mask=wanted, other=0.0, cache_modifier=".cg")
     b = gl.load(at + half, mask=wanted, other=0.0, cache_modifier=".cg")
@@ -134,6 +129,107 @@ def rotated_rows(
         b = gl.where(is_value, b, b * cos + a * sin)
         a = gl.where(is_value, a, turned)
     return a, b
+
+
+@gluon.jit
+def head_rows_at(
+    words, numbers, sequence, head, query0, rows, D: gl.constexpr, G: gl.constexpr, H: gl.constexpr,
+    KVH: gl.constexpr, APART: gl.constexpr,
+):
+    """Where the numbers of G queries, the new key and the new value begin."""
+    if APART:
+        of_new = gl.where(rows == G, words[ATT_K_SRC], words[ATT_V_SRC])
+        of_new += (sequence * KVH + head) * D
+        of_query = words[SRC] + (sequence * H + query0 + rows) * D
+        at = numbers + gl.where(rows < G, of_query, of_new)
+    else:
+        source = gl.where(rows < G, query0 + rows, gl.where(rows == G, H + head, H + KVH + head))
+        at = numbers + words[SRC] + sequence * words[NUM_ROWS] + source * D
+    return at
+
+
+@gluon.jit
+def norm_vector(words, vectors, rows, columns, inside, G: gl.constexpr, WIDE: gl.constexpr):
+    """Weights of the norms of queries and the new key."""
+    weight = gl.where(rows < G, words[ATT_Q_NORM], words[ATT_K_NORM])
+    if WIDE:
+        at = (vectors + weight).to(gl.pointer_type(gl.float32), bitcast=True) + columns
+    else:
+        at = vectors + weight + columns
+    return gl.load(at, mask=inside, other=0.0).to(gl.float32)
+
+
+@gluon.jit
+def head_factors(words, memory, sequence, head, query0, eps, spec: gl.constexpr):
+    """[16, 1]: factors of the norms of rows, where there are norms."""
+    D: gl.constexpr = spec.head_dim
+    G: gl.constexpr = spec.num_queries
+    PAIR: gl.constexpr = head_rows(64, 4)
+    rows = gl.expand_dims(gl.arange(0, MMA_M, layout=gl.SliceLayout(1, PAIR)), 1)
+    squares = gl.zeros([MMA_M], gl.float32, layout=gl.SliceLayout(1, PAIR))
+    if spec.qk_norm:
+        lanes = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(0, PAIR)), 0)
+        at = head_rows_at(
+            words, memory.numbers, sequence, head, query0, rows, D, G, spec.num_heads,
+            spec.num_kv_heads, spec.apart,
+        )
+        for h in gl.static_range(num_halves(D)):
+            columns = h * 64 + lanes
+            seen = (rows < G + 2) & (columns < D)
+            z = gl.load(at + columns, mask=seen, other=0.0, cache_modifier=".cg")
+            squares += gl.sum(z * z, axis=1)
+    return gl.rsqrt(gl.expand_dims(squares, 1) / D + eps)
+
+
+@gluon.jit
+def rotated_columns(
+    words, memory, sequence, head, query0, position, inv, h: gl.constexpr, spec: gl.constexpr
+):
+    """Columns [16, 64] from 64 h on of what rotated_rows gives, for heads whose halves are no
+    powers of two: each column with the one that it is rotated with; zeros past the last. inv:
+    factors of norms.
+    """
+    D: gl.constexpr = spec.head_dim
+    G: gl.constexpr = spec.num_queries
+    half: gl.constexpr = D // 2
+    PAIR: gl.constexpr = head_rows(64, 4)
+    rows = gl.expand_dims(gl.arange(0, MMA_M, layout=gl.SliceLayout(1, PAIR)), 1)
+    lanes = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(0, PAIR)), 0)
+    columns = h * 64 + lanes
+    others = gl.where(columns < half, columns + half, columns - half)
+    at = head_rows_at(
+        words, memory.numbers, sequence, head, query0, rows, D, G, spec.num_heads,
+        spec.num_kv_heads, spec.apart,
+    )
+    inside = (rows < G + 2) & (columns < D)
+    x = gl.load(at + columns, mask=inside, other=0.0, cache_modifier=".cg")
+    y = x
+    if spec.rotated:
+        y = gl.load(at + others, mask=inside, other=0.0, cache_modifier=".cg")
+    is_value = rows > G
+    if spec.qk_norm:
+        of_x = norm_vector(words, memory.vectors, rows, columns, inside, G, spec.wide_norms)
+        x = gl.where(is_value, x, x * inv * of_x)
+        if spec.rotated:
+            of_y = norm_vector(words, memory.vectors, rows, others, inside, G, spec.wide_norms)
+            y = y * inv * of_y
+    if spec.rotated:
+        angle = gl.where(columns < half, columns, others)
+        cos = gl.load(memory.rope + position * D + angle, mask=columns < D, other=0.0)
+        sin = gl.load(memory.rope + position * D + half + angle, mask=columns < D, other=0.0)
+        turned = x * cos + y * gl.where(columns < half, -sin, sin)
+        x = gl.where(is_value, x, turned)
+    return x
+
+
+@gluon.jit
+def append_columns(cache, k_row, v_row, x, h: gl.constexpr, D: gl.constexpr, G: gl.constexpr):
+    """64 columns of rows G (key) and G + 1 (value) into the cache."""
+    PAIR: gl.constexpr = head_rows(64, 4)
+    row = gl.expand_dims(gl.arange(0, MMA_M, layout=gl.SliceLayout(1, PAIR)), 1)
+    columns = h * 64 + gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(0, PAIR)), 0)
+    at = cache + gl.where(row == G, k_row, v_row).to(gl.int64) * D + columns
+    gl.store(at, x, mask=(row >= G) & (row < G + 2) & (columns < D))
 
 
 @gluon.jit
@@ -175,12 +271,17 @@ def store_output(
     r = gl.expand_dims(gl.arange(0, GROUP_LIMIT, layout=gl.SliceLayout(1, PAIR_OUT)), 1)
     pair = gl.expand_dims(gl.arange(0, 32, layout=gl.SliceLayout(0, PAIR_OUT)), 0)
     column = (query0 + r) * D + h * 64 + pair * 2
-    gl.store(acts + first // 2 + pair_index(column, sequence), payload, mask=r < G)
+    mine = r < G
+    if is_padded(D):
+        mine = mine & (h * 64 + pair * 2 < D)
+    gl.store(acts + first // 2 + pair_index(column, sequence), payload, mask=mine)
 
 
 @gluon.jit
 def store_partial(partials, slot, y, highest, sums, h: gl.constexpr, D: gl.constexpr):
-    """64 columns of 8 queries' unscaled outputs, their maxima and sums, as float32."""
+    """64 columns of 8 queries' unscaled outputs, their maxima and sums, as float32. D: elements of
+    a head, zeros up to whole slots included.
+    """
     OUT: gl.constexpr = gl.SliceLayout(0, WARP_SUM)
     r = gl.arange(0, GROUP_LIMIT, layout=gl.SliceLayout(1, OUT))
     c = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(0, OUT)), 0)
@@ -197,19 +298,20 @@ def combine(
 ):
     """The output from the partials of SMs first_sm on: the first's second, the others' first."""
     OUT: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [8, 1], [1, 0])
-    stride: gl.constexpr = GROUP_LIMIT * D + PARTIAL_EXTRA
+    WIDTH: gl.constexpr = 64 * num_halves(D)
+    stride: gl.constexpr = GROUP_LIMIT * WIDTH + PARTIAL_EXTRA
     r = gl.arange(0, GROUP_LIMIT, layout=gl.SliceLayout(1, OUT))
-    c = gl.arange(0, D, layout=gl.SliceLayout(0, OUT))
-    o = gl.zeros([GROUP_LIMIT, D], gl.float32, layout=OUT)
+    c = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, OUT))
+    o = gl.zeros([GROUP_LIMIT, WIDTH], gl.float32, layout=OUT)
     m = gl.full([GROUP_LIMIT], float("-inf"), gl.float32, layout=gl.SliceLayout(1, OUT))
     l = gl.zeros([GROUP_LIMIT], gl.float32, layout=gl.SliceLayout(1, OUT))
     for i in range(keep(num)):
         slot = (first_sm + i) * 2 + gl.where(i == 0, 1, 0)
-        at = partials + slot * stride + gl.expand_dims(r * D, 1) + gl.expand_dims(c, 0)
+        at = partials + slot * stride + gl.expand_dims(r * WIDTH, 1) + gl.expand_dims(c, 0)
         y = gl.load(at, cache_modifier=".cg")
-        highest = gl.load(partials + slot * stride + GROUP_LIMIT * D + r, cache_modifier=".cg")
+        highest = gl.load(partials + slot * stride + GROUP_LIMIT * WIDTH + r, cache_modifier=".cg")
         sums = gl.load(
-            partials + slot * stride + GROUP_LIMIT * D + GROUP_LIMIT + r, cache_modifier=".cg"
+            partials + slot * stride + GROUP_LIMIT * WIDTH + GROUP_LIMIT + r, cache_modifier=".cg"
         )
         m_new = gl.maximum(m, highest)
         alpha = gl.exp2(m - m_new)
@@ -218,13 +320,16 @@ def combine(
         l = l * alpha + sums * beta
         m = m_new
     o = o / gl.expand_dims(l, 1)
-    even, odd = gl.split(gl.reshape(o, [GROUP_LIMIT, D // 2, 2]))
+    even, odd = gl.split(gl.reshape(o, [GROUP_LIMIT, WIDTH // 2, 2]))
     PAIRED: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [8, 1], [1, 0])
     payload = gl.convert_layout(bf16_pair(even, odd), PAIRED)
     r = gl.expand_dims(gl.arange(0, GROUP_LIMIT, layout=gl.SliceLayout(1, PAIRED)), 1)
-    pair = gl.expand_dims(gl.arange(0, D // 2, layout=gl.SliceLayout(0, PAIRED)), 0)
+    pair = gl.expand_dims(gl.arange(0, WIDTH // 2, layout=gl.SliceLayout(0, PAIRED)), 0)
     column = (query0 + r) * D + pair * 2
-    gl.store(acts + first // 2 + pair_index(column, sequence), payload, mask=r < G)
+    mine = r < G
+    if is_padded(D):
+        mine = mine & (pair * 2 < D)
+    gl.store(acts + first // 2 + pair_index(column, sequence), payload, mask=mine)
 
 
 @gluon.jit
@@ -237,15 +342,26 @@ def attend_piece(
     """
     D: gl.constexpr = spec.head_dim
     G: gl.constexpr = spec.num_queries
-    HALVES: gl.constexpr = D // 64
-    a, b = rotated_rows(
-        words, memory.numbers, memory.vectors, memory.rope, sequence, head, query0, position, eps,
-        D, G, spec.num_heads, spec.num_kv_heads, spec.qk_norm, spec.rotated, spec.apart,
-        spec.wide_norms,
-    )
-    a = a.to(gl.bfloat16)
-    b = b.to(gl.bfloat16)
-    store_halves(qs, a, b, D)
+    HALVES: gl.constexpr = num_halves(D)
+    if is_padded(D):
+        inv = head_factors(words, memory, sequence, head, query0, eps, spec)
+        a = rotated_columns(words, memory, sequence, head, query0, position, inv, 0, spec)
+        a = a.to(gl.bfloat16)
+        b = a
+        qs.index(0).store(a)
+        if HALVES == 2:
+            b = rotated_columns(words, memory, sequence, head, query0, position, inv, 1, spec)
+            b = b.to(gl.bfloat16)
+            qs.index(1).store(b)
+    else:
+        a, b = rotated_rows(
+            words, memory.numbers, memory.vectors, memory.rope, sequence, head, query0, position,
+            eps, D, G, spec.num_heads, spec.num_kv_heads, spec.qk_norm, spec.rotated, spec.apart,
+            spec.wide_norms,
+        )
+        a = a.to(gl.bfloat16)
+        b = b.to(gl.bfloat16)
+        store_halves(qs, a, b, D)
     q0 = queries(qs, 0)
     q1 = queries(qs, HALVES - 1)
     m = gl.full([NUM_WARPS, MMA_M], float("-inf"), gl.float32, layout=QUERY)
@@ -254,14 +370,22 @@ def attend_piece(
     o1 = o0
     if block0 == 0:
         new = row0 + position
-        append_rows(memory.cache, words[ATT_K_ROW] + new, words[ATT_V_ROW] + new, a, b, D, G)
-        m, l = begin_new(qs, scale, G, HALVES)
+        k_row = words[ATT_K_ROW] + new
+        v_row = words[ATT_V_ROW] + new
+        if is_padded(D):
+            append_columns(memory.cache, k_row, v_row, a, 0, D, G)
+            if HALVES == 2:
+                append_columns(memory.cache, k_row, v_row, b, 1, D, G)
+        else:
+            append_rows(memory.cache, k_row, v_row, a, b, D, G)
+        m, l = begin_new(qs, scale, G, HALVES, spec.softcap)
         o0 = new_value(qs, 0, G)
         o1 = new_value(qs, HALVES - 1, G)
     begin = first // TILE_ROWS + block0
     for block in range(keep(begin), begin + num):
         it, m, l, o0, o1 = attend_block(
             q0, q1, ring, it, block, first, position, scale, m, l, o0, o1, HALVES, spec.stages,
+            spec.softcap,
         )
     return it, m, l, o0, o1
 
@@ -274,7 +398,7 @@ def attention_task(
     """This SM's share from (sequence, head, block) on, `left` blocks; returns the ring position.
 
     words: of the instruction. state, num_sms, max_context, eps, scale: as of decode_batch. batch,
-    step: sequences, and the number of the step in this launch. qs: bf16 [head_dim / 64, 16, 64],
+    step: sequences, and the number of the step in this launch. qs: bf16 [num_halves, 16, 64],
     ml: f32 [2, 8 warps, 16], scratch: f32 [8 warps, 8, 64], shared memory for the queries, maxima
     and sums, outputs, which nothing else uses meanwhile. it: ring slots taken before. start, total:
     where the share begins in the line of all blocks, and the length of that. Writes memory.acts,
@@ -287,7 +411,7 @@ def attention_task(
     G: gl.constexpr = spec.num_queries
     KVH: gl.constexpr = spec.num_kv_heads
     PARTS: gl.constexpr = spec.num_parts
-    HALVES: gl.constexpr = D // 64
+    HALVES: gl.constexpr = num_halves(D)
     HEADS: gl.constexpr = KVH * PARTS
     GROUP: gl.constexpr = spec.num_heads // KVH
     sharing = gl.minimum(total, num_sms)
@@ -313,7 +437,7 @@ def attention_task(
                 y = y / gl.expand_dims(sums, 1)
                 store_output(memory.acts, words[DST], y, query0, sequence, h, D, G)
             else:
-                store_partial(memory.partials, slot, y, highest, sums, h, D)
+                store_partial(memory.partials, slot, y, highest, sums, h, 64 * HALVES)
         if block == 0:
             fence_all()
         if is_whole == 0:

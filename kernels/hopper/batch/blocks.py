@@ -9,6 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from distmega.kernels.hopper.batch.limits import LOG2_E
 from distmega.kernels.hopper.ptx.shapes import (
     KV_DOT,
     MMA3,
@@ -42,6 +43,17 @@ def queries(qs, h: gl.constexpr):
 
 
 @gluon.jit
+def capped(s, SOFTCAP: gl.constexpr):
+    """Scores, times log2(e), as softcap * tanh(score / softcap), times that too; unless it is 0."""
+    if SOFTCAP == 0.0:
+        return s
+    else:
+        # tanh(x) = 1 - 2 / (1 + exp(2 x)), which is right where the power is 0 or infinite
+        power = gl.exp2(s * (2.0 / SOFTCAP))
+        return (SOFTCAP * LOG2_E) * (1.0 - 2.0 / (1.0 + power))
+
+
+@gluon.jit
 def attend_block(
     q0,
     q1,
@@ -57,6 +69,7 @@ def attend_block(
     o1,
     HALVES: gl.constexpr,
     STAGES: gl.constexpr,
+    SOFTCAP: gl.constexpr,
 ):
     """Online softmax over the 128 cached positions of one block, 16 a warp, each warp on its own;
     positions before `first` are out of sight, those from `position` on are stale, both masked.
@@ -74,7 +87,7 @@ def attend_block(
     column = gl.arange(0, POSITIONS, layout=gl.SliceLayout(0, gl.SliceLayout(1, MMA3)))
     t = gl.expand_dims(warp * POSITIONS, 1) + gl.expand_dims(column, 0) + block * TILE_ROWS
     seen = (t >= first) & (t < position)
-    s = gl.where(gl.expand_dims(seen, 1), s * scale, float("-inf"))
+    s = gl.where(gl.expand_dims(seen, 1), capped(s * scale, SOFTCAP), float("-inf"))
     m_new = gl.maximum(m, gl.max(s, axis=2))
     m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
     alpha = gl.exp2(m - m_safe)
@@ -98,7 +111,7 @@ def attend_block(
 
 
 @gluon.jit
-def begin_new(qs, scale, G: gl.constexpr, HALVES: gl.constexpr):
+def begin_new(qs, scale, G: gl.constexpr, HALVES: gl.constexpr, SOFTCAP: gl.constexpr):
     """State of the online softmax after the new position alone, held by the first warp."""
     ROWS: gl.constexpr = head_rows(64, 4)
     warp = gl.arange(0, NUM_WARPS, layout=gl.SliceLayout(1, QUERY))
@@ -108,7 +121,8 @@ def begin_new(qs, scale, G: gl.constexpr, HALVES: gl.constexpr):
         q = qs.index(h).load(ROWS).to(gl.float32)
         k = qs.index(h).slice(G, 1, dim=0).load(ROWS).to(gl.float32)
         s += gl.sum(q * k, axis=1)
-    s = gl.expand_dims(gl.convert_layout(s * scale, gl.SliceLayout(0, QUERY)), 0)
+    s = capped(s * scale, SOFTCAP)
+    s = gl.expand_dims(gl.convert_layout(s, gl.SliceLayout(0, QUERY)), 0)
     m = gl.where(mine, s, float("-inf"))
     l = gl.where(mine & (s == s), 1.0, 0.0)
     return m, l

@@ -57,6 +57,7 @@ from distmega.kernels.hopper.ptx.shapes import (
     TILE_ROWS,
     TILE_SHARED,
     UNIT_ROWS,
+    num_halves,
 )
 from distmega.kernels.runtime.mbarriers import make_barriers
 
@@ -273,7 +274,7 @@ def decode_batch(
     slots = gl.allocate_shared_memory(gl.bfloat16, [spec.stages, TILE_ROWS, SLICE_K], TILE_SHARED)
     red = gl.allocate_shared_memory(gl.float32, [4 * NUM_WARPS, MMA_M, UNIT_ROWS], PLAIN3)
     scratch = reinterpret(red, gl.float32, [NUM_WARPS, UNIT_ROWS, 64], PLAIN3)
-    qs = gl.allocate_shared_memory(gl.bfloat16, [spec.head_dim // 64, MMA_M, 64], PLAIN2)
+    qs = gl.allocate_shared_memory(gl.bfloat16, [num_halves(spec.head_dim), MMA_M, 64], PLAIN2)
     ml = gl.allocate_shared_memory(gl.float32, [2, NUM_WARPS, MMA_M], PLAIN2)
     if EXPERTS is not None:
         weighed = gl.allocate_shared_memory(gl.float32, [BATCH * padded(EXPERTS)], PLAIN)

@@ -40,7 +40,7 @@ from distmega.kernels.hopper.batch_plan.fields import (
 from distmega.kernels.hopper.one_row.loader import load_block, load_tile
 from distmega.kernels.hopper.plan.types import MAX_MATRICES
 from distmega.kernels.hopper.ptx.device import fetch, keep
-from distmega.kernels.hopper.ptx.shapes import TILE_ROWS, UNIT_ROWS
+from distmega.kernels.hopper.ptx.shapes import TILE_ROWS, UNIT_ROWS, num_halves
 
 NUM_MATRICES = gl.constexpr(MAX_MATRICES)
 
@@ -111,7 +111,7 @@ def load_share(
     window = words[ATT_WINDOW]
     PARTS: gl.constexpr = spec.num_parts
     HEADS: gl.constexpr = spec.num_kv_heads * PARTS
-    HALVES: gl.constexpr = spec.head_dim // 64
+    HALVES: gl.constexpr = num_halves(spec.head_dim)
     total = count_blocks(state, batch, step, window, HEADS)
     sequence, head, block, left, _ = first_piece(
         state, batch, step, window, total, sm, num_sms, HEADS

@@ -46,7 +46,7 @@ from distmega.kernels.hopper.one_row.runner import (
     require_steps,
 )
 from distmega.kernels.hopper.plan.types import MAX_QUERIES, NO_ATTENTION
-from distmega.kernels.hopper.plan.words import MAX_SMS, NO_CHOICE, WORDS
+from distmega.kernels.hopper.plan.words import MAX_SMS, NO_CHOICE, SLICE_K, WORDS
 from distmega.kernels.runtime.arena import ArenaLayout
 from distmega.kernels.runtime.memory import arena_views
 from distmega.kernels.runtime.relaunch import Launcher
@@ -115,7 +115,8 @@ class BatchRunner:
         self._sums = zeros(max(queues.num_slots, 1), BATCH, MAX_SMS)
         self._bests = zeros(BATCH, MAX_SMS)
         self._best_rows = zeros(BATCH, MAX_SMS, dtype=torch.int32)
-        self._partials = zeros(num_sms * 2, MAX_QUERIES * self._shape.head_dim + PARTIAL_EXTRA)
+        columns = SLICE_K * -(-self._shape.head_dim // SLICE_K)
+        self._partials = zeros(num_sms * 2, MAX_QUERIES * columns + PARTIAL_EXTRA)
         heads = self._shape.num_kv_heads * self._shape.num_parts
         self._arrivals = zeros(BATCH * heads, dtype=torch.int32)
         self._state = zeros(STATE_WORDS, dtype=torch.int32)
@@ -275,6 +276,7 @@ class BatchRunner:
             qk_norm=self._shape.qk_norm,
             rotated=self._shape.rotated,
             apart=self._shape.apart,
+            softcap=self._shape.softcap,
             attends=queues.attention is not None,
             normalises=queues.normalises,
             looks_up=queues.tokens != "",

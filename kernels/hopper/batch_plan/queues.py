@@ -299,8 +299,6 @@ class _BatchBuilder:
         if any(length % ROW_MULTIPLE for length in self.placed.columns.values()):
             raise unfit(f"rows of {sorted(set(self.placed.columns.values()))} elements")
         self.check_caches()
-        if self.attention and self.attention.softcap:
-            raise unfit(f"scores that are kept below {self.attention.softcap:g}")
         if self.attention and self.attention.biased:
             raise unfit("scores with a bias")
         self.tables, self.positions = found.tables, found.positions
@@ -333,6 +331,9 @@ class _BatchBuilder:
                 cache = tensors[op.k_cache].shape
                 if cache[:-2] != (self.batch, self.attention.num_kv_heads):
                     raise unfit(f"{op.name!r} of {self.batch} tokens with caches {list(cache)}")
+                row_bytes = self.attention.head_dim * ITEM_BYTES
+                if any(self.states.offset(name) % row_bytes for name in (op.k_cache, op.v_cache)):
+                    raise unfit(f"{op.name!r} with caches between rows of {row_bytes} bytes")
 
     def elements(self, name: str) -> int:
         """Of a row of a tensor."""

@@ -327,7 +327,7 @@ class BatchPointwise:
     next_norm: int = NOTHING
     slot: int = 0
     keep: int = NOTHING
-    opcode: BatchOpcode = BatchOpcode.POINTWISE
+    opcode: int = BatchOpcode.POINTWISE
 
     @property
     def eps_bits(self) -> int:

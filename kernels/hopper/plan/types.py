@@ -22,7 +22,7 @@ from distmega.kernels.tasks.fuse import FusedSample
 from distmega.kernels.tasks.graph import Mode
 from distmega.program.expr import Expr
 
-HEAD_DIMS = (64, 128)
+HEAD_DIMS = range(8, 129, 8)
 """Elements of a head, where there are several rows."""
 ROW_HEAD_DIMS = range(8, 257, 8)
 """Elements of a head of one row."""
@@ -289,6 +289,7 @@ def unfit(found: str) -> UnsupportedError:
     return UnsupportedError(
         f"the decode kernel can't do {found}",
         expected=f"one token, rows of a multiple of {ROW_MULTIPLE} elements, heads of a multiple "
-        f"of {ROW_HEAD_DIMS.step} up to {ROW_HEAD_DIMS[-1]}; or up to 16 with heads of {HEAD_DIMS}",
+        f"of {ROW_HEAD_DIMS.step} up to {ROW_HEAD_DIMS[-1]}; or up to 16, heads up to "
+        f"{HEAD_DIMS[-1]}",
         remedy="run the segment by library ops",
     )

@@ -40,6 +40,7 @@ def compiled(head_dim: int, num_parts: int, qk_norm: bool, choice: int) -> Machi
         qk_norm=qk_norm,
         rotated=True,
         apart=False,
+        softcap=0.0,
         attends=True,
         normalises=False,
         looks_up=True,

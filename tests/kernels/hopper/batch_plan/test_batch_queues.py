@@ -147,7 +147,7 @@ def test_words_of_an_instruction():
 @pytest.mark.parametrize(
     ("changes", "batch", "found"),
     [
-        ({"head_dim": 32}, 4, "heads of 32"),
+        ({"head_dim": 256}, 4, "heads of 256"),
         ({}, 17, "17 tokens"),
     ],
 )
