@@ -14,6 +14,7 @@ from distmega.kernels.hopper.batch_plan.words import (
     BatchHead,
     BatchPointwise,
 )
+from distmega.kernels.hopper.diagnosis import describe_batch
 from distmega.kernels.hopper.plan.weight_order import order_weights
 from distmega.kernels.runtime.arena import Space, layout_arena
 from distmega.kernels.tasks.fuse import fuse_segment
@@ -58,6 +59,12 @@ def test_what_rows_are_made_of():
     assert [(one.scaled, one.publishes) for one in queues.formulas.each] == [
         (False, True), (True, True)
     ]  # fmt: skip
+
+
+def test_a_report_names_the_op():
+    queues = queues_of(PROGRAMS["post_norms"](4))
+    number = next(i for i, one in enumerate(queues.queues[0]) if isinstance(one, BatchPointwise))
+    assert describe_batch(queues, number, sm=1) == f"instruction {number}, x0"
 
 
 def two_lookups(rows: int) -> Program:
