@@ -261,6 +261,9 @@ def _multiplies(node: FusedMatmul, buffers: Mapping[str, Tensor], size: int) -> 
         node.kind, (1, 1)
     )
     fits = bool(rows) and w == columns + sums and len(out) == len(rows) + len(columns)
+    if node.mixes:
+        fits = fits and node.kind == "all_gather_matmul" and len(columns) == 1
+        columns = (columns[0] // 2 if columns[0] % 2 == 0 else 0,)
     same = len({buffers[name].dtype for name in (node.x, node.w, node.out)}) == 1
     return same and fits and rows[0] * given == out[0] * made and out[1:] == rows[1:] + columns
 

@@ -129,6 +129,7 @@ def _print_fused(node: FusedMatmul) -> str:
         + " borrowed" * node.borrows
         + " replicated" * node.replicated
         + " forced" * node.forced
+        + (f" mixes {node.mixes}" if node.mixes else "")
     )
 
 
@@ -294,6 +295,7 @@ def _parse_fused(
     borrowed: str,
     replicated: str,
     forced: str,
+    mixes: str,
 ) -> Node:
     return FusedMatmul(
         kind=kind,  # type: ignore[arg-type]
@@ -305,6 +307,7 @@ def _parse_fused(
         borrows=bool(borrowed),
         replicated=bool(replicated),
         forced=bool(forced),
+        mixes=mixes,
     )
 
 
@@ -354,7 +357,8 @@ _FORMS: tuple[tuple[str, Callable[..., Node]], ...] = (
     ),
     (
         r"(all_gather_matmul|matmul_reduce_scatter|matmul_all_reduce) (\S+)"
-        r" \((\S+), (\S+)\) -> (\S+) rows (\d+)( borrowed)?( replicated)?( forced)?",
+        r" \((\S+), (\S+)\) -> (\S+) rows (\d+)( borrowed)?( replicated)?( forced)?"
+        r"(?: mixes (.+))?",
         _parse_fused,
     ),
 )

@@ -14,9 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distmega.hostir.comm.communicator import Communicator
+from distmega.hostir.library.pointwise import OpFunction, evaluate_all
 from distmega.hostir.library.torch_types import operand_dtype
 from distmega.hostir.lower.matmul_nodes import FusedMatmul, SymmetricBuffer
+from distmega.program import expr
 from distmega.program import types as program
+from distmega.program.types import Op
 
 
 class Matmuls(Protocol):
@@ -59,12 +62,13 @@ class SequentialMatmuls:
     def compile(self, node: FusedMatmul) -> Callable[[Tensor, Tensor], Tensor]:
         """See Matmuls; sums over ranks are the communicator's."""
         comm, axis = self.comm, node.mesh_axis
+        formula = expr.parse(node.mixes) if node.mixes else None
         size = comm.mesh.size(axis)
 
         def gather(x: Tensor, w: Tensor) -> Tensor:
             whole = x.new_empty(size * x.shape[0], x.shape[1])
             comm.all_gather(axis, x, whole, 0).wait()
-            return product(whole, w)
+            return mix_columns(product(whole, w), formula)
 
         def scatter(x: Tensor, w: Tensor) -> Tensor:
             partial = product(x, w)
@@ -90,6 +94,36 @@ def product(x: Tensor, w: Tensor) -> Tensor:
     """x W', in the type in which library linears multiply."""
     dtype = operand_dtype(x)
     return F.linear(x.to(dtype), w.to(dtype)).to(x.dtype)
+
+
+def mix_columns(product: Tensor, formula: expr.Expr | None) -> Tensor:
+    """One column of columns n and N / 2 + n of a product [M, N] by a formula, if there is one."""
+    if formula is None:
+        return product
+    (found,) = evaluate_all([formula], product.chunk(2, 1), None)
+    return found
+
+
+MixedProduct = Callable[[Tensor, Tensor, expr.Expr], Tensor]
+"""Of x [rows, sums], w [columns, sums] and a formula: as mixed_product."""
+
+
+def mixed_product(x: Tensor, w: Tensor, formula: expr.Expr) -> Tensor:
+    """x W' with columns mixed, [rows, columns / 2]."""
+    return mix_columns(product(x, w), formula)
+
+
+def compile_mixed(op: Op, multiply: MixedProduct) -> OpFunction:
+    """An op of kind fused_linear; `multiply` does the work."""
+    formula, num_rows = expr.parse(str(op.attr("expr"))), len(op.writes[0].dims) - 1
+
+    def run(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        x, w, _ = operands
+        rows, num_sums = x.shape[:num_rows], math.prod(x.shape[num_rows:])
+        found = multiply(x.reshape(-1, num_sums), w.reshape(-1, num_sums), formula)
+        return (found.view(*rows, -1),)
+
+    return run
 
 
 def compile_matmul(

@@ -20,6 +20,7 @@ from torch import Tensor
 from distmega.errors import ProgramError
 from distmega.hostir.library import experts, sampling
 from distmega.hostir.library.heads import compile_heads, move_heads
+from distmega.hostir.library.matmuls import compile_mixed, mixed_product
 from distmega.hostir.library.norms import compile_norm, normalise
 from distmega.hostir.library.opaque import compile_opaque
 from distmega.hostir.library.pointwise import OpFunction, compile_pointwise, evaluate_all
@@ -346,6 +347,7 @@ QUICK: dict[str, Callable[[Op, Coordinate], OpFunction]] = {
 COMPILERS: dict[str, Callable[[Op, Coordinate], OpFunction]] = {
     **QUICK,
     **{kind.name: _compile_pointwise for kind in kinds() if kind.is_elementwise},
+    "fused_linear": lambda op, coordinate: compile_mixed(op, mixed_product),
     "fused_heads": lambda op, coordinate: compile_heads(op, move_heads),
     "argmax": _compile_argmax,
     "top": _compile_top,

@@ -20,7 +20,8 @@ class FusedMatmul:
     dims of rows; dim 0 is gathered or scattered. borrows: out lies in peer memory, which holds
     until the next FusedMatmul of the mesh axis. replicated: w is the same on all ranks of the team
     that gathers x, and so is out, bit by bit. forced: a user asked for one kernel; otherwise the
-    device may do it in what way is quicker.
+    device may do it in what way is quicker. mixes: an expression of a0 and a1, columns n and
+    N / 2 + n of the product, which column n of out is; of gathers alone, of one dim of columns.
     """
 
     kind: PairKind
@@ -32,6 +33,7 @@ class FusedMatmul:
     borrows: bool = False
     replicated: bool = False
     forced: bool = False
+    mixes: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,9 @@ fused_pointwise: `exprs` over its reads, one a write, in `dtypes`. fused_norm: a
 "layer") of x + residual; reads x and residual, each by element and by row, weight and maybe bias,
 writes the result and the sum.
 fused_heads: heads of a row normalised, rotated, kept in a tensor or appended to a cache, for up to
-MAX_PARTS tensors of heads; see fuse_heads.py. Next: fuse.py.
+MAX_PARTS tensors of heads; see fuse_heads.py. fused_linear: `expr` of a0 and a1, products of x with
+a row of the weight and with the one half of all rows behind it; reads x, the weight's upper and its
+lower half. Next: fuse.py.
 """
 
 from distmega.program import expr
@@ -14,6 +16,7 @@ from distmega.program.types import Op
 define(OpKind(name="fused_pointwise", origin="internal", is_elementwise=True))
 define(OpKind(name="fused_norm", origin="internal", is_norm=True))
 define(OpKind(name="fused_heads", origin="internal", inplace=True))
+define(OpKind(name="fused_linear", origin="internal", flops=lambda op, work: 4 * work.points))
 
 
 def op_exprs(op: Op) -> tuple[expr.Expr, ...]:

@@ -21,42 +21,64 @@ from distmega.hostir.comm.nccl import NcclCommunicator
 from distmega.kernels.gemm import late
 from distmega.kernels.gemm.machine import built_in, measured
 from distmega.kernels.gemm.times.matmul_ways import (
+    MIXED_COLUMNS,
     MatmulChoice,
     choose_means,
+    choose_mixed_tiles,
     choose_tiles,
     kernel_problem,
     tiles_choice,
 )
 from distmega.kernels.gemm.times.ways import rates_of
 from distmega.kernels.gemm.workspace import Workspace, workspace_of
+from distmega.kernels.pipelined.api import pointwise_results
+from distmega.kernels.pipelined.pointwise.exprs import formula_of
 from distmega.kernels.runtime.compilations import has_triton
 from distmega.kernels.runtime.gpus import is_hopper
+from distmega.program.expr import Expr, num_args
 from distmega.sharding.overlap.products import Collective, Extents
 
 
-def matmul(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
+def matmul(
+    a: Tensor, b: Tensor, *, out: Tensor | None = None, mixes: str | Expr | None = None
+) -> Tensor:
     """A B^T, [M, N] for a [M, K] and b [N, K], into `out` if given. ProgramError if shapes do not
     fit.
+
+    mixes: an expression of a0 and a1, columns n and N / 2 + n of the product, which is column n of
+    the result, [M, N / 2]: silu(a0) * a1 of a gate's weight above another.
     """
-    _check(a, b)
-    if out is not None and (out.shape != (a.shape[0], b.shape[0]) or out.dtype != a.dtype):
+    formula = _check(a, b, mixes)
+    shape = (a.shape[0], b.shape[0] // (1 if formula is None else 2))
+    if out is not None and (out.shape != shape or out.dtype != a.dtype):
         raise ProgramError(
             f"out of shape {list(out.shape)} and type {out.dtype}",
-            expected=f"{[a.shape[0], b.shape[0]]} of {a.dtype}",
+            expected=f"{list(shape)} of {a.dtype}",
             remedy="leave it out to get a new tensor",
         )
     tiles = None
     if _on_hopper(a):
-        tiles = choose_tiles(_extents(a, b), rates_of(built_in(a.device.index)))
+        choose = choose_tiles if formula is None else choose_mixed_tiles
+        tiles = choose(_extents(a, b), rates_of(built_in(a.device.index)))
     if tiles is None or not (out is None or late.start.can_store(out)):
-        return torch.mm(a, b.T, out=out)
+        if formula is None:
+            return torch.mm(a, b.T, out=out)
+        found = mix_columns(torch.mm(a, b.T), formula)
+        return found if out is None else out.copy_(found)
     start = late.start
-    result = a.new_empty(a.shape[0], b.shape[0]) if out is None else out
+    result = a.new_empty(shape) if out is None else out
     with torch.cuda.device(a.device):
-        start.launch_matmul(
-            start.aligned(a), start.aligned(b), result, start.plain_spec(tiles), tiles.group
-        )
+        spec = start.plain_spec(tiles, formula)
+        start.launch_matmul(start.aligned(a), start.aligned(b), result, spec, tiles.group)
     return result
+
+
+def mix_columns(product: Tensor, formula: Expr | None) -> Tensor:
+    """One column of columns n and N / 2 + n of a product [M, N] by a formula, if there is one."""
+    if formula is None:
+        return product
+    (found,) = pointwise_results([formula], product.chunk(2, 1))
+    return found
 
 
 def all_gather_matmul(
@@ -68,6 +90,7 @@ def all_gather_matmul(
     replicated: bool = False,
     overlap: bool | None = None,
     workspace: Workspace | None = None,
+    mixes: str | Expr | None = None,
 ) -> Tensor:
     """A B^T, [M, N], where member r of the mesh axis has rows r M / ranks to (r + 1) M / ranks of A
     in `own`, and b [N, K] is its own.
@@ -75,9 +98,9 @@ def all_gather_matmul(
     replicated: all have the same b, and want the same result bit by bit. overlap: True for the
     kernel that overlaps, False for NCCL's collective after torch's matmul, by default what is
     expected to be fastest. workspace: of the axis, large enough; by default the team's own.
-    ProgramError if shapes do not fit, or can't overlap when forced.
+    mixes: as matmul. ProgramError if shapes do not fit, or can't overlap when forced.
     """
-    _check(own, b)
+    formula = _check(own, b, mixes)
     num_ranks = comm.mesh.size(axis)
     extents = _extents(own, b, num_ranks, rows=own.shape[0] * num_ranks)
     extents = replace(extents, replicated=replicated)
@@ -85,17 +108,18 @@ def all_gather_matmul(
     if choice.means != "nccl":
         workspace = _workspace(workspace, comm, axis, 2 * extents.rows * extents.depth)
         if choice.means == "peer":
-            return torch.mm(late.peer_collectives.all_gather(own, workspace), b.T)
-        start = late.start
-        return late.overlap.all_gather_matmul(
-            start.aligned(own), start.aligned(b), workspace, choice
-        )
+            whole = late.peer_collectives.all_gather(own, workspace)
+            return mix_columns(torch.mm(whole, b.T), formula)
+        gather, start = late.overlap.all_gather_matmul, late.start
+        mixed = formula if extents.columns % MIXED_COLUMNS == 0 else None
+        made = gather(start.aligned(own), start.aligned(b), workspace, choice, mixes=mixed)
+        return made if mixed is not None else mix_columns(made, formula)
     full = own.new_empty(extents.rows, extents.depth)
     if group := _nccl(comm, axis):
         dist.all_gather_into_tensor(full, own.contiguous(), group=group)
     else:
         comm.all_gather(axis, own, full, 0).wait()
-    return torch.mm(full, b.T)
+    return mix_columns(torch.mm(full, b.T), formula)
 
 
 def matmul_reduce_scatter(
@@ -169,7 +193,8 @@ def matmul_all_reduce(
     return result
 
 
-def _check(a: Tensor, b: Tensor) -> None:
+def _check(a: Tensor, b: Tensor, mixes: str | Expr | None = None) -> Expr | None:
+    """The formula by which columns are mixed, if any; ProgramError for what does not fit."""
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[1]:
         raise ProgramError(
             f"matmul of shapes {list(a.shape)} and {list(b.shape)}",
@@ -182,6 +207,16 @@ def _check(a: Tensor, b: Tensor) -> None:
             expected="one type and device",
             remedy="convert or move one",
         )
+    if mixes is None:
+        return None
+    formula = formula_of((mixes,)).exprs[0]
+    if b.shape[0] % 2 or num_args(formula) > 2:
+        raise ProgramError(
+            f"{mixes} of {b.shape[0]} columns",
+            expected="an even number of columns and an expression of a0 and a1",
+            remedy="put one weight [N / 2, K] above the other",
+        )
+    return formula
 
 
 def _extents(a: Tensor, b: Tensor, num_ranks: int = 1, rows: int = 0) -> Extents:

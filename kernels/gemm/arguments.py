@@ -72,9 +72,10 @@ class Sends(NamedTuple):
 class SliceRing(NamedTuple):
     """In shared memory, made by the kernel; the loader fills it by TMA, compute warps read it.
 
-    a: bf16 [2 * stages, 64, 64], two halves of a slice of A a slot; b: bf16 [stages, tile_n, 64];
-    parts: the memory of b as bf16 [stages, 64, tile_n], half tiles of partial results; ready, free:
-    an mbarrier a slot, of bytes that came, and of warp groups that have read it.
+    a: bf16 [2 * stages, 64, 64], two halves of a slice of A a slot; b: bf16 [stages, tile_n, 64],
+    to the loader [2 * stages, tile_n / 2, 64] where columns are mixed; parts: the memory of b as
+    bf16 [stages, 64, tile_n], half tiles of partial results; ready, free: an mbarrier a slot, of
+    bytes that came, and of warp groups that have read it.
     """
 
     a: object

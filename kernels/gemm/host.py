@@ -57,6 +57,7 @@ class PeerMatmuls:
                     replicated=node.replicated,
                     overlap=overlap,
                     workspace=symmetric_buffer,
+                    mixes=node.mixes or None,
                 )
             case "matmul_reduce_scatter":
                 return lambda x, w: matmul_reduce_scatter(

@@ -37,6 +37,7 @@ from distmega.kernels.gluon_compat import (
     tma_store,
     tma_store_wait,
 )
+from distmega.kernels.pipelined.pointwise.formula import evaluate
 from distmega.kernels.runtime.mbarriers import make_barriers
 
 EXTENTS = (
@@ -115,7 +116,12 @@ def load_tiles(a, own, b, partials, k_tiles, grid, helpers, arrival_rows, memory
             else:
                 tma_load(a, [top, left], bar, upper)
                 tma_load(a, [top + HALF_M, left], bar, lower)
-            tma_load(b, [column * spec.tile_n, left], bar, ring.b.index(slot))
+            if spec.is_mixed:
+                upper, lower = ring.b.index(2 * slot), ring.b.index(2 * slot + 1)
+                tma_load(b, [column * spec.columns, left], bar, upper)
+                tma_load(b, [(grid.columns + column) * spec.columns, left], bar, lower)
+            else:
+                tma_load(b, [column * spec.tile_n, left], bar, ring.b.index(slot))
             it += 1
         if (spec.num_ranks > 1 and first == 0) and (spec.gathers or is_own):
             left = column * spec.tile_n
@@ -163,6 +169,17 @@ def store_tile(part, out, top, left, leaving):
     count: gl.constexpr = part.shape[1] // HALF_M
     for i in gl.static_range(count):
         store_block(part, i, count, out, top, left, leaving, i)
+
+
+@gluon.jit
+def store_result(part, out, top, left, leaving, spec: gl.constexpr):
+    """As store_tile, of what the spec makes of a half tile from this column of the product on."""
+    if spec.is_mixed:
+        formula: gl.constexpr = spec.mixes
+        mixed = evaluate(formula, (block_of(part, 0, 2), block_of(part, 1, 2)))
+        store_tile(mixed, out, top, left // 2, leaving)
+    else:
+        store_tile(part, out, top, left, leaving)
 
 
 @gluon.jit
@@ -294,12 +311,12 @@ def compute_tiles(out, home, k_tiles, grid, helpers, sends, ring, boxes, leaving
         mbarrier.arrive(ring.free.index((it + spec.stages - 1) % spec.stages), count=1)
         whole = first == 0
         if spec.num_ranks == 1:
-            store_tile(acc, out, below, left, leaving)
+            store_result(acc, out, below, left, leaving, spec)
         elif spec.gathers:
             if whole:
                 num_partials = 2 * (word >= 0).to(gl.int32)
                 acc, it = add_partials(acc, it, num_partials, ring, half, spec)
-                store_tile(acc, out, below, left, leaving)
+                store_result(acc, out, below, left, leaving, spec)
             else:
                 store_tile_and_rest(acc, home, 2 * word * TILE_M + half * HALF_M, leaving)
         else:
@@ -325,7 +342,8 @@ def matmul_kernel(a, own, b, out, home, partials, k_tiles, chunk_rows, columns, 
                   part, arrival_rows, late, column_blocks, num_helpers, given, fewer, memory,
                   spec: gl.constexpr):  # fmt: skip
     """Of local memory, in blocks of 64 columns, descriptors: a, bf16 [M, K]; own, bf16 [M /
-    num_ranks, K], this rank's rows where it gathers; b, bf16 [N, K], in blocks of tile_n rows; all
+    num_ranks, K], this rank's rows where it gathers; b, bf16 [N, K], in blocks of spec.columns
+    rows; all
     read alone. out, bf16 [M, N], or this rank's rows where it scatters, written. home: this rank's
     symmetric buffer, bf16 [2 M, N], written, by peers too; partials: the same in blocks of tile_n
     columns, read. It has first a slot of M / num_ranks rows of partial results for each source
@@ -348,6 +366,12 @@ def matmul_kernel(a, own, b, out, home, partials, k_tiles, chunk_rows, columns, 
     part_layout: gl.constexpr = partials.layout
     part_ring = reinterpret(b_ring, gl.bfloat16, part_shape, part_layout)
     ring = SliceRing(a_ring, b_ring, part_ring, ready, free)
+    loaded = ring
+    if spec.is_mixed:
+        halves_shape: gl.constexpr = (2 * stages, spec.columns, TILE_K)
+        halves_layout: gl.constexpr = b.layout
+        halves = reinterpret(b_ring, gl.bfloat16, halves_shape, halves_layout)
+        loaded = SliceRing(a_ring, halves, part_ring, ready, free)
     grid = TileGrid(chunk_rows, columns, rank, group, lag, part)
     helpers = Helpers(num_helpers, given, fewer)
     sends = Sends(late, column_blocks, memory.buffers, memory.words)
@@ -359,7 +383,7 @@ def matmul_kernel(a, own, b, out, home, partials, k_tiles, chunk_rows, columns, 
                 (compute_tiles, (out, home, k_tiles, grid, helpers, sends, ring, boxes, leaving1,
                                  1, spec)),
                 (load_tiles, (a, own, b, partials, k_tiles, grid, helpers, arrival_rows, memory,
-                              ring, spec)),
+                              loaded, spec)),
             ],
             [4, 1],
             [240, 24],
@@ -372,7 +396,7 @@ def matmul_kernel(a, own, b, out, home, partials, k_tiles, chunk_rows, columns, 
                 (compute_tiles, (out, home, k_tiles, grid, helpers, sends, ring, boxes, leaving1,
                                  1, spec)),
                 (load_tiles, (a, own, b, partials, k_tiles, grid, helpers, arrival_rows, memory,
-                              ring, spec)),
+                              loaded, spec)),
                 (count_tiles, (k_tiles, grid, helpers, memory, sends, boxes, spec)),
             ],
             [4, 1, 1],

@@ -28,6 +28,7 @@ from distmega.kernels.gemm.times.tile_times import (
 from distmega.kernels.gemm.workspace import PUSHED, Workspace
 from distmega.kernels.runtime.gpus import num_sms
 from distmega.kernels.runtime.stream_ops import copy_bytes, copy_columns, wait_word, write_word
+from distmega.program.expr import Expr
 from distmega.sharding.overlap.products import Extents
 
 
@@ -66,9 +67,17 @@ def gather_rows(own: Tensor, workspace: Workspace, rows: int) -> None:
 
 
 def all_gather_matmul(
-    own: Tensor, b: Tensor, workspace: Workspace, choice: MatmulChoice, *, debug: bool = False
+    own: Tensor,
+    b: Tensor,
+    workspace: Workspace,
+    choice: MatmulChoice,
+    *,
+    mixes: Expr | None = None,
+    debug: bool = False,
 ) -> Tensor:
-    """C [M, N] for own [M / num_ranks, K], b [N, K]; the kernel starts with this rank's rows."""
+    """C [M, N] for own [M / num_ranks, K], b [N, K]; the kernel starts with this rank's rows. With
+    `mixes`, of MatmulSpec, [M, N / 2].
+    """
     assert choice.tiles is not None
     own = own.contiguous()
     workspace.begin()
@@ -82,7 +91,8 @@ def all_gather_matmul(
     rows = event_rows(extents)
     buffer = workspace.buffer((extents.rows, extents.depth), own.dtype)
     gather_rows(own, workspace, rows)
-    out = torch.empty(extents.rows, extents.columns, dtype=own.dtype, device=own.device)
+    columns = extents.columns if mixes is None else extents.columns // 2
+    out = torch.empty(extents.rows, columns, dtype=own.dtype, device=own.device)
     stuck = Stuck(own.device, debug)
     tiles, sms = choice.tiles, num_sms(own.device.index)
     helpers = count_helpers(extents, tiles.tile_n, choice.split, sms)
@@ -102,7 +112,7 @@ def all_gather_matmul(
         buffers=workspace.buffers,
         words=workspace.pushed,
     )
-    spec = _spec(tiles, workspace, gathers=True, debug=debug)
+    spec = _spec(tiles, workspace, gathers=True, mixes=mixes, debug=debug)
     launch_matmul(buffer, b, out, spec, tiles.group, peering, stuck.words)
     workspace.end(range(own.shape[0] // rows))
     stuck.check(workspace)
@@ -217,7 +227,13 @@ def _send(
 
 
 def _spec(
-    tiles: Tiles, workspace: Workspace, *, gathers: bool = False, sends: str = "", debug: bool
+    tiles: Tiles,
+    workspace: Workspace,
+    *,
+    gathers: bool = False,
+    sends: str = "",
+    mixes: Expr | None = None,
+    debug: bool,
 ) -> MatmulSpec:
     return MatmulSpec(
         tile_n=tiles.tile_n,
@@ -225,5 +241,6 @@ def _spec(
         num_ranks=workspace.num_ranks,
         gathers=gathers,
         sends=sends,
+        mixes=mixes,
         debug=debug,
     )

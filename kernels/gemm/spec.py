@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from triton.experimental.gluon import language as gl
 
 from distmega.kernels.gemm.times.tile_times import NUM_WORDS
+from distmega.program.expr import Expr
 
 TILE_M = gl.constexpr(128)
 HALF_M = gl.constexpr(64)
@@ -25,7 +26,9 @@ class MatmulSpec:
     tile_n: columns of a tile, 128 or 256. stages: slots of the ring. num_ranks: chunks of rows, 1
     without peers. gathers: rows of A but this rank's arrive while the kernel runs. sends: "" for a
     local result; "scatter": the rows of another rank go to it, those of this rank are summed over
-    ranks; "all": these sums go to all ranks. debug: waits are bounded.
+    ranks; "all": these sums go to all ranks. mixes: of columns n and N / 2 + n of the product, a0
+    and a1, one column n of the result; N is a multiple of tile_n then, and nothing is sent. debug:
+    waits are bounded.
     """
 
     tile_n: int
@@ -33,4 +36,14 @@ class MatmulSpec:
     num_ranks: int = 1
     gathers: bool = False
     sends: str = ""
+    mixes: Expr | None = None
     debug: bool = False
+
+    @property
+    def is_mixed(self) -> bool:
+        return self.mixes is not None
+
+    @property
+    def columns(self) -> int:
+        """Of the result, that a tile makes."""
+        return self.tile_n // 2 if self.is_mixed else self.tile_n

@@ -18,6 +18,7 @@ from distmega.kernels.gemm.spec import HALF_M, TILE_K, TILE_M, MatmulSpec
 from distmega.kernels.gemm.times.tile_times import Tiles
 from distmega.kernels.runtime.gpus import num_sms
 from distmega.kernels.runtime.relaunch import Launcher
+from distmega.program.expr import Expr
 
 POINTER_ALIGNMENT = 16
 """Bytes to which Triton looks whether a pointer is aligned."""
@@ -58,9 +59,9 @@ def can_store(x: Tensor) -> bool:
     return x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
 
 
-def plain_spec(tiles: Tiles) -> MatmulSpec:
+def plain_spec(tiles: Tiles, mixes: Expr | None = None) -> MatmulSpec:
     """The kernel without peers."""
-    return MatmulSpec(tile_n=tiles.tile_n, stages=tiles.stages)
+    return MatmulSpec(tile_n=tiles.tile_n, stages=tiles.stages, mixes=mixes)
 
 
 @cache
@@ -89,9 +90,10 @@ def launch_matmul(
 ) -> None:
     """Starts the kernel on the current stream.
 
-    a [M, K], b [N, K], out [M, N] or this rank's rows of it; group: rows of tiles crossed
-    together; stuck: int32 [1], zero, in a debug build. With peers M / num_ranks is a multiple of
-    128 and, where it sends, group a divisor of a rank's rows of tiles.
+    a [M, K], b [N, K], out [M, N] or this rank's rows of it, [M, N / 2] if columns are mixed;
+    group: rows of tiles crossed together; stuck: int32 [1], zero, in a debug build. With peers
+    M / num_ranks is a multiple of 128 and, where it sends, group a divisor of a rank's rows of
+    tiles.
     """
     index = a.device.index
     with_peers = peering or _without_peers(index)
@@ -113,7 +115,7 @@ def launch_matmul(
     launcher(
         a_blocks,
         own,
-        _blocks(b, spec.tile_n),
+        _blocks(b, spec.columns),
         _blocks(out, HALF_M.value),
         _blocks(home, HALF_M.value),
         _blocks(home, HALF_M.value, spec.tile_n),

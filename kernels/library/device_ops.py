@@ -9,6 +9,7 @@ devices and types that the kernels don't take they fall back to torch. Next: pip
 from collections.abc import Mapping, Sequence
 
 from distmega.hostir.library.heads import compile_heads
+from distmega.hostir.library.matmuls import compile_mixed
 from distmega.hostir.library.norms import compile_norm
 from distmega.hostir.library.ops import (
     attends_in_order,
@@ -20,6 +21,7 @@ from distmega.hostir.library.ops import (
 )
 from distmega.hostir.library.pointwise import OpFunction, compile_pointwise
 from distmega.hostir.passes.fuse_heads import FUSED
+from distmega.kernels.gemm.api import matmul
 from distmega.kernels.library import late
 from distmega.kernels.pipelined.api import normalise_rows, pointwise_results
 from distmega.kernels.pipelined.pointwise.exprs import MAX_INPUTS
@@ -63,6 +65,8 @@ class KernelOps:
             return lambda xs: (late.rotate(xs[0], xs[2], xs[3]),)
         if op.kind == "kv_append" and has_triton():
             return lambda xs: (late.append(xs[-1], *xs[:-1]),)
+        if op.kind == "fused_linear":
+            return compile_mixed(op, lambda x, w, formula: matmul(x, w, mixes=formula))
         if op.kind == FUSED and has_triton():
             return compile_heads(op, lambda *given: late.move_heads(*given))
         if op.kind == "attention" and _is_packed_uncapped(op) and has_triton():

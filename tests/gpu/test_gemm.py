@@ -5,8 +5,10 @@ import torch
 from torch import Tensor
 
 from distmega.kernels import matmul
+from distmega.kernels.gemm.api import mix_columns
 from distmega.kernels.gemm.times.matmul_ways import STAGES
 from distmega.kernels.gemm.times.tile_times import Tiles
+from distmega.program.expr import parse
 
 pytestmark = pytest.mark.gpu
 pytest.importorskip("triton", reason="triton is not installed (pip install 'distmega[gpu]')")
@@ -54,6 +56,35 @@ def test_rounding_as_torch():
     exact = a.double() @ b.double().T
     errors = [(x.double() - exact).abs().max() for x in (run(a, b, 256), a @ b.T)]
     assert errors[0] <= 1.01 * errors[1]
+
+
+@pytest.mark.parametrize("tile_n", list(STAGES))
+@pytest.mark.parametrize(("rows", "columns", "depth"), [(1, 512, 64), (300, 768, 200)])
+@pytest.mark.parametrize("formula", ["a0 - 2 * a1", "maximum(a0, a1)"])
+def test_two_columns_become_one(rows, columns, depth, tile_n, formula):
+    a, b = integers(rows, depth, seed=1), integers(columns, depth, seed=2)
+    out = torch.full((rows, columns // 2), float("nan"), device="cuda", dtype=torch.bfloat16)
+    spec = launch.plain_spec(Tiles(tile_n=tile_n, stages=STAGES[tile_n]), parse(formula))
+    launch.launch_matmul(launch.aligned(a), launch.aligned(b), out, spec, 8)
+    left, right = (a.float() @ b.float().T).chunk(2, 1)
+    exact = left - 2 * right if "-" in formula else torch.maximum(left, right)
+    assert torch.equal(out, exact.bfloat16())
+
+
+@pytest.mark.parametrize("rows", [64, 2048, 7168])
+def test_gates_are_nearer_to_exact_ones_than_a_product_and_a_formula(rows: int):
+    torch.manual_seed(0)
+    a, b = (torch.randn(n, 1024, device="cuda").bfloat16() for n in (rows, 2 * 1536))
+    b /= 32
+    left, right = (a.double() @ b.double().T).chunk(2, 1)
+    exact = torch.nn.functional.silu(left) * right
+    found, apart = (
+        matmul(a, b, mixes="silu(a0) * a1"),
+        mix_columns(torch.mm(a, b.T), parse("silu(a0) * a1")),
+    )
+    errors = [float((x.double() - exact).norm() / exact.norm()) for x in (found, apart)]
+    assert errors[0] <= 1.01 * errors[1]
+    assert errors[0] < 4e-3
 
 
 def test_function():

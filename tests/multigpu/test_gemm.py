@@ -52,6 +52,9 @@ def compute_all(comm: Communicator, rows: int, columns: int, overlap: bool | Non
         own, b = parts[rank]
         found = all_gather_matmul(own, b, comm, overlap=overlap)
         assert torch.equal(found, product(gathered, b).bfloat16())
+        found = all_gather_matmul(own, b, comm, overlap=overlap, mixes="a0 - 2 * a1")
+        left, right = product(gathered, b).chunk(2, 1)
+        assert torch.equal(found, (left - 2 * right).bfloat16())
         parts = [operands(r, rows * size, columns, 192, seed) for r in range(size)]
         total = torch.stack([product(*part) for part in parts]).sum(0).bfloat16()
         a, b = parts[rank]
@@ -215,7 +218,7 @@ def test_chosen(rows, columns, device, num_ranks, run_ranks):
 
 
 @pytest.mark.parametrize(("device", "num_ranks"), ON_GPUS)
-@pytest.mark.parametrize(("rows", "columns"), [(128, 128), (256, 384), (1024, 4096)])
+@pytest.mark.parametrize(("rows", "columns"), [(128, 128), (256, 384), (256, 512), (1024, 4096)])
 def test_overlapped(rows, columns, device, num_ranks, run_ranks):
     run_ranks(f"{HERE}:compute_all", device, num_ranks, rows, columns, True)
 

@@ -39,6 +39,8 @@ ALIGNED = 8
 """Elements in 16 bytes: rows of TMA's tensors are a multiple."""
 STAGES = {256: 4, 128: 6}
 """Slots of the ring by columns of a tile: what fits into shared memory."""
+MIXED_COLUMNS = max(STAGES)
+"""A product has a multiple of them where its kernel makes one column of two."""
 STREAMING = 1.1
 """How much longer than the library's the kernel takes where reading operands is all that counts."""
 MIN_PREDICTED_SPEEDUP = 1.02
@@ -105,6 +107,19 @@ def choose_tiles(extents: Extents, rates: OverlapRates) -> Tiles | None:
     tiles = best_tiles(extents, rates)
     ours = kernel_us(extents, tiles.tile_n, rates)
     return tiles if ours <= library_us(extents, rates) else None
+
+
+def choose_mixed_tiles(extents: Extents, rates: OverlapRates) -> Tiles | None:
+    """As choose_tiles, where the library's matmul is followed by a kernel that makes one column of
+    two, and this one does so itself; columns are those of the product.
+    """
+    if extents.depth % ALIGNED or extents.columns % MIXED_COLUMNS:
+        return None
+    tiles = best_tiles(extents, rates)
+    num_bytes = extents.item_bytes * extents.rows * extents.columns * 1.5
+    mixing_us = rates.launch_us + num_bytes / rates.memory_bytes_per_us
+    ours = kernel_us(extents, tiles.tile_n, rates) * MIN_PREDICTED_SPEEDUP
+    return tiles if ours <= library_us(extents, rates) + mixing_us else None
 
 
 def sent_bytes(collective: Collective, extents: Extents) -> int:

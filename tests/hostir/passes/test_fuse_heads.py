@@ -198,7 +198,7 @@ def test_random_blocks():
 
 
 @pytest.mark.parametrize("model", ["qwen3-8b", "llama-3.2-1b"])
-def test_a_layer_of_a_prompt_is_nine_kernels(model: str):
+def test_a_layer_of_a_prompt_is_eight_kernels(model: str):
     """And a last sum, whose row a norm of others reads."""
     config = replace(PRESETS[model], num_layers=2)
     options = EngineOptions(max_context=1024, batch=4)
@@ -208,6 +208,6 @@ def test_a_layer_of_a_prompt_is_nine_kernels(model: str):
     ops = [node.op for node in host.body if isinstance(node, LibraryOp) and not node.op.is_view]
     layer = [op.kind for op in ops if op.name.startswith("layers.1.")]
     assert layer == [
-        "fused_norm", "linear", "fused_heads", "attention", "linear", "fused_norm", "linear",
-        "pointwise", "linear", "pointwise",
+        "fused_norm", "linear", "fused_heads", "attention", "linear", "fused_norm", "fused_linear",
+        "linear", "pointwise",
     ]  # fmt: skip

@@ -123,6 +123,26 @@ def test_an_instruction_says_where_all_ranks_compute_the_same(replicated: bool):
     assert torch.equal(found["y"], run_program(program, small(program))["y"])
 
 
+def test_a_gathers_product_mixes_its_columns():
+    """Two halves of the product and a formula of them are one instruction with it."""
+    p = ProgramBuilder("gated")
+    product = p.linear(p.input("x", (4, 2)), p.weight("w", (64, 2)), name="product")
+    gate, up = (p.slice(product, 1, n, n + 32, view=True, name=f"half{n}") for n in (0, 32))
+    program = p.build(p.pointwise("relu(a0) * a1", gate, up, name="y"))
+    same = dict.fromkeys(("w", "product", "y"), replicate())
+    plan = plan_program(program, TP, CPU, {"x": shard(0, "tp")} | same, overlap="kernel")
+    local = localize(plan)
+    host = run_passes(lower_program(local, megakernel=False, peer_memory=True, fuse=True))
+    check_host(host)
+    assert parse_host(print_host(host)) == host
+    assert [(n.kind, n.out, n.mixes) for n in fused(host)] == [
+        ("all_gather_matmul", "y", "(relu(a0) * a1)")
+    ]
+    assert "product" not in host.buffer_map()
+    found = join(run_mesh(host, local, small(program)), local, ["y"])
+    assert torch.equal(found["y"], run_program(program, small(program))["y"])
+
+
 def test_a_sum_is_borrowed_where_it_is_used_before_the_next():
     _, _, host = lowered(COLUMNS)
     assert [node.borrows for node in fused(host)] == [True]

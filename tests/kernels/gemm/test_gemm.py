@@ -83,6 +83,21 @@ def test_a_product_on_the_cpu():
     assert torch.equal(out, a @ b.T)
 
 
+def test_two_columns_become_one_on_the_cpu():
+    a, b = torch.randn(5, 7), torch.randn(6, 7)
+    left, right = (a @ b.T).chunk(2, 1)
+    torch.testing.assert_close(matmul(a, b, mixes="a0 - 2 * a1"), left - 2 * right)
+    out = torch.empty(5, 3)
+    assert matmul(a, b, out=out, mixes="a1") is out
+    assert torch.equal(out, right)
+    with pytest.raises(ProgramError, match=r"a0 \+ a2 of 6 columns; expected an even number"):
+        matmul(a, b, mixes="a0 + a2")
+    with pytest.raises(ProgramError, match=r"put one weight .* above the other"):
+        matmul(a, b[:5], mixes="a0 + a1")
+    with pytest.raises(ProgramError, match=r"out of shape \[5, 6\].*expected \[5, 3\]"):
+        matmul(a, b, out=torch.empty(5, 6), mixes="a0 + a1")
+
+
 @pytest.mark.parametrize(
     ("b", "message"),
     [

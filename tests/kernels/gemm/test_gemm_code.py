@@ -8,6 +8,7 @@ from distmega.kernels.gemm.arguments import MatmulMemory
 from distmega.kernels.gemm.kernel import EXTENTS, matmul_kernel
 from distmega.kernels.gemm.spec import MatmulSpec
 from distmega.kernels.gemm.times.matmul_ways import STAGES
+from distmega.program.expr import parse
 from tests.kernels.sm90 import Machine, compile_kernel, descriptor
 
 SHARED_BYTES = 232448
@@ -19,7 +20,10 @@ def code_of(tile_n: int = 256, **options: object) -> Machine:
     spec = MatmulSpec(tile_n=tile_n, stages=STAGES[tile_n], **options)
     block = descriptor("bf16", (64, 64))
     types: dict[str, object] = dict.fromkeys(("a", "own", "out", "home"), block)
-    types |= {"b": descriptor("bf16", (tile_n, 64)), "partials": descriptor("bf16", (64, tile_n))}
+    types |= {
+        "b": descriptor("bf16", (spec.columns, 64)),
+        "partials": descriptor("bf16", (64, tile_n)),
+    }
     types |= dict.fromkeys(EXTENTS, "i32")
     types["memory"] = MatmulMemory(
         arrivals="*i32", counts="*i32", buffers="*i64", words="*i64", stuck="*i32"
@@ -63,6 +67,20 @@ def test_gathering(debug):
     assert count(code, "fence.proxy.async.global") >= 2
     assert count(code, RELEASE) == 1
     assert (count(code, "st.global") > 0) == debug, "of a wait that was given up"
+
+
+@pytest.mark.parametrize("options", [{}, {"num_ranks": 2, "gathers": True}])
+@pytest.mark.parametrize("tile_n", [128, 256])
+def test_mixing(tile_n, options):
+    """Half as many columns leave, weights come in two halves, the products are those of always."""
+    code, plain = (code_of(tile_n, **options, mixes=m) for m in (parse("silu(a0) * a1"), None))
+    check_products(code, tile_n, num_loops=1 + bool(options))
+    assert code.stack_bytes == 0
+    stored = 2 * tile_n // 16
+    assert count(plain, "stmatrix") - count(code, "stmatrix") == stored // 2
+    assert count(code, "ex2.approx") == tile_n // 2, "one for each result of a thread"
+    loads = [count(each, "cp.async.bulk.tensor", "complete_tx") for each in (code, plain)]
+    assert loads[0] == loads[1] + 1
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])

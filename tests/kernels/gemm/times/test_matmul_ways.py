@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from distmega.kernels.gemm.times.matmul_ways import (
     best_tiles,
     choose_means,
+    choose_mixed_tiles,
     choose_tiles,
     event_rows,
     kernel_problem,
@@ -50,6 +51,15 @@ def test_rows_that_tma_can_not_address_are_left_to_torch():
 
 def test_a_skinny_matmul_is_left_to_torch():
     assert choose_tiles(Extents(rows=16, columns=14336, depth=8192), H200_RATES) is None
+
+
+def test_a_formula_in_the_product_saves_what_follows_it():
+    """Its columns are whole tiles, and few rows gain too little."""
+    many = Extents(rows=2048, columns=24576, depth=4096)
+    assert choose_mixed_tiles(many, H200_RATES) is not None
+    assert choose_mixed_tiles(replace(many, columns=24576 + 128), H200_RATES) is None
+    assert choose_mixed_tiles(replace(many, depth=4095), H200_RATES) is None
+    assert choose_mixed_tiles(replace(many, rows=1), H200_RATES) is None
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)

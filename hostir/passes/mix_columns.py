@@ -1,0 +1,166 @@
+"""Lets a product make one column of two: a gate and what it opens, multiplied by joined weights.
+
+Comes in: a body of lower.py, after fuse.py. Where a pointwise op stands directly behind a product
+and its two operands are the left and the right half of its columns, which nobody else reads, goes
+out: a fused_linear, or a FusedMatmul that gathers, which writes the pointwise op's result; the
+product itself is nowhere. Next: passes.py.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from distmega.hostir.ir.nodes import Allocate, ForLoop, LibraryOp, Node, walk_nodes
+from distmega.hostir.ir.uses import named_buffers
+from distmega.hostir.lower.matmul_nodes import FusedMatmul
+from distmega.hostir.passes.fused_kinds import op_exprs
+from distmega.program import expr
+from distmega.program.kinds import kind_of
+from distmega.program.ops.parts import make_op
+from distmega.program.types import Access, Index, Op, Tensor, accesses
+
+Product = LibraryOp | FusedMatmul
+
+
+def mix_columns(
+    body: Sequence[Node], buffers: Mapping[str, Tensor], outputs: Sequence[str]
+) -> tuple[Node, ...]:
+    """The body, loops included, with such products."""
+    uses = Counter(outputs)
+    for node in walk_nodes(body):
+        if not isinstance(node, Allocate):
+            uses.update(set(named_buffers(node)))
+    return _mixed(body, buffers, uses)
+
+
+def _mixed(
+    body: Sequence[Node], buffers: Mapping[str, Tensor], uses: Mapping[str, int]
+) -> tuple[Node, ...]:
+    out: list[Node] = []
+    for node in body:
+        if isinstance(node, ForLoop):
+            node = replace(node, body=_mixed(node.body, buffers, uses))
+        if isinstance(node, LibraryOp):
+            node = _mix(out, node, buffers, uses)
+        out.append(node)
+    return tuple(out)
+
+
+def _mix(
+    above: list[Node], node: LibraryOp, buffers: Mapping[str, Tensor], uses: Mapping[str, int]
+) -> Node:
+    """The product that `node` is made part of, what it no longer needs taken from `above`; or the
+    node.
+    """
+    views: list[Op] = []
+    at = len(above) - 1
+    while at >= 0 and (isinstance(above[at], Allocate) or _view(above[at]) is not None):
+        if (view := _view(above[at])) is not None:
+            views.append(view)
+        at -= 1
+    product = above[at] if at >= 0 else node
+    if not isinstance(product, LibraryOp | FusedMatmul):
+        return node
+    found = _product_of(product, views, node.op, buffers, uses)
+    if found is None:
+        return node
+    gone = _result(product)
+    before = [x for x in above[:at] if not (isinstance(x, Allocate) and x.buffer == gone)]
+    above[:] = [*before, *(x for x in above[at + 1 :] if _view(x) is None)]
+    return found
+
+
+def _view(node: Node) -> Op | None:
+    return node.op if isinstance(node, LibraryOp) and node.op.is_view else None
+
+
+def _result(node: Product) -> str:
+    return node.out if isinstance(node, FusedMatmul) else node.op.writes[0].tensor
+
+
+def _product_of(
+    node: Product,
+    views: Sequence[Op],
+    op: Op,
+    buffers: Mapping[str, Tensor],
+    uses: Mapping[str, int],
+) -> Product | None:
+    """The node that does both; None where `op` is no such work on the product's halves."""
+    shown = {view.writes[0].tensor: view for view in views}
+    name, result = _result(node), op.writes[0].tensor
+    names = [access.tensor for access in op.reads]
+    if not kind_of(op).is_elementwise or len(names) != 2 or shown.keys() != {*names}:
+        return None
+    trees = op_exprs(op)
+    halves = [_half(shown[each], name, buffers) for each in names]
+    if halves not in ([0, 1], [1, 0]) or len(trees) != 1 or buffers[name].role != "temp":
+        return None
+    whole = [tuple(index.axes for index in access.dims) for access in accesses(op)]
+    extents = [buffers[access.tensor].shape for access in accesses(op)]
+    plain = all(
+        index == Index(axes=index.axes) and len(index.axes) == 1
+        for access in accesses(op)
+        for index in access.dims
+    )
+    alone = uses[name] == 3 and all(uses[each] == 2 for each in names)
+    types = {buffers[each].dtype for each in (name, result)}
+    if not plain or len({*whole}) > 1 or len({*extents}) > 1 or not alone or len(types) > 1:
+        return None
+    formula = trees[0] if halves == [0, 1] else _swapped(trees[0])
+    if isinstance(node, FusedMatmul):
+        if node.kind != "all_gather_matmul" or node.mixes or node.borrows:
+            return None
+        return replace(node, out=result, mixes=str(formula))
+    mixed = _mixed_linear(node.op, result, formula, buffers)
+    return None if mixed is None else LibraryOp(op=mixed)
+
+
+def _half(view: Op, product: str, buffers: Mapping[str, Tensor]) -> int:
+    """Which half of a product's columns a view shows, as they are; -1 for anything else."""
+    read, write = view.reads[0], view.writes[0]
+    shape = buffers[product].shape
+    if read.tensor != product or len(shape) < 2 or buffers[write.tensor].shape[:-1] != shape[:-1]:
+        return -1
+    if 2 * buffers[write.tensor].shape[-1] != shape[-1]:
+        return -1
+    for mine, its in zip(read.dims, write.dims, strict=True):
+        if mine.axes != its.axes or len(mine.axes) != 1 or mine.stride != 1 or its.offset:
+            return -1
+    offsets = [index.offset for index in read.dims]
+    return -1 if any(offsets[:-1]) else {0: 0, shape[-1] // 2: 1}.get(offsets[-1], -1)
+
+
+def _swapped(tree: expr.Expr) -> expr.Expr:
+    """With a0 for a1 and the other way round."""
+    match tree:
+        case expr.Arg(index):
+            return expr.Arg(1 - index)
+        case expr.Call(fn, parts):
+            return expr.Call(fn, tuple(map(_swapped, parts)))
+    return tree
+
+
+def _mixed_linear(
+    op: Op, result: str, formula: expr.Expr, buffers: Mapping[str, Tensor]
+) -> Op | None:
+    """The op of kind fused_linear for a plain product x [rows, sums] times w [columns, sums]."""
+    if op.kind != "linear" or len(op.reads) != 2:
+        return None
+    (x, w), (out,) = op.reads, op.writes
+    single = all(
+        index == Index(axes=index.axes) and len(index.axes) == 1
+        for access in (x, w, out)
+        for index in access.dims
+    )
+    rows = [index.axes[0] for index in out.dims[:-1]] if single else []
+    column = out.dims[-1].axes[0] if single else ""
+    sums = [index.axes[0] for index in w.dims[1:]] if single else []
+    of_x = [index.axes[0] for index in x.dims] if single else []
+    if not single or of_x != [*rows, *sums] or w.dims[0].axes != (column,) or not rows:
+        return None
+    half = buffers[result].shape[-1]
+    axes = [replace(a, extent=half) if a.name == column else a for a in op.axes]
+    upper = Access(tensor=w.tensor, dims=w.dims)
+    lower = Access(tensor=w.tensor, dims=(replace(w.dims[0], offset=half), *w.dims[1:]))
+    made = Access(tensor=result, dims=out.dims)
+    return make_op(result, "fused_linear", axes, [x, upper, lower], [made], expr=str(formula))

@@ -1,0 +1,116 @@
+"""Which products make one column of two, and that they give what products and formulas give."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from distmega.engine.decode_plan import lower_decode, lower_prefill, plan_decode
+from distmega.engine.requests import EngineOptions
+from distmega.errors import VerifyError
+from distmega.hostir.check.check import check_host
+from distmega.hostir.comm.communicator import SingleCommunicator
+from distmega.hostir.ir.nodes import FusedMatmul, LibraryOp
+from distmega.hostir.ir.text import parse_host, print_host
+from distmega.hostir.ir.verify import verify_host
+from distmega.hostir.run.evaluator import Evaluator
+from distmega.kernels.library.device_ops import KernelOps
+from distmega.kernels.machines import H200
+from distmega.models.presets import PRESETS
+from distmega.program.builder import Handle, ProgramBuilder
+from distmega.program.types import Program
+from distmega.sharding.layout.mesh import DeviceMesh
+from tests.hostir.passes.test_fuse import lowered, steps
+from tests.hostir.programs import random_tensors, run_program
+
+
+def gated(
+    expression: str = "silu(a0) * a1",
+    *,
+    turned: bool = False,
+    first: int = 0,
+    width: int = 6,
+    other: str = "",
+) -> Program:
+    """A product of 12 columns, two parts of them, and a formula of these. other: what else is done
+    with them.
+    """
+    p = ProgramBuilder("gated")
+    x = p.input("x", (2, 5, 8))
+    product = p.linear(x, p.weight("w", (12, 8)), name="product")
+
+    def part(name: str, start: int) -> Handle:
+        return p.slice(product, 2, start, start + width, view=True, name=name)
+
+    gate, up = part("gate", first), part("up", 12 - width)
+    operands = (up, gate) if turned else (gate, up)
+    y = p.pointwise(expression, *operands, name="y")
+    out = p.linear(y, p.weight("v", (3, width)), name="z")
+    if other == "gate":
+        return p.build(out, gate.map("a0 * 2", name="seen"))
+    return p.build(out, *([product] if other == "product" else []))
+
+
+def check(program: Program) -> list[str]:
+    """As test_fuse.check."""
+    host = lowered(program)
+    assert parse_host(print_host(host)) == host
+    check_host(host)
+    tensors = random_tensors(host)
+    expected = run_program(program, dict(tensors))
+    for ops in (None, KernelOps()):
+        found = Evaluator(host, SingleCommunicator(host.mesh), {}, ops=ops).run(tensors)
+        for name in program.outputs:
+            torch.testing.assert_close(found[name], expected[name])
+    return [step for step in steps(host) if not step.startswith("view")]
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("expression", ["silu(a0) * a1", "gelu(a0) * a1 + 1", "a0 - 2 * a1"])
+def test_halves_of_a_product_become_one_column(expression: str, turned: bool):
+    assert check(gated(expression, turned=turned)) == ["fused_linear y", "linear z"]
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        gated(width=5),
+        gated(first=2),
+        gated(other="product"),
+        gated(other="gate"),
+    ],
+    ids=["parts that are no halves", "halves that overlap", "an output", "a half read twice"],
+)
+def test_other_parts_stay_as_they_are(program: Program):
+    assert check(program)[:2] == ["linear product", "pointwise y"]
+
+
+def test_a_prompts_gate_opens_in_its_product():
+    """On one GPU and on two, where rows are gathered beside it, at any size."""
+    config = replace(PRESETS["qwen3-8b"], num_layers=1)
+    options = EngineOptions(max_context=4096)
+    for ranks in (1, 2):
+        staged = plan_decode(config, DeviceMesh(tp=ranks), H200, options)
+        plan = lower_decode(config, staged, options, peer_memory=ranks > 1)
+        host = lower_prefill(plan, 2048, "none")
+        buffers = host.buffer_map()
+        made = [
+            node.out if isinstance(node, FusedMatmul) else node.op.writes[0].tensor
+            for node in host.body
+            if (isinstance(node, FusedMatmul) and node.mixes)
+            or (isinstance(node, LibraryOp) and node.op.kind == "fused_linear")
+        ]
+        assert made == ["layers.0.ffn_mixed"]
+        assert buffers[made[0]].shape == (2048, config.ffn // ranks)
+        assert "layers.0.gate@layers.0.up" not in buffers
+        assert parse_host(print_host(host)) == host
+
+
+def test_a_mixed_product_of_other_shapes_is_refused():
+    config = replace(PRESETS["qwen3-8b"], num_layers=1)
+    options = EngineOptions(max_context=4096)
+    staged = plan_decode(config, DeviceMesh(tp=2), H200, options)
+    host = lower_prefill(lower_decode(config, staged, options, peer_memory=True), 2048, "none")
+    whole = [replace(n, mixes="") if isinstance(n, FusedMatmul) else n for n in host.body]
+    with pytest.raises(VerifyError, match="shapes as all_gather_matmul over 2 ranks"):
+        verify_host(replace(host, body=tuple(whole)), freed=True)
