@@ -32,6 +32,7 @@ to which each rank adds its part only once all of its own SMs are done with the 
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from distmega.kernels.hopper.batch_plan.experts import NUM_ZERO_CHUNKS, batch_expert_shape
 from distmega.kernels.hopper.batch_plan.proof import CHUNK, find_batch_hazard
@@ -695,6 +696,10 @@ class _BatchBuilder:
         )
         if formula not in self.formulas:
             self.formulas.append(formula)
+        carries = zip(("carry", "carry2"), (kept[name] for name in carried), strict=False)
+        addresses: dict[str, Any] = {
+            **dict(carries), **self.position_result(now, (op.out,), rows, op.out in self.taken)
+        }  # fmt: skip
         one = BatchPointwise(
             name=op.name,
             number=self.formulas.index(formula),
@@ -707,8 +712,7 @@ class _BatchBuilder:
             table=self.placed.table(table.table) if table else NOTHING,
             by_position=table is not None and table.ids == self.positions,
             slot=self.slot_of.get((op.out, form), 0),
-            **dict(zip(("carry", "carry2"), (kept[name] for name in carried), strict=False)),
-            **self.position_result(now, (op.out,), rows, op.out in self.taken),
+            **addresses,
         )
         for queue in self.queues:
             queue.append(one)

@@ -310,7 +310,7 @@ def attention_task(
         zero = gl.zeros([THREADS], gl.float32, layout=PER_THREAD)
         outputs = (zero, zero, zero, zero)
         if num_parts(D) == 2:
-            outputs = outputs + outputs
+            outputs = outputs + outputs  # type: ignore[assignment]
         l = zero
         m = gl.full([THREADS], float("-inf"), gl.float32, layout=PER_THREAD)
         for i in range(num_blocks):

@@ -39,19 +39,22 @@ def query_bytes(halves: int) -> int:
 @constexpr_function
 def weights_at(halves: int) -> int:
     """Bytes from the queries to the weights of the first block."""
-    return 8 * query_bytes(halves)
+    start: int = 8 * query_bytes(halves)
+    return start
 
 
 @constexpr_function
 def sums_at(halves: int) -> int:
     """Bytes from the queries to the maxima and sums of the first block."""
-    return weights_at(halves) + 2 * WEIGHTS_BYTES
+    start: int = weights_at(halves) + 2 * WEIGHTS_BYTES
+    return start
 
 
 @constexpr_function
 def block_bytes(halves: int) -> int:
     """Of all that attention has there."""
-    return sums_at(halves) + 2 * SUMS_BYTES
+    whole: int = sums_at(halves) + 2 * SUMS_BYTES
+    return whole
 
 
 @constexpr_function
@@ -280,7 +283,8 @@ def value_operands(halves: int) -> str:
 @constexpr_function
 def value_types(halves: int) -> tuple[gl.dtype, ...]:
     """Results of value_asm."""
-    return (gl.float32,) * (num_outputs(halves) + 2)
+    types: tuple[gl.dtype, ...] = (gl.float32,) * (num_outputs(halves) + 2)
+    return types
 
 
 @constexpr_function

@@ -79,7 +79,8 @@ def num_halves(head_dim: int) -> int:
 @constexpr_function
 def num_parts(head_dim: int) -> int:
     """Times that eight warps have 16 columns each of a head's outputs."""
-    return -(-head_dim // PART_COLUMNS.value)
+    parts: int = -(-head_dim // PART_COLUMNS.value)
+    return parts
 
 
 @constexpr_function
