@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -257,11 +258,14 @@ def test_figures_of_a_batch_are_of_a_step():
     assert " us a step of 8 tokens, bound by" in write_page(report)
 
 
-def test_rules_that_make_ops_are_named(capsys: pytest.CaptureFixture[str]):
+def test_rules_that_make_ops_are_named():
     """Of a step of library ops, with sizes and times; a kernel that none helps has none."""
-    assert main(["explain", "smollm2-135m", "--machine", "h200", "--batch", "20"]) == 0
-    told = capsys.readouterr().out
-    assert "is made by rule gated_mlp.k4096.n11008.rows16 at m0=20 k=576 n=1536: " in told
-    assert "29 more alike" in told
-    assert main(["explain", "smollm2-135m", "--machine", "h200"]) == 0
-    assert "made by rule" not in capsys.readouterr().out
+    config = replace(PRESETS["smollm2-135m"], num_layers=2)
+    notes = {}
+    for batch in (1, 20):
+        options = EngineOptions(batch=batch, max_context=64)
+        report = collect_decode("two layers", config, model_mesh(1, 1), H200, options)
+        notes[batch] = "\n".join(report.stages[0].notes)
+    assert "made by rule gated_mlp.k4096.n11008.rows16 at m0=20 k=576 n=1536: " in notes[20]
+    assert ", 1 more alike" in notes[20]
+    assert "made by rule" not in notes[1]
