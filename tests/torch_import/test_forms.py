@@ -257,7 +257,14 @@ def test_factors_of_a_residual_stream_and_of_scores_leave_one_kernel():
     assert any("RowLinear" in queue for queue in queues(program, 1))
 
 
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "olmo2",
+        "phi",
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("gpt2", "granite")),
+    ],
+)
 def test_rows_of_captured_decoders_are_one_kernel(name: str):
     """Norms of what is added and of all heads, learned positions, biases, heads of 80."""
     program = open_decoder(DECODERS[name]()).build(1, 32, batch=8, dtype="bf16")

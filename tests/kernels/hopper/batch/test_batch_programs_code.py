@@ -67,7 +67,7 @@ def test_nothing_spills_and_nothing_unused_is_there(name: str):
 @pytest.mark.parametrize(
     "name",
     [
-        "attending",
+        pytest.param("attending", marks=pytest.mark.nightly),
         *(pytest.param(name, marks=pytest.mark.nightly) for name in HEADS if name != "80 capped"),
         "80 capped",
         *(pytest.param(name, marks=pytest.mark.nightly) for name in PROGRAMS),
