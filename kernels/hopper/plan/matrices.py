@@ -50,6 +50,8 @@ class Weights:
         return WeightMatrix(columns=columns, offset=min(starts), num_rows=num_rows, slices=slices)
 
     def _find_matrices(self, names: Sequence[str]) -> tuple[WeightMatrix, ...]:
+        if made := [name for name in names if name not in self.layout.tensors]:
+            raise unfit(f"a product with {made[0]!r}, which is no weight")
         self.require_type("bf16", names)
         found: dict[int, list[str]] = {}
         for name in names:

@@ -150,3 +150,10 @@ def test_what_rows_do_not_take_is_refused():
 def test_biases_of_scores_are_refused():
     with pytest.raises(UnsupportedError, match="scores with a bias"):
         queues_of(attending(rows=2, biased=True))
+
+
+def test_products_of_what_is_made_are_refused():
+    p = ProgramBuilder("made")
+    x = p.input("x", (2, 64), "bf16")
+    with pytest.raises(UnsupportedError, match="'h', which is no weight"):
+        queues_of(p.build(p.linear(x, x.map("tanh(a0)", name="h"))))
