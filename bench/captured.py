@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
+    BloomConfig,
     Gemma2Config,
     GPT2Config,
     GraniteConfig,
@@ -59,6 +60,9 @@ SHAPES: dict[str, Callable[[], PretrainedConfig]] = {
     "gemma2-2b": lambda: Gemma2Config(
         hidden_size=2304, num_hidden_layers=26, num_attention_heads=8, num_key_value_heads=4,
         head_dim=256, intermediate_size=9216, query_pre_attn_scalar=256,
+    ),
+    "bloom-560m": lambda: BloomConfig(
+        vocab_size=250880, hidden_size=1024, n_layer=24, n_head=16
     ),
     "olmo2-1b": lambda: Olmo2Config(
         vocab_size=100352, hidden_size=2048, num_hidden_layers=16, num_attention_heads=16,

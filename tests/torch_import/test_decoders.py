@@ -205,6 +205,20 @@ def test_attention_over_caches_is_the_op_that_kernels_know():
     assert not [op for op in program.ops if op.kind in ("attend", "set", "softmax", "gather")]
 
 
+def test_biases_of_scores_are_a_table():
+    """Of heads and positions, of attention that a class wrote out."""
+    decoder = open_decoder(family_config("mpt"))
+    program = decoder.build(1, CONTEXT)
+    found = [op for op in program.ops if op.kind == "biased_attention"]
+    assert len(found) == decoder.num_layers
+    assert not [op for op in program.ops if op.kind == "softmax"]
+    (name,) = {op.reads[4].tensor for op in found}
+    table = decoder.constants[name][:, :, 0]
+    steps = table[1:] - table[:-1]
+    torch.testing.assert_close(steps, steps[:1].expand_as(steps))
+    assert (steps[0] > 0).all()
+
+
 def test_masks_by_which_rows_see_the_same_are_one():
     rows = StepRows(positions=torch.tensor([5]), max_context=16)
     functions = [lambda b, h, q, k, w=w: (k <= q) & (k > q - w) for w in (16, 4, 40, 4)]

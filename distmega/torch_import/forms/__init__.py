@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from distmega.program.types import Program
+from distmega.torch_import.forms.biases import state_biases
 from distmega.torch_import.forms.chains import join_chains
 from distmega.torch_import.forms.derived import Derived
 from distmega.torch_import.forms.draft import Draft
@@ -44,6 +45,7 @@ def normalise(
     state_norms(draft, known)
     orient_products(draft)
     split_products(draft)
+    state_biases(draft, positions, num_positions, known)
     state_rotations(draft, positions, num_positions, known)
     drop_front(draft)
     flatten_views(draft)
