@@ -53,6 +53,7 @@ def normalise(
     join_chains(draft)
     drop_stream_factors(draft)
     choose_before(draft)
+    draft.name_outputs()
     found = draft.finish()
     weights = {tensor.name for tensor in found.with_role("weight")}
     kept = {name: x for name, x in known.items() if name in weights}

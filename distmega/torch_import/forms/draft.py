@@ -8,6 +8,7 @@ are computed of stored ones. Next on the walk: algebra.py.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from distmega.program.kinds import kind_of
 from distmega.program.ops.parts import Built
 from distmega.program.types import Op, Program, Tensor, accesses, verify_program
 from distmega.torch_import.forms.derived import Derived
@@ -88,6 +89,34 @@ class Draft:
             )
             for op in self.ops
         ]
+
+    def name_outputs(self) -> None:
+        """An output that is a whole copy of a temporary tensor is that tensor, by its own name."""
+        producers = self.producers()
+        for op in list(self.ops):
+            if not kind_of(op).only_copies or len(op.reads) != 1 or op.is_view:
+                continue
+            copied, output = op.reads[0].tensor, op.writes[0].tensor
+            maker, tensor = producers.get(copied), self.tensors[output]
+            if output not in self.outputs or copied in self.outputs:
+                continue
+            same = replace(self.tensors[copied], name=output) == tensor
+            if maker is None or maker.is_view or not same or op.reads[0].dims != op.writes[0].dims:
+                continue
+            self.ops.remove(op)
+            self.rename({copied: output})
+            self.ops = [
+                replace(
+                    each,
+                    writes=tuple(
+                        replace(write, tensor=output) if write.tensor == copied else write
+                        for write in each.writes
+                    ),
+                )
+                for each in self.ops
+            ]
+            del self.tensors[copied]
+            producers = self.producers()
 
     def prune(self) -> None:
         """Leaves out what nobody needs."""

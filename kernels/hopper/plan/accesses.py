@@ -191,8 +191,13 @@ def _linear_writes(one: RowLinear, queues: RowQueues, sm: int) -> Iterator[Write
 
 def _embed_writes(one: RowEmbed, queues: RowQueues) -> Iterator[Write]:
     """Each rank's columns of the token's row, or the whole row of any of the other ranks: this one
-    knows that the token is not its own, or it would have pushed.
+    knows that the token is not its own, or it would have pushed. An input is pushed by one rank,
+    which hears of no other by it; so it counts for nothing more on any of them.
     """
+    if not queues.tokens:
+        words = range(one.dst + one.column, one.dst + one.num_words)
+        yield Write(words=words, generation=0, rank=0)
+        return
     if 2 * one.num_words < queues.hidden:
         for rank in range(queues.num_ranks):
             first = EMBEDDED + rank * one.num_words

@@ -58,3 +58,21 @@ def test_a_program_whose_sms_wait_for_each_other_has_no_such_barrier():
     """Every SM has work in the first ops, and SM 0 waits for the last."""
     (queues,) = case_of(program_of("silu", "bf16"), num_sms=132).queues
     assert not queues.has_barriers
+
+
+def three_sums() -> Case:
+    """Of an input of one row, which the first rank hands to all."""
+    return case_of(program_of("silu", "bf16"), tp=2, num_sms=132)
+
+
+def test_the_first_sum_of_a_launch_has_other_words_than_the_last_of_the_one_before():
+    """A rank that has ended a launch can't know that its peers have read its last part."""
+    names = [buffer.name for buffer in three_sums().queues[0].buffers]
+    assert len([name for name in names if name.startswith("parts of")]) == 3
+
+
+@pytest.mark.nightly
+def test_launches_of_ranks_that_wait_for_no_token():
+    case = three_sums()
+    values = random_values(case.program)
+    case.emulate(values, [{"x": values["x"]}] * 4, 0)

@@ -67,7 +67,7 @@ def test_one_sum_a_layer_takes_two_buffers_over_ranks(monkeypatch):
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_what_is_left_out_does_not_decide(tp):
-    queues = queues_of_program(gated_mlp(9), tp)
+    queues = queues_of_program(gated_mlp(10), tp)
     short = shorten(queues)
     assert sum(map(len, short.queues)) < sum(map(len, queues.queues))
     assert find_hazard(queues) == find_hazard(short) == ""
