@@ -133,7 +133,7 @@ def test_graphs_of_the_superoptimizer_beside_torch_compile():
     records = read_records(RESULTS / "superopt-nvidia-h200.json")
     assert [record.case.rpartition(" ")[2] for record in records] == ["rows=1"] * 6
     ratios, said = speedups(records, TORCH), words("bench/results/README.md")
-    assert min(ratios) >= 1
+    assert f"{sum(ratio >= 1 for ratio in ratios)} of {len(ratios)} are at least as fast as" in said
     assert f"torch.compile max-autotune, {extent(ratios)} times" in said
     assert f"{sum(ratio >= 1.5 for ratio in ratios)} are so 1.5 times" in said
     found = {record.case.split()[0]: record for record in records}
