@@ -1,28 +1,13 @@
 """The machine code of experts of one row for sm_90a, compiled without a GPU."""
 
-from dataclasses import replace
-from functools import cache
-
 import pytest
-import torch
 
-from distmega.engine.decode_plan import lower_decode, plan_decode
-from distmega.engine.requests import EngineOptions
-from distmega.kernels.hopper.one_row.runner import RowRunner
-from distmega.kernels.hopper.plan.queues import build_queues
-from distmega.kernels.hopper.plan.types import num_stages, padded_tiles_k
+from distmega.kernels.hopper.one_row.runner import num_stages, padded_tiles_k
 from distmega.kernels.hopper.plan.words import TILE_BYTES
-from distmega.kernels.machines import H200
-from distmega.models.presets import PRESETS
-from distmega.sharding.layout.mesh import DeviceMesh
-from tests.kernels.hopper.one_row.test_decode_code import (
-    LOADER_REGISTERS,
-    LOADER_WARPS,
-    LoneTeam,
-)
-from tests.kernels.offline import NUM_SMS, offline
+from tests.kernels.hopper.expert_code import expert_code
+from tests.kernels.hopper.one_row.test_decode_code import LOADER_REGISTERS, LOADER_WARPS
 from tests.kernels.ptx import loads, plain_spins
-from tests.kernels.sm90 import REGISTERS, SHARED_BYTES, Machine
+from tests.kernels.sm90 import REGISTERS, SHARED_BYTES
 
 CASES = (
     (768, 1, "softmax_chosen"),
@@ -33,35 +18,6 @@ CASES = (
 """Width of an expert, ranks, what experts are weighed by: tiles in four parts, eight, eight with
 zeros behind a slot, and one.
 """
-
-
-@cache
-def expert_code(width: int, num_ranks: int, weighing: str) -> Machine:
-    """Qwen3-30B-A3B's other extents; what it compiles to does not depend on the layers."""
-    config = replace(
-        PRESETS["qwen3-30b-a3b"],
-        num_layers=1,
-        expert_ffn=width,
-        norm_top=weighing == "softmax_chosen",
-    )
-    options = EngineOptions(max_context=256, experts="tensor")
-    plan = plan_decode(config, DeviceMesh(tp=num_ranks), H200, options, "none")
-    lowered = lower_decode(config, plan, options, peer_memory=True)
-    (segment,) = lowered.host.segments
-    queues = build_queues(segment, lowered.weights, lowered.states, NUM_SMS)
-    assert queues.experts is not None
-    assert queues.experts.weighing == weighing
-    with pytest.MonkeyPatch.context() as patch, offline(patch) as launched:
-        RowRunner(
-            segment,
-            queues,
-            weights=lowered.weights,
-            weights_arena=torch.empty(lowered.weights.num_bytes, dtype=torch.uint8),
-            state_arena=torch.empty(lowered.states.num_bytes, dtype=torch.uint8),
-            team=LoneTeam(num_ranks) if num_ranks > 1 else None,
-        ).decode(1)
-    (code,) = launched
-    return code
 
 
 @pytest.mark.parametrize(("width", "num_ranks", "weighing"), CASES)
