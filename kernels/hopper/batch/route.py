@@ -28,7 +28,7 @@ from distmega.kernels.hopper.batch_plan.fields import (
     EXP_SCORES,
     STATE_HITS,
 )
-from distmega.kernels.hopper.ptx.device import keep
+from distmega.kernels.hopper.ptx.device import keep, key_of
 from distmega.kernels.hopper.ptx.route import count_asm, list_asm, put_if_asm
 
 LOWEST = gl.constexpr(-(2**31))
@@ -128,8 +128,7 @@ def route_task(
     x = gl.where((given == given) & (given != 0.0), given, 0.0)
     x = gl.where(given == given, x, float("-inf"))
     # whole numbers in the order of the scores: a warp compares those by one instruction
-    bits = x.to(gl.int32, bitcast=True)
-    key = gl.where(used, bits ^ ((bits >> 31) & 0x7FFFFFFF), LOWEST)
+    key = gl.where(used, key_of(x.to(gl.int32, bitcast=True)), LOWEST)
     is_chosen = used & (take_highest(key, e, EXPERTS.num_chosen) == LOWEST)
     none = gl.sum(gl.where(given == given, 0.0, float("nan")), axis=1)
     if EXPERTS.weighing == "values":

@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from distmega.kernels.gluon_compat import cta_barrier
 from distmega.kernels.hopper.plan.fields import ROUTE_NUM_WORDS, SRC
-from distmega.kernels.hopper.ptx.device import as_float
+from distmega.kernels.hopper.ptx.device import as_float, key_of
 from distmega.kernels.hopper.ptx.route import put_asm, rank_asm, weigh_asm
 from distmega.kernels.hopper.ptx.shapes import PER_THREAD, THREADS
 from distmega.kernels.hopper.ptx.spins import spin2
@@ -47,10 +47,9 @@ def weight_of(slots, slot):
 
 
 @gluon.jit
-def key_of(score):
-    """int32 in the order of float32; zeros of both signs are equal. The same again gives back."""
-    bits = (score + 0.0).to(gl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+def score_key(score):
+    """A key by which zeros of both signs are equal."""
+    return key_of((score + 0.0).to(gl.int32, bitcast=True))
 
 
 @gluon.jit
@@ -69,8 +68,8 @@ def route_task(words, symmetric, scores, slots, chosen_bar, flag, EXPERTS: gl.co
     high = gl.where((high == high) & (num_left > 0), high, float("-inf"))
     # into memory that linears use by address alone; all threads read it behind the barrier
     gl.inline_asm_elementwise(
-        put_asm(), "=&r,r,r,r", [scores + 4 * word, key_of(low), key_of(high)], dtype=gl.int32,
-        is_pure=False, pack=1,
+        put_asm(), "=&r,r,r,r", [scores + 4 * word, score_key(low), score_key(high)],
+        dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
     cta_barrier()
     # a loop over scores, four a load: a tensor of all pairs of experts would not fit registers

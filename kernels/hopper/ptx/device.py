@@ -30,6 +30,12 @@ def high_half(bits):
 
 
 @gluon.jit
+def key_of(bits):
+    """int32 in the order of the float32 whose bits these are; the same again gives the bits."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@gluon.jit
 def bf16_pair(low, high):
     """Two float32 as bf16 in one int32."""
     # Gluon has no pair of bf16 in an int32: one instruction converts and packs both
