@@ -32,7 +32,7 @@ from distmega.kernels.gemm.host import PeerMatmuls
 from distmega.kernels.gemm.machine import measured
 from distmega.kernels.library.device_ops import KernelOps
 from distmega.kernels.machines import H200
-from distmega.kernels.runtime.copy_engines import CopyCommunicator
+from distmega.kernels.runtime.streams.copy_engines import CopyCommunicator
 from distmega.program.builder import Handle, ProgramBuilder
 from distmega.program.types import Program
 from distmega.sharding.layout.placements import Layout, shard

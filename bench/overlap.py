@@ -33,7 +33,7 @@ from distmega.hostir.comm.nccl import NcclCommunicator
 from distmega.kernels import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from distmega.kernels.gemm.machine import measured
 from distmega.kernels.gemm.workspace import workspace_of
-from distmega.kernels.runtime.copy_engines import CopyCommunicator
+from distmega.kernels.runtime.streams.copy_engines import CopyCommunicator
 from distmega.sharding.overlap.pairs import CHEAPEST
 
 WIDE, LONG, NARROW = (8192, 28672), (4096, 14336), (8192, 10240)

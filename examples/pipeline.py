@@ -26,7 +26,7 @@ from distmega.hostir import (
 )
 from distmega.hostir.ir.nodes import WaitSignal
 from distmega.hostir.lower.pipeline import FREE, StagePart, link_stage
-from distmega.kernels.runtime.signals import open_signals
+from distmega.kernels.runtime.streams.signals import open_signals
 from distmega.launch import LauncherOptions, Result, launch
 from distmega.sharding.localize import localize
 from distmega.sharding.stages import AXIS, cut_positions, split_stages

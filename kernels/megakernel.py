@@ -16,7 +16,7 @@ from typing import TypeVar
 from distmega.kernels.isa.encoder import encode
 from distmega.kernels.isa.encoding import Encoded
 from distmega.kernels.runtime.arena import PEER_BUFFERS, ArenaLayout, SegmentLayout, layout_segment
-from distmega.kernels.tasks.check import check_schedule
+from distmega.kernels.tasks.check.schedule import check_schedule
 from distmega.kernels.tasks.expand import expand_collectives, team_size
 from distmega.kernels.tasks.graph import Mode, build_task_graph
 from distmega.kernels.tasks.schedule import schedule_graph

@@ -13,8 +13,8 @@ from distmega.kernels import late
 from distmega.kernels.hopper.batch_plan.queues import build_batch_queues
 from distmega.kernels.hopper.batch_plan.types import BatchQueues
 from distmega.kernels.hopper.plan.matrices import count_rows
-from distmega.kernels.hopper.plan.queues import build_queues
 from distmega.kernels.hopper.plan.types import RowQueues
+from distmega.kernels.hopper.row_plan.queues import build_queues
 from distmega.kernels.runtime.arena import ArenaLayout
 from distmega.kernels.runtime.gpus import is_hopper, num_sms
 from distmega.kernels.runtime.stepping import SteppingRunner

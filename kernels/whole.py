@@ -2,8 +2,8 @@
 
 In: one rank's local program. Out: a host program of one launch, and the runner of that launch with
 the arenas that hold the program's weights and states. On Hopper GPUs it is the kernel of one row
-(hopper/plan/queues.py) or that of 2 to 16 (hopper/batch_plan/queues.py), on CPUs the interpreter
-(cpu/runner.py). Used by distmega/compiled.py.
+(hopper/row_plan/queues.py) or that of 2 to 16 (hopper/batch_plan/queues.py), on CPUs the
+interpreter (cpu/runner.py). Used by distmega/compiled.py.
 """
 
 import math

@@ -2,7 +2,7 @@
 
 from distmega.engine.ranks.context import Emit, RankContext
 from distmega.kernels.gemm.calibrate import measure_rates
-from distmega.kernels.runtime.copy_engines import CopyCommunicator
+from distmega.kernels.runtime.streams.copy_engines import CopyCommunicator
 from distmega.sharding.layout.mesh import DeviceMesh
 
 

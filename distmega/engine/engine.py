@@ -59,8 +59,8 @@ from distmega.kernels.machines import CPU, H200
 from distmega.kernels.megakernel import Megakernel
 from distmega.kernels.runners import open_hopper, plan_hopper
 from distmega.kernels.runtime.memory import allocate_arena, arena_views, spanning_view
-from distmega.kernels.runtime.signals import open_signals
 from distmega.kernels.runtime.stepping import SteppingRunner
+from distmega.kernels.runtime.streams.signals import open_signals
 from distmega.kernels.runtime.symmetric import Team
 from distmega.models.decoder import PEAKS, AnyDecoder, Logits
 from distmega.models.sampling import (

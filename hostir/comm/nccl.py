@@ -4,7 +4,7 @@ for those that do.
 NcclCommunicator moves bytes as GlooCommunicator does, but between GPUs and on CUDA streams: a call
 queues behind the current stream, and waiting for a handle makes the current stream wait. Results
 are combined in rank order by every rank, so they are bitwise equal. Objects and barriers go over
-gloo, signals as nccl_signals.py or kernels/runtime/signals.py have it. Next on the walk:
+gloo, signals as nccl_signals.py or kernels/runtime/streams/signals.py have it. Next on the walk:
 evaluator.py.
 """
 
@@ -37,7 +37,7 @@ class NcclCommunicator(TeamCommunicator):
         super().__init__(mesh, rank, "nccl", timeout_s)
         self.signals: Signals | None = None
         """How ranks signal each other, if they do; see open_signals of
-        kernels/runtime/signals.py."""
+        kernels/runtime/streams/signals.py."""
         self._control = GlooCommunicator(mesh, rank, timeout_s)
         self._pending: list[dist.P2POp] | None = None
         for axis in mesh.names:

@@ -3,8 +3,8 @@
 In: a mesh and an axis. Out: NcclSignals, with two communicators of its own, one for each direction,
 so that a signal waits neither for data nor for signals the other way. NCCL pairs them by order
 alone: signals from one rank to another must be awaited in the order in which they are sent,
-whatever their names. Where GPUs reach each other's memory, kernels/runtime/signals.py knows names
-and bounds waits. Next: nccl.py.
+whatever their names. Where GPUs reach each other's memory, kernels/runtime/streams/signals.py knows
+names and bounds waits. Next: nccl.py.
 """
 
 from collections.abc import Callable

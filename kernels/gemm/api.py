@@ -2,11 +2,11 @@
 `matmul_reduce_scatter`, `matmul_all_reduce` of `distmega.kernels`.
 
 In: a [M, K] and b [N, K] of one type on one device, b as a linear layer holds its weight. Out: new
-tensors A B^T. On Hopper GPUs in bf16 the model of times/matmul_ways.py chooses: the
-kernel of this package, alone (start.py) or with the collective beside it (overlap.py), or torch's
-matmul and a collective by peer memory (peer_collectives.py) or by NCCL, in turn. Elsewhere it is
-torch's matmul and the communicator's collective. All ranks of a team make the same calls in the
-same order. Next: overlap.py.
+tensors A B^T. On Hopper GPUs in bf16 the model of times/matmul_ways.py chooses: the kernel of this
+package, alone (device/start.py) or with the collective beside it (overlap.py), or torch's matmul
+and a collective by peer memory (peer_collectives.py) or by NCCL, in turn. Elsewhere it is torch's
+matmul and the communicator's collective. All ranks of a team make the same calls in the same order.
+Next: overlap.py.
 """
 
 from dataclasses import replace

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from distmega.hostir.comm.nccl import NcclCommunicator
 from distmega.kernels.gemm import overlap, peer_collectives
-from distmega.kernels.gemm.start import launch_matmul, plain_spec
+from distmega.kernels.gemm.device.start import launch_matmul, plain_spec
 from distmega.kernels.gemm.times.matmul_ways import STAGES, event_rows, tiles_choice
 from distmega.kernels.gemm.times.rates import H200_RATES, OverlapRates
 from distmega.kernels.gemm.times.tile_times import GROUP, Tiles, gather_us, plan_sending, send_us
 from distmega.kernels.gemm.workspace import workspace_of
 from distmega.kernels.runtime.gpus import num_sms
-from distmega.kernels.runtime.stream_ops import copy_bytes
+from distmega.kernels.runtime.streams.stream_ops import copy_bytes
 from distmega.sharding.overlap.products import Extents
 
 ROUNDS = 7

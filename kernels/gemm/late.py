@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 from distmega.lazy import late_imports
 
 if TYPE_CHECKING:
-    from distmega.kernels.gemm import overlap, peer_collectives, start
+    from distmega.kernels.gemm import overlap, peer_collectives
+    from distmega.kernels.gemm.device import start
 
 __all__ = ["overlap", "peer_collectives", "start"]
 

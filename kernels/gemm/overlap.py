@@ -6,15 +6,15 @@ peers' symmetric buffers, each copy followed by its event word. A sending kernel
 each band of rows that it has stored, by parts of it; copies, queued behind waits for these counts,
 push the parts into the symmetric buffers of those who want them, each followed by an event word.
 Sums of the last tiles, which all programs finish at one time, are pushed by the kernel itself.
-Next: kernel.py.
+Next: device/kernel.py.
 """
 
 import torch
 from torch import Tensor
 
 from distmega.errors import HangError
-from distmega.kernels.gemm.spec import WORDS, MatmulSpec
-from distmega.kernels.gemm.start import Peering, launch_matmul
+from distmega.kernels.gemm.device.spec import WORDS, MatmulSpec
+from distmega.kernels.gemm.device.start import Peering, launch_matmul
 from distmega.kernels.gemm.times.matmul_ways import MatmulChoice, event_rows
 from distmega.kernels.gemm.times.tile_times import (
     GATHERED,
@@ -27,7 +27,12 @@ from distmega.kernels.gemm.times.tile_times import (
 )
 from distmega.kernels.gemm.workspace import PUSHED, Workspace
 from distmega.kernels.runtime.gpus import num_sms
-from distmega.kernels.runtime.stream_ops import copy_bytes, copy_columns, wait_word, write_word
+from distmega.kernels.runtime.streams.stream_ops import (
+    copy_bytes,
+    copy_columns,
+    wait_word,
+    write_word,
+)
 from distmega.program.expr import Expr
 from distmega.sharding.overlap.products import Extents
 

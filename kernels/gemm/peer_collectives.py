@@ -14,7 +14,7 @@ from torch import Tensor
 from distmega.kernels.gemm.overlap import gather_rows
 from distmega.kernels.gemm.workspace import Workspace
 from distmega.kernels.pipelined.api import pointwise
-from distmega.kernels.runtime.stream_ops import copy_bytes, write_word
+from distmega.kernels.runtime.streams.stream_ops import copy_bytes, write_word
 
 
 def all_gather(own: Tensor, workspace: Workspace) -> Tensor:

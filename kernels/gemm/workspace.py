@@ -18,7 +18,7 @@ from torch import Tensor
 from distmega.errors import RequestError
 from distmega.hostir.comm.nccl import NcclCommunicator
 from distmega.kernels.gemm.times.tile_times import NUM_WORDS
-from distmega.kernels.runtime.stream_ops import wait_word, write_word, write_words
+from distmega.kernels.runtime.streams.stream_ops import wait_word, write_word, write_words
 from distmega.kernels.runtime.symmetric import open_symmetric
 
 WORD_BYTES = 4

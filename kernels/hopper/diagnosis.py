@@ -20,7 +20,6 @@ from distmega.kernels.hopper.batch_plan.words import (
     BatchPointwise,
     BatchSample,
 )
-from distmega.kernels.hopper.plan.accesses import Write, last_row, reads, writes
 from distmega.kernels.hopper.plan.types import RowQueues
 from distmega.kernels.hopper.plan.words import (
     UNIT_ROWS,
@@ -34,6 +33,7 @@ from distmega.kernels.hopper.plan.words import (
     RowRoute,
     RowSample,
 )
+from distmega.kernels.hopper.row_plan.accesses import Write, last_row, reads, writes
 
 NAMED_DEBTORS = 3
 WITHOUT_ROWS = BatchAttention | BatchExperts | BatchNorm | BatchPointwise | BatchSample

@@ -2,7 +2,7 @@
 
 In: the constant EPILOGUES or FORMULAS of a kernel, plan/types.py's or batch_plan/types.py's, and
 the number of one of them, or ENTRY. Out: a constant. Used by both linear bodies; next on the walk:
-one_row/linear.py.
+one_row/bodies/linear.py.
 """
 
 from triton.experimental.gluon import language as gl

@@ -1,4 +1,6 @@
-"""mbarriers that Gluon kernels make once, when they begin. Next on the walk: gemm/kernel.py."""
+"""mbarriers that Gluon kernels make once, when they begin. Next on the walk:
+gemm/device/kernel.py.
+"""
 
 # A kernel's arguments have no Python types.
 # ruff: noqa: ANN001, ANN201

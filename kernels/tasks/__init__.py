@@ -2,6 +2,6 @@
 a number of SMs come in; a Schedule goes out, the queue of every SM with the waits that are
 needed.
 
-Start at types.py, then tile.py, graph.py, schedule.py; check.py proves the result by other
+Start at types.py, then tile.py, graph.py, schedule.py; check/ proves the result by other
 means.
 """

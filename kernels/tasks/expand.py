@@ -26,7 +26,7 @@ ranks' instances of it. Say rank A pushes in launch e into a slot that rank B re
 Counters need the same care: a rank that is ahead may signal launch e before a slow rank's signal of
 launch e - 1 has arrived, and one counter for both would pass too early. So an event that all ranks
 trigger has one counter for each source rank, and a wait looks at all of them; triggers from one
-rank come in launch order. check.py proves both for a given schedule.
+rank come in launch order. check/schedule.py proves both for a given schedule.
 """
 
 from collections.abc import Iterator

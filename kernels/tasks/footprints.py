@@ -3,7 +3,7 @@
 In: task groups of a segment, and their accesses. Out: boolean matrices, tasks by tasks. Accesses to
 views resolve to the tensor that owns the storage. Equal tilings and access maps share one footprint
 and one matrix, so that equal layers of a model are analysed once. Used by tile.py, graph.py
-and check.py; the next file on the walk is graph.py.
+and check/schedule.py; the next file on the walk is graph.py.
 """
 
 import math

@@ -17,7 +17,7 @@ structure of ops and at who uses their results, never at names and never at one 
 - a chain that takes no product, or a norm or softmax that no contraction takes in, is pointwise
   work on rows, whose first argument may be normalised.
 
-What no rule takes is an error that names the op. Next on the walk: ../hopper/plan/queues.py.
+What no rule takes is an error that names the op. Next on the walk: ../hopper/row_plan/queues.py.
 """
 
 import math

@@ -9,7 +9,7 @@ Then waits are pruned. A task knows what has completed before it: its queue's ta
 that they and its waits know (vector clocks). A wait stays only if some task it waits for is not
 known already, so each remaining wait is needed. All ranks have equal queues, hence two clocks
 describe a task's knowledge: of its own rank's queues, and of any peer's. Events that nobody waits
-for any more are dropped. check.py proves the result by other means. Next on the walk:
+for any more are dropped. check/schedule.py proves the result by other means. Next on the walk:
 encoding.py.
 """
 

@@ -3,8 +3,8 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from distmega.kernels.hopper.batch.limits import sample_within
-from distmega.kernels.hopper.one_row.sample import sample_task, slot_numbers
+from distmega.kernels.hopper.batch.bodies.limits import sample_within
+from distmega.kernels.hopper.one_row.bodies.sample import sample_task, slot_numbers
 from distmega.kernels.hopper.one_row.team import most_likely
 from distmega.kernels.hopper.plan import words
 from distmega.kernels.hopper.plan.fields import SAMPLE_NUM_ROWS, SAMPLE_ROW0, SAMPLED, SRC

@@ -17,7 +17,7 @@ from distmega.program.types import Program
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.planner import plan_program
 from tests.gpu.engines import open_engine, random_model
-from tests.kernels.hopper.plan.test_expert_queues import NUM_CHOSEN, layers
+from tests.kernels.hopper.row_plan.test_expert_queues import NUM_CHOSEN, layers
 
 pytestmark = pytest.mark.gpu
 

@@ -13,7 +13,7 @@ from distmega.program.expr import parse
 pytestmark = pytest.mark.gpu
 pytest.importorskip("triton", reason="triton is not installed (pip install 'distmega[gpu]')")
 
-launch = pytest.importorskip("distmega.kernels.gemm.start")
+launch = pytest.importorskip("distmega.kernels.gemm.device.start")
 
 
 def integers(*shape: int, seed: int) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from distmega.hostir.library import sampling as drawing
 from distmega.kernels.hopper.alarm import LOCAL_LIMIT_S, Alarm
-from distmega.kernels.hopper.batch.limits import list_words
+from distmega.kernels.hopper.batch.bodies.limits import list_words
 from distmega.kernels.hopper.plan.words import (
     LIMITED,
     MAX_SMS,

@@ -14,7 +14,7 @@ from distmega.engine.decode_plan import lower_decode, model_mesh, plan_decode
 from distmega.engine.engine import Engine
 from distmega.engine.requests import EngineOptions
 from distmega.hostir.comm.communicator import SingleCommunicator
-from distmega.kernels.hopper.plan.queues import build_queues
+from distmega.kernels.hopper.row_plan.queues import build_queues
 from distmega.kernels.machines import H200
 from distmega.launch import LauncherOptions
 from distmega.models.presets import PRESETS

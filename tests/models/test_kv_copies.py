@@ -14,7 +14,7 @@ from distmega.engine.predict import predict_us
 from distmega.engine.requests import EngineOptions
 from distmega.errors import PlanError
 from distmega.hostir.comm.communicator import SingleCommunicator
-from distmega.kernels.hopper.plan.queues import build_queues
+from distmega.kernels.hopper.row_plan.queues import build_queues
 from distmega.kernels.machines import CPU, H200
 from distmega.models.presets import PRESETS
 from distmega.models.weights.kv_copies import copy_kv_heads, most_copies

@@ -6,7 +6,7 @@ import pytest
 
 from distmega.hostir.comm.nccl import NcclCommunicator
 from distmega.kernels.gemm.times.rates import H200_RATES
-from distmega.kernels.runtime.copy_engines import CopyCommunicator
+from distmega.kernels.runtime.streams.copy_engines import CopyCommunicator
 from tests.multigpu.ranks import ON_GPUS, TIMEOUT_S
 
 HERE = "tests.multigpu.test_calibrate"

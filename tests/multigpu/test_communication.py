@@ -5,7 +5,7 @@ import torch
 
 from distmega.hostir.comm.communicator import Communicator
 from distmega.hostir.comm.nccl import NcclCommunicator
-from distmega.kernels.runtime.signals import open_signals
+from distmega.kernels.runtime.streams.signals import open_signals
 from tests.hostir.ranks import check_movements, check_point_to_point, check_reductions, values
 from tests.multigpu.ranks import ON_EITHER, TIMEOUT_S
 

@@ -18,7 +18,7 @@ from distmega.hostir.lower.pipeline import FREE
 from distmega.hostir.run.cuda_graph import CapturedHost
 from distmega.hostir.run.evaluator import Evaluator
 from distmega.kernels.machines import H200
-from distmega.kernels.runtime.signals import PeerSignals, open_signals
+from distmega.kernels.runtime.streams.signals import PeerSignals, open_signals
 from distmega.kernels.runtime.symmetric import open_symmetric
 from distmega.models.presets import PRESETS
 from distmega.sharding.layout.mesh import DeviceMesh

@@ -15,7 +15,7 @@ from distmega.hostir.run.cuda_graph import CapturedHost
 from distmega.hostir.run.evaluator import Evaluator
 from distmega.kernels.gemm.host import PeerMatmuls
 from distmega.kernels.machines import CPU, H200
-from distmega.kernels.runtime.copy_engines import CopyCommunicator
+from distmega.kernels.runtime.streams.copy_engines import CopyCommunicator
 from distmega.program.builder import ProgramBuilder
 from distmega.program.types import Program
 from distmega.sharding.layout.mesh import DeviceMesh

@@ -14,8 +14,8 @@ from distmega import CPU, DeviceMesh, plan_program
 from distmega.compiled import CompiledProgram
 from distmega.hostir.comm.communicator import SingleCommunicator
 from distmega.kernels.hopper.batch_plan.queues import build_batch_queues
-from distmega.kernels.hopper.plan.queues import build_queues
 from distmega.kernels.hopper.plan.weight_order import order_weights
+from distmega.kernels.hopper.row_plan.queues import build_queues
 from distmega.kernels.runtime.arena import Space, layout_arena
 from distmega.kernels.tasks.fuse import (
     FusedAttention,

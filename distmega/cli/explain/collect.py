@@ -37,7 +37,7 @@ from distmega.hostir.ir.text import print_host
 from distmega.hostir.run.host_cost import count_instructions
 from distmega.kernels.hopper.batch_plan.queues import build_batch_queues
 from distmega.kernels.hopper.plan.matrices import count_rows
-from distmega.kernels.hopper.plan.queues import build_queues
+from distmega.kernels.hopper.row_plan.queues import build_queues
 from distmega.kernels.machines import CPU, H200
 from distmega.kernels.tasks.expand import expand_collectives, team_size
 from distmega.kernels.tasks.graph import build_task_graph

@@ -45,7 +45,9 @@ def tile_us(extents: Extents, tile_n: int, rates: OverlapRates) -> float:
 
 
 def order_turns(bands: int, rank: int, lag: int, num_ranks: int) -> Iterator[tuple[int, int]]:
-    """(chunk, band) of all turns of a sending kernel; in order.py the kernel's words for it."""
+    """(chunk, band) of all turns of a sending kernel; device/order.py has
+    the kernel's words for it.
+    """
     others = num_ranks - 1
     for turn in range(bands * num_ranks):
         late = turn - lag * others

@@ -14,16 +14,16 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from distmega.kernels.gluon_compat import cta_barrier, keep_alive, reinterpret
 from distmega.kernels.hopper.batch.arguments import SlotRing
-from distmega.kernels.hopper.batch.attention import attention_task, count_blocks, first_piece
+from distmega.kernels.hopper.batch.bodies.attention import attention_task, count_blocks, first_piece
+from distmega.kernels.hopper.batch.bodies.experts import is_of_rows
+from distmega.kernels.hopper.batch.bodies.limits import sample_within_limits
+from distmega.kernels.hopper.batch.bodies.linear import embed_task, linear_task, next_tokens
+from distmega.kernels.hopper.batch.bodies.norms import norm_task
+from distmega.kernels.hopper.batch.bodies.pointwise import pointwise_task
+from distmega.kernels.hopper.batch.bodies.sample import sample_tokens
 from distmega.kernels.hopper.batch.device import signal_event, wait_event
-from distmega.kernels.hopper.batch.experts import is_of_rows
-from distmega.kernels.hopper.batch.limits import sample_within_limits
-from distmega.kernels.hopper.batch.linear import embed_task, linear_task, next_tokens
 from distmega.kernels.hopper.batch.loader import loader
-from distmega.kernels.hopper.batch.norms import norm_task
-from distmega.kernels.hopper.batch.pointwise import pointwise_task
 from distmega.kernels.hopper.batch.route import Choice, padded, route_task
-from distmega.kernels.hopper.batch.sample import sample_tokens
 from distmega.kernels.hopper.batch.team import as_floats, hear_ranks, push_logits, symmetric_of
 from distmega.kernels.hopper.batch_plan.fields import (
     ALL_LOGITS,
@@ -44,7 +44,7 @@ from distmega.kernels.hopper.batch_plan.fields import (
     STATE_TOKENS,
 )
 from distmega.kernels.hopper.epilogues import count, field
-from distmega.kernels.hopper.one_row.products import address_of, write_addresses
+from distmega.kernels.hopper.one_row.bodies.products import address_of, write_addresses
 from distmega.kernels.hopper.plan.fields import GREEDY, SAMPLED, WORDS
 from distmega.kernels.hopper.ptx.device import fence_all, fetch, keep
 from distmega.kernels.hopper.ptx.shapes import (

@@ -10,8 +10,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from distmega.kernels.hopper.batch.attention import blocks_of, count_blocks, first_piece
-from distmega.kernels.hopper.batch.experts import (
+from distmega.kernels.hopper.batch.bodies.attention import blocks_of, count_blocks, first_piece
+from distmega.kernels.hopper.batch.bodies.experts import (
     group_from,
     is_of_columns,
     is_of_rows,

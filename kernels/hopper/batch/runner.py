@@ -15,7 +15,7 @@ from distmega.errors import RequestError, argument
 from distmega.kernels.hopper.alarm import LOCAL_LIMIT_S, Alarm
 from distmega.kernels.hopper.batch import kernel
 from distmega.kernels.hopper.batch.arguments import BatchMemory, BatchSpec
-from distmega.kernels.hopper.batch.limits import list_words
+from distmega.kernels.hopper.batch.bodies.limits import list_words
 from distmega.kernels.hopper.batch_plan.proof import CHUNK
 from distmega.kernels.hopper.batch_plan.types import BatchQueues
 from distmega.kernels.hopper.batch_plan.words import (

@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.runtime.jit import constexpr_function
 
 from distmega.kernels.gluon_compat import cta_barrier
-from distmega.kernels.hopper.batch.limits import columns_of
+from distmega.kernels.hopper.batch.bodies.limits import columns_of
 from distmega.kernels.hopper.batch_plan.fields import (
     ALL_LOGITS,
     ALL_ROW_MAXIMA,

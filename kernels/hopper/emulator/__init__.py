@@ -2,17 +2,22 @@
 
 In: queues of every rank with the arenas of weights and states, launches, a seed. Out: what a GPU
 would leave, or a CheckError that names a read or write that nothing orders, or a wait that nobody
-satisfies. Start at row.py, for several rows at batch.py; bodies of instructions are in
-row_bodies.py and batch_bodies.py.
+satisfies. Start at one_row/kernel.py, for several rows at batch/kernel.py; bodies of instructions
+stand beside each.
 """
 
-from distmega.kernels.hopper.emulator.batch import (
+from distmega.kernels.hopper.emulator.batch.kernel import (
     BatchArenas,
     BatchFound,
     BatchLaunch,
     emulate_batch,
 )
-from distmega.kernels.hopper.emulator.row import Found, RankArenas, RowLaunch, emulate_rows
+from distmega.kernels.hopper.emulator.one_row.kernel import (
+    Found,
+    RankArenas,
+    RowLaunch,
+    emulate_rows,
+)
 
 __all__ = [
     "BatchArenas",

@@ -1,6 +1,6 @@
 """Numbers of the emulated kernels: bf16 and its pairs in 32 bits, float32 as bits, formulas.
 
-Next on the walk: row_bodies.py.
+Next on the walk: one_row/bodies.py.
 """
 
 from collections.abc import Sequence

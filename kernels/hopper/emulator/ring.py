@@ -2,7 +2,7 @@
 
 The loader asks for a tile once a slot is free and no more than `ahead` loads are under way; the
 copy engine reads memory some time later; the compute warps take tiles in order and free their
-slots. Next on the walk: row_bodies.py.
+slots. Next on the walk: one_row/bodies.py.
 """
 
 from collections.abc import Callable

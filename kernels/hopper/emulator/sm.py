@@ -1,7 +1,7 @@
 """One SM of the emulated kernel of one row, and the GPU that it is of: what bodies work on.
 
 In: queues and memory of a rank. Out: polls, stores, fences and tiles as the bodies use them, each
-with a place where others may come between. Next on the walk: row_bodies.py.
+with a place where others may come between. Next on the walk: one_row/bodies.py.
 """
 
 from collections.abc import Callable, Generator, Sequence

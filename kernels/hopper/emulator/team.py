@@ -1,7 +1,7 @@
 """Ranks, their agents and their launches, as both emulated kernels have them.
 
 In: SMs of each rank and what their partitions do. Out: launches that end when all partitions have
-and all stores are visible. Next on the walk: row.py.
+and all stores are visible. Next on the walk: one_row/kernel.py.
 """
 
 from collections.abc import Callable, Sequence

@@ -14,14 +14,14 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from distmega.kernels.gluon_compat import cta_barrier, keep_alive
 from distmega.kernels.hopper.epilogues import count
 from distmega.kernels.hopper.one_row.arguments import RingAddresses
-from distmega.kernels.hopper.one_row.attention import attention_task
-from distmega.kernels.hopper.one_row.linear import linear_task
+from distmega.kernels.hopper.one_row.bodies.attention import attention_task
+from distmega.kernels.hopper.one_row.bodies.linear import linear_task
+from distmega.kernels.hopper.one_row.bodies.pointwise import pointwise_task
+from distmega.kernels.hopper.one_row.bodies.products import address_of, write_addresses
+from distmega.kernels.hopper.one_row.bodies.sample import sample_task
+from distmega.kernels.hopper.one_row.bodies.splits import combine_task
 from distmega.kernels.hopper.one_row.loader import begin, loader
-from distmega.kernels.hopper.one_row.pointwise import pointwise_task
-from distmega.kernels.hopper.one_row.products import address_of, write_addresses
 from distmega.kernels.hopper.one_row.route import route_task
-from distmega.kernels.hopper.one_row.sample import sample_task
-from distmega.kernels.hopper.one_row.splits import combine_task
 from distmega.kernels.hopper.one_row.team import embed_task, most_likely, pass_barrier
 from distmega.kernels.hopper.plan.fields import (
     DST,

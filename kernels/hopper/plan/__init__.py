@@ -1,6 +1,6 @@
-"""Queues of the kernel of one row, and what both kernels share of planning.
+"""What both kernels share of planning: device words, types, and what the ops of a segment agree on.
 
-Fused ops and the layouts of arenas come in; a RowQueues goes out: the instructions of every SM, as
-words.py lays them into device words, proven by proof.py. Start at queues.py; types.py says what it
-returns. Only fields.py, the words as constants of kernels, needs triton.
+Fused ops and the layouts of arenas come in; places of weights, operands in order and agreed extents
+go out to row_plan/ and batch_plan/, which make queues of them. Start at types.py; words.py lays
+instructions into device words, and fields.py, the same as constants of kernels, alone needs triton.
 """

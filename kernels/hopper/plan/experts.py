@@ -2,7 +2,7 @@
 
 In: fused ops, or queues. Out: an ExpertShape; the first instruction whose tiles may be of another
 expert than the one that its x and its weight are of. Which experts a row goes to only the GPU
-knows, so what is checked holds for every choice. Torch-free. Next on the walk: queues.py.
+knows, so what is checked holds for every choice. Torch-free. Next on the walk: row_plan/queues.py.
 """
 
 from collections.abc import Sequence

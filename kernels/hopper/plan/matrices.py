@@ -1,7 +1,7 @@
 """Where the weights of a segment lie in their arena, as the decode kernel addresses them.
 
 In: a segment, the layout of its weights. Out: `Weights`: matrices of one row length as one block of
-rows, a weight as rows of its block, a vector as an offset. Next on the walk: queues.py.
+rows, a weight as rows of its block, a vector as an offset. Next on the walk: row_plan/queues.py.
 """
 
 from collections.abc import Container, Iterable, Sequence

@@ -1,7 +1,7 @@
 """Pointwise work on rows as both kernels ask for it: its operands in order, and what it must be.
 
 In: fused ops, the embeddings that are tables besides the rows that come in. Out: ops whose formulas
-take operands in one order, or an UnsupportedError. Next on the walk: queues.py.
+take operands in one order, or an UnsupportedError. Next on the walk: row_plan/queues.py.
 """
 
 from collections.abc import Callable, Container, Mapping

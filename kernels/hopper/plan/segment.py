@@ -1,7 +1,8 @@
 """What the ops of a segment must agree on, which both kernels are specialised for.
 
 In: a segment and its fused ops. Out: its `Agreement`: ranks, the rows that come in, the choice of a
-token, extents of attention, eps. UnsupportedError where ops differ. Next on the walk: queues.py.
+token, extents of attention, eps. UnsupportedError where ops differ. Next on the walk:
+row_plan/queues.py.
 """
 
 import math

@@ -1,6 +1,6 @@
 """What a kernel is asked to do: its extents, where its matrices lie, the queue of every SM.
 
-Made by queues.py, read by one_row/runner.py, which is next on the walk.
+Made by row_plan/queues.py, read by one_row/runner.py, which is next on the walk.
 """
 
 import math

@@ -1,7 +1,7 @@
 """The order of weights in an arena that the decode kernel reads in place.
 
 In: a segment, or a whole local program. Out: its weights in order; the CPU interpreter takes any
-order. Next on the walk: queues.py.
+order. Next on the walk: row_plan/queues.py.
 """
 
 from collections.abc import Iterator

@@ -4,7 +4,7 @@ An instruction is WORDS int32 words. One dataclass an opcode names its fields, a
 where each lies; fields.py gives kernels the same places. Buffers that tasks exchange hold 64-bit
 *flagged words*: payload in the low half, the flag of its (step, generation) in the high half, so
 that a reader polls the datum itself and needs no event. A generation counts how often a buffer was
-written in this step before. Next on the walk: queues.py.
+written in this step before. Next on the walk: row_plan/queues.py.
 """
 
 import struct
@@ -45,7 +45,7 @@ NO_WINDOW = 2**30
 
 STATE_POSITION, STATE_EPOCH, STATE_TOKEN, STATE_SAMPLING, STATE_SEED = 0, 1, 2, 4, 8
 """Words of the device state: position of the next token, steps run so far, the next token; how
-tokens are sampled (one_row/sample.py), f32, and the seed, int64.
+tokens are sampled (one_row/bodies/sample.py), f32, and the seed, int64.
 """
 STATE_WORDS = 10
 
@@ -73,7 +73,7 @@ EMBEDDED = REPORT_WORDS
 """First flagged word of that row where ranks share the embedding matrix."""
 
 GREEDY, SAMPLED, LIMITED, SEARCHED, NO_CHOICE = range(5)
-"""How the kernel chooses tokens, see one_row/sample.py, or that it chooses none."""
+"""How the kernel chooses tokens, see one_row/bodies/sample.py, or that it chooses none."""
 SAMPLE_CHUNK = 8
 """Numbers of an SM that are exchanged at a time to find the limits of a sample."""
 SEARCH_CHUNKS = 64

@@ -1,10 +1,11 @@
-"""The PTX of attention on a block of 128 cached positions; one_row/blocks.py says who does what.
+"""The PTX of attention on a block of 128 cached positions. Who does what says
+one_row/bodies/blocks.py.
 
 Shared memory, from the queries on: 8 queries [2 slices, or 4, 4, 8] pairs of columns, a lane's
 eight together; weights of two blocks in turn [8 warps, 32 lanes, 2] pairs of positions, each two
 the right operand of a product; of two blocks in turn [8 warps, 8 queries], maximum and sum, f32. Of
 a ring slot, rows are positions of 128 bytes, whose parts of 16 are swizzled. Next on the walk:
-one_row/blocks.py.
+one_row/bodies/blocks.py.
 """
 
 from triton.experimental.gluon import language as gl

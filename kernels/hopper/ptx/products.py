@@ -1,9 +1,9 @@
-"""The PTX of products of weight tiles and x; one_row/products.py says who does what.
+"""The PTX of products of weight tiles and x; one_row/bodies/products.py says who does what.
 
 Of a tile, 16 slices of 8 rows by 64 columns, warp w takes slices w and w + 8. They are rows 0 to 7
 and 8 to 15 of the left operand of m16n8k16. Of the right operand even columns hold x of slice w,
 odd ones x of slice w + 8, so that the sums of row r are in elements (r, 0) and (r + 8, 1).
-Next on the walk: one_row/products.py.
+Next on the walk: one_row/bodies/products.py.
 """
 
 from triton.experimental.gluon import language as gl

@@ -1,7 +1,7 @@
 """The PTX of the choice of experts; ../one_row/route.py and ../batch/route.py say who does what.
 
 A slot of one row is 8 bytes of shared memory: the expert, int32, and what it weighs, f32. Next on
-the walk: ../one_row/splits.py.
+the walk: ../one_row/bodies/splits.py.
 """
 
 from triton.runtime.jit import constexpr_function

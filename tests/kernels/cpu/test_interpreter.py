@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from distmega.errors import HangError
 from distmega.kernels.megakernel import Megakernel
 from distmega.kernels.runtime.arena import Space, tensor_space
-from distmega.kernels.tasks.check import check_schedule
+from distmega.kernels.tasks.check.schedule import check_schedule
 from distmega.kernels.tasks.schedule import schedule_graph
 from distmega.kernels.tasks.types import (
     Schedule,

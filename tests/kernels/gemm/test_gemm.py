@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from distmega.errors import ProgramError
 from distmega.kernels import matmul
-from distmega.kernels.gemm.arguments import TileGrid
+from distmega.kernels.gemm.device.arguments import TileGrid
 from distmega.kernels.gemm.times.tile_times import order_turns
 
-order = pytest.importorskip("distmega.kernels.gemm.order")
+order = pytest.importorskip("distmega.kernels.gemm.device.order")
 
 SIZES = st.integers(1, 20)
 

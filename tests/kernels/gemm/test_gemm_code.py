@@ -4,9 +4,9 @@ spilled beside the products, shared memory within a CTA's, waits and signals at 
 
 import pytest
 
-from distmega.kernels.gemm.arguments import MatmulMemory
-from distmega.kernels.gemm.kernel import EXTENTS, matmul_kernel
-from distmega.kernels.gemm.spec import MatmulSpec
+from distmega.kernels.gemm.device.arguments import MatmulMemory
+from distmega.kernels.gemm.device.kernel import EXTENTS, matmul_kernel
+from distmega.kernels.gemm.device.spec import MatmulSpec
 from distmega.kernels.gemm.times.matmul_ways import STAGES
 from distmega.program.expr import parse
 from tests.kernels.sm90 import Machine, compile_kernel, descriptor

@@ -5,13 +5,13 @@ from unittest.mock import MagicMock, call, patch
 
 import pytest
 
-from distmega.kernels.gemm.arguments import SliceRing, TileGrid
+from distmega.kernels.gemm.device.arguments import SliceRing, TileGrid
 from distmega.kernels.gemm.times.tile_times import NUM_WORDS
 
 pytest.importorskip("triton", reason="triton is not installed (pip install 'distmega[gpu]')")
-kernel = pytest.importorskip("distmega.kernels.gemm.kernel")
-order = pytest.importorskip("distmega.kernels.gemm.order")
-spec = pytest.importorskip("distmega.kernels.gemm.spec")
+kernel = pytest.importorskip("distmega.kernels.gemm.device.kernel")
+order = pytest.importorskip("distmega.kernels.gemm.device.order")
+spec = pytest.importorskip("distmega.kernels.gemm.device.spec")
 
 CHUNK_ROWS, COLUMNS, STAGES = 6, 5, 4
 

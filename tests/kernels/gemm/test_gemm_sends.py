@@ -11,12 +11,12 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from distmega.kernels.gemm.arguments import Helpers, TileGrid
+from distmega.kernels.gemm.device.arguments import Helpers, TileGrid
 from distmega.kernels.gemm.times.tile_times import NUM_WORDS, SendPlan, Tiles, plan_sending
 from distmega.sharding.overlap.products import Extents
 
 pytest.importorskip("triton", reason="triton is not installed (pip install 'distmega[gpu]')")
-order = pytest.importorskip("distmega.kernels.gemm.order")
+order = pytest.importorskip("distmega.kernels.gemm.device.order")
 overlap = pytest.importorskip("distmega.kernels.gemm.overlap")
 
 SMS = 12

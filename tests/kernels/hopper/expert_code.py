@@ -13,7 +13,7 @@ from distmega.engine.requests import EngineOptions
 from distmega.kernels.hopper.batch.runner import BatchRunner
 from distmega.kernels.hopper.batch_plan.queues import build_batch_queues
 from distmega.kernels.hopper.one_row.runner import RowRunner
-from distmega.kernels.hopper.plan.queues import build_queues
+from distmega.kernels.hopper.row_plan.queues import build_queues
 from distmega.kernels.machines import H200
 from distmega.models.presets import PRESETS
 from distmega.sharding.layout.mesh import DeviceMesh

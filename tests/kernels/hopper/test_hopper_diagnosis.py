@@ -15,9 +15,9 @@ from distmega.kernels.hopper.plan.words import RowAttention, RowLinear
 from distmega.models.presets import PRESETS
 from distmega.models.sampling import Method
 from tests.kernels.hopper.batch_plan.test_batch_queues import queues_of as batch_queues_of
-from tests.kernels.hopper.plan.test_hopper_queues import linears, queues_of
-from tests.kernels.hopper.plan.test_hopper_sampling import odd_queues
-from tests.kernels.hopper.plan.test_hopper_team import team_queues
+from tests.kernels.hopper.row_plan.test_hopper_queues import linears, queues_of
+from tests.kernels.hopper.row_plan.test_hopper_sampling import odd_queues
+from tests.kernels.hopper.row_plan.test_hopper_team import team_queues
 
 QUEUES = queues_of(PRESETS["qwen3-0.6b"])
 LAYERS = PRESETS["qwen3-0.6b"].num_layers

@@ -5,7 +5,7 @@ import re
 from distmega.kernels.hopper.plan.words import STAMPS, RowAttention, RowCombine
 from distmega.kernels.hopper.timeline import timeline_spans
 from distmega.models.presets import PRESETS
-from tests.kernels.hopper.plan.test_hopper_queues import queues_of
+from tests.kernels.hopper.row_plan.test_hopper_queues import queues_of
 
 QUEUES = queues_of(PRESETS["smollm2-135m"], num_sms=6)
 LONGEST = max(map(len, QUEUES.queues))

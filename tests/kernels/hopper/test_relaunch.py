@@ -6,9 +6,9 @@ import pytest
 import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from distmega.kernels.gemm import start
+from distmega.kernels.gemm.device import start
 from distmega.kernels.gemm.times.tile_times import Tiles
-from distmega.kernels.hopper.batch.limits import list_words
+from distmega.kernels.hopper.batch.bodies.limits import list_words
 from distmega.kernels.hopper.batch_plan.words import BATCH
 from distmega.kernels.hopper.one_row.runner import RowRunner
 from distmega.models.sampling import GREEDY, Method

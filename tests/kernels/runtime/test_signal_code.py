@@ -1,6 +1,6 @@
 """Machine code of the kernels that signal and wait, compiled for sm_90a without a GPU."""
 
-from distmega.kernels.runtime.signal_kernels import await_signal, raise_signal
+from distmega.kernels.runtime.streams.signal_kernels import await_signal, raise_signal
 from tests.kernels.sm90 import Machine, compile_kernel
 
 

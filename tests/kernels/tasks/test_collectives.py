@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from distmega.errors import CheckError, UnsupportedError, VerifyError
-from distmega.kernels.tasks.check import check_schedule
+from distmega.kernels.tasks.check.schedule import check_schedule
 from distmega.kernels.tasks.expand import expand_collectives, team_size
 from distmega.kernels.tasks.graph import build_task_graph
 from distmega.kernels.tasks.schedule import schedule_graph

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distmega.errors import CheckError, VerifyError
-from distmega.kernels.tasks.check import check_schedule
+from distmega.kernels.tasks.check.schedule import check_schedule
 from distmega.kernels.tasks.expand import expand_collectives
 from distmega.kernels.tasks.graph import build_task_graph
 from distmega.kernels.tasks.schedule import schedule_graph

@@ -33,7 +33,7 @@ from distmega.models.presets import PRESETS
 from distmega.program.builder import ProgramBuilder
 from distmega.program.types import Program
 from distmega.sharding.layout.mesh import DeviceMesh
-from tests.kernels.hopper.plan.test_expert_queues import NUM_CHOSEN, NUM_EXPERTS, layers
+from tests.kernels.hopper.row_plan.test_expert_queues import NUM_CHOSEN, NUM_EXPERTS, layers
 
 
 def build(program: Program, num_sms: int = 16) -> BatchQueues:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from distmega.kernels.hopper.emulator import Found, RankArenas, RowLaunch, emulate_rows
-from distmega.kernels.hopper.plan.queues import build_queues
 from distmega.kernels.hopper.plan.types import RowQueues
 from distmega.kernels.hopper.plan.weight_order import order_weights
+from distmega.kernels.hopper.row_plan.queues import build_queues
 from distmega.kernels.machines import H200
 from distmega.kernels.runtime.arena import ArenaLayout, Space, layout_arena
 from distmega.kernels.runtime.memory import allocate_arena, arena_views

@@ -15,10 +15,10 @@ from bench.programs import llama_1b
 from distmega.engine.decode_plan import lower_decode, plan_decode
 from distmega.engine.requests import EngineOptions
 from distmega.kernels.hopper.one_row.runner import RowRunner
-from distmega.kernels.hopper.plan.queues import build_queues
 from distmega.kernels.hopper.plan.types import num_stages, padded_tiles_k
 from distmega.kernels.hopper.plan.weight_order import order_weights
 from distmega.kernels.hopper.plan.words import TILE_BYTES
+from distmega.kernels.hopper.row_plan.queues import build_queues
 from distmega.kernels.machines import H200
 from distmega.kernels.runtime.arena import Space, layout_arena
 from distmega.kernels.tasks.graph import Mode

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from distmega.kernels.hopper.one_row.runner import RowRunner
-from distmega.kernels.hopper.plan.queues import build_queues
 from distmega.kernels.hopper.plan.weight_order import order_weights
+from distmega.kernels.hopper.row_plan.queues import build_queues
 from distmega.kernels.runtime.arena import Space, layout_arena
 from distmega.program.types import Program
 from tests.kernels.offline import NUM_SMS, offline

@@ -7,10 +7,10 @@ import pytest
 
 from bench.programs import llama_1b
 from distmega.errors import UnsupportedError
-from distmega.kernels.hopper.plan.queues import build_queues
 from distmega.kernels.hopper.plan.segment import find_agreement
 from distmega.kernels.hopper.plan.types import HEAD_DIMS
 from distmega.kernels.hopper.plan.weight_order import order_weights
+from distmega.kernels.hopper.row_plan.queues import build_queues
 from distmega.kernels.machines import H200
 from distmega.kernels.runtime.arena import Space, layout_arena
 from distmega.kernels.tasks.fuse import fuse_segment

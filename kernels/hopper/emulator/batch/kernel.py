@@ -1,0 +1,279 @@
+"""The kernel of 2 to 16 rows on emulated GPUs, as one_row/kernel.py has that of one row.
+
+In: queues of every rank as build_batch_queues gives them, the arena of weights, launches. Out: what
+each launch leaves on each rank, or a CheckError. Programs without attention and samples. Next on
+the walk: bodies.py.
+"""
+
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from distmega.errors import UnsupportedError
+from distmega.kernels.hopper.batch_plan.types import BatchQueues
+from distmega.kernels.hopper.batch_plan.words import (
+    BATCH,
+    BEST_WORDS,
+    STATE_EPOCH,
+    STATE_HITS,
+    STATE_POSITIONS,
+    STATE_TOKENS,
+    STATE_WORDS,
+    BatchEmbed,
+    BatchExperts,
+    BatchHead,
+    BatchLinear,
+    BatchNorm,
+    BatchPointwise,
+)
+from distmega.kernels.hopper.emulator.batch.bodies import (
+    embed,
+    linear,
+    next_tokens,
+    norm,
+)
+from distmega.kernels.hopper.emulator.batch.experts import groups_of, route, tiles_of
+from distmega.kernels.hopper.emulator.batch.pointwise import pointwise
+from distmega.kernels.hopper.emulator.batch.sm import BatchGpu, BatchSm, Event
+from distmega.kernels.hopper.emulator.interleaving import RAN, Interleaving, Key, Steps
+from distmega.kernels.hopper.emulator.memory import FlaggedWords, PlainData
+from distmega.kernels.hopper.emulator.numbers import Floats, numbers_of
+from distmega.kernels.hopper.emulator.sm import GARBAGE, SPARE
+from distmega.kernels.hopper.emulator.team import Agents, launch, run_hosts
+from distmega.kernels.hopper.plan.words import MAX_SMS, TILE_K
+from distmega.kernels.runtime.arena import ArenaLayout
+from distmega.kernels.runtime.memory import arena_views
+
+NUM_SLOTS, AHEAD = 12, 4
+"""Of a ring, and loads under way."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchArenas:
+    """A rank's queues and weights: uint8, as the layout describes."""
+
+    queues: BatchQueues
+    weights: ArenaLayout
+    weights_arena: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchLaunch:
+    """One launch of a rank. inputs: the segment's by name, or none to go on from the tokens."""
+
+    inputs: Mapping[str, Tensor] = field(default_factory=dict)
+    num_steps: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchFound:
+    """What a launch left. outputs: float32 [rows, n], by name; tokens: of each step, a row each;
+    num_hits: experts that rows chose, of all choices so far.
+    """
+
+    outputs: Mapping[str, Tensor]
+    tokens: tuple[tuple[int, ...], ...]
+    num_hits: int = 0
+
+
+def emulate_batch(
+    ranks: Sequence[BatchArenas],
+    launches: Sequence[Sequence[BatchLaunch]],
+    seed: int,
+    num_slots: int = NUM_SLOTS,
+) -> list[list[BatchFound]]:
+    """Results [launch][rank] of launches [launch][rank] in the order that the seed gives."""
+    order = Interleaving(seed)
+    agents = Agents([len(one.queues.queues) for one in ranks])
+    gpus = [_gpu(rank, one, order, agents) for rank, one in enumerate(ranks)]
+    for gpu in gpus:
+        gpu.peers = gpus
+    sms = [
+        [
+            BatchSm(gpu, sm, compute_warps, loader_warp, num_slots, AHEAD)
+            for sm, (compute_warps, loader_warp) in enumerate(
+                zip(agents.computes[gpu.rank], agents.loaders[gpu.rank], strict=True)
+            )
+        ]
+        for gpu in gpus
+    ]
+    found: list[list[BatchFound]] = [[] for _ in ranks]
+    hosts = [
+        _host(gpu, sms[gpu.rank], [each[gpu.rank] for each in launches], found[gpu.rank])
+        for gpu in gpus
+    ]
+    run_hosts(order, hosts, sms)
+    return [[found[rank][nth] for rank in range(len(ranks))] for nth in range(len(launches))]
+
+
+def _gpu(rank: int, one: BatchArenas, order: Interleaving, agents: Agents) -> BatchGpu:
+    queues, num = one.queues, agents.num
+    views = arena_views(one.weights, one.weights_arena)
+    none: Floats = np.zeros((1, 1), dtype=np.float32)
+    elements = np.concatenate(
+        (numbers_of(one.weights_arena), np.full(SPARE, GARBAGE, dtype=np.float32))
+    )
+
+    def data(name: str, size: int, value: float) -> PlainData:
+        return PlainData(name, rank, np.full(max(size, 1), value, dtype=np.float32), num)
+
+    best_rows = np.zeros(BATCH * MAX_SMS, dtype=np.int64)
+    return BatchGpu(
+        rank=rank,
+        num_sms=len(queues.queues),
+        matrices=queues.matrices,
+        queues=queues,
+        order=order,
+        elements=elements,
+        floats=one.weights_arena.view(torch.float32).numpy(),
+        embed=views[queues.embed].float().numpy() if queues.tokens else none,
+        rope=none,
+        words=FlaggedWords(order, rank, agents.computes[rank], queues.first_list),
+        state=PlainData("the state's word", rank, np.zeros(STATE_WORDS, np.int64), num),
+        cache=PlainData("cache row", rank, none, num),
+        host=agents.hosts[rank],
+        events=[Event(order, rank, number, num) for number in range(len(queues.queues[0]))],
+        acts=data("activation", queues.num_chunks * TILE_K * BATCH, 0.0),
+        numbers=data("number", queues.num_numbers, np.nan),
+        sums=data("square", queues.num_slots * BATCH * MAX_SMS, 0.0),
+        logits=data("logit", BATCH * queues.logit_rows, np.nan),
+        bests=data("best logit", BATCH * MAX_SMS, -np.inf),
+        best_rows=PlainData("best row", rank, best_rows, num),
+    )
+
+
+def _host(
+    gpu: BatchGpu, sms: Sequence[BatchSm], launches: Sequence[BatchLaunch], found: list[BatchFound]
+) -> Steps:
+    """A rank's launches, each after the one before, as batch/runner.py makes them."""
+    queues = gpu.queues
+    for one in launches:
+        yield RAN
+        _prepare(gpu, one)
+
+        def computes(sm: int, one: BatchLaunch = one) -> Steps:
+            return compute(sms[sm], one.num_steps)
+
+        def loads(sm: int, one: BatchLaunch = one) -> Steps:
+            return loader(sms[sm], one.num_steps)
+
+        yield from launch(gpu.order, gpu.host, sms, (computes, loads))
+        outputs = {}
+        for kept in queues.outputs:
+            values = gpu.numbers.values[kept.first : kept.first + BATCH * kept.num]
+            rows = values.reshape(BATCH, kept.num)[: queues.batch].astype(np.float32)
+            outputs[kept.tensor] = torch.from_numpy(rows)
+        tokens = (gpu.tokens[step][: queues.batch] for step in range(one.num_steps))
+        found.append(
+            BatchFound(
+                outputs=outputs,
+                tokens=tuple(tokens) if queues.token else (),
+                num_hits=int(gpu.state.values[STATE_HITS]),
+            )
+        )
+
+
+def _prepare(gpu: BatchGpu, given: BatchLaunch) -> None:
+    """What the host writes before a launch."""
+    queues = gpu.queues
+    if queues.tokens and queues.tokens in given.inputs:
+        tokens = given.inputs[queues.tokens].reshape(-1).numpy()
+        best = np.full((BATCH, MAX_SMS), -np.inf)
+        best[:, 0] = 0.0
+        rows = gpu.best_rows.values.reshape(BATCH, MAX_SMS).copy()
+        rows[: len(tokens), 0] = tokens - queues.first_id
+        tick = gpu.host.tick()
+        for memory, values in ((gpu.bests, best), (gpu.best_rows, rows)):
+            memory.values[:] = values.reshape(-1)
+            memory.writer[:], memory.tick[:] = gpu.host.number, tick
+    elif not queues.tokens:
+        gpu.embed = given.inputs[queues.embed].reshape(queues.batch, -1).float().numpy()
+    if queues.positions in given.inputs:
+        positions = given.inputs[queues.positions].reshape(-1).numpy()
+        at = STATE_POSITIONS + np.arange(len(positions))
+        gpu.state.values[at] = positions
+        gpu.state.writer[at], gpu.state.tick[at] = gpu.host.number, gpu.host.tick()
+    gpu.host.tick()
+    gpu.host.fence()
+
+
+def loader(sm: BatchSm, num_steps: int) -> Steps:
+    """The loader warp: groups of units, each group tile by tile along k."""
+    for _ in range(num_steps):
+        for one in sm.queue:
+            if not isinstance(one, BatchLinear | BatchExperts | BatchHead):
+                continue
+            if isinstance(one, BatchExperts):
+                sm.open_choice()
+                yield from sm.await_choice()
+            for group in groups_of(sm, one):
+                for row, k in tiles_of(sm, one, group):
+
+                    def read(matrix: int = one.matrix, row: int = row, k: int = k) -> Floats:
+                        return sm.weight_tile(matrix, row, k)
+
+                    yield from sm.ring.ask(sm.loader, read)
+
+
+def compute(sm: BatchSm, num_steps: int) -> Steps:
+    """The compute warps: each instruction once all SMs are done with the one before. What
+    instruction i of step s exchanges over ranks is flagged s * instructions + i + 1.
+    """
+    gpu, queues = sm.gpu, sm.gpu.queues
+    epoch0 = int(gpu.state.read(sm.compute, np.array([STATE_EPOCH]))[0])
+    num, num_sms = len(sm.queue), gpu.num_sms
+    yield RAN
+    for step in range(num_steps):
+        for i, one in enumerate(sm.queue):
+            before = (i or num) - 1
+            yield from sm.await_event(before, (epoch0 + step + (i > 0)) * num_sms)
+            flag = (epoch0 + step) * num + i + 1
+            match one:
+                case BatchEmbed():
+                    chosen = tuple(b if b < queues.batch else 0 for b in range(BATCH))
+                    if queues.tokens:
+                        chosen = yield from next_tokens(sm, one, 0, flag)
+                        if sm.sm == 0 and step:
+                            gpu.tokens[step - 1] = chosen
+                    if sm.sm == 0 and queues.keeps_tokens:
+                        at = STATE_TOKENS + np.arange(BATCH)
+                        sm.store(gpu.state, at, np.array(chosen))
+                    yield from embed(sm, one, chosen, flag)
+                case BatchNorm():
+                    yield from norm(sm, one)
+                case BatchPointwise():
+                    yield from pointwise(sm, one, step)
+                case BatchExperts():
+                    yield from sm.await_opened()
+                    route(sm, one)
+                    yield RAN
+                    yield from linear(sm, one, flag)
+                case BatchLinear() | BatchHead():
+                    yield from linear(sm, one, flag)
+                case _:
+                    raise UnsupportedError(
+                        f"{type(one).__name__} {one.name!r} on an emulated GPU",
+                        expected="no attention and no samples",
+                        remedy="add its body to hopper/emulator",
+                    )
+            yield RAN
+            sm.signal(i)
+    if sm.sm == 0:
+        yield from end(sm, epoch0, num_steps)
+
+
+def end(sm: BatchSm, epoch0: int, num_steps: int) -> Generator[Key, None, None]:
+    """SM 0, once all are done: the last tokens, the state."""
+    gpu, num = sm.gpu, len(sm.queue)
+    yield from sm.await_event(num - 1, (epoch0 + num_steps) * gpu.num_sms)
+    (first,) = (one for one in sm.queue if isinstance(one, BatchEmbed))
+    if gpu.queues.token:
+        after = gpu.queues.num_ranks * BEST_WORDS
+        flag = (epoch0 + num_steps) * num
+        gpu.tokens[num_steps - 1] = yield from next_tokens(sm, first, after, flag)
+    at = STATE_POSITIONS + np.arange(BATCH)
+    sm.store(gpu.state, at, gpu.state.read(sm.compute, at) + num_steps)
+    sm.store(gpu.state, np.array([STATE_EPOCH]), np.array([epoch0 + num_steps]))

@@ -1,0 +1,583 @@
+"""Linear tasks on the compute warps: stage x, multiply the ring's tiles by it, write the epilogue.
+
+In: flagged words of x and weight tiles in the ring. Out: flagged words of the op's output, what the
+SM keeps of it. An rms norm before a linear is folded in: its weight into x, its factor into the
+result; a layer norm is done while x is staged. The body stands once: epilogues are branches behind
+the products, specialised by the EPILOGUES of the segment. One row. Next on the walk: ptx/blocks.py.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.runtime.jit import constexpr_function
+
+from distmega.kernels.gluon_compat import cta_barrier
+from distmega.kernels.hopper.epilogues import count, field
+from distmega.kernels.hopper.one_row.bodies.products import (
+    CHUNK_BYTES,
+    aim,
+    multiply_tiles,
+    own_word,
+    store_x,
+    take_tiles,
+)
+from distmega.kernels.hopper.one_row.route import weight_of
+from distmega.kernels.hopper.one_row.team import (
+    push_best,
+    push_logits,
+    push_partial,
+    read_alarm,
+    sum_partials,
+)
+from distmega.kernels.hopper.plan.fields import (
+    CARRY_EMBEDDED,
+    CARRY_TWO,
+    DELTA_SHIFT,
+    DST,
+    FROM_EMBEDDING,
+    GENERATION,
+    GREEDY,
+    KEEP_NORMED,
+    LAYER_NORM,
+    LIN_BIAS,
+    LIN_CARRY,
+    LIN_KEEP,
+    LIN_NORM,
+    LIN_NUM_ROWS,
+    LIN_NUM_SRC_WORDS,
+    LIN_NUM_TILES_K,
+    LIN_PACKED,
+    LIN_PAIR_ROW,
+    LIN_ROW0,
+    NO_REPORT,
+    NUM_UNITS,
+    OPCODE,
+    PAIRED,
+    SAMPLED,
+    SRC,
+)
+from distmega.kernels.hopper.ptx.device import (
+    bf16_pair,
+    clock,
+    flagged,
+    flagged_float,
+    high_half,
+    keep,
+    low_half,
+    single,
+)
+from distmega.kernels.hopper.ptx.shapes import (
+    EVERY_WARP,
+    GATE_UP,
+    GROUP_ROWS,
+    GROUP_UNITS,
+    PER_THREAD,
+    REDUCE,
+    STAGE_CHUNKS,
+    THREADS,
+    TWOS,
+    UNIT_ROWS,
+    VECTOR_MULTIPLE,
+    WORDS_A_CHUNK,
+)
+from distmega.kernels.hopper.ptx.spins import spin_chunks
+from distmega.kernels.pipelined.pointwise.formula import evaluate
+
+
+@constexpr_function
+def has_pairs(epilogues):
+    """Whether products of two streams meet in one."""
+    return any(one.num_streams == 2 for one in epilogues.each)
+
+
+@constexpr_function
+def most_carried(epilogues):
+    """Vectors that one of them takes, at most."""
+    return max(one.num_carried for one in epilogues.each)
+
+
+@constexpr_function
+def is_pushed(epilogues, number, pushes):
+    """Whether other ranks get what it writes, and all of them see a void x by an alarm."""
+    one = epilogues.each[number]
+    return one.summed or (pushes and one.ranked)
+
+
+@gluon.jit
+def next_vector(num):
+    """How far behind a vector of `num` elements the next one begins."""
+    return (num + VECTOR_MULTIPLE - 1) // VECTOR_MULTIPLE * VECTOR_MULTIPLE
+
+
+@gluon.jit
+def pairs_at(source, first, word, num_words):
+    """Two words (pairs of columns) from `word` on of the bf16 vector that begins at element `first`
+    of source, a multiple of 8; zeros past the last.
+    """
+    fours = source.to(gl.pointer_type(gl.int64), bitcast=True)
+    both = gl.load(fours + (first // 4 + word // 2), mask=word < num_words, other=0)
+    return both.to(gl.int32), (both >> 32).to(gl.int32)
+
+
+@gluon.jit
+def wide_at(source, first, word, num_words):
+    """As pairs_at of f32 vectors that begin at byte 2 * `first`: four numbers of two words."""
+    at = (source + first).to(gl.pointer_type(gl.float32), bitcast=True) + 2 * word
+    wanted = word < num_words
+    return (
+        gl.load(at, mask=wanted, other=0.0), gl.load(at + 1, mask=wanted, other=0.0),
+        gl.load(at + 2, mask=wanted, other=0.0), gl.load(at + 3, mask=wanted, other=0.0),
+    )  # fmt: skip
+
+
+@gluon.jit
+def weights_at(vectors, first, word, num_words, WIDE: gl.constexpr):
+    """The weights of two pairs of x, from word `word` on of the vector from element `first` on: two
+    pairs of bf16, or four numbers.
+    """
+    if WIDE:
+        return wide_at(vectors, first, word, num_words)
+    else:
+        return pairs_at(vectors, first, word, num_words)
+
+
+@gluon.jit
+def scale_nth(word, weights, nth: gl.constexpr, ss, WIDE: gl.constexpr):
+    """A pair of x times number `nth` of the pairs of weights that weights_at gave, and its squares
+    added to ss.
+    """
+    if WIDE:
+        a = low_half(word)
+        b = high_half(word)
+        return bf16_pair(a * weights[2 * nth], b * weights[2 * nth + 1]), ss + a * a + b * b
+    else:
+        return scale_pair(word, weights[nth], ss)
+
+
+@gluon.jit
+def scale_pair(word, weight, ss):
+    """A pair of x times its norm weights, and its squares added to ss."""
+    a = low_half(word)
+    b = high_half(word)
+    return bf16_pair(a * low_half(weight), b * high_half(weight)), ss + a * a + b * b
+
+
+@gluon.jit
+def stage_chunks(
+    words, symmetric, vectors, flag, staged_at, ss, chunk, NUM: gl.constexpr, RANKS: gl.constexpr,
+    WIDE: gl.constexpr,
+):  # fmt: skip
+    """NUM chunks of x from flagged words into shared memory, zeros past the last; adds each
+    thread's part of their sum of squares.
+    """
+    norm = words[LIN_NORM]
+    num_words = words[LIN_NUM_SRC_WORDS]
+    num_weights = gl.where(norm >= 0, num_words, 0)
+    first = chunk * WORDS_A_CHUNK + own_word()
+    factors = ()
+    for i in gl.static_range(NUM):
+        factors += weights_at(vectors, norm, first + i * WORDS_A_CHUNK, num_weights, WIDE)
+    at = symmetric + (words[SRC] + first)
+    pairs = spin_chunks(symmetric, at, flag, num_words - first, NUM, RANKS)
+    if norm >= 0:
+        scaled = pairs[0:0]
+        for i in gl.static_range(2 * NUM):
+            pair, ss = scale_nth(pairs[i], factors, i, ss, WIDE)
+            scaled += (pair,)
+        store_x(staged_at, scaled, NUM)
+    else:
+        store_x(staged_at, pairs, NUM)
+    return ss
+
+
+@gluon.jit
+def stage_flagged(
+    words, symmetric, vectors, flag, staged_at, RANKS: gl.constexpr, WIDE: gl.constexpr
+):
+    """x from flagged words into shared memory; returns each thread's part of its sum of squares."""
+    ss = gl.zeros([THREADS], gl.float32, layout=PER_THREAD)
+    num_chunks = keep(words[LIN_NUM_TILES_K])
+    if num_chunks == 1:
+        ss = stage_chunks(words, symmetric, vectors, flag, staged_at, ss, 0, 1, RANKS, WIDE)
+    elif num_chunks == 2:
+        ss = stage_chunks(words, symmetric, vectors, flag, staged_at, ss, 0, 2, RANKS, WIDE)
+    else:
+        for chunk in range(0, num_chunks, STAGE_CHUNKS):
+            to = staged_at + chunk * CHUNK_BYTES
+            ss = stage_chunks(
+                words, symmetric, vectors, flag, to, ss, chunk, STAGE_CHUNKS, RANKS, WIDE
+            )
+    return ss
+
+
+@gluon.jit
+def stage_embedding(words, embed, token, vectors, staged_at, WIDE: gl.constexpr):
+    """As stage_flagged, x being the token's row of the embedding matrix."""
+    ss = gl.zeros([THREADS], gl.float32, layout=PER_THREAD)
+    num_words = words[LIN_NUM_SRC_WORDS]
+    num_weights = gl.where(words[LIN_NORM] >= 0, num_words, 0)
+    row = embed + token.to(gl.int64) * (num_words * 2)
+    for chunk in range(keep(words[LIN_NUM_TILES_K])):
+        word = chunk * WORDS_A_CHUNK + own_word()
+        factors = weights_at(vectors, words[LIN_NORM], word, num_weights, WIDE)
+        w0, w1 = pairs_at(row, 0, word, num_words)
+        if words[LIN_NORM] >= 0:
+            w0, ss = scale_nth(w0, factors, 0, ss, WIDE)
+            w1, ss = scale_nth(w1, factors, 1, ss, WIDE)
+        store_x(staged_at + chunk * CHUNK_BYTES, (w0, w1), 1)
+    return ss
+
+
+@gluon.jit
+def row_sum(values, inv_length):
+    """Mean of what all threads hold, the same in each of them."""
+    return gl.sum(values, axis=0) * inv_length
+
+
+@gluon.jit
+def keep_normed(words, vectors, kept, sm, mean, factor, HAS_BIAS: gl.constexpr):
+    """Normalises this SM's rows of x where it keeps them, an element a thread. HAS_BIAS: whether
+    there is a mean to take off and a bias to add.
+    """
+    num_rows = 2 * words[LIN_NUM_SRC_WORDS]
+    units = (num_rows + UNIT_ROWS - 1) // UNIT_ROWS
+    num_sms = gl.num_programs(0)
+    row = units * sm // num_sms * UNIT_ROWS + gl.arange(0, THREADS, layout=PER_THREAD)
+    wanted = row < gl.minimum(units * (sm + 1) // num_sms * UNIT_ROWS, num_rows)
+    weights = vectors + words[LIN_NORM] + row
+    own = kept + words[LIN_CARRY] + row
+    y = (gl.load(own, mask=wanted, other=0.0) - mean) * factor
+    y = y * gl.load(weights, mask=wanted, other=0.0).to(gl.float32)
+    if HAS_BIAS:
+        y += gl.load(weights + next_vector(num_rows), mask=wanted, other=0.0).to(gl.float32)
+    gl.store(own, y, mask=wanted)
+
+
+@gluon.jit
+def stage_layer_norm(
+    words, symmetric, vectors, embed, token, kept, sm, flag, eps, inv_length, staged_at,
+    KEEPS_NORMED: gl.constexpr, RANKS: gl.constexpr,
+):  # fmt: skip
+    """x after its layer norm into shared memory, zeros past the last; at most STAGE_CHUNKS chunks.
+    The mean is taken off before squares are summed, and before x is rounded.
+    """
+    num_words = words[LIN_NUM_SRC_WORDS]
+    first = own_word()
+    weights = words[LIN_NORM]
+    scales = ()
+    shifts = ()
+    for i in gl.static_range(STAGE_CHUNKS):
+        word = first + i * WORDS_A_CHUNK
+        scales += pairs_at(vectors, weights, word, num_words)
+        shifts += pairs_at(vectors, weights + next_vector(2 * num_words), word, num_words)
+    if RANKS == 1 and (words[LIN_PACKED] & FROM_EMBEDDING) != 0:
+        row = embed + token.to(gl.int64) * (num_words * 2)
+        pairs = ()
+        for i in gl.static_range(STAGE_CHUNKS):
+            pairs += pairs_at(row, 0, first + i * WORDS_A_CHUNK, num_words)
+    else:
+        at = symmetric + (words[SRC] + first)
+        pairs = spin_chunks(symmetric, at, flag, num_words - first, STAGE_CHUNKS, RANKS)
+    total = gl.zeros([THREADS], gl.float32, layout=PER_THREAD)
+    for i in gl.static_range(2 * STAGE_CHUNKS):
+        total += low_half(pairs[i]) + high_half(pairs[i])
+    mean = row_sum(total, inv_length)
+    squares = gl.zeros([THREADS], gl.float32, layout=PER_THREAD)
+    for i in gl.static_range(2 * STAGE_CHUNKS):
+        inside = first + i // 2 * WORDS_A_CHUNK < num_words
+        a = gl.where(inside, low_half(pairs[i]) - mean, 0.0)
+        b = gl.where(inside, high_half(pairs[i]) - mean, 0.0)
+        squares += a * a + b * b
+    factor = gl.rsqrt(row_sum(squares, inv_length) + eps)
+    staged = pairs[0:0]
+    for i in gl.static_range(2 * STAGE_CHUNKS):
+        a = (low_half(pairs[i]) - mean) * factor * low_half(scales[i]) + low_half(shifts[i])
+        b = (high_half(pairs[i]) - mean) * factor * high_half(scales[i]) + high_half(shifts[i])
+        staged += single(bf16_pair(a, b))
+    store_x(staged_at, staged, STAGE_CHUNKS)
+    if KEEPS_NORMED:  # noqa: SIM102  a constant
+        if (words[LIN_PACKED] & KEEP_NORMED) != 0:
+            keep_normed(words, vectors, kept, sm, mean, factor, True)
+
+
+@gluon.jit
+def sum_warps(red):
+    """[64] row sums of a group, from red [8 warps, 64]."""
+    return gl.convert_layout(gl.sum(red.load(REDUCE), axis=0), TWOS)
+
+
+@gluon.jit
+def store_pairs(symmetric, first, y, flag, num_words, N: gl.constexpr):
+    """The first num_words of N / 2 flagged words of bf16 pairs, from word `first` on."""
+    low, high = gl.split(gl.reshape(y, [N // 2, 2]))
+    payload = gl.convert_layout(bf16_pair(low, high), PER_THREAD)
+    at = gl.arange(0, N // 2, layout=PER_THREAD)
+    gl.store(symmetric + (first + at), flagged(payload, flag), mask=at < num_words)
+
+
+@gluon.jit
+def group_rows(words, group):
+    """Rows of the units from number `group` on: [64]."""
+    return words[LIN_ROW0] + group * UNIT_ROWS + gl.arange(0, GROUP_ROWS, layout=TWOS)
+
+
+@gluon.jit
+def bias_of(words, vectors, group, row, wanted, PAIRS: gl.constexpr):
+    """Biases of the rows of a group, zeros where there are none; asked for early."""
+    at = row
+    if PAIRS:
+        unit = group + gl.arange(0, GROUP_ROWS, layout=TWOS) // UNIT_ROWS
+        own = words[LIN_ROW0] // 2 + unit // 2 * UNIT_ROWS + row % UNIT_ROWS
+        second = own + unit % 2 * next_vector(words[LIN_NUM_ROWS] // 2)
+        at = gl.where((words[LIN_PACKED] & PAIRED) != 0, second, row)
+    given = wanted & (words[LIN_BIAS] >= 0)
+    return gl.load(vectors + words[LIN_BIAS] + at, mask=given, other=0.0).to(gl.float32)
+
+
+@gluon.jit
+def carried(
+    words, embed, token, kept, row, wanted, KEEPS_NORMED: gl.constexpr, RANKS: gl.constexpr
+):
+    """What the SM keeps of the rows of another op, or the embedding's; asked for early. Where ranks
+    share the embedding, sum_partials asks for its row.
+    """
+    if RANKS == 1 and (words[LIN_PACKED] & CARRY_EMBEDDED) != 0:
+        at = embed + token.to(gl.int64) * words[LIN_NUM_ROWS] + row
+        value = gl.load(at, mask=wanted, other=0.0).to(gl.float32)
+    else:
+        given = wanted & (words[LIN_CARRY] >= 0)
+        if KEEPS_NORMED:
+            given = given & ((words[LIN_PACKED] & KEEP_NORMED) == 0)
+        value = gl.load(kept + words[LIN_CARRY] + row, mask=given, other=0.0)
+    return value
+
+
+@gluon.jit
+def weighted(
+    slots, row0, products, STREAMS: gl.constexpr, TREE: gl.constexpr, EXPERTS: gl.constexpr
+):
+    """The formula of products of rows of chosen experts, from row0 on, and of what these weigh;
+    zeros in what stands between an expert's last row and the next slot.
+    """
+    row = row0 + gl.arange(0, GROUP_ROWS // STREAMS, layout=TWOS)
+    SIZE: gl.constexpr = EXPERTS.slot_units * UNIT_ROWS
+    weight = weight_of(slots, gl.minimum(row // SIZE, EXPERTS.num_chosen - 1))
+    if STREAMS == 2:
+        y = evaluate(TREE, (products[0], products[1], weight))
+    else:
+        y = evaluate(TREE, (products[0], weight))
+    return gl.where(row % SIZE < EXPERTS.width, y, 0.0)
+
+
+@gluon.jit
+def write_result(
+    words, symmetric, kept, row0, row, limit, y, flag, KIND: gl.constexpr, N: gl.constexpr
+):
+    """N results, of which those below `limit` count, to where they are kept and polled."""
+    wanted = row < limit
+    gl.store(kept + words[LIN_KEEP] + row, y, mask=wanted & (words[LIN_KEEP] >= 0))
+    if KIND == "numbers":
+        gl.store(symmetric + words[DST] + row, flagged_float(y, flag), mask=wanted)
+    elif KIND == "pairs":
+        store_pairs(symmetric, words[DST] + row0 // 2, y, flag, (limit - row0) // 2, N)
+
+
+@gluon.jit
+def linear_task(
+    words,
+    symmetric,
+    vectors,
+    embed,
+    token,
+    kept,
+    flag,
+    sm,
+    best_words,
+    num_sms,
+    peers,
+    team_rank,
+    first_id,
+    eps,
+    squares,
+    red,
+    ring,
+    slots,
+    it,
+    stamps,
+    EXPERTS: gl.constexpr,
+    EPILOGUES: gl.constexpr,
+    LAYER_NORMS: gl.constexpr,
+    KEEPS_NORMED: gl.constexpr,
+    CHOICE: gl.constexpr,
+    RANKS: gl.constexpr,
+    STAGES: gl.constexpr,
+    TRACE: gl.constexpr,
+    WIDE: gl.constexpr,
+):
+    """Stages x, then for each group of units multiplies and writes; returns the ring position.
+
+    words: int32, of the instruction. symmetric, vectors, embed, kept: see RowMemory; reads flagged
+    words of x and writes those of the result, and rows of `kept` that are this SM's. token: of this
+    step. flag: of what is written. best_words, num_sms, peers, team_rank, first_id, eps: as of
+    decode; parts of sums, logits and candidates go to all ranks. squares, red: shared memory of
+    ring.squares and ring.sums, as buffers. ring: RingAddresses; it: slots taken before; slots: see
+    route_task. stamps: int64, of this instruction.
+
+    Where tokens are sampled, the head only writes its logits, for SAMPLE.
+    """
+    PUSHES: gl.constexpr = RANKS > 1 and CHOICE != GREEDY and CHOICE != SAMPLED
+    NUM: gl.constexpr = count(EPILOGUES)
+    opcode = words[OPCODE]
+    num_tiles_k = words[LIN_NUM_TILES_K]
+    num_units = keep(words[NUM_UNITS])
+    limit = gl.minimum(words[LIN_ROW0] + num_units * UNIT_ROWS, words[LIN_NUM_ROWS])
+    inv_length = 1.0 / (2 * words[LIN_NUM_SRC_WORDS]).to(gl.float32)
+    is_folded = (words[LIN_NORM] >= 0) & ((words[LIN_PACKED] & LAYER_NORM) == 0)
+    ss = gl.zeros([THREADS], gl.float32, layout=PER_THREAD)
+    best = gl.full([GROUP_ROWS], float("-inf"), gl.float32, layout=TWOS)
+    best_row = gl.full([GROUP_ROWS], 0, gl.int32, layout=TWOS)
+    for group in range(0, num_units, GROUP_UNITS):
+        number = keep(group)  # unknown to the compiler, which would copy the loop for the first
+        row0 = words[LIN_ROW0] + number * UNIT_ROWS
+        row = group_rows(words, number)
+        wanted = row < limit
+        num_tiles = keep(gl.minimum(num_units - number, GROUP_UNITS) * num_tiles_k)
+        aims = aim(ring, it % STAGES)
+        bias = bias_of(words, vectors, number, row, wanted, has_pairs(EPILOGUES))
+        carry = carried(words, embed, token, kept, row, wanted, KEEPS_NORMED, RANKS)
+        if most_carried(EPILOGUES) == 2:
+            is_two = wanted & ((words[LIN_PACKED] & CARRY_TWO) != 0)
+            carry2 = gl.load(kept + words[LIN_PAIR_ROW] + row, mask=is_two, other=0.0)
+        taken = take_tiles(ring, aims, num_tiles, (it // STAGES) & 1, STAGES)
+        if number == 0:
+            before = flag - ((words[LIN_PACKED] << DELTA_SHIFT) >> (2 * DELTA_SHIFT))
+            if LAYER_NORMS and (words[LIN_PACKED] & LAYER_NORM) != 0:
+                stage_layer_norm(
+                    words, symmetric, vectors, embed, token, kept, sm, before, eps, inv_length,
+                    aims[0], KEEPS_NORMED, RANKS,
+                )  # fmt: skip
+            elif RANKS == 1 and (words[LIN_PACKED] & FROM_EMBEDDING) != 0:
+                ss = stage_embedding(words, embed, token, vectors, aims[0], WIDE)
+            else:
+                ss = stage_flagged(words, symmetric, vectors, before, aims[0], RANKS, WIDE)
+            if TRACE:
+                gl.store(stamps + 1, clock())
+        alarm = gl.to_tensor(NO_REPORT)
+        if RANKS > 1:
+            for i in gl.static_range(NUM):
+                if is_pushed(EPILOGUES, i, PUSHES):  # noqa: SIM102  a constant
+                    if opcode == i:
+                        alarm = read_alarm(symmetric)
+        folded = gl.where((number == 0) & is_folded, 0, -1)
+        multiply_tiles(ring, aims, taken, num_tiles, num_tiles_k, ss, folded, STAGES)
+        it += num_tiles
+        cta_barrier()
+        if PUSHES:
+            for i in gl.static_range(NUM):
+                if field(EPILOGUES, i, "ranked"):  # noqa: SIM102  a constant
+                    # logits are the last that others get, so none may follow from an x that is void
+                    if (opcode == i) & (number == 0):
+                        alarm = read_alarm(symmetric)
+        if TRACE:  # noqa: SIM102  a constant
+            if number == 0:
+                gl.store(stamps + 2, clock())
+        y = sum_warps(red)
+        factor = gl.rsqrt(gl.sum(squares.load(EVERY_WARP), axis=0) * inv_length + eps)
+        y = y * gl.where(is_folded, factor, 1.0) + bias
+        if KEEPS_NORMED:  # noqa: SIM102  a constant
+            if is_folded & (number == 0) & ((words[LIN_PACKED] & KEEP_NORMED) != 0):
+                keep_normed(words, vectors, kept, sm, 0.0, factor, False)
+        for i in gl.static_range(NUM):
+            if opcode == i:
+                STREAMS: gl.constexpr = field(EPILOGUES, i, "num_streams")
+                TREE: gl.constexpr = field(EPILOGUES, i, "formula")
+                if field(EPILOGUES, i, "summed"):
+                    push_partial(words, peers, team_rank, row0, limit, y, flag, alarm, RANKS)
+                elif STREAMS == 2:
+                    pairs = gl.reshape(y, [GROUP_UNITS // 2, 2, UNIT_ROWS])
+                    first, second = gl.split(
+                        gl.convert_layout(gl.permute(pairs, [0, 2, 1]), GATE_UP)
+                    )
+                    if field(EPILOGUES, i, "weighted"):
+                        gate = gl.convert_layout(gl.reshape(first, [GROUP_ROWS // 2]), TWOS)
+                        up = gl.convert_layout(gl.reshape(second, [GROUP_ROWS // 2]), TWOS)
+                        mixed = weighted(slots, row0 // 2, (gate, up), 2, TREE, EXPERTS)
+                    else:
+                        mixed = gl.reshape(evaluate(TREE, (first, second)), [GROUP_ROWS // 2])
+                        mixed = gl.convert_layout(mixed, TWOS)
+                    half = gl.arange(0, GROUP_ROWS // 2, layout=TWOS) + row0 // 2
+                    write_result(
+                        words,
+                        symmetric,
+                        kept,
+                        row0 // 2,
+                        half,
+                        limit // 2,
+                        mixed,
+                        flag,
+                        field(EPILOGUES, i, "publishes"),
+                        GROUP_ROWS // 2,
+                    )
+                else:
+                    if field(EPILOGUES, i, "weighted"):
+                        y1 = weighted(slots, row0, (y,), 1, TREE, EXPERTS)
+                    elif field(EPILOGUES, i, "num_carried") == 2:
+                        y1 = evaluate(TREE, (y, carry, carry2))
+                    else:
+                        y1 = evaluate(TREE, (y, carry))
+                    if field(EPILOGUES, i, "ranked"):
+                        gl.store(kept + words[LIN_KEEP] + row, y1, mask=wanted)
+                        if CHOICE == GREEDY:
+                            better = wanted & (y1 > best)
+                            best = gl.where(better, y1, best)
+                            best_row = gl.where(better, row, best_row)
+                        elif PUSHES:
+                            num_rows = gl.minimum(num_units - number, GROUP_UNITS) * UNIT_ROWS
+                            push_logits(
+                                words, peers, row0, num_rows, wanted, y1, flag, alarm, RANKS
+                            )
+                    else:
+                        write_result(
+                            words,
+                            symmetric,
+                            kept,
+                            row0,
+                            row,
+                            limit,
+                            y1,
+                            flag,
+                            field(EPILOGUES, i, "publishes"),
+                            GROUP_ROWS,
+                        )
+        cta_barrier()
+    for i in gl.static_range(NUM):
+        if field(EPILOGUES, i, "ranked"):
+            if CHOICE == GREEDY:  # noqa: SIM102  a constant
+                if opcode == i:
+                    value = gl.max(best, axis=0)
+                    index = gl.min(gl.where(best == value, best_row, 0x7FFFFFFF), axis=0)
+                    push_best(
+                        symmetric,
+                        peers,
+                        team_rank,
+                        best_words,
+                        num_sms,
+                        sm,
+                        value,
+                        first_id + index,
+                        flag,
+                        RANKS,
+                    )
+        elif field(EPILOGUES, i, "summed"):  # noqa: SIM102  a constant
+            if opcode == i:
+                sum_partials(
+                    words,
+                    symmetric,
+                    kept,
+                    flag,
+                    flag - words[GENERATION],
+                    field(EPILOGUES, i, "formula"),
+                    field(EPILOGUES, i, "num_carried"),
+                    field(EPILOGUES, i, "publishes"),
+                    RANKS,
+                )
+    return it

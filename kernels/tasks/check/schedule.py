@@ -1,0 +1,229 @@
+"""Checker: proves that a Schedule can neither deadlock nor race, over ranks and launches.
+
+In: a Schedule. Out: nothing, or a CheckError that names tasks and ranks. It trusts nothing of how
+the schedule was made, neither the events of the graph nor the clocks by which waits were pruned:
+it finds what conflicts anew, and asks launch_clocks.py what is complete when a task starts. All
+ranks have the same queues. An event that all ranks trigger has a counter for each source rank;
+launch e uses copy `e % peer_buffers` of the receive buffers. Next on the walk: encoding.py.
+
+Why one launch is enough. A rank begins a launch when its own one before has ended, and its signals
+of one counter come in the order of launches, so within a launch tasks know what they know in the
+first one. Of a peer's earlier launches a task knows
+- all, if it knows of any task of that peer's same launch, for that began after the others ended;
+- else what its rank knew at the end of the launch before: `end` of that one, and by the same
+  argument all those before that one, if `end` is of any task at all.
+
+Why a few ranks are enough. A race has two tasks and an owner of memory, so three ranks at most, and
+all ranks are alike, so the memory of rank 0 stands for any.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+import numpy.typing as npt
+
+from distmega.errors import CheckError
+from distmega.kernels.runtime.arena import PEER_BUFFERS
+from distmega.kernels.tasks.check.launch_clocks import Clocks, StuckError, compute_clocks
+from distmega.kernels.tasks.check.queues import CheckedTask, Queues, run_queues
+from distmega.kernels.tasks.expand import SOURCE
+from distmega.kernels.tasks.footprints import Footprints
+from distmega.kernels.tasks.types import Schedule, ScheduledTask
+
+MAX_RANKS = 3
+
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Use:
+    """How the tasks of one group on one rank touch a tensor in the memory of rank 0."""
+
+    group: int
+    rank: int
+    footprint: int
+    write: bool
+    by_all: bool
+
+
+def check_schedule(schedule: Schedule, peer_buffers: int = PEER_BUFFERS) -> None:
+    """Raises CheckError unless any number of launches on all ranks can't deadlock, and tasks that
+    conflict always come in program order, a launch after the one before.
+
+    peer_buffers: copies of each receive buffer.
+    """
+    try:
+        clocks = compute_clocks(schedule)
+    except StuckError:
+        run_queues([lay_out(schedule, 0, num_ranks_to_check(schedule))])
+        raise AssertionError("both checkers must see a deadlock") from None
+    _check_complete(schedule, clocks)
+    _Races(schedule, clocks, peer_buffers).check()
+
+
+def num_ranks_to_check(schedule: Schedule) -> int:
+    """As many ranks as there can be in a race."""
+    return min(schedule.graph.team_size, MAX_RANKS)
+
+
+def _check_complete(schedule: Schedule, clocks: Clocks) -> None:
+    """Every task of the graph stands in a queue, once."""
+    for group, numbers in zip(schedule.graph.groups, clocks.number_of, strict=True):
+        if (numbers < 0).any():
+            raise CheckError(
+                f"task {int(np.argmin(numbers))} of {group.op.name!r} stands in no queue",
+                expected="every task of the graph, once",
+                remedy="schedule all of them",
+            )
+    if sum(map(len, schedule.queues)) != schedule.graph.num_tasks:
+        raise CheckError(
+            f"{sum(map(len, schedule.queues))} tasks in queues",
+            expected=f"the {schedule.graph.num_tasks} of the graph, once each",
+            remedy="schedule each task once",
+        )
+
+
+class _Races:
+    """Looks for conflicting tasks that are not ordered."""
+
+    def __init__(self, schedule: Schedule, clocks: Clocks, peer_buffers: int) -> None:
+        self.groups, self.clocks, self.peer_buffers = schedule.graph.groups, clocks, peer_buffers
+        self.num_ranks = num_ranks_to_check(schedule)
+        self.footprints = Footprints(schedule.graph.segment)
+        self.meetings: dict[tuple[int, int], tuple[Ints, Ints]] = {}
+        self.knows_peers = clocks.peer.max(axis=1, initial=0) > 0
+        self.ends_with_peers = bool((clocks.end > 0).any())
+
+    def check(self) -> None:
+        """Every pair of uses, in the same launch and in launches that share a copy."""
+        for tensor, uses in self.uses().items():
+            copies = self.peer_buffers if any(use.by_all for use in uses) else 1
+            for one, other in product(uses, repeat=2):
+                if one.write or other.write:
+                    i, j = self.meeting(one.footprint, other.footprint)
+                    first = self.clocks.number_of[one.group][i]
+                    then = self.clocks.number_of[other.group][j]
+                    self.check_pair(f"{tensor!r} of rank 0", one, other, first, then, copies)
+
+    def check_pair(
+        self, what: str, one: Use, other: Use, first: Ints, then: Ints, copies: int
+    ) -> None:
+        near = one.rank == other.rank
+        ahead = self.precedes(first, then, near)
+        if one.group == other.group:
+            same = (first == then) & near
+            ahead |= self.precedes(then, first, near) | same
+        if one.group <= other.group:
+            self.require(ahead, what, (one, 0, first), (other, 0, then))
+        if not near:
+            for apart in {copies, 2 * copies}:
+                known = self.knows_before(first, then, apart)
+                self.require(known, what, (one, 0, first), (other, apart, then))
+
+    def precedes(self, first: Ints, then: Ints, near: bool) -> Bools:
+        """Whether a task has completed before its partner of the same launch starts. near: they
+        are of one rank.
+        """
+        clock = self.clocks.own if near else self.clocks.peer
+        known: Bools = clock[then, self.clocks.queue[first]] > self.clocks.position[first]
+        return known
+
+    def knows_before(self, first: Ints, then: Ints, apart: int) -> Bools:
+        """Whether a task has completed before its partner starts on another rank, `apart` launches
+        later.
+        """
+        if apart == 1:
+            at_end = self.clocks.end[self.clocks.queue[first]] > self.clocks.position[first]
+        else:
+            at_end = np.full(len(first), self.ends_with_peers)
+        known: Bools = self.knows_peers[then] | at_end
+        return known
+
+    def require(
+        self, holds: Bools, what: str, one: tuple[Use, int, Ints], other: tuple[Use, int, Ints]
+    ) -> None:
+        if not holds.all():
+            at = int(np.argmin(holds))
+            raise CheckError(
+                f"race on {what}: {self.locate(*one, at)} need not come before "
+                f"{self.locate(*other, at)}",
+                expected="a chain of queues, signals and waits from the one to the other",
+                remedy="make the later task wait for an event of the earlier",
+            )
+
+    def locate(self, use: Use, launch: int, numbers: Ints, at: int) -> str:
+        number = int(numbers[at])
+        task = int(np.flatnonzero(self.clocks.number_of[use.group] == number)[0])
+        name = f"{self.groups[use.group].op.name}[{task}] of launch {launch}"
+        return f"{name!r} (rank {use.rank}, queue {self.clocks.queue[number]})"
+
+    def meeting(self, one: int, other: int) -> tuple[Ints, Ints]:
+        """Tasks of two footprints that share an element."""
+        if (one, other) not in self.meetings:
+            i, j = np.nonzero(self.footprints.overlap(one, other))
+            self.meetings[one, other] = i, j
+        return self.meetings[one, other]
+
+    def uses(self) -> dict[str, list[Use]]:
+        """Accesses to the memory of rank 0, by tensor, of tensors that the segment writes."""
+        footprints = self.footprints
+        written = {footprints.base(a.tensor) for group in self.groups for a in group.op.writes}
+        found: dict[str, list[Use]] = defaultdict(list)
+        for nth, group in enumerate(self.groups):
+            for accesses, write in ((group.op.reads, False), (group.op.writes, True)):
+                for access in accesses:
+                    base = footprints.base(access.tensor)
+                    if base not in written:
+                        continue
+                    by_all = write and group.all_ranks
+                    for rank in range(self.num_ranks if by_all else 1):
+                        pin = (SOURCE, rank) if by_all else None
+                        footprint = footprints.footprint(group, access, pin)
+                        found[base].append(
+                            Use(
+                                group=nth,
+                                rank=rank,
+                                footprint=footprint,
+                                write=write,
+                                by_all=by_all,
+                            )
+                        )
+        return found
+
+
+def lay_out(schedule: Schedule, epoch: int, num_ranks: int) -> list[Queues]:
+    """One launch: the queues of each rank with counters told apart by source rank."""
+    team, groups = schedule.graph.team_size, schedule.graph.groups
+    remote = {s.event for queue in schedule.queues for t in queue for s in t.signals if s.all_ranks}
+
+    def waits(task: ScheduledTask) -> list[tuple[int, int]]:
+        found = []
+        for wait in task.waits:
+            sources = num_ranks if wait.event in remote else 1
+            count = wait.count // team if wait.event in remote else wait.count
+            for source in range(sources):
+                found.append((wait.event * num_ranks + source, count * (epoch + 1)))
+        return found
+
+    def signals(task: ScheduledTask, rank: int) -> list[tuple[int, int]]:
+        found = []
+        for signal in task.signals:
+            targets = range(num_ranks) if signal.all_ranks else (rank,)
+            event = signal.event * num_ranks + (rank if signal.all_ranks else 0)
+            found += [(target, event) for target in targets]
+        return found
+
+    def task_of(task: ScheduledTask, rank: int) -> CheckedTask:
+        return CheckedTask(
+            name=f"{groups[task.group].op.name}[{task.task}] of launch {epoch}",
+            waits=tuple(waits(task)),
+            signals=tuple(signals(task, rank)),
+        )
+
+    return [
+        [[task_of(task, rank) for task in queue] for queue in schedule.queues]
+        for rank in range(num_ranks)
+    ]

@@ -1,0 +1,81 @@
+"""Queues of a pipeline's stages: together those of the whole model, joined by x."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from distmega.engine.decode_plan import lower_decode, model_mesh, plan_decode
+from distmega.engine.requests import EngineOptions
+from distmega.kernels.hopper.plan.types import RowQueues
+from distmega.kernels.hopper.plan.words import FROM_EMBEDDING, RowEmbed, RowLinear
+from distmega.kernels.hopper.row_plan.queues import build_queues
+from distmega.kernels.machines import H200
+from distmega.models.presets import PRESETS
+from tests.kernels.kinds import of_kind
+
+CASES = [("smollm2-135m", 1, 2), ("llama-3.2-1b", 1, 4), ("qwen3-8b", 2, 2)]
+
+
+@cache
+def stage_queues(name: str, tp: int, pp: int, team_rank: int = 0) -> list[RowQueues]:
+    options, config = EngineOptions(max_context=256), PRESETS[name]
+    found = []
+    for index in range(pp):
+        plan = plan_decode(config, model_mesh(tp, pp), H200, options, index=index)
+        lowered = lower_decode(config, plan, options, peer_memory=True)
+        (segment,) = lowered.host.segments
+        found.append(build_queues(segment, lowered.weights, lowered.states, 132, team_rank))
+    return found
+
+
+def work(queues: RowQueues, kind: str) -> list[tuple[str, int, int]]:
+    """Op, first row and units of the linears of one kind, SM by SM."""
+    return [
+        (one.name, one.row0, one.num_units)
+        for one in of_kind(queues, kind)
+        if isinstance(one, RowLinear)
+    ]
+
+
+@pytest.mark.parametrize(("name", "tp", "pp"), CASES)
+def test_stages_share_the_layers_of_the_model(name: str, tp: int, pp: int) -> None:
+    (whole,), stages = stage_queues(name, tp, 1), stage_queues(name, tp, pp)
+    for kind in ("qkv", "gated", "sum" if tp > 1 else "residual"):
+        found = [one for stage in stages for one in work(stage, kind)]
+        assert found
+        assert sorted(found) == sorted(work(whole, kind))
+    assert [bool(work(stage, "head")) for stage in stages] == [False] * (pp - 1) + [True]
+
+
+@pytest.mark.parametrize(("name", "tp", "pp"), CASES)
+def test_a_stage_enters_and_leaves_by_x(name: str, tp: int, pp: int) -> None:
+    stages = stage_queues(name, tp, pp)
+    assert [bool(stage.tokens) for stage in stages] == [True] + [False] * (pp - 1)
+    assert [bool(stage.token) for stage in stages] == [False] * (pp - 1) + [True]
+    leaving = [[kept.tensor for kept in stage.outputs] for stage in stages]
+    assert leaving[:-1] == [[stage.embed] for stage in stages[1:]]
+    assert leaving[-1] == []
+    for stage in stages:
+        given = {
+            one.generation
+            for queue in stage.queues
+            for one in queue
+            if isinstance(one, RowLinear) and one.flags & FROM_EMBEDDING
+        }
+        assert given == (set() if tp > 1 else {0})
+        assert all(kept.first + kept.num <= stage.num_kept for kept in stage.outputs)
+
+
+def test_the_first_rank_of_a_stage_gives_all_of_them_x() -> None:
+    """As the only row, number 0, of an embedding matrix."""
+    pushes = []
+    for team_rank in range(2):
+        later = stage_queues("qwen3-8b", 2, 2, team_rank)[1]
+        pushes.append([one for queue in later.queues for one in queue if isinstance(one, RowEmbed)])
+    mine, theirs = pushes
+    assert {(one.row0, one.num_rows) for one in mine} == {(0, 1)}
+    assert {(one.row0, one.num_rows) for one in theirs} == {(1, 1)}
+    assert [replace(one, row0=0) for one in theirs] == mine
+    columns = sorted(one.column for one in mine)
+    assert columns == list(range(0, 4096 // 2, 256))
