@@ -99,6 +99,7 @@ class OpKind:
     linear_read: the operand in which the op is linear, its others being the same on every rank, so
         that parts of a sum may be summed after it.
     reads_positions: integer operands hold positions to look up.
+    counts_rows: takes how many rows of operand 0 are in use as a further operand, or all are.
     host_reads: what the host reads of the device each time that a library op runs.
     zero_where: whether results are exactly zero in padding, where operands `holders` have padding
         and those of `zero` hold zeros there.
@@ -141,6 +142,7 @@ class OpKind:
     added_from: int | None = None
     linear_read: int | None = None
     reads_positions: bool = False
+    counts_rows: bool = False
     host_reads: str = ""
     zero_where: ZeroWhere = never_zero
     finite_where: Callable[[StatedOp, Set[int]], bool] = always_finite

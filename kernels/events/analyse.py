@@ -71,7 +71,12 @@ def analyse_events(
     tensors = program.tensor_map()
     bounds = {name: tensors[tensor].shape[dim] for name, (tensor, dim) in (symbols or {}).items()}
     graph = EventGraph(
-        program=program, tasks=tasks, grids=grids, events=tuple(events), symbols=bounds
+        program=program,
+        tasks=tasks,
+        grids=grids,
+        events=tuple(events),
+        symbols=bounds,
+        symbol_dims=dict(symbols or {}),
     )
     return verify_events(graph)
 

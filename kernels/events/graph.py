@@ -14,6 +14,7 @@ import numpy as np
 
 from distmega.errors import ProgramError, VerifyError
 from distmega.kernels.events.fit import Grid, grid_coordinates
+from distmega.kernels.events.symbols import AxisSymbols, spread_symbols
 from distmega.kernels.events.values import (
     Coordinates,
     EventTensor,
@@ -117,7 +118,7 @@ class TaskGrid:
 @dataclass(frozen=True, kw_only=True)
 class EventGraph:
     """program: as given; tasks: as its ops see groups and rows. grids: one an op, in order.
-    symbols: with their upper bounds.
+    symbols: with their upper bounds. symbol_dims: of each the tensor and dim whose extent it is.
     """
 
     program: Program
@@ -125,6 +126,12 @@ class EventGraph:
     grids: tuple[TaskGrid, ...]
     events: tuple[EventTensor, ...]
     symbols: Mapping[str, int]
+    symbol_dims: Mapping[str, tuple[str, int]]
+
+    @cached_property
+    def axis_symbols(self) -> AxisSymbols:
+        """Op -> axis -> symbol, of axes in no split as well."""
+        return spread_symbols(self.program, self.symbol_dims)
 
     @cached_property
     def grid_of(self) -> dict[str, TaskGrid]:

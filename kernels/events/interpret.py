@@ -117,7 +117,7 @@ class _Machine:
         self.queues, self.graph, self.symbols = queues, queues.graph, symbols
         self.graph.running(RunTime(symbols=symbols, starts=_AllRows(self.graph), at=at))
         self.team: list[_Machine] = [self]
-        self.memory = TileReference(self.graph, given, at)
+        self.memory = TileReference(self.graph, given, at, symbols)
         self.random = order
         self.sms = [_Sm(queue) for queue in queues.sms]
         self.lists = [_List() for _ in queues.regions]

@@ -226,7 +226,8 @@ def drains_faster(graph: EventGraph, grids: Sequence[TaskGrid], num_sms: int) ->
     static = drained = 0.0
     for _ in range(NUM_SAMPLES):
         starts = {_starts(grids[0]): _random_starts(graph, grids[0], generator)}
-        known = RunTime(starts=starts, at={grid.rows.mesh_axis: 0 for grid in grids if grid.rows})
+        at = {grid.rows.mesh_axis: 0 for grid in grids if grid.rows}
+        known = RunTime(symbols=graph.symbols, starts=starts, at=at)
         queued, taken = [0.0] * num_sms, [0.0] * num_sms
         position = 0
         for grid in grids:

@@ -3,7 +3,7 @@
 Comes in: an EventGraph, tensors by name, a task. Goes out: the tensors changed. The op's reference
 (hostir/library) runs on whatever the operands hold, on the tile's part of them where that is a part
 of dims; of its results the tile is kept, so that what had not been written in time is seen in it.
-Used by interpret.py.
+An axis of a symbol ends where the symbol does, in tiles and in sums. Used by interpret.py.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,9 +32,15 @@ COMBINE: dict[str, Callable[[Tensor], Tensor]] = {
 class TileReference:
     """The tensors of one launch. Those that tasks write start as NaN, or the largest integer."""
 
-    def __init__(self, graph: EventGraph, given: dict[str, Tensor], at: Mapping[str, int]) -> None:
-        """given: inputs, weights and states by name. at: the rank's coordinate."""
-        self.graph, self.at = graph, at
+    def __init__(
+        self,
+        graph: EventGraph,
+        given: dict[str, Tensor],
+        at: Mapping[str, int],
+        symbols: Mapping[str, int],
+    ) -> None:
+        """given: inputs, weights and states by name. at: the rank's coordinate. symbols: values."""
+        self.graph, self.at, self.symbols = graph, at, symbols
         self.ops = {op.name: op for op in graph.program.ops}
         self.tensors = dict(given)
         for tensor in graph.program.tensors:
@@ -56,12 +62,25 @@ class TileReference:
             self._communicate(op, task, team)
             return
         tile = self._tile(op, task)
+        if any(not part and op.axis(name).role == "parallel" for name, part in tile.items()):
+            return
+        for name, part in tile.items():
+            if not part and op.axis(name).combine in ("max", "min"):
+                raise ProgramError(
+                    f"the {op.axis(name).combine} along axis {name!r} of op {op.name!r}, of which"
+                    " nothing is in use",
+                    expected="a symbol of at least 1",
+                    remedy="run nothing where there is nothing",
+                )
         narrowed = {name: part for name, part in tile.items() if _can_narrow(op, name)}
-        if kind_of(op).inplace:
-            narrowed = {}
         operands = [self.tensors[name] for name in op_operands(op)]
         if kind_of(op).inplace:
             operands[-1] = operands[-1].clone()
+        if kind_of(op).counts_rows:
+            narrowed = {}
+            rows = tile.get(op.reads[0].dims[0].axes[0])
+            if rows is not None and len(operands) == 1:
+                operands.append(torch.tensor([len(rows)], dtype=torch.int32))
         for position, read in enumerate(op.reads):
             for dim, index in enumerate(read.dims):
                 part = narrowed.get(index.axes[0]) if index.axes else None
@@ -99,13 +118,15 @@ class TileReference:
         self.tensors[op.writes[0].tensor][positions] = whole[positions]
 
     def _tile(self, op: Op, task: TaskId) -> dict[str, range]:
-        """The part of each axis that is cut."""
+        """The part of each axis that is cut, or of which a symbol says how much is in use."""
         grid = self.graph.grid_of[op.name]
         positions = self.graph.coordinates[op.name][task[1]]
-        return {
-            dim.axis: range(at * dim.size, min((at + 1) * dim.size, dim.extent))
-            for dim, at in zip(grid.dims, positions, strict=True)
-        }
+        symbols = self.graph.axis_symbols[op.name]
+        tile = {name: range(self.symbols[symbol]) for name, symbol in symbols.items()}
+        for dim, at in zip(grid.dims, positions, strict=True):
+            stop = min((at + 1) * dim.size, len(tile.get(dim.axis, range(dim.extent))))
+            tile[dim.axis] = range(at * dim.size, stop)
+        return tile
 
     def _positions(self, op: Op, access: Access, tile: dict[str, range]) -> tuple[Tensor, ...]:
         """Indices of the elements that a tile writes."""
@@ -139,8 +160,10 @@ class TileReference:
 
 def _can_narrow(op: Op, axis: str) -> bool:
     """Whether a part of an axis is a part of one dim of every operand, read in one way, so that the
-    op on these parts gives that part of its results.
+    op on these parts gives that part of its results; what is updated in place stays whole.
     """
+    if kind_of(op).inplace and any(axis in i.axes for a in op.writes for i in a.dims):
+        return False
     seen: dict[str, tuple[int, ...]] = {}
     for access in accesses(op):
         dims = tuple(dim for dim, index in enumerate(access.dims) if axis in index.axes)

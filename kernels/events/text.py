@@ -1,7 +1,7 @@
 """Printed form of an EventGraph's tasks and event tensors, and its parser.
 
     events mlp
-      symbol B: 16
+      symbol B: 16 of x.0
       tasks p(m:16/1@B)
       tasks c(m:16/1@B, n:64/16)
       tasks gate(e:4/1, r:4/2) rows routing.offsets of 4 (e, r)
@@ -26,7 +26,8 @@ from distmega.program.types import Program
 def print_events(graph: EventGraph) -> str:
     """One line for each symbol, op with tasks, and event tensor."""
     lines = [f"events {graph.program.name}"]
-    lines += [f"  symbol {name}: {most}" for name, most in graph.symbols.items()]
+    for name, (tensor, dim) in graph.symbol_dims.items():
+        lines.append(f"  symbol {name}: {graph.symbols[name]} of {tensor}.{dim}")
     lines += [f"  {_print_grid(grid)}" for grid in graph.grids]
     lines += [f"  {_print_event(event)}" for event in graph.events]
     return "\n".join(lines) + "\n"
@@ -91,7 +92,7 @@ def _print_coordinate(position: EventCoordinate) -> str:
 
 
 _NAME = r"[\w./@#-]+"
-_SYMBOL = re.compile(r"symbol (\w+): (\d+)")
+_SYMBOL = re.compile(rf"symbol (\w+): (\d+) of ({_NAME})\.(\d+)")
 _GRID = re.compile(
     rf"tasks ({_NAME})\(([^()]*)\)"
     rf"(?: rows ({_NAME}) of (\d+) \((\w+), (\w+)\)(?: over (\w+))?)?"
@@ -117,11 +118,13 @@ def parse_events(text: str, program: Program) -> EventGraph:
     if not lines or lines[0] != f"events {program.name}":
         raise _unreadable(lines[0] if lines else text)
     symbols: dict[str, int] = {}
+    symbol_dims: dict[str, tuple[str, int]] = {}
     grids: list[TaskGrid] = []
     events: list[EventTensor] = []
     for line in lines[1:]:
         if match := _SYMBOL.fullmatch(line):
             symbols[match[1]] = int(match[2])
+            symbol_dims[match[1]] = match[3], int(match[4])
         elif match := _GRID.fullmatch(line):
             grids.append(_parse_grid(line, match))
         elif match := _EVENT.fullmatch(line):
@@ -134,6 +137,7 @@ def parse_events(text: str, program: Program) -> EventGraph:
         grids=tuple(grids),
         events=tuple(events),
         symbols=symbols,
+        symbol_dims=symbol_dims,
     )
     return verify_events(graph)
 

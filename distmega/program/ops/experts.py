@@ -202,7 +202,7 @@ def scatter_add(name: str, y: Tensor, weights: Tensor, slots: Tensor, offsets: T
 
 
 define(OpKind(name="top_k"))
-define(OpKind(name="route"))
+define(OpKind(name="route", counts_rows=True))
 define(OpKind(name="gather_rows", masks_padding=True, grouped_flops=lambda op, points: 0))
 define(OpKind(name="grouped_linear", contracts=True, host_reads="where groups start"))
 define(OpKind(name="scatter_add", linear_read=0))

@@ -113,6 +113,36 @@ def assert_equal_on_ranks(
     return queues
 
 
+@pytest.mark.parametrize(
+    ("name", "dynamic", "rows"),
+    [("qwen3_moe", "never", 1), ("qwen2_moe", "always", 3), ("mixtral", "auto", 8)],
+)
+def test_one_graph_for_any_number_of_tokens(name: str, dynamic: Dynamic, rows: int, root: Path):
+    """Prompts of 5 and 3 tokens and steps of 1 and 3 by the queues of a program for 8. What stands
+    beyond the tokens in use names no position and no token.
+    """
+    _, source, logits = saved(name, root)
+    program = build_decoder(source.config, 8, CONTEXT, logits="all")
+    tilings = choose_tilings(program, 3, rows=2)
+    for op in program.ops:
+        if op.name in tilings and any(a.name == "m" and a.role == "parallel" for a in op.axes):
+            tilings[op.name] = {"m": rows}
+    graph = analyse_events(program, tilings, symbols={"T": ("tokens", 0)})
+    queues = make_queues(graph, 3, dynamic)
+    check_queues(queues)
+    whole, ids = weights_of(source, program), token_ids()
+    states = {t.name: torch.zeros(t.shape) for t in program.with_role("state")}
+    for start, stop in ((0, 5), (5, 8), (8, 9), (9, 12)):
+        unused = [1 << 20] * (8 - stop + start)
+        given = whole | {name: state.clone() for name, state in states.items()}
+        given["tokens"] = torch.tensor([*ids[start:stop], *unused])
+        given["positions"] = torch.tensor([*range(start, stop), *unused])
+        launch = run_queues(queues, given, symbols={"T": stop - start}, seed=start)
+        found = launch.tensors["logits"][: stop - start].numpy()
+        assert relative_error(found, logits[start:stop].numpy()) < TOLERANCE
+        states = {name: launch.tensors[name] for name in states}
+
+
 def up_to_logits(program: Program) -> Program:
     """Without the argmax over ranks that follows the logits, which virtual SMs don't do."""
     last = next(n for n, op in enumerate(program.ops) if op.kind == "argmax")

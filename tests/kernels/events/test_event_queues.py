@@ -17,8 +17,11 @@ from distmega.kernels.events import (
     analyse_events,
     check_queues,
     make_queues,
+    parse_events,
+    print_events,
     run_queues,
 )
+from distmega.kernels.events.analyse import Tilings
 from distmega.kernels.events.queues import (
     Drain,
     Dynamic,
@@ -212,6 +215,45 @@ def test_rows_in_use_are_routed_and_no_others(dynamic: Dynamic):
             counts = launch.tensors["routing.counts"]
             assert counts.sum() == 2 * batch
             assert len(launch.tasks("down")) == sum(-(-n // 2) for n in counts.tolist())
+
+
+@pytest.mark.parametrize("dynamic", ["never", "always"])
+@pytest.mark.parametrize(
+    "tiles",
+    [
+        {},
+        {"scores": {"m": 1}, "chosen": {"m": 4}, "rows": {"e": 2, "r": 3}, "y": {"m": 4}},
+        {"scores": {"m": 5}, "down": {"e": 1, "r": 2}, "y": {"n": 3}},
+    ],
+)
+def test_a_symbol_ends_inside_of_tiles_and_sums(tiles: Tilings, dynamic: Dynamic):
+    """Rows that are not in use hold no numbers; they reach no score, no routing and no sum."""
+    p = ProgramBuilder("ends")
+    x = p.input("x", (6, 8))
+    scores = p.linear(x, p.weight("router", (5, 8)), spec="m k, e k -> m e", name="scores")
+    weights, ids = p.top_k(scores, 2, name="chosen")
+    routing = p.route(ids, 5, name="routing")
+    rows = p.gather_rows(x, routing, name="rows")
+    down = p.grouped_linear(rows, p.weight("w", (5, 8, 8)), routing, name="down")
+    y = p.scatter_add(down, weights, routing, name="y")
+    program = p.build(y, p.reduce(y, 0, name="sum"), p.reduce(y, 0, combine="max", name="most"))
+    graph = analyse_events(program, tiles, symbols={"B": ("x", 0)})
+    assert parse_events(print_events(graph), program) == graph
+    queues = make_queues(graph, 3, dynamic)
+    check_queues(queues)
+    tensors = given(program, [])
+    expected = run_program(program, tensors)["y"]
+    for batch in (1, 3, 6):
+        tensors["x"][batch:] = float("nan")
+        launch = run_queues(queues, tensors, symbols={"B": batch}, seed=batch)
+        torch.testing.assert_close(launch.tensors["y"][:batch], expected[:batch])
+        assert launch.tensors["y"][batch:].isnan().all()
+        torch.testing.assert_close(launch.tensors["sum"], expected[:batch].sum(0))
+        torch.testing.assert_close(launch.tensors["most"], expected[:batch].amax(0))
+        assert launch.tensors["routing.counts"].sum() == 2 * batch
+        tensors = given(program, [])
+    with pytest.raises(ProgramError, match=r"the max along axis .* of which nothing is in use"):
+        run_queues(queues, tensors, symbols={"B": 0})
 
 
 def test_lists_never_overflow():
