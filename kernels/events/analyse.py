@@ -13,16 +13,17 @@ from collections.abc import Iterable, Mapping
 
 from distmega.errors import ProgramError
 from distmega.kernels.events.fit import event_coordinates, fit_map
-from distmega.kernels.events.graph import (
-    EventGraph,
-    GridDim,
-    GroupRows,
-    TaskGrid,
+from distmega.kernels.events.graph import EventGraph, TaskGrid
+from distmega.kernels.events.grouped import ungroup
+from distmega.kernels.events.symbols import spread_symbols
+from distmega.kernels.events.values import EventTensor
+from distmega.kernels.events.verify import (
+    event_count,
+    event_extent,
+    event_source,
+    make_grid,
     verify_events,
 )
-from distmega.kernels.events.grouped import starts_of, ungroup
-from distmega.kernels.events.symbols import AxisSymbols, spread_symbols
-from distmega.kernels.events.values import Count, EventMap, EventTensor, Extent
 from distmega.kernels.tasks.graph import build_task_graph
 from distmega.kernels.tasks.tile import tile_segment
 from distmega.kernels.tasks.types import TaskEvents as EventTable
@@ -52,7 +53,7 @@ def analyse_events(
     """
     spread = spread_symbols(program, symbols or {})
     stated = [op for op in program.ops if not op.is_view]
-    grids = tuple(_grid(op, tilings.get(op.name, _by_rank(op)), spread) for op in stated)
+    grids = tuple(make_grid(op, tilings.get(op.name, _by_rank(op)), spread) for op in stated)
     names = {grid.op for grid in grids}
     if unknown := [name for name in tilings if name not in names]:
         raise ProgramError(
@@ -112,39 +113,6 @@ def choose_tilings(program: Program, num_sms: int, *, rows: int = 16) -> dict[st
     return found
 
 
-def _grid(op: Op, tiles: Mapping[str, int], spread: AxisSymbols) -> TaskGrid:
-    index = grouped_index(op)
-    rows = None
-    if index is not None:
-        group, row = index.axes
-        rows = GroupRows(
-            starts=starts_of(op, index),
-            num_groups=op.extents[group],
-            group_axis=group,
-            row_axis=row,
-            mesh_axis=str(op.get("group_axis", "")),
-        )
-    for name, size in tiles.items():
-        ranks = kind_of(op).communicates and name == RANK_AXIS
-        known = name in op.extents
-        if not known or size < 1 or not (ranks or op.axis(name).role == "parallel"):
-            raise ProgramError(
-                f"tiles of {size} along axis {name!r} of op {op.name!r}",
-                expected="at least 1, along one of its parallel axes",
-                remedy=f"cut one of {', '.join(a.name for a in op.axes if a.role == 'parallel')}",
-            )
-    dims = tuple(
-        GridDim(
-            axis=name,
-            extent=op.extents[name],
-            size=min(size, op.extents[name]),
-            symbol=spread[op.name].get(name, ""),
-        )
-        for name, size in tiles.items()
-    )
-    return TaskGrid(op=op.name, dims=dims, rows=rows)
-
-
 def _forms(
     table: EventTable,
     grids: tuple[TaskGrid, ...],
@@ -161,22 +129,11 @@ def _forms(
     for used, consumers in shared.items():
         by_source: dict[str, list[tuple[TaskGrid, tuple[tuple[int, ...], ...]]]] = {}
         for grid, waits in consumers:
-            source = _source(ops[grid.op], grid)
+            source = event_source(ops[grid.op], grid)
             by_source.setdefault(source, []).append((grid, waits))
         for source, members in by_source.items():
             yield _form(table, producer, used, members, source, num_ranks, first)
             first += 1
-
-
-def _source(consumer: Op, grid: TaskGrid) -> str:
-    """Whose tasks trigger what a consumer awaits: a collective reads what other ranks made, of one
-    of them where its tasks are cut by source.
-    """
-    if not kind_of(consumer).communicates:
-        return "own"
-    parallel = any(a.name == RANK_AXIS and a.role == "parallel" for a in consumer.axes)
-    cut = any(dim.axis == RANK_AXIS and dim.size == 1 for dim in grid.dims)
-    return "axis" if parallel and cut else "all"
 
 
 def _form(
@@ -205,41 +162,10 @@ def _form(
     return EventTensor(
         name=f"{producer.op}.{number}",
         producer=producer.op,
-        extents=tuple(_extent(producer, notified, dim, most) for dim, most in enumerate(shape)),
+        extents=tuple(event_extent(producer, notified, n, most) for n, most in enumerate(shape)),
         notify=notified,
-        count=_count(producer, counts),
+        count=event_count(producer, counts),
         waits=tuple((grid.op, fit_map(grid.shape, waits, positions)) for grid, waits in awaited),
         sources=source,
         ranks=num_ranks if source == "all" else 1,
-    )
-
-
-def _extent(producer: TaskGrid, notify: EventMap, dim: int, most: int) -> Extent:
-    """An event dim is as long as the tasks that signal it are many, where one of theirs is it."""
-    if notify.listed or notify.first != notify.last:
-        return Extent(most=most)
-    position = notify.first[dim]
-    if position.dim < 0 or position.values or position.scale != 1 or position.offset:
-        return Extent(most=most)
-    source = producer.dims[position.dim]
-    size = source.size * position.divisor
-    if source.symbol:
-        return Extent(most=most, symbol=source.symbol, size=size)
-    if producer.rows is not None and source.axis == producer.rows.row_axis:
-        return Extent(most=most, starts=producer.rows.starts, size=size)
-    return Extent(most=most)
-
-
-def _count(producer: TaskGrid, counts: tuple[int, ...]) -> Count:
-    each = counts[:1] if len({*counts}) == 1 else counts
-    symbols = sorted({dim.symbol for dim in producer.dims if dim.symbol})
-    rows = producer.rows
-    cut = rows is not None and any(
-        dim.axis in (rows.group_axis, rows.row_axis) for dim in producer.dims
-    )
-    return Count(
-        each=each,
-        active=bool(symbols or cut),
-        symbol=" ".join(symbols),
-        starts=rows.starts if rows is not None and cut else "",
     )

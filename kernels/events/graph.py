@@ -2,7 +2,7 @@
 
 Comes in: grids and event tensors, from analyse.py or text.py. Goes out: for what is known at run
 time, the tasks that run, the events that these trigger and await, and how many triggers complete
-each. verify_events checks the maps. Next: queues.py.
+each. Next: verify.py.
 """
 
 import math
@@ -12,7 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
-from distmega.errors import ProgramError, VerifyError
+from distmega.errors import ProgramError
 from distmega.kernels.events.fit import Grid, grid_coordinates
 from distmega.kernels.events.symbols import AxisSymbols, spread_symbols
 from distmega.kernels.events.values import (
@@ -288,50 +288,7 @@ class EventGraph:
         return list(map(len, found))
 
 
-def verify_events(graph: EventGraph) -> EventGraph:
-    """Checks that maps lead to events that there are, that what somebody awaits somebody triggers
-    as often as counts say, and that consumers come later; returns the graph. VerifyError.
-    """
-    order = {grid.op: position for position, grid in enumerate(graph.grids)}
-    for event in graph.events:
-        consumers = [consumer for consumer, _ in event.waits]
-        if event.producer not in order or not {*consumers} <= order.keys():
-            raise _broken(event, "an op without tasks", "ops of the program")
-        if any(order[consumer] <= order[event.producer] for consumer in consumers):
-            raise _broken(event, f"waits of {consumers}", "consumers after the producer")
-        shape = tuple(extent.most for extent in event.extents)
-        numbers = {position: n for n, position in enumerate(grid_coordinates(shape))}
-        found = dict.fromkeys(numbers, 0)
-        for number, task in enumerate(graph.coordinates[event.producer]):
-            for position in event.notify.events(number, task):
-                if position not in numbers:
-                    raise _broken(event, f"task {number} signals {position}", f"events of {shape}")
-                found[position] += 1
-        for position, num in found.items():
-            if event.count.most(numbers[position]) != num:
-                raise _broken(event, f"{num} triggers of {position}", f"its count, {event.count}")
-        for consumer, positions in event.waits:
-            for number, task in enumerate(graph.coordinates[consumer]):
-                for position in positions.events(number, task):
-                    if not found.get(position, 0):
-                        what = f"task {number} of {consumer!r} waits for {position}"
-                        raise _broken(event, what, "events that somebody triggers")
-        guarded = any((event.producer, n) in graph.guards for n in range(
-            graph.grid_of[event.producer].num_tasks))  # fmt: skip
-        if guarded and not event.count.active:
-            raise _broken(event, "a fixed count of tasks that may not run", "an active count")
-    return graph
-
-
 def task_group(graph: EventGraph, op: str) -> TaskGroup:
     """The tasks of an op as kernels/tasks sees them."""
     (found,) = (each for each in graph.tasks.ops if each.name == op)
     return TaskGroup(op=found, splits=graph.grid_of[op].splits())
-
-
-def _broken(event: EventTensor, found: str, expected: str) -> VerifyError:
-    return VerifyError(
-        f"event tensor {event.name!r}: {found}",
-        expected=expected,
-        remedy="derive it with analyse_events",
-    )

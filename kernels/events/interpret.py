@@ -67,6 +67,13 @@ def run_ranks(
             expected="collectives in one task",
             remedy="leave its rank axis whole",
         )
+    teams = {event.ranks for event in queues.graph.events if event.sources == "all"}
+    if teams - {len(given)} or len(given) != len(mesh.ranks):
+        raise ProgramError(
+            f"tensors of {len(given)} ranks, a mesh of {len(mesh.ranks)}",
+            expected=f"{', '.join(map(str, sorted(teams)))} ranks, as the events are of",
+            remedy="give each rank its tensors, on the mesh that the program was planned for",
+        )
     order = random.Random(seed)
     machines = [
         _Machine(queues, tensors, symbols or {}, order, at)

@@ -17,9 +17,10 @@ import ast
 import re
 
 from distmega.errors import ParseError
-from distmega.kernels.events.graph import EventGraph, GridDim, GroupRows, TaskGrid, verify_events
+from distmega.kernels.events.graph import EventGraph, GridDim, GroupRows, TaskGrid
 from distmega.kernels.events.grouped import ungroup
 from distmega.kernels.events.values import Count, EventCoordinate, EventMap, EventTensor, Extent
+from distmega.kernels.events.verify import verify_events
 from distmega.program.types import Program
 
 
