@@ -63,7 +63,7 @@ class CompiledStats:
     op. num_tasks, num_events: of all megakernels together. num_compilations: kernels that its calls
     compiled, those in Triton's cache not counted. num_opaque_ops: operators that only torch knows.
     rules: names of the rewrite rules that made ops, once for each place. replayed: whether calls
-    replay one CUDA graph; reason: why not, empty before that is decided.
+    replay one CUDA graph; reason: why not, empty while nothing stands in the way.
     """
 
     num_megakernels: int
@@ -298,14 +298,19 @@ class CompiledProgram:
                 *(used.partition("#")[0] for used in self._rules_of_kernel()),
             ),
             replayed=self._captured is not None,
-            reason=self._reason,
+            reason=self._why_not_replayed,
         )
+
+    @property
+    def _why_not_replayed(self) -> str:
+        """Empty of a program that replays or, before that is decided, may."""
+        return self._reason or next(iter(self._evaluator.graph_breaks), "")
 
     def explain(self) -> str:
         """The plan, what a run costs the host, and whether it replays as a CUDA graph."""
         if self._captured is not None:
             replaying = "replays as one CUDA graph"
-        elif reason := self._reason or next(iter(self._evaluator.graph_breaks), ""):
+        elif reason := self._why_not_replayed:
             replaying = f"runs node by node: {reason}"
         else:
             replaying = "will replay as one CUDA graph, if all ranks can capture it"

@@ -173,6 +173,7 @@ def test_inputs_are_copied_to_those_of_a_warm_program(replay: bool, graphs: list
 
 def test_the_cpu_has_no_graphs_and_says_so():
     step = compile_counter()
+    assert step.stats.reason == "its tensors are on the CPU, which has no graphs", "before a call"
     step(given())
     assert not step.stats.replayed
     assert step.stats.reason == "its tensors are on the CPU, which has no graphs"
