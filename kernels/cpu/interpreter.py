@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from distmega.errors import HangError
+from distmega.errors import HangError, RankFailure
 from distmega.kernels.cpu.peer import Peers
 from distmega.kernels.isa.encoding import Encoded, Words, unpack
 from distmega.kernels.isa.opcodes import touches_peers
@@ -118,8 +118,13 @@ class RankInterpreter:
         self._order = Order(seed)
 
     def start(self) -> None:
-        """Begins the next launch."""
-        assert self.done, "the launch before has not ended"
+        """Begins the next launch. RankFailure after one that failed, where peers counted on it."""
+        if not self.done:
+            raise RankFailure(
+                f"a launch on rank {self.rank} after one that failed",
+                expected="launches that end on all ranks of the team",
+                remedy="compile the program again, on all ranks",
+            )
         self.epoch += 1
         self._next = [0] * len(self._queues)
         self._num_left = sum(map(len, self._queues))
@@ -136,9 +141,24 @@ class RankInterpreter:
 
     def run(self, timeout_s: float) -> None:
         """Runs the started launch to its end; HangError if nothing can go on for `timeout_s`."""
-        while not self.done:
-            if not self.step():
-                self._await_progress(timeout_s)
+        try:
+            while not self.done:
+                if not self.step():
+                    self._await_progress(timeout_s)
+        except Exception:
+            if len(self._peers.lanes) == 1:
+                self._abandon()
+            raise
+
+    def _abandon(self) -> None:
+        """Ends a launch in which an instruction failed: counts the others as if they had run, so
+        that the next launch finds the counters as it must.
+        """
+        for sm, queue in enumerate(self._queues):
+            for step in queue[self._next[sm] :]:
+                self._signal_events(step)
+            self._next[sm] = len(queue)
+        self._num_left = 0
 
     def blocked(self) -> HangError:
         """What every SM waits for, and who owes it."""
@@ -203,10 +223,14 @@ class RankInterpreter:
     def _execute(self, sm: int) -> None:
         step = self._queues[sm][self._next[sm]]
         step.runs[self.epoch % len(step.runs)]()
-        for counters, position in step.signals:
-            counters[position] += 1
+        self._signal_events(step)
         self._next[sm] += 1
         self._num_left -= 1
+
+    @staticmethod
+    def _signal_events(step: BoundInstruction) -> None:
+        for counters, position in step.signals:
+            counters[position] += 1
 
     def _await_progress(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distmega.errors import HangError
+from distmega.errors import HangError, RankFailure
 from distmega.kernels.megakernel import Megakernel
 from distmega.kernels.runtime.arena import Space, tensor_space
 from distmega.kernels.tasks.check.schedule import check_schedule
@@ -209,6 +209,13 @@ def test_a_rank_that_owes_is_named():
     assert "rank 0 SM" in caught.value.found
     assert "all_reduce.attn.0" in caught.value.found
     assert "at 0 of 1 from rank 1, owed by rank 1: all_reduce.attn.0.push[0]" in caught.value.found
+
+
+def test_no_launch_follows_one_that_failed_among_ranks():
+    rank, _ = make_ranks(kernel(decoder(1, 2), tp=2))
+    rank.runner.interpreter.start()
+    with pytest.raises(RankFailure, match="a launch on rank 0 after one that failed"):
+        rank.runner.interpreter.start()
 
 
 def test_poison_shows_reads_of_what_was_never_written():
