@@ -106,6 +106,12 @@ class CompiledProgram:
         by which ops are replaced: in a megakernel by others that it does faster, or at all, else by
         kernels of the rules' own; by default the shipped ones on GPUs, none on CPUs.
         """
+        if not (isinstance(megakernel, bool) or megakernel == "auto"):
+            raise ProgramError(
+                f"megakernel={megakernel!r}",
+                expected='True, False or "auto"',
+                remedy="leave it out for a kernel where one can do the program",
+            )
         self.plan, self.comm, self.device = plan, comm, torch.device(device)
         on_gpu = self.device.type == "cuda"
         shipped = shipped_rules() if on_gpu else ()
@@ -544,8 +550,15 @@ def compile_plan(
     """The plan on this rank of a job, which must have as many ranks as the plan's mesh; replay,
     warm, megakernel, rules as in CompiledProgram.
 
-    All ranks call it, at the same point. MeshError where the job has other ranks.
+    All ranks call it, at the same point. MeshError where the job has other ranks, ProgramError for
+    what is no plan.
     """
+    if not isinstance(plan, Plan):
+        raise ProgramError(
+            f"{type(plan).__name__} in place of a plan",
+            expected="what plan_program gives",
+            remedy="plan the program on a mesh first",
+        )
     comm = open_communicator(context, plan.mesh, native=True)
     return CompiledProgram(
         plan, comm, context.device, replay=replay, warm=warm, megakernel=megakernel, rules=rules

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from distmega.compiled import CompiledProgram
-from distmega.errors import ProgramError, UnsupportedError
+from distmega.compiled import CompiledProgram, compile_plan
+from distmega.engine.ranks.context import RankContext
+from distmega.errors import ProgramError, RankFailure, UnsupportedError
 from distmega.hostir.comm.communicator import SingleCommunicator
 from distmega.kernels.machines import CPU
 from distmega.program.builder import ProgramBuilder
@@ -79,6 +80,41 @@ def test_states_are_those_of_the_program():
     assert torch.equal(step.tensors["total"], torch.full((4,), 4.0))
     with pytest.raises(ProgramError, match="state 'total' in memory of the caller"):
         step.bind({"total": torch.zeros(4)})
+
+
+def test_a_call_with_an_index_out_of_range_leaves_the_program_usable():
+    """Of two ops beside each other, only one had run when the index was met."""
+    p = ProgramBuilder("looks")
+    ids, table = p.input("ids", (3,), "i64"), p.weight("table", (7, 40))
+    x = p.embedding(ids, table)
+    beside = p.linear(p.weight("v", (3, 8)), p.weight("u", (72, 8)))
+    step = compiled(p.build(p.linear(x, p.weight("w", (72, 40))) * beside), megakernel=True)
+    torch.manual_seed(0)
+    given = {t.name: torch.randn(t.shape) for t in step.plan.program.with_role("weight")}
+    for row in (6, 7, -1, 5):
+        call = {**given, "ids": torch.tensor([0, row, 3])}
+        if not 0 <= row < 7:
+            with pytest.raises(RankFailure, match="IndexError"):
+                step(call)
+            continue
+        (found,) = step(call).values()
+        expected = given["table"][call["ids"]] @ given["w"].T * (given["v"] @ given["u"].T)
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("megakernel", ["yes", None, 1])
+def test_another_choice_of_kernel_is_refused(megakernel):
+    with pytest.raises(ProgramError, match=f"megakernel={megakernel!r}; expected True, False or"):
+        compiled(gated("a0 * a1"), megakernel=megakernel)
+
+
+def test_a_program_that_is_not_planned_is_refused():
+    context = RankContext(
+        rank=0, world_size=1, local_rank=0, local_world_size=1, node="", backend="gloo",
+        device="cpu",
+    )  # fmt: skip
+    with pytest.raises(ProgramError, match="Program in place of a plan; expected what plan_prog"):
+        compile_plan(gated("a0 * a1"), context)
 
 
 def test_what_no_kernel_does_is_named():
