@@ -44,7 +44,7 @@ from distmega.models.presets import PRESETS
 from distmega.program.kinds import kind_of
 from distmega.program.types import Program
 from distmega.sharding.planner import plan_program
-from distmega.torch_import.decoders import HfDecoder, open_decoder
+from distmega.torch_import.huggingface.decoders import HfDecoder, open_decoder
 
 SHAPES: dict[str, Callable[[], PretrainedConfig]] = {
     "llama-3.2-1b": lambda: LlamaConfig(

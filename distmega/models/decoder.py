@@ -18,7 +18,8 @@ Logits = Literal["none", "last", "all"]
 
 
 class OtherDecoder(Protocol):
-    """A decoder that others build, as torch_import/decoders.py does of transformers' classes.
+    """A decoder that others build, as torch_import/huggingface/decoders.py does of classes
+    of transformers.
 
     group: query heads per kv head.
     """

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 from distmega.lazy import late_imports
 
 if TYPE_CHECKING:
-    from distmega.torch_import.decoders import HfDecoder
-    from distmega.torch_import.hf_source import read_decoder, read_weights
+    from distmega.torch_import.huggingface.decoders import HfDecoder
+    from distmega.torch_import.huggingface.source import read_decoder, read_weights
 
 __all__ = ["HfDecoder", "read_decoder", "read_weights"]
 

@@ -1,7 +1,8 @@
 """Torch modules as programs: a module and example inputs in; a Captured out, whose program any plan
 can run, with the module's weights bound.
 
-Start at captured.py; convert.py walks the exported graph, rules.py says what operators become.
+Start at captured.py; convert.py walks the exported graph, operators/ says what each becomes,
+forms/ brings ops to the forms that kernels know, huggingface/ has decoders of transformers.
 """
 
 from distmega.torch_import.captured import Captured, CapturedModule, capture

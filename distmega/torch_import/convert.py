@@ -2,7 +2,7 @@
 
 In: an ExportedProgram (exported.py). Out: Graph, the program with what its tensors were in torch.
 What depends on no input is computed at once; in-place updates of buffers become states; operators
-without a rule become opaque ops. Next on the walk: rules.py.
+without a rule become opaque ops. Next on the walk: operators/table.py.
 """
 
 import re
@@ -22,11 +22,9 @@ from distmega.hostir.library.torch_types import HOLDERS, dtype_name, hold
 from distmega.program.builder import Handle, ProgramBuilder
 from distmega.program.dtypes import ITEM_BYTES
 from distmega.program.types import Program
-from distmega.torch_import import torch_ops
-from distmega.torch_import.build import Build, NodeResult, require_dtype
-from distmega.torch_import.pointwise_rules import EXPRESSIONS
-from distmega.torch_import.rules import RULES, Rule
-from distmega.torch_import.values import (
+from distmega.torch_import.operators import EXPRESSIONS, RULES, Rule
+from distmega.torch_import.operators.build import Build, NodeResult, require_dtype
+from distmega.torch_import.operators.values import (
     TENSORS,
     Constant,
     Foreign,
@@ -244,8 +242,6 @@ class _Converter:
             if key in RULES:
                 rule: Rule = RULES[key]
                 return rule(self.b, **named)
-        if packet in torch_ops.RULES:
-            return torch_ops.RULES[packet](self.b, **named)
         return NotImplemented
 
     def is_known(self, node: fx.Node, args: Any, kwargs: Any) -> bool:

@@ -28,7 +28,7 @@ from torch.export.graph_signature import (
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distmega.torch_import import torch_ops
+from distmega.torch_import.operators import custom_ops
 
 Layer = tuple[str, ...]
 """Paths of a module and of others that belong to it alone, in the same order for all layers."""
@@ -277,10 +277,10 @@ def folded(module: nn.Module, kinds: Sequence[Kind]) -> Iterator[None]:
 def _marked(kind: Kind, name: str, forward: Any, *args: Any, **kwargs: Any) -> Any:
     leaves, spec = pytree.tree_flatten((args, kwargs))
     for position in kind.varying:
-        leaves[position] = torch_ops.mark(leaves[position], f"{name} in {position}")
+        leaves[position] = custom_ops.mark(leaves[position], f"{name} in {position}")
     args, kwargs = pytree.tree_unflatten(leaves, spec)
     results = pytree.tree_leaves(forward(*args, **kwargs))
-    made = [torch_ops.mark(results[n], f"{name} out {n}") for n in kind.made]
+    made = [custom_ops.mark(results[n], f"{name} out {n}") for n in kind.made]
     return _results(kind, leaves, made)
 
 
@@ -288,7 +288,7 @@ def _stand_in(kind: Kind, name: str, *args: Any, **kwargs: Any) -> Any:
     leaves = pytree.tree_leaves((args, kwargs))
     given = [leaves[position] for position in kind.varying]
     made = [
-        torch_ops.stand_in(given, f"{name} out {n}", shape, dtype)
+        custom_ops.stand_in(given, f"{name} out {n}", shape, dtype)
         for n, (shape, dtype) in zip(kind.made, kind.results, strict=True)
     ]
     return _results(kind, leaves, made)

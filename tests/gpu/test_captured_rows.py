@@ -2,7 +2,7 @@
 
 import pytest
 
-from distmega.torch_import.decoders import open_decoder
+from distmega.torch_import.huggingface.decoders import open_decoder
 from tests.gpu.test_row_programs import check
 from tests.torch_import.small_decoders import CONTEXT, DECODERS
 

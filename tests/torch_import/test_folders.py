@@ -14,7 +14,7 @@ from distmega.cli.main import main
 from distmega.errors import ModelError
 from distmega.sources.locate import read_config
 from tests.models.files import save_tokenizer
-from tests.torch_import.test_decoders import family_config, reference
+from tests.torch_import.huggingface.test_decoders import family_config, reference
 
 RANK = distmega.RankContext(
     rank=0, world_size=1, local_rank=0, local_world_size=1, node="here", backend="gloo",

@@ -20,13 +20,13 @@ from distmega.program.types import Program
 from distmega.sharding.search.search import AxisSearch
 from distmega.torch_import import exported
 from distmega.torch_import.convert import convert
-from distmega.torch_import.decoders import HfDecoder, open_decoder
 from distmega.torch_import.exported import export_module
 from distmega.torch_import.forms import rotations
+from distmega.torch_import.huggingface.decoders import HfDecoder, open_decoder
 from distmega.torch_import.repeats import find_kinds
 from tests.torch_import.families import FAMILIES
+from tests.torch_import.huggingface.test_decoders import CONTEXT, family_config
 from tests.torch_import.more_families import MORE_FAMILIES
-from tests.torch_import.test_decoders import CONTEXT, family_config
 
 EVERY = {**FAMILIES, **MORE_FAMILIES}
 

@@ -18,10 +18,10 @@ from distmega.program.kinds import kind_of
 from distmega.program.ops import data_movement
 from distmega.program.ops.attention import attention, biased_attention
 from distmega.program.types import Access, Op, Tensor, packed_strides, view_strides
-from distmega.torch_import.build import constant_name
 from distmega.torch_import.forms.draft import Draft, Emitter
 from distmega.torch_import.forms.views import StridedView, is_whole
-from distmega.torch_import.values import is_float
+from distmega.torch_import.operators.build import constant_name
+from distmega.torch_import.operators.values import is_float
 
 MAX_POSITIONS = 4096
 """Up to which all are looked at."""

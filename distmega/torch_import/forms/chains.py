@@ -13,7 +13,7 @@ from distmega.program.kinds import kind_of
 from distmega.program.ops.compute import pointwise
 from distmega.program.types import Op
 from distmega.torch_import.forms.draft import Draft
-from distmega.torch_import.values import is_float
+from distmega.torch_import.operators.values import is_float
 
 MAX_CHARS = 2000
 """Of a joined expression."""

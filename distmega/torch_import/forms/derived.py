@@ -2,7 +2,7 @@
 turned, an expression of each element.
 
 In: a stored weight's name. Out: a Derived, whose `read` takes the part that a rank wants from the
-stored weight's reader. Used by the passes, and by hf_source.py for reading.
+stored weight's reader. Used by the passes, and by ../huggingface/source.py for reading.
 """
 
 import hashlib

@@ -15,7 +15,6 @@ from distmega.program.kinds import kind_of
 from distmega.program.ops.norms import layer_norm, rms_norm
 from distmega.program.ops.parts import Built
 from distmega.program.types import Op, Tensor
-from distmega.torch_import.build import constant_name
 from distmega.torch_import.forms.algebra import (
     Algebra,
     FunctionNode,
@@ -25,6 +24,7 @@ from distmega.torch_import.forms.algebra import (
     without_ones,
 )
 from distmega.torch_import.forms.draft import Draft
+from distmega.torch_import.operators.build import constant_name
 
 _CLOSE = 1e-6
 """Relative, of factors that are rounded on the way, as 1/n is."""

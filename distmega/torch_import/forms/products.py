@@ -15,7 +15,7 @@ from distmega.program.ops.compute import linear
 from distmega.program.types import KNOWN, Op, Tensor, contracts
 from distmega.torch_import.forms.draft import Draft, Emitter
 from distmega.torch_import.forms.views import StridedView, last_views, show, shown_by_views
-from distmega.torch_import.values import is_float
+from distmega.torch_import.operators.values import is_float
 
 ADDED = ("(a0 + a1)", "a0 + a1")
 

@@ -19,9 +19,9 @@ from distmega.program.ops.attention import rope
 from distmega.program.ops.compute import linear
 from distmega.program.ops.norms import layer_norm, rms_norm
 from distmega.program.types import Op, Tensor, contracts
-from distmega.torch_import.build import constant_name
 from distmega.torch_import.forms.draft import Draft, Emitter, reading
 from distmega.torch_import.forms.elements import Elements, ElementTerm, Ints
+from distmega.torch_import.operators.build import constant_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

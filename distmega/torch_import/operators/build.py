@@ -1,7 +1,7 @@
 """Build: a ProgramBuilder with what rules need at hand, in terms of captured values.
 
 In: values (values.py) and what torch says of a node's result. Out: values; ops are added to the
-program on the way, named after the module and node they come from. Next on the walk: rules.py.
+program on the way, named after the module and node they come from. Next on the walk: table.py.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from distmega.hostir.library.torch_types import dtype_name, torch_dtype
 from distmega.program.builder import Handle, ProgramBuilder
 from distmega.program.dtypes import ITEM_BYTES
 from distmega.program.types import KNOWN
-from distmega.torch_import.values import (
+from distmega.torch_import.operators.values import (
     TENSORS,
     Constant,
     Spread,

@@ -1,8 +1,8 @@
 """Operators of torch that are one expression an element, by name: the expression over the names of
 their arguments.
 
-In: nothing. Out: a table that rules.py applies. Where an argument changes the expression, rules.py
-has a rule instead.
+In: nothing. Out: a table that ../convert.py applies. Where an argument changes the expression,
+pointwise.py has a rule instead.
 """
 
 EXPRESSIONS: dict[str, str] = {

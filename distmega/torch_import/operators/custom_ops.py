@@ -1,12 +1,13 @@
 """Operators of our own for torch modules to call, so that capture finds them whole.
 
 `distmega::attend` is attention under a mask with a soft cap; `append_rows` gives a cache with new
-rows in it; `attend_rows` is causal attention over caches. All run by torch like any other. RULES
-says what they become. Used by convert.py, and by decoders of transformers (hf_attention.py). `mark`
-and `stand_in` are in graphs only until repeats.py has put layers in their places.
+rows in it; `attend_rows` is causal attention over caches. All run by torch like any other. The
+rules at the end say what they become. Used by ../convert.py, and by decoders of transformers
+(../huggingface/attention.py). `mark` and `stand_in` are in graphs only until ../repeats.py has put
+layers in their places.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,8 +16,9 @@ from torch import Tensor, fx
 from distmega.hostir.library import ops as library
 from distmega.program.builder import Handle
 from distmega.program.ops.attention import append_values
-from distmega.torch_import import rules
-from distmega.torch_import.build import Build
+from distmega.torch_import.operators import attention
+from distmega.torch_import.operators.build import Build
+from distmega.torch_import.operators.table import RULES
 
 
 @torch.library.custom_op("distmega::attend", mutates_args=())
@@ -113,7 +115,7 @@ for _operator in (torch.ops.distmega.mark.default, torch.ops.distmega.stand_in.d
 
 def _attend_rule(b: Build, **arguments: Any) -> Any:
     arguments.setdefault("mask", None)
-    return rules.attend(b, **arguments)
+    return attention.attend(b, **arguments)
 
 
 def _attend_rows_rule(
@@ -142,8 +144,4 @@ def _attend_rows_rule(
     )
 
 
-RULES: dict[str, Callable[..., Any]] = {
-    "distmega.attend": _attend_rule,
-    "distmega.attend_rows": _attend_rows_rule,
-}
-"""Operator -> its rule."""
+RULES.update({"distmega.attend": _attend_rule, "distmega.attend_rows": _attend_rows_rule})

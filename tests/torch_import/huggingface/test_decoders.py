@@ -15,8 +15,13 @@ from distmega import CPU, DeviceMesh, plan_program, replicate, shard
 from distmega.compiled import CompiledProgram
 from distmega.errors import CaptureError, RequestError
 from distmega.program.types import Program
-from distmega.torch_import.decoders import HfDecoder, make_model, open_decoder
-from distmega.torch_import.hf_attention import StepRows, capturing, proved_window, seen_rows
+from distmega.torch_import.huggingface.attention import (
+    StepRows,
+    capturing,
+    proved_window,
+    seen_rows,
+)
+from distmega.torch_import.huggingface.decoders import HfDecoder, make_model, open_decoder
 from tests.hostir.threads import ThreadCommunicator, Wires
 from tests.torch_import.families import FAMILIES, VOCAB
 from tests.torch_import.more_families import MORE_FAMILIES

@@ -3,7 +3,7 @@
 In: a configuration of transformers. Out: HfDecoder, whose `build` gives what models/decoder.py's
 build_decoder gives for ours. The model's own class is exported, its caches are states, and tokens
 are chosen from its logits as there. Weights keep the names of the model's parameters. Used by
-hf_source.py; next on the walk: hf_attention.py.
+source.py; next on the walk: attention.py.
 """
 
 import copy
@@ -24,11 +24,11 @@ from distmega.models.decoder import Logits, choose_tokens
 from distmega.models.sampling import GREEDY, Method
 from distmega.program.builder import Handle, ProgramBuilder
 from distmega.program.types import Program
-from distmega.torch_import import torch_ops
 from distmega.torch_import.convert import Graph, convert
 from distmega.torch_import.exported import export_module
 from distmega.torch_import.forms import Derived, Normal, normalise
-from distmega.torch_import.hf_attention import StepRows, capturing, rows_cache
+from distmega.torch_import.huggingface.attention import StepRows, capturing, rows_cache
+from distmega.torch_import.operators import custom_ops
 
 _RANDOM = ("normal_", "uniform_", "trunc_normal_")
 """Methods of tensors that fill them."""
@@ -308,7 +308,7 @@ class _DecodeStep(nn.Module):
 
         def store(number: int, x: Tensor) -> Tensor:
             buffer: Tensor = self.get_buffer(cache_name(number))
-            new: Tensor = torch_ops.append_rows(
+            new: Tensor = custom_ops.append_rows(
                 buffer, x, positions, sequences if several else None
             )
             buffer.copy_(new)

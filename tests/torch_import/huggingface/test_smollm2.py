@@ -8,7 +8,7 @@ import torch
 
 import distmega
 from distmega.sources.load import ModelSource, open_model
-from distmega.torch_import.hf_source import read_decoder, read_weights
+from distmega.torch_import.huggingface.source import read_decoder, read_weights
 from tests.e2e.reference import llama_from_source
 from tests.torch_import.test_folders import RANK
 

@@ -1,6 +1,6 @@
 """What a node of a captured graph stands for while a program is built.
 
-In: tensors and numbers of torch. Out: values that rules (rules.py) take and give: handles of the
+In: tensors and numbers of torch. Out: values that rules (table.py) take and give: handles of the
 program, constants that are known at capture, tensors repeated along some dims, plain numbers.
 """
 

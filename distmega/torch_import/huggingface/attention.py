@@ -22,7 +22,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from distmega.errors import CaptureError
-from distmega.torch_import import torch_ops
+from distmega.torch_import.operators import custom_ops
 
 MAX_PROVED = 32768
 """Positions up to which a mask is compared with a causal one, every pair of them."""
@@ -282,13 +282,13 @@ def attend(
         num_heads, num_kv = query.shape[1], keys.shape[-3]
         by_row = query.transpose(1, 2).reshape(-1, num_kv, num_heads // num_kv, query.shape[-1])
         options = rows.positions, rows.sequences, rows.starts, scale, window, cap
-        out = torch_ops.attend_rows(by_row, keys, values, *options)
+        out = custom_ops.attend_rows(by_row, keys, values, *options)
         return out.reshape(*rows.shape, num_heads, -1), None
     if s_aux is not None:
         return _with_sinks(query, key, value, attention_mask, scale, s_aux).transpose(1, 2), None
     if position_bias is not None:
         attention_mask = _biased(position_bias, attention_mask)
-    out = torch_ops.attend(query, key, value, attention_mask, scale, cap)
+    out = custom_ops.attend(query, key, value, attention_mask, scale, cap)
     return out.transpose(1, 2), None
 
 

@@ -21,8 +21,8 @@ from distmega.models.fields import read_json
 from distmega.models.huggingface.safetensors_source import SafetensorsArray, open_arrays
 from distmega.models.weights.tensors import Slices, WeightReader, resolve_slices
 from distmega.program.types import KNOWN
-from distmega.torch_import.decoders import HfDecoder, open_decoder
 from distmega.torch_import.forms import Derived
+from distmega.torch_import.huggingface.decoders import HfDecoder, open_decoder
 
 _DTYPES = ("F32", "F16", "BF16")
 

@@ -29,10 +29,10 @@ from distmega.models.decoder import build_decoder
 from distmega.program.builder import Handle, ProgramBuilder
 from distmega.program.types import Program
 from distmega.sources.locate import read_config
-from distmega.torch_import.decoders import open_decoder
 from distmega.torch_import.forms import Derived, Normal, normalise
+from distmega.torch_import.huggingface.decoders import open_decoder
+from tests.torch_import.huggingface.test_decoders import family_config
 from tests.torch_import.small_decoders import DECODERS
-from tests.torch_import.test_decoders import family_config
 
 WIDTH, ROWS = 16, 3
 

@@ -1,0 +1,128 @@
+"""Operators that look elements up by numbers: rows, embeddings, the largest of a row.
+
+In: as table.py says. Out: rules of its table. Next: pointwise.py.
+"""
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+
+from distmega.hostir.library.pointwise import pointwise
+from distmega.program.builder import Handle
+from distmega.program.expr import parse
+from distmega.torch_import.operators.build import Build, is_tensor
+from distmega.torch_import.operators.table import rule
+from distmega.torch_import.operators.values import Constant, Spread, TensorValue, Value, value_dtype
+
+
+@rule("flip")
+def flip(b: Build, self: TensorValue, dims: Sequence[int]) -> Value:
+    x = self
+    for dim in dims:
+        backwards = torch.arange(x.shape[dim] - 1, -1, -1)
+        x = index_select(b, x, dim, Constant(backwards))
+    return x
+
+
+@rule("index_select")
+def index_select(b: Build, self: TensorValue, dim: int, index: TensorValue) -> TensorValue:
+    """Rows along one dim; of a dim in the middle it comes to the front for the lookup."""
+    rank, dim = len(self.shape), dim % max(len(self.shape), 1)
+    first = b.transpose(self, [dim, *(n for n in range(rank) if n != dim)])
+    found = b.rows(first, index)
+    order = list(range(len(index.shape), len(found.shape)))
+    order[dim:dim] = range(len(index.shape))
+    return b.transpose(found, order)
+
+
+@rule("index")
+def index(b: Build, self: TensorValue, indices: Sequence[TensorValue | None]) -> Value:
+    """Lookups by tensors of whole numbers in dims that stand beside each other."""
+    at = [dim for dim, each in enumerate(indices) if each is not None]
+    given = [each for each in indices if each is not None]
+    if not at or at != list(range(at[0], at[-1] + 1)):
+        return NotImplemented
+    if any(value_dtype(each) not in ("i32", "i64") for each in given):
+        return NotImplemented
+    extents = self.shape[at[0] : at[-1] + 1]
+    shape = b.shape[at[0] : at[0] + max(len(each.shape) for each in given)]
+    position: Value = 0
+    for each, extent in zip(given, extents, strict=True):
+        inside = each
+        if not isinstance(each, Constant) or bool((each.tensor < 0).any()):
+            text = "where(lt({0}, 0), {0} + {1}, {0})"
+            inside = known(b, text, each, extent, shape=each.shape)
+        position = known(b, "{0} * {1} + {2}", position, extent, inside, shape=shape)
+    joined = b.reshape(self, (*self.shape[: at[0]], math.prod(extents), *self.shape[at[-1] + 1 :]))
+    assert isinstance(position, Constant | Handle | Spread)
+    return index_select(b, joined, at[0], position)
+
+
+def known(b: Build, text: str, *operands: Value, shape: tuple[int, ...]) -> TensorValue:
+    """An expression on whole numbers, known at once where all operands are."""
+    if any(is_tensor(each) and not isinstance(each, Constant) for each in operands):
+        return b.pointwise(text, *operands, dtype="i64", shape=shape)
+    known = [each.tensor if isinstance(each, Constant) else torch.tensor(each) for each in operands]
+    words = [f"a{position}" for position in range(len(known))]
+    found = pointwise(parse(text.format(*words)), known, torch.int64)
+    return Constant(found.expand(shape))
+
+
+@rule("embedding")
+def embedding(b: Build, weight: TensorValue, indices: TensorValue, **other: Value) -> Value:
+    return b.rows(weight, indices)
+
+
+@rule("_embedding_bag", "_embedding_bag_forward_only")
+def embedding_bag(
+    b: Build,
+    weight: TensorValue,
+    indices: TensorValue,
+    offsets: TensorValue,
+    mode: int = 0,
+    per_sample_weights: TensorValue | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int = -1,
+    **other: Value,
+) -> Value:
+    """Sums, means or maxima of rows, where all bags are known to be equally long."""
+    if not isinstance(offsets, Constant) or padding_idx != -1 or len(indices.shape) != 1:
+        return NotImplemented
+    starts = offsets.tensor.tolist()
+    starts = starts if include_last_offset else [*starts, indices.shape[0]]
+    lengths = {stop - start for start, stop in pairwise(starts)}
+    if len(lengths) != 1 or 0 in lengths or starts[0]:
+        return NotImplemented
+    length = lengths.pop()
+    rows = b.rows(weight, b.reshape(indices, (len(starts) - 1, length)))
+    if per_sample_weights is not None:
+        scale = b.reshape(per_sample_weights, (len(starts) - 1, length, 1))
+        rows = b.pointwise("{0} * {1}", rows, scale, shape=rows.shape)
+    bags = b.p.reduce(b.handle(rows), 1, "max" if mode == 2 else "sum", name=b.name())
+    if mode == 1:
+        return [b.pointwise("{0} / {1}", bags, length), None, None, None]
+    return [bags, None, None, None]
+
+
+@rule("gather")
+def gather(b: Build, self: TensorValue, dim: int, index: TensorValue, **other: Value) -> Value:
+    if not self.shape:
+        return NotImplemented
+    dim %= len(self.shape)
+    x = self
+    for position, extent in enumerate(index.shape):
+        if position != dim:
+            x = b.slice(x, position, 0, extent)
+    return b.p.gather(b.handle(x), b.handle(index), dim, name=b.name())
+
+
+@rule("topk")
+def topk(
+    b: Build, self: TensorValue, k: int, dim: int = -1, largest: bool = True, **other: Value
+) -> Value:
+    if not largest or not self.shape:
+        return NotImplemented
+    values, chosen = b.p.topk(b.handle(b.to_last(self, dim)), k, name=b.name())
+    return [b.from_last(values, dim), b.from_last(chosen, dim)]

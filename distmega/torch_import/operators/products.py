@@ -1,0 +1,125 @@
+"""Products: matmuls of any number of dims, linear layers, convolutions.
+
+In: as table.py says. Out: rules of its table. Next: reductions.py.
+"""
+
+from collections.abc import Sequence
+
+from distmega.program.builder import Handle
+from distmega.torch_import.operators.build import Build
+from distmega.torch_import.operators.table import rule
+from distmega.torch_import.operators.values import Constant, Spread, TensorValue, Value
+
+
+@rule("mm", "bmm", "matmul")
+def matmul(
+    b: Build,
+    self: TensorValue,
+    other: TensorValue | None = None,
+    mat2: TensorValue | None = None,
+) -> Value:
+    """Products of the last two dims, the dims before them side by side. A sum of one product is
+    the product, as where angles are frequencies times positions.
+    """
+    second = mat2 if other is None else other
+    assert second is not None
+    if min(len(self.shape), len(second.shape)) > 1 and self.shape[-1] == 1:
+        return b.pointwise("{0} * {1}", self, second)
+    return b.reshape(_product(b, self, second), b.shape)
+
+
+def _product(b: Build, x: TensorValue, y: TensorValue) -> Handle:
+    """x y, without dims of extent 1 where the other operand has more."""
+    x_axes = _axis_names(x.shape, ("m", "k"), ("k",))
+    y_axes = _axis_names(y.shape, ("k", "n"), ("k",))
+    extents = dict(zip(x_axes, x.shape, strict=True))
+    sizes = dict(zip(y_axes, y.shape, strict=True))
+    x = _without(b, x, x_axes, sizes)
+    y = _without(b, y, y_axes, extents)
+    x_axes = [name for name in x_axes if not _dropped(name, extents, sizes)]
+    y_axes = [name for name in y_axes if not _dropped(name, sizes, extents)]
+    batch = sorted({name for name in (*x_axes, *y_axes) if name[0] == "b"}, reverse=True)
+    out = [
+        *batch,
+        *(name for name in ("m",) if name in x_axes),
+        *(n for n in ("n",) if n in y_axes),
+    ]
+    return b.linear(x, y, spec=f"{' '.join(x_axes)}, {' '.join(y_axes)} -> {' '.join(out)}")
+
+
+def _axis_names(shape: tuple[int, ...], last: tuple[str, str], only: tuple[str]) -> list[str]:
+    if len(shape) == 1:
+        return list(only)
+    return [*(f"b{n}" for n in range(len(shape) - 3, -1, -1)), *last]
+
+
+def _dropped(name: str, mine: dict[str, int], other: dict[str, int]) -> bool:
+    return name[0] == "b" and mine[name] == 1 and other.get(name, 1) > 1
+
+
+def _without(b: Build, x: TensorValue, names: list[str], other: dict[str, int]) -> TensorValue:
+    """x without the dims that the other operand has more of."""
+    mine = dict(zip(names, x.shape, strict=True))
+    return b.reshape(x, [mine[name] for name in names if not _dropped(name, mine, other)])
+
+
+@rule("linear")
+def linear(b: Build, input: TensorValue, weight: TensorValue, bias: Value = None) -> Value:
+    if len(weight.shape) != 2:
+        return b.reshape(_product(b, input, weight), b.shape)
+    assert bias is None or isinstance(bias, Handle | Constant | Spread)
+    return b.linear(input, weight, bias)
+
+
+@rule("addmm", "baddbmm", "addbmm", "addmv")
+def addmm(
+    b: Build, self: TensorValue, beta: float = 1, alpha: float = 1, **operands: Value
+) -> Value:
+    x, y = (operands[name] for name in operands)
+    if not isinstance(x, Handle | Constant | Spread) or not isinstance(
+        y, Handle | Constant | Spread
+    ):
+        return NotImplemented
+    if len(x.shape) == 3 and len(b.shape) == 2:
+        return NotImplemented
+    product = _product(b, x, y)
+    plain = beta == 1 and alpha == 1
+    text = "{0} + {1}" if plain else "{0} * {2} + {1} * {3}"
+    return b.pointwise(text, self, product, *([] if plain else [beta, alpha]))
+
+
+@rule("dot", "mv")
+def dot(b: Build, self: TensorValue, tensor: Value = None, vec: Value = None) -> Value:
+    other = tensor if tensor is not None else vec
+    assert isinstance(other, Handle | Constant | Spread)
+    return _product(b, self, other)
+
+
+@rule("convolution")
+def convolution(
+    b: Build,
+    input: TensorValue,
+    weight: TensorValue,
+    bias: TensorValue | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+) -> Value:
+    """A product, where the windows neither overlap nor leave gaps; otherwise it stays opaque."""
+    window, sizes = weight.shape[2:], input.shape[2:]
+    steps = tuple(stride) * (len(window) if len(stride) == 1 else 1)
+    apart = steps == window and all(
+        size % step == 0 for size, step in zip(sizes, steps, strict=True)
+    )
+    if transposed or groups != 1 or any(padding) or not apart:
+        return NotImplemented
+    positions, inner = [f"y{n}" for n in range(len(window))], [f"z{n}" for n in range(len(window))]
+    split = [n for size, step in zip(sizes, steps, strict=True) for n in (size // step, step)]
+    x = b.reshape(input, (*input.shape[:2], *split))
+    axes = [name for pair in zip(positions, inner, strict=True) for name in pair]
+    spec = f"b c {' '.join(axes)}, n c {' '.join(inner)}"
+    spec += f"{', n' if bias is not None else ''} -> b n {' '.join(positions)}"
+    return b.linear(x, weight, bias, spec)
