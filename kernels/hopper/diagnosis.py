@@ -94,7 +94,8 @@ def _is_own_row(one: Instruction, write: Write, rank: int, queues: RowQueues) ->
     """Whether it is a whole row of the embedding that this rank itself would push: it knows that it
     has none, or it would have.
     """
-    return isinstance(one, RowEmbed) and write.rank == rank and 2 * one.num_words == queues.hidden
+    is_whole = isinstance(one, RowEmbed) and 2 * one.num_words == queues.hidden
+    return is_whole and bool(queues.tokens) and write.rank == rank
 
 
 def _queue(queues: RowQueues, sm: int) -> tuple[Instruction, ...]:

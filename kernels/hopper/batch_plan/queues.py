@@ -15,7 +15,8 @@ Where ranks share the program, all have the same queues but for the vocabulary, 
 over ranks goes through two buffers in turn: an SM's next push into the same one comes after it has
 received a sum from all ranks, which they began after all of their SMs had read this one. Where no
 choice of a token lies between the last sum of a step and the first of the next, the last one has a
-buffer of its own. proof.py proves this and the rest for each program.
+buffer of its own; where a step has one sum alone, ranks add up the rows that come in, too. proof.py
+proves this and the rest for each program.
 
 Experts: a BatchExperts chooses them for all rows, on each SM by itself from the same scores, and
 does the first matrices of those that some row chose; a linear with EXPERT_COLUMNS follows, for
@@ -225,6 +226,10 @@ class _BatchBuilder:
     positions: str = ""
     wide_norms: bool = False
     num_ranks: int = 1
+    shares_rows: bool = False
+    """Whether ranks add up the rows that come in: each has parts of a table; or it is an input, and
+    a step's only sum would follow on itself, with nothing heard in between.
+    """
     embedding: FusedEmbedding | None = None
     choice: FusedChoice | None = None
     attention: AttentionShape | None = None
@@ -312,17 +317,15 @@ class _BatchBuilder:
             self.attention = replace(self.attention, apart=not are_joined)
         self.experts = batch_expert_shape(self.fused, self.weights)
         self.chunks.size = NUM_ZERO_CHUNKS if self.experts else 0
-        self.summed = [self.elements(self.entry)] if self.shares_rows else []
-        self.summed += [
+        self.summed = [
             rows_of(op, self.placed)
             for op in self.fused
             if isinstance(op, FusedContraction) and op.num_ranks > 1
         ]
-
-    @property
-    def shares_rows(self) -> bool:
-        """Whether ranks have parts of the rows that come in."""
-        return self.embedding is not None and self.num_ranks > 1
+        is_alone = len(self.summed) == 1 and self.choice is None
+        self.shares_rows = self.num_ranks > 1 and (self.embedding is not None or is_alone)
+        if self.shares_rows:
+            self.summed.insert(0, self.elements(self.entry))
 
     def check_caches(self) -> None:
         """Refuses caches of other rows than the segment has."""
@@ -591,11 +594,13 @@ class _BatchBuilder:
 
     def add_entry(self) -> None:
         """The rows that come in. Where ranks share a table, each has all columns of some tokens, or
-        some columns of all.
+        some columns of all; where they add up an input, the first rank has it and others add zeros.
         """
         op, hidden = self.embedding, self.elements(self.entry)
         rows, columns = self.weights.tensors[op.table].shape if op else (self.batch, hidden)
         is_whole = columns == hidden
+        if self.shares_rows and op is None and self.team_rank:
+            rows = 0
         self.vocab = self.head_rows()
         more = self.position_result(-1, (self.entry,), hidden, self.entry in self.taken)
         if self.shares_rows:

@@ -78,7 +78,8 @@ class RowSpec:
     linear does a layer norm, keeps a normalised row. wide_norms: whether weights of norms are f32.
     formulas, passes: see pointwise.py. max_tiles_k: chunks of x that shared memory has room for.
     num_matrices: descriptors in use. choice: how a token is chosen (plan/words.py). head_rows:
-    logits of an SM, at most, a power of two. barriers: whether instructions wait for all SMs.
+    logits of an SM, at most, a power of two. given: whether ranks share a program whose row that
+    comes in is an input. barriers: whether instructions wait for all SMs.
     stages: of the ring; ahead: loads under way at a time, at most. trace: whether stamps are taken.
     """
 
@@ -104,6 +105,7 @@ class RowSpec:
     choice: int
     head_rows: int
     num_ranks: int
+    given: bool
     barriers: bool
     stages: int
     ahead: int

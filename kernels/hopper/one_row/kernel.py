@@ -137,7 +137,7 @@ def compute(
                     words, memory.symmetric, memory.vectors, memory.embed, token, memory.kept, flag,
                     sm, best_words, num_sms, peers, team_rank, first_id, eps, squares, red, ring,
                     slots, it, at, EXPERTS, EPILOGUES, spec.layer_norms, spec.keeps_normed, CHOICE,
-                    RANKS, STAGES, TRACE, WIDE,
+                    spec.given, RANKS, STAGES, TRACE, WIDE,
                 )
             if TRACE:
                 gl.store(at + STAMPS - 1, clock())

@@ -296,6 +296,7 @@ class RowRunner:
             choice=choice_of(queues.sampler) if queues.token else NO_CHOICE,
             head_rows=padded_head_rows(queues.head_rows),
             num_ranks=queues.num_ranks,
+            given=queues.num_ranks > 1 and not queues.tokens,
             barriers=queues.has_barriers,
             stages=num_stages(tiles_k),
             ahead=LOADS_AHEAD,

@@ -69,7 +69,8 @@ def embed_task(words, peers, embed, token, flag, RANKS: gl.constexpr):
 
     words: int32, of the instruction. peers: a tuple of int64, the flagged words of all ranks, in
     memory that all can write; writes those from words[DST] on, with `flag`. embed: bf16 [rows,
-    columns] of this rank, local, written by nobody.
+    columns] of this rank, local, written by nobody; or the input's row, as if it ended with this
+    rank's columns.
     """
     local = token - words[EMB_ROW0]
     if (local >= 0) & (local < words[EMB_NUM_ROWS]):
@@ -109,18 +110,21 @@ def push_partial(words, peers, team_rank, row0, limit, y, flag, alarm, RANKS: gl
 def sum_partials(
     words,
     symmetric,
+    embed,
     kept,
     flag,
     flag0,
     FORMULA: gl.constexpr,
     NUM_CARRIED: gl.constexpr,
     PUBLISHES: gl.constexpr,
+    GIVEN: gl.constexpr,
     RANKS: gl.constexpr,
 ):
     """All rows of this SM: the ranks' products in rank order, then the formula, kept and published
     here.
 
-    flag0: the flag of the embedded token, where the formula takes its row.
+    flag0: the flag of the embedded token, where the formula takes its row. GIVEN: that row is an
+    input, which every rank has; peers that hand out the next one must not wait for this read.
     """
     num_rows = words[LIN_NUM_ROWS]
     row = words[LIN_ROW0] + 2 * gl.arange(0, THREADS, layout=PER_THREAD)
@@ -130,7 +134,11 @@ def sum_partials(
     own = kept + words[LIN_CARRY] + row
     low = gl.load(own, mask=carries, other=0.0)
     high = gl.load(own + 1, mask=carries, other=0.0)
-    if (words[LIN_PACKED] & CARRY_EMBEDDED) != 0:
+    if GIVEN:
+        given = wanted & ((words[LIN_PACKED] & CARRY_EMBEDDED) != 0)
+        low += gl.load(embed + row, mask=given, other=0.0).to(gl.float32)
+        high += gl.load(embed + row + 1, mask=given, other=0.0).to(gl.float32)
+    elif (words[LIN_PACKED] & CARRY_EMBEDDED) != 0:
         four = symmetric + (EMBEDDED + row // 4 * 2)
         even, odd = spin2(symmetric, four, flag0, wanted, RANKS)
         pair = gl.where(row % 4 == 0, even, odd)

@@ -194,3 +194,9 @@ def share(rows: int, step: int, sm: int, num_sms: int) -> tuple[int, int]:
     """First unit of an SM and of the next one; multiples of `step` units."""
     parts = num_units(rows) // step
     return parts * sm // num_sms * step, parts * (sm + 1) // num_sms * step
+
+
+def input_columns(hidden: int, team_rank: int, num_ranks: int) -> range:
+    """Of an input's row of `hidden` elements: those that a rank hands out to all, whole units."""
+    first, last = share(hidden, 1, team_rank, num_ranks)
+    return range(first * UNIT_ROWS, min(last * UNIT_ROWS, hidden))

@@ -198,7 +198,9 @@ class RowCombine:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowEmbed:
     """Words (bf16 pairs) from `column` on of the token's row, to every rank, where this rank's part
-    of the embedding matrix has it: token row0 is the first of num_rows, num_words words each.
+    of the embedding matrix has it: token row0 is the first of num_rows, num_words words each. Of an
+    input, as if that were a matrix of one row: this rank's part of it, from word `start` to
+    num_words.
     """
 
     row0: int
@@ -206,6 +208,7 @@ class RowEmbed:
     column: int
     num_words: int
     dst: int
+    start: int = 0
     name: str = ""
     generation: int = 0
     opcode: RowOpcode = RowOpcode.EMBED

@@ -7,6 +7,7 @@ proof (proof.py) and the report of a hang (diagnosis.py) know of the kernel is s
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from distmega.kernels.hopper.plan.matrices import input_columns
 from distmega.kernels.hopper.plan.types import RowQueues
 from distmega.kernels.hopper.plan.words import (
     CARRY_EMBEDDED,
@@ -115,7 +116,7 @@ def _linear_reads(one: RowLinear, queues: RowQueues) -> Iterator[Read]:
             part = one.dst + (rank - queues.num_ranks) * one.num_rows
             words = range(part + first, part + last)
             yield Read(words=words, generation=one.generation, phase=1)
-        if one.flags & CARRY_EMBEDDED:
+        if one.flags & CARRY_EMBEDDED and queues.tokens:
             words = range(EMBEDDED + first // 4 * 2, EMBEDDED + (last + 3) // 4 * 2)
             yield Read(words=words, generation=0, phase=1)
 
@@ -190,13 +191,15 @@ def _linear_writes(one: RowLinear, queues: RowQueues, sm: int) -> Iterator[Write
 
 
 def _embed_writes(one: RowEmbed, queues: RowQueues) -> Iterator[Write]:
-    """Each rank's columns of the token's row, or the whole row of any of the other ranks: this one
-    knows that the token is not its own, or it would have pushed. An input is pushed by one rank,
-    which hears of no other by it; so it counts for nothing more on any of them.
+    """Each rank's columns of an input or of the token's row, or the whole row of any of the other
+    ranks: this one knows that the token is not its own, or it would have pushed.
     """
     if not queues.tokens:
-        words = range(one.dst + one.column, one.dst + one.num_words)
-        yield Write(words=words, generation=0, rank=0)
+        for rank in range(queues.num_ranks):
+            part = input_columns(queues.hidden, rank, queues.num_ranks)
+            first, behind = part.start // 2 + one.column - one.start, part.stop // 2
+            if first < behind:
+                yield Write(words=range(one.dst + first, one.dst + behind), generation=0, rank=rank)
         return
     if 2 * one.num_words < queues.hidden:
         for rank in range(queues.num_ranks):

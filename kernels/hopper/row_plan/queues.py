@@ -25,7 +25,14 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 
 from distmega.kernels.hopper.plan.experts import expert_shape, find_wrong_slot, last_matrices
-from distmega.kernels.hopper.plan.matrices import Weights, num_units, rows_of, share, tiles_k
+from distmega.kernels.hopper.plan.matrices import (
+    Weights,
+    input_columns,
+    num_units,
+    rows_of,
+    share,
+    tiles_k,
+)
 from distmega.kernels.hopper.plan.pointwise import MAX_CARRIED, in_order, split_operands
 from distmega.kernels.hopper.plan.segment import find_agreement
 from distmega.kernels.hopper.plan.types import (
@@ -515,28 +522,42 @@ class _Builder:
     # instructions
 
     def add_embedding(self) -> None:
-        """Where ranks share the matrix, those with a part of the token's row push it to all. An
-        input is a matrix of one row, which the first rank has.
+        """Where ranks share the matrix, those with a part of the token's row push it to all. Of an
+        input, which all have, each pushes columns of its own: so who has read the row knows of
+        every rank that it is done with the launch before.
         """
         if self.num_ranks == 1:
             return
         op, hidden = self.embedding, self.hidden()
-        rows, columns = self.weights.tensors[op.table].shape if op else (1, hidden)
-        is_whole = columns == hidden
-        name = op.name if op else self.entry
         first = self.reserve("embedded", hidden // 2)
         assert first == EMBEDDED
         self.made[self.entry] = _Made(first, 0, hidden, 1, NOTHING)
-        for number, column in enumerate(range(0, columns // 2, EMBED_WORDS)):
+        if op is None:
+            parts = [input_columns(hidden, rank, self.num_ranks) for rank in range(self.num_ranks)]
+            own, num_columns = parts[self.team_rank], max(map(len, parts))
+            one = RowEmbed(
+                name=self.entry,
+                row0=0,
+                num_rows=1,
+                column=own.start // 2,
+                start=own.start // 2,
+                num_words=own.stop // 2,
+                dst=first,
+            )
+        else:
+            rows, num_columns = self.weights.tensors[op.table].shape
+            is_whole = num_columns == hidden
+            one = RowEmbed(
+                name=op.name,
+                row0=self.team_rank * rows if is_whole else 0,
+                num_rows=rows,
+                column=0,
+                num_words=num_columns // 2,
+                dst=first + (0 if is_whole else self.team_rank * num_columns // 2),
+            )
+        for number, word in enumerate(range(0, num_columns // 2, EMBED_WORDS)):
             self.queues[self.lightest[number % self.num_sms]].append(
-                RowEmbed(
-                    name=name,
-                    row0=self.team_rank * rows if is_whole else 0,
-                    num_rows=rows,
-                    column=column,
-                    num_words=columns // 2,
-                    dst=first + (0 if is_whole else self.team_rank * columns // 2),
-                )
+                replace(one, column=one.column + word)
             )
 
     def add_contraction(self, nth: int, op: FusedContraction) -> None:

@@ -269,7 +269,9 @@ def sum_partials(sm: RowSm, one: RowLinear, epilogue: Epilogue, limit: int, flag
         given: Floats = np.zeros(len(row), dtype=np.float32)
         if one.carry != NOTHING:
             given = sm.gpu.kept.load(sm.sm, one.carry + row, wanted)
-        if one.flags & CARRY_EMBEDDED:
+        if one.flags & CARRY_EMBEDDED and not sm.gpu.queues.tokens:
+            given = sm.gpu.embed[0][row]
+        elif one.flags & CARRY_EMBEDDED:
             words = np.unique(EMBEDDED + row // 4 * 2)
             words = np.stack((words, words + 1), axis=-1).reshape(-1)
             pairs = yield from sm.poll(words, flag - one.generation, repr(one.name))

@@ -408,6 +408,7 @@ def linear_task(
     LAYER_NORMS: gl.constexpr,
     KEEPS_NORMED: gl.constexpr,
     CHOICE: gl.constexpr,
+    GIVEN: gl.constexpr,
     RANKS: gl.constexpr,
     STAGES: gl.constexpr,
     TRACE: gl.constexpr,
@@ -420,7 +421,7 @@ def linear_task(
     step. flag: of what is written. best_words, num_sms, peers, team_rank, first_id, eps: as of
     decode; parts of sums, logits and candidates go to all ranks. squares, red: shared memory of
     ring.squares and ring.sums, as buffers. ring: RingAddresses; it: slots taken before; slots: see
-    route_task. stamps: int64, of this instruction.
+    route_task. stamps: int64, of this instruction. GIVEN: see sum_partials.
 
     Where tokens are sampled, the head only writes its logits, for SAMPLE.
     """
@@ -572,12 +573,14 @@ def linear_task(
                 sum_partials(
                     words,
                     symmetric,
+                    embed,
                     kept,
                     flag,
                     flag - words[GENERATION],
                     field(EPILOGUES, i, "formula"),
                     field(EPILOGUES, i, "num_carried"),
                     field(EPILOGUES, i, "publishes"),
+                    GIVEN,
                     RANKS,
                 )
     return it

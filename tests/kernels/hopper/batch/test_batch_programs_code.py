@@ -5,12 +5,18 @@ from functools import cache
 import pytest
 import torch
 
+from bench.programs import gated_mlp
 from distmega.kernels.hopper.batch.runner import BatchRunner
 from distmega.kernels.hopper.batch_plan.queues import build_batch_queues
 from distmega.kernels.hopper.plan.weight_order import order_weights
+from distmega.kernels.machines import H200
 from distmega.kernels.runtime.arena import Space, layout_arena
 from distmega.program.types import Program
+from distmega.sharding.layout.mesh import DeviceMesh
+from distmega.sharding.localize import localize
+from distmega.sharding.planner import plan_program
 from tests.kernels.hopper.batch_plan.test_batch_programs import program_of
+from tests.kernels.hopper.one_row.test_decode_code import LoneTeam
 from tests.kernels.offline import NUM_SMS, offline
 from tests.kernels.ptx import bare_signals, plain_spins
 from tests.kernels.row_programs import HEADS, PROGRAMS, attending
@@ -28,7 +34,8 @@ def compiled(name: str) -> Machine:
 
 
 @cache
-def compiled_program(program: Program) -> Machine:
+def compiled_program(program: Program, num_ranks: int = 1) -> Machine:
+    """num_ranks: that share the program, which is of one of them."""
     weights = layout_arena(Space.WEIGHT, order_weights(program))
     states = layout_arena(Space.STATE, program.with_role("state"))
     given = {*(tensor.name for tensor in program.with_role("input")), *program.outputs}
@@ -39,6 +46,7 @@ def compiled_program(program: Program) -> Machine:
             weights=weights,
             weights_arena=torch.empty(weights.num_bytes, dtype=torch.uint8),
             state_arena=torch.empty(max(states.num_bytes, 16), dtype=torch.uint8),
+            team=LoneTeam(num_ranks) if num_ranks > 1 else None,
         )
         runner.launch(
             {
@@ -84,3 +92,16 @@ def test_pointwise_work_fits_an_sm(name: str):
     assert code.shared_bytes <= SHARED_BYTES
     assert plain_spins(code.ptx) == []
     assert bare_signals(code.ptx) == []
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_sums_of_an_input_over_ranks_fit_an_sm(num_layers: int):
+    """Of one sum alone, ranks add up the rows that come in, too."""
+    model = gated_mlp(16, num_layers)
+    plan = plan_program(model.program, DeviceMesh(tp=2), H200, model.marks)
+    code = compiled_program(localize(plan).program, 2)
+    assert code.stack_bytes == 0
+    assert spills_in_products(code.cubin) == []
+    assert code.shared_bytes <= SHARED_BYTES
+    assert plain_spins(code.ptx) == []

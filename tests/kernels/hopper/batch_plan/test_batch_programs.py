@@ -272,6 +272,13 @@ def test_sums_over_ranks_are_of_whole_units():
         build(local)
 
 
-def test_one_sum_a_step_is_refused():
-    with pytest.raises(UnsupportedError, match="before other ranks have read it"):
-        build(team_program(1))
+def test_one_sum_a_step_follows_on_one_of_the_rows_that_come_in():
+    """Else it would follow on itself, and ranks would have heard nothing in between."""
+    queues = build(team_program(1))
+    entry, *_ = queues.queues[0]
+    assert isinstance(entry, BatchEmbed)
+    assert entry.parts
+    parts = [one.parts for one in queues.queues[0] if isinstance(one, BatchLinear) and one.parts]
+    assert len({entry.parts, *parts}) == len(queues.buffers) == 2
+    for num_layers in (2, 3):
+        assert not build(team_program(num_layers)).epilogues.entry.summed

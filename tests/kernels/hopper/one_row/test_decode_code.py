@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench.programs import llama_1b
+from bench.programs import gated_mlp, llama_1b
 from distmega.engine.decode_plan import lower_decode, plan_decode
 from distmega.engine.requests import EngineOptions
 from distmega.kernels.hopper.one_row.runner import RowRunner
@@ -142,9 +142,8 @@ VARIANTS = (
 """Of bench.programs; ranks, bytes spilled at most."""
 
 
-@pytest.mark.parametrize(("variant", "num_ranks", "spilled"), VARIANTS)
-def test_decoders_of_other_kinds_fit_an_sm(variant, num_ranks, spilled):
-    model = llama_1b(variant, layers=3)
+def code_of(model, num_ranks):
+    """Of a program that ranks share, and its queues."""
     plan = plan_program(model.program, DeviceMesh(tp=num_ranks), H200, model.marks)
     segment = localize(plan).program
     layouts = [
@@ -153,7 +152,6 @@ def test_decoders_of_other_kinds_fit_an_sm(variant, num_ranks, spilled):
     ]
     arenas = [torch.empty(layout.num_bytes, dtype=torch.uint8) for layout in layouts]
     queues = build_queues(segment, *layouts, NUM_SMS)
-    assert len(queues.queues) == NUM_SMS
     with pytest.MonkeyPatch.context() as patch, offline(patch) as launched:
         RowRunner(
             segment,
@@ -164,6 +162,21 @@ def test_decoders_of_other_kinds_fit_an_sm(variant, num_ranks, spilled):
             team=LoneTeam(num_ranks) if num_ranks > 1 else None,
         ).decode(1)
     (code,) = launched
+    return code, queues
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("num_layers", [1, 3])
+def test_sums_of_an_input_over_ranks_spill_nothing(num_layers):
+    code, _ = code_of(gated_mlp(1, num_layers), 2)
+    assert code.stack_bytes == 0
+    assert plain_spins(code.ptx) == []
+
+
+@pytest.mark.parametrize(("variant", "num_ranks", "spilled"), VARIANTS)
+def test_decoders_of_other_kinds_fit_an_sm(variant, num_ranks, spilled):
+    code, queues = code_of(llama_1b(variant, layers=3), num_ranks)
+    assert len(queues.queues) == NUM_SMS
     assert code.stack_bytes <= spilled
     assert code.shared_bytes <= SHARED_BYTES
 

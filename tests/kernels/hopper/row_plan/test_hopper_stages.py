@@ -7,6 +7,7 @@ import pytest
 
 from distmega.engine.decode_plan import lower_decode, model_mesh, plan_decode
 from distmega.engine.requests import EngineOptions
+from distmega.kernels.hopper.plan.matrices import input_columns
 from distmega.kernels.hopper.plan.types import RowQueues
 from distmega.kernels.hopper.plan.words import FROM_EMBEDDING, RowEmbed, RowLinear
 from distmega.kernels.hopper.row_plan.queues import build_queues
@@ -67,15 +68,24 @@ def test_a_stage_enters_and_leaves_by_x(name: str, tp: int, pp: int) -> None:
         assert all(kept.first + kept.num <= stage.num_kept for kept in stage.outputs)
 
 
-def test_the_first_rank_of_a_stage_gives_all_of_them_x() -> None:
-    """As the only row, number 0, of an embedding matrix."""
+def test_each_rank_of_a_stage_gives_all_of_them_its_part_of_x() -> None:
+    """As columns of the only row, number 0, of an embedding matrix."""
     pushes = []
     for team_rank in range(2):
         later = stage_queues("qwen3-8b", 2, 2, team_rank)[1]
         pushes.append([one for queue in later.queues for one in queue if isinstance(one, RowEmbed)])
     mine, theirs = pushes
-    assert {(one.row0, one.num_rows) for one in mine} == {(0, 1)}
-    assert {(one.row0, one.num_rows) for one in theirs} == {(1, 1)}
-    assert [replace(one, row0=0) for one in theirs] == mine
+    assert {(one.row0, one.num_rows) for one in pushes[0] + pushes[1]} == {(0, 1)}
+    assert [
+        replace(one, column=one.column - 1024, start=0, num_words=1024) for one in theirs
+    ] == mine
     columns = sorted(one.column for one in mine)
-    assert columns == list(range(0, 4096 // 2, 256))
+    assert columns == list(range(0, 1024, 256))
+
+
+@pytest.mark.parametrize("hidden", [2048, 136, 24, 8])
+@pytest.mark.parametrize("num_ranks", [2, 3, 8])
+def test_columns_of_an_input_are_shared_once(hidden: int, num_ranks: int) -> None:
+    parts = [input_columns(hidden, rank, num_ranks) for rank in range(num_ranks)]
+    assert [column for part in parts for column in part] == list(range(hidden))
+    assert all(part.start % 8 == 0 for part in parts)

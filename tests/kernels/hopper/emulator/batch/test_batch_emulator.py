@@ -90,10 +90,20 @@ def test_calls_in_any_order_of_sms_give_what_torch_does(name: str):
     require_right(batch_case(program_of(name, 3)), seed=NAMES.index(name))
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_a_gated_mlp_on_ranks(tp: int):
-    model = gated_mlp(4, layers=3, hidden=128, inner=256)
+@pytest.mark.parametrize(("tp", "layers", "rows"), [(1, 3, 4), (2, 3, 4), (2, 1, 2), (4, 1, 16)])
+def test_a_gated_mlp_on_ranks(tp: int, layers: int, rows: int):
+    """Of one sum, too, with which ranks add up the rows that come in."""
+    model = gated_mlp(rows, layers, hidden=128, inner=256)
     require_right(batch_case(model.program, tp, 3, model.marks if tp > 1 else None), seed=tp)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("layers", [1, 2, 3, 4])
+def test_sums_over_ranks_in_many_orders(tp: int, layers: int):
+    model = gated_mlp(16, layers, hidden=128, inner=256)
+    for seed in range(12):
+        require_right(batch_case(model.program, tp, 2 + seed % 4, model.marks), seed)
 
 
 def test_tokens_choose_the_next_ones():

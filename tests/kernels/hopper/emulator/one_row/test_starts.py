@@ -1,15 +1,23 @@
-"""SM 0 counts up a launch's state only when all SMs have read it."""
+"""SM 0 counts up a launch's state only when all SMs have read it, and ranks that wait for no token
+are ordered by what they hand out of an input.
+"""
 
 from dataclasses import replace
 
 import pytest
+import torch
 
+from bench.programs import gated_mlp
 from distmega.errors import CheckError
 from distmega.kernels.hopper.plan.types import RowQueues
 from distmega.kernels.hopper.plan.words import RowBarrier
+from distmega.kernels.hopper.row_plan import accesses
 from distmega.kernels.hopper.row_plan.proof import find_hazard
 from tests.gpu.test_whole import program_of, random_values
-from tests.kernels.hopper.emulator.emulating import Case, case_of, with_queues
+from tests.kernels.hopper.emulator.emulating import Case, case_of, error, expected, with_queues
+
+MOST_ERROR = 0.02
+"""Of what is rounded to bf16 between ops."""
 
 
 def without_starts(queues: RowQueues) -> RowQueues:
@@ -60,19 +68,50 @@ def test_a_program_whose_sms_wait_for_each_other_has_no_such_barrier():
     assert not queues.has_barriers
 
 
-def three_sums() -> Case:
-    """Of an input of one row, which the first rank hands to all."""
-    return case_of(program_of("silu", "bf16"), tp=2, num_sms=132)
+def sums(num_layers: int, tp: int, num_sms: int) -> Case:
+    """A sum over ranks a layer, of an input of one row, of which each rank hands a part to all."""
+    model = gated_mlp(1, num_layers, hidden=128, inner=256)
+    return case_of(model.program, tp, num_sms, model.marks)
 
 
-def test_the_first_sum_of_a_launch_has_other_words_than_the_last_of_the_one_before():
-    """A rank that has ended a launch can't know that its peers have read its last part."""
-    names = [buffer.name for buffer in three_sums().queues[0].buffers]
-    assert len([name for name in names if name.startswith("parts of")]) == 3
+def require_sums(case: Case, num_calls: int, seed: int) -> None:
+    """Calls on end with inputs of their own give torch's results, the same on all ranks."""
+    program = case.program
+    values = random_values(program)
+    x = values.pop("x")
+    inputs = [{"x": x * (1.0 - 0.5 * number)} for number in range(num_calls)]
+    exact = expected(program, values, inputs)
+    (out,) = program.outputs
+    for each, wanted in zip(case.emulate(values, inputs, seed), exact, strict=True):
+        assert error(each[0].outputs[out], wanted[out]) < MOST_ERROR
+        assert all(torch.equal(one.outputs[out], each[0].outputs[out]) for one in each)
+
+
+@pytest.mark.parametrize(("num_layers", "num_buffers"), [(1, 1), (3, 2)])
+def test_parts_of_an_input_order_the_sums_of_launches(num_layers: int, num_buffers: int):
+    """Who has read them knows that all ranks are done with the launch before."""
+    names = [buffer.name for buffer in sums(num_layers, 2, 16).queues[0].buffers]
+    assert len([name for name in names if name.startswith("parts of")]) == num_buffers
+
+
+@pytest.mark.parametrize(("tp", "num_layers", "num_sms"), [(2, 1, 4), (2, 3, 3), (4, 1, 4)])
+def test_launches_of_ranks_that_wait_for_no_token(tp: int, num_layers: int, num_sms: int):
+    require_sums(sums(num_layers, tp, num_sms), 3, seed=tp)
 
 
 @pytest.mark.nightly
-def test_launches_of_ranks_that_wait_for_no_token():
-    case = three_sums()
-    values = random_values(case.program)
-    case.emulate(values, [{"x": values["x"]}] * 4, 0)
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("num_layers", [1, 2, 3])
+def test_launches_of_ranks_in_many_orders(tp: int, num_layers: int):
+    for seed in range(12):
+        require_sums(sums(num_layers, tp, 3 + seed % 6), 4, seed)
+
+
+def test_an_input_that_one_rank_hands_out_orders_nothing(monkeypatch: pytest.MonkeyPatch):
+    """Of the other rank nothing would be heard between the only sum of a launch and the next."""
+    (queues, _) = sums(1, 2, 4).queues
+    assert find_hazard(queues) == ""
+    monkeypatch.setattr(
+        accesses, "input_columns", lambda hidden, rank, _: range(0, 0 if rank else hidden)
+    )
+    assert "has read it" in find_hazard(queues)
