@@ -114,18 +114,20 @@ def parse_case(text: str) -> Case:
     return Case(text, name, found[0] if found else 0, num_ranks, chosen)
 
 
-def gated_mlp(rows: int, layers: int = 16, hidden: int = 2048, inner: int = 8192) -> Model:
+def gated_mlp(
+    rows: int, layers: int = 16, hidden: int = 2048, inner: int = 8192, dtype: str = "bf16"
+) -> Model:
     """x + (silu(norm(x) gate') * (norm(x) up')) down', layer after layer."""
     p = ProgramBuilder("gated_mlp")
-    x = p.input("x", (rows, hidden), "bf16")
+    x = p.input("x", (rows, hidden), dtype)
     marks: dict[str, Layout] = {}
     for i in range(layers):
-        normed = p.rms_norm(x, p.weight(f"{i}.norm", (hidden,), "bf16"), EPS)
+        normed = p.rms_norm(x, p.weight(f"{i}.norm", (hidden,), dtype), EPS)
         gate, up = (
-            p.linear(normed, p.weight(f"{i}.{name}", (inner, hidden), "bf16"))
+            p.linear(normed, p.weight(f"{i}.{name}", (inner, hidden), dtype))
             for name in ("gate", "up")
         )
-        down = p.weight(f"{i}.down", (hidden, inner), "bf16")
+        down = p.weight(f"{i}.down", (hidden, inner), dtype)
         x = p.linear(gate.map("silu(a0) * a1", up), down).map("a0 + a1", x)
         marks |= {f"{i}.{name}": shard(0, "tp") for name in ("gate", "up")}
         marks[f"{i}.down"] = shard(1, "tp")

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from bench.programs import gated_mlp
 from distmega.compiled import CompiledProgram
 from distmega.hostir.comm.communicator import Communicator
 from distmega.kernels.machines import H200
@@ -50,3 +51,41 @@ def run_whole(comm: Communicator) -> None:
 @pytest.mark.parametrize(("device", "num_ranks"), ON_GPUS)
 def test_a_program_is_one_launch_a_rank(run_ranks, device: str, num_ranks: int):
     run_ranks(f"{HERE}:run_whole", device, num_ranks)
+
+
+def run_rows(comm: Communicator, rows: int, layers: int) -> None:
+    """Inputs change from call to call; ranks get the same bits, and an input that comes again its
+    own.
+    """
+    device = str(torch.get_default_device())
+    model = gated_mlp(rows, layers, hidden=512, inner=1536)
+    with torch.device("cpu"):
+        values = random_values(model.program)
+        exact = run(gated_mlp(rows, layers, 512, 1536, "f32").program, values, "cpu")
+    plan = plan_program(model.program, comm.mesh, H200, model.marks)
+    whole = CompiledProgram(plan, comm, device, megakernel=True)
+    parts = whole.parts({key: x.to(device) for key, x in values.items()})
+    library = CompiledProgram(plan, comm, device, megakernel=False)
+    (expected,) = library(dict(parts)).values()
+    (found,) = whole(parts).values()
+    assert (whole.stats.num_megakernels, whole.stats.num_library_ops) == (1, 0)
+    first = found.clone()
+    inputs = [parts["x"] * (1.0 - 0.25 * number) for number in range(7)]
+    for number in range(NUM_CALLS):
+        (found,) = whole({"x": inputs[number % 7]}).values()
+        if number % 490 == 0:
+            assert torch.equal(found, first)
+    whole.wait()
+    errors = error(first.float().cpu(), exact), error(expected.float().cpu(), exact)
+    if comm.rank == 0:
+        print(f"{rows} rows, {layers} layers: kernel {errors[0]:.2e}, library ops {errors[1]:.2e}")
+    assert errors[0] <= MOST_ERROR * errors[1]
+    theirs = comm.all_gather_object((first.float().cpu().tolist(), found.float().cpu().tolist()))
+    assert all(one == theirs[0] for one in theirs)
+
+
+@pytest.mark.parametrize(("device", "num_ranks"), ON_GPUS)
+@pytest.mark.parametrize(("rows", "layers"), [(1, 1), (1, 3), (2, 1), (16, 1), (16, 2), (16, 3)])
+def test_rows_over_ranks(run_ranks, device: str, num_ranks: int, rows: int, layers: int):
+    """Of one sum, of an even and of an odd number."""
+    run_ranks(f"{HERE}:run_rows", device, num_ranks, rows, layers)
