@@ -2,7 +2,7 @@
 
 In: a Program that is to be one launch, and the rates of a device. Out: microseconds by a coarse
 model: every fused op waits for the one before it, and reads its weights once. By it rewrite rules
-are chosen (distmega/superopt/rewrite.py). Next: fuse.py, whose ops are counted.
+are chosen (distmega/superopt/rewrite.py). Next: fuse/segment.py, whose ops are counted.
 """
 
 import math
@@ -17,7 +17,7 @@ WAIT_US = 1.0
 
 
 def segment_us(segment: Program, machine: DeviceRates) -> float:
-    """Predicted time; inf for a segment with an op that no rule of fuse.py takes."""
+    """Predicted time; inf for a segment with an op that no rule of fuse/segment.py takes."""
     try:
         fused = fuse_segment(segment)
     except UnsupportedError:

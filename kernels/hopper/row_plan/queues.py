@@ -1,8 +1,8 @@
 """Queues of the kernel of one row: which SM computes which rows of which fused op, where data lie.
 
-In: fused ops (tasks/fuse.py) in any order that follows their data, and the layouts of the weight
-and state arenas. Out: a RowQueues: the instructions of every SM, sizes of what they exchange and
-keep, and what the kernel is specialised for. Torch-free. Next on the walk: one_row/runner.py.
+In: fused ops (tasks/fuse/) in any order that follows their data, and the layouts of the weight and
+state arenas. Out: a RowQueues: the instructions of every SM, sizes of what they exchange and keep,
+and what the kernel is specialised for. Torch-free. Next on the walk: one_row/runner.py.
 
 Every SM gets the same number of rows of each matrix. No event orders the tasks: a reader polls the
 words it needs until they carry the flag of their step and generation. Ops of one class, like those

@@ -17,250 +17,45 @@ structure of ops and at who uses their results, never at names and never at one 
 - a chain that takes no product, or a norm or softmax that no contraction takes in, is pointwise
   work on rows, whose first argument may be normalised.
 
-What no rule takes is an error that names the op. Next on the walk: ../hopper/row_plan/queues.py.
+What no rule takes is an error that names the op. Next on the walk: ../../hopper/row_plan/queues.py.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from distmega.errors import UnsupportedError
+from distmega.kernels.tasks.fuse.formulas import canonical, substitute
+from distmega.kernels.tasks.fuse.types import (
+    IDENTITY,
+    ExpertSlots,
+    Fused,
+    FusedAttention,
+    FusedChoice,
+    FusedContraction,
+    FusedEmbedding,
+    FusedPointwise,
+    FusedRouting,
+    FusedSample,
+    InputNorm,
+    Limits,
+    WeightStream,
+)
+from distmega.kernels.tasks.fuse.views import shown_by_views
 from distmega.program import expr
 from distmega.program.kinds import kind_of, kinds
 from distmega.program.types import (
     Op,
     Program,
-    Tensor,
     contracts,
     grouped_index,
-    packed_strides,
-    view_strides,
 )
-
-Limits = Literal["given", "candidates", "all"]
-IDENTITY = expr.Arg(0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InputNorm:
-    """A norm applied to x on its way in. kind: "rms_norm" or "layer_norm", or "softmax" where no
-    contraction follows; weight, bias: "" without one.
-    """
-
-    weight: str
-    eps: float
-    kind: str = "rms_norm"
-    bias: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightStream:
-    """Weights whose rows lie one after the other, and the bias of each, "" where there is none."""
-
-    weights: tuple[str, ...]
-    biases: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertSlots:
-    """Weights [num_experts, n, k] of which a contraction takes the matrices of num_chosen experts,
-    those of the slots of `routing`, a FusedRouting.
-
-    by "rows": of a row of x each slot makes a row of the result, [num_chosen, n], and what its
-    expert weighs is the last argument of the formula. by "columns": each slot has a row of x
-    [num_chosen, k], and their products are added up. Of several rows each has slots of its own.
-    """
-
-    routing: str
-    by: Literal["rows", "columns"]
-    num_experts: int
-    num_chosen: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FusedContraction:
-    """Rows of one vector or more: formula(products of x with a row of each stream, operands).
-
-    x is normalised first if `norm`. Argument i of the formula is the product of stream i with its
-    bias added; arguments after the streams are `operands`, tensors of as many elements as a stream
-    has rows. With several ranks the product of the only stream is summed over them first. outs: the
-    result, cut where the weights of the first stream are. normed: the normalised x, if it is also
-    an operand of later ops or leaves. name: of the op that gave the result. experts: where the
-    weights are of several, and data choose.
-    """
-
-    name: str
-    x: str
-    norm: InputNorm | None
-    streams: tuple[WeightStream, ...]
-    outs: tuple[str, ...]
-    formula: expr.Expr = IDENTITY
-    operands: tuple[str, ...] = ()
-    num_ranks: int = 1
-    normed: str = ""
-    experts: ExpertSlots | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FusedRouting:
-    """The experts of the num_chosen largest of num_experts `scores` of each row, a slot each, and
-    what they weigh; see ops.top_k for order and weighing. name: of the op that sorts rows.
-    """
-
-    name: str
-    scores: str
-    num_experts: int
-    num_chosen: int
-    weighing: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FusedEmbedding:
-    """out = the row of `table` at `ids`; one of num_ranks ranks has it, or each has a part."""
-
-    name: str
-    ids: str
-    table: str
-    out: str
-    num_ranks: int = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FusedAttention:
-    """Rotates q and k after their norms, appends k and v to the caches, attends. softcap: unless it
-    is 0, scores are softcap * tanh(score / softcap). bias: "" or a weight [t, h, g], which is added
-    to scores.
-
-    q [1, h, g, d], k and v [1, h, d]: before norm and rotation. table: "" where nothing is rotated.
-    """
-
-    name: str
-    q: str
-    k: str
-    v: str
-    q_norm: InputNorm | None
-    k_norm: InputNorm | None
-    positions: str
-    table: str
-    k_cache: str
-    v_cache: str
-    scale: float
-    window: int
-    out: str
-    softcap: float = 0.0
-    bias: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FusedPointwise:
-    """out = formula(x after its norm, operands), all of as many elements; without x, x is "", norm
-    is None and the formula takes the operands alone. length: elements that are normalised together.
-    """
-
-    name: str
-    x: str
-    norm: InputNorm | None
-    length: int
-    out: str
-    formula: expr.Expr = IDENTITY
-    operands: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FusedSample:
-    """A token sampled as ops.sample says, at the last of `positions`, instead of the most likely.
-
-    limits: "given", and sampling is what ops.sample takes; else sampling is settings of ops.cutoff,
-    whose limits are looked for among few "candidates" or among "all" tokens, of all ranks.
-    """
-
-    sampling: str
-    seeds: str
-    positions: str
-    limits: Limits = "given"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FusedChoice:
-    """token = argmax of the result of the contraction before, `source`, or sampled from it.
-
-    Over num_ranks ranks, each has as many rows of all `vocab` ones, in rank order. logits: what all
-    ranks have or, where none asks for them, the rank's own.
-    """
-
-    name: str
-    source: str
-    logits: str
-    token: str
-    vocab: int
-    num_ranks: int = 1
-    sampler: FusedSample | None = None
-
-
-Fused = (
-    FusedContraction | FusedRouting | FusedEmbedding | FusedAttention | FusedPointwise | FusedChoice
-)
-
-
-def norms_of(op: Fused) -> list[InputNorm]:
-    """All norms of a fused op."""
-    if isinstance(op, FusedAttention):
-        return [norm for norm in (op.q_norm, op.k_norm) if norm]
-    norm = getattr(op, "norm", None)
-    return [norm] if isinstance(norm, InputNorm) else []
-
-
-def attention_extents(
-    op: FusedAttention, tensors: Mapping[str, Tensor]
-) -> tuple[int, int, int, int]:
-    """Rows, kv heads, query heads of each, elements of a head."""
-    rows = tensors[op.positions].num_elements
-    *_, num_kv_heads, _, head_dim = tensors[op.k_cache].shape
-    return (
-        rows,
-        num_kv_heads,
-        tensors[op.q].num_elements // (rows * num_kv_heads * head_dim),
-        head_dim,
-    )
 
 
 def fuse_segment(segment: Program) -> tuple[Fused, ...]:
     """The fused ops of a segment. UnsupportedError names the first op that no rule takes."""
     return _SegmentFusion(segment).run()
-
-
-@dataclass(frozen=True, slots=True)
-class Shown:
-    """What a view shows: `num` elements of a tensor from `first` on, in their order."""
-
-    tensor: str
-    first: int
-    num: int
-
-
-def shown_by_views(segment: Program) -> dict[str, Shown]:
-    """Of each view that shows a run of elements: where these are in the tensor that has storage."""
-    tensors = segment.tensor_map()
-    views = {op.writes[0].tensor for op in segment.ops if op.is_view}
-    found: dict[str, Shown] = {}
-    for op in segment.ops:
-        if not op.is_view:
-            continue
-        source, view = tensors[op.reads[0].tensor], tensors[op.writes[0].tensor]
-        if source.name in views - found.keys():
-            continue
-        strides = packed_strides(source.shape)
-        steps = view_strides(op, strides)
-        packed = zip(view.shape, steps or (), packed_strides(view.shape), strict=False)
-        if steps is None or any(step != want for extent, step, want in packed if extent > 1):
-            continue
-        base = found.get(source.name, Shown(source.name, 0, source.num_elements))
-        first = base.first + sum(
-            index.offset * stride for index, stride in zip(op.reads[0].dims, strides, strict=True)
-        )
-        found[view.name] = Shown(base.tensor, first, view.num_elements)
-    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -806,25 +601,6 @@ MAX_STREAMS = 2
 """Products of one x that meet in an epilogue, at most."""
 PRODUCTS = ("linear", "scatter_add")
 """What results of contractions come from."""
-COMMUTATIVE = ("add", "mul")
-
-
-def substitute(tree: expr.Expr, arguments: Sequence[expr.Expr]) -> expr.Expr:
-    """The expression with argument i replaced by arguments[i]."""
-    match tree:
-        case expr.Arg(index):
-            return arguments[index]
-        case expr.Call(args=parts):
-            return replace(tree, args=tuple(substitute(part, arguments) for part in parts))
-    return tree
-
-
-def canonical(tree: expr.Expr) -> expr.Expr:
-    """The expression with the arguments of commutative functions in one order: the same bits."""
-    if not isinstance(tree, expr.Call):
-        return tree
-    args = tuple(map(canonical, tree.args))
-    return replace(tree, args=tuple(sorted(args, key=str)) if tree.fn in COMMUTATIVE else args)
 
 
 def _out(op: Op) -> str:

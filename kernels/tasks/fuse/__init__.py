@@ -1,0 +1,48 @@
+"""From the ops of a segment to the kinds of work that one persistent kernel does.
+
+A segment (a Program) comes in; fused ops go out, each after what it reads, or an UnsupportedError
+that names an op. Start at types.py, then segment.py, whose docstring has the rules; views.py and
+formulas.py serve it.
+"""
+
+from distmega.kernels.tasks.fuse.formulas import canonical, substitute
+from distmega.kernels.tasks.fuse.segment import fuse_segment
+from distmega.kernels.tasks.fuse.types import (
+    IDENTITY,
+    ExpertSlots,
+    Fused,
+    FusedAttention,
+    FusedChoice,
+    FusedContraction,
+    FusedEmbedding,
+    FusedPointwise,
+    FusedRouting,
+    FusedSample,
+    InputNorm,
+    WeightStream,
+    attention_extents,
+    norms_of,
+)
+from distmega.kernels.tasks.fuse.views import Shown, shown_by_views
+
+__all__ = [
+    "IDENTITY",
+    "ExpertSlots",
+    "Fused",
+    "FusedAttention",
+    "FusedChoice",
+    "FusedContraction",
+    "FusedEmbedding",
+    "FusedPointwise",
+    "FusedRouting",
+    "FusedSample",
+    "InputNorm",
+    "Shown",
+    "WeightStream",
+    "attention_extents",
+    "canonical",
+    "fuse_segment",
+    "norms_of",
+    "shown_by_views",
+    "substitute",
+]
