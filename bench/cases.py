@@ -46,6 +46,16 @@ every rank.
 """
 
 
+def make_parser(doc: str | None, cases: Sequence[str], rounds: int) -> argparse.ArgumentParser:
+    """Options that such commands share. cases, rounds: where none are named."""
+    parser = argparse.ArgumentParser(description=doc)
+    parser.add_argument("cases", nargs="*", default=cases)
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--no-peer", action="store_true")
+    add_book_options(parser)
+    return parser
+
+
 def run_cases(
     benchmark: str,
     doc: str | None,
@@ -57,12 +67,16 @@ def run_cases(
     """Measures the cases that the command line names, `cases` if none, and writes their records as
     they come. rounds: unless it says how many.
     """
-    parser = argparse.ArgumentParser(description=doc)
-    parser.add_argument("cases", nargs="*", default=cases)
-    parser.add_argument("--rounds", type=int, default=rounds)
-    parser.add_argument("--no-peer", action="store_true")
-    add_book_options(parser)
-    arguments = parser.parse_args()
+    measure_cases(benchmark, make_parser(doc, cases, rounds).parse_args(), parse, measure)
+
+
+def measure_cases(
+    benchmark: str,
+    arguments: argparse.Namespace,
+    parse: Callable[[str], C],
+    measure: Measure[C],
+) -> None:
+    """As run_cases, the command line read by make_parser before."""
     book = open_book(arguments.results, arguments.commit)
     for case in map(parse, arguments.cases):
         given = arguments.rounds, not arguments.no_peer, benchmark, book

@@ -4,22 +4,32 @@
 
 On the host's clock, from the prompts' tokens on the host to the first token of each there, by
 turns. Weights are random, bf16; both sides know the sizes from before, ours its programs, the peer
-its graph. The floor is each product of a pass at cuBLAS's rate for its own shape, measured in the
-same run, and attention at ATTENTION_FLOPS, of a GPU's part of the model.
+its graph. With --at-once cases are set up at the same time, a process each, which takes torch long;
+then one after the other is timed alone. The floor is each product of a pass at cuBLAS's rate for
+its own shape, measured in the same run, and attention at ATTENTION_FLOPS, of a GPU's part of the
+model.
 Writes bench/results/prefill-<device>.json; `make tables` writes
 the table of docs/performance.md from it.
 """
 
+import argparse
+import multiprocessing
 import statistics
+import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 
 import torch
 import torch.nn.functional as F
 
-from bench.cases import read_case, run_cases
-from bench.records import Record
+from bench.cases import make_parser, measure_cases, read_case
+from bench.programs import Turns
+from bench.ranks import run_on_ranks
+from bench.records import Book, Record, open_book
 from bench.timing import elapsed_us
 from bench.torch_decoder import make_peer
 from distmega.engine.engine import Engine
@@ -28,6 +38,7 @@ from distmega.hostir.comm.communicator import Communicator
 from distmega.models.config import ModelConfig
 from distmega.sources.load import open_model
 
+BENCHMARK = "prefill"
 SIZES = (128, 1), (448, 1), (2048, 1), (448, 16), (4032, 16)
 CASES = tuple(
     f"{model} prompt={length} batch={batch}"
@@ -37,6 +48,8 @@ CASES = tuple(
 ATTENTION_FLOPS_PER_US = 600e6
 NARROW_FLOPS_PER_US = 400e6
 """At head dim 64 and below, where softmax takes more of the time."""
+ROUNDS = 15
+WARM_ROUNDS = 3
 BUDGET = EngineOptions().max_batched_tokens
 CACHED_BYTES = 2**28
 """Weights that are multiplied in turn, more than a GPU's cache holds."""
@@ -130,23 +143,39 @@ def peer_prefill(case: Case, config: ModelConfig) -> Callable[[], object]:
     return run
 
 
-def measure(case: Case, comm: Communicator, rounds: int, with_peer: bool) -> Record:
-    """Medians over `rounds` rounds in which each is timed once, all ranks at the same time."""
+def measure(
+    case: Case,
+    comm: Communicator,
+    rounds: int,
+    with_peer: bool,
+    ready: Callable[[], object] = lambda: None,
+) -> Record:
+    """Medians over `rounds` rounds in which each is timed once, all ranks at the same time. ready:
+    called before them.
+    """
     config = open_model(case.model).config
     engine, ours = our_prefill(case, comm)
     runs = {"ours": ours}
     if with_peer:
         runs["torch.compile"] = peer_prefill(case, config)
     times: dict[str, list[float]] = {name: [] for name in runs}
-    for number in range(3 + rounds):
+
+    def run_round() -> None:
         for name, run in runs.items():
             torch.cuda.synchronize()
             comm.barrier()
             start = time.perf_counter()
             run()
-            if number >= 3:
-                times[name].append(1e6 * (time.perf_counter() - start))
-    medians = {name: round(statistics.median(found), 1) for name, found in times.items()}
+            times[name].append(1e6 * (time.perf_counter() - start))
+
+    for _ in range(WARM_ROUNDS):
+        run_round()
+    ready()
+    for _ in range(rounds):
+        run_round()
+    medians = {
+        name: round(statistics.median(found[WARM_ROUNDS:]), 1) for name, found in times.items()
+    }
     ours_us = medians.pop("ours")
     del engine
     return Record(
@@ -159,5 +188,79 @@ def measure(case: Case, comm: Communicator, rounds: int, with_peer: bool) -> Rec
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One of several cases that are set up at the same time. device: of a case of one rank."""
+
+    case: Case
+    device: int
+    rounds: int
+    with_peer: bool
+    book: Book
+    turns: Turns
+
+
+def measure_in_turn(comm: Communicator, job: Job) -> None:
+    """On one rank; the record is written before the next one's turn."""
+    with ExitStack() as stack:
+        record = measure(
+            job.case,
+            comm,
+            job.rounds,
+            job.with_peer,
+            lambda: stack.enter_context(job.turns.take(0, comm)),
+        )
+        if comm.rank == 0:
+            job.book.write(BENCHMARK, record)
+            print(record, flush=True)
+
+
+def run_job(job: Job) -> None:
+    """A process's work."""
+    torch.cuda.set_device(job.device)
+    run_on_ranks(measure_in_turn, job.case.num_ranks, job)
+
+
+def run_at_once(cases: Sequence[Case], options: argparse.Namespace, book: Book) -> None:
+    """A process a case; the first that fails ends the others, which would wait for it."""
+    spawn = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        processes = []
+        for number, case in enumerate(cases):
+            job = Job(
+                case=case,
+                device=number % torch.cuda.device_count(),
+                rounds=options.rounds,
+                with_peer=not options.no_peer,
+                book=book,
+                turns=Turns(store=f"{folder}/turns", number=number, num=len(cases)),
+            )
+            processes.append(spawn.Process(target=run_job, args=(job,)))
+        for process in processes:
+            process.start()
+        running = {process.sentinel: process for process in processes}
+        while running:
+            for sentinel in wait([*running]):
+                ended = running.pop(sentinel)
+                ended.join()
+                if ended.exitcode:
+                    for other in running.values():
+                        other.terminate()
+    if any(process.exitcode for process in processes):
+        sys.exit("a case failed, as said above; those before it were measured")
+
+
+def main() -> None:
+    """See above."""
+    parser = make_parser(__doc__, CASES, ROUNDS)
+    parser.add_argument("--at-once", action="store_true", help="set up all cases at the same time")
+    options = parser.parse_args()
+    if options.at_once:
+        book = open_book(options.results, options.commit)
+        run_at_once([*map(parse_case, options.cases)], options, book)
+    else:
+        measure_cases(BENCHMARK, options, parse_case, measure)
+
+
 if __name__ == "__main__":
-    run_cases("prefill", __doc__, CASES, 15, parse_case, measure)
+    main()
