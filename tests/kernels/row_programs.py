@@ -89,6 +89,27 @@ def wide_norms(rows: int) -> Program:
     return post_norms(rows, "f32")
 
 
+def plain_layer_norms(rows: int, dtype: str = "bf16") -> Program:
+    """Layer norms without a bias in front of products, one for others too; a softmax leaves."""
+    p = ProgramBuilder("plain")
+    ids, table = p.input("ids", (rows,), "i64"), p.weight("table", (VOCAB, HIDDEN), "bf16")
+    x = p.embedding(ids, table, name="x")
+    for i in range(2):
+        n = p.layer_norm(x, p.weight(f"n{i}.w", (HIDDEN,), dtype), None, 1e-5, name=f"n{i}")
+        h = matrix(p, n, FFN, f"h{i}").map("gelu(a0)")
+        others = (x, n) if i else (x,)
+        sums = "a0 + a1 + a2" if i else "a0 + a1"
+        x = p.pointwise(sums, matrix(p, h, HIDDEN, f"y{i}"), *others, name=f"x{i}")
+    n = p.layer_norm(x, p.weight("final.w", (HIDDEN,), dtype), None, 1e-5, name="final")
+    out = p.softmax(x, name="out")
+    return p.build(p.argmax(matrix(p, n, VOCAB, "logits"), name="next"), out)
+
+
+def wide_layer_norms(rows: int) -> Program:
+    """As plain_layer_norms, with weights of norms in f32."""
+    return plain_layer_norms(rows, "f32")
+
+
 def attending(
     layers: int = 2, heads: int = 4, dim: int = 64, softcap: float = 0.0, ffn: int = FFN,
     vocab: int = VOCAB, dtype: str = "bf16", group: int = 1, window: int = 0, rows: int = 1,
@@ -143,7 +164,7 @@ PROGRAMS: Mapping[str, Callable[[int], Program]] = MappingProxyType(
         one.__name__: one
         for one in (
             norm_at_the_end, classifier, post_norms, wide_norms, two_tables, scaled_table,
-            norm_of_input,
+            norm_of_input, plain_layer_norms, wide_layer_norms,
         )
     }
 )  # fmt: skip
@@ -155,6 +176,9 @@ HEADS: Mapping[str, Mapping[str, Any]] = MappingProxyType({
     "96 of each": {"dim": 96, "group": 3, "each_head": True, "window": 40},
     "128 capped": {"dim": 128, "softcap": 2.0, "window": 40},
     "128 of each": {"dim": 128, "group": 4, "each_head": True, "dtype": "f32"},
+    "64 biased": {"heads": 2, "group": 3, "biased": True, "window": 40},
+    "80 biased": {"heads": 2, "dim": 80, "biased": True, "softcap": 0.5},
+    "128 biased": {"heads": 1, "dim": 128, "group": 16, "biased": True},
 })  # fmt: skip
 """Heads for `attending` of several rows."""
 

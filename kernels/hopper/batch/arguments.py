@@ -74,8 +74,9 @@ class BatchSpec:
     head_dim, num_queries, num_heads, num_kv_heads, num_parts: of attention: elements of a head,
     query heads of a task, query and kv heads of this rank, tasks that share a kv head. qk_norm:
     whether queries and keys are normalised; rotated: whether they are rotated; apart: whether they
-    and values lie apart; softcap: what scores are kept below, if it is not 0. attends, normalises:
-    whether there is attention, and rows in another form (norms.py). looks_up: whether tokens are
+    and values lie apart; softcap: what scores are kept below, if it is not 0; biased: whether a
+    table is added to them. attends, normalises: whether there is attention, and rows in another
+    form (norms.py). looks_up: whether tokens are
     looked up in `embed`. formulas: of pointwise work on rows. wide_norms: whether weights of norms
     are f32. keeps_tokens: whether tables are looked up besides. choice: how a token is chosen
     (plan/words.py). head_rows: logits of an SM, at most, a power of two. whole_slices: whether rows
@@ -106,3 +107,4 @@ class BatchSpec:
     stages: int
     ahead: int
     experts: ExpertShape | None = None
+    biased: bool = False

@@ -291,6 +291,7 @@ class BatchRunner:
             stages=STAGES,
             ahead=AHEAD,
             experts=queues.experts,
+            biased=self._shape.biased,
         )
         return launcher_of(kernel.decode_batch, len(queues.queues), spec)
 

@@ -305,8 +305,6 @@ class _BatchBuilder:
         if any(length % ROW_MULTIPLE for length in self.placed.columns.values()):
             raise unfit(f"rows of {sorted(set(self.placed.columns.values()))} elements")
         self.check_caches()
-        if self.attention and self.attention.biased:
-            raise unfit("scores with a bias")
         self.tables, self.positions = found.tables, found.positions
         self.fused = tuple(in_order(op, self.tables) for op in self.fused)
         self.wide_norms = self.placed.has_wide_norms(self.fused)
@@ -862,6 +860,7 @@ class _BatchBuilder:
             dst=CHUNK * self.take_chunks(now, form, "attention", width),
             q_norm=self.placed.vector(op.q_norm.weight) if op.q_norm else NOTHING,
             k_norm=self.placed.vector(op.k_norm.weight) if op.k_norm else NOTHING,
+            table=self.placed.table(op.bias, "f32") if op.bias else 0,
         )
         for queue in self.queues:
             queue.append(one)

@@ -263,7 +263,7 @@ class BatchAttention:
     sees, itself included. src: first of the float32 numbers [16, num_rows] of queries, keys and
     values or, where these lie apart, of queries; k_src, v_src: then of keys and values, their heads
     alone a row. dst: first element of the output in the activations. q_norm, k_norm: offsets in the
-    vectors.
+    vectors. table: as of RowAttention.
     """
 
     name: str
@@ -277,6 +277,7 @@ class BatchAttention:
     k_norm: int
     k_src: int = 0
     v_src: int = 0
+    table: int = 0
     opcode: BatchOpcode = BatchOpcode.ATTENTION
 
 
@@ -371,7 +372,7 @@ FIELD_WORDS: dict[type[BatchInstruction], dict[str, int]] = {
     },
     BatchAttention: {
         "opcode": 0, "k_row": 2, "v_row": 4, "src": 5, "window": 6, "q_norm": 8, "k_norm": 9,
-        "dst": 10, "k_src": 11, "v_src": 12, "num_rows": 13,
+        "dst": 10, "k_src": 11, "v_src": 12, "num_rows": 13, "table": 14,
     },
     BatchNorm: {
         "opcode": 0, "src": 5, "kind": 6, "weight": 7, "bias": 9, "dst": 10, "num_rows": 13,

@@ -22,6 +22,7 @@ of the last. Every SM that has tiles of theirs chooses for itself, from scores t
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import product
 
 from distmega.kernels.hopper.plan.experts import expert_shape, find_wrong_slot, last_matrices
@@ -99,6 +100,7 @@ from distmega.kernels.tasks.fuse import (
     FusedPointwise,
     FusedRouting,
     FusedSample,
+    InputNorm,
     Shown,
     fuse_segment,
     shown_by_views,
@@ -130,7 +132,7 @@ def build_queues(
     fused op waits for all SMs to be done with the one before, as with one event an op; a baseline,
     and an oracle for the results. UnsupportedError where the kernel can't do the segment.
     """
-    fused = fuse_segment(segment)
+    fused = fuse_segment(segment, partial(takes_norm, weights))
     placed = Weights(segment, weights, ROW_MATRICES, last_matrices(fused))
     hazard = ""
     for sms, copies in _ways(fused, placed, min(num_sms, MAX_SMS)):
@@ -144,6 +146,14 @@ def build_queues(
         if not hazard:
             return queues
     raise unfit(f"a segment where {hazard}")
+
+
+def takes_norm(weights: ArenaLayout, norm: InputNorm, length: int, is_shared: bool) -> bool:
+    """Whether linears can do a norm of so many elements; `is_shared` if the SMs keep its result."""
+    is_wide = weights.tensors[norm.weight].dtype == "f32"
+    if norm.kind == "layer_norm":
+        return bool(norm.bias) and not is_wide and tiles_k(length) <= STAGE_CHUNKS
+    return not (is_wide and is_shared)
 
 
 def _require_slots(queues: RowQueues) -> None:
@@ -667,11 +677,7 @@ class _Builder:
         """Offset of the norm's weight; the bias of a layer norm lies behind it."""
         if op.norm is None:
             return NOTHING
-        if self.wide_norms and (op.norm.kind == "layer_norm" or op.normed):
-            raise unfit(f"{op.name!r}, whose norm has weights in f32")
         if op.norm.kind == "layer_norm":
-            if tiles_k(self.length(op)) > STAGE_CHUNKS or not op.norm.bias:
-                raise unfit(f"a layer norm of {self.length(op)} elements, bias {op.norm.bias!r}")
             self.placed.require_next(op.norm.weight, op.norm.bias)
         return self.placed.vector(op.norm.weight)
 

@@ -53,9 +53,22 @@ from distmega.program.types import (
 )
 
 
-def fuse_segment(segment: Program) -> tuple[Fused, ...]:
-    """The fused ops of a segment. UnsupportedError names the first op that no rule takes."""
-    return _SegmentFusion(segment).run()
+TakesNorm = Callable[[InputNorm, int, bool], bool]
+"""Whether contractions can do a norm of so many elements; the last says whether others than
+contractions take its result, too.
+"""
+
+
+def takes_every_norm(norm: InputNorm, length: int, is_shared: bool) -> bool:
+    """See TakesNorm."""
+    return True
+
+
+def fuse_segment(segment: Program, takes_norm: TakesNorm = takes_every_norm) -> tuple[Fused, ...]:
+    """The fused ops of a segment; norms that contractions can't do are pointwise work of their own.
+    UnsupportedError names the first op that no rule takes.
+    """
+    return _SegmentFusion(segment, takes_norm).run()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,8 +93,9 @@ class _Product:
 class _SegmentFusion:
     """One pass over a segment. `taken`: ops that a fused op already contains."""
 
-    def __init__(self, segment: Program) -> None:
+    def __init__(self, segment: Program, takes_norm: TakesNorm) -> None:
         self.segment = segment
+        self.takes_norm = takes_norm
         self.tensors = segment.tensor_map()
         self.shown = shown_by_views(segment)
         self.producers = {w.tensor: op for op in segment.ops for w in op.writes}
@@ -518,7 +532,7 @@ class _SegmentFusion:
 
     def normed(self, name: str, length: int) -> tuple[str, InputNorm | None]:
         """What `name` is the norm of, if it is one of `length` elements each that linears and
-        pointwise ops read.
+        pointwise ops read, and that linears can do.
         """
         op = self.producers.get(name)
         wanted = op is not None and kind_of(op).scales_elements and _reduced(op) == length
@@ -533,7 +547,10 @@ class _SegmentFusion:
         if any(not kind_of(user).is_elementwise for user in others):
             return name, None
         x, norm = self.read(op, 0), _norm(op)
-        if (others or name in self.outputs) and op.name not in self.taken:
+        is_shared = bool(others) or name in self.outputs
+        if not self.takes_norm(norm, length, is_shared):
+            return name, None
+        if is_shared and op.name not in self.taken:
             self.shared_norms[x, norm] = name
         self.take(op)
         return x, norm

@@ -27,6 +27,7 @@ from distmega.kernels.hopper.batch_plan.fields import (
     ATT_K_ROW,
     ATT_K_SRC,
     ATT_Q_NORM,
+    ATT_TABLE,
     ATT_V_ROW,
     ATT_V_SRC,
     ATT_WINDOW,
@@ -46,6 +47,7 @@ from distmega.kernels.hopper.ptx.shapes import (
     PAIR_OUT,
     QUERY,
     TILE_ROWS,
+    VECTOR_MULTIPLE,
     WARP_SUM,
     head_rows,
     is_padded,
@@ -333,6 +335,13 @@ def combine(
 
 
 @gluon.jit
+def table_of(words, vectors):
+    """The f32 table that is added to scores, in the weight arena."""
+    first = words[ATT_TABLE].to(gl.int64) * VECTOR_MULTIPLE
+    return (vectors + first).to(gl.pointer_type(gl.float32), bitcast=True)
+
+
+@gluon.jit
 def attend_piece(
     words, memory, sequence, head, query0, position, first, block0, num, eps, scale, row0, qs, ring,
     it, spec: gl.constexpr,
@@ -362,6 +371,9 @@ def attend_piece(
         a = a.to(gl.bfloat16)
         b = b.to(gl.bfloat16)
         store_halves(qs, a, b, D)
+    table = None
+    if spec.biased:
+        table = table_of(words, memory.vectors)
     q0 = queries(qs, 0)
     q1 = queries(qs, HALVES - 1)
     m = gl.full([NUM_WARPS, MMA_M], float("-inf"), gl.float32, layout=QUERY)
@@ -378,14 +390,13 @@ def attend_piece(
                 append_columns(memory.cache, k_row, v_row, b, 1, D, G)
         else:
             append_rows(memory.cache, k_row, v_row, a, b, D, G)
-        m, l = begin_new(qs, scale, G, HALVES, spec.softcap)
+        m, l = begin_new(qs, scale, table, query0, position, spec)
         o0 = new_value(qs, 0, G)
         o1 = new_value(qs, HALVES - 1, G)
     begin = first // TILE_ROWS + block0
     for block in range(keep(begin), begin + num):
         it, m, l, o0, o1 = attend_block(
-            q0, q1, ring, it, block, first, position, scale, m, l, o0, o1, HALVES, spec.stages,
-            spec.softcap,
+            q0, q1, ring, it, block, first, position, scale, table, query0, m, l, o0, o1, spec,
         )
     return it, m, l, o0, o1
 

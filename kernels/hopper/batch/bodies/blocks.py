@@ -20,6 +20,7 @@ from distmega.kernels.hopper.ptx.shapes import (
     QUERY,
     TILE_ROWS,
     head_rows,
+    num_halves,
 )
 
 
@@ -54,6 +55,19 @@ def capped(s, SOFTCAP: gl.constexpr):
 
 
 @gluon.jit
+def block_biases(table, query0, t, seen, spec: gl.constexpr):
+    """What is added to the scores [8 warps, 16 queries, 16] of positions t, times log2(e); zeros
+    where they are not seen. table: f32 [positions, query heads].
+    """
+    row = gl.arange(0, MMA_M, layout=gl.SliceLayout(0, QUERY))
+    # rows of queries past the last take the last again
+    query = query0 + gl.minimum(row, spec.num_queries - 1)
+    at = gl.expand_dims(t, 1) * spec.num_heads + gl.expand_dims(gl.expand_dims(query, 0), 2)
+    seen = gl.expand_dims(seen, 1) & (at >= 0)
+    return gl.load(table + at, mask=seen, other=0.0) * LOG2_E
+
+
+@gluon.jit
 def attend_block(
     q0,
     q1,
@@ -63,18 +77,26 @@ def attend_block(
     first,
     position,
     scale,
+    table,
+    query0,
     m,
     l,
     o0,
     o1,
-    HALVES: gl.constexpr,
-    STAGES: gl.constexpr,
-    SOFTCAP: gl.constexpr,
+    spec: gl.constexpr,
 ):
     """Online softmax over the 128 cached positions of one block, 16 a warp, each warp on its own;
     positions before `first` are out of sight, those from `position` on are stale, both masked.
+    table: of biases of query heads, of which the first is number query0, None unless spec.biased.
     """
+    HALVES: gl.constexpr = num_halves(spec.head_dim)
+    STAGES: gl.constexpr = spec.stages
     view: gl.constexpr = [NUM_WARPS, POSITIONS, 64]
+    warp = gl.arange(0, NUM_WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(1, MMA3)))
+    column = gl.arange(0, POSITIONS, layout=gl.SliceLayout(0, gl.SliceLayout(1, MMA3)))
+    if spec.biased:
+        at = gl.expand_dims(warp * POSITIONS, 1) + gl.expand_dims(column, 0) + block * TILE_ROWS
+        biases = block_biases(table, query0, at, (at >= first) & (at < position), spec)
     s = gl.zeros([NUM_WARPS, MMA_M, POSITIONS], gl.float32, layout=MMA3)
     for h in gl.static_range(HALVES):
         slot = (it + h) % STAGES
@@ -83,11 +105,12 @@ def attend_block(
         mbarrier.arrive(ring.free.index(slot), count=1)
         s = mma_v2(q0 if h == 0 else q1, k, s)
     it += HALVES
-    warp = gl.arange(0, NUM_WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(1, MMA3)))
-    column = gl.arange(0, POSITIONS, layout=gl.SliceLayout(0, gl.SliceLayout(1, MMA3)))
     t = gl.expand_dims(warp * POSITIONS, 1) + gl.expand_dims(column, 0) + block * TILE_ROWS
     seen = (t >= first) & (t < position)
-    s = gl.where(gl.expand_dims(seen, 1), capped(s * scale, SOFTCAP), float("-inf"))
+    s = capped(s * scale, spec.softcap)
+    if spec.biased:
+        s += biases
+    s = gl.where(gl.expand_dims(seen, 1), s, float("-inf"))
     m_new = gl.maximum(m, gl.max(s, axis=2))
     m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
     alpha = gl.exp2(m - m_safe)
@@ -111,17 +134,24 @@ def attend_block(
 
 
 @gluon.jit
-def begin_new(qs, scale, G: gl.constexpr, HALVES: gl.constexpr, SOFTCAP: gl.constexpr):
-    """State of the online softmax after the new position alone, held by the first warp."""
+def begin_new(qs, scale, table, query0, position, spec: gl.constexpr):
+    """State of the online softmax after the new position alone, held by the first warp. table: see
+    attend_block.
+    """
+    G: gl.constexpr = spec.num_queries
     ROWS: gl.constexpr = head_rows(64, 4)
     warp = gl.arange(0, NUM_WARPS, layout=gl.SliceLayout(1, QUERY))
     mine = gl.expand_dims(warp, 1) == 0
     s = gl.zeros([MMA_M], gl.float32, layout=gl.SliceLayout(1, ROWS))
-    for h in gl.static_range(HALVES):
+    for h in gl.static_range(num_halves(spec.head_dim)):
         q = qs.index(h).load(ROWS).to(gl.float32)
         k = qs.index(h).slice(G, 1, dim=0).load(ROWS).to(gl.float32)
         s += gl.sum(q * k, axis=1)
-    s = capped(s * scale, SOFTCAP)
+    s = capped(s * scale, spec.softcap)
+    if spec.biased:
+        row = gl.arange(0, MMA_M, layout=gl.SliceLayout(1, ROWS))
+        query = query0 + gl.minimum(row, G - 1)
+        s += gl.load(table + position * spec.num_heads + query) * LOG2_E
     s = gl.expand_dims(gl.convert_layout(s, gl.SliceLayout(0, QUERY)), 0)
     m = gl.where(mine, s, float("-inf"))
     l = gl.where(mine & (s == s), 1.0, 0.0)

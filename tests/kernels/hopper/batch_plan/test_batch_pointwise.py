@@ -16,6 +16,7 @@ from distmega.kernels.hopper.batch_plan.words import (
 )
 from distmega.kernels.hopper.diagnosis import describe_batch
 from distmega.kernels.hopper.plan.weight_order import order_weights
+from distmega.kernels.hopper.plan.words import VECTOR_MULTIPLE
 from distmega.kernels.runtime.arena import Space, layout_arena
 from distmega.kernels.tasks.fuse import fuse_segment
 from distmega.program.builder import ProgramBuilder
@@ -147,9 +148,14 @@ def test_what_rows_do_not_take_is_refused():
         queues_of(program)
 
 
-def test_biases_of_scores_are_refused():
-    with pytest.raises(UnsupportedError, match="scores with a bias"):
-        queues_of(attending(rows=2, biased=True))
+def test_attention_finds_what_is_added_to_scores():
+    program = attending(rows=2, biased=True)
+    layout = layout_arena(Space.WEIGHT, order_weights(program))
+    queues = queues_of(program)
+    assert queues.attention is not None
+    assert queues.attention.biased
+    tables = {one.table for one in queues.queues[0] if isinstance(one, BatchAttention)}
+    assert tables == {layout.offset("slopes") // (2 * VECTOR_MULTIPLE)}
 
 
 def test_products_of_what_is_made_are_refused():

@@ -162,3 +162,15 @@ def test_weights_of_other_types_are_refused():
     program = p.build(rms(p, matrix(p, rms(p, x, "a"), 64, "y"), "b", "f32"))
     with pytest.raises(UnsupportedError, match=r"'b\.w' of f32, not bf16"):
         queues_of(program)
+
+
+@pytest.mark.parametrize(("dtype", "elements"), [("bf16", 256), ("f32", 256), ("bf16", 4160)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_layer_norms_that_a_product_can_not_do_are_apart(dtype, elements, has_bias):
+    """Without a bias, of other weights than bf16, or of more than a product stages at once."""
+    p = ProgramBuilder("norm")
+    vectors = [p.weight(name, (elements,), dtype) for name in "ab"[: 1 + has_bias]]
+    x = p.layer_norm(p.input("x", (1, elements), "bf16"), *vectors, *[None] * (not has_bias), 1e-5)
+    queues = queues_of(p.build(matrix(p, x, 64, "y")))
+    apart = [one for one in queues.queues[0] if isinstance(one, RowPointwise)]
+    assert bool(apart) == (not has_bias or dtype == "f32" or elements > 4096)
