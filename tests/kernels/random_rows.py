@@ -1,4 +1,4 @@
-"""Random programs of one row in small whole numbers, which every way of computing gives exactly.
+"""Random programs of rows in small whole numbers, which every way of computing gives exactly.
 
 Weights have few entries of 1 or -1 a row and results are cut to a few values, so that every number
 on the way is one of bf16's.
@@ -18,6 +18,8 @@ MOST = 8
 ENTRIES = 6
 """Of a row of weights that are not zero, at most."""
 SIZES = (64, 72, 128, 160, 192, 320, 640, 1088)
+SIZES_OF_ROWS = 3
+"""Sizes of a program of several rows."""
 FORMULAS = {
     1: ("a0", "relu(a0)", "abs(a0) - 3.0", "a0 * 2.0 - 1.0", "floor(a0 * 0.5)"),
     2: ("a0 + a1", "a1 - a0", "maximum(a0, a1)", "a0 * a1", "where(lt(a0, a1), a0 + 1.0, a1)"),
@@ -27,21 +29,25 @@ FORMULAS = {
 
 @dataclass(slots=True)
 class _Rows:
-    """A program under construction. kept: vectors that an epilogue may take, by elements."""
+    """A program under construction. kept: what an epilogue may take, by elements of a row."""
 
     seed: int
+    rows: int
+    sizes: tuple[int, ...] = SIZES
     p: ProgramBuilder = field(default_factory=lambda: ProgramBuilder("rows"))
     kept: dict[int, list[Handle]] = field(default_factory=dict)
     num_weights: int = 0
 
     def build(self) -> Program:
         draw = random.Random(self.seed)
-        size, has_table = draw.choice(SIZES), draw.random() < 0.3
+        if self.rows > 1:
+            self.sizes = tuple(draw.sample(SIZES, SIZES_OF_ROWS))
+        size, has_table = draw.choice(self.sizes), draw.random() < 0.3
         if has_table:
             table = self.p.weight("table", (48, size), "bf16")
-            x = self.p.embedding(self.p.input("ids", (1,), "i64"), table)
+            x = self.p.embedding(self.p.input("ids", (self.rows,), "i64"), table)
         else:
-            x = self.p.input("x", (1, size), "bf16")
+            x = self.p.input("x", (self.rows, size), "bf16")
         self.kept[size] = [x]
         for _ in range(draw.randint(1, 5)):
             x = self.step(draw, x)
@@ -64,7 +70,7 @@ class _Rows:
     def step(self, draw: random.Random, x: Handle) -> Handle:
         """A contraction of x, or two that meet or stand side by side, and what follows it."""
         known = draw.choice([*self.kept, 0, 0])
-        rows, bias = known or draw.choice(SIZES), draw.random() < 0.4
+        rows, bias = known or draw.choice(self.sizes), draw.random() < 0.4
         kind = draw.choice(("plain", "plain", "streams", "beside"))
         products = [self.linear(draw, x, rows, bias=bias) for _ in range(1 + (kind != "plain"))]
         if kind == "beside":
@@ -81,7 +87,7 @@ class _Rows:
     def beside(self, draw: random.Random, products: list[Handle]) -> Handle:
         """Two results of one x, each with a reader of its own that gives another vector."""
         ends = []
-        size = draw.choice(SIZES)
+        size = draw.choice(self.sizes)
         for product in products:
             y = self.linear(draw, product, size, bias=False).map(clamped("a0"))
             self.kept.setdefault(size, []).append(y)
@@ -93,9 +99,9 @@ def clamped(formula: str) -> str:
     return f"minimum(maximum({formula}, {-MOST}.0), {MOST}.0)"
 
 
-def random_rows(seed: int) -> Program:
+def random_rows(seed: int, rows: int = 1) -> Program:
     """The program of a seed."""
-    return _Rows(seed).build()
+    return _Rows(seed, rows).build()
 
 
 def whole_numbers(program: Program, seed: int) -> dict[str, Tensor]:

@@ -113,20 +113,20 @@ def wide_layer_norms(rows: int) -> Program:
 def attending(
     layers: int = 2, heads: int = 4, dim: int = 64, softcap: float = 0.0, ffn: int = FFN,
     vocab: int = VOCAB, dtype: str = "bf16", group: int = 1, window: int = 0, rows: int = 1,
-    biased: bool = False, each_head: bool = False,
+    biased: bool = False, each_head: bool = False, context: int = CONTEXT,
 ) -> Program:  # fmt: skip
     """A decode step of layers with norms of all queries and keys together, and of what is added.
 
     heads: of keys, each with `group` query heads. window: of every other layer. rows: sequences,
     each with caches of its own. biased: whether scores have a bias instead of rotated queries and
-    keys. each_head: whether these are normalised, and not all together.
+    keys. each_head: whether these are normalised, and not all together. context: of the caches.
     """
     p = ProgramBuilder("attending")
     hidden = heads * dim
     ids, positions = (p.input(name, (rows,), "i64") for name in ("ids", "positions"))
     front = (rows,) if rows > 1 else ()
-    angles = None if biased else p.weight("angles", (CONTEXT, dim), "f32")
-    slopes = p.weight("slopes", (CONTEXT, heads, group), "f32") if biased else None
+    angles = None if biased else p.weight("angles", (context, dim), "f32")
+    slopes = p.weight("slopes", (context, heads, group), "f32") if biased else None
     x = p.embedding(ids, p.weight("table", (vocab, hidden), "bf16"), name="x")
     for i in range(layers):
         q, k, v = (
@@ -140,7 +140,7 @@ def attending(
         k = p.reshape(k, (rows, heads, dim), view=True)
         if angles:
             q, k = p.rope(q, positions, angles), p.rope(k, positions, angles)
-        shape = *front, heads, CONTEXT, dim
+        shape = *front, heads, context, dim
         caches = [p.state(f"{name}_cache{i}", shape, "bf16") for name in "kv"]
         v = p.reshape(v, (rows, heads, dim), view=True)
         for cache, each in zip(caches, (k, v), strict=True):
@@ -187,11 +187,13 @@ def random_values(program: Program, seed: int = 0) -> dict[str, Tensor]:
     """Inputs, weights and states; products of about 1."""
     generator = torch.Generator().manual_seed(seed)
     values: dict[str, Tensor] = {}
+    contexts = {tensor.shape[-2] for tensor in program.with_role("state")} or {CONTEXT}
+    tables = {tensor.shape[0] for tensor in program.with_role("weight") if tensor.name == "table"}
     for tensor in program.tensors:
         if tensor.role == "temp":
             continue
         if tensor.dtype == "i64":
-            most = CONTEXT if tensor.name == "positions" else VOCAB
+            most = min(contexts) if tensor.name == "positions" else min(tables, default=VOCAB)
             values[tensor.name] = torch.randint(0, most, tensor.shape, generator=generator)
             continue
         x = torch.randn(tensor.shape, generator=generator)

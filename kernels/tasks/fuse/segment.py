@@ -52,7 +52,6 @@ from distmega.program.types import (
     grouped_index,
 )
 
-
 TakesNorm = Callable[[InputNorm, int, bool], bool]
 """Whether contractions can do a norm of so many elements; the last says whether others than
 contractions take its result, too.
