@@ -6,7 +6,7 @@ function of its operands. Where ranks share the groups out, a rank does the rows
 and leaves zeros in those of others, so that the parts add up. Used by ops.py.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -34,6 +34,9 @@ class GroupRange:
     @property
     def is_all(self) -> bool:
         return self.stop - self.first == self.num
+
+
+MultiplyGroups = Callable[[Tensor, Tensor, Tensor, GroupRange, int], Tensor]
 
 
 def group_range(op: Op, coordinate: Coordinate) -> GroupRange:
@@ -167,9 +170,16 @@ def compile_gather_rows(op: Op, coordinate: Coordinate) -> OpFunction:
     return run
 
 
-def compile_grouped_linear(op: Op, coordinate: Coordinate) -> OpFunction:
-    """See grouped_linear."""
+def compile_grouped_linear(
+    op: Op, coordinate: Coordinate, multiply: MultiplyGroups | None = None
+) -> OpFunction:
+    """See grouped_linear. multiply: another way to compute it, which is told how many rows a group
+    can have.
+    """
     groups = group_range(op, coordinate)
+    if multiply is not None:
+        rows = op.extents[op.writes[0].dims[0].axes[1]]
+        return lambda xs: (multiply(xs[0], xs[1], xs[2], groups, rows),)
     return lambda xs: (grouped_linear(xs[0], xs[1], xs[2], groups),)
 
 

@@ -9,6 +9,7 @@ interpret.py follow.
 
 from distmega.kernels.events.analyse import analyse_events, choose_tilings
 from distmega.kernels.events.check import check_queues
+from distmega.kernels.events.cost import GroupTiles, drains_groups_faster
 from distmega.kernels.events.graph import EventGraph
 from distmega.kernels.events.interpret import run_queues, run_ranks
 from distmega.kernels.events.knowledge import make_queues
@@ -17,10 +18,12 @@ from distmega.kernels.events.values import RunTime
 
 __all__ = [
     "EventGraph",
+    "GroupTiles",
     "RunTime",
     "analyse_events",
     "check_queues",
     "choose_tilings",
+    "drains_groups_faster",
     "make_queues",
     "parse_events",
     "print_events",

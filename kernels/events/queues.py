@@ -9,31 +9,17 @@ graph, whatever subset of tasks runs, so no set of queues waits in a circle. Wai
 imply, for every value of what is unknown, are left out (knowledge.py). Next: check.py.
 """
 
-import random
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from typing import Literal
 
 from distmega.errors import ProgramError
-from distmega.kernels.events.graph import EventGraph, EventId, TaskGrid, TaskId, task_group
-from distmega.kernels.events.values import RunTime
-from distmega.kernels.tasks.tile import task_bytes
-from distmega.program.types import accesses, grouped_index
+from distmega.kernels.events.cost import drains_faster, total_rows
+from distmega.kernels.events.graph import EventGraph, EventId, TaskGrid, TaskId
 
 Dynamic = Literal["auto", "never", "always"]
 """Whether regions that the data size are drained; auto: where that is expected to take less."""
-
-POP_BYTES = 24 * 1024
-"""What taking a task off a list costs, in bytes that an SM could have read: an L2 atomic and the
-record, one after the other, 0.8 us at 31 KB/us of an H200's SM."""
-
-GUARD_BYTES = 2 * 1024
-"""What passing over a task costs, likewise."""
-
-NUM_SAMPLES = 16
-"""Random routings over which the cost model averages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,64 +187,10 @@ def _capacity(graph: EventGraph, grid: TaskGrid) -> int:
     row, group = sizes.get(grid.rows.row_axis), sizes.get(grid.rows.group_axis)
     if row is None or group is None or group.size > 1:
         return grid.num_tasks
-    rows = _total_rows(graph, grid.op)
+    rows = total_rows(graph, grid.op)
     most_groups = min(group.extent, rows)
     tiles = min((rows + most_groups * (row.size - 1)) // row.size, group.extent * row.num_tiles)
     return tiles * (grid.num_tasks // (group.num_tiles * row.num_tiles))
-
-
-def _total_rows(graph: EventGraph, op: str) -> int:
-    (stated,) = (each for each in graph.program.ops if each.name == op)
-    tensors = graph.program.tensor_map()
-    return max(
-        tensors[access.tensor].shape[dim]
-        for access in accesses(stated)
-        for dim, index in enumerate(access.dims)
-        if index.is_grouped
-    )
-
-
-def drains_faster(graph: EventGraph, grids: Sequence[TaskGrid], num_sms: int) -> bool:
-    """Whether draining a region is expected to end earlier than static queues: over random routings
-    these wait for the SM that got most, draining pays for each task that it takes.
-    """
-    generator = random.Random(0)
-    static = drained = 0.0
-    for _ in range(NUM_SAMPLES):
-        starts = {_starts(grids[0]): _random_starts(graph, grids[0], generator)}
-        at = {grid.rows.mesh_axis: 0 for grid in grids if grid.rows}
-        known = RunTime(symbols=graph.symbols, starts=starts, at=at)
-        queued, taken = [0.0] * num_sms, [0.0] * num_sms
-        position = 0
-        for grid in grids:
-            costs = task_bytes(task_group(graph, grid.op), graph.tasks.tensor_map())
-            for number, cost in enumerate(costs.tolist()):
-                runs = graph.runs((grid.op, number), known)
-                queued[position % num_sms] += cost if runs else GUARD_BYTES
-                position += 1
-                if runs:
-                    sm = taken.index(min(taken))
-                    taken[sm] += cost + POP_BYTES
-        static, drained = static + max(queued), drained + max(taken)
-    return drained < static
-
-
-def _random_starts(graph: EventGraph, grid: TaskGrid, generator: random.Random) -> list[int]:
-    """Rows that each go to different groups at random."""
-    assert grid.rows is not None
-    (op,) = (each for each in graph.program.ops if each.name == grid.op)
-    index = grouped_index(op)
-    assert index is not None
-    rows = op.extents[index.axes[1]]
-    each = max(1, _total_rows(graph, grid.op) // rows)
-    counts = [0] * int(str(op.get("num_groups", grid.rows.num_groups)))
-    for _ in range(rows):
-        for group in generator.sample(range(len(counts)), min(each, len(counts))):
-            counts[group] += 1
-    starts = [0]
-    for count in counts:
-        starts.append(starts[-1] + count)
-    return starts
 
 
 def without_wait(queues: Queues, number: int) -> Queues:

@@ -7,7 +7,10 @@ devices and types that the kernels don't take they fall back to torch. Next: pip
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Literal
 
+from distmega.hostir.library.experts import compile_grouped_linear
 from distmega.hostir.library.heads import compile_heads
 from distmega.hostir.library.matmuls import compile_mixed
 from distmega.hostir.library.norms import compile_norm
@@ -32,16 +35,29 @@ from distmega.program.types import Op, grouped_index
 from distmega.superopt.rewrite import FUSED_GRAPH
 from distmega.superopt.rules import RewriteRule
 
+Groups = Literal["torch", "auto", "static", "drained"]
+"""Products of groups of rows: by torch, or by grouped_products.py with that schedule."""
+
+GROUP_ALIGNED = 8
+"""Rows of operands of grouped_products.py are multiples of this long, so that TMA takes them
+whatever their type."""
+
 
 class KernelOps:
     """Ops by the pipelined kernels where there is one."""
 
-    def __init__(self, *, masked: bool = False, rules: Sequence[RewriteRule] = ()) -> None:
+    def __init__(
+        self,
+        *,
+        masked: bool = False,
+        rules: Sequence[RewriteRule] = (),
+        groups: Groups = "torch",
+    ) -> None:
         """masked: attention reads whole caches under a mask, so that the host need not wait for
         positions and a graph can hold it; otherwise no more of a cache than is in use. rules: those
-        by which programs were lowered.
+        by which programs were lowered. groups: how products of groups of rows are done.
         """
-        self.masked = masked
+        self.masked, self.groups = masked, groups
         self.rules = {rule.name: rule for rule in rules}
 
     def reads_host(self, op: Op) -> str:
@@ -49,12 +65,20 @@ class KernelOps:
         if op.kind == "attention":
             there = _is_packed_uncapped(op) and has_triton()
             return "" if there or (self.masked and _is_plain(op)) else reads_host(op)
-        return reads_host(op)
+        return "" if self._multiplies_groups(op) else reads_host(op)
+
+    def _multiplies_groups(self, op: Op) -> bool:
+        """Whether the kernel of grouped_products.py does an op."""
+        grouped = self.groups != "torch" and op.kind == "grouped_linear" and has_triton()
+        return grouped and op.extents["k"] % GROUP_ALIGNED == 0
 
     def compile(self, op: Op, coordinate: Mapping[str, int]) -> OpFunction:
         """As library.compile_op."""
         if op.kind == FUSED_GRAPH:
             return compile_graph(op, self.rules)
+        if self._multiplies_groups(op):
+            multiply = partial(late.grouped_linear, schedule=self.groups)
+            return compile_grouped_linear(op, coordinate, multiply)
         if grouped_index(op) is not None:
             return compile_op(op, coordinate)
         if kind_of(op).is_elementwise and len(op.reads) <= MAX_INPUTS:

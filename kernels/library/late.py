@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING
 from distmega.lazy import late_imports
 
 if TYPE_CHECKING:
+    from distmega.kernels.library.grouped_products import grouped_linear
     from distmega.kernels.library.heads import append, move_heads, rotate
     from distmega.kernels.library.packed_attention import attend_packed
 
-__all__ = ["append", "attend_packed", "move_heads", "rotate"]
+__all__ = ["append", "attend_packed", "grouped_linear", "move_heads", "rotate"]
 
 __getattr__ = late_imports(__name__)

@@ -1,0 +1,75 @@
+"""Products of groups of rows on a GPU: those of float64 by both schedules, for any routing, and of
+another routing when a captured graph is replayed.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from distmega.hostir.library.experts import GroupRange, route
+from distmega.hostir.library.experts import grouped_linear as by_torch
+from distmega.kernels.library.grouped_products import Schedule, grouped_linear
+
+pytestmark = pytest.mark.gpu
+
+ROUTINGS = ("random", "same", "one more")
+
+
+def offsets_of(num_rows: int, choices: int, num_groups: int, how: str) -> Tensor:
+    """Starts of groups, by ids that are random, or the same for all rows."""
+    generator = torch.Generator().manual_seed(num_rows)
+    scores = torch.rand(num_rows, num_groups, generator=generator)
+    if how != "random":
+        scores[:] = scores[0].clone()
+    if how == "one more":
+        scores[-1] = scores[-1].flip(0)
+    ids = scores.argsort(dim=1)[:, :choices].int().cuda()
+    return route(ids, num_groups)[1]
+
+
+@pytest.mark.parametrize("schedule", ["static", "drained"])
+@pytest.mark.parametrize(
+    ("num_rows", "choices", "num_groups", "first", "stop", "n", "k"),
+    [
+        (1, 8, 128, 0, 128, 768, 2048),
+        (33, 8, 128, 0, 128, 2048, 768),
+        (33, 8, 128, 64, 128, 2048, 768),
+        (300, 4, 60, 0, 60, 1408, 2048),
+        (700, 2, 5, 0, 5, 80, 48),
+        (700, 2, 5, 3, 5, 72, 200),
+        (1500, 1, 4, 0, 2, 1000, 264),
+    ],
+)
+def test_products_are_those_of_float64(
+    schedule: Schedule, num_rows, choices, num_groups, first, stop, n, k
+):
+    torch.manual_seed(0)
+    x = torch.randn(num_rows * choices, k, device="cuda").bfloat16()
+    w = (torch.randn(stop - first, n, k, device="cuda") * k**-0.5).bfloat16()
+    groups = GroupRange(first=first, stop=stop, num=num_groups)
+    for how in ROUTINGS:
+        offsets = offsets_of(num_rows, choices, num_groups, how)
+        found = grouped_linear(x, w, offsets, groups, num_rows, schedule)
+        exact = by_torch(x.double(), w.double(), offsets, groups)
+        assert float((found.double() - exact).norm() / exact.norm().clamp(min=1e-9)) < 4e-3
+        assert bool((found[exact.abs().sum(1) == 0] == 0).all())
+        assert torch.equal(found, grouped_linear(x, w, offsets, groups, num_rows, schedule))
+
+
+@pytest.mark.parametrize("schedule", ["static", "drained"])
+def test_a_captured_graph_serves_any_routing(schedule: Schedule):
+    torch.manual_seed(0)
+    num_rows, choices, num_groups = 200, 4, 32
+    x = torch.randn(num_rows * choices, 512, device="cuda").bfloat16()
+    w = (torch.randn(num_groups, 384, 512, device="cuda") * 0.05).bfloat16()
+    groups = GroupRange(first=0, stop=num_groups, num=num_groups)
+    offsets = offsets_of(num_rows, choices, num_groups, "random").clone()
+    grouped_linear(x, w, offsets, groups, num_rows, schedule)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = grouped_linear(x, w, offsets, groups, num_rows, schedule)
+    for how in (*ROUTINGS, "random"):
+        offsets.copy_(offsets_of(num_rows, choices, num_groups, how))
+        graph.replay()
+        exact = by_torch(x.double(), w.double(), offsets, groups)
+        assert float((found.double() - exact).norm() / exact.norm()) < 4e-3

@@ -1,0 +1,98 @@
+"""Products of groups of rows by tiles that programs find on the device: results under Triton's
+interpreter by both schedules, machine code for sm_90a, and which schedule costs choose.
+"""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from distmega.hostir.library.experts import GroupRange
+from distmega.hostir.library.ops import compile_op
+from distmega.kernels.events import GroupTiles
+from distmega.kernels.library.device_ops import KernelOps
+from distmega.kernels.library.grouped_products import (
+    TILES,
+    choose_tiles,
+    chosen,
+    grouped_linear,
+    multiply_groups,
+)
+from distmega.program.builder import ProgramBuilder
+from distmega.program.types import Op
+from tests.kernels.sm90 import SHARED_BYTES, compile_kernel
+
+
+def test_interpreted_groups_of_any_sizes_are_torchs_by_both_schedules() -> None:
+    command = [sys.executable, "-m", "tests.kernels.library.grouped_products_interpreted"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 1e-5
+
+
+@pytest.mark.parametrize("drained", [False, True])
+@pytest.mark.parametrize("rows", TILES)
+def test_operands_come_by_tma_and_nothing_spills(rows: int, drained: bool) -> None:
+    tiles = TILES[rows]
+    types = {"x": f"tensordesc<bf16[{tiles.rows}, {tiles.depth}]>"}
+    types |= {"w": f"tensordesc<bf16[{tiles.columns}, {tiles.depth}]>", "out": "*bf16"}
+    types |= dict.fromkeys(("starts", "head"), "*i32")
+    types |= dict.fromkeys(("num_groups", "all_rows", "n", "k", "row_tiles"), "i32")
+    constants = {"slots": 128, "drained": drained, "num_rows": tiles.rows}
+    constants |= {"num_columns": tiles.columns, "depth": tiles.depth}
+    code = compile_kernel(multiply_groups, types, constants, tiles.warps, None, ("n", "k"))
+    assert code.stack_bytes == 0
+    assert code.shared_bytes * tiles.programs <= SHARED_BYTES
+    assert code.registers * tiles.warps * 32 * tiles.programs <= 65536
+    assert ("wgmma.mma_async" in code.ptx) == (tiles.rows >= 64)
+    assert "cp.async.bulk.tensor" in code.ptx
+    assert ("atom." in code.ptx) == drained
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_groups", "rows"), [(8, 128, 16), (512, 128, 16), (4096, 128, 64), (1, 8, 16),
+                                         (57344, 128, 128), (130, 2, 128), (24, 1, 64)]
+)  # fmt: skip
+def test_tiles_are_as_high_as_groups_are_in_the_mean(num_rows: int, num_groups: int, rows: int):
+    assert choose_tiles(num_rows, num_groups).rows == rows
+
+
+def test_costs_choose():
+    """Where each group has a tile or two of the same rows no list pays; of groups whose numbers of
+    tiles differ the fullest queue is what static ones wait for.
+    """
+    few = GroupTiles(rows=32, choices=8, groups=128, first=0, stop=128, columns=768, depth=2048,
+                     row_tile=16, column_tile=64, item_bytes=2)  # fmt: skip
+    many = GroupTiles(rows=7168, choices=8, groups=128, first=0, stop=128, columns=768, depth=2048,
+                      row_tile=128, column_tile=128, item_bytes=2)  # fmt: skip
+    assert {chosen(few, 264), chosen(many, 132)} <= {"static", "drained"}
+    assert chosen(many, 132) == "drained"
+
+
+def grouped_op(terms: int) -> Op:
+    p = ProgramBuilder("experts")
+    x, w = p.input("x", (4, terms)), p.weight("w", (2, 6, terms))
+    routing = p.route(p.input("ids", (4, 1), "i32"), 2)
+    rows = p.grouped_linear(p.gather_rows(x, routing), w, routing, name="up")
+    return next(op for op in p.build(rows).ops if op.name == "up")
+
+
+@pytest.mark.parametrize(("terms", "told"), [(8, ""), (12, "the host reads where groups start")])
+def test_the_host_reads_nothing_where_the_kernel_does_it(terms: int, told: str):
+    op = grouped_op(terms)
+    assert KernelOps().reads_host(op) == "the host reads where groups start"
+    assert KernelOps(groups="auto").reads_host(op) == told
+
+
+def test_what_the_kernel_does_not_take_torch_does():
+    """Tensors of a CPU, by every way."""
+    op, generator = grouped_op(8), torch.Generator().manual_seed(0)
+    x, w = torch.randn(4, 8, generator=generator), torch.randn(2, 6, 8, generator=generator)
+    offsets = torch.tensor([0, 3, 4], dtype=torch.int32)
+    (expected,) = compile_op(op, {})([x, w, offsets])
+    for groups in ("torch", "auto", "static", "drained"):
+        (found,) = KernelOps(groups=groups).compile(op, {})([x, w, offsets])
+        assert torch.equal(found, expected)
+    assert torch.equal(
+        grouped_linear(x, w, offsets, GroupRange(first=0, stop=2, num=2), 4), expected
+    )
