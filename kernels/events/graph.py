@@ -24,7 +24,7 @@ from distmega.kernels.events.values import (
     SymbolGuard,
 )
 from distmega.kernels.tasks.footprints import Footprints
-from distmega.kernels.tasks.graph import touches
+from distmega.kernels.tasks.graph import conflicting_touches
 from distmega.kernels.tasks.types import RangeSplit, TaskGroup
 from distmega.program.kinds import kind_of
 from distmega.program.types import Program
@@ -201,15 +201,11 @@ class EventGraph:
         groups = [task_group(self, grid.op) for grid in self.grids]
         footprints = Footprints(self.tasks)
         found: dict[TaskId, dict[TaskId, None]] = {}
-        for uses in touches(self.tasks, groups, footprints).values():
-            for position, later in enumerate(uses):
-                for earlier in uses[:position]:
-                    if earlier.group == later.group or not (earlier.write or later.write):
-                        continue
-                    meet = footprints.overlap(earlier.footprint, later.footprint)
-                    names = self.grids[earlier.group].op, self.grids[later.group].op
-                    for i, j in zip(*np.nonzero(meet), strict=True):
-                        found.setdefault((names[1], int(j)), {})[names[0], int(i)] = None
+        for _, earlier, later in conflicting_touches(self.tasks, groups, footprints):
+            meet = footprints.overlap(earlier.footprint, later.footprint)
+            names = self.grids[earlier.group].op, self.grids[later.group].op
+            for i, j in zip(*np.nonzero(meet), strict=True):
+                found.setdefault((names[1], int(j)), {})[names[0], int(i)] = None
         return {task: list(others) for task, others in found.items()}
 
     def all_tasks(self) -> list[TaskId]:

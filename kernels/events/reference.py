@@ -8,7 +8,7 @@ An axis of a symbol ends where the symbol does, in tiles and in sums. Used by in
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import chain
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from distmega.errors import ProgramError
 from distmega.hostir.library.ops import compile_op, op_operands
 from distmega.hostir.library.torch_types import torch_dtype
 from distmega.kernels.events.graph import EventGraph, TaskId
+from distmega.kernels.tasks.regions import index_ranges
 from distmega.program.kinds import kind_of
 from distmega.program.types import Access, Index, Op, accesses
 
@@ -131,10 +132,16 @@ class TileReference:
     def _positions(self, op: Op, access: Access, tile: dict[str, range]) -> tuple[Tensor, ...]:
         """Indices of the elements that a tile writes."""
         whole = {name: range(extent) for name, extent in op.extents.items()}
-        dims = [self._dim_positions(op, index, whole | tile) for index in access.dims]
+        shape = self.tensors[access.tensor].shape
+        dims = [
+            self._dim_positions(op, index, whole | tile, extent)
+            for index, extent in zip(access.dims, shape, strict=True)
+        ]
         return tuple(torch.from_numpy(each) for each in np.ix_(*dims))
 
-    def _dim_positions(self, op: Op, index: Index, tile: dict[str, range]) -> Sequence[int]:
+    def _dim_positions(
+        self, op: Op, index: Index, tile: dict[str, range], extent: int
+    ) -> Sequence[int]:
         if index.is_grouped:
             starts = self.starts(op.reads[index.starts].tensor)
             groups, rows = (tile[name] for name in index.axes)
@@ -149,13 +156,7 @@ class TileReference:
                 for row in rows
                 if row < starts[group + 1] - starts[group]
             ]
-        positions = []
-        for digits in product(*(tile[name] for name in index.axes)):
-            flat = 0
-            for name, digit in zip(index.axes, digits, strict=True):
-                flat = flat * op.extents[name] + digit
-            positions.append(index.offset + index.stride * flat)
-        return positions
+        return list(chain(*index_ranges(index, tile, op.extents, extent)))
 
 
 def _can_narrow(op: Op, axis: str) -> bool:

@@ -88,7 +88,25 @@ def build_task_graph(
     )
 
 
-def touches(
+def conflicting_touches(
+    segment: Program, groups: Sequence[TaskGroup], footprints: Footprints
+) -> Iterator[tuple[str, Touch, Touch]]:
+    """Tensor and pairs of accesses to it by different groups of which at least one writes, the
+    earlier group's first.
+    """
+    for tensor, found in _touches(segment, groups, footprints).items():
+        writes: list[Touch] = []
+        before: list[Touch] = []
+        for later in found:
+            for earlier in before if later.write else writes:
+                if earlier.group != later.group:
+                    yield tensor, earlier, later
+            before.append(later)
+            if later.write:
+                writes.append(later)
+
+
+def _touches(
     segment: Program, groups: Sequence[TaskGroup], footprints: Footprints
 ) -> dict[str, list[Touch]]:
     """All accesses to the tensors that the segment writes, by the tensor that owns the storage, in
@@ -114,33 +132,19 @@ def _conflicts(
     all_ranks group reads is its own rank's.
     """
     conflicts: dict[tuple[int, int, bool], set[tuple[int, int]]] = defaultdict(set)
-    for tensor, found in touches(segment, groups, footprints).items():
-        for earlier, later in _ordered_pairs(found):
-            remote = groups[later.group].all_ranks and later.write
-            if remote and not groups[earlier.group].all_ranks:
-                raise VerifyError(
-                    f"op {groups[later.group].op.name!r} writes {tensor!r} on every rank after "
-                    f"{groups[earlier.group].op.name!r} used it",
-                    expected="a receive buffer that one op fills in a launch",
-                    remedy="give every collective a buffer of its own",
-                )
-            spread = groups[earlier.group].all_ranks and earlier.write
-            edge = earlier.group, later.group, spread
-            conflicts[edge].add((earlier.footprint, later.footprint))
+    for tensor, earlier, later in conflicting_touches(segment, groups, footprints):
+        remote = groups[later.group].all_ranks and later.write
+        if remote and not groups[earlier.group].all_ranks:
+            raise VerifyError(
+                f"op {groups[later.group].op.name!r} writes {tensor!r} on every rank after "
+                f"{groups[earlier.group].op.name!r} used it",
+                expected="a receive buffer that one op fills in a launch",
+                remedy="give every collective a buffer of its own",
+            )
+        spread = groups[earlier.group].all_ranks and earlier.write
+        edge = earlier.group, later.group, spread
+        conflicts[edge].add((earlier.footprint, later.footprint))
     return dict(sorted(conflicts.items()))
-
-
-def _ordered_pairs(found: Sequence[Touch]) -> Iterator[tuple[Touch, Touch]]:
-    """Pairs of accesses by different groups of which at least one writes, earlier first."""
-    writes: list[Touch] = []
-    earlier: list[Touch] = []
-    for later in found:
-        for one in earlier if later.write else writes:
-            if one.group != later.group:
-                yield one, later
-        earlier.append(later)
-        if later.write:
-            writes.append(later)
 
 
 def _pattern(memo: EventMemo, footprints: Footprints, pairs: Pairs, mode: Mode) -> int:
