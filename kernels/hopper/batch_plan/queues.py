@@ -95,7 +95,7 @@ from distmega.kernels.tasks.fuse import (
     FusedRouting,
     InputNorm,
     WeightStream,
-    fuse_segment,
+    first_that_fits,
 )
 from distmega.program.types import Program
 
@@ -115,14 +115,18 @@ def build_batch_queues(
     kernel can't do the segment.
     """
     placed = Weights(segment, weights)
-    fused = tuple(apart(fuse_segment(segment), segment.outputs))
-    queues = _BatchBuilder(
-        segment, fused, placed, weights, states, min(num_sms, MAX_SMS), team_rank
-    ).build()
-    hazard = find_batch_hazard(queues, fused)
-    if hazard:
-        raise unfit(f"a segment where {hazard}")
-    return queues
+
+    def build(found: tuple[Fused, ...]) -> BatchQueues:
+        fused = tuple(apart(found, segment.outputs))
+        queues = _BatchBuilder(
+            segment, fused, placed, weights, states, min(num_sms, MAX_SMS), team_rank
+        ).build()
+        hazard = find_batch_hazard(queues, fused)
+        if hazard:
+            raise unfit(f"a segment where {hazard}")
+        return queues
+
+    return first_that_fits(segment, build)
 
 
 def apart(fused: Sequence[Fused], outputs: Sequence[str] = ()) -> Iterator[Fused]:

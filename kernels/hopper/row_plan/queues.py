@@ -102,7 +102,7 @@ from distmega.kernels.tasks.fuse import (
     FusedSample,
     InputNorm,
     Shown,
-    fuse_segment,
+    first_that_fits,
     shown_by_views,
 )
 from distmega.kernels.tasks.graph import Mode
@@ -132,20 +132,23 @@ def build_queues(
     fused op waits for all SMs to be done with the one before, as with one event an op; a baseline,
     and an oracle for the results. UnsupportedError where the kernel can't do the segment.
     """
-    fused = fuse_segment(segment, partial(takes_norm, weights))
-    placed = Weights(segment, weights, ROW_MATRICES, last_matrices(fused))
-    hazard = ""
-    for sms, copies in _ways(fused, placed, min(num_sms, MAX_SMS)):
-        queues = _Builder(
-            segment, fused, weights, states, placed, sms, team_rank, mode, copies
-        ).build()
-        _require_slots(queues)
-        if not queues.token and find_late_start(queues):
-            queues = add_starts(queues)
-        hazard = find_hazard(queues) or find_wrong_slot(queues)
-        if not hazard:
-            return queues
-    raise unfit(f"a segment where {hazard}")
+
+    def build(fused: tuple[Fused, ...]) -> RowQueues:
+        placed = Weights(segment, weights, ROW_MATRICES, last_matrices(fused))
+        hazard = ""
+        for sms, copies in _ways(fused, placed, min(num_sms, MAX_SMS)):
+            queues = _Builder(
+                segment, fused, weights, states, placed, sms, team_rank, mode, copies
+            ).build()
+            _require_slots(queues)
+            if not queues.token and find_late_start(queues):
+                queues = add_starts(queues)
+            hazard = find_hazard(queues) or find_wrong_slot(queues)
+            if not hazard:
+                return queues
+        raise unfit(f"a segment where {hazard}")
+
+    return first_that_fits(segment, build, partial(takes_norm, weights))
 
 
 def takes_norm(weights: ArenaLayout, norm: InputNorm, length: int, is_shared: bool) -> bool:

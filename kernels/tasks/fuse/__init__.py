@@ -6,7 +6,7 @@ formulas.py serve it.
 """
 
 from distmega.kernels.tasks.fuse.formulas import canonical, substitute
-from distmega.kernels.tasks.fuse.segment import fuse_segment
+from distmega.kernels.tasks.fuse.segment import Joining, first_that_fits, fuse_segment
 from distmega.kernels.tasks.fuse.types import (
     IDENTITY,
     ExpertSlots,
@@ -37,10 +37,12 @@ __all__ = [
     "FusedRouting",
     "FusedSample",
     "InputNorm",
+    "Joining",
     "Shown",
     "WeightStream",
     "attention_extents",
     "canonical",
+    "first_that_fits",
     "fuse_segment",
     "norms_of",
     "shown_by_views",

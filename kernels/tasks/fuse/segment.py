@@ -23,7 +23,8 @@ What no rule takes is an error that names the op. Next on the walk: ../../hopper
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from itertools import product
+from typing import Literal, TypeVar
 
 from distmega.errors import UnsupportedError
 from distmega.kernels.tasks.fuse.formulas import canonical, substitute
@@ -52,6 +53,8 @@ from distmega.program.types import (
     grouped_index,
 )
 
+T = TypeVar("T")
+
 TakesNorm = Callable[[InputNorm, int, bool], bool]
 """Whether contractions can do a norm of so many elements; the last says whether others than
 contractions take its result, too.
@@ -63,11 +66,55 @@ def takes_every_norm(norm: InputNorm, length: int, is_shared: bool) -> bool:
     return True
 
 
-def fuse_segment(segment: Program, takes_norm: TakesNorm = takes_every_norm) -> tuple[Fused, ...]:
+MAX_STREAMS = 2
+"""Products of one x that meet in an epilogue, at most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joining:
+    """What contractions take in where a segment leaves the choice: the norm of their x; others of
+    the same x beside them; at most so many streams.
+    """
+
+    norms: bool = True
+    beside: bool = True
+    streams: int = MAX_STREAMS
+
+
+MOST = Joining()
+"""The fewest fused ops."""
+
+
+def fuse_segment(
+    segment: Program, takes_norm: TakesNorm = takes_every_norm, joining: Joining = MOST
+) -> tuple[Fused, ...]:
     """The fused ops of a segment; norms that contractions can't do are pointwise work of their own.
     UnsupportedError names the first op that no rule takes.
     """
-    return _SegmentFusion(segment, takes_norm).run()
+    return _SegmentFusion(segment, takes_norm, joining).run()
+
+
+def first_that_fits(
+    segment: Program,
+    build: Callable[[tuple[Fused, ...]], T],
+    takes_norm: TakesNorm = takes_every_norm,
+) -> T:
+    """What `build` makes of the fewest fused ops that it takes: where it refuses these,
+    contractions take in less. The first UnsupportedError where it takes none.
+    """
+    tried: list[tuple[Fused, ...]] = []
+    refusal: UnsupportedError | None = None
+    for norms, beside, streams in product((True, False), (True, False), (MAX_STREAMS, 1)):
+        try:
+            joining = Joining(norms=norms, beside=beside, streams=streams)
+            fused = fuse_segment(segment, takes_norm, joining)
+            if fused not in tried:
+                tried.append(fused)
+                return build(fused)
+        except UnsupportedError as error:
+            refusal = refusal or error
+    assert refusal is not None
+    raise refusal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,9 +139,9 @@ class _Product:
 class _SegmentFusion:
     """One pass over a segment. `taken`: ops that a fused op already contains."""
 
-    def __init__(self, segment: Program, takes_norm: TakesNorm) -> None:
+    def __init__(self, segment: Program, takes_norm: TakesNorm, joining: Joining) -> None:
         self.segment = segment
-        self.takes_norm = takes_norm
+        self.takes_norm, self.joining = takes_norm, joining
         self.tensors = segment.tensor_map()
         self.shown = shown_by_views(segment)
         self.producers = {w.tensor: op for op in segment.ops for w in op.writes}
@@ -168,7 +215,7 @@ class _SegmentFusion:
         """
         first = self.product(op)
         together = [first]
-        if first.num_ranks == 1:
+        if first.num_ranks == 1 and self.joining.beside:
             together = [
                 one
                 for user in self.users[self.read(op, 0)]
@@ -212,10 +259,10 @@ class _SegmentFusion:
             and one.num_ranks == last.num_ranks == 1
             and (one.x, one.norm) == (last.x, last.norm)
         ]
+        if len(beside) >= self.joining.streams:
+            beside = []
         streams = [leaf for leaf in leaves if leaf in beside or products.get(leaf) is last]
         operands = [leaf for leaf in leaves if leaf not in streams]
-        if len(streams) > MAX_STREAMS:
-            raise _unfit(op)
         order = {leaf: i for i, leaf in enumerate((*streams, *operands))}
         self.take(*chain, *(part for leaf in streams for part in products[leaf].ops))
         arguments = tuple(expr.Arg(order[leaf]) for leaf in leaves)
@@ -533,7 +580,7 @@ class _SegmentFusion:
         """What `name` is the norm of, if it is one of `length` elements each that linears and
         pointwise ops read, and that linears can do.
         """
-        op = self.producers.get(name)
+        op = self.producers.get(name) if self.joining.norms else None
         wanted = op is not None and kind_of(op).scales_elements and _reduced(op) == length
         if op is None or not wanted or len(op.reads) == 2:
             return name, None
@@ -613,8 +660,6 @@ class _SegmentFusion:
         self.taken.update(op.name for op in ops)
 
 
-MAX_STREAMS = 2
-"""Products of one x that meet in an epilogue, at most."""
 PRODUCTS = ("linear", "scatter_add")
 """What results of contractions come from."""
 

@@ -4,6 +4,7 @@ what can't fuse is named.
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -18,8 +19,10 @@ from distmega.kernels.tasks.fuse import (
     FusedPointwise,
     FusedSample,
     InputNorm,
+    Joining,
     WeightStream,
     canonical,
+    first_that_fits,
     fuse_segment,
 )
 from distmega.models.decoder import build_decoder
@@ -256,6 +259,55 @@ def test_a_parallel_sum_takes_two_operands():
     assert (first.outs, first.operands) == (("y0",), ())
     assert last.operands == ("x", "y0")
     assert last.x == up.outs[0]
+
+
+def joined_program() -> Program:
+    """A norm that three products take, of which two meet."""
+    p = ProgramBuilder("joined")
+    x = p.rms_norm(p.input("x", (1, 64)), p.weight("g", (64,)), 1e-5, name="normed")
+    a, b, c = (p.linear(x, p.weight(f"w{name}", (64, 64)), name=name) for name in "abc")
+    d = p.linear(x, p.weight("wd", (64, 64)), name="d")
+    return p.build(p.pointwise("a0 * a1", a, b, name="met"), c, d)
+
+
+@pytest.mark.parametrize(
+    ("joining", "names"),
+    [
+        (Joining(), ["met", "c"]),
+        (Joining(norms=False), ["normed", "met", "c"]),
+        (Joining(beside=False), ["met", "c", "d"]),
+        (Joining(streams=1), ["a", "met"]),
+        (Joining(norms=False, beside=False, streams=1), ["normed", "a", "c", "d", "met"]),
+    ],
+)
+def test_contractions_take_in_as_much_as_is_asked(joining: Joining, names: list[str]):
+    fused = fuse_segment(joined_program(), joining=joining)
+    assert sorted(op.name for op in fused) == sorted(names)
+    made = {name for op in fused for name in (op.outs if hasattr(op, "outs") else (op.out,))}
+    assert made >= {"met", "c", "d"}
+
+
+@pytest.mark.parametrize("fewest", [2, 3, 5])
+def test_the_first_way_to_fuse_that_fits_is_taken(fewest):
+    tried: list[tuple[Fused, ...]] = []
+    found = first_that_fits(joined_program(), partial(taking, fewest, tried))
+    assert tried[-1] is found
+    assert [len(one) >= fewest for one in tried] == [False] * (len(tried) - 1) + [True]
+
+
+def test_the_first_refusal_is_told_where_nothing_fits():
+    tried: list[tuple[Fused, ...]] = []
+    with pytest.raises(UnsupportedError, match="2 ops"):
+        first_that_fits(joined_program(), partial(taking, 9, tried))
+    assert len(tried) == len({*tried}) > 4, "no way is tried twice"
+
+
+def taking(fewest: int, tried: list[tuple[Fused, ...]], fused: tuple[Fused, ...]) -> object:
+    """Stands for a kernel that takes no fewer fused ops."""
+    tried.append(fused)
+    if len(fused) < fewest:
+        raise UnsupportedError(f"{len(fused)} ops", expected="more", remedy="divide them")
+    return fused
 
 
 def test_a_norm_with_another_reader_is_given_to_it():
