@@ -428,6 +428,8 @@ class _BatchBuilder:
         ranked = self.is_ranked(op)
         if ranked and (publishes or op.outs[0] in self.taken or op.num_ranks > 1):
             raise unfit(f"{op.name!r}, which a token is chosen from, for other ops too")
+        if ranked and (len(op.streams) > 1 or op.operands):
+            raise unfit(f"{op.name!r}, which a token is chosen from, of several products")
         return BatchEpilogue(
             num_streams=len(op.streams),
             formula=op.formula,

@@ -249,6 +249,8 @@ class _Builder:
         self.fused = tuple(in_order(op, self.tables, self.entry) for op in self.fused)
         self.find_classes()
         self.epilogues = self.find_epilogues()
+        if self.choice and not any(one.ranked for one in self.epilogues):
+            raise unfit(f"a choice from {self.choice.source!r}")
         self.find_lightest()
         self.add_embedding()
         for i, op in enumerate(self.fused):
@@ -411,6 +413,8 @@ class _Builder:
     def epilogue(self, op: FusedContraction) -> Epilogue:
         if len(op.operands) > MAX_CARRIED or (op.operands and len(op.streams) > 1):
             raise unfit(f"{op.name!r}, whose epilogue takes {op.operands}")
+        if self.is_ranked(op) and (len(op.streams) > 1 or op.num_ranks > 1):
+            raise unfit(f"{op.name!r}, which a token is chosen from, of several products")
         return Epilogue(
             num_streams=len(op.streams),
             formula=op.formula,

@@ -475,8 +475,8 @@ class _SegmentFusion:
         )
 
     def fuse_choice(self, op: Op) -> Fused:
-        """A token chosen from the result of a linear by an argmax or a sample, gathered before or
-        compared afterwards where several ranks have parts of it.
+        """A token chosen from the result of a linear, or of pointwise ops behind it, by an argmax
+        or a sample, gathered before or compared afterwards where several ranks have parts of it.
         """
         logits, num_ranks, ops = self.read(op, 0), 1, [op]
         source = logits
@@ -484,8 +484,8 @@ class _SegmentFusion:
         if gather is not None and kind_of(gather).gathers_all:
             source, num_ranks = self.read(gather, 0), _num_ranks(gather)
             ops.append(gather)
-        product = self.producers.get(source)
-        if product is None or not contracts(product):
+        last = self.producers.get(source)
+        if last is None or not (contracts(last) or kind_of(last).is_elementwise):
             raise _unfit(op)
         token, vocab = op.writes[1].tensor, self.tensors[logits].shape[-1]
         if op.get("base_axis", ""):
