@@ -21,7 +21,7 @@ from distmega.kernels.tasks.fuse import (
     norms_of,
     shown_by_views,
 )
-from distmega.program.types import Program
+from distmega.program.types import Program, Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +49,9 @@ def find_agreement(
 ) -> Agreement:
     """What all ops share. max_rows, head_dims: what the kernel takes."""
     positions = next((op.positions for op in fused if isinstance(op, FusedAttention)), "")
-    embedding, tables = _find_tables(fused, positions)
-    entry = _find_entry(segment, fused, embedding)
+    entries = _given_rows(segment, fused)
+    embedding, tables = _find_tables(fused, positions, comes_in=not entries)
+    entry = _find_entry(entries, embedding)
     if tables and not positions:
         positions = next((op.ids for op in tables.values() if op.ids != _ids(embedding)), "")
     rows = math.prod(segment.tensor_map()[entry].shape[:-1])
@@ -78,13 +79,27 @@ def _team_size(fused: Sequence[Fused]) -> int:
     return max(teams, default=1)
 
 
+def _given_rows(segment: Program, fused: Sequence[Fused]) -> list[Tensor]:
+    """Inputs that contractions or pointwise work take."""
+    given = {tensor.name for tensor in segment.with_role("input")}
+    taken = {
+        name
+        for op in fused
+        if isinstance(op, FusedContraction | FusedPointwise)
+        for name in (op.x, *op.operands)
+    }
+    return [tensor for tensor in segment.tensors if tensor.name in taken & given]
+
+
 def _find_tables(
-    fused: Sequence[Fused], positions: str
+    fused: Sequence[Fused], positions: str, *, comes_in: bool
 ) -> tuple[FusedEmbedding | None, dict[str, FusedEmbedding]]:
-    """The embedding whose rows any op may take, and others, which pointwise work takes."""
+    """The embedding whose rows any op may take, if one comes in, and others, which pointwise work
+    takes.
+    """
     tables = [op for op in fused if isinstance(op, FusedEmbedding)]
     own = [op for op in tables if op.ids != positions] or tables
-    embedding = own[0] if own else None
+    embedding = own[0] if own and comes_in else None
     others = [op for op in tables if op is not embedding]
     known = {_ids(embedding), positions} if positions else {_ids(embedding)}
     strange = {op.ids for op in others} - known
@@ -98,22 +113,13 @@ def _ids(embedding: FusedEmbedding | None) -> str:
     return embedding.ids if embedding else ""
 
 
-def _find_entry(segment: Program, fused: Sequence[Fused], embedding: FusedEmbedding | None) -> str:
-    """What the embedding gives; or the one input that contractions or pointwise work take."""
-    given = {tensor.name for tensor in segment.with_role("input")}
-    taken = {
-        name
-        for op in fused
-        if isinstance(op, FusedContraction | FusedPointwise)
-        for name in (op.x, *op.operands)
-    }
-    entries = [tensor for tensor in segment.tensors if tensor.name in taken & given]
-    if bool(embedding) + len(entries) != 1:
-        names = [tensor.name for tensor in entries]
-        names += [embedding.name] if embedding else []
-        raise unfit(f"embeddings and inputs {names} instead of one of them")
+def _find_entry(entries: Sequence[Tensor], embedding: FusedEmbedding | None) -> str:
+    """What the embedding gives, or the one input."""
     if embedding:
         return embedding.out
+    if len(entries) != 1:
+        names = [tensor.name for tensor in entries]
+        raise unfit(f"inputs {names} instead of an embedding or one of them")
     if entries[0].dtype != "bf16":
         raise unfit(f"input {entries[0].name!r} of {entries[0].dtype}")
     return entries[0].name
