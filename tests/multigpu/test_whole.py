@@ -1,4 +1,4 @@
-"""Whole programs as one persistent kernel a rank, with sums over ranks inside."""
+"""Whole programs as one persistent kernel a rank, with sums and gathers over ranks inside."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def run_whole(comm: Communicator) -> None:
     calls.
     """
     device = str(torch.get_default_device())
-    for name in ("silu", "tanh", "ungated", "layer norms"):
+    for name in ("silu", "tanh", "ungated", "layer norms", "chain", "post norms"):
         program = program_of(name, "bf16")
         with torch.device("cpu"):
             values = random_values(program)

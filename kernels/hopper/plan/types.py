@@ -179,7 +179,8 @@ class Epilogue:
     publishes: "numbers", f32, a flagged word each; "pairs" of bf16, or nothing. num_carried:
     vectors that stay with this SM and that the formula takes. summed: the product is summed over
     ranks first. ranked: a token is chosen from the results. weighted: rows are those of chosen
-    experts, and what an expert weighs is the formula's last argument.
+    experts, and what an expert weighs is the formula's last argument. gathered: every rank gets
+    what is published, each rank's part behind that of the rank before.
     """
 
     num_streams: int
@@ -189,6 +190,7 @@ class Epilogue:
     summed: bool
     ranked: bool
     weighted: bool = False
+    gathered: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +204,8 @@ class Epilogues:
 class RowFormula:
     """Pointwise work on rows: formula(x after its norm, what is carried, a table's row).
 
-    norm: "rms_norm", "layer_norm" or "softmax"; "copy" where x is taken as it is, "" where no x is.
+    norm: "rms_norm", "layer_norm" or "softmax"; "copy" where x is taken as it is, "heard"
+    where all of it is waited for then; "" where no x is.
     numbers: whether x is published as f32, else in pairs of bf16. publishes, num_carried: as of an
     Epilogue; has_table: whether the last argument is the row of a table.
     """

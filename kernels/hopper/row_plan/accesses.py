@@ -100,7 +100,12 @@ def reads(one: Instruction, queues: RowQueues) -> Iterator[Read]:
             yield Read(words=range(one.src, one.src + one.num_words), generation=one.generation)
         case RowPointwise():
             if one.num_src_words and not one.flags & FROM_EMBEDDING:
+                formula = queues.formulas[one.number]
                 words = range(one.src, one.src + one.num_src_words)
+                if formula.norm == "copy":
+                    rows = 2 if formula.numbers else 4
+                    first, behind = (at // rows * 2 for at in (one.row0, last_row(one) + rows - 1))
+                    words = range(one.src + first, one.src + behind)
                 yield Read(words=words, generation=one.generation - one.flag_delta)
         case RowEmbed() | RowBarrier():
             return
@@ -180,6 +185,14 @@ def _linear_writes(one: RowLinear, queues: RowQueues, sm: int) -> Iterator[Write
         for rank in ranks if size else ():
             own = logits[rank * size : (rank + 1) * size]
             words = own[first : first + one.num_units * UNIT_ROWS]
+            yield Write(words=words, generation=one.generation, rank=rank)
+    elif epilogue.gathered:
+        buffer = next(b.words for b in queues.buffers if one.dst in b.words)
+        rows = 1 if epilogue.publishes == "numbers" else 4 if one.flags & PAIRED else 2
+        size = len(buffer) // len(ranks)
+        for rank in ranks:
+            own = buffer[rank * size : (rank + 1) * size]
+            words = own[first // rows : last // rows]
             yield Write(words=words, generation=one.generation, rank=rank)
     elif epilogue.publishes == "numbers":
         words = range(one.dst + first, one.dst + last)

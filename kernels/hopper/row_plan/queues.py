@@ -92,11 +92,13 @@ from distmega.kernels.hopper.row_plan.proof import find_hazard, find_late_start
 from distmega.kernels.hopper.row_plan.starts import add_starts
 from distmega.kernels.runtime.arena import ArenaLayout
 from distmega.kernels.tasks.fuse import (
+    IDENTITY,
     Fused,
     FusedAttention,
     FusedChoice,
     FusedContraction,
     FusedEmbedding,
+    FusedGather,
     FusedPointwise,
     FusedRouting,
     FusedSample,
@@ -136,9 +138,9 @@ def build_queues(
     def build(fused: tuple[Fused, ...]) -> RowQueues:
         placed = Weights(segment, weights, ROW_MATRICES, last_matrices(fused))
         hazard = ""
-        for sms, copies in _ways(fused, placed, min(num_sms, MAX_SMS)):
+        for way in _ways(fused, placed, min(num_sms, MAX_SMS)):
             queues = _Builder(
-                segment, fused, weights, states, placed, sms, team_rank, mode, copies
+                segment, fused, weights, states, placed, *way, team_rank, mode
             ).build()
             _require_slots(queues)
             if not queues.token and find_late_start(queues):
@@ -167,9 +169,9 @@ def _require_slots(queues: RowQueues) -> None:
         raise unfit(f"heads of {dim} beside a row of {length} elements in an SM's memory")
 
 
-def _ways(fused: Sequence[Fused], placed: Weights, num_sms: int) -> Iterator[tuple[int, int]]:
-    """SMs and buffers a class to try, from the fastest on: all SMs, then no more than have rows in
-    each of the larger contractions; few buffers, then one an op.
+def _ways(fused: Sequence[Fused], placed: Weights, num_sms: int) -> Iterator[tuple[int, int, bool]]:
+    """SMs, buffers a class and _Builder.hears_all to try, from the fastest on: all SMs, then no
+    more than have rows in each of the larger contractions; few buffers, then one an op.
     """
     products = [op for op in fused if isinstance(op, FusedContraction)]
     chosen = {op.source for op in fused if isinstance(op, FusedChoice)}
@@ -178,8 +180,9 @@ def _ways(fused: Sequence[Fused], placed: Weights, num_sms: int) -> Iterator[tup
             num_sms = min(num_sms, num_units(rows_of(op, placed)))
     units = {num_units(rows_of(op, placed)) for op in products}
     sizes = sorted({num_sms, *(one for one in units if one < num_sms)}, reverse=True)
-    yield from product(sizes, range(1, MAX_COPIES + 1))
-    yield from product(sizes, (len(fused),))
+    hears = (False, True) if any(isinstance(op, FusedGather) for op in fused) else (False,)
+    yield from product(sizes, range(1, MAX_COPIES + 1), hears)
+    yield from product(sizes, (len(fused),), hears)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,9 +210,11 @@ class _Builder:
     states: ArenaLayout
     placed: Weights
     num_sms: int
+    copies: int
+    hears_all: bool
+    """Whether SMs that keep rows of what ranks gather wait for all of it: so they hear of all."""
     team_rank: int
     mode: Mode
-    copies: int
     shown: dict[str, Shown] = field(init=False)
     made: dict[str, _Made] = field(default_factory=dict)
     buffers: list[Buffer] = field(default_factory=list)
@@ -227,6 +232,8 @@ class _Builder:
     classes: list[str] = field(default_factory=list)
     epilogues: list[Epilogue] = field(default_factory=list)
     formulas: list[RowFormula] = field(default_factory=list)
+    gathers: Mapping[str, FusedGather] = field(default_factory=dict)
+    """Gathers over ranks, by what they take."""
     tables: Mapping[str, FusedEmbedding] = field(default_factory=dict)
     """Embeddings besides the one whose row linears take, by what they give."""
     positions: str = ""
@@ -263,6 +270,8 @@ class _Builder:
                     self.add_routing(op)
                 case FusedPointwise():
                     self.add_pointwise(i, op)
+                case FusedGather():
+                    self.add_gather(i, op)
                 case FusedChoice():
                     self.add_choice(op)
             if i + 1 < len(self.fused) and not isinstance(self.fused[i + 1], FusedChoice):
@@ -314,6 +323,7 @@ class _Builder:
         self.choice, self.attention, self.eps = found.choice, found.attention, found.eps
         self.experts = expert_shape(self.fused, self.weights)
         self.tables, self.positions = found.tables, found.positions
+        self.gathers = {op.x: op for op in self.fused if isinstance(op, FusedGather)}
         self.placed.require_type("bf16", [self.embedding.table if self.embedding else ""])
         self.wide_norms = self.placed.has_wide_norms(self.fused)
         columns = self.placed.columns
@@ -386,7 +396,8 @@ class _Builder:
             return (type(op).__name__,)
         sizes = tuple(self.placed.rows_of(name) for stream in op.streams for name in stream.weights)
         slots, roles = op.experts and op.experts.by, self.roles(op.outs)
-        return "contraction", self.length(op), sizes, op.formula, op.num_ranks, slots, *roles
+        ranks = op.num_ranks, self.is_gathered(op)
+        return "contraction", self.length(op), sizes, op.formula, *ranks, slots, *roles
 
     def roles(self, outs: Sequence[str]) -> Iterator[int]:
         """As what attention takes results: queries, keys or values, which are of one generation."""
@@ -423,7 +434,16 @@ class _Builder:
             summed=op.num_ranks > 1,
             ranked=self.is_ranked(op),
             weighted=self.is_weighted(op),
+            gathered=self.is_gathered(op),
         )
+
+    def is_gathered(self, op: FusedContraction) -> bool:
+        """Whether all ranks get its result, side by side."""
+        if not self.gathers.keys().isdisjoint(op.outs):
+            if len(op.outs) > 1 or op.num_ranks > 1 or self.is_weighted(op):
+                raise unfit(f"{op.name!r}, a sum over ranks or of several results, gathered")
+            return True
+        return False
 
     def is_weighted(self, op: FusedContraction) -> bool:
         return op.experts is not None and op.experts.by == "rows"
@@ -431,7 +451,8 @@ class _Builder:
     def epilogue_key(self, op: FusedContraction) -> tuple[object, ...]:
         numbers = self.publishes(op.name, op.outs, len(op.streams)) == "numbers"
         ranked, weighted = self.is_ranked(op), self.is_weighted(op)
-        return len(op.streams), op.formula, numbers, op.num_ranks > 1, ranked, weighted
+        summed, gathered = op.num_ranks > 1, self.is_gathered(op)
+        return len(op.streams), op.formula, numbers, summed, ranked, weighted, gathered
 
     def epilogue_number(self, op: FusedContraction) -> int:
         key = self.epilogue_key(op)
@@ -445,6 +466,7 @@ class _Builder:
                 one.summed,
                 one.ranked,
                 one.weighted,
+                one.gathered,
             )
             == key
         )
@@ -457,6 +479,10 @@ class _Builder:
         contractions pairs, and pointwise work either, numbers where pairs are no whole polls.
         """
         by_attention = by_linears = by_rows = False
+        gather = next((self.gathers[out] for out in outs if out in self.gathers), None)
+        if gather is not None:
+            self.require_only_gathered(gather)
+            outs = (gather.out,)
         for other in self.fused:
             match other:
                 case FusedAttention():
@@ -469,9 +495,18 @@ class _Builder:
                 case FusedPointwise() if other.x in outs:
                     by_rows = True
                     by_attention |= self.elements(other.x) % (2 * POLLED_WORDS) != 0
+        if gather is not None and not (by_attention or by_linears or by_rows):
+            by_attention, by_linears = num_streams == 1, num_streams > 1
         if by_attention and (by_linears or num_streams > 1):
             raise unfit(f"{name!r}, whose readers take numbers and pairs")
         return "numbers" if by_attention else "pairs" if by_linears or by_rows else "nothing"
+
+    def require_only_gathered(self, gather: FusedGather) -> None:
+        """Refuses parts of a gather that others poll too, or that end within a pair."""
+        others = [op for op in self.fused if op is not gather]
+        polled = {op.x for op in others if isinstance(op, FusedContraction | FusedPointwise)}
+        if gather.x in polled or self.elements(gather.x) % 2:
+            raise unfit(f"{gather.name!r} of {gather.x!r}, of {self.elements(gather.x)} elements")
 
     # buffers
 
@@ -490,12 +525,12 @@ class _Builder:
         copy = number % self.copies
         return (f"{kind} #{copy}" if copy else kind), number // self.copies
 
-    def keep(self, op: FusedContraction | FusedPointwise, rows: int) -> int:
+    def keep(self, op: FusedContraction | FusedPointwise | FusedGather, rows: int) -> int:
         """First f32 element of what SMs keep of a result, NOTHING if nobody takes it. It may take
         the place of the operand, if nobody takes that afterwards.
         """
         nth = self.fused.index(op)
-        for name in op.operands:
+        for name in () if isinstance(op, FusedGather) else op.operands:
             before = self.made.get(name)
             if before and before.kept != NOTHING and not self.is_taken(name, nth):
                 self.free.setdefault(before.rows, []).append(before.kept)
@@ -591,6 +626,8 @@ class _Builder:
         if self.is_ranked(op):
             self.vocab, limit = rows, min(rows, max(0, self.choice_vocab() - self.team_rank * rows))
             dst, generation = self.reserve_logits(rows), self.of_x(op).generation
+        elif epilogue.gathered:
+            dst, limit = self.reserve(kind, self.num_ranks * size) + self.team_rank * size, rows
         else:
             dst, limit = self.reserve(kind, size), rows
         x = self.of_x(op)
@@ -751,6 +788,58 @@ class _Builder:
                     carry=carry,
                     second=second,
                     table=table,
+                )
+            )
+
+    def add_gather(self, nth: int, op: FusedGather) -> None:
+        """All columns lie where ranks have pushed them. What is taken otherwise than by polling is
+        kept by the SMs whose rows it is.
+        """
+        part, rows, form = self.made.get(op.x), self.elements(op.out), self.forms.get(op.x)
+        if part is None or form is None:
+            raise unfit(f"{op.name!r} of {op.x!r}, which is no contraction's result")
+        size = self.elements(op.x) // (2 if form == "pairs" else 1)
+        kept = self.keep(op, rows)
+        made = _Made(part.first - self.team_rank * size, part.generation, rows, 1, kept)
+        self.made[op.out], self.forms[op.out] = made, form
+        if kept == NOTHING:
+            return
+        formula = RowFormula(
+            norm="heard" if self.hears_all else "copy",
+            numbers=form == "numbers",
+            formula=IDENTITY,
+            publishes="nothing",
+            num_carried=0,
+            has_table=False,
+        )
+        if formula not in self.formulas:
+            self.formulas.append(formula)
+        most = -(-num_units(rows) // self.num_sms) * UNIT_ROWS
+        if most > MAX_ROWS:
+            raise unfit(f"{op.name!r} of {rows} elements")
+        for sm, queue in enumerate(self.queues):
+            first, last = share(rows, 1, sm, self.num_sms)
+            if first == last:
+                continue
+            queue.append(
+                RowPointwise(
+                    name=op.name,
+                    generation=made.generation,
+                    number=self.formulas.index(formula),
+                    num_units=last - first,
+                    src=made.first,
+                    num_src_words=-(-rows // (1 if formula.numbers else 2)),
+                    flag_delta=0,
+                    flags=0,
+                    norm=NOTHING,
+                    eps=0.0,
+                    dst=0,
+                    row0=first * UNIT_ROWS,
+                    num_rows=rows,
+                    keep=kept,
+                    carry=NOTHING,
+                    second=NOTHING,
+                    table=NOTHING,
                 )
             )
 

@@ -11,6 +11,7 @@ structure of ops and at who uses their results, never at names and never at one 
 - contractions of the same x whose results leave as they are stand side by side in one;
 - a sum over ranks, and the choice of a token, join the contraction before them;
 - rotations, the norms before them and appends to caches join the attention that they serve;
+- a gather of columns over ranks is a fused op of its own;
 - experts: the choice of them is a fused op, their first matrices with what joins them one
   contraction whose rows lie where the choice says, their last ones one whose columns do; what an
   expert weighs stands before the last product, since it can be multiplied in on either side.
@@ -36,6 +37,7 @@ from distmega.kernels.tasks.fuse.types import (
     FusedChoice,
     FusedContraction,
     FusedEmbedding,
+    FusedGather,
     FusedPointwise,
     FusedRouting,
     FusedSample,
@@ -172,6 +174,7 @@ class _SegmentFusion:
             ("scatter_add", self.fuse_expert_sum),
             ("linear", self.fuse_linear),
             *((kind.name, self.fuse_norm) for kind in kinds() if kind.is_norm),
+            *((kind.name, self.fuse_gather) for kind in kinds() if kind.gathers_all),
         )
         found: list[tuple[int, Fused]] = []
         for kind, rule in rules:
@@ -215,13 +218,15 @@ class _SegmentFusion:
         """
         first = self.product(op)
         together = [first]
-        if first.num_ranks == 1 and self.joining.beside:
+        is_gathered = self.is_gathered(first.out)
+        if first.num_ranks == 1 and self.joining.beside and not is_gathered:
             together = [
                 one
                 for user in self.users[self.read(op, 0)]
                 if contracts(user) and user.name not in self.taken
                 for one in [self.product(user)]
                 if one.num_ranks == 1 and self.read(user, 0) == self.read(op, 0)
+                if not self.is_gathered(one.out)
             ]
         order = {name: i for i, name in enumerate(self.attended)}
         together.sort(key=lambda one: order.get(one.out, len(order)))
@@ -240,6 +245,18 @@ class _SegmentFusion:
             outs=tuple(one.out for one in together),
             num_ranks=first.num_ranks,
         )
+
+    def fuse_gather(self, op: Op) -> Fused:
+        """A gather of columns."""
+        if op.attr("dim") != 1:
+            raise _unfit(op)
+        self.take(op)
+        return FusedGather(name=op.name, x=self.read(op, 0), out=_out(op), num_ranks=_num_ranks(op))
+
+    def is_gathered(self, name: str) -> bool:
+        """Whether a gather takes a tensor that no fused op has yet."""
+        users = self.users.get(name, [])
+        return any(kind_of(user).gathers_all and user.name not in self.taken for user in users)
 
     def fuse_chain(self, op: Op) -> Fused:
         """A pointwise op with those before it whose results it alone takes, and the contraction
@@ -698,6 +715,7 @@ def _unfit(op: Op) -> UnsupportedError:
     return UnsupportedError(
         f"op {op.name!r} of kind {op.kind} does not fuse",
         expected="contractions with norms before and pointwise ops behind them, norms, softmax and "
-        "pointwise ops of rows, attention with a cache, embeddings, the choice of a token",
+        "pointwise ops of rows, attention with a cache, embeddings, gathers of columns over ranks, "
+        "the choice of a token",
         remedy="run the segment by library ops",
     )

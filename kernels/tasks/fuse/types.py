@@ -143,6 +143,18 @@ class FusedPointwise:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FusedGather:
+    """out = the columns that num_ranks ranks have of each row, x of each, in rank order; where that
+    is more than `out` has, the last ones are left out.
+    """
+
+    name: str
+    x: str
+    out: str
+    num_ranks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FusedSample:
     """A token sampled as ops.sample says, at the last of `positions`, instead of the most likely.
 
@@ -174,7 +186,13 @@ class FusedChoice:
 
 
 Fused = (
-    FusedContraction | FusedRouting | FusedEmbedding | FusedAttention | FusedPointwise | FusedChoice
+    FusedContraction
+    | FusedRouting
+    | FusedEmbedding
+    | FusedAttention
+    | FusedPointwise
+    | FusedGather
+    | FusedChoice
 )
 
 

@@ -241,12 +241,14 @@ def publish_rows(
     sm: RowSm, one: RowLinear | RowPointwise, epilogue: Epilogue | RowFormula, row: np.ndarray,
     y: Floats, flag: int,
 ) -> None:  # fmt: skip
-    """Results as numbers, or as pairs of bf16."""
+    """Results as numbers, or as pairs of bf16; to all ranks where these gather them."""
+    gathered = isinstance(epilogue, Epilogue) and epilogue.gathered
+    gpus = sm.gpu.peers if gathered else ()
     if epilogue.publishes == "numbers":
-        sm.publish(one.dst + row, bits_of(y), flag)
+        sm.publish(one.dst + row, bits_of(y), flag, gpus)
     elif epilogue.publishes == "pairs":
         num = len(row) // 2 * 2
-        sm.publish(one.dst + row[:num:2] // 2, pairs_of(y[:num:2], y[1:num:2]), flag)
+        sm.publish(one.dst + row[:num:2] // 2, pairs_of(y[:num:2], y[1:num:2]), flag, gpus)
 
 
 def push_partial(

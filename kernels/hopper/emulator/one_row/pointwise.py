@@ -27,7 +27,7 @@ from distmega.kernels.hopper.plan.words import (
     VECTOR_MULTIPLE,
     RowPointwise,
 )
-from distmega.kernels.hopper.row_plan.accesses import last_row
+from distmega.kernels.hopper.row_plan.accesses import last_row, reads
 
 
 def pointwise(sm: RowSm, one: RowPointwise, token: int, position: int, flag: int) -> Steps:
@@ -64,13 +64,18 @@ def whole_row(
     if one.flags & FROM_EMBEDDING:
         row: Floats = sm.gpu.embed[token][: one.num_rows]
         return row
-    words = one.src + np.arange(one.num_src_words)
+    (read,) = reads(one, sm.gpu.queues)
+    words = np.arange(read.words.start, read.words.stop)
     payload = yield from sm.poll(words, flag, repr(one.name))
-    return floats_of(payload) if formula.numbers else halves_of(payload)
+    found = floats_of(payload) if formula.numbers else halves_of(payload)
+    first = (read.words.start - one.src) * (1 if formula.numbers else 2)
+    return np.concatenate((np.full(first, np.nan, dtype=np.float32), found))
 
 
 def normalised_row(sm: RowSm, one: RowPointwise, formula: RowFormula, x: Floats) -> Floats:
-    """x after its norm or softmax."""
+    """x after its norm or softmax, or as it is."""
+    if formula.norm in ("copy", "heard"):
+        return x
     y = normalised(formula.norm, x, one.eps)
     if one.norm != NOTHING:
         y = y * norm_vector(sm, one.norm, one.num_rows)

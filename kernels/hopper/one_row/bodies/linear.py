@@ -99,7 +99,7 @@ def most_carried(epilogues):
 def is_pushed(epilogues, number, pushes):
     """Whether other ranks get what it writes, and all of them see a void x by an alarm."""
     one = epilogues.each[number]
-    return one.summed or (pushes and one.ranked)
+    return one.summed or one.gathered or (pushes and one.ranked)
 
 
 @gluon.jit
@@ -370,12 +370,35 @@ def weighted(
 
 @gluon.jit
 def write_result(
-    words, symmetric, kept, row0, row, limit, y, flag, KIND: gl.constexpr, N: gl.constexpr
+    words,
+    symmetric,
+    peers,
+    kept,
+    row0,
+    row,
+    limit,
+    y,
+    flag,
+    alarm,
+    KIND: gl.constexpr,
+    GATHERED: gl.constexpr,
+    N: gl.constexpr,
+    RANKS: gl.constexpr,
 ):
-    """N results, of which those below `limit` count, to where they are kept and polled."""
+    """N results, of which those below `limit` count, to where they are kept and polled: where ranks
+    gather them, into this rank's part on each of them, none that are void (push_partial).
+    """
     wanted = row < limit
     gl.store(kept + words[LIN_KEEP] + row, y, mask=wanted & (words[LIN_KEEP] >= 0))
-    if KIND == "numbers":
+    if GATHERED:
+        num = gl.where(keep(alarm) == NO_REPORT, limit - row0, 0)
+        for rank in gl.static_range(RANKS):
+            if KIND == "numbers":
+                at = peers[rank] + words[DST] + row
+                gl.store(at, flagged_float(y, flag), mask=row - row0 < num)
+            elif KIND == "pairs":
+                store_pairs(peers[rank], words[DST] + row0 // 2, y, flag, num // 2, N)
+    elif KIND == "numbers":
         gl.store(symmetric + words[DST] + row, flagged_float(y, flag), mask=wanted)
     elif KIND == "pairs":
         store_pairs(symmetric, words[DST] + row0 // 2, y, flag, (limit - row0) // 2, N)
@@ -509,14 +532,18 @@ def linear_task(
                     write_result(
                         words,
                         symmetric,
+                        peers,
                         kept,
                         row0 // 2,
                         half,
                         limit // 2,
                         mixed,
                         flag,
+                        alarm,
                         field(EPILOGUES, i, "publishes"),
+                        field(EPILOGUES, i, "gathered"),
                         GROUP_ROWS // 2,
+                        RANKS,
                     )
                 else:
                     if field(EPILOGUES, i, "weighted"):
@@ -540,14 +567,18 @@ def linear_task(
                         write_result(
                             words,
                             symmetric,
+                            peers,
                             kept,
                             row0,
                             row,
                             limit,
                             y1,
                             flag,
+                            alarm,
                             field(EPILOGUES, i, "publishes"),
+                            field(EPILOGUES, i, "gathered"),
                             GROUP_ROWS,
+                            RANKS,
                         )
         cta_barrier()
     for i in gl.static_range(NUM):

@@ -270,7 +270,9 @@ def pointwise_task(
                         words, symmetric, given, before, row, row < limit, NUMBERS, RANKS
                     )
                     xs += single(own)
-            if NORM != "" and NORM != "copy":
+            if NORM == "heard":
+                add_up(words, symmetric, given, before, off, "sum", NUMBERS, RANKS)
+            elif NORM != "" and NORM != "copy":
                 off, factor = find_scale(words, symmetric, given, before, NORM, NUMBERS, RANKS)
             for j in gl.static_range(PASSES):
                 row = words[LIN_ROW0] + j * THREADS + thread
@@ -278,7 +280,7 @@ def pointwise_task(
                 taken = ()
                 if NORM != "":
                     x = xs[j]
-                    if NORM != "copy":
+                    if NORM != "copy" and NORM != "heard":
                         x = normalised(words, vectors, x, row, wanted, off, factor, NORM, WIDE)
                     taken += single(x)
                 if TAKEN > 0:

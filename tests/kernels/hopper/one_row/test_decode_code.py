@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench.programs import gated_mlp, llama_1b
+from bench.programs import Model, gated_mlp, llama_1b
 from distmega.engine.decode_plan import lower_decode, plan_decode
 from distmega.engine.requests import EngineOptions
 from distmega.kernels.hopper.one_row.runner import RowRunner
@@ -27,6 +27,7 @@ from distmega.models.sampling import GREEDY, Method
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.localize import localize
 from distmega.sharding.planner import plan_program
+from tests.kernels.hopper.emulator.one_row.test_gathers import build, columns_of
 from tests.kernels.offline import NUM_SMS, offline
 from tests.kernels.ptx import WAIT, bare_signals, loads, plain_spins
 from tests.kernels.sm90 import REGISTERS, SHARED_BYTES, Machine
@@ -169,6 +170,16 @@ def code_of(model, num_ranks):
 @pytest.mark.parametrize("num_layers", [1, 3])
 def test_sums_of_an_input_over_ranks_spill_nothing(num_layers):
     code, _ = code_of(gated_mlp(1, num_layers), 2)
+    assert code.stack_bytes == 0
+    assert plain_spins(code.ptx) == []
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["gates", "added", "chain"])
+def test_gathers_over_ranks_spill_nothing(name):
+    program = build(name)
+    model = Model(program=program, marks=columns_of(program), in_torch=lambda own, total: own["x"])
+    code, _ = code_of(model, 2)
     assert code.stack_bytes == 0
     assert plain_spins(code.ptx) == []
 
