@@ -12,6 +12,7 @@ from distmega.compiled import CompiledProgram
 from distmega.engine.engine import Engine
 from distmega.errors import ModelError
 from distmega.hostir.comm.communicator import SingleCommunicator
+from distmega.kernels.hopper.batch import runner
 from distmega.kernels.machines import CPU, H200
 from distmega.program.types import Program
 from distmega.sharding.layout.mesh import DeviceMesh
@@ -233,6 +234,21 @@ def test_many_steps_of_a_batch_repeat_bit_by_bit():
         stepping.start(range(1, 17), [16 * slot for slot in range(16)])
         runs.append(torch.cat([stepping.decode(100).clone() for _ in range(5)]))
     assert torch.equal(*runs)
+
+
+def test_no_tile_is_overwritten_while_it_is_read(monkeypatch):
+    """A step from one state, over and over, with as many loads under way as the ring has slots:
+    before reads were fenced from the copy engine's writes, 1 launch in 50 differed.
+    """
+    monkeypatch.setattr(runner, "AHEAD", runner.STAGES)
+    engine = open_engine(random_model("qwen3-30b-a3b", num_layers=2, vocab=32000), 16)
+    stepping, found = engine.stepping, []
+    assert isinstance(stepping, runner.BatchRunner)
+    for _ in range(1000):
+        stepping.start(range(1, 17), [16 * slot for slot in range(16)])
+        stepping.decode(1)
+        found.append(stepping.logits.clone())
+    assert all(torch.equal(found[0], each) for each in found)
 
 
 def test_fewer_sequences_read_fewer_experts():

@@ -77,3 +77,19 @@ def bare_signals(code: str) -> list[str]:
         elif re.search(r"\bst\.(?!shared|local)", line):
             ordered = False
     return bad
+
+
+def unfenced_loads(code: str) -> list[str]:
+    """Expected TMA loads that nothing orders behind reads of the memory they write: no fence of the
+    async proxy stands between them and the last wait or the start of their block.
+    """
+    bad, fenced = [], False
+    for line in code.splitlines():
+        label = _LABEL.match(line)
+        if (label and label[1].startswith("$L__BB")) or WAIT in line:
+            fenced = False
+        elif "fence.proxy.async.shared" in line:
+            fenced = True
+        elif "mbarrier.arrive.expect_tx" in line and not fenced:
+            bad.append(line.strip())
+    return bad

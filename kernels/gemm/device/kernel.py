@@ -238,6 +238,7 @@ def add_partials(acc, it, num_partials, ring, half: gl.constexpr, spec: gl.const
             mbarrier.wait(ring.ready.index(slot), (it // spec.stages) & 1)
             if part == half:
                 acc += ring.parts.index(slot).load(acc.type.layout).to(gl.float32)
+                fence_async_shared()  # of reads, before the copy engine writes there again
                 cta_barrier()
             mbarrier.arrive(ring.free.index(slot), count=1)
             it += 1

@@ -7,7 +7,7 @@ first cached keys are read, and for a choice of experts. Next on the walk: ptx/p
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from distmega.kernels.gluon_compat import reinterpret, tma_load
 from distmega.kernels.hopper.one_row.route import (
@@ -82,6 +82,9 @@ def next_slot(ready, free, it, STAGES: gl.constexpr, AHEAD: gl.constexpr):
         before = gl.maximum(it - AHEAD, 0)
         landed = ready.index(before % STAGES)
         mbarrier.wait(landed, (before // STAGES) & 1, pred=it >= AHEAD)
+    # the copy engine writes by a proxy of its own: without this, reads that the barrier says are
+    # done may still find what it brings
+    fence_async_shared()
     mbarrier.expect(ready.index(slot), TILE_BYTES)
     return slot
 

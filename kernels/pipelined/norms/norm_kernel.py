@@ -66,6 +66,7 @@ def allocate_tiles(descriptor, count: gl.constexpr, spec: gl.constexpr):
 def start_loads(corner, slot, wanted, loads, spec: gl.constexpr):
     """Starts the load of one tile of every input into a slot, where `wanted`. loads: TileLoads."""
     count: gl.constexpr = num_inputs(spec)
+    fence_async_shared()  # of reads of the slot, before the copy engine writes there
     for i in gl.static_range(count):
         bar = loads.landed.index(slot * count + i)
         source = loads.inputs[i]

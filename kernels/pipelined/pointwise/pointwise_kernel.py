@@ -81,6 +81,7 @@ def _start_loads(index, num_mine, run, column_tiles, loads, spec: gl.constexpr):
     """
     corner = _corner(tile_number(index, run), column_tiles, spec)
     slot = index % spec.stages
+    fence_async_shared()  # of reads of the slot, before the copy engine writes there
     for i in gl.static_range(_count(spec, "kinds")):
         if _kind(spec, i) == "tile":
             bar = loads.landed.index(slot * _count(spec, "kinds") + i)

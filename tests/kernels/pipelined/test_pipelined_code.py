@@ -24,7 +24,7 @@ from distmega.kernels.pipelined.pointwise.exprs import formula_of
 from distmega.kernels.pipelined.pointwise.pointwise_kernel import PointwiseSpec, pointwise_kernel
 from distmega.kernels.pipelined.triton_path import long_norm_plain, norm_plain, pointwise_plain
 from distmega.program import expr
-from tests.kernels.ptx import WAIT, loads, stores, vector_accesses
+from tests.kernels.ptx import WAIT, loads, stores, unfenced_loads, vector_accesses
 from tests.kernels.sm90 import Machine, compile_kernel, descriptor
 
 H200 = GpuModel(num_sms=132, bandwidth_bytes_per_us=4.3e6)
@@ -90,6 +90,7 @@ def test_pointwise(texts, ins, outs, num_elements):
     assert loads(code.ptx) == (choice.stages + 1) * len(ins)
     assert code.ptx.count(WAIT) == len(ins)
     assert stores(code.ptx) == len(outs)
+    assert unfenced_loads(code.ptx) == []
     assert "ld.global" not in code.ptx
     assert "st.global" not in code.ptx
 
@@ -152,6 +153,7 @@ def norm_code(op: str, dtype: str, columns: int, residual: bool) -> None:
     assert loads(code.ptx) >= (choice.stages + 1) * count
     assert code.ptx.count(WAIT) == (count if whole else 2 * count)
     assert stores(code.ptx) >= count
+    assert unfenced_loads(code.ptx) == []
     assert "st.global" not in code.ptx
 
 

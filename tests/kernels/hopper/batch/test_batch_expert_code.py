@@ -4,7 +4,7 @@ import pytest
 
 from tests.kernels.hopper.expert_code import expert_code
 from tests.kernels.hopper.one_row.test_decode_code import LOADER_REGISTERS, LOADER_WARPS
-from tests.kernels.ptx import bare_signals, plain_spins
+from tests.kernels.ptx import bare_signals, plain_spins, unfenced_loads
 from tests.kernels.sass import spills_in_products
 from tests.kernels.sm90 import REGISTERS, SHARED_BYTES
 
@@ -25,3 +25,4 @@ def test_experts_fit_an_sm(width, num_ranks, weighing):
     assert 32 * (8 * code.registers + LOADER_WARPS * LOADER_REGISTERS) <= REGISTERS
     assert plain_spins(code.ptx) == []
     assert bare_signals(code.ptx) == []
+    assert unfenced_loads(code.ptx) == []

@@ -18,7 +18,7 @@ from distmega.sharding.planner import plan_program
 from tests.kernels.hopper.batch_plan.test_batch_programs import program_of
 from tests.kernels.hopper.one_row.test_decode_code import LoneTeam
 from tests.kernels.offline import NUM_SMS, offline
-from tests.kernels.ptx import bare_signals, plain_spins
+from tests.kernels.ptx import bare_signals, plain_spins, unfenced_loads
 from tests.kernels.row_programs import HEADS, PROGRAMS, attending
 from tests.kernels.sass import instructions, spills_in_products
 from tests.kernels.sm90 import SHARED_BYTES, Machine
@@ -70,6 +70,7 @@ def test_nothing_spills_and_nothing_unused_is_there(name: str):
     assert len(instructions(code.cubin)) <= MOST_INSTRUCTIONS[name]
     assert plain_spins(code.ptx) == []
     assert bare_signals(code.ptx) == []
+    assert unfenced_loads(code.ptx) == []
 
 
 @pytest.mark.parametrize(
@@ -92,6 +93,7 @@ def test_pointwise_work_fits_an_sm(name: str):
     assert code.shared_bytes <= SHARED_BYTES
     assert plain_spins(code.ptx) == []
     assert bare_signals(code.ptx) == []
+    assert unfenced_loads(code.ptx) == []
 
 
 @pytest.mark.nightly

@@ -29,7 +29,7 @@ from distmega.sharding.localize import localize
 from distmega.sharding.planner import plan_program
 from tests.kernels.hopper.emulator.one_row.test_gathers import build, columns_of
 from tests.kernels.offline import NUM_SMS, offline
-from tests.kernels.ptx import WAIT, bare_signals, loads, plain_spins
+from tests.kernels.ptx import WAIT, bare_signals, loads, plain_spins, unfenced_loads
 from tests.kernels.sm90 import REGISTERS, SHARED_BYTES, Machine
 
 MODELS = (
@@ -205,6 +205,7 @@ def test_decode_loads_by_tma_and_waits_in_order(name, num_ranks, trace):
     assert ("ld.relaxed.sys" in code.ptx) == (num_ranks > 1)
     assert plain_spins(code.ptx) == []
     assert bare_signals(code.ptx) == []
+    assert unfenced_loads(code.ptx) == []
 
 
 def test_every_wait_for_a_word_is_bounded():

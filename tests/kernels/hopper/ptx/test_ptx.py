@@ -1,6 +1,13 @@
 """The checks of PTX find what they are for."""
 
-from tests.kernels.ptx import bare_signals, loads, plain_spins, stores, vector_accesses
+from tests.kernels.ptx import (
+    bare_signals,
+    loads,
+    plain_spins,
+    stores,
+    unfenced_loads,
+    vector_accesses,
+)
 
 SPIN = """
 $L__1:
@@ -34,6 +41,17 @@ def test_a_signal_needs_a_barrier_after_the_last_store():
     assert bare_signals(barrier + store + signal)
     assert not bare_signals(store + barrier + signal)
     assert not bare_signals(store + barrier + "\tst.shared.b32 [ %r9 ], %r8;\n" + signal)
+
+
+def test_a_tma_load_needs_a_fence_after_the_last_wait():
+    wait = "\tmbarrier.try_wait.parity.shared.b64 complete, [%r1], %r2;\n"
+    fence = "\tfence.proxy.async.shared::cta;\n"
+    expect = "\t@%p1 mbarrier.arrive.expect_tx.shared.b64 _, [%r3], 16384;\n"
+    assert not unfenced_loads(wait + fence + expect)
+    assert not unfenced_loads(wait + fence + expect + expect)
+    assert len(unfenced_loads(wait + fence + expect + wait + expect)) == 1
+    assert unfenced_loads(fence + wait + expect)
+    assert unfenced_loads(fence + "$L__BB0_1:\n" + expect)
 
 
 def test_accesses_are_counted():
