@@ -110,7 +110,7 @@ class OpKind:
         and what it updates in place last, to its result or a tuple of these, in storage of their
         own. It calls methods of tensors alone, so that nothing here imports torch. Library ops run
         it, but for kinds that hostir/library/ops.py does in a quicker way of torch. None where a
-        formula (pointwise), the rank's program or another file of hostir/library says it.
+        formula (pointwise), an operator of torch or the rank's program says it.
     torch_row_op: operator of torch, (self, dim), that computes it along any dim; `build` states
         the op on (name, x), along the last one.
     """
@@ -192,6 +192,11 @@ def communicates(kind: str) -> bool:
 def widen(x: Any) -> Any:
     """A tensor in the type in which it is summed: fp32 for half types, else its own."""
     return x.float() if x.is_floating_point() and x.element_size() < 4 else x
+
+
+def whole_numbers(like: Any, num: int) -> Any:
+    """0, 1, 2 ... as integers where `like` is."""
+    return like.new_ones(num).cumsum(0) - 1
 
 
 def in_fp32(function: Callable[..., Any]) -> Reference:

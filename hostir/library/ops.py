@@ -2,7 +2,7 @@
 
 A kind's definition (distmega/program/ops/) says what it computes. Here stand contractions and
 attention by torch's own kernels, and what runs each kind; beside this file formulas (pointwise.py),
-norms.py, sampling.py, experts.py and operators of torch (opaque.py). `compile_op` binds an Op once
+norms.py, experts.py and operators of torch (opaque.py). `compile_op` binds an Op once
 to a function of its operands; `run_op` is the same by tensor names. Sums are taken in fp32 or
 wider, results have the operand's type and own their storage (kind `view` excepted). Used by
 evaluator.py.
@@ -18,14 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distmega.errors import ProgramError
-from distmega.hostir.library import experts, sampling
+from distmega.hostir.library import experts
 from distmega.hostir.library.heads import compile_heads, move_heads
 from distmega.hostir.library.matmuls import compile_mixed, mixed_product
 from distmega.hostir.library.norms import compile_norm, normalise
 from distmega.hostir.library.opaque import compile_opaque
 from distmega.hostir.library.pointwise import OpFunction, compile_pointwise, evaluate_all
 from distmega.hostir.library.torch_types import operand_dtype, widen
-from distmega.program.kinds import Coordinate, kind_of, kinds, local_base
+from distmega.program.kinds import Coordinate, kind_of, kinds
 from distmega.program.ops.axis_views import (
     access_axes,
     fold_axes,
@@ -296,23 +296,6 @@ def compile_masked_attention(op: Op) -> OpFunction:
     return lambda xs: (masked_attention(xs[0], xs[1], xs[2], xs[3], scale, window, softcap),)
 
 
-def _compile_argmax(op: Op, coordinate: Coordinate) -> OpFunction:
-    base = local_base(op, coordinate)
-    extent = int(number(op, "extent", -1))
-    return lambda xs: sampling.argmax(xs[0], base, None if extent < 0 else extent)
-
-
-def _compile_top(op: Op, coordinate: Coordinate) -> OpFunction:
-    num_parts, num_top = op.axis("s").extent, op.axis("c").extent
-    return lambda xs: (sampling.top(xs[0], num_parts, num_top),)
-
-
-def _compile_sample(op: Op, coordinate: Coordinate) -> OpFunction:
-    base = local_base(op, coordinate)
-    extent = int(number(op, "extent", op.axis("v").extent))
-    return lambda xs: sampling.sample(xs[0], xs[1], xs[2], xs[3], base, extent)
-
-
 def _compile_concat(op: Op, coordinate: Coordinate) -> OpFunction:
     dim = int(number(op, "dim"))
     return lambda xs: (torch.cat(tuple(xs), dim),)
@@ -340,6 +323,7 @@ QUICK: dict[str, Callable[[Op, Coordinate], OpFunction]] = {
     "attention": _compile_attention,
     "attend": _compile_attend,
     "concat": _compile_concat,
+    "grouped_linear": experts.compile_grouped_linear,
     **{kind.name: _compile_norm for kind in kinds() if kind.is_norm},
 }
 """Kinds that torch does quicker than their references say -> as COMPILERS."""
@@ -349,16 +333,7 @@ COMPILERS: dict[str, Callable[[Op, Coordinate], OpFunction]] = {
     **{kind.name: _compile_pointwise for kind in kinds() if kind.is_elementwise},
     "fused_linear": lambda op, coordinate: compile_mixed(op, mixed_product),
     "fused_heads": lambda op, coordinate: compile_heads(op, move_heads),
-    "argmax": _compile_argmax,
-    "top": _compile_top,
-    "cutoff": lambda op, coordinate: lambda xs: (sampling.cutoff(xs[0], xs[1]),),
-    "sample": _compile_sample,
     "opaque": lambda op, coordinate: compile_opaque(op),
-    "top_k": experts.compile_top_k,
-    "route": experts.compile_route,
-    "gather_rows": experts.compile_gather_rows,
-    "grouped_linear": experts.compile_grouped_linear,
-    "scatter_add": experts.compile_scatter_add,
 }
 """Op kind -> binds an op at a rank's mesh coordinate; others are run by their references."""
 

@@ -11,12 +11,13 @@ from collections.abc import Callable, Mapping
 from torch import Tensor
 
 from distmega.hostir.comm.collectives import combine_parts
-from distmega.hostir.library import norms, pointwise, sampling
+from distmega.hostir.library import norms, pointwise
 from distmega.hostir.library import ops as library
 from distmega.kernels.isa import opcodes
 from distmega.kernels.isa.encoding import unpack_expression
 from distmega.kernels.isa.opcodes import COMBINES, NORMS, Instruction, Ref
 from distmega.kernels.runtime.memory import RankMemory, peer_view
+from distmega.program.ops import sampling
 from distmega.program.ops.attention import append_values, rope_values
 from distmega.program.ops.compute import reduce_values
 from distmega.program.ops.lookups import embedding_values
@@ -180,7 +181,7 @@ def _argmax(i: opcodes.Argmax, memory: RankMemory) -> Run:
     base = _base(i.axis, i.stride, memory)
 
     def run() -> None:
-        best, index_found = sampling.argmax(x, base, i.extent)
+        best, index_found = sampling.argmax_values(x, base, i.extent)
         value.copy_(best)
         index.copy_(index_found)
 
@@ -192,7 +193,7 @@ def _top(i: opcodes.Top, memory: RankMemory) -> Run:
     out = memory.view(i.out, (i.rows, i.num_top), (i.strides[1], 1))
 
     def run() -> None:
-        out.copy_(sampling.top(x, 1, i.num_top).squeeze(1))
+        out.copy_(sampling.top_values(x, 1, i.num_top).squeeze(1))
 
     return run
 
@@ -203,7 +204,7 @@ def _cutoff(i: opcodes.Cutoff, memory: RankMemory) -> Run:
     limits = memory.view(i.limits, (i.rows, 2), (i.strides[2], 1))
 
     def run() -> None:
-        limits.copy_(sampling.cutoff(x, settings))
+        limits.copy_(sampling.cutoff_values(x, settings))
 
     return run
 
@@ -218,7 +219,7 @@ def _sample(i: opcodes.Sample, memory: RankMemory) -> Run:
     base = _base(i.axis, i.stride, memory)
 
     def run() -> None:
-        best, index_found = sampling.sample(x, limits, seeds, positions, base, i.extent)
+        best, index_found = sampling.sample_values(x, limits, seeds, positions, base, i.extent)
         value.copy_(best)
         index.copy_(index_found)
 
@@ -261,7 +262,7 @@ def _argmax_ranks(i: opcodes.ArgmaxRanks, memory: RankMemory) -> Run:
     index = memory.view(i.index, (i.rows,), rows[3:])
 
     def run() -> None:
-        best, slot = sampling.argmax(values)
+        best, slot = sampling.argmax_values(values)
         value.copy_(best)
         index.copy_(indices.gather(1, slot.unsqueeze(1)).squeeze(1))
 

@@ -24,8 +24,8 @@ from triton import language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from distmega.hostir.library import experts as library
-from distmega.hostir.library.experts import GroupRange
 from distmega.kernels.events import GroupTiles, drains_groups_faster
+from distmega.program.ops.experts import GroupRange
 
 Schedule = Literal["auto", "static", "drained"]
 TMA_BYTES = 16

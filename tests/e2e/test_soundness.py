@@ -14,10 +14,10 @@ from distmega.engine.soundness import is_sound
 from distmega.errors import ModelError
 from distmega.hostir.comm.collectives import combine_parts
 from distmega.hostir.comm.communicator import SingleCommunicator
-from distmega.hostir.library import sampling as library
 from distmega.launch.contract import LauncherOptions
 from distmega.launch.launchers import launch
 from distmega.models.sampling import MOST_LIKELY, Sampling
+from distmega.program.ops import sampling as library
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sources.load import open_model
 from tests.e2e.unsound import PROMPT, Altered, Change, altered
@@ -135,7 +135,7 @@ def test_what_is_chosen_among_numbers_and_nan_is_nan():
     rows = torch.tensor([[1.0, math.nan, 3.0], [1.0, 2.0, 3.0]])
     limits = torch.tensor([[1.0, -math.inf], [1.0, 2.5]])
     zeros = torch.zeros(2, dtype=torch.int64)
-    value, index = library.sample(rows, limits, zeros, zeros, 0, 3)
+    value, index = library.sample_values(rows, limits, zeros, zeros, 0, 3)
     assert value.isnan().tolist() == [True, False]
     assert index.tolist() == [1, 2]
 

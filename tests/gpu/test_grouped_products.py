@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from distmega.hostir.library.experts import GroupRange, route
 from distmega.hostir.library.experts import grouped_linear as by_torch
 from distmega.kernels.library.grouped_products import Schedule, grouped_linear
+from distmega.program.ops.experts import GroupRange, route_values
 
 pytestmark = pytest.mark.gpu
 
@@ -24,7 +24,7 @@ def offsets_of(num_rows: int, choices: int, num_groups: int, how: str) -> Tensor
     if how == "one more":
         scores[-1] = scores[-1].flip(0)
     ids = scores.argsort(dim=1)[:, :choices].int().cuda()
-    return route(ids, num_groups)[1]
+    return route_values(ids, num_groups)[1]
 
 
 @pytest.mark.parametrize("schedule", ["static", "drained"])

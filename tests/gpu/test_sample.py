@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from distmega.hostir.library import sampling as drawing
 from distmega.kernels.hopper.alarm import LOCAL_LIMIT_S, Alarm
 from distmega.kernels.hopper.batch.bodies.limits import list_words
 from distmega.kernels.hopper.plan.words import (
@@ -21,6 +20,7 @@ from distmega.kernels.hopper.plan.words import (
     pack,
 )
 from distmega.models.sampling import MAX_CANDIDATES, MOST_LIKELY, Sampling, joint_method
+from distmega.program.ops import sampling as drawing
 from tests.gpu import sample_kernel
 from tests.gpu.engines import open_engine
 
@@ -134,13 +134,13 @@ def sampled_by_library(
 ) -> list[int]:
     limits = torch.tensor([settings], device=logits.device)
     if len(settings) == 3:
-        limits = drawing.cutoff(logits[None], limits)
+        limits = drawing.cutoff_values(logits[None], limits)
     positions = torch.arange(NUM_SAMPLES, device=logits.device)
     rows = logits.expand(NUM_SAMPLES, -1)
     seeds = torch.full_like(positions, seed)
     limits = limits.expand(NUM_SAMPLES, -1)
     last = first_id + len(logits)
-    return drawing.sample(rows, limits, seeds, positions, first_id, last)[1].tolist()
+    return drawing.sample_values(rows, limits, seeds, positions, first_id, last)[1].tolist()
 
 
 def make_logits(kind: str, vocab: int) -> Tensor:
@@ -238,10 +238,10 @@ def test_sequences_draw_from_their_logits(name, batch):
         outputs = engine.decode_step(one[-1])
         one.append(tuple(outputs["next"].tolist()))
         logits = engine.stepping.logits[:batch] if engine.stepping else outputs["logits"]
-        limits = drawing.cutoff(logits, settings) if settings.shape[1] == 3 else settings
+        limits = drawing.cutoff_values(logits, settings) if settings.shape[1] == 3 else settings
         cached = [len(prompt) + len(one) - 2 for prompt in prompts]
         positions = torch.tensor(cached, device="cuda")
-        sampled = drawing.sample(logits, limits, seeds, positions, 0, logits.shape[1])[1]
+        sampled = drawing.sample_values(logits, limits, seeds, positions, 0, logits.shape[1])[1]
         assert one[-1] == tuple(sampled.tolist())
     assert many == one
     assert len({token for tokens in many for token in tokens}) > 3 * batch
@@ -272,10 +272,10 @@ def test_each_sequence_draws_its_own_way(name):
         outputs = engine.decode_step(one[-1])
         one.append(tuple(outputs["next"].tolist()))
         logits = engine.stepping.logits[:batch] if engine.stepping else outputs["logits"]
-        limits = drawing.cutoff(logits, settings) if settings.shape[1] == 3 else settings
+        limits = drawing.cutoff_values(logits, settings) if settings.shape[1] == 3 else settings
         cached = [len(prompt) + len(one) - 2 for prompt in prompts]
         positions = torch.tensor(cached, device="cuda")
-        sampled = drawing.sample(logits, limits, seeds, positions, 0, logits.shape[1])[1]
+        sampled = drawing.sample_values(logits, limits, seeds, positions, 0, logits.shape[1])[1]
         assert one[-1] == tuple(sampled.tolist())
         for slot, sampling in enumerate(samplings):
             assert sampling.temperature or one[-1][slot] == int(logits[slot].argmax())
@@ -304,10 +304,10 @@ def test_steps_draw_from_their_logits(name):
         outputs = engine.decode_step([one[-1]])
         one.append(int(outputs["next"][0]))
         logits = engine.stepping.logits[None] if engine.stepping else outputs["logits"]
-        limits = drawing.cutoff(logits, settings) if settings.shape[1] == 3 else settings
+        limits = drawing.cutoff_values(logits, settings) if settings.shape[1] == 3 else settings
         seeds = torch.tensor([sampling.seed], device="cuda")
         positions = torch.tensor([len(prompt) + len(one) - 2], device="cuda")
-        sampled = drawing.sample(logits, limits, seeds, positions, 0, logits.shape[1])[1]
+        sampled = drawing.sample_values(logits, limits, seeds, positions, 0, logits.shape[1])[1]
         assert one[-1] == int(sampled)
     assert many == one
     assert len(set(many)) > 10

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from distmega.engine.engine import Engine
 from distmega.hostir.comm.communicator import Communicator, SingleCommunicator
-from distmega.hostir.library import sampling as drawing
 from distmega.kernels.hopper.batch_plan.words import BATCH
 from distmega.models.decoder import Logits
 from distmega.models.sampling import Sampling
+from distmega.program.ops import sampling as drawing
 from distmega.sharding.layout.mesh import DeviceMesh
 from tests.multigpu.ranks import ON_GPUS
 from tests.multigpu.test_batch import open_engine, random_ids
@@ -46,9 +46,11 @@ def sample_as_asked(logits: Tensor, sampling: Sampling, positions: list[int]) ->
     """The tokens that the logits of each sequence, its seed and its position give."""
     num, vocab = logits.shape
     settings = torch.tensor([sampling.settings] * num)
-    limits = drawing.cutoff(logits, settings) if sampling.method.kind == "limited" else settings
+    limits = (
+        drawing.cutoff_values(logits, settings) if sampling.method.kind == "limited" else settings
+    )
     seeds = torch.tensor([sampling.seed_of(sequence) for sequence in range(num)])
-    _, found = drawing.sample(logits, limits, seeds, torch.tensor(positions), 0, vocab)
+    _, found = drawing.sample_values(logits, limits, seeds, torch.tensor(positions), 0, vocab)
     return tuple(found.tolist())
 
 

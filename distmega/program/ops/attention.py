@@ -17,6 +17,7 @@ from distmega.program.kinds import (
     StatedOp,
     define,
     flops_a_result,
+    whole_numbers,
     widen,
     zero_in,
 )
@@ -272,15 +273,10 @@ def append_values(cache: Any, x: Any, positions: Any, sequences: Any = None) -> 
     into cache[m] without `sequences`, at t = positions[m], in place; gives the cache.
     """
     if cache.dim() == 4:
-        rows = _numbers(positions, len(x)) if sequences is None else sequences
+        rows = whole_numbers(positions, len(x)) if sequences is None else sequences
         cache[rows, :, positions] = x.to(cache.dtype)
         return cache
     return cache.index_copy_(1, positions, x.transpose(0, 1).to(cache.dtype))
-
-
-def _numbers(like: Any, num: int) -> Any:
-    """0, 1, 2 ... as integers where `like` is."""
-    return like.new_ones(num).cumsum(0) - 1
 
 
 def _attention_reference(op: Op, coordinate: Coordinate) -> Callable[..., Any]:
@@ -291,7 +287,7 @@ def _attention_reference(op: Op, coordinate: Coordinate) -> Callable[..., Any]:
         bias = others[0] if op.kind == "biased_attention" else None
         if bias is None and others and k.dim() == 4:
             k, v = k[others[0]], v[others[0]]
-        at, here = _numbers(positions, k.shape[-2]), positions.unsqueeze(1)
+        at, here = whole_numbers(positions, k.shape[-2]), positions.unsqueeze(1)
         seen = (at <= here) & ((at > here - window) if window else (at >= 0))
         scores = _capped(widen(q) @ widen(k).transpose(-1, -2) * scale, softcap)
         if bias is not None:

@@ -2,15 +2,18 @@
 
 `route` sorts rows by group; the others run over (group, row of the group), which a grouped Index
 turns into positions: "rows of expert e, whichever they are". Buffers hold the worst case, which is
-all rows of all groups together, so nothing can overflow. What each kind computes is
-`hostir/library/experts.py`.
+all rows of all groups together, so nothing can overflow. Where ranks share the groups out, a rank
+does the rows of its own groups and leaves zeros in those of others, so that the parts add up.
 """
 
-from collections.abc import Sequence
-from typing import Literal, get_args
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal, get_args
 
+from distmega.errors import RequestError
 from distmega.program import expr
-from distmega.program.kinds import OpKind, define
+from distmega.program.kinds import Coordinate, OpKind, define, local_base, whole_numbers, widen
 from distmega.program.ops.parts import (
     Built,
     access,
@@ -20,7 +23,7 @@ from distmega.program.ops.parts import (
     make_op,
     require_integers,
 )
-from distmega.program.types import Access, Axis, Index, Tensor
+from distmega.program.types import Access, Axis, Index, Op, Tensor
 
 Weighing = Literal["values", "softmax", "softmax_chosen"]
 """What top_k weighs a column by: itself, its probability among all, or among the chosen ones."""
@@ -201,8 +204,160 @@ def scatter_add(name: str, y: Tensor, weights: Tensor, slots: Tensor, offsets: T
     return make_op(name, "scatter_add", axes, reads, [access(out, "m", "n")]), (out,)
 
 
-define(OpKind(name="top_k"))
-define(OpKind(name="route", counts_rows=True))
-define(OpKind(name="gather_rows", masks_padding=True, grouped_flops=lambda op, points: 0))
-define(OpKind(name="grouped_linear", contracts=True, host_reads="where groups start"))
-define(OpKind(name="scatter_add", linear_read=0))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRange:
+    """The groups that a rank does: `first` up to `stop`, of `num` in all."""
+
+    first: int
+    stop: int
+    num: int
+
+    @property
+    def is_all(self) -> bool:
+        return self.stop - self.first == self.num
+
+
+def group_range(op: Op, coordinate: Coordinate) -> GroupRange:
+    """All groups, or the rank's where a mesh axis shares them out; the last ranks may have fewer,
+    or none.
+    """
+    extent = op.extents["e"]
+    if not op.get("group_axis", ""):
+        return GroupRange(first=0, stop=extent, num=extent)
+    num = int(str(op.attr("num_groups")))
+    first = min(coordinate[str(op.attr("group_axis"))] * extent, num)
+    return GroupRange(first=first, stop=min(first + extent, num), num=num)
+
+
+def keep_groups(x: Any, offsets: Any, groups: GroupRange) -> Any:
+    """x with zeros in the rows of other groups."""
+    if groups.is_all:
+        return x
+    rows = whole_numbers(offsets, len(x))
+    mine = (rows >= offsets[groups.first]) & (rows < offsets[groups.stop])
+    return x.masked_fill(~mine.view(-1, *[1] * (x.dim() - 1)), 0)
+
+
+def top_k_values(x: Any, num: int, weights: str) -> tuple[Any, Any]:
+    """Weights f32 and columns i32 of the num largest of each row; see top_k."""
+    wide = x.float() if x.element_size() < 8 else x
+    ordered, columns = wide.sort(dim=-1, descending=True, stable=True)
+    chosen, columns = ordered[:, :num], columns[:, :num]
+    if weights == "softmax":
+        chosen = wide.softmax(-1).gather(1, columns)
+    elif weights == "softmax_chosen":
+        chosen = chosen.softmax(-1)
+    if x.is_cpu and bool(chosen.isnan().any()):
+        row = int(chosen.isnan().any(1).nonzero()[0, 0])
+        raise RequestError(
+            f"a router score of row {row} is not a number",
+            expected="finite scores",
+            remedy="look for NaN or infinities in the weights or activations before it",
+        )
+    return chosen.float(), columns.int()
+
+
+def route_values(ids: Any, num_groups: int, num_rows: Any = None) -> tuple[Any, Any, Any, Any]:
+    """counts, offsets, order and slots, i32; see route."""
+    flat = ids.reshape(-1).long()
+    pairs = whole_numbers(flat, len(flat))
+    if num_rows is not None:
+        flat = flat.masked_fill(pairs >= num_rows * ids.shape[1], num_groups)
+    allowed = num_groups if num_rows is None else num_groups + 1
+    if ids.is_cpu and not bool(((flat >= 0) & (flat < allowed)).all()):
+        raise RequestError(
+            f"a row sent to group {int(flat[(flat < 0) | (flat >= allowed)][0])}",
+            expected=f"groups from 0 to {num_groups - 1}",
+            remedy="correct the ids",
+        )
+    _, order = flat.sort(dim=0, stable=True)
+    counts = flat.new_zeros(num_groups + 1)
+    counts = counts.index_add_(0, flat, flat.new_ones(len(flat)))[:num_groups]
+    offsets = flat.new_zeros(num_groups + 1)
+    offsets[1:] = counts.cumsum(0)
+    slots = pairs.new_empty(len(pairs))
+    slots[order] = pairs
+    return counts.int(), offsets.int(), order.int(), slots.reshape(ids.shape).int()
+
+
+def scatter_values(y: Any, weights: Any, slots: Any, offsets: Any, groups: GroupRange) -> Any:
+    """Weighted rows, each added to the row it came from, in order of the choices."""
+    wide = widen(y)
+    out = wide.new_zeros(slots.shape[0], y.shape[1])
+    here = slots >= 0
+    if not groups.is_all:
+        here = (slots >= offsets[groups.first]) & (slots < offsets[groups.stop])
+    for choice in range(slots.shape[1]):
+        rows = wide.index_select(0, slots[:, choice].long())
+        term = rows * weights[:, choice : choice + 1].to(wide.dtype)
+        out += term.masked_fill(~here[:, choice : choice + 1], 0)
+    return out.to(y.dtype)
+
+
+def _top_k_reference(op: Op, coordinate: Coordinate) -> Callable[..., Any]:
+    num, weights = op.extents["c"], str(op.attr("weights"))
+    return lambda x: top_k_values(x, num, weights)
+
+
+def _route_reference(op: Op, coordinate: Coordinate) -> Callable[..., Any]:
+    num_groups = op.extents["g"]
+    return lambda ids, num_rows=None: route_values(ids, num_groups, num_rows)
+
+
+def _gather_rows_reference(op: Op, coordinate: Coordinate) -> Callable[..., Any]:
+    """Where ranks share the rows of x out, a rank gathers its own."""
+    groups, extents = group_range(op, coordinate), op.extents
+    whole = int(str(op.get("extent", extents["m"])))
+    num_choices, base = extents["p"] // whole, local_base(op, coordinate)
+
+    def run(x: Any, order: Any, offsets: Any) -> Any:
+        rows = order.long() // num_choices - base
+        if whole == x.shape[0]:
+            return keep_groups(x.index_select(0, rows), offsets, groups)
+        mine = (rows >= 0) & (rows < x.shape[0])
+        found = x.index_select(0, rows.clamp(0, x.shape[0] - 1))
+        found = found.masked_fill(~mine.view(-1, *[1] * (x.dim() - 1)), 0)
+        return keep_groups(found, offsets, groups)
+
+    return run
+
+
+def _grouped_linear_reference(op: Op, coordinate: Coordinate) -> Callable[..., Any]:
+    """Where ranks share the groups out, w holds the rank's, and rows of others are zero."""
+    groups = group_range(op, coordinate)
+
+    def run(x: Any, w: Any, offsets: Any) -> Any:
+        wide = widen(x)
+        out = wide.new_zeros(len(x), w.shape[1])
+        bounds = offsets[groups.first : groups.stop + 1].tolist()
+        for position, (start, stop) in enumerate(pairwise(bounds)):
+            out[start:stop] = wide[start:stop] @ widen(w[position]).transpose(0, 1)
+        return out.to(x.dtype)
+
+    return run
+
+
+def _scatter_add_reference(op: Op, coordinate: Coordinate) -> Callable[..., Any]:
+    groups = group_range(op, coordinate)
+    return lambda y, weights, slots, offsets: scatter_values(y, weights, slots, offsets, groups)
+
+
+define(OpKind(name="top_k", reference=_top_k_reference))
+define(OpKind(name="route", counts_rows=True, reference=_route_reference))
+define(
+    OpKind(
+        name="gather_rows",
+        masks_padding=True,
+        grouped_flops=lambda op, points: 0,
+        reference=_gather_rows_reference,
+    )
+)
+define(
+    OpKind(
+        name="grouped_linear",
+        contracts=True,
+        host_reads="where groups start",
+        reference=_grouped_linear_reference,
+    )
+)
+define(OpKind(name="scatter_add", linear_read=0, reference=_scatter_add_reference))

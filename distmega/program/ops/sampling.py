@@ -1,10 +1,23 @@
 """How one element of a row is chosen: the largest, or one sampled among the most likely.
 
-As compute.py: names and tensors in, the Op and the tensors it writes out. The random numbers are
-those of `hostir/library/sampling.py`.
+As compute.py: names and tensors in, the Op and the tensors it writes out. A sample is the argmax of
+logit + temperature * Gumbel noise (noise.py), which depends on the seed, the position and the index
+alone. The CPU megakernel's instructions compute by the functions here, too.
 """
 
-from distmega.program.kinds import OpKind, define, one_a_point
+import math
+from collections.abc import Callable
+from typing import Any
+
+from distmega.program.kinds import (
+    Coordinate,
+    OpKind,
+    define,
+    local_base,
+    one_a_point,
+    whole_numbers,
+)
+from distmega.program.ops.noise import gumbel
 from distmega.program.ops.parts import (
     Built,
     access,
@@ -14,7 +27,7 @@ from distmega.program.ops.parts import (
     make_op,
     require_integers,
 )
-from distmega.program.types import Access, Axis, Tensor
+from distmega.program.types import Access, Axis, Op, Tensor
 
 
 def argmax(name: str, x: Tensor) -> Built:
@@ -110,7 +123,110 @@ def sample(name: str, x: Tensor, limits: Tensor, seeds: Tensor, positions: Tenso
     return make_op(name, "sample", axes, reads, writes), (value, chosen)
 
 
-define(OpKind(name="argmax", masks_padding=True, flops=one_a_point))
-define(OpKind(name="top", chooses_token=True))
-define(OpKind(name="cutoff", chooses_token=True))
-define(OpKind(name="sample", chooses_token=True, masks_padding=True, flops=one_a_point))
+def argmax_values(x: Any, base: int = 0, extent: int | None = None) -> tuple[Any, Any]:
+    """Largest element of the last dim and its index plus `base`, the lowest on ties; NaN if any is.
+
+    x holds indices from `base` on; those not below `extent` are padding. With nothing but padding:
+    least value, `base`.
+    """
+    num_valid = x.shape[-1] if extent is None else max(0, min(x.shape[-1], extent - base))
+    if num_valid:
+        value, index = x[..., :num_valid].max(-1)
+        return value, index + base
+    least = -math.inf if x.is_floating_point() else -(1 << (8 * x.element_size() - 1))
+    found = x.new_full(x.shape[:-1], least)
+    return found, found.new_zeros(found.shape).long() + base
+
+
+def top_values(x: Any, num_parts: int, num_top: int) -> Any:
+    """The num_top largest of each of num_parts equal parts of rows [m, v], largest first."""
+    return x.reshape(x.shape[0], num_parts, -1).topk(num_top, -1)[0]
+
+
+def cutoff_values(x: Any, settings: Any) -> Any:
+    """limits [m, 2] f32 of candidates x [m, ...] under settings [m, 3]; see cutoff.
+
+    A temperature of 0 leaves the largest alone. Probabilities are summed in float64, largest first.
+    """
+    ordered = x.flatten(1).float().sort(-1, descending=True)[0]
+    wide, num = ordered.double(), ordered.shape[1]
+    temperature, top_k, top_p = settings.double().unsqueeze(-1).unbind(1)
+    last = top_k.masked_fill(top_k <= 0, num).clamp(max=num).long() - 1
+    likely = wide >= wide.gather(1, last)
+    weights = ((wide - wide[:, :1]) / temperature.clamp(min=LEAST_HEAT)).exp()
+    weights = weights.masked_fill(~likely, 0.0)
+    above = weights.cumsum(-1) - weights
+    within = (above < top_p * weights.sum(-1, keepdim=True)) | (top_p >= 1)
+    within[:, 0] = True
+    num_kept = (likely & within).sum(-1, keepdim=True).clamp(min=1)  # none where the largest is NaN
+    limits = settings[:, :2].clone()
+    limits[:, 1:] = ordered.gather(1, num_kept - 1)
+    return limits
+
+
+LEAST_HEAT = 2.0**-126
+"""Temperatures are taken as at least this, the least normal f32."""
+
+
+def sample_values(
+    x: Any, limits: Any, seeds: Any, positions: Any, base: int, extent: int
+) -> tuple[Any, Any]:
+    """Value f32, logit + temperature * noise, and index of the sample of each row of x [m, v]; see
+    sample. base, extent: as of argmax_values.
+
+    Noise is made for what is kept, on other devices than the CPU for all: there the host would have
+    to wait to learn how much is kept.
+    """
+    kept = ~(x.float() < limits[:, 1:])  # NaN too, which then is what is sampled
+    if x.is_cpu:
+        rows, columns = kept.nonzero().unbind(1)
+        values = x.float().new_full(x.shape, -math.inf)
+        heat, given = limits[rows, 0], (seeds[rows], positions[rows], columns + base)
+        values[rows, columns] = _add_noise(x[rows, columns], heat, *given)
+    else:
+        values = noisy_values(x, kept, limits, seeds, positions, base)
+    return argmax_values(values, base, extent)
+
+
+def noisy_values(x: Any, kept: Any, limits: Any, seeds: Any, positions: Any, base: int) -> Any:
+    """What sample_values takes the largest of, [m, v] f32, -inf where not kept."""
+    columns = whole_numbers(seeds, x.shape[1]) + base
+    values = _add_noise(x, limits[:, :1], seeds.unsqueeze(1), positions.unsqueeze(1), columns)
+    return values.masked_fill(~kept, -math.inf)
+
+
+def _add_noise(x: Any, heat: Any, seeds: Any, positions: Any, ids: Any) -> Any:
+    """x + heat * noise, f32, of operands that broadcast."""
+    return (x.double() + heat.double() * gumbel(seeds, positions, ids)).float()
+
+
+def _argmax_reference(op: Op, coordinate: Coordinate) -> Callable[..., Any]:
+    base, extent = local_base(op, coordinate), int(str(op.get("extent", -1)))
+    return lambda x: argmax_values(x, base, None if extent < 0 else extent)
+
+
+def _top_reference(op: Op, coordinate: Coordinate) -> Callable[..., Any]:
+    num_parts, num_top = op.axis("s").extent, op.axis("c").extent
+    return lambda x: top_values(x, num_parts, num_top)
+
+
+def _sample_reference(op: Op, coordinate: Coordinate) -> Callable[..., Any]:
+    base = local_base(op, coordinate)
+    extent = int(str(op.get("extent", op.axis("v").extent)))
+    return lambda x, limits, seeds, positions: sample_values(
+        x, limits, seeds, positions, base, extent
+    )
+
+
+define(OpKind(name="argmax", masks_padding=True, flops=one_a_point, reference=_argmax_reference))
+define(OpKind(name="top", chooses_token=True, reference=_top_reference))
+define(OpKind(name="cutoff", chooses_token=True, reference=lambda op, coordinate: cutoff_values))
+define(
+    OpKind(
+        name="sample",
+        chooses_token=True,
+        masks_padding=True,
+        flops=one_a_point,
+        reference=_sample_reference,
+    )
+)

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from distmega.errors import RequestError
-from distmega.hostir.library import experts
 from distmega.hostir.lower.lower import lower_program
 from distmega.hostir.passes.passes import run_passes
 from distmega.kernels.machines import CPU, H200
+from distmega.program.ops import experts
 from distmega.program.types import Program
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.layout.placements import Layout, shard
@@ -123,7 +123,7 @@ def test_rows_may_be_shared_out_too():
 
 def test_route_of_the_case():
     ids = torch.tensor([[0, 1], [0, 2], [0, 1], [3, 0]])
-    counts, offsets, order, slots = experts.route(ids, 4)
+    counts, offsets, order, slots = experts.route_values(ids, 4)
     assert counts.tolist() == [4, 2, 1, 1]
     assert offsets.tolist() == [0, 4, 6, 7, 8]
     assert order.tolist() == [0, 2, 4, 7, 1, 5, 3, 6]
@@ -136,7 +136,7 @@ def test_route_is_a_stable_sort(rows: int, num_groups: int, data: st.DataObject)
     num = data.draw(st.integers(1, num_groups))
     drawn = [data.draw(st.permutations(range(num_groups)))[:num] for _ in range(rows)]
     ids = torch.tensor(drawn)
-    counts, offsets, order, slots = experts.route(ids, num_groups)
+    counts, offsets, order, slots = experts.route_values(ids, num_groups)
     flat = ids.flatten().tolist()
     assert order.tolist() == sorted(range(len(flat)), key=lambda n: (flat[n], n))
     assert counts.tolist() == [flat.count(group) for group in range(num_groups)]
@@ -145,7 +145,9 @@ def test_route_is_a_stable_sort(rows: int, num_groups: int, data: st.DataObject)
 
 
 def test_ties_go_to_the_lower_column():
-    weights, columns = experts.top_k(torch.tensor([[1.0, 3.0, 3.0, 3.0]]), 2, "softmax_chosen")
+    weights, columns = experts.top_k_values(
+        torch.tensor([[1.0, 3.0, 3.0, 3.0]]), 2, "softmax_chosen"
+    )
     assert columns.tolist() == [[1, 2]]
     assert weights.tolist() == [[0.5, 0.5]]
 
@@ -154,12 +156,12 @@ def test_ties_go_to_the_lower_column():
 def test_a_score_that_is_no_number_is_named(bad: float):
     scores = torch.tensor([[0.0, 1.0, 2.0], [0.0, bad, 1.0]])
     with pytest.raises(RequestError, match="router score of row 1 is not a number"):
-        experts.top_k(scores, 2, "softmax")
+        experts.top_k_values(scores, 2, "softmax")
 
 
 def test_a_row_sent_nowhere_is_named():
     with pytest.raises(RequestError, match="a row sent to group 4; expected groups from 0 to 3"):
-        experts.route(torch.tensor([[0, 4]]), 4)
+        experts.route_values(torch.tensor([[0, 4]]), 4)
 
 
 def test_one_token_is_read_faster_by_a_part_of_each_expert_than_by_whole_ones():

@@ -9,7 +9,7 @@ import torch
 
 from distmega.hostir.library import ops as library
 from distmega.program.kinds import kind_of
-from distmega.program.ops import attention, data_movement, norms
+from distmega.program.ops import attention, data_movement, experts, norms
 from distmega.program.ops import compute as ops
 from distmega.program.ops.parts import Built
 from distmega.program.types import Tensor
@@ -76,6 +76,10 @@ CASES: dict[str, Case] = {
     "rms norm": (partial(norms.rms_norm, "y", eps=0.1), [random(3, 6), random(6)]),
     "layer norm": (partial(norms.layer_norm, "y", eps=0.1), [random(3, 6), random(6), random(6)]),
     "softmax": (partial(norms.softmax, "y"), [random(3, 6)]),
+    "grouped_linear": (
+        partial(experts.grouped_linear, "y", rows=4),
+        [random(7, 5), random(4, 3, 5), torch.tensor([0, 3, 3, 4, 7])],
+    ),
 }  # fmt: skip
 
 

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distmega.hostir.library import sampling
 from distmega.kernels.tasks.types import RangeSplit, TaskGroup
 from distmega.program.builder import ProgramBuilder
+from distmega.program.ops import sampling
 from distmega.program.types import Op, Program
 from tests.kernels.running import launch_all, make_ranks, random_values, tiled_kernel
 
@@ -265,9 +265,11 @@ def test_sampling_equals_the_library(data):
     }
     arrays, (least, chosen) = run(data, program, values)
     logits = torch.from_numpy(arrays["x"]).float()
-    expected = sampling.cutoff(logits, values["settings"])
+    expected = sampling.cutoff_values(logits, values["settings"])
     np.testing.assert_array_equal(least, expected.double().numpy())
-    drawn = sampling.sample(logits, expected, values["seeds"], values["positions"], 0, vocab)[1]
+    drawn = sampling.sample_values(
+        logits, expected, values["seeds"], values["positions"], 0, vocab
+    )[1]
     assert (chosen == drawn.numpy()).all()
 
 

@@ -12,9 +12,9 @@ import torch
 from triton.runtime import interpreter
 
 from distmega.hostir.library import experts as library
-from distmega.hostir.library.experts import GroupRange
 from distmega.kernels.library import grouped_products
 from distmega.kernels.library.grouped_products import ProductTiles, Schedule, grouped_linear
+from distmega.program.ops.experts import GroupRange
 from tests.kernels.library.packed_attention_interpreted import patch_tensors
 
 TILES = {

@@ -8,7 +8,6 @@ import sys
 import pytest
 import torch
 
-from distmega.hostir.library.experts import GroupRange
 from distmega.hostir.library.ops import compile_op
 from distmega.kernels.events import GroupTiles
 from distmega.kernels.library.device_ops import KernelOps
@@ -20,6 +19,7 @@ from distmega.kernels.library.grouped_products import (
     multiply_groups,
 )
 from distmega.program.builder import ProgramBuilder
+from distmega.program.ops.experts import GroupRange
 from distmega.program.types import Op
 from tests.kernels.sm90 import SHARED_BYTES, compile_kernel
 

@@ -5,7 +5,7 @@ the place where the greedy kernel has its highest logit, so that all else stays 
 several ranks share the vocabulary, each SM samples from its own logits and tells all ranks if there
 are no limits. If there are, all ranks have pushed their logits to all, and each rank samples from
 the whole vocabulary for itself, which gives the same token on all. A token is the argmax of logit +
-temperature * Gumbel noise (hostir/library/sampling.py is the reference). LIMITED takes only logits
+temperature * Gumbel noise (program/ops/sampling.py is the reference). LIMITED takes only logits
 from a cutoff on, which all SMs find alike, in two exchanges: the highest logit of each warp of each
 SM, which bounds the top_k-th from below, then the few logits that reach this bound. SMs with more
 than 8 of these write further chunks of 8, so that any logits are handled exactly; up to two chunks

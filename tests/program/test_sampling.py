@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from distmega.hostir.library import sampling
 from distmega.hostir.library.ops import run_op
 from distmega.hostir.lower.lower import lower_program
 from distmega.hostir.passes.passes import run_passes
 from distmega.kernels.machines import CPU
 from distmega.program.builder import ProgramBuilder
+from distmega.program.ops import noise, sampling
 from distmega.program.types import Program
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.layout.placements import shard
@@ -37,24 +37,24 @@ def philox_by_hand(seed: int, position: int, index: int) -> int:
 
 def test_the_generator_gives_the_published_value():
     zero = torch.zeros(1, dtype=torch.int64)
-    assert sampling.philox(zero, zero, zero).item() == 0x6627E8D5
+    assert noise.philox(zero, zero, zero).item() == 0x6627E8D5
 
 
 @pytest.mark.parametrize("seed", [1, 2**31, 2**32 - 1, 2**40 + 5, 2**63 - 1])
 def test_the_generator_is_philox(seed: int):
     indices = torch.tensor([0, 1, 77, 151935, 2**31 - 1])
     positions = torch.tensor([0, 3, 2**20, 1, 2**31 - 1])
-    found = sampling.philox(torch.full_like(indices, seed), positions, indices)
+    found = noise.philox(torch.full_like(indices, seed), positions, indices)
     pairs = zip(positions.tolist(), indices.tolist(), strict=True)
     assert found.tolist() == [philox_by_hand(seed, *pair) for pair in pairs]
 
 
 def test_noise_is_gumbel():
     indices = torch.arange(200_000)
-    noise = sampling.gumbel(torch.tensor(5), torch.tensor(9), indices)
-    assert noise.mean().item() == pytest.approx(0.57722, abs=0.01)
-    assert noise.std().item() == pytest.approx(math.pi / math.sqrt(6), abs=0.01)
-    assert noise.isfinite().all()
+    found = noise.gumbel(torch.tensor(5), torch.tensor(9), indices)
+    assert found.mean().item() == pytest.approx(0.57722, abs=0.01)
+    assert found.std().item() == pytest.approx(math.pi / math.sqrt(6), abs=0.01)
+    assert found.isfinite().all()
 
 
 def warped(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
@@ -71,26 +71,26 @@ def warped(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Tens
 def test_limits_are_those_of_transformers(temperature: float, top_k: int, top_p: float):
     logits = torch.randn(4, 1000, generator=torch.Generator().manual_seed(1)) * 3
     settings = torch.tensor([[temperature, top_k, top_p]] * 4)
-    limits = sampling.cutoff(logits, settings)
+    limits = sampling.cutoff_values(logits, settings)
     expected = warped(logits, temperature, top_k, top_p) > 0
     assert ((logits >= limits[:, 1:]) == expected).all()
     assert (limits[:, 0] == settings[:, 0]).all()
     if 0 < top_k <= 50:
-        candidates = sampling.top(logits, 4, 50)
-        assert (sampling.cutoff(candidates, settings) == limits).all()
+        candidates = sampling.top_values(logits, 4, 50)
+        assert (sampling.cutoff_values(candidates, settings) == limits).all()
 
 
 def test_what_equals_the_last_is_kept():
     logits = torch.tensor([[3.0, 2.0, 2.0, 2.0, 1.0]])
     for top_k, top_p, least in ((2, 1.0, 2.0), (5, 0.6, 2.0), (0, 0.4, 3.0), (0, 1.0, 1.0)):
-        assert sampling.cutoff(logits, torch.tensor([[1.0, top_k, top_p]]))[0, 1] == least
+        assert sampling.cutoff_values(logits, torch.tensor([[1.0, top_k, top_p]]))[0, 1] == least
 
 
 def draw(logits: Tensor, settings: Tensor, seed: int, positions: Tensor) -> Tensor:
     rows = logits.expand(len(positions), -1)
-    limits = sampling.cutoff(logits, settings).expand(len(positions), -1)
+    limits = sampling.cutoff_values(logits, settings).expand(len(positions), -1)
     seeds = torch.full_like(positions, seed)
-    return sampling.sample(rows, limits, seeds, positions, 0, logits.shape[1])[1]
+    return sampling.sample_values(rows, limits, seeds, positions, 0, logits.shape[1])[1]
 
 
 @pytest.mark.parametrize(
@@ -121,9 +121,9 @@ def test_the_chi_square_test_sees_a_wrong_temperature():
 
 def test_temperature_zero_takes_the_largest():
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(3))
-    limits = sampling.cutoff(logits, torch.tensor([[0.0, 0.0, 1.0]] * 3))
+    limits = sampling.cutoff_values(logits, torch.tensor([[0.0, 0.0, 1.0]] * 3))
     zero = torch.zeros(3, dtype=torch.int64)
-    _, found = sampling.sample(logits, limits, zero, zero, 0, 50)
+    _, found = sampling.sample_values(logits, limits, zero, zero, 0, 50)
     assert (found == logits.argmax(-1)).all()
 
 
@@ -134,14 +134,14 @@ def test_noise_for_all_gives_what_noise_for_the_kept_gives(
 ):
     """As devices other than the CPU draw, bit by bit; half types have ties."""
     logits = torch.randn(3, 200, generator=torch.Generator().manual_seed(7)).to(dtype)
-    limits = sampling.cutoff(logits, torch.tensor([[0.7, top_k, top_p]] * 3))
+    limits = sampling.cutoff_values(logits, torch.tensor([[0.7, top_k, top_p]] * 3))
     seeds, positions = torch.tensor([1, 2, 2**40]), torch.tensor([0, 9, 300])
     kept = logits.float() >= limits[:, 1:]
     assert kept.sum() < kept.numel() or top_p == 1
-    values = sampling.sample_values(logits, kept, limits, seeds, positions, 64)
+    values = sampling.noisy_values(logits, kept, limits, seeds, positions, 64)
     assert ((values > -math.inf) == kept).all()
-    expected = sampling.sample(logits, limits, seeds, positions, 64, 1000)
-    for found, wanted in zip(sampling.argmax(values, 64, 1000), expected, strict=True):
+    expected = sampling.sample_values(logits, limits, seeds, positions, 64, 1000)
+    for found, wanted in zip(sampling.argmax_values(values, 64, 1000), expected, strict=True):
         assert torch.equal(found, wanted)
 
 
