@@ -276,7 +276,7 @@ def append_values(cache: Any, x: Any, positions: Any, sequences: Any = None) -> 
         rows = whole_numbers(positions, len(x)) if sequences is None else sequences
         cache[rows, :, positions] = x.to(cache.dtype)
         return cache
-    return cache.index_copy_(1, positions, x.transpose(0, 1).to(cache.dtype))
+    return cache.index_copy_(1, positions.long(), x.transpose(0, 1).to(cache.dtype))
 
 
 def _attention_reference(op: Op, coordinate: Coordinate) -> Callable[..., Any]:

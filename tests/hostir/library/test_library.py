@@ -206,6 +206,15 @@ def test_attention_in_order_reads_no_positions(num_rows: int, context: int, wind
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("shape", [(2, 8, 4), (3, 2, 8, 4)])
+def test_positions_may_be_of_any_integers(shape: tuple[int, ...]):
+    x, caches = torch.randn(3, 2, 4), torch.zeros(2, *shape)
+    for cache, dtype in zip(caches, (torch.int32, torch.int64), strict=True):
+        append_values(cache, x, torch.tensor([6, 0, 3], dtype=dtype))
+    assert torch.equal(*caches)
+    assert caches.any()
+
+
 @pytest.mark.parametrize("window", [0, 3])
 def test_rows_with_caches_of_their_own_are_sequences_on_their_own(window: int):
     at, caches = torch.tensor([6, 0, 3]), torch.randn(2, 3, 2, 8, 4)
