@@ -17,11 +17,14 @@ from distmega.kernels.tasks.fuse import (
     FusedContraction,
     FusedEmbedding,
     FusedPointwise,
+    FusedSample,
     attention_extents,
     norms_of,
     shown_by_views,
 )
-from distmega.program.types import Program, Tensor
+from distmega.program.types import Program, Role, Tensor
+
+ROLES: tuple[Role, ...] = ("weight", "input")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +51,7 @@ def find_agreement(
     segment: Program, fused: Sequence[Fused], *, max_rows: int, head_dims: Container[int]
 ) -> Agreement:
     """What all ops share. max_rows, head_dims: what the kernel takes."""
+    _require_given(segment, fused)
     positions = next((op.positions for op in fused if isinstance(op, FusedAttention)), "")
     entries = _given_rows(segment, fused)
     embedding, tables = _find_tables(fused, positions, comes_in=not entries)
@@ -69,6 +73,39 @@ def find_agreement(
         positions=positions,
         eps=_eps(fused),
     )
+
+
+def _require_given(segment: Program, fused: Sequence[Fused]) -> None:
+    """Refuses a segment without products, and one where what is read in place of rows is computed:
+    norms, biases and tables are weights; ids, positions and settings are inputs.
+    """
+    if not any(isinstance(op, FusedContraction) for op in fused):
+        raise unfit("a program without products of weights")
+    given = {role: {t.name for t in segment.with_role(role)} for role in ROLES}
+    for op in fused:
+        for role, names in _given_to(op).items():
+            for name in names:
+                if name and name not in given[role]:
+                    raise unfit(f"{op.name!r} with {name!r}, which is no {role}")
+
+
+def _given_to(op: Fused) -> dict[Role, tuple[str, ...]]:
+    """What an op takes besides rows, by the role that it must have; "" is nothing."""
+    weights = [name for norm in norms_of(op) for name in (norm.weight, norm.bias)]
+    inputs: tuple[str, ...] = ()
+    match op:
+        case FusedContraction():
+            for stream in op.streams:
+                weights += [*stream.weights, *stream.biases]
+        case FusedEmbedding():
+            weights.append(op.table)
+            inputs = (op.ids,)
+        case FusedAttention():
+            weights += [op.table, op.bias]
+            inputs = (op.positions,)
+        case FusedChoice(sampler=FusedSample() as sampler):
+            inputs = sampler.sampling, sampler.seeds, sampler.positions
+    return {"weight": tuple(weights), "input": inputs}
 
 
 def _team_size(fused: Sequence[Fused]) -> int:
@@ -149,6 +186,9 @@ def _attention_shape(
     are_apart = not all(_are_together(segment, fused, op) for op in ops)
     for op in ops:
         rows, num_kv_heads, group, head_dim = attention_extents(op, tensors)
+        if tensors[op.v_cache].shape[-1] != head_dim:
+            widths = [tensors[name].shape[-1] for name in (op.k_cache, op.v_cache)]
+            raise unfit(f"{op.name!r} with keys and values of {widths} elements")
         if rows != num_rows or head_dim not in head_dims or op.window < 0:
             raise unfit(f"{rows} tokens, heads of {head_dim}")
         found.add(

@@ -155,7 +155,8 @@ def build_queues(
 
 def takes_norm(weights: ArenaLayout, norm: InputNorm, length: int, is_shared: bool) -> bool:
     """Whether linears can do a norm of so many elements; `is_shared` if the SMs keep its result."""
-    is_wide = weights.tensors[norm.weight].dtype == "f32"
+    weight = weights.tensors.get(norm.weight)
+    is_wide = weight is not None and weight.dtype == "f32"
     if norm.kind == "layer_norm":
         return bool(norm.bias) and not is_wide and tiles_k(length) <= STAGE_CHUNKS
     return not (is_wide and is_shared)

@@ -563,10 +563,15 @@ class _SegmentFusion:
         if len(op.reads) > 4 and (not bias or self.tensors[bias].role != "weight"):
             raise _unfit(op)
         appends = [self.append_to(op, self.read(op, position)) for position in (1, 2)]
-        q, q_norm, q_table = self.rotated(op, self.read(op, 0))
-        k, k_norm, k_table = self.rotated(op, self.read(appends[0], 0))
+        q, q_last, q_table = self.rotated(op, self.read(op, 0))
+        k, k_last, k_table = self.rotated(appends[0], self.read(appends[0], 0))
         if q_table != k_table:
             raise _unfit(appends[0])
+        head_dim = self.tensors[self.read(op, 1)].shape[-1]
+        norms = [self.head_norm(*each, head_dim) for each in ((q, q_last), (k, k_last))]
+        q_norm = k_norm = None
+        if q_table and all(norms):  # of queries and keys, or of neither
+            (q, q_norm), (k, k_norm) = map(self.taken_norm, filter(None, norms))
         self.take(op, *appends)
         v = self.read(appends[1], 0)
         self.attended += [q, k, v]
@@ -618,29 +623,38 @@ class _SegmentFusion:
         self.take(op)
         return x, norm
 
-    def rotated(self, attention: Op, name: str) -> tuple[str, InputNorm | None, str]:
-        """What `name` is the rotation of, the norm before it, and the table of angles."""
-        table, last = "", attention
+    def rotated(self, user: Op, name: str) -> tuple[str, Op, str]:
+        """What `name`, which attention or an append takes, is the rotation of; the op that takes
+        that; the table of angles.
+        """
         rope = self.producers.get(name)
-        if rope is not None and kind_of(rope).rotates:
-            if self.read(rope, 2) != self.read(attention, 3):
-                raise _unfit(attention)
-            self.take(rope)
-            name, table, last = self.read(rope, 0), self.read(rope, 3), rope
+        if rope is None or not kind_of(rope).rotates:
+            return name, user, ""
+        positions = 1 if kind_of(user).appends else 3
+        if self.read(rope, 2) != self.read(user, positions):
+            raise _unfit(user)
+        self.take(rope)
+        return self.read(rope, 0), rope, self.read(rope, 3)
+
+    def head_norm(self, name: str, user: Op, head_dim: int) -> Op | None:
+        """The rms norm of each head that `name` is, if `user` alone takes it."""
         norm = self.producers.get(name)
-        if norm is None or kind_of(norm).statistics != "rms" or not table:
-            return name, None, table
-        head_dim = self.tensors[self.read(attention, 1)].shape[-1]
-        if self.only_user(name) is not last or _reduced(norm) != head_dim:
-            return name, None, table
+        if norm is None or kind_of(norm).statistics != "rms" or _reduced(norm) != head_dim:
+            return None
+        return norm if self.only_user(name) is user else None
+
+    def taken_norm(self, norm: Op) -> tuple[str, InputNorm]:
+        """What a norm that attention does is of, and how."""
         self.take(norm)
-        return self.read(norm, 0), _norm(norm), table
+        return self.read(norm, 0), _norm(norm)
 
     def append_to(self, attention: Op, cache: str) -> Op:
         """The op that appends to a cache at the positions of `attention`."""
         op = self.producers.get(cache)
         if op is None or not kind_of(op).appends or self.read(op, 1) != self.read(attention, 3):
             raise _unfit(attention)
+        if self.position[op.name] > self.position[attention.name]:
+            raise _unfit(op)
         if len(op.reads) > 2:  # says of each row whose cache it is
             raise _unfit(op)
         return op

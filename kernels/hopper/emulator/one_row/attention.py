@@ -134,7 +134,9 @@ def attention(sm: RowSm, one: RowAttention, position: int, flag: int) -> Steps:
         row = one.partial + ((one.query0 + query) * one.max_splits + one.split) * stride
         both = np.array([highest[query], total[query]], dtype=np.float32)
         sm.publish(row + np.arange(dim + 2), bits_of(np.concatenate((out[query], both))), flag)
-    if position // BLOCK in blocks:
+    shape = shape_of(sm)
+    is_first = one.query0 == shape.first_query(one.head, 0)  # others of a head store the same bits
+    if position // BLOCK in blocks and is_first:
         rows = np.array([one.k_row, one.v_row]) + position
         sm.store(sm.gpu.cache, rows, np.stack((key, value)))
         sm.fence()

@@ -136,6 +136,34 @@ def both_go_on(p: ProgramBuilder, rows: int) -> Made:
     return (p.pointwise("a0 + a1 * a2", h, x, y),)
 
 
+def attended(p: ProgramBuilder, rows: int, group: int, *, of_queries: bool) -> Made:
+    """Attention with a norm of queries alone, or more queries a key than one task has."""
+    x, at = p.input("x", (rows, 64), "bf16"), p.input("positions", (rows,), "i64")
+    table = p.weight("angles", (POSITIONS, 16), "f32")
+    q, k, v = (
+        p.reshape(linear(p, x, name, 16 * num), (rows, 1, *shape), view=True)
+        for name, num, shape in (("q", group, (group, 16)), ("k", 1, (16,)), ("v", 1, (16,)))
+    )
+    if of_queries:
+        q = p.rms_norm(q, p.weight("n", (16,), "bf16"), 1e-5)
+    q, k = p.rope(q, at, table), p.rope(k, at, table)
+    caches = [p.state(f"{name}_cache", (1, POSITIONS, 16), "bf16") for name in "kv"]
+    for cache, new in zip(caches, (k, v), strict=True):
+        p.kv_append(cache, new, at)
+    mixed = p.reshape(p.attention(q, *caches, at, 0.25), (rows, 16 * group), view=True)
+    return (x + linear(p, mixed, "o", 64),)
+
+
+def test_a_task_has_some_of_the_queries_of_a_key():
+    p = ProgramBuilder("group")
+    require_right(p.build(*attended(p, 1, 20, of_queries=False)), 1, seed=4)
+
+
+def test_a_norm_of_queries_alone_is_no_part_of_attention():
+    p = ProgramBuilder("queries")
+    require_right(p.build(*attended(p, 1, 1, of_queries=True)), 1, seed=4)
+
+
 def several_eps(p: ProgramBuilder, rows: int) -> Made:
     x = p.input("x", (rows, 64), "bf16")
     for i, eps in enumerate((1e-6, 1e-3, 1e-5)):
