@@ -8,13 +8,27 @@ same on both sides; cached keys are the same in all elements of a head, since ca
 keep these in another order. The peer is the model of transformers under max-autotune, its calls in
 a CUDA graph. Where the shape is one of our presets too, the program of the built-in decoder is a
 peer. The floor is the bytes of all weights but the embedding and of the caches over the rate of a
-device copy. Writes bench/results/captured-<device>.json.
+device copy. Cases are set up at the same time, a process each, since torch compiles for a minute;
+torch times the kernels that it chooses from under a lock, and once all cases are ready, or
+--longest seconds have passed, one after the other is measured alone. Writes
+bench/results/captured-<device>.json.
 """
 
+import argparse
+import multiprocessing
+import os
 import statistics
-from collections.abc import Callable, Mapping
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -31,18 +45,19 @@ from transformers import (
 )
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from bench.cases import read_case, run_cases
-from bench.programs import own_tensors
-from bench.records import Record
+from bench.cases import read_case
+from bench.programs import own_tensors, tune_alone
+from bench.records import Book, Record, add_book_options, open_book
 from bench.timing import Call, captured, copy_bytes_per_us, elapsed_us
 from distmega.compiled import CompiledProgram
 from distmega.errors import UnsupportedError
-from distmega.hostir.comm.communicator import Communicator
+from distmega.hostir.comm.communicator import SingleCommunicator
 from distmega.kernels.machines import H200
 from distmega.models.decoder import build_decoder
 from distmega.models.presets import PRESETS
 from distmega.program.kinds import kind_of
 from distmega.program.types import Program
+from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.planner import plan_program
 from distmega.torch_import.huggingface.decoders import HfDecoder, open_decoder
 
@@ -153,8 +168,9 @@ def random_model(config: PretrainedConfig) -> nn.Module:
     return model.to("cuda").eval()
 
 
-def open_step(program: Program, comm: Communicator) -> tuple[CompiledProgram, str]:
+def open_step(program: Program) -> tuple[CompiledProgram, str]:
     """The program as one kernel, or as what it can be, and why it is not."""
+    comm = SingleCommunicator(DeviceMesh(tp=1))
     plan = plan_program(program, comm.mesh, H200, {})
     device = f"cuda:{torch.cuda.current_device()}"
     try:
@@ -198,7 +214,7 @@ def peer_step(model: nn.Module, cached: list[Tensor], position: Tensor, token: T
     cache = Cache(layers=layers)
 
     def step() -> Tensor:
-        with torch.inference_mode():
+        with torch.no_grad():
             out: Tensor = model(
                 input_ids=token[None], position_ids=position[None], past_key_values=cache,
                 use_cache=True,
@@ -222,13 +238,21 @@ def step_bytes(program: Program) -> int:
     )
 
 
-def measure(case: Case, comm: Communicator, rounds: int, with_peer: bool) -> Record:
-    """Medians over rounds in which each is timed once."""
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What is timed of a case, by name, and the bytes of its floor."""
+
+    runs: dict[str, Call]
+    num_bytes: int
+
+
+def prepare(case: Case, with_peer: bool) -> Prepared:
+    """Compiles a case's sides and compares their logits."""
     config = SHAPES[case.model]()
     decoder = open_decoder(config)
     program = decoder.build(1, case.context, dtype="bf16")
     assert not decoder.opaque, decoder.opaque
-    step, why = open_step(program, comm)
+    step, why = open_step(program)
     if why:
         print(f"{case.text} is not one kernel: {why}", flush=True)
     model = random_model(config)
@@ -252,14 +276,13 @@ def measure(case: Case, comm: Communicator, rounds: int, with_peer: bool) -> Rec
     assert far < TOLERANCE, far
     if case.model in PRESETS:
         built = build_decoder(PRESETS[case.model], 1, case.context, dtype="bf16")
-        own, _ = open_step(built, comm)
+        own, _ = open_step(built)
         for name, tensor in own_tensors(own, 0, case.context - 1).items():
             if name in own.tensors:
                 own.tensors[name].copy_(tensor)
         own.bind(inputs)
         runs["built-in"] = lambda: own(inputs)
     if with_peer:
-        torch._dynamo.reset()
         tuned = torch.compile(eager, mode="max-autotune-no-cudagraphs")
         graph, _ = captured(tuned)
         runs["torch.compile"] = graph.replay
@@ -267,9 +290,14 @@ def measure(case: Case, comm: Communicator, rounds: int, with_peer: bool) -> Rec
         for _ in range(3):
             run()
     torch.cuda.synchronize()
-    times: dict[str, list[float]] = {name: [] for name in runs}
+    return Prepared(runs, step_bytes(program))
+
+
+def measure(case: Case, prepared: Prepared, rounds: int) -> Record:
+    """Medians over rounds in which each is timed once."""
+    times: dict[str, list[float]] = {name: [] for name in prepared.runs}
     for number in range(rounds):
-        for name, run in list(runs.items())[:: -1 if number % 2 else 1]:
+        for name, run in list(prepared.runs.items())[:: -1 if number % 2 else 1]:
             times[name].append(elapsed_us(lambda run=run: [run() for _ in range(STEPS)], STEPS))
     medians = {name: round(statistics.median(found), 1) for name, found in times.items()}
     ours_us = medians.pop("ours")
@@ -279,9 +307,96 @@ def measure(case: Case, comm: Communicator, rounds: int, with_peer: bool) -> Rec
         num_gpus=1,
         ours_us=ours_us,
         peers=medians,
-        floor_us=round(step_bytes(program) / copy_bytes_per_us(), 1),
+        floor_us=round(prepared.num_bytes / copy_bytes_per_us(), 1),
     )
 
 
+def work(text: str, rounds: int, with_peer: bool, tuning: Path, pipe: Connection) -> None:
+    """A case's process: says that it is ready, waits for its turn, sends the record; where it
+    fails, what failed.
+    """
+    try:
+        case = parse_case(text)
+        tune_alone(tuning)
+        prepared = prepare(case, with_peer)
+        pipe.send(None)
+        pipe.recv()
+        pipe.send(measure(case, prepared, rounds))
+    except Exception:
+        pipe.send(traceback.format_exc())
+
+
+def run_cases(
+    cases: Sequence[str], rounds: int, with_peer: bool, longest: float, book: Book
+) -> int:
+    """Sets up all cases at once, measures one after the other; how many have no record."""
+    spawn = multiprocessing.get_context("spawn")
+    end = time.monotonic() + longest
+    texts: dict[Connection, str] = {}
+    processes: dict[Connection, BaseProcess] = {}
+    ready: list[Connection] = []
+    share = max(1, (os.cpu_count() or 1) // len(cases))
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        patch.dict(os.environ, {"TORCHINDUCTOR_COMPILE_THREADS": str(share)}),
+    ):
+        for text in cases:
+            mine, theirs = spawn.Pipe()
+            given = text, rounds, with_peer, Path(folder) / "tuning", theirs
+            processes[mine] = spawn.Process(target=work, args=given, daemon=True)
+            processes[mine].start()
+            theirs.close()
+            texts[mine] = text
+        waiting = list(texts)
+        while waiting and (left := end - time.monotonic()) > 0:
+            for pipe in wait(waiting, left):
+                assert isinstance(pipe, Connection), "as given"
+                waiting.remove(pipe)
+                if said := received(pipe):
+                    print(f"{texts[pipe]}: {said}", flush=True)
+                else:
+                    print(f"{texts[pipe]}: ready with {left:.0f} s left", flush=True)
+                    ready.append(pipe)
+        for pipe in waiting:
+            print(f"{texts[pipe]}: not ready in {longest:.0f} s", flush=True)
+            processes[pipe].terminate()
+        num_found = 0
+        for pipe in ready:
+            pipe.send(None)
+            record = received(pipe)
+            if isinstance(record, Record):
+                book.write("captured", record)
+                num_found += 1
+            print(record, flush=True)
+            processes[pipe].join()  # so that its end disturbs no other one
+    return len(cases) - num_found
+
+
+def received(pipe: Connection) -> Record | str | None:
+    """What a process sent; where it ended, so."""
+    try:
+        said: Record | str | None = pipe.recv()
+    except EOFError:
+        return "the process ended"
+    return said
+
+
+def main() -> None:
+    """Measures the cases that the command line names, all if none."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("cases", nargs="*", default=CASES)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--no-peer", action="store_true")
+    parser.add_argument("--longest", type=float, default=600.0, help="seconds for setting up")
+    add_book_options(parser)
+    given = parser.parse_args()
+    for text in given.cases:
+        parse_case(text)
+    book = open_book(given.results, given.commit)
+    failed = run_cases(given.cases, given.rounds, not given.no_peer, given.longest, book)
+    if failed:
+        sys.exit(f"{failed} cases without a record, as said above")
+
+
 if __name__ == "__main__":
-    run_cases("captured", __doc__, CASES, 20, parse_case, measure)
+    main()
