@@ -130,12 +130,17 @@ def likely_plans(rules: Sequence[RewriteRule], *, again: bool = False) -> Plans:
 
 
 def with_other_residents(plan: GraphPlan) -> Iterator[GraphPlan]:
-    """A plan whose blocks are taken in turn, by other numbers of blocks on each SM."""
+    """A plan whose blocks are taken in turn, by other numbers of blocks on each SM, and all of them
+    launched at once.
+    """
     if not any(x.resident for x in plan.launches):
         return
-    for count in range(1, MOST_RESIDENT + 1):
+    for count in range(MOST_RESIDENT + 1):
         resident = H200.num_sms * count
-        launches = [replace(x, resident=resident) if x.resident else x for x in plan.launches]
+        launches = [
+            replace(x, resident=resident, early=count > 0, eager=True) if x.resident else x
+            for x in plan.launches
+        ]
         yield replace(plan, launches=tuple(launches))
 
 

@@ -47,7 +47,7 @@ class GraphOp:
         plan = rule_plan(self.rule)
         launches = tuple(replace(launch, constant=self.constant) for launch in plan.launches)
         if is_interpreted():
-            launches = tuple(replace(launch, early=False) for launch in launches)
+            launches = tuple(replace(launch, early=False, eager=False) for launch in launches)
         return GraphRunner.of(plan.graph, launches)
 
     @cached_property

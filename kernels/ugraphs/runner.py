@@ -62,7 +62,7 @@ class GraphRunner:
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             for kernel, launch in zip(self.graph.kernels, self.launches, strict=True):
                 arguments = [values[name] for name in kernel_tensors(kernel)]
-                options = {"num_warps": launch.num_warps, "launch_pdl": launch.early}
+                options = {"num_warps": launch.num_warps, "launch_pdl": launch.starts_early(kernel)}
                 num_blocks = launch.resident or kernel.num_blocks
                 self._kernels[kernel.name][(num_blocks,)](*arguments, **options)
         return {name: values[name] for name in self.graph.outputs}

@@ -67,16 +67,24 @@ class GraphLaunch:
     """How a kernel is compiled. stages: iterations whose loads are under way together. early:
     whether its blocks may start while the kernel before it on the stream runs, and wait for its end
     before they read, while their first tiles come into the L2 cache; the next one may start too.
-    resident: of a kernel without a loop, how many blocks are launched and take all others in turn,
-    the next one's loads under way meanwhile; 0 to launch all. constant: tensors that no kernel of
-    the stream writes, so that resident blocks that start early read their first tiles at once.
+    eager: of a kernel without a loop, whether its blocks do so where tiles of their own are
+    constant, which they read before they wait. resident: of a kernel without a loop, how many
+    blocks are launched and take all others in turn, the next one's loads under way meanwhile; 0 to
+    launch all. constant: tensors that no kernel of the stream writes.
     """
 
     num_warps: int
     stages: int
     early: bool = False
+    eager: bool = False
     resident: int = 0
     constant: frozenset[str] = frozenset()
+
+    def starts_early(self, kernel: Kernel) -> bool:
+        """Whether the kernel's blocks may start while the one before it runs."""
+        own = (load for load in kernel.loads if any(dim >= 0 for dim in load.imap))
+        eager = self.eager and not kernel.loop
+        return self.early or (eager and any(load.tensor in self.constant for load in own))
 
 
 def graph_source(graph: UGraph, launches: Sequence[GraphLaunch]) -> str:
@@ -121,6 +129,7 @@ class _Writer:
         self.lines: list[str] = []
         self.indent = "    "
         self.late = rescalings(kernel)
+        self.is_early = launch.starts_early(kernel)
         self.is_wide = any(
             t.dtype not in DTYPES for t in graph.tensors if t.role != "temp" or self._is_output(t)
         )
@@ -137,11 +146,8 @@ class _Writer:
         if self.launch.resident:
             return self.head() + self.write_turns()
         self.put_indices()
-        if self.launch.early:
-            self.put("gdc_launch_dependents()")
-            self.put_prefetches()
-            self.put("gdc_wait()")
-        self.put_loads("before")
+        first = self.put_start() if self.is_early else []
+        self.put_loads("before", first)
         self.put_ops("before")
         if kernel.loop:
             axis, count = kernel.loop
@@ -175,20 +181,12 @@ class _Writer:
         if kernel.loop:
             raise self.unsupported("blocks with a loop of their own, taken in turn")
         each = [load for load in kernel.loads if any(dim >= 0 for dim in load.imap)]
-        first = [load for load in each if load.tensor in self.launch.constant]
         common = {load.name for load in kernel.loads if load not in each}
         for op in kernel.ops:
             common |= {op.name} if common.issuperset(op.args) else set()
         self.put_ranges()
         self.put_offsets("tl.program_id(0)")
-        if self.launch.early:
-            self.put("gdc_launch_dependents()")
-            for load in first:
-                self.put_load(load)
-            self.put("gdc_wait()")
-        for load in kernel.loads:
-            if not self.launch.early or load not in first:
-                self.put_load(load)
+        self.put_loads("before", self.put_start() if self.is_early else [])
         ops = [op for stage in ("before", "after") for op in kernel.ops if op.stage == stage]
         for op in ops:
             if op.name in common:
@@ -228,12 +226,30 @@ class _Writer:
         for axis in self.layout.dims(tuple(used)):
             self.put(f"r_{axis} = tl.arange(0, {self.layout.size(axis)})")
 
-    def put_prefetches(self) -> None:
-        """Hints for what this block alone reads first: the tiles of as many iterations as are under
-        way together, a row of threads each.
+    def put_start(self) -> list[Load]:
+        """Lets the next kernel start, and waits for the one before. Loads that came before that:
+        of tensors that are constant.
+        """
+        self.put("gdc_launch_dependents()")
+        first = [
+            load
+            for load in self.kernel.loads
+            if load.tensor in self.launch.constant and load.fmap < 0
+        ]
+        for load in first:
+            self.put_load(load)
+        if not self.launch.resident:
+            self.put_prefetches(first)
+        self.put("gdc_wait()")
+        return first
+
+    def put_prefetches(self, done: Sequence[Load]) -> None:
+        """Hints for what this block alone reads first and is not read yet: the tiles of as many
+        iterations as are under way together, a row of threads each.
         """
         for load in self.kernel.loads:
-            if self.tensors[load.tensor].role != "temp" and -1 not in load.imap:
+            own = self.tensors[load.tensor].role != "temp" and -1 not in load.imap
+            if own and load not in done:
                 self.put_prefetch(load)
 
     def put_prefetch(self, load: Load) -> None:
@@ -271,9 +287,9 @@ class _Writer:
             stride *= self.extents[axis]
         self.put(f"prefetch({' + '.join(terms)}, {run * item // pieces})")
 
-    def put_loads(self, stage: str) -> None:
+    def put_loads(self, stage: str, done: Sequence[Load] = ()) -> None:
         for load in self.kernel.loads:
-            if ("body" if load.fmap >= 0 else "before") == stage:
+            if ("body" if load.fmap >= 0 else "before") == stage and load not in done:
                 self.put_load(load)
 
     def put_load(self, load: Load, suffix: str = "", inside: str = "") -> None:

@@ -41,13 +41,14 @@ def test_small_graphs(text: str, early: bool):
 
 
 @pytest.mark.parametrize("constant", [(), ("w",)])
-@pytest.mark.parametrize("resident", [1, 5, 12])
-def test_blocks_taken_in_turn(resident: int, constant: tuple[str, ...]):
+@pytest.mark.parametrize("resident", [0, 1, 5, 12])
+def test_blocks_taken_in_turn_or_eager(resident: int, constant: tuple[str, ...]):
     """Each of several launches reads what the one before wrote."""
     graph = parse_graph(TURNS)
     launch = GraphLaunch(
-        num_warps=4, stages=1, early=True, resident=resident, constant=frozenset(constant)
-    )
+        num_warps=4, stages=1, early=resident > 0, eager=True, resident=resident,
+        constant=frozenset(constant),
+    )  # fmt: skip
     run = GraphRunner.of(graph, [launch])
     torch.manual_seed(0)
     given = {

@@ -108,6 +108,25 @@ def test_every_form_compiles_for_blocks_that_start_early(text: str):
         assert "prefetch" not in after
 
 
+def test_eager_blocks_read_what_is_constant_before_they_wait():
+    """Without constants of their own there is nothing to do before, and they don't start early."""
+    graph = parse_graph(TURNS)
+    late = GraphLaunch(num_warps=4, stages=1, eager=True, constant=frozenset({"g"}))
+    assert not late.starts_early(graph.kernels[0])
+    (code,) = compiled(GraphPlan(graph=graph, launches=(late,), time_us=0.0))
+    assert "griddepcontrol" not in code.ptx
+    launch = GraphLaunch(num_warps=4, stages=1, eager=True, constant=frozenset({"g", "w"}))
+    assert launch.starts_early(graph.kernels[0])
+    before, after = graph_source(graph, [launch]).split("gdc_wait()\n")
+    assert [f"t{n}" for n in range(3) if f"tl.load(t{n} " in before] == ["t1", "t2"]
+    assert "tl.load(t0 " in after
+    (code,) = compiled(GraphPlan(graph=graph, launches=(launch,), time_us=0.0))
+    before, after = code.ptx.split("griddepcontrol.wait")
+    assert "ld.global" in before
+    assert "ld.global" in after
+    assert "st.global" not in before
+
+
 @pytest.mark.parametrize(
     ("constant", "waits_for"), [((), ("t0", "t1", "t2")), (("w",), ("t0", "t1"))]
 )
