@@ -2,5 +2,6 @@
 
 A configuration of transformers, or a folder, comes in; an HfDecoder goes out, with programs of the
 same inputs, outputs and caches as the built-in families have. Start at decoders.py; attention.py
-has what a model is given while it is captured, source.py reads folders.
+has what a model is given while it is captured, masks.py what is asked of masks, source.py reads
+folders.
 """

@@ -28,6 +28,7 @@ from distmega.torch_import.convert import Graph, convert
 from distmega.torch_import.exported import export_module
 from distmega.torch_import.forms import Derived, Normal, normalise
 from distmega.torch_import.huggingface.attention import StepRows, capturing, rows_cache
+from distmega.torch_import.huggingface.masks import check_masks
 from distmega.torch_import.operators import custom_ops
 
 _RANDOM = ("normal_", "uniform_", "trunc_normal_")
@@ -157,6 +158,7 @@ class HfDecoder:
             return [*found, p.value_of(chosen)] if peaks else found
 
         graph = convert(exported, name, choose)
+        check_masks(graph.program, graph.constants, max_context)
         normal = normalise(graph.program, dict(graph.constants), "positions", max_context)
         self._note(graph, normal)
         return normal.program
@@ -255,6 +257,8 @@ def _forward(
     options: dict[str, Any] = {}
     if "position_ids" in takes:
         options["position_ids"] = rows.positions.reshape(rows.shape)
+    if "cache_position" in takes and rows.flat:  # older releases make masks from it
+        options["cache_position"] = rows.positions
     if last is not None and "logits_to_keep" in takes and rows.flat:
         options["logits_to_keep"] = last
     cache = rows_cache(rows, num_layers, store)
