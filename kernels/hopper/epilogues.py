@@ -22,4 +22,17 @@ def field(epilogues, number, name):
     """One of the fields of an epilogue or of a row's formula, which plan/types.py and
     batch_plan/types.py state, as a constant that may be passed on.
     """
+    if number <= gathered(0):
+        return getattr(epilogues.gathers[gathered(0) - number], name)
     return getattr(epilogues.each[number] if number >= 0 else epilogues.entry, name)
+
+
+@constexpr_function
+def count_gathers(epilogues):
+    return len(epilogues.gathers)
+
+
+@constexpr_function
+def gathered(number):
+    """In place of an epilogue's number: what becomes of a gather."""
+    return -2 - number

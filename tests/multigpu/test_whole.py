@@ -16,16 +16,16 @@ MOST_ERROR = 1.25
 NUM_CALLS = 2000
 
 
-def run_whole(comm: Communicator) -> None:
+def run_whole(comm: Communicator, rows: int) -> None:
     """One launch a rank is as exact as library ops with NCCL, and the same on all ranks and in all
     calls.
     """
     device = str(torch.get_default_device())
     for name in ("silu", "tanh", "ungated", "layer norms", "chain", "post norms"):
-        program = program_of(name, "bf16")
+        program = program_of(name, "bf16", rows)
         with torch.device("cpu"):
             values = random_values(program)
-            exact = run(program_of(name, "f32"), values, "cpu")
+            exact = run(program_of(name, "f32", rows), values, "cpu")
         plan = plan_program(program, comm.mesh, H200)
         whole = CompiledProgram(plan, comm, device, megakernel=True)
         parts = whole.parts({key: x.to(device) for key, x in values.items()})
@@ -42,15 +42,19 @@ def run_whole(comm: Communicator) -> None:
         whole.wait()
         errors = error(first.float().cpu(), exact), error(expected.float().cpu(), exact)
         if comm.rank == 0:
-            print(f"{name}: kernel {errors[0]:.2e}, library ops {errors[1]:.2e}", flush=True)
+            print(
+                f"{name} of {rows} rows: kernel {errors[0]:.2e}, library ops {errors[1]:.2e}",
+                flush=True,
+            )
         assert errors[0] <= MOST_ERROR * errors[1]
         theirs = comm.all_gather_object(first.float().cpu().tolist())
         assert all(one == theirs[0] for one in theirs)
 
 
 @pytest.mark.parametrize(("device", "num_ranks"), ON_GPUS)
-def test_a_program_is_one_launch_a_rank(run_ranks, device: str, num_ranks: int):
-    run_ranks(f"{HERE}:run_whole", device, num_ranks)
+@pytest.mark.parametrize("rows", [1, 16])
+def test_a_program_is_one_launch_a_rank(run_ranks, device: str, num_ranks: int, rows: int):
+    run_ranks(f"{HERE}:run_whole", device, num_ranks, rows)
 
 
 def run_rows(comm: Communicator, rows: int, layers: int) -> None:

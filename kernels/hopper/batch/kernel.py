@@ -17,7 +17,12 @@ from distmega.kernels.hopper.batch.arguments import SlotRing
 from distmega.kernels.hopper.batch.bodies.attention import attention_task, count_blocks, first_piece
 from distmega.kernels.hopper.batch.bodies.experts import is_of_rows
 from distmega.kernels.hopper.batch.bodies.limits import sample_within_limits
-from distmega.kernels.hopper.batch.bodies.linear import embed_task, linear_task, next_tokens
+from distmega.kernels.hopper.batch.bodies.linear import (
+    embed_task,
+    gather_task,
+    linear_task,
+    next_tokens,
+)
 from distmega.kernels.hopper.batch.bodies.norms import norm_task
 from distmega.kernels.hopper.batch.bodies.pointwise import pointwise_task
 from distmega.kernels.hopper.batch.bodies.sample import sample_tokens
@@ -35,6 +40,7 @@ from distmega.kernels.hopper.batch_plan.fields import (
     NO_CHOICE,
     OP_ATTENTION,
     OP_EMBED,
+    OP_GATHER,
     OP_NORM,
     OP_POINTWISE,
     OP_SAMPLE,
@@ -43,7 +49,7 @@ from distmega.kernels.hopper.batch_plan.fields import (
     STATE_POSITIONS,
     STATE_TOKENS,
 )
-from distmega.kernels.hopper.epilogues import count, field
+from distmega.kernels.hopper.epilogues import count, count_gathers, field
 from distmega.kernels.hopper.one_row.bodies.products import address_of, write_addresses
 from distmega.kernels.hopper.plan.fields import GREEDY, SAMPLED, WORDS
 from distmega.kernels.hopper.ptx.device import fence_all, fetch, keep
@@ -191,6 +197,8 @@ def compute(
                     words, memory.numbers, memory.acts, memory.vectors, batch, sm, num_sms, eps,
                     spec.wide_norms,
                 )
+            elif count_gathers(EPILOGUES) > 0 and words[OPCODE] == OP_GATHER:
+                gather_task(words, memory, peers, sm, flag, EPILOGUES, RANKS, spec.wide_norms)
             elif count(FORMULAS) > 0 and words[OPCODE] == OP_POINTWISE:
                 pointwise_task(
                     words, memory, state, batch, step, sm, num_sms, FORMULAS, spec.wide_norms

@@ -10,6 +10,7 @@ from distmega.kernels.hopper.batch_plan.words import (
     BatchAttention,
     BatchEmbed,
     BatchExperts,
+    BatchGather,
     BatchHead,
     BatchInstruction,
     BatchLinear,
@@ -66,6 +67,7 @@ OP_EMBED = gl.constexpr(int(BatchOpcode.EMBED))
 OP_ATTENTION = gl.constexpr(int(BatchOpcode.ATTENTION))
 OP_SAMPLE = gl.constexpr(int(BatchOpcode.SAMPLE))
 OP_NORM = gl.constexpr(int(BatchOpcode.NORM))
+OP_GATHER = gl.constexpr(int(BatchOpcode.GATHER))
 OP_POINTWISE = gl.constexpr(int(BatchOpcode.POINTWISE))
 
 OPCODE = _word(BatchLinear, "opcode")
@@ -90,6 +92,10 @@ EMB_FIRST_COLUMN = _word(BatchEmbed, "first_column")
 EMB_NUM_COLUMNS = _word(BatchEmbed, "num_columns")
 EMB_FIRST_ID = _word(BatchEmbed, "first_id")
 EMB_BEST = _word(BatchEmbed, "best")
+GATHER_NUMBER = _word(BatchGather, "number")
+GATHER_SRC = _word(BatchGather, "src")
+GATHER_FIRST_COLUMN = _word(BatchGather, "first_column")
+GATHER_NUM_COLUMNS = _word(BatchGather, "num_columns")
 EXP_SCORES = _word(BatchExperts, "scores")
 EXP_CHOICE = _word(BatchExperts, "choice")
 EXP_NUM_CHOICES = _word(BatchExperts, "num_choices")

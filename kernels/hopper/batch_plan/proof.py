@@ -34,6 +34,7 @@ from distmega.kernels.hopper.batch_plan.words import (
     BatchAttention,
     BatchEmbed,
     BatchExperts,
+    BatchGather,
     BatchHead,
     BatchInstruction,
     BatchLinear,
@@ -47,6 +48,7 @@ from distmega.kernels.tasks.fuse import (
     FusedAttention,
     FusedContraction,
     FusedEmbedding,
+    FusedGather,
     FusedPointwise,
     FusedRouting,
     InputNorm,
@@ -136,12 +138,12 @@ class _BatchProof:
             return f"instruction {i} is another on each SM"
         row = 0
         for one in ones:
-            if isinstance(one, BatchLinear | BatchHead | BatchEmbed):
+            if isinstance(one, BatchLinear | BatchHead | BatchEmbed | BatchGather):
                 if one.row0 != row:
                     return f"rows {row} to {one.row0} of {one.name!r} are no SM's"
                 row += one.num_units * UNIT_ROWS
                 rows = one.num_rows
-        if isinstance(ones[0], BatchLinear | BatchEmbed) and row < rows:
+        if isinstance(ones[0], BatchLinear | BatchEmbed | BatchGather) and row < rows:
             return f"rows {row} to {rows} of {ones[0].name!r} are no SM's"
         return ""
 
@@ -215,6 +217,9 @@ class _BatchProof:
                 for at, (first, name) in enumerate(sources):
                     rows = shape.head_dim * (shape.num_kv_heads if at else shape.num_heads)
                     yield _Access("kept", _blocks(first, rows), self.exactly(name))
+            case BatchGather():
+                assert isinstance(op, FusedGather)
+                yield _Access("kept", _blocks(one.src, one.num_columns), self.exactly(op.x))
             case BatchNorm():
                 assert isinstance(op, FusedContraction)
                 yield _Access("kept", _blocks(one.src, one.num_rows), self.exactly(op.x))
@@ -244,9 +249,9 @@ class _BatchProof:
     def writes(self, one: BatchInstruction) -> Iterator[_Access]:
         op = self.ops.get(one.name)
         match one:
-            case BatchLinear() | BatchEmbed():
+            case BatchLinear() | BatchEmbed() | BatchGather():
                 given = op.outs[0] if isinstance(op, FusedContraction) else one.name
-                if isinstance(op, FusedEmbedding):
+                if isinstance(op, FusedEmbedding | FusedGather):
                     given = op.out
                 rows = one.num_rows
                 if isinstance(one, BatchLinear) and one.flags & PAIRED:
@@ -294,12 +299,14 @@ class _BatchProof:
             case BatchHead() | BatchSample():
                 return
 
-    def epilogue(self, one: BatchLinear | BatchEmbed) -> BatchEpilogue:
+    def epilogue(self, one: BatchLinear | BatchEmbed | BatchGather) -> BatchEpilogue:
         epilogues = self.queues.epilogues
+        if isinstance(one, BatchGather):
+            return epilogues.gathers[one.number]
         return epilogues.each[one.opcode] if isinstance(one, BatchLinear) else epilogues.entry
 
     def norm_behind(
-        self, name: str, one: BatchLinear | BatchEmbed | BatchPointwise
+        self, name: str, one: BatchLinear | BatchEmbed | BatchGather | BatchPointwise
     ) -> InputNorm | None:
         """The norm whose weight the instruction multiplies its result by."""
         return self.folded.get(name) if one.next_norm != NOTHING else None
@@ -310,7 +317,7 @@ class _BatchProof:
         if isinstance(one, BatchEmbed) and one.best:
             buffer = next(b for b in self.queues.buffers if b.name == "best")
             yield _Push(buffer.words)
-        if isinstance(one, BatchLinear | BatchEmbed) and one.parts:
+        if isinstance(one, BatchLinear | BatchEmbed | BatchGather) and one.parts:
             words = range(one.parts, one.parts + ranks * one.num_rows * BATCH)
             yield _Push(words, reads_first=isinstance(one, BatchEmbed) and bool(one.best))
         if isinstance(one, BatchSample):
@@ -332,6 +339,11 @@ def _common(one: BatchInstruction) -> tuple[object, ...]:
             return (
                 one.name, one.num_rows, one.packed, one.dst, one.next_norm, one.keep, one.parts,
                 one.own_part, one.best,
+            )  # fmt: skip
+        case BatchGather():
+            return (
+                one.number, one.name, one.num_rows, one.src, one.first_column, one.num_columns,
+                one.dst, one.next_norm, one.keep, one.parts, one.own_part,
             )  # fmt: skip
         case BatchHead():
             return one.opcode, one.name, one.num_rows, one.num_tiles_k, one.src, one.packed

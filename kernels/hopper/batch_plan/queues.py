@@ -62,6 +62,7 @@ from distmega.kernels.hopper.batch_plan.words import (
     BatchAttention,
     BatchEmbed,
     BatchExperts,
+    BatchGather,
     BatchHead,
     BatchInstruction,
     BatchLinear,
@@ -91,6 +92,7 @@ from distmega.kernels.tasks.fuse import (
     FusedChoice,
     FusedContraction,
     FusedEmbedding,
+    FusedGather,
     FusedPointwise,
     FusedRouting,
     InputNorm,
@@ -106,6 +108,8 @@ FOREVER = 2**30
 
 Form = tuple[str, InputNorm | None]
 """A tensor as linears take it: after a norm, or as it is."""
+Maker = FusedContraction | FusedAttention | FusedPointwise | FusedGather
+"""What gives a tensor of rows."""
 
 
 def build_batch_queues(
@@ -160,6 +164,8 @@ def taken_by(op: Fused) -> tuple[str, ...]:
             return op.q, op.k, op.v
         case FusedRouting():
             return (op.scores,)
+        case FusedGather():
+            return (op.x,)
         case FusedChoice():
             return (op.source,)
     return ()
@@ -208,9 +214,7 @@ class _BatchBuilder:
     slot_of: dict[Form, int] = field(default_factory=dict)
     """Where the squares lie of what is written without the factor of its norm."""
     number_of: dict[str, int] = field(default_factory=dict)
-    makers: dict[str, FusedContraction | FusedAttention | FusedPointwise] = field(
-        default_factory=dict
-    )
+    makers: dict[str, Maker] = field(default_factory=dict)
     normed: dict[Form, str] = field(default_factory=dict)
     """Forms that are also taken as float32, by the names that they have there."""
     forms: dict[str, dict[InputNorm | None, int]] = field(default_factory=dict)
@@ -221,9 +225,10 @@ class _BatchBuilder:
     """First flagged word of each buffer that ranks exchange."""
     buffers: list[Buffer] = field(default_factory=list)
     summed: list[int] = field(default_factory=list)
-    """Rows of each sum over ranks, in order."""
+    """Rows of each sum over ranks, in order, gathers among them."""
     num_summed: int = 0
     epilogues: list[BatchEpilogue] = field(default_factory=list)
+    gathers: list[BatchEpilogue] = field(default_factory=list)
     formulas: list[BatchFormula] = field(default_factory=list)
     tables: Mapping[str, FusedEmbedding] = field(default_factory=dict)
     """Embeddings besides the one whose rows come in, by what they give."""
@@ -262,6 +267,8 @@ class _BatchBuilder:
                     self.add_attention(now, op)
                 case FusedPointwise():
                     self.add_pointwise(now, op)
+                case FusedGather():
+                    self.add_gather(now, op)
                 case FusedChoice() if is_limited(op.sampler):
                     self.add_sample(op)
         head = self.choice
@@ -270,7 +277,9 @@ class _BatchBuilder:
         return BatchQueues(
             num_ranks=self.num_ranks,
             attention=self.attention,
-            epilogues=BatchEpilogues(tuple(self.epilogues), self.entry_epilogue()),
+            epilogues=BatchEpilogues(
+                tuple(self.epilogues), self.entry_epilogue(), tuple(self.gathers)
+            ),
             formulas=BatchFormulas(tuple(self.formulas)),
             wide_norms=self.wide_norms,
             eps=self.eps,
@@ -320,9 +329,9 @@ class _BatchBuilder:
         self.experts = batch_expert_shape(self.fused, self.weights)
         self.chunks.size = NUM_ZERO_CHUNKS if self.experts else 0
         self.summed = [
-            rows_of(op, self.placed)
+            self.elements(op.out) if isinstance(op, FusedGather) else rows_of(op, self.placed)
             for op in self.fused
-            if isinstance(op, FusedContraction) and op.num_ranks > 1
+            if isinstance(op, FusedContraction | FusedGather) and op.num_ranks > 1
         ]
         is_alone = len(self.summed) == 1 and self.choice is None
         self.shares_rows = self.num_ranks > 1 and (self.embedding is not None or is_alone)
@@ -352,13 +361,13 @@ class _BatchBuilder:
                 self.makers |= dict.fromkeys(op.outs, op)
                 if op.normed:
                     self.normed[op.x, op.norm] = op.normed
-            elif isinstance(op, FusedAttention | FusedPointwise):
+            elif isinstance(op, FusedAttention | FusedPointwise | FusedGather):
                 self.makers[op.out] = op
         for now, op in enumerate(self.fused):
             if isinstance(op, FusedContraction):
                 self.forms.setdefault(op.x, {})[op.norm] = now
                 self.taken |= dict.fromkeys(op.operands, now)
-            elif isinstance(op, FusedAttention | FusedPointwise):
+            elif isinstance(op, FusedAttention | FusedPointwise | FusedGather):
                 numbers = [name for name in taken_by(op) if name not in self.tables]
                 self.taken |= dict.fromkeys(numbers, now)
         for now, scores in self.scores_taken():
@@ -378,7 +387,7 @@ class _BatchBuilder:
             if isinstance(op, FusedContraction) and op.experts and op.experts.by == "rows":
                 yield now, scores[op.experts.routing]
 
-    def maker(self, name: str) -> FusedContraction | FusedAttention | FusedPointwise | None:
+    def maker(self, name: str) -> Maker | None:
         """The op that gives a tensor, None of the rows that come in."""
         if name not in self.makers and name != self.entry:
             raise unfit(f"{name!r}, which no instruction gives")
@@ -390,7 +399,7 @@ class _BatchBuilder:
         if None in forms:
             return None, True
         maker = self.maker(name)
-        folds = maker is None or isinstance(maker, FusedPointwise)
+        folds = maker is None or isinstance(maker, FusedPointwise | FusedGather)
         folds |= isinstance(maker, FusedContraction) and len(maker.streams) == 1
         for norm in forms if folds else ():
             if norm and norm.kind == "rms_norm" and (name, norm) not in self.normed:
@@ -406,7 +415,7 @@ class _BatchBuilder:
         results = [
             (now, op.outs[0] if isinstance(op, FusedContraction) else op.out)
             for now, op in enumerate(self.fused)
-            if isinstance(op, FusedContraction | FusedPointwise)
+            if isinstance(op, FusedContraction | FusedPointwise | FusedGather)
         ]
         for now, name in ((-1, self.entry), *results):
             norm, _ = self.published(name)
@@ -446,17 +455,21 @@ class _BatchBuilder:
 
     def entry_epilogue(self) -> BatchEpilogue:
         """What becomes of the rows that come in."""
-        norm, publishes = self.published(self.entry)
+        return self.plain_epilogue(self.entry, summed=self.shares_rows)
+
+    def plain_epilogue(self, name: str, *, summed: bool) -> BatchEpilogue:
+        """What becomes of a tensor that is taken as it is."""
+        norm, publishes = self.published(name)
         return BatchEpilogue(
             num_streams=1,
             formula=IDENTITY,
             num_carried=0,
             biased=False,
-            keeps=self.entry in self.taken,
+            keeps=name in self.taken,
             publishes=publishes,
             scaled=norm is not None,
-            slot=self.slot_of[self.entry, norm] if norm else 0,
-            summed=self.shares_rows,
+            slot=self.slot_of[name, norm] if norm else 0,
+            summed=summed,
             ranked=False,
         )
 
@@ -516,7 +529,7 @@ class _BatchBuilder:
             for op in self.fused
             if isinstance(op, FusedContraction) and self.is_made_apart(op.x, op.norm)
         }
-        kinds = FusedContraction | FusedAttention | FusedPointwise
+        kinds = FusedContraction | FusedAttention | FusedPointwise | FusedGather
         ops = [op for op in self.fused if isinstance(op, kinds)]
         samples = self.choice is not None and is_limited(self.choice.sampler)
         return 1 + len(ops) + len(made) + int(samples)
@@ -725,6 +738,31 @@ class _BatchBuilder:
         )
         for queue in self.queues:
             queue.append(one)
+
+    def add_gather(self, now: int, op: FusedGather) -> None:
+        """Columns that ranks have, shared out; each adds its own to a sum of zeros."""
+        rows, columns = self.elements(op.out), self.elements(op.x)
+        if op.x not in self.number_of or rows % UNIT_ROWS:
+            raise unfit(f"{op.name!r} of {op.x!r}, of {rows} elements")
+        epilogue = self.plain_epilogue(op.out, summed=True)
+        if epilogue not in self.gathers:
+            self.gathers.append(epilogue)
+        common = self.position_result(now, (op.out,), rows, epilogue.keeps) | self.next_parts(rows)
+        for sm, queue in enumerate(self.queues):
+            first, last = share(rows, 1, sm, self.num_sms)
+            queue.append(
+                BatchGather(
+                    name=op.name,
+                    number=self.gathers.index(epilogue),
+                    row0=first * UNIT_ROWS,
+                    num_units=last - first,
+                    num_rows=rows,
+                    src=self.number_of[op.x],
+                    first_column=self.team_rank * columns,
+                    num_columns=columns,
+                    **common,
+                )
+            )
 
     def position_product(self, now: int, op: FusedContraction) -> tuple[dict[str, int], list[int]]:
         """Fields of an instruction that say where x and the matrix lie, and the first row of each

@@ -55,12 +55,13 @@ class BatchEpilogue:
 
 @dataclass(frozen=True, slots=True)
 class BatchEpilogues:
-    """Those of a segment's linears, by opcode, and what becomes of the rows that come in; as one
-    constant of its kernel.
+    """Those of a segment's linears, by opcode, what becomes of the rows that come in, and of
+    columns that ranks gather; as one constant of its kernel.
     """
 
     each: tuple[BatchEpilogue, ...]
     entry: BatchEpilogue
+    gathers: tuple[BatchEpilogue, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

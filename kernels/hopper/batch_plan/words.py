@@ -74,6 +74,7 @@ class BatchOpcode(IntEnum):
     EMBED = 17
     SAMPLE = 18
     NORM = 19
+    GATHER = 20
     POINTWISE = 22
 
 
@@ -162,6 +163,35 @@ class BatchEmbed:
     def packed(self) -> int:
         """The places of a linear's."""
         return self.team_rank << MATRIX_SHIFT
+
+    @property
+    def numbers(self) -> int:
+        """See BatchLinear."""
+        return pack_numbers(self.keep, NOTHING)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchGather:
+    """8 * num_units, from row0 on, of the num_rows columns that ranks have of each row, side by
+    side. This one has num_columns of them, from first_column on, as float32 numbers [16,
+    num_columns] from `src` on, and the rest adds zeros to a sum over ranks (parts, own_part). Goes
+    where number `number` of BatchEpilogues.gathers says; for the rest see BatchLinear.
+    """
+
+    name: str
+    number: int
+    row0: int
+    num_units: int
+    num_rows: int
+    src: int
+    first_column: int
+    num_columns: int
+    parts: int
+    own_part: int
+    dst: int = 0
+    next_norm: int = NOTHING
+    keep: int = NOTHING
+    opcode: int = BatchOpcode.GATHER
 
     @property
     def numbers(self) -> int:
@@ -340,6 +370,7 @@ BatchInstruction = (
     BatchLinear
     | BatchExperts
     | BatchEmbed
+    | BatchGather
     | BatchHead
     | BatchSample
     | BatchAttention
@@ -357,6 +388,11 @@ FIELD_WORDS: dict[type[BatchInstruction], dict[str, int]] = {
         "opcode": 0, "best": 1, "first_token": 2, "num_units": 3, "num_tokens": 4,
         "first_column": 5, "packed": 6, "next_norm": 7, "parts": 8, "first_id": 9, "dst": 10,
         "row0": 11, "own_part": 12, "num_rows": 13, "numbers": 14, "num_columns": 15,
+    },
+    BatchGather: {
+        "opcode": 0, "number": 1, "num_units": 3, "src": 4, "first_column": 5, "next_norm": 7,
+        "parts": 8, "dst": 10, "row0": 11, "own_part": 12, "num_rows": 13, "numbers": 14,
+        "num_columns": 15,
     },
     BatchHead: {
         "opcode": 0, "num_tokens": 1, "weight_row": 2, "num_units": 3, "num_tiles_k": 4, "src": 5,

@@ -44,6 +44,10 @@ from distmega.kernels.hopper.batch_plan.fields import (
     EMB_NUM_TOKENS,
     GATE_PAIRS,
     GATE_UP,
+    GATHER_FIRST_COLUMN,
+    GATHER_NUM_COLUMNS,
+    GATHER_NUMBER,
+    GATHER_SRC,
     GROUP_UNITS,
     HEAD_BIAS,
     IN_SHIFT,
@@ -75,7 +79,9 @@ from distmega.kernels.hopper.batch_plan.fields import (
 from distmega.kernels.hopper.epilogues import (
     ENTRY,
     count,
+    count_gathers,
     field,
+    gathered,
 )
 from distmega.kernels.hopper.one_row.bodies.linear import next_vector
 from distmega.kernels.hopper.one_row.team import read_alarm
@@ -345,6 +351,42 @@ def push_embedding(words, token, embed, events, peers, flag, RANKS: gl.constexpr
         mine = mine & (local >= 0) & (local < words[EMB_NUM_TOKENS])
         mine = mine & (column >= 0) & (column < num_columns)
         y = gl.load(embed + local * num_columns + column, mask=mine, other=0.0).to(gl.float32)
+        push_round(words, peers, y, unit, flag, alarm, RANKS)
+
+
+@gluon.jit
+def gather_task(
+    words, memory, peers, sm, flag, EPILOGUES: gl.constexpr, RANKS: gl.constexpr,
+    WIDE: gl.constexpr,
+):
+    """This SM's columns of what ranks have side by side: this rank's as its part of a sum.
+
+    words, flag: of the instruction. peers: as of decode_batch. Reads and writes memory.numbers,
+    writes .acts and .sums, and the events of all ranks.
+    """
+    push_columns(words, memory.numbers, memory.events, peers, flag, RANKS)
+    for i in gl.static_range(count_gathers(EPILOGUES)):
+        if words[GATHER_NUMBER] == i:
+            NUMBER: gl.constexpr = gathered(i)
+            squares = sum_results(
+                words, memory.numbers, memory.acts, memory.vectors, memory.events, flag, EPILOGUES,
+                NUMBER, RANKS, WIDE,
+            )
+            if field(EPILOGUES, NUMBER, "scaled"):
+                write_squares(memory.sums, squares, sm, field(EPILOGUES, NUMBER, "slot"))
+
+
+@gluon.jit
+def push_columns(words, numbers, events, peers, flag, RANKS: gl.constexpr):
+    """This rank's columns of the numbers as its part of a sum: zeros where others have them."""
+    alarm = read_alarm(symmetric_of(events))
+    num_columns = words[GATHER_NUM_COLUMNS]
+    for unit in range(0, keep(words[NUM_UNITS]), ROUND_UNITS):
+        row, b, mine = round_rows(words, unit)
+        column = row - words[GATHER_FIRST_COLUMN]
+        mine = mine & (column >= 0) & (column < num_columns)
+        at = numbers + words[GATHER_SRC] + b * num_columns + column
+        y = gl.load(at, mask=mine, other=0.0, cache_modifier=".cg")
         push_round(words, peers, y, unit, flag, alarm, RANKS)
 
 

@@ -19,6 +19,7 @@ from distmega.kernels.hopper.batch_plan.words import (
     PAIRED,
     BatchEmbed,
     BatchExperts,
+    BatchGather,
     BatchHead,
     BatchLinear,
     BatchNorm,
@@ -49,7 +50,7 @@ COLUMNS = UNIT_ROWS * BATCH
 NO_ROW = 0x7FFFFFFF
 
 
-def rows_of(one: BatchLinear | BatchHead | BatchEmbed, streams: int = 1) -> Indices:
+def rows_of(one: BatchLinear | BatchHead | BatchEmbed | BatchGather, streams: int = 1) -> Indices:
     """This SM's rows of the output."""
     row0, num_rows = one.row0 // streams, one.num_rows // streams
     stop = min(row0 + one.num_units * UNIT_ROWS // streams, num_rows)
@@ -72,6 +73,18 @@ def embed(sm: BatchSm, one: BatchEmbed, tokens: Sequence[int], flag: int) -> Ste
         y[mine, b] = given[local[b]][column[mine]]
     push_part(sm, one, y, flag)
     yield from sum_results(sm, one, epilogue, flag)
+
+
+def gather(sm: BatchSm, one: BatchGather, flag: int) -> Steps:
+    """This SM's columns of what ranks have side by side."""
+    row = rows_of(one)
+    column = row - one.first_column
+    mine = np.flatnonzero((column >= 0) & (column < one.num_columns))
+    y = np.zeros((len(row), BATCH), dtype=np.float32)
+    at = sm.number_indices(one.src, one.num_columns, column[mine])
+    y[mine] = sm.load(sm.gpu.numbers, at).reshape(len(mine), BATCH)
+    push_part(sm, one, y, flag)
+    yield from sum_results(sm, one, sm.gpu.queues.epilogues.gathers[one.number], flag)
 
 
 def linear(sm: BatchSm, one: BatchLinear | BatchExperts | BatchHead, flag: int) -> Steps:
@@ -137,8 +150,8 @@ def multiply(
 
 
 def finish(
-    sm: BatchSm, one: BatchLinear | BatchEmbed, epilogue: BatchEpilogue, row: Indices, y: Floats,
-    num_rows: int,
+    sm: BatchSm, one: BatchLinear | BatchEmbed | BatchGather, epilogue: BatchEpilogue,
+    row: Indices, y: Floats, num_rows: int,
 ) -> None:  # fmt: skip
     """Results as numbers, and as x for linears; their squares."""
     gpu = sm.gpu
@@ -154,7 +167,9 @@ def finish(
         sm.store(gpu.acts, at, to_bf16(y).reshape(-1))
 
 
-def push_part(sm: BatchSm, one: BatchLinear | BatchEmbed, y: Floats, flag: int) -> None:
+def push_part(
+    sm: BatchSm, one: BatchLinear | BatchEmbed | BatchGather, y: Floats, flag: int
+) -> None:
     """This rank's part of a sum to every rank, in units of 8 rows, a sequence's together."""
     padded: Floats = np.zeros((one.num_units * UNIT_ROWS, BATCH), dtype=np.float32)
     padded[: len(y)] = y
@@ -164,7 +179,7 @@ def push_part(sm: BatchSm, one: BatchLinear | BatchEmbed, y: Floats, flag: int) 
 
 
 def sum_results(
-    sm: BatchSm, one: BatchLinear | BatchEmbed, epilogue: BatchEpilogue, flag: int
+    sm: BatchSm, one: BatchLinear | BatchEmbed | BatchGather, epilogue: BatchEpilogue, flag: int
 ) -> Steps:
     """The results of this SM's rows from the sums of all ranks' parts, in rank order."""
     row, ranks = rows_of(one), sm.gpu.queues.num_ranks

@@ -24,6 +24,7 @@ from distmega.kernels.hopper.batch_plan.words import (
     STATE_WORDS,
     BatchEmbed,
     BatchExperts,
+    BatchGather,
     BatchHead,
     BatchLinear,
     BatchNorm,
@@ -31,6 +32,7 @@ from distmega.kernels.hopper.batch_plan.words import (
 )
 from distmega.kernels.hopper.emulator.batch.bodies import (
     embed,
+    gather,
     linear,
     next_tokens,
     norm,
@@ -242,6 +244,8 @@ def compute(sm: BatchSm, num_steps: int) -> Steps:
                         at = STATE_TOKENS + np.arange(BATCH)
                         sm.store(gpu.state, at, np.array(chosen))
                     yield from embed(sm, one, chosen, flag)
+                case BatchGather():
+                    yield from gather(sm, one, flag)
                 case BatchNorm():
                     yield from norm(sm, one)
                 case BatchPointwise():

@@ -16,6 +16,7 @@ from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.localize import localize
 from distmega.sharding.planner import plan_program
 from tests.kernels.hopper.batch_plan.test_batch_programs import program_of
+from tests.kernels.hopper.emulator.one_row.test_gathers import build, columns_of
 from tests.kernels.hopper.one_row.test_decode_code import LoneTeam
 from tests.kernels.offline import NUM_SMS, offline
 from tests.kernels.ptx import bare_signals, plain_spins, unfenced_loads
@@ -102,6 +103,18 @@ def test_sums_of_an_input_over_ranks_fit_an_sm(num_layers: int):
     """Of one sum alone, ranks add up the rows that come in, too."""
     model = gated_mlp(16, num_layers)
     plan = plan_program(model.program, DeviceMesh(tp=2), H200, model.marks)
+    code = compiled_program(localize(plan).program, 2)
+    assert code.stack_bytes == 0
+    assert spills_in_products(code.cubin) == []
+    assert code.shared_bytes <= SHARED_BYTES
+    assert plain_spins(code.ptx) == []
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["gates", "added"])
+def test_gathers_over_ranks_fit_an_sm(name: str):
+    program = build(name, 16)
+    plan = plan_program(program, DeviceMesh(tp=2), H200, columns_of(program))
     code = compiled_program(localize(plan).program, 2)
     assert code.stack_bytes == 0
     assert spills_in_products(code.cubin) == []
