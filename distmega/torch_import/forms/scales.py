@@ -136,15 +136,18 @@ def _scaled(tree: expr.Expr, factor: float) -> expr.Expr:
 
 def choose_before(draft: Draft) -> None:
     """An argmax of a rising function of scores is theirs: it reads the scores themselves where
-    nobody asks for the largest value.
+    nobody asks for the largest value, nor for the function's results: scores would then leave in
+    both forms.
     """
     producers, users = draft.producers(), draft.users()
     changes: dict[str, list[Op]] = {}
     for op in draft.ops:
         if op.kind != "argmax" or len(op.reads) != 1:
             continue
-        largest = op.writes[0].tensor
-        before = producers.get(op.reads[0].tensor)
+        largest, results = op.writes[0].tensor, op.reads[0].tensor
+        before = producers.get(results)
+        if results in draft.outputs or len(users.get(results, ())) > 1:
+            continue
         if largest in draft.outputs or largest in users or before is None:
             continue
         if not kind_of(before).is_elementwise or len(before.reads) != 1:

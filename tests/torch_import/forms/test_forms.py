@@ -266,6 +266,8 @@ def test_factors_of_a_residual_stream_and_of_scores_leave_one_kernel():
     program = open_decoder(config).build(1, 32, dtype="bf16")
     assert len({norm.eps for op in fuse_segment(program) for norm in norms_of(op)}) == 1
     assert any("RowLinear" in queue for queue in queues(program, 1))
+    program = open_decoder(config).build(1, 32, batch=8, dtype="bf16", logits="last")
+    assert "BatchHead" in queues(program, 8)[0]
 
 
 @pytest.mark.parametrize(
@@ -315,6 +317,14 @@ def test_an_argmax_goes_before_functions_that_rise(text: str, rises: bool):
     x = p.input("x", (ROWS, WIDTH))
     program = p.build(p.argmax(x.map(text), name="next"))
     check(program, {"argmax": 1} if rises else {"argmax": 1, "pointwise": 1})
+
+
+def test_an_argmax_stays_behind_a_function_whose_results_leave():
+    p = ProgramBuilder("choice")
+    scaled = p.input("x", (ROWS, WIDTH)) / 8.0
+    normal = check(p.build(scaled, p.argmax(scaled, name="next")), {"argmax": 1, "pointwise": 1})
+    (argmax,) = [op for op in normal.program.ops if op.kind == "argmax"]
+    assert argmax.reads[0].tensor == normal.program.outputs[0]
 
 
 ROTATING = ("gpt_neox", "phi", "phi3", "stablelm")
